@@ -15,7 +15,7 @@ What one microbatch of a stage holds on a rank, R = ``stays`` + ``leaves``, K = 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
@@ -26,9 +26,7 @@ from jaxpipe.schedule.deps import HOST_LANES, build_graph
 from jaxpipe.schedule.engine import host_groups
 from jaxpipe.schedule.ir import Action, Schedule, Slot, op_spec
 from jaxpipe.schedule.memory import ACTIVATION_FIELDS, rank_share, static_bytes
-from jaxpipe.schedule.passes.backwards import fused_backwards, with_fused, with_slots
-from jaxpipe.schedule.passes.braid import unbraid
-from jaxpipe.schedule.passes.offload import without_offloads
+from jaxpipe.schedule.passes.backwards import with_slots
 from jaxpipe.schedule.problem import Problem
 from jaxpipe.schedule.solve.first import grouped_rows
 from jaxpipe.schedule.solve.task import SolveTask
@@ -327,8 +325,18 @@ class _Maker:
         if order is None:
             problem = Problem.of(self.placement, self.task.num_microbatches, self.costs)
             order = problem.schedule("serial", grouped_rows(problem, 1))
-        whole = frozenset(x for x in fused_backwards(order) if not fusing and self._gains(x[0]))
-        return with_slots(with_fused(without_offloads(unbraid(order)), whole), self._with_copies)
+        apart = [fusing or not self._gains(stage) for stage in range(self.placement.num_stages)]
+
+        def complete(slot: Slot) -> Iterator[Slot]:
+            for a in slot.actions:
+                if a.op == "BW" and apart[a.stage]:
+                    yield from (replace(a, op="B"), replace(a, op="W"))
+                elif a.op not in ("O", "L", "S"):
+                    yield a
+                if a.op == "F" and self._may_leave(a):
+                    yield from (replace(a, op="O"), replace(a, op="L"))
+
+        return with_slots(order, complete)
 
     def _gains(self, stage: int) -> bool:
         """Whether a whole backward may take less time, or less memory, than B and W."""
@@ -336,15 +344,13 @@ class _Maker:
         while_it_runs = costs.memory_limit_bytes and (costs.cotangent_bytes[stage] or costs.temp_bytes)
         return bool(while_it_runs) or not at_most(costs.b_s[stage] + costs.w_s[stage], costs.bw_s[stage])
 
-    def _with_copies(self, slot: Slot) -> Iterable[Slot]:
-        """An F with O and L, if what it makes may leave and memory is short there."""
-        (a,) = slot.actions
-        if not self.task.offload or a.op != "F" or not self.placement.is_plain_chain:
-            return (a,)
-        (rank,) = self.placement.ranks(a.stage, a.microbatch)
+    def _may_leave(self, forward: Action) -> bool:
+        """Whether what an F makes may go to the host, and memory is short where it is."""
+        if not self.task.offload or not self.placement.is_plain_chain:
+            return False
+        (rank,) = self.placement.ranks(forward.stage, forward.microbatch)
         short = min(self.task.memory_limit, (self.costs.memory_limit_bytes or (inf,) * (rank + 1))[rank]) < inf
-        leaves = short and self.costs.offloadable_bytes[a.stage] > 0
-        return (a, replace(a, op="O"), replace(a, op="L")) if leaves else (a,)
+        return short and self.costs.offloadable_bytes[forward.stage] > 0
 
     def _fusing(self) -> Iterator[tuple[int, Fusing]]:
         for n, a in enumerate(self.action):

@@ -133,7 +133,7 @@ class Formulation(Times):
         """One at a time: what is fixed, then what is inside, then what is late."""
         floor = self.start[before[-1]] + self.actions.size[before[-1]] if before else 0
         numbers = [*middle, *(n for n in self.absent if self.actions.host_lane.get(n) == lane and n not in self.inside)]
-        firsts = self.firsts(late)
+        firsts = self.firsts(lane, late)
         for n in numbers:
             if n in self.absent and floor > self.begin:
                 self._add(self.at[n] >= floor, n)
@@ -216,25 +216,20 @@ class Formulation(Times):
 
     def _held(self, piece: Piece) -> _Held | None:
         """What of a piece falls into the window: from when, to when, and the literal on which it depends."""
-        literal = None
-        if piece.choice >= 0:
-            literal = self.choices.get(piece.choice)
-            if literal is None and (self.start[piece.choice] >= 0) != piece.holds:
+        start, opened, closed = self.start, piece.opens, piece.closes
+        if self.window is not None:
+            if opened is not None and start[opened[0]] >= (self.end if self.by_order else self.end + self.longest):
                 return None
-            if literal is not None and not piece.holds:
-                literal = ~literal
-        opens, closes = self._when(piece.opens), self._when(piece.closes)
-        if piece.opens is not None:
-            n = piece.opens[0]
-            if n in self.late and (self.by_order or self.start[n] >= self.end + self.longest):
+            if closed is not None and 0 <= start[closed[0]] <= self.begin - self.actions.size[closed[0]]:
                 return None
-        if piece.closes is not None and self.by_order and piece.closes[0] in self.late:
-            closes = None
-        if isinstance(closes, int) and closes <= self.begin:
+        literal = self.choices.get(piece.choice)
+        if literal is None and piece.choice >= 0 and (start[piece.choice] >= 0) != piece.holds:
             return None
-        if isinstance(opens, int):
-            opens = max(opens, self.begin)
-        return piece, opens, closes, literal
+        if literal is not None and not piece.holds:
+            literal = ~literal
+        opens = self._when(opened)
+        closes = None if closed is not None and self.by_order and closed[0] in self.late else self._when(closed)
+        return piece, max(opens, self.begin) if isinstance(opens, int) else opens, closes, literal
 
     def _when(self, event: Event | None) -> Any:
         if event is None:

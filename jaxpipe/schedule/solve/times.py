@@ -72,7 +72,10 @@ class Times:
         if self.window is None:
             return [], list(lane), []
         start, size = self.start, self.actions.size
-        there = sorted((n for n in lane if start[n] >= 0), key=lambda n: (start[n], start[n] + size[n], n))
+        if self.by_order:
+            there = sorted(lane, key=start.__getitem__)
+        else:
+            there = sorted((n for n in lane if start[n] >= 0), key=lambda n: (start[n], start[n] + size[n], n))
         i, j = (bisect_left(there, t, key=start.__getitem__) for t in (self.window.begin, self.window.end))
         return there[:i], there[i:j], there[j:]
 
@@ -119,9 +122,9 @@ class Times:
     def _shifts(self) -> dict[int, Any]:
         """Per rank that has something late, by how much that moves: no more than what is fixed leaves room for."""
         actions, start, size = self.actions, self.start, self.actions.size
-        room = dict.fromkeys((actions.rank[n] for n in sorted(self.late)), self.end - self.begin)
-        for before, _, late in self.parts:
-            bounds = [(n, start[before[-1]] + size[before[-1]]) for n in self.firsts(late) if before]
+        room = dict.fromkeys(sorted({actions.rank[n] for n in self.late}), self.end - self.begin)
+        for lane, (before, _, late) in enumerate(self.parts):
+            bounds = [(n, start[before[-1]] + size[before[-1]]) for n in self.firsts(lane, late) if before]
             for s in takewhile(lambda s: start[s] > self.begin - actions.reach, reversed(before)):
                 bounds += [(n, start[s] + size[s] + lag) for n, lag in actions.followers[s] if n in self.late]
             for n, least in bounds:
@@ -145,8 +148,10 @@ class Times:
                 slacks[pair] = min(slacks.get(pair, _FAR), start[two] - start[one] - size[one] - lag)
         return slacks
 
-    def firsts(self, late: Sequence[int]) -> list[int]:
-        """The first of each rank."""
+    def firsts(self, lane: int, late: Sequence[int]) -> list[int]:
+        """The first of each rank; lanes beyond the ranks' own may serve several."""
+        if lane < self.actions.num_ranks:
+            return list(late[:1])
         return list({self.actions.rank[n]: n for n in reversed(late)}.values())
 
     def _variables(self) -> dict[int, Any]:

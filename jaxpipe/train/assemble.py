@@ -29,7 +29,7 @@ from jaxpipe.schedule import (
     CostProfile,
     Link,
     Schedule,
-    check_schedule,
+    find_problems,
     generate,
     read_schedule,
     simulate,
@@ -147,7 +147,8 @@ def read_checked(path: str | Path) -> Schedule:
         ScheduleError: it can't be read, or breaks a rule; names the file.
     """
     schedule = read_schedule(path)
-    check_schedule(schedule, str(path))
+    if problems := [f"{path}: {problem}" for problem in find_problems(schedule)]:
+        raise ScheduleError("; ".join(problems), problems)
     return schedule
 
 

@@ -37,7 +37,7 @@ MOST: Mapping[str, tuple[int, int, int]] = {
     "schedule/passes": (10, 933, 9),
     "schedule/solve": (27, 3724, 50),
     "stage": (47, 6099, 58),
-    "train": (72, 9000, 103),
+    "train": (72, 9001, 103),
 }
 MOST_OF_SCHEDULE = 7730
 """Code lines of ``schedule/`` and its rooms, without ``schedule/solve/``."""

@@ -110,12 +110,12 @@ with Stop() as stop:
     sys.exit(75)
 """
 
-    def ask() -> None:
-        time.sleep(1.5)
-        os.kill(os.getpid(), signal.Signals[name])
-
-    threading.Thread(target=ask).start()
-    code, _, err = launch(wait)
+    ask = threading.Timer(1.5, os.kill, (os.getpid(), signal.Signals[name]))
+    ask.start()
+    try:
+        code, _, err = launch(wait)
+    finally:
+        ask.cancel()  # where nothing was launched, it would end the tests
     assert code == 75
     stopping = f"{name}: stopping after this step and saving; a second signal ends at once"
     assert err == sorted(f"[{k}] {line}" for k in (0, 1) for line in ("ready", stopping, f"stopped by {name}"))

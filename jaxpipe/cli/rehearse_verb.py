@@ -65,7 +65,7 @@ def _rehearse(args: argparse.Namespace) -> int:
     from jaxpipe.train.setup import prepare
 
     progress = partial(print, file=sys.stderr if args.json else sys.stdout, flush=True)
-    devices = find_devices(size, config.run.platform, tp=config.pipeline.tp)
+    devices = find_devices(size, config.run.platform, tp=config.pipeline.tp, cp=config.pipeline.cp)
     prepared = prepare(completed(config))
     rate = args.link_bandwidth * 1e9 if args.link_bandwidth is not None else float("inf")
     with device_errors("rehearse"):

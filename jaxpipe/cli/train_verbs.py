@@ -255,7 +255,8 @@ def _profile(args: argparse.Namespace) -> int:
     from jaxpipe.train.setup import compile_pipeline, prepare, step_over
 
     progress = partial(print, file=sys.stderr if args.json else sys.stdout, flush=True)
-    devices = find_devices(config.pipeline.num_devices, config.run.platform, tp=config.pipeline.tp)
+    pipe = config.pipeline
+    devices = find_devices(pipe.num_devices, config.run.platform, tp=pipe.tp, cp=pipe.cp)
     config = completed(config)
     pipeline = compile_pipeline(prepare(config), devices, progress)
     progress("timing each stage alone")

@@ -79,8 +79,11 @@ def cpu_settings(kept: bool) -> str:
     return f"on a CPU: {heap}; XLA_FLAGS={os.environ.get('XLA_FLAGS', '')}{threads}"
 
 
-def find_devices(count: int, platform: Literal["auto", "cpu", "gpu"] = "auto", *, tp: int = 1) -> Sequence[jax.Device]:
-    """``count`` devices: of JAX's default kind, or of the one that ``platform`` names. ``tp``: of the config, for advice.
+def find_devices(
+    count: int, platform: Literal["auto", "cpu", "gpu"] = "auto", *, tp: int = 1, cp: int = 1
+) -> Sequence[jax.Device]:
+    """``count`` devices: of JAX's default kind, or of the one that ``platform`` names. ``tp``, ``cp``: of the config, for
+    advice.
 
     Raises:
         ConfigError: there are not enough; names ways to use those that there are. CPU devices never stand in for others.
@@ -103,16 +106,20 @@ def find_devices(count: int, platform: Literal["auto", "cpu", "gpu"] = "auto", *
     if kind == "cpu":
         emulated = f"before JAX starts set XLA_FLAGS={_FLAG}={count}"
     raise ConfigError(
-        f"{count} devices are needed and JAX sees {len(devices)} ({kind}); {_factorings(len(devices), tp)}, or {emulated}"
+        f"{count} devices are needed and JAX sees {len(devices)} ({kind}); {_factorings(len(devices), tp, cp)}, or {emulated}"
     )
 
 
-def _factorings(have: int, tp: int) -> str:
-    """Advice: the ways to use all of ``have`` devices, those with ``tp`` first; at most four."""
-    sizes = range(1, have + 1)
-    ways = [(have // (t * d), t, d) for t in sizes for d in sizes if have % (t * d) == 0]
+def _factorings(have: int, tp: int, cp: int) -> str:
+    """Advice: the ways to use all of ``have`` devices, those with ``tp`` first; at most four. With ``cp`` where that divides
+    them, and without context parallelism where not."""
+    with_cp = cp if have % cp == 0 else 1
+    each = have // with_cp
+    sizes = range(1, each + 1)
+    ways = [(each // (t * d), t, d) for t in sizes for d in sizes if each % (t * d) == 0]
     nearest = sorted(ways, key=lambda way: (way[1] != tp, way[1], way[2]))[:4]
-    return "ways to use these (--pp --tp --dp): " + ", ".join(f"{p}×{t}×{d}" for p, t, d in nearest)
+    flags = "--pp --tp --dp" + f" with --cp {with_cp}" * (cp > 1)
+    return f"ways to use these ({flags}): " + ", ".join(f"{p}×{t}×{d}" for p, t, d in nearest)
 
 
 def peak_bytes_in_use(devices: Iterable[jax.Device]) -> int | None:

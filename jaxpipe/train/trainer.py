@@ -179,7 +179,7 @@ class Trainer(Closing):
             post_validation=post_validation,
         )
         if devices is None:
-            devices = _devices(pipe.num_devices, platform, shards.size)
+            devices = _devices(pipe.num_devices, platform, shards)
         model = spread_over(pipe, model)
         planner = (lambda *_: cut) if isinstance(cut, StagePlan) else stage_planner(pipe, model, microbatch_size)
         chosen, plan = choose(pipe, model, planner, given=given)
@@ -567,11 +567,11 @@ def _sizes(schedule: Any, given: Schedule | None, asked: Mapping[str, int]) -> d
     return {"chunks": default_chunks, **asked}
 
 
-def _devices(count: int, platform: Literal["auto", "cpu", "gpu"], tp: int) -> Sequence[jax.Device]:
+def _devices(count: int, platform: Literal["auto", "cpu", "gpu"], tp: TensorParallel) -> Sequence[jax.Device]:
     """``count`` devices; where JAX has not looked for any yet, CPU devices are emulated on a machine that has nothing else."""
     if not backends_initialized():
         request_devices(count, platform)
-    return find_devices(count, platform, tp=tp)
+    return find_devices(count, platform, tp=tp.size, cp=tp.cp)
 
 
 def _layer_words(layers: Sequence[Layer]) -> str:

@@ -87,7 +87,7 @@ def devices_of(config: TrainConfig, processes: Processes) -> Sequence[jax.Device
 
     pipe = config.pipeline
     if processes.number == 1:
-        return find_devices(pipe.num_devices, config.run.platform, tp=pipe.tp)
+        return find_devices(pipe.num_devices, config.run.platform, tp=pipe.tp, cp=pipe.cp)
     import jax
 
     by_process: dict[int, list[jax.Device]] = {}

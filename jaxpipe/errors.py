@@ -3,7 +3,7 @@
 Tree::
 
     JaxpipeError                 every error of ours; the CLI prints it on one line and exits with its ``exit_code``, 2
-    ├── ConfigError              a config file, override or flag is wrong
+    ├── ConfigError              a config file, override or flag is wrong (has ``.problems``)
     │   └── AgreedError          the processes of a run don't fit together; all raise it, with the same words
     ├── ScheduleError            a schedule, placement, cost profile or schedule file breaks a rule (has ``.problems``)
     │   └── ScheduleParseError   the text, JSON or CSV form can't be read
@@ -33,7 +33,14 @@ class JaxpipeError(Exception):
 
 
 class ConfigError(JaxpipeError):
-    """A configuration file, override or command-line flag is wrong."""
+    """A configuration file, override or command-line flag is wrong.
+
+    ``problems`` holds every problem found, one string each; the message joins them.
+    """
+
+    def __init__(self, message: str, problems: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.problems: tuple[str, ...] = tuple(problems) or (message,)
 
 
 class AgreedError(ConfigError):

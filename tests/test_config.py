@@ -167,6 +167,10 @@ def test_ids_may_come_from_several_sources_or_a_function() -> None:
     assert text.endswith("but data.sources.b.path=b.txt is text")
 
 
+def test_one_layer_is_a_list_of_one() -> None:
+    assert TrainConfig().override(["pipeline.ranks=2", "pipeline.cut= 3 "]).pipeline.cut == (3,)
+
+
 def test_a_number_or_none() -> None:
     config = TrainConfig().override(["pipeline.schedule=zb", "pipeline.memory_limit=4"])
     assert config.pipeline.memory_limit == 4.0
@@ -379,6 +383,14 @@ def test_all_problems_are_told_at_once_with_their_places(tmp_path: Path) -> None
     assert "override 'pipeline.ranks=-1': pipeline.ranks is -1, must be at least 1" in problems
     assert any(p.startswith("run.batch=10 is not divisible by pipeline.microbatches=8") for p in problems)
     assert len(problems) == 5
+
+
+@pytest.mark.parametrize(("count", "told"), [(12, 12), (30, 20)])
+def test_the_command_line_tells_all_of_them(count: int, told: int, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", *(f"run.{k}={'long' * 9}" for k in range(count))]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.count("unknown key") == told
+    assert line.endswith(" (and 10 more problems)") == (count > told)
 
 
 def test_a_rule_on_a_value_that_is_already_wrong_stays_silent() -> None:

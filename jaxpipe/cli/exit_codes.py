@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from jaxpipe.errors import JaxpipeError
+from jaxpipe.errors import ConfigError, JaxpipeError
 from jaxpipe.runtime.lines import LOST as LOST
 from jaxpipe.train.run.stop import STOPPED as STOPPED
 
@@ -25,6 +25,7 @@ EXIT_CODES: Mapping[int, str] = {
 """All there are. Documented in README.md, and by ``jaxpipe train --help``. Where one process of several fails, the others end
 with its code."""
 _LONGEST_LINE = 600
+_MOST_PROBLEMS = 20
 
 
 def explained(error: BaseException) -> tuple[str, int] | None:
@@ -44,11 +45,17 @@ def explained(error: BaseException) -> tuple[str, int] | None:
 
 
 def _one_line(error: JaxpipeError) -> str:
-    """The message on one line: excerpts over several lines are joined, long lists of problems cut."""
+    """The message on one line: excerpts over several lines are joined. Of a long list of problems the first is told, as it may
+    have caused the others, but of a config's, each a mistake of its own, all."""
     text = " ".join(str(error).split())
     problems: tuple[str, ...] = getattr(error, "problems", ())
-    if len(text) > _LONGEST_LINE and len(problems) > 1:
-        first = " ".join(problems[0].split())
-        rest = len(problems) - 1
-        text = f"{first} (and {rest} more problem{'s' if rest > 1 else ''})"
+    if len(text) <= _LONGEST_LINE or len(problems) <= 1:
+        return _cut(text)
+    told = problems[: _MOST_PROBLEMS if isinstance(error, ConfigError) else 1]
+    rest = len(problems) - len(told)
+    more = f" (and {rest} more problem{'s' * (rest > 1)})" if rest else ""
+    return "; ".join(_cut(" ".join(problem.split())) for problem in told) + more
+
+
+def _cut(text: str) -> str:
     return text if len(text) <= _LONGEST_LINE else text[: _LONGEST_LINE - 2].rstrip() + " …"

@@ -138,7 +138,7 @@ def _fit(value: Any, hint: Hint, key: str, text: bool) -> Any:
 def _first_fit(value: Any, hints: Sequence[Hint], key: str, text: bool) -> Any:
     """By the first hint that fits; strings last, since they fit any text."""
     wanted = []
-    one_word = text and not re.search(r"^\s*\[|,", value)  # a misspelt one would be a list of one string
+    one_word = text and not re.search(r"^\s*(\[|\d+\s*$)|,", value)  # a misspelt one would be a list of one string
     for hint in sorted(hints, key=lambda h: _bare(h) is str):
         try:
             if one_word and _origin(_bare(hint)) is tuple:
@@ -332,7 +332,7 @@ class Collected:
     def refuse(self) -> None:
         """Raises ConfigError with all problems on one line, if there are any."""
         if self.problems:
-            raise ConfigError("; ".join(self.problems))
+            raise ConfigError("; ".join(self.problems), self.problems)
 
     def made(self, record: type[_T], section: str = "") -> _T:
         """A record like the one that the values are for."""

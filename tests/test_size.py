@@ -19,8 +19,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 MOST: Mapping[str, tuple[int, int, int]] = {
     # room of jaxpipe/ (a folder's own folders are rooms of schedule/ only): files, code lines, public classes
-    "(top)": (10, 1106, 16),
-    "cli": (22, 2349, 6),
+    "(top)": (10, 1109, 16),
+    "cli": (22, 2354, 6),
     "cost": (5, 774, 7),
     "interop": (6, 435, 7),
     "launch": (3, 261, 2),
@@ -37,7 +37,7 @@ MOST: Mapping[str, tuple[int, int, int]] = {
     "schedule/passes": (10, 933, 9),
     "schedule/solve": (27, 3724, 50),
     "stage": (47, 6099, 58),
-    "train": (72, 9001, 103),
+    "train": (72, 9006, 103),
 }
 MOST_OF_SCHEDULE = 7730
 """Code lines of ``schedule/`` and its rooms, without ``schedule/solve/``."""

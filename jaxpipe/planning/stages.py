@@ -202,19 +202,17 @@ class Workbench:
             for key, left in zip(keys, leaving, strict=True):
                 left.append(links.exits(self._traced_once(_cut_to(key, *self._short(key))).functions.y))
 
-    def runs(self, recompute: str, size: int) -> tuple[float, float]:
-        """What the layers of long runs add wherever they are, of ``size`` sequences: seconds of forward and backward, and bytes
-        of residuals. Nothing where each size is traced."""
-        seconds = kept = 0.0
+    def run_bytes(self, recompute: str, size: int) -> float:
+        """Bytes of residuals that the layers of long runs add wherever they are, of ``size`` sequences; 0 where each size is
+        traced."""
+        kept, cut = 0.0, self._apart
         if self.sizes is not None and self.seconds_of is None:
-            cut = self._apart
             last = max((k for k, (a, b) in enumerate(cut) if b - a > 1), default=-1)
             for keys in islice(self._keys(cut, recompute, self.sizes, 1.0), last + 1):
                 one, two = self._step(keys, 0, size) if self._short(keys[0])[0] else (None, None)
                 if one is not None and two is not None:
-                    seconds += len(keys[0].layers) * (two.seconds - one.seconds)
                     kept += len(keys[0].layers) * (two.sizes.residual_bytes - one.sizes.residual_bytes)
-        return seconds, kept
+        return kept
 
     @cached_property
     def _apart(self) -> Cut:

@@ -171,7 +171,7 @@ class _Search:
     _flops: dict[Any, Any] = field(default_factory=dict)
     _drafts: dict[Any, Schedule] = field(default_factory=dict)
     _work: dict[Any, float] = field(default_factory=dict)
-    _added: dict[tuple[str, int], tuple[float, float]] = field(default_factory=dict)
+    _residuals: dict[tuple[str, int], float] = field(default_factory=dict)
     _began: float = field(default_factory=time.monotonic)
     _told: float = field(default_factory=time.monotonic)
     _simulated: int = 0
@@ -237,31 +237,29 @@ class _Search:
 
         The work is that of as many devices with a part of the layers each: tensor and context parallelism divide each product,
         and each array that is read or written, among at most as many, and launches of kernels not at all. With the vocabulary
-        at the ends it is that of all layers in one stage: a cut parts kernels, and makes none shorter. Recomputation adds to it
-        what it adds to layers that are alike.
+        at the ends it is that of all layers in one stage: a cut parts kernels, and makes none shorter.
         """
         pipe, devices = config.pipeline, config.pipeline.ranks * config.pipeline.rank_devices
-        size = microbatch_size(config) // pipe.dp
+        size, policy = microbatch_size(config) // pipe.dp, str(pipe.recompute)
+        beside = any(axis.key == "pipeline.recompute" and "none" in axis.values for axis in self.space.axes)
+        if policy != "none" and beside and self._kept(policy, size) > self._kept("none", size) * (1 - LEAST_SAVED) > 0:
+            return None
         ends = pipe.vocabulary == "ends"
-        alone = replace(pipe, ranks=1 if ends else devices, tp=1, cp=1, recompute="none", schedule="1f1b", chunks=1)
-        key = alone.ranks, pipe.vocabulary, size
+        alone = replace(pipe, ranks=1 if ends else devices, tp=1, cp=1, schedule="1f1b", chunks=1)
+        key = alone.ranks, pipe.vocabulary, size, policy
         if key not in self._work:
             other = replace(config, pipeline=alone, traverse=TraverseConfig())
             bench, stages = self._bench_of(other), 1
             if not ends:
                 stages = with_vocabulary(one_to_one(devices), barriers=barriers(pipe.vocabulary)).num_stages
             cut = self._planner(other)(stages).cut
-            self._work[key] = 0.0 if bench.sizes is None else sum(x.seconds for x in bench.stages(cut, "none", size))
-        (less, most), (more, kept) = self._runs("none", size), self._runs(str(pipe.recompute), size)
-        beside = any(axis.key == "pipeline.recompute" and "none" in axis.values for axis in self.space.axes)
-        if kept > most * (1 - LEAST_SAVED) > 0 and pipe.recompute != "none" and beside:
-            return None
-        return pipe.microbatches * (self._work[key] + max(0.0, more - less)) / devices
+            self._work[key] = 0.0 if bench.sizes is None else sum(x.seconds for x in bench.stages(cut, policy, size))
+        return pipe.microbatches * self._work[key] / devices
 
-    def _runs(self, recompute: str, size: int) -> tuple[float, float]:
-        if (recompute, size) not in self._added:
-            self._added[recompute, size] = self.bench.runs(recompute, size)
-        return self._added[recompute, size]
+    def _kept(self, recompute: str, size: int) -> float:
+        if (recompute, size) not in self._residuals:
+            self._residuals[recompute, size] = self.bench.run_bytes(recompute, size)
+        return self._residuals[recompute, size]
 
     def _placed(self, node: _Node) -> Iterator[tuple[float, _Node]]:
         """The node priced, by placement, each with its lower bound."""

@@ -24,7 +24,7 @@ MOST: Mapping[str, tuple[int, int, int]] = {
     "cost": (5, 774, 7),
     "interop": (6, 435, 7),
     "launch": (3, 261, 2),
-    "planning": (11, 1887, 19),
+    "planning": (11, 1884, 19),
     "plot": (8, 791, 5),
     "program": (8, 847, 11),
     "rehearsal": (6, 601, 8),

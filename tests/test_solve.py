@@ -322,6 +322,16 @@ def test_windows_only_ever_improve_and_stay_valid(data: st.DataObject) -> None:
         last = merit(schedule)
 
 
+def test_a_full_limit_is_no_fuller_for_being_rounded() -> None:
+    """Residuals with a part that no unit measures: two microbatches are two, to the model as to the simulator."""
+    task = SolveTask(one_to_one(3), 6, CostProfile.uniform(3, w_residual=0.31830988618379), 2.0)
+    problem = Problem.of(task.placement, 6, task.costs)
+    start = problem.schedule("first", grouped_rows(problem, 2))
+    (*_, best) = NeighbourhoodSearch(task, start, 0).run(Budget(1.0, reproducible=True), 0.0)
+    assert simulate(best, task.costs).makespan < simulate(start, task.costs).makespan
+    assert simulate(best, task.costs).peak_activations[0] == 2.0
+
+
 def test_a_cycle_fills_every_rank_where_the_limit_allows() -> None:
     """V-Half's steady state: p/2 + 1 shares, no idle cell; its period is the work, and two fewer chunks are infeasible."""
     p = 4

@@ -49,6 +49,10 @@ class Piece(NamedTuple):
     holds: bool = True
 
 
+_Sized = tuple[float, float, Piece]
+"""A piece of the one amount less the other, each rounded to units by itself, so that what adds up still does."""
+
+
 class Sent(NamedTuple):
     """A transfer: the action whose end it follows, the directed pair of ranks, ticks."""
 
@@ -402,25 +406,25 @@ class _Maker:
     def _of_kind(self, limits: Mapping[int, float], activations: bool) -> Iterator[MemoryLimit]:
         """Limits of these ranks, on one grid."""
         pieces = {r: list(self._pieces(r, activations)) for r in limits}
-        sizes = {abs(amount) for each in pieces.values() for amount, _ in each}
+        sizes = {amount for each in pieces.values() for *amounts, _ in each for amount in amounts}
         units = memory_units(sizes, max(limits.values(), default=0.0))
         whole = {x: units.size(x) for x in sizes}
         for r, limit in limits.items():
             capacity = units.limit(limit) if limit >= 0 else -1
-            held = tuple(piece._replace(units=whole[amount]) for amount, piece in pieces[r] if amount > 0)
+            held = tuple(x._replace(units=whole[most] - whole[less]) for most, less, x in pieces[r] if most > less)
             if capacity < sum(piece.units for piece in held if piece.opens):
                 yield MemoryLimit(r, capacity, held)
 
-    def _pieces(self, rank: int, activations: bool) -> Iterator[tuple[float, Piece]]:
+    def _pieces(self, rank: int, activations: bool) -> Iterator[_Sized]:
         """What is held on a rank, in bytes or activations."""
         flows = self.placement.num_flows
         shares = [rank_share(self.placement, self.costs, rank, flow) if activations else 1.0 for flow in range(flows)]
         for (stage, i), ops in self.of_rank[rank].items():
             share = shares[i % flows]
-            for amount, piece in self._of_microbatch(stage, ops, activations) if share > 0 else ():
-                yield amount / share, piece
+            for most, less, piece in self._of_microbatch(stage, ops, activations) if share > 0 else ():
+                yield most / share, less / share, piece
 
-    def _of_microbatch(self, stage: int, ops: Mapping[str, int], activations: bool) -> Iterator[tuple[float, Piece]]:
+    def _of_microbatch(self, stage: int, ops: Mapping[str, int], activations: bool) -> Iterator[_Sized]:
         costs = self.costs
         yield from _residuals(
             ops, costs.residual_bytes[stage], costs.offloadable_bytes[stage], costs.w_residual_bytes[stage]
@@ -431,19 +435,19 @@ class _Maker:
                     if not activations or effect.field in ACTIVATION_FIELDS:
                         at = n, effect.at == "end"
                         amount = costs.values(effect.field)[stage]
-                        yield amount, Piece(0, at, None) if effect.sign > 0 else Piece(0, None, at)
+                        yield amount, 0.0, Piece(0, at, None) if effect.sign > 0 else Piece(0, None, at)
         if activations:
             return
         back = ops.get("B", -1)
         choice = self.fusing[back].choice if back in self.fusing else -1
         if back >= 0:
-            yield costs.cotangent_bytes[stage], _while(back, choice, False)
+            yield costs.cotangent_bytes[stage], 0.0, _while(back, choice, False)
         for op, values in costs.temp_bytes:
             if op in ops:
                 own = ops["O"] if op in ("O", "L") else choice if op in ("B", "W") else -1
-                yield values[stage], _while(ops[op], own, op in ("O", "L"))
+                yield values[stage], 0.0, _while(ops[op], own, op in ("O", "L"))
             elif op == "BW" and choice >= 0:
-                yield values[stage], _while(back, choice, True)
+                yield values[stage], 0.0, _while(back, choice, True)
 
 
 def _while(n: int, choice: int, holds: bool) -> Piece:
@@ -451,28 +455,26 @@ def _while(n: int, choice: int, holds: bool) -> Piece:
     return Piece(0, (n, False), (n, True), choice, holds)
 
 
-def _residuals(ops: Mapping[str, int], held: float, may_leave: float, kept: float) -> Iterator[tuple[float, Piece]]:
+def _residuals(ops: Mapping[str, int], held: float, may_leave: float, kept: float) -> Iterator[_Sized]:
     """What F makes until B ends, and what B keeps until W ends; see the module."""
     ends = {op: (n, True) for op, n in ops.items()}
     f, b, w = (ops["F"], False), ends.get("BW", ends.get("B")), ends.get("W")
     if w is None:
         kept = 0.0
 
-    def stay(
-        held: float, kept: float, opens: Event, choice: int = -1, holds: bool = True
-    ) -> Iterator[tuple[float, Piece]]:
+    def stay(held: float, kept: float, opens: Event, choice: int = -1, holds: bool = True) -> Iterator[_Sized]:
         shared = min(held, kept)
-        yield shared, Piece(0, opens, w, choice, holds)
-        yield held - shared, Piece(0, opens, b, choice, holds)
-        yield kept - shared, Piece(0, b, w, choice, holds)
+        yield shared, 0.0, Piece(0, opens, w, choice, holds)
+        yield held, shared, Piece(0, opens, b, choice, holds)
+        yield kept, shared, Piece(0, b, w, choice, holds)
 
     if "O" not in ops:
         yield from stay(held, kept, f)
         return
     leaves = min(may_leave, held)
     o, rest = ops["O"], kept if kept <= leaves else 0.0
-    yield held - leaves, Piece(0, f, b)
-    yield leaves, Piece(0, f, ends["O"], o)
+    yield held - leaves, 0.0, Piece(0, f, b)
+    yield leaves, 0.0, Piece(0, f, ends["O"], o)
     yield from stay(leaves, rest, f, o, False)
     yield from stay(leaves, rest, (ops["L"], False), o, True)
-    yield kept - rest, Piece(0, b, w)
+    yield kept, rest, Piece(0, b, w)

@@ -116,9 +116,6 @@ class MemoryUnits:
         units = amount / self.unit
         return floor(units * (1 + MEMORY) if self.exact else units)
 
-    def amount(self, units: float) -> float:
-        return units * self.unit
-
 
 def memory_units(sizes: Iterable[float], limit: float) -> MemoryUnits:
     """The grid for these sizes under ``limit``."""

@@ -1,4 +1,4 @@
-"""Write ``tests/golden/hub_logits.json``: what transformers computes for the tiny folders of ``tests/hub_folders.py``.
+"""Write ``tests/golden/hub_logits.json``: what transformers computes for the tiny folders of ``tests/support/hub_folders.py``.
 
 python -m scripts.hub_golden    # in an environment with torch and transformers; safetensors, ml_dtypes and numpy too
 """
@@ -13,7 +13,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
-from tests.hub_folders import KINDS, TOKENS, write_folder
+from tests.support.hub_folders import KINDS, TOKENS, write_folder
 
 TO = Path("tests/golden/hub_logits.json")
 

@@ -21,7 +21,7 @@ import ml_dtypes
 import numpy as np
 
 from jaxpipe.interop.folder import Planned, write_tensors
-from tests.hub_folders import BOTH, shapes
+from tests.support.hub_folders import BOTH, shapes
 
 CONFIG = {
     **BOTH,

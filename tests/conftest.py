@@ -1,7 +1,7 @@
 """Test harness: eight emulated CPU devices, strict JAX, reproducible random tests.
 
 Everything JAX must know is set through environment variables before anything can import it, so a test that needs no JAX
-(``tests/test_schedule_*.py``) does not pay for importing it. Child processes started by tests inherit the same settings, as do
+(``tests/schedule/``) does not pay for importing it. Child processes started by tests inherit the same settings, as do
 the worker processes of pytest-xdist. All of them share one cache of compiled programs, made for this run and deleted after it:
 many tests compile the same small stages.
 
@@ -77,7 +77,7 @@ def pytest_configure(config: pytest.Config) -> None:
         hypothesis.settings.load_profile("soak")
 
 
-LONG = ("test_divided", "test_train_loop", "test_vlm", "test_post_validation", "test_context_parallel")
+LONG = ("test_divided", "test_loop", "test_vlm", "test_post_validation", "test_context_parallel")
 """Files of few tests that take long: begun last, one process of several would be waited for."""
 
 

@@ -1,0 +1,373 @@
+"""Folders of the Hugging Face hub: the models that they are, and the way there and back."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from jaxpipe.cli import main
+from jaxpipe.errors import CheckpointError, ConfigError
+from jaxpipe.interop.folder import DTYPES
+from jaxpipe.interop.hub import open_hub, weights_of
+from jaxpipe.interop.tokenizer import write_byte_tokenizer
+from jaxpipe.mesh import TensorParallel
+from jaxpipe.runtime.pipeline import Pipeline
+from jaxpipe.schedule import generate
+from jaxpipe.stage.model.layer import Model
+from jaxpipe.stage.model.plan import plan_stages
+from jaxpipe.stage.model.reference import logits, resolve_model
+from jaxpipe.train.checkpoint import load_params, read_manifest
+from jaxpipe.train.checkpoints.stored import stored_params
+from jaxpipe.train.config import TrainConfig, load_config
+from jaxpipe.train.corpora.tokenizers import load_tokenizer
+from jaxpipe.train.evaluate import generate as generate_text
+from jaxpipe.train.evaluate import load_trained
+from jaxpipe.train.exported import export_hub
+from jaxpipe.train.imported import completed, import_hub, initial_params
+from jaxpipe.train.loop import train
+from jaxpipe.train.setup import build_model
+from tests.support.hub_folders import KINDS, TOKENS, V, tensors, write_folder
+from tests.support.paths import GOLDEN
+from tests.support.train_runs import config as settings
+from tests.support.train_runs import write_text
+
+WANTED = json.loads((GOLDEN / "hub_logits.json").read_text())["logits"]
+ROUND = ("float32", "bfloat16")
+SHOWN = ((0, 0), (0, 11), (1, 23))
+
+
+def read(folder: Path, **options: Any) -> tuple[Model, dict[str, Any]]:
+    """The model in a folder, and its parameters."""
+    hub = open_hub(folder)
+    given = {"seq_len": 24, **hub.options, **options}
+    model = resolve_model(hub.target, given)
+    weights = weights_of(hub, given, stored_params(model))
+    return model, {layer: weights.read(layer) for layer in weights.layers}
+
+
+MOST = ("gpt2", "llama31", "llama-biases", "qwen3-yarn", "mistral", "smollm3")  # what differs at all
+
+
+@pytest.mark.parametrize("kind", [k if k in MOST else pytest.param(k, marks=pytest.mark.soak) for k in KINDS])
+def test_logits_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
+    """A padded vocabulary changes none."""
+    model, params = read(write_folder(tmp_path / kind, kind, shards=2), vocab_multiple=4)
+    ours = np.asarray(jax.jit(lambda p: logits(model, p, TOKENS))(params))
+    assert ours.shape == (2, 24, 40) and (ours[:, :, V:] < -1e29).all()
+    wanted = WANTED[kind]
+    shown = [ours[row, t, :V:9] for row, t in SHOWN]
+    np.testing.assert_allclose(shown, wanted["shown"], rtol=0, atol=1e-5 * wanted["largest"])
+    np.testing.assert_allclose(np.abs(ours[:, :, :V]).max(), wanted["largest"], rtol=1e-5)
+
+
+def test_gpt2_as_it_was_published(tmp_path: Path) -> None:
+    """Without the prefix, with buffers of masks."""
+    _, wanted = read(write_folder(tmp_path / "given", "gpt2"))
+    folder = write_folder(tmp_path / "published", "gpt2")
+    bare = {name.removeprefix("transformer."): array for name, array in tensors(KINDS["gpt2"]).items()}
+    masks = {
+        f"h.{i}.attn.{name}": np.ones((1, 1, 24, 24), np.float32) for i in (0, 1) for name in ("bias", "masked_bias")
+    }
+    save_file(bare | masks, folder / "model.safetensors")
+    jax.tree.map(np.testing.assert_array_equal, read(folder)[1], wanted)
+
+
+@pytest.mark.parametrize("kind", ["llama31", "qwen3-yarn", "smollm3", "llama-biases"])
+def test_both_forms_of_rotary_positions_are_read(kind: str, tmp_path: Path) -> None:
+    old = open_hub(write_folder(tmp_path / "old", kind))
+    scaling = {"rope_type": "default", **KINDS[kind].get("rope_scaling", {}), "rope_theta": KINDS[kind]["rope_theta"]}
+    new = write_folder(tmp_path / "new", kind, rope_parameters=scaling, rope_theta=None, rope_scaling=None)
+    assert open_hub(new).options == old.options
+
+
+# --- there and back ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "shards"),
+    [("gpt2", "float32", 1), ("qwen3-yarn", "bfloat16", 3)]
+    + [pytest.param(kind, dtype, n, marks=pytest.mark.soak) for kind in KINDS for dtype in ROUND for n in (1, 3)],
+)
+def test_a_folder_comes_back_bit_for_bit(kind: str, dtype: str, shards: int, tmp_path: Path) -> None:
+    given = write_folder(tmp_path / "given", kind, shards=shards, dtype=DTYPES[dtype])
+    import_hub(given, tmp_path / "run", seq_len=24)
+    size = np.dtype(DTYPES[dtype]).itemsize
+    most = sum(array.size for array in tensors(KINDS[kind]).values()) * size // shards + 4096
+    made = export_hub(tmp_path / "run", tmp_path / "back", dtype=dtype, shard_bytes=most)
+    assert len(made.files) == shards or shards > 1
+    back: dict[str, Any] = {}
+    for file in made.files:
+        back |= load_file(file)
+    assert back.keys() == tensors(KINDS[kind]).keys()
+    for name, array in tensors(KINDS[kind]).items():
+        assert back[name].dtype == DTYPES[dtype] and np.array_equal(back[name], array.astype(DTYPES[dtype])), name
+    one, other = open_hub(given), open_hub(made.path)
+    assert one.exchange.config({"seq_len": 24, **one.options}) == other.exchange.config(
+        {"seq_len": 24, **other.options}
+    )
+    assert other.config["torch_dtype"] == dtype and "rope_parameters" not in other.config
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", KINDS)
+def test_transformers_opens_what_comes_back(kind: str, tmp_path: Path) -> None:
+    """With every tensor in its place, and the logits of the folder that went in."""
+    transformers, torch = pytest.importorskip("transformers"), pytest.importorskip("torch")
+    import_hub(write_folder(tmp_path / "given", kind), tmp_path / "run", seq_len=24)
+    back = export_hub(tmp_path / "run", tmp_path / "back").path
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(
+        back, attn_implementation="eager", output_loading_info=True
+    )
+    assert not any(info.values()), info
+    with torch.no_grad():
+        found = model.eval().float()(torch.from_numpy(TOKENS).long(), use_cache=False).logits.numpy()
+    wanted = WANTED[kind]
+    shown = [found[row, t, ::9] for row, t in SHOWN]
+    np.testing.assert_allclose(shown, wanted["shown"], rtol=0, atol=2e-6 * wanted["largest"])
+
+
+def test_the_byte_vocabulary_as_a_tokenizer(tmp_path: Path) -> None:
+    write_byte_tokenizer(tmp_path, 64)
+    text = "".join(map(chr, range(300))) + "žlutý 馬 🐎\r\n"
+    tokenizer = load_tokenizer(str(tmp_path / "tokenizer.json"))
+    assert tokenizer.encode(text).tolist() == list(text.encode()) and tokenizer.vocab_size == 256
+    assert tokenizer.decode(list(text.encode())) == text
+    assert tokenizer.id_of(json.loads((tmp_path / "tokenizer_config.json").read_text())["eos_token"]) == 0
+
+
+@pytest.mark.soak
+def test_transformers_continues_a_text_as_we_do(tmp_path: Path) -> None:
+    """Of a run of bytes, with its tokenizer, greedily."""
+    transformers = pytest.importorskip("transformers")
+    text = write_text(tmp_path / "text.txt")
+    train(settings(text, tmp_path / "run", "data.seq_len=48", "run.steps=20"), io.StringIO())
+    back = export_hub(tmp_path / "run", tmp_path / "back", step="best").path
+    tokenizer = transformers.AutoTokenizer.from_pretrained(back)
+    model = transformers.AutoModelForCausalLM.from_pretrained(back).eval()
+    prompt = "the cat sat"
+    given = tokenizer(prompt, return_tensors="pt")
+    made = model.generate(**given, max_new_tokens=24, do_sample=False)
+    ours = "".join(generate_text(load_trained(tmp_path / "run", step="best"), prompt, 24, temperature=0))
+    assert tokenizer.decode(made[0]) == prompt + ours
+
+
+# --- over a pipeline -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "pp", "tp", "dp"),
+    [("gpt2", 1, 2, 1)]
+    + [
+        pytest.param(kind, *sizes, marks=pytest.mark.soak)
+        for kind in ("gpt2", "llama-biases", "qwen2", "qwen3", "smollm3")
+        for sizes in itertools.product((1, 2), repeat=3)
+    ],
+)
+def test_loss_over_a_pipeline_is_that_of_transformers(kind: str, pp: int, tp: int, dp: int, tmp_path: Path) -> None:
+    """Of a vocabulary of 37 words in 38 rows, of which the last learns nothing."""
+    model, params = read(write_folder(tmp_path / kind, kind), vocab_multiple=2)
+    schedule = generate("1f1b", pp, 2 // dp)
+    cut = [(stage.start, stage.stop) for stage in plan_stages(model, pp).stages]
+    pipe = Pipeline.build(model, schedule, microbatch_size=dp, boundaries=cut, tp=TensorParallel(tp), dp=dp)
+    weights = np.ones((2, 24), np.float32)
+    weights[:, -1] = 0
+    rows = {"tokens": TOKENS, "targets": np.roll(TOKENS, -1, axis=1), "weights": weights}
+    batch = {name: array.reshape(2 // dp, dp, 24) for name, array in rows.items()}
+    loss, grads = pipe.loss_and_grads(pipe.place(params), batch)
+    np.testing.assert_allclose(loss, WANTED[kind]["loss"], rtol=1e-5)
+    words = np.asarray(grads["embed"]["tokens"]["embedding"])
+    assert words[:V].any() and not words[V:].any()
+    if "kernel" in grads["head"]:
+        assert not np.asarray(grads["head"]["kernel"])[V:].any()
+
+
+# --- runs that begin with given parameters -------------------------------------------------------------------------------
+
+
+def begins_with(path: Path | str, *more: str) -> TrainConfig:
+    return load_config(None, [f"run.init_from={path}", "data.seq_len=24", *more])
+
+
+def test_a_run_begins_with_a_folder_or_a_run_of_it(tmp_path: Path) -> None:
+    """Each with the model and the numbers of the folder, and only the layers that a process has."""
+    folder = write_folder(tmp_path / "given", "qwen2")
+    _, wanted = read(folder)
+    run = import_hub(folder, tmp_path / "run", seq_len=24).path
+    for source in (folder, run, f"{run}:0", run / "checkpoints" / "00000000"):
+        config = completed(begins_with(source, "data.tokenizer=ids:37", "data.path=x.npy"))
+        assert config.model.target == "models.llama:Llama"
+        assert config.model.options == open_hub(folder).options
+        model = build_model(config, V)
+        found = initial_params(config, model)
+        jax.tree.map(np.testing.assert_array_equal, found, wanted)
+        assert initial_params(config, model, {"embed", "head"}).keys() == {"embed", "head"}
+    meta = read_manifest(run).meta
+    shutil.rmtree(folder)  # is not looked at by a run that goes on
+    assert completed(begins_with(folder, "data.tokenizer=ids:37", "data.path=x.npy"), meta) == replace(
+        config, run=replace(config.run, init_from=str(folder))
+    )
+
+
+def test_what_a_run_can_not_begin_with(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "given", "qwen2")
+    run = import_hub(folder, tmp_path / "run", seq_len=24).path
+    ids = ("data.tokenizer=ids:37", "data.path=x.npy")
+    with pytest.raises(ConfigError, match=r"is of models.llama:Llama, and model.target is models.vlm:VLM"):
+        completed(begins_with(run, "model.target=models.vlm:VLM", *ids))
+    with pytest.raises(ConfigError, match=r"has no function or class 'hugging_face'"):
+        completed(begins_with(folder, "model.target=models.vlm:VLM", *ids))
+    with pytest.raises(CheckpointError, match=r"no checkpoint of step 7"):
+        completed(begins_with(f"{run}:7", *ids))
+    with pytest.raises(CheckpointError, match=r"does not exist"):
+        completed(begins_with(tmp_path / "nothing", *ids))
+    wider = completed(begins_with(folder, "model.options.mlp_size=64", *ids))
+    with pytest.raises(ConfigError, match=r"is of shape \[32, 48\], and the model wants \[32, 64\]"):
+        initial_params(wider, build_model(wider, V))
+    with pytest.raises(ConfigError, match=r"exists; give -o a folder that does not"):
+        export_hub(run, run)
+
+
+@pytest.mark.soak
+def test_an_imported_run_and_one_that_begins_with_the_folder_train_alike(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "given", "qwen3")
+    run = import_hub(folder, tmp_path / "run", seq_len=24).path
+    np.save(tmp_path / "ids.npy", np.random.default_rng(0).integers(0, V, 4000).astype(np.uint16))
+    more = [
+        "data.tokenizer=ids:37", f"data.path={tmp_path / 'ids.npy'}", "data.seq_len=24", "pipeline.ranks=2", "run.batch=4",
+        "pipeline.microbatches=2", "run.steps=2", "run.eval_every=0", "optimizer.warmup_steps=1", "run.log_every=1",
+        "pipeline.split_backwards=never",
+    ]  # fmt: skip
+    train(load_config(run / "config.toml", more), io.StringIO())
+    train(load_config(None, [f"run.init_from={folder}", f"run.out_dir={tmp_path / 'other'}", *more]), io.StringIO())
+    one, other = (load_params(path) for path in (run, tmp_path / "other"))
+    jax.tree.map(np.testing.assert_array_equal, one, other)
+    assert not np.array_equal(one["embed"]["tokens"]["embedding"], tensors(KINDS["qwen3"])["model.embed_tokens.weight"])
+
+
+# --- folders that are not as they should be ------------------------------------------------------------------------------
+
+
+def edit(path: Path, **changes: Any) -> None:
+    """Change keys of a JSON file."""
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def rewrite(folder: Path, **changes: Any) -> None:
+    """Change tensors of a folder; None takes one away."""
+    made = load_file(folder / "model.safetensors") | changes
+    save_file({name: array for name, array in made.items() if array is not None}, folder / "model.safetensors")
+
+
+def config(**changes: Any) -> Callable[[Path], None]:
+    return lambda folder: edit(folder / "config.json", **changes)
+
+
+def weights(**changes: Any) -> Callable[[Path], None]:
+    return lambda folder: rewrite(folder, **changes)
+
+
+def put(name: str, text: str | bytes) -> Callable[[Path], None]:
+    return lambda folder: void((folder / name).write_bytes(text if isinstance(text, bytes) else text.encode()))
+
+
+def cut_short(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def void(_: object) -> None: ...
+
+
+NORM = "model.norm.weight"
+SMALL = np.ones(4, np.float32)
+EXPONENTS = {"rope_theta": 1e4, "rope_type": "longrope"}
+BAD: dict[str, tuple[str, Callable[[Path], None], str]] = {
+    "not there": ("llama2", shutil.rmtree, "is no folder"),
+    "a file": ("llama2", lambda f: void((shutil.rmtree(f), f.write_text("x"))), "is no folder"),
+    "no config": ("llama2", lambda f: (f / "config.json").unlink(), "has no config.json"),
+    "config no JSON": ("llama2", put("config.json", "{'a': 1}"), "is not JSON"),
+    "config a list": ("llama2", put("config.json", "[1]"), "holds a list"),
+    "config NaN": ("llama2", put("config.json", '{"model_type": NaN}'), "is not JSON"),
+    "no kind": ("llama2", config(model_type=None), "model_type is None"),
+    "unknown kind": ("llama2", config(model_type="mixtral"), "model_type is 'mixtral'"),
+    "no width": ("llama2", config(hidden_size=None), "hidden_size is missing"),
+    "width of text": ("llama2", config(hidden_size="32"), "hidden_size is '32'"),
+    "no layers": ("llama2", config(num_hidden_layers=0), "num_hidden_layers is 0"),
+    "heads": ("llama2", config(num_attention_heads=5, num_key_value_heads=5), "num_heads is 5"),
+    "activation": ("llama2", config(hidden_act="gelu"), "hidden_act is 'gelu'"),
+    "rope kind": ("llama2", config(rope_scaling={"type": "dynamic", "factor": 2.0}), "rope_type is 'dynamic'"),
+    "rope kind of 5": ("qwen3", config(rope_parameters=EXPONENTS), "rope_type is 'longrope'"),
+    "rope factor": ("llama2", config(rope_scaling={"rope_type": "linear"}), "factor is missing"),
+    "partial rotary": ("llama2", config(partial_rotary_factor=0.5), "partial_rotary_factor is 0.5"),
+    "mixed layers": (
+        "qwen3",
+        config(use_sliding_window=True, sliding_window=8, layer_types=["full_attention", "sliding_attention"] * 2),
+        "layer_types is",
+    ),
+    "some windows": (
+        "qwen2",
+        config(use_sliding_window=True, sliding_window=8, max_window_layers=1),
+        "max_window_layers",
+    ),
+    "no period": ("smollm3", config(no_rope_layers=[0, 1, 1, 1]), "no_rope_layers is"),
+    "quantised": ("llama2", config(quantization_config={"bits": 4}), "quantised"),
+    "odd MLP": ("gpt2", config(n_inner=100), "n_inner is 100"),
+    "scaled scores": ("gpt2", config(scale_attn_by_inverse_layer_idx=True), "scale_attn_by_inverse_layer_idx is True"),
+    "no weights": ("llama2", lambda f: (f / "model.safetensors").unlink(), "has neither model.safetensors nor"),
+    "pickled": (
+        "llama2",
+        lambda f: void((f / "model.safetensors").rename(f / "pytorch_model.bin")),
+        "pytorch_model.bin",
+    ),
+    "cut short": ("llama2", cut_short, "is no whole safetensors file"),
+    "no header": ("llama2", put("model.safetensors", b"x" * 999), "is no whole safetensors file"),
+    "empty": ("llama2", put("model.safetensors", b""), "is no whole safetensors file"),
+    "index no JSON": ("llama2", put("model.safetensors.index.json", "{"), "is not JSON"),
+    "index of nothing": ("llama2", put("model.safetensors.index.json", "{}"), "has no weight_map"),
+    "index of a lost file": (
+        "llama2",
+        put("model.safetensors.index.json", json.dumps({"weight_map": {NORM: "a.safetensors"}})),
+        "a.safetensors is missing",
+    ),
+    "index elsewhere": (
+        "llama2",
+        put("model.safetensors.index.json", json.dumps({"weight_map": {NORM: "../x.safetensors"}})),
+        "outside of its folder",
+    ),
+    "index of a lost tensor": (
+        "llama2",
+        put("model.safetensors.index.json", json.dumps({"weight_map": {"a": "model.safetensors"}})),
+        "which has it not",
+    ),
+    "lost tensor": ("llama2", weights(**{NORM: None}), "has no tensor model.norm.weight"),
+    "odd tensor": ("llama2", weights(**{"model.extra": SMALL}), "has the tensor model.extra"),
+    "another shape": ("llama2", weights(**{NORM: SMALL}), "is of shape [4], and the model wants [32]"),
+    "integers": ("llama2", weights(**{NORM: np.ones(32, np.int8)}), "is I8"),
+    "not finite": ("llama2", weights(**{NORM: np.full(32, np.nan, np.float32)}), "is not finite"),
+    "no tokenizer": ("llama2", put("tokenizer.json", "{}"), "not a Hugging Face tokenizer.json"),
+    "more layers": ("llama2", config(num_hidden_layers=4), "has no tensor model.layers.3."),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_a_bad_folder_is_one_line_and_nothing_is_written(
+    what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kind, spoil, wanted = BAD[what]
+    folder = write_folder(tmp_path / "given", kind)
+    spoil(folder)
+    assert main(["import", str(folder), "-o", str(tmp_path / "out" / "run")]) == 2
+    said = capsys.readouterr()
+    assert wanted in said.err and said.err.count("\n") == 1 and said.out == ""
+    assert [path.name for path in tmp_path.iterdir() if path.name != "given"] == []

@@ -1,0 +1,367 @@
+"""``jaxpipe launch``: processes started here, told of signals, started again; batch scripts under a stand-in for Slurm; JobSets
+by the fields of the published definition. What is launched mostly talks and ends as training would, without JAX."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from jaxpipe.cli import main
+from jaxpipe.launch import cluster
+from jaxpipe.launch.local import Launch
+from tests.support.paths import ROOT
+
+JOIN = """
+import os, signal, sys, time
+from jaxpipe.runtime.peers import find_peers
+from jaxpipe.runtime.processes import Joined
+from jaxpipe.train.run.stop import Stop
+processes = Joined(find_peers((None, None, None)), 20)
+mine = processes.mine
+processes.barrier("all here")
+"""
+"""What every launched process begins with."""
+SMALL = ["model.options.d_model=16", "model.options.num_layers=2", "model.options.num_heads=2", "data.seq_len=8"]
+
+
+@pytest.fixture
+def launch(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, list[str]]]:
+    """Exit code, standard output, and standard error by line, sorted."""
+
+    def run(code: str, number: int = 2, restarts: int = 0) -> tuple[int, str, list[str]]:
+        with Launch([sys.executable, "-c", JOIN + code], number, tmp_path) as started:
+            ended = started.run(restarts)
+        out, err = capfd.readouterr()
+        return ended, out, sorted(err.splitlines())
+
+    return run
+
+
+def test_output_and_cores(launch: Callable[..., tuple[int, str, list[str]]]) -> None:
+    say = "print('out', mine, flush=True); print('err', mine, len(os.sched_getaffinity(0)), file=sys.stderr)"
+    code, out, err = launch(f"{say}; processes.leave()")
+    each = max(len(os.sched_getaffinity(0)) // 2, 1)
+    assert (code, out) == (0, "out 0\n")
+    assert err == [f"[0] err 0 {each}", f"[1] err 1 {each}", "[1] out 1"]
+
+
+def test_noise_of_libraries_is_kept_in_files(launch: Callable[..., tuple[int, str, list[str]]], tmp_path: Path) -> None:
+    fatal = "F1123 08:00:00.123456   99 client.cc:80] Terminating\n*** Check failure stack trace: ***\n    @ 0x1\n"
+    say = f"os.write(2, {fatal.encode()!r}) if mine else time.sleep(1); os.abort() if mine else processes.leave()"
+    code, _, err = launch(f"os.write(2, b'W1123 08:00:00.123456 a warning\\n'); {say}")
+    lost = r"\[0\] jaxpipe: process 1 \(host .*\) was lost: it ended without a word"
+    assert code == 6
+    assert re.fullmatch(lost, err[1])
+    assert [*err[:1], *err[2:]] == [
+        "[0] W1123 08:00:00.123456 a warning",
+        "[1] W1123 08:00:00.123456 a warning",
+        f"jaxpipe: process 1 was killed by SIGABRT; all ended; their logs: {tmp_path}",
+    ]
+    assert fatal in (tmp_path / "process-1.log").read_text()
+
+
+def test_what_is_lost_starts_again(launch: Callable[..., tuple[int, str, list[str]]], tmp_path: Path) -> None:
+    mark = tmp_path / "tried"
+    die = f"open({str(mark)!r}, 'a').write('x'); os.kill(os.getpid(), signal.SIGKILL)"
+    often = f"os.path.exists({str(mark)!r}) and os.path.getsize({str(mark)!r}) > 1"
+    code, _, err = launch(
+        f"if {often}: processes.leave(); sys.exit(75)\nif mine:\n    {die}\ntime.sleep(20)", restarts=3
+    )
+    assert code == 75
+    assert [line for line in err if line.startswith("jaxpipe")] == [
+        f"jaxpipe: process 1 was killed by SIGKILL; starting all again ({k} of 3)" for k in (1, 2)
+    ]
+    code, _, err = launch("if mine: processes.end('failed: no such file', 2)\ntime.sleep(20)", restarts=3)
+    assert (code, len(err)) == (2, 2)
+
+
+def test_who_does_not_end_is_killed(
+    launch: Callable[..., tuple[int, str, list[str]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("jaxpipe.launch.local._GRACE_S", 0.5)
+    stuck = "os.kill(os.getpid(), signal.SIGSTOP) if mine else os._exit(5)"
+    began = time.monotonic()
+    code, _, err = launch(stuck)
+    assert time.monotonic() - began < 5
+    assert (code, *err)[:1] == (5,)
+    assert err[-1].startswith("jaxpipe: process 0 ended with exit code 5; all ended; their logs: ")
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGUSR1"])
+def test_signals_reach_every_process_once(launch: Callable[..., tuple[int, str, list[str]]], name: str) -> None:
+    wait = """
+with Stop() as stop:
+    print("ready", file=sys.stderr, flush=True)
+    while not stop.requested: time.sleep(0.02)
+    time.sleep(0.3)
+    processes.leave()
+    print("stopped by", stop.requested, file=sys.stderr)
+    sys.exit(75)
+"""
+
+    ask = threading.Timer(1.5, os.kill, (os.getpid(), signal.Signals[name]))
+    ask.start()
+    try:
+        code, _, err = launch(wait)
+    finally:
+        ask.cancel()  # where nothing was launched, it would end the tests
+    assert code == 75
+    stopping = f"{name}: stopping after this step and saving; a second signal ends at once"
+    assert err == sorted(f"[{k}] {line}" for k in (0, 1) for line in ("ready", stopping, f"stopped by {name}"))
+
+
+FOLLOWING = """
+from jaxpipe.launch.local import follow_launcher
+follow_launcher()
+with Stop() as stop:
+    open(f"{os.environ['WHERE']}/{mine}", "w").close()
+    while not stop.requested: time.sleep(0.02)
+os.remove(f"{os.environ['WHERE']}/{mine}")
+processes.leave()
+"""
+
+
+def test_a_launcher_that_is_killed_takes_its_processes_along(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", JOIN + FOLLOWING]
+    code = f"from pathlib import Path; Launch({command}, 2, Path({str(tmp_path)!r})).run(0)"
+    with subprocess.Popen(
+        [sys.executable, "-c", f"from jaxpipe.launch.local import Launch; {code}"],
+        cwd=ROOT,
+        env={**os.environ, "WHERE": str(tmp_path)},
+        stderr=subprocess.DEVNULL,
+    ) as launcher:
+        _wait_for(lambda: (tmp_path / "0").exists() and (tmp_path / "1").exists())
+        launcher.kill()
+    _wait_for(lambda: not (tmp_path / "0").exists() and not (tmp_path / "1").exists())
+
+
+def _wait_for(happened: Callable[[], bool]) -> None:
+    until = time.monotonic() + 20
+    while not happened():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["local", "-n", "2"], "what to launch comes after --, such as: jaxpipe launch local -n 2 -- train --config"),
+        (["local", "--", "train"], "jaxpipe launch local needs -n (see"),
+        (["local", "-n", "9", "--", "train"], "9 processes for 4 pipeline ranks; each needs one at least"),
+        (["local", "-n", "2", "--", "train", "run.stepz=3"], "unknown key run.stepz: did you mean run.steps?"),
+        (["local", "-n", "2", "--", "train", "--confg", "x"], "unknown flag '--confg'; did you mean '--config'?"),
+        (["local", "-n", "2", "--nodes", "2", "--", "train"], "--nodes is not a flag of 'jaxpipe launch local'"),
+        (["ssh", "-n", "2", "--", "train"], "invalid choice: 'ssh'"),
+        (["slurm", "-o", "x", "--nodes", "2"], "jaxpipe launch slurm needs --gpus-per-node"),
+        (
+            ["slurm", "-o", "x", "--nodes", "2", "--gpus-per-node", "8", "--", "train"],
+            "4 ranks × tp 1 × dp 1 are 4 devices and 2 nodes with 8 GPUs have 16; change --nodes, --gpus-per-node, --pp",
+        ),
+        (
+            ["slurm", "-o", "x", "--nodes", "4", "--gpus-per-node", "1", "--", "train", "--pp", "2", "--tp", "2"],
+            "a rank's tp 2 × dp 1 = 2 GPUs must lie within one process, which has 1 of its node's 1",
+        ),
+        (
+            ["k8s", "-o", "x", "--nodes", "4", "--gpus-per-node", "1", "--image", "i", "--claim", "c:/runs", "--", "train"],
+            "run.out_dir=runs/default is not within /runs, where the claim c is mounted for all pods",
+        ),
+        (
+            ["k8s", "-o", "x", "--nodes", "4", "--gpus-per-node", "1", "--image", "i", "--claim", "c", "--", "train"],
+            "--claim c: want NAME:PATH, such as runs:/runs",
+        ),
+        (
+            ["slurm", "-o", "x", "--nodes", "4", "--gpus-per-node", "1", "--name", "A b", "--", "train"],
+            "--name A b: want at most 40 of a-z, 0-9 and -",
+        ),
+    ],
+)  # fmt: skip
+def test_mistakes_are_one_line(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["launch", *arguments]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("jaxpipe: ") and err.count("\n") == 1
+    assert said in err
+
+
+# -- Slurm ----------------------------------------------------------------------------------------------------------------
+
+SRUN = """#!{python}
+import os, subprocess, sys
+options = [a for a in sys.argv[1:] if a.startswith("--")][:2]
+assert options == ["--kill-on-bad-exit=0", "--wait=60"], options
+nodes, per = int(os.environ["FAKE_NODES"]), int(os.environ["FAKE_TASKS"])
+step = {{
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NODELIST": f"127.0.0.[1-{{nodes}}]",
+    "SLURM_STEP_NUM_TASKS": str(nodes * per),
+    "SLURM_STEP_TASKS_PER_NODE": f"{{per}}(x{{nodes}})",
+}}
+tasks = [
+    subprocess.Popen(
+        sys.argv[3:],
+        env={{**os.environ, **step, "SLURM_PROCID": str(k), "SLURM_LOCALID": str(k % per), "SLURM_NODEID": str(k // per)}},
+    )
+    for k in range(nodes * per)
+]
+codes = [task.wait() for task in tasks]
+sys.exit(max(128 - code if code < 0 else code for code in codes))
+"""
+"""Starts the tasks of a step, and ends with the highest exit code, as srun does."""
+
+
+@pytest.fixture
+def cluster_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[int, str, bool]]]:
+    """Submit what ``jaxpipe launch slurm`` writes, with other code than training; exit code, standard error, and whether the
+    job was put back into the queue."""
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    for name, text in (
+        ("srun", SRUN.format(python=sys.executable)),
+        ("scontrol", f'#!/bin/bash\necho "$@" > {tmp_path}/queued\n'),
+        ("python", f'#!/bin/bash\nexec {sys.executable} -c "$FAKE_CODE"\n'),
+    ):
+        (tools / name).write_text(text)
+        (tools / name).chmod(0o755)
+
+    def submit(code: str, tried: int = 0) -> tuple[int, str, bool]:
+        file = tmp_path / "job.sbatch"
+        flags = ["--nodes", "2", "--gpus-per-node", "4", "--processes-per-node", "2", "--max-restarts", "2"]
+        with monkeypatch.context() as patch:
+            patch.setattr(cluster.sys, "executable", str(tools / "python"))
+            train = ["train", "--pp", "4", "--tp", "2", "run.out_dir=/shared/a run"]
+            assert main(["launch", "slurm", "-o", str(file), *flags, "--sbatch", "time=4:00:00", "--", *train]) == 0
+        text = file.read_text()
+        asked = dict(re.findall(r"^#SBATCH --([\w-]+)=(.*)$", text, re.MULTILINE))
+        assert (asked["gpus-per-node"], asked["time"], asked["signal"]) == ("4", "4:00:00", "USR1@120")
+        assert asked["chdir"] == str(Path.cwd())
+        assert f"{tools / 'python'} -m jaxpipe train --pp 4 --tp 2 'run.out_dir=/shared/a run' ||" in text
+        done = subprocess.run(
+            ["bash", str(file)],
+            env={
+                **os.environ,
+                "PATH": f"{tools}:{os.environ['PATH']}",
+                "PYTHONPATH": str(ROOT),
+                "FAKE_CODE": JOIN + code,
+                "FAKE_NODES": asked["nodes"],
+                "FAKE_TASKS": asked["ntasks-per-node"],
+                "SLURM_JOB_ID": str(os.getpid()),
+                "SLURM_RESTART_COUNT": str(tried),
+            },
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        queued = tmp_path / "queued"
+        again = queued.exists() and queued.read_text() == f"requeue {os.getpid()}\n"
+        queued.unlink(missing_ok=True)
+        return done.returncode, done.stderr, again
+
+    yield submit
+
+
+def test_a_batch_script_runs_on_nodes(cluster_of: Callable[..., tuple[int, str, bool]]) -> None:
+    """Four tasks on two nodes that are this machine: they find each other; one is killed, one fails, all stop."""
+    where = (
+        "x = (*processes.gather('x', str(mine)), find_peers((None,) * 3).local); os.write(2, str(x).encode() + b'\\n')"
+    )
+    code, err, again = cluster_of(f"{where}; processes.leave()")
+    assert (code, again) == (0, False)
+    assert sorted(err.splitlines()) == ["('0', '1', '2', '3', (0, 2))", "((0, 2),)", "((1, 2),)", "((1, 2),)"]
+    kill = "os.kill(os.getpid(), signal.SIGKILL) if mine == 2 else time.sleep(20)"
+    code, err, again = cluster_of(kill)
+    assert (code, again, err.count("jaxpipe: process 2 ")) == (137, True, 3)
+    assert cluster_of(kill, tried=2)[::2] == (137, False)
+    code, err, again = cluster_of("processes.end('failed: a mistake', 2) if mine == 3 else time.sleep(20)")
+    assert (code, again, err.count("failed: a mistake\n")) == (2, False, 4)
+    assert cluster_of("processes.leave(); sys.exit(75)")[::2] == (75, True)
+
+
+# -- Kubernetes -----------------------------------------------------------------------------------------------------------
+
+_JOB = "spec.replicatedJobs[].template.spec"
+_POD = f"{_JOB}.template.spec"
+_CONTAINER = f"{_POD}.containers[]"
+FIELDS: Mapping[str, Any] = {
+    # Of jobset.x-k8s.io_jobsets.yaml (kubernetes-sigs/jobset 08dfbdf): those fields that are used, their types or values.
+    "apiVersion": ["jobset.x-k8s.io/v1alpha2"],
+    "kind": ["JobSet"],
+    "metadata.name": str,
+    "spec.failurePolicy.maxRestarts": int,
+    "spec.failurePolicy.rules[].name": str,
+    "spec.failurePolicy.rules[].action": ["FailJobSet", "RestartJobSet", "RestartJobSetAndIgnoreMaxRestarts"],
+    "spec.failurePolicy.rules[].onJobFailureReasons[]": [
+        "BackoffLimitExceeded",
+        "DeadlineExceeded",
+        "PodFailurePolicy",
+    ],
+    "spec.network.enableDNSHostnames": bool,
+    "spec.network.publishNotReadyAddresses": bool,
+    "spec.replicatedJobs[].name": str,
+    "spec.replicatedJobs[].replicas": int,
+    f"{_JOB}.completionMode": ["Indexed", "NonIndexed"],
+    f"{_JOB}.parallelism": int,
+    f"{_JOB}.completions": int,
+    f"{_JOB}.backoffLimit": int,
+    f"{_JOB}.podFailurePolicy.rules[].action": ["Count", "FailIndex", "FailJob", "Ignore"],
+    f"{_JOB}.podFailurePolicy.rules[].onExitCodes.containerName": str,
+    f"{_JOB}.podFailurePolicy.rules[].onExitCodes.operator": ["In", "NotIn"],
+    f"{_JOB}.podFailurePolicy.rules[].onExitCodes.values[]": int,
+    f"{_POD}.restartPolicy": ["Never"],  # the only one that a podFailurePolicy goes with
+    f"{_POD}.terminationGracePeriodSeconds": int,
+    f"{_CONTAINER}.name": str,
+    f"{_CONTAINER}.image": str,
+    f"{_CONTAINER}.command[]": str,
+    f"{_CONTAINER}.env[].name": str,
+    f"{_CONTAINER}.env[].value": str,
+    f"{_CONTAINER}.resources.limits.nvidia\0com/gpu": int,
+    f"{_CONTAINER}.volumeMounts[].name": str,
+    f"{_CONTAINER}.volumeMounts[].mountPath": str,
+    f"{_POD}.volumes[].name": str,
+    f"{_POD}.volumes[].persistentVolumeClaim.claimName": str,
+    f"{_POD}.volumes[].emptyDir.medium": str,
+}
+
+
+def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted path and value of every leaf; a dot of a key is a null character."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from leaves(inner, f"{path}.{key.replace('.', chr(0))}" if path else key)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from leaves(inner, f"{path}[]")
+    else:
+        yield path, value
+
+
+def test_a_jobset_has_the_published_fields(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "jobset.yaml"
+    flags = ["--nodes", "2", "--gpus-per-node", "4", "--image", "registry/me:1", "--claim", "runs:/runs"]
+    train = ["train", "--pp", "4", "--tp", "2", 'data.path=/runs/"x": y.txt', "run.out_dir=/runs/a"]
+    assert main(["launch", "k8s", "-o", str(file), *flags, "--max-restarts", "3", "--name", "big", "--", *train]) == 0
+    assert capsys.readouterr().out == (
+        f"2 nodes × 4 GPUs = 4 ranks × tp 2 × dp 1; start it with: kubectl apply -f {file}\n"
+    )
+    document = yaml.safe_load(file.read_text())
+    for path, value in leaves(document):
+        known = FIELDS[path]
+        assert value in known if isinstance(known, list) else type(value) is known, path
+    assert {path for path, _ in leaves(document)} == FIELDS.keys()
+    job = document["spec"]["replicatedJobs"][0]["template"]["spec"]
+    (container,) = job["template"]["spec"]["containers"]
+    assert container["command"] == ["jaxpipe", *train]
+    assert (job["parallelism"], job["completions"]) == (2, 2)
+    environ = {entry["name"]: entry["value"] for entry in container["env"]}
+    assert environ == {"JAXPIPE_COORDINATOR": "big-train-0-0.big:61440", "JAXPIPE_PROCESSES": "2"}
+    mounts = {mount["name"] for mount in container["volumeMounts"]}
+    assert mounts == {volume["name"] for volume in job["template"]["spec"]["volumes"]}

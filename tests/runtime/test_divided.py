@@ -1,0 +1,247 @@
+"""Ranks divided between processes: the bits of one process."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from jaxpipe.schedule import CostProfile, generate, write_schedule
+from jaxpipe.schedule.passes.backwards import split_backwards
+from jaxpipe.schedule.placement import one_to_one
+from jaxpipe.schedule.solve import Options, SolveTask, solve
+from jaxpipe.train.config import load_config
+from jaxpipe.train.metrics import read_metrics
+from tests.runtime.test_processes import free_port
+from tests.support import hub_folders, train_runs
+from tests.support.paths import ROOT
+from tests.support.train_runs import config, deterministic, final, settings, write_text
+from tests.train.test_replan import serial
+
+SHARED = ("mean loss", "norm", "held out")
+"""What every process knows."""
+
+
+def run(number: int, cases: list[dict[str, Any]]) -> list[list[dict[str, str]]]:
+    """What each of ``number`` processes finds in each case."""
+    port = free_port()
+    children = [
+        subprocess.Popen(
+            [sys.executable, "tests/support/divided_run.py", *map(str, (port, number, mine)), json.dumps(cases)],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for mine in range(number)
+    ]
+    try:
+        said = [child.communicate(timeout=1800) for child in children]
+    finally:
+        for child in children:
+            child.kill()
+    assert [child.returncode for child in children] == [0] * number, said
+    return [json.loads(out.splitlines()[-1]) for out, _ in said]
+
+
+def assert_same_bits(
+    cases: list[dict[str, Any]], *numbers: int, more: Sequence[dict[str, Any]] = ()
+) -> list[list[dict[str, str]]]:
+    """What each of the last number of processes finds in ``more`` cases."""
+    (whole,), several = run(1, cases), [run(number, [*cases, *more]) for number in numbers]
+    for (k, case), parts in product(enumerate(cases), several):
+        layers: dict[str, str] = {}
+        whole[k].pop("costs", "")
+        assert len({part[k].pop("costs") for part in parts}) == 1, "one profile for all"
+        for found in (part[k] for part in parts):
+            assert {name: found.pop(name) for name in SHARED} == {name: whole[k][name] for name in SHARED}, case
+            assert not layers.keys() & found.keys(), "a layer is one process's"
+            layers |= found
+        assert layers == {name: digest for name, digest in whole[k].items() if name not in SHARED}, case
+    return [part[len(cases) :] for part in parts]
+
+
+def test_two_processes_train_what_one_does(tmp_path: Path) -> None:
+    """A V of four stages: rank 0 has both ends; tied embeddings, dropout, bfloat16, ZeRO-1 over dp 2, clipping; by costs
+    that each process measures of its own stages. Then a run of which every step is recorded: a schedule that one process can't
+    build is left, the next one adopted, and taken back."""
+    case = {"schedule": "v-zb", "ranks": 2, "dp": 2, "zero1": True, "dtype": "bfloat16", "dropout": 0.2}
+    write_schedule(serial(split_backwards(generate("gpipe", 2, 4))), tmp_path / "serial.sched")
+    text = write_text(tmp_path / "text")
+    more = (
+        f"pipeline.schedule={tmp_path / 'serial.sched'}",
+        "pipeline.recompute=fused",
+        "run.log_every=1",
+        "run.steps=12",
+    )
+    overrides = [
+        *settings(text, tmp_path / "parts", *more),
+        "replan.enabled=true",
+        "replan.min_gain=0",
+        "replan.memory_limit=4",
+        "run.platform=cpu",
+    ]
+    replanned = {"overrides": overrides, "finds": ["gpipe", "zb-h1"]}
+    ((first,), (second,)) = assert_same_bits([{**case, "measured": True}], 2, more=[replanned])
+    assert not second["printed"]
+    for line in (
+        "step 2: re-planning: looking for a better schedule (up to 1m00s, 4 activations)",
+        "step 5: schedule serial (makespan ",
+        "step 9: schedule solved-1 -> serial again: it was 100.0% more measured",
+    ):
+        assert f"\n{line}" in first["printed"]
+    assert re.search(r"refused: process 1 \(host \S+\): there is no room\n", first["printed"])
+    train_runs.run(config(text, tmp_path / "whole", *more))
+    assert_same_run(tmp_path / "whole", tmp_path / "parts", 12)
+    records = [record for record in read_metrics(tmp_path / "parts" / "metrics.jsonl") if "loss" in record]
+    assert [record["schedule"] for record in records] == ["serial"] * 5 + ["solved-1"] * 4 + ["serial"] * 3
+    assert all(0 < record["bubble_measured"] < 1 < 2 * record["replay_ratio"] for record in records)
+    assert all(0 < record["clock_error_s"] < 1 for record in records)
+    assert (tmp_path / "parts" / "pictures" / "timeline.svg").exists()
+
+
+ZERO1 = {"dp": 2, "zero1": True, "dtype": "bfloat16", "dropout": 0.2}
+SCHEDULES: list[dict[str, Any]] = [
+    {"schedule": "1f1b", "dp": 2, "dropout": 0.1, "recompute": "full"},
+    {"schedule": "1f1b", "tied": False, **ZERO1},
+    {"schedule": "zb-1p", "dtype": "bfloat16"},
+    {"schedule": "zb-2p", "tied": False, "dropout": 0.1},
+    {"schedule": "v-zb", "layers": 6, **ZERO1},
+    {"schedule": "v-half", "layers": 6, "tied": False},
+    {"schedule": "interleaved-1f1b", "chunks": 2, "layers": 6, "dropout": 0.1},
+    {"schedule": "gis", "layers": 6, "tied": False, "dtype": "bfloat16"},
+    {"schedule": "po-f", "layers": 6, "tied": False},
+    {"schedule": "stp", "tp": 2, "layers": 6},
+    {"schedule": "1f1b", "cp": 2, "zero1": True, "dropout": 0.1},
+    {"schedule": "chimera", "dp": 2, "zero1": True, "dtype": "bfloat16", "dropout": 0.1},
+]
+
+
+def solved() -> str:
+    """The text of what the solver answers."""
+    task = SolveTask(one_to_one(4), 4, CostProfile.uniform(4, f=3, b=4, w=2), 3.0)
+    return str(solve(task, Options(time_limit_s=2, reproducible=True)).schedule)
+
+
+@pytest.mark.soak
+def test_schedules_in_several_processes() -> None:
+    cases = [*SCHEDULES, {"schedule": solved(), "tied": False}]
+    assert_same_bits([{"ranks": 4, "measured": k % 2 == 0, **case} for k, case in enumerate(cases)], 2, 4)
+
+
+@pytest.mark.soak
+def test_device_put_between_two_processes() -> None:
+    """``run.transport = "nccl"``, over TCP: both sides' calls are matched by their order."""
+    assert_same_bits([{"ranks": 4, **case, "transport": "nccl"} for case in SCHEDULES], 2)
+
+
+@pytest.mark.soak
+def test_any_number_goes_on_from_the_checkpoint_of_any_other(tmp_path: Path) -> None:
+    case = {"schedule": "v-zb", "ranks": 4, "layers": 6, **ZERO1}
+    one, several = ({**case, "folder": str(tmp_path / name)} for name in ("one", "several"))
+    whole = run(1, [one] * 3)[0][-1]
+    for number in (1, 4, 2):
+        found = run(number, [several])
+    assert {name: digest for (part,) in found for name, digest in part.items()} == whole
+
+
+# -- runs -----------------------------------------------------------------------------------------------------------------
+
+
+def launch(number: int, arguments: Sequence[str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-u", "-m", "jaxpipe", "launch", "local", "-n", str(number), "--", "train", *arguments],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def assert_same_run(one: Path, other: Path, step: int) -> None:
+    metrics = [[{**record, "schedule": ""} for record in deterministic(folder)] for folder in (one, other)]
+    assert metrics[0] == metrics[1]
+    (first, *rest), (second, *others) = (jax.tree.flatten(final(folder, step)) for folder in (one, other))
+    assert rest == others
+    for a, b in zip(first, second, strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+def test_a_run_goes_on_in_another_number_of_processes(tmp_path: Path) -> None:
+    """Two processes, the launcher's, then this one: metrics, evaluations and the last checkpoint of a run in one."""
+    text = write_text(tmp_path / "text")
+    more = ("pipeline.schedule=zb-1p", "run.eval_every=2", "run.checkpoint_every=2", "run.log_every=2")
+    train_runs.run(config(text, tmp_path / "whole", *more, "run.steps=4"))
+    child = launch(2, [*settings(text, tmp_path / "parts", *more, "run.steps=2"), "run.platform=cpu"])
+    out, err = child.communicate(timeout=300)
+    assert child.returncode == 0, err
+    assert not err and out.count("step 2  held-out loss") == 1, "process 0 alone tells"
+    train_runs.run(config(text, tmp_path / "parts", *more, "run.steps=4"))
+    assert_same_run(tmp_path / "whole", tmp_path / "parts", 4)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("pipe", ["pipeline.schedule=v-zb pipeline.chunks=2", "pipeline.tp=2"])
+def test_processes_begin_with_a_folder_of_the_hub(pipe: str, tmp_path: Path) -> None:
+    """Each with its own layers, tied ones too; the vocabulary is one that tp does not divide."""
+    folder = hub_folders.write_folder(tmp_path / "given", "qwen2")
+    np.save(tmp_path / "ids.npy", np.random.default_rng(0).integers(0, hub_folders.V, 4000).astype(np.uint16))
+    more = [
+        f"run.init_from={folder}", "data.tokenizer=ids:37", f"data.path={tmp_path / 'ids.npy'}", "data.seq_len=24",
+        "model.options.vocab_multiple=2", "pipeline.ranks=2", "pipeline.microbatches=2", "pipeline.split_backwards=never",
+        "run.batch=4", "run.steps=3", "run.log_every=1", "run.eval_every=3", "run.platform=cpu", "optimizer.warmup_steps=1",
+        *pipe.split(),
+    ]  # fmt: skip
+    train_runs.run(load_config(None, [*more, f"run.out_dir={tmp_path / 'whole'}"]))
+    child = launch(2, [*more, f"run.out_dir={tmp_path / 'parts'}"])
+    _, err = child.communicate(timeout=600)
+    assert child.returncode == 0, err
+    assert_same_run(tmp_path / "whole", tmp_path / "parts", 3)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("number", [2, 4])
+def test_a_signal_to_any_process_stops_all_after_the_same_step(number: int, tmp_path: Path) -> None:
+    text = write_text(tmp_path / "text")
+    more = ("pipeline.ranks=4", "model.options.num_layers=4", "run.log_every=1", "run.eval_every=0", "run.steps=30")
+    train_runs.run(config(text, tmp_path / "whole", *more))
+    arguments = [*settings(text, tmp_path / "parts", *more), "run.platform=cpu"]
+    child = launch(number, arguments)
+    train_runs.read_until(child, "step 3")
+    ours = subprocess.run(["pgrep", "-P", str(child.pid)], capture_output=True, text=True, check=True).stdout.split()
+    os.kill(int(ours[-1]), signal.SIGTERM)
+    child.communicate(timeout=300)
+    assert child.returncode == 75
+    again = launch(2, arguments)
+    assert again.communicate(timeout=300) and again.returncode == 0
+    assert_same_run(tmp_path / "whole", tmp_path / "parts", 30)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("number", [2, 4])
+def test_replanning_in_several_processes_changes_no_bit(number: int, tmp_path: Path) -> None:
+    """By the real solver, of an order that any other beats."""
+    write_schedule(serial(split_backwards(generate("gpipe", 4, 8))), tmp_path / "serial.sched")
+    text = write_text(tmp_path / "text")
+    more = ("pipeline.ranks=4", "pipeline.microbatches=8", "model.options.num_layers=8", "pipeline.recompute=fused")
+    more = (*more, f"pipeline.schedule={tmp_path / 'serial.sched'}", "run.log_every=2", "run.steps=60")
+    train_runs.run(config(text, tmp_path / "whole", *more))
+    replan = ("replan.enabled=true", "replan.min_gain=0.01", "replan.memory_limit=8", "replan.time_limit_s=2")
+    child = launch(number, [*settings(text, tmp_path / "parts", *more, *replan), "run.platform=cpu"])
+    out, err = child.communicate(timeout=1200)
+    assert child.returncode == 0, err
+    assert not err
+    assert re.search(r"\nstep \d+: schedule serial \(makespan .* -> solved-1 \(", out)
+    assert_same_run(tmp_path / "whole", tmp_path / "parts", 60)
+    assert {r["schedule"] for r in read_metrics(tmp_path / "parts" / "metrics.jsonl") if "loss" in r} > {"serial"}

@@ -1,0 +1,448 @@
+"""Messages between processes: one order for all, receives where it wants them, and the proof that nobody waits for ever.
+
+Every verdict of the checker is compared with :func:`tests.support.rendezvous.left_over`, which plays the programs.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from jaxpipe.errors import ProgramError, RunError, ScheduleError
+from jaxpipe.program import deadlock
+from jaxpipe.program.deadlock import NATIVE, STRICT, TAGGED, Crossing, Lanes, check_transfers
+from jaxpipe.program.ir import Free, Instruction, Program, Recv, Run, Send, Value, message_of, writes
+from jaxpipe.program.lower import lower
+from jaxpipe.program.order import issue_order
+from jaxpipe.runtime.executor import Executor, StepInputs, StepOutputs, message_homes, message_numbers
+from jaxpipe.runtime.pipeline import Pipeline
+from jaxpipe.runtime.transfer import InProcess
+from jaxpipe.schedule import (
+    FAMILIES,
+    Action,
+    CostProfile,
+    Event,
+    Schedule,
+    Timeline,
+    Traversal,
+    circular,
+    generate,
+    one_to_one,
+    simulate,
+    traverse,
+    with_span,
+)
+from jaxpipe.schedule.text import parse_slot
+from tests.support import rendezvous
+from tests.support.bare_stages import bare_stages
+from tests.support.pipelines import parameters, pipeline_for, random_batch, sized
+from tests.support.rendezvous import Meeting, left_over
+from tests.support.schedule_strategies import random_schedule, random_valid_schedules
+
+SIZES = [(2, 6), (4, 8), (3, 7), (8, 16), (6, 24)]
+RULES: tuple[Lanes, ...] = (TAGGED, ("directed",), ("pair",), ("four",), NATIVE, STRICT)
+OFTEN = ("1f1b", "v-zb", "gis", "interleaved-1f1b", "po-f", "chimera", "stp")
+
+
+def _orders(programs: Sequence[Program], crossing: Crossing) -> dict[int, list[tuple[int, int]]]:
+    found = {}
+    for process in set(crossing.process_of):
+        own = [p for p in programs if crossing.process_of[p.rank] == process]
+        found[process] = [(own[k].rank, at) for k, at in issue_order(own, crossing.timeline)]
+    return found
+
+
+def _left_over(programs: Sequence[Program], crossing: Crossing) -> list[str]:
+    return left_over(programs, crossing.process_of, crossing.lanes, _orders(programs, crossing))
+
+
+def _early(programs: Sequence[Program]) -> int:
+    sent = {message_of(p.rank, i): i.place for p in programs for i in p.instructions if isinstance(i, Send)}
+    return sum(i.place < sent[message_of(p.rank, i)] for p in programs for i in p.instructions if isinstance(i, Recv))
+
+
+# -- every family ----------------------------------------------------------------------------------------------------
+
+
+@cache
+def _generated(name: str, p: int, m: int) -> Schedule:
+    try:
+        return generate(name, p, m)
+    except ScheduleError as error:
+        pytest.skip(str(error))
+
+
+def _cases() -> Iterator[object]:
+    for name in FAMILIES:
+        for p, m in SIZES:
+            soak = (p, m) != (2, 6) and not ((p, m) == (4, 8) and name in OFTEN)
+            yield pytest.param(name, p, m, id=f"{name}-p{p}-m{m}", marks=[pytest.mark.soak] * soak)
+
+
+@pytest.mark.parametrize(("name", "p", "m"), list(_cases()))
+def test_no_family_deadlocks(name: str, p: int, m: int) -> None:
+    schedule = _generated(name, p, m)
+    stages = bare_stages(schedule.placement)
+    for uneven in (False, True):
+        ops = {"f": 3.0, "b": 0.0, "w": 0.0} if uneven else {}
+        costs = CostProfile.uniform(schedule.num_stages, chunks=schedule.num_chunks, **ops)
+        crossing = Crossing(tuple(r // (1 + uneven) for r in range(p)), simulate(schedule, costs))
+        programs = lower(schedule, stages, crossing=crossing)
+        assert _early(programs) == 0
+        for lanes in RULES:
+            found = replace(crossing, lanes=lanes)
+            check_transfers(programs, found)
+            assert _left_over(programs, found) == []
+        for lanes in (TAGGED, ("pair",), ("four",), NATIVE):
+            found = replace(crossing, lanes=lanes, early=1)
+            programs = lower(schedule, stages, crossing=found)
+            assert _left_over(programs, found) == []
+            crossings = sum(isinstance(i, Recv) and i.place >= 0 for q in programs for i in q.instructions)
+            assert _early(programs) == crossings if lanes == TAGGED else _early(programs) > 0 or not crossings or uneven
+
+
+def test_groups_of_microbatches_do_not_deadlock() -> None:
+    schedule = traverse(with_span(one_to_one(3), {2: 2}), 8, Traversal("backward", in_flight_per_stage=4))
+    for early in (0, 1):
+        timeline = simulate(schedule, CostProfile.uniform(3))
+        crossing = Crossing((0, 1, 2), timeline, STRICT if early == 0 else NATIVE, early)
+        programs = lower(schedule, bare_stages(schedule.placement), crossing=crossing)
+        assert _left_over(programs, crossing) == []
+
+
+@given(schedule=random_valid_schedules(offload=True, braids=True, single_rank_stages=True), data=st.data())
+def test_random_schedules_do_not_deadlock(schedule: Schedule, data: st.DataObject) -> None:
+    crossing, stages = _drawn(schedule, data)
+    with _in_flight(data):
+        programs = lower(schedule, stages, crossing=crossing)
+        assert _left_over(programs, crossing) == []
+        if crossing.early == 0:  # dispatched in the order of other costs, it is free of deadlock too
+            costs = CostProfile.uniform(schedule.num_stages, chunks=schedule.num_chunks, f=1, b=3, w=0.1)
+            check_transfers(programs, replace(crossing, timeline=simulate(schedule, costs), lanes=STRICT))
+
+
+@given(schedule=random_valid_schedules(braids=True, single_rank_stages=True), data=st.data())
+def test_the_checker_refuses_what_deadlocks_and_nothing_else(schedule: Schedule, data: st.DataObject) -> None:
+    crossing, stages = _drawn(schedule, data)
+    programs = list(lower(schedule, stages))  # as in one process
+    if data.draw(st.booleans()):
+        programs = list(lower(schedule, stages, crossing=replace(crossing, lanes=TAGGED)))
+        rng = random.Random(data.draw(st.integers(0, 2**32)))
+        programs = [_shuffled(p, rng) for p in programs]
+    with _in_flight(data):
+        left = _left_over(programs, crossing)
+        try:
+            check_transfers(programs, crossing)
+        except ProgramError as error:
+            assert left, str(error)
+            assert "waits to" in str(error)
+        else:
+            assert left == []
+
+
+@contextmanager
+def _in_flight(data: st.DataObject) -> Iterator[None]:
+    """As if JAX let fewer computations be in flight."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(deadlock, "IN_FLIGHT", count := data.draw(st.sampled_from([1, 2, 32])))
+        patch.setattr(rendezvous, "IN_FLIGHT", count)
+        yield
+
+
+def _drawn(schedule: Schedule, data: st.DataObject) -> tuple[Crossing, Any]:
+    p, n = schedule.num_ranks, schedule.num_stages
+    process_of = tuple(data.draw(st.integers(0, p - 1)) for _ in range(p))
+    if any(
+        len({process_of[schedule.placement.ranks(s, i)[0]] for i in range(schedule.placement.num_flows)}) > 1
+        for s in range(n)
+    ):
+        process_of = (0,) * p
+    assume(schedule.placement.num_flows == 1 or schedule.placement.is_chain)  # others are not lowered
+    seconds = [data.draw(st.sampled_from([0.0, 1.0, 2.5])) for _ in range(3)]
+    costs = CostProfile.uniform(n, chunks=schedule.num_chunks, f=seconds[0], b=seconds[1], w=seconds[2])
+    lanes = data.draw(st.sampled_from([*RULES, ("gate", "directed")]))
+    crossing = Crossing(process_of, simulate(schedule, costs), lanes, data.draw(st.integers(0, 2)))
+    return crossing, bare_stages(schedule.placement)
+
+
+def _shuffled(program: Program, rng: random.Random) -> Program:
+    """Some neighbouring transfers to and from other processes exchanged, those of the program's places kept."""
+    found = list(program.instructions)
+    at = [k for k, i in enumerate(found) if isinstance(i, Send | Recv) and i.place >= 0]
+    for a, b in pairwise(at):
+        if b == a + 1 and rng.random() < 0.3:
+            _exchange(found, a, b)
+    written = tuple(tuple(0 for _ in writes(i)) for i in found)
+    return replace(program, instructions=tuple(found), written_bytes=written)
+
+
+def _exchange(found: list[Instruction], a: int, b: int) -> None:
+    one, other = found[a], found[b]
+    assert isinstance(one, Send | Recv) and isinstance(other, Send | Recv)
+    found[a], found[b] = replace(other, place=one.place), replace(one, place=other.place)
+
+
+# -- mutants, in words -----------------------------------------------------------------------------------------------
+
+
+def _written(*rows: str) -> tuple[list[Program], Timeline]:
+    """A program a row: ``F0.0`` runs, and ``F0.0!`` reads all that was received before; ``>F0.0@1`` sends to rank 1, and
+    ``<F1.0@1`` receives from it."""
+    programs, events = [], []
+    for rank, row in enumerate(rows):
+        found: list[Instruction] = []
+        full = [0]  # holds what is made and sent
+        for word in row.split():
+            name, _, peer = word.strip("<>!").partition("@")
+            action = parse_slot(name)
+            assert isinstance(action, Action)
+            if word[0] == ">":
+                found.append(Send(action, (0,), (), int(peer)))
+            elif word[0] == "<":
+                full.append(len(full))
+                found.append(Recv(action, (), (full[-1],), int(peer)))
+            else:
+                events.append(Event(rank, "compute", action, len(found), len(found) + 1.0))
+                found.append(Run(action, tuple(full) if word[-1] == "!" else (0,), (0,)))
+        found.append(Free(tuple(full)))
+        written = tuple(tuple(0 for _ in writes(i)) for i in found)
+        programs.append(Program(rank, tuple(found), 9, ((Value("acc", 0, 0, 0), 0),), (), (0,), written))
+    return programs, Timeline("written", len(rows), tuple(events), (), ())
+
+
+MUTANTS: dict[str, tuple[tuple[str, ...], tuple[int, ...], set[str], str]] = {
+    # programs, the process of each, the lanes on which they deadlock, and in what words
+    "both send first": (
+        ("F0.0 >F0.0@1 <F1.0@1", "F1.0 >F1.0@0 <F0.0@0"),
+        (0, 1),
+        {"pair", "fifo"},
+        "rank 0 waits to send F0.0 to rank 1, which waits to send F1.0 to rank 0",
+    ),
+    "both receive first": (
+        ("<B1.0@1 F0.0! >F0.0@1", "<F0.0@0 F1.0! B1.0 >B1.0@0"),
+        (0, 1),
+        {"tagged", "directed", "pair", "four", "fifo"},
+        "rank 0 waits to receive B1.0 from rank 1, which waits to receive F0.0 from rank 0",
+    ),
+    "received in another order": (
+        ("F0.0 >F0.0@1 F0.1 >F0.1@1", "<F0.1@0 <F0.0@0 F1.1"),
+        (0, 1),
+        {"directed", "pair", "four", "fifo"},
+        "rank 0 waits to send F0.0 to rank 1, which waits to receive F0.1 from rank 0",
+    ),
+    "three in a ring": (
+        ("F0.0 >F0.0@1 <F2.0@2", "F1.0 >F1.0@2 <F0.0@0", "F2.0 >F2.0@0 <F1.0@1"),
+        (0, 1, 2),
+        {"fifo"},
+        "rank 0 waits to send F0.0 to rank 1, which waits to send F1.0 to rank 2, which waits to send F2.0 to rank 0",
+    ),
+    "through two ranks of a process": (
+        ("F0.0 >F0.0@2 <F2.0@2", "F1.0", "F2.0 >F2.0@0 <F0.0@0", "F3.0"),
+        (0, 0, 1, 1),
+        {"pair", "fifo"},
+        "rank 0 waits to send F0.0 to rank 2, which waits to send F2.0 to rank 0",
+    ),
+    "between ranks of two processes": (
+        ("F0.0 >F0.0@2", "<F3.0@3 F1.0", "<F0.0@0 F2.0", "F3.0 >F3.0@1"),
+        (0, 0, 1, 1),
+        {"pair", "fifo"},
+        "rank 0 waits to send F0.0 to rank 2, in whose process rank 3 waits to send F3.0 to rank 1",
+    ),
+    "the fifth waits on the first one's stream": (
+        (
+            "<B1.0@1 F0.0 >F0.0@2 F0.1 >F0.1@2 F0.2 >F0.2@2 F0.3 >F0.3@1 B0.0!",
+            "<F0.3@0 F1.3! B1.0 >B1.0@0",
+            "<F0.0@0 <F0.1@0 <F0.2@0 F2.2!",
+        ),
+        (0, 1, 2),
+        {"four", "pair", "fifo"},
+        "rank 0 waits to receive B1.0 from rank 1, which waits to receive F0.3 from rank 0",
+    ),
+}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+@pytest.mark.parametrize("rule", ["tagged", "directed", "pair", "four", "fifo"])
+def test_mutants_are_refused_with_the_circle(mutant: str, rule: Any) -> None:
+    rows, process_of, deadlocks_on, words = MUTANTS[mutant]
+    programs, timeline = _written(*rows)
+    crossing = Crossing(process_of, timeline, () if rule == "tagged" else (rule,))
+    assert bool(_left_over(programs, crossing)) is (rule in deadlocks_on)
+    if rule in deadlocks_on:
+        with pytest.raises(ProgramError, match="can wait for each other for ever") as raised:
+            check_transfers(programs, crossing)
+        assert f"(lanes: {rule}): {words}; start them in one order" in str(raised.value)
+    else:
+        check_transfers(programs, crossing)
+
+
+def test_a_schedule_as_lowered_for_one_process() -> None:
+    schedule = generate("1f1b", 4, 8)
+    stages = bare_stages(schedule.placement)
+    crossing = Crossing((0, 1, 2, 3), simulate(schedule, CostProfile.uniform(4)), TAGGED)
+    programs = lower(schedule, stages)
+    check_transfers(programs, crossing)
+    words = r"rank 0 waits to send F0\.\d to rank 1, which waits to send BW1\.\d to rank 0"
+    with pytest.raises(ProgramError, match=words):
+        check_transfers(programs, replace(crossing, lanes=("pair",)))
+    assert lower(schedule, stages, crossing=replace(crossing, process_of=(0, 0, 0, 0))) == programs, "nothing crosses"
+
+
+def test_lost_messages_and_other_shapes_are_refused() -> None:
+    schedule = generate("1f1b", 2, 2)
+    crossing = Crossing((0, 1), simulate(schedule, CostProfile.uniform(2)))
+    first, second = lower(schedule, bare_stages(schedule.placement), crossing=crossing)
+    at = next(k for k, i in enumerate(second.instructions) if isinstance(i, Recv))
+    received = second.instructions[at]
+    assert isinstance(received, Recv)
+    other = replace(received, avals=(jax.ShapeDtypeStruct((3,), "float32"),))
+    edits: list[tuple[tuple[Instruction, ...], str]] = [
+        ((), r"rank 0 sends 1 arrays of F0\.0 float32\[2\] to rank 1, which does not receive them"),
+        ((other,), r"rank 1 receives 1 arrays of F0\.0 float32\[3\] from rank 0, which does not send them"),
+    ]
+    for new, words in edits:
+        instructions = (*second.instructions[:at], *new, *second.instructions[at + 1 :])
+        edited = replace(
+            second, instructions=instructions, written_bytes=tuple((0,) * len(writes(i)) for i in instructions)
+        )
+        with pytest.raises(ProgramError, match=words):
+            check_transfers([first, edited], crossing)
+
+
+# -- threads as processes, through the runtime -----------------------------------------------------------------------
+
+
+class _Rendezvous:
+    """The transport of one process: both ends of a message from process to process block until the other comes."""
+
+    def __init__(
+        self, process: int, crossing: Crossing, numbers: Any, mail: InProcess, meeting: Meeting, sleeps_s: float
+    ) -> None:
+        self._message = {n: m for m, n in numbers.items()}
+        self._process, self._crossing, self._mail, self._meeting = process, crossing, mail, meeting
+        self._rng, self._sleeps_s = random.Random(process), sleeps_s
+
+    def send(self, message: int, dst: int, arrays: Sequence[jax.Array]) -> None:
+        self._mail.send(message, dst, arrays)
+        self._meet(message)
+
+    def recv(self, message: int) -> Sequence[jax.Array]:
+        self._meet(message)
+        return self._mail.recv(message)
+
+    def clear(self) -> None:
+        pass
+
+    def _meet(self, message: int) -> None:
+        if self._crossing.crosses(self._message[message]):
+            time.sleep(self._rng.uniform(0, self._sleeps_s))
+            self._meeting.meet(self._process, self._message[message])
+
+
+Found = dict[int, StepOutputs | Exception]
+
+
+def _run_apart(
+    name: str, pipe: Pipeline, programs: Sequence[Program], crossing: Crossing, sleeps_s: float = 0.0
+) -> Found:
+    """One step, a thread a process; each sleeps for a random time before each message."""
+    numbers = message_numbers(programs)
+    mail, processes = InProcess(message_homes(programs, pipe.submeshes, numbers)), sorted(set(crossing.process_of))
+    meeting = Meeting(len(processes))
+    inputs = pipe.step_inputs(
+        pipe.place(parameters(name)),
+        {at: pipe.zeros(at) for at in pipe.own_instances},
+        random_batch(pipe.schedule.num_microbatches),
+    )
+    found: Found = {}
+
+    def work(process: int) -> None:
+        own = [p for p in programs if crossing.process_of[p.rank] == process]
+        ranks = {p.rank for p in own}
+        mine = [{k: v for k, v in of.items() if k[0] in ranks} for of in (inputs.params, inputs.acc)]
+        transport = _Rendezvous(process, crossing, numbers, mail, meeting, sleeps_s)
+        order = issue_order(own, crossing.timeline)
+        executor = Executor(
+            own, order, pipe.functions, pipe.submeshes, transport, all_programs=programs, braids=pipe.braids
+        )
+        try:
+            with jax.enable_x64(True):
+                found[process] = executor.run(StepInputs(mine[0], mine[1], inputs.data, inputs.keys))
+        except Exception as error:
+            found[process] = error
+        finally:
+            meeting.end()
+
+    threads = [threading.Thread(target=work, args=(process,)) for process in processes]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def _assert_same_bits(
+    name: str, pipe: Pipeline, programs: Sequence[Program], crossing: Crossing, sleeps_s: float = 0.0
+) -> None:
+    found = _run_apart(name, pipe, programs, crossing, sleeps_s)
+    zeros = {at: pipe.zeros(at) for at in pipe.own_instances}
+    whole = pipe.run(pipe.place(parameters(name)), zeros, random_batch(pipe.schedule.num_microbatches))
+    for process, out in found.items():
+        assert isinstance(out, StepOutputs), out
+        for at, buffers in out.acc.items():
+            assert crossing.process_of[at[0]] == process
+            for a, b in zip(buffers, whole.acc[at], strict=True):
+                np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize(
+    ("family", "p", "m", "each"),
+    [
+        *[("zb-h1", 2, 4, 1), ("v-zb", 2, 4, 1)],
+        *(
+            pytest.param(family, 4, 8, each, marks=pytest.mark.soak)
+            for family in ("1f1b", "gis", "v-zb", "po-f", "stp", "interleaved-1f1b")
+            for each in (1, 2)
+        ),
+    ],
+)
+def test_processes_that_meet_for_each_message_get_the_same_bits(family: str, p: int, m: int, each: int) -> None:
+    """And what was lowered for one process deadlocks there, as the checker says."""
+    schedule = generate(family, p, m)
+    name = sized("gpt", schedule)
+    pipe = pipeline_for(name, schedule)
+    crossing = Crossing(tuple(rank // each for rank in range(p)), pipe.predicted_timeline())
+    programs = lower(schedule, pipe.stages, pipe.braids, crossing)
+    _assert_same_bits(name, pipe, programs, crossing)
+    with pytest.raises(ProgramError, match="can wait for each other for ever"):
+        check_transfers(pipe.programs, crossing)
+    stuck = _run_apart(name, pipe, pipe.programs, crossing)
+    assert all(isinstance(out, RunError) and "wait for each other" in str(out) for out in stuck.values()), stuck
+
+
+@pytest.mark.soak
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("seed", range(100))
+def test_random_schedules_on_three_processes_that_sleep(seed: int) -> None:
+    rng = random.Random(seed)
+    placement = circular(3, 2 if seed % 2 else 1)
+    schedule = random_schedule(placement, rng.randint(1, 6), rng, offload=0.2, braid=0.3)
+    name = sized("gpt", schedule)
+    pipe = pipeline_for(name, schedule)
+    costs = CostProfile.uniform(placement.num_stages, f=rng.random(), b=rng.random(), w=rng.random())
+    crossing = Crossing((0, 1, 2), simulate(schedule, costs))
+    _assert_same_bits(name, pipe, lower(schedule, pipe.stages, pipe.braids, crossing), crossing, 0.01)

@@ -1,0 +1,110 @@
+"""Transfers between processes by ``jax.device_put``: which calls each process makes, in which order, of what. The calls are
+recorded; in ``test_divided.py`` two processes make them."""
+
+from __future__ import annotations
+
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, cast
+
+import jax
+import pytest
+
+from jaxpipe.errors import AgreedError
+from jaxpipe.mesh import pipeline_submeshes
+from jaxpipe.program.deadlock import NATIVE, Crossing
+from jaxpipe.program.ir import Recv, Run, Send, reads
+from jaxpipe.program.lower import lower
+from jaxpipe.program.order import issue_order
+from jaxpipe.runtime import native
+from jaxpipe.runtime.executor import message_numbers, routed
+from jaxpipe.runtime.native import Native
+from jaxpipe.runtime.ownership import Ownership
+from jaxpipe.schedule import generate, simulate
+from tests.runtime.test_processes import together
+from tests.support.pipelines import pipeline_for
+
+Calls = list[tuple[Any, ...]]
+"""Of one process: of each array its shape, dtype, and where it lies and goes."""
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    """What is put from now on."""
+    made: Calls = []
+
+    def absent(shape: Any, sharding: Any, arrays: Any, *, dtype: Any) -> jax.ShapeDtypeStruct:
+        assert arrays == [], "the receiver has nothing of it"
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+    def device_put(arrays: Any, homes: Any) -> list[jax.ShapeDtypeStruct]:
+        made.append(tuple((a.shape, a.dtype, a.sharding, to) for a, to in zip(arrays, homes, strict=True)))
+        return [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=to) for a, to in zip(arrays, homes, strict=True)]
+
+    stand_in = {"device_put": device_put, "make_array_from_single_device_arrays": absent, "block_until_ready": list}
+    monkeypatch.setattr(native, "jax", SimpleNamespace(**{**vars(jax), **stand_in}))
+    return made
+
+
+def _between(made: Calls, one: Any, other: Any) -> Calls:
+    """The calls of which one end is ``one`` and the other ``other``."""
+    return [call for call in made if {call[0][2].mesh, call[0][3].mesh} == {one, other}]
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("family", ["1f1b", pytest.param("v-zb", marks=pytest.mark.soak)])
+def test_both_sides_make_the_same_calls_in_one_order(family: str, calls: Calls) -> None:
+    """As programs for NCCL say, some receives a run before their turn."""
+    schedule = generate(family, 4, 6)
+    pipe = pipeline_for("gpt@5" if schedule.num_stages > 5 else "gpt", schedule)
+    crossing = Crossing((0, 1, 2, 3), pipe.predicted_timeline(), NATIVE, 1)
+    assert crossing.timeline.events == simulate(schedule, pipe.costs).events, "bytes that stay change no time"
+    programs, meshes = lower(schedule, pipe.stages, pipe.braids, crossing), pipe.submeshes
+    numbers, made, early = message_numbers(programs), [], 0
+    for program in programs:
+        owned: Any = SimpleNamespace(
+            ranks=[program.rank], divided=True, carrier=partial(Native, meshes, [program.rank])
+        )
+        transport, instructions = routed(programs, meshes, owned), program.instructions
+        for _, at in issue_order([program], crossing.timeline):
+            i = instructions[at]
+            if isinstance(i, Send):
+                given = [
+                    SimpleNamespace(shape=a.shape, dtype=a.dtype, sharding=a.sharding, committed=True) for a in i.avals
+                ]
+                transport.send(numbers[program.rank, i.dst, i.action], i.dst, cast("list[Any]", given))
+            elif isinstance(i, Recv):
+                got = transport.recv(numbers[i.src, program.rank, i.action])
+                wanted = [(a.shape, a.dtype, meshes[program.rank]) for a in i.avals]
+                assert [(x.shape, x.dtype, x.sharding.mesh) for x in got] == wanted
+                reader = next(k for k, r in enumerate(instructions) if k > at and set(i.outputs) & set(reads(r)))
+                early += any(isinstance(r, Run) for r in instructions[at:reader])
+        made.append(list(calls))
+        calls.clear()
+    for a in range(4):
+        for b in range(a):
+            assert _between(made[a], meshes[a], meshes[b]) == _between(made[b], meshes[a], meshes[b])
+    assert sum(map(len, made)) == 2 * len(numbers)
+    assert early > len(numbers) / 2
+
+
+def test_links_are_made_both_ways_in_one_order(calls: Calls) -> None:
+    meshes = pipeline_submeshes(4)
+    pairs, made = [(2, 1), (1, 2), (3, 0), (1, 0)], []
+    for rank in range(4):
+        own = Native(meshes, [rank])
+        for _ in range(2):  # those that are there are not made again
+            own.link(pairs if rank % 2 else reversed(pairs))
+        made.append([(meshes.index(x[2].mesh), meshes.index(x[3].mesh)) for (x,) in calls])
+        calls.clear()
+    whole = [(0, 1), (1, 0), (0, 3), (3, 0), (1, 2), (2, 1)]
+    assert made == [[link for link in whole if rank in link] for rank in range(4)]
+
+
+def test_cpus_are_refused_in_one_line() -> None:
+    meshes = pipeline_submeshes(2)
+    found = together(2, lambda processes: Ownership(meshes, processes, "nccl"))
+    assert [type(error) for error in found] == [AgreedError] * 2
+    assert len({str(error) for error in found}) == 1
+    assert "run.transport=nccl sends from GPU to GPU" in str(found[0])
+    assert Ownership(meshes, None, "nccl").divided is False, "in one process it changes nothing"

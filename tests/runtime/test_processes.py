@@ -1,0 +1,480 @@
+"""The processes of a run: how they find each other, what they agree on, and how they end. Most of it in processes that import
+no JAX; those that only talk are threads here."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxpipe.errors import AgreedError, ConfigError
+from jaxpipe.runtime.lines import LOST
+from jaxpipe.runtime.peers import Peers, find_peers
+from jaxpipe.runtime.processes import Alone, Joined, Processes, divided
+from jaxpipe.train.config import TrainConfig
+from jaxpipe.train.run import agreement
+from jaxpipe.train.settings.sections import PipelineConfig
+from tests.support.paths import ROOT
+
+HOST = socket.gethostname()
+NONE = (None, None, None)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def together(number: int, do: Callable[[Processes], Any]) -> list[Any]:
+    """What ``do`` returns, or raises, in each of several processes, which are threads here."""
+    port, found = free_port(), [None] * number
+
+    def one(mine: int) -> None:
+        processes = Joined(Peers("127.0.0.1", port, number, mine), 10)
+        try:
+            found[mine] = do(processes)
+        except Exception as error:
+            found[mine] = error  # type: ignore[call-overload]
+        processes.leave()
+
+    threads = [threading.Thread(target=one, args=(mine,)) for mine in range(number)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return found
+
+
+START = """
+import os, signal, sys, time
+from jaxpipe.errors import ConfigError
+from jaxpipe.runtime import lines
+from jaxpipe.runtime.peers import Peers
+from jaxpipe.runtime.processes import Joined
+port, number, mine, wait = map(int, sys.argv[1:])
+lines._BEAT_S = 0.05
+try:
+    processes = Joined(Peers("127.0.0.1", port, number, mine), wait)
+except ConfigError as error:
+    print(error, file=sys.stderr)
+    sys.exit(2)
+processes.barrier("all here")
+"""
+
+
+def start(code: str, port: int, number: int, mine: int, wait: int = 10) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", START + code, *map(str, (port, number, mine, wait))],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def ends(children: Sequence[subprocess.Popen[str]]) -> list[tuple[int, str]]:
+    """Exit codes and standard errors."""
+    said = [child.communicate(timeout=60)[1] for child in children]
+    return [(child.returncode, text) for child, text in zip(children, said, strict=True)]
+
+
+# -- finding each other ---------------------------------------------------------------------------------------------------
+
+SLURM = {
+    "SLURM_JOB_ID": "4711",
+    "SLURM_STEP_ID": "3",
+    "SLURM_STEP_NODELIST": "rack[1-2]-node[04-07,11],login",
+    "SLURM_STEP_NUM_TASKS": "9",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x4),1",
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+}
+TORCHRUN = {
+    "MASTER_ADDR": "a",
+    "MASTER_PORT": "29500",
+    "WORLD_SIZE": "4",
+    "RANK": "3",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_MCA_orte_hnp_uri": "65536.0;tcp://10.0.0.5,10.1.0.5:3491",
+}
+OURS = {"JAXPIPE_COORDINATOR": "b:1", "JAXPIPE_PROCESSES": "2", "JAXPIPE_PROCESS": "0"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "found"),
+    [
+        ({}, None),
+        (OURS, Peers("b", 1, 2, 0)),
+        ({**OURS, "JAXPIPE_LOCAL_PROCESS": "0", "JAXPIPE_LOCAL_PROCESSES": "2"}, Peers("b", 1, 2, 0, (0, 2))),
+        ({**OURS, **TORCHRUN, **SLURM}, Peers("b", 1, 2, 0)),
+        ({**OURS, "JAXPIPE_COORDINATOR": "[fe80::1]:7"}, Peers("fe80::1", 7, 2, 0)),
+        ({"JAXPIPE_PROCESSES": "1", "JOB_COMPLETION_INDEX": "3"}, None),
+        (TORCHRUN, Peers("a", 29500, 4, 3, (1, 2))),
+        ({**TORCHRUN, "TORCHELASTIC_USE_AGENT_STORE": "True"}, Peers("a", 29501, 4, 3, (1, 2))),
+        ({**TORCHRUN, **SLURM}, Peers("a", 29500, 4, 3, (1, 2))),
+        (SLURM, Peers("rack1-node04", 61440 + 47116 % 4000, 9, 3, (1, 2))),
+        ({**SLURM, "JAX_COORDINATOR_ADDRESS": "c:9"}, Peers("c", 9, 9, 3, (1, 2))),
+        ({k: v for k, v in SLURM.items() if "STEP" not in k}, None),
+        ({**SLURM, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, None),
+        ({**OURS, "JAXPIPE_PROCESS": "", "JOB_COMPLETION_INDEX": "1"}, Peers("b", 1, 2, 1)),
+        (OPEN_MPI, Peers("10.0.0.5", 61442, 2, 1)),
+    ],
+)
+def test_where_peers_come_from(environ: dict[str, str], found: Peers | None) -> None:
+    assert find_peers(NONE, environ) == found
+    assert find_peers(("d:2", 3, 1), environ) == Peers("d", 2, 3, 1)
+
+
+@pytest.mark.parametrize(
+    ("flags", "environ", "said"),
+    [
+        (("d:2", None, None), {}, "--coordinator is given, --processes, --process are not: several processes need all"),
+        (NONE, {"JAX_COORDINATOR_ADDRESS": "c:9"}, "JAX_COORDINATOR_ADDRESS is given, JAXPIPE_PROCESSES, JAXPIPE_PROCESS are"),
+        (NONE, {"RANK": "0", "WORLD_SIZE": "2"}, "WORLD_SIZE, RANK are given, MASTER_ADDR and MASTER_PORT is not"),
+        (NONE, {"JOB_COMPLETION_INDEX": "3"}, "JOB_COMPLETION_INDEX is given, JAXPIPE_COORDINATOR, JAXPIPE_PROCESSES are not"),
+        (NONE, {**OPEN_MPI, "OMPI_MCA_orte_hnp_uri": ""}, "JAXPIPE_COORDINATOR is not"),
+        (NONE, {**TORCHRUN, "RANK": "4"}, "RANK is 4 and WORLD_SIZE 4; processes are numbered from 0 to one less"),
+        (NONE, {**TORCHRUN, "RANK": "x"}, "RANK is 'x'; want a whole number"),
+        (NONE, {**OURS, "JAXPIPE_COORDINATOR": "b"}, "JAXPIPE_COORDINATOR is 'b'; want HOST:PORT of process 0"),
+        (("d:99999", 3, 1), {}, "--coordinator is 'd:99999'; want HOST:PORT"),
+    ],
+)  # fmt: skip
+def test_half_a_set_is_a_mistake(flags: tuple[Any, Any, Any], environ: dict[str, str], said: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        find_peers(flags, environ)
+
+
+def test_processes_of_a_host_share_its_gpus() -> None:
+    peers = Peers("a", 1, 8, 5, (1, 2))
+    assert peers.device_ids({"CUDA_VISIBLE_DEVICES": "4,5,6,7"}) == [2, 3]
+    assert peers.device_ids({"CUDA_VISIBLE_DEVICES": "0"}) is None
+    assert peers.device_ids({"CUDA_VISIBLE_DEVICES": "0,1", "JAX_LOCAL_DEVICE_IDS": "0"}) is None
+    assert Peers("a", 1, 8, 5).device_ids({"CUDA_VISIBLE_DEVICES": "0,1"}) is None
+
+
+def test_some_who_do_not_come_are_named() -> None:
+    port = free_port()
+    said = ends([start("", port, 4, 0, 1), start("", port, 4, 2, 3)])
+    line = f"waited 1 s at 127.0.0.1:{port} for processes 1, 3 of 4: start them, or correct the address and the number"
+    assert [code for code, _ in said] == [2, 2]
+    assert all(text.startswith(line) and text.count("\n") == 1 for _, text in said), said
+    ((code, text),) = ends([start("", port, 2, 1, 1)])
+    assert code == 2
+    assert text.startswith(f"waited 1 s at 127.0.0.1:{port} for process 0 of 2: start it, or correct ")
+
+
+def test_one_that_dies_before_all_have_come() -> None:
+    port = free_port()
+    first = start("", port, 3, 0, 20)
+    gone = (
+        f'import socket; s = socket.create_connection(("127.0.0.1", {port})); s.sendall(b\'["jaxpipe", 2, 3, "h"]\\n\')'
+    )
+    while subprocess.run([sys.executable, "-c", gone], capture_output=True).returncode:
+        time.sleep(0.05)
+    said = (2, "process 2 (host h) was lost while others were waited for\n")
+    assert ends([first, start("", port, 3, 1)]) == [said, said]
+
+
+@pytest.mark.parametrize(
+    ("others", "said"),
+    [
+        ([(3, 1), (2, 1)], f"process 1 (host {HOST}) says that there are 2 processes, process 0 (host {HOST}) 3: "),
+        ([(3, 1), (3, 1)], f"two processes say that they are number 1, on hosts {HOST} and {HOST}: "),
+    ],
+)
+def test_processes_that_do_not_fit_together(others: list[tuple[int, int]], said: str) -> None:
+    port = free_port()
+    found = ends([start("", port, 3, 0), *(start("", port, *other) for other in others)])
+    (line,) = {text for _, text in found}
+    assert [code for code, _ in found] == [2, 2, 2]
+    assert line.startswith(said) and line.count("\n") == 1
+
+
+def test_a_port_that_is_taken_and_strangers() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with pytest.raises(
+            ConfigError, match=r"^process 0 can't listen at .* \(Address already in use\): choose another"
+        ):
+            Joined(Peers("127.0.0.1", port, 2, 0), 5)
+        threading.Thread(target=lambda: server.accept()[0].close()).start()
+        with pytest.raises(ConfigError, match="did not answer, or ended: look at its output"):
+            Joined(Peers("127.0.0.1", port, 2, 1), 5)
+    port = free_port()
+    first = start("processes.leave()", port, 2, 0)
+    for said in (b"GET / HTTP/1.1\r\n\r\n", b'["jaxpipe", 7, 2, "host"]\n', b""):
+        until = time.monotonic() + 10
+        while True:
+            try:
+                with socket.create_connection(("127.0.0.1", port)) as stranger:
+                    stranger.sendall(said)
+                break
+            except ConnectionRefusedError:
+                assert time.monotonic() < until
+    assert ends([first, start("processes.leave()", port, 2, 1)]) == [(0, ""), (0, "")]
+
+
+# -- talking --------------------------------------------------------------------------------------------------------------
+
+
+def test_texts_of_any_length_arrive_in_order() -> None:
+    def talk(processes: Processes) -> Any:
+        long = f"{processes.mine}é\n" * (1 << 20)
+        lengths = [len(text) for text in processes.gather("long", long)]
+        processes.barrier("between")
+        said = [processes.broadcast("count", f"{processes.mine} {k}") for k in range(100)]
+        return lengths, said[99], [processes.who(k) for k in range(processes.number)]
+
+    found = together(3, talk)
+    who = [f"process {k} (host {HOST})" for k in range(3)]
+    assert found == [([3 << 20] * 3, "0 99", who), ([], "0 99", who), ([], "0 99", who)]
+
+
+def test_threads_talk_beside_each_other() -> None:
+    """In process 0 the one begins first, in the other process the other."""
+
+    def talk(processes: Processes) -> Any:
+        said: list[Any] = []
+        started = threading.Event()
+
+        def beside() -> None:
+            started.set()
+            said.append([processes.broadcast("beside: count", f"{k}") for k in range(50)])
+
+        thread = threading.Thread(target=beside)
+        if processes.mine:
+            said.append(processes.broadcast("count", "1"))
+        thread.start()
+        started.wait()
+        if processes.mine == 0:
+            said.append(processes.broadcast("count", "0"))
+        thread.join()
+        return sorted(said, key=len)
+
+    assert together(2, talk) == [["0", [str(k) for k in range(50)]]] * 2
+
+
+def test_what_differs_is_said_alike_in_all() -> None:
+    def differ(processes: Processes) -> None:
+        processes.agree("all the same", {"a": "1"}, "never said")
+        processes.check("all well", "")
+        values = {"a": "1", "pipeline.microbatches": "16" if processes.mine == 2 else "8"}
+        processes.agree("settings", values, "start all with one config")
+
+    found = together(3, differ)
+    assert {type(error) for error in found} == {AgreedError}
+    assert {str(error) for error in found} == {
+        f"process 2 (host {HOST}) has pipeline.microbatches=16, process 0 (host {HOST}) has 8: start all with one config"
+    }
+
+
+def test_one_process_talks_to_itself() -> None:
+    alone = Alone()
+    alone.barrier("x")
+    alone.agree("x", {"a": "1"}, "never said")
+    assert (alone.number, alone.mine, *alone.gather("x", "a"), alone.broadcast("x", "b")) == (1, 0, "a", "b")
+    alone.end("said by who calls", 2)
+    alone.start_jax()
+    alone.leave()
+    with pytest.raises(AgreedError, match=r"^process 0: too few$"):
+        alone.check("x", "too few")
+    code = "import sys, jaxpipe.cli.train_verbs, jaxpipe.train.run.agreement; print('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, cwd=ROOT).stdout == b"False\n"
+
+
+def test_ranks_of_processes() -> None:
+    for number in range(1, 9):
+        for count in range(number, 33):
+            ranks = divided(count, number)
+            assert [r for part in ranks for r in part] == list(range(count))
+            assert max(map(len, ranks)) - min(map(len, ranks)) <= 1
+        with pytest.raises(ConfigError, match=f"^{number} processes for {number - 1} pipeline ranks; each needs one"):
+            divided(number - 1, number)
+    assert Alone().ranks(3) == (range(3),)
+
+
+# -- ending ---------------------------------------------------------------------------------------------------------------
+
+SLEEP = "time.sleep(30)"
+SIGNALLED = """
+from jaxpipe.train.run.stop import EndingEarly
+with EndingEarly(lambda: processes.end("was stopped by a signal", 75)):
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(30)
+"""
+
+
+@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize(
+    ("how", "code", "said"),
+    [
+        ("processes.end('failed: no such file', 3)", 3, "failed: no such file"),
+        (SIGNALLED, 75, "was stopped by a signal"),
+        ("os._exit(0)", LOST, "was lost: it ended without a word"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", LOST, "was lost: it ended without a word"),
+        ("os.kill(os.getpid(), signal.SIGSTOP); time.sleep(30)", LOST, "was lost: nothing was heard of it for 1 s"),
+    ],
+)
+def test_one_that_ends_is_named_by_the_others(who: int, how: str, code: int, said: str) -> None:
+    port = free_port()
+    children = [start(how if k == who else SLEEP, port, 3, k) for k in range(3)]
+    began = time.monotonic()
+    others = ends([child for k, child in enumerate(children) if k != who])
+    assert time.monotonic() - began < 10
+    assert others == [(code, f"jaxpipe: process {who} (host {HOST}) {said}\n")] * 2
+    children[who].send_signal(signal.SIGCONT)
+    ((own, err),) = ends([children[who]])
+    if ".end(" in how or "STOP" in how:
+        assert (own, err.splitlines()[-1] + "\n") == others[0]
+
+
+def test_a_cause_is_waited_for() -> None:
+    """What a device says when another process is gone is not the cause."""
+    port = free_port()
+    late = "time.sleep(0.3); os._exit(1)"
+    children = [start(how, port, 2, k) for k, how in enumerate(["processes.end('failed: connection reset', 5)", late])]
+    assert ends(children)[0] == (LOST, f"jaxpipe: process 1 (host {HOST}) was lost: it ended without a word\n")
+
+
+LATE = """
+lines._ANSWER_S, lines._SILENT_BEATS = 0.5, 1000
+processes.tell_place(lambda: (7, 3 - mine % 2, f"words of {mine}"))
+HOW
+time.sleep(30)
+"""
+
+
+@pytest.mark.parametrize(("late", "stopped"), [((2,), None), ((0, 1, 2), None), ((0,), 1), ((1, 2), 0)])
+def test_who_is_late_is_named(late: tuple[int, ...], stopped: int | None) -> None:
+    """The one that has come least far, or one that stands still."""
+    port = free_port()
+    stop = "os.kill(os.getpid(), signal.SIGSTOP)"
+    how = dict.fromkeys(late, "time.sleep(0.5); processes.end_late('step 7')") | {stopped: stop}
+    children = [start(LATE.replace("HOW", how.get(k, "")), port, 3, k) for k in range(3)]
+    others = ends([child for k, child in enumerate(children) if k != stopped])
+    for child in children:
+        child.kill()
+        child.communicate()
+    said = (5, f"jaxpipe: process 1 (host {HOST}) failed: step 7: words of 1\n")
+    if stopped is not None:
+        said = (LOST, f"jaxpipe: process {stopped} (host {HOST}) was lost: step 7, and it does not answer\n")
+    assert others == [said] * len(others)
+
+
+# -- before training ------------------------------------------------------------------------------------------------------
+
+
+def test_directories_that_are_not_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agreement, "_SEEN_WITHIN_S", 0.2)
+
+    def settle(processes: Processes) -> None:
+        there = tmp_path / ("shared" if processes.mine < split else "other") / "run"
+        agreement.agree_on_settings(processes, TrainConfig().override([f"run.out_dir={there}"]))
+
+    split = 2
+    assert together(2, settle) == [None, None]
+    split = 1
+    first, second = together(2, settle)
+    assert str(first) == str(second)
+    assert str(first).startswith(f"process 1 (host {HOST}): run.out_dir={tmp_path}/other/run is not the directory that")
+    assert list(tmp_path.iterdir()) == []
+
+
+def _train(tmp_path: Path, *more: Sequence[str], number: int = 2) -> list[tuple[int, str]]:
+    """Ends of ``jaxpipe train`` in several processes, each with overrides of its own."""
+    small = ["model.options.d_model=16", "model.options.num_layers=2", "model.options.num_heads=2", "data.seq_len=8"]
+    shared = [*small, f"data.path={ROOT / 'LICENSE'}", f"run.out_dir={tmp_path / 'run'}", "pipeline.ranks=2"]
+    environ = {**os.environ, "JAXPIPE_COORDINATOR": f"127.0.0.1:{free_port()}", "JAXPIPE_PROCESSES": str(number)}
+    children = [
+        subprocess.Popen(
+            [sys.executable, "-m", "jaxpipe", "train", *shared, "run.platform=cpu", *own],
+            cwd=ROOT,
+            env={**environ, "JAXPIPE_PROCESS": str(mine), "XLA_FLAGS": ""},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for mine, own in enumerate(more)
+    ]
+    found = ends(children)
+    assert not (tmp_path / "run").exists()
+    return found
+
+
+@pytest.fixture
+def said_by_all(tmp_path: Path) -> Iterator[Callable[..., str]]:
+    def lines(*more: Sequence[str], number: int = 2) -> str:
+        ended = _train(tmp_path, *more, number=number)
+        assert [code for code, _ in ended] == [2] * len(more), ended
+        (said,) = {text for _, text in ended}
+        assert said.startswith("jaxpipe: ") and said.count("\n") == 1
+        return said.removeprefix("jaxpipe: ").rstrip()
+
+    yield lines
+
+
+def test_settings_that_differ_are_refused_by_all(said_by_all: Callable[..., str]) -> None:
+    first, second = (f"process {k} (host {HOST})" for k in (0, 1))
+    said = said_by_all((), ("pipeline.microbatches=16",))
+    assert said == f"{second} has pipeline.microbatches=16, {first} has 8: start all with one config"
+    said = said_by_all(("run.stepz=3",), ())
+    assert said == f"{first} failed: override 'run.stepz=3': unknown key run.stepz: did you mean run.steps?"
+
+
+@pytest.mark.soak
+def test_data_that_differ_are_refused_by_all(said_by_all: Callable[..., str]) -> None:
+    said = said_by_all((), (f"data.path={ROOT / 'README.md'}",))
+    assert re.match(r"process 1 \(.*\) has data=\w+, process 0 \(.*\) has \w+: give all the same data.path", said)
+    assert "; each needs one at least: start fewer, or raise --pp" in said_by_all((), (), (), number=3)
+
+
+# -- measuring ------------------------------------------------------------------------------------------------------------
+
+
+def test_clocks_are_compared() -> None:
+    """Threads of one process have one clock."""
+    for ahead, error in together(3, lambda processes: processes.clock()):
+        assert abs(ahead) <= error < 0.1
+
+
+def test_the_first_process_times_layers_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    from jaxpipe.train import assemble
+    from models.gpt import GPT
+
+    times = [(1.0, 1e-3 / 3, 2e-3, 0.25, 0.25), (1.0,) * 5]
+    monkeypatch.setattr(assemble, "measured_layer_costs", lambda *_: times.pop(0))
+    model = GPT(vocab_size=8, d_model=8, num_layers=2, num_heads=1, seq_len=4)
+    pipe = PipelineConfig(ranks=2, cut="measured")
+    first, second = together(2, lambda processes: assemble.stage_planner(pipe, model, 1, processes)(2))
+    assert first == second
+    assert [stage.layers for stage in first.stages] == [("embed",), ("block_00", "block_01", "head", "loss")]
+
+
+def test_what_can_t_be_made_in_one_process_is_made_in_none() -> None:
+    def make(processes: Processes) -> str:
+        def one() -> str:
+            if processes.mine == 1:
+                raise ConfigError("there is no room")
+            return "made"
+
+        return processes.together("thing", one)
+
+    for error in together(2, make):
+        assert isinstance(error, AgreedError)
+        assert str(error) == f"process 1 (host {HOST}): there is no room"

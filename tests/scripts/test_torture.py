@@ -1,0 +1,51 @@
+"""``scripts/torture.py``: a few cases of what needs no other process, what a failure looks like, and (soak) a little of all."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from types import ModuleType
+
+import pytest
+
+from tests.support.paths import ROOT
+
+
+@pytest.fixture
+def torture(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    import torture
+
+    return torture
+
+
+@pytest.mark.parametrize("part", ["R3", "R4", "R5", "R8", "R10"])
+def test_a_few_cases(torture: ModuleType, part: str) -> None:
+    report = torture.torture([part], quick=True, most=12)["parts"][part]
+    assert report["failures"] == []
+    assert sum(report["tried"].values()) >= 12
+
+
+def test_a_failure_is_told_with_the_way_to_see_it_again(
+    torture: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    refuse: Callable[[object], list[str]] = lambda schedule: ["made up"]  # noqa: E731
+    monkeypatch.setattr("torture_parts.referee.problems", refuse)
+    assert torture.main(["--only", "R4,R5", "--case", "3", "--seed", "9", "--quick"]) == 1
+    (failure,) = json.loads(capsys.readouterr().out)["parts"]["R4"]["failures"]
+    assert failure["what"].startswith("the second opinion refuses what is valid (made up)")
+    assert failure["again"] == "python scripts/torture.py --only R4 --case 3 --seed 9 --quick"
+    monkeypatch.undo()
+    assert torture.main(["--only", "R4", "--case", "3", "--seed", "9", "--quick"]) == 0
+
+
+@pytest.mark.soak
+def test_a_little_of_everything() -> None:
+    command = [sys.executable, str(ROOT / "scripts" / "torture.py"), "--quick"]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    assert {part: found["failed"] for part, found in json.loads(run.stdout)["parts"].items()} == dict.fromkeys(
+        ("R1", "R2", "R3", "R4", "R5", "R8", "R10", "R11", "R13", "R14", "R15", "R16", "R17"), 0
+    )

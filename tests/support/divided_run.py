@@ -1,0 +1,183 @@
+"""Some training steps in one of several processes; prints digests of what comes of them. A script:
+
+python tests/support/divided_run.py PORT PROCESSES PROCESS CASES  # CASES: JSON, a list of arguments of `steps` or `trained`
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import math
+import os
+import socket
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from jaxpipe.cli.train_verbs import ending_together
+from jaxpipe.runtime.peers import Peers
+from jaxpipe.runtime.processes import Alone, Joined, Processes
+from jaxpipe.train.devices import request_devices
+
+M, SIZE, STEPS = 4, 2, 3
+
+
+def steps(
+    processes: Processes,
+    *,
+    schedule: str,
+    ranks: int,
+    layers: int = 4,
+    dtype: str = "float32",
+    tied: bool = True,
+    dropout: float = 0.0,
+    dp: int = 1,
+    cp: int = 1,
+    tp: int = 1,
+    zero1: bool = False,
+    recompute: str = "none",
+    measured: bool = False,
+    folder: str = "",
+    transport: str = "tagged",
+    **options: Any,
+) -> dict[str, str]:
+    """By layer a digest of its parameters and optimizer state, by name the bits of loss, norm and held-out loss. ``folder``: of
+    checkpoints, to go on from and to save to. ``measured``: by measured costs, whose digest is told, too."""
+    import jax
+    import numpy as np
+    import optax
+
+    from jaxpipe.errors import ProgramError
+    from jaxpipe.mesh import TensorParallel
+    from jaxpipe.runtime.offload import OffloadOptions
+    from jaxpipe.runtime.pipeline import Pipeline
+    from jaxpipe.schedule import generate, parse_schedule
+    from jaxpipe.schedule.json_form import to_costs
+    from jaxpipe.stage.model.reference import init_params
+    from jaxpipe.train.step import TrainStep
+    from jaxpipe.train.trainer import Trainer
+    from models.gpt import GPT
+
+    model = GPT(vocab_size=32, d_model=16, num_layers=layers, num_heads=2, seq_len=8, tied=tied, dropout=dropout)
+    by_process: dict[int, list[jax.Device]] = {}
+    for device in jax.devices():
+        by_process.setdefault(device.process_index, []).append(device)
+    some = processes.ranks(ranks)
+    pipe = Pipeline.build(
+        model,
+        parse_schedule(schedule) if "\n" in schedule else generate(schedule, ranks, M, **options),
+        microbatch_size=SIZE,
+        compute_dtype=dtype,
+        dp=dp,
+        tp=TensorParallel(tp, cp=cp, cp_method="ring"),
+        recompute=recompute,
+        offload=OffloadOptions(1.0, None, True),
+        devices=[device for k, own in enumerate(some) for device in by_process[k][: len(own) * dp * cp * tp]],
+        processes=processes,
+        transport=transport,
+    )
+    step = TrainStep(pipe, optax.adamw(1e-2), clip_norm=0.5, zero1=zero1)
+    trainer = Trainer.over(step).measured(1) if measured else Trainer.over(step)
+    step = trainer.train_step
+    state, rng = step.init(init_params(model, 0)), np.random.default_rng(0)
+    if folder:
+        state = trainer.restore(folder, default=state)
+    for n in range(STEPS):
+        ids = rng.integers(0, 32, (M, SIZE, 9)).astype(np.int32)
+        batch = {"tokens": ids[..., :-1], "targets": ids[..., 1:], "weights": np.ones((M, SIZE, 8), np.float32)}
+        state, metrics = step(state, batch, jax.random.key(n), stop=n == 1 and processes.mine == processes.number - 1)
+        assert bool(metrics.stop) == (n == 1), "all hear of it after the same step"
+    assert bool(metrics.finite)
+    if processes.number > 1:
+        with suppress(ProgramError):
+            pipe.loss_and_grads(state.compute, batch)
+            raise AssertionError("other processes have ranks that it reads")
+    if folder:
+        trainer.save(state, folder)
+    params, optimizer = step.by_layer(state)
+    found = {"mean loss": float(metrics.loss).hex(), "norm": float(metrics.grad_norm).hex()}
+    found["held out"] = pipe.evaluate(state.compute, batch)[0].hex()
+    found["costs"] = json.dumps(to_costs(step.pipeline.costs))
+    for name, tree in params.items():
+        leaves = jax.tree.leaves((tree, optimizer[name]))
+        found[name] = hashlib.sha256(b"".join(np.asarray(leaf).tobytes() for leaf in leaves)).hexdigest()
+    return found
+
+
+def trained(processes: Processes, *, overrides: list[str], finds: list[str]) -> dict[str, str]:
+    """A run whose search for better schedules finds these families. The first one can't be built in the last process, and what
+    is adopted measures slow; what process 0 prints."""
+    from jaxpipe.errors import ProgramError
+    from jaxpipe.runtime import pipeline
+    from jaxpipe.schedule import Schedule, generate
+    from jaxpipe.schedule.passes.backwards import split_backwards
+    from jaxpipe.schedule.solve.background import Found
+    from jaxpipe.train import replan
+    from jaxpipe.train.config import load_config
+    from jaxpipe.train.loop import train
+    from jaxpipe.train.run import run_directory
+
+    class Finds:
+        def __init__(self, task: Any, options: Any) -> None:
+            made = [split_backwards(generate(name, 2, M)) for name in finds]
+            self.found = [[Found(schedule, "test")] for schedule in made]
+
+        def take(self) -> list[Found]:
+            return self.found.pop(0) if self.found else []
+
+        def close(self) -> None:
+            pass
+
+    fails = [True] * (processes.mine == processes.number - 1)
+    real = pipeline.lower
+
+    def lower(schedule: Schedule, *more: Any) -> Any:
+        if schedule.name == "solved-1" and fails:
+            fails.clear()
+            raise ProgramError("there is no room")
+        return real(schedule, *more)
+
+    pipeline.lower = lower  # type: ignore[assignment]
+    replan.BackgroundSolve = Finds  # type: ignore[assignment, misc]
+    replan.Replanner.gains = property(lambda self: (0.0, -1.0) if self._before else (math.nan,) * 2)  # type: ignore[method-assign, assignment]
+    run_directory.PICTURES = run_directory.PICTURES[:1]
+    printed = io.StringIO()
+    train(load_config(None, overrides), printed, processes=processes)
+    return {"printed": printed.getvalue()}
+
+
+def put_between_cpus() -> None:
+    """As on GPUs, ``jax.device_put`` goes between the CPUs of two processes, their calls matched by order: over TCP, by JAX's
+    transfers between data centres. In more processes each would have to make every call."""
+    import jax
+
+    from jaxpipe.runtime import ownership
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+    jax.config.update("jax_cross_host_transfer_socket_address", address)
+    jax.config.update("jax_cross_host_transport_addresses", "127.0.0.1:0,127.0.0.1:0")
+    jax.config.update("jax_cross_host_transfer_transfer_size", 1 << 20)
+    vars(ownership)["puts_between_processes"] = lambda device: True
+
+
+def main(port: int, number: int, mine: int, cases: list[dict[str, Any]]) -> int:
+    each = [math.prod(case.get(axis, 1) for axis in ("dp", "cp", "tp")) for case in cases]
+    devices = max(-(-case.get("ranks", 2) // number) * n for case, n in zip(cases, each, strict=True))
+    processes = Joined(Peers("127.0.0.1", port, number, mine), 60) if number > 1 else Alone()
+    with ending_together(processes):
+        request_devices(devices, "cpu", processes=number)
+        if number > 1 and any(case.get("transport") == "nccl" for case in cases):
+            put_between_cpus()
+        processes.start_jax()
+        print(json.dumps([(trained if "finds" in case else steps)(processes, **case) for case in cases]))
+        sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path.cwd()))
+    port, number, mine = map(int, sys.argv[1:4])
+    sys.exit(main(port, number, mine, json.loads(sys.argv[4])))

@@ -1,0 +1,340 @@
+"""Checkpoints that several processes save together, each its own layers: whole for any number of readers, or an error that all
+get. Most processes are threads here."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from jaxpipe.errors import CheckpointError
+from jaxpipe.launch.local import Launch
+from jaxpipe.runtime.lines import LOST
+from jaxpipe.runtime.processes import Processes
+from jaxpipe.train.checkpoint import CheckpointStore, load_params, read_manifest
+from jaxpipe.train.checkpoints import format as form
+from tests.runtime.test_processes import HOST, free_port, together
+from tests.support.checkpoint_cases import META, assert_same, make_optimizer, make_params, save_two
+
+pytestmark = pytest.mark.compiles
+"""A little, in threads, with jax 0.12."""
+
+OWNERS = {"embed": (0,), "h.0": (1,), "dropout": (2,), "head": (0, 2)}
+"""By layer, the processes that have it."""
+
+
+def whole(step: float) -> dict[str, Any]:
+    return make_params(step) | {"head": {"scale": np.full(5, step, np.float32), "none": np.zeros((0, 3), np.float32)}}
+
+
+def save_part(store: CheckpointStore, step: int, **more: Any) -> None:
+    mine, params = store.processes.mine, whole(step)
+    own = {layer: params[layer] for layer, owners in OWNERS.items() if mine in owners}
+    extra = {"averages": {layer: tree for layer, tree in own.items() if tree}, "seen": 7}
+    store.save(step, own, make_optimizer(own), META if mine == 0 else {}, mine or None, extra=extra, **more)
+
+
+def saved_by(number: int, directory: Path, do: Callable[[CheckpointStore], Any]) -> list[Any]:
+    """What ``do`` returns, or raises, with the store of each process."""
+
+    def one(processes: Processes) -> Any:
+        with CheckpointStore(directory, keep_last=2, processes=processes) as store:
+            return do(store)
+
+    return together(number, one)
+
+
+def save_both(store: CheckpointStore) -> None:
+    for step in (10, 20):
+        save_part(store, step)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoints of steps 10 and 20 of three processes."""
+    directory = tmp_path_factory.mktemp("saved")
+    assert saved_by(3, directory, save_both) == [None] * 3
+    return directory
+
+
+def same_error(found: list[Any]) -> str:
+    """The one line that all processes got."""
+    assert {type(error) for error in found} <= {CheckpointError, form.DamagedCheckpointError}
+    assert len({str(error) for error in found}) == 1
+    assert "\n" not in str(found[0])
+    return str(found[0])
+
+
+def test_one_process_reads_what_several_have_saved(saved: Path) -> None:
+    params, store = whole(20), CheckpointStore(saved)
+    optimizer, averages = make_optimizer(params), {layer: tree for layer, tree in params.items() if tree}
+    like = {"params": params, "optimizer": optimizer, "extra": {"averages": averages, "seen": 0}}
+    found = store.load(like=like)
+    assert_same((found.params, found.optimizer, found.extra["averages"]), (params, optimizer, averages))
+    assert (found.extra["seen"], found.meta, found.eval_loss, found.step) == (7, META, None, 20)
+    assert_same(load_params(saved, step=10), whole(10))
+    assert store.latest_intact().step == 20
+    parts = {"SHA256SUMS", "checkpoint.json", "part0", "part1", "part2"}
+    assert {path.name for path in store.path(20).iterdir()} == parts
+    assert subprocess.run(["sha256sum", "-c", "--quiet", "SHA256SUMS"], cwd=store.path(20)).returncode == 0
+    assert_same(load_params(store.path(20) / "part1"), {"h.0": params["h.0"]})
+    assert {leaf.layer: leaf.part for leaf in read_manifest(saved).leaves["params"]} == {
+        "embed": 0,
+        "head": 0,
+        "h.0": 1,
+    }
+
+
+@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.parametrize("writers", [1, 3])
+def test_any_number_of_processes_reads_some_layers_each(saved: Path, tmp_path: Path, writers: int, number: int) -> None:
+    if writers == 1:
+        save_two(tmp_path)
+    directory, params = (tmp_path, make_params(20)) if writers == 1 else (saved, whole(20))
+
+    def read(store: CheckpointStore) -> Any:
+        some = list(params)[store.processes.mine :: number]
+        assert store.latest_intact().step == 20
+        return some, store.load(like={"params": params}, layers=some)
+
+    for some, found in saved_by(number, directory, read):
+        assert_same(found.params, {layer: params[layer] for layer in some})
+        assert found.optimizer.keys() == set(some)
+
+
+def test_layers_that_are_not_asked_for_are_not_read(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read, asked = form.read_tree, dict[str, Any]()
+
+    def read_tree(folder: Path, only: Any) -> Any:
+        found = read(folder, only)
+        asked[folder.relative_to(saved / "00000020").as_posix()] = list(found)
+        return found
+
+    monkeypatch.setattr(form, "read_tree", read_tree)
+    CheckpointStore(saved).load(20, layers=["head"])
+    extra = {f"part{k}/extra": ["averages", "seen"] for k in (0, 1)}
+    assert asked == {"part0/params": ["head"], "part0/optimizer": ["head"], **extra}
+
+
+# -- saves ----------------------------------------------------------------------------------------------------------------
+
+
+def test_checkpoints_are_pruned_and_given_up_together(tmp_path: Path) -> None:
+    def run(store: CheckpointStore) -> Any:
+        for step in (1, 2, 3):
+            save_part(store, step)
+        store.wait()
+        moved = store.discard_after(2)
+        save_part(store, 3)
+        save_part(store, 2)  # a failure
+        assert store.poll() is None  # not before all know
+        with pytest.raises(CheckpointError) as info:
+            store.wait()
+        save_part(store, 4)
+        store.close()
+        return moved, str(info.value), store.latest(), store.latest_intact().step
+
+    (tmp_path / "00000001.tmp-77").mkdir()
+    found = saved_by(2, tmp_path, run)
+    moved = f"the checkpoint of step 3 was set aside as {tmp_path}/00000003.superseded"
+    older = (
+        f"can't save step 2 in {tmp_path}: process 0 (host {HOST}): step 2 is older than the newest checkpoint (3) in "
+        f"{tmp_path}; resume from it, use another directory, or give up the later steps with discard_after(2); earlier "
+        "checkpoints are as they were"
+    )
+    assert found == [((moved,), older, 4, 4)] * 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["00000003", "00000003.superseded", "00000004"]
+
+
+def _fails_to_write(store: CheckpointStore) -> None:
+    save_part(store, 2, wait=True)
+
+
+def _can_not_be_stored(store: CheckpointStore) -> None:
+    params = {"x": {"key": jax.random.key(0) if store.processes.mine else 0}}
+    store.save(2, params, {}, {}, wait=True)
+
+
+def _differs(store: CheckpointStore) -> None:
+    params = {f"own {store.processes.mine}": {"a": 1}, "shared": {"a": np.float32(store.processes.mine)}}
+    store.save(2, params, {}, {}, wait=True)
+
+
+def _needs_room(store: CheckpointStore) -> None:
+    store.save(2, {f"own {store.processes.mine}": np.zeros(1 << 17)}, {}, {}, wait=True)
+
+
+@pytest.mark.parametrize(
+    ("do", "said"),
+    [
+        (_fails_to_write, f"process 1 (host {HOST}): no space left on device"),
+        (_can_not_be_stored, f"process 1 (host {HOST}): params: x/key is a typed key<fry>; store jax.random.key_data(key) "
+         "instead"),
+        (_differs, "params: shared/a of process 1 is not that of process 0"),
+        (_needs_room, "it needs 2.1 MB and the disk has 2 MB free; make room"),
+    ],
+)  # fmt: skip
+def test_a_save_that_fails_in_one_process_fails_in_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, do: Callable[[CheckpointStore], None], said: str
+) -> None:
+    CheckpointStore(tmp_path).save(1, {}, {}, {}, wait=True)
+    write = form.write
+
+    def full(folder: Path, *more: Any) -> None:
+        write(folder, *more)
+        if folder.name == "part1":
+            raise OSError("No space left on device")
+
+    if do is _fails_to_write:
+        monkeypatch.setattr(form, "write", full)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=2_000_000))
+    told = same_error(saved_by(2, tmp_path, do))
+    assert told == f"can't save step 2 in {tmp_path}: {said}; earlier checkpoints are as they were"
+    assert [path.name for path in tmp_path.iterdir()] == ["00000001"]
+
+
+# -- processes that are some -----------------------------------------------------------------------------------------------
+
+
+SAVE = """
+import sys
+import numpy as np
+from jaxpipe.runtime.peers import find_peers
+from jaxpipe.launch.local import Launch
+from jaxpipe.runtime.lines import LOST
+from jaxpipe.runtime.processes import Joined
+processes = Joined(find_peers((None, None, None)), 20)
+if sys.argv[2] == "jax":
+    processes.start_jax()
+from jaxpipe.train.checkpoint import CheckpointStore
+mine, last = processes.mine, int(sys.argv[3])
+with CheckpointStore(sys.argv[1], keep_last=2, processes=processes) as store:
+    step = store.latest_intact().step or 0
+    before = store.load(step).params if step else {"0": 0, "1": 0}
+    assert {k: np.unique(a).tolist() for k, a in before.items()} == {"0": [step], "1": [step]}, before
+    store.discard_after(step)
+    while step < last:
+        step += 1
+        store.save(step, {str(mine): np.full(1000, step, np.float32)}, {}, {"step": step})
+    store.wait()
+    assert store.latest_intact().step == last
+    other = str(1 - mine)
+    assert np.unique(store.load(layers=[other]).params[other]) == [last]
+processes.leave()
+"""
+
+
+def test_two_processes_of_jax(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with Launch([sys.executable, "-c", SAVE, str(tmp_path / "run"), "jax", "2"], 2, tmp_path) as started:
+        ended = started.run(0)
+    assert (ended, *capfd.readouterr()) == (0, "", "")
+    whole = load_params(tmp_path / "run")
+    assert {layer: np.unique(np.asarray(a)).tolist() for layer, a in whole.items()} == {"0": [2], "1": [2]}
+
+
+@pytest.mark.soak
+def test_a_kill_of_any_process_at_any_moment(tmp_path: Path) -> None:
+    rng, port, least = random.Random(0), 0, 0
+    for _ in range(20):
+        port = free_port()
+        run = {**os.environ, "JAXPIPE_COORDINATOR": f"127.0.0.1:{port}", "JAXPIPE_PROCESSES": "2"}
+        command = [sys.executable, "-c", SAVE, str(tmp_path), "alone", "100000"]
+        children = [subprocess.Popen(command, env={**run, "JAXPIPE_PROCESS": str(k)}) for k in (0, 1)]
+        until = time.monotonic() + 60
+        while (
+            max((int(p.name) for p in tmp_path.glob("[0-9]" * 8)), default=0) < least + 2 and time.monotonic() < until
+        ):
+            time.sleep(0.005)
+        time.sleep(rng.uniform(0, 0.5))
+        assert [child.poll() for child in children] == [None, None]
+        rng.choice(children).kill()
+        assert sorted(child.wait(20) for child in children) == [-signal.SIGKILL, LOST]
+        found = CheckpointStore(tmp_path).latest_intact()
+        assert (found.step or 0) >= least
+        least = found.step or 0
+        assert found.warnings == ()
+    assert least >= 40
+
+
+# -- damage ---------------------------------------------------------------------------------------------------------------
+
+
+def _damaged(path: Path, how: str, rng: random.Random) -> None:
+    data = path.read_bytes()
+    at = rng.randrange(len(data))
+    if how == "missing":
+        path.unlink()
+    elif how == "torn":
+        path.write_bytes(data[:at])
+    else:
+        path.write_bytes(data[:at] + bytes([data[at] ^ 1 << rng.randrange(8)]) + data[at + 1 :])
+
+
+@pytest.mark.parametrize("most", [15, pytest.param(1000, marks=pytest.mark.soak)])
+def test_damage_is_named_and_never_loads(saved: Path, tmp_path: Path, most: int) -> None:
+    shutil.copytree(saved, tmp_path / "copy")
+    store, rng = CheckpointStore(tmp_path / "copy"), random.Random(0)
+    folder = store.path(20)
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    assert len(files) > 60
+    for path in rng.sample(files, min(most, len(files))):
+        original = path.read_bytes()
+        _damaged(path, rng.choice(["missing", "torn", "flipped"]), rng)
+        found = store.latest_intact()
+        assert found.step == 10, path
+        name = path.relative_to(folder).as_posix()
+        assert f"passed over step 20: checkpoint {folder} is " in found.warnings[0]
+        assert name in found.warnings[0]
+        if not name.startswith("part2/") and name.count("/") != 1:  # else it is not read
+            with pytest.raises(CheckpointError, match=rf"checkpoint {folder} is .*{name}.*; step 10 is intact: load "):
+                store.load(20)
+        path.write_bytes(original)
+    for part in ("part0", "part2"):
+        (folder / part).rename(tmp_path / part)
+        with pytest.raises(
+            CheckpointError, match=f"checkpoint {folder} is incomplete: {part}/.* is missing; step 10 is"
+        ):
+            store.load(20)
+        (tmp_path / part).rename(folder / part)
+    store.load(20)
+
+
+@pytest.mark.parametrize("name", ["part1/params", "part0/optimizer/d", "part2/checkpoint.json", "checkpoint.json"])
+def test_all_processes_pass_over_what_one_finds_damaged(saved: Path, tmp_path: Path, name: str) -> None:
+    shutil.copytree(saved, tmp_path / "copy")
+    victim = tmp_path / "copy" / "00000020" / name
+    victim = victim if victim.is_file() else next(path for path in sorted(victim.rglob("*")) if path.is_file())
+    _damaged(victim, "flipped", random.Random(1))
+
+    def read(store: CheckpointStore) -> Any:
+        return store.latest_intact(), store.load(10, layers=[["embed"], ["h.0"], ["head"]][store.processes.mine]).step
+
+    found = saved_by(3, tmp_path / "copy", read)
+    assert found[1:] == found[:1] * 2
+    intact, step = found[0]
+    assert (intact.step, step, len(intact.warnings)) == (10, 10, 1)
+    assert victim.relative_to(tmp_path / "copy" / "00000020").as_posix() in intact.warnings[0]
+
+
+def test_an_error_of_one_reader_is_that_of_all(saved: Path, tmp_path: Path) -> None:
+    shutil.copytree(saved, tmp_path / "copy")
+    folder = tmp_path / "copy" / "00000020"
+    _damaged(next(p for p in (folder / "part1" / "params").rglob("*") if p.is_file()), "flipped", random.Random(1))
+    layers = [["embed"], ["h.0"], ["head"]]
+    told = same_error(saved_by(3, tmp_path / "copy", lambda store: store.load(layers=layers[store.processes.mine])))
+    assert told.startswith(f"checkpoint {folder} is damaged: part1/params/")
+    assert told.endswith(f"; step 10 is intact: load {tmp_path / 'copy' / '00000010'}")
+    none = same_error(saved_by(2, tmp_path / "none", lambda store: store.load()))
+    assert none == f"no checkpoint in {tmp_path / 'none'}: it does not exist; train first, or correct the path"

@@ -1,0 +1,417 @@
+"""Post-validation changes no bit: states and metrics against the same steps without, clipped and not finite ones among them."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from jaxpipe.errors import ConfigError, RunError
+from jaxpipe.runtime.processes import Alone
+from jaxpipe.schedule import generate
+from jaxpipe.train.checkpoint import CheckpointStore
+from jaxpipe.train.config import load_config
+from jaxpipe.train.run.agreement import agree_on_settings
+from jaxpipe.train.state import TrainState
+from jaxpipe.train.step import TrainStep
+from jaxpipe.train.trainer import Trainer
+from jaxpipe.train.update.muon import Muon, matrices_of
+from jaxpipe.train.update.optimizer import learning_rate, lion, with_ema
+from jaxpipe.train.update.post_validation import CLEAN_STEPS, LateUpdate, PostValidation
+from tests.support.parallel_cases import Case, batches, model_for, optimizer, params_for, pipeline
+from tests.support.pipelines import assert_same_arrays
+from tests.support.train_runs import STEPS, config, deterministic, final, run, settings, write_text
+from tests.train.test_graph_runs import TOWERS
+
+SMALL = Case("gpt-tied", 2, 1, 1, family="zb-2p", dtype="bfloat16")
+Told = tuple[float, float, bool, bool]
+
+
+def whole(state: TrainState) -> Any:
+    return jax.device_get((dict(state.master), dict(state.optimizer), dict(state.compute)))
+
+
+def told(metrics: Any) -> Told:
+    return float(metrics.loss), float(metrics.grad_norm), bool(metrics.applied), bool(metrics.finite)
+
+
+def same_bits(got: Any, want: Any) -> None:
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+
+
+def spoilt(count: int) -> list[dict[str, np.ndarray]]:
+    """Batches of which one gives a gradient that is not finite."""
+    made = batches(count)
+    made[count // 2]["weights"][0, 0, 0] = np.nan
+    return made
+
+
+def without(
+    step: Callable[..., TrainStep], params: Any, made: Sequence[Any]
+) -> tuple[float, list[Any], list[Told], Any]:
+    """A norm that some of the steps exceed, and all that is after each step that clips by it."""
+    norms = []
+    plain = step(clip_norm=0.0)
+    state = plain.init(params)
+    for batch in made[: len(made) // 2]:
+        state, metrics = plain(state, batch)
+        norms.append(float(metrics.grad_norm))
+    clip_norm = sorted(norms)[(len(norms) - 1) // 2]
+    clipping = step(clip_norm=clip_norm)
+    state, states, seen = clipping.init(params), [], []
+    for batch in made:
+        state, metrics = clipping(state, batch)
+        states.append(whole(state))
+        seen.append(told(metrics))
+    return clip_norm, states, seen, jax.device_get(clipping.by_layer(state))
+
+
+def check_every_bit(
+    step: Callable[..., TrainStep], params: Any, count: int, monkeypatch: pytest.MonkeyPatch
+) -> TrainStep:
+    """The steps of ``step(clip_norm=…, post_validation=…)`` with and without post-validation."""
+    made = spoilt(count)
+    clip_norm, states, seen, end = without(step, params, made)
+    committed = []
+    settled = LateUpdate.settled
+
+    def watch(late: LateUpdate) -> TrainState:
+        first, state = late._settled is None, settled(late)
+        committed.extend([whole(state)] if first else [])
+        return state
+
+    monkeypatch.setattr(LateUpdate, "settled", watch)
+    ahead = step(clip_norm=clip_norm, post_validation="on")
+    state, metrics = ahead.init(params), []
+    for batch in made:
+        state, found = ahead(state, batch)
+        metrics.append(found)
+    same_bits(jax.device_get(ahead.by_layer(state)), end)
+    same_bits([told(m) for m in metrics], seen)
+    same_bits(committed, states)
+    clipped = sum(norm > clip_norm for _, norm, *_ in seen)
+    assert count / 6 < clipped < 2 * count / 3
+    assert ahead.post_validation.rollbacks == clipped + 1
+    return ahead
+
+
+CASES = [
+    Case(name, 2, 1, dp, family=family, dtype=dtype, zero1=zero1)
+    for name, family, dtype, (dp, zero1) in itertools.product(
+        ("gpt-tied", "gpt"),
+        ("1f1b", "zb-2p", "v-zb"),
+        ("float32", "bfloat16"),
+        ((1, False), (2, False), (2, True)),
+    )
+]
+QUICK = Case("gpt", 2, 1, 1, family="zb-2p", dtype="float32")
+
+
+def step_of(case: Case, **more: Any) -> Callable[..., TrainStep]:
+    given = {"zero1": case.zero1, **more}
+    made = given.pop("optimizer", optimizer)
+    return lambda **options: TrainStep(pipeline(case), made(), **given, **options)
+
+
+@pytest.fixture
+def same_programs(request: pytest.FixtureRequest) -> None:
+    """What is compiled from here on has the same bits in parts and whole; without, a test's quick compilation may differ."""
+    pipeline(QUICK).warm_up()
+    request.getfixturevalue("users_compiler")
+
+
+@pytest.mark.usefixtures("same_programs")
+def test_every_bit_is_as_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_every_bit(step_of(QUICK), params_for(QUICK), 8, monkeypatch)
+
+
+@pytest.mark.soak
+@pytest.mark.usefixtures("users_compiler")
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_every_bit_of_thirty_steps_is_as_without(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_every_bit(step_of(case), params_for(case), 30, monkeypatch)
+
+
+def _muon(case: Case) -> Any:
+    return Muon(learning_rate(1e-2, 2, 10, 0.1), matrices_of(model_for(case)), optimizer(), 0.9, 0.1)
+
+
+def _lion(case: Case) -> Any:
+    return lion(learning_rate(1e-3, 2, 10, 0.1), betas=(0.9, 0.99), weight_decay=0.1)
+
+
+def _plateau(case: Case) -> Any:
+    """Looks at the loss of every step."""
+    return optax.chain(optimizer(), optax.contrib.reduce_on_plateau(factor=0.5, patience=1))
+
+
+def _injected(case: Case) -> Any:
+    return optax.inject_hyperparams(optax.adamw)(learning_rate=optax.linear_schedule(1e-2, 1e-3, 20))
+
+
+def _two(**more: Any) -> Case:
+    return Case(**{"name": "gpt-tied", "pp": 2, "tp": 1, "dp": 1, "family": "zb-2p", "dtype": "bfloat16", **more})
+
+
+COMBINATIONS: Mapping[str, tuple[Case, Callable[[Case], Any]]] = {
+    "tp": (_two(tp=2, sequence=True), lambda case: optimizer()),
+    "tp, dp, ZeRO-1": (_two(tp=2, dp=2, zero1=True, dtype="float32"), lambda case: optimizer()),
+    "cp": (_two(cp=2, cp_method="ring"), lambda case: optimizer()),
+    "offload": (_two(family="po-h"), lambda case: optimizer()),
+    "braids": (_two(family="stp", tp=2), lambda case: optimizer()),
+    "replicas": (_two(family="chimera", name="gpt"), lambda case: optimizer()),
+    "Muon": (_two(dtype="float32"), _muon),
+    "Muon, ZeRO-1": (_two(dp=2, zero1=True), _muon),
+    "Lion": (_two(dtype="float32"), _lion),
+    "averaged parameters": (_two(dtype="float32"), lambda case: with_ema(optimizer(), 0.9)),
+    "the loss in the optimizer": (_two(dtype="float32"), _plateau),
+    "the rate in the state": (_two(), _injected),
+}
+
+
+@pytest.mark.soak
+@pytest.mark.usefixtures("users_compiler")
+@pytest.mark.parametrize("name", COMBINATIONS)
+def test_every_bit_with(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case, made = COMBINATIONS[name]
+    check_every_bit(step_of(case, optimizer=lambda: made(case)), params_for(case), 12, monkeypatch)
+
+
+@pytest.mark.soak
+@pytest.mark.usefixtures("users_compiler")
+def test_every_bit_where_another_order_is_taken_on_the_way() -> None:
+    ends = []
+    for mode in ("off", "on"):
+        step = TrainStep(pipeline(SMALL), optimizer(), clip_norm=1e3, post_validation=mode)
+        state, other = step.init(params_for(SMALL)), step.pipeline.with_schedule(generate("zb-h1", 2, 4))
+        for k, batch in enumerate(batches(12)):
+            step = step.with_pipeline(other) if k == 7 else step
+            state, _ = step(state, batch)
+        ends.append((jax.device_get(step.by_layer(state)), step.post_validation.mode, step.post_validation.rollbacks))
+    same_bits(ends[0][0], ends[1][0])
+    assert ends[1][1:] == ("on", 0)
+
+
+# -- what others see --------------------------------------------------------------------------------------------------------
+
+
+@cache
+def small(post_validation: str) -> TrainStep:
+    return TrainStep(pipeline(SMALL), optimizer(), clip_norm=1e-3, post_validation=post_validation)  # clips every step
+
+
+@cache
+def small_states(count: int = 3) -> tuple[Any, ...]:
+    """By layer, after each step."""
+    step, state, seen = small("off"), small("off").init(params_for(SMALL)), []
+    for batch in batches(count):
+        state, _ = step(state, batch)
+        seen.append(jax.device_get(step.by_layer(state)))
+    return tuple(seen)
+
+
+def test_whoever_looks_sees_what_is_committed() -> None:
+    """A checkpoint, an evaluation, a metric and a recorded step each have the last update settled; then training goes on."""
+    trainer = Trainer.over(small("on"))
+    made, wanted = batches(3), small_states()
+    before = trainer.train_step.post_validation.rollbacks
+    state, metrics = trainer.step(trainer.init(params_for(SMALL)), made[0])
+    assert state.late is not None and not state.acc
+    assert bool(metrics.finite) and metrics.learning_rate is None
+    same_bits(jax.device_get(trainer.train_step.by_layer(state)), wanted[0])
+    loss = trainer.evaluate(state, made[2])["loss"]
+    assert loss == Trainer.over(small("off")).evaluate(small("off").init(*wanted[0]), made[2])["loss"]
+    again, metrics = trainer.step(state, made[1], record=True)
+    assert metrics.timeline is not None
+    assert len(metrics.outputs.tokens) == sum(map(len, trainer.schedule.rows))
+    with pytest.raises(RunError, match="is used up"):
+        trainer.step(state, made[1])
+    other = trainer.with_schedule(generate("zb-h1", 2, trainer.schedule.num_microbatches))
+    same_bits(jax.device_get(trainer.train_step.by_layer(again)), wanted[1])
+    last, _ = other.step(again, made[2])
+    got, want = jax.device_get(other.train_step.by_layer(last)), wanted[2]
+    assert jax.tree.structure(got) == jax.tree.structure(want)  # another order adds gradients otherwise
+    assert trainer.train_step.post_validation.rollbacks == before + 3
+
+
+def test_forwards_run_before_it_is_asked_and_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    step, state = small("on"), small("on").init(params_for(SMALL))
+    made = batches(2)
+    monkeypatch.setattr(step.post_validation, "unproven", 0)
+    state, first = step(state, made[0])
+    late = state.late
+    assert late is not None
+    moved = step.with_pipeline(step.pipeline.with_schedule(step.pipeline.schedule))
+    asked, accumulators = [], LateUpdate.accumulators
+
+    def watch(late: LateUpdate, rank: int) -> Any:
+        asked.append((rank, [str(action) for _, action, _ in moved.pipeline.executor.dispatched]))
+        return accumulators(late, rank)
+
+    monkeypatch.setattr(LateUpdate, "accumulators", watch)
+    state, metrics = moved(state, made[1])
+    ((rank, dispatched),) = asked  # and was told that the step is dropped
+    assert rank == 1 and {"F0.0", "F0.1", "F1.0"} <= {*dispatched} and all(x[0] == "F" for x in dispatched)
+    assert bool(first.finite) and bool(metrics.applied)
+    same_bits(jax.device_get(moved.by_layer(state)), small_states()[1])
+    kept = weakref.ref(late.settled().compute[0, 0][0])
+    del late
+    gc.collect()
+    assert kept() is None and bool(first.applied)  # metrics that are kept keep no parameters
+
+
+def test_auto_begins_after_clean_steps_and_ends_with_a_failure() -> None:
+    policy = PostValidation("auto")
+    ahead = [policy.goes_ahead(np.bool_(k != 3)) for k in range(CLEAN_STEPS + 8)]  # type: ignore[arg-type]
+    assert ahead.index(True) == 4 + CLEAN_STEPS and all(ahead[ahead.index(True) :])
+    policy.failed()
+    assert [policy.goes_ahead(np.True_) for _ in range(CLEAN_STEPS)] == [False] * CLEAN_STEPS  # type: ignore[arg-type]
+    assert policy.goes_ahead(np.True_)  # type: ignore[arg-type]
+    assert policy.rollbacks == 1
+    assert not PostValidation("off").rollbacks and PostValidation("on").goes_ahead(np.False_)  # type: ignore[arg-type]
+
+
+@pytest.mark.soak
+def test_auto_changes_no_bit_and_fails_once_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps are clean but for one that is not finite, before and after which the update goes ahead."""
+    made = spoilt(30)
+    ends = []
+    for mode in ("off", "auto"):
+        step = TrainStep(pipeline(SMALL), optimizer(), clip_norm=1e3, post_validation=mode)
+        state, ahead = step.init(params_for(SMALL)), []
+        for batch in made:
+            state, _ = step(state, batch)
+            ahead.append(state.late is not None)
+        ends.append(jax.device_get(step.by_layer(state)))
+        assert step.post_validation.rollbacks == (mode == "auto")
+    same_bits(*ends)
+    assert ahead == [False] * 10 + [True] * 6 + [False] * 10 + [True] * 4
+
+
+# -- memory ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", [SMALL, QUICK, pytest.param(CASES[-1], marks=pytest.mark.soak)], ids=str)
+def test_memory(case: Case) -> None:
+    """Between two steps bfloat16 takes no byte more, float32 its parameters again; and that is what is predicted."""
+    dtype, zero1 = case.dtype, case.zero1
+    live, predicted = {}, {}
+    for mode in ("off", "on"):
+        step = TrainStep(pipeline(case), optimizer(), clip_norm=1.0, zero1=zero1, post_validation=mode)
+        state, metrics = step(step.init(params_for(case)), batches(1)[0])
+        jax.block_until_ready((metrics.loss, dict(state.compute)))
+        arrays = jax.tree.leaves((dict(state.master), dict(state.compute), dict(state.acc), dict(state.optimizer)))
+        if state.late is not None:
+            held = state.late._whole  # type: ignore[attr-defined]
+            arrays += jax.tree.leaves(([x.grads for x in held.reduced.values()], held.params, held.acc))
+            arrays += jax.tree.leaves([x.acc for x in held.reduced.values()])
+        here = {id(a): a for a in arrays if not a.is_deleted()}
+        live[mode] = sum(s.data.nbytes for a in here.values() for s in a.addressable_shards)
+        predicted[mode] = step.memory_report(workspace=False)
+    twice = sum(a.size * 4 for s in step.states.values() for a in s.twice)
+    total = sum(a.size * a.dtype.itemsize for s in step.states.values() for a in (*s.params, *s.made))
+    assert twice == (total if dtype == "float32" else 0)
+    assert live["on"] - live["off"] <= twice if zero1 else live["on"] - live["off"] == twice
+    for with_it, without_it in zip(predicted["on"].ranks, predicted["off"].ranks, strict=True):
+        at = [s for s, ranks in step.pipeline.instances.items() if ranks[0] == with_it.rank]
+        more = sum(a.size * 4 for s in at for a in step.states[s].twice)
+        assert 0 <= with_it.peak_bytes - without_it.peak_bytes <= more
+        assert with_it.peaks.get("masters", 0) - without_it.peaks.get("masters", 0) == more
+
+
+# -- refusals -------------------------------------------------------------------------------------------------------------
+
+
+def test_refusals() -> None:
+    with pytest.raises(ConfigError, match="post_validation is 'maybe'; want one of off, on, auto"):
+        TrainStep(pipeline(SMALL), optimizer(), post_validation="maybe")
+    with pytest.raises(ConfigError, match=r"pipeline\.post_validation"):
+        load_config(None, ["pipeline.post_validation=maybe"])
+
+    class Two(Alone):
+        number = 2
+
+    asked = load_config(None, ["pipeline.post_validation=auto"])
+    with pytest.raises(ConfigError, match="works in one process"):
+        agree_on_settings(Two(), asked)
+
+
+# -- runs -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_text(tmp_path_factory.mktemp("text") / "text.txt")
+
+
+KILLED = """
+import os, signal, sys
+from jaxpipe.cli import main
+from jaxpipe.train.update import post_validation
+accumulators = post_validation.LateUpdate.accumulators
+def killed(late, rank):
+    if late._whole.step == 13:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return accumulators(late, rank)
+post_validation.LateUpdate.accumulators = killed
+post_validation.PROVED_STEPS = 0
+main(sys.argv[1:])
+"""
+
+
+def assert_same_run(out_dir: Path, other: Path) -> None:
+    assert_same_arrays(final(out_dir)[:-2], final(other)[:-2])
+    assert deterministic(out_dir) == deterministic(other)
+
+
+@pytest.mark.parametrize("steps", [6, pytest.param(STEPS, marks=pytest.mark.soak)])
+def test_a_run_is_the_same_and_tells_how_often_it_began_again(text: Path, tmp_path: Path, steps: int) -> None:
+    """With every step clipped, where a norm that none exceeds would leave it to the compiler whether there are others."""
+    clip = ("optimizer.clip_norm=1e-2", f"run.steps={steps}", "run.log_every=3")
+    result, printed = run(config(text, tmp_path / "on", *clip, "pipeline.post_validation=on"))
+    assert result.rollbacks == steps
+    assert f"  {steps} rollbacks" in printed
+    if steps == STEPS:
+        plain, _ = run(config(text, tmp_path / "off", *clip))
+        assert plain.rollbacks == 0
+        assert_same_run(tmp_path / "on", tmp_path / "off")
+
+
+@pytest.mark.soak
+def test_killed_among_the_forwards_of_the_next_step(text: Path, tmp_path: Path) -> None:
+    run(config(text, tmp_path / "off", "optimizer.clip_norm=1.3"))
+    on = settings(text, tmp_path / "on", "optimizer.clip_norm=1.3", "pipeline.post_validation=on")
+    child = subprocess.run([sys.executable, "-c", KILLED, "train", *on], capture_output=True, text=True, env=os.environ)
+    assert child.returncode == -signal.SIGKILL, child.stderr
+    kept = CheckpointStore(tmp_path / "on" / "checkpoints").latest_intact().step
+    result, printed = run(load_config(None, on))
+    assert kept in (5, 10) and f"resumed from step {kept}" in printed and result.steps_run == STEPS - kept
+    assert_same_run(tmp_path / "on", tmp_path / "off")
+
+
+@pytest.mark.soak
+def test_towers(tmp_path: Path) -> None:
+    file = tmp_path / "towers.toml"
+    file.write_text(TOWERS, encoding="utf-8")
+    rollbacks = {}
+    for mode in ("off", "on"):
+        where = [f"run.out_dir={tmp_path / mode}", f"pipeline.post_validation={mode}"]
+        rollbacks[mode] = run(load_config(file, [*where, f"run.steps={STEPS}", "optimizer.clip_norm=0.5"]))[0].rollbacks
+    assert_same_run(tmp_path / "on", tmp_path / "off")
+    norms = [r["grad_norm"] for r in deterministic(tmp_path / "on") if "grad_norm" in r]
+    assert rollbacks == {"off": 0, "on": sum(norm > 0.5 for norm in norms)}

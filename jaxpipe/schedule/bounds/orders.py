@@ -90,7 +90,7 @@ class Orders:
             for counts, states in after.items():
                 hopeful = search.hopeful(counts, states, most)
                 if hopeful:
-                    layer[counts] = _narrow(_best(hopeful), width)
+                    layer[counts] = narrowed(undominated(hopeful), width)
             if not layer:
                 return inf
         return min(search.objective(state) for states in layer.values() for state in states)
@@ -211,7 +211,7 @@ def _pushed(x: list[int], mine: Sequence[int], end: int) -> State:
     return tuple(x)
 
 
-def _best(states: Sequence[State]) -> list[State]:
+def undominated(states: Sequence[State]) -> list[State]:
     """Those that no other dominates."""
     best: list[State] = []
     for x in sorted(set(states), key=sum):
@@ -220,7 +220,7 @@ def _best(states: Sequence[State]) -> list[State]:
     return best
 
 
-def _narrow(states: list[State], width: int) -> list[State]:
+def narrowed(states: list[State], width: int) -> list[State]:
     """About ``width`` states, of which one is nowhere later, for each of these."""
     if len(states) <= width:
         return states

@@ -3,7 +3,9 @@
 Each set is asked for more and more: is there an order that ends within a quarter of the gap above the bound, half of it,
 three quarters? What can't end in time is left out of the search, so a small step costs little, and each no is a bound.
 
-For plain chains in one direction without offload. Where durations have no common step they are rounded down (``ticks.py``).
+With offload one rank at a time, with its host lane (:mod:`~jaxpipe.schedule.bounds.host_orders`).
+
+For plain chains in one direction. Where durations have no common step they are rounded down (``ticks.py``).
 """
 
 from __future__ import annotations
@@ -12,45 +14,52 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from jaxpipe.schedule.bounds.flows import Flow, Flows
+from jaxpipe.schedule.bounds.host_orders import HostOrders
 from jaxpipe.schedule.bounds.orders import Ends, Kept, Orders, Step
 from jaxpipe.schedule.bounds.ranks import residents
 from jaxpipe.schedule.bounds.resident import Resident
 from jaxpipe.schedule.solve.cp_sat import Budget
 from jaxpipe.schedule.solve.task import SolveTask
 from jaxpipe.schedule.solve.ticks import Ticks, time_grid
+from jaxpipe.schedule.tolerance import how_many
 
 _PARTS_OF_GAP = 4
 _WIDTH = 400  # states with the same counts: more become fewer; not tuned
-_PART_OF_TIME = 3  # of what is left, for one set of ranks
-_STATES_PER_S = 40_000  # that follow one another, roughly: what a reproducible search counts instead of seconds
+_PART_OF_TIME = 2  # of what is left, for one set of ranks
+_STATES_PER_S = 60_000  # that follow one another, roughly: what a reproducible search counts instead of seconds
 
 
 def rank_bounds(task: SolveTask, bound: float, value: float, budget: Budget) -> Iterator[float]:
     """Better and better bounds on the objective, in seconds, from one that is known up to the ``value`` of a known schedule."""
     placement = task.placement
-    if task.offload or not placement.is_plain_chain or placement.num_flows != 1 or value == float("inf"):
+    if not placement.is_plain_chain or placement.num_flows != 1 or value == float("inf"):
         return
     chain = _Chain(task)
     least, top = chain.ticks.at_least(bound), chain.ticks.of(value)
     last = placement.num_ranks - 1
-    order = sorted(range(last + 1), key=lambda rank: (min(rank, last - rank), -rank))  # the turns first
+    order = list(range(last + 1))  # the longest trip first, or the turns
+    if placement.num_stages > placement.num_ranks:
+        order.sort(key=lambda rank: (min(rank, last - rank), -rank))
     ranks: tuple[int, ...] = ()
     while len(ranks) <= last:
         sets = [tuple(sorted((*ranks, rank))) for rank in order if rank not in ranks]
         scores = []
         for some in sets:
             score = 0
-            for score in _raised(chain.orders(some), least, top, budget):
+            orders = chain.host_orders(*some) if task.offload else chain.orders(some)
+            for score in _raised(orders, least, top, budget) if orders else ():
                 if score > least:
                     least = score
                     yield chain.seconds(least)
             scores.append(score)
             if least >= top or budget.left <= 0:
                 return
+        if task.offload:
+            return
         ranks = sets[scores.index(max(scores))]
 
 
-def _raised(orders: Orders, least: int, top: int, budget: Budget) -> Iterator[int]:
+def _raised(orders: Orders | HostOrders, least: int, top: int, budget: Budget) -> Iterator[int]:
     """Ticks that no order's objective is below: one step after the other from ``least`` to ``top``, or what it can't exceed."""
     end = budget.left * (1 - 1 / _PART_OF_TIME)
 
@@ -74,6 +83,11 @@ def chain_orders(task: SolveTask, ranks: Sequence[int]) -> Orders:
     return _Chain(task).orders(ranks)
 
 
+def host_orders(task: SolveTask, rank: int) -> HostOrders | None:
+    """The orders of a rank with its host lane, likewise."""
+    return _Chain(task).host_orders(rank)
+
+
 class _Chain:
     """A task in ticks."""
 
@@ -86,7 +100,9 @@ class _Chain:
         n = len(self.rank_of)
         hops = [self.flow.hop(s, s + 1, s) for s in range(n - 1)] + [self.flow.hop(s + 1, s, s) for s in range(n - 1)]
         w = [b - a for a, b in zip(self.flow.passed, self.flow.backward, strict=True)]
-        durations = [*self.flow.forward, *self.flow.passed, *w, *hops]
+        costs = task.costs
+        host = [*costs.offload_s, *costs.load_s] if task.offload else []
+        durations = [*self.flow.forward, *self.flow.passed, *w, *hops, *host]
         self.ticks: Ticks = time_grid(durations, (task.num_microbatches + 1) * sum(durations))
 
     def seconds(self, ticks: int) -> float:
@@ -122,6 +138,27 @@ class _Chain:
             stages=tuple(Kept(stay[s].held, stay[s].kept, of(stay[s].w_s)) for s in stages),
             limits=tuple(limits[rank] for rank in ranks),
             ends=tuple(self._ends(rank, stages[0], back) for rank in ranks),
+            count=self.task.num_microbatches,
+        )
+
+    def host_orders(self, rank: int) -> HostOrders | None:
+        """The orders of one rank with its host lane; none where it has several stages, or moves parts, or both ways at once."""
+        stays, limit, of = self.stays[rank], self.task.limits()[rank], self.ticks.of
+        if len(stays) != 1 or limit == float("inf"):
+            return None
+        (x,) = stays
+        whole = 0 < x.held <= min(x.kept, x.leaves)
+        if not whole or self.task.costs.host.mode != "shared":
+            return None
+        return HostOrders(
+            f=of(x.f_s),
+            b=of(x.b_s),
+            w=of(x.w_s),
+            o=of(x.d2h_s),
+            back=of(x.h2d_s),
+            trip=of(x.trip_s),
+            room=how_many(x.held, limit),
+            ends=self._ends(rank, self._stages(rank)[0], self.flow.way_back()),
             count=self.task.num_microbatches,
         )
 

@@ -1,9 +1,10 @@
 """The driver: an answer at once, then families, cycles, neighbourhoods and the exact model, one budget and one proven bound.
 
 Worker processes (:mod:`~jaxpipe.schedule.solve.worker_pool`) do the work, this one keeps the score
-(:mod:`~jaxpipe.schedule.solve.incumbent`): whatever comes back is simulated, held to the limits and checked here. First every
-*opener* runs once: the families of the placement, list schedules with offload, cyclic steady states, the exact model where the
-problem is small. Then neighbourhoods of the best order so far are improved until time is up or the bound is reached.
+(:mod:`~jaxpipe.schedule.solve.incumbent`): whatever comes back is simulated, held to the limits and checked here. First
+every *opener* runs once: the families of the placement, list schedules with offload, bounds from a few ranks, cyclic steady
+states, the exact model where the problem is small. Then neighbourhoods of the best order so far are improved until time is up
+or the bound is reached.
 
 With ``reproducible`` jobs go out in rounds, answers are looked at in the order of the jobs, and budgets are deterministic, so
 that no clock decides anything; else each worker gets its next job when it is free.
@@ -232,7 +233,7 @@ class Portfolio:
             for name in (n for n in families_of(task) if n not in quick[number]):
                 yield self._job(number, Families, total, names=(name,))
         for number, problem in enumerate(self.problems):
-            if problem is not None and not self.tasks[number].offload:
+            if problem is not None:
                 yield self._job(number, RankBounds, total * 0.2, value=self.incumbent.value)
         for number, task in enumerate(self.tasks):
             start, ops = self._start(number), 5 if task.offload else 3

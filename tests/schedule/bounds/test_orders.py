@@ -10,7 +10,7 @@ from jaxpipe.schedule import CostProfile
 from jaxpipe.schedule.placement import one_to_one, v_shape
 from jaxpipe.schedule.solve import SolveTask
 from jaxpipe.schedule.solve.cp_sat import Budget
-from jaxpipe.schedule.solve.rank_bounds import chain_orders, rank_bounds
+from jaxpipe.schedule.solve.rank_bounds import chain_orders, host_orders, rank_bounds
 from jaxpipe.schedule.solve.solver import bound_of
 from jaxpipe.schedule.solve.task import Objective
 from tests.schedule.solve.test_model import problem_of
@@ -60,6 +60,42 @@ def test_no_optimum_is_below_it_and_with_all_ranks_it_is_the_optimum(seed: int) 
         assert chain_orders(task, ranks).least(found[ranks] - 1, ALL, lambda _: False) == float("inf")
     if not (case.comm or case.bw or case.span):
         assert found[tuple(range(case.ranks))] == best
+
+
+def random_offload(seed: int) -> Case:
+    rng = random.Random(seed)
+    ranks = rng.choice([1, 2, 2, 3] if seed >= DEFAULT else [1, 1, 2])
+    f, b, w, o, back = (tuple(rng.randint(1, 2) for _ in range(ranks)) for _ in range(5))
+    ones = (1,) * ranks
+    limit = tuple(rng.randint(1, 2) for _ in ones)
+    m = rng.randint(2, 3) if ranks == 1 or seed >= DEFAULT else 2
+    span, in_order = rng.random() < 0.5, rng.random() < (0.5 if seed >= DEFAULT else 0.8)
+    return Case(
+        *(tuple(range(ranks)), m, f, b, w, ones, ones, limit), leaves=ones, o=o, l=back, span=span, in_order=in_order
+    )
+
+
+@pytest.mark.parametrize(
+    "seed", [*range(DEFAULT), *(pytest.param(s, marks=pytest.mark.soak) for s in range(DEFAULT, 300))]
+)
+def test_no_optimum_with_offload_is_below_it(seed: int) -> None:
+    case = random_offload(seed)
+    best = optimum(case, at_most=100)
+    if best is None:
+        return
+    for rank in range(case.ranks):
+        orders = host_orders(problem_of(case), rank)
+        assert orders is not None
+        assert orders.least(ALL, ALL, lambda _: False) <= best
+        assert orders.least(ALL, 1, lambda _: False) <= orders.least(best, ALL, lambda _: False) <= best
+
+
+def test_one_rank_with_its_host_lane() -> None:
+    """p=4, two of four activations, round trips of twice the work: 73 from memory × time, 78 the best known."""
+    costs = CostProfile.uniform(4, offload_time=6.0, host_mode="shared")
+    task = SolveTask(one_to_one(4), 16, costs, 2.0, offload=True, objective="span")
+    assert bound_of(task) == 73
+    assert 74 <= proven(task, 78) <= 78
 
 
 def proven(task: SolveTask, value: float) -> float:

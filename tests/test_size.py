@@ -30,15 +30,15 @@ MOST: Mapping[str, tuple[int, int, int]] = {
     "runtime": (18, 2441, 28),
     "schedule": (25, 2963, 27),
     "schedule/blocks": (5, 237, 1),
-    "schedule/bounds": (7, 768, 10),
+    "schedule/bounds": (8, 873, 11),
     "schedule/families": (21, 1812, 3),
     "schedule/list_schedule": (9, 1017, 14),
     "schedule/passes": (10, 933, 9),
-    "schedule/solve": (27, 3722, 50),
+    "schedule/solve": (27, 3752, 50),
     "stage": (47, 6099, 58),
     "train": (72, 9006, 103),
 }
-MOST_OF_SCHEDULE = 7730
+MOST_OF_SCHEDULE = 7835
 """Code lines of ``schedule/`` and its rooms, without ``schedule/solve/``."""
 
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from jaxpipe.schedule.solve.cache import CacheEntry, ScheduleCache
 
 ACTIONS = ("ls", "clear")
+_TOLD = ("value", "lower_bound", "gap", "offloaded", "wall_s", "time_limit_s", "stored", "jaxpipe")
 
 
 def configure_cache(parser: argparse.ArgumentParser) -> None:
@@ -91,8 +92,7 @@ def _record(entry: CacheEntry) -> dict[str, Any]:
         "memory_limit": None if limit == float("inf") else limit,
         "offload": task.offload,
         "objective": task.objective,
-        **{name: getattr(entry, name) for name in ("value", "lower_bound", "gap", "offloaded", "wall_s")},
-        **{name: getattr(entry, name) for name in ("time_limit_s", "stored", "jaxpipe")},
+        **{name: getattr(entry, name) for name in _TOLD},
     }
 
 

@@ -295,14 +295,14 @@ def require_file(path: str) -> None:
     Raises:
         ConfigError: it does not exist, is a directory or no regular file (reading a pipe could take for ever).
     """
-    from jaxpipe.schedule.families import FAMILIES, VOCABULARY_FAMILIES
-
     where = Path(path)
     if where.is_dir():
         raise ConfigError(f"{path!r} is a directory; want a file")
     if not where.exists():
-        families = {*FAMILIES, *VOCABULARY_FAMILIES}
-        advice = f": 'jaxpipe schedule {path} -o {path}.sched' makes a file of that family" if path in families else ""
+        from jaxpipe.schedule.families import FAMILIES, VOCABULARY_FAMILIES
+
+        family = path in FAMILIES or path in VOCABULARY_FAMILIES
+        advice = f": 'jaxpipe schedule {path} -o {path}.sched' makes a file of that family" if family else ""
         raise ConfigError(f"{path!r} does not exist{advice}")
     if not where.is_file():
         raise ConfigError(f"{path!r} is not a regular file; want one")

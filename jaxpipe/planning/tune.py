@@ -109,14 +109,13 @@ def tune(
     ``progress_s`` seconds.
     Ctrl-C ends it with the best so far.
     """
-    rest = gc.get_threshold()
-    gc.set_threshold(
-        100 * rest[0], *rest[1:]
-    )  # traces are many objects that stay: looking through them takes a tenth of the time
+    usual = gc.get_threshold()
+    # Traces are many objects that stay: looking through them takes a tenth of the time.
+    gc.set_threshold(100 * usual[0], *usual[1:])
     try:
         return _Search(space, bench, limit_bytes, progress, time_limit_s, prune, progress_s).run()
     finally:
-        gc.set_threshold(*rest)
+        gc.set_threshold(*usual)
 
 
 class _OutOfTimeError(Exception):
@@ -389,9 +388,7 @@ class _Search:
         self, node: _Node, settings: Settings, schedule: Schedule, bound: float, offloaded: bool = False
     ) -> Tried:
         static = static_bytes(node.placement, node.costs)
-        if (
-            node.layout["pipeline.vocabulary"] != "ends"
-        ):  # there the offload pass does nothing for those that are too large
+        if node.layout["pipeline.vocabulary"] != "ends":  # else the offload pass may make them fit
             least = tuple(map(round, map(sum, zip(static, least_peaks(schedule, node.costs), strict=True))))
             if max(least) > self.limit_bytes:
                 self.tried.append(tried := Tried(settings, "too large", bound_s=bound, peak_bytes=least))

@@ -16,12 +16,12 @@ the bound lower; O's are as many as microbatches at most.
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import NamedTuple
 
-from jaxpipe.schedule.bounds.orders import Ends, State, narrowed, undominated
+from jaxpipe.schedule.bounds.orders import Ends, Late, State, least_objective
 
 
 class _Counts(NamedTuple):
@@ -38,7 +38,7 @@ class _Counts(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class HostOrders:
-    """``count`` microbatches; ticks of each action, and ``trip`` from F's start to B's."""
+    """``count`` microbatches; ticks of each action, and ``trip`` from F's start to B's. It is the search of its orders, too."""
 
     f: int
     b: int
@@ -50,29 +50,17 @@ class HostOrders:
     ends: Ends
     count: int
 
-    def least(self, most: float, width: int, late: Callable[[int], bool]) -> float:
+    def least(self, most: float, width: int, late: Late) -> float:
         """As :meth:`~jaxpipe.schedule.bounds.orders.Orders.least`."""
-        layer: dict[_Counts, list[State]] = {_Counts(): [(0, 0, 0)]}
-        best = inf
-        while layer:
-            after: dict[_Counts, list[State]] = {}
-            for counts, states in layer.items():
-                if late(len(states)):
-                    return 0.0
-                if counts.w == self.count and counts.o == counts.back:
-                    best = min(best, *(max(x[0], x[1] + self.ends.after_all) for x in states), inf)
-                    continue
-                for then, found in self._next(counts, states):
-                    after.setdefault(then, []).extend(found)
-            layer = {}
-            for counts, states in after.items():
-                hopeful = self._hopeful(counts, states, most)
-                if hopeful:
-                    layer[counts] = narrowed(undominated(hopeful), width)
-        return best
+        return least_objective(self, {_Counts(): [(0, 0, 0)]}, most, width, late)
 
-    def _hopeful(self, n: _Counts, states: Sequence[State], most: float) -> list[State]:
-        """The states that may still end by ``most``."""
+    def ended(self, n: _Counts) -> bool:
+        return n.w == self.count and n.o == n.back
+
+    def objective(self, state: State) -> float:
+        return max(state[0], state[1] + self.ends.after_all)
+
+    def hopeful(self, n: _Counts, states: Sequence[State], most: float) -> list[State]:
         passes = (self.count - n.f) * self.f + (self.count - n.b) * self.b
         waits = (self.count - n.w) * self.w
         latest = most - passes - waits - self.ends.after_all
@@ -82,8 +70,7 @@ class HostOrders:
         lane = most - away * self.back - max(self.b + self.w + self.ends.after_all, self.b + self.ends.after_b)
         return [x for x in states if x[0] <= most and x[1] <= latest and (not away or x[2] <= lane)]
 
-    def _next(self, n: _Counts, states: Sequence[State]) -> Iterator[tuple[_Counts, list[State]]]:
-        """Every action that may follow, and the states after it."""
+    def next(self, n: _Counts, states: Sequence[State]) -> Iterator[tuple[_Counts, list[State]]]:
         held = n.f - n.b - n.o + n.back
         away = 3 + held  # where those stand that are away
         room = self.room - held - (n.b - n.w)

@@ -25,9 +25,13 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import inf
 from operator import le
+from typing import Protocol, TypeVar
 
 from jaxpipe.schedule.tolerance import MEMORY, at_most, how_many
 
+C = TypeVar("C")
+Late = Callable[[int], bool]
+"""Told how many states come next: whether time is up."""
 State = tuple[int, ...]
 """Least objective that is already sure; per rank, when it is free; per step but the first and per microbatch on its way to it,
 when it is there."""
@@ -72,28 +76,48 @@ class Orders:
     ends: tuple[Ends, ...]
     count: int
 
-    def least(self, most: float, width: int, late: Callable[[int], bool]) -> float:
+    def least(self, most: float, width: int, late: Late) -> float:
         """Ticks from the first start that no order's objective is below: the least of what is at most ``most``, else infinite.
 
-        0, which proves nothing, if ``late``, told how many states come next, said that time is up.
+        0, which proves nothing, if ``late`` said so.
         """
         search = _Search(self)
         layer: dict[_Counts, list[State]] = {search.nothing: [(0,) * (1 + len(self.limits))]}
-        for _ in range(self.count * search.per_microbatch):
-            after: dict[_Counts, list[State]] = {}
-            for counts, states in layer.items():
-                if late(len(states)):
-                    return 0.0
-                for then, found in search.next(counts, states):
-                    after.setdefault(then, []).extend(found)
-            layer = {}
-            for counts, states in after.items():
-                hopeful = search.hopeful(counts, states, most)
-                if hopeful:
-                    layer[counts] = narrowed(undominated(hopeful), width)
-            if not layer:
-                return inf
-        return min(search.objective(state) for states in layer.values() for state in states)
+        return least_objective(search, layer, most, width, late)
+
+
+class _Follows(Protocol[C]):
+    """What follows from what; states are told apart by counts of what has started."""
+
+    def ended(self, counts: C, /) -> bool:
+        """Whether nothing is left."""
+
+    def next(self, counts: C, states: Sequence[State], /) -> Iterator[tuple[C, list[State]]]:
+        """Every action that may follow, and the states after it."""
+
+    def hopeful(self, counts: C, states: Sequence[State], most: float, /) -> list[State]:
+        """The states that may still end by ``most``."""
+
+    def objective(self, state: State) -> float:
+        """Of a state from which nothing is left."""
+
+
+def least_objective(search: _Follows[C], layer: dict[C, list[State]], most: float, width: int, late: Late) -> float:
+    """As :meth:`Orders.least`, from the states of ``layer``."""
+    best = inf
+    while layer:
+        after: dict[C, list[State]] = {}
+        for counts, states in layer.items():
+            if search.ended(counts):
+                best = min(best, *map(search.objective, states))
+                continue
+            if late(len(states)):
+                return 0.0
+            for then, found in search.next(counts, states):
+                after.setdefault(then, []).extend(found)
+        hopeful = {counts: search.hopeful(counts, states, most) for counts, states in after.items()}
+        layer = {counts: _narrowed(_undominated(states), width) for counts, states in hopeful.items() if states}
+    return best
 
 
 _Counts = tuple[int, ...]
@@ -111,8 +135,8 @@ class _Search:
         kinds = [(rank_of[s], x.w, x.kept) for s, x in enumerate(stages)]
         self.kinds = sorted(set(kinds))  # W's that are alike on a rank
         self.kind_of = [self.kinds.index(x) for x in kinds]
-        self.nothing: _Counts = (0,) * (len(steps) + len(self.kinds))
-        self.per_microbatch = len(steps) + len(stages)
+        self.nothing = (0,) * (len(steps) + len(self.kinds))
+        self.actions = orders.count * (len(steps) + len(stages))
         self.last_b = [max(k for k, step in enumerate(steps) if step.rank == rank) for rank in self.ranks]
         self.spare = [self._waiting(rank) for rank in self.ranks]
 
@@ -127,11 +151,13 @@ class _Search:
             return w * how_many(kept, limit) if kept else 0
         return max(w * limit / kept if kept else 0.0 for w, kept in mine) * (1 + MEMORY)
 
+    def ended(self, counts: _Counts) -> bool:
+        return sum(counts) == self.actions
+
     def objective(self, state: State) -> float:
         return max(state[0], *(state[1 + r] + self.orders.ends[r].after_all for r in self.ranks))
 
     def hopeful(self, counts: _Counts, states: Sequence[State], most: float) -> list[State]:
-        """The states that may still end by ``most``."""
         orders, n = self.orders, len(self.orders.steps)
         latest = []
         for rank in self.ranks:
@@ -153,7 +179,6 @@ class _Search:
         return [x for x in states if x[0] <= most and all(x[1 + r] <= t for r, t in enumerate(latest))]
 
     def next(self, counts: _Counts, states: Sequence[State]) -> Iterator[tuple[_Counts, list[State]]]:
-        """Every action that may follow, and the states after it."""
         orders, n = self.orders, len(self.orders.steps)
         under_way = [a - b for a, b in pairwise(counts[:n])]
         first = 1 + len(self.ranks)
@@ -211,7 +236,7 @@ def _pushed(x: list[int], mine: Sequence[int], end: int) -> State:
     return tuple(x)
 
 
-def undominated(states: Sequence[State]) -> list[State]:
+def _undominated(states: Sequence[State]) -> list[State]:
     """Those that no other dominates."""
     best: list[State] = []
     for x in sorted(set(states), key=sum):
@@ -220,7 +245,7 @@ def undominated(states: Sequence[State]) -> list[State]:
     return best
 
 
-def narrowed(states: list[State], width: int) -> list[State]:
+def _narrowed(states: list[State], width: int) -> list[State]:
     """About ``width`` states, of which one is nowhere later, for each of these."""
     if len(states) <= width:
         return states

@@ -22,7 +22,7 @@ _STRETCHES = (1.0, 1.02, 1.035, 1.05, 1.0667, 1.0834, 1.12, 1.1667, 1.25)
 """Periods that are tried, × the work: whole twelfths, which equal costs have (a cycle of one needs 8.3% over the work at half
 memory, README), and finer steps below; not tuned further."""
 _MIRRORED_S = (1.5, 6.0)  # seconds for one shape and period, at the first try and the second; not tuned
-_RECIPES = 20  # of blocks/finish.py, by which a cycle's order is finished; not tuned
+_RECIPES = 20  # of list_schedule/fillers.py, by which a cycle's order is finished; not tuned
 
 
 @dataclass(frozen=True, slots=True)

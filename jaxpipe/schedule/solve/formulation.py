@@ -22,9 +22,8 @@ from itertools import combinations, pairwise
 from typing import Any
 
 from jaxpipe.schedule.solve.actions import Actions, Event, MemoryLimit, Piece, Starts
-from jaxpipe.schedule.solve.times import Times, Window
+from jaxpipe.schedule.solve.times import FAR, Times, Window
 
-_FAR = 1 << 40
 _Held = tuple[Piece, Any, Any, Any]
 
 
@@ -62,7 +61,7 @@ class Formulation(Times):
         for limit in actions.limits:
             if window is None or not self.by_order or limit.rank in window.ranks:
                 self._memory(limit)
-        self.cost: Any = self.cp.new_int_var(lower, _FAR if upper is None else upper, "cost")
+        self.cost: Any = self.cp.new_int_var(lower, FAR if upper is None else upper, "cost")
         self._objective()
 
     def _add(self, constraint: Any, *numbers: int) -> None:
@@ -257,7 +256,7 @@ class Formulation(Times):
         intervals, demands = [], []
         for piece, opens, closes, literal in held:
             start, end = self.begin if opens is None else opens, self.latest if closes is None else closes
-            size = end - start if isinstance(start, int) and isinstance(end, int) else self.cp.new_int_var(0, _FAR, "")
+            size = end - start if isinstance(start, int) and isinstance(end, int) else self.cp.new_int_var(0, FAR, "")
             if literal is None:
                 intervals.append(self.cp.new_interval_var(start, size, end, ""))
             else:

@@ -184,11 +184,9 @@ class _Search:
         choice = {(actions.action[b].stage, actions.action[b].microbatch) for b in actions.fusing}
         timeline = simulate(with_fused(schedule, fused_backwards(schedule) & choice), task.costs)
         starts = starts_of(actions, timeline) if task.fits(timeline) else None
-        return (
-            starts
-            if starts is not None and all(self._in_order(starts.start, alike) for alike in actions.alike)
-            else None
-        )
+        if starts is None or not all(self._in_order(starts.start, alike) for alike in actions.alike):
+            return None
+        return starts
 
     def _in_order(self, start: Sequence[int], alike: Sequence[int]) -> bool:
         times = [start[n] for n in alike if start[n] >= 0]

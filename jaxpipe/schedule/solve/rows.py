@@ -8,7 +8,7 @@ set only where the limit would be broken without, and never behind the L that br
 rank): with all of them the limit holds. Take the last of the takes that have happened by some instant, in the solver's
 order. All that was given back before it in the solver's times has been given back: by compute slots, as they stand before
 it in the row; by an O, through its S if the take is a compute slot's, through the shared lane if it is an L's. With a lane
-per direction the last step fails, see ``strict`` in :mod:`.model_memory`.
+per direction the last step fails, see ``strict`` in :mod:`.formulation`.
 """
 
 from __future__ import annotations

@@ -19,7 +19,8 @@ from typing import Any
 
 from jaxpipe.schedule.solve.actions import Actions, Copies, Starts
 
-_FAR = 1 << 40
+FAR = 1 << 40
+"""Ticks beyond any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +146,7 @@ class Times:
         for one, two, lag in waits:
             pair = actions.rank[one], actions.rank[two]
             if pair[0] != pair[1]:
-                slacks[pair] = min(slacks.get(pair, _FAR), start[two] - start[one] - size[one] - lag)
+                slacks[pair] = min(slacks.get(pair, FAR), start[two] - start[one] - size[one] - lag)
         return slacks
 
     def firsts(self, lane: int, late: Sequence[int]) -> list[int]:

@@ -19,11 +19,9 @@ from jaxpipe.schedule import (
     HostLink,
     Link,
     MemoryCurve,
-    OpSpec,
     Placement,
     Schedule,
     Timeline,
-    Wait,
     bidirectional,
     check_schedule,
     circular,
@@ -33,7 +31,6 @@ from jaxpipe.schedule import (
     read_costs,
     read_schedule,
     read_timeline,
-    register_op,
     simulate,
     v_shape,
     wave,
@@ -43,32 +40,8 @@ from jaxpipe.schedule import (
 )
 from jaxpipe.schedule.csv_form import format_csv, parse_csv
 from jaxpipe.schedule.json_form import from_costs, from_timeline, to_costs, to_schedule, to_timeline
-from tests.support.schedule_strategies import one_f_one_b_rows, random_costs, random_valid_schedules
-
-GOLDEN = """\
-# jaxpipe schedule 1
-name: 1f1b
-microbatches: 2
-placement: one-to-one ranks=2
-edges: chain
-rank 0: F0.0 F0.1 BW0.0 BW0.1
-rank 1: F1.0 BW1.0 F1.1 BW1.1
-"""
-
-SYNC = register_op(
-    OpSpec(
-        "Sync_x",
-        "compute",
-        (Wait(("F",), "self"), Wait(("Sync_x",), "pred", optional=True)),
-        "f_s",
-        description="test op",
-    )
-)
-
-
-def schedules(**options: bool) -> st.SearchStrategy[Schedule]:
-    return random_valid_schedules(offload=True, braids=True, **options)
-
+from tests.support.schedule_strategies import one_f_one_b_rows, random_costs
+from tests.support.schedule_text import SMALL, schedules
 
 # Round trips.
 
@@ -205,7 +178,7 @@ def test_csv_refuses_what_it_would_lose(schedule: Schedule) -> None:
 def test_unreadable_files(tmp_path: Path) -> None:
     (tmp_path / "bytes.sched").write_bytes(b"# jaxpipe schedule 1\nname: \xff\xfe\n")
     (tmp_path / "folder.json").mkdir()
-    (tmp_path / "x.txt").write_text(GOLDEN)
+    (tmp_path / "x.txt").write_text(SMALL)
     cases = {
         "none.sched": "can't read .*No such file",
         "folder.json": "can't read .*directory",

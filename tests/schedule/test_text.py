@@ -14,17 +14,14 @@ from jaxpipe.errors import ScheduleError, ScheduleParseError
 from jaxpipe.schedule import (
     Action,
     Braid,
-    OpSpec,
     Placement,
     Schedule,
-    Wait,
     bidirectional,
     check_schedule,
     circular,
     explicit,
     one_to_one,
     parse_schedule,
-    register_op,
     v_shape,
     wave,
     with_shared,
@@ -32,38 +29,14 @@ from jaxpipe.schedule import (
 from jaxpipe.schedule.csv_form import format_csv, parse_csv
 from jaxpipe.schedule.json_form import from_schedule, to_schedule
 from tests.support.schedule_strategies import one_f_one_b_rows, random_valid_schedules
-
-GOLDEN = """\
-# jaxpipe schedule 1
-name: 1f1b
-microbatches: 2
-placement: one-to-one ranks=2
-edges: chain
-rank 0: F0.0 F0.1 BW0.0 BW0.1
-rank 1: F1.0 BW1.0 F1.1 BW1.1
-"""
-
-SYNC = register_op(
-    OpSpec(
-        "Sync_x",
-        "compute",
-        (Wait(("F",), "self"), Wait(("Sync_x",), "pred", optional=True)),
-        "f_s",
-        description="test op",
-    )
-)
-
-
-def schedules(**options: bool) -> st.SearchStrategy[Schedule]:
-    return random_valid_schedules(offload=True, braids=True, **options)
-
+from tests.support.schedule_text import SMALL, schedules
 
 # Round trips.
 
 
 def test_text_is_the_documented_one() -> None:
-    assert str(one_f_one_b_rows(2, 2)) == GOLDEN
-    assert parse_schedule(GOLDEN) == one_f_one_b_rows(2, 2)
+    assert str(one_f_one_b_rows(2, 2)) == SMALL
+    assert parse_schedule(SMALL) == one_f_one_b_rows(2, 2)
 
 
 @given(schedules())
@@ -135,13 +108,13 @@ def test_user_ops_and_braids_survive() -> None:
 
 
 def test_comments_blank_lines_crlf_and_missing_edges_are_read() -> None:
-    text = GOLDEN.replace("edges: chain\n", "\n# a remark\n").replace("\n", "\r\n")
+    text = SMALL.replace("edges: chain\n", "\n# a remark\n").replace("\n", "\r\n")
     assert parse_schedule(text) == one_f_one_b_rows(2, 2)
 
 
 def test_rank_lines_alone_are_a_schedule() -> None:
     """users.md 3.11: name from the file, the rest inferred as from CSV."""
-    rows = "".join(line + "\n" for line in GOLDEN.splitlines() if line.startswith("rank"))
+    rows = "".join(line + "\n" for line in SMALL.splitlines() if line.startswith("rank"))
     for text in (rows, "\n# by hand\n" + rows, "# by hand\r\n" + rows.replace("\n", "\r\n")):
         assert parse_schedule(text, "some/1f1b.sched") == one_f_one_b_rows(2, 2)
     folded = parse_schedule("rank 1: F1.0 F2.0 BW2.0 BW1.0\nrank 0: F0.0 F3.0 BW3.0 BW0.0\n", "x.sched")
@@ -226,18 +199,18 @@ BAD_TEXT = {
 @pytest.mark.parametrize("case", BAD_TEXT)
 def test_bad_text_is_refused(case: str) -> None:
     old, new, message = BAD_TEXT[case]
-    assert GOLDEN.count(old) >= 1
+    assert SMALL.count(old) >= 1
     with pytest.raises(ScheduleParseError, match=message) as caught:
-        parse_schedule(GOLDEN.replace(old, new, 1), "x.sched")
+        parse_schedule(SMALL.replace(old, new, 1), "x.sched")
     assert str(caught.value).startswith("x.sched: line ")
     assert "\n" not in str(caught.value)
 
 
-@given(st.integers(0, len(GOLDEN) - 2))
+@given(st.integers(0, len(SMALL) - 2))
 def test_truncated_text_never_passes(size: int) -> None:
     """Cut anywhere, the text is refused by the parser, or, cut inside a row, by the checker."""
     try:
-        schedule = parse_schedule(GOLDEN[:size])
+        schedule = parse_schedule(SMALL[:size])
     except ScheduleParseError:
         return
     with pytest.raises(ScheduleError, match="is missing"):
@@ -253,10 +226,10 @@ def test_any_text_gives_a_parse_error(text: str) -> None:
             parse_csv(text, "x")
 
 
-@given(st.integers(0, len(GOLDEN) - 1), st.characters())
+@given(st.integers(0, len(SMALL) - 1), st.characters())
 def test_one_changed_character_is_an_error_of_ours_or_a_schedule(at: int, character: str) -> None:
     try:
-        schedule = parse_schedule(GOLDEN[:at] + character + GOLDEN[at + 1 :])
+        schedule = parse_schedule(SMALL[:at] + character + SMALL[at + 1 :])
         check_schedule(schedule)
     except ScheduleError:
         pass
@@ -264,8 +237,8 @@ def test_one_changed_character_is_an_error_of_ours_or_a_schedule(at: int, charac
 
 def test_huge_numbers_do_not_take_memory() -> None:
     for text in (
-        GOLDEN.replace("microbatches: 2", "microbatches: 999999999999"),
-        GOLDEN.replace("F0.1", "F999999999999.1"),
+        SMALL.replace("microbatches: 2", "microbatches: 999999999999"),
+        SMALL.replace("F0.1", "F999999999999.1"),
     ):
         with pytest.raises(ScheduleError, match=r"number of microbatches right|out of range"):
             check_schedule(parse_schedule(text))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,23 +28,7 @@ from tests.support.checkpoint_cases import (
     make_params,
     one_line,
     save_losses,
-    save_two,
 )
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[CheckpointStore]:
-    with CheckpointStore(tmp_path / "run", keep_last=3) as opened:
-        yield opened
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Checkpoints of steps 10 and 20."""
-    directory = tmp_path_factory.mktemp("saved")
-    save_two(directory)
-    return directory
-
 
 # What is loaded is what was saved.
 

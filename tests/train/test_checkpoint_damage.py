@@ -36,25 +36,10 @@ from tests.support.checkpoint_cases import (
     one_line,
     rewrite_manifest,
     save_losses,
-    save_two,
     swap_arrays,
     without_privileges,
 )
 from tests.support.paths import ROOT
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[CheckpointStore]:
-    with CheckpointStore(tmp_path / "run", keep_last=3) as opened:
-        yield opened
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Checkpoints of steps 10 and 20, to be copied and damaged."""
-    directory = tmp_path_factory.mktemp("saved")
-    save_two(directory)
-    return directory
 
 
 def damage_copy(saved: Path, tmp_path: Path) -> CheckpointStore:

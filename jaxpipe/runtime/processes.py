@@ -2,7 +2,7 @@
 
 Texts go over :mod:`jaxpipe.runtime.lines`, not over JAX's key-value store: they are there before JAX is, and tell at once who
 ended. JAX's distributed runtime is joined after that, for its devices and transfers (:meth:`Processes.start_jax`).
-Importing this imports no JAX, and :class:`Alone` never calls it.
+Importing this imports no JAX, and one process alone never calls it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import os
 import socket
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import NoReturn, TypeVar
@@ -30,37 +29,35 @@ _ROUND_TRIPS = 8
 Made = TypeVar("Made")
 
 
-class Processes(ABC):
+class Processes:
     """``number`` processes, of which this is ``mine``. All of them call the same methods with the same names in the same order;
-    where one ends, the others do."""
+    where one ends, the others do. By itself this is one process; :class:`Joined` are several."""
 
-    number: int
-    mine: int
+    number, mine = 1, 0
     on_this_host = 1
     """How many of them."""
 
-    @abstractmethod
     def who(self, process: int) -> str:
         """What messages call a process."""
+        return f"process {process}"
 
-    @abstractmethod
     def gather(self, name: str, text: str) -> Sequence[str]:
         """The texts of all processes, by process, in process 0; empty elsewhere."""
+        return (text,)
 
-    @abstractmethod
     def broadcast(self, name: str, text: str) -> str:
         """The text of process 0, in all."""
+        return text
 
-    @abstractmethod
     def clock(self) -> tuple[float, float]:
         """Wait until all have come here: how many seconds ``time.perf_counter`` of process 0 is ahead of this one's, and by
         how many that may be wrong: half of the shortest of some round trips."""
+        return 0.0, 0.0
 
-    @abstractmethod
     def interface(self) -> str:
         """The address by which the others reach this process."""
+        return "127.0.0.1"
 
-    @abstractmethod
     def start_jax(self) -> None:
         """Join JAX's distributed runtime, so that ``jax.devices()`` are those of all processes. Before JAX looks for devices.
 
@@ -68,21 +65,17 @@ class Processes(ABC):
             RunError: it could not be joined.
         """
 
-    @abstractmethod
     def end(self, how: str, code: int) -> None:
         """End this process with one line on standard error, and all others with the same line and exit code. ``how``: goes on
         after the name of the process, such as ``failed: …``. Alone it returns: a process ends as ever."""
 
-    @abstractmethod
     def tell_place(self, where: Callable[[], Place]) -> None:
         """``where``: how far this process has come; called in another thread, when one of them has waited for too long."""
 
-    @abstractmethod
     def end_late(self, late: str) -> None:
         """End all processes, as another thread has waited for too long: with a line that names the one that has come least far,
         or does not answer. ``late``: what took too long. Alone it returns."""
 
-    @abstractmethod
     def leave(self) -> None:
         """Wait until all have come here, and take everything down; process 0 returns last."""
 
@@ -168,40 +161,8 @@ def divided(count: int, number: int) -> tuple[range, ...]:
     return tuple(range(k * count // number, (k + 1) * count // number) for k in range(number))
 
 
-class Alone(Processes):
-    """One process."""
-
-    number, mine = 1, 0
-
-    def who(self, process: int) -> str:
-        return f"process {process}"
-
-    def gather(self, name: str, text: str) -> Sequence[str]:
-        return (text,)
-
-    def broadcast(self, name: str, text: str) -> str:
-        return text
-
-    def clock(self) -> tuple[float, float]:
-        return 0.0, 0.0
-
-    def interface(self) -> str:
-        return "127.0.0.1"
-
-    def start_jax(self) -> None:
-        pass
-
-    def end(self, how: str, code: int) -> None:
-        pass
-
-    def tell_place(self, where: Callable[[], Place]) -> None:
-        pass
-
-    def end_late(self, late: str) -> None:
-        pass
-
-    def leave(self) -> None:
-        pass
+Alone = Processes
+"""One process."""
 
 
 class Joined(Processes):

@@ -35,6 +35,7 @@ __all__ = [
     "in_time_order",
     "joined_times",
     "laid_out",
+    "masked",
     "own_heads",
     "own_positions",
     "own_times",
@@ -105,12 +106,12 @@ def laid_out(
     return made
 
 
-def joined_times(shards: Sequence[np.ndarray], axis: int = 1) -> np.ndarray:
-    """The whole of what each shard has a part of along ``axis``: the inverse of the zigzag, on the host."""
+def joined_times(shards: Sequence[np.ndarray]) -> np.ndarray:
+    """The whole of what each shard has a part of along axis 1: the inverse of the zigzag, on the host."""
     if len(shards) == 1:
         return shards[0]
-    parts = [part for shard in shards for part in np.split(shard, 2, axis)]
-    return np.concatenate([parts[k] for k in np.argsort(_chunks(len(shards)))], axis)
+    parts = [part for shard in shards for part in np.split(shard, 2, 1)]
+    return np.concatenate([parts[k] for k in np.argsort(_chunks(len(shards)))], 1)
 
 
 # --- inside a shard ---------------------------------------------------------------------------------------------------------
@@ -132,11 +133,11 @@ def own_positions(length: int, tp: TensorParallel) -> jax.Array:
     return own_times(jnp.arange(length * tp.cp, dtype=jnp.int32), tp, 0)
 
 
-def gathered(own: jax.Array, tp: TensorParallel, axis: int = 1) -> jax.Array:
-    """The parts of all shards along ``axis``, one shard after another: their positions are :func:`gathered_positions`.
+def gathered(own: jax.Array, tp: TensorParallel) -> jax.Array:
+    """The parts of all shards along axis 1, one shard after another: their positions are :func:`gathered_positions`.
 
     Its gradient is summed over the shards and scattered."""
-    whole: jax.Array = lax.all_gather(own, CP, axis=axis, tiled=True)
+    whole: jax.Array = lax.all_gather(own, CP, axis=1, tiled=True)
     return whole
 
 
@@ -154,9 +155,9 @@ def in_time_order(joined: jax.Array, tp: TensorParallel, axis: int = 1, *, back:
     return jnp.concatenate([parts[k] for k in picked], axis)
 
 
-def whole_times(own: jax.Array, tp: TensorParallel, axis: int = 1) -> jax.Array:
-    """What every shard has a part of along ``axis``, whole and in the order of time."""
-    return own if tp.cp == 1 else in_time_order(gathered(own, tp, axis), tp, axis)
+def whole_times(own: jax.Array, tp: TensorParallel) -> jax.Array:
+    """What every shard has a part of along axis 1, whole and in the order of time."""
+    return own if tp.cp == 1 else in_time_order(gathered(own, tp), tp)
 
 
 def times_for_heads(own: jax.Array, tp: TensorParallel) -> jax.Array:
@@ -186,9 +187,45 @@ def own_heads(whole: jax.Array, tp: TensorParallel, axis: int) -> jax.Array:
     return lax.dynamic_slice_in_dim(whole, lax.axis_index(CP) * own, own, axis)
 
 
-# --- attention by a ring ----------------------------------------------------------------------------------------------------
+# --- attention --------------------------------------------------------------------------------------------------------------
 
 _MASKED = -1e30
+
+
+def masked(
+    scores: jax.Array,
+    column: jax.Array,
+    position: jax.Array | None = None,
+    window: int | None = None,
+    lengths: jax.Array | None = None,
+    segments: tuple[jax.Array, jax.Array] | None = None,
+) -> jax.Array:
+    """``scores`` [B, G, M, S] of queries and keys, those of keys that a query does not see so low that a softmax gives them
+    nothing. ``column`` [S]: where keys lie in their sequence. ``position`` [M]: the same of queries, of which each sees what
+    stands before it, itself, and with ``window`` only so many of them; None: all. ``lengths`` [B]: of the sequences; what
+    comes after is padding. ``segments`` ([B, M], [B, S]): numbers of queries and keys, which must be the same."""
+
+    def least(unseen: jax.Array) -> jax.Array:
+        return jnp.where(unseen, _MASKED, 0.0).astype(scores.dtype)
+
+    column = column[None, :]
+    if position is not None:
+        position = position[:, None]
+        unseen = column > position
+        unseen = unseen if window is None else unseen | (column <= position - window)
+        scores += least(unseen)[None, None]
+    if lengths is not None:
+        scores += least(column >= lengths[:, None])[:, None, None]
+    if segments is not None:
+        rows, columns = segments
+        scores += least(rows[:, :, None] != columns[:, None, :])[:, None]
+    return scores
+
+
+# --- attention by a ring ----------------------------------------------------------------------------------------------------
+
+_Masks = tuple[jax.Array | None, jax.Array | None]
+"""``lengths``, and ``segments`` of whole sequences."""
 _KEPT = "attn_results"  # the name of what the backward pass reads
 
 
@@ -254,7 +291,7 @@ def ring_attention(
     how = _Ring(tp, causal, window, dropout if key is not None else 0.0)
     B, T, G, K = k.shape
     apart = [x.reshape(B, 2, T // 2, G, K).transpose(0, 3, 1, 2, 4) for x in (k, v)]
-    return _ring(how, _rows(q * (K**-0.5), G), jnp.stack(apart), lengths, segments, key)
+    return _ring(how, _rows(q * (K**-0.5), G), jnp.stack(apart), (lengths, segments), key)
 
 
 def _rows(q: jax.Array, G: int) -> jax.Array:
@@ -270,25 +307,13 @@ def _heads(rows: jax.Array, n: int) -> jax.Array:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _ring(
-    how: _Ring,
-    q: jax.Array,
-    kv: jax.Array,
-    lengths: jax.Array | None,
-    segments: jax.Array | None,
-    key: jax.Array | None,
-) -> jax.Array:
+def _ring(how: _Ring, q: jax.Array, kv: jax.Array, masks: _Masks, key: jax.Array | None) -> jax.Array:
     """q [B, G, 2, n·R, K] (scaled), k and v [2, B, G, 2, n, K] → [B, 2n, H, K]."""
-    return _ring_forward(how, q, kv, lengths, segments, key)[0]
+    return _ring_forward(how, q, kv, masks, key)[0]
 
 
 def _ring_forward(
-    how: _Ring,
-    q: jax.Array,
-    kv: jax.Array,
-    lengths: jax.Array | None,
-    segments: jax.Array | None,
-    key: jax.Array | None,
+    how: _Ring, q: jax.Array, kv: jax.Array, masks: _Masks, key: jax.Array | None
 ) -> tuple[jax.Array, tuple[Any, ...]]:
     wide = jnp.promote_types(q.dtype, jnp.float32)
     keep = _kept(how, q, kv, key)
@@ -300,7 +325,7 @@ def _ring_forward(
         coming = how.passed_on(here) if step + 1 < how.tp.cp else here
         for i, j in how.pairs(step):
             k, v = (_at(x, j) for x in here)
-            scores = _scores(how, _at(q, i), k, step, i, j, lengths, segments)
+            scores = _scores(how, _at(q, i), k, step, i, j, masks)
             old = _at(top, i)
             new = jnp.maximum(old, scores.max(axis=-1))
             shrink, probs = jnp.exp(old - new), jnp.exp(scores - new[..., None])
@@ -311,7 +336,7 @@ def _ring_forward(
             out = _put(out, _at(out, i) * shrink[..., None] + part, i)
         here = coming
     result = checkpoint_name(_heads((out / total[..., None]).astype(q.dtype), kv.shape[4]), _KEPT)
-    return result, (q, kv, lengths, segments, key, result, checkpoint_name(top + jnp.log(total), _KEPT))
+    return result, (q, kv, masks, key, result, checkpoint_name(top + jnp.log(total), _KEPT))
 
 
 def _ring_backward(how: _Ring, kept: tuple[Any, ...], cotangent: jax.Array) -> tuple[Any, ...]:
@@ -320,7 +345,7 @@ def _ring_backward(how: _Ring, kept: tuple[Any, ...], cotangent: jax.Array) -> t
 
 
 def _ring_gradients(how: _Ring, kept: tuple[Any, ...], cotangent: jax.Array) -> tuple[Any, ...]:
-    q, kv, lengths, segments, key, result, lse = kept
+    q, kv, masks, key, result, lse = kept
     wide = lse.dtype
     keep = _kept(how, q, kv, key)
     axes = sorted(varying_axes(q))
@@ -334,7 +359,7 @@ def _ring_gradients(how: _Ring, kept: tuple[Any, ...], cotangent: jax.Array) -> 
         for i, j in how.pairs(step):
             k, v = (_at(x, j) for x in here)
             rows, given = _at(q, i), _at(cotangent, i)
-            probs = jnp.exp(_scores(how, rows, k, step, i, j, lengths, segments) - _at(lse, i)[..., None])
+            probs = jnp.exp(_scores(how, rows, k, step, i, j, masks) - _at(lse, i)[..., None])
             seen = _dropped(how, probs, keep, step, i, j).astype(q.dtype)
             dprobs = jnp.einsum("bgmk,bgsk->bgms", given, v, preferred_element_type=wide)
             dscores = (probs * (_dropped(how, dprobs, keep, step, i, j) - _at(weight, i)[..., None])).astype(q.dtype)
@@ -347,39 +372,25 @@ def _ring_gradients(how: _Ring, kept: tuple[Any, ...], cotangent: jax.Array) -> 
         )  # with the keys that they are of, at last back home
         here = coming
     assert arrived is not None
-    return dq.astype(q.dtype), arrived.astype(kv.dtype), None, None, None
+    return dq.astype(q.dtype), arrived.astype(kv.dtype), None, None
 
 
 _ring.defvjp(_ring_forward, _ring_backward)
 
 
-def _scores(
-    how: _Ring,
-    q: jax.Array,
-    k: jax.Array,
-    step: int,
-    i: Any,
-    j: Any,
-    lengths: jax.Array | None,
-    segments: jax.Array | None,
-) -> jax.Array:
+def _scores(how: _Ring, q: jax.Array, k: jax.Array, step: int, i: Any, j: Any, masks: _Masks) -> jax.Array:
     """Masked scores [B, G, n·R, n] of two chunks, float32 or wider."""
     wide = jnp.promote_types(q.dtype, jnp.float32)
-    masked = jnp.einsum("bgmk,bgsk->bgms", q, k, preferred_element_type=wide)
+    lengths, segments = masks
+    scores = jnp.einsum("bgmk,bgsk->bgms", q, k, preferred_element_type=wide)
     n, R = k.shape[2], q.shape[2] // k.shape[2]
     mine, theirs = how.chunk(lax.axis_index(CP), i), how.chunk(how.source(step), j)
-    position, column = (mine * n + jnp.arange(n * R) // R)[:, None], (theirs * n + jnp.arange(n))[None, :]
-    if how.causal:
-        unseen = column > position
-        unseen = unseen if how.window is None else unseen | (column <= position - how.window)
-        masked += jnp.where(unseen, _MASKED, 0.0).astype(wide)[None, None]
-    if lengths is not None:
-        masked += jnp.where(column >= lengths[:, None], _MASKED, 0.0).astype(wide)[:, None, None]
+    position, column = mine * n + jnp.arange(n * R) // R, theirs * n + jnp.arange(n)
+    numbers = None
     if segments is not None:
         rows, columns = (lax.dynamic_slice_in_dim(segments, chunk * n, n, 1) for chunk in (mine, theirs))
-        others = jnp.repeat(rows, R, axis=1)[:, :, None] != columns[:, None, :]
-        masked += jnp.where(others, _MASKED, 0.0).astype(wide)[:, None]
-    return masked
+        numbers = jnp.repeat(rows, R, axis=1), columns
+    return masked(scores, column, position if how.causal else None, how.window, lengths, numbers)
 
 
 def _kept(how: _Ring, q: jax.Array, kv: jax.Array, key: jax.Array | None) -> jax.Array | None:

@@ -96,25 +96,25 @@ def pipeline_submeshes(
     return tuple(Mesh(grid[r], AXES) for r in range(ranks))
 
 
-def replicated(mesh: AnyMesh, memory_kind: str | None = None) -> NamedSharding:
+def replicated(mesh: AnyMesh) -> NamedSharding:
     """The sharding of scalars, and of parameters that are whole on every shard: a copy on every device of the rank."""
-    return NamedSharding(mesh, PartitionSpec(), memory_kind=memory_kind)
+    return NamedSharding(mesh, PartitionSpec())
 
 
-def batch_sharded(mesh: AnyMesh, memory_kind: str | None = None) -> NamedSharding:
+def batch_sharded(mesh: AnyMesh) -> NamedSharding:
     """The sharding of data, and of activations that are the same on all ``tp`` shards: axis 0 is that of the arrays of the
     devices along :data:`DATA`, one after another."""
-    return device_sharded(mesh, DATA, memory_kind)
+    return device_sharded(mesh, DATA)
 
 
-def device_sharded(mesh: AnyMesh, axes: Sequence[str], memory_kind: str | None = None) -> NamedSharding:
+def device_sharded(mesh: AnyMesh, axes: Sequence[str]) -> NamedSharding:
     """The sharding of what differs along ``axes`` of the rank: axis 0 is that of the devices' arrays one after another.
 
     An axis of size 1 is not named (but ``dp``), so that one device's arrays always lie the same way.
     """
     named = tuple(a for a in axes if a == DP or mesh.shape[a] > 1)
     spec = PartitionSpec(named if len(named) > 1 else named[0]) if named else PartitionSpec()
-    return NamedSharding(mesh, spec, memory_kind=memory_kind)
+    return NamedSharding(mesh, spec)
 
 
 def spec_of(array: jax.ShapeDtypeStruct | jax.Array) -> PartitionSpec:

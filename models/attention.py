@@ -37,6 +37,7 @@ from jaxpipe.context_parallel import (
     gathered_positions,
     heads_for_times,
     in_time_order,
+    masked,
     own_heads,
     own_positions,
     own_times,
@@ -56,8 +57,6 @@ KEPT = "attn_results"
 KERNELS = ("auto", "xla", "cudnn")
 MASKS = ("causal", "document")
 """What a position of a language model sees: what stands before it, or of that only its own document."""
-
-_MASKED = -1e30
 
 
 def check_attention(what: str, kernel: str, dropout: float = 0.0, mask: str = "causal") -> None:
@@ -253,19 +252,12 @@ def _softmax(scores: jax.Array, masks: _Masks, causal: bool, window: int | None)
     rows, S = scores.shape[-2:]
     R = rows // (S if places is None else len(places[0]))
     column = jnp.arange(S) if places is None else places[1]
-    masked = scores.astype(wide)
+    position = None
     if causal:
-        position = (jnp.arange(rows) // R if places is None else jnp.repeat(places[0], R))[:, None]
-        unseen = column[None, :] > position
-        unseen = unseen if window is None else unseen | (column[None, :] <= position - window)
-        masked += jnp.where(unseen, _MASKED, 0.0).astype(wide)[None, None]
-    if lengths is not None:
-        padding = column[None, :] >= lengths[:, None]
-        masked += jnp.where(padding, _MASKED, 0.0).astype(wide)[:, None, None]
-    if segments is not None:
-        others = jnp.repeat(segments[0], R, axis=1)[:, :, None] != segments[1][:, None, :]
-        masked += jnp.where(others, _MASKED, 0.0).astype(wide)[:, None]
-    return jax.nn.softmax(masked, axis=-1).astype(scores.dtype)
+        position = jnp.arange(rows) // R if places is None else jnp.repeat(places[0], R)
+    numbers = None if segments is None else (jnp.repeat(segments[0], R, axis=1), segments[1])
+    seen = masked(scores.astype(wide), column, position, window, lengths, numbers)
+    return jax.nn.softmax(seen, axis=-1).astype(scores.dtype)
 
 
 def _softmax_forward(scores: jax.Array, masks: _Masks, causal: bool, window: int | None) -> tuple[jax.Array, jax.Array]:

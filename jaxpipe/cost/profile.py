@@ -136,18 +136,16 @@ def cost_profile(
     )
 
 
-def analytic_profile(
-    stages: Sequence[StageFunctions], *, flops_per_s: float = DEFAULT_FLOPS_PER_S, link: Link | None = None
-) -> CostProfile:
-    """Costs from shapes alone: seconds = FLOPs / ``flops_per_s``, no workspace. Needs no device, and tells enough to choose an
-    order. Tensor-parallel collectives take what they would beside an H100 slowed down to that rate, latencies left out."""
+def analytic_profile(stages: Sequence[StageFunctions]) -> CostProfile:
+    """Costs from shapes alone: seconds = FLOPs / :data:`DEFAULT_FLOPS_PER_S`, no workspace. Needs no device, and tells enough
+    to choose an order. Tensor-parallel collectives take what they would beside an H100 slowed down to that rate, latencies left
+    out."""
     rates = replace(UnitCosts(), link_latency_s=0.0)
-    slowed, sizes = rates.flops_per_s / flops_per_s, sizes_of(stages)
+    slowed, sizes = rates.flops_per_s / DEFAULT_FLOPS_PER_S, sizes_of(stages)
     return cost_profile(
         sizes,
-        flop_seconds(stages, flops_per_s),
-        source=f"analytic, {flops_per_s:.3g} FLOP/s",
-        link=link if link is not None else Link(),
+        flop_seconds(stages, DEFAULT_FLOPS_PER_S),
+        source=f"analytic, {DEFAULT_FLOPS_PER_S:.3g} FLOP/s",
         tp_comm_s=tuple(slowed * s.exchange_s("F", rates) for s in sizes),
     )
 

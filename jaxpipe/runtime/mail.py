@@ -6,13 +6,15 @@ authentication: whoever reaches the port of a server may take what lies there, s
 processes reach each other.
 
 What JAX does not check is not checked here either: a number used twice, or other shapes on the two sides. Numbers are made by
-rule (:class:`Channel`), and processes agree on their programs before the first message.
+rule (:meth:`Mail.channel`), and processes agree on their programs before the first message.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from copy import copy
+from itertools import count
 from typing import Any
 
 import jax
@@ -24,8 +26,8 @@ _SOCKETS = 2
 
 
 class Mail:
-    """The server of this process, and connections to those of the others. All processes make it together. ``process_of``: by
-    rank."""
+    """The server of this process, and connections to those of the others: a :class:`~jaxpipe.runtime.transfer.Carrier` on the
+    first of its channels. All processes make it together. ``process_of``: by rank."""
 
     def __init__(self, processes: Processes, process_of: Sequence[int]) -> None:
         from jax.experimental import transfer
@@ -37,33 +39,22 @@ class Mail:
         self._addresses: Sequence[str] = json.loads(processes.broadcast("transfer servers", json.dumps(list(texts))))
         self._process_of = process_of
         self._connections: dict[int, Any] = {}
-        self._channels = 0
+        self._channel, self._channels = 0, count(1)
 
-    def channel(self) -> Channel:
-        """One that nothing has gone over yet. All processes make the same ones in the same order."""
-        self._channels += 1
-        assert self._channels < 1 << _CHANNEL_BITS, "too many channels for their bits in a number"
-        return Channel(self, self._channels)
+    def channel(self) -> Mail:
+        """The same with numbers of their own, under which nothing has gone yet. All processes make the same ones in the same
+        order."""
+        made = copy(self)
+        made._channel = next(self._channels)
+        assert made._channel < 1 << _CHANNEL_BITS, "too many channels for their bits in a number"
+        return made
 
-    def put(self, number: int, arrays: Sequence[jax.Array]) -> None:
-        self._server.await_pull(number, list(arrays))
+    def put(self, number: int, arrays: Sequence[jax.Array], avals: Sequence[jax.ShapeDtypeStruct]) -> None:
+        self._server.await_pull(number << _CHANNEL_BITS | self._channel, list(arrays))
 
     def get(self, number: int, src: int, avals: Sequence[jax.ShapeDtypeStruct]) -> list[jax.Array]:
         process = self._process_of[src]
         if process not in self._connections:
             self._connections[process] = self._server.connect(self._addresses[process])
-        arrays: list[jax.Array] = self._connections[process].pull(number, list(avals))
+        arrays: list[jax.Array] = self._connections[process].pull(number << _CHANNEL_BITS | self._channel, list(avals))
         return arrays
-
-
-class Channel:
-    """Numbers of one's own: a :class:`~jaxpipe.runtime.transfer.Carrier`."""
-
-    def __init__(self, mail: Mail, channel: int) -> None:
-        self._mail, self._channel = mail, channel
-
-    def put(self, number: int, arrays: Sequence[jax.Array], avals: Sequence[jax.ShapeDtypeStruct]) -> None:
-        self._mail.put(number << _CHANNEL_BITS | self._channel, arrays)
-
-    def get(self, number: int, src: int, avals: Sequence[jax.ShapeDtypeStruct]) -> list[jax.Array]:
-        return self._mail.get(number << _CHANNEL_BITS | self._channel, src, avals)

@@ -5,7 +5,7 @@ Borrowed names, why, and where they were checked (jax 0.10.2 on Python 3.11, jax
 =============================  ==========================================================================================
 name                           why
 =============================  ==========================================================================================
-``jax.extend.core``            ``Var Literal Jaxpr ClosedJaxpr JaxprEqn DropVar``: the types an equation list is made of.
+``jax.extend.core``            ``Var Literal Jaxpr ClosedJaxpr JaxprEqn``: the types an equation list is made of.
                                Semi-public; ``Var(aval)`` makes a fresh variable in both versions, and ``ClosedJaxpr`` and
                                ``Jaxpr`` are one class in 0.12 (``ClosedJaxpr(jaxpr, consts)`` works in both).
 ``jax.core.eval_jaxpr``        public; evaluates an equation list under a new trace.
@@ -59,50 +59,9 @@ from jax._src import xla_bridge as _xla_bridge
 from jax._src.cudnn import fused_attention_stablehlo as _fused_attention
 from jax._src.interpreters import partial_eval as _partial_eval
 from jax._src.lib import xla_client as _xla_client  # type: ignore[attr-defined]
-from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Literal, Var  # type: ignore[attr-defined,unused-ignore]
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var  # type: ignore[attr-defined,unused-ignore]
 
-__all__ = [
-    "STRUCTURES",
-    "Atom",
-    "ClosedJaxpr",
-    "DropVar",
-    "Jaxpr",
-    "JaxprEqn",
-    "Literal",
-    "ScanParts",
-    "Var",
-    "aval_bytes",
-    "backends_initialized",
-    "barrier",
-    "called_jaxpr",
-    "checkpoint_name_of",
-    "close_jaxpr",
-    "compile_only_devices",
-    "copier",
-    "cudnn_assumed",
-    "dtype_of",
-    "eval_jaxpr",
-    "fresh_var",
-    "has_ordered_effects",
-    "is_checkpoint",
-    "is_key_dtype",
-    "keep_compiled",
-    "map_bodies",
-    "only_results",
-    "plain_collective",
-    "pruned",
-    "puts_between_processes",
-    "scan_parts",
-    "shape_of",
-    "source_functions",
-    "source_line",
-    "sub_jaxprs",
-    "variables",
-    "vary",
-    "varying_axes",
-    "with_outer_names",
-    "without_varying",
-]
+__all__ = ["ClosedJaxpr", "Jaxpr", "JaxprEqn", "Literal", "Var"]  # those of JAX; of the rest, what has no underscore
 
 Atom: TypeAlias = Var | Literal
 
@@ -122,8 +81,6 @@ _CALLS = frozenset(
         "closed_call",
         "core_call",
         "core_closed_call",
-        "dtype_of",
-        "eval_jaxpr",
         "custom_jvp_call",
         "custom_vjp_call",
         "custom_vjp_call_jaxpr",

@@ -104,9 +104,9 @@ def _score_region(graph: Graph) -> frozenset[Var]:
     marked = _marked(graph)
 
     def onwards(v: Var) -> Iterator[Var]:
-        for i in graph.readers.get(v, ()):
-            if graph.eqn_level[i] is Level.FORWARD and not is_product(graph.eqns[i]):
-                yield from graph.eqns[i].outvars
+        for eqn in _readers(graph, v):
+            if not is_product(eqn):
+                yield from eqn.outvars
 
     region = reachable((v for v in marked if graph.of(v) is Level.FORWARD), onwards)
     sizes = {math.prod(shape_of(v)) for v in marked}
@@ -150,22 +150,27 @@ def _same_size(graph: Graph, start: Var) -> tuple[set[Var], bool]:
     """Values of one size connected with a product's result by equations that are no products, loops or exchanges; and whether
     they are worked on and go to a product of two activations."""
     size = math.prod(shape_of(start))
-    region: set[Var] = set()
-    used, worked = False, False
-    stack = [start]
-    while stack:
-        v = stack.pop()
-        if v in region or graph.of(v) is not Level.FORWARD or math.prod(shape_of(v)) != size:
-            continue
-        region.add(v)
-        readers = [graph.eqns[i] for i in graph.readers.get(v, ()) if graph.eqn_level[i] is Level.FORWARD]
-        used = used or any(_is_of_activations(graph, eqn) for eqn in readers)
+
+    def connecting(v: Var) -> list[JaxprEqn]:
         makers = [graph.eqns[graph.maker[v]]] if v in graph.maker else []
-        for eqn in (*readers, *makers):
-            if kind(eqn) not in (Kind.PRODUCT, Kind.EXCHANGE) and not has_body(eqn):
-                worked = worked or _works(eqn)
-                stack.extend(variables([*eqn.invars, *eqn.outvars]))
-    return region, used and worked
+        return [
+            eqn
+            for eqn in (*_readers(graph, v), *makers)
+            if kind(eqn) not in (Kind.PRODUCT, Kind.EXCHANGE) and not has_body(eqn)
+        ]
+
+    def near(v: Var) -> Iterator[Var]:
+        ends = variables(a for eqn in connecting(v) for a in (*eqn.invars, *eqn.outvars))
+        return (u for u in ends if graph.of(u) is Level.FORWARD and math.prod(shape_of(u)) == size)
+
+    region = reachable([start], near)
+    used = any(_is_of_activations(graph, eqn) for v in region for eqn in _readers(graph, v))
+    return region, used and any(_works(eqn) for v in region for eqn in connecting(v))
+
+
+def _readers(graph: Graph, v: Var) -> list[JaxprEqn]:
+    """The equations of the forward pass that read a value."""
+    return [graph.eqns[i] for i in graph.readers.get(v, ()) if graph.eqn_level[i] is Level.FORWARD]
 
 
 def _works(eqn: JaxprEqn) -> bool:
@@ -188,34 +193,24 @@ def _hidden_values(graph: Graph) -> frozenset[Var]:
     hidden: set[Var] = set()
     for eqn, level in zip(graph.eqns, graph.eqn_level, strict=True):
         if level is Level.FORWARD and _is_projection(graph, eqn):
-            reach = _reach(graph, eqn.outvars, leaving)
-            hidden |= reach or set()
+            hidden |= _reach(graph, eqn.outvars, leaving)
     return frozenset(hidden)
 
 
-def _reach(graph: Graph, start: list[Var], leaving: set[Var]) -> set[Var] | None:
-    """``start`` and all made from it before the next products with parameters; None if it gets anywhere else."""
-    reach: set[Var] = set()
-    projected = False
-    stack = list(start)
-    while stack:
-        v = stack.pop()
-        if v in leaving:
-            return None
-        if v in reach:
-            continue
-        reach.add(v)
-        for i in graph.readers.get(v, ()):
-            eqn = graph.eqns[i]
-            if graph.eqn_level[i] is not Level.FORWARD:
-                continue
-            if _is_projection(graph, eqn):
-                projected = True
-            elif is_product(eqn) or eqn.effects or has_body(eqn):
-                return None
-            else:
-                stack.extend(eqn.outvars)
-    return reach if projected else None
+def _reach(graph: Graph, start: list[Var], leaving: set[Var]) -> set[Var]:
+    """``start`` and all made from it before the next products with parameters; nothing if it gets anywhere else."""
+
+    def is_end(eqn: JaxprEqn) -> bool:
+        return is_product(eqn) or bool(eqn.effects) or has_body(eqn)
+
+    def onwards(v: Var) -> Iterator[Var]:
+        on = () if v in leaving else _readers(graph, v)
+        return (u for eqn in on if not is_end(eqn) for u in eqn.outvars)
+
+    reach = reachable(start, onwards)
+    ends = [eqn for v in reach for eqn in _readers(graph, v) if is_end(eqn)]
+    stays = reach.isdisjoint(leaving) and all(_is_projection(graph, eqn) for eqn in ends)
+    return reach if ends and stays else set()
 
 
 def _is_projection(graph: Graph, eqn: JaxprEqn) -> bool:

@@ -19,14 +19,15 @@ gradients). A
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import jax
 import numpy as np
 
 from jaxpipe._jax_compat import Atom, JaxprEqn, Literal, Var, source_line, variables
-from jaxpipe.stage.dataflow import called
+from jaxpipe.stage.dataflow import called, reachable
 from jaxpipe.stage.functions import Port
 from jaxpipe.stage.split.crossing import cheapest_moves
 from jaxpipe.stage.split.delay import delayed
@@ -82,16 +83,16 @@ def split(trace: StageTrace, policy: Policy | None = None) -> Split:
     crossing_ports = [(p, v) for v, p in wres.items()]
     forward_eqns = {i for i in effectful if graph.eqn_level[i] is not Level.BACKWARD}
     token: list[tuple[Port, Atom]] = [(Port("token"), _zero())]
-    builder = _PartBuilder(graph, {**trace.inputs})
+
+    def is_forward(i: int) -> bool:
+        return graph.eqn_level[i] is not Level.BACKWARD
+
+    effects = backward & set(effectful)
     parts = {
-        "F": builder.part(
-            [*ys, *saved_ports, *token], lambda i: graph.eqn_level[i] is not Level.BACKWARD, {}, forward_eqns
-        ),
-        "B": delayed(
-            builder.part([*dx, *crossing_ports, *token], b.__contains__, res, backward & set(effectful)), graph
-        ),
-        "W": builder.part([*acc, *token], (w | redo).__contains__, {**res, **wres}),
-        "BW": delayed(builder.part([*dx, *acc, *token], backward.__contains__, res, backward & set(effectful)), graph),
+        "F": _part(graph, [*ys, *saved_ports, *token], is_forward, {}, forward_eqns),
+        "B": delayed(_part(graph, [*dx, *crossing_ports, *token], b.__contains__, res, effects), graph),
+        "W": _part(graph, [*acc, *token], (w | redo).__contains__, {**res, **wres}),
+        "BW": delayed(_part(graph, [*dx, *acc, *token], backward.__contains__, res, effects), graph),
     }
     return Split(parts, (*_notes(graph, b, roots, acc), *idle))
 
@@ -143,25 +144,20 @@ def _read(graph: Graph, backward: set[int], targets: Sequence[Atom]) -> list[Var
 
 def _save(graph: Graph, backward: set[int], targets: Sequence[Atom], may_save: Saveable) -> tuple[list[Var], set[int]]:
     """What F saves for the backward equations, and the forward equations that run again instead."""
-    saved: dict[Var, None] = {}
-    again: set[int] = set()
-    seen: set[Var] = set()
-    stack = _read(graph, backward, targets)
-    while stack:
-        v = stack.pop()
-        if v in seen or graph.of(v) is not Level.FORWARD:
-            continue
-        seen.add(v)
-        i = graph.maker.get(v)
-        if i is None:
-            continue  # x, data or key: has its own port
-        if graph.eqns[i].effects or (graph.view_base(v) is None and may_save(v)):
-            saved[v] = None
-        else:
-            again.add(i)
-            stack.extend(variables(graph.eqns[i].invars))
-    order = {v: k for k, v in enumerate(graph.maker)}
-    return sorted(saved, key=order.__getitem__), again
+
+    def forward(atoms: Iterable[Atom]) -> Iterator[Var]:
+        return (v for v in variables(atoms) if graph.of(v) is Level.FORWARD)
+
+    @cache
+    def kept(v: Var) -> bool:
+        return bool(graph.eqns[graph.maker[v]].effects) or (graph.view_base(v) is None and may_save(v))
+
+    def operands(v: Var) -> Iterable[Var]:
+        return () if v not in graph.maker or kept(v) else forward(graph.eqns[graph.maker[v]].invars)
+
+    read = reachable(forward(_read(graph, backward, targets)), operands)
+    made = [v for v in graph.maker if v in read]  # x, data and keys have their own ports
+    return list(filter(kept, made)), {graph.maker[v] for v in made if not kept(v)}
 
 
 def _idle_parts(graph: Graph, backward: set[int], targets: Sequence[Atom], policy: Policy) -> tuple[str, ...]:
@@ -193,69 +189,51 @@ def _crossing(
     graph: Graph, b: set[int], w: set[int], targets: Sequence[Atom], free: Callable[[Var], bool]
 ) -> tuple[list[Var], set[int]]:
     """Values that B hands to W, and views that W makes again from them."""
-    crossing: dict[Var, None] = {}
-    redo: set[int] = set()
-    stack = [v for i in sorted(w) for v in variables(graph.eqns[i].invars)] + list(variables(targets))
-    seen: set[Var] = set()
-    while stack:
-        v = stack.pop()
-        if v in seen or free(v) or graph.maker.get(v) in w:
-            continue
-        seen.add(v)
-        i = graph.maker.get(v)
-        if i in b:
-            base = graph.view_base(v)
-            if base is None:
-                crossing[v] = None
-            else:
-                assert i is not None
-                redo.add(i)
-                stack.append(base)
-        elif graph.port_kind(v) == "dy":
-            crossing[v] = None
-    order = {v: k for k, v in enumerate([*graph.trace.inputs, *graph.maker])}
-    return sorted(crossing, key=order.__getitem__), redo
+
+    def missing(vs: Iterable[Var]) -> Iterator[Var]:
+        return (v for v in vs if not free(v) and graph.maker.get(v) not in w)
+
+    def bases(v: Var) -> Iterator[Var]:
+        base = graph.view_base(v) if graph.maker.get(v) in b else None
+        return missing([] if base is None else [base])
+
+    read = [v for i in sorted(w) for v in variables(graph.eqns[i].invars)] + list(variables(targets))
+    reached = reachable(missing(read), bases)
+    made = [v for v in graph.maker if v in reached and graph.maker[v] in b]
+    cotangents = [v for v in graph.trace.inputs if v in reached and graph.port_kind(v) == "dy"]
+    redo = {graph.maker[v] for v in made if graph.is_view(v)}
+    return cotangents + [v for v in made if not graph.is_view(v)], redo
 
 
-class _PartBuilder:
-    """Gathers the equations of a part and names its free variables by ports."""
+def _part(
+    graph: Graph,
+    outputs: Sequence[tuple[Port, Atom]],
+    mine: Callable[[int], bool],
+    given: Mapping[Var, Port],
+    always: Iterable[int] = (),
+) -> Part:
+    """The part that computes ``outputs`` from ``given`` ports, inputs of the stage and fixed values."""
+    ports = {**graph.trace.inputs, **given}
 
-    def __init__(self, graph: Graph, inputs: Mapping[Var, Port]) -> None:
-        self.graph = graph
-        self.inputs = inputs
+    def among(i: int) -> bool:
+        return mine(i) or graph.eqn_level[i] is Level.FIXED
 
-    def part(
-        self,
-        outputs: Sequence[tuple[Port, Atom]],
-        mine: Callable[[int], bool],
-        given: Mapping[Var, Port],
-        always: Iterable[int] = (),
-    ) -> Part:
-        """The part that computes ``outputs`` from ``given`` ports, inputs of the stage and fixed values."""
-        graph = self.graph
-        ports = {**self.inputs, **given}
-
-        def among(i: int) -> bool:
-            return mine(i) or graph.eqn_level[i] is Level.FIXED
-
-        roots = [a for _, a in outputs] + [a for i in always for a in graph.eqns[i].invars]
-        chosen = sorted(
-            graph.needed([a for a in roots if not isinstance(a, Var) or a not in given], among) | set(always)
-        )
-        eqns = tuple(graph.eqns[i] for i in chosen)
-        made = {v for eqn in eqns for v in eqn.outvars}
-        read = {v for eqn in eqns for v in variables(eqn.invars)} | set(variables(a for _, a in outputs))
-        invars = sorted((v for v in read - made if v in ports), key=lambda v: _port_order(ports[v]))
-        unknown = [v for v in read - made if v not in ports and v not in graph.trace.consts]
-        known = {graph.trace.offset, graph.trace.seed}
-        assert all(v in known for v in unknown), "a part reads a value that no port carries"
-        return Part(
-            tuple(ports[v] for v in invars),
-            tuple(invars),
-            tuple(p for p, _ in outputs),
-            tuple(a for _, a in outputs),
-            eqns,
-        )
+    roots = [a for _, a in outputs] + [a for i in always for a in graph.eqns[i].invars]
+    chosen = sorted(graph.needed([a for a in roots if not isinstance(a, Var) or a not in given], among) | set(always))
+    eqns = tuple(graph.eqns[i] for i in chosen)
+    made = {v for eqn in eqns for v in eqn.outvars}
+    read = {v for eqn in eqns for v in variables(eqn.invars)} | set(variables(a for _, a in outputs))
+    invars = sorted((v for v in read - made if v in ports), key=lambda v: _port_order(ports[v]))
+    unknown = [v for v in read - made if v not in ports and v not in graph.trace.consts]
+    known = {graph.trace.offset, graph.trace.seed}
+    assert all(v in known for v in unknown), "a part reads a value that no port carries"
+    return Part(
+        tuple(ports[v] for v in invars),
+        tuple(invars),
+        tuple(p for p, _ in outputs),
+        tuple(a for _, a in outputs),
+        eqns,
+    )
 
 
 _KINDS = ("param", "x", "data", "key", "res", "wres", "dy", "acc")

@@ -195,7 +195,9 @@ def trace_joint(spec: TraceSpec, mesh: AnyMesh) -> StageTrace:
 
         def forward(theta: list[Any], floats: list[Any]) -> tuple[list[Any], list[Any]]:
             params = spec.layout.tree(theta_of(theta))
-            made.update(_run(spec, mesh, params, spec.whole_x(x_of(floats)), data, key, offset, train=True))
+            entering = spec.whole_x(x_of(floats))
+            results = _run_layers(spec, mesh, params, entering, data, key, offset, train=True)
+            made.update(_leaving(spec, entering, results))
             made["rest"] = [p for p in made["values"] if p not in made["learning"]]
             ys = [made["values"][p] for p in made["learning"]]
             return ys, [jax.lax.stop_gradient(made["values"][p]) for p in made["rest"]]
@@ -216,7 +218,9 @@ def trace_eval(spec: TraceSpec, mesh: AnyMesh) -> StageTrace:
 
     def forward(buffers: list[Any], x: list[Any], data: list[Any], key: Any, offset: Any, acc: list[Any]) -> list[Any]:
         params = spec.layout.tree(spec.layout.unpack_leaves(_varying_params(spec, buffers)))
-        made.update(_run(spec, mesh, params, spec.whole_x(x), spec.whole_data(data), key, offset, train=False))
+        entering, data = spec.whole_x(x), spec.whole_data(data)
+        results = _run_layers(spec, mesh, params, entering, data, key, offset, train=False)
+        made.update(_leaving(spec, entering, results))
         values = made.pop("values")
         made["ports"] = sorted(values)
         return [values[p] for p in made["ports"]]
@@ -294,21 +298,10 @@ def _zeros(like: Any) -> Any:
     return vary(jnp.zeros(like.shape, like.dtype), sorted(varying_axes(like)))
 
 
-def _run(
-    spec: TraceSpec,
-    mesh: AnyMesh,
-    params: Mapping[str, Params],
-    x: Any,
-    data: Sequence[Any],
-    key: Any,
-    offset: Any,
-    *,
-    train: bool,
-) -> dict[str, Any]:
-    """Run the layers. Returns the ``values`` that leave by port; which of these ports are ``learning`` (have a cotangent); and
-    what :class:`StageTrace` says of what is ``leaving``."""
+def _leaving(spec: TraceSpec, x: Any, results: Sequence[Any]) -> dict[str, Any]:
+    """Of what enters and what each layer returned, the ``values`` that leave by port; which of these ports are ``learning``
+    (have a cotangent); and what :class:`StageTrace` says of what is ``leaving``."""
     links = spec.links
-    results = _run_layers(spec, mesh, params, links.entries(x), data, key, offset, train=train)
     values: dict[Port, Any] = {}
     learning: list[Port] = []
     out = links.leave(results, x)
@@ -376,7 +369,7 @@ def _run_layers(
     spec: TraceSpec,
     mesh: AnyMesh,
     params: Mapping[str, Params],
-    entries: Sequence[Any],
+    x: Any,
     data: Sequence[Any],
     key: Any,
     offset: Any,
@@ -384,7 +377,7 @@ def _run_layers(
     train: bool,
 ) -> list[Any]:
     """What each layer returns."""
-    arrays = dict(zip(spec.data, data, strict=True))
+    entries, arrays = spec.links.entries(x), dict(zip(spec.data, data, strict=True))
     if train and spec.uses_key and mesh.shape[DP] > 1:
         shard = jax.random.wrap_key_data(key, impl="threefry2x32")
         key = jax.random.key_data(jax.random.fold_in(shard, jax.lax.axis_index(DP)))
@@ -392,9 +385,9 @@ def _run_layers(
     for i, (layer, takes) in enumerate(zip(spec.layers, spec.links.takes, strict=True)):
         own = layer_key(key, offset + jnp.uint32(i)) if train and layer.uses_key else None
         context = LayerContext({name: arrays[name] for name in layer.reads}, own, train, spec.tp)
-        x = given_to(layer, [results[k] if k >= 0 else entries[~k] for k in takes])
+        taken = given_to(layer, [results[k] if k >= 0 else entries[~k] for k in takes])
         with jax.named_scope(f"layer{i}"):
-            y = calling(layer, dict(params[layer.name]), x, context, f" (stage {spec.stage})")
+            y = calling(layer, dict(params[layer.name]), taken, context, f" (stage {spec.stage})")
         if train and i + 1 < len(spec.layers) and i not in spec.links.losses:
             y = fill(y, [_mark(leaf, i, k) if is_inexact(leaf) else leaf for k, leaf in enumerate(array_leaves(y))])
         results.append(y)

@@ -32,30 +32,24 @@ class JaxpipeError(Exception):
     exit_code: ClassVar[int] = 2
 
 
-class ConfigError(JaxpipeError):
-    """A configuration file, override or command-line flag is wrong.
-
-    ``problems`` holds every problem found, one string each; the message joins them.
-    """
+class _ProblemsError(JaxpipeError):
+    """``problems`` holds every problem found, one string each; the message joins them."""
 
     def __init__(self, message: str, problems: Sequence[str] = ()) -> None:
         super().__init__(message)
         self.problems: tuple[str, ...] = tuple(problems) or (message,)
+
+
+class ConfigError(_ProblemsError):
+    """A configuration file, override or command-line flag is wrong."""
 
 
 class AgreedError(ConfigError):
     """The processes of a run do not fit together, or can't do what is asked. All of them raise it, with the same words."""
 
 
-class ScheduleError(JaxpipeError):
-    """A schedule, placement or cost profile breaks a rule.
-
-    ``problems`` holds every problem found, one string each; the message joins them.
-    """
-
-    def __init__(self, message: str, problems: Sequence[str] = ()) -> None:
-        super().__init__(message)
-        self.problems: tuple[str, ...] = tuple(problems) or (message,)
+class ScheduleError(_ProblemsError):
+    """A schedule, placement or cost profile breaks a rule."""
 
 
 class ScheduleParseError(ScheduleError):

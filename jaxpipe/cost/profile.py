@@ -215,7 +215,6 @@ def measure_stages(
     warm_up: int = 1,
     memory: bool = True,
     fused: bool = True,
-    progress: Callable[[str], None] | None = None,
     too_large: Callable[[str], None] | None = None,
 ) -> StageMeasurements:
     """Run every function of every stage alone; on emulated devices with the other ranks as busy.
@@ -226,11 +225,9 @@ def measure_stages(
         repeats: timed samples per function.
         warm_up: calls before them, beside the first, which compiles.
         memory: also ask XLA for each function's workspace.
-        progress: called with a line per function.
         too_large: called with a line for a function that memory does not suffice for, which is left out; without it, JAX's
             error ends this.
     """
-    tell = progress if progress is not None else lambda text: None
     timings, footprints, exchanged = {}, {}, {}
     wanted = {(op, x.stage): f for x in stages for op, f in x.functions.items() if fused or not op_spec(op).parts}
     shared, crowding = _times_at_once(wanted, repeats, warm_up)
@@ -248,11 +245,9 @@ def measure_stages(
                 continue
             if memory:
                 footprints[(op, s)] = footprint(function)
-            tell(f"stage {s} {op}: {timings[(op, s)]}")
         alone = time_collectives(stage.functions["F"], repeats, warm_up)
         if alone is not None:
             exchanged[s] = alone
-            tell(f"stage {s} collectives of F: {alone}")
     return StageMeasurements(tuple(stages), timings, footprints, collectives=exchanged, crowding=crowding)
 
 

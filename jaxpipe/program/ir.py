@@ -32,34 +32,36 @@ class Value:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """Call the function of ``action`` on the arrays in ``inputs``; results go to ``outputs`` (−1: dropped at once).
-
-    ``action``: one action, or a braid whose actions are one function. ``parts``: (op, stage) of each.
-    """
+class _OfAction:
+    """What is done for ``action`` with the arrays in the slots ``inputs``; what it makes goes to the slots ``outputs``."""
 
     action: Slot
     inputs: tuple[int, ...]
-    outputs: tuple[int, ...]
+    outputs: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        peer = f" to rank {self.dst}" if isinstance(self, Send) else ""
+        peer += f" from rank {self.src}" if isinstance(self, Recv) else ""
+        peer += f" #{self.place}" if isinstance(self, Send | Recv) and self.place >= 0 else ""
+        slots = " -> ".join(f"({_slots(x)})" for x in (self.inputs, self.outputs) if x)
+        return f"{type(self).__name__} {self.action}{peer} {slots}"
+
+
+@dataclass(frozen=True, slots=True)
+class Run(_OfAction):
+    """Call the function of ``action``, or of a braid whose actions are one function; results of the output −1 are dropped at
+    once. ``parts``: (op, stage) of each action."""
 
     @property
     def parts(self) -> tuple[tuple[str, int], ...]:
         return tuple((a.op, a.stage) for a in self.action.actions)
 
-    def __str__(self) -> str:
-        return _text(self)
-
 
 @dataclass(frozen=True, slots=True)
-class _Move:
-    """Arrays in the slots ``inputs`` go elsewhere, arrays from elsewhere into the slots ``outputs``."""
+class _Move(_OfAction):
+    """Arrays in ``inputs`` go elsewhere, arrays from elsewhere into ``outputs``."""
 
     action: Action
-    inputs: tuple[int, ...]
-    outputs: tuple[int, ...] = ()
-
-    def __str__(self) -> str:
-        return _text(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,14 +163,6 @@ def drops(instruction: Instruction) -> tuple[int, ...]:
     if isinstance(instruction, Free):
         return instruction.slots
     return instruction.inputs if isinstance(instruction, Offload | Reload) else ()
-
-
-def _text(of: Run | _Move) -> str:
-    peer = f" to rank {of.dst}" if isinstance(of, Send) else f" from rank {of.src}" if isinstance(of, Recv) else ""
-    peer += f" #{of.place}" if isinstance(of, Send | Recv) and of.place >= 0 else ""
-    return f"{type(of).__name__} {of.action}{peer} " + " -> ".join(
-        f"({_slots(x)})" for x in (of.inputs, of.outputs) if x
-    )
 
 
 def _slots(slots: tuple[int, ...]) -> str:

@@ -51,9 +51,6 @@ class _Slots:
                 self.count += 1
         return self.of[key]
 
-    def at(self, value: Value, memory: str = "device") -> int:
-        return self.of[(memory, value)]
-
     def drop(self, value: Value, memory: str = "device") -> int:
         slot = self.of.pop((memory, value))
         heapq.heappush(self.free, slot)
@@ -95,8 +92,8 @@ def _instruction(slots: _Slots, step: Step) -> Instruction:
     source = "host" if step.kind in (Reload, Sync) else "device"
     target = "host" if step.kind is Offload else "device"
     outputs = tuple(-1 if v is None else slots.take(v, target) for v in step.outputs)
-    use = slots.drop if step.kind in (Offload, Reload) else slots.at
-    inputs = tuple(use(v, source) for v in step.inputs)
+    moves = step.kind in (Offload, Reload)
+    inputs = tuple(slots.drop(v, source) if moves else slots.of[(source, v)] for v in step.inputs)
     return step.kind(step.action, inputs, outputs, *step.message)
 
 

@@ -14,6 +14,7 @@ from jaxpipe.cost.seconds import measured_seconds, medians
 from jaxpipe.program.ir import Offload, Program, Reload
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.schedule import CostProfile, Event, HostLink, Link, op_spec
+from jaxpipe.schedule.lanes import merged
 from jaxpipe.stage.compiled.footprint import Footprint
 
 
@@ -108,7 +109,7 @@ def slowdown(steps: Sequence[Sequence[Event]]) -> float | None:
     functions of the ratio of medians; None where no function ran both ways."""
     groups: dict[tuple[tuple[str, int], ...], tuple[list[float], list[float]]] = {}
     for events in steps:
-        copies = _merged([*_spans(events, "d2h"), *_spans(events, "h2d")])
+        copies = merged(sorted([*_spans(events, "d2h"), *_spans(events, "h2d")]))
         for e in events:
             length = e.end_s - e.start_s
             if e.lane != "compute" or length <= 0:
@@ -131,16 +132,6 @@ def _spans(events: Sequence[Event], lane: str) -> list[Span]:
     """When ``lane`` was busy; a sync only waits, so it does not count as compute."""
     chosen = [e for e in events if e.lane == lane and not all(op_spec(a.op).is_sync for a in e.action.actions)]
     return sorted((e.start_s, e.end_s) for e in chosen)
-
-
-def _merged(spans: Sequence[Span]) -> list[Span]:
-    merged: list[Span] = []
-    for a, b in sorted(spans):
-        if merged and a <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(b, merged[-1][1]))
-        else:
-            merged.append((a, b))
-    return merged
 
 
 def _shared(span: Span, others: Sequence[Span]) -> float:

@@ -124,7 +124,7 @@ def weave(strands: Sequence[Strand], seconds: Sequence[float] | None = None) -> 
 def _alone(x: Strand) -> Woven:
     unit, collective = x.chain_s / x.units, x.collective_s / x.units
     busy = [(k * (unit + collective) + unit, (k + 1) * (unit + collective)) for k in range(x.units)]
-    return Woven(x.chain_s + x.collective_s, x.chain_s, _merged(busy))
+    return Woven(x.chain_s + x.collective_s, x.chain_s, merged(busy))
 
 
 def _in_turn(strands: Sequence[Strand], compute_s: float) -> Woven:
@@ -135,7 +135,7 @@ def _in_turn(strands: Sequence[Strand], compute_s: float) -> Woven:
         done = _Lanes([x], "first", 1.0).run(x.compute_s) if x.filler_s or not x.collective_s else _alone(x)
         busy += [(now + a, now + b) for a, b in done.collectives]
         now += done.seconds
-    return Woven(now, compute_s, _merged(busy))
+    return Woven(now, compute_s, merged(busy))
 
 
 class _Lanes:
@@ -159,7 +159,7 @@ class _Lanes:
                 self.now += self.pool.pop(0)
             else:
                 self.now = soonest
-        return Woven(max(self.now + sum(self.pool), self.lane_free), compute_s, _merged(self.busy))
+        return Woven(max(self.now + sum(self.pool), self.lane_free), compute_s, merged(self.busy))
 
     def _preference(self, k: int) -> tuple[float, int]:
         x = self.strands[k]
@@ -182,11 +182,12 @@ def _fillers(x: Strand) -> list[float]:
     return [x.filler_s / x.units] if x.filler_s else []
 
 
-def _merged(busy: Sequence[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
-    merged: list[tuple[float, float]] = []
+def merged(busy: Sequence[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
+    """Intervals in the order of their beginnings, those that overlap or adjoin as one."""
+    found: list[tuple[float, float]] = []
     for begin, end in busy:
-        if merged and at_most(begin, merged[-1][1]):
-            merged[-1] = merged[-1][0], end
+        if found and at_most(begin, found[-1][1]):
+            found[-1] = found[-1][0], max(end, found[-1][1])
         else:
-            merged.append((begin, end))
-    return tuple(merged)
+            found.append((begin, end))
+    return tuple(found)

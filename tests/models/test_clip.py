@@ -38,12 +38,13 @@ from jaxpipe.schedule import (
 from jaxpipe.schedule.passes import separate_gradients
 from jaxpipe.stage import instructions
 from jaxpipe.stage.model.layer import Model
-from jaxpipe.stage.model.reference import apply_model, init_params, metrics_of, model_output
+from jaxpipe.stage.model.reference import apply_model, init_params, model_output
 from jaxpipe.train.config import TrainConfig
 from jaxpipe.train.corpora.tokenizers import ByteTokenizer
 from jaxpipe.train.evaluate import Trained, generate, held_out_score
 from models.clip import CLIP
 from models.words import pairs
+from tests.support.metrics import metrics_of
 from tests.support.sharded import QUICK
 
 SMALL: dict[str, Any] = {

@@ -25,8 +25,9 @@ from jaxpipe.stage.model.layer import Layer, LayerContext, Model
 from jaxpipe.stage.model.links import links_of, stage_edges
 from jaxpipe.stage.model.params import compute_avals
 from jaxpipe.stage.model.plan import cut
-from jaxpipe.stage.model.reference import apply_model, init_params, metrics_of, model_output
+from jaxpipe.stage.model.reference import apply_model, init_params, model_output
 from jaxpipe.train.step import TrainStep
+from tests.support.metrics import metrics_of
 from tests.support.pipelines import assert_same_arrays, run_sequentially
 from tests.support.schedule_strategies import random_schedule
 

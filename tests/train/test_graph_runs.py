@@ -33,11 +33,12 @@ from jaxpipe.schedule import (
 from jaxpipe.schedule import towers as towers_of
 from jaxpipe.stage import instructions
 from jaxpipe.stage.model.layer import Model
-from jaxpipe.stage.model.reference import init_params, metrics_of
+from jaxpipe.stage.model.reference import init_params
 from jaxpipe.train.assemble import with_edges
 from jaxpipe.train.config import TrainConfig, load_config
 from jaxpipe.train.run import run_directory
 from tests.support.graph_models import dense, ladder, model_of, rows, source, squares, towers
+from tests.support.metrics import metrics_of
 from tests.support.pipelines import assert_same_arrays
 from tests.support.train_runs import deterministic, final, run
 

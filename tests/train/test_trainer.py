@@ -24,9 +24,10 @@ from jaxpipe.errors import CheckpointError, ConfigError, ProgramError, RunError,
 from jaxpipe.schedule import Traversal, generate, one_to_one, traverse, write_schedule
 from jaxpipe.stage.model.layer import LayerContext
 from jaxpipe.stage.model.plan import plan_stages
-from jaxpipe.stage.model.reference import apply_model, init_params, metrics_of, model_output
+from jaxpipe.stage.model.reference import apply_model, init_params, model_output
 from jaxpipe.train.state import StepMetrics, TrainState
 from models.gpt import GPT
+from tests.support.metrics import metrics_of
 from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.usefixtures("one_build")

@@ -63,21 +63,9 @@ def apply_model(
     return combined(_heads(model, params, batch, key, train).values())
 
 
-def metrics_of(
-    model: Model,
-    params: Mapping[str, Params],
-    batch: Mapping[str, jax.Array],
-    key: jax.Array | None = None,
-    train: bool = False,
-) -> dict[str, tuple[jax.Array, jax.Array]]:
-    """Of the whole model on one microbatch, ``loss`` and the metrics of its loss layer: what is summed and what that is divided
-    by. Of several losses each stands there under its layer's name too (but one named ``loss``). Arguments as in
-    :func:`apply_model`."""
-    return named_metrics(model, _results(model, model.losses, params, batch, key, train))
-
-
 def named_metrics(model: Model, found: Sequence[Any]) -> dict[str, tuple[Any, Any]]:
-    """:func:`metrics_of` by what the losses return."""
+    """``loss`` and the metrics of the loss layer, by what the losses return for one microbatch: what is summed and what that is
+    divided by. Of several losses each stands there under its layer's name too (but one named ``loss``)."""
     heads = _named_heads(model, found)
     named: dict[str, Any] = {"loss": combined(heads.values())}
     for layer, (loss_sum, weight_sum, *rest) in heads.items():

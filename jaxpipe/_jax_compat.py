@@ -200,10 +200,9 @@ def map_bodies(eqn: JaxprEqn, change: Callable[[Jaxpr, Sequence[Any]], ClosedJax
 
 def with_outer_names(eqn: JaxprEqn, outer: JaxprEqn | None, invars: Sequence[Atom], outvars: Sequence[Var]) -> JaxprEqn:
     """``eqn`` of the body called by ``outer`` (if any), on other variables, its name stack extended by the caller's."""
-    if outer is None:
-        bare: JaxprEqn = eqn.replace(invars=list(invars), outvars=list(outvars))
-        return bare
-    info = eqn.source_info.replace(name_stack=outer.source_info.name_stack + eqn.source_info.name_stack)
+    info = eqn.source_info
+    if outer is not None:
+        info = info.replace(name_stack=outer.source_info.name_stack + info.name_stack)
     named: JaxprEqn = eqn.replace(invars=list(invars), outvars=list(outvars), source_info=info)
     return named
 
@@ -356,35 +355,22 @@ def compile_only_devices(name: str, description: str, count: int = 1) -> Sequenc
     return list(topology.devices)
 
 
-def copier(
-    target: jax.sharding.Sharding | Sequence[jax.sharding.Sharding],
-) -> Callable[[Sequence[jax.Array]], Sequence[jax.Array]]:
-    """A function that starts copying arrays to ``target`` (as many devices as they are on now) and returns the copies.
+def copier(targets: Sequence[jax.sharding.Sharding]) -> Callable[[Sequence[jax.Array]], Sequence[jax.Array]]:
+    """A function that starts copying arrays to ``targets``, one each, of any memory kind (as many devices as they are on now),
+    and returns the copies.
 
-    It does what ``jax.device_put(arrays, target)`` does without finding out each time how; the caller vouches that the
-    arrays live on as many devices as ``target`` has, all of this process, split the same way. ``target``: one sharding for
-    all arrays, or one each, of any memory kind.
+    It does what ``jax.device_put(arrays, targets)`` does without finding out each time how; the caller vouches that the arrays
+    live on as many devices as their targets have, all of this process, split the same way.
     """
     copy = getattr(_xla_client, "batched_copy_array_to_devices_with_sharding", None)
-    shardings = [target] if isinstance(target, jax.sharding.Sharding) else list(target)
+    shardings = list(targets)
     devices = [getattr(s, "_internal_device_list", None) for s in shardings]
     if copy is None or any(d is None for d in devices) or not all(s.is_fully_addressable for s in shardings):
-        where = target if isinstance(target, jax.sharding.Sharding) else shardings
-        return lambda arrays: jax.device_put(list(arrays), where)
-    reuse = _xla_client.ArrayCopySemantics.REUSE_INPUT
+        return lambda arrays: jax.device_put(list(arrays), shardings)
+    semantics = [_xla_client.ArrayCopySemantics.REUSE_INPUT] * len(shardings)
 
-    if isinstance(target, jax.sharding.Sharding):
-
-        def copies(arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
-            n = len(arrays)
-            result: Sequence[jax.Array] = copy(list(arrays), devices * n, shardings * n, [reuse] * n)
-            return result
-
-        return copies
-    semantics = [reuse] * len(shardings)
-
-    def copies_each(arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
+    def copies(arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
         result: Sequence[jax.Array] = copy(list(arrays), devices, shardings, semantics)
         return result
 
-    return copies_each
+    return copies

@@ -270,9 +270,7 @@ class VocabParallelEmbed(nn.Embed):  # type: ignore[misc]  # flax is not typed
             found: jax.Array = super().__call__(tokens)
             return found
         (table,) = self.promote_dtype(self.embedding, dtype=self.dtype, inexact=False)
-        local, own = _own_rows(tokens, table.shape[0], self.tp)
-        row = jnp.where(own, local, table.shape[0])  # past the end: reads 0, and its gradient is written nowhere
-        words = jnp.take(table, row, axis=0, mode="fill", fill_value=0)
+        words = _found(table, tokens, self.tp)
         known = (tokens >= 0) & (tokens < self.num_embeddings)
         return sum_parts(jnp.where(known[..., None], words, jnp.nan), self.tp)
 
@@ -280,9 +278,14 @@ class VocabParallelEmbed(nn.Embed):  # type: ignore[misc]  # flax is not typed
 def rows_of(table: jax.Array, words: jax.Array, tp: TensorParallel) -> jax.Array:
     """Rows of ``table`` [V/t, D] for ``words`` [B, T], counted from the first of all shards → [B, T, D]; zeros for words that
     are none of V."""
+    return sum_parts(_found(table, words, tp), tp)
+
+
+def _found(table: jax.Array, words: jax.Array, tp: TensorParallel) -> jax.Array:
+    """This shard's rows for ``words``; zeros for those of others."""
     local, own = _own_rows(words, table.shape[0], tp)
-    found = jnp.take(table, jnp.where(own, local, table.shape[0]), axis=0, mode="fill", fill_value=0)
-    return sum_parts(found, tp)
+    row = jnp.where(own, local, table.shape[0])  # past the end: reads 0, and its gradient is written nowhere
+    return jnp.take(table, row, axis=0, mode="fill", fill_value=0)
 
 
 def vocab_parallel_logits(

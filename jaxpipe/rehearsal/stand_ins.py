@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxpipe._jax_compat import is_key_dtype
 from jaxpipe.program.ir import Program, Recv
-from jaxpipe.runtime.executor import message_numbers
+from jaxpipe.runtime.transfer import message_numbers
 from jaxpipe.schedule import op_spec
 from jaxpipe.stage.functions import StageFunctions
 

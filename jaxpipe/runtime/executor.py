@@ -24,15 +24,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from jaxpipe.errors import RunError, gist
 from jaxpipe.mesh import replicated
 from jaxpipe.program.ir import Free, Offload, Program, Recv, Reload, Run, Send, Sync, Value, drops, reads
 from jaxpipe.runtime.offload import Copy, host_copies, wait_for_copies
-from jaxpipe.runtime.ownership import Ownership
 from jaxpipe.runtime.recorder import Recorder
-from jaxpipe.runtime.transfer import InProcess, Parcel, Routed, Transport
+from jaxpipe.runtime.transfer import InProcess, Transport, message_homes, message_numbers
 from jaxpipe.schedule import Action, Event, Slot, op_spec
 from jaxpipe.stage.functions import AnyFunction, Braids, Port, StageFunctions, function_of
 
@@ -492,52 +491,6 @@ def _states(
     wanted = [avals[port] for port in bound]
     homes = [aval.sharding for aval in wanted]
     return tuple(bound.values()), jax.jit(lambda: [jnp.zeros(a.shape, a.dtype) for a in wanted], out_shardings=homes)
-
-
-def message_numbers(programs: Sequence[Program]) -> dict[tuple[int, int, Action], int]:
-    """The number of each message ``(src, dst, producing action)`` that ``programs`` send or receive."""
-    messages = {
-        (p.rank, i.dst, i.action) if isinstance(i, Send) else (i.src, p.rank, i.action)
-        for p in programs
-        for i in p.instructions
-        if isinstance(i, Send | Recv)
-    }
-    return {message: n for n, message in enumerate(sorted(messages))}
-
-
-def message_homes(
-    programs: Sequence[Program],
-    meshes: Sequence[Mesh],
-    numbers: Mapping[tuple[int, int, Action], int],
-) -> dict[int, list[NamedSharding]]:
-    """By number of a message that ``programs`` send: where its arrays live on the receiver, split as they are on the sender."""
-    homes = {}
-    for program in programs:
-        for i in program.instructions:
-            if isinstance(i, Send):
-                homes[numbers[(program.rank, i.dst, i.action)]] = [
-                    NamedSharding(meshes[i.dst], a.sharding.spec) for a in i.avals
-                ]
-    return homes
-
-
-def routed(programs: Sequence[Program], meshes: Sequence[Mesh], owned: Ownership) -> Transport:
-    """What carries the messages of ``programs``, those of all ranks."""
-    numbers = message_numbers(programs)
-    homes = message_homes(programs, meshes, numbers)
-    inside = {number for (src, dst, _), number in numbers.items() if src in owned.ranks and dst in owned.ranks}
-    local = InProcess({number: where for number, where in homes.items() if number in inside})
-    if not owned.divided:
-        return local
-    away = {}
-    for program in programs:
-        for i in program.instructions:
-            if isinstance(i, Send) and (program.rank in owned.ranks) != (i.dst in owned.ranks):
-                number = numbers[(program.rank, i.dst, i.action)]
-                there = zip(i.avals, homes[number], strict=True)
-                avals = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=home) for a, home in there]
-                away[number] = Parcel(program.rank, avals)
-    return Routed(local, owned.carrier(), away, len(numbers))
 
 
 def _getter(slots: tuple[int, ...]) -> Callable[[Bank], Any]:

@@ -19,11 +19,11 @@ from jax.sharding import Mesh
 from jaxpipe._jax_compat import puts_between_processes
 from jaxpipe.errors import ProgramError
 from jaxpipe.program.deadlock import NATIVE, TAGGED, Lanes
-from jaxpipe.program.ir import Program, Send
+from jaxpipe.program.ir import Program, Send, message_of
 from jaxpipe.runtime.mail import Mail
 from jaxpipe.runtime.native import Native
 from jaxpipe.runtime.processes import Alone, Processes
-from jaxpipe.runtime.transfer import Carrier
+from jaxpipe.runtime.transfer import Carrier, InProcess, Parcel, Routed, Transport, message_homes, message_numbers
 
 
 class Ownership:
@@ -40,7 +40,7 @@ class Ownership:
         self.process_of = tuple(process for process, some in enumerate(ranks) for _ in some)
         self.ranks = ranks[self.processes.mine]
         self.lanes: Lanes = NATIVE if transport == "nccl" else TAGGED
-        self._moves = 0
+        self._meshes, self._moves = meshes, 0
         if not self.divided:
             return
         self._native = Native(meshes, self.ranks) if transport == "nccl" else None
@@ -79,6 +79,24 @@ class Ownership:
         """What carries arrays between processes; nothing has gone over it yet. All processes ask for the same ones in the same
         order."""
         return self._native or self._mail.channel()
+
+    def transport(self, programs: Sequence[Program]) -> Transport:
+        """What carries the messages of ``programs``, those of all ranks."""
+        numbers = message_numbers(programs)
+        homes = message_homes(programs, self._meshes, numbers)
+        here = {n for (src, dst, _), n in numbers.items() if src in self.ranks and dst in self.ranks}
+        local = InProcess({number: where for number, where in homes.items() if number in here})
+        if not self.divided:
+            return local
+        away = {}
+        for program in programs:
+            for i in program.instructions:
+                if isinstance(i, Send) and (program.rank in self.ranks) != (i.dst in self.ranks):
+                    number = numbers[message_of(program.rank, i)]
+                    there = zip(i.avals, homes[number], strict=True)
+                    avals = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=home) for a, home in there]
+                    away[number] = Parcel(program.rank, avals)
+        return Routed(local, self.carrier(), away, len(numbers))
 
     def agree_on_programs(self, programs: Sequence[Program]) -> None:
         """Before the first message of ``programs``, those of all ranks, link what they send between.

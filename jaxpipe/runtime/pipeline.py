@@ -41,7 +41,7 @@ from jaxpipe.program.lower import braided_slots, lower
 from jaxpipe.program.order import holds, issue_order
 from jaxpipe.runtime.assembly import Assembly, AssemblyOptions, Buffers
 from jaxpipe.runtime.batches import Batch, Instance, place_keys
-from jaxpipe.runtime.executor import Epilogues, Executor, Late, StepInputs, StepOutputs, routed
+from jaxpipe.runtime.executor import Epilogues, Executor, Late, StepInputs, StepOutputs
 from jaxpipe.runtime.host_memory import check_host_memory
 from jaxpipe.runtime.measured import gathered, measured_timeline, replay_ratio
 from jaxpipe.runtime.offload import OffloadOptions, host_copies
@@ -211,7 +211,7 @@ class Pipeline(Assembly):
             self.order,
             self.functions,
             self.submeshes,
-            self.transport or routed(self.programs, self.submeshes, self.ownership),
+            self.transport or self.ownership.transport(self.programs),
             all_programs=self.programs,
             offload_fallback=self.offload.fallback,
             holds=held,

@@ -13,8 +13,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import jax
+from jax.sharding import Mesh, NamedSharding
 
 from jaxpipe._jax_compat import copier
+from jaxpipe.program.ir import Message, Program, Recv, Send, message_of
 
 
 class Transport(Protocol):
@@ -48,6 +50,24 @@ class InProcess:
 
     def clear(self) -> None:
         self._mail.clear()
+
+
+def message_numbers(programs: Sequence[Program]) -> dict[Message, int]:
+    """The number of each message that ``programs`` send or receive."""
+    messages = {message_of(p.rank, i) for p in programs for i in p.instructions if isinstance(i, Send | Recv)}
+    return {message: n for n, message in enumerate(sorted(messages))}
+
+
+def message_homes(
+    programs: Sequence[Program], meshes: Sequence[Mesh], numbers: Mapping[Message, int]
+) -> dict[int, list[NamedSharding]]:
+    """By number of a message that ``programs`` send: where its arrays live on the receiver, split as they are on the sender."""
+    return {
+        numbers[message_of(p.rank, i)]: [NamedSharding(meshes[i.dst], a.sharding.spec) for a in i.avals]
+        for p in programs
+        for i in p.instructions
+        if isinstance(i, Send)
+    }
 
 
 class Carrier(Protocol):

@@ -19,8 +19,9 @@ from jaxpipe.program.ir import Free, Offload, Recv, Reload, Run, Send, Sync
 from jaxpipe.rehearsal.rank import Rehearsal
 from jaxpipe.rehearsal.report import RankReport, copy_reports, rehearsed_costs, slowdown
 from jaxpipe.rehearsal.stand_ins import StandIns, maker
-from jaxpipe.runtime.executor import Executor, message_numbers
+from jaxpipe.runtime.executor import Executor
 from jaxpipe.runtime.pipeline import Pipeline
+from jaxpipe.runtime.transfer import message_numbers
 from jaxpipe.schedule import (
     Action,
     Event,

@@ -30,10 +30,11 @@ from jaxpipe.mesh import batch_sharded, pipeline_submeshes, replicated
 from jaxpipe.program.deadlock import Crossing
 from jaxpipe.program.lower import lower
 from jaxpipe.program.order import issue_order
-from jaxpipe.runtime.executor import Executor, StepInputs, message_homes, message_numbers
+from jaxpipe.runtime.executor import Executor, StepInputs
 from jaxpipe.runtime.memory_probe import MeasuredMemory, measured_peaks, probe_step
 from jaxpipe.runtime.offload import OffloadOptions
 from jaxpipe.runtime.pipeline import Pipeline
+from jaxpipe.runtime.transfer import message_homes, message_numbers
 from jaxpipe.schedule import (
     FAMILIES,
     Action,

@@ -27,9 +27,9 @@ from jaxpipe.program.deadlock import NATIVE, STRICT, TAGGED, Crossing, Lanes, ch
 from jaxpipe.program.ir import Free, Instruction, Program, Recv, Run, Send, Value, message_of, writes
 from jaxpipe.program.lower import lower
 from jaxpipe.program.order import issue_order
-from jaxpipe.runtime.executor import Executor, StepInputs, StepOutputs, message_homes, message_numbers
+from jaxpipe.runtime.executor import Executor, StepInputs, StepOutputs
 from jaxpipe.runtime.pipeline import Pipeline
-from jaxpipe.runtime.transfer import InProcess
+from jaxpipe.runtime.transfer import InProcess, message_homes, message_numbers
 from jaxpipe.schedule import (
     FAMILIES,
     Action,

@@ -17,9 +17,9 @@ from jaxpipe.program.ir import Recv, Run, Send, reads
 from jaxpipe.program.lower import lower
 from jaxpipe.program.order import issue_order
 from jaxpipe.runtime import native
-from jaxpipe.runtime.executor import message_numbers, routed
 from jaxpipe.runtime.native import Native
 from jaxpipe.runtime.ownership import Ownership
+from jaxpipe.runtime.transfer import message_numbers
 from jaxpipe.schedule import generate, simulate
 from tests.runtime.test_processes import together
 from tests.support.pipelines import pipeline_for
@@ -63,9 +63,9 @@ def test_both_sides_make_the_same_calls_in_one_order(family: str, calls: Calls) 
     numbers, made, early = message_numbers(programs), [], 0
     for program in programs:
         owned: Any = SimpleNamespace(
-            ranks=[program.rank], divided=True, carrier=partial(Native, meshes, [program.rank])
+            ranks=[program.rank], divided=True, carrier=partial(Native, meshes, [program.rank]), _meshes=meshes
         )
-        transport, instructions = routed(programs, meshes, owned), program.instructions
+        transport, instructions = Ownership.transport(owned, programs), program.instructions
         for _, at in issue_order([program], crossing.timeline):
             i = instructions[at]
             if isinstance(i, Send):

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxpipe.cli.parser import add_json_flag, add_value
-from jaxpipe.cli.registry import Command
 from jaxpipe.cli.report import print_json
 from jaxpipe.errors import ConfigError
 from jaxpipe.plot.units import number
@@ -128,6 +127,3 @@ def _clear(cache: ScheduleCache, as_json: bool) -> None:
 
 def _counted(count: int) -> str:
     return f"{count} schedule{'s' * (count != 1)}"
-
-
-COMMANDS = {"cache": Command(configure_cache, run_cache)}

@@ -29,7 +29,6 @@ from jaxpipe.cli.cost_flags import (
 )
 from jaxpipe.cli.outputs import add_output_flag, check_output, check_outputs
 from jaxpipe.cli.parser import add_json_flag, add_switch, add_value
-from jaxpipe.cli.registry import Command
 from jaxpipe.cli.report import FREE_COPIES, Failure, Record, notice, print_json, print_table
 from jaxpipe.cli.schedule_verbs import OUTPUTS, conclude, load_schedule, make, simulated
 from jaxpipe.errors import ConfigError, JaxpipeError, ScheduleError
@@ -288,9 +287,3 @@ class _Progress:
             where = f"family {self.at} of {len(self.order)}, {self.tried} settings tried"
             notice(f"{now - self.began:7.1f} s  {where}, now {setting}; {found}")
         self.tried += 1
-
-
-COMMANDS = {
-    "compare": Command(configure_compare, run_compare),
-    "best": Command(configure_best, run_best),
-}

@@ -18,7 +18,6 @@ from jaxpipe.cli.machine_flags import (
 from jaxpipe.cli.outputs import SCHEDULE_SUFFIXES, add_output_flag, check_output, check_outputs, is_picture
 from jaxpipe.cli.parallel_flags import add_parallel_flags, with_parallel_flags
 from jaxpipe.cli.parser import add_json_flag, add_switch, add_value, amount
-from jaxpipe.cli.registry import Command
 from jaxpipe.cli.report import notice
 from jaxpipe.errors import ConfigError
 
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
 _OUTPUTS = (".svg", ".png", ".html", ".trace.json", *SCHEDULE_SUFFIXES)
 
 
-def _configure(parser: argparse.ArgumentParser) -> None:
+def configure_plan(parser: argparse.ArgumentParser) -> None:
     add_settings_argument(parser)
     add_parallel_flags(parser)
     text = "the residual stream is split over the tp devices too (pipeline.sequence_parallel=true)"
@@ -46,7 +45,7 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     add_json_flag(parser, "print JSON on stdout")
 
 
-def _run(args: argparse.Namespace) -> None:
+def run_plan(args: argparse.Namespace) -> None:
     overrides = with_parallel_flags(args, [x for x in args.settings if "=" in x])
     split = ["pipeline.sequence_parallel=true"] if args.sequence_parallel else []
     config = config_of(args, [*overrides, *split])
@@ -140,6 +139,3 @@ def _show(
 
         document |= {"suggestions": [plain(s) for s in found.fitting], "smallest": plain(found.smallest)}
     print(json.dumps(document))
-
-
-COMMANDS = {"plan": Command(_configure, _run)}

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from jaxpipe.cli.cost_flags import CostChoice, add_cost_flags, check_copies, chosen_costs, require_file
 from jaxpipe.cli.outputs import PICTURE_SUFFIXES, add_output_flag, check_outputs, suffix_of
-from jaxpipe.cli.registry import Command
 from jaxpipe.cli.report import FREE_COPIES, copies_are_free
 from jaxpipe.errors import ConfigError
 
@@ -82,6 +81,3 @@ def _holds_timeline(path: str) -> bool:
         return False
     with Path(path).open("rb") as file:
         return b'"jaxpipe timeline' in file.read(200)
-
-
-COMMANDS = {"plot": Command(configure_plot, run_plot)}

@@ -25,7 +25,6 @@ from jaxpipe.cli.cost_flags import (
 )
 from jaxpipe.cli.outputs import PICTURE_SUFFIXES, SCHEDULE_SUFFIXES, add_output_flag, check_outputs, is_picture
 from jaxpipe.cli.parser import add_json_flag, add_switch, add_value, amount, whole_number
-from jaxpipe.cli.registry import Command
 from jaxpipe.cli.report import FREE_COPIES, Record, notice, print_json, print_summary, sketch
 from jaxpipe.cli.traverse_flags import TRAVERSE, add_traverse_flags, refuse_traverse_flags, traversed
 from jaxpipe.errors import ConfigError
@@ -308,10 +307,3 @@ def _terminal_width() -> int:
     """Columns of the terminal; a generous fixed number when the output goes to a file or another program."""
     terminal = sys.stdout is not None and sys.stdout.isatty()
     return shutil.get_terminal_size().columns if terminal else 160
-
-
-COMMANDS = {
-    "schedules": Command(configure_schedules, run_schedules),
-    "schedule": Command(configure_schedule, run_schedule),
-    "simulate": Command(configure_simulate, run_simulate),
-}

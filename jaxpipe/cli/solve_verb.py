@@ -24,7 +24,6 @@ from jaxpipe.cli.cost_flags import (
 )
 from jaxpipe.cli.outputs import add_output_flag, check_outputs
 from jaxpipe.cli.parser import add_json_flag, add_switch, add_value, amount, whole_number
-from jaxpipe.cli.registry import Command
 from jaxpipe.cli.report import Record, notice
 from jaxpipe.cli.schedule_verbs import OUTPUTS, after_passes, conclude, load_schedule
 from jaxpipe.cli.traverse_flags import PLACEMENTS
@@ -43,11 +42,11 @@ _FREE_CHUNKS = (
 )
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
+def configure_solve(parser: argparse.ArgumentParser) -> None:
     add_size_flags(parser)
     parser.set_defaults(ranks=None, microbatches=None)
     add_chunk_limit_flags(parser)
-    text = "which ranks run which stages (default: all that suit the number of chunks)"
+    text = "which ranks run_solve which stages (default: all that suit the number of chunks)"
     parser.add_argument("--placement", choices=("auto", *PLACEMENTS), default="auto", help=text)
     text = "start from this schedule and keep its placement, which may be any graph of stages; sizes are the file's"
     add_value(parser, "--start", "FILE", str, text)
@@ -71,7 +70,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_json_flag(parser)
 
 
-def run(arguments: argparse.Namespace) -> None:
+def run_solve(arguments: argparse.Namespace) -> None:
     """Solve, show and write the schedule. Progress goes to standard error."""
     from jaxpipe.schedule import simulate
     from jaxpipe.schedule.solve import Options
@@ -246,6 +245,3 @@ def _family_placements(arguments: argparse.Namespace) -> Sequence[Placement]:
             except ScheduleError:  # sizes that the family has no placement for
                 continue
     return list(found)
-
-
-COMMANDS = {"solve": Command(configure, run)}

@@ -17,7 +17,6 @@ from jaxpipe.cli.machine_flags import (
 )
 from jaxpipe.cli.outputs import check_output
 from jaxpipe.cli.parser import add_repeated, add_value, amount, whole_number
-from jaxpipe.cli.registry import Command
 from jaxpipe.cli.report import notice
 from jaxpipe.errors import ConfigError
 
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 _MOST_DEVICES = 65536
 
 
-def _configure(parser: argparse.ArgumentParser) -> None:
+def configure_tune(parser: argparse.ArgumentParser) -> None:
     add_settings_argument(parser)
     add_value(parser, "--devices", "N", whole_number("devices", _MOST_DEVICES), "devices to use, all of them", 8)
     add_machine_flags(parser)
@@ -45,7 +44,7 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     add_value(parser, "--json", "FILE.json", str, "write everything that was tried")
 
 
-def _run(args: argparse.Namespace) -> None:
+def run_tune(args: argparse.Namespace) -> None:
     config = config_of(args, [x for x in args.settings if "=" in x])
     check_output(args.output, (".toml",), "-o")
     check_output(args.json, (".json",), "--json")
@@ -121,6 +120,3 @@ def _nothing(tuned: Tuned, limit: float) -> str:
         return f"nothing could be tried: {tuned.tried[0].reason if tuned.tried else 'no layout divides the batch'}"
     found = f"; the least found is {least / 1e9:.4g} GB" if least is not None else " for parameters and optimizer state"
     return f"nothing tried fits in {limit / 1e9:g} GB a device{found}: use more devices"
-
-
-COMMANDS = {"tune": Command(_configure, _run)}

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -47,7 +47,7 @@ from jaxpipe.train.run.progress import LiveLine, ProgressStream
 from jaxpipe.train.run.report import TrainResult
 from jaxpipe.train.run.resume import Start
 from jaxpipe.train.run.run_directory import RunDirectory
-from jaxpipe.train.run.saving import Content, Saving
+from jaxpipe.train.run.saving import Saving
 from jaxpipe.train.run.stop import STOPPED, EndingEarly, Stop
 from jaxpipe.train.run.trace_window import TraceWindow
 from jaxpipe.train.run.trackers import TrackerFactory, find_trackers
@@ -465,7 +465,7 @@ class _Run:
             self.saving.put_off(state.step)
             return
         spare = () if self.sound is None or state.step == self.config.run.steps else (self.sound,)
-        self.saving.save(state.step, self._content(state), prune=not self._is_worse(), spare=spare)
+        self.saving.save(state.step, partial(self._put, state, prune=not self._is_worse(), spare=spare))
         self.unproven = state.step
         self.line.restart_clock()
 
@@ -482,12 +482,13 @@ class _Run:
         self._settle()
         try:
             prune = not (self.skipped.row or self._is_worse())
-            self.saving.finish(state.step, lambda: self._content(state), prune=prune)
+            self.saving.finish(state.step, partial(self._put, state, prune=prune))
         except CheckpointError as error:
             raise CheckpointError(f"after step {state.step}: {error}; {self._left()}") from error
 
-    def _content(self, state: TrainState) -> Content:
-        """What a checkpoint holds. The metrics up to here are on the disk first: a run that goes on from it finds them all."""
+    def _put(self, state: TrainState, *, prune: bool, spare: Collection[int] = ()) -> None:
+        """Start to save. The metrics up to here are on the disk first: a run that goes on from it finds them all. ``prune``:
+        delete what need not be kept, but ``spare``."""
         self.log.sync()
         params, optimizer, meta = self.trainer.contents(state)
         meta |= {"data": self.start.batches.state_at(state.step).to_dict(), "config": self.config.to_dict()}
@@ -495,7 +496,8 @@ class _Run:
         meta |= {"first_loss": self.first_loss, "began_in": str(Path.cwd())}
         meta["backwards"] = resume.backwards_of(self.trainer.schedule, self.pipe.boundaries)
         step, loss = self.evaluated or (-1, math.nan)
-        return Content(params, optimizer, meta, loss if step == state.step and math.isfinite(loss) else None)
+        eval_loss = loss if step == state.step else None
+        self.folder.store.save(state.step, params, optimizer, meta, eval_loss, prune=prune, spare=spare)
 
     # -- ending -------------------------------------------------------------------------------------------------------
 

@@ -32,9 +32,10 @@ from jaxpipe.cli.parser import add_json_flag, add_switch, add_value
 from jaxpipe.cli.report import FREE_COPIES, Failure, Record, notice, print_json, print_table
 from jaxpipe.cli.schedule_verbs import OUTPUTS, conclude, load_schedule, make, simulated
 from jaxpipe.errors import ConfigError, JaxpipeError, ScheduleError
+from jaxpipe.wording import clipped
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from jaxpipe.schedule import CostProfile, Family, Schedule, Timeline
     from jaxpipe.schedule.retime import Objective
@@ -166,8 +167,7 @@ def _entry(
 
 def _shortened(message: str, name: str) -> str:
     """The first sentence of an error, without the family's name, which stands before it."""
-    text = " ".join(message.split()).removeprefix(f"{name}: ").removeprefix(f"{name} ")
-    return text if len(text) <= _LONGEST_REASON else text[: _LONGEST_REASON - 2].rstrip() + " …"
+    return clipped(" ".join(message.split()).removeprefix(f"{name}: ").removeprefix(f"{name} "), _LONGEST_REASON)
 
 
 def _best_row(family: Family, arguments: argparse.Namespace, costs: CostChoice, most: int | None) -> Record | Failure:
@@ -238,7 +238,13 @@ def run_best(arguments: argparse.Namespace) -> None:
     costs = chosen_costs(arguments)
     files = _files(arguments)
     most = most_chunks(arguments, costs)
-    choices = [choice for path, schedule in files.items() for choice in _kept(path, schedule, arguments, costs)]
+    choices = []
+    for path, schedule in files.items():
+        entry = _file_row(path, schedule, arguments, costs)
+        if isinstance(entry, Failure):
+            notice(f"{path}: not possible: {entry.error}")
+        else:
+            choices.append((path, entry))
     try:
         found = best_for(_task(arguments, costs, most, arguments.objective), on_trial=_Progress())
         choices.insert(0, (str(found.setting), _record(found, arguments.memory_limit)))
@@ -253,18 +259,6 @@ def run_best(arguments: argparse.Namespace) -> None:
     setting, best = min(choices, key=key)
     notes = _notes(arguments, costs, [best], explored=True)
     conclude(arguments, costs, best, f"best: {setting}", notes, setting=setting)
-
-
-def _kept(
-    path: str, schedule: Schedule, arguments: argparse.Namespace, costs: CostChoice
-) -> Iterator[tuple[str, Record]]:
-    """The file and the schedule read from it; nothing where a notice says why it can't be chosen."""
-    try:
-        schedule, profile, timeline = simulated(schedule, arguments, costs)
-        check_limit(timeline, arguments.memory_limit)
-        yield path, Record.of(schedule, profile, timeline, arguments.memory_limit, file=path)
-    except JaxpipeError as error:
-        notice(f"{path}: not possible: {' '.join(str(error).split())}")
 
 
 class _Progress:

@@ -7,14 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxpipe.cli.machine_flags import (
-    add_machine_flags,
-    add_settings_argument,
-    config_of,
-    efficiency_of,
-    limit_bytes_of,
-    without_devices,
-)
+from jaxpipe.cli.machine_flags import add_machine_flags, add_settings_argument, config_of, machine_of
 from jaxpipe.cli.outputs import SCHEDULE_SUFFIXES, add_output_flag, check_output, check_outputs, is_picture
 from jaxpipe.cli.parallel_flags import add_parallel_flags, with_parallel_flags
 from jaxpipe.cli.parser import add_json_flag, add_switch, add_value, amount
@@ -24,7 +17,6 @@ from jaxpipe.errors import ConfigError
 if TYPE_CHECKING:
     from jaxpipe.planning.predict import Prediction
     from jaxpipe.planning.suggest import Suggestion, Suggestions
-    from jaxpipe.train.config import TrainConfig
 
 _OUTPUTS = (".svg", ".png", ".html", ".trace.json", *SCHEDULE_SUFFIXES)
 
@@ -53,15 +45,7 @@ def run_plan(args: argparse.Namespace) -> None:
     check_output(args.costs_out, (".json",), "--costs-out")
     if args.schedules is not None and not Path(args.schedules).is_dir():
         raise ConfigError(f"--schedules {args.schedules!r}: no such directory; create it first")
-
-    from jaxpipe.planning.targets import find_target
-
-    target = find_target(args.target)
-    without_devices()
-    _plan(args, config, target)
-
-
-def _plan(args: argparse.Namespace, config: TrainConfig, target: Any) -> None:
+    target, efficiency, limit = machine_of(args)
     from jaxpipe.planning.predict import predict
     from jaxpipe.planning.report import assumptions
     from jaxpipe.planning.stages import Compiler, workbench
@@ -69,8 +53,6 @@ def _plan(args: argparse.Namespace, config: TrainConfig, target: Any) -> None:
     from jaxpipe.train.imported import completed
 
     config = completed(config)
-    efficiency = efficiency_of(args)
-    limit = limit_bytes_of(args, target, efficiency)
     bench, compiler = workbench(config, target, efficiency, notice), None
     if args.compile_seconds > 0:
         pipe = config.pipeline

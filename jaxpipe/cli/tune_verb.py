@@ -7,14 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxpipe.cli.machine_flags import (
-    add_machine_flags,
-    add_settings_argument,
-    config_of,
-    efficiency_of,
-    limit_bytes_of,
-    without_devices,
-)
+from jaxpipe.cli.machine_flags import add_machine_flags, add_settings_argument, config_of, machine_of
 from jaxpipe.cli.outputs import check_output
 from jaxpipe.cli.parser import add_repeated, add_value, amount, whole_number
 from jaxpipe.cli.report import notice
@@ -49,11 +42,7 @@ def run_tune(args: argparse.Namespace) -> None:
     check_output(args.output, (".toml",), "-o")
     check_output(args.json, (".json",), "--json")
     check_output(args.measure, (".json",), "--measure")
-    from jaxpipe.planning.targets import find_target
-
-    target = find_target(args.target)
-    if args.measure is None:
-        without_devices()
+    target, efficiency, limit = machine_of(args, used=args.measure is not None)
     from jaxpipe.planning.report import tuned_json, tuned_text
     from jaxpipe.planning.space import Space
     from jaxpipe.planning.stages import workbench
@@ -61,8 +50,6 @@ def run_tune(args: argparse.Namespace) -> None:
     from jaxpipe.train.imported import completed
 
     space = Space.of(completed(config), args.devices, args.only)
-    efficiency = efficiency_of(args)
-    limit = limit_bytes_of(args, target, efficiency)
     how = {"sizes": SIZES} if args.measure is None else {"seconds_of": _stopwatch(args.measure)}
     bench = workbench(space.base, target, efficiency, lambda text: None, **how)
     tuned = tune(space, bench, limit, notice, args.time_limit or float("inf"))

@@ -8,8 +8,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from jaxpipe.cli.outputs import notice, print_json
 from jaxpipe.cli.parser import add_json_flag, add_switch, add_value, whole_number
-from jaxpipe.cli.report import notice, print_json
 from jaxpipe.errors import ConfigError
 from jaxpipe.wording import closest
 

@@ -20,18 +20,19 @@ from jaxpipe.wording import closest
 class Verb:
     """``name`` and one-line ``summary`` as listed by ``jaxpipe --help``. The ``module`` of this folder has two functions:
     ``configure_NAME(parser)`` adds the verb's flags, ``run_NAME(arguments)`` does it and returns an exit code, or None for 0.
-    ``passes_on``: what follows ``--`` is not its own, and ``arguments.rest``."""
+    ``flags``: the module of the first, if that is another. ``passes_on``: what follows ``--`` is not its own, and
+    ``arguments.rest``."""
 
     name: str
     summary: str
     module: str
+    flags: str = ""
     passes_on: bool = False
 
     def function(self, what: str) -> Callable[..., Any]:
-        """``configure`` or ``run``. Imports the module."""
-        found: Callable[..., Any] = getattr(
-            importlib.import_module(f"jaxpipe.cli.{self.module}"), f"{what}_{self.name}"
-        )
+        """``configure`` or ``run``. Imports its module."""
+        module = self.module if what == "run" else self.flags or self.module
+        found: Callable[..., Any] = getattr(importlib.import_module(f"jaxpipe.cli.{module}"), f"{what}_{self.name}")
         return found
 
 
@@ -52,14 +53,19 @@ VERBS: tuple[Verb, ...] = (
     Verb("rehearse", "one rank's real program alone on one device: memory, seconds, overlap", "rehearse_verb"),
     Verb("plan", "does a config fit on a machine that is not here, and how fast would it be", "plan_verb"),
     Verb("tune", "the fastest layout and schedule of a config on so many devices of a machine", "tune_verb"),
-    Verb("schedules", "list the schedule families", "schedule_verbs"),
-    Verb("schedule", "generate a schedule; simulate, show, write or draw it", "schedule_verbs"),
-    Verb("simulate", "check and simulate a schedule file", "schedule_verbs"),
-    Verb("compare", "all families at the same sizes and costs, in one table", "compare_verbs"),
-    Verb("best", "the best schedule of all families and parameters within a memory limit", "compare_verbs"),
-    Verb("cache", "list or clear the schedules that were solved", "cache_verbs"),
-    Verb("solve", "search for an optimal schedule, with a proven gap", "solve_verb"),
-    Verb("plot", "draw schedule files and recorded timelines", "plot_verb"),
+    Verb("schedules", "list the schedule families", "schedule_verbs", "schedule_flags"),
+    Verb("schedule", "generate a schedule; simulate, show, write or draw it", "schedule_verbs", "schedule_flags"),
+    Verb("simulate", "check and simulate a schedule file", "schedule_verbs", "schedule_flags"),
+    Verb("compare", "all families at the same sizes and costs, in one table", "compare_verbs", "schedule_flags"),
+    Verb(
+        "best",
+        "the best schedule of all families and parameters within a memory limit",
+        "compare_verbs",
+        "schedule_flags",
+    ),
+    Verb("cache", "list or clear the schedules that were solved", "cache_verbs", "schedule_flags"),
+    Verb("solve", "search for an optimal schedule, with a proven gap", "solve_verb", "schedule_flags"),
+    Verb("plot", "draw schedule files and recorded timelines", "plot_verb", "schedule_flags"),
 )
 
 

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxpipe.cli.machine_flags import add_machine_flags, add_settings_argument, config_of, machine_of
-from jaxpipe.cli.outputs import check_output
+from jaxpipe.cli.outputs import check_output, notice
 from jaxpipe.cli.parser import add_repeated, add_value, amount, whole_number
-from jaxpipe.cli.report import notice
 from jaxpipe.errors import ConfigError
 
 if TYPE_CHECKING:

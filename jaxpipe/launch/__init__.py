@@ -1,6 +1,14 @@
 """Starts the processes of a run: here, or by files for Slurm and Kubernetes. Imports no JAX."""
 
-from jaxpipe.launch.cluster import Job, jobset, sbatch
-from jaxpipe.launch.local import Launch, follow_launcher
+from __future__ import annotations
 
-__all__ = ["Job", "Launch", "follow_launcher", "jobset", "sbatch"]
+from typing import Any
+
+from jaxpipe.train import looked_up
+
+_HOMES = {"cluster": "Job jobset sbatch", "local": "Launch follow_launcher"}
+__all__ = sorted(" ".join(_HOMES.values()).split())
+
+
+def __getattr__(name: str) -> Any:
+    return looked_up(__name__, _HOMES, name)

@@ -9,6 +9,7 @@ to the text, its prompt left out. Does not model: tools, pictures.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -44,9 +45,7 @@ class ChatTemplate:
         marked = self._text(messages, False)
         if _OPEN in marked:
             parts = re.split(f"[{_OPEN}{_CLOSE}]", marked)
-            edges = [0]
-            for part in parts:
-                edges.append(edges[-1] + len(part))
+            edges = list(itertools.accumulate(map(len, parts), initial=0))
             return "".join(parts), list(zip(edges[1::2], edges[2::2], strict=False))
         spans = []
         for k, message in enumerate(messages):

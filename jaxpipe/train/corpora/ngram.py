@@ -72,7 +72,10 @@ class Bigram:
 
     def probability(self, context: Ids, target: Ids) -> Floats:
         """P(target | context), elementwise."""
-        seen = np.asarray(self.pairs[np.ravel(context), np.ravel(target)]).reshape(np.shape(context))
+        seen = (
+            self.pairs[np.ravel(context), np.ravel(target)] if np.size(context) else ()
+        )  # of none, scipy gives no array
+        seen = np.asarray(seen).reshape(np.shape(context))
         mixed = seen + self.kappa * self.unigram.probability(context, target)
         share: Floats = mixed / (np.asarray(self.pairs.sum(axis=1)).ravel()[context] + self.kappa)
         return share

@@ -105,7 +105,7 @@ class CostChoice:
 
 
 def chosen_costs(arguments: argparse.Namespace) -> CostChoice:
-    """Read what :func:`add_cost_flags` collected.
+    """Read what the flags of costs collected.
 
     Raises:
         ConfigError: ``--costs`` together with a flag it replaces.

@@ -7,6 +7,7 @@ the syntax tree, so one inside a function or under ``TYPE_CHECKING`` counts like
 from __future__ import annotations
 
 import ast
+import importlib
 import subprocess
 import sys
 import tomllib
@@ -298,3 +299,20 @@ def test_checker_catches(path: str, source: str, message: str) -> None:
 )  # fmt: skip
 def test_checker_allows(path: str, source: str) -> None:
     assert violations(path, source) == []
+
+
+ROOMS_OF_TRAINING = ("train", *(f"train.{name}" for name in ("checkpoints", "corpora", "run", "update")))
+
+
+@pytest.mark.parametrize("room", [*ROOMS_OF_TRAINING, "interop", "launch", "cli"])
+def test_public_names_are_there(room: str) -> None:
+    package = importlib.import_module(f"jaxpipe.{room}")
+    assert all(getattr(package, name) is not None for name in package.__all__)
+    with pytest.raises(AttributeError, match="no_such_name"):
+        package.no_such_name  # noqa: B018
+
+
+def test_packages_of_training_import_no_jax() -> None:
+    rooms = ", ".join(f"jaxpipe.{room}" for room in (*ROOMS_OF_TRAINING, "launch", "interop"))
+    code = f"import sys, {rooms}; assert 'jax' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)

@@ -7,28 +7,16 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from jaxpipe.cli.parser import add_json_flag, add_value
-from jaxpipe.cli.registry import Command
-from jaxpipe.cli.report import print_json
+from jaxpipe.cli.outputs import print_json
 from jaxpipe.errors import ConfigError
 from jaxpipe.plot.units import number
+from jaxpipe.schedule.solve.cache import VARIABLE, CacheEntry, ScheduleCache, default_folder
 from jaxpipe.wording import aligned, closest
-
-if TYPE_CHECKING:
-    from jaxpipe.schedule.solve.cache import CacheEntry, ScheduleCache
 
 ACTIONS = ("ls", "clear")
 _TOLD = ("value", "lower_bound", "gap", "offloaded", "wall_s", "time_limit_s", "stored", "jaxpipe")
-
-
-def configure_cache(parser: argparse.ArgumentParser) -> None:
-    text = "'ls' lists the problems that were solved; 'clear' removes them, and no other file of the folder"
-    parser.add_argument("action", metavar="ACTION", help=text)
-    text = "the cache's folder (default: $JAXPIPE_CACHE_DIR, else jaxpipe/schedules in $XDG_CACHE_HOME or ~/.cache)"
-    add_value(parser, "--dir", "DIR", str, text)
-    add_json_flag(parser)
 
 
 def run_cache(arguments: argparse.Namespace) -> int:
@@ -37,7 +25,6 @@ def run_cache(arguments: argparse.Namespace) -> int:
     Raises:
         ConfigError: another action, or a folder that is not there or can't be read.
     """
-    from jaxpipe.schedule.solve.cache import ScheduleCache
 
     if arguments.action not in ACTIONS:
         raise ConfigError(
@@ -56,7 +43,6 @@ def run_cache(arguments: argparse.Namespace) -> int:
 
 def _folder(given: str | None) -> Path | None:
     """``--dir``, which must be there; without it the default, which need not."""
-    from jaxpipe.schedule.solve.cache import VARIABLE, default_folder
 
     folder = default_folder() if given is None else Path(given)
     if given == "":
@@ -128,6 +114,3 @@ def _clear(cache: ScheduleCache, as_json: bool) -> None:
 
 def _counted(count: int) -> str:
     return f"{count} schedule{'s' * (count != 1)}"
-
-
-COMMANDS = {"cache": Command(configure_cache, run_cache)}

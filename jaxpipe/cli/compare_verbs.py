@@ -7,19 +7,11 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-from jaxpipe.cli.cost_flags import (
-    FREE_CHUNKS,
+from jaxpipe.cli.costs import (
     CostChoice,
-    add_chunk_limit_flags,
-    add_cost_flags,
-    add_group_flag,
-    add_limit_flag,
-    add_objective_flag,
-    add_pass_flags,
-    add_size_flags,
     check_limit,
     check_size,
     chosen_costs,
@@ -27,37 +19,20 @@ from jaxpipe.cli.cost_flags import (
     most_chunks,
     set_sizes,
 )
-from jaxpipe.cli.outputs import add_output_flag, check_output, check_outputs
-from jaxpipe.cli.parser import add_json_flag, add_switch, add_value
-from jaxpipe.cli.registry import Command
-from jaxpipe.cli.report import FREE_COPIES, Failure, Record, notice, print_json, print_table
-from jaxpipe.cli.schedule_verbs import OUTPUTS, conclude, load_schedule, make, simulated
+from jaxpipe.cli.outputs import check_output, check_outputs, notice, print_json
+from jaxpipe.cli.report import FREE_COPIES, Failure, Record, print_table
+from jaxpipe.cli.schedule_flags import FREE_CHUNKS, OUTPUTS, PLOTS
+from jaxpipe.cli.schedule_verbs import conclude, load_schedule, make, simulated
 from jaxpipe.errors import ConfigError, JaxpipeError, ScheduleError
+from jaxpipe.schedule import FAMILIES, CostProfile, Family, Schedule, Timeline
+from jaxpipe.schedule.retime import Objective, order_key
+from jaxpipe.schedule.search_orders import Candidate, best_for, best_of_family, cheap_first
+from jaxpipe.schedule.settings import Setting, Task
+from jaxpipe.schedule.tolerance import at_most
+from jaxpipe.wording import clipped
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
-    from jaxpipe.schedule import CostProfile, Family, Schedule, Timeline
-    from jaxpipe.schedule.retime import Objective
-    from jaxpipe.schedule.search_orders import Candidate
-    from jaxpipe.schedule.settings import Setting, Task
-
-_PLOTS = (".svg", ".png", ".html")
 _LONGEST_REASON = 100
 _PROGRESS_S = 1.0
-
-
-def _configure(parser: argparse.ArgumentParser) -> None:
-    """What both verbs take."""
-    text = "schedules (.sched .json .csv) that stand beside the families; all of one size, which is then the default"
-    parser.add_argument("files", metavar="FILE", nargs="*", help=text)
-    add_size_flags(parser)
-    parser.set_defaults(ranks=None, microbatches=None)
-    add_chunk_limit_flags(parser)
-    add_group_flag(parser)
-    add_cost_flags(parser)
-    add_limit_flag(parser)
-    add_pass_flags(parser)
 
 
 def _files(arguments: argparse.Namespace) -> Mapping[str, Schedule]:
@@ -74,21 +49,10 @@ def _files(arguments: argparse.Namespace) -> Mapping[str, Schedule]:
     return schedules
 
 
-def configure_compare(parser: argparse.ArgumentParser) -> None:
-    _configure(parser)
-    text = "let each family choose its best chunks, group and limit (slower); without it, its own defaults"
-    add_switch(parser, "--explore", text)
-    text = f"draw peak memory against bubble with the Pareto front: {' '.join(_PLOTS)}"
-    add_value(parser, "--plot", "FILE", str, text)
-    add_json_flag(parser)
-
-
 def run_compare(arguments: argparse.Namespace) -> None:
     """Every family and file at the same sizes, the fastest first. Flags apply to the families that take them."""
-    from jaxpipe.schedule import FAMILIES
-    from jaxpipe.schedule.retime import order_key
 
-    check_output(arguments.plot, _PLOTS, "--plot")
+    check_output(arguments.plot, PLOTS, "--plot")
     costs = chosen_costs(arguments)
     files = _files(arguments)
     most = most_chunks(arguments, costs)
@@ -151,7 +115,6 @@ def _entry(
     name: str, limit: float | None, made: Callable[[], tuple[Schedule, CostProfile, Timeline]], **facts: Any
 ) -> Record | Failure:
     """The record of what ``made`` simulates, or why there is none; ``facts`` of it as :meth:`Record.of` takes them."""
-    from jaxpipe.schedule.tolerance import at_most
 
     record = None
     try:
@@ -167,13 +130,11 @@ def _entry(
 
 def _shortened(message: str, name: str) -> str:
     """The first sentence of an error, without the family's name, which stands before it."""
-    text = " ".join(message.split()).removeprefix(f"{name}: ").removeprefix(f"{name} ")
-    return text if len(text) <= _LONGEST_REASON else text[: _LONGEST_REASON - 2].rstrip() + " …"
+    return clipped(" ".join(message.split()).removeprefix(f"{name}: ").removeprefix(f"{name} "), _LONGEST_REASON)
 
 
 def _best_row(family: Family, arguments: argparse.Namespace, costs: CostChoice, most: int | None) -> Record | Failure:
     """The family with the parameters that suit it best."""
-    from jaxpipe.schedule.search_orders import best_of_family
 
     try:
         return _record(best_of_family(family, _task(arguments, costs, most)), arguments.memory_limit)
@@ -190,7 +151,6 @@ def _record(found: Candidate, limit: float | None) -> Record:
 def _task(
     arguments: argparse.Namespace, costs: CostChoice, most: int | None, objective: Objective = "makespan"
 ) -> Task:
-    from jaxpipe.schedule.settings import Task
 
     check_size(arguments.ranks, arguments.microbatches, arguments.chunks or 1)
     return Task(
@@ -223,23 +183,20 @@ def _plot(arguments: argparse.Namespace, costs: CostChoice, entries: list[Record
     plot_pareto(points, arguments.plot, title=title, limit=arguments.memory_limit)
 
 
-def configure_best(parser: argparse.ArgumentParser) -> None:
-    _configure(parser)
-    add_objective_flag(parser)
-    add_output_flag(parser, OUTPUTS)
-    add_json_flag(parser)
-
-
 def run_best(arguments: argparse.Namespace) -> None:
     """Explore all families and their parameters, show and write the best schedule among these and the files."""
-    from jaxpipe.schedule.retime import order_key
-    from jaxpipe.schedule.search_orders import best_for
 
     check_outputs(arguments.output, OUTPUTS)
     costs = chosen_costs(arguments)
     files = _files(arguments)
     most = most_chunks(arguments, costs)
-    choices = [choice for path, schedule in files.items() for choice in _kept(path, schedule, arguments, costs)]
+    choices = []
+    for path, schedule in files.items():
+        entry = _file_row(path, schedule, arguments, costs)
+        if isinstance(entry, Failure):
+            notice(f"{path}: not possible: {entry.error}")
+        else:
+            choices.append((path, entry))
     try:
         found = best_for(_task(arguments, costs, most, arguments.objective), on_trial=_Progress())
         choices.insert(0, (str(found.setting), _record(found, arguments.memory_limit)))
@@ -256,24 +213,10 @@ def run_best(arguments: argparse.Namespace) -> None:
     conclude(arguments, costs, best, f"best: {setting}", notes, setting=setting)
 
 
-def _kept(
-    path: str, schedule: Schedule, arguments: argparse.Namespace, costs: CostChoice
-) -> Iterator[tuple[str, Record]]:
-    """The file and the schedule read from it; nothing where a notice says why it can't be chosen."""
-    try:
-        schedule, profile, timeline = simulated(schedule, arguments, costs)
-        check_limit(timeline, arguments.memory_limit)
-        yield path, Record.of(schedule, profile, timeline, arguments.memory_limit, file=path)
-    except JaxpipeError as error:
-        notice(f"{path}: not possible: {' '.join(str(error).split())}")
-
-
 class _Progress:
     """Says on stderr, about once a second, what is tried and the best so far."""
 
     def __init__(self) -> None:
-        from jaxpipe.schedule import FAMILIES
-        from jaxpipe.schedule.search_orders import cheap_first
 
         self.order = {family.name: k for k, family in enumerate(cheap_first(FAMILIES.values()), start=1)}
         self.at = self.tried = 0
@@ -288,9 +231,3 @@ class _Progress:
             where = f"family {self.at} of {len(self.order)}, {self.tried} settings tried"
             notice(f"{now - self.began:7.1f} s  {where}, now {setting}; {found}")
         self.tried += 1
-
-
-COMMANDS = {
-    "compare": Command(configure_compare, run_compare),
-    "best": Command(configure_best, run_best),
-}

@@ -8,9 +8,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from jaxpipe.cli.outputs import notice, print_json
 from jaxpipe.cli.parser import add_json_flag, add_switch, add_value, whole_number
-from jaxpipe.cli.registry import Command
-from jaxpipe.cli.report import notice, print_json
 from jaxpipe.errors import ConfigError
 from jaxpipe.wording import closest
 
@@ -39,7 +38,7 @@ def configure_data(parser: argparse.ArgumentParser) -> None:
     add_json_flag(parser)
 
 
-def run_data(arguments: argparse.Namespace) -> int:
+def run_data(arguments: argparse.Namespace) -> None:
     """Build a store, or check some.
 
     Raises:
@@ -70,10 +69,9 @@ def run_data(arguments: argparse.Namespace) -> int:
     ]
     if arguments.json:
         print_json({"stores": found, "seconds": seconds})
-        return 0
+        return
     for each in found:
         print(f"{each['store']}: {each['documents']:,} documents, {each['tokens']:,} tokens, intact ({seconds:.1f} s)")
-    return 0
 
 
 def _built(arguments: argparse.Namespace, sources: list[Path]) -> Store:
@@ -89,6 +87,3 @@ def _built(arguments: argparse.Namespace, sources: list[Path]) -> Store:
     workers = arguments.workers or len(os.sched_getaffinity(0))
     tokenizer = load_tokenizer(arguments.tokenizer)
     return build_store(sources, Path(arguments.output), tokenizer, reading, workers=workers, note=notice)
-
-
-COMMANDS = {"data": Command(configure_data, run_data)}

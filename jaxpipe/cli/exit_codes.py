@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from jaxpipe.errors import ConfigError, JaxpipeError
 from jaxpipe.runtime.lines import LOST as LOST
 from jaxpipe.train.run.stop import STOPPED as STOPPED
+from jaxpipe.wording import clipped
 
 INTERRUPTED = 130
 READER_GONE = 141  # what a shell shows of a tool that SIGPIPE ended
@@ -50,12 +51,8 @@ def _one_line(error: JaxpipeError) -> str:
     text = " ".join(str(error).split())
     problems: tuple[str, ...] = getattr(error, "problems", ())
     if len(text) <= _LONGEST_LINE or len(problems) <= 1:
-        return _cut(text)
+        return clipped(text, _LONGEST_LINE)
     told = problems[: _MOST_PROBLEMS if isinstance(error, ConfigError) else 1]
     rest = len(problems) - len(told)
     more = f" (and {rest} more problem{'s' * (rest > 1)})" if rest else ""
-    return "; ".join(_cut(" ".join(problem.split())) for problem in told) + more
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= _LONGEST_LINE else text[: _LONGEST_LINE - 2].rstrip() + " …"
+    return "; ".join(clipped(" ".join(problem.split()), _LONGEST_LINE) for problem in told) + more

@@ -7,12 +7,11 @@ from pathlib import Path
 
 from jaxpipe.cli.machine_flags import without_devices
 from jaxpipe.cli.parser import add_value, amount, whole_number
-from jaxpipe.cli.registry import Command
 from jaxpipe.cli.train_verbs import add_checkpoint_flags
 from jaxpipe.wording import format_count
 
 
-def _configure_import(parser: argparse.ArgumentParser) -> None:
+def configure_import(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", metavar="HF_DIR", help="config.json, safetensors, and mostly tokenizer.json")
     add_value(parser, "-o --output", "RUN", str, "the run directory to make, at step 0", required=True)
     add_value(
@@ -22,7 +21,7 @@ def _configure_import(parser: argparse.ArgumentParser) -> None:
     add_value(parser, "--seq-len", "T", length, "data.seq_len of the run; by default the model's, at most 1024")
 
 
-def _import(args: argparse.Namespace) -> None:
+def run_import(args: argparse.Namespace) -> None:
     without_devices()
     from jaxpipe.train.imported import import_hub
 
@@ -32,7 +31,7 @@ def _import(args: argparse.Namespace) -> None:
     print(f"train it with: jaxpipe train --config {made.path / 'config.toml'} data.path=PATH")
 
 
-def _configure_export(parser: argparse.ArgumentParser) -> None:
+def configure_export(parser: argparse.ArgumentParser) -> None:
     add_checkpoint_flags(parser)
     add_value(parser, "-o --output", "DIR", str, "the folder to make", required=True)
     dtypes = ("float32", "bfloat16", "float16")
@@ -41,7 +40,7 @@ def _configure_export(parser: argparse.ArgumentParser) -> None:
     add_value(parser, "--shard-size", "GB", size, "most gigabytes (10⁹ bytes) a file", 5.0)
 
 
-def _export(args: argparse.Namespace) -> None:
+def run_export(args: argparse.Namespace) -> None:
     without_devices()
     from jaxpipe.train.exported import export_hub
 
@@ -49,6 +48,3 @@ def _export(args: argparse.Namespace) -> None:
     made = export_hub(source, to, step=args.step, model=args.model, dtype=args.dtype, shard_bytes=shard_bytes)
     files = f"{len(made.files)} file{'s' * (len(made.files) > 1)}"
     print(f"step {made.step}, {format_count(made.parameters)} parameters as {args.dtype} in {made.path} ({files})")
-
-
-COMMANDS = {"import": Command(_configure_import, _import), "export": Command(_configure_export, _export)}

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxpipe.cli.parser import add_repeated, add_value, whole_number
-from jaxpipe.cli.registry import Command, parsed
+from jaxpipe.cli.registry import parsed
 from jaxpipe.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ _NEEDED = {
 }
 
 
-def _configure(parser: argparse.ArgumentParser) -> None:
+def configure_launch(parser: argparse.ArgumentParser) -> None:
     parser.usage = "jaxpipe launch local|slurm|k8s FLAGS -- train …"
     parser.add_argument("where", choices=list(_OF), help="on this machine, or by a file for sbatch, or for kubectl")
     add_value(parser, "--max-restarts", "N", whole_number("restarts", 10**6, least=0), "start again what was lost")
@@ -49,7 +49,7 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     add_value(cluster, "--claim", "NAME:PATH", str, "k8s: the volume claim that all pods share, and where")
 
 
-def _launch(args: argparse.Namespace) -> int:
+def run_launch(args: argparse.Namespace) -> int:
     for flag in sorted({flag for flags in _OF.values() for flag in flags} - set(_OF[args.where])):
         if getattr(args, flag) is not None:
             raise ConfigError(
@@ -103,6 +103,3 @@ def _file(args: argparse.Namespace, config: TrainConfig) -> int:
     write_atomically(Path(args.output), text)
     print(f"{job.summary}; start it with: {start} {args.output}")
     return 0
-
-
-COMMANDS = {"launch": Command(_configure, _launch, passes_on=True)}

@@ -56,18 +56,27 @@ def config_of(args: argparse.Namespace, more: Sequence[str] = ()) -> TrainConfig
     return load_config(files[0] if files else None, more)
 
 
-def efficiency_of(args: argparse.Namespace) -> Efficiency:
-    """Those given, the others at their defaults."""
+def machine_of(args: argparse.Namespace, *, used: bool = False) -> tuple[Target, Efficiency, float]:
+    """The target, what of its rates is reached, and the bytes that arrays may fill on a device. Without the devices here,
+    unless they are ``used``.
+
+    Raises:
+        ConfigError: there is no such target.
+    """
+    from jaxpipe.planning.targets import find_target
+
+    target = find_target(args.target)
+    if not used:
+        without_devices()
     from jaxpipe.planning.roofline import Efficiency
 
     given = {name: getattr(args, flag.strip("-").replace("-", "_")) for name, (flag, _) in _EFFICIENCIES.items()}
-    return Efficiency(**{name: x for name, x in given.items() if x is not None})
-
-
-def limit_bytes_of(args: argparse.Namespace, target: Target, efficiency: Efficiency) -> float:
-    """What arrays may fill on a device."""
-    limit: float = args.memory_limit_gb * 1e9 if args.memory_limit_gb else target.memory_bytes * efficiency.memory
-    return limit
+    efficiency = Efficiency(**{name: x for name, x in given.items() if x is not None})
+    return (
+        target,
+        efficiency,
+        args.memory_limit_gb * 1e9 if args.memory_limit_gb else target.memory_bytes * efficiency.memory,
+    )
 
 
 def without_devices() -> None:

@@ -1,4 +1,4 @@
-"""``-o FILE``, repeatable: a schedule or picture in the form its suffix names.
+"""What verbs write: ``-o FILE``, repeatable, a schedule or picture in the form its suffix names; notices; JSON.
 
 All paths are checked before any work is done, so a typing error in the second does not cost the first.
 """
@@ -6,7 +6,9 @@ All paths are checked before any work is done, so a typing error in the second d
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -68,3 +70,13 @@ def suffix_of(path: str) -> str:
 def is_picture(path: str) -> bool:
     """Whether ``path`` gets a picture (or trace) rather than a schedule."""
     return suffix_of(path) in PICTURE_SUFFIXES
+
+
+def notice(text: str) -> None:
+    """A line on stderr, where it never mixes with results."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def print_json(document: object) -> None:
+    """Print one JSON document; nothing else goes to stdout with ``--json``."""
+    print(json.dumps(document, allow_nan=False))

@@ -7,30 +7,20 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxpipe.cli.machine_flags import (
-    add_machine_flags,
-    add_settings_argument,
-    config_of,
-    efficiency_of,
-    limit_bytes_of,
-    without_devices,
-)
-from jaxpipe.cli.outputs import SCHEDULE_SUFFIXES, add_output_flag, check_output, check_outputs, is_picture
+from jaxpipe.cli.machine_flags import add_machine_flags, add_settings_argument, config_of, machine_of
+from jaxpipe.cli.outputs import SCHEDULE_SUFFIXES, add_output_flag, check_output, check_outputs, is_picture, notice
 from jaxpipe.cli.parallel_flags import add_parallel_flags, with_parallel_flags
 from jaxpipe.cli.parser import add_json_flag, add_switch, add_value, amount
-from jaxpipe.cli.registry import Command
-from jaxpipe.cli.report import notice
 from jaxpipe.errors import ConfigError
 
 if TYPE_CHECKING:
     from jaxpipe.planning.predict import Prediction
     from jaxpipe.planning.suggest import Suggestion, Suggestions
-    from jaxpipe.train.config import TrainConfig
 
 _OUTPUTS = (".svg", ".png", ".html", ".trace.json", *SCHEDULE_SUFFIXES)
 
 
-def _configure(parser: argparse.ArgumentParser) -> None:
+def configure_plan(parser: argparse.ArgumentParser) -> None:
     add_settings_argument(parser)
     add_parallel_flags(parser)
     text = "the residual stream is split over the tp devices too (pipeline.sequence_parallel=true)"
@@ -46,7 +36,7 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     add_json_flag(parser, "print JSON on stdout")
 
 
-def _run(args: argparse.Namespace) -> None:
+def run_plan(args: argparse.Namespace) -> None:
     overrides = with_parallel_flags(args, [x for x in args.settings if "=" in x])
     split = ["pipeline.sequence_parallel=true"] if args.sequence_parallel else []
     config = config_of(args, [*overrides, *split])
@@ -54,15 +44,7 @@ def _run(args: argparse.Namespace) -> None:
     check_output(args.costs_out, (".json",), "--costs-out")
     if args.schedules is not None and not Path(args.schedules).is_dir():
         raise ConfigError(f"--schedules {args.schedules!r}: no such directory; create it first")
-
-    from jaxpipe.planning.targets import find_target
-
-    target = find_target(args.target)
-    without_devices()
-    _plan(args, config, target)
-
-
-def _plan(args: argparse.Namespace, config: TrainConfig, target: Any) -> None:
+    target, efficiency, limit = machine_of(args)
     from jaxpipe.planning.predict import predict
     from jaxpipe.planning.report import assumptions
     from jaxpipe.planning.stages import Compiler, workbench
@@ -70,8 +52,6 @@ def _plan(args: argparse.Namespace, config: TrainConfig, target: Any) -> None:
     from jaxpipe.train.imported import completed
 
     config = completed(config)
-    efficiency = efficiency_of(args)
-    limit = limit_bytes_of(args, target, efficiency)
     bench, compiler = workbench(config, target, efficiency, notice), None
     if args.compile_seconds > 0:
         pipe = config.pipeline
@@ -140,6 +120,3 @@ def _show(
 
         document |= {"suggestions": [plain(s) for s in found.fitting], "smallest": plain(found.smallest)}
     print(json.dumps(document))
-
-
-COMMANDS = {"plan": Command(_configure, _run)}

@@ -4,38 +4,26 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from jaxpipe.cli.cost_flags import CostChoice, add_cost_flags, check_copies, chosen_costs, require_file
-from jaxpipe.cli.outputs import PICTURE_SUFFIXES, add_output_flag, check_outputs, suffix_of
-from jaxpipe.cli.registry import Command
+from jaxpipe.cli.costs import CostChoice, check_copies, chosen_costs, require_file
+from jaxpipe.cli.outputs import check_outputs, suffix_of
 from jaxpipe.cli.report import FREE_COPIES, copies_are_free
+from jaxpipe.cli.schedule_flags import PLOT_OUTPUTS, TIMELINE_SUFFIX
+from jaxpipe.cli.schedule_verbs import load_schedule
 from jaxpipe.errors import ConfigError
-
-if TYPE_CHECKING:
-    from jaxpipe.plot.units import Units
-    from jaxpipe.schedule import Timeline
+from jaxpipe.plot import plot_timelines
+from jaxpipe.plot.units import Units
+from jaxpipe.schedule import Timeline, read_timeline, simulate
 
 _MOST_FILES = 8
-_TIMELINE_SUFFIX = ".timeline.json"
-_OUTPUTS = (*PICTURE_SUFFIXES, ".json")
-
-
-def configure_plot(parser: argparse.ArgumentParser) -> None:
-    text = f"a schedule (.sched .json .csv) or a recorded timeline ({_TIMELINE_SUFFIX}); the first is drawn on top"
-    parser.add_argument("files", metavar="FILE", nargs="+", help=text)
-    add_output_flag(parser, _OUTPUTS, required=True)
-    parser.add_argument("--title", help="heading of the picture (default: the schedules' names)")
-    add_cost_flags(parser)
 
 
 def run_plot(arguments: argparse.Namespace) -> None:
     """Draw all files into each output."""
-    from jaxpipe.plot import plot_timelines
 
     if len(arguments.files) > _MOST_FILES:
         raise ConfigError(f"{len(arguments.files)} files are too many for one picture; give at most {_MOST_FILES}")
-    check_outputs(arguments.output, _OUTPUTS)
+    check_outputs(arguments.output, PLOT_OUTPUTS)
     costs = chosen_costs(arguments)
     drawings = [_drawing(path, costs) for path in arguments.files]
     timelines = [timeline for timeline, _ in drawings]
@@ -57,16 +45,14 @@ def run_plot(arguments: argparse.Namespace) -> None:
 
 def _drawing(path: str, costs: CostChoice) -> tuple[Timeline, bool]:
     """The timeline of a file, and whether its copies to the host take no time because the costs say so."""
-    from jaxpipe.schedule import read_timeline, simulate
 
     require_file(path)
     if _holds_timeline(path):
         return read_timeline(path), False
     if suffix_of(path) == ".trace.json":
         raise ConfigError(
-            f"{path!r} is a trace, which is written but not read; give the schedule or {_TIMELINE_SUFFIX} file"
+            f"{path!r} is a trace, which is written but not read; give the schedule or {TIMELINE_SUFFIX} file"
         )
-    from jaxpipe.cli.schedule_verbs import load_schedule
 
     schedule = load_schedule(path)
     profile = costs.for_placement(schedule.placement, schedule.name)
@@ -76,12 +62,9 @@ def _drawing(path: str, costs: CostChoice) -> tuple[Timeline, bool]:
 
 def _holds_timeline(path: str) -> bool:
     """Whether a file is a timeline rather than a schedule: by its suffix, or by the format named at the top of the JSON."""
-    if path.lower().endswith(_TIMELINE_SUFFIX):
+    if path.lower().endswith(TIMELINE_SUFFIX):
         return True
     if suffix_of(path) != ".json":
         return False
     with Path(path).open("rb") as file:
         return b'"jaxpipe timeline' in file.read(200)
-
-
-COMMANDS = {"plot": Command(configure_plot, run_plot)}

@@ -1,7 +1,6 @@
 """The table of verbs. A verb's module is imported when the verb is used, so one verb's imports never slow another.
 
-To add a verb: add a row to :data:`VERBS`, and in the module named there an entry of ``COMMANDS``, a mapping from verb name to
-:class:`Command`.
+To add a verb: add a row to :data:`VERBS`, and to the module named there the two functions that :class:`Verb` asks for.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ import argparse
 import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from jaxpipe.cli.parser import Parser, add_repeated
 from jaxpipe.errors import ConfigError
@@ -18,55 +18,54 @@ from jaxpipe.wording import closest
 
 @dataclass(frozen=True, slots=True)
 class Verb:
-    """``name`` and one-line ``summary`` as listed by ``jaxpipe --help``; ``module`` holds its ``COMMANDS`` entry."""
+    """``name`` and one-line ``summary`` as listed by ``jaxpipe --help``. The ``module`` of this folder has two functions:
+    ``configure_NAME(parser)`` adds the verb's flags, ``run_NAME(arguments)`` does it and returns an exit code, or None for 0.
+    ``flags``: the module of the first, if that is another. ``passes_on``: what follows ``--`` is not its own, and
+    ``arguments.rest``."""
 
     name: str
     summary: str
     module: str
-
-
-@dataclass(frozen=True, slots=True)
-class Command:
-    """``configure(parser)`` adds the verb's flags; ``run(arguments)`` does it, and returns an exit code or None for 0.
-    ``passes_on``: what follows ``--`` is not its own, and ``arguments.rest``."""
-
-    configure: Callable[[argparse.ArgumentParser], None]
-    run: Callable[[argparse.Namespace], int | None]
+    flags: str = ""
     passes_on: bool = False
 
+    def function(self, what: str) -> Callable[..., Any]:
+        """``configure`` or ``run``. Imports its module."""
+        module = self.module if what == "run" else self.flags or self.module
+        found: Callable[..., Any] = getattr(importlib.import_module(f"jaxpipe.cli.{module}"), f"{what}_{self.name}")
+        return found
 
-_SCHEDULE = "jaxpipe.cli.schedule_verbs"
-_CHOOSE = "jaxpipe.cli.compare_verbs"
-_TRAIN = "jaxpipe.cli.train_verbs"
-_HUB = "jaxpipe.cli.hub_verbs"
+
 VERBS: tuple[Verb, ...] = (
-    Verb("train", "train a model through a pipeline", _TRAIN),
+    Verb("train", "train a model through a pipeline", "train_verbs"),
     Verb(
         "launch",
         "start the processes of a training run here, or write what starts them on a cluster",
-        "jaxpipe.cli.launch_verb",
+        "launch_verb",
+        passes_on=True,
     ),
-    Verb("data", "tokenise sources into a token store, or check one", "jaxpipe.cli.data_verb"),
-    Verb("eval", "held-out loss of a checkpoint, on one device, without a pipeline", _TRAIN),
-    Verb("generate", "continue a text with a checkpoint's model", _TRAIN),
-    Verb("import", "make a run of a folder of the Hugging Face hub", _HUB),
-    Verb("export", "write a checkpoint's model as a folder of the Hugging Face hub", _HUB),
-    Verb("profile", "time every stage function alone and report its bytes", _TRAIN),
+    Verb("data", "tokenise sources into a token store, or check one", "data_verb"),
+    Verb("eval", "held-out loss of a checkpoint, on one device, without a pipeline", "train_verbs"),
+    Verb("generate", "continue a text with a checkpoint's model", "train_verbs"),
+    Verb("import", "make a run of a folder of the Hugging Face hub", "hub_verbs"),
+    Verb("export", "write a checkpoint's model as a folder of the Hugging Face hub", "hub_verbs"),
+    Verb("profile", "time every stage function alone and report its bytes", "train_verbs"),
+    Verb("rehearse", "one rank's real program alone on one device: memory, seconds, overlap", "rehearse_verb"),
+    Verb("plan", "does a config fit on a machine that is not here, and how fast would it be", "plan_verb"),
+    Verb("tune", "the fastest layout and schedule of a config on so many devices of a machine", "tune_verb"),
+    Verb("schedules", "list the schedule families", "schedule_verbs", "schedule_flags"),
+    Verb("schedule", "generate a schedule; simulate, show, write or draw it", "schedule_verbs", "schedule_flags"),
+    Verb("simulate", "check and simulate a schedule file", "schedule_verbs", "schedule_flags"),
+    Verb("compare", "all families at the same sizes and costs, in one table", "compare_verbs", "schedule_flags"),
     Verb(
-        "rehearse", "one rank's real program alone on one device: memory, seconds, overlap", "jaxpipe.cli.rehearse_verb"
+        "best",
+        "the best schedule of all families and parameters within a memory limit",
+        "compare_verbs",
+        "schedule_flags",
     ),
-    Verb("plan", "does a config fit on a machine that is not here, and how fast would it be", "jaxpipe.cli.plan_verb"),
-    Verb(
-        "tune", "the fastest layout and schedule of a config on so many devices of a machine", "jaxpipe.cli.tune_verb"
-    ),
-    Verb("schedules", "list the schedule families", _SCHEDULE),
-    Verb("schedule", "generate a schedule; simulate, show, write or draw it", _SCHEDULE),
-    Verb("simulate", "check and simulate a schedule file", _SCHEDULE),
-    Verb("compare", "all families at the same sizes and costs, in one table", _CHOOSE),
-    Verb("best", "the best schedule of all families and parameters within a memory limit", _CHOOSE),
-    Verb("cache", "list or clear the schedules that were solved", "jaxpipe.cli.cache_verbs"),
-    Verb("solve", "search for an optimal schedule, with a proven gap", "jaxpipe.cli.solve_verb"),
-    Verb("plot", "draw schedule files and recorded timelines", "jaxpipe.cli.plot_verb"),
+    Verb("cache", "list or clear the schedules that were solved", "cache_verbs", "schedule_flags"),
+    Verb("solve", "search for an optimal schedule, with a proven gap", "solve_verb", "schedule_flags"),
+    Verb("plot", "draw schedule files and recorded timelines", "plot_verb", "schedule_flags"),
 )
 
 
@@ -93,7 +92,7 @@ def run(argv: list[str]) -> int:
     if verb is None:
         raise ConfigError(f"unknown verb {argv[0]!r}{closest(argv[0], names)}; verbs: {', '.join(names)}")
     own, rest = argv[1:], []
-    if command_of(verb).passes_on and "--" in own:
+    if verb.passes_on and "--" in own:
         own, rest = own[: own.index("--")], own[own.index("--") + 1 :]
     arguments = parsed(verb.name, own)
     arguments.rest = rest
@@ -102,20 +101,14 @@ def run(argv: list[str]) -> int:
 
         for module in arguments.imports:
             import_module(module)
-    return command_of(verb).run(arguments) or 0
-
-
-def command_of(verb: Verb) -> Command:
-    """Imports its module."""
-    command: Command = importlib.import_module(verb.module).COMMANDS[verb.name]
-    return command
+    return verb.function("run")(arguments) or 0
 
 
 def parsed(name: str, argv: Sequence[str]) -> argparse.Namespace:
     """The arguments of a verb. Raises as :func:`run`."""
     verb = next(v for v in VERBS if v.name == name)
     parser = Parser(prog=f"jaxpipe {verb.name}", description=verb.summary[0].upper() + verb.summary[1:] + ".")
-    command_of(verb).configure(parser)
+    verb.function("configure")(parser)
     text = "import a module that registers schedule families or ops, also from the working directory (repeatable)"
     add_repeated(parser, "--import", "MODULE", text, dest="imports")
     return parser.parse(argv)

@@ -12,7 +12,6 @@ from functools import partial
 from jaxpipe.cli.outputs import add_costs_flag, check_output
 from jaxpipe.cli.parallel_flags import add_parallel_flags, with_parallel_flags
 from jaxpipe.cli.parser import add_json_flag, add_switch, add_value, amount, whole_number
-from jaxpipe.cli.registry import Command
 from jaxpipe.errors import ConfigError
 
 _UNITS = {"": 1, "B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -28,7 +27,7 @@ def memory_size(text: str) -> float:
     return float(found[1]) * _UNITS[found[2].upper()]
 
 
-def _configure(parser: argparse.ArgumentParser) -> None:
+def configure_rehearse(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", metavar="CONFIG", help="TOML or JSON settings, as for train")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings that override the file")
     add_parallel_flags(parser)
@@ -46,7 +45,7 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     add_json_flag(parser, "print everything as JSON on stdout, progress on stderr")
 
 
-def _rehearse(args: argparse.Namespace) -> int:
+def run_rehearse(args: argparse.Namespace) -> None:
     from jaxpipe.train.config import load_config
 
     config = load_config(args.config, with_parallel_flags(args, args.overrides))
@@ -87,7 +86,3 @@ def _rehearse(args: argparse.Namespace) -> int:
     if args.output:
         write_costs(done.costs, args.output)
     print(json.dumps(rehearsed_json(done)) if args.json else rehearsed_text(done))
-    return 0
-
-
-COMMANDS = {"rehearse": Command(_configure, _rehearse)}

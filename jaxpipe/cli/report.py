@@ -5,21 +5,20 @@ The JSON keys are fixed: benchmarks and checks outside the repository read them.
 
 from __future__ import annotations
 
-import json
 import math
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jaxpipe.plot.units import Units, memory_scale, number, time_scale
+from jaxpipe.schedule import CostProfile, Schedule, Timeline
+from jaxpipe.schedule.memory import rank_share
+from jaxpipe.schedule.picture import draw
+from jaxpipe.schedule.search_orders import bounds_within, offloaded_share
+from jaxpipe.schedule.steps import StepsTimeline
+from jaxpipe.schedule.tolerance import TIME, at_most, nine_digits
 from jaxpipe.wording import aligned
-
-if TYPE_CHECKING:
-    from jaxpipe.schedule import CostProfile, Schedule, Timeline
-    from jaxpipe.schedule.steps import StepsTimeline
-
 
 _MOST_STEPS = 400
 _MOST_RANKS = 16
@@ -51,7 +50,6 @@ class Record:
         cls, schedule: Schedule, costs: CostProfile, timeline: Timeline, memory_limit: float | None, **facts: Any
     ) -> Record:
         """``facts``: the fields that have a default."""
-        from jaxpipe.schedule.search_orders import bounds_within, offloaded_share
 
         offloaded = offloaded_share(schedule, costs)
         sizes = schedule.placement, schedule.num_microbatches
@@ -88,7 +86,6 @@ class Record:
     @property
     def rank_shares(self) -> tuple[float, ...]:
         """What one activation is on each rank: its residuals of one microbatch (of the first flow) in the unit of the costs."""
-        from jaxpipe.schedule.memory import rank_share
 
         return tuple(
             rank_share(self.schedule.placement, self.costs, rank, 0) for rank in range(self.schedule.num_ranks)
@@ -138,7 +135,6 @@ class Failure:
 
 def copies_are_free(schedule: Schedule, costs: CostProfile) -> bool:
     """Whether the schedule copies to the host, and that takes no time under these costs."""
-    from jaxpipe.schedule.search_orders import offloaded_share
 
     return not any(costs.offload_s) and not any(costs.load_s) and offloaded_share(schedule, costs) > 0
 
@@ -146,19 +142,8 @@ def copies_are_free(schedule: Schedule, costs: CostProfile) -> bool:
 FREE_COPIES = "copies to the host take no time"
 
 
-def notice(text: str) -> None:
-    """A line on stderr, where it never mixes with results."""
-    print(text, file=sys.stderr, flush=True)
-
-
-def print_json(document: object) -> None:
-    """Print one JSON document; nothing else goes to stdout with ``--json``."""
-    print(json.dumps(document, allow_nan=False))
-
-
 def print_summary(record: Record, units: Units, steps: StepsTimeline | None = None) -> None:
     """The record for people, one quantity a line; of several ``steps``, the time from one to the next too."""
-    from jaxpipe.schedule.tolerance import at_most
 
     timeline, schedule = record.timeline, record.schedule
     time = time_scale(timeline.makespan, units)
@@ -236,7 +221,6 @@ def print_table(entries: Sequence[Record | Failure], units: Units) -> None:
 
 def front(records: Sequence[Record]) -> list[Record]:
     """The Pareto front: records that no other beats in makespan or peak without losing in the other, by rising peak."""
-    from jaxpipe.schedule.tolerance import nine_digits
 
     def key(record: Record) -> tuple[float, float]:
         return nine_digits(record.peak), nine_digits(record.timeline.makespan)
@@ -251,7 +235,6 @@ def front(records: Sequence[Record]) -> list[Record]:
 def sketch(timeline: Timeline, width: int, units: Units) -> str:
     """The timeline as text (:func:`jaxpipe.schedule.picture.draw`) in at most ``width`` columns: exactly where its times have a
     common step, else with times rounded, which its last line says. A line that says how to draw it where it does not fit."""
-    from jaxpipe.schedule.picture import draw
 
     too_large = "  (too large for a picture here; -o x.svg draws it)"
     events = [e for e in timeline.events if e.lane == "compute"]
@@ -273,7 +256,6 @@ def _fits(picture: str, width: int) -> bool:
 
 def _common_step(times: Sequence[float]) -> float | None:
     """The longest step of which all ``times`` are multiples; None if there is none, or more than ``_MOST_STEPS``."""
-    from jaxpipe.schedule.tolerance import TIME
 
     longest = max(times, default=0.0)
     if longest <= 0:

@@ -5,17 +5,11 @@ from __future__ import annotations
 import argparse
 import shutil
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
-from jaxpipe.cli.cost_flags import (
+from jaxpipe.cli.costs import (
     CostChoice,
-    add_cost_flags,
-    add_group_flag,
-    add_head_flag,
-    add_limit_flag,
-    add_objective_flag,
-    add_pass_flags,
-    add_size_flags,
     check_agreement,
     check_copies,
     check_limit,
@@ -23,33 +17,35 @@ from jaxpipe.cli.cost_flags import (
     chosen_costs,
     require_file,
 )
-from jaxpipe.cli.outputs import PICTURE_SUFFIXES, SCHEDULE_SUFFIXES, add_output_flag, check_outputs, is_picture
-from jaxpipe.cli.parser import add_json_flag, add_switch, add_value, amount, whole_number
-from jaxpipe.cli.registry import Command
-from jaxpipe.cli.report import FREE_COPIES, Record, notice, print_json, print_summary, sketch
-from jaxpipe.cli.traverse_flags import TRAVERSE, add_traverse_flags, refuse_traverse_flags, traversed
+from jaxpipe.cli.outputs import check_outputs, is_picture, notice, print_json
+from jaxpipe.cli.report import FREE_COPIES, Record, print_summary, sketch
+from jaxpipe.cli.rules import refuse_traverse_flags, traversed
+from jaxpipe.cli.schedule_flags import OUTPUTS, TRAVERSE
 from jaxpipe.errors import ConfigError
 from jaxpipe.plot.units import number, time_scale
+from jaxpipe.schedule import (
+    FAMILIES,
+    VOCABULARY_FAMILIES,
+    CostProfile,
+    Family,
+    Schedule,
+    Timeline,
+    check_schedule,
+    generate,
+    read_schedule,
+    simulate,
+    write_schedule,
+)
+from jaxpipe.schedule.passes import braid, offload, separate_gradients
+from jaxpipe.schedule.passes.prompt import late_offload
+from jaxpipe.schedule.retime import Objective
+from jaxpipe.schedule.steps import StepsTimeline, simulate_steps
+from jaxpipe.schedule.tolerance import at_most
 from jaxpipe.wording import closest
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from jaxpipe.schedule import CostProfile, Family, Schedule, Timeline
-    from jaxpipe.schedule.retime import Objective
-    from jaxpipe.schedule.steps import StepsTimeline
-
-MOST_STEPS = 1000
-OUTPUTS = (*SCHEDULE_SUFFIXES, *PICTURE_SUFFIXES)
-
-
-def configure_schedules(parser: argparse.ArgumentParser) -> None:
-    add_json_flag(parser)
 
 
 def run_schedules(arguments: argparse.Namespace) -> None:
     """List the families, one line each."""
-    from jaxpipe.schedule import FAMILIES, VOCABULARY_FAMILIES
 
     families = {**FAMILIES, **VOCABULARY_FAMILIES}
     if arguments.json:
@@ -59,22 +55,6 @@ def run_schedules(arguments: argparse.Namespace) -> None:
     width = max(map(len, families))
     for name, family in families.items():
         print(f"{name:<{width}}  {family.description}")
-
-
-def configure_schedule(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("name", metavar="NAME", help="a family ('jaxpipe schedules' lists them), or traverse")
-    add_size_flags(parser)
-    add_group_flag(parser)
-    add_traverse_flags(parser)
-    add_cost_flags(parser)
-    add_head_flag(parser)
-    add_limit_flag(parser)
-    add_objective_flag(parser)
-    add_pass_flags(parser)
-    text = "offload up to this part of each rank's activations to the host, the longest lived first"
-    add_value(parser, "--offload", "FRACTION", amount("fraction", most=1), text)
-    add_output_flag(parser, OUTPUTS)
-    add_json_flag(parser)
 
 
 def run_schedule(arguments: argparse.Namespace) -> None:
@@ -92,39 +72,12 @@ def run_schedule(arguments: argparse.Namespace) -> None:
         told = arguments.memory_limit if "memory_limit" in family.options else None
     heading = ""
     if arguments.offload is not None:
-        from jaxpipe.schedule import simulate
-        from jaxpipe.schedule.passes import offload
-
         offloaded = offload(schedule, profile, fraction=arguments.offload, memory_limit=arguments.memory_limit)
         check_copies(offloaded.schedule, profile, costs)
         schedule, timeline, heading = offloaded.schedule, simulate(offloaded.schedule, profile), str(offloaded)
     check_limit(timeline, arguments.memory_limit)
     facts = {"group": arguments.group, "family_limit": told}
     conclude(arguments, costs, Record.of(schedule, profile, timeline, arguments.memory_limit, **facts), heading)
-
-
-_FILE_RULES = (
-    "A .sched file may hold 'rank N: F0.0 BW0.0 ...' lines only. A row is the order in which a rank issues; a copy to the host "
-    "or back (O, L) starts once the compute slot before it in its row has ended, so an O belongs right behind its F."
-)
-
-
-def configure_simulate(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = _FILE_RULES
-    parser.add_argument("file", metavar="FILE", help="a schedule: .sched, .json or .csv (PyTorch's formats)")
-    add_size_flags(parser, from_file=True)
-    add_cost_flags(parser)
-    add_head_flag(parser)
-    add_limit_flag(parser)
-    add_pass_flags(parser)
-    group = parser.add_argument_group("several steps", "one after another, with the optimizer's update between them")
-    text = "how many; shows the time from step to step"
-    add_value(group, "--steps", "N", whole_number("steps", MOST_STEPS, least=2), text)
-    add_value(group, "--update", "T", amount("time of an update"), "time of a rank's update (default 0)")
-    text = "no rank waits for the others before its update: it is validated before the rank's first backward"
-    add_switch(group, "--post-validation", text)
-    add_output_flag(parser, OUTPUTS)
-    add_json_flag(parser)
 
 
 def run_simulate(arguments: argparse.Namespace) -> None:
@@ -141,7 +94,6 @@ def run_simulate(arguments: argparse.Namespace) -> None:
             raise ConfigError("--update and --post-validation are about several steps; say how many with --steps")
         conclude(arguments, costs, record)
         return
-    from jaxpipe.schedule.steps import simulate_steps
 
     check_size(schedule.num_ranks, schedule.num_microbatches * arguments.steps, schedule.num_chunks)
     update = arguments.update or 0.0
@@ -156,7 +108,6 @@ def load_schedule(path: str) -> Schedule:
     Raises:
         JaxpipeError, OSError: it can't be read, or breaks a rule; the message begins with the path.
     """
-    from jaxpipe.schedule import check_schedule, read_schedule
 
     require_file(path)
     schedule = read_schedule(path, notice)
@@ -172,7 +123,6 @@ def simulated(
     Raises:
         JaxpipeError: costs for another number of stages, or none for its copies to the host.
     """
-    from jaxpipe.schedule import simulate
 
     profile = costs.for_placement(schedule.placement, schedule.name)
     check_copies(schedule, profile, costs)
@@ -183,8 +133,6 @@ def simulated(
 
 
 def _warn_of_late_offloads(schedule: Schedule, profile: CostProfile, timeline: Timeline, costs: CostChoice) -> None:
-    from jaxpipe.schedule.passes.prompt import late_offload
-    from jaxpipe.schedule.tolerance import at_most
 
     found = late_offload(schedule, profile, timeline)
     if found is None:
@@ -205,7 +153,6 @@ def _warn_of_late_offloads(schedule: Schedule, profile: CostProfile, timeline: T
 
 
 def _family(name: str) -> Family:
-    from jaxpipe.schedule import FAMILIES, VOCABULARY_FAMILIES
 
     found = FAMILIES.get(name) or VOCABULARY_FAMILIES.get(name)
     if found is None:
@@ -228,7 +175,6 @@ def make(
         JaxpipeError: a flag it does not take, a size it does not work for, costs for another number of stages, or none for its
             copies to the host.
     """
-    from jaxpipe.schedule import generate
 
     if chunks is not None and chunks != family.default_chunks and "chunks" not in family.options:
         raise ConfigError(f"{family.name} takes no --chunks; it always has {family.default_chunks} per rank")
@@ -253,7 +199,6 @@ def make(
 def _finished(
     schedule: Schedule, profile: CostProfile, arguments: argparse.Namespace, costs: CostChoice
 ) -> tuple[Schedule, CostProfile, Timeline]:
-    from jaxpipe.schedule import simulate
 
     check_copies(schedule, profile, costs)
     schedule = after_passes(schedule, profile, arguments)
@@ -262,7 +207,6 @@ def _finished(
 
 def after_passes(schedule: Schedule, costs: CostProfile, arguments: argparse.Namespace) -> Schedule:
     """``schedule`` after the passes of ``--separate`` and ``--braid``."""
-    from jaxpipe.schedule.passes import braid, separate_gradients
 
     limit = float("inf") if arguments.memory_limit is None else arguments.memory_limit
     if "separate" in arguments and arguments.separate:
@@ -290,8 +234,6 @@ def conclude(
             title += f", {FREE_COPIES}" if record.free_copies else ""
             plot_timelines([timeline], path, title=title, units=costs.units)
         else:
-            from jaxpipe.schedule import write_schedule
-
             write_schedule(schedule, path)
     if arguments.json:
         print_json({**record.json(), **facts, **({} if notes is None else {"notes": notes})})
@@ -308,10 +250,3 @@ def _terminal_width() -> int:
     """Columns of the terminal; a generous fixed number when the output goes to a file or another program."""
     terminal = sys.stdout is not None and sys.stdout.isatty()
     return shutil.get_terminal_size().columns if terminal else 160
-
-
-COMMANDS = {
-    "schedules": Command(configure_schedules, run_schedules),
-    "schedule": Command(configure_schedule, run_schedule),
-    "simulate": Command(configure_simulate, run_simulate),
-}

@@ -5,37 +5,29 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from jaxpipe.cli.cost_flags import (
-    FREE_CHUNKS,
-    MOST_MICROBATCHES,
+from jaxpipe.cli.costs import (
     CostChoice,
-    add_braid_flag,
-    add_chunk_limit_flags,
-    add_cost_flags,
-    add_limit_flag,
-    add_size_flags,
     check_size,
     chosen_costs,
     chunks_are_free,
     most_chunks,
     set_sizes,
 )
-from jaxpipe.cli.outputs import add_output_flag, check_outputs
-from jaxpipe.cli.parser import add_json_flag, add_switch, add_value, amount, whole_number
-from jaxpipe.cli.registry import Command
-from jaxpipe.cli.report import Record, notice
-from jaxpipe.cli.schedule_verbs import OUTPUTS, after_passes, conclude, load_schedule
-from jaxpipe.cli.traverse_flags import PLACEMENTS
+from jaxpipe.cli.outputs import check_outputs, notice
+from jaxpipe.cli.report import Record
+from jaxpipe.cli.schedule_flags import FREE_CHUNKS, MOST_MICROBATCHES, OUTPUTS
+from jaxpipe.cli.schedule_verbs import after_passes, conclude, load_schedule
 from jaxpipe.errors import ConfigError, ScheduleError
+from jaxpipe.schedule import FAMILIES, Placement, Schedule, simulate
+from jaxpipe.schedule.placement import circular, one_to_one, placement_named, v_shape, wave
+from jaxpipe.schedule.settings import CHUNKS
+from jaxpipe.schedule.solve import Options, Progress, Solution, SolveTask
+from jaxpipe.schedule.solve.solver import solve_cached
+from jaxpipe.schedule.solve.task import most_offloaded
+from jaxpipe.schedule.tolerance import at_most
 
-if TYPE_CHECKING:
-    from jaxpipe.schedule import Placement, Schedule
-    from jaxpipe.schedule.solve import Progress, Solution, SolveTask
-
-_MOST_WORKERS = 256
-_MOST_SEEDS = 2**31 - 1
 _MOST_ACTIONS = 200_000
 _MOST_PAIRS = 2_048  # pairs of stage and microbatch up to which many chunks are tried
 _FREE_CHUNKS = (
@@ -43,39 +35,8 @@ _FREE_CHUNKS = (
 )
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
-    add_size_flags(parser)
-    parser.set_defaults(ranks=None, microbatches=None)
-    add_chunk_limit_flags(parser)
-    text = "which ranks run which stages (default: all that suit the number of chunks)"
-    parser.add_argument("--placement", choices=("auto", *PLACEMENTS), default="auto", help=text)
-    text = "start from this schedule and keep its placement, which may be any graph of stages; sizes are the file's"
-    add_value(parser, "--start", "FILE", str, text)
-    add_cost_flags(parser)
-    add_limit_flag(parser)
-    text = "at most so many activations of a rank on the host, on the way there or back, at a time"
-    add_value(parser, "--offloads-in-flight", "N", whole_number("offloads in flight", MOST_MICROBATCHES, least=0), text)
-    add_braid_flag(parser)
-    group = parser.add_argument_group("search")
-    text = "minimise the makespan (default), the longest span of a rank, or makespan, then peak, then what is offloaded"
-    objectives = ("makespan", "span", "lexicographic")
-    group.add_argument("--objective", choices=objectives, default="makespan", help=text)
-    text = "seconds to search; Ctrl-C ends it earlier with the best so far"
-    add_value(group, "--time-limit", "S", amount("time limit", zero=False), text, 60.0)
-    add_value(group, "--seed", "N", whole_number("seed", _MOST_SEEDS, least=0), "another seed, another search", 0)
-    add_value(group, "--workers", "N", whole_number("workers", _MOST_WORKERS), "processes", 2)
-    text = "same flags, same schedule: --time-limit counts deterministic time, and the cache is not used"
-    add_switch(group, "--reproducible", text)
-    add_switch(group, "--no-cache", "neither use nor fill the cache of solved problems")
-    add_output_flag(parser, OUTPUTS)
-    add_json_flag(parser)
-
-
-def run(arguments: argparse.Namespace) -> None:
+def run_solve(arguments: argparse.Namespace) -> None:
     """Solve, show and write the schedule. Progress goes to standard error."""
-    from jaxpipe.schedule import simulate
-    from jaxpipe.schedule.solve import Options
-    from jaxpipe.schedule.solve.solver import solve_cached
 
     check_outputs(arguments.output, OUTPUTS)
     costs = chosen_costs(arguments)
@@ -117,7 +78,6 @@ def _progress(progress: Progress, _schedule: Schedule | None) -> None:
 
 def _headline(solution: Solution, placements: int) -> str:
     """Both bounds by name: of all placements that were tried, and, where it is another, of the one that was found."""
-    from jaxpipe.schedule.tolerance import at_most
 
     kind = solution.task.placement.kind
     where = f" of all {placements} placements tried" if placements > 1 else ""
@@ -142,7 +102,6 @@ def _facts(solution: Solution) -> dict[str, Any]:
     """What ``--json`` says beyond the keys of ``schedule --json``. ``lower_bound`` and ``gap`` are those of all placements
     tried, ``placement_bound`` and ``placement_gap`` those of the placement found."""
     bounds = ("value", "lower_bound", "gap", "placement_bound", "placement_gap", "optimal_in_placement")
-    from jaxpipe.schedule.solve.task import most_offloaded
 
     return {
         "objective": solution.task.objective,
@@ -169,7 +128,6 @@ def _started(arguments: argparse.Namespace, starts: Iterable[Schedule]) -> Seque
 
 
 def _tasks(arguments: argparse.Namespace, costs: CostChoice, placements: Sequence[Placement]) -> list[SolveTask]:
-    from jaxpipe.schedule.solve import SolveTask
 
     tasks = []
     for placement in placements:
@@ -208,7 +166,6 @@ def _asked(arguments: argparse.Namespace, costs: CostChoice) -> Sequence[Placeme
     Raises:
         ConfigError: the placement has another number of chunks, or the profile's stages don't divide by the ranks.
     """
-    from jaxpipe.schedule.placement import circular, one_to_one, placement_named, v_shape, wave
 
     ranks, chunks, kind = arguments.ranks, arguments.chunks, arguments.placement
     if costs.profile is not None:
@@ -233,8 +190,6 @@ def _asked(arguments: argparse.Namespace, costs: CostChoice) -> Sequence[Placeme
 
 def _family_placements(arguments: argparse.Namespace) -> Sequence[Placement]:
     """Those that the families use, one each; with more chunks than a family has by default only at small sizes."""
-    from jaxpipe.schedule import FAMILIES
-    from jaxpipe.schedule.settings import CHUNKS
 
     found: dict[Placement, None] = {}
     pairs = arguments.ranks * arguments.microbatches
@@ -246,6 +201,3 @@ def _family_placements(arguments: argparse.Namespace) -> Sequence[Placement]:
             except ScheduleError:  # sizes that the family has no placement for
                 continue
     return list(found)
-
-
-COMMANDS = {"solve": Command(configure, run)}

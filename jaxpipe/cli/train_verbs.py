@@ -19,7 +19,6 @@ from jaxpipe.cli.exit_codes import EXIT_CODES, INTERRUPTED, STOPPED, explained
 from jaxpipe.cli.outputs import add_costs_flag, check_output
 from jaxpipe.cli.parallel_flags import add_parallel_flags, with_parallel_flags
 from jaxpipe.cli.parser import add_json_flag, add_switch, add_value, amount, whole_number
-from jaxpipe.cli.registry import Command
 from jaxpipe.errors import AgreedError, gist
 from jaxpipe.launch.local import follow_launcher
 from jaxpipe.runtime.peers import find_peers
@@ -40,7 +39,7 @@ def _configure_config(parser: argparse.ArgumentParser) -> None:
     add_parallel_flags(parser)
 
 
-def _configure_train(parser: argparse.ArgumentParser) -> None:
+def configure_train(parser: argparse.ArgumentParser) -> None:
     _configure_config(parser)
     add_switch(parser, "--print-config", "print all settings (changed ones marked *) and stop")
     add_switch(parser, "--help-config", "explain all settings and stop")
@@ -66,7 +65,7 @@ def config_of(args: argparse.Namespace) -> TrainConfig:
     return load_config(args.config, [*with_parallel_flags(args, args.overrides), *fallback])
 
 
-def _train(args: argparse.Namespace) -> int:
+def run_train(args: argparse.Namespace) -> int:
     if args.help_config:
         from jaxpipe.train.config import explain_settings
 
@@ -161,7 +160,7 @@ def _step(text: str) -> int | str:
     return int(text)
 
 
-def _configure_eval(parser: argparse.ArgumentParser) -> None:
+def configure_eval(parser: argparse.ArgumentParser) -> None:
     add_checkpoint_flags(parser)
     _add_devices_flag(parser)
     add_value(parser, "--batch", "N", whole_number("sequences", 65536), "sequences at a time", 16)
@@ -172,7 +171,7 @@ def _configure_eval(parser: argparse.ArgumentParser) -> None:
     add_json_flag(parser, "print JSON")
 
 
-def _eval(args: argparse.Namespace) -> int:
+def run_eval(args: argparse.Namespace) -> None:
     from jaxpipe.train.devices import device_errors, request_devices
 
     request_devices(args.devices or 1)
@@ -189,17 +188,16 @@ def _eval(args: argparse.Namespace) -> int:
 
     if args.json:
         print(json.dumps({"step": trained.step, "other_data": other, **scores_json(scores)}, allow_nan=False))
-        return 0
+        return
     where = "one device" if len(trained.devices) == 1 else f"{len(trained.devices)} devices"
     print(
         f"step {trained.step}, {where}, {len(batches)} held-out batches of {args.batch} × {trained.config.data.seq_len}"
         f"{' of other data than it was trained on' if other else ''}"
     )
     print(score_table(scores, trained.model.loss_unit))
-    return 0
 
 
-def _configure_generate(parser: argparse.ArgumentParser) -> None:
+def configure_generate(parser: argparse.ArgumentParser) -> None:
     add_checkpoint_flags(parser)
     _add_devices_flag(parser)
     parser.add_argument("--prompt", default="def ", help="text to continue (default: 'def ')")
@@ -210,7 +208,7 @@ def _configure_generate(parser: argparse.ArgumentParser) -> None:
     add_value(parser, "--seed", "N", seed, "same seed, same text", 0)
 
 
-def _generate(args: argparse.Namespace) -> int:
+def run_generate(args: argparse.Namespace) -> None:
     from jaxpipe.train.devices import device_errors, request_devices
 
     request_devices(args.devices or 1)
@@ -223,10 +221,9 @@ def _generate(args: argparse.Namespace) -> int:
         for piece in pieces:
             print(piece, end="", flush=True)
     print()
-    return 0
 
 
-def _configure_profile(parser: argparse.ArgumentParser) -> None:
+def configure_profile(parser: argparse.ArgumentParser) -> None:
     _configure_config(parser)
     repeats, warm_up = whole_number("repeats", 1000), whole_number("warm-up calls", 1000, least=0)
     add_value(parser, "--repeats", "N", repeats, "timed samples per function; the median counts", 5)
@@ -237,7 +234,7 @@ def _configure_profile(parser: argparse.ArgumentParser) -> None:
     add_json_flag(parser, "print the cost profile as JSON")
 
 
-def _profile(args: argparse.Namespace) -> int:
+def run_profile(args: argparse.Namespace) -> None:
     from jaxpipe.train.config import load_config
 
     config = load_config(args.config, with_parallel_flags(args, args.overrides))
@@ -274,12 +271,3 @@ def _profile(args: argparse.Namespace) -> int:
     if args.details:
         Path(args.details).write_text(json.dumps(measurement_json(measured), indent=1) + "\n", encoding="utf-8")
     print(json.dumps(to_costs(costs)) if args.json else measurement_table(measured))
-    return 0
-
-
-COMMANDS = {
-    "train": Command(_configure_train, _train),
-    "eval": Command(_configure_eval, _eval),
-    "generate": Command(_configure_generate, _generate),
-    "profile": Command(_configure_profile, _profile),
-}

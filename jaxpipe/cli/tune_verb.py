@@ -7,18 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxpipe.cli.machine_flags import (
-    add_machine_flags,
-    add_settings_argument,
-    config_of,
-    efficiency_of,
-    limit_bytes_of,
-    without_devices,
-)
-from jaxpipe.cli.outputs import check_output
+from jaxpipe.cli.machine_flags import add_machine_flags, add_settings_argument, config_of, machine_of
+from jaxpipe.cli.outputs import check_output, notice
 from jaxpipe.cli.parser import add_repeated, add_value, amount, whole_number
-from jaxpipe.cli.registry import Command
-from jaxpipe.cli.report import notice
 from jaxpipe.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -28,7 +19,7 @@ if TYPE_CHECKING:
 _MOST_DEVICES = 65536
 
 
-def _configure(parser: argparse.ArgumentParser) -> None:
+def configure_tune(parser: argparse.ArgumentParser) -> None:
     add_settings_argument(parser)
     add_value(parser, "--devices", "N", whole_number("devices", _MOST_DEVICES), "devices to use, all of them", 8)
     add_machine_flags(parser)
@@ -45,16 +36,12 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     add_value(parser, "--json", "FILE.json", str, "write everything that was tried")
 
 
-def _run(args: argparse.Namespace) -> None:
+def run_tune(args: argparse.Namespace) -> None:
     config = config_of(args, [x for x in args.settings if "=" in x])
     check_output(args.output, (".toml",), "-o")
     check_output(args.json, (".json",), "--json")
     check_output(args.measure, (".json",), "--measure")
-    from jaxpipe.planning.targets import find_target
-
-    target = find_target(args.target)
-    if args.measure is None:
-        without_devices()
+    target, efficiency, limit = machine_of(args, used=args.measure is not None)
     from jaxpipe.planning.report import tuned_json, tuned_text
     from jaxpipe.planning.space import Space
     from jaxpipe.planning.stages import workbench
@@ -62,8 +49,6 @@ def _run(args: argparse.Namespace) -> None:
     from jaxpipe.train.imported import completed
 
     space = Space.of(completed(config), args.devices, args.only)
-    efficiency = efficiency_of(args)
-    limit = limit_bytes_of(args, target, efficiency)
     how = {"sizes": SIZES} if args.measure is None else {"seconds_of": _stopwatch(args.measure)}
     bench = workbench(space.base, target, efficiency, lambda text: None, **how)
     tuned = tune(space, bench, limit, notice, args.time_limit or float("inf"))
@@ -121,6 +106,3 @@ def _nothing(tuned: Tuned, limit: float) -> str:
         return f"nothing could be tried: {tuned.tried[0].reason if tuned.tried else 'no layout divides the batch'}"
     found = f"; the least found is {least / 1e9:.4g} GB" if least is not None else " for parameters and optimizer state"
     return f"nothing tried fits in {limit / 1e9:g} GB a device{found}: use more devices"
-
-
-COMMANDS = {"tune": Command(_configure, _run)}

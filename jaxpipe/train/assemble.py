@@ -229,17 +229,19 @@ def build_schedule(
                     f"{pipe.schedule} has {have} {what}, the config says pipeline.{what}={want}: make them equal"
                 )
         return schedule
-    if rules is not None and pipe.schedule == "traverse":
-        return traversed(pipe, rules, costs, span)
-    if span > 1:
+    if span > 1 and (rules is None or pipe.schedule != "traverse"):
         raise ScheduleError(
             f"the loss takes {span} microbatches at once, and the stages of {pipe.schedule!r} one: set pipeline.schedule to "
             "'towers' or 'traverse'"
         )
-    chunks = family_chunks(pipe)
-    return generate(
-        pipe.schedule, pipe.ranks, pipe.microbatches, chunks=chunks, costs=costs, memory_limit=pipe.memory_limit
-    )
+    return _ordered(pipe, costs, rules, span)
+
+
+def _ordered(pipe: PipelineConfig, costs: CostProfile, rules: TraverseConfig | None = None, span: int = 1) -> Schedule:
+    """An order by ``rules`` where ``pipe`` asks for them, else of its family."""
+    if rules is not None and pipe.schedule == "traverse":
+        return traversed(pipe, rules, costs, span)
+    return generate(pipe.schedule, pipe.ranks, pipe.microbatches, family_chunks(pipe), costs, pipe.memory_limit)
 
 
 def _with_vocabulary(
@@ -257,10 +259,7 @@ def _with_vocabulary(
     costs = replace(costs, link=Link(_SENT * sum(costs.f_s[s] for s in placement.trunk) / len(placement.trunk)))
 
     def base(microbatches: int, known: CostProfile) -> Schedule:
-        more = replace(pipe, microbatches=microbatches)
-        if rules is not None and pipe.schedule == "traverse":
-            return traversed(more, rules, known)
-        return generate(pipe.schedule, pipe.ranks, microbatches, chunks=family_chunks(pipe), costs=known)
+        return _ordered(replace(pipe, microbatches=microbatches, memory_limit=None), known, rules)
 
     name = f"vocab-{pipe.schedule}" + ("-2" if barriers(pipe.vocabulary) == 2 else "")
     return spread_vocabulary(name, base, placement, pipe.microbatches, costs)
@@ -363,8 +362,7 @@ def final_order(
     def made_by(fields: Sequence[str]) -> Schedule:
         """Chosen anew, as the draft was but for these fields of ``costs``."""
         known = replace(relative_costs(stage_costs), **{name: getattr(costs, name) for name in fields})
-        new = generate(pipe.schedule, pipe.ranks, pipe.microbatches, family_chunks(pipe), known, pipe.memory_limit)
-        return with_edges(new, draft.placement.edges)
+        return with_edges(_ordered(pipe, known), draft.placement.edges)
 
     def peak(schedule: Schedule) -> float:
         return max(simulate(schedule, costs).peak_activations)

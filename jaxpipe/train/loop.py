@@ -15,9 +15,8 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
@@ -43,11 +42,13 @@ from jaxpipe.train.replan import Offer, Replanner
 from jaxpipe.train.run import resume
 from jaxpipe.train.run.agreement import agree_on_data, agree_on_devices, devices_of
 from jaxpipe.train.run.compile_cache import use_compile_cache
+from jaxpipe.train.run.pace import Pace
 from jaxpipe.train.run.progress import LiveLine, ProgressStream
 from jaxpipe.train.run.report import TrainResult
 from jaxpipe.train.run.resume import Start
 from jaxpipe.train.run.run_directory import RunDirectory
-from jaxpipe.train.run.saving import Content, Saving
+from jaxpipe.train.run.saving import Saving
+from jaxpipe.train.run.skipping import Skipping
 from jaxpipe.train.run.stop import STOPPED, EndingEarly, Stop
 from jaxpipe.train.run.trace_window import TraceWindow
 from jaxpipe.train.run.trackers import TrackerFactory, find_trackers
@@ -187,11 +188,11 @@ class _Run:
         self.sound: int | None = None  # the newest checkpoint after which such a loss did not follow
         self.unproven = start.step if self.resumed else None  # saved since
         self.loss, self.grad_norm, self.rate = float("nan"), float("nan"), None
-        self.skipped = _Skipped()
+        self.skipped = Skipping(self.config, self.line.note)
         self.bubbles: list[float] = []  # of recorded steps, as are the ratios
         self.ratios: list[float] = []
         self.timeline: Timeline | None = None  # of the last recorded step
-        self.pace = _Pace(run.batch * self.config.data.seq_len)
+        self.pace = Pace(run.batch * self.config.data.seq_len)
         self.mfu_per_rate: float | None = None  # of one token a second
         if peak_flops_per_s:
             per_token = step_flops(prepared) / self.pace.tokens_per_step
@@ -416,33 +417,7 @@ class _Run:
             self.replanner.observe(step, metrics.timeline, metrics.outputs.step_s)
         self.log.write(step, record)
         self.logged = step
-        self._judge(step, applied, bool(found["finite"]))
-
-    def _judge(self, step: int, applied: bool, finite: bool) -> None:
-        """What a step that was not finite means for the run.
-
-        Raises:
-            NotFiniteError: the run ends by it.
-        """
-        run, rate = self.config.run, f"optimizer.lr={self.config.optimizer.lr:g}"
-        if not finite:
-            raise NotFiniteError(
-                f"step {step} made parameters that are not finite: {rate} or optimizer.weight_decay is too high"
-            )
-        if applied:
-            if self.skipped.row > 1:
-                self.line.note(f"step {step}: finite again; {self.skipped.row} steps were skipped")
-            self.skipped = self.skipped.ended()
-            return
-        self.skipped = self.skipped.one_more(step)
-        if run.on_nonfinite == "abort" or self.skipped.row == run.max_skipped:
-            since = f"steps {self.skipped.first} to {step} were" if self.skipped.row > 1 else f"step {step} was"
-            policy = "run.on_nonfinite=abort" if run.on_nonfinite == "abort" else f"run.max_skipped={run.max_skipped}"
-            raise NotFiniteError(
-                f"{since} not finite ({policy}): {rate} may be too high, or the data hold ids that the model does not know"
-            )
-        if self.skipped.row == 1:
-            self.line.note(f"step {step}: the gradient is not finite; parameters were left as they are")
+        self.skipped.judge(step, applied=applied, finite=bool(found["finite"]))
 
     def _evaluate(self, state: TrainState) -> None:
         self._settle()
@@ -465,7 +440,7 @@ class _Run:
             self.saving.put_off(state.step)
             return
         spare = () if self.sound is None or state.step == self.config.run.steps else (self.sound,)
-        self.saving.save(state.step, self._content(state), prune=not self._is_worse(), spare=spare)
+        self.saving.save(state.step, partial(self._put, state, prune=not self._is_worse(), spare=spare))
         self.unproven = state.step
         self.line.restart_clock()
 
@@ -482,12 +457,13 @@ class _Run:
         self._settle()
         try:
             prune = not (self.skipped.row or self._is_worse())
-            self.saving.finish(state.step, lambda: self._content(state), prune=prune)
+            self.saving.finish(state.step, partial(self._put, state, prune=prune))
         except CheckpointError as error:
             raise CheckpointError(f"after step {state.step}: {error}; {self._left()}") from error
 
-    def _content(self, state: TrainState) -> Content:
-        """What a checkpoint holds. The metrics up to here are on the disk first: a run that goes on from it finds them all."""
+    def _put(self, state: TrainState, *, prune: bool, spare: Collection[int] = ()) -> None:
+        """Start to save. The metrics up to here are on the disk first: a run that goes on from it finds them all. ``prune``:
+        delete what need not be kept, but ``spare``."""
         self.log.sync()
         params, optimizer, meta = self.trainer.contents(state)
         meta |= {"data": self.start.batches.state_at(state.step).to_dict(), "config": self.config.to_dict()}
@@ -495,7 +471,8 @@ class _Run:
         meta |= {"first_loss": self.first_loss, "began_in": str(Path.cwd())}
         meta["backwards"] = resume.backwards_of(self.trainer.schedule, self.pipe.boundaries)
         step, loss = self.evaluated or (-1, math.nan)
-        return Content(params, optimizer, meta, loss if step == state.step and math.isfinite(loss) else None)
+        eval_loss = loss if step == state.step else None
+        self.folder.store.save(state.step, params, optimizer, meta, eval_loss, prune=prune, spare=spare)
 
     # -- ending -------------------------------------------------------------------------------------------------------
 
@@ -590,55 +567,3 @@ def _go_on(step: int | None, first: str = "") -> str:
     if step is None:
         return "no checkpoint was saved before"
     return f"{first}run the same command again to go on from step {step}"
-
-
-@dataclass(frozen=True, slots=True)
-class _Skipped:
-    """Steps whose gradient was not finite: all of them, those of the row that the last step belongs to, and its first."""
-
-    steps: int = 0
-    row: int = 0
-    first: int = 0
-
-    def one_more(self, step: int) -> _Skipped:
-        return _Skipped(self.steps + 1, self.row + 1, self.first if self.row else step)
-
-    def ended(self) -> _Skipped:
-        return _Skipped(self.steps)
-
-
-class _Pace:
-    """Seconds of training steps, waiting for their results included, evaluation and saving left out; the first, which compiles,
-    only counts if it is alone."""
-
-    def __init__(self, tokens_per_step: int) -> None:
-        self.tokens_per_step = tokens_per_step
-        self._seconds: list[float] = []
-        self._lap = 0
-
-    @contextmanager
-    def step(self) -> Iterator[None]:
-        """Around the dispatch of a step."""
-        self._seconds.append(0.0)
-        with self.waiting():
-            yield
-
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Around what is done for the last step that was dispatched."""
-        began = time.perf_counter()
-        yield
-        if self._seconds:
-            self._seconds[-1] += time.perf_counter() - began
-
-    def lap(self) -> float:
-        """Tokens a second since the last lap."""
-        since, self._lap = max(self._lap, 1), len(self._seconds)
-        return self._rate(self._seconds[since:] or self._seconds[-1:])
-
-    @property
-    def tokens_per_s(self) -> float:
-        return self._rate(self._seconds[1:] or self._seconds)
-
-    def _rate(self, seconds: list[float]) -> float:
-        return self.tokens_per_step * len(seconds) / sum(seconds) if seconds else float("nan")

@@ -86,20 +86,11 @@ class Updated:
 
 
 @dataclass(frozen=True, slots=True)
-class StepMetrics:
-    """Device scalars of a step: mean loss per weighted token (nats), global gradient norm before clipping, whether the update
-    was applied, whether all parameters are ``finite`` after it, the sum of weights; ``metrics``, by name, what the loss layer
-    reports: each sum ÷ its weight (NaN where that is 0); ``stop``, ``switch``: whether a process wants to;
-    ``learning_rate``, if the step knows it. Those two are ``updated()``, and wait for an update that was made ahead.
-    ``timeline``: measured, on recorded steps, in process 0. ``outputs`` has the host-side timings (and no accumulators)."""
+class StepMetrics(Combined):
+    """What is known of a step: its scalars, whether all parameters are ``finite`` after it, and the ``learning_rate``, if the
+    step knows it. These two are ``updated()``, and wait for an update that was made ahead. ``timeline``: measured, on recorded
+    steps, in process 0. ``outputs`` has the host-side timings (and no accumulators)."""
 
-    loss: jax.Array
-    grad_norm: jax.Array
-    applied: jax.Array
-    weight: jax.Array
-    metrics: Mapping[str, jax.Array]
-    stop: jax.Array | bool
-    switch: jax.Array | bool
     updated: Callable[[], Updated]
     timeline: Timeline | None
     outputs: StepOutputs

@@ -15,7 +15,7 @@ import copy
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -187,18 +187,8 @@ class TrainStep:
         )
         timeline = pipe.measured_timeline(outputs) if record and pipe.ownership.processes.mine == 0 else None
         state, updated = self._updated(whole, losses)
-        metrics = StepMetrics(
-            found.loss,
-            found.norm,
-            found.ok,
-            found.weight,
-            found.reported,
-            found.stop,
-            found.switch,
-            updated,
-            timeline,
-            outputs,
-        )
+        scalars = {f.name: getattr(found, f.name) for f in fields(found)}
+        metrics = StepMetrics(**scalars, updated=updated, timeline=timeline, outputs=outputs)
         return state, metrics
 
     def _run(
@@ -251,7 +241,7 @@ class TrainStep:
         rate = self._rate.before(whole.optimizer[min(self._own)])
         for s, r in self._own.items():
             at, reduced = (r, s), whole.reduced[s]
-            given = self._given(s, found.scale, found.ok, found.loss, whole.extra)
+            given = self._given(s, found.scale, found.applied, found.loss, whole.extra)
             taken, update = (whole.params[s], whole.master[at], reduced.grads, whole.optimizer[s]), whole.updates[s]
             buffers, whole.master[at], whole.optimizer[s], zeros, finite[s] = update.whole(*taken, *given)
             whole.compute[at] = _with_buffers(whole.compute[at], self._writes[s], buffers)

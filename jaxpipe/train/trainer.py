@@ -47,7 +47,7 @@ from jaxpipe.train.assemble import (
     with_edges,
 )
 from jaxpipe.train.checkpoint import Checkpoint, CheckpointStore, read_manifest
-from jaxpipe.train.checkpoints.stored import load_state, model_digest, placed_layers, same_program, undamaged
+from jaxpipe.train.checkpoints.stored import load_state, model_digest, newest, placed_layers, same_program, undamaged
 from jaxpipe.train.devices import device_errors, find_devices, request_devices
 from jaxpipe.train.own_schedules import made_by_function
 from jaxpipe.train.settings.sections import PipelineConfig
@@ -460,8 +460,8 @@ class Trainer(Closing):
             CheckpointError: there is none and no ``default``; it is damaged, or of another model or optimizer.
         """
         store = self._open(path)
-        newest = step is None
-        at = _newest(store, None) if newest else read_manifest(store.directory, step).step
+        warn = partial(warnings.warn, stacklevel=3)
+        at = newest(store, warn) if step is None else read_manifest(store.directory, step).step
         if at is None:
             if default is None:
                 raise CheckpointError(
@@ -481,8 +481,7 @@ class Trainer(Closing):
                 mine = placed_layers(x for _, s in self.pipeline.own_instances for x in self.pipeline.layers(s))
             return load_state(store, at, self.model, self.optimizer, self.pipeline.master_dtype, mine)
 
-        older = partial(_newest, store) if newest else lambda _: None
-        loaded = undamaged(at, read, older, partial(warnings.warn, stacklevel=4))
+        loaded = undamaged(store, at, read, warn) if step is None else read(at)
         extra = loaded.meta.get("extra")
         self.extra = {**(extra if isinstance(extra, Mapping) else {}), **loaded.extra}
         self._restored = loaded.step
@@ -600,17 +599,3 @@ def _divided(extra: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
                 raise ConfigError(f"extra[{name!r}] can't be kept: {error}; want JSON values, or arrays") from None
         (trees if arrays else values)[name] = value
     return values, trees
-
-
-def _newest(store: CheckpointStore, before: int | None) -> int | None:
-    """The newest intact step, with a warning for each damaged one passed over; None if there is no checkpoint.
-
-    Raises:
-        CheckpointError: none is intact, or a newer one can't be read now.
-    """
-    intact = store.latest_intact(before)
-    for line in intact.warnings:
-        warnings.warn(line, stacklevel=3)
-    if intact.step is None and (intact.warnings or before is not None):
-        raise CheckpointError(f"{store.directory}: no checkpoint is intact ({'; '.join(intact.warnings)})")
-    return intact.step

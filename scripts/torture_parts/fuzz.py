@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import random
@@ -210,9 +209,10 @@ def _flags(trial: Trial) -> None:
     from jaxpipe.cli import registry
     from jaxpipe.cli.parser import Parser
 
-    verb = trial.rng.choice([v.name for v in registry.VERBS])
+    of = trial.rng.choice(registry.VERBS)
+    verb = of.name
     parser = Parser(prog=verb, description=verb)
-    _command(verb).configure(parser)
+    of.function("configure")(parser)
     arguments = []
     for action in trial.rng.sample(parser._actions, trial.rng.randint(0, min(6, len(parser._actions)))):
         if action.option_strings and "--help" not in action.option_strings:
@@ -221,13 +221,6 @@ def _flags(trial: Trial) -> None:
             choices = [str(choice) for choice in action.choices or ()]
             arguments.append(trial.rng.choice((*_TEXTS, *_NUMBERS * 2, *choices * 10)))
     ask([verb, *arguments, *_LAST.get(verb, ())])
-
-
-def _command(verb: str) -> Any:
-    from jaxpipe.cli import registry
-
-    module = next(v.module for v in registry.VERBS if v.name == verb)
-    return importlib.import_module(module).COMMANDS[verb]
 
 
 def _costs(trial: Trial) -> None:

@@ -609,7 +609,6 @@ def test_interrupt_exits_130(capsys: pytest.CaptureFixture[str], monkeypatch: py
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("jaxpipe.cli.report.print_json", interrupt)
     monkeypatch.setattr("jaxpipe.cli.compare_verbs.print_json", interrupt)
     assert main(["compare", "--json"]) == 130
     assert capsys.readouterr() == ("", "jaxpipe: interrupted\n")

@@ -30,6 +30,7 @@ from jaxpipe.train.config import load_config
 from jaxpipe.train.evaluate import held_out_score, load_trained
 from jaxpipe.train.metrics import read_metrics
 from jaxpipe.train.run import run_directory
+from jaxpipe.train.run.pace import Pace
 from jaxpipe.train.run.report import TrainResult, result_text
 from jaxpipe.train.run.run_directory import PICTURES, RunDirectory
 from jaxpipe.train.setup import load_dataset
@@ -393,8 +394,8 @@ def test_a_window_of_steps_is_traced(text: Path, tmp_path: Path) -> None:
 def test_the_pace_counts_what_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two steps, dispatched in no time, of which the second is waited for: it takes as long as that."""
     clock = [0.0]
-    monkeypatch.setattr(loop.time, "perf_counter", lambda: clock[0])
-    pace = loop._Pace(100)
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+    pace = Pace(100)
     for seconds in (30.0, 2.0):
         with pace.step():
             pass

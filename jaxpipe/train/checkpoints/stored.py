@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
+from jaxpipe.errors import CheckpointError
 from jaxpipe.stage.identity import program_digest
 from jaxpipe.stage.model.layer import Layer, Model
 from jaxpipe.stage.model.params import trained_params
@@ -75,11 +76,26 @@ def load_state(
     return loaded
 
 
-def undamaged(
-    step: int, read: Callable[[int], _Read], older: Callable[[int], int | None], warn: Callable[[str], None]
-) -> _Read:
+def newest(store: CheckpointStore, warn: Callable[[str], None], before: int | None = None) -> int | None:
+    """The newest intact step, of those below ``before``; None if there is no checkpoint. ``warn`` is told of each damaged one
+    passed over.
+
+    Raises:
+        CheckpointError: none is intact, or a newer one can't be read now.
+    """
+    intact = store.latest_intact(before)
+    if intact.step is None and intact.warnings:
+        raise CheckpointError(
+            f"{store.directory}: no checkpoint is intact ({'; '.join(intact.warnings)}); choose another directory"
+        )
+    for warning in intact.warnings:
+        warn(warning)
+    return intact.step
+
+
+def undamaged(store: CheckpointStore, step: int, read: Callable[[int], _Read], warn: Callable[[str], None]) -> _Read:
     """``read(step)``; where the files of a checkpoint match their checksums and its arrays are damaged all the same, that of
-    the one that ``older`` finds below its step.
+    the newest intact one below its step, of which ``warn`` is told.
 
     Raises:
         CheckpointError: as ``read``; DamagedCheckpointError where there is no older one.
@@ -88,7 +104,7 @@ def undamaged(
         try:
             return read(step)
         except DamagedCheckpointError as error:
-            before = older(step)
+            before = newest(store, warn, step)
             if before is None:
                 raise
             warn(f"passed over step {step}: {error.__cause__ or error}")

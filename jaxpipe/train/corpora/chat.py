@@ -9,6 +9,7 @@ to the text, its prompt left out. Does not model: tools, pictures.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxpipe.errors import DataError
+from jaxpipe.interop.folder import read_json
 from jaxpipe.train.corpora.documents import BadRecordError, kind_of, package
 from jaxpipe.wording import clipped
 
@@ -43,9 +45,7 @@ class ChatTemplate:
         marked = self._text(messages, False)
         if _OPEN in marked:
             parts = re.split(f"[{_OPEN}{_CLOSE}]", marked)
-            edges = [0]
-            for part in parts:
-                edges.append(edges[-1] + len(part))
+            edges = list(itertools.accumulate(map(len, parts), initial=0))
             return "".join(parts), list(zip(edges[1::2], edges[2::2], strict=False))
         spans = []
         for k, message in enumerate(messages):
@@ -92,20 +92,22 @@ def find_template(tokenizer: str, spec: str) -> ChatTemplate:
 
     Raises:
         DataError: there is none, or it can't be read.
+        ConfigError: the settings beside it are no JSON.
     """
     folder = Path(tokenizer).parent
-    settings = _settings(folder / "tokenizer_config.json") if Path(tokenizer).is_file() else {}
+    config, own = folder / "tokenizer_config.json", Path(tokenizer).is_file()
+    settings = read_json(config) if own and config.is_file() else {}
     path = folder / "chat_template.jinja" if spec == "auto" else Path(spec)
     source = settings.get("chat_template")
     if isinstance(source, list):
         source = next((each.get("template") for each in source if each.get("name") == "default"), None)
-    if spec != "auto" or (Path(tokenizer).is_file() and path.is_file()):
+    if spec != "auto" or (own and path.is_file()):
         try:
             source = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise DataError(f"data.chat_template {path}: can't be read ({error})") from None
     else:
-        path = folder / "tokenizer_config.json"
+        path = config
     if not isinstance(source, str):
         raise DataError(
             f"tokenizer {tokenizer} has no chat template beside it (chat_template.jinja, or tokenizer_config.json with "
@@ -121,16 +123,6 @@ def find_template(tokenizer: str, spec: str) -> ChatTemplate:
     except jinja2.TemplateError as error:
         raise DataError(f"{path}: no Jinja template ({clipped(' '.join(str(error).split()), 160)})") from None
     return made
-
-
-def _settings(path: Path) -> Mapping[str, Any]:
-    try:
-        found = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path}: can't be read ({error})") from None
-    return found if isinstance(found, dict) else {}
 
 
 @lru_cache(maxsize=4)

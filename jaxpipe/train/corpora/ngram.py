@@ -3,7 +3,7 @@
 Bigram probabilities interpolate with the unigram by a Dirichlet prior (MacKay and Bauman Peto, "A hierarchical Dirichlet
 language model", 1995): ``P(b | a) = (c(a, b) + κ·P(b)) / (c(a) + κ)``; unigrams are ``P(b) = (c(b) + k) / (n + k·V)``. κ is
 the best of a grid on the last tenth of each train span, counted on the rest, and the counts are then taken over all of it.
-Counts are a dense V×V table up to V = 1024 and sorted pairs above. Does not model: longer contexts, Kneser-Ney counts.
+Does not model: longer contexts, Kneser-Ney counts.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from scipy import sparse
 
 from jaxpipe.errors import DataError
 from jaxpipe.train.corpora.tokenizers import Ids
@@ -22,7 +23,6 @@ from jaxpipe.train.data import Batch, Dataset, TokenDataset
 
 ADD_K = 0.5
 KAPPAS = tuple(2.0**i for i in range(-2, 15))
-_DENSE_VOCAB = 1024
 _MAX_TOKENS = 1 << 25
 
 Floats = npt.NDArray[np.float64]
@@ -49,50 +49,11 @@ class Unigram:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PairCounts:
-    """How often b follows a. ``keys``: the pairs seen, ``a·V + b``, sorted, or None for the dense form, where ``counts``
-    has V² entries. ``contexts[a]``: pairs that begin with a."""
-
-    vocab_size: int
-    keys: npt.NDArray[np.int64] | None
-    counts: npt.NDArray[np.int64]
-    contexts: npt.NDArray[np.int64]
-
-    @classmethod
-    def of(cls, pieces: Iterable[Ids], vocab_size: int) -> PairCounts:
-        """Counts of the neighbours within each piece."""
-        contexts = np.zeros(vocab_size, dtype=np.int64)
-        dense = np.zeros(vocab_size**2 if vocab_size <= _DENSE_VOCAB else 0, dtype=np.int64)
-        codes = [np.empty(0, dtype=np.int64)]
-        for piece in pieces:
-            before = piece[:-1].astype(np.int64)
-            contexts += np.bincount(before, minlength=vocab_size)
-            code = before * vocab_size + piece[1:]
-            if len(dense):
-                dense += np.bincount(code, minlength=len(dense))
-            else:
-                codes.append(code)
-        if len(dense):
-            return cls(vocab_size, None, dense, contexts)
-        keys, counts = np.unique(np.concatenate(codes), return_counts=True)
-        return cls(vocab_size, keys, counts, contexts)
-
-    def __call__(self, context: Ids, target: Ids) -> npt.NDArray[np.int64]:
-        """Counts of the pairs, elementwise."""
-        code = context.astype(np.int64) * self.vocab_size + target
-        if self.keys is None:
-            return self.counts[code]
-        if not len(self.keys):
-            return np.zeros_like(code)
-        at = np.minimum(np.searchsorted(self.keys, code), len(self.keys) - 1)
-        return np.where(self.keys[at] == code, self.counts[at], 0)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class Bigram:
-    """See the module's formula. ``kappa``: weight of the unigram, in counts."""
+    """See the module's formula. ``pairs[a, b]``: how often b follows a, a sparse matrix. ``kappa``: weight of the unigram, in
+    counts."""
 
-    pairs: PairCounts
+    pairs: Any
     unigram: Unigram
     kappa: float
 
@@ -101,19 +62,29 @@ class Bigram:
         """Counts over ``pieces``; κ is the one of ``kappas`` with the least loss on the last tenth of each piece."""
         heads = [piece[: len(piece) - len(piece) // 10] for piece in pieces]
         tails = [piece[len(piece) - len(piece) // 10 - 1 :] for piece in pieces if len(piece) >= 10]
-        context, target = (_joined(tail[part] for tail in tails) for part in (slice(None, -1), slice(1, None)))
-        trial = cls(PairCounts.of(heads, vocab_size), Unigram.fit(heads, vocab_size), 1.0)
+        context, target = _neighbours(tails)
+        trial = cls(pair_counts(heads, vocab_size), Unigram.fit(heads, vocab_size), 1.0)
 
         def loss(kappa: float) -> float:
             return float(-np.log(replace(trial, kappa=kappa).probability(context, target)).sum())
 
-        return cls(PairCounts.of(pieces, vocab_size), Unigram.fit(pieces, vocab_size), min(kappas, key=loss))
+        return cls(pair_counts(pieces, vocab_size), Unigram.fit(pieces, vocab_size), min(kappas, key=loss))
 
     def probability(self, context: Ids, target: Ids) -> Floats:
         """P(target | context), elementwise."""
-        mixed = self.pairs(context, target) + self.kappa * self.unigram.probability(context, target)
-        share: Floats = mixed / (self.pairs.contexts[context] + self.kappa)
+        seen = (
+            self.pairs[np.ravel(context), np.ravel(target)] if np.size(context) else ()
+        )  # of none, scipy gives no array
+        seen = np.asarray(seen).reshape(np.shape(context))
+        mixed = seen + self.kappa * self.unigram.probability(context, target)
+        share: Floats = mixed / (np.asarray(self.pairs.sum(axis=1)).ravel()[context] + self.kappa)
         return share
+
+
+def pair_counts(pieces: Iterable[Ids], vocab_size: int) -> Any:
+    """How often each id follows each within a piece, a sparse matrix [V, V]."""
+    context, target = _neighbours(pieces)
+    return sparse.csr_matrix((np.ones(len(context), np.int64), (context, target)), (vocab_size, vocab_size))
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,8 +135,11 @@ def baselines(dataset: Dataset, batches: Iterable[Batch]) -> Mapping[str, Score]
     return {name: evaluate(model, kept, bytes_per_token) for name, model in models.items()}
 
 
-def _joined(pieces: Iterable[Ids]) -> npt.NDArray[np.int64]:
-    return np.concatenate([np.empty(0, np.int64), *(piece.astype(np.int64) for piece in pieces)])
+def _neighbours(pieces: Iterable[Ids]) -> tuple[Ids, Ids]:
+    """The ids of pieces that have one behind them, and the ids behind them."""
+    parts = [piece.astype(np.int32) for piece in pieces]
+    none = np.empty(0, np.int32)
+    return np.concatenate([none, *(p[:-1] for p in parts)]), np.concatenate([none, *(p[1:] for p in parts)])
 
 
 def _first_tokens(pieces: Iterable[Ids], limit: int) -> list[Ids]:

@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from jaxpipe.errors import DataError
 from jaxpipe.files import read_file
+from jaxpipe.train.corpora.documents import package
 
 Ids = npt.NDArray[Any]  # 1-D, integer
 _ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<|end▁of▁sentence|>")
@@ -120,10 +121,7 @@ class HFTokenizer(Tokenizer):
 
     def __init__(self, path: str | Path, content: str | None = None) -> None:
         path = Path(path)
-        try:
-            from tokenizers import Tokenizer as Backend
-        except ImportError:
-            raise DataError(f"tokenizer {path} needs the package 'tokenizers': pip install tokenizers") from None
+        backend = package("tokenizers", path).Tokenizer
         try:
             self.content = read_file(path).decode("utf-8") if content is None else content
         except OSError as error:
@@ -131,7 +129,7 @@ class HFTokenizer(Tokenizer):
         except UnicodeDecodeError:
             raise DataError(f"tokenizer {path}: not a Hugging Face tokenizer.json (not UTF-8)") from None
         try:
-            self._backend = Backend.from_str(self.content)
+            self._backend = backend.from_str(self.content)
         except Exception as error:  # the package raises plain Exception
             reason = " ".join(str(error).split())[:160]
             raise DataError(f"tokenizer {path}: not a Hugging Face tokenizer.json ({reason})") from None

@@ -20,7 +20,7 @@ from jaxpipe.stage.model.layer import Params
 from jaxpipe.stage.model.plan import Cut
 from jaxpipe.train.checkpoint import CheckpointStore, read_manifest
 from jaxpipe.train.checkpoints.manifest import Manifest
-from jaxpipe.train.checkpoints.stored import load_state, model_digest, placed_layers, same_program, undamaged
+from jaxpipe.train.checkpoints.stored import load_state, model_digest, newest, placed_layers, same_program, undamaged
 from jaxpipe.train.config import TrainConfig, known_settings
 from jaxpipe.train.data import DataState, Stream
 from jaxpipe.train.imported import initial_params
@@ -53,9 +53,8 @@ class Start:
     resumed: bool = False
 
 
-def choose(config: TrainConfig, store: CheckpointStore, note: Note, before: int | None = None) -> Manifest | None:
-    """The checkpoint to go on from (of a step below ``before``), None to start anew. ``note`` gets a warning for each damaged
-    one passed over.
+def choose(config: TrainConfig, store: CheckpointStore, note: Note) -> Manifest | None:
+    """The checkpoint to go on from, None to start anew. ``note`` gets a warning for each damaged one passed over.
 
     Raises:
         CheckpointError: what ``run.resume`` asks for can't be had, or a newer checkpoint can't be read now.
@@ -67,18 +66,10 @@ def choose(config: TrainConfig, store: CheckpointStore, note: Note, before: int 
                 "choose another run.out_dir, or delete that folder"
             )
         return None
-    intact = store.latest_intact(before)
-    if intact.step is not None:
-        for warning in intact.warnings:
-            note(f"warning: {warning}")
-        return read_manifest(store.path(intact.step))
-    if intact.warnings:
-        raise CheckpointError(
-            f"{store.directory}: no checkpoint is intact ({'; '.join(intact.warnings)}); choose another run.out_dir"
-        )
-    if config.run.resume == "must":
+    step = newest(store, _warning(note))
+    if step is None and config.run.resume == "must":
         raise CheckpointError(f"{store.directory}: no checkpoint to resume from; run.resume=auto starts anew")
-    return None
+    return None if step is None else read_manifest(store.path(step))
 
 
 def start_of(prepared: Prepared, origin: Manifest | None, store: CheckpointStore, note: Note) -> Start:
@@ -96,14 +87,14 @@ def start_of(prepared: Prepared, origin: Manifest | None, store: CheckpointStore
             note(f"begins with the parameters in {prepared.config.run.init_from}")
         return Start(0, _batches(prepared, None), params)
 
-    def older(step: int) -> int | None:
-        found = choose(prepared.config, store, note, before=step)
-        return None if found is None else found.step
-
     def read(step: int) -> Start:
         return _resumed(prepared, read_manifest(store.path(step)), store, note)
 
-    return undamaged(origin.step, read, older, lambda line: note(f"warning: {line}"))
+    return undamaged(store, origin.step, read, _warning(note))
+
+
+def _warning(note: Note) -> Note:
+    return lambda line: note(f"warning: {line}")
 
 
 def _resumed(prepared: Prepared, origin: Manifest, store: CheckpointStore, note: Note) -> Start:

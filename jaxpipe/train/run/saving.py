@@ -7,23 +7,10 @@ While steps are being skipped, saves wait for one that counts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
 
 from jaxpipe.errors import CheckpointError
-from jaxpipe.stage.model.layer import Params
 from jaxpipe.train.checkpoint import CheckpointStore
-
-
-@dataclass(frozen=True, slots=True)
-class Content:
-    """What a checkpoint holds: parameters and optimizer state by layer, values that JSON has, and the evaluation loss."""
-
-    params: Mapping[str, Params]
-    optimizer: Mapping[str, Any]
-    meta: Mapping[str, Any]
-    eval_loss: float | None
 
 
 class Saving:
@@ -53,18 +40,19 @@ class Saving:
         """``step`` was skipped: ask after the next one."""
         self._again = step + 1
 
-    def save(self, step: int, content: Content, *, prune: bool = True, spare: Collection[int] = ()) -> None:
-        """Start to save; waits for the save before this one. ``prune``: delete what need not be kept, but ``spare``."""
+    def save(self, step: int, put: Callable[[], None]) -> None:
+        """Start to save by ``put``, which waits for the save before this one."""
         if self._again is None:
             self._failures = 0
         self._again = None
         try:
-            self._put(step, content, prune=prune, spare=spare)
+            put()
+            self._saved = step
         except CheckpointError as error:
             self._failed(error, step)
 
-    def finish(self, step: int, content: Callable[[], Content], *, prune: bool) -> None:
-        """Bring ``step`` to the disk. ``prune``: delete what need not be kept.
+    def finish(self, step: int, put: Callable[[], None]) -> None:
+        """Bring ``step`` to the disk, by ``put`` where that is not under way.
 
         Raises:
             CheckpointError: it can't be saved, tried for a last time.
@@ -75,13 +63,8 @@ class Saving:
                 return
         except CheckpointError as error:
             self._warn(f"warning: {error}; trying for the last time")
-        self._put(step, content(), prune=prune)
+        put()
         self._store.wait()
-
-    def _put(self, step: int, content: Content, *, prune: bool = True, spare: Collection[int] = ()) -> None:
-        params, optimizer, meta = content.params, content.optimizer, content.meta
-        self._store.save(step, params, optimizer, meta, eval_loss=content.eval_loss, prune=prune, spare=spare)
-        self._saved = step
 
     def _failed(self, error: CheckpointError, step: int) -> None:
         """Told after ``step``."""

@@ -26,18 +26,19 @@ from jaxpipe.train.update.reduction import SHRUNK
 
 @dataclass(frozen=True, slots=True)
 class Combined:
-    """Device scalars: mean loss, norm of the mean gradient, ``scale``: the factors (first one, then the other) of the summed
-    gradient, whether the step is finite (``ok``), the sum of weights; ``reported``: metrics by name. ``stop``,
+    """Device scalars of a step: mean loss per weighted token (nats), global gradient norm before clipping, ``scale``: the
+    factors (first one, then the other) of the summed gradient, whether the step is finite and the update ``applied``, the sum
+    of weights; ``metrics``, by name, what the loss layer reports: each sum ÷ its weight (NaN where that is 0); ``stop``,
     ``switch``: whether any process wants to stop, or to go on with another schedule."""
 
     loss: jax.Array
-    norm: jax.Array
+    grad_norm: jax.Array
     scale: jax.Array
-    ok: jax.Array
+    applied: jax.Array
     weight: jax.Array
-    reported: Mapping[str, jax.Array]
-    stop: jax.Array | bool = False
-    switch: jax.Array | bool = False
+    metrics: Mapping[str, jax.Array]
+    stop: jax.Array | bool
+    switch: jax.Array | bool
 
 
 jax.tree_util.register_dataclass(Combined)
@@ -118,7 +119,7 @@ class Scalars:
         loss_sum, weight, _ = self._summed(losses)
         scale, loss = self._guess(loss_sum, weight, found.scale.dtype)
         there = jax.device_put((scale, loss), self._homes[0])
-        return scale, loss, self._agree(found.ok, (found.scale, found.loss), there)
+        return scale, loss, self._agree(found.applied, (found.scale, found.loss), there)
 
     def _summed(self, losses: Sequence[tuple[jax.Array, ...]]) -> Any:
         return self._sum_losses(jax.device_put(losses, self._homes[0]) if self._several else losses)
@@ -129,7 +130,7 @@ class Scalars:
         if not self._owned.divided:
             whole: jax.Array = self._all(jax.device_put(list(flags.values()), first))
             return whole
-        flag = self._combined.ok
+        flag = self._combined.applied
         every = [self._to_first([flags[s]] if s in flags else [], r, [flag]) for s, r in self._primary.items()]
         found = self._all([x for one in every for x in one]) if self._owned.first else None
         answer: jax.Array = self._from_first(found, flag)

@@ -11,42 +11,14 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from jaxpipe.cli.parser import add_switch, add_value, amount, cost_pair, cost_triple, whole_number
+from jaxpipe.cli.schedule_flags import DEFAULT_SIZES, FREE_CHUNKS, MOST_ACTIONS
 from jaxpipe.errors import ConfigError
-
-if TYPE_CHECKING:
-    from jaxpipe.plot.units import Units
-    from jaxpipe.schedule import CostProfile, Placement, Schedule, Timeline
-
-MOST_RANKS, MOST_MICROBATCHES, MOST_CHUNKS, MOST_ACTIONS = 4096, 1_000_000, 1024, 2_000_000
-MOST_LAYERS = MOST_RANKS * MOST_CHUNKS
-DEFAULT_SIZES = {"ranks": 4, "microbatches": 8}
-FREE_CHUNKS = 4
-"""Chunks per rank that are tried where chunks cost nothing: 32 layers on 8 ranks have four."""
-
-
-def add_size_flags(parser: argparse.ArgumentParser, *, from_file: bool = False) -> None:
-    """``--ranks --microbatches --chunks``; with ``from_file`` they have no default and only confirm what the file says."""
-    group = parser.add_argument_group("sizes", "must agree with the file" if from_file else "")
-    for name, metavar, most in (
-        ("ranks", "P", MOST_RANKS),
-        ("microbatches", "M", MOST_MICROBATCHES),
-        ("chunks", "V", MOST_CHUNKS),
-    ):
-        default = None if from_file else DEFAULT_SIZES.get(name)
-        text = f"number of {name}" if from_file or default else "chunks per rank (default: the family's own)"
-        add_value(group, f"--{name}", metavar, whole_number(name, most), text, default)
-
-
-def add_chunk_limit_flags(parser: argparse.ArgumentParser) -> None:
-    """``--layers --max-chunks``: how many chunks per rank may be tried."""
-    group = parser.add_argument_group("chunks", "more of them shorten the bubble, and cost transfers: see --comm")
-    text = "layers of the model: ranks x chunks is at most this"
-    add_value(group, "--layers", "N", whole_number("layers", MOST_LAYERS), text)
-    text = f"chunks per rank that are tried, at most (default: {FREE_CHUNKS} where --comm is 0)"
-    add_value(group, "--max-chunks", "V", whole_number("chunks", MOST_CHUNKS), text)
+from jaxpipe.plot.units import Units
+from jaxpipe.schedule import CostProfile, Placement, Schedule, Timeline, read_costs
+from jaxpipe.schedule.search_orders import UNPRICED, offloaded_share
+from jaxpipe.schedule.tolerance import at_most
 
 
 def most_chunks(arguments: argparse.Namespace, costs: CostChoice) -> int | None:
@@ -72,62 +44,6 @@ def chunks_are_free(arguments: argparse.Namespace, costs: CostChoice) -> bool:
     """Whether nothing that was said keeps chunks from being as many as possible: no transfer time, no limit, no profile."""
     said = (arguments.layers, arguments.max_chunks, arguments.chunks, costs.profile)
     return not costs.comm and all(x is None for x in said)
-
-
-def add_group_flag(parser: argparse.ArgumentParser) -> None:
-    """``--group``."""
-    text = "microbatches that run in turn through one chunk, for families that take it (default: the family's own)"
-    add_value(parser, "--group", "G", whole_number("group", MOST_MICROBATCHES), text)
-
-
-def add_cost_flags(parser: argparse.ArgumentParser) -> None:
-    """``--cost --comm --w-residual --offload-time --tp-comm --tp-collectives --host-link --costs``."""
-    text = "one rank's share of one microbatch; divided by the chunks of the schedule"
-    group = parser.add_argument_group("costs", text)
-    add_value(group, "--cost", "F,B,W", cost_triple, "time of F, B and W (default 1,1,1)")
-    add_value(group, "--comm", "C", amount("time of a transfer"), "time of one transfer between ranks (default 0)")
-    text = "fraction of an activation kept from B's end to W's end (default 1)"
-    add_value(group, "--w-residual", "X", amount("fraction", most=1), text)
-    text = "time to copy a share's activations to the host and back (0: none); without it nothing may offload"
-    add_value(group, "--offload-time", "T", amount("offload time"), text)
-    text = "time of the tensor-parallel collectives of a share's F, and the same again of its B (default 0)"
-    add_value(group, "--tp-comm", "T", amount("time of TP collectives"), text)
-    text = "how many collectives that is in each stage; two a layer are usual (default 1)"
-    add_value(group, "--tp-collectives", "N", whole_number("number of collectives", MOST_CHUNKS), text)
-    add_value(group, "--costs", "FILE", str, "cost profile (JSON) with seconds and bytes of each stage, instead")
-    text = "whether copies to the host and back share one lane (default: duplex, or what --costs says)"
-    group.add_argument("--host-link", choices=("shared", "duplex"), help=text)
-
-
-def add_head_flag(parser: argparse.ArgumentParser) -> None:
-    """``--head``."""
-    text = "time of S and T, the passes of a rank's part of the head, in vocab-... schedules (default 0,0)"
-    add_value(parser, "--head", "S,T", cost_pair, text)
-
-
-def add_braid_flag(parser: argparse.ArgumentParser) -> None:
-    """``--braid``."""
-    text = "run two actions that stand side by side as one slot, where that hides TP collectives and saves time"
-    add_switch(parser, "--braid", text)
-
-
-def add_objective_flag(parser: argparse.ArgumentParser) -> None:
-    """``--objective``."""
-    text = "what to minimise: the makespan (default), or the longest span of a rank"
-    parser.add_argument("--objective", choices=("makespan", "span"), default="makespan", help=text)
-
-
-def add_pass_flags(parser: argparse.ArgumentParser) -> None:
-    """``--separate --braid``."""
-    text = "split full backwards and put their weight gradients into bubbles, where that saves time within the memory limit"
-    add_switch(parser, "--separate", text)
-    add_braid_flag(parser)
-
-
-def add_limit_flag(parser: argparse.ArgumentParser) -> None:
-    """``--memory-limit``."""
-    text = "live activations allowed on a rank, in its share of one microbatch (1F1B needs p)"
-    add_value(parser, "--memory-limit", "L", amount("limit", zero=False), text)
 
 
 _UNIFORM = ("cost", "head", "comm", "w_residual", "offload_time", "tp_comm", "tp_collectives")
@@ -173,7 +89,6 @@ class CostChoice:
         Raises:
             ConfigError: the file has another number of stages.
         """
-        from jaxpipe.schedule import CostProfile
 
         if self.profile is None:
             others = {name: value for name, value in self.said.items() if name != "cost"}
@@ -190,7 +105,7 @@ class CostChoice:
 
 
 def chosen_costs(arguments: argparse.Namespace) -> CostChoice:
-    """Read what :func:`add_cost_flags` collected.
+    """Read what the flags of costs collected.
 
     Raises:
         ConfigError: ``--costs`` together with a flag it replaces.
@@ -204,7 +119,6 @@ def chosen_costs(arguments: argparse.Namespace) -> CostChoice:
         raise ConfigError(
             f"--costs FILE and --{next(iter(said)).replace('_', '-')} contradict each other; give one of them"
         )
-    from jaxpipe.schedule import read_costs
 
     require_file(arguments.costs)
     profile = read_costs(arguments.costs)
@@ -267,7 +181,6 @@ def check_copies(schedule: Schedule, profile: CostProfile, costs: CostChoice) ->
     """
     if costs.offload_time is not None or any(profile.offload_s) or any(profile.load_s):
         return
-    from jaxpipe.schedule.search_orders import UNPRICED, offloaded_share
 
     if offloaded_share(schedule, profile) > 0:
         raise ConfigError(f"{schedule.name} {UNPRICED}")
@@ -279,7 +192,6 @@ def check_limit(timeline: Timeline, limit: float | None) -> None:
     Raises:
         ConfigError: names the rank with the highest peak.
     """
-    from jaxpipe.schedule.tolerance import at_most
 
     peaks: Sequence[float] = timeline.peak_activations
     if limit is not None and peaks and not at_most(max(peaks), limit):

@@ -6,30 +6,13 @@ import argparse
 import importlib.util
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from jaxpipe.cli.cost_flags import CostChoice, check_size, require_file
-from jaxpipe.cli.parser import add_switch, add_value
+from jaxpipe.cli.costs import CostChoice, check_size, require_file
+from jaxpipe.cli.schedule_flags import TRAVERSE
 from jaxpipe.errors import ConfigError, JaxpipeError
-
-if TYPE_CHECKING:
-    from jaxpipe.schedule import CostProfile, Placement, Schedule
-
-TRAVERSE = "traverse"
-PLACEMENTS = ("one-to-one", "circular", "v", "wave", "bidirectional")
-"""The names of :data:`~jaxpipe.schedule.placement.CONSTRUCTORS`, so that ``--help`` need not import them."""
-
-
-def add_traverse_flags(parser: argparse.ArgumentParser) -> None:
-    """``--placement --rules --steps``."""
-    group = parser.add_argument_group("traverse", "for 'jaxpipe schedule traverse': an order by rules")
-    group.add_argument("--placement", choices=PLACEMENTS, help="which ranks run which stages (default: one-to-one)")
-    text = (
-        "such as 'interleaved forward=breadth:4 backward=depth:4 in-flight=4,3,2,1', or FILE.py:NAME: a Traversal, a mapping "
-        "from ranks to them, or a function (placement, microbatches) that gives one"
-    )
-    add_value(group, "--rules", "RULES", str, text)
-    add_switch(group, "--steps", "choose as if every action took one step (default: by the costs)")
+from jaxpipe.schedule import CostProfile, Placement, Schedule, Traversal, traverse
+from jaxpipe.schedule.placement import placement_named
 
 
 def refuse_traverse_flags(arguments: argparse.Namespace) -> None:
@@ -49,8 +32,6 @@ def traversed(arguments: argparse.Namespace, costs: CostChoice) -> tuple[Schedul
     Raises:
         JaxpipeError: flags that contradict each other, rules that can't be read, or nothing can go on under them.
     """
-    from jaxpipe.schedule import traverse
-    from jaxpipe.schedule.placement import placement_named
 
     if arguments.rules is None:
         raise ConfigError("traverse needs --rules, such as --rules 'backward in-flight=4,3,2,1'")
@@ -65,7 +46,6 @@ def traversed(arguments: argparse.Namespace, costs: CostChoice) -> tuple[Schedul
 
 def _rules(text: str, placement: Placement, microbatches: int) -> Any:
     """The rules in a line, or of that name in a Python file."""
-    from jaxpipe.schedule import Traversal
 
     path, _, name = text.rpartition(":")
     if text.endswith(".py"):

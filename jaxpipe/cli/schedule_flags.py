@@ -1,0 +1,229 @@
+"""The flags of the verbs about schedules, and of several of them the same. Imports no schedules: ``--help`` is fast."""
+
+from __future__ import annotations
+
+import argparse
+
+from jaxpipe.cli.outputs import PICTURE_SUFFIXES, SCHEDULE_SUFFIXES, add_output_flag
+from jaxpipe.cli.parser import add_json_flag, add_switch, add_value, amount, cost_pair, cost_triple, whole_number
+
+MOST_RANKS, MOST_MICROBATCHES, MOST_CHUNKS, MOST_ACTIONS = 4096, 1_000_000, 1024, 2_000_000
+MOST_LAYERS = MOST_RANKS * MOST_CHUNKS
+DEFAULT_SIZES = {"ranks": 4, "microbatches": 8}
+FREE_CHUNKS = 4
+"""Chunks per rank that are tried where chunks cost nothing: 32 layers on 8 ranks have four."""
+TRAVERSE = "traverse"
+PLACEMENTS = ("one-to-one", "circular", "v", "wave", "bidirectional")
+"""The names of :data:`~jaxpipe.schedule.placement.CONSTRUCTORS`, so that ``--help`` need not import them."""
+MOST_STEPS = 1000
+_MOST_WORKERS = 256
+_MOST_SEEDS = 2**31 - 1
+OUTPUTS = (*SCHEDULE_SUFFIXES, *PICTURE_SUFFIXES)
+PLOTS = (".svg", ".png", ".html")
+TIMELINE_SUFFIX = ".timeline.json"
+PLOT_OUTPUTS = (*PICTURE_SUFFIXES, ".json")
+_FILE_RULES = (
+    "A .sched file may hold 'rank N: F0.0 BW0.0 ...' lines only. A row is the order in which a rank issues; a copy to the host "
+    "or back (O, L) starts once the compute slot before it in its row has ended, so an O belongs right behind its F."
+)
+
+
+def _add_size_flags(parser: argparse.ArgumentParser, *, from_file: bool = False) -> None:
+    """``--ranks --microbatches --chunks``; with ``from_file`` they have no default and only confirm what the file says."""
+    group = parser.add_argument_group("sizes", "must agree with the file" if from_file else "")
+    for name, metavar, most in (
+        ("ranks", "P", MOST_RANKS),
+        ("microbatches", "M", MOST_MICROBATCHES),
+        ("chunks", "V", MOST_CHUNKS),
+    ):
+        default = None if from_file else DEFAULT_SIZES.get(name)
+        text = f"number of {name}" if from_file or default else "chunks per rank (default: the family's own)"
+        add_value(group, f"--{name}", metavar, whole_number(name, most), text, default)
+
+
+def _add_chunk_limit_flags(parser: argparse.ArgumentParser) -> None:
+    """``--layers --max-chunks``: how many chunks per rank may be tried."""
+    group = parser.add_argument_group("chunks", "more of them shorten the bubble, and cost transfers: see --comm")
+    text = "layers of the model: ranks x chunks is at most this"
+    add_value(group, "--layers", "N", whole_number("layers", MOST_LAYERS), text)
+    text = f"chunks per rank that are tried, at most (default: {FREE_CHUNKS} where --comm is 0)"
+    add_value(group, "--max-chunks", "V", whole_number("chunks", MOST_CHUNKS), text)
+
+
+def _add_group_flag(parser: argparse.ArgumentParser) -> None:
+    """``--group``."""
+    text = "microbatches that run in turn through one chunk, for families that take it (default: the family's own)"
+    add_value(parser, "--group", "G", whole_number("group", MOST_MICROBATCHES), text)
+
+
+def _add_cost_flags(parser: argparse.ArgumentParser) -> None:
+    """``--cost --comm --w-residual --offload-time --tp-comm --tp-collectives --host-link --costs``."""
+    text = "one rank's share of one microbatch; divided by the chunks of the schedule"
+    group = parser.add_argument_group("costs", text)
+    add_value(group, "--cost", "F,B,W", cost_triple, "time of F, B and W (default 1,1,1)")
+    add_value(group, "--comm", "C", amount("time of a transfer"), "time of one transfer between ranks (default 0)")
+    text = "fraction of an activation kept from B's end to W's end (default 1)"
+    add_value(group, "--w-residual", "X", amount("fraction", most=1), text)
+    text = "time to copy a share's activations to the host and back (0: none); without it nothing may offload"
+    add_value(group, "--offload-time", "T", amount("offload time"), text)
+    text = "time of the tensor-parallel collectives of a share's F, and the same again of its B (default 0)"
+    add_value(group, "--tp-comm", "T", amount("time of TP collectives"), text)
+    text = "how many collectives that is in each stage; two a layer are usual (default 1)"
+    add_value(group, "--tp-collectives", "N", whole_number("number of collectives", MOST_CHUNKS), text)
+    add_value(group, "--costs", "FILE", str, "cost profile (JSON) with seconds and bytes of each stage, instead")
+    text = "whether copies to the host and back share one lane (default: duplex, or what --costs says)"
+    group.add_argument("--host-link", choices=("shared", "duplex"), help=text)
+
+
+def _add_head_flag(parser: argparse.ArgumentParser) -> None:
+    """``--head``."""
+    text = "time of S and T, the passes of a rank's part of the head, in vocab-... schedules (default 0,0)"
+    add_value(parser, "--head", "S,T", cost_pair, text)
+
+
+def _add_braid_flag(parser: argparse.ArgumentParser) -> None:
+    """``--braid``."""
+    text = "run two actions that stand side by side as one slot, where that hides TP collectives and saves time"
+    add_switch(parser, "--braid", text)
+
+
+def _add_objective_flag(parser: argparse.ArgumentParser) -> None:
+    """``--objective``."""
+    text = "what to minimise: the makespan (default), or the longest span of a rank"
+    parser.add_argument("--objective", choices=("makespan", "span"), default="makespan", help=text)
+
+
+def _add_pass_flags(parser: argparse.ArgumentParser) -> None:
+    """``--separate --braid``."""
+    text = "split full backwards and put their weight gradients into bubbles, where that saves time within the memory limit"
+    add_switch(parser, "--separate", text)
+    _add_braid_flag(parser)
+
+
+def _add_limit_flag(parser: argparse.ArgumentParser) -> None:
+    """``--memory-limit``."""
+    text = "live activations allowed on a rank, in its share of one microbatch (1F1B needs p)"
+    add_value(parser, "--memory-limit", "L", amount("limit", zero=False), text)
+
+
+def _add_traverse_flags(parser: argparse.ArgumentParser) -> None:
+    """``--placement --rules --steps``."""
+    group = parser.add_argument_group("traverse", "for 'jaxpipe schedule traverse': an order by rules")
+    group.add_argument("--placement", choices=PLACEMENTS, help="which ranks run which stages (default: one-to-one)")
+    text = (
+        "such as 'interleaved forward=breadth:4 backward=depth:4 in-flight=4,3,2,1', or FILE.py:NAME: a Traversal, a mapping "
+        "from ranks to them, or a function (placement, microbatches) that gives one"
+    )
+    add_value(group, "--rules", "RULES", str, text)
+    add_switch(group, "--steps", "choose as if every action took one step (default: by the costs)")
+
+
+def configure_schedules(parser: argparse.ArgumentParser) -> None:
+    add_json_flag(parser)
+
+
+def configure_schedule(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", metavar="NAME", help="a family ('jaxpipe schedules' lists them), or traverse")
+    _add_size_flags(parser)
+    _add_group_flag(parser)
+    _add_traverse_flags(parser)
+    _add_cost_flags(parser)
+    _add_head_flag(parser)
+    _add_limit_flag(parser)
+    _add_objective_flag(parser)
+    _add_pass_flags(parser)
+    text = "offload up to this part of each rank's activations to the host, the longest lived first"
+    add_value(parser, "--offload", "FRACTION", amount("fraction", most=1), text)
+    add_output_flag(parser, OUTPUTS)
+    add_json_flag(parser)
+
+
+def configure_simulate(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = _FILE_RULES
+    parser.add_argument("file", metavar="FILE", help="a schedule: .sched, .json or .csv (PyTorch's formats)")
+    _add_size_flags(parser, from_file=True)
+    _add_cost_flags(parser)
+    _add_head_flag(parser)
+    _add_limit_flag(parser)
+    _add_pass_flags(parser)
+    group = parser.add_argument_group("several steps", "one after another, with the optimizer's update between them")
+    text = "how many; shows the time from step to step"
+    add_value(group, "--steps", "N", whole_number("steps", MOST_STEPS, least=2), text)
+    add_value(group, "--update", "T", amount("time of an update"), "time of a rank's update (default 0)")
+    text = "no rank waits for the others before its update: it is validated before the rank's first backward"
+    add_switch(group, "--post-validation", text)
+    add_output_flag(parser, OUTPUTS)
+    add_json_flag(parser)
+
+
+def _add_choice_flags(parser: argparse.ArgumentParser) -> None:
+    """What both verbs take."""
+    text = "schedules (.sched .json .csv) that stand beside the families; all of one size, which is then the default"
+    parser.add_argument("files", metavar="FILE", nargs="*", help=text)
+    _add_size_flags(parser)
+    parser.set_defaults(ranks=None, microbatches=None)
+    _add_chunk_limit_flags(parser)
+    _add_group_flag(parser)
+    _add_cost_flags(parser)
+    _add_limit_flag(parser)
+    _add_pass_flags(parser)
+
+
+def configure_compare(parser: argparse.ArgumentParser) -> None:
+    _add_choice_flags(parser)
+    text = "let each family choose its best chunks, group and limit (slower); without it, its own defaults"
+    add_switch(parser, "--explore", text)
+    text = f"draw peak memory against bubble with the Pareto front: {' '.join(PLOTS)}"
+    add_value(parser, "--plot", "FILE", str, text)
+    add_json_flag(parser)
+
+
+def configure_best(parser: argparse.ArgumentParser) -> None:
+    _add_choice_flags(parser)
+    _add_objective_flag(parser)
+    add_output_flag(parser, OUTPUTS)
+    add_json_flag(parser)
+
+
+def configure_solve(parser: argparse.ArgumentParser) -> None:
+    _add_size_flags(parser)
+    parser.set_defaults(ranks=None, microbatches=None)
+    _add_chunk_limit_flags(parser)
+    text = "which ranks run_solve which stages (default: all that suit the number of chunks)"
+    parser.add_argument("--placement", choices=("auto", *PLACEMENTS), default="auto", help=text)
+    text = "start from this schedule and keep its placement, which may be any graph of stages; sizes are the file's"
+    add_value(parser, "--start", "FILE", str, text)
+    _add_cost_flags(parser)
+    _add_limit_flag(parser)
+    text = "at most so many activations of a rank on the host, on the way there or back, at a time"
+    add_value(parser, "--offloads-in-flight", "N", whole_number("offloads in flight", MOST_MICROBATCHES, least=0), text)
+    _add_braid_flag(parser)
+    group = parser.add_argument_group("search")
+    text = "minimise the makespan (default), the longest span of a rank, or makespan, then peak, then what is offloaded"
+    objectives = ("makespan", "span", "lexicographic")
+    group.add_argument("--objective", choices=objectives, default="makespan", help=text)
+    text = "seconds to search; Ctrl-C ends it earlier with the best so far"
+    add_value(group, "--time-limit", "S", amount("time limit", zero=False), text, 60.0)
+    add_value(group, "--seed", "N", whole_number("seed", _MOST_SEEDS, least=0), "another seed, another search", 0)
+    add_value(group, "--workers", "N", whole_number("workers", _MOST_WORKERS), "processes", 2)
+    text = "same flags, same schedule: --time-limit counts deterministic time, and the cache is not used"
+    add_switch(group, "--reproducible", text)
+    add_switch(group, "--no-cache", "neither use nor fill the cache of solved problems")
+    add_output_flag(parser, OUTPUTS)
+    add_json_flag(parser)
+
+
+def configure_plot(parser: argparse.ArgumentParser) -> None:
+    text = f"a schedule (.sched .json .csv) or a recorded timeline ({TIMELINE_SUFFIX}); the first is drawn on top"
+    parser.add_argument("files", metavar="FILE", nargs="+", help=text)
+    add_output_flag(parser, PLOT_OUTPUTS, required=True)
+    parser.add_argument("--title", help="heading of the picture (default: the schedules' names)")
+    _add_cost_flags(parser)
+
+
+def configure_cache(parser: argparse.ArgumentParser) -> None:
+    text = "'ls' lists the problems that were solved; 'clear' removes them, and no other file of the folder"
+    parser.add_argument("action", metavar="ACTION", help=text)
+    text = "the cache's folder (default: $JAXPIPE_CACHE_DIR, else jaxpipe/schedules in $XDG_CACHE_HOME or ~/.cache)"
+    add_value(parser, "--dir", "DIR", str, text)
+    add_json_flag(parser)

@@ -21,7 +21,7 @@ PLACEMENTS = ("one-to-one", "circular", "v", "wave", "bidirectional")
 
 
 def add_traverse_flags(parser: argparse.ArgumentParser) -> None:
-    """``--placement --rules --steps``."""
+    """``--placement --rules --unit-steps``."""
     group = parser.add_argument_group("traverse", "for 'jaxpipe schedule traverse': an order by rules")
     group.add_argument("--placement", choices=PLACEMENTS, help="which ranks run which stages (default: one-to-one)")
     text = (
@@ -29,7 +29,7 @@ def add_traverse_flags(parser: argparse.ArgumentParser) -> None:
         "from ranks to them, or a function (placement, microbatches) that gives one"
     )
     add_value(group, "--rules", "RULES", str, text)
-    add_switch(group, "--steps", "choose as if every action took one step (default: by the costs)")
+    add_switch(group, "--unit-steps", "choose as if every action took one step (default: by the costs)")
 
 
 def refuse_traverse_flags(arguments: argparse.Namespace) -> None:
@@ -38,8 +38,8 @@ def refuse_traverse_flags(arguments: argparse.Namespace) -> None:
     Raises:
         ConfigError: names the flag.
     """
-    for flag in ("placement", "rules", "steps"):
-        if getattr(arguments, flag):
+    for flag in ("placement", "rules", "unit-steps"):
+        if getattr(arguments, flag.replace("-", "_")):
             raise ConfigError(f"{arguments.name} takes no --{flag}; it is for 'jaxpipe schedule {TRAVERSE}'")
 
 
@@ -60,7 +60,7 @@ def traversed(arguments: argparse.Namespace, costs: CostChoice) -> tuple[Schedul
     check_size(arguments.ranks, arguments.microbatches, placement.num_chunks)
     profile = costs.for_placement(placement, TRAVERSE)
     rules = _rules(arguments.rules, placement, arguments.microbatches)
-    return traverse(placement, arguments.microbatches, rules, None if arguments.steps else profile), profile
+    return traverse(placement, arguments.microbatches, rules, None if arguments.unit_steps else profile), profile
 
 
 def _rules(text: str, placement: Placement, microbatches: int) -> Any:

@@ -21,6 +21,7 @@ from tests.support.paths import ROOT
 EVERYTHING = frozenset(
     [
         "errors",
+        "lazy",
         "wording",
         "files",
         "dump",
@@ -36,12 +37,13 @@ EVERYTHING = frozenset(
 ALLOWED: Mapping[str, frozenset[str]] = {
     # room: what of ours it may import; every room may import itself and jaxpipe.__version__
     "__init__": frozenset({"stage", "train"}),  # for type checkers: the package itself imports nothing
+    "lazy": frozenset(),
     "wording": frozenset(),
     "errors": frozenset({"wording"}),
     "files": frozenset({"errors"}),
     "dump": frozenset(),
     "_jax_compat": frozenset(),
-    "schedule": frozenset({"errors", "wording", "files", "dump"}),
+    "schedule": frozenset({"errors", "lazy", "wording", "files", "dump"}),
     "mesh": frozenset({"errors"}),
     "context_parallel": frozenset({"mesh", "_jax_compat", "errors"}),
     "tensor_parallel": frozenset({"mesh", "context_parallel", "_jax_compat", "errors"}),
@@ -192,6 +194,25 @@ def test_no_vague_file_names() -> None:
     folders = [ROOT / name for name in ("jaxpipe", "models", "scripts", "tests")]
     found = [path for folder in folders for path in folder.rglob("*") if path.stem.lower() in VAGUE_NAMES]
     assert found == []
+
+
+UNLISTED = frozenset({"train", "cli", "interop", "launch", "stage", "runtime", "program", "cost", "rehearsal"})
+"""Rooms whose packages don't all say their public names yet."""
+
+
+def packages() -> list[str]:
+    """Every package below ``jaxpipe``, dotted."""
+    folders = [path.parent.relative_to(ROOT) for path in (ROOT / "jaxpipe").glob("*/**/__init__.py")]
+    return sorted(".".join(x.parts) for x in folders if x.parts[1] not in {*UNLISTED, "models"})
+
+
+@pytest.mark.parametrize("package", packages())
+def test_every_room_says_its_public_names(package: str) -> None:
+    room = importlib.import_module(package)
+    assert room.__all__, f"{package} needs an __all__"
+    assert len({*room.__all__}) == len(room.__all__)
+    assert [name for name in room.__all__ if not hasattr(room, name)] == []
+    assert not hasattr(room, "no_such_name")
 
 
 def rooms_that_are_packages() -> list[Path]:

@@ -21,8 +21,8 @@ def refuse_traverse_flags(arguments: argparse.Namespace) -> None:
     Raises:
         ConfigError: names the flag.
     """
-    for flag in ("placement", "rules", "steps"):
-        if getattr(arguments, flag):
+    for flag in ("placement", "rules", "unit-steps"):
+        if getattr(arguments, flag.replace("-", "_")):
             raise ConfigError(f"{arguments.name} takes no --{flag}; it is for 'jaxpipe schedule {TRAVERSE}'")
 
 
@@ -32,7 +32,6 @@ def traversed(arguments: argparse.Namespace, costs: CostChoice) -> tuple[Schedul
     Raises:
         JaxpipeError: flags that contradict each other, rules that can't be read, or nothing can go on under them.
     """
-
     if arguments.rules is None:
         raise ConfigError("traverse needs --rules, such as --rules 'backward in-flight=4,3,2,1'")
     if arguments.group is not None:
@@ -41,7 +40,7 @@ def traversed(arguments: argparse.Namespace, costs: CostChoice) -> tuple[Schedul
     check_size(arguments.ranks, arguments.microbatches, placement.num_chunks)
     profile = costs.for_placement(placement, TRAVERSE)
     rules = _rules(arguments.rules, placement, arguments.microbatches)
-    return traverse(placement, arguments.microbatches, rules, None if arguments.steps else profile), profile
+    return traverse(placement, arguments.microbatches, rules, None if arguments.unit_steps else profile), profile
 
 
 def _rules(text: str, placement: Placement, microbatches: int) -> Any:

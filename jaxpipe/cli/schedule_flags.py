@@ -107,7 +107,7 @@ def _add_limit_flag(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_traverse_flags(parser: argparse.ArgumentParser) -> None:
-    """``--placement --rules --steps``."""
+    """``--placement --rules --unit-steps``."""
     group = parser.add_argument_group("traverse", "for 'jaxpipe schedule traverse': an order by rules")
     group.add_argument("--placement", choices=PLACEMENTS, help="which ranks run which stages (default: one-to-one)")
     text = (
@@ -115,7 +115,8 @@ def _add_traverse_flags(parser: argparse.ArgumentParser) -> None:
         "from ranks to them, or a function (placement, microbatches) that gives one"
     )
     add_value(group, "--rules", "RULES", str, text)
-    add_switch(group, "--steps", "choose as if every action took one step (default: by the costs)")
+    add_switch(group, "--unit-steps", "choose as if every action took one step (default: by the costs)")
+    group.add_argument("--steps", dest="unit_steps", action="store_true", help=argparse.SUPPRESS)  # its name of before
 
 
 def configure_schedules(parser: argparse.ArgumentParser) -> None:

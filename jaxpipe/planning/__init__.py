@@ -2,3 +2,17 @@
 
 Read the README beside this file for the order of the modules.
 """
+
+from jaxpipe.lazy import exported
+
+__all__, __getattr__ = exported(
+    __name__,
+    measured="Stopwatch",
+    predict="Prediction",
+    roofline="Efficiency Work work_of",
+    space="Space",
+    stages="Workbench workbench",
+    suggest="Suggestion Suggestions",
+    targets="TARGETS Chip Target find_target",
+    tune="Tried Tuned",
+)

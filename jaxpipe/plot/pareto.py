@@ -24,8 +24,8 @@ _TEXT_PT, _DOT_PT = 8.5, 5.5
 _FRONT, _POINT, _OUT, _LIMIT, _GRID = "#0072b2", "#3b4252", "#a3aab5", "#d55e00", "#e3e6ea"
 _ANGLES = [math.radians(a) for a in (0, 180, 30, -30, 150, -150, 60, -60, 120, -120, 90, -90, 15, -15, 165, -165)]
 _RADII_PT = (6, 11, 18, 27, 38, 52, 68, 86, 106, 128, 152)
+_FAR_PT = 11  # from where on a label has a leader line
 _NAMES_A_LINE = 2
-Box = tuple[float, float, float, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ def _drawn(points: Sequence[Point], form: str, title: str, limit: float | None, 
         axes = figure.add_axes((0.075, 0.1, 0.9, 0.8))
         _frame(axes, points, title, limit)
         _draw(axes, points, limit)
-        _Labels(figure, axes, points, limit).place()
+        _label(axes, points, limit)
 
     return rendered(path, form, draw)
 
@@ -124,103 +124,76 @@ def _draw(axes: Any, points: Sequence[Point], limit: float | None) -> None:
         axes.annotate(f"limit {number(limit)}", xytext=(3, -2), va="top", color=_LIMIT, fontsize=_TEXT_PT, **where)
 
 
-class _Labels:
-    """Sets the labels of all points so that none covers anything. Boxes are (x0, y0, x1, y1) in points of the page."""
+def _label(axes: Any, points: Sequence[Point], limit: float | None) -> tuple[list[Any], Any]:
+    """Set the labels of all points, the front's first and then the rest from the top, so that none covers anything.
 
-    def __init__(self, figure: Any, axes: Any, points: Sequence[Point], limit: float | None) -> None:
-        self.figure, self.axes = figure, axes
-        self.renderer = figure.canvas.get_renderer()
-        self.to_points = 72 / figure.dpi
-        self.taken: list[Box] = []
-        for point in points:
-            x, y = self._at(point.peak, point.bubble)
-            self.taken.append((x - _DOT_PT / 2 - 1, y - _DOT_PT / 2 - 1, x + _DOT_PT / 2 + 1, y + _DOT_PT / 2 + 1))
-        frame = axes.get_window_extent()
-        self.frame = tuple(v * self.to_points for v in (frame.x0, frame.y0, frame.x1, frame.y1))
-        if limit is not None:
-            x = self._at(limit, 0.0)[0]
-            self.taken += [(x - 1, self.frame[1], x + 1, self.frame[3]), (x, self.frame[3] - 14, x + 70, self.frame[3])]
-        front = front_of(points)
-        self.taken += [box for a, b in pairwise(front) for box in self._step(a, b)]
-        self.front = {p.name for p in front}
-        self.groups = _same_place(points)
+    Returns:
+        What is covered, the labels last, and the frame: boxes (x0, y0, x1, y1) in 1/72 inch of the page.
+    """
+    import numpy as np
+    from matplotlib.text import Text
 
-    def _at(self, peak: float, bubble: float) -> tuple[float, float]:
-        x, y = self.axes.transData.transform((peak, 100 * bubble))
-        return x * self.to_points, y * self.to_points
+    front, to_points, renderer = front_of(points), 72 / axes.figure.dpi, axes.figure.canvas.get_renderer()
 
-    def _step(self, a: Point, b: Point) -> list[Box]:
-        """The front's line from one of its points to the next: across, then down."""
-        (x0, y0), (x1, y1) = self._at(a.peak, a.bubble), self._at(b.peak, b.bubble)
-        return [(x0, y0 - 1, x1, y0 + 1), (x1 - 1, y1, x1 + 1, y0)]
+    def at(point: Point) -> Any:
+        return axes.transData.transform((point.peak, 100 * point.bubble)) * to_points
 
-    def place(self) -> None:
-        """The front's labels first, then the rest from the top."""
-
-        def turn(group: list[Point]) -> tuple[bool, bool, float]:
-            return (not any(p.name in self.front for p in group), not group[0].feasible, -group[0].bubble)
-
-        for group in sorted(self.groups, key=turn):
-            self._set(group)
-
-    def _set(self, group: list[Point]) -> None:
-        names = [p.name for p in group]
-        lines = [", ".join(names[k : k + _NAMES_A_LINE]) for k in range(0, len(names), _NAMES_A_LINE)]
-        on_front = any(name in self.front for name in names)
-        style = {
-            "fontsize": _TEXT_PT,
-            "weight": "bold" if on_front else "normal",
-            "linespacing": 1.05,
-            "parse_math": False,
-        }
-        colour = _FRONT if on_front else _POINT if group[0].feasible else "#7a828e"
-        text = self.figure.text(0, 0, ",\n".join(lines), color=colour, va="center", ha="center", zorder=5, **style)
-        box = text.get_window_extent(self.renderer)
-        width, height = (box.x1 - box.x0) * self.to_points * 1.06 + 2, (box.y1 - box.y0) * self.to_points + 2
-        x, y = self._at(group[0].peak, group[0].bubble)
-        cx, cy, radius = self._free_place(x, y, width, height)
-        self.taken.append((cx - width / 2, cy - height / 2, cx + width / 2, cy + height / 2))
-        page = (72 * _WIDTH_IN, 72 * _HEIGHT_IN)
-        text.set_position((cx / page[0], cy / page[1]))
-        if radius > _RADII_PT[1]:
-            self._leader((x, y), (cx, cy), (width, height), page)
-
-    def _free_place(self, x: float, y: float, width: float, height: float) -> tuple[float, float, float]:
-        """(centre x, centre y, distance): the nearest place where nothing is covered, or the least bad one."""
-        least = (float("inf"), x, y, 0.0)
-        for radius in _RADII_PT:
-            for angle in _ANGLES:
-                c, s = math.cos(angle), math.sin(angle)
-                cx = x + c * radius + (width / 2) * _clip(2 * c)
-                cy = y + s * radius + (height / 2) * _clip(2 * s)
-                box = (cx - width / 2, cy - height / 2, cx + width / 2, cy + height / 2)
-                covered = sum(_overlap(box, other) for other in self.taken) + 50 * _outside(box, self.frame)
-                if not covered:
-                    return cx, cy, radius
-                if covered < least[0]:
-                    least = (covered, cx, cy, float(radius))
-        return least[1:]
-
-    def _leader(
-        self,
-        point: tuple[float, float],
-        centre: tuple[float, float],
-        size: tuple[float, float],
-        page: tuple[float, float],
-    ) -> None:
-        """A thin line from the point to the nearest edge of its label."""
-        from matplotlib.lines import Line2D
-
-        ends = [min(max(p, c - s / 2), c + s / 2) for p, c, s in zip(point, centre, size, strict=True)]
-        xs, ys = (point[0] / page[0], ends[0] / page[0]), (point[1] / page[1], ends[1] / page[1])
-        self.figure.add_artist(Line2D(xs, ys, color=_OUT, linewidth=0.6, zorder=1))
-
-
-def _same_place(points: Sequence[Point]) -> list[list[Point]]:
-    groups: dict[tuple[float, float, bool], list[Point]] = {}
+    frame = axes.get_window_extent().extents * to_points
+    places, dot = np.array([at(point) for point in points]), _DOT_PT / 2 + 1
+    taken = [*np.hstack([places - dot, places + dot])]
+    if limit is not None:
+        x = at(Point("", limit, 0.0))[0]
+        taken += [(x - 1, frame[1], x + 1, frame[3]), (x, frame[3] - 14, x + 70, frame[3])]
+    for (x0, y0), (x1, y1) in pairwise(map(at, front)):  # the front's line: across, then down
+        taken += [(x0, y0 - 1, x1, y0 + 1), (x1 - 1, y1, x1 + 1, y0)]
+    groups: dict[tuple[tuple[float, float], bool], list[Point]] = {}
     for point in points:
-        groups.setdefault((*_place(point), point.feasible), []).append(point)
-    return list(groups.values())
+        groups.setdefault((_place(point), point.feasible), []).append(point)
+    best = {p.name for p in front}
+
+    def turn(group: list[Point]) -> tuple[bool, bool, float]:
+        return best.isdisjoint(p.name for p in group), not group[0].feasible, -group[0].bubble
+
+    for group in sorted(groups.values(), key=turn):
+        names, (behind, out, _) = [p.name for p in group], turn(group)
+        spot = (group[0].peak, 100 * group[0].bubble)
+        text = axes.annotate(
+            ",\n".join(", ".join(names[k : k + _NAMES_A_LINE]) for k in range(0, len(names), _NAMES_A_LINE)),
+            spot,
+            (0, 0),
+            textcoords="offset points",
+            color=_FRONT if not behind else "#7a828e" if out else _POINT,
+            weight="normal" if behind else "bold",
+            fontsize=_TEXT_PT,
+            linespacing=1.05,
+            parse_math=False,
+            va="center",
+            ha="center",
+            zorder=5,
+        )
+        size = Text.get_window_extent(text, renderer).size * to_points * (1.06, 1) + 2
+        offset, box = _free_place(at(group[0]), size, np.array(taken), frame)
+        taken.append(box)
+        text.set_position(offset)
+        edge = np.clip(0, offset - size / 2, offset + size / 2)
+        if max(abs(edge)) > _FAR_PT:
+            line = {"arrowstyle": "-", "color": _OUT, "linewidth": 0.6, "shrinkA": 0, "shrinkB": 0}
+            axes.annotate("", spot, edge, textcoords="offset points", arrowprops=line, zorder=1)
+    return taken, frame
+
+
+def _free_place(point: Any, size: Any, taken: Any, frame: Any) -> tuple[Any, Any]:
+    """How far from its ``point`` the middle of a label of this ``size`` is best, and its box: the nearest place where nothing
+    is covered, or the least bad one."""
+    import numpy as np
+
+    ways = np.array([(math.cos(a), math.sin(a)) for a in _ANGLES])
+    offsets = (np.multiply.outer(_RADII_PT, ways) + size / 2 * np.clip(2 * ways, -1, 1)).reshape(-1, 2)
+    boxes = np.hstack([point + offsets - size / 2, point + offsets + size / 2])
+    shared = np.minimum(boxes[:, None, 2:], taken[:, 2:]) - np.maximum(boxes[:, None, :2], taken[:, :2])
+    outside = np.maximum(0, (boxes - frame) * (-1, -1, 1, 1)).sum(1)
+    chosen = np.argmin(np.maximum(0, shared).prod(2).sum(1) + 50 * outside)
+    return offsets[chosen], boxes[chosen]
 
 
 def _place(point: Point) -> tuple[float, float]:
@@ -229,20 +202,6 @@ def _place(point: Point) -> tuple[float, float]:
 
 def _rounded(x: float) -> float:
     return float(f"{x:.6g}")
-
-
-def _clip(x: float) -> float:
-    return max(-1.0, min(1.0, x))
-
-
-def _overlap(a: Box, b: Box) -> float:
-    wide, tall = min(a[2], b[2]) - max(a[0], b[0]), min(a[3], b[3]) - max(a[1], b[1])
-    return wide * tall if wide > 0 and tall > 0 else 0.0
-
-
-def _outside(box: Box, frame: Box) -> float:
-    over = (frame[0] - box[0], frame[1] - box[1], box[2] - frame[2], box[3] - frame[3])
-    return sum(max(0.0, x) for x in over)
 
 
 def _page(points: Sequence[Point], title: str, limit: float | None, svg: bytes) -> str:

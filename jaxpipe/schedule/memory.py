@@ -22,7 +22,7 @@ from typing import TypeVar
 
 from jaxpipe.schedule.costs import CostProfile
 from jaxpipe.schedule.deps import DependencyGraph
-from jaxpipe.schedule.ir import Action, Row, Schedule, op_spec
+from jaxpipe.schedule.ir import Action, Row, Schedule, Slot, op_spec
 from jaxpipe.schedule.placement import Placement
 from jaxpipe.schedule.timeline import MemoryCurve
 
@@ -101,6 +101,21 @@ def activation_units(costs: CostProfile, op: str, stage: int, share: float) -> t
     return _change(
         op, lambda field: round(costs.values(field)[stage] / share * UNIT) if field in ACTIVATION_FIELDS else 0
     )
+
+
+def slot_units(placement: Placement, costs: CostProfile) -> Callable[[int, Slot], tuple[int, int]]:
+    """``change(rank, slot)``: activations that a slot takes when it starts and when it ends, in a rank's shares of one
+    microbatch, times ``2**50``."""
+
+    @cache
+    def units(op: str, stage: int, rank: int, flow: int) -> tuple[int, int]:
+        return activation_units(costs, op, stage, rank_share(placement, costs, rank, flow))
+
+    def change(rank: int, slot: Slot) -> tuple[int, int]:
+        each = [units(a.op, a.stage, rank, a.microbatch % placement.num_flows) for a in slot.actions]
+        return sum(taken for taken, _ in each), sum(left for _, left in each)
+
+    return change
 
 
 def _change(op: str, amount: Callable[[str], _Number]) -> tuple[_Number, _Number]:

@@ -20,6 +20,7 @@ from jaxpipe.schedule.costs import CostProfile
 from jaxpipe.schedule.ir import Action, Schedule
 from jaxpipe.schedule.lanes import collectives_exposed
 from jaxpipe.schedule.list_schedule.clock import Feed, Tables
+from jaxpipe.schedule.memory import rank_share
 from jaxpipe.schedule.placement import Placement
 
 OPS = ("F", "B", "W", "BW")
@@ -196,8 +197,4 @@ class Problem:
 
 def shares(placement: Placement, costs: CostProfile) -> tuple[float, ...]:
     """Per replica, its rank's share of one microbatch of its flow, in bytes of residuals; for stages on single ranks."""
-    total = [[0.0] * placement.num_ranks for _ in placement.flows]
-    for flow, groups in enumerate(placement.flows):
-        for s, group in enumerate(groups):
-            total[flow][group[0]] += costs.residual_bytes[s]
-    return tuple(total[flow][group[0]] for flow, groups in enumerate(placement.flows) for group in groups)
+    return tuple(rank_share(placement, costs, r, k) for k, flow in enumerate(placement.flows) for r, *_ in flow)

@@ -12,7 +12,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from jaxpipe.schedule.ir import Schedule
 from jaxpipe.schedule.list_schedule.clock import NEVER, Feed
 from jaxpipe.schedule.problem import BW, B, CodeRows, Problem
 from jaxpipe.schedule.tolerance import nine_digits as nine_digits
@@ -21,16 +20,11 @@ Objective = Literal["makespan", "span"]
 
 
 @dataclass(frozen=True, slots=True)
-class Times:
-    """``start_s[code]`` of every action that ran (inf for the rest); ``first_s`` and ``last_s`` per rank.
+class Extents:
+    """Per rank, when its first action starts and its last one ends."""
 
-    ``deadlocked``: some action never ran; the other figures then cover only what did.
-    """
-
-    start_s: list[float]
     first_s: tuple[float, ...]
     last_s: tuple[float, ...]
-    deadlocked: bool
 
     @property
     def makespan(self) -> float:
@@ -40,6 +34,17 @@ class Times:
     def span(self) -> float:
         """The longest rank span."""
         return max(last - first for first, last in zip(self.first_s, self.last_s, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Times(Extents):
+    """``start_s[code]`` of every action that ran (inf for the rest).
+
+    ``deadlocked``: some action never ran; the other figures then cover only what did.
+    """
+
+    start_s: list[float]
+    deadlocked: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +137,7 @@ class Retimer:
                             stack.append(there)
             position[r], free[r] = at, now
         deadlocked = any(at < len(row) for at, row in zip(position, rows, strict=True))
-        return Times(start, tuple(first), tuple(free), deadlocked)
+        return Times(tuple(first), tuple(free), start, deadlocked)
 
     def draft(self, rows: CodeRows) -> Draft | None:
         """``rows`` with its times and peak; None if it deadlocks."""
@@ -184,8 +189,3 @@ def order_key(objective: Objective, makespan: float, span: float, peak: float) -
     """What is minimised: the objective, the other of makespan and span, the peak."""
     first, second = (makespan, span) if objective == "makespan" else (span, makespan)
     return nine_digits(first), nine_digits(second), nine_digits(peak)
-
-
-def drafted(problem: Problem, schedule: Schedule) -> Draft | None:
-    """A schedule's order with its times and peak, O and L left out; None if it deadlocks."""
-    return Retimer(problem).draft(problem.codes(schedule))

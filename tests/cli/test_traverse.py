@@ -50,8 +50,8 @@ def run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.
 
 def test_the_usual_flags_work(run: Run) -> None:
     code, out, _ = run(
-        "schedule traverse --placement circular --chunks 2 --rules 'interleaved forward=breadth:4 backward=depth:4' --steps "
-        "--ranks 4 --microbatches 8 --json --memory-limit 6 -o x.sched -o x.svg"
+        "schedule traverse --placement circular --chunks 2 --rules 'interleaved forward=breadth:4 backward=depth:4' "
+        "--unit-steps --ranks 4 --microbatches 8 --json --memory-limit 6 -o x.sched -o x.svg"
     )
     assert code == 0
     record = json.loads(out)
@@ -62,7 +62,11 @@ def test_the_usual_flags_work(run: Run) -> None:
 
 def test_costs_are_real_times_unless_steps_are_asked_for(run: Run) -> None:
     rules = "schedule traverse --placement wave --chunks 2 --rules 'interleaved forward=depth in-flight=8' --json"
-    assert [json.loads(run(rules + more)[1])["makespan"] for more in ("", " --steps")] == [30, 32.5]
+    assert [json.loads(run(rules + more)[1])["makespan"] for more in ("", " --unit-steps", " --steps")] == [
+        30,
+        32.5,
+        32.5,
+    ]
     assert json.loads(run(rules + " --cost 1,2,1 --comm 0.25 --braid --tp-comm 0.1")[1])["makespan"] > 30
     assert traverse(wave(4, 2), 8, Traversal("interleaved", forward="depth", in_flight=8)).num_ranks == 4
 
@@ -94,7 +98,7 @@ def test_rules_from_a_file(run: Run) -> None:
         ("traverse --rules 'backward in-flight=1' --placement v", "in-flight=1 leaves it no room"),
         ("1f1b --rules backward", "1f1b takes no --rules"),
         ("1f1b --placement v", "1f1b takes no --placement"),
-        ("1f1b --steps", "1f1b takes no --steps"),
+        ("1f1b --unit-steps", "1f1b takes no --unit-steps"),
         ("travers", "did you mean 'traverse'?"),
     ],
 )

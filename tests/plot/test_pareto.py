@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from itertools import combinations
+from collections.abc import Sequence
+from itertools import combinations, product
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -14,6 +15,7 @@ from jaxpipe.plot import pareto
 from jaxpipe.plot.pareto import Point, front_of, plot_pareto
 from jaxpipe.schedule import FAMILIES
 
+Box = Sequence[float]
 POINTS = [Point("a", 8, 0.2), Point("b", 4, 0.3), Point("c", 8, 0.1), Point("d", 16, 0.1), Point("e", 2, 0.05, False)]
 
 
@@ -36,16 +38,22 @@ def test_front() -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_labels_cover_nothing(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn: list[pareto._Labels] = []
-    place = pareto._Labels.place
-    monkeypatch.setattr(pareto._Labels, "place", lambda self: (place(self), drawn.append(self)))
-    plot_pareto(random_points(seed), tmp_path / "p.png", title="random", limit=7)
-    (labels,) = drawn
-    groups = len(labels.groups)
-    boxes, fixed = labels.taken[-groups:], labels.taken[:-groups]
-    assert all(not pareto._overlap(a, b) for a, b in combinations(boxes, 2))
-    assert all(not pareto._overlap(a, b) for a in boxes for b in fixed)
-    assert all(pareto._outside(box, labels.frame) == 0 for box in boxes)
+    drawn: list[tuple[list[Box], Box]] = []
+    label = pareto._label
+    monkeypatch.setattr(pareto, "_label", lambda *given: drawn.append(label(*given)))
+    points = random_points(seed)
+    plot_pareto(points, tmp_path / "p.png", title="random", limit=7)
+    ((taken, frame),) = drawn
+    labels = len({(p.peak, p.bubble, p.feasible) for p in points})
+    assert all(not overlap(a, b) for a, b in combinations(taken[-labels:], 2))
+    assert all(not overlap(a, b) for a, b in product(taken[-labels:], taken[:-labels]))
+    assert all(
+        frame[0] <= x0 and frame[1] <= y0 and x1 <= frame[2] and y1 <= frame[3] for x0, y0, x1, y1 in taken[-labels:]
+    )
+
+
+def overlap(a: Box, b: Box) -> bool:
+    return min(a[2], b[2]) > max(a[0], b[0]) and min(a[3], b[3]) > max(a[1], b[1])
 
 
 @pytest.mark.parametrize("suffix", [".svg", ".png", ".html"])

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from jaxpipe.errors import ScheduleError
 from jaxpipe.schedule import CostProfile, Schedule, generate, one_to_one, simulate, with_shared
 from jaxpipe.schedule.problem import B, F, Problem, W
-from jaxpipe.schedule.retime import Draft, Retimer, best_of, drafted, peaks
+from jaxpipe.schedule.retime import Draft, Retimer, best_of, peaks
 from tests.support.schedule_strategies import random_costs, random_placements, random_valid_schedules
 
 CHAINS = random_placements(chains_only=True, single_rank_stages=True)
@@ -45,7 +45,8 @@ def test_memory_equals_the_simulator(schedule: Schedule) -> None:
 def test_offloads_are_left_out_and_braids_refused() -> None:
     costs = CostProfile.uniform(2)
     schedule = generate("zb-h1", 2, 3)
-    draft = drafted(Problem.of(schedule.placement, 3, costs), schedule)
+    problem = Problem.of(schedule.placement, 3, costs)
+    draft = Retimer(problem).draft(problem.codes(schedule))
     assert draft is not None
     assert draft.makespan == simulate(schedule, costs).makespan
     from jaxpipe.schedule import parse_schedule

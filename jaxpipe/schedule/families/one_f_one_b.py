@@ -60,7 +60,7 @@ def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
     Raises:
         ScheduleError: a size is not a whole number of at least 1.
     """
-    return in_order("1f1b", microbatches, [_row(ranks - r, microbatches) for r in range(ranks)])
+    return in_order("1f1b", microbatches, [fused_row(ranks - r, microbatches) for r in range(ranks)])
 
 
 @family(
@@ -85,10 +85,10 @@ def eager_one_f_one_b(ranks: int, microbatches: int) -> Schedule:
     Raises:
         ScheduleError: a size is not a whole number of at least 1.
     """
-    return in_order("eager-1f1b", microbatches, [_row(2 * (ranks - r) - 1, microbatches) for r in range(ranks)])
+    return in_order("eager-1f1b", microbatches, [fused_row(2 * (ranks - r) - 1, microbatches) for r in range(ranks)])
 
 
-def _row(in_flight: int, microbatches: int) -> list[str]:
+def fused_row(in_flight: int, microbatches: int) -> list[str]:
     """``in_flight`` forwards, then a backward and a forward in turn, then the remaining backwards."""
     lead = min(in_flight, microbatches)
     return ["F"] * lead + ["BW", "F"] * (microbatches - lead) + ["BW"] * lead

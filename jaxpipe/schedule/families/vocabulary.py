@@ -24,6 +24,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from jaxpipe.errors import ScheduleError
 from jaxpipe.schedule.costs import CostProfile
@@ -130,13 +131,21 @@ def _spread(barriers: int, base: Callable[..., Placement] = one_to_one) -> Calla
     return lambda ranks: with_vocabulary(base(ranks), barriers=barriers)
 
 
+def _facts(barriers: int, base: Callable[..., Placement] = one_to_one, microbatches: int = 3) -> dict[str, Any]:
+    """What the families here are registered with. ``microbatches``: of the picture."""
+    picture = {"ranks": 2, "microbatches": microbatches}
+    return {"placement": _spread(barriers, base), "vocabulary": True, "picture": picture}
+
+
+def _over_one_f_one_b(name: str, barriers: int, ranks: int, m: int, costs: CostProfile | None) -> Schedule:
+    return spread_vocabulary(name, lambda m, known: one_f_one_b(ranks, m), _spread(barriers)(ranks), m, costs)
+
+
 @family(
     "vocab-1f1b",
     "1F1B with embedding and head spread over all ranks, one barrier: p+1 activations",
     f"{_SOURCE}, algorithm 2",
-    placement=_spread(1),
-    vocabulary=True,
-    picture={"ranks": 2, "microbatches": 3},
+    **_facts(1),
     peak_activations=lambda p, m, v: min(p + 1, m),
     makespan=lambda p, m, v, f, b, w: (m + p - 1) * (f + b + w),
 )
@@ -152,18 +161,14 @@ def vocab_one_f_one_b(ranks: int, microbatches: int, costs: CostProfile | None =
     Raises:
         ScheduleError: a size is not a whole number of at least 1, or ``costs`` is for another number of stages.
     """
-    return spread_vocabulary(
-        "vocab-1f1b", lambda m, known: one_f_one_b(ranks, m), _spread(1)(ranks), microbatches, costs
-    )
+    return _over_one_f_one_b("vocab-1f1b", 1, ranks, microbatches, costs)
 
 
 @family(
     "vocab-1f1b-2",
     "vocab-1f1b with two barriers: less computed and sent, p+2 activations",
     f"{_SOURCE}, algorithm 1",
-    placement=_spread(2),
-    vocabulary=True,
-    picture={"ranks": 2, "microbatches": 3},
+    **_facts(2),
     peak_activations=lambda p, m, v: min(p + 2, m),
     makespan=lambda p, m, v, f, b, w: (m + p - 1) * (f + b + w),
 )
@@ -179,18 +184,14 @@ def vocab_one_f_one_b_2(ranks: int, microbatches: int, costs: CostProfile | None
     Raises:
         ScheduleError: a size is not a whole number of at least 1, or ``costs`` is for another number of stages.
     """
-    return spread_vocabulary(
-        "vocab-1f1b-2", lambda m, known: one_f_one_b(ranks, m), _spread(2)(ranks), microbatches, costs
-    )
+    return _over_one_f_one_b("vocab-1f1b-2", 2, ranks, microbatches, costs)
 
 
 @family(
     "vocab-v-half",
     "V-Half with embedding and head spread over all ranks, one barrier: one activation more",
     f"{_SOURCE}, section 5; Controllable Memory (Qi, Wan et al. 2024) §3.2",
-    placement=_spread(1, v_shape),
-    vocabulary=True,
-    picture={"ranks": 2, "microbatches": 2},
+    **_facts(1, v_shape, 2),
 )
 def vocab_v_half(ranks: int, microbatches: int, costs: CostProfile | None = None) -> Schedule:
     """V-Half with spread vocabulary layers and one barrier, for any p >= 1 and m >= 1 (``c`` marks a rank's part of the head)::
@@ -210,9 +211,7 @@ def vocab_v_half(ranks: int, microbatches: int, costs: CostProfile | None = None
     "vocab-1f1b-joint",
     "1F1B with embedding and head spread over all ranks, which compute a microbatch's loss together: 1.5p activations",
     f"{_SOURCE}, the interlaced pipeline that it compares with",
-    placement=_spread(2),
-    vocabulary=True,
-    picture={"ranks": 2, "microbatches": 3},
+    **_facts(2),
 )
 def vocab_one_f_one_b_joint(ranks: int, microbatches: int, costs: CostProfile | None = None) -> Schedule:
     """1F1B where all ranks run S and T of a microbatch side by side, its backward right behind, for any p >= 1 and m >= 1

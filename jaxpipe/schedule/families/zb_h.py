@@ -10,8 +10,6 @@ makespan, which includes the staggered start.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from jaxpipe.schedule.families.family import family, in_order
 from jaxpipe.schedule.ir import Schedule
 
@@ -69,22 +67,16 @@ def zb_h2(ranks: int, microbatches: int) -> Schedule:
 
 def h1_rows(ranks: int, microbatches: int) -> list[list[str]]:
     """Op names of ZB-H1, per rank."""
-    return [list(_row(ranks - r, r, microbatches)) for r in range(ranks)]
+    return [split_row(ranks - r, r, microbatches) for r in range(ranks)]
 
 
 def h2_rows(ranks: int, microbatches: int) -> list[list[str]]:
     """Op names of ZB-H2, per rank."""
-    return [list(_row(2 * (ranks - r) - 1, 2 * r, microbatches)) for r in range(ranks)]
+    return [split_row(2 * (ranks - r) - 1, 2 * r, microbatches) for r in range(ranks)]
 
 
-def _row(lead: int, lag: int, m: int) -> Iterator[str]:
+def split_row(lead: int, lag: int, m: int) -> list[str]:
     """``lead`` forwards; then B, W (``lag`` microbatches behind) and F in turn; then the remaining W."""
     lead, lag = min(lead, m), min(lag, m)
-    yield from "F" * lead
-    for i in range(m):
-        yield "B"
-        if i >= lag:
-            yield "W"
-        if lead + i < m:
-            yield "F"
-    yield from "W" * lag
+    turns = (["B"] + ["W"] * (i >= lag) + ["F"] * (lead + i < m) for i in range(m))
+    return ["F"] * lead + [op for turn in turns for op in turn] + ["W"] * lag

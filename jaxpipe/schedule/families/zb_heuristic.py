@@ -37,7 +37,8 @@ from jaxpipe.schedule.blocks.repeat import repeat
 from jaxpipe.schedule.bounds import lower_bound, span_lower_bound
 from jaxpipe.schedule.costs import CostProfile
 from jaxpipe.schedule.families.family import family, in_order
-from jaxpipe.schedule.families.zb_h import h1_rows, h2_rows
+from jaxpipe.schedule.families.one_f_one_b import fused_row
+from jaxpipe.schedule.families.zb_h import h1_rows, h2_rows, split_row
 from jaxpipe.schedule.families.zb_rounds import round_rows
 from jaxpipe.schedule.ir import Schedule
 from jaxpipe.schedule.list_schedule.choosers import full_limit, least_limit
@@ -251,9 +252,9 @@ def _drafts(retimer: Retimer, limit: float, peak: float) -> Iterator[Draft]:
     p, m = problem.num_ranks, problem.num_microbatches
     need = least_limit(problem)
     in_flight = [int(min(p - r, limit / need + 1e-9)) if need else p - r for r in range(p)]
-    fixed = [[_one_f_one_b(k, m, ["B", "W"]) for k in in_flight], h1_rows(p, m), h2_rows(p, m)]
+    fixed = [[split_row(k, 0, m) for k in in_flight], h1_rows(p, m), h2_rows(p, m)]
     if any(bw < b + w for bw, b, w in zip(problem.bw_s, problem.b_s, problem.w_s, strict=True)):
-        fixed.append([_one_f_one_b(k, m, ["BW"]) for k in in_flight])
+        fixed.append([fused_row(k, m) for k in in_flight])
     for rows in fixed:
         draft = retimer.draft(problem.codes(in_order("fixed", m, rows)))
         if draft is not None and draft.peak <= limit + 1e-9:
@@ -261,11 +262,6 @@ def _drafts(retimer: Retimer, limit: float, peak: float) -> Iterator[Draft]:
     yield from chain_drafts(problem, limit)
     if limit < full_limit(problem):
         yield from block_drafts(problem, peak)
-
-
-def _one_f_one_b(in_flight: int, m: int, backward: list[str]) -> list[str]:
-    lead = min(in_flight, m)
-    return ["F"] * lead + [*backward, "F"] * (m - lead) + backward * lead
 
 
 def two_thirds_block(ranks: int, apart: int = 2) -> BuildingBlock:

@@ -23,7 +23,7 @@ from typing import Literal
 
 from jaxpipe.schedule.list_schedule.clock import NEVER, ROUNDING
 from jaxpipe.schedule.problem import Problem
-from jaxpipe.schedule.retime import Draft, Retimer
+from jaxpipe.schedule.retime import Draft, Extents, Retimer
 
 Ties = Literal["idle", "run", "as computed"]
 _STEPS = (0.02, 0.05, 0.1, 0.2, 0.5)
@@ -47,8 +47,8 @@ class Rule:
 
 
 @dataclass(frozen=True, slots=True)
-class Filled:
-    """Rows with W, and per action of the order the seconds its rank had idled when it started; times per rank.
+class Filled(Extents):
+    """Rows with W, and per action of the order the seconds its rank had idled when it started.
 
     ``idle_s``: seconds a rank idled, less what it works less than the rank with most work: the largest makes the span.
     """
@@ -56,16 +56,6 @@ class Filled:
     rows: list[list[int]]
     profile_s: list[float]
     idle_s: tuple[float, ...]
-    first_s: tuple[float, ...]
-    last_s: tuple[float, ...]
-
-    @property
-    def span(self) -> float:
-        return max(last - first for first, last in zip(self.first_s, self.last_s, strict=True))
-
-    @property
-    def makespan(self) -> float:
-        return max(self.last_s) - min(self.first_s)
 
     def dominates(self, other: Filled) -> bool:
         """Neither span nor makespan is longer, and one of them is shorter (beyond rounding)."""
@@ -162,7 +152,7 @@ class WeightFilling:
         for r, waiting in enumerate(pending):
             for code in waiting:
                 free[r] = run(code, r, free[r])
-        return Filled(rows, profile, tuple(idle), tuple(first), tuple(free))
+        return Filled(tuple(first), tuple(free), rows, profile, tuple(idle))
 
     def draft(self, rows: Sequence[Sequence[int]]) -> Draft | None:
         """The draft of rows with W, timed by the retimer; None if they deadlock or exceed the limit."""

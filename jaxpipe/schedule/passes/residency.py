@@ -8,14 +8,13 @@ Amounts are whole numbers on a binary grid (:data:`GRID` to a unit), so that wha
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from jaxpipe.schedule.costs import CostProfile
-from jaxpipe.schedule.ir import Schedule
-from jaxpipe.schedule.memory import UNIT, activation_units, rank_share
+from jaxpipe.schedule.ir import Row, Schedule, Slot
+from jaxpipe.schedule.memory import UNIT, slot_units
 from jaxpipe.schedule.timeline import Timeline
 
 GRID = int(UNIT)
@@ -77,27 +76,28 @@ def rank_lives(schedule: Schedule, timeline: Timeline, costs: CostProfile) -> tu
     for event in timeline.events:
         if event.lane == "compute":
             times[event.rank].append((event.start_s, event.end_s))
-    return tuple(_rank_life(schedule, rank, times[rank], costs) for rank in range(schedule.num_ranks))
+    change = slot_units(schedule.placement, costs)
+    return tuple(_rank_life(row, rank, times[rank], costs, change) for rank, row in enumerate(schedule.rows))
 
 
-def _rank_life(schedule: Schedule, rank: int, times: Sequence[tuple[float, float]], costs: CostProfile) -> RankLife:
-    flows = range(schedule.placement.num_flows)
-    shares = [rank_share(schedule.placement, costs, rank, flow) for flow in flows]
-    units = cache(lambda op, stage, flow: activation_units(costs, op, stage, shares[flow]))
+def _rank_life(
+    row: Row,
+    rank: int,
+    times: Sequence[tuple[float, float]],
+    costs: CostProfile,
+    change: Callable[[int, Slot], tuple[int, int]],
+) -> RankLife:
     made: dict[tuple[int, int], int] = {}
     levels, changes, residents = [], [], []
     live = 0
-    for j, (slot, (start, end)) in enumerate(zip(schedule.rows[rank], times, strict=True)):
-        taken = given = 0
+    for j, (slot, (start, end)) in enumerate(zip(row, times, strict=True)):
+        taken, given = change(rank, slot)
         for a in slot.actions:
-            flow = a.microbatch % len(flows)
-            first, last = units(a.op, a.stage, flow)
-            taken, given = taken + first, given + last
             if a.op == "F":
                 made[a.stage, a.microbatch] = j
             elif a.op in ("B", "BW"):
                 f_slot = made[a.stage, a.microbatch]
-                size = round(costs.offloadable_bytes[a.stage] / shares[flow] * GRID) if shares[flow] > 0 else 0
+                size = -change(rank, replace(a, op="O"))[1]
                 out, back = costs.offload_s[a.stage], costs.load_s[a.stage]
                 residents.append(Resident(a.stage, a.microbatch, f_slot, j, times[f_slot][1], start, size, out, back))
         live += taken

@@ -31,7 +31,7 @@ from jaxpipe.schedule.costs import CostProfile
 from jaxpipe.schedule.deps import build_graph
 from jaxpipe.schedule.ir import BW, Action, B, Row, Schedule, Slot, W, op_spec
 from jaxpipe.schedule.lanes import slot_lanes
-from jaxpipe.schedule.memory import activation_units, rank_share
+from jaxpipe.schedule.memory import UNIT, slot_units
 from jaxpipe.schedule.passes.backwards import fused_backwards, with_fused
 from jaxpipe.schedule.simulate import simulate
 from jaxpipe.schedule.tolerance import MEMORY, TIME, at_most, nine_digits
@@ -144,20 +144,9 @@ class _Filling:
     """A schedule without the W's ``loose``, rank by rank. :meth:`run` puts them into its bubbles."""
 
     def __init__(self, schedule: Schedule, costs: CostProfile, loose: Sequence[Sequence[Action]], limit: float) -> None:
-        net, placement = _Net(schedule, costs), schedule.placement
-        self.net, self.limit, self.loose = net, limit * (1 + MEMORY), [set(ws) for ws in loose]
-
-        @cache
-        def units(op: str, stage: int, rank: int, flow: int) -> tuple[float, float]:
-            taken, left = activation_units(costs, op, stage, rank_share(placement, costs, rank, flow))
-            return taken * 2.0**-50, left * 2.0**-50
-
-        def change(rank: int, slot: Slot) -> list[float]:
-            """Activations that a slot takes at its start and at its end."""
-            each = (units(a.op, a.stage, rank, a.microbatch % placement.num_flows) for a in slot.actions)
-            return [sum(x) for x in zip(*each, strict=True)]
-
-        self.change = change
+        net = self.net = _Net(schedule, costs)
+        self.limit, self.loose = limit * (1 + MEMORY) * UNIT, [set(ws) for ws in loose]
+        self.change = slot_units(schedule.placement, costs)
         self.work = [
             sum(net.duration[n] for n in queues[0]) + sum(net.seconds((w.op, w.stage)) for w in ws)
             for queues, ws in zip(net.queues, loose, strict=True)
@@ -168,8 +157,8 @@ class _Filling:
         rather than run a W too long for its bubble while it has idled no more than the idlest rank, or than ``spare`` says."""
         net, graph, p = self.net, self.net.graph, len(spare)
         idle, most = [x - max(self.work) for x in self.work], 0.0
-        free, last, level = [0.0] * p, [-1] * p, [0.0] * p
-        changes: list[list[tuple[float, float]]] = [[] for _ in range(p)]
+        free, last, level = [0.0] * p, [-1] * p, [0] * p
+        changes: list[list[tuple[float, int]]] = [[] for _ in range(p)]
         stash: list[deque[Action]] = [deque() for _ in range(p)]
         rows: list[dict[int, list[Slot]]] = [{} for _ in range(p)]
         ready, missing = [0.0] * len(net.waits), list(map(len, net.waits))

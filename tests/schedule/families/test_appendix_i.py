@@ -10,7 +10,7 @@ from jaxpipe.schedule.families.interleaved import low_memory_block
 from jaxpipe.schedule.families.zb_heuristic import two_thirds_block
 from jaxpipe.schedule.placement import one_to_one
 from jaxpipe.schedule.problem import Problem
-from jaxpipe.schedule.retime import Retimer, drafted
+from jaxpipe.schedule.retime import Retimer
 
 UNEVEN = [(1, 1, 1, 0), (12.96, 13.22, 9.76, 1.3), (2, 3, 1, 0.2)]
 
@@ -37,7 +37,7 @@ def test_two_thirds_is_no_worse_than_its_block(p: int) -> None:
             costs = CostProfile.uniform(p, f=f, b=b, w=w, comm=comm)
             problem = Problem.of(one_to_one(p), m, costs)
             block = Retimer(problem).draft(repeat(two_thirds_block(p), problem))
-            ours = drafted(problem, generate("zb-two-thirds", p, m, costs=costs))
+            ours = Retimer(problem).draft(problem.codes(generate("zb-two-thirds", p, m, costs=costs)))
             assert block is not None
             assert ours is not None
             assert ours.no_worse_than(block)

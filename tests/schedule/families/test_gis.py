@@ -19,7 +19,7 @@ from jaxpipe.schedule.families.gis import group_block, interleaved_block, smalle
 from jaxpipe.schedule.families.pipeoffload import po_block, po_rows, shortest_distance
 from jaxpipe.schedule.placement import circular
 from jaxpipe.schedule.problem import F, Problem, W
-from jaxpipe.schedule.retime import Draft, Retimer, drafted
+from jaxpipe.schedule.retime import Draft, Retimer
 from tests.support.paths import GOLDEN
 
 NAMES = ("gis", "gis-g", "gis-h", "po")
@@ -33,7 +33,8 @@ def profile(p: int, v: int, f: float = 1.0, b: float = 1.0, w: float = 1.0, comm
 
 
 def draft(schedule: Schedule, costs: CostProfile) -> Draft:
-    found = drafted(Problem.of(schedule.placement, schedule.num_microbatches, costs), schedule)
+    problem = Problem.of(schedule.placement, schedule.num_microbatches, costs)
+    found = Retimer(problem).draft(problem.codes(schedule))
     assert found is not None
     return found
 

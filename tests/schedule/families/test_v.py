@@ -17,7 +17,7 @@ from jaxpipe.schedule import CostProfile, check_schedule, generate, simulate
 from jaxpipe.schedule.families.v_blocks import one_f_one_b_v_block, v_half_block, v_min_block
 from jaxpipe.schedule.placement import v_shape
 from jaxpipe.schedule.problem import Problem
-from jaxpipe.schedule.retime import Draft, drafted
+from jaxpipe.schedule.retime import Draft, Retimer
 from tests.support.paths import GOLDEN
 
 WANTED = json.loads((GOLDEN / "authors_v.json").read_text(encoding="utf-8"))
@@ -31,7 +31,8 @@ def chunk_costs(p: int, f: float, b: float, w: float, comm: float = 0.0) -> Cost
 
 
 def drafts(name: str, p: int, m: int, costs: CostProfile, limit: float | None = None) -> Draft:
-    draft = drafted(Problem.of(v_shape(p), m, costs), generate(name, p, m, costs=costs, memory_limit=limit))
+    problem = Problem.of(v_shape(p), m, costs)
+    draft = Retimer(problem).draft(problem.codes(generate(name, p, m, costs=costs, memory_limit=limit)))
     assert draft is not None
     return draft
 

@@ -36,7 +36,7 @@ def main(overrides: list[str]) -> int:
         sys.stdout.reconfigure(errors="replace")  # the sample may hold what this terminal can't show
     try:
         config = load_config(CONFIG, overrides)
-        request_devices(max(config.pipeline.num_devices, config.run.devices), config.run.platform)
+        request_devices(max(config.pipeline.num_devices, config.run.machine.devices), config.run.machine.platform)
         return run(config)
     except BrokenPipeError:
         silence(sys.stdout)

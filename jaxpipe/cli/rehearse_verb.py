@@ -56,7 +56,7 @@ def run_rehearse(args: argparse.Namespace) -> None:
     from jaxpipe.train.devices import device_errors, find_devices, request_devices
 
     size = config.pipeline.rank_devices
-    request_devices(size, config.run.platform)
+    request_devices(size, config.run.machine.platform)
     from jaxpipe.cost import measure_host_link
     from jaxpipe.rehearsal.ranks import rehearse, rehearsed_json, rehearsed_text
     from jaxpipe.schedule import Link, write_costs
@@ -64,7 +64,7 @@ def run_rehearse(args: argparse.Namespace) -> None:
     from jaxpipe.train.setup import prepare
 
     progress = partial(print, file=sys.stderr if args.json else sys.stdout, flush=True)
-    devices = find_devices(size, config.run.platform, tp=config.pipeline.tp, cp=config.pipeline.cp)
+    devices = find_devices(size, config.run.machine.platform, tp=config.pipeline.tp, cp=config.pipeline.cp)
     prepared = prepare(completed(config))
     rate = args.link_bandwidth * 1e9 if args.link_bandwidth is not None else float("inf")
     with device_errors("rehearse"):

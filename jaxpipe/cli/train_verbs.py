@@ -89,11 +89,11 @@ def run_train(args: argparse.Namespace) -> int:
             from jaxpipe.train.run.agreement import agree_on_settings
 
             agree_on_settings(processes, config)
-            devices = max(config.pipeline.num_devices, config.run.devices)
+            devices = max(config.pipeline.num_devices, config.run.machine.devices)
             if processes.number > 1:
                 mine = processes.ranks(config.pipeline.ranks)[processes.mine]
                 devices = len(mine) * config.pipeline.rank_devices
-            request_devices(devices, config.run.platform, processes=processes.number)
+            request_devices(devices, config.run.machine.platform, processes=processes.number)
             processes.start_jax()
             from jaxpipe.planning.targets import peak_of
             from jaxpipe.train.loop import train
@@ -242,7 +242,7 @@ def run_profile(args: argparse.Namespace) -> None:
     check_output(args.details, (".json",), "--details")
     from jaxpipe.train.devices import device_errors, find_devices, request_devices
 
-    request_devices(max(config.pipeline.num_devices, config.run.devices), config.run.platform)
+    request_devices(max(config.pipeline.num_devices, config.run.machine.devices), config.run.machine.platform)
     from jaxpipe.cost import measure_host_link, measure_stages
     from jaxpipe.schedule import write_costs
     from jaxpipe.schedule.json_form import to_costs
@@ -253,7 +253,7 @@ def run_profile(args: argparse.Namespace) -> None:
 
     progress = partial(print, file=sys.stderr if args.json else sys.stdout, flush=True)
     pipe = config.pipeline
-    devices = find_devices(pipe.num_devices, config.run.platform, tp=pipe.tp, cp=pipe.cp)
+    devices = find_devices(pipe.num_devices, config.run.machine.platform, tp=pipe.tp, cp=pipe.cp)
     config = completed(config)
     pipeline = compile_pipeline(prepare(config), devices, progress)
     progress("timing each stage alone")

@@ -92,8 +92,9 @@ def _write_config(path: str, tuned: Tuned) -> None:
     if tuned.to_file:
         file = str(Path(path).with_suffix(".sched"))
         write_schedule(tuned.best.schedule, file)
-        pipe = replace(config.pipeline, schedule=file, memory_limit=None)
-        config = replace(config, pipeline=pipe, traverse=type(config.traverse)())
+        pipe = config.pipeline
+        pipe = replace(pipe, schedule=file, memory_limit=None, traverse=type(pipe.traverse)())
+        config = replace(config, pipeline=pipe)
     write_atomically(Path(path), config.to_toml())
 
 

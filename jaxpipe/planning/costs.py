@@ -31,7 +31,7 @@ def planned_costs(
         sizes,
         seconds,
         workspace={op: [s.workspace.get(op, 0.0) for s in stages] for op in work},
-        state_bytes=[s.state_bytes / (pipe.dp if pipe.zero1 else 1) for s in stages],
+        state_bytes=[s.state_bytes / (pipe.dp if pipe.sharding.zero1 else 1) for s in stages],
         link=link_of(target, efficiency),
         links=near_links(target, efficiency, pipe),
         host=host_link(target, efficiency, pipe),

@@ -126,7 +126,7 @@ class Ground:
         """Seconds of a step beside the pipeline's: gradients reduced, also to the rank that owns a stage of several flows,
         parameters updated, and handed back to the other ranks of such a stage. ``late``: with post-validation, by default as
         ``config`` says."""
-        passes = 3 if (config.pipeline.post_validation != "off" if late is None else late) else 2
+        passes = 3 if (config.pipeline.passes.post_validation != "off" if late is None else late) else 2
         gradients = [
             sum(self.stages[s].sizes.acc_bytes for s in placement.stages_of(r)) for r in range(placement.num_ranks)
         ]
@@ -166,7 +166,9 @@ def ground(
         StageError: a stage can't be traced or split, or no such policy.
     """
     pipe, bench = config.pipeline, bench.over(config.pipeline)
-    stages = bench.stages(plan.cut, pipe.recompute, microbatch_size(config) // pipe.dp, config.offload.fraction)
+    stages = bench.stages(
+        plan.cut, pipe.recompute, microbatch_size(config) // pipe.dp, config.pipeline.offload.fraction
+    )
     stages = bench.compiled(stages, ops if compile_stages else ())
     costs = planned_costs(stages, pipe, bench.target, bench.efficiency, limit_bytes)
     if _twice(config):
@@ -192,9 +194,9 @@ def predict(
         ScheduleError, StageError, ConfigError: the config's schedule, cut or policy can't be.
     """
     pipe = config.pipeline
-    schedule, plan = choose(pipe, bench.model, planner(config, bench.model), config.traverse)
+    schedule, plan = choose(pipe, bench.model, planner(config, bench.model))
     ops = {a.op for r in range(schedule.num_ranks) for a in schedule.actions(r)}
-    ops |= {"B", "W"} if pipe.separate_gradients else set()
+    ops |= {"B", "W"} if pipe.passes.separate_gradients else set()
     known = ground(config, bench, plan, limit_bytes, ops, compile_stages)
     schedule = final_order(pipe, schedule, known.costs, [s.cost for s in plan.stages], lambda text: None)
     if transform is not None:
@@ -231,12 +233,12 @@ def predicted(
 
 def _twice(config: TrainConfig) -> bool:
     """Whether parameters are there old and new."""
-    return config.pipeline.post_validation != "off" and config.run.dtype == "float32"
+    return config.pipeline.passes.post_validation != "off" and config.run.dtype == "float32"
 
 
 def pipeline_s(timeline: Timeline, pipe: PipelineConfig) -> float:
     """Seconds that a step's pipeline takes, once steps follow each other."""
-    return timeline.makespan if pipe.post_validation == "off" else timeline.max_span
+    return timeline.makespan if pipe.passes.post_validation == "off" else timeline.max_span
 
 
 def _memory(

@@ -29,14 +29,18 @@ def assumptions(p: Prediction, e: Efficiency, workspace: str) -> tuple[str, ...]
     master = "float32 master parameters, " if dtype != "float32" else ""
     tp = ""
     if pipe.tp > 1:
-        how = "split over the shards (sequence parallel)" if pipe.sequence_parallel else "whole on each of the shards"
+        how = (
+            "split over the shards (sequence parallel)"
+            if pipe.sharding.sequence_parallel
+            else "whole on each of the shards"
+        )
         tp = f"; tp={pipe.tp}: residual stream {how}"
     if pipe.cp > 1:
-        tp += f"; cp={pipe.cp}: positions of each sequence divided, attention by {pipe.cp_method}"
+        tp += f"; cp={pipe.cp}: positions of each sequence divided, attention by {pipe.sharding.cp_method}"
     if pipe.dp > 1:
-        tp += f"; dp={pipe.dp}, gradients reduced after the pipeline" + ", ZeRO-1" * pipe.zero1
+        tp += f"; dp={pipe.dp}, gradients reduced after the pipeline" + ", ZeRO-1" * pipe.sharding.zero1
     attention = f"softmax(q kᵀ) v on the plain XLA path; recompute={_policies(p)} decides which scores are kept"
-    if pipe.cp > 1 and pipe.cp_method == "ring":
+    if pipe.cp > 1 and pipe.sharding.cp_method == "ring":
         attention = "block by block on the plain XLA path; the backward pass computes scores again"
     if p.fused_attention:
         attention = "cuDNN's fused kernel, which keeps no scores; FLOPs are of the pairs that its mask leaves"
@@ -47,7 +51,7 @@ def assumptions(p: Prediction, e: Efficiency, workspace: str) -> tuple[str, ...]
         f"rates: {target.description}, {target.peak_flops_per_s(dtype) / 1e12:g} TFLOP/s × {e.matmul:g}, "
         f"{target.memory_bytes_per_s / 1e9:g} GB/s × {e.bandwidth:g}, links × {e.link:g}, host × {e.host:g}{tp}",
         f"workspace: {workspace}",
-        *(["post-validation: no step is clipped"] if pipe.post_validation != "off" else []),
+        *(["post-validation: no step is clipped"] if pipe.passes.post_validation != "off" else []),
     )
 
 

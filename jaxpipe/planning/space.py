@@ -104,9 +104,9 @@ class Space:
                 raise ConfigError(f"{key!r} is none of the axes{closest(key, keys)}; they are {', '.join(keys)}")
         kept = replace(
             pipe, ranks=1, dp=1, cp=1, tp=1, microbatches=1, vocabulary="ends", chunks=1, schedule="1f1b", memory_limit=None,
-            recompute="none", cut="analytic", separate_gradients=False,
+            recompute="none", cut="analytic", passes=replace(pipe.passes, separate_gradients=False), traverse=TraverseConfig(),
         )  # fmt: skip
-        base = replace(config, pipeline=kept, traverse=TraverseConfig(), run=replace(config.run, devices=0))
+        base = replace(config, pipeline=kept).changed({"run.devices": 0})
         rest = {key: texts for key, texts in narrowed.items() if key not in found}
         return cls(base, devices, tuple(Axis(key, values) for key, values in found.items()), rest)
 
@@ -141,15 +141,7 @@ class Space:
         Raises:
             ConfigError: they contradict each other or the config.
         """
-        sections: dict[str, dict[str, Any]] = {"pipeline": {}, "traverse": {}}
-        for key, value in settings.items():
-            section, _, name = key.partition(".")
-            sections[section][name] = value
-        return replace(
-            self.base,
-            pipeline=replace(self.base.pipeline, **sections["pipeline"]),
-            traverse=TraverseConfig(**sections["traverse"]),
-        )
+        return self.base.changed(settings)
 
 
 def shown(value: Any) -> str:

@@ -169,7 +169,7 @@ def _smaller(config: TrainConfig) -> Iterator[_Change]:
 
 def _more_ranks(config: TrainConfig) -> Iterator[_Change]:
     more = 2 * config.pipeline.ranks
-    devices = () if config.run.devices == 0 else ("run.devices=0",)
+    devices = () if config.run.machine.devices == 0 else ("run.devices=0",)
     yield _Change(f"{more} ranks", (f"pipeline.ranks={more}", *_cut_freed(config), *devices))
 
 

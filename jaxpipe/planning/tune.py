@@ -247,7 +247,7 @@ class _Search:
         alone = replace(pipe, ranks=1 if ends else devices, tp=1, cp=1, schedule="1f1b", chunks=1)
         key = alone.ranks, pipe.vocabulary, size, policy
         if key not in self._work:
-            other = replace(config, pipeline=alone, traverse=TraverseConfig())
+            other = replace(config, pipeline=replace(alone, traverse=TraverseConfig()))
             bench, stages = self._bench_of(other), 1
             if not ends:
                 stages = with_vocabulary(one_to_one(devices), barriers=barriers(pipe.vocabulary)).num_stages
@@ -279,7 +279,7 @@ class _Search:
             if least > self.limit_bytes:
                 self._too_large(made, least)
                 continue
-            bound = lower_bound if config.pipeline.post_validation == "off" else span_lower_bound
+            bound = lower_bound if config.pipeline.passes.post_validation == "off" else span_lower_bound
             yield bound(placement, config.pipeline.microbatches, known.costs) + update_s, made
 
     def _refuse(self, settings: Settings, candidates: int, error: JaxpipeError) -> None:
@@ -296,7 +296,7 @@ class _Search:
         base = self.space.base
         computed = 2 if base.run.dtype == "bfloat16" else 4
         state = (4 if computed < 4 else 0) + (8 if base.optimizer.name == "adamw" else 4)
-        each = computed + 4 + state / (layout["pipeline.dp"] if base.pipeline.zero1 else 1)
+        each = computed + 4 + state / (layout["pipeline.dp"] if base.pipeline.sharding.zero1 else 1)
         ranks = (placement.stages_of(r) for r in range(placement.num_ranks))
         shards: int = layout["pipeline.tp"]
         return max(sum(plan.stages[s].num_params for s in mine) for mine in ranks) * each / shards
@@ -343,7 +343,7 @@ class _Search:
     def _separated_s(self, node: _Node, schedule: Schedule) -> float:
         """What a step takes at least with gradients separated: nothing but gradients of weights changes its place on a rank, so
         it takes no less without these; and no rank takes less than all its work, from where it starts."""
-        if self.space.base.pipeline.post_validation != "off":
+        if self.space.base.pipeline.passes.post_validation != "off":
             return 0.0
         costs, m = node.costs, schedule.num_microbatches
         passed = tuple(map(min, costs.b_s, costs.bw_s))
@@ -378,7 +378,7 @@ class _Search:
             key = (tuple(order.settings.items()), pipe.ranks, pipe.microbatches, pipe.vocabulary, relative)
             if key not in self._drafts:
                 model = self._bench_of(config).model
-                self._drafts[key], _ = choose(pipe, model, self._planner(config), config.traverse)
+                self._drafts[key], _ = choose(pipe, model, self._planner(config))
             return final_order(pipe, self._drafts[key], node.costs, costs, lambda text: None)
         except JaxpipeError as error:
             self._note(settings, "refused", bound_s=bound, reason=" ".join(str(error).split()))

@@ -64,7 +64,7 @@ def rehearse(
         RunError: an instruction failed, or memory ran out.
     """
     config = prepared.config
-    roomy = replace(config, offload=replace(config.offload, host_memory_gb=_NO_LIMIT_GB))  # below, a rank at a time
+    roomy = config.changed({"offload.host_memory_gb": _NO_LIMIT_GB})  # below, a rank at a time
     everywhere = list(devices) * prepared.schedule.num_ranks
     pipeline = compile_pipeline(replace(prepared, config=roomy), everywhere, progress)
     step, found = step_over(config, pipeline), []

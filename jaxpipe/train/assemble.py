@@ -48,7 +48,7 @@ from jaxpipe.stage.model.layer import Model, taken_by
 from jaxpipe.stage.model.plan import LayerCosts, StagePlan, analytic_layer_costs, cut, cut_at, cut_edges, plan_stages
 from jaxpipe.stage.model.vocabulary import SpreadModel, spread
 from jaxpipe.train.own_schedules import made_by_function, towers_of, traversed
-from jaxpipe.train.settings.sections import PipelineConfig, TraverseConfig
+from jaxpipe.train.settings.sections import PipelineConfig
 
 Progress = Callable[[str], None]
 Planner = Callable[..., StagePlan]
@@ -153,11 +153,7 @@ def read_checked(path: str | Path) -> Schedule:
 
 
 def choose(
-    pipe: PipelineConfig,
-    model: Model,
-    planner: Planner,
-    rules: TraverseConfig | None = None,
-    given: Schedule | None = None,
+    pipe: PipelineConfig, model: Model, planner: Planner, given: Schedule | None = None
 ) -> tuple[Schedule, StagePlan]:
     """The schedule of ``pipe``, or ``given``, and the plan of its stages.
 
@@ -167,7 +163,7 @@ def choose(
     Raises:
         ScheduleError, ConfigError, StageError: as :func:`build_schedule` and ``planner``.
     """
-    made = given or build_schedule(pipe, lambda *cut: [s.cost for s in planner(*cut).stages], rules, model.span)
+    made = given or build_schedule(pipe, lambda *cut: [s.cost for s in planner(*cut).stages], model.span)
     placement, model = made.placement, spread_over(pipe, model)
     plan = planner(made.num_stages, None if placement.is_chain else placement.edges)
     edges = cut_edges(taken_by(model.layers), plan.cut)
@@ -192,12 +188,7 @@ def with_edges(schedule: Schedule, edges: Edges) -> Schedule:
     return replace(schedule, placement=replace(schedule.placement, edges=edges))
 
 
-def build_schedule(
-    pipe: PipelineConfig,
-    stage_costs: Callable[..., Sequence[float]],
-    rules: TraverseConfig | None = None,
-    span: int = 1,
-) -> Schedule:
+def build_schedule(pipe: PipelineConfig, stage_costs: Callable[..., Sequence[float]], span: int = 1) -> Schedule:
     """The schedule of ``pipe``: a family's, one by rules, or a function's, with the stages' relative costs; or a file's.
 
     ``stage_costs(n, edges)``: relative forward cost of each stage when the model is cut into n, with these edges if they are
@@ -214,7 +205,7 @@ def build_schedule(
         known = relative_costs(stage_costs(placement.num_stages, placement.edges))
         return replace(traverse(placement, pipe.microbatches, by_rank, known), name="towers")
     if pipe.vocabulary != "ends" and not is_schedule_file(pipe.schedule):
-        return _with_vocabulary(pipe, stage_costs, rules)
+        return _with_vocabulary(pipe, stage_costs)
     stages = len(pipe.cut) + 1 if isinstance(pipe.cut, tuple) else pipe.ranks * pipe.chunks
     costs = None if is_schedule_file(pipe.schedule) else relative_costs(stage_costs(stages))
     if costs is None or ":" in pipe.schedule:
@@ -229,29 +220,27 @@ def build_schedule(
                     f"{pipe.schedule} has {have} {what}, the config says pipeline.{what}={want}: make them equal"
                 )
         return schedule
-    if span > 1 and (rules is None or pipe.schedule != "traverse"):
+    if span > 1 and pipe.schedule != "traverse":
         raise ScheduleError(
             f"the loss takes {span} microbatches at once, and the stages of {pipe.schedule!r} one: set pipeline.schedule to "
             "'towers' or 'traverse'"
         )
-    return _ordered(pipe, costs, rules, span)
+    return _ordered(pipe, costs, span)
 
 
-def _ordered(pipe: PipelineConfig, costs: CostProfile, rules: TraverseConfig | None = None, span: int = 1) -> Schedule:
-    """An order by ``rules`` where ``pipe`` asks for them, else of its family."""
-    if rules is not None and pipe.schedule == "traverse":
-        return traversed(pipe, rules, costs, span)
+def _ordered(pipe: PipelineConfig, costs: CostProfile, span: int = 1) -> Schedule:
+    """An order by rules where ``pipe`` asks for them, else of its family."""
+    if pipe.schedule == "traverse":
+        return traversed(pipe, costs, span)
     return generate(pipe.schedule, pipe.ranks, pipe.microbatches, family_chunks(pipe), costs, pipe.memory_limit)
 
 
-def _with_vocabulary(
-    pipe: PipelineConfig, stage_costs: Callable[..., Sequence[float]], rules: TraverseConfig | None
-) -> Schedule:
+def _with_vocabulary(pipe: PipelineConfig, stage_costs: Callable[..., Sequence[float]]) -> Schedule:
     """The order of ``pipe.schedule`` with the passes of spread vocabulary layers."""
     if pipe.vocabulary == "joint":
         return generate("vocab-1f1b-joint", pipe.ranks, pipe.microbatches)
-    if rules is not None and pipe.schedule == "traverse":
-        chain = placement_named(rules.placement, pipe.ranks, pipe.chunks)
+    if pipe.schedule == "traverse":
+        chain = placement_named(pipe.traverse.placement, pipe.ranks, pipe.chunks)
     else:
         chain = family_named(pipe.schedule).placement(pipe.ranks, pipe.chunks)
     placement = with_vocabulary(chain, barriers=barriers(pipe.vocabulary))
@@ -259,7 +248,7 @@ def _with_vocabulary(
     costs = replace(costs, link=Link(_SENT * sum(costs.f_s[s] for s in placement.trunk) / len(placement.trunk)))
 
     def base(microbatches: int, known: CostProfile) -> Schedule:
-        return _ordered(replace(pipe, microbatches=microbatches, memory_limit=None), known, rules)
+        return _ordered(replace(pipe, microbatches=microbatches, memory_limit=None), known)
 
     name = f"vocab-{pipe.schedule}" + ("-2" if barriers(pipe.vocabulary) == 2 else "")
     return spread_vocabulary(name, base, placement, pipe.microbatches, costs)
@@ -317,7 +306,7 @@ def assemble(
         offload=offload,
         dp=pipe.dp,
         tp=shards_of(pipe),
-        braid=pipe.braid,
+        braid=bool(pipe.passes.braid),
         processes=processes,
         transport=transport,
     ).with_ops(draft)
@@ -329,7 +318,8 @@ def assemble(
 
 def shards_of(pipe: PipelineConfig) -> TensorParallel:
     """How the layers of a rank divide their work."""
-    return TensorParallel(pipe.tp, pipe.sequence_parallel, pipe.fused_residual, pipe.cp, pipe.cp_method)
+    sharding = pipe.sharding
+    return TensorParallel(pipe.tp, sharding.sequence_parallel, sharding.fused_residual, pipe.cp, sharding.cp_method)
 
 
 def final_order(
@@ -377,11 +367,11 @@ def final_order(
             )
         progress(f"W keeps more than F saved: {needed:.3g} activations would be live, a new order keeps to {limit:g}")
         schedule = made_by(_HELD)
-    if pipe.separate_gradients:
+    if pipe.passes.separate_gradients:
         schedule = separate_gradients(schedule, costs, memory_limit=limit)
-    if pipe.braid and pipe.braid_adjacent and any(costs.tp_comm_s):
+    if pipe.passes.braid == "adjacent" and any(costs.tp_comm_s):
         schedule = braid(schedule, costs, memory_limit=limit)
-    if (split or pipe.split_backwards == "always") and fused_backwards(schedule):
+    if (split or pipe.passes.split_backwards == "always") and fused_backwards(schedule):
         apart = split_backwards(schedule)
         if limit == math.inf or at_most(peak(apart), limit):
             schedule = apart

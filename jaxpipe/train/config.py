@@ -1,4 +1,4 @@
-"""What a training run is told: eight small sections, from a TOML or JSON file plus ``section.key=value`` overrides.
+"""What a training run is told: five sections of settings, from a TOML or JSON file plus ``section.key=value`` overrides.
 
 Only ``train/`` and the command line see a :class:`TrainConfig`; lower rooms take plain arguments. A config never looks at
 the file system or the machine, so that one stored in a checkpoint loads anywhere: whether a path exists is for
@@ -13,12 +13,14 @@ import sys
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
+from functools import reduce
+from operator import attrgetter, getitem
 from pathlib import Path
 from typing import Any, get_type_hints
 
 from jaxpipe.errors import ConfigError
 from jaxpipe.train.settings import typed as settings
+from jaxpipe.train.settings.retired import Accepted, modernize
 from jaxpipe.train.settings.rules import broken_rules
 from jaxpipe.train.settings.sections import Sections
 from jaxpipe.train.settings.typed import Collected
@@ -48,6 +50,10 @@ class TrainConfig(Sections):
         """Sections and keys as plain values that JSON can hold."""
         return {name: settings.plain(getattr(self, name)) for name in _SECTIONS}
 
+    def by_key(self) -> dict[str, Any]:
+        """Settings as plain values by dotted key."""
+        return dict(settings.leaves_of(TrainConfig, self.to_dict()))
+
     def to_toml(self) -> str:
         """TOML text; :func:`load_config` reads it back to an equal config."""
         return settings.to_toml(self.to_dict())
@@ -59,6 +65,14 @@ class TrainConfig(Sections):
     def override(self, overrides: Sequence[str]) -> TrainConfig:
         """This config with ``section.key=value`` overrides applied in order; the last one of a key wins."""
         return _config(self.to_dict(), "", overrides)
+
+    def changed(self, settings: Mapping[str, Any]) -> TrainConfig:
+        """This config with these values by dotted key."""
+        found = Collected(TrainConfig)
+        found.add_table(self.to_dict(), "")
+        for key, value in settings.items():
+            found.add(key, value, "")
+        return _checked(found)
 
     def describe(self) -> str:
         """All settings, one a line, aligned; those that differ from the default are marked ``*``."""
@@ -76,12 +90,15 @@ def explain_settings() -> str:
     default, lines = settings.plain(TrainConfig()), []
     docs, hints = settings.leaf_docs(Sections), settings.leaf_hints(Sections)
     for key, text in docs.items():
-        section, _, leaf = key.partition(".")
-        if leaf:
-            lines.append(f"{leaf} = {_show(default[section][leaf])}   ({settings.wanted(hints[key])})")
-            lines += textwrap.wrap(text.replace("``", ""), 120, initial_indent="    ", subsequent_indent="    ")
+        section, *path = key.split(".")
+        text = text.replace("``", "")
+        indent = " " * 4 * len(path)
+        if key in hints:
+            value = reduce(getitem, path, default[section])
+            lines.append(f"{indent[4:]}{path[-1]} = {_show(value)}   ({settings.wanted(hints[key])})")
+            lines += textwrap.wrap(text, 120, initial_indent=indent, subsequent_indent=indent)
         else:
-            lines += ["", f"[{section}]  {text}"]
+            lines += ["", f"[{key}]  {text}"] if not path else [f"{path[-1]}   (a table)", f"{indent}{text}"]
     return "\n".join(lines[1:])
 
 
@@ -106,14 +123,14 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -
 def known_settings(stored: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]], tuple[str, ...]]:
     """The settings of a stored config, which another version may have written, that there are today, by section; and the
     dotted keys of the others. Values are not checked."""
-    hints = settings.leaf_hints(TrainConfig)
-    sections = {name: leaves for name, leaves in stored.items() if isinstance(leaves, Mapping)}
-    known = {
-        name: {key: value for key, value in leaves.items() if f"{name}.{key}" in hints}
-        for name, leaves in sections.items()
-    }
-    other = [f"{name}.{key}" for name, leaves in sections.items() for key in leaves if f"{name}.{key}" not in hints]
-    return known, tuple(sorted([*other, *(stored.keys() - sections.keys())]))
+    hints, values = settings.leaf_hints(Accepted), dict(settings.leaves_of(Accepted, stored))
+    known = {key: value for key, value in values.items() if key in hints}
+    modernize(known)
+    nested: dict[str, Any] = {}
+    for key, value in known.items():
+        *path, leaf = key.split(".")
+        reduce(lambda table, name: table.setdefault(name, {}), path, nested)[leaf] = value
+    return nested, tuple(sorted(values.keys() - hints.keys()))
 
 
 _SECTIONS: Mapping[str, Any] = get_type_hints(Sections)
@@ -125,17 +142,26 @@ def _config(mapping: Mapping[str, Any], place: str, overrides: Sequence[str] = (
     Raises:
         ConfigError: one line with all problems, each with its place.
     """
-    found = Collected(TrainConfig)
+    found = Collected(Accepted)
     found.add_table(mapping, place)
     for override in overrides:
         found.add_override(override)
+    modernize(found.values)
     if "pipeline.schedule" in found.overridden:
         asked = found.values.get("pipeline.schedule")
-        for name, prefix in (("traverse", "traverse."), ("towers", "pipeline.towers")):
-            for key in [
-                k for k in found.values if k.startswith(prefix) and k not in found.overridden and name != asked
-            ]:
-                del found.values[key]  # rules for the schedule that is not asked for any more
+        for name in ("traverse", "towers"):
+            for key in [k for k in found.values if k.startswith(f"pipeline.{name}") and k not in found.overridden]:
+                if name != asked:
+                    del found.values[key]  # rules for the schedule that is not asked for any more
+    return _checked(found)
+
+
+def _checked(found: Collected) -> TrainConfig:
+    """The config of what was found.
+
+    Raises:
+        ConfigError: one line with all problems.
+    """
     found.problems += broken_rules(found.made(Sections), found.bad_keys)
     found.refuse()
     return found.made(TrainConfig)

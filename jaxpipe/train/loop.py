@@ -5,7 +5,7 @@ devices; it gives the measured bubble and the ratio of the step to a replay of i
 a checkpoint can have wrong is found before anything is compiled, and before anything on disk changes.
 
 A run ends at its last step; by a signal, after saving; by devices that fail or hang; by gradients or parameters that are not
-finite (``run.on_nonfinite``, ``run.max_skipped``); by data that are gone; or where its last checkpoint can't be saved. Nothing
+finite (``run.max_skipped``); by data that are gone; or where its last checkpoint can't be saved. Nothing
 else ends it: what can't be shown, drawn or written down beside checkpoints costs a line. A step whose gradient is not finite
 changes nothing, and no checkpoint is saved before a finite one follows.
 """
@@ -108,9 +108,9 @@ def train(
                 folder.check_metrics()
             config = completed(config, None if origin is None else origin.meta)
             devices = devices_of(config, processes)
-            if remark := use_compile_cache(config.run.compile_cache, processes.mine):
+            if remark := use_compile_cache(config.run.machine.compile_cache, processes.mine):
                 out.print(f"warning: {remark}")
-            trackers = find_trackers([*config.run.trackers, *(["tensorboard"] if config.run.tensorboard else [])])
+            trackers = find_trackers(config.run.output.trackers)
             if out.isatty():
                 out.print("reading the data")
             prepared = prepare(config, processes)
@@ -136,7 +136,9 @@ def held_out_microbatches(prepared: Prepared) -> Mapping[str, np.ndarray]:
     if not config.run.eval_every:
         return {}
     size, span = microbatch_size(config), prepared.model.span
-    groups = prepared.dataset.held_out_batches(size * span, config.data.seq_len, config.run.eval_batches * m // span)
+    groups = prepared.dataset.held_out_batches(
+        size * span, config.data.seq_len, config.run.output.eval_batches * m // span
+    )
     rows = {name: np.concatenate([group[name] for group in groups]) for name in groups[0]}
     return {name: array.reshape(-1, size, *array.shape[1:]) for name, array in rows.items()}
 
@@ -168,7 +170,7 @@ class _Run:
         _ = self.trainer.program  # traced now, and not at the first checkpoint
         self.predicted, self.memory = self.pipe.predicted_timeline(), self.trainer.train_step.memory_report()
         self.peak_bytes = self._peak_bytes()
-        self.line = LiveLine(run.steps, out, every=run.log_every, start=start.step)
+        self.line = LiveLine(run.steps, out, every=run.output.log_every, start=start.step)
         self.replanner = Replanner(self.config, self.pipe, self.line.note, start.step)
         self.pending: tuple[int, StepMetrics] | None = None  # dispatched, not yet in the log
         self.step = self.logged = start.step
@@ -181,7 +183,7 @@ class _Run:
         )
         self.begun = start.step  # the last step that was
         processes.tell_place(self._place)
-        self.watchdog = Watchdog(run.watchdog_s, lambda: self._place()[2], processes.end_late)
+        self.watchdog = Watchdog(run.machine.watchdog_s, lambda: self._place()[2], processes.end_late)
         self.evaluated: tuple[int, float] | None = None
         self.evaluating = False
         self.first_loss = start.first_loss  # of the run; a later loss above it means that something went wrong
@@ -199,7 +201,7 @@ class _Run:
             self.mfu_per_rate = per_token / (peak_flops_per_s * self.config.pipeline.num_devices)
         traces = folder.path / "profile"
         traces = traces / f"process{processes.mine}" if processes.number > 1 else traces
-        self.window = TraceWindow(run.profile_steps, traces, self.line.note)
+        self.window = TraceWindow(run.output.profile_steps, traces, self.line.note)
 
     def run(self, started: float) -> TrainResult:
         run = self.config.run
@@ -312,7 +314,8 @@ class _Run:
     def _advance(self, state: TrainState, batch: Mapping[str, np.ndarray]) -> TrainState:
         """One more step; its scalars are waited for when the next one is under way."""
         began, run = time.perf_counter(), self.config.run
-        shown, last = (state.step + 1) % run.log_every == 0, run.profile_steps and run.profile_steps[1]
+        output = run.output
+        shown, last = (state.step + 1) % output.log_every == 0, output.profile_steps and output.profile_steps[1]
         traced = state.step + 1 == last  # also where this process could not begin to: all record the same steps
         record = shown or traced
         stop, switch = bool(self.stop.requested), self.offer is not None
@@ -372,7 +375,7 @@ class _Run:
             yield f"{self.skipped.steps} skipped"
         if remark := self.trainer.train_step.post_validation.remark:
             yield remark
-        if self.config.replan.enabled:
+        if self.config.run.replan.enabled:
             yield f"schedule {self.pipe.schedule.name}"
 
     def _settle(self) -> None:
@@ -422,7 +425,7 @@ class _Run:
     def _evaluate(self, state: TrainState) -> None:
         self._settle()
         self.evaluating = True
-        with self.watchdog.watch(state.step, self.config.run.eval_batches * self.pipe.schedule.num_ranks):
+        with self.watchdog.watch(state.step, self.config.run.output.eval_batches * self.pipe.schedule.num_ranks):
             found = self.trainer.evaluate(state, self.held_out)
         self.evaluating = False
         loss = found.pop("loss")

@@ -1,4 +1,4 @@
-"""Schedules that are no family's: by the rules of ``[traverse]``, of towers, or made by a function that the config names.
+"""Schedules that are no family's: by rules of their own, of towers, or made by a function that the config names.
 
 ``pipeline.schedule = "towers"``: the branches of a model on ranks of their own, each in an order by rules of its own, and the
 loss, which takes the results of them all (FlexPipe, `flexpipe.txt` section 7.2).
@@ -46,15 +46,15 @@ def rules_of(settings: TraverseConfig) -> Traversal:
     return Traversal(**{f.name: getattr(settings, f.name) for f in fields(settings) if f.name != "placement"})
 
 
-def traversed(pipe: PipelineConfig, settings: TraverseConfig, costs: CostProfile, span: int = 1) -> Schedule:
-    """The schedule of ``[traverse]``, chosen by the stages' relative costs. ``span``: of the last stage.
+def traversed(pipe: PipelineConfig, costs: CostProfile, span: int = 1) -> Schedule:
+    """The schedule of ``pipeline.traverse``, chosen by the stages' relative costs. ``span``: of the last stage.
 
     Raises:
         ScheduleError: the placement has another number of chunks, or nothing can go on under the limits.
     """
-    placement = placement_named(settings.placement, pipe.ranks, pipe.chunks)
+    placement = placement_named(pipe.traverse.placement, pipe.ranks, pipe.chunks)
     placement = with_span(placement, {placement.num_stages - 1: span})
-    return traverse(placement, pipe.microbatches, rules_of(settings), costs)
+    return traverse(placement, pipe.microbatches, rules_of(pipe.traverse), costs)
 
 
 def towers_of(settings: Mapping[str, Any]) -> tuple[Placement, dict[int | tuple[int, ...] | range, Traversal]]:

@@ -141,7 +141,7 @@ class Replanner:
         first_step: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.config, self._limit, self._note, self._clock = config.replan, config.pipeline.memory_limit, note, clock
+        self.config, self._limit, self._note, self._clock = config.run.replan, config.pipeline.memory_limit, note, clock
         self._first_step = first_step
         self._start = pipeline.schedule
         self._running = _Running(pipeline)

@@ -75,9 +75,10 @@ def load_dataset(config: TrainConfig, tokenizer: Tokenizer | None = None) -> Dat
 
 
 def _tokens_at(data: DataConfig, path: str, tokenizer: Tokenizer) -> TokenDataset:
-    reading = Reading(data.suffixes, data.field, data.eos, data.format, data.chat_template)
+    how = data.reading
+    reading = Reading(how.suffixes, how.field, how.eos, how.format, how.chat_template)
     corpus = load_corpus(path, tokenizer, reading)
-    return TokenDataset.split(corpus, tokenizer, data.holdout, data.split, data.mask)
+    return TokenDataset.split(corpus, tokenizer, data.holdout, how.split, how.mask)
 
 
 def build_model(config: TrainConfig, vocab_size: int) -> Model:
@@ -87,8 +88,9 @@ def build_model(config: TrainConfig, vocab_size: int) -> Model:
     Raises:
         ConfigError: the target or an option is wrong, or the model can't take the data's tokens.
     """
-    mask = {} if config.data.mask == "causal" else {"mask": config.data.mask}
-    options = {"vocab_size": vocab_size, "seq_len": config.data.seq_len, **mask, **config.model.options}
+    mask = config.data.reading.mask
+    masked = {} if mask == "causal" else {"mask": mask}
+    options = {"vocab_size": vocab_size, "seq_len": config.data.seq_len, **masked, **config.model.options}
     model = resolve_model(config.model.target, options)
     if model.vocab_size < vocab_size:
         raise ConfigError(
@@ -129,7 +131,7 @@ def prepare(config: TrainConfig, processes: Processes | None = None) -> Prepared
     given = None
     if processes is not None and processes.mine:
         given = from_schedule(json.loads(processes.broadcast("schedule", "")))
-    schedule, plan = choose(config.pipeline, model, planner, config.traverse, given)
+    schedule, plan = choose(config.pipeline, model, planner, given)
     if processes is not None and processes.mine == 0:
         processes.broadcast("schedule", json.dumps(to_schedule(schedule)))
     return Prepared(config, dataset, model, schedule, plan)
@@ -168,7 +170,7 @@ def _with_cheaper_backwards(
     now, costs = trainer.schedule, trainer.pipeline.costs
     have = fused_stages(now)
     split = costly_backwards(now, costs) if fused is None else [s for s in have if s not in fused]
-    if pipe.split_backwards != "auto" or not split:
+    if pipe.passes.split_backwards != "auto" or not split:
         return trainer
     made = with_fused_stages(now, set(have).difference(split))
     if pipe.memory_limit is not None and not at_most(max(simulate(made, costs).peak_activations), pipe.memory_limit):
@@ -198,9 +200,9 @@ def compile_pipeline(
             offload=offload_options(config),
             devices=devices,
             progress=progress,
-            split=config.replan.enabled and config.replan.split,
+            split=config.run.replan.enabled and config.run.replan.split,
             processes=processes,
-            transport=config.run.transport,
+            transport=config.run.machine.transport,
         )
 
 
@@ -211,8 +213,8 @@ def step_over(config: TrainConfig, pipeline: Pipeline) -> TrainStep:
         optimizer_of(config, pipeline.model),
         clip_norm=config.optimizer.clip_norm,
         learning_rate=_learning_rate(config),
-        zero1=config.pipeline.zero1,
-        post_validation=config.pipeline.post_validation,
+        zero1=config.pipeline.sharding.zero1,
+        post_validation=config.pipeline.passes.post_validation,
     )
 
 
@@ -226,8 +228,8 @@ def step_flops(prepared: Prepared) -> float:
 
 
 def offload_options(config: TrainConfig) -> OffloadOptions:
-    """What ``[offload]`` says, in bytes."""
-    o = config.offload
+    """What ``pipeline.offload`` says, in bytes."""
+    o = config.pipeline.offload
     return OffloadOptions(o.fraction, None if o.host_memory_gb is None else o.host_memory_gb * 1e9, o.fallback)
 
 
@@ -238,10 +240,11 @@ def optimizer_of(config: TrainConfig, model: Model) -> Any:
         ConfigError: it is Muon, and the model has no matrices, or says wrongly which.
     """
     o, rate = config.optimizer, _learning_rate(config)
+    more = o.options
     if o.name == "lion":
-        return lion(rate, betas=o.betas, weight_decay=o.weight_decay)
-    rest = adamw(rate, betas=o.betas, eps=o.eps, weight_decay=o.weight_decay)
-    return Muon(rate, matrices_of(model), rest, o.momentum, o.weight_decay) if o.name == "muon" else rest
+        return lion(rate, betas=more.betas, weight_decay=o.weight_decay)
+    rest = adamw(rate, betas=more.betas, eps=more.eps, weight_decay=o.weight_decay)
+    return Muon(rate, matrices_of(model), rest, more.momentum, o.weight_decay) if o.name == "muon" else rest
 
 
 def optimizer_remarks(config: TrainConfig, model: Model) -> Iterator[str]:
@@ -255,4 +258,5 @@ def optimizer_remarks(config: TrainConfig, model: Model) -> Iterator[str]:
 
 def _learning_rate(config: TrainConfig) -> optax.Schedule:
     o, steps = config.optimizer, config.run.steps
-    return learning_rate(o.lr, min(o.warmup_steps, steps), steps, o.min_lr_ratio, o.schedule, o.decay_fraction)
+    warmup, fall = min(o.warmup_steps, steps), o.options
+    return learning_rate(o.lr, warmup, steps, fall.min_lr_ratio, fall.schedule, fall.decay_fraction)

@@ -50,7 +50,7 @@ from jaxpipe.train.checkpoint import Checkpoint, CheckpointStore, read_manifest
 from jaxpipe.train.checkpoints.stored import load_state, model_digest, newest, placed_layers, same_program, undamaged
 from jaxpipe.train.devices import device_errors, find_devices, request_devices
 from jaxpipe.train.own_schedules import made_by_function
-from jaxpipe.train.settings.sections import PipelineConfig
+from jaxpipe.train.settings.sections import PassesConfig, PipelineConfig, ShardingConfig
 from jaxpipe.train.state import StepMetrics, TrainState
 from jaxpipe.train.step import TrainStep
 from jaxpipe.train.update.optimizer import ema_of, with_ema
@@ -163,7 +163,6 @@ class Trainer(Closing):
             ranks=known["ranks"],
             tp=shards.size,
             cp=shards.cp,
-            cp_method=cast("Any", shards.cp_method),
             dp=dp,
             microbatches=known["microbatches"],
             chunks=known["chunks"],
@@ -172,11 +171,8 @@ class Trainer(Closing):
             memory_limit=memory_limit,
             recompute=recompute if isinstance(recompute, str) else tuple(recompute),
             cut=_cut_setting(cut),
-            sequence_parallel=shards.sequence,
-            fused_residual=shards.fused_residual,
-            zero1=zero1,
-            braid=braid,
-            post_validation=post_validation,
+            sharding=ShardingConfig(cast("Any", shards.cp_method), shards.sequence, shards.fused_residual, zero1),
+            passes=PassesConfig(braid, post_validation=post_validation),
         )
         if devices is None:
             devices = _devices(pipe.num_devices, platform, shards)

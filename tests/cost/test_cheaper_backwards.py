@@ -16,7 +16,7 @@ from jaxpipe.schedule import CostProfile, check_schedule, generate, read_schedul
 from jaxpipe.schedule.passes.backwards import costly_backwards, fused_stages, split_backwards, with_fused_stages
 from jaxpipe.train.assemble import final_order
 from jaxpipe.train.checkpoint import CheckpointStore
-from jaxpipe.train.settings.sections import PipelineConfig
+from jaxpipe.train.settings.sections import PassesConfig, PipelineConfig
 from tests.support.train_runs import config, copy_run, final, run, write_text
 
 AUTO = "pipeline.split_backwards=auto"
@@ -109,7 +109,8 @@ def test_a_checkpoint_from_before_keeps_bw(text: Path, tmp_path: Path, measured:
 def test_always() -> None:
     schedule, costs = generate("1f1b", 2, 4), _costs(20, 20)
     for setting, want in (("always", ()), ("auto", (0, 1)), ("never", (0, 1))):
-        pipe = PipelineConfig(ranks=2, microbatches=4, split_backwards=setting)  # type: ignore[arg-type]
+        passes = PassesConfig(split_backwards=setting)  # type: ignore[arg-type]
+        pipe = PipelineConfig(ranks=2, microbatches=4, passes=passes)
         assert fused_stages(final_order(pipe, schedule, costs, (1.0, 1.0), print)) == want
 
 

@@ -35,7 +35,7 @@ from jaxpipe.schedule.passes import unbraid
 from jaxpipe.stage.compiled.footprint import total_device_bytes
 from jaxpipe.stage.weave.units import collectives
 from jaxpipe.train.config import TrainConfig, load_config
-from jaxpipe.train.settings.sections import PipelineConfig
+from jaxpipe.train.settings.sections import PipelineConfig, ShardingConfig
 from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.usefixtures("one_build")
@@ -73,7 +73,8 @@ def bench_of(config: TrainConfig, target: Target = H100, **others: Any) -> Workb
     """One for all configs that differ in nothing that a workbench knows; with ``others`` a new one."""
     if others:
         return workbench(config, target, Efficiency(), silent, **others)
-    pipe = PipelineConfig(tp=config.pipeline.tp, sequence_parallel=config.pipeline.sequence_parallel)
+    sequence = config.pipeline.sharding.sequence_parallel
+    pipe = PipelineConfig(tp=config.pipeline.tp, sharding=ShardingConfig(sequence_parallel=sequence))
     return _shared_bench(replace(config, pipeline=pipe).to_json(), target.name)
 
 

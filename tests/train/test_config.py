@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tomllib
 from dataclasses import fields, replace
+from functools import reduce
 from pathlib import Path
 from typing import Any, get_args
 
@@ -19,16 +20,22 @@ from hypothesis import strategies as st
 from jaxpipe.cli import main
 from jaxpipe.errors import ConfigError
 from jaxpipe.schedule.families import FAMILIES
-from jaxpipe.train.config import TrainConfig, load_config
+from jaxpipe.train.config import TrainConfig, known_settings, load_config
+from jaxpipe.train.settings.retired import Accepted
 from jaxpipe.train.settings.sections import (
     DataConfig,
     ModelConfig,
     OptimizerConfig,
+    OptimizerOptions,
+    OutputConfig,
+    PassesConfig,
     PipelineConfig,
+    ReadingConfig,
     RunConfig,
     Sections,
+    ShardingConfig,
 )
-from jaxpipe.train.settings.typed import leaf_docs, leaf_hints, wanted
+from jaxpipe.train.settings.typed import Collected, leaf_docs, leaf_hints, leaves_of, plain, to_toml, wanted
 from tests.support.paths import ROOT
 
 
@@ -66,32 +73,34 @@ def configs(draw: st.DrawFn) -> TrainConfig:
             path=draw(_text.filter(str.strip)),
             seq_len=draw(st.integers(1, 4096)),
             holdout=holdout,
-            split=draw(st.sampled_from(["blocks", "files"])),
-            suffixes=tuple(f".{x}" for x in draw(st.lists(_text, max_size=3))),
-            seed=draw(st.integers(0, 2**63 - 1)),
+            reading=ReadingConfig(
+                split=draw(st.sampled_from(["blocks", "files"])),
+                suffixes=tuple(f".{x}" for x in draw(st.lists(_text, max_size=3))),
+                seed=draw(st.integers(0, 2**63 - 1)),
+            ),
         ),
         PipelineConfig(
             ranks=ranks,
             tp=draw(st.integers(1, 64)),
             dp=dp,
             microbatches=microbatches,
-            zero1=draw(st.booleans()),
-            braid=draw(st.booleans()),
             schedule="zb",
             memory_limit=draw(st.none() | _positive),
             cut=draw(st.sampled_from(["analytic", "measured", tuple(sorted(boundaries))])),
+            sharding=ShardingConfig(zero1=draw(st.booleans())),
+            passes=PassesConfig(braid=draw(st.sampled_from([True, False, "adjacent"]))),
         ),
         OptimizerConfig(
             lr=draw(_positive),
             warmup_steps=draw(st.integers(0, steps)),
-            betas=draw(st.tuples(st.floats(0, 0.999), st.floats(0, 0.999))),
+            options=OptimizerOptions(betas=draw(st.tuples(st.floats(0, 0.999), st.floats(0, 0.999)))),
         ),
         RunConfig(
             steps=steps,
             batch=microbatches * dp * draw(st.integers(1, 9)),
             eval_every=draw(st.integers(0, 9)) if holdout else 0,
             out_dir=draw(_text.filter(str.strip)),
-            tensorboard=draw(st.booleans()),
+            output=OutputConfig(trackers=draw(st.sampled_from([("jsonl",), ("jsonl", "tensorboard"), ()]))),
         ),
     )
 
@@ -113,10 +122,10 @@ def test_files_load_to_an_equal_config(tmp_path: Path, suffix: str) -> None:
 
 def test_leaves_that_may_be_none_default_to_none() -> None:
     """TOML can't say none, so what is left out must mean it."""
-    for section, leaves in TrainConfig().to_dict().items():
-        for key in leaves:
-            hint = leaf_hints(TrainConfig)[f"{section}.{key}"]
-            assert (type(None) in get_args(hint)) == (leaves[key] is None)
+    default = TrainConfig().by_key()
+    assert default.keys() == leaf_hints(TrainConfig).keys()
+    for key, hint in leaf_hints(TrainConfig).items():
+        assert (type(None) in get_args(hint)) == (default[key] is None)
 
 
 # Overrides
@@ -131,8 +140,9 @@ def test_leaves_that_may_be_none_default_to_none() -> None:
         ("optimizer.lr=1", "optimizer", "lr", 1.0),
         ("optimizer.betas=0.8, 0.9", "optimizer", "betas", (0.8, 0.9)),
         ("optimizer.betas=[0.8,0.9]", "optimizer", "betas", (0.8, 0.9)),
-        ("run.tensorboard=true", "run", "tensorboard", True),
-        ("run.tensorboard=False", "run", "tensorboard", False),
+        ("pipeline.zero1=true", "pipeline", "zero1", True),
+        ("pipeline.braid=False", "pipeline", "braid", False),
+        ("pipeline.braid=adjacent", "pipeline", "braid", "adjacent"),
         ("run.out_dir=a=b c", "run", "out_dir", "a=b c"),
         ("run.resume=must", "run", "resume", "must"),
         ("optimizer.clip_norm=4", "optimizer", "clip_norm", 4.0),
@@ -187,7 +197,7 @@ def test_overrides_beat_the_file_and_the_last_one_wins(tmp_path: Path) -> None:
     path = tmp_path / "c.toml"
     path.write_text("[run]\nsteps = 50\nlog_every = 3\n[model.options]\nd = 8\nn = 2\n")
     config = load_config(path, ["run.steps=60", "run.steps=70", "model.options.d=16"])
-    assert (config.run.steps, config.run.log_every, config.run.batch) == (70, 3, RunConfig().batch)
+    assert (config.run.steps, config.run.output.log_every, config.run.batch) == (70, 3, RunConfig().batch)
     assert config.model.options == {"d": 16, "n": 2}
 
 
@@ -202,9 +212,13 @@ MISTAKES = {
         "run.step=3",
         "override 'run.step=3': unknown key run.step: did you mean run.steps?",
     ),
+    "unknown key, near one in a table": ("run.keep_lst=3", "did you mean run.keep_last?"),
+    "unknown key of a table": ("run.output.keep_lst=3", "did you mean run.output.keep_last?"),
+    "key of another table": ("output.watchdog_s=3", "did you mean run.machine.watchdog_s?"),
+    "a table as a key": ("run.output=3", "run.output is a section"),
     "key of another section": ("run.seq_len=3", "did you mean data.seq_len?"),
     "key without its section": ("steps=3", "did you mean run.steps?"),
-    "unknown key, near none": ("optimizer.qqq=3", "there are name, schedule, lr, warmup_steps"),
+    "unknown key, near none": ("optimizer.qqq=3", "there are name, lr, warmup_steps"),
     "unknown section, near one known": ("optimiser=3", "did you mean optimizer?"),
     "unknown section, near none": ("zzz.x=3", "there are model, data, pipeline, optimizer, run"),
     "key below a leaf": ("run.steps.x=3", "unknown key run.steps.x"),
@@ -315,6 +329,11 @@ BAD_FILES = {
     "a list at the top": ("c.json", "[1]", "expected an object with keys"),
     "not text": ("c.toml", b"\xff\xfe\x00", "not UTF-8"),
     "unknown section": ("c.toml", "[runn]\nsteps = 3", "unknown key runn: did you mean run?"),
+    "key given with and without its table": (
+        "c.toml",
+        "[run]\nkeep_last = 3\noutput = {keep_last = 4}",
+        "run.output.keep_last is given 2 times",
+    ),
     "section that is a value": ("c.toml", "run = 3", "run is a section"),
     "string for an integer": ("c.toml", "[run]\nsteps = '3'", 'run.steps is "3", expected an integer'),
     "truth value for an integer": ("c.toml", "[run]\nsteps = true", "run.steps is true, expected an integer"),
@@ -426,7 +445,7 @@ def test_the_numbers_that_a_message_names_would_work(batch: int, microbatches: i
 def test_sequence_parallelism_wants_a_length_that_tp_divides(seq_len: int, tp: int) -> None:
     sizes = ["pipeline.sequence_parallel=true", f"data.seq_len={seq_len}", f"pipeline.tp={tp}"]
     if seq_len % tp == 0:
-        assert TrainConfig().override(sizes).pipeline.sequence_parallel
+        assert TrainConfig().override(sizes).pipeline.sharding.sequence_parallel
         return
     advice = refusal(TrainConfig().override, sizes).split(": use ")[1]
     for way in advice.split(", or "):
@@ -440,12 +459,13 @@ def test_devices_of_all_axes_are_counted() -> None:
     assert TrainConfig().override(sizes).pipeline.num_devices == 16
     message = refusal(TrainConfig().override, [*sizes, "run.devices=8"])
     assert "run.devices=8 is fewer than the 16 of pipeline.ranks=2 × pipeline.dp=4 × pipeline.tp=2" in message
-    assert TrainConfig().override([*sizes, "run.devices=16"]).run.devices == 16
+    assert TrainConfig().override([*sizes, "run.devices=16"]).run.machine.devices == 16
 
 
 def test_describe_shows_every_setting_aligned_and_marks_changes() -> None:
     lines = TrainConfig().override(["run.batch=64"]).describe().splitlines()
     assert len(lines) == sum(len(fields(getattr(TrainConfig(), f.name))) for f in fields(TrainConfig))
+    assert len(lines) <= 45
     changed = [line for line in lines if "*" in line]
     assert len(changed) == 1
     assert changed[0].split() == ["*", "batch", "64"]
@@ -478,10 +498,109 @@ def test_every_setting_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
     assert docs.keys() >= leaf_hints(Sections).keys()
     assert all(docs.values())
     for key, hint in leaf_hints(Sections).items():
-        section, _, leaf = key.partition(".")
+        section, *table, leaf = key.split(".")
         of_section = printed[printed.index(f"[{section}]") :]
-        assert f"\n{leaf} = " in of_section
+        of_table = of_section[of_section.index(f"\n{table[0]}   (a table)\n") :] if table else of_section
+        assert f"\n{'    ' * len(table)}{leaf} = " in of_table
         assert wanted(hint)
     assert "\nschedule = 1f1b   (a string)\n    The name of a family, a schedule file" in printed
     assert "\ndtype = float32   (float32 | bfloat16)\n" in printed
     assert max(map(len, printed.splitlines())) < 160
+
+
+# Keys of before
+
+OLD = {
+    "model": {"target": "m:f", "options": {"a": 1}},
+    "data": {
+        "path": "p", "tokenizer": "t", "format": "chat", "chat_template": "c", "field": "f", "eos": "e", "mask": "document",
+        "seq_len": 64, "holdout": 0.1, "split": "files", "suffixes": [".a"], "seed": 7, "options": {"b": 2},
+        "sources": {"s": {"path": "q", "weight": 2.0}}, "target": "n:g",
+    },
+    "pipeline": {
+        "ranks": 2, "tp": 2, "cp": 2, "cp_method": "ring", "dp": 2, "microbatches": 4, "chunks": 2, "schedule": "zb",
+        "vocabulary": "spread", "memory_limit": 3.0, "recompute": "full", "cut": [2], "sequence_parallel": True,
+        "fused_residual": True, "zero1": True, "braid": False, "separate_gradients": True, "split_backwards": "never",
+        "post_validation": "on", "towers": {"t": {"ranks": 2}},
+    },
+    "optimizer": {
+        "name": "lion", "schedule": "wsd", "lr": 0.5, "warmup_steps": 3, "min_lr_ratio": 0.2, "weight_decay": 0.3,
+        "betas": [0.5, 0.6], "eps": 1e-5, "clip_norm": 2.0, "decay_fraction": 0.4, "momentum": 0.7,
+    },
+    "run": {
+        "steps": 9, "batch": 64, "seed": 5, "dtype": "bfloat16", "eval_every": 6, "eval_batches": 3, "out_dir": "o",
+        "init_from": "i", "checkpoint_every": 4, "keep_last": 3, "keep_best": 2, "resume": "must", "log_every": 2,
+        "platform": "cpu", "devices": 99, "max_skipped": 6, "watchdog_s": 7.0, "compile_cache": "off",
+        "trackers": ["wandb"], "profile_steps": [1, 2], "transport": "nccl",
+    },
+    "replan": {
+        "enabled": True, "min_gain": 0.2, "time_limit_s": 5.0, "workers": 2, "drift": 0.3, "memory_limit": 4.0,
+        "split": False,
+    },
+    "offload": {"fraction": 0.5, "host_memory_gb": 2.0, "fallback": True},
+    "traverse": {
+        "placement": "v", "first": "forward", "forward": "depth", "backward": "depth", "in_flight": 3,
+        "in_flight_per_stage": [1, 2], "units": [2, 1],
+    },
+}  # fmt: skip
+"""Every key that settings had before there were tables, but for the retired ones, each with a value that is no default."""
+
+
+def test_every_key_of_before_says_what_it_said() -> None:
+    known, unknown = known_settings(OLD)
+    found = Collected(TrainConfig)
+    found.add_table(OLD, "a file")
+    assert not unknown and not found.problems
+    assert found.values.keys() == leaf_hints(TrainConfig).keys() == dict(leaves_of(TrainConfig, known)).keys()
+    default = TrainConfig().by_key()
+    for section, key in ((section, key) for section, leaves in OLD.items() for key in leaves):
+        value = OLD[section][key]
+        (full,) = [k for k in found.values if k.endswith(f".{key}") and section in k.split(".")]
+        assert plain(found.values[full]) == value != default[full]
+        assert dict(leaves_of(TrainConfig, known))[full] == value
+        override = Collected(TrainConfig)
+        text = value if isinstance(value, str) else to_toml({"x": {"y": value}}).partition(" = ")[2].strip()
+        override.add_override(f"{section}.{key}={text}")
+        assert not override.problems and override.values == {full: found.values[full]}
+        assert reduce(getattr, full.split("."), TrainConfig()) == getattr(getattr(TrainConfig(), section), key)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (["run.tensorboard=true"], ["run.trackers=jsonl,tensorboard"]),
+        (["run.tensorboard=true", "run.trackers=wandb"], ["run.trackers=wandb,tensorboard"]),
+        (["run.tensorboard=true", "run.trackers=tensorboard"], ["run.trackers=tensorboard"]),
+        (["run.tensorboard=false"], []),
+        (["run.on_nonfinite=abort"], ["run.max_skipped=1"]),
+        (["run.on_nonfinite=abort", "run.max_skipped=3"], ["run.max_skipped=1"]),
+        (["run.on_nonfinite=skip", "run.max_skipped=3"], ["run.max_skipped=3"]),
+        (["run.on_nonfinite=abort", "run.on_nonfinite=skip"], []),
+        (["pipeline.braid_adjacent=true"], ["pipeline.braid=adjacent"]),
+        (["pipeline.braid_adjacent=true", "pipeline.braid=false"], ["pipeline.braid=false"]),
+        (["pipeline.braid_adjacent=false"], []),
+    ],
+)
+def test_retired_keys_say_what_they_said(old: list[str], new: list[str]) -> None:
+    config = TrainConfig().override(new)
+    assert TrainConfig().override(old) == config
+    stored: dict[str, dict[str, Any]] = {}
+    for override in old:
+        section, _, rest = override.partition(".")
+        key, _, text = rest.partition("=")
+        value = {"true": True, "false": False, "3": 3}.get(text, [text] if key == "trackers" else text)
+        stored.setdefault(section, {})[key] = value
+    assert TrainConfig.from_dict(stored) == config
+    known, unknown = known_settings(stored)
+    assert TrainConfig.from_dict(known) == config and not unknown
+
+
+def test_retired_keys_are_checked() -> None:
+    assert 'run.tensorboard is "maybe", expected true' in refusal(load_config, None, ["run.tensorboard=maybe"])
+    assert "one of 'skip', 'abort'" in refusal(load_config, None, ["run.on_nonfinite=abrt"])
+
+
+def test_no_two_settings_have_one_short_key() -> None:
+    keys = [key.split(".") for key in leaf_hints(Accepted)]
+    short = [f"{name}.{path[-1]}" for path in keys for name in path[:-1]]
+    assert len(set(short)) == len(short) and max(map(len, keys)) == 3

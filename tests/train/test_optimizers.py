@@ -115,8 +115,8 @@ NEEDS = "give the training step clip_norm="
 REFUSED: dict[str, tuple[Make, str]] = {
     "clipped by norm": (lambda: optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.1)), f"clip_by_global_norm .*{NEEDS}"),
     "clipped inside": (lambda: optax.MultiSteps(optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.1)), 2), NEEDS),
-    "only finite": (lambda: optax.apply_if_finite(optax.sgd(0.1), 3), "apply_if_finite .*on_nonfinite"),
-    "skips": (lambda: optax.MultiSteps(optax.sgd(0.1), 2, True, optax.skip_not_finite), "skip_not_finite .*on_nonfinite"),
+    "only finite": (lambda: optax.apply_if_finite(optax.sgd(0.1), 3), "apply_if_finite .*max_skipped"),
+    "skips": (lambda: optax.MultiSteps(optax.sgd(0.1), 2, True, optax.skip_not_finite), "skip_not_finite .*max_skipped"),
     "normalized": (lambda: optax.chain(optax.normalize_by_update_norm()), "mixes layers: normalize_by_update_norm"),
     "polyak": (lambda: optax.polyak_sgd(), "mixes layers: scale_by_polyak"),
     "prodigy": (lambda: contrib.prodigy(), "mixes layers: prodigy"),

@@ -26,15 +26,16 @@ def config(*overrides: str) -> TrainConfig:
 
 
 def test_rules_of_a_config() -> None:
-    made = build_schedule(PIPE, even, TraverseConfig(in_flight=(4, 3, 2, 1)))
+    made = build_schedule(replace(PIPE, traverse=TraverseConfig(in_flight=(4, 3, 2, 1))), even)
     assert made.rows == generate("1f1b", 4, 6).rows
     loops = TraverseConfig("circular", "interleaved", "breadth:4", "depth:4")
     rules = Traversal("interleaved", forward="breadth:4", backward="depth:4")
     costs = relative_costs(even(8))
-    assert build_schedule(replace(PIPE, chunks=2), even, loops) == traverse(circular(4, 2), 6, rules, costs)
-    both = build_schedule(PIPE, even, TraverseConfig("bidirectional", in_flight_per_stage=2))
+    assert build_schedule(replace(PIPE, chunks=2, traverse=loops), even) == traverse(circular(4, 2), 6, rules, costs)
+    flows = replace(PIPE, traverse=TraverseConfig("bidirectional", in_flight_per_stage=2))
+    both = build_schedule(flows, even)
     assert both.placement == bidirectional(4)
-    assert both == build_schedule(PIPE, even, TraverseConfig("bidirectional", in_flight_per_stage=2))
+    assert both == build_schedule(flows, even)
 
 
 def test_rules_are_read_from_a_file_and_written_back(tmp_path: Path) -> None:
@@ -45,12 +46,12 @@ def test_rules_are_read_from_a_file_and_written_back(tmp_path: Path) -> None:
         "in_flight = [8, 7, 6, 5]\nunits = [2, 1]\n"
     )
     loaded = load_config(path)
-    assert loaded.traverse == TraverseConfig(
+    assert loaded.pipeline.traverse == TraverseConfig(
         "circular", "interleaved", "breadth:4", in_flight=(8, 7, 6, 5), units=(2, 1)
     )
     assert TrainConfig.from_dict(loaded.to_dict()) == loaded
     path.write_text(loaded.to_toml())
-    assert load_config(path, ["traverse.in_flight=3"]).traverse.in_flight == 3
+    assert load_config(path, ["traverse.in_flight=3"]).pipeline.traverse.in_flight == 3
 
 
 @pytest.mark.parametrize(
@@ -74,7 +75,7 @@ def test_rules_that_say_nothing(override: str, said: str) -> None:
 def test_another_schedule_leaves_the_rules_out() -> None:
     """An override of the schedule is for good: the rules that the config had go with it."""
     other = config("traverse.in_flight=3").override(["pipeline.schedule=gpipe"])
-    assert (other.pipeline.schedule, other.traverse) == ("gpipe", TraverseConfig())
+    assert (other.pipeline.schedule, other.pipeline.traverse) == ("gpipe", TraverseConfig())
     assert TrainConfig.from_dict(other.to_dict()) == other
 
 
@@ -91,12 +92,11 @@ def test_rules_that_nothing_follows(rule: str) -> None:
     [
         (TraverseConfig("v"), "placement v has 2 chunk(s) per rank, not 1"),
         (TraverseConfig(in_flight=(1, 2)), "in-flight=1,2 is for 2, not 4: give one a rank"),
-        (None, "unknown schedule family 'traverse'"),
     ],
 )
-def test_rules_that_do_not_fit(rules: TraverseConfig | None, said: str) -> None:
+def test_rules_that_do_not_fit(rules: TraverseConfig, said: str) -> None:
     with pytest.raises(JaxpipeError) as caught:
-        build_schedule(PIPE, even, rules)
+        build_schedule(replace(PIPE, traverse=rules), even)
     assert said in str(caught.value) and "\n" not in str(caught.value)
 
 

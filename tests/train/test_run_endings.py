@@ -439,7 +439,7 @@ def test_parameters_that_are_not_finite_are_not_saved(
 
 def test_abort_at_the_first(spoilt: Callable[..., Path], tmp_path: Path) -> None:
     more = (f"{BAD}not_finite", "run.on_nonfinite=abort")
-    with pytest.raises(NotFiniteError, match=r"^step 7 was not finite \(run\.on_nonfinite=abort\): .* from step 5$"):
+    with pytest.raises(NotFiniteError, match=r"^step 7 was not finite \(run\.max_skipped=1\): .* from step 5$"):
         run(tiny_config(spoilt(7), tmp_path / "run", *more))
     assert steps_in(tmp_path / "run") == (5,)
 

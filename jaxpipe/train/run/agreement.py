@@ -22,7 +22,7 @@ from jaxpipe.train.config import TrainConfig
 if TYPE_CHECKING:
     import jax
 
-_MAY_DIFFER = ("run.out_dir", "run.compile_cache", "data.path", "data.tokenizer")
+_MAY_DIFFER = ("run.out_dir", "run.machine.compile_cache", "data.path", "data.tokenizer")
 """Paths: another host may have other ones. What is there is compared."""
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 _SEEN_WITHIN_S = 10.0
@@ -37,7 +37,7 @@ def agree_on_settings(processes: Processes, config: TrainConfig) -> None:
     """
     if processes.number == 1:
         return
-    if config.pipeline.post_validation != "off":
+    if config.pipeline.passes.post_validation != "off":
         raise ConfigError("pipeline.post_validation works in one process; with several say off")
     from jaxpipe import __version__
 
@@ -46,12 +46,7 @@ def agree_on_settings(processes: Processes, config: TrainConfig) -> None:
         with suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
     processes.agree("versions", versions, "install one version on all hosts")
-    settings = {
-        f"{section}.{key}": str(value)
-        for section, leaves in config.to_dict().items()
-        for key, value in leaves.items()
-        if f"{section}.{key}" not in _MAY_DIFFER
-    }
+    settings = {key: str(value) for key, value in config.by_key().items() if key not in _MAY_DIFFER}
     processes.agree("settings", settings, "start all with one config")
     _agree_on_folder(processes, Path(config.run.out_dir))
 
@@ -87,7 +82,7 @@ def devices_of(config: TrainConfig, processes: Processes) -> Sequence[jax.Device
 
     pipe = config.pipeline
     if processes.number == 1:
-        return find_devices(pipe.num_devices, config.run.platform, tp=pipe.tp, cp=pipe.cp)
+        return find_devices(pipe.num_devices, config.run.machine.platform, tp=pipe.tp, cp=pipe.cp)
     import jax
 
     by_process: dict[int, list[jax.Device]] = {}

@@ -24,17 +24,16 @@ from jaxpipe.train.checkpoints.stored import load_state, model_digest, newest, p
 from jaxpipe.train.config import TrainConfig, known_settings
 from jaxpipe.train.data import DataState, Stream
 from jaxpipe.train.imported import initial_params
+from jaxpipe.train.settings.typed import leaves_of
 from jaxpipe.train.setup import Prepared, optimizer_of
 
 Note = Callable[[str], None]
 
-_WHERE = ("pipeline.", "offload.", "replan.", "data.")
+_WHERE = ("pipeline.", "run.replan.", "data.")
 """Settings of where a run computes; those of the data are compared by the data's fingerprint."""
 _HOW_OFTEN = (
-    "run.steps", "run.eval_every", "run.eval_batches", "run.checkpoint_every", "run.log_every", "run.out_dir", "run.resume",
-    "run.keep_last", "run.keep_best", "run.tensorboard", "run.platform", "run.devices", "run.on_nonfinite",
-    "run.max_skipped", "run.watchdog_s", "run.compile_cache", "run.trackers", "run.profile_steps",
-    "run.transport",
+    "run.steps", "run.eval_every", "run.checkpoint_every", "run.out_dir", "run.resume", "run.max_skipped", "run.output.",
+    "run.machine.",
 )  # fmt: skip
 
 
@@ -151,7 +150,7 @@ def _fused(meta: Mapping[str, Any], cut: Cut) -> tuple[int, ...] | None:
 
 def _batches(prepared: Prepared, state: DataState | None) -> Stream:
     config = prepared.config
-    return prepared.dataset.batches(config.data.seed, config.run.batch, config.data.seq_len, state)
+    return prepared.dataset.batches(config.data.reading.seed, config.run.batch, config.data.seq_len, state)
 
 
 def _compare(prepared: Prepared, origin: Manifest) -> list[str]:
@@ -195,7 +194,7 @@ def _changes(then: Mapping[str, Mapping[str, Any]], now: TrainConfig) -> dict[st
 
 def _leaves(config: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Settings by dotted key, options of the model one by one."""
-    leaves = {f"{name}.{key}": value for name, section in config.items() for key, value in section.items()}
+    leaves = dict(leaves_of(TrainConfig, config))
     options = leaves.pop("model.options", None)
     if not isinstance(options, Mapping):
         return leaves

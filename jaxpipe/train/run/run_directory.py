@@ -49,7 +49,10 @@ class RunDirectory:
         processes = processes or Alone()
         self._writes = processes.mine == 0
         self.store = CheckpointStore(
-            self.path / "checkpoints", keep_last=run.keep_last, keep_best=run.keep_best, processes=processes
+            self.path / "checkpoints",
+            keep_last=run.output.keep_last,
+            keep_best=run.output.keep_best,
+            processes=processes,
         )
         self._lock = ExitStack()
         self._made: list[Path] = []

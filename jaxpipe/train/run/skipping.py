@@ -1,4 +1,4 @@
-"""Steps whose gradient was not finite: they are skipped, and too many end a run (``run.on_nonfinite``, ``run.max_skipped``)."""
+"""Steps whose gradient was not finite: they are skipped, and too many end a run (``run.max_skipped``)."""
 
 from __future__ import annotations
 
@@ -33,12 +33,11 @@ class Skipping:
             return
         self._first = self._first if self.row else step
         self.steps, self.row = self.steps + 1, self.row + 1
-        if run.on_nonfinite == "abort" or self.row == run.max_skipped:
+        if self.row == run.max_skipped:
             since = f"steps {self._first} to {step} were" if self.row > 1 else f"step {step} was"
-            policy = "run.on_nonfinite=abort" if run.on_nonfinite == "abort" else f"run.max_skipped={run.max_skipped}"
             raise NotFiniteError(
-                f"{since} not finite ({policy}): {self._rate} may be too high, or the data hold ids that the model does not "
-                "know"
+                f"{since} not finite (run.max_skipped={run.max_skipped}): {self._rate} may be too high, or the data hold ids "
+                "that the model does not know"
             )
         if self.row == 1:
             self._note(f"step {step}: the gradient is not finite; parameters were left as they are")

@@ -58,11 +58,11 @@ def _nearest_divisors(number: int, wanted: int) -> str:
     return " or ".join(map(str, sorted(sorted(divisors, key=lambda d: abs(d - wanted))[:2])))
 
 
-@_about("pipeline.sequence_parallel", "data.seq_len", "pipeline.tp")
+@_about("pipeline.sharding.sequence_parallel", "data.seq_len", "pipeline.tp")
 def _sequence(config: Sections) -> Iterator[str]:
     """With sequence parallelism each tp shard holds an equal part of the time axis."""
     length, tp = config.data.seq_len, config.pipeline.tp
-    if config.pipeline.sequence_parallel and length % tp:
+    if config.pipeline.sharding.sequence_parallel and length % tp:
         below = length // tp * tp
         lengths = " or ".join(str(x) for x in (below, below + tp) if x > 0)
         yield (
@@ -140,13 +140,13 @@ def _taking(option: str) -> str:
     return ", ".join(family.name for family in FAMILIES.values() if option in family.options)
 
 
-_TRAVERSE = tuple(f"traverse.{leaf.name}" for leaf in fields(TraverseConfig))
+_TRAVERSE = tuple(f"pipeline.traverse.{leaf.name}" for leaf in fields(TraverseConfig))
 
 
 @_about(*_TRAVERSE)
 def _traverse(config: Sections) -> Iterator[str]:
     try:
-        rules_of(config.traverse)
+        rules_of(config.pipeline.traverse)
     except ScheduleError as error:
         yield f"[traverse]: {error}"
 
@@ -154,7 +154,7 @@ def _traverse(config: Sections) -> Iterator[str]:
 @_about("pipeline.schedule", *_TRAVERSE)
 def _unused_traverse(config: Sections) -> Iterator[str]:
     name = config.pipeline.schedule
-    if name != "traverse" and config.traverse != TraverseConfig():
+    if name != "traverse" and config.pipeline.traverse != TraverseConfig():
         yield f"[traverse] is given, and pipeline.schedule is {name!r}: set that to 'traverse', or leave the section out"
 
 
@@ -202,17 +202,17 @@ def _vocabulary(config: Sections) -> Iterator[str]:
         yield f"{given} takes no pipeline.memory_limit: leave it out, or set pipeline.vocabulary=ends"
     if isinstance(pipe.recompute, tuple):
         yield f"{given} takes one pipeline.recompute policy for all stages, not a list"
-    if pipe.sequence_parallel and pipe.tp > 1:
+    if pipe.sharding.sequence_parallel and pipe.tp > 1:
         yield f"{given} is not there with pipeline.sequence_parallel=true: set one of them otherwise"
     if pipe.cp > 1:
         yield f"{given} is not there with pipeline.cp={pipe.cp}: set one of them otherwise"
-    if config.replan.enabled:
+    if config.run.replan.enabled:
         yield f"{given} is not there with replan.enabled=true: set one of them otherwise"
 
 
-@_about("run.devices", "pipeline.ranks", "pipeline.dp", "pipeline.cp", "pipeline.tp")
+@_about("run.machine.devices", "pipeline.ranks", "pipeline.dp", "pipeline.cp", "pipeline.tp")
 def _devices(config: Sections) -> Iterator[str]:
-    devices, pipe = config.run.devices, config.pipeline
+    devices, pipe = config.run.machine.devices, config.pipeline
     need = pipe.num_devices
     if 0 < devices < need:
         cp = f" × pipeline.cp={pipe.cp}" if pipe.cp > 1 else ""
@@ -259,19 +259,19 @@ def _seq_len(config: Sections) -> Iterator[str]:
         yield f"model.options.seq_len={given} differs from data.seq_len={wanted}: leave model.options.seq_len out"
 
 
-@_about("run.profile_steps", "run.steps")
+@_about("run.output.profile_steps", "run.steps")
 def _profiled(config: Sections) -> Iterator[str]:
-    first, last = config.run.profile_steps or (1, 1)
+    first, last = config.run.output.profile_steps or (1, 1)
     if not first <= last <= config.run.steps:
         given = f"run.profile_steps=[{first}, {last}] with run.steps={config.run.steps}"
         yield f"{given}: give the first and the last step to trace, such as [20, 25]"
 
 
-@_about("replan.enabled", "run.steps", "run.log_every")
+@_about("run.replan.enabled", "run.steps", "run.output.log_every")
 def _recorded(config: Sections) -> Iterator[str]:
     """The solver is given what a recorded step measured; the first step compiles."""
-    steps, every = config.run.steps, config.run.log_every
-    if config.replan.enabled and max(2, every) >= steps:
+    steps, every = config.run.steps, config.run.output.log_every
+    if config.run.replan.enabled and max(2, every) >= steps:
         message = (
             f"replan.enabled=true needs a recorded step after the first and before the last, and run.steps={steps}"
         )

@@ -1,10 +1,14 @@
-"""The eight sections of a training config, and all of them together, unchecked. The annotations say what each value must
+"""The five sections of a training config, and all of them together, unchecked. The annotations say what each value must
 satisfy, :mod:`.rules` what several must together; what ``#:`` says above a setting ``jaxpipe train --help-config``
-prints."""
+prints.
+
+A setting is a value or a table of what belongs to one matter, which who does not care for the matter need not read. The name
+of the table may be left out, or that of its section: ``run.keep_last`` and ``output.keep_last`` are
+``run.output.keep_last``.
+"""
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import re
 from collections.abc import Iterable, Mapping
@@ -15,7 +19,7 @@ from typing import Annotated, Any, Literal
 from jaxpipe.schedule.families import FAMILIES, VOCABULARY_FAMILIES
 from jaxpipe.stage.split.policies import POLICIES
 from jaxpipe.train.corpora.documents import SUFFIXES
-from jaxpipe.train.settings.typed import in_float32, not_empty, positive, within
+from jaxpipe.train.settings.typed import Section, in_float32, not_empty, positive, within
 from jaxpipe.wording import nearest
 
 _SCHEDULE_FILES = (".sched", ".json", ".csv")
@@ -91,15 +95,9 @@ class SourceConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class DataConfig:
-    """What it is trained on: ``path``, or several ``sources``, or batches that ``target`` makes."""
+class ReadingConfig:
+    """How files become documents, and documents sequences."""
 
-    #: A file of text, JSONL (``.jsonl``, ``.jsonl.gz``, ``.jsonl.zst``) or Parquet, a folder of these, a token store (``jaxpipe
-    #: data build``), a ``.npy``/``.npz`` array of ids, or ``stdlib`` (sources of the Python standard library); for models that
-    #: read other arrays, a ``.npz`` of them by name, or ``module:function``, which makes them and is called with ``options``.
-    path: _Name = "stdlib"
-    #: ``byte``, a ``tokenizer.json``, or ``ids:N`` (a vocabulary of N, no text).
-    tokenizer: _Name = "byte"
     #: What records of JSONL and Parquet hold: text, or messages with a ``role`` and a ``content``, of which answers count.
     format: Literal["text", "chat"] = "text"
     #: What makes text of messages: a path, or ``auto``: the one beside the tokenizer.
@@ -112,67 +110,59 @@ class DataConfig:
     #: What a token sees: what stands before it in its sequence, or what of that is of its own document; positions start again
     #: with each document then.
     mask: Literal["causal", "document"] = "causal"
-    #: Tokens a sequence.
-    seq_len: _Count = 128
-    #: Fraction kept for evaluation.
-    holdout: Annotated[float, within(0, 0.5)] = 0.05
-    #: How it is chosen: as blocks spread over the corpus, or whole files (of records whole documents).
+    #: How ``holdout`` is chosen: as blocks spread over the corpus, or whole files (of records whole documents).
     split: Literal["blocks", "files"] = "blocks"
     #: Files read in a folder.
     suffixes: tuple[Annotated[str, _is_suffix], ...] = SUFFIXES
     #: Order of the sequences.
     seed: Annotated[int, within(0, 2**63 - 1)] = 0
-    #: Keyword arguments of the function that ``path`` or ``target`` names.
-    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    #: In place of ``path``: tables by name of a ``path`` and a ``weight`` each, which are mixed.
-    sources: Mapping[str, SourceConfig] = dataclasses.field(default_factory=dict)
-    #: In place of ``path``: ``module:function``, which is called with ``options`` and makes batches.
-    target: Annotated[str, _is_target] | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class PipelineConfig:
-    """Which devices run what, in which order."""
+class DataConfig(Section):
+    """What it is trained on: ``path``, or several ``sources``, or batches that ``target`` makes."""
 
-    #: Pipeline ranks p; each is ``dp * cp * tp`` devices.
-    ranks: Annotated[int, within(1, 4096)] = 4
-    #: Devices that share a rank's layers.
-    tp: Annotated[int, within(1, 65536)] = 1
-    #: Devices that share each sequence's positions.
-    cp: Annotated[int, within(1, 65536)] = 1
-    #: How attention is computed where they do: by keys and values gathered from all, by exchanging times for heads, or by keys
-    #: and values that go round a ring.
+    #: A file of text, JSONL (``.jsonl``, ``.jsonl.gz``, ``.jsonl.zst``) or Parquet, a folder of these, a token store (``jaxpipe
+    #: data build``), a ``.npy``/``.npz`` array of ids, or ``stdlib`` (sources of the Python standard library); for models that
+    #: read other arrays, a ``.npz`` of them by name, or ``module:function``, which makes them and is called with ``options``.
+    path: _Name = "stdlib"
+    #: ``byte``, a ``tokenizer.json``, or ``ids:N`` (a vocabulary of N, no text).
+    tokenizer: _Name = "byte"
+    #: Tokens a sequence.
+    seq_len: _Count = 128
+    #: Fraction kept for evaluation.
+    holdout: Annotated[float, within(0, 0.5)] = 0.05
+    #: Keyword arguments of the function that ``path`` or ``target`` names.
+    options: Mapping[str, Any] = field(default_factory=dict)
+    #: In place of ``path``: tables by name of a ``path`` and a ``weight`` each, which are mixed.
+    sources: Mapping[str, SourceConfig] = field(default_factory=dict)
+    #: In place of ``path``: ``module:function``, which is called with ``options`` and makes batches.
+    target: Annotated[str, _is_target] | None = None
+    reading: ReadingConfig = field(default_factory=ReadingConfig)
+
+
+@dataclass(frozen=True, slots=True)
+class ShardingConfig:
+    """What the devices of a rank divide beside the layers' products, where it has several."""
+
+    #: How attention is computed where cp devices share positions: by keys and values gathered from all, by exchanging times
+    #: for heads, or by keys and values that go round a ring.
     cp_method: Literal["gather", "heads", "ring"] = "gather"
-    #: Devices that share each microbatch's sequences.
-    dp: Annotated[int, within(1, 65536)] = 1
-    #: Microbatches m a step.
-    microbatches: _Count = 8
-    #: Stages v a rank.
-    chunks: Annotated[int, within(1, 1024)] = 1
-    #: The name of a family, a schedule file (``.sched`` ``.json`` ``.csv``), ``traverse`` (by the section of that name),
-    #: ``towers``, or ``module:function``, which makes a schedule.
-    schedule: Annotated[str, _is_schedule] = "1f1b"
-    #: Where embedding and head are: on the first and last stage, or divided by words over all ranks (of chains of layers that
-    #: say how, as GPT and Llama do), which balances time and memory. ``spread``: one microbatch more in flight; ``spread-2``:
-    #: two, and less computed and sent; ``joint`` (of ``1f1b``): all ranks compute a microbatch's loss side by side.
-    vocabulary: Literal["ends", "spread", "spread-2", "joint"] = "ends"
-    #: Live activations a rank may hold, in units of its share of one microbatch (1F1B needs p); none: no limit.
-    memory_limit: _Positive | None = None
-    #: What runs again in the backward pass: a policy, such as ``cheap`` or ``cheap+attention``, or a list with one a stage.
-    recompute: _Policy | tuple[_Policy, ...] = "none"
-    #: How layers become stages: by ``analytic`` or ``measured`` costs, or the layers (indices or names) at which the second and
-    #: later stages start.
-    cut: Literal["analytic", "measured"] | Annotated[tuple[int | str, ...], _rises] = "analytic"
     #: Between the parallel products each of the tp devices holds a part of the time axis. Without tp it changes nothing.
     sequence_parallel: bool = False
     #: A branch's residual is added before the all-reduce that ends it. Without tp it changes nothing.
     fused_residual: bool = False
     #: Optimizer state and update are divided over dp. Without dp it changes nothing.
     zero1: bool = False
-    #: Braided slots of a schedule run as one function each; false runs their actions one after another, with the same bits.
-    braid: bool = True
-    #: Braid two actions that stand side by side, too, where the cost model says that it pays.
-    braid_adjacent: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PassesConfig:
+    """What is made of a schedule before it runs, and how it runs."""
+
+    #: Braided slots of a schedule run as one function each; false runs their actions one after another, with the same bits;
+    #: ``adjacent`` braids two actions that stand side by side, too, where the cost model says that it pays.
+    braid: bool | Literal["adjacent"] = True
     #: Split full backwards and put their W's into bubbles, within the memory limit (an unchanged peak without one).
     separate_gradients: bool = False
     #: Run B and then W in place of BW always (if the memory limit allows it), never, or on the stages where they were measured
@@ -181,139 +171,6 @@ class PipelineConfig:
     #: Begin a step before it is known whether the last one's gradient was finite and short enough: always, or after ten steps
     #: that were so (``auto``). The same bits.
     post_validation: Literal["off", "on", "auto"] = "off"
-    #: Of ``schedule = "towers"``: the branches of the model by name, in the order of their layers, each with ``ranks``,
-    #: ``chunks``, ``placement`` and ``rules`` of its own; ``join``: the one on whose last rank the loss runs (the last).
-    towers: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def num_devices(self) -> int:
-        """``ranks · dp · cp · tp``."""
-        return self.ranks * self.rank_devices
-
-    @property
-    def rank_devices(self) -> int:
-        """``dp · cp · tp``."""
-        return self.dp * self.cp * self.tp
-
-
-@dataclass(frozen=True, slots=True)
-class OffloadConfig:
-    """For schedules with O and L (po-h, po-f, ada-offload, files)."""
-
-    #: Of the residual bytes that may leave, what O moves to the host, largest leaves first.
-    fraction: Annotated[float, within(0, 1)] = 1.0
-    #: Gigabytes (10⁹ bytes) that the offloads of one process may hold, checked before the run; none: what the machine has
-    #: available.
-    host_memory_gb: _Positive | None = None
-    #: Offload to ordinary host arrays, slowly, where the devices have no pinned host memory.
-    fallback: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class OptimizerConfig:
-    """How parameters follow gradients."""
-
-    #: AdamW; Lion, which wants an ``lr`` 3 to 10 times smaller and a ``weight_decay`` as much larger; Muon for matrices, with
-    #: ``momentum``, and AdamW for the rest.
-    name: Literal["adamw", "lion", "muon"] = "adamw"
-    #: How the rate falls after ``warmup_steps``: along a cosine or a line, not at all, or along a line over the last
-    #: ``decay_fraction`` of the steps (``wsd``).
-    schedule: Literal["cosine", "wsd", "linear", "constant"] = "cosine"
-    #: The highest learning rate.
-    lr: Annotated[float, positive, in_float32] = 1e-3
-    #: Steps until it is reached, at most all.
-    warmup_steps: _Whole = 20
-    #: What is left of it at the last step.
-    min_lr_ratio: Annotated[float, within(0, 1)] = 0.1
-    #: Times the rate, what a step takes off each matrix.
-    weight_decay: Annotated[float, within(0, inf), in_float32] = 0.1
-    #: Of AdamW and Lion.
-    betas: tuple[_Beta, _Beta] = (0.9, 0.95)
-    #: Of AdamW.
-    eps: Annotated[float, positive, in_float32] = 1e-8
-    #: Largest global gradient norm, over all ranks (0: no clipping).
-    clip_norm: Annotated[float, within(0, inf), in_float32] = 1.0
-    #: Of ``schedule = "wsd"``: the part of the steps in which the rate falls.
-    decay_fraction: Annotated[float, positive, within(0, 1)] = 0.2
-    #: Of Muon.
-    momentum: _Beta = 0.95
-
-
-@dataclass(frozen=True, slots=True)
-class RunConfig:
-    """How long, where to, and what to do when something goes wrong."""
-
-    #: Steps in all.
-    steps: _Count = 200
-    #: Sequences a step, over all microbatches.
-    batch: _Count = 32
-    #: Initial parameters and dropout.
-    seed: _Whole = 0
-    #: Of the compute; master parameters are float32.
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    #: Steps between evaluations (0: none).
-    eval_every: _Whole = 50
-    #: Batches of an evaluation.
-    eval_batches: _Count = 8
-    #: Where checkpoints, metrics and pictures go.
-    out_dir: _Name = "runs/default"
-    #: A run, a checkpoint, or a folder of the Hugging Face hub (``PATH``, or ``PATH:STEP``) whose parameters a new run begins
-    #: with; its model and tokenizer are the run's where the config says nothing of them.
-    init_from: _Name | None = None
-    #: Steps between checkpoints (0: only the last).
-    checkpoint_every: _Whole = 50
-    #: Checkpoints kept by age.
-    keep_last: _Count = 2
-    #: Checkpoints kept by evaluation loss.
-    keep_best: _Whole = 1
-    #: Continue from ``out_dir`` if it holds a checkpoint (``auto``), never, or fail without one.
-    resume: Literal["auto", "never", "must"] = "auto"
-    #: Steps between lines on the screen.
-    log_every: _Count = 10
-    #: Adds ``tensorboard`` to ``trackers``.
-    tensorboard: bool = False
-    #: What to run on.
-    platform: Literal["auto", "cpu", "gpu"] = "auto"
-    #: How many devices to emulate on a CPU (0: as many as the pipeline has).
-    devices: _Whole = 0
-    #: What a gradient with NaN or infinity does: ``skip`` leaves parameters as they are, ``abort`` ends the run at once.
-    on_nonfinite: Literal["skip", "abort"] = "skip"
-    #: So many skipped steps in a row end the run (0: never).
-    max_skipped: _Whole = 5
-    #: A step that takes longer than this, and than 20 times the median, ends the run as hung (0: none does).
-    watchdog_s: Annotated[float, within(0, inf)] = 60.0
-    #: Where compiled programs are kept for the next start: ``auto``, a folder that is yours alone, or ``off``.
-    compile_cache: _Name = "auto"
-    #: What is told the numbers of each step: ``jsonl`` (always), ``tensorboard``, ``wandb``, ``trackio``, or one that a package
-    #: adds.
-    trackers: tuple[_Name, ...] = ("jsonl",)
-    #: The first and the last step of which JAX's profiler writes a trace, beside our timeline of the last, into ``profile/`` in
-    #: ``out_dir``.
-    profile_steps: tuple[_Count, _Count] | None = None
-    #: Of messages between processes: ``tagged`` (TCP and host memory), or between GPUs ``nccl``, which nobody has run on GPUs
-    #: yet.
-    transport: Literal["tagged", "nccl"] = "tagged"
-
-
-@dataclass(frozen=True, slots=True)
-class ReplanConfig:
-    """Looking for a better schedule while training; off unless ``enabled``."""
-
-    #: Whether to look.
-    enabled: bool = False
-    #: Predicted fraction of the makespan that a schedule must save to be adopted.
-    min_gain: Annotated[float, within(0, 1)] = 0.01
-    #: Seconds of the solver, in a process of its own.
-    time_limit_s: Annotated[float, positive, within(0, 86400)] = 60.0
-    #: Its worker processes.
-    workers: Annotated[int, within(1, 1024)] = 1
-    #: Change of one function's measured seconds, as a fraction of a stage's, at which the solver is asked again.
-    drift: _Positive = 0.1
-    #: As ``pipeline.memory_limit``; none: that one, or else what the schedule that the run starts with needs.
-    memory_limit: _Positive | None = None
-    #: Run B and W apart from the first step on, so that schedules may move W; false keeps fused backwards fused, and the bits
-    #: of a run without re-planning.
-    split: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,7 +195,195 @@ class TraverseConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class Sections:
+class OffloadConfig:
+    """For schedules with O and L (po-h, po-f, ada-offload, files)."""
+
+    #: Of the residual bytes that may leave, what O moves to the host, largest leaves first.
+    fraction: Annotated[float, within(0, 1)] = 1.0
+    #: Gigabytes (10⁹ bytes) that the offloads of one process may hold, checked before the run; none: what the machine has
+    #: available.
+    host_memory_gb: _Positive | None = None
+    #: Offload to ordinary host arrays, slowly, where the devices have no pinned host memory.
+    fallback: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineConfig(Section):
+    """Which devices run what, in which order."""
+
+    #: Pipeline ranks p; each is ``dp * cp * tp`` devices.
+    ranks: Annotated[int, within(1, 4096)] = 4
+    #: Devices that share a rank's layers.
+    tp: Annotated[int, within(1, 65536)] = 1
+    #: Devices that share each sequence's positions.
+    cp: Annotated[int, within(1, 65536)] = 1
+    #: Devices that share each microbatch's sequences.
+    dp: Annotated[int, within(1, 65536)] = 1
+    #: Microbatches m a step.
+    microbatches: _Count = 8
+    #: Stages v a rank.
+    chunks: Annotated[int, within(1, 1024)] = 1
+    #: The name of a family, a schedule file (``.sched`` ``.json`` ``.csv``), ``traverse`` (by the table of that name),
+    #: ``towers``, or ``module:function``, which makes a schedule.
+    schedule: Annotated[str, _is_schedule] = "1f1b"
+    #: Where embedding and head are: on the first and last stage, or divided by words over all ranks (of chains of layers that
+    #: say how, as GPT and Llama do), which balances time and memory. ``spread``: one microbatch more in flight; ``spread-2``:
+    #: two, and less computed and sent; ``joint`` (of ``1f1b``): all ranks compute a microbatch's loss side by side.
+    vocabulary: Literal["ends", "spread", "spread-2", "joint"] = "ends"
+    #: Live activations a rank may hold, in units of its share of one microbatch (1F1B needs p); none: no limit.
+    memory_limit: _Positive | None = None
+    #: What runs again in the backward pass: a policy, such as ``cheap`` or ``cheap+attention``, or a list with one a stage.
+    recompute: _Policy | tuple[_Policy, ...] = "none"
+    #: How layers become stages: by ``analytic`` or ``measured`` costs, or the layers (indices or names) at which the second and
+    #: later stages start.
+    cut: Literal["analytic", "measured"] | Annotated[tuple[int | str, ...], _rises] = "analytic"
+    #: Of ``schedule = "towers"``: the branches of the model by name, in the order of their layers, each with ``ranks``,
+    #: ``chunks``, ``placement`` and ``rules`` of its own; ``join``: the one on whose last rank the loss runs (the last).
+    towers: Mapping[str, Any] = field(default_factory=dict)
+    traverse: TraverseConfig = field(default_factory=TraverseConfig)
+    sharding: ShardingConfig = field(default_factory=ShardingConfig)
+    passes: PassesConfig = field(default_factory=PassesConfig)
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
+
+    @property
+    def num_devices(self) -> int:
+        """``ranks · dp · cp · tp``."""
+        return self.ranks * self.rank_devices
+
+    @property
+    def rank_devices(self) -> int:
+        """``dp · cp · tp``."""
+        return self.dp * self.cp * self.tp
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerOptions:
+    """How the learning rate falls, and numbers of single optimizers."""
+
+    #: How the rate falls after ``warmup_steps``: along a cosine or a line, not at all, or along a line over the last
+    #: ``decay_fraction`` of the steps (``wsd``).
+    schedule: Literal["cosine", "wsd", "linear", "constant"] = "cosine"
+    #: What is left of the rate at the last step.
+    min_lr_ratio: Annotated[float, within(0, 1)] = 0.1
+    #: Of ``schedule = "wsd"``: the part of the steps in which the rate falls.
+    decay_fraction: Annotated[float, positive, within(0, 1)] = 0.2
+    #: Of AdamW and Lion.
+    betas: tuple[_Beta, _Beta] = (0.9, 0.95)
+    #: Of AdamW.
+    eps: Annotated[float, positive, in_float32] = 1e-8
+    #: Of Muon.
+    momentum: _Beta = 0.95
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerConfig(Section):
+    """How parameters follow gradients."""
+
+    #: AdamW; Lion, which wants an ``lr`` 3 to 10 times smaller and a ``weight_decay`` as much larger; Muon for matrices, with
+    #: ``momentum``, and AdamW for the rest.
+    name: Literal["adamw", "lion", "muon"] = "adamw"
+    #: The highest learning rate.
+    lr: Annotated[float, positive, in_float32] = 1e-3
+    #: Steps until it is reached, at most all.
+    warmup_steps: _Whole = 20
+    #: Times the rate, what a step takes off each matrix.
+    weight_decay: Annotated[float, within(0, inf), in_float32] = 0.1
+    #: Largest global gradient norm, over all ranks (0: no clipping).
+    clip_norm: Annotated[float, within(0, inf), in_float32] = 1.0
+    options: OptimizerOptions = field(default_factory=OptimizerOptions)
+
+
+@dataclass(frozen=True, slots=True)
+class OutputConfig:
+    """What a run says of itself, and what of it stays."""
+
+    #: Steps between lines on the screen.
+    log_every: _Count = 10
+    #: What is told the numbers of each step: ``jsonl`` (always), ``tensorboard``, ``wandb``, ``trackio``, or one that a package
+    #: adds.
+    trackers: tuple[_Name, ...] = ("jsonl",)
+    #: The first and the last step of which JAX's profiler writes a trace, beside our timeline of the last, into ``profile/`` in
+    #: ``out_dir``.
+    profile_steps: tuple[_Count, _Count] | None = None
+    #: Batches of an evaluation.
+    eval_batches: _Count = 8
+    #: Checkpoints kept by age.
+    keep_last: _Count = 2
+    #: Checkpoints kept by evaluation loss.
+    keep_best: _Whole = 1
+
+
+@dataclass(frozen=True, slots=True)
+class MachineConfig:
+    """What a run finds on the machine."""
+
+    #: What to run on.
+    platform: Literal["auto", "cpu", "gpu"] = "auto"
+    #: How many devices to emulate on a CPU (0: as many as the pipeline has).
+    devices: _Whole = 0
+    #: Of messages between processes: ``tagged`` (TCP and host memory), or between GPUs ``nccl``, which nobody has run on GPUs
+    #: yet.
+    transport: Literal["tagged", "nccl"] = "tagged"
+    #: Where compiled programs are kept for the next start: ``auto``, a folder that is yours alone, or ``off``.
+    compile_cache: _Name = "auto"
+    #: A step that takes longer than this, and than 20 times the median, ends the run as hung (0: none does).
+    watchdog_s: Annotated[float, within(0, inf)] = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class ReplanConfig:
+    """Looking for a better schedule while training; off unless ``enabled``."""
+
+    #: Whether to look.
+    enabled: bool = False
+    #: Predicted fraction of the makespan that a schedule must save to be adopted.
+    min_gain: Annotated[float, within(0, 1)] = 0.01
+    #: Seconds of the solver, in a process of its own.
+    time_limit_s: Annotated[float, positive, within(0, 86400)] = 60.0
+    #: Its worker processes.
+    workers: Annotated[int, within(1, 1024)] = 1
+    #: Change of one function's measured seconds, as a fraction of a stage's, at which the solver is asked again.
+    drift: _Positive = 0.1
+    #: As ``pipeline.memory_limit``; none: that one, or else what the schedule that the run starts with needs.
+    memory_limit: _Positive | None = None
+    #: Run B and W apart from the first step on, so that schedules may move W; false keeps fused backwards fused, and the bits
+    #: of a run without re-planning.
+    split: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class RunConfig(Section):
+    """How long, where to, and what to do when something goes wrong."""
+
+    #: Steps in all.
+    steps: _Count = 200
+    #: Sequences a step, over all microbatches.
+    batch: _Count = 32
+    #: Initial parameters and dropout.
+    seed: _Whole = 0
+    #: Of the compute; master parameters are float32.
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    #: Steps between evaluations (0: none).
+    eval_every: _Whole = 50
+    #: Where checkpoints, metrics and pictures go.
+    out_dir: _Name = "runs/default"
+    #: A run, a checkpoint, or a folder of the Hugging Face hub (``PATH``, or ``PATH:STEP``) whose parameters a new run begins
+    #: with; its model and tokenizer are the run's where the config says nothing of them.
+    init_from: _Name | None = None
+    #: Steps between checkpoints (0: only the last).
+    checkpoint_every: _Whole = 50
+    #: Continue from ``out_dir`` if it holds a checkpoint (``auto``), never, or fail without one.
+    resume: Literal["auto", "never", "must"] = "auto"
+    #: A step whose gradient holds NaN or infinity leaves parameters as they are; so many in a row end the run (1: the first
+    #: does; 0: none).
+    max_skipped: _Whole = 5
+    output: OutputConfig = field(default_factory=OutputConfig)
+    machine: MachineConfig = field(default_factory=MachineConfig)
+    replan: ReplanConfig = field(default_factory=ReplanConfig)
+
+
+@dataclass(frozen=True, slots=True)
+class Sections(Section):
     """The settings of a run, as they were given."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -346,6 +391,3 @@ class Sections:
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     run: RunConfig = field(default_factory=RunConfig)
-    replan: ReplanConfig = field(default_factory=ReplanConfig)
-    offload: OffloadConfig = field(default_factory=OffloadConfig)
-    traverse: TraverseConfig = field(default_factory=TraverseConfig)

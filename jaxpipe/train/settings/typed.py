@@ -2,7 +2,8 @@
 
 What: :class:`Collected` takes a mapping (a parsed file) and overrides such as ``run.steps=200`` and keeps checked values by
 dotted key; every problem found is kept, with its place (file or override) and key, so that a user mends all of them at once.
-:func:`decode` does so for one table. A field that is itself a record is a section; the others are leaves. Leaf types that are
+:func:`decode` does so for one table. A field that is itself a record is a section, or, inside one, a table; the others are
+leaves. One name may be left out of the key of a leaf in a table: that of the section or that of the table. Leaf types that are
 understood: ``bool int float str``, ``Literal`` of strings, ``X | None``, unions, ``tuple[X, ...]``, ``tuple[X, Y]``,
 ``Mapping[str, X]`` and ``Mapping[str, Any]`` (an open table); in a union or a mapping also a record. ``Annotated[X, test, …]``
 adds tests of the value: functions that say what is wrong with it, such as :func:`within`.
@@ -21,12 +22,13 @@ import math
 import re
 import sys
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from functools import cache, partial
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from jaxpipe.errors import ConfigError
 from jaxpipe.files import read_file, unique_keys
@@ -224,6 +226,44 @@ def leaf_hints(record: type) -> Mapping[str, Hint]:
     return hints
 
 
+class Section:
+    """A record in which what one of its records alone has may be read without its name, as ``run.keep_last`` for
+    ``run.output.keep_last``."""
+
+    __slots__ = ()
+    if not TYPE_CHECKING:  # our own code says it in full
+
+        def __getattr__(self, name: str) -> Any:
+            inside = [key for key, hint in _hints(type(self)).items() if is_dataclass(hint) and name in _hints(hint)]
+            if len(inside) != 1:
+                raise AttributeError(f"{type(self).__name__} has no {name!r}", name=name, obj=self)
+            return getattr(getattr(self, inside[0]), name)
+
+
+@cache
+def _short_keys(record: type) -> Mapping[str, str]:
+    """Keys of leaves in tables by what they may be called: without the table, or without the section."""
+    parts = {key: key.split(".") for key in leaf_hints(record)}
+    tables = {key: path for key, path in parts.items() if len(path) == 3}
+    return {f"{name}.{leaf}": key for key, (*names, leaf) in tables.items() for name in names}
+
+
+def full_key(record: type, key: str) -> str:
+    """The key of a leaf of ``record`` that ``key`` may leave a name out of; ``key`` itself where there is none."""
+    return key if key in leaf_hints(record) else _short_keys(record).get(key, key)
+
+
+def leaves_of(record: type, table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The values in ``table`` by their full keys, of leaves that ``record`` does not have, too."""
+    for name, value in table.items():
+        key = f"{prefix}{name}"
+        inside = not prefix or any(f".{key}." in f".{k}" for k in leaf_hints(record))
+        if isinstance(value, Mapping) and inside and key not in leaf_hints(record):
+            yield from leaves_of(record, value, f"{key}.")
+        else:
+            yield full_key(record, key), value
+
+
 def wanted(hint: Hint) -> str:
     """What a value of this type may be, in words."""
     origin, args = _origin(hint), get_args(hint)
@@ -239,15 +279,14 @@ def wanted(hint: Hint) -> str:
 
 
 def leaf_docs(record: type, prefix: str = "") -> Mapping[str, str]:
-    """By dotted key, what ``#:`` says above each leaf of a record; by the key of each section, the first line of its
+    """By dotted key, what ``#:`` says above each leaf of a record; by the key of each section and table, the first line of its
     docstring."""
-    docs: dict[str, str] = {}
+    documented = _DOCUMENTED.findall(inspect.getsource(record))
+    docs = {prefix + name: " ".join(text.replace("#:", "").split()) for text, name in documented}
     for name, hint in _hints(record).items():
         if is_dataclass(hint):
             docs[f"{prefix}{name}"] = (hint.__doc__ or "").partition("\n")[0]
             docs |= leaf_docs(hint, f"{prefix}{name}.")  # type: ignore[arg-type]  # a class
-    for text, name in _DOCUMENTED.findall(inspect.getsource(record)):
-        docs[prefix + name] = " ".join(text.replace("#:", "").split())
     return docs
 
 
@@ -272,18 +311,21 @@ class Collected:
 
     def add_table(self, table: Mapping[str, Any], place: str) -> None:
         """Check all sections and leaves of a mapping."""
+        for key, times in Counter(key for key, _ in leaves_of(self.record, table)).items():
+            if times > 1:
+                self.problem(place, f"{key} is given {times} times", key)
         for key, value in table.items():
             self.add(key, value, place)
 
     def add(self, key: str, value: Any, place: str, *, text: bool = False) -> None:
         """Check a leaf, or the leaves of a section, and keep what is right. ``text``: as in :func:`fit`."""
-        hints = leaf_hints(self.record)
-        if key in hints:
+        hints, full = leaf_hints(self.record), full_key(self.record, key)
+        if full in hints:
             try:
-                self.values[key] = fit(value, hints[key], self.prefix + key, text=text)
+                self.values[full] = fit(value, hints[full], self.prefix + key, text=text)
             except ConfigError as error:
-                self.problem(place, str(error), key)
-        elif not (inside := [k for k in hints if k.startswith(f"{key}.")]):
+                self.problem(place, str(error), full)
+        elif not (inside := [k for k in hints if f".{key}." in f".{k}"]):
             self._unknown(key, place)
         elif isinstance(value, Mapping):
             for leaf, x in value.items():
@@ -298,7 +340,7 @@ class Collected:
         key = key.strip()
         section, *path = key.split(".")
         table = ".".join([section, *path[:1]])
-        self.overridden.add(table)
+        self.overridden |= {table, full_key(self.record, key)}
         if not equals or not key:
             self.problem(place, "write it as section.key=value", key)
         elif _origin(leaf_hints(self.record).get(table)) is Mapping and path[1:] and all(path):
@@ -320,11 +362,14 @@ class Collected:
     def _unknown(self, key: str, place: str) -> None:
         """Note a key that does not exist, and the key meant, or those that there are."""
         hints = leaf_hints(self.record)
-        section, _, leaf = key.partition(".")
-        inside = [k.removeprefix(f"{section}.") for k in hints if leaf and k.startswith(f"{section}.")]
+        section, _, leaf = key.rpartition(".")
+        while section and not any(f".{section}." in f".{k}" for k in hints):
+            section = section.rpartition(".")[0]
+        inside = [k.rpartition(".")[2] for k in hints if section and f".{section}." in f".{k}"]
         known = inside or list(dict.fromkeys(k.partition(".")[0] for k in hints))
-        meant = [k for k in hints if k.endswith("." + (leaf or section))]
-        if not meant and (near := nearest(leaf if inside else section, known, 0.6)):
+        meant = [k for k in hints if k.endswith(f".{leaf}")]
+        names = inside or dict.fromkeys(name for k in hints for name in k.split(".")[:-1] or [k])
+        if not meant and (near := nearest(leaf if inside else key.partition(".")[0], names, 0.6)):
             meant = [f"{section}.{near}" if inside else near]
         advice = f"did you mean {self.prefix}{meant[0]}?" if meant else f"there are {', '.join(known)}"
         self.problem(place, f"unknown key {self.prefix}{key}: {advice}", key)
@@ -415,5 +460,7 @@ def to_toml(mapping: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def _toml(value: Any) -> str:
-    """As JSON writes it, but for ``=`` in tables and a character that TOML wants escaped."""
+    """As JSON writes it, but for ``=`` in tables, None in them, and a character that TOML wants escaped."""
+    if isinstance(value, Mapping):
+        value = {key: x for key, x in value.items() if x is not None}
     return json.dumps(value, ensure_ascii=False, separators=(", ", " = ")).replace("\x7f", "\\u007f")

@@ -42,8 +42,8 @@ Tree = Mapping[str, Any]
 
 _INSTEAD = {
     "clip_by_global_norm": "leave it out and give the training step clip_norm=, which takes the norm over all ranks",
-    "apply_if_finite": "leave it out: a step whose gradient is not finite changes nothing anyway (run.on_nonfinite)",
-    "skip_not_finite": "leave it out: a step whose gradient is not finite changes nothing anyway (run.on_nonfinite)",
+    "apply_if_finite": "leave it out: a step whose gradient is not finite changes nothing anyway (run.max_skipped)",
+    "skip_not_finite": "leave it out: a step whose gradient is not finite changes nothing anyway (run.max_skipped)",
 }
 _TREES = (
     "; the trees it gets are {layer: leaves} of the parameters that are trained, and a fixed tree of labels or a mask must "

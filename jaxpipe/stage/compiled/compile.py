@@ -221,8 +221,10 @@ def _traced(spec: TraceSpec, mesh: AnyMesh, cache: BuildCache, evaluated: bool) 
     functions = (signature, tuple(function_key(layer.apply) for layer in spec.layers))
     if functions not in cache.traced:
         made = _Traced(spec.stage, trace_joint(spec, mesh), trace_eval(spec, mesh) if evaluated else None)
-        program = (signature, made.joint.key(), made.evaluation.key() if made.evaluation else None)
-        cache.traced[functions] = cache.traced.setdefault(program, made)
+        if made.evaluation is not None:  # else nobody will run it: nothing is compiled that others could share
+            program = (signature, made.joint.key(), made.evaluation.key())
+            made = cache.traced.setdefault(program, made)
+        cache.traced[functions] = made
     return cache.traced[functions]
 
 

@@ -43,6 +43,7 @@ Not handled: jaxprs with mutable references or "high" types.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -306,7 +307,7 @@ def dtype_of(atom: Atom) -> Any:
 def aval_bytes(aval: Any) -> int:
     """Bytes of an array of this shape and dtype (typed PRNG keys count as their raw words)."""
     itemsize = getattr(aval.dtype, "itemsize", None) or np.dtype(aval.dtype).itemsize
-    return int(np.prod(aval.shape, dtype=np.int64)) * int(itemsize)
+    return int(math.prod(aval.shape)) * int(itemsize)
 
 
 def keep_compiled() -> None:

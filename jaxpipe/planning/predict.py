@@ -32,7 +32,7 @@ from jaxpipe.schedule.memory import static_bytes
 from jaxpipe.schedule.search_orders import offloaded_share
 from jaxpipe.stage.compiled.recompute_report import remarks
 from jaxpipe.stage.model.plan import StagePlan
-from jaxpipe.train.assemble import choose, final_order
+from jaxpipe.train.assemble import Planner, choose, final_order
 from jaxpipe.train.config import TrainConfig
 from jaxpipe.train.settings.sections import PipelineConfig
 from jaxpipe.train.setup import microbatch_size
@@ -186,15 +186,17 @@ def predict(
     limit_bytes: float,
     transform: Callable[[Schedule, CostProfile], Schedule] | None = None,
     compile_stages: bool = False,
+    planned: Planner | None = None,
 ) -> Prediction:
     """The prediction for ``config`` with its own schedule, or with ``transform`` of it. ``compile_stages``: compile what the
     schedule uses, as far as the workbench can, to know its workspace; what was compiled before is used in any case.
+    ``planned``: the config's planner, where it is there already.
 
     Raises:
         ScheduleError, StageError, ConfigError: the config's schedule, cut or policy can't be.
     """
     pipe = config.pipeline
-    schedule, plan = choose(pipe, bench.model, planner(config, bench.model))
+    schedule, plan = choose(pipe, bench.model, planned or planner(config, bench.model))
     ops = {a.op for r in range(schedule.num_ranks) for a in schedule.actions(r)}
     ops |= {"B", "W"} if pipe.passes.separate_gradients else set()
     known = ground(config, bench, plan, limit_bytes, ops, compile_stages)

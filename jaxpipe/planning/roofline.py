@@ -20,8 +20,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
+
+import numpy as np
 
 from jaxpipe._jax_compat import JaxprEqn, Var, aval_bytes, dtype_of, scan_parts, shape_of, sub_jaxprs, variables
 from jaxpipe.planning.targets import Target
@@ -50,73 +53,40 @@ class Efficiency:
     kernel_s: float = 3e-6
 
 
-@dataclass(frozen=True, slots=True)
-class Kernel:
-    """One kernel that runs ``times``, at these rates."""
-
-    times: int
-    flops: float
-    moved_bytes: float
-    launch_s: float
-    flops_per_s: float
-    bytes_per_s: float
-
-    @property
-    def seconds(self) -> float:
-        """Of all its times."""
-        one = max(self.flops / self.flops_per_s, self.moved_bytes / self.bytes_per_s) + self.launch_s
-        return self.times * one
-
-    def towards(self, other: Kernel, share: float) -> Kernel:
-        """On arrays whose sizes lie ``share`` of the way from those of this to those of ``other``."""
-        moved = self.moved_bytes + share * (other.moved_bytes - self.moved_bytes)
-        return replace(self, flops=self.flops + share * (other.flops - self.flops), moved_bytes=moved)
+_FIXED = 4
+"""Columns of a kernel that no size changes: times it runs, seconds of a launch, rates of operations and of bytes. Two follow:
+operations and bytes, each time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
     """What a function does: ``flops`` of matrix products, ``moved_bytes`` through device memory, ``kernels``, ``seconds`` on
-    the target, ``workspace_bytes`` (estimated). ``parts``: the kernels one by one; ``levels``: live bytes of workspace after
-    each change; neither survives :meth:`plus`."""
+    the target, ``workspace_bytes`` (estimated). ``parts``: the kernels one by one, a row each; ``levels``: live bytes of
+    workspace after each change."""
 
     flops: float = 0.0
     moved_bytes: float = 0.0
     seconds: float = 0.0
     kernels: int = 0
     workspace_bytes: float = 0.0
-    parts: tuple[Kernel, ...] = field(default=(), compare=False, repr=False)
-    levels: tuple[float, ...] = field(default=(), compare=False, repr=False)
+    parts: np.ndarray[Any, Any] = field(default_factory=partial(np.zeros, (0, _FIXED + 2)), compare=False, repr=False)
+    levels: np.ndarray[Any, Any] = field(default_factory=partial(np.zeros, 1), compare=False, repr=False)
 
-    def plus(self, other: Work, times: float = 1.0) -> Work:
-        """This and then ``times`` × the other; workspaces are not needed at once."""
-        return Work(
-            self.flops + times * other.flops,
-            self.moved_bytes + times * other.moved_bytes,
-            self.seconds + times * other.seconds,
-            self.kernels + round(times * other.kernels),
-            max(self.workspace_bytes, other.workspace_bytes),
-        )
+    @classmethod
+    def of(cls, parts: np.ndarray[Any, Any], levels: np.ndarray[Any, Any], kernels: int) -> Work:
+        """Of these kernels one after another, as many of which are launched."""
+        times, launch_s, flops_per_s, bytes_per_s, flops, moved = parts.T
+        seconds = times * (np.maximum(flops / flops_per_s, moved / bytes_per_s) + launch_s)
+        sums = (float(x.sum()) for x in (times * flops, times * moved, seconds))
+        return cls(*sums, kernels, float(levels.max()), parts, levels)
 
     def towards(self, other: Work, share: float) -> Work | None:
         """The work of the same function on arrays whose sizes lie ``share`` of the way from those of this to those of ``other``
         (beyond it, if more than 1): of every kernel and level what is linear in between. None if the kernels are others."""
-        if len(self.levels) != len(other.levels) or [_like(k) for k in self.parts] != [_like(k) for k in other.parts]:
+        one, two = self.parts, other.parts
+        if len(self.levels) != len(other.levels) or not np.array_equal(one[:, :_FIXED], two[:, :_FIXED]):
             return None
-        parts = tuple(k.towards(x, share) for k, x in zip(self.parts, other.parts, strict=True))
-        levels = tuple(a + share * (b - a) for a, b in zip(self.levels, other.levels, strict=True))
-        return Work(
-            self.flops + share * (other.flops - self.flops),
-            self.moved_bytes + share * (other.moved_bytes - self.moved_bytes),
-            sum(k.seconds for k in parts),
-            self.kernels,
-            max(levels, default=0.0),
-            parts,
-            levels,
-        )
-
-
-def _like(kernel: Kernel) -> tuple[int, float, float, float]:
-    return kernel.times, kernel.launch_s, kernel.flops_per_s, kernel.bytes_per_s
+        return Work.of(one + share * (two - one), self.levels + share * (other.levels - self.levels), self.kernels)
 
 
 def work_of(jaxpr: Any, target: Target, efficiency: Efficiency) -> Work:
@@ -130,8 +100,8 @@ class _Walk:
 
     def __init__(self, body: Any, target: Target, efficiency: Efficiency) -> None:
         self.body, self.target, self.efficiency = body, target, efficiency
-        self.total = Work()
-        self.parts: list[Kernel] = []
+        self.parts: list[tuple[float, ...]] = []
+        self.kernels = 0
         self.levels: list[float] = [0.0]
         self.maker: dict[Var, JaxprEqn] = {v: eqn for eqn in body.eqns for v in eqn.outvars}
         self.outside = {self.base(v) for v in (*body.invars, *body.constvars, *variables(body.outvars))}
@@ -171,7 +141,8 @@ class _Walk:
                 fused.add((sources, size))
                 self._kernel(eqn, () if shared else sources, 0.0, launch=not shared)
         self._workspace()
-        return replace(self.total, workspace_bytes=max(self.levels), parts=tuple(self.parts), levels=tuple(self.levels))
+        parts = np.reshape(np.array(self.parts, float), (-1, _FIXED + 2))
+        return Work.of(parts, np.array(self.levels, float), self.kernels)
 
     def _own_kernel(self, eqn: JaxprEqn) -> None:
         scan = scan_parts(eqn)
@@ -179,9 +150,9 @@ class _Walk:
         if bodies:
             chosen = max(bodies, key=lambda w: w.seconds) if eqn.primitive.name == "cond" else bodies[-1]
             times = scan.length if scan is not None else 1
-            self.total = self.total.plus(chosen, times)
-            self.parts += [replace(k, times=times * k.times) for k in chosen.parts]
-            self.levels += chosen.levels
+            self.kernels += times * chosen.kernels
+            self.parts += [(times * k[0], *k[1:]) for k in chosen.parts.tolist()]
+            self.levels += chosen.levels.tolist()
             self._note(eqn, {self.base(v) for v in variables(eqn.invars)})
             return
         sources = {self.base(v) for v in variables(eqn.invars)}
@@ -205,9 +176,8 @@ class _Walk:
         moved = written + extra_bytes + sum(aval_bytes(v.aval) for v in sources if _sized(v))
         e, t = self.efficiency, self.target
         rates = t.peak_flops_per_s(_dtype(eqn)) * e.matmul, t.memory_bytes_per_s * e.bandwidth
-        kernel = Kernel(1, flops, moved, e.kernel_s if launch else 0.0, *rates)
-        self.total = self.total.plus(Work(flops, moved, kernel.seconds, int(launch)))
-        self.parts.append(kernel)
+        self.parts.append((1, e.kernel_s if launch else 0.0, *rates, flops, moved))
+        self.kernels += launch
         self._note(eqn, sources)
 
     def _note(self, eqn: JaxprEqn, sources: Iterable[Var]) -> None:

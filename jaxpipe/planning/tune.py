@@ -465,7 +465,7 @@ class _Search:
             config = self.space.config(tried.settings)
             bench, moved = replace(self._bench_of(config), sizes=None), self._moved.get(id(tried))
             transform = None if moved is None else lambda *_, schedule=moved: schedule
-            prediction = predict(config, bench, self.limit_bytes, transform)
+            prediction = predict(config, bench, self.limit_bytes, transform, planned=self._planner(config))
             if prediction.fits:
                 return tried, prediction
         return None, None

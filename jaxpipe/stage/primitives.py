@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
+from functools import cache
 from types import MappingProxyType
 
 from jaxpipe._jax_compat import JaxprEqn, sub_jaxprs
@@ -117,6 +118,7 @@ PRIMITIVES: Mapping[str, Row] = MappingProxyType({name: row for row, names in _R
 """Name → what the primitive does."""
 
 
+@cache
 def row_of(name: str) -> Row:
     """What the primitive of this name does; both halves of an exchange that is started and awaited are that exchange."""
     return PRIMITIVES.get(name.removesuffix("_start").removesuffix("_done"), _UNKNOWN)
@@ -134,7 +136,7 @@ def kind(eqn: JaxprEqn) -> Kind:
 
 def has_body(eqn: JaxprEqn) -> bool:
     """Whether an equation runs a jaxpr among its parameters."""
-    return any(True for _ in sub_jaxprs(eqn))
+    return next(sub_jaxprs(eqn), None) is not None
 
 
 def is_product(eqn: JaxprEqn) -> bool:

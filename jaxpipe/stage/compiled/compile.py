@@ -36,6 +36,7 @@ from jaxpipe.stage.leaves import array_leaves, fill, is_array
 from jaxpipe.stage.model.layer import Layer, Params
 from jaxpipe.stage.model.links import StageLinks, links_of, loss_factor
 from jaxpipe.stage.model.params import ParamLayout, stage_params
+from jaxpipe.stage.split.calls import Calls
 from jaxpipe.stage.split.graph import Part
 from jaxpipe.stage.split.policies import ingredients, per_stage
 from jaxpipe.stage.split.recompute import policy
@@ -58,11 +59,12 @@ class _Traced:
 
 @dataclass(slots=True)
 class BuildCache:
-    """Traces by what decides them, and by what they compute; jitted functions by trace, policy and submesh. One per run; pass
-    it to every build."""
+    """Traces by what decides them, and by what they compute; jitted functions by trace, policy and submesh; what is known of
+    layers' functions. One per run; pass it to every build."""
 
     traced: dict[Hashable, _Traced] = field(default_factory=dict)
     jitted: dict[Hashable, Any] = field(default_factory=dict)
+    calls: Calls = field(default_factory=Calls)
 
 
 def build_stage_functions(
@@ -106,7 +108,7 @@ def build_stage_functions(
     cache = cache if cache is not None else BuildCache()
     layout = ParamLayout.build(layers, stage_params(layers, param_avals), tp=tp)
     data = _data_read(layers, data_avals, stage)
-    spec = TraceSpec(stage, tuple(layers), layer_offset, layout, x, data, links, acc_dtype, tp)
+    spec = TraceSpec(stage, tuple(layers), layer_offset, layout, x, data, links, acc_dtype, tp, cache.calls)
     saveable = policy(recompute)
     traced = _traced(spec, mesh, cache, evaluated)
     name = "+".join(ingredients(recompute))
@@ -219,8 +221,10 @@ def _traced(spec: TraceSpec, mesh: AnyMesh, cache: BuildCache, evaluated: bool) 
     functions = (signature, tuple(function_key(layer.apply) for layer in spec.layers))
     if functions not in cache.traced:
         made = _Traced(spec.stage, trace_joint(spec, mesh), trace_eval(spec, mesh) if evaluated else None)
-        program = (signature, made.joint.key(), made.evaluation.key() if made.evaluation else None)
-        cache.traced[functions] = cache.traced.setdefault(program, made)
+        if made.evaluation is not None:  # else nobody will run it: nothing is compiled that others could share
+            program = (signature, made.joint.key(), made.evaluation.key())
+            made = cache.traced.setdefault(program, made)
+        cache.traced[functions] = made
     return cache.traced[functions]
 
 

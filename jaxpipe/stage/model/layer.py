@@ -286,7 +286,11 @@ def leaf_paths(layer: Layer) -> tuple[Path, ...]:
 
 def key_aval() -> Any:
     """The type of a PRNG key."""
-    return jax.eval_shape(lambda: jax.random.key(0))
+    return jax.eval_shape(_key)
+
+
+def _key() -> jax.Array:
+    return jax.random.key(0)
 
 
 def init_avals(layer: Layer) -> Any:

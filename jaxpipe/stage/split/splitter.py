@@ -49,7 +49,7 @@ class Split:
 
 def split(trace: StageTrace, policy: Policy | None = None) -> Split:
     """F, B, W and BW of a traced stage. By default F may save anything."""
-    graph = Graph(_divide_loops(trace))
+    graph = _divide_loops(Graph(trace))
     trace = graph.trace
     results = dict(trace.outputs)
     ys = [(p, a) for p, a in trace.outputs if p.kind in ("y", "loss")]
@@ -97,9 +97,9 @@ def split(trace: StageTrace, policy: Policy | None = None) -> Split:
     return Split(parts, (*_notes(graph, b, roots, acc), *idle))
 
 
-def _divide_loops(trace: StageTrace) -> StageTrace:
+def _divide_loops(graph: Graph) -> Graph:
     """The trace with each backward scan that B and W share cut in two; several rounds, as one cut may free another loop."""
-    graph = Graph(trace)
+    trace = graph.trace
     outputs = [a for _, a in trace.outputs]
     roots = [a for p, a in trace.outputs if p.kind == "dx"] or list(trace.roots)
     live = graph.needed(outputs, lambda i: True)
@@ -120,20 +120,18 @@ def _divide_loops(trace: StageTrace) -> StageTrace:
                 recomputed.add(len(eqns))
             eqns.append(new)
     if not names:
-        return trace
-
-    return _divide_loops(
-        dataclasses.replace(
-            trace,
-            eqns=tuple(eqns),
-            recomputed=frozenset(recomputed),
-            outputs=tuple((p, called(names, a)) for p, a in trace.outputs),
-            roots=tuple(called(names, a) for a in trace.roots),
-            layer_inputs=tuple(called(names, a) for a in trace.layer_inputs),
-            layer_cotangents=tuple((layer, called(names, a)) for layer, a in trace.layer_cotangents),
-            named=tuple((name, called(names, a)) for name, a in trace.named),
-        )
+        return graph
+    divided = dataclasses.replace(
+        trace,
+        eqns=tuple(eqns),
+        recomputed=frozenset(recomputed),
+        outputs=tuple((p, called(names, a)) for p, a in trace.outputs),
+        roots=tuple(called(names, a) for a in trace.roots),
+        layer_inputs=tuple(called(names, a) for a in trace.layer_inputs),
+        layer_cotangents=tuple((layer, called(names, a)) for layer, a in trace.layer_cotangents),
+        named=tuple((name, called(names, a)) for name, a in trace.named),
     )
+    return _divide_loops(Graph(divided))
 
 
 def _read(graph: Graph, backward: set[int], targets: Sequence[Atom]) -> list[Var]:

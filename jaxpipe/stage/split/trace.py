@@ -26,7 +26,7 @@ Not modelled here: complex-valued losses, side effects that must stay ordered.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
@@ -56,7 +56,7 @@ from jaxpipe.stage.leaves import array_leaves, fill, is_array, is_inexact
 from jaxpipe.stage.model.layer import Layer, LayerContext, Params, given_to
 from jaxpipe.stage.model.links import StageLinks, loss_factor
 from jaxpipe.stage.model.params import ParamLayout
-from jaxpipe.stage.model.reference import calling
+from jaxpipe.stage.split.calls import Calls
 from jaxpipe.stage.split.loops import hoist_fixed
 
 KEY_AVAL = jax.ShapeDtypeStruct((2,), jnp.uint32)
@@ -70,7 +70,7 @@ _SEED = "seed"
 @dataclass(frozen=True, slots=True)
 class TraceSpec:
     """What is traced. ``x`` and ``data`` have global shapes; ``data`` holds what the layers read of a microbatch, in port
-    order."""
+    order. ``calls``: what is known of layers' functions."""
 
     stage: int
     layers: tuple[Layer, ...]
@@ -81,6 +81,7 @@ class TraceSpec:
     links: StageLinks
     acc_dtype: Any
     tp: TensorParallel = ONE_SHARD
+    calls: Calls = field(default_factory=Calls)
 
     @property
     def uses_key(self) -> bool:
@@ -387,7 +388,7 @@ def _run_layers(
         context = LayerContext({name: arrays[name] for name in layer.reads}, own, train, spec.tp)
         taken = given_to(layer, [results[k] if k >= 0 else entries[~k] for k in takes])
         with jax.named_scope(f"layer{i}"):
-            y = calling(layer, dict(params[layer.name]), taken, context, f" (stage {spec.stage})")
+            y = spec.calls(layer, dict(params[layer.name]), taken, context, f" (stage {spec.stage})")
         if train and i + 1 < len(spec.layers) and i not in spec.links.losses:
             y = fill(y, [_mark(leaf, i, k) if is_inexact(leaf) else leaf for k, leaf in enumerate(array_leaves(y))])
         results.append(y)

@@ -1,4 +1,37 @@
-"""Steady states as orders: what a worker does with cycles, within its :class:`Budget`.
+"""The steady state as a cyclic schedule: offsets of a few microbatches that repeat every ``period``, found by CP-SAT.
+
+A *cycle* of g microbatches is a start for each of their actions; microbatch i runs at the start of ``i % g`` plus ``i // g``
+periods. On each rank the residues modulo the period must not overlap, and at every F's start the rank holds at most its limit.
+What is held at a residue follows from how often each action has wrapped around (its quotient) and one order bit per pair of
+actions, so memory is linear in quotients and bits (equation 1 of `controllable-memory.txt` bounds the same by lifespans).
+
+The search is on a coarse grid of cells; only the order is kept, and re-timing it with real costs is the caller's. g > 1 finds
+steady states that no block of one microbatch has: at half of V-Half's limits two microbatches save up to a quarter.
+Source: the building blocks of `controllable-memory.txt` section 2, with offsets free instead of from a table.
+
+Not modelled: workspace, offload, links that are busy.
+
+Steady states of a V that repeat every few ranks, with a backward half that mirrors the forward half.
+
+A cycle of g microbatches over p ranks (:mod:`~jaxpipe.schedule.solve.cycles`) has 6 g p actions to place, too many for CP-SAT
+where actions have no common step. Two symmetries leave a model whose size does not depend on p:
+
+* *Repeating.* Ranks r and r + q do the same, half of n periods later on the way down and earlier on the way back (half, so
+  that mirrored they fit too). So the offsets of q ranks are enough, and a forward takes n periods over q ranks and back.
+* *Mirrored.* Read backwards in time, backwards are forwards: chunk 1's B's go down the ranks as its F's come up. The B of
+  chunk 1 is the F of chunk 1 mirrored at one instant, and that of chunk 0 the F of chunk 0. Both get the longer one's steps.
+
+W's take what is left, each not long after its B. Least is sought of activations × time on the first and the last rank.
+
+Activations of chunk 0 live 2 n / q periods a rank, so rank 0 holds 2 g n p / q chunks and a few more for the turns. A forward
+and its way back need 2 max(F, B) a rank, so n g T ≥ 2 q max(F, B) with T a microbatch. One microbatch (g = 1) can't have 3
+ranks in a period below 6 F (README); two can have 5 in 2 periods, which is 0.8 p chunks, with no idle time at all at costs as
+in Table 5 of `controllable-memory.txt`, where a cycle of one idles 8%.
+
+Not modelled: placements other than a V with equal costs on all stages, offload; how many activations meet at an instant (what
+follows, an order under the limit, sees to that).
+
+Steady states as orders: what a worker does with cycles, within its :class:`Budget`.
 
 Orders are judged by re-timing with real costs (:class:`~jaxpipe.schedule.retime.Retimer`). Everything here is a function of its
 arguments; with a budget in deterministic time no clock decides anything.
@@ -8,14 +41,435 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
+from itertools import pairwise
+from math import ceil, gcd
+from typing import Any
 
 from jaxpipe.schedule.list_schedule.fillers import Finisher
-from jaxpipe.schedule.problem import Problem
+from jaxpipe.schedule.problem import B, F, Problem, W
 from jaxpipe.schedule.retime import Draft
-from jaxpipe.schedule.solve.cp_sat import Budget
-from jaxpipe.schedule.solve.cyclic import Grid, find_cycle
-from jaxpipe.schedule.solve.mirrored import Shape, applies, find_mirrored, shapes
-from jaxpipe.schedule.tolerance import at_most, nine_digits
+from jaxpipe.schedule.solve.cp_sat import LITE, Budget, run
+from jaxpipe.schedule.tolerance import MEMORY, at_most, how_many, nine_digits
+
+_FINEST = 24
+"""Cells that the mean action takes at most. README's proofs that no cycle of one does better at half memory used 20 to 26."""
+_UNITS = 60  # units of memory that the largest residual is divided into, where sizes differ: divisible by 2, 3, 4, 5, 6
+
+
+@dataclass(frozen=True, slots=True)
+class Cycle:
+    """``start[(op, replica, j)]``: cell at which the action of the cycle's microbatch j starts. ``period``: cells."""
+
+    period: int
+    microbatches: int
+    start: dict[tuple[int, int, int], int]
+
+    def rows(self, problem: Problem) -> list[list[int]]:
+        """Rows of codes of all of ``problem``'s microbatches, each rank in order of start."""
+        actions: list[list[tuple[int, int, int]]] = [[] for _ in range(problem.num_ranks)]
+        for (op, k, j), cell in self.start.items():
+            row = actions[problem.rank[k]]
+            for i in range(j, problem.num_microbatches, self.microbatches):
+                row.append((cell + i // self.microbatches * self.period, op, problem.code(op, k, i)))
+        return [[code for _, _, code in sorted(row)] for row in actions]
+
+    def peak(self, grid: Grid) -> int:
+        """Units of memory that the fullest rank holds in the steady state."""
+        return max(self._held(grid, key) for key in self.start if key[0] == F)
+
+    def _held(self, grid: Grid, at: tuple[int, int, int]) -> int:
+        """Units that a rank holds when the F called ``at`` starts."""
+        now, held = self.start[at], 0
+        for k in grid.problem.replicas_of(grid.problem.rank[at[1]]):
+            freed = grid.held[k] - grid.kept[k], grid.kept[k]
+            for j in range(self.microbatches):
+                held += grid.held[k] * ((now - self.start[F, k, j]) // self.period + 1)
+                for op, units in zip((B, W), freed, strict=True):
+                    held -= units * ((now - self.start[op, k, j] - grid.cells[op][k]) // self.period + 1)
+        return held
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """A problem in whole cells: ``cells[op][k]`` of an action, ``down[k]`` and ``up[k]`` of transfers, memory in whole units.
+
+    Only one flow: chains in both directions have no cycle here.
+    """
+
+    problem: Problem
+    cells: tuple[tuple[int, ...], ...]
+    down: tuple[int, ...]
+    up: tuple[int, ...]
+    held: tuple[int, ...]
+    kept: tuple[int, ...]
+    limit: tuple[int, ...]
+
+    @classmethod
+    def of(cls, problem: Problem, limits: Sequence[float]) -> Grid:
+        """The problem on the coarsest grid that keeps its proportions, roughly."""
+        seconds = [*problem.f_s, *problem.b_s, *problem.w_s]
+        cell = _cell([x for x in seconds if x > 0])
+        cells = [tuple(max(1, round(x / cell)) for x in s) for s in (problem.f_s, problem.b_s, problem.w_s)]
+        down, up = (tuple(ceil(x / cell - 0.25) for x in s) for s in (problem.down_s, problem.up_s))
+        sizes = {x for x in (*problem.held, *problem.kept) if x > 0}
+        unit = max(sizes, default=1.0) if len(sizes) <= 1 else max(sizes) / _UNITS
+        held, kept = (tuple(ceil(x / unit * (1 - MEMORY)) for x in s) for s in (problem.held, problem.kept))
+        most = problem.num_microbatches * (sum(held) + 1)
+        limit = tuple(most if x == float("inf") else how_many(unit, x) for x in limits)
+        return cls(problem, tuple(cells), down, up, held, kept, limit)
+
+    def chain(self) -> Iterator[tuple[int, int, int, int, int]]:
+        """(op, replica, op, replica, cells): the second starts that much after the first, or later."""
+        n = self.problem.num_replicas
+        for k in range(n):
+            if k + 1 < n:
+                yield F, k, F, k + 1, self.cells[F][k] + self.down[k]
+                yield B, k + 1, B, k, self.cells[B][k + 1] + self.up[k + 1]
+            else:
+                yield F, k, B, k, self.cells[F][k]
+            yield B, k, W, k, self.cells[B][k]
+
+    def work(self) -> int:
+        """Cells that the busiest rank works for one microbatch."""
+        busy = [0] * self.problem.num_ranks
+        for k, rank in enumerate(self.problem.rank):
+            busy[rank] += sum(self.cells[op][k] for op in (F, B, W))
+        return max(busy)
+
+    def round_trips(self) -> list[int]:
+        """Per replica, least cells from F's start to B's end."""
+        trip = [0] * self.problem.num_replicas
+        way = 0
+        for k in reversed(range(self.problem.num_replicas)):
+            way += self.cells[F][k] + self.cells[B][k]
+            trip[k] = way
+            if k:
+                way += self.down[k - 1] + self.up[k]
+        return trip
+
+    def least_period(self, g: int) -> int:
+        """Cells that g microbatches take at least: work, and memory × time on each rank."""
+        p, trip = self.problem.num_ranks, self.round_trips()
+        area = [0] * p
+        for k, rank in enumerate(self.problem.rank):
+            kept = min(self.kept[k], self.held[k])
+            area[rank] += self.held[k] * trip[k] + kept * self.cells[W][k]
+        by_memory = [-(-g * a // x) for a, x in zip(area, self.limit, strict=True) if x > 0]
+        return max([g * self.work(), *by_memory])
+
+
+def _cell(seconds: Sequence[float]) -> float:
+    """The coarsest cell that all actions are multiples of, nearly; or one so small that the mean action has ``_FINEST``."""
+    mean = sum(seconds) / len(seconds)
+    shares = [Fraction(x / mean).limit_denominator(48) for x in seconds]
+    finest = Fraction(1, _FINEST)
+    for parts in range(1, _FINEST + 1):
+        if all(abs(s * parts - round(s * parts)) <= Fraction(1, 50) for s in shares):
+            return mean / parts
+    return float(mean * finest)
+
+
+class CycleModel:
+    """CP-SAT's variables for a cycle of ``g`` microbatches in ``period`` cells."""
+
+    def __init__(self, grid: Grid, period: int, g: int, *, feasible_only: bool) -> None:
+        from ortools.sat.python import cp_model
+
+        self.grid, self.period, self.g = grid, period, g
+        self.model: Any = cp_model.CpModel()
+        self.longest = self._longest()
+        self.start: dict[tuple[int, int, int], Any] = {}
+        self.quotient: dict[tuple[int, int, int], Any] = {}
+        self.residue: dict[tuple[int, int, int], Any] = {}
+        self._passes()
+        self._flow()
+        for rank in range(grid.problem.num_ranks):
+            self._rank(rank)
+        if not feasible_only:
+            last = grid.problem.num_replicas
+            self.model.minimize(sum(self.start[W, k, j] for k in range(last) for j in range(g)))
+
+    def _longest(self) -> int:
+        """A microbatch's first chunk on a rank lives no longer than the limit × the period allows."""
+        grid = self.grid
+        trip, longest = grid.round_trips(), 0
+        for rank in range(grid.problem.num_ranks):
+            mine = grid.problem.replicas_of(rank)
+            if not mine:
+                continue
+            least = sum(grid.held[k] * trip[k] for k in mine[1:])
+            room = max(0, grid.limit[rank] * self.period - least) // max(1, grid.held[mine[0]])
+            longest = max(longest, min(room, trip[mine[0]] + 6 * self.period))
+        return max(longest, trip[0]) + self.period + sum(grid.down)
+
+    def _passes(self) -> None:
+        model, grid = self.model, self.grid
+        most = self.longest // self.period + 1
+        for op in (F, B, W):
+            for k in range(grid.problem.num_replicas):
+                for j in range(self.g):
+                    key = op, k, j
+                    start = self.start[key] = model.new_int_var(0, self.longest, "")
+                    quotient = self.quotient[key] = model.new_int_var(0, most, "")
+                    residue = self.residue[key] = model.new_int_var(0, self.period - 1, "")
+                    model.add(start == quotient * self.period + residue)
+        model.add(self.start[F, 0, 0] == 0)
+
+    def _flow(self) -> None:
+        model, start, grid = self.model, self.start, self.grid
+        for op, k, then, later, cells in grid.chain():
+            for j in range(self.g):
+                model.add(start[then, later, j] >= start[op, k, j] + cells)
+        for op in (F, B, W):
+            for k in range(grid.problem.num_replicas):
+                for j in range(self.g):
+                    after = start[op, k, j + 1] if j + 1 < self.g else start[op, k, 0] + self.period
+                    if self.g > 1:
+                        model.add(after >= start[op, k, j] + grid.cells[op][k])
+
+    def _rank(self, rank: int) -> None:
+        model, grid = self.model, self.grid
+        mine = grid.problem.replicas_of(rank)
+        keys = [(op, k, j) for k in mine for op in (F, B, W) for j in range(self.g)]
+        intervals = []
+        for key in keys:
+            size = grid.cells[key[0]][key[1]]
+            intervals.append(model.new_fixed_size_interval_var(self.residue[key], size, ""))
+            intervals.append(model.new_fixed_size_interval_var(self.residue[key] + self.period, size, ""))
+        model.add_no_overlap(intervals)
+        ends = {key: self._end(key) for key in keys if key[0] != F and self._given(key)}
+        for k in mine:
+            for j in range(self.g):
+                self._memory(rank, (F, k, j), keys, ends)
+
+    def _given(self, key: tuple[int, int, int]) -> int:
+        """Units that the end of a B or W gives back."""
+        op, k, _ = key
+        return self.grid.held[k] - self.grid.kept[k] if op == B else self.grid.kept[k]
+
+    def _end(self, key: tuple[int, int, int]) -> tuple[Any, Any]:
+        quotient = self.model.new_int_var(0, self.longest // self.period + 2, "")
+        residue = self.model.new_int_var(0, self.period - 1, "")
+        size = self.grid.cells[key[0]][key[1]]
+        self.model.add(self.start[key] + size == quotient * self.period + residue)
+        return quotient, residue
+
+    def _memory(
+        self,
+        rank: int,
+        at: tuple[int, int, int],
+        keys: Sequence[tuple[int, int, int]],
+        ends: dict[tuple[int, int, int], tuple[Any, Any]],
+    ) -> None:
+        """When the F called ``at`` starts, what has been taken less what has been given back is within the limit.
+
+        An action with quotient q and a residue not later has happened one time more than one with a later residue; the bit is 1
+        for F's unless their residue is later, and may be 1 for B's and W's only if their end's residue is not later.
+        """
+        model, grid, here = self.model, self.grid, self.residue[at]
+        held = 0
+        for key in keys:
+            op, k, _ = key
+            if op == F:
+                bit = 1 if key == at else model.new_bool_var("")
+                if key != at:
+                    model.add(self.residue[key] >= here + 1).only_enforce_if(~bit)
+                held += grid.held[k] * (bit - self.quotient[key])
+            elif key in ends:
+                quotient, residue = ends[key]
+                bit = model.new_bool_var("")
+                model.add(residue <= here).only_enforce_if(bit)
+                held += self._given(key) * (quotient - bit)
+        model.add(held <= grid.limit[rank])
+
+    def solve(self, budget: dict[str, Any]) -> tuple[Cycle | None, bool]:
+        """A cycle, or None; and whether it is proven that there is none (on this grid, with lives this long)."""
+        solver, found, done = run(self.model, LITE, budget)
+        if not found:
+            return None, done
+        start = {key: solver.value(x) for key, x in self.start.items()}
+        return Cycle(self.period, self.g, start), False
+
+
+def find_cycle(grid: Grid, period: int, g: int, budget: dict[str, Any], *, short: bool = False) -> Cycle | None:
+    """A cycle of ``g`` microbatches in ``period`` cells within ``budget`` (CP-SAT parameters); ``short``: with early ends."""
+    return CycleModel(grid, period, g, feasible_only=not short).solve(budget)[0]
+
+
+_MOST_RANKS, _MOST_MICROBATCHES = 9, 3
+"""Ranks that repeat, microbatches in a period. The best known at p/2 has 5 ranks and 2 microbatches (README)."""
+_TURNS = 1.0
+"""Chunks that the turns add at least: a lower estimate, for they took 3 to 5 (README)."""
+_LONGEST_WAIT = 8  # W's that a W waits for at most: bounds a variable, not tuned
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """``g`` microbatches in a period; ``q`` ranks repeat, and a forward takes ``n`` periods over them, there and back."""
+
+    g: int
+    q: int
+    n: int
+
+    def chunks(self, p: int) -> float:
+        """Chunks that rank 0 of ``p`` holds, without the turns."""
+        return 2 * self.g * self.n * p / self.q
+
+
+def shapes(grid: Grid, stretch: float) -> Iterator[Shape]:
+    """What may fit into the memory with a period of ``stretch`` × the work: few microbatches first, then much room to move."""
+    p, step, chunk = grid.problem.num_ranks, _step(grid), max(grid.held)
+    room = min(grid.limit) / chunk - _TURNS
+    found = []
+    for g in range(1, _MOST_MICROBATCHES + 1):
+        for q in range(2, min(_MOST_RANKS, p) + 1):
+            for n in range(1, q):
+                shape = Shape(g, q, n)
+                slack = n * grid.work() * g * stretch - 2 * q * step
+                if gcd(q, n) == 1 and slack >= 0 and shape.chunks(p) <= room:
+                    found.append((g * q, -slack / q, shape))
+    yield from (shape for _, _, shape in sorted(found, key=lambda x: x[:2]))
+
+
+def applies(grid: Grid) -> bool:
+    """Whether the problem is a V with equal stages."""
+    problem = grid.problem
+    p, n = problem.num_ranks, problem.num_replicas
+    v = n == 2 * p and list(problem.rank) == [*range(p), *reversed(range(p))]
+    crossings = [*grid.down[: p - 1], *grid.down[p : n - 1], *grid.up[1:p], *grid.up[p + 1 :]]
+    uneven = any(len(set(row)) > 1 for row in (*grid.cells, grid.held, grid.kept, grid.limit, crossings))
+    return v and p > 2 and not uneven
+
+
+def _hop(grid: Grid) -> int:
+    return grid.down[0]
+
+
+def _step(grid: Grid) -> int:
+    """Cells from an action's start to its successor's on the next rank."""
+    return max(grid.cells[F][0], grid.cells[B][0]) + _hop(grid)
+
+
+def find_mirrored(grid: Grid, shape: Shape, period: int, budget: dict[str, Any]) -> tuple[Cycle | None, bool]:
+    """A cycle of ``period`` cells (even) that holds little, and whether there is none for sure."""
+    from ortools.sat.python import cp_model
+
+    p, (f, b, w) = grid.problem.num_ranks, (grid.cells[op][0] for op in (F, B, W))
+    g, q, n = shape.g, shape.q, shape.n
+    model: Any = cp_model.CpModel()
+    far = period * (n + 2)
+    down, up = (_chain(model, grid, shape, period, far, direction) for direction in (1, -1))
+    model.add(down[0][0] == 0)
+    assert n * period % 2 == 0, "q ranks shift by half of n periods"
+    for j in range(g):
+        model.add(down[j][q] - down[j][0] == n * period // 2)
+        model.add(up[j][0] - up[j][q] == n * period // 2)
+    mirror = model.new_int_var(0, 2 * far, "")
+    block = _Block(grid, shape, period, down, up, mirror)
+    for i in range(g):
+        model.add(block.forward(1, i, p - 1) >= block.forward(0, i, p - 1) + max(f, b))
+        model.add(block.backward(1, i, 0) >= block.forward(1, i, 0) + f)
+    waits: dict[tuple[int, int, int], Any] = {}
+    for r in range(q):
+        lane = []
+        for chunk in (0, 1):
+            for i in range(g):
+                wait = waits[r, chunk, i] = model.new_int_var(0, _LONGEST_WAIT * w, "")
+                whole = block.whole * period
+                ahead = block.forward(chunk, i, r) - (whole if chunk == 1 else 0)
+                back = block.backward(chunk, i, r) - (whole if chunk == 1 else 2 * whole)
+                lane += [(ahead, f), (back, b), (back + b + wait, w)]
+        residues = [(_residue(model, x, period, far), size) for x, size in lane]
+        model.add_no_overlap(
+            [model.new_fixed_size_interval_var(x + again, size, "") for x, size in residues for again in (0, period)]
+        )
+    fullest = model.new_int_var(0, 8 * g * far * (p // q + 1), "")  # activations × time in a period
+    for r in (0, p - 1):
+        lives = [block.backward(k, i, r) - block.forward(k, i, r) + b + w for k in (0, 1) for i in range(g)]
+        model.add(fullest >= sum(lives) + sum(waits[r % q, k, i] for k in (0, 1) for i in range(g)))
+    model.add(fullest <= min(grid.limit) * period // max(grid.held))
+    model.minimize(fullest)
+    solver, found, done = run(model, LITE, budget)
+    if not found:
+        return None, done
+    read = solver.value
+    values = _Block(
+        grid,
+        shape,
+        period,
+        [list(map(read, x)) for x in down],
+        [list(map(read, x)) for x in up],
+        read(mirror),
+    )
+    return values.cycle({key: read(x) for key, x in waits.items()}), False
+
+
+def _chain(model: Any, grid: Grid, shape: Shape, period: int, far: int, direction: int) -> list[list[Any]]:
+    """Starts of g microbatches on q + 1 ranks, that follow each other down (1) or up (−1) the ranks."""
+    step, size = _step(grid), max(grid.cells[F][0], grid.cells[B][0])
+    starts = [[model.new_int_var(-far, 2 * far, "") for _ in range(shape.q + 1)] for _ in range(shape.g)]
+    for way in starts:
+        for here, there in pairwise(way):
+            model.add(there >= here + step) if direction > 0 else model.add(here >= there + step)
+    for r in range(shape.q + 1):
+        for j, way in enumerate(starts):
+            following = starts[j + 1][r] if j + 1 < shape.g else starts[0][r] + period
+            model.add(following >= way[r] + size)
+    return starts
+
+
+def _residue(model: Any, start: Any, period: int, far: int) -> Any:
+    residue = model.new_int_var(0, period - 1, "")
+    quotient = model.new_int_var(-3 * far // period - 2, 4 * far // period + 2, "")
+    model.add(start == quotient * period + residue)
+    return residue
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """Starts on an endless row of ranks and of microbatches, in numbers or in CP-SAT's expressions: ``down[j][r]`` of chunk
+    0's F's, ``up[j][r]`` of chunk 1's."""
+
+    grid: Grid
+    shape: Shape
+    period: int
+    down: list[list[Any]]
+    up: list[list[Any]]
+    mirror: Any
+
+    @property
+    def whole(self) -> int:
+        """Periods that a forward takes, there and back, over the blocks of q ranks before the last rank's. ``up`` is without
+        them, so that its numbers compare with those of ``down`` where the way turns; ``mirror`` is without twice them."""
+        return (self.grid.problem.num_ranks - 1) // self.shape.q * self.shape.n
+
+    def forward(self, chunk: int, i: int, rank: int) -> Any:
+        """Start of the F of ``chunk`` of microbatch i."""
+        blocks, r = divmod(rank, self.shape.q)
+        later, j = divmod(i, self.shape.g)
+        shift = blocks * self.shape.n * self.period // 2
+        if chunk == 0:
+            return self.down[j][r] + shift + later * self.period
+        return self.up[j][r] + shift + (self.whole - blocks * self.shape.n + later) * self.period
+
+    def backward(self, chunk: int, i: int, rank: int) -> Any:
+        """Start of the B of ``chunk`` of microbatch i: the mirrored F of microbatch −i."""
+        ahead = self.forward(chunk, -i, rank)
+        return self.mirror + 2 * self.whole * self.period - self.grid.cells[B][0] - ahead
+
+    def cycle(self, waits: dict[tuple[int, int, int], int]) -> Cycle:
+        p, b = self.grid.problem.num_ranks, self.grid.cells[B][0]
+        start: dict[tuple[int, int, int], int] = {}
+        for r in range(p):
+            for chunk, k in ((0, r), (1, 2 * p - 1 - r)):
+                for i in range(self.shape.g):
+                    start[F, k, i] = self.forward(chunk, i, r)
+                    start[B, k, i] = self.backward(chunk, i, r)
+                    start[W, k, i] = start[B, k, i] + b + waits[r % self.shape.q, chunk, i]
+        earliest = min(start.values())
+        return Cycle(self.period, self.shape.g, {key: x - earliest for key, x in start.items()})
+
 
 _PERIODS = (1.0, 1.02, 1.04, 1.0834, 1.1667, 1.25, 1.3334, 1.5, 1.6667, 2.0)
 _STRETCHES = (1.0, 1.02, 1.035, 1.05, 1.0667, 1.0834, 1.12, 1.1667, 1.25)

@@ -7,6 +7,7 @@ Schedules need no trust: whoever receives one checks and simulates it.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -152,7 +153,7 @@ class Exact(Job):
     workers: int
 
     def run(self, task: SolveTask, tell: Tell) -> None:
-        from jaxpipe.schedule.solve.model import solve_exact
+        from jaxpipe.schedule.solve.neighbourhoods import solve_exact
 
         start, seconds = self.start, self.seconds * (DETERMINISTIC_SECOND if self.reproducible else 1.0)
         for every_order in (False, True):
@@ -170,11 +171,6 @@ class Exact(Job):
             if result.every_order or at_most(result.value, self.bound):
                 return
             start = result.schedule or start
-
-
-KINDS: Mapping[str, type[Job]] = {
-    kind.__name__: kind for kind in (Families, RankBounds, OffloadLists, Cycles, MirroredCycles, Neighbourhoods, Exact)
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,12 +202,13 @@ def tasks_line(tasks: Sequence[SolveTask], imports: Sequence[str]) -> bytes:
 
 def job_line(number: int, job: Job) -> bytes:
     """A job by its number, as :func:`job_in` reads it."""
-    return to_line({"number": number, "kind": type(job).__name__, "job": to_json(job)})
+    return to_line({"number": number, "kind": [type(job).__module__, type(job).__name__], "job": to_json(job)})
 
 
-def job_in(message: Mapping[str, Any], kinds: Mapping[str, type[Job]] = KINDS) -> tuple[int, Job]:
+def job_in(message: Mapping[str, Any]) -> tuple[int, Job]:
     """The job of a line, and its number."""
-    return message["number"], from_json(kinds[message["kind"]], message["job"], "job")
+    module, name = message["kind"]
+    return message["number"], from_json(getattr(importlib.import_module(module), name), message["job"], "job")
 
 
 def family_schedules(task: SolveTask, names: Sequence[str], tell: Callable[[Schedule, str], object]) -> None:

@@ -1,7 +1,14 @@
-"""The driver: an answer at once, then families, cycles, neighbourhoods and the exact model, one budget and one proven bound.
+"""The best answer so far, the best bound so far, and how they came about. Nothing is taken unchecked.
 
-Worker processes (:mod:`~jaxpipe.schedule.solve.worker_pool`) do the work, this one keeps the score
-(:mod:`~jaxpipe.schedule.solve.incumbent`): whatever comes back is simulated, held to the limits and checked here. First
+The later criteria of the lexicographic objective: at the same time, less memory; at the same memory, fewer offloads.
+
+Memory first: solve again with a limit one residual below the peak, as long as the time stays. Then without offload at all. Each
+of these is a solve of its own with a part of the time, so what they don't find is not proven not to exist.
+
+The driver: an answer at once, then families, cycles, neighbourhoods and the exact model, one budget and one proven bound.
+
+Worker processes (:mod:`~jaxpipe.schedule.solve.pool`) do the work, this one keeps the score
+(:mod:`~jaxpipe.schedule.solve.solver`): whatever comes back is simulated, held to the limits and checked here. First
 every *opener* runs once: the families of the placement, list schedules with offload, bounds from a few ranks, cyclic steady
 states, the exact model where the problem is small. Then neighbourhoods of the best order so far are improved until time is up
 or the bound is reached.
@@ -12,19 +19,23 @@ that no clock decides anything; else each worker gets its next job when it is fr
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, TypeVar
 
-from jaxpipe.errors import ScheduleError
+from jaxpipe.errors import ScheduleError, gist
 from jaxpipe.schedule.bounds import lower_bound, span_lower_bound
+from jaxpipe.schedule.check import check_schedule
 from jaxpipe.schedule.ir import Schedule
+from jaxpipe.schedule.memory import rank_share
 from jaxpipe.schedule.problem import Problem
-from jaxpipe.schedule.retime import Retimer
+from jaxpipe.schedule.retime import Draft, Retimer
+from jaxpipe.schedule.simulate import simulate
 from jaxpipe.schedule.solve.cache import CacheHit, ScheduleCache
 from jaxpipe.schedule.solve.first import away_schedule, explain, graph_starts, group_size, grouped_rows
-from jaxpipe.schedule.solve.incumbent import Incumbent
 from jaxpipe.schedule.solve.jobs import (
     Answer,
     Cycles,
@@ -35,14 +46,217 @@ from jaxpipe.schedule.solve.jobs import (
     Neighbourhoods,
     OffloadLists,
     RankBounds,
+    Tell,
     families_of,
     family_schedules,
     quick_families,
 )
-from jaxpipe.schedule.solve.lexicographic import TIME_SHARE, lexicographic
+from jaxpipe.schedule.solve.pool import COMMAND, WorkerPool
 from jaxpipe.schedule.solve.task import OnProgress, Options, Progress, Solution, SolveTask, count_offloads
-from jaxpipe.schedule.solve.worker_pool import WorkerPool
-from jaxpipe.schedule.tolerance import MEMORY, at_most
+from jaxpipe.schedule.timeline import Timeline
+from jaxpipe.schedule.tolerance import MEMORY, at_most, nine_digits
+from jaxpipe.wording import clipped
+
+
+class Incumbent:
+    """Answers to ``tasks``, which differ in placement only; the best of all counts."""
+
+    def __init__(self, tasks: Sequence[SolveTask], bounds: Sequence[float], on_progress: OnProgress | None) -> None:
+        self.tasks, self.bounds = tasks, list(bounds)
+        self.on_progress = on_progress
+        self.began = time.perf_counter()
+        self.number = -1  # of the task that the best schedule answers
+        self.schedule: Schedule | None = None
+        self._timeline: Timeline | None = None
+        self._key: tuple[float, ...] = (float("inf"),)
+        self.per_task: list[tuple[tuple[float, ...], Schedule] | None] = [None] * len(tasks)
+        self.improvements: list[Progress] = []
+        self.family: tuple[str, float] | None = None
+        self.first_feasible_s = 0.0
+
+    @property
+    def wall_s(self) -> float:
+        return time.perf_counter() - self.began
+
+    @property
+    def lower_bound(self) -> float:
+        """Of the problem: the least of the placements' bounds."""
+        return min(self.bounds)
+
+    @property
+    def value(self) -> float:
+        """Seconds of the objective's time; infinite before the first answer."""
+        return self._key[0]
+
+    @property
+    def solved(self) -> bool:
+        return at_most(self.value, self.lower_bound)
+
+    def offer_first(self, number: int, schedule: Schedule, draft: Draft) -> None:
+        """Take the first answer as its generator's re-timing has it; simulating it can wait."""
+        if self.tasks[number].fits_peak(draft.peak):
+            self._offer(number, schedule, (draft.makespan, draft.span, draft.peak, 0), "first")
+
+    def offer(self, number: int, schedule: Schedule, source: str) -> bool:
+        """Take a schedule that answers task ``number`` if it is valid, keeps the limits, and is the best so far."""
+        task, moved = self.tasks[number], count_offloads(schedule)
+        if schedule.placement != task.placement or schedule.num_microbatches != task.num_microbatches:
+            return False
+        try:
+            check_schedule(schedule)
+            timeline = simulate(schedule, task.costs)
+        except ScheduleError:
+            return False
+        if not task.fits(timeline) or (moved and not task.offload):
+            return False
+        peak = max(timeline.peak_activations, default=0.0)
+        figures = (timeline.makespan, timeline.max_span, peak, moved)
+        seconds = task.seconds(timeline)
+        if source.startswith("family") and (self.family is None or seconds < self.family[1]):
+            self.family = (source.removeprefix("family "), seconds)
+        return self._offer(number, schedule, figures, source, timeline)
+
+    def _offer(
+        self,
+        number: int,
+        schedule: Schedule,
+        figures: tuple[float, float, float, int],
+        source: str,
+        timeline: Timeline | None = None,
+    ) -> bool:
+        key = self._rank(figures)
+        known = self.per_task[number]
+        if known is not None and known[0] <= key:
+            return False
+        self.per_task[number] = key, schedule
+        if self._key <= key:
+            return False
+        if self.schedule is None:
+            self.first_feasible_s = self.wall_s
+        better = not at_most(self.value, key[0])
+        self.number, self.schedule, self._timeline, self._key = number, schedule, timeline, key
+        progress = Progress(self.wall_s, self.value, self.lower_bound, source)
+        if better:
+            self.improvements.append(progress)
+        if self.on_progress is not None:
+            self.on_progress(progress, schedule)
+        return True
+
+    def _rank(self, figures: tuple[float, float, float, int]) -> tuple[float, ...]:
+        """What is minimised, in order: as the objective says, then what any user would rather have less of."""
+        makespan, span, peak, moved = figures
+        order: tuple[float, ...]
+        if self.tasks[0].objective == "lexicographic":
+            order = (makespan, peak, moved, span)
+        elif self.tasks[0].objective == "span":
+            order = (span, makespan, peak, moved)
+        else:
+            order = (makespan, span, peak, moved)
+        return tuple(nine_digits(x) for x in order)
+
+    def prove(self, number: int, bound: float, source: str) -> None:
+        """Take a proven bound of task ``number``, in seconds."""
+        if at_most(bound, self.bounds[number]):
+            return
+        self.bounds[number] = bound
+        if self.on_progress is not None and self.schedule is not None:
+            self.on_progress(Progress(self.wall_s, self.value, self.lower_bound, source), None)
+
+    def solution(self, failures: Sequence[str] = ()) -> Solution:
+        """The answer, simulated; ``failures``: what went wrong in workers.
+
+        Raises:
+            ScheduleError: the answer breaks a rule, which is a defect here.
+        """
+        assert self.schedule is not None, "no answer yet"
+        task = self.tasks[self.number]
+        if self._timeline is None:
+            check_schedule(self.schedule)
+            self._timeline = simulate(self.schedule, task.costs)
+        seconds = task.seconds(self._timeline)
+        solved = self.solved or at_most(seconds, self.lower_bound)
+        own_bound = self.bounds[self.number]
+        return Solution(
+            task=task,
+            schedule=self.schedule,
+            timeline=self._timeline,
+            lower_bound=seconds if solved else self.lower_bound,  # equal up to rounding
+            status="optimal" if solved else "feasible",
+            wall_s=self.wall_s,
+            first_feasible_s=self.first_feasible_s,
+            improvements=tuple(self.improvements),
+            offloaded=count_offloads(self.schedule),
+            family=self.family,
+            failures=tuple(failures),
+            placement_bound=seconds if at_most(seconds, own_bound) else own_bound,
+        )
+
+
+TIME_SHARE = 0.6
+"""Part of the budget that the time is minimised in; like ``_EACH``, the part of what is left that one more solve may take, not
+tuned."""
+_EACH = 0.35
+_LEAST_S = 0.2
+
+Again = Callable[[SolveTask, Options], Solution]
+
+
+def lexicographic(solution: Solution, options: Options, again: Again) -> Solution:
+    """``solution`` or one as fast with a lower peak or fewer offloads. ``again`` solves for the makespan."""
+    left = options.time_limit_s * (1 - TIME_SHARE)
+    best = solution
+    step = _least_share(solution.task)
+    while step > 0 and left > _LEAST_S:
+        limit = max(best.timeline.peak_activations) - step
+        found = _try(best, limit, best.task.offload, replace(options, time_limit_s=left * _EACH), again)
+        left *= 1 - _EACH
+        if found is None:
+            break
+        best = found
+    if best.offloaded and left > _LEAST_S:
+        peak = max(best.timeline.peak_activations)
+        best = _try(best, peak, False, replace(options, time_limit_s=left), again) or best
+    return best
+
+
+def _least_share(task: SolveTask) -> float:
+    """The least that an F takes of a rank's share of a microbatch; 0 if none takes anything."""
+    placement, costs = task.placement, task.costs
+    shares = (
+        costs.residual_bytes[s] / rank_share(placement, costs, rank, flow)
+        for flow, groups in enumerate(placement.flows)
+        for s, group in enumerate(groups)
+        for rank in group
+        if costs.residual_bytes[s] > 0
+    )
+    return min(shares, default=0.0)
+
+
+def _try(best: Solution, limit: float, offload: bool, options: Options, again: Again) -> Solution | None:
+    """A solution within ``limit`` that takes no longer than ``best``, as an answer to its task."""
+    if limit <= 0:
+        return None
+    try:
+        found = again(replace(best.task, memory_limit=limit, offload=offload, objective="makespan"), options)
+    except ScheduleError:
+        return None
+    if not at_most(found.value, best.value):
+        return None
+    wall_s = best.wall_s + found.wall_s
+    improvements = list(best.improvements)
+    if not at_most(best.value, found.value):
+        source = found.improvements[-1].source
+        improvements.append(Progress(wall_s, found.value, best.lower_bound, source))
+    return replace(
+        best,
+        schedule=found.schedule,
+        timeline=found.timeline,
+        status="optimal" if at_most(found.value, best.lower_bound) else "feasible",
+        wall_s=wall_s,
+        improvements=tuple(improvements),
+        offloaded=found.offloaded,
+    )
+
 
 _EXACT_ACTIONS = (320, 800)
 """Up to which the exact model gets most of the time, and any: 192 actions (p=4, m=16) are proved in 0.4 s, 384 (p=8, m=16) in
@@ -51,6 +265,8 @@ _EXACT_WORKERS = 2  # CP-SAT's own: with one it proves far less
 _CYCLE_GROUPS = (1, 2, 3)  # microbatches in a cycle: from p=8 on two or three do better than one (README)
 _MIRRORED_PARTS = 2  # jobs that share the shapes: one for each of two workers, the default
 _STARTS_SHARE = 0.2  # of the time, for schedules by rules of graphs of stages
+_LOWEST = 19  # niceness of a solve in the background
+_LONGEST = 200
 _POLL_S = 0.25  # how soon the end of the time is noticed
 J = TypeVar("J", bound=Job)
 
@@ -338,3 +554,79 @@ class Portfolio:
         for number in numbers:
             for answer in answers[number]:
                 self._note(answer)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A schedule, better than those found before. ``source``: what found it."""
+
+    schedule: Schedule
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The end of a search, after which nothing comes. ``lower_bound_s``: no schedule of the task is shorter (0: nothing is
+    known). ``remark``: why nothing was found, or empty."""
+
+    lower_bound_s: float = 0.0
+    remark: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The end of a search that went wrong. ``what``: happened to the solver, in one line."""
+
+    what: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Solve(Job):
+    """A whole solve: tells of every better schedule, and at last the bound, or why there is none."""
+
+    options: Options
+
+    def run(self, task: SolveTask, tell: Tell) -> None:
+        os.nice(_LOWEST)
+
+        def better(progress: Progress, schedule: Schedule | None) -> None:
+            if schedule is not None:
+                tell(schedule, progress.source)
+
+        try:
+            tell(None, "", solve(task, self.options, better).lower_bound)
+        except ScheduleError as error:
+            tell(None, gist(error))
+
+
+class BackgroundSolve:
+    """:func:`~jaxpipe.schedule.solve.solve` of ``task``, under way. Whoever asked checks what is found.
+
+    Raises:
+        OSError: its process can't be started.
+    """
+
+    def __init__(self, task: SolveTask, options: Options, command: Sequence[str] = COMMAND) -> None:
+        self._pool = WorkerPool(1, [task], command)
+        self._pool.submit(Solve(task=0, seconds=options.time_limit_s, options=options))
+
+    def take(self) -> list[Found | Finished | Failed]:
+        """What has come since the last call, in order; nothing after the end, whatever becomes of the process."""
+        answers: list[Found | Finished | Failed] = []
+        try:
+            while (answer := self._pool.receive(0.0)) is not None:
+                if answer.gone:
+                    return [*answers, Failed(answer.gone)]
+                if answer.error:
+                    return [*answers, Failed(f"failed ({clipped(' '.join(answer.error.split()), _LONGEST)})")]
+                if answer.schedule is not None:
+                    answers.append(Found(answer.schedule, answer.source))
+                elif not answer.done:
+                    return [*answers, Finished(answer.bound, answer.source)]
+        except Exception as error:  # whatever it wrote
+            answers.append(Failed(f"wrote what is no answer ({type(error).__name__}: {gist(error)})"))
+        return answers
+
+    def close(self) -> None:
+        """End its processes."""
+        self._pool.stop()

@@ -25,12 +25,10 @@ from jaxpipe.schedule.retime import peaks
 from jaxpipe.schedule.search_orders import best_schedule
 from jaxpipe.schedule.solve import Options, Progress, Solution, SolveTask, solve
 from jaxpipe.schedule.solve.cp_sat import Budget
-from jaxpipe.schedule.solve.cyclic import Grid, find_cycle
+from jaxpipe.schedule.solve.cycles import Grid, Shape, applies, find_cycle, find_mirrored, shapes
 from jaxpipe.schedule.solve.first import group_size, grouped_rows
-from jaxpipe.schedule.solve.lexicographic import lexicographic
-from jaxpipe.schedule.solve.mirrored import Shape, applies, find_mirrored, shapes
 from jaxpipe.schedule.solve.neighbourhoods import NeighbourhoodSearch
-from jaxpipe.schedule.solve.solver import solve_any
+from jaxpipe.schedule.solve.solver import lexicographic, solve_any
 
 TABLE_5 = (25.92, 26.44, 19.52)  # a rank's share of the 9.6B model, milliseconds
 QUICK = Options(time_limit_s=8)

@@ -47,7 +47,7 @@ from jaxpipe.schedule.solve.cp_sat import FINE, Ticks, memory_units, time_grid
 from jaxpipe.schedule.solve.first import grouped_rows
 from jaxpipe.schedule.solve.task import SolveTask
 from jaxpipe.schedule.timeline import Timeline
-from jaxpipe.schedule.tolerance import MEMORY, at_most
+from jaxpipe.schedule.tolerance import at_most
 
 _KNOWN = frozenset(("F", "B", "W", "BW", "O", "L"))  # ops whose memory is said in pairs of events
 Event = tuple[int, bool]
@@ -496,26 +496,19 @@ def _residuals(ops: Mapping[str, int], held: float, may_leave: float, kept: floa
     yield kept, rest, Piece(0, b, w)
 
 
-_ROUNDS = 50
-
-
 def schedule_of(actions: Actions, starts: Starts, name: str) -> tuple[Schedule, Timeline]:
     """The schedule that issues everything in the order of ``starts``, and when that happens.
 
     Raises:
         ScheduleError: the order is not a valid schedule.
     """
-    rows = [_Row(actions, starts, rank) for rank in range(actions.num_ranks)]
-    syncs: set[int] = set()
-    for _ in range(_ROUNDS):
-        schedule, timeline = _simulated(actions, name, rows, syncs)
-        if actions.task.fits(timeline):
-            return schedule, timeline
-        more = {o for row in rows for o in row.missing(timeline, syncs)}
-        if not more:
-            break
-        syncs |= more
-    return _simulated(actions, name, rows, {o for row in rows for o in row.copies})
+    task = actions.task
+    rows = tuple(_Row(actions, starts, rank).slots() for rank in range(actions.num_ranks))
+    schedule = Schedule(name, task.placement, task.num_microbatches, rows)
+    problems = find_problems(schedule)
+    if problems:
+        raise ScheduleError(f"solver's schedule: {problems[0]}", problems)
+    return schedule, simulate(schedule, task.costs)
 
 
 def starts_of(actions: Actions, timeline: Timeline) -> Starts | None:
@@ -542,15 +535,6 @@ def starts_of(actions: Actions, timeline: Timeline) -> Starts | None:
     return Starts(start, frozenset(fused))
 
 
-def _simulated(actions: Actions, name: str, rows: list[_Row], syncs: set[int]) -> tuple[Schedule, Timeline]:
-    task = actions.task
-    schedule = Schedule(name, task.placement, task.num_microbatches, tuple(row.slots(syncs) for row in rows))
-    problems = find_problems(schedule)
-    if problems:
-        raise ScheduleError(f"solver's schedule: {problems[0]}", problems)
-    return schedule, simulate(schedule, task.costs)
-
-
 class _Row:
     """The actions of one rank in the order of their times."""
 
@@ -565,8 +549,10 @@ class _Row:
     def _end(self, n: int) -> int:
         return self.actions.end(n, self.starts)
 
-    def slots(self, syncs: set[int]) -> Row:
+    def slots(self) -> Row:
         """Compute slots with what goes between them: host actions behind the last slot that has ended, then syncs."""
+        limits = [limit for limit in self.actions.limits if self.copies and limit.rank == self.rank]
+        syncs = {o for limit in limits for o in self._syncs(limit)}
         between: dict[int, list[tuple[int, int, int, Action]]] = {}
         for o, copies in self.copies.items():
             for order, n in enumerate((o, copies.load)):
@@ -592,32 +578,37 @@ class _Row:
         after = bisect_right(self.ends, self.starts.start[n])
         return min(max(after, self.place[copies.f] + 1), self.place[copies.b])
 
-    def missing(self, timeline: Timeline, syncs: set[int]) -> Iterator[int]:
-        """O's that end, by the solver's times, before something that takes memory here, but not so in ``timeline``: at the
-        first instant at which the rank holds more than it may."""
-        when = self._first_excess(timeline)
-        if when is None:
-            return
-        late, latest = [], 0
-        for event in timeline.of(self.rank):
-            for action in event.action.actions:
-                n = self.actions.number(action, self.rank)
-                if n is None or event.lane == "send":
-                    continue
-                if n in self.copies and n not in syncs and event.end_s > when:
-                    late.append(n)
-                if n not in self.copies and event.start_s <= when:
-                    latest = max(latest, self.starts.start[n])
-        yield from (n for n in late if self._end(n) <= latest)
+    def _syncs(self, limit: MemoryLimit) -> Iterator[int]:
+        """O's that something must wait for: it takes what they gave, and nothing else in the row says that they have ended."""
+        given: dict[int, int] = {}  # units, by O's that ended and that nothing waited for
+        actions, level, last = self.actions, 0, -1
+        loads = {copies.load: o for o, copies in self.copies.items()}
+        backs = {copies.b: copies.load for copies in self.copies.values()}
+        waits = {n for n in loads if actions.task.costs.host.mode == "duplex"} | self.place.keys()
+        for _, units, n in sorted(self._changes(limit)):
+            level += units
+            if n in loads:
+                given.pop(loads[n], None)  # it takes what its own O gave
+            elif n in backs and not waits & loads.keys():  # its L waited for what went before on the lane
+                given = {o: x for o, x in given.items() if self._end(o) > self.starts.start[backs[n]]}
+            elif n in self.copies and units < 0:
+                given[n] = given.get(n, 0) - units
+            while units > 0 and n in waits and given and level + sum(given.values()) > limit.capacity:
+                last = next(iter(given))
+                del given[last]
+            if last >= 0:  # those before it ended before it
+                yield last
+                last = -1
 
-    def _first_excess(self, timeline: Timeline) -> float | None:
-        """When the rank's memory first passes a limit; activations in bytes of residuals if only their limit is known."""
-        task, curve = self.actions.task, timeline.memory[self.rank]
-        allowed = []
-        if task.costs.memory_limit_bytes:
-            allowed.append(task.costs.memory_limit_bytes[self.rank] - timeline.static_bytes[self.rank])
-        if task.memory_limit < float("inf") and not at_most(timeline.peak_activations[self.rank], task.memory_limit):
-            share = sum(task.costs.residual_bytes[s] for s in task.placement.stages_of(self.rank))
-            allowed.append(task.memory_limit * share)
-        limit = min(allowed, default=float("inf")) * (1 + MEMORY)
-        return next((t for t, level in zip(curve.times_s, curve.bytes, strict=True) if level > limit), None)
+    def _changes(self, limit: MemoryLimit) -> Iterator[tuple[int, int, int]]:
+        """(tick, units, action): what is given back and taken."""
+        start, copies = self.starts.start, self.actions.copies
+        whole = {fusing.w: b for b, fusing in self.actions.fusing.items()}
+        for piece in limit.pieces:
+            chosen = start[piece.choice] >= 0 if piece.choice in copies else piece.choice in self.starts.fused
+            if piece.choice < 0 or chosen == piece.holds:
+                for event, units in ((piece.opens, piece.units), (piece.closes, -piece.units)):
+                    n, at_end = event or (-1, False)
+                    n = whole[n] if n in whole and start[n] < 0 else n
+                    if n >= 0 or units > 0:
+                        yield (self._end(n) if at_end else start[n]) if n >= 0 else -1, units, n

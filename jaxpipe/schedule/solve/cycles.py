@@ -42,7 +42,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from itertools import pairwise
 from math import ceil, gcd
 from typing import Any
 
@@ -170,133 +169,6 @@ def _cell(seconds: Sequence[float]) -> float:
     return float(mean * finest)
 
 
-class CycleModel:
-    """CP-SAT's variables for a cycle of ``g`` microbatches in ``period`` cells."""
-
-    def __init__(self, grid: Grid, period: int, g: int, *, feasible_only: bool) -> None:
-        from ortools.sat.python import cp_model
-
-        self.grid, self.period, self.g = grid, period, g
-        self.model: Any = cp_model.CpModel()
-        self.longest = self._longest()
-        self.start: dict[tuple[int, int, int], Any] = {}
-        self.quotient: dict[tuple[int, int, int], Any] = {}
-        self.residue: dict[tuple[int, int, int], Any] = {}
-        self._passes()
-        self._flow()
-        for rank in range(grid.problem.num_ranks):
-            self._rank(rank)
-        if not feasible_only:
-            last = grid.problem.num_replicas
-            self.model.minimize(sum(self.start[W, k, j] for k in range(last) for j in range(g)))
-
-    def _longest(self) -> int:
-        """A microbatch's first chunk on a rank lives no longer than the limit × the period allows."""
-        grid = self.grid
-        trip, longest = grid.round_trips(), 0
-        for rank in range(grid.problem.num_ranks):
-            mine = grid.problem.replicas_of(rank)
-            if not mine:
-                continue
-            least = sum(grid.held[k] * trip[k] for k in mine[1:])
-            room = max(0, grid.limit[rank] * self.period - least) // max(1, grid.held[mine[0]])
-            longest = max(longest, min(room, trip[mine[0]] + 6 * self.period))
-        return max(longest, trip[0]) + self.period + sum(grid.down)
-
-    def _passes(self) -> None:
-        model, grid = self.model, self.grid
-        most = self.longest // self.period + 1
-        for op in (F, B, W):
-            for k in range(grid.problem.num_replicas):
-                for j in range(self.g):
-                    key = op, k, j
-                    start = self.start[key] = model.new_int_var(0, self.longest, "")
-                    quotient = self.quotient[key] = model.new_int_var(0, most, "")
-                    residue = self.residue[key] = model.new_int_var(0, self.period - 1, "")
-                    model.add(start == quotient * self.period + residue)
-        model.add(self.start[F, 0, 0] == 0)
-
-    def _flow(self) -> None:
-        model, start, grid = self.model, self.start, self.grid
-        for op, k, then, later, cells in grid.chain():
-            for j in range(self.g):
-                model.add(start[then, later, j] >= start[op, k, j] + cells)
-        for op in (F, B, W):
-            for k in range(grid.problem.num_replicas):
-                for j in range(self.g):
-                    after = start[op, k, j + 1] if j + 1 < self.g else start[op, k, 0] + self.period
-                    if self.g > 1:
-                        model.add(after >= start[op, k, j] + grid.cells[op][k])
-
-    def _rank(self, rank: int) -> None:
-        model, grid = self.model, self.grid
-        mine = grid.problem.replicas_of(rank)
-        keys = [(op, k, j) for k in mine for op in (F, B, W) for j in range(self.g)]
-        intervals = []
-        for key in keys:
-            size = grid.cells[key[0]][key[1]]
-            intervals.append(model.new_fixed_size_interval_var(self.residue[key], size, ""))
-            intervals.append(model.new_fixed_size_interval_var(self.residue[key] + self.period, size, ""))
-        model.add_no_overlap(intervals)
-        ends = {key: self._end(key) for key in keys if key[0] != F and self._given(key)}
-        for k in mine:
-            for j in range(self.g):
-                self._memory(rank, (F, k, j), keys, ends)
-
-    def _given(self, key: tuple[int, int, int]) -> int:
-        """Units that the end of a B or W gives back."""
-        op, k, _ = key
-        return self.grid.held[k] - self.grid.kept[k] if op == B else self.grid.kept[k]
-
-    def _end(self, key: tuple[int, int, int]) -> tuple[Any, Any]:
-        quotient = self.model.new_int_var(0, self.longest // self.period + 2, "")
-        residue = self.model.new_int_var(0, self.period - 1, "")
-        size = self.grid.cells[key[0]][key[1]]
-        self.model.add(self.start[key] + size == quotient * self.period + residue)
-        return quotient, residue
-
-    def _memory(
-        self,
-        rank: int,
-        at: tuple[int, int, int],
-        keys: Sequence[tuple[int, int, int]],
-        ends: dict[tuple[int, int, int], tuple[Any, Any]],
-    ) -> None:
-        """When the F called ``at`` starts, what has been taken less what has been given back is within the limit.
-
-        An action with quotient q and a residue not later has happened one time more than one with a later residue; the bit is 1
-        for F's unless their residue is later, and may be 1 for B's and W's only if their end's residue is not later.
-        """
-        model, grid, here = self.model, self.grid, self.residue[at]
-        held = 0
-        for key in keys:
-            op, k, _ = key
-            if op == F:
-                bit = 1 if key == at else model.new_bool_var("")
-                if key != at:
-                    model.add(self.residue[key] >= here + 1).only_enforce_if(~bit)
-                held += grid.held[k] * (bit - self.quotient[key])
-            elif key in ends:
-                quotient, residue = ends[key]
-                bit = model.new_bool_var("")
-                model.add(residue <= here).only_enforce_if(bit)
-                held += self._given(key) * (quotient - bit)
-        model.add(held <= grid.limit[rank])
-
-    def solve(self, budget: dict[str, Any]) -> tuple[Cycle | None, bool]:
-        """A cycle, or None; and whether it is proven that there is none (on this grid, with lives this long)."""
-        solver, found, done = run(self.model, LITE, budget)
-        if not found:
-            return None, done
-        start = {key: solver.value(x) for key, x in self.start.items()}
-        return Cycle(self.period, self.g, start), False
-
-
-def find_cycle(grid: Grid, period: int, g: int, budget: dict[str, Any], *, short: bool = False) -> Cycle | None:
-    """A cycle of ``g`` microbatches in ``period`` cells within ``budget`` (CP-SAT parameters); ``short``: with early ends."""
-    return CycleModel(grid, period, g, feasible_only=not short).solve(budget)[0]
-
-
 _MOST_RANKS, _MOST_MICROBATCHES = 9, 3
 """Ranks that repeat, microbatches in a period. The best known at p/2 has 5 ranks and 2 microbatches (README)."""
 _TURNS = 1.0
@@ -342,133 +214,143 @@ def applies(grid: Grid) -> bool:
     return v and p > 2 and not uneven
 
 
-def _hop(grid: Grid) -> int:
-    return grid.down[0]
-
-
 def _step(grid: Grid) -> int:
     """Cells from an action's start to its successor's on the next rank."""
-    return max(grid.cells[F][0], grid.cells[B][0]) + _hop(grid)
+    return max(grid.cells[F][0], grid.cells[B][0]) + grid.down[0]
 
 
-def find_mirrored(grid: Grid, shape: Shape, period: int, budget: dict[str, Any]) -> tuple[Cycle | None, bool]:
-    """A cycle of ``period`` cells (even) that holds little, and whether there is none for sure."""
-    from ortools.sat.python import cp_model
-
-    p, (f, b, w) = grid.problem.num_ranks, (grid.cells[op][0] for op in (F, B, W))
-    g, q, n = shape.g, shape.q, shape.n
-    model: Any = cp_model.CpModel()
-    far = period * (n + 2)
-    down, up = (_chain(model, grid, shape, period, far, direction) for direction in (1, -1))
-    model.add(down[0][0] == 0)
-    assert n * period % 2 == 0, "q ranks shift by half of n periods"
-    for j in range(g):
-        model.add(down[j][q] - down[j][0] == n * period // 2)
-        model.add(up[j][0] - up[j][q] == n * period // 2)
-    mirror = model.new_int_var(0, 2 * far, "")
-    block = _Block(grid, shape, period, down, up, mirror)
-    for i in range(g):
-        model.add(block.forward(1, i, p - 1) >= block.forward(0, i, p - 1) + max(f, b))
-        model.add(block.backward(1, i, 0) >= block.forward(1, i, 0) + f)
-    waits: dict[tuple[int, int, int], Any] = {}
-    for r in range(q):
-        lane = []
-        for chunk in (0, 1):
-            for i in range(g):
-                wait = waits[r, chunk, i] = model.new_int_var(0, _LONGEST_WAIT * w, "")
-                whole = block.whole * period
-                ahead = block.forward(chunk, i, r) - (whole if chunk == 1 else 0)
-                back = block.backward(chunk, i, r) - (whole if chunk == 1 else 2 * whole)
-                lane += [(ahead, f), (back, b), (back + b + wait, w)]
-        residues = [(_residue(model, x, period, far), size) for x, size in lane]
-        model.add_no_overlap(
-            [model.new_fixed_size_interval_var(x + again, size, "") for x, size in residues for again in (0, period)]
-        )
-    fullest = model.new_int_var(0, 8 * g * far * (p // q + 1), "")  # activations × time in a period
-    for r in (0, p - 1):
-        lives = [block.backward(k, i, r) - block.forward(k, i, r) + b + w for k in (0, 1) for i in range(g)]
-        model.add(fullest >= sum(lives) + sum(waits[r % q, k, i] for k in (0, 1) for i in range(g)))
-    model.add(fullest <= min(grid.limit) * period // max(grid.held))
-    model.minimize(fullest)
-    solver, found, done = run(model, LITE, budget)
+def find_cycle(
+    grid: Grid, period: int, g: int, budget: dict[str, Any], *, short: bool = False, shape: Shape | None = None
+) -> tuple[Cycle | None, bool]:
+    """A cycle of ``g`` microbatches in ``period`` cells within ``budget`` (CP-SAT parameters), and whether there is none for
+    sure (on this grid, with lives this long). ``short``: with early ends. ``shape``: a mirrored one (of an even period) that
+    holds little."""
+    model = _Model(grid, period, g, shape)
+    for rank in range(grid.problem.num_ranks if shape is None else shape.q):
+        model.lane(rank)
+        for k in grid.problem.replicas_of(rank) if shape is None else ():
+            for j in range(g):
+                model.hold(rank, (F, k, j))
+    if shape is not None:
+        model.least_area()
+    elif short:
+        model.cp.minimize(sum(t for (op, _, _), t in model.start.items() if op == W))
+    solver, found, done = run(model.cp, LITE, budget)
     if not found:
         return None, done
-    read = solver.value
-    values = _Block(
-        grid,
-        shape,
-        period,
-        [list(map(read, x)) for x in down],
-        [list(map(read, x)) for x in up],
-        read(mirror),
-    )
-    return values.cycle({key: read(x) for key, x in waits.items()}), False
+    return Cycle(period, g, {key: solver.value(t) for key, t in model.start.items()}), False
 
 
-def _chain(model: Any, grid: Grid, shape: Shape, period: int, far: int, direction: int) -> list[list[Any]]:
-    """Starts of g microbatches on q + 1 ranks, that follow each other down (1) or up (−1) the ranks."""
-    step, size = _step(grid), max(grid.cells[F][0], grid.cells[B][0])
-    starts = [[model.new_int_var(-far, 2 * far, "") for _ in range(shape.q + 1)] for _ in range(shape.g)]
-    for way in starts:
-        for here, there in pairwise(way):
-            model.add(there >= here + step) if direction > 0 else model.add(here >= there + step)
-    for r in range(shape.q + 1):
-        for j, way in enumerate(starts):
-            following = starts[j + 1][r] if j + 1 < shape.g else starts[0][r] + period
-            model.add(following >= way[r] + size)
-    return starts
+class _Model:
+    """CP-SAT's variables for a cycle, and what waits for what."""
 
+    def __init__(self, grid: Grid, period: int, g: int, shape: Shape | None) -> None:
+        from ortools.sat.python import cp_model
 
-def _residue(model: Any, start: Any, period: int, far: int) -> Any:
-    residue = model.new_int_var(0, period - 1, "")
-    quotient = model.new_int_var(-3 * far // period - 2, 4 * far // period + 2, "")
-    model.add(start == quotient * period + residue)
-    return residue
+        self.grid, self.period, self.g = grid, period, g
+        self.cp: Any = cp_model.CpModel()
+        self.longest = self._longest() + (_LONGEST_WAIT * grid.cells[W][0] if shape else 0)
+        self.keys = [(op, k, j) for op in (F, B, W) for k in range(grid.problem.num_replicas) for j in range(g)]
+        self.start = (
+            self._mirrored(shape) if shape else {x: self.cp.new_int_var(0, self.longest, "") for x in self.keys}
+        )
+        self.split: dict[tuple[int, int, int], tuple[Any, Any]] = {}  # into periods and cells
+        self.ended: dict[tuple[int, int, int], tuple[Any, Any]] = {}  # ends likewise
+        self.cp.add(self.start[F, 0, 0] == 0)
+        for op, k, then, later, cells in grid.chain():
+            for j in range(g) if shape is None or k < shape.q or k >= grid.problem.num_ranks - 1 - shape.q else ():
+                self.cp.add(self.start[then, later, j] >= self.start[op, k, j] + cells)
+        for op, k, j in self.keys if g > 1 else ():
+            if shape is not None and (op == W or grid.problem.rank[k] >= shape.q):
+                continue
+            after = self.start[op, k, j + 1] if j + 1 < g else self.start[op, k, 0] + period
+            self.cp.add(after >= self.start[op, k, j] + grid.cells[op][k])
 
+    def _longest(self) -> int:
+        """A microbatch's first chunk on a rank lives no longer than the limit × the period allows."""
+        grid = self.grid
+        trip, longest = grid.round_trips(), 0
+        for rank in range(grid.problem.num_ranks):
+            mine = grid.problem.replicas_of(rank)
+            if not mine:
+                continue
+            least = sum(grid.held[k] * trip[k] for k in mine[1:])
+            room = max(0, grid.limit[rank] * self.period - least) // max(1, grid.held[mine[0]])
+            longest = max(longest, min(room, trip[mine[0]] + 6 * self.period))
+        return max(longest, trip[0]) + self.period + sum(grid.down)
 
-@dataclass(frozen=True, slots=True)
-class _Block:
-    """Starts on an endless row of ranks and of microbatches, in numbers or in CP-SAT's expressions: ``down[j][r]`` of chunk
-    0's F's, ``up[j][r]`` of chunk 1's."""
+    def _divided(self, time: Any) -> tuple[Any, Any]:
+        """Whole periods before a time, and what is left."""
+        quotient = self.cp.new_int_var(0, self.longest // self.period + 2, "")
+        residue = self.cp.new_int_var(0, self.period - 1, "")
+        self.cp.add(time == quotient * self.period + residue)
+        return quotient, residue
 
-    grid: Grid
-    shape: Shape
-    period: int
-    down: list[list[Any]]
-    up: list[list[Any]]
-    mirror: Any
+    def lane(self, rank: int) -> None:
+        """One action of a rank at a time."""
+        intervals = []
+        for key in self.keys:
+            if self.grid.problem.rank[key[1]] == rank:
+                self.split[key] = self._divided(self.start[key])
+                for again in (0, self.period):
+                    size = self.grid.cells[key[0]][key[1]]
+                    intervals.append(self.cp.new_fixed_size_interval_var(self.split[key][1] + again, size, ""))
+        self.cp.add_no_overlap(intervals)
 
-    @property
-    def whole(self) -> int:
-        """Periods that a forward takes, there and back, over the blocks of q ranks before the last rank's. ``up`` is without
-        them, so that its numbers compare with those of ``down`` where the way turns; ``mirror`` is without twice them."""
-        return (self.grid.problem.num_ranks - 1) // self.shape.q * self.shape.n
+    def hold(self, rank: int, at: tuple[int, int, int]) -> None:
+        """When the F called ``at`` starts, what has been taken less what has been given back is within the limit.
 
-    def forward(self, chunk: int, i: int, rank: int) -> Any:
-        """Start of the F of ``chunk`` of microbatch i."""
-        blocks, r = divmod(rank, self.shape.q)
-        later, j = divmod(i, self.shape.g)
-        shift = blocks * self.shape.n * self.period // 2
-        if chunk == 0:
-            return self.down[j][r] + shift + later * self.period
-        return self.up[j][r] + shift + (self.whole - blocks * self.shape.n + later) * self.period
+        An action with quotient q and a residue not later has happened one time more than one with a later residue; the bit is 1
+        for F's unless their residue is later, and may be 1 for B's and W's only if their end's residue is not later.
+        """
+        cp, grid, here = self.cp, self.grid, self.split[at][1]
+        held: Any = 0
+        for key in self.keys:
+            op, k, _ = key
+            units = grid.held[k] if op == F else grid.held[k] - grid.kept[k] if op == B else grid.kept[k]
+            if grid.problem.rank[k] != rank or not units:
+                continue
+            bit = cp.new_bool_var("")
+            if op == F:
+                quotient, residue = self.split[key]
+                cp.add(residue >= here + 1).only_enforce_if(~bit)
+                held += units * (bit - quotient)
+            else:
+                if key not in self.ended:
+                    self.ended[key] = self._divided(self.start[key] + grid.cells[op][k])
+                quotient, residue = self.ended[key]
+                cp.add(residue <= here).only_enforce_if(bit)
+                held += units * (quotient - bit)
+        cp.add(held <= grid.limit[rank])
 
-    def backward(self, chunk: int, i: int, rank: int) -> Any:
-        """Start of the B of ``chunk`` of microbatch i: the mirrored F of microbatch −i."""
-        ahead = self.forward(chunk, -i, rank)
-        return self.mirror + 2 * self.whole * self.period - self.grid.cells[B][0] - ahead
-
-    def cycle(self, waits: dict[tuple[int, int, int], int]) -> Cycle:
-        p, b = self.grid.problem.num_ranks, self.grid.cells[B][0]
-        start: dict[tuple[int, int, int], int] = {}
+    def _mirrored(self, shape: Shape) -> dict[tuple[int, int, int], Any]:
+        """Starts with the symmetries of a shape: expressions of those of the F's of q ranks, and of what W's wait."""
+        cp, g, p, q = self.cp, self.g, self.grid.problem.num_ranks, shape.q
+        assert shape.n * self.period % 2 == 0, "q ranks shift by half of n periods"
+        half, b, w = shape.n * self.period // 2, self.grid.cells[B][0], self.grid.cells[W][0]
+        center = cp.new_int_var(0, 2 * self.longest, "")
+        few = [(r, chunk, j) for r in range(q) for chunk in (0, 1) for j in range(g)]
+        ahead = {key: cp.new_int_var(0, self.longest, "") for key in few}
+        wait = {key: cp.new_int_var(0, _LONGEST_WAIT * w, "") for key in few}
+        start: dict[tuple[int, int, int], Any] = {}
         for r in range(p):
-            for chunk, k in ((0, r), (1, 2 * p - 1 - r)):
-                for i in range(self.shape.g):
-                    start[F, k, i] = self.forward(chunk, i, r)
-                    start[B, k, i] = self.backward(chunk, i, r)
-                    start[W, k, i] = start[B, k, i] + b + waits[r % self.shape.q, chunk, i]
-        earliest = min(start.values())
-        return Cycle(self.period, self.shape.g, {key: x - earliest for key, x in start.items()})
+            for chunk, k, shift in ((0, r, r // q * half), (1, 2 * p - 1 - r, -(r // q) * half)):
+                for j in range(g):
+                    start[F, k, j] = ahead[r % q, chunk, j] + shift
+                    mirrored = ahead[r % q, chunk, -j % g] + shift - (self.period if j else 0)  # F of microbatch -j
+                    start[B, k, j] = center - b - mirrored
+                    start[W, k, j] = center - mirrored + wait[r % q, chunk, j]
+        return start
+
+    def least_area(self) -> None:
+        """Least activations × time on the first and the last rank is sought."""
+        grid, start, p = self.grid, self.start, self.grid.problem.num_ranks
+        area = self.cp.new_int_var(0, min(grid.limit) * self.period // max(grid.held), "")
+        for ks in ((0, 2 * p - 1), (p - 1, p)):
+            self.cp.add(
+                area >= sum(start[W, k, j] + grid.cells[W][k] - start[F, k, j] for k in ks for j in range(self.g))
+            )
+        self.cp.minimize(area)
 
 
 _PERIODS = (1.0, 1.02, 1.04, 1.0834, 1.1667, 1.25, 1.3334, 1.5, 1.6667, 2.0)
@@ -523,7 +405,7 @@ def cycles(problem: Problem, target: Target, g: int, budget: Budget, seed: int) 
         tried.add(period)
         for short in (False, True):
             share = max(1.0, budget.left / 4)
-            cycle = find_cycle(grid, period, g, budget.parameters(share, seed), short=short)
+            cycle, _ = find_cycle(grid, period, g, budget.parameters(share, seed), short=short)
             if cycle is None:
                 break
             draft = finisher.best(cycle.rows(problem), target.limit, _RECIPES)
@@ -555,7 +437,7 @@ def mirrored_cycles(
                     continue
                 if budget.left <= 0:
                     return
-                cycle, none = find_mirrored(grid, shape, period, budget.parameters(seconds, seed))
+                cycle, none = find_cycle(grid, period, shape.g, budget.parameters(seconds, seed), shape=shape)
                 if cycle is not None or none:
                     settled.add((shape, period))
                 draft = None if cycle is None else finisher.best(cycle.rows(problem), target.limit, _RECIPES)

@@ -5,16 +5,13 @@ periods. On each rank the residues modulo the period must not overlap, and at ev
 What is held at a residue follows from how often each action has wrapped around (its quotient) and one order bit per pair of
 actions, so memory is linear in quotients and bits (equation 1 of `controllable-memory.txt` bounds the same by lifespans).
 
-The search is on a coarse grid of cells; only the order is kept, and re-timing it with real costs is the caller's. g > 1 finds
-steady states that no block of one microbatch has: at half of V-Half's limits two microbatches save up to a quarter.
-Source: the building blocks of `controllable-memory.txt` section 2, with offsets free instead of from a table.
+The search is on a coarse grid of cells; only the order is kept, finished by :mod:`~jaxpipe.schedule.list_schedule.fillers` and
+judged by re-timing with real costs. g > 1 finds steady states that no block of one microbatch has: at half of V-Half's limits
+two microbatches save up to a quarter. Source: the building blocks of `controllable-memory.txt` section 2, with offsets free
+instead of from a table.
 
-Not modelled: workspace, offload, links that are busy.
-
-Steady states of a V that repeat every few ranks, with a backward half that mirrors the forward half.
-
-A cycle of g microbatches over p ranks (:mod:`~jaxpipe.schedule.solve.cycles`) has 6 g p actions to place, too many for CP-SAT
-where actions have no common step. Two symmetries leave a model whose size does not depend on p:
+A cycle over p ranks has 6 g p actions to place on a V, too many for CP-SAT where actions have no common step. The symmetries of
+a :class:`Shape` leave a model whose size does not depend on p:
 
 * *Repeating.* Ranks r and r + q do the same, half of n periods later on the way down and earlier on the way back (half, so
   that mirrored they fit too). So the offsets of q ranks are enough, and a forward takes n periods over q ranks and back.
@@ -28,13 +25,8 @@ and its way back need 2 max(F, B) a rank, so n g T ≥ 2 q max(F, B) with T a mi
 ranks in a period below 6 F (README); two can have 5 in 2 periods, which is 0.8 p chunks, with no idle time at all at costs as
 in Table 5 of `controllable-memory.txt`, where a cycle of one idles 8%.
 
-Not modelled: placements other than a V with equal costs on all stages, offload; how many activations meet at an instant (what
-follows, an order under the limit, sees to that).
-
-Steady states as orders: what a worker does with cycles, within its :class:`Budget`.
-
-Orders are judged by re-timing with real costs (:class:`~jaxpipe.schedule.retime.Retimer`). Everything here is a function of its
-arguments; with a budget in deterministic time no clock decides anything.
+Not modelled: workspace, offload, links that are busy; with a shape, placements other than a V with equal costs on all stages,
+and how many activations meet at an instant (what follows, an order under the limit, sees to that).
 """
 
 from __future__ import annotations
@@ -49,7 +41,7 @@ from jaxpipe.schedule.list_schedule.fillers import Finisher
 from jaxpipe.schedule.problem import B, F, Problem, W
 from jaxpipe.schedule.retime import Draft
 from jaxpipe.schedule.solve.cp_sat import LITE, Budget, run
-from jaxpipe.schedule.tolerance import MEMORY, at_most, how_many, nine_digits
+from jaxpipe.schedule.tolerance import MEMORY, how_many
 
 _FINEST = 24
 """Cells that the mean action takes at most. README's proofs that no cycle of one does better at half memory used 20 to 26."""
@@ -358,76 +350,39 @@ _STRETCHES = (1.0, 1.02, 1.035, 1.05, 1.0667, 1.0834, 1.12, 1.1667, 1.25)
 """Periods that are tried, × the work: whole twelfths, which equal costs have (a cycle of one needs 8.3% over the work at half
 memory, README), and finer steps below; not tuned further."""
 _MIRRORED_S = (1.5, 6.0)  # seconds for one shape and period, at the first try and the second; not tuned
+_ENOUGH = 4  # cycles that are tried as orders
 _RECIPES = 20  # of list_schedule/fillers.py, by which a cycle's order is finished; not tuned
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
-    """What an order is judged by: ``by_span`` the longest span, else the makespan; within ``limits`` per rank.
-
-    ``bound``: seconds of the objective that nothing is below.
-    """
-
-    limits: tuple[float, ...]
-    by_span: bool
-    bound: float
-
-    @property
-    def limit(self) -> float:
-        return min(self.limits)
-
-    def value(self, draft: Draft) -> float:
-        return draft.span if self.by_span else draft.makespan
-
-    def key(self, draft: Draft) -> tuple[float, float, float]:
-        """Smaller is better: the objective, the other time, the peak."""
-        times = (draft.span, draft.makespan) if self.by_span else (draft.makespan, draft.span)
-        return nine_digits(times[0]), nine_digits(times[1]), nine_digits(draft.peak)
-
-    def reached(self, draft: Draft) -> bool:
-        return at_most(self.value(draft), self.bound)
-
-
-def cycles(problem: Problem, target: Target, g: int, budget: Budget, seed: int) -> Iterator[tuple[Draft, str]]:
+def cycles(problem: Problem, limits: Sequence[float], g: int, budget: Budget, seed: int) -> Iterator[tuple[Draft, str]]:
     """Orders from cycles of ``g`` microbatches: the shortest period that is found first, then longer and earlier-ending ones.
 
     Cycles are uniform over ranks' limits; a chain in one direction only.
     """
-    if problem.placement.num_flows != 1:
-        return
-    grid, finisher = Grid.of(problem, target.limits), Finisher(problem)
-    tried: set[int] = set()
+    grid, finisher = Grid.of(problem, limits), Finisher(problem)
     found = 0
-    for stretch in _PERIODS:
-        period = max(grid.least_period(g), round(grid.work() * g * stretch))
-        if period in tried or budget.left <= 0 or found >= 3:
-            continue
-        tried.add(period)
+    for period in dict.fromkeys(max(grid.least_period(g), round(grid.work() * g * x)) for x in _PERIODS):
         for short in (False, True):
-            share = max(1.0, budget.left / 4)
-            cycle, _ = find_cycle(grid, period, g, budget.parameters(share, seed), short=short)
+            if budget.left <= 0 or found >= _ENOUGH:
+                return
+            parameters = budget.parameters(max(1.0, budget.left / 4), seed)
+            cycle, _ = find_cycle(grid, period, g, parameters, short=short)
             if cycle is None:
                 break
-            draft = finisher.best(cycle.rows(problem), target.limit, _RECIPES)
             found += 1
+            draft = finisher.best(cycle.rows(problem), min(limits), _RECIPES)
             if draft is not None:
                 yield draft, f"cycle of {g}"
-                if target.reached(draft):
-                    return
-            if budget.left <= 0:
-                return
 
 
 def mirrored_cycles(
-    problem: Problem, target: Target, part: int, parts: int, budget: Budget, seed: int
+    problem: Problem, limits: Sequence[float], part: int, parts: int, budget: Budget, seed: int
 ) -> Iterator[tuple[Draft, str]]:
     """Orders from mirrored cycles of a V, every ``parts``-th shape: short periods first, until one keeps to the limit; then
     back to short ones with more time."""
-    grid, finisher = Grid.of(problem, target.limits), Finisher(problem)
-    if not applies(grid):
-        return
+    grid, finisher = Grid.of(problem, limits), Finisher(problem)
     settled: set[tuple[Shape, int]] = set()
-    stretches: Sequence[float] = _STRETCHES
+    stretches: Sequence[float] = _STRETCHES if applies(grid) else ()
     for seconds in _MIRRORED_S:
         for number, stretch in enumerate(stretches):
             fits = False
@@ -440,13 +395,10 @@ def mirrored_cycles(
                 cycle, none = find_cycle(grid, period, shape.g, budget.parameters(seconds, seed), shape=shape)
                 if cycle is not None or none:
                     settled.add((shape, period))
-                draft = None if cycle is None else finisher.best(cycle.rows(problem), target.limit, _RECIPES)
-                if cycle is None or draft is None:
-                    continue
-                fits = fits or cycle.peak(grid) <= min(grid.limit)
-                yield draft, f"mirrored cycle of {shape.g}"
-                if target.reached(draft):
-                    return
+                draft = None if cycle is None else finisher.best(cycle.rows(problem), min(limits), _RECIPES)
+                if cycle is not None and draft is not None:
+                    fits = fits or cycle.peak(grid) <= min(grid.limit)
+                    yield draft, f"mirrored cycle of {shape.g}"
             if fits and seconds == _MIRRORED_S[0]:
                 stretches = stretches[number::-1]  # then, from there, what was not settled
                 break

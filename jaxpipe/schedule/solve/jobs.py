@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol
 
@@ -19,14 +19,13 @@ from jaxpipe.schedule.ir import Schedule
 from jaxpipe.schedule.json_form import from_json, to_json
 from jaxpipe.schedule.passes.braid import unbraid
 from jaxpipe.schedule.problem import OPS, Problem
-from jaxpipe.schedule.retime import Draft
 from jaxpipe.schedule.search_orders import Candidate, best_of_family, cheap_first
 from jaxpipe.schedule.settings import Task
 from jaxpipe.schedule.solve.cp_sat import DETERMINISTIC_SECOND, Budget
-from jaxpipe.schedule.solve.cycles import Target, cycles, mirrored_cycles
+from jaxpipe.schedule.solve.cycles import cycles, mirrored_cycles
 from jaxpipe.schedule.solve.rank_bounds import rank_bounds
 from jaxpipe.schedule.solve.task import SolveTask, count_offloads
-from jaxpipe.schedule.tolerance import at_most
+from jaxpipe.schedule.tolerance import at_most, nine_digits
 
 _OPS = frozenset((*OPS, "O", "L", "S"))  # that the search knows
 _ACTIONS_PER_S = 60_000  # that list scheduling with offload places, roughly
@@ -57,9 +56,6 @@ class Job:
 
     def budget(self) -> Budget:
         return Budget(self.seconds, self.reproducible)
-
-    def target(self, task: SolveTask) -> Target:
-        return Target(task.safe_limits(), task.objective == "span", self.bound)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,30 +99,25 @@ class OffloadLists(Job):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cycles(Job):
-    """Steady states of ``g`` microbatches."""
+    """Steady states of ``g`` microbatches; with a ``part`` mirrored ones of a V: every ``g``-th shape from there on."""
 
     g: int
+    part: int | None = None
 
     def run(self, task: SolveTask, tell: Tell) -> None:
-        problem, target = Problem.of(task.placement, task.num_microbatches, task.costs), self.target(task)
-        best = None
-        for draft, source in self.found(problem, target):
-            if best is None or target.key(draft) < best:
-                best = target.key(draft)
+        problem, limits = Problem.of(task.placement, task.num_microbatches, task.costs), task.safe_limits()
+        if self.part is None:
+            found = cycles(problem, limits, self.g, self.budget(), self.seed)
+        else:
+            found = mirrored_cycles(problem, limits, self.part, self.g, self.budget(), self.seed)
+        best: tuple[float, ...] = (float("inf"),)
+        for draft, source in found:
+            key = *task.order(draft.makespan, draft.span), nine_digits(draft.peak)
+            if key < best:
+                best = key
                 tell(problem.schedule("solved", draft.rows), source)
-
-    def found(self, problem: Problem, target: Target) -> Iterator[tuple[Draft, str]]:
-        return cycles(problem, target, self.g, self.budget(), self.seed)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MirroredCycles(Cycles):
-    """Mirrored steady states of a V: every ``g``-th shape from ``part`` on."""
-
-    part: int
-
-    def found(self, problem: Problem, target: Target) -> Iterator[tuple[Draft, str]]:
-        return mirrored_cycles(problem, target, self.part, self.g, self.budget(), self.seed)
+            if at_most(best[0], self.bound):
+                return
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

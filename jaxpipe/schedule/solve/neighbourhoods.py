@@ -53,7 +53,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal
 
 from jaxpipe.errors import ScheduleError
 from jaxpipe.schedule.ir import Schedule
@@ -65,7 +65,7 @@ from jaxpipe.schedule.solve.cp_sat import COARSE, DETERMINISTIC_SECOND, LITE, WH
 from jaxpipe.schedule.solve.formulation import Formulation, Window
 from jaxpipe.schedule.solve.task import SolveTask
 from jaxpipe.schedule.timeline import Timeline
-from jaxpipe.schedule.tolerance import at_most, nine_digits
+from jaxpipe.schedule.tolerance import at_most
 
 _PARTS = 200
 _PREFERENCES = 0.3  # of neighbourhoods have one
@@ -111,7 +111,8 @@ class NeighbourhoodSearch:
         Better: less of the objective (for ``lexicographic`` the makespan), or as much and less of the other of makespan and
         span.
         """
-        starts, best = starts_of(self.actions, self.timeline), self._merit(self.timeline)
+        order, timeline = self.task.order, self.timeline
+        starts, best = starts_of(self.actions, timeline), order(timeline.makespan, timeline.max_span)
         if starts is None or not self.task.fits(self.timeline):
             return
         while budget.left > 0 and not at_most(best[0], bound_s):
@@ -124,15 +125,10 @@ class NeighbourhoodSearch:
                 starts = proposal
                 continue
             made = self._made(proposal)
-            if made is None or self._merit(made[1]) >= best:
+            if made is None or order(made[1].makespan, made[1].max_span) >= best:
                 continue
-            starts, best = starts_of(self.actions, made[1]) or starts, self._merit(made[1])
+            starts, best = starts_of(self.actions, made[1]) or starts, order(made[1].makespan, made[1].max_span)
             yield made[0]
-
-    def _merit(self, timeline: Timeline) -> tuple[float, float]:
-        """The objective, then the other time."""
-        times = nine_digits(timeline.makespan), nine_digits(timeline.max_span)
-        return times if self.task.objective != "span" else times[::-1]
 
     def _ticks(self, starts: Starts) -> tuple[int, int, int]:
         """The objective, the other time, and by what neighbourhoods make progress on plateaus: the sum of starts, or of ranks'
@@ -269,20 +265,24 @@ def solve_exact(
     began = time.perf_counter()
     order = None if task.placement.is_plain_chain else hint
 
-    def search(actions: Actions, limit_s: float, start: Schedule | None, bound: float) -> ExactResult:
-        return _Search(actions, limit_s, seed, workers, deterministic, not every_order, began).run(start, bound)
-
-    actions = Actions.of(task, order)
-    if actions.ticks.exact:
-        return search(actions, time_limit_s, hint, lower_bound)
-    first = search(Actions.of(task, order, COARSE), time_limit_s * _COARSE_SHARE, hint, lower_bound)
-    if first.status in ("optimal", "infeasible"):
-        return first
-    left = time_limit_s * (1 - _COARSE_SHARE)
-    if not deterministic:
-        left = max(left, time_limit_s - (time.perf_counter() - began))
-    second = search(actions, left, first.schedule or hint, first.lower_bound)
-    return second if second.value <= first.value else first
+    parameters = {"random_seed": seed, "num_workers": workers, "interleave_search": deterministic and workers > 1}
+    fine, left_s, best = Actions.of(task, order), time_limit_s, None
+    for actions in (fine,) if fine.ticks.exact else (Actions.of(task, order, COARSE), fine):
+        share = 1.0 if actions is fine else _COARSE_SHARE
+        search = _Search(actions, left_s * share, parameters, deterministic, not every_order, began)
+        result = search.run(hint, lower_bound)
+        if best is not None and best.value < result.value:
+            return best
+        if result.status in ("optimal", "infeasible"):
+            return result
+        best, hint, lower_bound = result, result.schedule or hint, result.lower_bound
+        left_s = (
+            left_s * (1 - share)
+            if deterministic
+            else max(left_s * (1 - share), time_limit_s - (time.perf_counter() - began))
+        )
+    assert best is not None
+    return best
 
 
 class _Search:
@@ -291,20 +291,14 @@ class _Search:
     def __init__(
         self,
         actions: Actions,
-        time_limit_s: float,
-        seed: int,
-        workers: int,
+        left_s: float,
+        parameters: Mapping[str, Any],
         deterministic: bool,
         ordered: bool,
         began: float,
     ) -> None:
-        self.actions, self.left_s, self.ordered, self.began = actions, time_limit_s, ordered, began
-        self.deterministic = deterministic
-        self.parameters = {
-            "random_seed": seed,
-            "num_workers": workers,
-            "interleave_search": deterministic and workers > 1,
-        }
+        self.actions, self.left_s, self.parameters = actions, left_s, parameters
+        self.deterministic, self.ordered, self.began = deterministic, ordered, began
         self.best: tuple[Schedule, Timeline] | None = None
         self.value = self.model_value = float("inf")
 

@@ -34,7 +34,7 @@ from jaxpipe.schedule.problem import BW, B, F, Problem, W, shares
 from jaxpipe.schedule.solve.actions import Actions, Starts, schedule_of
 from jaxpipe.schedule.solve.task import SolveTask
 from jaxpipe.schedule.timeline import Timeline
-from jaxpipe.schedule.tolerance import MEMORY, at_most, nine_digits
+from jaxpipe.schedule.tolerance import MEMORY, at_most
 
 O, L = 4, 5  # noqa: E741
 _OPS = ("F", "B", "W", "BW", "O", "L")
@@ -93,7 +93,7 @@ def offload_candidates(
             continue
         draws.base = policy
         made = None if played[0] == best else _made(shop.actions, played[1])
-        if made is not None and (value := _value(task, made[1].makespan, made[1].max_span)) < best:
+        if made is not None and (value := task.order(made[1].makespan, made[1].max_span)) < best:
             best = value
             yield made[0]
             if at_most(best[0], target):
@@ -107,11 +107,6 @@ def _made(actions: Actions, starts: Starts) -> tuple[Schedule, Timeline] | None:
     except ScheduleError:
         return None
     return made if actions.task.fits(made[1]) else None
-
-
-def _value(task: SolveTask, makespan: float, span: float) -> tuple[float, ...]:
-    times = nine_digits(makespan), nine_digits(span)
-    return times[::-1] if task.objective == "span" else times
 
 
 class _Shop:
@@ -202,7 +197,7 @@ class _Play:
         if sum(map(len, clock.rows[:p])) < sum(self.shop.count) * (2 if self.fused else 3):
             return None
         spans = [b - a for a, b in zip(clock.first[:p], clock.free[:p], strict=True)]
-        return _value(self.shop.task, max(clock.free[:p]), max(spans)), self.shop.starts(self.started)
+        return self.shop.task.order(max(clock.free[:p]), max(spans)), self.shop.starts(self.started)
 
     def _choose(self, rank: int, now: float) -> int:
         """What a rank or a host lane starts; lanes have the numbers from p on."""

@@ -3,10 +3,9 @@
 Processes, not threads, because half of the work is Python's; and fresh interpreters, not forks, because the caller may have
 JAX's threads running. A worker that dies loses its job, nothing else.
 
-A worker process of the solver: ``python -m jaxpipe.schedule.solve.pool``, tasks and jobs in, orders and bounds out.
-
-It reads one JSON object a line (:mod:`~jaxpipe.schedule.solve.jobs`), works on one job at a time, and ends when its input
-does. It knows no clock but its job's budget. A job that fails says so and the worker goes on.
+A worker (``python -m jaxpipe.schedule.solve.pool``) reads one JSON object a line (:mod:`~jaxpipe.schedule.solve.jobs`), works
+on one job at a time, and ends when its input does. It knows no clock but its job's budget. A job that fails says so and the
+worker goes on.
 """
 
 from __future__ import annotations

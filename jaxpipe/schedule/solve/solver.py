@@ -1,20 +1,16 @@
-"""The best answer so far, the best bound so far, and how they came about. Nothing is taken unchecked.
+"""The driver: an answer at once, then families, cycles, neighbourhoods and the exact model, one budget and one proven bound.
 
-The later criteria of the lexicographic objective: at the same time, less memory; at the same memory, fewer offloads.
-
-Memory first: solve again with a limit one residual below the peak, as long as the time stays. Then without offload at all. Each
-of these is a solve of its own with a part of the time, so what they don't find is not proven not to exist.
-
-The driver: an answer at once, then families, cycles, neighbourhoods and the exact model, one budget and one proven bound.
-
-Worker processes (:mod:`~jaxpipe.schedule.solve.pool`) do the work, this one keeps the score
-(:mod:`~jaxpipe.schedule.solve.solver`): whatever comes back is simulated, held to the limits and checked here. First
-every *opener* runs once: the families of the placement, list schedules with offload, bounds from a few ranks, cyclic steady
-states, the exact model where the problem is small. Then neighbourhoods of the best order so far are improved until time is up
-or the bound is reached.
+Worker processes (:mod:`~jaxpipe.schedule.solve.pool`) do the work, this one keeps the score: whatever comes back is simulated,
+held to the limits and checked by the :class:`Incumbent`. First every *opener* runs once: the families of the placement, list
+schedules with offload, bounds from a few ranks, cyclic steady states, the exact model where the problem is small. Then
+neighbourhoods of the best order so far are improved until time is up or the bound is reached.
 
 With ``reproducible`` jobs go out in rounds, answers are looked at in the order of the jobs, and budgets are deterministic, so
 that no clock decides anything; else each worker gets its next job when it is free.
+
+A :class:`BackgroundSolve` is a solve in a process of its own, for a caller that must not wait: a training run, say. That
+process is a worker of lowest priority, which starts workers of its own. All of them end when their input does: with the caller,
+however that ends.
 """
 
 from __future__ import annotations
@@ -22,6 +18,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, TypeVar
@@ -30,7 +27,6 @@ from jaxpipe.errors import ScheduleError, gist
 from jaxpipe.schedule.bounds import lower_bound, span_lower_bound
 from jaxpipe.schedule.check import check_schedule
 from jaxpipe.schedule.ir import Schedule
-from jaxpipe.schedule.memory import rank_share
 from jaxpipe.schedule.problem import Problem
 from jaxpipe.schedule.retime import Draft, Retimer
 from jaxpipe.schedule.simulate import simulate
@@ -42,7 +38,6 @@ from jaxpipe.schedule.solve.jobs import (
     Exact,
     Families,
     Job,
-    MirroredCycles,
     Neighbourhoods,
     OffloadLists,
     RankBounds,
@@ -56,6 +51,18 @@ from jaxpipe.schedule.solve.task import OnProgress, Options, Progress, Solution,
 from jaxpipe.schedule.timeline import Timeline
 from jaxpipe.schedule.tolerance import MEMORY, at_most, nine_digits
 from jaxpipe.wording import clipped
+
+_EXACT_ACTIONS = (320, 800)
+"""Up to which the exact model gets most of the time, and any: 192 actions (p=4, m=16) are proved in 0.4 s, 384 (p=8, m=16) in
+1.4 s, and as a cumulative, which offload needs, not in 20 s (README)."""
+_EXACT_WORKERS = 2  # CP-SAT's own: with one it proves far less
+_CYCLE_GROUPS = (1, 2, 3)  # microbatches in a cycle: from p=8 on two or three do better than one (README)
+_MIRRORED_PARTS = 2  # jobs that share the shapes: one for each of two workers, the default
+_STARTS_SHARE = 0.2  # of the time, for schedules by rules of graphs of stages
+_LOWEST = 19  # niceness of a solve in the background
+_LONGEST = 200
+_POLL_S = 0.25  # how soon the end of the time is noticed
+J = TypeVar("J", bound=Job)
 
 
 class Incumbent:
@@ -144,15 +151,9 @@ class Incumbent:
 
     def _rank(self, figures: tuple[float, float, float, int]) -> tuple[float, ...]:
         """What is minimised, in order: as the objective says, then what any user would rather have less of."""
-        makespan, span, peak, moved = figures
-        order: tuple[float, ...]
-        if self.tasks[0].objective == "lexicographic":
-            order = (makespan, peak, moved, span)
-        elif self.tasks[0].objective == "span":
-            order = (span, makespan, peak, moved)
-        else:
-            order = (makespan, span, peak, moved)
-        return tuple(nine_digits(x) for x in order)
+        makespan, span, *rest = figures
+        least = *self.tasks[0].order(makespan, span), *map(nine_digits, rest)
+        return (least[0], *least[2:], least[1]) if self.tasks[0].objective == "lexicographic" else least
 
     def prove(self, number: int, bound: float, source: str) -> None:
         """Take a proven bound of task ``number``, in seconds."""
@@ -197,78 +198,46 @@ TIME_SHARE = 0.6
 tuned."""
 _EACH = 0.35
 _LEAST_S = 0.2
+_LESS = 1 - 1e-6  # of a peak is a limit that the next lower peak keeps
 
-Again = Callable[[SolveTask, Options], Solution]
 
+def lexicographic(best: Solution, options: Options, again: Callable[[SolveTask, Options], Solution]) -> Solution:
+    """``best`` or one as fast with a lower peak or fewer offloads. ``again`` solves for the makespan.
 
-def lexicographic(solution: Solution, options: Options, again: Again) -> Solution:
-    """``solution`` or one as fast with a lower peak or fewer offloads. ``again`` solves for the makespan."""
+    Memory first: solve again with a limit below the peak, as long as the time stays. Then without offload at all. Each of these
+    is a solve of its own with a part of the time, so what they don't find is not proven not to exist.
+    """
     left = options.time_limit_s * (1 - TIME_SHARE)
-    best = solution
-    step = _least_share(solution.task)
-    while step > 0 and left > _LEAST_S:
-        limit = max(best.timeline.peak_activations) - step
-        found = _try(best, limit, best.task.offload, replace(options, time_limit_s=left * _EACH), again)
-        left *= 1 - _EACH
-        if found is None:
+    peak, offload = max(best.timeline.peak_activations), best.task.offload
+    while peak > 0 and left > _LEAST_S:
+        limit, seconds = (peak * _LESS, left * _EACH) if offload == best.task.offload else (peak, left)
+        task = replace(best.task, memory_limit=limit, offload=offload, objective="makespan")
+        found = None
+        with suppress(ScheduleError):
+            found = again(task, replace(options, time_limit_s=seconds))
+        left -= seconds
+        if found is not None and at_most(found.value, best.value):
+            best, peak = _replaced(best, found), max(found.timeline.peak_activations)
+        elif offload and best.offloaded:
+            offload = False
+        else:
             break
-        best = found
-    if best.offloaded and left > _LEAST_S:
-        peak = max(best.timeline.peak_activations)
-        best = _try(best, peak, False, replace(options, time_limit_s=left), again) or best
     return best
 
 
-def _least_share(task: SolveTask) -> float:
-    """The least that an F takes of a rank's share of a microbatch; 0 if none takes anything."""
-    placement, costs = task.placement, task.costs
-    shares = (
-        costs.residual_bytes[s] / rank_share(placement, costs, rank, flow)
-        for flow, groups in enumerate(placement.flows)
-        for s, group in enumerate(groups)
-        for rank in group
-        if costs.residual_bytes[s] > 0
-    )
-    return min(shares, default=0.0)
-
-
-def _try(best: Solution, limit: float, offload: bool, options: Options, again: Again) -> Solution | None:
-    """A solution within ``limit`` that takes no longer than ``best``, as an answer to its task."""
-    if limit <= 0:
-        return None
-    try:
-        found = again(replace(best.task, memory_limit=limit, offload=offload, objective="makespan"), options)
-    except ScheduleError:
-        return None
-    if not at_most(found.value, best.value):
-        return None
+def _replaced(best: Solution, found: Solution) -> Solution:
+    """``found``, no slower, as an answer to the task of ``best``."""
     wall_s = best.wall_s + found.wall_s
-    improvements = list(best.improvements)
-    if not at_most(best.value, found.value):
-        source = found.improvements[-1].source
-        improvements.append(Progress(wall_s, found.value, best.lower_bound, source))
+    source = Progress(wall_s, found.value, best.lower_bound, found.improvements[-1].source)
     return replace(
         best,
         schedule=found.schedule,
         timeline=found.timeline,
         status="optimal" if at_most(found.value, best.lower_bound) else "feasible",
         wall_s=wall_s,
-        improvements=tuple(improvements),
+        improvements=(*best.improvements, *([] if at_most(best.value, found.value) else [source])),
         offloaded=found.offloaded,
     )
-
-
-_EXACT_ACTIONS = (320, 800)
-"""Up to which the exact model gets most of the time, and any: 192 actions (p=4, m=16) are proved in 0.4 s, 384 (p=8, m=16) in
-1.4 s, and as a cumulative, which offload needs, not in 20 s (README)."""
-_EXACT_WORKERS = 2  # CP-SAT's own: with one it proves far less
-_CYCLE_GROUPS = (1, 2, 3)  # microbatches in a cycle: from p=8 on two or three do better than one (README)
-_MIRRORED_PARTS = 2  # jobs that share the shapes: one for each of two workers, the default
-_STARTS_SHARE = 0.2  # of the time, for schedules by rules of graphs of stages
-_LOWEST = 19  # niceness of a solve in the background
-_LONGEST = 200
-_POLL_S = 0.25  # how soon the end of the time is noticed
-J = TypeVar("J", bound=Job)
 
 
 def solve(task: SolveTask, options: Options | None = None, on_progress: OnProgress | None = None) -> Solution:
@@ -468,7 +437,7 @@ class Portfolio:
         for number, problem in enumerate(self.problems):
             if problem is not None and problem.placement.num_chunks == 2 and problem.placement.num_flows == 1:
                 for part in range(_MIRRORED_PARTS):
-                    yield self._job(number, MirroredCycles, seconds, part=part, g=_MIRRORED_PARTS)
+                    yield self._job(number, Cycles, seconds, part=part, g=_MIRRORED_PARTS)
 
     def _start(self, number: int) -> Schedule | None:
         known = self.incumbent.per_task[number]

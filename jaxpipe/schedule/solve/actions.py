@@ -27,7 +27,6 @@ per direction the last step fails, see ``strict`` in :mod:`.formulation`.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -198,21 +197,6 @@ class Actions:
         return max(self.size) + max((sent.ticks for sent in self.transfers), default=0)
 
     @cached_property
-    def _sends(self) -> Mapping[int, tuple[int, ...]]:
-        sends: dict[int, list[int]] = defaultdict(list)
-        for k, sent in enumerate(self.transfers):
-            sends[sent.producer].append(k)
-        return {n: tuple(each) for n, each in sends.items()}
-
-    @cached_property
-    def _members(self) -> Mapping[int, tuple[int, ...]]:
-        members: dict[int, list[int]] = defaultdict(list)
-        for n, joint in enumerate(self.joint):
-            members[joint].append(n)
-        together = [tuple(each) for each in members.values() if len(each) > 1]
-        return {n: each for each in together for n in each}
-
-    @cached_property
     def horizon(self) -> int:
         """Ticks within which a best schedule ends: as long as anything is left, something runs."""
         return (
@@ -251,52 +235,6 @@ class Actions:
         there = [[n for n in lane if starts.start[n] >= 0] for lane in self.lanes[: self.num_ranks]]
         begins = [min((starts.start[n] for n in lane), default=0) for lane in there]
         return begins, [max((self.end(n, starts) for n in lane), default=0) for lane in there]
-
-    def earliest(self, rows: Sequence[Sequence[int]]) -> Starts | None:
-        """Each action of ``rows`` as early as its row, what it waits for and the links allow; None if they deadlock. Without
-        copies and without a choice of BW."""
-        count, size, rank, waits, sends = len(self.action), self.size, self.rank, self.waits, self._sends
-        start, ready = [-1] * count, [-1] * (count + len(self.transfers))
-        free, place = [0] * len(rows), [0] * len(rows)
-        link_free: dict[tuple[int, int], int] = defaultdict(int)
-        parked: dict[int, list[int]] = {}
-        stack = list(range(len(rows)))[::-1]
-        while stack:
-            r = stack.pop()
-            row = rows[r]
-            while place[r] < len(row):
-                n = row[place[r]]
-                group = self._members.get(n, (n,))
-                if len(group) > 1 and not all(self._is_next(rows, place, x) for x in group):
-                    break  # whoever comes last starts them
-                now = free[r] if len(group) == 1 else max(free[rank[x]] for x in group)
-                missing = -1
-                for x in waits[n] if len(group) == 1 else [x for member in group for x in waits[member]]:
-                    if ready[x] > now:
-                        now = ready[x]
-                    elif ready[x] < 0:
-                        missing = x
-                if missing >= 0:
-                    parked.setdefault(missing, []).append(r)
-                    break
-                for member in group:
-                    start[member] = now
-                    end = free[rank[member]] = ready[member] = now + size[member]
-                    place[rank[member]] += 1
-                    if member in parked:
-                        stack += parked.pop(member)
-                    for k in sends.get(member, ()):
-                        sent = self.transfers[k]
-                        ready[count + k] = link_free[sent.link] = max(end, link_free[sent.link]) + sent.ticks
-                        if count + k in parked:
-                            stack += parked.pop(count + k)
-                    if member != n:
-                        stack.append(rank[member])
-        return Starts(start) if all(at == len(row) for at, row in zip(place, rows, strict=True)) else None
-
-    def _is_next(self, rows: Sequence[Sequence[int]], place: Sequence[int], n: int) -> bool:
-        rank = self.rank[n]
-        return place[rank] < len(rows[rank]) and rows[rank][place[rank]] == n
 
 
 class _Maker:

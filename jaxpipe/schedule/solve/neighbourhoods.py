@@ -1,10 +1,9 @@
 """Improving a schedule a neighbourhood at a time: CP-SAT reorders what is in a window, what follows moves up.
 
 A window is a stretch of time on all ranks or on some neighbours; with offload also a few microbatches over a longer stretch,
-between all others in their order. :mod:`.formulation` says what moves. Without offload an answer's order is timed anew, as
-early as it goes; with offload CP-SAT's times are kept, since they, not order alone, keep the limit. Plateaus are walked in
-ticks; what promises to be better becomes rows (:mod:`.rows`), is simulated with real costs and held to the limits, so what the
-model leaves out costs at most a proposal. Large-neighbourhood search in the sense of Shaw (1998).
+between all others in their order. :mod:`.formulation` says what moves. An answer becomes rows (:mod:`.actions`), is simulated
+with real costs and held to the limits, so what the model leaves out costs at most a proposal. Plateaus are walked in ticks.
+Large-neighbourhood search in the sense of Shaw (1998).
 
 The objective alone is blind to progress that other neighbourhoods have to complete, so some of them ask for a preference among
 equals, which costs time.
@@ -111,32 +110,30 @@ class NeighbourhoodSearch:
         Better: less of the objective (for ``lexicographic`` the makespan), or as much and less of the other of makespan and
         span.
         """
-        order, timeline = self.task.order, self.timeline
-        starts, best = starts_of(self.actions, timeline), order(timeline.makespan, timeline.max_span)
+        starts = starts_of(self.actions, self.timeline)
         if starts is None or not self.task.fits(self.timeline):
             return
+        now, best = self._ticks(starts), self.task.order(self.timeline.makespan, self.timeline.max_span)
         while budget.left > 0 and not at_most(best[0], bound_s):
-            proposal, now = self._propose(starts, budget), self._ticks(starts)
+            answer = self._propose(starts, budget)
+            made = None if answer is None else self._made(answer)
+            proposal = None if made is None else starts_of(self.actions, made[1])
             self.stale += 1
-            if proposal is None or (found := self._ticks(proposal)) > now:
+            if made is None or proposal is None or (found := self._ticks(proposal)) > now:
                 continue
             self.stale = 0 if found < now else self.stale
-            if found[:2] == now[:2]:
-                starts = proposal
-                continue
-            made = self._made(proposal)
-            if made is None or order(made[1].makespan, made[1].max_span) >= best:
-                continue
-            starts, best = starts_of(self.actions, made[1]) or starts, order(made[1].makespan, made[1].max_span)
-            yield made[0]
+            starts, now = proposal, found
+            times = self.task.order(made[1].makespan, made[1].max_span)
+            if times < best:
+                best = times
+                yield made[0]
 
-    def _ticks(self, starts: Starts) -> tuple[int, int, int]:
+    def _ticks(self, starts: Starts) -> tuple[float, float, int]:
         """The objective, the other time, and by what neighbourhoods make progress on plateaus: the sum of starts, or of ranks'
         ends."""
         begins, ends = self.actions.extent(starts)
-        times = max(ends) - min(begins), max(b - a for a, b in zip(begins, ends, strict=True))
-        one, two = times if self.task.objective != "span" else times[::-1]
-        return one, two, sum(ends if self.actions.copies else starts.start)
+        longest = max(b - a for a, b in zip(begins, ends, strict=True))
+        return *self.task.order(max(ends) - min(begins), longest), sum(ends if self.actions.copies else starts.start)
 
     def _propose(self, starts: Starts, budget: Budget) -> Starts | None:
         self.tried += 1
@@ -154,14 +151,7 @@ class NeighbourhoodSearch:
             budget.spent = min(budget.spent, given + max(_LEAST_S, needed_s))
         factor = 1.15 if done else 0.9 if found else 0.75
         self.size[kind] = min(_LARGEST, max(self.manner.smallest, self.size[kind] * factor))
-        answer = model.answer(solver) if found else None
-        return answer if answer is None or self.actions.copies else self._earliest(answer, starts)
-
-    def _earliest(self, answer: Starts, before: Starts) -> Starts | None:
-        """The order of an answer, as early as it goes."""
-        start = answer.start
-        rows = [sorted(lane, key=lambda n: (start[n], before.start[n], n)) for lane in self.actions.lanes]
-        return self.actions.earliest(rows)
+        return model.answer(solver) if found else None
 
     def _made(self, starts: Starts) -> tuple[Schedule, Timeline] | None:
         """The schedule of these times, if it keeps the limits."""

@@ -11,17 +11,17 @@ What one microbatch of a stage holds on a rank, R = ``stays`` + ``leaves``, K = 
     leaves     F start ── O end, L start ── B end   if it goes away, else with ``stays``
     cotangent  B start ── B end             workspace  while its op runs
 
-From start times to rows and back: the order behind a solver's answer, and a schedule as a solver's hint.
-
-Rows hold order only, and the simulator starts everything as early as the order allows, so an answer's times are shifted
-left as far as they go. What keeps the memory limit is order too, all but one thing: a compute slot that starts late because
-an offload gives room. Rows say it with ``S``, which waits for that O and makes the compute slots behind it wait. An S goes
-before the first compute slot that starts no earlier than its O ends, so it delays nothing beyond the solver's times; it is
-set only where the limit would be broken without, and never behind the L that brings the same back. Claim (one host lane per
-rank): with all of them the limit holds. Take the last of the takes that have happened by some instant, in the solver's
-order. All that was given back before it in the solver's times has been given back: by compute slots, as they stand before
-it in the row; by an O, through its S if the take is a compute slot's, through the shared lane if it is an L's. With a lane
-per direction the last step fails, see ``strict`` in :mod:`.formulation`.
+:func:`schedule_of` and :func:`starts_of` go from start times to rows and back: the order behind a solver's answer, and a
+schedule as a solver's hint. Rows hold order only, and the simulator starts everything as early as the order allows, so an
+answer's times are shifted left as far as they go. What keeps the memory limit is order too, all but one thing: a compute slot
+that starts late because an offload gives room. Rows say it with ``S``, which waits for that O and makes the compute slots
+behind it wait. An S goes before the first compute slot that starts no earlier than its O ends, so it delays nothing beyond the
+solver's times; it is set only where something takes what the O gave and no other slot or copy says that it has ended, and
+never behind the L that brings the same back. Claim (one host lane per rank): with all of them the limit holds. Take the last
+of the takes that have happened by some instant, in the solver's order. All that was given back before it in the solver's times
+has been given back: by compute slots, as they stand before it in the row; by an O, through its S if the take is a compute
+slot's, through the shared lane if it is an L's. With a lane per direction the last step fails, see ``strict`` in
+:mod:`.formulation`.
 """
 
 from __future__ import annotations

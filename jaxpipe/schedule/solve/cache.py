@@ -1,13 +1,6 @@
-"""When two scheduling problems count as the same, and how far apart they are otherwise.
+"""The schedule cache: solved problems in a folder, and the nearest of them re-timed for a new one.
 
-Source: the *crude schedules* of `optpipe.txt` section 4.2: "we discretize the estimated parameters for computation,
-communication, and memory into proportional values". The paper gives no steps and no distance; chosen here: times are divided
-by the mean F+B+W of a stage and rounded to steps of 5% (finer than 0.1% of a stage's time counts as nothing); memory limits
-are rounded to a quarter of a chunk; the distance is the mean number of steps, summed over what is compared.
-
-The schedule cache: solved problems in a folder, and the nearest of them re-timed for a new one.
-
-Source: `optpipe.txt` section 4.2; :mod:`~jaxpipe.schedule.solve.cache` says which problems are alike. The paper starts the
+Source: `optpipe.txt` section 4.2; :class:`CrudeProblem` says which problems are alike. The paper starts the
 solver from the most similar schedule; here the caller is told how similar it is, and what it is worth under the real costs, so
 that it may also take it as the answer (:func:`~jaxpipe.schedule.solve.solver.solve_cached`). Nothing read from the folder is
 believed: every schedule is checked and simulated. A bound can't be checked so; it is given only from files that this user alone
@@ -23,6 +16,11 @@ may be lost at any time. A file::
     "entry": {…},        the task, and what its solve found and spent
     "schedule": {…}      read only when needed: a lookup reads many entries and uses one
     }
+
+Alike are the *crude schedules* of the paper: "we discretize the estimated parameters for computation,
+communication, and memory into proportional values". The paper gives no steps and no distance; chosen here: times are divided
+by the mean F+B+W of a stage and rounded to steps of 5% (finer than 0.1% of a stage's time counts as nothing); memory limits
+are rounded to a quarter of a chunk; the distance is the mean number of steps, summed over what is compared.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Running CP-SAT: its parameters, and budgets of time.
-
-Seconds and bytes as whole numbers, for solvers that know nothing else.
+"""Running CP-SAT: parameters, budgets of time, and seconds and bytes as the whole numbers that it knows.
 
 **Time.** If all durations are whole multiples of one step (to 1e-11, far inside the 1e-9 that the rest of the package
 allows), the grid is exact: ticks and seconds say the same. If not, the step is a fraction of the mean duration (README.md:

@@ -1,18 +1,15 @@
-"""When the actions of a model happen, as CP-SAT variables: each is *free*, *fixed* or *late*.
+"""The CP-SAT model of a schedule, one interval per action. The exact model and all neighbourhoods are uses of it.
 
-Without a :class:`Window` all are free: that is the exact model. With one, what starts before it in the schedule at hand is
-fixed; what starts inside is free, or, on ranks and microbatches that the window leaves out, keeps its order and not its times;
-what starts after it is late and moves earlier as a piece. Whether an activation leaves is a choice where its O and L are, or
-could be, inside.
+:class:`Times` says when actions happen: each is *free*, *fixed* or *late*. Without a :class:`Window` all are free: that is the
+exact model. With one, what starts before it in the schedule at hand is fixed; what starts inside is free, or, on ranks and
+microbatches that the window leaves out, keeps its order and not its times; what starts after it is late and moves earlier as a
+piece. Whether an activation leaves is a choice where its O and L are, or could be, inside.
 
 Without copies to the host the order of a rank's actions says what it holds, so late pieces move by one shift. With copies an O
 that ends gives room whatever stands around it: each rank's piece has a shift of its own.
 
-The CP-SAT model of a schedule: one interval per action. The exact model and all neighbourhoods are uses of it.
-
-Which actions are free, fixed or late is :mod:`.times`'s business; here is what holds between them. Without copies to the host,
-memory is a *reservoir* of what the actions that are free take and give; with copies a *cumulative* of what is held from when to
-when (README.md: measured).
+:class:`Formulation` is what holds between them. Without copies to the host, memory is a *reservoir* of what the actions that
+are free take and give; with copies a *cumulative* of what is held from when to when (README.md: measured).
 
 A transfer occupies the directed pair of ranks in issue order. That only binds where one can take longer than the action that
 issues the next; the exact model has variables for those, windows don't. Microbatches of a stage keep their order in each op

@@ -1,18 +1,18 @@
-"""Improving a schedule a neighbourhood at a time: CP-SAT reorders what is in a window, what follows moves up.
+"""The two uses of the CP-SAT model: improving a schedule a neighbourhood at a time, and solving a task to optimality.
 
-A window is a stretch of time on all ranks or on some neighbours; with offload also a few microbatches over a longer stretch,
-between all others in their order. :mod:`.formulation` says what moves. An answer becomes rows (:mod:`.actions`), is simulated
-with real costs and held to the limits, so what the model leaves out costs at most a proposal. Plateaus are walked in ticks.
-Large-neighbourhood search in the sense of Shaw (1998).
+**Neighbourhoods.** CP-SAT reorders what is in a window, what follows moves up. A window is a stretch of time on all ranks or
+on some neighbours; with offload also a few microbatches over a longer stretch, between all others in their order.
+:mod:`.formulation` says what moves. An answer becomes rows (:mod:`.actions`), is simulated with real costs and held to the
+limits, so what the model leaves out costs at most a proposal. Plateaus are walked in ticks. Large-neighbourhood search in the
+sense of Shaw (1998).
 
 The objective alone is blind to progress that other neighbourhoods have to complete, so some of them ask for a preference among
 equals, which costs time.
 
-The exact model: solves a task to optimality, or as far as its time goes, and says what it has proved.
-
-Source: `optpipe.txt` section 3 and appendix C, a MILP over order variables; here a CP-SAT model over intervals (OR-Tools), in
-whole ticks and units (:mod:`.ticks`). Every answer is turned into rows (:mod:`.rows`), checked and simulated; what is reported
-is what the simulator says. How the two correspond, and what was chosen where the paper's text can't be taken literally:
+**The exact model** solves a task to optimality, or as far as its time goes, and says what it has proved. Source: `optpipe.txt`
+section 3 and appendix C, a MILP over order variables; here a CP-SAT model over intervals (OR-Tools), in whole ticks and units
+(:mod:`.cp_sat`). Every answer is turned into rows (:mod:`.actions`), checked and simulated; what is reported is what the
+simulator says. How the two correspond, and what was chosen where the paper's text can't be taken literally:
 
 * E, O, R, W, C: ends of F, B, W; starts of O and L; literal ``away``; ``cost``. P, K, L, H: NoOverlap of a rank's compute
   lane and of host lanes. M, N: events of the memory constraint. One chunk, equal costs there; any chain on single ranks

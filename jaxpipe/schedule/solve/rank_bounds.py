@@ -5,7 +5,7 @@ three quarters? What can't end in time is left out of the search, so a small ste
 
 With offload one rank at a time, with its host lane (:mod:`~jaxpipe.schedule.bounds.host_orders`).
 
-For plain chains in one direction. Where durations have no common step they are rounded down (``ticks.py``).
+For plain chains in one direction. Where durations have no common step they are rounded down (``cp_sat.py``).
 """
 
 from __future__ import annotations

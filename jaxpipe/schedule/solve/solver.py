@@ -27,6 +27,7 @@ from jaxpipe.errors import ScheduleError, gist
 from jaxpipe.schedule.bounds import lower_bound, span_lower_bound
 from jaxpipe.schedule.check import check_schedule
 from jaxpipe.schedule.ir import Schedule
+from jaxpipe.schedule.placement import v_shape
 from jaxpipe.schedule.problem import Problem
 from jaxpipe.schedule.retime import Draft, Retimer
 from jaxpipe.schedule.simulate import simulate
@@ -56,7 +57,7 @@ _EXACT_ACTIONS = (320, 800)
 """Up to which the exact model gets most of the time, and any: 192 actions (p=4, m=16) are proved in 0.4 s, 384 (p=8, m=16) in
 1.4 s, and as a cumulative, which offload needs, not in 20 s (README)."""
 _EXACT_WORKERS = 2  # CP-SAT's own: with one it proves far less
-_CYCLE_GROUPS = (1, 2, 3)  # microbatches in a cycle: from p=8 on two or three do better than one (README)
+_CYCLE_GROUPS = 3  # microbatches in a cycle, at most
 _MIRRORED_PARTS = 2  # jobs that share the shapes: one for each of two workers, the default
 _STARTS_SHARE = 0.2  # of the time, for schedules by rules of graphs of stages
 _LOWEST = 19  # niceness of a solve in the background
@@ -426,18 +427,15 @@ class Portfolio:
             if actions <= _EXACT_ACTIONS[1] and (number not in graphs or start is not None):
                 part = 0.6 if actions <= _EXACT_ACTIONS[0] else 0.25
                 yield self._job(number, Exact, total * part, start=start, workers=_EXACT_WORKERS)
-        for g in _CYCLE_GROUPS:
-            for number, problem in enumerate(self.problems):
-                if problem is not None and problem.placement.num_flows == 1 and g < problem.num_microbatches:
-                    yield self._job(number, Cycles, min(10.0, total * 0.15), g=g)
-            if g == _CYCLE_GROUPS[0]:
-                yield from self._mirrored(min(25.0, total * 0.4))
-
-    def _mirrored(self, seconds: float) -> Iterator[Job]:
         for number, problem in enumerate(self.problems):
-            if problem is not None and problem.placement.num_chunks == 2 and problem.placement.num_flows == 1:
+            if problem is None or problem.placement.num_flows > 1 or problem.placement.num_chunks < 2:
+                continue
+            if problem.placement == v_shape(problem.num_ranks):
                 for part in range(_MIRRORED_PARTS):
-                    yield self._job(number, Cycles, seconds, part=part, g=_MIRRORED_PARTS)
+                    yield self._job(number, Cycles, min(25.0, total * 0.4), part=part, g=_MIRRORED_PARTS)
+                continue
+            for g in range(1, min(_CYCLE_GROUPS, problem.num_microbatches - 1) + 1):
+                yield self._job(number, Cycles, min(10.0, total * 0.15), g=g)
 
     def _start(self, number: int) -> Schedule | None:
         known = self.incumbent.per_task[number]

@@ -1,7 +1,7 @@
 """Re-planning while training: a child process looks for a better order, and the loop adopts it between two steps.
 
 Source: `optpipe.txt` section 4.3. The run starts at once with the schedule of its config. Its first recorded step gives the
-seconds of every function in the run itself; with these a child process (:mod:`jaxpipe.schedule.solve.background`) searches.
+seconds of every function in the run itself; with these a child process (:mod:`jaxpipe.schedule.solve.solver`) searches.
 What it finds splits or fuses each backward here as the first schedule does, and is checked, never believed: it must be able to
 take the running schedule's place (:mod:`.interchange`: no bit changes, nothing is compiled), keep to the memory limit, and be
 shorter by ``replan.min_gain`` when simulated. An order that measures slower by as much as it should have been faster is taken
@@ -37,7 +37,7 @@ from jaxpipe.schedule.json_form import from_costs, from_schedule, to_costs, to_s
 from jaxpipe.schedule.memory import static_bytes
 from jaxpipe.schedule.passes.backwards import backwards_like, fused_backwards
 from jaxpipe.schedule.solve import Options, SolveTask
-from jaxpipe.schedule.solve.background import BackgroundSolve, Failed, Finished, Found
+from jaxpipe.schedule.solve.solver import BackgroundSolve, Failed, Finished, Found
 from jaxpipe.schedule.tolerance import TIME
 from jaxpipe.train.config import TrainConfig
 from jaxpipe.train.interchange import offloads, takes_time, why_not

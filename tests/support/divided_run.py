@@ -113,7 +113,7 @@ def trained(processes: Processes, *, overrides: list[str], finds: list[str]) -> 
     from jaxpipe.runtime import pipeline
     from jaxpipe.schedule import Schedule, generate
     from jaxpipe.schedule.passes.backwards import split_backwards
-    from jaxpipe.schedule.solve.background import Found
+    from jaxpipe.schedule.solve.solver import Found
     from jaxpipe.train import replan
     from jaxpipe.train.config import load_config
     from jaxpipe.train.loop import train

@@ -35,7 +35,8 @@ from jaxpipe.schedule.families import FAMILIES
 from jaxpipe.schedule.json_form import to_json, to_schedule
 from jaxpipe.schedule.passes.backwards import backwards_like, fused_backwards, split_backwards
 from jaxpipe.schedule.solve import Options, SolveTask
-from jaxpipe.schedule.solve.background import COMMAND, BackgroundSolve, Failed, Finished, Found
+from jaxpipe.schedule.solve.pool import COMMAND
+from jaxpipe.schedule.solve.solver import BackgroundSolve, Failed, Finished, Found
 from jaxpipe.train import replan
 from jaxpipe.train.assemble import final_order
 from jaxpipe.train.checkpoint import CheckpointStore
@@ -578,7 +579,7 @@ def test_what_the_worker_finds_can_take_the_place_of_fused_backwards_and_other_p
 
 
 def test_the_worker_imports_no_jax() -> None:
-    code = "import sys, jaxpipe.schedule.solve.background; sys.exit('jax' in sys.modules)"
+    code = "import sys, jaxpipe.schedule.solve.solver; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 
 
@@ -587,7 +588,7 @@ def test_the_worker_ends_with_its_parent() -> None:
     code = (
         "import json, sys, time\nfrom jaxpipe.schedule.json_form import from_json\n"
         "from jaxpipe.schedule.solve import Options, SolveTask\n"
-        "from jaxpipe.schedule.solve.background import BackgroundSolve\n"
+        "from jaxpipe.schedule.solve.solver import BackgroundSolve\n"
         "solver = BackgroundSolve(from_json(SolveTask, json.load(sys.stdin), 'task'), Options(600.0))\n"
         "while not solver.take(): time.sleep(0.01)\nprint('at work', flush=True)\ntime.sleep(600)"
     )

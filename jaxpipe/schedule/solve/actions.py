@@ -10,11 +10,23 @@ What one microbatch of a stage holds on a rank, R = ``stays`` + ``leaves``, K = 
     stays      F start ── B end             kept       B end ── W end           (one piece F start ── W end for what both share)
     leaves     F start ── O end, L start ── B end   if it goes away, else with ``stays``
     cotangent  B start ── B end             workspace  while its op runs
+
+:func:`schedule_of` and :func:`starts_of` go from start times to rows and back: the order behind a solver's answer, and a
+schedule as a solver's hint. Rows hold order only, and the simulator starts everything as early as the order allows, so an
+answer's times are shifted left as far as they go. What keeps the memory limit is order too, all but one thing: a compute slot
+that starts late because an offload gives room. Rows say it with ``S``, which waits for that O and makes the compute slots
+behind it wait. An S goes before the first compute slot that starts no earlier than its O ends, so it delays nothing beyond the
+solver's times; it is set only where something takes what the O gave and no other slot or copy says that it has ended, and
+never behind the L that brings the same back. Claim (one host lane per rank): with all of them the limit holds. Take the last
+of the takes that have happened by some instant, in the solver's order. All that was given back before it in the solver's times
+has been given back: by compute slots, as they stand before it in the row; by an O, through its S if the take is a compute
+slot's, through the shared lane if it is an L's. With a lane per direction the last step fails, see ``strict`` in
+:mod:`.formulation`.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -22,15 +34,18 @@ from math import inf
 from typing import NamedTuple
 
 from jaxpipe.errors import ScheduleError
+from jaxpipe.schedule.check import find_problems
 from jaxpipe.schedule.deps import HOST_LANES, build_graph
 from jaxpipe.schedule.engine import host_groups
-from jaxpipe.schedule.ir import Action, Schedule, Slot, op_spec
+from jaxpipe.schedule.ir import Action, Row, Schedule, Slot, op_spec
 from jaxpipe.schedule.memory import ACTIVATION_FIELDS, rank_share, static_bytes
 from jaxpipe.schedule.passes.backwards import with_slots
 from jaxpipe.schedule.problem import Problem
+from jaxpipe.schedule.simulate import simulate
+from jaxpipe.schedule.solve.cp_sat import FINE, Ticks, memory_units, time_grid
 from jaxpipe.schedule.solve.first import grouped_rows
 from jaxpipe.schedule.solve.task import SolveTask
-from jaxpipe.schedule.solve.ticks import FINE, Ticks, memory_units, time_grid
+from jaxpipe.schedule.timeline import Timeline
 from jaxpipe.schedule.tolerance import at_most
 
 _KNOWN = frozenset(("F", "B", "W", "BW", "O", "L"))  # ops whose memory is said in pairs of events
@@ -182,21 +197,6 @@ class Actions:
         return max(self.size) + max((sent.ticks for sent in self.transfers), default=0)
 
     @cached_property
-    def _sends(self) -> Mapping[int, tuple[int, ...]]:
-        sends: dict[int, list[int]] = defaultdict(list)
-        for k, sent in enumerate(self.transfers):
-            sends[sent.producer].append(k)
-        return {n: tuple(each) for n, each in sends.items()}
-
-    @cached_property
-    def _members(self) -> Mapping[int, tuple[int, ...]]:
-        members: dict[int, list[int]] = defaultdict(list)
-        for n, joint in enumerate(self.joint):
-            members[joint].append(n)
-        together = [tuple(each) for each in members.values() if len(each) > 1]
-        return {n: each for each in together for n in each}
-
-    @cached_property
     def horizon(self) -> int:
         """Ticks within which a best schedule ends: as long as anything is left, something runs."""
         return (
@@ -235,52 +235,6 @@ class Actions:
         there = [[n for n in lane if starts.start[n] >= 0] for lane in self.lanes[: self.num_ranks]]
         begins = [min((starts.start[n] for n in lane), default=0) for lane in there]
         return begins, [max((self.end(n, starts) for n in lane), default=0) for lane in there]
-
-    def earliest(self, rows: Sequence[Sequence[int]]) -> Starts | None:
-        """Each action of ``rows`` as early as its row, what it waits for and the links allow; None if they deadlock. Without
-        copies and without a choice of BW."""
-        count, size, rank, waits, sends = len(self.action), self.size, self.rank, self.waits, self._sends
-        start, ready = [-1] * count, [-1] * (count + len(self.transfers))
-        free, place = [0] * len(rows), [0] * len(rows)
-        link_free: dict[tuple[int, int], int] = defaultdict(int)
-        parked: dict[int, list[int]] = {}
-        stack = list(range(len(rows)))[::-1]
-        while stack:
-            r = stack.pop()
-            row = rows[r]
-            while place[r] < len(row):
-                n = row[place[r]]
-                group = self._members.get(n, (n,))
-                if len(group) > 1 and not all(self._is_next(rows, place, x) for x in group):
-                    break  # whoever comes last starts them
-                now = free[r] if len(group) == 1 else max(free[rank[x]] for x in group)
-                missing = -1
-                for x in waits[n] if len(group) == 1 else [x for member in group for x in waits[member]]:
-                    if ready[x] > now:
-                        now = ready[x]
-                    elif ready[x] < 0:
-                        missing = x
-                if missing >= 0:
-                    parked.setdefault(missing, []).append(r)
-                    break
-                for member in group:
-                    start[member] = now
-                    end = free[rank[member]] = ready[member] = now + size[member]
-                    place[rank[member]] += 1
-                    if member in parked:
-                        stack += parked.pop(member)
-                    for k in sends.get(member, ()):
-                        sent = self.transfers[k]
-                        ready[count + k] = link_free[sent.link] = max(end, link_free[sent.link]) + sent.ticks
-                        if count + k in parked:
-                            stack += parked.pop(count + k)
-                    if member != n:
-                        stack.append(rank[member])
-        return Starts(start) if all(at == len(row) for at, row in zip(place, rows, strict=True)) else None
-
-    def _is_next(self, rows: Sequence[Sequence[int]], place: Sequence[int], n: int) -> bool:
-        rank = self.rank[n]
-        return place[rank] < len(rows[rank]) and rows[rank][place[rank]] == n
 
 
 class _Maker:
@@ -478,3 +432,121 @@ def _residuals(ops: Mapping[str, int], held: float, may_leave: float, kept: floa
     yield from stay(leaves, rest, f, o, False)
     yield from stay(leaves, rest, (ops["L"], False), o, True)
     yield kept, rest, Piece(0, b, w)
+
+
+def schedule_of(actions: Actions, starts: Starts, name: str) -> tuple[Schedule, Timeline]:
+    """The schedule that issues everything in the order of ``starts``, and when that happens.
+
+    Raises:
+        ScheduleError: the order is not a valid schedule.
+    """
+    task = actions.task
+    rows = tuple(_Row(actions, starts, rank).slots() for rank in range(actions.num_ranks))
+    schedule = Schedule(name, task.placement, task.num_microbatches, rows)
+    problems = find_problems(schedule)
+    if problems:
+        raise ScheduleError(f"solver's schedule: {problems[0]}", problems)
+    return schedule, simulate(schedule, task.costs)
+
+
+def starts_of(actions: Actions, timeline: Timeline) -> Starts | None:
+    """The times of a simulated schedule in ticks; None if it has slots that are not among ``actions``.
+
+    A full backward that is not there is taken apart: B, and W right behind it.
+    """
+    start, fused = [-1] * len(actions.action), set()
+    for event in timeline.events:
+        a = event.action
+        if event.lane not in ("compute", *HOST_LANES) or (type(a) is Action and op_spec(a.op).is_sync):
+            continue
+        if type(a) is not Action:
+            return None
+        at, n = actions.ticks.of(event.start_s), actions.number(a, event.rank)
+        if n is None:
+            return None
+        start[n] = at
+        if a.op == "BW" != actions.action[n].op:
+            if n in actions.fusing:
+                fused.add(actions.fusing[n].choice)
+            else:
+                start[actions.number(Action("W", a.stage, a.microbatch), event.rank) or 0] = at + actions.size[n]
+    return Starts(start, frozenset(fused))
+
+
+class _Row:
+    """The actions of one rank in the order of their times."""
+
+    def __init__(self, actions: Actions, starts: Starts, rank: int) -> None:
+        self.actions, self.starts, self.rank = actions, starts, rank
+        compute = [n for n in actions.lanes[rank] if starts.start[n] >= 0]
+        self.compute = sorted(compute, key=lambda n: (starts.start[n], self._end(n), n))
+        self.begins, self.ends = [starts.start[n] for n in self.compute], [self._end(n) for n in self.compute]
+        self.place = {n: at for at, n in enumerate(self.compute)}
+        self.copies = {o: c for o, c in actions.copies.items() if actions.rank[o] == rank and starts.start[o] >= 0}
+
+    def _end(self, n: int) -> int:
+        return self.actions.end(n, self.starts)
+
+    def slots(self) -> Row:
+        """Compute slots with what goes between them: host actions behind the last slot that has ended, then syncs."""
+        limits = [limit for limit in self.actions.limits if self.copies and limit.rank == self.rank]
+        syncs = {o for limit in limits for o in self._syncs(limit)}
+        between: dict[int, list[tuple[int, int, int, Action]]] = {}
+        for o, copies in self.copies.items():
+            for order, n in enumerate((o, copies.load)):
+                here = self.starts.start[n], self._end(n), order, self.actions.action[n]
+                between.setdefault(self._gap(n, copies), []).append(here)
+            place, end = max(bisect_left(self.begins, self._end(o)), self._gap(o, copies)), self._end(o)
+            if o in syncs and place <= self._gap(copies.load, copies):
+                a = self.actions.action[o]
+                between.setdefault(place, []).append((end, end, 2, Action("S", a.stage, a.microbatch)))
+        row: list[Action] = []
+        for at in range(len(self.compute) + 1):
+            row += (action for *_, action in sorted(between.get(at, ())))
+            if at < len(self.compute):
+                row.append(self._slot(self.compute[at]))
+        return tuple(row)
+
+    def _slot(self, n: int) -> Action:
+        a, fusing = self.actions.action[n], self.actions.fusing.get(n)
+        return Action("BW", a.stage, a.microbatch) if fusing and fusing.choice in self.starts.fused else a
+
+    def _gap(self, n: int, copies: Copies) -> int:
+        """How many compute slots stand before this O or L: those that have ended when it starts."""
+        after = bisect_right(self.ends, self.starts.start[n])
+        return min(max(after, self.place[copies.f] + 1), self.place[copies.b])
+
+    def _syncs(self, limit: MemoryLimit) -> Iterator[int]:
+        """O's that something must wait for: it takes what they gave, and nothing else in the row says that they have ended."""
+        given: dict[int, int] = {}  # units, by O's that ended and that nothing waited for
+        actions, level, last = self.actions, 0, -1
+        loads = {copies.load: o for o, copies in self.copies.items()}
+        backs = {copies.b: copies.load for copies in self.copies.values()}
+        waits = {n for n in loads if actions.task.costs.host.mode == "duplex"} | self.place.keys()
+        for _, units, n in sorted(self._changes(limit)):
+            level += units
+            if n in loads:
+                given.pop(loads[n], None)  # it takes what its own O gave
+            elif n in backs and not waits & loads.keys():  # its L waited for what went before on the lane
+                given = {o: x for o, x in given.items() if self._end(o) > self.starts.start[backs[n]]}
+            elif n in self.copies and units < 0:
+                given[n] = given.get(n, 0) - units
+            while units > 0 and n in waits and given and level + sum(given.values()) > limit.capacity:
+                last = next(iter(given))
+                del given[last]
+            if last >= 0:  # those before it ended before it
+                yield last
+                last = -1
+
+    def _changes(self, limit: MemoryLimit) -> Iterator[tuple[int, int, int]]:
+        """(tick, units, action): what is given back and taken."""
+        start, copies = self.starts.start, self.actions.copies
+        whole = {fusing.w: b for b, fusing in self.actions.fusing.items()}
+        for piece in limit.pieces:
+            chosen = start[piece.choice] >= 0 if piece.choice in copies else piece.choice in self.starts.fused
+            if piece.choice < 0 or chosen == piece.holds:
+                for event, units in ((piece.opens, piece.units), (piece.closes, -piece.units)):
+                    n, at_end = event or (-1, False)
+                    n = whole[n] if n in whole and start[n] < 0 else n
+                    if n >= 0 or units > 0:
+                        yield (self._end(n) if at_end else start[n]) if n >= 0 else -1, units, n

@@ -7,8 +7,9 @@ Schedules need no trust: whoever receives one checks and simulates it.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol
 
@@ -18,14 +19,13 @@ from jaxpipe.schedule.ir import Schedule
 from jaxpipe.schedule.json_form import from_json, to_json
 from jaxpipe.schedule.passes.braid import unbraid
 from jaxpipe.schedule.problem import OPS, Problem
-from jaxpipe.schedule.retime import Draft
 from jaxpipe.schedule.search_orders import Candidate, best_of_family, cheap_first
 from jaxpipe.schedule.settings import Task
 from jaxpipe.schedule.solve.cp_sat import DETERMINISTIC_SECOND, Budget
-from jaxpipe.schedule.solve.cycles import Target, cycles, mirrored_cycles
+from jaxpipe.schedule.solve.cycles import cycles, mirrored_cycles
 from jaxpipe.schedule.solve.rank_bounds import rank_bounds
 from jaxpipe.schedule.solve.task import SolveTask, count_offloads
-from jaxpipe.schedule.tolerance import at_most
+from jaxpipe.schedule.tolerance import at_most, nine_digits
 
 _OPS = frozenset((*OPS, "O", "L", "S"))  # that the search knows
 _ACTIONS_PER_S = 60_000  # that list scheduling with offload places, roughly
@@ -56,9 +56,6 @@ class Job:
 
     def budget(self) -> Budget:
         return Budget(self.seconds, self.reproducible)
-
-    def target(self, task: SolveTask) -> Target:
-        return Target(task.safe_limits(), task.objective == "span", self.bound)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,30 +99,25 @@ class OffloadLists(Job):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cycles(Job):
-    """Steady states of ``g`` microbatches."""
+    """Steady states of ``g`` microbatches; with a ``part`` mirrored ones of a V: every ``g``-th shape from there on."""
 
     g: int
+    part: int | None = None
 
     def run(self, task: SolveTask, tell: Tell) -> None:
-        problem, target = Problem.of(task.placement, task.num_microbatches, task.costs), self.target(task)
-        best = None
-        for draft, source in self.found(problem, target):
-            if best is None or target.key(draft) < best:
-                best = target.key(draft)
+        problem, limits = Problem.of(task.placement, task.num_microbatches, task.costs), task.safe_limits()
+        if self.part is None:
+            found = cycles(problem, limits, self.g, self.budget(), self.seed)
+        else:
+            found = mirrored_cycles(problem, limits, self.part, self.g, self.budget(), self.seed)
+        best: tuple[float, ...] = (float("inf"),)
+        for draft, source in found:
+            key = *task.order(draft.makespan, draft.span), nine_digits(draft.peak)
+            if key < best:
+                best = key
                 tell(problem.schedule("solved", draft.rows), source)
-
-    def found(self, problem: Problem, target: Target) -> Iterator[tuple[Draft, str]]:
-        return cycles(problem, target, self.g, self.budget(), self.seed)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MirroredCycles(Cycles):
-    """Mirrored steady states of a V: every ``g``-th shape from ``part`` on."""
-
-    part: int
-
-    def found(self, problem: Problem, target: Target) -> Iterator[tuple[Draft, str]]:
-        return mirrored_cycles(problem, target, self.part, self.g, self.budget(), self.seed)
+            if at_most(best[0], self.bound):
+                return
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,7 +144,7 @@ class Exact(Job):
     workers: int
 
     def run(self, task: SolveTask, tell: Tell) -> None:
-        from jaxpipe.schedule.solve.model import solve_exact
+        from jaxpipe.schedule.solve.neighbourhoods import solve_exact
 
         start, seconds = self.start, self.seconds * (DETERMINISTIC_SECOND if self.reproducible else 1.0)
         for every_order in (False, True):
@@ -170,11 +162,6 @@ class Exact(Job):
             if result.every_order or at_most(result.value, self.bound):
                 return
             start = result.schedule or start
-
-
-KINDS: Mapping[str, type[Job]] = {
-    kind.__name__: kind for kind in (Families, RankBounds, OffloadLists, Cycles, MirroredCycles, Neighbourhoods, Exact)
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,12 +193,13 @@ def tasks_line(tasks: Sequence[SolveTask], imports: Sequence[str]) -> bytes:
 
 def job_line(number: int, job: Job) -> bytes:
     """A job by its number, as :func:`job_in` reads it."""
-    return to_line({"number": number, "kind": type(job).__name__, "job": to_json(job)})
+    return to_line({"number": number, "kind": [type(job).__module__, type(job).__name__], "job": to_json(job)})
 
 
-def job_in(message: Mapping[str, Any], kinds: Mapping[str, type[Job]] = KINDS) -> tuple[int, Job]:
+def job_in(message: Mapping[str, Any]) -> tuple[int, Job]:
     """The job of a line, and its number."""
-    return message["number"], from_json(kinds[message["kind"]], message["job"], "job")
+    module, name = message["kind"]
+    return message["number"], from_json(getattr(importlib.import_module(module), name), message["job"], "job")
 
 
 def family_schedules(task: SolveTask, names: Sequence[str], tell: Callable[[Schedule, str], object]) -> None:

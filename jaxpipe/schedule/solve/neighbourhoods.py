@@ -1,33 +1,70 @@
-"""Improving a schedule a neighbourhood at a time: CP-SAT reorders what is in a window, what follows moves up.
+"""The two uses of the CP-SAT model: improving a schedule a neighbourhood at a time, and solving a task to optimality.
 
-A window is a stretch of time on all ranks or on some neighbours; with offload also a few microbatches over a longer stretch,
-between all others in their order. :mod:`.formulation` says what moves. Without offload an answer's order is timed anew, as
-early as it goes; with offload CP-SAT's times are kept, since they, not order alone, keep the limit. Plateaus are walked in
-ticks; what promises to be better becomes rows (:mod:`.rows`), is simulated with real costs and held to the limits, so what the
-model leaves out costs at most a proposal. Large-neighbourhood search in the sense of Shaw (1998).
+**Neighbourhoods.** CP-SAT reorders what is in a window, what follows moves up. A window is a stretch of time on all ranks or
+on some neighbours; with offload also a few microbatches over a longer stretch, between all others in their order.
+:mod:`.formulation` says what moves. An answer becomes rows (:mod:`.actions`), is simulated with real costs and held to the
+limits, so what the model leaves out costs at most a proposal. Plateaus are walked in ticks. Large-neighbourhood search in the
+sense of Shaw (1998).
 
 The objective alone is blind to progress that other neighbourhoods have to complete, so some of them ask for a preference among
 equals, which costs time.
+
+**The exact model** solves a task to optimality, or as far as its time goes, and says what it has proved. Source: `optpipe.txt`
+section 3 and appendix C, a MILP over order variables; here a CP-SAT model over intervals (OR-Tools), in whole ticks and units
+(:mod:`.cp_sat`). Every answer is turned into rows (:mod:`.actions`), checked and simulated; what is reported is what the
+simulator says. How the two correspond, and what was chosen where the paper's text can't be taken literally:
+
+* E, O, R, W, C: ends of F, B, W; starts of O and L; literal ``away``; ``cost``. P, K, L, H: NoOverlap of a rank's compute
+  lane and of host lanes. M, N: events of the memory constraint. One chunk, equal costs there; any chain on single ranks
+  here.
+* (3), (4): makespan is taken over all ranks from time 0; a span from the rank's first F, which starts as soon as it can.
+* (5), (6): T_comm is the transfer of that boundary between those ranks; links queue where they can (:mod:`.formulation`).
+* (7) excludes j' = j and c' = c, so literally two forwards of a rank, or F and B of a microbatch, may overlap, and (8)
+  and the order of microbatches fix variables that no constraint reads. Read: all pairs of different actions.
+* (9) adds the change Δ of an operation to what was there before it. For B and W that is the level after their end; the
+  level while B runs, when what it reads has been loaded back, is never looked at. Here: every instant, DESIGN.md section
+  4.
+* (10) to (13) leave out j' = j: that R follows the O of the same activation is nowhere. Nor is O after the end of its F
+  (promised in section 3.3), nor B after the *end* of its R: (15) only has a start after R's start. All three hold here.
+* (14) subtracts T_comm where the duration T is meant (E − T is the start).
+* (15), (16): with N an R starts before an operation or after its end, never while it runs. Read as a side effect of
+  asking only at operations; here an L starts at any time at which there is room.
+* (18), (19) lack the big-M and the choice W, both use L, which orders reloads of one device, and O against R of two
+  devices is missing. Read: the lanes of a PCIe group are one NoOverlap. The simulator serves such a lane first come first
+  served, which rows can't change; then the model's value is a bound and the simulated one is reported.
+* The order of microbatches: (1) has the same c on both sides, the last list of appendix C has any c', which would be one
+  microbatch after the other. Read: (1). "Without affecting optimality" holds without offload: the k-th start of every
+  (stage, op) can be given to microbatch k, since the first k consumers follow the first k producers. With offload it does
+  not: what is away may come back last (a test has 3 ranks and 4 microbatches, 36 in order, 35 out of order). The order is
+  kept, for it makes large problems solvable, and the result's ``every_order`` says whom the bound is for; the argument of that
+  name drops it.
+
+A hint that the model can express is an answer from the start. On a host with a lane per direction an answer may have no rows
+(``strict`` in :mod:`.formulation`); then the strict model is solved for a schedule, and the bound stays that of the first.
+
+Not modelled: braided slots; host copies on graphs of stages.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Literal
 
 from jaxpipe.errors import ScheduleError
 from jaxpipe.schedule.ir import Schedule
+from jaxpipe.schedule.passes.backwards import fused_backwards, with_fused
 from jaxpipe.schedule.passes.braid import unbraid
 from jaxpipe.schedule.simulate import simulate
-from jaxpipe.schedule.solve.actions import Actions, Starts
-from jaxpipe.schedule.solve.cp_sat import DETERMINISTIC_SECOND, LITE, WHOLE_RESERVOIRS, Budget, run
-from jaxpipe.schedule.solve.formulation import Formulation
-from jaxpipe.schedule.solve.rows import schedule_of, starts_of
+from jaxpipe.schedule.solve.actions import Actions, Starts, schedule_of, starts_of
+from jaxpipe.schedule.solve.cp_sat import COARSE, DETERMINISTIC_SECOND, LITE, WHOLE_RESERVOIRS, Budget, run
+from jaxpipe.schedule.solve.formulation import Formulation, Window
 from jaxpipe.schedule.solve.task import SolveTask
-from jaxpipe.schedule.solve.times import Window
 from jaxpipe.schedule.timeline import Timeline
-from jaxpipe.schedule.tolerance import at_most, nine_digits
+from jaxpipe.schedule.tolerance import at_most
 
 _PARTS = 200
 _PREFERENCES = 0.3  # of neighbourhoods have one
@@ -73,36 +110,30 @@ class NeighbourhoodSearch:
         Better: less of the objective (for ``lexicographic`` the makespan), or as much and less of the other of makespan and
         span.
         """
-        starts, best = starts_of(self.actions, self.timeline), self._merit(self.timeline)
+        starts = starts_of(self.actions, self.timeline)
         if starts is None or not self.task.fits(self.timeline):
             return
+        now, best = self._ticks(starts), self.task.order(self.timeline.makespan, self.timeline.max_span)
         while budget.left > 0 and not at_most(best[0], bound_s):
-            proposal, now = self._propose(starts, budget), self._ticks(starts)
+            answer = self._propose(starts, budget)
+            made = None if answer is None else self._made(answer)
+            proposal = None if made is None else starts_of(self.actions, made[1])
             self.stale += 1
-            if proposal is None or (found := self._ticks(proposal)) > now:
+            if made is None or proposal is None or (found := self._ticks(proposal)) > now:
                 continue
             self.stale = 0 if found < now else self.stale
-            if found[:2] == now[:2]:
-                starts = proposal
-                continue
-            made = self._made(proposal)
-            if made is None or self._merit(made[1]) >= best:
-                continue
-            starts, best = starts_of(self.actions, made[1]) or starts, self._merit(made[1])
-            yield made[0]
+            starts, now = proposal, found
+            times = self.task.order(made[1].makespan, made[1].max_span)
+            if times < best:
+                best = times
+                yield made[0]
 
-    def _merit(self, timeline: Timeline) -> tuple[float, float]:
-        """The objective, then the other time."""
-        times = nine_digits(timeline.makespan), nine_digits(timeline.max_span)
-        return times if self.task.objective != "span" else times[::-1]
-
-    def _ticks(self, starts: Starts) -> tuple[int, int, int]:
+    def _ticks(self, starts: Starts) -> tuple[float, float, int]:
         """The objective, the other time, and by what neighbourhoods make progress on plateaus: the sum of starts, or of ranks'
         ends."""
         begins, ends = self.actions.extent(starts)
-        times = max(ends) - min(begins), max(b - a for a, b in zip(begins, ends, strict=True))
-        one, two = times if self.task.objective != "span" else times[::-1]
-        return one, two, sum(ends if self.actions.copies else starts.start)
+        longest = max(b - a for a, b in zip(begins, ends, strict=True))
+        return *self.task.order(max(ends) - min(begins), longest), sum(ends if self.actions.copies else starts.start)
 
     def _propose(self, starts: Starts, budget: Budget) -> Starts | None:
         self.tried += 1
@@ -120,14 +151,7 @@ class NeighbourhoodSearch:
             budget.spent = min(budget.spent, given + max(_LEAST_S, needed_s))
         factor = 1.15 if done else 0.9 if found else 0.75
         self.size[kind] = min(_LARGEST, max(self.manner.smallest, self.size[kind] * factor))
-        answer = model.answer(solver) if found else None
-        return answer if answer is None or self.actions.copies else self._earliest(answer, starts)
-
-    def _earliest(self, answer: Starts, before: Starts) -> Starts | None:
-        """The order of an answer, as early as it goes."""
-        start = answer.start
-        rows = [sorted(lane, key=lambda n: (start[n], before.start[n], n)) for lane in self.actions.lanes]
-        return self.actions.earliest(rows)
+        return model.answer(solver) if found else None
 
     def _made(self, starts: Starts) -> tuple[Schedule, Timeline] | None:
         """The schedule of these times, if it keeps the limits."""
@@ -178,3 +202,170 @@ class NeighbourhoodSearch:
             return frozenset(self.random.sample(there, min(count, len(there))))
         first = self.random.randint(0, len(there) - count)
         return frozenset(there[first : first + count])
+
+
+ExactStatus = Literal["optimal", "feasible", "infeasible", "unknown"]
+_COARSE_SHARE = 0.6
+"""Of the time, where costs have no common step: first ticks of 1/200 of a mean duration, then 1/20,000."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExactResult:
+    """What the model says of a task.
+
+    ``value``: seconds of the simulated schedule; ``model_value``: what the model claims of it (equal if optimal and
+    ``exact_ticks``; more if it left gaps, less by rounding). ``lower_bound``: seconds, for every schedule if
+    ``every_order``, else for those with microbatches in order (with offload, others may be shorter). ``status``:
+    ``optimal``: the value is the bound; ``infeasible``: no schedule keeps the limits; ``unknown``: none was found.
+    ``wall_s``: since the call.
+    """
+
+    schedule: Schedule | None
+    timeline: Timeline | None
+    value: float
+    model_value: float
+    lower_bound: float
+    status: ExactStatus
+    wall_s: float
+    exact_ticks: bool
+    every_order: bool
+
+
+def solve_exact(
+    task: SolveTask,
+    *,
+    time_limit_s: float,
+    seed: int = 0,
+    workers: int = 2,
+    hint: Schedule | None = None,
+    lower_bound: float = 0.0,
+    deterministic: bool = False,
+    every_order: bool = False,
+) -> ExactResult:
+    """The best schedule of ``task``, microbatches in order unless ``every_order``, that CP-SAT finds in ``time_limit_s``.
+
+    ``hint``: a schedule to start from; if it keeps the limits, the answer is no worse. Of a graph of stages it also says which
+    actions there are. ``lower_bound``: seconds that are known to be needed. ``deterministic``: the limit counts deterministic
+    time, and the same arguments give the same schedule.
+
+    Raises:
+        ScheduleError: there is no hint and the stages form no chain on single ranks, or the costs don't fit the task or the
+            solver.
+    """
+    began = time.perf_counter()
+    order = None if task.placement.is_plain_chain else hint
+
+    parameters = {"random_seed": seed, "num_workers": workers, "interleave_search": deterministic and workers > 1}
+    fine, left_s, best = Actions.of(task, order), time_limit_s, None
+    for actions in (fine,) if fine.ticks.exact else (Actions.of(task, order, COARSE), fine):
+        share = 1.0 if actions is fine else _COARSE_SHARE
+        search = _Search(actions, left_s * share, parameters, deterministic, not every_order, began)
+        result = search.run(hint, lower_bound)
+        if best is not None and best.value < result.value:
+            return best
+        if result.status in ("optimal", "infeasible"):
+            return result
+        best, hint, lower_bound = result, result.schedule or hint, result.lower_bound
+        left_s = (
+            left_s * (1 - share)
+            if deterministic
+            else max(left_s * (1 - share), time_limit_s - (time.perf_counter() - began))
+        )
+    assert best is not None
+    return best
+
+
+class _Search:
+    """One grid of one :func:`solve_exact`, and the best schedule so far."""
+
+    def __init__(
+        self,
+        actions: Actions,
+        left_s: float,
+        parameters: Mapping[str, Any],
+        deterministic: bool,
+        ordered: bool,
+        began: float,
+    ) -> None:
+        self.actions, self.left_s, self.parameters = actions, left_s, parameters
+        self.deterministic, self.ordered, self.began = deterministic, ordered, began
+        self.best: tuple[Schedule, Timeline] | None = None
+        self.value = self.model_value = float("inf")
+
+    def run(self, hint: Schedule | None, lower_bound: float) -> ExactResult:
+        ticks = self.actions.ticks
+        starts = None if hint is None else self._starts(hint)
+        lower = ticks.at_least(lower_bound) if lower_bound < float("inf") else 0
+        cost = None if starts is None else self._cost(starts)
+        lower = lower if cost is None else min(lower, cost)
+        bound: float = lower
+        infeasible = False
+        if starts is not None and cost is not None:
+            self._take(starts, cost)
+        if cost is None or cost > lower:
+            found, bound, infeasible = self._solve(lower, cost, starts, strict=False)
+            if found and self.best is None:
+                self._solve(max(lower, round(bound)), cost, starts, strict=True)
+        spans = self.actions.task.objective == "span"
+        bound_s = ticks.span_bound_s(bound) if spans else ticks.makespan_bound_s(bound)
+        return self._result(max(bound_s, lower_bound), infeasible)
+
+    def _result(self, bound_s: float, infeasible: bool) -> ExactResult:
+        schedule, timeline = self.best or (None, None)
+        status: ExactStatus = "infeasible" if infeasible else "unknown"
+        if infeasible:
+            bound_s = float("inf")
+        elif schedule is not None:
+            bound_s = min(bound_s, self.value)
+            status = "optimal" if at_most(self.value, bound_s) else "feasible"
+        every = not (self.ordered and self.actions.copies)
+        wall_s, exact = time.perf_counter() - self.began, self.actions.ticks.exact
+        return ExactResult(schedule, timeline, self.value, self.model_value, bound_s, status, wall_s, exact, every)
+
+    def _starts(self, schedule: Schedule) -> Starts | None:
+        """The times of ``schedule``; None if the model can't express them: it is of another placement or size, breaks a limit,
+        has braided slots or microbatches out of order, or offloads what may not leave."""
+        actions, task = self.actions, self.actions.task
+        if (schedule.placement.flows, schedule.num_microbatches) != (task.placement.flows, task.num_microbatches):
+            return None
+        choice = {(actions.action[b].stage, actions.action[b].microbatch) for b in actions.fusing}
+        timeline = simulate(with_fused(schedule, fused_backwards(schedule) & choice), task.costs)
+        starts = starts_of(actions, timeline) if task.fits(timeline) else None
+        if starts is None or not all(self._in_order(starts.start, alike) for alike in actions.alike):
+            return None
+        return starts
+
+    def _in_order(self, start: Sequence[int], alike: Sequence[int]) -> bool:
+        times = [start[n] for n in alike if start[n] >= 0]
+        return not self.ordered or all(a <= b for a, b in pairwise(times))
+
+    def _cost(self, starts: Starts) -> int:
+        """Ticks of the objective of given times."""
+        begins, ends = self.actions.extent(starts)
+        if self.actions.task.objective != "span":
+            return max(ends)
+        return max(end - begin for begin, end in zip(begins, ends, strict=True))
+
+    def _solve(self, lower: int, upper: int | None, hint: Starts | None, strict: bool) -> tuple[bool, float, bool]:
+        """Whether CP-SAT found something, its bound, and whether there is nothing."""
+        model = Formulation(self.actions, ordered=self.ordered, strict=strict, lower=lower, upper=upper)
+        if hint is not None and upper is not None:
+            model.hint(hint)
+            model.cp.add_hint(model.cost, upper)
+        limit = "max_deterministic_time" if self.deterministic else "max_time_in_seconds"
+        reservoirs = {} if self.actions.copies else WHOLE_RESERVOIRS
+        solver, found, done = run(model.cp, reservoirs, self.parameters, {limit: max(self.left_s, 0.01)})
+        spent = solver.response_proto.deterministic_time if self.deterministic else solver.wall_time
+        self.left_s = max(0.0, self.left_s - spent)
+        if not found:
+            return False, lower, done
+        self._take(model.answer(solver), int(solver.value(model.cost)))
+        return True, max(round(solver.best_objective_bound), lower), False
+
+    def _take(self, starts: Starts, cost: int) -> None:
+        """Keep the schedule of an answer if it keeps the limits and is better."""
+        schedule, timeline = schedule_of(self.actions, starts, "cp-sat")
+        value = self.actions.task.seconds(timeline)
+        if self.actions.task.fits(timeline) and value < self.value:
+            self.best, self.value = (schedule, timeline), value
+            self.model_value = self.actions.ticks.seconds(cost)

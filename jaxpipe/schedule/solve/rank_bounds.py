@@ -5,7 +5,7 @@ three quarters? What can't end in time is left out of the search, so a small ste
 
 With offload one rank at a time, with its host lane (:mod:`~jaxpipe.schedule.bounds.host_orders`).
 
-For plain chains in one direction. Where durations have no common step they are rounded down (``ticks.py``).
+For plain chains in one direction. Where durations have no common step they are rounded down (``cp_sat.py``).
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ from jaxpipe.schedule.bounds.host_orders import HostOrders
 from jaxpipe.schedule.bounds.orders import Ends, Kept, Orders, Step
 from jaxpipe.schedule.bounds.ranks import residents
 from jaxpipe.schedule.bounds.resident import Resident
-from jaxpipe.schedule.solve.cp_sat import Budget
+from jaxpipe.schedule.solve.cp_sat import Budget, Ticks, time_grid
 from jaxpipe.schedule.solve.task import SolveTask
-from jaxpipe.schedule.solve.ticks import Ticks, time_grid
 from jaxpipe.schedule.tolerance import how_many
 
 _PARTS_OF_GAP = 4

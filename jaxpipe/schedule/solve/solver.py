@@ -1,58 +1,244 @@
 """The driver: an answer at once, then families, cycles, neighbourhoods and the exact model, one budget and one proven bound.
 
-Worker processes (:mod:`~jaxpipe.schedule.solve.worker_pool`) do the work, this one keeps the score
-(:mod:`~jaxpipe.schedule.solve.incumbent`): whatever comes back is simulated, held to the limits and checked here. First
-every *opener* runs once: the families of the placement, list schedules with offload, bounds from a few ranks, cyclic steady
-states, the exact model where the problem is small. Then neighbourhoods of the best order so far are improved until time is up
-or the bound is reached.
+Worker processes (:mod:`~jaxpipe.schedule.solve.pool`) do the work, this one keeps the score: whatever comes back is simulated,
+held to the limits and checked by the :class:`Incumbent`. First every *opener* runs once: the families of the placement, list
+schedules with offload, bounds from a few ranks, cyclic steady states, the exact model where the problem is small. Then
+neighbourhoods of the best order so far are improved until time is up or the bound is reached.
 
 With ``reproducible`` jobs go out in rounds, answers are looked at in the order of the jobs, and budgets are deterministic, so
 that no clock decides anything; else each worker gets its next job when it is free.
+
+A :class:`BackgroundSolve` is a solve in a process of its own, for a caller that must not wait: a training run, say. That
+process is a worker of lowest priority, which starts workers of its own. All of them end when their input does: with the caller,
+however that ends.
 """
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, TypeVar
 
-from jaxpipe.errors import ScheduleError
+from jaxpipe.errors import ScheduleError, gist
 from jaxpipe.schedule.bounds import lower_bound, span_lower_bound
+from jaxpipe.schedule.check import check_schedule
 from jaxpipe.schedule.ir import Schedule
+from jaxpipe.schedule.placement import v_shape
 from jaxpipe.schedule.problem import Problem
-from jaxpipe.schedule.retime import Retimer
+from jaxpipe.schedule.retime import Draft, Retimer
+from jaxpipe.schedule.simulate import simulate
 from jaxpipe.schedule.solve.cache import CacheHit, ScheduleCache
 from jaxpipe.schedule.solve.first import away_schedule, explain, graph_starts, group_size, grouped_rows
-from jaxpipe.schedule.solve.incumbent import Incumbent
 from jaxpipe.schedule.solve.jobs import (
     Answer,
     Cycles,
     Exact,
     Families,
     Job,
-    MirroredCycles,
     Neighbourhoods,
     OffloadLists,
     RankBounds,
+    Tell,
     families_of,
     family_schedules,
     quick_families,
 )
-from jaxpipe.schedule.solve.lexicographic import TIME_SHARE, lexicographic
+from jaxpipe.schedule.solve.pool import COMMAND, WorkerPool
 from jaxpipe.schedule.solve.task import OnProgress, Options, Progress, Solution, SolveTask, count_offloads
-from jaxpipe.schedule.solve.worker_pool import WorkerPool
-from jaxpipe.schedule.tolerance import MEMORY, at_most
+from jaxpipe.schedule.timeline import Timeline
+from jaxpipe.schedule.tolerance import MEMORY, at_most, nine_digits
+from jaxpipe.wording import clipped
 
 _EXACT_ACTIONS = (320, 800)
 """Up to which the exact model gets most of the time, and any: 192 actions (p=4, m=16) are proved in 0.4 s, 384 (p=8, m=16) in
 1.4 s, and as a cumulative, which offload needs, not in 20 s (README)."""
 _EXACT_WORKERS = 2  # CP-SAT's own: with one it proves far less
-_CYCLE_GROUPS = (1, 2, 3)  # microbatches in a cycle: from p=8 on two or three do better than one (README)
+_CYCLE_GROUPS = 3  # microbatches in a cycle, at most
 _MIRRORED_PARTS = 2  # jobs that share the shapes: one for each of two workers, the default
 _STARTS_SHARE = 0.2  # of the time, for schedules by rules of graphs of stages
+_LOWEST = 19  # niceness of a solve in the background
+_LONGEST = 200
 _POLL_S = 0.25  # how soon the end of the time is noticed
 J = TypeVar("J", bound=Job)
+
+
+class Incumbent:
+    """Answers to ``tasks``, which differ in placement only; the best of all counts."""
+
+    def __init__(self, tasks: Sequence[SolveTask], bounds: Sequence[float], on_progress: OnProgress | None) -> None:
+        self.tasks, self.bounds = tasks, list(bounds)
+        self.on_progress = on_progress
+        self.began = time.perf_counter()
+        self.number = -1  # of the task that the best schedule answers
+        self.schedule: Schedule | None = None
+        self._timeline: Timeline | None = None
+        self._key: tuple[float, ...] = (float("inf"),)
+        self.per_task: list[tuple[tuple[float, ...], Schedule] | None] = [None] * len(tasks)
+        self.improvements: list[Progress] = []
+        self.family: tuple[str, float] | None = None
+        self.first_feasible_s = 0.0
+
+    @property
+    def wall_s(self) -> float:
+        return time.perf_counter() - self.began
+
+    @property
+    def lower_bound(self) -> float:
+        """Of the problem: the least of the placements' bounds."""
+        return min(self.bounds)
+
+    @property
+    def value(self) -> float:
+        """Seconds of the objective's time; infinite before the first answer."""
+        return self._key[0]
+
+    @property
+    def solved(self) -> bool:
+        return at_most(self.value, self.lower_bound)
+
+    def offer_first(self, number: int, schedule: Schedule, draft: Draft) -> None:
+        """Take the first answer as its generator's re-timing has it; simulating it can wait."""
+        if self.tasks[number].fits_peak(draft.peak):
+            self._offer(number, schedule, (draft.makespan, draft.span, draft.peak, 0), "first")
+
+    def offer(self, number: int, schedule: Schedule, source: str) -> bool:
+        """Take a schedule that answers task ``number`` if it is valid, keeps the limits, and is the best so far."""
+        task, moved = self.tasks[number], count_offloads(schedule)
+        if schedule.placement != task.placement or schedule.num_microbatches != task.num_microbatches:
+            return False
+        try:
+            check_schedule(schedule)
+            timeline = simulate(schedule, task.costs)
+        except ScheduleError:
+            return False
+        if not task.fits(timeline) or (moved and not task.offload):
+            return False
+        peak = max(timeline.peak_activations, default=0.0)
+        figures = (timeline.makespan, timeline.max_span, peak, moved)
+        seconds = task.seconds(timeline)
+        if source.startswith("family") and (self.family is None or seconds < self.family[1]):
+            self.family = (source.removeprefix("family "), seconds)
+        return self._offer(number, schedule, figures, source, timeline)
+
+    def _offer(
+        self,
+        number: int,
+        schedule: Schedule,
+        figures: tuple[float, float, float, int],
+        source: str,
+        timeline: Timeline | None = None,
+    ) -> bool:
+        key = self._rank(figures)
+        known = self.per_task[number]
+        if known is not None and known[0] <= key:
+            return False
+        self.per_task[number] = key, schedule
+        if self._key <= key:
+            return False
+        if self.schedule is None:
+            self.first_feasible_s = self.wall_s
+        better = not at_most(self.value, key[0])
+        self.number, self.schedule, self._timeline, self._key = number, schedule, timeline, key
+        progress = Progress(self.wall_s, self.value, self.lower_bound, source)
+        if better:
+            self.improvements.append(progress)
+        if self.on_progress is not None:
+            self.on_progress(progress, schedule)
+        return True
+
+    def _rank(self, figures: tuple[float, float, float, int]) -> tuple[float, ...]:
+        """What is minimised, in order: as the objective says, then what any user would rather have less of."""
+        makespan, span, *rest = figures
+        least = *self.tasks[0].order(makespan, span), *map(nine_digits, rest)
+        return (least[0], *least[2:], least[1]) if self.tasks[0].objective == "lexicographic" else least
+
+    def prove(self, number: int, bound: float, source: str) -> None:
+        """Take a proven bound of task ``number``, in seconds."""
+        if at_most(bound, self.bounds[number]):
+            return
+        self.bounds[number] = bound
+        if self.on_progress is not None and self.schedule is not None:
+            self.on_progress(Progress(self.wall_s, self.value, self.lower_bound, source), None)
+
+    def solution(self, failures: Sequence[str] = ()) -> Solution:
+        """The answer, simulated; ``failures``: what went wrong in workers.
+
+        Raises:
+            ScheduleError: the answer breaks a rule, which is a defect here.
+        """
+        assert self.schedule is not None, "no answer yet"
+        task = self.tasks[self.number]
+        if self._timeline is None:
+            check_schedule(self.schedule)
+            self._timeline = simulate(self.schedule, task.costs)
+        seconds = task.seconds(self._timeline)
+        solved = self.solved or at_most(seconds, self.lower_bound)
+        own_bound = self.bounds[self.number]
+        return Solution(
+            task=task,
+            schedule=self.schedule,
+            timeline=self._timeline,
+            lower_bound=seconds if solved else self.lower_bound,  # equal up to rounding
+            status="optimal" if solved else "feasible",
+            wall_s=self.wall_s,
+            first_feasible_s=self.first_feasible_s,
+            improvements=tuple(self.improvements),
+            offloaded=count_offloads(self.schedule),
+            family=self.family,
+            failures=tuple(failures),
+            placement_bound=seconds if at_most(seconds, own_bound) else own_bound,
+        )
+
+
+TIME_SHARE = 0.6
+"""Part of the budget that the time is minimised in; like ``_EACH``, the part of what is left that one more solve may take, not
+tuned."""
+_EACH = 0.35
+_LEAST_S = 0.2
+_LESS = 1 - 1e-6  # of a peak is a limit that the next lower peak keeps
+
+
+def lexicographic(best: Solution, options: Options, again: Callable[[SolveTask, Options], Solution]) -> Solution:
+    """``best`` or one as fast with a lower peak or fewer offloads. ``again`` solves for the makespan.
+
+    Memory first: solve again with a limit below the peak, as long as the time stays. Then without offload at all. Each of these
+    is a solve of its own with a part of the time, so what they don't find is not proven not to exist.
+    """
+    left = options.time_limit_s * (1 - TIME_SHARE)
+    peak, offload = max(best.timeline.peak_activations), best.task.offload
+    while peak > 0 and left > _LEAST_S:
+        limit, seconds = (peak * _LESS, left * _EACH) if offload == best.task.offload else (peak, left)
+        task = replace(best.task, memory_limit=limit, offload=offload, objective="makespan")
+        found = None
+        with suppress(ScheduleError):
+            found = again(task, replace(options, time_limit_s=seconds))
+        left -= seconds
+        if found is not None and at_most(found.value, best.value):
+            best, peak = _replaced(best, found), max(found.timeline.peak_activations)
+        elif offload and best.offloaded:
+            offload = False
+        else:
+            break
+    return best
+
+
+def _replaced(best: Solution, found: Solution) -> Solution:
+    """``found``, no slower, as an answer to the task of ``best``."""
+    wall_s = best.wall_s + found.wall_s
+    source = Progress(wall_s, found.value, best.lower_bound, found.improvements[-1].source)
+    return replace(
+        best,
+        schedule=found.schedule,
+        timeline=found.timeline,
+        status="optimal" if at_most(found.value, best.lower_bound) else "feasible",
+        wall_s=wall_s,
+        improvements=(*best.improvements, *([] if at_most(best.value, found.value) else [source])),
+        offloaded=found.offloaded,
+    )
 
 
 def solve(task: SolveTask, options: Options | None = None, on_progress: OnProgress | None = None) -> Solution:
@@ -241,18 +427,15 @@ class Portfolio:
             if actions <= _EXACT_ACTIONS[1] and (number not in graphs or start is not None):
                 part = 0.6 if actions <= _EXACT_ACTIONS[0] else 0.25
                 yield self._job(number, Exact, total * part, start=start, workers=_EXACT_WORKERS)
-        for g in _CYCLE_GROUPS:
-            for number, problem in enumerate(self.problems):
-                if problem is not None and problem.placement.num_flows == 1 and g < problem.num_microbatches:
-                    yield self._job(number, Cycles, min(10.0, total * 0.15), g=g)
-            if g == _CYCLE_GROUPS[0]:
-                yield from self._mirrored(min(25.0, total * 0.4))
-
-    def _mirrored(self, seconds: float) -> Iterator[Job]:
         for number, problem in enumerate(self.problems):
-            if problem is not None and problem.placement.num_chunks == 2 and problem.placement.num_flows == 1:
+            if problem is None or problem.placement.num_flows > 1 or problem.placement.num_chunks < 2:
+                continue
+            if problem.placement == v_shape(problem.num_ranks):
                 for part in range(_MIRRORED_PARTS):
-                    yield self._job(number, MirroredCycles, seconds, part=part, g=_MIRRORED_PARTS)
+                    yield self._job(number, Cycles, min(25.0, total * 0.4), part=part, g=_MIRRORED_PARTS)
+                continue
+            for g in range(1, min(_CYCLE_GROUPS, problem.num_microbatches - 1) + 1):
+                yield self._job(number, Cycles, min(10.0, total * 0.15), g=g)
 
     def _start(self, number: int) -> Schedule | None:
         known = self.incumbent.per_task[number]
@@ -338,3 +521,79 @@ class Portfolio:
         for number in numbers:
             for answer in answers[number]:
                 self._note(answer)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A schedule, better than those found before. ``source``: what found it."""
+
+    schedule: Schedule
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The end of a search, after which nothing comes. ``lower_bound_s``: no schedule of the task is shorter (0: nothing is
+    known). ``remark``: why nothing was found, or empty."""
+
+    lower_bound_s: float = 0.0
+    remark: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The end of a search that went wrong. ``what``: happened to the solver, in one line."""
+
+    what: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Solve(Job):
+    """A whole solve: tells of every better schedule, and at last the bound, or why there is none."""
+
+    options: Options
+
+    def run(self, task: SolveTask, tell: Tell) -> None:
+        os.nice(_LOWEST)
+
+        def better(progress: Progress, schedule: Schedule | None) -> None:
+            if schedule is not None:
+                tell(schedule, progress.source)
+
+        try:
+            tell(None, "", solve(task, self.options, better).lower_bound)
+        except ScheduleError as error:
+            tell(None, gist(error))
+
+
+class BackgroundSolve:
+    """:func:`~jaxpipe.schedule.solve.solve` of ``task``, under way. Whoever asked checks what is found.
+
+    Raises:
+        OSError: its process can't be started.
+    """
+
+    def __init__(self, task: SolveTask, options: Options, command: Sequence[str] = COMMAND) -> None:
+        self._pool = WorkerPool(1, [task], command)
+        self._pool.submit(Solve(task=0, seconds=options.time_limit_s, options=options))
+
+    def take(self) -> list[Found | Finished | Failed]:
+        """What has come since the last call, in order; nothing after the end, whatever becomes of the process."""
+        answers: list[Found | Finished | Failed] = []
+        try:
+            while (answer := self._pool.receive(0.0)) is not None:
+                if answer.gone:
+                    return [*answers, Failed(answer.gone)]
+                if answer.error:
+                    return [*answers, Failed(f"failed ({clipped(' '.join(answer.error.split()), _LONGEST)})")]
+                if answer.schedule is not None:
+                    answers.append(Found(answer.schedule, answer.source))
+                elif not answer.done:
+                    return [*answers, Finished(answer.bound, answer.source)]
+        except Exception as error:  # whatever it wrote
+            answers.append(Failed(f"wrote what is no answer ({type(error).__name__}: {gist(error)})"))
+        return answers
+
+    def close(self) -> None:
+        """End its processes."""
+        self._pool.stop()

@@ -77,6 +77,11 @@ class SolveTask:
         """Seconds of what is minimised: the makespan, or the longest span."""
         return timeline.max_span if self.objective == "span" else timeline.makespan
 
+    def order(self, makespan: float, span: float) -> tuple[float, float]:
+        """What is minimised, then the other of the two times; smaller is better, and equal but for rounding is equal."""
+        times = nine_digits(makespan), nine_digits(span)
+        return times[::-1] if self.objective == "span" else times
+
     def fits_peak(self, peak: float) -> bool:
         """Whether a schedule that holds no more than ``peak`` activations on any rank keeps to the limits for sure."""
         return at_most(peak, min(self.safe_limits()))

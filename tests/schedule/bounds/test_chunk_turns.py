@@ -13,7 +13,7 @@ from jaxpipe.schedule.bounds import lower_bound, span_lower_bound
 from jaxpipe.schedule.placement import Placement, circular, v_shape
 from jaxpipe.schedule.search_orders import best_schedule
 from jaxpipe.schedule.solve import SolveTask
-from jaxpipe.schedule.solve.model import solve_exact
+from jaxpipe.schedule.solve.neighbourhoods import solve_exact
 
 
 def test_with_room_for_one_pair_the_turn_takes_microbatches_one_by_one() -> None:

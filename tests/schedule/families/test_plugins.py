@@ -35,7 +35,7 @@ from jaxpipe.schedule import (
 from jaxpipe.schedule.families.family import TABLE
 from jaxpipe.schedule.solve import Options, SolveTask, solve
 from jaxpipe.schedule.solve.jobs import Families, job_line, tasks_line
-from jaxpipe.schedule.solve.worker import Worker
+from jaxpipe.schedule.solve.pool import Worker
 from tests.support.paths import ROOT
 
 PATIENT, TEST_OF_PATIENT, RECOMPUTED = (

@@ -37,8 +37,7 @@ from jaxpipe.schedule import (
     v_shape,
     wave,
 )
-from jaxpipe.schedule.solve.cache import MAX_ENTRY_BYTES, ScheduleCache, default_folder
-from jaxpipe.schedule.solve.cache_key import CrudeProblem
+from jaxpipe.schedule.solve.cache import MAX_ENTRY_BYTES, CrudeProblem, ScheduleCache, default_folder
 from jaxpipe.schedule.solve.solver import solve_cached
 from jaxpipe.schedule.solve.task import Objective, Options, Solution, SolveTask
 from tests.support.paths import ROOT

@@ -30,7 +30,7 @@ from jaxpipe.schedule.ir import Row
 from jaxpipe.schedule.passes.backwards import split_backwards
 from jaxpipe.schedule.solve import Options, SolveTask, solve
 from jaxpipe.schedule.solve.first import graph_starts
-from jaxpipe.schedule.solve.model import solve_exact
+from jaxpipe.schedule.solve.neighbourhoods import solve_exact
 
 
 def shape(name: str, p: int) -> tuple[Placement, set[int]]:

@@ -26,9 +26,9 @@ from jaxpipe.schedule.placement import (
     with_shared,
 )
 from jaxpipe.schedule.simulate import simulate
-from jaxpipe.schedule.solve.model import ExactResult, solve_exact
+from jaxpipe.schedule.solve.cp_sat import common_step, memory_units, time_grid
+from jaxpipe.schedule.solve.neighbourhoods import ExactResult, solve_exact
 from jaxpipe.schedule.solve.task import Objective, SolveTask, most_offloaded
-from jaxpipe.schedule.solve.ticks import common_step, memory_units, time_grid
 from jaxpipe.schedule.text import parse_schedule
 from tests.support.exhaustive_search import Case, optimum
 from tests.support.schedule_strategies import one_f_one_b_rows

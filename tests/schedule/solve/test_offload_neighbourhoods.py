@@ -8,16 +8,13 @@ from dataclasses import replace
 import pytest
 
 from jaxpipe.schedule import HostLink, Schedule, check_schedule, one_to_one, simulate, v_shape
-from jaxpipe.schedule.solve.actions import Actions
+from jaxpipe.schedule.solve.actions import Actions, schedule_of, starts_of
 from jaxpipe.schedule.solve.cp_sat import Budget, run
-from jaxpipe.schedule.solve.formulation import Formulation
-from jaxpipe.schedule.solve.model import solve_exact
-from jaxpipe.schedule.solve.neighbourhoods import NeighbourhoodSearch
+from jaxpipe.schedule.solve.formulation import Formulation, Window
+from jaxpipe.schedule.solve.neighbourhoods import NeighbourhoodSearch, solve_exact
 from jaxpipe.schedule.solve.offload_list import offload_candidates
-from jaxpipe.schedule.solve.rows import schedule_of, starts_of
 from jaxpipe.schedule.solve.solver import bound_of
 from jaxpipe.schedule.solve.task import Objective, SolveTask, count_offloads
-from jaxpipe.schedule.solve.times import Window
 from tests.schedule.solve.test_offload import never, task_of, uniform, value_of
 
 

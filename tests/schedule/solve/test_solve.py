@@ -25,12 +25,10 @@ from jaxpipe.schedule.retime import peaks
 from jaxpipe.schedule.search_orders import best_schedule
 from jaxpipe.schedule.solve import Options, Progress, Solution, SolveTask, solve
 from jaxpipe.schedule.solve.cp_sat import Budget
-from jaxpipe.schedule.solve.cyclic import Grid, find_cycle
+from jaxpipe.schedule.solve.cycles import Grid, Shape, applies, find_cycle, shapes
 from jaxpipe.schedule.solve.first import group_size, grouped_rows
-from jaxpipe.schedule.solve.lexicographic import lexicographic
-from jaxpipe.schedule.solve.mirrored import Shape, applies, find_mirrored, shapes
 from jaxpipe.schedule.solve.neighbourhoods import NeighbourhoodSearch
-from jaxpipe.schedule.solve.solver import solve_any
+from jaxpipe.schedule.solve.solver import lexicographic, solve_any
 
 TABLE_5 = (25.92, 26.44, 19.52)  # a rank's share of the 9.6B model, milliseconds
 QUICK = Options(time_limit_s=8)
@@ -339,13 +337,13 @@ def test_a_cycle_fills_every_rank_where_the_limit_allows() -> None:
     budget = {"max_time_in_seconds": 20.0, "num_workers": 2}
     grid = Grid.of(problem, [3.0] * p)
     assert (grid.work(), grid.limit) == (6, (6,) * p)
-    cycle = find_cycle(grid, grid.least_period(1), 1, budget)
+    cycle, _ = find_cycle(grid, grid.least_period(1), 1, budget)
     assert cycle is not None
     rows = cycle.rows(problem)
     assert max(peaks(problem, rows)) <= 3.0
     check_schedule(problem.schedule("cycle", rows))
     tight = Grid.of(problem, [1.5] * p)
-    assert find_cycle(tight, 6, 1, budget) is None
+    assert find_cycle(tight, 6, 1, budget) == (None, True)
 
 
 # -- command line -------------------------------------------------------------------------------------------------------
@@ -491,7 +489,7 @@ def test_mirrored_cycle_keeps_its_promises(p: int, limit: float, comm: float, st
     """Passes of a rank don't overlap modulo the period, follow each other, and half of them mirror the others."""
     grid = v_grid(p, limit, comm)
     period = 2 * round(grid.work() * stretch)
-    cycle, _ = find_mirrored(grid, shape, period, {"max_deterministic_time": 2.0, "num_workers": 1})
+    cycle, _ = find_cycle(grid, period, 2, {"max_deterministic_time": 2.0, "num_workers": 1}, shape=shape)
     assert cycle is not None
     assert (cycle.period, cycle.microbatches) == (period, 2)
     for op, k, then, later, cells in grid.chain():
@@ -514,9 +512,8 @@ def test_mirrored_cycle_keeps_its_promises(p: int, limit: float, comm: float, st
 
 def test_peak_of_a_cycle_is_what_a_long_run_of_it_holds() -> None:
     grid = v_grid(5, 4.0)
-    cycle, _ = find_mirrored(
-        grid, Shape(2, 5, 1), 2 * round(1.1 * grid.work()), {"max_deterministic_time": 1.0, "num_workers": 1}
-    )
+    budget = {"max_deterministic_time": 1.0, "num_workers": 1}
+    cycle, _ = find_cycle(grid, 2 * round(1.1 * grid.work()), 2, budget, shape=Shape(2, 5, 1))
     assert cycle is not None
     changes: list[list[tuple[int, int]]] = [[] for _ in range(5)]
     for (op, k, _), start in cycle.start.items():

@@ -2,11 +2,16 @@
 
 Processes, not threads, because half of the work is Python's; and fresh interpreters, not forks, because the caller may have
 JAX's threads running. A worker that dies loses its job, nothing else.
+
+A worker (``python -m jaxpipe.schedule.solve.pool``) reads one JSON object a line (:mod:`~jaxpipe.schedule.solve.jobs`), works
+on one job at a time, and ends when its input does. It knows no clock but its job's budget. A job that fails says so and the
+worker goes on.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import queue
@@ -14,17 +19,19 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from jaxpipe.schedule.json_form import from_json
-from jaxpipe.schedule.plugins import imported_modules
-from jaxpipe.schedule.solve.jobs import Answer, Job, job_line, tasks_line
+from jaxpipe.errors import JaxpipeError
+from jaxpipe.schedule.ir import Schedule
+from jaxpipe.schedule.json_form import from_json, to_json
+from jaxpipe.schedule.plugins import import_module, imported_modules
+from jaxpipe.schedule.solve.jobs import Answer, Job, job_in, job_line, tasks_line, to_line
 from jaxpipe.schedule.solve.task import SolveTask
 
-COMMAND = (sys.executable, "-P", "-m", "jaxpipe.schedule.solve.worker")
+COMMAND = (sys.executable, "-P", "-m", "jaxpipe.schedule.solve.pool")
 
 
 class _Member:
@@ -152,3 +159,68 @@ class WorkerPool:
         if answer.done:
             member.job = None
         return answer
+
+
+_NICE = 5
+
+
+class Worker:
+    """The tasks it knows."""
+
+    def __init__(self, out: BinaryIO) -> None:
+        self.out = out
+        self.tasks: list[SolveTask] = []
+        self.unknown = ""  # why a module of the caller's can't be imported here; told once
+
+    def run(self, lines: Iterable[bytes]) -> None:
+        """Until the input ends."""
+        for text in lines:
+            message = json.loads(text)
+            if "tasks" in message:
+                self.tasks = [from_json(SolveTask, x, "task") for x in message["tasks"]]
+                self._import(message["imports"])
+                continue
+            error, self.unknown = self.unknown, ""
+            number, job = job_in(message)
+
+            def tell(
+                schedule: Schedule | None, source: str, bound: float = 0.0, number: int = number, task: int = job.task
+            ) -> None:
+                self.send(Answer(job=number, task=task, source=source, schedule=schedule, bound=max(0.0, bound)))
+
+            try:
+                job.run(self.tasks[job.task], tell)
+            except Exception as failure:  # the worker can still do other jobs; the solver says what happened
+                error = f"{type(failure).__name__}: {failure}"
+            self.send(Answer(job=number, task=job.task, done=True, error=error))
+            gc.collect()
+
+    def _import(self, modules: Iterable[str]) -> None:
+        """What the caller imported. Without one of them the families and ops it registers are not known here, no more."""
+        for module in modules:
+            try:
+                import_module(module)
+            except JaxpipeError as error:
+                self.unknown = f"in a solver process: {error}"
+
+    def send(self, answer: Answer) -> None:
+        self.out.write(to_line(to_json(answer)))
+        self.out.flush()
+
+
+def serve() -> None:
+    """Serve standard input until it ends; that also ends a job under way, since nobody is left to hear of it."""
+    os.nice(_NICE)
+    lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+
+    def listen() -> None:
+        for text in iter(sys.stdin.buffer.readline, b""):
+            lines.put(text)
+        os._exit(0)
+
+    threading.Thread(target=listen, daemon=True).start()
+    Worker(sys.stdout.buffer).run(iter(lines.get, b""))
+
+
+if __name__ == "__main__":
+    serve()

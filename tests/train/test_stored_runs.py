@@ -134,8 +134,8 @@ def test_changed_settings_are_named(text: Path, finished: Path) -> None:
     )  # fmt: skip
     assert started.step == 4
     assert notes == [
-        "resuming with changes: model.options.dropout not set → 0.5, optimizer.betas [0.9, 0.95] → [0.1, 0.2], "
-        "optimizer.lr 0.01 → 5.0, run.batch 8 → 16, run.dtype float32 → bfloat16, run.seed 0 → 77"
+        "resuming with changes: model.options.dropout not set → 0.5, optimizer.lr 0.01 → 5.0, "
+        "optimizer.options.betas [0.9, 0.95] → [0.1, 0.2], run.batch 8 → 16, run.dtype float32 → bfloat16, run.seed 0 → 77"
     ]
     assert start(text, finished)[1] == []
 
@@ -173,9 +173,10 @@ def age(body: dict[str, Any]) -> None:
     stored["cluster"] = {"nodes": 3}
     stored["wings"] = 2
     stored["pipeline"] |= {"wings": 2, "schedule": "no-such-schedule"}
-    stored["run"] |= {"dtype": "float8", "keep_last": "all"}
+    stored["run"] |= {"dtype": "float8", "keep_last": "all", "tensorboard": True, "on_nonfinite": "skip"}
     stored["data"]["shuffle_twice"] = False
-    del stored["optimizer"]["eps"]
+    del stored["optimizer"]["options"]["eps"]
+    stored["replan"] = {"enabled": True, **stored["run"].pop("replan")}  # as it was kept before there were tables
 
 
 IGNORED = "cluster.nodes, data.shuffle_twice, pipeline.wings, wings"

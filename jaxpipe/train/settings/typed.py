@@ -10,8 +10,11 @@ adds tests of the value: functions that say what is wrong with it, such as :func
 A value that TOML, strict JSON or a file name can't hold is refused: integers beyond 64 bits, NaN and infinity, text with null
 characters or bytes that are no UTF-8, tables nested more than 32 levels deep.
 Does not model: environment variables, includes, interpolation, several files.
-By hand, as libraries (msgspec, pydantic, cattrs) tell the first problem only, or read ``"3"`` as a number, and know none of
-the refusals above.
+By hand: msgspec 0.22 tells the first problem only, cattrs reads ``"3"`` as a number. pydantic 2.14 in strict mode tells all,
+but wants values as JSON text (it refuses lists for tuples otherwise), tells a problem once for each part of a union, takes
+infinity, integers of 70 bits and lists 40 deep unless told otherwise, and reads the text of an override its own way (``3.0``
+is an integer, ``on`` is true, ``1,2,3`` no list). It could replace :func:`_fit` and :func:`_first_fit` alone, and takes 0.23 s
+of CPU time to import, half of what this room takes.
 """
 
 from __future__ import annotations

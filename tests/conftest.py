@@ -52,7 +52,7 @@ if importlib.metadata.version("jaxlib").startswith("0.10."):
     if not {"soak", "--xla_cpu_use_fusion_emitters=true"} & {*sys.argv, *os.environ["XLA_FLAGS"].split()} and (
         "PYTEST_XDIST_WORKER" not in os.environ
     ):
-        # XLA compiles a program's functions in up to 32 parts at once, each of which sets up LLVM: one takes half as long in all.
+        # XLA compiles a program in up to 32 parts at once, each of which sets up LLVM: one takes half as long in all.
         os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"  # same as jax.config.update("jax_numpy_rank_promotion", "raise")

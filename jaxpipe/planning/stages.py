@@ -101,10 +101,10 @@ class PlannedStage:
         return any(map(is_attention_kernel, self.functions.functions["F"].jaxpr.jaxpr.eqns))
 
     @property
-    def seconds(self) -> float:
-        """Of a forward and a backward, split or not."""
+    def seconds(self) -> np.ndarray[Any, Any]:
+        """Of a forward, of a backward that is split, and of one that is not."""
         f, b, w, bw = (self.work[op].seconds if op in self.work else 0.0 for op in ("F", "B", "W", "BW"))
-        return f + min(b + w, bw)
+        return np.array([f, b + w, bw])
 
     @property
     def workspace(self) -> Mapping[str, float]:
@@ -202,17 +202,17 @@ class Workbench:
             for key, left in zip(keys, leaving, strict=True):
                 left.append(links.exits(self._traced_once(_cut_to(key, *self._short(key))).functions.y))
 
-    def run_bytes(self, recompute: str, size: int) -> float:
-        """Bytes of residuals that the layers of long runs add wherever they are, of ``size`` sequences; 0 where each size is
-        traced."""
-        kept, cut = 0.0, self._apart
+    def further(self, recompute: str, size: int) -> Mapping[Hashable, tuple[int, PlannedStage, PlannedStage]]:
+        """By long run of equal layers, their number, and two stages of ``size`` sequences, of which the second has one more:
+        what each further layer adds wherever it is. Nothing where each size is traced."""
+        found, cut = dict[Hashable, tuple[int, PlannedStage, PlannedStage]](), self._apart
         if self.sizes is not None and self.seconds_of is None:
             last = max((k for k, (a, b) in enumerate(cut) if b - a > 1), default=-1)
             for keys in islice(self._keys(cut, recompute, self.sizes, 1.0), last + 1):
                 one, two = self._step(keys, 0, size) if self._short(keys[0])[0] else (None, None)
                 if one is not None and two is not None:
-                    kept += len(keys[0].layers) * (two.sizes.residual_bytes - one.sizes.residual_bytes)
-        return kept
+                    found[keys[0].layers[0].code] = len(keys[0].layers), one, two
+        return found
 
     @cached_property
     def _apart(self) -> Cut:

@@ -25,6 +25,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+import numpy as np
+
 from jaxpipe.errors import JaxpipeError
 from jaxpipe.planning.predict import Ground, Prediction, ground, pipeline_s, predict
 from jaxpipe.planning.space import Order, Settings, Space
@@ -124,13 +126,15 @@ class _OutOfTimeError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Node:
-    """Candidates that share a layout, whose ``config`` it is, and a number of stages; with ``known`` also where stages run."""
+    """Candidates that share a layout, whose ``config`` it is, and a number of stages; with ``known`` also where stages run.
+    ``update_s``: of the update, at least; ``sharded``: the bound knows that shards do not divide all work."""
 
     layout: Settings
     orders: tuple[Order, ...]
     config: TrainConfig
     known: Ground | None = None
     update_s: float = 0.0
+    sharded: bool = False
 
     @property
     def placement(self) -> Placement:
@@ -169,7 +173,7 @@ class _Search:
     _planners: dict[Any, Planner] = field(default_factory=dict)
     _flops: dict[Any, Any] = field(default_factory=dict)
     _drafts: dict[Any, Schedule] = field(default_factory=dict)
-    _work: dict[Any, float] = field(default_factory=dict)
+    _work: dict[Any, np.ndarray[Any, Any]] = field(default_factory=dict)
     _residuals: dict[tuple[str, int], float] = field(default_factory=dict)
     _began: float = field(default_factory=time.monotonic)
     _told: float = field(default_factory=time.monotonic)
@@ -226,43 +230,71 @@ class _Search:
                     said = f"recompute={config.pipeline.recompute} saves too little of a layer"
                     self._note(node.settings, "slower", node.size, reason=said)
                 else:
-                    rate = self.bench.target.memory_bytes_per_s * self.bench.efficiency.bandwidth
-                    yield least_s + 2 * held / rate, node
+                    update_s = 2 * held / (self.bench.target.memory_bytes_per_s * self.bench.efficiency.bandwidth)
+                    yield least_s + update_s, replace(node, update_s=update_s)
             except JaxpipeError as error:
                 self._refuse(node.settings, node.size, error)
 
     def _least_s(self, config: TrainConfig) -> float | None:
         """Seconds that the pipeline takes at least, its work divided evenly; None where recomputation is for nothing.
 
-        The work is that of as many devices with a part of the layers each: tensor and context parallelism divide each product,
-        and each array that is read or written, among at most as many, and launches of kernels not at all. With the vocabulary
-        at the ends it is that of all layers in one stage: a cut parts kernels, and makes none shorter.
+        The work is that of a replica's devices with a part of the layers each: tensor and context parallelism divide each
+        product, and each array that is read or written, among at most as many, and launches of kernels not at all.
         """
-        pipe, devices = config.pipeline, config.pipeline.ranks * config.pipeline.rank_devices
+        pipe = config.pipeline
         size, policy = microbatch_size(config) // pipe.dp, str(pipe.recompute)
         beside = any(axis.key == "pipeline.recompute" and "none" in axis.values for axis in self.space.axes)
         if policy != "none" and beside and self._kept(policy, size) > self._kept("none", size) * (1 - LEAST_SAVED) > 0:
             return None
-        ends = pipe.vocabulary == "ends"
+        return float(pipe.microbatches * _least(self._work_of(config)) / (pipe.ranks * pipe.cp * pipe.tp))
+
+    def _work_of(self, config: TrainConfig) -> np.ndarray[Any, Any]:
+        """Seconds of all stages, as of one (:attr:`PlannedStage.seconds`), without tensor and context parallelism: a microbatch
+        of a replica. With the vocabulary at the ends it is that of all layers in one stage: a cut parts kernels, and makes none
+        shorter."""
+        pipe, ends = config.pipeline, config.pipeline.vocabulary == "ends"
+        size, devices = microbatch_size(config) // pipe.dp, pipe.ranks * pipe.cp * pipe.tp
         alone = replace(pipe, ranks=1 if ends else devices, tp=1, cp=1, schedule="1f1b", chunks=1)
-        key = alone.ranks, pipe.vocabulary, size, policy
+        key = alone.ranks, pipe.vocabulary, size, str(pipe.recompute)
         if key not in self._work:
             other = replace(config, pipeline=replace(alone, traverse=TraverseConfig()))
             bench, stages = self._bench_of(other), 1
             if not ends:
                 stages = with_vocabulary(one_to_one(devices), barriers=barriers(pipe.vocabulary)).num_stages
             cut = self._planner(other)(stages).cut
-            self._work[key] = 0.0 if bench.sizes is None else sum(x.seconds for x in bench.stages(cut, policy, size))
-        return pipe.microbatches * self._work[key] / devices
+            made = () if bench.sizes is None else bench.stages(cut, str(pipe.recompute), size)
+            self._work[key] = sum((x.seconds for x in made), np.zeros(3))
+        return self._work[key]
+
+    def _sharded_s(self, node: _Node) -> float:
+        """As :meth:`_least_s`, but a layer behind an equal one takes what it costs over so many shards, which takes few traces
+        to know: they do not divide all of its work."""
+        config, pipe = node.config, node.config.pipeline
+        size, policy, shards = microbatch_size(config) // pipe.dp, str(pipe.recompute), pipe.cp * pipe.tp
+        whole = self.bench.further(policy, size)
+        parted = self._bench_of(replace(config, pipeline=replace(pipe, vocabulary="ends"))).further(policy, size)
+        rest, further_s = self._work_of(config), 0.0
+        for run in whole.keys() & parted.keys():
+            (layers, *one), (_, *many) = whole[run], parted[run]
+            further = max(0, layers - 2 * node.placement.num_stages)  # the first ones of a stage have other neighbours
+            rest = rest - further * (one[1].seconds - one[0].seconds)
+            further_s += further * _least(many[1].seconds - many[0].seconds)
+        return pipe.microbatches * (further_s + _least(rest) / shards) / pipe.ranks
 
     def _kept(self, recompute: str, size: int) -> float:
         if (recompute, size) not in self._residuals:
-            self._residuals[recompute, size] = self.bench.run_bytes(recompute, size)
+            steps = self.bench.further(recompute, size).values()
+            kept = (n * (two.sizes.residual_bytes - one.sizes.residual_bytes) for n, one, two in steps)
+            self._residuals[recompute, size] = sum(kept)
         return self._residuals[recompute, size]
 
     def _placed(self, node: _Node) -> Iterator[tuple[float, _Node]]:
-        """The node priced, by placement, each with its lower bound."""
+        """The node with a better bound where its ranks are several shards, then priced, by placement, each with its lower
+        bound."""
         try:
+            if not node.sharded and node.config.pipeline.cp * node.config.pipeline.tp > 1:
+                yield self._sharded_s(node) + node.update_s, replace(node, sharded=True)
+                return
             config, bench = node.config, self._bench_of(node.config)
             plan = self._planner(config)(node.placement.num_stages)
             known = ground(config, bench, plan, self.limit_bytes)
@@ -474,6 +506,11 @@ class _Search:
 def _key(tried: Tried) -> tuple[float, int]:
     """The smaller, the better."""
     return nine_digits(tried.step_s or 0.0), max(tried.peak_bytes)
+
+
+def _least(seconds: np.ndarray[Any, Any]) -> float:
+    """Of a forward and a backward, split or not."""
+    return float(seconds[0] + seconds[1:].min())
 
 
 def _splits(schedule: Schedule) -> bool:

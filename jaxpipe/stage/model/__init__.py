@@ -1,1 +1,12 @@
 """Layers and models: the protocol, Flax modules as layers, parameters as buffers, the unpipelined reference, the cut."""
+
+from jaxpipe.lazy import exported
+
+__all__, __getattr__ = exported(
+    __name__,
+    layer="Layer LayerContext Matrix Model Params",
+    links="StageLinks links_of",
+    params="ParamLayout",
+    plan="Cut StagePlan plan_stages",
+    reference="apply_model init_params resolve_model",
+)

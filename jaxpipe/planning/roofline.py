@@ -77,8 +77,8 @@ class Work:
         """Of these kernels one after another, as many of which are launched."""
         times, launch_s, flops_per_s, bytes_per_s, flops, moved = parts.T
         seconds = times * (np.maximum(flops / flops_per_s, moved / bytes_per_s) + launch_s)
-        sums = (float(x.sum()) for x in (times * flops, times * moved, seconds))
-        return cls(*sums, kernels, float(levels.max()), parts, levels)
+        done, moved, taken = (float(x.sum()) for x in (times * flops, times * moved, seconds))
+        return cls(done, moved, taken, kernels, float(levels.max()), parts, levels)
 
     def towards(self, other: Work, share: float) -> Work | None:
         """The work of the same function on arrays whose sizes lie ``share`` of the way from those of this to those of ``other``

@@ -27,6 +27,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -36,14 +37,14 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 from paper_numbers import STP_EXPOSED, VLM_THROUGHPUT  # noqa: E402
 
-from jaxpipe.planning.costs import cost_profile  # noqa: E402
+from jaxpipe.planning.costs import planned_costs  # noqa: E402
 from jaxpipe.planning.predict import Prediction, predict  # noqa: E402
 from jaxpipe.planning.roofline import Efficiency  # noqa: E402
-from jaxpipe.planning.stages import Sharding, Workbench, workbench  # noqa: E402
+from jaxpipe.planning.stages import Workbench, workbench  # noqa: E402
 from jaxpipe.planning.targets import TARGETS, Target  # noqa: E402
-from jaxpipe.schedule import CostProfile, Schedule  # noqa: E402
+from jaxpipe.schedule import Action, CostProfile, Schedule  # noqa: E402
 from jaxpipe.schedule.passes import prompt_weights  # noqa: E402
-from jaxpipe.schedule.passes.backwards import fuse_neighbours  # noqa: E402
+from jaxpipe.schedule.passes.backwards import fused_backwards, with_fused  # noqa: E402
 from jaxpipe.train.config import TrainConfig, load_config  # noqa: E402
 
 RESULT = ROOT / "scripts" / "results" / "plan-vlm.json"
@@ -83,12 +84,23 @@ def planned(base: TrainConfig, bench: Workbench, schedule: str, microbatches: in
         lambda schedule, _: fuse_neighbours(schedule),
         lambda schedule, _: fuse_neighbours(prompt_weights(schedule)),
     ]
-    target = bench.target
     found = [
-        predict(config, bench, target, bench.efficiency, Sharding.of(config), target.memory_bytes, transform)
+        predict(config, bench, bench.target.memory_bytes, transform)
         for transform in (fused if schedule == "v-zb" else as_it_is)
     ]
     return min(found, key=lambda p: p.step_s)
+
+
+def fuse_neighbours(schedule: Schedule) -> Schedule:
+    """``schedule`` with BW in place of each B whose own W is the next slot: B's TP collectives have W under them. The published
+    code of ZB-V's authors does so (sail-sg/zero-bubble-pipeline-parallelism, ``zb_schedules.py``)."""
+    fused = frozenset(
+        (one.stage, one.microbatch)
+        for row in schedule.rows
+        for one, two in pairwise(row)
+        if type(one) is Action and one.op == "B" and two == replace(one, op="W")
+    )
+    return with_fused(schedule, fused | fused_backwards(schedule))
 
 
 def rates() -> Efficiency:
@@ -98,10 +110,10 @@ def rates() -> Efficiency:
     config = load_config(ROOT / "scripts" / "plans" / "qwen2-12.1b.toml").override([
         f"pipeline.tp={tp}", "pipeline.ranks=2", "pipeline.cut=[1, 2, 3]", f"data.seq_len={sequence}",
     ])  # fmt: skip
-    target, efficiency, sharding = TARGETS["a800"], Efficiency(bandwidth=1e3), Sharding.of(config)
-    bench = workbench(config, target, efficiency, sharding, quiet)
-    layer = bench.stages(((0, 1), (1, 2)), config.pipeline.recompute, 1)[1]
-    costs = cost_profile([layer], 1, target, efficiency, sharding, target.memory_bytes)
+    target, efficiency = TARGETS["a800"], Efficiency(bandwidth=1e3)
+    bench = workbench(config, target, efficiency, quiet)
+    layer = bench.stages(((0, 1), (1, 2), (2, len(bench.model.layers))), config.pipeline.recompute, 1)[1]
+    costs = planned_costs([layer], replace(config.pipeline, ranks=1), target, efficiency, target.memory_bytes)
     link = efficiency.link * costs.tp_comm_s[0] / (costs.f_s[0] * part / (1 - part))
     quiet(
         f"a layer takes {1e3 * costs.f_s[0]:.2f} ms and {1e3 * costs.tp_comm_s[0]:.2f} ms of links; so links at {link:.3f}"
@@ -112,7 +124,7 @@ def rates() -> Efficiency:
 def rows_of(name: str, tp: int, pp: int, efficiency: Efficiency) -> list[Row]:
     """A setting at its three numbers of microbatches."""
     base, rows = setting(name, tp, pp), []
-    bench = workbench(base, machine(tp, efficiency), efficiency, Sharding.of(base), quiet)
+    bench = workbench(base, machine(tp, efficiency), efficiency, quiet)
     by_microbatches, peaks = VLM_THROUGHPUT[name, tp, pp]
     for m, paper in by_microbatches.items():
         found = {schedule: planned(base, bench, schedule, m) for schedule in SCHEDULES}
@@ -128,7 +140,7 @@ def rows_of(name: str, tp: int, pp: int, efficiency: Efficiency) -> list[Row]:
             "samples_per_s": {s: [theirs[s], round(ours[s], 3)] for s in SCHEDULES},
             "gain_percent": gains,
             "memory_gb": {
-                s: [gb, round(max(x.total - x.temporaries for x in found[s].memory) / 1e9, 1)]
+                s: [gb, round(max(x.live_peak_bytes for x in found[s].memory) / 1e9, 1)]
                 for s, gb in zip(SCHEDULES, (*peaks, peaks[-1]), strict=True)
             },
         })  # fmt: skip

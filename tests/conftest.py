@@ -159,6 +159,8 @@ def users_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     """What this test compiles, XLA compiles as it does for users: for bits of different programs that must agree."""
     import jax
 
+    import jaxpipe.stage.split.calls  # noqa: F401  # its jitted functions are parts of others, which no compiler sees alone
+
     jit = jax.jit
 
     def as_users_do(f: Any, *, compiler_options: Any = None, **more: Any) -> Any:

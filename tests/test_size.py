@@ -28,17 +28,17 @@ MOST: Mapping[str, tuple[int, int, int]] = {
     "program": (8, 847, 11),
     "rehearsal": (6, 598, 8),
     "runtime": (18, 2421, 26),
-    "schedule": (25, 2967, 28),
+    "schedule": (25, 2968, 28),
     "schedule/blocks": (5, 237, 1),
     "schedule/bounds": (8, 872, 11),
     "schedule/families": (21, 1797, 3),
     "schedule/list_schedule": (9, 1020, 14),
     "schedule/passes": (10, 926, 9),
     "schedule/solve": (14, 3282, 45),
-    "stage": (48, 6112, 59),
+    "stage": (48, 6113, 59),
     "train": (75, 9078, 111),
 }
-MOST_OF_SCHEDULE = 7819
+MOST_OF_SCHEDULE = 7820
 """Code lines of ``schedule/`` and its rooms, without ``schedule/solve/``."""
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property, partial
 
 from jaxpipe.errors import ScheduleError
 from jaxpipe.schedule.costs import CostProfile
@@ -197,4 +197,5 @@ class Problem:
 
 def shares(placement: Placement, costs: CostProfile) -> tuple[float, ...]:
     """Per replica, its rank's share of one microbatch of its flow, in bytes of residuals; for stages on single ranks."""
-    return tuple(rank_share(placement, costs, r, k) for k, flow in enumerate(placement.flows) for r, *_ in flow)
+    share = cache(partial(rank_share, placement, costs))
+    return tuple(share(r, k) for k, flow in enumerate(placement.flows) for r, *_ in flow)

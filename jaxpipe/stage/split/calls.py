@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+from jax import jit
 
 from jaxpipe._jax_compat import varying_axes
 from jaxpipe.stage.identity import function_key, value_key
@@ -46,7 +47,7 @@ class Calls:
                 skeleton[:] = [fill(y, [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in made])]
                 return made
 
-            self.known[kind] = jax.jit(arrays_of), skeleton
+            self.known[kind] = jit(arrays_of), skeleton
         jitted, returned = self.known[kind]
         arrays = jitted(array_leaves(given))
         return fill(returned[0], arrays)

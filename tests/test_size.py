@@ -36,7 +36,7 @@ MOST: Mapping[str, tuple[int, int, int]] = {
     "schedule/passes": (10, 926, 9),
     "schedule/solve": (14, 3282, 45),
     "stage": (48, 6113, 59),
-    "train": (75, 9078, 111),
+    "train": (75, 9083, 111),
 }
 MOST_OF_SCHEDULE = 7820
 """Code lines of ``schedule/`` and its rooms, without ``schedule/solve/``."""

@@ -66,11 +66,11 @@ class TrainConfig(Sections):
         """This config with ``section.key=value`` overrides applied in order; the last one of a key wins."""
         return _config(self.to_dict(), "", overrides)
 
-    def changed(self, settings: Mapping[str, Any]) -> TrainConfig:
+    def changed(self, values: Mapping[str, Any]) -> TrainConfig:
         """This config with these values by dotted key."""
         found = Collected(TrainConfig)
-        found.add_table(self.to_dict(), "")
-        for key, value in settings.items():
+        found.values |= {key: attrgetter(key)(self) for key in settings.leaf_hints(TrainConfig)}
+        for key, value in values.items():
             found.add(key, value, "")
         return _checked(found)
 

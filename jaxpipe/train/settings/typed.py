@@ -251,6 +251,13 @@ def _short_keys(record: type) -> Mapping[str, str]:
     return {f"{name}.{leaf}": key for key, (*names, leaf) in tables.items() for name in names}
 
 
+@cache
+def _tables(record: type) -> frozenset[str]:
+    """Of sections and tables, all that they may be called in a key."""
+    paths = [key.split(".")[:-1] for key in leaf_hints(record)]
+    return frozenset(".".join(x[a:b]) for x in paths for a in range(len(x)) for b in range(a + 1, len(x) + 1))
+
+
 def full_key(record: type, key: str) -> str:
     """The key of a leaf of ``record`` that ``key`` may leave a name out of; ``key`` itself where there is none."""
     return key if key in leaf_hints(record) else _short_keys(record).get(key, key)
@@ -260,7 +267,7 @@ def leaves_of(record: type, table: Mapping[str, Any], prefix: str = "") -> Itera
     """The values in ``table`` by their full keys, of leaves that ``record`` does not have, too."""
     for name, value in table.items():
         key = f"{prefix}{name}"
-        inside = not prefix or any(f".{key}." in f".{k}" for k in leaf_hints(record))
+        inside = not prefix or key in _tables(record)
         if isinstance(value, Mapping) and inside and key not in leaf_hints(record):
             yield from leaves_of(record, value, f"{key}.")
         else:
@@ -328,12 +335,13 @@ class Collected:
                 self.values[full] = fit(value, hints[full], self.prefix + key, text=text)
             except ConfigError as error:
                 self.problem(place, str(error), full)
-        elif not (inside := [k for k in hints if f".{key}." in f".{k}"]):
+        elif key not in _tables(self.record):
             self._unknown(key, place)
         elif isinstance(value, Mapping):
             for leaf, x in value.items():
                 self.add(f"{key}.{leaf}", x, place)
         else:
+            inside = [k for k in hints if f".{key}." in f".{k}"]
             self.problem(place, f"{key} is a section: set its keys, such as {inside[0]}", *inside)
 
     def add_override(self, override: str) -> None:

@@ -45,7 +45,6 @@ def traversed(arguments: argparse.Namespace, costs: CostChoice) -> tuple[Schedul
 
 def _rules(text: str, placement: Placement, microbatches: int) -> Any:
     """The rules in a line, or of that name in a Python file."""
-
     path, _, name = text.rpartition(":")
     if text.endswith(".py"):
         raise ConfigError(f"--rules {text} names a file; say which of its names: {text}:NAME")

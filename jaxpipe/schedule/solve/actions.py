@@ -37,12 +37,12 @@ from jaxpipe.errors import ScheduleError
 from jaxpipe.schedule.check import find_problems
 from jaxpipe.schedule.deps import HOST_LANES, build_graph
 from jaxpipe.schedule.engine import host_groups
+from jaxpipe.schedule.grids import FINE, Ticks, memory_units, time_grid
 from jaxpipe.schedule.ir import Action, Row, Schedule, Slot, op_spec
 from jaxpipe.schedule.memory import ACTIVATION_FIELDS, rank_share, static_bytes
 from jaxpipe.schedule.passes.backwards import with_slots
 from jaxpipe.schedule.problem import Problem
 from jaxpipe.schedule.simulate import simulate
-from jaxpipe.schedule.solve.cp_sat import FINE, Ticks, memory_units, time_grid
 from jaxpipe.schedule.solve.first import grouped_rows
 from jaxpipe.schedule.solve.task import SolveTask
 from jaxpipe.schedule.timeline import Timeline

@@ -37,10 +37,11 @@ from fractions import Fraction
 from math import ceil, gcd
 from typing import Any
 
+from jaxpipe.schedule.budget import Budget
 from jaxpipe.schedule.list_schedule.fillers import Finisher
 from jaxpipe.schedule.problem import B, F, Problem, W
 from jaxpipe.schedule.retime import Draft
-from jaxpipe.schedule.solve.cp_sat import LITE, Budget, run
+from jaxpipe.schedule.solve.cp_sat import LITE, run
 from jaxpipe.schedule.tolerance import MEMORY, how_many
 
 _FINEST = 24

@@ -14,6 +14,8 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol
 
 from jaxpipe.errors import JaxpipeError
+from jaxpipe.schedule.bounds.few_ranks import FewRanks
+from jaxpipe.schedule.budget import DETERMINISTIC_SECOND, Budget
 from jaxpipe.schedule.families import FAMILIES
 from jaxpipe.schedule.ir import Schedule
 from jaxpipe.schedule.json_form import from_json, to_json
@@ -21,9 +23,7 @@ from jaxpipe.schedule.passes.braid import unbraid
 from jaxpipe.schedule.problem import OPS, Problem
 from jaxpipe.schedule.search_orders import Candidate, best_of_family, cheap_first
 from jaxpipe.schedule.settings import Task
-from jaxpipe.schedule.solve.cp_sat import DETERMINISTIC_SECOND, Budget
 from jaxpipe.schedule.solve.cycles import cycles, mirrored_cycles
-from jaxpipe.schedule.solve.rank_bounds import rank_bounds
 from jaxpipe.schedule.solve.task import SolveTask, count_offloads
 from jaxpipe.schedule.tolerance import at_most, nine_digits
 
@@ -76,7 +76,7 @@ class RankBounds(Job):
     value: float
 
     def run(self, task: SolveTask, tell: Tell) -> None:
-        for bound in rank_bounds(task, self.bound, self.value, self.budget()):
+        for bound in few_ranks(task).bounds(self.bound, self.value, self.budget()):
             tell(None, "orders of a few ranks", bound)
 
 
@@ -200,6 +200,12 @@ def job_in(message: Mapping[str, Any]) -> tuple[int, Job]:
     """The job of a line, and its number."""
     module, name = message["kind"]
     return message["number"], from_json(getattr(importlib.import_module(module), name), message["job"], "job")
+
+
+def few_ranks(task: SolveTask) -> FewRanks:
+    """A task as the bounds from a few ranks take it."""
+    span, limits = task.objective == "span", task.limits()
+    return FewRanks(task.placement, task.num_microbatches, task.costs, limits, offload=task.offload, span=span)
 
 
 def family_schedules(task: SolveTask, names: Sequence[str], tell: Callable[[Schedule, str], object]) -> None:

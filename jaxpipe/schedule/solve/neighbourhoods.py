@@ -11,7 +11,7 @@ equals, which costs time.
 
 **The exact model** solves a task to optimality, or as far as its time goes, and says what it has proved. Source: `optpipe.txt`
 section 3 and appendix C, a MILP over order variables; here a CP-SAT model over intervals (OR-Tools), in whole ticks and units
-(:mod:`.cp_sat`). Every answer is turned into rows (:mod:`.actions`), checked and simulated; what is reported is what the
+(:mod:`~jaxpipe.schedule.grids`). Every answer is turned into rows (:mod:`.actions`), checked and simulated; what is reported is what the
 simulator says. How the two correspond, and what was chosen where the paper's text can't be taken literally:
 
 * E, O, R, W, C: ends of F, B, W; starts of O and L; literal ``away``; ``cost``. P, K, L, H: NoOverlap of a rank's compute
@@ -55,12 +55,14 @@ from itertools import pairwise
 from typing import Any, Literal
 
 from jaxpipe.errors import ScheduleError
+from jaxpipe.schedule.budget import DETERMINISTIC_SECOND, Budget
+from jaxpipe.schedule.grids import COARSE
 from jaxpipe.schedule.ir import Schedule
 from jaxpipe.schedule.passes.backwards import fused_backwards, with_fused
 from jaxpipe.schedule.passes.braid import unbraid
 from jaxpipe.schedule.simulate import simulate
 from jaxpipe.schedule.solve.actions import Actions, Starts, schedule_of, starts_of
-from jaxpipe.schedule.solve.cp_sat import COARSE, DETERMINISTIC_SECOND, LITE, WHOLE_RESERVOIRS, Budget, run
+from jaxpipe.schedule.solve.cp_sat import LITE, WHOLE_RESERVOIRS, run
 from jaxpipe.schedule.solve.formulation import Formulation, Window
 from jaxpipe.schedule.solve.task import SolveTask
 from jaxpipe.schedule.timeline import Timeline

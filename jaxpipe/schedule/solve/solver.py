@@ -419,7 +419,7 @@ class Portfolio:
             for name in (n for n in families_of(task) if n not in quick[number]):
                 yield self._job(number, Families, total, names=(name,))
         for number, problem in enumerate(self.problems):
-            if problem is not None:
+            if problem is not None and problem.placement.num_flows == 1 and self.incumbent.value < float("inf"):
                 yield self._job(number, RankBounds, total * 0.2, value=self.incumbent.value)
         for number, task in enumerate(self.tasks):
             start, ops = self._start(number), 5 if task.offload else 3

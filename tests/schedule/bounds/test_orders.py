@@ -7,10 +7,10 @@ import random
 import pytest
 
 from jaxpipe.schedule import CostProfile
+from jaxpipe.schedule.budget import Budget
 from jaxpipe.schedule.placement import one_to_one, v_shape
 from jaxpipe.schedule.solve import SolveTask
-from jaxpipe.schedule.solve.cp_sat import Budget
-from jaxpipe.schedule.solve.rank_bounds import chain_orders, host_orders, rank_bounds
+from jaxpipe.schedule.solve.jobs import few_ranks
 from jaxpipe.schedule.solve.solver import bound_of
 from jaxpipe.schedule.solve.task import Objective
 from tests.schedule.solve.test_model import problem_of
@@ -54,10 +54,10 @@ def test_no_optimum_is_below_it_and_with_all_ranks_it_is_the_optimum(seed: int) 
     task = problem_of(case)
     found = {}
     for ranks in [*((r,) for r in range(case.ranks)), (0, 1), tuple(range(case.ranks))]:
-        found[ranks] = chain_orders(task, ranks).least(ALL, ALL, lambda _: False)
+        found[ranks] = few_ranks(task).orders(ranks).least(ALL, ALL, lambda _: False)
         assert found[ranks] <= best
-        assert chain_orders(task, ranks).least(ALL, 1, lambda _: False) <= found[ranks]
-        assert chain_orders(task, ranks).least(found[ranks] - 1, ALL, lambda _: False) == float("inf")
+        assert few_ranks(task).orders(ranks).least(ALL, 1, lambda _: False) <= found[ranks]
+        assert few_ranks(task).orders(ranks).least(found[ranks] - 1, ALL, lambda _: False) == float("inf")
     if not (case.comm or case.bw or case.span):
         assert found[tuple(range(case.ranks))] == best
 
@@ -84,7 +84,7 @@ def test_no_optimum_with_offload_is_below_it(seed: int) -> None:
     if best is None:
         return
     for rank in range(case.ranks):
-        orders = host_orders(problem_of(case), rank)
+        orders = few_ranks(problem_of(case)).host_orders(rank)
         assert orders is not None
         assert orders.least(ALL, ALL, lambda _: False) <= best
         assert orders.least(ALL, 1, lambda _: False) <= orders.least(best, ALL, lambda _: False) <= best
@@ -99,7 +99,7 @@ def test_one_rank_with_its_host_lane() -> None:
 
 
 def proven(task: SolveTask, value: float) -> float:
-    return max([bound_of(task), *rank_bounds(task, bound_of(task), value, Budget(8.0, reproducible=True))])
+    return max([bound_of(task), *few_ranks(task).bounds(bound_of(task), value, Budget(8.0, reproducible=True))])
 
 
 def test_optima_of_small_v_shapes() -> None:
@@ -112,7 +112,7 @@ def test_optima_of_small_v_shapes() -> None:
 def test_the_last_rank_alone_proves_the_best_known_schedule_of_eight_ranks() -> None:
     """V at 3p/8, unit costs, m=32: in half units, 239, which neighbourhoods found; memory × time says 221."""
     task = SolveTask(v_shape(8), 32, CostProfile.uniform(16, chunks=2), 3.0, objective="span")
-    assert chain_orders(task, (7,)).least(ALL, ALL, lambda _: False) == 239
+    assert few_ranks(task).orders((7,)).least(ALL, ALL, lambda _: False) == 239
 
 
 def test_limits_that_do_not_bind_cost_nothing() -> None:
@@ -132,6 +132,6 @@ def test_durations_without_a_common_step_are_rounded_down(objective: Objective) 
 
 def test_a_reproducible_search_spends_no_clock() -> None:
     task = SolveTask(v_shape(4), 8, CostProfile.uniform(8, chunks=2, f=25.92, b=26.44, w=19.52), 2.0, objective="span")
-    runs = [list(rank_bounds(task, bound_of(task), 760.0, Budget(0.5, reproducible=True))) for _ in range(2)]
+    runs = [list(few_ranks(task).bounds(bound_of(task), 760.0, Budget(0.5, reproducible=True))) for _ in range(2)]
     assert runs[0] == runs[1]
     assert runs[0][-1] > bound_of(task)

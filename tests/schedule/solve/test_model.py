@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from jaxpipe.errors import ScheduleError
 from jaxpipe.schedule.check import check_schedule
 from jaxpipe.schedule.costs import CostProfile, HostLink, Link
+from jaxpipe.schedule.grids import common_step, memory_units, time_grid
 from jaxpipe.schedule.ir import Action, Schedule
 from jaxpipe.schedule.placement import (
     Placement,
@@ -26,7 +27,6 @@ from jaxpipe.schedule.placement import (
     with_shared,
 )
 from jaxpipe.schedule.simulate import simulate
-from jaxpipe.schedule.solve.cp_sat import common_step, memory_units, time_grid
 from jaxpipe.schedule.solve.neighbourhoods import ExactResult, solve_exact
 from jaxpipe.schedule.solve.task import Objective, SolveTask, most_offloaded
 from jaxpipe.schedule.text import parse_schedule

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from jaxpipe.cli import main
 from jaxpipe.errors import ScheduleError
 from jaxpipe.schedule import CostProfile, HostLink, Placement, Schedule, check_schedule, one_to_one, simulate, v_shape
+from jaxpipe.schedule.budget import Budget
 from jaxpipe.schedule.placement import with_shared
 from jaxpipe.schedule.search_orders import best_schedule, bounds_within
 from jaxpipe.schedule.solve.cache import CrudeProblem
-from jaxpipe.schedule.solve.cp_sat import Budget
 from jaxpipe.schedule.solve.neighbourhoods import NeighbourhoodSearch
 from jaxpipe.schedule.solve.offload_list import offload_candidates
 from jaxpipe.schedule.solve.task import Objective, SolveTask, most_offloaded

@@ -8,8 +8,9 @@ from dataclasses import replace
 import pytest
 
 from jaxpipe.schedule import HostLink, Schedule, check_schedule, one_to_one, simulate, v_shape
+from jaxpipe.schedule.budget import Budget
 from jaxpipe.schedule.solve.actions import Actions, schedule_of, starts_of
-from jaxpipe.schedule.solve.cp_sat import Budget, run
+from jaxpipe.schedule.solve.cp_sat import run
 from jaxpipe.schedule.solve.formulation import Formulation, Window
 from jaxpipe.schedule.solve.neighbourhoods import NeighbourhoodSearch, solve_exact
 from jaxpipe.schedule.solve.offload_list import offload_candidates

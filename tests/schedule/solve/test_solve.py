@@ -19,12 +19,12 @@ from hypothesis import strategies as st
 
 from jaxpipe.errors import ScheduleError
 from jaxpipe.schedule import CostProfile, HostLink, Schedule, check_schedule, simulate
+from jaxpipe.schedule.budget import Budget
 from jaxpipe.schedule.placement import Placement, bidirectional, circular, one_to_one, v_shape
 from jaxpipe.schedule.problem import Problem
 from jaxpipe.schedule.retime import peaks
 from jaxpipe.schedule.search_orders import best_schedule
 from jaxpipe.schedule.solve import Options, Progress, Solution, SolveTask, solve
-from jaxpipe.schedule.solve.cp_sat import Budget
 from jaxpipe.schedule.solve.cycles import Grid, Shape, applies, find_cycle, shapes
 from jaxpipe.schedule.solve.first import group_size, grouped_rows
 from jaxpipe.schedule.solve.neighbourhoods import NeighbourhoodSearch

@@ -5,7 +5,7 @@ three quarters? What can't end in time is left out of the search, so a small ste
 
 With offload one rank at a time, with its host lane (:mod:`~jaxpipe.schedule.bounds.host_orders`).
 
-For plain chains in one direction. Where durations have no common step they are rounded down (``cp_sat.py``).
+For plain chains in one direction. Where durations have no common step they are rounded down (``grids.py``).
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ from jaxpipe.schedule.bounds.host_orders import HostOrders
 from jaxpipe.schedule.bounds.orders import Ends, Kept, Orders, Step
 from jaxpipe.schedule.bounds.ranks import residents
 from jaxpipe.schedule.bounds.resident import Resident
-from jaxpipe.schedule.solve.cp_sat import Budget, Ticks, time_grid
-from jaxpipe.schedule.solve.task import SolveTask
+from jaxpipe.schedule.budget import Budget
+from jaxpipe.schedule.costs import CostProfile
+from jaxpipe.schedule.grids import Ticks, time_grid
+from jaxpipe.schedule.placement import Placement
 from jaxpipe.schedule.tolerance import how_many
 
 _PARTS_OF_GAP = 4
@@ -28,88 +30,67 @@ _PART_OF_TIME = 2  # of what is left, for one set of ranks
 _STATES_PER_S = 60_000  # that follow one another, roughly: what a reproducible search counts instead of seconds
 
 
-def rank_bounds(task: SolveTask, bound: float, value: float, budget: Budget) -> Iterator[float]:
-    """Better and better bounds on the objective, in seconds, from one that is known up to the ``value`` of a known schedule."""
-    placement = task.placement
-    if not placement.is_plain_chain or placement.num_flows != 1 or value == float("inf"):
-        return
-    chain = _Chain(task)
-    least, top = chain.ticks.at_least(bound), chain.ticks.of(value)
-    last = placement.num_ranks - 1
-    order = list(range(last + 1))  # the longest trip first, or the turns
-    if placement.num_stages > placement.num_ranks:
-        order.sort(key=lambda rank: (min(rank, last - rank), -rank))
-    ranks: tuple[int, ...] = ()
-    while len(ranks) <= last:
-        sets = [tuple(sorted((*ranks, rank))) for rank in order if rank not in ranks]
-        scores = []
-        for some in sets:
-            score = 0
-            orders = chain.host_orders(*some) if task.offload else chain.orders(some)
-            for score in _raised(orders, least, top, budget) if orders else ():
-                if score > least:
-                    least = score
-                    yield chain.seconds(least)
-            scores.append(score)
-            if least >= top or budget.left <= 0:
-                return
-        if task.offload:
-            return
-        ranks = sets[scores.index(max(scores))]
+class FewRanks:
+    """A problem in ticks. ``limits``: per rank, activations in units of its share of one microbatch. ``span``: the longest
+    span is bounded, not the makespan.
 
+    Raises:
+        ScheduleError: the costs are too uneven for a grid.
+    """
 
-def _raised(orders: Orders | HostOrders, least: int, top: int, budget: Budget) -> Iterator[int]:
-    """Ticks that no order's objective is below: one step after the other from ``least`` to ``top``, or what it can't exceed."""
-    end = budget.left * (1 - 1 / _PART_OF_TIME)
-
-    def late(states: int) -> bool:
-        if budget.reproducible:
-            budget.spent += states / _STATES_PER_S
-        return budget.left <= end
-
-    for part in range(1, _PARTS_OF_GAP + 1):
-        most = least + (top - least) * part // _PARTS_OF_GAP - 1
-        found = orders.least(most, _WIDTH, late)
-        if found > most:
-            yield most + 1
-            continue
-        yield int(found)
-        return
-
-
-def chain_orders(task: SolveTask, ranks: Sequence[int]) -> Orders:
-    """The orders of ``ranks`` (ascending) of a task as :func:`rank_bounds` takes it, in ticks of its own grid."""
-    return _Chain(task).orders(ranks)
-
-
-def host_orders(task: SolveTask, rank: int) -> HostOrders | None:
-    """The orders of a rank with its host lane, likewise."""
-    return _Chain(task).host_orders(rank)
-
-
-class _Chain:
-    """A task in ticks."""
-
-    def __init__(self, task: SolveTask) -> None:
-        self.task = task
-        flows = Flows(task.placement, task.num_microbatches, task.costs)
+    def __init__(
+        self,
+        placement: Placement,
+        num_microbatches: int,
+        costs: CostProfile,
+        limits: Sequence[float],
+        *,
+        offload: bool = False,
+        span: bool = False,
+    ) -> None:
+        self.count, self.limits, self.offload, self.span = num_microbatches, limits, offload, span
+        self.shared_lane = costs.host.mode == "shared"
+        flows = Flows(placement, num_microbatches, costs)
         self.flow: Flow = flows.all[0]
-        self.stays = [residents(flows, rank) for rank in range(task.placement.num_ranks)]
+        self.stays = [residents(flows, rank) for rank in range(placement.num_ranks)]
         self.rank_of = [group[0] for group in self.flow.groups]
         n = len(self.rank_of)
         hops = [self.flow.hop(s, s + 1, s) for s in range(n - 1)] + [self.flow.hop(s + 1, s, s) for s in range(n - 1)]
         w = [b - a for a, b in zip(self.flow.passed, self.flow.backward, strict=True)]
-        costs = task.costs
-        host = [*costs.offload_s, *costs.load_s] if task.offload else []
+        host = [*costs.offload_s, *costs.load_s] if offload else []
         durations = [*self.flow.forward, *self.flow.passed, *w, *hops, *host]
-        self.ticks: Ticks = time_grid(durations, (task.num_microbatches + 1) * sum(durations))
+        self.ticks: Ticks = time_grid(durations, (num_microbatches + 1) * sum(durations))
 
-    def seconds(self, ticks: int) -> float:
-        by_span = self.task.objective == "span"
-        return self.ticks.span_bound_s(ticks) if by_span else self.ticks.makespan_bound_s(ticks)
+    def bounds(self, bound: float, value: float, budget: Budget) -> Iterator[float]:
+        """Better and better bounds, in seconds, from one that is known up to the ``value`` of a known schedule."""
+        least, top = self.ticks.at_least(bound), self.ticks.of(value)
+        last = len(self.stays) - 1
+        order = list(range(last + 1))  # the longest trip first, or the turns
+        if len(self.rank_of) > len(self.stays):
+            order.sort(key=lambda rank: (min(rank, last - rank), -rank))
+        ranks: tuple[int, ...] = ()
+        while len(ranks) <= last:
+            sets = [tuple(sorted((*ranks, rank))) for rank in order if rank not in ranks]
+            scores = []
+            for some in sets:
+                score = 0
+                orders = self.host_orders(*some) if self.offload else self.orders(some)
+                for score in _raised(orders, least, top, budget) if orders else ():
+                    if score > least:
+                        least = score
+                        yield self._seconds(least)
+                scores.append(score)
+                if least >= top or budget.left <= 0:
+                    return
+            if self.offload:
+                return
+            ranks = sets[scores.index(max(scores))]
+
+    def _seconds(self, ticks: int) -> float:
+        return self.ticks.span_bound_s(ticks) if self.span else self.ticks.makespan_bound_s(ticks)
 
     def orders(self, ranks: Sequence[int]) -> Orders:
-        """The orders of ``ranks``."""
+        """The orders of ``ranks`` (ascending)."""
         flow, of = self.flow, self.ticks.of
         stages = [s for s, rank in enumerate(self.rank_of) if rank in ranks]
         stay: dict[int, Resident] = {
@@ -131,23 +112,22 @@ class _Chain:
             Step(number[self.rank_of[s]], stages.index(s), of(seconds), lag)
             for (s, seconds), lag in zip(way, lags, strict=True)
         ]
-        limits = self.task.limits()
         return Orders(
             steps=tuple(steps),
             stages=tuple(Kept(stay[s].held, stay[s].kept, of(stay[s].w_s)) for s in stages),
-            limits=tuple(limits[rank] for rank in ranks),
+            limits=tuple(self.limits[rank] for rank in ranks),
             ends=tuple(self._ends(rank, stages[0], back) for rank in ranks),
-            count=self.task.num_microbatches,
+            count=self.count,
         )
 
     def host_orders(self, rank: int) -> HostOrders | None:
         """The orders of one rank with its host lane; none where it has several stages, or moves parts, or both ways at once."""
-        stays, limit, of = self.stays[rank], self.task.limits()[rank], self.ticks.of
+        stays, limit, of = self.stays[rank], self.limits[rank], self.ticks.of
         if len(stays) != 1 or limit == float("inf"):
             return None
         (x,) = stays
         whole = 0 < x.held <= min(x.kept, x.leaves)
-        if not whole or self.task.costs.host.mode != "shared":
+        if not whole or not self.shared_lane:
             return None
         return HostOrders(
             f=of(x.f_s),
@@ -158,7 +138,7 @@ class _Chain:
             trip=of(x.trip_s),
             room=how_many(x.held, limit),
             ends=self._ends(rank, self._stages(rank)[0], self.flow.way_back()),
-            count=self.task.num_microbatches,
+            count=self.count,
         )
 
     def _stages(self, rank: int) -> list[int]:
@@ -167,8 +147,27 @@ class _Chain:
     def _ends(self, rank: int, first: int, back: Sequence[float]) -> Ends:
         """What follows ``rank``, if the F of stage ``first`` is what starts the search."""
         flow, of, s = self.flow, self.ticks.of, self._stages(rank)[0]
-        if self.task.objective != "span":
+        if not self.span:
             return Ends(of(flow.head[first] + flow.tail[s]), of(flow.head[first]))
         before = flow.head[first] - flow.head[0]
         home = of(before + back[s] + flow.backward[0] - flow.passed[0])
         return Ends(home, 0 if rank == self.rank_of[first] else -float("inf"))
+
+
+def _raised(orders: Orders | HostOrders, least: int, top: int, budget: Budget) -> Iterator[int]:
+    """Ticks that no order's objective is below: one step after the other from ``least`` to ``top``, or what it can't exceed."""
+    end = budget.left * (1 - 1 / _PART_OF_TIME)
+
+    def late(states: int) -> bool:
+        if budget.reproducible:
+            budget.spent += states / _STATES_PER_S
+        return budget.left <= end
+
+    for part in range(1, _PARTS_OF_GAP + 1):
+        most = least + (top - least) * part // _PARTS_OF_GAP - 1
+        found = orders.least(most, _WIDTH, late)
+        if found > most:
+            yield most + 1
+            continue
+        yield int(found)
+        return

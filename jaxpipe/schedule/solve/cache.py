@@ -46,7 +46,7 @@ _LARGEST = 1e12
 _OTHERWISE = 100.0  # steps that another objective, host link or permission to offload counts: more than a factor 2
 
 VARIABLE = "JAXPIPE_CACHE_DIR"
-# Of all files together; also bounds what a lookup reads. 250 schedules of 32 ranks and 256 microbatches.
+# Of all files together; also bounds what a lookup reads. 500 schedules of 32 ranks and 256 microbatches.
 MAX_BYTES = 64 << 20
 _FORMAT = "jaxpipe cached schedule 3"
 # Of an entry, of one of an older format (``schedule-…``, never read), and of what a writer that was killed has left.

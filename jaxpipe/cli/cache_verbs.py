@@ -12,11 +12,12 @@ from typing import Any
 from jaxpipe.cli.outputs import print_json
 from jaxpipe.errors import ConfigError
 from jaxpipe.plot.units import number
-from jaxpipe.schedule.solve.cache import VARIABLE, CacheEntry, ScheduleCache, default_folder
+from jaxpipe.schedule.solve.cache import VARIABLE, CacheEntry, ScheduleCache, default_folder, entry_name
+from jaxpipe.schedule.solve.task import gap_of
 from jaxpipe.wording import aligned, closest
 
 ACTIONS = ("ls", "clear")
-_TOLD = ("value", "lower_bound", "gap", "offloaded", "wall_s", "time_limit_s", "stored", "jaxpipe")
+_TOLD = ("value", "lower_bound", "offloaded", "wall_s", "time_limit_s", "stored", "jaxpipe")
 
 
 def run_cache(arguments: argparse.Namespace) -> int:
@@ -70,7 +71,7 @@ def _list(cache: ScheduleCache, as_json: bool) -> None:
 def _record(entry: CacheEntry) -> dict[str, Any]:
     task, limit = entry.task, min(entry.task.limits())
     return {
-        "file": entry.name,
+        "file": entry_name(task),
         "ranks": task.placement.num_ranks,
         "microbatches": task.num_microbatches,
         "chunks": task.placement.num_chunks,
@@ -79,6 +80,7 @@ def _record(entry: CacheEntry) -> dict[str, Any]:
         "offload": task.offload,
         "objective": task.objective,
         **{name: getattr(entry, name) for name in _TOLD},
+        "gap": gap_of(entry.value, entry.lower_bound) if entry.lower_bound > 0 else None,
     }
 
 

@@ -29,37 +29,27 @@ _SEPARATED = 6  # of the schedules by rules; not tuned
 
 def group_size(problem: Problem, limits: Sequence[float]) -> int:
     """The most microbatches that may be in flight at once if none is given back before all are there; 0 if not even one."""
-    flows = problem.placement.num_flows
+    flows, stages = problem.placement.num_flows, problem.placement.num_stages
     fits = problem.num_microbatches
     for rank, limit in enumerate(limits):
-        share = max(
-            (sum(max(problem.held[k], problem.kept[k]) for k in mine) for mine in _by_flow(problem, rank)), default=0.0
-        )
-        if share > 0 and limit < float("inf"):
-            fits = min(fits, how_many(share, limit))
-    return max(0, fits) if flows == 1 else max(0, fits // flows * flows) or (1 if fits else 0)
-
-
-def _by_flow(problem: Problem, rank: int) -> list[list[int]]:
-    stages = problem.placement.num_stages
-    mine = problem.replicas_of(rank)
-    return [[k for k in mine if k // stages == flow] for flow in range(problem.placement.num_flows)]
+        shares = [0.0] * flows
+        for k in problem.replicas_of(rank):
+            shares[k // stages] += max(problem.held[k], problem.kept[k])
+        if max(shares) > 0 and limit < float("inf"):
+            fits = max(0, min(fits, how_many(max(shares), limit)))
+    return fits // flows * flows or min(fits, 1)
 
 
 def grouped_rows(problem: Problem, size: int) -> list[list[int]]:
     """Rows of codes: groups of ``size`` microbatches, all F's, then each B with its W."""
-    m, stages = problem.num_microbatches, problem.placement.num_stages
+    m, stages, flows = problem.num_microbatches, problem.placement.num_stages, problem.placement.num_flows
     rows: list[list[int]] = [[] for _ in range(problem.num_ranks)]
     for first in range(0, m, size):
         group = range(first, min(m, first + size))
-        for s in range(stages):
-            for i in group:
-                k = i % problem.placement.num_flows * stages + s
-                rows[problem.rank[k]].append(problem.code(F, k, i))
-        for s in reversed(range(stages)):
-            for i in group:
-                k = i % problem.placement.num_flows * stages + s
-                rows[problem.rank[k]] += [problem.code(B, k, i), problem.code(W, k, i)]
+        for k, i in [(i % flows * stages + s, i) for s in range(stages) for i in group]:
+            rows[problem.rank[k]].append(problem.code(F, k, i))
+        for k, i in [(i % flows * stages + s, i) for s in reversed(range(stages)) for i in group]:
+            rows[problem.rank[k]] += [problem.code(B, k, i), problem.code(W, k, i)]
     return rows
 
 
@@ -148,6 +138,6 @@ def explain(tasks: Sequence[SolveTask]) -> str:
     stays, away = min(x for x, _ in found), min(x for _, x in found)
     limit = min(task.safe_limits())
     asked = f"{task.placement.num_ranks} ranks and {task.num_microbatches} microbatches"
-    offload = "with offload" if task.offload else "without offload"
+    offload = "with" if task.offload else "without"
     most = f"{stays:g} without offload and {away:g} with it" if task.placement.is_plain_chain else f"{stays:g}"
-    return f"no schedule of {asked} keeps a memory limit of {limit:g} {offload}; the smallest found to work is {most}"
+    return f"no schedule of {asked} keeps a memory limit of {limit:g} {offload} offload; the smallest found to work is {most}"

@@ -31,7 +31,7 @@ from jaxpipe.schedule.placement import v_shape
 from jaxpipe.schedule.problem import Problem
 from jaxpipe.schedule.retime import Draft, Retimer
 from jaxpipe.schedule.simulate import simulate
-from jaxpipe.schedule.solve.cache import CacheHit, ScheduleCache
+from jaxpipe.schedule.solve.cache import ScheduleCache
 from jaxpipe.schedule.solve.first import away_schedule, explain, graph_starts, group_size, grouped_rows
 from jaxpipe.schedule.solve.jobs import (
     Answer,
@@ -295,32 +295,30 @@ def solve_cached(
     if not use_cache:
         return solve_any(tasks, options, on_progress, starts=starts)
     cache = ScheduleCache(notice=notice)
-    hits = [(task, hit) for task in tasks if (hit := cache.lookup(task)) is not None]
-    if len(tasks) == 1 and hits and (known := _answer(*hits[0], cache.tell)) is not None:
+    hits = [hit for task in tasks if (hit := cache.lookup(task)) is not None]
+    if len(tasks) == 1 and hits and _is_answer(hits[0], cache.tell):
         if on_progress is not None:
-            on_progress(known.improvements[0], known.schedule)
-        return known
-    solution = solve_any(tasks, options, on_progress, starts=[*starts, *(hit.schedule for _, hit in hits)])
+            on_progress(hits[0].improvements[0], hits[0].schedule)
+        return hits[0]
+    solution = solve_any(tasks, options, on_progress, starts=[*starts, *(hit.schedule for hit in hits)])
     if len(tasks) == 1:
         cache.store(solution, options)
     return solution
 
 
-def _answer(task: SolveTask, hit: CacheHit, tell: Callable[[str, object], None]) -> Solution | None:
-    """A hit that is proven optimal for this very problem: anew and at once, or by a stored bound that no family contradicts."""
-    bound = hit.lower_bound
-    if bound is None or not at_most(hit.value, bound) or task.objective == "lexicographic":
-        return None
+def _is_answer(hit: Solution, tell: Callable[[str, object], None]) -> bool:
+    """Whether a hit is proven optimal: anew and at once, or by a stored bound that no family contradicts."""
+    task, bound = hit.task, hit.lower_bound
+    if hit.status != "optimal" or task.objective == "lexicographic":
+        return False
     if not at_most(hit.value, bound_of(task)):
         incumbent = Incumbent([task], [bound], None)
         family_schedules(task, quick_families(task), lambda schedule, source: incumbent.offer(0, schedule, source))
         if not at_most(bound, incumbent.value):
             who = incumbent.improvements[-1].source
             tell("ignored a bound", f"it is {bound:g}, and {who} takes {incumbent.value:g}")
-            return None
-    progress = Progress(0.0, hit.value, bound, "cache")
-    offloaded = count_offloads(hit.schedule)
-    return Solution(task, hit.schedule, hit.timeline, bound, "optimal", 0.0, 0.0, (progress,), offloaded, None)
+            return False
+    return True
 
 
 def bound_of(task: SolveTask) -> float:

@@ -37,7 +37,7 @@ from jaxpipe.schedule import (
     v_shape,
     wave,
 )
-from jaxpipe.schedule.solve.cache import MAX_ENTRY_BYTES, CrudeProblem, ScheduleCache, default_folder
+from jaxpipe.schedule.solve.cache import CrudeProblem, ScheduleCache, default_folder, entry_name
 from jaxpipe.schedule.solve.solver import solve_cached
 from jaxpipe.schedule.solve.task import Objective, Options, Solution, SolveTask
 from tests.support.paths import ROOT
@@ -90,16 +90,25 @@ def cache(tmp_path: Path, notices: Notices) -> ScheduleCache:
 
 
 def signed(body: str) -> str:
-    checksum = hashlib.sha256(body.encode()).hexdigest()
-    return f'{{\n"format": "jaxpipe cached schedule 2",\n"sha256": "{checksum}",\n{body}'
+    return f"jaxpipe cached schedule 3, sha256 {hashlib.sha256(body.encode()).hexdigest()}\n{body}"
+
+
+def contents(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(path.read_text().partition("\n")[2])
+    return found
 
 
 def rewrite(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
     """Change an entry as a buggy jaxpipe would have written it: with a checksum that matches."""
-    data = json.loads(path.read_text())
+    data = contents(path)
     change(data)
-    keys = [key for key in data if key not in ("format", "sha256")]
-    path.write_text(signed(",\n".join(f'"{key}": {json.dumps(data[key])}' for key in keys) + "\n}\n"))
+    path.write_text(signed(json.dumps(data)))
+
+
+def alike(one: SolveTask, other: SolveTask) -> bool:
+    """Whether the cache takes them for the same problem."""
+    assert (CrudeProblem.of(one) == CrudeProblem.of(other)) == (entry_name(one) == entry_name(other))
+    return CrudeProblem.of(one) == CrudeProblem.of(other)
 
 
 # ---- the same problem ------------------------------------------------------------------------------------------------
@@ -118,22 +127,30 @@ def test_the_same_problem_gives_its_answer_and_bound(cache: ScheduleCache, notic
     assert path is not None and path.parent == cache.folder
     hit = cache.lookup(task)
     assert hit is not None
-    assert (hit.schedule, hit.exact, hit.distance, hit.lower_bound) == (schedule, True, 0.0, 24.0)
-    assert (hit.wall_s, hit.time_limit_s) == (2.0, 60)
+    assert (hit.task, hit.schedule, hit.lower_bound, hit.status) == (task, schedule, 24.0, "feasible")
     assert hit.timeline == simulate(schedule, task.costs)
     assert hit.value == hit.timeline.makespan
+    (entry,) = cache.entries()
+    assert (entry.wall_s, entry.time_limit_s) == (2.0, 60)
     assert notices == []
 
 
-def test_files_are_plain_json_with_the_problem_and_the_schedule(cache: ScheduleCache) -> None:
+def test_a_hit_that_reaches_its_bound_is_optimal(cache: ScheduleCache) -> None:
+    answer = solved(task_of(), one_f_one_b_rows(4, 8))
+    cache.store(replace(answer, lower_bound=answer.value))
+    hit = cache.lookup(task_of())
+    assert hit is not None and (hit.status, hit.value, hit.gap) == ("optimal", answer.value, 0)
+
+
+def test_files_are_plain_text_with_the_problem_and_the_schedule(cache: ScheduleCache) -> None:
     schedule = one_f_one_b_rows(4, 8)
     path = cache.store(solved(task_of(), schedule))
     assert path is not None
-    data = json.loads(path.read_text())
-    assert list(data) == ["format", "sha256", "entry", "schedule"]
-    assert data["entry"]["task"]["costs"]["f_s"] == [1, 1, 1, 1]
-    assert data["schedule"]["rows"][3][:2] == ["F3.0", "BW3.0"]
-    assert data["entry"]["jaxpipe"]
+    assert path.read_text().startswith("jaxpipe cached schedule 3, sha256 ")
+    data = contents(path)
+    assert data["task"]["costs"]["f_s"] == [1, 1, 1, 1]
+    assert data["schedule"] == str(schedule)
+    assert data["jaxpipe"]
     assert "p4-m8" in path.name
     assert [p.name for p in cache.folder.iterdir()] == [path.name]
 
@@ -142,7 +159,7 @@ def test_span_is_the_value_where_span_is_the_objective(cache: ScheduleCache) -> 
     task, schedule = task_of(objective="span"), generate("zb-h2", ranks=4, microbatches=8)
     cache.store(solved(task, schedule))
     hit = cache.lookup(task)
-    assert hit is not None and hit.exact
+    assert hit is not None
     assert hit.value == simulate(schedule, UNIT).max_span < simulate(schedule, UNIT).makespan
 
 
@@ -159,7 +176,7 @@ def test_a_bound_is_never_reused_when_any_number_differs(cache: ScheduleCache, c
     task = task_of(limit=8)
     cache.store(solved(task, one_f_one_b_rows(4, 8), bound=24.0))
     hit = cache.lookup(replace(task, **change))
-    assert hit is not None and hit.lower_bound is None
+    assert hit is not None and hit.lower_bound == 0
 
 
 def test_a_bound_is_reused_for_equal_numbers_of_another_source(cache: ScheduleCache) -> None:
@@ -176,7 +193,8 @@ def test_proportional_costs_are_the_same_problem(cache: ScheduleCache) -> None:
     task, schedule = task_of(profile(1.0)), one_f_one_b_rows(4, 8)
     cache.store(solved(task, schedule, bound=24.0))
     hit = cache.lookup(task_of(profile(3e-3)))
-    assert hit is not None and hit.exact and hit.lower_bound is None
+    assert alike(task, task_of(profile(3e-3)))
+    assert hit is not None and hit.lower_bound == 0
     assert hit.value == simulate(schedule, profile(3e-3)).makespan == pytest.approx(3e-3 * task_value(task, schedule))
 
 
@@ -186,8 +204,8 @@ def task_value(task: SolveTask, schedule: Schedule) -> float:
 
 def test_no_limit_and_one_that_never_binds_are_the_same(cache: ScheduleCache) -> None:
     cache.store(solved(task_of(limit=math.inf), one_f_one_b_rows(4, 8)))
-    hit = cache.lookup(task_of(limit=8))
-    assert hit is not None and hit.exact
+    assert cache.lookup(task_of(limit=8)) is not None
+    assert alike(task_of(limit=8), task_of())
 
 
 @pytest.mark.parametrize(
@@ -204,11 +222,11 @@ def test_no_limit_and_one_that_never_binds_are_the_same(cache: ScheduleCache) ->
         task_of(replace(UNIT, residual_bytes=(2.0, 1.0, 1.0, 1.0))),
     ],
 )
-def test_other_problems_of_the_same_sizes_are_near_not_exact(cache: ScheduleCache, other: SolveTask) -> None:
+def test_other_problems_of_the_same_sizes_are_near_not_the_same(cache: ScheduleCache, other: SolveTask) -> None:
     cache.store(solved(task_of(), one_f_one_b_rows(4, 8), bound=24.0))
     hit = cache.lookup(other)
     assert hit is not None
-    assert not hit.exact and hit.distance > 0 and hit.lower_bound is None
+    assert not alike(other, task_of()) and hit.lower_bound == 0
     assert hit.value == (hit.timeline.max_span if other.objective == "span" else hit.timeline.makespan)
 
 
@@ -222,13 +240,10 @@ def test_other_problems_of_the_same_sizes_are_near_not_exact(cache: ScheduleCach
         {"host": HostLink(groups=((0, 1), (2, 3)))},
     ],
 )
-def test_the_host_link_counts_only_where_offload_is_allowed(cache: ScheduleCache, change: dict[str, Any]) -> None:
+def test_the_host_link_counts_only_where_offload_is_allowed(change: dict[str, Any]) -> None:
     costs = replace(UNIT, **change)
     for offload in (False, True):
-        cache.store(solved(task_of(offload=offload), one_f_one_b_rows(4, 8)))
-        hit = cache.lookup(task_of(costs, offload=offload))
-        assert hit is not None and hit.exact == (not offload)
-        cache.clear()
+        assert alike(task_of(offload=offload), task_of(costs, offload=offload)) == (not offload)
 
 
 # ---- the nearest problem ---------------------------------------------------------------------------------------------
@@ -248,7 +263,7 @@ def test_a_placement_by_another_name_is_the_same(cache: ScheduleCache) -> None:
     costs = CostProfile.uniform(6, chunks=2)
     cache.store(solved(task_of(costs, placement=v_shape(3)), generate("v-half", ranks=3, microbatches=8)))
     hit = cache.lookup(task_of(costs, placement=wave(3, 2)))
-    assert hit is not None and hit.exact
+    assert hit is not None
     assert hit.schedule.placement == wave(3, 2)
 
 
@@ -275,11 +290,11 @@ def test_what_exceeds_the_limit_is_passed_over_for_the_next(cache: ScheduleCache
 
 
 def test_an_answer_that_no_longer_keeps_its_own_limit_is_passed_over(cache: ScheduleCache) -> None:
-    """Limits are rounded to a quarter of a chunk: the same problem to the cache, a real limit just too low."""
+    """Limits are rounded: the same problem to the cache, a real limit just too low."""
     cache.store(solved(task_of(limit=4.0), one_f_one_b_rows(4, 8)))
-    assert cache.lookup(task_of(limit=3.95)) is None
-    hit = cache.lookup(task_of(limit=4.05))
-    assert hit is not None and hit.exact
+    assert alike(task_of(limit=4.0), task_of(limit=3.99))
+    assert cache.lookup(task_of(limit=3.99)) is None
+    assert cache.lookup(task_of(limit=4.01)) is not None
 
 
 def test_limits_in_bytes_hold_too(cache: ScheduleCache) -> None:
@@ -294,8 +309,7 @@ def test_offloads_are_never_returned_where_they_are_not_allowed(cache: ScheduleC
     schedule = generate("po-f", ranks=2, microbatches=8, costs=costs)
     task = task_of(costs, placement=schedule.placement, offload=True)
     cache.store(solved(task, schedule))
-    found = cache.lookup(task)
-    assert found is not None and found.exact
+    assert cache.lookup(task) is not None
     assert cache.lookup(replace(task, offload=False)) is None
     assert notices == []
 
@@ -323,7 +337,6 @@ def test_every_hit_is_valid_and_keeps_the_limits(tmp_path_factory: pytest.TempPa
         assert hit.schedule.placement == placement
         assert hit.timeline == simulate(hit.schedule, task.costs)
         assert task.fits(hit.timeline)
-        assert hit.exact == (hit.distance == 0)
         if not task.offload:
             assert all(a.op != "O" for r in range(placement.num_ranks) for a in hit.schedule.actions(r))
     assert notices == []
@@ -337,7 +350,7 @@ def test_distance_is_a_distance(data: st.DataObject) -> None:
     one, two = (CrudeProblem.of(SolveTask(placement, 4, data.draw(profiles))) for _ in range(2))
     assert one.distance(one) == two.distance(two) == 0
     assert one.distance(two) == pytest.approx(two.distance(one))
-    assert (one.distance(two) == 0) == (one == two) == (one.digest() == two.digest())
+    assert (one.distance(two) == 0) == (one == two)
 
 
 @pytest.mark.parametrize("x", [0.0, 1e-300, 1e-9, 1e299])
@@ -354,7 +367,7 @@ def test_extreme_costs_are_problems_like_others(cache: ScheduleCache, x: float) 
 
 
 def test_costs_for_other_stages_are_refused(cache: ScheduleCache) -> None:
-    with pytest.raises(ScheduleError, match="5 stages and the placement has 4"):
+    with pytest.raises(ScheduleError, match="5 stages, the placement has 4"):
         cache.lookup(task_of(CostProfile.uniform(5), placement=one_to_one(4)))
 
 
@@ -374,25 +387,25 @@ def test_the_better_answer_and_the_better_bound_stay(cache: ScheduleCache, bette
         cache.store(solution, options)
     hit = cache.lookup(task)
     assert hit is not None
-    assert (hit.schedule, hit.lower_bound, hit.wall_s, hit.time_limit_s) == (good, 22.0, 3.0, 60)
+    assert (hit.schedule, hit.lower_bound) == (good, 22.0)
     (entry,) = cache.entries()
-    assert entry.value == hit.value
+    assert (entry.value, entry.lower_bound) == (hit.value, 22.0)
+    assert (entry.wall_s, entry.time_limit_s) == ((3.0, 60) if better_first else (1.0, 5)), "of the last solve"
 
 
-def test_equal_times_are_decided_by_peak_memory(cache: ScheduleCache) -> None:
-    task = task_of(CostProfile.uniform(4, f=1, b=1, w=1))
-    low, high = one_f_one_b_rows(4, 8), gpipe_rows(4, 8)
+def test_of_equal_answers_the_newer_stays(cache: ScheduleCache) -> None:
+    """It came from the older, and may be the better by what else counts: peak memory, say."""
+    high, low = gpipe_rows(4, 8), one_f_one_b_rows(4, 8)
     assert simulate(low, UNIT).makespan == simulate(high, UNIT).makespan
-    cache.store(solved(task, high))
-    cache.store(solved(task, low))
-    cache.store(solved(task, high))
-    hit = cache.lookup(task)
+    for schedule in (high, low):
+        cache.store(solved(task_of(), schedule))
+    hit = cache.lookup(task_of())
     assert hit is not None and hit.schedule == low
 
 
 def test_an_older_better_schedule_is_retimed_when_costs_have_drifted_a_little(cache: ScheduleCache) -> None:
     good, bad = better_and_worse()
-    drifted = CostProfile.uniform(4, w=1.001)
+    drifted = CostProfile.uniform(4, w=1.0001)
     cache.store(solved(task_of(), good, bound=24.0))
     cache.store(solved(task_of(drifted), bad, bound=23.0))
     assert len(cache.entries()) == 1
@@ -400,7 +413,7 @@ def test_an_older_better_schedule_is_retimed_when_costs_have_drifted_a_little(ca
     assert hit is not None
     assert (hit.schedule, hit.value, hit.lower_bound) == (good, simulate(good, drifted).makespan, 23.0)
     old = cache.lookup(task_of())
-    assert old is not None and old.exact and old.lower_bound is None
+    assert alike(task_of(), task_of(drifted)) and old is not None and old.lower_bound == 0
 
 
 # ---- damage ----------------------------------------------------------------------------------------------------------
@@ -454,69 +467,65 @@ def test_any_other_file_is_ignored(tmp_path_factory: pytest.TempPathFactory, con
 
 
 def test_other_versions_are_left_alone(cache: ScheduleCache, notices: Notices, entry: Path) -> None:
-    entry.write_text(entry.read_text().replace("schedule 2", "schedule 3", 1))
-    assert "version 3" in check_ignored(cache, notices, entry, task_of())
+    entry.write_text(entry.read_text().replace("schedule 3", "schedule 4", 1))
+    assert "not a cached schedule" in check_ignored(cache, notices, entry, task_of())
 
 
-@pytest.mark.parametrize("value", [None, 7, "x", [], {}, [[]], True])
-@pytest.mark.parametrize("part", ["entry", "schedule"])
-def test_wrong_types_behind_a_good_checksum(
-    cache: ScheduleCache, notices: Notices, entry: Path, part: str, value: object
+def test_older_versions_are_neither_read_nor_told_of_but_cleared(
+    cache: ScheduleCache, notices: Notices, entry: Path
 ) -> None:
-    rewrite(entry, lambda data: data.update({part: value}))
-    check_ignored(cache, notices, entry, task_of())
+    older = entry.rename(entry.with_name(entry.name.replace("solved", "schedule", 1)))
+    older.write_text('{\n"format": "jaxpipe cached schedule 2",\n')
+    assert cache.lookup(task_of()) is None and cache.entries() == ()
+    assert cache.clear() == 1 and not older.exists()
+    assert notices == []
 
 
 WRONG_FIELDS = [
     *(
-        ("entry", key, value)
-        for key in ("task", "value", "peaks", "stored", "offloaded")
-        for value in (None, "x", [{}])
+        (key, value)
+        for key in ("task", "schedule", "value", "peaks", "offloaded")
+        for value in (None, "x", [{}], {}, [[]], True)
     ),
-    ("entry", "value", "inf"),
-    ("entry", "lower_bound", "nan"),
-    ("entry", "time_limit_s", "soon"),
-    ("entry", "peaks", [1.0]),
-    ("entry", "task", {"placement": {}, "microbatches": 8}),
-    ("schedule", "format", "jaxpipe schedule 9"),
-    ("schedule", "rows", [["F0.0"]]),
-    ("schedule", "rows", [["Nonsense"]] * 4),
+    ("value", "inf"),
+    ("lower_bound", "nan"),
+    ("time_limit_s", "soon"),
+    ("stored", 7),
+    ("task", {"placement": {}, "microbatches": 8}),
+    ("schedule", str(one_f_one_b_rows(4, 7))),
+    ("schedule", str(one_f_one_b_rows(3, 8))),
+    ("schedule", str(one_f_one_b_rows(4, 8)).replace("schedule 1", "schedule 9")),
+    ("schedule", "rank 0: F0.0"),
+    ("schedule", "[" * 100_000),
 ]
 
 
-@pytest.mark.parametrize(("part", "key", "value"), WRONG_FIELDS)
+@pytest.mark.parametrize(("key", "value"), WRONG_FIELDS)
 def test_wrong_fields_behind_a_good_checksum(
-    cache: ScheduleCache, notices: Notices, entry: Path, part: str, key: str, value: object
+    cache: ScheduleCache, notices: Notices, entry: Path, key: str, value: object
 ) -> None:
-    rewrite(entry, lambda data: data[part].update({key: value}))
+    rewrite(entry, lambda data: data.update({key: value}))
     check_ignored(cache, notices, entry, task_of())
 
 
 def test_every_missing_field_is_noticed(cache: ScheduleCache, notices: Notices, entry: Path) -> None:
     whole = entry.read_text()
-    for key in json.loads(whole)["entry"]:
+    for key in contents(entry):
         entry.write_text(whole)
-        rewrite(entry, lambda data, key=key: data["entry"].pop(key))  # type: ignore[misc]
+        rewrite(entry, lambda data, key=key: data.pop(key))  # type: ignore[misc]
         check_ignored(cache, notices, entry, task_of())
 
 
 @pytest.mark.parametrize(
-    "body", ["", "}\n", '"entry": 1\n}\n', "[" * 100_000, '"entry": ' + "[" * 100_000 + ',\n"schedule": 1\n}\n']
+    "body", ["", "null", "7", "[]", "{}", "}\n", "[" * 100_000, '{"task": ' * 100_000, "\0", "NaN"]
 )
 def test_nonsense_behind_a_good_checksum(cache: ScheduleCache, notices: Notices, entry: Path, body: str) -> None:
     entry.write_text(signed(body))
     check_ignored(cache, notices, entry, task_of())
 
 
-def test_deeply_nested_schedule(cache: ScheduleCache, notices: Notices, entry: Path) -> None:
-    text = entry.read_text()
-    body = text[text.index('"entry"') : text.index('"schedule"')] + f'"schedule": {"[" * 100_000}\n}}\n'
-    entry.write_text(signed(body))
-    check_ignored(cache, notices, entry, task_of())
-
-
 def test_an_invalid_schedule_is_never_returned(cache: ScheduleCache, notices: Notices, entry: Path) -> None:
-    rewrite(entry, lambda data: data["schedule"]["rows"][0].pop())
+    rewrite(entry, lambda data: data.update(schedule=data["schedule"].replace(" BW0.7", "")))
     assert "microbatch 7 on rank 0 is missing" in check_ignored(cache, notices, entry, task_of())
 
 
@@ -524,7 +533,7 @@ def test_a_schedule_of_another_placement_is_never_returned(cache: ScheduleCache,
     other = cache.store(solved(task_of(microbatches=9), one_f_one_b_rows(4, 9)))
     assert other is not None
     other.replace(entry)
-    assert "another placement" in check_ignored(cache, notices, entry, task_of())
+    assert "another problem" in check_ignored(cache, notices, entry, task_of())
 
 
 def test_an_entry_of_more_stages_under_a_wrong_name(cache: ScheduleCache, notices: Notices, entry: Path) -> None:
@@ -533,13 +542,13 @@ def test_an_entry_of_more_stages_under_a_wrong_name(cache: ScheduleCache, notice
     other = cache.store(solved(task_of(costs, placement=v_shape(4)), generate("v-half", ranks=4, microbatches=8)))
     assert other is not None
     other.replace(entry)
-    assert "another placement" in check_ignored(cache, notices, entry, task_of(CostProfile.uniform(4, w=2)))
+    assert "another problem" in check_ignored(cache, notices, entry, task_of(CostProfile.uniform(4, w=2)))
 
 
 def test_a_bound_above_the_answer_is_not_believed(cache: ScheduleCache, notices: Notices, entry: Path) -> None:
-    rewrite(entry, lambda data: data["entry"].update(lower_bound=1e6))
+    rewrite(entry, lambda data: data.update(lower_bound=1e6))
     hit = cache.lookup(task_of())
-    assert hit is not None and hit.exact and hit.lower_bound is None
+    assert hit is not None and hit.lower_bound == 0
     assert len(notices) == 1 and "bound" in notices[0]
 
 
@@ -564,20 +573,20 @@ def test_a_bound_that_a_family_is_below_is_no_proof(
 
 
 def test_a_bound_that_others_can_write_is_not_believed(cache: ScheduleCache, notices: Notices, entry: Path) -> None:
-    def bound() -> float | None:
+    def bound() -> float:
         hit = cache.lookup(task_of())
-        assert hit is not None and hit.exact
+        assert hit is not None
         return hit.lower_bound
 
-    assert bound() is not None
+    assert bound() == 24
     entry.chmod(0o666)
-    assert bound() is None
+    assert bound() == 0
     assert "other users can write it" in notices.take()[0]
     entry.chmod(0o644)
     if os.geteuid() == 0:
         os.chown(entry, 12345, -1)
         with_other_owner, _ = bound(), notices.take()
-        assert with_other_owner is None
+        assert with_other_owner == 0
 
 
 def test_a_damaged_entry_does_not_hide_the_next(cache: ScheduleCache, notices: Notices, entry: Path) -> None:
@@ -585,7 +594,7 @@ def test_a_damaged_entry_does_not_hide_the_next(cache: ScheduleCache, notices: N
     cache.store(solved(task_of(CostProfile.uniform(4, w=2)), schedule))
     entry.write_bytes(entry.read_bytes()[:-9])
     hit = cache.lookup(task_of())
-    assert hit is not None and hit.schedule == schedule and not hit.exact
+    assert hit is not None and hit.schedule == schedule
     assert len(notices) == 1
     assert [e.value for e in cache.entries()] == [simulate(schedule, CostProfile.uniform(4, w=2)).makespan]
 
@@ -606,12 +615,12 @@ def test_huge_files_are_not_read(cache: ScheduleCache, notices: Notices, entry: 
 def test_things_that_are_no_files(cache: ScheduleCache, notices: Notices, entry: Path) -> None:
     entry.unlink()
     entry.mkdir()
-    assert "not a file" in check_ignored(cache, notices, entry, task_of())
+    assert "directory" in check_ignored(cache, notices, entry, task_of())
     assert cache.store(solved(task_of(), one_f_one_b_rows(4, 8))) is None
     assert [n for n in notices.take() if "can't keep" in n]
     entry.rmdir()
     os.mkfifo(entry)
-    assert "not a file" in check_ignored(cache, notices, entry, task_of())
+    assert "pipe" in check_ignored(cache, notices, entry, task_of())
     entry.unlink()
     entry.symlink_to(entry.parent / "nowhere")
     assert cache.lookup(task_of()) is None
@@ -631,11 +640,14 @@ def test_unreadable_files_and_folders(cache: ScheduleCache, notices: Notices, en
     cache.folder.chmod(0o700)
 
 
-def test_an_answer_too_large_for_an_entry_is_not_kept(cache: ScheduleCache, notices: Notices) -> None:
-    schedule = replace(one_f_one_b_rows(4, 8), name="x" * MAX_ENTRY_BYTES)
-    assert cache.store(solved(task_of(), schedule)) is None
+def test_an_answer_too_large_for_the_cache_is_not_kept(
+    cache: ScheduleCache, notices: Notices, entry: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("jaxpipe.schedule.solve.cache.MAX_BYTES", 9_000)
+    schedule = replace(one_f_one_b_rows(4, 9), name="x" * 9_000)
+    assert cache.store(solved(task_of(microbatches=9), schedule)) is None
     assert len(notices) == 1 and "bytes" in notices[0]
-    assert cache.entries() == ()
+    assert [e.task.num_microbatches for e in cache.entries()] == [8]
 
 
 def test_a_folder_that_can_not_be_is_a_notice(tmp_path: Path, notices: Notices) -> None:
@@ -703,39 +715,31 @@ def age(path: Path, seconds: float) -> None:
     os.utime(path, (about.st_atime, about.st_mtime - seconds))
 
 
-def test_the_oldest_entries_beyond_the_number_are_dropped(tmp_path: Path) -> None:
-    cache = ScheduleCache(tmp_path, max_entries=3)
+def test_the_oldest_files_beyond_the_size_are_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = ScheduleCache(tmp_path)
     for m in range(4, 10):
         path = cache.store(solved(task_of(microbatches=m), one_f_one_b_rows(4, m)))
         assert path is not None
         age(path, 1000 - m)
-    assert [e.task.num_microbatches for e in cache.entries()] == [7, 8, 9]
-
-
-def test_the_oldest_entries_beyond_the_size_are_dropped_but_not_the_last(tmp_path: Path) -> None:
-    big = solved(task_of(), replace(one_f_one_b_rows(4, 8), name="x" * 10_000))
-    small = [solved(task_of(microbatches=m), one_f_one_b_rows(4, m)) for m in (4, 5, 6)]
-    cache = ScheduleCache(tmp_path, max_bytes=9_000)
-    for k, solution in enumerate(small):
-        path = cache.store(solution)
-        assert path is not None
-        age(path, 1000 - k)
-    assert len(cache.entries()) == 3
-    cache.store(big)
-    assert [e.task.num_microbatches for e in cache.entries()] == [8]
+    monkeypatch.setattr("jaxpipe.schedule.solve.cache.MAX_BYTES", 3 * path.stat().st_size + 1_000)
+    lost = tmp_path / f".{path.name}.abc_12.tmp"  # by a writer that was killed
+    lost.write_text("half an entr")
+    age(lost, 7200)
+    cache.store(solved(task_of(microbatches=10), one_f_one_b_rows(4, 10)))
+    assert [e.task.num_microbatches for e in cache.entries()] == [8, 9, 10]
+    assert len(list(tmp_path.iterdir())) == 3
 
 
 def test_clear_removes_entries_and_nothing_else(cache: ScheduleCache, notices: Notices, entry: Path) -> None:
     damaged = cache.store(solved(task_of(microbatches=9), one_f_one_b_rows(4, 9)))
     assert damaged is not None
     damaged.write_text("")
-    others = ["notes.txt", "schedule.json", f"{entry.name}.bak", f"x{entry.name}", f".{entry.name}.fresh.tmp"]
+    others = ["notes.txt", "schedule.json", f"{entry.name}.bak", f"x{entry.name}", "..tmp"]
     for name in others:
         (cache.folder / name).write_text("mine")
     stale = cache.folder / f".{entry.name}.abc_12.tmp"
     stale.write_text("half an entr")
-    age(stale, 7200)
-    assert cache.clear() == 2
+    assert cache.clear() == 3
     assert sorted(p.name for p in cache.folder.iterdir()) == sorted(others)
     assert cache.lookup(task_of()) is None
     assert notices == []
@@ -751,48 +755,40 @@ from jaxpipe.schedule.solve.task import Solution, SolveTask
 from tests.support.schedule_strategies import one_to_one, random_schedule
 folder, seed = Path(sys.argv[1]), int(sys.argv[2])
 notices = []
-cache = ScheduleCache(folder, notices.append, max_entries=3)
+cache = ScheduleCache(folder, notices.append)
 rng = random.Random(seed)
 costs = CostProfile.uniform(3)
-best = {}
 for k in range(40):
     m = 2 + k % 3
     task = SolveTask(one_to_one(3), m, costs)
     schedule = random_schedule(task.placement, m, rng)
     solution = Solution(task, schedule, simulate(schedule, costs), 1.0 + seed, "feasible", 1.0, 1.0)
     assert cache.store(solution) is not None
-    best[m] = min(best.get(m, 1e9), solution.value)
-    hit = cache.lookup(task)
-    assert hit is not None and hit.value <= best[m]
+    assert cache.lookup(task) is not None
     if k == 20 and seed == 0:
         (folder / "unrelated").write_text("x")
-print([best[m] for m in (2, 3, 4)], notices)
+print(notices)
 """
 
 
-def test_concurrent_writers_leave_the_best_answers_whole(tmp_path: Path, notices: Notices) -> None:
-    root = ROOT
+def test_files_of_concurrent_writers_are_whole(tmp_path: Path, notices: Notices) -> None:
+    """Nor does any of them ever read half a file."""
     writers = [
         subprocess.Popen(
             [sys.executable, "-c", WRITER, str(tmp_path), str(seed)],
-            cwd=root,
+            cwd=ROOT,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
         for seed in range(4)
     ]
-    best = [math.inf] * 3
     for writer in writers:
         out, err = writer.communicate()
-        assert writer.returncode == 0, err
-        found = re.fullmatch(r"\[(.*?)\] \[\]\n", out)
-        assert found is not None, out
-        best = [min(a, float(b)) for a, b in zip(best, found[1].split(","), strict=True)]
+        assert (writer.returncode, out) == (0, "[]\n"), err
     cache = ScheduleCache(tmp_path, notices.append)
-    hits = [cache.lookup(SolveTask(one_to_one(3), m, CostProfile.uniform(3))) for m in (2, 3, 4)]
-    assert [hit.value for hit in hits if hit is not None] == best
-    assert [hit.lower_bound for hit in hits if hit is not None] == [4.0] * 3
+    assert [e.task.num_microbatches for e in cache.entries()] == [2, 3, 4]
+    assert all(cache.lookup(e.task) is not None for e in cache.entries())
     assert notices == []
     assert len(list(tmp_path.iterdir())) == 4, "three entries and the unrelated file"
 

@@ -2,7 +2,8 @@
 
 **Time.** If all durations are whole multiples of one step (to 1e-11, far inside the 1e-9 that the rest of the package
 allows), the grid is exact: ticks and seconds say the same. If not, the step is a fraction of the mean duration
-(``solve/README.md``: how fine pays) and durations are rounded *down*. A bound in ticks is then a bound in seconds. Proof: take any real schedule
+(``solve/README.md``: how fine pays) and durations are rounded *down*. A bound in ticks is then a bound in seconds. Proof:
+take any real schedule
 and let every action start at ``floor(start / step)``. An action that ended at e by its real duration now ends at
 ``floor(start / step) + floor(duration / step) <= floor(e / step)``, so whatever waited for it still may start, lanes stay
 free of overlap, and of two events with the release no later than the take, the release is still no later. Takes that fall

@@ -11,8 +11,8 @@ equals, which costs time.
 
 **The exact model** solves a task to optimality, or as far as its time goes, and says what it has proved. Source: `optpipe.txt`
 section 3 and appendix C, a MILP over order variables; here a CP-SAT model over intervals (OR-Tools), in whole ticks and units
-(:mod:`~jaxpipe.schedule.grids`). Every answer is turned into rows (:mod:`.actions`), checked and simulated; what is reported is what the
-simulator says. How the two correspond, and what was chosen where the paper's text can't be taken literally:
+(:mod:`~jaxpipe.schedule.grids`). Every answer is turned into rows (:mod:`.actions`), checked and simulated; what is reported is
+what the simulator says. How the two correspond, and what was chosen where the paper's text can't be taken literally:
 
 * E, O, R, W, C: ends of F, B, W; starts of O and L; literal ``away``; ``cost``. P, K, L, H: NoOverlap of a rank's compute
   lane and of host lanes. M, N: events of the memory constraint. One chunk, equal costs there; any chain on single ranks

@@ -13,7 +13,7 @@ are free take and give; with copies a *cumulative* of what is held from when to 
 
 A transfer occupies the directed pair of ranks in issue order. That only binds where one can take longer than the action that
 issues the next; the exact model has variables for those, windows don't. Microbatches of a stage keep their order in each op
-(constraint (1) of `optpipe.txt`); in a window all but O's, since at the start what is needed last leaves first.
+(constraint (1) of `optpipe.txt`), but for windows with copies to the host: what is away may come back last.
 
 ``strict`` is for hosts with a lane per direction. There an L may be wanted just when an O of another microbatch ends, and
 rows can't say that while a compute slot runs (an L waits for compute slots, its lane and its own O). Strict models count what
@@ -118,11 +118,7 @@ class Times:
         if start[o] >= 0:
             return o in self.inside and copies.load in self.inside
         ready = max(self.begin, start[copies.f] + size[copies.f]) + size[o] + size[copies.load]
-        if ready > min(self.end, start[copies.b]) + self.longest or start[copies.b] < self.begin:
-            return False
-        loads = self.actions.alike[self.actions.kind[copies.load]]
-        place = loads.index(copies.load)
-        return not any(0 <= start[n] < self.begin for n in loads[place:]) and self.late.isdisjoint(loads[:place])
+        return ready <= min(self.end, start[copies.b]) + self.longest and start[copies.b] >= self.begin
 
     def _literals(self) -> Iterator[tuple[int, Any]]:
         """What may not take place, and the literal of that: O and L of what stays, W of a full backward."""
@@ -286,18 +282,17 @@ class Formulation(Times):
         sent = self.actions.transfers[k]
         return self.sends.get(k, self.end_of(sent.producer)) + sent.ticks
 
-    def _alike(self) -> Iterator[list[int]]:
+    def _alike(self) -> Iterator[Sequence[int]]:
         """Those of one op and stage in the order that they keep: of microbatches, in a window the one they have."""
         if self.window is None:
-            yield from map(list, self.actions.alike)
+            yield from self.actions.alike
             return
         found: dict[int, list[int]] = defaultdict(list)
-        for n in self.at:
-            if self.actions.action[n].op != "O" and (not self.by_order or self.frees(n)):
+        for n in self.at if self.by_order else ():
+            if self.frees(n):
                 found[self.actions.kind[n]].append(n)
         for alike in found.values():
-            by_now = all(n not in self.absent for n in alike)
-            yield sorted(alike, key=lambda n: (self.start[n] if by_now else 0, self.actions.action[n].microbatch))
+            yield sorted(alike, key=self.start.__getitem__)
 
     def _in_order(self, alike: Sequence[int]) -> None:
         """One after the other. Copies that don't take place stand where the one before ends."""

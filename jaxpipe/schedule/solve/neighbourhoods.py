@@ -1,7 +1,7 @@
 """The two uses of the CP-SAT model: improving a schedule a neighbourhood at a time, and solving a task to optimality.
 
 **Neighbourhoods.** CP-SAT reorders what is in a window, what follows moves up. A window is a stretch of time on all ranks or
-on some neighbours; with offload also a few microbatches over a longer stretch, between all others in their order.
+on some neighbours; with offload also a few microbatches over a longer stretch; all others keep their order.
 :mod:`.formulation` says what moves. An answer becomes rows (:mod:`.actions`), is simulated with real costs and held to the
 limits, so what the model leaves out costs at most a proposal. Plateaus are walked in ticks. Large-neighbourhood search in the
 sense of Shaw (1998).

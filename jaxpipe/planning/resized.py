@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from jaxpipe._jax_compat import Atom, ClosedJaxpr, JaxprEqn, Literal, Var, aval_bytes, fresh_var, sub_jaxprs
+from jaxpipe._jax_compat import Atom, JaxprEqn, Literal, Var, aval_bytes, close_jaxpr, fresh_var, sub_jaxprs
 from jaxpipe.stage.compiled.compile import held_bytes
 from jaxpipe.stage.functions import StageFunction, StageFunctions
 
@@ -48,9 +48,10 @@ class _Resizing:
         self.shapes: dict[tuple[int, ...], tuple[int, ...]] = {}
 
     def function(self, function: StageFunction) -> StageFunction:
-        body = function.jaxpr.jaxpr
-        ends = {name: list(map(self._atom, getattr(body, name))) for name in ("constvars", "invars", "outvars")}
-        closed = ClosedJaxpr(body.replace(eqns=list(map(self._eqn, body.eqns)), **ends), function.jaxpr.consts)
+        body, eqns = function.jaxpr.jaxpr, [self._eqn(eqn) for eqn in function.jaxpr.jaxpr.eqns]
+        consts = zip(map(self._atom, body.constvars), function.jaxpr.consts, strict=True)
+        invars, outvars = ([self._atom(a) for a in atoms] for atoms in (body.invars, body.outvars))
+        closed = close_jaxpr(list(consts), invars, eqns, outvars)
         avals_in, avals_out = (tuple(map(self._aval, avals)) for avals in (function.avals_in, function.avals_out))
         return replace(function, jaxpr=closed, avals_in=avals_in, avals_out=avals_out)
 
@@ -58,8 +59,8 @@ class _Resizing:
         if id(eqn) not in self.eqns:
             for body in sub_jaxprs(eqn):
                 self._only_short(body)
-            ends = {"invars": list(map(self._atom, eqn.invars)), "outvars": list(map(self._atom, eqn.outvars))}
-            self.eqns[id(eqn)] = eqn.replace(**ends)
+            operands, results = ([self._atom(a) for a in atoms] for atoms in (eqn.invars, eqn.outvars))
+            self.eqns[id(eqn)] = eqn.replace(invars=operands, outvars=results)
         return self.eqns[id(eqn)]
 
     def _only_short(self, body: Any) -> None:

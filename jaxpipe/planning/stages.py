@@ -19,7 +19,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import groupby, islice, pairwise
@@ -34,6 +34,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, Mesh
 from jaxpipe._jax_compat import aval_bytes, compile_only_devices, cudnn_assumed
 from jaxpipe.context_parallel import shard_avals
 from jaxpipe.cost.profile import Exchanges, StageSizes
+from jaxpipe.errors import StageError
 from jaxpipe.mesh import AXES, AnyMesh, TensorParallel
 from jaxpipe.planning.measured import Stopwatch
 from jaxpipe.planning.resized import PROBE, resized
@@ -116,8 +117,9 @@ class PlannedStage:
 @dataclass
 class Workbench:
     """Makes planned stages, each distinct kind once. ``temp_of``: workspace by compiling, estimated without it; ``progress``
-    is told what takes time. ``sizes``: for a quick look at many sizes, two numbers of sequences that are traced in place of any
-    other, which follows from them kernel by kernel and array by array where their kernels are the same. ``seconds_of``: seconds
+    is told what takes time. ``sizes``: for a quick look at many sizes, two numbers of sequences from which any other follows,
+    kernel by kernel and array by array where their kernels are the same; one trace tells both where it can
+    (:mod:`jaxpipe.planning.resized`), else each is traced. ``seconds_of``: seconds
     measured on devices that are here, in place of the roofline's."""
 
     model: Model
@@ -169,8 +171,9 @@ class Workbench:
             StageError: a stage can't be traced or split, or no such policy.
         """
         for traced in self._ways(size, offload_fraction):
-            if found := self._stages(cut, recompute, size, traced, offload_fraction):
-                return found
+            with suppress(*([StageError] if traced == (PROBE,) else [])):  # layers may refuse so many sequences
+                if found := self._stages(cut, recompute, size, traced, offload_fraction):
+                    return found
         return self._stages(cut, recompute, size, (size,), offload_fraction)
 
     def _ways(self, size: int, offload_fraction: float = 1.0) -> Iterator[tuple[int, ...]]:
@@ -217,10 +220,11 @@ class Workbench:
         found, cut = dict[Hashable, tuple[int, PlannedStage, PlannedStage]](), self._apart
         last = max((k for k, (a, b) in enumerate(cut) if b - a > 1), default=-1)
         for traced in self._ways(size) if self.seconds_of is None else ():
-            for keys in islice(self._keys(cut, recompute, traced, 1.0), last + 1):
-                one, two = self._step(keys, 0, size) if self._short(keys[0])[0] else (None, None)
-                if one is not None and two is not None:
-                    found.setdefault(keys[0].layers[0].code, (len(keys[0].layers), one, two))
+            with suppress(*([StageError] if traced == (PROBE,) else [])):
+                for keys in islice(self._keys(cut, recompute, traced, 1.0), last + 1):
+                    one, two = self._step(keys, 0, size) if self._short(keys[0])[0] else (None, None)
+                    if one is not None and two is not None:
+                        found[keys[0].layers[0].code] = len(keys[0].layers), one, two
             if found:
                 break
         return found

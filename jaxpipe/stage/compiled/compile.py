@@ -307,7 +307,7 @@ def _portable(const: Any) -> Any:
     return const
 
 
-def held_bytes(inputs: Mapping[str, tuple[Sequence[Port], Sequence[Var]]]) -> dict[str, int]:
+def held_bytes(inputs: Mapping[str, tuple[Sequence[Port], Sequence[Var]]]) -> dict[str, Any]:
     """Bytes held between the operations, per device, by field of :class:`StageFunctions`; ``inputs``: of each operation."""
     held = {op: {p: aval_bytes(v.aval) for p, v in zip(*inputs[op], strict=True)} for op in ("B", "W")}
     kept = ("x", "res")

@@ -25,7 +25,8 @@ def resized(stage: StageFunctions, size: int) -> StageFunctions | None:
     that can't be told: of an axis as long as no parameter's, neither short nor a multiple of :data:`PROBE`, of an array with
     sequences along several, and of loops and branches over them."""
     layout = stage.layout
-    known = (n for array in (*layout.slots, *layout.buffers, *stage.acc_avals) for n in array.shape)
+    shapes = *(x.shape for x in layout.slots), *(x.shape for x in (*layout.buffers, *stage.acc_avals))
+    known = (n for shape in shapes for n in shape)
     resizing = _Resizing(known, size)
     functions = {op: resizing.function(f) for op, f in stage.functions.items()}
     if resizing.unsure:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import groupby, islice, pairwise
@@ -34,8 +34,10 @@ from jax.sharding import AbstractDevice, AbstractMesh, Mesh
 from jaxpipe._jax_compat import aval_bytes, compile_only_devices, cudnn_assumed
 from jaxpipe.context_parallel import shard_avals
 from jaxpipe.cost.profile import Exchanges, StageSizes
+from jaxpipe.errors import StageError
 from jaxpipe.mesh import AXES, AnyMesh, TensorParallel
 from jaxpipe.planning.measured import Stopwatch
+from jaxpipe.planning.resized import PROBE, resized
 from jaxpipe.planning.roofline import Efficiency, Work, work_of
 from jaxpipe.planning.targets import Target, device_text
 from jaxpipe.stage.compiled.compile import BuildCache, build_stage_functions
@@ -115,8 +117,9 @@ class PlannedStage:
 @dataclass
 class Workbench:
     """Makes planned stages, each distinct kind once. ``temp_of``: workspace by compiling, estimated without it; ``progress``
-    is told what takes time. ``sizes``: for a quick look at many sizes, two numbers of sequences that are traced in place of any
-    other, which follows from them kernel by kernel and array by array where their kernels are the same. ``seconds_of``: seconds
+    is told what takes time. ``sizes``: for a quick look at many sizes, two numbers of sequences from which any other follows,
+    kernel by kernel and array by array where their kernels are the same; one trace tells both where it can
+    (:mod:`jaxpipe.planning.resized`), else each is traced. ``seconds_of``: seconds
     measured on devices that are here, in place of the roofline's."""
 
     model: Model
@@ -132,7 +135,7 @@ class Workbench:
     seconds_of: Stopwatch | None = None
     _stored: Workbench | None = None
     _known: dict[Hashable, PlannedStage] = field(default_factory=dict)
-    _traced: dict[Hashable, PlannedStage] = field(default_factory=dict)
+    _traced: dict[Hashable, tuple[Any, tuple[PlannedStage, ...]]] = field(default_factory=dict)
     _steps: dict[Hashable, tuple[PlannedStage | None, PlannedStage | None]] = field(default_factory=dict)
 
     def over(self, pipe: PipelineConfig) -> Workbench:
@@ -167,9 +170,18 @@ class Workbench:
         Raises:
             StageError: a stage can't be traced or split, or no such policy.
         """
-        traced = (size,) if self.sizes is None or size in self.sizes else self.sizes
-        found = self._stages(cut, recompute, size, traced, offload_fraction)
-        return found or self._stages(cut, recompute, size, (size,), offload_fraction)
+        for traced in self._ways(size, offload_fraction):
+            with suppress(*([StageError] if traced == (PROBE,) else [])):  # layers may refuse so many sequences
+                if found := self._stages(cut, recompute, size, traced, offload_fraction):
+                    return found
+        return self._stages(cut, recompute, size, (size,), offload_fraction)
+
+    def _ways(self, size: int, offload_fraction: float = 1.0) -> Iterator[tuple[int, ...]]:
+        """Sizes that may be traced to know about ``size``, the fewest first."""
+        if self.sizes is not None:
+            if self.seconds_of is None and offload_fraction in (0, 1):
+                yield (PROBE,)
+            yield (size,) if size in self.sizes else self.sizes
 
     def _stages(
         self, cut: Cut, recompute: str | Sequence[str], size: int, traced: tuple[int, ...], offload_fraction: float
@@ -200,18 +212,21 @@ class Workbench:
             ]
             yield keys
             for key, left in zip(keys, leaving, strict=True):
-                left.append(links.exits(self._traced_once(_cut_to(key, *self._short(key))).functions.y))
+                left.append(links.exits(self._traced_once(_cut_to(key, *self._short(key)))[0]))
 
     def further(self, recompute: str, size: int) -> Mapping[Hashable, tuple[int, PlannedStage, PlannedStage]]:
         """By long run of equal layers, their number, and two stages of ``size`` sequences, of which the second has one more:
         what each further layer adds wherever it is. Nothing where each size is traced."""
         found, cut = dict[Hashable, tuple[int, PlannedStage, PlannedStage]](), self._apart
-        if self.sizes is not None and self.seconds_of is None:
-            last = max((k for k, (a, b) in enumerate(cut) if b - a > 1), default=-1)
-            for keys in islice(self._keys(cut, recompute, self.sizes, 1.0), last + 1):
-                one, two = self._step(keys, 0, size) if self._short(keys[0])[0] else (None, None)
-                if one is not None and two is not None:
-                    found[keys[0].layers[0].code] = len(keys[0].layers), one, two
+        last = max((k for k, (a, b) in enumerate(cut) if b - a > 1), default=-1)
+        for traced in self._ways(size) if self.seconds_of is None else ():
+            with suppress(*([StageError] if traced == (PROBE,) else [])):
+                for keys in islice(self._keys(cut, recompute, traced, 1.0), last + 1):
+                    one, two = self._step(keys, 0, size) if self._short(keys[0])[0] else (None, None)
+                    if one is not None and two is not None:
+                        found[keys[0].layers[0].code] = len(keys[0].layers), one, two
+            if found:
+                break
         return found
 
     @cached_property
@@ -285,11 +300,11 @@ class Workbench:
     def _make(self, keys: Sequence[StageKey], size: int) -> PlannedStage | None:
         """The stage as it is, from all ``keys``, which differ in their size; each is traced once for those of its kind. None
         where they have other kernels than each other."""
-        one, *others = map(self._traced_once, keys)
-        if not others:
-            return one
-        (two,) = others
-        share = (size - keys[0].size) / (keys[1].size - keys[0].size)
+        made = [stage for key in keys for stage in self._traced_once(key)[1]]
+        if len(made) < 2:
+            return made[0] if made else None
+        one, two = made
+        share = (size - one.key.size) / (two.key.size - one.key.size)
         work = {op: x.towards(two.work[op], share) for op, x in one.work.items()}
         exchanges = {op: _towards(x, two.sizes.exchanges[op], share) for op, x in one.sizes.exchanges.items()}
         known = {op: x for op, x in work.items() if x is not None}
@@ -298,14 +313,21 @@ class Workbench:
         sizes = replace(_plus(one.sizes, two.sizes, one.sizes, share), exchanges=exchanges)
         return replace(one, sizes=sizes, work=known)
 
-    def _traced_once(self, key: StageKey) -> PlannedStage:
+    def _traced_once(self, key: StageKey) -> tuple[Any, tuple[PlannedStage, ...]]:
+        """What leaves the stage, and the stage; of a probe, with each of :attr:`sizes`, or nothing where it does not tell."""
         if key.kind not in self._traced:
             self.progress(f"tracing {key}")
-            self._traced[key.kind] = self._trace(key)
+            functions = self.functions_of(key)
+            if key.size != PROBE or self.sizes is None:
+                made = [self._priced(key, functions)]
+            else:
+                found = [(n, resized(functions, n)) for n in self.sizes]
+                made = [self._priced(replace(key, size=n), f) for n, f in found if f is not None]
+            self._traced[key.kind] = functions.y, tuple(made)
         return self._traced[key.kind]
 
-    def _trace(self, key: StageKey) -> PlannedStage:
-        functions = with_offload(self.functions_of(key), key.offload_fraction)
+    def _priced(self, key: StageKey, functions: StageFunctions) -> PlannedStage:
+        functions = with_offload(functions, key.offload_fraction)
         work = {op: work_of(f.jaxpr, self.target, self.efficiency) for op, f in functions.functions.items()}
         if self.seconds_of is not None:
             work |= {op: replace(work[op], seconds=s) for op, s in self.seconds_of(functions).items() if op in work}

@@ -5,8 +5,8 @@ can't be shorter than the best found is left out, so the answer is that of the w
 
 1. A *layout* (devices, microbatches, recomputation, vocabulary) begins with the work of its layers, divided evenly, as traces
    of one device tell it. Where what stays in memory needs too much, it ends here.
-2. A layout whose turn comes is priced, with each number of stages that orders have, from traces in two microbatch sizes. Each
-   placement of its stages gets the lower bound of all schedules there, plus the seconds of the update.
+2. A layout whose turn comes is priced, with each number of stages that orders have, from traces that tell two microbatch
+   sizes. Each placement of its stages gets the lower bound of all schedules there, plus the seconds of the update.
 3. A placement whose turn comes gets all its orders, families and rules, simulated under real costs. Of the :data:`LEADERS`
    fastest that fit gradients are separated, where that could be the best, and the fastest that does not fit goes through the
    offload pass.

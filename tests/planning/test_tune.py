@@ -13,9 +13,10 @@ from jaxpipe.cli import main
 from jaxpipe.errors import ConfigError
 from jaxpipe.planning.measured import Stopwatch
 from jaxpipe.planning.predict import predict
+from jaxpipe.planning.resized import PROBE, _Resizing
 from jaxpipe.planning.roofline import Efficiency
 from jaxpipe.planning.space import Space
-from jaxpipe.planning.stages import Workbench, workbench
+from jaxpipe.planning.stages import Workbench, planner, workbench
 from jaxpipe.planning.targets import TARGETS
 from jaxpipe.planning.tune import SIZES, tune
 from jaxpipe.train.config import TrainConfig, load_config
@@ -171,3 +172,33 @@ def test_wrong_axes_are_one_line(only: str, says: str) -> None:
 def test_nothing_that_fits_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["tune", "--devices", "2", "--memory-limit-gb", "1e-6", "--only", "pipeline.schedule=1f1b"]) == 2
     assert "nothing tried fits in 1e-06 GB a device" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("shards", ["tp=1", "tp=2", "cp=2"])
+@pytest.mark.parametrize("recompute", ["none", "cheap", "full"])
+def test_one_trace_tells_what_a_trace_of_each_size_does(shards: str, recompute: str) -> None:
+    config = small().override(["pipeline.ranks=2", f"pipeline.{shards}", f"pipeline.recompute={recompute}"])
+    quick = workbench(config, A800, Efficiency(), lambda text: None, sizes=(2, 4))
+    cut = planner(config, quick.model)(2).cut
+    for size in (2, 4):
+        whole = workbench(config, A800, Efficiency(), lambda text: None)
+        for told, real in zip(quick.stages(cut, recompute, size), whole.stages(cut, recompute, size), strict=True):
+            assert told.functions.functions["F"].jaxpr is not real.functions.functions["F"].jaxpr
+            assert told.sizes == real.sizes
+            assert told.work.keys() == real.work.keys()
+            for op, work in told.work.items():
+                found = (work.flops, work.moved_bytes, work.seconds, work.kernels, work.workspace_bytes)
+                other = real.work[op]
+                known = (other.flops, other.moved_bytes, other.seconds, other.kernels, other.workspace_bytes)
+                assert found == pytest.approx(known, rel=1e-9)
+    assert {len(stages) for key, (_, stages) in quick._traced.items()} == {2}  # no size was traced by itself
+
+
+def test_shapes_that_do_not_tell_of_sequences_are_traced() -> None:
+    """An axis with one entry more than there are sequences is no multiple of them."""
+    for shape in ((PROBE + 1, 7), (PROBE - 1,), (PROBE, 2 * PROBE), (PROBE**2,), (7, PROBE // 2)):
+        resizing = _Resizing((), 2)
+        resizing._shape(shape)
+        assert resizing.unsure, shape
+    resizing = _Resizing((100_000,), 2)
+    assert resizing._shape((5 * PROBE, 100_000, 12)) == (10, 100_000, 12) and not resizing.unsure

@@ -232,6 +232,7 @@ class _Fusing:
                     pairs[slot.stage, slot.microbatch].append((n, w))
         self.pairs = {k: x for k, x in pairs.items() if len(x) == len(schedule.placement.ranks(*k))}
         self.fused: set[_Backward] = set()
+        self.until: dict[int, float] = {}
         self.duration, self.end, self.latest = net.duration, [0.0] * len(self.order), [_NEVER] * len(self.order)
         self._try(fused, self.order)
 
@@ -280,13 +281,31 @@ class _Fusing:
             return False
         if keep:
             self.fused.update(more)
+            moved = {n for n, (a, b) in enumerate(zip(duration, self.duration, strict=True)) if a != b}
             self.duration, self.end = duration, end
-            first = [min((end[q[0]] - duration[q[0]] for q in queues if q), default=0.0) for queues in self.net.queues]
-            span = max(max((end[n] for n in last), default=a) - a for last, a in zip(ends, first, strict=True))
-            self.latest = [_NEVER] * len(end)
-            for last, a in zip(ends, first, strict=True):
-                for n in last:
-                    self.latest[n] = min(max(end), a + span) * (1 + TIME)
-            for n in reversed(self.order):
-                self.latest[n] = min([self.latest[n], *(self.latest[x] - duration[x] for x in self.net.after[n])])
+            self._bound(ends, moved)
         return True
+
+    def _bound(self, ends: Sequence[Sequence[int]], moved: Iterable[int]) -> None:
+        """When each node may end at the latest, now that nodes ``moved`` take other times; ``ends``: by rank, the last of each
+        queue. Looked at again, from the last node on, is what comes before one whose bound or time is another."""
+        duration, end, latest, place = self.duration, self.end, self.latest, self.place
+        first = [min((end[q[0]] - duration[q[0]] for q in queues if q), default=0.0) for queues in self.net.queues]
+        span = max(max((end[n] for n in last), default=a) - a for last, a in zip(ends, first, strict=True))
+        whole = max(end)
+        until = {n: min(whole, a + span) * (1 + TIME) for last, a in zip(ends, first, strict=True) for n in last}
+        changed = {n for n, x in until.items() if self.until.get(n) != x}
+        queued = {-place[n] for n in changed.union(*(self.net.waits[n] for n in moved))}
+        self.until, heap = until, sorted(queued)
+        while heap:
+            n = self.order[-heappop(heap)]
+            now = until.get(n, _NEVER)
+            for x in self.net.after[n]:
+                if latest[x] - duration[x] < now:
+                    now = latest[x] - duration[x]
+            if now != latest[n]:
+                latest[n] = now
+                for x in self.net.waits[n]:
+                    if -place[x] not in queued:
+                        queued.add(-place[x])
+                        heappush(heap, -place[x])

@@ -278,7 +278,7 @@ def _assemble(
         layout=layout,
         param_avals=tuple(homes.aval(Port("param", i), b) for i, b in enumerate(layout.buffers)),
         acc_avals=tuple(homes.aval(Port("acc", i), b) for i, b in enumerate(layout.acc_avals(spec.acc_dtype))),
-        **_sizes(cut.parts),
+        **held_bytes({op: (part.inputs, part.invars) for op, part in cut.parts.items()}),
         boundary_bytes=sum(aval_bytes(v) for v in array_leaves(joint.y)),
         param_bytes=sum(aval_bytes(b) for b in layout.buffers),
         flops={op: jaxpr_flops(f.jaxpr) for op, f in functions.items()},
@@ -307,12 +307,9 @@ def _portable(const: Any) -> Any:
     return const
 
 
-def _sizes(parts: Mapping[str, Part]) -> dict[str, Any]:
-    """Bytes held between the operations, per device."""
-    held = {
-        op: {p: aval_bytes(v.aval) for p, v in zip(parts[op].inputs, parts[op].invars, strict=True)}
-        for op in ("B", "W")
-    }
+def held_bytes(inputs: Mapping[str, tuple[Sequence[Port], Sequence[Var]]]) -> dict[str, Any]:
+    """Bytes held between the operations, per device, by field of :class:`StageFunctions`; ``inputs``: of each operation."""
+    held = {op: {p: aval_bytes(v.aval) for p, v in zip(*inputs[op], strict=True)} for op in ("B", "W")}
     kept = ("x", "res")
     for_w = {p: n for p, n in held["W"].items() if p.kind in (*kept, "wres")}
     return {

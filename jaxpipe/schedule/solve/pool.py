@@ -22,7 +22,7 @@ import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeAlias
 
 from jaxpipe.errors import JaxpipeError
 from jaxpipe.schedule.ir import Schedule
@@ -38,16 +38,9 @@ class _Member:
     """One process, and the threads that write to it and read its answers into ``inbox``, so that neither a full pipe nor a
     process that hangs holds up the caller."""
 
-    def __init__(
-        self,
-        number: int,
-        command: Sequence[str],
-        tasks: Sequence[SolveTask],
-        inbox: queue.Queue[tuple[int, dict[str, Any]]],
-    ) -> None:
-        self.number, self.inbox = number, inbox
+    def __init__(self, command: Sequence[str], tasks: Sequence[SolveTask], inbox: _Inbox) -> None:
+        self.inbox = inbox
         self.job: int | None = None
-        self.alive = True
         self.process = subprocess.Popen(
             command,
             env=child_environment(),
@@ -73,8 +66,8 @@ class _Member:
         assert self.process.stdout is not None
         for text in iter(self.process.stdout.readline, b""):
             with contextlib.suppress(ValueError, RecursionError):
-                self.inbox.put((self.number, json.loads(text)))
-        self.inbox.put((self.number, {"job": 0, "gone": _fate(self.process.wait())}))
+                self.inbox.put((self, json.loads(text)))
+        self.inbox.put((self, {"job": 0, "gone": _fate(self.process.wait())}))
 
     def stop(self) -> None:
         self.process.kill()
@@ -86,6 +79,9 @@ class _Member:
             if pipe is not None:
                 with contextlib.suppress(OSError):
                     pipe.close()
+
+
+_Inbox: TypeAlias = "queue.Queue[tuple[_Member, dict[str, Any]]]"
 
 
 def child_environment() -> dict[str, str]:
@@ -110,8 +106,8 @@ class WorkerPool:
     """
 
     def __init__(self, size: int, tasks: Sequence[SolveTask], command: Sequence[str] = COMMAND) -> None:
-        self._inbox: queue.Queue[tuple[int, dict[str, Any]]] = queue.Queue()
-        self._members = [_Member(k, command, tasks, self._inbox) for k in range(size)]
+        self._inbox: _Inbox = queue.Queue()
+        self._members = [_Member(command, tasks, self._inbox) for _ in range(size)]
         self._jobs = 0
 
     def __enter__(self) -> WorkerPool:
@@ -128,19 +124,18 @@ class WorkerPool:
     @property
     def idle(self) -> int:
         """Workers without a job."""
-        return sum(m.alive and m.job is None for m in self._members)
+        return sum(m.job is None for m in self._members)
 
     @property
     def busy(self) -> int:
         """Workers with a job."""
-        return sum(m.alive and m.job is not None for m in self._members)
+        return len(self._members) - self.idle
 
-    def submit(self, job: Job) -> int:
-        """Give a job to an idle worker; returns its number."""
-        member = next(m for m in self._members if m.alive and m.job is None)
+    def submit(self, job: Job) -> None:
+        """Give a job to an idle worker; jobs are numbered from 0."""
+        member = next(m for m in self._members if m.job is None)
         member.job, self._jobs = self._jobs, self._jobs + 1
         member.outbox.put(job_line(member.job, job))
-        return member.job
 
     def receive(self, timeout_s: float | None) -> Answer | None:
         """The next answer, or None after ``timeout_s`` without one (None: however long it takes).
@@ -149,13 +144,14 @@ class WorkerPool:
             ScheduleParseError: a worker wrote what is no answer.
         """
         try:
-            number, message = self._inbox.get(timeout=timeout_s)
+            member, message = self._inbox.get(timeout=timeout_s)
         except queue.Empty:
             return None
-        member, answer = self._members[number], from_json(Answer, message, "answer")
+        answer = from_json(Answer, message, "answer")
         if answer.gone:
-            lost, member.alive, member.job = member.job, False, None
-            return replace(answer, job=lost or 0, done=True, error=f"a solver process {answer.gone}")
+            self._members.remove(member)
+            member.stop()
+            return replace(answer, job=member.job or 0, done=True, error=f"a solver process {answer.gone}")
         if answer.done:
             member.job = None
         return answer

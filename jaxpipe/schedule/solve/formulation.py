@@ -62,7 +62,7 @@ class Times:
         self.cp: Any = cp_model.CpModel()
         self.actions, self.window, self.ordered = actions, window, ordered
         self.spans, self.by_order = actions.task.objective == "span", not actions.copies
-        self.start: Sequence[int] = () if now is None else now.start
+        self.start: Starts = now or ()
         self.first = actions.first_starts if self.spans and ordered and window is None else None
         self.parts = [self._split(lane) for lane in actions.lanes]
         self.inside = {n for _, middle, _ in self.parts for n in middle}
@@ -210,9 +210,7 @@ class Times:
         for n in (*self.late, *self.at):
             absent = n in self.absent and solver.boolean_value(self.absent[n])
             start[n] = -1 if absent else solver.value(self.at_of(n))
-        whole = {fusing.choice for fusing in self.actions.fusing.values()}
-        fused = {choice for choice in whole if solver.boolean_value(self.choices[choice])}
-        return Starts(start, frozenset(fused))
+        return start
 
 
 _Held = tuple[Piece, Any, Any, Any]
@@ -239,7 +237,8 @@ class Formulation(Times):
     ) -> None:
         super().__init__(actions, now, window, ordered=ordered, upper=upper)
         self.prefer = prefer or {}
-        self.sends = {k: self.cp.new_int_var(0, self.latest, "") for k in self._queueing()}
+        self.links = list(self._queueing()) if window is None else []
+        self.sends = {k: self.cp.new_int_var(0, self.latest, "") for link in self.links for k in link}
         self._waits()
         self.idle: dict[int, int | None] = {}
         self.chained: set[tuple[int, int]] = set()
@@ -248,7 +247,8 @@ class Formulation(Times):
         self.takes = dict(self._takes()) if strict and actions.task.costs.host.mode == "duplex" else {}
         for lane, parts in enumerate(self.parts):
             self._lane(lane, *parts)
-        self._links()
+        for link in self.links:
+            self._link(link)
         for limit in actions.limits:
             if window is None or not self.by_order or limit.rank in window.ranks:
                 self._memory(limit)
@@ -264,10 +264,10 @@ class Formulation(Times):
 
     def _waits(self) -> None:
         """Every wait that touches what is inside; see :meth:`_shifts` for those past it."""
-        actions, count = self.actions, len(self.actions.action)
+        actions = self.actions
         for n in self.at:
-            for x in actions.waits[n]:
-                s = x if x < count else actions.transfers[x - count].producer
+            for x in actions.graph.waits[n]:
+                s = actions.graph.source(x)
                 if s in self.at or (n in self.absent and self.window is not None and self.start[s] >= 0):
                     self._add(self.at[n] >= self._arrival(x), n, s)
             for then, lag in actions.followers[n] if self.late else ():
@@ -289,9 +289,9 @@ class Formulation(Times):
     def _alike(self) -> Iterator[list[int]]:
         """Those of one op and stage in the order that they keep: of microbatches, in a window the one they have."""
         if self.window is None:
-            yield from map(list, self.actions.alike)
+            yield from self.actions.alike.values()
             return
-        found: dict[int, list[int]] = defaultdict(list)
+        found: dict[Any, list[int]] = defaultdict(list)
         for n in self.at:
             if self.actions.action[n].op != "O" and (not self.by_order or self.frees(n)):
                 found[self.actions.kind[n]].append(n)
@@ -322,7 +322,7 @@ class Formulation(Times):
     def _lane(self, lane: int, before: Sequence[int], middle: Sequence[int], late: Sequence[int]) -> None:
         """One at a time: what is fixed, then what is inside, then what is late."""
         floor = self.start[before[-1]] + self.actions.size[before[-1]] if before else 0
-        numbers = [*middle, *(n for n in self.absent if self.actions.host_lane.get(n) == lane and n not in self.inside)]
+        numbers = [*middle, *(n for n in self.actions.lanes[lane] if n in self.absent and n not in self.inside)]
         firsts = self.firsts(lane, late)
         for n in numbers:
             if n in self.absent and floor > self.begin:
@@ -334,7 +334,12 @@ class Formulation(Times):
         for one, two in pairwise(n for n in middle if not self.frees(n)):
             self._add(self.at[two] >= self.end_of(one), one, two)
         if any(map(self.frees, numbers)):
-            self.cp.add_no_overlap([*map(self._interval, numbers), *self._gaps(lane)])
+            gaps = [
+                self.cp.new_optional_fixed_size_interval_var(gap, 0, ~self.absent[load], "")
+                for load, (gap, _) in self.takes.items()
+                if self.actions.rank[load] == lane
+            ]
+            self.cp.add_no_overlap([*map(self._interval, numbers), *gaps])
 
     def _interval(self, n: int) -> Any:
         if n in self.ends:
@@ -351,49 +356,36 @@ class Formulation(Times):
             self.cp.add(take <= self.at[copies.load]).only_enforce_if(self.choices[o])
             yield copies.load, (gap, take)
 
-    def _gaps(self, lane: int) -> Iterator[Any]:
-        for load, (gap, _) in self.takes.items():
-            if self.actions.rank[load] == lane:
-                yield self.cp.new_optional_fixed_size_interval_var(gap, 0, ~self.absent[load], "")
-
-    def _queueing(self) -> Iterator[int]:
-        """Transfers that may have to wait for one another."""
-        if self.window is not None:
-            return
-        size, fusing, of_link = self.actions.size, self.actions.fusing, self._of_link()
-        for sent in of_link.values():
-            producers = {self.actions.transfers[k].producer for k in sent}
+    def _queueing(self) -> Iterator[list[int]]:
+        """The transfers of each pair of ranks where they may have to wait for one another."""
+        transfers, size, fusing = self.actions.transfers, self.actions.size, self.actions.fusing
+        links: dict[tuple[int, int], list[int]] = defaultdict(list)
+        for k, sent in enumerate(transfers):
+            links[sent.link].append(k)
+        for link in links.values():
+            producers = {transfers[k].producer for k in link}
             shortest = min(min(size[n], fusing[n].ticks if n in fusing else size[n]) for n in producers)
-            if max(self.actions.transfers[k].ticks for k in sent) > shortest:
-                yield from sent
+            if max(transfers[k].ticks for k in link) > shortest:
+                yield link
 
-    def _of_link(self) -> dict[tuple[int, int], list[int]]:
-        of_link: dict[tuple[int, int], list[int]] = defaultdict(list)
-        for k, sent in enumerate(self.actions.transfers):
-            of_link[sent.link].append(k)
-        return of_link
-
-    def _links(self) -> None:
-        """Transfers of a pair of ranks that may queue go in the order in which they are issued."""
+    def _link(self, link: Sequence[int]) -> None:
+        """Transfers of a pair of ranks go in the order in which they are issued."""
         transfers, kind = self.actions.transfers, self.actions.kind
-        for sent in self._of_link().values() if self.sends else ():
-            if sent[0] not in self.sends:
-                continue
-            last: dict[int, int] = {}
-            for k in sorted(sent, key=lambda k: (self.actions.action[transfers[k].producer].microbatch, k)):
-                self.cp.add(self.sends[k] >= self.end_of(transfers[k].producer))
-                before = last.get(kind[transfers[k].producer])
-                if self.ordered and before is not None:
-                    self.cp.add(self.sends[k] >= self.sends[before] + transfers[before].ticks)
-                last[kind[transfers[k].producer]] = k
-            for a, b in combinations(sent, 2):
-                one, two = transfers[a].producer, transfers[b].producer
-                if one != two and not (self.ordered and kind[one] == kind[two]):
-                    first = self.cp.new_bool_var("")
-                    for x, y, which in ((a, b, first), (b, a, ~first)):
-                        ended = self.end_of(transfers[x].producer) <= self.at[transfers[y].producer]
-                        self.cp.add(ended).only_enforce_if(which)
-                        self.cp.add(self.sends[y] >= self.sends[x] + transfers[x].ticks).only_enforce_if(which)
+        last: dict[Any, int] = {}
+        for k in sorted(link, key=lambda k: (self.actions.action[transfers[k].producer].microbatch, k)):
+            self.cp.add(self.sends[k] >= self.end_of(transfers[k].producer))
+            before = last.get(kind[transfers[k].producer])
+            if self.ordered and before is not None:
+                self.cp.add(self.sends[k] >= self.sends[before] + transfers[before].ticks)
+            last[kind[transfers[k].producer]] = k
+        for a, b in combinations(link, 2):
+            one, two = transfers[a].producer, transfers[b].producer
+            if one != two and not (self.ordered and kind[one] == kind[two]):
+                first = self.cp.new_bool_var("")
+                for x, y, which in ((a, b, first), (b, a, ~first)):
+                    ended = self.end_of(transfers[x].producer) <= self.at[transfers[y].producer]
+                    self.cp.add(ended).only_enforce_if(which)
+                    self.cp.add(self.sends[y] >= self.sends[x] + transfers[x].ticks).only_enforce_if(which)
 
     # Memory.
 
@@ -506,16 +498,12 @@ class Formulation(Times):
 
     def _preferred(self) -> tuple[Any, int]:
         """What is minimised among equals, and a number that is more than all that it can differ by."""
-        total: Any = 0
-        spread = 1
-        for n, at in self.at.items() if self.prefer else ():
-            weight = self.prefer.get(self.actions.action[n].op, 0)
-            total += weight * (at - self.begin)
-            spread += abs(weight) * (self.latest - self.begin)
-        for here in self.choices.values() if self.prefer else ():
-            total += self.prefer.get("away", 0) * here
-            spread += abs(self.prefer.get("away", 0))
-        return total, spread
+        if not self.prefer:
+            return 0, 1
+        room, op = self.latest - self.begin, [a.op for a in self.actions.action]
+        weighed = [(self.prefer.get(op[n], 0), at - self.begin, room) for n, at in self.at.items()]
+        weighed += [(self.prefer.get("away", 0), here, 1) for here in self.choices.values()]
+        return sum(weight * x for weight, x, _ in weighed), 1 + sum(abs(weight) * most for weight, _, most in weighed)
 
     # Answers.
 
@@ -525,16 +513,15 @@ class Formulation(Times):
         whole = {fusing.w: b for b, fusing in self.actions.fusing.items()}
         for n in sorted(self.at, key=lambda n: self.actions.action[n].microbatch):
             last = self.idle.get(n)
-            if starts.start[n] >= 0:
-                known[n] = starts.start[n]
+            if starts[n] >= 0:
+                known[n] = starts[n]
             elif last is not None:
-                known[n] = known[last] + (self.actions.size[last] if starts.start[last] >= 0 else 0)
+                known[n] = known[last] + (self.actions.size[last] if starts[last] >= 0 else 0)
             else:
                 known[n] = self.actions.end(whole[n], starts) if n in whole else self.begin
             if n == self.actions.joint[n]:
                 self.cp.add_hint(self.at[n], known[n])
         for choice, literal in self.choices.items():
-            is_copy = choice in self.actions.copies
-            self.cp.add_hint(literal, starts.start[choice] >= 0 if is_copy else choice in starts.fused)
+            self.cp.add_hint(literal, self.actions.chosen(choice, starts))
         for shift in {id(x): x for x in self.shift.values()}.values():
             self.cp.add_hint(shift, 0)

@@ -133,7 +133,7 @@ class NeighbourhoodSearch:
         ends."""
         begins, ends = self.actions.extent(starts)
         longest = max(b - a for a, b in zip(begins, ends, strict=True))
-        return *self.task.order(max(ends) - min(begins), longest), sum(ends if self.actions.copies else starts.start)
+        return *self.task.order(max(ends) - min(begins), longest), sum(ends if self.actions.copies else starts)
 
     def _propose(self, starts: Starts, budget: Budget) -> Starts | None:
         self.tried += 1
@@ -185,7 +185,7 @@ class NeighbourhoodSearch:
             count = rng.randint(max(2, p // 4), max(3, p // 2))
             first = rng.randint(0, p - count)
             ranks = range(first, first + count)
-        times = sorted(starts.start[n] for rank in ranks for n in actions.lanes[rank])
+        times = sorted(starts[n] for rank in ranks for n in actions.lanes[rank])
         want = min(len(times), int(self.size[kind] * rng.uniform(0.7, 1.2)) * (4 if kind == "microbatches" else 1))
         last, place = len(times) - want, rng.random()
         at = 0 if place < self.manner.edge else last if place < 2 * self.manner.edge else rng.randint(0, last)
@@ -195,7 +195,7 @@ class NeighbourhoodSearch:
 
     def _some(self, starts: Starts, begin: int, end: int) -> frozenset[int]:
         """A quarter of the microbatches that have a forward inside, neighbours or not."""
-        every = zip(self.actions.action, starts.start, strict=True)
+        every = zip(self.actions.action, starts, strict=True)
         there = sorted({a.microbatch for a, t in every if a.op == "F" and begin <= t < end})
         count = max(1, len(there) // 4)
         if not there or self.random.random() < 0.5:
@@ -304,8 +304,8 @@ class _Search:
         timeline = simulate(with_fused(schedule, fused_backwards(schedule) & choice), task.costs)
         starts = starts_of(actions, timeline) if task.fits(timeline) else None
         if starts is not None and self.ordered:
-            for alike in actions.alike:
-                times = [starts.start[n] for n in alike if starts.start[n] >= 0]
+            for alike in actions.alike.values():
+                times = [starts[n] for n in alike if starts[n] >= 0]
                 if times != sorted(times):
                     return None
         return starts

@@ -85,7 +85,7 @@ def test_times_become_the_same_schedule_again(p: int) -> None:
     solver, _, done = run(model.cp, {"num_workers": 1})
     assert done
     times = model.answer(solver)
-    assert [t < 0 for t in times.start] == [t < 0 for t in starts.start]
+    assert [t < 0 for t in times] == [t < 0 for t in starts]
     again = schedule_of(actions, times, "again")[1]
     assert again.max_span <= timeline.max_span
 

@@ -35,9 +35,9 @@ from typing import NamedTuple
 
 from jaxpipe.errors import ScheduleError
 from jaxpipe.schedule.check import check_schedule
-from jaxpipe.schedule.deps import HOST_LANES, DependencyGraph, build_graph
+from jaxpipe.schedule.deps import HOST_LANES, build_graph
 from jaxpipe.schedule.engine import host_groups
-from jaxpipe.schedule.grids import FINE, Ticks, memory_units, time_grid
+from jaxpipe.schedule.grids import FINE, memory_units, time_grid
 from jaxpipe.schedule.ir import Action, Row, Schedule, Slot, op_spec
 from jaxpipe.schedule.memory import ACTIVATION_FIELDS, rank_share, static_bytes
 from jaxpipe.schedule.passes.backwards import with_slots
@@ -104,43 +104,56 @@ class MemoryLimit:
     pieces: tuple[Piece, ...]
 
 
-@dataclass(frozen=True)
 class Actions:
-    """Numbered actions: the slots of ``graph``. One entry each: ``action``, ``rank``, ``size`` (ticks), ``joint`` (the first
-    of those that start together).
+    """The actions of ``order``, any schedule of the task (None: of a chain, one microbatch after the other), each O and L that
+    there could be, and with ``fusing`` every backward as B and W with BW to choose; ``parts`` of a mean duration to a tick
+    where costs have no common step.
 
-    ``transfers``: of the graph, in ticks. ``lanes``: what runs on each, the ranks' compute lanes first. ``fusing``: by B,
-    where BW may be chosen. ``copies``: by O.
+    They are numbered as the slots of ``graph``. One entry each: ``action``, ``rank``, ``size`` (ticks), ``joint`` (the first of
+    those that start together). ``ops``: numbers by rank, then stage and microbatch, then op. ``transfers``: of the graph, in
+    ticks. ``lanes``: what runs on each, the ranks' compute lanes first. ``fusing``: by B, where BW may be chosen. ``copies``:
+    by O. ``limits``: those that could be felt.
+
+    Raises:
+        ScheduleError: there is no order and the stages form no chain on single ranks; the costs are for another number of
+            stages or too uneven for a grid; or there is no microbatch.
     """
 
-    task: SolveTask
-    ticks: Ticks
-    graph: DependencyGraph
-    action: tuple[Action, ...]
-    rank: Sequence[int]
-    size: tuple[int, ...]
-    joint: tuple[int, ...]
-    transfers: tuple[Sent, ...]
-    lanes: tuple[tuple[int, ...], ...]
-    fusing: Mapping[int, Fusing]
-    copies: Mapping[int, Copies]
-    limits: tuple[MemoryLimit, ...]
-
-    @classmethod
-    def of(cls, task: SolveTask, order: Schedule | None = None, parts: int = FINE, *, fusing: bool = True) -> Actions:
-        """The actions of ``order``, any schedule of the task (None: of a chain, one microbatch after the other), each O and L
-        that there could be, and with ``fusing`` every backward as B and W with BW to choose; ``parts`` of a mean duration to a
-        tick where costs have no common step.
-
-        Raises:
-            ScheduleError: there is no order and the stages form no chain on single ranks; the costs are for another number of
-                stages or too uneven for a grid; or there is no microbatch.
-        """
-        return _Maker(task, order, parts, fusing).made()
-
-    @property
-    def num_ranks(self) -> int:
-        return self.task.placement.num_ranks
+    def __init__(
+        self, task: SolveTask, order: Schedule | None = None, parts: int = FINE, *, fusing: bool = True
+    ) -> None:
+        if task.num_microbatches < 1:
+            raise ScheduleError(f"number of microbatches is {task.num_microbatches}; want at least 1")
+        self.task, self.placement, self.costs = task, task.placement, task.costs
+        self.num_ranks = task.placement.num_ranks
+        self.costs.require_stages(self.placement.num_stages, "the placement")
+        self.graph = graph = build_graph(self._complete(order, fusing))
+        self.action, self.rank = tuple(action for slot in graph.slots for action in slot.actions), graph.rank_of
+        self.joint = tuple(
+            graph.joints[graph.joint_of[n]][0] if n in graph.joint_of else n for n in range(len(self.action))
+        )
+        self.ops: list[dict[tuple[int, int], dict[str, int]]] = [{} for _ in graph.schedule.rows]
+        for n, (a, r) in enumerate(zip(self.action, self.rank, strict=True)):
+            self.ops[r].setdefault((a.stage, a.microbatch), {})[a.op] = n
+        of_kind = {(a.op, a.stage): self.costs.seconds(op_spec(a.op).cost, a.stage) for a in set(self.action)}
+        seconds = [of_kind[a.op, a.stage] for a in self.action]
+        backs = (n for n, a in enumerate(self.action) if fusing and a.op == "B" and self._gains(a.stage))
+        whole = {n: self.costs.bw_s[self.action[n].stage] for n in backs}
+        sent = [t.seconds(self.costs) for t in graph.transfers]
+        every = [*seconds, *whole.values(), *sent]
+        self.ticks = ticks = time_grid(every, 2 * sum(every), parts)
+        self.size = tuple(map(ticks.of, seconds))
+        self.transfers = tuple(
+            Sent(t.producer, (t.src, t.dst), ticks.of(x)) for t, x in zip(graph.transfers, sent, strict=True)
+        )
+        self.fusing: dict[int, Fusing] = {}
+        for n, x in whole.items():
+            w = self.ops[self.rank[n]][self.action[n].stage, self.action[n].microbatch]["W"]
+            self.fusing[n] = Fusing(self.joint[n], w, ticks.of(x))
+        copied = (ops for there in self.ops for ops in there.values() if "O" in ops)
+        self.copies = {ops["O"]: Copies(ops["F"], ops["L"], ops["BW" if "BW" in ops else "B"]) for ops in copied}
+        self.lanes = tuple(self._lanes())
+        self.limits = tuple(self._limits())
 
     def sources(self, n: int) -> Iterator[tuple[int, int]]:
         """(action that n waits for, ticks that its result takes)."""
@@ -185,9 +198,7 @@ class Actions:
     @cached_property
     def horizon(self) -> int:
         """Ticks within which a best schedule ends: as long as anything is left, something runs."""
-        return (
-            sum(self.size) + sum(sent.ticks for sent in self.transfers) + sum(x.ticks for x in self.fusing.values()) + 1
-        )
+        return 1 + sum(self.size) + sum(x.ticks for x in self.transfers) + sum(x.ticks for x in self.fusing.values())
 
     @cached_property
     def first_starts(self) -> Mapping[int, int] | None:
@@ -226,45 +237,6 @@ class Actions:
         begins = [min((starts[n] for n in lane), default=0) for lane in there]
         return begins, [max((self.end(n, starts) for n in lane), default=0) for lane in there]
 
-
-class _Maker:
-    """Makes :class:`Actions`; see :meth:`Actions.of`."""
-
-    def __init__(self, task: SolveTask, order: Schedule | None, parts: int, fusing: bool) -> None:
-        if task.num_microbatches < 1:
-            raise ScheduleError(f"number of microbatches is {task.num_microbatches}; want at least 1")
-        self.task, self.placement, self.costs = task, task.placement, task.costs
-        self.costs.require_stages(self.placement.num_stages, "the placement")
-        self.groups = host_groups(self.costs.host, self.placement.num_ranks)
-        self.graph = graph = build_graph(self._complete(order, fusing))
-        self.of_rank: list[dict[tuple[int, int], dict[str, int]]] = [{} for _ in graph.schedule.rows]
-        self.action = tuple(action for slot in graph.slots for action in slot.actions)
-        for n, (a, r) in enumerate(zip(self.action, graph.rank_of, strict=True)):
-            self.of_rank[r].setdefault((a.stage, a.microbatch), {})[a.op] = n
-        self.seconds = {(a.op, a.stage): self.costs.seconds(op_spec(a.op).cost, a.stage) for a in set(self.action)}
-        self.ticks = self._ticks(parts, fusing)
-        joints = {n: graph.joints[joint][0] for n, joint in graph.joint_of.items()}
-        self.joint = tuple(joints.get(n, n) for n in range(len(self.action)))
-        self.fusing = dict(self._fusing()) if fusing else {}
-
-    def made(self) -> Actions:
-        graph, ticks = self.graph, self.ticks
-        every = [ops for there in self.of_rank for ops in there.values()]
-        return Actions(
-            self.task,
-            ticks,
-            graph,
-            self.action,
-            graph.rank_of,
-            tuple(ticks.of(self.seconds[a.op, a.stage]) for a in self.action),
-            self.joint,
-            tuple(Sent(t.producer, (t.src, t.dst), ticks.of(t.seconds(self.costs))) for t in graph.transfers),
-            tuple(self._lanes()),
-            self.fusing,
-            {ops["O"]: Copies(ops["F"], ops["L"], ops["BW" if "BW" in ops else "B"]) for ops in every if "O" in ops},
-            tuple(self._limits()),
-        )
-
     # Which actions.
 
     def _complete(self, order: Schedule | None, fusing: bool) -> Schedule:
@@ -299,33 +271,21 @@ class _Maker:
         short = min(self.task.memory_limit, (self.costs.memory_limit_bytes or (inf,) * (rank + 1))[rank]) < inf
         return short and self.costs.offloadable_bytes[forward.stage] > 0
 
-    def _fusing(self) -> Iterator[tuple[int, Fusing]]:
-        for n, a in enumerate(self.action):
-            if a.op == "B" and self._gains(a.stage):
-                w = self.of_rank[self.graph.rank_of[n]][a.stage, a.microbatch]["W"]
-                yield n, Fusing(self.joint[n], w, self.ticks.of(self.costs.bw_s[a.stage]))
-
-    def _ticks(self, parts: int, fusing: bool) -> Ticks:
-        seconds = [self.seconds[a.op, a.stage] for a in self.action]
-        seconds += [self.costs.bw_s[a.stage] for a in self.action if fusing and a.op == "B" and self._gains(a.stage)]
-        seconds += [t.seconds(self.costs) for t in self.graph.transfers]
-        return time_grid(seconds, 2 * sum(seconds), parts)
-
     def _lanes(self) -> Iterator[tuple[int, ...]]:
         """Compute lanes, then those of the host, of a rank or of a PCIe group."""
         host: dict[tuple[bool, int, str], list[int]] = {}
+        groups = host_groups(self.costs.host, self.num_ranks)
         for r, lanes in enumerate(self.graph.lanes):
             yield tuple(lanes["compute"])
             for name in HOST_LANES:
-                of = r in self.groups, self.groups.get(r, r), name if self.costs.host.mode == "duplex" else "shared"
+                of = r in groups, groups.get(r, r), name if self.costs.host.mode == "duplex" else "shared"
                 host.setdefault(of, []).extend(lanes[name])
         yield from (tuple(lane) for lane in host.values() if lane)
 
     # Memory.
 
     def _limits(self) -> Iterator[MemoryLimit]:
-        """The limits that could be felt."""
-        ranks = range(self.placement.num_ranks)
+        ranks = range(self.num_ranks)
         if self.task.memory_limit < inf:
             yield from self._of_kind(dict.fromkeys(ranks, self.task.memory_limit), activations=True)
         if self.costs.memory_limit_bytes:
@@ -334,7 +294,7 @@ class _Maker:
             yield from self._of_kind({r: x - taken for r, x, taken in allowed if x < inf}, activations=False)
         if self.task.offloads_in_flight is not None:
             for r in ranks:
-                there = [ops for ops in self.of_rank[r].values() if "O" in ops]
+                there = [ops for ops in self.ops[r].values() if "O" in ops]
                 held = tuple(Piece(1, (ops["O"], False), (ops["L"], True), ops["O"]) for ops in there)
                 yield MemoryLimit(r, self.task.offloads_in_flight, held)
 
@@ -354,7 +314,7 @@ class _Maker:
         """What is held on a rank, in bytes or activations."""
         flows = self.placement.num_flows
         shares = [rank_share(self.placement, self.costs, rank, flow) if activations else 1.0 for flow in range(flows)]
-        for (stage, i), ops in self.of_rank[rank].items():
+        for (stage, i), ops in self.ops[rank].items():
             share = shares[i % flows]
             for most, less, piece in self._of_microbatch(stage, ops, activations) if share > 0 else ():
                 yield most / share, less / share, piece

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from itertools import combinations, pairwise, takewhile
 from typing import Any
 
-from jaxpipe.schedule.solve.actions import Actions, Copies, Event, MemoryLimit, Piece, Starts
+from jaxpipe.schedule.solve.actions import Actions, Copies, Event, MemoryLimit, Piece, Sent, Starts
 
 FAR = 1 << 40
 """Ticks beyond any."""
@@ -50,8 +50,8 @@ class Times:
     """Starts and ends of ``actions``; with a ``window``, around the schedule ``now``.
 
     ``at``: variables of what is inside or could be. ``late``: what moves by the ``shift`` of its rank. ``choices``: literals by
-    number, ``absent``: of what may not take place, the literal of that. ``parts``: per lane what is fixed, inside and late.
-    ``upper``: ticks that the objective need not exceed.
+    number, ``absent``: of what may not take place, the literal of that. ``parts``: per lane what is fixed, inside and late;
+    ``floors``: when what is fixed ends. ``upper``: ticks that the objective need not exceed.
     """
 
     def __init__(
@@ -65,6 +65,7 @@ class Times:
         self.start: Starts = now or ()
         self.first = actions.first_starts if self.spans and ordered and window is None else None
         self.parts = [self._split(lane) for lane in actions.lanes]
+        self.floors = [self.start[x[-1]] + actions.size[x[-1]] if x else 0 for x, _, _ in self.parts]
         self.inside = {n for _, middle, _ in self.parts for n in middle}
         self.late = {n for _, _, late in self.parts for n in late}
         if window is None:
@@ -138,7 +139,7 @@ class Times:
         actions, start, size = self.actions, self.start, self.actions.size
         room = dict.fromkeys(sorted({actions.rank[n] for n in self.late}), self.end - self.begin)
         for lane, (before, _, late) in enumerate(self.parts):
-            bounds = [(n, start[before[-1]] + size[before[-1]]) for n in self.firsts(lane, late) if before]
+            bounds = [(n, self.floors[lane]) for n in self.firsts(lane, late)]
             for s in takewhile(lambda s: start[s] > self.begin - actions.reach, reversed(before)):
                 bounds += [(n, start[s] + size[s] + lag) for n, lag in actions.followers[s] if n in self.late]
             for n, least in bounds:
@@ -172,11 +173,10 @@ class Times:
         """Starts of what is inside or could be; those that start together share one."""
         actions, start, size = self.actions, self.start, self.actions.size
         least: dict[int, int] = {}
-        for before, middle, _ in self.parts:
-            floor = start[before[-1]] + size[before[-1]] if before else 0
+        for floor, (_, middle, _) in zip(self.floors, self.parts, strict=True):
             for n in middle:
                 times = [self.begin, floor, least.get(actions.joint[n], 0)]
-                for s, lag in actions.sources(n) if self.window is not None else ():
+                for s, lag in actions.sources(n):
                     if s not in self.inside and start[s] >= 0:
                         times.append(start[s] + size[s] + lag)
                 least[actions.joint[n]] = max(times) if n not in self.absent else self.begin
@@ -238,15 +238,15 @@ class Formulation(Times):
         super().__init__(actions, now, window, ordered=ordered, upper=upper)
         self.prefer = prefer or {}
         self.links = list(self._queueing()) if window is None else []
-        self.sends = {k: self.cp.new_int_var(0, self.latest, "") for link in self.links for k in link}
+        self.sends = {x: self.cp.new_int_var(0, self.latest, "") for link in self.links for x in link}
         self._waits()
         self.idle: dict[int, int | None] = {}
         self.chained: set[tuple[int, int]] = set()
         for alike in self._alike() if ordered else ():
             self._in_order(alike)
         self.takes = dict(self._takes()) if strict and actions.task.costs.host.mode == "duplex" else {}
-        for lane, parts in enumerate(self.parts):
-            self._lane(lane, *parts)
+        for lane, (_, middle, late) in enumerate(self.parts):
+            self._lane(lane, middle, late)
         for link in self.links:
             self._link(link)
         for limit in actions.limits:
@@ -266,10 +266,9 @@ class Formulation(Times):
         """Every wait that touches what is inside; see :meth:`_shifts` for those past it."""
         actions = self.actions
         for n in self.at:
-            for x in actions.graph.waits[n]:
-                s = actions.graph.source(x)
-                if s in self.at or (n in self.absent and self.window is not None and self.start[s] >= 0):
-                    self._add(self.at[n] >= self._arrival(x), n, s)
+            for x, (s, lag) in zip(actions.graph.waits[n], actions.sources(n), strict=True):
+                if s in self.at or (n in self.absent and self.start[s] >= 0):
+                    self._add(self.at[n] >= self.sends.get(x, self.end_of(s)) + lag, n, s)
             for then, lag in actions.followers[n] if self.late else ():
                 if then in self.late:
                     self._add(self.at_of(then) >= self.end_of(n) + lag, n)
@@ -277,14 +276,6 @@ class Formulation(Times):
             self.cp.add(self.at[fusing.w] == self.ends[b]).only_enforce_if(self.choices[fusing.choice])
         for o in self.choices if self.window is not None else ():
             self.cp.add(self.at[o] == self.begin).only_enforce_if(self.absent[o])
-
-    def _arrival(self, x: int) -> Any:
-        """When what number ``x`` of what an action waits for is there."""
-        k = x - len(self.actions.action)
-        if k < 0:
-            return self.end_of(x)
-        sent = self.actions.transfers[k]
-        return self.sends.get(k, self.end_of(sent.producer)) + sent.ticks
 
     def _alike(self) -> Iterator[list[int]]:
         """Those of one op and stage in the order that they keep: of microbatches, in a window the one they have."""
@@ -319,10 +310,10 @@ class Formulation(Times):
 
     # Lanes and links.
 
-    def _lane(self, lane: int, before: Sequence[int], middle: Sequence[int], late: Sequence[int]) -> None:
+    def _lane(self, lane: int, middle: Sequence[int], late: Sequence[int]) -> None:
         """One at a time: what is fixed, then what is inside, then what is late."""
-        floor = self.start[before[-1]] + self.actions.size[before[-1]] if before else 0
-        numbers = [*middle, *(n for n in self.actions.lanes[lane] if n in self.absent and n not in self.inside)]
+        floor, there = self.floors[lane], set(self.actions.lanes[lane])
+        numbers = [*middle, *(n for n in self.absent if n in there and n not in self.inside)]
         firsts = self.firsts(lane, late)
         for n in numbers:
             if n in self.absent and floor > self.begin:
@@ -334,12 +325,13 @@ class Formulation(Times):
         for one, two in pairwise(n for n in middle if not self.frees(n)):
             self._add(self.at[two] >= self.end_of(one), one, two)
         if any(map(self.frees, numbers)):
-            gaps = [
+            intervals = [self._interval(n) for n in numbers]
+            intervals += [
                 self.cp.new_optional_fixed_size_interval_var(gap, 0, ~self.absent[load], "")
                 for load, (gap, _) in self.takes.items()
                 if self.actions.rank[load] == lane
             ]
-            self.cp.add_no_overlap([*map(self._interval, numbers), *gaps])
+            self.cp.add_no_overlap(intervals)
 
     def _interval(self, n: int) -> Any:
         if n in self.ends:
@@ -356,36 +348,37 @@ class Formulation(Times):
             self.cp.add(take <= self.at[copies.load]).only_enforce_if(self.choices[o])
             yield copies.load, (gap, take)
 
-    def _queueing(self) -> Iterator[list[int]]:
-        """The transfers of each pair of ranks where they may have to wait for one another."""
-        transfers, size, fusing = self.actions.transfers, self.actions.size, self.actions.fusing
-        links: dict[tuple[int, int], list[int]] = defaultdict(list)
-        for k, sent in enumerate(transfers):
-            links[sent.link].append(k)
+    def _queueing(self) -> Iterator[Mapping[int, Sent]]:
+        """The transfers of each pair of ranks where they may have to wait for one another, as they are waited for."""
+        actions, size, fusing = self.actions, self.actions.size, self.actions.fusing
+        links: dict[tuple[int, int], dict[int, Sent]] = defaultdict(dict)
+        for x, sent in enumerate(actions.transfers, len(actions.action)):
+            links[sent.link][x] = sent
         for link in links.values():
-            producers = {transfers[k].producer for k in link}
+            producers = {sent.producer for sent in link.values()}
             shortest = min(min(size[n], fusing[n].ticks if n in fusing else size[n]) for n in producers)
-            if max(transfers[k].ticks for k in link) > shortest:
+            if max(sent.ticks for sent in link.values()) > shortest:
                 yield link
 
-    def _link(self, link: Sequence[int]) -> None:
+    def _link(self, link: Mapping[int, Sent]) -> None:
         """Transfers of a pair of ranks go in the order in which they are issued."""
-        transfers, kind = self.actions.transfers, self.actions.kind
+        action, kind, sends = self.actions.action, self.actions.kind, self.sends
         last: dict[Any, int] = {}
-        for k in sorted(link, key=lambda k: (self.actions.action[transfers[k].producer].microbatch, k)):
-            self.cp.add(self.sends[k] >= self.end_of(transfers[k].producer))
-            before = last.get(kind[transfers[k].producer])
-            if self.ordered and before is not None:
-                self.cp.add(self.sends[k] >= self.sends[before] + transfers[before].ticks)
-            last[kind[transfers[k].producer]] = k
+        for x in sorted(link, key=lambda x: (action[link[x].producer].microbatch, x)):
+            made = link[x].producer
+            self.cp.add(sends[x] >= self.end_of(made))
+            if self.ordered and kind[made] in last:
+                before = last[kind[made]]
+                self.cp.add(sends[x] >= sends[before] + link[before].ticks)
+            last[kind[made]] = x
         for a, b in combinations(link, 2):
-            one, two = transfers[a].producer, transfers[b].producer
+            one, two = link[a].producer, link[b].producer
             if one != two and not (self.ordered and kind[one] == kind[two]):
                 first = self.cp.new_bool_var("")
                 for x, y, which in ((a, b, first), (b, a, ~first)):
-                    ended = self.end_of(transfers[x].producer) <= self.at[transfers[y].producer]
+                    ended = self.end_of(link[x].producer) <= self.at[link[y].producer]
                     self.cp.add(ended).only_enforce_if(which)
-                    self.cp.add(self.sends[y] >= self.sends[x] + transfers[x].ticks).only_enforce_if(which)
+                    self.cp.add(sends[y] >= sends[x] + link[x].ticks).only_enforce_if(which)
 
     # Memory.
 

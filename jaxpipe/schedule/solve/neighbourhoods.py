@@ -97,7 +97,7 @@ class NeighbourhoodSearch:
 
     def __init__(self, task: SolveTask, start: Schedule, seed: int) -> None:
         self.task, start = task, unbraid(start)
-        self.actions = Actions.of(task, start, _PARTS, fusing=False)
+        self.actions = Actions(task, start, _PARTS, fusing=False)
         self.random, self.seed = random.Random(seed), seed
         self.timeline = simulate(start, task.costs)
         self.manner = _WITH_OFFLOAD if self.actions.copies else _PLAIN
@@ -254,10 +254,10 @@ def solve_exact(
             solver.
     """
     budget, order = Budget(time_limit_s, deterministic), None if task.placement.is_plain_chain else hint
-    fine = Actions.of(task, order)
+    fine = Actions(task, order)
     nothing = ExactResult(None, None, float("inf"), lower_bound, every_order or not fine.copies)
     search = _Search(task, seed, workers, not every_order, hint, nothing)
-    for actions in (fine,) if fine.ticks.exact else (Actions.of(task, order, COARSE), fine):
+    for actions in (fine,) if fine.ticks.exact else (Actions(task, order, COARSE), fine):
         part = Budget(budget.left * (1.0 if actions is fine else _COARSE_SHARE), deterministic)
         search.on(actions, part)
         budget.spent += part.spent

@@ -114,7 +114,7 @@ class _Shop:
     5. Each host lane is a rank of its own, number p + lane."""
 
     def __init__(self, task: SolveTask) -> None:
-        self.task, self.actions = task, Actions.of(task)
+        self.task, self.actions = task, Actions(task)
         self.problem = problem = Problem.of(task.placement, task.num_microbatches, task.costs)
         costs, p, m = task.costs, problem.num_ranks, task.num_microbatches
         stage = [k % task.placement.num_stages for k in range(problem.num_replicas)]

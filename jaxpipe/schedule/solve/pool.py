@@ -99,7 +99,7 @@ def _fate(code: int) -> str:
 
 
 class WorkerPool:
-    """``size`` workers that know ``tasks``, processes that run ``command``. Use as a context; leaving it ends them.
+    """``size`` workers that know ``tasks``, processes that run ``command``. To be closed.
 
     Raises:
         OSError: they can't be started.
@@ -110,13 +110,7 @@ class WorkerPool:
         self._members = [_Member(command, tasks, self._inbox) for _ in range(size)]
         self._jobs = 0
 
-    def __enter__(self) -> WorkerPool:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
-
-    def stop(self) -> None:
+    def close(self) -> None:
         """End the workers, whatever they do."""
         for member in self._members:
             member.stop()

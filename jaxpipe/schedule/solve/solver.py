@@ -18,7 +18,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 from typing import Any, NamedTuple, TypeVar
@@ -342,8 +342,8 @@ class Portfolio:
         try:
             self._quick(starts)
             if not self.incumbent.solved and min(self.incumbent.bounds) < float("inf") and not self._late():
-                with WorkerPool(max(1, self.options.workers), self.tasks) as pool:
-                    (self._rounds if self.options.reproducible else self._freely)(pool)
+                with closing(WorkerPool(max(1, self.options.workers), self.tasks)) as pool:
+                    self._search(pool)
         except KeyboardInterrupt:
             if self.incumbent.best is None:
                 raise
@@ -451,43 +451,28 @@ class Portfolio:
         if answer.schedule is not None:
             self.incumbent.offer(answer.task, answer.schedule, answer.source)
 
-    # -- the two ways of running them ---------------------------------------------------------------------------------
+    # -- running them -------------------------------------------------------------------------------------------------
 
-    def _freely(self, pool: WorkerPool) -> None:
-        openers = self._openers()
-        while not self.incumbent.solved and self.incumbent.wall_s < self.options.time_limit_s:
-            while pool.idle:
-                job = next((j for j in openers if not self._hopeless(j)), None) or self._neighbourhood()
-                if job is None:
-                    break
-                pool.submit(self._shortened(job))
+    def _search(self, pool: WorkerPool) -> None:
+        """Jobs as workers become idle; with ``reproducible`` in rounds."""
+        openers, spent, in_rounds = self._openers(), 0.0, self.options.reproducible
+        while not self.incumbent.solved:
+            left = self.options.time_limit_s - (spent if in_rounds else self.incumbent.wall_s)
+            if left <= 0:
+                return
+            jobs: list[Job] = list(islice((j for j in openers if not self._hopeless(j)), pool.idle))
+            jobs = jobs or [j for _ in range(pool.idle) if (j := self._neighbourhood()) is not None]
+            for job in jobs:
+                pool.submit(job if in_rounds else replace(job, seconds=min(job.seconds, max(0.1, left))))
             if not pool.busy:
                 return
-            left = self.options.time_limit_s - self.incumbent.wall_s
-            answer = pool.receive(max(0.0, min(left, _POLL_S)))
-            if answer is not None:
-                self._note(answer)
+            spent += max((job.seconds for job in jobs if job.timed), default=0.0)
+            for answer in self._round(pool) if in_rounds else [pool.receive(min(left, _POLL_S))]:
+                if answer is not None:
+                    self._note(answer)
 
-    def _shortened(self, job: Job) -> Job:
-        left = max(0.1, self.options.time_limit_s - self.incumbent.wall_s)
-        return replace(job, seconds=min(job.seconds, left))
-
-    def _rounds(self, pool: WorkerPool) -> None:
-        openers, spent = self._openers(), 0.0
-        size = pool.idle
-        while not self.incumbent.solved and spent < self.options.time_limit_s:
-            jobs = list(islice((j for j in openers if not self._hopeless(j)), size))
-            jobs = jobs or [j for _ in range(size) if (j := self._neighbourhood()) is not None]
-            if not jobs:
-                return
-            spent += max((j.seconds for j in jobs if j.timed), default=0.0)
-            for answer in self._round(pool, jobs):
-                self._note(answer)
-
-    def _round(self, pool: WorkerPool, jobs: Sequence[Job]) -> list[Answer]:
-        """Run jobs side by side; their answers job by job."""
-        for job in jobs:
-            pool.submit(job)
+    def _round(self, pool: WorkerPool) -> list[Answer]:
+        """All answers to the jobs under way, job by job."""
         answers: list[Answer] = []
         while pool.busy and (answer := pool.receive(None)) is not None:
             if answer.gone:
@@ -569,4 +554,4 @@ class BackgroundSolve:
 
     def close(self) -> None:
         """End its processes."""
-        self._pool.stop()
+        self._pool.close()

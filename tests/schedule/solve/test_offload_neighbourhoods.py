@@ -78,7 +78,7 @@ def test_times_become_the_same_schedule_again(p: int) -> None:
     """A neighbourhood in which nothing may move gives back what it was given."""
     task = task_of(p, 8, 2, 1)
     timeline = simulate(first_of(task), task.costs)
-    actions = Actions.of(task)
+    actions = Actions(task)
     starts = starts_of(actions, timeline)
     assert starts is not None
     model = Formulation(actions, starts, Window(3, 12, frozenset()))

@@ -1,15 +1,13 @@
 """The CP-SAT model of a schedule, one interval per action. The exact model and all neighbourhoods are uses of it.
 
-:class:`Times` says when actions happen: each is *free*, *fixed* or *late*. Without a :class:`Window` all are free: that is the
-exact model. With one, what starts before it in the schedule at hand is fixed; what starts inside is free, or, on ranks and
-microbatches that the window leaves out, keeps its order and not its times; what starts after it is late and moves earlier as a
-piece. Whether an activation leaves is a choice where its O and L are, or could be, inside.
+Each action is *free*, *fixed* or *late*. Without a :class:`Window` all are free: that is the exact model. With one, what starts
+before it in the schedule at hand is fixed; what starts inside is free, or, on ranks and microbatches that the window leaves
+out, keeps its order and not its times; what starts after it is late and moves earlier as a piece. Whether an activation leaves
+is a choice where its O and L are, or could be, inside.
 
-Without copies to the host the order of a rank's actions says what it holds, so late pieces move by one shift. With copies an O
-that ends gives room whatever stands around it: each rank's piece has a shift of its own.
-
-:class:`Formulation` is what holds between them. Without copies to the host, memory is a *reservoir* of what the actions that
-are free take and give; with copies a *cumulative* of what is held from when to when (README.md: measured).
+Without copies to the host the order of a rank's actions says what it holds, so late pieces move by one shift, and memory is a
+*reservoir* of what the actions that are free take and give. With copies an O that ends gives room whatever stands around it:
+each rank's piece has a shift of its own, and memory is a *cumulative* of what is held from when to when (README.md: measured).
 
 A transfer occupies the directed pair of ranks in issue order. That only binds where one can take longer than the action that
 issues the next; the exact model has variables for those, windows don't. Microbatches of a stage keep their order in each op
@@ -46,16 +44,31 @@ class Window:
     microbatches: frozenset[int] | None = None
 
 
-class Times:
-    """Starts and ends of ``actions``; with a ``window``, around the schedule ``now``.
+_Held = tuple[Piece, Any, Any, Any]
 
-    ``at``: variables of what is inside or could be. ``late``: what moves by the ``shift`` of its rank. ``choices``: literals by
-    number, ``absent``: of what may not take place, the literal of that. ``parts``: per lane what is fixed, inside and late;
-    ``floors``: when what is fixed ends. ``upper``: ticks that the objective need not exceed.
+
+class Formulation:
+    """The model of ``actions``; with a ``window``, around the schedule ``now``.
+
+    ``ordered``: microbatches keep their order. ``lower``, ``upper``: ticks known of the objective. ``prefer``: weights of
+    starts by op and of choices to leave (``away``); of answers that are otherwise equal, that with the least sum is sought.
+
+    ``at``: start variables of what is inside or could be; ``ends``: of those whose length is a choice. ``late``: what moves by
+    the ``shift`` of its rank. ``choices``: literals by number, ``absent``: of what may not take place, the literal of that.
+    ``parts``: per lane what is fixed, inside and late; ``floors``: when what is fixed ends.
     """
 
     def __init__(
-        self, actions: Actions, now: Starts | None, window: Window | None, *, ordered: bool, upper: int | None
+        self,
+        actions: Actions,
+        now: Starts | None = None,
+        window: Window | None = None,
+        *,
+        ordered: bool = True,
+        strict: bool = False,
+        lower: int = 0,
+        upper: int | None = None,
+        prefer: Mapping[str, int] | None = None,
     ) -> None:
         from ortools.sat.python import cp_model
 
@@ -81,6 +94,27 @@ class Times:
         self.at = self._variables()
         self.length = dict(self._lengths())
         self.ends = {n: self.cp.new_int_var(self.begin, self.latest, "") for n in self.length}
+        # what holds between them, and what is sought
+        self.prefer = prefer or {}
+        self.links = list(self._queueing()) if window is None else []
+        self.sends = {x: self.cp.new_int_var(0, self.latest, "") for link in self.links for x in link}
+        self._waits()
+        self.idle: dict[int, int | None] = {}
+        self.chained: set[tuple[int, int]] = set()
+        for alike in self._alike() if ordered else ():
+            self._in_order(alike)
+        self.takes = dict(self._takes()) if strict and actions.task.costs.host.mode == "duplex" else {}
+        for lane, (_, middle, late) in enumerate(self.parts):
+            self._lane(lane, middle, late)
+        for link in self.links:
+            self._link(link)
+        for limit in actions.limits:
+            if window is None or not self.by_order or limit.rank in window.ranks:
+                self._memory(limit)
+        self.cost: Any = self.cp.new_int_var(lower, FAR if upper is None else upper, "cost")
+        self._objective()
+
+    # When.
 
     def _split(self, lane: Sequence[int]) -> tuple[list[int], list[int], list[int]]:
         """What of a lane is fixed, inside and late, each in order."""
@@ -204,56 +238,7 @@ class Times:
     def end_of(self, n: int) -> Any:
         return self.ends[n] if n in self.ends else self.at_of(n) + self.actions.size[n]
 
-    def answer(self, solver: Any) -> Starts:
-        """When everything starts by the solver's values."""
-        start = list(self.start) if self.window is not None else [-1] * len(self.actions.action)
-        for n in (*self.late, *self.at):
-            absent = n in self.absent and solver.boolean_value(self.absent[n])
-            start[n] = -1 if absent else solver.value(self.at_of(n))
-        return start
-
-
-_Held = tuple[Piece, Any, Any, Any]
-
-
-class Formulation(Times):
-    """The model of ``actions``; with a ``window``, around the schedule ``now``.
-
-    ``ordered``: microbatches keep their order. ``lower``, ``upper``: ticks known of the objective. ``prefer``: weights of
-    starts by op and of choices to leave (``away``); of answers that are otherwise equal, that with the least sum is sought.
-    """
-
-    def __init__(
-        self,
-        actions: Actions,
-        now: Starts | None = None,
-        window: Window | None = None,
-        *,
-        ordered: bool = True,
-        strict: bool = False,
-        lower: int = 0,
-        upper: int | None = None,
-        prefer: Mapping[str, int] | None = None,
-    ) -> None:
-        super().__init__(actions, now, window, ordered=ordered, upper=upper)
-        self.prefer = prefer or {}
-        self.links = list(self._queueing()) if window is None else []
-        self.sends = {x: self.cp.new_int_var(0, self.latest, "") for link in self.links for x in link}
-        self._waits()
-        self.idle: dict[int, int | None] = {}
-        self.chained: set[tuple[int, int]] = set()
-        for alike in self._alike() if ordered else ():
-            self._in_order(alike)
-        self.takes = dict(self._takes()) if strict and actions.task.costs.host.mode == "duplex" else {}
-        for lane, (_, middle, late) in enumerate(self.parts):
-            self._lane(lane, middle, late)
-        for link in self.links:
-            self._link(link)
-        for limit in actions.limits:
-            if window is None or not self.by_order or limit.rank in window.ranks:
-                self._memory(limit)
-        self.cost: Any = self.cp.new_int_var(lower, FAR if upper is None else upper, "cost")
-        self._objective()
+    # What holds.
 
     def _add(self, constraint: Any, *numbers: int) -> None:
         """A constraint that holds if all of these actions take place."""
@@ -518,3 +503,11 @@ class Formulation(Times):
             self.cp.add_hint(literal, self.actions.chosen(choice, starts))
         for shift in {id(x): x for x in self.shift.values()}.values():
             self.cp.add_hint(shift, 0)
+
+    def answer(self, solver: Any) -> Starts:
+        """When everything starts by the solver's values."""
+        start = list(self.start) if self.window is not None else [-1] * len(self.actions.action)
+        for n in (*self.late, *self.at):
+            absent = n in self.absent and solver.boolean_value(self.absent[n])
+            start[n] = -1 if absent else solver.value(self.at_of(n))
+        return start

@@ -169,21 +169,21 @@ class Worker:
             if "tasks" in message:
                 self.tasks = [from_json(SolveTask, x, "task") for x in message["tasks"]]
                 self._import(message["imports"])
-                continue
-            error, self.unknown = self.unknown, ""
-            number, job = job_in(message)
+            else:
+                self._work(*job_in(message))
+                gc.collect()
 
-            def tell(
-                schedule: Schedule | None, source: str, bound: float = 0.0, number: int = number, task: int = job.task
-            ) -> None:
-                self.send(Answer(job=number, task=task, source=source, schedule=schedule, bound=max(0.0, bound)))
+    def _work(self, number: int, job: Job) -> None:
+        error, self.unknown = self.unknown, ""
 
-            try:
-                job.run(self.tasks[job.task], tell)
-            except Exception as failure:  # the worker can still do other jobs; the solver says what happened
-                error = f"{type(failure).__name__}: {failure}"
-            self.send(Answer(job=number, task=job.task, done=True, error=error))
-            gc.collect()
+        def tell(schedule: Schedule | None, source: str, bound: float = 0.0) -> None:
+            self.send(Answer(job=number, task=job.task, source=source, schedule=schedule, bound=bound))
+
+        try:
+            job.run(self.tasks[job.task], tell)
+        except Exception as failure:  # the worker can still do other jobs; the solver says what happened
+            error = f"{type(failure).__name__}: {failure}"
+        self.send(Answer(job=number, task=job.task, done=True, error=error))
 
     def _import(self, modules: Iterable[str]) -> None:
         """What the caller imported. Without one of them the families and ops it registers are not known here, no more."""

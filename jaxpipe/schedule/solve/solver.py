@@ -131,7 +131,7 @@ class Incumbent:
         self.known[number] = Known(key, number, schedule, timeline)
         if self.best is not None and self.best.key <= key:
             return
-        self.best, past_s = self.known[number], self.value
+        past_s, self.best = self.value, self.known[number]
         progress = Progress(self.wall_s, self.value, self.lower_bound, source)
         if not at_most(past_s, self.value):
             self.improvements.append(progress)
@@ -373,10 +373,9 @@ class Portfolio:
                 self.incumbent.offer(number, problem.schedule("first", rows), "first", draft)
             elif task.offload:
                 self.incumbent.offer(number, away_schedule(problem), "first")
-        for number, task in enumerate(self.tasks):
+        for number in range(len(self.tasks)):
             for schedule in starts:
-                if schedule.placement == task.placement:
-                    self.incumbent.offer(number, schedule, "start")
+                self.incumbent.offer(number, schedule, "start")
 
     def _late(self, share: float = 1.0) -> bool:
         """Whether this share of the time is up before any worker was started: at thousands of ranks."""

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from itertools import chain, islice
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from jaxpipe.errors import ScheduleError, gist
 from jaxpipe.schedule.bounds import lower_bound, span_lower_bound
@@ -63,7 +63,6 @@ _STARTS_SHARE = 0.2  # of the time, for schedules by rules of graphs of stages
 _LOWEST = 19  # niceness of a solve in the background
 _LONGEST = 200
 _POLL_S = 0.25  # how soon the end of the time is noticed
-J = TypeVar("J", bound=Job)
 
 
 class Known(NamedTuple):
@@ -122,7 +121,7 @@ class Incumbent:
             seconds = task.seconds(timeline)
             if source.startswith("family") and (self.family is None or seconds < self.family[1]):
                 self.family = (source.removeprefix("family "), seconds)
-        elif task.fits_peak(draft.peak):
+        elif at_most(draft.peak, min(task.safe_limits())):
             key = self._key(draft.makespan, draft.span, draft.peak, 0)
         else:
             return
@@ -333,9 +332,6 @@ class Portfolio:
         assert tasks, "no task to solve"
         self.tasks, self.options = tasks, options
         self.incumbent = Incumbent(tasks, [0.0] * len(tasks), on_progress)
-        self.problems = [
-            Problem.of(t.placement, t.num_microbatches, t.costs) if t.placement.is_plain_chain else None for t in tasks
-        ]
         self.neighbourhoods = 0
 
     def run(self, starts: Sequence[Schedule]) -> Solution:
@@ -354,17 +350,18 @@ class Portfolio:
     def _quick(self, starts: Sequence[Schedule]) -> None:
         """What needs no worker: bounds, an answer at once, and the caller's own."""
         self.incumbent.bounds = [bound_of(task) for task in self.tasks]
-        for number, (task, problem) in enumerate(zip(self.tasks, self.problems, strict=True)):
+        for number, task in enumerate(self.tasks):
             if self.incumbent.bounds[number] == float("inf"):
                 continue
             if self.incumbent.best is not None and self._late():
                 break
-            if problem is None:
+            if not task.placement.is_plain_chain:
                 for schedule, source in graph_starts(task):
                     self.incumbent.offer(number, schedule, source)
                     if self._late(_STARTS_SHARE):
                         break
                 continue
+            problem = Problem.of(task.placement, task.num_microbatches, task.costs)
             size = group_size(problem, task.safe_limits())
             if size:
                 rows = grouped_rows(problem, size)
@@ -383,7 +380,7 @@ class Portfolio:
 
     # -- jobs ---------------------------------------------------------------------------------------------------------
 
-    def _job(self, number: int, kind: type[J], seconds: float, **more: Any) -> J:
+    def _job(self, number: int, kind: type[Job], seconds: float, **more: Any) -> Job:
         return kind(
             task=number,
             seconds=seconds,
@@ -396,32 +393,33 @@ class Portfolio:
         """What is tried once, what is cheap first. Every kind of all tasks before the next kind."""
         total = self.options.time_limit_s
         quick = [quick_families(task) for task in self.tasks]
+        chains = [(number, task) for number, task in enumerate(self.tasks) if task.placement.is_plain_chain]
         for number, names in enumerate(quick):
             yield self._job(number, Families, total, names=tuple(names))
-        for number, task in enumerate(self.tasks):
-            if task.offload and self.problems[number] is not None:
+        for number, task in chains:
+            if task.offload:
                 yield self._job(number, OffloadLists, total * 0.4)
         for number, task in enumerate(self.tasks):
             for name in (n for n in families_of(task) if n not in quick[number]):
                 yield self._job(number, Families, total, names=(name,))
-        for number, problem in enumerate(self.problems):
-            if problem is not None and problem.placement.num_flows == 1 and self.incumbent.value < float("inf"):
+        for number, task in chains:
+            if task.placement.num_flows == 1 and self.incumbent.value < float("inf"):
                 yield self._job(number, RankBounds, total * 0.2, value=self.incumbent.value)
         for number, task in enumerate(self.tasks):
             known, ops = self.incumbent.known.get(number), 5 if task.offload else 3
             actions = ops * sum(map(len, chain(*task.placement.flows))) * task.num_microbatches
-            if actions <= _EXACT_ACTIONS[1] and (known is not None or self.problems[number] is not None):
+            if actions <= _EXACT_ACTIONS[1] and (known is not None or task.placement.is_plain_chain):
                 part = 0.6 if actions <= _EXACT_ACTIONS[0] else 0.25
                 start = None if known is None else known.schedule
                 yield self._job(number, Exact, total * part, start=start, workers=_EXACT_WORKERS)
-        for number, problem in enumerate(self.problems):
-            if problem is None or problem.placement.num_flows > 1 or problem.placement.num_chunks < 2:
+        for number, task in chains:
+            if task.placement.num_flows > 1 or task.placement.num_chunks < 2:
                 continue
-            if problem.placement == v_shape(problem.num_ranks):
+            if task.placement == v_shape(task.placement.num_ranks):
                 for part in range(_MIRRORED_PARTS):
                     yield self._job(number, Cycles, min(25.0, total * 0.4), part=part, g=_MIRRORED_PARTS)
                 continue
-            for g in range(1, min(_CYCLE_GROUPS, problem.num_microbatches - 1) + 1):
+            for g in range(1, min(_CYCLE_GROUPS, task.num_microbatches - 1) + 1):
                 yield self._job(number, Cycles, min(10.0, total * 0.15), g=g)
 
     def _neighbourhood(self) -> Job | None:

@@ -82,10 +82,6 @@ class SolveTask:
         times = nine_digits(makespan), nine_digits(span)
         return times[::-1] if self.objective == "span" else times
 
-    def fits_peak(self, peak: float) -> bool:
-        """Whether a schedule that holds no more than ``peak`` activations on any rank keeps to the limits for sure."""
-        return at_most(peak, min(self.safe_limits()))
-
     def fits(self, timeline: Timeline) -> bool:
         """Whether a timeline keeps to the limits: in activations, in bytes with workspace where the costs limit them, and of
         offloads in flight."""

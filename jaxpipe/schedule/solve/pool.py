@@ -22,7 +22,7 @@ import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, BinaryIO, TypeAlias
+from typing import Any, BinaryIO
 
 from jaxpipe.errors import JaxpipeError
 from jaxpipe.schedule.ir import Schedule
@@ -81,7 +81,7 @@ class _Member:
                     pipe.close()
 
 
-_Inbox: TypeAlias = "queue.Queue[tuple[_Member, dict[str, Any]]]"
+_Inbox = queue.Queue[tuple[_Member, dict[str, Any]]]
 
 
 def child_environment() -> dict[str, str]:

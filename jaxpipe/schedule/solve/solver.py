@@ -315,14 +315,8 @@ def bound_of(task: SolveTask) -> float:
     """Seconds that no schedule of the task is below; infinite if none keeps the limits."""
     find = span_lower_bound if task.objective == "span" else lower_bound
     limits = [x * (1 + MEMORY) for x in task.limits()]
-    unlimited = all(x == float("inf") for x in limits)
-    return find(
-        task.placement,
-        task.num_microbatches,
-        task.costs,
-        memory_limit=None if unlimited else limits,
-        offload=task.offload,
-    )
+    limit = limits if min(limits) < float("inf") else None
+    return find(task.placement, task.num_microbatches, task.costs, memory_limit=limit, offload=task.offload)
 
 
 class Portfolio:

@@ -172,8 +172,8 @@ class Formulation:
         """Per rank that has something late, by how much that moves: no more than what is fixed leaves room for."""
         actions, start, size = self.actions, self.start, self.actions.size
         room = dict.fromkeys(sorted({actions.rank[n] for n in self.late}), self.end - self.begin)
-        for lane, (before, _, late) in enumerate(self.parts):
-            bounds = [(n, self.floors[lane]) for n in self.firsts(lane, late)]
+        for floor, (before, _, late) in zip(self.floors, self.parts, strict=True):
+            bounds = [(n, floor) for n in self.firsts(late)]
             for s in takewhile(lambda s: start[s] > self.begin - actions.reach, reversed(before)):
                 bounds += [(n, start[s] + size[s] + lag) for n, lag in actions.followers[s] if n in self.late]
             for n, least in bounds:
@@ -197,10 +197,8 @@ class Formulation:
                 slacks[pair] = min(slacks.get(pair, FAR), start[two] - start[one] - size[one] - lag)
         return slacks
 
-    def firsts(self, lane: int, late: Sequence[int]) -> list[int]:
+    def firsts(self, late: Sequence[int]) -> list[int]:
         """The first of each rank; lanes beyond the ranks' own may serve several."""
-        if lane < self.actions.num_ranks:
-            return list(late[:1])
         return list({self.actions.rank[n]: n for n in reversed(late)}.values())
 
     def _variables(self) -> dict[int, Any]:
@@ -299,7 +297,7 @@ class Formulation:
         """One at a time: what is fixed, then what is inside, then what is late."""
         floor, there = self.floors[lane], set(self.actions.lanes[lane])
         numbers = [*middle, *(n for n in self.absent if n in there and n not in self.inside)]
-        firsts = self.firsts(lane, late)
+        firsts = self.firsts(late)
         for n in numbers:
             if n in self.absent and floor > self.begin:
                 self._add(self.at[n] >= floor, n)

@@ -34,10 +34,10 @@ from math import inf
 from typing import NamedTuple
 
 from jaxpipe.errors import ScheduleError
-from jaxpipe.schedule.check import find_problems
+from jaxpipe.schedule.check import check_schedule
 from jaxpipe.schedule.deps import HOST_LANES, build_graph
 from jaxpipe.schedule.engine import host_groups
-from jaxpipe.schedule.grids import FINE, Ticks, memory_units, time_grid
+from jaxpipe.schedule.grids import FINE, memory_units, time_grid
 from jaxpipe.schedule.ir import Action, Row, Schedule, Slot, op_spec
 from jaxpipe.schedule.memory import ACTIVATION_FIELDS, rank_share, static_bytes
 from jaxpipe.schedule.passes.backwards import with_slots
@@ -49,6 +49,9 @@ from jaxpipe.schedule.timeline import Timeline
 from jaxpipe.schedule.tolerance import at_most
 
 _KNOWN = frozenset(("F", "B", "W", "BW", "O", "L"))  # ops whose memory is said in pairs of events
+_Kind = tuple[str, int, int, int]
+Starts = Sequence[int]
+"""When each action starts, in ticks; -1: it does not take place, as the W of a full backward."""
 Event = tuple[int, bool]
 """The start of an action, or (True) its end."""
 
@@ -101,61 +104,62 @@ class MemoryLimit:
     pieces: tuple[Piece, ...]
 
 
-@dataclass(frozen=True)
-class Starts:
-    """When each action starts, in ticks; -1: it does not take place. ``fused``: the choices of full backwards."""
-
-    start: Sequence[int]
-    fused: frozenset[int] = frozenset()
-
-
-@dataclass(frozen=True)
 class Actions:
-    """Numbered actions. One entry each: ``action``, ``rank``, ``size`` (ticks), ``waits`` (numbers of actions, and from there
-    on those of ``transfers``), ``joint`` (the first of those that start together).
+    """The actions of ``order``, any schedule of the task (None: of a chain, one microbatch after the other), each O and L that
+    there could be, and with ``fusing`` every backward as B and W with BW to choose; ``parts`` of a mean duration to a tick
+    where costs have no common step.
 
-    ``lanes``: what runs on each, the ranks' compute lanes first. ``alike``: the microbatches of one op, stage, flow and rank,
-    in order. ``fusing``: by B, where BW may be chosen. ``copies``: by O.
+    They are numbered as the slots of ``graph``. One entry each: ``action``, ``rank``, ``size`` (ticks), ``joint`` (the first of
+    those that start together). ``ops``: numbers by rank, then stage and microbatch, then op. ``transfers``: of the graph, in
+    ticks. ``lanes``: what runs on each, the ranks' compute lanes first. ``fusing``: by B, where BW may be chosen. ``copies``:
+    by O. ``limits``: those that could be felt.
+
+    Raises:
+        ScheduleError: there is no order and the stages form no chain on single ranks; the costs are for another number of
+            stages or too uneven for a grid; or there is no microbatch.
     """
 
-    task: SolveTask
-    ticks: Ticks
-    action: tuple[Action, ...]
-    rank: tuple[int, ...]
-    size: tuple[int, ...]
-    waits: tuple[tuple[int, ...], ...]
-    joint: tuple[int, ...]
-    transfers: tuple[Sent, ...]
-    lanes: tuple[tuple[int, ...], ...]
-    alike: tuple[tuple[int, ...], ...]
-    fusing: Mapping[int, Fusing]
-    copies: Mapping[int, Copies]
-    limits: tuple[MemoryLimit, ...]
-
-    @classmethod
-    def of(cls, task: SolveTask, order: Schedule | None = None, parts: int = FINE, *, fusing: bool = True) -> Actions:
-        """The actions of ``order``, any schedule of the task (None: of a chain, one microbatch after the other), each O and L
-        that there could be, and with ``fusing`` every backward as B and W with BW to choose; ``parts`` of a mean duration to a
-        tick where costs have no common step.
-
-        Raises:
-            ScheduleError: there is no order and the stages form no chain on single ranks; the costs are for another number of
-                stages or too uneven for a grid; or there is no microbatch.
-        """
-        return _Maker(task, order, parts, fusing).made()
-
-    @property
-    def num_ranks(self) -> int:
-        return self.task.placement.num_ranks
+    def __init__(
+        self, task: SolveTask, order: Schedule | None = None, parts: int = FINE, *, fusing: bool = True
+    ) -> None:
+        if task.num_microbatches < 1:
+            raise ScheduleError(f"number of microbatches is {task.num_microbatches}; want at least 1")
+        self.task, self.placement, self.costs = task, task.placement, task.costs
+        self.num_ranks = task.placement.num_ranks
+        self.costs.require_stages(self.placement.num_stages, "the placement")
+        self.graph = graph = build_graph(self._complete(order, fusing))
+        self.action, self.rank = tuple(action for slot in graph.slots for action in slot.actions), graph.rank_of
+        self.joint = tuple(
+            graph.joints[graph.joint_of[n]][0] if n in graph.joint_of else n for n in range(len(self.action))
+        )
+        self.ops: list[dict[tuple[int, int], dict[str, int]]] = [{} for _ in graph.schedule.rows]
+        for n, (a, r) in enumerate(zip(self.action, self.rank, strict=True)):
+            self.ops[r].setdefault((a.stage, a.microbatch), {})[a.op] = n
+        of_kind = {(a.op, a.stage): self.costs.seconds(op_spec(a.op).cost, a.stage) for a in set(self.action)}
+        seconds = [of_kind[a.op, a.stage] for a in self.action]
+        backs = (n for n, a in enumerate(self.action) if fusing and a.op == "B" and self._gains(a.stage))
+        whole = {n: self.costs.bw_s[self.action[n].stage] for n in backs}
+        sent = [t.seconds(self.costs) for t in graph.transfers]
+        every = [*seconds, *whole.values(), *sent]
+        self.ticks = ticks = time_grid(every, 2 * sum(every), parts)
+        self.size = tuple(map(ticks.of, seconds))
+        self.transfers = tuple(
+            Sent(t.producer, (t.src, t.dst), ticks.of(x)) for t, x in zip(graph.transfers, sent, strict=True)
+        )
+        self.fusing: dict[int, Fusing] = {}
+        for n, x in whole.items():
+            w = self.ops[self.rank[n]][self.action[n].stage, self.action[n].microbatch]["W"]
+            self.fusing[n] = Fusing(self.joint[n], w, ticks.of(x))
+        copied = (ops for there in self.ops for ops in there.values() if "O" in ops)
+        self.copies = {ops["O"]: Copies(ops["F"], ops["L"], ops["BW" if "BW" in ops else "B"]) for ops in copied}
+        self.lanes = tuple(self._lanes())
+        self.limits = tuple(self._limits())
 
     def sources(self, n: int) -> Iterator[tuple[int, int]]:
         """(action that n waits for, ticks that its result takes)."""
         count = len(self.action)
-        for x in self.waits[n]:
-            if x < count:
-                yield x, 0
-            else:
-                yield self.transfers[x - count].producer, self.transfers[x - count].ticks
+        for x in self.graph.waits[n]:
+            yield self.graph.source(x), self.transfers[x - count].ticks if x >= count else 0
 
     @cached_property
     def followers(self) -> tuple[tuple[tuple[int, int], ...], ...]:
@@ -168,28 +172,23 @@ class Actions:
 
     def number(self, action: Action, rank: int) -> int | None:
         """The number of an action; of a BW that is not there, that of its B. None: there is none."""
-        key = action.op, action.stage, action.microbatch, rank
-        return self._number.get(key, self._number.get(("B", *key[1:])) if action.op == "BW" else None)
+        found = self.graph.slot_of(action.op, action.stage, action.microbatch, rank)
+        return self.number(replace(action, op="B"), rank) if found is None and action.op == "BW" else found
 
     @cached_property
-    def _number(self) -> Mapping[tuple[str, int, int, int], int]:
-        return {
-            (a.op, a.stage, a.microbatch, r): n for n, (a, r) in enumerate(zip(self.action, self.rank, strict=True))
-        }
+    def kind(self) -> tuple[_Kind, ...]:
+        """By action, its op, stage, flow and rank."""
+        flows = self.task.placement.num_flows
+        every = zip(self.action, self.rank, strict=True)
+        return tuple((a.op, a.stage, a.microbatch % flows, rank) for a, rank in every)
 
     @cached_property
-    def kind(self) -> tuple[int, ...]:
-        """By action, which of ``alike`` it is in."""
-        kind = [0] * len(self.action)
-        for number, alike in enumerate(self.alike):
-            for n in alike:
-                kind[n] = number
-        return tuple(kind)
-
-    @cached_property
-    def host_lane(self) -> Mapping[int, int]:
-        """By O and L, the number of its lane."""
-        return {n: k for k, lane in enumerate(self.lanes) if k >= self.num_ranks for n in lane}
+    def alike(self) -> Mapping[_Kind, list[int]]:
+        """By kind, its actions in the order of microbatches."""
+        alike: dict[_Kind, list[int]] = {}
+        for n in sorted(range(len(self.action)), key=lambda n: self.action[n].microbatch):
+            alike.setdefault(self.kind[n], []).append(n)
+        return alike
 
     @cached_property
     def reach(self) -> int:
@@ -199,13 +198,12 @@ class Actions:
     @cached_property
     def horizon(self) -> int:
         """Ticks within which a best schedule ends: as long as anything is left, something runs."""
-        return (
-            sum(self.size) + sum(sent.ticks for sent in self.transfers) + sum(x.ticks for x in self.fusing.values()) + 1
-        )
+        return 1 + sum(self.size) + sum(x.ticks for x in self.transfers) + sum(x.ticks for x in self.fusing.values())
 
     @cached_property
     def first_starts(self) -> Mapping[int, int] | None:
-        """By the first action of each rank, when it starts in every schedule; None where that depends on the order.
+        """By the first action of each rank, when it starts in every schedule; None where that depends on the order. Spans take
+        2 to 200 times as long to prove without.
 
         On a chain of one flow a rank's first action is F of its lowest stage and microbatch 0. If that is so for all ranks on
         the way there, it starts as soon as it arrives.
@@ -225,56 +223,20 @@ class Actions:
             found[n] = max((found[x] + self.size[x] + lag for x, lag in self.sources(n)), default=0)
         return found
 
+    def chosen(self, choice: int, starts: Starts) -> bool:
+        """Whether an O takes place, or a B is a full backward."""
+        return starts[choice] >= 0 if choice in self.copies else starts[self.fusing[choice].w] < 0
+
     def end(self, n: int, starts: Starts) -> int:
         """When an action that takes place ends."""
-        fusing = self.fusing.get(n)
-        return starts.start[n] + (fusing.ticks if fusing and fusing.choice in starts.fused else self.size[n])
+        whole = n in self.fusing and self.chosen(n, starts)
+        return starts[n] + (self.fusing[n].ticks if whole else self.size[n])
 
     def extent(self, starts: Starts) -> tuple[list[int], list[int]]:
         """Per rank, when compute begins and ends; (0, 0) without any."""
-        there = [[n for n in lane if starts.start[n] >= 0] for lane in self.lanes[: self.num_ranks]]
-        begins = [min((starts.start[n] for n in lane), default=0) for lane in there]
+        there = [[n for n in lane if starts[n] >= 0] for lane in self.lanes[: self.num_ranks]]
+        begins = [min((starts[n] for n in lane), default=0) for lane in there]
         return begins, [max((self.end(n, starts) for n in lane), default=0) for lane in there]
-
-
-class _Maker:
-    """Makes :class:`Actions`; see :meth:`Actions.of`."""
-
-    def __init__(self, task: SolveTask, order: Schedule | None, parts: int, fusing: bool) -> None:
-        if task.num_microbatches < 1:
-            raise ScheduleError(f"number of microbatches is {task.num_microbatches}; want at least 1")
-        self.task, self.placement, self.costs = task, task.placement, task.costs
-        self.costs.require_stages(self.placement.num_stages, "the placement")
-        self.groups = host_groups(self.costs.host, self.placement.num_ranks)
-        self.graph = graph = build_graph(self._complete(order, fusing))
-        self.of_rank: list[dict[tuple[int, int], dict[str, int]]] = [{} for _ in graph.schedule.rows]
-        self.action = tuple(action for slot in graph.slots for action in slot.actions)
-        for n, (a, r) in enumerate(zip(self.action, graph.rank_of, strict=True)):
-            self.of_rank[r].setdefault((a.stage, a.microbatch), {})[a.op] = n
-        self.seconds = {(a.op, a.stage): self.costs.seconds(op_spec(a.op).cost, a.stage) for a in set(self.action)}
-        self.ticks = self._ticks(parts, fusing)
-        joints = {n: graph.joints[joint][0] for n, joint in graph.joint_of.items()}
-        self.joint = tuple(joints.get(n, n) for n in range(len(self.action)))
-        self.fusing = dict(self._fusing()) if fusing else {}
-
-    def made(self) -> Actions:
-        graph, ticks = self.graph, self.ticks
-        every = [ops for there in self.of_rank for ops in there.values()]
-        return Actions(
-            self.task,
-            ticks,
-            self.action,
-            tuple(graph.rank_of),
-            tuple(ticks.of(self.seconds[a.op, a.stage]) for a in self.action),
-            tuple(graph.waits),
-            self.joint,
-            tuple(Sent(t.producer, (t.src, t.dst), ticks.of(t.seconds(self.costs))) for t in graph.transfers),
-            tuple(self._lanes()),
-            tuple(self._alike()),
-            self.fusing,
-            {ops["O"]: Copies(ops["F"], ops["L"], ops["BW" if "BW" in ops else "B"]) for ops in every if "O" in ops},
-            tuple(self._limits()),
-        )
 
     # Which actions.
 
@@ -310,62 +272,40 @@ class _Maker:
         short = min(self.task.memory_limit, (self.costs.memory_limit_bytes or (inf,) * (rank + 1))[rank]) < inf
         return short and self.costs.offloadable_bytes[forward.stage] > 0
 
-    def _fusing(self) -> Iterator[tuple[int, Fusing]]:
-        for n, a in enumerate(self.action):
-            if a.op == "B" and self._gains(a.stage):
-                w = self.of_rank[self.graph.rank_of[n]][a.stage, a.microbatch]["W"]
-                yield n, Fusing(self.joint[n], w, self.ticks.of(self.costs.bw_s[a.stage]))
-
-    def _ticks(self, parts: int, fusing: bool) -> Ticks:
-        seconds = [self.seconds[a.op, a.stage] for a in self.action]
-        seconds += [self.costs.bw_s[a.stage] for a in self.action if fusing and a.op == "B" and self._gains(a.stage)]
-        seconds += [t.seconds(self.costs) for t in self.graph.transfers]
-        return time_grid(seconds, 2 * sum(seconds), parts)
-
     def _lanes(self) -> Iterator[tuple[int, ...]]:
         """Compute lanes, then those of the host, of a rank or of a PCIe group."""
         host: dict[tuple[bool, int, str], list[int]] = {}
+        groups = host_groups(self.costs.host, self.num_ranks)
         for r, lanes in enumerate(self.graph.lanes):
             yield tuple(lanes["compute"])
             for name in HOST_LANES:
-                of = r in self.groups, self.groups.get(r, r), name if self.costs.host.mode == "duplex" else "shared"
+                of = r in groups, groups.get(r, r), name if self.costs.host.mode == "duplex" else "shared"
                 host.setdefault(of, []).extend(lanes[name])
         yield from (tuple(lane) for lane in host.values() if lane)
-
-    def _alike(self) -> Iterator[tuple[int, ...]]:
-        alike: dict[tuple[str, int, int, int], list[int]] = {}
-        flows = self.placement.num_flows
-        for n in sorted(range(len(self.action)), key=lambda n: self.action[n].microbatch):
-            a = self.action[n]
-            alike.setdefault((a.op, a.stage, a.microbatch % flows, self.graph.rank_of[n]), []).append(n)
-        yield from map(tuple, alike.values())
 
     # Memory.
 
     def _limits(self) -> Iterator[MemoryLimit]:
-        """The limits that could be felt."""
-        ranks = range(self.placement.num_ranks)
-        if self.task.memory_limit < inf:
-            yield from self._of_kind(dict.fromkeys(ranks, self.task.memory_limit), activations=True)
+        yield from self._of_kind([self.task.memory_limit] * self.num_ranks, activations=True)
         if self.costs.memory_limit_bytes:
             static = static_bytes(self.placement, self.costs)
-            allowed = zip(ranks, self.costs.memory_limit_bytes, static, strict=True)
-            yield from self._of_kind({r: x - taken for r, x, taken in allowed if x < inf}, activations=False)
+            room = [x - taken for x, taken in zip(self.costs.memory_limit_bytes, static, strict=True)]
+            yield from self._of_kind(room, activations=False)
         if self.task.offloads_in_flight is not None:
-            for r in ranks:
-                there = [ops for ops in self.of_rank[r].values() if "O" in ops]
+            for r in range(self.num_ranks):
+                there = [ops for ops in self.ops[r].values() if "O" in ops]
                 held = tuple(Piece(1, (ops["O"], False), (ops["L"], True), ops["O"]) for ops in there)
                 yield MemoryLimit(r, self.task.offloads_in_flight, held)
 
-    def _of_kind(self, limits: Mapping[int, float], activations: bool) -> Iterator[MemoryLimit]:
-        """Limits of these ranks, on one grid."""
-        pieces = {r: list(self._pieces(r, activations)) for r in limits}
+    def _of_kind(self, limits: Sequence[float], activations: bool) -> Iterator[MemoryLimit]:
+        """Limits by rank, on one grid."""
+        pieces = {r: list(self._pieces(r, activations)) for r, limit in enumerate(limits) if limit < inf}
         sizes = {amount for each in pieces.values() for *amounts, _ in each for amount in amounts}
-        units = memory_units(sizes, max(limits.values(), default=0.0))
+        units = memory_units(sizes, max((limits[r] for r in pieces), default=0.0))
         whole = {x: units.size(x) for x in sizes}
-        for r, limit in limits.items():
-            capacity = units.limit(limit) if limit >= 0 else -1
-            held = tuple(x._replace(units=whole[most] - whole[less]) for most, less, x in pieces[r] if most > less)
+        for r, each in pieces.items():
+            capacity = units.limit(limits[r]) if limits[r] >= 0 else -1
+            held = tuple(x._replace(units=whole[most] - whole[less]) for most, less, x in each if most > less)
             if capacity < sum(piece.units for piece in held if piece.opens):
                 yield MemoryLimit(r, capacity, held)
 
@@ -373,7 +313,7 @@ class _Maker:
         """What is held on a rank, in bytes or activations."""
         flows = self.placement.num_flows
         shares = [rank_share(self.placement, self.costs, rank, flow) if activations else 1.0 for flow in range(flows)]
-        for (stage, i), ops in self.of_rank[rank].items():
+        for (stage, i), ops in self.ops[rank].items():
             share = shares[i % flows]
             for most, less, piece in self._of_microbatch(stage, ops, activations) if share > 0 else ():
                 yield most / share, less / share, piece
@@ -443,9 +383,7 @@ def schedule_of(actions: Actions, starts: Starts, name: str) -> tuple[Schedule, 
     task = actions.task
     rows = tuple(_Row(actions, starts, rank).slots() for rank in range(actions.num_ranks))
     schedule = Schedule(name, task.placement, task.num_microbatches, rows)
-    problems = find_problems(schedule)
-    if problems:
-        raise ScheduleError(f"solver's schedule: {problems[0]}", problems)
+    check_schedule(schedule)
     return schedule, simulate(schedule, task.costs)
 
 
@@ -454,7 +392,7 @@ def starts_of(actions: Actions, timeline: Timeline) -> Starts | None:
 
     A full backward that is not there is taken apart: B, and W right behind it.
     """
-    start, fused = [-1] * len(actions.action), set()
+    starts = [-1] * len(actions.action)
     for event in timeline.events:
         a = event.action
         if event.lane not in ("compute", *HOST_LANES) or (type(a) is Action and op_spec(a.op).is_sync):
@@ -464,13 +402,10 @@ def starts_of(actions: Actions, timeline: Timeline) -> Starts | None:
         at, n = actions.ticks.of(event.start_s), actions.number(a, event.rank)
         if n is None:
             return None
-        start[n] = at
-        if a.op == "BW" != actions.action[n].op:
-            if n in actions.fusing:
-                fused.add(actions.fusing[n].choice)
-            else:
-                start[actions.number(Action("W", a.stage, a.microbatch), event.rank) or 0] = at + actions.size[n]
-    return Starts(start, frozenset(fused))
+        starts[n] = at
+        if a.op == "BW" != actions.action[n].op and n not in actions.fusing:
+            starts[actions.number(Action("W", a.stage, a.microbatch), event.rank) or 0] = at + actions.size[n]
+    return starts
 
 
 class _Row:
@@ -478,11 +413,11 @@ class _Row:
 
     def __init__(self, actions: Actions, starts: Starts, rank: int) -> None:
         self.actions, self.starts, self.rank = actions, starts, rank
-        compute = [n for n in actions.lanes[rank] if starts.start[n] >= 0]
-        self.compute = sorted(compute, key=lambda n: (starts.start[n], self._end(n), n))
-        self.begins, self.ends = [starts.start[n] for n in self.compute], [self._end(n) for n in self.compute]
+        compute = [n for n in actions.lanes[rank] if starts[n] >= 0]
+        self.compute = sorted(compute, key=lambda n: (starts[n], self._end(n), n))
+        self.begins, self.ends = [starts[n] for n in self.compute], [self._end(n) for n in self.compute]
         self.place = {n: at for at, n in enumerate(self.compute)}
-        self.copies = {o: c for o, c in actions.copies.items() if actions.rank[o] == rank and starts.start[o] >= 0}
+        self.copies = {o: c for o, c in actions.copies.items() if actions.rank[o] == rank and starts[o] >= 0}
 
     def _end(self, n: int) -> int:
         return self.actions.end(n, self.starts)
@@ -491,35 +426,31 @@ class _Row:
         """Compute slots with what goes between them: host actions behind the last slot that has ended, then syncs."""
         limits = [limit for limit in self.actions.limits if self.copies and limit.rank == self.rank]
         syncs = {o for limit in limits for o in self._syncs(limit)}
-        between: dict[int, list[tuple[int, int, int, Action]]] = {}
+        slots = [(at, True, 0, 0, 0, self._slot(n)) for at, n in enumerate(self.compute)]
         for o, copies in self.copies.items():
             for order, n in enumerate((o, copies.load)):
-                here = self.starts.start[n], self._end(n), order, self.actions.action[n]
-                between.setdefault(self._gap(n, copies), []).append(here)
-            place, end = max(bisect_left(self.begins, self._end(o)), self._gap(o, copies)), self._end(o)
+                begin, end, action = self.starts[n], self._end(n), self.actions.action[n]
+                slots.append((self._gap(n, copies), False, begin, end, order, action))
+            end = self._end(o)
+            place = max(bisect_left(self.begins, end), self._gap(o, copies))
             if o in syncs and place <= self._gap(copies.load, copies):
                 a = self.actions.action[o]
-                between.setdefault(place, []).append((end, end, 2, Action("S", a.stage, a.microbatch)))
-        row: list[Action] = []
-        for at in range(len(self.compute) + 1):
-            row += (action for *_, action in sorted(between.get(at, ())))
-            if at < len(self.compute):
-                row.append(self._slot(self.compute[at]))
-        return tuple(row)
+                slots.append((place, False, end, end, 2, Action("S", a.stage, a.microbatch)))
+        return tuple(action for *_, action in sorted(slots))
 
     def _slot(self, n: int) -> Action:
-        a, fusing = self.actions.action[n], self.actions.fusing.get(n)
-        return Action("BW", a.stage, a.microbatch) if fusing and fusing.choice in self.starts.fused else a
+        a, actions = self.actions.action[n], self.actions
+        return replace(a, op="BW") if n in actions.fusing and actions.chosen(n, self.starts) else a
 
     def _gap(self, n: int, copies: Copies) -> int:
         """How many compute slots stand before this O or L: those that have ended when it starts."""
-        after = bisect_right(self.ends, self.starts.start[n])
+        after = bisect_right(self.ends, self.starts[n])
         return min(max(after, self.place[copies.f] + 1), self.place[copies.b])
 
     def _syncs(self, limit: MemoryLimit) -> Iterator[int]:
         """O's that something must wait for: it takes what they gave, and nothing else in the row says that they have ended."""
         given: dict[int, int] = {}  # units, by O's that ended and that nothing waited for
-        actions, level, last = self.actions, 0, -1
+        actions, level = self.actions, 0
         loads = {copies.load: o for o, copies in self.copies.items()}
         backs = {copies.b: copies.load for copies in self.copies.values()}
         waits = {n for n in loads if actions.task.costs.host.mode == "duplex"} | self.place.keys()
@@ -528,23 +459,22 @@ class _Row:
             if n in loads:
                 given.pop(loads[n], None)  # it takes what its own O gave
             elif n in backs and not waits & loads.keys():  # its L waited for what went before on the lane
-                given = {o: x for o, x in given.items() if self._end(o) > self.starts.start[backs[n]]}
+                given = {o: x for o, x in given.items() if self._end(o) > self.starts[backs[n]]}
             elif n in self.copies and units < 0:
                 given[n] = given.get(n, 0) - units
+            last = None
             while units > 0 and n in waits and given and level + sum(given.values()) > limit.capacity:
                 last = next(iter(given))
                 del given[last]
-            if last >= 0:  # those before it ended before it
+            if last is not None:  # those before it ended before it
                 yield last
-                last = -1
 
     def _changes(self, limit: MemoryLimit) -> Iterator[tuple[int, int, int]]:
         """(tick, units, action): what is given back and taken."""
-        start, copies = self.starts.start, self.actions.copies
+        start = self.starts
         whole = {fusing.w: b for b, fusing in self.actions.fusing.items()}
         for piece in limit.pieces:
-            chosen = start[piece.choice] >= 0 if piece.choice in copies else piece.choice in self.starts.fused
-            if piece.choice < 0 or chosen == piece.holds:
+            if piece.choice < 0 or self.actions.chosen(piece.choice, start) == piece.holds:
                 for event, units in ((piece.opens, piece.units), (piece.closes, -piece.units)):
                     n, at_end = event or (-1, False)
                     n = whole[n] if n in whole and start[n] < 0 else n

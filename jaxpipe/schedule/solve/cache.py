@@ -36,7 +36,7 @@ from jaxpipe.files import no_constant, read_file, user_cache, write_atomically
 from jaxpipe.schedule.check import check_schedule
 from jaxpipe.schedule.json_form import from_json, to_json
 from jaxpipe.schedule.simulate import simulate
-from jaxpipe.schedule.solve.task import Options, Progress, Solution, SolveTask, Status, count_offloads
+from jaxpipe.schedule.solve.task import Options, Progress, Solution, SolveTask, count_offloads
 from jaxpipe.schedule.text import parse_schedule
 from jaxpipe.schedule.tolerance import at_most, nine_digits
 
@@ -204,17 +204,15 @@ class ScheduleCache:
             # the placement may go by another name
             schedule = replace(schedule, placement=task.placement, num_microbatches=task.num_microbatches)
             check_schedule(schedule)
-            timeline, offloaded = simulate(schedule, task.costs), count_offloads(schedule)
-            if not task.fits(timeline) or (offloaded and not task.offload):
+            timeline = simulate(schedule, task.costs)
+            if not task.fits(timeline) or (count_offloads(schedule) and not task.offload):
                 return None
             proves = entry.jaxpipe == __version__ and _unnamed(entry.task) == _unnamed(task)
             value, bound = task.seconds(timeline), entry.lower_bound if proves else 0.0
             if not at_most(bound, value):
                 self.tell(f"ignored the bound in {path}", f"it is {bound:g}, and the schedule takes {value:g}")
                 bound = 0.0
-            status: Status = "optimal" if at_most(value, bound) else "feasible"
-            found = Progress(0.0, value, bound, "cache")
-            return Solution(task, schedule, timeline, bound, status, 0.0, 0.0, (found,), offloaded)
+            return Solution(task, schedule, timeline, bound, 0.0, (Progress(0.0, value, bound, "cache"),))
         return None
 
     def _read(self, path: Path) -> CacheEntry | None:

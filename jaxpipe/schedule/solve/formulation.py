@@ -1,15 +1,13 @@
 """The CP-SAT model of a schedule, one interval per action. The exact model and all neighbourhoods are uses of it.
 
-:class:`Times` says when actions happen: each is *free*, *fixed* or *late*. Without a :class:`Window` all are free: that is the
-exact model. With one, what starts before it in the schedule at hand is fixed; what starts inside is free, or, on ranks and
-microbatches that the window leaves out, keeps its order and not its times; what starts after it is late and moves earlier as a
-piece. Whether an activation leaves is a choice where its O and L are, or could be, inside.
+Each action is *free*, *fixed* or *late*. Without a :class:`Window` all are free: that is the exact model. With one, what starts
+before it in the schedule at hand is fixed; what starts inside is free, or, on ranks and microbatches that the window leaves
+out, keeps its order and not its times; what starts after it is late and moves earlier as a piece. Whether an activation leaves
+is a choice where its O and L are, or could be, inside.
 
-Without copies to the host the order of a rank's actions says what it holds, so late pieces move by one shift. With copies an O
-that ends gives room whatever stands around it: each rank's piece has a shift of its own.
-
-:class:`Formulation` is what holds between them. Without copies to the host, memory is a *reservoir* of what the actions that
-are free take and give; with copies a *cumulative* of what is held from when to when (README.md: measured).
+Without copies to the host the order of a rank's actions says what it holds, so late pieces move by one shift, and memory is a
+*reservoir* of what the actions that are free take and give. With copies an O that ends gives room whatever stands around it:
+each rank's piece has a shift of its own, and memory is a *cumulative* of what is held from when to when (README.md: measured).
 
 A transfer occupies the directed pair of ranks in issue order. That only binds where one can take longer than the action that
 issues the next; the exact model has variables for those, windows don't. Microbatches of a stage keep their order in each op
@@ -30,7 +28,7 @@ from dataclasses import dataclass
 from itertools import combinations, pairwise, takewhile
 from typing import Any
 
-from jaxpipe.schedule.solve.actions import Actions, Copies, Event, MemoryLimit, Piece, Starts
+from jaxpipe.schedule.solve.actions import Actions, Copies, Event, MemoryLimit, Piece, Sent, Starts
 
 FAR = 1 << 40
 """Ticks beyond any."""
@@ -46,25 +44,41 @@ class Window:
     microbatches: frozenset[int] | None = None
 
 
-class Times:
-    """Starts and ends of ``actions``; with a ``window``, around the schedule ``now``.
+_Held = tuple[Piece, Any, Any, Any]
 
-    ``at``: variables of what is inside or could be. ``late``: what moves by the ``shift`` of its rank. ``choices``: literals by
-    number, ``absent``: of what may not take place, the literal of that. ``parts``: per lane what is fixed, inside and late.
-    ``upper``: ticks that the objective need not exceed.
+
+class Formulation:
+    """The model of ``actions``; with a ``window``, around the schedule ``now``.
+
+    ``ordered``: microbatches keep their order. ``lower``, ``upper``: ticks known of the objective. ``prefer``: weights of
+    starts by op and of choices to leave (``away``); of answers that are otherwise equal, that with the least sum is sought.
+
+    ``at``: start variables of what is inside or could be; ``ends``: of those whose length is a choice. ``late``: what moves by
+    the ``shift`` of its rank. ``choices``: literals by number, ``absent``: of what may not take place, the literal of that.
+    ``parts``: per lane what is fixed, inside and late; ``floors``: when what is fixed ends.
     """
 
     def __init__(
-        self, actions: Actions, now: Starts | None, window: Window | None, *, ordered: bool, upper: int | None
+        self,
+        actions: Actions,
+        now: Starts | None = None,
+        window: Window | None = None,
+        *,
+        ordered: bool = True,
+        strict: bool = False,
+        lower: int = 0,
+        upper: int | None = None,
+        prefer: Mapping[str, int] | None = None,
     ) -> None:
         from ortools.sat.python import cp_model
 
         self.cp: Any = cp_model.CpModel()
         self.actions, self.window, self.ordered = actions, window, ordered
         self.spans, self.by_order = actions.task.objective == "span", not actions.copies
-        self.start: Sequence[int] = () if now is None else now.start
+        self.start: Starts = now or ()
         self.first = actions.first_starts if self.spans and ordered and window is None else None
         self.parts = [self._split(lane) for lane in actions.lanes]
+        self.floors = [self.start[x[-1]] + actions.size[x[-1]] if x else 0 for x, _, _ in self.parts]
         self.inside = {n for _, middle, _ in self.parts for n in middle}
         self.late = {n for _, _, late in self.parts for n in late}
         if window is None:
@@ -80,6 +94,27 @@ class Times:
         self.at = self._variables()
         self.length = dict(self._lengths())
         self.ends = {n: self.cp.new_int_var(self.begin, self.latest, "") for n in self.length}
+        # what holds between them, and what is sought
+        self.prefer = prefer or {}
+        self.links = list(self._queueing()) if window is None else []
+        self.sends = {x: self.cp.new_int_var(0, self.latest, "") for link in self.links for x in link}
+        self._waits()
+        self.idle: dict[int, int | None] = {}
+        self.chained: set[tuple[int, int]] = set()
+        for alike in self._alike() if ordered else ():
+            self._in_order(alike)
+        self.takes = dict(self._takes()) if strict and actions.task.costs.host.mode == "duplex" else {}
+        for lane, (_, middle, late) in enumerate(self.parts):
+            self._lane(lane, middle, late)
+        for link in self.links:
+            self._link(link)
+        for limit in actions.limits:
+            if window is None or not self.by_order or limit.rank in window.ranks:
+                self._memory(limit)
+        self.cost: Any = self.cp.new_int_var(lower, FAR if upper is None else upper, "cost")
+        self._objective()
+
+    # When.
 
     def _split(self, lane: Sequence[int]) -> tuple[list[int], list[int], list[int]]:
         """What of a lane is fixed, inside and late, each in order."""
@@ -133,8 +168,8 @@ class Times:
         """Per rank that has something late, by how much that moves: no more than what is fixed leaves room for."""
         actions, start, size = self.actions, self.start, self.actions.size
         room = dict.fromkeys(sorted({actions.rank[n] for n in self.late}), self.end - self.begin)
-        for lane, (before, _, late) in enumerate(self.parts):
-            bounds = [(n, start[before[-1]] + size[before[-1]]) for n in self.firsts(lane, late) if before]
+        for floor, (before, _, late) in zip(self.floors, self.parts, strict=True):
+            bounds = [(n, floor) for n in self.firsts(late)]
             for s in takewhile(lambda s: start[s] > self.begin - actions.reach, reversed(before)):
                 bounds += [(n, start[s] + size[s] + lag) for n, lag in actions.followers[s] if n in self.late]
             for n, least in bounds:
@@ -158,21 +193,18 @@ class Times:
                 slacks[pair] = min(slacks.get(pair, FAR), start[two] - start[one] - size[one] - lag)
         return slacks
 
-    def firsts(self, lane: int, late: Sequence[int]) -> list[int]:
+    def firsts(self, late: Sequence[int]) -> list[int]:
         """The first of each rank; lanes beyond the ranks' own may serve several."""
-        if lane < self.actions.num_ranks:
-            return list(late[:1])
         return list({self.actions.rank[n]: n for n in reversed(late)}.values())
 
     def _variables(self) -> dict[int, Any]:
         """Starts of what is inside or could be; those that start together share one."""
         actions, start, size = self.actions, self.start, self.actions.size
         least: dict[int, int] = {}
-        for before, middle, _ in self.parts:
-            floor = start[before[-1]] + size[before[-1]] if before else 0
+        for floor, (_, middle, _) in zip(self.floors, self.parts, strict=True):
             for n in middle:
                 times = [self.begin, floor, least.get(actions.joint[n], 0)]
-                for s, lag in actions.sources(n) if self.window is not None else ():
+                for s, lag in actions.sources(n):
                     if s not in self.inside and start[s] >= 0:
                         times.append(start[s] + size[s] + lag)
                 least[actions.joint[n]] = max(times) if n not in self.absent else self.begin
@@ -200,56 +232,7 @@ class Times:
     def end_of(self, n: int) -> Any:
         return self.ends[n] if n in self.ends else self.at_of(n) + self.actions.size[n]
 
-    def answer(self, solver: Any) -> Starts:
-        """When everything starts by the solver's values."""
-        start = list(self.start) if self.window is not None else [-1] * len(self.actions.action)
-        for n in (*self.late, *self.at):
-            absent = n in self.absent and solver.boolean_value(self.absent[n])
-            start[n] = -1 if absent else solver.value(self.at_of(n))
-        whole = {fusing.choice for fusing in self.actions.fusing.values()}
-        fused = {choice for choice in whole if solver.boolean_value(self.choices[choice])}
-        return Starts(start, frozenset(fused))
-
-
-_Held = tuple[Piece, Any, Any, Any]
-
-
-class Formulation(Times):
-    """The model of ``actions``; with a ``window``, around the schedule ``now``.
-
-    ``ordered``: microbatches keep their order. ``lower``, ``upper``: ticks known of the objective. ``prefer``: weights of
-    starts by op and of choices to leave (``away``); of answers that are otherwise equal, that with the least sum is sought.
-    """
-
-    def __init__(
-        self,
-        actions: Actions,
-        now: Starts | None = None,
-        window: Window | None = None,
-        *,
-        ordered: bool = True,
-        strict: bool = False,
-        lower: int = 0,
-        upper: int | None = None,
-        prefer: Mapping[str, int] | None = None,
-    ) -> None:
-        super().__init__(actions, now, window, ordered=ordered, upper=upper)
-        self.prefer = prefer or {}
-        self.sends = {k: self.cp.new_int_var(0, self.latest, "") for k in self._queueing()}
-        self._waits()
-        self.idle: dict[int, int | None] = {}
-        self.chained: set[tuple[int, int]] = set()
-        for alike in self._alike() if ordered else ():
-            self._in_order(alike)
-        self.takes = dict(self._takes()) if strict and actions.task.costs.host.mode == "duplex" else {}
-        for lane, parts in enumerate(self.parts):
-            self._lane(lane, *parts)
-        self._links()
-        for limit in actions.limits:
-            if window is None or not self.by_order or limit.rank in window.ranks:
-                self._memory(limit)
-        self.cost: Any = self.cp.new_int_var(lower, FAR if upper is None else upper, "cost")
-        self._objective()
+    # What holds.
 
     def _add(self, constraint: Any, *numbers: int) -> None:
         """A constraint that holds if all of these actions take place."""
@@ -260,12 +243,11 @@ class Formulation(Times):
 
     def _waits(self) -> None:
         """Every wait that touches what is inside; see :meth:`_shifts` for those past it."""
-        actions, count = self.actions, len(self.actions.action)
+        actions = self.actions
         for n in self.at:
-            for x in actions.waits[n]:
-                s = x if x < count else actions.transfers[x - count].producer
-                if s in self.at or (n in self.absent and self.window is not None and self.start[s] >= 0):
-                    self._add(self.at[n] >= self._arrival(x), n, s)
+            for x, (s, lag) in zip(actions.graph.waits[n], actions.sources(n), strict=True):
+                if s in self.at or (n in self.absent and self.start[s] >= 0):
+                    self._add(self.at[n] >= self.sends.get(x, self.end_of(s)) + lag, n, s)
             for then, lag in actions.followers[n] if self.late else ():
                 if then in self.late:
                     self._add(self.at_of(then) >= self.end_of(n) + lag, n)
@@ -274,20 +256,12 @@ class Formulation(Times):
         for o in self.choices if self.window is not None else ():
             self.cp.add(self.at[o] == self.begin).only_enforce_if(self.absent[o])
 
-    def _arrival(self, x: int) -> Any:
-        """When what number ``x`` of what an action waits for is there."""
-        k = x - len(self.actions.action)
-        if k < 0:
-            return self.end_of(x)
-        sent = self.actions.transfers[k]
-        return self.sends.get(k, self.end_of(sent.producer)) + sent.ticks
-
     def _alike(self) -> Iterator[Sequence[int]]:
         """Those of one op and stage in the order that they keep: of microbatches, in a window the one they have."""
         if self.window is None:
-            yield from self.actions.alike
+            yield from self.actions.alike.values()
             return
-        found: dict[int, list[int]] = defaultdict(list)
+        found: dict[Any, list[int]] = defaultdict(list)
         for n in self.at if self.by_order else ():
             if self.frees(n):
                 found[self.actions.kind[n]].append(n)
@@ -314,11 +288,11 @@ class Formulation(Times):
 
     # Lanes and links.
 
-    def _lane(self, lane: int, before: Sequence[int], middle: Sequence[int], late: Sequence[int]) -> None:
+    def _lane(self, lane: int, middle: Sequence[int], late: Sequence[int]) -> None:
         """One at a time: what is fixed, then what is inside, then what is late."""
-        floor = self.start[before[-1]] + self.actions.size[before[-1]] if before else 0
-        numbers = [*middle, *(n for n in self.absent if self.actions.host_lane.get(n) == lane and n not in self.inside)]
-        firsts = self.firsts(lane, late)
+        floor, there = self.floors[lane], set(self.actions.lanes[lane])
+        numbers = [*middle, *(n for n in self.absent if n in there and n not in self.inside)]
+        firsts = self.firsts(late)
         for n in numbers:
             if n in self.absent and floor > self.begin:
                 self._add(self.at[n] >= floor, n)
@@ -329,7 +303,13 @@ class Formulation(Times):
         for one, two in pairwise(n for n in middle if not self.frees(n)):
             self._add(self.at[two] >= self.end_of(one), one, two)
         if any(map(self.frees, numbers)):
-            self.cp.add_no_overlap([*map(self._interval, numbers), *self._gaps(lane)])
+            intervals = [self._interval(n) for n in numbers]
+            intervals += [
+                self.cp.new_optional_fixed_size_interval_var(gap, 0, ~self.absent[load], "")
+                for load, (gap, _) in self.takes.items()
+                if self.actions.rank[load] == lane
+            ]
+            self.cp.add_no_overlap(intervals)
 
     def _interval(self, n: int) -> Any:
         if n in self.ends:
@@ -346,49 +326,37 @@ class Formulation(Times):
             self.cp.add(take <= self.at[copies.load]).only_enforce_if(self.choices[o])
             yield copies.load, (gap, take)
 
-    def _gaps(self, lane: int) -> Iterator[Any]:
-        for load, (gap, _) in self.takes.items():
-            if self.actions.rank[load] == lane:
-                yield self.cp.new_optional_fixed_size_interval_var(gap, 0, ~self.absent[load], "")
-
-    def _queueing(self) -> Iterator[int]:
-        """Transfers that may have to wait for one another."""
-        if self.window is not None:
-            return
-        size, fusing, of_link = self.actions.size, self.actions.fusing, self._of_link()
-        for sent in of_link.values():
-            producers = {self.actions.transfers[k].producer for k in sent}
+    def _queueing(self) -> Iterator[Mapping[int, Sent]]:
+        """The transfers of each pair of ranks where they may have to wait for one another, as they are waited for."""
+        actions, size, fusing = self.actions, self.actions.size, self.actions.fusing
+        links: dict[tuple[int, int], dict[int, Sent]] = defaultdict(dict)
+        for x, sent in enumerate(actions.transfers, len(actions.action)):
+            links[sent.link][x] = sent
+        for link in links.values():
+            producers = {sent.producer for sent in link.values()}
             shortest = min(min(size[n], fusing[n].ticks if n in fusing else size[n]) for n in producers)
-            if max(self.actions.transfers[k].ticks for k in sent) > shortest:
-                yield from sent
+            if max(sent.ticks for sent in link.values()) > shortest:
+                yield link
 
-    def _of_link(self) -> dict[tuple[int, int], list[int]]:
-        of_link: dict[tuple[int, int], list[int]] = defaultdict(list)
-        for k, sent in enumerate(self.actions.transfers):
-            of_link[sent.link].append(k)
-        return of_link
-
-    def _links(self) -> None:
-        """Transfers of a pair of ranks that may queue go in the order in which they are issued."""
-        transfers, kind = self.actions.transfers, self.actions.kind
-        for sent in self._of_link().values() if self.sends else ():
-            if sent[0] not in self.sends:
-                continue
-            last: dict[int, int] = {}
-            for k in sorted(sent, key=lambda k: (self.actions.action[transfers[k].producer].microbatch, k)):
-                self.cp.add(self.sends[k] >= self.end_of(transfers[k].producer))
-                before = last.get(kind[transfers[k].producer])
-                if self.ordered and before is not None:
-                    self.cp.add(self.sends[k] >= self.sends[before] + transfers[before].ticks)
-                last[kind[transfers[k].producer]] = k
-            for a, b in combinations(sent, 2):
-                one, two = transfers[a].producer, transfers[b].producer
-                if one != two and not (self.ordered and kind[one] == kind[two]):
-                    first = self.cp.new_bool_var("")
-                    for x, y, which in ((a, b, first), (b, a, ~first)):
-                        ended = self.end_of(transfers[x].producer) <= self.at[transfers[y].producer]
-                        self.cp.add(ended).only_enforce_if(which)
-                        self.cp.add(self.sends[y] >= self.sends[x] + transfers[x].ticks).only_enforce_if(which)
+    def _link(self, link: Mapping[int, Sent]) -> None:
+        """Transfers of a pair of ranks go in the order in which they are issued."""
+        action, kind, sends = self.actions.action, self.actions.kind, self.sends
+        last: dict[Any, int] = {}
+        for x in sorted(link, key=lambda x: (action[link[x].producer].microbatch, x)):
+            made = link[x].producer
+            self.cp.add(sends[x] >= self.end_of(made))
+            if self.ordered and kind[made] in last:
+                before = last[kind[made]]
+                self.cp.add(sends[x] >= sends[before] + link[before].ticks)
+            last[kind[made]] = x
+        for a, b in combinations(link, 2):
+            one, two = link[a].producer, link[b].producer
+            if one != two and not (self.ordered and kind[one] == kind[two]):
+                first = self.cp.new_bool_var("")
+                for x, y, which in ((a, b, first), (b, a, ~first)):
+                    ended = self.end_of(link[x].producer) <= self.at[link[y].producer]
+                    self.cp.add(ended).only_enforce_if(which)
+                    self.cp.add(sends[y] >= sends[x] + link[x].ticks).only_enforce_if(which)
 
     # Memory.
 
@@ -501,16 +469,12 @@ class Formulation(Times):
 
     def _preferred(self) -> tuple[Any, int]:
         """What is minimised among equals, and a number that is more than all that it can differ by."""
-        total: Any = 0
-        spread = 1
-        for n, at in self.at.items() if self.prefer else ():
-            weight = self.prefer.get(self.actions.action[n].op, 0)
-            total += weight * (at - self.begin)
-            spread += abs(weight) * (self.latest - self.begin)
-        for here in self.choices.values() if self.prefer else ():
-            total += self.prefer.get("away", 0) * here
-            spread += abs(self.prefer.get("away", 0))
-        return total, spread
+        if not self.prefer:
+            return 0, 1
+        room, op = self.latest - self.begin, [a.op for a in self.actions.action]
+        weighed = [(self.prefer.get(op[n], 0), at - self.begin, room) for n, at in self.at.items()]
+        weighed += [(self.prefer.get("away", 0), here, 1) for here in self.choices.values()]
+        return sum(weight * x for weight, x, _ in weighed), 1 + sum(abs(weight) * most for weight, _, most in weighed)
 
     # Answers.
 
@@ -520,16 +484,23 @@ class Formulation(Times):
         whole = {fusing.w: b for b, fusing in self.actions.fusing.items()}
         for n in sorted(self.at, key=lambda n: self.actions.action[n].microbatch):
             last = self.idle.get(n)
-            if starts.start[n] >= 0:
-                known[n] = starts.start[n]
+            if starts[n] >= 0:
+                known[n] = starts[n]
             elif last is not None:
-                known[n] = known[last] + (self.actions.size[last] if starts.start[last] >= 0 else 0)
+                known[n] = known[last] + (self.actions.size[last] if starts[last] >= 0 else 0)
             else:
                 known[n] = self.actions.end(whole[n], starts) if n in whole else self.begin
             if n == self.actions.joint[n]:
                 self.cp.add_hint(self.at[n], known[n])
         for choice, literal in self.choices.items():
-            is_copy = choice in self.actions.copies
-            self.cp.add_hint(literal, starts.start[choice] >= 0 if is_copy else choice in starts.fused)
+            self.cp.add_hint(literal, self.actions.chosen(choice, starts))
         for shift in {id(x): x for x in self.shift.values()}.values():
             self.cp.add_hint(shift, 0)
+
+    def answer(self, solver: Any) -> Starts:
+        """When everything starts by the solver's values."""
+        start = list(self.start) if self.window is not None else [-1] * len(self.actions.action)
+        for n in (*self.late, *self.at):
+            absent = n in self.absent and solver.boolean_value(self.absent[n])
+            start[n] = -1 if absent else solver.value(self.at_of(n))
+        return start

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Protocol
 
 from jaxpipe.errors import JaxpipeError
 from jaxpipe.schedule.bounds.few_ranks import FewRanks
-from jaxpipe.schedule.budget import DETERMINISTIC_SECOND, Budget
+from jaxpipe.schedule.budget import Budget
 from jaxpipe.schedule.families import FAMILIES
 from jaxpipe.schedule.ir import Schedule
 from jaxpipe.schedule.json_form import from_json, to_json
@@ -146,11 +146,11 @@ class Exact(Job):
     def run(self, task: SolveTask, tell: Tell) -> None:
         from jaxpipe.schedule.solve.neighbourhoods import solve_exact
 
-        start, seconds = self.start, self.seconds * (DETERMINISTIC_SECOND if self.reproducible else 1.0)
+        start = self.start
         for every_order in (False, True):
             result = solve_exact(
                 task,
-                time_limit_s=seconds / 2 if task.offload else seconds,
+                time_limit_s=self.seconds / 2 if task.offload else self.seconds,
                 seed=self.seed,
                 workers=self.workers,
                 hint=start,

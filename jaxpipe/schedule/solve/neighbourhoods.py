@@ -48,11 +48,9 @@ Not modelled: braided slots; host copies on graphs of stages.
 from __future__ import annotations
 
 import random
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any, Literal
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from jaxpipe.errors import ScheduleError
 from jaxpipe.schedule.budget import DETERMINISTIC_SECOND, Budget
@@ -99,7 +97,7 @@ class NeighbourhoodSearch:
 
     def __init__(self, task: SolveTask, start: Schedule, seed: int) -> None:
         self.task, start = task, unbraid(start)
-        self.actions = Actions.of(task, start, _PARTS, fusing=False)
+        self.actions = Actions(task, start, _PARTS, fusing=False)
         self.random, self.seed = random.Random(seed), seed
         self.timeline = simulate(start, task.costs)
         self.manner = _WITH_OFFLOAD if self.actions.copies else _PLAIN
@@ -135,7 +133,7 @@ class NeighbourhoodSearch:
         ends."""
         begins, ends = self.actions.extent(starts)
         longest = max(b - a for a, b in zip(begins, ends, strict=True))
-        return *self.task.order(max(ends) - min(begins), longest), sum(ends if self.actions.copies else starts.start)
+        return *self.task.order(max(ends) - min(begins), longest), sum(ends if self.actions.copies else starts)
 
     def _propose(self, starts: Starts, budget: Budget) -> Starts | None:
         self.tried += 1
@@ -187,7 +185,7 @@ class NeighbourhoodSearch:
             count = rng.randint(max(2, p // 4), max(3, p // 2))
             first = rng.randint(0, p - count)
             ranks = range(first, first + count)
-        times = sorted(starts.start[n] for rank in ranks for n in actions.lanes[rank])
+        times = sorted(starts[n] for rank in ranks for n in actions.lanes[rank])
         want = min(len(times), int(self.size[kind] * rng.uniform(0.7, 1.2)) * (4 if kind == "microbatches" else 1))
         last, place = len(times) - want, rng.random()
         at = 0 if place < self.manner.edge else last if place < 2 * self.manner.edge else rng.randint(0, last)
@@ -197,7 +195,7 @@ class NeighbourhoodSearch:
 
     def _some(self, starts: Starts, begin: int, end: int) -> frozenset[int]:
         """A quarter of the microbatches that have a forward inside, neighbours or not."""
-        every = zip(self.actions.action, starts.start, strict=True)
+        every = zip(self.actions.action, starts, strict=True)
         there = sorted({a.microbatch for a, t in every if a.op == "F" and begin <= t < end})
         count = max(1, len(there) // 4)
         if not there or self.random.random() < 0.5:
@@ -215,22 +213,23 @@ _COARSE_SHARE = 0.6
 class ExactResult:
     """What the model says of a task.
 
-    ``value``: seconds of the simulated schedule; ``model_value``: what the model claims of it (equal if optimal and
-    ``exact_ticks``; more if it left gaps, less by rounding). ``lower_bound``: seconds, for every schedule if
-    ``every_order``, else for those with microbatches in order (with offload, others may be shorter). ``status``:
-    ``optimal``: the value is the bound; ``infeasible``: no schedule keeps the limits; ``unknown``: none was found.
-    ``wall_s``: since the call.
+    ``value``: seconds of the simulated schedule, infinite without one. ``lower_bound``: seconds, infinite if no schedule keeps
+    the limits; for every schedule if ``every_order``, else for those with microbatches in order (with offload, others may be
+    shorter).
     """
 
     schedule: Schedule | None
     timeline: Timeline | None
     value: float
-    model_value: float
     lower_bound: float
-    status: ExactStatus
-    wall_s: float
-    exact_ticks: bool
     every_order: bool
+
+    @property
+    def status(self) -> ExactStatus:
+        """``optimal``: the value is the bound; ``infeasible``: no schedule keeps the limits; ``unknown``: none was found."""
+        if self.schedule is None:
+            return "infeasible" if self.lower_bound == float("inf") else "unknown"
+        return "optimal" if at_most(self.value, self.lower_bound) else "feasible"
 
 
 def solve_exact(
@@ -254,120 +253,90 @@ def solve_exact(
         ScheduleError: there is no hint and the stages form no chain on single ranks, or the costs don't fit the task or the
             solver.
     """
-    began = time.perf_counter()
-    order = None if task.placement.is_plain_chain else hint
-
-    parameters = {"random_seed": seed, "num_workers": workers, "interleave_search": deterministic and workers > 1}
-    fine, left_s, best = Actions.of(task, order), time_limit_s, None
-    for actions in (fine,) if fine.ticks.exact else (Actions.of(task, order, COARSE), fine):
-        share = 1.0 if actions is fine else _COARSE_SHARE
-        search = _Search(actions, left_s * share, parameters, deterministic, not every_order, began)
-        result = search.run(hint, lower_bound)
-        if best is not None and best.value < result.value:
-            return best
-        if result.status in ("optimal", "infeasible"):
-            return result
-        best, hint, lower_bound = result, result.schedule or hint, result.lower_bound
-        left_s = (
-            left_s * (1 - share)
-            if deterministic
-            else max(left_s * (1 - share), time_limit_s - (time.perf_counter() - began))
-        )
-    assert best is not None
-    return best
+    budget, order = Budget(time_limit_s, deterministic), None if task.placement.is_plain_chain else hint
+    fine = Actions(task, order)
+    nothing = ExactResult(None, None, float("inf"), lower_bound, every_order or not fine.copies)
+    search = _Search(task, seed, workers, not every_order, hint, nothing)
+    for actions in (fine,) if fine.ticks.exact else (Actions(task, order, COARSE), fine):
+        part = Budget(budget.left * (1.0 if actions is fine else _COARSE_SHARE), deterministic)
+        search.on(actions, part)
+        budget.spent += part.spent
+        if search.result.status in ("optimal", "infeasible"):
+            break
+    return search.result
 
 
 class _Search:
-    """One grid of one :func:`solve_exact`, and the best schedule so far."""
+    """One :func:`solve_exact`, and what is known so far."""
 
     def __init__(
-        self,
-        actions: Actions,
-        left_s: float,
-        parameters: Mapping[str, Any],
-        deterministic: bool,
-        ordered: bool,
-        began: float,
+        self, task: SolveTask, seed: int, workers: int, ordered: bool, hint: Schedule | None, result: ExactResult
     ) -> None:
-        self.actions, self.left_s, self.parameters = actions, left_s, parameters
-        self.deterministic, self.ordered, self.began = deterministic, ordered, began
-        self.best: tuple[Schedule, Timeline] | None = None
-        self.value = self.model_value = float("inf")
+        self.task, self.seed, self.workers, self.ordered, self.hint = task, seed, workers, ordered, hint
+        self.result = result
 
-    def run(self, hint: Schedule | None, lower_bound: float) -> ExactResult:
-        ticks = self.actions.ticks
-        starts = None if hint is None else self._starts(hint)
-        lower = ticks.at_least(lower_bound) if lower_bound < float("inf") else 0
-        cost = None if starts is None else self._cost(starts)
-        lower = lower if cost is None else min(lower, cost)
+    def on(self, actions: Actions, budget: Budget) -> None:
+        """Search on one grid: for a bound, and if what that finds has no rows, for something that has."""
+        ticks, starts = actions.ticks, self._starts(actions)
+        lower, cost = ticks.at_least(self.result.lower_bound), None
+        if starts is not None:
+            cost = self._cost(actions, starts)
+            lower = min(lower, cost)
+            self._take(actions, starts)
         bound: float = lower
-        infeasible = False
-        if starts is not None and cost is not None:
-            self._take(starts, cost)
         if cost is None or cost > lower:
-            found, bound, infeasible = self._solve(lower, cost, starts, strict=False)
-            if found and self.best is None:
-                self._solve(max(lower, round(bound)), cost, starts, strict=True)
-        spans = self.actions.task.objective == "span"
-        bound_s = ticks.span_bound_s(bound) if spans else ticks.makespan_bound_s(bound)
-        return self._result(max(bound_s, lower_bound), infeasible)
+            found, bound = self._solve(actions, budget, starts, lower, cost, strict=False)
+            if found and self.result.schedule is None:
+                self._solve(actions, budget, starts, max(lower, round(bound)), cost, strict=True)
+        bound_s = ticks.span_bound_s(bound) if self.task.objective == "span" else ticks.makespan_bound_s(bound)
+        bound_s = min(max(bound_s, self.result.lower_bound), self.result.value)
+        self.result = replace(self.result, lower_bound=bound_s)
 
-    def _result(self, bound_s: float, infeasible: bool) -> ExactResult:
-        schedule, timeline = self.best or (None, None)
-        status: ExactStatus = "infeasible" if infeasible else "unknown"
-        if infeasible:
-            bound_s = float("inf")
-        elif schedule is not None:
-            bound_s = min(bound_s, self.value)
-            status = "optimal" if at_most(self.value, bound_s) else "feasible"
-        every = not (self.ordered and self.actions.copies)
-        wall_s, exact = time.perf_counter() - self.began, self.actions.ticks.exact
-        return ExactResult(schedule, timeline, self.value, self.model_value, bound_s, status, wall_s, exact, every)
-
-    def _starts(self, schedule: Schedule) -> Starts | None:
-        """The times of ``schedule``; None if the model can't express them: it is of another placement or size, breaks a limit,
-        has braided slots or microbatches out of order, or offloads what may not leave."""
-        actions, task = self.actions, self.actions.task
-        if (schedule.placement.flows, schedule.num_microbatches) != (task.placement.flows, task.num_microbatches):
+    def _starts(self, actions: Actions) -> Starts | None:
+        """The times of the best schedule, at first the hint; None if there is none or the model can't express it: it is of
+        another placement or size, breaks a limit, has braided slots or microbatches out of order, or offloads what may not
+        leave."""
+        task, schedule = self.task, self.result.schedule or self.hint
+        size = task.placement.flows, task.num_microbatches
+        if schedule is None or (schedule.placement.flows, schedule.num_microbatches) != size:
             return None
         choice = {(actions.action[b].stage, actions.action[b].microbatch) for b in actions.fusing}
         timeline = simulate(with_fused(schedule, fused_backwards(schedule) & choice), task.costs)
         starts = starts_of(actions, timeline) if task.fits(timeline) else None
-        if starts is None or not all(self._in_order(starts.start, alike) for alike in actions.alike):
-            return None
+        if starts is not None and self.ordered:
+            for alike in actions.alike.values():
+                times = [starts[n] for n in alike if starts[n] >= 0]
+                if times != sorted(times):
+                    return None
         return starts
 
-    def _in_order(self, start: Sequence[int], alike: Sequence[int]) -> bool:
-        times = [start[n] for n in alike if start[n] >= 0]
-        return not self.ordered or all(a <= b for a, b in pairwise(times))
-
-    def _cost(self, starts: Starts) -> int:
+    def _cost(self, actions: Actions, starts: Starts) -> int:
         """Ticks of the objective of given times."""
-        begins, ends = self.actions.extent(starts)
-        if self.actions.task.objective != "span":
+        begins, ends = actions.extent(starts)
+        if self.task.objective != "span":
             return max(ends)
         return max(end - begin for begin, end in zip(begins, ends, strict=True))
 
-    def _solve(self, lower: int, upper: int | None, hint: Starts | None, strict: bool) -> tuple[bool, float, bool]:
-        """Whether CP-SAT found something, its bound, and whether there is nothing."""
-        model = Formulation(self.actions, ordered=self.ordered, strict=strict, lower=lower, upper=upper)
-        if hint is not None and upper is not None:
+    def _solve(
+        self, actions: Actions, budget: Budget, hint: Starts | None, lower: int, upper: int | None, strict: bool
+    ) -> tuple[bool, float]:
+        """Whether CP-SAT found something, and its bound in ticks: infinite if there is nothing."""
+        model = Formulation(actions, ordered=self.ordered, strict=strict, lower=lower, upper=upper)
+        if hint is not None:
             model.hint(hint)
             model.cp.add_hint(model.cost, upper)
-        limit = "max_deterministic_time" if self.deterministic else "max_time_in_seconds"
-        reservoirs = {} if self.actions.copies else WHOLE_RESERVOIRS
-        solver, found, done = run(model.cp, reservoirs, self.parameters, {limit: max(self.left_s, 0.01)})
-        spent = solver.response_proto.deterministic_time if self.deterministic else solver.wall_time
-        self.left_s = max(0.0, self.left_s - spent)
+        spent, reservoirs = budget.spent, {} if actions.copies else WHOLE_RESERVOIRS
+        several = {"num_workers": self.workers, "interleave_search": budget.reproducible and self.workers > 1}
+        solver, found, done = run(model.cp, reservoirs, budget.parameters(budget.left, self.seed), several)
+        budget.spent = spent + solver.response_proto.deterministic_time / DETERMINISTIC_SECOND
         if not found:
-            return False, lower, done
-        self._take(model.answer(solver), int(solver.value(model.cost)))
-        return True, max(round(solver.best_objective_bound), lower), False
+            return False, float("inf") if done else lower
+        self._take(actions, model.answer(solver))
+        return True, max(round(solver.best_objective_bound), lower)
 
-    def _take(self, starts: Starts, cost: int) -> None:
+    def _take(self, actions: Actions, starts: Starts) -> None:
         """Keep the schedule of an answer if it keeps the limits and is better."""
-        schedule, timeline = schedule_of(self.actions, starts, "cp-sat")
-        value = self.actions.task.seconds(timeline)
-        if self.actions.task.fits(timeline) and value < self.value:
-            self.best, self.value = (schedule, timeline), value
-            self.model_value = self.actions.ticks.seconds(cost)
+        schedule, timeline = schedule_of(actions, starts, "cp-sat")
+        value = self.task.seconds(timeline)
+        if self.task.fits(timeline) and value < self.result.value:
+            self.result = replace(self.result, schedule=schedule, timeline=timeline, value=value)

@@ -114,7 +114,7 @@ class _Shop:
     5. Each host lane is a rank of its own, number p + lane."""
 
     def __init__(self, task: SolveTask) -> None:
-        self.task, self.actions = task, Actions.of(task)
+        self.task, self.actions = task, Actions(task)
         self.problem = problem = Problem.of(task.placement, task.num_microbatches, task.costs)
         costs, p, m = task.costs, problem.num_ranks, task.num_microbatches
         stage = [k % task.placement.num_stages for k in range(problem.num_replicas)]
@@ -157,19 +157,17 @@ class _Shop:
     def starts(self, begun: dict[int, float]) -> Starts:
         """Start times by code, as those of actions."""
         actions, stages = self.actions, self.task.placement.num_stages
-        start, fused = [-1] * len(actions.action), set()
+        start = [-1] * len(actions.action)
         for code, seconds in begun.items():
             op, k, i = self.problem.decode(code)
             n = actions.number(Action(_OPS[op], k % stages, i), self.problem.rank[k])
             assert n is not None, f"no action {_OPS[op]}{k % stages}.{i}"
             start[n] = actions.ticks.of(seconds)
-            if op == BW and n in actions.fusing:
-                fused.add(actions.fusing[n].choice)
-            elif op == BW:
+            if op == BW and n not in actions.fusing:
                 start[actions.number(Action("W", k % stages, i), self.problem.rank[k]) or 0] = (
                     actions.size[n] + start[n]
                 )
-        return Starts(start, frozenset(fused))
+        return start
 
 
 class _Play:

@@ -38,16 +38,9 @@ class _Member:
     """One process, and the threads that write to it and read its answers into ``inbox``, so that neither a full pipe nor a
     process that hangs holds up the caller."""
 
-    def __init__(
-        self,
-        number: int,
-        command: Sequence[str],
-        tasks: Sequence[SolveTask],
-        inbox: queue.Queue[tuple[int, dict[str, Any]]],
-    ) -> None:
-        self.number, self.inbox = number, inbox
+    def __init__(self, command: Sequence[str], tasks: Sequence[SolveTask], inbox: _Inbox) -> None:
+        self.inbox = inbox
         self.job: int | None = None
-        self.alive = True
         self.process = subprocess.Popen(
             command,
             env=child_environment(),
@@ -73,8 +66,8 @@ class _Member:
         assert self.process.stdout is not None
         for text in iter(self.process.stdout.readline, b""):
             with contextlib.suppress(ValueError, RecursionError):
-                self.inbox.put((self.number, json.loads(text)))
-        self.inbox.put((self.number, {"job": 0, "gone": _fate(self.process.wait())}))
+                self.inbox.put((self, json.loads(text)))
+        self.inbox.put((self, {"job": 0, "gone": _fate(self.process.wait())}))
 
     def stop(self) -> None:
         self.process.kill()
@@ -86,6 +79,9 @@ class _Member:
             if pipe is not None:
                 with contextlib.suppress(OSError):
                     pipe.close()
+
+
+_Inbox = queue.Queue[tuple[_Member, dict[str, Any]]]
 
 
 def child_environment() -> dict[str, str]:
@@ -103,24 +99,18 @@ def _fate(code: int) -> str:
 
 
 class WorkerPool:
-    """``size`` workers that know ``tasks``, processes that run ``command``. Use as a context; leaving it ends them.
+    """``size`` workers that know ``tasks``, processes that run ``command``. To be closed.
 
     Raises:
         OSError: they can't be started.
     """
 
     def __init__(self, size: int, tasks: Sequence[SolveTask], command: Sequence[str] = COMMAND) -> None:
-        self._inbox: queue.Queue[tuple[int, dict[str, Any]]] = queue.Queue()
-        self._members = [_Member(k, command, tasks, self._inbox) for k in range(size)]
+        self._inbox: _Inbox = queue.Queue()
+        self._members = [_Member(command, tasks, self._inbox) for _ in range(size)]
         self._jobs = 0
 
-    def __enter__(self) -> WorkerPool:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
-
-    def stop(self) -> None:
+    def close(self) -> None:
         """End the workers, whatever they do."""
         for member in self._members:
             member.stop()
@@ -128,19 +118,18 @@ class WorkerPool:
     @property
     def idle(self) -> int:
         """Workers without a job."""
-        return sum(m.alive and m.job is None for m in self._members)
+        return sum(m.job is None for m in self._members)
 
     @property
     def busy(self) -> int:
         """Workers with a job."""
-        return sum(m.alive and m.job is not None for m in self._members)
+        return len(self._members) - self.idle
 
-    def submit(self, job: Job) -> int:
-        """Give a job to an idle worker; returns its number."""
-        member = next(m for m in self._members if m.alive and m.job is None)
+    def submit(self, job: Job) -> None:
+        """Give a job to an idle worker; jobs are numbered from 0."""
+        member = next(m for m in self._members if m.job is None)
         member.job, self._jobs = self._jobs, self._jobs + 1
         member.outbox.put(job_line(member.job, job))
-        return member.job
 
     def receive(self, timeout_s: float | None) -> Answer | None:
         """The next answer, or None after ``timeout_s`` without one (None: however long it takes).
@@ -149,13 +138,14 @@ class WorkerPool:
             ScheduleParseError: a worker wrote what is no answer.
         """
         try:
-            number, message = self._inbox.get(timeout=timeout_s)
+            member, message = self._inbox.get(timeout=timeout_s)
         except queue.Empty:
             return None
-        member, answer = self._members[number], from_json(Answer, message, "answer")
+        answer = from_json(Answer, message, "answer")
         if answer.gone:
-            lost, member.alive, member.job = member.job, False, None
-            return replace(answer, job=lost or 0, done=True, error=f"a solver process {answer.gone}")
+            self._members.remove(member)
+            member.stop()
+            return replace(answer, job=member.job or 0, done=True, error=f"a solver process {answer.gone}")
         if answer.done:
             member.job = None
         return answer
@@ -179,21 +169,21 @@ class Worker:
             if "tasks" in message:
                 self.tasks = [from_json(SolveTask, x, "task") for x in message["tasks"]]
                 self._import(message["imports"])
-                continue
-            error, self.unknown = self.unknown, ""
-            number, job = job_in(message)
+            else:
+                self._work(*job_in(message))
+                gc.collect()
 
-            def tell(
-                schedule: Schedule | None, source: str, bound: float = 0.0, number: int = number, task: int = job.task
-            ) -> None:
-                self.send(Answer(job=number, task=task, source=source, schedule=schedule, bound=max(0.0, bound)))
+    def _work(self, number: int, job: Job) -> None:
+        error, self.unknown = self.unknown, ""
 
-            try:
-                job.run(self.tasks[job.task], tell)
-            except Exception as failure:  # the worker can still do other jobs; the solver says what happened
-                error = f"{type(failure).__name__}: {failure}"
-            self.send(Answer(job=number, task=job.task, done=True, error=error))
-            gc.collect()
+        def tell(schedule: Schedule | None, source: str, bound: float = 0.0) -> None:
+            self.send(Answer(job=number, task=job.task, source=source, schedule=schedule, bound=bound))
+
+        try:
+            job.run(self.tasks[job.task], tell)
+        except Exception as failure:  # the worker can still do other jobs; the solver says what happened
+            error = f"{type(failure).__name__}: {failure}"
+        self.send(Answer(job=number, task=job.task, done=True, error=error))
 
     def _import(self, modules: Iterable[str]) -> None:
         """What the caller imported. Without one of them the families and ops it registers are not known here, no more."""

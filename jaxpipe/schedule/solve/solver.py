@@ -18,10 +18,10 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
-from itertools import chain
-from typing import Any, TypeVar
+from itertools import chain, islice
+from typing import Any, NamedTuple
 
 from jaxpipe.errors import ScheduleError, gist
 from jaxpipe.schedule.bounds import lower_bound, span_lower_bound
@@ -63,7 +63,16 @@ _STARTS_SHARE = 0.2  # of the time, for schedules by rules of graphs of stages
 _LOWEST = 19  # niceness of a solve in the background
 _LONGEST = 200
 _POLL_S = 0.25  # how soon the end of the time is noticed
-J = TypeVar("J", bound=Job)
+
+
+class Known(NamedTuple):
+    """The best answer to task ``number``, or to all. ``key``: what it minimises, in order. ``timeline``: None if it has yet to
+    be simulated."""
+
+    key: tuple[float, ...]
+    number: int
+    schedule: Schedule
+    timeline: Timeline | None
 
 
 class Incumbent:
@@ -73,14 +82,11 @@ class Incumbent:
         self.tasks, self.bounds = tasks, list(bounds)
         self.on_progress = on_progress
         self.began = time.perf_counter()
-        self.number = -1  # of the task that the best schedule answers
-        self.schedule: Schedule | None = None
-        self._timeline: Timeline | None = None
-        self._key: tuple[float, ...] = (float("inf"),)
-        self.per_task: list[tuple[tuple[float, ...], Schedule] | None] = [None] * len(tasks)
+        self.best: Known | None = None
+        self.known: dict[int, Known] = {}  # by task
         self.improvements: list[Progress] = []
         self.family: tuple[str, float] | None = None
-        self.first_feasible_s = 0.0
+        self.failures: list[str] = []  # of workers
 
     @property
     def wall_s(self) -> float:
@@ -94,104 +100,94 @@ class Incumbent:
     @property
     def value(self) -> float:
         """Seconds of the objective's time; infinite before the first answer."""
-        return self._key[0]
+        return float("inf") if self.best is None else self.best.key[0]
 
     @property
     def solved(self) -> bool:
         return at_most(self.value, self.lower_bound)
 
-    def offer_first(self, number: int, schedule: Schedule, draft: Draft) -> None:
-        """Take the first answer as its generator's re-timing has it; simulating it can wait."""
-        if self.tasks[number].fits_peak(draft.peak):
-            self._offer(number, schedule, (draft.makespan, draft.span, draft.peak, 0), "first")
+    def offer(self, number: int, schedule: Schedule, source: str, draft: Draft | None = None) -> None:
+        """Take a schedule that answers task ``number`` if it is valid, keeps the limits, and is better than what is known.
 
-    def offer(self, number: int, schedule: Schedule, source: str) -> bool:
-        """Take a schedule that answers task ``number`` if it is valid, keeps the limits, and is the best so far."""
-        task, moved = self.tasks[number], count_offloads(schedule)
-        if schedule.placement != task.placement or schedule.num_microbatches != task.num_microbatches:
-            return False
-        try:
-            check_schedule(schedule)
-            timeline = simulate(schedule, task.costs)
-        except ScheduleError:
-            return False
-        if not task.fits(timeline) or (moved and not task.offload):
-            return False
-        peak = max(timeline.peak_activations, default=0.0)
-        figures = (timeline.makespan, timeline.max_span, peak, moved)
-        seconds = task.seconds(timeline)
-        if source.startswith("family") and (self.family is None or seconds < self.family[1]):
-            self.family = (source.removeprefix("family "), seconds)
-        return self._offer(number, schedule, figures, source, timeline)
-
-    def _offer(
-        self,
-        number: int,
-        schedule: Schedule,
-        figures: tuple[float, float, float, int],
-        source: str,
-        timeline: Timeline | None = None,
-    ) -> bool:
-        key = self._rank(figures)
-        known = self.per_task[number]
-        if known is not None and known[0] <= key:
-            return False
-        self.per_task[number] = key, schedule
-        if self._key <= key:
-            return False
-        if self.schedule is None:
-            self.first_feasible_s = self.wall_s
-        better = not at_most(self.value, key[0])
-        self.number, self.schedule, self._timeline, self._key = number, schedule, timeline, key
+        ``draft``: its re-timing by who made it, which is believed: simulating can wait.
+        """
+        task, timeline = self.tasks[number], None
+        if draft is None:
+            timeline = _checked(task, schedule)
+            if timeline is None:
+                return
+            times = timeline.makespan, timeline.max_span
+            key = self._key(*times, max(timeline.peak_activations, default=0.0), count_offloads(schedule))
+            seconds = task.seconds(timeline)
+            if source.startswith("family") and (self.family is None or seconds < self.family[1]):
+                self.family = (source.removeprefix("family "), seconds)
+        elif at_most(draft.peak, min(task.safe_limits())):
+            key = self._key(draft.makespan, draft.span, draft.peak, 0)
+        else:
+            return
+        if number in self.known and self.known[number].key <= key:
+            return
+        self.known[number] = Known(key, number, schedule, timeline)
+        if self.best is not None and self.best.key <= key:
+            return
+        past_s, self.best = self.value, self.known[number]
         progress = Progress(self.wall_s, self.value, self.lower_bound, source)
-        if better:
+        if not at_most(past_s, self.value):
             self.improvements.append(progress)
         if self.on_progress is not None:
             self.on_progress(progress, schedule)
-        return True
 
-    def _rank(self, figures: tuple[float, float, float, int]) -> tuple[float, ...]:
+    def _key(self, makespan: float, span: float, peak: float, offloads: int) -> tuple[float, ...]:
         """What is minimised, in order: as the objective says, then what any user would rather have less of."""
-        makespan, span, *rest = figures
-        least = *self.tasks[0].order(makespan, span), *map(nine_digits, rest)
-        return (least[0], *least[2:], least[1]) if self.tasks[0].objective == "lexicographic" else least
+        first, then = self.tasks[0].order(makespan, span)
+        least = nine_digits(peak), float(offloads)
+        return (first, *least, then) if self.tasks[0].objective == "lexicographic" else (first, then, *least)
 
     def prove(self, number: int, bound: float, source: str) -> None:
         """Take a proven bound of task ``number``, in seconds."""
         if at_most(bound, self.bounds[number]):
             return
         self.bounds[number] = bound
-        if self.on_progress is not None and self.schedule is not None:
+        if self.on_progress is not None and self.best is not None:
             self.on_progress(Progress(self.wall_s, self.value, self.lower_bound, source), None)
 
-    def solution(self, failures: Sequence[str] = ()) -> Solution:
-        """The answer, simulated; ``failures``: what went wrong in workers.
+    def solution(self) -> Solution:
+        """The answer, simulated.
 
         Raises:
             ScheduleError: the answer breaks a rule, which is a defect here.
         """
-        assert self.schedule is not None, "no answer yet"
-        task = self.tasks[self.number]
-        if self._timeline is None:
-            check_schedule(self.schedule)
-            self._timeline = simulate(self.schedule, task.costs)
-        seconds = task.seconds(self._timeline)
+        assert self.best is not None, "no answer yet"
+        _, number, schedule, timeline = self.best
+        task, own_bound = self.tasks[number], self.bounds[number]
+        if timeline is None:
+            check_schedule(schedule)
+            timeline = simulate(schedule, task.costs)
+        seconds = task.seconds(timeline)
         solved = self.solved or at_most(seconds, self.lower_bound)
-        own_bound = self.bounds[self.number]
         return Solution(
             task=task,
-            schedule=self.schedule,
-            timeline=self._timeline,
+            schedule=schedule,
+            timeline=timeline,
             lower_bound=seconds if solved else self.lower_bound,  # equal up to rounding
-            status="optimal" if solved else "feasible",
             wall_s=self.wall_s,
-            first_feasible_s=self.first_feasible_s,
             improvements=tuple(self.improvements),
-            offloaded=count_offloads(self.schedule),
             family=self.family,
-            failures=tuple(failures),
+            failures=tuple(self.failures),
             placement_bound=seconds if at_most(seconds, own_bound) else own_bound,
         )
+
+
+def _checked(task: SolveTask, schedule: Schedule) -> Timeline | None:
+    """The timeline of a schedule; None unless it is a valid one of the task and keeps the limits."""
+    if (schedule.placement, schedule.num_microbatches) != (task.placement, task.num_microbatches):
+        return None
+    with suppress(ScheduleError):
+        check_schedule(schedule)
+        timeline = simulate(schedule, task.costs)
+        if task.fits(timeline) and (task.offload or not count_offloads(schedule)):
+            return timeline
+    return None
 
 
 TIME_SHARE = 0.6
@@ -228,17 +224,11 @@ def lexicographic(best: Solution, options: Options, again: Callable[[SolveTask, 
 
 def _replaced(best: Solution, found: Solution) -> Solution:
     """``found``, no slower, as an answer to the task of ``best``."""
-    wall_s = best.wall_s + found.wall_s
-    source = Progress(wall_s, found.value, best.lower_bound, found.improvements[-1].source)
-    return replace(
-        best,
-        schedule=found.schedule,
-        timeline=found.timeline,
-        status="optimal" if at_most(found.value, best.lower_bound) else "feasible",
-        wall_s=wall_s,
-        improvements=(*best.improvements, *([] if at_most(best.value, found.value) else [source])),
-        offloaded=found.offloaded,
-    )
+    wall_s, improvements = best.wall_s + found.wall_s, best.improvements
+    if not at_most(best.value, found.value):
+        last = replace(found.improvements[-1], wall_s=wall_s, lower_bound=best.lower_bound)
+        improvements = (*improvements, last)
+    return replace(best, schedule=found.schedule, timeline=found.timeline, wall_s=wall_s, improvements=improvements)
 
 
 def solve(task: SolveTask, options: Options | None = None, on_progress: OnProgress | None = None) -> Solution:
@@ -325,14 +315,8 @@ def bound_of(task: SolveTask) -> float:
     """Seconds that no schedule of the task is below; infinite if none keeps the limits."""
     find = span_lower_bound if task.objective == "span" else lower_bound
     limits = [x * (1 + MEMORY) for x in task.limits()]
-    unlimited = all(x == float("inf") for x in limits)
-    return find(
-        task.placement,
-        task.num_microbatches,
-        task.costs,
-        memory_limit=None if unlimited else limits,
-        offload=task.offload,
-    )
+    limit = limits if min(limits) < float("inf") else None
+    return find(task.placement, task.num_microbatches, task.costs, memory_limit=limit, offload=task.offload)
 
 
 class Portfolio:
@@ -342,51 +326,47 @@ class Portfolio:
         assert tasks, "no task to solve"
         self.tasks, self.options = tasks, options
         self.incumbent = Incumbent(tasks, [0.0] * len(tasks), on_progress)
-        self.problems = [
-            Problem.of(t.placement, t.num_microbatches, t.costs) if t.placement.is_plain_chain else None for t in tasks
-        ]
         self.neighbourhoods = 0
-        self.failures: list[str] = []
 
     def run(self, starts: Sequence[Schedule]) -> Solution:
         try:
             self._quick(starts)
             if not self.incumbent.solved and min(self.incumbent.bounds) < float("inf") and not self._late():
-                with WorkerPool(max(1, self.options.workers), self.tasks) as pool:
-                    (self._rounds if self.options.reproducible else self._freely)(pool)
+                with closing(WorkerPool(max(1, self.options.workers), self.tasks)) as pool:
+                    self._search(pool)
         except KeyboardInterrupt:
-            if self.incumbent.schedule is None:
+            if self.incumbent.best is None:
                 raise
-        if self.incumbent.schedule is None:
+        if self.incumbent.best is None:
             raise ScheduleError(explain(self.tasks))
-        return self.incumbent.solution(tuple(self.failures))
+        return self.incumbent.solution()
 
     def _quick(self, starts: Sequence[Schedule]) -> None:
         """What needs no worker: bounds, an answer at once, and the caller's own."""
         self.incumbent.bounds = [bound_of(task) for task in self.tasks]
-        for number, (task, problem) in enumerate(zip(self.tasks, self.problems, strict=True)):
+        for number, task in enumerate(self.tasks):
             if self.incumbent.bounds[number] == float("inf"):
                 continue
-            if self.incumbent.schedule is not None and self._late():
+            if self.incumbent.best is not None and self._late():
                 break
-            if problem is None:
+            if not task.placement.is_plain_chain:
                 for schedule, source in graph_starts(task):
                     self.incumbent.offer(number, schedule, source)
                     if self._late(_STARTS_SHARE):
                         break
                 continue
+            problem = Problem.of(task.placement, task.num_microbatches, task.costs)
             size = group_size(problem, task.safe_limits())
             if size:
                 rows = grouped_rows(problem, size)
                 draft = Retimer(problem).draft(rows)
                 assert draft is not None, "microbatches one group after the other deadlock"
-                self.incumbent.offer_first(number, problem.schedule("first", rows), draft)
+                self.incumbent.offer(number, problem.schedule("first", rows), "first", draft)
             elif task.offload:
                 self.incumbent.offer(number, away_schedule(problem), "first")
-        for number, task in enumerate(self.tasks):
+        for number in range(len(self.tasks)):
             for schedule in starts:
-                if schedule.placement == task.placement:
-                    self.incumbent.offer(number, schedule, "start")
+                self.incumbent.offer(number, schedule, "start")
 
     def _late(self, share: float = 1.0) -> bool:
         """Whether this share of the time is up before any worker was started: at thousands of ranks."""
@@ -394,7 +374,7 @@ class Portfolio:
 
     # -- jobs ---------------------------------------------------------------------------------------------------------
 
-    def _job(self, number: int, kind: type[J], seconds: float, **more: Any) -> J:
+    def _job(self, number: int, kind: type[Job], seconds: float, **more: Any) -> Job:
         return kind(
             task=number,
             seconds=seconds,
@@ -406,59 +386,49 @@ class Portfolio:
     def _openers(self) -> Iterator[Job]:
         """What is tried once, what is cheap first. Every kind of all tasks before the next kind."""
         total = self.options.time_limit_s
-        graphs = [number for number, problem in enumerate(self.problems) if problem is None]
         quick = [quick_families(task) for task in self.tasks]
+        chains = [(number, task) for number, task in enumerate(self.tasks) if task.placement.is_plain_chain]
         for number, names in enumerate(quick):
             yield self._job(number, Families, total, names=tuple(names))
-        for number, task in enumerate(self.tasks):
-            if task.offload and self.problems[number] is not None:
+        for number, task in chains:
+            if task.offload:
                 yield self._job(number, OffloadLists, total * 0.4)
         for number, task in enumerate(self.tasks):
             for name in (n for n in families_of(task) if n not in quick[number]):
                 yield self._job(number, Families, total, names=(name,))
-        for number, problem in enumerate(self.problems):
-            if problem is not None and problem.placement.num_flows == 1 and self.incumbent.value < float("inf"):
+        for number, task in chains:
+            if task.placement.num_flows == 1 and self.incumbent.value < float("inf"):
                 yield self._job(number, RankBounds, total * 0.2, value=self.incumbent.value)
         for number, task in enumerate(self.tasks):
-            start, ops = self._start(number), 5 if task.offload else 3
+            known, ops = self.incumbent.known.get(number), 5 if task.offload else 3
             actions = ops * sum(map(len, chain(*task.placement.flows))) * task.num_microbatches
-            if actions <= _EXACT_ACTIONS[1] and (number not in graphs or start is not None):
+            if actions <= _EXACT_ACTIONS[1] and (known is not None or task.placement.is_plain_chain):
                 part = 0.6 if actions <= _EXACT_ACTIONS[0] else 0.25
+                start = None if known is None else known.schedule
                 yield self._job(number, Exact, total * part, start=start, workers=_EXACT_WORKERS)
-        for number, problem in enumerate(self.problems):
-            if problem is None or problem.placement.num_flows > 1 or problem.placement.num_chunks < 2:
+        for number, task in chains:
+            if task.placement.num_flows > 1 or task.placement.num_chunks < 2:
                 continue
-            if problem.placement == v_shape(problem.num_ranks):
+            if task.placement == v_shape(task.placement.num_ranks):
                 for part in range(_MIRRORED_PARTS):
                     yield self._job(number, Cycles, min(25.0, total * 0.4), part=part, g=_MIRRORED_PARTS)
                 continue
-            for g in range(1, min(_CYCLE_GROUPS, problem.num_microbatches - 1) + 1):
+            for g in range(1, min(_CYCLE_GROUPS, task.num_microbatches - 1) + 1):
                 yield self._job(number, Cycles, min(10.0, total * 0.15), g=g)
-
-    def _start(self, number: int) -> Schedule | None:
-        known = self.incumbent.per_task[number]
-        return None if known is None else known[1]
 
     def _neighbourhood(self) -> Job | None:
         """The next neighbourhood job: mostly on the best schedule, now and then on the best of another placement."""
         self.neighbourhoods += 1
-        order = sorted(
-            (n for n, known in enumerate(self.incumbent.per_task) if known is not None and self._improvable(n)),
-            key=lambda n: (self.incumbent.per_task[n] or ((float("inf"),),))[0],
-        )
+        bounds = self.incumbent.bounds
+        improvable = (x for x in self.incumbent.known.values() if not at_most(x.key[0], bounds[x.number]))
+        order = sorted(improvable, key=lambda x: (x.key, x.number))
         if not order:
             return None
-        number = order[self.neighbourhoods // 4 % len(order)] if self.neighbourhoods % 4 == 0 else order[0]
-        start = self._start(number)
-        away = start is not None and count_offloads(start)
-        longest_s, share = (20.0, 0.25) if away else (8.0, 0.1)
+        start = order[self.neighbourhoods // 4 % len(order) if self.neighbourhoods % 4 == 0 else 0]
+        longest_s, share = (20.0, 0.25) if count_offloads(start.schedule) else (8.0, 0.1)
         seconds = max(1.0, min(longest_s, self.options.time_limit_s * share))
         seed = self.options.seed * 1_000_003 + self.neighbourhoods
-        return self._job(number, Neighbourhoods, seconds, start=start, seed=seed)
-
-    def _improvable(self, number: int) -> bool:
-        known = self.incumbent.per_task[number]
-        return known is not None and not at_most(known[0][0], self.incumbent.bounds[number])
+        return self._job(start.number, Neighbourhoods, seconds, start=start.schedule, seed=seed)
 
     def _hopeless(self, job: Job) -> bool:
         """Whether no schedule of the job's placement is better than what is known."""
@@ -466,59 +436,40 @@ class Portfolio:
 
     def _note(self, answer: Answer) -> None:
         if answer.error:
-            self.failures.append(answer.error)
+            self.incumbent.failures.append(answer.error)
         if answer.bound:
             self.incumbent.prove(answer.task, answer.bound, answer.source)
         if answer.schedule is not None:
             self.incumbent.offer(answer.task, answer.schedule, answer.source)
 
-    # -- the two ways of running them ---------------------------------------------------------------------------------
+    # -- running them -------------------------------------------------------------------------------------------------
 
-    def _freely(self, pool: WorkerPool) -> None:
-        openers = self._openers()
-        while not self.incumbent.solved and self.incumbent.wall_s < self.options.time_limit_s:
-            while pool.idle:
-                job = next((j for j in openers if not self._hopeless(j)), None) or self._neighbourhood()
-                if job is None:
-                    break
-                pool.submit(self._shortened(job))
+    def _search(self, pool: WorkerPool) -> None:
+        """Jobs as workers become idle; with ``reproducible`` in rounds."""
+        openers, spent, in_rounds = self._openers(), 0.0, self.options.reproducible
+        while not self.incumbent.solved:
+            left = self.options.time_limit_s - (spent if in_rounds else self.incumbent.wall_s)
+            if left <= 0:
+                return
+            jobs: list[Job] = list(islice((j for j in openers if not self._hopeless(j)), pool.idle))
+            jobs = jobs or [j for _ in range(pool.idle) if (j := self._neighbourhood()) is not None]
+            for job in jobs:
+                pool.submit(job if in_rounds else replace(job, seconds=min(job.seconds, max(0.1, left))))
             if not pool.busy:
                 return
-            left = self.options.time_limit_s - self.incumbent.wall_s
-            answer = pool.receive(max(0.0, min(left, _POLL_S)))
-            if answer is not None:
-                self._note(answer)
+            spent += max((job.seconds for job in jobs if job.timed), default=0.0)
+            for answer in self._round(pool) if in_rounds else [pool.receive(min(left, _POLL_S))]:
+                if answer is not None:
+                    self._note(answer)
 
-    def _shortened(self, job: Job) -> Job:
-        left = max(0.1, self.options.time_limit_s - self.incumbent.wall_s)
-        return replace(job, seconds=min(job.seconds, left))
-
-    def _rounds(self, pool: WorkerPool) -> None:
-        openers, spent = self._openers(), 0.0
-        size = pool.idle
-        while not self.incumbent.solved and spent < self.options.time_limit_s:
-            jobs = [j for _, j in zip(range(size), (j for j in openers if not self._hopeless(j)), strict=False)]
-            if not jobs:
-                jobs = [j for j in (self._neighbourhood() for _ in range(size)) if j is not None]
-            if not jobs:
-                return
-            spent += max((j.seconds for j in jobs if j.timed), default=0.0)
-            self._round(pool, jobs)
-
-    def _round(self, pool: WorkerPool, jobs: Sequence[Job]) -> None:
-        """Run jobs side by side; note their answers job by job."""
-        numbers = [pool.submit(job) for job in jobs]
-        answers: dict[int, list[Answer]] = {n: [] for n in numbers}
-        while pool.busy:
-            answer = pool.receive(None)
-            if answer is None:
-                continue
+    def _round(self, pool: WorkerPool) -> list[Answer]:
+        """All answers to the jobs under way, job by job."""
+        answers: list[Answer] = []
+        while pool.busy and (answer := pool.receive(None)) is not None:
             if answer.gone:
                 raise ScheduleError("a solver process ended before its job; run again, or without reproducible mode")
-            answers[answer.job].append(answer)
-        for number in numbers:
-            for answer in answers[number]:
-                self._note(answer)
+            answers.append(answer)
+        return sorted(answers, key=lambda x: x.job)
 
 
 @dataclass(frozen=True, slots=True)
@@ -594,4 +545,4 @@ class BackgroundSolve:
 
     def close(self) -> None:
         """End its processes."""
-        self._pool.stop()
+        self._pool.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Literal
 
@@ -82,10 +82,6 @@ class SolveTask:
         times = nine_digits(makespan), nine_digits(span)
         return times[::-1] if self.objective == "span" else times
 
-    def fits_peak(self, peak: float) -> bool:
-        """Whether a schedule that holds no more than ``peak`` activations on any rank keeps to the limits for sure."""
-        return at_most(peak, min(self.safe_limits()))
-
     def fits(self, timeline: Timeline) -> bool:
         """Whether a timeline keeps to the limits: in activations, in bytes with workspace where the costs limit them, and of
         offloads in flight."""
@@ -159,9 +155,7 @@ class Solution:
     """The answer to a :class:`SolveTask`.
 
     ``timeline``: the schedule simulated under the task's costs. ``lower_bound``: of the objective's time, proven for every
-    placement that was tried; ``placement_bound``: for that of ``schedule``. ``status``: ``optimal`` if the bound for all is
-    reached. ``first_feasible_s``: when the first answer was there.
-    ``improvements``: every better answer, in order. ``offloaded``: number of (stage, microbatch) pairs that are offloaded.
+    placement that was tried; ``placement_bound``: for that of ``schedule``. ``improvements``: every better answer, in order.
     ``family``: the best family at this limit with its time, or None if no family fits. ``failures``: what went wrong in
     worker processes, if anything; the answer stands all the same.
     """
@@ -170,17 +164,29 @@ class Solution:
     schedule: Schedule
     timeline: Timeline
     lower_bound: float
-    status: Status
     wall_s: float
-    first_feasible_s: float
-    improvements: Sequence[Progress] = field(default_factory=tuple)
-    offloaded: int = 0
+    improvements: Sequence[Progress] = ()
     family: tuple[str, float] | None = None
-    failures: Sequence[str] = field(default_factory=tuple)
+    failures: Sequence[str] = ()
     placement_bound: float = 0.0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "placement_bound", max(self.placement_bound, self.lower_bound))
+
+    @property
+    def status(self) -> Status:
+        """``optimal`` if the bound for all is reached."""
+        return "optimal" if at_most(self.value, self.lower_bound) else "feasible"
+
+    @property
+    def offloaded(self) -> int:
+        """Number of (stage, microbatch) pairs that are offloaded."""
+        return count_offloads(self.schedule)
+
+    @property
+    def first_feasible_s(self) -> float:
+        """When the first answer was there."""
+        return self.improvements[0].wall_s
 
     @property
     def placement_gap(self) -> float:

@@ -54,9 +54,7 @@ UNIT = CostProfile.uniform(4)
 
 def solved(task: SolveTask, schedule: Schedule, bound: float = 1.0, wall_s: float = 2.0) -> Solution:
     """The answer of a solver that found ``schedule``."""
-    offloaded = sum(a.op == "O" for r in range(schedule.num_ranks) for a in schedule.actions(r))
-    timeline = simulate(schedule, task.costs)
-    return Solution(task, schedule, timeline, bound, "feasible", wall_s, wall_s, (), offloaded)
+    return Solution(task, schedule, simulate(schedule, task.costs), bound, wall_s)
 
 
 def task_of(
@@ -762,7 +760,7 @@ for k in range(40):
     m = 2 + k % 3
     task = SolveTask(one_to_one(3), m, costs)
     schedule = random_schedule(task.placement, m, rng)
-    solution = Solution(task, schedule, simulate(schedule, costs), 1.0 + seed, "feasible", 1.0, 1.0)
+    solution = Solution(task, schedule, simulate(schedule, costs), 1.0 + seed, 1.0)
     assert cache.store(solution) is not None
     assert cache.lookup(task) is not None
     if k == 20 and seed == 0:

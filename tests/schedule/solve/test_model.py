@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from dataclasses import replace
 from functools import cache
 from typing import Any, Literal, get_args
@@ -49,10 +50,9 @@ def solved(task: SolveTask, **options: Any) -> ExactResult:
 
 
 def agrees(result: ExactResult) -> None:
-    """What the model claims is what the simulator says."""
+    """What the model proves is what the simulator says."""
     assert result.status == "optimal"
-    assert result.exact_ticks
-    assert result.model_value == pytest.approx(result.value, rel=1e-9)
+    assert result.lower_bound == pytest.approx(result.value, rel=1e-9)
 
 
 # Against exhaustive search.
@@ -356,7 +356,7 @@ def test_same_seed_same_schedule() -> None:
     task = SolveTask(one_to_one(4), 8, CostProfile.uniform(4, f=1.0, b=1.3, w=0.7), 2.0)
     for workers in (1, 2):
         found = {
-            str(solve_exact(task, time_limit_s=0.1, seed=7, workers=workers, deterministic=True).schedule)
+            str(solve_exact(task, time_limit_s=1.0, seed=7, workers=workers, deterministic=True).schedule)
             for _ in range(2)
         }
         assert len(found) == 1
@@ -434,9 +434,10 @@ def test_real_costs(seed: int, offload: bool, objective: Literal["makespan", "sp
         host=HostLink(mode=rng.choice(["shared", "duplex"])),
     )
     task = SolveTask(placement, 3, costs, rng.uniform(1, 2), offload, objective)
+    began = time.perf_counter()
     result = solved(task, time_limit_s=1.5, hint=serial(placement, 3))
+    wall_s = time.perf_counter() - began
     assert result.schedule is not None
-    assert not result.exact_ticks
     assert result.value <= simulate(serial(placement, 3), costs).makespan
-    if result.wall_s < 1.5:
+    if wall_s < 1.5:
         assert result.value <= result.lower_bound * 1.01

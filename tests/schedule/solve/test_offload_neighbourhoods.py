@@ -78,14 +78,14 @@ def test_times_become_the_same_schedule_again(p: int) -> None:
     """A neighbourhood in which nothing may move gives back what it was given."""
     task = task_of(p, 8, 2, 1)
     timeline = simulate(first_of(task), task.costs)
-    actions = Actions.of(task)
+    actions = Actions(task)
     starts = starts_of(actions, timeline)
     assert starts is not None
     model = Formulation(actions, starts, Window(3, 12, frozenset()))
     solver, _, done = run(model.cp, {"num_workers": 1})
     assert done
     times = model.answer(solver)
-    assert [t < 0 for t in times.start] == [t < 0 for t in starts.start]
+    assert [t < 0 for t in times] == [t < 0 for t in starts]
     again = schedule_of(actions, times, "again")[1]
     assert again.max_span <= timeline.max_span
 

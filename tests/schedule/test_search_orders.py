@@ -28,7 +28,7 @@ def slow_host(placement: Placement) -> CostProfile:
     return CostProfile.uniform(placement.num_stages, chunks=placement.num_chunks, offload_time=1.0)
 
 
-@pytest.mark.parametrize("limit", [pytest.param(1, marks=pytest.mark.soak), 2.5, 4, float("inf")])
+@pytest.mark.parametrize("limit", [2.5, 4, *(pytest.param(x, marks=pytest.mark.soak) for x in (1, float("inf")))])
 def test_no_worse_than_any_family(limit: float) -> None:
     best = best_schedule(4, 8, memory_limit=limit)
     assert best.peak <= limit * (1 + 1e-9)
@@ -129,9 +129,9 @@ def test_nothing_fits() -> None:
     with pytest.raises(ScheduleError, match=r"keeps a memory limit of 0.9; the smallest found to work is 1$"):
         best_schedule(2, 3, memory_limit=0.9)
     with pytest.raises(ScheduleError, match=r"limit of 0.01; the smallest found to work is 0.\d+$") as caught:
-        best_schedule(2, 3, slow_host, memory_limit=0.01)
+        best_schedule(2, 2, slow_host, memory_limit=0.01)
     least = float(str(caught.value).split()[-1])
-    assert best_schedule(2, 3, slow_host, memory_limit=least * (1 + 1e-3)).peak <= least * (1 + 1e-3)
+    assert best_schedule(2, 2, slow_host, memory_limit=least * (1 + 1e-3)).peak <= least * (1 + 1e-3)
 
 
 def test_settings_name_what_to_type() -> None:

@@ -61,7 +61,7 @@ def verify(problem: Problem, costs: CostProfile, draft: Draft, limit: float) -> 
 
 def authors_cells() -> list[object]:
     return [
-        pytest.param(*cell, id="-".join(map(str, cell[:4])), marks=[pytest.mark.soak] if cell[0] > 8 else [])
+        pytest.param(*cell, id="-".join(map(str, cell[:4])), marks=[pytest.mark.soak] * (cell[0] > 8 or cell[1] > 32))
         for cell in WANTED["cells"]
     ]
 
@@ -95,7 +95,7 @@ TABLE_4 = {
 @pytest.mark.parametrize(
     ("p", "m", "costs", "comm", "percent"),
     [
-        pytest.param(p, p << k, costs, comm, percent, marks=[] if k in (0, 2) else [pytest.mark.soak])
+        pytest.param(p, p << k, costs, comm, percent, marks=[] if (p, k) in ((16, 0), (24, 0), (16, 2)) else [pytest.mark.soak])
         for (p, costs, comm), row in TABLE_4.items()
         for k, percent in enumerate(row)
     ],

@@ -19,6 +19,8 @@ from jaxpipe.train.checkpoint import CheckpointStore
 from jaxpipe.train.settings.sections import PassesConfig, PipelineConfig
 from tests.support.train_runs import config, copy_run, final, run, write_text
 
+pytestmark = pytest.mark.usefixtures("one_build")
+
 AUTO = "pipeline.split_backwards=auto"
 SHORT = ("run.steps=6", "run.eval_every=0", "optimizer.min_lr_ratio=1")  # the rate must not depend on the last step
 

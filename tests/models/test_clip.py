@@ -299,7 +299,7 @@ def test_the_span_is_the_models() -> None:
 
 def test_held_out_scores_tell_retrieval_and_padding_changes_nothing() -> None:
     model = CLIP(**{**SMALL, "dtype": "float32"})
-    trained = Trained(TrainConfig(), model, init_params(model, 0), ByteTokenizer(), 3)
+    trained = Trained(TrainConfig(), model, random_params(model), ByteTokenizer(), 3)
     batch = random_batch(6)
     padded = {k: np.concatenate([v, np.zeros((2, *v.shape[1:]), v.dtype)]) for k, v in batch.items()}
     whole, more = (held_out_score(trained, [b], None) for b in (batch, padded))
@@ -310,7 +310,7 @@ def test_held_out_scores_tell_retrieval_and_padding_changes_nothing() -> None:
 
 def test_it_makes_no_text() -> None:
     model = CLIP(**{**SMALL, "dtype": "float32"})
-    trained = Trained(TrainConfig(), model, init_params(model, 0), ByteTokenizer(), 3)
+    trained = Trained(TrainConfig(), model, random_params(model), ByteTokenizer(), 3)
     with pytest.raises(StageError) as caught:
         generate(trained, "a", 3)
     assert str(caught.value).startswith("generate: clip is no language model: ") and "\n" not in str(caught.value)

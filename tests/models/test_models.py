@@ -174,11 +174,11 @@ def test_layers_shapes_and_dtypes(kind: str, options: dict[str, Any]) -> None:
         "targets": ((3, 8), "int32"),
         "weights": ((3, 8), "float32"),
     }
-    params = init_params(model, 0)
+    params = shapes(model)
     assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype("float32")}
     batch = random_batch(model, 3)
     for dtype in (jnp.float32, jnp.bfloat16):
-        cast = jax.tree.map(lambda a, dtype=dtype: a.astype(dtype), params)
+        cast = jax.tree.map(lambda a, dtype=dtype: jax.ShapeDtypeStruct(a.shape, dtype), params)
         out = jax.eval_shape(lambda p, b: eager_logits(model, p, b["tokens"]), cast, batch)
         assert (out.shape, out.dtype) == ((3, 8, 29), dtype)
         loss_sum, weight_sum = jax.eval_shape(lambda p, b: apply_model(model, p, b), cast, batch)

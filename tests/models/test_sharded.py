@@ -228,7 +228,7 @@ COUNTED = options(vocab_size=4 * 29, seq_len=4 * 5, num_heads=4, d_model=32, dty
 )
 def test_two_collectives_a_block_each_way(kind: str, given: Options, fused: bool) -> None:
     model = make(kind, COUNTED + given)
-    params, batch = init_params(model, 0), random_batch(model)
+    params, batch = random_params(model), random_batch(model)
     for tp in (TensorParallel(4, fused_residual=fused), TensorParallel(4, sequence=True, fused_residual=fused)):
         kinds = ("all-gather", "reduce-scatter") if tp.splits_time else ("all-reduce", "all-reduce")
         branches = {(name, TP): 2 for name in kinds}
@@ -245,7 +245,7 @@ def test_two_collectives_a_block_each_way(kind: str, given: Options, fused: bool
 @pytest.mark.parametrize("kind", ["gpt", "llama"])
 def test_nothing_as_wide_as_the_vocabulary(kind: str) -> None:
     model = make(kind, COUNTED)
-    params, batch = init_params(model, 0), random_batch(model)
+    params, batch = random_params(model), random_batch(model)
     for tp in (TensorParallel(4), TensorParallel(4, sequence=True)):
         traces = trace_layers(model, params, batch, tp).values()
         shapes = [shape for trace in traces for shape in shapes_in(trace.forward) | shapes_in(trace.backward)]
@@ -257,7 +257,7 @@ def test_nothing_as_wide_as_the_vocabulary(kind: str) -> None:
 def test_sequence_parallelism_leaves_a_part_of_time_on_the_residual_stream(kind: str) -> None:
     model = make(kind, COUNTED)
     tp = TensorParallel(4, sequence=True)
-    params, batch = init_params(model, 0), random_batch(model)
+    params, batch = random_params(model), random_batch(model)
     traces = trace_layers(model, params, batch, tp)
     for name in ("embed", "block_00"):
         (out,) = traces[name].forward.outvars

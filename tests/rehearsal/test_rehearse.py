@@ -121,7 +121,9 @@ class Log(Executor):
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(n, marks=[pytest.mark.soak] if n in ("zb-1p", "interleaved-1f1b", "v-min", "po-h") else [])
+        pytest.param(
+            n, marks=[pytest.mark.soak] if n in ("zb-1p", "interleaved-1f1b", "v-min", "po-h", "any-v") else []
+        )
         for n in SCHEDULES
     ],
 )

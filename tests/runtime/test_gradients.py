@@ -37,6 +37,7 @@ FEW_SIZES = [(2, 5, 1), (2, 4, 2)]
 FAMILIES_HERE = ("gpipe", "1f1b", "eager-1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zb-1p", "zb-2p", "zb")
 """Real models with a few families; every family with a small model: ``test_runtime_families.py``."""
 ALWAYS = ("1f1b", "interleaved-1f1b", "zb-h1", "zb-2p")
+FEW_MODELS = ("gpt-tied", "llama")
 """The others, and the sizes not in ``FEW_SIZES``, run in the soak."""
 
 
@@ -53,8 +54,10 @@ def _family_schedules() -> list[Any]:
                 schedule = generate(name, p, m, chunks=chunks, memory_limit=limit)
             except Exception:  # sizes that this family refuses (its own tests say which)
                 continue
-            marks = [] if name in ALWAYS and (p, m, v) in FEW_SIZES else [pytest.mark.soak]
-            cases.append(pytest.param(schedule, id=f"{name}-p{p}-m{m}-v{v}", marks=marks))
+            for model in MODELS:
+                usual = name in ALWAYS and (p, m, v) in FEW_SIZES and model in FEW_MODELS
+                marks = [] if usual else [pytest.mark.soak]
+                cases.append(pytest.param(schedule, model, id=f"{name}-p{p}-m{m}-v{v}-{model}", marks=marks))
     return cases
 
 
@@ -69,8 +72,7 @@ def _check(name: str, schedule: Schedule, seed: int = 0, recompute: str | tuple[
     assert_same_arrays(list(out.losses), losses)
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("schedule", _family_schedules())
+@pytest.mark.parametrize(("schedule", "name"), _family_schedules())
 def test_family_is_bit_equal_to_sequential_and_close_to_unpipelined(name: str, schedule: Schedule) -> None:
     name = sized(name, schedule)
     _check(name, schedule)
@@ -89,14 +91,28 @@ def test_family_is_bit_equal_to_sequential_and_close_to_unpipelined(name: str, s
 PLACEMENTS = [circular(2, 2), v_shape(2), circular(3, 1), wave(2, 3), bidirectional(2)]
 
 
-@settings(max_examples=15)
-@given(
+RANDOM = given(
     which=st.integers(0, len(PLACEMENTS) - 1),
     m=st.integers(1, 5),
     seed=st.integers(0, 2**32),
     offload=st.sampled_from([0.0, 0.4]),
 )
+
+
+@settings(max_examples=8)
+@RANDOM
 def test_random_schedules_are_bit_equal_to_sequential(which: int, m: int, seed: int, offload: float) -> None:
+    check_random(which, m, seed, offload)
+
+
+@pytest.mark.soak
+@settings(max_examples=150)
+@RANDOM
+def test_150_random_schedules(which: int, m: int, seed: int, offload: float) -> None:
+    check_random(which, m, seed, offload)
+
+
+def check_random(which: int, m: int, seed: int, offload: float) -> None:
     """Braided slots as separate calls; as one function each they are in test_runtime_braids.py."""
     schedule = unbraid(random_schedule(PLACEMENTS[which], m, random.Random(seed), offload=offload, braid=0.2))
     with jax.enable_x64(True):

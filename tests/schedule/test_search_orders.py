@@ -28,7 +28,7 @@ def slow_host(placement: Placement) -> CostProfile:
     return CostProfile.uniform(placement.num_stages, chunks=placement.num_chunks, offload_time=1.0)
 
 
-@pytest.mark.parametrize("limit", [pytest.param(1, marks=pytest.mark.soak), 2.5, 4, float("inf")])
+@pytest.mark.parametrize("limit", [2.5, 4, *(pytest.param(x, marks=pytest.mark.soak) for x in (1, float("inf")))])
 def test_no_worse_than_any_family(limit: float) -> None:
     best = best_schedule(4, 8, memory_limit=limit)
     assert best.peak <= limit * (1 + 1e-9)
@@ -71,8 +71,11 @@ def authors(ranks: int, microbatches: int) -> list[tuple[float, float, float, fl
     return found
 
 
-@pytest.mark.parametrize(("p", "m"), [(4, 4), pytest.param(4, 8, marks=pytest.mark.soak)])
-def test_no_worse_than_the_papers_own_code_at_any_limit(p: int, m: int) -> None:
+@pytest.mark.parametrize(
+    ("p", "m", "every"), [(4, 4, 3), *(pytest.param(4, m, 1, marks=pytest.mark.soak) for m in (4, 8))]
+)
+def test_no_worse_than_the_papers_own_code_at_any_limit(p: int, m: int, every: int) -> None:
+    """By default at every third limit."""
     rows = authors(p, m)
     for comm in sorted({row[3] for row in rows}):
         at_comm = [row for row in rows if row[3] == comm]
@@ -81,7 +84,7 @@ def test_no_worse_than_the_papers_own_code_at_any_limit(p: int, m: int) -> None:
             v = placement.num_chunks
             return CostProfile.uniform(placement.num_stages, chunks=v, f=2, b=2, w=2, comm=comm)
 
-        for limit in sorted({row[0] for row in at_comm}):
+        for limit in sorted({row[0] for row in at_comm})[::every]:
             fitting = [row for row in at_comm if row[0] <= limit]
             best = best_schedule(p, m, costs, limit, chunks=2)
             assert best.makespan <= min(row[1] for row in fitting) * (1 + 1e-9), (comm, limit)
@@ -128,10 +131,11 @@ def test_the_host_is_used_only_where_its_cost_is_known() -> None:
 def test_nothing_fits() -> None:
     with pytest.raises(ScheduleError, match=r"keeps a memory limit of 0.9; the smallest found to work is 1$"):
         best_schedule(2, 3, memory_limit=0.9)
+    few = ("1f1b", "interleaved-1f1b", "po-h")
     with pytest.raises(ScheduleError, match=r"limit of 0.01; the smallest found to work is 0.\d+$") as caught:
-        best_schedule(2, 3, slow_host, memory_limit=0.01)
+        best_schedule(2, 3, slow_host, memory_limit=0.01, families=few)
     least = float(str(caught.value).split()[-1])
-    assert best_schedule(2, 3, slow_host, memory_limit=least * (1 + 1e-3)).peak <= least * (1 + 1e-3)
+    assert best_schedule(2, 3, slow_host, memory_limit=least * (1 + 1e-3), families=few).peak <= least * (1 + 1e-3)
 
 
 def test_settings_name_what_to_type() -> None:
@@ -145,4 +149,4 @@ def test_settings_name_what_to_type() -> None:
 
 
 def test_the_same_task_gives_the_same_schedule() -> None:
-    assert best_schedule(2, 4, slow_host, 1.5).schedule == best_schedule(2, 4, slow_host, 1.5).schedule
+    assert best_schedule(2, 3, slow_host, 1.5).schedule == best_schedule(2, 3, slow_host, 1.5).schedule

@@ -21,11 +21,11 @@ def torture(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return torture
 
 
-@pytest.mark.parametrize("part", ["R3", "R4", "R5", "R8", "R10"])
-def test_a_few_cases(torture: ModuleType, part: str) -> None:
-    report = torture.torture([part], quick=True, most=12)["parts"][part]
+@pytest.mark.parametrize(("part", "most"), [("R3", 4), ("R4", 12), ("R5", 12), ("R8", 12), ("R10", 6)])
+def test_a_few_cases(torture: ModuleType, part: str, most: int) -> None:
+    report = torture.torture([part], quick=True, most=most)["parts"][part]
     assert report["failures"] == []
-    assert sum(report["tried"].values()) >= 12
+    assert sum(report["tried"].values()) >= most
 
 
 def test_a_failure_is_told_with_the_way_to_see_it_again(

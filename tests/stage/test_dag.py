@@ -271,7 +271,14 @@ def _check(seed: int) -> None:
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-10), got, want)
 
 
-@pytest.mark.parametrize("seed", [*range(15), *(pytest.param(k, marks=pytest.mark.soak) for k in range(15, 150))])
+SEEDS = (0, 2, 4, 7, 9, 14)
+"""One to three ranks, one to three microbatches, one loss or two, frozen layers, dropout, braids, with and without offload; the
+soak takes the others."""
+
+
+@pytest.mark.parametrize(
+    "seed", [*SEEDS, *(pytest.param(k, marks=pytest.mark.soak) for k in range(150) if k not in SEEDS)]
+)
 def test_random_graphs(seed: int) -> None:
     with jax.enable_x64(True):
         _check(seed)

@@ -243,7 +243,8 @@ def loss_and_grads(
 class Runner:
     """Runs the functions of a chain of stages, microbatch by microbatch, and accumulates gradients.
 
-    ``compiled=False`` interprets the jaxprs instead of calling the compiled functions: seconds faster for one-off checks.
+    ``compiled=False`` interprets the jaxprs of stages of one device each instead of calling the compiled functions: seconds
+    faster for one-off checks. Arrays of no mesh: JAX would move the arguments of every equation to the mesh that it names.
     """
 
     def __init__(
@@ -301,7 +302,7 @@ class Runner:
                     value = key
                 case _:
                     value = values[port]
-            args.append(jax.device_put(value, aval.sharding))
+            args.append(jax.device_put(value, aval.sharding) if self.compiled else jnp.asarray(np.asarray(value)))
             assert (args[-1].shape, args[-1].dtype) == (aval.shape, aval.dtype), f"stage {s} {op} {port}"
         if self.compiled:
             results = function.call(*args)

@@ -288,7 +288,7 @@ def unsplit_step(model: Model, params: Any, batch: Any, rate: float) -> tuple[An
     }
 
 
-@pytest.mark.parametrize("make", [towers, ladder])
+@pytest.mark.parametrize("make", [pytest.param(towers, marks=pytest.mark.soak), ladder])
 def test_a_trainer_steps_as_the_unsplit_model(make: Any, x64: None) -> None:
     """Two losses, dp 2, ZeRO-1: three steps; then the same stages in other orders."""
     model = make(drops=False)

@@ -131,9 +131,10 @@ def test_interrupted_and_resumed_equals_straight(
     assert signal.getsignal(signal.SIGINT) is handler
 
 
-def test_killed_and_terminated_processes_resume_bit_for_bit(
-    text: Path, tmp_path: Path, straight: tuple[Path, TrainResult, str]
+def test_a_killed_process_and_a_terminated_run_resume_bit_for_bit(
+    text: Path, tmp_path: Path, straight: tuple[Path, TrainResult, str], capfd: pytest.CaptureFixture[str]
 ) -> None:
+    """The exit code after SIGTERM: as after SIGINT, in test_run_endings.py."""
     out_dir = tmp_path / "run"
     arguments = ["train", *settings(text, out_dir)]
     with start(arguments) as child:
@@ -144,16 +145,17 @@ def test_killed_and_terminated_processes_resume_bit_for_bit(
     kept = CheckpointStore(out_dir / "checkpoints").latest_intact().step
     assert kept in (5, 10, 15)
 
-    with start(arguments) as child:
-        read_until(child, f"resumed from step {kept} ")
-        child.send_signal(signal.SIGTERM)
-        out, err = child.communicate(timeout=120)
-    assert child.returncode == 75, err
+    def terminate(printed: str) -> None:
+        if printed.startswith(f"resumed from step {kept} "):
+            signal.raise_signal(signal.SIGTERM)
+
+    result, out = run(config(text, out_dir), terminate)
+    assert result.stopped
     at = CheckpointStore(out_dir / "checkpoints").latest_intact().step
     assert at is not None
     assert at >= kept
     assert f"stopped by SIGTERM after step {at} of {STEPS}; the checkpoint is saved" in out
-    assert err == "SIGTERM: stopping after this step and saving; a second signal ends at once\n"
+    assert capfd.readouterr().err == "SIGTERM: stopping after this step and saving; a second signal ends at once\n"
 
     run(config(text, out_dir))
     assert_same_run(out_dir, straight[0])

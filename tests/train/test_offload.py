@@ -20,6 +20,8 @@ from jaxpipe.train.setup import offload_options
 from tests.support.pipelines import assert_same_arrays
 from tests.support.train_runs import deterministic, final, settings, trace_rows, write_text
 
+pytestmark = pytest.mark.usefixtures("one_build")
+
 STEPS = 2
 Overrides = Callable[..., list[str]]
 

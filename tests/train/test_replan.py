@@ -20,6 +20,7 @@ import jax
 import pytest
 
 from jaxpipe.errors import ConfigError
+from jaxpipe.runtime import assembly
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.schedule import (
     CostProfile,
@@ -37,6 +38,7 @@ from jaxpipe.schedule.passes.backwards import backwards_like, fused_backwards, s
 from jaxpipe.schedule.solve import Options, SolveTask
 from jaxpipe.schedule.solve.pool import COMMAND
 from jaxpipe.schedule.solve.solver import BackgroundSolve, Failed, Finished, Found
+from jaxpipe.stage.compiled.compile import BuildCache
 from jaxpipe.train import replan
 from jaxpipe.train.assemble import final_order
 from jaxpipe.train.checkpoint import CheckpointStore
@@ -48,6 +50,8 @@ from jaxpipe.train.run.report import result_text
 from jaxpipe.train.setup import compile_setup, prepare
 from tests.support.pipelines import assert_same_arrays
 from tests.support.train_runs import ROOT, config, deterministic, final, run, write_text
+
+pytestmark = pytest.mark.usefixtures("one_build")
 
 STEPS = 24
 COMPILED: list[str] = []
@@ -164,6 +168,7 @@ def assert_same_training(out_dir: Path, other: Path, step: int = STEPS) -> None:
 def test_a_run_that_switches_gives_the_same_bits(
     text: Path, tmp_path: Path, plain: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(assembly, "BuildCache", BuildCache)  # nothing that another run compiled
     monkeypatch.setattr(replan, "BackgroundSolve", prompt(split_backwards(generate("gpipe", 2, 4))))
     counts: list[tuple[str, int]] = []
     out_dir = tmp_path / "run"
@@ -226,10 +231,11 @@ def test_fused_backwards_stay_fused_where_that_is_asked_for(
     assert_same_training(tmp_path / "run", tmp_path / "other", 4)
 
 
-def test_twenty_kills_change_nothing_but_notices(
-    text: Path, tmp_path: Path, plain: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("kills", [8, pytest.param(20, marks=pytest.mark.soak)])
+def test_kills_change_nothing_but_notices(
+    kills: int, text: Path, tmp_path: Path, plain: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rng, kills = random.Random(0), 20
+    rng = random.Random(0)
     attacked: list[int] = []
     finished: list[int] = []
 

@@ -252,15 +252,13 @@ def check_orders_within_their_memory(make: object, p: int, m: int, seed: int, da
 
 
 ORDERS = given(st.sampled_from(PLACEMENTS), st.integers(1, 4), st.integers(1, 6), st.integers(0, 10**6), st.data())
-test_no_order_within_its_memory_is_below = settings(max_examples=150)(ORDERS(check_orders_within_their_memory))
+test_no_order_within_its_memory_is_below = settings(max_examples=60)(ORDERS(check_orders_within_their_memory))
 test_no_order_is_below_at_length = pytest.mark.soak(
     settings(max_examples=3000, deadline=None)(ORDERS(check_orders_within_their_memory))
 )
 
 
-@settings(max_examples=150)
-@given(st.sampled_from(PLACEMENTS), st.integers(1, 4), st.integers(1, 5), st.integers(0, 10**6), st.data())
-def test_no_order_that_offloads_is_below(make: object, p: int, m: int, seed: int, data: st.DataObject) -> None:
+def check_orders_that_offload(make: object, p: int, m: int, seed: int, data: st.DataObject) -> None:
     placement: Placement = make(p)  # type: ignore[operator]
     costs = data.draw(memory_costs(placement.num_stages))
     schedule = random_schedule(placement, m, random.Random(seed), offload=0.7, braid=0.2)
@@ -268,6 +266,13 @@ def test_no_order_that_offloads_is_below(make: object, p: int, m: int, seed: int
     limit = timeline.peak_activations
     assert timeline.makespan >= lower_bound(placement, m, costs, memory_limit=limit, offload=True) * (1 - 1e-9)
     assert timeline.max_span >= span_lower_bound(placement, m, costs, memory_limit=limit, offload=True) * (1 - 1e-9)
+
+
+OFFLOADING = given(st.sampled_from(PLACEMENTS), st.integers(1, 4), st.integers(1, 5), st.integers(0, 10**6), st.data())
+test_no_order_that_offloads_is_below = settings(max_examples=60)(OFFLOADING(check_orders_that_offload))
+test_no_order_that_offloads_is_below_at_length = pytest.mark.soak(
+    settings(max_examples=1000, deadline=None)(OFFLOADING(check_orders_that_offload))
+)
 
 
 def all_rows(problem: Problem, rank: int, limit: float) -> Iterator[list[int]]:

@@ -38,7 +38,7 @@ from jaxpipe.schedule.picture import draw
 
 Options = dict[str, float]
 CASES = [(p, m) for p in (1, 2, 3, 4, 5, 8) for m in sorted({1, 2, p - 1, p, p + 1, 2 * p, 2 * p + 3} - {0})]
-FEW_CASES = [(1, 2), (2, 1), (3, 2), (4, 4), (4, 11), (5, 6)]
+FEW_CASES = [(1, 2), (2, 1), (3, 2), (4, 4), (4, 9), (3, 4)]
 """Fewer microbatches than ranks, as many, one more, and many."""
 PROMISED: dict[str, Callable[[int, int, int], float]] = {
     "interleaved-1f1b": lambda p, m, v: min((v + 1) * p - 1, m * v) / v,
@@ -140,8 +140,11 @@ def test_properties(name: str, options: Options, cases: list[tuple[int, int]]) -
     ("fbw", "cases"),
     [
         ((1, 1, 1), FEW_CASES),
-        ((2, 3, 4), CASES),
-        *(pytest.param(fbw, CASES, marks=pytest.mark.soak) for fbw in [(1, 1, 1), (3, 5, 2), (18.5, 18.1, 9.3)]),
+        ((2, 3, 4), [(p, m) for p, m in CASES if p <= 4]),
+        *(
+            pytest.param(fbw, CASES, marks=pytest.mark.soak)
+            for fbw in [(1, 1, 1), (2, 3, 4), (3, 5, 2), (18.5, 18.1, 9.3)]
+        ),
     ],
 )
 def test_closed_forms(name: str, fbw: tuple[float, float, float], cases: list[tuple[int, int]]) -> None:

@@ -68,7 +68,7 @@ def against_the_authors(rows: Iterator[dict[str, float]]) -> None:
 
 
 def test_no_worse_than_the_authors() -> None:
-    against_the_authors(row for row in ROWS if row["p"] * row["m"] <= 64)
+    against_the_authors(row for row in ROWS if row["p"] * row["m"] <= 40)
 
 
 @pytest.mark.soak
@@ -216,10 +216,11 @@ def uneven(rng: random.Random, stages: int) -> CostProfile:
     return CostProfile(f, b, w, tuple(x + y for x, y in zip(b, w, strict=True)), held, kept, link=link)
 
 
+@pytest.mark.parametrize("tries", [12, pytest.param(200, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("name", NAMES)
-def test_any_size_and_costs(name: str) -> None:
+def test_any_size_and_costs(name: str, tries: int) -> None:
     rng = random.Random(name)
-    for _ in range(40):
+    for _ in range(tries):
         p, m, v = rng.randint(1, 9), rng.randint(1, 20), rng.randint(1, 4)
         group = {"gis": p, "gis-h": smallest_group(p)}.get(name, rng.randint(smallest_group(p), p))
         costs = uneven(rng, p * v)

@@ -107,7 +107,7 @@ def test_two_chunks() -> None:
 
 def test_full_offload_is_constant_in_the_number_of_ranks() -> None:
     for k, most in ((0, 0.5), (0.25, 1), (0.5, 1)):
-        for p in (4, 8, 16):
+        for p in (4, 8):
             assert peak(run("po-f", p, 2 * p, 2, profile(p, 2, k))) <= most
 
 
@@ -130,15 +130,15 @@ def test_throughput_no_worse_than_1f1b(name: str) -> None:
 # --- AdaOffload -----------------------------------------------------------------------------------------------------------
 
 
-def test_more_memory_is_never_slower() -> None:
-    for v in (1, 2):
-        for k in (0, 0.5, 1, 3):
-            last = float("inf")
-            for limit in (1, 2, 3, 4, 6, 8):
-                timeline = run("ada-offload", 4, 8, v, profile(4, v, k), limit)
-                assert peak(timeline) <= limit * (1 + 1e-9)
-                assert timeline.makespan <= last * (1 + 1e-9)
-                last = timeline.makespan
+@pytest.mark.parametrize("k", [0.5, *(pytest.param(k, marks=pytest.mark.soak) for k in (0, 1)), 3])
+@pytest.mark.parametrize("v", [1, 2])
+def test_more_memory_is_never_slower(v: int, k: float) -> None:
+    last = float("inf")
+    for limit in (1, 2, 3, 4, 6, 8):
+        timeline = run("ada-offload", 4, 8, v, profile(4, v, k), limit)
+        assert peak(timeline) <= limit * (1 + 1e-9)
+        assert timeline.makespan <= last * (1 + 1e-9)
+        last = timeline.makespan
 
 
 def test_denser_than_pipeoffload() -> None:

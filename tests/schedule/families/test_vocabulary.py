@@ -85,7 +85,7 @@ def test_joint() -> None:
             assert max(timeline.peak_activations) <= math.ceil(1.5 * p)
 
 
-@pytest.mark.parametrize("p", [2, 4, 8])
+@pytest.mark.parametrize("p", [2, 4, pytest.param(8, marks=pytest.mark.soak)])
 def test_v_half_holds_one_more_and_its_bubble_does_not_grow(p: int) -> None:
     def idle(name: str, m: int) -> tuple[float, float]:
         head = (0.5, 0.5) if name.startswith("vocab") else (0.0, 0.0)

@@ -51,7 +51,7 @@ def require_honest(given: Schedule, costs: CostProfile, limit: float = float("in
 
 
 @pytest.mark.parametrize("f, b, w", [(1, 1, 1), (2, 2, 1), (1, 1.2, 0.8)])
-@pytest.mark.parametrize("p, m", [(2, 5), (4, 8), (6, 12)])
+@pytest.mark.parametrize("p, m", [(2, 5), (4, 8), pytest.param(6, 12, marks=pytest.mark.soak)])
 def test_what_is_left_to_idle_on_equal_stages(p: int, m: int, f: float, b: float, w: float) -> None:
     """Issue: (p − 1)(F + B − W)/v for 1F1B and interleaved-low-memory, (p − 1)(F + B)/v where all forwards go first."""
     for name, idle in (

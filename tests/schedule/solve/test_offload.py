@@ -98,7 +98,14 @@ def test_optimal_where_the_lane_keeps_up(p: int, m: int, part: int, k: float, fb
     assert best_of(task, 120) == pytest.approx(bound_of(task), rel=1e-9)
 
 
-@pytest.mark.parametrize(("p", "m", "limit", "most"), [(4, 16, 2, 81), (4, 8, 2, 41), (8, 32, 4, 131), (8, 32, 2, 200)])
+@pytest.mark.parametrize(
+    ("p", "m", "limit", "most"),
+    [
+        (4, 16, 2, 81),
+        (4, 8, 2, 41),
+        *(pytest.param(*case, marks=pytest.mark.soak) for case in ((8, 32, 4, 131), (8, 32, 2, 200))),
+    ],
+)
 def test_a_slow_lane(p: int, m: int, limit: float, most: float) -> None:
     """Round trip of two microbatches' work: what was reached, so that it stays reached."""
     assert best_of(task_of(p, m, limit, 2), 250) <= most
@@ -113,7 +120,7 @@ def test_one_activation_per_rank_still_overlaps_with_the_host() -> None:
     assert not task.fits(simulate(replace(schedules[-1], rows=bare), task.costs)), "S is what keeps the limit"
 
 
-@pytest.mark.parametrize("k", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize("k", [pytest.param(0.5, marks=pytest.mark.soak), 1.0, 2.0])
 def test_never_worse_than_families_of_one_chunk(k: float) -> None:
     for limit in (1.0, 2.0):
         task = task_of(4, 8, limit, k)

@@ -34,6 +34,8 @@ from jaxpipe.schedule.solve.actions import Actions, Copies, Event, MemoryLimit, 
 
 FAR = 1 << 40
 """Ticks beyond any."""
+_LARGEST = 1 << 61
+"""Half of what an objective may be; CP-SAT calls a model with more invalid."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +250,7 @@ class Formulation(Times):
         for limit in actions.limits:
             if window is None or not self.by_order or limit.rank in window.ranks:
                 self._memory(limit)
-        self.far = FAR if upper is None else upper  # no end is later: sums of the objective must fit into 64 bits
+        self.far = FAR if upper is None else upper  # no end is later
         if window is not None:
             self.far = self.latest - self.begin + max(map(int.__add__, self.start, actions.size))
         self.cost: Any = self.cp.new_int_var(lower, self.far, "cost")
@@ -473,10 +475,12 @@ class Formulation(Times):
             for end in lasts:
                 cp.add(self.cost >= end - begin)
         aim: Any = self.cost
+        weight = max(1, len(ends) * (self.latest - self.begin + 1))
         if apart:
-            aim = aim * (len(ends) * (self.latest - self.begin + 1)) + sum(ends)
+            aim = aim * weight + sum(ends)
         total, spread = self._preferred()
-        aim = aim * spread + total
+        if self.far * weight * spread < _LARGEST:  # else without
+            aim = aim * spread + total
         if self.spans and self.by_order and self.shift:
             aim = aim - next(iter(self.shift.values()))
         cp.minimize(aim)

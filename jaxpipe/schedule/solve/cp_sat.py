@@ -26,5 +26,6 @@ def run(model: Any, *parameters: Mapping[str, Any]) -> tuple[Any, bool, bool]:
         for name, value in some.items():
             setattr(solver.parameters, name, value)
     status = solver.solve(model)
+    assert status != cp_model.MODEL_INVALID, model.validate()
     found = status in (cp_model.OPTIMAL, cp_model.FEASIBLE)
     return solver, found, status in (cp_model.OPTIMAL, cp_model.INFEASIBLE)

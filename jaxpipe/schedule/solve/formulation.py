@@ -32,6 +32,8 @@ from jaxpipe.schedule.solve.actions import Actions, Copies, Event, MemoryLimit, 
 
 FAR = 1 << 40
 """Ticks beyond any."""
+_LARGEST = 1 << 61
+"""Half of what an objective may be; CP-SAT calls a model with more invalid."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +113,10 @@ class Formulation:
         for limit in actions.limits:
             if window is None or not self.by_order or limit.rank in window.ranks:
                 self._memory(limit)
-        self.cost: Any = self.cp.new_int_var(lower, FAR if upper is None else upper, "cost")
+        self.far = FAR if upper is None else upper  # no end is later
+        if window is not None:
+            self.far = self.latest - self.begin + max(map(int.__add__, self.start, actions.size))
+        self.cost: Any = self.cp.new_int_var(lower, self.far, "cost")
         self._objective()
 
     # When.
@@ -422,16 +427,15 @@ class Formulation:
 
     def _objective(self) -> None:
         """The end or the longest span; in windows, where pieces move apart, then the sum of ranks' ends; then ``prefer``."""
-        cp, size = self.cp, self.actions.size
+        cp = self.cp
         apart = self.window is not None and not self.by_order
-        far = self.latest + (max(map(int.__add__, self.start, size)) - self.begin if apart else 0)
         ends = []
         for before, middle, late in self.parts[: self.actions.num_ranks]:
             if not (before or middle or late):
                 continue
             lasts = [self.end_of(n) for n in late[-1:] or self._outer(middle, first=False) or before[-1:]]
             if apart:
-                ends.append(cp.new_int_var(0, far, ""))
+                ends.append(cp.new_int_var(0, self.far, ""))
                 for end in lasts:
                     cp.add(ends[-1] >= end)
                 lasts = ends[-1:]
@@ -439,10 +443,12 @@ class Formulation:
             for end in lasts:
                 cp.add(self.cost >= end - begin)
         aim: Any = self.cost
+        weight = max(1, len(ends) * (self.latest - self.begin + 1))
         if apart:
-            aim = aim * (len(ends) * (far + 1)) + sum(ends)
+            aim = aim * weight + sum(ends)
         total, spread = self._preferred()
-        aim = aim * spread + total
+        if self.far * weight * spread < _LARGEST:  # else without
+            aim = aim * spread + total
         if self.spans and self.by_order and self.shift:
             aim = aim - next(iter(self.shift.values()))
         cp.minimize(aim)

@@ -69,23 +69,24 @@ from jaxpipe.schedule.tolerance import at_most
 _PARTS = 200
 _PREFERENCES = 0.3  # of neighbourhoods have one
 _BY_MICROBATCH = 0.2  # of those with offload
-_LARGEST = 3000.0
 _LEAST_S = 0.02  # that a neighbourhood counts for
 _PATIENCE = 8  # neighbourhoods without progress for each further second
 
 
 @dataclass(frozen=True, slots=True)
 class _Manner:
-    """``size``, ``smallest``: actions of a neighbourhood, at first and at least. ``edge``: the part of them that is at the
+    """``size``, ``smallest``, ``largest``: actions of a neighbourhood, at first, at least and at most. ``edge``: the part of them that is at the
     start, and as much at the end. ``seconds``: for one: at first, and after many that brought nothing. Not tuned further."""
 
     size: float
     smallest: float
+    largest: float
     edge: float
     seconds: tuple[float, float]
 
 
-_PLAIN, _WITH_OFFLOAD = _Manner(240.0, 50.0, 0.15, (2.0, 2.0)), _Manner(70.0, 40.0, 0.2, (1.0, 6.0))
+_PLAIN = _Manner(240.0, 50.0, 3000.0, 0.15, (2.0, 2.0))
+_WITH_OFFLOAD = _Manner(70.0, 40.0, 250.0, 0.2, (1.0, 6.0))
 
 
 class NeighbourhoodSearch:
@@ -150,7 +151,7 @@ class NeighbourhoodSearch:
             needed_s = solver.response_proto.deterministic_time / DETERMINISTIC_SECOND
             budget.spent = min(budget.spent, given + max(_LEAST_S, needed_s))
         factor = 1.15 if done else 0.9 if found else 0.75
-        self.size[kind] = min(_LARGEST, max(self.manner.smallest, self.size[kind] * factor))
+        self.size[kind] = min(self.manner.largest, max(self.manner.smallest, self.size[kind] * factor))
         return model.answer(solver) if found else None
 
     def _made(self, starts: Starts) -> tuple[Schedule, Timeline] | None:

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 
 from jaxpipe.errors import ScheduleError
+from jaxpipe.schedule.budget import Budget
 from jaxpipe.schedule.check import check_schedule
 from jaxpipe.schedule.costs import CostProfile, HostLink, Link
 from jaxpipe.schedule.grids import common_step, memory_units, time_grid
@@ -28,7 +29,7 @@ from jaxpipe.schedule.placement import (
     with_shared,
 )
 from jaxpipe.schedule.simulate import simulate
-from jaxpipe.schedule.solve.neighbourhoods import ExactResult, solve_exact
+from jaxpipe.schedule.solve.neighbourhoods import ExactResult, NeighbourhoodSearch, solve_exact
 from jaxpipe.schedule.solve.task import Objective, SolveTask, most_offloaded
 from jaxpipe.schedule.text import parse_schedule
 from tests.support.exhaustive_search import Case, optimum
@@ -243,6 +244,9 @@ def test_with_offload_the_order_of_microbatches_may_cost_time() -> None:
     ordered = solved(task)
     assert timeline.makespan == 35 < ordered.lower_bound == 36
     assert not ordered.every_order
+    assert ordered.schedule is not None
+    *_, best = NeighbourhoodSearch(task, ordered.schedule, 1).run(Budget(10.0, reproducible=True), 35.0)
+    assert simulate(best, task.costs).makespan == 35, "neighbourhoods leave the order"
     assert solved(replace(task, offload=False), time_limit_s=1.0).every_order
 
 

@@ -90,6 +90,19 @@ def test_times_become_the_same_schedule_again(p: int) -> None:
     assert again.max_span <= timeline.max_span
 
 
+@pytest.mark.parametrize("p", [8, 16])
+def test_a_preference_leaves_the_objective_within_64_bits(p: int) -> None:
+    """CP-SAT calls a model invalid whose objective could be more, and then finds nothing."""
+    task = task_of(p, 2 * p, p / 2, 2, (12.96, 13.22, 9.76))
+    timeline = simulate(first_of(task, 1), task.costs)
+    actions = Actions(task, parts=200)
+    starts = starts_of(actions, timeline)
+    assert starts is not None
+    window = Window(0, actions.ticks.of(timeline.makespan) // 2, frozenset(range(p)))
+    model = Formulation(actions, starts, window, prefer={"F": 1, "B": 2, "W": 1, "away": 2})
+    assert not model.cp.validate()
+
+
 def test_it_ends_at_once_where_it_can_do_nothing() -> None:
     task = task_of(4, 8, 2, 1)
     start = first_of(task)

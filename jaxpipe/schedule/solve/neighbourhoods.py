@@ -75,8 +75,9 @@ _PATIENCE = 8  # neighbourhoods without progress for each further second
 
 @dataclass(frozen=True, slots=True)
 class _Manner:
-    """``size``, ``smallest``, ``largest``: actions of a neighbourhood, at first, at least and at most. ``edge``: the part of them that is at the
-    start, and as much at the end. ``seconds``: for one: at first, and after many that brought nothing. Not tuned further."""
+    """``size``, ``smallest``, ``largest``: actions of a neighbourhood, at first, at least and at most. ``edge``: the part of
+    them that is at the start, and as much at the end. ``seconds``: for one: at first, and after many that brought nothing. Not
+    tuned further."""
 
     size: float
     smallest: float

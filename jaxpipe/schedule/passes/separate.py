@@ -219,7 +219,8 @@ def _fused(schedule: Schedule, costs: CostProfile, keep: frozenset[_Backward]) -
 
 class _Fusing:
     """The backwards of a split schedule that become BW: ``fused``. ``pairs``: slots of B and of W of those that may. ``order``:
-    nodes as they end while nothing is fused, so that few lie between a B and its W."""
+    nodes as they end while nothing is fused, so that few lie between a B and its W. ``latest``: when a node may end, so that
+    the node ``tight`` behind it, or with -1 the schedule, is not too late."""
 
     def __init__(self, schedule: Schedule, costs: CostProfile, fused: Iterable[_Backward]) -> None:
         net = self.net = _Net(schedule, costs)
@@ -238,7 +239,7 @@ class _Fusing:
         self.pairs = {k: x for k, x in pairs.items() if len(x) == len(schedule.placement.ranks(*k))}
         self.fused: set[_Backward] = set()
         self.until: dict[int, float] = {}
-        self.latest = [_NEVER] * len(self.order)
+        self.latest, self.tight = [_NEVER] * len(self.order), [-1] * len(self.order)
         self._try(fused, self.order)
 
     def more(self) -> bool:
@@ -260,12 +261,13 @@ class _Fusing:
         as far as the last W: what is in time there delays nothing behind it too long."""
         duration, end, until, more = self.duration, self.end, -1, list(fused)
         place, queued = self.place, {self.place[n] for n in changed}
-        before: list[tuple[list[float], int, float]] = []
+        before, gone = list[tuple[list[float], int, float]](), set[int]()
         for k in more:
             for b, w in self.pairs[k]:
                 before += [(duration, b, duration[b]), (duration, w, duration[w])]
                 duration[b], duration[w] = self.net.seconds((BW.name, k[0])), 0.0
                 until = max(until, place[w])
+                gone.add(w)
                 queued |= {place[b], place[w]}
         heap = sorted(queued)
         fits = bool(heap)
@@ -277,12 +279,15 @@ class _Fusing:
                     now = end[x]
             now += duration[n]
             if now != end[n]:
-                if at > until:  # before, a W that is gone may make up for it
-                    if now > self.latest[n]:
+                if now > self.latest[n]:
+                    x = self.tight[n]
+                    while x >= 0 and place[x] <= until and x not in gone:
+                        x = self.tight[x]
+                    if x not in gone:  # a W that is gone may make up for it
                         fits = False
                         break
-                    if not keep:
-                        continue
+                elif at > until and not keep:
+                    continue
                 before.append((end, n, end[n]))
                 end[n] = now
                 for x in self.net.after[n]:
@@ -312,10 +317,10 @@ class _Fusing:
         self.until, heap = until, sorted(queued)
         while heap:
             n = self.order[-heappop(heap)]
-            now = until.get(n, _NEVER)
+            now, self.tight[n] = until.get(n, _NEVER), -1
             for x in self.net.after[n]:
                 if latest[x] - duration[x] < now:
-                    now = latest[x] - duration[x]
+                    now, self.tight[n] = latest[x] - duration[x], x
             if now != latest[n]:
                 latest[n] = now
                 for x in self.net.waits[n]:

@@ -145,6 +145,9 @@ def checkpoint_name_of(eqn: JaxprEqn) -> str | None:
     return str(eqn.params["name"]) if eqn.primitive.name == "name" else None
 
 
+_JAXPRS = Jaxpr, ClosedJaxpr
+
+
 def _open(body: Any) -> tuple[Jaxpr, Sequence[Any]]:
     inner = getattr(body, "jaxpr", body)
     return inner, getattr(body, "consts", ())
@@ -154,7 +157,7 @@ def sub_jaxprs(eqn: JaxprEqn) -> Iterator[Jaxpr]:
     """Every jaxpr among an equation's parameters (bodies, branches)."""
     for value in eqn.params.values():
         for item in value if isinstance(value, tuple | list) else (value,):
-            if isinstance(item, Jaxpr | ClosedJaxpr):
+            if isinstance(item, _JAXPRS):
                 yield _open(item)[0]
 
 

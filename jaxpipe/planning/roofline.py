@@ -103,6 +103,7 @@ class _Walk:
         self.parts: list[tuple[float, ...]] = []
         self.kernels = 0
         self.levels: list[float] = [0.0]
+        self.own = {id(eqn) for eqn in body.eqns if kind(eqn) in _OWN or has_body(eqn)}
         self.maker: dict[Var, JaxprEqn] = {v: eqn for eqn in body.eqns for v in eqn.outvars}
         self.outside = {self.base(v) for v in (*body.invars, *body.constvars, *variables(body.outvars))}
         self.stored = self._stored()
@@ -121,9 +122,9 @@ class _Walk:
         """Values that exist in memory."""
         stored = set(self.outside)
         for eqn in self.body.eqns:
-            if _own(eqn) or _reduces(eqn):
+            if id(eqn) in self.own or _reduces(eqn):
                 stored.update(eqn.outvars)
-            if _own(eqn):
+            if id(eqn) in self.own:
                 stored.update(self.base(v) for v in variables(eqn.invars))
         return stored
 
@@ -132,7 +133,7 @@ class _Walk:
         for eqn in self.body.eqns:
             if kind(eqn) in _FREE:
                 continue
-            if _own(eqn):
+            if id(eqn) in self.own:
                 self._own_kernel(eqn)
             elif _reduces(eqn) or any(v in self.stored for v in eqn.outvars):
                 sources = self._sources(eqn)
@@ -206,7 +207,7 @@ class _Walk:
             for v in eqn.outvars:
                 made.setdefault(v, now)
             for v in sources:
-                last[v] = (now, 2 if _own(eqn) else 0)
+                last[v] = (now, 2 if id(eqn) in self.own else 0)
         changes: list[tuple[int, int, float]] = []
         for v, born in made.items():
             if v in self.outside or v not in last or not _sized(v):
@@ -225,7 +226,7 @@ class _Walk:
         for k, (eqn, _) in enumerate(self.launched):
             for v in eqn.outvars:
                 made_by.setdefault(v, k)
-        result = [not _own(eqn) and all(v in self.outside for v in eqn.outvars) for eqn, _ in self.launched]
+        result = [id(eqn) not in self.own and all(v in self.outside for v in eqn.outvars) for eqn, _ in self.launched]
         when = list(range(len(self.launched)))
         wanted: dict[int, int] = {}
         for k in range(len(self.launched) - 1, -1, -1):
@@ -239,10 +240,6 @@ class _Walk:
             if result[k]:
                 when[k] = max((when[made_by[v]] for v in sources if v in made_by), default=0)
         return sorted(range(len(self.launched)), key=lambda k: (when[k], k))
-
-
-def _own(eqn: JaxprEqn) -> bool:
-    return kind(eqn) in _OWN or has_body(eqn)
 
 
 def _reduces(eqn: JaxprEqn) -> bool:

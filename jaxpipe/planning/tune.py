@@ -11,6 +11,8 @@ can't be shorter than the best found is left out, so the answer is that of the w
    fastest that fit gradients are separated, where that could be the best, and the fastest that does not fit goes through the
    offload pass.
 
+The best is predicted from exact traces then; where they tell another time, the search begins again with such ones alone.
+
 Not tried: the solver (``jaxpipe solve``), uneven cuts by hand, a policy for each stage, sequence parallelism and ZeRO-1 other
 than as the config has them.
 """
@@ -53,6 +55,8 @@ LEAST_SAVED = 0.1
 """Of the residuals of layers that are alike: recomputation that saves less is not tried beside none."""
 SIZES = 2, 4
 """Sequences in a microbatch that a workbench for a search traces in place of other numbers."""
+MISLED = 0.01
+"""Of a step, by which exact traces may differ from those: else the search begins again without them."""
 
 Status = Literal["fits", "too large", "same", "refused", "slower", "not reached"]
 
@@ -115,7 +119,13 @@ def tune(
     # Traces are many objects that stay: looking through them takes a tenth of the time.
     gc.set_threshold(100 * usual[0], *usual[1:])
     try:
-        return _Search(space, bench, limit_bytes, progress, time_limit_s, prune, progress_s).run()
+        search = _Search(space, bench, limit_bytes, progress, time_limit_s, prune, progress_s)
+        found = search.run()
+        if search.misled and not found.stopped:
+            progress("layers do other work with other microbatch sizes: searching again, with a trace of each size")
+            exact, left_s = replace(bench, sizes=None), time_limit_s - found.seconds
+            found = _Search(space, exact, limit_bytes, progress, left_s, prune, progress_s).run()
+        return found
     finally:
         gc.set_threshold(*usual)
 
@@ -168,6 +178,7 @@ class _Search:
     progress_s: float
     tried: list[Tried] = field(default_factory=list)
     best: Tried | None = None
+    misled: bool = False
     _moved: dict[int, Schedule] = field(default_factory=dict)
     _benches: dict[Any, Workbench] = field(default_factory=dict)
     _planners: dict[Any, Planner] = field(default_factory=dict)
@@ -498,6 +509,8 @@ class _Search:
             bench, moved = replace(self._bench_of(config), sizes=None), self._moved.get(id(tried))
             transform = None if moved is None else lambda *_, schedule=moved: schedule
             prediction = predict(config, bench, self.limit_bytes, transform, planned=self._planner(config))
+            known_s = tried.step_s or 0.0
+            self.misled = self.misled or abs(prediction.step_s - known_s) > MISLED * known_s
             if prediction.fits:
                 return tried, prediction
         return None, None

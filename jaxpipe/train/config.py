@@ -162,9 +162,13 @@ def _checked(found: Collected) -> TrainConfig:
     Raises:
         ConfigError: one line with all problems.
     """
-    found.problems += broken_rules(found.made(Sections), found.bad_keys)
+    sections = found.made(Sections)
+    found.problems += broken_rules(sections, found.bad_keys)
     found.refuse()
-    return found.made(TrainConfig)
+    made = object.__new__(TrainConfig)  # each value was checked as it was found
+    for name in _SECTIONS:
+        object.__setattr__(made, name, getattr(sections, name))
+    return made
 
 
 def _show(value: Any) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
@@ -172,6 +173,29 @@ def test_wrong_axes_are_one_line(only: str, says: str) -> None:
 def test_nothing_that_fits_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["tune", "--devices", "2", "--memory-limit-gb", "1e-6", "--only", "pipeline.schedule=1f1b"]) == 2
     assert "nothing tried fits in 1e-06 GB a device" in capsys.readouterr().err
+
+
+def test_layers_that_do_other_work_with_few_sequences_are_searched_again() -> None:
+    told: list[str] = []
+    bench = workbench(small(), A800, Efficiency(), lambda text: None, sizes=SIZES)
+    blocks = {layer.apply for layer in bench.model.layers if layer.name.startswith("block")}
+    (block,) = blocks
+
+    def longer(params: Any, x: Any, context: Any) -> Any:
+        for _ in range(5 if x.shape[0] > 4 else 1):
+            x = block(params, x, context)
+        return x
+
+    layers = [replace(x, apply=longer) if x.apply in blocks else x for x in bench.model.layers]
+    bench.model = replace(bench.model, layers=tuple(layers))
+    only = [
+        f"pipeline.{x}" for x in ("ranks=2", "vocabulary=ends", "recompute=none", "microbatches=8,16", "schedule=1f1b")
+    ]
+    space = Space.of(small(), 2, only)
+    found, exact = tune(space, bench, 80e9, told.append), tune(space, replace(bench, sizes=None), 80e9)
+    assert [text for text in told if "searching again" in text] and found.best is not None and exact.best is not None
+    assert found.best.step_s == exact.best.step_s
+    assert min(t.step_s for t in found.tried if t.step_s is not None) == pytest.approx(found.best.step_s)
 
 
 @pytest.mark.parametrize("shards", ["tp=1", "tp=2", "cp=2"])

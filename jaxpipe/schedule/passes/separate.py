@@ -218,11 +218,17 @@ def _fused(schedule: Schedule, costs: CostProfile, keep: frozenset[_Backward]) -
 
 
 class _Fusing:
-    """The backwards of a split schedule that become BW: ``fused``. ``pairs``: slots of B and of W of those that may."""
+    """The backwards of a split schedule that become BW: ``fused``. ``pairs``: slots of B and of W of those that may. ``order``:
+    nodes as they end while nothing is fused, so that few lie between a B and its W. ``latest``: when a node may end, so that
+    the node ``tight`` behind it, or with -1 the schedule, is not too late."""
 
     def __init__(self, schedule: Schedule, costs: CostProfile, fused: Iterable[_Backward]) -> None:
         net = self.net = _Net(schedule, costs)
-        self.order = tuple(TopologicalSorter(dict(enumerate(net.waits))).static_order())
+        self.duration, self.end = net.duration, [0.0] * len(net.waits)
+        order = tuple(TopologicalSorter(dict(enumerate(net.waits))).static_order())
+        for n in order:
+            self.end[n] = self.duration[n] + max((self.end[x] for x in net.waits[n]), default=0.0)
+        self.order = sorted(order, key=self.end.__getitem__)
         self.place = {n: at for at, n in enumerate(self.order)}
         graph, pairs = net.graph, defaultdict[_Backward, list[tuple[int, int]]](list)
         for n, slot in enumerate(graph.slots):
@@ -233,7 +239,7 @@ class _Fusing:
         self.pairs = {k: x for k, x in pairs.items() if len(x) == len(schedule.placement.ranks(*k))}
         self.fused: set[_Backward] = set()
         self.until: dict[int, float] = {}
-        self.duration, self.end, self.latest = net.duration, [0.0] * len(self.order), [_NEVER] * len(self.order)
+        self.latest, self.tight = [_NEVER] * len(self.order), [-1] * len(self.order)
         self._try(fused, self.order)
 
     def more(self) -> bool:
@@ -251,16 +257,20 @@ class _Fusing:
                 yield k
 
     def _try(self, fused: Iterable[_Backward], changed: Iterable[int] = (), keep: bool = True) -> bool:
-        """Fuse these, too, if there are any and nothing then ends too late. Only what moves is looked at."""
-        duration, end, until, more = self.duration.copy(), self.end.copy(), -1, list(fused)
+        """Fuse these, too, if there are any and nothing then ends too late. Only what moves is looked at; without ``keep`` only
+        as far as the last W: what is in time there delays nothing behind it too long."""
+        duration, end, until, more = self.duration, self.end, -1, list(fused)
         place, queued = self.place, {self.place[n] for n in changed}
+        before, gone = list[tuple[list[float], int, float]](), set[int]()
         for k in more:
             for b, w in self.pairs[k]:
+                before += [(duration, b, duration[b]), (duration, w, duration[w])]
                 duration[b], duration[w] = self.net.seconds((BW.name, k[0])), 0.0
                 until = max(until, place[w])
+                gone.add(w)
                 queued |= {place[b], place[w]}
-        if not (heap := sorted(queued)):
-            return False
+        heap = sorted(queued)
+        fits = bool(heap)
         while heap:
             at = heappop(heap)
             n, now = self.order[at], 0.0
@@ -269,22 +279,30 @@ class _Fusing:
                     now = end[x]
             now += duration[n]
             if now != end[n]:
-                if now > self.latest[n] and at > until:  # before, a W that is gone may make up for it
-                    return False
+                if now > self.latest[n]:
+                    x = self.tight[n]
+                    while x >= 0 and place[x] <= until and x not in gone:
+                        x = self.tight[x]
+                    if x not in gone:  # a W that is gone may make up for it
+                        fits = False
+                        break
+                elif at > until and not keep:
+                    continue
+                before.append((end, n, end[n]))
                 end[n] = now
                 for x in self.net.after[n]:
                     if place[x] not in queued:
                         queued.add(place[x])
                         heappush(heap, place[x])
         ends = [[q[-1] for q in queues if q] for queues in self.net.queues]
-        if any(end[n] > self.latest[n] for n in chain(*ends)):
-            return False
-        if keep:
+        fits = fits and all(end[n] <= self.latest[n] for n in chain(*ends))
+        if fits and keep:
             self.fused.update(more)
-            moved = {n for n, (a, b) in enumerate(zip(duration, self.duration, strict=True)) if a != b}
-            self.duration, self.end = duration, end
-            self._bound(ends, moved)
-        return True
+            self._bound(ends, {n for k in more for pair in self.pairs[k] for n in pair})
+        else:
+            for values, n, value in reversed(before):
+                values[n] = value
+        return fits
 
     def _bound(self, ends: Sequence[Sequence[int]], moved: Iterable[int]) -> None:
         """When each node may end at the latest, now that nodes ``moved`` take other times; ``ends``: by rank, the last of each
@@ -299,10 +317,10 @@ class _Fusing:
         self.until, heap = until, sorted(queued)
         while heap:
             n = self.order[-heappop(heap)]
-            now = until.get(n, _NEVER)
+            now, self.tight[n] = until.get(n, _NEVER), -1
             for x in self.net.after[n]:
                 if latest[x] - duration[x] < now:
-                    now = latest[x] - duration[x]
+                    now, self.tight[n] = latest[x] - duration[x], x
             if now != latest[n]:
                 latest[n] = now
                 for x in self.net.waits[n]:

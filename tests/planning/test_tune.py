@@ -198,8 +198,14 @@ def test_layers_that_do_other_work_with_few_sequences_are_searched_again() -> No
     assert min(t.step_s for t in found.tried if t.step_s is not None) == pytest.approx(found.best.step_s)
 
 
-@pytest.mark.parametrize("shards", ["tp=1", "tp=2", "cp=2"])
-@pytest.mark.parametrize("recompute", ["none", "cheap", "full"])
+@pytest.mark.parametrize(
+    ("shards", "recompute"),
+    [
+        pytest.param(shards, recompute, marks=() if i == k else pytest.mark.soak)
+        for i, shards in enumerate(("tp=1", "tp=2", "cp=2"))
+        for k, recompute in enumerate(("none", "cheap", "full"))
+    ],
+)
 def test_one_trace_tells_what_a_trace_of_each_size_does(shards: str, recompute: str) -> None:
     config = small().override(["pipeline.ranks=2", f"pipeline.{shards}", f"pipeline.recompute={recompute}"])
     quick = workbench(config, A800, Efficiency(), lambda text: None, sizes=(2, 4))

@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from jaxpipe._jax_compat import Atom, JaxprEqn, Literal, Var, aval_bytes, close_jaxpr, fresh_var, sub_jaxprs
+from jaxpipe._jax_compat import Atom, Jaxpr, JaxprEqn, Literal, Var, aval_bytes, close_jaxpr, fresh_var, sub_jaxprs
 from jaxpipe.stage.compiled.compile import held_bytes
 from jaxpipe.stage.functions import StageFunction, StageFunctions
 
@@ -64,13 +64,12 @@ class _Resizing:
             self.eqns[id(eqn)] = eqn.replace(invars=operands, outvars=results)
         return self.eqns[id(eqn)]
 
-    def _only_short(self, body: Any) -> None:
+    def _only_short(self, body: Jaxpr) -> None:
         """Of what adds up two numbers for a scatter, say: no sequences in there."""
-        inside = getattr(body, "jaxpr", body)
-        for eqn in inside.eqns:
+        for eqn in body.eqns:
             for sub in sub_jaxprs(eqn):
                 self._only_short(sub)
-        shapes = [a.aval.shape for eqn in inside.eqns for a in (*eqn.invars, *eqn.outvars)]
+        shapes = [getattr(a.aval, "shape", ()) for eqn in body.eqns for a in (*eqn.invars, *eqn.outvars)]
         self.unsure = self.unsure or any(n >= PROBE // 2 for shape in shapes for n in shape)
 
     def _atom(self, atom: Atom) -> Any:

@@ -27,7 +27,8 @@ slot's, through the shared lane if it is an L's. With a lane per direction the l
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
@@ -387,24 +388,41 @@ def schedule_of(actions: Actions, starts: Starts, name: str) -> tuple[Schedule, 
     return schedule, simulate(schedule, task.costs)
 
 
-def starts_of(actions: Actions, timeline: Timeline) -> Starts | None:
-    """The times of a simulated schedule in ticks; None if it has slots that are not among ``actions``.
+def fitting(actions: Actions, starts: Starts, name: str) -> tuple[Schedule, Timeline] | None:
+    """As :func:`schedule_of`; None where the order is not valid or breaks a limit."""
+    with suppress(ScheduleError):
+        made = schedule_of(actions, starts, name)
+        if actions.task.fits(made[1]):
+            return made
+    return None
 
-    A full backward that is not there is taken apart: B, and W right behind it.
-    """
-    starts = [-1] * len(actions.action)
+
+def starts_of(actions: Actions, timeline: Timeline) -> Starts | None:
+    """The times of a simulated schedule in ticks; None if it has slots that are not among ``actions``."""
+    begun: list[tuple[Action, int, float]] = []
     for event in timeline.events:
         a = event.action
         if event.lane not in ("compute", *HOST_LANES) or (type(a) is Action and op_spec(a.op).is_sync):
             continue
         if type(a) is not Action:
             return None
-        at, n = actions.ticks.of(event.start_s), actions.number(a, event.rank)
+        begun.append((a, event.rank, event.start_s))
+    return starts_at(actions, begun)
+
+
+def starts_at(actions: Actions, begun: Iterable[tuple[Action, int, float]]) -> Starts | None:
+    """In ticks, of what starts on which rank at how many seconds; None if some of it is not among ``actions``.
+
+    A full backward that is not there is taken apart: B, and W right behind it.
+    """
+    starts = [-1] * len(actions.action)
+    for a, rank, seconds in begun:
+        n = actions.number(a, rank)
         if n is None:
             return None
-        starts[n] = at
+        starts[n] = actions.ticks.of(seconds)
         if a.op == "BW" != actions.action[n].op and n not in actions.fusing:
-            starts[actions.number(Action("W", a.stage, a.microbatch), event.rank) or 0] = at + actions.size[n]
+            starts[actions.number(Action("W", a.stage, a.microbatch), rank) or 0] = starts[n] + actions.size[n]
     return starts
 
 

@@ -33,10 +33,8 @@ from pathlib import Path
 from jaxpipe import __version__
 from jaxpipe.errors import ScheduleError, ScheduleParseError
 from jaxpipe.files import no_constant, read_file, user_cache, write_atomically
-from jaxpipe.schedule.check import check_schedule
 from jaxpipe.schedule.json_form import from_json, to_json
-from jaxpipe.schedule.simulate import simulate
-from jaxpipe.schedule.solve.task import Options, Progress, Solution, SolveTask, count_offloads
+from jaxpipe.schedule.solve.task import Options, Progress, Solution, SolveTask
 from jaxpipe.schedule.text import parse_schedule
 from jaxpipe.schedule.tolerance import at_most, nine_digits
 
@@ -203,9 +201,8 @@ class ScheduleCache:
             schedule = parse_schedule(entry.schedule)
             # the placement may go by another name
             schedule = replace(schedule, placement=task.placement, num_microbatches=task.num_microbatches)
-            check_schedule(schedule)
-            timeline = simulate(schedule, task.costs)
-            if not task.fits(timeline) or (count_offloads(schedule) and not task.offload):
+            timeline = task.timeline_of(schedule)
+            if timeline is None:
                 return None
             proves = entry.jaxpipe == __version__ and _unnamed(entry.task) == _unnamed(task)
             value, bound = task.seconds(timeline), entry.lower_bound if proves else 0.0

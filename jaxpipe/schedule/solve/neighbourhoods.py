@@ -52,14 +52,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from jaxpipe.errors import ScheduleError
 from jaxpipe.schedule.budget import DETERMINISTIC_SECOND, Budget
 from jaxpipe.schedule.grids import COARSE
 from jaxpipe.schedule.ir import Schedule
 from jaxpipe.schedule.passes.backwards import fused_backwards, with_fused
 from jaxpipe.schedule.passes.braid import unbraid
 from jaxpipe.schedule.simulate import simulate
-from jaxpipe.schedule.solve.actions import Actions, Starts, schedule_of, starts_of
+from jaxpipe.schedule.solve.actions import Actions, Starts, fitting, schedule_of, starts_of
 from jaxpipe.schedule.solve.cp_sat import LITE, WHOLE_RESERVOIRS, run
 from jaxpipe.schedule.solve.formulation import Formulation, Window
 from jaxpipe.schedule.solve.task import SolveTask
@@ -118,7 +117,7 @@ class NeighbourhoodSearch:
         now, best = self._ticks(starts), self.task.order(self.timeline.makespan, self.timeline.max_span)
         while budget.left > 0 and not at_most(best[0], bound_s):
             answer = self._propose(starts, budget)
-            made = None if answer is None else self._made(answer)
+            made = None if answer is None else fitting(self.actions, answer, "solved")
             proposal = None if made is None else starts_of(self.actions, made[1])
             self.stale += 1
             if made is None or proposal is None or (found := self._ticks(proposal)) > now:
@@ -154,14 +153,6 @@ class NeighbourhoodSearch:
         factor = 1.15 if done else 0.9 if found else 0.75
         self.size[kind] = min(self.manner.largest, max(self.manner.smallest, self.size[kind] * factor))
         return model.answer(solver) if found else None
-
-    def _made(self, starts: Starts) -> tuple[Schedule, Timeline] | None:
-        """The schedule of these times, if it keeps the limits."""
-        try:
-            schedule, timeline = schedule_of(self.actions, starts, "solved")
-        except ScheduleError:
-            return None
-        return (schedule, timeline) if self.task.fits(timeline) else None
 
     # Which neighbourhoods.
 

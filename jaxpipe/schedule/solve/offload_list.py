@@ -26,14 +26,12 @@ from itertools import islice, product
 from math import ceil, floor, inf
 from typing import Literal
 
-from jaxpipe.errors import ScheduleError
 from jaxpipe.schedule.engine import host_groups
 from jaxpipe.schedule.ir import Action, Schedule
 from jaxpipe.schedule.list_schedule.clock import Clock, Feed
 from jaxpipe.schedule.problem import BW, B, F, Problem, W, shares
-from jaxpipe.schedule.solve.actions import Actions, Starts, schedule_of
+from jaxpipe.schedule.solve.actions import Actions, Starts, fitting, starts_at
 from jaxpipe.schedule.solve.task import SolveTask
-from jaxpipe.schedule.timeline import Timeline
 from jaxpipe.schedule.tolerance import MEMORY, at_most
 
 O, L = 4, 5  # noqa: E741
@@ -92,21 +90,12 @@ def offload_candidates(
         if played is None or played[0] > best:
             continue
         draws.base = policy
-        made = None if played[0] == best else _made(shop.actions, played[1])
+        made = None if played[0] == best else fitting(shop.actions, played[1], "offload-list")
         if made is not None and (value := task.order(made[1].makespan, made[1].max_span)) < best:
             best = value
             yield made[0]
             if at_most(best[0], target):
                 return
-
-
-def _made(actions: Actions, starts: Starts) -> tuple[Schedule, Timeline] | None:
-    """The schedule of these times, if it keeps the limits."""
-    try:
-        made = schedule_of(actions, starts, "offload-list")
-    except ScheduleError:
-        return None
-    return made if actions.task.fits(made[1]) else None
 
 
 class _Shop:
@@ -156,18 +145,13 @@ class _Shop:
 
     def starts(self, begun: dict[int, float]) -> Starts:
         """Start times by code, as those of actions."""
-        actions, stages = self.actions, self.task.placement.num_stages
-        start = [-1] * len(actions.action)
+        begun_at = []
         for code, seconds in begun.items():
             op, k, i = self.problem.decode(code)
-            n = actions.number(Action(_OPS[op], k % stages, i), self.problem.rank[k])
-            assert n is not None, f"no action {_OPS[op]}{k % stages}.{i}"
-            start[n] = actions.ticks.of(seconds)
-            if op == BW and n not in actions.fusing:
-                start[actions.number(Action("W", k % stages, i), self.problem.rank[k]) or 0] = (
-                    actions.size[n] + start[n]
-                )
-        return start
+            begun_at.append((Action(_OPS[op], k % self.task.placement.num_stages, i), self.problem.rank[k], seconds))
+        starts = starts_at(self.actions, begun_at)
+        assert starts is not None, "a policy played what is not there"
+        return starts
 
 
 class _Play:

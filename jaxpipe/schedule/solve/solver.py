@@ -113,7 +113,8 @@ class Incumbent:
         """
         task, timeline = self.tasks[number], None
         if draft is None:
-            timeline = _checked(task, schedule)
+            with suppress(ScheduleError):
+                timeline = task.timeline_of(schedule)
             if timeline is None:
                 return
             times = timeline.makespan, timeline.max_span
@@ -176,18 +177,6 @@ class Incumbent:
             failures=tuple(self.failures),
             placement_bound=seconds if at_most(seconds, own_bound) else own_bound,
         )
-
-
-def _checked(task: SolveTask, schedule: Schedule) -> Timeline | None:
-    """The timeline of a schedule; None unless it is a valid one of the task and keeps the limits."""
-    if (schedule.placement, schedule.num_microbatches) != (task.placement, task.num_microbatches):
-        return None
-    with suppress(ScheduleError):
-        check_schedule(schedule)
-        timeline = simulate(schedule, task.costs)
-        if task.fits(timeline) and (task.offload or not count_offloads(schedule)):
-            return timeline
-    return None
 
 
 TIME_SHARE = 0.6

@@ -7,11 +7,14 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Literal
 
+from jaxpipe.errors import ScheduleError
+from jaxpipe.schedule.check import check_schedule
 from jaxpipe.schedule.costs import CostProfile
 from jaxpipe.schedule.ir import Schedule, op_spec
 from jaxpipe.schedule.lanes import collectives_exposed
 from jaxpipe.schedule.memory import rank_share, static_bytes
 from jaxpipe.schedule.placement import Placement
+from jaxpipe.schedule.simulate import simulate
 from jaxpipe.schedule.timeline import Timeline
 from jaxpipe.schedule.tolerance import at_most, nine_digits
 
@@ -81,6 +84,18 @@ class SolveTask:
         """What is minimised, then the other of the two times; smaller is better, and equal but for rounding is equal."""
         times = nine_digits(makespan), nine_digits(span)
         return times[::-1] if self.objective == "span" else times
+
+    def timeline_of(self, schedule: Schedule) -> Timeline | None:
+        """When an answer to this task runs what; None if it breaks a limit or offloads where that is not allowed.
+
+        Raises:
+            ScheduleError: it is not a valid schedule, or not of the task's placement and microbatches.
+        """
+        if (schedule.placement, schedule.num_microbatches) != (self.placement, self.num_microbatches):
+            raise ScheduleError("the schedule is of another placement or number of microbatches")
+        check_schedule(schedule)
+        timeline = simulate(schedule, self.costs)
+        return timeline if self.fits(timeline) and (self.offload or not count_offloads(schedule)) else None
 
     def fits(self, timeline: Timeline) -> bool:
         """Whether a timeline keeps to the limits: in activations, in bytes with workspace where the costs limit them, and of

@@ -20,23 +20,25 @@ from __future__ import annotations
 
 import heapq
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice, product
 from math import ceil, floor, inf
 from typing import Literal
 
+from jaxpipe.schedule.bounds.flows import Flows
+from jaxpipe.schedule.bounds.ranks import residents
 from jaxpipe.schedule.engine import host_groups
 from jaxpipe.schedule.ir import Action, Schedule
-from jaxpipe.schedule.list_schedule.clock import Clock, Feed
-from jaxpipe.schedule.problem import BW, B, F, Problem, W, shares
+from jaxpipe.schedule.list_schedule.clock import NEVER, Clock, Feed
+from jaxpipe.schedule.problem import BW, B, F, Problem, W
 from jaxpipe.schedule.solve.actions import Actions, Starts, fitting, starts_at
 from jaxpipe.schedule.solve.task import SolveTask
 from jaxpipe.schedule.tolerance import MEMORY, at_most
 
 O, L = 4, 5  # noqa: E741
 _OPS = ("F", "B", "W", "BW", "O", "L")
-_HERE, _LEAVING, _AWAY, _COMING, _BACK = range(1, 6)  # where residuals are
+_HERE, _AWAY, _BACK = (F, True), (O, True), (L, True)  # where residuals are
 MOST = 2000
 """Policies tried at most."""
 _FEW = 18
@@ -100,48 +102,43 @@ def offload_candidates(
 
 class _Shop:
     """The tables of a task, by replica and rank; codes are those of :mod:`~jaxpipe.schedule.problem`, with O and L as ops 4 and
-    5. Each host lane is a rank of its own, number p + lane."""
+    5. Each host lane is a rank of its own, number p + lane.
+
+    ``numbers``: the microbatches of a replica. ``mine``: a rank's replicas that have some; ``stays``: what it holds for them.
+    ``lanes``: a rank's host lanes; ``riders``: by two lanes, the ranks that have them.
+    """
 
     def __init__(self, task: SolveTask) -> None:
         self.task, self.actions = task, Actions(task)
         self.problem = problem = Problem.of(task.placement, task.num_microbatches, task.costs)
-        costs, p, m = task.costs, problem.num_ranks, task.num_microbatches
-        stage = [k % task.placement.num_stages for k in range(problem.num_replicas)]
-        self.flows, self.step = task.placement.num_flows, problem.num_replicas * m
-        self.base = [k * m + k // task.placement.num_stages for k in range(problem.num_replicas)]
-        self.count = [len(problem.microbatches(k)) for k in range(problem.num_replicas)]
-        self.mine = [problem.replicas_of(r) for r in range(p)]
-        may_leave = {self.actions.action[o].stage for o in self.actions.copies}
-        share = zip(stage, shares(task.placement, costs), strict=True)
-        self.leaves = [costs.offloadable_bytes[s] / x if s in may_leave and x > 0 else 0.0 for s, x in share]
+        costs, p, n, host = task.costs, problem.num_ranks, problem.num_replicas, task.costs.host
+        self.numbers = [problem.microbatches(k) for k in range(n)]
+        self.mine = [[k for k in problem.replicas_of(r) if self.numbers[k]] for r in range(p)]
+        flows = Flows(task.placement, task.num_microbatches, costs)
+        self.stays = [residents(flows, r) for r in range(p)]
+        may_leave, self.leaves = {self.actions.action[o].stage for o in self.actions.copies}, [0.0] * n
+        for k, stays in ((k, x) for r in range(p) for k, x in zip(self.mine[r], self.stays[r], strict=True)):
+            if k % task.placement.num_stages in may_leave:
+                self.leaves[k] = stays.leaves
         self.room = [x * (1 + MEMORY) for x in task.safe_limits()]
-        self.out_s, self.back_s = ([seconds[s] for s in stage] for seconds in (costs.offload_s, costs.load_s))
-        self.shared, groups = costs.host.mode == "shared", host_groups(costs.host, p)
+        self.shared, groups = host.mode == "shared", host_groups(host, p)
         lane = [min((x for x in groups if groups[x] == groups[r]), default=r) if r in groups else r for r in range(p)]
         self.riders = [[r for r in range(p) if lane[r] == q] for q in range(p)]
         self.lanes = [(2 * q,) if self.shared else (2 * q, 2 * q + 1) for q in lane]
         self.head_s = sum(problem.f_s) + sum(problem.down_s)
         plain, wakes = problem.tables, [(Feed(r, -1, 0.0, ()),) for r in problem.rank]
+        seconds = [
+            values[k % task.placement.num_stages] for values in (costs.offload_s, costs.load_s) for k in range(n)
+        ]
         self.tables = replace(
             plain,
             num_ranks=3 * p,
             ranks=[*plain.ranks, *((p + self.lanes[r][which],) for which in (0, -1) for r in problem.rank)],
-            seconds=[*plain.seconds, *self.out_s, *self.back_s],
-            change=[0.0] * (6 * problem.num_replicas),  # memory is the chooser's business
+            seconds=[*plain.seconds, *seconds],
+            change=[*plain.change, *(-x for x in self.leaves), *self.leaves],
             feeds=[*plain.feeds, *wakes, *wakes],
-            needs=[*plain.needs, *([0] * (2 * problem.num_replicas))],
+            needs=[*plain.needs, *([0] * (2 * n))],
         )
-
-    def code(self, op: int, k: int, i: int) -> int:
-        """Of microbatch i of the flow of replica k."""
-        return op * self.step + self.base[k] + i * self.flows
-
-    def trip_s(self, replica: int) -> float:
-        """Least seconds from the start of a replica's F to the start of its B."""
-        q, stages = self.problem, self.task.placement.num_stages
-        last = (replica // stages + 1) * stages - 1
-        there = sum(q.f_s[k] + q.down_s[k] for k in range(replica, last))
-        return there + q.f_s[last] + sum(q.b_s[k + 1] + q.up_s[k + 1] for k in range(replica, last))
 
     def starts(self, begun: dict[int, float]) -> Starts:
         """Start times by code, as those of actions."""
@@ -155,28 +152,30 @@ class _Shop:
 
 
 class _Play:
-    """One run of a policy. Numbers of microbatches count within their flow."""
+    """One run of a policy. Numbers of microbatches count within their flow.
+
+    ``where[k][i]``: the last op that residuals have seen, and whether it has ended. ``memory``: what a rank holds; what an
+    action takes it takes at its start, what it gives back at its end, which the clock's own account does not tell apart.
+    ``fresh``: of that, what O's gave back since the rank was last idle. ``out``: microbatches on the host or under way.
+    """
 
     def __init__(self, shop: _Shop, policy: Policy) -> None:
         q = self.q = shop.problem
         self.shop, self.policy = shop, policy
         n, p = q.num_replicas, q.num_ranks
         self.clock = Clock(shop.tables)
-        self.begun_f, self.begun_b, self.ended_b, self.begun_w = [0] * n, [0] * n, [0] * n, [0] * n
-        self.begun = self.begun_f, self.begun_b, self.begun_w, self.begun_b
-        self.given = [0.0] * n, [h - k for h, k in zip(q.held, q.kept, strict=True)], q.kept, q.held
-        self.state = [[0] * c for c in shop.count]
-        self.memory, self.fresh = [0.0] * p, [0.0] * p  # fresh: given back by O's since the rank was last idle
+        self.begun_f, self.begun_b, self.begun_w = [0] * n, [0] * n, [0] * n
+        self.where = [[(F, False)] * len(numbers) for numbers in shop.numbers]
+        self.memory, self.fresh, self.out = [0.0] * p, [0.0] * p, [0] * p
         self.running: list[tuple[float, int, int, int]] = []
         self.started: dict[int, float] = {}
         self.fused, self.copies = policy.weights == "fused", policy.leave != "none"
-        self.out, self.most_out = [0] * p, shop.task.offloads_in_flight
 
     def run(self, give_up: float) -> tuple[tuple[float, ...], Starts] | None:
         """The objective and the other time, and when everything starts; None if it gets stuck, or takes longer than that."""
         self.clock.run(self._choose, until=give_up * _LOOSE)
         p, clock = self.q.num_ranks, self.clock
-        if sum(map(len, clock.rows[:p])) < sum(self.shop.count) * (2 if self.fused else 3):
+        if sum(map(len, clock.rows[:p])) < sum(map(len, self.shop.numbers)) * (2 if self.fused else 3):
             return None
         spans = [b - a for a, b in zip(clock.first[:p], clock.free[:p], strict=True)]
         return self.shop.task.order(max(clock.free[:p]), max(spans)), self.shop.starts(self.started)
@@ -184,7 +183,7 @@ class _Play:
     def _choose(self, rank: int, now: float) -> int:
         """What a rank or a host lane starts; lanes have the numbers from p on."""
         while self.running and self.running[0][0] <= now:
-            self._ended(*heapq.heappop(self.running))
+            self._ended(*heapq.heappop(self.running)[1:])
         p, clock = self.q.num_ranks, self.clock
         if rank >= p:
             return self._copy(rank - p, now) if self.copies else -1
@@ -207,78 +206,68 @@ class _Play:
 
     def _start(self, op: int, k: int, i: int, now: float) -> int:
         """The code of an action that starts."""
-        code = self.shop.code(op, k, i)
+        code, kind = self.q.code(op, k, self.shop.numbers[k][i]), op * self.q.num_replicas + k
         self.started[code] = now
-        heapq.heappush(self.running, (now + self.shop.tables.seconds[code // self.q.num_microbatches], op, k, i))
+        self.where[k][i] = op, False
+        self.memory[self.q.rank[k]] += max(0.0, self.shop.tables.change[kind])
+        self.out[self.q.rank[k]] += op == O
+        heapq.heappush(self.running, (now + self.shop.tables.seconds[kind], op, k, i))
         return code
 
-    def _ended(self, end: float, op: int, k: int, i: int) -> None:
-        rank = self.q.rank[k]
-        if op == O:
-            self.state[k][i] = _AWAY
-            self.memory[rank] -= self.shop.leaves[k]
-            self.fresh[rank] += self.shop.leaves[k]
-        elif op == L:
-            self.state[k][i] = _BACK
-            self.out[rank] -= 1
-        else:
-            self.ended_b[k] += op == B
-            self.memory[rank] -= self.given[op][k]
+    def _ended(self, op: int, k: int, i: int) -> None:
+        rank, change = self.q.rank[k], min(0.0, self.shop.tables.change[op * self.q.num_replicas + k])
+        self.where[k][i] = op, True
+        self.memory[rank] += change
+        self.fresh[rank] -= change if op == O else 0.0
+        self.out[rank] -= op == L
 
     # Compute.
 
     def _compute(self, r: int, now: float) -> int:
         """The code of what the policy takes next on idle rank ``r``, if anything can start."""
         mine, policy = self.shop.mine[r], self.policy
-        back = next((k for k in reversed(mine) if self._can_b(k, now)), -1)
-        ahead = next((k for k in reversed(mine) if self._can_f(r, k, now)), -1)
-        weight = -1 if self.fused else next((k for k in mine if self.begun_w[k] < self.ended_b[k]), -1)
+        back = next((k for k in reversed(mine) if self._b_at(k) <= now), -1)
+        ahead = next((k for k in reversed(mine) if self._f_at(r, k) <= now), -1)
+        weight = -1 if self.fused else next((k for k in mine if self.begun_w[k] < self.begun_b[k]), -1)
         if weight >= 0 and policy.weights == "eager":
-            return self._run(W, weight, now)
+            return self._next(W, self.begun_w, weight, now)
         if back >= 0 and not (policy.forward_first and ahead >= 0):
-            return self._run(BW if self.fused else B, back, now)
+            return self._next(BW if self.fused else B, self.begun_b, back, now)
         if ahead >= 0:
-            self.memory[r] += self.q.held[ahead]
-            self.state[ahead][self.begun_f[ahead]] = _HERE
-            return self._run(F, ahead, now)
+            return self._next(F, self.begun_f, ahead, now)
         if weight >= 0 and not (policy.weights == "gap" and self._better_wait(r, now + self.q.w_s[weight], now)):
-            return self._run(W, weight, now)
+            return self._next(W, self.begun_w, weight, now)
         return -1
 
-    def _run(self, op: int, k: int, now: float) -> int:
-        i = self.begun[op][k]
-        self.begun[op][k] += 1
-        return self._start(op, k, i, now)
+    def _next(self, op: int, begun: list[int], k: int, now: float) -> int:
+        begun[k] += 1
+        return self._start(op, k, begun[k] - 1, now)
 
-    def _can_b(self, k: int, now: float, soon: float = -1.0) -> bool:
-        """Whether the next B of a replica can start at ``now``, or with ``soon`` at some time before that."""
+    def _b_at(self, k: int) -> float:
+        """When the next B of a replica can start at the earliest, as far as that is known."""
         i = self.begun_b[k]
-        if i >= self.shop.count[k] or self.state[k][i] not in (_HERE, _BACK):
-            return False
-        arrives = self.clock.ready[self.shop.code(B, k, i)]
-        return now < arrives < soon if soon >= 0 else arrives <= now
+        if i == len(self.shop.numbers[k]) or self.where[k][i] not in (_HERE, _BACK):
+            return NEVER
+        return self.clock.ready[self.q.code(B, k, self.shop.numbers[k][i])]
 
-    def _can_f(self, r: int, k: int, now: float, soon: float = -1.0) -> bool:
+    def _f_at(self, r: int, k: int) -> float:
         i = self.begun_f[k]
-        if i >= self.shop.count[k] or i - self.begun_b[k] >= self.policy.caps[k]:
-            return False
-        arrives = self.clock.ready[self.shop.code(F, k, i)]
-        if not (now < arrives < soon if soon >= 0 else arrives <= now):
-            return False
-        return self.memory[r] + self.q.held[k] + self._reserve(r) <= self.shop.room[r]
+        if i == len(self.shop.numbers[k]) or i - self.begun_b[k] >= self.policy.caps[k]:
+            return NEVER
+        if self.memory[r] + self.q.reserved[k] + self._reserve(r) > self.shop.room[r]:
+            return NEVER
+        return self.clock.ready[self.q.code(F, k, self.shop.numbers[k][i])]
 
     def _reserve(self, r: int) -> float:
         """Room that the next microbatch to turn back needs, if it is away."""
         if not self.copies or self.policy.bold:
             return 0.0
-        away = (k for k in self.shop.mine[r] if self.begun_b[k] < self.begun_f[k])
-        return max(
-            (self.shop.leaves[k] for k in away if _LEAVING <= self.state[k][self.begun_b[k]] <= _AWAY), default=0.0
-        )
+        next_back = ((k, self.begun_b[k]) for k in self.shop.mine[r] if self.begun_b[k] < self.begun_f[k])
+        return max((self.shop.leaves[k] for k, i in next_back if self.where[k][i][0] == O), default=0.0)
 
     def _better_wait(self, r: int, end: float, now: float) -> bool:
         """Whether something that could run arrives before ``end``."""
-        return any(self._can_b(k, now, end) or self._can_f(r, k, now, end) for k in self.shop.mine[r])
+        return any(now < at < end for k in self.shop.mine[r] for at in (self._b_at(k), self._f_at(r, k)))
 
     # Copies.
 
@@ -293,45 +282,39 @@ class _Play:
         return -1
 
     def _copy_back(self, r: int, now: float) -> int:
-        shop, found = self.shop, (self.q.num_microbatches, -1)
-        for k in shop.mine[r]:
-            low = self.begun_b[k]
-            near = range(low, min(low + self.policy.prefetch, self.begun_f[k]))
-            found = min(found, next(((i, k) for i in near if self.state[k][i] == _AWAY), found))
-        i, k = found
-        if k < 0:
-            return -1
+        shop, begun_f, begun_b = self.shop, self.begun_f, self.begun_b
+        away = [
+            (i, k)
+            for k in shop.mine[r]
+            for i in range(begun_b[k], min(begun_b[k] + self.policy.prefetch, begun_f[k]))
+            if self.where[k][i] == _AWAY
+        ]
+        i, k = min(away, default=(-1, -1))
         unnamed = 0.0 if shop.shared else self.fresh[r]  # an S for it would stand behind the running slot
-        if self.memory[r] + shop.leaves[k] + unnamed > shop.room[r]:
+        if k < 0 or self.memory[r] + shop.leaves[k] + unnamed > shop.room[r]:
             return -1
-        self.memory[r] += shop.leaves[k]
-        self.state[k][i] = _COMING
         return self._start(L, k, i, now)
 
     def _copy_out(self, r: int, now: float) -> int:
-        shop, policy = self.shop, self.policy
-        longest, chosen, number = -1, -1, -1
-        if self.out[r] == self.most_out:
+        """The one that turns back last: of each replica what began last, may leave and is still here."""
+        shop, policy, found = self.shop, self.policy, []
+        if self.out[r] == shop.task.offloads_in_flight:
             return -1
         for k in shop.mine[r]:
             need = self.memory[r] + 2 * self.q.held[k] > shop.room[r]
             if not shop.leaves[k] or (policy.leave == "need" and not need):
                 continue
-            low = self.begun_b[k] + policy.keep
-            for i in range(self.begun_f[k] - 1, low - 1, -1):
-                if self.state[k][i] == _HERE and (policy.away is None or policy.away[k][i]) and self._made(k, i, now):
-                    if i - low > longest:
-                        longest, chosen, number = i - low, k, i
-                    break
-        if chosen < 0:
+            low, away = self.begun_b[k] + policy.keep, policy.away
+            last = (
+                i
+                for i in reversed(range(low, self.begun_f[k]))
+                if self.where[k][i] == _HERE and (not away or away[k][i])
+            )
+            found += [(i - low, k, i) for i in islice(last, 1)]
+        if not found:
             return -1
-        self.state[chosen][number] = _LEAVING
-        self.out[r] += 1
-        return self._start(O, chosen, number, now)
-
-    def _made(self, k: int, i: int, now: float) -> bool:
-        """Whether an F has ended."""
-        return self.started[self.shop.code(F, k, i)] + self.q.f_s[k] <= now
+        _, k, i = max(found, key=lambda x: x[0])
+        return self._start(O, k, i, now)
 
 
 class _Draws:
@@ -341,7 +324,7 @@ class _Draws:
         self.shop, self.rng = shop, rng
         self.base: Policy | None = None
         q, costs = shop.problem, shop.task.costs
-        work_s = max(sum(q.f_s[k] + q.b_s[k] + q.w_s[k] for k in mine) for mine in shop.mine) / shop.flows
+        work_s = max(sum(x.f_s + x.back_s for x in stays) for stays in shop.stays) / shop.task.placement.num_flows
         self.period_s = max(work_s, target / q.num_microbatches if 0 < target < inf else 0.0)
         copies = any(shop.leaves)
         self.leave: tuple[Literal["none", "need", "all"], ...] = ("need", "all") if copies else ("none",)
@@ -395,46 +378,42 @@ class _Draws:
         """Another cap or preference; more often, a few microbatches that stay on some neighbouring replicas, or leave."""
         pick, at = self.rng.choice, self.rng.randrange(len(policy.caps))
         if policy.leave != "none" and self.rng.random() < 0.7:
-            away = [list(x) for x in policy.away or ([True] * n for n in self.shop.count)]
+            away = [list(x) for x in policy.away or ([True] * n for n in map(len, self.shop.numbers))]
             leaves = self.rng.random() < 0.5
             for _ in range(pick((1, 1, 2, 4))):
-                i = self.rng.randrange(max(self.shop.count))
+                i = self.rng.randrange(max(map(len, self.shop.numbers)))
                 for row in away[at : at + pick((1, 1, 2, 4))]:
                     row[min(i, len(row) - 1)] = leaves
             return replace(policy, away=tuple(map(tuple, away)))
         if self.rng.random() < 0.7:
             caps = list(policy.caps)
-            caps[at] = max(1, min(caps[at], self.shop.count[at]) + pick((-2, -1, 1, 2)))
+            caps[at] = max(1, min(caps[at], len(self.shop.numbers[at])) + pick((-2, -1, 1, 2)))
             return replace(policy, caps=tuple(caps))
         return replace(policy, weights=pick(self.weights), prefetch=pick((1, 2, 3)), keep=pick((0, 1, 2)), bold=False)
 
     def _caps(self, factor: float) -> tuple[int, ...]:
         """Microbatches in flight: as many as keep the rank busy for a trip with F's and B's, times ``factor``."""
-        q, caps = self.shop.problem, [0] * self.shop.problem.num_replicas
-        for mine in self.shop.mine:
-            busy = sum(q.f_s[k] + q.b_s[k] for k in mine)
-            for k in mine:
-                full = self.shop.trip_s(k) / busy + 1 if busy > 0 else q.num_microbatches
-                caps[k] = max(1, min(q.num_microbatches, ceil(full * factor)))
+        shop, most = self.shop, self.shop.task.num_microbatches
+        caps = [most] * shop.problem.num_replicas
+        for mine, stays in zip(shop.mine, shop.stays, strict=True):
+            busy = sum(x.f_s + x.b_s for x in stays)
+            for k, x in zip(mine, stays, strict=True) if busy > 0 else ():
+                caps[k] = max(1, min(most, ceil((x.trip_s / busy + 1) * factor)))
         return tuple(caps)
 
     def _away(self, period_s: float, filled: float) -> tuple[tuple[bool, ...], ...]:
         """Which microbatches may leave, evenly spread: the share that keeps ``filled`` × limit held on average."""
-        phase, mine = self.rng.random(), self.shop.mine
-        share = {k: self._share(r, ks, period_s, filled) for r, ks in enumerate(mine) for k in ks}
+        phase, shop = self.rng.random(), self.shop
+        share = [self._share(r, period_s, filled) for r in range(shop.problem.num_ranks)]
         return tuple(
-            tuple(floor((i + 1) * share[k] + phase) > floor(i * share[k] + phase) for i in range(n))
-            for k, n in enumerate(self.shop.count)
+            tuple(floor((i + 1) * share[r] + phase) > floor(i * share[r] + phase) for i in range(len(numbers)))
+            for r, numbers in zip(shop.problem.rank, shop.numbers, strict=True)
         )
 
-    def _share(self, r: int, mine: Sequence[int], period_s: float, filled: float) -> float:
-        shop, q = self.shop, self.shop.problem
-        area = saved = out = back = 0.0
-        for k in mine:
-            trip = shop.trip_s(k)
-            area += q.held[k] * (trip + q.b_s[k]) + q.kept[k] * q.w_s[k]
-            saved += shop.leaves[k] * max(0.0, trip - q.f_s[k] - shop.out_s[k] - shop.back_s[k])
-            out, back = out + shop.out_s[k], back + shop.back_s[k]
-        lane = (out + back if shop.shared else max(out, back)) * len(shop.riders[shop.lanes[r][0] // 2])
+    def _share(self, r: int, period_s: float, filled: float) -> float:
+        shop, stays = self.shop, self.shop.stays[r]
+        saved = sum(x.saved() for x in stays)
+        lane = sum(x.together_s for x in stays) * len(shop.riders[shop.lanes[r][0] // 2])
         most = min(1.0, period_s / lane) if lane > 0 else 1.0
-        return min(most, max(0.0, (area - filled * shop.room[r] * period_s) / saved)) if saved > 0 else 0.0
+        short = sum(x.area() for x in stays) - filled * shop.room[r] * period_s
+        return min(most, max(0.0, short / saved)) if saved > 0 else 0.0

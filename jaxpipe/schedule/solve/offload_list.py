@@ -1,6 +1,7 @@
 """Schedules with offload from list scheduling: many policies, played fast, the best kept.
 
-A rank takes the next B, F or W of its stages (microbatches of a stage in order) as soon as inputs, residency and memory allow;
+A rank takes the next B, F or W of its stages (microbatches of a stage in order) as soon as inputs, residency and memory allow,
+a W only where nothing else that could run arrives before its end;
 its host lanes, which the clock (:mod:`~jaxpipe.schedule.list_schedule.clock`) takes for ranks of their own, copy residuals out
 (O) and back (L). What is played is start times; :func:`~jaxpipe.schedule.solve.actions.schedule_of` makes rows of them, with
 an S where an order must say that an F waits for an O.
@@ -24,7 +25,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice, product
 from math import ceil, floor, inf
-from typing import Literal
 
 from jaxpipe.schedule.bounds.flows import Flows
 from jaxpipe.schedule.bounds.ranks import residents
@@ -41,31 +41,24 @@ _OPS = ("F", "B", "W", "BW", "O", "L")
 _HERE, _AWAY, _BACK = (F, True), (O, True), (L, True)  # where residuals are
 MOST = 2000
 """Policies tried at most."""
-_FEW = 18
 _LOOSE = 1 + 1e-6  # more than what rounding to nine digits takes
-Weights = Literal["fill", "gap", "eager", "fused"]
-"""W when nothing else can run; not when something on its way arrives before it ends; right behind its B; or as one BW."""
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
     """What a rank prefers.
 
-    ``caps``: per replica, the most microbatches between the start of F and the start of B. ``weights``: when W's run.
-    ``forward_first``: F before B where both can run. ``leave``: ``none``; ``need``, while memory is short; ``all``.
-    ``keep``: the next so many microbatches of a stage to turn back don't leave. ``prefetch``: so many may come back early.
-    ``away``: per replica, which microbatches may leave; None: any. ``bold``: F's may take the room that the next B's L needs
-    (only an O can then go on).
+    ``caps``: per replica, the most microbatches between the start of F and the start of B. ``away``: per replica, which
+    microbatches may leave while memory is short. ``forward_first``: F before B where both can run. ``bold``: F's may take the
+    room that the next L needs (only an O can then go on), and even the next to turn back may leave. ``fused``: each backward is
+    one BW.
     """
 
     caps: tuple[int, ...]
-    weights: Weights = "fill"
+    away: tuple[tuple[bool, ...], ...]
     forward_first: bool = False
-    leave: Literal["none", "need", "all"] = "need"
-    keep: int = 1
-    prefetch: int = 2
-    away: tuple[tuple[bool, ...], ...] | None = None
     bold: bool = False
+    fused: bool = False
 
 
 def offload_candidates(
@@ -169,13 +162,12 @@ class _Play:
         self.memory, self.fresh, self.out = [0.0] * p, [0.0] * p, [0] * p
         self.running: list[tuple[float, int, int, int]] = []
         self.started: dict[int, float] = {}
-        self.fused, self.copies = policy.weights == "fused", policy.leave != "none"
 
     def run(self, give_up: float) -> tuple[tuple[float, ...], Starts] | None:
         """The objective and the other time, and when everything starts; None if it gets stuck, or takes longer than that."""
         self.clock.run(self._choose, until=give_up * _LOOSE)
         p, clock = self.q.num_ranks, self.clock
-        if sum(map(len, clock.rows[:p])) < sum(map(len, self.shop.numbers)) * (2 if self.fused else 3):
+        if sum(map(len, clock.rows[:p])) < sum(map(len, self.shop.numbers)) * (2 if self.policy.fused else 3):
             return None
         spans = [b - a for a, b in zip(clock.first[:p], clock.free[:p], strict=True)]
         return self.shop.task.order(max(clock.free[:p]), max(spans)), self.shop.starts(self.started)
@@ -186,9 +178,7 @@ class _Play:
             self._ended(*heapq.heappop(self.running)[1:])
         p, clock = self.q.num_ranks, self.clock
         if rank >= p:
-            return self._copy(rank - p, now) if self.copies else -1
-        if not self.copies:
-            return self._compute(rank, now)
+            return self._copy(rank - p, now)
         self.fresh[rank] = 0.0
         if not self.shop.shared:
             self._fill_lanes(rank, now)  # only now can an S go before an L
@@ -228,14 +218,12 @@ class _Play:
         mine, policy = self.shop.mine[r], self.policy
         back = next((k for k in reversed(mine) if self._b_at(k) <= now), -1)
         ahead = next((k for k in reversed(mine) if self._f_at(r, k) <= now), -1)
-        weight = -1 if self.fused else next((k for k in mine if self.begun_w[k] < self.begun_b[k]), -1)
-        if weight >= 0 and policy.weights == "eager":
-            return self._next(W, self.begun_w, weight, now)
+        weight = -1 if policy.fused else next((k for k in mine if self.begun_w[k] < self.begun_b[k]), -1)
         if back >= 0 and not (policy.forward_first and ahead >= 0):
-            return self._next(BW if self.fused else B, self.begun_b, back, now)
+            return self._next(BW if policy.fused else B, self.begun_b, back, now)
         if ahead >= 0:
             return self._next(F, self.begun_f, ahead, now)
-        if weight >= 0 and not (policy.weights == "gap" and self._better_wait(r, now + self.q.w_s[weight], now)):
+        if weight >= 0 and not self._better_wait(r, now + self.q.w_s[weight], now):
             return self._next(W, self.begun_w, weight, now)
         return -1
 
@@ -260,10 +248,13 @@ class _Play:
 
     def _reserve(self, r: int) -> float:
         """Room that the next microbatch to turn back needs, if it is away."""
-        if not self.copies or self.policy.bold:
+        if self.policy.bold:
             return 0.0
-        next_back = ((k, self.begun_b[k]) for k in self.shop.mine[r] if self.begun_b[k] < self.begun_f[k])
-        return max((self.shop.leaves[k] for k, i in next_back if self.where[k][i][0] == O), default=0.0)
+        return max((self.shop.leaves[k] for i, k in self._turning(r) if self.where[k][i][0] == O), default=0.0)
+
+    def _turning(self, r: int) -> list[tuple[int, int]]:
+        """Of each replica of a rank, the next microbatch to turn back."""
+        return [(self.begun_b[k], k) for k in self.shop.mine[r] if self.begun_b[k] < self.begun_f[k]]
 
     def _better_wait(self, r: int, end: float, now: float) -> bool:
         """Whether something that could run arrives before ``end``."""
@@ -282,14 +273,8 @@ class _Play:
         return -1
 
     def _copy_back(self, r: int, now: float) -> int:
-        shop, begun_f, begun_b = self.shop, self.begun_f, self.begun_b
-        away = [
-            (i, k)
-            for k in shop.mine[r]
-            for i in range(begun_b[k], min(begun_b[k] + self.policy.prefetch, begun_f[k]))
-            if self.where[k][i] == _AWAY
-        ]
-        i, k = min(away, default=(-1, -1))
+        shop = self.shop
+        i, k = min(((i, k) for i, k in self._turning(r) if self.where[k][i] == _AWAY), default=(-1, -1))
         unnamed = 0.0 if shop.shared else self.fresh[r]  # an S for it would stand behind the running slot
         if k < 0 or self.memory[r] + shop.leaves[k] + unnamed > shop.room[r]:
             return -1
@@ -301,15 +286,10 @@ class _Play:
         if self.out[r] == shop.task.offloads_in_flight:
             return -1
         for k in shop.mine[r]:
-            need = self.memory[r] + 2 * self.q.held[k] > shop.room[r]
-            if not shop.leaves[k] or (policy.leave == "need" and not need):
+            if not shop.leaves[k] or self.memory[r] + 2 * self.q.held[k] <= shop.room[r]:
                 continue
-            low, away = self.begun_b[k] + policy.keep, policy.away
-            last = (
-                i
-                for i in reversed(range(low, self.begun_f[k]))
-                if self.where[k][i] == _HERE and (not away or away[k][i])
-            )
+            low, away = self.begun_b[k] + (not policy.bold), policy.away[k]
+            last = (i for i in reversed(range(low, self.begun_f[k])) if away[i] and self.where[k][i] == _HERE)
             found += [(i - low, k, i) for i in islice(last, 1)]
         if not found:
             return -1
@@ -326,70 +306,42 @@ class _Draws:
         q, costs = shop.problem, shop.task.costs
         work_s = max(sum(x.f_s + x.back_s for x in stays) for stays in shop.stays) / shop.task.placement.num_flows
         self.period_s = max(work_s, target / q.num_microbatches if 0 < target < inf else 0.0)
-        copies = any(shop.leaves)
-        self.leave: tuple[Literal["none", "need", "all"], ...] = ("need", "all") if copies else ("none",)
         split = all(at_most(b + c, w) for w, b, c in zip(costs.bw_s, costs.b_s, costs.w_s, strict=True))
-        self.weights: tuple[Weights, ...] = ("gap", "fill", "eager") + (() if split else ("fused",))
+        self.fused = (False,) if split else (False, True)
+        self.every = tuple((True,) * len(numbers) for numbers in shop.numbers)
 
     def all(self) -> Iterator[Policy]:
-        """A few fixed ones, which suffice where the lane keeps up; then one fixed and one drawn in turn; then drawn ones."""
-        fixed, drawn = self._fixed(), self._drawn()
-        yield from islice(fixed, _FEW)
-        for policy in fixed:
-            yield policy
-            yield next(drawn)
-        yield from drawn
-
-    def _fixed(self) -> Iterator[Policy]:
-        """What helped most often first."""
-        copies = self.leave[0] != "none"
-        depths = ((1, 1), (1, 2), (2, 2)) if copies else ((1, 1),)
-        for ahead, leave, weights in product((False, True), self.leave, self.weights):
-            for (keep, prefetch), factor in product(depths, (99.0, 1.0, 1.5)):
-                yield Policy(self._caps(factor), weights, ahead, leave, keep, prefetch)
-        for weights, factor in product(self.weights, (1.0, 1.5)) if copies else ():
-            yield Policy(self._caps(factor), weights, leave="none")
-
-    def _drawn(self) -> Iterator[Policy]:
-        """Without end."""
+        """A few fixed ones, which suffice where the lane keeps up; then drawn ones and changes, without end."""
+        for bold, ahead, fused, factor in product((False, True), (False, True), self.fused, (99.0, 1.0, 1.5)):
+            yield Policy(self._caps(factor), self.every, ahead, bold, fused)
         while True:
             yield self._anew()
             if self.base is not None:
                 yield self._changed(self.base)
 
     def _anew(self) -> Policy:
-        pick = self.rng.choice
-        policy = Policy(
+        pick, few = self.rng.choice, self.rng.random() < 0.6
+        return Policy(
             self._caps(pick((0.7, 0.85, 1.0, 1.2, 1.4, 1.6, 2.0, 99.0))),
-            pick(self.weights),
+            self._away(self.period_s * pick((1.0, 1.05, 1.1, 1.15)), pick((0.7, 0.8, 0.9, 1.0))) if few else self.every,
             forward_first=self.rng.random() < 0.4,
-            leave=pick(self.leave),
-            keep=pick((0, 1, 1, 2)),
-            prefetch=pick((1, 2, 3)),
-        )
-        policy = replace(policy, bold=policy.keep == 0 and self.rng.random() < 0.5)
-        if policy.leave == "none" or self.rng.random() < 0.4:
-            return policy
-        return replace(
-            policy, away=self._away(self.period_s * pick((1.0, 1.05, 1.1, 1.15)), pick((0.7, 0.8, 0.9, 1.0)))
+            bold=self.rng.random() < 0.25,
+            fused=pick(self.fused),
         )
 
     def _changed(self, policy: Policy) -> Policy:
-        """Another cap or preference; more often, a few microbatches that stay on some neighbouring replicas, or leave."""
+        """Another cap; more often, a few microbatches that stay on some neighbouring replicas, or leave."""
         pick, at = self.rng.choice, self.rng.randrange(len(policy.caps))
-        if policy.leave != "none" and self.rng.random() < 0.7:
-            away = [list(x) for x in policy.away or ([True] * n for n in map(len, self.shop.numbers))]
-            leaves = self.rng.random() < 0.5
-            for _ in range(pick((1, 1, 2, 4))):
-                i = self.rng.randrange(max(map(len, self.shop.numbers)))
-                for row in away[at : at + pick((1, 1, 2, 4))]:
-                    row[min(i, len(row) - 1)] = leaves
-            return replace(policy, away=tuple(map(tuple, away)))
-        if self.rng.random() < 0.7:
+        if self.rng.random() < 0.3:
             caps = list(policy.caps)
             caps[at] = max(1, min(caps[at], len(self.shop.numbers[at])) + pick((-2, -1, 1, 2)))
             return replace(policy, caps=tuple(caps))
-        return replace(policy, weights=pick(self.weights), prefetch=pick((1, 2, 3)), keep=pick((0, 1, 2)), bold=False)
+        away, leaves = [list(x) for x in policy.away], self.rng.random() < 0.5
+        for _ in range(pick((1, 1, 2, 4))):
+            i = self.rng.randrange(max(map(len, self.shop.numbers)))
+            for row in filter(None, away[at : at + pick((1, 1, 2, 4))]):
+                row[min(i, len(row) - 1)] = leaves
+        return replace(policy, away=tuple(map(tuple, away)))
 
     def _caps(self, factor: float) -> tuple[int, ...]:
         """Microbatches in flight: as many as keep the rank busy for a trip with F's and B's, times ``factor``."""

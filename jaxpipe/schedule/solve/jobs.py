@@ -29,7 +29,7 @@ from jaxpipe.schedule.tolerance import at_most, nine_digits
 
 _OPS = frozenset((*OPS, "O", "L", "S"))  # that the search knows
 _ACTIONS_PER_S = 60_000  # that list scheduling with offload places, roughly
-_FEWEST_POLICIES, _MOST_POLICIES = 12, 2_000
+_FEWEST_POLICIES = 12
 
 
 class Tell(Protocol):
@@ -87,9 +87,9 @@ class OffloadLists(Job):
     timed = False
 
     def run(self, task: SolveTask, tell: Tell) -> None:
-        from jaxpipe.schedule.solve.offload_list import offload_candidates
+        from jaxpipe.schedule.solve.offload_list import MOST, offload_candidates
 
-        budget, most = self.budget(), _MOST_POLICIES
+        budget, most = self.budget(), MOST
         if self.reproducible:
             actions = 3 * task.placement.num_stages * task.num_microbatches
             most = max(_FEWEST_POLICIES, int(self.seconds * _ACTIONS_PER_S / actions))

@@ -166,8 +166,8 @@ class _Play:
     def run(self, give_up: float) -> tuple[tuple[float, ...], Starts] | None:
         """The objective and the other time, and when everything starts; None if it gets stuck, or takes longer than that."""
         self.clock.run(self._choose, until=give_up * _LOOSE)
-        p, clock = self.q.num_ranks, self.clock
-        if sum(map(len, clock.rows[:p])) < sum(map(len, self.shop.numbers)) * (2 if self.policy.fused else 3):
+        p, clock, last = self.q.num_ranks, self.clock, self.begun_b if self.policy.fused else self.begun_w
+        if sum(last) < sum(map(len, self.shop.numbers)):
             return None
         spans = [b - a for a, b in zip(clock.first[:p], clock.free[:p], strict=True)]
         return self.shop.task.order(max(clock.free[:p]), max(spans)), self.shop.starts(self.started)

@@ -49,15 +49,15 @@ class Policy:
     """What a rank prefers.
 
     ``caps``: per replica, the most microbatches between the start of F and the start of B. ``away``: per replica, which
-    microbatches may leave while memory is short. ``forward_first``: F before B where both can run. ``bold``: F's may take the
-    room that the next L needs (only an O can then go on), and even the next to turn back may leave. ``fused``: each backward is
-    one BW.
+    microbatches may leave while memory is short. ``near``: so many of a stage that turn back next don't leave, and come back as
+    soon as there is room; with 0 even the next one may leave, and F's may take the room that its L needs. ``forward_first``: F
+    before B where both can run. ``fused``: each backward is one BW.
     """
 
     caps: tuple[int, ...]
     away: tuple[tuple[bool, ...], ...]
+    near: int = 1
     forward_first: bool = False
-    bold: bool = False
     fused: bool = False
 
 
@@ -97,7 +97,7 @@ class _Shop:
     """The tables of a task, by replica and rank; codes are those of :mod:`~jaxpipe.schedule.problem`, with O and L as ops 4 and
     5. Each host lane is a rank of its own, number p + lane.
 
-    ``numbers``: the microbatches of a replica. ``mine``: a rank's replicas that have some; ``stays``: what it holds for them.
+    ``codes``: of a replica's F's. ``mine``: a rank's replicas that have some; ``stays``: what it holds for them.
     ``lanes``: a rank's host lanes; ``riders``: by two lanes, the ranks that have them.
     """
 
@@ -105,8 +105,8 @@ class _Shop:
         self.task, self.actions = task, Actions(task)
         self.problem = problem = Problem.of(task.placement, task.num_microbatches, task.costs)
         costs, p, n, host = task.costs, problem.num_ranks, problem.num_replicas, task.costs.host
-        self.numbers = [problem.microbatches(k) for k in range(n)]
-        self.mine = [[k for k in problem.replicas_of(r) if self.numbers[k]] for r in range(p)]
+        self.codes = [[problem.code(F, k, i) for i in problem.microbatches(k)] for k in range(n)]
+        self.mine = [[k for k in problem.replicas_of(r) if self.codes[k]] for r in range(p)]
         flows = Flows(task.placement, task.num_microbatches, costs)
         self.stays = [residents(flows, r) for r in range(p)]
         may_leave, self.leaves = {self.actions.action[o].stage for o in self.actions.copies}, [0.0] * n
@@ -155,10 +155,10 @@ class _Play:
     def __init__(self, shop: _Shop, policy: Policy) -> None:
         q = self.q = shop.problem
         self.shop, self.policy = shop, policy
-        n, p = q.num_replicas, q.num_ranks
+        self.n, self.step, p = q.num_replicas, q.num_replicas * q.num_microbatches, q.num_ranks
         self.clock = Clock(shop.tables)
-        self.begun_f, self.begun_b, self.begun_w = [0] * n, [0] * n, [0] * n
-        self.where = [[(F, False)] * len(numbers) for numbers in shop.numbers]
+        self.begun_f, self.begun_b, self.begun_w = ([0] * self.n for _ in range(3))
+        self.where = [[(F, False)] * len(codes) for codes in shop.codes]
         self.memory, self.fresh, self.out = [0.0] * p, [0.0] * p, [0] * p
         self.running: list[tuple[float, int, int, int]] = []
         self.started: dict[int, float] = {}
@@ -167,7 +167,7 @@ class _Play:
         """The objective and the other time, and when everything starts; None if it gets stuck, or takes longer than that."""
         self.clock.run(self._choose, until=give_up * _LOOSE)
         p, clock, last = self.q.num_ranks, self.clock, self.begun_b if self.policy.fused else self.begun_w
-        if sum(last) < sum(map(len, self.shop.numbers)):
+        if sum(last) < sum(map(len, self.shop.codes)):
             return None
         spans = [b - a for a, b in zip(clock.first[:p], clock.free[:p], strict=True)]
         return self.shop.task.order(max(clock.free[:p]), max(spans)), self.shop.starts(self.started)
@@ -196,16 +196,17 @@ class _Play:
 
     def _start(self, op: int, k: int, i: int, now: float) -> int:
         """The code of an action that starts."""
-        code, kind = self.q.code(op, k, self.shop.numbers[k][i]), op * self.q.num_replicas + k
+        kind, rank, tables = op * self.n + k, self.q.rank[k], self.shop.tables
+        code = self.shop.codes[k][i] + op * self.step
         self.started[code] = now
         self.where[k][i] = op, False
-        self.memory[self.q.rank[k]] += max(0.0, self.shop.tables.change[kind])
-        self.out[self.q.rank[k]] += op == O
-        heapq.heappush(self.running, (now + self.shop.tables.seconds[kind], op, k, i))
+        self.memory[rank] += max(0.0, tables.change[kind])
+        self.out[rank] += op == O
+        heapq.heappush(self.running, (now + tables.seconds[kind], op, k, i))
         return code
 
     def _ended(self, op: int, k: int, i: int) -> None:
-        rank, change = self.q.rank[k], min(0.0, self.shop.tables.change[op * self.q.num_replicas + k])
+        rank, change = self.q.rank[k], min(0.0, self.shop.tables.change[op * self.n + k])
         self.where[k][i] = op, True
         self.memory[rank] += change
         self.fresh[rank] -= change if op == O else 0.0
@@ -233,28 +234,24 @@ class _Play:
 
     def _b_at(self, k: int) -> float:
         """When the next B of a replica can start at the earliest, as far as that is known."""
-        i = self.begun_b[k]
-        if i == len(self.shop.numbers[k]) or self.where[k][i] not in (_HERE, _BACK):
+        i, codes = self.begun_b[k], self.shop.codes[k]
+        if i == len(codes) or self.where[k][i] not in (_HERE, _BACK):
             return NEVER
-        return self.clock.ready[self.q.code(B, k, self.shop.numbers[k][i])]
+        return self.clock.ready[codes[i] + self.step]
 
     def _f_at(self, r: int, k: int) -> float:
-        i = self.begun_f[k]
-        if i == len(self.shop.numbers[k]) or i - self.begun_b[k] >= self.policy.caps[k]:
+        i, codes = self.begun_f[k], self.shop.codes[k]
+        if i == len(codes) or (at := self.clock.ready[codes[i]]) == NEVER or i - self.begun_b[k] >= self.policy.caps[k]:
             return NEVER
-        if self.memory[r] + self.q.reserved[k] + self._reserve(r) > self.shop.room[r]:
-            return NEVER
-        return self.clock.ready[self.q.code(F, k, self.shop.numbers[k][i])]
+        fits = self.memory[r] + self.q.reserved[k] + self._reserve(r) <= self.shop.room[r]
+        return at if fits else NEVER
 
     def _reserve(self, r: int) -> float:
         """Room that the next microbatch to turn back needs, if it is away."""
-        if self.policy.bold:
+        if not self.policy.near:
             return 0.0
-        return max((self.shop.leaves[k] for i, k in self._turning(r) if self.where[k][i][0] == O), default=0.0)
-
-    def _turning(self, r: int) -> list[tuple[int, int]]:
-        """Of each replica of a rank, the next microbatch to turn back."""
-        return [(self.begun_b[k], k) for k in self.shop.mine[r] if self.begun_b[k] < self.begun_f[k]]
+        turning = ((k, self.begun_b[k]) for k in self.shop.mine[r] if self.begun_b[k] < self.begun_f[k])
+        return max((self.shop.leaves[k] for k, i in turning if self.where[k][i][0] == O), default=0.0)
 
     def _better_wait(self, r: int, end: float, now: float) -> bool:
         """Whether something that could run arrives before ``end``."""
@@ -273,8 +270,11 @@ class _Play:
         return -1
 
     def _copy_back(self, r: int, now: float) -> int:
-        shop = self.shop
-        i, k = min(((i, k) for i, k in self._turning(r) if self.where[k][i] == _AWAY), default=(-1, -1))
+        shop, near, away = self.shop, max(1, self.policy.near), []
+        for k in shop.mine[r]:
+            turning = range(self.begun_b[k], min(self.begun_b[k] + near, self.begun_f[k]))
+            away += [(i, k) for i in turning if self.where[k][i] == _AWAY]
+        i, k = min(away, default=(-1, -1))
         unnamed = 0.0 if shop.shared else self.fresh[r]  # an S for it would stand behind the running slot
         if k < 0 or self.memory[r] + shop.leaves[k] + unnamed > shop.room[r]:
             return -1
@@ -288,7 +288,7 @@ class _Play:
         for k in shop.mine[r]:
             if not shop.leaves[k] or self.memory[r] + 2 * self.q.held[k] <= shop.room[r]:
                 continue
-            low, away = self.begun_b[k] + (not policy.bold), policy.away[k]
+            low, away = self.begun_b[k] + policy.near, policy.away[k]
             last = (i for i in reversed(range(low, self.begun_f[k])) if away[i] and self.where[k][i] == _HERE)
             found += [(i - low, k, i) for i in islice(last, 1)]
         if not found:
@@ -308,12 +308,12 @@ class _Draws:
         self.period_s = max(work_s, target / q.num_microbatches if 0 < target < inf else 0.0)
         split = all(at_most(b + c, w) for w, b, c in zip(costs.bw_s, costs.b_s, costs.w_s, strict=True))
         self.fused = (False,) if split else (False, True)
-        self.every = tuple((True,) * len(numbers) for numbers in shop.numbers)
+        self.every = tuple((True,) * len(codes) for codes in shop.codes)
 
     def all(self) -> Iterator[Policy]:
         """A few fixed ones, which suffice where the lane keeps up; then drawn ones and changes, without end."""
-        for bold, ahead, fused, factor in product((False, True), (False, True), self.fused, (99.0, 1.0, 1.5)):
-            yield Policy(self._caps(factor), self.every, ahead, bold, fused)
+        for ahead, near, fused, factor in product((False, True), (1, 2, 0), self.fused, (99.0, 1.0, 1.5)):
+            yield Policy(self._caps(factor), self.every, near, ahead, fused)
         while True:
             yield self._anew()
             if self.base is not None:
@@ -324,8 +324,8 @@ class _Draws:
         return Policy(
             self._caps(pick((0.7, 0.85, 1.0, 1.2, 1.4, 1.6, 2.0, 99.0))),
             self._away(self.period_s * pick((1.0, 1.05, 1.1, 1.15)), pick((0.7, 0.8, 0.9, 1.0))) if few else self.every,
+            near=pick((0, 1, 2, 3)),
             forward_first=self.rng.random() < 0.4,
-            bold=self.rng.random() < 0.25,
             fused=pick(self.fused),
         )
 
@@ -334,11 +334,11 @@ class _Draws:
         pick, at = self.rng.choice, self.rng.randrange(len(policy.caps))
         if self.rng.random() < 0.3:
             caps = list(policy.caps)
-            caps[at] = max(1, min(caps[at], len(self.shop.numbers[at])) + pick((-2, -1, 1, 2)))
+            caps[at] = max(1, min(caps[at], len(self.shop.codes[at])) + pick((-2, -1, 1, 2)))
             return replace(policy, caps=tuple(caps))
         away, leaves = [list(x) for x in policy.away], self.rng.random() < 0.5
         for _ in range(pick((1, 1, 2, 4))):
-            i = self.rng.randrange(max(map(len, self.shop.numbers)))
+            i = self.rng.randrange(max(map(len, self.shop.codes)))
             for row in filter(None, away[at : at + pick((1, 1, 2, 4))]):
                 row[min(i, len(row) - 1)] = leaves
         return replace(policy, away=tuple(map(tuple, away)))
@@ -358,8 +358,8 @@ class _Draws:
         phase, shop = self.rng.random(), self.shop
         share = [self._share(r, period_s, filled) for r in range(shop.problem.num_ranks)]
         return tuple(
-            tuple(floor((i + 1) * share[r] + phase) > floor(i * share[r] + phase) for i in range(len(numbers)))
-            for r, numbers in zip(shop.problem.rank, shop.numbers, strict=True)
+            tuple(floor((i + 1) * share[r] + phase) > floor(i * share[r] + phase) for i in range(len(codes)))
+            for r, codes in zip(shop.problem.rank, shop.codes, strict=True)
         )
 
     def _share(self, r: int, period_s: float, filled: float) -> float:

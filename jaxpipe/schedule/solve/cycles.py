@@ -59,13 +59,14 @@ class Cycle:
     microbatches: int
     start: dict[tuple[int, int, int], int]
 
-    def rows(self, problem: Problem) -> list[list[int]]:
-        """Rows of codes of all of ``problem``'s microbatches, each rank in order of start."""
+    def rows(self, problem: Problem, first: int = 0) -> list[list[int]]:
+        """Rows of codes of all of ``problem``'s microbatches, each rank in order of start. ``first``: that of the cycle which
+        microbatch 0 is."""
         actions: list[list[tuple[int, int, int]]] = [[] for _ in range(problem.num_ranks)]
         for (op, k, j), cell in self.start.items():
             row = actions[problem.rank[k]]
-            for i in range(j, problem.num_microbatches, self.microbatches):
-                row.append((cell + i // self.microbatches * self.period, op, problem.code(op, k, i)))
+            for n, i in enumerate(range((j - first) % self.microbatches, problem.num_microbatches, self.microbatches)):
+                row.append((cell + (n + (j < first)) * self.period, op, problem.code(op, k, i)))
         return [[code for _, _, code in sorted(row)] for row in actions]
 
 

@@ -312,8 +312,8 @@ class _Draws:
 
     def all(self) -> Iterator[Policy]:
         """A few fixed ones, which suffice where the lane keeps up; then drawn ones and changes, without end."""
-        for ahead, near, fused, factor in product((False, True), (1, 2, 0), self.fused, (99.0, 1.0, 1.5)):
-            yield Policy(self._caps(factor), self.every, near, ahead, fused)
+        for near, fused, factor in product((1, 2, 3, 0), self.fused, (99.0, 1.0, 0.7)):
+            yield Policy(self._caps(factor), self.every, near, fused=fused)
         while True:
             yield self._anew()
             if self.base is not None:

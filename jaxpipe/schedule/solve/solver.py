@@ -395,7 +395,7 @@ class Portfolio:
                 yield self._job(number, Exact, total * part, start=start, workers=_EXACT_WORKERS)
         for number, task in chains:
             for part in range(_CYCLE_PARTS) if task.placement.num_flows == 1 < task.placement.num_chunks else ():
-                yield self._job(number, Cycles, min(25.0, total * 0.4), part=part, parts=_CYCLE_PARTS)
+                yield self._job(number, Cycles, min(25.0, total * 0.3), part=part, parts=_CYCLE_PARTS)
 
     def _neighbourhood(self) -> Job | None:
         """The next neighbourhood job: mostly on the best schedule, now and then on the best of another placement."""

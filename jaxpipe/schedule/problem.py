@@ -103,6 +103,16 @@ class Problem:
         return tuple(map(max, self.held, self.kept))
 
     @cached_property
+    def round_trips(self) -> tuple[float, ...]:
+        """Per replica of a chain in one direction, least seconds from F's start to B's end."""
+        trips, way = [], 0.0
+        for k in reversed(range(self.num_replicas)):
+            way += self.f_s[k] + self.b_s[k]
+            trips.append(way)
+            way += self.up_s[k] + self.down_s[k - 1]
+        return tuple(reversed(trips))
+
+    @cached_property
     def tables(self) -> Tables:
         """What the clock looks up, in the order of codes; F takes ``reserved``. B and BW are ready under the code of the B,
         and W under none: a W may run once its B has."""

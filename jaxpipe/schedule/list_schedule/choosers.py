@@ -72,16 +72,11 @@ def full_limit(problem: Problem) -> float:
 def depths(problem: Problem, round_trips: float) -> list[float]:
     """Per stage, the most microbatches between F and B: ``round_trips`` times the way to the last stage and back, in
     seconds of the rank with most work for one microbatch, rounded up."""
-    c, n = problem, problem.num_replicas
-    work = [sum(c.f_s[q] + c.b_s[q] + c.w_s[q] for q in c.replicas_of(r)) for r in range(c.num_ranks)]
-    if round_trips == NEVER or max(work) <= 0:
-        return [NEVER] * n
-    found, trip = [0.0] * n, 0.0
-    for q in reversed(range(n)):
-        trip += c.f_s[q] + c.b_s[q]
-        found[q] = max(1.0, ceil(round_trips * trip / max(work) - ROUNDING))
-        trip += c.up_s[q] + c.down_s[q - 1]
-    return found
+    c = problem
+    work = max(sum(c.f_s[q] + c.b_s[q] + c.w_s[q] for q in c.replicas_of(r)) for r in range(c.num_ranks))
+    if round_trips == NEVER or work <= 0:
+        return [NEVER] * c.num_replicas
+    return [max(1.0, ceil(round_trips * trip / work - ROUNDING)) for trip in c.round_trips]
 
 
 def by_turn(policy: Policy, problem: Problem, clock: Clock, limit: float) -> Choose:

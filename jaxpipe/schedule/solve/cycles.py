@@ -34,19 +34,21 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from math import ceil, gcd
+from itertools import islice
+from math import ceil, gcd, inf
 from typing import Any
 
 from jaxpipe.schedule.budget import Budget
+from jaxpipe.schedule.grids import memory_units
 from jaxpipe.schedule.list_schedule.fillers import Finisher
+from jaxpipe.schedule.placement import v_shape
 from jaxpipe.schedule.problem import B, F, Problem, W
-from jaxpipe.schedule.retime import Draft
+from jaxpipe.schedule.retime import Draft, peaks
 from jaxpipe.schedule.solve.cp_sat import LITE, run
-from jaxpipe.schedule.tolerance import MEMORY, how_many
+from jaxpipe.schedule.tolerance import at_most
 
 _FINEST = 24
 """Cells that the mean action takes at most. README's proofs that no cycle of one does better at half memory used 20 to 26."""
-_UNITS = 60  # units of memory that the largest residual is divided into, where sizes differ: divisible by 2, 3, 4, 5, 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,25 +68,11 @@ class Cycle:
                 row.append((cell + i // self.microbatches * self.period, op, problem.code(op, k, i)))
         return [[code for _, _, code in sorted(row)] for row in actions]
 
-    def peak(self, grid: Grid) -> int:
-        """Units of memory that the fullest rank holds in the steady state."""
-        return max(self._held(grid, key) for key in self.start if key[0] == F)
-
-    def _held(self, grid: Grid, at: tuple[int, int, int]) -> int:
-        """Units that a rank holds when the F called ``at`` starts."""
-        now, held = self.start[at], 0
-        for k in grid.problem.replicas_of(grid.problem.rank[at[1]]):
-            freed = grid.held[k] - grid.kept[k], grid.kept[k]
-            for j in range(self.microbatches):
-                held += grid.held[k] * ((now - self.start[F, k, j]) // self.period + 1)
-                for op, units in zip((B, W), freed, strict=True):
-                    held -= units * ((now - self.start[op, k, j] - grid.cells[op][k]) // self.period + 1)
-        return held
-
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """A problem in whole cells: ``cells[op][k]`` of an action, ``down[k]`` and ``up[k]`` of transfers, memory in whole units.
+    """A problem in whole cells: ``cells[op][k]`` of an action, ``down[k]`` and ``up[k]`` of transfers, ``trip[k]`` from
+    the start of F to the end of B, memory in whole units.
 
     Only one flow: chains in both directions have no cycle here.
     """
@@ -93,6 +81,7 @@ class Grid:
     cells: tuple[tuple[int, ...], ...]
     down: tuple[int, ...]
     up: tuple[int, ...]
+    trip: tuple[int, ...]
     held: tuple[int, ...]
     kept: tuple[int, ...]
     limit: tuple[int, ...]
@@ -104,12 +93,13 @@ class Grid:
         cell = _cell([x for x in seconds if x > 0])
         cells = [tuple(max(1, round(x / cell)) for x in s) for s in (problem.f_s, problem.b_s, problem.w_s)]
         down, up = (tuple(ceil(x / cell - 0.25) for x in s) for s in (problem.down_s, problem.up_s))
-        sizes = {x for x in (*problem.held, *problem.kept) if x > 0}
-        unit = max(sizes, default=1.0) if len(sizes) <= 1 else max(sizes) / _UNITS
-        held, kept = (tuple(ceil(x / unit * (1 - MEMORY)) for x in s) for s in (problem.held, problem.kept))
+        trip = tuple(round(x / cell) for x in problem.round_trips)
+        finite = [x for x in limits if x < inf]
+        units = memory_units([*problem.held, *problem.kept], max(finite, default=0.0))
+        held, kept = (tuple(map(units.size, sizes)) for sizes in (problem.held, problem.kept))
         most = problem.num_microbatches * (sum(held) + 1)
-        limit = tuple(most if x == float("inf") else how_many(unit, x) for x in limits)
-        return cls(problem, tuple(cells), down, up, held, kept, limit)
+        limit = tuple(units.limit(x) if x < inf else most for x in limits)
+        return cls(problem, tuple(cells), down, up, trip, held, kept, limit)
 
     def chain(self) -> Iterator[tuple[int, int, int, int, int]]:
         """(op, replica, op, replica, cells): the second starts that much after the first, or later."""
@@ -124,31 +114,15 @@ class Grid:
 
     def work(self) -> int:
         """Cells that the busiest rank works for one microbatch."""
-        busy = [0] * self.problem.num_ranks
-        for k, rank in enumerate(self.problem.rank):
-            busy[rank] += sum(self.cells[op][k] for op in (F, B, W))
-        return max(busy)
-
-    def round_trips(self) -> list[int]:
-        """Per replica, least cells from F's start to B's end."""
-        trip = [0] * self.problem.num_replicas
-        way = 0
-        for k in reversed(range(self.problem.num_replicas)):
-            way += self.cells[F][k] + self.cells[B][k]
-            trip[k] = way
-            if k:
-                way += self.down[k - 1] + self.up[k]
-        return trip
+        problem = self.problem
+        return max(sum(row[k] for row in self.cells for k in problem.replicas_of(r)) for r in range(problem.num_ranks))
 
     def least_period(self, g: int) -> int:
         """Cells that g microbatches take at least: work, and memory × time on each rank."""
-        p, trip = self.problem.num_ranks, self.round_trips()
-        area = [0] * p
+        area = [0] * self.problem.num_ranks
         for k, rank in enumerate(self.problem.rank):
-            kept = min(self.kept[k], self.held[k])
-            area[rank] += self.held[k] * trip[k] + kept * self.cells[W][k]
-        by_memory = [-(-g * a // x) for a, x in zip(area, self.limit, strict=True) if x > 0]
-        return max([g * self.work(), *by_memory])
+            area[rank] += self.held[k] * self.trip[k] + min(self.kept[k], self.held[k]) * self.cells[W][k]
+        return max([g * self.work(), *(-(-g * a // x) for a, x in zip(area, self.limit, strict=True) if x > 0)])
 
 
 def _cell(seconds: Sequence[float]) -> float:
@@ -166,16 +140,18 @@ _MOST_RANKS, _MOST_MICROBATCHES = 9, 3
 """Ranks that repeat, microbatches in a period. The best known at p/2 has 5 ranks and 2 microbatches (README)."""
 _TURNS = 1.0
 """Chunks that the turns add at least: a lower estimate, for they took 3 to 5 (README)."""
+_LONGEST_LIFE = 7  # periods beyond a round trip: bounds a variable, not tuned
 _LONGEST_WAIT = 8  # W's that a W waits for at most: bounds a variable, not tuned
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """``g`` microbatches in a period; ``q`` ranks repeat, and a forward takes ``n`` periods over them, there and back."""
+    """``g`` microbatches in a period; ``q`` ranks repeat, and a forward takes ``n`` periods over them, there and back. Without
+    ``q`` and ``n``: no symmetries."""
 
     g: int
-    q: int
-    n: int
+    q: int = 0
+    n: int = 0
 
     def chunks(self, p: int) -> float:
         """Chunks that rank 0 of ``p`` holds, without the turns."""
@@ -183,8 +159,13 @@ class Shape:
 
 
 def shapes(grid: Grid, stretch: float) -> Iterator[Shape]:
-    """What may fit into the memory with a period of ``stretch`` × the work: few microbatches first, then much room to move."""
-    p, step, chunk = grid.problem.num_ranks, _step(grid), max(grid.held)
+    """What may fit into the memory with a period of ``stretch`` × the work: few microbatches first, then much room to move.
+    Of an uneven V nothing, as its families do better (README)."""
+    p, step, chunk = grid.problem.num_ranks, max(grid.cells[F][0], grid.cells[B][0]) + grid.down[0], max(grid.held)
+    if not applies(grid):
+        if grid.problem.placement != v_shape(p):
+            yield Shape(1)
+        return
     room = min(grid.limit) / chunk - _TURNS
     found = []
     for g in range(1, _MOST_MICROBATCHES + 1):
@@ -198,79 +179,56 @@ def shapes(grid: Grid, stretch: float) -> Iterator[Shape]:
 
 
 def applies(grid: Grid) -> bool:
-    """Whether the problem is a V with equal stages."""
-    problem = grid.problem
-    p, n = problem.num_ranks, problem.num_replicas
-    v = n == 2 * p and list(problem.rank) == [*range(p), *reversed(range(p))]
-    crossings = [*grid.down[: p - 1], *grid.down[p : n - 1], *grid.up[1:p], *grid.up[p + 1 :]]
-    uneven = any(len(set(row)) > 1 for row in (*grid.cells, grid.held, grid.kept, grid.limit, crossings))
-    return v and p > 2 and not uneven
+    """Whether the problem is a V with equal stages, which has the symmetries."""
+    p, down, up = grid.problem.num_ranks, grid.down, grid.up
+    crossings = (*down[: p - 1], *down[p:-1], *up[1:p], *up[p + 1 :])
+    equal = (*grid.cells, grid.held, grid.kept, grid.limit, crossings)
+    return p > 2 and grid.problem.placement == v_shape(p) and all(len(set(row)) == 1 for row in equal)
 
 
-def _step(grid: Grid) -> int:
-    """Cells from an action's start to its successor's on the next rank."""
-    return max(grid.cells[F][0], grid.cells[B][0]) + grid.down[0]
-
-
-def find_cycle(
-    grid: Grid, period: int, g: int, budget: dict[str, Any], *, short: bool = False, shape: Shape | None = None
-) -> tuple[Cycle | None, bool]:
-    """A cycle of ``g`` microbatches in ``period`` cells within ``budget`` (CP-SAT parameters), and whether there is none for
-    sure (on this grid, with lives this long). ``short``: with early ends. ``shape``: a mirrored one (of an even period) that
-    holds little."""
-    model = _Model(grid, period, g, shape)
-    for rank in range(grid.problem.num_ranks if shape is None else shape.q):
+def find_cycle(grid: Grid, period: int, shape: Shape, budget: dict[str, Any]) -> tuple[Cycle | None, bool]:
+    """A cycle in ``period`` cells within ``budget`` (CP-SAT parameters), and whether there is none for sure (on this grid, with
+    lives this long). With symmetries the period must be even where ``shape.n`` is odd, and little is held rather than no more
+    than the limit."""
+    model = _Model(grid, period, shape)
+    for rank in range(shape.q or grid.problem.num_ranks):
         model.lane(rank)
-        for k in grid.problem.replicas_of(rank) if shape is None else ():
-            for j in range(g):
+        for k in () if shape.q else grid.problem.replicas_of(rank):
+            for j in range(shape.g):
                 model.hold(rank, (F, k, j))
-    if shape is not None:
+    if shape.q:
         model.least_area()
-    elif short:
-        model.cp.minimize(sum(t for (op, _, _), t in model.start.items() if op == W))
     solver, found, done = run(model.cp, LITE, budget)
     if not found:
         return None, done
-    return Cycle(period, g, {key: solver.value(t) for key, t in model.start.items()}), False
+    return Cycle(period, shape.g, {key: solver.value(t) for key, t in model.start.items()}), False
 
 
 class _Model:
     """CP-SAT's variables for a cycle, and what waits for what."""
 
-    def __init__(self, grid: Grid, period: int, g: int, shape: Shape | None) -> None:
+    def __init__(self, grid: Grid, period: int, shape: Shape) -> None:
         from ortools.sat.python import cp_model
 
-        self.grid, self.period, self.g = grid, period, g
+        self.grid, self.period, self.g = grid, period, shape.g
+        p, replicas, flying = grid.problem.num_ranks, range(grid.problem.num_replicas), range(shape.g)
         self.cp: Any = cp_model.CpModel()
-        self.longest = self._longest() + (_LONGEST_WAIT * grid.cells[W][0] if shape else 0)
-        self.keys = [(op, k, j) for op in (F, B, W) for k in range(grid.problem.num_replicas) for j in range(g)]
+        self.longest = grid.trip[0] + sum(grid.down) + _LONGEST_LIFE * period
+        self.keys = [(op, k, j) for op in (F, B, W) for k in replicas for j in flying]
         self.start = (
-            self._mirrored(shape) if shape else {x: self.cp.new_int_var(0, self.longest, "") for x in self.keys}
+            self._mirrored(shape) if shape.q else {x: self.cp.new_int_var(0, self.longest, "") for x in self.keys}
         )
         self.split: dict[tuple[int, int, int], tuple[Any, Any]] = {}  # into periods and cells
         self.ended: dict[tuple[int, int, int], tuple[Any, Any]] = {}  # ends likewise
         self.cp.add(self.start[F, 0, 0] == 0)
         for op, k, then, later, cells in grid.chain():
-            for j in range(g) if shape is None or k < shape.q or k >= grid.problem.num_ranks - 1 - shape.q else ():
+            for j in flying if not shape.q or k < shape.q or k >= p - 1 - shape.q else ():
                 self.cp.add(self.start[then, later, j] >= self.start[op, k, j] + cells)
-        for op, k, j in self.keys if g > 1 else ():
-            if shape is not None and (op == W or grid.problem.rank[k] >= shape.q):
+        for op, k, j in self.keys if shape.g > 1 else ():
+            if shape.q and (op == W or grid.problem.rank[k] >= shape.q):
                 continue
-            after = self.start[op, k, j + 1] if j + 1 < g else self.start[op, k, 0] + period
+            after = self.start[op, k, j + 1] if j + 1 < shape.g else self.start[op, k, 0] + period
             self.cp.add(after >= self.start[op, k, j] + grid.cells[op][k])
-
-    def _longest(self) -> int:
-        """A microbatch's first chunk on a rank lives no longer than the limit × the period allows."""
-        grid = self.grid
-        trip, longest = grid.round_trips(), 0
-        for rank in range(grid.problem.num_ranks):
-            mine = grid.problem.replicas_of(rank)
-            if not mine:
-                continue
-            least = sum(grid.held[k] * trip[k] for k in mine[1:])
-            room = max(0, grid.limit[rank] * self.period - least) // max(1, grid.held[mine[0]])
-            longest = max(longest, min(room, trip[mine[0]] + 6 * self.period))
-        return max(longest, trip[0]) + self.period + sum(grid.down)
 
     def _divided(self, time: Any) -> tuple[Any, Any]:
         """Whole periods before a time, and what is left."""
@@ -346,60 +304,38 @@ class _Model:
         self.cp.minimize(area)
 
 
-_PERIODS = (1.0, 1.02, 1.04, 1.0834, 1.1667, 1.25, 1.3334, 1.5, 1.6667, 2.0)
-_STRETCHES = (1.0, 1.02, 1.035, 1.05, 1.0667, 1.0834, 1.12, 1.1667, 1.25)
+_STRETCHES = (1.0, 1.02, 1.035, 1.05, 1.0667, 1.0834, 1.12, 1.1667, 1.25, 1.3334, 1.5, 1.6667, 2.0)
 """Periods that are tried, × the work: whole twelfths, which equal costs have (a cycle of one needs 8.3% over the work at half
 memory, README), and finer steps below; not tuned further."""
-_MIRRORED_S = (1.5, 6.0)  # seconds for one shape and period, at the first try and the second; not tuned
-_ENOUGH = 4  # cycles that are tried as orders
+_TRY_S = (1.5, 6.0)  # seconds for one shape and period, at the first try and the second; not tuned
 _RECIPES = 20  # of list_schedule/fillers.py, by which a cycle's order is finished; not tuned
 
 
-def cycles(problem: Problem, limits: Sequence[float], g: int, budget: Budget, seed: int) -> Iterator[tuple[Draft, str]]:
-    """Orders from cycles of ``g`` microbatches: the shortest period that is found first, then longer and earlier-ending ones.
-
-    Cycles are uniform over ranks' limits; a chain in one direction only.
-    """
-    grid, finisher = Grid.of(problem, limits), Finisher(problem)
-    found = 0
-    for period in dict.fromkeys(max(grid.least_period(g), round(grid.work() * g * x)) for x in _PERIODS):
-        for short in (False, True):
-            if budget.left <= 0 or found >= _ENOUGH:
-                return
-            parameters = budget.parameters(max(1.0, budget.left / 4), seed)
-            cycle, _ = find_cycle(grid, period, g, parameters, short=short)
-            if cycle is None:
-                break
-            found += 1
-            draft = finisher.best(cycle.rows(problem), min(limits), _RECIPES)
-            if draft is not None:
-                yield draft, f"cycle of {g}"
-
-
-def mirrored_cycles(
+def cycles(
     problem: Problem, limits: Sequence[float], part: int, parts: int, budget: Budget, seed: int
 ) -> Iterator[tuple[Draft, str]]:
-    """Orders from mirrored cycles of a V, every ``parts``-th shape: short periods first, until one keeps to the limit; then
-    back to short ones with more time."""
-    grid, finisher = Grid.of(problem, limits), Finisher(problem)
+    """Orders from cycles, every ``parts``-th shape from ``part`` on: short periods first, until one keeps to the limit; then
+    back to short ones with more time. Limits are uniform over ranks; a chain in one direction only."""
+    grid, finisher, limit = Grid.of(problem, limits), Finisher(problem), min(limits)
     settled: set[tuple[Shape, int]] = set()
-    stretches: Sequence[float] = _STRETCHES if applies(grid) else ()
-    for seconds in _MIRRORED_S:
+    stretches: Sequence[float] = _STRETCHES
+    for seconds in _TRY_S:
         for number, stretch in enumerate(stretches):
             fits = False
-            for shape in list(shapes(grid, stretch))[part::parts]:
-                period = 2 * round(grid.work() * shape.g * stretch / 2)
+            for shape in islice(shapes(grid, stretch), part, None, parts):
+                grain = 1 + shape.n % 2
+                period = grain * ceil(max(grid.least_period(shape.g), round(grid.work() * shape.g * stretch)) / grain)
                 if (shape, period) in settled or shape.g >= problem.num_microbatches:
                     continue
                 if budget.left <= 0:
                     return
-                cycle, none = find_cycle(grid, period, shape.g, budget.parameters(seconds, seed), shape=shape)
+                cycle, none = find_cycle(grid, period, shape, budget.parameters(seconds, seed))
                 if cycle is not None or none:
                     settled.add((shape, period))
-                draft = None if cycle is None else finisher.best(cycle.rows(problem), min(limits), _RECIPES)
-                if cycle is not None and draft is not None:
-                    fits = fits or cycle.peak(grid) <= min(grid.limit)
-                    yield draft, f"mirrored cycle of {shape.g}"
-            if fits and seconds == _MIRRORED_S[0]:
+                rows = [] if cycle is None else cycle.rows(problem)
+                if cycle is not None and (draft := finisher.best(rows, limit, _RECIPES)) is not None:
+                    fits = fits or at_most(max(peaks(problem, rows)), limit)
+                    yield draft, f"{'mirrored ' * bool(shape.q)}cycle of {shape.g}"
+            if fits and seconds == _TRY_S[0]:
                 stretches = stretches[number::-1]  # then, from there, what was not settled
                 break

@@ -15,9 +15,10 @@ from itertools import product
 from typing import Any
 
 from jaxpipe.errors import ScheduleError
-from jaxpipe.schedule.ir import Action, Schedule
+from jaxpipe.schedule.ir import Schedule, Slot
 from jaxpipe.schedule.list_schedule.traversal import FIRST, Traversal
 from jaxpipe.schedule.list_schedule.traverse import traverse
+from jaxpipe.schedule.passes.backwards import with_slots
 from jaxpipe.schedule.passes.separate import separate_gradients
 from jaxpipe.schedule.problem import B, F, Problem, W
 from jaxpipe.schedule.simulate import simulate
@@ -58,22 +59,19 @@ def away_schedule(problem: Problem) -> Schedule:
 
     Each F but the rank's last is followed by O and S (the next F waits for the room); L comes behind the rank's W before.
     """
-    m, stages, flows = problem.num_microbatches, problem.placement.num_stages, problem.placement.num_flows
-    rows: list[list[Action]] = [[] for _ in range(problem.num_ranks)]
-    for i in range(m):
-        first = i % flows * stages
-        last = {problem.rank[first + s]: s for s in range(stages)}
-        for s in range(stages):
-            row = rows[problem.rank[first + s]]
-            row.append(Action("F", s, i))
-            if last[problem.rank[first + s]] != s:
-                row += [Action("O", s, i), Action("S", s, i)]
-        for s in reversed(range(stages)):
-            row = rows[problem.rank[first + s]]
-            if last[problem.rank[first + s]] != s:
-                row.append(Action("L", s, i))
-            row += [Action("B", s, i), Action("W", s, i)]
-    return Schedule("first", problem.placement, m, tuple(map(tuple, rows)))
+    stages, flows = problem.placement.num_stages, problem.placement.num_flows
+    last = {(rank, k // stages): k for k, rank in enumerate(problem.rank)}
+
+    def away(slot: Slot) -> Iterator[Slot]:
+        for a in slot.actions:
+            leaves = a.microbatch % flows * stages + a.stage not in last.values()
+            if leaves and a.op == "B":
+                yield replace(a, op="L")
+            yield a
+            if leaves and a.op == "F":
+                yield from (replace(a, op="O"), replace(a, op="S"))
+
+    return with_slots(problem.schedule("first", grouped_rows(problem, 1)), away)
 
 
 def graph_starts(task: SolveTask) -> Iterator[tuple[Schedule, str]]:

@@ -23,13 +23,13 @@ from jaxpipe.schedule.passes.braid import unbraid
 from jaxpipe.schedule.problem import OPS, Problem
 from jaxpipe.schedule.search_orders import Candidate, best_of_family, cheap_first
 from jaxpipe.schedule.settings import Task
-from jaxpipe.schedule.solve.cycles import cycles, mirrored_cycles
+from jaxpipe.schedule.solve.cycles import cycles
 from jaxpipe.schedule.solve.task import SolveTask, count_offloads
 from jaxpipe.schedule.tolerance import at_most, nine_digits
 
 _OPS = frozenset((*OPS, "O", "L", "S"))  # that the search knows
 _ACTIONS_PER_S = 60_000  # that list scheduling with offload places, roughly
-_FEWEST_POLICIES, _MOST_POLICIES = 12, 2_000
+_FEWEST_POLICIES = 12
 
 
 class Tell(Protocol):
@@ -87,9 +87,9 @@ class OffloadLists(Job):
     timed = False
 
     def run(self, task: SolveTask, tell: Tell) -> None:
-        from jaxpipe.schedule.solve.offload_list import offload_candidates
+        from jaxpipe.schedule.solve.offload_list import MOST, offload_candidates
 
-        budget, most = self.budget(), _MOST_POLICIES
+        budget, most = self.budget(), MOST
         if self.reproducible:
             actions = 3 * task.placement.num_stages * task.num_microbatches
             most = max(_FEWEST_POLICIES, int(self.seconds * _ACTIONS_PER_S / actions))
@@ -99,19 +99,15 @@ class OffloadLists(Job):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cycles(Job):
-    """Steady states of ``g`` microbatches; with a ``part`` mirrored ones of a V: every ``g``-th shape from there on."""
+    """Steady states: every ``parts``-th shape, from ``part`` on."""
 
-    g: int
-    part: int | None = None
+    part: int
+    parts: int
 
     def run(self, task: SolveTask, tell: Tell) -> None:
         problem, limits = Problem.of(task.placement, task.num_microbatches, task.costs), task.safe_limits()
-        if self.part is None:
-            found = cycles(problem, limits, self.g, self.budget(), self.seed)
-        else:
-            found = mirrored_cycles(problem, limits, self.part, self.g, self.budget(), self.seed)
         best: tuple[float, ...] = (float("inf"),)
-        for draft, source in found:
+        for draft, source in cycles(problem, limits, self.part, self.parts, self.budget(), self.seed):
             key = *task.order(draft.makespan, draft.span), nine_digits(draft.peak)
             if key < best:
                 best = key

@@ -348,13 +348,13 @@ def test_a_cycle_fills_every_rank_where_the_limit_allows() -> None:
     budget = {"max_time_in_seconds": 20.0, "num_workers": 2}
     grid = Grid.of(problem, [3.0] * p)
     assert (grid.work(), grid.limit) == (6, (6,) * p)
-    cycle, _ = find_cycle(grid, grid.least_period(1), 1, budget)
+    cycle, _ = find_cycle(grid, grid.least_period(1), Shape(1), budget)
     assert cycle is not None
     rows = cycle.rows(problem)
     assert max(peaks(problem, rows)) <= 3.0
     check_schedule(problem.schedule("cycle", rows))
     tight = Grid.of(problem, [1.5] * p)
-    assert find_cycle(tight, 6, 1, budget) == (None, True)
+    assert find_cycle(tight, 6, Shape(1), budget) == (None, True)
 
 
 # -- command line -------------------------------------------------------------------------------------------------------
@@ -500,7 +500,7 @@ def test_mirrored_cycle_keeps_its_promises(p: int, limit: float, comm: float, st
     """Passes of a rank don't overlap modulo the period, follow each other, and half of them mirror the others."""
     grid = v_grid(p, limit, comm)
     period = 2 * round(grid.work() * stretch)
-    cycle, _ = find_cycle(grid, period, 2, {"max_deterministic_time": 2.0, "num_workers": 1}, shape=shape)
+    cycle, _ = find_cycle(grid, period, shape, {"max_deterministic_time": 2.0, "num_workers": 1})
     assert cycle is not None
     assert (cycle.period, cycle.microbatches) == (period, 2)
     for op, k, then, later, cells in grid.chain():
@@ -519,23 +519,6 @@ def test_mirrored_cycle_keeps_its_promises(p: int, limit: float, comm: float, st
     assert [x % period for x in down] == [x % period for x in back]
     rows = cycle.rows(grid.problem)
     check_schedule(grid.problem.schedule("mirrored", rows))
-
-
-def test_peak_of_a_cycle_is_what_a_long_run_of_it_holds() -> None:
-    grid = v_grid(5, 4.0)
-    budget = {"max_deterministic_time": 1.0, "num_workers": 1}
-    cycle, _ = find_cycle(grid, 2 * round(1.1 * grid.work()), 2, budget, shape=Shape(2, 5, 1))
-    assert cycle is not None
-    changes: list[list[tuple[int, int]]] = [[] for _ in range(5)]
-    for (op, k, _), start in cycle.start.items():
-        for turn in range(12):
-            at = start + turn * cycle.period
-            if op == 0:
-                changes[grid.problem.rank[k]].append((at, grid.held[k]))
-            if op == 2:
-                changes[grid.problem.rank[k]].append((at + grid.cells[2][k], -grid.held[k]))
-    most = max(max(itertools.accumulate(x for _, x in sorted(events))) for events in changes)
-    assert cycle.peak(grid) == most
 
 
 def test_mirrored_cycles_are_for_even_vs() -> None:

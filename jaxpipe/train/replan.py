@@ -33,7 +33,7 @@ from jaxpipe.runtime.measured import seconds_by_op
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.schedule import CostProfile, HostLink, Schedule, Timeline, simulate
 from jaxpipe.schedule.ir import Row
-from jaxpipe.schedule.json_form import from_costs, from_schedule, to_costs, to_schedule
+from jaxpipe.schedule.json_form import from_json, to_json
 from jaxpipe.schedule.memory import static_bytes
 from jaxpipe.schedule.passes.backwards import backwards_like, fused_backwards
 from jaxpipe.schedule.solve import Options, SolveTask
@@ -77,13 +77,11 @@ class Offer:
     back: bool = False
 
     def to_text(self) -> str:
-        told = {"schedule": to_schedule(self.schedule), "costs": to_costs(self.costs)}
-        return json.dumps({**told, "makespan_s": self.makespan_s, "said": self.said, "back": self.back})
+        return json.dumps(to_json(self))
 
     @classmethod
     def from_text(cls, text: str) -> Offer:
-        told = json.loads(text)
-        return cls(from_schedule(told.pop("schedule")), from_costs(told.pop("costs")), **told)
+        return from_json(cls, json.loads(text), "offer")
 
 
 @dataclass(frozen=True, slots=True)

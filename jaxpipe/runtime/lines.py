@@ -142,7 +142,7 @@ class Lines:
         """Say ``line`` here, have all others end with it, and end this process. The first line of a process is its only one."""
         if not self._ending.acquire(blocking=False):
             time.sleep(10 * _LAST_WORDS_S)  # another thread ends it
-        _say(line)
+        say(f"jaxpipe: {line}")
         for other in self._lines.values():
             with suppress(OSError):
                 other.put("end", line, code)
@@ -366,8 +366,8 @@ def _waited(wait_s: float, missing: Sequence[int], peers: Peers) -> str:
     return f"waited {wait_s:.0f} s at {peers.address} for {which} {few} of {peers.number}: {start}"
 
 
-def _say(line: str) -> None:
-    """As an error of the command line looks; not by print, which may be in the midst of another one."""
+def say(line: str) -> None:
+    """On standard error; not by print, which may be in the midst of another one."""
     before = "\n" if sys.stderr is not None and sys.stderr.isatty() else ""
     with suppress(OSError):
-        os.write(_STDERR, f"{before}jaxpipe: {line}\n".encode(errors="replace"))
+        os.write(_STDERR, f"{before}{line}\n".encode(errors="replace"))

@@ -26,7 +26,6 @@ from jaxpipe.train.assemble import Progress, assemble, choose, spread_over, stag
 from jaxpipe.train.config import TrainConfig
 from jaxpipe.train.corpora.arrays import ArrayDataset, made_by_function
 from jaxpipe.train.corpora.corpus import load_corpus, several_arrays
-from jaxpipe.train.corpora.encoding import Reading
 from jaxpipe.train.corpora.mixture import MixedDataset
 from jaxpipe.train.corpora.own_data import OwnDataset
 from jaxpipe.train.corpora.tokenizers import Tokenizer, load_tokenizer
@@ -75,10 +74,8 @@ def load_dataset(config: TrainConfig, tokenizer: Tokenizer | None = None) -> Dat
 
 
 def _tokens_at(data: DataConfig, path: str, tokenizer: Tokenizer) -> TokenDataset:
-    how = data.reading
-    reading = Reading(how.suffixes, how.field, how.eos, how.format, how.chat_template)
-    corpus = load_corpus(path, tokenizer, reading)
-    return TokenDataset.split(corpus, tokenizer, data.holdout, how.split, how.mask)
+    corpus = load_corpus(path, tokenizer, data.reading)
+    return TokenDataset.split(corpus, tokenizer, data.holdout, data.reading.split, data.reading.mask)
 
 
 def build_model(config: TrainConfig, vocab_size: int) -> Model:

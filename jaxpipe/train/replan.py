@@ -19,7 +19,6 @@ Drift compares shapes: a device that becomes slower in everything needs no other
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 import time
@@ -33,7 +32,6 @@ from jaxpipe.runtime.measured import seconds_by_op
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.schedule import CostProfile, HostLink, Schedule, Timeline, simulate
 from jaxpipe.schedule.ir import Row
-from jaxpipe.schedule.json_form import from_json, to_json
 from jaxpipe.schedule.memory import static_bytes
 from jaxpipe.schedule.passes.backwards import backwards_like, fused_backwards
 from jaxpipe.schedule.solve import Options, SolveTask
@@ -75,13 +73,6 @@ class Offer:
     makespan_s: float
     said: str
     back: bool = False
-
-    def to_text(self) -> str:
-        return json.dumps(to_json(self))
-
-    @classmethod
-    def from_text(cls, text: str) -> Offer:
-        return from_json(cls, json.loads(text), "offer")
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -127,10 +126,10 @@ def prepare(config: TrainConfig, processes: Processes | None = None) -> Prepared
     planner = stage_planner(config.pipeline, model, microbatch_size(config), processes)
     given = None
     if processes is not None and processes.mine:
-        given = from_schedule(json.loads(processes.broadcast("schedule", "")))
+        given = from_schedule(processes.broadcast("schedule", ""))
     schedule, plan = choose(config.pipeline, model, planner, given)
     if processes is not None and processes.mine == 0:
-        processes.broadcast("schedule", json.dumps(to_schedule(schedule)))
+        processes.broadcast("schedule", to_schedule(schedule))
     return Prepared(config, dataset, model, schedule, plan)
 
 

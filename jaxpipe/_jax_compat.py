@@ -47,6 +47,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from types import FunctionType, SimpleNamespace
 from typing import Any, TypeAlias
 
@@ -184,8 +185,12 @@ def only_results(
 
 
 def _no_debug_info(invars: Sequence[Var], outvars: Sequence[Atom]) -> Any:
-    probe = jax.make_jaxpr(lambda: ())().jaxpr.debug_info
-    return probe._replace(arg_names=("",) * len(invars), result_paths=("",) * len(outvars))
+    return _debug_info()._replace(arg_names=("",) * len(invars), result_paths=("",) * len(outvars))
+
+
+@cache
+def _debug_info() -> Any:
+    return jax.make_jaxpr(lambda: ())().jaxpr.debug_info
 
 
 def map_bodies(eqn: JaxprEqn, change: Callable[[Jaxpr, Sequence[Any]], ClosedJaxpr]) -> JaxprEqn:

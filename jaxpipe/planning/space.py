@@ -126,14 +126,11 @@ class Space:
         """The orders of a layout. One rank runs everything in one."""
         ranks, microbatches = layout["pipeline.ranks"], layout["pipeline.microbatches"]
         every = _orders(ranks, ranks * microbatches <= MOST_PAIRS, layout["pipeline.vocabulary"])
-        return tuple(o for o in every if self._asked(o, layout))
-
-    def _asked(self, order: Order, layout: Settings) -> bool:
-        """Whether the order is among those to try."""
-        if any(shown(order.settings.get(key)) not in texts for key, texts in self.only.items()):
-            return False
-        asked = any(key.startswith(("pipeline.schedule", "traverse.")) for key in self.only)
-        return asked or layout["pipeline.vocabulary"] == "ends" or order.settings["pipeline.schedule"] in SPREAD
+        named = any(key.startswith(("pipeline.schedule", "traverse.")) for key in self.only)
+        if layout["pipeline.vocabulary"] != "ends" and not named:
+            every = tuple(o for o in every if o.settings["pipeline.schedule"] in SPREAD)
+        asked = self.only.items()
+        return tuple(o for o in every if all(shown(o.settings.get(key)) in texts for key, texts in asked))
 
     def config(self, settings: Settings) -> TrainConfig:
         """The config with these settings.

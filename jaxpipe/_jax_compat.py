@@ -146,7 +146,7 @@ def checkpoint_name_of(eqn: JaxprEqn) -> str | None:
     return str(eqn.params["name"]) if eqn.primitive.name == "name" else None
 
 
-_JAXPRS = Jaxpr, ClosedJaxpr
+_JAXPRS, _SEVERAL = (Jaxpr, ClosedJaxpr), (tuple, list)
 
 
 def _open(body: Any) -> tuple[Jaxpr, Sequence[Any]]:
@@ -157,7 +157,7 @@ def _open(body: Any) -> tuple[Jaxpr, Sequence[Any]]:
 def sub_jaxprs(eqn: JaxprEqn) -> Iterator[Jaxpr]:
     """Every jaxpr among an equation's parameters (bodies, branches)."""
     for value in eqn.params.values():
-        for item in value if isinstance(value, tuple | list) else (value,):
+        for item in value if isinstance(value, _SEVERAL) else (value,):
             if isinstance(item, _JAXPRS):
                 yield _open(item)[0]
 

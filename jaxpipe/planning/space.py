@@ -162,9 +162,14 @@ def _with_vocabulary(order: Order, vocabulary: str) -> Order | None:
     if "pipeline.memory_limit" in order.settings or order.placement.num_flows > 1:
         return None
     if vocabulary != "joint":
-        return replace(order, placement=with_vocabulary(order.placement, barriers=barriers(vocabulary)))
+        return replace(order, placement=_spread(order.placement, barriers(vocabulary)))
     joint = VOCABULARY_FAMILIES["vocab-1f1b-joint"].placement(order.placement.num_ranks, 1)
     return replace(order, placement=joint) if order.settings["pipeline.schedule"] == "1f1b" else None
+
+
+@lru_cache(maxsize=64)
+def _spread(placement: Placement, barriers: int) -> Placement:
+    return with_vocabulary(placement, barriers=barriers)
 
 
 def _families(ranks: int, small: bool) -> Iterator[Order]:

@@ -484,7 +484,7 @@ class _Search:
                 self._benches[(shards, spread)] = alike.over(pipe)
             else:
                 self._benches[(shards, spread)] = replace(
-                    self.bench, tp=shards, cache=BuildCache(), _known={}, _traced={}, _steps={}
+                    self.bench, tp=shards, cache=BuildCache(), _known={}, _traced={}, _priced={}, _cuts={}, _steps={}
                 )
         return self._benches[(shards, spread)]
 

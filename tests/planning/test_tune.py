@@ -14,7 +14,7 @@ from jaxpipe.cli import main
 from jaxpipe.errors import ConfigError
 from jaxpipe.planning.measured import Stopwatch
 from jaxpipe.planning.predict import predict
-from jaxpipe.planning.resized import PROBE, _Resizing
+from jaxpipe.planning.resized import PROBE, Resizing
 from jaxpipe.planning.roofline import Efficiency
 from jaxpipe.planning.space import Space
 from jaxpipe.planning.stages import Workbench, planner, workbench
@@ -221,14 +221,14 @@ def test_one_trace_tells_what_a_trace_of_each_size_does(shards: str, recompute: 
                 other = real.work[op]
                 known = (other.flops, other.moved_bytes, other.seconds, other.kernels, other.workspace_bytes)
                 assert found == pytest.approx(known, rel=1e-9)
-    assert {len(stages) for key, (_, stages) in quick._traced.items()} == {2}  # no size was traced by itself
+    assert {len(stages) for stages in quick._priced.values()} == {2}  # no size was traced by itself
 
 
 def test_shapes_that_do_not_tell_of_sequences_are_traced() -> None:
     """An axis with one entry more than there are sequences is no multiple of them."""
     for shape in ((PROBE + 1, 7), (PROBE - 1,), (PROBE, 2 * PROBE), (PROBE**2,), (7, PROBE // 2)):
-        resizing = _Resizing((), 2)
-        resizing._shape(shape)
+        resizing = Resizing((), 2)
+        resizing.shape(shape)
         assert resizing.unsure, shape
-    resizing = _Resizing((100_000,), 2)
-    assert resizing._shape((5 * PROBE, 100_000, 12)) == (10, 100_000, 12) and not resizing.unsure
+    resizing = Resizing((100_000,), 2)
+    assert resizing.shape((5 * PROBE, 100_000, 12)) == (10, 100_000, 12) and not resizing.unsure

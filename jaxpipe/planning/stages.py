@@ -44,6 +44,7 @@ from jaxpipe.stage.compiled.compile import BuildCache, build_stage_functions
 from jaxpipe.stage.compiled.footprint import compiled_footprint
 from jaxpipe.stage.compiled.offloadable import with_offload
 from jaxpipe.stage.functions import StageFunctions
+from jaxpipe.stage.identity import function_key
 from jaxpipe.stage.model.layer import Layer, Model
 from jaxpipe.stage.model.links import StageLinks, links_of
 from jaxpipe.stage.model.params import compute_avals
@@ -263,12 +264,19 @@ class Workbench:
 
     def functions_of(self, key: StageKey) -> StageFunctions:
         """Stage functions on :attr:`mesh`; traces and compiled code are shared."""
+        cache = replace(self.cache, calls=replace(self.cache.calls, repeated=self._repeated))
         batch = shard_avals(self.model.name, self.model.batch_spec(key.size), self.model.over_time, self.tp)
         with cudnn_assumed() if self.seconds_of is None else nullcontext():
             return build_stage_functions(
                 key.layers, key.offset, self.avals, key.x, batch, self.mesh, 0, key.links, key.policy, self._master_dtype,
-                self.cache, self.tp, evaluated=False,
+                cache, self.tp, evaluated=False,
             )  # fmt: skip
+
+    @cached_property
+    def _repeated(self) -> frozenset[Hashable]:
+        """Functions that several layers have."""
+        counts = Counter(function_key(layer.apply) for layer in self.model.layers)
+        return frozenset(key for key, n in counts.items() if n > 1)
 
     def _grown(self, keys: Sequence[StageKey], size: int) -> PlannedStage | None:
         """The stage, from it with few layers of each long run of equal ones, and what a further one adds; None as

@@ -23,7 +23,7 @@ import gc
 import heapq
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -316,7 +316,8 @@ class _Search:
         for order in node.orders:
             by_placement.setdefault(order.placement, []).append(order)
         for placement, orders in by_placement.items():
-            least = _least_bytes(placement, known.costs)
+            ahead = 0 if config.pipeline.vocabulary in ("ends", "joint") else barriers(config.pipeline.vocabulary)
+            least = _least_bytes(placement, known.costs, min(ahead + 1, config.pipeline.microbatches))
             update_s = known.update_s(config, bench, placement)
             made = replace(node, orders=tuple(orders), known=known, update_s=update_s)
             if least > self.limit_bytes:
@@ -531,15 +532,23 @@ def _splits(schedule: Schedule) -> bool:
     return any(a.op == W.name for r in range(schedule.num_ranks) for a in schedule.actions(r))
 
 
-def _least_bytes(placement: Placement, costs: CostProfile) -> float:
-    """What the fullest rank needs in any schedule: what stays, and one backward pass, split or not, of one microbatch."""
+def _least_bytes(placement: Placement, costs: CostProfile, forwards: int) -> float:
+    """What the fullest rank needs in any schedule: what stays, and one backward pass, split or not, of one microbatch. Spread
+    vocabulary layers leave nothing to offload, so before the first backward of a rank's last stage all its stages hold what as
+    many ``forwards`` keep as there are barriers, and one."""
     temp = dict(costs.temp_bytes)
     none = (0.0,) * costs.num_stages
     b, w, bw = (temp.get(op, none) for op in ("B", "W", "BW"))
     held, waiting = costs.residual_bytes, costs.w_residual_bytes
     least = [min(held[s] + bw[s], max(held[s] + b[s], waiting[s] + w[s])) for s in range(costs.num_stages)]
+
+    def beside(stages: Collection[int]) -> float:
+        trunk = [s for s in stages if forwards > 1 and s in placement.trunk]
+        first = forwards * sum(held[s] for s in trunk) + min(bw[trunk[-1]], b[trunk[-1]]) if trunk else 0.0
+        return max([first, *(least[s] for s in stages)])
+
     static = static_bytes(placement, costs)
-    return max(n + max((least[s] for s in placement.stages_of(r)), default=0.0) for r, n in enumerate(static))
+    return max(n + beside(placement.stages_of(r)) for r, n in enumerate(static))
 
 
 def _told(settings: Settings) -> str:

@@ -13,17 +13,7 @@ from typing import Any
 
 import jax
 
-from jaxpipe._jax_compat import (
-    Jaxpr,
-    JaxprEqn,
-    Literal,
-    Var,
-    aval_bytes,
-    close_jaxpr,
-    fresh_var,
-    scan_parts,
-    sub_jaxprs,
-)
+from jaxpipe._jax_compat import Jaxpr, JaxprEqn, Var, aval_bytes, close_jaxpr, fresh_var, scan_parts, sub_jaxprs
 from jaxpipe.planning.roofline import View
 from jaxpipe.stage.compiled.compile import held_bytes
 from jaxpipe.stage.functions import StageFunction, StageFunctions
@@ -88,7 +78,7 @@ class Resizing(View):
         return seen
 
     def atom(self, atom: Any) -> Any:
-        if isinstance(atom, Literal) or not (shape := getattr(atom.aval, "shape", ())):
+        if not isinstance(atom, Var) or not (shape := getattr(atom.aval, "shape", ())):
             return atom
         if atom not in self.variables:
             same = (found := self.shape(shape)) == shape

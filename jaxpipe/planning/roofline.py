@@ -104,14 +104,8 @@ class View:
 
 def work_of(jaxpr: Any, target: Target, efficiency: Efficiency) -> Work:
     """The work of a ``Jaxpr`` or ``ClosedJaxpr`` whose calls are inlined (bodies of loops and branches are followed)."""
-    return works_of(jaxpr, target, efficiency, (View(),))[0]
-
-
-def works_of(jaxpr: Any, target: Target, efficiency: Efficiency, views: Sequence[View]) -> tuple[Work, ...]:
-    """As :func:`work_of`, in each of ``views``: with other sizes of what is outside bodies. Nothing if they have other kernels
-    than each other."""
-    walk = _Walk(getattr(jaxpr, "jaxpr", jaxpr), target, efficiency, views)
-    return () if walk.differ else tuple(map(walk.seen, views))
+    view = View()
+    return Walk(getattr(jaxpr, "jaxpr", jaxpr), target, efficiency, (view,)).seen(view)
 
 
 class _Kernel(NamedTuple):
@@ -126,16 +120,15 @@ class _Kernel(NamedTuple):
     table: tuple[Var, tuple[Var, ...]] | None = None
 
 
-class _Walk:
-    """One pass over the equations of one body. ``kernels``: one after another; ``changes``: of workspace, by an array that is
-    made or dropped. ``differ``: whether kernels do between views."""
+class Walk:
+    """One pass over the equations of one body, for all ``views``. ``kernels``: one after another; ``changes``: of workspace, by
+    an array that is made or dropped."""
 
     def __init__(self, body: Any, target: Target, efficiency: Efficiency, views: Sequence[View]) -> None:
         self.body, self.target, self.efficiency, self.views = body, target, efficiency, views
         self.kernels: list[_Kernel] = []
         self.launches = 0
         self.inside: list[float] = [0.0]
-        self.differ = False
         self.own = {id(eqn) for eqn in body.eqns if kind(eqn) in _OWN or has_body(eqn)}
         self.maker: dict[Var, JaxprEqn] = {v: eqn for eqn in body.eqns for v in eqn.outvars}
         self.outside = {self.base(v) for v in (*body.invars, *body.constvars, *variables(body.outvars))}
@@ -185,7 +178,7 @@ class _Walk:
         return stored
 
     def _run(self) -> None:
-        fused: list[set[tuple[frozenset[Var], int]]] = [set() for _ in self.views]
+        fused: set[tuple[frozenset[Var], tuple[int, ...]]] = set()
         for eqn in self.body.eqns:
             if kind(eqn) in _FREE:
                 continue
@@ -194,12 +187,9 @@ class _Walk:
             elif _reduces(eqn) or any(v in self.stored for v in eqn.outvars):
                 sources = self._sources(eqn)
                 read = (*eqn.outvars, *sources)
-                sizes = [max(math.prod(shape_of(view.atom(v))) for v in read) for view in self.views]
-                known = {(sources, n) in some for n, some in zip(sizes, fused, strict=True)}
-                shared = known == {True} and bool(sources)  # one kernel may write several results
-                self.differ = self.differ or (len(known) > 1 and bool(sources))
-                for n, some in zip(sizes, fused, strict=True):
-                    some.add((sources, n))
+                size = tuple(max(math.prod(shape_of(view.atom(v))) for v in read) for view in self.views)
+                shared = (sources, size) in fused and bool(sources)  # one kernel may write several results
+                fused.add((sources, size))
                 self._kernel(eqn, () if shared else sources, launch=not shared)
 
     def _own_kernel(self, eqn: JaxprEqn) -> None:

@@ -38,7 +38,7 @@ from jaxpipe.errors import StageError
 from jaxpipe.mesh import AXES, AnyMesh, TensorParallel
 from jaxpipe.planning.measured import Stopwatch
 from jaxpipe.planning.resized import PROBE, resized
-from jaxpipe.planning.roofline import Efficiency, View, Work, works_of
+from jaxpipe.planning.roofline import Efficiency, View, Walk, Work
 from jaxpipe.planning.targets import Target, device_text
 from jaxpipe.stage.compiled.compile import BuildCache, build_stage_functions
 from jaxpipe.stage.compiled.footprint import compiled_footprint
@@ -340,12 +340,11 @@ class Workbench:
             whole, sizes = self._traced_once(key), self.sizes if key.size == PROBE else None
             made = [(whole, View())] if sizes is None else resized(whole, sizes)
             views, state_bytes = [view for _, view in made], self._state_bytes(whole)
-            jaxprs = {op: f.jaxpr for op, f in whole.functions.items()}
-            work = {op: works_of(jaxpr, self.target, self.efficiency, views) for op, jaxpr in jaxprs.items()}
-            told = made if all(work.values()) else []
+            bodies = {op: f.jaxpr.jaxpr for op, f in whole.functions.items()}
+            walks = {op: Walk(body, self.target, self.efficiency, views) for op, body in bodies.items() if made}
             self._priced[key.kind] = tuple(
-                self._planned(replace(key, size=n), functions, {op: x[k] for op, x in work.items()}, state_bytes)
-                for k, ((functions, _), n) in enumerate(zip(told, sizes or (key.size,), strict=False))
+                self._planned(replace(key, size=n), f, {op: x.seen(view) for op, x in walks.items()}, state_bytes)
+                for (f, view), n in zip(made, sizes or (key.size,), strict=False)
             )
         return self._priced[key.kind]
 

@@ -22,7 +22,7 @@ from jaxpipe.stage.primitives import is_attention_kernel, is_exchange
 PROBE = 131071
 
 
-def resized(stage: StageFunctions, sizes: Sequence[int]) -> list[tuple[StageFunctions, View]]:
+def resized(stage: StageFunctions, sizes: Sequence[int]) -> Sequence[tuple[StageFunctions, View]]:
     """A stage traced with :data:`PROBE` sequences as it is with each of ``sizes``, and how its equations look then; of these
     its functions have exchanges and attention kernels only, and what enters and leaves stays as it was. Nothing where that
     can't be told: of an axis as long as no parameter's, neither short nor a multiple of :data:`PROBE`, of an array with

@@ -28,9 +28,11 @@ import itertools
 import math
 import multiprocessing
 import os
+import sys
 import time
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from typing import Any, Literal
@@ -122,8 +124,8 @@ def tune(
 
     ``bench``: of the space's base; candidates on other shards get their own, which share its model. ``time_limit_s``: no
     trial starts later. ``prune``: False simulates every candidate (to check the search). ``progress`` is told every
-    ``progress_s`` seconds. ``fork``: a second process may help, for as long as JAX has not looked for devices: it has threads
-    then, and can't be forked.
+    ``progress_s`` seconds. ``fork``: a second process may help, where there is another core, and as long as JAX has not looked
+    for devices: it has threads then, and can't be forked.
     Ctrl-C ends it with the best so far.
     """
     usual = gc.get_threshold()
@@ -131,7 +133,8 @@ def tune(
     gc.set_threshold(100 * usual[0], *usual[1:])
     try:
         search = _Search(space, bench, limit_bytes, progress, time_limit_s, prune, progress_s)
-        search.fork = fork and prune and hasattr(os, "fork") and not backends_initialized()
+        able = sys.platform == "linux" and len(os.sched_getaffinity(0)) > 1 and not backends_initialized()
+        search.fork = fork and prune and able
         found = search.run()
         if search.misled and not found.stopped:
             progress("layers do other work with other microbatch sizes: searching again, with a trace of each size")
@@ -221,9 +224,11 @@ class _Search:
         self.shared, (here, there) = context.Value("d", math.inf), context.Pipe(duplex=False)
 
         def tell() -> None:
+            here.close()
             self.progress = lambda text: None
             stopped = self._search(layouts)
-            there.send((stopped, [(tried, self._moved.get(id(tried))) for tried in self.tried]))
+            with suppress(BrokenPipeError):  # nobody waits for it any more
+                there.send((stopped, [(tried, self._moved.get(id(tried))) for tried in self.tried]))
 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # of threads: those of NumPy's products

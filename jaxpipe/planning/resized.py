@@ -30,13 +30,13 @@ def resized(stage: StageFunctions, sizes: Sequence[int]) -> Sequence[tuple[Stage
     layout = stage.layout
     shapes = *(x.shape for x in layout.slots), *(x.shape for x in (*layout.buffers, *stage.acc_avals))
     known = frozenset(n for shape in shapes for n in shape)
-    views = [Resizing(known, size) for size in sizes]
+    views = [_Resizing(known, size) for size in sizes]
     views[0].look_at(f.jaxpr.jaxpr for f in stage.functions.values())
     made = [(_sized(stage, view), view) for view in views]
     return [] if any(view.unsure for view in views) else made
 
 
-def _sized(stage: StageFunctions, view: Resizing) -> StageFunctions:
+def _sized(stage: StageFunctions, view: _Resizing) -> StageFunctions:
     functions = {op: view.function(f) for op, f in stage.functions.items()}
     forward = functions["F"]
     left = zip(forward.outputs, forward.jaxpr.jaxpr.outvars, strict=True)
@@ -45,7 +45,7 @@ def _sized(stage: StageFunctions, view: Resizing) -> StageFunctions:
     return replace(stage, functions=functions, evaluation=forward, boundary_bytes=boundary_bytes, **held)
 
 
-class Resizing(View):
+class _Resizing(View):
     """Variables that functions share are resized once. ``unsure``: some shape did not tell."""
 
     def __init__(self, known: Iterable[int], size: int) -> None:

@@ -18,7 +18,7 @@ from jaxpipe.errors import ConfigError
 from jaxpipe.planning import tune as tuning
 from jaxpipe.planning.measured import Stopwatch
 from jaxpipe.planning.predict import predict
-from jaxpipe.planning.resized import PROBE, Resizing
+from jaxpipe.planning.resized import PROBE, _Resizing
 from jaxpipe.planning.roofline import Efficiency
 from jaxpipe.planning.space import Space
 from jaxpipe.planning.stages import Workbench, planner, workbench
@@ -269,8 +269,8 @@ def test_one_trace_tells_what_a_trace_of_each_size_does(shards: str, recompute: 
 def test_shapes_that_do_not_tell_of_sequences_are_traced() -> None:
     """An axis with one entry more than there are sequences is no multiple of them."""
     for shape in ((PROBE + 1, 7), (PROBE - 1,), (PROBE, 2 * PROBE), (PROBE**2,), (7, PROBE // 2)):
-        resizing = Resizing((), 2)
+        resizing = _Resizing((), 2)
         resizing.shape(shape)
         assert resizing.unsure, shape
-    resizing = Resizing((100_000,), 2)
+    resizing = _Resizing((100_000,), 2)
     assert resizing.shape((5 * PROBE, 100_000, 12)) == (10, 100_000, 12) and not resizing.unsure

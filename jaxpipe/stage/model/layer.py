@@ -309,11 +309,12 @@ def init_avals(layer: Layer) -> Any:
 
 
 def every_init_avals(layers: Iterable[Layer]) -> dict[str, Any]:
-    """As :func:`init_avals`, by layer name; layers that make the same are looked at once."""
+    """As :func:`init_avals`, by layer name; layers that are alike or have the same ``init`` are looked at
+    once."""
     known: dict[Hashable, Any] = {}
     found = {}
     for layer in layers:
-        key = layer.code
+        key = function_key(layer.init) if layer.alike is None else layer.alike
         if key not in known:
             known[key] = init_avals(layer)
         found[layer.name] = known[key]

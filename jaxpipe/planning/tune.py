@@ -213,6 +213,8 @@ class _Search:
             parts[self.fork and layout["pipeline.cp"] * layout["pipeline.tp"] > 1].append(layout)
         others = self._forked(parts[1]) if all(parts) else None
         stopped = self._search(parts[0])
+        if others is not None and not stopped:
+            self._prediction()  # meanwhile: it may be the best of all, and its traces are kept
         stopped = self._gathered(others, parts[1]) or stopped
         tried, best = self._prediction()
         spent_s = time.monotonic() - self._began
@@ -568,13 +570,14 @@ class _Search:
 
     def _prediction(self) -> tuple[Tried, Prediction] | tuple[None, None]:
         """The fastest candidate that fits as ``plan`` predicts it, too."""
+        self.misled = False
         for tried in sorted((t for t in self.tried if t.status == "fits"), key=_key):
             config = self.space.config(tried.settings)
             bench, moved = replace(self._bench_of(config), sizes=None), self._moved.get(id(tried))
             transform = None if moved is None else lambda *_, schedule=moved: schedule
             prediction = predict(config, bench, self.limit_bytes, transform, planned=self._planner(config))
             known_s = tried.step_s or 0.0
-            self.misled = self.misled or abs(prediction.step_s - known_s) > MISLED * known_s
+            self.misled |= abs(prediction.step_s - known_s) > MISLED * known_s
             if prediction.fits:
                 return tried, prediction
         return None, None

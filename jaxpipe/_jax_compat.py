@@ -47,6 +47,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from types import FunctionType, SimpleNamespace
 from typing import Any, TypeAlias
 
@@ -145,7 +146,7 @@ def checkpoint_name_of(eqn: JaxprEqn) -> str | None:
     return str(eqn.params["name"]) if eqn.primitive.name == "name" else None
 
 
-_JAXPRS = Jaxpr, ClosedJaxpr
+_JAXPRS, _SEVERAL = (Jaxpr, ClosedJaxpr), (tuple, list)
 
 
 def _open(body: Any) -> tuple[Jaxpr, Sequence[Any]]:
@@ -156,7 +157,7 @@ def _open(body: Any) -> tuple[Jaxpr, Sequence[Any]]:
 def sub_jaxprs(eqn: JaxprEqn) -> Iterator[Jaxpr]:
     """Every jaxpr among an equation's parameters (bodies, branches)."""
     for value in eqn.params.values():
-        for item in value if isinstance(value, tuple | list) else (value,):
+        for item in value if isinstance(value, _SEVERAL) else (value,):
             if isinstance(item, _JAXPRS):
                 yield _open(item)[0]
 
@@ -184,8 +185,12 @@ def only_results(
 
 
 def _no_debug_info(invars: Sequence[Var], outvars: Sequence[Atom]) -> Any:
-    probe = jax.make_jaxpr(lambda: ())().jaxpr.debug_info
-    return probe._replace(arg_names=("",) * len(invars), result_paths=("",) * len(outvars))
+    return _debug_info()._replace(arg_names=("",) * len(invars), result_paths=("",) * len(outvars))
+
+
+@cache
+def _debug_info() -> Any:
+    return jax.make_jaxpr(lambda: ())().jaxpr.debug_info
 
 
 def map_bodies(eqn: JaxprEqn, change: Callable[[Jaxpr, Sequence[Any]], ClosedJaxpr]) -> JaxprEqn:

@@ -82,8 +82,13 @@ def _built(arguments: argparse.Namespace, sources: list[Path]) -> Store:
     from jaxpipe.train.corpora.tokenizers import load_tokenizer
 
     suffixes = SUFFIXES if arguments.suffixes is None else tuple(arguments.suffixes.split(","))
-    form = "chat" if arguments.chat else "text"
-    reading = Reading(suffixes, arguments.field, arguments.eos, form, arguments.chat_template)
+    reading = Reading(
+        format="chat" if arguments.chat else "text",
+        chat_template=arguments.chat_template,
+        field=arguments.field,
+        eos=arguments.eos,
+        suffixes=suffixes,
+    )
     workers = arguments.workers or len(os.sched_getaffinity(0))
     tokenizer = load_tokenizer(arguments.tokenizer)
     return build_store(sources, Path(arguments.output), tokenizer, reading, workers=workers, note=notice)

@@ -19,10 +19,11 @@ its scores through memory, as here, which cuDNN's kernel does not. ``while`` cou
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
+from functools import cache, partial
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -89,25 +90,73 @@ class Work:
         return Work.of(one + share * (two - one), self.levels + share * (other.levels - self.levels), self.kernels)
 
 
+class View:
+    """A jaxpr as it is, where nothing else is said."""
+
+    def atom(self, atom: Any) -> Any:
+        """A variable or literal as it is here."""
+        return atom
+
+    def eqn(self, eqn: JaxprEqn) -> JaxprEqn:
+        """An equation as it is here."""
+        return eqn
+
+
 def work_of(jaxpr: Any, target: Target, efficiency: Efficiency) -> Work:
     """The work of a ``Jaxpr`` or ``ClosedJaxpr`` whose calls are inlined (bodies of loops and branches are followed)."""
-    body = getattr(jaxpr, "jaxpr", jaxpr)
-    return _Walk(body, target, efficiency).run()
+    view = View()
+    return Walk(getattr(jaxpr, "jaxpr", jaxpr), target, efficiency, (view,)).seen(view)
 
 
-class _Walk:
-    """One pass over the equations of one body."""
+class _Kernel(NamedTuple):
+    """``fixed``: the first columns of its row. Beside ``flops`` and ``moved`` it does those of the ``product`` if there is
+    one, moves ``arrays``, and of the ``table`` if there is one what is picked: at most the table, at most these arrays."""
 
-    def __init__(self, body: Any, target: Target, efficiency: Efficiency) -> None:
-        self.body, self.target, self.efficiency = body, target, efficiency
-        self.parts: list[tuple[float, ...]] = []
-        self.kernels = 0
-        self.levels: list[float] = [0.0]
+    fixed: tuple[float, ...]
+    flops: float = 0.0
+    moved: float = 0.0
+    product: JaxprEqn | None = None
+    arrays: tuple[Var, ...] = ()
+    table: tuple[Var, tuple[Var, ...]] | None = None
+
+
+class Walk:
+    """One pass over the equations of one body, for all ``views``. ``kernels``: one after another; ``changes``: of workspace, by
+    an array that is made or dropped."""
+
+    def __init__(self, body: Any, target: Target, efficiency: Efficiency, views: Sequence[View]) -> None:
+        self.body, self.target, self.efficiency, self.views = body, target, efficiency, views
+        self.kernels: list[_Kernel] = []
+        self.launches = 0
+        self.inside: list[float] = [0.0]
         self.own = {id(eqn) for eqn in body.eqns if kind(eqn) in _OWN or has_body(eqn)}
         self.maker: dict[Var, JaxprEqn] = {v: eqn for eqn in body.eqns for v in eqn.outvars}
         self.outside = {self.base(v) for v in (*body.invars, *body.constvars, *variables(body.outvars))}
         self.stored = self._stored()
         self.launched: list[tuple[JaxprEqn, frozenset[Var]]] = []
+        self._run()
+        self.changes = self._workspace()
+
+    def seen(self, view: View) -> Work:
+        """The work in a view."""
+        known: dict[Var, int] = {}
+
+        def size(arrays: Iterable[Var]) -> int:
+            total = 0
+            for v in arrays:
+                if v not in known:
+                    known[v] = aval_bytes(view.atom(v).aval) if _sized(v) else 0
+                total += known[v]
+            return total
+
+        def row_of(k: _Kernel) -> tuple[float, ...]:
+            picked = 0 if k.table is None else min(size(k.table[1]), size((k.table[0],)))
+            flops = 0 if k.product is None else eqn_flops(view.eqn(k.product))
+            return *k.fixed, k.flops + flops, k.moved + picked + size(k.arrays)
+
+        parts = np.reshape(np.array(list(map(row_of, self.kernels)), float), (-1, _FIXED + 2))
+        live = accumulate(sign * size((v,)) for sign, v in self.changes)
+        return Work.of(parts, np.array([*self.inside, *live], float), self.launches)
 
     def base(self, v: Var) -> Var:
         """The value of which ``v`` is another shape, or the same one behind a barrier."""
@@ -128,8 +177,8 @@ class _Walk:
                 stored.update(self.base(v) for v in variables(eqn.invars))
         return stored
 
-    def run(self) -> Work:
-        fused: set[tuple[frozenset[Var], int]] = set()
+    def _run(self) -> None:
+        fused: set[tuple[frozenset[Var], tuple[int, ...]]] = set()
         for eqn in self.body.eqns:
             if kind(eqn) in _FREE:
                 continue
@@ -137,48 +186,40 @@ class _Walk:
                 self._own_kernel(eqn)
             elif _reduces(eqn) or any(v in self.stored for v in eqn.outvars):
                 sources = self._sources(eqn)
-                size = max((math.prod(shape_of(v)) for v in (*eqn.outvars, *sources)), default=0)
+                read = (*eqn.outvars, *sources)
+                size = tuple(max(math.prod(shape_of(view.atom(v))) for v in read) for view in self.views)
                 shared = (sources, size) in fused and bool(sources)  # one kernel may write several results
                 fused.add((sources, size))
-                self._kernel(eqn, () if shared else sources, 0.0, launch=not shared)
-        self._workspace()
-        parts = np.reshape(np.array(self.parts, float), (-1, _FIXED + 2))
-        return Work.of(parts, np.array(self.levels, float), self.kernels)
+                self._kernel(eqn, () if shared else sources, launch=not shared)
 
     def _own_kernel(self, eqn: JaxprEqn) -> None:
         scan = scan_parts(eqn)
         bodies = [work_of(b, self.target, self.efficiency) for b in sub_jaxprs(eqn)]
+        sources = {self.base(v) for v in variables(eqn.invars)}
         if bodies:
             chosen = max(bodies, key=lambda w: w.seconds) if eqn.primitive.name == "cond" else bodies[-1]
             times = scan.length if scan is not None else 1
-            self.kernels += times * chosen.kernels
-            self.parts += [(times * k[0], *k[1:]) for k in chosen.parts.tolist()]
-            self.levels += chosen.levels.tolist()
-            self._note(eqn, {self.base(v) for v in variables(eqn.invars)})
-            return
-        sources = {self.base(v) for v in variables(eqn.invars)}
-        if is_exchange(eqn):
+            self.launches += times * chosen.kernels
+            self.kernels += [
+                _Kernel((times * k[0], *k[1:_FIXED]), *k[_FIXED:]) for k in map(tuple, chosen.parts.tolist())
+            ]
+            self.inside += chosen.levels.tolist()
             self._note(eqn, sources)
-            return
-        if row(eqn).picks:  # of what it reads, only what it picks
+        elif is_exchange(eqn):
+            self._note(eqn, sources)
+        elif row(eqn).picks:  # of what it reads, only what it picks
             table = self.base(next(variables(eqn.invars)))
-            picked = sum(aval_bytes(v.aval) for v in eqn.outvars)
-            extra = min(picked, aval_bytes(table.aval))
-            self._kernel(eqn, sources - {table}, 0.0, extra_bytes=extra)
+            self._kernel(eqn, sources - {table}, table=(table, tuple(eqn.outvars)))
             self._note(eqn, {table})
-            return
-        self._kernel(eqn, sources, float(eqn_flops(eqn)))
+        else:
+            self._kernel(eqn, sources, product=eqn)
 
-    def _kernel(
-        self, eqn: JaxprEqn, sources: Iterable[Var], flops: float, *, extra_bytes: float = 0.0, launch: bool = True
-    ) -> None:
-        sources = set(sources)
-        written = sum(aval_bytes(v.aval) for v in eqn.outvars if _sized(v))
-        moved = written + extra_bytes + sum(aval_bytes(v.aval) for v in sources if _sized(v))
+    def _kernel(self, eqn: JaxprEqn, sources: Iterable[Var], *, launch: bool = True, **others: Any) -> None:
         e, t = self.efficiency, self.target
         rates = t.peak_flops_per_s(_dtype(eqn)) * e.matmul, t.memory_bytes_per_s * e.bandwidth
-        self.parts.append((1, e.kernel_s if launch else 0.0, *rates, flops, moved))
-        self.kernels += launch
+        fixed = (1, e.kernel_s if launch else 0.0, *rates)
+        self.kernels.append(_Kernel(fixed, arrays=(*eqn.outvars, *set(sources)), **others))
+        self.launches += launch
         self._note(eqn, sources)
 
     def _note(self, eqn: JaxprEqn, sources: Iterable[Var]) -> None:
@@ -195,8 +236,8 @@ class _Walk:
 
         return frozenset(filter(is_source, reachable(map(self.base, variables(eqn.invars)), made_of)))
 
-    def _workspace(self) -> None:
-        """Bytes of values that are made and read inside, in the order of :meth:`_order`.
+    def _workspace(self) -> list[tuple[int, Var]]:
+        """Values that are made and read inside, 1 where they are made and -1 where they go, in the order of :meth:`_order`.
 
         A result may take the place of an operand that is read for the last time, except in kernels of their own.
         """
@@ -208,16 +249,11 @@ class _Walk:
                 made.setdefault(v, now)
             for v in sources:
                 last[v] = (now, 2 if id(eqn) in self.own else 0)
-        changes: list[tuple[int, int, float]] = []
+        changes: list[tuple[int, int, int, Var]] = []
         for v, born in made.items():
-            if v in self.outside or v not in last or not _sized(v):
-                continue
-            size = aval_bytes(v.aval)
-            changes += [(born, 1, size), (*max((born, 2), last[v]), -size)]
-        live = 0.0
-        for _, _, change in sorted(changes, key=lambda x: (x[:2], x[2] > 0)):
-            live += change
-            self.levels.append(live)
+            if v not in self.outside and v in last:
+                changes += [(born, 1, 1, v), (*max((born, 2), last[v]), -1, v)]
+        return [(sign, v) for _, _, sign, v in sorted(changes, key=lambda x: x[:3])]
 
     def _order(self) -> list[int]:
         """Kernels in the order of the program, but what is only read later runs right before its first reader (what a backward
@@ -252,5 +288,10 @@ def _sized(v: Any) -> bool:
 
 def _dtype(eqn: JaxprEqn) -> str:
     """The dtype whose peak counts: the widest of what is multiplied."""
-    names = [str(dtype_of(v)) for v in variables(eqn.invars[:2])]
+    names = [_name(dtype_of(v)) for v in variables(eqn.invars[:2])]
     return next((wide for wide in ("float64", "float32") if wide in names), names[0] if names else "float32")
+
+
+@cache
+def _name(dtype: Any) -> str:
+    return str(dtype)

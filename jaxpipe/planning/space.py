@@ -126,14 +126,11 @@ class Space:
         """The orders of a layout. One rank runs everything in one."""
         ranks, microbatches = layout["pipeline.ranks"], layout["pipeline.microbatches"]
         every = _orders(ranks, ranks * microbatches <= MOST_PAIRS, layout["pipeline.vocabulary"])
-        return tuple(o for o in every if self._asked(o, layout))
-
-    def _asked(self, order: Order, layout: Settings) -> bool:
-        """Whether the order is among those to try."""
-        if any(shown(order.settings.get(key)) not in texts for key, texts in self.only.items()):
-            return False
-        asked = any(key.startswith(("pipeline.schedule", "traverse.")) for key in self.only)
-        return asked or layout["pipeline.vocabulary"] == "ends" or order.settings["pipeline.schedule"] in SPREAD
+        named = any(key.startswith(("pipeline.schedule", "traverse.")) for key in self.only)
+        if layout["pipeline.vocabulary"] != "ends" and not named:
+            every = tuple(o for o in every if o.settings["pipeline.schedule"] in SPREAD)
+        asked = self.only.items()
+        return tuple(o for o in every if all(shown(o.settings.get(key)) in texts for key, texts in asked))
 
     def config(self, settings: Settings) -> TrainConfig:
         """The config with these settings.
@@ -165,9 +162,14 @@ def _with_vocabulary(order: Order, vocabulary: str) -> Order | None:
     if "pipeline.memory_limit" in order.settings or order.placement.num_flows > 1:
         return None
     if vocabulary != "joint":
-        return replace(order, placement=with_vocabulary(order.placement, barriers=barriers(vocabulary)))
+        return replace(order, placement=_spread(order.placement, barriers(vocabulary)))
     joint = VOCABULARY_FAMILIES["vocab-1f1b-joint"].placement(order.placement.num_ranks, 1)
     return replace(order, placement=joint) if order.settings["pipeline.schedule"] == "1f1b" else None
+
+
+@lru_cache(maxsize=64)
+def _spread(placement: Placement, barriers: int) -> Placement:
+    return with_vocabulary(placement, barriers=barriers)
 
 
 def _families(ranks: int, small: bool) -> Iterator[Order]:

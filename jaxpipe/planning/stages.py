@@ -38,12 +38,13 @@ from jaxpipe.errors import StageError
 from jaxpipe.mesh import AXES, AnyMesh, TensorParallel
 from jaxpipe.planning.measured import Stopwatch
 from jaxpipe.planning.resized import PROBE, resized
-from jaxpipe.planning.roofline import Efficiency, Work, work_of
+from jaxpipe.planning.roofline import Efficiency, View, Walk, Work
 from jaxpipe.planning.targets import Target, device_text
 from jaxpipe.stage.compiled.compile import BuildCache, build_stage_functions
 from jaxpipe.stage.compiled.footprint import compiled_footprint
 from jaxpipe.stage.compiled.offloadable import with_offload
 from jaxpipe.stage.functions import StageFunctions
+from jaxpipe.stage.identity import function_key
 from jaxpipe.stage.model.layer import Layer, Model
 from jaxpipe.stage.model.links import StageLinks, links_of
 from jaxpipe.stage.model.params import compute_avals
@@ -60,7 +61,7 @@ _OPTIONS = {"xla_gpu_autotune_level": "0"}
 _KEPT = 1  # layers of a long run that a trace has: each further one adds what the second adds to the first
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class StageKey:
     """What a stage is built from: layers, the first one's index in the model, what enters, its links to others, its recompute
     policy, sequences in a microbatch, and the fraction of its residuals that offloads move."""
@@ -73,7 +74,7 @@ class StageKey:
     size: int
     offload_fraction: float
 
-    @property
+    @cached_property
     def kind(self) -> Hashable:
         """Equal for stages that cost the same."""
         layers = tuple(layer.code for layer in self.layers)
@@ -135,13 +136,15 @@ class Workbench:
     seconds_of: Stopwatch | None = None
     _stored: Workbench | None = None
     _known: dict[Hashable, PlannedStage] = field(default_factory=dict)
-    _traced: dict[Hashable, tuple[Any, tuple[PlannedStage, ...]]] = field(default_factory=dict)
+    _traced: dict[Hashable, StageFunctions] = field(default_factory=dict)
+    _priced: dict[Hashable, tuple[PlannedStage, ...]] = field(default_factory=dict)
+    _cuts: dict[Hashable, list[list[StageKey]]] = field(default_factory=dict)
     _steps: dict[Hashable, tuple[PlannedStage | None, PlannedStage | None]] = field(default_factory=dict)
 
     def over(self, pipe: PipelineConfig) -> Workbench:
         """For the model with its vocabulary layers where ``pipe`` has them; what is known already is shared."""
         model = spread_over(pipe, self.model)
-        return self if model is self.model else replace(self, model=model, _stored=self._stored or self)
+        return self if model is self.model else replace(self, model=model, _stored=self._stored or self, _cuts={})
 
     @cached_property
     def mesh(self) -> AnyMesh:
@@ -187,9 +190,14 @@ class Workbench:
         self, cut: Cut, recompute: str | Sequence[str], size: int, traced: tuple[int, ...], offload_fraction: float
     ) -> tuple[PlannedStage, ...]:
         """From them with each of the sizes ``traced``; nothing where these do not tell."""
-        made = list[PlannedStage]()
-        for keys in self._keys(cut, recompute, traced, offload_fraction):
-            kind = keys[0].kind if self.sizes is None else (traced, replace(keys[0], size=size).kind)
+        made, asked = (
+            list[PlannedStage](),
+            (tuple(cut), tuple(per_stage(recompute, len(cut))), traced, offload_fraction),
+        )
+        if asked not in self._cuts:
+            self._cuts[asked] = list(self._keys(*asked))
+        for keys in self._cuts[asked]:
+            kind = keys[0].kind if self.sizes is None else (keys[0].kind, traced, size)
             if kind not in self._known and (grown := self._grown(keys, size)) is not None:
                 self._known[kind] = grown
             if kind not in self._known:
@@ -212,7 +220,7 @@ class Workbench:
             ]
             yield keys
             for key, left in zip(keys, leaving, strict=True):
-                left.append(links.exits(self._traced_once(_cut_to(key, *self._short(key)))[0]))
+                left.append(links.exits(self._traced_once(_cut_to(key, *self._short(key))).y))
 
     def further(self, recompute: str, size: int) -> Mapping[Hashable, tuple[int, PlannedStage, PlannedStage]]:
         """By long run of equal layers, their number, and two stages of ``size`` sequences, of which the second has one more:
@@ -256,12 +264,19 @@ class Workbench:
 
     def functions_of(self, key: StageKey) -> StageFunctions:
         """Stage functions on :attr:`mesh`; traces and compiled code are shared."""
+        cache = replace(self.cache, calls=replace(self.cache.calls, repeated=self._repeated))
         batch = shard_avals(self.model.name, self.model.batch_spec(key.size), self.model.over_time, self.tp)
         with cudnn_assumed() if self.seconds_of is None else nullcontext():
             return build_stage_functions(
                 key.layers, key.offset, self.avals, key.x, batch, self.mesh, 0, key.links, key.policy, self._master_dtype,
-                self.cache, self.tp, evaluated=False,
+                cache, self.tp, evaluated=False,
             )  # fmt: skip
+
+    @cached_property
+    def _repeated(self) -> frozenset[Hashable]:
+        """Functions that several layers have."""
+        counts = Counter(function_key(layer.apply) for layer in self.model.layers)
+        return frozenset(key for key, n in counts.items() if n > 1)
 
     def _grown(self, keys: Sequence[StageKey], size: int) -> PlannedStage | None:
         """The stage, from it with few layers of each long run of equal ones, and what a further one adds; None as
@@ -300,7 +315,7 @@ class Workbench:
     def _make(self, keys: Sequence[StageKey], size: int) -> PlannedStage | None:
         """The stage as it is, from all ``keys``, which differ in their size; each is traced once for those of its kind. None
         where they have other kernels than each other."""
-        made = [stage for key in keys for stage in self._traced_once(key)[1]]
+        made = [stage for key in keys for stage in self._priced_once(key)]
         if len(made) < 2:
             return made[0] if made else None
         one, two = made
@@ -313,29 +328,41 @@ class Workbench:
         sizes = replace(_plus(one.sizes, two.sizes, one.sizes, share), exchanges=exchanges)
         return replace(one, sizes=sizes, work=known)
 
-    def _traced_once(self, key: StageKey) -> tuple[Any, tuple[PlannedStage, ...]]:
-        """What leaves the stage, and the stage; of a probe, with each of :attr:`sizes`, or nothing where it does not tell."""
+    def _traced_once(self, key: StageKey) -> StageFunctions:
         if key.kind not in self._traced:
             self.progress(f"tracing {key}")
-            functions = self.functions_of(key)
-            if key.size != PROBE or self.sizes is None:
-                made = [self._priced(key, functions)]
-            else:
-                found = [(n, resized(functions, n)) for n in self.sizes]
-                made = [self._priced(replace(key, size=n), f) for n, f in found if f is not None]
-            self._traced[key.kind] = functions.y, tuple(made)
+            self._traced[key.kind] = self.functions_of(key)
         return self._traced[key.kind]
 
-    def _priced(self, key: StageKey, functions: StageFunctions) -> PlannedStage:
+    def _priced_once(self, key: StageKey) -> tuple[PlannedStage, ...]:
+        """The stage; of a probe, with each of :attr:`sizes`, or nothing where it does not tell."""
+        if key.kind not in self._priced:
+            whole, sizes = self._traced_once(key), self.sizes if key.size == PROBE else None
+            made = [(whole, View())] if sizes is None else resized(whole, sizes)
+            views, state_bytes = [view for _, view in made], self._state_bytes(whole)
+            bodies = {op: f.jaxpr.jaxpr for op, f in whole.functions.items()}
+            walks = {op: Walk(body, self.target, self.efficiency, views) for op, body in bodies.items() if made}
+            self._priced[key.kind] = tuple(
+                self._planned(replace(key, size=n), f, {op: x.seen(view) for op, x in walks.items()}, state_bytes)
+                for (f, view), n in zip(made, sizes or (key.size,), strict=False)
+            )
+        return self._priced[key.kind]
+
+    def _planned(
+        self, key: StageKey, functions: StageFunctions, work: dict[str, Work], state_bytes: float
+    ) -> PlannedStage:
         functions = with_offload(functions, key.offload_fraction)
-        work = {op: work_of(f.jaxpr, self.target, self.efficiency) for op, f in functions.functions.items()}
         if self.seconds_of is not None:
             work |= {op: replace(work[op], seconds=s) for op, s in self.seconds_of(functions).items() if op in work}
+        return PlannedStage(key, functions, StageSizes.of(functions), work, state_bytes)
+
+    def _state_bytes(self, functions: StageFunctions) -> float:
+        """Of master parameters and optimizer state."""
         acc = functions.layout.acc_avals(self._master_dtype)
         masters = [a for a, b in zip(acc, functions.layout.buffers, strict=False) if a.dtype != b.dtype]
         state = jax.tree.leaves(jax.eval_shape(self.optimizer.init, acc))
         moments = [a for a in state if jnp.issubdtype(a.dtype, jnp.inexact)]  # without counts of steps: a few bytes
-        return PlannedStage(key, functions, StageSizes.of(functions), work, sum(map(aval_bytes, (*masters, *moments))))
+        return sum(map(aval_bytes, (*masters, *moments)))
 
 
 def _towards(one: Exchanges, two: Exchanges, share: float) -> Exchanges | None:

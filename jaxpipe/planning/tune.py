@@ -13,6 +13,9 @@ can't be shorter than the best found is left out, so the answer is that of the w
 
 The best is predicted from exact traces then; where they tell another time, the search begins again with such ones alone.
 
+Two processes may search: a fork takes the layouts that divide layers over shards, which share few traces with others. Each
+knows the time of the best that the other has found.
+
 Not tried: the solver (``jaxpipe solve``), uneven cuts by hand, a policy for each stage, sequence parallelism and ZeRO-1 other
 than as the config has them.
 """
@@ -22,13 +25,21 @@ from __future__ import annotations
 import gc
 import heapq
 import itertools
+import math
+import multiprocessing
+import os
+import sys
 import time
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Connection
 from typing import Any, Literal
 
 import numpy as np
 
+from jaxpipe._jax_compat import backends_initialized
 from jaxpipe.errors import JaxpipeError
 from jaxpipe.planning.predict import Ground, Prediction, ground, pipeline_s, predict
 from jaxpipe.planning.space import Order, Settings, Space
@@ -107,12 +118,14 @@ def tune(
     *,
     prune: bool = True,
     progress_s: float = 1.0,
+    fork: bool = False,
 ) -> Tuned:
     """The fastest candidate of ``space`` that needs at most ``limit_bytes`` on each device.
 
     ``bench``: of the space's base; candidates on other shards get their own, which share its model. ``time_limit_s``: no
     trial starts later. ``prune``: False simulates every candidate (to check the search). ``progress`` is told every
-    ``progress_s`` seconds.
+    ``progress_s`` seconds. ``fork``: a second process may help, where there is another core, and as long as JAX has not looked
+    for devices: it has threads then, and can't be forked.
     Ctrl-C ends it with the best so far.
     """
     usual = gc.get_threshold()
@@ -120,6 +133,8 @@ def tune(
     gc.set_threshold(100 * usual[0], *usual[1:])
     try:
         search = _Search(space, bench, limit_bytes, progress, time_limit_s, prune, progress_s)
+        able = sys.platform == "linux" and len(os.sched_getaffinity(0)) > 1 and not backends_initialized()
+        search.fork = fork and prune and able
         found = search.run()
         if search.misled and not found.stopped:
             progress("layers do other work with other microbatch sizes: searching again, with a trace of each size")
@@ -179,6 +194,8 @@ class _Search:
     tried: list[Tried] = field(default_factory=list)
     best: Tried | None = None
     misled: bool = False
+    fork: bool = False
+    shared: Any = None
     _moved: dict[int, Schedule] = field(default_factory=dict)
     _benches: dict[Any, Workbench] = field(default_factory=dict)
     _planners: dict[Any, Planner] = field(default_factory=dict)
@@ -191,11 +208,57 @@ class _Search:
     _simulated: int = 0
 
     def run(self) -> Tuned:
+        parts: tuple[list[Settings], ...] = ([], [])
+        for layout in self.space.layouts():
+            parts[self.fork and layout["pipeline.cp"] * layout["pipeline.tp"] > 1].append(layout)
+        others = self._forked(parts[1]) if all(parts) else None
+        stopped = self._search(parts[0])
+        if others is not None and not stopped:
+            self._prediction()  # meanwhile: it may be the best of all, and its traces are kept
+        stopped = self._gathered(others, parts[1]) or stopped
+        tried, best = self._prediction()
+        spent_s = time.monotonic() - self._began
+        return Tuned(best, tried is not None and tried.offloaded, tuple(self.tried), spent_s, stopped)
+
+    def _forked(self, layouts: Sequence[Settings]) -> Connection:
+        """What another process will tell, which searches these layouts."""
+        context = multiprocessing.get_context("fork")
+        self.shared, (here, there) = context.Value("d", math.inf), context.Pipe(duplex=False)
+
+        def tell() -> None:
+            here.close()
+            self.progress = lambda text: None
+            stopped = self._search(layouts)
+            with suppress(BrokenPipeError):  # nobody waits for it any more
+                there.send((stopped, [(tried, self._moved.get(id(tried))) for tried in self.tried]))
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of threads: those of NumPy's products
+            context.Process(target=tell, daemon=True).start()
+        there.close()
+        return here
+
+    def _gathered(self, others: Connection | None, layouts: Sequence[Settings]) -> str:
+        """Takes what the other process tells of these layouts, and says why that one stopped; without it searches them."""
+        try:
+            stopped, found = others.recv() if others is not None else (self._search(layouts), [])
+        except EOFError:  # it has ended
+            return self._search(layouts)
+        except KeyboardInterrupt:
+            return "interrupted"
+        for tried, moved in found:
+            self.tried.append(tried)
+            if moved is not None:
+                self._moved[id(tried)] = moved
+        return str(stopped)
+
+    def _search(self, layouts: Iterable[Settings]) -> str:
+        """Searches these layouts, and says why it stopped early, or nothing."""
         heap: list[tuple[float, int, _Node]] = []
         numbers = itertools.count()
         stopped = ""
         try:
-            for layout in self.space.layouts():
+            for layout in layouts:
                 self._check_time()
                 for bound, node in self._nodes(layout):
                     heapq.heappush(heap, (bound, next(numbers), node))
@@ -213,9 +276,7 @@ class _Search:
             slower = self._hopeless(bound)
             said = "no schedule there takes a step in less than bound_s" if slower else stopped
             self._note(node.settings, "slower" if slower else "not reached", node.size, bound_s=bound, reason=said)
-        tried, best = self._prediction()
-        spent_s = time.monotonic() - self._began
-        return Tuned(best, tried is not None and tried.offloaded, tuple(self.tried), spent_s, stopped)
+        return stopped
 
     # -- from layouts to placements ------------------------------------------------------------------------------------
 
@@ -316,7 +377,8 @@ class _Search:
         for order in node.orders:
             by_placement.setdefault(order.placement, []).append(order)
         for placement, orders in by_placement.items():
-            least = _least_bytes(placement, known.costs)
+            ahead = 0 if config.pipeline.vocabulary in ("ends", "joint") else barriers(config.pipeline.vocabulary)
+            least = _least_bytes(placement, known.costs, min(ahead + 1, config.pipeline.microbatches))
             update_s = known.update_s(config, bench, placement)
             made = replace(node, orders=tuple(orders), known=known, update_s=update_s)
             if least > self.limit_bytes:
@@ -448,6 +510,9 @@ class _Search:
         self.tried.append(tried)
         if tried.status == "fits" and (self.best is None or _key(tried) < _key(self.best)):
             self.best = tried
+            if self.shared is not None:
+                with self.shared.get_lock():
+                    self.shared.value = min(self.shared.value, step_s)
         if offloaded:
             self._moved[id(tried)] = schedule
         return tried
@@ -458,7 +523,8 @@ class _Search:
         self.tried.append(Tried(settings, status, candidates, **facts))
 
     def _hopeless(self, bound_s: float) -> bool:
-        return self.prune and self.best is not None and bound_s >= (self.best.step_s or 0.0) * (1 - TIME)
+        own = math.inf if self.best is None else self.best.step_s or 0.0
+        return self.prune and bound_s >= (own if self.shared is None else min(own, self.shared.value)) * (1 - TIME)
 
     def _check_time(self) -> None:
         now = time.monotonic()
@@ -484,7 +550,7 @@ class _Search:
                 self._benches[(shards, spread)] = alike.over(pipe)
             else:
                 self._benches[(shards, spread)] = replace(
-                    self.bench, tp=shards, cache=BuildCache(), _known={}, _traced={}, _steps={}
+                    self.bench, tp=shards, cache=BuildCache(), _known={}, _traced={}, _priced={}, _cuts={}, _steps={}
                 )
         return self._benches[(shards, spread)]
 
@@ -504,13 +570,14 @@ class _Search:
 
     def _prediction(self) -> tuple[Tried, Prediction] | tuple[None, None]:
         """The fastest candidate that fits as ``plan`` predicts it, too."""
+        self.misled = False
         for tried in sorted((t for t in self.tried if t.status == "fits"), key=_key):
             config = self.space.config(tried.settings)
             bench, moved = replace(self._bench_of(config), sizes=None), self._moved.get(id(tried))
             transform = None if moved is None else lambda *_, schedule=moved: schedule
             prediction = predict(config, bench, self.limit_bytes, transform, planned=self._planner(config))
             known_s = tried.step_s or 0.0
-            self.misled = self.misled or abs(prediction.step_s - known_s) > MISLED * known_s
+            self.misled |= abs(prediction.step_s - known_s) > MISLED * known_s
             if prediction.fits:
                 return tried, prediction
         return None, None
@@ -531,15 +598,23 @@ def _splits(schedule: Schedule) -> bool:
     return any(a.op == W.name for r in range(schedule.num_ranks) for a in schedule.actions(r))
 
 
-def _least_bytes(placement: Placement, costs: CostProfile) -> float:
-    """What the fullest rank needs in any schedule: what stays, and one backward pass, split or not, of one microbatch."""
+def _least_bytes(placement: Placement, costs: CostProfile, forwards: int) -> float:
+    """What the fullest rank needs in any schedule: what stays, and one backward pass, split or not, of one microbatch. Spread
+    vocabulary layers leave nothing to offload, so before the first backward of a rank's last stage all its stages hold what as
+    many ``forwards`` keep as there are barriers, and one."""
     temp = dict(costs.temp_bytes)
     none = (0.0,) * costs.num_stages
     b, w, bw = (temp.get(op, none) for op in ("B", "W", "BW"))
     held, waiting = costs.residual_bytes, costs.w_residual_bytes
     least = [min(held[s] + bw[s], max(held[s] + b[s], waiting[s] + w[s])) for s in range(costs.num_stages)]
+
+    def beside(stages: Collection[int]) -> float:
+        trunk = [s for s in stages if forwards > 1 and s in placement.trunk]
+        first = forwards * sum(held[s] for s in trunk) + min(bw[trunk[-1]], b[trunk[-1]]) if trunk else 0.0
+        return max([first, *(least[s] for s in stages)])
+
     static = static_bytes(placement, costs)
-    return max(n + max((least[s] for s in placement.stages_of(r)), default=0.0) for r, n in enumerate(static))
+    return max(n + beside(placement.stages_of(r)) for r, n in enumerate(static))
 
 
 def _told(settings: Settings) -> str:

@@ -50,7 +50,7 @@ class _Line:
         self._connection = connection
         self._file: BinaryIO = connection.makefile("rb")
         self._lock = threading.Lock()
-        self._inboxes: dict[str, SimpleQueue[tuple[str, str]]] = {}
+        self._inboxes: dict[str, SimpleQueue[tuple[str, Any]]] = {}
         self.silent = 0  # beats
 
     def fileno(self) -> int:
@@ -70,8 +70,8 @@ class _Line:
             return []
         return message if isinstance(message, list) else []
 
-    def inbox(self, name: str) -> SimpleQueue[tuple[str, str]]:
-        """Where texts of this name come to: those of one channel to one."""
+    def inbox(self, name: str) -> SimpleQueue[tuple[str, Any]]:
+        """Where values of this name come to: those of one channel to one."""
         channel, colon, _ = name.partition(":")
         return self._inboxes.setdefault(channel if colon else "", SimpleQueue())
 
@@ -121,28 +121,28 @@ class Lines:
     def who(self, process: int) -> str:
         return f"process {process} (host {self.hosts[process]})"
 
-    def send(self, process: int, name: str, text: str) -> None:
-        """``text`` to another process. ``name``: what the other must ask for; threads that talk beside each other have names
-        that begin with a channel of their own, as ``channel: name``."""
+    def send(self, process: int, name: str, value: Any) -> None:
+        """``value``, of JSON, to another process. ``name``: what the other must ask for; threads that talk beside each other
+        have names that begin with a channel of their own, as ``channel: name``."""
         with suppress(OSError):  # the thread that reads ends this process
-            self._lines[process].put("text", name, text)
+            self._lines[process].put("value", name, value)
 
-    def receive(self, process: int, name: str) -> str:
-        """The next text of that process in the channel of ``name``; waits.
+    def receive(self, process: int, name: str) -> Any:
+        """The next value of that process in the channel of ``name``; waits.
 
         Raises:
             RunError: it sent something else.
         """
-        sent, text = self._lines[process].inbox(name).get()
+        sent, value = self._lines[process].inbox(name).get()
         if sent != name:
             raise RunError(f"{self.who(self._mine)} waits for {name!r} and {self.who(process)} sent {sent!r}")
-        return text
+        return value
 
     def end(self, line: str, code: int) -> NoReturn:
         """Say ``line`` here, have all others end with it, and end this process. The first line of a process is its only one."""
         if not self._ending.acquire(blocking=False):
             time.sleep(10 * _LAST_WORDS_S)  # another thread ends it
-        _say(line)
+        say(f"jaxpipe: {line}")
         for other in self._lines.values():
             with suppress(OSError):
                 other.put("end", line, code)
@@ -209,7 +209,7 @@ class Lines:
         line = self._lines[process]
         while message := line.get():
             line.silent = 0
-            if message[0] == "text":
+            if message[0] == "value":
                 line.inbox(message[1]).put((message[1], message[2]))
             elif message[0] == "where":
                 with suppress(OSError):
@@ -366,8 +366,8 @@ def _waited(wait_s: float, missing: Sequence[int], peers: Peers) -> str:
     return f"waited {wait_s:.0f} s at {peers.address} for {which} {few} of {peers.number}: {start}"
 
 
-def _say(line: str) -> None:
-    """As an error of the command line looks; not by print, which may be in the midst of another one."""
+def say(line: str) -> None:
+    """On standard error; not by print, which may be in the midst of another one."""
     before = "\n" if sys.stderr is not None and sys.stderr.isatty() else ""
     with suppress(OSError):
-        os.write(_STDERR, f"{before}jaxpipe: {line}\n".encode(errors="replace"))
+        os.write(_STDERR, f"{before}{line}\n".encode(errors="replace"))

@@ -11,7 +11,6 @@ rule (:meth:`Mail.channel`), and processes agree on their programs before the fi
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from copy import copy
 from itertools import count
@@ -35,8 +34,8 @@ class Mail:
         own = f"{processes.interface()}:0"
         client = jax.local_devices()[0].client
         self._server = transfer.start_transfer_server(client, own, [own] * _SOCKETS)
-        texts = processes.gather("transfer servers", self._server.address())
-        self._addresses: Sequence[str] = json.loads(processes.broadcast("transfer servers", json.dumps(list(texts))))
+        own_address = processes.gather("transfer servers", self._server.address())
+        self._addresses: Sequence[str] = processes.broadcast("transfer servers", own_address)
         self._process_of = process_of
         self._connections: dict[int, Any] = {}
         self._channel, self._channels = 0, count(1)

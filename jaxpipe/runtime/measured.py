@@ -7,7 +7,6 @@ the durations themselves cancels.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -27,10 +26,10 @@ def gathered(outputs: StepOutputs, processes: Processes, clock: tuple[float, flo
     ahead, error = clock
     began = outputs.stamps[0] + ahead
     own = [(e.rank, e.lane, str(e.action), began + e.start_s, began + e.end_s) for e in outputs.events]
-    texts = processes.gather("events", json.dumps([began, began + outputs.step_s, error, own]))
-    if not texts:
+    parts = processes.gather("events", (began, began + outputs.step_s, error, own))
+    if not parts:
         return outputs
-    starts, ends, errors, found = zip(*map(json.loads, texts), strict=True)
+    starts, ends, errors, found = zip(*parts, strict=True)
     first = min(starts)
     events = [Event(r, lane, parse_slot(a), start - first, end - first) for r, lane, a, start, end in chain(*found)]
     return replace(outputs, events=tuple(events), step_s=max(ends) - first, clock_error_s=max(errors))

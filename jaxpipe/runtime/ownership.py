@@ -9,7 +9,6 @@ the moves before it alone, which are the same in all processes.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -119,10 +118,8 @@ class Ownership:
         """What the processes have by number, JSON values, as one; each number is one process's."""
         if not self.divided:
             return dict(own)
-        texts = self.processes.gather(name, json.dumps(list(own.items())))
-        whole = dict(pair for text in texts for pair in json.loads(text))
-        pairs: list[tuple[int, Any]] = json.loads(self.processes.broadcast(name, json.dumps(list(whole.items()))))
-        return dict(pairs)
+        parts = self.processes.gather(name, list(own.items()))
+        return dict(self.processes.broadcast(name, [pair for part in parts for pair in part]))
 
     def move(
         self, arrays: Sequence[jax.Array], src: int, dst: int, avals: Sequence[jax.ShapeDtypeStruct]

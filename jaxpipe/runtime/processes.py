@@ -7,14 +7,13 @@ Importing this imports no JAX, and one process alone never calls it.
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from jaxpipe.errors import AgreedError, ConfigError, JaxpipeError, RunError
 from jaxpipe.runtime.lines import Lines, Place, meet
@@ -41,13 +40,13 @@ class Processes:
         """What messages call a process."""
         return f"process {process}"
 
-    def gather(self, name: str, text: str) -> Sequence[str]:
-        """The texts of all processes, by process, in process 0; empty elsewhere."""
-        return (text,)
+    def gather(self, name: str, value: Any) -> Sequence[Any]:
+        """The values of all processes, by process, in process 0; empty elsewhere. Of JSON, as all that they tell each other."""
+        return (value,)
 
-    def broadcast(self, name: str, text: str) -> str:
-        """The text of process 0, in all."""
-        return text
+    def broadcast(self, name: str, value: Any) -> Any:
+        """The value of process 0, in all."""
+        return value
 
     def clock(self) -> tuple[float, float]:
         """Wait until all have come here: how many seconds ``time.perf_counter`` of process 0 is ahead of this one's, and by
@@ -84,14 +83,14 @@ class Processes:
         self.gather(name, "")
         self.broadcast(name, "")
 
-    def judge(self, name: str, text: str, wrong: Callable[[Sequence[str]], str]) -> None:
-        """Process 0 says what is ``wrong`` with the texts of all, by process; empty: nothing.
+    def judge(self, name: str, value: Any, wrong: Callable[[Sequence[Any]], str]) -> None:
+        """Process 0 says what is ``wrong`` with the values of all, by process; empty: nothing.
 
         Raises:
             AgreedError: anything is; in all processes.
         """
-        texts = self.gather(name, text)
-        if found := self.broadcast(name, wrong(texts) if self.mine == 0 else ""):
+        values = self.gather(name, value)
+        if found := self.broadcast(name, wrong(values) if self.mine == 0 else ""):
             raise AgreedError(found)
 
     def agree(self, name: str, values: Mapping[str, str], advice: str) -> None:
@@ -101,8 +100,8 @@ class Processes:
             AgreedError: two differ; names the process and what it differs in.
         """
 
-        def wrong(texts: Sequence[str]) -> str:
-            first, *others = map(json.loads, texts)
+        def wrong(values: Sequence[Mapping[str, str]]) -> str:
+            first, *others = values
             for process, other in enumerate(others, 1):
                 for key in sorted(first.keys() | other.keys()):
                     have, want = other.get(key, "none"), first.get(key, "none")
@@ -110,7 +109,7 @@ class Processes:
                         return f"{self.who(process)} has {key}={have}, {self.who(0)} has {want}: {advice}"
             return ""
 
-        self.judge(name, json.dumps(values), wrong)
+        self.judge(name, dict(values), wrong)
 
     def check(self, name: str, wrong: str) -> None:
         """``wrong``: what is wrong in this process; empty: nothing.
@@ -184,26 +183,26 @@ class Joined(Processes):
     def who(self, process: int) -> str:
         return self._lines.who(process)
 
-    def gather(self, name: str, text: str) -> Sequence[str]:
+    def gather(self, name: str, value: Any) -> Sequence[Any]:
         if self.mine:
-            self._lines.send(0, name, text)
+            self._lines.send(0, name, value)
             return ()
-        return (text, *(self._lines.receive(k, name) for k in range(1, self.number)))
+        return (value, *(self._lines.receive(k, name) for k in range(1, self.number)))
 
-    def broadcast(self, name: str, text: str) -> str:
+    def broadcast(self, name: str, value: Any) -> Any:
         if self.mine:
             return self._lines.receive(0, name)
         for process in range(1, self.number):
-            self._lines.send(process, name, text)
-        return text
+            self._lines.send(process, name, value)
+        return value
 
     def clock(self) -> tuple[float, float]:
         lines, now = self._lines, time.perf_counter
         if self.mine:
             for _ in range(_ROUND_TRIPS):
                 lines.receive(0, "clock")
-                lines.send(0, "clock", repr(now()))
-            ahead, error = json.loads(lines.receive(0, "clock"))
+                lines.send(0, "clock", now())
+            ahead, error = lines.receive(0, "clock")
             return ahead, error
         found = {}
         for process in range(1, self.number):
@@ -211,13 +210,13 @@ class Joined(Processes):
             for _ in range(_ROUND_TRIPS):
                 asked = now()
                 lines.send(process, "clock", "")
-                there = float(lines.receive(process, "clock"))
+                there = lines.receive(process, "clock")
                 half = (now() - asked) / 2
                 trips.append((half, asked + half - there))
             half, ahead = min(trips)
-            found[process] = json.dumps([ahead, half])
-        for process, text in found.items():  # all go on together
-            lines.send(process, "clock", text)
+            found[process] = (ahead, half)
+        for process, trip in found.items():  # all go on together
+            lines.send(process, "clock", trip)
         return 0.0, 0.0
 
     def interface(self) -> str:
@@ -231,7 +230,7 @@ class Joined(Processes):
         import jax
 
         peers = self._peers
-        port = int(self.broadcast("port of JAX", str(_free_port(peers)) if self.mine == 0 else ""))
+        port = self.broadcast("port of JAX", _free_port(peers) if self.mine == 0 else 0)
         late = threading.Timer(
             _JAX_JOIN_S,
             self.end,

@@ -6,7 +6,6 @@ The one way from settings to a :class:`~jaxpipe.runtime.pipeline.Pipeline`, for 
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -95,7 +94,7 @@ def stage_planner(
     if cut == "measured":
         processes = processes or Alone()
         own = measured_layer_costs(model, size) if processes.mine == 0 else ()
-        costs, source = tuple(json.loads(processes.broadcast("layer costs", json.dumps(own)))), "measured"
+        costs, source = tuple(processes.broadcast("layer costs", own)), "measured"
     else:
         costs, source = analytic_layer_costs(model, size, known), "analytic"
 

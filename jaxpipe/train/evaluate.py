@@ -113,19 +113,9 @@ def load_data(trained: Trained, *, other: bool = False, path: str | None = None)
     return dataset, differ
 
 
-@dataclass(frozen=True, slots=True)
-class Described:
-    """A checkpoint without its arrays: what it says of itself, its model and tokenizer. ``ignored``: as in :class:`Trained`."""
-
-    manifest: Manifest
-    config: TrainConfig
-    model: Model
-    tokenizer: Tokenizer
-    ignored: tuple[str, ...]
-
-
-def described(folder: Path, named: str | None = None) -> Described:
-    """One checkpoint, of the model ``named`` or else the one that it names; raises as :func:`load_trained`."""
+def described(folder: Path, named: str | None = None) -> tuple[Manifest, Trained]:
+    """What one checkpoint says of itself, and its model (the one ``named`` or else the one that it names) without parameters;
+    raises as :func:`load_trained`."""
     manifest = read_manifest(folder)
     config, ignored = _config(manifest.meta, folder)
     target = named or ours(config.model.target)
@@ -137,20 +127,18 @@ def described(folder: Path, named: str | None = None) -> Described:
     config = replace(config, model=replace(config.model, target=target))
     copy = folder.parent.parent / TOKENIZER / "tokenizer.json"
     tokenizer = kept_tokenizer(manifest.meta.get("tokenizer"), str(copy) if copy.is_file() else config.data.tokenizer)
-    return Described(manifest, config, build_model(config, tokenizer.vocab_size), tokenizer, ignored)
+    model, data = build_model(config, tokenizer.vocab_size), manifest.meta.get("data")
+    fingerprint = str(data.get("fingerprint") or "") if isinstance(data, dict) else ""
+    began_in = str(manifest.meta.get("began_in") or "")
+    return manifest, Trained(config, model, {}, tokenizer, manifest.step, fingerprint, ignored, began_in)
 
 
 def _trained(folder: Path, named: str | None, count: int | None) -> Trained:
-    found = described(folder, named)
-    want, manifest = {"params": stored_params(found.model)}, found.manifest
+    manifest, found = described(folder, named)
     devices = devices_for(found.model, count)
+    want = {"params": stored_params(found.model)}
     params = load_group(folder, "params", manifest, want, placement_over(found.model, devices))
-    data = manifest.meta.get("data")
-    fingerprint = str(data.get("fingerprint") or "") if isinstance(data, dict) else ""
-    began_in = str(manifest.meta.get("began_in") or "")
-    return Trained(
-        found.config, found.model, params, found.tokenizer, manifest.step, fingerprint, found.ignored, began_in, devices
-    )
+    return replace(found, params=params, devices=devices)
 
 
 def _config(meta: Mapping[str, Any], folder: Path) -> tuple[TrainConfig, tuple[str, ...]]:

@@ -24,7 +24,7 @@ from jaxpipe.train.checkpoints.load import StepName, find, reading
 from jaxpipe.train.checkpoints.manifest import Manifest
 from jaxpipe.train.checkpoints.stored import stored_params
 from jaxpipe.train.checkpoints.tree import build, differences
-from jaxpipe.train.evaluate import Described, described
+from jaxpipe.train.evaluate import Trained, described
 
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -61,13 +61,15 @@ def export_hub(
         def write(folder: Path) -> Exported:
             shutil.rmtree(made)  # of a try before
             made.mkdir()
-            return _write(folder, described(folder, model), made, out, dtype, shard_bytes)
+            return _write(folder, *described(folder, model), made, out, dtype, shard_bytes)
 
         return reading(partial(find, run, step), write)
 
 
-def _write(folder: Path, found: Described, to: Path, out: Path, dtype: str, shard_bytes: int) -> Exported:
-    config, manifest = found.config, found.manifest
+def _write(
+    folder: Path, manifest: Manifest, found: Trained, to: Path, out: Path, dtype: str, shard_bytes: int
+) -> Exported:
+    config = found.config
     exchange = hugging_face_of(config.model.target)
     options = {"vocab_size": found.tokenizer.vocab_size, "seq_len": config.data.seq_len, **config.model.options}
     made = exchange.config(options)
@@ -109,7 +111,7 @@ class _Layers:
         return params
 
 
-def _write_tokenizer(folder: Path, found: Described, to: Path) -> Mapping[str, Any]:
+def _write_tokenizer(folder: Path, found: Trained, to: Path) -> Mapping[str, Any]:
     """The files that the model came with, or those of its ``data.tokenizer``; and the ids of its special tokens."""
     tokenizer, spec, length = found.tokenizer, found.config.data.tokenizer, found.config.data.seq_len
     ids: dict[str, Any] = dict.fromkeys(_IDS)

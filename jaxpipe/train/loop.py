@@ -33,6 +33,7 @@ from jaxpipe.runtime.measured import seconds_by_op
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.runtime.processes import Alone, Processes
 from jaxpipe.schedule import Timeline, simulate
+from jaxpipe.schedule.json_form import from_json, to_json
 from jaxpipe.train.config import TrainConfig
 from jaxpipe.train.corpora.tokenizers import stored_tokenizer
 from jaxpipe.train.devices import cpu_settings, keep_heap, memory_advice, of_device, peak_bytes_in_use
@@ -297,7 +298,8 @@ class _Run:
         self._settle()
         state.committed()
         self.switching = False
-        offer = Offer.from_text(self.processes.broadcast("switch", self.offer.to_text() if self.offer else ""))
+        told = self.processes.broadcast("switch", to_json(self.offer) if self.offer else None)
+        offer = from_json(Offer, told, "offer")
         self.offer = None
         if (pipe := self.replanner.adopt(self.step, offer)) is None:
             return

@@ -19,7 +19,6 @@ Drift compares shapes: a device that becomes slower in everything needs no other
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 import time
@@ -33,7 +32,6 @@ from jaxpipe.runtime.measured import seconds_by_op
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.schedule import CostProfile, HostLink, Schedule, Timeline, simulate
 from jaxpipe.schedule.ir import Row
-from jaxpipe.schedule.json_form import from_costs, from_schedule, to_costs, to_schedule
 from jaxpipe.schedule.memory import static_bytes
 from jaxpipe.schedule.passes.backwards import backwards_like, fused_backwards
 from jaxpipe.schedule.solve import Options, SolveTask
@@ -75,15 +73,6 @@ class Offer:
     makespan_s: float
     said: str
     back: bool = False
-
-    def to_text(self) -> str:
-        told = {"schedule": to_schedule(self.schedule), "costs": to_costs(self.costs)}
-        return json.dumps({**told, "makespan_s": self.makespan_s, "said": self.said, "back": self.back})
-
-    @classmethod
-    def from_text(cls, text: str) -> Offer:
-        told = json.loads(text)
-        return cls(from_schedule(told.pop("schedule")), from_costs(told.pop("costs")), **told)
 
 
 @dataclass(frozen=True, slots=True)

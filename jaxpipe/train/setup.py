@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +25,6 @@ from jaxpipe.train.assemble import Progress, assemble, choose, spread_over, stag
 from jaxpipe.train.config import TrainConfig
 from jaxpipe.train.corpora.arrays import ArrayDataset, made_by_function
 from jaxpipe.train.corpora.corpus import load_corpus, several_arrays
-from jaxpipe.train.corpora.encoding import Reading
 from jaxpipe.train.corpora.mixture import MixedDataset
 from jaxpipe.train.corpora.own_data import OwnDataset
 from jaxpipe.train.corpora.tokenizers import Tokenizer, load_tokenizer
@@ -75,10 +73,8 @@ def load_dataset(config: TrainConfig, tokenizer: Tokenizer | None = None) -> Dat
 
 
 def _tokens_at(data: DataConfig, path: str, tokenizer: Tokenizer) -> TokenDataset:
-    how = data.reading
-    reading = Reading(how.suffixes, how.field, how.eos, how.format, how.chat_template)
-    corpus = load_corpus(path, tokenizer, reading)
-    return TokenDataset.split(corpus, tokenizer, data.holdout, how.split, how.mask)
+    corpus = load_corpus(path, tokenizer, data.reading)
+    return TokenDataset.split(corpus, tokenizer, data.holdout, data.reading.split, data.reading.mask)
 
 
 def build_model(config: TrainConfig, vocab_size: int) -> Model:
@@ -130,10 +126,10 @@ def prepare(config: TrainConfig, processes: Processes | None = None) -> Prepared
     planner = stage_planner(config.pipeline, model, microbatch_size(config), processes)
     given = None
     if processes is not None and processes.mine:
-        given = from_schedule(json.loads(processes.broadcast("schedule", "")))
+        given = from_schedule(processes.broadcast("schedule", ""))
     schedule, plan = choose(config.pipeline, model, planner, given)
     if processes is not None and processes.mine == 0:
-        processes.broadcast("schedule", json.dumps(to_schedule(schedule)))
+        processes.broadcast("schedule", to_schedule(schedule))
     return Prepared(config, dataset, model, schedule, plan)
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +15,7 @@ import pytest
 
 from jaxpipe.cli import main
 from jaxpipe.errors import ConfigError
+from jaxpipe.planning import tune as tuning
 from jaxpipe.planning.measured import Stopwatch
 from jaxpipe.planning.predict import predict
 from jaxpipe.planning.resized import PROBE, _Resizing
@@ -21,6 +25,7 @@ from jaxpipe.planning.stages import Workbench, planner, workbench
 from jaxpipe.planning.targets import TARGETS
 from jaxpipe.planning.tune import SIZES, tune
 from jaxpipe.train.config import TrainConfig, load_config
+from tests.support.paths import ROOT
 
 A800 = TARGETS["a800"]
 _CHEAP = "pipeline.recompute=cheap"
@@ -82,6 +87,43 @@ def test_no_step_is_shorter_than_its_bound(bench: Workbench) -> None:
     reached = [t for t in every.tried if t.step_s is not None and t.bound_s is not None]
     assert len(reached) > 20 and any("pipeline.separate_gradients" in t.settings for t in reached)
     assert not [t for t in reached if (t.bound_s or 0.0) > (t.step_s or 0.0) * (1 + 1e-9)]
+
+
+def test_a_second_process_finds_what_one_does(bench: Workbench, tmp_path: Path) -> None:
+    """It takes the layouts of two shards; the process is a new one, since JAX has threads in this one."""
+    only = [
+        f"pipeline.{x}" for x in ("dp=1", "vocabulary=ends", "recompute=none", "microbatches=4", "schedule=1f1b,v-zb")
+    ]
+    (tmp_path / "small.toml").write_text(small().to_toml())
+    flags = ["--devices", "4", "--target", "a800", "--json", "all.json", *(f"--only={x}" for x in only)]
+    command = [sys.executable, "-m", "jaxpipe", "tune", "small.toml", *flags]
+    subprocess.run(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True, capture_output=True)
+    document = json.loads((tmp_path / "all.json").read_text())
+    alone = tune(Space.of(small(), 4, only), bench, document["limit_bytes"])
+    assert alone.best is not None and document["best"]["step_s"] == alone.best.step_s
+    assert sum(t["candidates"] for t in document["tried"]) == sum(t.candidates for t in alone.tried)
+    assert {t["settings"]["pipeline.tp"] for t in document["tried"]} == {1, 2, 4}
+
+
+def test_no_order_needs_less_than_its_placement(bench: Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With spread vocabulary layers, whose first backward waits for a forward more for each barrier."""
+    known, least_bytes, simulate = dict[Any, float](), tuning._least_bytes, tuning._Search._simulate
+    above = list[float]()
+
+    def least(placement: Any, costs: Any, forwards: int) -> float:
+        known[id(costs), placement] = least_bytes(placement, costs, forwards)
+        return known[id(costs), placement]
+
+    def simulated(self: Any, node: Any, *others: Any) -> Any:
+        tried = simulate(self, node, *others)
+        above.append(max(tried.peak_bytes) / known[id(node.costs), node.placement])
+        return tried
+
+    monkeypatch.setattr(tuning, "_least_bytes", least)
+    monkeypatch.setattr(tuning._Search, "_simulate", simulated)
+    only = ("ranks=2", "tp=1", "vocabulary=spread,spread-2", "recompute=none", "microbatches=1,4")
+    tune(Space.of(small(), 2, [f"pipeline.{x}" for x in only]), bench, 80e9, prune=False)
+    assert len(above) > 20 and 1 - 1e-9 < min(above) < 1.05
 
 
 def test_what_is_left_out_is_tried_if_asked_for(bench: Workbench) -> None:
@@ -221,14 +263,14 @@ def test_one_trace_tells_what_a_trace_of_each_size_does(shards: str, recompute: 
                 other = real.work[op]
                 known = (other.flops, other.moved_bytes, other.seconds, other.kernels, other.workspace_bytes)
                 assert found == pytest.approx(known, rel=1e-9)
-    assert {len(stages) for key, (_, stages) in quick._traced.items()} == {2}  # no size was traced by itself
+    assert {len(stages) for stages in quick._priced.values()} == {2}  # no size was traced by itself
 
 
 def test_shapes_that_do_not_tell_of_sequences_are_traced() -> None:
     """An axis with one entry more than there are sequences is no multiple of them."""
     for shape in ((PROBE + 1, 7), (PROBE - 1,), (PROBE, 2 * PROBE), (PROBE**2,), (7, PROBE // 2)):
         resizing = _Resizing((), 2)
-        resizing._shape(shape)
+        resizing.shape(shape)
         assert resizing.unsure, shape
     resizing = _Resizing((100_000,), 2)
-    assert resizing._shape((5 * PROBE, 100_000, 12)) == (10, 100_000, 12) and not resizing.unsure
+    assert resizing.shape((5 * PROBE, 100_000, 12)) == (10, 100_000, 12) and not resizing.unsure

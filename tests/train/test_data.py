@@ -159,7 +159,7 @@ def test_a_directory_is_its_files_in_sorted_order(tmp_path: Path) -> None:
     corpus = load_corpus(tmp_path, BYTES)
     assert corpus.names == ("a/c.md", "a/z.txt", "a.txt", "b.txt")
     assert bytes(corpus.ids.tolist()) == b"ACAZABB"
-    assert bytes(load_corpus(tmp_path, BYTES, Reading((".log",))).ids.tolist()) == b"NO"
+    assert bytes(load_corpus(tmp_path, BYTES, Reading(suffixes=(".log",))).ids.tolist()) == b"NO"
 
 
 def test_unusable_files_of_a_directory_are_reported(tmp_path: Path) -> None:
@@ -335,8 +335,8 @@ def test_a_directory_without_a_usable_file_is_refused(tmp_path: Path) -> None:
 
 def test_suffixes_are_no_patterns(tmp_path: Path) -> None:
     (tmp_path / "a.[x]").write_text("text")
-    assert load_corpus(tmp_path, BYTES, Reading((".[x]",))).names == ("a.[x]",)
-    assert "no files ending in .**" in refusal(load_corpus, tmp_path, BYTES, Reading((".**",)))
+    assert load_corpus(tmp_path, BYTES, Reading(suffixes=(".[x]",))).names == ("a.[x]",)
+    assert "no files ending in .**" in refusal(load_corpus, tmp_path, BYTES, Reading(suffixes=(".**",)))
 
 
 def test_text_that_is_not_utf8_is_refused_where_it_matters(tmp_path: Path, words_json: Path) -> None:

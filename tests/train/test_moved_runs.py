@@ -48,7 +48,7 @@ def test_the_tokenizer_is_in_the_checkpoint(tmp_path: Path) -> None:
 
     rewrite_manifest(copy, keep)
     kept.unlink()
-    found = described(copy).tokenizer
+    found = described(copy)[1].tokenizer
     assert (found.encode("the cat").tolist(), found.decode([9]), found.name) == ([1, 2], "dog", "gone.json")
     assert stored_tokenizer(load_tokenizer("ids:7")) == {"name": "ids:7", "fingerprint": "ids:7"}
 

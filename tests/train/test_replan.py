@@ -33,7 +33,7 @@ from jaxpipe.schedule import (
     write_schedule,
 )
 from jaxpipe.schedule.families import FAMILIES
-from jaxpipe.schedule.json_form import to_json, to_schedule
+from jaxpipe.schedule.json_form import from_json, to_json, to_schedule
 from jaxpipe.schedule.passes.backwards import backwards_like, fused_backwards, split_backwards
 from jaxpipe.schedule.solve import Options, SolveTask
 from jaxpipe.schedule.solve.pool import COMMAND
@@ -341,7 +341,11 @@ class Bench:
 
     def poll(self, step: int) -> Pipeline | None:
         offer = self.replanner.poll()
-        found = None if offer is None else self.replanner.adopt(step, Offer.from_text(offer.to_text()))
+        found = (
+            None
+            if offer is None
+            else self.replanner.adopt(step, from_json(Offer, json.loads(json.dumps(to_json(offer))), "offer"))
+        )
         if found is not None:
             self.schedule = found.schedule
         return found

@@ -1,10 +1,10 @@
 """Schedules with offload from list scheduling: many policies, played fast, the best kept.
 
 A rank takes the next B, F or W of its stages (microbatches of a stage in order) as soon as inputs, residency and memory allow,
-a W only where nothing else that could run arrives before its end;
-its host lanes, which the clock (:mod:`~jaxpipe.schedule.list_schedule.clock`) takes for ranks of their own, copy residuals out
-(O) and back (L). What is played is start times; :func:`~jaxpipe.schedule.solve.actions.schedule_of` makes rows of them, with
-an S where an order must say that an F waits for an O.
+a W only where nothing else that could run arrives before its end. Its host lanes, which the clock
+(:mod:`~jaxpipe.schedule.list_schedule.clock`) takes for ranks of their own, copy residuals out (O) and back (L). What is played
+is start times; :func:`~jaxpipe.schedule.solve.actions.schedule_of` makes rows of them, with an S where an order must say that
+an F waits for an O.
 
 Which policy wins depends on how the host lane's capacity compares with what memory needs, so a fixed few are tried first, then
 seeded draws. Where the lane keeps up, any activation may leave while memory is short. Where it does not, each rank lets only a
@@ -312,8 +312,8 @@ class _Draws:
 
     def all(self) -> Iterator[Policy]:
         """A few fixed ones, which suffice where the lane keeps up; then drawn ones and changes, without end."""
-        for ahead, near, fused, factor in product((False, True), (1, 2, 0), self.fused, (99.0, 1.0, 1.5)):
-            yield Policy(self._caps(factor), self.every, near, ahead, fused)
+        for near, fused, factor in product((1, 2, 3, 0), self.fused, (99.0, 1.0, 0.7)):
+            yield Policy(self._caps(factor), self.every, near, fused=fused)
         while True:
             yield self._anew()
             if self.base is not None:

@@ -27,6 +27,7 @@ from jaxpipe.errors import ScheduleError, gist
 from jaxpipe.schedule.bounds import lower_bound, span_lower_bound
 from jaxpipe.schedule.check import check_schedule
 from jaxpipe.schedule.ir import Schedule
+from jaxpipe.schedule.placement import v_shape
 from jaxpipe.schedule.problem import Problem
 from jaxpipe.schedule.retime import Draft, Retimer
 from jaxpipe.schedule.simulate import simulate
@@ -56,7 +57,7 @@ _EXACT_ACTIONS = (320, 800)
 """Up to which the exact model gets most of the time, and any: 192 actions (p=4, m=16) are proved in 0.4 s, 384 (p=8, m=16) in
 1.4 s, and as a cumulative, which offload needs, not in 20 s (README)."""
 _EXACT_WORKERS = 2  # CP-SAT's own: with one it proves far less
-_CYCLE_PARTS = 2  # jobs that share the shapes of cycles: one for each of two workers, the default
+_CYCLE_PARTS = 2  # jobs that share the shapes of a V's cycles: one for each of two workers, the default
 _STARTS_SHARE = 0.2  # of the time, for schedules by rules of graphs of stages
 _LOWEST = 19  # niceness of a solve in the background
 _LONGEST = 200
@@ -394,8 +395,10 @@ class Portfolio:
                 start = None if known is None else known.schedule
                 yield self._job(number, Exact, total * part, start=start, workers=_EXACT_WORKERS)
         for number, task in chains:
-            for part in range(_CYCLE_PARTS) if task.placement.num_flows == 1 < task.placement.num_chunks else ():
-                yield self._job(number, Cycles, min(25.0, total * 0.4), part=part, parts=_CYCLE_PARTS)
+            if task.placement.num_flows == 1 < task.placement.num_chunks:
+                parts = _CYCLE_PARTS if task.placement == v_shape(task.placement.num_ranks) else 1
+                for part in range(parts):
+                    yield self._job(number, Cycles, min(25.0, total * 0.4), part=part, parts=parts)
 
     def _neighbourhood(self) -> Job | None:
         """The next neighbourhood job: mostly on the best schedule, now and then on the best of another placement."""

@@ -12,20 +12,24 @@ runs while JAX traces, not each time. State that calls only read is taken from n
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import flax.errors
 import jax
 import jax.numpy as jnp
-from flax import linen, nnx
+from flax import linen
 
+from jaxpipe._jax_compat import is_key_dtype
 from jaxpipe.errors import StageError
 from jaxpipe.mesh import TensorParallel
 from jaxpipe.stage.model.layer import Layer, LayerContext, Params, Path, Shard
-from jaxpipe.stage.model.nnx_modules import SplitModule, blueprint, mode_keyword, typed_key
 from jaxpipe.stage.model.params import by_path, find_leaf, nested
+
+if TYPE_CHECKING:
+    from jaxpipe.stage.model.nnx_modules import SplitModule
 
 
 def from_linen(
@@ -96,6 +100,10 @@ def from_nnx(
     Raises StageError for a module that can't be taken apart, and from ``apply`` when a call assigns to a parameter or changes
     other state or an attribute.
     """
+    from flax import nnx  # imports as long as linen, and most models are of linen
+
+    from jaxpipe.stage.model.nnx_modules import blueprint
+
     label = f"layer {name!r}"
     whole = blueprint(label, module)
     ties = dict(tied or {})
@@ -126,6 +134,20 @@ def from_nnx(
 
     made = init if isinstance(module, nnx.Module) else jax.jit(init)
     return Layer(name, made, apply, tuple(reads), draws, ties, kind, shards)
+
+
+def mode_keyword(call: Callable[..., Any]) -> Callable[[bool], dict[str, bool]]:
+    """How to tell ``call`` whether it trains: a function from ``train`` to keyword arguments."""
+    names = inspect.signature(call).parameters
+    for name, sign in (("train", True), ("training", True), ("deterministic", False)):
+        if name in names:
+            return lambda train: {name: train is sign}
+    return lambda train: {}
+
+
+def typed_key(key: jax.Array) -> jax.Array:
+    """``key`` as a typed PRNG key; raw ``uint32`` keys are wrapped."""
+    return key if is_key_dtype(key.dtype) else jax.random.wrap_key_data(key)
 
 
 def _arguments(x: Any, context: LayerContext, reads: Sequence[str]) -> tuple[Any, ...]:

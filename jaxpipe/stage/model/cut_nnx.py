@@ -15,9 +15,10 @@ from flax import nnx
 
 from jaxpipe.errors import StageError
 from jaxpipe.stage.identity import Same, value_key
+from jaxpipe.stage.model.adapters import typed_key
 from jaxpipe.stage.model.cut_module import CutModel, batch_types, check_leaves, cut_module
 from jaxpipe.stage.model.layer import Params, Path
-from jaxpipe.stage.model.nnx_modules import KeyPath, SplitModule, blueprint, joined, split_module, typed_key
+from jaxpipe.stage.model.nnx_modules import KeyPath, SplitModule, blueprint, joined, split_module
 from jaxpipe.stage.model.outline import Stubs
 from jaxpipe.stage.model.params import by_path
 from jaxpipe.stage.model.wiring import Home

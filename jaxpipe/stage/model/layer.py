@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any, Literal
 
 import jax
@@ -286,11 +287,12 @@ def leaf_paths(layer: Layer) -> tuple[Path, ...]:
 
 def key_aval() -> Any:
     """The type of a PRNG key."""
-    return jax.eval_shape(_key)
+    return _key_aval(jax.config.jax_default_prng_impl)  # type: ignore[attr-defined,unused-ignore]
 
 
-def _key() -> jax.Array:
-    return jax.random.key(0)
+@cache
+def _key_aval(implementation: str) -> Any:
+    return jax.eval_shape(lambda: jax.random.key(0, impl=implementation))
 
 
 def init_avals(layer: Layer) -> Any:
@@ -307,11 +309,12 @@ def init_avals(layer: Layer) -> Any:
 
 
 def every_init_avals(layers: Iterable[Layer]) -> dict[str, Any]:
-    """As :func:`init_avals`, by layer name; layers with the same ``init`` are looked at once."""
+    """As :func:`init_avals`, by layer name; layers that are alike or have the same ``init`` are looked at
+    once."""
     known: dict[Hashable, Any] = {}
     found = {}
     for layer in layers:
-        key = function_key(layer.init)
+        key = function_key(layer.init) if layer.alike is None else layer.alike
         if key not in known:
             known[key] = init_avals(layer)
         found[layer.name] = known[key]

@@ -11,7 +11,6 @@ key is computed once.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,6 +25,7 @@ from jaxpipe.errors import StageError
 from jaxpipe.stage.identity import value_key
 from jaxpipe.stage.inline import flatten
 from jaxpipe.stage.leaves import array_leaves, fill
+from jaxpipe.stage.model.adapters import mode_keyword
 from jaxpipe.stage.model.layer import Params, key_aval
 from jaxpipe.stage.model.params import nested, required_leaf
 from jaxpipe.stage.split.loops import handed_on
@@ -251,20 +251,6 @@ def split_module(label: str, module: nnx.Module) -> tuple[SplitModule, dict[KeyP
     _refuse_traced(label, definitions[True])
     mode = mode_keyword(module.__call__)
     return SplitModule(label, definitions, leaves, constants, streams, _normalised(module), mode), values
-
-
-def mode_keyword(call: Callable[..., Any]) -> Callable[[bool], dict[str, bool]]:
-    """How to tell ``call`` whether it trains: a function from ``train`` to keyword arguments."""
-    names = inspect.signature(call).parameters
-    for name, sign in (("train", True), ("training", True), ("deterministic", False)):
-        if name in names:
-            return lambda train: {name: train is sign}
-    return lambda train: {}
-
-
-def typed_key(key: jax.Array) -> jax.Array:
-    """``key`` as a typed PRNG key; raw ``uint32`` keys are wrapped."""
-    return key if is_key_dtype(key.dtype) else jax.random.wrap_key_data(key)
 
 
 def joined(path: KeyPath) -> str:

@@ -325,8 +325,9 @@ class LayerCosts(tuple[float, ...]):
 def analytic_layer_costs(model: Model, microbatch_size: int, known: dict[Any, Any] | None = None) -> LayerCosts:
     """Forward FLOPs of each layer on one microbatch: multiplications and additions of its matrix products.
 
-    Counted from the layer's jaxpr in training mode, what nothing returned depends on left out. Layers that share an ``apply``
-    function and shapes are traced once, also over calls that share ``known``. An embedding look-up and the loss count nothing.
+    Counted from the layer's jaxpr in training mode, what nothing returned depends on left out. Layers that are alike
+    or share an ``apply`` function, and shapes, are traced once, also over calls that share ``known``. An embedding look-up and
+    the loss count nothing.
 
     Raises:
         StageError: a layer fails; says which.
@@ -340,7 +341,8 @@ def analytic_layer_costs(model: Model, microbatch_size: int, known: dict[Any, An
         x = given_to(layer, [made[k] for k in taken])
         arguments = (with_tied_leaves(layer, params), x, {name: batch[name] for name in layer.reads}, key_aval())
         leaves, structure = jax.tree.flatten(arguments)
-        signature = (layer.apply, layer.uses_key, structure, *(_shape(leaf) for leaf in leaves))
+        same = layer.apply if layer.alike is None else layer.alike
+        signature = (same, layer.uses_key, structure, *(_shape(leaf) for leaf in leaves))
         if signature not in seen:
             seen[signature] = _forward_flops(layer, arguments)
         flops, y = seen[signature]

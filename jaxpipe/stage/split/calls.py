@@ -6,7 +6,7 @@ flattening (:mod:`jaxpipe.stage.inline`) puts the equations where the calls are,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,9 +22,11 @@ from jaxpipe.stage.model.reference import calling
 
 @dataclass(slots=True)
 class Calls:
-    """Jitted functions of layers by what decides their traces, with the pytrees that they return."""
+    """Jitted functions of layers by what decides their traces, with the pytrees that they return. ``repeated``: keys of the
+    functions that are worth it; the others are called as they are. None: all are."""
 
     known: dict[Hashable, tuple[Callable[..., list[Any]], list[Any]]] = field(default_factory=dict)
+    repeated: Collection[Hashable] | None = None
 
     def __call__(self, layer: Layer, params: Params, x: Any, context: LayerContext, where: str) -> Any:
         """What ``layer`` returns.
@@ -32,6 +34,8 @@ class Calls:
         Raises:
             StageError: as :func:`~jaxpipe.stage.model.reference.calling`.
         """
+        if self.repeated is not None and function_key(layer.apply) not in self.repeated:
+            return calling(layer, params, x, context, where)
         given = (params, x, dict(context.data), context.key)
         leaves, structure = jax.tree.flatten(given)
         types = tuple((v.shape, v.dtype, varying_axes(v)) if is_array(v) else value_key(v) for v in leaves)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -44,14 +43,14 @@ def together(
     except Exception as error:
         cause, said = error, _told(error, "" if isinstance(error, _ON_DISK) else f"{processes.who(processes.mine)}: ")
     answer: dict[str, Any] = {}
-    if answers := [json.loads(text) for text in processes.gather(name, json.dumps(said))]:
+    if answers := processes.gather(name, said):
         answer = next((one for one in answers if "kind" in one), answer)
         if not answer:
             try:
                 answer = {"value": first([one["value"] for one in answers])}
             except Exception as error:
                 cause, answer = error, _told(error)
-    answer = json.loads(processes.broadcast(name, json.dumps(answer)))
+    answer = processes.broadcast(name, answer)
     if "kind" in answer:
         kind = _KINDS.get(answer["kind"], CheckpointError)
         raise kind(answer["text"]) from cause

@@ -15,21 +15,15 @@ import numpy.typing as npt
 
 from jaxpipe.errors import DataError
 from jaxpipe.train.corpora.chat import ChatTemplate, find_template, messages_in
-from jaxpipe.train.corpora.documents import SUFFIXES, Piece, holds_records, in_groups, read_document, records, text_in
+from jaxpipe.train.corpora.documents import Piece, holds_records, in_groups, read_document, records, text_in
 from jaxpipe.train.corpora.tokenizers import Ids, Tokenizer, id_dtype
+from jaxpipe.train.settings.sections import ReadingConfig
 
 _SLICE = 1 << 20  # characters tokenised in one go
 
 
-@dataclass(frozen=True, slots=True)
-class Reading:
-    """How files become documents: keys of ``[data]`` (:class:`~jaxpipe.train.settings.sections.DataConfig`)."""
-
-    suffixes: tuple[str, ...] = SUFFIXES
-    field: str = "auto"
-    eos: str = "auto"
-    format: str = "text"
-    chat_template: str = "auto"
+Reading = ReadingConfig
+"""How files become documents."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

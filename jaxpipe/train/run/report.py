@@ -13,7 +13,7 @@ from jaxpipe.schedule import CostProfile
 from jaxpipe.schedule.json_form import to_costs
 from jaxpipe.train.corpora.ngram import Score
 from jaxpipe.train.metrics import format_gain, plain
-from jaxpipe.wording import format_bytes, format_count, format_seconds
+from jaxpipe.wording import aligned, format_bytes, format_count, format_seconds
 
 _NAN = float("nan")
 
@@ -92,13 +92,12 @@ def result_text(result: TrainResult) -> str:
 
 def score_table(scores: Mapping[str, Score], loss_unit: str) -> str:
     """Held-out losses, aligned: in ``loss_unit`` and in bits a byte; and what else a model reports."""
-    width, column = max(map(len, scores)), max(10, len(loss_unit))
-    rows = [f"{'':<{width}}  {loss_unit:>{column}}  bits/byte"]
+    rows = [("", loss_unit, "bits/byte", "")]
     for name, score in scores.items():
         bits = "-" if score.bits_per_byte is None else f"{score.bits_per_byte:.4f}"
-        others = "".join(f"  {metric} {value:.4f}" for metric, value in score.metrics.items())
-        rows.append(f"{name:<{width}}  {score.loss:{column}.4f}  {bits:>9}{others}")
-    return "\n".join(rows)
+        others = "  ".join(f"{metric} {value:.4f}" for metric, value in score.metrics.items())
+        rows.append((name, f"{score.loss:.4f}", bits, others))
+    return "\n".join(aligned(rows, left=(0, 3)))
 
 
 def scores_json(scores: Mapping[str, Score]) -> dict[str, dict[str, Any]]:
@@ -115,35 +114,31 @@ def scores_json(scores: Mapping[str, Score]) -> dict[str, dict[str, Any]]:
 
 def cost_table(costs: CostProfile) -> str:
     """Milliseconds and bytes of each stage, aligned."""
-    rows = ["stage     F ms     B ms     W ms    BW ms   residual  held for W   boundary     params"]
+    rows: list[tuple[str, ...]] = [
+        ("stage", "F ms", "B ms", "W ms", "BW ms", "residual", "held for W", "boundary", "params")
+    ]
     for s in range(costs.num_stages):
         times = (costs.f_s[s], costs.b_s[s], costs.w_s[s], costs.bw_s[s])
         sizes = (costs.residual_bytes[s], costs.w_residual_bytes[s], costs.boundary_bytes[s], costs.param_bytes[s])
-        cells = [f"{format_bytes(x, binary=True):>{w}}" for x, w in zip(sizes, (10, 11, 10, 10), strict=True)]
-        rows.append(f"{s:>5}" + "".join(f" {1e3 * t:8.2f}" for t in times) + " " + " ".join(cells))
-    rows.append(f"({costs.source})")
-    return "\n".join(rows)
+        rows.append((str(s), *(f"{1e3 * t:.2f}" for t in times), *(format_bytes(x, binary=True) for x in sizes)))
+    return "\n".join([*aligned(rows), f"({costs.source})"])
 
 
 def measurement_table(measured: StageMeasurements) -> str:
     """Per stage and function: median milliseconds with their spread, XLA's workspace, arguments and results; collectives over
     tp, where there are any; then bytes per stage and the host link."""
-    rows = ["stage  op        ms  spread   workspace  arguments    results"]
+    rows: list[tuple[str, ...]] = [("stage", "op", "ms", "spread", "workspace", "arguments", "results")]
     for (op, s), timing in sorted(measured.timings.items(), key=lambda item: item[0][1]):
-        cells = f"{s:>5}  {op:<2}  {1e3 * timing.median_s:8.3f}  {timing.spread:>5.0%}"
-        if (op, s) in measured.footprints:
-            f = measured.footprints[(op, s)]
-            sizes = (f.temp_bytes, f.argument_bytes, f.output_bytes)
-            cells += "  " + "".join(
-                f"{format_bytes(x, binary=True):>{w}}" for x, w in zip(sizes, (10, 11, 11), strict=True)
-            )
-        rows.append(cells)
+        f = measured.footprints.get((op, s))
+        sizes = () if f is None else (f.temp_bytes, f.argument_bytes, f.output_bytes)
+        cells = [format_bytes(x, binary=True) for x in sizes] or [""] * 3
+        rows.append((str(s), op, f"{1e3 * timing.median_s:.3f}", f"{timing.spread:.0%}", *cells))
+    lines = aligned(rows, left=(1,))
     for s, alone in sorted(measured.collectives.items()):
         took = f"{1e3 * alone.median_s:.3f} ms alone, spread {alone.spread:.0%}"
-        rows.append(f"{s:>5}  collectives in F, and as many in B: {took}")
-    rows += ["", cost_table(measured.costs())]
-    rows.append(str(measured.host) if measured.host is not None else "host link: not measured")
-    return "\n".join(rows)
+        lines.append(f"{s:>5}  collectives in F, and as many in B: {took}")
+    host = "host link: not measured" if measured.host is None else str(measured.host)
+    return "\n".join([*lines, "", cost_table(measured.costs()), host])
 
 
 def measurement_json(measured: StageMeasurements) -> dict[str, Any]:

@@ -9,17 +9,17 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
+from jaxpipe.runtime.lines import say
+
 STOPPED = 75
 INTERRUPTED_TWICE = 130
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # USR1: what Slurm can send before time is up
 _UNLESS_IGNORED = (signal.SIGHUP, signal.SIGUSR1)  # by nohup, say
-_STDERR = 2
 
 
 class Stop:
@@ -71,10 +71,10 @@ class Stop:
     def _heard(self, name: str) -> None:
         """In the thread that counts."""
         if self._seen:
-            _say(f"{name}: ended at once; what was saved before is intact")
+            say(f"{name}: ended at once; what was saved before is intact")
             os._exit(INTERRUPTED_TWICE)
         self._seen = True
-        _say(f"{name}: stopping after this step and saving; a second signal ends at once")
+        say(f"{name}: stopping after this step and saving; a second signal ends at once")
 
 
 class EndingEarly(Stop):
@@ -92,13 +92,7 @@ class EndingEarly(Stop):
         self._clean_up = clean_up
 
     def _heard(self, name: str) -> None:
-        _say(f"{name}: ended before the first step, nothing was changed; the same command starts again")
+        say(f"{name}: ended before the first step, nothing was changed; the same command starts again")
         with contextlib.suppress(Exception):
             self._clean_up()
         os._exit(STOPPED)
-
-
-def _say(line: str) -> None:
-    before = "\n" if sys.stderr is not None and sys.stderr.isatty() else ""
-    with contextlib.suppress(OSError):
-        os.write(_STDERR, f"{before}{line}\n".encode())  # print may not be called while another print is under way

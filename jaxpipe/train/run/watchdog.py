@@ -18,6 +18,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 
 from jaxpipe.errors import JaxpipeError, RunError
+from jaxpipe.runtime.lines import say
 
 _FACTOR = 20
 _KEPT = 33  # steps that the usual length is the median of
@@ -107,8 +108,7 @@ class Watchdog:
         said = "what it waits for is not known"
         with suppress(JaxpipeError, OSError, RuntimeError):
             said = self._explain()
-        with suppress(OSError):
-            os.write(_STDERR, f"jaxpipe: {late}: {said}\n".encode())
+        say(f"jaxpipe: {late}: {said}")
         os._exit(RunError.exit_code)
 
 

@@ -10,14 +10,15 @@ F's of chunk 0 and 1 start, and the next rank has them a step and a wait later a
 * to the turn at rank p - 1, where chunk 1's F follows chunk 0's at once.
 
 By how much a stream of chunk 0 lags behind one of chunk 1 shrinks by two steps and both waits a rank and is given modulo the
-period, so what all waits of a microbatch add up to is known at rank 0. With it, so is what each rank holds on average: a wait of
-chunk 0 counts on its own rank and those before it, one of chunk 1 on all and twice behind it. A path whose ranks hold more than
-the limit ends. Of the others those that hold little and whose waits are spread over the ranks are followed, so many a rank.
+period, so what all waits of a microbatch add up to is known at rank 0. With it, so is what each rank holds on average: a wait
+of chunk 0 counts on its own rank and those before it, one of chunk 1 on all and twice behind it. A path whose ranks hold more
+than the limit ends. Of the others those that hold little and whose waits are spread over the ranks are followed, so many a
+rank.
 
-The grid is coarse, for only the order is kept (:mod:`~jaxpipe.schedule.list_schedule.fillers` finishes it); with Table 5's costs
-of `controllable-memory.txt` F and B take 4 cells, W 3. There 2 microbatches in 44 cells have no idle time at all at p = 16 and
-32 with p / 2 activations, and 3 in 68 idle 3% at p = 8, where CP-SAT needs a minute for the same (README). Source: the building
-blocks and the two symmetric halves of a V in `controllable-memory.txt` section 2; the search is ours.
+The grid is coarse, for only the order is kept (:mod:`~jaxpipe.schedule.list_schedule.fillers` finishes it). With Table 5's
+costs of `controllable-memory.txt` F and B take 4 cells, W 3. There 2 microbatches in 44 cells have no idle time at all at
+p = 16 and 32 with p / 2 activations, and 3 in 68 idle 3% at p = 8; CP-SAT took a minute for the latter (README of `solve/`).
+Source: building blocks, `controllable-memory.txt` section 2; the symmetry and the search are ours.
 
 Not modelled: stages that differ, links that are busy, waits at the turns, workspace.
 """
@@ -33,12 +34,13 @@ from typing import Any
 
 import numpy as np
 
+from jaxpipe.schedule.blocks.block import BuildingBlock
+from jaxpipe.schedule.blocks.repeat import repeat
 from jaxpipe.schedule.budget import Budget
 from jaxpipe.schedule.list_schedule.fillers import Finisher, merit
 from jaxpipe.schedule.placement import v_shape
 from jaxpipe.schedule.problem import B, F, Problem, W
 from jaxpipe.schedule.retime import Draft
-from jaxpipe.schedule.solve.cycles import Cycle
 
 Array = Any
 """Of whole numbers, a row a path of the beam."""
@@ -54,7 +56,10 @@ _STRETCH = 1.35  # periods that are tried, × the work, at most; the best known 
 _BEYOND = 1.03  # × the shortest period that was found: some longer ones have shorter ramps
 _WIDTHS = (300, 1500)  # of beams: first with the waits that F's and W's take, then with any
 _PATHS = 6  # of a beam that become cycles; they and their rotations become orders
-_FINISHING = 0.1  # of the time, for the orders of one kind of cycle
+_ONE_BEAM, _FINISHING = (
+    (0.04, 0.2),
+    0.1,
+)  # of the time, for a beam of either width, and for the orders of one kind of cycle
 _PROMISING = 1.03  # × the best finished order is an order that is finished: it gains about 1%
 _RECIPES = 20  # of list_schedule/fillers.py
 
@@ -85,7 +90,7 @@ class Lattice:
             return None
         f, b, w = (row[0] for row in seconds)
         cell = _cell(f, b, w)
-        size = tuple(max(1, round(x / cell)) for x in (f, b, w))
+        size = max(1, round(f / cell)), max(1, round(b / cell)), max(1, round(w / cell))
         turn = max(size[:2])
         return cls(p, size, turn + ceil(crossings[0] / cell - 0.25), turn, problem.held[0], problem.kept[0], limit)
 
@@ -181,9 +186,8 @@ class Beam:
 
     def _first(self) -> tuple[Array, Array, Array]:
         """Rank 0: starts [paths, g, 2], the waits of each microbatch over all ranks [paths, g], memory × cells [paths]."""
-        f, b, _ = self.lattice.size
         p, lattice, g = self.lattice.ranks, self.lattice, self.g
-        meet = self.mirror - f  # the sum of starts of two F's whose B's follow each other's ends
+        meet = self.mirror - lattice.size[F]  # the sum of starts of two F's whose B's follow each other's ends
         pairs = [(y, (meet - y) % self.period) for y in range(self.period)]
         own = [y for y, other in pairs if y == other]
         groups = [
@@ -278,47 +282,52 @@ class Beam:
         _, first = np.unique(same, axis=0, return_index=True)
         return rows[np.sort(first)][: self.width]
 
-    def cycle(self, path: Sequence[Array]) -> Cycle:
-        """The cycle of a path: whole times from residues, with W's in the gaps."""
-        (f, b, _), p, g = self.lattice.size, self.lattice.ranks, self.g
+    def block(self, path: Sequence[Array]) -> BuildingBlock:
+        """The building block of a path: whole times from residues, with W's in the gaps."""
+        f, p, g = self.lattice.size[F], self.lattice.ranks, self.g
         last, step, turn = 2 * p - 1, self.lattice.step, self.lattice.turn
-        start: dict[tuple[int, int, int], int] = {}
+        start: dict[tuple[int, int, int], int] = {}  # by op, microbatch, stage
         for j in range(g):  # from the end back
             at = int(path[0][j, 1])
-            start[F, last, j] = at
+            start[F, j, last] = at
             for k in reversed(range(last)):
                 least = turn if k == p - 1 else step
                 residue = int(path[k][j, 0] if k < p else path[last - k][j, 1])
                 at -= least + (at - least - residue) % self.period
-                start[F, k, j] = at
+                start[F, j, k] = at
         whose = {int(path[0][j, 1]): j for j in range(g)}
         for j in range(g):
             image = whose[(self.mirror - f - int(path[0][j, 1])) % self.period]
             for k in range(last + 1):
-                start[B, k, j] = start[F, last, j] + f + start[F, last, image] - start[F, k, image]
+                start[B, j, k] = start[F, j, last] + f + start[F, image, last] - start[F, image, k]
         for rank in range(p):
             self._place(start, (rank, last - rank))
-        order = sorted(range(g), key=lambda j: start[F, 0, j] % self.period)
-        began = {j: (n, start[F, 0, j] // self.period * self.period) for n, j in enumerate(order)}
-        moved = {(op, k, began[j][0]): t - began[j][1] for (op, k, j), t in start.items()}
-        return Cycle(self.period, g, moved)
+        order = sorted(range(g), key=lambda j: start[F, j, 0] % self.period)
+        cells = [
+            tuple(
+                tuple(start[op, j, k] - start[F, j, 0] // self.period * self.period for k in range(last + 1))
+                for j in order
+            )
+            for op in (F, B, W)
+        ]
+        return BuildingBlock(v_shape(p), self.period, cells[0], cells[1], cells[2])
 
     def _place(self, start: dict[tuple[int, int, int], int], replicas: Sequence[int]) -> None:
         """W's of a rank, each in the first gap after its B that is left, those first that have waited longest."""
         f, b, w = self.lattice.size
         blocks = sorted(
-            (start[op, k, j] % self.period, op, k, j) for op in (F, B) for k in replicas for j in range(self.g)
+            (start[op, j, k] % self.period, op, j, k) for op in (F, B) for k in replicas for j in range(self.g)
         )
         queue: list[tuple[int, int, int]] = []
         for lap in (0, 1):
-            for n, (at, op, k, j) in enumerate(blocks):
+            for n, (at, op, j, k) in enumerate(blocks):
                 end = at + (b if op == B else f) + lap * self.period
                 if op == B:
-                    queue.append((end, k, j))
+                    queue.append((end, j, k))
                 follows = blocks[(n + 1) % len(blocks)][0] + (lap + (n + 1) // len(blocks)) * self.period
                 while queue and end + w <= follows:
-                    came, k, j = queue.pop(0)
-                    start[W, k, j] = start[B, k, j] + b + end - came
+                    came, j, k = queue.pop(0)
+                    start[W, j, k] = start[B, j, k] + b + end - came
                     end += w
 
 
@@ -338,33 +347,37 @@ def mirrored_cycles(
         for g in range(1, most + 1)
         for period in range(g * lattice.work, int(g * lattice.work * _STRETCH) + 1)
     )
-    longest, tried = inf, set[tuple[float, ...]]()
+    longest, tried = inf, set[tuple[float, float, float]]()
     for again in count():
-        few = again % 2 == 0
+        few = again < 2 or again % 2 == 1
         waits = sorted({0, w, turn, turn + w, 2 * turn}) if few else range(2 * turn + 1)
         for share, g, period in islice(kinds, (part + again) % parts, None, parts):
             if share > longest * _BEYOND:
                 break
-            found: dict[tuple[float, ...], list[list[int]]] = {}
-            for mirror in range(2 - period % 2 if g < _MICROBATCHES or (few and again) else 0):
+            found: dict[tuple[float, float, float], list[list[int]]] = {}
+            for mirror in range(2 - period % 2 if g < _MICROBATCHES or (few and again > 1) else 0):
                 if budget.left <= 0:
                     return
-                width = _WIDTHS[min(again, 1)]
-                beam = Beam(lattice, g, period, mirror, width=width, waits=waits, seed=seed + again, budget=budget)
-                for cycle in map(beam.cycle, beam.paths(_PATHS)):
+                spend = Budget(min(budget.left, budget.seconds * _ONE_BEAM[again > 1]), budget.reproducible)
+                width = _WIDTHS[again > 1]
+                beam = Beam(lattice, g, period, mirror, width=width, waits=waits, seed=seed + again, budget=spend)
+                blocks = [*map(beam.block, beam.paths(_PATHS))]
+                budget.spent += spend.spent
+                for block in blocks:
                     longest = min(longest, share)
-                    for rows in (cycle.rows(problem, first) for first in range(g if again else 0)):
+                    for first in range(g):
+                        rows = repeat(block, problem, [-1] * first + [*range(problem.num_microbatches)])
                         budget.spent += actions / _ACTIONS_PER_S
                         draft = finisher.retimer.draft(rows)
                         if draft is not None and (key := (*merit(draft), draft.span)) not in tried:
                             found[key] = rows
-            if longest < inf and not again:
-                break
             tried |= found.keys()
-            for key in nsmallest(max(1, int(budget.seconds * _FINISHING / finished_s)), found):
+            for key in nsmallest(max(again > 1, int(budget.seconds * _FINISHING / finished_s)), found):
                 if budget.left <= 0 or key[0] > best * _PROMISING:
                     break
                 budget.spent += finished_s
                 if (draft := finisher.best(found[key], limit, _RECIPES)) is not None:
                     best = min(best, merit(draft)[0])
                     yield draft, f"mirrored cycle of {g}"
+            if found and again == 0:
+                break

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -272,15 +272,20 @@ def test_bad_graphs_are_one_line(file: Path, capsys: pytest.CaptureFixture[str],
 # -- through a Trainer -----------------------------------------------------------------------------------------------------
 
 
-def unsplit_step(model: Model, params: Any, batch: Any, rate: float) -> tuple[Any, Any]:
-    """One step of plain gradient descent on the sum of a whole batch's losses."""
-
-    def loss(p: Any) -> Any:
+@cache
+def whole_gradient(model: Model) -> Any:
+    def loss(p: Any, batch: Any) -> Any:
         found = metrics_of(model, p, batch)
         heads = [found[model.layers[k].name] for k in model.losses]
         return sum(total / weight for total, weight in heads)
 
-    value, grads = jax.value_and_grad(loss)(params)
+    return jax.jit(jax.value_and_grad(loss))
+
+
+def unsplit_step(model: Model, params: Any, batch: Any, rate: float) -> tuple[Any, Any]:
+    """One step of plain gradient descent on the sum of a whole batch's losses."""
+
+    value, grads = whole_gradient(model)(params, batch)
     frozen = {layer.name for layer in model.layers if layer.frozen}
     return value, {
         name: jax.tree.map(lambda a, g, n=name: a if n in frozen else a - rate * g, p, grads[name])

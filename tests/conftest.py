@@ -202,16 +202,56 @@ def _one_context() -> Iterator[None]:
     patch.undo()
 
 
+_loaded: dict[tuple[str, tuple[int, ...]], Any] = {}
+"""Compiled programs of this process, by their key in JAX's cache and the devices that they are for."""
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _loaded_once() -> Iterator[None]:
+    """What JAX's cache of compiled programs holds is read and loaded once a process, not once a hit: a tenth of the time of a
+    small run. Where this jax has another cache, tests only take longer."""
+    with pytest.MonkeyPatch.context() as patch:
+        if "jax" in sys.modules:
+            with contextlib.suppress(ImportError, AttributeError):
+                from jax._src import compilation_cache
+
+                load = compilation_cache.get_executable_and_time
+
+                def known(key: str, options: Any, backend: Any, devices: Any) -> Any:
+                    at = key, tuple(device.id for device in devices)
+                    if at not in _loaded:
+                        found = load(key, options, backend, devices)
+                        if found[0] is None:
+                            return found
+                        _loaded[at] = found
+                    return _loaded[at]
+
+                patch.setattr(compilation_cache, "get_executable_and_time", known)
+        yield
+
+
 @pytest.fixture(scope="module")
 def one_build() -> Iterator[None]:
-    """Runs of this module that train equal models share these, their traces and compiled stages, as equal stages of one run
-    do: tracing takes longer than training here. What a new process makes of them is tested by child processes. Not for tests
-    of what is compiled when, or with ``users_compiler``."""
+    """Runs of this module that train equal models share these, their traces, compiled stages and updates, and what is known of
+    the model, as equal stages of one run do: tracing takes longer than training here. What a new process makes of them is
+    tested by child processes. Not for tests of what is compiled when, or with ``users_compiler``."""
     from jaxpipe.runtime import assembly
     from jaxpipe.stage.compiled.compile import BuildCache
-    from jaxpipe.train import setup
+    from jaxpipe.train import assemble, setup, trainer
 
-    cache, models, make = BuildCache(), dict[str, Any](), setup.resolve_model
+    cache, flops, models, digests, steps = (
+        BuildCache(),
+        dict[Any, Any](),
+        dict[str, Any](),
+        dict[int, Any](),
+        dict[Any, Any](),
+    )
+    make, costs, digest, step_over = (
+        setup.resolve_model,
+        assemble.analytic_layer_costs,
+        trainer.model_digest,
+        setup.step_over,
+    )
 
     def known(name: str, options: Any) -> Any:
         key = f"{name} {sorted(options.items())}"
@@ -219,9 +259,28 @@ def one_build() -> Iterator[None]:
             models[key] = make(name, options)
         return models[key]
 
+    def known_digest(model: Any) -> Any:
+        if id(model) not in digests:
+            digests[id(model)] = digest(model), model
+        return digests[id(model)][0]
+
+    def known_step(config: Any, pipeline: Any) -> Any:
+        """One over the same compiled stages, in the order at hand."""
+        pipe, run = config.pipeline, config.run
+        if pipeline.ownership.divided or pipe.passes.post_validation != "off":
+            return step_over(config, pipeline)
+        stages = tuple((at, id(f.functions["F"].jitted)) for at, f in sorted(pipeline.functions.items()))
+        key = id(pipeline.model), stages, repr(config.optimizer), run.steps, pipe.sharding.zero1, pipeline.master_dtype
+        if key not in steps:
+            steps[key] = step_over(config, pipeline)
+        return steps[key].with_pipeline(pipeline)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(setup, "resolve_model", known)
+        patch.setattr(setup, "step_over", known_step)
         patch.setattr(assembly, "BuildCache", lambda: cache)
+        patch.setattr(assemble, "analytic_layer_costs", lambda model, size, _=None: costs(model, size, flops))
+        patch.setattr(trainer, "model_digest", known_digest)
         yield
 
 
@@ -247,6 +306,7 @@ def _few_memory_maps() -> Iterator[None]:
                 clear = getattr(value, "cache_clear", None)
                 if callable(clear):
                     clear()
+    _loaded.clear()
     jax.clear_caches()
     gc.collect()
 

@@ -274,15 +274,16 @@ class Pipeline(Assembly):
         whole: dict[int, dict[str, Params]] = {}
         grads: dict[str, Params] = {}
         for s, f in enumerate(self.stages):
-            untrained = (jnp.zeros(b.shape, b.dtype) for b in f.param_avals[f.layout.num_trained :])
-            buffers = [*acc[self.primary(s)], *untrained]
+            untrained = (np.zeros(b.shape, b.dtype) for b in f.param_avals[f.layout.num_trained :])
+            buffers = [*jax.device_get(acc[self.primary(s)]), *untrained]
             whole[s] = f.layout.unpack(buffers)
             grads |= f.layout.unpack(buffers, copies=False)
         for tie in self.tied:
             extra = get_leaf(whole[tie.copy_stage], tie.copy_path)
-            own = get_leaf(grads, tie.owner_path)
-            grads = with_leaf(grads, tie.owner_path, own + jax.device_put(extra, own.sharding))
-        return jnp.asarray(loss_sum / weight), self.model.joined(jax.tree.map(lambda g: g / weight, grads))
+            grads = with_leaf(grads, tie.owner_path, get_leaf(grads, tie.owner_path) + extra)
+        with np.errstate(all="ignore"):  # what is not finite is the caller's to see
+            mean = jax.tree.map(lambda g: jnp.asarray(g / weight, jnp.result_type(g.dtype, 1.0)), grads)
+        return jnp.asarray(loss_sum / weight), self.model.joined(mean)
 
     @cached_property
     def _reductions(self) -> Mapping[Instance, Any]:

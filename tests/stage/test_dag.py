@@ -220,7 +220,7 @@ def unsplit(model: Model, params: Any, batch: Any, key: Any) -> tuple[Any, Any]:
                 sums[name] = (a + total, b + weight)
         return sum(a / b for a, b in sums.values())
 
-    return jax.value_and_grad(loss)(params)
+    return jax.jit(jax.value_and_grad(loss))(params)  # type: ignore[no-any-return]
 
 
 def heads_of(model: Model, params: Any, batch: Any, key: Any) -> dict[str, Any]:
@@ -265,9 +265,11 @@ def _check(seed: int) -> None:
             assert (told.live_bytes, told.host_bytes) == (got.live_bytes, got.host_bytes)
     loss_sum, weight = pipe.evaluate(params, batch)
     whole_batch = {name: x.reshape(-1, *x.shape[2:]) for name, x in batch.items()}
-    a, b = apply_model(model, whole, whole_batch, train=False)
+    (a, b), want = jax.jit(lambda p, b: (apply_model(model, p, b, train=False), model_output(model, p, b)))(
+        whole, whole_batch
+    )
     np.testing.assert_allclose(loss_sum / weight, a / b, rtol=1e-10)
-    got, want = pipe.predict(params, batch), model_output(model, whole, whole_batch)
+    got = pipe.predict(params, batch)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-10), got, want)
 
 
@@ -378,7 +380,7 @@ def test_a_stage_of_span_two_may_hold_more_than_the_loss(start: int) -> None:
         loss_sum, weight = apply_model(model, p, {name: x.reshape(-1, *x.shape[2:]) for name, x in batch.items()})
         return loss_sum / weight
 
-    loss, want = jax.value_and_grad(mean)(jax.tree.map(lambda x: x.astype(jnp.float64), params))
+    loss, want = jax.jit(jax.value_and_grad(mean))(jax.tree.map(lambda x: x.astype(jnp.float64), params))
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-10), (got, grads), (loss, want))
     measured = measured_peaks(pipe, placed, batch, None)
     for told, found in zip(pipe.memory_report(workspace=False, curves=True).ranks, measured.ranks, strict=True):

@@ -53,7 +53,7 @@ def unsplit(model: Model, params: Any, batch: dict[str, np.ndarray]) -> tuple[An
         loss, weight = apply_model(model, params, batch, train=False)
         return loss / weight
 
-    found: tuple[Any, Any] = jax.value_and_grad(mean)(params)
+    found: tuple[Any, Any] = jax.jit(jax.value_and_grad(mean))(params)
     return found
 
 

@@ -27,6 +27,10 @@ from tests.support.paths import ROOT
 STEPS = 20
 MEASURED = {"tokens_per_s", "step_s", "bubble_measured", "replay_ratio"}
 """What differs between two runs of one config; of several processes ``clock_error_s``, too."""
+_CHILD = (
+    "import sys; from jaxpipe.cli import main; from jaxpipe.train.run import run_directory; "
+    "run_directory.PICTURES = (); sys.exit(main())"
+)
 
 
 def write_text(path: Path, lines: int = 400) -> Path:
@@ -88,9 +92,10 @@ def run(config: TrainConfig, react: Callable[[str], None] = lambda text: None) -
 
 
 def start(arguments: Sequence[str]) -> subprocess.Popen[str]:
-    """``python -m jaxpipe ARGUMENTS``, with this process's devices, flags and compile cache, which are in the environment."""
+    """``python -m jaxpipe ARGUMENTS``, with this process's devices, flags and compile cache, which are in the environment; but
+    it draws no pictures."""
     return subprocess.Popen(
-        [sys.executable, "-u", "-m", "jaxpipe", *arguments],
+        [sys.executable, "-u", "-c", _CHILD, *arguments],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -272,15 +272,21 @@ def test_bad_graphs_are_one_line(file: Path, capsys: pytest.CaptureFixture[str],
 # -- through a Trainer -----------------------------------------------------------------------------------------------------
 
 
-def unsplit_step(model: Model, params: Any, batch: Any, rate: float) -> tuple[Any, Any]:
-    """One step of plain gradient descent on the sum of a whole batch's losses."""
+def whole_gradient(model: Model) -> Any:
+    """``(loss, gradients)`` of parameters and a whole batch, one program."""
 
-    def loss(p: Any) -> Any:
+    def loss(p: Any, batch: Any) -> Any:
         found = metrics_of(model, p, batch)
         heads = [found[model.layers[k].name] for k in model.losses]
         return sum(total / weight for total, weight in heads)
 
-    value, grads = jax.value_and_grad(loss)(params)
+    return jax.jit(jax.value_and_grad(loss))
+
+
+def unsplit_step(model: Model, gradient: Any, params: Any, batch: Any, rate: float) -> tuple[Any, Any]:
+    """One step of plain gradient descent on the sum of a whole batch's losses."""
+
+    value, grads = gradient(params, batch)
     frozen = {layer.name for layer in model.layers if layer.frozen}
     return value, {
         name: jax.tree.map(lambda a, g, n=name: a if n in frozen else a - rate * g, p, grads[name])
@@ -305,11 +311,11 @@ def test_a_trainer_steps_as_the_unsplit_model(make: Any, x64: None) -> None:
         zero1=True,
     )
     params = jax.tree.map(lambda a: a.astype(jnp.float64), init_params(model, 0))
-    state = trainer.init(params)
+    state, gradient = trainer.init(params), whole_gradient(model)
     for k in range(3):
         batch = rows(4, k)
         state, metrics = trainer.step(state, batch)
-        want, params = unsplit_step(model, params, batch, 0.3)
+        want, params = unsplit_step(model, gradient, params, batch, 0.3)
         np.testing.assert_allclose(float(metrics.loss), want, rtol=1e-10)
         trainer = trainer.with_schedule(("looped-bfs", "looped-dfs", "interleaved-1f1b")[k])
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10), dict(trainer.params(state)), params)

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -81,11 +81,15 @@ def one_device(steps: int, clip: float = 1.0, decay: float = 0.5) -> tuple[Any, 
         total, weight = apply_model(model, params, batch)
         return total / weight
 
-    for step in range(steps):
-        loss, grads = jax.jit(jax.value_and_grad(mean_loss))(params, batch_at(step))
+    @jax.jit
+    def stepped(params: Any, state: Any, average: Any, batch: Any) -> Any:
+        loss, grads = jax.value_and_grad(mean_loss)(params, batch)
         updates, state = tx.update(grads, state, params)
         params = optax.apply_updates(params, updates)
-        average = jax.tree.map(lambda a, p: decay * a + (1 - decay) * p, average, params)
+        return params, state, jax.tree.map(lambda a, p: decay * a + (1 - decay) * p, average, params), loss
+
+    for step in range(steps):
+        params, state, average, loss = stepped(params, state, average, batch_at(step))
         losses.append(float(loss))
     return params, average, losses
 
@@ -185,13 +189,14 @@ def test_a_state_that_a_step_took_is_told(trainer: Trainer, tmp_path: Path) -> N
 def test_metrics_of_the_loss_layer(trainer: Trainer) -> None:
     state = trainer.init()
     params, batch = init_params(gpt(), 0), batch_at(3, microbatches=6)
-    want = {name: float(a / b) for name, (a, b) in metrics_of(gpt(), params, batch).items()}
+    told = jax.jit(partial(metrics_of, gpt()))
+    want = {name: float(a / b) for name, (a, b) in told(params, batch).items()}
     found = trainer.evaluate(state, batch)
     assert found.keys() == {"loss", "accuracy", "logit_square", "weight"}
     assert found.pop("weight") == batch["weights"].sum()
     assert_close(found, want, rtol=1e-5)
     _, metrics = trainer.step(state, batch_at(0))
-    want = {name: a / b for name, (a, b) in metrics_of(gpt(), params, batch_at(0)).items()}
+    want = {name: a / b for name, (a, b) in told(params, batch_at(0)).items()}
     assert_close({"loss": metrics.loss, **metrics.metrics}, want, rtol=1e-5)
 
 
@@ -205,7 +210,7 @@ def test_metrics_do_not_change_the_gradient() -> None:
 
 def test_prediction_is_what_the_layer_before_the_loss_returns(trainer: Trainer) -> None:
     state, batch = trainer.init(), batch_at(0, microbatches=3)
-    want = model_output(gpt(), init_params(gpt(), 0), batch)
+    want = jax.jit(partial(model_output, gpt()))(init_params(gpt(), 0), batch)
     assert_close(trainer.predict(state, {"tokens": batch["tokens"]}), want, rtol=1e-5, atol=1e-6)
     assert_close(trainer.predict(state, batch), want, rtol=1e-5, atol=1e-6)
     with pytest.raises(ProgramError, match="the batch has no 'tokens'"):
@@ -220,7 +225,7 @@ def test_prediction_from_several_devices_a_rank(more: Mapping[str, Any]) -> None
     sizes: dict[str, Any] = {"schedule": "zb-h1", "ranks": 2, "microbatches": 2, "microbatch_size": B}
     trainer = Trainer(model, optimizer=optax.sgd(0.1), **{**sizes, **more})
     tokens = batch_at(0, microbatches=2)["tokens"]
-    want = model_output(model, init_params(model, 0), {"tokens": tokens})
+    want = jax.jit(partial(model_output, model))(init_params(model, 0), {"tokens": tokens})
     assert_close(trainer.predict(trainer.init(), {"tokens": tokens}), want, rtol=1e-5, atol=1e-6)
 
 

@@ -189,9 +189,8 @@ class ParamLayout:
         leaves = [self._find(params, slot) for slot in self.slots]
         parts = [slot.parts(leaf, self.shards) for slot, leaf in zip(self.slots, leaves, strict=True)]
         packed = [self.pack_leaves([part[k] for part in parts]) for k in range(self.shards)]
-        join: Any = np.concatenate if all(isinstance(v, np.ndarray) for v in leaves) else jnp.concatenate
         return [
-            join(buffers) if kind == "split" else buffers[0]
+            _joined(buffers) if kind == "split" else buffers[0]
             for kind, buffers in zip(self.kinds, zip(*packed, strict=True), strict=True)
         ]
 
@@ -200,8 +199,8 @@ class ParamLayout:
         members: list[list[Any]] = [[] for _ in self.buffers]
         for slot, leaf in zip(self.slots, leaves, strict=True):
             if leaf is not None:
-                members[slot.buffer].append(leaf if slot.offset is None else jnp.ravel(leaf))
-        return [m[0] if len(m) == 1 else jnp.concatenate(m) for m in members if m]
+                members[slot.buffer].append(leaf if slot.offset is None else leaf.reshape(-1))
+        return [m[0] if len(m) == 1 else _joined(m) for m in members if m]
 
     def unpack_leaves(self, buffers: Sequence[Any]) -> list[Any]:
         """A shard's leaves in slot order, from its buffers; None for those of a buffer that is None. Traceable."""
@@ -249,6 +248,12 @@ class ParamLayout:
             want = slot.whole_shape(self.shards)
             raise StageError(f"parameter {slot} has shape {tuple(leaf.shape)}, the stage was built for {want}")
         return leaf
+
+
+def _joined(arrays: Sequence[Any]) -> Any:
+    """One array after the other, on the host where all are NumPy's: nothing is compiled then."""
+    join: Any = np.concatenate if all(isinstance(a, np.ndarray) for a in arrays) else jnp.concatenate
+    return join(arrays)
 
 
 def by_layer(layers: Iterable[str], leaves: Iterable[tuple[LeafSlot, Any]]) -> dict[str, Params]:

@@ -7,6 +7,7 @@ change here. ``PROMISED`` only adds what some promise beyond their closed form.
 from __future__ import annotations
 
 import inspect
+import itertools
 import re
 import subprocess
 import sys
@@ -121,18 +122,19 @@ def soaked(value: object) -> object:
 @pytest.mark.parametrize(("name", "options"), list(each_case()))
 @pytest.mark.parametrize("cases", [FEW_CASES, soaked(CASES)], ids=["few", "all"])
 def test_properties(name: str, options: Options, cases: list[tuple[int, int]]) -> None:
-    for p, m in cases:
-        for costs in PROFILES:
-            v = int(options.get("chunks", FAMILIES[name].default_chunks))
-            profile = CostProfile.uniform(p * v, chunks=v, **costs)
-            schedule, given = made(name, p, m, profile, options)
-            check_schedule(schedule)
-            assert (schedule.name, schedule.num_ranks, schedule.num_microbatches) == (name, p, m)
-            assert schedule.placement == FAMILIES[name].placement(p, v)
-            assert parse_schedule(str(schedule)) == schedule
-            timeline = simulate(schedule, profile)
-            assert max(timeline.peak_activations) <= most_activations(name, p, m, given) + 1e-9
-            assert timeline.makespan >= lower_bound(schedule.placement, m, profile) * (1 - 1e-9)
+    """Each of the few by one of the profiles in turn, all by all."""
+    turns = zip(cases, itertools.cycle(PROFILES)) if cases is FEW_CASES else itertools.product(cases, PROFILES)
+    for (p, m), costs in turns:
+        v = int(options.get("chunks", FAMILIES[name].default_chunks))
+        profile = CostProfile.uniform(p * v, chunks=v, **costs)
+        schedule, given = made(name, p, m, profile, options)
+        check_schedule(schedule)
+        assert (schedule.name, schedule.num_ranks, schedule.num_microbatches) == (name, p, m)
+        assert schedule.placement == FAMILIES[name].placement(p, v)
+        assert parse_schedule(str(schedule)) == schedule
+        timeline = simulate(schedule, profile)
+        assert max(timeline.peak_activations) <= most_activations(name, p, m, given) + 1e-9
+        assert timeline.makespan >= lower_bound(schedule.placement, m, profile) * (1 - 1e-9)
 
 
 @pytest.mark.parametrize("name", sorted(FAMILIES))

@@ -49,17 +49,20 @@ _CELLS = 6
 _UNEVEN = 0.03  # that the sizes of actions may differ from whole cells
 _WORD = 64
 _MOST = 100_000  # rows that are looked at together: bounds memory, not tuned
-_ROWS_PER_S, _ACTIONS_PER_S = 8_000_000, 150_000
-"""Rows that are looked at and actions that are finished in a second of the development machine, roughly."""
+_CELLS_PER_S, _ROWS_PER_S, _ACTIONS_PER_S = 100_000, 8_000_000, 150_000
+"""Cells that a beam is prepared for, rows that are looked at, actions that are finished in a second of the development machine,
+roughly."""
 _MICROBATCHES = 4  # in a period, at most; so many with few waits only
 _STRETCH = 1.35  # periods that are tried, × the work, at most; the best known at 3p/8 need 1.11
 _BEYOND = 1.03  # × the shortest period that was found: some longer ones have shorter ramps
 _WIDTHS = (300, 1500)  # of beams: first with the waits that F's and W's take, then with any
+_HOPELESS = 4  # times that all kinds are tried before there is any cycle
 _PATHS = 6  # of a beam that become cycles; they and their rotations become orders
 _ONE_BEAM, _FINISHING = (
     (0.04, 0.2),
     0.1,
 )  # of the time, for a beam of either width, and for the orders of one kind of cycle
+_LEAST_S = 0.5  # for a beam
 _PROMISING = 1.03  # × the best finished order is an order that is finished: it gains about 1%
 _RECIPES = 20  # of list_schedule/fillers.py
 
@@ -141,6 +144,7 @@ class Beam:
         self.waits = [(one, two) for one in waits for two in waits]
         self.room = (lattice.limit * period - lattice.least(g)) / 2  # for waits
         self.cells, self.free = self._cells()
+        budget.spent += self.cells.size / _CELLS_PER_S
 
     def _cells(self) -> tuple[Array, Array]:
         """Which cells an F that starts at s and its mirror image take, a bit each; and whether they don't overlap."""
@@ -349,6 +353,8 @@ def mirrored_cycles(
     )
     longest, tried = inf, set[tuple[float, float, float]]()
     for again in count():
+        if not kinds or (longest == inf and again == _HOPELESS):
+            return
         few = again < 2 or again % 2 == 1
         waits = sorted({0, w, turn, turn + w, 2 * turn}) if few else range(2 * turn + 1)
         for share, g, period in islice(kinds, (part + again) % parts, None, parts):
@@ -358,7 +364,8 @@ def mirrored_cycles(
             for mirror in range(2 - period % 2 if g < _MICROBATCHES or (few and again > 1) else 0):
                 if budget.left <= 0:
                     return
-                spend = Budget(min(budget.left, budget.seconds * _ONE_BEAM[again > 1]), budget.reproducible)
+                most_s = max(_LEAST_S, budget.seconds * _ONE_BEAM[again > 1])
+                spend = Budget(min(budget.left, most_s), budget.reproducible)
                 width = _WIDTHS[again > 1]
                 beam = Beam(lattice, g, period, mirror, width=width, waits=waits, seed=seed + again, budget=spend)
                 blocks = [*map(beam.block, beam.paths(_PATHS))]

@@ -14,12 +14,14 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol
 
 from jaxpipe.errors import JaxpipeError
+from jaxpipe.schedule.blocks.mirrored import mirrored_cycles
 from jaxpipe.schedule.bounds.few_ranks import FewRanks
 from jaxpipe.schedule.budget import Budget
 from jaxpipe.schedule.families import FAMILIES
 from jaxpipe.schedule.ir import Schedule
 from jaxpipe.schedule.json_form import from_json, to_json
 from jaxpipe.schedule.passes.braid import unbraid
+from jaxpipe.schedule.placement import v_shape
 from jaxpipe.schedule.problem import OPS, Problem
 from jaxpipe.schedule.search_orders import Candidate, best_of_family, cheap_first
 from jaxpipe.schedule.settings import Task
@@ -99,15 +101,19 @@ class OffloadLists(Job):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cycles(Job):
-    """Steady states: every ``parts``-th shape, from ``part`` on."""
+    """Steady states; of a V mirrored ones, every ``parts``-th kind from ``part`` on."""
 
-    part: int
-    parts: int
+    part: int = 0
+    parts: int = 1
 
     def run(self, task: SolveTask, tell: Tell) -> None:
         problem, limits = Problem.of(task.placement, task.num_microbatches, task.costs), task.safe_limits()
         best: tuple[float, ...] = (float("inf"),)
-        for draft, source in cycles(problem, limits, self.part, self.parts, self.budget(), self.seed):
+        if task.placement == v_shape(problem.num_ranks):
+            found = mirrored_cycles(problem, limits, self.part, self.parts, self.budget(), self.seed)
+        else:
+            found = cycles(problem, limits, self.budget(), self.seed)
+        for draft, source in found:
             key = *task.order(draft.makespan, draft.span), nine_digits(draft.peak)
             if key < best:
                 best = key

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import os
 import random
@@ -19,13 +18,14 @@ from hypothesis import strategies as st
 
 from jaxpipe.errors import ScheduleError
 from jaxpipe.schedule import CostProfile, HostLink, Schedule, check_schedule, simulate
+from jaxpipe.schedule.blocks import repeat
 from jaxpipe.schedule.budget import Budget
 from jaxpipe.schedule.placement import Placement, bidirectional, circular, one_to_one, v_shape
 from jaxpipe.schedule.problem import Problem
 from jaxpipe.schedule.retime import peaks
 from jaxpipe.schedule.search_orders import best_schedule
 from jaxpipe.schedule.solve import Options, Progress, Solution, SolveTask, solve
-from jaxpipe.schedule.solve.cycles import Grid, Shape, applies, find_cycle, shapes
+from jaxpipe.schedule.solve.cycles import Grid, find_cycle
 from jaxpipe.schedule.solve.first import group_size, grouped_rows
 from jaxpipe.schedule.solve.neighbourhoods import NeighbourhoodSearch
 from jaxpipe.schedule.solve.solver import lexicographic, solve_any
@@ -348,13 +348,13 @@ def test_a_cycle_fills_every_rank_where_the_limit_allows() -> None:
     budget = {"max_time_in_seconds": 20.0, "num_workers": 2}
     grid = Grid.of(problem, [3.0] * p)
     assert (grid.work(), grid.limit) == (6, (6,) * p)
-    cycle, _ = find_cycle(grid, grid.least_period(1), Shape(1), budget)
+    cycle, _ = find_cycle(grid, grid.least_period(), budget)
     assert cycle is not None
-    rows = cycle.rows(problem)
+    rows = repeat(cycle, problem)
     assert max(peaks(problem, rows)) <= 3.0
     check_schedule(problem.schedule("cycle", rows))
     tight = Grid.of(problem, [1.5] * p)
-    assert find_cycle(tight, 6, Shape(1), budget) == (None, True)
+    assert find_cycle(tight, 6, budget) == (None, True)
 
 
 # -- command line -------------------------------------------------------------------------------------------------------
@@ -484,48 +484,3 @@ def test_limit_in_bytes_of_two_flows_is_a_share_of_one() -> None:
     """Where a rank runs a stage of each flow, a microbatch takes the share of its own flow."""
     costs = dataclasses.replace(CostProfile.uniform(4), memory_limit_bytes=(3.0,) * 4)
     assert SolveTask(bidirectional(4), 8, costs).limits() == (3.0,) * 4
-
-
-def v_grid(p: int, limit: float, comm: float = 0.0) -> Grid:
-    f, b, w = TABLE_5
-    costs = CostProfile.uniform(2 * p, chunks=2, f=f, b=b, w=w, comm=comm)
-    return Grid.of(Problem.of(v_shape(p), 4 * p, costs), (limit,) * p)
-
-
-@pytest.mark.parametrize(
-    ("p", "limit", "comm", "stretch", "shape"),
-    [(8, 4.0, 0.0, 1.05, Shape(2, 5, 1)), (9, 6.0, 2.6, 1.0, Shape(2, 4, 1)), (13, 13.0, 0.0, 1.0, Shape(2, 2, 1))],
-)
-def test_mirrored_cycle_keeps_its_promises(p: int, limit: float, comm: float, stretch: float, shape: Shape) -> None:
-    """Passes of a rank don't overlap modulo the period, follow each other, and half of them mirror the others."""
-    grid = v_grid(p, limit, comm)
-    period = 2 * round(grid.work() * stretch)
-    cycle, _ = find_cycle(grid, period, shape, {"max_deterministic_time": 2.0, "num_workers": 1})
-    assert cycle is not None
-    assert (cycle.period, cycle.microbatches) == (period, 2)
-    for op, k, then, later, cells in grid.chain():
-        for j in range(2):
-            assert cycle.start[then, later, j] >= cycle.start[op, k, j] + cells
-    for rank in range(p):
-        busy = sorted(
-            (start % period, grid.cells[op][k])
-            for (op, k, _), start in cycle.start.items()
-            if grid.problem.rank[k] == rank
-        )
-        gaps = [b - a - size for (a, size), (b, _) in itertools.pairwise([*busy, (busy[0][0] + period, 0)])]
-        assert min(gaps) >= 0
-    down = [cycle.start[0, k, 0] - cycle.start[0, 0, 0] for k in range(p)]
-    back = [cycle.start[1, 0, 0] - cycle.start[1, k, 0] for k in range(p)]
-    assert [x % period for x in down] == [x % period for x in back]
-    rows = cycle.rows(grid.problem)
-    check_schedule(grid.problem.schedule("mirrored", rows))
-
-
-def test_mirrored_cycles_are_for_even_vs() -> None:
-    assert applies(v_grid(8, 4.0))
-    assert all(s.chunks(8) <= 8 for s in shapes(v_grid(8, 4.0), 1.0))
-    uneven = CostProfile.uniform(16, chunks=2)
-    uneven = dataclasses.replace(uneven, f_s=(2.0, *uneven.f_s[1:]))
-    assert not applies(Grid.of(Problem.of(v_shape(8), 32, uneven), (4.0,) * 8))
-    plain = CostProfile.uniform(8)
-    assert not applies(Grid.of(Problem.of(one_to_one(8), 32, plain), (4.0,) * 8))

@@ -1,0 +1,390 @@
+"""Steady states of a V with equal stages, found rank by rank by a beam search.
+
+A V read backwards in time is a V: chunk 1's B's go down the ranks as chunk 0's F's do, and chunk 0's B's come up as chunk 1's
+F's do. Where all stages are alike, a cycle (:mod:`.cycles`) may be its own mirror image: the B of a chunk is the F of the same
+chunk mirrored at one instant. Then g microbatches in a period are 2 g numbers a rank, the residues modulo the period at which
+F's of chunk 0 and 1 start, and the next rank has them a step and a wait later and earlier. So a cycle is a path over the ranks
+
+* from the turn at rank 0, where the last chunk's F meets its own mirror image and B follows at once,
+* by waits of a few cells, so that F's and B's do not overlap and the gaps between them have room for W's,
+* to the turn at rank p - 1, where chunk 1's F follows chunk 0's at once.
+
+By how much a stream of chunk 0 lags behind one of chunk 1 shrinks by two steps and both waits a rank and is given modulo the
+period, so what all waits of a microbatch add up to is known at rank 0. With it, so is what each rank holds on average: a wait
+of chunk 0 counts on its own rank and those before it, one of chunk 1 on all and twice behind it. A path whose ranks hold more
+than the limit ends. Of the others those that hold little and whose waits are spread over the ranks are followed, so many a
+rank.
+
+The grid is coarse, for only the order is kept (:mod:`~jaxpipe.schedule.list_schedule.fillers` finishes it). With Table 5's
+costs of `controllable-memory.txt` F and B take 4 cells, W 3. There 2 microbatches in 44 cells have no idle time at all at
+p = 16 and 32 with p / 2 activations, and 3 in 68 idle 3% at p = 8; CP-SAT took a minute for the latter (README of `solve/`).
+Source: building blocks, `controllable-memory.txt` section 2; the symmetry and the search are ours.
+
+Not modelled: stages that differ, links that are busy, waits at the turns, workspace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from heapq import nsmallest
+from itertools import chain, combinations, count, islice
+from math import ceil, inf
+from typing import Any
+
+import numpy as np
+
+from jaxpipe.schedule.blocks.block import BuildingBlock
+from jaxpipe.schedule.blocks.repeat import repeat
+from jaxpipe.schedule.budget import Budget
+from jaxpipe.schedule.list_schedule.fillers import Finisher, merit
+from jaxpipe.schedule.placement import v_shape
+from jaxpipe.schedule.problem import B, F, Problem, W
+from jaxpipe.schedule.retime import Draft
+
+Array = Any
+"""Of whole numbers, a row a path of the beam."""
+_CELLS = 6
+"""An F or B is at most so many cells; waits are up to two of them."""
+_UNEVEN = 0.03  # that the sizes of actions may differ from whole cells
+_WORD = 64
+_MOST = 100_000  # rows that are looked at together: bounds memory, not tuned
+_CELLS_PER_S, _ROWS_PER_S, _ACTIONS_PER_S = 100_000, 8_000_000, 150_000
+"""Cells that a beam is prepared for, rows that are looked at, actions that are finished in a second of the development machine,
+roughly."""
+_MICROBATCHES = 4  # in a period, at most; so many with few waits only
+_STRETCH = 1.35  # periods that are tried, × the work, at most; the best known at 3p/8 need 1.11
+_BEYOND = 1.03  # × the shortest period that was found: some longer ones have shorter ramps
+_WIDTHS = (300, 1500)  # of beams: first with the waits that F's and W's take, then with any
+_HOPELESS = 4  # times that all kinds are tried before there is any cycle
+_PATHS = 6  # of a beam that become cycles; they and their rotations become orders
+_ONE_BEAM, _FINISHING = (
+    (0.04, 0.2),
+    0.1,
+)  # of the time, for a beam of either width, and for the orders of one kind of cycle
+_LEAST_S = 0.5  # for a beam
+_PROMISING = 1.03  # × the best finished order is an order that is finished: it gains about 1%
+_RECIPES = 20  # of list_schedule/fillers.py
+
+
+@dataclass(frozen=True, slots=True)
+class Lattice:
+    """A V of ``ranks`` ranks in whole cells: ``size`` of an op, ``step`` from an F's start to that on the next rank at least,
+    ``turn`` to that of the next chunk on the same rank. In units of memory: ``held`` from F's start to B's end, ``kept`` from
+    there to W's end, ``limit``."""
+
+    ranks: int
+    size: tuple[int, int, int]
+    step: int
+    turn: int
+    held: float
+    kept: float
+    limit: float
+
+    @classmethod
+    def of(cls, problem: Problem, limit: float) -> Lattice | None:
+        """None: the problem is no V, or its stages differ."""
+        p, down, up = problem.num_ranks, problem.down_s, problem.up_s
+        seconds = (problem.f_s, problem.b_s, problem.w_s)
+        crossings = (*down[: p - 1], *down[p:-1], *up[1:p], *up[p + 1 :])
+        if p < 3 or problem.placement != v_shape(p):
+            return None
+        if any(max(row) > min(row) * (1 + 1e-9) for row in (*seconds, problem.held, problem.kept, crossings)):
+            return None
+        f, b, w = (row[0] for row in seconds)
+        cell = _cell(f, b, w)
+        size = max(1, round(f / cell)), max(1, round(b / cell)), max(1, round(w / cell))
+        turn = max(size[:2])
+        return cls(p, size, turn + ceil(crossings[0] / cell - 0.25), turn, problem.held[0], problem.kept[0], limit)
+
+    @property
+    def work(self) -> int:
+        """Cells of one microbatch on a rank."""
+        return 2 * sum(self.size)
+
+    def least(self, g: int) -> float:
+        """Memory × cells that g microbatches take on a rank without waits."""
+        f, b, w = self.size
+        lives = 2 * (f + b) + 2 * ((2 * self.ranks - 2) * self.step + self.turn)
+        return g * (self.held * lives + self.kept * 2 * w)
+
+
+def _cell(f: float, b: float, w: float) -> float:
+    """Seconds of the coarsest cell of which all three are nearly multiples, or of the best of those that are tried."""
+    tried = []
+    for parts in range(1, _CELLS + 1):
+        cell = max(f, b) / parts
+        tried.append((max(abs(max(1, round(x / cell)) * cell - x) / max(f, b) for x in (f, b, w)), cell))
+        if tried[-1][0] <= _UNEVEN:
+            return tried[-1][1]
+    return min(tried)[1]
+
+
+class Beam:
+    """The search for a mirrored cycle of ``g`` microbatches in ``period`` cells that holds no more than the lattice's limit on
+    average. ``width``: paths that are followed. ``waits``: cells that may be waited from rank to rank.
+
+    ``mirror``: B of an F that starts at s starts at ``mirror`` - s, modulo the period.
+    """
+
+    def __init__(
+        self,
+        lattice: Lattice,
+        g: int,
+        period: int,
+        mirror: int,
+        *,
+        width: int,
+        waits: Sequence[int],
+        seed: int,
+        budget: Budget,
+    ) -> None:
+        self.lattice, self.g, self.period, self.mirror = lattice, g, period, mirror
+        self.width, self.random, self.budget = width, np.random.default_rng(seed), budget
+        self.waits = [(one, two) for one in waits for two in waits]
+        self.room = (lattice.limit * period - lattice.least(g)) / 2  # for waits
+        self.cells, self.free = self._cells()
+        budget.spent += self.cells.size / _CELLS_PER_S
+
+    def _cells(self) -> tuple[Array, Array]:
+        """Which cells an F that starts at s and its mirror image take, a bit each; and whether they don't overlap."""
+        f, b, _ = self.lattice.size
+        words = np.zeros((self.period, -(-self.period // _WORD)), np.uint64)
+        free = np.ones(self.period, bool)
+        for s in range(self.period):
+            taken = [(s + i) % self.period for i in range(f)]
+            taken += [(self.mirror - s + i) % self.period for i in range(b)]
+            free[s] = len(set(taken)) == f + b
+            for cell in taken:
+                words[s, cell // _WORD] |= np.uint64(1 << cell % _WORD)
+        return words, free
+
+    def paths(self, most: int) -> Iterator[list[Array]]:
+        """Up to ``most`` paths, those that hold least first: for each rank and microbatch the starts of F of chunk 0 and 1."""
+        p, lattice = self.lattice.ranks, self.lattice
+        now, left, area = self._first()
+        total, leaning = left.sum(1), np.zeros(len(now), np.int64)
+        share = left.copy()
+        layers: list[tuple[Array, Array]] = [(now, np.arange(len(now)))]
+        for rank in range(1, p):
+            if not len(now) or self.budget.left <= 0:
+                return
+            come, then, rest, leans = self._next(now, left, rank == p - 1)
+            leans = leans + leaning[come]
+            waited = self._waited(then)
+            held = lattice.least(self.g) + 2 * lattice.held * (total[come] + leans) + lattice.kept * waited
+            area_then = np.maximum(area[come], held)
+            fits = (waited >= 0) & (area_then <= lattice.limit * self.period)
+            uneven = np.abs(rest - share[come] * ((p - 1 - rank) / (p - 1))).sum(1) * lattice.held
+            noise = self.random.random(len(come)) * (0.1 * self.period * lattice.held)
+            best = self._best(np.nonzero(fits)[0], then, rest, leans, area_then + uneven + noise)
+            come, now, left, area, leaning = come[best], then[best], rest[best], area_then[best], leans[best]
+            total, share = total[come], share[come]
+            layers.append((now, come))
+        for row in np.argsort(area, kind="stable")[:most]:
+            path, at = [], row
+            for there, before in reversed(layers):
+                path.append(there[at])
+                at = before[at]
+            yield path[::-1]
+
+    def _first(self) -> tuple[Array, Array, Array]:
+        """Rank 0: starts [paths, g, 2], the waits of each microbatch over all ranks [paths, g], memory × cells [paths]."""
+        p, lattice, g = self.lattice.ranks, self.lattice, self.g
+        meet = self.mirror - lattice.size[F]  # the sum of starts of two F's whose B's follow each other's ends
+        pairs = [(y, (meet - y) % self.period) for y in range(self.period)]
+        own = [y for y, other in pairs if y == other]
+        groups = [
+            [*some, *chain(*others)]
+            for some in chain(*(combinations(own, n) for n in range(g % 2, min(g, len(own)) + 1, 2)))
+            for others in combinations([pair for pair in pairs if pair[0] < pair[1]], (g - len(some)) // 2)
+        ]
+        last = np.array(groups, np.int64).reshape(-1, g)
+        taken = np.zeros((len(last), self.cells.shape[1]), np.uint64)
+        for j in range(g):
+            fits, both = self._added(taken, last[:, j])
+            last, taken = last[fits], both[fits]
+        starts, waits = np.zeros((len(last), 0), np.int64), np.zeros((len(last), 0), np.int64)
+        behind = lattice.turn + 2 * lattice.step * (p - 1)
+        every = np.arange(max(0, min(self.period, int(self.room / lattice.held) + 1)))
+        for j in range(g):
+            at = (last[:, j, None] - behind - every) % self.period
+            fits, both = self._added(taken[:, None], at)
+            fits &= lattice.held * (waits.sum(1)[:, None] + every) <= self.room
+            row, wait = np.nonzero(fits)
+            self.budget.spent += fits.size / _ROWS_PER_S
+            if len(row) > _MOST:
+                some = np.sort(self.random.choice(len(row), _MOST, replace=False))
+                row, wait = row[some], wait[some]
+            taken, last = both[row, wait], last[row]
+            starts = np.concatenate([starts[row], at[row, wait][:, None]], 1)
+            waits = np.concatenate([waits[row], wait[:, None]], 1)
+        now = np.stack([starts, last], 2)
+        waited = self._waited(now)
+        area = lattice.least(g) + 2 * lattice.held * waits.sum(1) + lattice.kept * waited
+        fits = np.nonzero((waited >= 0) & (area <= lattice.limit * self.period))[0]
+        score = area + self.random.random(len(area)) * self.period * lattice.held
+        best = fits[np.argsort(score[fits], kind="stable")][: 2 * self.width]
+        return now[best], waits[best], area[best]
+
+    def _added(self, taken: Array, at: Array) -> tuple[Array, Array]:
+        """Whether F's and their images that start there have room beside what is taken, and all of these cells."""
+        more = self.cells[at]
+        return self.free[at] & ((taken & more) == 0).all(-1), taken | more
+
+    def _next(self, now: Array, left: Array, last: bool) -> tuple[Array, Array, Array, Array]:
+        """The next rank: the row that each comes from, starts, waits that are left, and by how much those of chunk 1 are more
+        than those of chunk 0."""
+        come, step = np.arange(len(now)), self.lattice.step
+        taken = np.zeros((len(now), self.cells.shape[1]), np.uint64)
+        then, rest = np.zeros((len(now), 0, 2), np.int64), np.zeros((len(now), 0), np.int64)
+        leans = np.zeros(len(now), np.int64)
+        for j in range(self.g):
+            self.budget.spent += len(come) * len(self.waits) / _ROWS_PER_S
+            parts = []
+            for one, two in self.waits:
+                still = left[come, j] - one - two
+                row = np.nonzero(still == 0 if last else still >= 0)[0]
+                at = (now[come[row], j] + (step + one, -step - two)) % self.period
+                fits, both = self._added(taken[row], at[:, 0])
+                more, both = self._added(both, at[:, 1])
+                fits &= more
+                row = row[fits]
+                parts.append((row, at[fits], both[fits], still[row], np.full(len(row), two - one)))
+            row, at, both, still, lean = (np.concatenate(x) for x in zip(*parts, strict=True))
+            if len(row) > _MOST:
+                some = np.sort(self.random.choice(len(row), _MOST, replace=False))
+                row, at, both, still, lean = (x[some] for x in (row, at, both, still, lean))
+            come, taken, leans = come[row], both, leans[row] + lean
+            then = np.concatenate([then[row], at[:, None]], 1)
+            rest = np.concatenate([rest[row], still[:, None]], 1)
+        return come, then, rest, leans
+
+    def _waited(self, starts: Array) -> Array:
+        """Cells that W's wait, all together, each in the first gap that is left; -1 where there are too few gaps."""
+        f, b, w = self.lattice.size
+        ahead = starts.reshape(len(starts), 2 * self.g)
+        blocks = np.sort(np.concatenate([ahead * 2, (self.mirror - ahead) % self.period * 2 + 1], 1), 1)
+        at, back = blocks >> 1, blocks & 1
+        size = np.where(back, b, f)
+        gap = np.concatenate([at[:, 1:], at[:, :1] + self.period], 1) - at - size
+        slots = gap // w
+        queue, waited = np.zeros((2, len(starts)), np.int64)
+        for lap in (0, 1):  # the first to know what waits when a period begins
+            for i in range(blocks.shape[1]):
+                waited += lap * queue * size[:, i]
+                queue = queue + back[:, i]
+                served = np.minimum(queue, slots[:, i])
+                queue = queue - served
+                waited += lap * (queue * gap[:, i] + w * (served * (served - 1) // 2))
+        return np.where(slots.sum(1) >= 2 * self.g, waited, -1)
+
+    def _best(self, rows: Array, starts: Array, rest: Array, leans: Array, score: Array) -> Array:
+        """The ``width`` rows of least score, each set of starts once."""
+        rows = rows[np.argsort(score[rows], kind="stable")][: 8 * self.width]
+        same = np.concatenate([starts[rows].reshape(len(rows), 2 * self.g), rest[rows], leans[rows, None] // 4], 1)
+        _, first = np.unique(same, axis=0, return_index=True)
+        return rows[np.sort(first)][: self.width]
+
+    def block(self, path: Sequence[Array]) -> BuildingBlock:
+        """The building block of a path: whole times from residues, with W's in the gaps."""
+        f, p, g = self.lattice.size[F], self.lattice.ranks, self.g
+        last, step, turn = 2 * p - 1, self.lattice.step, self.lattice.turn
+        start: dict[tuple[int, int, int], int] = {}  # by op, microbatch, stage
+        for j in range(g):  # from the end back
+            at = int(path[0][j, 1])
+            start[F, j, last] = at
+            for k in reversed(range(last)):
+                least = turn if k == p - 1 else step
+                residue = int(path[k][j, 0] if k < p else path[last - k][j, 1])
+                at -= least + (at - least - residue) % self.period
+                start[F, j, k] = at
+        whose = {int(path[0][j, 1]): j for j in range(g)}
+        for j in range(g):
+            image = whose[(self.mirror - f - int(path[0][j, 1])) % self.period]
+            for k in range(last + 1):
+                start[B, j, k] = start[F, j, last] + f + start[F, image, last] - start[F, image, k]
+        for rank in range(p):
+            self._place(start, (rank, last - rank))
+        order = sorted(range(g), key=lambda j: start[F, j, 0] % self.period)
+        cells = [
+            tuple(
+                tuple(start[op, j, k] - start[F, j, 0] // self.period * self.period for k in range(last + 1))
+                for j in order
+            )
+            for op in (F, B, W)
+        ]
+        return BuildingBlock(v_shape(p), self.period, cells[0], cells[1], cells[2])
+
+    def _place(self, start: dict[tuple[int, int, int], int], replicas: Sequence[int]) -> None:
+        """W's of a rank, each in the first gap after its B that is left, those first that have waited longest."""
+        f, b, w = self.lattice.size
+        blocks = sorted(
+            (start[op, j, k] % self.period, op, j, k) for op in (F, B) for k in replicas for j in range(self.g)
+        )
+        queue: list[tuple[int, int, int]] = []
+        for lap in (0, 1):
+            for n, (at, op, j, k) in enumerate(blocks):
+                end = at + (b if op == B else f) + lap * self.period
+                if op == B:
+                    queue.append((end, j, k))
+                follows = blocks[(n + 1) % len(blocks)][0] + (lap + (n + 1) // len(blocks)) * self.period
+                while queue and end + w <= follows:
+                    came, j, k = queue.pop(0)
+                    start[W, j, k] = start[B, j, k] + b + end - came
+                    end += w
+
+
+def mirrored_cycles(
+    problem: Problem, limits: Sequence[float], part: int, parts: int, budget: Budget, seed: int
+) -> Iterator[tuple[Draft, str]]:
+    """Orders from mirrored cycles, every ``parts``-th kind from ``part`` on: short periods first, until there is a cycle; then
+    all up to a little more, again and again with wider beams, other seeds and another part, until the budget ends."""
+    limit, finisher, most = min(limits), Finisher(problem), min(_MICROBATCHES, problem.num_microbatches - 1)
+    lattice = Lattice.of(problem, limit) if limit < inf else None
+    if lattice is None:
+        return
+    actions, turn, w = 3 * problem.num_microbatches * problem.num_replicas, lattice.turn, lattice.size[W]
+    finished_s, best = _RECIPES * actions / _ACTIONS_PER_S, inf
+    kinds = sorted(
+        (period / g, g, period)
+        for g in range(1, most + 1)
+        for period in range(g * lattice.work, int(g * lattice.work * _STRETCH) + 1)
+    )
+    longest, tried = inf, set[tuple[float, float, float]]()
+    for again in count():
+        if not kinds or (longest == inf and again == _HOPELESS):
+            return
+        few = again < 2 or again % 2 == 1
+        waits = sorted({0, w, turn, turn + w, 2 * turn}) if few else range(2 * turn + 1)
+        for share, g, period in islice(kinds, (part + again) % parts, None, parts):
+            if share > longest * _BEYOND:
+                break
+            found: dict[tuple[float, float, float], list[list[int]]] = {}
+            for mirror in range(2 - period % 2 if g < _MICROBATCHES or (few and again > 1) else 0):
+                if budget.left <= 0:
+                    return
+                most_s = max(_LEAST_S, budget.seconds * _ONE_BEAM[again > 1])
+                spend = Budget(min(budget.left, most_s), budget.reproducible)
+                width = _WIDTHS[again > 1]
+                beam = Beam(lattice, g, period, mirror, width=width, waits=waits, seed=seed + again, budget=spend)
+                blocks = [*map(beam.block, beam.paths(_PATHS))]
+                budget.spent += spend.spent
+                for block in blocks:
+                    longest = min(longest, share)
+                    for first in range(g):
+                        rows = repeat(block, problem, [-1] * first + [*range(problem.num_microbatches)])
+                        budget.spent += actions / _ACTIONS_PER_S
+                        draft = finisher.retimer.draft(rows)
+                        if draft is not None and (key := (*merit(draft), draft.span)) not in tried:
+                            found[key] = rows
+            tried |= found.keys()
+            for key in nsmallest(max(again > 1, int(budget.seconds * _FINISHING / finished_s)), found):
+                if budget.left <= 0 or key[0] > best * _PROMISING:
+                    break
+                budget.spent += finished_s
+                if (draft := finisher.best(found[key], limit, _RECIPES)) is not None:
+                    best = min(best, merit(draft)[0])
+                    yield draft, f"mirrored cycle of {g}"
+            if found and again == 0:
+                break

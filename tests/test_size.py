@@ -29,7 +29,7 @@ MOST: Mapping[str, tuple[int, int, int]] = {
     "rehearsal": (6, 598, 8),
     "runtime": (18, 2408, 26),
     "schedule": (27, 3073, 31),
-    "schedule/blocks": (6, 552, 3),
+    "schedule/blocks": (6, 550, 3),
     "schedule/bounds": (9, 1008, 12),
     "schedule/families": (21, 1797, 3),
     "schedule/list_schedule": (9, 1015, 14),
@@ -38,7 +38,7 @@ MOST: Mapping[str, tuple[int, int, int]] = {
     "stage": (48, 6087, 59),
     "train": (75, 9048, 108),
 }
-MOST_OF_SCHEDULE = 8402
+MOST_OF_SCHEDULE = 8400
 """Code lines of ``schedule/`` and its rooms, without ``schedule/solve/``."""
 
 

@@ -52,19 +52,17 @@ _MOST = 100_000  # rows that are looked at together: bounds memory, not tuned
 _CELLS_PER_S, _ROWS_PER_S, _ACTIONS_PER_S = 100_000, 8_000_000, 150_000
 """Cells that a beam is prepared for, rows that are looked at, actions that are finished in a second of the development machine,
 roughly."""
-_MICROBATCHES = 4  # in a period, at most; so many with few waits only
+_MICROBATCHES, _WIDTHS = (3, 2, 4, 3), (300, 1500)
+"""In a period at most, the first times that all kinds are tried, then the last two in turn; and paths that are followed, the
+first time and then. Every other time any waits, else those that F's and W's take."""
 _STRETCH = 1.35  # periods that are tried, × the work, at most; the best known at 3p/8 need 1.11
 _BEYOND = 1.03  # × the shortest period that was found: some longer ones have shorter ramps
-_WIDTHS = (300, 1500)  # of beams: first with the waits that F's and W's take, then with any
 _HOPELESS = 4  # times that all kinds are tried before there is any cycle
 _PATHS = 6  # of a beam that become cycles; they and their rotations become orders
-_ONE_BEAM, _FINISHING = (
-    (0.04, 0.2),
-    0.1,
-)  # of the time, for a beam of either width, and for the orders of one kind of cycle
-_LEAST_S = 0.5  # for a beam
+_ONE_BEAM, _LEAST_S, _FINISHING = (0.04, 0.2), 0.5, 0.1
+"""Of the time for a beam of either width, its least seconds, and of the time for the orders of one kind of cycle."""
 _PROMISING = 1.03  # × the best finished order is an order that is finished: it gains about 1%
-_RECIPES = 20  # of list_schedule/fillers.py
+_RECIPES = 20  # of list_schedule/fillers.py. None of these numbers was tuned beyond README's cases
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,7 +338,7 @@ def mirrored_cycles(
 ) -> Iterator[tuple[Draft, str]]:
     """Orders from mirrored cycles, every ``parts``-th kind from ``part`` on: short periods first, until there is a cycle; then
     all up to a little more, again and again with wider beams, other seeds and another part, until the budget ends."""
-    limit, finisher, most = min(limits), Finisher(problem), min(_MICROBATCHES, problem.num_microbatches - 1)
+    limit, finisher = min(limits), Finisher(problem)
     lattice = Lattice.of(problem, limit) if limit < inf else None
     if lattice is None:
         return
@@ -348,25 +346,25 @@ def mirrored_cycles(
     finished_s, best = _RECIPES * actions / _ACTIONS_PER_S, inf
     kinds = sorted(
         (period / g, g, period)
-        for g in range(1, most + 1)
+        for g in range(1, min(max(_MICROBATCHES), problem.num_microbatches - 1) + 1)
         for period in range(g * lattice.work, int(g * lattice.work * _STRETCH) + 1)
     )
     longest, tried = inf, set[tuple[float, float, float]]()
     for again in count():
         if not kinds or (longest == inf and again == _HOPELESS):
             return
-        few = again < 2 or again % 2 == 1
-        waits = sorted({0, w, turn, turn + w, 2 * turn}) if few else range(2 * turn + 1)
+        waits = range(2 * turn + 1) if again % 2 else sorted({0, w, turn, turn + w, 2 * turn})
+        most, wide = _MICROBATCHES[min(again, 2 + again % 2)], again > 0
         for share, g, period in islice(kinds, (part + again) % parts, None, parts):
             if share > longest * _BEYOND:
                 break
             found: dict[tuple[float, float, float], list[list[int]]] = {}
-            for mirror in range(2 - period % 2 if g < _MICROBATCHES or (few and again > 1) else 0):
+            for mirror in range(2 - period % 2 if g <= most else 0):
                 if budget.left <= 0:
                     return
-                most_s = max(_LEAST_S, budget.seconds * _ONE_BEAM[again > 1])
+                most_s = max(_LEAST_S, budget.seconds * _ONE_BEAM[wide])
                 spend = Budget(min(budget.left, most_s), budget.reproducible)
-                width = _WIDTHS[again > 1]
+                width = _WIDTHS[wide]
                 beam = Beam(lattice, g, period, mirror, width=width, waits=waits, seed=seed + again, budget=spend)
                 blocks = [*map(beam.block, beam.paths(_PATHS))]
                 budget.spent += spend.spent
@@ -379,7 +377,7 @@ def mirrored_cycles(
                         if draft is not None and (key := (*merit(draft), draft.span)) not in tried:
                             found[key] = rows
             tried |= found.keys()
-            for key in nsmallest(max(again > 1, int(budget.seconds * _FINISHING / finished_s)), found):
+            for key in nsmallest(max(wide, int(budget.seconds * _FINISHING / finished_s)), found):
                 if budget.left <= 0 or key[0] > best * _PROMISING:
                     break
                 budget.spent += finished_s

@@ -381,6 +381,11 @@ class Portfolio:
         for number, task in chains:
             if task.offload:
                 yield self._job(number, OffloadLists, total * 0.4)
+        for number, task in chains:
+            if task.placement.num_flows == 1 < task.placement.num_chunks:
+                parts = _CYCLE_PARTS if task.placement == v_shape(task.placement.num_ranks) else 1
+                for part in range(parts):
+                    yield self._job(number, Cycles, min(25.0, total * 0.4), part=part, parts=parts)
         for number, task in enumerate(self.tasks):
             for name in (n for n in families_of(task) if n not in quick[number]):
                 yield self._job(number, Families, total, names=(name,))
@@ -391,14 +396,9 @@ class Portfolio:
             known, ops = self.incumbent.known.get(number), 5 if task.offload else 3
             actions = ops * sum(map(len, chain(*task.placement.flows))) * task.num_microbatches
             if actions <= _EXACT_ACTIONS[1] and (known is not None or task.placement.is_plain_chain):
-                part = 0.6 if actions <= _EXACT_ACTIONS[0] else 0.25
+                most = 0.6 if actions <= _EXACT_ACTIONS[0] else 0.25
                 start = None if known is None else known.schedule
-                yield self._job(number, Exact, total * part, start=start, workers=_EXACT_WORKERS)
-        for number, task in chains:
-            if task.placement.num_flows == 1 < task.placement.num_chunks:
-                parts = _CYCLE_PARTS if task.placement == v_shape(task.placement.num_ranks) else 1
-                for part in range(parts):
-                    yield self._job(number, Cycles, min(25.0, total * 0.4), part=part, parts=parts)
+                yield self._job(number, Exact, total * most, start=start, workers=_EXACT_WORKERS)
 
     def _neighbourhood(self) -> Job | None:
         """The next neighbourhood job: mostly on the best schedule, now and then on the best of another placement."""

@@ -432,7 +432,7 @@ def test_ctrl_c_gives_the_best_so_far(tmp_path: Path) -> None:
 
 def test_workers_end_with_the_solver(tmp_path: Path) -> None:
     """Killed, the solver can't end them; they notice by their input, also in the middle of a job."""
-    flags = ["--ranks", "8", "--microbatches", "64", "--placement", "v", "--memory-limit", "3", "--time-limit", "300"]
+    flags = ["--ranks", "8", "--microbatches", "64", "--placement", "v", "--memory-limit", "2.5", "--time-limit", "300"]
     process = subprocess.Popen(
         [sys.executable, "-m", "jaxpipe", "solve", *flags],
         stdout=subprocess.DEVNULL,

@@ -51,7 +51,7 @@ def run_tune(args: argparse.Namespace) -> None:
     space = Space.of(completed(config), args.devices, args.only)
     how = {"sizes": SIZES} if args.measure is None else {"seconds_of": _stopwatch(args.measure)}
     bench = workbench(space.base, target, efficiency, lambda text: None, **how)
-    tuned = tune(space, bench, limit, notice, args.time_limit or float("inf"), fork=True)
+    tuned = tune(space, bench, limit, notice, args.time_limit or float("inf"), fork=args.measure is None)
     if args.json:
         _write_json(args.json, tuned_json(tuned, space, bench, limit))
     if tuned.best is None:

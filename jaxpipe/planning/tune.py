@@ -125,7 +125,7 @@ def tune(
     ``bench``: of the space's base; candidates on other shards get their own, which share its model. ``time_limit_s``: no
     trial starts later. ``prune``: False simulates every candidate (to check the search). ``progress`` is told every
     ``progress_s`` seconds. ``fork``: a second process may help, where there is another core, and as long as JAX has not looked
-    for devices: it has threads then, and can't be forked.
+    for devices: it has threads then, and can't be forked. Not where stages are timed: two processes would disturb each other.
     Ctrl-C ends it with the best so far.
     """
     usual = gc.get_threshold()

@@ -78,6 +78,16 @@ def test_only_of_vs_with_equal_stages() -> None:
     assert Lattice.of(v_problem(8, 32), 4.0) is not None
     assert Lattice.of(Problem.of(v_shape(8), 32, uneven), 4.0) is None
     assert Lattice.of(Problem.of(one_to_one(8), 32, CostProfile.uniform(8)), 4.0) is None
+    nothing = dataclasses.replace(v_problem(8, 32), held=(0.0,) * 16)
+    assert Lattice.of(nothing, 4.0) is None
+
+
+@pytest.mark.parametrize("costs", [{"comm": 50.0}, {"w": 9.0}, {"f": 0.01, "b": 2.0}, {"w": 0.0, "w_residual": 0.0}])
+def test_any_costs(costs: dict[str, float]) -> None:
+    problem = v_problem(4, 8, **costs)
+    for draft, _ in mirrored_cycles(problem, [2.5] * 4, 0, 1, Budget(1.0, reproducible=True), 0):
+        assert draft.peak <= 2.5 * (1 + 1e-9)
+        check_schedule(problem.schedule("mirrored", draft.rows))
 
 
 @pytest.mark.parametrize(("limit", "best"), [(4.0, 2690.0), (3.0, 3150.0)])

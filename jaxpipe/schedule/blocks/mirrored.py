@@ -81,7 +81,7 @@ class Lattice:
 
     @classmethod
     def of(cls, problem: Problem, limit: float) -> Lattice | None:
-        """None: the problem is no V, or its stages differ."""
+        """None: the problem is no V, its stages differ, or nothing takes time or memory."""
         p, down, up = problem.num_ranks, problem.down_s, problem.up_s
         seconds = (problem.f_s, problem.b_s, problem.w_s)
         crossings = (*down[: p - 1], *down[p:-1], *up[1:p], *up[p + 1 :])
@@ -90,6 +90,8 @@ class Lattice:
         if any(max(row) > min(row) * (1 + 1e-9) for row in (*seconds, problem.held, problem.kept, crossings)):
             return None
         f, b, w = (row[0] for row in seconds)
+        if max(f, b) <= 0 or problem.held[0] <= 0:
+            return None
         cell = _cell(f, b, w)
         size = max(1, round(f / cell)), max(1, round(b / cell)), max(1, round(w / cell))
         turn = max(size[:2])

@@ -9,8 +9,8 @@
     draft = finisher.best(rows, limit, tries=40)        # waits filled by many recipes, the best kept
 
 Reading order: ``block.py``, ``repeat.py``; ``compact.py`` reorders on the grid, ``v_shape.py`` lists the blocks on the V
-placement that the adaptive search looks at; and lays their warm-up and cool-down by rule. ``mirrored.py`` searches blocks of a V
-of several microbatches, in cells of real proportions.
+placement that the adaptive search looks at and lays their warm-up and cool-down by rule. ``mirrored.py`` searches blocks of
+a V of several microbatches, in cells of real proportions.
 """
 
 from jaxpipe.schedule.blocks.block import BuildingBlock, with_weight_gradients

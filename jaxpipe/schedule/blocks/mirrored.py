@@ -360,24 +360,17 @@ def mirrored_cycles(
         for share, g, period in islice(kinds, (part + again) % parts, None, parts):
             if share > longest * _BEYOND:
                 break
+            if budget.left <= 0:
+                return
             found: dict[tuple[float, float, float], list[list[int]]] = {}
-            for mirror in range(2 - period % 2 if g <= most else 0):
-                if budget.left <= 0:
-                    return
-                most_s = max(_LEAST_S, budget.seconds * _ONE_BEAM[wide])
-                spend = Budget(min(budget.left, most_s), budget.reproducible)
-                width = _WIDTHS[wide]
-                beam = Beam(lattice, g, period, mirror, width=width, waits=waits, seed=seed + again, budget=spend)
-                blocks = [*map(beam.block, beam.paths(_PATHS))]
-                budget.spent += spend.spent
-                for block in blocks:
-                    longest = min(longest, share)
-                    for first in range(g):
-                        rows = repeat(block, problem, [-1] * first + [*range(problem.num_microbatches)])
-                        budget.spent += actions / _ACTIONS_PER_S
-                        draft = finisher.retimer.draft(rows)
-                        if draft is not None and (key := (*merit(draft), draft.span)) not in tried:
-                            found[key] = rows
+            for block in _blocks(lattice, g, period, waits, wide, seed + again, budget) if g <= most else ():
+                longest = min(longest, share)
+                for first in range(g):
+                    rows = repeat(block, problem, [-1] * first + [*range(problem.num_microbatches)])
+                    budget.spent += actions / _ACTIONS_PER_S
+                    draft = finisher.retimer.draft(rows)
+                    if draft is not None and (key := (*merit(draft), draft.span)) not in tried:
+                        found[key] = rows
             tried |= found.keys()
             for key in nsmallest(max(wide, int(budget.seconds * _FINISHING / finished_s)), found):
                 if budget.left <= 0 or key[0] > best * _PROMISING:
@@ -388,3 +381,14 @@ def mirrored_cycles(
                     yield draft, f"mirrored cycle of {g}"
             if found and again == 0:
                 break
+
+
+def _blocks(
+    lattice: Lattice, g: int, period: int, waits: Sequence[int], wide: bool, seed: int, budget: Budget
+) -> Iterator[BuildingBlock]:
+    """Blocks of one kind, mirrored at a cell and between two."""
+    for mirror in range(2 - period % 2):
+        spend = Budget(min(budget.left, max(_LEAST_S, budget.seconds * _ONE_BEAM[wide])), budget.reproducible)
+        beam = Beam(lattice, g, period, mirror, width=_WIDTHS[wide], waits=waits, seed=seed, budget=spend)
+        yield from [*map(beam.block, beam.paths(_PATHS))]
+        budget.spent += spend.spent

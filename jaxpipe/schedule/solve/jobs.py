@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol
 
 from jaxpipe.errors import JaxpipeError
-from jaxpipe.schedule.blocks.mirrored import mirrored_cycles
 from jaxpipe.schedule.bounds.few_ranks import FewRanks
 from jaxpipe.schedule.budget import Budget
 from jaxpipe.schedule.families import FAMILIES
@@ -107,6 +106,8 @@ class Cycles(Job):
     parts: int = 1
 
     def run(self, task: SolveTask, tell: Tell) -> None:
+        from jaxpipe.schedule.blocks.mirrored import mirrored_cycles  # NumPy is for those who solve
+
         problem, limits = Problem.of(task.placement, task.num_microbatches, task.costs), task.safe_limits()
         best: tuple[float, ...] = (float("inf"),)
         if task.placement == v_shape(problem.num_ranks):

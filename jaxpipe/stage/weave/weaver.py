@@ -58,27 +58,32 @@ and made no difference: ``xla_gpu_experimental_collective_start_as_early_as_poss
 
 @dataclass(frozen=True, slots=True)
 class CoveredCollective:
-    """A collective of a woven program, and the chunks of compute under it."""
+    """A collective of a woven program and the compute under it.
 
-    node: Node
-    under: tuple[Node, ...]
+    ``unit``: name of the unit that ends with it. ``seconds`` and ``under_s``: of the collective and of the compute under it, by
+    the cost model. ``products``: how many of the ``eqns`` equations under it are products (or loops, or kernels).
+    """
 
-    @property
-    def products(self) -> int:
-        """How many of the chunks have a product (or a loop, or a kernel)."""
-        return sum(n.has_product for n in self.under)
+    part: int
+    unit: str
+    primitive: str
+    whole_bytes: int
+    seconds: float
+    eqns: int
+    products: int
+    flops: int
+    under_s: float
 
     @property
     def covered(self) -> bool:
+        """Whether a product runs under it."""
         return self.products > 0
 
     def __str__(self) -> str:
-        work, flops = self.node.work, sum(n.work.flops for n in self.under if isinstance(n.work, Chunk))
-        assert isinstance(work, Collective)
-        under = f"{self.products} products, {flops / 1e9:.3g} GFLOP, {sum(n.seconds for n in self.under) * 1e6:.0f} µs"
+        under = f"{self.products} products, {self.flops / 1e9:.3g} GFLOP, {self.under_s * 1e6:.0f} µs"
         return (
-            f"part {self.node.part} {self.node.unit}: {work.primitive} {work.whole_bytes / 1e6:.3g} MB, "
-            f"{self.node.seconds * 1e6:.0f} µs: {under} under it" + ("" if self.covered else " (exposed)")
+            f"part {self.part} {self.unit}: {self.primitive} {self.whole_bytes / 1e6:.3g} MB, {self.seconds * 1e6:.0f} µs: "
+            f"{under} under it" + ("" if self.covered else " (exposed)")
         )
 
 
@@ -121,10 +126,7 @@ def weave(parts: Sequence[ClosedJaxpr], *, shards: int = 8, cp: int = 1) -> Wove
     eqns, names = _Emission(graphs, nodes).run(order)
     outvars = [called(names, a) for g in graphs for a in g.jaxpr.outvars]
     closed = close_jaxpr(consts, [v for part in renamed for v in part.jaxpr.invars], eqns, outvars)
-    report = (
-        CoveredCollective(nodes[c], tuple(nodes[n] for n in under)) for c, under in sorted(covers(nodes, order).items())
-    )
-    return Woven(closed, tuple(report), order.makespan_s, order.exposed_s)
+    return Woven(closed, _report(nodes, order), order.makespan_s, order.exposed_s)
 
 
 def _apart(parts: Sequence[ClosedJaxpr]) -> tuple[list[ClosedJaxpr], list[tuple[Var, Any]]]:
@@ -299,3 +301,25 @@ class _Emission:
         for i in node.work.eqns:
             eqn = self.graphs[node.part].eqns[i]
             self.out.append(eqn.replace(invars=[called(self.names, a) for a in eqn.invars]))
+
+
+def _report(nodes: Sequence[Node], order: Order) -> tuple[CoveredCollective, ...]:
+    report = []
+    for c, under in sorted(covers(nodes, order).items()):
+        node = nodes[c]
+        assert isinstance(node.work, Collective)
+        chunks = [w for n in under if isinstance(w := nodes[n].work, Chunk)]
+        report.append(
+            CoveredCollective(
+                node.part,
+                node.unit,
+                node.work.primitive,
+                node.work.whole_bytes,
+                node.seconds,
+                sum(len(w.eqns) for w in chunks),
+                sum(w.heavy is not None for w in chunks),
+                sum(w.flops for w in chunks),
+                sum(nodes[n].seconds for n in under),
+            )
+        )
+    return tuple(report)

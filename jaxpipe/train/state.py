@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import jax
 
@@ -16,11 +16,22 @@ from jaxpipe.train.update.reduction import Reduced
 from jaxpipe.train.update.scalars import Combined
 from jaxpipe.train.update.stage_update import StageUpdate
 
-if TYPE_CHECKING:
-    from jaxpipe.train.update.post_validation import LateUpdate
-
 Instance = tuple[int, int]
 Buffers = list[jax.Array]
+
+
+class Commit(Protocol):
+    """The rest of an update that was made ahead (:class:`jaxpipe.train.update.post_validation.LateUpdate`)."""
+
+    @property
+    def open(self) -> bool: ...
+
+    @property
+    def used(self) -> bool: ...
+
+    def accumulators(self, rank: int, /) -> Mapping[Instance, Buffers]: ...
+
+    def settled(self) -> TrainState: ...
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -41,7 +52,7 @@ class TrainState:
     acc: Mapping[Instance, Buffers]
     optimizer: Mapping[int, Any]
     fixed: Mapping[str, Params]
-    late: LateUpdate | None = None
+    late: Commit | None = None
 
     def __repr__(self) -> str:
         return f"<TrainState after step {self.step}, {len(self.optimizer)} stages>"

@@ -29,16 +29,16 @@ MOST: Mapping[str, tuple[int, int, int]] = {
     "rehearsal": (6, 598, 8),
     "runtime": (18, 2408, 26),
     "schedule": (27, 3073, 31),
-    "schedule/blocks": (6, 550, 3),
+    "schedule/blocks": (6, 553, 3),
     "schedule/bounds": (9, 1008, 12),
     "schedule/families": (21, 1797, 3),
     "schedule/list_schedule": (9, 1015, 14),
     "schedule/passes": (10, 957, 9),
     "schedule/solve": (13, 2499, 38),
-    "stage": (48, 6087, 59),
-    "train": (75, 9048, 108),
+    "stage": (48, 6106, 59),
+    "train": (75, 9053, 109),
 }
-MOST_OF_SCHEDULE = 8400
+MOST_OF_SCHEDULE = 8403
 """Code lines of ``schedule/`` and its rooms, without ``schedule/solve/``."""
 
 

@@ -12,7 +12,6 @@ runs while JAX traces, not each time. State that calls only read is taken from n
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -25,7 +24,7 @@ from flax import linen
 from jaxpipe._jax_compat import is_key_dtype
 from jaxpipe.errors import StageError
 from jaxpipe.mesh import TensorParallel
-from jaxpipe.stage.model.layer import Layer, LayerContext, Params, Path, Shard
+from jaxpipe.stage.model.layer import Layer, LayerContext, Params, Path, Shard, mode_keyword
 from jaxpipe.stage.model.params import by_path, find_leaf, nested
 
 if TYPE_CHECKING:
@@ -134,15 +133,6 @@ def from_nnx(
 
     made = init if isinstance(module, nnx.Module) else jax.jit(init)
     return Layer(name, made, apply, tuple(reads), draws, ties, kind, shards)
-
-
-def mode_keyword(call: Callable[..., Any]) -> Callable[[bool], dict[str, bool]]:
-    """How to tell ``call`` whether it trains: a function from ``train`` to keyword arguments."""
-    names = inspect.signature(call).parameters
-    for name, sign in (("train", True), ("training", True), ("deterministic", False)):
-        if name in names:
-            return lambda train: {name: train is sign}
-    return lambda train: {}
 
 
 def typed_key(key: jax.Array) -> jax.Array:

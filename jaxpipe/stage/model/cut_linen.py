@@ -16,9 +16,9 @@ from flax import linen
 
 from jaxpipe.errors import StageError
 from jaxpipe.stage.identity import Same, value_key
-from jaxpipe.stage.model.adapters import as_stage_error, linen_params, mode_keyword, not_linen, streams, typed_key
+from jaxpipe.stage.model.adapters import as_stage_error, linen_params, not_linen, streams, typed_key
 from jaxpipe.stage.model.cut_module import CutModel, batch_types, check_leaves, cut_module
-from jaxpipe.stage.model.layer import Params, Path, key_aval
+from jaxpipe.stage.model.layer import Params, Path, key_aval, mode_keyword
 from jaxpipe.stage.model.nnx_modules import drawn
 from jaxpipe.stage.model.outline import Stubs
 from jaxpipe.stage.model.params import by_path, nested

@@ -8,6 +8,7 @@ this way and never cross the pipeline. Adapters for Flax modules are in :mod:`ja
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -369,3 +370,12 @@ def _taking_problems(layer: Layer, earlier: Sequence[str], known: Mapping[str, L
             yield f"layer {layer.name} takes {name!r}, which comes after it; list layers in an order in which they can run"
         elif name not in earlier:
             yield f"layer {layer.name} takes {name!r}; layers before it are {', '.join(earlier) or 'none'}"
+
+
+def mode_keyword(call: Callable[..., Any]) -> Callable[[bool], dict[str, bool]]:
+    """How to tell ``call`` whether it trains: a function from ``train`` to keyword arguments."""
+    names = inspect.signature(call).parameters
+    for name, sign in (("train", True), ("training", True), ("deterministic", False)):
+        if name in names:
+            return lambda train: {name: train is sign}
+    return lambda train: {}

@@ -25,8 +25,7 @@ from jaxpipe.errors import StageError
 from jaxpipe.stage.identity import value_key
 from jaxpipe.stage.inline import flatten
 from jaxpipe.stage.leaves import array_leaves, fill
-from jaxpipe.stage.model.adapters import mode_keyword
-from jaxpipe.stage.model.layer import Params, key_aval
+from jaxpipe.stage.model.layer import Params, key_aval, mode_keyword
 from jaxpipe.stage.model.params import nested, required_leaf
 from jaxpipe.stage.split.loops import handed_on
 

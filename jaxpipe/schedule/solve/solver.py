@@ -381,14 +381,14 @@ class Portfolio:
         for number, task in chains:
             if task.offload:
                 yield self._job(number, OffloadLists, total * 0.4)
+        for number, task in enumerate(self.tasks):
+            for name in (n for n in families_of(task) if n not in quick[number]):
+                yield self._job(number, Families, total, names=(name,))
         for number, task in chains:
             if task.placement.num_flows == 1 < task.placement.num_chunks:
                 parts = _CYCLE_PARTS if task.placement == v_shape(task.placement.num_ranks) else 1
                 for part in range(parts):
                     yield self._job(number, Cycles, min(25.0, total * 0.4), part=part, parts=parts)
-        for number, task in enumerate(self.tasks):
-            for name in (n for n in families_of(task) if n not in quick[number]):
-                yield self._job(number, Families, total, names=(name,))
         for number, task in chains:
             if task.placement.num_flows == 1 and self.incumbent.value < float("inf"):
                 yield self._job(number, RankBounds, total * 0.2, value=self.incumbent.value)

@@ -1,9 +1,10 @@
 """Steady states of a V with equal stages, found rank by rank by a beam search.
 
 A V read backwards in time is a V: chunk 1's B's go down the ranks as chunk 0's F's do, and chunk 0's B's come up as chunk 1's
-F's do. Where all stages are alike, a cycle (:mod:`.cycles`) may be its own mirror image: the B of a chunk is the F of the same
-chunk mirrored at one instant. Then g microbatches in a period are 2 g numbers a rank, the residues modulo the period at which
-F's of chunk 0 and 1 start, and the next rank has them a step and a wait later and earlier. So a cycle is a path over the ranks
+F's do. Where all stages are alike, a block that repeats, a cycle, may be its own mirror image: the B of a chunk is the F of
+the same chunk mirrored at one instant. Then g microbatches in a period are 2 g numbers a rank, the residues modulo the period
+at which F's of chunk 0 and 1 start, and the next rank has them a step and a wait later and earlier. So a cycle is a path over
+the ranks
 
 * from the turn at rank 0, where the last chunk's F meets its own mirror image and B follows at once,
 * by waits of a few cells, so that F's and B's do not overlap and the gaps between them have room for W's,
@@ -163,8 +164,7 @@ class Beam:
         """Up to ``most`` paths, those that hold least first: for each rank and microbatch the starts of F of chunk 0 and 1."""
         p, lattice = self.lattice.ranks, self.lattice
         now, left, area = self._first()
-        total, leaning = left.sum(1), np.zeros(len(now), np.int64)
-        share = left.copy()
+        share, leaning = left, np.zeros(len(now), np.int64)  # waits of each microbatch in all
         layers: list[tuple[Array, Array]] = [(now, np.arange(len(now)))]
         for rank in range(1, p):
             if not len(now) or self.budget.left <= 0:
@@ -172,14 +172,14 @@ class Beam:
             come, then, rest, leans = self._next(now, left, rank == p - 1)
             leans = leans + leaning[come]
             waited = self._waited(then)
-            held = lattice.least(self.g) + 2 * lattice.held * (total[come] + leans) + lattice.kept * waited
+            held = lattice.least(self.g) + 2 * lattice.held * (share[come].sum(1) + leans) + lattice.kept * waited
             area_then = np.maximum(area[come], held)
             fits = (waited >= 0) & (area_then <= lattice.limit * self.period)
             uneven = np.abs(rest - share[come] * ((p - 1 - rank) / (p - 1))).sum(1) * lattice.held
             noise = self.random.random(len(come)) * (0.1 * self.period * lattice.held)
             best = self._best(np.nonzero(fits)[0], then, rest, leans, area_then + uneven + noise)
             come, now, left, area, leaning = come[best], then[best], rest[best], area_then[best], leans[best]
-            total, share = total[come], share[come]
+            share = share[come]
             layers.append((now, come))
         for row in np.argsort(area, kind="stable")[:most]:
             path, at = [], row
@@ -213,9 +213,7 @@ class Beam:
             fits &= lattice.held * (waits.sum(1)[:, None] + every) <= self.room
             row, wait = np.nonzero(fits)
             self.budget.spent += fits.size / _ROWS_PER_S
-            if len(row) > _MOST:
-                some = np.sort(self.random.choice(len(row), _MOST, replace=False))
-                row, wait = row[some], wait[some]
+            row, wait = self._some(row, wait)
             taken, last = both[row, wait], last[row]
             starts = np.concatenate([starts[row], at[row, wait][:, None]], 1)
             waits = np.concatenate([waits[row], wait[:, None]], 1)
@@ -226,6 +224,14 @@ class Beam:
         score = area + self.random.random(len(area)) * self.period * lattice.held
         best = fits[np.argsort(score[fits], kind="stable")][: 2 * self.width]
         return now[best], waits[best], area[best]
+
+    def _some(self, *columns: Array) -> tuple[Array, ...]:
+        """The same rows of all ``columns``, all or :data:`_MOST` by chance."""
+        rows = len(columns[0])
+        if rows <= _MOST:
+            return columns
+        some = np.sort(self.random.choice(rows, _MOST, replace=False))
+        return tuple(column[some] for column in columns)
 
     def _added(self, taken: Array, at: Array) -> tuple[Array, Array]:
         """Whether F's and their images that start there have room beside what is taken, and all of these cells."""
@@ -251,10 +257,7 @@ class Beam:
                 fits &= more
                 row = row[fits]
                 parts.append((row, at[fits], both[fits], still[row], np.full(len(row), two - one)))
-            row, at, both, still, lean = (np.concatenate(x) for x in zip(*parts, strict=True))
-            if len(row) > _MOST:
-                some = np.sort(self.random.choice(len(row), _MOST, replace=False))
-                row, at, both, still, lean = (x[some] for x in (row, at, both, still, lean))
+            row, at, both, still, lean = self._some(*(np.concatenate(x) for x in zip(*parts, strict=True)))
             come, taken, leans = come[row], both, leans[row] + lean
             then = np.concatenate([then[row], at[:, None]], 1)
             rest = np.concatenate([rest[row], still[:, None]], 1)
@@ -280,7 +283,7 @@ class Beam:
         return np.where(slots.sum(1) >= 2 * self.g, waited, -1)
 
     def _best(self, rows: Array, starts: Array, rest: Array, leans: Array, score: Array) -> Array:
-        """The ``width`` rows of least score, each set of starts once."""
+        """The ``width`` rows of least score, of those with the same starts and waits left that lean about as much one."""
         rows = rows[np.argsort(score[rows], kind="stable")][: 8 * self.width]
         same = np.concatenate([starts[rows].reshape(len(rows), 2 * self.g), rest[rows], leans[rows, None] // 4], 1)
         _, first = np.unique(same, axis=0, return_index=True)
@@ -307,14 +310,14 @@ class Beam:
         for rank in range(p):
             self._place(start, (rank, last - rank))
         order = sorted(range(g), key=lambda j: start[F, j, 0] % self.period)
-        cells = [
+        forward, backward, weight = (
             tuple(
                 tuple(start[op, j, k] - start[F, j, 0] // self.period * self.period for k in range(last + 1))
                 for j in order
             )
             for op in (F, B, W)
-        ]
-        return BuildingBlock(v_shape(p), self.period, cells[0], cells[1], cells[2])
+        )
+        return BuildingBlock(v_shape(p), self.period, forward, backward, weight)
 
     def _place(self, start: dict[tuple[int, int, int], int], replicas: Sequence[int]) -> None:
         """W's of a rank, each in the first gap after its B that is left, those first that have waited longest."""

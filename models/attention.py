@@ -14,7 +14,7 @@ compute dtype, so in bfloat16 nothing T×T is held in float32. Masks are added, 
 
 Where sequences are divided (:mod:`jaxpipe.context_parallel`), ``gather`` and ``heads`` are here, ``ring`` is there. With
 ``gather`` a shard's queries see the keys and values of all shards, gathered by one collective, by this file's kernel: the T×T
-values are [T/c, T], and where F keeps the gathered keys and values, policy ``gather`` gathers them again. With ``heads`` one
+values are [T/c, T], and the backward pass gathers keys and values again. With ``heads`` one
 all-to-all gives each shard some heads at all times, for either kernel, and another gives their results back. Dropout draws
 whole masks, of which a shard takes its part.
 

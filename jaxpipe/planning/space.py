@@ -93,6 +93,7 @@ class Space:
         found["pipeline.recompute"] = tuple(dict.fromkeys((*RECOMPUTE, *recompute)))
         narrowed = _read(only)
         of_orders = {key for order in _orders(2, True, "ends") for key in order.settings}
+        orders = (*FAMILIES, "traverse")
         for key, texts in narrowed.items():
             if key in found:
                 known = {str(value): value for value in every.get(key, found[key])}
@@ -102,6 +103,8 @@ class Space:
             elif key not in of_orders:
                 keys = sorted({*found, *of_orders})
                 raise ConfigError(f"{key!r} is none of the axes{closest(key, keys)}; they are {', '.join(keys)}")
+            elif key == "pipeline.schedule" and (unknown := [text for text in texts if text not in orders]):
+                raise ConfigError(f"{key}={unknown[0]} is no value that is tried: {', '.join(orders)}")
         kept = replace(
             pipe, ranks=1, dp=1, cp=1, tp=1, microbatches=1, vocabulary="ends", chunks=1, schedule="1f1b", memory_limit=None,
             recompute="none", cut="analytic", passes=replace(pipe.passes, separate_gradients=False), traverse=TraverseConfig(),

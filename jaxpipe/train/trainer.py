@@ -32,13 +32,16 @@ from jaxpipe.runtime.batches import THREEFRY, in_microbatches
 from jaxpipe.runtime.offload import OFFLOAD_ALL, OffloadOptions
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.schedule import Schedule, Timeline, generate
+from jaxpipe.schedule.families.family import Family
 from jaxpipe.schedule.families.registry import family_named
 from jaxpipe.stage.model.layer import Layer, LeafRule, Model, Params, with_leaf_rules
 from jaxpipe.stage.model.params import by_path, nested
 from jaxpipe.stage.model.plan import StagePlan, param_avals
 from jaxpipe.stage.model.reference import init_params
+from jaxpipe.stage.model.vocabulary import SpreadModel
 from jaxpipe.train.assemble import (
     assemble,
+    build_schedule,
     choose,
     is_schedule_file,
     read_checked,
@@ -291,14 +294,24 @@ class Trainer(Closing):
             pipe = PipelineConfig(ranks=now.num_ranks, microbatches=now.num_microbatches, chunks=now.num_chunks)
             given = made_by_function(str(schedule), pipe, self.pipeline.costs)
         elif given is None:
-            family = family_named(str(schedule))
-            chunks = now.num_chunks if "chunks" in family.options else None
-            fits = now.num_stages == now.num_ranks * (chunks or family.default_chunks)
-            costs = self.pipeline.costs if fits else None  # and if not, the pipeline says so
-            given = generate(str(schedule), now.num_ranks, now.num_microbatches, chunks, costs)
+            given = self._order_of(family_named(str(schedule)))
         if given.placement.is_chain and given.num_stages == now.num_stages:
             given = with_edges(given, now.placement.edges)
         return self.with_pipeline(self.pipeline.with_schedule(given))
+
+    def _order_of(self, family: Family) -> Schedule:
+        """For these stages, with these costs; where a family has other stages, the pipeline says so."""
+        now, costs = self.schedule, self.pipeline.costs
+        ranks, microbatches, chunks = now.num_ranks, now.num_microbatches, now.num_chunks
+        if isinstance(self.pipeline.model, SpreadModel) and not family.vocabulary:
+            spread: Literal["spread", "spread-2"] = "spread" if now.placement.detached else "spread-2"
+            pipe = PipelineConfig(
+                ranks=ranks, microbatches=microbatches, chunks=chunks, schedule=family.name, vocabulary=spread
+            )
+            return build_schedule(pipe, lambda n, *_: costs.f_s if n == now.num_stages else (1.0,) * n)
+        asked = chunks if "chunks" in family.options else None
+        fits = family.placement(ranks, asked or family.default_chunks).num_stages == now.num_stages
+        return generate(family.name, ranks, microbatches, asked, costs if fits else None)
 
     def with_pipeline(self, pipeline: Pipeline) -> Trainer:
         """The same over ``pipeline``, which has the same stages on the same ranks. Compiles nothing."""

@@ -204,6 +204,7 @@ def test_ctrl_c_ends_the_search_with_the_best_so_far(bench: Workbench) -> None:
     [
         ("pipeline.pp=2", "'pipeline.pp' is none of the axes"),
         ("pipeline.tp=3", "pipeline.tp=3 is no value that is tried: 1, 2, 4, 8"),
+        ("pipeline.schedule=1f1b,zb-h", "pipeline.schedule=zb-h is no value that is tried: 1f1b, "),
         ("pipeline.tp", "write it as section.key=value"),
     ],
 )

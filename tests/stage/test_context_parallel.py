@@ -117,10 +117,14 @@ def test_shards_draw_and_see_what_one_device_does(name: str, method: str, option
 @pytest.mark.parametrize(
     ("method", "recompute"),
     [
-        ("ring", "flash"),
-        pytest.param("heads", "none", marks=pytest.mark.soak),
-        pytest.param("gather", "flash+gather", marks=pytest.mark.soak),
-        pytest.param("gather", "full", marks=pytest.mark.soak),
+        ("gather", "none"),
+        ("ring", "cheap+attention"),
+        *(pytest.param("ring", policy, marks=pytest.mark.soak) for policy in ("flash", "full")),
+        *(pytest.param("heads", policy, marks=pytest.mark.soak) for policy in ("none", "cheap")),
+        *(
+            pytest.param("gather", policy, marks=pytest.mark.soak)
+            for policy in ("cheap", "flash", "flash+gather", "full")
+        ),
     ],
 )
 def test_activations_halve_and_a_ring_computes_what_the_mask_leaves(method: str, recompute: str) -> None:

@@ -18,8 +18,6 @@ from jaxpipe.planning.predict import predict
 from jaxpipe.planning.roofline import Efficiency
 from jaxpipe.planning.stages import workbench
 from jaxpipe.planning.targets import find_target
-from jaxpipe.schedule.families.one_f_one_b import gpipe
-from jaxpipe.schedule.families.vocabulary import spread_vocabulary
 from jaxpipe.stage.model.layer import LayerContext, Model
 from jaxpipe.stage.model.reference import apply_model, init_params
 from jaxpipe.stage.model.vocabulary import spread
@@ -78,10 +76,11 @@ def test_loss_and_gradients_in_any_order() -> None:
     with pytest.raises(ProgramError, match=r"none of which has all logits: predict from a checkpoint"):
         trainer.pipeline.predict({}, batch_of(8))
     loss, grads = check_gradients(model, trainer)
-    placement = trainer.schedule.placement
-    other = spread_vocabulary("other", lambda m, known: gpipe(2, m), placement, 4, None)
-    assert other.rows != trainer.schedule.rows
-    again = check_gradients(model, trainer.with_pipeline(trainer.pipeline.with_schedule(other)))
+    other = trainer.with_schedule("gpipe")
+    assert other.schedule.name == "vocab-gpipe" and other.schedule.rows != trainer.schedule.rows
+    with pytest.raises(ProgramError, match="stages"):
+        trainer.with_schedule("v-half")
+    again = check_gradients(model, other)
     assert jax.tree.all(jax.tree.map(lambda a, b: bool(np.array_equal(a, b)), again, (loss, grads)))
 
 

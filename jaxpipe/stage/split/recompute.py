@@ -26,9 +26,11 @@ the whole stage.
                layer with dropout (Korthikanti et al. 2023). Only elementwise work runs again. The papers' "no recomputation"
 ``flash``      ``fused+attention``: what such a framework with flash attention saves, 34 bsh
 ``gather``     gather over time again: with sequence parallelism inputs of products, of which each shard keeps its own part, as
-               Megatron-LM does (Korthikanti et al. 2022), for one more all-gather a product in W; with context parallelism
-               keys and values
+               Megatron-LM does (Korthikanti et al. 2022), for one more all-gather a product in W
 =============  ==================================================================================================
+
+What is gathered over ``cp``, keys and values, is gathered again whatever the policy, so that activations halve where positions
+are divided over twice as many devices; as in Transformer Engine.
 
 Names joined by ``+`` recompute what any of them does; all but ``fused`` and ``flash`` save of what is left no more than they
 need, as ``none`` does. The layer inputs of a stage are its own ``x`` and the inexact values between its layers. Where a part of
@@ -50,6 +52,7 @@ from types import MappingProxyType
 import numpy as np
 
 from jaxpipe._jax_compat import JaxprEqn, Var, aval_bytes, dtype_of, shape_of, variables
+from jaxpipe.mesh import CP
 from jaxpipe.stage.dataflow import reachable
 from jaxpipe.stage.primitives import Kind, has_body, is_attention_kernel, is_cheap, is_product, kind, row
 from jaxpipe.stage.split.graph import Graph, Level, Saveable
@@ -91,10 +94,7 @@ def _fused(graph: Graph) -> Saveable:
         if level is Level.FORWARD and is_product(eqn):
             keep.update(eqn.outvars)
             for operand in variables(eqn.invars):
-                seen: Var | None = operand
-                while seen is not None and seen not in keep:
-                    keep.add(seen)
-                    seen = graph.view_base(seen)
+                keep.update(_views(graph, operand))
     return lambda v: v in keep or dtype_of(v) == np.bool_ or _made_by(graph, v) is Kind.EXCHANGE
 
 
@@ -124,13 +124,22 @@ def _marked(graph: Graph, mark: str = ATTENTION_SCORES) -> list[Var]:
     return list(variables(a for name, a in graph.trace.named if name == mark))
 
 
-def _gathered(graph: Graph) -> frozenset[Var]:
-    """What was gathered, and the same numbers in other places, shapes or dtypes."""
+def _views(graph: Graph, v: Var) -> Iterator[Var]:
+    """A value and what it is a view of; only the last can be saved."""
+    seen: Var | None = v
+    while seen is not None:
+        yield seen
+        seen = graph.view_base(seen)
+
+
+def _gathered(graph: Graph, axis: str | None = None) -> frozenset[Var]:
+    """What was gathered (over this mesh axis), and the same numbers in other places, shapes or dtypes."""
     found: set[Var] = set()
     for eqn in graph.eqns:
         operands = set(variables(eqn.invars))
         moves = kind(eqn) in _UNWORKED and bool(operands)
-        if row(eqn).exchange == "all-gather" or (moves and operands <= found):
+        gathers = row(eqn).exchange == "all-gather" and (axis is None or axis in eqn.params["axis_name"])
+        if gathers or (moves and operands <= found):
             found.update(eqn.outvars)
     return frozenset(found)
 
@@ -265,8 +274,10 @@ class Policy:
 
     def __call__(self, graph: Graph) -> Saveable:
         tests = [_RULES[part](graph) for part in self.parts]
-        kept = set() if "full" in self.parts else set(_marked(graph, ATTENTION_RESULTS))
-        return lambda v: v in kept or all(test(v) for test in tests)
+        marked = [] if "full" in self.parts else _marked(graph, ATTENTION_RESULTS)
+        kept = {v for mark in marked for v in _views(graph, mark)}
+        again = _gathered(graph, CP)
+        return lambda v: v in kept or (v not in again and all(test(v) for test in tests))
 
     @property
     def exact(self) -> bool:

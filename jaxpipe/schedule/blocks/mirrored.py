@@ -38,7 +38,7 @@ import numpy as np
 from jaxpipe.schedule.blocks.block import BuildingBlock
 from jaxpipe.schedule.blocks.repeat import repeat
 from jaxpipe.schedule.budget import Budget
-from jaxpipe.schedule.list_schedule.fillers import Finisher, merit
+from jaxpipe.schedule.list_schedule.fillers import SETTLED, Finisher, merit
 from jaxpipe.schedule.placement import v_shape
 from jaxpipe.schedule.problem import B, F, Problem, W
 from jaxpipe.schedule.retime import Draft
@@ -60,10 +60,10 @@ _STRETCH = 1.35  # periods that are tried, × the work, at most; the best known 
 _BEYOND = 1.03  # × the shortest period that was found: some longer ones have shorter ramps
 _HOPELESS = 4  # times that all kinds are tried before there is any cycle
 _PATHS = 6  # of a beam that become cycles; they and their rotations become orders
-_ONE_BEAM, _LEAST_S, _FINISHING = (0.04, 0.2), 0.5, 0.1
+_ONE_BEAM, _LEAST_S, _FINISHING = (0.04, 0.2), 0.5, 0.2
 """Of the time for a beam of either width, its least seconds, and of the time for the orders of one kind of cycle."""
-_PROMISING = 1.03  # × the best finished order is an order that is finished: it gains about 1%
-_RECIPES = 20  # of list_schedule/fillers.py. None of these numbers was tuned beyond README's cases
+_PROMISING = 1.03  # × the best finished order is an order that is finished: it gains 1 to 2%
+# None of these numbers was tuned beyond README's cases.
 
 
 @dataclass(frozen=True, slots=True)
@@ -348,7 +348,7 @@ def mirrored_cycles(
     if lattice is None:
         return
     actions, turn, w = 3 * problem.num_microbatches * problem.num_replicas, lattice.turn, lattice.size[W]
-    finished_s, best = _RECIPES * actions / _ACTIONS_PER_S, inf
+    finished_s, best = SETTLED * actions / _ACTIONS_PER_S, inf
     kinds = sorted(
         (period / g, g, period)
         for g in range(1, min(max(_MICROBATCHES), problem.num_microbatches - 1) + 1)
@@ -379,7 +379,7 @@ def mirrored_cycles(
                 if budget.left <= 0 or key[0] > best * _PROMISING:
                     break
                 budget.spent += finished_s
-                if (draft := finisher.best(found[key], limit, _RECIPES)) is not None:
+                if (draft := finisher.settled(found[key], limit)) is not None:
                     best = min(best, merit(draft)[0])
                     yield draft, f"mirrored cycle of {g}"
             if found and again == 0:

@@ -42,6 +42,7 @@ from jaxpipe.schedule.list_schedule.fillers import SETTLED, Finisher, merit
 from jaxpipe.schedule.placement import v_shape
 from jaxpipe.schedule.problem import B, F, Problem, W
 from jaxpipe.schedule.retime import Draft
+from jaxpipe.schedule.tolerance import at_most
 
 Array = Any
 """Of whole numbers, a row a path of the beam."""
@@ -88,7 +89,7 @@ class Lattice:
         crossings = (*down[: p - 1], *down[p:-1], *up[1:p], *up[p + 1 :])
         if p < 3 or problem.placement != v_shape(p):
             return None
-        if any(max(row) > min(row) * (1 + 1e-9) for row in (*seconds, problem.held, problem.kept, crossings)):
+        if not all(at_most(max(row), min(row)) for row in (*seconds, problem.held, problem.kept, crossings)):
             return None
         f, b, w = (row[0] for row in seconds)
         if max(f, b) <= 0 or problem.held[0] <= 0:
@@ -379,7 +380,7 @@ def mirrored_cycles(
                 if budget.left <= 0 or key[0] > best * _PROMISING:
                     break
                 budget.spent += finished_s
-                if (draft := finisher.settled(found[key], limit)) is not None:
+                for draft in finisher.settled(found[key], limit):
                     best = min(best, merit(draft)[0])
                     yield draft, f"mirrored cycle of {g}"
             if found and again == 0:
@@ -389,9 +390,9 @@ def mirrored_cycles(
 def _blocks(
     lattice: Lattice, g: int, period: int, waits: Sequence[int], wide: bool, seed: int, budget: Budget
 ) -> Iterator[BuildingBlock]:
-    """Blocks of one kind, mirrored at a cell and between two."""
+    """Blocks of one kind, mirrored at a cell and between two. What a beam may look at is the same on a busy machine."""
     for mirror in range(2 - period % 2):
-        spend = Budget(min(budget.left, max(_LEAST_S, budget.seconds * _ONE_BEAM[wide])), budget.reproducible)
+        spend = Budget(min(budget.left, max(_LEAST_S, budget.seconds * _ONE_BEAM[wide])), reproducible=True)
         beam = Beam(lattice, g, period, mirror, width=_WIDTHS[wide], waits=waits, seed=seed, budget=spend)
         yield from [*map(beam.block, beam.paths(_PATHS))]
         budget.spent += spend.spent

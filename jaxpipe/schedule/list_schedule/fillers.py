@@ -283,17 +283,16 @@ class Finisher:
                 left -= len(RECIPES)
         return min(found, key=merit, default=None)
 
-    def settled(self, rows: CodeRows, limit: float) -> Draft | None:
+    def settled(self, rows: CodeRows, limit: float) -> Iterator[Draft]:
         """The best of ``rows`` by all recipes; then, while that makes it better, of that filled from its end, and by some
-        recipes again. None if none is within ``limit`` (units of a rank's share). Best: by :func:`merit`."""
+        recipes again. Nothing if none is within ``limit`` (units of a rank's share). Best: by :func:`merit`."""
         best, now = None, self.best(rows, limit, len(RECIPES))
         while now is not None and (best is None or merit(now) < merit(best)):
-            best = now
+            yield (best := now)
             back = map(self.retimer.draft, filled_from_the_end(self.problem, best.rows, limit))
             found = [d for d in back if d is not None and d.peak <= limit * SLACK]
             found += self.drafts(min(found, key=merit, default=best).rows, limit, _AGAIN)
             now = min(found, key=merit, default=None)
-        return best
 
     def drafts(self, rows: CodeRows, limit: float, tries: int, recipes: Recipes = RECIPES) -> Iterator[Draft]:
         """``rows`` by the first ``tries`` recipes, those that keep within ``limit`` (units of a rank's share)."""

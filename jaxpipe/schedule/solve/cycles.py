@@ -207,8 +207,10 @@ def cycles(problem: Problem, limits: Sequence[float], budget: Budget, seed: int)
             if cycle is None:
                 continue
             rows = repeat(cycle, problem)
-            if (draft := finisher.settled(rows, limit)) is not None:
+            fits = False
+            for draft in finisher.settled(rows, limit):
+                fits = at_most(max(peaks(problem, rows)), limit)
                 yield draft, "cycle of 1"
-                if seconds == _TRY_S[0] and at_most(max(peaks(problem, rows)), limit):
-                    stretches = stretches[number::-1]  # then, from there, what was not settled
-                    break
+            if fits and seconds == _TRY_S[0]:
+                stretches = stretches[number::-1]  # then, from there, what was not settled
+                break

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 
@@ -60,8 +61,8 @@ def test_settled_is_no_worse_than_recipes(block: Callable[[int], BuildingBlock])
     problem = Problem.of(v_shape(6), 18, CostProfile.uniform(12, chunks=2, f=25.92, b=26.44, w=19.52))
     finisher, rows = Finisher(problem), repeat(block(6), problem)
     limit = max(peaks(problem, rows))
-    best, settled = finisher.best(rows, limit, 20), finisher.settled(rows, limit)
-    assert best is not None and settled is not None
-    assert merit(settled) <= merit(best)
-    assert settled.peak <= limit * (1 + 1e-9)
-    assert finisher.settled(rows, 0.1) is None
+    best, settled = finisher.best(rows, limit, 20), [*finisher.settled(rows, limit)]
+    assert best is not None and merit(settled[0]) == merit(best)
+    assert all(merit(later) < merit(draft) for draft, later in pairwise(settled))
+    assert all(draft.peak <= limit * (1 + 1e-9) for draft in settled)
+    assert not [*finisher.settled(rows, 0.1)]

@@ -7,6 +7,7 @@
     finisher = Finisher(problem)                        # of list_schedule/fillers.py
     draft = finisher.retimer.draft(rows)                     # makespan, span, peak
     draft = finisher.best(rows, limit, tries=40)        # waits filled by many recipes, the best kept
+    drafts = finisher.settled(rows, limit)              # from its end, too, while that makes it better
 
 Reading order: ``block.py``, ``repeat.py``; ``compact.py`` reorders on the grid, ``v_shape.py`` lists the blocks on the V
 placement that the adaptive search looks at and lays their warm-up and cool-down by rule. ``mirrored.py`` searches blocks of

@@ -38,10 +38,11 @@ import numpy as np
 from jaxpipe.schedule.blocks.block import BuildingBlock
 from jaxpipe.schedule.blocks.repeat import repeat
 from jaxpipe.schedule.budget import Budget
-from jaxpipe.schedule.list_schedule.fillers import Finisher, merit
+from jaxpipe.schedule.list_schedule.fillers import SETTLED, Finisher, merit
 from jaxpipe.schedule.placement import v_shape
 from jaxpipe.schedule.problem import B, F, Problem, W
 from jaxpipe.schedule.retime import Draft
+from jaxpipe.schedule.tolerance import at_most
 
 Array = Any
 """Of whole numbers, a row a path of the beam."""
@@ -60,10 +61,10 @@ _STRETCH = 1.35  # periods that are tried, × the work, at most; the best known 
 _BEYOND = 1.03  # × the shortest period that was found: some longer ones have shorter ramps
 _HOPELESS = 4  # times that all kinds are tried before there is any cycle
 _PATHS = 6  # of a beam that become cycles; they and their rotations become orders
-_ONE_BEAM, _LEAST_S, _FINISHING = (0.04, 0.2), 0.5, 0.1
+_ONE_BEAM, _LEAST_S, _FINISHING = (0.04, 0.2), 0.5, 0.2
 """Of the time for a beam of either width, its least seconds, and of the time for the orders of one kind of cycle."""
-_PROMISING = 1.03  # × the best finished order is an order that is finished: it gains about 1%
-_RECIPES = 20  # of list_schedule/fillers.py. None of these numbers was tuned beyond README's cases
+_PROMISING = 1.03  # × the best finished order is an order that is finished: it gains 1 to 2%
+# None of these numbers was tuned beyond README's cases.
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +89,7 @@ class Lattice:
         crossings = (*down[: p - 1], *down[p:-1], *up[1:p], *up[p + 1 :])
         if p < 3 or problem.placement != v_shape(p):
             return None
-        if any(max(row) > min(row) * (1 + 1e-9) for row in (*seconds, problem.held, problem.kept, crossings)):
+        if not all(at_most(max(row), min(row)) for row in (*seconds, problem.held, problem.kept, crossings)):
             return None
         f, b, w = (row[0] for row in seconds)
         if max(f, b) <= 0 or problem.held[0] <= 0:
@@ -348,7 +349,7 @@ def mirrored_cycles(
     if lattice is None:
         return
     actions, turn, w = 3 * problem.num_microbatches * problem.num_replicas, lattice.turn, lattice.size[W]
-    finished_s, best = _RECIPES * actions / _ACTIONS_PER_S, inf
+    finished_s, best = SETTLED * actions / _ACTIONS_PER_S, inf
     kinds = sorted(
         (period / g, g, period)
         for g in range(1, min(max(_MICROBATCHES), problem.num_microbatches - 1) + 1)
@@ -379,7 +380,7 @@ def mirrored_cycles(
                 if budget.left <= 0 or key[0] > best * _PROMISING:
                     break
                 budget.spent += finished_s
-                if (draft := finisher.best(found[key], limit, _RECIPES)) is not None:
+                for draft in finisher.settled(found[key], limit):
                     best = min(best, merit(draft)[0])
                     yield draft, f"mirrored cycle of {g}"
             if found and again == 0:
@@ -389,9 +390,9 @@ def mirrored_cycles(
 def _blocks(
     lattice: Lattice, g: int, period: int, waits: Sequence[int], wide: bool, seed: int, budget: Budget
 ) -> Iterator[BuildingBlock]:
-    """Blocks of one kind, mirrored at a cell and between two."""
+    """Blocks of one kind, mirrored at a cell and between two. What a beam may look at is the same on a busy machine."""
     for mirror in range(2 - period % 2):
-        spend = Budget(min(budget.left, max(_LEAST_S, budget.seconds * _ONE_BEAM[wide])), budget.reproducible)
+        spend = Budget(min(budget.left, max(_LEAST_S, budget.seconds * _ONE_BEAM[wide])), reproducible=True)
         beam = Beam(lattice, g, period, mirror, width=_WIDTHS[wide], waits=waits, seed=seed, budget=spend)
         yield from [*map(beam.block, beam.paths(_PATHS))]
         budget.spent += spend.spent

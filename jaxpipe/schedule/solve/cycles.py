@@ -186,7 +186,6 @@ _STRETCHES = (1.0, 1.02, 1.035, 1.05, 1.0667, 1.0834, 1.12, 1.1667, 1.25, 1.3334
 """Periods that are tried, × the work: whole twelfths, which equal costs have (a cycle of one needs 8.3% over the work at half
 memory, README), and finer steps below; not tuned further."""
 _TRY_S = (1.5, 6.0)  # seconds for one period, at the first try and the second; not tuned
-_RECIPES = 20  # of list_schedule/fillers.py, by which a cycle's order is finished; not tuned
 
 
 def cycles(problem: Problem, limits: Sequence[float], budget: Budget, seed: int) -> Iterator[tuple[Draft, str]]:
@@ -208,8 +207,10 @@ def cycles(problem: Problem, limits: Sequence[float], budget: Budget, seed: int)
             if cycle is None:
                 continue
             rows = repeat(cycle, problem)
-            if (draft := finisher.best(rows, limit, _RECIPES)) is not None:
+            fits = False
+            for draft in finisher.settled(rows, limit):
+                fits = at_most(max(peaks(problem, rows)), limit)
                 yield draft, "cycle of 1"
-                if seconds == _TRY_S[0] and at_most(max(peaks(problem, rows)), limit):
-                    stretches = stretches[number::-1]  # then, from there, what was not settled
-                    break
+            if fits and seconds == _TRY_S[0]:
+                stretches = stretches[number::-1]  # then, from there, what was not settled
+                break

@@ -64,6 +64,8 @@ if _OWN_CACHE:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="jaxpipe-tests-")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("MALLOC_ARENA_TEST", "8")  # the default; keep_heap() does nothing where one is set
+# Tracing makes many small objects that stay: looking for circles among them at every 700 took a twentieth of a run.
+gc.set_threshold(50_000, 20, 100)
 os.environ["MPLBACKEND"] = "Agg"  # matplotlib draws to files; a test machine has no screen
 
 # Wall-clock limits of single examples and the too_slow check measure how busy the machine is, not our code.

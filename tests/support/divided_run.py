@@ -5,6 +5,7 @@ python tests/support/divided_run.py PORT PROCESSES PROCESS CASES  # CASES: JSON,
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import io
 import json
@@ -178,6 +179,7 @@ def main(port: int, number: int, mine: int, cases: list[dict[str, Any]]) -> int:
 
 
 if __name__ == "__main__":
+    gc.set_threshold(50_000, 20, 100)  # as in tests/conftest.py
     sys.path.insert(0, str(Path.cwd()))
     port, number, mine = map(int, sys.argv[1:4])
     sys.exit(main(port, number, mine, json.loads(sys.argv[4])))

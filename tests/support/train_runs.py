@@ -28,8 +28,9 @@ STEPS = 20
 MEASURED = {"tokens_per_s", "step_s", "bubble_measured", "replay_ratio"}
 """What differs between two runs of one config; of several processes ``clock_error_s``, too."""
 _CHILD = (
-    "import gc, sys; gc.set_threshold(50_000, 20, 100); from jaxpipe.cli import main; "
-    "from jaxpipe.train.run import run_directory; run_directory.PICTURES = (); sys.exit(main())"
+    "import sys; from jaxpipe.cli import main; from jaxpipe.train.run import run_directory; "
+    "from tests.support import small_programs as small; small.collect_seldom(); small.share_context(); "
+    "run_directory.PICTURES = (); sys.exit(main())"
 )
 
 

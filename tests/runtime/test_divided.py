@@ -79,7 +79,7 @@ def test_two_processes_train_what_one_does(tmp_path: Path) -> None:
     """A V of four stages: rank 0 has both ends; tied embeddings, dropout, bfloat16, ZeRO-1 over dp 2, clipping; by costs
     that each process measures of its own stages. Then a run of which every step is recorded: a schedule that one process can't
     build is left, the next one adopted, and taken back."""
-    case = {"schedule": "v-zb", "ranks": 2, "dp": 2, "zero1": True, "dtype": "bfloat16", "dropout": 0.2}
+    case = {"schedule": "v-zb", "ranks": 2, "layers": 2, "dp": 2, "zero1": True, "dtype": "bfloat16", "dropout": 0.2}
     write_schedule(serial(split_backwards(generate("gpipe", 2, 4))), tmp_path / "serial.sched")
     text = write_text(tmp_path / "text")
     more = (

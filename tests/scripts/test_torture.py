@@ -21,7 +21,7 @@ def torture(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return torture
 
 
-@pytest.mark.parametrize(("part", "most"), [("R3", 2), ("R4", 12), ("R5", 12), ("R8", 12), ("R10", 3)])
+@pytest.mark.parametrize(("part", "most"), [("R3", 1), ("R4", 12), ("R5", 12), ("R8", 12), ("R10", 3)])
 def test_a_few_cases(torture: ModuleType, part: str, most: int) -> None:
     report = torture.torture([part], quick=True, most=most)["parts"][part]
     assert report["failures"] == []

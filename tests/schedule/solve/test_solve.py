@@ -137,7 +137,7 @@ def test_progress_is_told_as_it_happens() -> None:
 
 def test_a_start_is_used() -> None:
     task = task_of(v_shape(4), 8, 1.5, objective="span")
-    good = solve(task, Options(time_limit_s=2))
+    good = solve(task, Options(time_limit_s=1))
     again = solve_any([task], Options(time_limit_s=0.05), starts=[good.schedule])
     assert again.value <= good.value
 
@@ -256,7 +256,7 @@ def check_random_tasks(seeds: range, seconds: float) -> None:
 
 
 def test_random_tasks_are_answered_soundly() -> None:
-    check_random_tasks(range(6), 1.0)
+    check_random_tasks(range(6), 0.5)
 
 
 @pytest.mark.soak

@@ -184,7 +184,8 @@ def assert_same_run(one: Path, other: Path, step: int) -> None:
 def test_a_run_goes_on_in_another_number_of_processes(tmp_path: Path) -> None:
     """Two processes, the launcher's, then this one: metrics, evaluations and the last checkpoint of a run in one."""
     text = write_text(tmp_path / "text")
-    more = ("pipeline.schedule=zb-1p", "run.eval_every=2", "run.checkpoint_every=2", "run.log_every=2")
+    short = ("run.eval_every=2", "run.checkpoint_every=2", "run.log_every=2", "model.options.num_layers=1")
+    more = ("pipeline.schedule=zb-1p", *short)
     train_runs.run(config(text, tmp_path / "whole", *more, "run.steps=4"))
     child = launch(2, [*settings(text, tmp_path / "parts", *more, "run.steps=2"), "run.platform=cpu"])
     out, err = child.communicate(timeout=300)

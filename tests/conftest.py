@@ -119,12 +119,19 @@ class _Fast:
         import jax.monitoring
 
         from jaxpipe.stage.compiled import compile as stages
+        from jaxpipe.train.step import TrainStep
 
         def trace(*arguments: Any) -> Any:
             self._skip("traces a stage")
             return trace_joint(*arguments)
 
         trace_joint, stages.trace_joint = stages.trace_joint, trace
+
+        def train(*arguments: Any, **options: Any) -> Any:
+            self._skip("trains")
+            return step(*arguments, **options)
+
+        step, TrainStep.__call__ = TrainStep.__call__, train  # type: ignore[method-assign]
         jax.monitoring.register_event_listener(self._heard)
         sys.addaudithook(self._seen)
 

@@ -21,7 +21,6 @@ import os
 import shutil
 import sys
 import tempfile
-import threading
 from collections import Counter
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -29,6 +28,8 @@ from typing import Any
 
 import hypothesis
 import pytest
+
+from tests.support.small_programs import collect_seldom, share_context
 
 FAST_EXAMPLES = 5
 _FAST = (
@@ -64,11 +65,12 @@ if _OWN_CACHE:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="jaxpipe-tests-")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("MALLOC_ARENA_TEST", "8")  # the default; keep_heap() does nothing where one is set
+collect_seldom()
 os.environ["MPLBACKEND"] = "Agg"  # matplotlib draws to files; a test machine has no screen
 
 # Wall-clock limits of single examples and the too_slow check measure how busy the machine is, not our code.
 _UNTIMED = hypothesis.settings(deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow], print_blob=True)
-hypothesis.settings.register_profile("ci", _UNTIMED, derandomize=True, max_examples=35)
+hypothesis.settings.register_profile("ci", _UNTIMED, derandomize=True, max_examples=25)
 hypothesis.settings.register_profile("soak", _UNTIMED, max_examples=1000)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
@@ -117,12 +119,19 @@ class _Fast:
         import jax.monitoring
 
         from jaxpipe.stage.compiled import compile as stages
+        from jaxpipe.train.step import TrainStep
 
         def trace(*arguments: Any) -> Any:
             self._skip("traces a stage")
             return trace_joint(*arguments)
 
         trace_joint, stages.trace_joint = stages.trace_joint, trace
+
+        def train(*arguments: Any, **options: Any) -> Any:
+            self._skip("trains")
+            return step(*arguments, **options)
+
+        step, TrainStep.__call__ = TrainStep.__call__, train  # type: ignore[method-assign]
         jax.monitoring.register_event_listener(self._heard)
         sys.addaudithook(self._seen)
 
@@ -183,23 +192,10 @@ def _no_pictures() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def _one_context() -> Iterator[None]:
-    """One MLIR context a thread, not one a program: making them takes a fifth of the time of tests that compile small programs,
-    and 1 GB. Where this jax makes them in another way, tests only take longer."""
-    known, patch = threading.local(), pytest.MonkeyPatch()
-    if "jax" in sys.modules:
-        with contextlib.suppress(ImportError, AttributeError):
-            from jax._src.interpreters import mlir
-
-            make = mlir.make_ir_context
-
-            def one() -> Any:
-                if not hasattr(known, "context"):
-                    known.context = make()
-                return known.context
-
-            patch.setattr(mlir, "make_ir_context", one)
-    yield
-    patch.undo()
+    with pytest.MonkeyPatch.context() as patch:
+        if "jax" in sys.modules:
+            share_context(patch.setattr)
+        yield
 
 
 _loaded: dict[tuple[str, tuple[int, ...]], Any] = {}

@@ -42,10 +42,15 @@ MOST_OF_SCHEDULE = 8403
 """Code lines of ``schedule/`` and its rooms, without ``schedule/solve/``."""
 
 
+@cache
+def parsed(source: str) -> ast.Module:
+    return ast.parse(source)
+
+
 def code_lines(source: str) -> int:
     """Lines that are not blank, comment or docstring."""
     prose: set[int] = set()
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Module)) and (
             ast.get_docstring(node, clean=False) is not None
         ):
@@ -55,7 +60,7 @@ def code_lines(source: str) -> int:
 
 
 def public_classes(source: str) -> int:
-    return sum(isinstance(node, ast.ClassDef) and node.name[0] != "_" for node in ast.parse(source).body)
+    return sum(isinstance(node, ast.ClassDef) and node.name[0] != "_" for node in parsed(source).body)
 
 
 @cache
@@ -93,7 +98,7 @@ class Imports:
     """
 
     def __init__(self, sources: Mapping[str, tuple[str, bool]]) -> None:
-        self.trees = {name: ast.parse(source) for name, (source, _) in sources.items()}
+        self.trees = {name: parsed(source) for name, (source, _) in sources.items()}
         self.packages = {name for name, (_, is_package) in sources.items() if is_package}
         self.given = {name: dict(self._from(self.trees[name])) for name in self.packages}
         self.graph = {name: set(self._imported(name)) - {name} for name in self.trees}

@@ -196,20 +196,15 @@ def test_generate(cli: Callable[..., Any], finished: Path) -> None:
 
 
 def test_profile(cli: Callable[..., Any], tiny: Callable[..., list[str]], tmp_path: Path) -> None:
-    out, err = cli("profile", *tiny(), "--repeats", 1, "-o", tmp_path / "costs.json")
-    assert err == ""
-    assert "W ms" in out
-    assert "FLOPs added" in out, "what each recompute policy would save"
-    assert "cheap+attention+mlp" in out
+    out, err = cli("profile", *tiny(), "--json", "--repeats", 1, "-o", tmp_path / "costs.json")
+    assert json.loads(out)
+    assert "timing" in err
     costs = read_costs(tmp_path / "costs.json")
     assert costs.num_stages == 2
     assert min(costs.f_s + costs.b_s + costs.w_s) > 0
     assert not (tmp_path / "run").exists()
     out, _ = cli("schedule", "zb-h1", "--ranks", 2, "--microbatches", 4, "--costs", tmp_path / "costs.json", "--json")
     assert json.loads(out)["makespan"] > 0
-    out, err = cli("profile", "--json", "--repeats", 1, *tiny())
-    assert json.loads(out)
-    assert "timing" in err
 
 
 # -- mistakes: flags and settings -----------------------------------------------------------------------------------------

@@ -324,7 +324,9 @@ def test_verb_writes_costs_and_details(cli: Callable[..., tuple[int, str, str]],
         details_file,
     )
     assert (code, err) == (0, "")
-    assert "workspace" in out and "spread" in out and "host link: out " in out
+    for words in ("W ms", "workspace", "spread", "host link: out "):
+        assert words in out
+    assert "FLOPs added" in out and "cheap+attention+mlp" in out, "what each recompute policy would save"
     costs = read_costs(costs_file)
     details = json.loads(details_file.read_text(encoding="utf-8"))
     assert details["costs"]["f_s"] == list(costs.f_s)

@@ -98,7 +98,7 @@ def test_who_does_not_end_is_killed(
     assert err[-1].startswith("jaxpipe: process 0 ended with exit code 5; all ended; their logs: ")
 
 
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGUSR1"])
+@pytest.mark.parametrize("name", ["SIGINT", pytest.param("SIGTERM", marks=pytest.mark.soak), "SIGUSR1"])
 def test_signals_reach_every_process_once(launch: Callable[..., tuple[int, str, list[str]]], name: str) -> None:
     wait = """
 with Stop() as stop:

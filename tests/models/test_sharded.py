@@ -126,7 +126,9 @@ ALL = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "given", "tp", "dp"), CASES)
+@pytest.mark.parametrize(
+    ("kind", "given", "tp", "dp"), [pytest.param(*x, marks=[pytest.mark.soak] * (x == CASES[3])) for x in CASES]
+)
 @pytest.mark.usefixtures("x64")
 def test_loss_and_gradients_are_those_of_one_device(kind: str, given: Options, tp: TensorParallel, dp: int) -> None:
     model = make(kind, given)
@@ -222,9 +224,18 @@ def test_positions_count_from_the_first_token_on_every_part_of_time() -> None:
 COUNTED = options(vocab_size=4 * 29, seq_len=4 * 5, num_heads=4, d_model=32, dtype="float32")
 
 
-@pytest.mark.parametrize("fused", [False, True])
+COUNTS = [
+    ("gpt", (), False),
+    ("gpt", options(tied=False), True),
+    ("llama", (), True),
+    ("llama", options(num_kv_heads=2), False),
+]
+"""Models, and whether the residual is fused; the soak has each with the other, too."""
+
+
 @pytest.mark.parametrize(
-    ("kind", "given"), [("gpt", ()), ("gpt", options(tied=False)), ("llama", ()), ("llama", options(num_kv_heads=2))]
+    ("kind", "given", "fused"),
+    [*COUNTS, *(pytest.param(*model, not fused, marks=pytest.mark.soak) for *model, fused in COUNTS)],
 )
 def test_two_collectives_a_block_each_way(kind: str, given: Options, fused: bool) -> None:
     model = make(kind, COUNTED + given)

@@ -250,7 +250,8 @@ def test_layers_that_do_other_work_with_few_sequences_are_searched_again() -> No
     ],
 )
 def test_one_trace_tells_what_a_trace_of_each_size_does(shards: str, recompute: str) -> None:
-    config = small().override(["pipeline.ranks=2", f"pipeline.{shards}", f"pipeline.recompute={recompute}"])
+    cut_in_two = ["model.options.num_layers=2", "pipeline.ranks=2"]
+    config = small().override([*cut_in_two, f"pipeline.{shards}", f"pipeline.recompute={recompute}"])
     quick = workbench(config, A800, Efficiency(), lambda text: None, sizes=(2, 4))
     cut = planner(config, quick.model)(2).cut
     for size in (2, 4):

@@ -79,7 +79,7 @@ def test_two_processes_train_what_one_does(tmp_path: Path) -> None:
     """A V of four stages: rank 0 has both ends; tied embeddings, dropout, bfloat16, ZeRO-1 over dp 2, clipping; by costs
     that each process measures of its own stages. Then a run of which every step is recorded: a schedule that one process can't
     build is left, the next one adopted, and taken back."""
-    case = {"schedule": "v-zb", "ranks": 2, "dp": 2, "zero1": True, "dtype": "bfloat16", "dropout": 0.2}
+    case = {"schedule": "v-zb", "ranks": 2, "layers": 2, "dp": 2, "zero1": True, "dtype": "bfloat16", "dropout": 0.2}
     write_schedule(serial(split_backwards(generate("gpipe", 2, 4))), tmp_path / "serial.sched")
     text = write_text(tmp_path / "text")
     more = (
@@ -184,7 +184,8 @@ def assert_same_run(one: Path, other: Path, step: int) -> None:
 def test_a_run_goes_on_in_another_number_of_processes(tmp_path: Path) -> None:
     """Two processes, the launcher's, then this one: metrics, evaluations and the last checkpoint of a run in one."""
     text = write_text(tmp_path / "text")
-    more = ("pipeline.schedule=zb-1p", "run.eval_every=2", "run.checkpoint_every=2", "run.log_every=2")
+    short = ("run.eval_every=2", "run.checkpoint_every=2", "run.log_every=2", "model.options.num_layers=1")
+    more = ("pipeline.schedule=zb-1p", *short)
     train_runs.run(config(text, tmp_path / "whole", *more, "run.steps=4"))
     child = launch(2, [*settings(text, tmp_path / "parts", *more, "run.steps=2"), "run.platform=cpu"])
     out, err = child.communicate(timeout=300)

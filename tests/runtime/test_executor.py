@@ -37,7 +37,7 @@ def _run(pipe: Pipeline, *, record: bool = False) -> StepOutputs:
     return pipe.run(pipe.place(parameters("gpt")), acc, batch, record=record)
 
 
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(seed=st.integers(0, 2**32), m=st.integers(1, 5))
 def test_the_trace_executed_is_the_schedule(seed: int, m: int) -> None:
     with jax.enable_x64(True):

@@ -271,7 +271,7 @@ def test_answers_of_the_solver_have_the_bits_of_the_order_without_offload(model:
     _check_bits(model, schedule)
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(seed=st.integers(0, 2**32), m=st.integers(1, 5), fraction=st.sampled_from([0.0, 0.2, 0.6, 0.9]))
 def test_random_schedules_with_part_of_the_residuals_moved(seed: int, m: int, fraction: float) -> None:
     with jax.enable_x64(True):

@@ -62,7 +62,7 @@ from jaxpipe.runtime import lines
 from jaxpipe.runtime.peers import Peers
 from jaxpipe.runtime.processes import Joined
 port, number, mine, wait = map(int, sys.argv[1:])
-lines._BEAT_S = 0.05
+lines._BEAT_S, lines._LAST_WORDS_S = 0.05, 0.5
 try:
     processes = Joined(Peers("127.0.0.1", port, number, mine), wait)
 except ConfigError as error:

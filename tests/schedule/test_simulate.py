@@ -382,15 +382,18 @@ def test_bad_pcie_groups_are_refused() -> None:
 
 def test_speed_at_64_ranks_and_1024_microbatches() -> None:
     """131,072 actions with communication, timeline and memory curves included take no more than a hundred million additions in
-    a loop: about 40 million here, whatever else this processor does (2.3 s beside 55 ms a million)."""
+    a loop: about 40 million here, whatever else this processor does (2.3 s beside 55 ms a million). It is tried again where it
+    does."""
     schedule, costs = one_f_one_b_rows(64, 1024), CostProfile.uniform(64, comm=0.1)
-    ratios = []
-    for _ in range(2):
+    ratio = math.inf
+    for _ in range(3):
         start = time.process_time()
         timeline = simulate(schedule, costs)
         middle, total = time.process_time(), 0
         for k in range(1_000_000):
             total += k
-        ratios.append((middle - start) / (time.process_time() - middle))
+        ratio = min(ratio, (middle - start) / (time.process_time() - middle))
         assert timeline.peak_activations[0] == 64
-    assert min(ratios) < 100
+        if ratio < 100:
+            break
+    assert ratio < 100

@@ -117,17 +117,22 @@ def test_woven_is_bit_equal_everywhere(
     assert_same_bits(jaxprs(stages(name, tp, **options)[1], ops), tp)
 
 
-@pytest.mark.parametrize("name", [GPT, LLAMA])
+COVERED: list[tuple[str, dict[str, Any], int, int]] = [
+    (GPT, {}, 8, 8),
+    (LLAMA, {"recompute": "full"}, 10, 10),
+    (GPT, {"fused": True}, 8, 8),
+    # F and B both begin with a gather: the first of the two has nothing but norms to run beside
+    (LLAMA, {"sequence": True}, 16, 15),
+]
+"""Each way with one of the models; the soak has the other one, too."""
+
+
 @pytest.mark.parametrize(
-    ("options", "collectives", "covered"),
+    ("name", "options", "collectives", "covered"),
     [
-        ({}, 8, 8),
-        ({"recompute": "full"}, 10, 10),
-        ({"fused": True}, 8, 8),
-        # F and B both begin with a gather: the first of the two has nothing but norms to run beside
-        ({"sequence": True}, 16, 15),
+        *COVERED,
+        *(pytest.param(LLAMA if name == GPT else GPT, *case, marks=pytest.mark.soak) for name, *case in COVERED),
     ],
-    ids=["stored", "full", "fused", "sequence"],
 )
 def test_all_collectives_of_a_braid_are_covered(
     name: str, options: dict[str, Any], collectives: int, covered: int

@@ -47,6 +47,8 @@ class Case:
     cp: int = 1
     cp_method: str = "gather"
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    one_block: bool = False
+    """Not two blocks at least: of two stages each has less to compile."""
 
     def __str__(self) -> str:
         flags = "".join(f"-{n}" for n in ("sequence", "zero1", "fused") if getattr(self, n))
@@ -58,6 +60,10 @@ class Case:
     @property
     def stages(self) -> int:
         return generate(self.family, self.pp, MICROBATCHES).num_stages
+
+    @property
+    def blocks(self) -> int:
+        return 1 if self.one_block else max(2, self.stages - 3)
 
 
 @cache
@@ -72,7 +78,7 @@ def model_of(name: str, blocks: int, dtype: str = "float64") -> Model:
 
 
 def model_for(case: Case) -> Model:
-    return model_of(case.name, max(2, case.stages - 3), case.dtype)
+    return model_of(case.name, case.blocks, case.dtype)
 
 
 @cache
@@ -115,7 +121,7 @@ def parameters(name: str, blocks: int, dtype: str = "float64") -> Mapping[str, A
 
 
 def params_for(case: Case) -> Mapping[str, Any]:
-    return parameters(case.name, max(2, case.stages - 3), case.dtype)
+    return parameters(case.name, case.blocks, case.dtype)
 
 
 @cache
@@ -132,7 +138,7 @@ def _loss_and_grads(name: str, blocks: int, dtype: str) -> Any:
 def on_one_device(case: Case, params: Any, batch: Mapping[str, np.ndarray]) -> tuple[Any, Any]:
     """Loss and gradients of the whole batch, by ``jax.value_and_grad`` of the uncut model."""
     whole = {k: jnp.asarray(v.reshape(-1, *v.shape[2:])) for k, v in batch.items()}
-    return _loss_and_grads(case.name, max(2, case.stages - 3), case.dtype)(params, whole)  # type: ignore[no-any-return]
+    return _loss_and_grads(case.name, case.blocks, case.dtype)(params, whole)  # type: ignore[no-any-return]
 
 
 @cache

@@ -29,6 +29,7 @@ MEASURED = {"tokens_per_s", "step_s", "bubble_measured", "replay_ratio"}
 """What differs between two runs of one config; of several processes ``clock_error_s``, too."""
 _CHILD = (
     "import sys; from jaxpipe.cli import main; from jaxpipe.train.run import run_directory; "
+    "from tests.support import small_programs as small; small.collect_seldom(); small.share_context(); "
     "run_directory.PICTURES = (); sys.exit(main())"
 )
 

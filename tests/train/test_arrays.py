@@ -158,7 +158,9 @@ def test_bad_functions_and_arrays_are_one_line(outside: str) -> None:
     assert "data.options are for a function" in refusal(load_config, None, ["data.options.n=3"])
 
 
-def test_words_are_drawn_and_held_out_ones_are_new() -> None:
+def test_words_are_drawn_and_held_out_ones_are_new(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All words once, then few."""
+    from models import words
     from models.words import pairs, transcripts
 
     train, held = pairs(held_out=50)
@@ -166,8 +168,10 @@ def test_words_are_drawn_and_held_out_ones_are_new() -> None:
     assert len(seen) == len(train["tokens"]) > 4000
     assert not seen & {bytes(row) for row in held["tokens"].astype(np.uint8)}
     assert train["images"].any(axis=(1, 2)).all()
-    again, _ = pairs(held_out=50)
-    np.testing.assert_array_equal(train["images"], again["images"])
+    few = words._words(8)[:600]
+    monkeypatch.setattr(words, "_words", lambda longest: [word for word in few if len(word) <= longest])
+    (one, _), (again, _) = pairs(held_out=50), pairs(held_out=50)
+    np.testing.assert_array_equal(one["images"], again["images"])
     told, _ = transcripts(seq_len=12)
     kept = told["weights"][0] > 0
     word = bytes(told["targets"][0][kept].astype(np.uint8))

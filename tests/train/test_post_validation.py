@@ -36,7 +36,7 @@ from tests.support.pipelines import assert_same_arrays
 from tests.support.train_runs import STEPS, config, deterministic, final, run, settings, write_text
 from tests.train.test_graph_runs import TOWERS
 
-SMALL = Case("gpt-tied", 2, 1, 1, family="zb-2p", dtype="bfloat16")
+SMALL = Case("gpt-tied", 2, 1, 1, family="zb-2p", dtype="bfloat16", one_block=True)
 Told = tuple[float, float, bool, bool]
 
 
@@ -119,7 +119,7 @@ CASES = [
         ((1, False), (2, False), (2, True)),
     )
 ]
-QUICK = Case("gpt", 2, 1, 1, family="zb-2p", dtype="float32")
+QUICK = Case("gpt", 2, 1, 1, family="zb-2p", dtype="float32", one_block=True)
 
 
 def step_of(case: Case, **more: Any) -> Callable[..., TrainStep]:

@@ -219,7 +219,11 @@ def test_prediction_is_what_the_layer_before_the_loss_returns(trainer: Trainer) 
     assert not np.allclose(trainer.predict(moved, batch, ema=True), trainer.predict(moved, batch))
 
 
-@pytest.mark.parametrize("more", [{"tp": 2, "dp": 2}, {"tp": 2, "dp": 2, "ranks": 1, "schedule": "1f1b"}], ids=str)
+@pytest.mark.parametrize(
+    "more",
+    [{"tp": 2, "dp": 2}, pytest.param({"tp": 2, "dp": 2, "ranks": 1, "schedule": "1f1b"}, marks=pytest.mark.soak)],
+    ids=str,
+)
 def test_prediction_from_several_devices_a_rank(more: Mapping[str, Any]) -> None:
     model = GPT(vocab_size=12, d_model=8, num_layers=2, num_heads=2, seq_len=T, mlp_ratio=2)
     sizes: dict[str, Any] = {"schedule": "zb-h1", "ranks": 2, "microbatches": 2, "microbatch_size": B}

@@ -142,7 +142,7 @@ def test_properties(name: str, options: Options, cases: list[tuple[int, int]]) -
     ("fbw", "cases"),
     [
         ((1, 1, 1), FEW_CASES),
-        ((2, 3, 4), [(p, m) for p, m in CASES if p <= 4]),
+        ((2, 3, 4), FEW_CASES),
         *(
             pytest.param(fbw, CASES, marks=pytest.mark.soak)
             for fbw in [(1, 1, 1), (2, 3, 4), (3, 5, 2), (18.5, 18.1, 9.3)]

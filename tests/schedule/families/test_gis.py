@@ -216,7 +216,7 @@ def uneven(rng: random.Random, stages: int) -> CostProfile:
     return CostProfile(f, b, w, tuple(x + y for x, y in zip(b, w, strict=True)), held, kept, link=link)
 
 
-@pytest.mark.parametrize("tries", [12, pytest.param(200, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("tries", [8, pytest.param(200, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("name", NAMES)
 def test_any_size_and_costs(name: str, tries: int) -> None:
     rng = random.Random(name)

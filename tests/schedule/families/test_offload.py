@@ -166,7 +166,7 @@ def cases(draw: st.DrawFn) -> tuple[str, int, int, int, CostProfile]:
     return draw(st.sampled_from(["po-h", "po-f", "ada-offload"])), p, v, m, draw(random_costs(p * v, p))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(cases())
 def test_any_sizes_and_costs(case: tuple[str, int, int, int, CostProfile]) -> None:
     require_valid(case)

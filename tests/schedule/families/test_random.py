@@ -181,7 +181,7 @@ def assert_refusal_helps(case: Case, message: str) -> None:
         check_schedule(wanted.generate())
 
 
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(cases(), FRACTIONS)
 def test_random_costs(case: Case, fraction: float) -> None:
     check(case, fraction)

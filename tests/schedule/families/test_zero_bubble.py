@@ -117,7 +117,7 @@ def chains(draw_from: st.DrawFn) -> tuple[int, CostProfile, float]:
     return draw_from(st.integers(1, 9)), costs, draw_from(st.floats(1, 2 * p + 1))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(chains())
 def test_zb_with_random_costs(case: tuple[int, CostProfile, float]) -> None:
     check_zb(case)

@@ -163,7 +163,7 @@ def test_offloading_twice_is_offloading_once() -> None:
     assert offload(once.schedule, profile(schedule, 0.5)).schedule == once.schedule
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.data())
 def test_random_schedules(data: st.DataObject) -> None:
     random_cases(data)

@@ -153,7 +153,7 @@ def test_every_verb_separates(capsys: pytest.CaptureFixture[str], tmp_path: Path
     assert "6 activations" in capsys.readouterr().err
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(data=st.data())
 def test_random_schedules(data: st.DataObject) -> None:
     """In any order, split anyhow, with O, L, S and braids, and with collectives."""
@@ -177,7 +177,7 @@ def random_case(data: st.DataObject) -> None:
     require_honest(schedule, costs, limit)
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(data=st.data())
 def test_random_placements(data: st.DataObject) -> None:
     random_case(data)

@@ -67,7 +67,7 @@ def ops_of(schedule: Schedule) -> set[str]:
     return {a.op for r in range(schedule.num_ranks) for a in schedule.actions(r)}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(data=st.data())
 def test_whatever_it_yields_is_valid_and_keeps_the_limit(data: st.DataObject) -> None:
     placement = data.draw(random_placements(max_ranks=4, max_stages=6, chains_only=True, single_rank_stages=True))
@@ -187,7 +187,7 @@ def test_bounds_with_a_slow_lane_count_whole_microbatches(p: int, m: int, limit:
     assert bound_of(task_of(p, m, limit, 2)) == pytest.approx(bound)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     p=st.integers(1, 4),
     m=st.integers(1, 9),

@@ -23,7 +23,7 @@ MOST: Mapping[str, tuple[int, int, int]] = {
     "cost": (5, 767, 7),
     "interop": (6, 443, 7),
     "launch": (3, 267, 2),
-    "planning": (12, 2102, 20),
+    "planning": (12, 2105, 20),
     "plot": (8, 758, 5),
     "program": (8, 847, 11),
     "rehearsal": (6, 598, 8),
@@ -32,13 +32,13 @@ MOST: Mapping[str, tuple[int, int, int]] = {
     "schedule/blocks": (6, 553, 3),
     "schedule/bounds": (9, 1008, 12),
     "schedule/families": (21, 1797, 3),
-    "schedule/list_schedule": (9, 1015, 14),
+    "schedule/list_schedule": (10, 1111, 14),
     "schedule/passes": (10, 957, 9),
-    "schedule/solve": (13, 2499, 38),
-    "stage": (48, 6105, 59),
-    "train": (75, 9053, 109),
+    "schedule/solve": (13, 2500, 38),
+    "stage": (48, 6111, 59),
+    "train": (75, 9064, 109),
 }
-MOST_OF_SCHEDULE = 8403
+MOST_OF_SCHEDULE = 8499
 """Code lines of ``schedule/`` and its rooms, without ``schedule/solve/``."""
 
 

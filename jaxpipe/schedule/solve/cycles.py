@@ -207,10 +207,10 @@ def cycles(problem: Problem, limits: Sequence[float], budget: Budget, seed: int)
             if cycle is None:
                 continue
             rows = repeat(cycle, problem)
-            fits = False
+            found = False
             for draft in finisher.settled(rows, limit):
-                fits = at_most(max(peaks(problem, rows)), limit)
+                found = True
                 yield draft, "cycle of 1"
-            if fits and seconds == _TRY_S[0]:
+            if found and seconds == _TRY_S[0] and at_most(max(peaks(problem, rows)), limit):
                 stretches = stretches[number::-1]  # then, from there, what was not settled
                 break

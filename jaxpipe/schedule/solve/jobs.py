@@ -88,13 +88,17 @@ class OffloadLists(Job):
     timed = False
 
     def run(self, task: SolveTask, tell: Tell) -> None:
-        from jaxpipe.schedule.solve.offload_list import MOST, offload_candidates
+        from jaxpipe.schedule.solve.offload_list import offload_candidates
 
-        budget, most = self.budget(), MOST
-        if self.reproducible:
-            actions = 3 * task.placement.num_stages * task.num_microbatches
-            most = max(_FEWEST_POLICIES, int(self.seconds * _ACTIONS_PER_S / actions))
-        for schedule in offload_candidates(task, self.bound, lambda: budget.left <= 0, seed=self.seed, most=most):
+        budget = self.budget()
+        lot_s = 3 * task.placement.num_stages * task.num_microbatches / _ACTIONS_PER_S
+        budget.spent -= lot_s * _FEWEST_POLICIES
+
+        def late() -> bool:
+            budget.spent += lot_s
+            return budget.left <= 0
+
+        for schedule in offload_candidates(task, self.bound, late, seed=self.seed):
             tell(schedule, "list with offload")
 
 

@@ -7,7 +7,8 @@ is start times; :func:`~jaxpipe.schedule.solve.actions.schedule_of` makes rows o
 an F waits for an O.
 
 Which policy wins depends on how the host lane's capacity compares with what memory needs, so a fixed few are tried first, then
-seeded draws. Where the lane keeps up, any activation may leave while memory is short. Where it does not, each rank lets only a
+seeded draws, then changes to the best. For chains with one stage a rank a lot of policies is scored at once, and what is best
+played again. Where the lane keeps up, any activation may leave while memory is short. Where it does not, each rank lets only a
 share of the microbatches leave, evenly spread, so that the rest stays for its whole trip. The share follows from Little's law:
 a microbatch that stays holds its memory for its trip, one that leaves only while it is copied; with one microbatch each
 ``period`` seconds, what is held on average must fit in the limit, and the copies in the lane.
@@ -21,26 +22,42 @@ from __future__ import annotations
 
 import heapq
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, product
-from math import ceil, floor, inf
+from math import ceil, inf
+from typing import NamedTuple
+
+import numpy as np
 
 from jaxpipe.schedule.bounds.flows import Flows
 from jaxpipe.schedule.bounds.ranks import residents
 from jaxpipe.schedule.engine import host_groups
 from jaxpipe.schedule.ir import Action, Schedule
-from jaxpipe.schedule.list_schedule.clock import NEVER, Clock, Feed
+from jaxpipe.schedule.list_schedule.clock import NEVER, ROUNDING, Clock, Feed
+from jaxpipe.schedule.list_schedule.many_policies import (
+    MOST_IN_FLIGHT,
+    ChainWithHost,
+    Flags,
+    Policies,
+    Whole,
+    play,
+)
 from jaxpipe.schedule.problem import BW, B, F, Problem, W
 from jaxpipe.schedule.solve.actions import Actions, Starts, fitting, starts_at
 from jaxpipe.schedule.solve.task import SolveTask
+from jaxpipe.schedule.timeline import Timeline
 from jaxpipe.schedule.tolerance import MEMORY, at_most
 
 O, L = 4, 5  # noqa: E741
 _OPS = ("F", "B", "W", "BW", "O", "L")
 _HERE, _AWAY, _BACK = (F, True), (O, True), (L, True)  # where residuals are
-MOST = 2000
+MOST = 100_000
 """Policies tried at most."""
+TOGETHER = 2048
+"""Policies × ranks that are played at once, in the time of one or two policies alone, where the task allows it
+(:mod:`~jaxpipe.schedule.list_schedule.many_policies`)."""
+_ELITE, _FIRST_LOTS = 32, 4  # how many of the best are changed, after how many lots of drawn ones; not tuned
 _LOOSE = 1 + 1e-6  # more than what rounding to nine digits takes
 
 
@@ -48,14 +65,14 @@ _LOOSE = 1 + 1e-6  # more than what rounding to nine digits takes
 class Policy:
     """What a rank prefers.
 
-    ``caps``: per replica, the most microbatches between the start of F and the start of B. ``away``: per replica, which
-    microbatches may leave while memory is short. ``near``: so many of a stage that turn back next don't leave, and come back as
-    soon as there is room; with 0 even the next one may leave, and F's may take the room that its L needs. ``forward_first``: F
-    before B where both can run. ``fused``: each backward is one BW.
+    ``caps``: per replica, the most microbatches between the start of F and the start of B. ``away``: per replica and microbatch
+    of it, whether it may leave while memory is short. ``near``: so many of a stage that turn back next don't leave, and come
+    back as soon as there is room; with 0 even the next one may leave, and F's may take the room that its L needs.
+    ``forward_first``: F before B where both can run. ``fused``: each backward is one BW.
     """
 
-    caps: tuple[int, ...]
-    away: tuple[tuple[bool, ...], ...]
+    caps: Whole
+    away: Flags
     near: int = 1
     forward_first: bool = False
     fused: bool = False
@@ -67,9 +84,10 @@ def offload_candidates(
     """Valid schedules of ``task`` that keep its limits, each better than the one before.
 
     Better: less of the task's objective (for ``lexicographic`` the makespan), or as much with less of the other of makespan and
-    longest span. Ends when ``target`` seconds are reached, when ``deadline()`` says so, or after ``most`` policies; with a
-    deadline that reads no clock the same task and seed give the same schedules. Yields nothing where no policy keeps the
-    limits. A task without ``offload`` gets schedules without.
+    longest span. Ends when ``target`` seconds are reached, after ``most`` policies, or when ``deadline()`` says so; it is asked
+    before each policy, or lot of policies that are played together (:data:`TOGETHER`). With a deadline that reads no clock the
+    same task and seed give the same schedules. Yields nothing where no policy keeps the limits. A task without ``offload`` gets
+    schedules without.
 
     Raises:
         ScheduleError: the placement's stages form no chain on single ranks, or the costs are for another number of stages or
@@ -77,20 +95,30 @@ def offload_candidates(
     """
     shop = _Shop(task)
     draws = _Draws(shop, target, random.Random(seed))
+    head_s = shop.head_s if task.objective == "span" else 0.0
     best: tuple[float, ...] = inf, inf
-    for number, policy in enumerate(draws.all()):
-        if number >= most or deadline():
-            return
-        played = _Play(shop, policy).run(best[0] + (shop.head_s if task.objective == "span" else 0.0))
-        if played is None or played[0] > best:
-            continue
-        draws.base = policy
-        made = None if played[0] == best else fitting(shop.actions, played[1], "offload-list")
-        if made is not None and (value := task.order(made[1].makespan, made[1].max_span)) < best:
-            best = value
-            yield made[0]
-            if at_most(best[0], target):
-                return
+    while draws.kept < most and not deadline():
+        policies = draws.some(most - draws.kept)
+        scores = shop.scores(policies, draws.give_up + head_s)
+        draws.keep(scores, policies)
+        for score, policy in sorted(zip(scores, policies, strict=True), key=lambda x: x[0].order):
+            if score.order >= best:
+                break
+            made = _Play(shop, policy).made()
+            if made is not None and (value := task.order(made[1].makespan, made[1].max_span)) < best:
+                best = value
+                yield made[0]
+                if at_most(best[0], target):
+                    return
+                break
+
+
+class _Score(NamedTuple):
+    """``order``: as the task orders its answers. ``mean``: of the spans, the long ones above all; told apart by it, policies of
+    one makespan lead to better ones."""
+
+    order: tuple[float, ...]
+    mean: float
 
 
 class _Shop:
@@ -118,6 +146,7 @@ class _Shop:
         lane = [min((x for x in groups if groups[x] == groups[r]), default=r) if r in groups else r for r in range(p)]
         self.riders = [[r for r in range(p) if lane[r] == q] for q in range(p)]
         self.lanes = [(2 * q,) if self.shared else (2 * q, 2 * q + 1) for q in lane]
+        self.split = all(at_most(b + c, w) for w, b, c in zip(costs.bw_s, costs.b_s, costs.w_s, strict=True))
         self.head_s = sum(problem.f_s) + sum(problem.down_s)
         plain, wakes = problem.tables, [(Feed(r, -1, 0.0, ()),) for r in problem.rank]
         seconds = [
@@ -132,6 +161,45 @@ class _Shop:
             feeds=[*plain.feeds, *wakes, *wakes],
             needs=[*plain.needs, *([0] * (2 * n))],
         )
+
+        alone = n == p == task.placement.num_stages and all(len(x) == 1 for x in self.riders)
+        each = min((*problem.f_s, *problem.b_s, *problem.w_s), default=0.0) > 0
+        self.chain = self._chain() if alone and each and self.shared and self.split else None
+
+    def _chain(self) -> ChainWithHost:
+        """For all policies at once."""
+        q, change = self.problem, np.array(self.tables.change).reshape(6, -1)
+        seconds = np.array(self.tables.seconds).reshape(6, -1)
+        return ChainWithHost(
+            count=q.num_microbatches,
+            seconds=seconds[[F, B, W, O, L]],
+            down=np.array(q.down_s),
+            up=np.array(q.up_s),
+            takes=np.maximum(change[[F, B, W]], 0.0),
+            gives=np.maximum(-change[[F, B, W]], 0.0),
+            held=np.array(q.held),
+            leaves=np.array(self.leaves),
+            room=np.array([self.room[r] for r in q.rank]),
+            most_out=q.num_microbatches if (most := self.task.offloads_in_flight) is None else most,
+            tiny=ROUNDING * float(seconds.max()),
+        )
+
+    def scores(self, policies: Sequence[Policy], give_up: float) -> list[_Score]:
+        """What each policy comes to; inf for one that gets stuck or takes longer than ``give_up`` seconds."""
+        if self.chain is None:
+            played = [_Play(self, x).run(give_up * _LOOSE) for x in policies]
+        else:
+            together = Policies(
+                caps=np.array([x.caps for x in policies]),
+                away=np.array([x.away for x in policies]),
+                near=np.array([x.near for x in policies]),
+                forward_first=np.array([x.forward_first for x in policies]),
+            )
+            played = list(zip(*play(self.chain, together, give_up * _LOOSE), strict=True))
+        return [
+            _Score(self.task.order(float(makespan), float(np.max(spans))), float(np.mean(np.power(spans, 4.0))))
+            for makespan, spans in played
+        ]
 
     def starts(self, begun: dict[int, float]) -> Starts:
         """Start times by code, as those of actions."""
@@ -155,6 +223,7 @@ class _Play:
     def __init__(self, shop: _Shop, policy: Policy) -> None:
         q = self.q = shop.problem
         self.shop, self.policy = shop, policy
+        self.caps, self.away = policy.caps.tolist(), policy.away.tolist()
         self.n, self.step, p = q.num_replicas, q.num_replicas * q.num_microbatches, q.num_ranks
         self.clock = Clock(shop.tables)
         self.begun_f, self.begun_b, self.begun_w = ([0] * self.n for _ in range(3))
@@ -163,14 +232,19 @@ class _Play:
         self.running: list[tuple[float, int, int, int]] = []
         self.started: dict[int, float] = {}
 
-    def run(self, give_up: float) -> tuple[tuple[float, ...], Starts] | None:
-        """The objective and the other time, and when everything starts; None if it gets stuck, or takes longer than that."""
-        self.clock.run(self._choose, until=give_up * _LOOSE)
+    def run(self, until: float = inf) -> tuple[float, Sequence[float]]:
+        """The makespan and the ranks' spans; inf if it gets stuck, or takes longer than that."""
+        self.clock.run(self._choose, until=until)
         p, clock, last = self.q.num_ranks, self.clock, self.begun_b if self.policy.fused else self.begun_w
         if sum(last) < sum(map(len, self.shop.codes)):
+            return inf, (inf,)
+        return max(clock.free[:p]), [b - a for a, b in zip(clock.first[:p], clock.free[:p], strict=True)]
+
+    def made(self) -> tuple[Schedule, Timeline] | None:
+        """The schedule, if it keeps the limits."""
+        if self.run()[0] == inf:
             return None
-        spans = [b - a for a, b in zip(clock.first[:p], clock.free[:p], strict=True)]
-        return self.shop.task.order(max(clock.free[:p]), max(spans)), self.shop.starts(self.started)
+        return fitting(self.shop.actions, self.shop.starts(self.started), "offload-list")
 
     def _choose(self, rank: int, now: float) -> int:
         """What a rank or a host lane starts; lanes have the numbers from p on."""
@@ -241,7 +315,7 @@ class _Play:
 
     def _f_at(self, r: int, k: int) -> float:
         i, codes = self.begun_f[k], self.shop.codes[k]
-        if i == len(codes) or (at := self.clock.ready[codes[i]]) == NEVER or i - self.begun_b[k] >= self.policy.caps[k]:
+        if i == len(codes) or (at := self.clock.ready[codes[i]]) == NEVER or i - self.begun_b[k] >= self.caps[k]:
             return NEVER
         fits = self.memory[r] + self.q.reserved[k] + self._reserve(r) <= self.shop.room[r]
         return at if fits else NEVER
@@ -288,7 +362,7 @@ class _Play:
         for k in shop.mine[r]:
             if not shop.leaves[k] or self.memory[r] + 2 * self.q.held[k] <= shop.room[r]:
                 continue
-            low, away = self.begun_b[k] + policy.near, policy.away[k]
+            low, away = self.begun_b[k] + policy.near, self.away[k]
             last = (i for i in reversed(range(low, self.begun_f[k])) if away[i] and self.where[k][i] == _HERE)
             found += [(i - low, k, i) for i in islice(last, 1)]
         if not found:
@@ -298,26 +372,45 @@ class _Play:
 
 
 class _Draws:
-    """Policies for one task: a fixed few, then drawn ones, and changes to ``base``, the last that was as good as the best."""
+    """Policies for one task: a fixed few, then drawn ones, and changes to those that were best (``elite``)."""
 
     def __init__(self, shop: _Shop, target: float, rng: random.Random) -> None:
         self.shop, self.rng = shop, rng
-        self.base: Policy | None = None
-        q, costs = shop.problem, shop.task.costs
+        q = shop.problem
         work_s = max(sum(x.f_s + x.back_s for x in stays) for stays in shop.stays) / shop.task.placement.num_flows
         self.period_s = max(work_s, target / q.num_microbatches if 0 < target < inf else 0.0)
-        split = all(at_most(b + c, w) for w, b, c in zip(costs.bw_s, costs.b_s, costs.w_s, strict=True))
-        self.fused = (False,) if split else (False, True)
-        self.every = tuple((True,) * len(codes) for codes in shop.codes)
+        self.fused = (False,) if shop.split else (False, True)
+        self.every = np.ones((q.num_replicas, q.num_microbatches), bool)
+        self.elite: list[tuple[_Score, int, Policy]] = []
+        self.size, self.most_elite, self.drawn = 1, 1, 0.5
+        if shop.chain is not None:
+            self.size, self.most_elite, self.drawn = max(16, TOGETHER // q.num_ranks), _ELITE, 0.125
+        self.kept = 0
+        some = product((1, 2, 3, 0), self.fused, (99.0, 1.0, 0.7))
+        self.fixed = (Policy(self._caps(factor), self.every, near, fused=fused) for near, fused, factor in some)
 
-    def all(self) -> Iterator[Policy]:
-        """A few fixed ones, which suffice where the lane keeps up; then drawn ones and changes, without end."""
-        for near, fused, factor in product((1, 2, 3, 0), self.fused, (99.0, 1.0, 0.7)):
-            yield Policy(self._caps(factor), self.every, near, fused=fused)
-        while True:
-            yield self._anew()
-            if self.base is not None:
-                yield self._changed(self.base)
+    def some(self, most: int) -> list[Policy]:
+        """What to play next: a few fixed ones, which suffice where the lane keeps up; then drawn ones and changes, without
+        end."""
+        size = min(self.size, most)
+        drawn = 1.0 if not self.elite or self.kept < _FIRST_LOTS * (self.size - 1) else self.drawn
+        return list(islice(self.fixed, size)) or [
+            self._anew() if self.rng.random() < drawn else self._changed() for _ in range(size)
+        ]
+
+    @property
+    def give_up(self) -> float:
+        """What no policy is played for any longer."""
+        return self.elite[-1][0].order[0] if len(self.elite) == self.most_elite else inf
+
+    def keep(self, scores: Sequence[_Score], policies: Sequence[Policy]) -> None:
+        """The best, of equal ones the latest."""
+        for score, policy in zip(scores, policies, strict=True):
+            self.kept += 1
+            if score.order[0] < inf:
+                self.elite.append((score, -self.kept, policy))
+        self.elite.sort(key=lambda x: (x[0].order[0], x[0].mean, x[1]))
+        del self.elite[self.most_elite :]
 
     def _anew(self) -> Policy:
         pick, few = self.rng.choice, self.rng.random() < 0.6
@@ -329,38 +422,51 @@ class _Draws:
             fused=pick(self.fused),
         )
 
-    def _changed(self, policy: Policy) -> Policy:
-        """Another cap; more often, a few microbatches that stay on some neighbouring replicas, or leave."""
-        pick, at = self.rng.choice, self.rng.randrange(len(policy.caps))
-        if self.rng.random() < 0.3:
-            caps = list(policy.caps)
-            caps[at] = max(1, min(caps[at], len(self.shop.codes[at])) + pick((-2, -1, 1, 2)))
-            return replace(policy, caps=tuple(caps))
-        away, leaves = [list(x) for x in policy.away], self.rng.random() < 0.5
-        for _ in range(pick((1, 1, 2, 4))):
-            i = self.rng.randrange(max(map(len, self.shop.codes)))
-            for row in filter(None, away[at : at + pick((1, 1, 2, 4))]):
-                row[min(i, len(row) - 1)] = leaves
-        return replace(policy, away=tuple(map(tuple, away)))
+    def _changed(self) -> Policy:
+        """One of the best with a few changes on some neighbouring replicas: caps; microbatches that leave, or stay, or change
+        places with the next; now and then another preference."""
+        rng, pick = self.rng, self.rng.choice
+        policy = self.elite[min(int(rng.expovariate(4 / len(self.elite))), len(self.elite) - 1)][2]
+        caps, away, near, first = policy.caps.copy(), policy.away.copy(), policy.near, policy.forward_first
+        replicas, count = away.shape
+        for _ in range(pick((1, 1, 2, 3))):
+            at, kind = rng.randrange(replicas), rng.random()
+            some = slice(at, at + pick((1, 1, 2, 4, replicas)))
+            if kind < 0.25:
+                caps[some] = (caps[some] + pick((-2, -1, 1, 2))).clip(1, self.most)
+            elif kind < 0.3:
+                near = pick((0, 1, 2, 3))
+            elif kind < 0.33:
+                first = not first
+            elif kind < 0.5:
+                i = rng.randrange(count)
+                away[some, i : i + 2] = away[some, i : i + 2][:, ::-1].copy()
+            else:
+                away[some, rng.sample(range(count), min(count, pick((1, 1, 2, 4))))] = rng.random() < 0.5
+        return Policy(caps, away, near, first, policy.fused)
 
-    def _caps(self, factor: float) -> tuple[int, ...]:
+    @property
+    def most(self) -> int:
+        """In flight, whatever a policy says."""
+        count = self.shop.task.num_microbatches
+        return count if self.shop.chain is None else min(count, MOST_IN_FLIGHT)
+
+    def _caps(self, factor: float) -> Whole:
         """Microbatches in flight: as many as keep the rank busy for a trip with F's and B's, times ``factor``."""
-        shop, most = self.shop, self.shop.task.num_microbatches
-        caps = [most] * shop.problem.num_replicas
+        shop, caps = self.shop, np.full(self.shop.problem.num_replicas, self.most)
         for mine, stays in zip(shop.mine, shop.stays, strict=True):
             busy = sum(x.f_s + x.b_s for x in stays)
             for k, x in zip(mine, stays, strict=True) if busy > 0 else ():
-                caps[k] = max(1, min(most, ceil((x.trip_s / busy + 1) * factor)))
-        return tuple(caps)
+                caps[k] = max(1, min(self.most, ceil((x.trip_s / busy + 1) * factor)))
+        return caps
 
-    def _away(self, period_s: float, filled: float) -> tuple[tuple[bool, ...], ...]:
+    def _away(self, period_s: float, filled: float) -> Flags:
         """Which microbatches may leave, evenly spread: the share that keeps ``filled`` × limit held on average."""
-        phase, shop = self.rng.random(), self.shop
-        share = [self._share(r, period_s, filled) for r in range(shop.problem.num_ranks)]
-        return tuple(
-            tuple(floor((i + 1) * share[r] + phase) > floor(i * share[r] + phase) for i in range(len(codes)))
-            for r, codes in zip(shop.problem.rank, shop.codes, strict=True)
-        )
+        shop, numbers = self.shop, np.arange(self.every.shape[1])
+        share = np.array([self._share(r, period_s, filled) for r in shop.problem.rank])[:, None]
+        phase = self.rng.random()
+        leaves: Flags = np.floor((numbers + 1) * share + phase) > np.floor(numbers * share + phase)
+        return leaves
 
     def _share(self, r: int, period_s: float, filled: float) -> float:
         shop, stays = self.shop, self.shop.stays[r]

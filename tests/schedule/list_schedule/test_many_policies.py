@@ -1,0 +1,54 @@
+"""Many policies at once: each comes to what it comes to when it is played alone."""
+
+from __future__ import annotations
+
+import random
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from jaxpipe.schedule import CostProfile
+from jaxpipe.schedule.placement import one_to_one
+from jaxpipe.schedule.solve import SolveTask
+from jaxpipe.schedule.solve.offload_list import _Draws, _Shop
+
+
+@given(
+    p=st.integers(2, 6),
+    m=st.integers(1, 12),
+    room=st.integers(1, 4),
+    seconds=st.tuples(*[st.integers(1, 4)] * 3),
+    comm=st.sampled_from((0.0, 1.0, 5.0)),
+    trip=st.integers(1, 9),
+    in_flight=st.sampled_from((None, 1, 2)),
+    seed=st.integers(0, 99),
+)
+def test_as_played_alone(
+    p: int, m: int, room: int, seconds: tuple[int, ...], comm: float, trip: int, in_flight: int | None, seed: int
+) -> None:
+    f, b, w = map(float, seconds)
+    costs = CostProfile.uniform(p, f=f, b=b, w=w, comm=comm, offload_time=2.0 * trip, host_mode="shared")
+    shop = _Shop(SolveTask(one_to_one(p), m, costs, room, True, "span", in_flight))
+    together, draws = shop.chain, _Draws(shop, 0.0, random.Random(seed))
+    assert together is not None
+    for _ in range(3):
+        policies = draws.some(12)
+        scores = shop.scores(policies, float("inf"))
+        draws.keep(scores, policies)
+        shop.chain = None
+        assert [x.order for x in shop.scores(policies, float("inf"))] == [x.order for x in scores]
+        shop.chain = together
+
+
+@pytest.mark.parametrize("comm", [0.0, 0.3])
+def test_what_takes_too_long_is_given_up(comm: float) -> None:
+    costs = CostProfile.uniform(4, comm=comm, offload_time=6.0, host_mode="shared")
+    shop = _Shop(SolveTask(one_to_one(4), 16, costs, 2, True, "span"))
+    draws = _Draws(shop, 0.0, random.Random(0))
+    policies = draws.some(12) + draws.some(40)
+    whole = [x.order[1] for x in shop.scores(policies, float("inf"))]  # the makespan
+    middle = sorted(x for x in whole if x < float("inf"))[len(policies) // 2]
+    until = [x.order[1] for x in shop.scores(policies, middle)]
+    assert until.count(float("inf")) > whole.count(float("inf"))
+    assert all(a == b or (a == float("inf") and b > middle) for a, b in zip(until, whole, strict=True))

@@ -3,18 +3,20 @@
 Each set is asked for more and more: is there an order that ends within a quarter of the gap above the bound, half of it,
 three quarters? What can't end in time is left out of the search, so a small step costs little, and each no is a bound.
 
-With offload one rank at a time, with its host lane (:mod:`~jaxpipe.schedule.bounds.host_orders`).
+With offload one rank at a time, with its host lane (:mod:`~jaxpipe.schedule.bounds.host_orders`); the one with the longest trip
+in steps first, if all durations are equal (:mod:`~jaxpipe.schedule.bounds.host_steps`).
 
 For plain chains in one direction. Where durations have no common step they are rounded down (``grids.py``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 
 from jaxpipe.schedule.bounds.flows import Flow, Flows
 from jaxpipe.schedule.bounds.host_orders import HostOrders
+from jaxpipe.schedule.bounds.host_steps import HostSteps
 from jaxpipe.schedule.bounds.orders import Ends, Kept, Orders, Step
 from jaxpipe.schedule.bounds.ranks import residents
 from jaxpipe.schedule.bounds.resident import Resident
@@ -28,6 +30,7 @@ _PARTS_OF_GAP = 4
 _WIDTH = 400  # states with the same counts: more become fewer; not tuned
 _PART_OF_TIME = 2  # of what is left, for one set of ranks
 _STATES_PER_S = 60_000  # that follow one another, roughly: what a reproducible search counts instead of seconds
+_MOVES_PER_S = 40_000_000  # in the same way, of a search in steps
 
 
 class FewRanks:
@@ -69,6 +72,14 @@ class FewRanks:
         if len(self.rank_of) > len(self.stays):
             order.sort(key=lambda rank: (min(rank, last - rank), -rank))
         ranks: tuple[int, ...] = ()
+        if self.offload and (exact := self.host_steps(order[0])):
+            steps, step, more = exact
+            for found in steps.bounds(
+                -(-(least - more) // step), -(-(top - more) // step), _late(budget, _MOVES_PER_S)
+            ):
+                if found * step + more > least:
+                    least = found * step + more
+                    yield self._seconds(least)
         while len(ranks) <= last:
             sets = [tuple(sorted((*ranks, rank))) for rank in order if rank not in ranks]
             scores = []
@@ -141,6 +152,13 @@ class FewRanks:
             count=self.count,
         )
 
+    def host_steps(self, rank: int) -> tuple[HostSteps, int, int] | None:
+        """The same where F, B and W take equally long, in steps; ticks of a step, and those after the rank's end."""
+        x = self.host_orders(rank)
+        if x is None or not x.f == x.b == x.w > 0 or x.o < x.f or x.back < x.f or x.trip < x.f or x.ends.after_all < 0:
+            return None
+        return HostSteps(x.o // x.f, x.back // x.f, x.trip // x.f, x.room, x.count), x.f, int(x.ends.after_all)
+
     def _stages(self, rank: int) -> list[int]:
         return [s for s, r in enumerate(self.rank_of) if r == rank]
 
@@ -156,13 +174,7 @@ class FewRanks:
 
 def _raised(orders: Orders | HostOrders, least: int, top: int, budget: Budget) -> Iterator[int]:
     """Ticks that no order's objective is below: one step after the other from ``least`` to ``top``, or what it can't exceed."""
-    end = budget.left * (1 - 1 / _PART_OF_TIME)
-
-    def late(states: int) -> bool:
-        if budget.reproducible:
-            budget.spent += states / _STATES_PER_S
-        return budget.left <= end
-
+    late = _late(budget, _STATES_PER_S)
     for part in range(1, _PARTS_OF_GAP + 1):
         most = least + (top - least) * part // _PARTS_OF_GAP - 1
         found = orders.least(most, _WIDTH, late)
@@ -171,3 +183,15 @@ def _raised(orders: Orders | HostOrders, least: int, top: int, budget: Budget) -
             continue
         yield int(found)
         return
+
+
+def _late(budget: Budget, per_s: int) -> Callable[[int], bool]:
+    """Whether a part of what is left is spent, by a search that tells how much it looked at."""
+    end = budget.left * (1 - 1 / _PART_OF_TIME)
+
+    def late(states: int) -> bool:
+        if budget.reproducible:
+            budget.spent += states / per_s
+        return budget.left <= end
+
+    return late

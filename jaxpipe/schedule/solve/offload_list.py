@@ -55,8 +55,11 @@ _HERE, _AWAY, _BACK = (F, True), (O, True), (L, True)  # where residuals are
 MOST = 100_000
 """Policies tried at most."""
 TOGETHER = 2048
-"""Policies × ranks that are played at once, in the time of one or two policies alone, where the task allows it
+"""Policies × ranks that are played at once, with equal durations in the time of a few policies alone
 (:mod:`~jaxpipe.schedule.list_schedule.many_policies`)."""
+_FEW_TICKS, _FEW_MICROBATCHES = 48, 300
+"""Of a microbatch's work on a rank, and in all times ranks, up to which lots gain: p=8, m=32 with Table 5's costs takes 6 ms a
+policy for 34, but p=32, m=128 20 s a lot."""
 _ELITE, _FIRST_LOTS = 32, 4  # how many of the best are changed, after how many lots of drawn ones; not tuned
 _LOOSE = 1 + 1e-6  # more than what rounding to nine digits takes
 
@@ -164,7 +167,10 @@ class _Shop:
 
         alone = n == p == task.placement.num_stages and all(len(x) == 1 for x in self.riders)
         each = min((*problem.f_s, *problem.b_s, *problem.w_s), default=0.0) > 0
-        self.chain = self._chain() if alone and each and self.shared and self.split else None
+        # Lots go from event to event, which equal durations share.
+        work = self.actions.ticks.of(max(map(sum, zip(problem.f_s, problem.b_s, problem.w_s, strict=True))))
+        quick = work <= _FEW_TICKS or p * problem.num_microbatches <= _FEW_MICROBATCHES
+        self.chain = self._chain() if alone and each and quick and self.shared and self.split else None
 
     def _chain(self) -> ChainWithHost:
         """For all policies at once."""

@@ -111,6 +111,12 @@ def test_a_slow_lane(p: int, m: int, limit: float, most: float) -> None:
     assert best_of(task_of(p, m, limit, 2), 250) <= most
 
 
+@pytest.mark.soak
+@pytest.mark.parametrize(("p", "limit", "most"), [(16, 8, 225), (16, 4, 320), (32, 16, 441)])
+def test_lots_of_policies_on_many_ranks(p: int, limit: float, most: float) -> None:
+    assert best_of(task_of(p, 4 * p, limit, 2), 5000) <= most
+
+
 def test_one_activation_per_rank_still_overlaps_with_the_host() -> None:
     task = task_of(4, 8, 1, 0.5)
     schedules = list(offload_candidates(task, bound_of(task), never, most=200))

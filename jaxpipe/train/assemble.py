@@ -47,6 +47,7 @@ from jaxpipe.stage.model.layer import Model, taken_by
 from jaxpipe.stage.model.plan import LayerCosts, StagePlan, analytic_layer_costs, cut, cut_at, cut_edges, plan_stages
 from jaxpipe.stage.model.vocabulary import SpreadModel, spread
 from jaxpipe.train.own_schedules import made_by_function, towers_of, traversed
+from jaxpipe.train.settings.rules import joint_problem
 from jaxpipe.train.settings.sections import PipelineConfig
 
 Progress = Callable[[str], None]
@@ -236,6 +237,8 @@ def _ordered(pipe: PipelineConfig, costs: CostProfile, span: int = 1) -> Schedul
 
 def _with_vocabulary(pipe: PipelineConfig, stage_costs: Callable[..., Sequence[float]]) -> Schedule:
     """The order of ``pipe.schedule`` with the passes of spread vocabulary layers."""
+    if problem := joint_problem(pipe):
+        raise ConfigError(problem)
     if pipe.vocabulary == "joint":
         return generate("vocab-1f1b-joint", pipe.ranks, pipe.microbatches)
     if pipe.schedule == "traverse":

@@ -196,8 +196,8 @@ def _vocabulary(config: Sections) -> Iterator[str]:
     given = f"pipeline.vocabulary={pipe.vocabulary}"
     if pipe.schedule not in (*FAMILIES, "traverse"):
         yield f"{given} with pipeline.schedule={pipe.schedule!r}: vocabulary layers are spread over the orders of families"
-    if pipe.vocabulary == "joint" and pipe.schedule != "1f1b":
-        yield f"{given} goes with pipeline.schedule=1f1b, not {pipe.schedule!r}: use spread"
+    if problem := joint_problem(pipe):
+        yield problem
     if pipe.memory_limit is not None:
         yield f"{given} takes no pipeline.memory_limit: leave it out, or set pipeline.vocabulary=ends"
     if isinstance(pipe.recompute, tuple):
@@ -208,6 +208,13 @@ def _vocabulary(config: Sections) -> Iterator[str]:
         yield f"{given} is not there with pipeline.cp={pipe.cp}: set one of them otherwise"
     if config.run.replan.enabled:
         yield f"{given} is not there with replan.enabled=true: set one of them otherwise"
+
+
+def joint_problem(pipe: PipelineConfig) -> str:
+    """What is wrong with joint vocabulary layers, which have one order: another schedule would be without effect."""
+    if pipe.vocabulary != "joint" or pipe.schedule in ("1f1b", "vocab-1f1b-joint"):
+        return ""
+    return f"pipeline.vocabulary=joint goes with pipeline.schedule=1f1b, not {pipe.schedule!r}: use spread"
 
 
 @_about("run.machine.devices", "pipeline.ranks", "pipeline.dp", "pipeline.cp", "pipeline.tp")

@@ -6,7 +6,6 @@ Only names are compared with the schedule families: what a family says about siz
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import fields
 
@@ -14,6 +13,7 @@ from jaxpipe.errors import ConfigError, ScheduleError
 from jaxpipe.schedule.families import FAMILIES
 from jaxpipe.train.own_schedules import rules_of, towers_of
 from jaxpipe.train.settings.sections import DataConfig, PipelineConfig, Sections, TraverseConfig, names_function
+from jaxpipe.wording import divisors_of
 
 _MOST_PAIRS = 500_000  # of stages and microbatches in a schedule
 _Rule = Callable[[Sections], Iterator[str]]
@@ -54,8 +54,8 @@ def _batch(config: Sections) -> Iterator[str]:
 
 def _nearest_divisors(number: int, wanted: int) -> str:
     """The two divisors of ``number`` nearest to ``wanted``, as ``4 or 8``."""
-    divisors = {d for k in range(1, math.isqrt(number) + 1) if number % k == 0 for d in (k, number // k)}
-    return " or ".join(map(str, sorted(sorted(divisors, key=lambda d: abs(d - wanted))[:2])))
+    nearest = sorted(divisors_of(number), key=lambda d: abs(d - wanted))[:2]
+    return " or ".join(map(str, sorted(nearest)))
 
 
 @_about("pipeline.sharding.sequence_parallel", "data.seq_len", "pipeline.tp")

@@ -1,9 +1,13 @@
-"""The public names of a room whose modules are slow to import, or import each other: looked up when they are first used."""
+"""Modules that are imported when they are first used: those behind the public names of a room, which are slow to import or
+import each other, and those that users name."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from importlib import import_module
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 
@@ -17,3 +21,17 @@ def exported(package: str, **homes: str) -> tuple[list[str], Callable[[str], Any
         return getattr(import_module(f"{package}.{home_of[name]}"), name)
 
     return sorted(home_of), get
+
+
+def import_from_here(name: str) -> ModuleType:
+    """The module ``name``, from ``sys.path`` or else the working directory, which stays on the path unless that fails."""
+    here = str(Path.cwd())
+    added = not {"", here} & set(sys.path)
+    if added:
+        sys.path.append(here)
+    try:
+        return import_module(name)
+    except BaseException:
+        if added:
+            sys.path.remove(here)
+        raise

@@ -18,6 +18,16 @@ def closest(word: str, known: Iterable[str], otherwise: str = "") -> str:
     return f"; did you mean {near!r}?" if near else otherwise
 
 
+def arrows(edges: Iterable[tuple[int, int]]) -> str:
+    """Edges between stages, such as ``0->2 1->2``."""
+    return " ".join(f"{a}->{b}" for a, b in sorted(edges)) or "none"
+
+
+def divisors_of(number: int) -> list[int]:
+    """The divisors of ``number``, ascending."""
+    return sorted({d for k in range(1, math.isqrt(number) + 1) if number % k == 0 for d in (k, number // k)})
+
+
 def clipped(text: str, most: int) -> str:
     """``text``, or its first ``most`` - 1 characters and …."""
     return text if len(text) <= most else text[: most - 1].rstrip() + "…"

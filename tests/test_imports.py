@@ -50,7 +50,7 @@ ALLOWED: Mapping[str, frozenset[str]] = {
     "stage": frozenset({"mesh", "_jax_compat", "errors", "lazy", "wording", "dump"}),
     "interop": frozenset({"stage", "errors", "lazy", "wording", "files"}),
     "cost": frozenset({"stage", "schedule", "program", "mesh", "wording"}),
-    "program": frozenset({"schedule", "stage", "mesh", "errors", "dump"}),
+    "program": frozenset({"schedule", "stage", "mesh", "errors", "wording", "dump"}),
     "runtime": EVERYTHING - {"runtime", "plot", "train"},
     "plot": frozenset({"schedule", "errors"}),
     "train": EVERYTHING - {"train"} | {"interop"},

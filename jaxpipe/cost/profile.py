@@ -276,7 +276,7 @@ def at_ranks_share(costs: CostProfile, schedule: Schedule) -> CostProfile:
         return costs
     share = max(1 / costs.crowding, 1 - simulate(schedule, costs).bubble_rate)
     costs = replace(costs, crowding=1.0)
-    specs = [op_spec(action.op) for rank in range(schedule.num_ranks) for action in schedule.actions(rank)]
+    specs = [op_spec(action.op) for action in schedule.actions()]
     names = {"f_s", "b_s", "w_s", "bw_s", "tp_comm_s", *(x.cost for x in specs if x.lane == "compute" and x.cost)}
     for name in sorted(names):
         costs = costs.with_values(name, tuple(share * x for x in costs.values(name)))

@@ -197,7 +197,7 @@ def predict(
     """
     pipe = config.pipeline
     schedule, plan = choose(pipe, bench.model, planned or planner(config, bench.model))
-    ops = {a.op for r in range(schedule.num_ranks) for a in schedule.actions(r)}
+    ops = {a.op for a in schedule.actions()}
     ops |= {"B", "W"} if pipe.passes.separate_gradients else set()
     known = ground(config, bench, plan, limit_bytes, ops, compile_stages)
     schedule = final_order(pipe, schedule, known.costs, [s.cost for s in plan.stages], lambda text: None)

@@ -23,7 +23,7 @@ from jaxpipe.schedule.search_orders import cheap_first
 from jaxpipe.train.assemble import barriers
 from jaxpipe.train.config import TrainConfig
 from jaxpipe.train.settings.sections import TraverseConfig
-from jaxpipe.wording import closest
+from jaxpipe.wording import closest, divisors_of
 
 Settings = Mapping[str, Any]
 """Values by dotted key, as overrides of a config give them."""
@@ -83,12 +83,12 @@ class Space:
             raise ConfigError("pipeline.towers fix ranks and orders branch by branch: there is nothing to tune in them")
         recompute = (pipe.recompute,) if isinstance(pipe.recompute, str) else ()
         batch = config.run.batch
-        found: dict[str, tuple[Any, ...]] = {key: _divisors(devices) for key in DEVICE_KEYS}
+        found: dict[str, tuple[Any, ...]] = {key: tuple(divisors_of(devices)) for key in DEVICE_KEYS}
         every = dict(found)
         found["pipeline.cp"] = tuple(
             n for n in every["pipeline.cp"] if n == 1 or config.data.seq_len >= n * LEAST_POSITIONS
         )
-        found["pipeline.microbatches"] = tuple(m for m in _divisors(batch) if _is_power_of_two(batch // m))
+        found["pipeline.microbatches"] = tuple(m for m in divisors_of(batch) if (batch // m).bit_count() == 1)
         found["pipeline.vocabulary"] = VOCABULARY
         found["pipeline.recompute"] = tuple(dict.fromkeys((*RECOMPUTE, *recompute)))
         narrowed = _read(only)
@@ -224,12 +224,3 @@ def _read(only: Sequence[str]) -> dict[str, tuple[str, ...]]:
             raise ConfigError(f"--only {text!r}: write it as section.key=value or section.key=value,value")
         found[key.strip()] = tuple(value.strip() for value in values.split(","))
     return found
-
-
-def _divisors(number: int) -> tuple[int, ...]:
-    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
-    return tuple(dict.fromkeys((*small, *(number // d for d in reversed(small)))))
-
-
-def _is_power_of_two(number: int) -> bool:
-    return number & (number - 1) == 0

@@ -595,7 +595,7 @@ def _least(seconds: np.ndarray[Any, Any]) -> float:
 
 def _splits(schedule: Schedule) -> bool:
     """Whether it computes gradients of weights apart already."""
-    return any(a.op == W.name for r in range(schedule.num_ranks) for a in schedule.actions(r))
+    return any(a.op == W.name for a in schedule.actions())
 
 
 def _least_bytes(placement: Placement, costs: CostProfile, forwards: int) -> float:

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from jaxpipe.errors import ScheduleError
 from jaxpipe.schedule.ir import OpSpec, op_spec
-
-if TYPE_CHECKING:
-    from jaxpipe.schedule.timeline import Timeline
+from jaxpipe.schedule.timeline import Timeline, chunks_in
 
 LANES = ("compute", "tp", "d2h", "h2d", "send")
 LANE_TITLES = {
@@ -66,11 +63,7 @@ def extent(timeline: Timeline) -> float:
 
 def chunk_numbers(timeline: Timeline) -> dict[tuple[int, int], int]:
     """(rank, stage) → which chunk of that rank the stage is, by ascending stage."""
-    stages: dict[int, set[int]] = {}
-    for event in timeline.events:
-        if event.lane == "compute":
-            stages.setdefault(event.rank, set()).update(a.stage for a in event.action.actions)
-    return {(rank, stage): k for rank, held in stages.items() for k, stage in enumerate(sorted(held))}
+    return chunks_in(event for event in timeline.events if event.lane == "compute")
 
 
 def lanes_of(cells: Iterable[Cell]) -> tuple[str, ...]:

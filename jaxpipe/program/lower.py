@@ -24,10 +24,10 @@ from jaxpipe.program.ir import Offload, Program, Recv, Reload, Run, Send, Sync, 
 from jaxpipe.program.liveness import BOUND_KINDS, Step, assign_slots
 from jaxpipe.program.messages import RankSteps, lower_apart
 from jaxpipe.schedule import Action, Braid, Schedule, Slot, check_schedule, op_spec
-from jaxpipe.schedule.placement import Edges
 from jaxpipe.stage.compiled.footprint import device_bytes
 from jaxpipe.stage.functions import SHARED, AnyFunction, Braids, Parts, Port, StageFunctions
 from jaxpipe.stage.model.links import stage_edges
+from jaxpipe.wording import arrows
 
 _READ, _MADE = ("x", "dy", "user"), ("y", "dx", "user")
 """Kinds of ports that read and write what may travel from rank to rank."""
@@ -100,8 +100,8 @@ def _check_fit(schedule: Schedule, stages: Sequence[StageFunctions]) -> None:
     edges = stage_edges([stage.links for stage in stages])
     if edges != tuple(sorted(placement.edges)):
         raise ProgramError(
-            f"schedule {schedule.name!r} has the edges {_arrows(placement.edges)} between stages; the model's, by what its "
-            f"layers take, are {_arrows(edges)}"
+            f"schedule {schedule.name!r} has the edges {arrows(placement.edges)} between stages; the model's, by what its "
+            f"layers take, are {arrows(edges)}"
         )
     if placement.num_flows > 1 and not placement.is_chain:
         raise ProgramError(
@@ -131,10 +131,6 @@ def _check_fit(schedule: Schedule, stages: Sequence[StageFunctions]) -> None:
                     f"rank {rank}, action {action}: stage {action.stage} has no function for op {action.op!r} (it has {have}); "
                     f"register_instruction({action.op!r}, build) gives it one"
                 )
-
-
-def _arrows(edges: Edges) -> str:
-    return " ".join(f"{a}->{b}" for a, b in sorted(edges)) or "none"
 
 
 def _check_sync(rank: int, action: Action) -> None:

@@ -221,9 +221,8 @@ class Assembly:
             StageError: one can't be built.
         """
         used: dict[int, dict[str, None]] = {}
-        for rank in range(schedule.num_ranks):
-            for action in schedule.actions(rank):
-                used.setdefault(action.stage, {})[action.op] = None
+        for action in schedule.actions():
+            used.setdefault(action.stage, {})[action.op] = None
         functions = {
             (r, s): with_instructions(f, used.get(s, ()), self.submeshes[r]) for (r, s), f in self.functions.items()
         }

@@ -357,7 +357,7 @@ class Pipeline(Assembly):
         """Run every stage function and time it (BW only if the schedule has one), on emulated devices while all ranks are
         busy; time the link to the host, if the schedule uses it. Every process times its own stages, all at once, and all
         get the same profile."""
-        fused = any(op_spec(a.op).parts for r in range(self.schedule.num_ranks) for a in self.schedule.actions(r))
+        fused = any(op_spec(a.op).parts for a in self.schedule.actions())
         owned, stages = self.ownership, [f for f in self.stages if self.primary(f.stage)[0] in self.ownership.ranks]
         if owned.divided:
             for function in (f for x in stages for op, f in x.functions.items() if fused or not op_spec(op).parts):

@@ -241,10 +241,10 @@ class Schedule:
         """Chunks per rank (v): the largest number of stages that one rank runs."""
         return self.placement.num_chunks
 
-    def actions(self, rank: int) -> Iterator[Action]:
-        """The actions of one rank in issue order, braided slots flattened."""
-        for slot in self.rows[rank]:
-            yield from slot.actions
+    def actions(self, rank: int | None = None) -> Iterator[Action]:
+        """The actions of one rank in issue order, braided slots flattened; by default of all ranks, one after the other."""
+        rows = self.rows if rank is None else [self.rows[rank]]
+        return (action for row in rows for slot in row for action in slot.actions)
 
     def __str__(self) -> str:
         """The text form (:mod:`~jaxpipe.schedule.text`), ending in a newline."""

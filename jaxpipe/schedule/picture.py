@@ -13,7 +13,7 @@ to a column.
 from __future__ import annotations
 
 from jaxpipe.errors import ScheduleError
-from jaxpipe.schedule.timeline import Event, Timeline
+from jaxpipe.schedule.timeline import Event, Timeline, chunks_in
 
 
 def draw(timeline: Timeline, unit_s: float = 1.0) -> str:
@@ -24,11 +24,9 @@ def draw(timeline: Timeline, unit_s: float = 1.0) -> str:
     """
     if not unit_s > 0:
         raise ScheduleError(f"unit_s is {unit_s}; want seconds per column, above 0")
-    chunk_of = _chunks(timeline)
-    cells = [
-        [(round(e.start_s / unit_s), round(e.end_s / unit_s), _label(e, chunk_of)) for e in _shown(timeline, r)]
-        for r in range(timeline.num_ranks)
-    ]
+    shown = [_shown(timeline, rank) for rank in range(timeline.num_ranks)]
+    chunk_of = chunks_in(event for row in shown for event in row)
+    cells = [[(round(e.start_s / unit_s), round(e.end_s / unit_s), _label(e, chunk_of)) for e in row] for row in shown]
     width = max((-(-(len(label) + 1) // max(1, b - a)) for row in cells for a, b, label in row), default=1)
     margin = len(f"rank {timeline.num_ranks - 1}")
     return "\n".join(f"{f'rank {r}':<{margin}} |{_line(row, width)}" for r, row in enumerate(cells))
@@ -45,15 +43,6 @@ def _line(row: list[tuple[int, int, str]], width: int) -> str:
 def _shown(timeline: Timeline, rank: int) -> list[Event]:
     """What takes time on the compute lane."""
     return [e for e in timeline.of(rank, "compute") if e.end_s > e.start_s]
-
-
-def _chunks(timeline: Timeline) -> dict[tuple[int, int], int]:
-    """(rank, stage) -> which of the rank's stages it is."""
-    stages: dict[int, set[int]] = {}
-    for rank in range(timeline.num_ranks):
-        for e in _shown(timeline, rank):
-            stages.setdefault(rank, set()).update(a.stage for a in e.action.actions)
-    return {(rank, s): k for rank, held in stages.items() for k, s in enumerate(sorted(held))}
 
 
 def _label(event: Event, chunk_of: dict[tuple[int, int], int]) -> str:

@@ -173,6 +173,11 @@ class Placement:
         return sorted(self.edges) == list(chain(self.num_stages))
 
     @property
+    def is_v(self) -> bool:
+        """Whether it is that of :func:`v_shape`."""
+        return self == v_shape(self.num_ranks)
+
+    @property
     def is_plain_chain(self) -> bool:
         """Whether the stages form a chain, each on one rank, and none has a span."""
         alone = self.is_chain and not self.has_spans and not self.detached

@@ -14,14 +14,13 @@ A module calls ``register_family`` and ``register_op`` when it is imported: ``ja
 
 from __future__ import annotations
 
-import importlib
-import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import TypeVar
 
 from jaxpipe.errors import ConfigError, JaxpipeError, ScheduleError
+from jaxpipe.lazy import import_from_here
 
 _Kind = TypeVar("_Kind")
 
@@ -57,16 +56,10 @@ def import_module(name: str) -> None:
     Raises:
         ConfigError: there is no such module, or importing it fails.
     """
-    here = str(Path.cwd())
-    added = not {"", here} & set(sys.path)
-    if added:
-        sys.path.append(here)
     try:
-        importlib.import_module(name)
+        import_from_here(name)
     except (Exception, SystemExit) as error:
-        if added:
-            sys.path.remove(here)
-        raise ConfigError(f"--import {name}: {_why(name, error, here)}") from error
+        raise ConfigError(f"--import {name}: {_why(name, error)}") from error
     _imported[name] = None
 
 
@@ -75,13 +68,13 @@ def imported_modules() -> tuple[str, ...]:
     return tuple(_imported)
 
 
-def _why(name: str, error: BaseException, here: str) -> str:
+def _why(name: str, error: BaseException) -> str:
     if not isinstance(error, ModuleNotFoundError):
         return _said(error)
     if name.endswith(".py") or "/" in name:
         return f"give the module's name, such as {Path(name).stem}, not its file"
     if error.name == name or name.startswith(f"{error.name}."):
-        return f"no module {error.name!r} on sys.path or in {here}"
+        return f"no module {error.name!r} on sys.path or in {Path.cwd()}"
     return f"it imports {error.name}, which is not installed"
 
 

@@ -8,7 +8,7 @@ on times, since a rank takes and gives back only where its own actions start and
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -166,6 +166,11 @@ def peaks(problem: Problem, rows: CodeRows) -> tuple[float, ...]:
                 peak = live
         found.append(peak)
     return tuple(found)
+
+
+def within(drafts: Iterable[Draft | None], limit: float) -> Iterator[Draft]:
+    """Those that hold at most ``limit`` (units of a rank's share)."""
+    return (draft for draft in drafts if draft is not None and draft.peak <= limit * SLACK)
 
 
 def best_of(

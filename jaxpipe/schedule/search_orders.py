@@ -61,7 +61,7 @@ class Candidate:
 
 def offloaded_share(schedule: Schedule, costs: CostProfile) -> float:
     """Fraction of all residuals (bytes, or activations without bytes) that the schedule copies to the host."""
-    actions = [action for rank in range(schedule.num_ranks) for action in schedule.actions(rank)]
+    actions = [*schedule.actions()]
     moved = sum(costs.offloadable_bytes[a.stage] for a in actions if op_spec(a.op).lane == "d2h")
     total = sum(costs.residual_bytes[a.stage] for a in actions if a.op == "F")
     return moved / total if total > 0 else 0.0

@@ -6,7 +6,7 @@ the two apart. Definitions are DESIGN.md section 3's.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from jaxpipe.schedule.ir import Slot
@@ -119,3 +119,11 @@ class Timeline:
 
 def _idle_share(busy: float, total: float) -> float:
     return max(0.0, 1.0 - busy / total) if total > 0 else 0.0
+
+
+def chunks_in(events: Iterable[Event]) -> dict[tuple[int, int], int]:
+    """(rank, stage) → which chunk of that rank the stage is among those in ``events``, by ascending stage."""
+    stages: dict[int, set[int]] = {}
+    for event in events:
+        stages.setdefault(event.rank, set()).update(a.stage for a in event.action.actions)
+    return {(rank, stage): k for rank, held in stages.items() for k, stage in enumerate(sorted(held))}

@@ -47,7 +47,9 @@ from jaxpipe.stage.model.layer import Model, taken_by
 from jaxpipe.stage.model.plan import LayerCosts, StagePlan, analytic_layer_costs, cut, cut_at, cut_edges, plan_stages
 from jaxpipe.stage.model.vocabulary import SpreadModel, spread
 from jaxpipe.train.own_schedules import made_by_function, towers_of, traversed
+from jaxpipe.train.settings.rules import joint_problem
 from jaxpipe.train.settings.sections import PipelineConfig
+from jaxpipe.wording import arrows
 
 Progress = Callable[[str], None]
 Planner = Callable[..., StagePlan]
@@ -168,9 +170,9 @@ def choose(
     edges = cut_edges(taken_by(model.layers), plan.cut)
     if not placement.is_chain:
         if edges != tuple(sorted(placement.edges)):
-            has, wants = (" ".join(f"{a}->{b}" for a, b in sorted(e)) or "none" for e in (placement.edges, edges))
             raise ScheduleError(
-                f"schedule {made.name!r} has the edges {has} between stages, and the cut, by what its layers take, {wants}: "
+                f"schedule {made.name!r} has the edges {arrows(placement.edges)} between stages, and the cut, by what its "
+                f"layers take, {arrows(edges)}: "
                 "start stages where branches start"
             )
         return made, plan
@@ -236,6 +238,8 @@ def _ordered(pipe: PipelineConfig, costs: CostProfile, span: int = 1) -> Schedul
 
 def _with_vocabulary(pipe: PipelineConfig, stage_costs: Callable[..., Sequence[float]]) -> Schedule:
     """The order of ``pipe.schedule`` with the passes of spread vocabulary layers."""
+    if problem := joint_problem(pipe):
+        raise ConfigError(problem)
     if pipe.vocabulary == "joint":
         return generate("vocab-1f1b-joint", pipe.ranks, pipe.microbatches)
     if pipe.schedule == "traverse":

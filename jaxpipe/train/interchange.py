@@ -45,7 +45,7 @@ def takes_time(op: str) -> bool:
 
 def offloads(schedule: Schedule) -> bool:
     """Whether anything is copied to the host."""
-    return any(not takes_time(a.op) for rank in range(schedule.num_ranks) for a in schedule.actions(rank))
+    return any(not takes_time(a.op) for a in schedule.actions())
 
 
 def _functions(schedule: Schedule, rank: int) -> Counter[Action]:

@@ -145,6 +145,15 @@ def test_activations_halve_and_a_ring_computes_what_the_mask_leaves(method: str,
         assert part.flops["F"] == pytest.approx(one.flops["F"] / cp - saved, rel=0.01)
 
 
+def test_gathering_again_is_no_policy_of_its_own_here() -> None:
+    model, placement = _model("gpt", dtype="float32"), generate("1f1b", 1, 1).placement
+    tp = TensorParallel(cp=2)
+    (stage,) = Assembly.of(model, placement, microbatch_size=1, tp=tp, recompute="gather").stages
+    (plain,) = Assembly.of(model, placement, microbatch_size=1, tp=tp).stages
+    assert stage.residual_bytes == plain.residual_bytes and not plain.notes
+    assert stage.notes == ("recompute=gather finds nothing that sequence parallelism gathers and recomputes nothing",)
+
+
 # pipelines
 
 

@@ -84,6 +84,20 @@ def test_loss_and_gradients_in_any_order() -> None:
     assert jax.tree.all(jax.tree.map(lambda a, b: bool(np.array_equal(a, b)), again, (loss, grads)))
 
 
+def test_joint_layers_take_the_order_of_any_family_with_two_barriers() -> None:
+    model = tiny(dtype="float32")
+    trainer = trainer_of(model, "joint", dtype="float32")
+    assert [trainer.with_schedule(name).schedule.name for name in ("zb-h1", "vocab-1f1b-2", "vocab-1f1b-joint")] == [
+        "vocab-zb-h1-2",
+        "vocab-1f1b-2",
+        "vocab-1f1b-joint",
+    ]
+    with pytest.raises(ProgramError, match="has the edges"):
+        trainer.with_schedule("vocab-1f1b")
+    with pytest.raises(ConfigError, match=r"vocabulary=joint goes with .*schedule=1f1b, not 'gpipe': use spread"):
+        trainer_of(model, "joint", schedule="gpipe")
+
+
 @pytest.mark.soak
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("make", [GPT, Llama])
@@ -104,7 +118,11 @@ def test_loss_and_gradients_in_any_order() -> None:
 def test_loss_and_gradients(make: Any, tied: bool, vocabulary: str, options: dict[str, Any]) -> None:
     layers = {"num_layers": 4} if options["ranks"] * options.get("chunks", 1) > 3 else {}
     model = tiny(make, tied=tied, **layers)
-    check_gradients(model, trainer_of(model, vocabulary, **options))
+    trainer = trainer_of(model, vocabulary, **options)
+    again = check_gradients(model, trainer)
+    if vocabulary == "joint":
+        other = check_gradients(model, trainer.with_schedule("zb-h1"))
+        assert jax.tree.all(jax.tree.map(np.array_equal, again, other))
 
 
 def test_the_look_up_has_the_bits_of_one_table() -> None:

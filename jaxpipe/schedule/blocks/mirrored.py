@@ -87,7 +87,7 @@ class Lattice:
         p, down, up = problem.num_ranks, problem.down_s, problem.up_s
         seconds = (problem.f_s, problem.b_s, problem.w_s)
         crossings = (*down[: p - 1], *down[p:-1], *up[1:p], *up[p + 1 :])
-        if p < 3 or problem.placement != v_shape(p):
+        if p < 3 or not problem.placement.is_v:
             return None
         if not all(at_most(max(row), min(row)) for row in (*seconds, problem.held, problem.kept, crossings)):
             return None
@@ -264,24 +264,30 @@ class Beam:
             rest = np.concatenate([rest[row], still[:, None]], 1)
         return come, then, rest, leans
 
-    def _waited(self, starts: Array) -> Array:
-        """Cells that W's wait, all together, each in the first gap that is left; -1 where there are too few gaps."""
+    def _served(self, starts: Array) -> tuple[Array, Array, Array, Array]:
+        """F's and B's of a rank in the order of a period: where each ends and whether it is a B [paths, 4 g], how many W's run
+        in the gap behind it; and how many W's wait when a period begins [paths]. W's take the first gap that is left, those
+        first that have waited longest."""
         f, b, w = self.lattice.size
         ahead = starts.reshape(len(starts), 2 * self.g)
         blocks = np.sort(np.concatenate([ahead * 2, (self.mirror - ahead) % self.period * 2 + 1], 1), 1)
         at, back = blocks >> 1, blocks & 1
-        size = np.where(back, b, f)
-        gap = np.concatenate([at[:, 1:], at[:, :1] + self.period], 1) - at - size
-        slots = gap // w
-        queue, waited = np.zeros((2, len(starts)), np.int64)
-        for lap in (0, 1):  # the first to know what waits when a period begins
+        end = at + np.where(back, b, f)
+        slots = (np.concatenate([at[:, 1:], at[:, :1] + self.period], 1) - end) // w
+        queue, served = np.zeros(len(starts), np.int64), np.zeros_like(slots)
+        for _ in range(2):  # the first to know what waits when a period begins
+            waiting = queue
             for i in range(blocks.shape[1]):
-                waited += lap * queue * size[:, i]
                 queue = queue + back[:, i]
-                served = np.minimum(queue, slots[:, i])
-                queue = queue - served
-                waited += lap * (queue * gap[:, i] + w * (served * (served - 1) // 2))
-        return np.where(slots.sum(1) >= 2 * self.g, waited, -1)
+                served[:, i] = np.minimum(queue, slots[:, i])
+                queue = queue - served[:, i]
+        return end, back, served, waiting
+
+    def _waited(self, starts: Array) -> Array:
+        """Cells that W's wait, all together; -1 where there are too few gaps."""
+        end, back, served, waiting = self._served(starts)
+        waited = (served * end + self.lattice.size[W] * (served * (served - 1) // 2) - back * end).sum(1)
+        return np.where(served.sum(1) == 2 * self.g, waited + waiting * self.period, -1)
 
     def _best(self, rows: Array, starts: Array, rest: Array, leans: Array, score: Array) -> Array:
         """The ``width`` rows of least score, of those with the same starts and waits left that lean about as much one."""
@@ -309,7 +315,7 @@ class Beam:
             for k in range(last + 1):
                 start[B, j, k] = start[F, j, last] + f + start[F, image, last] - start[F, image, k]
         for rank in range(p):
-            self._place(start, (rank, last - rank))
+            self._place(start, (rank, last - rank), path[rank])
         order = sorted(range(g), key=lambda j: start[F, j, 0] % self.period)
         forward, backward, weight = (
             tuple(
@@ -320,23 +326,13 @@ class Beam:
         )
         return BuildingBlock(v_shape(p), self.period, forward, backward, weight)
 
-    def _place(self, start: dict[tuple[int, int, int], int], replicas: Sequence[int]) -> None:
-        """W's of a rank, each in the first gap after its B that is left, those first that have waited longest."""
-        f, b, w = self.lattice.size
-        blocks = sorted(
-            (start[op, j, k] % self.period, op, j, k) for op in (F, B) for k in replicas for j in range(self.g)
-        )
-        queue: list[tuple[int, int, int]] = []
-        for lap in (0, 1):
-            for n, (at, op, j, k) in enumerate(blocks):
-                end = at + (b if op == B else f) + lap * self.period
-                if op == B:
-                    queue.append((end, j, k))
-                follows = blocks[(n + 1) % len(blocks)][0] + (lap + (n + 1) // len(blocks)) * self.period
-                while queue and end + w <= follows:
-                    came, j, k = queue.pop(0)
-                    start[W, j, k] = start[B, j, k] + b + end - came
-                    end += w
+    def _place(self, start: dict[tuple[int, int, int], int], replicas: Sequence[int], starts: Array) -> None:
+        """W's of a rank, whose F's are at ``starts``."""
+        end, _, served, waiting = (x[0].tolist() for x in self._served(starts[None]))
+        cells = [at + self.lattice.size[W] * k for at, here in zip(end, served, strict=True) for k in range(here)]
+        ordered = sorted((start[B, j, k] % self.period, j, k) for j in range(self.g) for k in replicas)
+        for n, (at, j, k) in enumerate(ordered, waiting):
+            start[W, j, k] = start[B, j, k] - at + cells[n % len(cells)] + n // len(cells) * self.period
 
 
 def mirrored_cycles(

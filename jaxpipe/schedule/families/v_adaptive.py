@@ -17,7 +17,7 @@ of the least block, V-Min's is repeated at longer intervals, down to one microba
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from heapq import nsmallest
@@ -40,7 +40,7 @@ from jaxpipe.schedule.list_schedule.fillers import Finisher, merit
 from jaxpipe.schedule.list_schedule.weights import WeightFilling, refilled
 from jaxpipe.schedule.placement import v_shape
 from jaxpipe.schedule.problem import CodeRows, Problem
-from jaxpipe.schedule.retime import SLACK, Draft, Objective
+from jaxpipe.schedule.retime import SLACK, Draft, Objective, within
 
 _by_span = partial(Draft.key, objective="span")
 # With these no row of tests/golden/authors_v.json that was tried (388 of 440) is behind the authors; fewer screened lost 0.5%.
@@ -137,7 +137,7 @@ def _laid(
 ) -> Iterator[tuple[Draft, CodeRows]]:
     """The best blocks with ends by rule: drafts for all microbatches, and their rows for few."""
     cells = (cells_with_ends(block, short.problem) for block in blocks)
-    drafts = _within((short.retimer.draft(compact(short.problem, x)) for x in cells if x is not None), limit)
+    drafts = within((short.retimer.draft(compact(short.problem, x)) for x in cells if x is not None), limit)
     for draft in nsmallest(_LAID, drafts, key=_by_span):
         for longer in _longer(iter([draft]), short, full, limit):
             yield longer, draft.rows
@@ -154,15 +154,11 @@ def _starts(
     yield from (plain[k] for k in nsmallest(_SCREENED_FINISHED, range(len(plain)), key=looked.__getitem__))
 
 
-def _within(drafts: Iterable[Draft | None], limit: float) -> Iterator[Draft]:
-    return (draft for draft in drafts if draft is not None and draft.peak <= limit * SLACK)
-
-
 def _finished(rows: CodeRows, short: Finisher, full: Finisher, limit: float) -> Iterator[Draft]:
     """``rows`` by all recipes, W laid anew on the best, for all microbatches."""
-    tried = [*_within([short.retimer.draft(rows)], limit), *short.drafts(rows, limit, _ALL)]
+    tried = [*within([short.retimer.draft(rows)], limit), *short.drafts(rows, limit, _ALL)]
     filling = WeightFilling(short.problem, limit, short.retimer)
-    tried += _within([refilled(filling, draft, _PASSES) for draft in nsmallest(_REFILLED, tried, key=merit)], limit)
+    tried += within([refilled(filling, draft, _PASSES) for draft in nsmallest(_REFILLED, tried, key=merit)], limit)
     return _longer(iter(tried), short, full, limit)
 
 
@@ -171,7 +167,7 @@ def _longer(drafts: Iterator[Draft], short: Finisher, full: Finisher, limit: flo
     if full is short:
         return drafts
     rows = (repeated(short.problem, draft.rows, full.problem.num_microbatches) for draft in drafts)
-    return _within((full.retimer.draft(longer) for longer in rows if longer is not None), limit)
+    return within((full.retimer.draft(longer) for longer in rows if longer is not None), limit)
 
 
 def _stretched(problem: Problem, limit: float) -> BuildingBlock:

@@ -23,7 +23,7 @@ class _Rounds:
     def __init__(self, problem: Problem, limit: float, keep_room: bool) -> None:
         self.problem, self.limit = problem, limit + _ROUNDING
         self.p, self.m = problem.num_ranks, problem.num_microbatches
-        self.held = [max(h, k) for h, k in zip(problem.held, problem.kept, strict=True)]
+        self.held = problem.reserved
         self.keep_room = keep_room
         self.done = [[0] * self.p for _ in range(4)]
         self.live = [0.0] * self.p

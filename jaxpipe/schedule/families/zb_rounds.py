@@ -54,10 +54,7 @@ class _Rounds:
             [-k for k in problem.kept],
         )
         self.count = ([0] * n, [0] * n, [0] * n)
-        self.arrives: tuple[list[list[float]], list[list[float]]] = ([[0.0] * m], [[] for _ in range(n)])
-        self.arrives[0].extend([0.0] * m for _ in range(n - 1))
-        for r in range(n):
-            self.arrives[1][r] = [0.0] * m
+        self.arrives = [[[0.0] * m for _ in range(n)] for _ in (F, B)]
         self.free, self.live, self.idle, self.most_idle = [0.0] * n, [0.0] * n, [0.0] * n, 0.0
         self.order: list[list[int]] = [[] for _ in range(n)]
 

@@ -24,7 +24,7 @@ from typing import Literal
 from jaxpipe.schedule.list_schedule.clock import NEVER, Choose, Clock
 from jaxpipe.schedule.list_schedule.from_the_end import filled_from_the_end
 from jaxpipe.schedule.problem import BW, B, CodeRows, Problem, W
-from jaxpipe.schedule.retime import SLACK, Draft, Retimer, best_of, nine_digits
+from jaxpipe.schedule.retime import SLACK, Draft, Retimer, best_of, nine_digits, within
 
 _STARTS, _FEWEST, _LEAST = 2, 10, 3
 _ACTIONS = 45_000  # placed for the first order, over all recipes; a recipe takes about 4 µs for each
@@ -274,8 +274,7 @@ class Finisher:
     def best(self, rows: CodeRows, limit: float, tries: int) -> Draft | None:
         """The best of ``rows`` squeezed, ``tries`` recipes on them, and on the best of what these gave; None if none is within
         ``limit`` (units of a rank's share). Best: by :func:`merit`."""
-        found = [d for d in (self.retimer.draft(rows),) if d is not None and d.peak <= limit * SLACK]
-        found += self.drafts(rows, limit, tries)
+        found = [*within([self.retimer.draft(rows)], limit), *self.drafts(rows, limit, tries)]
         left = tries - len(RECIPES)
         for draft in sorted(found, key=merit)[:_STARTS]:
             if left > 0:
@@ -290,7 +289,7 @@ class Finisher:
         while now is not None and (best is None or merit(now) < merit(best)):
             yield (best := now)
             back = map(self.retimer.draft, filled_from_the_end(self.problem, best.rows, limit))
-            found = [d for d in back if d is not None and d.peak <= limit * SLACK]
+            found = [*within(back, limit)]
             found += self.drafts(min(found, key=merit, default=best).rows, limit, _AGAIN)
             now = min(found, key=merit, default=None)
 
@@ -298,10 +297,9 @@ class Finisher:
         """``rows`` by the first ``tries`` recipes, those that keep within ``limit`` (units of a rank's share)."""
         # without transfers two views are one
         distinct = {(id(self._views[view]), rules): view for view, rules in recipes}
-        for (_, rules), view in islice(distinct.items(), max(0, tries)):
-            draft = self.retimer.draft(self.filled(rows, limit, rules, view))
-            if draft is not None and draft.peak <= limit * SLACK:
-                yield draft
+        some = islice(distinct.items(), max(0, tries))
+        filled = (self.filled(rows, limit, rules, view) for (_, rules), view in some)
+        return within(map(self.retimer.draft, filled), limit)
 
 
 def improved(problem: Problem, orders: Sequence[CodeRows]) -> Draft:

@@ -17,9 +17,10 @@ Ballestín and Quintanilla 2005); list scheduling in both directions, and memory
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from jaxpipe.schedule.list_schedule.clock import Choose, Clock, Feed, Tables
-from jaxpipe.schedule.problem import B, CodeRows, F, Problem, W
+from jaxpipe.schedule.problem import B, CodeRows, Problem, W
 from jaxpipe.schedule.retime import SLACK
 
 GAPS = ((1.0, 1.0), (0.5, 0.5), (1.0, 0.5))
@@ -27,34 +28,24 @@ GAPS = ((1.0, 1.0), (0.5, 0.5), (1.0, 0.5))
 
 
 def backward_tables(problem: Problem) -> Tables:
-    """What the clock looks up where time runs backwards; codes are those of ``problem``, without BW."""
-    n, m, stages = problem.num_replicas, problem.num_microbatches, problem.placement.num_stages
+    """What the clock looks up where time runs backwards, each feed the other way round; codes are those of ``problem``, without
+    BW."""
+    forwards, n, m = problem.tables, problem.num_replicas, problem.num_microbatches
+    sent = [(kind, kind + x.gaps[0] // m, x.link, x.seconds) for kind in range(W * n) for x in forwards.feeds[kind]]
+    sent += [(B * n + k, W * n + k, -1, 0.0) for k in range(n)]
     feeds: list[tuple[Feed, ...]] = [()] * (3 * n)
-    links: dict[tuple[int, int], int] = {}
-
-    def feed(kind: int, made: int, seconds: float = 0.0) -> None:
-        here, there = problem.rank[kind % n], problem.rank[made % n]
-        link = -1 if here == there else links.setdefault((here, there), len(links))
-        feeds[kind] = (Feed(there, link, seconds, ((made - kind) * m,)),)
-
-    for k in range(n):
-        feed(W * n + k, B * n + k)
-        if k % stages < stages - 1:
-            feed(B * n + k, B * n + k + 1, problem.up_s[k + 1])
-        else:
-            feed(B * n + k, F * n + k)
-        if k % stages:
-            feed(F * n + k, F * n + k - 1, problem.down_s[k - 1])
+    needs = [0] * (3 * n)
+    for made, kind, link, seconds in sent:
+        feeds[kind] = (Feed(problem.rank[made % n], link, seconds, ((made - kind) * m,)),)
+        needs[made] += 1
     rest = (held - kept for held, kept in zip(problem.held, problem.kept, strict=True))
-    return Tables(
-        num_ranks=problem.num_ranks,
-        num_microbatches=m,
-        ranks=[(r,) for r in problem.rank] * 3,
-        seconds=[*problem.f_s, *problem.b_s, *problem.w_s],
+    return replace(
+        forwards,
+        ranks=forwards.ranks[: 3 * n],
+        seconds=forwards.seconds[: 3 * n],
         change=[*(-held for held in problem.held), *rest, *problem.kept],
         feeds=feeds,
-        needs=[*([1] * n), *(1 + (k % stages > 0) for k in range(n)), *([0] * n)],
-        num_links=len(links),
+        needs=needs,
     )
 
 

@@ -30,8 +30,7 @@ def backwards_like(schedule: Schedule, like: Schedule) -> Schedule:
 
 def fused_backwards(schedule: Schedule) -> frozenset[tuple[int, int]]:
     """The (stage, microbatch) of each BW."""
-    actions = (a for rank in range(schedule.num_ranks) for a in schedule.actions(rank))
-    return frozenset((a.stage, a.microbatch) for a in actions if a.op == BW.name)
+    return frozenset((a.stage, a.microbatch) for a in schedule.actions() if a.op == BW.name)
 
 
 def fused_stages(schedule: Schedule) -> tuple[int, ...]:

@@ -34,9 +34,7 @@ def insert(schedule: Schedule, op: str, *, after: str, stages: Iterable[int]) ->
         behind = ((a, at) for at, x in enumerate(row) for a in x.actions if a.op == after and a.stage in chosen)
         added.append([(replace(a, op=name), at) for a, at in behind])
     if wrong := [s for s in chosen if s not in {a.stage for new in added for a, _ in new}]:
-        ops = sorted(
-            {a.op for rank in range(schedule.num_ranks) for a in schedule.actions(rank) if a.stage == wrong[0]}
-        )
+        ops = sorted({a.op for a in schedule.actions() if a.stage == wrong[0]})
         why = f"no {after} to stand behind, but {' '.join(ops)}" if ops else f"no place in 0..{schedule.num_stages - 1}"
         raise ScheduleError(f"insert {name}: stage {wrong[0]} has {why}")
     rows = tuple((*row, *(a for a, _ in new)) for row, new in zip(schedule.rows, added, strict=True))

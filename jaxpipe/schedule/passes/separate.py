@@ -88,7 +88,7 @@ class _Candidate:
         timeline = simulate(schedule, costs)
         self.schedule, self.peak = schedule, max(timeline.peak_activations, default=0.0)
         self.times = nine_digits(timeline.makespan), nine_digits(timeline.max_span)
-        self.splits = sum(a.op == B.name for rank in range(schedule.num_ranks) for a in schedule.actions(rank))
+        self.splits = sum(a.op == B.name for a in schedule.actions())
 
     def fits(self, limit: float, start: _Candidate) -> bool:
         """Whether it keeps the limit and takes no longer than ``start``."""

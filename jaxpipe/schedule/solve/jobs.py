@@ -20,7 +20,6 @@ from jaxpipe.schedule.families import FAMILIES
 from jaxpipe.schedule.ir import Schedule
 from jaxpipe.schedule.json_form import from_json, to_json
 from jaxpipe.schedule.passes.braid import unbraid
-from jaxpipe.schedule.placement import v_shape
 from jaxpipe.schedule.problem import OPS, Problem
 from jaxpipe.schedule.search_orders import Candidate, best_of_family, cheap_first
 from jaxpipe.schedule.settings import Task
@@ -114,7 +113,7 @@ class Cycles(Job):
 
         problem, limits = Problem.of(task.placement, task.num_microbatches, task.costs), task.safe_limits()
         best: tuple[float, ...] = (float("inf"),)
-        if task.placement == v_shape(problem.num_ranks):
+        if task.placement.is_v:
             found = mirrored_cycles(problem, limits, self.part, self.parts, self.budget(), self.seed)
         else:
             found = cycles(problem, limits, self.budget(), self.seed)

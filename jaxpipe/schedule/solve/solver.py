@@ -27,7 +27,6 @@ from jaxpipe.errors import ScheduleError, gist
 from jaxpipe.schedule.bounds import lower_bound, span_lower_bound
 from jaxpipe.schedule.check import check_schedule
 from jaxpipe.schedule.ir import Schedule
-from jaxpipe.schedule.placement import v_shape
 from jaxpipe.schedule.problem import Problem
 from jaxpipe.schedule.retime import Draft, Retimer
 from jaxpipe.schedule.simulate import simulate
@@ -390,7 +389,7 @@ class Portfolio:
                 yield self._job(number, Families, total, names=(name,))
         for number, task in chains:
             if task.placement.num_flows == 1 < task.placement.num_chunks:
-                parts = _CYCLE_PARTS if task.placement == v_shape(task.placement.num_ranks) else 1
+                parts = _CYCLE_PARTS if task.placement.is_v else 1
                 for part in range(parts):
                     yield self._job(number, Cycles, min(25.0, total * 0.4), part=part, parts=parts)
         for number, task in chains:

@@ -115,7 +115,7 @@ def gap_of(value: float, lower_bound: float) -> float:
 
 def count_offloads(schedule: Schedule) -> int:
     """How many (stage, microbatch) pairs are copied to the host."""
-    return sum(op_spec(a.op).lane == "d2h" for rank in range(schedule.num_ranks) for a in schedule.actions(rank))
+    return sum(op_spec(a.op).lane == "d2h" for a in schedule.actions())
 
 
 def most_offloaded(timeline: Timeline) -> int:

@@ -7,7 +7,6 @@ which is what a model needs; other tables belong to :mod:`jaxpipe.train.config`.
 
 from __future__ import annotations
 
-import math
 import types
 import typing
 from collections.abc import Iterable, Mapping
@@ -15,7 +14,7 @@ from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, TypeVar
 
 from jaxpipe.errors import ConfigError
-from jaxpipe.wording import closest
+from jaxpipe.wording import closest, divisors_of
 
 T = TypeVar("T")
 
@@ -52,8 +51,7 @@ def suggestion(name: str, known: Iterable[str]) -> str:
 
 def divisors(n: int) -> str:
     """The divisors of ``n`` as an error message lists them."""
-    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
-    return ", ".join(map(str, sorted({*small, *(n // d for d in small)})))
+    return ", ".join(map(str, divisors_of(n)))
 
 
 def check_sizes(what: str, **sizes: int | None) -> None:

@@ -30,7 +30,7 @@ from jaxpipe.stage.leaves import array_leaves, fill
 from jaxpipe.stage.model.layer import Layer, LayerContext, Model, Path, every_init_avals, given_to, key_aval, taken_by
 from jaxpipe.stage.model.params import leaves_of, with_tied_leaves
 from jaxpipe.stage.model.reference import calling
-from jaxpipe.wording import aligned
+from jaxpipe.wording import aligned, arrows
 
 _MOST_DIVISIONS = 20_000
 """Of stages among branches, that are tried."""
@@ -165,10 +165,9 @@ def cut(
         if found:
             return min(found)[-1]
     assert edges is not None, "any number of stages up to that of layers can be cut"
-    arrows = " ".join(f"{a}->{b}" for a, b in sorted(edges)) or "none"
     raise StageError(
-        f"no cut of these {n} layers, branch by branch, into {num_stages} stages has the edges {arrows}; say where stages "
-        "begin, or use a placement with the edges that follow from what the layers take"
+        f"no cut of these {n} layers, branch by branch, into {num_stages} stages has the edges {arrows(edges)}; say where "
+        "stages begin, or use a placement with the edges that follow from what the layers take"
     )
 
 

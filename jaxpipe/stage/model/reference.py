@@ -28,6 +28,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxpipe import lazy
 from jaxpipe._jax_compat import eval_jaxpr, only_results
 from jaxpipe.errors import ConfigError, JaxpipeError, StageError
 from jaxpipe.stage.model.layer import Layer, LayerContext, Model, Params, given_to, taken_by
@@ -311,15 +312,9 @@ def run_layers(
 def _import(module_name: str, name: str) -> ModuleType:
     """The module, also from the working directory, where ``models/`` lies when the command runs in a checkout, or from
     ``jaxpipe.models``."""
-    here = str(FilePath.cwd())
-    added = not {"", here} & set(sys.path)
-    if added:
-        sys.path.append(here)
     try:
-        return importlib.import_module(module_name)
+        return lazy.import_from_here(module_name)
     except ModuleNotFoundError as error:
-        if added:
-            sys.path.remove(here)
         missing = error.name or module_name
         if not (module_name == missing or module_name.startswith(missing + ".")):
             raise ConfigError(f"{name}: {module_name} imports {missing}, which is not installed") from error
@@ -327,7 +322,7 @@ def _import(module_name: str, name: str) -> ModuleType:
             return _import(f"jaxpipe.{module_name}", name)
         package, _, last = module_name.rpartition(".")
         hint = suggestion(last, _siblings(package)) if package and missing == module_name else ""
-        raise ConfigError(f"{name}: no module {missing!r} on sys.path or in {here}{hint}") from error
+        raise ConfigError(f"{name}: no module {missing!r} on sys.path or in {FilePath.cwd()}{hint}") from error
     except JaxpipeError:
         raise
     except (Exception, SystemExit) as error:
@@ -347,7 +342,7 @@ def _is_function_or_class(value: Any) -> bool:
 def _told(error: BaseException) -> str:
     """What was raised, and the line of the user's code that it came from."""
     frames = traceback.extract_tb(error.__traceback__)
-    others = (__file__, "<", sysconfig.get_path("stdlib"))
+    others = (__file__, lazy.__file__, "<", sysconfig.get_path("stdlib"))
     own = [f for f in frames if not f.filename.startswith(others) and "site-packages" not in f.filename]
     place = f" ({FilePath(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}{place}"

@@ -27,7 +27,11 @@ POLICIES: Mapping[str, str] = MappingProxyType(
 """Name → what runs again in the backward pass."""
 
 FINDS: Mapping[str, str] = MappingProxyType(
-    {"attention": "no attention scores", "mlp": "no hidden values", "gather": "nothing gathered over time"}
+    {
+        "attention": "no attention scores",
+        "mlp": "no hidden values",
+        "gather": "nothing that sequence parallelism gathers",
+    }
 )
 """Name → what is said of it where there is nothing for it to do."""
 

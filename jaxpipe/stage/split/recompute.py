@@ -288,7 +288,7 @@ class Policy:
         """The same part by part; of ``flash``, what it adds to ``fused``: nothing where a kernel keeps no scores."""
         added = "none" if any(map(is_attention_kernel, graph.eqns)) else "attention"
         parts = [added if part == "flash" else part for part in self.parts]
-        return {part: _RULES[part](graph) for part in parts if part != "none"}
+        return {part: Policy((part,))(graph) for part in parts if part != "none"}
 
 
 def policy(name: str) -> Policy:

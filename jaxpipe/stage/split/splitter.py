@@ -160,7 +160,7 @@ def _save(graph: Graph, backward: set[int], targets: Sequence[Atom], may_save: S
 
 def _idle_parts(graph: Graph, backward: set[int], targets: Sequence[Atom], policy: Policy) -> tuple[str, ...]:
     """Remarks on parts of a policy under which F saves all that it would save without."""
-    everything, _ = _save(graph, backward, targets, lambda v: True)
+    everything, _ = _save(graph, backward, targets, Policy(("none",))(graph))
     if not everything:
         return ()
     loops = {graph.eqns[graph.maker[v]].primitive.name for v in everything} & {"scan", "while"}

@@ -6,7 +6,6 @@ Only names are compared with the schedule families: what a family says about siz
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import fields
 
@@ -14,6 +13,7 @@ from jaxpipe.errors import ConfigError, ScheduleError
 from jaxpipe.schedule.families import FAMILIES
 from jaxpipe.train.own_schedules import rules_of, towers_of
 from jaxpipe.train.settings.sections import DataConfig, PipelineConfig, Sections, TraverseConfig, names_function
+from jaxpipe.wording import divisors_of
 
 _MOST_PAIRS = 500_000  # of stages and microbatches in a schedule
 _Rule = Callable[[Sections], Iterator[str]]
@@ -54,8 +54,8 @@ def _batch(config: Sections) -> Iterator[str]:
 
 def _nearest_divisors(number: int, wanted: int) -> str:
     """The two divisors of ``number`` nearest to ``wanted``, as ``4 or 8``."""
-    divisors = {d for k in range(1, math.isqrt(number) + 1) if number % k == 0 for d in (k, number // k)}
-    return " or ".join(map(str, sorted(sorted(divisors, key=lambda d: abs(d - wanted))[:2])))
+    nearest = sorted(divisors_of(number), key=lambda d: abs(d - wanted))[:2]
+    return " or ".join(map(str, sorted(nearest)))
 
 
 @_about("pipeline.sharding.sequence_parallel", "data.seq_len", "pipeline.tp")
@@ -196,8 +196,8 @@ def _vocabulary(config: Sections) -> Iterator[str]:
     given = f"pipeline.vocabulary={pipe.vocabulary}"
     if pipe.schedule not in (*FAMILIES, "traverse"):
         yield f"{given} with pipeline.schedule={pipe.schedule!r}: vocabulary layers are spread over the orders of families"
-    if pipe.vocabulary == "joint" and pipe.schedule != "1f1b":
-        yield f"{given} goes with pipeline.schedule=1f1b, not {pipe.schedule!r}: use spread"
+    if problem := joint_problem(pipe):
+        yield problem
     if pipe.memory_limit is not None:
         yield f"{given} takes no pipeline.memory_limit: leave it out, or set pipeline.vocabulary=ends"
     if isinstance(pipe.recompute, tuple):
@@ -208,6 +208,13 @@ def _vocabulary(config: Sections) -> Iterator[str]:
         yield f"{given} is not there with pipeline.cp={pipe.cp}: set one of them otherwise"
     if config.run.replan.enabled:
         yield f"{given} is not there with replan.enabled=true: set one of them otherwise"
+
+
+def joint_problem(pipe: PipelineConfig) -> str:
+    """What is wrong with joint vocabulary layers, which have one order: another schedule would be without effect."""
+    if pipe.vocabulary != "joint" or pipe.schedule in ("1f1b", "vocab-1f1b-joint"):
+        return ""
+    return f"pipeline.vocabulary=joint goes with pipeline.schedule=1f1b, not {pipe.schedule!r}: use spread"
 
 
 @_about("run.machine.devices", "pipeline.ranks", "pipeline.dp", "pipeline.cp", "pipeline.tp")

@@ -166,7 +166,10 @@ class _Shop:
         )
 
         alone = n == p == task.placement.num_stages and all(len(x) == 1 for x in self.riders)
-        each = min((*problem.f_s, *problem.b_s, *problem.w_s), default=0.0) > 0
+        copies = [*costs.offload_s, *costs.load_s] if any(self.leaves) else []
+        each = (
+            min((*problem.f_s, *problem.b_s, *problem.w_s, *copies), default=0.0) > 0
+        )  # else events of one time follow
         # Lots go from event to event, which equal durations share.
         work = self.actions.ticks.of(max(map(sum, zip(problem.f_s, problem.b_s, problem.w_s, strict=True))))
         quick = work <= _FEW_TICKS or p * problem.num_microbatches <= _FEW_MICROBATCHES

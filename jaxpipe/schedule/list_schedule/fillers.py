@@ -253,6 +253,7 @@ class Finisher:
         self.problem = problem
         self.retimer = Retimer(problem)
         self._known: _Known | None = None
+        self._made: dict[tuple[object, ...], Draft | None] = {}
 
     @cached_property
     def _views(self) -> dict[View, Problem]:
@@ -298,9 +299,12 @@ class Finisher:
         """``rows`` by the first ``tries`` recipes, those that keep within ``limit`` (units of a rank's share)."""
         # without transfers two views are one
         distinct = {(id(self._views[view]), rules): view for view, rules in recipes}
+        order = tuple(map(tuple, rows))
         for (_, rules), view in islice(distinct.items(), max(0, tries)):
-            draft = self.retimer.draft(self.filled(rows, limit, rules, view))
-            if draft is not None and draft.peak <= limit * SLACK:
+            at = order, limit, rules, view
+            if at not in self._made:
+                self._made[at] = self.retimer.draft(self.filled(rows, limit, rules, view))
+            if (draft := self._made[at]) is not None and draft.peak <= limit * SLACK:
                 yield draft
 
 

@@ -15,6 +15,8 @@ that moment. Only what is marked ``compiles`` may. Random tests try a few exampl
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import gc
 import importlib.metadata
 import os
@@ -223,6 +225,29 @@ def _loaded_once() -> Iterator[None]:
                     return _loaded[at]
 
                 patch.setattr(compilation_cache, "get_executable_and_time", known)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _generated_once() -> Iterator[None]:
+    """Of equal arguments ``generate`` makes the same schedule again, so in this process a family makes it once; a test that wants
+    it made anew calls the family's function."""
+    with pytest.MonkeyPatch.context() as patch:
+        if registry := sys.modules.get("jaxpipe.schedule.families.registry"):
+            named = registry.family_named
+
+            @functools.lru_cache(maxsize=1000)
+            def made(ops: object, name: str, *arguments: Any, **options: Any) -> Any:
+                return named(name).function(*arguments, **options)
+
+            def known(name: str) -> Any:
+                family = named(name)
+                if name not in registry._OURS:
+                    return family
+                return dataclasses.replace(family, function=functools.partial(made, registry_of_ops(), name))
+
+            registry_of_ops = sys.modules["jaxpipe.schedule.ir"].registered_ops
+            patch.setattr(registry, "family_named", known)
         yield
 
 

@@ -24,7 +24,7 @@ import shutil
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -229,9 +229,10 @@ def _loaded_once() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _generated_once() -> Iterator[None]:
-    """Of equal arguments ``generate`` makes the same schedule again, so in this process a family makes it once; a test that wants
-    it made anew calls the family's function."""
+def generated_once() -> Iterator[Callable[[], object]]:
+    """Of equal arguments ``generate`` makes the same schedule again, so in this process a family makes it once. The value: a
+    call that forgets them, for tests that want schedules made anew."""
+    forget: Callable[[], object] = bool
     with pytest.MonkeyPatch.context() as patch:
         if registry := sys.modules.get("jaxpipe.schedule.families.registry"):
             named = registry.family_named
@@ -244,11 +245,12 @@ def _generated_once() -> Iterator[None]:
                 family = named(name)
                 if name not in registry._OURS:
                     return family
-                return dataclasses.replace(family, function=functools.partial(made, registry_of_ops(), name))
+                ops = sys.modules["jaxpipe.schedule.ir"].registered_ops()
+                return dataclasses.replace(family, function=functools.partial(made, ops, name))
 
-            registry_of_ops = sys.modules["jaxpipe.schedule.ir"].registered_ops
             patch.setattr(registry, "family_named", known)
-        yield
+            forget = made.cache_clear
+        yield forget
 
 
 @pytest.fixture(scope="module")

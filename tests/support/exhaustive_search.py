@@ -142,7 +142,6 @@ class _Search:
         """Whether everything can be done in time from ``state``, in which nothing that has ended by ``now`` is still held."""
         if self._hopeless(state, now):
             return False
-        case = self.case
         if self._finished(state):
             return True
         key = state.relative(now)
@@ -167,7 +166,9 @@ class _Search:
     @cached_property
     def lanes(self) -> list[tuple[str, list[Job]]]:
         """Every lane with its jobs."""
-        return [(lane, [x for x in self.lane_of if self.lane_of[x] == lane]) for lane in sorted({*self.lane_of.values()})]
+        return [
+            (lane, [x for x in self.lane_of if self.lane_of[x] == lane]) for lane in sorted({*self.lane_of.values()})
+        ]
 
     def _choices(self, state: State, now: int, lanes: list[tuple[str, list[Job]]]) -> Iterator[State]:
         """Every way in which the free lanes may start something, or not."""

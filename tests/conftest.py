@@ -15,6 +15,8 @@ that moment. Only what is marked ``compiles`` may. Random tests try a few exampl
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import gc
 import importlib.metadata
 import os
@@ -22,7 +24,7 @@ import shutil
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -224,6 +226,31 @@ def _loaded_once() -> Iterator[None]:
 
                 patch.setattr(compilation_cache, "get_executable_and_time", known)
         yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def generated_once() -> Iterator[Callable[[], object]]:
+    """Of equal arguments ``generate`` makes the same schedule again, so in this process a family makes it once. The value: a
+    call that forgets them, for tests that want schedules made anew."""
+    forget: Callable[[], object] = bool
+    with pytest.MonkeyPatch.context() as patch:
+        if registry := sys.modules.get("jaxpipe.schedule.families.registry"):
+            named = registry.family_named
+
+            @functools.lru_cache(maxsize=1000)
+            def made(ops: object, name: str, *arguments: Any, **options: Any) -> Any:
+                return named(name).function(*arguments, **options)
+
+            def known(name: str) -> Any:
+                family = named(name)
+                if name not in registry._OURS:
+                    return family
+                ops = sys.modules["jaxpipe.schedule.ir"].registered_ops()
+                return dataclasses.replace(family, function=functools.partial(made, ops, name))
+
+            patch.setattr(registry, "family_named", known)
+            forget = made.cache_clear
+        yield forget
 
 
 @pytest.fixture(scope="module")

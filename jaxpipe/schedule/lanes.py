@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import product
 
 from jaxpipe.schedule.costs import CostProfile
@@ -110,7 +111,11 @@ def collectives_exposed(costs: CostProfile) -> CostProfile:
 
 def weave(strands: Sequence[Strand], seconds: Sequence[float] | None = None) -> Woven:
     """The strands of a slot in the shortest of the orders described above. ``seconds``: compute of each, if known exactly."""
-    compute_s = sum(seconds if seconds is not None else (x.compute_s for x in strands))
+    return _shortest(tuple(strands), sum(seconds if seconds is not None else (x.compute_s for x in strands)))
+
+
+@lru_cache(maxsize=4096)  # a search times many orders of the same few slots
+def _shortest(strands: tuple[Strand, ...], compute_s: float) -> Woven:
     if not any(x.collective_s for x in strands):
         return Woven(compute_s, compute_s)
     best = _in_turn(strands, compute_s)

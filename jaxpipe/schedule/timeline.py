@@ -65,8 +65,11 @@ class Timeline:
         last = [float("-inf")] * self.num_ranks
         for e in self.events:
             if e.lane != "send":
-                first[e.rank] = min(first[e.rank], e.start_s)
-                last[e.rank] = max(last[e.rank], e.end_s)
+                rank = e.rank
+                if e.start_s < first[rank]:
+                    first[rank] = e.start_s
+                if e.end_s > last[rank]:
+                    last[rank] = e.end_s
         return first, last
 
     @property

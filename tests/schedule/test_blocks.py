@@ -111,7 +111,9 @@ def test_several_microbatches_in_a_block() -> None:
     assert sorted(map(len, rows)) == [15, 15]
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize(
+    "seed", [pytest.param(seed, marks=[pytest.mark.soak] * (seed in (0, 5, 9, 11))) for seed in range(12)]
+)  # the others are smaller
 def test_reordering_keeps_rows_valid_and_within_memory(seed: int) -> None:
     rng = random.Random(seed)
     p, m = rng.choice([2, 3, 5, 6]), rng.choice([1, 3, 7, 12])

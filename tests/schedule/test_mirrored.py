@@ -85,12 +85,12 @@ def test_only_of_vs_with_equal_stages() -> None:
 @pytest.mark.parametrize("costs", [{"comm": 50.0}, {"w": 9.0}, {"f": 0.01, "b": 2.0}, {"w": 0.0, "w_residual": 0.0}])
 def test_any_costs(costs: dict[str, float]) -> None:
     problem = v_problem(4, 8, **costs)
-    for draft, _ in mirrored_cycles(problem, [2.5] * 4, 0, 1, Budget(1.0, reproducible=True), 0):
+    for draft, _ in mirrored_cycles(problem, [2.5] * 4, 0, 1, Budget(0.2, reproducible=True), 0):
         assert draft.peak <= 2.5 * (1 + 1e-9)
         check_schedule(problem.schedule("mirrored", draft.rows))
 
 
-@pytest.mark.parametrize(("limit", "best"), [(4.0, 2680.0), (3.0, 3140.0)])
+@pytest.mark.parametrize(("limit", "best"), [(4.0, 2680.0), pytest.param(3.0, 3140.0, marks=pytest.mark.soak)])
 def test_better_than_what_was_known(limit: float, best: float) -> None:
     """The longest span with Table 5's costs at p = 8: 2683.3 and 3135.3 were the best of a minute's solve."""
     found = mirrored_cycles(v_problem(8, 32, **TABLE_5), [limit] * 8, 0, 2, Budget(3.0, reproducible=True), 0)

@@ -22,6 +22,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import product
 
 Job = tuple[str, int, int]
 """(op, stage, microbatch)."""
@@ -140,14 +142,12 @@ class _Search:
         """Whether everything can be done in time from ``state``, in which nothing that has ended by ``now`` is still held."""
         if self._hopeless(state, now):
             return False
-        case = self.case
         if self._finished(state):
             return True
         key = state.relative(now)
         if key in self.failed and self.failed[key] >= self.deadline - now:
             return False
-        lanes = sorted({case.lane(job) for job in self._jobs()})
-        for after in self._choices(state, now, lanes):
+        for after in self._choices(state, now, self.lanes):
             if after.until:
                 then = min(after.until.values())
                 if self.reachable(self._ended(after, then), then):
@@ -155,21 +155,31 @@ class _Search:
         self.failed[key] = self.deadline - now
         return False
 
-    def _jobs(self) -> Iterator[Job]:
+    @cached_property
+    def lane_of(self) -> dict[Job, str]:
+        """Every job, and the lane that it runs on."""
         case = self.case
         ops = ["F", "B", "W", *(["BW"] if case.bw else []), *(["O", "L"] if case.leaves else [])]
-        return ((op, s, i) for op in ops for s in range(case.stages) for i in range(case.microbatches))
+        jobs = product(ops, range(case.stages), range(case.microbatches))
+        return {job: case.lane(job) for job in jobs}
 
-    def _choices(self, state: State, now: int, lanes: list[str]) -> Iterator[State]:
+    @cached_property
+    def lanes(self) -> list[tuple[str, list[Job]]]:
+        """Every lane with its jobs."""
+        return [
+            (lane, [x for x in self.lane_of if self.lane_of[x] == lane]) for lane in sorted({*self.lane_of.values()})
+        ]
+
+    def _choices(self, state: State, now: int, lanes: list[tuple[str, list[Job]]]) -> Iterator[State]:
         """Every way in which the free lanes may start something, or not."""
         if not lanes:
             yield state
             return
-        lane, rest = lanes[0], lanes[1:]
-        busy = any(not job[0].startswith(">") and self.case.lane(job) == lane for job in state.until)
+        (lane, jobs), rest = lanes[0], lanes[1:]
+        busy = any(self.lane_of.get(job) == lane for job in state.until)
         if not busy:
-            for job in self._jobs():
-                if self.case.lane(job) == lane and self._can_start(state, job):
+            for job in jobs:
+                if self._can_start(state, job):
                     yield from self._choices(self._begun(state, job, now), now, rest)
         yield from self._choices(state, now, rest)
 
@@ -178,6 +188,8 @@ class _Search:
         op, s, i = job
         started = state.started
         if job in started or not self._in_order(started, job):
+            return False
+        if state.level[case.rank[s]] + self._takes(job) > case.limit[case.rank[s]]:
             return False
 
         def done(*options: Job) -> bool:
@@ -199,7 +211,7 @@ class _Search:
             twice = ("BW" if op == "B" else "B", s, i) in started
             ok = not twice and done(("F", s, i)) and (s == case.stages - 1 or arrived("B", s + 1))
             ok = ok and (("O", s, i) not in started or done(("L", s, i)))
-        return ok and state.level[case.rank[s]] + self._takes(job) <= case.limit[case.rank[s]]
+        return ok
 
     def _may_leave(self, state: State, stage: int) -> bool:
         case = self.case
@@ -271,7 +283,8 @@ class _Search:
     def _hopeless(self, state: State, now: int) -> bool:
         case = self.case
         for rank in range(case.ranks):
-            busy = [t for job, t in state.until.items() if job[0][0] != ">" and case.lane(job) == f"rank {rank}"]
+            lane = f"rank {rank}"
+            busy = [t for job, t in state.until.items() if self.lane_of.get(job) == lane]
             work = sum(self._left(state, s, i) for s, i in self._places() if case.rank[s] == rank)
             if (work or busy) and max([now, *busy]) + work > self._due(rank):
                 return True

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import lru_cache
 from itertools import islice
 
 from jaxpipe.errors import ScheduleError
@@ -44,6 +45,8 @@ _STEADY_FILLS = [  # and the part of PipeOffload's memory that they may hold
 _INTERVALS = (1.2, 1.5, 2.0, 2.5, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0, float("inf"))
 _TRIES = 16
 _SMALL = 20_000
+_finisher = lru_cache(maxsize=4)(Finisher)
+"""What it fills does not depend on the limit: a search asks for many."""
 
 
 @family(
@@ -84,7 +87,7 @@ class _Search:
 
     def __init__(self, problem: Problem, costs: CostProfile, limit: float) -> None:
         self.problem, self.costs, self.limit, self.most = problem, costs, limit, limit * SLACK
-        self.finisher, self.plain = Finisher(problem), po_rows(problem)
+        self.finisher, self.plain = _finisher(problem), po_rows(problem)
         self.block = po_block(problem.num_ranks, problem.placement.num_chunks)
         self.alone = max(map(max, self.block.weight)) + 1
         self.small = sum(map(len, self.plain)) <= _SMALL

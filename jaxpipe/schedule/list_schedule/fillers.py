@@ -29,6 +29,7 @@ from jaxpipe.schedule.retime import SLACK, Draft, Retimer, best_of, nine_digits,
 _STARTS, _FEWEST, _LEAST = 2, 10, 3
 _ACTIONS = 45_000  # placed for the first order, over all recipes; a recipe takes about 4 µs for each
 _AGAIN = 8  # recipes for an order that was filled from its end; 20 found the same in the few cases that were tried
+_MOST_MADE = 500  # drafts that are remembered: bounds memory
 SETTLED = 42
 """Orders that :meth:`Finisher.settled` makes, roughly: by all recipes, then twice from the end and by some of them."""
 View = Literal["real", "free transfers", "cells"]
@@ -253,6 +254,7 @@ class Finisher:
         self.problem = problem
         self.retimer = Retimer(problem)
         self._known: _Known | None = None
+        self._made: dict[tuple[object, ...], Draft | None] = {}
 
     @cached_property
     def _views(self) -> dict[View, Problem]:
@@ -297,9 +299,18 @@ class Finisher:
         """``rows`` by the first ``tries`` recipes, those that keep within ``limit`` (units of a rank's share)."""
         # without transfers two views are one
         distinct = {(id(self._views[view]), rules): view for view, rules in recipes}
+        order = tuple(map(tuple, rows))
+
+        def made(rules: Rule | Phases, view: View) -> Draft | None:
+            at = order, limit, rules, view
+            if len(self._made) > _MOST_MADE:
+                self._made.clear()
+            if at not in self._made:
+                self._made[at] = self.retimer.draft(self.filled(rows, limit, rules, view))
+            return self._made[at]
+
         some = islice(distinct.items(), max(0, tries))
-        filled = (self.filled(rows, limit, rules, view) for (_, rules), view in some)
-        return within(map(self.retimer.draft, filled), limit)
+        return within((made(rules, view) for (_, rules), view in some), limit)
 
 
 def improved(problem: Problem, orders: Sequence[CodeRows]) -> Draft:

@@ -201,12 +201,16 @@ def improved(
     """
     least_span, least_makespan = least(filling.problem)
     now = start or filling.fill(order, Rule((-NEVER,) * filling.problem.num_ranks, (0.0,) * len(order)))
-    step = 0
+    step, seen = 0, set[tuple[object, ...]]()
     for _ in range(passes):
         if now is None:
             break
         if now.dominates(best):
             best = now
+        state = step % len(_STEPS), best.span, best.makespan, *map(tuple, now.rows)
+        if state in seen:
+            break  # from here on passes repeat
+        seen.add(state)
         share = _STEPS[step % len(_STEPS)]
         span = best.span - share * (best.span - least_span)
         makespan = best.makespan - share * (best.makespan - least_makespan)

@@ -19,7 +19,9 @@ from tests.support.exhaustive_search import Case, optimum
 
 V2, V3, CIRCULAR2 = (0, 1, 1, 0), (0, 1, 2, 2, 1, 0), (0, 1, 0, 1)
 ALL = 10**6
-DEFAULT = 30  # cases; those of the soak are larger, and some take the exhaustive search a minute
+DEFAULT = (
+    30  # cases, two of which take seconds; those of the soak are larger, and some take the exhaustive search a minute
+)
 
 
 def random_case(seed: int) -> Case:
@@ -45,7 +47,7 @@ def random_case(seed: int) -> Case:
 
 
 @pytest.mark.parametrize(
-    "seed", [*range(1, DEFAULT), *(pytest.param(s, marks=pytest.mark.soak) for s in range(DEFAULT, 400))]
+    "seed", [pytest.param(s, marks=[pytest.mark.soak] * (s >= DEFAULT or s in (5, 18))) for s in range(1, 400)]
 )
 def test_no_optimum_is_below_it_and_with_all_ranks_it_is_the_optimum(seed: int) -> None:
     case = random_case(seed)

@@ -30,7 +30,7 @@ def test_two_thirds_block_never_collides_and_holds_two_thirds(p: int, apart: int
     assert max(block.steady_peaks()) == 2 * (p // 3) + 2
 
 
-@pytest.mark.parametrize("p", [1, 2, 3, 4, 5, 8])
+@pytest.mark.parametrize("p", [1, 2, 3, 4, 5, pytest.param(8, marks=pytest.mark.soak)])
 def test_two_thirds_is_no_worse_than_its_block(p: int) -> None:
     for m in (1, p, 3 * p):
         for f, b, w, comm in UNEVEN:

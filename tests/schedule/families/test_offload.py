@@ -120,8 +120,15 @@ def test_full_offload_is_constant_up_to_32_ranks() -> None:
 
 
 @pytest.mark.parametrize("name", ["po-h", "po-f"])
-def test_throughput_no_worse_than_1f1b(name: str) -> None:
-    for p, m, v in ((2, 1, 2), (3, 5, 2), (4, 4, 3), (5, 12, 2), (8, 8, 4), (8, 3, 2)):
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        [(2, 1, 2), (3, 5, 2), (4, 4, 3), (8, 3, 2)],
+        *(pytest.param([x], marks=pytest.mark.soak) for x in ((5, 12, 2), (8, 8, 4))),
+    ],
+)
+def test_throughput_no_worse_than_1f1b(sizes: list[tuple[int, int, int]], name: str) -> None:
+    for p, m, v in sizes:
         for k in (0, 0.5, 1):
             plain = simulate(generate("1f1b", p, m), profile(p, 1, k))
             assert run(name, p, m, v, profile(p, v, k)).makespan <= plain.makespan * (1 + 1e-9)

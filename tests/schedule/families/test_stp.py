@@ -89,7 +89,7 @@ def test_uneven_costs(name: str) -> None:
         assert simulate(schedule, costs).makespan >= lower_bound(v_shape(p), m, costs)
 
 
-@pytest.mark.parametrize("p", [2, 4, 8])
+@pytest.mark.parametrize("p", [2, 4, pytest.param(8, marks=pytest.mark.soak)])
 def test_the_papers_order(p: int, paper: ModuleType) -> None:
     """With T_AR at 27.5% of the forward (Figure 1): STP is the fastest, 1F1B-I before ZB-V; memory the other way (Table 5)."""
     costs = chunk_costs(p, 1, 1.1, 0.95, 0.38)

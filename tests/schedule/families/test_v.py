@@ -52,7 +52,7 @@ def behind(cell: list[object]) -> float:
 
 
 def test_no_worse_than_the_authors_code() -> None:
-    for cell in cells(keep=97, largest=8):
+    for cell in cells(keep=194, largest=8):
         assert behind(cell) <= BEHIND, cell
 
 
@@ -62,7 +62,7 @@ def test_no_worse_than_the_authors_code_in_any_cell() -> None:
         assert behind(cell) <= BEHIND, cell
 
 
-@pytest.mark.parametrize("p", [4, 5, 6, 7, 8, *(pytest.param(p, marks=pytest.mark.soak) for p in (10, 16))])
+@pytest.mark.parametrize("p", [4, 5, 6, *(pytest.param(p, marks=pytest.mark.soak) for p in (7, 8, 10, 16))])
 def test_closed_forms_at_unit_cost(p: int) -> None:
     """FACTS.md, in chunk units: V-Half idles 3p − 7 for even p, V-Min at most 4p − 5 unless 3 divides p."""
     m = 2 * p

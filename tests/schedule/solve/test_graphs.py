@@ -65,7 +65,7 @@ def task_of(name: str, p: int, m: int, limit: float = float("inf")) -> SolveTask
 @pytest.mark.parametrize(
     ("name", "seconds", "most"),
     [
-        ("mllm", 3, 76),
+        ("mllm", 1, 76),
         ("kshape", 20, 49),
         *(
             pytest.param(name, 60, most, marks=pytest.mark.soak)

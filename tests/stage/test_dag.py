@@ -273,8 +273,8 @@ def _check(seed: int) -> None:
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-10), got, want)
 
 
-SEEDS = (2, 4, 7, 9, 14)
-"""One to three ranks, one to three microbatches, one loss or two, frozen layers, dropout, braids, with and without offload; the
+SEEDS = (4, 7, 9)
+"""One to three ranks, one and three microbatches, one loss or two, frozen layers, dropout, braids, with and without offload; the
 soak takes the others."""
 
 

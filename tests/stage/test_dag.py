@@ -274,8 +274,8 @@ def _check(seed: int) -> None:
 
 
 SEEDS = (4, 7, 9)
-"""One to three ranks, one and three microbatches, one loss or two, frozen layers, dropout, braids, with and without offload; the
-soak takes the others."""
+"""One to three ranks, one and three microbatches, one loss or two, frozen layers, dropout, braids, with and without offload;
+the soak takes the others."""
 
 
 @pytest.mark.parametrize(

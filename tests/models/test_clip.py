@@ -61,7 +61,7 @@ def tiny() -> Model:
 def random_params(model: Model) -> Any:
     rng = np.random.default_rng(0)
     shapes = jax.eval_shape(lambda: init_params(model, 0))
-    return jax.tree.map(lambda a: jnp.asarray(rng.normal(0, 0.5, a.shape), a.dtype), shapes)
+    return jax.tree.map(lambda a: np.asarray(rng.normal(0, 0.5, a.shape), a.dtype), shapes)
 
 
 def random_batch(n: int, seed: int = 0) -> dict[str, np.ndarray]:

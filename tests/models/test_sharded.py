@@ -127,7 +127,8 @@ ALL = [
 
 
 @pytest.mark.parametrize(
-    ("kind", "given", "tp", "dp"), [pytest.param(*x, marks=[pytest.mark.soak] * (x == CASES[3])) for x in CASES]
+    ("kind", "given", "tp", "dp"),
+    [pytest.param(*x, marks=[pytest.mark.soak] * (x in (CASES[1], CASES[3], CASES[4]))) for x in CASES],
 )
 @pytest.mark.usefixtures("x64")
 def test_loss_and_gradients_are_those_of_one_device(kind: str, given: Options, tp: TensorParallel, dp: int) -> None:

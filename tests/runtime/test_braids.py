@@ -276,7 +276,7 @@ def test_braids_on_submeshes(dp: int, tp: TensorParallel) -> None:
     rng = np.random.default_rng(0)
     batch = {k: rng.integers(0, 13, (4, 4, 8)).astype(np.int32) for k in ("tokens", "targets")}
     batch["weights"] = (rng.random((4, 4, 8)) < 0.6).astype(np.float32)
-    params = jax.tree.map(lambda a: a.astype(jnp.float64), init_params(model, 0))
+    params = jax.tree.map(lambda a: np.asarray(a, np.float64), init_params(model, 0))
     check_whole(pipe, params, batch)
     homes = message_homes(pipe.programs, pipe.submeshes, message_numbers(pipe.programs))
     assert {home.spec for where in homes.values() for home in where} == {P(("dp", "tp") if tp.splits_time else "dp")}

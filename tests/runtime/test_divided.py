@@ -181,6 +181,7 @@ def assert_same_run(one: Path, other: Path, step: int) -> None:
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 
+@pytest.mark.usefixtures("one_build")
 def test_a_run_goes_on_in_another_number_of_processes(tmp_path: Path) -> None:
     """Two processes, the launcher's, then this one: metrics, evaluations and the last checkpoint of a run in one."""
     text = write_text(tmp_path / "text")

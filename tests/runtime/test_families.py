@@ -151,7 +151,7 @@ def _model(num_stages: int) -> Model:
 
 @cache
 def _parameters(num_stages: int) -> Mapping[str, Any]:
-    return init_params(_model(num_stages), 0)
+    return jax.tree.map(np.asarray, init_params(_model(num_stages), 0))
 
 
 def _batch(microbatches: int, seed: int) -> dict[str, np.ndarray]:

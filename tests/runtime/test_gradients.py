@@ -149,21 +149,20 @@ def test_dropout_does_not_depend_on_cut_or_schedule() -> None:
     key = jax.random.key(7)
     grads = []
     for schedule in (generate("1f1b", 1, 4), generate("zb-h1", 2, 4), generate("interleaved-1f1b", 2, 4, chunks=2)):
-        pipe = pipeline_for("gpt", schedule, dropout=0.3)
-        loss, grad = pipe.loss_and_grads(pipe.place(parameters("gpt")), batch, key)
+        pipe = pipeline_for("gpt-tied", schedule, dropout=0.3)
+        loss, grad = pipe.loss_and_grads(pipe.place(parameters("gpt-tied")), batch, key)
         grads.append((loss, grad))
     for other in grads[1:]:
         for a, b in zip(jax.tree.leaves(grads[0]), jax.tree.leaves(other), strict=True):
             np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-10, atol=1e-12)
-    without, _ = pipeline_for("gpt", generate("1f1b", 1, 4)).loss_and_grads(
-        pipeline_for("gpt", generate("1f1b", 1, 4)).place(parameters("gpt")), batch
-    )
+    plain = pipeline_for("gpt-tied", generate("1f1b", 2, 4))
+    without, _ = plain.loss_and_grads(plain.place(parameters("gpt-tied")), batch)
     assert abs(float(without) - float(grads[0][0])) > 1e-6, "dropout did nothing"
 
 
 def test_dropout_needs_a_key() -> None:
     from jaxpipe.errors import ProgramError
 
-    pipe = pipeline_for("gpt", generate("1f1b", 1, 2), dropout=0.3)
+    pipe = pipeline_for("gpt-tied", generate("1f1b", 1, 2), dropout=0.3)
     with pytest.raises(ProgramError, match="PRNG key"):
-        pipe.loss_and_grads(pipe.place(parameters("gpt")), random_batch(2))
+        pipe.loss_and_grads(pipe.place(parameters("gpt-tied")), random_batch(2))

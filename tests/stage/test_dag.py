@@ -243,7 +243,7 @@ def _check(seed: int) -> None:
     m = rng.randint(1, 3)
     first = random_schedule(placement, m, rng)
     pipe = Pipeline.build(model, first, microbatch_size=B, boundaries=ranges, compute_dtype=jnp.float64)
-    whole = jax.tree.map(lambda x: x.astype(jnp.float64), init_params(model, seed))
+    whole = jax.tree.map(lambda x: np.asarray(x, np.float64), init_params(model, seed))
     params, batch, key = pipe.place(whole), batch_of((m,), seed), jax.random.key(seed)
     want_loss, want = unsplit(model, whole, batch, key)
     for schedule in (first, random_schedule(placement, m, rng, offload=0.3, braid=0.2)):
@@ -273,9 +273,9 @@ def _check(seed: int) -> None:
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-10), got, want)
 
 
-SEEDS = (2, 4, 7, 9, 14)
-"""One to three ranks, one to three microbatches, one loss or two, frozen layers, dropout, braids, with and without offload; the
-soak takes the others."""
+SEEDS = (4, 7, 9)
+"""One to three ranks, one and three microbatches, one loss or two, frozen layers, dropout, braids, with and without offload;
+the soak takes the others."""
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,7 @@ def parameters(model: Model) -> Any:
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("name", ["gpt", "llama", pytest.param("llama-window", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("name", ["gpt", *(pytest.param(n, marks=pytest.mark.soak) for n in ("llama", "llama-window"))])
 def test_gradients_are_those_of_documents_run_one_by_one(name: str) -> None:
     batch, params = batch_of(4), parameters(model_of(name, "document", 1))
     masked, causal = (step_of(name, mask, 1) for mask in ("document", "causal"))

@@ -159,7 +159,7 @@ _SOAK = pytest.mark.soak
 )
 def test_gradients_of_sharded_stages(pp: int, dp: int, tp: int, sequence: bool, x64: None) -> None:
     model = toy_model()
-    params = jax.tree.map(lambda a: a.astype(jnp.float64), init_params(model, 0))
+    params = jax.tree.map(lambda a: np.asarray(a, np.float64), init_params(model, 0))
     batch = _batch(4, 4)
     pipe = _pipeline(model, pp, dp, TensorParallel(tp, sequence))
     loss_value, grads = pipe.loss_and_grads(pipe.place(params), batch)
@@ -185,7 +185,7 @@ class NnxMLP(nnx.Module):
 def test_nnx_modules_are_divided_too(x64: None) -> None:
     block = from_nnx("nnx", NnxMLP, shards=lambda tp: {("up", "kernel"): 1, ("down", "kernel"): 0})
     model = Model("toy", (embed(), block, mlp("b"), head(), loss()), _batch_spec, V, T)
-    params = jax.tree.map(lambda a: a.astype(jnp.float64), init_params(model, 0))
+    params = jax.tree.map(lambda a: np.asarray(a, np.float64), init_params(model, 0))
     batch = _batch(4, 4)
     pipe = _pipeline(model, 1, 1, TensorParallel(2))
     _, grads = pipe.loss_and_grads(pipe.place(params), batch)
@@ -224,7 +224,7 @@ def test_loops_from_zeros_and_exchanges_over_dp(ours: Any, plain: Any, x64: None
         block = Layer("block", lambda k: {"w": _normal(k, D, D)}, apply)
         return Model("toy", (embed(), block, mlp("b"), head(), loss()), _batch_spec, V, T)
 
-    params = jax.tree.map(lambda a: a.astype(jnp.float64), init_params(model(plain), 0))
+    params = jax.tree.map(lambda a: np.asarray(a, np.float64), init_params(model(plain), 0))
     batch = _batch(4, 4)
     pipe = _pipeline(model(ours), 1, 2, 1)
     _, grads = pipe.loss_and_grads(pipe.place(params), batch)
@@ -240,7 +240,7 @@ def test_loops_from_zeros_and_exchanges_over_dp(ours: Any, plain: Any, x64: None
 @pytest.mark.parametrize("recompute", ["full", "cheap+gather", "flash+gather"])
 def test_recomputing_on_shards_changes_no_gradient(recompute: str, x64: None) -> None:
     model = toy_model()
-    params = jax.tree.map(lambda a: a.astype(jnp.float64), init_params(model, 0))
+    params = jax.tree.map(lambda a: np.asarray(a, np.float64), init_params(model, 0))
     batch = _batch(4, 4)
     pipe = _pipeline(model, 1, 2, TensorParallel(4, True), recompute=recompute)
     _, grads = pipe.loss_and_grads(pipe.place(params), batch)

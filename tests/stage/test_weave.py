@@ -86,7 +86,7 @@ def assert_same_bits(parts: Sequence[ClosedJaxpr], tp: int) -> None:
 @pytest.mark.parametrize(
     ("name", "tp", "options", "ops"),
     [
-        (GPT, 2, {}, ("F", "BW")),
+        pytest.param(GPT, 2, {}, ("F", "BW"), marks=pytest.mark.soak),
         (GPT, 4, {"sequence": True}, ("F", "B")),
         (LLAMA, 2, {"sequence": True, "recompute": "full"}, ("F", "BW")),
         (LLAMA, 4, {"fused": True}, ("F", "W", "B")),

@@ -20,6 +20,7 @@ from jaxpipe.stage.functions import Port, StageFunctions
 from jaxpipe.stage.model.layer import Layer, LayerContext, Params
 from jaxpipe.stage.model.params import stage_params
 from jaxpipe.stage.split.trace import layer_key
+from tests.support.interpret import interpret
 
 V, D, H, T, B = 11, 8, 2, 6, 4
 
@@ -201,7 +202,9 @@ def loss(name: str = "loss") -> Layer:
 
 def init_params(layers: Sequence[Layer], dtype: Any = None) -> dict[str, Params]:
     params = {layer.name: layer.init(jax.random.key(i)) for i, layer in enumerate(layers)}
-    return params if dtype is None else jax.tree.map(lambda a: a.astype(dtype), params)
+    return jax.tree.map(
+        lambda a: np.asarray(a, dtype), params
+    )  # of NumPy: they are cut and joined, and nothing compiled
 
 
 def batch_avals(batch: int = B) -> dict[str, jax.ShapeDtypeStruct]:
@@ -243,8 +246,9 @@ def loss_and_grads(
 class Runner:
     """Runs the functions of a chain of stages, microbatch by microbatch, and accumulates gradients.
 
-    ``compiled=False`` interprets the jaxprs of stages of one device each instead of calling the compiled functions: seconds
-    faster for one-off checks. Arrays of no mesh: JAX would move the arguments of every equation to the mesh that it names.
+    ``compiled=False`` interprets the jaxprs of stages of one device each, with NumPy, instead of calling the compiled
+    functions: seconds faster for one-off checks. Arrays of no mesh: JAX would move the arguments of every equation to the
+    mesh that it names.
     """
 
     def __init__(
@@ -302,12 +306,12 @@ class Runner:
                     value = key
                 case _:
                     value = values[port]
-            args.append(jax.device_put(value, aval.sharding) if self.compiled else jnp.asarray(np.asarray(value)))
+            args.append(jax.device_put(value, aval.sharding) if self.compiled else np.asarray(value))
             assert (args[-1].shape, args[-1].dtype) == (aval.shape, aval.dtype), f"stage {s} {op} {port}"
         if self.compiled:
             results = function.call(*args)
         else:
-            results = tuple(map(jnp.asarray, jax.core.eval_jaxpr(function.jaxpr.jaxpr, function.jaxpr.consts, *args)))
+            results = tuple(map(np.asarray, interpret(function.jaxpr.jaxpr, function.jaxpr.consts, *args)))
         for port, value, aval in zip(function.outputs, results, function.avals_out, strict=True):
             assert (value.shape, value.dtype) == (aval.shape, aval.dtype), f"stage {s} {op} {port}"
             match port.kind:

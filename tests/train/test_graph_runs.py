@@ -310,7 +310,7 @@ def test_a_trainer_steps_as_the_unsplit_model(make: Any, x64: None) -> None:
         dp=2,
         zero1=True,
     )
-    params = jax.tree.map(lambda a: a.astype(jnp.float64), init_params(model, 0))
+    params = jax.tree.map(lambda a: np.asarray(a, np.float64), init_params(model, 0))
     state, gradient = trainer.init(params), whole_gradient(model)
     for k in range(3):
         batch = rows(4, k)

@@ -25,6 +25,8 @@ from tests.support import optimizer_cases as cases
 from tests.support.optimizer_cases import batches, on_one_device, over_ranks, params
 from tests.support.pipelines import MICROBATCH, SEQ, VOCAB, assert_same_arrays, random_batch
 
+pytestmark = pytest.mark.usefixtures("one_build")
+
 
 def late(layer: str, path: Path) -> bool:
     """Nothing of the first stage, and half of a layer of the second."""

@@ -19,6 +19,8 @@ from jaxpipe.train.step import TrainStep
 from tests.support.checkpoint_cases import assert_same
 from tests.support.parallel_cases import Case, optimizer, params_for, pipeline
 
+pytestmark = pytest.mark.usefixtures("one_build")
+
 MESHES = [
     Case("gpt-tied", 1, 1, 1, "1f1b", dtype="bfloat16"),
     Case("gpt-tied", 2, 2, 2, "v-zb", sequence=True, zero1=True, dtype="bfloat16"),

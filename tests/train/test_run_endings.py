@@ -293,7 +293,7 @@ def test_a_step_that_hangs_ends_the_process(spoilt: Callable[..., Path], tmp_pat
 
 
 def test_an_evaluation_that_hangs_ends_the_process(spoilt: Callable[..., Path], tmp_path: Path) -> None:
-    more = (f"{BAD}hangs", "run.watchdog_s=5", "run.checkpoint_every=2", "run.eval_every=6", "run.eval_batches=1")
+    more = (f"{BAD}hangs", "run.watchdog_s=2", "run.checkpoint_every=2", "run.eval_every=6", "run.eval_batches=1")
     code, _, err = ended(["train", *tiny(spoilt(held_out=True), tmp_path / "run", *more)])
     assert code == 5
     line = err.splitlines()[-1]

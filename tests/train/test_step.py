@@ -35,6 +35,8 @@ from tests.support.pipelines import (
 )
 from tests.support.pipelines import some_schedule as forwards_then_backwards
 
+pytestmark = pytest.mark.usefixtures("one_build")
+
 STEPS = 3
 ACTIVE, INACTIVE = 0.05, 100.0
 ZB = generate("zb-h1", 2, 4)

@@ -18,27 +18,27 @@ from tests.support.paths import ROOT
 
 MOST: Mapping[str, tuple[int, int, int]] = {
     # room of jaxpipe/ (a folder's own folders are rooms of schedule/ only): files, code lines, public classes
-    "(top)": (11, 1068, 16),
+    "(top)": (11, 1086, 16),
     "cli": (23, 2245, 5),
     "cost": (5, 767, 7),
     "interop": (6, 443, 7),
     "launch": (3, 267, 2),
-    "planning": (12, 2105, 20),
-    "plot": (8, 758, 5),
-    "program": (8, 847, 11),
+    "planning": (12, 2100, 20),
+    "plot": (8, 752, 5),
+    "program": (8, 845, 11),
     "rehearsal": (6, 598, 8),
-    "runtime": (18, 2408, 26),
-    "schedule": (27, 3073, 31),
-    "schedule/blocks": (6, 553, 3),
-    "schedule/bounds": (9, 1008, 12),
-    "schedule/families": (21, 1797, 3),
-    "schedule/list_schedule": (10, 1111, 14),
-    "schedule/passes": (10, 957, 9),
-    "schedule/solve": (13, 2504, 38),
-    "stage": (48, 6111, 59),
-    "train": (75, 9064, 109),
+    "runtime": (18, 2407, 26),
+    "schedule": (27, 3074, 31),
+    "schedule/blocks": (6, 545, 3),
+    "schedule/bounds": (10, 1147, 13),
+    "schedule/families": (21, 1795, 3),
+    "schedule/list_schedule": (11, 1274, 16),
+    "schedule/passes": (10, 954, 9),
+    "schedule/solve": (13, 2595, 38),
+    "stage": (48, 6107, 59),
+    "train": (75, 9072, 109),
 }
-MOST_OF_SCHEDULE = 8499
+MOST_OF_SCHEDULE = 8789
 """Code lines of ``schedule/`` and its rooms, without ``schedule/solve/``."""
 
 

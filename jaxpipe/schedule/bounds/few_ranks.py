@@ -13,10 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 from jaxpipe.schedule.bounds.flows import Flow, Flows
 from jaxpipe.schedule.bounds.host_orders import HostOrders
-from jaxpipe.schedule.bounds.host_steps import HostSteps
 from jaxpipe.schedule.bounds.orders import Ends, Kept, Orders, Step
 from jaxpipe.schedule.bounds.ranks import residents
 from jaxpipe.schedule.bounds.resident import Resident
@@ -25,6 +25,9 @@ from jaxpipe.schedule.costs import CostProfile
 from jaxpipe.schedule.grids import Ticks, time_grid
 from jaxpipe.schedule.placement import Placement
 from jaxpipe.schedule.tolerance import how_many
+
+if TYPE_CHECKING:
+    from jaxpipe.schedule.bounds.host_steps import HostSteps
 
 _PARTS_OF_GAP = 4
 _WIDTH = 400  # states with the same counts: more become fewer; not tuned
@@ -154,6 +157,8 @@ class FewRanks:
 
     def host_steps(self, rank: int) -> tuple[HostSteps, int, int] | None:
         """The same where F, B and W take equally long, in steps; ticks of a step, and those after the rank's end."""
+        from jaxpipe.schedule.bounds.host_steps import HostSteps  # NumPy is for those who solve
+
         x = self.host_orders(rank)
         if x is None or not x.f == x.b == x.w > 0 or x.o < x.f or x.back < x.f or x.trip < x.f or x.ends.after_all < 0:
             return None

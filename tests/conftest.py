@@ -9,7 +9,7 @@ Random tests follow the hypothesis profile ``ci`` (fixed seeds, few examples). `
 ``HYPOTHESIS_PROFILE=soak`` selects ``soak``: fresh seeds and many examples.
 
 ``pytest --fast`` keeps no list of tests: one that asks XLA to compile, traces a stage or starts another Python is skipped at
-that moment. Only what is marked ``compiles`` may. Random tests try a few examples.
+that moment, and the rest of its cases at once. Only what is marked ``compiles`` may. Random tests try a few examples.
 """
 
 from __future__ import annotations
@@ -108,14 +108,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    _fast.may_compile = item.get_closest_marker("compiles") is not None
+    _fast.may_compile, _fast.test = item.get_closest_marker("compiles") is not None, item.nodeid.split("[")[0]
     return (yield)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if why := _fast.skipped.get(_fast.test):
+        pytest.skip(f"{why} in another case")
 
 
 class _Fast:
     """Skips the test at hand where it does what takes long; in effect once :meth:`begin` was called."""
 
-    may_compile = True
+    def __init__(self) -> None:
+        self.may_compile, self.test = True, ""
+        self.skipped: dict[str, str] = {}  # by test without its case, why
 
     def begin(self) -> None:
         import jax.monitoring
@@ -147,6 +154,7 @@ class _Fast:
 
     def _skip(self, why: str) -> None:
         if not self.may_compile:
+            self.skipped[self.test] = why
             pytest.skip(why)
 
 

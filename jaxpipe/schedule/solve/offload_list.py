@@ -54,7 +54,7 @@ _OPS = ("F", "B", "W", "BW", "O", "L")
 _HERE, _AWAY, _BACK = (F, True), (O, True), (L, True)  # where residuals are
 MOST = 100_000
 """Policies tried at most."""
-TOGETHER = 2048
+TOGETHER = 4096
 """Policies × ranks that are played at once, with equal durations in the time of a few policies alone
 (:mod:`~jaxpipe.schedule.list_schedule.many_policies`)."""
 _FEW_TICKS, _FEW_MICROBATCHES = 48, 300

@@ -161,7 +161,9 @@ class _Fast:
 _fast = _Fast()
 
 
-def pytest_unconfigure() -> None:
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if config.getoption("--fast"):
+        gc.freeze()  # pytest collects five times, 0.4 s each
     if _OWN_CACHE:
         shutil.rmtree(os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
 

@@ -30,7 +30,7 @@ MOST: Mapping[str, tuple[int, int, int]] = {
     "runtime": (18, 2407, 26),
     "schedule": (27, 3074, 31),
     "schedule/blocks": (6, 545, 3),
-    "schedule/bounds": (10, 1147, 13),
+    "schedule/bounds": (10, 1150, 13),
     "schedule/families": (21, 1795, 3),
     "schedule/list_schedule": (11, 1274, 16),
     "schedule/passes": (10, 954, 9),
@@ -38,7 +38,7 @@ MOST: Mapping[str, tuple[int, int, int]] = {
     "stage": (48, 6107, 59),
     "train": (75, 9072, 109),
 }
-MOST_OF_SCHEDULE = 8789
+MOST_OF_SCHEDULE = 8792
 """Code lines of ``schedule/`` and its rooms, without ``schedule/solve/``."""
 
 

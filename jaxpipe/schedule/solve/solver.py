@@ -59,7 +59,7 @@ _EXACT_WORKERS = 2  # CP-SAT's own: with one it proves far less
 _CYCLE_PARTS = 2  # jobs that share the shapes of a V's cycles: one for each of two workers, the default
 _FEW_ACTIONS, _LISTS_SHARE = 4000, (0.9, 0.2)
 """Actions up to which neighbourhoods with offload gain more than list schedules, and the part of the time for these beyond and
-below: with k=2, p/2 the best at p=16 came from lists after 31 s (227, else 229)."""
+below: with k=2 at p=16 and 32 the best came from lists, after 5 to 33 s, and neighbourhoods gained nothing."""
 _STARTS_SHARE = 0.2  # of the time, for schedules by rules of graphs of stages
 _LOWEST = 19  # niceness of a solve in the background
 _LONGEST = 200

@@ -30,15 +30,16 @@ MOST: Mapping[str, tuple[int, int, int]] = {
     "runtime": (18, 2407, 26),
     "schedule": (27, 3074, 31),
     "schedule/blocks": (6, 545, 3),
-    "schedule/bounds": (10, 1150, 13),
+    "schedule/bounds": (10, 1159, 15),
     "schedule/families": (21, 1795, 3),
-    "schedule/list_schedule": (11, 1274, 16),
+    "schedule/list_schedule": (11, 1293, 16),
     "schedule/passes": (10, 954, 9),
-    "schedule/solve": (13, 2595, 38),
+    "schedule/rank_by_rank": (5, 410, 6),
+    "schedule/solve": (13, 2600, 39),
     "stage": (48, 6107, 59),
     "train": (75, 9072, 109),
 }
-MOST_OF_SCHEDULE = 8792
+MOST_OF_SCHEDULE = 9230
 """Code lines of ``schedule/`` and its rooms, without ``schedule/solve/``."""
 
 

@@ -33,7 +33,7 @@ _PARTS_OF_GAP = 4
 _WIDTH = 400  # states with the same counts: more become fewer; not tuned
 _PART_OF_TIME = 2  # of what is left, for one set of ranks
 _STATES_PER_S = 60_000  # that follow one another, roughly: what a reproducible search counts instead of seconds
-_MOVES_PER_S = 40_000_000  # in the same way, of a search in steps
+MOVES_PER_S = 40_000_000  # in the same way, of a search in steps
 
 
 class FewRanks:
@@ -76,13 +76,13 @@ class FewRanks:
             order.sort(key=lambda rank: (min(rank, last - rank), -rank))
         ranks: tuple[int, ...] = ()
         if self.offload and (exact := self.host_steps(order[0])):
-            steps, step, more = exact
-            for found in steps.bounds(
-                -(-(least - more) // step), -(-(top - more) // step), _late(budget, _MOVES_PER_S)
-            ):
+            (steps, step, more), late, known = exact, _late(budget, MOVES_PER_S, 1.0), least
+            for found in steps.bounds(-(-(least - more) // step), -(-(top - more) // step), late):
                 if found * step + more > least:
                     least = found * step + more
                     yield self._seconds(least)
+            if least > known and not late(0):
+                return  # nothing better is to be had from the rank that has the least room
         while len(ranks) <= last:
             sets = [tuple(sorted((*ranks, rank))) for rank in order if rank not in ranks]
             scores = []
@@ -190,9 +190,9 @@ def _raised(orders: Orders | HostOrders, least: int, top: int, budget: Budget) -
         return
 
 
-def _late(budget: Budget, per_s: int) -> Callable[[int], bool]:
+def _late(budget: Budget, per_s: int, part: float = 1 / _PART_OF_TIME) -> Callable[[int], bool]:
     """Whether a part of what is left is spent, by a search that tells how much it looked at."""
-    end = budget.left * (1 - 1 / _PART_OF_TIME)
+    end = budget.left * (1 - part)
 
     def late(states: int) -> bool:
         if budget.reproducible:

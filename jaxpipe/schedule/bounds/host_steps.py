@@ -14,23 +14,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 _MOST_STATES = 100_000  # bounds memory and the seconds until the first bound
-_NEVER = np.int16(-9999)
-_NOTHING, _F, _B, _W = range(4)  # what a rank starts in a step
-_NO_COPY, _O, _L = range(3)  # and its lane
+NEVER = -9999
+Counts: TypeAlias = NDArray[np.int16]
+NOTHING, F, B, W = range(4)  # what a rank starts in a step
+NO_COPY, O, L = range(3)  # noqa: E741  # and its lane
 
 
-class _State(NamedTuple):
+class State(NamedTuple):
     """At the start of a step. ``copy`` runs for ``left`` steps more; ``leaving``, ``back``, ``w``: how many wait for O, for B
     after L, for W; ``ripe``: of those that stay, how many may run B; bit j of ``ages``: one that stays started j + 1 steps
     ago."""
 
-    copy: int = _NO_COPY
+    copy: int = NO_COPY
     left: int = 0
     leaving: int = 0
     back: int = 0
@@ -39,7 +40,7 @@ class _State(NamedTuple):
     ages: int = 0
 
 
-class _Moves(NamedTuple):
+class Moves(NamedTuple):
     """From a state to a state in one step, with one thing that the lane does, ordered by where they lead; ``first``: of each of
     ``reached``, where its moves begin. ``does``: what the rank starts."""
 
@@ -49,67 +50,80 @@ class _Moves(NamedTuple):
     first: NDArray[np.int64]
 
 
+Graph: TypeAlias = tuple[list[Moves], list[State]]
+
+
+def start(states: int) -> Counts:
+    """What is known of so many states before the first step."""
+    begun = np.full((states, 1), np.int16(NEVER))
+    begun[0] = 0
+    return begun
+
+
 @dataclass(frozen=True, slots=True)
 class HostSteps:
-    """``count`` microbatches; steps of O and L (``back``), and ``trip`` from F's start to B's; ``room`` for activations."""
+    """``count`` microbatches; steps of O and L (``back``), and ``trip`` from F's start to B's; ``room`` for activations. Bit j
+    of ``apart``: no two that stay may start j + 1 steps apart."""
 
     o: int
     back: int
     trip: int
     room: int
     count: int
+    apart: int = 0
 
     def bounds(self, least: int, most: int, late: Callable[[int], bool]) -> Iterator[int]:
         """Numbers of steps that no schedule of the rank is below: better and better, from ``least`` (which is one) up to
         ``most``. ``late(n)`` is told of n moves that were looked at and says when to stop."""
-        found = self._moves(late)
+        found = self.graph(late)
         if found is None:
             return
         moves, states = found
         size = sum(x.source.size for x in moves)
         tail = self.trip + 2  # an F in the last steps would end too late
         steps = max(0, least - tail)
-        begun = np.full((states, 1), _NEVER)
-        begun[0] = 0
+        begun = start(len(states))
         for step in range(steps):
-            begun = self._stepped(moves, begun, step, most, True)
+            begun = self.stepped(moves, begun, step, most, True)
             if late(size * begun.shape[1]):
                 return
         while least < most:
             end = begun
             for step in range(steps, least):
-                end = self._stepped(moves, end, step, least, step <= least - tail)
+                end = self.stepped(moves, end, step, least, step <= least - tail)
                 if late(size * end.shape[1]):
                     return
             if end[0, 0] >= self.count:
                 return
-            begun = self._stepped(moves, begun, steps, most, True)
+            begun = self.stepped(moves, begun, steps, most, True)
             steps, least = steps + 1, least + 1
             yield least
 
-    def _stepped(
-        self, moves: Sequence[_Moves], begun: NDArray[np.int16], step: int, end: int, may_start: bool
-    ) -> NDArray[np.int16]:
+    def stepped(
+        self, moves: Sequence[Moves], begun: Counts, step: int, end: int, may_start: bool, worth: int = 1
+    ) -> Counts:
         """The most F's in each state (rows) after one more step, by number on the host: what has left by then and can come
-        back before the ``end``."""
+        back before the ``end``. ``worth``: of an F."""
+        never = np.int16(NEVER)
         away = min(begun.shape[1] - 1, (end - step) // self.back)
-        after = np.full((len(begun), away + 2), _NEVER)
+        most = min(away + 1, step // self.o + 1)  # on the host after the step
+        after = np.full((len(begun), most + 1), never)
         gains = np.zeros(4, np.int16)
-        gains[_F] = 1 if may_start else _NEVER
-        gains[_B] = 0 if step >= self.trip else _NEVER
+        gains[F] = worth if may_start else never
+        gains[B] = 0 if step >= self.trip else never
         for move, (old, new) in zip(moves, ((0, 0), (0, 1), (1, 0)), strict=True):
             if not move.source.size:
                 continue
             found = begun[move.source, old : away + 1] + gains[move.does][:, None]
             best = np.maximum.reduceat(found, move.first, axis=0)
-            into = slice(new, new + best.shape[1])
-            after[move.reached, into] = np.maximum(after[move.reached, into], best)
-        return np.maximum(after, _NEVER)
+            into = after[move.reached, new : new + best.shape[1]]
+            after[move.reached, new : new + best.shape[1]] = np.maximum(into, best[:, : into.shape[1]])
+        return np.maximum(after, never)
 
-    def _moves(self, late: Callable[[int], bool]) -> tuple[list[_Moves], int] | None:
-        """All moves between states that can be reached, by what the lane does, and how many states; None for too many."""
-        number = {_State(): 0}
-        states = [_State()]
+    def graph(self, late: Callable[[int], bool]) -> Graph | None:
+        """All moves between states that can be reached, by what the lane does, and the states; None for too many."""
+        number = {State(): 0}
+        states = [State()]
         found: list[list[tuple[int, int, int]]] = [[], [], []]
         for i, state in enumerate(states):  # grows
             for does, copies, then in self._next(state):
@@ -122,38 +136,39 @@ class HostSteps:
         moves = []
         for some in found:
             ordered = np.array(sorted(some), np.int64).reshape(-1, 3)
-            moves.append(_Moves(ordered[:, 1], ordered[:, 2], *np.unique(ordered[:, 0], return_index=True)))
-        return moves, len(states)
+            moves.append(Moves(ordered[:, 1], ordered[:, 2], *np.unique(ordered[:, 0], return_index=True)))
+        return moves, states
 
-    def _next(self, x: _State) -> Iterator[tuple[int, int, _State]]:
+    def _next(self, x: State) -> Iterator[tuple[int, int, State]]:
         """What may happen in a step: what the rank starts, what the lane does, and the state after it."""
         stay = x.ripe + x.ages.bit_count()
-        lanes = [(_NO_COPY, x)]
+        lanes = [(NO_COPY, x)]
         if not x.left and x.leaving:
-            lanes.append((_O, x._replace(copy=_O, left=self.o, leaving=x.leaving - 1)))
+            lanes.append((O, x._replace(copy=O, left=self.o, leaving=x.leaving - 1)))
         if not x.left and x.leaving + x.back + x.w + stay < self.room:
-            lanes.append((_L, x._replace(copy=_L, left=self.back)))
+            lanes.append((L, x._replace(copy=L, left=self.back)))
         for copies, y in lanes:
             full = y.leaving + y.back + y.w + stay + (y.left > 0) >= self.room
             if not full:
-                yield _F, copies, self._later(y._replace(leaving=y.leaving + 1))
-                yield _F, copies, self._later(y, stays=True)
+                yield F, copies, self._later(y._replace(leaving=y.leaving + 1))
+                if not x.ages & self.apart:
+                    yield F, copies, self._later(y, stays=True)
             if y.ripe:
-                yield _B, copies, self._later(y._replace(ripe=y.ripe - 1, w=y.w + 1))
+                yield B, copies, self._later(y._replace(ripe=y.ripe - 1, w=y.w + 1))
             if y.back:
-                yield _B, copies, self._later(y._replace(back=y.back - 1, w=y.w + 1))
+                yield B, copies, self._later(y._replace(back=y.back - 1, w=y.w + 1))
             if y.w:
-                yield _W, copies, self._later(y._replace(w=y.w - 1))
-            yield _NOTHING, copies, self._later(y)
+                yield W, copies, self._later(y._replace(w=y.w - 1))
+            yield NOTHING, copies, self._later(y)
 
-    def _later(self, x: _State, stays: bool = False) -> _State:
+    def _later(self, x: State, stays: bool = False) -> State:
         """The same at the end of the step; an F of this step may be one that ``stays``."""
-        came = x.copy == _L and x.left == 1
+        came = x.copy == L and x.left == 1
         ages = x.ages << 1 | stays
         ripe = ages >> (self.trip - 1) & 1
         left = max(0, x.left - 1)
-        return _State(
-            x.copy if left else _NO_COPY,
+        return State(
+            x.copy if left else NO_COPY,
             left,
             x.leaving,
             x.back + came,

@@ -9,11 +9,15 @@ Microbatches are in order, so what a rank has of those between F and B is told b
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
+
+from jaxpipe.schedule.list_schedule.clock import ROUNDING, Tables
+from jaxpipe.schedule.problem import BW, B, F, Problem, W
 
 Floats: TypeAlias = NDArray[np.float64]
 Whole: TypeAlias = NDArray[np.int64]
@@ -23,7 +27,7 @@ Flags: TypeAlias = NDArray[np.bool_]
 MOST_IN_FLIGHT = 52
 """Microbatches between F and B on a rank at most: the highest bit is found through a float64."""
 
-_IDLE, _F, _B, _W, _O, _L = range(-1, 5)
+_IDLE, _O, _L = -1, 3, 4  # beside F, B and W
 _ONE = np.uint64(1)
 
 
@@ -49,6 +53,26 @@ class ChainWithHost:
     most_out: int
     tiny: float
 
+    @classmethod
+    def of(
+        cls, q: Problem, tables: Tables, leaves: Sequence[float], room: Sequence[float], most_out: int | None
+    ) -> ChainWithHost:
+        """From the tables of a problem, with O and L as its last two ops."""
+        change, seconds = np.array(tables.change).reshape(6, -1), np.array(tables.seconds).reshape(6, -1)
+        return cls(
+            count=q.num_microbatches,
+            seconds=np.delete(seconds, BW, axis=0),
+            down=np.array(q.down_s),
+            up=np.array(q.up_s),
+            takes=np.maximum(change[[F, B, W]], 0.0),
+            gives=np.maximum(-change[[F, B, W]], 0.0),
+            held=np.array(q.held),
+            leaves=np.array(leaves),
+            room=np.array(room),
+            most_out=q.num_microbatches if most_out is None else most_out,
+            tiny=ROUNDING * float(seconds.max()),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Policies:
@@ -65,7 +89,7 @@ def play(chain: ChainWithHost, policies: Policies, until: float) -> tuple[Floats
     state = _State(chain, policies)
     while state.step(until):
         pass
-    done = (state.begun[_W] == chain.count).all(axis=1) & (state.now[:, 0] < np.inf)
+    done = (state.begun[W] == chain.count).all(axis=1) & (state.now[:, 0] < np.inf)
     return (
         np.where(done, state.last.max(axis=1), np.inf),
         np.where(done[:, None], state.last - state.first, np.inf),
@@ -107,7 +131,7 @@ class _State:
         times[times > soonest + self.chain.tiny] = -np.inf
         following = times.max(axis=1, keepdims=True)
         stuck = (following > until) | (following == np.inf)
-        over = (self.begun[_W] == self.chain.count).all(axis=1, keepdims=True)
+        over = (self.begun[W] == self.chain.count).all(axis=1, keepdims=True)
         self.now = np.where(stuck & over, self.now, np.where(stuck, np.inf, following))
         return not stuck.all()
 
@@ -115,18 +139,16 @@ class _State:
         """When the input of the next F and of the next B arrives, as far as that is known."""
         at, count = self.at, self.chain.count + 1
         return (
-            np.take(self.f_in.reshape(-1), at * count + self.begun[_F]),
-            np.take(self.b_in.reshape(-1), at * count + self.begun[_B]),
+            np.take(self.f_in.reshape(-1), at * count + self.begun[F]),
+            np.take(self.b_in.reshape(-1), at * count + self.begun[B]),
         )
 
     def _end(self) -> None:
         now, chain = self.now, self.chain
         ended = (self.free <= now) & (self.op != _IDLE)
-        made = ended & (self.op == _F)
-        self.here |= np.where(
-            made, _ONE << (self.begun[_F] - 1 - self.begun[_B]).clip(0).astype(np.uint64), np.uint64(0)
-        )
-        for op in (_F, _B, _W):
+        made = ended & (self.op == F)
+        self.here |= np.where(made, _ONE << (self.begun[F] - 1 - self.begun[B]).clip(0).astype(np.uint64), np.uint64(0))
+        for op in (F, B, W):
             self.memory -= np.where(ended & (self.op == op), chain.gives[op], 0.0)
         self.op[ended] = _IDLE
         ended = (self.lane_free <= now) & (self.copy != _IDLE)
@@ -140,37 +162,37 @@ class _State:
 
     def _compute(self) -> None:
         """B, F or W of every idle rank."""
-        chain, now, (started_f, started_b) = self.chain, self.now, self.begun[: _B + 1]
+        chain, now, (started_f, started_b) = self.chain, self.now, self.begun[: B + 1]
         idle = (self.free <= now) & (now < np.inf)
         f_at, b_at = self._arrivals()
         first_is_away = ((self.gone & _ONE) > 0) | ((self.copy == _O) & (self.copied == 0))
         reserve = np.where((self.near > 0) & first_is_away & (started_b < started_f), chain.leaves, 0.0)
-        fits = (self.memory + chain.takes[_F] + reserve <= chain.room) & (started_f - started_b < self.policies.caps)
+        fits = (self.memory + chain.takes[F] + reserve <= chain.room) & (started_f - started_b < self.policies.caps)
         f_at = np.where(fits, f_at, np.inf)
         b_at = np.where(((self.here | self.back) & _ONE) > 0, b_at, np.inf)
         can_f, can_b = idle & (f_at <= now), idle & (b_at <= now)
-        end = now + chain.seconds[_W]
+        end = now + chain.seconds[W]
         wait = ((f_at > now) & (f_at < end)) | ((b_at > now) & (b_at < end))
         b = can_b & ~(self.policies.forward_first[:, None] & can_f)
         f = can_f & ~b
-        w = idle & ~b & ~f & (self.begun[_W] < started_b) & ~wait
+        w = idle & ~b & ~f & (self.begun[W] < started_b) & ~wait
         self._start_b(b)
         self._start_f(f)
         self.last = np.where(w, end, self.last)
         self.free = np.where(
-            b, now + chain.seconds[_B], np.where(f, now + chain.seconds[_F], np.where(w, end, self.free))
+            b, now + chain.seconds[B], np.where(f, now + chain.seconds[F], np.where(w, end, self.free))
         )
-        for op, starts in ((_F, f), (_B, b), (_W, w)):
+        for op, starts in ((F, f), (B, b), (W, w)):
             self.op[starts] = op
             self.begun[op] += starts
             self.memory += np.where(starts, chain.takes[op], 0.0)
 
     def _start_f(self, f: Flags) -> None:
-        number, chain = self.begun[_F], self.chain
+        number, chain = self.begun[F], self.chain
         self.first = np.where(f & (number == 0), self.now, self.first)
         leaves = np.take(self.policies.away.reshape(-1), self.at * chain.count + np.minimum(number, chain.count - 1))
-        self.may |= np.where(f & leaves, _ONE << (number - self.begun[_B]).astype(np.uint64), np.uint64(0))
-        ends = np.broadcast_to(self.now + chain.seconds[_F], f.shape)
+        self.may |= np.where(f & leaves, _ONE << (number - self.begun[B]).astype(np.uint64), np.uint64(0))
+        ends = np.broadcast_to(self.now + chain.seconds[F], f.shape)
         self.sent[0] = np.where(f, np.maximum(self.sent[0], ends) + chain.down, self.sent[0])
         p, s = np.nonzero(f)
         i, on = number[p, s], s < f.shape[1] - 1
@@ -178,10 +200,10 @@ class _State:
         self.b_in[p[~on], s[~on], i[~on]] = ends[p[~on], s[~on]]
 
     def _start_b(self, b: Flags) -> None:
-        ends = self.now + self.chain.seconds[_B]
+        ends = self.now + self.chain.seconds[B]
         self.sent[1] = np.where(b, np.maximum(self.sent[1], ends) + self.chain.up, self.sent[1])
         p, s = np.nonzero(b)
-        i, on = self.begun[_B][p, s], s > 0
+        i, on = self.begun[B][p, s], s > 0
         self.b_in[p[on], s[on] - 1, i[on]] = self.sent[1][p[on], s[on]]
         for bits in (self.here, self.back, self.gone, self.may):
             bits >>= b.astype(np.uint64)

@@ -34,15 +34,8 @@ from jaxpipe.schedule.bounds.flows import Flows
 from jaxpipe.schedule.bounds.ranks import residents
 from jaxpipe.schedule.engine import host_groups
 from jaxpipe.schedule.ir import Action, Schedule
-from jaxpipe.schedule.list_schedule.clock import NEVER, ROUNDING, Clock, Feed
-from jaxpipe.schedule.list_schedule.many_policies import (
-    MOST_IN_FLIGHT,
-    ChainWithHost,
-    Flags,
-    Policies,
-    Whole,
-    play,
-)
+from jaxpipe.schedule.list_schedule.clock import NEVER, Clock, Feed
+from jaxpipe.schedule.list_schedule.many_policies import MOST_IN_FLIGHT, ChainWithHost, Flags, Policies, Whole, play
 from jaxpipe.schedule.problem import BW, B, F, Problem, W
 from jaxpipe.schedule.solve.actions import Actions, Starts, fitting, starts_at
 from jaxpipe.schedule.solve.task import SolveTask
@@ -173,25 +166,9 @@ class _Shop:
         # Lots go from event to event, which equal durations share.
         work = self.actions.ticks.of(max(map(sum, zip(problem.f_s, problem.b_s, problem.w_s, strict=True))))
         quick = work <= _FEW_TICKS or p * problem.num_microbatches <= _FEW_MICROBATCHES
-        self.chain = self._chain() if alone and each and quick and self.shared and self.split else None
-
-    def _chain(self) -> ChainWithHost:
-        """For all policies at once."""
-        q, change = self.problem, np.array(self.tables.change).reshape(6, -1)
-        seconds = np.array(self.tables.seconds).reshape(6, -1)
-        return ChainWithHost(
-            count=q.num_microbatches,
-            seconds=seconds[[F, B, W, O, L]],
-            down=np.array(q.down_s),
-            up=np.array(q.up_s),
-            takes=np.maximum(change[[F, B, W]], 0.0),
-            gives=np.maximum(-change[[F, B, W]], 0.0),
-            held=np.array(q.held),
-            leaves=np.array(self.leaves),
-            room=np.array([self.room[r] for r in q.rank]),
-            most_out=q.num_microbatches if (most := self.task.offloads_in_flight) is None else most,
-            tiny=ROUNDING * float(seconds.max()),
-        )
+        room, out = [self.room[r] for r in problem.rank], task.offloads_in_flight
+        together = alone and each and quick and self.shared and self.split
+        self.chain = ChainWithHost.of(problem, self.tables, self.leaves, room, out) if together else None
 
     def scores(self, policies: Sequence[Policy], give_up: float) -> list[_Score]:
         """What each policy comes to; inf for one that gets stuck or takes longer than ``give_up`` seconds."""

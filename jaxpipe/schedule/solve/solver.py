@@ -41,6 +41,7 @@ from jaxpipe.schedule.solve.jobs import (
     Neighbourhoods,
     OffloadLists,
     RankBounds,
+    RankByRank,
     Tell,
     families_of,
     family_schedules,
@@ -60,6 +61,7 @@ _CYCLE_PARTS = 2  # jobs that share the shapes of a V's cycles: one for each of 
 _FEW_ACTIONS, _LISTS_SHARE = 4000, (0.9, 0.2)
 """Actions up to which neighbourhoods with offload gain more than list schedules, and the part of the time for these beyond and
 below: with k=2 at p=16 and 32 the best came from lists, after 5 to 33 s, and neighbourhoods gained nothing."""
+_FIRST_LISTS_SHARE, _RANKS_SEEDS = 0.1, 2  # where ranks are searched one by one, by so many jobs
 _STARTS_SHARE = 0.2  # of the time, for schedules by rules of graphs of stages
 _LOWEST = 19  # niceness of a solve in the background
 _LONGEST = 200
@@ -309,6 +311,17 @@ def bound_of(task: SolveTask) -> float:
     return find(task.placement, task.num_microbatches, task.costs, memory_limit=limit, offload=task.offload)
 
 
+def _in_steps(task: SolveTask) -> bool:
+    """Whether all F, B and W take equally long on a plain chain, where offload is searched rank by rank."""
+    equal = len({*task.costs.f_s, *task.costs.b_s, *task.costs.w_s}) == 1
+    return equal and task.placement.is_plain_chain and task.offloads_in_flight is None
+
+
+def _lists_share(task: SolveTask) -> float:
+    """Of the time: much where neighbourhoods with offload gain less than list schedules."""
+    return _LISTS_SHARE[5 * len(task.placement.flows[0]) * task.num_microbatches <= _FEW_ACTIONS]
+
+
 class Portfolio:
     """One solve."""
 
@@ -382,8 +395,9 @@ class Portfolio:
             yield self._job(number, Families, total, names=tuple(names))
         for number, task in chains:
             if task.offload:
-                few = 5 * len(task.placement.flows[0]) * task.num_microbatches <= _FEW_ACTIONS
-                yield self._job(number, OffloadLists, total * _LISTS_SHARE[few])
+                yield self._job(
+                    number, OffloadLists, total * (_FIRST_LISTS_SHARE if _in_steps(task) else _lists_share(task))
+                )
         for number, task in enumerate(self.tasks):
             for name in (n for n in families_of(task) if n not in quick[number]):
                 yield self._job(number, Families, total, names=(name,))
@@ -394,7 +408,8 @@ class Portfolio:
                     yield self._job(number, Cycles, min(25.0, total * 0.4), part=part, parts=parts)
         for number, task in chains:
             if task.placement.num_flows == 1 and self.incumbent.value < float("inf"):
-                yield self._job(number, RankBounds, total * 0.2, value=self.incumbent.value)
+                share = 0.5 if task.offload and _in_steps(task) else 0.2
+                yield self._job(number, RankBounds, total * share, value=self.incumbent.value)
         for number, task in enumerate(self.tasks):
             known, ops = self.incumbent.known.get(number), 5 if task.offload else 3
             actions = ops * sum(map(len, chain(*task.placement.flows))) * task.num_microbatches
@@ -402,6 +417,10 @@ class Portfolio:
                 most = 0.6 if actions <= _EXACT_ACTIONS[0] else 0.25
                 start = None if known is None else known.schedule
                 yield self._job(number, Exact, total * most, start=start, workers=_EXACT_WORKERS)
+            elif task.offload and _in_steps(task):
+                for seed in range(self.options.seed, self.options.seed + _RANKS_SEEDS):
+                    yield self._job(number, RankByRank, total * 0.85, value=self.incumbent.value, seed=seed)
+                yield self._job(number, OffloadLists, total * _lists_share(task), seed=self.options.seed + 1)
 
     def _neighbourhood(self) -> Job | None:
         """The next neighbourhood job: mostly on the best schedule, now and then on the best of another placement."""

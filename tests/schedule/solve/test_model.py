@@ -443,5 +443,5 @@ def test_real_costs(seed: int, offload: bool, objective: Literal["makespan", "sp
     wall_s = time.perf_counter() - began
     assert result.schedule is not None
     assert result.value <= simulate(serial(placement, 3), costs).makespan
-    if wall_s < 1.5:
+    if wall_s < 1.4:  # the solver did not run out of its time
         assert result.value <= result.lower_bound * 1.01

@@ -13,6 +13,7 @@ from jaxpipe.schedule.rank_by_rank.chain import Chain, Times
 _NO_COPY, _O, _L = range(3)
 _F, _B, _W, _NOTHING = range(4)
 _MOVES = 100  # of NumPy's take as long as one state
+NEVER = 1 << 60
 _TIGHT, _WIDE, _PARKED = range(3)
 _WORTHS = ((1, 1, 1), (2, 1, 1), (4, 2, 1), (4, 4, 1), (3, 1, 2))  # of a step between F and B, by class; not tuned
 
@@ -41,7 +42,7 @@ class NextRank:
             self.alone.trip, 1 + self.alone.o + self.alone.back
         )  # steps from F to B of a parked one, at least
         self.kind = [_PARKED if i in parked else _WIDE if i in above.out else _TIGHT for i in range(chain.count)]
-        self.begin, self.never = min(self.come), max(self.due) + 1
+        self.begin = min(self.come)
         every = sorted(range(chain.count), key=self.come.__getitem__)
         self.classes = [[i for i in every if self.kind[i] == kind] for kind in range(3)]
         trips = (self.alone.trip, self.alone.trip, self.away)
@@ -106,7 +107,7 @@ class NextRank:
             lanes.append((_O, _O, self.alone.o, leaving - 1))
         if not left and free > 0 and parked - leaving - back - turned > 0:
             lanes.append((_L, _L, self.alone.back, leaving))
-        turns, soonest, straight = -1, self.never, True
+        turns, soonest, straight = -1, NEVER, True
         for i, at in stays:
             due = self.due[i]
             if due == step and (at > step or soonest == step):

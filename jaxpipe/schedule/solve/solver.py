@@ -61,7 +61,8 @@ _CYCLE_PARTS = 2  # jobs that share the shapes of a V's cycles: one for each of 
 _FEW_ACTIONS, _LISTS_SHARE = 4000, (0.9, 0.2)
 """Actions up to which neighbourhoods with offload gain more than list schedules, and the part of the time for these beyond and
 below: with k=2 at p=16 and 32 the best came from lists, after 5 to 33 s, and neighbourhoods gained nothing."""
-_FIRST_LISTS_SHARE, _RANKS_SEEDS = 0.1, 2  # where ranks are searched one by one, by so many jobs
+_FIRST_LISTS_SHARE, _RANKS_SHARE, _RANKS_SEEDS = 0.1, (0.85, 0.15), 2
+"""Where ranks are searched one after the other, by so many jobs, beyond what the exact model gets and up to it."""
 _STARTS_SHARE = 0.2  # of the time, for schedules by rules of graphs of stages
 _LOWEST = 19  # niceness of a solve in the background
 _LONGEST = 200
@@ -317,9 +318,9 @@ def _in_steps(task: SolveTask) -> bool:
     return equal and task.placement.is_plain_chain and task.offloads_in_flight is None
 
 
-def _lists_share(task: SolveTask) -> float:
-    """Of the time: much where neighbourhoods with offload gain less than list schedules."""
-    return _LISTS_SHARE[5 * len(task.placement.flows[0]) * task.num_microbatches <= _FEW_ACTIONS]
+def _actions(task: SolveTask) -> int:
+    """How many start times a solve decides."""
+    return (5 if task.offload else 3) * sum(map(len, chain(*task.placement.flows))) * task.num_microbatches
 
 
 class Portfolio:
@@ -395,9 +396,8 @@ class Portfolio:
             yield self._job(number, Families, total, names=tuple(names))
         for number, task in chains:
             if task.offload:
-                yield self._job(
-                    number, OffloadLists, total * (_FIRST_LISTS_SHARE if _in_steps(task) else _lists_share(task))
-                )
+                share = _FIRST_LISTS_SHARE if _in_steps(task) else _LISTS_SHARE[_actions(task) <= _FEW_ACTIONS]
+                yield self._job(number, OffloadLists, total * share)
         for number, task in enumerate(self.tasks):
             for name in (n for n in families_of(task) if n not in quick[number]):
                 yield self._job(number, Families, total, names=(name,))
@@ -410,17 +410,19 @@ class Portfolio:
             if task.placement.num_flows == 1 and self.incumbent.value < float("inf"):
                 share = 0.5 if task.offload and _in_steps(task) else 0.2
                 yield self._job(number, RankBounds, total * share, value=self.incumbent.value)
+        for number, task in chains:
+            if task.offload and _in_steps(task):
+                share = _RANKS_SHARE[_actions(task) <= _EXACT_ACTIONS[1]]
+                for seed in range(self.options.seed, self.options.seed + _RANKS_SEEDS):
+                    yield self._job(number, RankByRank, total * share, value=self.incumbent.value, seed=seed)
+                share = _LISTS_SHARE[_actions(task) <= _FEW_ACTIONS]
+                yield self._job(number, OffloadLists, total * share, seed=self.options.seed + 1)
         for number, task in enumerate(self.tasks):
-            known, ops = self.incumbent.known.get(number), 5 if task.offload else 3
-            actions = ops * sum(map(len, chain(*task.placement.flows))) * task.num_microbatches
+            known, actions = self.incumbent.known.get(number), _actions(task)
             if actions <= _EXACT_ACTIONS[1] and (known is not None or task.placement.is_plain_chain):
                 most = 0.6 if actions <= _EXACT_ACTIONS[0] else 0.25
                 start = None if known is None else known.schedule
                 yield self._job(number, Exact, total * most, start=start, workers=_EXACT_WORKERS)
-            elif task.offload and _in_steps(task):
-                for seed in range(self.options.seed, self.options.seed + _RANKS_SEEDS):
-                    yield self._job(number, RankByRank, total * 0.85, value=self.incumbent.value, seed=seed)
-                yield self._job(number, OffloadLists, total * _lists_share(task), seed=self.options.seed + 1)
 
     def _neighbourhood(self) -> Job | None:
         """The next neighbourhood job: mostly on the best schedule, now and then on the best of another placement."""

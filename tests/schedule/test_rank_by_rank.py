@@ -1,0 +1,113 @@
+"""Schedules with offload, rank by rank: what is found is valid, keeps the limit, and is better each time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import Literal
+
+import pytest
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+
+from jaxpipe.schedule import CostProfile, HostLink, one_to_one, simulate, v_shape
+from jaxpipe.schedule.budget import Budget
+from jaxpipe.schedule.rank_by_rank import begun_rank_by_rank
+from jaxpipe.schedule.solve import Options, SolveTask, solve
+from jaxpipe.schedule.solve.actions import Actions, fitting, starts_at
+from jaxpipe.schedule.solve.jobs import few_ranks
+from jaxpipe.schedule.solve.solver import bound_of
+
+
+def task_of(
+    p: int,
+    m: int,
+    room: float,
+    *,
+    copy: float = 3.0,
+    comm: float = 0.0,
+    objective: Literal["span", "makespan"] = "span",
+) -> SolveTask:
+    costs = CostProfile.uniform(p, comm=comm, offload_time=2 * copy, host_mode="shared")
+    return SolveTask(one_to_one(p), m, costs, room, True, objective)
+
+
+def values(task: SolveTask, value: float, seconds: float, seed: int = 0) -> list[float]:
+    """Of what is found, each as simulated; all of it keeps the limits."""
+    found, actions = [], Actions(task)
+    for begun in begun_rank_by_rank(few_ranks(task), bound_of(task), value, Budget(seconds, reproducible=True), seed):
+        starts = starts_at(actions, begun)
+        assert starts is not None
+        made = fitting(actions, starts, "found")
+        assert made is not None, "invalid, or over the limit"
+        found.append(task.seconds(made[1]))
+    return found
+
+
+@settings(max_examples=40)
+@given(
+    p=st.integers(2, 5),
+    m=st.integers(1, 9),
+    room=st.integers(1, 3),
+    copy=st.sampled_from((1.0, 2.0, 3.0)),
+    comm=st.sampled_from((0.0, 1.0, 2.0)),
+    objective=st.sampled_from(("span", "makespan")),
+    seed=st.integers(0, 99),
+)
+def test_what_is_found_keeps_the_limit_and_is_better_each_time(
+    p: int, m: int, room: int, copy: float, comm: float, objective: Literal["span", "makespan"], seed: int
+) -> None:
+    task = task_of(p, m, room, copy=copy, comm=comm, objective=objective)
+    most = 8.0 * p + 12 * m
+    found = values(task, most, 0.3, seed)
+    assert all(b < a for a, b in pairwise((most, *found)))
+    assert all(x >= bound_of(task) for x in found)
+    event("found" if found else "nothing")
+
+
+def test_nothing_where_there_are_no_steps() -> None:
+    """Two chunks; ops that don't take equally long; a lane for each direction; copies of less than a step; no limit."""
+    plain = task_of(3, 4, 2)
+    costs = plain.costs
+    two = CostProfile.uniform(6, chunks=2, offload_time=6.0, host_mode="shared")
+    others = [
+        replace(plain, placement=v_shape(3), costs=two),
+        replace(plain, costs=replace(costs, w_s=(1.0, 1.0, 2.0))),
+        replace(plain, costs=replace(costs, f_s=(2.0,) * 3, b_s=(1.0,) * 3, w_s=(1.0,) * 3)),
+        replace(plain, costs=replace(costs, host=HostLink(mode="duplex"))),
+        task_of(3, 4, 2, copy=0.5),
+        replace(plain, memory_limit=float("inf")),
+        replace(plain, offload=False),
+    ]
+    assert values(plain, 60.0, 0.3)
+    assert [values(task, 60.0, 0.3) for task in others] == [[]] * len(others)
+
+
+def test_stages_of_different_steps_are_none() -> None:
+    costs = CostProfile.uniform(3, offload_time=12.0, host_mode="shared")
+    slow = replace(costs, **dict.fromkeys(("f_s", "b_s", "w_s"), (1.0, 1.0, 2.0)))
+    assert values(SolveTask(one_to_one(3), 4, slow, 2, True, "span"), 90.0, 0.3) == []
+
+
+def test_the_same_seed_finds_the_same() -> None:
+    task = task_of(4, 8, 2)
+    found = [values(task, 90.0, 1.0, seed) for seed in (0, 0, 1)]
+    assert found[0] == found[1]
+    assert all(found)
+
+
+@pytest.mark.parametrize(
+    ("p", "limit", "value", "least"), [(6, 3.0, 91.0, 87), pytest.param(8, 4.0, 123.0, 117, marks=pytest.mark.soak)]
+)
+def test_fewer_steps_than_list_schedules_where_the_host_link_is_the_bottleneck(
+    p: int, limit: float, value: float, least: float
+) -> None:
+    """Round trips of twice the work, p/2: what 1,000 lots of list schedules found."""
+    assert min(values(task_of(p, 4 * p, limit), value, 20.0)) <= least
+
+
+def test_a_solve_uses_it() -> None:
+    task = task_of(6, 28, 3)
+    solution = solve(task, Options(6.0, workers=2, reproducible=True))
+    assert "rank by rank with offload" in {x.source for x in solution.improvements}
+    assert solution.value == simulate(solution.schedule, task.costs).max_span

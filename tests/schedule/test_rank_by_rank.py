@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Literal
 
 import pytest
-from hypothesis import event, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxpipe.schedule import CostProfile, HostLink, one_to_one, simulate, v_shape
@@ -32,19 +32,29 @@ def task_of(
     return SolveTask(one_to_one(p), m, costs, room, True, objective)
 
 
-def values(task: SolveTask, value: float, seconds: float, seed: int = 0) -> list[float]:
-    """Of what is found, each as simulated; all of it keeps the limits."""
-    found, actions = [], Actions(task)
+def found(task: SolveTask, value: float, seconds: float, seed: int = 0) -> list[tuple[float, float]]:
+    """What is found: what it says to take and what it takes when simulated. All of it keeps the limits."""
+    both, actions = [], Actions(task)
     for begun in begun_rank_by_rank(few_ranks(task), bound_of(task), value, Budget(seconds, reproducible=True), seed):
         starts = starts_at(actions, begun)
         assert starts is not None
         made = fitting(actions, starts, "found")
         assert made is not None, "invalid, or over the limit"
-        found.append(task.seconds(made[1]))
-    return found
+        spans = [
+            max(at + 1 for _, r, at in begun if r == rank) - min(at for _, r, at in begun if r == rank)
+            for rank in range(task.placement.num_ranks)
+        ]
+        makespan = max(at + 1 for a, _, at in begun if a.op == "W")
+        both.append((max(spans) if task.objective == "span" else makespan, task.seconds(made[1])))
+    return both
 
 
-@settings(max_examples=40)
+def values(task: SolveTask, value: float, seconds: float, seed: int = 0) -> list[float]:
+    """Of what is found, as simulated."""
+    return [simulated for _, simulated in found(task, value, seconds, seed)]
+
+
+@settings(max_examples=30)
 @given(
     p=st.integers(2, 5),
     m=st.integers(1, 9),
@@ -58,11 +68,23 @@ def test_what_is_found_keeps_the_limit_and_is_better_each_time(
     p: int, m: int, room: int, copy: float, comm: float, objective: Literal["span", "makespan"], seed: int
 ) -> None:
     task = task_of(p, m, room, copy=copy, comm=comm, objective=objective)
-    most = 8.0 * p + 12 * m
-    found = values(task, most, 0.3, seed)
-    assert all(b < a for a, b in pairwise((most, *found)))
-    assert all(x >= bound_of(task) for x in found)
-    event("found" if found else "nothing")
+    most = 8.0 * p + 12 * m  # one microbatch after the other takes less
+    pairs = found(task, most, 0.2, seed)
+    told = [most, *(x for x, _ in pairs)]
+    assert all(b < a for a, b in pairwise(told))
+    assert all(bound_of(task) <= simulated for _, simulated in pairs)
+    if comm <= 1:  # longer transfers queue, which only the simulator sees
+        assert all(simulated <= x for x, simulated in pairs)
+
+
+@pytest.mark.parametrize("objective", ["span", "makespan"])
+@pytest.mark.parametrize(
+    ("p", "m", "room", "copy", "comm"), [(2, 3, 1, 1.0, 0.0), (3, 9, 2, 2.0, 1.0), (5, 6, 3, 3.0, 1.0)]
+)
+def test_something_is_found(
+    p: int, m: int, room: int, copy: float, comm: float, objective: Literal["span", "makespan"]
+) -> None:
+    assert values(task_of(p, m, room, copy=copy, comm=comm, objective=objective), 8.0 * p + 12 * m, 0.5)
 
 
 def test_nothing_where_there_are_no_steps() -> None:
@@ -72,7 +94,7 @@ def test_nothing_where_there_are_no_steps() -> None:
     two = CostProfile.uniform(6, chunks=2, offload_time=6.0, host_mode="shared")
     others = [
         replace(plain, placement=v_shape(3), costs=two),
-        replace(plain, costs=replace(costs, w_s=(1.0, 1.0, 2.0))),
+        replace(plain, costs=replace(costs, w_s=(1.0, 1.0, 2.0), bw_s=(2.0, 2.0, 3.0))),
         replace(plain, costs=replace(costs, f_s=(2.0,) * 3, b_s=(1.0,) * 3, w_s=(1.0,) * 3)),
         replace(plain, costs=replace(costs, host=HostLink(mode="duplex"))),
         task_of(3, 4, 2, copy=0.5),
@@ -91,23 +113,30 @@ def test_stages_of_different_steps_are_none() -> None:
 
 def test_the_same_seed_finds_the_same() -> None:
     task = task_of(4, 8, 2)
-    found = [values(task, 90.0, 1.0, seed) for seed in (0, 0, 1)]
-    assert found[0] == found[1]
-    assert all(found)
+    some = [values(task, 90.0, 0.3, seed) for seed in (0, 0, 1)]
+    assert some[0] == some[1]
+    assert all(some)
 
 
 @pytest.mark.parametrize(
-    ("p", "limit", "value", "least"), [(6, 3.0, 91.0, 87), pytest.param(8, 4.0, 123.0, 117, marks=pytest.mark.soak)]
+    ("p", "m", "limit", "lists", "most"),
+    [
+        (4, 24, 2.0, 121.0, 112.0),
+        (5, 20, 2.0, 110.0, 107.0),
+        pytest.param(8, 32, 4.0, 123.0, 117.0, marks=pytest.mark.soak),
+    ],
 )
-def test_fewer_steps_than_list_schedules_where_the_host_link_is_the_bottleneck(
-    p: int, limit: float, value: float, least: float
+def test_better_than_list_schedules_where_the_host_link_is_the_bottleneck(
+    p: int, m: int, limit: float, lists: float, most: float
 ) -> None:
-    """Round trips of twice the work, p/2: what 1,000 lots of list schedules found."""
-    assert min(values(task_of(p, 4 * p, limit), value, 20.0)) <= least
+    """Round trips of twice the work; ``lists``: what 20 lots of list schedules found."""
+    assert min(values(task_of(p, m, limit), lists, 1.0 if p < 8 else 15.0)) <= most
 
 
-def test_a_solve_uses_it() -> None:
-    task = task_of(6, 28, 3)
-    solution = solve(task, Options(6.0, workers=2, reproducible=True))
+def test_a_solve_uses_it_and_proves_what_it_finds() -> None:
+    """p=4, m=16, half of the activations, k=2: 75 and 78 before."""
+    task = task_of(4, 16, 2)
+    solution = solve(task, Options(8.0, workers=2, reproducible=True))
     assert "rank by rank with offload" in {x.source for x in solution.improvements}
-    assert solution.value == simulate(solution.schedule, task.costs).max_span
+    assert (solution.value, solution.status) == (74, "optimal")
+    assert simulate(solution.schedule, task.costs).max_span == 74

@@ -79,13 +79,14 @@ class Times:
 
 
 def chain_of(few: FewRanks) -> Chain | None:
-    """A task in steps, rounded down where they are not whole; None where there are no steps of one length."""
-    found = [few.host_steps(rank) for rank in range(len(few.rank_of))]
-    if not few.offload or few.rank_of != list(range(len(few.stays))) or any(x is None for x in found):
+    """A task in steps, rounded down where they are not whole; None where there are no steps of one length, or one rank."""
+    every = range(len(few.stays))
+    if not few.offload or few.rank_of != list(every) or len(every) < 2:
         return None
-    ranks, (_, step, _) = [x for x in found if x is not None], found[0] or (None, 0, 0)
-    if any(x[1] != step for x in ranks):
+    ranks = [x for x in map(few.host_steps, every) if x is not None]
+    if len(ranks) < len(every) or len({step for _, step, _ in ranks}) > 1:
         return None
+    step = ranks[0][1]
     chain = [Rank(ranks[0][0])]
     for s, (above, below) in enumerate(pairwise(ranks)):
         down = 1 + few.ticks.of(few.flow.hop(s, s + 1, s)) // step

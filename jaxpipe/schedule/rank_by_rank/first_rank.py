@@ -14,7 +14,7 @@ from jaxpipe.schedule.rank_by_rank.chain import Chain, Times
 
 _MORE_AWAY = 8  # at most on the host, beside what leaves within a trip; with more, fewer F's find room
 _MOST_NUMBERS = 150_000_000  # that are kept: bounds memory, two bytes each
-_WORTHS = (4, 8, 16, 32, 64, 128, 256)  # of an F in steps on the host; sums must keep within 16 bits
+_WORTHS = (4, 8, 16, 32, 64, 128, 256)  # of an F, in steps on the host
 
 
 def first_graph(chain: Chain, late: Callable[[int], bool]) -> Graph | None:
@@ -38,7 +38,8 @@ class FirstRank:
         if len(self.states) * self.most_away * end > _MOST_NUMBERS:
             return
         for worth in _WORTHS:
-            if not self._solve(worth, late):
+            most = worth * (end // 3) + self.most_away * end
+            if most > np.iinfo(np.int16).max or not self._solve(worth, late):
                 return
             if self.layers[-1][0, 0] >= 0:
                 begun = sum(does == F for *_, does in self._path(random.Random(0)))
@@ -64,7 +65,7 @@ class FirstRank:
         return step <= self.end - self.steps.trip - 2
 
     def times(self, rng: random.Random) -> Times | None:
-        """One of them at random; None where what is parked turns back before its trip is over."""
+        """One of them at random; None where it has too few microbatches, or one turns back before its trip is over."""
         steps, ops = self.steps, self._path(rng)
         forward, backward, weight, out, back = (dict[int, int]() for _ in range(5))
         leaving, away, loaded, stay, waiting = (list[int]() for _ in range(5))
@@ -87,7 +88,7 @@ class FirstRank:
                 waiting.append(i)
             elif does == W:
                 weight[waiting.pop(0)] = step
-        if any(backward[i] < forward[i] + steps.trip for i in forward):
+        if len(forward) < self.chain.count or any(backward[i] < forward[i] + steps.trip for i in forward):
             return None
         kept = sorted(rng.sample(sorted(forward), self.chain.count))
         first = forward[kept[0]]

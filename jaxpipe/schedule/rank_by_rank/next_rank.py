@@ -13,7 +13,7 @@ from jaxpipe.schedule.rank_by_rank.chain import Chain, Times
 _NO_COPY, _O, _L = range(3)
 _F, _B, _W, _NOTHING = range(4)
 _MOVES = 100  # of NumPy's take as long as one state
-NEVER = 1 << 60
+_NEVER = 1 << 60
 _TIGHT, _WIDE, _PARKED = range(3)
 _WORTHS = ((1, 1, 1), (2, 1, 1), (4, 2, 1), (4, 4, 1), (3, 1, 2))  # of a step between F and B, by class; not tuned
 
@@ -38,9 +38,7 @@ class NextRank:
         self.chain, self.rank, self.alone = chain, rank, here.alone
         self.come = [at + here.down for at in above.forward]
         self.due = [at - here.up for at in above.backward]
-        self.away = max(
-            self.alone.trip, 1 + self.alone.o + self.alone.back
-        )  # steps from F to B of a parked one, at least
+        self.away = max(self.alone.trip, 1 + self.alone.o + self.alone.back)  # from F to B of a parked one, at least
         self.kind = [_PARKED if i in parked else _WIDE if i in above.out else _TIGHT for i in range(chain.count)]
         self.begin = min(self.come)
         every = sorted(range(chain.count), key=self.come.__getitem__)
@@ -107,7 +105,7 @@ class NextRank:
             lanes.append((_O, _O, self.alone.o, leaving - 1))
         if not left and free > 0 and parked - leaving - back - turned > 0:
             lanes.append((_L, _L, self.alone.back, leaving))
-        turns, soonest, straight = -1, NEVER, True
+        turns, soonest, straight = -1, _NEVER, True
         for i, at in stays:
             due = self.due[i]
             if due == step and (at > step or soonest == step):

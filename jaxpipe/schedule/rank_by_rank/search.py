@@ -28,14 +28,16 @@ _WIDTHS = {250: 48, 1000: 4, 4000: 1}
 """States a step, and how often so many, which gives each width as much time: p=8 gains by many, p=16 by few."""
 _SLACK = 3  # steps of a window beyond its trip that count
 _FEW, _FEW_MEAN = 0.7, 3  # of the tries stop parking few microbatches, so many on average
+_LEAST_MOVES = 10_000  # that a try counts for
 _ROUNDING = 1e-6
 
 
 def begun_rank_by_rank(few: FewRanks, bound: float, value: float, budget: Budget, seed: int) -> Iterator[Begun]:
     """Schedules, each of less than the one before and than ``value`` seconds of what ``few`` bounds, until the budget ends or
-    they are within a step of ``bound``. None where the durations are not equal, or the first rank has too many states.
+    they are within a step of ``bound``. Nothing where the durations are not equal, or the first rank has too many states.
 
-    Steps are rounded down where they are not whole: whoever simulates a schedule sees what it takes.
+    Steps are rounded down where they are not whole, and transfers that queue are not seen: whoever simulates a schedule sees
+    what it takes.
     """
     chain = chain_of(few)
     if chain is None:
@@ -73,16 +75,15 @@ class Search:
         ``least``."""
         ranks, patience = len(self.chain.ranks), _TRIES
         goal, graph = least + (most - least) * 2 // 3, first_graph(self.chain, self.late)
-        while graph is not None and least < most and not self.late(0):
+        while graph is not None and least < most and not self.late(_LEAST_MOVES):
             first = FirstRank(self.chain, graph, goal, self.late)
             self.kept = [[] for _ in range(ranks)]
             found, tries = None, 0
-            while found is None and goal < most and not self.late(0):
-                found, tries = self._longer(first, goal) if first.found else None, tries + 1
-                if not first.found or (found is None and tries % patience == 0):
+            goal += 0 if first.found else max(1, (most - goal) // 8)
+            while first.found and found is None and goal < most and not self.late(_LEAST_MOVES):
+                found, tries = self._longer(first, goal), tries + 1
+                if found is None and tries % patience == 0:
                     goal += max(1, (most - goal) // 8)
-                if not first.found:
-                    break
             if found is not None:
                 yield found
                 most = max(self._steps(times) for times in found)

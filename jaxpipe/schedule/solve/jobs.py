@@ -113,8 +113,7 @@ class RankByRank(Job):
 
         few, actions = few_ranks(task), Actions(task)
         for begun in begun_rank_by_rank(few, self.bound, self.value, self.budget(), self.seed):
-            starts = starts_at(actions, begun)
-            if starts is not None and (made := fitting(actions, starts, "solved")) is not None:
+            if (starts := starts_at(actions, begun)) and (made := fitting(actions, starts, "solved")):
                 tell(made[0], "rank by rank with offload")
 
 

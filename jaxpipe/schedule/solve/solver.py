@@ -61,8 +61,9 @@ _CYCLE_PARTS = 2  # jobs that share the shapes of a V's cycles: one for each of 
 _FEW_ACTIONS, _LISTS_SHARE = 4000, (0.9, 0.2)
 """Actions up to which neighbourhoods with offload gain more than list schedules, and the part of the time for these beyond and
 below: with k=2 at p=16 and 32 the best came from lists, after 5 to 33 s, and neighbourhoods gained nothing."""
-_FIRST_LISTS_SHARE, _RANKS_SHARE, _RANKS_SEEDS = 0.1, (0.85, 0.15), 2
-"""Where ranks are searched one after the other, by so many jobs, beyond what the exact model gets and up to it."""
+_BOUNDS_SHARE, _FIRST_LISTS_SHARE, _RANKS_SHARE, _RANKS_SEEDS = (0.2, 0.5), 0.1, (0.85, 0.15), 2
+"""Bounds, elsewhere and where ranks are searched one after the other; there lists at first, and ranks, by so many jobs, beyond
+what the exact model gets and up to it. At p=16, p/4 the bound takes 7 to 30 s."""
 _STARTS_SHARE = 0.2  # of the time, for schedules by rules of graphs of stages
 _LOWEST = 19  # niceness of a solve in the background
 _LONGEST = 200
@@ -313,9 +314,10 @@ def bound_of(task: SolveTask) -> float:
 
 
 def _in_steps(task: SolveTask) -> bool:
-    """Whether all F, B and W take equally long on a plain chain, where offload is searched rank by rank."""
-    equal = len({*task.costs.f_s, *task.costs.b_s, *task.costs.w_s}) == 1
-    return equal and task.placement.is_plain_chain and task.offloads_in_flight is None
+    """Whether F, B and W of a chain take equally long and copies no less, where offload is searched rank by rank."""
+    costs, one = task.costs, task.placement.is_plain_chain and task.placement.num_chunks == 1
+    equal = len({*costs.f_s, *costs.b_s, *costs.w_s}) == 1 and min((*costs.offload_s, *costs.load_s)) >= costs.f_s[0]
+    return task.offload and one and equal and costs.host.mode == "shared" and task.offloads_in_flight is None
 
 
 def _actions(task: SolveTask) -> int:
@@ -408,15 +410,14 @@ class Portfolio:
                     yield self._job(number, Cycles, min(25.0, total * 0.4), part=part, parts=parts)
         for number, task in chains:
             if task.placement.num_flows == 1 and self.incumbent.value < float("inf"):
-                share = 0.5 if task.offload and _in_steps(task) else 0.2
-                yield self._job(number, RankBounds, total * share, value=self.incumbent.value)
+                yield self._job(number, RankBounds, total * _BOUNDS_SHARE[_in_steps(task)], value=self.incumbent.value)
         for number, task in chains:
-            if task.offload and _in_steps(task):
+            if _in_steps(task):
                 share = _RANKS_SHARE[_actions(task) <= _EXACT_ACTIONS[1]]
                 for seed in range(self.options.seed, self.options.seed + _RANKS_SEEDS):
                     yield self._job(number, RankByRank, total * share, value=self.incumbent.value, seed=seed)
-                share = _LISTS_SHARE[_actions(task) <= _FEW_ACTIONS]
-                yield self._job(number, OffloadLists, total * share, seed=self.options.seed + 1)
+                if share == _RANKS_SHARE[0]:  # the first rank may have had too many states
+                    yield self._job(number, OffloadLists, total * _LISTS_SHARE[0], seed=self.options.seed + 1)
         for number, task in enumerate(self.tasks):
             known, actions = self.incumbent.known.get(number), _actions(task)
             if actions <= _EXACT_ACTIONS[1] and (known is not None or task.placement.is_plain_chain):

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxpipe.schedule import CostProfile, HostLink, one_to_one, simulate, v_shape
+from jaxpipe.schedule import CostProfile, HostLink, Schedule, one_to_one, simulate, v_shape
 from jaxpipe.schedule.budget import Budget
 from jaxpipe.schedule.rank_by_rank import begun_rank_by_rank
 from jaxpipe.schedule.solve import Options, SolveTask, solve
 from jaxpipe.schedule.solve.actions import Actions, fitting, starts_at
-from jaxpipe.schedule.solve.jobs import few_ranks
+from jaxpipe.schedule.solve.jobs import RankByRank, few_ranks
 from jaxpipe.schedule.solve.solver import bound_of
 
 
@@ -140,3 +140,17 @@ def test_a_solve_uses_it_and_proves_what_it_finds() -> None:
     assert "rank by rank with offload" in {x.source for x in solution.improvements}
     assert (solution.value, solution.status) == (74, "optimal")
     assert simulate(solution.schedule, task.costs).max_span == 74
+
+
+@pytest.mark.parametrize("most", [1, 16])
+def test_a_job_tells_only_what_keeps_a_limit_that_the_search_does_not_know(most: int) -> None:
+    task = replace(task_of(3, 6, 2), offloads_in_flight=most)
+    told: list[Schedule] = []
+
+    def tell(schedule: Schedule | None, source: str, bound: float = 0.0) -> None:
+        assert schedule is not None
+        told.append(schedule)
+
+    RankByRank(task=0, seconds=1.0, reproducible=True, value=60.0).run(task, tell)
+    assert all(task.fits(simulate(x, task.costs)) for x in told)
+    assert bool(told) == (most == 16)

@@ -113,8 +113,10 @@ class RankByRank(Job):
 
         few, actions = few_ranks(task), Actions(task)
         for begun in begun_rank_by_rank(few, self.bound, self.value, self.budget(), self.seed):
-            if (starts := starts_at(actions, begun)) and (made := fitting(actions, starts, "solved")):
-                tell(made[0], "rank by rank with offload")
+            starts = starts_at(actions, begun)
+            if starts is None or (made := fitting(actions, starts, "solved")) is None:
+                return  # there is a limit that this search does not know
+            tell(made[0], "rank by rank with offload")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

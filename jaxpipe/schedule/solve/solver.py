@@ -61,9 +61,9 @@ _CYCLE_PARTS = 2  # jobs that share the shapes of a V's cycles: one for each of 
 _FEW_ACTIONS, _LISTS_SHARE = 4000, (0.9, 0.2)
 """Actions up to which neighbourhoods with offload gain more than list schedules, and the part of the time for these beyond and
 below: with k=2 at p=16 and 32 the best came from lists, after 5 to 33 s, and neighbourhoods gained nothing."""
+# Of the time: bounds, elsewhere and where ranks are searched one after the other (at p=16, p/4 they take 7 to 30 s); there
+# lists at first, and ranks, each of so many jobs, beyond what the exact model gets and up to it.
 _BOUNDS_SHARE, _FIRST_LISTS_SHARE, _RANKS_SHARE, _RANKS_SEEDS = (0.2, 0.5), 0.1, (0.85, 0.15), 2
-"""Bounds, elsewhere and where ranks are searched one after the other; there lists at first, and ranks, by so many jobs, beyond
-what the exact model gets and up to it. At p=16, p/4 the bound takes 7 to 30 s."""
 _STARTS_SHARE = 0.2  # of the time, for schedules by rules of graphs of stages
 _LOWEST = 19  # niceness of a solve in the background
 _LONGEST = 200
@@ -317,7 +317,7 @@ def _in_steps(task: SolveTask) -> bool:
     """Whether F, B and W of a chain take equally long and copies no less, where offload is searched rank by rank."""
     costs, one = task.costs, task.placement.is_plain_chain and task.placement.num_chunks == 1
     equal = len({*costs.f_s, *costs.b_s, *costs.w_s}) == 1 and min((*costs.offload_s, *costs.load_s)) >= costs.f_s[0]
-    return task.offload and one and equal and costs.host.mode == "shared" and task.offloads_in_flight is None
+    return task.offload and one and equal and costs.host.mode == "shared"
 
 
 def _actions(task: SolveTask) -> int:

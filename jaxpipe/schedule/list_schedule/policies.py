@@ -12,7 +12,7 @@ from jaxpipe.schedule.list_schedule.weights import WeightFilling, balanced, orde
 from jaxpipe.schedule.problem import Problem
 from jaxpipe.schedule.retime import Draft
 
-_ACTIONS = 10_000
+_ACTIONS = 100_000
 ONE_CHUNK = (
     # round trips, turn, w_gap, balance, f_gap
     Policy(2, "backward", 1, True),
@@ -62,7 +62,7 @@ CHUNKS = (
 def chain_drafts(problem: Problem, limit: float) -> Iterator[Draft]:
     """For one chunk per rank: the draft of each policy under ``limit`` (units of one rank's share of one microbatch).
 
-    Fewer policies above 1,000 actions, down to ten: each costs time that grows with the actions.
+    Fewer policies above 11,000 actions, down to ten: each costs time that grows with the actions.
     """
     most = 10 + _ACTIONS // (3 * problem.num_ranks * problem.num_microbatches)
     return filter(None, (run(problem, partial(by_turn, policy), limit) for policy in ONE_CHUNK[:most]))

@@ -76,7 +76,7 @@ class FewRanks:
             order.sort(key=lambda rank: (min(rank, last - rank), -rank))
         ranks: tuple[int, ...] = ()
         if self.offload and (exact := self.host_steps(order[0])):
-            (steps, step, more), late, known = exact, _late(budget, MOVES_PER_S, 1.0), least
+            (steps, step, more), late, known = exact, late_for(budget, MOVES_PER_S, 1.0), least
             for found in steps.bounds(-(-(least - more) // step), -(-(top - more) // step), late):
                 if found * step + more > least:
                     least = found * step + more
@@ -179,7 +179,7 @@ class FewRanks:
 
 def _raised(orders: Orders | HostOrders, least: int, top: int, budget: Budget) -> Iterator[int]:
     """Ticks that no order's objective is below: one step after the other from ``least`` to ``top``, or what it can't exceed."""
-    late = _late(budget, _STATES_PER_S)
+    late = late_for(budget, _STATES_PER_S)
     for part in range(1, _PARTS_OF_GAP + 1):
         most = least + (top - least) * part // _PARTS_OF_GAP - 1
         found = orders.least(most, _WIDTH, late)
@@ -190,7 +190,7 @@ def _raised(orders: Orders | HostOrders, least: int, top: int, budget: Budget) -
         return
 
 
-def _late(budget: Budget, per_s: int, part: float = 1 / _PART_OF_TIME) -> Callable[[int], bool]:
+def late_for(budget: Budget, per_s: int, part: float = 1 / _PART_OF_TIME) -> Callable[[int], bool]:
     """Whether a part of what is left is spent, by a search that tells how much it looked at."""
     end = budget.left * (1 - part)
 

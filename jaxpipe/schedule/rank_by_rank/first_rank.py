@@ -54,8 +54,7 @@ class FirstRank:
         for step in range(self.end):
             now = self.steps.stepped(self.moves, self.layers[-1], step, self.end, self._may_start(step), worth)
             now = now[:, : self.most_away]
-            now[now >= 0] += np.broadcast_to(np.arange(now.shape[1], dtype=np.int16), now.shape)[now >= 0]
-            now[now < 0] = NEVER
+            now = np.where(now >= 0, now + np.arange(now.shape[1], dtype=np.int16), np.int16(NEVER))
             self.layers.append(now)
             if late(size * now.shape[1]):
                 return False

@@ -8,10 +8,9 @@ from collections.abc import Callable, Iterator, Sequence, Set
 from heapq import nlargest
 from typing import TypeAlias
 
+from jaxpipe.schedule.bounds.host_steps import NO_COPY, NOTHING, B, F, L, O, W
 from jaxpipe.schedule.rank_by_rank.chain import Chain, Times
 
-_NO_COPY, _O, _L = range(3)
-_F, _B, _W, _NOTHING = range(4)
 _MOVES = 100  # of NumPy's take as long as one state
 _NEVER = 1 << 60
 _TIGHT, _WIDE, _PARKED = range(3)
@@ -24,7 +23,7 @@ W; the microbatches that stay, each with the step from which its B may start; F'
 the parked; B's of the parked."""
 _Move: TypeAlias = tuple[_State, int, int, int]
 """The state before; what the lane starts; the op that the rank starts, and the microbatch, -1 for the next parked one."""
-_START: _State = (_NO_COPY, 0, 0, 0, 0, (), 0, 0, 0, 0)
+_START: _State = (NO_COPY, 0, 0, 0, 0, (), 0, 0, 0, 0)
 
 
 class NextRank:
@@ -68,7 +67,7 @@ class NextRank:
                 now = dict(nlargest(width, now.items(), key=lambda x: x[1]))
             moves.append(made)
         tight, wide, parked = map(len, self.classes)
-        done = (_NO_COPY, 0, 0, 0, 0, (), tight, wide, parked, parked)
+        done = (NO_COPY, 0, 0, 0, 0, (), tight, wide, parked, parked)
         return self._traced(moves, done) if done in now else None
 
     def _after(
@@ -100,11 +99,11 @@ class NextRank:
         ``turning``: of the parked, how many may have started B."""
         copy, left, leaving, back, w, stays, tight, wide, parked, turned = state
         trip, free = self.alone.trip, self.alone.room - leaving - back - w - len(stays)
-        lanes = [(_NO_COPY, copy, left, leaving)]
+        lanes = [(NO_COPY, copy, left, leaving)]
         if not left and leaving:
-            lanes.append((_O, _O, self.alone.o, leaving - 1))
+            lanes.append((O, O, self.alone.o, leaving - 1))
         if not left and free > 0 and parked - leaving - back - turned > 0:
-            lanes.append((_L, _L, self.alone.back, leaving))
+            lanes.append((L, L, self.alone.back, leaving))
         turns, soonest, straight = -1, _NEVER, True
         for i, at in stays:
             due = self.due[i]
@@ -115,50 +114,49 @@ class NextRank:
             straight = straight and not apart >> (step - at + trip - 1) & 1
         others = tuple(x for x in stays if x[0] != turns) if turns >= 0 else ()
         for lane, copy, left, waits in lanes:
-            loaded = back + (copy == _L and left == 1)
-            c, n = (copy, left - 1) if left > 1 else (_NO_COPY, 0)
+            loaded = back + (copy == L and left == 1)
+            c, n = (copy, left - 1) if left > 1 else (NO_COPY, 0)
             if turns >= 0:
-                yield (c, n, waits, loaded, w + 1, others, tight, wide, parked, turned), lane, _B, turns
+                yield (c, n, waits, loaded, w + 1, others, tight, wide, parked, turned), lane, B, turns
             if soonest == step:
                 continue
             if free + leaving - waits > (left > 0):
                 if straight and tight < come[_TIGHT] and step <= self.last[i := self.classes[_TIGHT][tight]]:
                     more = (*stays, (i, step + trip))
-                    yield (c, n, waits, loaded, w, more, tight + 1, wide, parked, turned), lane, _F, i
+                    yield (c, n, waits, loaded, w, more, tight + 1, wide, parked, turned), lane, F, i
                 if straight and wide < come[_WIDE] and step <= self.last[i := self.classes[_WIDE][wide]]:
                     more = (*stays, (i, step + trip))
-                    yield (c, n, waits, loaded, w, more, tight, wide + 1, parked, turned), lane, _F, i
+                    yield (c, n, waits, loaded, w, more, tight, wide + 1, parked, turned), lane, F, i
                 if parked < come[_PARKED] and step <= self.last[i := self.classes[_PARKED][parked]]:
-                    yield (c, n, waits + 1, loaded, w, stays, tight, wide, parked + 1, turned), lane, _F, i
+                    yield (c, n, waits + 1, loaded, w, stays, tight, wide, parked + 1, turned), lane, F, i
             if back and turned < turning:
-                yield (c, n, waits, loaded - 1, w + 1, stays, tight, wide, parked, turned + 1), lane, _B, -1
+                yield (c, n, waits, loaded - 1, w + 1, stays, tight, wide, parked, turned + 1), lane, B, -1
             if w:
-                yield (c, n, waits, loaded, w - 1, stays, tight, wide, parked, turned), lane, _W, -1
+                yield (c, n, waits, loaded, w - 1, stays, tight, wide, parked, turned), lane, W, -1
             else:
-                yield (c, n, waits, loaded, w, stays, tight, wide, parked, turned), lane, _NOTHING, -1
+                yield (c, n, waits, loaded, w, stays, tight, wide, parked, turned), lane, NOTHING, -1
 
     def _traced(self, moves: Sequence[dict[_State, _Move]], state: _State) -> Times | None:
         """The way to ``state``; None where the parked can't keep their windows so."""
-        ops: list[list[tuple[int, int]]] = [[], [], []]
+        ops: list[list[tuple[int, int]]] = [[], [], [], []]
         copies: list[list[int]] = [[], [], []]
         for step, made in zip(range(self.begin + len(moves) - 1, -1, -1), reversed(moves), strict=False):
             state, starts, op, i = made[state]
             copies[starts].insert(0, step)
-            if op != _NOTHING:
-                ops[op].insert(0, (step, i))
-        forward = {i: step for step, i in ops[_F]}
+            ops[op].insert(0, (step, i))
+        forward = {i: step for step, i in ops[F]}
         backward, waiting = dict[int, int](), set(self.classes[_PARKED])
-        for step, i in ops[_B]:
+        for step, i in ops[B]:
             if i < 0:
                 i = min((j for j in waiting if forward[j] + self.away <= step), key=self.due.__getitem__, default=-1)
                 if i < 0 or self.due[i] < step:
                     return None
                 waiting.remove(i)
             backward[i] = step
-        weight = dict(zip(sorted(backward, key=backward.__getitem__), (step for step, _ in ops[_W]), strict=True))
+        weight = dict(zip(sorted(backward, key=backward.__getitem__), (step for step, _ in ops[W]), strict=True))
         parked = self.classes[_PARKED]
-        out = dict(zip(parked, copies[_O], strict=True))
-        back = dict(zip(sorted(parked, key=backward.__getitem__), copies[_L], strict=True))
+        out = dict(zip(parked, copies[O], strict=True))
+        back = dict(zip(sorted(parked, key=backward.__getitem__), copies[L], strict=True))
         if any(back[i] < out[i] + self.alone.o or backward[i] < back[i] + self.alone.back for i in parked):
             return None
         return Times.of(forward, backward, weight, out, back)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from math import ceil, floor
 from typing import TypeAlias
 
-from jaxpipe.schedule.bounds.few_ranks import MOVES_PER_S, FewRanks
+from jaxpipe.schedule.bounds.few_ranks import MOVES_PER_S, FewRanks, late_for
 from jaxpipe.schedule.budget import Budget
 from jaxpipe.schedule.ir import Action
 from jaxpipe.schedule.rank_by_rank.chain import Chain, Times, chain_of
@@ -23,7 +23,7 @@ _MOST_KEPT = 40  # beginnings of so many ranks
 _ANEW = 0.1  # of the tries start with the first rank
 _BACK = 1.5  # ranks that a try goes back on average, of those that have beginnings
 _MOST_TRIES = 5  # with one beginning
-_TRIES = 48  # before the goal is lowered, at first
+_TRIES = 48  # before the goal is eased, at first
 _WIDTHS = {250: 48, 1000: 4, 4000: 1}
 """States a step, and how often so many, which gives each width as much time: p=8 gains by many, p=16 by few."""
 _SLACK = 3  # steps of a window beyond its trip that count
@@ -42,12 +42,7 @@ def begun_rank_by_rank(few: FewRanks, bound: float, value: float, budget: Budget
     chain = chain_of(few)
     if chain is None:
         return
-
-    def late(moves: int) -> bool:
-        if budget.reproducible:
-            budget.spent += moves / MOVES_PER_S
-        return budget.left <= 0
-
+    late = late_for(budget, MOVES_PER_S, 1.0)
     least, most = ceil(bound / chain.step_s - _ROUNDING), floor(value / chain.step_s + _ROUNDING)
     for found in Search(chain, random.Random(seed), late).schedules(least, most):
         every = ((rank, *start) for rank, times in enumerate(found) for start in times.starts())

@@ -30,16 +30,16 @@ MOST: Mapping[str, tuple[int, int, int]] = {
     "runtime": (18, 2407, 26),
     "schedule": (27, 3074, 31),
     "schedule/blocks": (6, 545, 3),
-    "schedule/bounds": (10, 1159, 15),
+    "schedule/bounds": (10, 1171, 16),
     "schedule/families": (21, 1795, 3),
     "schedule/list_schedule": (11, 1293, 16),
     "schedule/passes": (10, 954, 9),
-    "schedule/rank_by_rank": (5, 405, 6),
+    "schedule/rank_by_rank": (6, 452, 7),
     "schedule/solve": (13, 2600, 39),
     "stage": (48, 6107, 59),
     "train": (75, 9072, 109),
 }
-MOST_OF_SCHEDULE = 9225
+MOST_OF_SCHEDULE = 9282
 """Code lines of ``schedule/`` and its rooms, without ``schedule/solve/``."""
 
 

@@ -12,7 +12,7 @@ are too many states; then there is no bound.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 
 _MOST_STATES = 100_000  # bounds memory and the seconds until the first bound
 NEVER = -9999
-Counts: TypeAlias = NDArray[np.int16]
+Number: TypeAlias = np.int16 | np.int32
+Counts: TypeAlias = NDArray[Number]
 NOTHING, F, B, W = range(4)  # what a rank starts in a step
 NO_COPY, O, L = range(3)  # noqa: E741  # and its lane
 
@@ -50,20 +51,40 @@ class Moves(NamedTuple):
     first: NDArray[np.int64]
 
 
-Graph: TypeAlias = tuple[list[Moves], list[State]]
+class Phase(NamedTuple):
+    """What a rank may hold at the start of every so-manieth step, and the moves in it, by what the lane does."""
+
+    states: list[State]
+    moves: list[Moves]
 
 
-def start(states: int) -> Counts:
-    """What is known of so many states before the first step."""
-    begun = np.full((states, 1), np.int16(NEVER))
+Graph: TypeAlias = list[Phase]
+
+
+def start(graph: Graph, kind: type[Number] = np.int16) -> Counts:
+    """What is known of the states before the first step."""
+    begun = np.full((len(graph[0].states), 1), kind(NEVER))
     begun[0] = 0
     return begun
 
 
+def size_of(graph: Graph) -> int:
+    """Moves in a step, on average."""
+    return sum(lane.source.size for phase in graph for lane in phase.moves) // len(graph)
+
+
+def _moves(found: list[tuple[int, int, int]]) -> Moves:
+    ordered = np.array(sorted(found), np.int64).reshape(-1, 3)
+    return Moves(ordered[:, 1], ordered[:, 2], *np.unique(ordered[:, 0], return_index=True))
+
+
 @dataclass(frozen=True, slots=True)
 class HostSteps:
-    """``count`` microbatches; steps of O and L (``back``), and ``trip`` from F's start to B's; ``room`` for activations. Bit j
-    of ``apart``: no two that stay may start j + 1 steps apart."""
+    """``count`` microbatches; steps of O and L (``back``), and ``trip`` from F's start to B's; ``room`` for activations.
+
+    For who searches schedules, not bounds: bit j of ``apart``: no two that stay may start j + 1 steps apart; those that stay
+    start in ``every`` so-manieth step; ``few`` wait for anything.
+    """
 
     o: int
     back: int
@@ -71,47 +92,47 @@ class HostSteps:
     room: int
     count: int
     apart: int = 0
+    every: int = 1
+    few: bool = False
 
     def bounds(self, least: int, most: int, late: Callable[[int], bool]) -> Iterator[int]:
         """Numbers of steps that no schedule of the rank is below: better and better, from ``least`` (which is one) up to
         ``most``. ``late(n)`` is told of n moves that were looked at and says when to stop."""
-        found = self.graph(late)
-        if found is None:
+        graph = self.graph(late)
+        if graph is None:
             return
-        moves, states = found
-        size = sum(x.source.size for x in moves)
+        size = size_of(graph)
         tail = self.trip + 2  # an F in the last steps would end too late
         steps = max(0, least - tail)
-        begun = start(len(states))
+        begun = start(graph)
         for step in range(steps):
-            begun = self.stepped(moves, begun, step, most, True)
+            begun = self.stepped(graph, begun, step, most, True)
             if late(size * begun.shape[1]):
                 return
         while least < most:
             end = begun
             for step in range(steps, least):
-                end = self.stepped(moves, end, step, least, step <= least - tail)
+                end = self.stepped(graph, end, step, least, step <= least - tail)
                 if late(size * end.shape[1]):
                     return
             if end[0, 0] >= self.count:
                 return
-            begun = self.stepped(moves, begun, steps, most, True)
+            begun = self.stepped(graph, begun, steps, most, True)
             steps, least = steps + 1, least + 1
             yield least
 
-    def stepped(
-        self, moves: Sequence[Moves], begun: Counts, step: int, end: int, may_start: bool, worth: int = 1
-    ) -> Counts:
+    def stepped(self, graph: Graph, begun: Counts, step: int, end: int, may_start: bool, worth: int = 1) -> Counts:
         """The most F's in each state (rows) after one more step, by number on the host: what has left by then and can come
         back before the ``end``. ``worth``: of an F."""
-        never = np.int16(NEVER)
+        kind = begun.dtype.type
+        never = kind(NEVER)
         away = min(begun.shape[1] - 1, (end - step) // self.back)
         most = min(away + 1, step // self.o + 1)  # on the host after the step
-        after = np.full((len(begun), most + 1), never)
-        gains = np.zeros(4, np.int16)
+        after = np.full((len(graph[(step + 1) % self.every].states), most + 1), never)
+        gains = np.zeros(4, kind)
         gains[F] = worth if may_start else never
         gains[B] = 0 if step >= self.trip else never
-        for move, (old, new) in zip(moves, ((0, 0), (0, 1), (1, 0)), strict=True):
+        for move, (old, new) in zip(graph[step % self.every].moves, ((0, 0), (0, 1), (1, 0)), strict=True):
             if not move.source.size:
                 continue
             found = begun[move.source, old : away + 1] + gains[move.does][:, None]
@@ -120,26 +141,26 @@ class HostSteps:
             after[move.reached, new : new + best.shape[1]] = np.maximum(into, best[:, : into.shape[1]])
         return np.maximum(after, never)
 
-    def graph(self, late: Callable[[int], bool]) -> Graph | None:
-        """All moves between states that can be reached, by what the lane does, and the states; None for too many."""
-        number = {State(): 0}
-        states = [State()]
-        found: list[list[tuple[int, int, int]]] = [[], [], []]
-        for i, state in enumerate(states):  # grows
-            for does, copies, then in self._next(state):
-                j = number.setdefault(then, len(states))
-                if j == len(states):
-                    states.append(then)
-                found[copies].append((j, i, does))
-            if len(states) > _MOST_STATES or (i % 1000 == 0 and late(200_000)):
+    def graph(self, late: Callable[[int], bool], most: int = _MOST_STATES) -> Graph | None:
+        """All states that can be reached and the moves between them, of ``every`` steps; None for more than ``most``."""
+        phases = range(self.every)
+        states = [[State()] for _ in phases]
+        numbers = [{State(): 0} for _ in phases]
+        found: list[list[list[tuple[int, int, int]]]] = [[[], [], []] for _ in phases]
+        queue = [(phase, 0) for phase in phases]
+        for n, (phase, i) in enumerate(queue):  # grows
+            after = (phase + 1) % self.every
+            for does, copies, then in self._next(states[phase][i], phase == 0):
+                j = numbers[after].setdefault(then, len(states[after]))
+                if j == len(states[after]):
+                    states[after].append(then)
+                    queue.append((after, j))
+                found[phase][copies].append((j, i, does))
+            if len(queue) > most or (n % 1000 == 0 and late(200_000)):
                 return None
-        moves = []
-        for some in found:
-            ordered = np.array(sorted(some), np.int64).reshape(-1, 3)
-            moves.append(Moves(ordered[:, 1], ordered[:, 2], *np.unique(ordered[:, 0], return_index=True)))
-        return moves, states
+        return [Phase(some, [_moves(x) for x in lanes]) for some, lanes in zip(states, found, strict=True)]
 
-    def _next(self, x: State) -> Iterator[tuple[int, int, State]]:
+    def _next(self, x: State, may_stay: bool) -> Iterator[tuple[int, int, State]]:
         """What may happen in a step: what the rank starts, what the lane does, and the state after it."""
         stay = x.ripe + x.ages.bit_count()
         lanes = [(NO_COPY, x)]
@@ -148,18 +169,23 @@ class HostSteps:
         if not x.left and x.leaving + x.back + x.w + stay < self.room:
             lanes.append((L, x._replace(copy=L, left=self.back)))
         for copies, y in lanes:
-            full = y.leaving + y.back + y.w + stay + (y.left > 0) >= self.room
-            if not full:
-                yield F, copies, self._later(y._replace(leaving=y.leaving + 1))
-                if not x.ages & self.apart:
-                    yield F, copies, self._later(y, stays=True)
-            if y.ripe:
-                yield B, copies, self._later(y._replace(ripe=y.ripe - 1, w=y.w + 1))
-            if y.back:
-                yield B, copies, self._later(y._replace(back=y.back - 1, w=y.w + 1))
-            if y.w:
-                yield W, copies, self._later(y._replace(w=y.w - 1))
-            yield NOTHING, copies, self._later(y)
+            for does, then in self._does(y, may_stay and not x.ages & self.apart):
+                if not self.few or max(then.leaving, then.back, then.ripe, then.w - 1) <= 1:
+                    yield does, copies, then
+
+    def _does(self, y: State, may_stay: bool) -> Iterator[tuple[int, State]]:
+        """What the rank may start once the lane has started what it does, and the state after the step."""
+        if y.ripe:
+            yield B, self._later(y._replace(ripe=y.ripe - 1, w=y.w + 1))
+        if y.leaving + y.back + y.w + y.ripe + y.ages.bit_count() + (y.left > 0) < self.room:
+            yield F, self._later(y._replace(leaving=y.leaving + 1))
+            if may_stay:
+                yield F, self._later(y, stays=True)
+        if y.back:
+            yield B, self._later(y._replace(back=y.back - 1, w=y.w + 1))
+        if y.w:
+            yield W, self._later(y._replace(w=y.w - 1))
+        yield NOTHING, self._later(y)
 
     def _later(self, x: State, stays: bool = False) -> State:
         """The same at the end of the step; an F of this step may be one that ``stays``."""

@@ -8,9 +8,10 @@ trip, and *park* the others on the host for the time of several trips; those tha
 come, first served, and keep what stays as long as what is parked.
 
 Here rank 0, which has the longest trips and so the least room, comes first: ``first_rank.py`` schedules it alone, with as much
-on the host as can be (:mod:`~jaxpipe.schedule.bounds.host_steps`). That leaves each microbatch a window on the next rank, wide
-if it is parked; ``next_rank.py`` schedules that rank within the windows and leaves as much of them as it can to the one after
-it, where trips are shorter. ``search.py`` tries this at random, from the best beginnings again; ``chain.py``: a task in steps.
+on the host as can be (:mod:`~jaxpipe.schedule.bounds.host_steps`). What stays goes straight down all ranks and straight back,
+and no two meet. That leaves each parked microbatch a wide window on the next rank, where trips are shorter and more may stay:
+``next_rank.py`` says which, and ``parked.py`` what the others do. ``search.py`` tries this at random; ``chain.py``: a task in
+steps.
 """
 
 from jaxpipe.schedule.rank_by_rank.search import begun_rank_by_rank

@@ -6,57 +6,83 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
+from math import comb
 
 import numpy as np
 
-from jaxpipe.schedule.bounds.host_steps import NEVER, NO_COPY, B, Counts, F, Graph, L, O, State, W, start
+from jaxpipe.schedule.bounds.host_steps import (
+    NEVER,
+    NO_COPY,
+    B,
+    Counts,
+    F,
+    HostSteps,
+    L,
+    O,
+    State,
+    W,
+    size_of,
+    start,
+)
 from jaxpipe.schedule.rank_by_rank.chain import Chain, Times
 
 _MORE_AWAY = 8  # at most on the host, beside what leaves within a trip; with more, fewer F's find room
-_MOST_NUMBERS = 150_000_000  # that are kept: bounds memory, two bytes each
-_WORTHS = (4, 8, 16, 32, 64, 128, 256)  # of an F, in steps on the host
+_MOST_NUMBERS = 200_000_000  # that are kept: bounds memory, two or four bytes each
+_WORTHS = (2, 4, 8, 16, 32, 64, 128, 256, 512)  # of an F, in steps on the host
+_LEAST_WORTH = 2  # part of the trip
+_WAITING = [sum(x) for x in product(range(2), range(2), range(2), range(3))]  # for O, for B after L or a trip, for W
 
 
-def first_graph(chain: Chain, late: Callable[[int], bool]) -> Graph | None:
-    """What the first rank may do, whatever the goal; None for too many states. What stays meets nothing on its way."""
-    return replace(chain.ranks[0].alone, apart=chain.crossings(0)).graph(late)
+def _states(alone: HostSteps, every: int) -> int:
+    """How many there may be in a step, roughly: which stay, what waits, and what the lane does."""
+    ages = alone.trip // max(2, every)
+    some = (comb(ages, n) * sum(n + x <= alone.room for x in _WAITING) for n in range(ages + 1))
+    return (alone.o + alone.back - 1) * sum(some)
 
 
 class FirstRank:
-    """Its schedules of ``end`` steps, by what :func:`first_graph` gave; ``found`` says whether there are any and few enough
-    numbers to keep. Among those with all microbatches, or a few more, of which some are left out, those with most steps on the
-    host.
+    """Schedules of the first rank of ``chain`` in fewer than ``most`` steps, in which few microbatches wait for anything. What
+    stays, and goes straight down and back, meets nothing on its way. Where these are too many states, microbatches that stay
+    may start only in every second step, every fourth, ...
 
     ``late(n)`` is told of n moves that were looked at and says when to stop.
     """
 
-    def __init__(self, chain: Chain, graph: Graph, end: int, late: Callable[[int], bool]) -> None:
-        self.chain, self.end, self.steps = chain, end, chain.ranks[0].alone
-        self.moves, self.states = graph
-        self.found, self.layers, self.worth = False, list[Counts](), 0
-        self.most_away = self.steps.trip // self.steps.o + _MORE_AWAY
-        if len(self.states) * self.most_away * end > _MOST_NUMBERS:
-            return
-        for worth in _WORTHS:
-            most = worth * (end // 3) + self.most_away * end
-            if most > np.iinfo(np.int16).max or not self._solve(worth, late):
-                return
+    def __init__(self, chain: Chain, most: int, late: Callable[[int], bool]) -> None:
+        alone, every = chain.ranks[0].alone, 1
+        self.chain, self.late, self.end, self.layers = chain, late, 0, list[Counts]()
+        self.most_away, self.worth, self.least_worth = alone.trip // alone.o + _MORE_AWAY, 0, alone.trip // _LEAST_WORTH
+        while every < alone.trip and _states(alone, every) * self.most_away * most > _MOST_NUMBERS:
+            every += 2 - every % 2
+        self.steps = replace(alone, apart=chain.crossings(0), every=every, few=True)
+        self.graph = self.steps.graph(late, every * _MOST_NUMBERS // (self.most_away * most)) or []
+
+    def solved(self, end: int) -> bool:
+        """Whether there is a schedule of ``end`` steps. Among those with all microbatches, or a few more, of which some are
+        left out, those with most steps on the host."""
+        self.end = end
+        for worth in (x for x in _WORTHS if x >= self.least_worth and self.graph):
+            if not self._solve(worth):
+                return False
             if self.layers[-1][0, 0] >= 0:
                 begun = sum(does == F for *_, does in self._path(random.Random(0)))
-                if begun >= chain.count:
-                    self.found = True
-                    return
+                if begun >= self.chain.count:
+                    self.least_worth = worth  # fewer steps need no less
+                    return True
+        return False
 
-    def _solve(self, worth: int, late: Callable[[int], bool]) -> bool:
+    def _solve(self, worth: int) -> bool:
         """What each state is worth after each step; whether there was time."""
-        size, self.worth = sum(x.source.size for x in self.moves), worth
-        self.layers = [start(len(self.states))]
+        size, self.worth = size_of(self.graph), worth
+        most = worth * (self.end // 3) + self.most_away * self.end
+        self.layers = [start(self.graph, np.int16 if most <= np.iinfo(np.int16).max else np.int32)]
         for step in range(self.end):
-            now = self.steps.stepped(self.moves, self.layers[-1], step, self.end, self._may_start(step), worth)
+            now = self.steps.stepped(self.graph, self.layers[-1], step, self.end, self._may_start(step), worth)
             now = now[:, : self.most_away]
-            now = np.where(now >= 0, now + np.arange(now.shape[1], dtype=np.int16), np.int16(NEVER))
+            now = np.where(now >= 0, now + np.arange(now.shape[1], dtype=now.dtype), now.dtype.type(NEVER))
             self.layers.append(now)
-            if late(size * now.shape[1]):
+            if self.late(size * now.shape[1]):
                 return False
         return True
 
@@ -101,8 +127,9 @@ class FirstRank:
         path, number, away, value = list[tuple[State, State, int, int]](), 0, 0, int(self.layers[-1][0, 0])
         for step in reversed(range(self.end)):
             layer, value, ways = self.layers[step], value - away, list[tuple[int, int, int, int]]()
+            phase, then = (self.graph[x % len(self.graph)] for x in (step, step + 1))
             for lane, less in ((NO_COPY, 0), (O, 1), (L, -1)):
-                move, there = self.moves[lane], away - less
+                move, there = phase.moves[lane], away - less
                 at = np.searchsorted(move.reached, number)
                 if not 0 <= there < layer.shape[1] or at == move.reached.size or move.reached[at] != number:
                     continue
@@ -115,6 +142,6 @@ class FirstRank:
                     if not early and layer[source, there] == value - gain >= 0:
                         ways.append((int(source), there, lane, int(does)))
             source, away, lane, does = rng.choice(ways)
-            path.append((self.states[source], self.states[number], lane, does))
+            path.append((phase.states[source], then.states[number], lane, does))
             number, value = source, value - (self.worth if does == F else 0)
         return path[::-1]

@@ -394,36 +394,36 @@ class Portfolio:
         total = self.options.time_limit_s
         quick = [quick_families(task) for task in self.tasks]
         chains = [(number, task) for number, task in enumerate(self.tasks) if task.placement.is_plain_chain]
+        steps = [number for number, task in chains if _in_steps(task)]  # families come last: 40 s at p=32, for nothing
         for number, names in enumerate(quick):
-            yield self._job(number, Families, total, names=tuple(names))
-        for number, task in chains:
-            if task.offload:
-                share = _FIRST_LISTS_SHARE if _in_steps(task) else _LISTS_SHARE[_actions(task) <= _FEW_ACTIONS]
-                yield self._job(number, OffloadLists, total * share)
+            if number not in steps:
+                yield self._job(number, Families, total, names=tuple(names))
+        for number, task in (x for x in chains if x[1].offload):
+            share = _FIRST_LISTS_SHARE if number in steps else _LISTS_SHARE[_actions(task) <= _FEW_ACTIONS]
+            yield self._job(number, OffloadLists, total * share)
         for number, task in enumerate(self.tasks):
-            for name in (n for n in families_of(task) if n not in quick[number]):
+            for name in (n for n in families_of(task) if n not in quick[number] and number not in steps):
                 yield self._job(number, Families, total, names=(name,))
         for number, task in chains:
             if task.placement.num_flows == 1 < task.placement.num_chunks:
-                parts = _CYCLE_PARTS if task.placement.is_v else 1
-                for part in range(parts):
+                for part in range(parts := _CYCLE_PARTS if task.placement.is_v else 1):
                     yield self._job(number, Cycles, min(25.0, total * 0.4), part=part, parts=parts)
         for number, task in chains:
             if task.placement.num_flows == 1 and self.incumbent.value < float("inf"):
-                yield self._job(number, RankBounds, total * _BOUNDS_SHARE[_in_steps(task)], value=self.incumbent.value)
-        for number, task in chains:
-            if _in_steps(task):
-                share = _RANKS_SHARE[_actions(task) <= _EXACT_ACTIONS[1]]
-                for seed in range(self.options.seed, self.options.seed + _RANKS_SEEDS):
-                    yield self._job(number, RankByRank, total * share, value=self.incumbent.value, seed=seed)
-                if share == _RANKS_SHARE[0]:  # the first rank may have had too many states
-                    yield self._job(number, OffloadLists, total * _LISTS_SHARE[0], seed=self.options.seed + 1)
+                yield self._job(number, RankBounds, total * _BOUNDS_SHARE[number in steps], value=self.incumbent.value)
+        for number in steps:
+            share = _RANKS_SHARE[_actions(self.tasks[number]) <= _EXACT_ACTIONS[1]]
+            for seed in range(self.options.seed, self.options.seed + _RANKS_SEEDS):
+                yield self._job(number, RankByRank, total * share, value=self.incumbent.value, seed=seed)
+            if share == _RANKS_SHARE[0]:  # the first rank may have had too many states
+                yield self._job(number, OffloadLists, total * _LISTS_SHARE[0], seed=self.options.seed + 1)
         for number, task in enumerate(self.tasks):
             known, actions = self.incumbent.known.get(number), _actions(task)
             if actions <= _EXACT_ACTIONS[1] and (known is not None or task.placement.is_plain_chain):
-                most = 0.6 if actions <= _EXACT_ACTIONS[0] else 0.25
-                start = None if known is None else known.schedule
+                most, start = 0.6 if actions <= _EXACT_ACTIONS[0] else 0.25, known.schedule if known else None
                 yield self._job(number, Exact, total * most, start=start, workers=_EXACT_WORKERS)
+        for number in steps:
+            yield self._job(number, Families, total, names=tuple(families_of(self.tasks[number])))
 
     def _neighbourhood(self) -> Job | None:
         """The next neighbourhood job: mostly on the best schedule, now and then on the best of another placement."""

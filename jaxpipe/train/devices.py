@@ -122,11 +122,11 @@ def _factorings(have: int, tp: int, cp: int) -> str:
     return f"ways to use these ({flags}): " + ", ".join(f"{p}×{t}×{d}" for p, t, d in nearest)
 
 
-def peak_bytes_in_use(devices: Iterable[jax.Device]) -> int | None:
-    """The most that arrays and programs have filled on one of the devices since this process began; None where the backend
-    does not count (CPUs)."""
-    stats = [device.memory_stats() or {} for device in devices]
-    return max((found["peak_bytes_in_use"] for found in stats if "peak_bytes_in_use" in found), default=None)
+def peaks_in_use(devices: Iterable[jax.Device]) -> dict[jax.Device, int]:
+    """The most bytes that arrays and programs have filled on each of the devices since this process began; none where the
+    backend does not count (CPUs)."""
+    stats = {device: device.memory_stats() or {} for device in devices}
+    return {device: found["peak_bytes_in_use"] for device, found in stats.items() if "peak_bytes_in_use" in found}
 
 
 @contextmanager

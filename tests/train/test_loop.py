@@ -114,6 +114,19 @@ def test_straight_run(straight: tuple[Path, TrainResult, str]) -> None:
     assert result_text(result).startswith(f"done at step {STEPS}: loss {result.loss:.4f}, held-out loss")
 
 
+@pytest.mark.compiles
+@pytest.mark.parametrize(("in_steps", "measured"), [(5000, None), (7000, 7000)])
+def test_the_peak_is_of_steps_not_of_what_came_before(
+    in_steps: int, measured: int | None, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On an H200 timing stages alone filled 4.99 GiB and steps 2.9, and 4.99 were shown as theirs."""
+    peaks = itertools.chain([5000], itertools.repeat(in_steps))  # the first is asked for before the first step
+    monkeypatch.setattr(loop, "peaks_in_use", lambda devices: dict.fromkeys(devices, next(peaks)))
+    result, printed = run(config(text, tmp_path / "run", "run.steps=2", "run.log_every=1"))
+    assert result.peak_measured_bytes == measured
+    assert ("KiB measured" in printed) == (measured is not None)
+
+
 def test_interrupted_and_resumed_equals_straight(
     stopped: tuple[Path, TrainResult, str], straight: tuple[Path, TrainResult, str], text: Path, tmp_path: Path
 ) -> None:

@@ -24,10 +24,11 @@ class TrainResult:
     its last step. ``tokens_per_s``: in training steps, without the first (it compiles), evaluation and saving.
     ``bubble_measured`` and ``replay_ratio`` (step time ÷ replay of the same order with its own durations): medians over
     recorded steps, NaN if there was none. ``peak_bytes``: of the fullest rank's device, as predicted
-    (:meth:`~jaxpipe.train.step.TrainStep.memory_report`); ``peak_measured_bytes``: since the process began, None where the
-    backend does not count. ``mfu``: NaN where the device's peak is not known. ``schedule``: the one that ran at the end, to
-    which predictions and medians belong; ``gain_predicted`` and ``gain_measured``: the fraction of the time that it saves over
-    the one before, where re-planning changed it, else NaN. ``rollbacks``: steps that post-validation dropped and did again."""
+    (:meth:`~jaxpipe.train.step.TrainStep.memory_report`); ``peak_measured_bytes``: of the fullest device, None where the
+    backend does not count, or the device was fuller before the first step, when stages were timed alone. ``mfu``: NaN where the
+    device's peak is not known. ``schedule``: the one that ran at the end, to which predictions and medians belong;
+    ``gain_predicted`` and ``gain_measured``: the fraction of the time that it saves over the one before, where re-planning
+    changed it, else NaN. ``rollbacks``: steps that post-validation dropped and did again."""
 
     out_dir: Path
     step: int

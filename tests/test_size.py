@@ -34,12 +34,12 @@ MOST: Mapping[str, tuple[int, int, int]] = {
     "schedule/families": (21, 1795, 3),
     "schedule/list_schedule": (11, 1293, 16),
     "schedule/passes": (10, 954, 9),
-    "schedule/rank_by_rank": (6, 452, 7),
+    "schedule/rank_by_rank": (6, 447, 7),
     "schedule/solve": (13, 2600, 39),
     "stage": (48, 6107, 59),
     "train": (75, 9072, 109),
 }
-MOST_OF_SCHEDULE = 9282
+MOST_OF_SCHEDULE = 9279
 """Code lines of ``schedule/`` and its rooms, without ``schedule/solve/``."""
 
 

@@ -122,11 +122,11 @@ def _factorings(have: int, tp: int, cp: int) -> str:
     return f"ways to use these ({flags}): " + ", ".join(f"{p}×{t}×{d}" for p, t, d in nearest)
 
 
-def peaks_in_use(devices: Iterable[jax.Device]) -> dict[jax.Device, int]:
-    """The most bytes that arrays and programs have filled on each of the devices since this process began; none where the
-    backend does not count (CPUs)."""
-    stats = {device: device.memory_stats() or {} for device in devices}
-    return {device: found["peak_bytes_in_use"] for device, found in stats.items() if "peak_bytes_in_use" in found}
+def peak_bytes_in_use(devices: Iterable[jax.Device], more_than: int = 0) -> int | None:
+    """The most that arrays and programs have filled on one of the devices since this process began; None where that is not
+    ``more_than`` so many bytes, or the backend does not count (CPUs)."""
+    peaks = ((device.memory_stats() or {}).get("peak_bytes_in_use", 0) for device in devices)
+    return max((x for x in peaks if x > more_than), default=None)
 
 
 @contextmanager

@@ -36,7 +36,7 @@ from jaxpipe.schedule import Timeline, simulate
 from jaxpipe.schedule.json_form import from_json, to_json
 from jaxpipe.train.config import TrainConfig
 from jaxpipe.train.corpora.tokenizers import stored_tokenizer
-from jaxpipe.train.devices import cpu_settings, keep_heap, memory_advice, of_device, peaks_in_use
+from jaxpipe.train.devices import cpu_settings, keep_heap, memory_advice, of_device, peak_bytes_in_use
 from jaxpipe.train.imported import completed
 from jaxpipe.train.metrics import MetricsLog
 from jaxpipe.train.replan import Offer, Replanner
@@ -148,6 +148,7 @@ class _Run:
     """One process's part of a run, from its first step to its last."""
 
     log: MetricsLog
+    filled_before = 0  # bytes, before the first step
 
     def __init__(
         self,
@@ -170,7 +171,8 @@ class _Run:
         run = self.config.run
         _ = self.trainer.program  # traced now, and not at the first checkpoint
         self.predicted, self.memory = self.pipe.predicted_timeline(), self.trainer.train_step.memory_report()
-        self.peak_bytes, self.filled_before = self._peak_bytes(), self._peaks_in_use()
+        self.peak_bytes = self._peak_bytes()
+        self.filled_before = self._peak_measured() or 0
         self.line = LiveLine(run.steps, out, every=run.output.log_every, start=start.step)
         self.replanner = Replanner(self.config, self.pipe, self.line.note, start.step)
         self.pending: tuple[int, StepMetrics] | None = None  # dispatched, not yet in the log
@@ -335,9 +337,8 @@ class _Run:
         self.step = state.step
         self.watchdog.took(time.perf_counter() - began)
         compiled = state.step == self.start.step + 1  # the first step took so long that nothing overlaps anyway
-        waits = any(
-            self._due(every, state.step) for every in (run.eval_every, run.checkpoint_every)
-        )  # what comes next does
+        # what comes next does
+        waits = any(self._due(every, state.step) for every in (run.eval_every, run.checkpoint_every))
         if shown or traced or compiled or waits or state.step == run.steps:
             self._settle()
         self.line.update(
@@ -357,16 +358,11 @@ class _Run:
             self._keep_trace()
         return state
 
-    def _peaks_in_use(self) -> dict[jax.Device, int]:
-        pipe = self.pipe
-        return peaks_in_use(d for rank in pipe.ownership.ranks for d in pipe.submeshes[rank].devices.flat)
-
     def _peak_measured(self) -> int | None:
         """Bytes of the fullest device; None where the backend does not count, or what came before the steps filled more:
         stages that were timed alone, with the results of many calls at once."""
-        peaks = self._peaks_in_use()
-        fullest = max(peaks, key=peaks.__getitem__, default=None)
-        return None if fullest is None or peaks[fullest] <= self.filled_before.get(fullest, 0) else peaks[fullest]
+        submeshes = (self.pipe.submeshes[rank] for rank in self.pipe.ownership.ranks)
+        return peak_bytes_in_use((d for submesh in submeshes for d in submesh.devices.flat), self.filled_before)
 
     def _keep_trace(self) -> None:
         """End the profiler's trace, and put the timeline of its last step beside it."""

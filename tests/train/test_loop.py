@@ -27,6 +27,7 @@ from jaxpipe.train import loop
 from jaxpipe.train.checkpoint import CheckpointStore, load_params
 from jaxpipe.train.checkpoints import format as checkpoint_format
 from jaxpipe.train.config import load_config
+from jaxpipe.train.devices import peak_bytes_in_use
 from jaxpipe.train.evaluate import held_out_score, load_trained
 from jaxpipe.train.metrics import read_metrics
 from jaxpipe.train.run import run_directory
@@ -121,7 +122,12 @@ def test_the_peak_is_of_steps_not_of_what_came_before(
 ) -> None:
     """On an H200 timing stages alone filled 4.99 GiB and steps 2.9, and 4.99 were shown as theirs."""
     peaks = itertools.chain([5000], itertools.repeat(in_steps))  # the first is asked for before the first step
-    monkeypatch.setattr(loop, "peaks_in_use", lambda devices: dict.fromkeys(devices, next(peaks)))
+
+    class Counting:
+        def memory_stats(self) -> dict[str, int]:
+            return {"peak_bytes_in_use": next(peaks)}
+
+    monkeypatch.setattr(loop, "peak_bytes_in_use", lambda _, more: peak_bytes_in_use([Counting()], more))
     result, printed = run(config(text, tmp_path / "run", "run.steps=2", "run.log_every=1"))
     assert result.peak_measured_bytes == measured
     assert ("KiB measured" in printed) == (measured is not None)

@@ -52,7 +52,8 @@ class Moves(NamedTuple):
 
 
 class Phase(NamedTuple):
-    """What a rank may hold at the start of every so-manieth step, and the moves in it, by what the lane does."""
+    """What a rank may hold at the start of steps that ``every`` divides with one remainder, and the moves in them, by what the
+    lane does."""
 
     states: list[State]
     moves: list[Moves]
@@ -83,7 +84,8 @@ class HostSteps:
     """``count`` microbatches; steps of O and L (``back``), and ``trip`` from F's start to B's; ``room`` for activations.
 
     For who searches schedules, not bounds: bit j of ``apart``: no two that stay may start j + 1 steps apart; those that stay
-    start in ``every`` so-manieth step; ``few`` wait for anything.
+    start only in steps that ``every`` divides; ``few``: at most two wait for W, and one for O and for B, after L and after a
+    trip.
     """
 
     o: int

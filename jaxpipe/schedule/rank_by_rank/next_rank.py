@@ -6,7 +6,6 @@ import random
 from collections.abc import Callable
 
 import numpy as np
-from numpy.typing import NDArray
 
 from jaxpipe.schedule.bounds.host_steps import B, F, L, O, W
 from jaxpipe.schedule.rank_by_rank.chain import Chain, Times
@@ -64,16 +63,13 @@ class NextRank:
         near = [i for i in self.parked if self.come[i] <= dead <= self.due[i]] if rng.random() < _NEAR else []
         for some in (near, self.parked):
             for i in rng.sample(some, len(some)):
-                ways = [(*self._full(used[at : at + trip + 1]), rng.random(), at) for at in self._ways(i)]
-                if ways:
-                    self.straight = {**self.straight, i: min(ways)[-1]}
+                if ways := self._ways(i):
+                    full = [used[at : at + trip + 1] for at in ways]
+                    keys = [(int(x.max()), int(x.sum()), rng.random()) for x in full]
+                    self.straight = {**self.straight, i: min(zip(keys, ways, strict=True))[1]}
                     self.parked = [j for j in self.parked if j != i]
                     return True
         return False
-
-    @staticmethod
-    def _full(used: NDArray[np.int64]) -> tuple[int, int]:
-        return int(used.max()), int(used.sum())
 
     def _times(self, ops: list[list[int]], copies: list[list[int]]) -> Times:
         """From the steps in which something starts."""

@@ -35,6 +35,7 @@ from jaxpipe.mesh import pipeline_submeshes
 from jaxpipe.schedule import op_spec
 from jaxpipe.stage.compiled.compile import build_all
 from jaxpipe.stage.compiled.exchange import collectives_alone
+from jaxpipe.stage.compiled.footprint import total_device_bytes
 from jaxpipe.stage.functions import StageFunction, StageFunctions
 from jaxpipe.stage.model.layer import Model
 from jaxpipe.stage.model.params import compute_avals
@@ -43,10 +44,10 @@ Seconds = Mapping[str, Sequence[float]]
 """By op, an entry a stage."""
 LEAST_S = 1e-6
 """Of any function: one without matmuls takes time, too."""
-_SAMPLE_S = 0.05
-"""What a sample should take on an accelerator: long against the microseconds that its ends are uncertain by."""
-_MOST_CALLS = 30
-"""Of one sample: below the 32 computations that a device lets be in flight before dispatch blocks."""
+_SAMPLE_S, _MOST_CALLS, _MOST_BYTES = 0.05, 30, 1 << 30
+"""Of a sample on an accelerator: what it should take, long against the microseconds that its ends are uncertain by; calls, at
+most, fewer than the 32 computations that a device lets be in flight before dispatch blocks; bytes of their results, which are
+all there at once (on an H200 those of 22 calls filled more than the training that they were timed for)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,16 +134,16 @@ def timed(run: Callable[[], Any], repeats: int, warm_up: int = 1) -> Timing:
 def time_function(function: StageFunction, repeats: int, warm_up: int = 1, *, calls: int | None = None) -> Timing:
     """Seconds of one call on arrays of ones.
 
-    ``calls`` back to back between two waits: on an accelerator as many as make a sample of 50 ms (30 at most), one on a CPU.
+    ``calls`` back to back between two waits: on an accelerator as many as make a sample of 50 ms (30 at most, and two where
+    the results are large), one on a CPU.
     """
     sample = _sampler(function)
     sample(1)  # compiles
     warm = [sample(1) for _ in range(warm_up)]
-    if calls is None and all(device.platform == "cpu" for device in devices_of(function)):
-        calls = 1
-    elif calls is None:
-        once = min(warm) if warm else sample(1)
-        calls = min(_MOST_CALLS, max(2, math.ceil(_SAMPLE_S / once)))
+    if calls is None:
+        on_cpu = all(device.platform == "cpu" for device in devices_of(function))
+        fit = _MOST_BYTES // max(1, total_device_bytes(function.avals_out))
+        calls = 1 if on_cpu else max(2, min(_MOST_CALLS, fit, math.ceil(_SAMPLE_S / min(warm or [sample(1)]))))
     return Timing.of([sample(calls) for _ in range(repeats)])
 
 

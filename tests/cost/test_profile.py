@@ -35,7 +35,7 @@ from jaxpipe.cost.seconds import time_at_once
 from jaxpipe.mesh import TensorParallel
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.schedule import CostProfile, Link, circular, generate, read_costs, simulate
-from jaxpipe.stage.compiled.footprint import footprint
+from jaxpipe.stage.compiled.footprint import footprint, total_device_bytes
 from jaxpipe.stage.functions import StageFunction
 from models.llama import Llama
 from tests.support.pipelines import compiled
@@ -110,6 +110,26 @@ def test_calls_are_counted(op: str) -> None:
     calls.clear()
     time_function(replace(function, call=counting), 3, 0)
     assert len(calls) == 1 + 3  # a CPU gets one call a sample
+
+
+@pytest.mark.usefixtures("x64")
+def test_an_accelerator_gets_fewer_calls_a_sample_where_results_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All calls of a sample have their results in memory at once; at least two, so that one is dispatched under the other."""
+
+    class Accelerator:
+        platform = "gpu"
+
+    monkeypatch.setattr("jaxpipe.cost.seconds.devices_of", lambda function: [Accelerator()])
+    function = _pipe().stages[0].functions["F"]
+    size, counts = total_device_bytes(function.avals_out), dict[int, int]()
+    for times in (0, 5, 1000):
+        calls: list[int] = []
+        counting = replace(function, call=lambda *x, calls=calls: (calls.append(1), function.call(*x))[1])
+        monkeypatch.setattr("jaxpipe.cost.seconds._MOST_BYTES", times * size)
+        monkeypatch.setattr("jaxpipe.cost.seconds._SAMPLE_S", 1e9)
+        time_function(counting, 1, 1)
+        counts[times] = len(calls) - 2
+    assert counts == {0: 2, 5: 5, 1000: 30}
 
 
 @pytest.mark.usefixtures("x64")

@@ -47,7 +47,7 @@ LEAST_S = 1e-6
 _SAMPLE_S, _MOST_CALLS, _MOST_BYTES = 0.05, 30, 1 << 30
 """Of a sample on an accelerator: what it should take, long against the microseconds that its ends are uncertain by; calls, at
 most, fewer than the 32 computations that a device lets be in flight before dispatch blocks; bytes of their results, which are
-all there at once (on an H200 those of 22 calls filled more than the training that they were timed for)."""
+all there at once (on an H200 a device was fuller before the first step of a training, when stages were timed, than in it)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,9 +19,8 @@ from jaxpipe.schedule.bounds.host_steps import NO_COPY, NOTHING, B, F, HostSteps
 _MOST_LEAVING, _MOST_BACK, _MOST_W = 1, 1, 3  # that wait for O, B and W
 _NEVER = np.int32(-(1 << 28))
 _SHARES = 0.3, 0.7  # of a window's slack that is F's; the rest is B's
-_MOST_LOST = (
-    16  # steps of a window that its F and its B may take each: with fewer, rank 1 fails more often, with more, others
-)
+# Steps of a window that its F and its B may take each: with 16 rank 1 of p=8, p/4 never fits into 179, with all others fail.
+_MOST_LOST = 24
 _WEIGHTS = 2, 4  # of a step that a window leaves; drawn, so that each try finds something else
 _CALLS = 2000  # moves of one step that take as long as calling NumPy for it
 

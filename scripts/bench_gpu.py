@@ -39,7 +39,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from jaxpipe.train.devices import request_devices
-from scripts.commit_id import commit_id
+from scripts.provenance import commit_id, describe_machine
 
 SCHEDULES = ("po", "po-h", "po-f")
 """Offload off, half, all."""
@@ -110,7 +110,7 @@ def run(args: argparse.Namespace, device: Any) -> dict[str, Any]:
         "date": time.strftime("%Y-%m-%d"),
         "device": device.device_kind,
         "target": target.name if target is not None else None,
-        "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores",
+        "machine": describe_machine(),
         "versions": {
             "python": platform.python_version(),
             "jax": jax.__version__,

@@ -262,7 +262,7 @@ def _provenance(target: str, size: Size, shards: int, given: Sequence[str], *, t
 
     from jaxpipe.planning.targets import find_target
     from jaxpipe.stage.weave.weaver import GPU_OVERLAP_OPTIONS
-    from scripts.commit_id import commit_id
+    from scripts.provenance import commit_id
 
     return {
         "device": "cpu" if tiny else f"{shards} x {find_target(target).description}, compiled for without one",

@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import resource
 import socket
 import statistics
@@ -32,7 +31,7 @@ from jaxpipe.runtime.peers import Peers
 from jaxpipe.runtime.processes import Alone, Joined, Processes
 from jaxpipe.train.config import load_config
 from jaxpipe.train.devices import keep_heap, request_devices
-from scripts.commit_id import commit_id
+from scripts.provenance import commit_id, describe_machine
 
 CONFIG = Path(__file__).with_name("quickstart.toml")
 _MESSAGES = 200
@@ -68,7 +67,7 @@ def main() -> int:
         "command": " ".join(["python", *sys.argv]),
         "commit": commit_id(),
         "date": time.strftime("%Y-%m-%d"),
-        "machine": f"{platform.processor() or platform.machine()}, {args.cores} of {os.cpu_count()} cores",
+        "machine": describe_machine(args.cores),
         "ranks": args.ranks,
         "processes": args.processes,
         "microbatches": args.microbatches,

@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from jaxpipe.train.config import load_config
 from jaxpipe.train.devices import request_devices
-from scripts.commit_id import commit_id
+from scripts.provenance import commit_id, describe_machine
 
 CONFIG = Path(__file__).with_name("quickstart.toml")
 
@@ -76,7 +76,7 @@ def run(args: argparse.Namespace, config: Any) -> dict[str, Any]:
         "command": " ".join(["python", *sys.argv]),
         "commit": commit_id(),
         "date": time.strftime("%Y-%m-%d"),
-        "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, {jax.devices()[0].device_kind}",
+        "machine": f"{describe_machine()}, {jax.devices()[0].device_kind}",
         "versions": {"python": platform.python_version(), "jax": jax.__version__},
         "load_before": os.getloadavg()[0],
         "model": {"target": config.model.target, **options},

@@ -38,7 +38,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from jaxpipe.errors import ConfigError, JaxpipeError
-from scripts.commit_id import commit_id
+from scripts.provenance import commit_id, describe_machine
 
 RANKS = 2
 SIZES = {
@@ -155,7 +155,7 @@ def _told(ready: Mapping[str, Mapping[str, Any]], torch: str | None) -> dict[str
         "command": " ".join(["python", *sys.argv]),
         "commit": commit_id(),
         "date": time.strftime("%Y-%m-%d"),
-        "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores",
+        "machine": describe_machine(),
         "versions": {"python": platform.python_version(), "torch": torch, **ready.get("jaxpipe", {})},
     }
 

@@ -27,7 +27,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from scripts.commit_id import commit_id
+from scripts.provenance import commit_id, describe_machine
 
 ROOT = Path(__file__).resolve().parents[1]
 PAPER_S = {2: 4.73, 4: 8.28, 8: 71.28, 16: 107.34, 32: 534.78}
@@ -128,7 +128,7 @@ def origin(args: argparse.Namespace) -> dict[str, Any]:
     return {
         "command": " ".join(["python", "scripts/bench_tune.py", *sys.argv[1:]]),
         "commit": commit_id(),
-        "machine": f"{platform.machine()}, {cores} cores",
+        "machine": describe_machine(cores),
         "load_before": os.getloadavg()[0],
         "python": platform.python_version(),
         "jax": jax.__version__,

@@ -41,8 +41,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from scripts.bench_overlap import TINY, VARIANTS, Size, environment, middle_stage, submesh
-from scripts.commit_id import commit_id
 from scripts.hlo_schedule import count_products, custom_calls, moves
+from scripts.provenance import commit_id
 
 OPS = ("F", "B", "W", "BW")
 AS_WRITTEN, BEFORE = "as written", "before"

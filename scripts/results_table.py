@@ -1,4 +1,4 @@
-"""The tables of ``scripts/results/README.md``, and the README's sentence about speed, from the files in ``scripts/results/``.
+"""The tables of ``scripts/results/README.md``, and the README's tables of speed, from the files in ``scripts/results/``.
 
 python scripts/results_table.py           # print them
 python scripts/results_table.py --write   # put them between their markers
@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "scripts" / "results"
 BEGIN, END = "<!-- results: scripts/results_table.py --write -->", "<!-- end of results -->"
 PAPERS_BEGIN, PAPERS_END = "<!-- papers: scripts/results_table.py --write -->", "<!-- end of papers -->"
+GPU_BEGIN, GPU_END = "<!-- gpu: scripts/results_table.py --write -->", "<!-- end of gpu -->"
 SPEED_BEGIN, SPEED_END = "<!-- speed: scripts/results_table.py --write -->", "<!-- end of speed -->"
 
 
@@ -31,7 +32,7 @@ def table() -> str:
     ]
     lines += [_row(report, name, s) for report in reports for name, s in report["schedules"].items()]
     lines += ["", *(_origin(report) for report in reports)]
-    lines += ["", *torch_table(json.loads((RESULTS / "torch-p2.json").read_text(encoding="utf-8")))]
+    lines += [line for report in torch_reports() for line in ("", *torch_table(report))]
     lines += ["", processes(json.loads((RESULTS / "processes.json").read_text(encoding="utf-8")))]
     gpus = [json.loads(f.read_text(encoding="utf-8")) for f in sorted(RESULTS.glob("gpu-*.json"))]
     if gpus:
@@ -90,15 +91,58 @@ def processes(report: dict[str, Any]) -> str:
     )
 
 
+def torch_reports() -> list[dict[str, Any]]:
+    """One report per machine that ran ``bench_torch.py``, oldest first."""
+    reports = [json.loads(path.read_text(encoding="utf-8")) for path in RESULTS.glob("torch-p2*.json")]
+    return sorted(reports, key=lambda report: (report["date"], report["versions"]["torch"]))
+
+
 def speed() -> str:
-    """Best of ours ÷ best of PyTorch's."""
-    ratios = json.loads((RESULTS / "torch-p2.json").read_text(encoding="utf-8"))["ratios"]
-    told = [
-        f"{ratios[f'tokens_per_s_over_torch_{kind}']:.2f} times the tokens per second with "
-        f"{ratios[f'cpu_s_over_torch_{kind}']:.2f} times the CPU seconds {of}"
-        for kind, of in (("pipelined", "of PyTorch's pipelining"), ("unpipelined", "of PyTorch without a pipeline"))
+    """The README's table: the best of jaxpipe's four orders ÷ the best of PyTorch's, a row per machine."""
+    lines = [
+        "A GPT of 10.6M parameters over two ranks on two CPU cores, best of four orders each, jaxpipe ÷ PyTorch:",
+        "",
+        "| machine, versions | tokens/s ÷ pipelined PyTorch | ÷ unpipelined | CPU seconds ÷ pipelined | ÷ unpipelined |",
+        "|---|---|---|---|---|",
     ]
-    return f"On two CPU cores, a GPT of 10.6M parameters over two ranks, best of four orders each: {', '.join(told)}."
+    for report in torch_reports():
+        versions, ratios = report["versions"], report["ratios"]
+        cells = [
+            f"{report['machine']}; torch {versions['torch']}, jax {versions['jax']}, {report['date']}",
+            *(
+                f"{ratios[f'{figure}_over_torch_{kind}']:.2f}"
+                for figure in ("tokens_per_s", "cpu_s")
+                for kind in ("pipelined", "unpipelined")
+            ),
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def gpu_summary() -> str:
+    """The README's table: one row per device and hidden size of what ``bench_gpu.py`` measured."""
+    lines = [
+        "| device, hidden | (F + B + W) ÷ (F + BW) | MFU: functions alone, in a step | step that offloads half, all ÷ none "
+        "| compute slower while copying | predicted ÷ measured peak |",
+        "|---|---|---|---|---|---|",
+    ]
+    for path in sorted(RESULTS.glob("gpu-*.json")):
+        report = json.loads(path.read_text(encoding="utf-8"))
+        for size in report["sizes"]:
+            functions, steps = size["split"]["functions"], {step["schedule"]: step for step in size["steps"]}
+            # PO's rows hold F, B and W of two chunks for each microbatch.
+            alone_s = 2 * report["microbatches"] * sum(functions[op]["median_s"] for op in "FBW")
+            mfu, peaks = size["split"]["mfu"], [step["predicted_over_measured"] for step in size["steps"]]
+            cells = [
+                f"{report['device']}, {size['hidden']}",
+                f"{size['split']['split_over_fused']:.3f}",
+                f"{mfu:.0%}, {mfu * alone_s / steps['po']['step']['median_s']:.0%}",
+                ", ".join(f"{steps[name]['step_over_no_offload']:.2f}" for name in ("po-h", "po-f")),
+                ", ".join(f"{size['slowdown'][op] - 1:.0%}" for op in "FBW"),
+                f"{min(peaks):.2f} to {max(peaks):.2f}",
+            ]
+            lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
 
 
 def compiled_table(report: dict[str, Any]) -> list[str]:
@@ -433,7 +477,7 @@ def compared() -> str:
 def written() -> dict[Path, list[tuple[str, str, str]]]:
     """By file the markers (begin, end) and what is between them."""
     return {
-        ROOT / "README.md": [(SPEED_BEGIN, SPEED_END, speed())],
+        ROOT / "README.md": [(SPEED_BEGIN, SPEED_END, speed()), (GPU_BEGIN, GPU_END, gpu_summary())],
         RESULTS / "README.md": [(BEGIN, END, table()), (PAPERS_BEGIN, PAPERS_END, papers())],
     }
 
@@ -442,7 +486,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="put them between their markers")
     if not parser.parse_args().write:
-        print(f"{speed()}\n\n{table()}\n\n{papers()}")
+        print(f"{speed()}\n\n{gpu_summary()}\n\n{table()}\n\n{papers()}")
         return 0
     for page, parts in written().items():
         text = page.read_text(encoding="utf-8")

@@ -32,7 +32,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
-from commit_id import commit_id  # noqa: E402
+from provenance import commit_id  # noqa: E402
 from torture_parts import checkpoints, fuzz, hostile_data, runs, schedules, several  # noqa: E402
 from torture_parts.trial import Bench, Case, FailedError, SkippedError, Trial  # noqa: E402
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +47,16 @@ def test_the_guide_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
     assert {"loss", "accuracy", "spread"} <= scope["tuned"].evaluate(scope["state"], scope["batch"](2)).keys()
 
 
+def test_the_number_of_families_is_that_of_the_registry() -> None:
+    """In a process of its own: other tests register families."""
+    program = "from jaxpipe.schedule.families.registry import FAMILIES, VOCABULARY_FAMILIES as V; print(len(FAMILIES), len(V))"
+    output = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    assert re.findall(r"(\d+) families, (\d+) vocabulary-parallel", TEXT) == [tuple(output.split())]
+
+
 def test_it_is_two_pages_at_most() -> None:
     assert len(TEXT.splitlines()) <= 200
-    assert len(TEXT.encode()) <= 9000
+    assert len(TEXT.encode()) <= 10_000
 
 
 @pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=lambda page: "/".join(page.parts[-2:]))

@@ -3,7 +3,7 @@
 Slots are numbered 0..n-1, rank after rank in row order; transfers between ranks get the numbers from n on, so that one list
 of numbers says what a slot waits for. Everything comes from :class:`~jaxpipe.schedule.ir.OpSpec`; no op is named here.
 
-Readings taken where DESIGN.md section 4 leaves room:
+Readings taken where :file:`jaxpipe/README.md` leaves room:
 
 * One transfer per (producing action, destination rank, boundary): two consumers on one rank share it.
 * A stage on a group of ranks: an op that sends is a joint computation, its members start together; other ops, and those that

@@ -1,7 +1,7 @@
 """Runs a dependency graph: every lane advances as far as it can, and what is left over is deadlocked.
 
 One loop serves the checker (do the rows ever finish?), the simulator (when?) and replay (when, with given durations?), so
-that they can't disagree. Semantics are DESIGN.md section 4's:
+that they can't disagree. Semantics are those of :file:`jaxpipe/README.md`:
 
 * A lane is a queue in row order: one compute lane per rank; host lanes per rank and direction, one for both directions
   where the host link is ``shared``.

@@ -3,7 +3,7 @@
 An :class:`OpSpec` says as data what an operation waits for, which cost it takes and what it does to memory; the checker,
 the simulator, the renderer and the runtime read it and never compare op names. An :class:`Action` is one operation of one
 stage on one microbatch, printed ``F2.0``. A :class:`Schedule` is, per rank, the order in which actions are issued; it
-holds no times. Words are those of DESIGN.md section 7.
+holds no times. Words are those of :file:`jaxpipe/README.md`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """When everything in a schedule happens, under given costs: the simulator, and replay of measured durations.
 
-Source: DESIGN.md section 4; :mod:`jaxpipe.schedule.engine` holds the rules of time and :mod:`jaxpipe.schedule.memory` those of
+Source: :file:`jaxpipe/README.md`; :mod:`jaxpipe.schedule.engine` holds the rules of time and :mod:`jaxpipe.schedule.memory` those of
 memory. Every slot starts as early as it can. What TP collectives cost a slot, and how a braided slot hides them, says
 :mod:`jaxpipe.schedule.lanes`; without collectives a braid costs the sum of its actions. A braided slot waits for what all its
 actions wait for, and all its results are there when it ends. O and L start after the compute slot before them in their row, so

@@ -1,7 +1,7 @@
 """When things happened, simulated or measured: one type for both, and the definitions every report uses.
 
 The simulator and the runtime's recorder produce a :class:`Timeline`; plots, bubbles and comparisons read it and can't tell
-the two apart. Definitions are DESIGN.md section 3's.
+the two apart. Definitions are those of :file:`jaxpipe/README.md`.
 """
 
 from __future__ import annotations

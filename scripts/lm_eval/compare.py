@@ -30,7 +30,7 @@ from jaxpipe.train.corpora.ngram import bits_per_byte
 from jaxpipe.train.data import Batch, TokenDataset
 from jaxpipe.train.evaluate import Trained, generate, held_out_score, load_data, load_trained, printable
 from jaxpipe.train.exported import export_hub
-from scripts.commit_id import commit_id
+from scripts.provenance import commit_id
 
 TASKS = Path(__file__).resolve().parent
 PROMPT, CONTINUATION, CHOICES = 40, 48, 4  # tokens; greedy.yaml has the second one too

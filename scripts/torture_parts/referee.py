@@ -1,6 +1,6 @@
 """A second opinion on schedules and timelines: reads the file forms and judges them, sharing no code with jaxpipe.
 
-Written from the documents (schedule/README.md, DESIGN.md section 4), not from the checker. A schedule can run if playing it
+Written from the documents (jaxpipe/README.md, schedule/README.md), not from the checker. A schedule can run if playing it
 comes to an end: every rank issues its compute slots in row order, host copies in row order of their own lane and after the
 compute slot that stands before them, and a slot starts when all it waits for has ended. Only the built-in ops.
 """

@@ -304,7 +304,7 @@ def family(name: str) -> Schedule:
 
 @pytest.mark.parametrize("name", runnable_families())
 def test_the_simulated_peak_of_a_family_is_a_tight_bound(name: str) -> None:
-    """DESIGN.md section 4: an upper bound, within 5% of what is held on device and host."""
+    """Predicted peaks are an upper bound, within 5% of what is held on device and host."""
     schedule = family(name)
     where = {1: "one", 2: "v" if schedule.placement.flows == v_shape(2).flows else "interleaved"}[schedule.num_chunks]
     if schedule.placement.num_flows == 2:

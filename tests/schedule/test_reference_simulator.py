@@ -1,4 +1,4 @@
-"""The simulator against a slow reference written from DESIGN.md section 4, and what every timeline must satisfy."""
+"""The simulator against a slow reference written from jaxpipe/README.md, and what every timeline must satisfy."""
 
 from __future__ import annotations
 

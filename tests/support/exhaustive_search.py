@@ -1,7 +1,7 @@
 """The best schedule of a tiny pipeline by trying them all: the reference for the exact solver, and written without looking
 at it.
 
-Times are whole numbers and durations at least 1. The rules are DESIGN.md section 4's: a rank runs F, B and W one at a time;
+Times are whole numbers and durations at least 1. Rules: jaxpipe/README.md. A rank runs F, B and W one at a time;
 F waits for F of the stage before, B for its own F and for B of the stage behind, over links whose transfers queue in issue
 order; W for its B; memory is taken at starts and given back at ends; O (after F) and L (after O, before B) run on host
 lanes. Anything may wait for as long as it likes, for memory say.

@@ -22,8 +22,8 @@ what the simulator says. How the two correspond, and what was chosen where the p
 * (7) excludes j' = j and c' = c, so literally two forwards of a rank, or F and B of a microbatch, may overlap, and (8)
   and the order of microbatches fix variables that no constraint reads. Read: all pairs of different actions.
 * (9) adds the change Δ of an operation to what was there before it. For B and W that is the level after their end; the
-  level while B runs, when what it reads has been loaded back, is never looked at. Here: every instant, DESIGN.md section
-  4.
+  level while B runs, when what it reads has been loaded back, is never looked at. Here: every instant, as
+  :file:`jaxpipe/README.md` has it.
 * (10) to (13) leave out j' = j: that R follows the O of the same activation is nowhere. Nor is O after the end of its F
   (promised in section 3.3), nor B after the *end* of its R: (15) only has a start after R's start. All three hold here.
 * (14) subtracts T_comm where the duration T is meant (E − T is the start).

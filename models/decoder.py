@@ -21,7 +21,7 @@ from flax import linen as nn
 from jaxpipe.errors import ConfigError
 from jaxpipe.stage.model.adapters import from_linen
 from jaxpipe.stage.model.layer import Layer, Model, Path, Shard
-from jaxpipe.stage.model.options import check_positions, check_sizes
+from jaxpipe.stage.model.options import check_dtype, check_positions, check_sizes
 from jaxpipe.tensor_parallel import (
     ONE_SHARD,
     Dropout,
@@ -83,8 +83,7 @@ class DecoderConfig(ABC):
         if not 0 < self.norm_eps < 1:
             raise ConfigError(f"{self.model}: norm_eps is {self.norm_eps}; want a small positive number such as 1e-5")
         check_attention(self.model, self.attention, self.dropout, self.mask)
-        if self.dtype not in ("float32", "float64", "bfloat16"):
-            raise ConfigError(f"{self.model}: dtype is {self.dtype!r}; use float32, float64 or bfloat16")
+        check_dtype(f"{self.model}: dtype", self.dtype)
 
     @property
     def segments(self) -> tuple[str, ...]:

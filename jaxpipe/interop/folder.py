@@ -199,9 +199,20 @@ def _write_file(path: Path, tensors: Iterable[Planned], dtype: str, size: int) -
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for tensor in tensors:
-            array = np.ascontiguousarray(tensor.make(), dtype=DTYPES[dtype])
+            array = _narrowed(tensor.name, tensor.make(), dtype)
             assert array.shape == tensor.shape, (tensor.name, array.shape, tensor.shape)
             file.write(array.reshape(-1).view(np.uint8).data)
+
+
+def _narrowed(name: str, wide: np.ndarray, dtype: str) -> np.ndarray:
+    """Raises ConfigError where a number is too large for ``dtype``: it would be written as infinity."""
+    with np.errstate(over="ignore"):
+        array = np.ascontiguousarray(wide, dtype=DTYPES[dtype])
+    if np.isinf(array).any() and not np.isinf(wide).any():
+        raise ConfigError(
+            f"{name} has values up to {np.abs(wide).max():.3g}, too large for {dtype}; use float32 or bfloat16"
+        )
+    return array
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:

@@ -42,6 +42,7 @@ from jaxpipe.stage.instructions import with_instructions
 from jaxpipe.stage.leaves import array_leaves, fill
 from jaxpipe.stage.model.layer import Layer, Model, Params, Path, taken_by
 from jaxpipe.stage.model.links import loss_factor
+from jaxpipe.stage.model.options import check_dtype
 from jaxpipe.stage.model.params import ParamLayout, compute_avals, stage_params
 from jaxpipe.stage.model.plan import Cut, StagePlan, analytic_layer_costs, checked_cut, cut
 from jaxpipe.stage.model.reference import combined, model_output, read_by, weights_of
@@ -140,7 +141,8 @@ class Assembly:
             boundaries: per stage, first and one-past-last layer: all layers in order, each once. Or a plan of this model; or
                 None for stages balanced by FLOPs.
             devices: ``dp · tp.cp · tp.size`` a rank, in order, ``tp`` innermost; the first of ``jax.devices()`` by default.
-            compute_dtype: of parameters and activations; master parameters are float32 (float64 if this is float64).
+            compute_dtype: of parameters and activations: float32, bfloat16, or under x64 float64; master parameters are float32
+                (float64 if this is).
             recompute: policy by name (:mod:`jaxpipe.stage.split.recompute`), or one a stage.
             offload: how much of a stage's residuals O and L move, and what the host has for them.
             dp: shards of a microbatch on each rank.
@@ -154,6 +156,7 @@ class Assembly:
             StageError, ProgramError, ConfigError: what is wrong, and what would work.
         """
         check_microbatch(microbatch_size, dp)
+        compute = check_dtype("dtype", compute_dtype)
         boundaries = _cut(model, placement, boundaries, microbatch_size // dp)
         tp = TensorParallel(tp) if isinstance(tp, int) else tp
         data_avals = shard_avals(model.name, model.batch_spec(microbatch_size), model.over_time, tp)
@@ -161,7 +164,6 @@ class Assembly:
         ownership = Ownership(submeshes, processes, transport)
         layers = [model.layers[a:b] for a, b in boundaries]
         instances = _instances(placement)
-        compute = jnp.dtype(compute_dtype)
         master = jnp.dtype(jnp.float64) if compute == jnp.float64 else jnp.dtype(jnp.float32)
         functions: dict[Instance, StageFunctions] = {}
         cache = BuildCache()

@@ -267,7 +267,7 @@ class Pipeline(Assembly):
             ProgramError: stages are other processes'.
         """
         self.ownership.refuse_divided("loss_and_grads")
-        out = self.run(params, {at: self.zeros(at) for at in self.own_instances}, batch, key)
+        out = self._unreduced.run(params, {at: self.zeros(at) for at in self.own_instances}, batch, key)
         sums = [sum(float(jnp.sum(x)) for x in port) for port in zip(*out.losses, strict=True)]
         loss_sum, weight = self.reported.loss(sums)
         acc = self.sum_replicas({at: self._reductions[at](list(buffers)) for at, buffers in out.acc.items()})
@@ -284,6 +284,11 @@ class Pipeline(Assembly):
         with np.errstate(all="ignore"):  # what is not finite is the caller's to see
             mean = jax.tree.map(lambda g: jnp.asarray(g / weight, jnp.result_type(g.dtype, 1.0)), grads)
         return jnp.asarray(loss_sum / weight), self.model.joined(mean)
+
+    @cached_property
+    def _unreduced(self) -> Pipeline:
+        """The same pipeline without epilogues, which donate the accumulators and, with ZeRO-1, return chunks."""
+        return self.with_epilogues({}) if self.epilogues else self
 
     @cached_property
     def _reductions(self) -> Mapping[Instance, Any]:

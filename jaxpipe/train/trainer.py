@@ -19,7 +19,6 @@ from types import MappingProxyType
 from typing import Any, Literal, cast
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -35,6 +34,7 @@ from jaxpipe.schedule import Schedule, Timeline, generate
 from jaxpipe.schedule.families.family import Family
 from jaxpipe.schedule.families.registry import family_named
 from jaxpipe.stage.model.layer import Layer, LeafRule, Model, Params, with_leaf_rules
+from jaxpipe.stage.model.options import check_dtype
 from jaxpipe.stage.model.params import by_path, nested
 from jaxpipe.stage.model.plan import StagePlan, param_avals
 from jaxpipe.stage.model.reference import init_params
@@ -75,7 +75,8 @@ class Trainer(Closing):
         chunks, memory_limit: for families that take them (as in :func:`jaxpipe.schedule.generate`).
         cut: how layers become stages: balanced by ``"analytic"`` FLOPs or by ``"measured"`` seconds; the layers (indices or
             names) at which the second and later stages start; or a stage plan.
-        dtype: of parameters and activations in the compute; master parameters are float32 (float64 if this is).
+        dtype: of parameters and activations in the compute: float32, bfloat16, or under x64 float64; master parameters are
+            float32 (float64 if this is).
         recompute: a policy (:mod:`jaxpipe.stage.split.policies`), or one a stage.
         update_arguments: of the optimizer's update by name, numbers or arrays, beside ``value``, the mean loss, which it gets
             without asking; :meth:`step` may give other values.
@@ -152,8 +153,7 @@ class Trainer(Closing):
             _whole(name, value)
         for name, value in {"seed": seed, "keep_best": keep_best}.items():
             _whole(name, value, least=0)
-        if not jnp.issubdtype(jnp.dtype(dtype), jnp.floating):
-            raise ConfigError(f"dtype is {dtype}; want a floating-point one, such as 'bfloat16'")
+        check_dtype("dtype", dtype)
         if platform not in ("auto", "cpu", "gpu"):
             raise ConfigError(f"platform is {platform!r}; want 'auto', 'cpu' or 'gpu'")
         if trainable is not None or float32 is not None:

@@ -18,7 +18,7 @@ from safetensors.numpy import load_file, save_file
 
 from jaxpipe.cli import main
 from jaxpipe.errors import CheckpointError, ConfigError
-from jaxpipe.interop.folder import DTYPES
+from jaxpipe.interop.folder import DTYPES, Planned, write_tensors
 from jaxpipe.interop.hub import open_hub, weights_of
 from jaxpipe.interop.tokenizer import write_byte_tokenizer
 from jaxpipe.mesh import TensorParallel
@@ -117,6 +117,14 @@ def test_a_folder_comes_back_bit_for_bit(kind: str, dtype: str, shards: int, tmp
         {"seq_len": 24, **other.options}
     )
     assert other.config["torch_dtype"] == dtype and "rope_parameters" not in other.config
+
+
+def test_numbers_too_large_for_float16_are_refused(tmp_path: Path) -> None:
+    """They were written as infinity."""
+    tensors = [Planned("w", (2,), lambda: np.array([1.0, 7e4], np.float32))]
+    write_tensors(tmp_path, tensors, "bfloat16", 100)
+    with pytest.raises(ConfigError, match=r"w has values up to 7e\+04, too large for float16; use"):
+        write_tensors(tmp_path, tensors, "float16", 100)
 
 
 @pytest.mark.soak

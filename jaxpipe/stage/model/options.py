@@ -13,6 +13,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, TypeVar
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+
 from jaxpipe.errors import ConfigError
 from jaxpipe.wording import closest, divisors_of
 
@@ -69,6 +73,30 @@ def check_positions(what: str, seq_len: int, most: int | None) -> None:
     """Raise ConfigError where a model has fewer positions (``max_seq_len``; None: enough) than the sequences it is to read."""
     if most is not None and most < seq_len:
         raise ConfigError(f"{what}: max_seq_len is {most}, and seq_len {seq_len}; want max_seq_len of at least seq_len")
+
+
+def check_dtype(what: str, dtype: Any) -> np.dtype[Any]:
+    """The dtype that parameters are created in or computed with, by its name or as JAX has it. ``what`` names the option.
+
+    Raises:
+        ConfigError: jaxpipe can't train in it: it is no dtype, has no loss scaling here (float16), or JAX would compute in
+            another one without a word (float64 unless x64 is enabled).
+    """
+    try:
+        found: np.dtype[Any] = jnp.dtype(dtype)
+    except TypeError:
+        raise ConfigError(f"{what} is {dtype!r}, which is no dtype; use float32, bfloat16 or float64") from None
+    if found.name == "float16":
+        raise ConfigError(
+            f"{what} is float16, which needs loss scaling, and there is none: gradients below 6e-8 would be 0; use bfloat16"
+        )
+    if found.name not in ("float32", "bfloat16", "float64"):
+        raise ConfigError(f"{what} is {found.name}; use float32, bfloat16 or float64")
+    if found.name == "float64" and jax.dtypes.canonicalize_dtype(np.float64) != np.float64:
+        raise ConfigError(
+            f"{what} is float64, which JAX computes in float32 unless x64 is enabled; set JAX_ENABLE_X64=1, or use float32"
+        )
+    return found
 
 
 def _typed(value: Any, hint: Any, what: str) -> Any:

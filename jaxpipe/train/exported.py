@@ -14,9 +14,17 @@ from pathlib import Path
 from typing import Any
 
 from jaxpipe.errors import ConfigError
-from jaxpipe.interop.folder import CONFIG, Planned, new_folder, read_json, write_json, write_tensors
+from jaxpipe.interop.folder import CONFIG, Planned, new_folder, write_json, write_tensors
 from jaxpipe.interop.table import Tensor, hugging_face_of, leaf_shapes, rows_by_leaf
-from jaxpipe.interop.tokenizer import JSON, TOKENIZER, copy_files, write_byte_tokenizer, write_tokenizer_config
+from jaxpipe.interop.tokenizer import (
+    GENERATION,
+    SETTINGS,
+    SPECIAL_IDS,
+    TEMPLATE,
+    TOKENIZER,
+    write_byte_tokenizer,
+    write_tokenizer_config,
+)
 from jaxpipe.stage.model.layer import Params
 from jaxpipe.stage.model.params import get_leaf
 from jaxpipe.train.checkpoints import format as form
@@ -25,8 +33,7 @@ from jaxpipe.train.checkpoints.manifest import Manifest
 from jaxpipe.train.checkpoints.stored import stored_params
 from jaxpipe.train.checkpoints.tree import build, differences
 from jaxpipe.train.evaluate import Trained, described
-
-_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+from jaxpipe.train.tokenizer_files import places_of, special_ids, trained_template, write_tokenizer_files
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,10 +90,11 @@ def _write(
     layers = _Layers(folder, manifest)
     tensors = [Planned(row.name, row.shape(shapes[row.leaf]), partial(layers.tensor, row)) for row in table]
     files = write_tensors(to, tensors, dtype, shard_bytes)
-    ids = _write_tokenizer(folder, found, to)
+    positions = made.get("max_position_embeddings", made.get("n_positions", config.data.seq_len))
+    ids = _write_tokenizer(folder, manifest, found, to, positions)
     write_json(to / CONFIG, {**made, "torch_dtype": dtype, "use_cache": True, "initializer_range": 0.02, **ids})
-    if not (to / "generation_config.json").is_file():
-        write_json(to / "generation_config.json", {name: ids[name] for name in _IDS if ids[name] is not None})
+    if not (to / GENERATION).is_file():
+        write_json(to / GENERATION, {name: ids[name] for name in SPECIAL_IDS if ids[name] is not None})
     parameters = sum(map(math.prod, shapes.values()))
     return Exported(out, manifest.step, parameters, tuple(out / file.name for file in files))
 
@@ -111,30 +119,20 @@ class _Layers:
         return params
 
 
-def _write_tokenizer(folder: Path, found: Trained, to: Path) -> Mapping[str, Any]:
-    """The files that the model came with, or those of its ``data.tokenizer``; and the ids of its special tokens."""
-    tokenizer, spec, length = found.tokenizer, found.config.data.tokenizer, found.config.data.seq_len
-    ids: dict[str, Any] = dict.fromkeys(_IDS)
-    if spec == "byte":
-        write_byte_tokenizer(to, length)
-        return ids | {"bos_token_id": 0, "eos_token_id": 0}
-    if tokenizer.content is None:
-        return ids
-    (to / JSON).write_text(tokenizer.content, encoding="utf-8")
+def _write_tokenizer(folder: Path, manifest: Manifest, found: Trained, to: Path, positions: int) -> Mapping[str, Any]:
+    """Write the files that the run has kept, or else those that it would keep if it began now; returns the ids of the special
+    tokens. ``positions``: the most tokens that the model takes."""
+    tokenizer, data = found.tokenizer, found.config.data
+    if data.tokenizer == "byte":
+        write_byte_tokenizer(to, positions)
     kept = folder.parent.parent / TOKENIZER  # of the run that the checkpoint is in
-    for place in (kept, Path(spec).parent):
-        same = (place / JSON).is_file() and (place / JSON).read_bytes() == tokenizer.content.encode()
-        if same and (place / "tokenizer_config.json").is_file():
-            copy_files(place, to)
-            break
-    else:
-        write_tokenizer_config(to, length, None if tokenizer.eos is None else tokenizer.decode([tokenizer.eos]))
-    said = read_json(to / "tokenizer_config.json")
-    for name in _IDS:
-        token = said.get(name.removesuffix("_id"))
-        token = token.get("content") if isinstance(token, dict) else token
-        ids[name] = tokenizer.id_of(token) if isinstance(token, str) else None
-    if (to / "generation_config.json").is_file():
-        said = read_json(to / "generation_config.json")
-        ids |= {name: said[name] for name in _IDS if said.get(name) is not None}
-    return ids
+    run = manifest.meta["config"].get("run")
+    init_from = run.get("init_from") if isinstance(run, dict) else None
+    template = None if (kept / TEMPLATE).is_file() else trained_template(data, tokenizer, found.began_in)
+    places = [kept, *places_of(data, init_from if isinstance(init_from, str) else None, found.began_in)]
+    write_tokenizer_files(to, tokenizer, places, template)
+    if data.tokenizer == "byte" and (kept / TEMPLATE).is_file():
+        shutil.copyfile(kept / TEMPLATE, to / TEMPLATE)
+    if tokenizer.content is not None and not (to / SETTINGS).is_file():
+        write_tokenizer_config(to, positions, None if tokenizer.eos is None else tokenizer.decode([tokenizer.eos]))
+    return special_ids(to, tokenizer) | ({"bos_token_id": 0, "eos_token_id": 0} if data.tokenizer == "byte" else {})

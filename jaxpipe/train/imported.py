@@ -136,7 +136,7 @@ def completed(config: TrainConfig, meta: Mapping[str, Any] | None = None) -> Tra
     if not config.run.init_from:
         return config
     if meta is None:
-        path, step = _source(config.run.init_from)
+        path, step = split_step(config.run.init_from)
         if is_hub(path):
             hub = open_hub(path, None if config.model.target == _DEFAULT.model.target else config.model.target)
             target, options, tokenizer = hub.target, hub.options, _tokenizer_of(hub)
@@ -168,7 +168,7 @@ def initial_params(config: TrainConfig, model: Model, layers: Collection[str] | 
     Raises:
         ConfigError, CheckpointError: they can't be read, or are of another model.
     """
-    path, step = _source(config.run.init_from or "")
+    path, step = split_step(config.run.init_from or "")
     want = stored_params(model)
     if is_hub(path):
         options = {"vocab_size": model.vocab_size, "seq_len": config.data.seq_len, **config.model.options}
@@ -181,8 +181,8 @@ def initial_params(config: TrainConfig, model: Model, layers: Collection[str] | 
     return reading(partial(find, path, step), read)
 
 
-def _source(init_from: str) -> tuple[Path, StepName]:
-    """``PATH[:step]``, where a step is a number or ``best``."""
+def split_step(init_from: str) -> tuple[Path, StepName]:
+    """Take ``PATH[:step]`` apart; a step is a number or ``best``."""
     match = re.fullmatch(r"(.+):([0-9]{1,12}|best)", init_from)
     if match is None or Path(init_from).exists():
         return Path(init_from), None

@@ -214,7 +214,7 @@ class _Run:
             self.line.note(f"resumed from step {self.start.step} ({self.folder.store.path(self.start.step)})")
         with self._less_important("settings and plan"):
             self.folder.write_plan(self.config, self.prepared.plan, self.trainer.schedule)
-            self.folder.keep_tokenizer(self.prepared.dataset.tokenizer)
+            self.folder.keep_tokenizer(self.prepared.dataset.tokenizer, self.prepared.config)
         first = self.start.step if self.resumed else None
         evaluated = first is not None and self.folder.was_evaluated(first)
         self.processes.barrier("metrics")  # all have read what process 0 goes on with

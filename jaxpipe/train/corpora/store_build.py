@@ -32,13 +32,14 @@ import numpy.typing as npt
 
 from jaxpipe.errors import DataError
 from jaxpipe.files import write_atomically
+from jaxpipe.interop.tokenizer import FILES, JSON, TEMPLATE, copy_files
 from jaxpipe.train.corpora.documents import PIECE_BYTES, Piece, files_at, pieces
 from jaxpipe.train.corpora.encoding import Encoder, Reading
 from jaxpipe.train.corpora.store import ANSWERS, EDGES, IDS, JOURNAL, MANIFEST, Part, Store, digest
 from jaxpipe.train.corpora.tokenizers import Tokenizer
 
 _PIECES = ".pieces-"
-_OURS = (IDS, EDGES, ANSWERS, JOURNAL, "tokenizer.json")
+_OURS = (IDS, EDGES, ANSWERS, JOURNAL, *FILES)
 _AHEAD = 2  # pieces a process may be ahead
 _NOTE_S = 5.0
 
@@ -95,13 +96,23 @@ def build_store(
         store = Store(folder, spec, tuple(parts))
         if not store.tokens:
             raise DataError(f"data {', '.join(map(str, sources))}: no document has a token")
-        if tokenizer.content is not None:
-            (folder / "tokenizer.json").write_bytes(tokenizer.content.encode())
+        _keep_tokenizer(folder, encoder)
         write_atomically(folder / MANIFEST, store.to_json())
         (folder / JOURNAL).unlink()
     except OSError as error:
         raise DataError(f"data {folder}: can't be written ({error.strerror or error})") from None
     return store
+
+
+def _keep_tokenizer(folder: Path, encoder: Encoder) -> None:
+    """Keep all that came with the tokenizer, and the template of chats: runs of the store name the ``tokenizer.json`` in it."""
+    tokenizer, came_from = encoder.tokenizer, Path(encoder.tokenizer.name).parent
+    if tokenizer.content is not None:
+        (folder / JSON).write_bytes(tokenizer.content.encode())
+        if came_from.resolve() != folder.resolve():
+            copy_files(came_from, folder, [name for name in FILES if name != JSON])
+    if encoder.template is not None:
+        (folder / TEMPLATE).write_text(encoder.template.source, encoding="utf-8")
 
 
 def _spec(encoder: Encoder, reading: Reading, names: Sequence[str], files: Sequence[Path]) -> dict[str, Any]:

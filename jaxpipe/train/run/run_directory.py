@@ -16,7 +16,7 @@ from typing import Self
 
 from jaxpipe.errors import ConfigError, JaxpipeError
 from jaxpipe.files import write_atomically
-from jaxpipe.interop.tokenizer import FILES, JSON, TOKENIZER, copy_files
+from jaxpipe.interop.tokenizer import TOKENIZER
 from jaxpipe.plot import plot_timelines
 from jaxpipe.runtime.processes import Alone, Processes
 from jaxpipe.schedule import Schedule, Timeline, write_schedule
@@ -27,6 +27,7 @@ from jaxpipe.train.config import TrainConfig
 from jaxpipe.train.corpora.tokenizers import Tokenizer
 from jaxpipe.train.metrics import read_metrics
 from jaxpipe.train.settings.sections import RunConfig
+from jaxpipe.train.tokenizer_files import places_of, trained_template, write_tokenizer_files
 
 CONTENT = ("config.toml", "plan.json", "schedule.sched", "metrics.jsonl", "pictures", TOKENIZER)
 """What a run writes beside ``checkpoints``, ``profile`` and what trackers write, and would overwrite."""
@@ -97,15 +98,12 @@ class RunDirectory:
         if self._writes:
             write_schedule(schedule, self.path / "schedule.sched")
 
-    def keep_tokenizer(self, tokenizer: Tokenizer) -> None:
-        """Keep its ``tokenizer.json``, and what came with it, where it has one: the run may go to another machine."""
-        if not self._writes or tokenizer.content is None:
-            return
-        came_from, kept = Path(tokenizer.name).absolute().parent, self.path.absolute() / TOKENIZER
-        kept.mkdir(exist_ok=True)
-        write_atomically(kept / JSON, tokenizer.content)
-        if came_from != kept:
-            copy_files(came_from, kept, [name for name in FILES if name != JSON])
+    def keep_tokenizer(self, tokenizer: Tokenizer, config: TrainConfig) -> None:
+        """Keep the files of its tokenizer, and the chat template that is trained: the run may go to another machine."""
+        if self._writes:
+            folder = self.path.absolute() / TOKENIZER
+            places = [folder, *places_of(config.data, config.run.init_from)]
+            write_tokenizer_files(folder, tokenizer, places, trained_template(config.data, tokenizer))
 
     def draw(self, schedule: Schedule, timelines: list[Timeline]) -> None:
         """Pictures of the timelines, one over the other, in every form there is."""

@@ -1,0 +1,147 @@
+"""Tokenizer files of a run: those of the hub that its tokenizer came with, the chat template that it trains, and the token that
+ends an answer.
+
+A run keeps them when it starts, since their sources may go; ``jaxpipe export`` writes them beside the model. They are looked
+for in several places, and those beside another ``tokenizer.json`` than the run's are not taken.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from jaxpipe.errors import ConfigError, DataError
+from jaxpipe.files import write_atomically
+from jaxpipe.interop.folder import read_json, write_json
+from jaxpipe.interop.tokenizer import (
+    FILES,
+    GENERATION,
+    JSON,
+    SETTINGS,
+    SPECIAL_IDS,
+    TEMPLATE,
+    TOKENIZER,
+    TOKENS_MAP,
+    copy_files,
+)
+from jaxpipe.train.corpora.chat import ChatTemplate, find_template
+from jaxpipe.train.corpora.documents import BadRecordError
+from jaxpipe.train.corpora.store import Store, is_store
+from jaxpipe.train.corpora.tokenizers import Tokenizer
+from jaxpipe.train.imported import split_step
+from jaxpipe.train.settings.sections import DataConfig, names_function
+
+_CONTENT = "xyzzy"  # an answer that no template has words of
+
+
+def places_of(data: DataConfig, init_from: str | None, began_in: str = "") -> list[Path]:
+    """Folders that may hold the tokenizer's other files, the likeliest first. ``began_in``: the run's working directory."""
+    at = Path(began_in)
+    places = [at / data.tokenizer] if data.tokenizer != "byte" and not data.tokenizer.startswith("ids:") else []
+    places = [path.parent for path in places] + [at / path for path in _paths(data)]
+    if init_from:
+        source = at / split_step(init_from)[0]
+        places += [source, *(folder / TOKENIZER for folder in (source, source.parent, source.parent.parent))]
+    return places
+
+
+def trained_template(data: DataConfig, tokenizer: Tokenizer, began_in: str = "") -> ChatTemplate | None:
+    """The chat template of the data, if they are chats and it can be read; None if sources have several."""
+    templates = [template for path in _paths(data) for template in _templates(Path(began_in, path), data, tokenizer)]
+    return templates[0] if len({template.source for template in templates}) == 1 else None
+
+
+def _paths(data: DataConfig) -> list[str]:
+    """The files and folders of the data."""
+    paths = [source.path for source in data.sources.values()] if data.sources else [data.path]
+    return [path for path in paths if data.target is None and not names_function(path)]
+
+
+def _templates(path: Path, data: DataConfig, tokenizer: Tokenizer) -> Iterator[ChatTemplate]:
+    with suppress(DataError, ConfigError):
+        if not is_store(path):
+            if data.reading.format == "chat":
+                yield find_template(tokenizer.name, data.reading.chat_template)
+        elif Store.read(path).spec["documents_are"] == "chat":
+            own = path / TEMPLATE
+            yield find_template(str(path / JSON), str(own) if own.is_file() else "auto")
+
+
+def write_tokenizer_files(
+    to: Path, tokenizer: Tokenizer, places: Sequence[Path], template: ChatTemplate | None
+) -> None:
+    """Write into the folder ``to`` the ``tokenizer.json``, the files of the first of ``places`` that has settings for it, and
+    the first ``generation_config.json``. With the ``template`` of chats that are trained, that is what is written, and the
+    token that ends its answers is one that ends generation. ``to`` may be one of the places; it is made for the first file.
+
+    Raises:
+        OSError: a file can't be written.
+        ConfigError: a JSON file is damaged.
+    """
+    if tokenizer.content is not None:
+        to.mkdir(exist_ok=True)
+        write_atomically(to / JSON, tokenizer.content)  # it may be the one that the run reads
+    places = [place for place in places if _is_of(place, tokenizer)]
+    settings = next((place for place in places if any((place / x).is_file() for x in (SETTINGS, TOKENS_MAP))), None)
+    if settings is not None and not _same_folder(settings, to):
+        copy_files(settings, to, [name for name in FILES if name not in (JSON, GENERATION)])
+    for place in places:
+        if not (to / GENERATION).is_file():
+            copy_files(place, to, [GENERATION])
+    if template is None:
+        return
+    to.mkdir(exist_ok=True)
+    (to / TEMPLATE).write_text(template.source, encoding="utf-8")
+    end, ids = end_of_answers(template, tokenizer), special_ids(to, tokenizer)
+    ends = ids["eos_token_id"] if isinstance(ids["eos_token_id"], list) else [ids["eos_token_id"]]
+    if end is not None and end not in ends:
+        ids["eos_token_id"] = [end, *(other for other in ends if other is not None)]
+        before = read_json(to / GENERATION) if (to / GENERATION).is_file() else {}
+        write_json(to / GENERATION, {**before, **{key: value for key, value in ids.items() if value is not None}})
+
+
+def special_ids(folder: Path, tokenizer: Tokenizer) -> dict[str, Any]:
+    """``bos_token_id``, ``eos_token_id`` and ``pad_token_id`` as the files in ``folder`` have them; None where they don't."""
+    tokens: dict[str, Any] = {}
+    for name in (TOKENS_MAP, SETTINGS):
+        tokens |= read_json(folder / name) if (folder / name).is_file() else {}
+    ids: dict[str, Any] = {}
+    for key in SPECIAL_IDS:
+        token = tokens.get(key.removesuffix("_id"))
+        token = token.get("content") if isinstance(token, dict) else token
+        ids[key] = tokenizer.id_of(token) if isinstance(token, str) else None
+    generation = read_json(folder / GENERATION) if (folder / GENERATION).is_file() else {}
+    return ids | {key: generation[key] for key in SPECIAL_IDS if generation.get(key) is not None}
+
+
+def end_of_answers(template: ChatTemplate, tokenizer: Tokenizer) -> int | None:
+    """The id of the added token that stands behind the text of an answer, if there is one."""
+    messages = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": _CONTENT}]
+    try:
+        text, spans = template.render(messages)
+    except BadRecordError:
+        return None
+    rest = text[slice(*spans[-1])].partition(_CONTENT)[2] if spans else ""
+    added = json.loads(tokenizer.content).get("added_tokens") or [] if tokenizer.content is not None else []
+    ends = [(rest.find(token["content"]), -len(token["content"]), token["id"]) for token in added]
+    return min((end for end in ends if end[0] >= 0), default=(0, 0, None))[2]
+
+
+def _is_of(place: Path, tokenizer: Tokenizer) -> bool:
+    """Whether the folder is of this tokenizer, by the content of its ``tokenizer.json``."""
+    path = place / JSON
+    if tokenizer.content is None or not path.is_file():
+        return tokenizer.content is None and tokenizer.name != "byte" and not path.is_file()
+    content = path.read_bytes()
+    if content == tokenizer.content.encode():
+        return True
+    with suppress(ValueError, RecursionError):
+        return bool(json.loads(content) == json.loads(tokenizer.content))
+    return False
+
+
+def _same_folder(one: Path, other: Path) -> bool:
+    return one.resolve() == other.resolve()

@@ -1,6 +1,6 @@
 """Live bytes and live activations over time, from the memory effects that ops declare.
 
-Memory is taken when an action starts and given back when it ends (:file:`jaxpipe/README.md`); changes at one instant are merged, so
+Memory is taken when an action starts and given back when it ends (``jaxpipe/README.md``); changes at one instant are merged, so
 an action may take what another gives back at the same moment. Workspace (``temp_bytes``) counts while its action runs.
 Deltas are summed as integers on a binary grid fine enough for doubles, so that what was taken and given back cancels
 exactly.

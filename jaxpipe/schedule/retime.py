@@ -1,6 +1,6 @@
 """When the actions of an order happen, and how much memory it holds: the simulator's answer, fast, for generators.
 
-A :class:`Retimer` starts every action as early as its row, its producer and the links allow (:file:`jaxpipe/README.md`), so it is
+A :class:`Retimer` starts every action as early as its row, its producer and the links allow (``jaxpipe/README.md``), so it is
 also the *squeeze* of `controllable-memory.txt` section 2: the order stays, the redundant gaps go. About half a microsecond an
 action. It equals :func:`~jaxpipe.schedule.simulate.simulate` without O and L (a test). Memory of an order does not depend
 on times, since a rank takes and gives back only where its own actions start and end.

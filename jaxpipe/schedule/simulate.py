@@ -1,10 +1,10 @@
 """When everything in a schedule happens, under given costs: the simulator, and replay of measured durations.
 
-Source: :file:`jaxpipe/README.md`; :mod:`jaxpipe.schedule.engine` holds the rules of time and :mod:`jaxpipe.schedule.memory` those of
-memory. Every slot starts as early as it can. What TP collectives cost a slot, and how a braided slot hides them, says
-:mod:`jaxpipe.schedule.lanes`; without collectives a braid costs the sum of its actions. A braided slot waits for what all its
-actions wait for, and all its results are there when it ends. O and L start after the compute slot before them in their row, so
-an O further back than right behind its F may cost time (:mod:`~jaxpipe.schedule.passes.prompt`). Not modelled:
+Source: ``jaxpipe/README.md``; :mod:`jaxpipe.schedule.engine` holds the rules of time and :mod:`jaxpipe.schedule.memory`
+those of memory. Every slot starts as early as it can. What TP collectives cost a slot, and how a braided slot hides them,
+says :mod:`jaxpipe.schedule.lanes`; without collectives a braid costs the sum of its actions. A braided slot waits for what
+all its actions wait for, and all its results are there when it ends. O and L start after the compute slot before them in
+their row, so an O further back than right behind its F may cost time (:mod:`~jaxpipe.schedule.passes.prompt`). Not modelled:
 contention between links, host time between actions.
 
 A schedule with some backward passes left out (forward only, say) is simulated as it stands; one that can't run is refused.

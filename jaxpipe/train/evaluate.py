@@ -224,7 +224,7 @@ def _continue(
 ) -> Iterator[str]:
     length = trained.model.seq_len
     run, pick = trained.results(taken_by(trained.model.layers)[-1]), jax.jit(partial(_pick, top_k=top_k))
-    key = jax.random.key(seed)
+    key, has_token = jax.random.key(seed), trained.tokenizer.has_token()
     start = len(ids)
     shown = ""
     for n in range(tokens):
@@ -232,16 +232,21 @@ def _continue(
         recent = ids[-length:]
         window[0, : len(recent)] = recent
         (scores,) = run({"tokens": window})
-        ids.append(int(pick(scores, len(recent) - 1, jax.random.fold_in(key, n), jnp.float32(temperature))))
+        drawn = pick(scores, has_token, len(recent) - 1, jax.random.fold_in(key, n), jnp.float32(temperature))
+        ids.append(int(drawn))
         text = printable(trained.tokenizer.decode(ids[start:]))
         stable = text.rstrip("\ufffd") if n + 1 < tokens else text
         yield stable[len(shown) :]
         shown = stable if len(stable) > len(shown) else shown
 
 
-def _pick(found: jax.Array, last: jax.Array, key: jax.Array, temperature: jax.Array, *, top_k: int) -> jax.Array:
-    """The next token id, by the logits ``found`` [1, T, V], after position ``last``."""
+def _pick(
+    found: jax.Array, has_token: jax.Array, last: jax.Array, key: jax.Array, temperature: jax.Array, *, top_k: int
+) -> jax.Array:
+    """Draw the next token id, by the logits ``found`` [1, T, V], after position ``last``. Rows past the tokenizer's
+    vocabulary, and ids for which ``has_token`` is false, are never drawn: a model of the hub has more of them than tokens."""
     scores = found[0, last].astype(jnp.float32)
+    scores = jnp.where(jnp.pad(has_token, (0, len(scores) - len(has_token))), scores, -jnp.inf)
     if top_k:
         threshold = jax.lax.top_k(scores, top_k)[0][-1]
         scores = jnp.where(scores < threshold, -jnp.inf, scores)

@@ -5,16 +5,22 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from jaxpipe.cli import main
 from jaxpipe.interop.tokenizer import FILES
+from jaxpipe.stage.model.reference import resolve_model
 from jaxpipe.train.config import load_config
 from jaxpipe.train.corpora.chat import ChatTemplate, find_template
 from jaxpipe.train.corpora.tokenizers import HFTokenizer, load_tokenizer
+from jaxpipe.train.evaluate import generate, load_trained
+from jaxpipe.train.imported import import_hub
 from jaxpipe.train.run.run_directory import RunDirectory
 from jaxpipe.train.tokenizer_files import end_of_answers
 from tests.support.hub_folders import V, write_folder
@@ -201,3 +207,31 @@ def test_a_model_of_ids_keeps_the_files_that_came_with_it(hub: Path, tmp_path: P
 def test_what_ends_answers_is_what_the_template_writes_behind_them(template: str, end: str | None, hub: Path) -> None:
     found = end_of_answers(ChatTemplate(template, "t.jinja"), HFTokenizer(hub / "tokenizer.json"))
     assert found == (None if end is None else WORDS.index(end))
+
+
+@pytest.mark.parametrize(("temperature", "top_k"), [(0.0, 0), (1.0, 0), (50.0, 0), (50.0, 3), (1.0, V)])
+def test_ids_without_a_token_are_never_generated(
+    temperature: float, top_k: int, hub: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows past the tokenizer's vocabulary, gaps in it, and rows of padding; all have large logits."""
+    vocab = read(hub / "tokenizer.json")
+    vocab["model"]["vocab"] |= {"zebra": 30}
+    (hub / "tokenizer.json").write_text(json.dumps(vocab))
+    gaps = [*range(len(WORDS), 30), *range(31, V)]
+    tensors = load_file(hub / "model.safetensors")
+    tensors["model.embed_tokens.weight"][gaps] *= 4
+    save_file(tensors, hub / "model.safetensors")
+    run = hub.parent / "run"
+    import_hub(hub, run, seq_len=8)
+    ids: list[int] = []
+    decode = HFTokenizer.decode
+    monkeypatch.setattr(HFTokenizer, "decode", lambda self, given: (ids.extend(given), decode(self, given))[1])
+    trained = load_trained(run)
+    options = {**trained.config.model.options, "vocab_multiple": 8}
+    model, params = resolve_model(trained.config.model.target, {"seq_len": 8, **options}), {**trained.params}
+    words = np.asarray(params["embed"]["tokens"]["embedding"])
+    params["embed"] = {"tokens": {"embedding": np.concatenate([words, 9 * np.ones((40 - V, words.shape[1]))])}}
+    for each in (trained, replace(trained, model=model, params=params)):
+        assert len(list(generate(each, "a b", 40, temperature=temperature, top_k=top_k))) == 40
+        assert ids and not set(ids) & {*gaps, *range(V, 40)}
+        ids.clear()

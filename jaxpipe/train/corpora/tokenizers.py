@@ -53,6 +53,10 @@ class Tokenizer(ABC):
         """The id of a token by its name, if there is one."""
         return None
 
+    def has_token(self) -> npt.NDArray[np.bool_]:
+        """Whether each id below ``vocab_size`` stands for a token: vocabularies of the hub have gaps."""
+        return np.ones(self.vocab_size, np.bool_)
+
     @abstractmethod
     def decode(self, ids: Sequence[int] | Ids) -> str:
         """Text of ``ids``; ids that are not in the vocabulary raise DataError."""
@@ -158,6 +162,10 @@ class HFTokenizer(Tokenizer):
     def id_of(self, token: str) -> int | None:
         found: int | None = self._backend.token_to_id(token)
         return found
+
+    def has_token(self) -> npt.NDArray[np.bool_]:
+        ids = list(self._backend.get_vocab(with_added_tokens=True).values())
+        return np.isin(np.arange(self.vocab_size), ids)
 
     def _encoded(self, text: str) -> Any:
         try:

@@ -29,6 +29,7 @@ def configure_data(parser: argparse.ArgumentParser) -> None:
     add_value(parser, "-o --output", "STORE", str, "build: the folder to make")
     add_value(parser, "--tokenizer", "NAME", str, "as data.tokenizer", "byte")
     add_value(parser, "--chat-template", "FILE", str, "as data.chat_template", "auto")
+    add_value(parser, "--chat-date", "DATE", str, "as data.chat_date", "auto")
     add_value(parser, "--field", "NAME", str, "as data.field", "auto")
     add_value(parser, "--eos", "TOKEN", str, "as data.eos, but that byte by byte files end with 0 too", "auto")
     add_value(parser, "--suffixes", "LIST", str, "as data.suffixes, joined by commas")
@@ -85,6 +86,7 @@ def _built(arguments: argparse.Namespace, sources: list[Path]) -> Store:
     reading = Reading(
         format="chat" if arguments.chat else "text",
         chat_template=arguments.chat_template,
+        chat_date=arguments.chat_date,
         field=arguments.field,
         eos=arguments.eos,
         suffixes=suffixes,

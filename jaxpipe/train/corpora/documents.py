@@ -133,22 +133,25 @@ def in_groups(items: Iterable[T], size: Callable[[T], int], least: int) -> Itera
         yield group
 
 
-def records(piece: Piece, field: str, read: Callable[[Any], T]) -> Iterator[T]:
-    """What ``read`` makes of the ``field`` of each record of a piece; it raises BadRecordError for what is no document.
+def records(piece: Piece, field: str, read: Callable[..., T], beside: str = "") -> Iterator[T]:
+    """What ``read`` makes of the ``field`` of each record of a piece, and of the field ``beside`` it, which may be missing; it
+    raises BadRecordError for what is no document.
 
     Raises:
         DataError: a line or row that is no document; says which, and what is wrong with it.
     """
     (path,) = piece.files
     of_rows = _is_parquet(path)
-    for number, value in enumerate(_rows(path, piece.start, field) if of_rows else _lines(path, piece), 1):
+    values: Iterator[Any] = _rows(path, piece.start, field, beside) if of_rows else _lines(path, piece)
+    for number, value in enumerate(values, 1):
         try:
             if of_rows:
-                made = read(value)
+                made = read(*value)
             elif value.isspace():
                 continue
             else:
-                made = read(_field(json.loads(value.decode("utf-8")), field))
+                record = json.loads(value.decode("utf-8"))
+                made = read(_field(record, field), *([record.get(beside)] if beside else []))
         except (ValueError, RecursionError) as error:
             before = piece.start if piece.content is not None else _before(path, piece.start)
             place = f"{path}, {'row' if of_rows else 'line'} {before + number}"
@@ -165,6 +168,13 @@ def text_in(value: Any) -> str:
     except UnicodeEncodeError as error:
         raise BadRecordError(f"the document is no text: half of a surrogate pair at character {error.start}") from None
     return value
+
+
+def without_nulls(value: Any, but: str = "") -> Any:
+    """``value`` without the keys of its objects that are null; what is under the key ``but`` stays as it is."""
+    if isinstance(value, dict):
+        return {k: x if k == but else without_nulls(x, but) for k, x in value.items() if x is not None}
+    return [without_nulls(x, but) for x in value] if isinstance(value, list) else value
 
 
 def kind_of(value: Any) -> str:
@@ -282,14 +292,19 @@ def _before(path: Path, position: int) -> int:
     return found
 
 
-def _rows(path: Path, group: int, field: str) -> Iterator[Any]:
+def _rows(path: Path, group: int, field: str, beside: str) -> Iterator[list[Any]]:
+    """Of each row the ``field``, and the one ``beside`` it if that is named. Arrow gives every object all fields, and those
+    that it does not have are null."""
     with _reading(path):
         file = _parquet(path)
-        if field not in file.schema_arrow.names:
-            has = clipped(", ".join(file.schema_arrow.names), 100)
+        there = file.schema_arrow.names
+        if field not in there:
+            has = clipped(", ".join(there), 100)
             raise DataError(f"data {path}: no column {field!r} (it has {has}); set data.field")
-        for batch in file.iter_batches(batch_size=_ROWS, row_groups=[group], columns=[field]):
-            yield from batch.column(0).to_pylist()
+        names = [field, *([beside] if beside else [])]
+        for batch in file.iter_batches(batch_size=_ROWS, row_groups=[group], columns=[n for n in names if n in there]):
+            for row in batch.to_pylist():
+                yield [without_nulls(row.get(name)) for name in names]
 
 
 def _parquet(path: Path) -> Any:

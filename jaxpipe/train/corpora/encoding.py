@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jaxpipe.errors import DataError
-from jaxpipe.train.corpora.chat import ChatTemplate, find_template, messages_in
+from jaxpipe.train.corpora.chat import ChatTemplate, chat_in, find_template
 from jaxpipe.train.corpora.documents import Piece, holds_records, in_groups, read_document, records, text_in
 from jaxpipe.train.corpora.tokenizers import Ids, Tokenizer, id_dtype
 from jaxpipe.train.settings.sections import ReadingConfig
@@ -51,7 +51,7 @@ class Encoder:
     def of(cls, tokenizer: Tokenizer, reading: Reading) -> Encoder:
         """Raises DataError for an end that the tokenizer does not have, or a chat template that is not there."""
         chat = reading.format == "chat"
-        template = find_template(tokenizer.name, reading.chat_template) if chat else None
+        template = find_template(tokenizer.name, reading.chat_template, reading.chat_date) if chat else None
         eos = None if chat and reading.eos == "auto" else end_of(tokenizer, reading.eos)
         field = ("messages" if chat else "text") if reading.field == "auto" else reading.field
         return cls(tokenizer, field, eos, template)
@@ -70,7 +70,8 @@ class Encoder:
                 [ids for some in in_groups(texts, len, _SLICE) for ids in self.tokenizer.encode_all(some)]
             )
         render = self.template.render
-        made = [self._chat(*chat) for chat in records(piece, self.field, lambda value: render(messages_in(value)))]
+        chats = records(piece, self.field, lambda *chat: render(*chat_in(*chat)), beside="tools")
+        made = [self._chat(*chat) for chat in chats]
         whole = self._joined([ids for ids, _ in made])
         none = np.zeros(0 if self.eos is None else 1, np.uint8)
         answers = [part for ids, answer in made if len(ids) for part in (answer, none)]

@@ -124,7 +124,7 @@ def _spec(encoder: Encoder, reading: Reading, names: Sequence[str], files: Seque
         "eos": encoder.eos,
         "field": encoder.field,
         "documents_are": reading.format,
-        "template": None if template is None else hashlib.sha256(repr(template).encode()).hexdigest()[:16],
+        "template": None if template is None else hashlib.sha256(template.identity.encode()).hexdigest()[:16],
         "piece_bytes": PIECE_BYTES,
         "sources": [[name, path.stat().st_size] for name, path in zip(names, files, strict=True)],
     }

@@ -102,6 +102,9 @@ class ReadingConfig:
     format: Literal["text", "chat"] = "text"
     #: What makes text of messages: a path, or ``auto``: the one beside the tokenizer.
     chat_template: _Name = "auto"
+    #: The day that a template's ``strftime_now`` tells, as ``2026-01-01``; ``auto``: that of the template, or if it has none
+    #: this one.
+    chat_date: _Name = "auto"
     #: Where a record has its text or messages; ``auto``: ``text``, or ``messages``.
     field: _Name = "auto"
     #: What ends each document: a token, an id, ``none``, or ``auto``, the tokenizer's own (``byte``: 0 after a record, nothing

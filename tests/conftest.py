@@ -297,15 +297,23 @@ def one_build() -> Iterator[None]:
             digests[id(model)] = digest(model), model
         return digests[id(model)][0]
 
-    def known_step(config: Any, pipeline: Any) -> Any:
+    def known_step(config: Any, pipeline: Any, decay: Any = "role") -> Any:
         """One over the same compiled stages, in the order at hand."""
         pipe, run = config.pipeline, config.run
         if pipeline.ownership.divided or pipe.passes.post_validation != "off":
-            return step_over(config, pipeline)
+            return step_over(config, pipeline, decay)
         stages = tuple((at, id(f.functions["F"].jitted)) for at, f in sorted(pipeline.functions.items()))
-        key = id(pipeline.model), stages, repr(config.optimizer), run.steps, pipe.sharding.zero1, pipeline.master_dtype
+        key = (
+            id(pipeline.model),
+            stages,
+            repr(config.optimizer),
+            run.steps,
+            pipe.sharding.zero1,
+            pipeline.master_dtype,
+            decay,
+        )
         if key not in steps:
-            steps[key] = step_over(config, pipeline)
+            steps[key] = step_over(config, pipeline, decay)
         return steps[key].with_pipeline(pipeline)
 
     with pytest.MonkeyPatch.context() as patch:

@@ -120,7 +120,9 @@ def train(
             held_out = held_out_microbatches(prepared)
             if own_process and devices[0].platform == "cpu":
                 out.print(cpu_settings(keep_heap()))
-            trainer = compile_setup(prepared, devices, out.print, fused=start.fused, processes=processes)
+            trainer = compile_setup(
+                prepared, devices, out.print, fused=start.fused, processes=processes, decay=start.decay
+            )
             out.print(f"built in {time.perf_counter() - started:.1f} s")
         with folder.store, Stop() as stop:
             peak = peak_flops_per_s(devices[0].device_kind, config.run.dtype)
@@ -476,7 +478,7 @@ class _Run:
         params, optimizer, meta = self.trainer.contents(state)
         meta |= {"data": self.start.batches.state_at(state.step).to_dict(), "config": self.config.to_dict()}
         meta["tokenizer"] = stored_tokenizer(self.prepared.dataset.tokenizer)
-        meta |= {"first_loss": self.first_loss, "began_in": str(Path.cwd())}
+        meta |= {"first_loss": self.first_loss, "began_in": str(Path.cwd()), "decay": self.start.decay}
         meta["backwards"] = resume.backwards_of(self.trainer.schedule, self.pipe.boundaries)
         step, loss = self.evaluated or (-1, math.nan)
         eval_loss = loss if step == state.step else None

@@ -34,6 +34,7 @@ from jaxpipe.train.metrics import format_gain
 from jaxpipe.train.settings.sections import DataConfig, PipelineConfig, names_function
 from jaxpipe.train.step import TrainStep
 from jaxpipe.train.trainer import Trainer
+from jaxpipe.train.update.decay import DecayRule, decay_mask, decay_remark
 from jaxpipe.train.update.muon import Muon, described, matrices_of
 from jaxpipe.train.update.optimizer import adamw, learning_rate, lion
 from jaxpipe.wording import format_bytes
@@ -141,13 +142,14 @@ def compile_setup(
     repeats: int = 3,
     fused: Collection[int] | None = None,
     processes: Processes | None = None,
+    decay: DecayRule = "role",
 ) -> Trainer:
     """Trace, split, compile and time the stages, ``repeats`` calls a function; the prediction rests on these times.
     ``progress`` is told what is being done. ``fused``: the stages whose BW stay; by default ``pipeline.split_backwards``
-    decides."""
-    for remark in optimizer_remarks(prepared.config, prepared.model):
+    decides. ``decay``: what decides which parameters decay."""
+    for remark in optimizer_remarks(prepared.config, prepared.model, decay):
         progress(remark)
-    step = step_over(prepared.config, compile_pipeline(prepared, devices, progress, processes))
+    step = step_over(prepared.config, compile_pipeline(prepared, devices, progress, processes), decay)
     trainer = Trainer.over(step, prepared.config.run.seed)
     with device_errors("setting up", lambda: trainer.train_step.memory_report(workspace=False)):
         if moved := host_bytes(trainer.pipeline.programs):
@@ -202,11 +204,11 @@ def compile_pipeline(
         )
 
 
-def step_over(config: TrainConfig, pipeline: Pipeline) -> TrainStep:
+def step_over(config: TrainConfig, pipeline: Pipeline, decay: DecayRule = "role") -> TrainStep:
     """The step of ``config`` over ``pipeline``. Compiles nothing yet."""
     return TrainStep(
         pipeline,
-        optimizer_of(config, pipeline.model),
+        optimizer_of(config, pipeline.model, decay),
         clip_norm=config.optimizer.clip_norm,
         learning_rate=_learning_rate(config),
         zero1=config.pipeline.sharding.zero1,
@@ -229,27 +231,29 @@ def offload_options(config: TrainConfig) -> OffloadOptions:
     return OffloadOptions(o.fraction, None if o.host_memory_gb is None else o.host_memory_gb * 1e9, o.fallback)
 
 
-def optimizer_of(config: TrainConfig, model: Model) -> Any:
-    """The optax transformation that ``config`` describes, for ``model``.
+def optimizer_of(config: TrainConfig, model: Model, decay: DecayRule = "role") -> Any:
+    """The optax transformation that ``config`` describes, for ``model``. Its state is the same whatever decays.
 
     Raises:
         ConfigError: it is Muon, and the model has no matrices, or says wrongly which.
     """
     o, rate = config.optimizer, _learning_rate(config)
-    more = o.options
+    more, mask = o.options, decay_mask(model, decay)
     if o.name == "lion":
-        return lion(rate, betas=more.betas, weight_decay=o.weight_decay)
-    rest = adamw(rate, betas=more.betas, eps=more.eps, weight_decay=o.weight_decay)
+        return lion(rate, betas=more.betas, weight_decay=o.weight_decay, mask=mask)
+    rest = adamw(rate, betas=more.betas, eps=more.eps, weight_decay=o.weight_decay, mask=mask)
     return Muon(rate, matrices_of(model), rest, more.momentum, o.weight_decay) if o.name == "muon" else rest
 
 
-def optimizer_remarks(config: TrainConfig, model: Model) -> Iterator[str]:
+def optimizer_remarks(config: TrainConfig, model: Model, decay: DecayRule = "role") -> Iterator[str]:
     """What a user may not expect of the optimizer, in lines."""
     warmup, steps = config.optimizer.warmup_steps, config.run.steps
     if warmup > steps:
         yield f"optimizer.warmup_steps={warmup} is more than run.steps={steps}: the rate rises over all {steps} steps"
     if config.optimizer.name == "muon":
         yield described(model, matrices_of(model))
+    if config.optimizer.weight_decay:
+        yield decay_remark(model.stored, config.optimizer.weight_decay, decay)
 
 
 def _learning_rate(config: TrainConfig) -> optax.Schedule:

@@ -110,8 +110,13 @@ def batches(count: int, seed: int = 0) -> list[dict[str, np.ndarray]]:
     return made
 
 
+def two_axes(params: Any) -> Any:
+    """A mask of weight decay."""
+    return jax.tree.map(lambda p: p.ndim >= 2, params)
+
+
 def optimizer() -> optax.GradientTransformation:
-    return adamw(learning_rate(1e-2, 2, 10, 0.1), betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    return adamw(learning_rate(1e-2, 2, 10, 0.1), betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, mask=two_axes)
 
 
 @cache

@@ -31,7 +31,7 @@ from jaxpipe.train.trainer import Trainer
 from jaxpipe.train.update.muon import Muon, matrices_of
 from jaxpipe.train.update.optimizer import learning_rate, lion, with_ema
 from jaxpipe.train.update.post_validation import CLEAN_STEPS, LateUpdate, PostValidation
-from tests.support.parallel_cases import Case, batches, model_for, optimizer, params_for, pipeline
+from tests.support.parallel_cases import Case, batches, model_for, optimizer, params_for, pipeline, two_axes
 from tests.support.pipelines import assert_same_arrays
 from tests.support.train_runs import STEPS, config, deterministic, final, run, settings, write_text
 from tests.train.test_graph_runs import TOWERS
@@ -152,7 +152,7 @@ def _muon(case: Case) -> Any:
 
 
 def _lion(case: Case) -> Any:
-    return lion(learning_rate(1e-3, 2, 10, 0.1), betas=(0.9, 0.99), weight_decay=0.1)
+    return lion(learning_rate(1e-3, 2, 10, 0.1), betas=(0.9, 0.99), weight_decay=0.1, mask=two_axes)
 
 
 def _plateau(case: Case) -> Any:

@@ -21,6 +21,7 @@ from jaxpipe.train.devices import find_devices
 from jaxpipe.train.setup import compile_setup, optimizer_remarks, prepare
 from jaxpipe.train.trainer import Trainer
 from jaxpipe.train.update.optimizer import learning_rate
+from models.gpt import GPT
 from tests.support.pipelines import MICROBATCH, parameters, random_batch, tiny_model
 from tests.support.train_runs import config, write_text
 
@@ -123,7 +124,10 @@ def test_rates_by_name(name: str, want: tuple[float, ...]) -> None:
 
 
 def test_a_warm_up_longer_than_the_run_is_clipped_and_told() -> None:
+    model = GPT(vocab_size=8, d_model=8, num_layers=1, num_heads=2, seq_len=4)
     short = TrainConfig().override(["run.steps=5", "data.path=x"])
-    (line,) = optimizer_remarks(short, tiny_model("gpt"))
+    line, _ = optimizer_remarks(short, model)
     assert line == "optimizer.warmup_steps=20 is more than run.steps=5: the rate rises over all 5 steps"
-    assert list(optimizer_remarks(TrainConfig(), tiny_model("gpt"))) == []
+    (decay,) = optimizer_remarks(TrainConfig(), model)
+    assert decay.startswith("weight decay 0.1 acts on ") and "; not on bias, scale (" in decay
+    assert list(optimizer_remarks(TrainConfig().override(["optimizer.weight_decay=0"]), model)) == []

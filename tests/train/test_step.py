@@ -23,6 +23,7 @@ from jaxpipe.train.state import TrainState
 from jaxpipe.train.step import TrainStep
 from jaxpipe.train.update.optimizer import adamw, learning_rate
 from models.gpt import GPT
+from tests.support.parallel_cases import two_axes
 from tests.support.pipelines import (
     MICROBATCH,
     SEQ,
@@ -44,7 +45,7 @@ BIDIRECTIONAL = forwards_then_backwards(bidirectional(2), 4)
 
 
 def _adamw() -> optax.GradientTransformation:
-    return adamw(learning_rate(1e-2, 2, 10, 0.1), betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    return adamw(learning_rate(1e-2, 2, 10, 0.1), betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, mask=two_axes)
 
 
 @cache

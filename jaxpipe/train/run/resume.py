@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 from jaxpipe.errors import CheckpointError, DataError
 from jaxpipe.runtime.processes import Processes
@@ -26,6 +27,7 @@ from jaxpipe.train.data import DataState, Stream
 from jaxpipe.train.imported import initial_params
 from jaxpipe.train.settings.typed import leaves_of
 from jaxpipe.train.setup import Prepared, optimizer_of
+from jaxpipe.train.update.decay import DECAY_RULES, DecayRule
 
 Note = Callable[[str], None]
 
@@ -41,7 +43,7 @@ _HOW_OFTEN = (
 class Start:
     """``step`` steps are done. ``params`` and ``optimizer`` by layer, on the host; None means fresh ones. ``resumed``: they are
     of the run's own checkpoint. ``first_loss``: of the run's first step, if it is known. ``fused``: the stages that run BW, if
-    that was chosen before for the same stages."""
+    that was chosen before for the same stages. ``decay``: what has decided so far which parameters decay."""
 
     step: int
     batches: Stream
@@ -50,6 +52,7 @@ class Start:
     first_loss: float | None = None
     fused: tuple[int, ...] | None = None
     resumed: bool = False
+    decay: DecayRule = "role"
 
 
 def choose(config: TrainConfig, store: CheckpointStore, note: Note) -> Manifest | None:
@@ -119,7 +122,18 @@ def _resumed(prepared: Prepared, origin: Manifest, store: CheckpointStore, note:
     first = first if isinstance(first, float) else None
     state_of_optimizer = None if imported else loaded.optimizer
     fused = None if imported else _fused(meta, prepared.plan.cut)
-    return Start(origin.step, batches, loaded.params, state_of_optimizer, first, fused, resumed=True)
+    decay: DecayRule = "role" if imported else _decay_rule(meta, folder)
+    return Start(origin.step, batches, loaded.params, state_of_optimizer, first, fused, resumed=True, decay=decay)
+
+
+def _decay_rule(meta: Mapping[str, Any], folder: Path) -> DecayRule:
+    """What the run's weight decay has gone by; the number of axes in a checkpoint from before that was kept."""
+    rule = meta.get("decay", "axes")
+    if rule not in DECAY_RULES:
+        raise CheckpointError(
+            f"{folder}: weight decay went by {rule!r:.40}, which this version does not know; use the one that wrote it"
+        )
+    return cast("DecayRule", rule)
 
 
 def _own_layers(prepared: Prepared, processes: Processes) -> set[str] | None:

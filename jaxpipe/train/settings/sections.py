@@ -289,7 +289,8 @@ class OptimizerConfig(Section):
     lr: Annotated[float, positive, in_float32] = 1e-3
     #: Steps until it is reached, at most all.
     warmup_steps: _Whole = 20
-    #: Times the rate, what a step takes off each matrix.
+    #: Decoupled weight decay: a step takes ``lr * weight_decay`` times a parameter off it, of matrices and embeddings; biases
+    #: and scales of norms, told by their names, are left.
     weight_decay: Annotated[float, within(0, inf), in_float32] = 0.1
     #: Largest global gradient norm, over all ranks (0: no clipping).
     clip_norm: Annotated[float, within(0, inf), in_float32] = 1.0

@@ -43,20 +43,22 @@ def learning_rate(
     return optax.join_schedules(after, bounds) if bounds else after[0]
 
 
+Mask = Callable[[Any], Any]
+"""From a tree of parameters to the tree of whether each decays (:func:`jaxpipe.train.update.decay.decay_mask`)."""
+
+
 def adamw(
-    schedule: optax.Schedule, *, betas: tuple[float, float], eps: float, weight_decay: float
+    schedule: optax.Schedule, *, betas: tuple[float, float], eps: float, weight_decay: float, mask: Mask
 ) -> optax.GradientTransformation:
-    """AdamW; matrices and embeddings decay, vectors (biases, norm scales) do not."""
-    return optax.adamw(schedule, b1=betas[0], b2=betas[1], eps=eps, weight_decay=weight_decay, mask=_decays)
+    """AdamW, with weight decay where ``mask`` says."""
+    return optax.adamw(schedule, b1=betas[0], b2=betas[1], eps=eps, weight_decay=weight_decay, mask=mask)
 
 
-def lion(schedule: optax.Schedule, *, betas: tuple[float, float], weight_decay: float) -> optax.GradientTransformation:
-    """Lion (Chen et al. 2023), which decays what :func:`adamw` does."""
-    return optax.lion(schedule, b1=betas[0], b2=betas[1], weight_decay=weight_decay, mask=_decays)
-
-
-def _decays(params: Any) -> Any:
-    return jax.tree.map(lambda p: p.ndim >= 2, params)
+def lion(
+    schedule: optax.Schedule, *, betas: tuple[float, float], weight_decay: float, mask: Mask
+) -> optax.GradientTransformation:
+    """Lion (Chen et al. 2023), with weight decay where ``mask`` says."""
+    return optax.lion(schedule, b1=betas[0], b2=betas[1], weight_decay=weight_decay, mask=mask)
 
 
 def functions_of(optimizer: Any, extra: Collection[str] = ()) -> tuple[Callable[[Any], Any], Callable[..., Any]]:

@@ -32,6 +32,7 @@ def configure_data(parser: argparse.ArgumentParser) -> None:
     add_value(parser, "--chat-date", "DATE", str, "as data.chat_date", "auto")
     add_value(parser, "--field", "NAME", str, "as data.field", "auto")
     add_value(parser, "--eos", "TOKEN", str, "as data.eos, but that byte by byte files end with 0 too", "auto")
+    add_value(parser, "--bos", "TOKEN", str, "as data.bos", "auto")
     add_value(parser, "--suffixes", "LIST", str, "as data.suffixes, joined by commas")
     text = "processes that tokenise; by default one a core"
     add_value(parser, "--workers", "N", whole_number("processes", 1024), text)
@@ -89,6 +90,7 @@ def _built(arguments: argparse.Namespace, sources: list[Path]) -> Store:
         chat_date=arguments.chat_date,
         field=arguments.field,
         eos=arguments.eos,
+        bos=arguments.bos,
         suffixes=suffixes,
     )
     workers = arguments.workers or len(os.sched_getaffinity(0))

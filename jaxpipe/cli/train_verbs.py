@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxpipe import dump
 from jaxpipe.cli.exit_codes import EXIT_CODES, INTERRUPTED, STOPPED, explained
-from jaxpipe.cli.outputs import add_costs_flag, check_output
+from jaxpipe.cli.outputs import add_costs_flag, check_output, notice
 from jaxpipe.cli.parallel_flags import add_parallel_flags, with_parallel_flags
 from jaxpipe.cli.parser import add_json_flag, add_switch, add_value, amount, whole_number
 from jaxpipe.errors import AgreedError, gist
@@ -177,9 +177,12 @@ def run_eval(args: argparse.Namespace) -> None:
     request_devices(args.devices or 1)
     from jaxpipe.train.corpora import ngram
     from jaxpipe.train.evaluate import held_out_score, load_data
+    from jaxpipe.train.setup import data_remarks
 
     trained = _load(args)
     dataset, other = load_data(trained, other=args.other_data, path=args.data)
+    for remark in data_remarks(dataset):
+        notice(remark)
     batches = dataset.held_out_batches(args.batch, trained.config.data.seq_len, args.batches)
     scores: dict[str, Any] = dict(ngram.baselines(dataset, batches)) if args.baselines else {}
     with device_errors("eval"):
@@ -215,6 +218,8 @@ def run_generate(args: argparse.Namespace) -> None:
     from jaxpipe.train.evaluate import generate
 
     trained = _load(args)
+    for remark in trained.tokenizer.remarks:
+        notice(remark)
     pieces = generate(trained, args.prompt, args.tokens, temperature=args.temperature, top_k=args.top_k, seed=args.seed)
     print(args.prompt, end="", flush=True)
     with device_errors("generate"):

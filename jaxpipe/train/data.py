@@ -313,15 +313,16 @@ class TokenDataset:
 
     def bytes_per_token(self) -> float | None:
         """Bytes of text behind one held-out target token (train tokens without held-out ones), for bits per byte; None if
-        ids have no text, or only answers count. Ends of documents have none. Measured on up to 2^20 tokens of each span."""
+        ids have no text, or only answers count, or the text was not counted. What begins and ends documents has none."""
         if self.corpus.answers is not None:
             return None
-        pieces = [piece[1 : (1 << 20) + 1] for piece in self.pieces("held_out" if self.held_out else "train")]
-        eos = self.corpus.eos
-        counts = [self.tokenizer.num_bytes(piece if eos is None else piece[piece != eos]) for piece in pieces]
+        spans = [(start + 1, stop) for start, stop in self.held_out or self.train]
+        counts = [self.corpus.bytes_in(*span, self.tokenizer) for span in spans]
         known = [count for count in counts if count is not None]
-        tokens = sum(map(len, pieces))
-        return sum(known) / tokens if len(known) == len(counts) and tokens else None
+        targets = sum(max(stop - start, 0) for start, stop in spans)
+        if self.by_document:  # the first token of a document is none
+            targets -= int(np.diff(np.searchsorted(self.corpus.edges[:-1], spans)).sum())
+        return sum(known) / targets if len(known) == len(counts) and targets > 0 else None
 
     def for_model(self, wanted: Mapping[str, Kind], seq_len: int) -> TokenDataset:
         """As :class:`Dataset` says; tokens fit only models that read nothing else."""

@@ -31,6 +31,7 @@ from jaxpipe.train.checkpoints.manifest import Manifest
 from jaxpipe.train.checkpoints.stored import stored_params
 from jaxpipe.train.config import TrainConfig, known_settings
 from jaxpipe.train.corpora import ngram
+from jaxpipe.train.corpora.encoding import ends_of
 from jaxpipe.train.corpora.tokenizers import Tokenizer, kept_tokenizer
 from jaxpipe.train.data import Batch, Dataset
 from jaxpipe.train.settings.sections import names_function
@@ -177,7 +178,8 @@ def generate(
     top_k: int = 0,
     seed: int = 0,
 ) -> Iterator[str]:
-    """The prompt's continuation, a piece of text per token (pieces may be empty until a character is complete).
+    """The prompt's continuation, a piece of text per token (pieces may be empty until a character is complete). The prompt
+    begins as the documents that were trained on.
 
     Args:
         tokens: how many to add.
@@ -196,7 +198,13 @@ def generate(
             f"generate: tokens={tokens}, temperature={temperature:g}, top_k={top_k}; want tokens >= 1, temperature >= 0 and "
             f"top_k from 0 to {trained.model.vocab_size}"
         )
-    ids = [int(i) for i in trained.tokenizer.encode(prompt)] or [0]
+    tokenizer = trained.tokenizer
+    ids = [int(i) for i in tokenizer.encode(prompt)]
+    bos, _ = ends_of(tokenizer, trained.config.data.reading)
+    if bos is not None and ids[:1] != [bos]:
+        ids.insert(0, bos)
+    if not ids:
+        ids = [tokenizer.eos or 0]  # as behind the end of a document
     return _continue(trained, ids, tokens, temperature, top_k, seed)
 
 

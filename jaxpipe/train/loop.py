@@ -114,7 +114,7 @@ def train(
             trackers = find_trackers(config.run.output.trackers)
             if out.isatty():
                 out.print("reading the data")
-            prepared = prepare(config, processes)
+            prepared = prepare(config, processes, None if origin is None else origin.meta)
             agree_on_data(processes, prepared.dataset.fingerprint)
             start = resume.start_of(prepared, origin, folder.store, out.print)
             held_out = held_out_microbatches(prepared)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -27,7 +28,8 @@ from jaxpipe.train.corpora.arrays import ArrayDataset, made_by_function
 from jaxpipe.train.corpora.corpus import load_corpus, several_arrays
 from jaxpipe.train.corpora.mixture import MixedDataset
 from jaxpipe.train.corpora.own_data import OwnDataset
-from jaxpipe.train.corpora.tokenizers import Tokenizer, load_tokenizer
+from jaxpipe.train.corpora.store import is_store
+from jaxpipe.train.corpora.tokenizers import Tokenizer, continued_tokenizer, load_tokenizer
 from jaxpipe.train.data import Dataset, TokenDataset
 from jaxpipe.train.devices import device_errors
 from jaxpipe.train.metrics import format_gain
@@ -50,6 +52,15 @@ class Prepared:
     model: Model
     schedule: Schedule
     plan: StagePlan
+
+
+def data_remarks(dataset: Dataset) -> Iterator[str]:
+    """What a user may not expect of the tokenizer and the documents, in lines."""
+    yield from dataset.tokenizer.remarks
+    parts = dataset.parts.values() if isinstance(dataset, MixedDataset) else [dataset]
+    for part in parts:
+        if isinstance(part, TokenDataset):
+            yield from part.corpus.remarks
 
 
 def load_dataset(config: TrainConfig, tokenizer: Tokenizer | None = None) -> Dataset:
@@ -75,6 +86,8 @@ def load_dataset(config: TrainConfig, tokenizer: Tokenizer | None = None) -> Dat
 
 def _tokens_at(data: DataConfig, path: str, tokenizer: Tokenizer) -> TokenDataset:
     corpus = load_corpus(path, tokenizer, data.reading)
+    if corpus.answers is None and Path(path).is_dir() and is_store(Path(path)):
+        tokenizer = tokenizer.with_ends(corpus.bos, corpus.eos)
     return TokenDataset.split(corpus, tokenizer, data.holdout, data.reading.split, data.reading.mask)
 
 
@@ -114,14 +127,17 @@ def microbatch_size(config: TrainConfig) -> int:
     return config.run.batch // config.pipeline.microbatches
 
 
-def prepare(config: TrainConfig, processes: Processes | None = None) -> Prepared:
+def prepare(
+    config: TrainConfig, processes: Processes | None = None, origin: Mapping[str, Any] | None = None
+) -> Prepared:
     """Read the data, make the model, choose the schedule and cut the model. Of several ``processes`` the first one chooses the
-    schedule: a search may end elsewhere in each.
+    schedule: a search may end elsewhere in each. ``origin``: what the checkpoint that the run goes on from says of it.
 
     Raises:
         ConfigError, DataError, ScheduleError, StageError: what is wrong, and what would work.
     """
-    dataset = load_dataset(config)
+    tokenizer = None if origin is None else continued_tokenizer(origin.get("tokenizer"), config.data.tokenizer)
+    dataset = load_dataset(config, tokenizer)
     model = spread_over(config.pipeline, build_model(config, dataset.tokenizer.vocab_size))
     dataset = read_by(model, dataset, config)
     planner = stage_planner(config.pipeline, model, microbatch_size(config), processes)
@@ -184,7 +200,8 @@ def compile_pipeline(
 ) -> Pipeline:
     """Trace and split the stages, each compiled when it first runs; costs are FLOP counts."""
     config, schedule = prepared.config, prepared.schedule
-    progress(prepared.dataset.describe())
+    for line in (prepared.dataset.describe(), *data_remarks(prepared.dataset)):
+        progress(line)
     progress(f"{prepared.plan}")
     progress(f"tracing, splitting and compiling {schedule.num_stages} stages for schedule {schedule.name}")
     with device_errors("setting up"):

@@ -22,8 +22,8 @@ import numpy.typing as npt
 
 from jaxpipe.errors import DataError
 from jaxpipe.train.corpora.documents import files_at, files_under, holds_records, pieces
-from jaxpipe.train.corpora.encoding import Encoder, Reading
-from jaxpipe.train.corpora.store import Store, digest, is_store
+from jaxpipe.train.corpora.encoding import Encoder, Reading, marker
+from jaxpipe.train.corpora.store import ANSWERS, EDGES, IDS, SIZES, Store, digest, is_store
 from jaxpipe.train.corpora.tokenizers import ByteTokenizer, Ids, Tokenizer, check_ids, id_dtype
 
 _NOT_STDLIB = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
@@ -36,7 +36,9 @@ class Corpus:
     """``ids``: 1-D, unsigned, all below the tokeniser's vocabulary size; may be a memory map. ``edges``: int64
     [documents + 1], where each document starts, and the end. ``names``: of documents that are a file each; others have none.
     ``skipped``: files of a directory that could not be used, with the reason. ``fingerprint``: changes when ids do.
-    ``answers``: of chats, uint8, 1 where an id belongs to an answer. ``eos``: the id that ends a document, if one does."""
+    ``answers``: of chats, uint8, 1 where an id belongs to an answer. ``bos``, ``eos``: the ids that begin and end a document,
+    if some do. ``sizes``: int64 [documents], bytes of the text that each was, where they were counted. ``marks``: how documents
+    begin and end, for people; ``remarks``: what they may not expect, in lines."""
 
     source: str
     ids: Ids
@@ -46,11 +48,42 @@ class Corpus:
     fingerprint: str
     answers: npt.NDArray[np.uint8] | None = None
     eos: int | None = None
+    bos: int | None = None
+    sizes: npt.NDArray[np.int64] | None = None
+    marks: str = ""
+    remarks: tuple[str, ...] = ()
 
     def describe(self) -> str:
-        """One line: source, documents, tokens, files skipped."""
+        """One line: source, documents, tokens, how documents begin and end, files skipped."""
         skipped = f", {len(self.skipped)} files skipped (first: {self.skipped[0]})" if self.skipped else ""
-        return f"{self.source}: {len(self.edges) - 1:,} documents, {len(self.ids):,} tokens{skipped}"
+        marks = self.marks and f", {self.marks}"
+        return f"{self.source}: {len(self.edges) - 1:,} documents, {len(self.ids):,} tokens{marks}{skipped}"
+
+    def bytes_in(self, start: int, stop: int, tokenizer: Tokenizer) -> float | None:
+        """How many bytes of text the ids ``[start, stop)`` stand for, or None where that is not known. A document of which some
+        ids are elsewhere is divided as the lengths of its tokens are."""
+        lengths = tokenizer.lengths
+        if lengths is None or (self.sizes is None and not tokenizer.keeps_bytes):
+            return None
+        lengths = lengths.copy()
+        lengths[[end for end in (self.bos, self.eos) if end is not None]] = 0
+
+        def told(start: int, stop: int) -> int:
+            spans = ((a, min(a + _CHUNK, stop)) for a in range(start, stop, _CHUNK))
+            return sum(int(lengths[self.ids[a:b]].sum()) for a, b in spans)
+
+        if self.sizes is None or start >= stop:
+            return told(start, stop)
+        first = int(np.searchsorted(self.edges, start, "right")) - 1
+        last = int(np.searchsorted(self.edges, stop, "left"))
+        total = float(self.sizes[first:last].sum())
+        cuts = {first: [(int(self.edges[first]), start)]}
+        cuts.setdefault(last - 1, []).append((stop, int(self.edges[last])))
+        for document, spans in cuts.items():
+            if outside := sum(told(*span) for span in spans):
+                whole = told(int(self.edges[document]), int(self.edges[document + 1]))
+                total -= float(self.sizes[document]) * outside / whole
+        return total
 
 
 def load_corpus(path: str | Path, tokenizer: Tokenizer, reading: Reading | None = None) -> Corpus:
@@ -68,7 +101,7 @@ def load_corpus(path: str | Path, tokenizer: Tokenizer, reading: Reading | None 
         return _from_files("stdlib", root, stdlib_files(root), tokenizer, reading)
     path = Path(path)
     if path.is_dir() and is_store(path):
-        return _from_store(path, tokenizer)
+        return _from_store(path, tokenizer, reading)
     files = files_at(path, reading.suffixes)
     if path.suffix in (".npy", ".npz") and not path.is_dir():
         return _from_array(path, _read_array(path), tokenizer)
@@ -109,20 +142,53 @@ def _from_files(
     marked = [each.answers for each in made if each.answers is not None]
     answers = np.concatenate(marked) if marked else None
     fingerprint = digest(ids, np.diff(edges), answers)[:16] if of_records else fingerprint_ids(ids)
-    return Corpus(source, ids, edges, None if of_records else names, skipped, fingerprint, answers, encoder.eos)
+    counted = [each.sizes for each in made if each.sizes is not None]
+    return Corpus(
+        source,
+        ids,
+        edges,
+        None if of_records else names,
+        skipped,
+        fingerprint,
+        answers,
+        encoder.eos,
+        encoder.bos,
+        np.concatenate(counted) if counted else None,
+        encoder.describe(),
+        tuple(filter(None, [encoder.remark(len(edges) - 1), *[each.loss for each in made if each.loss][:1]])),
+    )
 
 
-def _from_store(path: Path, tokenizer: Tokenizer) -> Corpus:
+def _from_store(path: Path, tokenizer: Tokenizer, reading: Reading) -> Corpus:
     store = Store.read(path)
-    made = store.spec["tokenizer"]
-    if made != tokenizer.fingerprint:
-        copy = path / "tokenizer.json"
-        advice = f"set data.tokenizer={copy if copy.is_file() else made}"
-        raise DataError(f"data {path}: tokenised by {made}, and data.tokenizer is {tokenizer.name}: {advice}")
+    tokenizer.check_store(path, store.spec["tokenizer"])
     store.check(whole=False)
-    ids, edges, *answers = store.maps().values()
-    eos = store.spec["eos"]
-    return Corpus(str(path), ids, edges, None, (), store.fingerprint, answers[0] if answers else None, eos)
+    maps = store.maps()
+    bos, eos = store.spec.get("bos"), store.spec["eos"]
+    for key, said, there in (("bos", reading.bos, bos), ("eos", reading.eos, eos)):
+        if said != "auto" and marker(tokenizer, key, said) != there:
+            has = "none" if there is None else tokenizer.name_of(there)
+            raise DataError(
+                f"data {path}: built with data.{key}={has}, and data.{key} is {said}; leave it out, or build anew"
+            )
+    answers, sizes = maps.get(ANSWERS), maps.get(SIZES)
+    marks, remarks = Encoder(tokenizer, "", eos, None, bos).describe(), []
+    if sizes is None and answers is None and tokenizer.content is not None and not tokenizer.keeps_bytes:
+        remarks = [f"data {path}: built by an older version, which did not count bytes of text: no bits per byte"]
+    return Corpus(
+        str(path),
+        maps[IDS],
+        maps[EDGES],
+        None,
+        (),
+        store.fingerprint,
+        answers,
+        eos,
+        bos,
+        sizes,
+        marks,
+        tuple(remarks),
+    )
 
 
 def several_arrays(path: str | Path) -> dict[str, npt.NDArray[Any]] | None:

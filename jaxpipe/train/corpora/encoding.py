@@ -5,21 +5,33 @@
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from jaxpipe.errors import DataError
 from jaxpipe.train.corpora.chat import ChatTemplate, chat_in, find_template
-from jaxpipe.train.corpora.documents import Piece, holds_records, in_groups, read_document, records, text_in
+from jaxpipe.train.corpora.documents import (
+    BadRecordError,
+    Piece,
+    holds_records,
+    in_groups,
+    read_document,
+    records,
+    text_in,
+)
 from jaxpipe.train.corpora.tokenizers import Ids, Tokenizer, id_dtype
 from jaxpipe.train.settings.sections import ReadingConfig
 
+T = TypeVar("T")
 _SLICE = 1 << 20  # characters tokenised in one go
+_SAMPLE = 1 << 14  # characters of a piece that are turned back into text
 
 
 Reading = ReadingConfig
@@ -29,32 +41,38 @@ Reading = ReadingConfig
 @dataclass(frozen=True, slots=True, eq=False)
 class Encoded:
     """Documents, one after another. ``lengths`` int64: tokens of each. ``answers`` uint8, of chats: 1 where a token is one of
-    an answer. ``files``: of documents that are a file each. ``problems``: files that can't be used, and why."""
+    an answer. ``files``: of documents that are a file each. ``problems``: files that can't be used, and why. ``sizes`` int64,
+    where ids do not tell: bytes of the text that each document was. ``loss``: how text comes back changed, if it does."""
 
     ids: Ids
     lengths: npt.NDArray[np.int64]
     answers: npt.NDArray[np.uint8] | None = None
     files: tuple[Path, ...] = ()
     problems: tuple[str, ...] = ()
+    sizes: npt.NDArray[np.int64] | None = None
+    loss: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Encoder:
-    """``field``: of records. ``eos``: the id after each document, if there is one. ``template``: of chats."""
+    """``field``: of records. ``bos``, ``eos``: the ids before and after each document, if there are some. ``template``: of
+    chats. ``unended``: what ends documents was looked for, and not found."""
 
     tokenizer: Tokenizer
     field: str
     eos: int | None
     template: ChatTemplate | None = None
+    bos: int | None = None
+    unended: bool = False
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, reading: Reading) -> Encoder:
         """Raises DataError for an end that the tokenizer does not have, or a chat template that is not there."""
         chat = reading.format == "chat"
         template = find_template(tokenizer.name, reading.chat_template, reading.chat_date) if chat else None
-        eos = None if chat and reading.eos == "auto" else end_of(tokenizer, reading.eos)
+        bos, eos = ends_of(tokenizer, reading)
         field = ("messages" if chat else "text") if reading.field == "auto" else reading.field
-        return cls(tokenizer, field, eos, template)
+        return cls(tokenizer, field, eos, template, bos, unended=reading.eos == "auto" and eos is None and not chat)
 
     def encode(self, piece: Piece) -> Encoded:
         """The documents of a piece that have a token.
@@ -65,45 +83,101 @@ class Encoder:
         if not holds_records(piece.files[0]):
             return self._files(piece.files)
         if self.template is None:
-            texts = (text for text in records(piece, self.field, text_in) if text)
-            return self._joined(
-                [ids for some in in_groups(texts, len, _SLICE) for ids in self.tokenizer.encode_all(some)]
-            )
+            return self._texts(piece)
         render = self.template.render
-        chats = records(piece, self.field, lambda *chat: render(*chat_in(*chat)), beside="tools")
-        made = [self._chat(*chat) for chat in chats]
-        whole = self._joined([ids for ids, _ in made])
+        read = _naming(lambda *chat: self._chat(*render(*chat_in(*chat))))
+        made = list(records(piece, self.field, read, beside="tools"))
+        whole = self._joined([(ids, 0) for ids, _ in made])
         none = np.zeros(0 if self.eos is None else 1, np.uint8)
-        answers = [part for ids, answer in made if len(ids) for part in (answer, none)]
+        answers = [
+            part
+            for ids, answer in made
+            if len(ids)
+            for part in (np.zeros(len(self._begin(ids)), np.uint8), answer, none)
+        ]
         return Encoded(whole.ids, whole.lengths, np.concatenate([none[:0], *answers]))
 
+    def _texts(self, piece: Piece) -> Encoded:
+        """Of records of text."""
+        texts = (text for text in records(piece, self.field, text_in) if text)
+        documents: list[tuple[Ids, int]] = []
+        loss = ""
+        for group in in_groups(texts, len, _SLICE):
+            try:
+                documents += zip(self.tokenizer.encode_all(group), map(_num_bytes, group), strict=True)
+            except DataError:
+                for _ in records(piece, self.field, _naming(lambda value: self.tokenizer.encode(text_in(value)))):
+                    pass  # the record that can't be encoded is named
+                raise
+            loss = loss or self._loss(group)
+        return self._joined(documents, loss=loss)
+
+    def _loss(self, texts: Sequence[str]) -> str:
+        """How the first of ``texts`` come back changed from their tokens, if they do."""
+        ends = itertools.accumulate(map(len, texts))
+        few = [text[:_SAMPLE] for text, end in zip(texts, ends, strict=True) if end - len(text) < _SAMPLE]
+        loss = next((loss for text in few if (loss := self.tokenizer.loss_of(text))), "")
+        return loss and f"tokenizer {self.tokenizer.name}: text does not survive it: {loss}"
+
     def _files(self, paths: Iterable[Path]) -> Encoded:
-        found, problems = [], []
+        found, problems, loss = [], [], ""
         for path in paths:
             try:
-                found.append((path, self._file(path)))
+                text = self._text(path)
+                found.append((path, (self.tokenizer.encode(text), _num_bytes(text))))
+                loss = loss or self._loss([text])
             except DataError as error:
-                problems.append(str(error).removeprefix("data "))
-        whole = self._joined([ids for _, ids in found])
-        files = tuple(path for path, ids in found if len(ids))
-        return Encoded(whole.ids, whole.lengths, None, files, tuple(problems))
+                problem = str(error).removeprefix("data ")
+                problems.append(problem if problem.startswith(str(path)) else f"{path}: {problem}")
+        files = tuple(path for path, (ids, _) in found if len(ids))
+        return self._joined([document for _, document in found], files, tuple(problems), loss)
 
-    def _file(self, path: Path) -> Ids:
+    def _text(self, path: Path) -> str:
         if self.template is not None:
             raise DataError(f"data {path}: chats are read from JSONL or Parquet, and this is neither")
-        text = read_document(path)
-        try:
-            return self.tokenizer.encode(text)
-        except DataError as error:
-            raise DataError(f"data {path}: {error}") from None
+        return read_document(path)
 
-    def _joined(self, documents: list[Ids]) -> Encoded:
+    def _begin(self, ids: Ids) -> Ids:
+        """What stands before a document: nothing where its text says it already, as that of a chat template does."""
+        return np.array(
+            [] if self.bos is None or ids[0] == self.bos else [self.bos], id_dtype(self.tokenizer.vocab_size)
+        )
+
+    def _joined(
+        self,
+        documents: Iterable[tuple[Ids, int]],
+        files: tuple[Path, ...] = (),
+        problems: tuple[str, ...] = (),
+        loss: str = "",
+    ) -> Encoded:
+        """``documents``: the ids of each, and how many bytes its text was."""
         dtype = id_dtype(self.tokenizer.vocab_size)
-        kept = [ids for ids in documents if len(ids)]
         end = np.array([] if self.eos is None else [self.eos], dtype)
-        parts = [part for ids in kept for part in (ids, end)] if len(end) else kept
-        lengths = np.array([len(ids) + len(end) for ids in kept], np.int64)
-        return Encoded(np.concatenate([end[:0], *parts]).astype(dtype, copy=False), lengths)
+        whole = [((self._begin(ids), ids, end), size) for ids, size in documents if len(ids)]
+        lengths = np.array([sum(map(len, parts)) for parts, _ in whole], np.int64)
+        ids = np.concatenate([end[:0], *itertools.chain.from_iterable(parts for parts, _ in whole)])
+        sizes = np.array([size for _, size in whole], np.int64) if self.sizes else None
+        return Encoded(ids.astype(dtype, copy=False), lengths, None, files, problems, sizes, loss)
+
+    @property
+    def sizes(self) -> bool:
+        """Whether the bytes of each text are counted: not where ids tell them, nor of chats, whose answers alone count."""
+        return self.tokenizer.content is not None and self.template is None
+
+    def describe(self) -> str:
+        """How documents begin and end; empty where nothing stands there."""
+        edges = [("begin with", self.bos, ""), ("end with", self.eos, self.tokenizer.eos_from)]
+        said = [
+            f"{verb} {self.tokenizer.name_of(number)}"
+            + (f" ({place})" if place and number == self.tokenizer.eos else "")
+            for verb, number, place in edges
+            if number is not None
+        ]
+        return f"documents {' and '.join(said)}" if said else ""
+
+    def remark(self, documents: int) -> str:
+        """What a user may not expect of so many documents; empty if there is nothing."""
+        return "documents run together: data.eos names their end, or none" if self.unended and documents > 1 else ""
 
     def _chat(self, text: str, spans: list[tuple[int, int]]) -> tuple[Ids, npt.NDArray[np.uint8]]:
         """Ids of a chat, and which of them begin in an answer."""
@@ -112,15 +186,48 @@ class Encoder:
         return ids, (np.searchsorted(edges, starts, side="right") % 2).astype(np.uint8)
 
 
-def end_of(tokenizer: Tokenizer, eos: str) -> int | None:
-    """The id that ends documents: ``auto``, the tokenizer's own; ``none``; an id; or a token of the tokenizer.
+def ends_of(tokenizer: Tokenizer, reading: Reading) -> tuple[int | None, int | None]:
+    """The ids that begin and end documents. Where nothing else is said, chats begin and end as their template says.
+
+    Raises:
+        DataError: the tokenizer has no such id or token.
+    """
+    said = {"bos": reading.bos, "eos": reading.eos}
+    bos, eos = (
+        None if reading.format == "chat" and value == "auto" else marker(tokenizer, key, value)
+        for key, value in said.items()
+    )
+    return bos, eos
+
+
+def marker(tokenizer: Tokenizer, key: str, said: str) -> int | None:
+    """The id that begins (``key`` "bos") or ends documents ("eos"): ``auto``, the tokenizer's own; ``none``; an id; or a token
+    of the tokenizer.
 
     Raises:
         DataError: it has no such id or token.
     """
-    if eos in ("auto", "none"):
-        return tokenizer.eos if eos == "auto" else None
-    found = int(eos) if re.fullmatch("[0-9]{1,9}", eos) else tokenizer.id_of(eos)
-    if found is None or found >= tokenizer.vocab_size:
-        raise DataError(f"data.eos={eos}: tokenizer {tokenizer.name} has no such token; use one of its, auto or none")
-    return found
+    if said in ("auto", "none"):
+        return (tokenizer.bos if key == "bos" else tokenizer.eos) if said == "auto" else None
+    number = int(said) if re.fullmatch("[0-9]{1,9}", said) else tokenizer.id_of(said)
+    if number is None or number >= tokenizer.vocab_size:
+        raise DataError(
+            f"data.{key}={said}: tokenizer {tokenizer.name} has no such token; use one of its, auto or none"
+        )
+    return number
+
+
+def _num_bytes(text: str) -> int:
+    return len(text.encode("utf-8", "surrogateescape"))
+
+
+def _naming(read: Callable[..., T]) -> Callable[..., T]:
+    """``read`` for :func:`records`, which names the record that a DataError is about."""
+
+    def named(*values: Any) -> T:
+        try:
+            return read(*values)
+        except DataError as error:
+            raise BadRecordError(str(error)) from None
+
+    return named

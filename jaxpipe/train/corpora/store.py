@@ -1,7 +1,8 @@
 """Token stores: corpora tokenised once, larger than memory, checked before they are trained on.
 
 A folder with ``ids.bin`` (token ids, little-endian, of the smallest unsigned type that holds the vocabulary), ``edges.bin``
-(int64: where each document starts, and the end), for chats ``answers.bin`` (uint8,
+(int64: where each document starts, and the end), where ids do not tell it ``sizes.bin`` (int64: bytes of the text of each
+document), for chats ``answers.bin`` (uint8,
 :class:`~jaxpipe.train.corpora.encoding.Encoded`), the ``tokenizer.json`` if there is one, and ``store.json``, written last:
 how it was made, and the SHA-256 of each piece. All files are memory-mapped. :mod:`jaxpipe.train.corpora.store_build` makes
 stores.
@@ -13,7 +14,7 @@ import hashlib
 import itertools
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -23,9 +24,11 @@ import numpy.typing as npt
 from jaxpipe.errors import DataError
 from jaxpipe.train.corpora.tokenizers import id_dtype
 
-FORMAT = 1
+FORMAT = 2
+READ = (1, FORMAT)
+"""Stores of format 1 have no sizes."""
 MANIFEST, JOURNAL = "store.json", "building.jsonl"
-IDS, EDGES, ANSWERS = "ids.bin", "edges.bin", "answers.bin"
+IDS, EDGES, ANSWERS, SIZES = "ids.bin", "edges.bin", "answers.bin", "sizes.bin"
 _CHECKED_BYTES = 1 << 30  # of larger stores 64 pieces are looked at, spread evenly
 _CHECKED_PIECES = 64
 
@@ -33,11 +36,12 @@ _CHECKED_PIECES = 64
 @dataclass(frozen=True, slots=True)
 class Part:
     """One piece of a store: how many documents and tokens, and the SHA-256 of its ids, its documents' lengths as int64, and its
-    answers."""
+    answers; and that of its sizes."""
 
     documents: int
     tokens: int
     sha256: str
+    sizes_sha256: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +73,7 @@ class Store:
             said = spec.pop("sha256")
             if _signed(spec) != text or not isinstance(said, str):
                 raise ValueError
-            if (of := spec.pop("format")) != FORMAT:
+            if (of := spec.pop("format")) not in READ:
                 raise DataError(f"data {path}: of format {of}, and this jaxpipe reads {FORMAT}; build the store anew")
             return cls(folder, spec, tuple(Part(*part) for part in spec.pop("parts")))
         except (ValueError, KeyError, TypeError, AttributeError):
@@ -90,13 +94,15 @@ class Store:
 
     def to_json(self) -> str:
         """The text of ``store.json``; equal stores have equal texts."""
-        parts = [[part.documents, part.tokens, part.sha256] for part in self.parts]
+        parts = [astuple(part) for part in self.parts]
         return _signed({"format": FORMAT, **self.spec, "parts": parts})
 
     def arrays(self) -> dict[str, tuple[np.dtype[Any], int]]:
         """Dtype and length of the array in each file."""
         found = {IDS: (id_dtype(self.spec["vocab_size"]).newbyteorder("<"), self.tokens)}
         found[EDGES] = (np.dtype("<i8"), self.documents + 1)
+        if self.spec.get("sizes"):
+            found[SIZES] = (np.dtype("<i8"), self.documents)
         return found | ({ANSWERS: (np.dtype("u1"), self.tokens)} if self.spec["documents_are"] == "chat" else {})
 
     def maps(self) -> dict[str, npt.NDArray[Any]]:
@@ -133,7 +139,9 @@ class Store:
         for k in np.linspace(0, count - 1, _CHECKED_PIECES).astype(int).tolist() if few else range(count):
             lengths = np.diff(edges[first[k] : first[k + 1] + 1])
             answers = maps[ANSWERS][at[k] : at[k + 1]] if ANSWERS in maps else None
-            if digest(maps[IDS][at[k] : at[k + 1]], lengths, answers) != self.parts[k].sha256:
+            sizes = maps[SIZES][first[k] : first[k + 1]] if SIZES in maps else None
+            ids_digest = digest(maps[IDS][at[k] : at[k + 1]], lengths, answers)
+            if (ids_digest, sizes_digest(sizes)) != (self.parts[k].sha256, self.parts[k].sizes_sha256):
                 where = f"piece {k + 1} of {count} (documents {first[k] + 1:,} to {first[k + 1]:,})"
                 raise DataError(f"data {self.folder}: {where} is damaged: its checksum differs; {_REBUILD}")
         if edges[0] != 0 or edges[-1] != self.tokens:
@@ -155,6 +163,11 @@ def digest(ids: npt.NDArray[Any], lengths: npt.NDArray[np.int64], answers: npt.N
         if array is not None:
             hashed.update(np.ascontiguousarray(array, array.dtype.newbyteorder("<")).data)
     return hashed.hexdigest()
+
+
+def sizes_digest(sizes: npt.NDArray[np.int64] | None) -> str:
+    """The checksum of the sizes of a piece: one of its own, so that a store is the same data with them as without."""
+    return "" if sizes is None else hashlib.sha256(np.ascontiguousarray(sizes, "<i8").data).hexdigest()
 
 
 def _signed(spec: Mapping[str, Any]) -> str:

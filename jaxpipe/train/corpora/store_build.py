@@ -22,7 +22,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, BinaryIO
@@ -35,11 +35,11 @@ from jaxpipe.files import write_atomically
 from jaxpipe.interop.tokenizer import FILES, JSON, TEMPLATE, copy_files
 from jaxpipe.train.corpora.documents import PIECE_BYTES, Piece, files_at, pieces
 from jaxpipe.train.corpora.encoding import Encoder, Reading
-from jaxpipe.train.corpora.store import ANSWERS, EDGES, IDS, JOURNAL, MANIFEST, Part, Store, digest
+from jaxpipe.train.corpora.store import ANSWERS, EDGES, IDS, JOURNAL, MANIFEST, SIZES, Part, Store, digest, sizes_digest
 from jaxpipe.train.corpora.tokenizers import Tokenizer
 
 _PIECES = ".pieces-"
-_OURS = (IDS, EDGES, ANSWERS, JOURNAL, *FILES)
+_OURS = (IDS, EDGES, ANSWERS, SIZES, JOURNAL, *FILES)
 _AHEAD = 2  # pieces a process may be ahead
 _NOTE_S = 5.0
 
@@ -69,7 +69,7 @@ def build_store(
         folder.mkdir(parents=True, exist_ok=True)
         if (folder / MANIFEST).is_file():
             note(f"{folder} is built already")
-            return _equal(Store.read(folder), spec)
+            return _equal(Store.read(folder), spec, tokenizer)
         with ExitStack() as opened:
             journal = opened.enter_context(_journal(folder))
             parts = _begun(folder, journal, spec, [path.stat().st_mtime_ns for path in files])
@@ -82,9 +82,14 @@ def build_store(
             rest = itertools.islice(pieces(files), len(parts), None)
             tokens, told = sum(part.tokens for part in parts), time.monotonic()
             pieces_at = Path(opened.enter_context(TemporaryDirectory(dir=folder, prefix=_PIECES)))
+            for line in filter(None, (*tokenizer.remarks, encoder.describe())):
+                note(line)
+            loss = ""
             for done in opened.enter_context(closing(_encoded(encoder, workers, pieces_at, rest))):
                 for problem in done.problems:
                     note(f"left out: {problem}")
+                if done.loss and not loss:
+                    note(loss := done.loss)
                 _append(done, tokens, outputs, journal)
                 parts.append(done.part)
                 tokens += done.part.tokens
@@ -96,6 +101,8 @@ def build_store(
         store = Store(folder, spec, tuple(parts))
         if not store.tokens:
             raise DataError(f"data {', '.join(map(str, sources))}: no document has a token")
+        if remark := encoder.remark(store.documents):
+            note(remark)
         _keep_tokenizer(folder, encoder)
         write_atomically(folder / MANIFEST, store.to_json())
         (folder / JOURNAL).unlink()
@@ -119,9 +126,11 @@ def _spec(encoder: Encoder, reading: Reading, names: Sequence[str], files: Seque
     """What the bytes of a store depend on."""
     template = encoder.template
     return {
-        "tokenizer": encoder.tokenizer.fingerprint,
+        "tokenizer": encoder.tokenizer.makes,
         "vocab_size": encoder.tokenizer.vocab_size,
         "eos": encoder.eos,
+        "bos": encoder.bos,
+        "sizes": encoder.sizes,
         "field": encoder.field,
         "documents_are": reading.format,
         "template": None if template is None else hashlib.sha256(template.identity.encode()).hexdigest()[:16],
@@ -130,10 +139,11 @@ def _spec(encoder: Encoder, reading: Reading, names: Sequence[str], files: Seque
     }
 
 
-def _equal(store: Store, spec: Mapping[str, Any]) -> Store:
+def _equal(store: Store, spec: Mapping[str, Any], tokenizer: Tokenizer) -> Store:
     """Raises DataError where the store was made otherwise."""
+    tokenizer.check_store(store.folder, store.spec["tokenizer"])
     for key, value in spec.items():
-        if store.spec.get(key) != value:
+        if key != "sizes" and store.spec.get(key) != value:  # stores of format 1 have none
             raise DataError(
                 f"data {store.folder}: holds a store of other {key}; name another folder, or delete this one"
             )
@@ -168,7 +178,7 @@ def _begun(folder: Path, journal: BinaryIO, spec: Mapping[str, Any], times: Sequ
         raise DataError(
             f"data {folder}: holds an unfinished store of other sources or settings; name another folder, or delete this one"
         )
-    parts = [Part(int(d), int(t), s) for d, t, s in (line.decode().split() for line in lines[1:])]
+    parts = [Part(int(d), int(t), *sums) for d, t, *sums in (line.decode().split() for line in lines[1:])]
     if not lines:
         lines = [header]
         journal.truncate(0)
@@ -190,11 +200,13 @@ def _begun(folder: Path, journal: BinaryIO, spec: Mapping[str, Any], times: Sequ
 
 @dataclass(frozen=True, slots=True)
 class _Done:
-    """A piece in ``file``: its ids, then its answers. ``lengths``: of its documents."""
+    """A piece in ``file``: its ids, then its answers. ``lengths``, ``sizes``: of its documents."""
 
     part: Part
     lengths: npt.NDArray[np.int64]
+    sizes: npt.NDArray[np.int64] | None
     problems: tuple[str, ...]
+    loss: str
     file: Path
 
 
@@ -204,14 +216,17 @@ def _encode(encoder: Encoder, piece: Piece, file: Path) -> _Done:
         for array in (encoded.ids, encoded.answers):
             if array is not None:
                 output.write(np.ascontiguousarray(array, array.dtype.newbyteorder("<")).data)
-    part = Part(len(encoded.lengths), len(encoded.ids), digest(encoded.ids, encoded.lengths, encoded.answers))
-    return _Done(part, encoded.lengths, encoded.problems, file)
+    sums = digest(encoded.ids, encoded.lengths, encoded.answers), sizes_digest(encoded.sizes)
+    part = Part(len(encoded.lengths), len(encoded.ids), *sums)
+    return _Done(part, encoded.lengths, encoded.sizes, encoded.problems, encoded.loss, file)
 
 
 def _append(done: _Done, tokens: int, outputs: Mapping[str, BinaryIO], journal: BinaryIO) -> None:
     """Write a piece behind the ``tokens`` that there are."""
     edges = (tokens + np.cumsum(done.lengths)).astype("<i8")
     outputs[EDGES].write(edges.data)
+    if done.sizes is not None:
+        outputs[SIZES].write(done.sizes.astype("<i8").data)
     at, size = 0, done.file.stat().st_size
     answers = done.part.tokens if ANSWERS in outputs else 0
     with done.file.open("rb") as file:
@@ -220,7 +235,7 @@ def _append(done: _Done, tokens: int, outputs: Mapping[str, BinaryIO], journal: 
                 at += os.sendfile(outputs[name].fileno(), file.fileno(), at, stop - at)
     done.file.unlink()
     outputs[EDGES].flush()
-    journal.write(f"{done.part.documents} {done.part.tokens} {done.part.sha256}\n".encode())
+    journal.write(f"{' '.join(map(str, astuple(done.part)))}\n".encode())
     journal.flush()
 
 

@@ -3,39 +3,65 @@
 :class:`ByteTokenizer` (one id a byte), :class:`HFTokenizer` (a ``tokenizer.json`` read by Hugging Face's ``tokenizers``
 package, imported only when asked for) and :class:`IdTokenizer` (a vocabulary size for arrays that come as ids, no text).
 Text travels as ``str`` in which bytes that are not UTF-8 are lone surrogates (PEP 383, ``surrogateescape``), so that any
-file survives a round trip through bytes. Special tokens are not added: the text is the text. What ends a document is ``eos``.
+file survives a round trip through bytes. Special tokens are not added: the text is the text. What ends a document is ``eos``,
+and what begins one ``bos``.
+
+Which token ends documents (``data.eos=auto``) is said by the files beside a ``tokenizer.json``: ``eos_token`` of
+``tokenizer_config.json`` or ``special_tokens_map.json``, then ``eos_token_id`` of ``generation_config.json`` or ``config.json``
+(of a list, whose ids all end an answer, the first), then by the names in :data:`_ENDS`. Which begins them (``data.bos=auto``):
+``bos_token`` where ``add_bos_token`` is true, none where it is false; where it is not said, what the post-processor puts there.
 """
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from jaxpipe.errors import DataError
 from jaxpipe.files import read_file
+from jaxpipe.interop.folder import CONFIG, read_json
+from jaxpipe.interop.tokenizer import GENERATION, JSON, SETTINGS, TOKENS_MAP
 from jaxpipe.train.corpora.documents import package
+from jaxpipe.train.corpora.tokenizer_json import TokenizerJson, check_survives
+from jaxpipe.wording import clipped
 
 Ids = npt.NDArray[Any]  # 1-D, integer
-_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<|end▁of▁sentence|>")
-"""Tokens that end a document, as models of the hub have them: a ``tokenizer.json`` does not say which one does."""
+_OLD_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<|end▁of▁sentence|>")
+_ENDS = (*_OLD_ENDS, "<｜end▁of▁sentence｜>")
+"""Tokens that end a document, as models of the hub have them, for a ``tokenizer.json`` that stands alone. Versions that
+recorded no end in their checkpoints knew the old ones only."""
+_SPARSE = (
+    16  # times as many ids as tokens, above 2^20 of them: a mistake, for which arrays of that length would be made
+)
 
 
 class Tokenizer(ABC):
-    """``vocab_size``: ids are in ``range(vocab_size)``. ``fingerprint``: equal for tokenisers that give equal ids. ``eos``: the
-    id that ends a document, if one does. ``content``: the text of its ``tokenizer.json``; None where ``name`` says all."""
+    """``vocab_size``: ids are in ``range(vocab_size)``. ``fingerprint``: its name in runs. ``makes``: equal for tokenisers that
+    give equal ids; its name in stores. ``bos``, ``eos``: the ids that begin and end a document, if some do; ``eos_from``: where
+    that is said. ``content``: the text of its ``tokenizer.json``; None where ``name`` says all. ``remarks``: what a user may
+    not expect of it, in lines. ``lengths``: about how many bytes of text each id stands for; None where ids have no text.
+    ``keeps_bytes``: they are exact."""
 
     name: str
     vocab_size: int
     fingerprint: str
+    makes: str
+    bos: int | None = None
     eos: int | None = None
+    eos_from: str = ""
     content: str | None = None
+    remarks: tuple[str, ...] = ()
+    lengths: npt.NDArray[np.int64] | None = None
+    keeps_bytes: bool = False
 
     @abstractmethod
     def encode(self, text: str) -> Ids:
@@ -44,6 +70,10 @@ class Tokenizer(ABC):
     def encode_all(self, texts: Sequence[str]) -> Sequence[Ids]:
         """:meth:`encode` of each."""
         return [self.encode(text) for text in texts]
+
+    def name_of(self, number: int) -> str:
+        """An id as people know it."""
+        return str(number)
 
     @abstractmethod
     def encode_with_places(self, text: str) -> tuple[Ids, npt.NDArray[np.int64]]:
@@ -61,9 +91,26 @@ class Tokenizer(ABC):
     def decode(self, ids: Sequence[int] | Ids) -> str:
         """Text of ``ids``; ids that are not in the vocabulary raise DataError."""
 
-    @abstractmethod
     def num_bytes(self, ids: Sequence[int] | Ids) -> int | None:
-        """Bytes of text that ``ids`` stand for (bits per byte needs it), or None where ids have no text."""
+        """Bytes of text that ``ids`` stand for (bits per byte needs it), or None where ids do not tell."""
+        return None if self.lengths is None or not self.keeps_bytes else int(self.lengths[np.asarray(ids)].sum())
+
+    def with_ends(self, bos: int | None, eos: int | None) -> Self:
+        """This tokenizer where documents begin and end so."""
+        same = copy.copy(self)
+        same.bos, same.eos = bos, eos
+        return same
+
+    def check_store(self, folder: Path, made: str) -> None:
+        """Raise DataError unless this tokenizer makes the ids of the store at ``folder``, which those of ``made`` are."""
+        if made != self.makes:
+            own = folder / JSON
+            advice = f"set data.tokenizer={own if own.is_file() else made}"
+            raise DataError(f"data {folder}: tokenised by {made}, and data.tokenizer is {self.name}: {advice}")
+
+    def loss_of(self, text: str) -> str:
+        """How a text comes back changed from its tokens, for people; empty if it comes back as it was."""
+        return ""
 
 
 def id_dtype(vocab_size: int) -> np.dtype[Any]:
@@ -77,8 +124,10 @@ class ByteTokenizer(Tokenizer):
 
     name = "byte"
     vocab_size = 256
-    fingerprint = "byte"
+    fingerprint = makes = "byte"
     eos = 0
+    lengths = np.ones(256, np.int64)
+    keeps_bytes = True
 
     def encode(self, text: str) -> Ids:
         return np.frombuffer(text.encode("utf-8", "surrogateescape"), dtype=np.uint8)
@@ -90,16 +139,13 @@ class ByteTokenizer(Tokenizer):
     def decode(self, ids: Sequence[int] | Ids) -> str:
         return _checked(ids, self).astype(np.uint8).tobytes().decode("utf-8", "surrogateescape")
 
-    def num_bytes(self, ids: Sequence[int] | Ids) -> int:
-        return len(ids)
-
 
 class IdTokenizer(Tokenizer):
     """A vocabulary of ``vocab_size`` ids without text, for arrays tokenised elsewhere. Decodes to the ids in digits."""
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
-        self.name = self.fingerprint = f"ids:{vocab_size}"
+        self.name = self.fingerprint = self.makes = f"ids:{vocab_size}"
 
     def encode(self, text: str) -> Ids:
         raise DataError(
@@ -112,56 +158,102 @@ class IdTokenizer(Tokenizer):
     def decode(self, ids: Sequence[int] | Ids) -> str:
         return " ".join(map(str, _checked(ids, self).tolist()))
 
-    def num_bytes(self, ids: Sequence[int] | Ids) -> None:
-        return None
-
 
 class HFTokenizer(Tokenizer):
-    """A ``tokenizer.json`` of Hugging Face's ``tokenizers``: the file at ``path``, or the ``content`` that it had.
+    """A ``tokenizer.json`` of Hugging Face's ``tokenizers``: the file at ``path``, or the ``content`` that it had. Truncation,
+    padding and dropout are off.
 
     Raises:
-        DataError: the package is not installed, or the file is missing or not a tokeniser.
+        DataError: the package is not installed, or the file is missing, not a tokeniser, or one that kills the process.
+        ConfigError: a file beside it is no JSON.
     """
 
     def __init__(self, path: str | Path, content: str | None = None) -> None:
         path = Path(path)
-        backend = package("tokenizers", path).Tokenizer
+        package("tokenizers", path)
         try:
             self.content = read_file(path).decode("utf-8") if content is None else content
         except OSError as error:
             raise DataError(f"tokenizer {path}: can't be read ({error.strerror})") from None
         except UnicodeDecodeError:
             raise DataError(f"tokenizer {path}: not a Hugging Face tokenizer.json (not UTF-8)") from None
-        try:
-            self._backend = backend.from_str(self.content)
-        except Exception as error:  # the package raises plain Exception
-            reason = " ".join(str(error).split())[:160]
-            raise DataError(f"tokenizer {path}: not a Hugging Face tokenizer.json ({reason})") from None
         self.name = str(path)
-        ids = self._backend.get_vocab(with_added_tokens=True).values()
-        self.vocab_size = max(ids, default=-1) + 1
+        file = self._load()
+        vocabulary = self._backend.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocabulary.values(), default=-1) + 1
         if self.vocab_size == 0:
             raise DataError(f"tokenizer {path}: its vocabulary is empty")
-        self.fingerprint = "hf:" + hashlib.sha256(self.content.encode()).hexdigest()[:16]
-        self.eos = next((found for name in _ENDS if (found := self.id_of(name)) is not None), None)
+        if self.vocab_size > max(1 << 20, _SPARSE * len(vocabulary)):
+            raise DataError(
+                f"tokenizer {path}: {len(vocabulary)} tokens with ids up to {self.vocab_size - 1}; give them ids without gaps"
+            )
+        self.makes = _digest(file.used)
+        self.fingerprint = self.makes
+        alphabet = package("tokenizers.pre_tokenizers", path).ByteLevel.alphabet()
+        self.keeps_bytes = file.keeps_bytes(alphabet)
+        self.lengths = self._lengths(vocabulary, set(alphabet))
+        self.eos, self.eos_from = self._said_end(path.parent)
+        self.bos, several = self._said_begin(path.parent, file.prefix)
+        self.ignored = " and ".join(filter(None, [", ".join(file.ignored[:-1]), *file.ignored[-1:]]))
+        lines = {
+            f"tokenizer {path}: {self.ignored} {'is' if len(file.ignored) == 1 else 'are'} ignored": bool(file.ignored),
+            f"tokenizer {path}: begins a text with {len(file.prefix)} tokens, and none is added: data.bos names one": several,
+        }
+        self.remarks = tuple(line for line, applies in lines.items() if applies)
+
+    def _load(self) -> TokenizerJson:
+        """Make the backend of the content."""
+        assert self.content is not None
+        with self._refusing("not a Hugging Face tokenizer.json"):
+            file = TokenizerJson.of(self.content)
+            if file.may_kill:
+                check_survives(file.used)
+            self._backend = package("tokenizers", Path(self.name)).Tokenizer.from_str(file.used)
+        return file
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in self.__dict__.items() if key != "_backend"}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._load()
+
+    @contextmanager
+    def _refusing(self, what: str) -> Iterator[None]:
+        """Raise DataError for whatever the package raises: Exception itself, and PanicException, which is none."""
+        try:
+            yield
+        except (MemoryError, KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:
+            reason = clipped(" ".join(str(error).split()), 160)
+            raise DataError(f"tokenizer {self.name}: {what} ({reason}); use another, or mend the file") from None
 
     def encode(self, text: str) -> Ids:
         return self._ids(self._encoded(text))
 
     def encode_all(self, texts: Sequence[str]) -> Sequence[Ids]:
         try:
-            made = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
-        except (UnicodeEncodeError, TypeError):
+            with self._refusing("can't encode"):
+                encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        except DataError:  # of one text, perhaps: say which
             return [self.encode(text) for text in texts]
-        return [self._ids(encoding) for encoding in made]
+        return [self._ids(encoding) for encoding in encodings]
 
     def encode_with_places(self, text: str) -> tuple[Ids, npt.NDArray[np.int64]]:
         encoding = self._encoded(text)
         return self._ids(encoding), np.array([start for start, _ in encoding.offsets], np.int64)
 
     def id_of(self, token: str) -> int | None:
-        found: int | None = self._backend.token_to_id(token)
-        return found
+        try:
+            number: int | None = self._backend.token_to_id(token)
+        except (UnicodeEncodeError, TypeError):  # half a surrogate pair
+            return None
+        return number
+
+    def name_of(self, number: int) -> str:
+        token: str | None = self._backend.id_to_token(number)
+        return str(number) if token is None else repr(token)
 
     def has_token(self) -> npt.NDArray[np.bool_]:
         ids = list(self._backend.get_vocab(with_added_tokens=True).values())
@@ -169,21 +261,120 @@ class HFTokenizer(Tokenizer):
 
     def _encoded(self, text: str) -> Any:
         try:
-            return self._backend.encode(text, add_special_tokens=False)
-        except (UnicodeEncodeError, TypeError) as error:  # lone surrogates: bytes that were not UTF-8
+            text.encode()
+        except UnicodeEncodeError as error:  # lone surrogates: bytes that were not UTF-8
             raise DataError(
                 f"tokenizer {self.name}: the text is not valid UTF-8 ({_surrogate_place(text, error)})"
             ) from None
+        with self._refusing(f"can't encode {clipped(text, 40)!r}"):
+            return self._backend.encode(text, add_special_tokens=False)
 
     def _ids(self, encoding: Any) -> Ids:
         return np.asarray(encoding.ids, dtype=id_dtype(self.vocab_size))
 
     def decode(self, ids: Sequence[int] | Ids) -> str:
-        text: str = self._backend.decode(_checked(ids, self).tolist(), skip_special_tokens=False)
+        numbers = _checked(ids, self).tolist()
+        with self._refusing("can't decode"):
+            text: str = self._backend.decode(numbers, skip_special_tokens=False)
         return text
 
-    def num_bytes(self, ids: Sequence[int] | Ids) -> int:
-        return len(self.decode(ids).encode("utf-8"))
+    def loss_of(self, text: str) -> str:
+        if self.keeps_bytes:
+            return ""
+        try:
+            encoding = self._encoded(text)
+        except DataError:  # half a word, where the whole one can be encoded
+            return ""
+        try:
+            back = self.decode(encoding.ids)
+        except DataError as error:
+            return str(error)
+        at = next((k for k, (a, b) in enumerate(zip(text, back, strict=False)) if a != b), min(len(text), len(back)))
+        if at == len(text) == len(back):
+            return ""
+        covered = np.zeros(len(text), bool)
+        for start, stop in encoding.offsets:
+            covered[start:stop] = True
+        dropped = [text[k] for k in np.flatnonzero(~covered) if not text[k].isspace()]
+        near = slice(max(at - 8, 0), at + 16)
+        told = f"{text[near]!r} comes back as {back[near]!r}"
+        return (
+            f"{told}, and {len(dropped)} of {len(text)} characters are dropped, such as {dropped[0]!r}"
+            if dropped
+            else told
+        )
+
+    def _lengths(self, vocabulary: Mapping[str, int], alphabet: set[str]) -> npt.NDArray[np.int64]:
+        lengths = np.zeros(self.vocab_size, np.int64)
+        added = set(self._backend.get_added_tokens_decoder())
+        for token, number in vocabulary.items():
+            if number not in added and (self.keeps_bytes or re.fullmatch("<0x[0-9A-F]{2}>", token)):
+                lengths[number] = len(token) if self.keeps_bytes else 1
+            else:
+                lengths[number] = len(token.replace("▁", " ").removeprefix("##").encode())
+        return lengths
+
+    def _said_end(self, folder: Path) -> tuple[int | None, str]:
+        """The token that ends documents, and where that is said."""
+        for name in (SETTINGS, TOKENS_MAP):
+            if (number := self._special(folder / name, "eos_token")) is not None:
+                return number, name
+        for name in (GENERATION, CONFIG):
+            said = _settings(folder / name).get("eos_token_id")
+            for number in said if isinstance(said, list) else [said]:
+                if (
+                    type(number) is int
+                    and 0 <= number < self.vocab_size
+                    and self._backend.id_to_token(number) is not None
+                ):
+                    return number, name
+        return self._known_end(_ENDS), "by its name"
+
+    def _known_end(self, names: Sequence[str]) -> int | None:
+        return next((number for name in names if (number := self.id_of(name)) is not None), None)
+
+    def _said_begin(self, folder: Path, prefix: Sequence[int]) -> tuple[int | None, bool]:
+        """The token that begins documents, and whether several would."""
+        said = _settings(folder / SETTINGS).get("add_bos_token")
+        if isinstance(said, bool):
+            return (self._special(folder / SETTINGS, "bos_token") if said else None), False
+        return (prefix[0] if len(prefix) == 1 and 0 <= prefix[0] < self.vocab_size else None), len(prefix) > 1
+
+    def _special(self, path: Path, key: str) -> int | None:
+        token = _settings(path).get(key)
+        token = token.get("content") if isinstance(token, dict) else token
+        return self.id_of(token) if isinstance(token, str) else None
+
+    def check_store(self, folder: Path, made: str) -> None:
+        if self.ignored and self.content is not None and made == _digest(self.content):
+            raise DataError(
+                f"data {folder}: built by an older version, which obeyed the {self.ignored} of its tokenizer.json, so that its "
+                "ids are not those of the text; delete it and run 'jaxpipe data build' again"
+            )
+        super().check_store(folder, made)
+
+    def recorded(self, stored: Mapping[str, Any]) -> Self:
+        """This tokenizer with the ends that a checkpoint recorded: a run goes on as it began. Checkpoints from before they were
+        recorded knew the old names alone, no beginnings, and a tokenizer by its whole file."""
+        same = copy.copy(self)
+        assert self.content is not None
+        if stored.get("fingerprint") == _digest(self.content):
+            same.fingerprint = _digest(self.content)
+        if "eos" not in stored:
+            same.bos, same.eos, same.eos_from = None, self._known_end(_OLD_ENDS), "as the run began"
+        elif (ends := [stored.get(key) for key in ("bos", "eos")]) != [self.bos, self.eos]:
+            valid = [end if type(end) is int and 0 <= end < self.vocab_size else None for end in ends]
+            same.bos, same.eos, same.eos_from = *valid, "as the run began"
+        return same
+
+
+def _settings(path: Path) -> dict[str, Any]:
+    """A file beside a tokenizer; empty where there is none."""
+    return read_json(path) if path.is_file() else {}
+
+
+def _digest(content: str) -> str:
+    return "hf:" + hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
 def load_tokenizer(spec: str) -> Tokenizer:
@@ -203,16 +394,33 @@ def load_tokenizer(spec: str) -> Tokenizer:
     return HFTokenizer(spec)
 
 
-def stored_tokenizer(tokenizer: Tokenizer) -> dict[str, str]:
+def stored_tokenizer(tokenizer: Tokenizer) -> dict[str, Any]:
     """What a checkpoint keeps of it: JSON that :func:`kept_tokenizer` makes the same tokeniser of."""
     named = {"name": tokenizer.name, "fingerprint": tokenizer.fingerprint}
-    return named if tokenizer.content is None else {**named, "json": tokenizer.content}
+    if tokenizer.content is None:
+        return named
+    return {**named, "bos": tokenizer.bos, "eos": tokenizer.eos, "json": tokenizer.content}
 
 
 def kept_tokenizer(stored: object, spec: str) -> Tokenizer:
     """The tokeniser that a checkpoint keeps; of an older one, the one that ``spec`` names, as :func:`load_tokenizer`."""
     content = stored.get("json") if isinstance(stored, dict) else None
-    return HFTokenizer(spec, content) if isinstance(content, str) else load_tokenizer(spec)
+    tokenizer = HFTokenizer(spec, content) if isinstance(content, str) else load_tokenizer(spec)
+    return (
+        tokenizer.recorded(stored if isinstance(stored, dict) else {})
+        if isinstance(tokenizer, HFTokenizer)
+        else tokenizer
+    )
+
+
+def continued_tokenizer(stored: object, spec: str) -> Tokenizer:
+    """The tokenizer that ``spec`` names, for a run that goes on: with the ends that its checkpoint recorded, if it is the same
+    tokenizer."""
+    tokenizer = load_tokenizer(spec)
+    if isinstance(tokenizer, HFTokenizer) and isinstance(stored, dict):
+        same = tokenizer.recorded(stored)
+        return same if stored.get("fingerprint") in (tokenizer.makes, same.fingerprint) else tokenizer
+    return tokenizer
 
 
 def check_ids(ids: Ids, tokenizer: Tokenizer, first: int = 0) -> None:

@@ -107,9 +107,12 @@ class ReadingConfig:
     chat_date: _Name = "auto"
     #: Where a record has its text or messages; ``auto``: ``text``, or ``messages``.
     field: _Name = "auto"
-    #: What ends each document: a token, an id, ``none``, or ``auto``, the tokenizer's own (``byte``: 0 after a record, nothing
-    #: after a file of text; chats end as their template says).
+    #: What ends each document: a token, an id, ``none``, or ``auto``, the tokenizer's own, which the files beside it name
+    #: (``byte``: 0 after a record, nothing after a file of text; chats end as their template says).
     eos: _Name = "auto"
+    #: What begins each document: a token, an id, ``none``, or ``auto``: the token that the files of the tokenizer put there,
+    #: if they do. Chats begin as their template says, and runs go on as they began.
+    bos: _Name = "auto"
     #: What a token sees: what stands before it in its sequence, or what of that is of its own document; positions start again
     #: with each document then.
     mask: Literal["causal", "document"] = "causal"

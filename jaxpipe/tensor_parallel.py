@@ -22,7 +22,9 @@ the recompute policy ``gather`` says otherwise. Not modelled: pieces of one prod
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -46,6 +48,7 @@ __all__ = [
     "check_shards",
     "column_parallel",
     "cross_entropy",
+    "ids_as_before",
     "own_query_heads",
     "own_time",
     "partial_cross_entropy",
@@ -251,14 +254,35 @@ def own_query_heads(leaf: jax.Array, tp: TensorParallel) -> jax.Array:
 # --- vocabulary ----------------------------------------------------------------------------------------------------------
 
 
-class VocabParallelEmbed(nn.Embed):  # type: ignore[misc]  # flax is not typed
-    """``nn.Embed`` with the rows of its table divided: ``num_embeddings`` is the whole vocabulary, and t divides it.
+_checks_ids = ContextVar("checks_ids", default=True)
 
-    tokens [B, T] int32 → the residual stream, [B, T, D] or [B, T/t, D]. A token outside the vocabulary gives NaN.
-    Raises ConfigError where ``num_embeddings`` does not divide.
+
+@contextmanager
+def ids_as_before() -> Iterator[None]:
+    """Trace embeddings and cross entropy as versions up to 0.1.0 did, whose one shard took ids from −rows on, and those of rows
+    past the words: only digests of their checkpoints are compared so."""
+    token = _checks_ids.set(False)
+    try:
+        yield
+    finally:
+        _checks_ids.reset(token)
+
+
+def _is_word(ids: jax.Array, words: int | None, rows: int) -> jax.Array:
+    """Whether ``ids`` are of the vocabulary: of its ``words``, or where that is None of all its ``rows``."""
+    return (ids >= 0) & (ids < (rows if words is None or not _checks_ids.get() else words))
+
+
+class VocabParallelEmbed(nn.Embed):  # type: ignore[misc]  # flax is not typed
+    """``nn.Embed`` with the rows of its table divided: ``num_embeddings`` counts the rows of all shards, and t divides it.
+
+    tokens [B, T] int32 → the residual stream, [B, T, D] or [B, T/t, D]. A token outside the vocabulary, negative or not below
+    ``words`` (by default ``num_embeddings``), gives NaN on any number of shards. Raises ConfigError where ``num_embeddings``
+    does not divide.
     """
 
     tp: TensorParallel = ONE_SHARD
+    words: int | None = None
 
     def setup(self) -> None:
         check_shards("embedding", self.tp, {"num_embeddings": self.num_embeddings})
@@ -266,13 +290,14 @@ class VocabParallelEmbed(nn.Embed):  # type: ignore[misc]  # flax is not typed
         self.embedding = self.param("embedding", self.embedding_init, (rows, self.features), self.param_dtype)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        if self.tp.size == 1:
+        if self.tp.size == 1 and not _checks_ids.get():
             found: jax.Array = super().__call__(tokens)
             return found
         (table,) = self.promote_dtype(self.embedding, dtype=self.dtype, inexact=False)
-        words = _found(table, tokens, self.tp)
-        known = (tokens >= 0) & (tokens < self.num_embeddings)
-        return sum_parts(jnp.where(known[..., None], words, jnp.nan), self.tp)
+        known = _is_word(tokens, self.words, self.num_embeddings)
+        if self.tp.size == 1:  # nn.Embed would count a negative token from the end
+            return jnp.take(table, jnp.where(known, tokens, len(table)), axis=0, mode="fill", fill_value=jnp.nan)
+        return sum_parts(jnp.where(known[..., None], _found(table, tokens, self.tp), jnp.nan), self.tp)
 
 
 def rows_of(table: jax.Array, words: jax.Array, tp: TensorParallel) -> jax.Array:
@@ -306,23 +331,25 @@ def vocab_parallel_logits(
     return logits + never[None, None]  # adding needs no residual
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2,))
-def cross_entropy(logits: jax.Array, targets: jax.Array, tp: TensorParallel = ONE_SHARD) -> jax.Array:
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def cross_entropy(
+    logits: jax.Array, targets: jax.Array, tp: TensorParallel = ONE_SHARD, words: int | None = None
+) -> jax.Array:
     """−log softmax(logits)[target] for each token: logits [B, T, V/t], targets [B, T] int32 → [B, T], float32 or wider.
 
     Shards exchange the largest logit, the sum of exponentials and the target's logit of each token; the gradient needs no
-    collective. The backward pass reads the logits in the compute dtype and one number a token. A target outside 0..V−1 gives
-    NaN: data of a larger vocabulary shows at the first step.
+    collective. The backward pass reads the logits in the compute dtype and one number a token. A target that is negative or not
+    below ``words`` (by default V) gives NaN: data of a larger vocabulary shows at the first step.
     """
-    return _cross_entropy_forward(logits, targets, tp)[0]
+    return _cross_entropy_forward(logits, targets, tp, words)[0]
 
 
 def _cross_entropy_forward(
-    logits: jax.Array, targets: jax.Array, tp: TensorParallel
+    logits: jax.Array, targets: jax.Array, tp: TensorParallel, words: int | None
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     wide = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     lse = _log_sum_exp(wide, tp)
-    valid = (targets >= 0) & (targets < logits.shape[-1] * tp.size)
+    valid = _is_word(targets, words, logits.shape[-1] * tp.size)
     local, own = (targets, valid) if tp.size == 1 else _own_rows(targets, logits.shape[-1], tp)
     return jnp.where(valid, lse - _picked(wide, local, own, tp), jnp.nan), (logits, targets, lse)
 
@@ -344,7 +371,7 @@ def _log_sum_exp(x: jax.Array, tp: TensorParallel) -> jax.Array:
 
 
 def _cross_entropy_backward(
-    tp: TensorParallel, residuals: tuple[jax.Array, ...], cotangent: jax.Array
+    tp: TensorParallel, words: int | None, residuals: tuple[jax.Array, ...], cotangent: jax.Array
 ) -> tuple[jax.Array, None]:
     logits, _, _ = residuals
     probs, hit = _probs_and_hit(residuals, tp)

@@ -43,7 +43,7 @@ EMBEDDING: Path = ("tokens", "embedding")
 class DecoderConfig(ABC):
     """Options of each decoder. ``max_seq_len``: how many positions there are; None: ``seq_len``. ``tied``: the head uses the
     token embedding. ``vocab_multiple``: the vocabulary's rows are made a multiple of it, for tensor parallelism; those past
-    ``vocab_size`` are never predicted or learnt. ``attention``: ``auto``, ``xla`` or ``cudnn`` (``models/attention.py``).
+    ``vocab_size`` are never read, predicted or learnt. ``attention``: ``auto``, ``xla`` or ``cudnn`` (``models/attention.py``).
     ``mask``: ``causal``, or ``document``: a token sees only what has its number in the batch's ``segments``. ``dtype``: what
     parameters are created in."""
 
@@ -117,7 +117,9 @@ def language_model(config: DecoderConfig, layers: Iterable[Layer]) -> Model:
     names = ("tokens", "targets", "weights", *config.segments)
     spec = partial(text_spec, config)
     name = config.model.lower()
-    return Model(name, (*layers, loss_layer()), spec, config.vocab_size, config.seq_len, over_time=names)
+    return Model(
+        name, (*layers, loss_layer(config.vocab_size)), spec, config.vocab_size, config.seq_len, over_time=names
+    )
 
 
 def text_spec(config: DecoderConfig, microbatch_size: int) -> Mapping[str, jax.ShapeDtypeStruct]:
@@ -196,8 +198,8 @@ class Head(nn.Module):
 
 def words_of(c: DecoderConfig, tp: TensorParallel) -> VocabParallelEmbed:
     """The rows of the words, to be called with tokens [B, T] int32 → [B, T, D], or [B, T/t, D] with sequence parallelism."""
-    init = normal(0.02)
-    return VocabParallelEmbed(c.vocab_rows, c.d_model, param_dtype=c.dtype, embedding_init=init, tp=tp, name="tokens")
+    made: dict[str, Any] = {"param_dtype": c.dtype, "embedding_init": normal(0.02), "tp": tp, "name": "tokens"}
+    return VocabParallelEmbed(c.vocab_rows, c.d_model, words=c.vocab_size, **made)
 
 
 def normal(std: float) -> Any:

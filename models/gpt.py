@@ -117,7 +117,7 @@ def embed_layer(config: GPTConfig, name: str = "embed") -> Layer:
         shards=lambda tp: partial_leaves(tp, ("positions",)),
         **made,
     )
-    return replace(layer, words=embedding_words(EMBEDDING, rest))
+    return replace(layer, words=embedding_words(EMBEDDING, config.vocab_size, rest))
 
 
 def block_layers(config: GPTConfig, name: str = "block", *, causal: bool = True) -> list[Layer]:

@@ -201,7 +201,7 @@ def Llama(**options: Any) -> Model:  # noqa: N802 - named as the model is
     made: dict[str, Any] = {"example": (config.tokens,), "reads": ("tokens",), "kind": "llama.embed"}
     embed = from_linen("embed", Embed(config), shards=partial(embed_shards, config), **made)
     rest = Layer("embed", no_params, lambda params, x, context: x, kind="llama.embed", shards=no_shards)
-    embed = replace(embed, words=embedding_words(EMBEDDING, rest))
+    embed = replace(embed, words=embedding_words(EMBEDDING, config.vocab_size, rest))
     return language_model(config, (embed, *block_layers(config), head_layer(config)))
 
 

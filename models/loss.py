@@ -10,6 +10,7 @@ logits of V/t words, and the sums are the same on all of them.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -21,14 +22,15 @@ from jaxpipe.tensor_parallel import cross_entropy
 from .vocabulary import loss_words, no_params, no_shards
 
 
-def loss_layer(name: str = "loss") -> Layer:
-    """The layer that reads ``targets`` [B, T] int32 and ``weights`` [B, T] float32, gets logits [B, T, V/t] and returns
-    ``(Σ weight · cross entropy, Σ weight)``. Targets of positions with weight 0 are not looked at."""
-    reads = ("targets", "weights")
-    return Layer(name, no_params, _apply, reads, kind="loss", shards=no_shards, words=loss_words())
+def loss_layer(vocab_size: int) -> Layer:
+    """Make the layer that reads ``targets`` [B, T] int32 and ``weights`` [B, T] float32, gets logits [B, T, V/t] and returns
+    ``(Σ weight · cross entropy, Σ weight)``. A target outside of ``vocab_size`` makes them NaN; those of positions with weight
+    0 are not looked at. V may be more: rows of padding are no words."""
+    reads, apply = ("targets", "weights"), partial(_apply, vocab_size)
+    return Layer("loss", no_params, apply, reads, kind="loss", shards=no_shards, words=loss_words())
 
 
-def _apply(params: Params, x: Any, context: LayerContext) -> tuple[jax.Array, jax.Array]:
-    losses = cross_entropy(x, context.data["targets"], context.tp)
+def _apply(vocab_size: int, params: Params, x: Any, context: LayerContext) -> tuple[jax.Array, jax.Array]:
+    losses = cross_entropy(x, context.data["targets"], context.tp, vocab_size)
     weights = context.data["weights"].astype(losses.dtype)
     return jnp.sum(jnp.where(weights != 0, weights * losses, 0)), jnp.sum(weights)

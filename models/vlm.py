@@ -125,7 +125,7 @@ def VLM(**options: Any) -> Model:  # noqa: N802 - named as the model is
     )
     eyes = vit_layers(vision, config.picture, config.patch, ("patches", "vit"))
     layers = [replace(layer, frozen=config.freeze_vit) for layer in eyes]
-    layers += [merger, embed, *block_layers(language), head_layer(language), loss_layer()]
+    layers += [merger, embed, *block_layers(language), head_layer(language), loss_layer(config.vocab_size)]
 
     def batch_spec(microbatch_size: int) -> Mapping[str, jax.ShapeDtypeStruct]:
         images = jax.ShapeDtypeStruct((microbatch_size, *config.picture), jnp.uint8)

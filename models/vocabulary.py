@@ -24,10 +24,11 @@ from jaxpipe.stage.model.layer import Layer, LayerContext, Params, Path, Shard, 
 from jaxpipe.tensor_parallel import TensorParallel, partial_cross_entropy, rows_of, sum_parts, vocab_parallel_logits
 
 
-def embedding_words(path: Path, rest: Layer) -> Words:
-    """Of a layer that looks up ``tokens`` in the rows at ``path``; ``rest`` takes the rows found for them [B, T, D]."""
+def embedding_words(path: Path, count: int, rest: Layer) -> Words:
+    """Divide a layer that looks up ``tokens`` in the rows at ``path``, of which ``count`` are of words; ``rest`` takes the rows
+    found for them [B, T, D]."""
     merged = replace(rest, apply=partial(_put_together, rest.apply))
-    return Words(path, partial(_bound, _look_up, path), lambda barriers: merged, ("tokens",))
+    return Words(path, partial(_bound, partial(_look_up, count), path), lambda barriers: merged, ("tokens",))
 
 
 def head_words(path: Path, count: int, rest: Layer) -> Words:
@@ -58,16 +59,17 @@ def _leaf(params: Params, path: Path) -> jax.Array:
 
 
 def _look_up(
-    path: Path, first: int, barriers: int, params: Params, x: None, context: LayerContext
+    count: int, path: Path, first: int, barriers: int, params: Params, x: None, context: LayerContext
 ) -> tuple[jax.Array, jax.Array]:
-    """(rows [B, T, D], zero where the token is no word of the part; whether it is [B, T])"""
+    """(rows [B, T, D], zero where the token has none in the part; whether it is a word of the part [B, T])"""
     table = _leaf(params, path)
     local = context.data["tokens"] - first
-    return rows_of(table, local, context.tp), _is_own(local, table, context.tp)
+    return rows_of(table, local, context.tp), _is_own(local, table, context.tp, count - first)
 
 
-def _is_own(local: jax.Array, table: jax.Array, tp: TensorParallel) -> jax.Array:
-    return (local >= 0) & (local < table.shape[0] * tp.size)
+def _is_own(local: jax.Array, table: jax.Array, tp: TensorParallel, words: int) -> jax.Array:
+    """Whether the words, counted from the part's first, are among its own. ``words``: how many there are from that one on."""
+    return (local >= 0) & (local < min(table.shape[0] * tp.size, words))
 
 
 def _put_together(apply: Callable[..., Any], params: Params, parts: Any, context: LayerContext) -> Any:
@@ -87,7 +89,7 @@ def _predict(
     local = context.data["targets"] - first
     logits = vocab_parallel_logits(x[0], kernel, tp, words=count, first=first)  # [B, T, V/t]
     lse, picked = partial_cross_entropy(logits, local, tp)
-    results = lse, picked, _is_own(local, kernel, tp)
+    results = lse, picked, _is_own(local, kernel, tp, count - first)
     if barriers == 2:
         return results
     probs = jnp.exp(logits.astype(lse.dtype) - lse[:, :, None]).astype(logits.dtype)

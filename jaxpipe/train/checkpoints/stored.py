@@ -14,6 +14,7 @@ from jaxpipe.stage.identity import program_digest
 from jaxpipe.stage.model.layer import Layer, Model
 from jaxpipe.stage.model.params import trained_params
 from jaxpipe.stage.model.reference import apply_model, init_params
+from jaxpipe.tensor_parallel import ids_as_before
 from jaxpipe.train.checkpoint import Checkpoint, CheckpointStore
 from jaxpipe.train.checkpoints.format import DamagedCheckpointError
 from jaxpipe.train.update.optimizer_state import fitted, state_leaves
@@ -35,7 +36,8 @@ def model_digest(model: Model) -> dict[str, str]:
     by value, and the version of JAX that traced it (digests of different versions can't be compared)."""
     model = model.stored
     forward = partial(apply_model, model, train=False)
-    closed = jax.make_jaxpr(lambda params, batch: forward(params, batch))(stored_params(model), model.batch_spec(1))
+    with ids_as_before():  # that ids are checked is no other model
+        closed = jax.make_jaxpr(lambda params, batch: forward(params, batch))(stored_params(model), model.batch_spec(1))
     return {"jax": jax.__version__, "sha256": program_digest(closed)}
 
 

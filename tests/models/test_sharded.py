@@ -424,6 +424,7 @@ def test_how_parameters_lie() -> None:
         assert llama["block_00/gate_up/kernel"] == 2 and llama["block_00/norm_mlp/scale"] == "same"
 
 
+@pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(
     ("kind", "given", "tp", "message"),
     [

@@ -215,6 +215,7 @@ def test_the_papers_models_have_the_papers_sizes(file: str, billions: float) -> 
     assert config.pipeline.cut[0] == "embed"  # the whole vision transformer is the first stage
 
 
+@pytest.mark.usefixtures("x64")
 def test_bad_sizes_are_one_line() -> None:
     for given, said in (
         ({"image_height": 6}, "make image_height and image_width multiples of 2 · patch = 4"),

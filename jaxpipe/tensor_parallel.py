@@ -11,8 +11,9 @@ reduce-scatter. A block of two branches has two collectives going forward and tw
 all-gathers and two reduce-scatters each way.
 
 Shapes are given whole: a layer divides them by ``tp.size`` itself. On one shard every function here is the plain computation,
-with the same equations. The linear layers are Flax's own ``DenseGeneral`` with another product in it, so names, shapes and
-initial values of parameters are Flax's; an initial value is always drawn on one shard, for the whole parameter.
+with the same equations, but that the embedding refuses ids outside of its words. The linear layers are Flax's own
+``DenseGeneral`` with another product in it, so names, shapes and initial values of parameters are Flax's; an initial value is
+always drawn on one shard, for the whole parameter.
 
 Differs from Megatron-LM: with sequence parallelism the gathered input of a column product is kept for the backward pass, unless
 the recompute policy ``gather`` says otherwise. Not modelled: pieces of one product overlapped with pieces of its own collective

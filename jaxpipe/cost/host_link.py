@@ -53,14 +53,14 @@ class HostLinkMeasurement:
     platform: str
 
     def host_link(self) -> HostLink:
-        """What the simulator needs. The latency is the larger of the two directions'."""
-        told = self.platform != "cpu"
+        """Return the link as the simulator takes it. The latency is the larger of the two directions'."""
+        is_accelerator = self.platform != "cpu"
         return HostLink(
             d2h_bytes_per_s=self.d2h.bytes_per_s,
             h2d_bytes_per_s=self.h2d.bytes_per_s,
             latency_s=max(self.d2h.latency_s, self.h2d.latency_s),
-            mode="shared" if told and self.both_slowdown > _SHARED else "duplex",
-            groups=tuple(pair for pair, slowdown in self.pairs if told and slowdown > _SHARED),
+            mode="shared" if is_accelerator and self.both_slowdown > _SHARED else "duplex",
+            groups=tuple(pair for pair, slowdown in self.pairs if is_accelerator and slowdown > _SHARED),
         )
 
     def __str__(self) -> str:
@@ -98,17 +98,17 @@ def measure_host_link(
     sizes = tuple(sizes or (CPU_SIZES if first.platform == "cpu" else SIZES))
 
     def copies(*moves: tuple[jax.Array, jax.sharding.Sharding]) -> Timing:
-        """Of all of them, started together."""
+        """Time all ``copies``, started together."""
         return timed(lambda: [jax.device_put(array, home) for array, home in moves], repeats, warm_up)
 
-    here, there = _homes(first)
+    device_home, host_home = _homes(first)
     alone_s: list[tuple[float, float]] = []
     for n in sizes:
-        array = _array(n, here)
-        on_host = jax.block_until_ready(jax.device_put(array, there))
-        alone_s.append((copies((array, there)).median_s, copies((on_host, here)).median_s))
+        array = _array(n, device_home)
+        on_host = jax.block_until_ready(jax.device_put(array, host_home))
+        alone_s.append((copies((array, host_home)).median_s, copies((on_host, device_home)).median_s))
     largest = sizes[-1]
-    both_s = copies((array, there), (on_host, here)).median_s
+    both_s = copies((array, host_home), (on_host, device_home)).median_s
     pairs = []
     for k, (a, b) in enumerate(pairwise(devices)):
         if k % 2 == 0 and a != b:
@@ -150,6 +150,6 @@ def _homes(device: jax.Device) -> tuple[jax.sharding.Sharding, jax.sharding.Shar
 
 def _array(size: int, home: jax.sharding.Sharding) -> jax.Array:
     """``size`` bytes, made on the device."""
-    made: jax.Array = jax.jit(lambda: jnp.ones((max(1, size // 4),), jnp.float32), out_shardings=home)()
-    made.block_until_ready()
-    return made
+    array: jax.Array = jax.jit(lambda: jnp.ones((max(1, size // 4),), jnp.float32), out_shardings=home)()
+    array.block_until_ready()
+    return array

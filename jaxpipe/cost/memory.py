@@ -179,11 +179,11 @@ def account(
             case Run():
                 function = called(program, instruction)
                 rank.results(instruction, function)
-                found = footprint_of(function) if footprint_of is not None else None
-                if found is not None and found.note:
-                    notes[found.note] = None
+                xla_footprint = footprint_of(function) if footprint_of is not None else None
+                if xla_footprint is not None and xla_footprint.note:
+                    notes[xla_footprint.note] = None
                 else:
-                    workspace = workspace_bytes(function, found)
+                    workspace = workspace_bytes(function, xla_footprint)
                 rank.add("temporaries", workspace)
             case Send(place=place) if place >= 0:
                 rank.keep(instruction)
@@ -297,15 +297,15 @@ class _Rank:
             self.host += source.bytes
 
     def keep(self, send: Send) -> None:
-        """What another process has not received yet stays."""
-        self.leaving[message_of(self.program.rank, send)] = kept = [
+        """Keep the buffers of a message until the other process has received them."""
+        self.leaving[message_of(self.program.rank, send)] = buffers = [
             b for s in send.inputs if (b := self.slots[s]) is not None
         ]
-        for buffer in kept:
+        for buffer in buffers:
             buffer.slots += 1
 
     def left(self, copied: Action | Message) -> None:
-        """What an offload copied has reached the host, a message its receiver."""
+        """Drop what an offload has copied to the host, or a message has brought to its receiver."""
         for buffer in self.leaving.pop(copied):
             self.release(buffer)
 
@@ -325,26 +325,26 @@ class _Rank:
                 self.release(self.slots.pop(slot))
 
 
-def workspace_bytes(function: AnyFunction, found: Footprint | None) -> int:
-    """What is there only while the function runs: XLA's temporaries, and what it does not write in place though it might."""
-    if found is None:
+def workspace_bytes(function: AnyFunction, xla_footprint: Footprint | None) -> int:
+    """Return the bytes that exist only while the function runs: XLA's temporaries, and donated results not written in place."""
+    if xla_footprint is None:
         return 0
     donated = total_device_bytes([function.avals_in[k] for k in function.donated])
-    return found.temp_bytes + max(0, donated - found.alias_bytes)
+    return xla_footprint.temp_bytes + max(0, donated - xla_footprint.alias_bytes)
 
 
 def compiled_bytes(
     stages: Sequence[StageFunctions],
     ops: Collection[str] | None = None,
-    known: Mapping[tuple[str, int], Footprint] = MappingProxyType({}),
+    footprints: Mapping[tuple[str, int], Footprint] = MappingProxyType({}),
 ) -> tuple[dict[str, tuple[int, ...]], tuple[int, ...]]:
     """Workspace by op, an entry a stage, and compiled code by stage. ``known``: by (op, stage). Compiles the rest of these ops
     (of all), unless they are already."""
     ops = ops if ops is not None else dict.fromkeys(op for s in stages for op in s.functions)
 
     def of(op: str, count: Callable[[StageFunction, Footprint], int]) -> tuple[int, ...]:
-        functions = [(s.functions.get(op), known.get((op, s.stage))) for s in stages]
-        return tuple(0 if f is None else count(f, found or footprint(f)) for f, found in functions)
+        functions = [(s.functions.get(op), footprints.get((op, s.stage))) for s in stages]
+        return tuple(0 if f is None else count(f, xla_footprint or footprint(f)) for f, xla_footprint in functions)
 
     code = zip(*(of(op, lambda _, found: found.code_bytes) for op in ops), strict=True)
     return {op: of(op, workspace_bytes) for op in ops}, tuple(map(sum, code))
@@ -353,21 +353,21 @@ def compiled_bytes(
 def passing_bytes(stage: StageFunctions, function: StageFunction) -> int:
     """Bytes of the boundaries that a function reads or makes and that are no residual, gone when it has run and sent: x where
     no backward pass reads it, y, dy and dx."""
-    kept = {p for op in ("B", "W") if op in stage.functions for p in stage.functions[op].inputs if p.kind == "x"}
+    stored = {p for op in ("B", "W") if op in stage.functions for p in stage.functions[op].inputs if p.kind == "x"}
     shared = {
         k for n, k in function.forwarded.items() if function.outputs[n].kind == "wres"
     }  # a dy that is handed to W counts as a cotangent
     read = [
         aval
         for k, (port, aval) in enumerate(zip(function.inputs, function.avals_in, strict=True))
-        if (port.kind == "dy" and k not in shared) or (port.kind == "x" and port not in kept)
+        if (port.kind == "dy" and k not in shared) or (port.kind == "x" and port not in stored)
     ]
-    made = [
+    written = [
         aval
         for n, (port, aval) in enumerate(zip(function.outputs, function.avals_out, strict=True))
         if port.kind in ("y", "dx") and n not in function.forwarded
     ]
-    return total_device_bytes([*read, *made])
+    return total_device_bytes([*read, *written])
 
 
 def batch_bytes(stage: StageFunctions, programs: Sequence[Program], num_microbatches: int) -> int:
@@ -389,13 +389,13 @@ def _placed(
     align: int,
     resident: Mapping[Kind, int],
 ) -> dict[Kind, int]:
-    """What is on a rank before a step begins and stays until its end."""
-    here = [f for (r, _), f in functions.items() if r == rank]
-    data = sum(total_device_bytes(list(f.data_avals.values()), align) for f in here)
-    keys = -(-_KEY_BYTES // align) * align if any(f.uses_key for f in here) else 0
-    own: dict[Kind, int] = {
-        "parameters": sum(total_device_bytes(f.param_avals, align) for f in here),
-        "gradients": sum(total_device_bytes(f.acc_avals, align) for f in here),
+    """Return the bytes by kind that a rank holds before a step begins and until it ends."""
+    stages = [f for (r, _), f in functions.items() if r == rank]
+    data = sum(total_device_bytes(list(f.data_avals.values()), align) for f in stages)
+    keys = -(-_KEY_BYTES // align) * align if any(f.uses_key for f in stages) else 0
+    static_bytes: dict[Kind, int] = {
+        "parameters": sum(total_device_bytes(f.param_avals, align) for f in stages),
+        "gradients": sum(total_device_bytes(f.acc_avals, align) for f in stages),
         "data": num_microbatches * (data + keys),
     }
-    return {kind: own.get(kind, 0) + resident.get(kind, 0) for kind in KINDS}
+    return {kind: static_bytes.get(kind, 0) + resident.get(kind, 0) for kind in KINDS}

@@ -66,12 +66,12 @@ class StageSizes:
     @classmethod
     def of(cls, stage: StageFunctions) -> StageSizes:
         """Those of a stage's functions."""
-        found = {op: f for op, f in stage.functions.items() if op in ("F", "B", "W")}
+        functions = {op: f for op, f in stage.functions.items() if op in ("F", "B", "W")}
         return cls(
             **{name: float(getattr(stage, name)) for name in _BYTES},
             acc_bytes=float(total_device_bytes(stage.acc_avals)),
             passing={op: float(passing_bytes(stage, f)) for op, f in stage.functions.items()},
-            exchanges={op: Counter(_exchanges(f)) for op, f in found.items()},
+            exchanges={op: Counter(_exchanges(f)) for op, f in functions.items()},
         )
 
     def exchange_s(self, op: str, rates: UnitCosts) -> float:
@@ -80,7 +80,7 @@ class StageSizes:
 
 
 def _exchanges(function: StageFunction) -> Iterator[tuple[str, int, int]]:
-    """Of each collective the primitive, the bytes of the whole array, and how many devices take part: at least two."""
+    """Yield each collective's primitive, the bytes of its whole array, and how many devices take part (at least two)."""
     sizes: Mapping[str, int] = next((a.sharding.mesh.shape for a in function.avals_out if a.sharding is not None), {})
     for c in collectives(function.jaxpr):
         devices = math.prod(sizes.get(axis, 1) for axis in c.axes)
@@ -102,7 +102,7 @@ def cost_profile(
     workspace: Seconds | None = None,
     state_bytes: Sequence[float] = (),
     extra: Sequence[tuple[str, tuple[float, ...]]] = (),
-    **others: Any,
+    **profile_fields: Any,
 ) -> CostProfile:
     """A profile of these ``seconds`` and every byte of the stages, so that the simulator's peak bounds what the runtime holds.
 
@@ -114,10 +114,10 @@ def cost_profile(
     tensor-parallel collectives of F, which ``seconds`` leave out).
     """
     fields: dict[str, Any] = {name: tuple(getattr(s, name) for s in stages) for name in _BYTES}
-    more = dict(extra)
+    extras = dict(extra)
     for op, row in seconds.items():
         name = op_spec(op).cost
-        (fields if name in PER_STAGE_FIELDS else more).setdefault(name, tuple(row))
+        (fields if name in PER_STAGE_FIELDS else extras).setdefault(name, tuple(row))
     none = (0.0,) * len(stages)
 
     def temp(op: str) -> tuple[float, ...]:
@@ -126,13 +126,13 @@ def cost_profile(
 
     return CostProfile(
         **fields,
-        extra=tuple(more.items()),
+        extra=tuple(extras.items()),
         temp_bytes=tuple((op, temp(op)) for op in dict.fromkeys(op for s in stages for op in s.passing)),
         optimizer_bytes=tuple(s.acc_bytes + n for s, n in zip(stages, state_bytes or none, strict=True)),
         boundary_buffers=True,
         tp_collectives=tuple(max(1, round(sum(s.exchanges.get("F", {}).values()))) for s in stages),
         source=source,
-        **others,
+        **profile_fields,
     )
 
 
@@ -164,7 +164,8 @@ class StageMeasurements:
     crowding: float = 1.0
 
     def costs(self, link: Link | None = None) -> CostProfile:
-        """As a profile: medians, and workspace if it was asked for. ``link``: between any two ranks; free by default.
+        """Make a cost profile of the medians, with workspace if it was measured. ``link``: between any two ranks; free by
+        default.
 
         F and B are given without their collectives, and BW as B and W are together, unless it was measured and takes less.
         """
@@ -185,26 +186,31 @@ class StageMeasurements:
         return replace(costs, crowding=self.crowding)
 
     def told(self) -> dict[int, Any]:
-        """By stage, all of it but the host link as JSON values."""
-        found: dict[int, Any] = {}
+        """Return everything but the host link as JSON values, by stage."""
+        values_of: dict[int, Any] = {}
         for stage in self.stages:
             s = stage.stage
             ops = [op for op, at in self.timings if at == s]
             timings = [(op, astuple(self.timings[(op, s)])) for op in ops]
             footprints = [(op, astuple(self.footprints[(op, s)])) for op in ops if (op, s) in self.footprints]
-            alone = [astuple(self.collectives[s])] if s in self.collectives else []
-            found[s] = timings, footprints, alone, self.crowding
-        return found
+            exchange = [astuple(self.collectives[s])] if s in self.collectives else []
+            values_of[s] = timings, footprints, exchange, self.crowding
+        return values_of
 
     @classmethod
-    def of_all(cls, stages: Sequence[StageFunctions], told: Mapping[int, Any]) -> StageMeasurements:
-        """Of ``stages``, each measured where it is: what these measurements :meth:`told`, by stage."""
+    def of_all(cls, stages: Sequence[StageFunctions], json_values: Mapping[int, Any]) -> StageMeasurements:
+        """Join measurements of ``stages``, each made in its own process; ``json_values``: what :meth:`told` returned, by
+        stage."""
         return cls(
             tuple(stages),
-            {(op, s): Timing(*values) for s, (timings, *_) in told.items() for op, values in timings},
-            {(op, s): Footprint(*values) for s, (_, footprints, *_) in told.items() for op, values in footprints},
-            collectives={s: Timing(*values) for s, (_, _, alone, _) in told.items() for values in alone},
-            crowding=max(crowding for *_, crowding in told.values()),
+            {(op, s): Timing(*values) for s, (timings, *_) in json_values.items() for op, values in timings},
+            {
+                (op, s): Footprint(*values)
+                for s, (_, footprints, *_) in json_values.items()
+                for op, values in footprints
+            },
+            collectives={s: Timing(*values) for s, (_, _, exchange, _) in json_values.items() for values in exchange},
+            crowding=max(crowding for *_, crowding in json_values.values()),
         )
 
 
@@ -229,12 +235,12 @@ def measure_stages(
             error ends this.
     """
     timings, footprints, exchanged = {}, {}, {}
-    wanted = {(op, x.stage): f for x in stages for op, f in x.functions.items() if fused or not op_spec(op).parts}
-    shared, crowding = _times_at_once(wanted, repeats, warm_up)
+    functions = {(op, x.stage): f for x in stages for op, f in x.functions.items() if fused or not op_spec(op).parts}
+    shared, crowding = _times_at_once(functions, repeats, warm_up)
     for stage in stages:
         s = stage.stage
         for op, function in stage.functions.items():
-            if (op, s) not in wanted:
+            if (op, s) not in functions:
                 continue
             try:
                 timings[(op, s)] = shared.get((op, s)) or time_function(function, repeats, warm_up)
@@ -245,9 +251,9 @@ def measure_stages(
                 continue
             if memory:
                 footprints[(op, s)] = footprint(function)
-        alone = time_collectives(stage.functions["F"], repeats, warm_up)
-        if alone is not None:
-            exchanged[s] = alone
+        exchange = time_collectives(stage.functions["F"], repeats, warm_up)
+        if exchange is not None:
+            exchanged[s] = exchange
     return StageMeasurements(tuple(stages), timings, footprints, collectives=exchanged, crowding=crowding)
 
 
@@ -261,7 +267,7 @@ def _times_at_once(
         ranks.setdefault(devices_of(function), []).append(at)
     if len(ranks) < 2 or any(device.platform != "cpu" for device in frozenset().union(*ranks)):
         return {}, 1.0
-    timings = time_at_once([[functions[at] for at in there] for there in ranks.values()], repeats, warm_up)
+    timings = time_at_once([[functions[at] for at in keys] for keys in ranks.values()], repeats, warm_up)
     first = next(iter(ranks.values()))
     alone_s = sum(time_function(functions[at], repeats, 0).median_s for at in first)
     crowding = max(1.0, sum(t.median_s for t in timings[0]) / alone_s)
@@ -291,20 +297,20 @@ def with_measured_times(costs: CostProfile, seconds: Mapping[tuple[str, int], fl
         measured = seconds.get((op, stage))
         return now_s if measured is None else max(0.0, measured - slot_lanes(costs, [(op, stage)]).exposed_s)
 
-    made = replace(costs, source="measured in the run", crowding=1.0)
+    profile = replace(costs, source="measured in the run", crowding=1.0)
     for op in dict.fromkeys(op for op, _ in seconds):
         spec = op_spec(op)
         if spec.lane == "compute" and spec.cost:
             row = tuple(compute_s(op, s, x) for s, x in enumerate(costs.values(spec.cost)))
-            made = made.with_values(spec.cost, row)
-    return made
+            profile = profile.with_values(spec.cost, row)
+    return profile
 
 
 def with_missing_ops(costs: CostProfile, stages: Sequence[StageFunctions]) -> CostProfile:
     """``costs`` with those of ops that ``stages`` have functions for and ``costs`` do not know: by FLOPs, as
     :func:`analytic_profile` has them."""
-    known = {*PER_STAGE_FIELDS, *(name for name, _ in costs.extra)}
-    missing = {name: op for op in ops_of(stages) if (name := op_spec(op).cost) and name not in known}
+    names = {*PER_STAGE_FIELDS, *(name for name, _ in costs.extra)}
+    missing = {name: op for op in ops_of(stages) if (name := op_spec(op).cost) and name not in names}
     seconds = flop_seconds(stages, DEFAULT_FLOPS_PER_S) if missing else {}
     for name, op in missing.items():
         costs = costs.with_values(name, seconds[op])

@@ -61,7 +61,7 @@ class Timing:
 
     @classmethod
     def of(cls, samples: Sequence[float]) -> Timing:
-        """Of at least one sample, in seconds."""
+        """Summarize at least one sample, in seconds."""
         assert samples, "a timing needs a sample"
         low, median, high = statistics.quantiles(samples, method="inclusive") if len(samples) > 1 else [samples[0]] * 3
         return cls(median, low, high, len(samples))
@@ -78,7 +78,7 @@ class Timing:
 
 
 def medians(timings: Mapping[Any, Timing]) -> dict[Any, float]:
-    """Of each timing, in seconds."""
+    """Return the median of each timing, in seconds."""
     return {key: t.median_s for key, t in timings.items()}
 
 
@@ -93,7 +93,7 @@ def ops_of(stages: Sequence[StageFunctions]) -> tuple[str, ...]:
 
 
 def measured_seconds(
-    stages: Sequence[StageFunctions], known: Mapping[tuple[str, int], float], comm_s: Sequence[float] = ()
+    stages: Sequence[StageFunctions], measured: Mapping[tuple[str, int], float], comm_s: Sequence[float] = ()
 ) -> Seconds:
     """What is ``known`` by (op, stage), of functions or copies that ran alone. The rest: of an op that does the work of several
     (BW) what these take, of others FLOPs at the rate of the same op where it is known (of all ops, if it is known nowhere).
@@ -101,27 +101,27 @@ def measured_seconds(
     ``comm_s``: by stage, the tensor-parallel collectives of F, and as much of B, which are taken off these; where there are
     any, BW takes no longer than B and W.
     """
-    every = ops_of(stages)
+    all_ops = ops_of(stages)
 
     def seconds_per_flop(*ops: str) -> float:
-        found = [(stages[s].flops.get(op, 0), x) for (op, s), x in known.items() if op in ops]
-        flops = sum(f for f, _ in found)
-        return sum(x for _, x in found) / flops if flops else 0.0
+        samples = [(stages[s].flops.get(op, 0), x) for (op, s), x in measured.items() if op in ops]
+        flops = sum(f for f, _ in samples)
+        return sum(x for _, x in samples) / flops if flops else 0.0
 
-    rates = {op: seconds_per_flop(op) or seconds_per_flop(*every) for op in every}
+    rates = {op: seconds_per_flop(op) or seconds_per_flop(*all_ops) for op in all_ops}
 
     def seconds(op: str, s: int) -> float:
         spec = op_spec(op)
-        if spec.parts and (any(comm_s) or (op, s) not in known):
-            return min(known.get((op, s), math.inf), sum(seconds(part, s) for part in spec.parts))
-        whole = known.get((op, s), max(LEAST_S, rates[op] * stages[s].flops.get(op, 0)))
-        return max(0.0, whole - comm_s[s]) if comm_s and spec.collective else whole
+        if spec.parts and (any(comm_s) or (op, s) not in measured):
+            return min(measured.get((op, s), math.inf), sum(seconds(part, s) for part in spec.parts))
+        total_s = measured.get((op, s), max(LEAST_S, rates[op] * stages[s].flops.get(op, 0)))
+        return max(0.0, total_s - comm_s[s]) if comm_s and spec.collective else total_s
 
-    return {op: tuple(seconds(op, s) for s in range(len(stages))) for op in every}
+    return {op: tuple(seconds(op, s) for s in range(len(stages))) for op in all_ops}
 
 
 def timed(run: Callable[[], Any], repeats: int, warm_up: int = 1) -> Timing:
-    """Of ``run()`` until its results are there, after ``warm_up`` untimed calls."""
+    """Time ``run()`` until its results are there, after ``warm_up`` untimed calls."""
     samples = []
     for n in range(warm_up + repeats):
         start = time.perf_counter()
@@ -157,22 +157,25 @@ def time_at_once(ranks: Sequence[Sequence[StageFunction]], repeats: int, warm_up
     wide = bool(jax.config.jax_enable_x64)  # type: ignore[attr-defined,unused-ignore]  # of this thread
 
     def run(rank: int) -> list[list[float]]:
-        found: list[list[float]] = [[] for _ in samplers[rank]]
+        seconds: list[list[float]] = [[] for _ in samplers[rank]]
         try:
             with jax.enable_x64(wide):
                 while behind:
-                    for sample, samples in zip(samplers[rank], found, strict=True):
+                    for sample, samples in zip(samplers[rank], seconds, strict=True):
                         samples.append(sample(1))
-                    if len(found[0]) == warm_up + repeats:
+                    if len(seconds[0]) == warm_up + repeats:
                         behind.discard(rank)
         except BaseException:
             behind.clear()  # nobody waits for this rank
             raise
-        return found
+        return seconds
 
     with ThreadPoolExecutor(len(ranks)) as pool:
-        every = list(pool.map(run, range(len(ranks))))
-    return [[Timing.of(samples[warm_up : warm_up + repeats]) for samples in found] for found in every]
+        seconds_by_rank = list(pool.map(run, range(len(ranks))))
+    return [
+        [Timing.of(samples[warm_up : warm_up + repeats]) for samples in rank_samples]
+        for rank_samples in seconds_by_rank
+    ]
 
 
 def _sampler(function: StageFunction) -> Callable[[int], float]:
@@ -194,8 +197,8 @@ def _sampler(function: StageFunction) -> Callable[[int], float]:
 
 def time_collectives(function: StageFunction, repeats: int, warm_up: int = 1) -> Timing | None:
     """Seconds of all collectives over ``tp`` of one call of ``function``; None if it has none."""
-    made = collectives_alone(function)
-    return None if made is None else timed(lambda: made[0](*made[1]), repeats, 1 + warm_up)
+    exchange = collectives_alone(function)
+    return None if exchange is None else timed(lambda: exchange[0](*exchange[1]), repeats, 1 + warm_up)
 
 
 def devices_of(function: StageFunction) -> frozenset[jax.Device]:
@@ -207,8 +210,8 @@ def devices_of(function: StageFunction) -> frozenset[jax.Device]:
 
 def _ones(aval: jax.ShapeDtypeStruct) -> jax.Array:
     key = jnp.issubdtype(aval.dtype, jax.dtypes.prng_key)
-    made: jax.Array = jax.device_put(jax.random.key(0) if key else np.ones(aval.shape, aval.dtype), aval.sharding)
-    return made
+    array: jax.Array = jax.device_put(jax.random.key(0) if key else np.ones(aval.shape, aval.dtype), aval.sharding)
+    return array
 
 
 def measured_layer_costs(model: Model, microbatch_size: int, *, repeats: int = 3) -> tuple[float, ...]:
@@ -216,12 +219,12 @@ def measured_layer_costs(model: Model, microbatch_size: int, *, repeats: int = 3
     median of ``repeats``. Layers of the same functions and shapes are timed once."""
     mesh, layers = pipeline_submeshes(1, devices=jax.devices()[:1])[0], [[layer] for layer in model.layers]
     avals, batch = compute_avals(model.layers, jnp.dtype(jnp.float32)), model.batch_spec(microbatch_size)
-    seen: dict[Hashable, float] = {}
+    seconds_of: dict[Hashable, float] = {}
     costs = []
     for (layer,), stage in zip(layers, build_all(layers, avals, batch, [mesh] * len(layers)), strict=True):
         functions = [stage.functions[op] for op in ("F", "BW") if op in stage.functions]
         same = (layer.code, *(f.avals_in for f in functions))
-        if same not in seen:
-            seen[same] = sum(time_function(f, repeats).median_s for f in functions)
-        costs.append(seen[same])
+        if same not in seconds_of:
+            seconds_of[same] = sum(time_function(f, repeats).median_s for f in functions)
+        costs.append(seconds_of[same])
     return tuple(costs)

@@ -105,8 +105,8 @@ def _layout(panels: Sequence[Panel], units: Units) -> Layout:
     durations = sorted(c.end - c.start for c in cells if c.lane == "compute" and c.end > c.start) or [length]
     typical = durations[len(durations) // 5]  # a shorter one: F beside BW
     digits = len(str(max((c.microbatch for c in cells), default=0)))
-    wanted = length / typical * (0.052 * digits + 0.035)
-    width = min(46.0, max(10.0, wanted + _LEFT_IN + _RIGHT_IN))
+    width_in = length / typical * (0.052 * digits + 0.035)
+    width = min(46.0, max(10.0, width_in + _LEFT_IN + _RIGHT_IN))
     row = max(0.08, min(0.32, 10 / ranks)) * (1.0 if len(lanes) == 1 else 1.4)
     cell_pt = 72 * (width - _LEFT_IN - _RIGHT_IN) * typical / length
     text_pt = max(4.0, min(8.5, 0.62 * 72 * row * (1.0 if len(lanes) == 1 else 0.6), 0.78 * cell_pt / (0.64 * digits)))
@@ -184,13 +184,13 @@ def _label_ranks(axes: Any, ranks: int, row_in: float, middle: float = 0.5) -> N
 
 def _bands(layout: Layout) -> dict[str, tuple[float, float]]:
     """Lane → (top, height) within a row of height 1: compute on top, the other lanes as strips below it."""
-    others = layout.lanes[1:]
-    if not others:
+    strips = layout.lanes[1:]
+    if not strips:
         return {"compute": (0.06, 0.88)}
-    strip = min(0.14, 0.36 / len(others))
-    height = 0.90 - strip * len(others)
+    strip = min(0.14, 0.36 / len(strips))
+    height = 0.90 - strip * len(strips)
     bands = {"compute": (0.04, height)}
-    bands.update({lane: (0.06 + height + k * strip, strip * 0.85) for k, lane in enumerate(others)})
+    bands.update({lane: (0.06 + height + k * strip, strip * 0.85) for k, lane in enumerate(strips)})
     return bands
 
 
@@ -226,8 +226,8 @@ def _draw_gantt(axes: Any, panel: Panel, layout: Layout, units: Units) -> None:
 
 def _add_idle(axes: Any, timeline: Timeline, band: tuple[float, float], layout: Layout) -> None:
     """A pale strip behind each row for as long as the whole timeline lasts, so that bubbles show as gaps in it."""
-    whole = (0.0, timeline.makespan * layout.time.factor)
-    boxes = [(*whole, r + band[0], r + band[0] + band[1]) for r in range(timeline.num_ranks)]
+    extent = (0.0, timeline.makespan * layout.time.factor)
+    boxes = [(*extent, r + band[0], r + band[0] + band[1]) for r in range(timeline.num_ranks)]
     _add_boxes(axes, {_IDLE: boxes}, edge="none")
 
 

@@ -40,11 +40,11 @@ class Point:
 
 def front_of(points: Iterable[Point]) -> list[Point]:
     """The feasible points that no other beats in peak or bubble without losing in the other; by rising peak."""
-    found: list[Point] = []
+    front: list[Point] = []
     for point in sorted((p for p in points if p.feasible), key=lambda p: (_rounded(p.peak), _rounded(p.bubble))):
-        if not found or _rounded(point.bubble) < _rounded(found[-1].bubble):
-            found.append(point)
-    return found
+        if not front or _rounded(point.bubble) < _rounded(front[-1].bubble):
+            front.append(point)
+    return front
 
 
 def plot_pareto(points: Sequence[Point], path: str | Path, *, title: str, limit: float | None = None) -> None:
@@ -140,12 +140,12 @@ def _label(axes: Any, points: Sequence[Point], limit: float | None) -> tuple[lis
 
     frame = axes.get_window_extent().extents * to_points
     places, dot = np.array([at(point) for point in points]), _DOT_PT / 2 + 1
-    taken = [*np.hstack([places - dot, places + dot])]
+    boxes = [*np.hstack([places - dot, places + dot])]
     if limit is not None:
         x = at(Point("", limit, 0.0))[0]
-        taken += [(x - 1, frame[1], x + 1, frame[3]), (x, frame[3] - 14, x + 70, frame[3])]
+        boxes += [(x - 1, frame[1], x + 1, frame[3]), (x, frame[3] - 14, x + 70, frame[3])]
     for (x0, y0), (x1, y1) in pairwise(map(at, front)):  # the front's line: across, then down
-        taken += [(x0, y0 - 1, x1, y0 + 1), (x1 - 1, y1, x1 + 1, y0)]
+        boxes += [(x0, y0 - 1, x1, y0 + 1), (x1 - 1, y1, x1 + 1, y0)]
     groups: dict[tuple[tuple[float, float], bool], list[Point]] = {}
     for point in points:
         groups.setdefault((_place(point), point.feasible), []).append(point)
@@ -172,17 +172,17 @@ def _label(axes: Any, points: Sequence[Point], limit: float | None) -> tuple[lis
             zorder=5,
         )
         size = Text.get_window_extent(text, renderer).size * to_points * (1.06, 1) + 2
-        offset, box = _free_place(at(group[0]), size, np.array(taken), frame)
-        taken.append(box)
+        offset, box = _free_place(at(group[0]), size, np.array(boxes), frame)
+        boxes.append(box)
         text.set_position(offset)
         edge = np.clip(0, offset - size / 2, offset + size / 2)
         if max(abs(edge)) > _FAR_PT:
             line = {"arrowstyle": "-", "color": _OUT, "linewidth": 0.6, "shrinkA": 0, "shrinkB": 0}
             axes.annotate("", spot, edge, textcoords="offset points", arrowprops=line, zorder=1)
-    return taken, frame
+    return boxes, frame
 
 
-def _free_place(point: Any, size: Any, taken: Any, frame: Any) -> tuple[Any, Any]:
+def _free_place(point: Any, size: Any, obstacles: Any, frame: Any) -> tuple[Any, Any]:
     """How far from its ``point`` the middle of a label of this ``size`` is best, and its box: the nearest place where nothing
     is covered, or the least bad one."""
     import numpy as np
@@ -190,7 +190,7 @@ def _free_place(point: Any, size: Any, taken: Any, frame: Any) -> tuple[Any, Any
     ways = np.array([(math.cos(a), math.sin(a)) for a in _ANGLES])
     offsets = (np.multiply.outer(_RADII_PT, ways) + size / 2 * np.clip(2 * ways, -1, 1)).reshape(-1, 2)
     boxes = np.hstack([point + offsets - size / 2, point + offsets + size / 2])
-    shared = np.minimum(boxes[:, None, 2:], taken[:, 2:]) - np.maximum(boxes[:, None, :2], taken[:, :2])
+    shared = np.minimum(boxes[:, None, 2:], obstacles[:, 2:]) - np.maximum(boxes[:, None, :2], obstacles[:, :2])
     outside = np.maximum(0, (boxes - frame) * (-1, -1, 1, 1)).sum(1)
     chosen = np.argmin(np.maximum(0, shared).prod(2).sum(1) + 50 * outside)
     return offsets[chosen], boxes[chosen]

@@ -47,11 +47,11 @@ def _slot_problems(program: Program) -> Iterator[str]:
         (on_host.update if isinstance(instruction, Offload) else on_host.difference_update)(written)
         yield from (f"{where}: drops slot {s}, which is empty" for s in dropped if s not in full)
         full.difference_update(dropped)
-    kept = {slot for _, slot in program.results} | {slot for v, slot in program.bound if v.kind == "param"}
-    if full - kept:
-        yield f"rank {program.rank}: slots {sorted(full - kept)} are still full at the end"
-    if kept - full:
-        yield f"rank {program.rank}: result slots {sorted(kept - full)} are empty at the end"
+    result_slots = {slot for _, slot in program.results} | {slot for v, slot in program.bound if v.kind == "param"}
+    if full - result_slots:
+        yield f"rank {program.rank}: slots {sorted(full - result_slots)} are still full at the end"
+    if result_slots - full:
+        yield f"rank {program.rank}: result slots {sorted(result_slots - full)} are empty at the end"
 
 
 def _message_problems(programs: Sequence[Program]) -> Iterator[str]:

@@ -86,7 +86,7 @@ def check_transfers(programs: Sequence[Program], crossing: Crossing) -> None:
     circles = sorted(find_circles(graph), key=len)
     if circles:
         circle = circles[0]
-        for node in dict.fromkeys(node for some in circles for node in some):
+        for node in dict.fromkeys(node for nodes in circles for node in nodes):
             circle = _shorter(graph, node, circle)
         rules = ", ".join(crossing.lanes) or "tagged"
         raise ProgramError(
@@ -96,7 +96,7 @@ def check_transfers(programs: Sequence[Program], crossing: Crossing) -> None:
 
 
 def waiting_graph(programs: Sequence[Program], crossing: Crossing) -> Graph:
-    """What waits for what: see the module."""
+    """Return the graph of what waits for what; the module's docstring lists its edges."""
     graph: dict[Node, dict[Node, int]] = {}
     process_of, lanes = crossing.process_of, crossing.lanes
 
@@ -105,16 +105,16 @@ def waiting_graph(programs: Sequence[Program], crossing: Crossing) -> Graph:
             graph.setdefault(before, {}).setdefault(after, process)
 
     for process in dict.fromkeys(process_of):
-        own = [p for p in programs if process_of[p.rank] == process]
+        local_programs = [p for p in programs if process_of[p.rank] == process]
         thread: Node | None = None
         last: dict[Node, Node] = {}  # of a lane, or of what a rank does
         runs: dict[int, list[Node]] = defaultdict(list)
         started: dict[int, int] = defaultdict(int)
         held: dict[tuple[int, int], Node] = {}  # by rank and slot, the message that it holds
-        ended = {(p.rank, k): waits for p in own for k, waits in holds(p, crossing.timeline).items()}
+        ended = {(p.rank, k): waits for p in local_programs for k, waits in holds(p, crossing.timeline).items()}
         copies: dict[tuple[int, Action], Node] = {}
-        for n, (k, at) in enumerate(issue_order(own, crossing.timeline)):
-            rank, instruction = own[k].rank, own[k].instructions[at]
+        for n, (k, at) in enumerate(issue_order(local_programs, crossing.timeline)):
+            rank, instruction = local_programs[k].rank, local_programs[k].instructions[at]
             if isinstance(instruction, Free):
                 continue
             turn: Node = ("hand out", process, n)
@@ -200,10 +200,10 @@ def _shorter(graph: Graph, start: Node, circle: list[Node]) -> list[Node]:
         for node in front:
             for after in graph.get(node, ()):
                 if after == start:
-                    found = [node]
-                    while found[-1] != start:
-                        found.append(came_from[found[-1]])
-                    return found[::-1]
+                    path = [node]
+                    while path[-1] != start:
+                        path.append(came_from[path[-1]])
+                    return path[::-1]
                 if after not in came_from:
                     came_from[after] = node
                     following.append(after)

@@ -33,7 +33,7 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class _OfAction:
-    """What is done for ``action`` with the arrays in the slots ``inputs``; what it makes goes to the slots ``outputs``."""
+    """One instruction for ``action``: it reads the arrays in the slots ``inputs`` and writes those in ``outputs``."""
 
     action: Slot
     inputs: tuple[int, ...]

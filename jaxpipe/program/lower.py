@@ -73,16 +73,16 @@ def braided_slots(schedule: Schedule, stages: Sequence[StageFunctions]) -> tuple
     Raises:
         ScheduleError, ProgramError: there are braids, and the schedule is one that :func:`lower` refuses.
     """
-    found = {
+    braids = {
         (rank, tuple((a.op, a.stage) for a in slot.actions)): None
         for rank, row in enumerate(schedule.rows)
         for slot in row
         if isinstance(slot, Braid) and all(_is_woven(stages, a) for a in slot.actions)
     }
-    if found:
+    if braids:
         check_schedule(schedule)
         _check_fit(schedule, stages)
-    return tuple(found)
+    return tuple(braids)
 
 
 def _is_woven(stages: Sequence[StageFunctions], action: Action) -> bool:
@@ -126,9 +126,9 @@ def _check_fit(schedule: Schedule, stages: Sequence[StageFunctions]) -> None:
             if op_spec(action.op).is_sync:
                 _check_sync(rank, action)
             elif op_spec(action.op).lane == "compute" and action.op not in stages[action.stage].functions:
-                have = " ".join(sorted(stages[action.stage].functions))
+                ops = " ".join(sorted(stages[action.stage].functions))
                 raise ProgramError(
-                    f"rank {rank}, action {action}: stage {action.stage} has no function for op {action.op!r} (it has {have}); "
+                    f"rank {rank}, action {action}: stage {action.stage} has no function for op {action.op!r} (it has {ops}); "
                     f"register_instruction({action.op!r}, build) gives it one"
                 )
 
@@ -156,9 +156,9 @@ class _RankLowering:
 
     def walk(self) -> RankSteps:
         for slot in self.schedule.rows[self.rank]:
-            together = self.braids.get((self.rank, tuple((a.op, a.stage) for a in slot.actions)))
-            if together is not None:
-                self._run(slot, together, together.input_parts, together.output_parts)
+            braid = self.braids.get((self.rank, tuple((a.op, a.stage) for a in slot.actions)))
+            if braid is not None:
+                self._run(slot, braid, braid.input_parts, braid.output_parts)
                 continue
             for action in slot.actions:
                 self._one(action)
@@ -263,7 +263,7 @@ class _Traffic:
                     x for x in zip(f.outputs, f.avals_out, strict=True) if x[0].kind in _MADE
                 ]
                 reads[(op, stage.stage)] = [x for x in zip(f.inputs, f.avals_in, strict=True) if x[0].kind in _READ]
-        asked: dict[Value, tuple[Action, jax.ShapeDtypeStruct]] = {}
+        expected: dict[Value, tuple[Action, jax.ShapeDtypeStruct]] = {}
         for rank in range(schedule.num_ranks):
             for action in schedule.actions(rank):
                 at = (action.op, action.stage)
@@ -277,18 +277,18 @@ class _Traffic:
                     value = _value(stages[action.stage], port, action.microbatch)
                     self.readers.setdefault(value, set()).add(rank)
                     if port.kind == "user":
-                        asked[value] = action, aval
+                        expected[value] = action, aval
                         if stages[value.stage].links.span != stages[action.stage].links.span:
                             raise ProgramError(
                                 f"{action} reads {value}, of a stage that runs for another number of microbatches"
                             )
-        for value, (action, aval) in asked.items():
+        for value, (action, aval) in expected.items():
             if value in self.makers:
-                made = self.message(self.makers[value][1], None)[value]
-                if (made.shape, made.dtype) != (aval.shape, aval.dtype):
+                sent = self.message(self.makers[value][1], None)[value]
+                if (sent.shape, sent.dtype) != (aval.shape, aval.dtype):
                     raise ProgramError(
                         f"{action} reads {value} as {aval.dtype}{list(aval.shape)}; {self.makers[value][1]} writes "
-                        f"{made.dtype}{list(made.shape)}"
+                        f"{sent.dtype}{list(sent.shape)}"
                     )
 
     def _values(self, action: Action) -> Iterator[Value]:
@@ -300,6 +300,6 @@ class _Traffic:
         return {rank for value in self._values(action) for rank in self.readers.get(value, ())}
 
     def message(self, sender: Action, dst: int | None) -> dict[Value, jax.ShapeDtypeStruct]:
-        """What an action made and rank ``dst`` reads (None: all that it made), in order, with shapes."""
-        made = zip(self._values(sender), self._made[(sender.op, sender.stage)], strict=True)
-        return {v: aval for v, (_, aval) in made if dst is None or dst in self.readers.get(v, ())}
+        """Return the values that an action makes and rank ``dst`` reads (None: all of them), in order, with shapes."""
+        outputs = zip(self._values(sender), self._made[(sender.op, sender.stage)], strict=True)
+        return {v: aval for v, (_, aval) in outputs if dst is None or dst in self.readers.get(v, ())}

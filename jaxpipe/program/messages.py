@@ -42,16 +42,16 @@ def message_order(programs: Sequence[Program], timeline: Timeline) -> tuple[Star
     times = {(e.rank, a): e for e in timeline.events if e.lane == "compute" for a in (e.action, *e.action.actions)}
     # A braid that runs as separate calls sends between them what is made at its end.
     now_s = [float("-inf")] * len(programs)
-    found: list[tuple[float, int, Started]] = []
+    starts: list[tuple[float, int, Started]] = []
     for n, (k, at) in enumerate(issue_order(programs, timeline)):
         rank, instruction = programs[k].rank, programs[k].instructions[at]
         if isinstance(instruction, Run):
             now_s[k] = max(now_s[k], times[(rank, instruction.action)].start_s)
-            found.append((now_s[k], n, (rank, instruction.action)))
+            starts.append((now_s[k], n, (rank, instruction.action)))
         elif isinstance(instruction, Send):
             now_s[k] = max(now_s[k], times[(rank, instruction.action)].end_s)
-            found.append((now_s[k], n, message_of(rank, instruction)))
-    return tuple(node for _, _, node in sorted(found, key=lambda item: item[:2]))
+            starts.append((now_s[k], n, message_of(rank, instruction)))
+    return tuple(node for _, _, node in sorted(starts, key=lambda item: item[:2]))
 
 
 def place_receives(
@@ -66,13 +66,13 @@ def place_receives(
             receives.
         in_turn: places of messages that stay.
     """
-    kept: list[tuple[int, Step]] = []
+    unmoved: list[tuple[int, Step]] = []
     received: list[tuple[int, Step]] = []
     for step in steps:
         place = places.get((rank, step.action) if step.kind is Run else _message(rank, step), -1)
-        (received if step.kind is Recv and place >= 0 else kept).append((place, step))
-    ordered = [(place, at) for at, (place, _) in enumerate(kept) if place >= 0]
-    runs = [(at, place) for at, (place, step) in enumerate(kept) if step.kind is Run]
+        (received if step.kind is Recv and place >= 0 else unmoved).append((place, step))
+    ordered = [(place, at) for at, (place, _) in enumerate(unmoved) if place >= 0]
+    runs = [(at, place) for at, (place, step) in enumerate(unmoved) if step.kind is Run]
     posted: dict[int, list[Step]] = {}
     last = (0, 0)
     for place, step in sorted(received, key=lambda item: item[0]):
@@ -80,12 +80,12 @@ def place_receives(
         if early and place not in in_turn:
             k = bisect_left(runs, (at, 0)) - early
             at, place = runs[k] if k >= 0 else (0, 0)
-        while at and kept[at - 1][1].kind is Recv:  # from this process; what it waits for may come later
+        while at and unmoved[at - 1][1].kind is Recv:  # from this process; what it waits for may come later
             at -= 1
         last = max(last, (at, place))
         posted.setdefault(last[0], []).append(_placed(step, last[1]))
     out: list[Step] = []
-    for at, (place, step) in enumerate(kept):
+    for at, (place, step) in enumerate(unmoved):
         out += posted.get(at, ())
         out.append(_placed(step, place) if step.kind is Send and place >= 0 else step)
     return out
@@ -110,8 +110,8 @@ def lower_apart(ranks: Sequence[RankSteps], crossing: Crossing) -> tuple[Program
     Raises:
         ProgramError: ranks wait for each other, for values that a checked schedule does not know of.
     """
-    together = [assign_slots(rank, *steps) for rank, steps in enumerate(ranks)]
-    order = message_order(together, crossing.timeline)
+    unordered = [assign_slots(rank, *steps) for rank, steps in enumerate(ranks)]
+    order = message_order(unordered, crossing.timeline)
     places: dict[Any, int] = {node: n for n, node in enumerate(order) if len(node) == 2 or crossing.crosses(node)}
     in_turn: set[int] = set()
     while True:
@@ -124,9 +124,9 @@ def lower_apart(ranks: Sequence[RankSteps], crossing: Crossing) -> tuple[Program
             if isinstance(i, Recv) and 0 <= i.place < places[message := message_of(p.rank, i)]
         }
         blamed = {
-            max(found)
+            max(indices)
             for circle in (find_circles(waiting_graph(programs, crossing)) if moved else ())
-            if (found := [moved[node] for node in circle if node in moved])
+            if (indices := [moved[node] for node in circle if node in moved])
         }
         if not blamed:
             check_transfers(programs, crossing)

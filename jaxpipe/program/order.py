@@ -82,17 +82,19 @@ def issue_order(programs: Sequence[Program], timeline: Timeline) -> tuple[tuple[
 
 
 def messages_arrived(programs: Sequence[Program]) -> dict[tuple[int, int], list[Message]]:
-    """By (rank, instruction), messages of that rank to other processes that have certainly arrived when the instruction can
-    run, and not before: it reads what was made after they had been read there. ``programs``: of all ranks.
+    """Return, by (rank, instruction), the rank's messages to other processes that have certainly arrived when it can run.
+
+    The instruction is the first of which this is known: it reads what was made after they had been read there. ``programs``: of
+    all ranks.
     """
     if not any(isinstance(i, Send) and i.place >= 0 for p in programs for i in p.instructions):
         return {}
     first = {p.rank: _first_reads(p) for p in programs}
-    read_at = {m: (rank, k) for rank, found in first.items() for k, messages in found.items() for m in messages}
+    read_at = {m: (rank, k) for rank, reads in first.items() for k, messages in reads.items() for m in messages}
     ran: dict[int, dict[int, int]] = {
         p.rank: {} for p in programs
     }  # how far others have come, for all that a rank knows
-    made: dict[Message, dict[int, int]] = {}  # the same, for who reads a message
+    read_before: dict[Message, dict[int, int]] = {}  # the same, for who reads a message
     under_way: dict[int, list[Message]] = {p.rank: [] for p in programs}
     arrived: dict[tuple[int, int], list[Message]] = {}
     todo = {p.rank: deque(enumerate(p.instructions)) for p in programs}
@@ -100,43 +102,45 @@ def messages_arrived(programs: Sequence[Program]) -> dict[tuple[int, int], list[
     while not stuck:
         stuck = True
         for rank, ahead in todo.items():
-            known = ran[rank]
-            while ahead and all(m in made for m in first[rank].get(ahead[0][0], ())):
+            position = ran[rank]
+            while ahead and all(m in read_before for m in first[rank].get(ahead[0][0], ())):
                 stuck = False
                 k, instruction = ahead.popleft()
                 for message in first[rank].get(k, ()):
-                    known.update({r: max(known.get(r, -1), at) for r, at in made[message].items()})
-                if ended := [m for m in under_way[rank] if m in read_at and known.get(m[1], -1) >= read_at[m][1]]:
+                    position.update({r: max(position.get(r, -1), at) for r, at in read_before[message].items()})
+                if ended := [m for m in under_way[rank] if m in read_at and position.get(m[1], -1) >= read_at[m][1]]:
                     arrived[(rank, k)] = ended
                     under_way[rank] = [m for m in under_way[rank] if m not in ended]
                 if isinstance(instruction, Send):
                     message = message_of(rank, instruction)
-                    made[message] = known | {rank: k}
+                    read_before[message] = position | {rank: k}
                     under_way[rank] += [message] * (instruction.place >= 0)
     return arrived
 
 
 def _first_reads(program: Program) -> dict[int, list[Message]]:
-    """By instruction, the messages that it is the first to read."""
+    """Return, by instruction, the messages that it is the first to read."""
     held: dict[int, Message] = {}
-    found: dict[int, list[Message]] = {}
+    messages_at: dict[int, list[Message]] = {}
     for k, instruction in enumerate(program.instructions):
         for message in dict.fromkeys(held[slot] for slot in reads(instruction) if slot in held):
-            found.setdefault(k, []).append(message)
+            messages_at.setdefault(k, []).append(message)
             held = {slot: m for slot, m in held.items() if m != message}
         for slot in writes(instruction):
             held.pop(slot, None)
             if isinstance(instruction, Recv):
                 held[slot] = message_of(program.rank, instruction)
-    return found
+    return messages_at
 
 
 def offloads_ended(program: Program, timeline: Timeline) -> dict[int, tuple[Offload, ...]]:
-    """By instruction, the offloads whose memory is free when it is issued, and was not before: those that end in ``timeline``
+    """Return, by instruction, the offloads whose memory is free when it is issued, and was not before.
+
+    These are the offloads that end in ``timeline``
     before it starts (a function or a reload), and the one whose copy it waits for or loads back."""
     times = _times(program, timeline)
     running: list[Offload] = []
-    found: dict[int, tuple[Offload, ...]] = {}
+    offloads: dict[int, tuple[Offload, ...]] = {}
     for k, instruction in enumerate(program.instructions):
         if isinstance(instruction, Offload):
             running.append(instruction)
@@ -144,9 +148,9 @@ def offloads_ended(program: Program, timeline: Timeline) -> dict[int, tuple[Offl
             now_s = float("-inf") if isinstance(instruction, Sync) else times[instruction.action].start_s
             ended = [o for o in running if times[o.action].end_s <= now_s or o.outputs == instruction.inputs]
             if ended:
-                found[k] = tuple(ended)
+                offloads[k] = tuple(ended)
                 running = [o for o in running if o not in ended]
-    return found
+    return offloads
 
 
 def holds(program: Program, timeline: Timeline) -> dict[int, tuple[tuple[Action, tuple[int, ...]], ...]]:
@@ -158,13 +162,13 @@ def holds(program: Program, timeline: Timeline) -> dict[int, tuple[tuple[Action,
     """
     times = _times(program, timeline)
     long = {a for a, e in times.items() if e.end_s > e.start_s}
-    found = {
+    waits_at = {
         k: tuple(
             (o.action, o.outputs) for o in ended if o.action in long and o.outputs != reads(program.instructions[k])
         )
         for k, ended in offloads_ended(program, timeline).items()
     }
-    return {k: waits for k, waits in found.items() if waits}
+    return {k: waits for k, waits in waits_at.items() if waits}
 
 
 def _times(program: Program, timeline: Timeline) -> dict[Slot, Event]:

@@ -25,8 +25,8 @@ class LimitError(Exception):
 
 
 class Watch:
-    """Where a probed step of one rank is. ``at``: the instruction being run (None: the first has not begun); ``held``: bytes
-    when it began, or a little earlier (what the instruction before it dropped still counts).
+    """Follows where a probed step of one rank is. ``at``: the instruction being run (None: the first has not begun);
+    ``held``: bytes when it began, or a little earlier (what the instruction before it dropped still counts).
 
     Args:
         program: of the rank.
@@ -101,20 +101,20 @@ def out_of_memory(
     broke_limit = isinstance(error, LimitError) or isinstance(error.__cause__, LimitError)
     if not broke_limit and "RESOURCE_EXHAUSTED" not in str(error):
         return None
-    wanted = _bytes_in(str(error))
+    request_bytes = _bytes_in(str(error))
     at = _blamed(program, watch.at, error.action if isinstance(error, RunError) else "")
     of = "" if limit is None else f" of {format_bytes(limit)}"
     if at is None:
-        more = f"; an allocation of {format_bytes(wanted)} failed" if wanted else ""
+        request = f"; an allocation of {format_bytes(request_bytes)} failed" if request_bytes else ""
         return RunError(
             f"rank {program.rank}: out of memory before the first instruction: parameters, accumulators, optimizer state and "
-            f"data take {format_bytes(placed_bytes)}{of}{more}; {ADVICE}"
+            f"data take {format_bytes(placed_bytes)}{of}{request}; {ADVICE}"
         )
     instruction = program.instructions[at]
     results, workspace = watch.needs(at)
     return RunError(
         f"rank {program.rank}: out of memory at instruction {at} of {len(program.instructions)}, {_name(instruction)}, which "
-        f"wanted {format_bytes(wanted or results + workspace)} (its results take {format_bytes(results)}, its workspace "
+        f"wanted {format_bytes(request_bytes or results + workspace)} (its results take {format_bytes(results)}, its workspace "
         f"{format_bytes(workspace)}) with {format_bytes(watch.held)} held{of}; {ADVICE}",
         _action(instruction),
     )
@@ -153,5 +153,5 @@ _UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40,
 
 def _bytes_in(text: str) -> int:
     """The bytes that XLA says it could not allocate; 0 if it does not say."""
-    found = re.search(r"allocat\w*(?: request)?(?: for)?:? ([0-9.]+) ?(bytes|[KMGT]iB|B)?\b", text)
-    return int(float(found[1].rstrip(".")) * _UNITS[found[2] or ""]) if found else 0
+    match = re.search(r"allocat\w*(?: request)?(?: for)?:? ([0-9.]+) ?(bytes|[KMGT]iB|B)?\b", text)
+    return int(float(match[1].rstrip(".")) * _UNITS[match[2] or ""]) if match else 0

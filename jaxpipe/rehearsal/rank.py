@@ -97,11 +97,11 @@ class Rehearsal:
 
     @property
     def predicted_peak_bytes(self) -> int:
-        """Of the accounting, without compiling anything: no workspace."""
+        """The accounting's peak, without compiling anything and so without workspace."""
         return self.predicted(footprints=False).peak_bytes
 
     def predicted(self, *, footprints: bool = True, timeline: Timeline | None = None) -> RankMemory:
-        """What the accounting says this rank's program holds. ``timeline``: when its copies to the host end."""
+        """Account for the memory of this rank's program. ``timeline``: when its copies to the host end."""
         align = ALLOCATOR_BYTES.get(self.device.platform, 1)
         resident = {kind: sum(device_bytes(a, align) for a in avals) for kind, avals in self._resident.items()}
         return self.pipeline.memory_report({self.rank: resident}, workspace=footprints, timeline=timeline).ranks[0]
@@ -124,15 +124,17 @@ class Rehearsal:
         tell(f"rank {self.rank}: compiling")
         used = dict.fromkeys(i.parts for i in self.program.instructions if isinstance(i, Run))
         compiled = [footprint(function_of(self.rank, x, self.functions, self.pipeline.braids)) for x in used]
-        footprints = {parts[0]: found for parts, found in zip(used, compiled, strict=True) if len(parts) == 1}
+        footprints = {
+            parts[0]: xla_footprint for parts, xla_footprint in zip(used, compiled, strict=True) if len(parts) == 1
+        }
         watch = Watch(self.program, self.functions, self._limit, self.pipeline.braids)
         if complete:
             tell(f"rank {self.rank}: each function alone")
         mine = [f for _, f in sorted(self.functions.items())] if complete else []
-        alone = measure_stages(
+        measurements = measure_stages(
             mine, repeats=steps, memory=False, too_large=lambda text: tell(f"rank {self.rank}: {text}")
         )
-        executor = self._timed(alone).executor
+        executor = self._timed(measurements).executor
         tell(f"rank {self.rank}: {steps} steps, {steps} recorded")
         gc.collect()
         before = self.device.memory_stats() or {}
@@ -141,8 +143,8 @@ class Rehearsal:
         events: list[Sequence[Event]] = []
         try:
             watch.begin(self._placed_bytes())
-            inputs, kept = self._placed()
-            probed = probe_step(executor, inputs, [self.devices], resident=kept, look=watch)
+            inputs, resident = self._placed()
+            probed = probe_step(executor, inputs, [self.devices], resident=resident, look=watch)
             out = _finished(probed.outputs)
             for n in range(2 * steps):
                 inputs = replace(inputs, acc=out.acc)
@@ -159,7 +161,7 @@ class Rehearsal:
                 raise
             raise explained from error
         memory = self._memory(probed.ranks[0], events[-1], before)
-        del out, inputs, kept, probed
+        del out, inputs, resident, probed
         timings = {at: Timing.of(lengths) for at, lengths in lengths_by_op(events).items()}
         return RankReport(
             rank=self.rank,
@@ -171,8 +173,8 @@ class Rehearsal:
             if len(self.devices) == 1
             else f"{len(self.devices)} × {self.device.device_kind}",
             timings=timings,
-            alone=alone.timings,
-            collectives=alone.collectives,
+            alone=measurements.timings,
+            collectives=measurements.collectives,
             step=Timing.of(walls),
             host_us=statistics.median(host) * 1e6,
             memory=memory,
@@ -182,31 +184,31 @@ class Rehearsal:
             events=tuple(events[-1]),
         )
 
-    def _timed(self, alone: StageMeasurements) -> Pipeline:
+    def _timed(self, measurements: StageMeasurements) -> Pipeline:
         """The pipeline in the order that the times of its functions alone give, where there are any."""
-        if not alone.timings:
+        if not measurements.timings:
             return self.pipeline
-        seconds, collectives = medians(alone.timings), medians(alone.collectives)
+        seconds, collectives = medians(measurements.timings), medians(measurements.collectives)
         costs = costs_from(self.pipeline, seconds, collectives, source="functions alone", host=self._host)
         return self.pipeline.with_costs(costs)
 
     def _placed(self) -> tuple[StepInputs, Any]:
-        """What a step starts from, and what else a training step keeps on the device."""
+        """Place the inputs of a step on the device, and what else a training step keeps there."""
         m = self.pipeline.schedule.num_microbatches
         params, acc, data = {}, {}, {}
         for at, f in self.functions.items():
             params[at] = maker(f.param_avals, PARAMETER)() if f.param_avals else []
             acc[at] = self.pipeline.zeros(at)
-            if made := batches(f, m, self._vocab):
-                data[at] = made
+            if values := batches(f, m, self._vocab):
+                data[at] = values
         keys: dict[int, Sequence[jax.Array]] = {}
         if any(f.uses_key for f in self.functions.values()):
             home = self.pipeline.submeshes[self.rank]
             keys[self.rank] = jax.device_put(microbatch_keys(jax.random.key(0), m), replicated(home))
-        kept = [maker(tuple(avals), PARAMETER)() for avals in self._resident.values() if avals]
+        resident = [maker(tuple(avals), PARAMETER)() for avals in self._resident.values() if avals]
         inputs = StepInputs(params, acc, data, keys)
-        jax.block_until_ready((params, acc, data, keys, kept))
-        return inputs, kept
+        jax.block_until_ready((params, acc, data, keys, resident))
+        return inputs, resident
 
     def _memory(self, measured: RankMeasured, events: Sequence[Event], before: Mapping[str, int]) -> MemoryCheck:
         """Prediction and measurement. An allocator counts workspace, and a buffer on its way to the host until the copy has

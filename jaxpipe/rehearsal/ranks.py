@@ -1,4 +1,4 @@
-"""From a config to rehearsals of its ranks on one device, and from their reports to what people and files get.
+"""Rehearses the ranks of a config on one device, and turns their reports into text and JSON.
 
 The pipeline is the one that training would build, except that every rank sits on the same devices; so the memory limit,
 recompute policy, offload and re-planning of the config are in the program that is rehearsed. What a training step keeps on a
@@ -67,7 +67,7 @@ def rehearse(
     roomy = config.changed({"offload.host_memory_gb": _NO_LIMIT_GB})  # below, a rank at a time
     everywhere = list(devices) * prepared.schedule.num_ranks
     pipeline = compile_pipeline(replace(prepared, config=roomy), everywhere, progress)
-    step, found = step_over(config, pipeline), []
+    step, rehearsals = step_over(config, pipeline), []
     for rank in ranks:
         check_host_memory([pipeline.programs[rank]], offload_options(config), devices[0].platform)
         rehearsal = Rehearsal(
@@ -78,8 +78,8 @@ def rehearse(
             memory_limit_bytes=memory_limit_bytes,
             host=host,
         )
-        found.append(rehearsal)
-    reports = [r.run(steps=steps, progress=progress) for r in sorted(found, key=lambda r: r.predicted_peak_bytes)]
+        rehearsals.append(rehearsal)
+    reports = [r.run(steps=steps, progress=progress) for r in sorted(rehearsals, key=lambda r: r.predicted_peak_bytes)]
     reports.sort(key=lambda r: r.rank)
     costs = step.with_state(rehearsed_costs(pipeline, reports, link=link, host=host))
     return Rehearsed(tuple(reports), costs, simulate(pipeline.schedule, costs))
@@ -161,11 +161,14 @@ def _rank_text(r: RankReport) -> str:
         "  op  stage        ms  spread  samples  alone ms",
     ]
     for op, s in sorted({*r.timings, *r.alone}, key=lambda at: at[::-1]):
-        t, alone = r.timings.get((op, s)), r.alone.get((op, s))
+        t, alone_timing = r.timings.get((op, s)), r.alone.get((op, s))
         cells = (
             f"{t.median_s * 1e3:>8.3f}  {t.spread:>6.0%}  {t.count:>7}" if t is not None else f"{'-':>8}{'-':>8}{0:>9}"
         )
-        lines.append(f"  {op:<2}  {s:>5}  {cells}" + (f"  {alone.median_s * 1e3:>8.3f}" if alone is not None else ""))
+        lines.append(
+            f"  {op:<2}  {s:>5}  {cells}"
+            + (f"  {alone_timing.median_s * 1e3:>8.3f}" if alone_timing is not None else "")
+        )
     lines += [
         f"  {'out' if c.lane == 'd2h' else 'in':<3} {c.count} copies of {format_bytes(c.bytes / c.count, binary=True)}, "
         f"{c.bytes_per_s / 1e9:.2f} GB/s, {c.hidden:.0%} of their time under compute"

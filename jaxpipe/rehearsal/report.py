@@ -1,4 +1,4 @@
-"""What a rehearsal told, and the costs that follow from it."""
+"""Reports of rehearsals, and the costs that follow from them."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class CopyReport:
 
 @dataclass(frozen=True, slots=True)
 class RankReport:
-    """What rehearsing one rank told.
+    """The report of one rank's rehearsal.
 
     ``timings`` by (op, stage): actions of the program, braids left out; ``alone``: every function of its stages, nothing else
     running; ``collectives``: by stage, the tensor-parallel ones of F, as alone.
@@ -84,7 +84,7 @@ class RankReport:
 
 def copy_reports(program: Program, steps: Sequence[Sequence[Event]]) -> tuple[CopyReport, ...]:
     """Copies out and in over some recorded steps of ``program``."""
-    found = []
+    reports = []
     for lane, kind in (("d2h", Offload), ("h2d", Reload)):
         copies = [(span, k) for k, events in enumerate(steps) for span in _spans(events, lane)]
         if not copies:
@@ -98,10 +98,10 @@ def copy_reports(program: Program, steps: Sequence[Sequence[Event]]) -> tuple[Co
         lengths = [b - a for (a, b), _ in copies]
         hidden = sum(_shared(span, compute[k]) for span, k in copies)
         total = sum(lengths)
-        found.append(
+        reports.append(
             CopyReport(lane, len(copies) // len(steps), moved, Timing.of(lengths), hidden / total if total > 0 else 1.0)
         )
-    return tuple(found)
+    return tuple(reports)
 
 
 def slowdown(steps: Sequence[Sequence[Event]]) -> float | None:
@@ -134,9 +134,9 @@ def _spans(events: Sequence[Event], lane: str) -> list[Span]:
     return sorted((e.start_s, e.end_s) for e in chosen)
 
 
-def _shared(span: Span, others: Sequence[Span]) -> float:
+def _shared(span: Span, spans: Sequence[Span]) -> float:
     """Seconds of ``span`` that lie in one of ``others``, which do not overlap each other."""
-    return sum(max(0.0, min(span[1], b) - max(span[0], a)) for a, b in others)
+    return sum(max(0.0, min(span[1], b) - max(span[0], a)) for a, b in spans)
 
 
 def rehearsed_costs(
@@ -144,11 +144,11 @@ def rehearsed_costs(
 ) -> CostProfile:
     """The measured cost profile of the ranks in ``reports``: seconds in the program, alone where the program does not call a
     function; copies to the host take what they took in the program. For the rest see :func:`costs_from`."""
-    found: dict[tuple[str, int], list[float]] = {}
+    medians_s: dict[tuple[str, int], list[float]] = {}
     for r in reports:
         for at, timing in {**r.alone, **r.timings}.items():
-            found.setdefault(at, []).append(timing.median_s)
-    seconds = {at: statistics.median(values) for at, values in found.items()}
+            medians_s.setdefault(at, []).append(timing.median_s)
+    seconds = {at: statistics.median(values) for at, values in medians_s.items()}
     collectives = {s: x for r in reports for s, x in medians(r.collectives).items()}
     names = ", ".join(str(r.rank) for r in reports)
     source = f"rehearsed rank{'s' * (len(reports) > 1)} {names} of {pipeline.schedule.num_ranks}"

@@ -72,8 +72,8 @@ def _values(aval: jax.ShapeDtypeStruct, scale: float, limit: int) -> jax.Array:
     else:
         largest = 1 if aval.dtype == np.bool_ else min(int(np.iinfo(aval.dtype).max), 2**31 - 1)
         values = bits % jnp.uint32(min(limit, largest + 1))
-    made: jax.Array = values.astype(aval.dtype)
-    return made
+    array: jax.Array = values.astype(aval.dtype)
+    return array
 
 
 def batches(stage: StageFunctions, microbatches: int, vocab_size: int) -> list[list[jax.Array]]:

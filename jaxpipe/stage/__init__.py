@@ -1,4 +1,4 @@
-"""What: layers, the cut into stages, and the compiled F, B, W and BW of each. Knows arrays and jaxprs, no schedule.
+"""Layers, their partition into stages, and the compiled F, B, W and BW of each stage. Knows arrays and jaxprs, no schedule.
 
 Importing this package imports no JAX: the names below are looked up when they are first used.
 """

@@ -37,16 +37,16 @@ class Dataflow:
 
 def reachable(start: Iterable[_Node], near: Callable[[_Node], Iterable[_Node]]) -> set[_Node]:
     """``start`` and all that can be reached from there, going from each to those ``near`` it."""
-    found: set[_Node] = set()
+    nodes: set[_Node] = set()
     stack = list(start)
     while stack:
         node = stack.pop()
-        if node not in found:
-            found.add(node)
+        if node not in nodes:
+            nodes.add(node)
             stack.extend(near(node))
-    return found
+    return nodes
 
 
 def called(names: Mapping[Var, Atom], atom: Atom) -> Atom:
-    """What a value is called by ``names``; itself, if they do not name it."""
+    """Return the name that ``names`` give a value; the value itself, if they give none."""
     return names.get(atom, atom) if isinstance(atom, Var) else atom

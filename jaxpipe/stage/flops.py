@@ -92,6 +92,6 @@ def _elementwise_flops(eqn: JaxprEqn) -> int:
 
 
 def _multiplications(power: int) -> int:
-    """Of raising to an integer power by repeated squaring; a negative one divides as well."""
+    """Count the multiplications of an integer power by repeated squaring; a negative power divides as well."""
     n = abs(power)
     return max(1, n.bit_length() - 1 + n.bit_count() - 1) + (TRANSCENDENTAL if power < 0 else 0)

@@ -99,10 +99,10 @@ class Homes:
                 source = self.handed_on.get(port)
                 return AXES if source is None else self.axes(source)
 
-    def entering(self, port: Port, whole: Any) -> jax.ShapeDtypeStruct:
+    def entering(self, port: Port, array: Any) -> jax.ShapeDtypeStruct:
         """An array that is ``whole`` outside, as it lies on this rank; scalars are the same on all devices."""
-        home = device_sharded(self.mesh, self.axes(port)) if whole.shape else replicated(self.mesh)
-        return jax.ShapeDtypeStruct(whole.shape, whole.dtype, sharding=home)
+        home = device_sharded(self.mesh, self.axes(port)) if array.shape else replicated(self.mesh)
+        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=home)
 
     def aval(self, port: Port, local: Any) -> jax.ShapeDtypeStruct:
         """Shape and sharding over the rank of what is ``local`` on each device."""
@@ -209,7 +209,7 @@ class StageFunctions:
 
     @property
     def data_avals(self) -> Mapping[int, jax.ShapeDtypeStruct]:
-        """Of a microbatch, the batch arrays that some function reads, by position in ``data_names``."""
+        """The batch arrays of a microbatch that some function reads, by position in ``data_names``."""
         return {
             port.index % len(self.data_names): aval
             for f in (*self.functions.values(), self.evaluation)
@@ -218,11 +218,11 @@ class StageFunctions:
         }
 
     def __post_init__(self) -> None:
-        made = {p for f in self.functions.values() for p in f.outputs}
+        outputs = {p for f in self.functions.values() for p in f.outputs}
         for f in self.functions.values():
-            unknown = [p for p in f.inputs if p.kind in ("res", "wres") and p not in made]
+            unknown = [p for p in f.inputs if p.kind in ("res", "wres") and p not in outputs]
             assert not unknown, f"stage {self.stage}: {f.op} reads {', '.join(map(str, unknown))}, which nothing makes"
-        unmade = [i for i in self.offloaded if Port("res", i) not in made]
+        unmade = [i for i in self.offloaded if Port("res", i) not in outputs]
         assert not unmade, f"stage {self.stage} offloads residuals {unmade}, which F does not make"
 
     def __str__(self) -> str:

@@ -167,8 +167,8 @@ def _of_matrices(eqn: JaxprEqn) -> tuple[Jaxpr, Sequence[Any]] | None:
     shapes = [(rows, math.prod(shape_of(a)[len(left) :])) for a in eqn.invars]
 
     def product(*operands: jax.Array) -> jax.Array:
-        made = eqn.primitive.bind(*map(jax.lax.reshape, operands, shapes), **params)
-        return jax.lax.reshape(made, shape_of(eqn.outvars[0]))
+        matrix = eqn.primitive.bind(*map(jax.lax.reshape, operands, shapes), **params)
+        return jax.lax.reshape(matrix, shape_of(eqn.outvars[0]))
 
     avals = [jax.ShapeDtypeStruct(shape_of(a), dtype_of(a)) for a in eqn.invars]
     body = jax.make_jaxpr(product)(*avals).jaxpr

@@ -67,16 +67,20 @@ def with_instructions(stage: StageFunctions, ops: Iterable[str], mesh: AnyMesh) 
             continue
         where = f"instruction {op!r} of stage {stage.stage}"
         try:
-            made = _BUILDS[op](stage, mesh)
+            function = _BUILDS[op](stage, mesh)
         except JaxpipeError:
             raise
         except Exception as error:
             raise StageError(f"{where}: building it failed: {gist(error)}") from error
-        if not isinstance(made, StageFunction) or made.op != op:
-            got = f"the function of op {made.op!r}" if isinstance(made, StageFunction) else f"a {type(made).__name__}"
+        if not isinstance(function, StageFunction) or function.op != op:
+            got = (
+                f"the function of op {function.op!r}"
+                if isinstance(function, StageFunction)
+                else f"a {type(function).__name__}"
+            )
             raise StageError(f"{where}: build returned {got}; want what stage_function({op!r}, …) makes")
-        functions = {**stage.functions, op: made}
-        stage = replace(stage, functions=functions, flops={**stage.flops, op: jaxpr_flops(made.jaxpr)})
+        functions = {**stage.functions, op: function}
+        stage = replace(stage, functions=functions, flops={**stage.flops, op: jaxpr_flops(function.jaxpr)})
     return stage
 
 
@@ -112,39 +116,39 @@ def stage_function(
 class _Instruction:
     def __init__(self, op: str, stage: StageFunctions, mesh: AnyMesh, state: Mapping[str, Avals]) -> None:
         self.op, self.stage, self.mesh, self.state = op, stage, mesh, state
-        self.known: dict[Port, jax.ShapeDtypeStruct] = {}
+        self.avals: dict[Port, jax.ShapeDtypeStruct] = {}
         for kind, avals in (
             ("param", stage.param_avals),
             ("acc", stage.acc_avals),
             ("x", stage.x_avals),
             ("y", stage.y_avals),
         ):
-            self.known.update({Port(kind, k): aval for k, aval in enumerate(avals)})  # type: ignore[arg-type]
+            self.avals.update({Port(kind, k): aval for k, aval in enumerate(avals)})  # type: ignore[arg-type]
         for f in stage.functions.values():
-            self.known.update(zip(f.inputs, f.avals_in, strict=True))
-            self.known.update(zip(f.outputs, f.avals_out, strict=True))
+            self.avals.update(zip(f.inputs, f.avals_in, strict=True))
+            self.avals.update(zip(f.outputs, f.avals_out, strict=True))
 
     def function(self, call: Callable[..., Any], reads: Sequence[str | From], writes: Sequence[str]) -> StageFunction:
-        given = [self._read(entry) for entry in reads]
-        inputs, avals_in = [p for _, ports, _ in given for p in ports], [a for _, _, avals in given for a in avals]
+        sources = [self._read(entry) for entry in reads]
+        inputs, avals_in = [p for _, ports, _ in sources for p in ports], [a for _, _, avals in sources for a in avals]
         if len(set(inputs)) < len(inputs):
             raise self._error("reads the same thing twice")
-        made = {name: self._written(name, reads) for name in writes}
-        if len(made) < len(writes):
+        ports_of = {name: self._written(name, reads) for name in writes}
+        if len(ports_of) < len(writes):
             raise self._error("writes the same thing twice")
         returned: list[list[Any]] = []
 
         def run(*arrays: Any) -> tuple[Any, ...]:
             left = iter(arrays)
-            arguments = [[next(left) for _ in ports] if many else next(left) for many, ports, _ in given]
+            arguments = [[next(left) for _ in ports] if many else next(left) for many, ports, _ in sources]
             results = call(*arguments)
             results = (results,) if len(writes) == 1 else tuple(results or ())
             returned[:] = [list(x) if isinstance(x, list | tuple) else [x] for x in results]
             return (*(jnp.asarray(x) for leaves in returned for x in leaves), jnp.zeros((), jnp.float32))
 
         closed = jax.make_jaxpr(run)(*avals_in)
-        self._check(made, [len(leaves) for leaves in returned], closed.out_avals)
-        outputs = [p for name in writes for p in made[name]] + [Port("token")]
+        self._check(ports_of, [len(leaves) for leaves in returned], closed.out_avals)
+        outputs = [p for name in writes for p in ports_of[name]] + [Port("token")]
         homes = [self._home(port, aval) for port, aval in zip(outputs, closed.out_avals, strict=True)]
 
         def jit(donated: tuple[int, ...], results: Sequence[int]) -> Any:
@@ -164,7 +168,7 @@ class _Instruction:
         )
 
     def _read(self, entry: str | From) -> tuple[bool, Sequence[Port], Sequence[jax.ShapeDtypeStruct]]:
-        """Whether the argument is a list, its ports and what they hold."""
+        """Return whether the argument is a list, its ports, and the shapes that they hold."""
         if isinstance(entry, From):
             return False, [Port("user", 0, entry.name, entry.stage)], [self._placed(entry.aval)]
         if entry in self.state:
@@ -172,15 +176,15 @@ class _Instruction:
             if isinstance(avals, jax.ShapeDtypeStruct):
                 return False, [Port("state", 0, entry)], [self._placed(avals)]
             return True, [Port("state", k, entry) for k in range(len(avals))], [self._placed(a) for a in avals]
-        own = Port("user", 0, entry)
-        if own in self.known:
-            return False, [own], [self.known[own]]
-        ports = sorted(p for p in self.known if p.kind == entry and not p.name)
+        user_port = Port("user", 0, entry)
+        if user_port in self.avals:
+            return False, [user_port], [self.avals[user_port]]
+        ports = sorted(p for p in self.avals if p.kind == entry and not p.name)
         if not ports:
-            have = dict.fromkeys(p.name or p.kind for p in self.known if p.kind not in ("token", "state"))
-            near = closest(entry, have, f"; it has {', '.join(have)}")
+            names = dict.fromkeys(p.name or p.kind for p in self.avals if p.kind not in ("token", "state"))
+            near = closest(entry, names, f"; it has {', '.join(names)}")
             raise self._error(f"reads {entry!r}, which the stage has not{near}")
-        return True, ports, [self.known[p] for p in ports]
+        return True, ports, [self.avals[p] for p in ports]
 
     def _written(self, name: str, reads: Sequence[str | From]) -> Sequence[Port]:
         if name == "acc" or name in self.state:
@@ -191,23 +195,23 @@ class _Instruction:
             raise self._error(f"writes {name!r}; an instruction writes values that it names, state and 'acc'")
         return [Port("user", 0, name)]
 
-    def _check(self, made: Mapping[str, Sequence[Port]], counts: Sequence[int], avals: Sequence[Any]) -> None:
-        """What is returned against what is written, and against what that replaces."""
-        if len(counts) != len(made):
-            raise self._error(f"returns {len(counts)} results for {len(made)}: {', '.join(made)}")
+    def _check(self, ports_of: Mapping[str, Sequence[Port]], counts: Sequence[int], avals: Sequence[Any]) -> None:
+        """Compare what the function returns with what it writes, and with what that replaces."""
+        if len(counts) != len(ports_of):
+            raise self._error(f"returns {len(counts)} results for {len(ports_of)}: {', '.join(ports_of)}")
         left = iter(avals)
-        for (name, ports), count in zip(made.items(), counts, strict=True):
+        for (name, ports), count in zip(ports_of.items(), counts, strict=True):
             if count != len(ports):
                 raise self._error(f"returns {count} arrays for {name!r}; want {len(ports)}")
             for port in ports:
-                got, want = next(left), self._home(port, None) if port.kind in IN_PLACE else None
-                if want is not None and (got.shape, got.dtype) != (want.shape, want.dtype):
-                    shapes = (f"{x.dtype}{list(x.shape)}" for x in (got, want))
+                got, expected = next(left), self._home(port, None) if port.kind in IN_PLACE else None
+                if expected is not None and (got.shape, got.dtype) != (expected.shape, expected.dtype):
+                    shapes = (f"{x.dtype}{list(x.shape)}" for x in (got, expected))
                     raise self._error(f"writes {port} as {' where it is '.join(shapes)}")
 
     def _home(self, port: Port, aval: Any) -> jax.ShapeDtypeStruct:
         if port.kind == "acc":
-            return self.known[port]
+            return self.avals[port]
         if port.kind == "state":
             return self._read(port.name)[2][port.index]
         return self._placed(jax.ShapeDtypeStruct(aval.shape, aval.dtype))

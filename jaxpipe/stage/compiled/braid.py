@@ -28,13 +28,13 @@ from jaxpipe.stage.weave.weaver import weave
 
 
 def build_braids(
-    wanted: Iterable[tuple[int, Parts]], functions: Mapping[tuple[int, int], StageFunctions], cache: BuildCache
+    braids: Iterable[tuple[int, Parts]], functions: Mapping[tuple[int, int], StageFunctions], cache: BuildCache
 ) -> dict[tuple[int, Parts], BraidedFunction]:
     """The braided functions of ``wanted`` (rank, parts). They compile when they first run, once for all whose parts share
     compiled code (``cache``)."""
     return {
         (rank, parts): braid([(s, functions[(rank, s)].functions[op]) for op, s in parts], cache)
-        for rank, parts in wanted
+        for rank, parts in braids
     }
 
 
@@ -44,34 +44,34 @@ def braid(parts: Sequence[tuple[int, StageFunction]], cache: BuildCache) -> Brai
     names: Parts = tuple((f.op, stage) for stage, f in parts)
     stages = [stage for stage, _ in parts]
     key = ("braid", tuple(f.jitted for _, f in parts), tuple(stages.index(s) for s in stages))
-    found: BraidedFunction | None = cache.jitted.get(key)
-    if found is None:
+    function: BraidedFunction | None = cache.jitted.get(key)
+    if function is None:
         mesh = mesh_of([f for _, f in parts])
-        found = cache.jitted[key] = _compiled(names, _Composition(parts, mesh), mesh)
-    return replace(found, parts=names)
+        function = cache.jitted[key] = _compiled(names, _Composition(parts, mesh), mesh)
+    return replace(function, parts=names)
 
 
-def _compiled(names: Parts, made: _Composition, mesh: Mesh) -> BraidedFunction:
+def _compiled(names: Parts, composition: _Composition, mesh: Mesh) -> BraidedFunction:
     name = "_with_".join(f"{op}_stage{stage}" for op, stage in names)
-    dump.dump("jaxpr", f"braid-{name}", lambda: str(made.closed))
-    dump.dump("weave", f"braid-{name}", lambda: str(made.woven))
+    dump.dump("jaxpr", f"braid-{name}", lambda: str(composition.closed))
+    dump.dump("weave", f"braid-{name}", lambda: str(composition.woven))
     (input_parts, inputs, avals_in), (output_parts, outputs, avals_out) = (
-        tuple(zip(*ends, strict=True)) or ((), (), ()) for ends in (made.inputs, made.outputs)
+        tuple(zip(*ends, strict=True)) or ((), (), ()) for ends in (composition.inputs, composition.outputs)
     )
 
     def jit(donated: tuple[int, ...], results: Sequence[int]) -> Any:
-        return jit_per_shard(made.closed, avals_in, avals_out, results, mesh, donated, name)
+        return jit_per_shard(composition.closed, avals_in, avals_out, results, mesh, donated, name)
 
     return BraidedFunction(
         inputs,
         outputs,
         avals_in,
         avals_out,
-        *compiled(made.closed, inputs, outputs, jit),
+        *compiled(composition.closed, inputs, outputs, jit),
         parts=names,
         input_parts=input_parts,
         output_parts=output_parts,
-        collectives=made.woven.collectives,
+        collectives=composition.woven.collectives,
     )
 
 
@@ -100,17 +100,17 @@ class _Composition:
         heads = self._heads()
         self.woven = weave([h.closed for h in heads], shards=mesh.shape[TP], cp=mesh.shape[CP])
         woven = self.woven.jaxpr
-        made = self._bind(heads, woven)
+        woven_atoms = self._bind(heads, woven)
         eqns = [eqn.replace(invars=[called(self._env, a) for a in eqn.invars]) for eqn in woven.jaxpr.eqns]
         results: list[dict[Port, Atom]] = []
-        for k, (head, atoms) in enumerate(zip(heads, made, strict=True)):
+        for k, (head, atoms) in enumerate(zip(heads, woven_atoms, strict=True)):
             results.append(self._finish(k, head, [called(self._env, a) for a in atoms], eqns))
         outvars = self._results(results)
         consts = list(zip(woven.jaxpr.constvars, woven.consts, strict=True))
         self.closed = close_jaxpr(consts, list(self._invars.values()), eqns, outvars)
 
     def _heads(self) -> list[_Head]:
-        """What is woven of each part: all of it, but for additions to accumulators that an earlier part adds to."""
+        """Return what is woven of each part: everything but additions to accumulators that an earlier part adds to."""
         heads, adding = [], set()
         for stage, f in self.parts:
             adds = any(p.kind == "acc" for p in f.outputs)
@@ -135,13 +135,13 @@ class _Composition:
 
     @staticmethod
     def _key(part: int, stage: int, port: Port) -> tuple[int, Port]:
-        """What names an argument: shared ones by stage, others by part."""
+        """Return the key of an argument: shared ones are named by stage, others by part."""
         return (stage, port) if port.kind in SHARED else (-1 - part, port)
 
     def _finish(self, k: int, head: _Head, atoms: Sequence[Atom], eqns: list[JaxprEqn]) -> dict[Port, Atom]:
         """The results of a part by port; additions that were left out of the weave are appended to ``eqns``."""
         stage, _ = self.parts[k]
-        found = dict(zip(head.outputs, atoms, strict=False))
+        atom_of = dict(zip(head.outputs, atoms, strict=False))
         local = dict(zip(head.crossing, atoms[len(head.outputs) :], strict=True))
         local.update((var, self._sums[(stage, port)]) for port, var in head.sums)
         for eqn in head.additions:
@@ -149,12 +149,12 @@ class _Composition:
             outvars = [fresh_var(v.aval) for v in eqn.outvars]
             eqns.append(eqn.replace(invars=invars, outvars=outvars))
             local.update(zip(eqn.outvars, outvars, strict=True))
-        found.update((port, local[var]) for port, var in head.added)
-        self._sums.update(((stage, port), atom) for port, atom in found.items() if port.kind == "acc")
-        return found
+        atom_of.update((port, local[var]) for port, var in head.added)
+        self._sums.update(((stage, port), atom) for port, atom in atom_of.items() if port.kind == "acc")
+        return atom_of
 
     def _results(self, results: Sequence[Mapping[Port, Atom]]) -> list[Atom]:
-        """What leaves, in order of the parts; of accumulators the last sum only, of tokens the last."""
+        """Return the results of all parts in order; of accumulators only the last sum, of tokens the last."""
         last = {(stage, port): k for k, (stage, f) in enumerate(self.parts) for port in f.outputs if port.kind == "acc"}
         outvars = []
         for k, (stage, f) in enumerate(self.parts):
@@ -162,14 +162,14 @@ class _Composition:
                 if last.get((stage, port), k) != k or (port.kind == "token" and k < len(self.parts) - 1):
                     continue
                 self.outputs.append((k, port, aval))
-                given = f.inputs[f.forwarded[n]] if n in f.forwarded else None
-                outvars.append(results[k][port] if given is None else self._invars[self._key(k, stage, given)])
+                source = f.inputs[f.forwarded[n]] if n in f.forwarded else None
+                outvars.append(results[k][port] if source is None else self._invars[self._key(k, stage, source)])
         return outvars
 
 
 @dataclass(frozen=True, slots=True)
 class _Head:
-    """What of a part is woven: ``closed`` takes ``inputs`` and returns ``outputs``, then ``crossing``.
+    """The part of a function that is woven: ``closed`` takes ``inputs`` and returns ``outputs``, then ``crossing``.
 
     ``additions``: equations that follow, which add to what the accumulators ``sums`` hold by then, and make ``added``.
     """
@@ -186,9 +186,9 @@ class _Head:
 def _without_additions(function: StageFunction) -> _Head:
     """A part without the equations that depend on its accumulators."""
     jaxpr = function.jaxpr.jaxpr
-    given = list(zip(function.inputs, jaxpr.invars, strict=True))
+    arguments = list(zip(function.inputs, jaxpr.invars, strict=True))
     results = list(zip(function.outputs, jaxpr.outvars, strict=True))
-    sums = tuple((p, v) for p, v in given if p.kind == "acc")
+    sums = tuple((p, v) for p, v in arguments if p.kind == "acc")
     flow = Dataflow(jaxpr.eqns)
     adding = reachable((i for _, v in sums for i in flow.readers.get(v, ())), flow.outputs)
     additions = [jaxpr.eqns[i] for i in sorted(adding)]
@@ -196,13 +196,13 @@ def _without_additions(function: StageFunction) -> _Head:
     after = {*(v for _, v in sums), *(v for eqn in additions for v in eqn.outvars)}
     crossing = tuple(dict.fromkeys(v for eqn in additions for v in variables(eqn.invars) if v not in after))
     late = {p for p, a in results if isinstance(a, Var) and a in after}
-    kept = [(p, a) for p, a in results if p not in late]
-    inputs = [(p, v) for p, v in given if p.kind != "acc"]
+    results_of_head = [(p, a) for p, a in results if p not in late]
+    inputs = [(p, v) for p, v in arguments if p.kind != "acc"]
     consts = list(zip(jaxpr.constvars, function.jaxpr.consts, strict=True))
     return _Head(
-        close_jaxpr(consts, [v for _, v in inputs], head, [*(a for _, a in kept), *crossing]),
+        close_jaxpr(consts, [v for _, v in inputs], head, [*(a for _, a in results_of_head), *crossing]),
         tuple(p for p, _ in inputs),
-        tuple(p for p, _ in kept),
+        tuple(p for p, _ in results_of_head),
         crossing,
         sums,
         tuple(additions),

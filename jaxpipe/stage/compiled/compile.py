@@ -1,4 +1,4 @@
-"""From layers to compiled functions: trace, split, jit on the rank's submesh.
+"""Turns layers into compiled functions: traces them, splits the trace, jits on the rank's submesh.
 
 :func:`build_stage_functions` makes one stage, :func:`build_all` all, handing what leaves a stage to those that take it. Stages
 that compute the same (:mod:`jaxpipe.stage.identity`) are split once per :class:`BuildCache`, and traced once where their layers
@@ -154,10 +154,10 @@ def build_all(
         offset += len(layers)
     read = [leaves_read(f.links, f.y) for f in built]
     x_from = [
-        tuple((t, leaf) for t, taken in enumerate(read) for reader, leaf in taken if reader == s)
+        tuple((t, leaf) for t, reads in enumerate(read) for reader, leaf in reads if reader == s)
         for s in range(len(built))
     ]
-    dy_from = [tuple((t, x_from[t].index((s, leaf))) for t, leaf in taken) for s, taken in enumerate(read)]
+    dy_from = [tuple((t, x_from[t].index((s, leaf))) for t, leaf in reads) for s, reads in enumerate(read)]
     return tuple(replace(f, x_from=x_from[s], dy_from=dy_from[s]) for s, f in enumerate(built))
 
 
@@ -202,7 +202,7 @@ def with_factors(
 def _data_read(
     layers: Sequence[Layer], data_avals: Mapping[str, jax.ShapeDtypeStruct], stage: int
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    wanted = {name for layer in layers for name in (*layer.reads, loss_factor(layer))}
+    names = {name for layer in layers for name in (*layer.reads, loss_factor(layer))}
     for layer in layers:
         unknown = [name for name in layer.reads if name not in data_avals]
         if unknown:
@@ -210,7 +210,7 @@ def _data_read(
                 f"layer {layer.name!r} (stage {stage}) reads {', '.join(map(repr, unknown))}; the batch has "
                 f"{', '.join(map(repr, data_avals)) or 'no arrays'}"
             )
-    return {name: jax.ShapeDtypeStruct(v.shape, v.dtype) for name, v in data_avals.items() if name in wanted}
+    return {name: jax.ShapeDtypeStruct(v.shape, v.dtype) for name, v in data_avals.items() if name in names}
 
 
 def _traced(spec: TraceSpec, mesh: AnyMesh, cache: BuildCache, evaluated: bool) -> _Traced:
@@ -220,11 +220,11 @@ def _traced(spec: TraceSpec, mesh: AnyMesh, cache: BuildCache, evaluated: bool) 
     signature = _signature(spec, mesh)
     functions = (signature, tuple(function_key(layer.apply) for layer in spec.layers))
     if functions not in cache.traced:
-        made = _Traced(spec.stage, trace_joint(spec, mesh), trace_eval(spec, mesh) if evaluated else None)
-        if made.evaluation is not None:  # else nobody will run it: nothing is compiled that others could share
-            program = (signature, made.joint.key(), made.evaluation.key())
-            made = cache.traced.setdefault(program, made)
-        cache.traced[functions] = made
+        traced = _Traced(spec.stage, trace_joint(spec, mesh), trace_eval(spec, mesh) if evaluated else None)
+        if traced.evaluation is not None:  # else nobody will run it: nothing is compiled that others could share
+            program = (signature, traced.joint.key(), traced.evaluation.key())
+            traced = cache.traced.setdefault(program, traced)
+        cache.traced[functions] = traced
     return cache.traced[functions]
 
 
@@ -310,10 +310,10 @@ def _portable(const: Any) -> Any:
 def held_bytes(inputs: Mapping[str, tuple[Sequence[Port], Sequence[Var]]]) -> dict[str, Any]:
     """Bytes held between the operations, per device, by field of :class:`StageFunctions`; ``inputs``: of each operation."""
     held = {op: {p: aval_bytes(v.aval) for p, v in zip(*inputs[op], strict=True)} for op in ("B", "W")}
-    kept = ("x", "res")
-    for_w = {p: n for p, n in held["W"].items() if p.kind in (*kept, "wres")}
+    residual_kinds = ("x", "res")
+    for_w = {p: n for p, n in held["W"].items() if p.kind in (*residual_kinds, "wres")}
     return {
-        "residual_bytes": sum({p: n for h in held.values() for p, n in h.items() if p.kind in kept}.values()),
+        "residual_bytes": sum({p: n for h in held.values() for p, n in h.items() if p.kind in residual_kinds}.values()),
         "w_residual_bytes": sum(for_w.values()),
         "cotangent_bytes": sum(n for p, n in for_w.items() if p.kind == "wres"),
     }
@@ -321,12 +321,14 @@ def held_bytes(inputs: Mapping[str, tuple[Sequence[Port], Sequence[Var]]]) -> di
 
 def _handed_on(parts: Mapping[str, Part]) -> dict[Port, Port]:
     """Residuals that are arguments of the function that saves them, with those: they stay where they are."""
-    found: dict[Port, Port] = {}
+    source_of: dict[Port, Port] = {}
     for part in parts.values():
         ports = dict(zip(part.invars, part.inputs, strict=True))
         results = zip(part.outputs, part.outvars, strict=True)
-        found |= {p: ports[v] for p, v in results if p.kind in ("res", "wres") and isinstance(v, Var) and v in ports}
-    return found
+        source_of |= {
+            p: ports[v] for p, v in results if p.kind in ("res", "wres") and isinstance(v, Var) and v in ports
+        }
+    return source_of
 
 
 def _function(
@@ -398,8 +400,8 @@ def _forwarding(
     source = tuple((True, forwarded[k]) if k in forwarded else (False, rest.index(k)) for k in range(count))
 
     def call(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-        made = jitted(*arrays)
-        return tuple(arrays[i] if given else made[i] for given, i in source)
+        outputs = jitted(*arrays)
+        return tuple(arrays[i] if is_argument else outputs[i] for is_argument, i in source)
 
     return call
 

@@ -111,8 +111,8 @@ def _turned(eqn: JaxprEqn) -> tuple[Jaxpr, Sequence[Any]] | None:
         params = params | {"dimension_numbers": ((over[0], (0,)), batch)}
 
         def product(a: jax.Array, b: jax.Array) -> jax.Array:
-            made: jax.Array = eqn.primitive.bind(a, lax.optimization_barrier(lax.transpose(b, (1, 0))), **params)
-            return made
+            result: jax.Array = eqn.primitive.bind(a, lax.optimization_barrier(lax.transpose(b, (1, 0))), **params)
+            return result
 
     elif _is_over_rows(eqn) and a[1] > b[1]:
         precision = params["precision"]
@@ -135,14 +135,14 @@ def _is_over_rows(eqn: JaxprEqn) -> bool:
 
 def _runs(shape: Sequence[int], axes: Sequence[int]) -> list[tuple[int, int]]:
     """Neighbouring reduced axes from the last on: the elements along them, and the kept ones along the axes behind them."""
-    found, width = [], 1
+    runs, width = [], 1
     for is_reduced, run in groupby(reversed(range(len(shape))), key=lambda a: a in axes):
         size = math.prod(shape[a] for a in run)
         if is_reduced:
-            found.append((size, width))
+            runs.append((size, width))
         else:
             width *= size
-    return found
+    return runs
 
 
 def _is_one_loop(eqn: JaxprEqn, rows: int, width: int) -> bool:
@@ -153,15 +153,15 @@ def _joined(eqn: JaxprEqn, x: jax.Array) -> jax.Array:
     """``x`` [A, R, C] reduced along R."""
 
     def one_loop(x: jax.Array, axis: int) -> jax.Array:
-        made: jax.Array = eqn.primitive.bind(x, **eqn.params | {"axes": (axis,)})
-        return made
+        result: jax.Array = eqn.primitive.bind(x, **eqn.params | {"axes": (axis,)})
+        return result
 
     before, rows, width = x.shape
     if _is_one_loop(eqn, rows, width):
         return one_loop(x, 1)
     part = _ROWS if width > 1 else _PART
     parts, rest = divmod(rows, part)
-    whole = x if rest == 0 else lax.slice_in_dim(x, 0, rows - rest, axis=1)
-    groups = one_loop(lax.reshape(whole, (before, parts, part, width)), 2)
-    made = _joined(eqn, lax.optimization_barrier(groups))
-    return made if rest == 0 else _JOINS[eqn.primitive.name](made, one_loop(x[:, rows - rest :], 1))
+    grouped = x if rest == 0 else lax.slice_in_dim(x, 0, rows - rest, axis=1)
+    groups = one_loop(lax.reshape(grouped, (before, parts, part, width)), 2)
+    joined = _joined(eqn, lax.optimization_barrier(groups))
+    return joined if rest == 0 else _JOINS[eqn.primitive.name](joined, one_loop(x[:, rows - rest :], 1))

@@ -63,10 +63,10 @@ def footprint(function: AnyFunction) -> Footprint:
     The first compilation takes seconds for a large stage. What the compiler raises (an out-of-memory plan, an unknown
     target) is passed on.
     """
-    known = _known.setdefault(function.jitted, {})
-    if function.avals_in not in known:
-        known[function.avals_in] = compiled_footprint(function.jitted.lower(*function.avals_in).compile())
-    return known[function.avals_in]
+    footprints = _known.setdefault(function.jitted, {})
+    if function.avals_in not in footprints:
+        footprints[function.avals_in] = compiled_footprint(function.jitted.lower(*function.avals_in).compile())
+    return footprints[function.avals_in]
 
 
 def compiled_footprint(compiled: Any) -> Footprint:
@@ -89,10 +89,10 @@ def device_bytes(aval: jax.ShapeDtypeStruct | jax.Array, align: int = 1) -> int:
 
     ``align``: the allocator's granularity, to which every buffer is rounded up.
     """
-    whole = aval_bytes(aval)
+    size_bytes = aval_bytes(aval)
     if aval.sharding is not None and aval.size:
-        whole = whole * math.prod(aval.sharding.shard_shape(tuple(aval.shape))) // aval.size
-    return -(-whole // align) * align
+        size_bytes = size_bytes * math.prod(aval.sharding.shard_shape(tuple(aval.shape))) // aval.size
+    return -(-size_bytes // align) * align
 
 
 def total_device_bytes(avals: Sequence[jax.ShapeDtypeStruct], align: int = 1) -> int:

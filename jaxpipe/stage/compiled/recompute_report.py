@@ -47,7 +47,7 @@ class PolicyCost:
 
     @property
     def saved_fraction(self) -> float:
-        """Of the residual bytes with ``none``."""
+        """The fraction of the residual bytes of ``none`` that this policy saves."""
         return self.saved_bytes / max(1, self.saved_bytes + self.residual_bytes)
 
 

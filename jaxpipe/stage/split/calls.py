@@ -29,29 +29,29 @@ class Calls:
     repeated: Collection[Hashable] | None = None
 
     def __call__(self, layer: Layer, params: Params, x: Any, context: LayerContext, where: str) -> Any:
-        """What ``layer`` returns.
+        """Call ``layer`` and return its result.
 
         Raises:
             StageError: as :func:`~jaxpipe.stage.model.reference.calling`.
         """
         if self.repeated is not None and function_key(layer.apply) not in self.repeated:
             return calling(layer, params, x, context, where)
-        given = (params, x, dict(context.data), context.key)
-        leaves, structure = jax.tree.flatten(given)
+        arguments = (params, x, dict(context.data), context.key)
+        leaves, structure = jax.tree.flatten(arguments)
         types = tuple((v.shape, v.dtype, varying_axes(v)) if is_array(v) else value_key(v) for v in leaves)
         kind = (function_key(layer.apply), structure, types, context.train, context.tp)
         if kind not in self.known:
             skeleton: list[Any] = []
-            still = fill(given, [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in array_leaves(given)])
+            still = fill(arguments, [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in array_leaves(arguments)])
 
             def arrays_of(arrays: list[Any]) -> list[Any]:
                 params, x, data, key = fill(still, arrays)
                 y = calling(layer, params, x, LayerContext(data, key, context.train, context.tp), where)
-                made = array_leaves(y)
-                skeleton[:] = [fill(y, [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in made])]
-                return made
+                outputs = array_leaves(y)
+                skeleton[:] = [fill(y, [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in outputs])]
+                return outputs
 
             self.known[kind] = jit(arrays_of), skeleton
         jitted, returned = self.known[kind]
-        arrays = jitted(array_leaves(given))
+        arrays = jitted(array_leaves(arguments))
         return fill(returned[0], arrays)

@@ -55,7 +55,7 @@ def cheapest_moves(
 
 
 def _base(graph: Graph, v: Var, w: set[int]) -> Var:
-    """What crosses instead of a view made in B or F."""
+    """Return the value that crosses in place of a view made in B or F."""
     while graph.maker.get(v) not in w and (base := graph.view_base(v)) is not None:
         v = base
     return v

@@ -33,10 +33,10 @@ def delayed(part: Part, graph: Graph) -> Part:
     cotangents: dict[int, list[Var]] = {}
     for layer, a in graph.trace.layer_cotangents:
         cotangents.setdefault(layer, []).extend(variables([a]))
-    made = {v for eqn in part.eqns for v in eqn.outvars}
+    outputs = {v for eqn in part.eqns for v in eqn.outvars}
     waiting: dict[int, list[int]] = {}
     for k, g in sorted(_groups(part, graph).items()):
-        if cotangents.get(g) and made.issuperset(cotangents[g]):
+        if cotangents.get(g) and outputs.issuperset(cotangents[g]):
             waiting.setdefault(g, []).append(k)
     views = {k for k, eqn in enumerate(part.eqns) if all(map(graph.is_view, eqn.outvars))}
     waiting = {g: ks for g, ks in waiting.items() if not views.issuperset(ks)}
@@ -57,13 +57,13 @@ def _groups(part: Part, graph: Graph) -> dict[int, int]:
     for k in reversed(range(len(part.eqns))):
         eqn = part.eqns[k]
         layer = layer_of(eqn)
-        own = unknown if layer is None else layer
+        layer_of_eqn = unknown if layer is None else layer
         if k in early:
-            kept = [own] if not results.isdisjoint(eqn.outvars) else []
-            own = max((*kept, *(need.get(v, _NEVER) for v in eqn.outvars)), default=unknown)
-            group[k] = own
+            layers = [layer_of_eqn] if not results.isdisjoint(eqn.outvars) else []
+            layer_of_eqn = max((*layers, *(need.get(v, _NEVER) for v in eqn.outvars)), default=unknown)
+            group[k] = layer_of_eqn
         for v in variables(eqn.invars):
-            need[v] = max(need.get(v, _NEVER), own)
+            need[v] = max(need.get(v, _NEVER), layer_of_eqn)
     return {k: g for k, g in group.items() if g != unknown}
 
 
@@ -105,8 +105,8 @@ class _Reordering:
         eqns = [self.part.eqns[k] for k in self.waiting.pop(g, ())]
         if not eqns:
             return True
-        made = {v for eqn in eqns for v in eqn.outvars}
-        reads = dict.fromkeys(v for eqn in eqns for v in variables(eqn.invars) if v not in made and self._held(v))
+        outputs = {v for eqn in eqns for v in eqn.outvars}
+        reads = dict.fromkeys(v for eqn in eqns for v in variables(eqn.invars) if v not in outputs and self._held(v))
         ends = self.cotangents[g]
         if not self._ready(reads) or not self._brought(eqns) or not self.done.issuperset(ends):
             return False
@@ -135,7 +135,7 @@ class _Reordering:
 
     def _summed(self, g: int) -> list[Var]:
         """The accumulators that need nothing of layer ``g`` and those before it. What still was to be done for them is."""
-        found = []
+        finished_sums = []
         for v in self.sums:
             missing = reachable([v], self._missing) - self.done
             eqns = sorted({self.maker[u] for u in missing if u in self.maker})
@@ -145,12 +145,12 @@ class _Reordering:
                 and not any(n is not None and n <= g for n in layers)
                 and missing.isdisjoint(self.group_of)
             ):
-                found.append(v)
+                finished_sums.append(v)
                 self.early.update(eqns)
                 for k in eqns:
                     self._emit(self.part.eqns[k], self.names)
-        self.sums = [v for v in self.sums if v not in found]
-        return found
+        self.sums = [v for v in self.sums if v not in finished_sums]
+        return finished_sums
 
     def _missing(self, v: Var) -> Iterable[Var]:
         return variables(self.part.eqns[self.maker[v]].invars) if v in self.maker and v not in self.done else ()

@@ -89,13 +89,13 @@ class Graph(Dataflow):
     def early(self, eqns: Sequence[JaxprEqn]) -> set[int]:
         """Positions of those among backward equations, in the order of a program, that depend on no cotangent."""
         late = {v for v, p in self.trace.inputs.items() if p.kind == "dy"} | {self.trace.seed}
-        found = set()
+        positions = set()
         for k, eqn in enumerate(eqns):
             if eqn.effects or any(v in late for v in variables(eqn.invars)):
                 late.update(eqn.outvars)
             else:
-                found.add(k)
-        return found
+                positions.add(k)
+        return positions
 
     def is_fixed(self, v: Var) -> bool:
         return self.of(v) is Level.FIXED

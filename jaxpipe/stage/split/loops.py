@@ -72,18 +72,18 @@ class Loop:
         c, k = parts.num_consts, parts.num_carry
         return cls(eqn, parts, ins[:c], ins[c : c + k], ins[c + k :], outs[:k], outs[k:])
 
-    def needed(self, wanted: Callable[[Var], bool]) -> tuple[set[int], set[int]]:
+    def needed(self, is_read: Callable[[Var], bool]) -> tuple[set[int], set[int]]:
         """Body equations and carry positions that the scan's results that are ``wanted`` depend on, over all iterations."""
         flow = Dataflow(self.parts.body.eqns)
         again = {v: out for (v, _), (out, _) in zip(self.carries, self.carry_outs, strict=True)}
 
         def near(v: Var) -> Iterable[Var]:
-            made = flow.eqns[flow.maker[v]].invars if v in flow.maker else ()
-            return variables([*made, *([again[v]] if v in again else ())])
+            operands = flow.eqns[flow.maker[v]].invars if v in flow.maker else ()
+            return variables([*operands, *([again[v]] if v in again else ())])
 
-        reached = reachable(variables(a for a, v in (*self.carry_outs, *self.ys) if wanted(v)), near)
+        reached = reachable(variables(a for a, v in (*self.carry_outs, *self.ys) if is_read(v)), near)
         ends = zip(self.carries, self.carry_outs, strict=True)
-        carries = {j for j, ((v, _), (_, end)) in enumerate(ends) if v in reached or wanted(end)}
+        carries = {j for j, ((v, _), (_, end)) in enumerate(ends) if v in reached or is_read(end)}
         return {flow.maker[v] for v in reached if v in flow.maker}, carries
 
     def loop_over(
@@ -131,13 +131,13 @@ def hoist_fixed(
     for i, eqn in enumerate(eqns):
         eqn = eqn.replace(invars=[called(names, a) for a in eqn.invars])
         loop = Loop.of(eqn)
-        made: list[JaxprEqn] = [eqn]
+        replacements: list[JaxprEqn] = [eqn]
         renamed: dict[Var, Atom] = {}
         if loop is not None and not eqn.effects and not all(known(a) for a in eqn.invars):
-            made, renamed = _without_fixed(loop, known)
+            replacements, renamed = _without_fixed(loop, known)
         names.update(renamed)
         names.update(_handed_on(eqn))
-        for new in made:
+        for new in replacements:
             level = all(known(a) for a in new.invars) and not new.effects
             fixed.update(dict.fromkeys(new.outvars, level))
             if i in recomputed:
@@ -146,16 +146,16 @@ def hoist_fixed(
     return out, frozenset(marked), names
 
 
-def _without_fixed(loop: Loop, known: Callable[[Atom], bool]) -> tuple[list[JaxprEqn], dict[Var, Atom]]:
+def _without_fixed(loop: Loop, is_fixed: Callable[[Atom], bool]) -> tuple[list[JaxprEqn], dict[Var, Atom]]:
     """The loop as one that makes what is fixed and one that makes the rest, and what it hands on."""
     eqn, names = loop.eqn, _handed_through(loop, {})
 
-    def only(wanted: Callable[[Var], bool]) -> list[JaxprEqn]:
-        used = [wanted(v) for v in eqn.outvars]
+    def only(is_read: Callable[[Var], bool]) -> list[JaxprEqn]:
+        used = [is_read(v) for v in eqn.outvars]
         return [pruned(eqn, used)] if any(used) else []
 
-    own = [v for a, v in loop.ys if v not in names and isinstance(a, Var)]
-    fixed = {v for v in own if all(known(a) for part in only({v}.__contains__) for a in part.invars)}
+    stacked = [v for a, v in loop.ys if v not in names and isinstance(a, Var)]
+    fixed = {v for v in stacked if all(is_fixed(a) for part in only({v}.__contains__) for a in part.invars)}
     if not fixed and not names:
         return [eqn], {}
     return only(fixed.__contains__) + only(lambda v: v not in fixed and v not in names), names
@@ -180,9 +180,9 @@ def _handed_through(loop: Loop, names: Mapping[Var, Atom]) -> dict[Var, Atom]:
     """Results of a loop that are its operands: slices stacked again in their order, carries that no iteration changes.
     ``names``: what body values are, where that is known."""
     xs: dict[Atom, Atom] = dict(loop.xs)
-    found = {v: xs[b] for a, v in loop.ys if isinstance(b := called(names, a), Var) and b in xs}
+    operand_of = {v: xs[b] for a, v in loop.ys if isinstance(b := called(names, a), Var) and b in xs}
     ends = zip(loop.carry_outs, loop.carries, strict=True)
-    return found | {v: start for (a, v), (k, start) in ends if called(names, a) is k}
+    return operand_of | {v: start for (a, v), (k, start) in ends if called(names, a) is k}
 
 
 def _handed_on(eqn: JaxprEqn) -> dict[Var, Atom]:
@@ -232,8 +232,8 @@ def divide(
     ys_b = [(a, v) for a, v in loop.ys if for_b(v)]
     first, names = loop.loop_over(eqns_b, sorted(carries_b), [*ys_b, *stacked.items()])
     feed = [(v, called(names, s)) for v, s in stacked.items()]
-    second, more = loop.loop_over(eqns_w | redo, sorted(carries_w), ys_w, feed)
-    return first + second, {**names, **more}
+    second, more_names = loop.loop_over(eqns_w | redo, sorted(carries_w), ys_w, feed)
+    return first + second, {**names, **more_names}
 
 
 def is_mixed(eqn: JaxprEqn, for_b: Callable[[Var], bool], for_w: Callable[[Var], bool]) -> bool:
@@ -260,15 +260,15 @@ def _crossing(loop: Loop, read: Iterable[Var], made_b: Iterable[Var], again: set
 
 
 def _from_consts(loop: Loop, eqns: set[int]) -> set[int]:
-    """Of these body equations, those that depend on the loop's constants only."""
-    found: set[int] = set()
+    """Return those of the body equations that depend on the loop's constants only."""
+    positions: set[int] = set()
     fixed = {v for v, _ in loop.consts}
     for i in sorted(eqns):
         eqn = loop.parts.body.eqns[i]
         if all(v in fixed for v in variables(eqn.invars)) and not eqn.effects:
-            found.add(i)
+            positions.add(i)
             fixed.update(eqn.outvars)
-    return found
+    return positions
 
 
 def _trace_scan(body: ClosedJaxpr, consts: int, carries: int, xs: Sequence[Atom], parts: ScanParts) -> ClosedJaxpr:
@@ -284,8 +284,8 @@ def _trace_scan(body: ClosedJaxpr, consts: int, carries: int, xs: Sequence[Atom]
         ends, ys = jax.lax.scan(step, start, stacked, length=parts.length, reverse=parts.reverse, unroll=parts.unroll)
         return (*ends, *ys)
 
-    given = [*body.jaxpr.invars[: consts + carries], *xs]
-    return jax.make_jaxpr(scan)(*(jax.ShapeDtypeStruct(shape_of(a), dtype_of(a)) for a in given))
+    arguments = [*body.jaxpr.invars[: consts + carries], *xs]
+    return jax.make_jaxpr(scan)(*(jax.ShapeDtypeStruct(shape_of(a), dtype_of(a)) for a in arguments))
 
 
 def _splice(

@@ -47,14 +47,14 @@ def ingredients(name: str) -> tuple[str, ...]:
     Raises:
         StageError: one of them does not exist.
     """
-    given = [part.strip() for part in name.split("+")]
-    for part in given:
+    parts = [part.strip() for part in name.split("+")]
+    for part in parts:
         if part not in POLICIES:
             raise StageError(
                 f"recompute policy {part!r} does not exist; choose one of {', '.join(POLICIES)}, or several joined by +, "
                 "such as cheap+attention"
             )
-    return tuple(part for part in POLICIES if part in given)
+    return tuple(part for part in POLICIES if part in parts)
 
 
 def per_stage(recompute: str | Sequence[str], num_stages: int) -> tuple[str, ...]:

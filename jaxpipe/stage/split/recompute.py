@@ -126,33 +126,33 @@ def _marked(graph: Graph, mark: str = ATTENTION_SCORES) -> list[Var]:
 
 def _views(graph: Graph, v: Var) -> Iterator[Var]:
     """A value and what it is a view of; only the last can be saved."""
-    seen: Var | None = v
-    while seen is not None:
-        yield seen
-        seen = graph.view_base(seen)
+    view: Var | None = v
+    while view is not None:
+        yield view
+        view = graph.view_base(view)
 
 
 def _gathered(graph: Graph, axis: str | None = None) -> frozenset[Var]:
-    """What was gathered (over this mesh axis), and the same numbers in other places, shapes or dtypes."""
-    found: set[Var] = set()
+    """Return the values that were gathered (over this mesh axis), and the same numbers in other places, shapes or dtypes."""
+    gathered: set[Var] = set()
     for eqn in graph.eqns:
         operands = set(variables(eqn.invars))
         moves = kind(eqn) in _UNWORKED and bool(operands)
         gathers = row(eqn).exchange == "all-gather" and (axis is None or axis in eqn.params["axis_name"])
-        if gathers or (moves and operands <= found):
-            found.update(eqn.outvars)
-    return frozenset(found)
+        if gathers or (moves and operands <= gathered):
+            gathered.update(eqn.outvars)
+    return frozenset(gathered)
 
 
 def _found_scores(graph: Graph) -> set[Var]:
     """Results of products of two activations that reach another such product with the size they have, worked on, and all of
     that size that is connected with them by anything but products."""
-    found: set[Var] = set()
+    scores: set[Var] = set()
     for eqn, level in zip(graph.eqns, graph.eqn_level, strict=True):
-        if level is Level.FORWARD and _is_of_activations(graph, eqn) and not found.intersection(eqn.outvars):
+        if level is Level.FORWARD and _is_of_activations(graph, eqn) and not scores.intersection(eqn.outvars):
             near, is_score = _same_size(graph, eqn.outvars[0])
-            found |= near if is_score else set()
-    return found
+            scores |= near if is_score else set()
+    return scores
 
 
 def _same_size(graph: Graph, start: Var) -> tuple[set[Var], bool]:
@@ -275,9 +275,9 @@ class Policy:
     def __call__(self, graph: Graph) -> Saveable:
         tests = [_RULES[part](graph) for part in self.parts]
         marked = [] if "full" in self.parts else _marked(graph, ATTENTION_RESULTS)
-        kept = {v for mark in marked for v in _views(graph, mark)}
+        saved = {v for mark in marked for v in _views(graph, mark)}
         again = _gathered(graph, CP)
-        return lambda v: v in kept or (v not in again and all(test(v) for test in tests))
+        return lambda v: v in saved or (v not in again and all(test(v) for test in tests))
 
     @property
     def exact(self) -> bool:

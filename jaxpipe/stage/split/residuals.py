@@ -32,42 +32,42 @@ _HELD = ("", "x")
 
 
 def leanest(graph: Graph, read: Iterable[Var], may_save: Saveable) -> Saveable:
-    """Of what F may save, what it should. ``read``: the values that the backward pass reads."""
+    """Choose what F saves of what it may save. ``read``: the values that the backward pass reads."""
 
     def operands(v: Var) -> list[Var]:
-        made = graph.eqns[graph.maker[v]].invars if v in graph.maker else ()
-        return [u for u in variables(made) if graph.of(u) is Level.FORWARD and graph.port_kind(u) in _HELD]
+        operands_of_maker = graph.eqns[graph.maker[v]].invars if v in graph.maker else ()
+        return [u for u in variables(operands_of_maker) if graph.of(u) is Level.FORWARD and graph.port_kind(u) in _HELD]
 
     def saveable(v: Var) -> bool:
         if v not in graph.maker or graph.eqns[graph.maker[v]].effects:
             return True
         return not graph.is_view(v) and may_save(v)
 
-    needed = reachable(
+    backward_reads = reachable(
         (v for v in read if graph.of(v) is Level.FORWARD and graph.port_kind(v) in _HELD),
         lambda v: () if saveable(v) else operands(v),
     )
-    stack = [v for v in needed if saveable(v)]
+    stack = [v for v in backward_reads if saveable(v)]
     flow = Flow()
     for v in stack:
         flow.edge("backward", v, INFINITE)
-    seen: set[Var] = set()
+    reached: set[Var] = set()
     while stack:
         v = stack.pop()
-        if v in seen:
+        if v in reached:
             continue
-        seen.add(v)
+        reached.add(v)
         size = aval_bytes(v.aval)
         flow.edge(v, ("make", v), size + VALUE_BYTES if saveable(v) else INFINITE)
-        made = kind(graph.eqns[graph.maker[v]]) if v in graph.maker else None
-        if made not in _LOCAL:
+        maker_kind = kind(graph.eqns[graph.maker[v]]) if v in graph.maker else None
+        if maker_kind not in _LOCAL:
             flow.edge(("make", v), "forward", INFINITE)
             continue
-        if made in _MOVES and not graph.is_view(v):
+        if maker_kind in _MOVES and not graph.is_view(v):
             flow.edge(("make", v), "forward", size // 2)
         for u in operands(v):
             flow.edge(("make", v), u, INFINITE)
             stack.append(u)
     again = set(flow.source_side("backward", "forward"))
-    kept = {v for v in seen if v in again and ("make", v) not in again}
-    return kept.__contains__
+    saved = {v for v in reached if v in again and ("make", v) not in again}
+    return saved.__contains__

@@ -135,13 +135,13 @@ def _divide_loops(graph: Graph) -> Graph:
 
 
 def _read(graph: Graph, backward: set[int], targets: Sequence[Atom]) -> list[Var]:
-    """What the backward equations read, and what of ``targets`` they might not make."""
+    """Return the values that the backward equations read, and those of ``targets`` that they might not make."""
     read = [v for i in sorted(backward, reverse=True) for v in variables(graph.eqns[i].invars)]
     return read + list(variables(targets))
 
 
 def _save(graph: Graph, backward: set[int], targets: Sequence[Atom], may_save: Saveable) -> tuple[list[Var], set[int]]:
-    """What F saves for the backward equations, and the forward equations that run again instead."""
+    """Return what F saves for the backward equations, and the forward equations that run again instead."""
 
     def forward(atoms: Iterable[Atom]) -> Iterator[Var]:
         return (v for v in variables(atoms) if graph.of(v) is Level.FORWARD)
@@ -154,8 +154,8 @@ def _save(graph: Graph, backward: set[int], targets: Sequence[Atom], may_save: S
         return () if v not in graph.maker or kept(v) else forward(graph.eqns[graph.maker[v]].invars)
 
     read = reachable(forward(_read(graph, backward, targets)), operands)
-    made = [v for v in graph.maker if v in read]  # x, data and keys have their own ports
-    return list(filter(kept, made)), {graph.maker[v] for v in made if not kept(v)}
+    values = [v for v in graph.maker if v in read]  # x, data and keys have their own ports
+    return list(filter(kept, values)), {graph.maker[v] for v in values if not kept(v)}
 
 
 def _idle_parts(graph: Graph, backward: set[int], targets: Sequence[Atom], policy: Policy) -> tuple[str, ...]:
@@ -197,34 +197,36 @@ def _crossing(
 
     read = [v for i in sorted(w) for v in variables(graph.eqns[i].invars)] + list(variables(targets))
     reached = reachable(missing(read), bases)
-    made = [v for v in graph.maker if v in reached and graph.maker[v] in b]
+    values = [v for v in graph.maker if v in reached and graph.maker[v] in b]
     cotangents = [v for v in graph.trace.inputs if v in reached and graph.port_kind(v) == "dy"]
-    redo = {graph.maker[v] for v in made if graph.is_view(v)}
-    return cotangents + [v for v in made if not graph.is_view(v)], redo
+    redo = {graph.maker[v] for v in values if graph.is_view(v)}
+    return cotangents + [v for v in values if not graph.is_view(v)], redo
 
 
 def _part(
     graph: Graph,
     outputs: Sequence[tuple[Port, Atom]],
     mine: Callable[[int], bool],
-    given: Mapping[Var, Port],
+    crossing_ports: Mapping[Var, Port],
     always: Iterable[int] = (),
 ) -> Part:
     """The part that computes ``outputs`` from ``given`` ports, inputs of the stage and fixed values."""
-    ports = {**graph.trace.inputs, **given}
+    ports = {**graph.trace.inputs, **crossing_ports}
 
     def among(i: int) -> bool:
         return mine(i) or graph.eqn_level[i] is Level.FIXED
 
     roots = [a for _, a in outputs] + [a for i in always for a in graph.eqns[i].invars]
-    chosen = sorted(graph.needed([a for a in roots if not isinstance(a, Var) or a not in given], among) | set(always))
+    chosen = sorted(
+        graph.needed([a for a in roots if not isinstance(a, Var) or a not in crossing_ports], among) | set(always)
+    )
     eqns = tuple(graph.eqns[i] for i in chosen)
-    made = {v for eqn in eqns for v in eqn.outvars}
+    computed = {v for eqn in eqns for v in eqn.outvars}
     read = {v for eqn in eqns for v in variables(eqn.invars)} | set(variables(a for _, a in outputs))
-    invars = sorted((v for v in read - made if v in ports), key=lambda v: _port_order(ports[v]))
-    unknown = [v for v in read - made if v not in ports and v not in graph.trace.consts]
-    known = {graph.trace.offset, graph.trace.seed}
-    assert all(v in known for v in unknown), "a part reads a value that no port carries"
+    invars = sorted((v for v in read - computed if v in ports), key=lambda v: _port_order(ports[v]))
+    unknown = [v for v in read - computed if v not in ports and v not in graph.trace.consts]
+    layer_inputs = {graph.trace.offset, graph.trace.seed}
+    assert all(v in layer_inputs for v in unknown), "a part reads a value that no port carries"
     return Part(
         tuple(ports[v] for v in invars),
         tuple(invars),

@@ -69,8 +69,8 @@ _SEED = "seed"
 
 @dataclass(frozen=True, slots=True)
 class TraceSpec:
-    """What is traced. ``x`` and ``data`` have global shapes; ``data`` holds what the layers read of a microbatch, in port
-    order. ``calls``: what is known of layers' functions."""
+    """The description of a stage to trace. ``x`` and ``data`` have global shapes; ``data`` holds what the layers read of a
+    microbatch, in port order. ``calls``: what is known of layers' functions."""
 
     stage: int
     layers: tuple[Layer, ...]
@@ -89,20 +89,20 @@ class TraceSpec:
 
     @property
     def x_varies(self) -> tuple[bool, ...]:
-        """By array leaf of ``x``, whether it differs between ``tp`` shards."""
+        """Tell, for each array leaf of ``x``, whether it differs between ``tp`` shards."""
         return tuple(map(varies_over_tp, array_leaves(self.x)))
 
     @property
     def x_learns(self) -> list[bool]:
-        """By array leaf of ``x``, whether it has a cotangent."""
+        """Tell, for each array leaf of ``x``, whether it has a cotangent."""
         each = [zip(self.links.entries(x), self.links.x_learns, strict=True) for x in self.links.members(self.x)]
         return [is_inexact(v) and learns for entries in each for entry, learns in entries for v in array_leaves(entry)]
 
     def whole_x(self, leaves: Sequence[Any]) -> Any:
-        """What enters, of its array leaves, with the rows of all microbatches as one."""
-        first, *others = self.links.members(fill(self.x, leaves))
-        columns = zip(*map(array_leaves, (first, *others)), strict=True)
-        return fill(first, [jnp.concatenate(column) for column in columns]) if others else first
+        """Build the input of the stage from its array ``leaves``, the rows of all its microbatches joined."""
+        first, *rest = self.links.members(fill(self.x, leaves))
+        columns = zip(*map(array_leaves, (first, *rest)), strict=True)
+        return fill(first, [jnp.concatenate(column) for column in columns]) if rest else first
 
     def whole_data(self, data: Sequence[Any]) -> list[Any]:
         """Batch arrays in port order, with the rows of all microbatches as one."""
@@ -185,7 +185,7 @@ def trace_joint(spec: TraceSpec, mesh: AnyMesh) -> StageTrace:
     Raises:
         StageError: a layer fails, or returns what can't cross a boundary; batch sizes don't divide by ``dp``.
     """
-    made: dict[str, Any] = {}
+    traced: dict[str, Any] = {}
 
     def joint(
         buffers: list[Any], x: list[Any], data: list[Any], key: Any, offset: Any, acc: list[Any]
@@ -198,37 +198,37 @@ def trace_joint(spec: TraceSpec, mesh: AnyMesh) -> StageTrace:
             params = spec.layout.tree(theta_of(theta))
             entering = spec.whole_x(x_of(floats))
             results = _run_layers(spec, mesh, params, entering, data, key, offset, train=True)
-            made.update(_leaving(spec, entering, results))
-            made["rest"] = [p for p in made["values"] if p not in made["learning"]]
-            ys = [made["values"][p] for p in made["learning"]]
-            return ys, [jax.lax.stop_gradient(made["values"][p]) for p in made["rest"]]
+            traced.update(_leaving(spec, entering, results))
+            traced["rest"] = [p for p in traced["values"] if p not in traced["learning"]]
+            ys = [traced["values"][p] for p in traced["learning"]]
+            return ys, [jax.lax.stop_gradient(traced["values"][p]) for p in traced["rest"]]
 
         ys, pullback, aux = jax.vjp(forward, theta, floats, has_aux=True)
-        ends = dict(zip(made["learning"], ys, strict=True))
-        dtheta, dx = pullback(_cotangents(spec, ends, made["leaving"]["dy_of"], data))
-        made.pop("values")
+        ends = dict(zip(traced["learning"], ys, strict=True))
+        dtheta, dx = pullback(_cotangents(spec, ends, traced["leaving"]["dy_of"], data))
+        traced.pop("values")
         grads = spec.layout.pack_leaves(theta_of(dtheta, missing=None))
         return ys, aux, dx, [a + g.astype(a.dtype) for a, g in zip(acc, grads, strict=True)]
 
-    return _joint_trace(spec, made, *_trace(spec, mesh, joint, spec.layout.acc_avals(spec.acc_dtype)))
+    return _joint_trace(spec, traced, *_trace(spec, mesh, joint, spec.layout.acc_avals(spec.acc_dtype)))
 
 
 def trace_eval(spec: TraceSpec, mesh: AnyMesh) -> StageTrace:
     """Trace the evaluation forward pass: ``(param, x, data) -> y | loss`` with ``train=False`` and no keys."""
-    made: dict[str, Any] = {}
+    traced: dict[str, Any] = {}
 
     def forward(buffers: list[Any], x: list[Any], data: list[Any], key: Any, offset: Any, acc: list[Any]) -> list[Any]:
         params = spec.layout.tree(spec.layout.unpack_leaves(_varying_params(spec, buffers)))
         entering, data = spec.whole_x(x), spec.whole_data(data)
         results = _run_layers(spec, mesh, params, entering, data, key, offset, train=False)
-        made.update(_leaving(spec, entering, results))
-        values = made.pop("values")
-        made["ports"] = sorted(values)
-        return [values[p] for p in made["ports"]]
+        traced.update(_leaving(spec, entering, results))
+        values = traced.pop("values")
+        traced["ports"] = sorted(values)
+        return [values[p] for p in traced["ports"]]
 
     flat, inputs, _ = _trace(spec, mesh, forward, [])
-    outputs = tuple(zip(made["ports"], flat.outvars, strict=True))
-    return StageTrace(flat.eqns, flat.consts, inputs, outputs, **made["leaving"])
+    outputs = tuple(zip(traced["ports"], flat.outvars, strict=True))
+    return StageTrace(flat.eqns, flat.consts, inputs, outputs, **traced["leaving"])
 
 
 def _varying_params(spec: TraceSpec, buffers: Sequence[Any]) -> list[Any]:
@@ -243,7 +243,7 @@ def _trace(
     """``fn`` per shard, the ports of its inputs, and the input that is the layer offset."""
     captured: list[ClosedJaxpr] = []
     homes, offset = Homes(mesh, spec.layout, spec.x_varies), Port("key", 1)
-    given: Mapping[PortKind, tuple[Any, Sequence[Any]]] = {
+    sources: Mapping[PortKind, tuple[Any, Sequence[Any]]] = {
         "param": (homes.aval, spec.layout.buffers),
         "x": (homes.entering, array_leaves(spec.x)),
         "data": (homes.entering, [*spec.data.values()] * spec.links.span),
@@ -251,7 +251,7 @@ def _trace(
         "acc": (homes.aval, acc),
     }
     _check_divisible(spec, mesh)
-    args = [[lying(Port(kind, i), a) for i, a in enumerate(arrays)] for kind, (lying, arrays) in given.items()]
+    args = [[lying(Port(kind, i), a) for i, a in enumerate(arrays)] for kind, (lying, arrays) in sources.items()]
 
     def body(params: Any, x: Any, data: Any, drawing: Any, acc: Any) -> jax.Array:
         captured.append(jax.make_jaxpr(fn)(params, x, data, *drawing, acc))
@@ -263,7 +263,7 @@ def _trace(
     jax.eval_shape(mapped, *args)
     flat = flatten(captured[0].jaxpr, captured[0].consts, sources=_SOURCE)
     _refuse_ordered_effects(spec, flat)
-    ports = [Port(kind, i) for kind, (_, arrays) in given.items() for i in range(len(arrays))]
+    ports = [Port(kind, i) for kind, (_, arrays) in sources.items() for i in range(len(arrays))]
     variable = dict(zip(ports, flat.invars, strict=True))
     return flat, {v: p for p, v in variable.items() if p != offset}, variable[offset]
 
@@ -288,9 +288,9 @@ def _partition(leaves: Sequence[Any], chosen: Sequence[bool]) -> tuple[list[Any]
     rest = [None if c else leaf for c, leaf in zip(chosen, leaves, strict=True)]
 
     def merge(values: Sequence[Any], missing: Any = rest) -> list[Any]:
-        others = rest if missing is not None else [None] * len(rest)
+        fillers = rest if missing is not None else [None] * len(rest)
         it = iter(values)
-        return [next(it) if c else other for c, other in zip(chosen, others, strict=True)]
+        return [next(it) if c else other for c, other in zip(chosen, fillers, strict=True)]
 
     return [leaf for c, leaf in zip(chosen, leaves, strict=True) if c], merge
 
@@ -300,8 +300,10 @@ def _zeros(like: Any) -> Any:
 
 
 def _leaving(spec: TraceSpec, x: Any, results: Sequence[Any]) -> dict[str, Any]:
-    """Of what enters and what each layer returned, the ``values`` that leave by port; which of these ports are ``learning``
-    (have a cotangent); and what :class:`StageTrace` says of what is ``leaving``."""
+    """Return what leaves a stage: ``values`` by port, the ports that are ``learning`` (have a cotangent), and ``leaving``.
+
+    ``x``: what enters; ``results``: what each layer returned; ``leaving``: the fields of :class:`StageTrace` about it.
+    """
     links = spec.links
     values: dict[Port, Any] = {}
     learning: list[Port] = []
@@ -313,11 +315,11 @@ def _leaving(spec: TraceSpec, x: Any, results: Sequence[Any]) -> dict[str, Any]:
     ys = list(values.values())
     silent = {links.readers[n][0] for n in links.silent}
     metrics: dict[str, tuple[int, int]] = {}
-    more = 2 * len(links.losses)
+    next_output = 2 * len(links.losses)
     for h, position in enumerate(links.losses):
         sums, named = _loss(spec.layers[position].name, results[position])
-        at = [2 * h, 2 * h + 1, *range(more, more + len(sums) - 2)]
-        more += len(sums) - 2
+        at = [2 * h, 2 * h + 1, *range(next_output, next_output + len(sums) - 2)]
+        next_output += len(sums) - 2
         values |= {Port("loss", n): v for n, v in zip(at, sums, strict=True)}
         learning.append(Port("loss", 2 * h))
         metrics |= {name: (at[total], at[weight]) for name, (total, weight) in named.items()}
@@ -331,31 +333,33 @@ def _leaving(spec: TraceSpec, x: Any, results: Sequence[Any]) -> dict[str, Any]:
 
 
 def leaves_read(links: StageLinks, y: Any) -> list[tuple[int, int]]:
-    """By ``dy`` port, the stage that makes it and the leaf of ``y`` whose cotangent it is: for each stage that reads, in order,
-    the leaves of what it takes."""
+    """Return, by ``dy`` port, the stage that makes it and the leaf of ``y`` whose cotangent it is.
+
+    Ports are in the order of the stages that read, and of the leaves that each of them takes.
+    """
     ends = list(accumulate((len(array_leaves(entry)) for entry in links.exits(y)), initial=0))
-    return [(t, leaf) for t, taken in links.readers for n in taken for leaf in range(ends[n], ends[n + 1])]
+    return [(t, leaf) for t, reads in links.readers for n in reads for leaf in range(ends[n], ends[n + 1])]
 
 
 def _cotangents(spec: TraceSpec, ys: Mapping[Port, Any], dy_of: Sequence[int], data: Sequence[Any]) -> list[Any]:
     """The cotangent of each of ``ys``: of what leaves, those of all who read it, summed in their order; of a loss, one times
     the factor that the batch gives for it where the model has several."""
     arrays = dict(zip(spec.data, data, strict=True))
-    found: list[Any] = []
+    cotangents: list[Any] = []
     seed: Any = None
     for port, v in ys.items():
         if port.kind == "y":
             parts = [k for k, leaf in enumerate(dy_of) if leaf == port.index]
-            given = [checkpoint_name(_zeros(v), f"{_SOURCE}/{k}") for k in parts]
-            found.append(sum_in_order(given) if given else _zeros(v))
+            terms = [checkpoint_name(_zeros(v), f"{_SOURCE}/{k}") for k in parts]
+            cotangents.append(sum_in_order(terms) if terms else _zeros(v))
             continue
         if seed is None:
             seed = checkpoint_name(_zeros(v), f"{_SOURCE}/{_SEED}")
         layer = spec.layers[spec.links.losses[port.index // 2]]
         factor = arrays.get(loss_factor(layer))
         cotangent = seed.astype(v.dtype)
-        found.append(cotangent if factor is None else cotangent * vary(factor[0], DATA).astype(v.dtype))
-    return found
+        cotangents.append(cotangent if factor is None else cotangent * vary(factor[0], DATA).astype(v.dtype))
+    return cotangents
 
 
 def sum_in_order(parts: Sequence[Any]) -> Any:
@@ -377,18 +381,18 @@ def _run_layers(
     *,
     train: bool,
 ) -> list[Any]:
-    """What each layer returns."""
+    """Run the layers of a stage and return what each of them returns."""
     entries, arrays = spec.links.entries(x), dict(zip(spec.data, data, strict=True))
     if train and spec.uses_key and mesh.shape[DP] > 1:
         shard = jax.random.wrap_key_data(key, impl="threefry2x32")
         key = jax.random.key_data(jax.random.fold_in(shard, jax.lax.axis_index(DP)))
     results: list[Any] = []
     for i, (layer, takes) in enumerate(zip(spec.layers, spec.links.takes, strict=True)):
-        own = layer_key(key, offset + jnp.uint32(i)) if train and layer.uses_key else None
-        context = LayerContext({name: arrays[name] for name in layer.reads}, own, train, spec.tp)
-        taken = given_to(layer, [results[k] if k >= 0 else entries[~k] for k in takes])
+        layer_key_value = layer_key(key, offset + jnp.uint32(i)) if train and layer.uses_key else None
+        context = LayerContext({name: arrays[name] for name in layer.reads}, layer_key_value, train, spec.tp)
+        layer_input = given_to(layer, [results[k] if k >= 0 else entries[~k] for k in takes])
         with jax.named_scope(f"layer{i}"):
-            y = spec.calls(layer, dict(params[layer.name]), taken, context, f" (stage {spec.stage})")
+            y = spec.calls(layer, dict(params[layer.name]), layer_input, context, f" (stage {spec.stage})")
         if train and i + 1 < len(spec.layers) and i not in spec.links.losses:
             y = fill(y, [_mark(leaf, i, k) if is_inexact(leaf) else leaf for k, leaf in enumerate(array_leaves(y))])
         results.append(y)
@@ -410,7 +414,7 @@ def _mark(value: Any, layer: int, leaf: int) -> Any:
 
 
 def _loss(layer: str, out: Any) -> tuple[list[Any], Metrics]:
-    """What a loss layer returned, as a list of float scalars in the order of ``loss`` ports; which of them are metrics."""
+    """Return what a loss layer returned, as float scalars in the order of ``loss`` ports, and which of them are metrics."""
     if not (isinstance(out, tuple) and len(out) in (2, 3) and (len(out) == 2 or isinstance(out[2], Mapping))):
         raise StageError(
             f"the loss layer {layer!r} (no layer takes it) returns {_described(out)}; want (loss_sum, weight_sum), two float "
@@ -435,7 +439,7 @@ def _loss(layer: str, out: Any) -> tuple[list[Any], Metrics]:
 
 
 def _described(out: Any) -> str:
-    """What a layer returned, in a user's words."""
+    """Describe what a layer returned, in a user's words."""
     if isinstance(out, tuple):
         return f"({', '.join(map(_described, out))})"
     if hasattr(out, "shape") and hasattr(out, "dtype"):
@@ -481,13 +485,13 @@ def layer_of(eqn: JaxprEqn) -> int | None:
 
 
 def _joint_trace(
-    spec: TraceSpec, made: Mapping[str, Any], flat: FlatJaxpr, inputs: dict[Var, Port], offset: Var
+    spec: TraceSpec, traced: Mapping[str, Any], flat: FlatJaxpr, inputs: dict[Var, Port], offset: Var
 ) -> StageTrace:
     fixed = {*flat.consts, offset, *(v for v, p in inputs.items() if p.kind == "param")}
     eqns, recomputed, renamed = hoist_fixed(flat.eqns, flat.recomputed, fixed.__contains__)
     outvars = [called(renamed, a) for a in flat.outvars]
     names = [(name, called(renamed, a)) for name, a in flat.names]
-    ports = [*made["learning"], *made["rest"]]
+    ports = [*traced["learning"], *traced["rest"]]
     ports += [Port("dx", i) for i, learns in enumerate(spec.x_learns) if learns]
     ports += [Port("acc", i) for i in range(spec.layout.num_trained)]
     sources = {name.split("/")[1]: v for name, v in names if name.startswith(_SOURCE) and isinstance(v, Var)}
@@ -499,7 +503,7 @@ def _joint_trace(
         flat.consts,
         inputs,
         tuple(zip(ports, outvars, strict=True)),
-        **made["leaving"],
+        **traced["leaving"],
         recomputed=recomputed,
         roots=() if any(spec.x_learns) else _first_cotangents(cotangents, _first_trained(spec)),
         layer_inputs=tuple(a for name, a in names if name.startswith(f"{_PREFIX}.h/")),
@@ -515,13 +519,13 @@ def _first_trained(spec: TraceSpec) -> list[int]:
     slots = {slot.layer for slot in spec.layout.slots if spec.layout.trains(slot)}
     trained = slots | {a for a, _ in spec.layout.aliases}
     behind: list[bool] = []
-    found = []
+    positions = []
     for i, (layer, takes) in enumerate(zip(spec.layers, spec.links.takes, strict=True)):
         earlier = any(behind[k] for k in takes if k >= 0)
         if layer.name in trained and not earlier:
-            found.append(i)
+            positions.append(i)
         behind.append(earlier or layer.name in trained)
-    return found
+    return positions
 
 
 def _first_cotangents(marks: Sequence[tuple[int, Atom]], starts: Sequence[int]) -> tuple[Atom, ...]:

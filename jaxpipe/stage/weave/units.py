@@ -91,7 +91,7 @@ class Collective:
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """What runs between two collectives of one function. ``collective``: the one that ends it, None for filler and for what
+    """The work between two collectives of one function. ``collective``: the one that ends it, None for filler and for what
     stands before the first product (the products' unit follows and has it). ``filler``: no collective needs it."""
 
     name: str
@@ -101,7 +101,7 @@ class Unit:
 
     @property
     def works(self) -> tuple[Chunk | Collective, ...]:
-        """What it does, in order."""
+        """The equations of the unit, in order."""
         return (*self.chunks, self.collective) if self.collective is not None else self.chunks
 
     @property
@@ -132,11 +132,11 @@ class PartGraph(Dataflow):
         return need
 
     def ends(self, eqns: Sequence[int]) -> tuple[list[Var], list[Var]]:
-        """What these equations read of others, and of their results what others read, or is a result of the jaxpr."""
-        made = dict.fromkeys(v for i in eqns for v in self.eqns[i].outvars)
+        """Return what these equations read of others, and those of their results that others read or that the jaxpr returns."""
+        outputs = dict.fromkeys(v for i in eqns for v in self.eqns[i].outvars)
         read = dict.fromkeys(v for i in eqns for v in variables(self.eqns[i].invars))
-        left = [v for v in made if v in self.results or not set(self.readers.get(v, ())).issubset(eqns)]
-        return [v for v in read if v not in made], left
+        left = [v for v in outputs if v in self.results or not set(self.readers.get(v, ())).issubset(eqns)]
+        return [v for v in read if v not in outputs], left
 
     def chunk(self, eqns: Sequence[int]) -> Chunk:
         """The chunk of these equations."""
@@ -148,12 +148,12 @@ class PartGraph(Dataflow):
 
 def collectives(closed: ClosedJaxpr) -> tuple[Collective, ...]:
     """All collectives over ``tp`` or ``cp`` that move activations or statistics in bulk, in program order."""
-    found = []
+    collectives_of_part = []
     for i, eqn in enumerate(closed.jaxpr.eqns):
         if row(eqn).exchange and not {CP, TP}.isdisjoint(mesh_axes(eqn)):
             ends = (sum(aval_bytes(a.aval) for a in atoms) for atoms in (eqn.invars, eqn.outvars))
-            found.append(Collective(i, eqn.primitive.name, max(ends), mesh_axes(eqn)))
-    return tuple(found)
+            collectives_of_part.append(Collective(i, eqn.primitive.name, max(ends), mesh_axes(eqn)))
+    return tuple(collectives_of_part)
 
 
 def cut_threshold(parts: Sequence[ClosedJaxpr]) -> float:
@@ -260,8 +260,8 @@ def _without_head(graph: PartGraph, unit: Unit) -> Iterable[Unit]:
     if first is None or first.heavy is None:
         return [unit]
     at = first.eqns.index(first.heavy)
-    needed = set(_missing(graph, first.heavy, set(first.eqns), set()))
-    head = [i for i in first.eqns[:at] if i in needed]
+    operands = set(_missing(graph, first.heavy, set(first.eqns), set()))
+    head = [i for i in first.eqns[:at] if i in operands]
     if not any(eqn_flops(graph.eqns[i], elementwise=True) for i in head):
         return [unit]
     rest = [i for i in first.eqns if i not in set(head)]

@@ -132,7 +132,7 @@ def weave(parts: Sequence[ClosedJaxpr], *, shards: int = 8, cp: int = 1) -> Wove
 def _apart(parts: Sequence[ClosedJaxpr]) -> tuple[list[ClosedJaxpr], list[tuple[Var, Any]]]:
     """The parts on variables of their own, without constants; and the constants, each once."""
     consts: dict[int, tuple[Var, Any]] = {}
-    made: list[ClosedJaxpr] = []
+    jaxprs: list[ClosedJaxpr] = []
     for part in parts:
         jaxpr = part.jaxpr
         env: dict[Var, Atom] = {
@@ -145,8 +145,8 @@ def _apart(parts: Sequence[ClosedJaxpr]) -> tuple[list[ClosedJaxpr], list[tuple[
             return [called(env, a) for a in atoms]
 
         eqns = [eqn.replace(invars=new(eqn.invars), outvars=new(eqn.outvars)) for eqn in jaxpr.eqns]
-        made.append(close_jaxpr([], new(jaxpr.invars), eqns, new(jaxpr.outvars)))
-    return made, list(consts.values())
+        jaxprs.append(close_jaxpr([], new(jaxpr.invars), eqns, new(jaxpr.outvars)))
+    return jaxprs, list(consts.values())
 
 
 def _nodes(graphs: Sequence[PartGraph], costs: UnitCosts, sizes: Mapping[str, int]) -> list[Node]:
@@ -192,8 +192,8 @@ class _Ends:
         if product is not None:
             behind = reachable([product], lambda i: mine.intersection(graph.outputs(i)))
         late = {v for i in behind for v in graph.eqns[i].outvars}
-        made = [v for i in node.work.eqns for v in graph.eqns[i].outvars]
-        return cls(reads, [v for v in dict.fromkeys(near) if v in reads], made, left, late)
+        outputs = [v for i in node.work.eqns for v in graph.eqns[i].outvars]
+        return cls(reads, [v for v in dict.fromkeys(near) if v in reads], outputs, left, late)
 
 
 class _Emission:
@@ -225,8 +225,10 @@ class _Emission:
         return self.out, self.names
 
     def _first_under(self, following: Sequence[int]) -> int | None:
-        """Of what follows a collective's start, what must wait for it: the first chunk with a product before the next
-        collective, or the first chunk that makes what that product reads."""
+        """Return the chunk after a collective's start that must wait for it.
+
+        It is the first chunk with a product before the next collective, or the first that makes what that product reads.
+        """
         window = list(itertools.takewhile(lambda n: not self.nodes[n].is_collective, following))
         product = next((n for n in window if self.nodes[n].has_product), None)
         if product is None:
@@ -270,7 +272,7 @@ class _Emission:
         return [*self.ends[self.flying].made] if self.flying is not None and self._follows(n, self.flying) else []
 
     def _tie(self, token: Var | None, values: Sequence[Var]) -> None:
-        """From here on these values are there no earlier than ``token`` and each other."""
+        """Make these values available no earlier than ``token`` and each other."""
         tied = list(dict.fromkeys(v for v in (token, *values) if v is not None))
         if len(tied) < 2:
             return
@@ -289,8 +291,11 @@ class _Emission:
         return min(first or [v for v in left if v in late] or left, key=lambda v: aval_bytes(v.aval), default=None)
 
     def _gates(self, n: int) -> list[Var]:
-        """What makes the chunk's product wait: its operand that was computed rather than passed in, else any; none where the
-        product reads the collective in flight."""
+        """Return the operands that make the chunk's product wait.
+
+        That is the operand that was computed rather than passed in, else any; none where the product reads the collective
+        in flight.
+        """
         feeds, graph = self.ends[n].feeds, self.graphs[self.nodes[n].part]
         if not set(self._landing(n)).isdisjoint(feeds):
             return []

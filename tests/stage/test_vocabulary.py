@@ -28,8 +28,13 @@ from models.llama import Llama
 WORDS = 37  # no multiple of ranks × tp
 
 
+def widest() -> str:
+    """The widest dtype that JAX computes in here: float64 under the fixture ``x64``."""
+    return str(jax.dtypes.canonicalize_dtype(np.float64))
+
+
 def tiny(make: Any = GPT, **options: Any) -> Model:
-    common = {"vocab_size": WORDS, "d_model": 16, "num_layers": 2, "num_heads": 2, "seq_len": 6, "dtype": "float64"}
+    common = {"vocab_size": WORDS, "d_model": 16, "num_layers": 2, "num_heads": 2, "seq_len": 6, "dtype": widest()}
     model: Model = make(**{**common, **options})
     return model
 
@@ -42,7 +47,7 @@ def batch_of(rows: int) -> dict[str, np.ndarray]:
 
 
 def trainer_of(model: Model, vocabulary: Any, **options: Any) -> Trainer:
-    settings = {"schedule": "1f1b", "ranks": 2, "microbatches": 4, "microbatch_size": 2, "dtype": "float64", **options}
+    settings = {"schedule": "1f1b", "ranks": 2, "microbatches": 4, "microbatch_size": 2, "dtype": widest(), **options}
     return Trainer(model, optimizer=optax.adamw(1e-2), vocabulary=vocabulary, clip_norm=1.0, **settings)
 
 

@@ -31,7 +31,8 @@ class Mail:
     def __init__(self, processes: Processes, process_of: Sequence[int]) -> None:
         from jax.experimental import transfer
 
-        own = f"{processes.interface()}:0"
+        address = processes.interface()
+        own = f"[{address}]:0" if ":" in address else f"{address}:0"
         client = jax.local_devices()[0].client
         self._server = transfer.start_transfer_server(client, own, [own] * _SOCKETS)
         own_address = processes.gather("transfer servers", self._server.address())

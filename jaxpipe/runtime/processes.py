@@ -12,11 +12,12 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from typing import Any, NoReturn, TypeVar
 
 from jaxpipe.errors import AgreedError, ConfigError, JaxpipeError, RunError
-from jaxpipe.runtime.lines import Lines, Place, meet
+from jaxpipe.runtime.interfaces import agree_on_interface
+from jaxpipe.runtime.lines import Lines, Place
+from jaxpipe.runtime.meeting import meet
 from jaxpipe.runtime.peers import Peers
 
 _JAX_JOIN_S = 60
@@ -54,7 +55,11 @@ class Processes:
         return 0.0, 0.0
 
     def interface(self) -> str:
-        """The address by which the others reach this process."""
+        """The address by which the others reach this process. All processes call it together.
+
+        Raises:
+            AgreedError: there is none, see :mod:`jaxpipe.runtime.interfaces`.
+        """
         return "127.0.0.1"
 
     def start_jax(self) -> None:
@@ -171,12 +176,12 @@ class Joined(Processes):
         wait_s: how long to wait for the others.
 
     Raises:
-        ConfigError: they did not come, or do not fit together (:func:`~jaxpipe.runtime.lines.meet`).
+        ConfigError: they did not come, or do not fit together (:func:`~jaxpipe.runtime.meeting.meet`).
     """
 
     def __init__(self, peers: Peers, wait_s: float) -> None:
         self.number, self.mine = peers.number, peers.mine
-        self._peers, self._jax = peers, False
+        self._peers, self._jax, self._address = peers, False, ""
         self._lines: Lines = meet(peers, wait_s)
         self.on_this_host = self._lines.hosts.count(self._lines.hosts[self.mine])
 
@@ -192,8 +197,7 @@ class Joined(Processes):
     def broadcast(self, name: str, value: Any) -> Any:
         if self.mine:
             return self._lines.receive(0, name)
-        for process in range(1, self.number):
-            self._lines.send(process, name, value)
+        self._lines.send_all(name, value)
         return value
 
     def clock(self) -> tuple[float, float]:
@@ -204,32 +208,32 @@ class Joined(Processes):
                 lines.send(0, "clock", now())
             ahead, error = lines.receive(0, "clock")
             return ahead, error
-        found = {}
-        for process in range(1, self.number):
-            trips = []
-            for _ in range(_ROUND_TRIPS):
-                asked = now()
+        others = range(1, self.number)
+        trips: dict[int, list[tuple[float, float]]] = {process: [] for process in others}
+        for _ in range(_ROUND_TRIPS):
+            asked = {}
+            for process in others:
+                asked[process] = now()
                 lines.send(process, "clock", "")
-                there = lines.receive(process, "clock")
-                half = (now() - asked) / 2
-                trips.append((half, asked + half - there))
-            half, ahead = min(trips)
-            found[process] = (ahead, half)
-        for process, trip in found.items():  # all go on together
-            lines.send(process, "clock", trip)
+            for process in others:
+                there, came = lines.receive_timed(process, "clock")
+                half = (came - asked[process]) / 2
+                trips[process].append((half, asked[process] + half - there))
+        for process in others:  # all go on together
+            half, ahead = min(trips[process])
+            lines.send(process, "clock", (ahead, half))
         return 0.0, 0.0
 
     def interface(self) -> str:
-        peers = self._peers
-        with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((peers.host, peers.port))  # sends nothing
-            return str(probe.getsockname()[0])
-        return peers.host
+        if not self._address:
+            self._address = agree_on_interface(self, self._lines.hosts, self._lines.ends())
+        return self._address
 
     def start_jax(self) -> None:
         import jax
 
         peers = self._peers
+        self.interface()  # what is wrong with it is said before anything is compiled
         port = self.broadcast("port of JAX", _free_port(peers) if self.mine == 0 else 0)
         late = threading.Timer(
             _JAX_JOIN_S,

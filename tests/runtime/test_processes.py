@@ -25,34 +25,10 @@ from jaxpipe.train.config import TrainConfig
 from jaxpipe.train.run import agreement
 from jaxpipe.train.settings.sections import PipelineConfig
 from tests.support.paths import ROOT
+from tests.support.processes import free_port, together
 
 HOST = socket.gethostname()
 NONE = (None, None, None)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
-
-
-def together(number: int, do: Callable[[Processes], Any]) -> list[Any]:
-    """What ``do`` returns, or raises, in each of several processes, which are threads here."""
-    port, found = free_port(), [None] * number
-
-    def one(mine: int) -> None:
-        processes = Joined(Peers("127.0.0.1", port, number, mine), 10)
-        try:
-            found[mine] = do(processes)
-        except Exception as error:
-            found[mine] = error  # type: ignore[call-overload]
-        processes.leave()
-
-    threads = [threading.Thread(target=one, args=(mine,)) for mine in range(number)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    return found
 
 
 START = """
@@ -227,7 +203,8 @@ def test_a_port_that_is_taken_and_strangers() -> None:
                 break
             except ConnectionRefusedError:
                 assert time.monotonic() < until
-    assert ends([first, start("processes.leave()", port, 2, 1)]) == [(0, ""), (0, "")]
+    named = "process 0 turned away a connection from 127.0.0.1: its first line is no message of jaxpipe's\n"
+    assert ends([first, start("processes.leave()", port, 2, 1)]) == [(0, named), (0, "")]
 
 
 # -- talking --------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,418 @@
+"""Who connects to process 0 while processes are waited for is believed only where a hello is one in all its parts, keeps nobody
+waiting, and is named; and the addresses by which processes of several hosts reach each other."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+from types import ModuleType
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxpipe.errors import AgreedError, ConfigError
+from jaxpipe.runtime import interfaces, lines, meeting
+from jaxpipe.runtime.lines import plain_address, printable
+from jaxpipe.runtime.meeting import Hello, allow_files, meet, parse_hello
+from jaxpipe.runtime.peers import Peers
+from jaxpipe.runtime.processes import Alone
+from tests.support.paths import ROOT
+from tests.support.processes import free_port, together
+
+HOST = socket.gethostname()
+
+
+@pytest.fixture(scope="module")
+def strangers() -> Iterator[ModuleType]:
+    sys.path.insert(0, str(ROOT / "scripts"))
+    from torture_parts import strangers
+
+    yield strangers
+    sys.path.remove(str(ROOT / "scripts"))
+
+
+# -- hellos ---------------------------------------------------------------------------------------------------------------
+
+
+@given(
+    process=st.integers(1, 5),
+    more=st.integers(1, 5),
+    host=st.text(st.characters(exclude_categories=["C", "Z"]), min_size=1, max_size=255),
+)
+def test_a_hello_is_believed(process: int, more: int, host: str) -> None:
+    for ascii_only in (False, True):
+        line = json.dumps(["jaxpipe", process, process + more, host], ensure_ascii=ascii_only).encode()
+        assert parse_hello(line) == Hello(process, process + more, host)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b'["jaxpipe",true,2,"h"]',
+        b'["jaxpipe",1,true,"h"]',
+        b'["jaxpipe",1.0,2,"h"]',
+        b'["jaxpipe",1,2.0,"h"]',
+        b'["jaxpipe",-1,2,"h"]',
+        b'["jaxpipe",0,2,"h"]',
+        b'["jaxpipe",2,2,"h"]',
+        b'["jaxpipe",1,NaN,"h"]',
+        b'["jaxpipe",1,1e999,"h"]',
+        b'["jaxpipe",1,2,"\\u001b[2J"]',
+        b'["jaxpipe",1,2,"\\ud800"]',
+        b'["jaxpipe",1,2,""]',
+        b'["jaxpipe",1,2,7]',
+        b'["jaxpipe",1,2,"' + b"h" * 256 + b'"]',
+        b'["jaxpipe",1,2]',
+        b'["jaxpipe",1,2,"h",3]',
+        b'["jaxpipe/2",1,2,"h"]',
+        b'{"jaxpipe":1}',
+        b"[" * 4000,
+        b"9" * 4000,
+        b"\xff\xfe[\x00]\x00",
+        b"",
+    ],
+)
+def test_what_is_almost_a_hello_is_none(line: bytes) -> None:
+    said = parse_hello(line)
+    assert isinstance(said, str) and said.isprintable()
+
+
+def test_generated_lines_against_a_second_opinion(strangers: ModuleType) -> None:
+    rng = Random(0)
+    for _ in range(2000):
+        for line in strangers.hellos(rng).split(b"\n"):
+            assert isinstance(parse_hello(line), str), line
+
+
+def test_generated_strangers_keep_nobody_from_meeting(strangers: ModuleType, tmp_path: Path) -> None:
+    from torture_parts.trial import Trial
+
+    for number in range(24):
+        strangers._meet(Trial(Random(number), tmp_path), come=number % 4 != 0)
+
+
+# -- joining --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    told: list[str] = []
+    monkeypatch.setattr(meeting, "say", told.append)
+    return told
+
+
+def first_of(number: int, wait_s: float, port: int) -> tuple[threading.Thread, list[Any]]:
+    """Process 0 in a thread, and what comes of it."""
+    found: list[Any] = []
+
+    def wait() -> None:
+        try:
+            found.append(meet(Peers("127.0.0.1", port, number, 0), wait_s))
+        except ConfigError as error:
+            found.append(error)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    return thread, found
+
+
+def connected(port: int, source: str = "127.0.0.1") -> socket.socket:
+    until = time.monotonic() + 10
+    while True:
+        try:
+            return socket.create_connection(("127.0.0.1", port), source_address=(source, 0))
+        except ConnectionRefusedError:
+            assert time.monotonic() < until
+            time.sleep(0.01)
+
+
+def test_waiting_ends_however_slowly_a_stranger_speaks(said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A byte now and then is no reason to wait longer than a hello may take, or the caller says."""
+    for hello_s, wait_s in ((0.2, 1.0), (30.0, 0.5)):
+        monkeypatch.setattr(meeting, "_HELLO_S", hello_s)
+        port, over = free_port(), threading.Event()
+        thread, found = first_of(2, wait_s, port)
+
+        def drip(connection: socket.socket, over: threading.Event = over) -> None:
+            try:
+                while not over.wait(0.05):
+                    connection.sendall(b"[")
+            except OSError:
+                pass
+
+        with connected(port) as slow, connected(port):
+            began = time.monotonic()
+            dripping = threading.Thread(target=drip, args=(slow,))
+            dripping.start()
+            thread.join(10)
+            assert not thread.is_alive() and time.monotonic() - began < wait_s + 1.5
+            over.set()
+            dripping.join()
+        assert str(found[0]).startswith(f"waited {wait_s:.3g} s at 127.0.0.1:{port} for process 1 of 2")
+
+
+def test_silent_strangers_do_not_hold_up_processes(said: list[str]) -> None:
+    """Side by side: ten that say nothing cost nothing."""
+    port = free_port()
+    began = time.monotonic()
+    thread, found = first_of(2, 20, port)
+    silent = [connected(port) for _ in range(10)]
+    other = meet(Peers("127.0.0.1", port, 2, 1), 20)
+    thread.join(10)
+    assert time.monotonic() - began < meeting._HELLO_S
+    for connection in silent:
+        connection.close()
+    leave(found[0], other)
+
+
+def leave(*both: lines.Lines) -> None:
+    threads = [threading.Thread(target=one.leave) for one in both]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def test_strangers_are_named_once_and_few_of_them(said: list[str]) -> None:
+    port = free_port()
+    thread, found = first_of(2, 20, port)
+    for k in range(12):
+        for _ in range(2):
+            with connected(port, f"127.0.0.{k + 2}") as stranger:
+                stranger.sendall(b'["jaxpipe", true, 2, "\\u001b[2J"]\n')
+                stranger.settimeout(10)
+                assert json.loads(stranger.recv(4096))[0] == "end"
+    other = meet(Peers("127.0.0.1", port, 2, 1), 20)
+    thread.join(10)
+    leave(found[0], other)
+    assert [line.split()[7].rstrip(":") for line in said[:8]] == [f"127.0.0.{k + 2}" for k in range(8)]
+    assert len(said) == 9 and "further" in said[8] and all(line.isprintable() for line in said)
+
+
+def test_mistakes_are_told_within_the_time_for_joining(said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those who come later hear of it, but not after the time that the caller gives."""
+    port = free_port()
+    thread, found = first_of(3, 1.0, port)
+    with connected(port) as wrong, connected(port):
+        wrong.sendall(b'["jaxpipe", 1, 9, "h"]\n')
+        thread.join(5)
+        assert "says that there are 9 processes" in str(found[0])
+        assert "says that there are 9 processes" in json.loads(wrong.recv(4096))[1]
+
+
+def test_the_other_side_waits_no_longer_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Something else listens at the address, and speaks slowly."""
+    monkeypatch.setattr(meeting, "_WELCOME_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        over = threading.Event()
+
+        def drip() -> None:
+            with server.accept()[0] as connection:
+                try:
+                    while not over.wait(0.05):
+                        connection.sendall(b" ")
+                except OSError:
+                    pass
+
+        thread = threading.Thread(target=drip)
+        thread.start()
+        began = time.monotonic()
+        with pytest.raises(
+            ConfigError, match=r"^waited 0.5 s at .*: process 0 answers, but not all of 2 processes came"
+        ):
+            meet(Peers("127.0.0.1", server.getsockname()[1], 2, 1), 0.5)
+        assert time.monotonic() - began < 3
+        over.set()
+        thread.join()
+
+
+@pytest.mark.parametrize(
+    "answer", [b'["welcome","a"]', b'["welcome","a","\\u001b[2J"]', b'["welcome","a",1]', b"[" * 5000]
+)
+def test_a_welcome_that_is_none(answer: bytes) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def reply() -> None:
+            with server.accept()[0] as connection:
+                connection.recv(4096)
+                connection.sendall(answer + b"\n")
+
+        thread = threading.Thread(target=reply)
+        thread.start()
+        with pytest.raises(ConfigError, match="did not answer, or ended: look at its output"):
+            meet(Peers("127.0.0.1", server.getsockname()[1], 2, 1), 5)
+        thread.join()
+
+
+def test_the_limit_on_open_files() -> None:
+    """It is raised as far as may be; where that does not suffice, one line says so in all processes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 256), hard))
+        assert allow_files(2) == ""
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
+        assert f"the limit is {hard}" in allow_files(hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    port = free_port()
+    code = f"""
+import resource, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, (100, 200))
+from jaxpipe.errors import ConfigError
+from jaxpipe.runtime.meeting import meet
+from jaxpipe.runtime.peers import Peers
+try:
+    meet(Peers("127.0.0.1", {port}, 100, int(sys.argv[1])), 3)
+except ConfigError as error:
+    print(error, file=sys.stderr)
+    sys.exit(2)
+"""
+    children = [
+        subprocess.Popen([sys.executable, "-c", code, str(k)], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+        for k in (0, 1)
+    ]
+    ends = [(child.communicate()[1], child.returncode) for child in children]
+    line = f"process 0 (host {HOST}): 100 processes need 228 open files and the limit is 200: raise it (ulimit -n)\n"
+    assert ends == [(line, 2)] * 2
+
+
+def test_what_a_process_says_reaches_no_terminal_as_it_is() -> None:
+    assert printable("a\x1b[2J\u202eb\n") == "a?[2J?b?"
+    assert plain_address("::ffff:10.0.0.1") == "10.0.0.1"
+
+
+# -- addresses ------------------------------------------------------------------------------------------------------------
+
+A, B = "10.77.0.1", "10.77.0.2"
+
+
+def addresses(
+    hosts: list[str], ends: dict[int, tuple[str, str]], setting: dict[int, str], monkeypatch: pytest.MonkeyPatch
+) -> list[Any]:
+    """What each of several processes takes for its address. ``ends``: of the connection of each process but the first to that,
+    as the other process sees it."""
+    monkeypatch.setattr(interfaces, "address_of", lambda setting: {"ib0": "10.9.0.1"}.get(setting, setting))
+
+    def agree(processes: Any) -> str:
+        k = processes.mine
+        own = {j: (theirs, mine) for j, (mine, theirs) in ends.items()} if k == 0 else {0: ends[k]}
+        environ = {interfaces.SETTING: setting[k]} if k in setting else {}
+        return interfaces.agree_on_interface(processes, hosts, own, environ)
+
+    return together(len(hosts), agree)
+
+
+LOOP = ("127.0.0.1", "127.0.1.1")
+
+
+@pytest.mark.parametrize(
+    ("hosts", "ends", "setting", "expected"),
+    [
+        (["a", "a"], {1: ("127.0.0.1", "127.0.0.1")}, {}, ["127.0.0.1"] * 2),
+        (["a", "a"], {1: LOOP}, {}, ["127.0.1.1"] * 2),
+        (["a", "b"], {1: (B, A)}, {}, [A, B]),
+        (["a", "a", "b", "b"], {1: LOOP, 2: (B, A), 3: (B, A)}, {}, [A, A, B, B]),
+        (["a", "a", "b"], {1: (A, A), 2: (B, A)}, {}, [A, A, B]),
+        (["same", "same"], {1: (B, A)}, {}, [A, B]),  # two hosts of one name
+        (["a", "a", "b"], {1: ("::1", "::1"), 2: ("fd00::2", "fd00::1")}, {}, ["fd00::1", "fd00::1", "fd00::2"]),
+        (["a", "b"], {1: (B, A)}, {0: "ib0"}, ["10.9.0.1", B]),
+        (["a", "a", "b"], {1: LOOP, 2: (B, A)}, {0: "ib0", 2: "10.9.0.2"}, ["10.9.0.1", "10.9.0.1", "10.9.0.2"]),
+    ],
+)  # fmt: skip
+def test_by_which_address_a_process_is_reached(
+    hosts: list[str],
+    ends: dict[int, tuple[str, str]],
+    setting: dict[int, str],
+    expected: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert addresses(hosts, ends, setting, monkeypatch) == expected
+
+
+@pytest.mark.parametrize(
+    ("ends", "setting", "at"),
+    [
+        ({1: LOOP}, {}, "process 0 .* at 127.0.1.1"),
+        ({1: (B, A)}, {1: "127.0.0.1"}, "process 1 .* at 127.0.0.1"),
+        ({1: ("::1", "::1")}, {}, "process 0 .* at ::1"),
+        ({1: ("fe80::2%eth0", "fe80::1%eth0")}, {}, "process 0 .* at fe80::1%eth0"),
+    ],
+)
+def test_an_address_within_a_host_is_refused_for_several(
+    ends: dict[int, tuple[str, str]], setting: dict[int, str], at: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = addresses(["a", "b"], ends, setting, monkeypatch)
+    assert type(first) is AgreedError and str(first) == str(second)
+    with pytest.raises(AgreedError, match=f"{at}.*JAXPIPE_INTERFACE"):
+        raise first
+
+
+def test_the_setting_names_an_interface_or_an_address() -> None:
+    assert interfaces.address_of("lo") == interfaces.address_of("127.0.0.1") == "127.0.0.1"
+    for setting in ("ib7", "192.0.2.77", "2001:db8::77", "0.0.0.0", "::", "eth0/24", ""):
+        with pytest.raises(ValueError, match=r"interface|address"):
+            interfaces.address_of(setting)
+    with pytest.raises(AgreedError, match=r"JAXPIPE_INTERFACE is 'ib7': this host has no such interface; it has .*lo"):
+        interfaces.agree_on_interface(Alone(), ["a"], {}, {interfaces.SETTING: "ib7"})
+
+
+TWO_HOSTS = """
+ip link set lo up || exit 77
+for h in 0 1; do
+  own=$([ $1 = debian ] && echo 127.0.1.1 || echo $2$((h + 1)))
+  printf "127.0.0.1 localhost\\n$own node-$h\\n$2$((2 - h)) node-$((1 - h))\\n" > $W/hosts.$h
+  unshare -n -u -m --propagation private bash -c '
+    mount --bind $W/hosts.'$h' /etc/hosts && hostname node-'$h' && ip link set lo up || exit 77
+    echo $$ > $W/pid.'$h'
+    for i in $(seq 200); do [ -e $W/joined ] && break; sleep 0.02; done
+    ip addr add '$2$((h + 1))/$3' dev eth0 nodad 2> $W/err || ip addr add '$2$((h + 1))/$3' dev eth0 || exit 77
+    ip link set eth0 up || exit 77
+    exec '"$PYTHON"' -c "$CODE" '$h > $W/out.$h &
+done
+for i in $(seq 200); do [ -s $W/pid.0 ] && [ -s $W/pid.1 ] && break; sleep 0.02; done
+ip link add v0 type veth peer name v1 && ip link set v0 netns $(cat $W/pid.0) name eth0 || exit 77
+ip link set v1 netns $(cat $W/pid.1) name eth0 || exit 77
+touch $W/joined
+wait
+"""
+"""Two hosts on this machine, with a network, a name and an /etc/hosts of their own each. Arguments: how a host's own name is
+written there; the network; its bits."""
+WHERE = """
+import json, sys
+from jaxpipe.runtime.peers import Peers
+from jaxpipe.runtime.processes import Joined
+processes = Joined(Peers("node-0", 61500, 2, int(sys.argv[1])), 30)
+print(json.dumps([processes.who(0), processes.interface()]))
+processes.leave()
+"""
+
+
+@pytest.mark.parametrize("style", ["plain", "debian"])
+@pytest.mark.parametrize(("network", "bits"), [("10.77.0.", 24), ("fd77::", 64)])
+def test_two_hosts(style: str, network: str, bits: int, tmp_path: Path) -> None:
+    """Really, where this machine can make networks: a host's own name may be 127.0.1.1."""
+    if shutil.which("unshare") is None or shutil.which("ip") is None:
+        pytest.skip("needs unshare and ip, to make networks")
+    environ = {**os.environ, "W": str(tmp_path), "CODE": WHERE, "PYTHON": sys.executable, "PYTHONPATH": str(ROOT)}
+    made = subprocess.run(
+        ["unshare", "-n", "bash", "-c", TWO_HOSTS, "bash", style, network, str(bits)],
+        capture_output=True,
+        text=True,
+        env=environ,
+    )
+    if made.returncode or "not" in made.stderr:
+        pytest.skip(f"networks can't be made here: {made.stderr.strip()[-200:]}")
+    found = [json.loads((tmp_path / f"out.{k}").read_text()) for k in (0, 1)]
+    assert found == [["process 0 (host node-0)", f"{network}{k + 1}"] for k in (0, 1)]

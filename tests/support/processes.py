@@ -1,0 +1,36 @@
+"""Several processes of a run, played by threads."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from jaxpipe.runtime.peers import Peers
+from jaxpipe.runtime.processes import Joined, Processes
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def together(number: int, do: Callable[[Processes], Any]) -> list[Any]:
+    """What ``do`` returns, or raises, in each of several processes, which are threads here."""
+    port, found = free_port(), [None] * number
+
+    def one(mine: int) -> None:
+        processes = Joined(Peers("127.0.0.1", port, number, mine), 10)
+        try:
+            found[mine] = do(processes)
+        except Exception as error:
+            found[mine] = error  # type: ignore[call-overload]
+        processes.leave()
+
+    threads = [threading.Thread(target=one, args=(mine,)) for mine in range(number)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return found

@@ -10,19 +10,33 @@ import contextlib
 import sys
 from collections.abc import Sequence
 
-from jaxpipe.cli.exit_codes import READER_GONE, explained
+from jaxpipe.interrupts import Interrupts
 
 __all__ = ["main"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one verb with the given arguments (``sys.argv`` by default) and return the exit code.
+    """Run one verb with the given arguments and return the exit code. Without arguments those of the command (``sys.argv``) are
+    run, which has the process to itself: Ctrl-C ends it (:mod:`jaxpipe.interrupts`).
 
     Never raises for what a user can cause: prints ``jaxpipe: `` and one line to stderr and returns the error's exit code.
     """
+    if argv is not None:
+        return _run(list(argv))
+    with Interrupts() as interrupts:
+        try:
+            code = _run(sys.argv[1:], interrupts)
+            interrupts.close(code)
+        finally:
+            if interrupts.heard:
+                interrupts.finish()
+        return code
+
+
+def _run(argv: list[str], interrupts: Interrupts | None = None) -> int:
     with contextlib.suppress(AttributeError, ValueError):
         sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]  # a terminal that can't show '·' gets '?'
-    code = _answer(list(sys.argv[1:] if argv is None else argv))
+    code = _answer(argv, interrupts)
     try:
         if sys.stdout is not None:  # None when the caller closed it
             sys.stdout.flush()
@@ -31,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
-def _answer(argv: list[str]) -> int:
+def _answer(argv: list[str], interrupts: Interrupts | None) -> int:
     """The exit code of one verb."""
     try:
         from jaxpipe.cli import registry
@@ -39,9 +53,13 @@ def _answer(argv: list[str]) -> int:
         return registry.run(argv)
     except SystemExit as stop:  # argparse, after --help
         return stop.code if isinstance(stop.code, int) else 0
-    except BrokenPipeError as error:
-        return _lost_output(error)
     except BaseException as error:
+        if interrupts is not None and interrupts.heard:
+            interrupts.finish()  # whatever became of the KeyboardInterrupt on its way here
+        if isinstance(error, BrokenPipeError):
+            return _lost_output(error)
+        from jaxpipe.cli.exit_codes import explained
+
         if (said := explained(error)) is None:
             raise
         return _fail(*said)
@@ -49,6 +67,7 @@ def _answer(argv: list[str]) -> int:
 
 def _lost_output(error: OSError) -> int:
     """A reader that has what it wanted is no mistake; a full disk is."""
+    from jaxpipe.cli.exit_codes import READER_GONE
     from jaxpipe.train.run.progress import silence
 
     silence(sys.stdout)

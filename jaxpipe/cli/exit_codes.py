@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from jaxpipe.errors import ConfigError, JaxpipeError
+from jaxpipe.interrupts import INTERRUPTED as INTERRUPTED
 from jaxpipe.runtime.lines import LOST as LOST
 from jaxpipe.train.run.stop import STOPPED as STOPPED
 from jaxpipe.wording import clipped
 
-INTERRUPTED = 130
 READER_GONE = 141  # what a shell shows of a tool that SIGPIPE ended
 
 EXIT_CODES: Mapping[int, str] = {
@@ -20,7 +20,7 @@ EXIT_CODES: Mapping[int, str] = {
     5: "a device or a step failed, or hung",
     LOST: "another process of the run was lost",
     STOPPED: "stopped by a signal, what was done is saved; the same command goes on",
-    INTERRUPTED: "interrupted by Ctrl-C before the first step, or by a second signal while stopping",
+    INTERRUPTED: "interrupted by Ctrl-C: training before its first step, or by a second signal while stopping",
     READER_GONE: "the reader of the output ended first, as | head does",
 }
 """All there are. Documented in README.md, and by ``jaxpipe train --help``. Where one process of several fails, the others end

@@ -78,7 +78,7 @@ def run_train(args: argparse.Namespace) -> int:
 
     with ExitStack() as stack:
         processes: Processes = Alone()
-        with EndingEarly(lambda: processes.end("was stopped by a signal", STOPPED)):
+        with EndingEarly(lambda how, code: processes.end(how, code)):
             follow_launcher()
             if peers := find_peers((args.coordinator, args.processes, args.process)):
                 processes = Joined(peers, args.join_wait)

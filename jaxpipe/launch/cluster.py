@@ -16,12 +16,12 @@ from pathlib import Path, PurePosixPath
 from jaxpipe.errors import CheckpointError, ConfigError, NotFiniteError
 from jaxpipe.launch.local import RESTARTABLE
 from jaxpipe.train.config import TrainConfig
-from jaxpipe.train.run.stop import INTERRUPTED_TWICE, STOPPED
+from jaxpipe.train.run.stop import INTERRUPTED, STOPPED
 from jaxpipe.train.settings.sections import PipelineConfig
 
 _PORT = 61440
 _SAVE_S = 120
-_FINAL = (ConfigError.exit_code, CheckpointError.exit_code, NotFiniteError.exit_code, INTERRUPTED_TWICE)
+_FINAL = (ConfigError.exit_code, CheckpointError.exit_code, NotFiniteError.exit_code, INTERRUPTED)
 _LABEL = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")
 
 
@@ -75,7 +75,7 @@ def sbatch(job: Job, options: Sequence[str], folder: Path) -> str:
     codes = " || ".join(f"code == {code}" for code in (STOPPED, *RESTARTABLE))
     again = f"""
 # The time was over and the run saved itself ({STOPPED}), or something was lost: at most {job.restarts} times again.
-if (( ({codes} || code > {INTERRUPTED_TWICE}) && ${{SLURM_RESTART_COUNT:-0}} < {job.restarts} )); then
+if (( ({codes} || code > {INTERRUPTED}) && ${{SLURM_RESTART_COUNT:-0}} < {job.restarts} )); then
   scontrol requeue "$SLURM_JOB_ID"
 fi
 """

@@ -1,8 +1,9 @@
 """The processes of a run on this machine: started, heard, told of signals, and started again if one was lost.
 
-Each gets its share of the cores, as processes that share them fight for them. Process 0 has the standard output; what the
-others write, and every standard error, comes on ours with the number of the process before each line. All of it is kept in
-files, also what is not shown: the logs of the libraries below JAX, and the stacks that follow when one of these ends a process.
+Each gets its share of the cores, as processes that share them fight for them. The standard output of process 0 is passed on to
+ours; what the others write, and every standard error, comes on our standard error with the number of the process before each
+line. All of it is kept in files, also what is not shown: the logs of the libraries below JAX, and the stacks that follow when
+one of these ends a process.
 """
 
 from __future__ import annotations
@@ -18,19 +19,21 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, BinaryIO
 
 from jaxpipe.errors import ConfigError, RunError
 from jaxpipe.runtime.lines import LOST
-from jaxpipe.train.run.stop import INTERRUPTED_TWICE, STOPPED, Stop
+from jaxpipe.train.run.stop import INTERRUPTED, STOPPED, Stop
 
 _LAUNCHER = "JAXPIPE_LAUNCHER"
 RESTARTABLE = (RunError.exit_code, LOST)
 """Exit codes that another attempt may mend."""
-SAID = (0, ConfigError.exit_code, STOPPED, INTERRUPTED_TWICE)
+SAID = (0, ConfigError.exit_code, STOPPED, INTERRUPTED)
 """Exit codes after which nothing is left to say, or to look up in logs."""
 _GRACE_S = 5.0
 _GLANCE_S = 0.02
+_READ_S = 5.0  # after the end, until all is shown
+_BLOCK = 1 << 16
 _LIBRARY_LOG = re.compile(rb"([EF])\d{4} \d\d:\d\d:\d\d|\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d+: ([EF]) ")
 
 
@@ -61,8 +64,10 @@ class Launch:
             listeners = self._start()
             process, code = self._wait()
             for thread in listeners:
-                thread.join(1)
+                thread.join(_READ_S)
             if code in SAID:
+                if code == INTERRUPTED:
+                    _write(b"jaxpipe: interrupted\n")
                 break
             how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
             code = LOST if code < 0 else code
@@ -90,20 +95,29 @@ class Launch:
                 "JAXPIPE_LOCAL_PROCESSES": str(of),
                 _LAUNCHER: str(os.getpid()),
             }
+            mask = signal.pthread_sigmask(signal.SIG_BLOCK, Stop.signals)  # in the child, until it listens to them
             child = subprocess.Popen(
                 self._command,
                 env={**os.environ, **environ},
                 stdin=subprocess.PIPE,  # see follow_launcher
-                stdout=subprocess.PIPE if k else None,
+                stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT if k else subprocess.PIPE,
                 start_new_session=True,  # a terminal sends Ctrl-C to us alone
             )
             self._children.append(child)
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             if len(cores) >= of:
                 with suppress(OSError):
                     os.sched_setaffinity(child.pid, cores[k * len(cores) // of : (k + 1) * len(cores) // of])
-            listeners.append(threading.Thread(target=self._listen, args=(k, child.stdout or child.stderr), daemon=True))
-            listeners[-1].start()
+            log = (self._logs / f"process-{k}.log").open("ab")
+            if k == 0:
+                listeners.append(threading.Thread(target=self._pass_output, args=(child.stdout, log), daemon=True))
+                log = (self._logs / f"process-{k}.log").open("ab")
+            listeners.append(
+                threading.Thread(target=self._listen, args=(k, child.stderr or child.stdout, log), daemon=True)
+            )
+        for thread in listeners:
+            thread.start()
         return listeners
 
     def _wait(self) -> tuple[int, int]:
@@ -135,14 +149,30 @@ class Launch:
             with suppress(OSError):
                 child.send_signal(number)
 
-    def _listen(self, process: int, stream: Any) -> None:
+    def _pass_output(self, stream: Any, log: BinaryIO) -> None:
+        """Standard output of process 0: to the log, and to ours as long as somebody reads that."""
+        lost = False
+        with stream, log:
+            while some := stream.read1(_BLOCK):
+                log.write(some)
+                log.flush()
+                try:
+                    while some and not lost:
+                        some = some[os.write(1, some) :]
+                except OSError as error:
+                    lost = True
+                    _write(f"jaxpipe: the output can't be written ({error.strerror}); going on without it\n".encode())
+
+    def _listen(self, process: int, stream: Any, log: BinaryIO) -> None:
         fatal = False
-        with stream, (self._logs / f"process-{process}.log").open("ab") as log:
+        with stream, log:
             for line in stream:
                 log.write(line)
                 log.flush()
                 found = _LIBRARY_LOG.match(line)
                 fatal = fatal or (found is not None and b"F" in found.groups())
+                if self._asked and line.startswith(b"jaxpipe: ") and line.endswith(b"interrupted\n"):
+                    continue  # we say it
                 if line.startswith(b"jaxpipe: ") or not (found or fatal):
                     _write(b"[%d] %s" % (process, line))
 

@@ -28,6 +28,7 @@ import itertools
 import math
 import multiprocessing
 import os
+import signal
 import sys
 import time
 import warnings
@@ -41,6 +42,7 @@ import numpy as np
 
 from jaxpipe._jax_compat import backends_initialized
 from jaxpipe.errors import JaxpipeError
+from jaxpipe.interrupts import starting_children
 from jaxpipe.planning.predict import Ground, Prediction, ground, pipeline_s, predict
 from jaxpipe.planning.space import Order, Settings, Space
 from jaxpipe.planning.stages import Workbench, planner
@@ -68,6 +70,9 @@ SIZES = 2, 4
 """Sequences in a microbatch that a workbench for a search traces in place of other numbers."""
 MISLED = 0.01
 """Of a step, by which exact traces may differ from those: else the search begins again without them."""
+
+_LAST_WORDS_S = 0.5
+"""How long after an interrupt the second process may take to tell what it has found."""
 
 Status = Literal["fits", "too large", "same", "refused", "slower", "not reached"]
 
@@ -196,6 +201,8 @@ class _Search:
     misled: bool = False
     fork: bool = False
     shared: Any = None
+    helper: Any = None
+    interrupted: bool = False
     _moved: dict[int, Schedule] = field(default_factory=dict)
     _benches: dict[Any, Workbench] = field(default_factory=dict)
     _planners: dict[Any, Planner] = field(default_factory=dict)
@@ -226,6 +233,9 @@ class _Search:
         self.shared, (here, there) = context.Value("d", math.inf), context.Pipe(duplex=False)
 
         def tell() -> None:
+            signal.set_wakeup_fd(-1)  # which is the parent's
+            signal.signal(signal.SIGINT, self._interrupt)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
             here.close()
             self.progress = lambda text: None
             stopped = self._search(layouts)
@@ -234,13 +244,23 @@ class _Search:
 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # of threads: those of NumPy's products
-            context.Process(target=tell, daemon=True).start()
+            self.helper = context.Process(target=tell, daemon=True)
+            with starting_children():
+                self.helper.start()
         there.close()
         return here
+
+    def _interrupt(self, *_: object) -> None:
+        """In the other process: stop at the next trial, and tell what was found."""
+        self.interrupted = True
 
     def _gathered(self, others: Connection | None, layouts: Sequence[Settings]) -> str:
         """Takes what the other process tells of these layouts, and says why that one stopped; without it searches them."""
         try:
+            if self.interrupted and others is not None:
+                os.kill(self.helper.pid, signal.SIGINT)  # it may not have come to it
+                if not others.poll(_LAST_WORDS_S):
+                    return "interrupted"
             stopped, found = others.recv() if others is not None else (self._search(layouts), [])
         except EOFError:  # it has ended
             return self._search(layouts)
@@ -271,7 +291,8 @@ class _Search:
                 for more, placed in self._placed(node):
                     heapq.heappush(heap, (max(bound, more), next(numbers), placed))
         except (_OutOfTimeError, KeyboardInterrupt) as error:
-            stopped = "out of time" if isinstance(error, _OutOfTimeError) else "interrupted"
+            self.interrupted = isinstance(error, KeyboardInterrupt)
+            stopped = "interrupted" if self.interrupted else "out of time"
         for bound, _, node in sorted(heap):
             slower = self._hopeless(bound)
             said = "no schedule there takes a step in less than bound_s" if slower else stopped
@@ -527,6 +548,8 @@ class _Search:
         return self.prune and bound_s >= (own if self.shared is None else min(own, self.shared.value)) * (1 - TIME)
 
     def _check_time(self) -> None:
+        if self.interrupted:
+            raise KeyboardInterrupt
         now = time.monotonic()
         if now - self._began > self.time_limit_s:
             raise _OutOfTimeError

@@ -13,13 +13,9 @@ import ipaddress
 import os
 import socket
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from jaxpipe.runtime.processes import Processes
 
 SETTING = "JAXPIPE_INTERFACE"
 _SIOCGIFADDR = 0x8915
@@ -27,49 +23,34 @@ _IF_INET6 = Path("/proc/net/if_inet6")
 _GLOBAL = "00"  # the scope, as it is written there
 
 
-def agree_on_interface(
-    processes: Processes,
-    hosts: Sequence[str],
-    ends: Mapping[int, tuple[str, str]],
-    environ: Mapping[str, str] = os.environ,
-) -> str:
-    """The address of this process. All processes call it together.
-
-    Args:
-        hosts: their names, by process.
-        ends: the addresses of this and of the other end of the connection to each process that this one has.
-
-    Raises:
-        AgreedError: the setting names no interface of this host, or the others can't reach an address.
-    """
-    setting, wrong, chosen = environ.get(SETTING, ""), "", ""
+def said_address(environ: Mapping[str, str] = os.environ) -> tuple[str, str]:
+    """The address that the setting says, or nothing; and what is wrong with it, or nothing."""
+    setting = environ.get(SETTING, "")
     try:
-        chosen = address_of(setting) if setting else ""
+        return address_of(setting) if setting else "", ""
     except ValueError as error:
-        wrong = f"{SETTING} is {setting!r}: {error}"
-    processes.check("interface", wrong)
-    if processes.mine == 0:
-        elsewhere = [own for own, other in ends.values() if not _same_host(own, other)]
-        own = chosen or next(iter(elsewhere or [own for own, _ in ends.values()]))
-        processes.broadcast("address of process 0", own)
-    else:
-        first = processes.broadcast("address of process 0", "")
-        mine, other = ends[0]
-        own = chosen or (first if _same_host(mine, other) else mine)
-    several = len(set(hosts)) > 1
+        return "", f"{SETTING} is {setting!r}: {error}"
 
-    def unreachable(addresses: Sequence[str]) -> str:
-        for process, address in enumerate(addresses):
-            if (several and ipaddress.ip_address(address).is_loopback) or "%" in address:
-                return (
-                    f"{processes.who(process)} would be reached at {address}, which is an address within one "
-                    f"{'network segment' if '%' in address else 'host'}, and there are several hosts: set {SETTING} in all "
-                    "processes to the interface between them, or --coordinator to an address of it"
-                )
+
+def address_of_first(ends: Collection[tuple[str, str]]) -> str:
+    """The address of process 0; ``ends``: of its connections, the own one and the other."""
+    elsewhere = [own for own, other in ends if not _same_host(own, other)]
+    return next(iter(elsewhere or [own for own, _ in ends]))
+
+
+def address_of_other(own: str, other: str, first: str) -> str:
+    """The address of another process; ``own``, ``other``: of its connection to process 0, whose address is ``first``."""
+    return first if _same_host(own, other) else own
+
+
+def unreachable(address: str, several_hosts: bool) -> str:
+    """Why the other processes can't reach one at ``address``, and what to do; empty if they can."""
+    if not (several_hosts and ipaddress.ip_address(address).is_loopback) and "%" not in address:
         return ""
-
-    processes.judge("addresses", own, unreachable)
-    return own
+    return (
+        f"would be reached at {address}, which is an address within one {'link' if '%' in address else 'host'}, and there are "
+        f"several hosts: set {SETTING} in all processes to the interface between them, or --coordinator to an address of it"
+    )
 
 
 def address_of(setting: str) -> str:

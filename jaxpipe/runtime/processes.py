@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
 from jaxpipe.errors import AgreedError, ConfigError, JaxpipeError, RunError
-from jaxpipe.runtime.interfaces import agree_on_interface
+from jaxpipe.runtime import interfaces
 from jaxpipe.runtime.lines import Lines, Place
 from jaxpipe.runtime.meeting import meet
 from jaxpipe.runtime.peers import Peers
@@ -163,6 +163,36 @@ def divided(count: int, number: int) -> tuple[range, ...]:
             f"{number} processes for {count} pipeline ranks; each needs one at least: start fewer, or raise --pp"
         )
     return tuple(range(k * count // number, (k + 1) * count // number) for k in range(number))
+
+
+def agree_on_interface(
+    processes: Processes,
+    hosts: Sequence[str],
+    ends: Mapping[int, tuple[str, str]],
+    environ: Mapping[str, str] = os.environ,
+) -> str:
+    """The address by which the others reach this process. All processes call it together.
+
+    Args:
+        hosts: their names, by process.
+        ends: the addresses of this and of the other end of the connection to each process that this one has.
+
+    Raises:
+        AgreedError: JAXPIPE_INTERFACE names no interface of a host, or the others can't reach an address.
+    """
+    said, wrong = interfaces.said_address(environ)
+    processes.check("interface", wrong)
+    own = said or (interfaces.address_of_first(ends.values()) if processes.mine == 0 else "")
+    first = processes.broadcast("address of process 0", own)
+    own = own or interfaces.address_of_other(*ends[0], first)
+
+    def wrong_address(addresses: Sequence[str]) -> str:
+        several = len(set(hosts)) > 1
+        problems = [(k, interfaces.unreachable(address, several)) for k, address in enumerate(addresses)]
+        return next((f"{processes.who(k)} {problem}" for k, problem in problems if problem), "")
+
+    processes.judge("addresses", own, wrong_address)
+    return own
 
 
 Alone = Processes

@@ -50,7 +50,7 @@ from jaxpipe.train.run.resume import Start
 from jaxpipe.train.run.run_directory import RunDirectory
 from jaxpipe.train.run.saving import Saving
 from jaxpipe.train.run.skipping import Skipping
-from jaxpipe.train.run.stop import STOPPED, EndingEarly, Stop
+from jaxpipe.train.run.stop import EndingEarly, Stop
 from jaxpipe.train.run.trace_window import TraceWindow
 from jaxpipe.train.run.trackers import TrackerFactory, find_trackers
 from jaxpipe.train.run.watchdog import Watchdog
@@ -92,9 +92,9 @@ def train(
         out = ProgressStream(None)
     with RunDirectory(config.run, processes) as folder:
 
-        def ended() -> None:
+        def ended(how: str, code: int) -> None:
             folder.__exit__()
-            processes.end("was stopped by a signal", STOPPED)
+            processes.end(how, code)
 
         with EndingEarly(ended):
             origin = resume.choose(config, folder.store, out.print)

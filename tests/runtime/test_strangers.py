@@ -27,7 +27,7 @@ from jaxpipe.runtime import interfaces, lines, meeting
 from jaxpipe.runtime.lines import plain_address, printable
 from jaxpipe.runtime.meeting import Hello, allow_files, meet, parse_hello
 from jaxpipe.runtime.peers import Peers
-from jaxpipe.runtime.processes import Alone
+from jaxpipe.runtime.processes import Alone, agree_on_interface
 from tests.support.paths import ROOT
 from tests.support.processes import free_port, together
 
@@ -309,7 +309,7 @@ def addresses(
         k = processes.mine
         own = {j: (theirs, mine) for j, (mine, theirs) in ends.items()} if k == 0 else {0: ends[k]}
         environ = {interfaces.SETTING: setting[k]} if k in setting else {}
-        return interfaces.agree_on_interface(processes, hosts, own, environ)
+        return agree_on_interface(processes, hosts, own, environ)
 
     return together(len(hosts), agree)
 
@@ -365,7 +365,7 @@ def test_the_setting_names_an_interface_or_an_address() -> None:
         with pytest.raises(ValueError, match=r"interface|address"):
             interfaces.address_of(setting)
     with pytest.raises(AgreedError, match=r"JAXPIPE_INTERFACE is 'ib7': this host has no such interface; it has .*lo"):
-        interfaces.agree_on_interface(Alone(), ["a"], {}, {interfaces.SETTING: "ib7"})
+        agree_on_interface(Alone(), ["a"], {}, {interfaces.SETTING: "ib7"})
 
 
 TWO_HOSTS = """

@@ -14,7 +14,6 @@ import json
 import multiprocessing
 import os
 import shutil
-import signal
 import threading
 import time
 from collections import deque
@@ -33,6 +32,7 @@ import numpy.typing as npt
 from jaxpipe.errors import DataError
 from jaxpipe.files import write_atomically
 from jaxpipe.interop.tokenizer import FILES, JSON, TEMPLATE, copy_files
+from jaxpipe.interrupts import starting_children
 from jaxpipe.train.corpora.documents import PIECE_BYTES, Piece, files_at, pieces
 from jaxpipe.train.corpora.encoding import Encoder, Reading
 from jaxpipe.train.corpora.store import ANSWERS, EDGES, IDS, JOURNAL, MANIFEST, SIZES, Part, Store, digest, sizes_digest
@@ -249,7 +249,8 @@ def _encoded(encoder: Encoder, workers: int, folder: Path, found: Iterable[Piece
     waiting: deque[Future[_Done]] = deque()
     try:
         for piece, file in numbered:
-            waiting.append(pool.submit(_encode_here, piece, file))
+            with starting_children():  # by the first pieces
+                waiting.append(pool.submit(_encode_here, piece, file))
             if len(waiting) > _AHEAD * workers:
                 yield waiting.popleft().result()
         while waiting:
@@ -267,10 +268,9 @@ _encoder: Encoder
 
 
 def _begin(encoder: Encoder) -> None:
-    """In a process of the pool: end with the one that started it, and leave Ctrl-C to that."""
+    """In a process of the pool: end with the one that started it."""
     global _encoder
     _encoder = encoder
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 

@@ -14,10 +14,11 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
+from jaxpipe.interrupts import INTERRUPTED as INTERRUPTED
+from jaxpipe.interrupts import last_words
 from jaxpipe.runtime.lines import say
 
 STOPPED = 75
-INTERRUPTED_TWICE = 130
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # USR1: what Slurm can send before time is up
 _UNLESS_IGNORED = (signal.SIGHUP, signal.SIGUSR1)  # by nohup, say
 
@@ -40,12 +41,13 @@ class Stop:
         if threading.current_thread() is threading.main_thread():
             self._reader, self._writer = os.pipe()
             os.set_blocking(self._writer, False)
+            self._wakeup = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
             self._thread = threading.Thread(target=self._count, name="jaxpipe-signals", daemon=True)
             self._thread.start()
-            self._wakeup = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
             for number in self.signals:
                 if number not in _UNLESS_IGNORED or signal.getsignal(number) is not signal.SIG_IGN:
                     self._before[number] = signal.signal(number, self._request)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, self.signals)  # a launcher blocks them until somebody listens
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -65,6 +67,9 @@ class Stop:
         """Read the number of every signal, also of those that Python handles for others."""
         while number := os.read(self._reader, 1):
             if number[0] not in self._before:
+                if self._wakeup != -1:  # of who listened before, and still does
+                    with contextlib.suppress(OSError):
+                        os.write(self._wakeup, number)
                 continue
             self._heard(signal.Signals(number[0]).name)
 
@@ -72,7 +77,7 @@ class Stop:
         """In the thread that counts."""
         if self._seen:
             say(f"{name}: ended at once; what was saved before is intact")
-            os._exit(INTERRUPTED_TWICE)
+            os._exit(INTERRUPTED)
         self._seen = True
         say(f"{name}: stopping after this step and saving; a second signal ends at once")
 
@@ -82,17 +87,27 @@ class EndingEarly(Stop):
     end the process with a line and exit code 75, also while it compiles. SIGINT raises KeyboardInterrupt as ever.
 
     Args:
-        clean_up: called before that.
+        clean_up: called before that with how the process ends, in words, and with which code; also where an interrupt ends it
+            (:mod:`jaxpipe.interrupts`).
     """
 
     signals = _SIGNALS[1:]
 
-    def __init__(self, clean_up: Callable[[], object] = lambda: None) -> None:
+    def __init__(self, clean_up: Callable[[str, int], object] = lambda how, code: None) -> None:
         super().__init__()
         self._clean_up = clean_up
+
+    def __enter__(self) -> EndingEarly:
+        last_words.append(self._clean_up)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        super().__exit__(*details)
+        last_words.remove(self._clean_up)
 
     def _heard(self, name: str) -> None:
         say(f"{name}: ended before the first step, nothing was changed; the same command starts again")
         with contextlib.suppress(Exception):
-            self._clean_up()
+            self._clean_up("was stopped by a signal", STOPPED)
         os._exit(STOPPED)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 from jaxpipe.cli.machine_flags import without_devices
@@ -45,6 +46,9 @@ def run_export(args: argparse.Namespace) -> None:
     from jaxpipe.train.exported import export_hub
 
     source, to, shard_bytes = Path(args.checkpoint), Path(args.output), int(args.shard_size * 1e9)
-    made = export_hub(source, to, step=args.step, model=args.model, dtype=args.dtype, shard_bytes=shard_bytes)
+    which = {"step": args.step, "model": args.model, "other_model": args.other_model}
+    made = export_hub(source, to, **which, dtype=args.dtype, shard_bytes=shard_bytes)
+    if made.remark:
+        print(f"warning: {made.remark}", file=sys.stderr)
     files = f"{len(made.files)} file{'s' * (len(made.files) > 1)}"
     print(f"step {made.step}, {format_count(made.parameters)} parameters as {args.dtype} in {made.path} ({files})")

@@ -134,6 +134,7 @@ def add_checkpoint_flags(parser: argparse.ArgumentParser) -> None:
         "what makes the model, needed where the checkpoint names code outside of models, which runs only if you name it"
     )
     add_value(parser, "--model", "MODULE:FUNCTION", str, text)
+    add_switch(parser, "--other-model", "go on although the model computes something else than when it was saved")
 
 
 def _add_devices_flag(parser: argparse.ArgumentParser) -> None:
@@ -145,7 +146,11 @@ def _load(args: argparse.Namespace) -> Trained:
     """The model that the flags name; what its config holds that is not known is told on stderr."""
     from jaxpipe.train.evaluate import load_trained
 
-    trained = load_trained(args.checkpoint, step=args.step, model=args.model, devices=args.devices)
+    trained = load_trained(
+        args.checkpoint, step=args.step, model=args.model, devices=args.devices, other_model=args.other_model
+    )
+    if trained.remark:
+        print(f"warning: {trained.remark}", file=sys.stderr)
     if trained.ignored:
         print(f"ignored settings that this version does not know: {', '.join(trained.ignored)}", file=sys.stderr)
     return trained

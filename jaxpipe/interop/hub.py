@@ -15,6 +15,7 @@ from jaxpipe.interop.folder import CONFIG, Stored, check_dtype, opened, read_jso
 from jaxpipe.interop.table import TARGETS, HuggingFace, Leaf, Tensor, hugging_face_of, leaf_shapes, rows_by_leaf
 from jaxpipe.stage.model.layer import Params
 from jaxpipe.stage.model.params import nested
+from jaxpipe.stage.model.reference import ours
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,7 @@ def open_hub(folder: Path, target: str | None = None) -> Hub:
         raise ConfigError(
             f"{folder / CONFIG}: model_type is {kind!r}; known are {known}: name a model of yours with --model"
         )
-    target = target or TARGETS[str(kind)]
+    target = target or ours(TARGETS[str(kind)]) or TARGETS[str(kind)]  # no module of the user's that is called so
     exchange = hugging_face_of(target)
     try:
         options = exchange.options(config)

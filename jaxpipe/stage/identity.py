@@ -2,7 +2,8 @@
 
 Stages share compiled code, and optimizers are taken apart by layer, only where these keys agree: names, labels and the identity
 of arrays do not count. Variables are numbered as they appear; constants and literals are compared by dtype, shape and bytes;
-functions among the parameters of an equation (callbacks) are the same only if they are one object. Equal keys mean the same
+functions among the parameters of an equation (callbacks) are the same only if they are one object (digests, which outlive
+the process, compare what they do: :mod:`jaxpipe.stage.function_content`). Equal keys mean the same
 equations in the same order: two spellings of one computation may differ, never two computations agree.
 """
 
@@ -20,6 +21,7 @@ import jax
 import numpy as np
 
 from jaxpipe._jax_compat import STRUCTURES, Atom, ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, called_jaxpr, is_key_dtype
+from jaxpipe.stage.function_content import function_content
 
 _ADDRESS = re.compile(r"\b0x[0-9a-f]+")
 _BY_VALUE = (str, bytes, np.dtype, type)
@@ -57,24 +59,35 @@ def jaxpr_key(closed: ClosedJaxpr) -> Hashable:
     return _body_key(closed.jaxpr, closed.consts)
 
 
-def program_digest(closed: ClosedJaxpr) -> str:
+def program_digest(closed: ClosedJaxpr, *, by_name: bool = False) -> str:
     """Hexadecimal digits that are equal, in any process under one JAX version, for closed jaxprs that compute the same.
 
-    Weaker than :func:`jaxpr_key` where that compares objects: functions (callbacks) count by module and qualified name, other
-    objects by class and what they print without addresses.
+    Weaker than :func:`jaxpr_key` where that compares objects: functions (callbacks) count by what they do
+    (:func:`~jaxpipe.stage.function_content.function_content`), other objects by class and what they print without addresses.
+    ``by_name``: functions count by module and qualified name, as in checkpoints that have no other digest.
     """
-    return hashlib.sha256(_lasting(jaxpr_key(closed)).encode()).hexdigest()
+    return hashlib.sha256(_lasting(jaxpr_key(closed), by_name).encode()).hexdigest()
 
 
-def _lasting(key: Any) -> str:
+def _lasting(key: Any, by_name: bool) -> str:
     """A key as text that is the same in another process."""
     if isinstance(key, tuple):
-        return f"({','.join(map(_lasting, key))})"
+        return f"({','.join(_lasting(part, by_name) for part in key)})"
     if isinstance(key, frozenset):
-        return f"{{{','.join(sorted(map(_lasting, key)))}}}"
+        return f"{{{','.join(sorted(_lasting(part, by_name) for part in key))}}}"
     value = key.value if isinstance(key, Same) else key
-    if isinstance(value, type | FunctionType):
+    if isinstance(value, type):
         return f"<{value.__module__}.{value.__qualname__}>"
+    if isinstance(value, FunctionType) and by_name:
+        return f"<{value.__module__}.{value.__qualname__}>"
+    if isinstance(key, Same) and not by_name:
+        return function_content(value, _printed)
+    return _printed(value)
+
+
+def _printed(value: Any) -> str:
+    if isinstance(value, np.ndarray | np.generic | jax.Array) and not isinstance(value, jax.core.Tracer):
+        value = array_key(value)
     return f"<{type(value).__qualname__} {_ADDRESS.sub('', repr(value))}>"
 
 

@@ -2,7 +2,8 @@
 
 Only ``train/`` and the command line see a :class:`TrainConfig`; lower rooms take plain arguments. A config never looks at
 the file system or the machine, so that one stored in a checkpoint loads anywhere: whether a path exists is for
-:mod:`jaxpipe.train.corpora.corpus` to say. Zero switches off ``eval_every``, ``checkpoint_every`` and ``clip_norm``.
+:mod:`jaxpipe.train.corpora.corpus` to say. :func:`load_config` alone reads a schedule file, whose sizes are those of the run
+where nothing is said of them. Zero switches off ``eval_every``, ``checkpoint_every`` and ``clip_norm``.
 """
 
 from __future__ import annotations
@@ -11,18 +12,21 @@ import json
 import os
 import sys
 import textwrap
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import reduce
 from operator import attrgetter, getitem
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from jaxpipe.errors import ConfigError
+from jaxpipe.errors import ConfigError, ScheduleError
+from jaxpipe.schedule import read_schedule
+from jaxpipe.schedule.families import FAMILIES
+from jaxpipe.schedule.files import SUFFIXES
 from jaxpipe.train.settings import typed as settings
 from jaxpipe.train.settings.retired import Accepted, modernize
 from jaxpipe.train.settings.rules import broken_rules
-from jaxpipe.train.settings.sections import Sections
+from jaxpipe.train.settings.sections import PipelineConfig, Sections
 from jaxpipe.train.settings.typed import Collected
 from jaxpipe.wording import aligned
 
@@ -31,12 +35,16 @@ from jaxpipe.wording import aligned
 class TrainConfig(Sections):
     """A whole run. Construction checks every value and their combinations.
 
+    ``given_keys``: the dotted keys that a file, an override or a stored config gave; None where Python made the sections.
+
     Raises:
         ConfigError: one line with all problems, joined by ``"; "``.
     """
 
+    given_keys: frozenset[str] | None = field(default=None, compare=False, repr=False)
+
     def __post_init__(self) -> None:
-        found = Collected(TrainConfig)
+        found = Collected(Sections)
         found.add_table(self.to_dict(), "")
         found.problems += broken_rules(self, found.bad_keys)
         found.refuse()
@@ -46,13 +54,20 @@ class TrainConfig(Sections):
         """The config of sections and keys as :meth:`to_dict` gives them; absent keys keep their defaults."""
         return _config(mapping, place)
 
+    def says(self, key: str) -> bool:
+        """Whether the config says something of ``key``, though it be what the default is. Of sections that Python made, what
+        differs from the default counts as said."""
+        if self.given_keys is None:
+            return bool(attrgetter(key)(self) != attrgetter(key)(Sections()))
+        return key in self.given_keys
+
     def to_dict(self) -> dict[str, dict[str, Any]]:
         """Sections and keys as plain values that JSON can hold."""
         return {name: settings.plain(getattr(self, name)) for name in _SECTIONS}
 
     def by_key(self) -> dict[str, Any]:
         """Settings as plain values by dotted key."""
-        return dict(settings.leaves_of(TrainConfig, self.to_dict()))
+        return dict(settings.leaves_of(Sections, self.to_dict()))
 
     def to_toml(self) -> str:
         """TOML text; :func:`load_config` reads it back to an equal config."""
@@ -64,15 +79,18 @@ class TrainConfig(Sections):
 
     def override(self, overrides: Sequence[str]) -> TrainConfig:
         """This config with ``section.key=value`` overrides applied in order; the last one of a key wins."""
-        return _config(self.to_dict(), "", overrides)
+        return _config(self.to_dict(), "", overrides, self.given_keys)
 
     def changed(self, values: Mapping[str, Any]) -> TrainConfig:
         """This config with these values by dotted key."""
-        found = Collected(TrainConfig)
-        found.values |= {key: attrgetter(key)(self) for key in settings.leaf_hints(TrainConfig)}
+        found = Collected(Sections)
+        found.values |= {key: attrgetter(key)(self) for key in settings.leaf_hints(Sections)}
         for key, value in values.items():
             found.add(key, value, "")
-        return _checked(found)
+        given = self.given_keys
+        return _checked(
+            found, None if given is None else given.union(settings.full_key(Sections, key) for key in values)
+        )
 
     def describe(self) -> str:
         """All settings, one a line, aligned; those that differ from the default are marked ``*``."""
@@ -109,7 +127,8 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -
         ConfigError: the file can't be read, or any value is wrong: one line with all problems. Also when a path has characters
             that this system's file names can't have.
     """
-    config = _config({} if path is None else settings.read_mapping(Path(path)), str(path), overrides)
+    mapping = {} if path is None else settings.read_mapping(Path(path))
+    config = _config(mapping, str(path), overrides, read_sizes=_file_sizes)
     for key in ("data.path", "data.tokenizer", "pipeline.schedule", "run.out_dir", "run.init_from"):
         name = attrgetter(key)(config)
         try:
@@ -136,14 +155,23 @@ def known_settings(stored: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]]
 _SECTIONS: Mapping[str, Any] = get_type_hints(Sections)
 
 
-def _config(mapping: Mapping[str, Any], place: str, overrides: Sequence[str] = ()) -> TrainConfig:
-    """The config of sections and keys found at ``place``, after overrides.
+def _config(
+    mapping: Mapping[str, Any],
+    place: str,
+    overrides: Sequence[str] = (),
+    given: frozenset[str] | None = frozenset(),
+    read_sizes: Callable[[str], Mapping[str, int]] | None = None,
+) -> TrainConfig:
+    """The config of sections and keys found at ``place``, after overrides. ``given``: the keys that somebody gave, where
+    ``mapping`` is of a config, which has all of them; None where that is not known. ``read_sizes``: of a schedule file.
 
     Raises:
         ConfigError: one line with all problems, each with its place.
     """
     found = Collected(Accepted)
     found.add_table(mapping, place)
+    if place:
+        given = frozenset(found.values)
     for override in overrides:
         found.add_override(override)
     modernize(found.values)
@@ -153,11 +181,36 @@ def _config(mapping: Mapping[str, Any], place: str, overrides: Sequence[str] = (
             for key in [k for k in found.values if k.startswith(f"pipeline.{name}") and k not in found.overridden]:
                 if name != asked:
                     del found.values[key]  # rules for the schedule that is not asked for any more
-    return _checked(found)
+    if given is not None:
+        given = (given | found.overridden) & found.values.keys()
+        found.values |= {
+            key: size for key, size in _sizes_of(found.values, read_sizes).items() if key not in given | found.bad_keys
+        }
+    return _checked(found, given)
 
 
-def _checked(found: Collected) -> TrainConfig:
-    """The config of what was found.
+def _sizes_of(values: Mapping[str, Any], read: Callable[[str], Mapping[str, int]] | None) -> dict[str, int]:
+    """The sizes that ``pipeline.schedule`` has by itself: those of a file, as ``read`` tells them, and the usual chunks of a
+    family."""
+    schedule = values.get("pipeline.schedule", PipelineConfig().schedule)
+    if schedule in FAMILIES:
+        return {"pipeline.chunks": FAMILIES[schedule].default_chunks}
+    sizes = read(schedule) if read is not None and schedule.endswith(SUFFIXES) else {}
+    return {f"pipeline.{name}": size for name, size in sizes.items()}
+
+
+def _file_sizes(path: str) -> dict[str, int]:
+    """Ranks, microbatches and chunks of a schedule file; none where it can't be read, which is said when it is to run."""
+    try:
+        schedule = read_schedule(path)
+    except ScheduleError:
+        return {}
+    sizes = {"ranks": schedule.num_ranks, "microbatches": schedule.num_microbatches}
+    return sizes | ({"chunks": schedule.num_chunks} if schedule.placement.is_chain else {})
+
+
+def _checked(found: Collected, given: frozenset[str] | None) -> TrainConfig:
+    """The config of what was found. ``given``: the keys that somebody gave.
 
     Raises:
         ConfigError: one line with all problems.
@@ -168,6 +221,7 @@ def _checked(found: Collected) -> TrainConfig:
     made = object.__new__(TrainConfig)  # each value was checked as it was found
     for name in _SECTIONS:
         object.__setattr__(made, name, getattr(sections, name))
+    object.__setattr__(made, "given_keys", given)
     return made
 
 

@@ -29,6 +29,13 @@ _FLAG = "--xla_force_host_platform_device_count"
 _NO_FUSED_SUMS = "--xla_cpu_experimental_ynn_fusion_type="
 """With jaxlib 0.10, unless XLA_FLAGS names the flag: its fused reductions give wrong sums for some shapes (jax#39103); without
 them a step takes about 10% more."""
+_NUMBERS = (
+    "jax_enable_x64", "jax_default_prng_impl", "jax_threefry_partitionable", "jax_threefry_gpu_kernel_lowering",
+    "jax_default_matmul_precision", "jax_numpy_dtype_promotion", "jax_random_seed_offset", "jax_softmax_custom_jvp",
+    "jax_exec_time_optimization_effort", "jax_optimization_level", "jax_disable_most_optimizations",
+)  # fmt: skip
+_NUMBERS_OF = ("NVIDIA_TF32_OVERRIDE",)
+"""Variables that libraries behind XLA read."""
 _THREADS = "NPROC"
 """Of XLA's pools on a CPU: as many as cores or emulated devices, where the environment has none."""
 _MALLOC = {-4: 0, -1: -1, -2: 256 << 20}
@@ -60,6 +67,20 @@ def request_devices(count: int, platform: Literal["auto", "cpu", "gpu"] = "auto"
         os.environ.setdefault(_THREADS, str(max(count, len(os.sched_getaffinity(0))) + count))
     if platform == "cpu":
         os.environ["JAX_PLATFORMS"] = "cpu"
+
+
+def number_settings() -> dict[str, str]:
+    """JAX's settings that change the numbers of a run, those of the environment too. Compares and keeps no path and no count of
+    devices. Imports JAX."""
+    import jax
+
+    settings = {name: str(getattr(jax.config, name)) for name in _NUMBERS if hasattr(jax.config, name)}
+    flags = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.startswith((_FLAG, "--xla_dump"))]
+    return (
+        settings
+        | {"XLA_FLAGS": " ".join(sorted(set(flags)))}
+        | {name: os.environ.get(name, "") for name in _NUMBERS_OF}
+    )
 
 
 def keep_heap() -> bool:

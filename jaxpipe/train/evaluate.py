@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ import numpy as np
 from jaxpipe.errors import CheckpointError, ConfigError, DataError, StageError
 from jaxpipe.interop.tokenizer import TOKENIZER
 from jaxpipe.stage.model.layer import Model, Params, taken_by
-from jaxpipe.stage.model.reference import init_params, logits, named_metrics, ours
+from jaxpipe.stage.model.reference import init_params, logits, named_metrics
 from jaxpipe.train.checkpoints.format import read_manifest
 from jaxpipe.train.checkpoints.load import StepName, find, load_group, reading
 from jaxpipe.train.checkpoints.manifest import Manifest
@@ -37,13 +37,17 @@ from jaxpipe.train.data import Batch, Dataset
 from jaxpipe.train.settings.sections import names_function
 from jaxpipe.train.setup import build_model, load_dataset, read_by
 from jaxpipe.train.spread import devices_for, placement_over, results_over
+from jaxpipe.train.which_model import check_model, importable
+
+_FLAGS = ("--model ", "--other-model")
 
 
 @dataclass(frozen=True, slots=True)
 class Trained:
     """A trained model, its layers on ``devices`` in turn. ``config``: its model and data are those of the run, other sections
     are defaults. ``step``: of the checkpoint. ``fingerprint``: of the data that it was trained on; empty if not known.
-    ``ignored``: settings of the run that this version does not know. ``began_in``: the run's working directory, if known."""
+    ``ignored``: settings of the run that this version does not know. ``began_in``: the run's working directory, if known.
+    ``remark``: what is to be told of the model; empty: nothing. ``meta``: of the checkpoint."""
 
     config: TrainConfig
     model: Model
@@ -54,6 +58,8 @@ class Trained:
     ignored: tuple[str, ...] = ()
     began_in: str = ""
     devices: tuple[jax.Device, ...] = ()  # JAX's first one
+    remark: str = ""
+    meta: Mapping[str, Any] = field(default_factory=dict)
 
     def results(self, wanted: Sequence[int]) -> Callable[[Mapping[str, Any]], list[Any]]:
         """A function of a batch: what the layers at ``wanted`` return."""
@@ -61,20 +67,26 @@ class Trained:
 
 
 def load_trained(
-    path: str | os.PathLike[str], *, step: StepName = None, model: str | None = None, devices: int | None = None
+    path: str | os.PathLike[str],
+    *,
+    step: StepName = None,
+    model: str | None = None,
+    devices: int | None = None,
+    other_model: bool = False,
 ) -> Trained:
     """The model of a run directory, a ``checkpoints`` folder, or one checkpoint; the newest step unless one is named
     ("best": the lowest evaluation loss). Parameters are the float32 master ones, whatever the run computed in.
 
     ``model``: ``module:function`` that makes the model, in place of the one that the checkpoint names. ``devices``: how many to
-    put its layers on, by default as few as hold them.
+    put its layers on, by default as few as hold them. ``other_model``: go on although the model computes something else than
+    when it was saved.
 
     Raises:
-        CheckpointError: there is no intact checkpoint, or it does not fit its model.
+        CheckpointError: there is no intact checkpoint, or it does not fit its model, or is of another one.
         ConfigError: the model can't be made (its module is not importable here), or is one that must be named by ``model``; or
             there are fewer devices.
     """
-    return reading(partial(find, path, step), partial(_trained, named=model, count=devices))
+    return reading(partial(find, path, step), partial(_trained, named=model, count=devices, other_model=other_model))
 
 
 def load_data(trained: Trained, *, other: bool = False, path: str | None = None) -> tuple[Dataset, bool]:
@@ -88,11 +100,7 @@ def load_data(trained: Trained, *, other: bool = False, path: str | None = None)
     data = trained.config.data
     stored = data.target or data.path
     if path is None and names_function(stored):
-        if (found := ours(stored)) is None:
-            raise ConfigError(
-                f"the data are of {stored}, code outside of the package models: if you trust it, name it yourself with "
-                f"--data {stored}"
-            )
+        found = importable(trained.meta, "data", stored, f"step {trained.step}", "--data ")
         data = replace(data, path=found) if data.target is None else replace(data, target=found)
     elif path is not None and path != data.target:
         data = replace(data, path=path, sources={}, target=None)
@@ -114,28 +122,27 @@ def load_data(trained: Trained, *, other: bool = False, path: str | None = None)
     return dataset, differ
 
 
-def described(folder: Path, named: str | None = None) -> tuple[Manifest, Trained]:
+def described(
+    folder: Path, named: str | None = None, *, other_model: bool = False, advice: tuple[str, str] = _FLAGS
+) -> tuple[Manifest, Trained]:
     """What one checkpoint says of itself, and its model (the one ``named`` or else the one that it names) without parameters;
-    raises as :func:`load_trained`."""
+    raises as :func:`load_trained`. ``advice``: what names a model, and what takes another one."""
     manifest = read_manifest(folder)
     config, ignored = _config(manifest.meta, folder)
-    target = named or ours(config.model.target)
-    if target is None:
-        raise ConfigError(
-            f"{folder} is of the model {config.model.target}, code outside of the package models: if you trust it, name it "
-            f"yourself with --model {config.model.target}"
-        )
+    target = named or importable(manifest.meta, "model", config.model.target, folder, advice[0])
     config = replace(config, model=replace(config.model, target=target))
     copy = folder.parent.parent / TOKENIZER / "tokenizer.json"
     tokenizer = kept_tokenizer(manifest.meta.get("tokenizer"), str(copy) if copy.is_file() else config.data.tokenizer)
     model, data = build_model(config, tokenizer.vocab_size), manifest.meta.get("data")
     fingerprint = str(data.get("fingerprint") or "") if isinstance(data, dict) else ""
     began_in = str(manifest.meta.get("began_in") or "")
-    return manifest, Trained(config, model, {}, tokenizer, manifest.step, fingerprint, ignored, began_in)
+    remark = check_model(manifest.meta, model, target, folder, advice[1], allow_other=other_model)
+    trained = Trained(config, model, {}, tokenizer, manifest.step, fingerprint, ignored, began_in)
+    return manifest, replace(trained, remark=remark, meta=manifest.meta)
 
 
-def _trained(folder: Path, named: str | None, count: int | None) -> Trained:
-    manifest, found = described(folder, named)
+def _trained(folder: Path, named: str | None, count: int | None, other_model: bool) -> Trained:
+    manifest, found = described(folder, named, other_model=other_model)
     devices = devices_for(found.model, count)
     want = {"params": stored_params(found.model)}
     params = load_group(folder, "params", manifest, want, placement_over(found.model, devices))

@@ -38,12 +38,13 @@ from jaxpipe.train.tokenizer_files import places_of, special_ids, trained_templa
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """A folder that :func:`export_hub` has written. ``files``: of tensors."""
+    """A folder that :func:`export_hub` has written. ``files``: of tensors. ``remark``: what is to be told of the model."""
 
     path: Path
     step: int
     parameters: int
     files: tuple[Path, ...]
+    remark: str = ""
 
 
 def export_hub(
@@ -52,12 +53,13 @@ def export_hub(
     *,
     step: StepName = None,
     model: str | None = None,
+    other_model: bool = False,
     dtype: str = "float32",
     shard_bytes: int = 5 * 10**9,
 ) -> Exported:
-    """Write the model of a run, or of one checkpoint, into the new folder ``out``. ``step``, ``model``: as in
-    :func:`jaxpipe.train.evaluate.load_trained`. ``dtype``: a key of :data:`jaxpipe.interop.folder.DTYPES`. ``shard_bytes``: the
-    most of a file.
+    """Write the model of a run, or of one checkpoint, into the new folder ``out``. ``step``, ``model``,
+    ``other_model``: as in :func:`jaxpipe.train.evaluate.load_trained`. ``dtype``: a key of
+    :data:`jaxpipe.interop.folder.DTYPES`. ``shard_bytes``: the most of a file.
 
     Raises:
         CheckpointError: there is no intact checkpoint, or it does not fit its model.
@@ -68,7 +70,8 @@ def export_hub(
         def write(folder: Path) -> Exported:
             shutil.rmtree(made)  # of a try before
             made.mkdir()
-            return _write(folder, *described(folder, model), made, out, dtype, shard_bytes)
+            manifest, trained = described(folder, model, other_model=other_model)
+            return _write(folder, manifest, trained, made, out, dtype, shard_bytes)
 
         return reading(partial(find, run, step), write)
 
@@ -96,7 +99,7 @@ def _write(
     if not (to / GENERATION).is_file():
         write_json(to / GENERATION, {name: ids[name] for name in SPECIAL_IDS if ids[name] is not None})
     parameters = sum(map(math.prod, shapes.values()))
-    return Exported(out, manifest.step, parameters, tuple(out / file.name for file in files))
+    return Exported(out, manifest.step, parameters, tuple(out / file.name for file in files), found.remark)
 
 
 class _Layers:

@@ -8,7 +8,8 @@ layers of its own ranks.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+import warnings
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -24,15 +25,18 @@ from jaxpipe.interop.hub import Hub, Weights, is_hub, open_hub, weights_of
 from jaxpipe.interop.tokenizer import TOKENIZER, copy_files
 from jaxpipe.stage.model.layer import Model, Params
 from jaxpipe.stage.model.params import by_path
+from jaxpipe.stage.model.reference import ours
 from jaxpipe.train.checkpoints import directory as shelf
 from jaxpipe.train.checkpoints import format as form
 from jaxpipe.train.checkpoints.load import StepName, find, load_group, read_manifest, reading
-from jaxpipe.train.checkpoints.stored import model_digest, stored_params
+from jaxpipe.train.checkpoints.stored import Likeness, likeness, model_digest, stored_params
 from jaxpipe.train.checkpoints.tree import Leaf, Snapshot
 from jaxpipe.train.config import TrainConfig, known_settings
 from jaxpipe.train.corpora.documents import in_groups
 from jaxpipe.train.corpora.tokenizers import load_tokenizer, stored_tokenizer
+from jaxpipe.train.evaluate import described
 from jaxpipe.train.setup import build_model
+from jaxpipe.train.which_model import importable, provenance
 
 _PART_BYTES = 2**27
 _SEQ_LEN = 1024
@@ -69,6 +73,7 @@ def import_hub(folder: Path, out: Path, *, target: str | None = None, seq_len: i
             "config": config.to_dict(),
             "tokenizer": stored_tokenizer(tokenizer),
             "imported": str(folder.absolute()),
+            **provenance(config),
         }
         _write(shelf.folder_of(made / "checkpoints", 0), weights, meta)
         text = f"# Written by jaxpipe import, of {folder.absolute()}\n{config.to_toml()}"
@@ -138,7 +143,7 @@ def completed(config: TrainConfig, meta: Mapping[str, Any] | None = None) -> Tra
     if meta is None:
         path, step = split_step(config.run.init_from)
         if is_hub(path):
-            hub = open_hub(path, None if config.model.target == _DEFAULT.model.target else config.model.target)
+            hub = open_hub(path, config.model.target if config.says("model.target") else None)
             target, options, tokenizer = hub.target, hub.options, _tokenizer_of(hub)
         else:
             meta = read_manifest(path, step).meta
@@ -149,21 +154,30 @@ def completed(config: TrainConfig, meta: Mapping[str, Any] | None = None) -> Tra
                 f"{config.run.init_from} does not say which model it is of; it was not written by jaxpipe"
             )
         target, options = stored["model"]["target"], stored["model"].get("options", {})
+        if not config.says("model.target"):
+            target = importable(meta, "model", target, config.run.init_from, "model.target=")
         tokenizer = stored.get("data", {}).get("tokenizer", _DEFAULT.data.tokenizer)
-    if config.model.target not in (target, _DEFAULT.model.target):
+    if config.says("model.target") and (ours(config.model.target) or config.model.target) != (ours(target) or target):
         raise ConfigError(
             f"run.init_from={config.run.init_from} is of {target}, and model.target is {config.model.target}; leave it out"
         )
-    given = config.data.tokenizer
+    target = config.model.target if config.says("model.target") else target
+    tokenizer = config.data.tokenizer if config.says("data.tokenizer") else tokenizer
     return replace(
         config,
         model=replace(config.model, target=target, options={**options, **config.model.options}),
-        data=replace(config.data, tokenizer=tokenizer if given == _DEFAULT.data.tokenizer else given),
+        data=replace(config.data, tokenizer=tokenizer),
     )
 
 
-def initial_params(config: TrainConfig, model: Model, layers: Collection[str] | None = None) -> dict[str, Params]:
-    """The parameters in ``run.init_from``, on the host, of a completed config's model; of ``layers`` only, if given.
+def initial_params(
+    config: TrainConfig,
+    model: Model,
+    layers: Collection[str] | None = None,
+    note: Callable[[str], None] = warnings.warn,
+) -> dict[str, Params]:
+    """The parameters in ``run.init_from``, on the host, of a completed config's model; of ``layers`` only, if given. ``note``
+    is told of options that differ from those of the checkpoint, and where the model can't be compared.
 
     Raises:
         ConfigError, CheckpointError: they can't be read, or are of another model.
@@ -176,9 +190,26 @@ def initial_params(config: TrainConfig, model: Model, layers: Collection[str] | 
         return {layer: weights.read(layer) for layer in weights.layers if layers is None or layer in layers}
 
     def read(folder: Path) -> dict[str, Params]:
-        return load_group(folder, "params", form.read_manifest(folder), {"params": want}, None, layers)
+        manifest = form.read_manifest(folder)
+        if likeness(manifest.meta, model_digest(model, training=False)) is not Likeness.SAME:
+            _check_origin(folder, config, note)
+        return load_group(folder, "params", manifest, {"params": want}, None, layers)
 
     return reading(partial(find, path, step), read)
+
+
+def _check_origin(folder: Path, config: TrainConfig, note: Callable[[str], None]) -> None:
+    """Compare the model of ``run.init_from`` as its own settings make it, since a new run may have other options, and tell
+    ``note`` which these are."""
+    allow_other = config.run.init_other_model
+    advice = ("model.target=", "run.init_other_model=true")
+    _, trained = described(folder, config.model.target, other_model=allow_other, advice=advice)
+    if trained.remark:
+        note(f"warning: {trained.remark}")
+    then, now = trained.config.model.options, config.model.options
+    changed = [f"{key} {then.get(key, 'not set')} → {now[key]}" for key in sorted(now) if then.get(key) != now[key]]
+    if changed:
+        note(f"model.options other than in {config.run.init_from}: {', '.join(changed)}")
 
 
 def split_step(init_from: str) -> tuple[Path, StepName]:

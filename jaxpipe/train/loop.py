@@ -171,7 +171,7 @@ class _Run:
         self.offer: Offer | None = None  # which the other processes have not heard of yet
         self.switching = False
         run = self.config.run
-        _ = self.trainer.program  # traced now, and not at the first checkpoint
+        self.trainer.program = prepared.program  # traced now, and not at the first checkpoint
         self.predicted, self.memory = self.pipe.predicted_timeline(), self.trainer.train_step.memory_report()
         self.peak_bytes = self._peak_bytes()
         self.filled_before = self._peak_measured() or 0
@@ -479,6 +479,7 @@ class _Run:
         meta |= {"data": self.start.batches.state_at(state.step).to_dict(), "config": self.config.to_dict()}
         meta["tokenizer"] = stored_tokenizer(self.prepared.dataset.tokenizer)
         meta |= {"first_loss": self.first_loss, "began_in": str(Path.cwd()), "decay": self.start.decay}
+        meta |= self.prepared.provenance
         meta["backwards"] = resume.backwards_of(self.trainer.schedule, self.pipe.boundaries)
         step, loss = self.evaluated or (-1, math.nan)
         eval_loss = loss if step == state.step else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from jaxpipe.stage.model.layer import Model
 from jaxpipe.stage.model.plan import StagePlan, analytic_layer_costs
 from jaxpipe.stage.model.reference import resolve_model
 from jaxpipe.train.assemble import Progress, assemble, choose, spread_over, stage_planner
+from jaxpipe.train.checkpoints.stored import model_digest
 from jaxpipe.train.config import TrainConfig
 from jaxpipe.train.corpora.arrays import ArrayDataset, made_by_function
 from jaxpipe.train.corpora.corpus import load_corpus, several_arrays
@@ -39,10 +41,11 @@ from jaxpipe.train.trainer import Trainer
 from jaxpipe.train.update.decay import DecayRule, decay_mask, decay_remark
 from jaxpipe.train.update.muon import Muon, described, matrices_of
 from jaxpipe.train.update.optimizer import adamw, learning_rate, lion
+from jaxpipe.train.which_model import provenance
 from jaxpipe.wording import format_bytes
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Prepared:
     """A run of which nothing is compiled yet; what a user can get wrong in a config has been checked. ``plan`` says which
     layers are on which stage."""
@@ -52,6 +55,16 @@ class Prepared:
     model: Model
     schedule: Schedule
     plan: StagePlan
+
+    @cached_property
+    def program(self) -> dict[str, str]:
+        """The digest of what the model computes, by which checkpoints know it again."""
+        return model_digest(self.model)
+
+    @cached_property
+    def provenance(self) -> dict[str, Any]:
+        """What checkpoints keep of the code beside it."""
+        return provenance(self.config)
 
 
 def data_remarks(dataset: Dataset) -> Iterator[str]:

@@ -50,13 +50,22 @@ from jaxpipe.train.assemble import (
     with_edges,
 )
 from jaxpipe.train.checkpoint import Checkpoint, CheckpointStore, read_manifest
-from jaxpipe.train.checkpoints.stored import load_state, model_digest, newest, placed_layers, same_program, undamaged
+from jaxpipe.train.checkpoints.stored import (
+    Likeness,
+    likeness,
+    load_state,
+    model_digest,
+    newest,
+    placed_layers,
+    undamaged,
+)
 from jaxpipe.train.devices import device_errors, find_devices, request_devices
 from jaxpipe.train.own_schedules import made_by_function
 from jaxpipe.train.settings.sections import PassesConfig, PipelineConfig, ShardingConfig
 from jaxpipe.train.state import StepMetrics, TrainState
 from jaxpipe.train.step import TrainStep
 from jaxpipe.train.update.optimizer import ema_of, with_ema
+from jaxpipe.train.which_model import not_compared
 from jaxpipe.wording import format_bytes, format_count
 
 
@@ -480,11 +489,17 @@ class Trainer(Closing):
             return default() if callable(default) else default
 
         def read(at: int) -> Checkpoint:
-            if same_model and same_program(read_manifest(store.path(at)).meta, self.program) is False:
+            meta = read_manifest(store.path(at)).meta
+            like = likeness(meta, self.program)
+            if same_model and like is Likeness.OTHER:
                 raise CheckpointError(
                     f"{store.path(at)} is of another model: it computes something else than {self.model.name} does now; use "
                     "that model, another directory, or same_model=False if the difference is meant"
                 )
+            if same_model and like is Likeness.TRAINS_OTHERWISE:
+                warn(f"{self.model.name} {like.value} when {store.path(at)} was saved")
+            if same_model and like is Likeness.UNKNOWN:
+                warn(not_compared(meta, self.model.name, store.path(at)))
             mine = None
             if self.pipeline.ownership.divided:
                 mine = placed_layers(x for _, s in self.pipeline.own_instances for x in self.pipeline.layers(s))

@@ -214,7 +214,7 @@ def test_a_run_begins_with_a_folder_or_a_run_of_it(tmp_path: Path) -> None:
     run = import_hub(folder, tmp_path / "run", seq_len=24).path
     for source in (folder, run, f"{run}:0", run / "checkpoints" / "00000000"):
         config = completed(begins_with(source, "data.tokenizer=ids:37", "data.path=x.npy"))
-        assert config.model.target == "models.llama:Llama"
+        assert config.model.target == "jaxpipe.models.llama:Llama"
         assert config.model.options == open_hub(folder).options
         model = build_model(config, V)
         found = initial_params(config, model)
@@ -231,7 +231,7 @@ def test_what_a_run_can_not_begin_with(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "given", "qwen2")
     run = import_hub(folder, tmp_path / "run", seq_len=24).path
     ids = ("data.tokenizer=ids:37", "data.path=x.npy")
-    with pytest.raises(ConfigError, match=r"is of models.llama:Llama, and model.target is models.vlm:VLM"):
+    with pytest.raises(ConfigError, match=r"is of jaxpipe.models.llama:Llama, and model.target is models.vlm:VLM"):
         completed(begins_with(run, "model.target=models.vlm:VLM", *ids))
     with pytest.raises(ConfigError, match=r"has no function or class 'hugging_face'"):
         completed(begins_with(folder, "model.target=models.vlm:VLM", *ids))

@@ -6,12 +6,15 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from jaxpipe.stage.identity import program_digest
 from jaxpipe.train.checkpoints.stored import model_digest
@@ -51,7 +54,7 @@ TABLE = np.arange(3, dtype=np.float32)
         ),
         (lambda x: x + 1.0, lambda x: x + 1.5),
         (lambda x: x.astype(jnp.float16), lambda x: x.astype(jnp.bfloat16)),
-        (called_back(doubled), called_back(tripled)),  # by name
+        (called_back(doubled), called_back(tripled)),
     ],
 )
 def test_digests_tell_what_is_computed(function: Callable[..., Any], other: Callable[..., Any]) -> None:
@@ -62,7 +65,7 @@ def test_digests_tell_what_is_computed(function: Callable[..., Any], other: Call
 def test_digests_are_the_same_in_another_process() -> None:
     code = (
         "from models.gpt import GPT; from jaxpipe.train.checkpoints.stored import model_digest; "
-        f"print(model_digest(GPT(**{TINY}))['sha256'])"
+        f"print(model_digest(GPT(**{TINY})))"
     )
     told = subprocess.run(
         [sys.executable, "-c", code],
@@ -72,6 +75,73 @@ def test_digests_are_the_same_in_another_process() -> None:
         text=True,
         check=True,
     )
-    assert told.stdout.strip() == model_digest(GPT(**TINY))["sha256"]
-    assert model_digest(GPT(**{**TINY, "dropout": 0.5})) == model_digest(GPT(**TINY))
-    assert model_digest(GPT(**{**TINY, "num_heads": 4})) != model_digest(GPT(**TINY))
+    here = model_digest(GPT(**TINY))
+    assert told.stdout.strip() == str(here)
+    dropping = model_digest(GPT(**{**TINY, "dropout": 0.5}))
+    assert {name for name in here if here[name] != dropping[name]} == {"training"}
+    other_heads = model_digest(GPT(**{**TINY, "num_heads": 4}))
+    assert {name for name in here if here[name] != other_heads[name]} == {"sha256", "evaluation", "training"}
+
+
+# -- callbacks, by what they do -------------------------------------------------------------------------------------------
+
+
+def twice(x: Any) -> Any:
+    return x * 2.0
+
+
+class Scaled:
+    """An object that can be called, and counts its calls."""
+
+    def __init__(self, factor: float) -> None:
+        self.factor, self.calls = factor, 0
+
+    def __call__(self, x: Any) -> Any:
+        self.calls += 1
+        return x * self.factor
+
+
+def callback(function: Callable[[Any], Any]) -> str:
+    shape = jax.ShapeDtypeStruct((3,), jnp.float32)
+    return program_digest(jax.make_jaxpr(lambda x: jax.pure_callback(function, shape, x))(jnp.ones(3)))
+
+
+def scaled_by(factor: Any) -> Callable[[Any], Any]:
+    return lambda x: x * factor
+
+
+def chain_of(factor: float) -> Callable[[Any], Any]:
+    inner = scaled_by(factor)
+    return lambda x: inner(twice(x))
+
+
+FORMS: list[Callable[[Any], Any]] = [
+    scaled_by,
+    chain_of,
+    Scaled,
+    lambda factor: Scaled(factor).__call__,
+    lambda factor: partial(np.multiply, factor),
+    lambda factor: partial(chain_of, factor=factor),
+    lambda factor: scaled_by(np.full(3, factor)),
+    lambda factor: scaled_by((factor, 1)),
+    lambda factor: eval(f"lambda x: x * {factor!r}", {}),
+    lambda factor: eval("lambda x: x * factor", {"factor": factor}),
+    lambda factor: eval(f"lambda x, factor={factor!r}: x * factor", {}),
+    lambda factor: eval(f"lambda x: (lambda y: y * {factor!r})(x)", {}),
+]
+
+
+@pytest.mark.parametrize("form", range(len(FORMS)))
+@given(factor=st.floats(-9, 9), other=st.floats(-9, 9))
+@settings(max_examples=5, deadline=None)
+def test_callbacks_are_the_same_by_what_they_do(form: int, factor: float, other: float) -> None:
+    make = FORMS[form]
+    assert callback(make(factor)) == callback(make(factor))
+    assert (callback(make(factor)) == callback(make(other))) is (repr(factor) == repr(other))
+
+
+def test_what_a_callback_changes_itself_is_not_what_it_does() -> None:
+    counting = Scaled(2.0)
+    before = callback(counting)
+    counting(1.0)
+    assert counting.calls == 1 and callback(counting) == before

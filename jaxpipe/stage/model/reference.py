@@ -10,6 +10,7 @@ there is no other module of that name.
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import importlib.util
 import inspect
@@ -224,6 +225,26 @@ def ours(name: str) -> str | None:
         if importlib.util.find_spec(f"jaxpipe.{module}") is not None:
             return f"jaxpipe.{module}{colon}{attribute}"
     return None
+
+
+def source_of(name: str) -> dict[str, str]:
+    """The file that the function ``module:attribute`` is looked for in, and its SHA-256. ``home``: the package that it is of,
+    ``jaxpipe.models`` for the models that come with jaxpipe, however they are called. Imports the module.
+
+    Raises:
+        ConfigError: as :func:`resolved`, for the module.
+    """
+    module_name = name.partition(":")[0]
+    file = FilePath(_import(module_name, name).__file__ or "").resolve()
+    comes_along = file.is_relative_to(FilePath(importlib.import_module(_OURS).__file__ or "").resolve().parent)
+    digest = hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else ""
+    return {"home": _OURS if comes_along else module_name.partition(".")[0], "file": str(file), "sha256": digest}
+
+
+def offered(name: str, source: Mapping[str, Any] | None) -> str | None:
+    """What a checkpoint calls ``name``, under the name by which it may be imported though nobody but the checkpoint names it:
+    :func:`ours`, but of a module that ``source`` (:func:`source_of`, as the checkpoint has it) says to be the user's None."""
+    return None if source is not None and source.get("home") != _OURS else ours(name)
 
 
 def _heads(

@@ -7,6 +7,6 @@ __all__, __getattr__ = exported(
     directory="Intact",
     load="StepName find load_group reading",
     manifest="Manifest",
-    stored="load_state model_digest same_program stored_params",
+    stored="Likeness likeness load_state model_digest stored_params",
     tree="Placement PyTree",
 )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable, Collection, Iterable, Mapping
+from enum import Enum
 from functools import partial
 from typing import Any, TypeVar
 
@@ -31,20 +33,58 @@ def stored_params(model: Model, master: Any = jnp.float32) -> dict[str, Any]:
     return jax.tree.map(stored, jax.eval_shape(partial(init_params, model), 0))  # type: ignore[no-any-return]
 
 
-def model_digest(model: Model) -> dict[str, str]:
-    """What a checkpoint keeps as ``meta["program"]`` to know its model again: a digest of what evaluation computes, constants
-    by value, and the version of JAX that traced it (digests of different versions can't be compared)."""
+class Likeness(Enum):
+    """What a model here does, compared with the model of a checkpoint when that was saved."""
+
+    SAME = "computes the same as"
+    TRAINS_OTHERWISE = "has another gradient, or does something else in training, than"
+    OTHER = "computes something else than"
+    UNKNOWN = "can't be compared with"
+
+
+def model_digest(model: Model, *, training: bool = True) -> dict[str, str]:
+    """What a checkpoint keeps as ``meta["program"]`` to know its model again: digests, constants by value, of what evaluation
+    computes and of loss and gradient in ``training``; that of evaluation with callbacks by name, by which checkpoints from
+    before there were others compare; and the versions of JAX and Python, as digests of others can't be compared."""
     model = model.stored
-    forward = partial(apply_model, model, train=False)
     with ids_as_before():  # that ids are checked is no other model
-        closed = jax.make_jaxpr(lambda params, batch: forward(params, batch))(stored_params(model), model.batch_spec(1))
-    return {"jax": jax.__version__, "sha256": program_digest(closed)}
+        return _digests(model, training)
 
 
-def same_program(meta: Mapping[str, Any], now: Mapping[str, str]) -> bool | None:
-    """Whether the checkpoint with this ``meta`` is of a model of this digest; None where that can't be told."""
+def _digests(model: Model, training: bool) -> dict[str, str]:
+    params, batch = stored_params(model), model.batch_spec(1)
+    forward = jax.make_jaxpr(lambda params, batch: apply_model(model, params, batch, train=False))(params, batch)
+    digests = {
+        "jax": jax.__version__,
+        "python": ".".join(platform.python_version_tuple()[:2]),
+        "sha256": program_digest(forward, by_name=True),
+        "evaluation": program_digest(forward),
+    }
+    if training:
+
+        def loss_and_gradient(params: Any, batch: Any, key: Any) -> Any:
+            loss = partial(apply_model, model, batch=batch, key=key, train=True)
+            return jax.value_and_grad(loss, has_aux=True, allow_int=True)(params)
+
+        key = jax.ShapeDtypeStruct((2,), jnp.uint32)
+        digests["training"] = program_digest(jax.make_jaxpr(loss_and_gradient)(params, batch, key))
+    return digests
+
+
+def likeness(meta: Mapping[str, Any], now: Mapping[str, str]) -> Likeness:
+    """What the model of the checkpoint with this ``meta`` is to the model with the digest ``now``: the one comparison, which
+    every door makes. A digest without training does not say whether a model trains otherwise."""
     stored = meta.get("program")
-    return stored == now if isinstance(stored, dict) and stored.get("jax") == now["jax"] else None
+    if not isinstance(stored, dict) or stored.get("jax") != now["jax"]:
+        return Likeness.UNKNOWN
+    by_content = "evaluation" in stored and (
+        stored.get("python") == now["python"] or stored["evaluation"] == now["evaluation"]
+    )
+    key = "evaluation" if by_content else "sha256"
+    if stored.get(key) != now[key]:
+        return Likeness.OTHER
+    trains_alike = not {"training"} <= stored.keys() & now.keys() or stored["training"] == now["training"]
+    return Likeness.SAME if trains_alike else Likeness.TRAINS_OTHERWISE
 
 
 def placed_layers(layers: Iterable[Layer]) -> set[str]:

@@ -19,15 +19,25 @@ from jaxpipe.schedule import Schedule
 from jaxpipe.schedule.passes.backwards import fused_stages
 from jaxpipe.stage.model.layer import Params
 from jaxpipe.stage.model.plan import Cut
+from jaxpipe.stage.model.reference import ours
 from jaxpipe.train.checkpoint import CheckpointStore, read_manifest
 from jaxpipe.train.checkpoints.manifest import Manifest
-from jaxpipe.train.checkpoints.stored import load_state, model_digest, newest, placed_layers, same_program, undamaged
+from jaxpipe.train.checkpoints.stored import (
+    Likeness,
+    likeness,
+    load_state,
+    newest,
+    placed_layers,
+    undamaged,
+)
 from jaxpipe.train.config import TrainConfig, known_settings
 from jaxpipe.train.data import DataState, Stream
 from jaxpipe.train.imported import initial_params
+from jaxpipe.train.settings.sections import Sections
 from jaxpipe.train.settings.typed import leaves_of
 from jaxpipe.train.setup import Prepared, optimizer_of
 from jaxpipe.train.update.decay import DECAY_RULES, DecayRule
+from jaxpipe.train.which_model import changed_settings, not_compared, stored_source
 
 Note = Callable[[str], None]
 
@@ -85,7 +95,7 @@ def start_of(prepared: Prepared, origin: Manifest | None, store: CheckpointStore
     if origin is None:
         params = None
         if prepared.config.run.init_from:
-            params = initial_params(prepared.config, prepared.model, _own_layers(prepared, store.processes))
+            params = initial_params(prepared.config, prepared.model, _own_layers(prepared, store.processes), note)
             note(f"begins with the parameters in {prepared.config.run.init_from}")
         return Start(0, _batches(prepared, None), params)
 
@@ -176,22 +186,28 @@ def _compare(prepared: Prepared, origin: Manifest) -> list[str]:
     if isinstance(kept, dict) and kept.get("fingerprint") == prepared.dataset.tokenizer.fingerprint:
         changes.pop("data.tokenizer", None)  # the same one under another path
     model = {key: change for key, change in changes.items() if key.startswith("model.") or key == "data.tokenizer"}
-    known = same_program(origin.meta, model_digest(prepared.model))
-    same = not model if known is None else known
-    if not same and model:
+    like = likeness(origin.meta, prepared.program)
+    then_in, now_in = stored_source(origin.meta, "model"), prepared.provenance["sources"]["model"]
+    if then_in is not None and then_in.get("home") != now_in["home"]:
+        model["model.target"] = (str(then_in.get("file")), now_in["file"])  # one name, and another module
+    if model and (like is Likeness.OTHER or like is Likeness.UNKNOWN):
         listed = ", ".join(f"{key} is {new}, was {old:.60}" for key, (old, new) in model.items())
         raise CheckpointError(
             f"run.out_dir={prepared.config.run.out_dir} holds a checkpoint (step {origin.step}) of another model: {listed}; "
             "restore it, or choose another run.out_dir"
         )
     target, step = prepared.config.model.target, origin.step
+    settings = changed_settings(origin.meta)
     named = [
         f"{key} {old:.60} → {new}"
         for key, (old, new) in changes.items()
         if key in model or not key.startswith((*_WHERE, *_HOW_OFTEN))
     ]
     remarks = {
-        f"warning: {target} computes something else than when step {step} was saved": not same,
+        f"warning: {target} {like.value} when step {step} was saved": like is Likeness.OTHER
+        or (like is Likeness.TRAINS_OTHERWISE and not model),
+        f"warning: {not_compared(origin.meta, target, f'step {step}')}": like is Likeness.UNKNOWN,
+        f"warning: JAX's settings are other than at step {step}: {settings}": bool(settings),
         f"resuming with changes: {', '.join(named)}": bool(named),
         f"settings of step {step} that this version does not know are ignored: {', '.join(unknown)}": bool(unknown),
     }
@@ -203,12 +219,18 @@ def _changes(then: Mapping[str, Mapping[str, Any]], now: TrainConfig) -> dict[st
     default = _leaves(TrainConfig().to_dict())
     old, new = default | _leaves(then), default | _leaves(now.to_dict())
     pairs = {key: (old.get(key, "not set"), new.get(key, "not set")) for key in sorted(old.keys() | new.keys())}
-    return {key: (str(a), str(b)) for key, (a, b) in pairs.items() if a != b}
+    return {key: (str(a), str(b)) for key, (a, b) in pairs.items() if a != b and not _is_alias(key, a, b)}
+
+
+def _is_alias(key: str, then: Any, now: Any) -> bool:
+    """Whether both name one of the models that come with jaxpipe: ``models.gpt:GPT`` is ``jaxpipe.models.gpt:GPT``. That the
+    module is the same is compared apart."""
+    return key == "model.target" and isinstance(then, str) and ours(then) is not None and ours(then) == ours(now)
 
 
 def _leaves(config: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Settings by dotted key, options of the model one by one."""
-    leaves = dict(leaves_of(TrainConfig, config))
+    leaves = dict(leaves_of(Sections, config))
     options = leaves.pop("model.options", None)
     if not isinstance(options, Mapping):
         return leaves

@@ -377,6 +377,8 @@ class RunConfig(Section):
     #: A run, a checkpoint, or a folder of the Hugging Face hub (``PATH``, or ``PATH:STEP``) whose parameters a new run begins
     #: with; its model and tokenizer are the run's where the config says nothing of them.
     init_from: _Name | None = None
+    #: Begin with the parameters of ``init_from`` although its model computes something else than when they were saved.
+    init_other_model: bool = False
     #: Steps between checkpoints (0: only the last).
     checkpoint_every: _Whole = 50
     #: Continue from ``out_dir`` if it holds a checkpoint (``auto``), never, or fail without one.

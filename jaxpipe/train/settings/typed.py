@@ -28,7 +28,7 @@ import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -214,7 +214,11 @@ def _shown(value: Any) -> str:
         return "a value too long to print"
 
 
-_hints: Callable[[type], Mapping[str, Hint]] = cache(partial(get_type_hints, include_extras=True))
+@cache
+def _hints(record: type) -> Mapping[str, Hint]:
+    """Type hints by field; one that is not compared is no setting."""
+    hints = get_type_hints(record, include_extras=True)
+    return {f.name: hints[f.name] for f in fields(record) if f.compare}
 
 
 @cache
@@ -393,7 +397,7 @@ class Collected:
     def made(self, record: type[_T], section: str = "") -> _T:
         """A record like the one that the values are for."""
         given = {}
-        for name, hint in _hints(record).items():
+        for name, hint in _hints(record).items():  # type: ignore[arg-type]  # a class
             if is_dataclass(hint):
                 given[name] = self.made(hint, f"{section}{name}.")  # type: ignore[arg-type]  # a class
             elif section + name in self.values:

@@ -1,0 +1,96 @@
+"""Which model a checkpoint is of, asked at every door through which one comes in: eval, generate, export, ``run.init_from``,
+resuming, and :meth:`jaxpipe.Trainer.restore`.
+
+What decides is what the model computes (:func:`jaxpipe.train.checkpoints.stored.likeness`), never its name. A checkpoint is
+data: of the functions that it names, only those that come with jaxpipe are imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxpipe.errors import CheckpointError, ConfigError, gist
+from jaxpipe.stage.model.layer import Model
+from jaxpipe.stage.model.reference import offered, source_of
+from jaxpipe.train.checkpoints.stored import Likeness, likeness, model_digest
+from jaxpipe.train.config import TrainConfig
+from jaxpipe.train.devices import number_settings
+from jaxpipe.train.settings.sections import names_function
+
+Meta = Mapping[str, Any]
+
+
+def provenance(config: TrainConfig) -> dict[str, Any]:
+    """What a checkpoint keeps beside the digest of its model: the files of the functions that ``config`` names, and the JAX
+    settings that change numbers."""
+    named = {"model": config.model.target, "data": config.data.target or config.data.path}
+    sources = {part: source_of(name) for part, name in named.items() if names_function(name)}
+    return {"sources": sources, "jax_settings": number_settings()}
+
+
+def stored_source(meta: Meta, part: str) -> Mapping[str, Any] | None:
+    """The file of the function that makes the ``model`` or the ``data`` of a checkpoint; None in one that does not say."""
+    sources = meta.get("sources")
+    source = sources.get(part) if isinstance(sources, dict) else None
+    return source if isinstance(source, dict) else None
+
+
+def importable(meta: Meta, part: str, name: str, where: object, advice: str) -> str:
+    """The function ``name`` that a checkpoint says to make its ``model`` or its ``data``, as it may be imported. ``advice``:
+    how a user names one that may not.
+
+    Raises:
+        ConfigError: it does not come with jaxpipe.
+    """
+    source = stored_source(meta, part)
+    target = offered(name, source)
+    if target is None:
+        file = f" ({source['file']!r})" if source is not None and source.get("file") else ""
+        raise ConfigError(
+            f"{where} is of the {part} {name}, code outside of the package models{file}: if you trust it, name it yourself "
+            f"with {advice}{name}"
+        )
+    return target
+
+
+def check_model(meta: Meta, model: Model, target: str, where: object, advice: str, *, allow_other: bool = False) -> str:
+    """Compare the model that ``target`` makes of a checkpoint's own options with the checkpoint's. ``advice``: how to go on all
+    the same, which ``allow_other`` does. Returns what is to be told, or nothing.
+
+    Raises:
+        CheckpointError: it is another one.
+    """
+    try:
+        like = likeness(meta, model_digest(model, training=False))
+    except Exception as error:  # of the model's own code
+        raise CheckpointError(f"{where} does not fit its model: {target} can't be traced: {gist(error)}") from error
+    then, now = stored_source(meta, "model"), source_of(target)
+    moved = "" if then is None or then.get("home") == now["home"] else f" (its code was {then.get('file')})"
+    if like is Likeness.OTHER or (like is Likeness.UNKNOWN and moved):
+        message = f"{where} is of another model: {target} computes something else than when it was saved{moved}"
+        if changed := changed_settings(meta):
+            message += f", and JAX's settings have changed ({changed})"
+        if allow_other:
+            return message
+        raise CheckpointError(
+            f"{message}; restore that code, name the model that it is of, or go on all the same with {advice}"
+        )
+    return not_compared(meta, target, where) if like is Likeness.UNKNOWN else ""
+
+
+def changed_settings(meta: Meta) -> str:
+    """The JAX settings that change numbers and are not as when the checkpoint was saved; empty if it does not say."""
+    then, now = meta.get("jax_settings"), number_settings()
+    if not isinstance(then, dict):
+        return ""
+    keys = sorted(key for key in {*then, *now} if then.get(key) != now.get(key))
+    return ", ".join(f"{key} {then.get(key, 'not set')} → {now.get(key, 'not set')}" for key in keys)
+
+
+def not_compared(meta: Meta, target: str, where: object) -> str:
+    """A remark on a checkpoint whose digest can't be compared."""
+    program = meta.get("program")
+    version = program.get("jax") if isinstance(program, dict) else None
+    why = f"its digest is of JAX {version!s:.20}" if version else "it has no digest of its model"
+    return f"{where}: {why}, so it can't be told whether {target} computes what it did then"

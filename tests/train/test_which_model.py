@@ -1,0 +1,344 @@
+"""Which model is it: every door compares what the model computes with what it computed when the checkpoint was saved, takes the
+module that the run had, and imports nothing because a checkpoint names it."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import optax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import jaxpipe
+from jaxpipe.cli import main
+from jaxpipe.errors import CheckpointError, ConfigError, JaxpipeError
+from jaxpipe.stage.model.reference import offered, resolve_model, source_of
+from jaxpipe.train.checkpoint import CheckpointStore
+from jaxpipe.train.checkpoints.format import read_manifest
+from jaxpipe.train.checkpoints.stored import Likeness, likeness, model_digest
+from jaxpipe.train.config import load_config
+from jaxpipe.train.evaluate import load_trained
+from jaxpipe.train.imported import completed
+from jaxpipe.train.loop import train
+from jaxpipe.train.run import resume
+from jaxpipe.train.setup import prepare
+from tests.support.checkpoint_cases import rewrite_manifest
+from tests.support.train_runs import config, copy_run, write_text
+
+CODE = """
+from dataclasses import replace
+import jax
+from jaxpipe.models import gpt
+
+FORWARD = BACKWARD = TRAINING = 1.0
+
+def hugging_face():
+    return gpt.hugging_face()
+
+def Model(**options):
+    model = gpt.GPT(**options)
+    forward, backward, training = FORWARD, BACKWARD, TRAINING
+    scaled = jax.custom_vjp(lambda x: x * forward)
+    scaled.defvjp(lambda x: (x * forward, None), lambda _, g: (g * backward,))
+
+    def apply(params, x, context, block=model.layers[1].apply):
+        y = scaled(block(params, x, context))
+        return y * training if context.train else y
+
+    return replace(model, layers=(model.layers[0], replace(model.layers[1], apply=apply), *model.layers[2:]))
+"""
+OWN = "whichmodel:Model"
+TINY = (
+    "pipeline.ranks=1", "pipeline.microbatches=2", "model.options.num_layers=1", "run.steps=2", "run.checkpoint_every=2",
+    "run.eval_every=0", "run.log_every=2",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """On ``sys.path``, with the user's own model ``whichmodel:Model``."""
+    path = tmp_path_factory.mktemp("modules")
+    (path / "whichmodel.py").write_text(CODE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(path)
+        yield path
+    sys.modules.pop("whichmodel", None)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_text(tmp_path_factory.mktemp("text") / "text.txt")
+
+
+@pytest.fixture(scope="module")
+def own(folder: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two steps of the user's own model."""
+    out = tmp_path_factory.mktemp("own") / "run"
+    train(config(text, out, *TINY, f"model.target={OWN}"), io.StringIO())
+    return out
+
+
+@pytest.fixture(scope="module")
+def gpt(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two steps of a model that comes with jaxpipe."""
+    out = tmp_path_factory.mktemp("gpt") / "run"
+    train(config(text, out, *TINY), io.StringIO())
+    return out
+
+
+@pytest.fixture
+def constant(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Change a constant of the user's model."""
+
+    def change(name: str) -> None:
+        monkeypatch.setattr(importlib.import_module("whichmodel"), name, -3.0)
+
+    return change
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
+    """A verb: its exit code, and stderr."""
+
+    def run(*argv: object) -> tuple[int, str]:
+        code = main([str(a) for a in argv])
+        return code, capsys.readouterr().err
+
+    return run
+
+
+# -- one comparison, at every door ----------------------------------------------------------------------------------------
+
+DOORS = {
+    "eval": ("eval", "--batches", 1),
+    "generate": ("generate", "--tokens", 1),
+    "export": ("export", "-o", "exported"),
+}
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_another_model_is_refused_where_it_is_used(
+    own: Path, constant: Callable[[str], None], call: Callable[..., tuple[int, str]], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, door: str,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    verb, *flags = DOORS[door]
+    named = (verb, own, *flags, "--model", OWN)
+    constant("BACKWARD")
+    constant("TRAINING")  # neither changes what evaluation computes
+    assert call(*named) == (0, "")
+    constant("FORWARD")
+    if verb == "export":
+        named = (verb, own, "-o", "again", "--model", OWN)
+    code, line = call(*named)
+    assert code == 3 and line.count("\n") == 1
+    assert f"{OWN} computes something else" in line and "--other-model" in line
+    code, line = call(*named, "--other-model")
+    assert code == 0 and line.startswith("warning: ") and "computes something else" in line
+
+
+def starting(text: Path, out: Path, *overrides: str) -> list[str]:
+    """What a new run, or one that goes on, says before anything is compiled."""
+    asked, notes = config(text, out, *TINY, *overrides), list[str]()
+    store = CheckpointStore(out / "checkpoints")
+    origin = resume.choose(asked, store, notes.append)
+    asked = completed(asked, None if origin is None else origin.meta)
+    resume.start_of(prepare(asked), origin, store, notes.append)
+    return notes
+
+
+def test_another_model_is_refused_by_init_from(
+    own: Path, text: Path, tmp_path: Path, constant: Callable[[str], None]
+) -> None:
+    begins = (f"run.init_from={own}", f"model.target={OWN}")
+    assert starting(text, tmp_path / "a", *begins) == [f"begins with the parameters in {own}"]
+    options = starting(text, tmp_path / "a", *begins, "model.options.gelu=exact")
+    assert options[0] == f"model.options other than in {own}: gelu not set → exact"
+    assert len(starting(text, tmp_path / "a", *begins, "model.options.dropout=0.5", "data.seq_len=8")) == 1
+    constant("FORWARD")
+    with pytest.raises(CheckpointError, match=r"computes something else.*run\.init_other_model=true"):
+        starting(text, tmp_path / "a", *begins)
+    notes = starting(text, tmp_path / "a", *begins, "run.init_other_model=true")
+    assert "computes something else" in notes[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("FORWARD", "computes something else"), ("BACKWARD", "gradient"), ("TRAINING", "in training")],
+)
+def test_a_run_that_goes_on_says_what_is_other(
+    own: Path, text: Path, constant: Callable[[str], None], name: str, words: str
+) -> None:
+    assert starting(text, own, f"model.target={OWN}") == []
+    constant(name)
+    (note,) = starting(text, own, f"model.target={OWN}")
+    assert note.startswith(f"warning: {OWN} ") and words in note and "step 2" in note
+
+
+def test_a_trainer_refuses_another_model(tmp_path: Path, folder: Path, constant: Callable[[str], None]) -> None:
+    options = {"vocab_size": 11, "seq_len": 4, "d_model": 8, "num_layers": 1, "num_heads": 2}
+
+    trainer = jaxpipe.Trainer(
+        resolve_model(OWN, options), optimizer=optax.sgd(0.1), microbatch_size=1, ranks=1, microbatches=1
+    )
+    trainer.save(trainer.init(), tmp_path)
+    trainer.restore(tmp_path)
+    constant("BACKWARD")
+    trainer.program = model_digest(resolve_model(OWN, options))  # as one would have that is made now
+    with pytest.warns(UserWarning, match="has another gradient"):
+        trainer.restore(tmp_path)
+    constant("FORWARD")
+    trainer.program = model_digest(resolve_model(OWN, options))
+    with pytest.raises(CheckpointError, match="computes something else"):
+        trainer.restore(tmp_path)
+    trainer.restore(tmp_path, same_model=False)
+
+
+def test_old_digests_and_those_of_another_jax_compare_as_far_as_they_can(
+    own: Path, tmp_path: Path, constant: Callable[[str], None], call: Callable[..., tuple[int, str]]
+) -> None:
+    now = model_digest(load_trained(own, model=OWN).model)
+    old = {"jax": now["jax"], "sha256": now["sha256"]}
+    assert likeness({"program": old}, now) is Likeness.SAME
+    assert likeness({"program": {**now, "evaluation": "0"}}, now) is Likeness.OTHER
+    assert likeness({"program": {**now, "evaluation": "0", "python": "3.1"}}, now) is Likeness.SAME  # by sha256
+    assert likeness({"program": {**now, "training": "0"}}, now) is Likeness.TRAINS_OTHERWISE
+    assert likeness({"program": {**now, "jax": "0.0.1"}}, now) is likeness({}, now) is Likeness.UNKNOWN
+    run = copy_run(own, tmp_path / "run")
+    rewrite_manifest(run / "checkpoints" / "00000002", lambda body: body["meta"].update(program=old))
+    evaluate = ("eval", run, "--model", OWN, "--batches", 1)
+    assert call(*evaluate) == (0, "")
+    constant("FORWARD")
+    assert call(*evaluate)[0] == 3
+    rewrite_manifest(run / "checkpoints" / "00000002", lambda body: body["meta"]["program"].update(jax="0.0.1"))
+    code, line = call(*evaluate)
+    assert code == 0 and "JAX 0.0.1" in line and "can't be told" in line
+
+
+# -- the module that the run had ------------------------------------------------------------------------------------------
+
+PROJECT = """
+from dataclasses import replace
+from jaxpipe.models.gpt import GPT as inner
+
+def GPT(**options):
+    model = inner(**options)
+    layer = model.layers[1]
+    doubled = replace(layer, apply=lambda p, x, c, apply=layer.apply: apply(p, x, c) * -2.0)
+    return replace(model, layers=(model.layers[0], doubled, *model.layers[2:]))
+"""
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The working directory, with a package ``models`` of its own in place of the one of the checkout."""
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "__init__.py").touch()
+    (tmp_path / "models" / "gpt.py").write_text(PROJECT)
+    others = {name: module for name, module in sys.modules.items() if f"{name}.".startswith("models.")}
+    for name in others:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    yield tmp_path
+    for name in [name for name in sys.modules if f"{name}.".startswith("models.")]:
+        del sys.modules[name]
+
+
+def test_a_projects_own_models_are_taken_or_refused(
+    project: Path, gpt: Path, text: Path, call: Callable[..., tuple[int, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = project / "run"
+    train(config(text, out, *TINY, "model.options.mlp_ratio=1"), io.StringIO())
+    assert read_manifest(out / "checkpoints" / "00000002").meta["sources"]["model"]["home"] == "models"
+    for verb, *flags in DOORS.values():
+        code, line = call(verb, out, *flags)
+        assert code == 2 and "--model models.gpt:GPT" in line and "gpt.py" in line
+    assert call("eval", out, "--batches", 1, "--model", "models.gpt:GPT") == (0, "")
+    with pytest.raises(ConfigError, match=r"model\.target=models\.gpt:GPT"):
+        starting(text, project / "new", f"run.init_from={out}", "model.options.mlp_ratio=1")
+    begins = (f"run.init_from={out}", "model.options.mlp_ratio=1", "model.target=models.gpt:GPT")
+    assert len(starting(text, project / "new", *begins)) == 1
+    # a run of jaxpipe's own model is evaluated with that, though the project has one of the same name
+    assert call("eval", gpt, "--batches", 1) == (0, "")
+    assert call("eval", gpt, "--batches", 1, "--model", "models.gpt:GPT")[0] == 3
+    with pytest.raises(CheckpointError, match=r"of another model: model\.target is .*gpt\.py"):
+        starting(text, gpt)
+    # and the project's own is no other module elsewhere
+    for name in [name for name in sys.modules if f"{name}.".startswith("models.")]:
+        del sys.modules[name]
+    (project / "models" / "gpt.py").unlink()
+    (project / "models" / "__init__.py").unlink()
+    (project / "models").rmdir()
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2]))
+    assert call("eval", out, "--batches", 1, "--model", "models.gpt:GPT")[0] == 3
+    with pytest.raises(CheckpointError, match=r"of another model: model\.target is .*gpt\.py"):
+        starting(text, out, "model.options.mlp_ratio=1")
+
+
+def test_a_name_is_of_jaxpipe_by_its_file() -> None:
+    assert source_of("models.gpt:GPT") == source_of("jaxpipe.models.gpt:GPT")
+    assert source_of("models.gpt:GPT")["home"] == "jaxpipe.models"
+    assert offered("models.gpt:GPT", None) == offered("models.gpt:GPT", {"home": "jaxpipe.models"})
+    assert offered("models.gpt:GPT", {"home": "models"}) is None
+
+
+# -- nothing is imported because a checkpoint names it --------------------------------------------------------------------
+
+
+@settings(max_examples=6, deadline=None)
+@given(
+    module=st.sampled_from(["poison", "poison.inner", "models.poison", "jaxpipe.models.poison", "logging", "os.path"]),
+    attribute=st.sampled_from(["Model", "GPT", "system"]),
+    source=st.sampled_from([None, {"home": "jaxpipe.models"}, {"home": "poison"}, {"home": 3}, [], "x"]),
+    digest=st.booleans(),
+)
+def test_a_poisoned_checkpoint_imports_nothing_at_any_door(
+    gpt: Path, text: Path, tmp_path_factory: pytest.TempPathFactory, module: str, attribute: str, source: Any, digest: bool
+) -> None:  # fmt: skip
+    here = tmp_path_factory.mktemp("poisoned")
+    run = copy_run(gpt, here / "run")
+    for name in ("poison/__init__.py", "poison/inner.py"):
+        (here / name).parent.mkdir(exist_ok=True)
+        (here / name).write_text(f"open({str(here / 'ran')!r}, 'w').close()\nraise SystemExit(7)\n")
+
+    def poison(body: dict[str, Any]) -> None:
+        body["meta"]["config"]["model"]["target"] = f"{module}:{attribute}"
+        body["meta"]["config"]["data"]["path"] = f"{module}:{attribute}"
+        body["meta"]["sources"] = {"model": source, "data": source}
+        if not digest:
+            body["meta"].pop("program")
+
+    rewrite_manifest(run / "checkpoints" / "00000002", poison)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(here)
+        patch.chdir(here)
+        for verb, *flags in DOORS.values():
+            assert main([str(a) for a in (verb, run, *flags)]) in (2, 3)
+        for overrides in ((f"run.init_from={run}", f"run.out_dir={here / 'new'}"), (f"run.init_from={run}",)):
+            with pytest.raises(JaxpipeError):
+                starting(text, run if len(overrides) == 1 else here / "new", *overrides)
+        if digest:
+            starting(text, run)  # the model computes the same, whatever it is called there
+    assert not (here / "ran").exists()
+    assert not any(name.startswith("poison") for name in sys.modules)
+
+
+# -- what was said is told from a default ---------------------------------------------------------------------------------
+
+
+def test_a_target_that_is_said_is_no_default(own: Path, gpt: Path, text: Path) -> None:
+    begins = ["data.seq_len=8", f"data.path={text}"]
+    with pytest.raises(ConfigError, match=r"is of whichmodel:Model, and model\.target is models\.gpt:GPT"):
+        completed(load_config(None, [f"run.init_from={own}", "model.target=models.gpt:GPT", *begins]))
+    assert completed(load_config(None, [f"run.init_from={own}", f"model.target={OWN}", *begins])).model.target == OWN
+    unsaid = completed(load_config(None, [f"run.init_from={gpt}", *begins]))
+    assert unsaid.model.target == "jaxpipe.models.gpt:GPT"  # of no module of the user's
+    said = completed(load_config(None, [f"run.init_from={gpt}", "model.target=models.gpt:GPT", *begins]))
+    assert said.model.target == "models.gpt:GPT" and said.model.options == unsaid.model.options

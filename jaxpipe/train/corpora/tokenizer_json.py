@@ -92,6 +92,11 @@ class TokenizerJson:
             return ()
         return tuple(ids)
 
+    @property
+    def is_byte_level(self) -> bool:
+        """Whether characters of tokens are bytes of the text."""
+        return any(x.get("type") == "ByteLevel" for x in _parts(self.body.get("pre_tokenizer"), "pretokenizers"))
+
     def keeps_bytes(self, alphabet: Collection[str]) -> bool:
         """Whether the tokens hold each byte of a text as one character of ``alphabet``: byte-level byte-pair encoding that
         changes and drops nothing."""

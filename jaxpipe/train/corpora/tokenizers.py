@@ -191,7 +191,7 @@ class HFTokenizer(Tokenizer):
         self.fingerprint = self.makes
         alphabet = package("tokenizers.pre_tokenizers", path).ByteLevel.alphabet()
         self.keeps_bytes = file.keeps_bytes(alphabet)
-        self.lengths = self._lengths(vocabulary, set(alphabet))
+        self.lengths = self._lengths(vocabulary, file.is_byte_level)
         self.eos, self.eos_from = self._said_end(path.parent)
         self.bos, several = self._said_begin(path.parent, file.prefix)
         self.ignored = " and ".join(filter(None, [", ".join(file.ignored[:-1]), *file.ignored[-1:]]))
@@ -304,12 +304,14 @@ class HFTokenizer(Tokenizer):
             else told
         )
 
-    def _lengths(self, vocabulary: Mapping[str, int], alphabet: set[str]) -> npt.NDArray[np.int64]:
+    def _lengths(self, vocabulary: Mapping[str, int], is_byte_level: bool) -> npt.NDArray[np.int64]:
         lengths = np.zeros(self.vocab_size, np.int64)
         added = set(self._backend.get_added_tokens_decoder())
         for token, number in vocabulary.items():
-            if number not in added and (self.keeps_bytes or re.fullmatch("<0x[0-9A-F]{2}>", token)):
-                lengths[number] = len(token) if self.keeps_bytes else 1
+            if is_byte_level and number not in added:
+                lengths[number] = len(token)
+            elif token.startswith("<0x") and len(token) == 6:
+                lengths[number] = 1
             else:
                 lengths[number] = len(token.replace("▁", " ").removeprefix("##").encode())
         return lengths

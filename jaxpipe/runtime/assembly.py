@@ -331,15 +331,15 @@ class Assembly:
         batch = laid_out(batch, self.model.over_time, self.dp, self.tp.cp)
         return place_data(batch, self._own_functions, self.submeshes)
 
-    def sum_replicas(self, given: Mapping[Instance, Sequence[jax.Array]]) -> dict[Instance, Buffers]:
+    def sum_replicas(self, gradients: Mapping[Instance, Sequence[jax.Array]]) -> dict[Instance, Buffers]:
         """Gradients, reduced or not, with those of a stage's replicas added to its primary's, the replicas' at zero."""
-        acc = {at: list(buffers) for at, buffers in given.items()}
+        acc = {at: list(buffers) for at, buffers in gradients.items()}
         for s, ranks in self.instances.items():
             first = (ranks[0], s)
             for other in ranks[1:]:
-                there = self.ownership.move(acc.get((other, s), ()), other, ranks[0], self.functions[first].acc_avals)
+                moved = self.ownership.move(acc.get((other, s), ()), other, ranks[0], self.functions[first].acc_avals)
                 if first in acc:
-                    acc[first] = [a + b for a, b in zip(acc[first], there, strict=True)]
+                    acc[first] = [a + b for a, b in zip(acc[first], moved, strict=True)]
                 if (other, s) in acc:
                     acc[(other, s)] = [jnp.zeros_like(a) for a in acc[(other, s)]]
         return acc
@@ -349,10 +349,10 @@ class Assembly:
         for s, ranks in self.instances.items():
             for other in ranks[1:]:
                 n, avals = self.layout(s).num_trained, self.functions[(other, s)].param_avals
-                given = buffers.get((ranks[0], s), [])[:n]
+                trained = buffers.get((ranks[0], s), [])[:n]
                 if self.ownership.apart(ranks[0], other):  # the next step donates them, whether they have gone or not
-                    given = [jnp.copy(a) for a in given]
-                new = self.ownership.move(given, ranks[0], other, avals[:n])
+                    trained = [jnp.copy(a) for a in trained]
+                new = self.ownership.move(trained, ranks[0], other, avals[:n])
                 if (other, s) in buffers:
                     buffers[(other, s)] = [*new, *buffers[(other, s)][n:]]
 
@@ -367,12 +367,12 @@ class Assembly:
 
     def evaluate_sums(self, params: Mapping[Instance, Buffers], batch: Batch) -> list[float]:
         """As :meth:`evaluate`, the sums of all ``loss`` ports of all stages: those of ``eval_metrics`` too."""
-        found = self._forward(params, batch, [f.evaluation for f in self.stages], self.model.span)
-        runs = [{at: x for at, x in made.items() if at[2].kind == "loss"} for made in found]
+        runs_of_stages = self._forward(params, batch, [f.evaluation for f in self.stages], self.model.span)
+        runs = [{at: x for at, x in results.items() if at[2].kind == "loss"} for results in runs_of_stages]
         sums: dict[int, list[float]] = {}
         for at in sorted(runs[0]):
             sums.setdefault(at[0], []).append(sum(float(jnp.sum(run[at])) for run in runs))
-        return [x for _, own in sorted(self.ownership.shared("losses", sums).items()) for x in own]
+        return [x for _, values in sorted(self.ownership.shared("losses", sums).items()) for x in values]
 
     @cached_property
     def reported(self) -> Reported:
@@ -390,15 +390,15 @@ class Assembly:
         first = 0
         several = len(self.model.losses) > 1
         for s, f in enumerate(self.stages):
-            own = [(first + 2 * k, first + 2 * k + 1) for k in range(len(f.links.losses))]
+            loss_ports = [(first + 2 * k, first + 2 * k + 1) for k in range(len(f.links.losses))]
             names = [self.layers(s)[k].name for k in f.links.losses]
-            found = {n: at for n, at in zip(names, own, strict=True) if several and n != "loss"}
+            ports_of = {n: at for n, at in zip(names, loss_ports, strict=True) if several and n != "loss"}
             metrics = f.eval_metrics if evaluation else f.metrics
-            found |= {name: (first + a, first + b) for name, (a, b) in metrics.items()}
-            if twice := found.keys() & named.keys():
+            ports_of |= {name: (first + a, first + b) for name, (a, b) in metrics.items()}
+            if twice := ports_of.keys() & named.keys():
                 raise StageError(f"two losses report a metric {min(twice)!r}; give one another name")
-            named |= found
-            heads += own
+            named |= ports_of
+            heads += loss_ports
             first += sum(p.kind == "loss" for p in (f.evaluation if evaluation else f.functions["F"]).outputs)
         return Reported(tuple(heads), named)
 
@@ -420,17 +420,17 @@ class Assembly:
             raise ProgramError(f"the batch has no {missing[0]!r}; the layers before the loss read {', '.join(reads)}")
         if self.ownership.divided:
             raise ProgramError("predictions are made in one process: load the checkpoint in one")
-        function, tree, whole = self._output
+        function, tree, output_avals = self._output
         count = len(next(iter(batch.values())))
         unread = {
             n: np.zeros((count, *a.shape), a.dtype) for n, a in self.model.batch_spec(self.microbatch_size).items()
         }
         functions = [*(f.evaluation for f in self.stages[:-1]), function]
         runs = self._forward(params, {**unread, **batch}, functions, 1)
-        made = zip(*([run[(len(functions) - 1, 0, port)] for port in function.outputs] for run in runs), strict=True)
+        outputs = zip(*([run[(len(functions) - 1, 0, port)] for port in function.outputs] for run in runs), strict=True)
         leaves = [
             np.concatenate([joined_shards(np.asarray(part), a.shape, self.dp, self.tp) for part in parts])
-            for parts, a in zip(made, whole, strict=True)
+            for parts, a in zip(outputs, output_avals, strict=True)
         ]
         return fill(tree, leaves)
 
@@ -440,9 +440,9 @@ class Assembly:
         last = len(self.boundaries) - 1
         spec = self.model.batch_spec(self.microbatch_size)
         params = compute_avals(self.model.layers, self.compute_dtype, self.master_dtype)
-        whole = jax.eval_shape(lambda p, b: array_leaves(model_output(self.model, p, b)), params, spec)
+        output_avals = jax.eval_shape(lambda p, b: array_leaves(model_output(self.model, p, b)), params, spec)
         mesh = self.submeshes[self.primary(last)[0]]
-        return *build_output(self.layers(last), self.stages[last], mesh, self._data_avals, self.tp), whole
+        return *build_output(self.layers(last), self.stages[last], mesh, self._data_avals, self.tp), output_avals
 
     def _forward(
         self, params: Mapping[Instance, Buffers], batch: Batch, functions: Sequence[StageFunction], span: int
@@ -458,35 +458,43 @@ class Assembly:
             raise ProgramError(f"the loss takes {span} microbatches at once; {count} are no multiple of that")
         data = self.placed_data(params, batch, count)
         for start in range(0, count, span):
-            made: dict[tuple[int, int, Port], jax.Array] = {}
+            results_of: dict[tuple[int, int, Port], jax.Array] = {}
             for s, function in enumerate(functions):
                 at = self.primary(s)
                 f = self.functions[at]
                 wide = min(f.links.span, span)
                 for first in range(0, span, wide):
                     members = range(first, first + wide)
-                    x = self._entering(s, [(t, k, Port("y", leaf)) for k in members for t, leaf in f.x_from], made)
+                    x = self._entering(
+                        s, [(t, k, Port("y", leaf)) for k in members for t, leaf in f.x_from], results_of
+                    )
                     if at not in self._own_functions:
                         continue
                     read = [array for k in members for array in data[at][start + k]] if at in data else []
-                    given = {"param": params[at], "x": x, "data": read}
-                    results = function.call(*(given[port.kind][port.index] for port in function.inputs))
-                    made |= {(s, first, port): result for port, result in zip(function.outputs, results, strict=True)}
-            yield made
+                    arguments = {"param": params[at], "x": x, "data": read}
+                    results = function.call(*(arguments[port.kind][port.index] for port in function.inputs))
+                    results_of |= {
+                        (s, first, port): result for port, result in zip(function.outputs, results, strict=True)
+                    }
+            yield results_of
 
     def _entering(
-        self, stage: int, wanted: Sequence[tuple[int, int, Port]], made: Mapping[tuple[int, int, Port], jax.Array]
+        self,
+        stage: int,
+        sources_wanted: Sequence[tuple[int, int, Port]],
+        results_of: Mapping[tuple[int, int, Port], jax.Array],
     ) -> Sequence[jax.Array]:
-        """What a stage reads of others' results, on its devices, out of what they ``made``; empty if its rank is elsewhere."""
+        """Return the arrays that a stage reads out of ``results_of`` other stages, on its devices; empty if its rank is
+        elsewhere."""
         to = self.primary(stage)
-        sources = [self.primary(t)[0] for t, _, _ in wanted]
-        avals = self.functions[to].x_avals[: len(wanted)]
-        found: dict[int, jax.Array] = {}
+        sources = [self.primary(t)[0] for t, _, _ in sources_wanted]
+        avals = self.functions[to].x_avals[: len(sources_wanted)]
+        array_at: dict[int, jax.Array] = {}
         for src in dict.fromkeys(sources):
             places = [n for n, source in enumerate(sources) if source == src]
-            given = [made[wanted[n]] for n in places if wanted[n] in made]
-            found |= zip(places, self.ownership.move(given, src, to[0], [avals[n] for n in places]), strict=False)
-        return [found[n] for n in sorted(found)]
+            arrays = [results_of[sources_wanted[n]] for n in places if sources_wanted[n] in results_of]
+            array_at |= zip(places, self.ownership.move(arrays, src, to[0], [avals[n] for n in places]), strict=False)
+        return [array_at[n] for n in sorted(array_at)]
 
     def _with_factors(self, batch: Batch) -> Batch:
         """``batch`` with what the gradient of each loss is multiplied by, where there are several: the first one's weight in
@@ -512,7 +520,7 @@ class Assembly:
 
 
 def _cut(
-    model: Model, placement: Placement, given: Sequence[tuple[int, int]] | StagePlan | None, device_batch: int
+    model: Model, placement: Placement, ranges: Sequence[tuple[int, int]] | StagePlan | None, device_batch: int
 ) -> Cut:
     """First and one-past-last layer of each stage.
 
@@ -521,16 +529,18 @@ def _cut(
         StageError: they are no cut of this model.
     """
     stages = placement.num_stages
-    if given is None:
+    if ranges is None:
         return cut(model.layers, stages, analytic_layer_costs(model, device_batch), placement.edges)
-    if isinstance(given, StagePlan):
-        planned = [name for stage in given.stages for name in stage.layers]
+    if isinstance(ranges, StagePlan):
+        planned = [name for stage in ranges.stages for name in stage.layers]
         if planned != [layer.name for layer in model.layers]:
-            raise StageError(f"the stage plan is of another model ({given.model}): its layers are {', '.join(planned)}")
-        given = given.cut
-    if len(given) != stages:
-        raise ProgramError(f"the placement has {stages} stages, the cut has {len(given)}: cut the model into {stages}")
-    return checked_cut(model.layers, given)
+            raise StageError(
+                f"the stage plan is of another model ({ranges.model}): its layers are {', '.join(planned)}"
+            )
+        ranges = ranges.cut
+    if len(ranges) != stages:
+        raise ProgramError(f"the placement has {stages} stages, the cut has {len(ranges)}: cut the model into {stages}")
+    return checked_cut(model.layers, ranges)
 
 
 def _home(aval: jax.ShapeDtypeStruct) -> jax.sharding.Sharding:

@@ -44,18 +44,18 @@ def checked_batch(batch: Batch, spec: Mapping[str, jax.ShapeDtypeStruct], microb
     Raises:
         ProgramError: one is missing, is no array, has another shape, or holds numbers that its dtype can't.
     """
-    made = {}
+    arrays = {}
     for name, aval in spec.items():
         if name not in batch:
             raise ProgramError(f"the batch has no {name!r}; the model reads {', '.join(spec)}")
         array: Any = batch[name]
-        want = (microbatches, *aval.shape)
+        expected = (microbatches, *aval.shape)
         if not (hasattr(array, "shape") and hasattr(array, "dtype")):
-            raise ProgramError(f"batch[{name!r}] is a {type(array).__name__}; want an array of shape {want}")
-        if tuple(array.shape) != want:
-            raise ProgramError(f"batch[{name!r}] has shape {tuple(array.shape)}; this pipeline wants {want}")
-        made[name] = array if array.dtype == aval.dtype else _cast(name, array, aval.dtype)
-    return made
+            raise ProgramError(f"batch[{name!r}] is a {type(array).__name__}; want an array of shape {expected}")
+        if tuple(array.shape) != expected:
+            raise ProgramError(f"batch[{name!r}] has shape {tuple(array.shape)}; this pipeline wants {expected}")
+        arrays[name] = array if array.dtype == aval.dtype else _cast(name, array, aval.dtype)
+    return arrays
 
 
 def _cast(name: str, array: Any, dtype: Any) -> Any:
@@ -96,7 +96,7 @@ def in_microbatches(
     Raises:
         ProgramError: an array is missing, or its shape fits neither way.
     """
-    made: dict[str, np.ndarray | jax.Array] = {}
+    arrays: dict[str, np.ndarray | jax.Array] = {}
     if not isinstance(batch, Mapping):
         raise ProgramError(f"the batch is a {type(batch).__name__}; want a dict of arrays: {', '.join(spec)}")
     for name, aval in spec.items():
@@ -116,8 +116,8 @@ def in_microbatches(
             raise ProgramError(
                 f"batch[{name!r}] has shape {tuple(np.shape(batch[name]))}; want ({flat}{rest}) or ({many}, {size}{rest})"
             )
-        made[name], microbatches = array, len(array)
-    return made
+        arrays[name], microbatches = array, len(array)
+    return arrays
 
 
 def place_data(
@@ -171,24 +171,24 @@ def _threefry(key: Any) -> Any:
     return key
 
 
-def joined_shards(stacked: np.ndarray, whole: Sequence[int], dp: int, tp: TensorParallel) -> np.ndarray:
+def joined_shards(stacked: np.ndarray, whole_shape: Sequence[int], dp: int, tp: TensorParallel) -> np.ndarray:
     """An array that a rank's devices hold parts of, their parts one after another on axis 0 (``tp`` innermost), as the array of
-    shape ``whole`` that they are parts of: axis 0 is split over ``dp``, axis 1 over ``cp``, and over ``tp`` the axis that its
+    ``whole_shape`` that they are parts of: axis 0 is split over ``dp``, axis 1 over ``cp``, and over ``tp`` the axis that its
     shape tells, if it differs between these shards.
 
     Raises:
         ProgramError: its shape tells of no such axis.
     """
-    if stacked.shape == tuple(whole):
+    if stacked.shape == tuple(whole_shape):
         return stacked
-    rows, times = whole[0] // dp, [n // (tp.cp if k == 1 else 1) for k, n in enumerate(whole)][1:]
+    rows, times = whole_shape[0] // dp, [n // (tp.cp if k == 1 else 1) for k, n in enumerate(whole_shape)][1:]
     parts = stacked.reshape(dp, tp.cp, -1, rows, *stacked.shape[1:])
     shards = parts.shape[2]
     split = [k for k, (n, m) in enumerate(zip(times, stacked.shape[1:], strict=True), 1) if n == m * shards]
     if shards > 1 and len(split) != 1:
         raise ProgramError(
-            f"the output of shape {tuple(whole)} lies on {shards} tensor-parallel shards as {parts.shape[3:]} each; gather it "
-            "in the layer before the loss"
+            f"the output of shape {tuple(whole_shape)} lies on {shards} tensor-parallel shards as {parts.shape[3:]} each; "
+            "gather it in the layer before the loss"
         )
     joined = parts[:, :, 0] if shards == 1 else np.concatenate(list(np.moveaxis(parts, 2, 0)), axis=split[0] + 2)
     return np.concatenate([joined_times(list(sequences)) for sequences in joined])

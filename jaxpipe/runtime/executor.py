@@ -186,15 +186,15 @@ class Executor:
         """By instruction, the receives whose arrays it is the first to read: those of other processes are posted early."""
         programs = {p.rank: p for p in self._programs}
         held: dict[tuple[int, int], int] = {}
-        found: dict[int, list[int]] = {}
+        receives: dict[int, list[int]] = {}
         for n, (rank, at) in enumerate(self.sequence):
             instruction, kind = programs[rank].instructions[at], self._code[n].kind
             if kind < _SEND and (first := {held[rank, slot] for slot in reads(instruction) if (rank, slot) in held}):
-                found[n] = sorted(first)
+                receives[n] = sorted(first)
                 held = {where: k for where, k in held.items() if k not in first}
             if isinstance(instruction, Recv):
                 held |= {(rank, slot): n for slot in instruction.outputs}
-        return found
+        return receives
 
     @property
     def num_instructions(self) -> int:
@@ -212,8 +212,8 @@ class Executor:
         ``tokens``: of that step, as far as it has been dispatched. Waits for nothing, and may be called from any thread.
         """
         actions = [(i.rank, i.action) for i in self._code if i.kind == _RUN]
-        known = list(tokens)
-        done = next((n for n, (_, _, token) in enumerate(known) if not token.is_ready()), len(known))  # type: ignore[attr-defined]
+        token_list = list(tokens)
+        done = next((n for n, (_, _, token) in enumerate(token_list) if not token.is_ready()), len(token_list))  # type: ignore[attr-defined]
         return None if done == len(actions) else actions[done]
 
     def run(
@@ -257,14 +257,14 @@ class Executor:
     def _first_backwards(self) -> Mapping[int, tuple[Program, int]]:
         """By rank its program, and which instruction is the first that computes a gradient or reads an accumulator."""
         programs = {p.rank: (p, {slot for v, slot in p.bound if v.kind == "acc"}) for p in self._programs}
-        found: dict[int, tuple[Program, int]] = {}
+        by_rank: dict[int, tuple[Program, int]] = {}
         for n, (rank, at) in enumerate(self.sequence):
             program, accumulators = programs[rank]
             instruction = program.instructions[at]
             ops = [op for op, _ in instruction.parts] if isinstance(instruction, Run) else []
             if any(op_spec(op).sends == "pred" for op in ops) or not accumulators.isdisjoint(reads(instruction)):
-                found.setdefault(rank, (program, n))
-        return found
+                by_rank.setdefault(rank, (program, n))
+        return by_rank
 
     def _late_code(self, late: Late, acc: dict[tuple[int, int], Sequence[jax.Array]]) -> list[_Linked]:
         """The list that the loop visits, with instructions that bind what ``late`` gives, and put it into ``acc``."""
@@ -441,29 +441,35 @@ class _Linker:
         """Put each epilogue behind the last run that reads or adds to its stage's accumulators, and behind what that run sends
         (a neighbour may wait for it). Returns where each leaves its result: bank and slot."""
         places: dict[tuple[int, int], tuple[Bank, int]] = {}
-        found: list[tuple[int, _Linked]] = []
+        insertions: list[tuple[int, _Linked]] = []
         for program, bank in zip(self.programs, self.banks, strict=True):
-            own = [n for n, (rank, _) in enumerate(self.sequence) if rank == program.rank] if epilogues else []
+            local_sequence = (
+                [n for n, (rank, _) in enumerate(self.sequence) if rank == program.rank] if epilogues else []
+            )
             for (rank, stage), reduce in epilogues.items():
                 slots = tuple(slot for v, slot in program.results if v.kind == "acc" and v.stage == stage)
                 if rank != program.rank or not slots:
                     continue
                 used = set(slots)
-                at = max(k for k, n in enumerate(own) if used & set(reads(program.instructions[self.sequence[n][1]])))
-                action = self.code[own[at]].action
-                while at + 1 < len(own) and self.code[own[at + 1]].kind == _SEND:
+                at = max(
+                    k
+                    for k, n in enumerate(local_sequence)
+                    if used & set(reads(program.instructions[self.sequence[n][1]]))
+                )
+                action = self.code[local_sequence[at]].action
+                while at + 1 < len(local_sequence) and self.code[local_sequence[at + 1]].kind == _SEND:
                     at += 1
                 bank.insert(-1, None)  # the last is where results go that nobody wants
                 places[(rank, stage)] = (bank, len(bank) - 2)
-                found.append(
+                insertions.append(
                     (
-                        own[at],
+                        local_sequence[at],
                         _Linked(
                             _EPILOGUE, _boxed(reduce), _getter(slots), bank, (len(bank) - 2,), (), rank, action, 0, ""
                         ),
                     )
                 )
-        for n, linked in sorted(found, key=lambda item: -item[0]):
+        for n, linked in sorted(insertions, key=lambda item: -item[0]):
             self.code.insert(n + 1, linked)
             self.sequence.insert(n + 1, self.sequence[n])
         return places
@@ -488,9 +494,11 @@ def _states(
     }
     if not bound:
         return (), lambda: ()
-    wanted = [avals[port] for port in bound]
-    homes = [aval.sharding for aval in wanted]
-    return tuple(bound.values()), jax.jit(lambda: [jnp.zeros(a.shape, a.dtype) for a in wanted], out_shardings=homes)
+    state_avals = [avals[port] for port in bound]
+    homes = [aval.sharding for aval in state_avals]
+    return tuple(bound.values()), jax.jit(
+        lambda: [jnp.zeros(a.shape, a.dtype) for a in state_avals], out_shardings=homes
+    )
 
 
 def _getter(slots: tuple[int, ...]) -> Callable[[Bank], Any]:

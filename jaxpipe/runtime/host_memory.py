@@ -28,23 +28,23 @@ def check_host_memory(programs: Sequence[Program], options: OffloadOptions, plat
     Raises:
         ProgramError: it does not; names what is needed at least, and what would help.
     """
-    needed = host_bytes(programs)
-    if not needed:
+    needed_bytes = host_bytes(programs)
+    if not needed_bytes:
         return
     if options.host_memory_bytes is not None:
         room, what = options.host_memory_bytes, f"offload.host_memory_gb={options.host_memory_bytes / 1e9:g}"
-        advice = f"raise it to at least {_rounded_up(needed)}"
+        advice = f"raise it to at least {_rounded_up(needed_bytes)}"
     else:
         room, what = available_host_bytes(platform, processes)
         advice = "set offload.host_memory_gb to override this check"
         if what.startswith(GPU_POOL_VARIABLE):
-            advice = f"set the environment variable to at least {_rounded_up(needed)}"
-    if needed <= room:
+            advice = f"set the environment variable to at least {_rounded_up(needed_bytes)}"
+    if needed_bytes <= room:
         return
-    fraction = options.fraction * room / needed
+    fraction = options.fraction * room / needed_bytes
     raise ProgramError(
-        f"the schedule offloads up to {needed / 1e9:.4g} GB to host memory at a time, but {what} allows {room / 1e9:.4g} GB: "
-        f"{advice}, offload less (offload.fraction below {fraction:.2g}), or choose another schedule"
+        f"the schedule offloads up to {needed_bytes / 1e9:.4g} GB to host memory at a time, but {what} allows "
+        f"{room / 1e9:.4g} GB: {advice}, offload less (offload.fraction below {fraction:.2g}), or choose another schedule"
     )
 
 
@@ -80,8 +80,8 @@ def _available_memory() -> float:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     except OSError:
         return float("inf")
-    found = [float(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
-    return found[0] if found else float("inf")
+    sizes = [float(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+    return sizes[0] if sizes else float("inf")
 
 
 def _number(name: str, otherwise: float = float("inf")) -> float:

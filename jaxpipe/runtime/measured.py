@@ -25,13 +25,13 @@ def gathered(outputs: StepOutputs, processes: Processes, clock: tuple[float, flo
         return outputs
     ahead, error = clock
     began = outputs.stamps[0] + ahead
-    own = [(e.rank, e.lane, str(e.action), began + e.start_s, began + e.end_s) for e in outputs.events]
-    parts = processes.gather("events", (began, began + outputs.step_s, error, own))
+    local_events = [(e.rank, e.lane, str(e.action), began + e.start_s, began + e.end_s) for e in outputs.events]
+    parts = processes.gather("events", (began, began + outputs.step_s, error, local_events))
     if not parts:
         return outputs
-    starts, ends, errors, found = zip(*parts, strict=True)
+    starts, ends, errors, events_of = zip(*parts, strict=True)
     first = min(starts)
-    events = [Event(r, lane, parse_slot(a), start - first, end - first) for r, lane, a, start, end in chain(*found)]
+    events = [Event(r, lane, parse_slot(a), start - first, end - first) for r, lane, a, start, end in chain(*events_of)]
     return replace(outputs, events=tuple(events), step_s=max(ends) - first, clock_error_s=max(errors))
 
 
@@ -63,27 +63,27 @@ def replay_ratio(schedule: Schedule, timeline: Timeline, step_s: float) -> float
 
 def seconds_by_op(timelines: Sequence[Timeline]) -> dict[tuple[str, int], float]:
     """Mean seconds of each (op, stage) over all microbatches of some measured timelines."""
-    return {at: sum(found) / len(found) for at, found in lengths_by_op(t.events for t in timelines).items()}
+    return {at: sum(lengths_s) / len(lengths_s) for at, lengths_s in lengths_by_op(t.events for t in timelines).items()}
 
 
 def lengths_by_op(steps: Iterable[Iterable[Event]]) -> dict[tuple[str, int], list[float]]:
     """Seconds of each (op, stage) in all microbatches of some recorded steps. What ran in a braid does not count: its time is
     not its own."""
-    found: dict[tuple[str, int], list[float]] = {}
+    lengths_s: dict[tuple[str, int], list[float]] = {}
     for event in chain.from_iterable(steps):
         if len(event.action.actions) == 1:
             (action,) = event.action.actions
-            found.setdefault((action.op, action.stage), []).append(event.end_s - event.start_s)
-    return found
+            lengths_s.setdefault((action.op, action.stage), []).append(event.end_s - event.start_s)
+    return lengths_s
 
 
 def _slot_events(schedule: Schedule, events: Sequence[Event]) -> dict[tuple[int, Slot], Event]:
-    known = {(e.rank, e.action): e for e in events}
+    event_of = {(e.rank, e.action): e for e in events}
     merged: dict[tuple[int, Slot], Event] = {}
     for rank, row in enumerate(schedule.rows):
         for slot in row:
-            whole = known.get((rank, slot))
-            parts = [whole] if whole is not None else [known[(rank, action)] for action in slot.actions]
+            slot_event = event_of.get((rank, slot))
+            parts = [slot_event] if slot_event is not None else [event_of[(rank, action)] for action in slot.actions]
             merged[(rank, slot)] = Event(
                 rank, parts[0].lane, slot, min(e.start_s for e in parts), max(e.end_s for e in parts)
             )

@@ -114,8 +114,8 @@ def probe_step(
     read = statistics if statistics is not None else allocator_statistics
     ours = {id(a) for a in jax.tree.leaves((inputs.params, inputs.acc, inputs.data, inputs.keys, resident))}
     counter = _Counter()
-    others = [a for a in jax.live_arrays() if id(a) not in ours]  # kept alive, so that no address is used again
-    foreign = {at for a in others for at, _ in counter.buffers(a)} - {
+    foreign_arrays = [a for a in jax.live_arrays() if id(a) not in ours]  # kept alive, so that no address is used again
+    foreign = {at for a in foreign_arrays for at, _ in counter.buffers(a)} - {
         at for a in jax.live_arrays() if id(a) in ours for at, _ in counter.buffers(a)
     }
     flat = [d for group in devices for d in group]
@@ -141,7 +141,7 @@ def probe_step(
     ranks = []
     for r, group in enumerate(devices):
         peaks = [(before[d][1], read(d)[1], aside[d]) for d in group]
-        raised = [now - apart for was, now, apart in peaks if now > was]
+        raised = [now - foreign_bytes for was, now, foreign_bytes in peaks if now > was]
         top = max(raised) if len(raised) == len(peaks) else None
         ranks.append(RankMeasured(r, tuple(live[r]), tuple(host[r]), tuple(used[r]), top))
     return MeasuredMemory(tuple(ranks), outputs)
@@ -155,29 +155,29 @@ class _Counter:
 
     def buffers(self, array: jax.Array) -> tuple[tuple[tuple[int, bool, int], int], ...]:
         """((device, in host memory, address), bytes) of each shard."""
-        known = self._known.get(id(array))
-        if known is not None and known[0]() is array:
-            return known[1]
+        cached = self._known.get(id(array))
+        if cached is not None and cached[0]() is array:
+            return cached[1]
         on_host = array.sharding.memory_kind in HOST_KINDS
         if len(array.sharding.device_set) == 1:
             device: jax.Device = next(iter(array.sharding.device_set))
-            found: tuple[Any, ...] = (((device.id, on_host, array.unsafe_buffer_pointer()), array.nbytes),)
+            shards: tuple[Any, ...] = (((device.id, on_host, array.unsafe_buffer_pointer()), array.nbytes),)
         else:
-            found = tuple(
+            shards = tuple(
                 ((shard.device.id, on_host, shard.data.unsafe_buffer_pointer()), shard.data.nbytes)
                 for shard in array.addressable_shards
             )
-        self._known[id(array)] = (weakref.ref(array), found)
-        return found
+        self._known[id(array)] = (weakref.ref(array), shards)
+        return shards
 
     def count(self, foreign: set[tuple[int, bool, int]]) -> dict[tuple[int, bool], int]:
         """Bytes by (device, in host memory) of all live buffers but ``foreign``."""
-        seen: dict[tuple[int, bool, int], int] = {}
+        size_of: dict[tuple[int, bool, int], int] = {}
         for array in jax.live_arrays():
             if not array.is_deleted():
-                seen.update(self.buffers(array))
+                size_of.update(self.buffers(array))
         total: dict[tuple[int, bool], int] = {}
-        for (device, on_host, address), n in seen.items():
+        for (device, on_host, address), n in size_of.items():
             if (device, on_host, address) not in foreign:
                 total[(device, on_host)] = total.get((device, on_host), 0) + n
         return total

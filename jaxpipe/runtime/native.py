@@ -36,10 +36,10 @@ class Native:
         jax.device_put(list(arrays), [a.sharding for a in avals])
 
     def get(self, number: int, src: int, avals: Sequence[jax.ShapeDtypeStruct]) -> Sequence[jax.Array]:
-        there = [NamedSharding(self._meshes[src], spec_of(a)) for a in avals]
+        homes = [NamedSharding(self._meshes[src], spec_of(a)) for a in avals]
         absent = [
             jax.make_array_from_single_device_arrays(a.shape, home, [], dtype=a.dtype)
-            for a, home in zip(avals, there, strict=True)
+            for a, home in zip(avals, homes, strict=True)
         ]
         arrays: Sequence[jax.Array] = jax.device_put(absent, [a.sharding for a in avals])
         return arrays
@@ -50,9 +50,9 @@ class Native:
         for pair in sorted({(min(pair), max(pair)) for pair in pairs} - self._linked):
             self._linked.add(pair)
             for src, dst in (pair, pair[::-1]):
-                here, there = (replicated(self._meshes[rank]) for rank in (src, dst))
-                aval = jax.ShapeDtypeStruct((), jnp.float32, sharding=there)
+                source_home, target_home = (replicated(self._meshes[rank]) for rank in (src, dst))
+                aval = jax.ShapeDtypeStruct((), jnp.float32, sharding=target_home)
                 if src in self._ranks:
-                    self.put(0, [jnp.zeros((), jnp.float32, device=here)], [aval])
+                    self.put(0, [jnp.zeros((), jnp.float32, device=source_home)], [aval])
                 elif dst in self._ranks:
                     jax.block_until_ready(self.get(0, src, [aval]))

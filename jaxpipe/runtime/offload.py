@@ -72,16 +72,16 @@ Homes = list[jax.sharding.Sharding]
 
 
 def _copy_both_ways(out: Callable[[Homes], Copy], back: Callable[[Homes], Copy]) -> tuple[Copy, Copy]:
-    made: list[Copy] = []
+    copies: list[Copy] = []
 
     def to_host(arrays: Sequence[Any]) -> Sequence[Any]:
-        if not made:
+        if not copies:
             homes = [a.sharding for a in arrays]
-            made.extend((out(homes), back(homes)))
-        return made[0](arrays)
+            copies.extend((out(homes), back(homes)))
+        return copies[0](arrays)
 
     def to_device(arrays: Sequence[Any]) -> Sequence[Any]:
-        return made[1](arrays)
+        return copies[1](arrays)
 
     return to_host, to_device
 

@@ -36,7 +36,7 @@ class Ownership:
     def __init__(self, meshes: Sequence[Mesh], processes: Processes | None = None, transport: str = "tagged") -> None:
         self.processes = Alone() if processes is None else processes
         ranks = self.processes.ranks(len(meshes))
-        self.process_of = tuple(process for process, some in enumerate(ranks) for _ in some)
+        self.process_of = tuple(process for process, process_ranks in enumerate(ranks) for _ in process_ranks)
         self.ranks = ranks[self.processes.mine]
         self.lanes: Lanes = NATIVE if transport == "nccl" else TAGGED
         self._meshes, self._moves = meshes, 0
@@ -83,8 +83,8 @@ class Ownership:
         """What carries the messages of ``programs``, those of all ranks."""
         numbers = message_numbers(programs)
         homes = message_homes(programs, self._meshes, numbers)
-        here = {n for (src, dst, _), n in numbers.items() if src in self.ranks and dst in self.ranks}
-        local = InProcess({number: where for number, where in homes.items() if number in here})
+        local_messages = {n for (src, dst, _), n in numbers.items() if src in self.ranks and dst in self.ranks}
+        local = InProcess({number: where for number, where in homes.items() if number in local_messages})
         if not self.divided:
             return local
         away = {}
@@ -92,8 +92,8 @@ class Ownership:
             for i in program.instructions:
                 if isinstance(i, Send) and (program.rank in self.ranks) != (i.dst in self.ranks):
                     number = numbers[message_of(program.rank, i)]
-                    there = zip(i.avals, homes[number], strict=True)
-                    avals = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=home) for a, home in there]
+                    placed_avals = zip(i.avals, homes[number], strict=True)
+                    avals = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=home) for a, home in placed_avals]
                     away[number] = Parcel(program.rank, avals)
         return Routed(local, self.carrier(), away, len(numbers))
 
@@ -106,19 +106,19 @@ class Ownership:
         if self.divided:
             sends = [i for p in programs for i in p.instructions if isinstance(i, Send)]
             sent = [[(a.shape, str(a.dtype)) for a in i.avals] for i in sends]
-            told = "\n".join(map(str, (*programs, sent)))
-            digest = {"programs": hashlib.sha256(told.encode()).hexdigest()}
+            text = "\n".join(map(str, (*programs, sent)))
+            digest = {"programs": hashlib.sha256(text.encode()).hexdigest()}
             self.processes.agree("programs", digest, "start all with one config, on equal hosts")
             if self._native is not None:
                 pairs = {(p.rank, i.dst) for p in programs for i in p.instructions if isinstance(i, Send)}
                 pairs |= {(0, rank) for rank in range(len(self.process_of))}  # scalars
                 self._native.link(pair for pair in pairs if self.apart(*pair))
 
-    def shared(self, name: str, own: Mapping[int, Any]) -> dict[int, Any]:
+    def shared(self, name: str, values: Mapping[int, Any]) -> dict[int, Any]:
         """What the processes have by number, JSON values, as one; each number is one process's."""
         if not self.divided:
-            return dict(own)
-        parts = self.processes.gather(name, list(own.items()))
+            return dict(values)
+        parts = self.processes.gather(name, list(values.items()))
         return dict(self.processes.broadcast(name, [pair for part in parts for pair in part]))
 
     def move(

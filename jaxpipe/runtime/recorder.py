@@ -107,8 +107,8 @@ class Recorder:
             self._threads[-1].start()
         return self._queues[at]
 
-    def _watch(self, rank: int, given: queue.SimpleQueue[_Watched | None]) -> None:
-        while (watched := given.get()) is not None:
+    def _watch(self, rank: int, results: queue.SimpleQueue[_Watched | None]) -> None:
+        while (watched := results.get()) is not None:
             reading, source, marker = watched
             try:
                 if source is not None:
@@ -154,17 +154,17 @@ def _reconciled(readings: Sequence[_Reading], origin: float) -> list[tuple[_Read
             ended = min(ended, *(chain_end.get(chain, math.inf) for chain in chains))
             chain_end.update(dict.fromkeys(chains, min(ended, sourced)))
         ends[k] = lane_end[queued] = ended
-    found = []
+    spans = []
     free: dict[str, float] = {}
     done: dict[tuple[int, int], float] = {}
     for r, ended in zip(readings, ends, strict=True):
         queued, chains = _queue_of(r.lane), _chains(r.action)
         after = max(done.get(chain, origin) for chain in chains) if r.lane in HOST_LANES else origin
-        found.append((r, min(max(free.get(queued, origin), after, r.earliest), ended), ended))
+        spans.append((r, min(max(free.get(queued, origin), after, r.earliest), ended), ended))
         free[queued] = ended
         if r.lane != "recv":
             done.update(dict.fromkeys(chains, ended))
-    return found
+    return spans
 
 
 def _chains(slot: Slot) -> tuple[tuple[int, int], ...]:

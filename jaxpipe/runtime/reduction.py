@@ -34,10 +34,10 @@ def reduction(mesh: Mesh, stage: StageFunctions) -> Reduction:
 
     reduce.__name__ = reduce.__qualname__ = f"reduce_stage{stage.stage}"
     into = [spec_of(a) for a in stage.acc_avals]
-    made: Reduction = on_rank(
+    reduce_stage: Reduction = on_rank(
         reduce, mesh, (into,), [spec_of(a) for a in stage.param_avals[: stage.layout.num_trained]]
     )
-    return made
+    return reduce_stage
 
 
 def reduced_axes(mesh: Mesh, kind: str) -> tuple[str, ...]:

@@ -104,9 +104,9 @@ def from_nnx(
     from jaxpipe.stage.model.nnx_modules import blueprint
 
     label = f"layer {name!r}"
-    whole = blueprint(label, module)
+    plan = blueprint(label, module)
     ties = dict(tied or {})
-    split = whole.module
+    split = plan.module
     draws = bool(split.streams) if uses_key is None else uses_key
     split.nested(dict.fromkeys(split.params))  # raises where two share a name
     if shards is not None and isinstance(module, nnx.Module):
@@ -116,7 +116,7 @@ def from_nnx(
     divided: dict[TensorParallel, SplitModule] = {}
 
     def init(key: jax.Array) -> Params:
-        return _without(split.nested(whole.draw(typed_key(key), split.params)), ties, split.label)
+        return _without(split.nested(plan.draw(typed_key(key), split.params)), ties, split.label)
 
     def apply(params: Params, x: Any, context: LayerContext) -> Any:
         key = typed_key(context.key) if context.train and draws and context.key is not None else None
@@ -131,8 +131,8 @@ def from_nnx(
             divided[context.tp] = shard
         return shard.call(params, _arguments(x, context, reads), shard.mode(context.train), key, context.train)
 
-    made = init if isinstance(module, nnx.Module) else jax.jit(init)
-    return Layer(name, made, apply, tuple(reads), draws, ties, kind, shards)
+    initialize = init if isinstance(module, nnx.Module) else jax.jit(init)
+    return Layer(name, initialize, apply, tuple(reads), draws, ties, kind, shards)
 
 
 def typed_key(key: jax.Array) -> jax.Array:

@@ -121,9 +121,9 @@ class _LinenCut:
     def draw(self, key: jax.Array, paths: Sequence[Path]) -> Mapping[Path, jax.Array]:
         if self._given is not None:
             return {path: self._given[path] for path in paths}
-        found = drawn(self._program, list(self.leaves), paths, typed_key(key))
-        assert found is not None, "there is a key"
-        return found
+        values = drawn(self._program, list(self.leaves), paths, typed_key(key))
+        assert values is not None, "there is a key"
+        return values
 
     def _copy(self, block: int, module: Any) -> Any:
         """A block by itself."""
@@ -141,15 +141,15 @@ def _fields(module: Any) -> dict[str, Any]:
     return {f.name: getattr(module, f.name) for f in fields(module) if f.name not in ("parent", "name")}
 
 
-def _check_params(label: str, given: Mapping[Path, Any], types: Mapping[Path, jax.ShapeDtypeStruct]) -> None:
-    """Raise StageError unless ``given`` are the parameters of the module, in their shapes."""
-    if given.keys() != types.keys() and {path[0] for path in given if path} == {"params"}:
+def _check_params(label: str, params: Mapping[Path, Any], types: Mapping[Path, jax.ShapeDtypeStruct]) -> None:
+    """Raise StageError unless ``params`` are the parameters of the module, in their shapes."""
+    if params.keys() != types.keys() and {path[0] for path in params if path} == {"params"}:
         raise StageError(f'{label}: params= holds {{"params": …}}; give what is in it, variables["params"]')
     check_leaves(
-        label, given, {path: leaf.shape for path, leaf in types.items()}, 'give its variables["params"] as params='
+        label, params, {path: leaf.shape for path, leaf in types.items()}, 'give its variables["params"] as params='
     )
     for path in types:
-        if path not in given:
+        if path not in params:
             raise StageError(f'{label}: params= lacks {"/".join(path)}; give all of its variables["params"]')
 
 
@@ -157,10 +157,10 @@ def _sites(label: str, leaves: Mapping[Path, jax.ShapeDtypeStruct], place: str) 
     """Where the blocks called ``place`` lie in the parameters, in order; and how many a stack holds (0: it is one block)."""
     *parent, name = place.split("/")
     above = tuple(parent)
-    here = list(
+    names = list(
         dict.fromkeys(path[len(above)] for path in leaves if path[: len(above)] == above and len(path) > len(above))
     )
-    if name in here:
+    if name in names:
         site = (*above, name)
         sizes = {leaf.shape[:1] for path, leaf in leaves.items() if path[: len(site)] == site}
         if len(sizes) == 1 and () not in sizes:
@@ -168,8 +168,8 @@ def _sites(label: str, leaves: Mapping[Path, jax.ShapeDtypeStruct], place: str) 
             return [(site, int(count))]
         raise StageError(f"{label}: {place!r} is no stack of blocks: axis 0 of its parameters does not count them all")
     numbered = sorted(
-        (int(match[1]), child) for child in here if (match := re.fullmatch(rf"{re.escape(name)}_?(\d+)", child))
+        (int(match[1]), child) for child in names if (match := re.fullmatch(rf"{re.escape(name)}_?(\d+)", child))
     )
     if not numbered:
-        raise StageError(f"{label} has no blocks {place!r}; its parameters there are {', '.join(here) or 'none'}")
+        raise StageError(f"{label} has no blocks {place!r}; its parameters there are {', '.join(names) or 'none'}")
     return [((*above, child), 0) for _, child in numbered]

@@ -40,7 +40,7 @@ class CutModel(Model):
 
     homes: Mapping[str, Mapping[Path, Home]]
 
-    def by_layer(self, whole: Params) -> dict[str, Params]:
+    def by_layer(self, params: Params) -> dict[str, Params]:
         """The module's own parameters (a nested dict with string keys) by layer name: what :meth:`Pipeline.place` takes.
 
         Raises:
@@ -48,7 +48,7 @@ class CutModel(Model):
         """
         return {
             name: nested(
-                {path: _part(required_leaf(whole, home, self.name), index) for path, (home, index) in homes.items()}
+                {path: _part(required_leaf(params, home, self.name), index) for path, (home, index) in homes.items()}
             )
             for name, homes in self.homes.items()
         }
@@ -102,9 +102,9 @@ def batch_types(label: str, batch: Any, reads: Sequence[str]) -> dict[str, jax.S
     return types
 
 
-def check_leaves(label: str, given: Mapping[Path, Any], shapes: Mapping[Path, tuple[int, ...]], advice: str) -> None:
-    """Raise StageError unless ``given`` are among a module's parameters, in their shapes; ``advice``: what to give."""
-    for path, value in given.items():
+def check_leaves(label: str, params: Mapping[Path, Any], shapes: Mapping[Path, tuple[int, ...]], advice: str) -> None:
+    """Raise StageError unless ``params`` are among a module's parameters, in their shapes; ``advice``: what to give."""
+    for path, value in params.items():
         name = "/".join(path)
         if path not in shapes:
             near = closest(name, map("/".join, shapes))
@@ -179,13 +179,13 @@ class _Layers:
         homes: dict[str, dict[Path, Home]] = {}
         for step in self.steps:
             tied = {path: owner[home] for path, home in step.leaves.items() if home in owner}
-            own = {path: home for path, home in step.leaves.items() if path not in tied}
-            owner.update((home, (step.name, path)) for path, home in own.items())
-            homes[step.name] = own
+            owned_leaves = {path: home for path, home in step.leaves.items() if path not in tied}
+            owner.update((home, (step.name, path)) for path, home in owned_leaves.items())
+            homes[step.name] = owned_leaves
             apply = self._around(step) if step.block is None else self._block(step, step.block)
             traces = step.block is None or self._free(step) or self._numbered(step)
             reads = self.tracing.reads if traces else ()
-            layers.append(Layer(step.name, self._init(own), apply, reads, step.draws, tied))
+            layers.append(Layer(step.name, self._init(owned_leaves), apply, reads, step.draws, tied))
         return layers, homes
 
     def _steps(self) -> Iterable[_Step]:
@@ -198,9 +198,9 @@ class _Layers:
             for k in range(entry.first, entry.first + entry.count):
                 arguments = [self.wiring.sources[(k, i)] for i in range(len(entry.entering))]
                 takes = frozenset(w for w in arguments if w not in self.wiring.free)
-                made = tuple(("out", k, j) for j in range(len(entry.leaving)))
+                results = tuple(("out", k, j) for j in range(len(entry.leaving)))
                 _, draws = self.tracing.probe(k, entry.arguments, TRAIN)
-                yield _Step(f"block_{k:0{width}}", c, k, made, takes, self.module.homes[k], draws)
+                yield _Step(f"block_{k:0{width}}", c, k, results, takes, self.module.homes[k], draws)
         yield self._around_step("head", len(train.entries), ())
 
     def _around_step(self, name: str, c: int, wires: tuple[Wire, ...]) -> _Step:
@@ -210,10 +210,10 @@ class _Layers:
         draws = False
         for mode, outline in self.wiring.outlines.items():
             targets = [outline.wires[w] for w in wires] if c < len(outline.entries) else outline.results
-            known = self._known(outline, c)
-            eqns, starts = outline.needed(targets, known)
-            takes.update(known[v] for v in starts if v in known)
-            read = [p for p, v in zip(self.module.leaves, outline.invars, strict=False) if v in starts - known.keys()]
+            wire_of = self._known(outline, c)
+            eqns, starts = outline.needed(targets, wire_of)
+            takes.update(wire_of[v] for v in starts if v in wire_of)
+            read = [p for p, v in zip(self.module.leaves, outline.invars, strict=False) if v in starts - wire_of.keys()]
             if self.stacked.intersection(read):
                 where = "/".join(min(self.stacked.intersection(read)))
                 raise StageError(
@@ -233,10 +233,10 @@ class _Layers:
         wires = [w for k in range(c) for w in (*self.wiring.computed[k], *outline.entries[k].results)]
         return {v: w for w in wires if isinstance(v := outline.wires[w], Var)}
 
-    def _init(self, own: Mapping[Path, Home]) -> Callable[[jax.Array], Params]:
+    def _init(self, homes_of: Mapping[Path, Home]) -> Callable[[jax.Array], Params]:
         def init(key: jax.Array) -> Params:
-            drawn = self.module.draw(key, list(dict.fromkeys(home for home, _ in own.values())))
-            return nested({path: _part(drawn[home], index) for path, (home, index) in own.items()})
+            drawn = self.module.draw(key, list(dict.fromkeys(home for home, _ in homes_of.values())))
+            return nested({path: _part(drawn[home], index) for path, (home, index) in homes_of.items()})
 
         return init
 
@@ -249,17 +249,17 @@ class _Layers:
             flowing = {w: _unboxed(v, shapes[w]) for w, v in entered.items() if w in step.takes}
             data = [context.data[n] for n in self.tracing.reads]
             key = jax.random.key(0) if context.key is None else context.key
-            own = {path: required_leaf(params, path, f"layer {step.name!r}") for path in step.leaves}
-            leaves = {**self.module.leaves, **own}
+            params_by_path = {path: required_leaf(params, path, f"layer {step.name!r}") for path in step.leaves}
+            leaves = {**self.module.leaves, **params_by_path}
             outline = self.tracing.outline(leaves, data, (context.train, None), key, flowing)
             self._check_calls(outline)
-            inputs = [*(own.get(path) for path in leaves), *data, key]
-            known = {v: x for v, x in zip(outline.invars, inputs, strict=True) if x is not None}
-            known |= {v: x for w, x in flowing.items() if isinstance(v := outline.wires[w], Var)}
+            inputs = [*(params_by_path.get(path) for path in leaves), *data, key]
+            values = {v: x for v, x in zip(outline.invars, inputs, strict=True) if x is not None}
+            values |= {v: x for w, x in flowing.items() if isinstance(v := outline.wires[w], Var)}
             if step.entry == len(outline.entries):
-                return outline.returned(outline.evaluate(outline.results, known))
-            made = outline.evaluate([outline.wires[w] for w in step.wires], known)
-            handed = entered | dict(zip(step.wires, map(_boxed, made), strict=True))
+                return outline.returned(outline.evaluate(outline.results, values))
+            results = outline.evaluate([outline.wires[w] for w in step.wires], values)
+            handed = entered | dict(zip(step.wires, map(_boxed, results), strict=True))
             return tuple(handed[w] for w in step.hands_on)
 
         return apply
@@ -317,25 +317,25 @@ class _Layers:
         self._check_calls(outline)
         targets = [outline.wires[w] for w in free]
         start = len(self.module.leaves)
-        known = dict(zip(outline.invars[start : start + len(data)], data, strict=True))
-        values = zip(free, targets, outline.evaluate(targets, known), strict=True)
+        value_of = dict(zip(outline.invars[start : start + len(data)], data, strict=True))
+        values = zip(free, targets, outline.evaluate(targets, value_of), strict=True)
         return outline.entries[entry].arguments, {w: _as_written(atom, value) for w, atom, value in values}
 
 
 def _flowing(steps: Sequence[_Step]) -> list[_Step]:
     """The steps with what flows between them: what later ones read."""
     later: set[Wire] = set()
-    needed: list[set[Wire]] = []
+    wires_read: list[set[Wire]] = []
     for step in reversed(steps):
-        needed.append(later)
+        wires_read.append(later)
         later = later.difference(step.wires) | step.takes
-    made: list[_Step] = []
+    result: list[_Step] = []
     order: list[Wire] = []
-    for step, wanted in zip(steps, reversed(needed), strict=True):
+    for step, wires in zip(steps, reversed(wires_read), strict=True):
         order += step.wires
-        enters = made[-1].hands_on if made else ()
-        made.append(replace(step, enters=enters, hands_on=tuple(w for w in order if w in wanted)))
-    return made
+        enters = result[-1].hands_on if result else ()
+        result.append(replace(step, enters=enters, hands_on=tuple(w for w in order if w in wires)))
+    return result
 
 
 def _boxed(value: jax.Array) -> jax.Array:

@@ -68,11 +68,11 @@ def update_module(module: Any, params: Params) -> None:
         StageError: the module has no such parameter, or one of another shape; nothing is set then.
     """
     variables = {_words(path): variable for path, variable in nnx.to_flat_state(nnx.state(module, nnx.Param))}
-    given = by_path(params)
+    values = by_path(params)
     shapes = {path: variable.get_value().shape for path, variable in variables.items()}
     advice = "give what module_params gives, or a part of it"
-    check_leaves(f"nnx module {type(module).__name__}", given, shapes, advice)
-    for path, value in given.items():
+    check_leaves(f"nnx module {type(module).__name__}", values, shapes, advice)
+    for path, value in values.items():
         variables[path].set_value(jax.numpy.asarray(value))
 
 
@@ -90,14 +90,14 @@ class _NnxCut:
         }
         self._paths = {_words(path): path for path in variables}
         home = {id(node): _words(path) for path, node in nnx.iter_graph(skeleton) if isinstance(node, nnx.Param)}
-        found = [(path, block) for place in paths for path, block in _blocks(self.label, skeleton, place)]
+        blocks = [(path, block) for place in paths for path, block in _blocks(self.label, skeleton, place)]
         self._calls: list[
             tuple[KeyPath, int]
         ] = []  # where a block's stub goes, and the number of the first block there
         self.names: list[str] = []
         self._splits: list[SplitModule] = []
         self.homes: list[Mapping[Path, Home]] = []
-        for path, block in found:
+        for path, block in blocks:
             self._calls.append((path, len(self.names)))
             label = f"{self.label}: block {joined(path)}, nnx module {type(block).__name__}"
             split, _ = split_module(label, block)
@@ -107,7 +107,7 @@ class _NnxCut:
                 self.names.append(joined(path) if index is None else f"{joined(path)}[{index}]")
                 self._splits.append(split if index is None else _unstacked(split, index))
                 self.homes.append({_words(p): (at[p], index) for p in split.params})
-        for block in {id(block): block for _, block in found}.values():
+        for block in {id(block): block for _, block in blocks}.values():
             object.__setattr__(block, "__class__", _stub_class(type(block)))
         self._outlined, _ = split_module(self.label, skeleton)
         self._kinds = list(map(_kind, self._splits))
@@ -128,8 +128,8 @@ class _NnxCut:
         return self._kinds[block]
 
     def draw(self, key: jax.Array, paths: Sequence[Path]) -> Mapping[Path, jax.Array]:
-        found = self._whole.draw(typed_key(key), [self._paths[path] for path in paths])
-        return {path: found[self._paths[path]] for path in paths}
+        values = self._whole.draw(typed_key(key), [self._paths[path] for path in paths])
+        return {path: values[self._paths[path]] for path in paths}
 
 
 def _words(path: KeyPath) -> Path:
@@ -157,10 +157,10 @@ def _blocks(label: str, module: Any, place: str) -> list[tuple[KeyPath, nnx.Modu
         node, path = node.layers, (*path, "layers")
     if isinstance(node, nnx.Module) and not isinstance(node, nnx.List):
         return [(path, node)]
-    found = [((*path, k), block) for k, block in enumerate(node) if isinstance(block, nnx.Module)]
-    if not found:
+    blocks = [((*path, k), block) for k, block in enumerate(node) if isinstance(block, nnx.Module)]
+    if not blocks:
         raise StageError(f"{label} has no modules in its list {place!r}")
-    return found
+    return blocks
 
 
 def _stack_size(split: SplitModule) -> int:

@@ -50,14 +50,14 @@ class StageLinks:
 
     def without(self, dropped: Collection[int]) -> StageLinks:
         """Of the stage without the layers at these positions, each of which takes one result: who took theirs takes that."""
-        kept = [i for i in range(len(self.takes)) if i not in dropped]
+        positions = [i for i in range(len(self.takes)) if i not in dropped]
 
         def source(k: int) -> int:
             while k in dropped:
                 (k,) = self.takes[k]
-            return k if k < 0 else kept.index(k)
+            return k if k < 0 else positions.index(k)
 
-        takes = tuple(tuple(map(source, self.takes[i])) for i in kept)
+        takes = tuple(tuple(map(source, self.takes[i])) for i in positions)
         return replace(
             self, takes=takes, leaving=tuple(map(source, self.leaving)), losses=tuple(map(source, self.losses))
         )
@@ -65,7 +65,7 @@ class StageLinks:
     @property
     def kind(self) -> Hashable:
         """Equal for stages that are linked the same, whatever the numbers of their neighbours."""
-        before, readers = ((0, k) for k in range(len(self.before))), ((0, taken) for _, taken in self.readers)
+        before, readers = ((0, k) for k in range(len(self.before))), ((0, entries) for _, entries in self.readers)
         return replace(self, before=tuple(before), readers=tuple(readers))
 
     def entering(self, leaving: Mapping[int, Any] | Sequence[Any]) -> Any:
@@ -85,8 +85,8 @@ class StageLinks:
 
     def leave(self, results: Sequence[Any], x: Any) -> Any:
         """What leaves, of what each layer returns and what enters."""
-        found = tuple(results[k] if k >= 0 else self.entries(x)[~k] for k in self.leaving)
-        return found[0] if len(found) == 1 else found or None
+        values = tuple(results[k] if k >= 0 else self.entries(x)[~k] for k in self.leaving)
+        return values[0] if len(values) == 1 else values or None
 
     def entries(self, x: Any) -> tuple[Any, ...]:
         """What enters for one microbatch, or for all as one, result by result."""
@@ -105,21 +105,24 @@ def links_of(stages: Sequence[Sequence[Layer]], params: Mapping[str, Params]) ->
     layers = [layer for stage in stages for layer in stage]
     home = [s for s, stage in enumerate(stages) for _ in stage]
     start = [home.index(s) for s in range(len(stages))]
-    taken = taken_by(layers)
+    sources_of = taken_by(layers)
     learns: list[bool] = []
-    for layer, sources in zip(layers, taken, strict=True):
+    for layer, sources in zip(layers, sources_of, strict=True):
         learns.append(_has_trained(layer, params) or any(learns[k] for k in sources))
-    read = {k for sources in taken for k in sources}
-    entering = [sorted({k for i in _of(home, s) for k in taken[i] if home[k] < s}) for s in range(len(stages))]
-    attached = [{k for i in _of(home, s) if not layers[i].detached for k in taken[i]} for s in range(len(stages))]
-    leaving = [sorted({k for some in entering for k in some if home[k] == s}) for s in range(len(stages))]
+    read = {k for sources in sources_of for k in sources}
+    entering = [sorted({k for i in _of(home, s) for k in sources_of[i] if home[k] < s}) for s in range(len(stages))]
+    attached = [{k for i in _of(home, s) if not layers[i].detached for k in sources_of[i]} for s in range(len(stages))]
+    leaving = [
+        sorted({k for entering_results in entering for k in entering_results if home[k] == s})
+        for s in range(len(stages))
+    ]
 
     def links(s: int) -> StageLinks:
         mine, inside, out = _of(home, s), entering[s], leaving[s]
-        readers = [t for t, some in enumerate(entering) if not set(out).isdisjoint(some)]
+        readers = [t for t, results_entering in enumerate(entering) if not set(out).isdisjoint(results_entering)]
         losses = [i for i in mine if i not in read]
         return StageLinks(
-            tuple(tuple(k - start[s] if home[k] == s else ~inside.index(k) for k in taken[i]) for i in mine),
+            tuple(tuple(k - start[s] if home[k] == s else ~inside.index(k) for k in sources_of[i]) for i in mine),
             tuple((home[k], leaving[home[k]].index(k)) for k in inside),
             tuple(k - start[s] for k in out),
             tuple((t, tuple(n for n, k in enumerate(out) if k in entering[t])) for t in readers),

@@ -82,8 +82,8 @@ class SplitModule:
         Raises:
             StageError: a parameter is missing; the call changes a parameter, a constant or an attribute.
         """
-        own = {path: required_leaf(params, tuple(map(str, path)), self.label) for path in self.params}
-        given = {path: jnp.asarray(leaf) for path, leaf in own.items()} | dict(self.constants)
+        param_leaves = {path: required_leaf(params, tuple(map(str, path)), self.label) for path in self.params}
+        leaves = {path: jnp.asarray(leaf) for path, leaf in param_leaves.items()} | dict(self.constants)
 
         def run(values: Mapping[KeyPath, Any], arguments: Any, key: jax.Array | None) -> tuple[Any, dict[KeyPath, Any]]:
             module = nnx.merge(self.definitions[train], nnx.from_flat_state(self._filled(values, key)))
@@ -97,9 +97,9 @@ class SplitModule:
             return y, {path: _value(leaf) for path, leaf in left.items()}
 
         # Arrays of NumPy, lists and dicts could be changed in place: a call gets its own.
-        y, left = run({path: _unshared(value) for path, value in given.items()}, (args, kwargs), key)
+        y, left = run({path: _unshared(value) for path, value in leaves.items()}, (args, kwargs), key)
         traced: dict[KeyPath, Any] = {}
-        for path, value in given.items():
+        for path, value in leaves.items():
             if left[path] is value:
                 continue
             if _may_be_traced(value, left[path]):
@@ -110,8 +110,10 @@ class SplitModule:
             return y
 
         def left_behind(values: list[Any], arrays: list[Any], key: jax.Array | None) -> list[Any]:
-            own = {path: _unshared(value) for path, value in given.items() if path not in traced}
-            _, left = run({**own, **dict(zip(traced, values, strict=True))}, fill((args, kwargs), arrays), key)
+            values_by_path = {path: _unshared(value) for path, value in leaves.items() if path not in traced}
+            _, left = run(
+                {**values_by_path, **dict(zip(traced, values, strict=True))}, fill((args, kwargs), arrays), key
+            )
             return [left[path] for path in traced]
 
         # Or handed back as another tracer, by a transformation of nnx: the jaxpr tells.
@@ -136,9 +138,9 @@ class SplitModule:
         self, before: Mapping[KeyPath, Any], after: Mapping[KeyPath, Any], left: Mapping[KeyPath, Any]
     ) -> None:
         """Raise StageError if a call has changed, made or removed an attribute; ``left``: variables and arrays after it."""
-        known = {**self.leaves, **self.streams}
+        variables = {**self.leaves, **self.streams}
         changed = [path for path in {**before, **after} if before.get(path) != after.get(path)]
-        changed += [p for p, leaf in left.items() if p not in known and not isinstance(leaf, nnx.Intermediate)]
+        changed += [p for p, leaf in left.items() if p not in variables and not isinstance(leaf, nnx.Intermediate)]
         changed += [path for path in self.leaves if path not in left]
         if changed:
             raise StageError(
@@ -186,7 +188,7 @@ def blueprint(label: str, source: Any, **options: Any) -> Blueprint:
             f"{label}: {type(source).__name__} is no nnx module, nor a function of nnx.Rngs that builds one, such as "
             "lambda rngs: Block(64, rngs=rngs)"
         )
-    made: list[tuple[SplitModule, tuple[KeyPath, ...]]] = []
+    builds: list[tuple[SplitModule, tuple[KeyPath, ...]]] = []
 
     def build(key: jax.Array) -> list[Any]:
         built = source(nnx.Rngs(key), **options)
@@ -196,20 +198,20 @@ def blueprint(label: str, source: Any, **options: Any) -> Blueprint:
         split, params = split_module(f"{label}: nnx module {type(built).__name__}", built)
         traced = {path: v for path, v in split.constants.items() if isinstance(v, jax.core.Tracer)}
         values = {**params, **traced}
-        made.append((split, tuple(values)))
+        builds.append((split, tuple(values)))
         return list(values.values())
 
     program = jax.make_jaxpr(build)(key_aval())
-    module, paths = made[-1]
+    module, paths = builds[-1]
 
     def draw(key: jax.Array | None, chosen: Sequence[KeyPath]) -> dict[KeyPath, jax.Array]:
-        found = drawn(program, paths, chosen, key)
-        if found is None:
+        values_by_path = drawn(program, paths, chosen, key)
+        if values_by_path is None:
             raise StageError(
                 f"{module.label} draws its constant {joined(chosen[0])} at random, and would draw another in each layer; make "
                 "it an nnx.Param, or give a module that is built already"
             )
-        return found
+        return values_by_path
 
     traced = [path for path in paths if path in module.constants]
     constants = {**module.constants, **{path: draw(None, [path])[path] for path in traced}}
@@ -224,8 +226,8 @@ def drawn(
     part, (takes_key,) = only_results(program, map(paths.index, chosen))
     if takes_key and key is None:
         return None
-    found = eval_jaxpr(part.jaxpr, part.consts, *([key] if takes_key else []))
-    arrays = map(jnp.asarray, found)  # scalars that are written in the jaxpr come as arrays of NumPy
+    results = eval_jaxpr(part.jaxpr, part.consts, *([key] if takes_key else []))
+    arrays = map(jnp.asarray, results)  # scalars that are written in the jaxpr come as arrays of NumPy
     return dict(zip(sorted(chosen, key=paths.index), arrays, strict=True))
 
 

@@ -76,26 +76,26 @@ class Entry:
 
 
 class Stubs:
-    """Stands in for the blocks of a module while its call is traced. ``given``: what is known of their results.
+    """Stands in for the blocks of a module while its call is traced. ``results_by_wire``: what is known of their results.
     ``arguments``: by block, what it was called with."""
 
-    def __init__(self, label: str, results: Results, given: Mapping[Wire, Any]) -> None:
+    def __init__(self, label: str, results: Results, results_by_wire: Mapping[Wire, Any]) -> None:
         self.label = label
         self.results = results
-        self.given = given
+        self.given = results_by_wire
         self.arguments: dict[int, Any] = {}
 
     def __call__(self, block: int, *args: Any, **kwargs: Any) -> Any:
         """Stand-ins for what the block returns."""
-        given = (args, kwargs)
-        arrays = array_leaves(given)
+        arguments = (args, kwargs)
+        arrays = array_leaves(arguments)
         if any(is_key_dtype(leaf.dtype) for leaf in arrays):
             raise StageError(
                 f"{self.label}: block {block} receives random keys as an argument; let it draw from streams of its own, or "
                 "write the layers by hand"
             )
-        self.arguments[block] = fill(given, [type_of(leaf) for leaf in arrays])
-        results = self.results(block, given)
+        self.arguments[block] = fill(arguments, [type_of(leaf) for leaf in arrays])
+        results = self.results(block, arguments)
         zeros = [jnp.zeros(v.shape, v.dtype) for v in array_leaves(results)]
         avals = tuple(jax.typeof(self.given.get(("out", block, j), zero)) for j, zero in enumerate(zeros))
         return fill(results, _BLOCK.bind(*map(jnp.asarray, arrays), stubs=self, block=block, avals=avals))
@@ -142,27 +142,29 @@ class Outline:
     def needed(self, targets: Iterable[Atom], sources: Iterable[Var] = ()) -> tuple[list[int], set[Var]]:
         """The equations that ``targets`` depend on, in order, and the variables they start from: inputs, or ``sources``."""
         maker = {v: i for i, eqn in enumerate(self.eqns) for v in eqn.outvars}
-        made = maker.keys() - set(sources)
-        seen = reachable(variables(targets), lambda v: variables(self.eqns[maker[v]].invars) if v in made else ())
-        starts = seen - made
+        computed = maker.keys() - set(sources)
+        reached = reachable(
+            variables(targets), lambda v: variables(self.eqns[maker[v]].invars) if v in computed else ()
+        )
+        starts = reached - computed
         if starts & self.lost:
             raise StageError(
                 f"{self.label}: what its scan collects from the blocks is used afterwards; carry it from block to block, or "
                 "list the blocks instead of scanning over them"
             )
-        return sorted({maker[v] for v in seen & made}), starts.difference(self.consts)
+        return sorted({maker[v] for v in reached & computed}), starts.difference(self.consts)
 
-    def evaluate(self, targets: Sequence[Atom], known: Mapping[Var, Any]) -> list[Any]:
-        """The values of ``targets`` from those of ``known`` variables.
+    def evaluate(self, targets: Sequence[Atom], values: Mapping[Var, Any]) -> list[Any]:
+        """Compute ``targets`` from the ``values`` of variables.
 
         Raises:
             StageError: they depend on others.
         """
-        eqns, starts = self.needed(targets, known)
-        if not starts <= known.keys():
+        eqns, starts = self.needed(targets, values)
+        if not starts <= values.keys():
             raise StageError(f"{self.label} computes with other parameters for a batch of other shapes")
-        program = close_jaxpr(list(self.consts.items()), list(known), [self.eqns[i] for i in eqns], targets)
-        return [jnp.asarray(v) for v in eval_jaxpr(program.jaxpr, program.consts, *known.values())]
+        program = close_jaxpr(list(self.consts.items()), list(values), [self.eqns[i] for i in eqns], targets)
+        return [jnp.asarray(v) for v in eval_jaxpr(program.jaxpr, program.consts, *values.values())]
 
     def draws_before(self, eqns: Iterable[int], entry: int) -> bool:
         """Whether one of these equations stands before an entry and makes random numbers."""
@@ -239,10 +241,10 @@ class _Lifting:
         """A scan over a stack of blocks: an entry of as many blocks as it has iterations."""
         inner = _Lifting(self.stubs)
         ends = inner.take(scan.body, scan.body_consts, {})
-        (entry, *more) = inner.entries.values()
-        if more or entry.count > 1 or scan.reverse:
+        (entry, *other_entries) = inner.entries.values()
+        if other_entries or entry.count > 1 or scan.reverse:
             self.stubs.refuse(
-                entry.first, "is called with others in one scan" if more else "is called in an unusual scan"
+                entry.first, "is called with others in one scan" if other_entries else "is called in an unusual scan"
             )
         self.consts.update(inner.consts)
         operand: dict[Var, Atom] = dict(zip(scan.body.invars, invars, strict=True))
@@ -291,8 +293,8 @@ def _renamed(env: dict[Var, Atom], var: Var) -> Var:
 
 def _blocks_in(eqn: JaxprEqn) -> set[int]:
     """Blocks that are called inside an equation."""
-    found: set[int] = set()
+    blocks: set[int] = set()
     for body in sub_jaxprs(eqn):
         for inner in body.eqns:
-            found |= {inner.params["block"]} if inner.primitive is _BLOCK else _blocks_in(inner)
-    return found
+            blocks |= {inner.params["block"]} if inner.primitive is _BLOCK else _blocks_in(inner)
+    return blocks

@@ -64,8 +64,8 @@ def compute_avals(layers: Sequence[Layer], compute: Any, master: Any = jnp.float
         dtype = leaf.dtype if not floating else master if layer.stays_float32(path) else compute
         return ParamAval(leaf.shape, dtype, layer.trains(path))
 
-    made = every_init_avals(layers)
-    return {x.name: jax.tree_util.tree_map_with_path(partial(aval, x), made[x.name]) for x in layers}
+    avals = every_init_avals(layers)
+    return {x.name: jax.tree_util.tree_map_with_path(partial(aval, x), avals[x.name]) for x in layers}
 
 
 def trained_params(layers: Sequence[Layer], params: Mapping[str, Params]) -> dict[str, Params]:
@@ -106,9 +106,9 @@ class LeafSlot:
         """The shape of the leaf, all shards together."""
         return tuple(n * shards if k == self.axis else n for k, n in enumerate(self.shape))
 
-    def parts(self, whole: Any, shards: int) -> Sequence[Any]:
+    def parts(self, leaf: Any, shards: int) -> Sequence[Any]:
         """The whole leaf as each shard has it."""
-        return [whole] * shards if self.axis is None else np.split(whole, shards, self.axis)
+        return [leaf] * shards if self.axis is None else np.split(leaf, shards, self.axis)
 
     def __str__(self) -> str:
         return "/".join((self.layer, *self.path))
@@ -158,11 +158,11 @@ class ParamLayout:
             for path, leaf in leaves_of(name, params)
             if (name, path) not in aliases
         ]
-        have, lie = {(name, path) for name, path, _ in leaves}, _sharding(layers, tp)
-        assert shared.keys() <= have, "parameters that stage_params selects"
-        _check_ties(have, lie, aliases)
-        own = [(name, path, _shard_of(name, path, leaf, lie, tp.size)) for name, path, leaf in leaves]
-        slots, buffers, num_trained, kinds = _assign(own, lie, shared, small_bytes)
+        places, lie = {(name, path) for name, path, _ in leaves}, _sharding(layers, tp)
+        assert shared.keys() <= places, "parameters that stage_params selects"
+        _check_ties(places, lie, aliases)
+        local_leaves = [(name, path, _shard_of(name, path, leaf, lie, tp.size)) for name, path, leaf in leaves]
+        slots, buffers, num_trained, kinds = _assign(local_leaves, lie, shared, small_bytes)
         return cls(names, slots, buffers, num_trained, aliases, shared, kinds, tp.size)
 
     def cast(self, params: Mapping[str, Params], dtype: Any = None) -> dict[str, Params]:
@@ -245,8 +245,8 @@ class ParamLayout:
         if leaf is None:
             raise StageError(f"parameter {slot} is missing; have layers {', '.join(params) or 'none'}")
         if tuple(leaf.shape) != slot.whole_shape(self.shards):
-            want = slot.whole_shape(self.shards)
-            raise StageError(f"parameter {slot} has shape {tuple(leaf.shape)}, the stage was built for {want}")
+            expected = slot.whole_shape(self.shards)
+            raise StageError(f"parameter {slot} has shape {tuple(leaf.shape)}, the stage was built for {expected}")
         return leaf
 
 
@@ -271,22 +271,22 @@ def stage_params(layers: Sequence[Layer], params: Mapping[str, Params]) -> dict[
     Raises:
         StageError: a layer, or the owner of a tied leaf, is not in ``params``.
     """
-    here = {layer.name for layer in layers}
+    layer_names = {layer.name for layer in layers}
     chosen: dict[str, Params] = {}
     for layer in layers:
         if layer.name not in params:
             raise StageError(f"layer {layer.name!r} has no parameters; have {', '.join(map(repr, params)) or 'none'}")
-        own = params[layer.name]
+        leaves = params[layer.name]
         for path, (owner, owner_path) in layer.tied.items():
-            if owner in here or (owner not in params and find_leaf(own, path) is not None):
+            if owner in layer_names or (owner not in params and find_leaf(leaves, path) is not None):
                 continue
             leaf = find_leaf(params, (owner, *owner_path))
             if leaf is None:
                 raise StageError(
                     f"layer {layer.name!r} ties {'/'.join(path)} to {'/'.join((owner, *owner_path))}, which does not exist"
                 )
-            own = with_leaf(own, path, leaf)
-        chosen[layer.name] = own
+            leaves = with_leaf(leaves, path, leaf)
+        chosen[layer.name] = leaves
     return chosen
 
 
@@ -296,20 +296,22 @@ def with_tied_leaves(layer: Layer, params: Mapping[str, Params]) -> Params:
 
 
 def _ties(layers: Sequence[Layer]) -> tuple[dict[Place, Place], dict[Place, Place]]:
-    here = {layer.name for layer in layers}
-    if len(here) != len(layers):
+    layer_names = {layer.name for layer in layers}
+    if len(layer_names) != len(layers):
         raise StageError(
             f"layer names repeat: {', '.join(layer.name for layer in layers)}; names are unique in a model"
         )
     ties = [((layer.name, path), (owner, tuple(at))) for layer in layers for path, (owner, at) in layer.tied.items()]
-    return {place: x for place, x in ties if x[0] in here}, {place: x for place, x in ties if x[0] not in here}
+    return {place: x for place, x in ties if x[0] in layer_names}, {
+        place: x for place, x in ties if x[0] not in layer_names
+    }
 
 
-def _check_ties(have: Collection[Place], lie: Mapping[Place, Shard], aliases: Mapping[Place, Place]) -> None:
+def _check_ties(places: Collection[Place], lie: Mapping[Place, Shard], aliases: Mapping[Place, Place]) -> None:
     """Raise StageError unless the leaves tied within a stage are there, and lie on the shards as their owners do."""
     for (layer, path), (owner, owner_path) in aliases.items():
         tie = f"layer {layer!r} ties {'/'.join(path)} to {'/'.join((owner, *owner_path))}"
-        if (owner, owner_path) not in have:
+        if (owner, owner_path) not in places:
             raise StageError(f"{tie}, which does not exist or is itself tied; tie to the layer that creates the leaf")
         if lie.get((layer, path)) != lie.get((owner, owner_path)):
             raise StageError(
@@ -327,7 +329,7 @@ def leaves_of(name: str, params: Mapping[str, Params]) -> list[tuple[Path, Any]]
         raise StageError(f"layer {name!r} has no parameters; have {', '.join(map(repr, params)) or 'none'}")
     if not isinstance(params[name], Mapping):
         raise StageError(f"layer {name!r}: its parameters are a {type(params[name]).__name__}; want a dict of arrays")
-    found = []
+    leaves = []
     for keys, leaf in jax.tree_util.tree_flatten_with_path(params[name])[0]:
         path = tuple(getattr(k, "key", k) for k in keys)
         if not all(isinstance(k, str) for k in path) or not hasattr(leaf, "shape"):
@@ -335,23 +337,23 @@ def leaves_of(name: str, params: Mapping[str, Params]) -> list[tuple[Path, Any]]
                 f"layer {name!r}: parameter {jax.tree_util.keystr(keys)} ({type(leaf).__name__}) is not an array in nested "
                 "dicts with string keys"
             )
-        found.append((path, leaf))
-    return found
+        leaves.append((path, leaf))
+    return leaves
 
 
 def _sharding(layers: Sequence[Layer], tp: TensorParallel) -> dict[Place, Shard]:
     """How each leaf lies on the shards, by layer and path; leaves that are the same on each are left out."""
     if tp.size == 1:
         return {}
-    found: dict[Place, Shard] = {}
+    shard_of: dict[Place, Shard] = {}
     for layer in layers:
         if layer.shards is None:
             raise StageError(
                 f"layer {layer.name!r} has no tensor-parallel form (Layer.shards is None); use tp=1, or write it with "
                 "jaxpipe.tensor_parallel"
             )
-        found.update({(layer.name, tuple(path)): shard for path, shard in layer.shards(tp).items()})
-    return found
+        shard_of.update({(layer.name, tuple(path)): shard for path, shard in layer.shards(tp).items()})
+    return shard_of
 
 
 def _kind(shard: Shard | None) -> BufferKind:
@@ -453,8 +455,8 @@ def insert_leaf(tree: Params, path: Path, leaf: Any) -> None:
 
 def named_leaves(tree: Any) -> list[tuple[Path, Any]]:
     """The leaves of a pytree with their paths as strings; a named tuple's fields are called like a dict's keys."""
-    found = jax.tree_util.tree_leaves_with_path(tree)
-    return [(tuple(key_name(key) for key in keys), leaf) for keys, leaf in found]
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return [(tuple(key_name(key) for key in keys), leaf) for keys, leaf in leaves]
 
 
 def key_name(key: Any) -> str:

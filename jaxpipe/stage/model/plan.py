@@ -145,25 +145,25 @@ def cut(
         raise StageError(f"{num_stages} stages of {n} layers; every stage needs a layer, so use 1 to {n} stages")
     units = _whole_numbers(_checked_costs(layers, costs))
     crossing = list(costs.boundary_bytes) if isinstance(costs, LayerCosts) else [0] * n
-    taken = taken_by(layers)
-    counts = Counter(k for sources in taken for k in sources)
-    follows = [i for i in range(1, n) if i - 1 in taken[i]]
-    straight = {i for i in follows if taken[i] == (i - 1,) and counts[i - 1] == 1}
+    sources_of = taken_by(layers)
+    counts = Counter(k for sources in sources_of for k in sources)
+    follows = [i for i in range(1, n) if i - 1 in sources_of[i]]
+    straight = {i for i in follows if sources_of[i] == (i - 1,) and counts[i - 1] == 1}
     evenly = cache(lambda a, b, count: _evenly(a, b, count, units, crossing, ends_alone=counts[b - 1] == 0))
-    found: list[tuple[int, int, Cut]] = []
+    candidates: list[tuple[int, int, Cut]] = []
     for joined in (straight, set(follows), set(range(1, n))):
         ends = [*(i for i in range(1, n) if i not in joined), n]
         if math.comb(num_stages - 1, len(ends) - 1) > _MOST_DIVISIONS:
             continue
         for parts in _divided(num_stages, [b - a for a, b in pairwise([0, *ends])]):
-            made: list[tuple[int, int]] = []
+            ranges: list[tuple[int, int]] = []
             for start, stop, count in zip([0, *ends], ends, parts, strict=False):
-                made += evenly(start, stop, count)
-            if edges is None or cut_edges(taken, made) == tuple(sorted(edges)):
-                sums = [sum(units[a:b]) for a, b in made]
-                found.append((max(sums), sum(x * x for x in sums), tuple(made)))
-        if found:
-            return min(found)[-1]
+                ranges += evenly(start, stop, count)
+            if edges is None or cut_edges(sources_of, ranges) == tuple(sorted(edges)):
+                sums = [sum(units[a:b]) for a, b in ranges]
+                candidates.append((max(sums), sum(x * x for x in sums), tuple(ranges)))
+        if candidates:
+            return min(candidates)[-1]
     assert edges is not None, "any number of stages up to that of layers can be cut"
     raise StageError(
         f"no cut of these {n} layers, branch by branch, into {num_stages} stages has the edges {arrows(edges)}; say where "
@@ -171,10 +171,12 @@ def cut(
     )
 
 
-def cut_edges(taken: Sequence[Sequence[int]], ranges: Cut | Sequence[tuple[int, int]]) -> Edges:
+def cut_edges(sources_of: Sequence[Sequence[int]], ranges: Cut | Sequence[tuple[int, int]]) -> Edges:
     """(from, to) of the stages of a cut, ascending, by what each layer takes (:func:`~jaxpipe.stage.model.layer.taken_by`)."""
     home = [s for s, (start, stop) in enumerate(ranges) for _ in range(start, stop)]
-    return tuple(sorted({(home[k], home[i]) for i, sources in enumerate(taken) for k in sources if home[k] != home[i]}))
+    return tuple(
+        sorted({(home[k], home[i]) for i, sources in enumerate(sources_of) for k in sources if home[k] != home[i]})
+    )
 
 
 def _divided(total: int, most: Sequence[int]) -> Iterator[tuple[int, ...]]:
@@ -190,11 +192,11 @@ def _evenly(
 ) -> list[tuple[int, int]]:
     """Layers ``start`` to ``stop`` in ``count`` stages. A loss at the end (nothing takes it: ``ends_alone``) stays with the
     layer before it, unless every layer is a stage."""
-    own, sent = list(units[start:stop]), list(crossing[start:stop])
-    joined = 1 if ends_alone and 1 < count < len(own) else 0
+    layer_units, sent = list(units[start:stop]), list(crossing[start:stop])
+    joined = 1 if ends_alone and 1 < count < len(layer_units) else 0
     if joined:
-        own = [*own[:-2], own[-2] + own[-1]]
-    prefix = list(accumulate(own, initial=0))
+        layer_units = [*layer_units[:-2], layer_units[-2] + layer_units[-1]]
+    prefix = list(accumulate(layer_units, initial=0))
     ends = _most_even(prefix, count, _least_largest(prefix, count), sent)
     ends[-1] += joined
     return [(start + a, start + b) for a, b in pairwise([0, *ends])]
@@ -230,21 +232,25 @@ def checked_cut(layers: Sequence[Layer], ranges: Sequence[tuple[int, int]]) -> C
     Raises StageError, naming the stage, for gaps, overlaps, another order, empty stages, layers that do not exist, and what is
     no range.
     """
-    for stage, given in enumerate(ranges):
-        if not isinstance(given, Sequence | np.ndarray) or len(given) != 2 or not all(map(_is_index, given)):
+    for stage, stage_range in enumerate(ranges):
+        if (
+            not isinstance(stage_range, Sequence | np.ndarray)
+            or len(stage_range) != 2
+            or not all(map(_is_index, stage_range))
+        ):
             raise StageError(
-                f"stage {stage} is given layers {given!r}; want a range (start, stop) of layer indices for each stage, as in "
-                f"[(0, 3), (3, {len(layers)})]; plan_stages(model, boundaries=[3]) takes where stages start"
+                f"stage {stage} is given layers {stage_range!r}; want a range (start, stop) of layer indices for each stage, "
+                f"as in [(0, 3), (3, {len(layers)})]; plan_stages(model, boundaries=[3]) takes where stages start"
             )
     end = 0
     for stage, (start, stop) in enumerate(ranges):
         last = stage == len(ranges) - 1
         if start != end or not start < stop <= len(layers) or (last and stop != len(layers)):
             most = len(layers) - (len(ranges) - 1 - stage)
-            wanted = f"({end}, {most})" if last else f"({end}, n) with n from {end + 1} to {most}"
+            expected = f"({end}, {most})" if last else f"({end}, n) with n from {end + 1} to {most}"
             raise StageError(
-                f"stage {stage} is given layers ({start}, {stop}); want {wanted}: the stages take all {len(layers)} layers in "
-                "order, each once (jaxpipe.stage.model.plan.cut makes such a cut)"
+                f"stage {stage} is given layers ({start}, {stop}); want {expected}: the stages take all {len(layers)} layers "
+                "in order, each once (jaxpipe.stage.model.plan.cut makes such a cut)"
             )
         end = stop
     return tuple((int(start), int(stop)) for start, stop in ranges)
@@ -315,37 +321,37 @@ class LayerCosts(tuple[float, ...]):
     boundary_bytes: tuple[int, ...]
 
     def __new__(cls, costs: Iterable[float], boundary_bytes: Iterable[int]) -> LayerCosts:
-        made = super().__new__(cls, costs)
-        made.boundary_bytes = tuple(boundary_bytes)
-        assert len(made) == len(made.boundary_bytes), "as many costs as layers"
-        return made
+        layer_costs = super().__new__(cls, costs)
+        layer_costs.boundary_bytes = tuple(boundary_bytes)
+        assert len(layer_costs) == len(layer_costs.boundary_bytes), "as many costs as layers"
+        return layer_costs
 
 
-def analytic_layer_costs(model: Model, microbatch_size: int, known: dict[Any, Any] | None = None) -> LayerCosts:
+def analytic_layer_costs(model: Model, microbatch_size: int, cache: dict[Any, Any] | None = None) -> LayerCosts:
     """Forward FLOPs of each layer on one microbatch: multiplications and additions of its matrix products.
 
-    Counted from the layer's jaxpr in training mode, what nothing returned depends on left out. Layers that are alike
-    or share an ``apply`` function, and shapes, are traced once, also over calls that share ``known``. An embedding look-up and
-    the loss count nothing.
+    Counted from the layer's jaxpr in training mode, what nothing returned depends on left out. Layers that are alike or
+    share an ``apply`` function, and shapes, are traced once, also over calls that share a ``cache``. An embedding look-up
+    and the loss count nothing.
 
     Raises:
         StageError: a layer fails; says which.
     """
     params = param_avals(model)
     batch = model.batch_spec(microbatch_size)
-    seen: dict[Any, tuple[float, Any]] = {} if known is None else known
+    costs_of: dict[Any, tuple[float, Any]] = {} if cache is None else cache
     costs, sent = [], []
-    made: list[Any] = []
-    for layer, taken in zip(model.layers, taken_by(model.layers), strict=True):
-        x = given_to(layer, [made[k] for k in taken])
+    outputs: list[Any] = []
+    for layer, sources in zip(model.layers, taken_by(model.layers), strict=True):
+        x = given_to(layer, [outputs[k] for k in sources])
         arguments = (with_tied_leaves(layer, params), x, {name: batch[name] for name in layer.reads}, key_aval())
         leaves, structure = jax.tree.flatten(arguments)
         same = layer.apply if layer.alike is None else layer.alike
         signature = (same, layer.uses_key, structure, *(_shape(leaf) for leaf in leaves))
-        if signature not in seen:
-            seen[signature] = _forward_flops(layer, arguments)
-        flops, y = seen[signature]
-        made.append(y)
+        if signature not in costs_of:
+            costs_of[signature] = _forward_flops(layer, arguments)
+        flops, y = costs_of[signature]
+        outputs.append(y)
         costs.append(flops)
         sent.append(sum(aval_bytes(leaf) for leaf in jax.tree.leaves(y) if isinstance(leaf, jax.ShapeDtypeStruct)))
     return LayerCosts(costs, sent)
@@ -353,15 +359,15 @@ def analytic_layer_costs(model: Model, microbatch_size: int, known: dict[Any, An
 
 def _forward_flops(layer: Layer, arguments: tuple[Any, ...]) -> tuple[float, Any]:
     """FLOPs of one layer, and what it returns with arrays as ShapeDtypeStruct. Leaves that are no arrays pass as they are."""
-    made: list[Any] = []
+    outputs: list[Any] = []
 
     def forward(arrays: list[jax.Array]) -> list[Any]:
         params, x, data, key = fill(arguments, arrays)
-        made.append(calling(layer, params, x, LayerContext(data, key if layer.uses_key else None)))
-        return array_leaves(made[0])
+        outputs.append(calling(layer, params, x, LayerContext(data, key if layer.uses_key else None)))
+        return array_leaves(outputs[0])
 
     jaxpr, out = jax.make_jaxpr(forward, return_shape=True)(array_leaves(arguments))
-    return float(jaxpr_flops(only_results(jaxpr, range(len(out)))[0])), fill(made[0], out)
+    return float(jaxpr_flops(only_results(jaxpr, range(len(out)))[0])), fill(outputs[0], out)
 
 
 def _is_index(value: Any) -> bool:

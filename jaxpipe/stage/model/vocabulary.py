@@ -67,46 +67,48 @@ class SpreadModel(Model):
 
     def divided(self, params: Mapping[str, Params]) -> Mapping[str, Params]:
         """Parameters of :attr:`stored` by layer → of this model's layers."""
-        found = {**{name: {} for name in self._parts_of_all()}, **params}
+        layers = {**{name: {} for name in self._parts_of_all()}, **params}
         for table in self.tables:
             rows = find_leaf(params, (table.layer, *table.path))
             if rows is None:  # they are divided already; or missing, and whoever takes the parts says so
                 continue
-            whole = by_path(params[table.layer])
-            found[table.layer] = nested({path: leaf for path, leaf in whole.items() if path != table.path})
+            leaves = by_path(params[table.layer])
+            layers[table.layer] = nested({path: leaf for path, leaf in leaves.items() if path != table.path})
             for name, part in zip(_parts(table.layer, self.parts), self._divided(table, rows), strict=True):
-                found[name] = nested({table.path: part})
-        return found
+                layers[name] = nested({table.path: part})
+        return layers
 
     def divided_state(self, states: Mapping[str, Any]) -> Mapping[str, Any]:
         """Optimizer states of :attr:`stored` by layer, as a checkpoint has them → of this model's layers, as nested dicts."""
-        found = dict(states)
+        by_layer = dict(states)
         for layer in filter(states.__contains__, self._divided_layers()):
             table = next((t for t in self.tables if t.layer == layer), None)
-            given = dict(named_leaves(states[layer]))
-            rows = {path for path in given if table is not None and path[-len(table.path) :] == table.path}
-            found[layer] = nested({path: leaf for path, leaf in given.items() if path not in rows})
-            divided = {path: self._divided(table, given[path]) for path in rows if table is not None}
-            common = {path: leaf for path, leaf in given.items() if layer not in path}
+            leaves = dict(named_leaves(states[layer]))
+            rows = {path for path in leaves if table is not None and path[-len(table.path) :] == table.path}
+            by_layer[layer] = nested({path: leaf for path, leaf in leaves.items() if path not in rows})
+            divided = {path: self._divided(table, leaves[path]) for path in rows if table is not None}
+            common = {path: leaf for path, leaf in leaves.items() if layer not in path}
             for k, name in enumerate(_parts(layer, self.parts)):
-                own = {tuple(name if key == layer else key for key in path): x[k] for path, x in divided.items()}
-                found[name] = nested(common | own)
-        return found
+                part_leaves = {
+                    tuple(name if key == layer else key for key in path): x[k] for path, x in divided.items()
+                }
+                by_layer[name] = nested(common | part_leaves)
+        return by_layer
 
     def joined(self, trees: Mapping[str, Any]) -> dict[str, Any]:
         """Parameters or optimizer states of this model's layers → of those of :attr:`stored`, rows on the host."""
-        others = set(self._parts_of_all())
-        found = {name: tree for name, tree in trees.items() if name not in others}
+        part_names = set(self._parts_of_all())
+        stored = {name: tree for name, tree in trees.items() if name not in part_names}
         for table in self.tables:
             names = _parts(table.layer, self.parts)
-            found[table.layer] = _merged(found[table.layer], [trees[name] for name in names], names, table)
-        return found
+            stored[table.layer] = _merged(stored[table.layer], [trees[name] for name in names], names, table)
+        return stored
 
     def _divided(self, table: Rows, rows: Any) -> list[Any]:
         """The rows of each part, those past the vocabulary zero."""
         rows = np.asarray(rows)
-        more = self.parts * table.each - rows.shape[0]
-        filled = np.concatenate([rows, np.zeros((more, *rows.shape[1:]), rows.dtype)]) if more else rows
+        padding_rows = self.parts * table.each - rows.shape[0]
+        filled = np.concatenate([rows, np.zeros((padding_rows, *rows.shape[1:]), rows.dtype)]) if padding_rows else rows
         return [filled[k * table.each : (k + 1) * table.each] for k in range(self.parts)]
 
     def _divided_layers(self) -> list[str]:
@@ -140,11 +142,13 @@ def spread(model: Model, parts: int, *, tp: int = 1, barriers: int = 1) -> Sprea
     left = replace(_rest(embed, of_embed, barriers), takes=tuple(layer.name for layer in looking_up))
     hidden = replace(_rest(head, of_head, barriers), takes=None)
     predicting = [replace(layer, takes=(head.name,), detached=barriers == 1) for layer in predicting]
-    taken = tuple(layer.name for layer in predicting)
-    merged = replace(_rest(loss, of_loss, barriers), takes=(head.name, *taken) if barriers == 1 else taken)
-    kept = {field.name: getattr(model, field.name) for field in fields(Model)}
+    predicting_names = tuple(layer.name for layer in predicting)
+    merged = replace(
+        _rest(loss, of_loss, barriers), takes=(head.name, *predicting_names) if barriers == 1 else predicting_names
+    )
+    field_values = {field.name: getattr(model, field.name) for field in fields(Model)}
     layers = (*looking_up, left, *inner, hidden, *predicting, merged)
-    return SpreadModel(**{**kept, "layers": layers}, source=model, parts=parts, tables=tables)
+    return SpreadModel(**{**field_values, "layers": layers}, source=model, parts=parts, tables=tables)
 
 
 def _words_of(model: Model, layer: Layer) -> Words:
@@ -205,10 +209,13 @@ def _merged(node: Any, parts: Sequence[Any], names: Sequence[str], table: Rows) 
     if all(part is _ABSENT for part in parts):
         return node
     if isinstance(parts[0], Mapping):
-        own = [{table.layer if k == name else k: v for k, v in x.items()} for name, x in zip(names, parts, strict=True)]
-        here = {} if node is _ABSENT else node
+        renamed = [
+            {table.layer if k == name else k: v for k, v in x.items()} for name, x in zip(names, parts, strict=True)
+        ]
+        subtree = {} if node is _ABSENT else node
         return {
-            k: _merged(here.get(k, _ABSENT), [x.get(k, _ABSENT) for x in own], names, table) for k in {**here, **own[0]}
+            k: _merged(subtree.get(k, _ABSENT), [x.get(k, _ABSENT) for x in renamed], names, table)
+            for k in {**subtree, **renamed[0]}
         }
     if node is _ABSENT:
         return np.concatenate([np.asarray(part) for part in parts])[: table.words]

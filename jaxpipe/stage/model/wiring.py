@@ -71,10 +71,10 @@ class Tracing:
         Raises:
             StageError: the call can't be traced, or does not treat blocks as blocks.
         """
-        found: dict[Mode, Outline] = {}
+        by_mode: dict[Mode, Outline] = {}
         for mode in (TRAIN, (False, None), (True, jnp.bfloat16)):
             try:
-                found[mode] = self.outline(self.leaves(mode[1]), data, mode)
+                by_mode[mode] = self.outline(self.leaves(mode[1]), data, mode)
             except StageError:
                 raise
             except Exception as error:
@@ -83,7 +83,7 @@ class Tracing:
                     raise StageError(
                         f"{self.module.label} can't be traced: {type(error).__name__}: {reason}"
                     ) from error
-        return found
+        return by_mode
 
     def leaves(self, dtype: Any) -> Mapping[Path, jax.ShapeDtypeStruct]:
         """Types of the parameters, floating-point ones in ``dtype``."""
@@ -98,14 +98,14 @@ class Tracing:
         data: Sequence[Any],
         mode: Mode,
         key: Any = None,
-        given: Mapping[Wire, Any] | None = None,
+        block_results: Mapping[Wire, Any] | None = None,
     ) -> Outline:
-        """The outline with inputs ``leaves`` (in order), ``data``, the key. ``given``: known results of blocks."""
-        stubs = Stubs(self.module.label, lambda block, args: self.probe(block, args, mode)[0], given or {})
+        """Trace the outline with inputs ``leaves`` (in order), ``data``, the key. ``block_results``: those that are known."""
+        stubs = Stubs(self.module.label, lambda block, args: self.probe(block, args, mode)[0], block_results or {})
 
         def call(arrays: list[Any]) -> Any:
-            own = dict(zip(leaves, arrays, strict=False))
-            return self.module.run(own, arrays[len(own) : -1], arrays[-1], mode[0], stubs)
+            leaf_arrays = dict(zip(leaves, arrays, strict=False))
+            return self.module.run(leaf_arrays, arrays[len(leaf_arrays) : -1], arrays[-1], mode[0], stubs)
 
         return trace_outline(stubs, call, [*leaves.values(), *data, key_aval() if key is None else key])
 
@@ -124,15 +124,15 @@ class Tracing:
         if signature not in self._probed:
             leaves = self.leaves(mode[1])
             params = {path: _part_type(leaves[home], at) for path, (home, at) in self.module.homes[block].items()}
-            made: list[Any] = []
+            results: list[Any] = []
 
             def traced(params: Params, arrays: list[Any], key: jax.Array) -> list[Any]:
-                made.append(self.module.call(block, params, fill(arguments, arrays), key, mode[0]))
-                return array_leaves(made[-1])
+                results.append(self.module.call(block, params, fill(arguments, arrays), key, mode[0]))
+                return array_leaves(results[-1])
 
             closed, out = jax.make_jaxpr(traced, return_shape=True)(nested(params), shapes, key_aval())
             used = only_results(closed, range(len(out)))[1]
-            self._probed[signature] = (fill(made[-1], out), used[-1])
+            self._probed[signature] = (fill(results[-1], out), used[-1])
         return self._probed[signature]
 
 
@@ -150,26 +150,26 @@ class Wiring:
         self.computed: dict[int, list[Wire]] = {}
         self.free: set[Wire] = set()
         self._check_entries()
-        known: dict[Mode, dict[Var, Wire]] = {mode: {} for mode in outlines}
+        wire_of: dict[Mode, dict[Var, Wire]] = {mode: {} for mode in outlines}
         for c, entry in enumerate(outlines[TRAIN].entries):
             self.computed[c] = []
             for i in range(len(entry.entering)):
-                self._connect(c, i, known)
+                self._connect(c, i, wire_of)
             for mode, outline in outlines.items():
-                known[mode] |= {var: wire for wire, var in outline.entries[c].results.items()}
+                wire_of[mode] |= {var: wire for wire, var in outline.entries[c].results.items()}
 
-    def _connect(self, c: int, i: int, known: Mapping[Mode, dict[Var, Wire]]) -> None:
+    def _connect(self, c: int, i: int, wire_of: Mapping[Mode, dict[Var, Wire]]) -> None:
         """Find where argument ``i`` of entry ``c`` comes from."""
         entry = self.outlines[TRAIN].entries[c]
         atoms = {mode: outline.entries[c].entering[i] for mode, outline in self.outlines.items()}
-        aliases = {known[mode].get(a) if isinstance(a, Var) else None for mode, a in atoms.items()}
+        aliases = {wire_of[mode].get(a) if isinstance(a, Var) else None for mode, a in atoms.items()}
         wire: Wire = ("in", entry.first, i)
         (source,) = aliases if len(aliases) == 1 else (None,)
         if source is None:
             source = wire
             for mode, atom in atoms.items():
                 if isinstance(atom, Var):
-                    known[mode].setdefault(atom, wire)
+                    wire_of[mode].setdefault(atom, wire)
             if all(self._is_free(mode, atom) for mode, atom in atoms.items()):
                 self.free.add(wire)
             else:
@@ -186,12 +186,12 @@ class Wiring:
         return starts <= set(outline.invars[params:-1])
 
     def _check_entries(self) -> None:
-        train, *others = (
+        train, *other_modes = (
             [(e.first, e.count, len(e.entering), len(e.leaving), dict(e.flow)) for e in outline.entries]
             for outline in self.outlines.values()
         )
         called = [k for first, count, *_ in train for k in range(first, first + count)]
-        if any(entries != train for entries in others):
+        if any(entries != train for entries in other_modes):
             what = "calls its blocks otherwise in evaluation, or in bfloat16, than in training"
         elif missing := [k for k in range(len(self.module.names)) if k not in called]:
             what = f"does not call block {missing[0]} ({self.module.names[missing[0]]})"

@@ -77,8 +77,8 @@ class LayerwiseOptimizer:
         Raises:
             ConfigError: it is no optimizer, fails on these trees, or mixes layers.
         """
-        given = dict(extra or {})
-        init, update = functions_of(optimizer, given)
+        arguments = dict(extra or {})
+        init, update = functions_of(optimizer, arguments)
         impls: list[Any] = []  # of the typed PRNG keys in the state, known once it is traced; None for other leaves
 
         def started(params: Any) -> Any:
@@ -90,13 +90,13 @@ class LayerwiseOptimizer:
             updates, new = update(grads, _keys(state, impls), params, **extra)
             return updates, _words(jax.tree.map(jnp.asarray, new))
 
-        start, made = _traced("init", started, axes, params)
-        step, (updates, after) = _traced("update", updated, axes, params, made, params, given)
+        start, first_state = _traced("init", started, axes, params)
+        step, (updates, after) = _traced("update", updated, axes, params, first_state, params, arguments)
         _check_same("updates", params, updates, dtypes=False)
-        _check_same("state", made, after, dtypes=True)
-        leaves = _owned(params, len(jax.tree.leaves(given)), state_leaves(made, params), start, step)
-        numbers = jax.tree.unflatten(jax.tree.structure(made), range(len(leaves)))
-        return cls(params, given, numbers, leaves, start, step)
+        _check_same("state", first_state, after, dtypes=True)
+        leaves = _owned(params, len(jax.tree.leaves(arguments)), state_leaves(first_state, params), start, step)
+        numbers = jax.tree.unflatten(jax.tree.structure(first_state), range(len(leaves)))
+        return cls(params, arguments, numbers, leaves, start, step)
 
     def part(self, layers: Collection[str]) -> OptimizerPart:
         """What some layers need."""
@@ -105,9 +105,9 @@ class LayerwiseOptimizer:
         mine = [k for k, (layer, _) in enumerate(places_of(self.params)) if layer in layers]
         n, m = len(jax.tree.leaves(self.params)), len(self.leaves)
         grads_and_state = [*mine, *(n + k for k in chosen)]
-        others = [*(n + m + k for k in mine), *range(2 * n + m, len(self.update.in_avals))]
+        shared_inputs = [*(n + m + k for k in mine), *range(2 * n + m, len(self.update.in_avals))]
         start = _part(self.start, mine, chosen)
-        update = _part(self.update, [*grads_and_state, *others], grads_and_state)
+        update = _part(self.update, [*grads_and_state, *shared_inputs], grads_and_state)
         return OptimizerPart(jax.tree.structure(numbers), tuple(chosen), start, update)
 
 
@@ -123,23 +123,25 @@ class OptimizerPart:
 
     def init(self, params: Tree) -> Any:
         """The state of fresh parameters of these layers. No array of it is one of the parameters. Traceable."""
-        made = eval_jaxpr(self.start_program.jaxpr, self.start_program.consts, *jax.tree.leaves(params))
-        return jax.tree.unflatten(self.structure, [jnp.copy(a) for a in made])
+        leaves = eval_jaxpr(self.start_program.jaxpr, self.start_program.consts, *jax.tree.leaves(params))
+        return jax.tree.unflatten(self.structure, [jnp.copy(a) for a in leaves])
 
     def update(self, grads: Tree, state: Any, params: Tree, extra: Mapping[str, Any]) -> tuple[Any, Any]:
         """Updates and new state. Traceable."""
         program, structure = self.update_program, jax.tree.structure(params)
         count = len(jax.tree.leaves(params))
-        given = [leaf for tree in (grads, state, params) for leaf in jax.tree.leaves(tree)]
-        more = zip(jax.tree.leaves(dict(extra)), program.jaxpr.invars[len(given) :], strict=True)
-        made = eval_jaxpr(program.jaxpr, program.consts, *given, *(jnp.asarray(a, dtype_of(v)) for a, v in more))
-        return jax.tree.unflatten(structure, made[:count]), jax.tree.unflatten(self.structure, made[count:])
+        leaves = [leaf for tree in (grads, state, params) for leaf in jax.tree.leaves(tree)]
+        extra_leaves = zip(jax.tree.leaves(dict(extra)), program.jaxpr.invars[len(leaves) :], strict=True)
+        results = eval_jaxpr(
+            program.jaxpr, program.consts, *leaves, *(jnp.asarray(a, dtype_of(v)) for a, v in extra_leaves)
+        )
+        return jax.tree.unflatten(structure, results[:count]), jax.tree.unflatten(self.structure, results[count:])
 
 
 def _part(closed: ClosedJaxpr, inputs: Sequence[int], results: Sequence[int]) -> ClosedJaxpr:
     """What makes these results of these inputs, all that they depend on."""
-    part, taken = only_results(closed, results, inputs)
-    assert [k for k, yes in enumerate(taken) if yes] == inputs, "an input is read that is not given"
+    part, is_read = only_results(closed, results, inputs)
+    assert [k for k, yes in enumerate(is_read) if yes] == inputs, "an input is read that is not given"
     return part
 
 
@@ -147,7 +149,7 @@ def _traced(
     what: str, function: Callable[..., Any], axes: Sequence[tuple[str, int]], *shapes: Any
 ) -> tuple[ClosedJaxpr, Any]:
     try:
-        closed, made = jax.make_jaxpr(function, axis_env=axes, return_shape=True)(*shapes)
+        closed, results = jax.make_jaxpr(function, axis_env=axes, return_shape=True)(*shapes)
     except JaxpipeError:
         raise
     except Exception as error:
@@ -163,7 +165,7 @@ def _traced(
                 f"the optimizer's {what} has a side effect ({eqn.primitive.name} at {source_line(eqn)}), which would happen on "
                 "some devices and not on others; remove it"
             )
-    return flat.close(), made
+    return flat.close(), results
 
 
 def _check_same(what: str, before: Any, after: Any, *, dtypes: bool) -> None:
@@ -214,38 +216,40 @@ def _owned(
     names = list(params)
     bits = {name: Sources(1 << k) for k, name in enumerate(names)}
     mine = [layer for layer, _ in places_of(params)]
-    own = [bits[name] for name in mine]
-    made = sources(start.jaxpr, own)
+    layer_sources = [bits[name] for name in mine]
+    start_sources = sources(start.jaxpr, layer_sources)
     while True:  # until no leaf is found to depend on a layer through another one
         held = [NOTHING if leaf.layer is None else bits[leaf.layer] for leaf in leaves]
-        results = sources(update.jaxpr, [*own, *held, *own, *[NOTHING] * num_extra])
-        updates, after = results[: len(own)], results[len(own) :]
-        found = [Sources(a.mask | b.mask, a.origin or b.origin) for a, b in zip(made, after, strict=True)]
+        results = sources(update.jaxpr, [*layer_sources, *held, *layer_sources, *[NOTHING] * num_extra])
+        updates, after = results[: len(layer_sources)], results[len(layer_sources) :]
+        sources_of_leaf = [
+            Sources(a.mask | b.mask, a.origin or b.origin) for a, b in zip(start_sources, after, strict=True)
+        ]
         for name, update_sources in zip(mine, updates, strict=True):
             _check_apart(names, name, update_sources)
-        for leaf, leaf_sources in zip(leaves, found, strict=True):
+        for leaf, leaf_sources in zip(leaves, sources_of_leaf, strict=True):
             _check_apart(names, leaf.layer, leaf_sources)
         new = [
             replace(leaf, layer=names[f.mask.bit_length() - 1]) if leaf.layer is None and f.mask else leaf
-            for leaf, f in zip(leaves, found, strict=True)
+            for leaf, f in zip(leaves, sources_of_leaf, strict=True)
         ]
         if new == list(leaves):
             return tuple(new)
         leaves = new
 
 
-def _check_apart(names: Sequence[str], layer: str | None, found: Sources) -> None:
+def _check_apart(names: Sequence[str], layer: str | None, leaf_sources: Sources) -> None:
     """Refuse what depends on several layers, or on another than its own."""
-    mixed = [name for k, name in enumerate(names) if found.mask >> k & 1]
+    mixed = [name for k, name in enumerate(names) if leaf_sources.mask >> k & 1]
     if layer is not None and layer not in mixed:
         mixed = [layer, *mixed] if mixed else []
     if len(mixed) <= 1:
         return
-    others = f" and {len(mixed) - 2} more" if len(mixed) > 2 else ""
-    function, place = blamed(found.origin)
+    rest = f" and {len(mixed) - 2} more" if len(mixed) > 2 else ""
+    function, place = blamed(leaf_sources.origin)
     advice = _INSTEAD.get(function, "use one that treats each layer by itself")
     raise ConfigError(
-        f"the optimizer mixes layers: {function}{place} makes one value of {mixed[0]} and {mixed[1]}{others}, which may lie on "
+        f"the optimizer mixes layers: {function}{place} makes one value of {mixed[0]} and {mixed[1]}{rest}, which may lie on "
         f"different devices; {advice}"
     )
 

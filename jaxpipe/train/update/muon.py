@@ -52,8 +52,8 @@ class Muon:
         return self._both.init(params)
 
     def update(self, grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
-        made: tuple[Any, Any] = self._both.update(grads, state, params)
-        return made
+        updates_and_state: tuple[Any, Any] = self._both.update(grads, state, params)
+        return updates_and_state
 
     def on_pieces(self, applied: Applied) -> Muon:
         """The same on a device that holds pieces of leaves: what :mod:`jaxpipe.train.update.pieces` need not check."""
@@ -74,8 +74,8 @@ class Muon:
         return jax.tree.unflatten(jax.tree.structure(params), labels)
 
     def _orthogonal(self, updates: Any, params: Any) -> Any:
-        made = [self.applied(at, partial(orthogonal, self.matrices[at]), x) for at, x in _placed(updates)]
-        return jax.tree.unflatten(jax.tree.structure(updates), made)
+        leaves = [self.applied(at, partial(orthogonal, self.matrices[at]), x) for at, x in _placed(updates)]
+        return jax.tree.unflatten(jax.tree.structure(updates), leaves)
 
 
 def orthogonal(matrix: Matrix, leaf: jax.Array) -> jax.Array:
@@ -88,12 +88,12 @@ def orthogonal(matrix: Matrix, leaf: jax.Array) -> jax.Array:
 
 
 def _folded(matrix: Matrix, leaf: jax.Array) -> jax.Array:
-    others = [k for k in range(leaf.ndim) if k not in (*matrix.rows, *matrix.columns)]
-    order = (*others, *matrix.rows, *matrix.columns)
+    batch_axes = [k for k in range(leaf.ndim) if k not in (*matrix.rows, *matrix.columns)]
+    order = (*batch_axes, *matrix.rows, *matrix.columns)
     rows, columns = (math.prod(leaf.shape[k] for k in axes) for axes in (matrix.rows, matrix.columns))
     moved = leaf.transpose(order)
-    made = _newton_schulz(moved.reshape(-1, rows, columns)) * (_RMS * math.sqrt(max(rows, columns)))
-    return made.reshape(moved.shape).transpose(np.argsort(order))
+    orthogonal_matrices = _newton_schulz(moved.reshape(-1, rows, columns)) * (_RMS * math.sqrt(max(rows, columns)))
+    return orthogonal_matrices.reshape(moved.shape).transpose(np.argsort(order))
 
 
 def _newton_schulz(x: jax.Array) -> jax.Array:
@@ -117,34 +117,34 @@ def matrices_of(model: Model) -> dict[Place, Matrix]:
     """
     sources = taken_by(model.layers)
     ends = {*model.losses, *(k for loss in model.losses for k in sources[loss])}
-    found: dict[Place, Matrix] = {}
+    matrices: dict[Place, Matrix] = {}
     for number, layer in enumerate(model.layers):
         leaves = dict(named_leaves(init_avals(layer)))
-        said: Mapping[Path, Matrix] | None = layer.matrices
-        if said is None:
+        layer_matrices: Mapping[Path, Matrix] | None = layer.matrices
+        if layer_matrices is None:
             inside = not layer.reads and number not in ends
-            said = {path: Matrix() for path, leaf in leaves.items() if inside and leaf.ndim == 2}
-        for path, matrix in said.items():
+            layer_matrices = {path: Matrix() for path, leaf in leaves.items() if inside and leaf.ndim == 2}
+        for path, matrix in layer_matrices.items():
             if path not in leaves or not matrix.fits(leaves[path].shape):
                 what = f"has the shape {list(leaves[path].shape)}" if path in leaves else "is none of its parameters"
                 raise ConfigError(f"layer {layer.name} says that {'/'.join(path)} is {matrix}; it {what}")
-            found[layer.name, path] = matrix
-    if not found:
+            matrices[layer.name, path] = matrix
+    if not matrices:
         raise ConfigError(
             f"optimizer.name=muon: no parameter of model {model.name} is a matrix; name some in Layer.matrices, or use adamw"
         )
-    return found
+    return matrices
 
 
 def described(model: Model, matrices: Mapping[Place, Matrix]) -> str:
     """Which leaves Muon updates and which AdamW, in a line. Layers that differ by a number only are told once, vectors not."""
-    told: dict[bool, dict[str, None]] = {True: {}, False: {}}
+    paths_by_kind: dict[bool, dict[str, None]] = {True: {}, False: {}}
     for layer in model.layers:
         name = re.sub(r"\d+$", "*", layer.name)
         for path, leaf in named_leaves(init_avals(layer)):
             if layer.trains(path) and leaf.ndim > 1:
-                told[(layer.name, path) in matrices]["/".join((name, *path))] = None
-    return f"Muon updates {', '.join(told[True])}; AdamW updates {', '.join([*told[False], 'all vectors'])}"
+                paths_by_kind[(layer.name, path) in matrices]["/".join((name, *path))] = None
+    return f"Muon updates {', '.join(paths_by_kind[True])}; AdamW updates {', '.join([*paths_by_kind[False], 'all vectors'])}"
 
 
 def _placed(tree: Any) -> list[tuple[Place, Any]]:

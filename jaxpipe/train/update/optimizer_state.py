@@ -53,9 +53,9 @@ def state_leaves(state: Any, params: Tree) -> list[StateLeaf]:
     return list(walk(state, (), None, ()))
 
 
-def of_layers(state: Any, layers: Collection[str], every: Collection[str], owners: Sequence[str | None]) -> Any:
-    """The state of ``layers`` alone, of one whose leaves are numbers. ``every``: all layers; ``owners``: by number, the layer
-    that the leaf belongs to."""
+def of_layers(state: Any, layers: Collection[str], all_layers: Collection[str], owners: Sequence[str | None]) -> Any:
+    """Return the part of a state, whose leaves are numbers, that belongs to ``layers``. ``all_layers``: of the model;
+    ``owners``: by number, the layer that the leaf belongs to."""
 
     def stays(number: int) -> bool:
         return owners[number] is None or owners[number] in layers
@@ -63,7 +63,7 @@ def of_layers(state: Any, layers: Collection[str], every: Collection[str], owner
     def walk(node: Any) -> Any:
         if isinstance(node, int):
             return node if stays(node) else None
-        if _is_like(node, every):
+        if _is_like(node, all_layers):
             return {
                 k: walk(child) for k, child in node.items() if k in layers or any(map(stays, jax.tree.leaves(child)))
             }
@@ -73,37 +73,42 @@ def of_layers(state: Any, layers: Collection[str], every: Collection[str], owner
     return walk(state)
 
 
-def fitted(leaves: Sequence[StateLeaf], layers: Sequence[str], given: Tree) -> list[Any]:
-    """The values of the leaves of the state of ``layers``, out of ``given``: states by layer, also as plain dicts and lists.
+def fitted(leaves: Sequence[StateLeaf], layers: Sequence[str], states: Tree) -> list[Any]:
+    """Return the values of the state's leaves of ``layers``, out of ``states`` by layer (also plain dicts and lists).
 
     States that jaxpipe 0.1.0 stored had no layer's name in their paths; they fit as well.
 
     Raises:
         CheckpointError: they are of another optimizer or model.
     """
-    if missing := [layer for layer in layers if layer not in given]:
-        raise CheckpointError(f"no optimizer state for layer {min(missing)}; there is one for {', '.join(given)}")
-    have = {layer: dict(named_leaves(given[layer])) for layer in layers}
+    if missing := [layer for layer in layers if layer not in states]:
+        raise CheckpointError(f"no optimizer state for layer {min(missing)}; there is one for {', '.join(states)}")
+    leaves_by_layer = {layer: dict(named_leaves(states[layer])) for layer in layers}
     values = []
     for leaf in leaves:
-        found = [_value_of(layer, have[layer], leaf) for layer in ([leaf.layer] if leaf.layer is not None else layers)]
-        if not all(np.allclose(np.asarray(found[0]), np.asarray(a), rtol=1e-5, equal_nan=True) for a in found[1:]):
+        candidates = [
+            _value_of(layer, leaves_by_layer[layer], leaf)
+            for layer in ([leaf.layer] if leaf.layer is not None else layers)
+        ]
+        if not all(
+            np.allclose(np.asarray(candidates[0]), np.asarray(a), rtol=1e-5, equal_nan=True) for a in candidates[1:]
+        ):
             raise _misfit(layers[0], f"has another {leaf} than other layers")
-        values.append(found[0])
-    for layer, rest in have.items():
+        values.append(candidates[0])
+    for layer, rest in leaves_by_layer.items():
         if rest:
             raise _misfit(layer, f"has {'/'.join(min(rest))}, which the optimizer does not")
     return values
 
 
-def _value_of(layer: str, have: dict[Path, Any], leaf: StateLeaf) -> Any:
+def _value_of(layer: str, leaves: dict[Path, Any], leaf: StateLeaf) -> Any:
     """The value of a leaf, taken out of what a layer has."""
     names, aval = leaf.names, leaf.aval
     unnamed = (names[:k] + names[k + 1 :] for k, name in enumerate(names) if name == layer)
-    found = next((path for path in (names, *unnamed) if path in have), None)
-    if found is None:
+    matching_path = next((path for path in (names, *unnamed) if path in leaves), None)
+    if matching_path is None:
         raise _misfit(layer, f"has no {leaf}")
-    value = have.pop(found)
+    value = leaves.pop(matching_path)
     value = value if hasattr(value, "dtype") else np.asarray(value, aval.dtype)
     if tuple(value.shape) != tuple(aval.shape) or value.dtype != aval.dtype:
         wants = f"{value.dtype}{list(value.shape)}, the optimizer wants {aval.dtype}{list(aval.shape)}"

@@ -59,13 +59,17 @@ def divided_like(whole: LayerwiseOptimizer, local: LayerwiseOptimizer, division:
     return tuple(like(a, b) for a, b in zip(whole.leaves, local.leaves, strict=True))
 
 
-def _check(whole: ClosedJaxpr, local: ClosedJaxpr, given: Sequence[Hashable], wanted: Sequence[Hashable]) -> None:
-    """Compare two programs whose inputs are of the kinds ``given``, and whose results must be of those ``wanted``."""
+def _check(
+    whole: ClosedJaxpr, local: ClosedJaxpr, input_kinds: Sequence[Hashable], result_kinds: Sequence[Hashable]
+) -> None:
+    """Compare two programs whose inputs are of ``input_kinds``, and whose results must be of ``result_kinds``."""
     whole, local = (only_results(x, range(len(x.out_avals)), range(len(x.in_avals)))[0] for x in (whole, local))
-    pair = _Pair(whole, local, given)
-    for a, b, kind, want in zip(whole.jaxpr.outvars, local.jaxpr.outvars, pair.results(), wanted, strict=True):
+    pair = _Pair(whole, local, input_kinds)
+    for a, b, kind, result_kind in zip(
+        whole.jaxpr.outvars, local.jaxpr.outvars, pair.results(), result_kinds, strict=True
+    ):
         number = kind == _UNIFORM or (kind == _SAME and not shape_of(a))
-        if kind != want and not (number and (want != _SAME or shape_of(a) == shape_of(b))):
+        if kind != result_kind and not (number and (result_kind != _SAME or shape_of(a) == shape_of(b))):
             _refuse(pair.maker.get(a) if isinstance(a, Var) else None)
 
 
@@ -73,9 +77,9 @@ class _Pair:
     """A jaxpr of whole values and the same of pieces. ``kinds``: of the first one's variables; ``twin``: what stands for them
     in the second. A number that is only spread over a shape counts as the number."""
 
-    def __init__(self, whole: ClosedJaxpr, local: ClosedJaxpr, given: Sequence[Hashable]) -> None:
+    def __init__(self, whole: ClosedJaxpr, local: ClosedJaxpr, input_kinds: Sequence[Hashable]) -> None:
         self.whole, self.local = whole, local
-        self.kinds: dict[Var, Hashable] = dict(zip(whole.jaxpr.invars, given, strict=True))
+        self.kinds: dict[Var, Hashable] = dict(zip(whole.jaxpr.invars, input_kinds, strict=True))
         self.twin: dict[Var, Atom] = dict(zip(whole.jaxpr.invars, local.jaxpr.invars, strict=True))
         self.maker = {v: eqn for eqn in whole.jaxpr.eqns for v in eqn.outvars}
         self._spread: dict[Var, Atom] = {}
@@ -98,13 +102,13 @@ class _Pair:
         return [self._kind(a) if self._stands_for(a, b) else _DIFFERENT for a, b in outvars]
 
     def _without_spreading(self, eqns: Sequence[JaxprEqn]) -> list[JaxprEqn]:
-        kept = []
+        remaining = []
         for eqn in eqns:
             if eqn.primitive.name == "broadcast_in_dim" and not shape_of(eqn.invars[0]):
                 self._spread[eqn.outvars[0]] = self._number(eqn.invars[0])
             else:
-                kept.append(eqn)
-        return kept
+                remaining.append(eqn)
+        return remaining
 
     def _number(self, atom: Atom) -> Atom:
         return self._spread.get(atom, atom) if isinstance(atom, Var) else atom
@@ -132,8 +136,8 @@ class _Pair:
             _refuse(a)
         if not pieces and _shapes(a) == _shapes(b):
             return [_SAME] * len(a.outvars)
-        alone = all(kind != _SAME or not shape_of(atom) for kind, atom in zip(kinds, a.invars, strict=True))
-        if row(a).kind not in _ELEMENTWISE or not alone or len(pieces) > 1:
+        all_divided = all(kind != _SAME or not shape_of(atom) for kind, atom in zip(kinds, a.invars, strict=True))
+        if row(a).kind not in _ELEMENTWISE or not all_divided or len(pieces) > 1:
             _refuse(a)
         return [pieces.pop() if pieces else _UNIFORM]
 

@@ -111,15 +111,15 @@ class LateUpdate:
 
     def __init__(
         self,
-        whole: Unapplied,
-        given: Mapping[int, tuple[Any, ...]],
+        unapplied: Unapplied,
+        early_results: Mapping[int, tuple[Any, ...]],
         valid: jax.Array,
         updated: Updated,
         rate: Callable[[Mapping[int, Any]], jax.Array | None],
         anew: Callable[[Unapplied], Updated],
         policy: PostValidation,
     ) -> None:
-        self._whole, self._given, self._flag, self._updated = whole, dict(given), valid, updated
+        self._whole, self._given, self._flag, self._updated = unapplied, dict(early_results), valid, updated
         self._rate, self._anew, self._policy = rate, anew, policy
         self._valid: bool | None = None
         self._settled: TrainState | None = None
@@ -174,14 +174,14 @@ class LateUpdate:
         return self._valid
 
     def _commit(self, at: Instance) -> None:
-        whole, stage = self._whole, at[1]
-        update, grads = whole.updates[stage], whole.reduced.pop(stage).grads
-        old = whole.params.pop(stage), whole.master[at], grads, whole.optimizer[stage]
-        whole.master[at], whole.optimizer[stage], zeros = update.commit(*old, *self._given.pop(stage))
+        unapplied, stage = self._whole, at[1]
+        update, grads = unapplied.updates[stage], unapplied.reduced.pop(stage).grads
+        old = unapplied.params.pop(stage), unapplied.master[at], grads, unapplied.optimizer[stage]
+        unapplied.master[at], unapplied.optimizer[stage], zeros = update.commit(*old, *self._given.pop(stage))
         del old, grads  # what was not donated is gone before the accumulators come
-        whole.acc[at] = zeros or update.zeros()
+        unapplied.acc[at] = zeros or update.zeros()
         if self._updated.learning_rate is None:
-            self._updated = replace(self._updated, learning_rate=self._rate(whole.optimizer))
+            self._updated = replace(self._updated, learning_rate=self._rate(unapplied.optimizer))
 
 
 def _agree(old: Mapping[Instance, Buffers], new: Mapping[Instance, Buffers]) -> bool:

@@ -99,7 +99,7 @@ def _summed_over(arrays: Sequence[jax.Array], axes: Sequence[tuple[str, ...]]) -
     """``arrays``, each summed over its axes: one collective for all that have the same."""
     sums = list(arrays)
     for over in dict.fromkeys(axes):
-        members = [k for k, own in enumerate(axes) if own == over]
+        members = [k for k, leaf_axes in enumerate(axes) if leaf_axes == over]
         if over:
             for k, total in zip(members, jax.lax.psum([arrays[k] for k in members], over), strict=True):
                 sums[k] = total
@@ -134,15 +134,15 @@ def whole_leaf(shards: StageShards, slot: LeafSlot, piece: jax.Array) -> jax.Arr
     return piece if slot.axis is None else jax.lax.all_gather(piece, TP, axis=slot.axis, tiled=True)
 
 
-def own_piece(shards: StageShards, slot: LeafSlot, whole: jax.Array) -> jax.Array:
+def own_piece(shards: StageShards, slot: LeafSlot, leaf: jax.Array) -> jax.Array:
     """This device's piece of a whole leaf: the inverse of :func:`whole_leaf`. No collective."""
     if slot.axis is not None:
         width = slot.shape[slot.axis]
-        whole = jax.lax.dynamic_slice_in_dim(whole, jax.lax.axis_index(TP) * width, width, slot.axis)
+        leaf = jax.lax.dynamic_slice_in_dim(leaf, jax.lax.axis_index(TP) * width, width, slot.axis)
     if not shards.chunked:
-        return whole
+        return leaf
     chunk = shards.chunk_shape(slot)
-    flat = jnp.pad(jnp.ravel(whole), (0, chunk[0] * shards.dp - slot.size))
+    flat = jnp.pad(jnp.ravel(leaf), (0, chunk[0] * shards.dp - slot.size))
     return jax.lax.dynamic_slice_in_dim(flat, jax.lax.axis_index(DP) * chunk[0], chunk[0]).reshape(chunk)
 
 

@@ -72,8 +72,8 @@ class Scalars:
         ports = [jax.ShapeDtypeStruct(a.shape, a.dtype) for _, a in sorted(self._ports.items())]
         self._sums = jax.eval_shape(self._sum_losses, [tuple(ports)])
         loss_sum, weight, reported = self._sums
-        made: Any = jax.eval_shape(self._combine, list(squares.values()), loss_sum, weight)
-        self._combined = _with(made, weight, reported, [jax.ShapeDtypeStruct((), jnp.bool_)] * 2)
+        combined: Any = jax.eval_shape(self._combine, list(squares.values()), loss_sum, weight)
+        self._combined = _with(combined, weight, reported, [jax.ShapeDtypeStruct((), jnp.bool_)] * 2)
 
     def combine(
         self,
@@ -85,41 +85,43 @@ class Scalars:
         """Of the ``squares`` and ``losses`` that are here, and whether this process wants to ``stop`` or ``switch``; on rank 0,
         or on the first rank of this process."""
         first = self._homes[0]
-        made: Any
+        combined_scalars: Any
         combined: Any = None
         if not self._owned.divided:
             loss_sum, weight, reported = self._summed(losses)
-            made = self._combine(*jax.device_put((list(squares.values()), loss_sum, weight), first))
-            return _with(made, weight, reported, [stop, switch])
+            combined_scalars = self._combine(*jax.device_put((list(squares.values()), loss_sum, weight), first))
+            return _with(combined_scalars, weight, reported, [stop, switch])
         sums: Any = ()
         if self._apart:
             losses = self._all_losses(losses)
         if self._loss_rank in self._owned.ranks:
             home = self._homes[self._loss_rank]
             sums = self._sum_losses(jax.device_put(losses, home) if self._several else losses)
-        here = self._owned.ranks[0]
-        found = [
+        first_rank = self._owned.ranks[0]
+        squares_by_stage = [
             self._to_first([squares[s]] if s in squares else [], r, [self._squares[s]])
             for s, r in self._primary.items()
         ]
         sums = self._to_first(jax.tree.leaves(sums), self._loss_rank, jax.tree.leaves(self._sums))
-        flags = jax.device_put([np.asarray(stop), np.asarray(switch)], self._homes[here])
-        wanted = [self._combined.stop, self._combined.switch]
-        asked = [self._to_first(flags if k == here else [], k, wanted) for k in self._leaders]
+        flags = jax.device_put([np.asarray(stop), np.asarray(switch)], self._homes[first_rank])
+        flag_avals = [self._combined.stop, self._combined.switch]
+        requests = [self._to_first(flags if k == first_rank else [], k, flag_avals) for k in self._leaders]
         if self._owned.first:
             loss_sum, weight, reported = jax.tree.unflatten(jax.tree.structure(self._sums), sums)
-            made = self._combine([square for one in found for square in one], loss_sum, weight)
-            combined = _with(made, weight, reported, self._any(asked))
+            combined_scalars = self._combine([square for one in squares_by_stage for square in one], loss_sum, weight)
+            combined = _with(combined_scalars, weight, reported, self._any(requests))
         everywhere: Combined = self._from_first(combined, self._combined)
         return everywhere
 
-    def guess(self, losses: Sequence[tuple[jax.Array, ...]], found: Combined) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def guess(
+        self, losses: Sequence[tuple[jax.Array, ...]], combined: Combined
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """``scale`` and ``loss`` as :meth:`combine` finds them if the step is finite and not clipped, known once the losses
-        are; and, on rank 0, whether ``found`` has the same. Not for several processes."""
+        are; and, on rank 0, whether ``combined`` has the same. Not for several processes."""
         loss_sum, weight, _ = self._summed(losses)
-        scale, loss = self._guess(loss_sum, weight, found.scale.dtype)
-        there = jax.device_put((scale, loss), self._homes[0])
-        return scale, loss, self._agree(found.applied, (found.scale, found.loss), there)
+        scale, loss = self._guess(loss_sum, weight, combined.scale.dtype)
+        guess_on_first = jax.device_put((scale, loss), self._homes[0])
+        return scale, loss, self._agree(combined.applied, (combined.scale, combined.loss), guess_on_first)
 
     def _summed(self, losses: Sequence[tuple[jax.Array, ...]]) -> Any:
         return self._sum_losses(jax.device_put(losses, self._homes[0]) if self._several else losses)
@@ -128,12 +130,12 @@ class Scalars:
         """Whether all of the scalars, by stage, are true."""
         first = self._homes[0]
         if not self._owned.divided:
-            whole: jax.Array = self._all(jax.device_put(list(flags.values()), first))
-            return whole
+            all_flags: jax.Array = self._all(jax.device_put(list(flags.values()), first))
+            return all_flags
         flag = self._combined.applied
-        every = [self._to_first([flags[s]] if s in flags else [], r, [flag]) for s, r in self._primary.items()]
-        found = self._all([x for one in every for x in one]) if self._owned.first else None
-        answer: jax.Array = self._from_first(found, flag)
+        flags_by_stage = [self._to_first([flags[s]] if s in flags else [], r, [flag]) for s, r in self._primary.items()]
+        answer_on_first = self._all([x for one in flags_by_stage for x in one]) if self._owned.first else None
+        answer: jax.Array = self._from_first(answer_on_first, flag)
         return answer
 
     @property
@@ -143,16 +145,16 @@ class Scalars:
 
     def _all_losses(self, losses: Sequence[tuple[jax.Array, ...]]) -> list[tuple[jax.Array, ...]]:
         """Of all microbatches, in their order, on rank 0; ``losses``: of those that are here, in theirs."""
-        here = [at for at in self._losses if at[-1] in self._owned.ranks]
-        given = dict(zip(here, (x for ports in losses for x in ports), strict=True))
-        found: dict[tuple[int, ...], jax.Array] = {}
+        local_keys = [at for at in self._losses if at[-1] in self._owned.ranks]
+        local_losses = dict(zip(local_keys, (x for ports in losses for x in ports), strict=True))
+        losses_by_key: dict[tuple[int, ...], jax.Array] = {}
         for rank in sorted({rank for *_, rank in self._losses}):
             these = [at for at in self._losses if at[-1] == rank]
             ports = [self._ports[stage, index] for _, stage, index, _ in these]
             avals = [_at(a, NamedSharding(self._homes[0].mesh, spec_of(a))) for a in ports]
-            moved = self._owned.move([given[at] for at in these if at in given], rank, 0, avals)
-            found |= zip(these, moved, strict=False)
-        return [tuple(found[at] for at in of) for _, of in groupby(sorted(found), key=itemgetter(0))]
+            moved = self._owned.move([local_losses[at] for at in these if at in local_losses], rank, 0, avals)
+            losses_by_key |= zip(these, moved, strict=False)
+        return [tuple(losses_by_key[at] for at in of) for _, of in groupby(sorted(losses_by_key), key=itemgetter(0))]
 
     def _to_first(self, arrays: Sequence[Any], src: int, avals: Sequence[Any]) -> Sequence[jax.Array]:
         return self._owned.move(arrays, src, 0, [_at(a, self._homes[0]) for a in avals])
@@ -160,16 +162,16 @@ class Scalars:
     def _from_first(self, tree: Any, avals: Any) -> Any:
         """``tree`` of rank 0, as ``avals`` say, on the first rank of this process."""
         shapes, structure = jax.tree.flatten(avals)
-        here = self._owned.ranks[0]
-        found: Sequence[Any] = jax.tree.leaves(tree)
+        first_rank = self._owned.ranks[0]
+        leaves: Sequence[Any] = jax.tree.leaves(tree)
         for rank in self._leaders[1:]:
             got = self._owned.move(jax.tree.leaves(tree), 0, rank, [_at(a, self._homes[rank]) for a in shapes])
-            found = got if rank == here else found
-        return jax.tree.unflatten(structure, found)
+            leaves = got if rank == first_rank else leaves
+        return jax.tree.unflatten(structure, leaves)
 
 
-def _with(made: Any, weight: Any, reported: Any, flags: Sequence[Any]) -> Combined:
-    loss, norm, scale, ok = made
+def _with(combined: Any, weight: Any, reported: Any, flags: Sequence[Any]) -> Combined:
+    loss, norm, scale, ok = combined
     return Combined(loss, norm, scale, ok, weight, reported, *flags)
 
 
@@ -193,8 +195,8 @@ def _guess(loss_sum: jax.Array, weight: jax.Array, dtype: Any) -> tuple[jax.Arra
     return jnp.stack([one, one / total]).astype(dtype), loss_sum / total
 
 
-def _agree(ok: jax.Array, found: tuple[jax.Array, ...], guess: tuple[jax.Array, ...]) -> jax.Array:
-    return ok & jnp.all(jnp.stack([jnp.all(a == b) for a, b in zip(found, guess, strict=True)]))
+def _agree(ok: jax.Array, values: tuple[jax.Array, ...], guess: tuple[jax.Array, ...]) -> jax.Array:
+    return ok & jnp.all(jnp.stack([jnp.all(a == b) for a, b in zip(values, guess, strict=True)]))
 
 
 def _combine(

@@ -70,14 +70,14 @@ class StageShards:
 
     def tree(self, leaves: Sequence[Any]) -> dict[str, Any]:
         """Of leaves in slot order, those that this stage updates, by layer; layers without any are there too."""
-        given = zip(self.layout.slots, leaves, strict=True)
-        return by_layer(self.layout.layers, ((slot, leaf) for slot, leaf in given if self.updates(slot)))
+        leaves_by_slot = zip(self.layout.slots, leaves, strict=True)
+        return by_layer(self.layout.layers, ((slot, leaf) for slot, leaf in leaves_by_slot if self.updates(slot)))
 
-    def leaves(self, tree: Tree, others: Sequence[Any]) -> list[Any]:
-        """Leaves in slot order: those of ``tree``, and ``others`` where this stage updates none."""
+    def leaves(self, tree: Tree, fallback: Sequence[Any]) -> list[Any]:
+        """Leaves in slot order: those of ``tree``, and ``fallback`` where this stage updates none."""
         return [
             get_leaf(tree[slot.layer], slot.path) if self.updates(slot) else other
-            for slot, other in zip(self.layout.slots, others, strict=True)
+            for slot, other in zip(self.layout.slots, fallback, strict=True)
         ]
 
     @property
@@ -176,10 +176,10 @@ class StageShards:
 
     def chunks(self, buckets: Sequence[Any]) -> dict[str, Any]:
         """The tree of chunks in local ``buckets``, which are in the order of :attr:`updated`."""
-        found: dict[LeafSlot, Any] = {}
+        chunk_of: dict[LeafSlot, Any] = {}
         for bucket, index in zip(buckets, self.updated, strict=True):
-            found |= {slot: c.reshape(self.chunk_shape(slot)) for slot, c in self._apart(bucket, index).items()}
-        return self.tree([found.get(slot) for slot in self.layout.slots])
+            chunk_of |= {slot: c.reshape(self.chunk_shape(slot)) for slot, c in self._apart(bucket, index).items()}
+        return self.tree([chunk_of.get(slot) for slot in self.layout.slots])
 
     def buckets(self, tree: Tree) -> list[Any]:
         """The local buckets of a tree of chunks."""
@@ -192,8 +192,8 @@ class StageShards:
 
     def host_rows(self, leaf: Any, slot: LeafSlot) -> np.ndarray:
         """A whole leaf as the rank's chunks ``[tp or 1, dp, k]``."""
-        whole = np.asarray(leaf)
-        shards = slot.parts(whole, 1 if slot.axis is None else self.tp)
+        array = np.asarray(leaf)
+        shards = slot.parts(array, 1 if slot.axis is None else self.tp)
         k = self.chunk_shape(slot)[0]
         padded = [np.pad(part.reshape(-1), (0, k * self.dp - slot.size)) for part in shards]
         return np.stack(padded).reshape(len(shards), self.dp, k)
@@ -209,11 +209,11 @@ class StageShards:
 
     def host_leaves(self, buckets: Mapping[int, Any]) -> dict[LeafSlot, np.ndarray]:
         """Whole leaves of a rank's buckets, by buffer: the inverse of :meth:`host_bucket`."""
-        found: dict[LeafSlot, np.ndarray] = {}
+        leaf_of: dict[LeafSlot, np.ndarray] = {}
         for index, bucket in buckets.items():
             rows = np.asarray(bucket).reshape(self.dp * (self.tp if self._is_split(index) else 1), -1)
-            found |= {slot: self.host_whole(chunks, slot) for slot, chunks in self._apart(rows, index).items()}
-        return found
+            leaf_of |= {slot: self.host_whole(chunks, slot) for slot, chunks in self._apart(rows, index).items()}
+        return leaf_of
 
     def host_whole(self, chunks: Any, slot: LeafSlot) -> np.ndarray:
         """The whole leaf of a rank's array of chunks: the inverse of :meth:`host_chunk`."""

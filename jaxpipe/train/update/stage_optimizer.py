@@ -45,13 +45,13 @@ class StageOptimizer:
         """How it lies."""
         return self._tree(P() if slot is None else self.shards.leaf_spec(slot) for slot in self.slots)
 
-    def place(self, given: Mapping[str, Any]) -> Any:
+    def place(self, states: Mapping[str, Any]) -> Any:
         """States by layer, whole, on the devices.
 
         Raises:
             CheckpointError: they are of another optimizer or model.
         """
-        values = fitted(self.leaves, self.shards.layout.layers, given)
+        values = fitted(self.leaves, self.shards.layout.layers, states)
         divided = [
             self.shards.host_chunk(value, slot) if slot is not None and self.shards.chunked else value
             for value, slot in zip(values, self.slots, strict=True)
@@ -60,13 +60,13 @@ class StageOptimizer:
 
     def by_layer(self, state: Any) -> dict[str, Any]:
         """The state of each layer alone, whole: as ``optimizer.init({layer: leaves})`` makes it."""
-        whole = [
+        leaves = [
             self.shards.host_whole(value, slot) if slot is not None and self.shards.chunked else value
             for value, slot in zip(jax.tree.leaves(state), self.slots, strict=True)
         ]
         layers = self.shards.layout.layers
-        numbers, owners = self._tree(range(len(whole))), [leaf.layer for leaf in self.leaves]
-        return {name: jax.tree.map(whole.__getitem__, of_layers(numbers, [name], layers, owners)) for name in layers}
+        numbers, owners = self._tree(range(len(leaves))), [leaf.layer for leaf in self.leaves]
+        return {name: jax.tree.map(leaves.__getitem__, of_layers(numbers, [name], layers, owners)) for name in layers}
 
     def _tree(self, leaves: Iterable[Any]) -> Any:
         return jax.tree.unflatten(self.part.structure, leaves)
@@ -81,15 +81,15 @@ def stage_optimizers(
         ConfigError: it can't be applied layer by layer, or devices would see pieces of parameters and it neither treats
             elements alone nor knows what to do on pieces (``on_pieces``).
     """
-    whole = LayerwiseOptimizer.trace(optimizer, _joined(s.whole_avals() for s in shards.values()), extra)
+    undivided = LayerwiseOptimizer.trace(optimizer, _joined(s.whole_avals() for s in shards.values()), extra)
     division: Division = {
         (slot.layer, slot.path): (s.chunked, slot.axis)
         for s in shards.values()
         for slot in s.layout.slots
         if s.divides(slot)
     }
-    local = whole
-    divided: tuple[Place | None, ...] = (None,) * len(whole.leaves)
+    local = undivided
+    divided: tuple[Place | None, ...] = (None,) * len(undivided.leaves)
     if division:
         on_pieces = getattr(optimizer, "on_pieces", None)
         pieces = optimizer if on_pieces is None else on_pieces(partial(_gathered, shards))
@@ -97,14 +97,14 @@ def stage_optimizers(
         avals = _joined(s.local_avals() for s in shards.values())
         local = LayerwiseOptimizer.trace(pieces, avals, extra, tuple(axes.items()))
         if on_pieces is None:
-            check_pieces(whole, local, division)
-        divided = divided_like(whole, local, division)
-    made = {}
+            check_pieces(undivided, local, division)
+        divided = divided_like(undivided, local, division)
+    by_stage = {}
     for s, x in shards.items():
         part, slots = local.part(x.layout.layers), {(slot.layer, slot.path): slot for slot in x.layout.slots}
         like = tuple(None if (at := divided[k]) is None else slots[at] for k in part.numbers)
-        made[s] = StageOptimizer(x, part, tuple(whole.leaves[k] for k in part.numbers), like)
-    return made
+        by_stage[s] = StageOptimizer(x, part, tuple(undivided.leaves[k] for k in part.numbers), like)
+    return by_stage
 
 
 def _gathered(
@@ -112,8 +112,10 @@ def _gathered(
 ) -> jax.Array:
     """A device's piece of ``function`` of a whole leaf, of which every device of the rank has a piece."""
     layer, path = place
-    found = ((x, slot) for x in shards.values() for slot in x.updated_slots if (slot.layer, slot.path) == (layer, path))
-    mine, slot = next(found)
+    candidates = (
+        (x, slot) for x in shards.values() for slot in x.updated_slots if (slot.layer, slot.path) == (layer, path)
+    )
+    mine, slot = next(candidates)
     return own_piece(mine, slot, function(whole_leaf(mine, slot, piece)))
 
 

@@ -54,12 +54,29 @@ def compile_update(
     acc = [spec_of(a) for a in acc_avals]
     masters = [(shards.bucket_spec if shards.chunked else shards.buffer_spec)(i) for i in shards.mastered]
     update = partial(_update, shards, part)
-    given = [shards.buffer_spec(i) for i in taken(shards)], masters, buckets if shards.chunked else acc, state_specs
-    made = [shards.buffer_spec(i) for i in shards.updated], masters, state_specs, [] if shards.chunked else acc, P()
+    input_specs = (
+        [shards.buffer_spec(i) for i in taken(shards)],
+        masters,
+        buckets if shards.chunked else acc,
+        state_specs,
+    )
+    output_specs = (
+        [shards.buffer_spec(i) for i in shards.updated],
+        masters,
+        state_specs,
+        [] if shards.chunked else acc,
+        P(),
+    )
     in_place = (1, 3) if shards.chunked else (1, 2, 3)
 
-    def made_of(kept: slice, donate: tuple[int, ...]) -> Any:
-        return on_rank(lambda *old: update(*old)[kept], shards.mesh, (*given, *[P()] * 3), made[kept], donate=donate)
+    def made_of(results: slice, donate: tuple[int, ...]) -> Any:
+        return on_rank(
+            lambda *old: update(*old)[results],
+            shards.mesh,
+            (*input_specs, *[P()] * 3),
+            output_specs[results],
+            donate=donate,
+        )
 
     return StageUpdate(
         whole=made_of(slice(None), (0, *in_place)),
@@ -87,21 +104,21 @@ def _update(
 ) -> Any:
     """What :func:`compile_update` compiles, on one device; parameters and state stay the old ones where not ``ok``."""
     old = _held(shards, params, masters)
-    given = shards.chunks(grads) if shards.chunked else gradient_tree(shards, grads)
-    scaled = jax.tree.map(lambda g, p: (g * scale[0] * scale[1]).astype(p.dtype), given, old)
+    gradients = shards.chunks(grads) if shards.chunked else gradient_tree(shards, grads)
+    scaled = jax.tree.map(lambda g, p: (g * scale[0] * scale[1]).astype(p.dtype), gradients, old)
     updates, new_state = part.update(scaled, state, old, extra)
     keep = partial(jnp.where, ok)
     new = jax.tree.map(keep, optax.apply_updates(old, updates), old)
     if shards.chunked:
-        made = shards.buckets(new)
+        new_buffers = shards.buckets(new)
     else:
-        made = shards.layout.pack_leaves(shards.leaves(new, _leaves(shards, params, masters)))
-    packed = dict(zip(shards.updated, made, strict=True))
+        new_buffers = shards.layout.pack_leaves(shards.leaves(new, _leaves(shards, params, masters)))
+    packed = dict(zip(shards.updated, new_buffers, strict=True))
     computed = [b.astype(shards.layout.buffers[i].dtype) for i, b in packed.items()]
     computed = gathered(shards, computed) if shards.chunked else computed
     zeros = [] if shards.chunked else [jnp.zeros_like(a) for a in grads]
-    kept = [packed[i] for i in shards.mastered]
-    return computed, kept, jax.tree.map(keep, new_state, state), zeros, _all_finite(shards, computed)
+    new_masters = [packed[i] for i in shards.mastered]
+    return computed, new_masters, jax.tree.map(keep, new_state, state), zeros, _all_finite(shards, computed)
 
 
 def fresh_state(shards: StageShards, part: OptimizerPart, params: Buffers, masters: Buffers) -> Any:
@@ -114,14 +131,14 @@ def _held(shards: StageShards, params: Buffers, masters: Buffers) -> dict[str, A
     if not shards.chunked:
         return shards.tree(_leaves(shards, params, masters))
     beside = dict(zip(shards.mastered, masters, strict=True))
-    given = zip(shards.updated, params, strict=True)
-    return shards.chunks([beside[i] if i in beside else own_bucket(shards, b, i) for i, b in given])
+    params_by_buffer = zip(shards.updated, params, strict=True)
+    return shards.chunks([beside[i] if i in beside else own_bucket(shards, b, i) for i, b in params_by_buffer])
 
 
 def _leaves(shards: StageShards, params: Buffers, masters: Buffers) -> list[Any]:
     """Local leaves in slot order, None for those of buffers that are not updated."""
-    given = {**dict(zip(taken(shards), params, strict=True)), **dict(zip(shards.mastered, masters, strict=True))}
-    return shards.layout.unpack_leaves([given.get(i) for i in range(len(shards.layout.buffers))])
+    buffer_of = {**dict(zip(taken(shards), params, strict=True)), **dict(zip(shards.mastered, masters, strict=True))}
+    return shards.layout.unpack_leaves([buffer_of.get(i) for i in range(len(shards.layout.buffers))])
 
 
 def _all_finite(shards: StageShards, buffers: Buffers) -> jax.Array:

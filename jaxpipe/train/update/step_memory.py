@@ -65,15 +65,15 @@ def step_memory(
     resident: dict[int, dict[Kind, int]] = {r.rank: {} for r in pipeline.own}
     for rank, held in resident.items():
         held |= {kind: total_device_bytes(avals) for kind, avals in resident_avals(pipeline, states, rank).items()}
-        own = [s for s in states if pipeline.primary(s)[0] == rank]
-        held["code"] = sum(updates[s].code_bytes for s in own) if updates else 0
+        rank_stages = [s for s in states if pipeline.primary(s)[0] == rank]
+        held["code"] = sum(updates[s].code_bytes for s in rank_stages) if updates else 0
     # O's bytes leave when the copy ends: the bound for a run that does not stop after each instruction
     report = pipeline.memory_report(resident, workspace=updates is not None, timeline=pipeline.predicted_timeline())
     ranks = []
     for before in report.ranks:
         held = {**resident[before.rank], **_update(pipeline, before, states)}
-        here = (s for s, ranks in pipeline.instances.items() if before.rank in ranks)
-        held["temporaries"] = max((states[s].workspace_bytes(updates[s]) for s in here if updates), default=0)
+        held_stages = (s for s, ranks in pipeline.instances.items() if before.rank in ranks)
+        held["temporaries"] = max((states[s].workspace_bytes(updates[s]) for s in held_stages if updates), default=0)
         ranks.append(_larger(before, {k: n for k, n in held.items() if n}))
     return replace(report, ranks=tuple(ranks))
 
@@ -82,10 +82,10 @@ def resident_avals(
     pipeline: Pipeline, states: Mapping[int, StageState], rank: int
 ) -> dict[Kind, list[jax.ShapeDtypeStruct]]:
     """Shapes of what a training step keeps on ``rank`` beside its compute parameters and accumulators."""
-    own = [states[s] for s in states if pipeline.primary(s)[0] == rank]
+    rank_states = [states[s] for s in states if pipeline.primary(s)[0] == rank]
     return {
-        "masters": [a for state in own for a in (*state.master, *state.twice)],
-        "optimizer": [a for state in own for a in jax.tree.leaves(state.optimizer)],
+        "masters": [a for state in rank_states for a in (*state.master, *state.twice)],
+        "optimizer": [a for state in rank_states for a in jax.tree.leaves(state.optimizer)],
     }
 
 

@@ -55,14 +55,14 @@ class TiedLeaves:
         """From the leaf at ``source`` to that at ``target``: added to an accumulator, put in a parameter's place."""
         start, end = self._pipe.primary(source[0]), self._pipe.primary(target[0])
         meshes = [self._pipe.submeshes[rank] for rank, _ in (start, end)]
-        given, into = (self._specs(at, kind) for at in (start, end))
-        taken, put = _flat(given[source[1].buffer]), _flat(into[target[1].buffer])
-        take = on_rank(partial(_take, source[1]), meshes[0], (given,), taken)
+        source_specs, into = (self._specs(at, kind) for at in (start, end))
+        source_spec, put = _flat(source_specs[source[1].buffer]), _flat(into[target[1].buffer])
+        take = on_rank(partial(_take, source[1]), meshes[0], (source_specs,), source_spec)
         change = on_rank(partial(_put, target[1], add=kind == "acc"), meshes[1], (into, put), into, donate=(0,))
 
         functions = self._pipe.functions[start]
         leaf = jax.eval_shape(take, list(functions.acc_avals if kind == "acc" else functions.param_avals))
-        home = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(meshes[1], taken))
+        home = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(meshes[1], source_spec))
         move_to = self._pipe.ownership.move
 
         def move(buffers: dict[Instance, Buffers]) -> None:
@@ -91,8 +91,8 @@ def _take(slot: LeafSlot, buffers: Buffers) -> jax.Array:
 def _put(slot: LeafSlot, buffers: Buffers, leaf: jax.Array, *, add: bool) -> Buffers:
     old, start = buffers[slot.buffer], slot.offset or 0
     new = _take(slot, buffers) + leaf if add else leaf
-    whole = new if new.size == old.size else old.ravel().at[start : start + slot.size].set(new)
-    return [whole.reshape(old.shape) if k == slot.buffer else b for k, b in enumerate(buffers)]
+    buffer = new if new.size == old.size else old.ravel().at[start : start + slot.size].set(new)
+    return [buffer.reshape(old.shape) if k == slot.buffer else b for k, b in enumerate(buffers)]
 
 
 def _ends(pipeline: Pipeline, tie: Tie) -> tuple[End, End]:
@@ -103,8 +103,8 @@ def _ends(pipeline: Pipeline, tie: Tie) -> tuple[End, End]:
     )
     lie = {str(slot): (pipeline.layout(stage).kinds[slot.buffer], slot.axis) for stage, slot in (owner, copy)}
     if len(set(lie.values())) > 1:
-        told = " and ".join(f"{name} ({kind}, axis {axis})" for name, (kind, axis) in lie.items())
+        placements = " and ".join(f"{name} ({kind}, axis {axis})" for name, (kind, axis) in lie.items())
         raise StageError(
-            f"tied leaves lie differently on tensor-parallel shards: {told}; give both the same in Layer.shards"
+            f"tied leaves lie differently on tensor-parallel shards: {placements}; give both the same in Layer.shards"
         )
     return owner, copy

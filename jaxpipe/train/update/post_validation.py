@@ -98,11 +98,11 @@ class Known:
 
 
 class LateUpdate:
-    """The rest of an update that was made ahead, of a step that the next one may begin without. ``known``: what it leaves.
+    """The rest of an update whose parameters were made ahead, so that the next step could begin.
 
     Args:
-        whole: what is to be committed, with the new parameters in ``compute``.
-        given: by stage, the last three arguments of the update ahead.
+        unapplied: what is to be committed, with the new parameters in ``compute``.
+        early_results: by stage, the last three arguments of the early update.
         valid: whether they were right.
         updated: what is known of it; ``rate`` finds the learning rate in the new optimizer state, if that is unknown.
         anew: the whole update, if they were wrong.
@@ -119,7 +119,7 @@ class LateUpdate:
         anew: Callable[[Unapplied], Updated],
         policy: PostValidation,
     ) -> None:
-        self._whole, self._given, self._flag, self._updated = unapplied, dict(early_results), valid, updated
+        self._unapplied, self._early_results, self._flag, self._updated = unapplied, dict(early_results), valid, updated
         self._rate, self._anew, self._policy = rate, anew, policy
         self._valid: bool | None = None
         self._settled: TrainState | None = None
@@ -145,24 +145,24 @@ class LateUpdate:
         if not self._is_valid():
             raise StepDropped
         self._begun = True
-        for at in [at for at in self._whole.master if at[0] == rank and at[1] in self._given]:
+        for at in [at for at in self._unapplied.master if at[0] == rank and at[1] in self._early_results]:
             self._commit(at)
-        return {at: buffers for at, buffers in self._whole.acc.items() if at[0] == rank}
+        return {at: buffers for at, buffers in self._unapplied.acc.items() if at[0] == rank}
 
     def settled(self) -> TrainState:
         """The state after the step, all of it. Waits as :meth:`accumulators`."""
         if self._settled is None:
             if self._is_valid() and not self._policy.unproven:
-                for at in [at for at in self._whole.master if at[1] in self._given]:
+                for at in [at for at in self._unapplied.master if at[1] in self._early_results]:
                     self._commit(at)
             else:
-                ahead = {at: list(buffers) for at, buffers in self._whole.compute.items()}
-                self._updated = self._anew(self._whole)
+                ahead = {at: list(buffers) for at, buffers in self._unapplied.compute.items()}
+                self._updated = self._anew(self._unapplied)
                 if self._is_valid():
-                    self._policy.proved(_agree(ahead, self._whole.compute))
-            self._settled = self._whole.state()
-            self._whole.params.clear()
-            self._whole.reduced.clear()
+                    self._policy.proved(_agree(ahead, self._unapplied.compute))
+            self._settled = self._unapplied.state()
+            self._unapplied.params.clear()
+            self._unapplied.reduced.clear()
             self.known.settle(self._updated)
         return self._settled
 
@@ -174,10 +174,10 @@ class LateUpdate:
         return self._valid
 
     def _commit(self, at: Instance) -> None:
-        unapplied, stage = self._whole, at[1]
+        unapplied, stage = self._unapplied, at[1]
         update, grads = unapplied.updates[stage], unapplied.reduced.pop(stage).grads
         old = unapplied.params.pop(stage), unapplied.master[at], grads, unapplied.optimizer[stage]
-        unapplied.master[at], unapplied.optimizer[stage], zeros = update.commit(*old, *self._given.pop(stage))
+        unapplied.master[at], unapplied.optimizer[stage], zeros = update.commit(*old, *self._early_results.pop(stage))
         del old, grads  # what was not donated is gone before the accumulators come
         unapplied.acc[at] = zeros or update.zeros()
         if self._updated.learning_rate is None:

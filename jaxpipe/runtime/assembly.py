@@ -1,4 +1,4 @@
-"""What is compiled once: a model cut into stages, split, each stage on the devices of its rank.
+"""Compiles a model once: its stages are cut, split, and placed on the devices of their ranks.
 
 An :class:`Assembly` knows where stages are (the placement) and nothing of their order; a
 :class:`~jaxpipe.runtime.pipeline.Pipeline` is an assembly with one. Each stage lives on one rank, or on one per flow of a
@@ -76,7 +76,7 @@ class Reported:
 
 
 class AssemblyOptions(TypedDict, total=False):
-    """What :meth:`Assembly.of` takes beside the model, its stages' places and the size of a microbatch."""
+    """Options of :meth:`Assembly.of` beside the model, its stages' places and the size of a microbatch."""
 
     boundaries: Sequence[tuple[int, int]] | StagePlan | None
     devices: Sequence[jax.Device] | None
@@ -203,7 +203,7 @@ class Assembly:
 
     @cached_property
     def instances(self) -> Mapping[int, tuple[int, ...]]:
-        """By stage, the ranks that run it, the primary first."""
+        """The ranks that run each stage, the primary first."""
         return _instances(self.placement)
 
     @cached_property
@@ -216,7 +216,7 @@ class Assembly:
         )
 
     def with_ops(self, schedule: Schedule) -> Assembly:
-        """With the functions of ``schedule``'s instructions that are not F, B, W or BW and that a function is registered for
+        """Add the functions of ``schedule``'s instructions that are not F, B, W or BW and that a function is registered for
         (:mod:`jaxpipe.stage.instructions`).
 
         Raises:
@@ -233,7 +233,7 @@ class Assembly:
 
     @cached_property
     def flop_costs(self) -> CostProfile:
-        """What is known of the costs before anything runs."""
+        """Costs as far as they are known before anything runs."""
         return analytic_profile(self.stages)
 
     @cached_property
@@ -266,7 +266,7 @@ class Assembly:
         return shard_avals(self.model.name, self.model.batch_spec(self.microbatch_size), self.model.over_time, self.tp)
 
     def compare_policies(self, policies: Sequence[str] = STANDARD) -> tuple[tuple[PolicyCost, ...], ...]:
-        """What each recompute policy would save and cost, by stage (``compiled/recompute_report.py``). Runs nothing."""
+        """Compare what each recompute policy would save and cost, by stage (``compiled/recompute_report.py``). Runs nothing."""
         stages = range(len(self.boundaries))
         return compare_policies(
             [self.layers(s) for s in stages],
@@ -280,7 +280,7 @@ class Assembly:
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """What is worth knowing of the stages: policies that recompute nothing, loops that are not divided between B and W."""
+        """Remarks about the stages: policies that recompute nothing, loops that are not divided between B and W."""
         return remarks(self.stages)
 
     # -- parameters ---------------------------------------------------------------------------------------------------
@@ -311,7 +311,7 @@ class Assembly:
             raise CheckpointError(f"these parameters do not fit the model: {error}") from None
 
     def param_homes(self, instance: Instance) -> list[jax.sharding.Sharding]:
-        """Where each parameter buffer of one (rank, stage) lives; reduced gradients live there too."""
+        """Return the sharding of each parameter buffer of one (rank, stage); reduced gradients live there too."""
         return [_home(a) for a in self.functions[instance].param_avals]
 
     def zeros(self, instance: Instance) -> Buffers:
@@ -321,7 +321,7 @@ class Assembly:
     def placed_data(
         self, params: Mapping[Instance, Buffers], batch: Batch, microbatches: int
     ) -> dict[Instance, list[list[jax.Array]]]:
-        """What each (rank, stage) reads of ``batch``, by microbatch, on its devices.
+        """Place what each (rank, stage) reads of ``batch``, by microbatch, on its devices.
 
         Raises:
             ProgramError: the batch does not fit, or ``params`` are not buffers by (rank, stage).
@@ -366,7 +366,8 @@ class Assembly:
         return float(loss_sum), float(weight)
 
     def evaluate_sums(self, params: Mapping[Instance, Buffers], batch: Batch) -> list[float]:
-        """As :meth:`evaluate`, the sums of all ``loss`` ports of all stages: those of ``eval_metrics`` too."""
+        """Evaluate like :meth:`evaluate`, and return the sums of all ``loss`` ports of all stages: those of
+        ``eval_metrics`` too."""
         runs_of_stages = self._forward(params, batch, [f.evaluation for f in self.stages], self.model.span)
         runs = [{at: x for at, x in results.items() if at[2].kind == "loss"} for results in runs_of_stages]
         sums: dict[int, list[float]] = {}
@@ -376,12 +377,12 @@ class Assembly:
 
     @cached_property
     def reported(self) -> Reported:
-        """Where what a step reports stands among the ``loss`` ports of all stages."""
+        """The positions of what a step reports among the ``loss`` ports of all stages."""
         return self._reported(False)
 
     @cached_property
     def eval_reported(self) -> Reported:
-        """As :attr:`reported`, of an evaluation."""
+        """The positions of what an evaluation reports, like :attr:`reported`."""
         return self._reported(True)
 
     def _reported(self, evaluation: bool) -> Reported:
@@ -403,8 +404,8 @@ class Assembly:
         return Reported(tuple(heads), named)
 
     def predict(self, params: Mapping[Instance, Buffers], batch: Batch) -> Any:
-        """What the layer before the loss returns for ``batch`` (leading axis: microbatches; what only the loss reads may be
-        left out), without dropout: a pytree of NumPy arrays ``[microbatches · microbatch size, …]``.
+        """Return the output of the layer before the loss for ``batch`` (leading axis: microbatches; what only the loss
+        reads may be left out), without dropout: a pytree of NumPy arrays ``[microbatches · microbatch size, …]``.
 
         Raises:
             ProgramError: vocabulary layers are spread; the batch lacks what a layer before the loss reads; the output's shape
@@ -447,8 +448,8 @@ class Assembly:
     def _forward(
         self, params: Mapping[Instance, Buffers], batch: Batch, functions: Sequence[StageFunction], span: int
     ) -> Iterator[Mapping[tuple[int, int, Port], jax.Array]]:
-        """What ``functions``, one a stage, return for each ``span`` microbatches (those that the last takes at once), by stage,
-        the microbatch's number among these, and port.
+        """Yield what ``functions``, one a stage, return for each ``span`` microbatches (those that the last takes at once),
+        by stage, the microbatch's number among these, and port.
 
         Raises:
             ProgramError: the microbatches are no multiple of ``span``.

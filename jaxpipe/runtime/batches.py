@@ -123,7 +123,7 @@ def in_microbatches(
 def place_data(
     batch: Batch, functions: Mapping[Instance, StageFunctions], submeshes: Sequence[Mesh]
 ) -> dict[Instance, list[list[jax.Array]]]:
-    """By (rank, stage) and microbatch, the arrays that the stage reads, split over ``dp`` and ``cp``."""
+    """Place the arrays that each stage reads, by (rank, stage) and microbatch, split over ``dp`` and ``cp``."""
     count = len(next(iter(batch.values())))
     names = {at: f.data_names for at, f in functions.items() if f.data_names}
     slices = [batch[n][i] for at in names for i in range(count) for n in names[at]]
@@ -135,7 +135,7 @@ def place_data(
 def place_keys(
     key: jax.Array | None, count: int, functions: Mapping[Instance, StageFunctions], submeshes: Sequence[Mesh]
 ) -> dict[int, Sequence[jax.Array]]:
-    """By rank that draws random numbers, a key for each of ``count`` microbatches.
+    """Make, for each rank that draws random numbers, a key for each of ``count`` microbatches.
 
     Raises:
         ProgramError: a rank draws, and there is no ``key``, or it is no key.

@@ -50,12 +50,12 @@ raise :class:`StepDropped`."""
 
 
 class StepDropped(Exception):  # noqa: N818
-    """What has been dispatched of a step is in vain: it is to begin anew."""
+    """Tells that a step, as far as it has been dispatched, is dropped and begins anew."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """What a step starts from, on the devices of the ranks that need it.
+    """The arrays that a step starts from, on the devices of the ranks that need it.
 
     ``params`` and ``acc``: buffers by (rank, stage). ``data``: per (rank, stage), per microbatch, the arrays that the stage
     reads. ``keys``: per rank, per microbatch (empty if no stage draws random numbers).
@@ -183,7 +183,8 @@ class Executor:
 
     @cached_property
     def _received_for(self) -> Mapping[int, Sequence[int]]:
-        """By instruction, the receives whose arrays it is the first to read: those of other processes are posted early."""
+        """Return, by instruction, the receives whose arrays it is the first to read: those of other processes are posted
+        early."""
         programs = {p.rank: p for p in self._programs}
         held: dict[tuple[int, int], int] = {}
         receives: dict[int, list[int]] = {}
@@ -255,7 +256,7 @@ class Executor:
 
     @cached_property
     def _first_backwards(self) -> Mapping[int, tuple[Program, int]]:
-        """By rank its program, and which instruction is the first that computes a gradient or reads an accumulator."""
+        """Return, by rank, its program and the first instruction that computes a gradient or reads an accumulator."""
         programs = {p.rank: (p, {slot for v, slot in p.bound if v.kind == "acc"}) for p in self._programs}
         by_rank: dict[int, tuple[Program, int]] = {}
         for n, (rank, at) in enumerate(self.sequence):
@@ -377,7 +378,7 @@ def _run_error(rank: int, slot: Slot, error: Exception, epilogue: bool = False) 
 
 
 def place_of(rank: int, slot: Slot, kind: str = "") -> str:
-    """What messages call an action of a rank."""
+    """Return how messages name an action of a rank."""
     if isinstance(slot, Action):
         return f"rank {rank}, {kind}action {slot} (stage {slot.stage}, microbatch {slot.microbatch})"
     places = ", ".join(f"stage {a.stage} microbatch {a.microbatch}" for a in slot.actions)

@@ -1,4 +1,4 @@
-"""What a recorded step says: a measured :class:`Timeline`, and how far it is from a replay of its own durations.
+"""Turns a recorded step into a measured :class:`Timeline`, and how far it is from a replay of its own durations.
 
 ``measured ÷ replay`` is the robust runtime statistic: the wall time of the step over the makespan of the same order with the
 same measured durations and no communication. It shows what the runtime loses to dispatch, transfers and waiting; noise in

@@ -1,4 +1,4 @@
-"""What a step really holds in memory: live bytes of every device at every instruction boundary.
+"""Measures what a step really holds in memory: live bytes of every device at every instruction boundary.
 
 A probed step waits after each instruction, so that nothing is under way when bytes are counted. Two counts are taken:
 

@@ -75,12 +75,12 @@ class Ownership:
         return self.process_of[one] != self.process_of[other]
 
     def carrier(self) -> Carrier:
-        """What carries arrays between processes; nothing has gone over it yet. All processes ask for the same ones in the same
-        order."""
+        """The carrier of arrays between processes; nothing has gone over it yet. All processes ask for the same ones in the
+        same order."""
         return self._native or self._mail.channel()
 
     def transport(self, programs: Sequence[Program]) -> Transport:
-        """What carries the messages of ``programs``, those of all ranks."""
+        """Return the transport of the messages of ``programs``, those of all ranks."""
         numbers = message_numbers(programs)
         homes = message_homes(programs, self._meshes, numbers)
         local_messages = {n for (src, dst, _), n in numbers.items() if src in self.ranks and dst in self.ranks}
@@ -115,7 +115,7 @@ class Ownership:
                 self._native.link(pair for pair in pairs if self.apart(*pair))
 
     def shared(self, name: str, values: Mapping[int, Any]) -> dict[int, Any]:
-        """What the processes have by number, JSON values, as one; each number is one process's."""
+        """Merge JSON values that the processes hold by number; each number is one process's."""
         if not self.divided:
             return dict(values)
         parts = self.processes.gather(name, list(values.items()))

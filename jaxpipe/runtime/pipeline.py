@@ -138,7 +138,7 @@ class Pipeline(Assembly):
 
     @classmethod
     def _over(cls, assembly: Assembly, schedule: Schedule, costs: CostProfile | None, epilogues: Epilogues) -> Pipeline:
-        """As :meth:`over`, whatever other processes do."""
+        """Build like :meth:`over`, whatever other processes do."""
         if schedule.placement.flows != assembly.placement.flows:
             raise ProgramError(
                 f"schedule {schedule.name!r} places stages differently from how they were compiled; build a new pipeline for it"
@@ -253,7 +253,8 @@ class Pipeline(Assembly):
         batch: Batch,
         key: jax.Array | None = None,
     ) -> StepInputs:
-        """What :class:`~jaxpipe.runtime.executor.Executor` takes, with the batch and the keys on the ranks that read them."""
+        """Make what :class:`~jaxpipe.runtime.executor.Executor` takes, with the batch and the keys on the ranks that read
+        them."""
         microbatches = self.schedule.num_microbatches
         data = self.placed_data(params, batch, microbatches)
         return StepInputs(params, acc, data, place_keys(key, microbatches, self._own_functions, self.submeshes))
@@ -306,7 +307,7 @@ class Pipeline(Assembly):
         return _simulated(self.schedule, self._costs_with_batch())
 
     def measured_timeline(self, outputs: StepOutputs) -> Timeline:
-        """What a recorded step did."""
+        """The timeline of a recorded step."""
         return measured_timeline(self.schedule, self._costs_with_batch(), outputs.events)
 
     def _costs_with_batch(self) -> CostProfile:
@@ -379,7 +380,7 @@ class Pipeline(Assembly):
         )
 
     def _host_link(self, repeats: int) -> HostLink:
-        """As process 0 measures it; ranks that share lanes as each finds its own."""
+        """Measure the host link in process 0; ranks that share lanes as each finds its own."""
         owned = self.ownership
         own = [self.submeshes[rank].devices.flat[0] for rank in owned.ranks]
         measured = measure_host_link(own, repeats=repeats)
@@ -404,7 +405,8 @@ class Pipeline(Assembly):
 
 
 def _simulated(schedule: Schedule, costs: CostProfile) -> Timeline:
-    """What the order of dispatch follows, and that of messages between processes; bytes that stay change no time."""
+    """The timeline that the order of dispatch follows, and that of messages between processes; bytes that stay change no
+    time."""
     return simulate(schedule, at_ranks_share(costs, schedule))
 
 

@@ -37,8 +37,9 @@ class Failure:
 
 
 class _Reading(NamedTuple):
-    """What a lane was given, which started at the ``earliest`` then. The thread that waits for it reads the clock when it wakes
-    up, so ``sourced`` (what it copies was ready) and ``ended`` are late rather than early. What the host did has ended."""
+    """One piece of work that a lane was given, which started at the ``earliest`` then. The thread that waits for it reads
+    the clock when it wakes up, so ``sourced`` (what it copies was ready) and ``ended`` are late rather than early. What the
+    host did has ended."""
 
     number: int
     action: Slot

@@ -61,7 +61,7 @@ def message_numbers(programs: Sequence[Program]) -> dict[Message, int]:
 def message_homes(
     programs: Sequence[Program], meshes: Sequence[Mesh], numbers: Mapping[Message, int]
 ) -> dict[int, list[NamedSharding]]:
-    """By number of a message that ``programs`` send: where its arrays live on the receiver, split as they are on the sender."""
+    """Return, by message number, where the arrays of the message live on the receiver, split as they are on the sender."""
     return {
         numbers[message_of(p.rank, i)]: [NamedSharding(meshes[i.dst], a.sharding.spec) for a in i.avals]
         for p in programs
@@ -78,7 +78,7 @@ class Carrier(Protocol):
         """Start sending ``arrays``, at least one."""
 
     def get(self, number: int, src: int, avals: Sequence[jax.ShapeDtypeStruct]) -> Sequence[jax.Array]:
-        """What rank ``src`` has sent or will send; it may still be on its way."""
+        """Return what rank ``src`` has sent or will send; it may still be on its way."""
 
 
 @dataclass(frozen=True, slots=True)

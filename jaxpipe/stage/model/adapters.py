@@ -176,7 +176,7 @@ def _zeros(leaf: Any) -> Any:
 
 
 def not_linen(module: Any) -> str:
-    """What is no instance of a linen module, in words; "" for what is one."""
+    """Describe what is no instance of a linen module; "" for what is one."""
     if isinstance(module, linen.Module):
         return ""
     return f"the class {module.__name__}" if isinstance(module, type) else f"a {type(module).__name__}"

@@ -154,7 +154,8 @@ def _check_params(label: str, params: Mapping[Path, Any], types: Mapping[Path, j
 
 
 def _sites(label: str, leaves: Mapping[Path, jax.ShapeDtypeStruct], place: str) -> list[tuple[Path, int]]:
-    """Where the blocks called ``place`` lie in the parameters, in order; and how many a stack holds (0: it is one block)."""
+    """Find where the blocks called ``place`` lie in the parameters, in order; and how many a stack holds (0: it is one
+    block)."""
     *parent, name = place.split("/")
     above = tuple(parent)
     names = list(

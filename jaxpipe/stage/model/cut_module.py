@@ -204,7 +204,7 @@ class _Layers:
         yield self._around_step("head", len(train.entries), ())
 
     def _around_step(self, name: str, c: int, wires: tuple[Wire, ...]) -> _Step:
-        """What is computed before entry ``c``: ``wires``, or what the module returns."""
+        """Describe the step before entry ``c``: ``wires``, or what the module returns."""
         takes: set[Wire] = set()
         leaves: dict[Path, Home] = {}
         draws = False
@@ -229,7 +229,8 @@ class _Layers:
         return _Step(name, c, None, wires, frozenset(takes), leaves, draws)
 
     def _known(self, outline: Outline, c: int) -> dict[Var, Wire]:
-        """What flows before entry ``c``, in an outline: results of blocks, and what layers computed for them."""
+        """Return the values that exist before entry ``c`` in an outline: results of blocks, and what layers computed for
+        them."""
         wires = [w for k in range(c) for w in (*self.wiring.computed[k], *outline.entries[k].results)]
         return {v: w for w in wires if isinstance(v := outline.wires[w], Var)}
 
@@ -271,7 +272,7 @@ class _Layers:
             raise StageError(f"{self.module.label} calls its blocks otherwise for a batch of other shapes")
 
     def _free(self, step: _Step) -> list[Wire]:
-        """What a block receives that depends on the batch alone."""
+        """Return what a block receives that depends on the batch alone."""
         entry = self.wiring.outlines[TRAIN].entries[step.entry]
         sources = [self.wiring.sources[(entry.first, i)] for i in range(len(entry.entering))]
         return list(dict.fromkeys(w for w in sources if w in self.wiring.free))
@@ -339,7 +340,8 @@ def _flowing(steps: Sequence[_Step]) -> list[_Step]:
 
 
 def _boxed(value: jax.Array) -> jax.Array:
-    """As it flows between layers: a scalar as an array of one, so that shards of a batch can have one each."""
+    """Put a value into the form in which it flows between layers: a scalar as an array of one, so that shards of a batch
+    can have one each."""
     return value[None] if value.ndim == 0 else value
 
 

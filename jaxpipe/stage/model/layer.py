@@ -50,7 +50,7 @@ class Matrix:
 
 @dataclass(frozen=True, slots=True)
 class LayerContext:
-    """What a layer may see besides its parameters and input.
+    """Everything that a layer may see besides its parameters and input.
 
     ``data``: the batch arrays named in :attr:`Layer.reads`, this microbatch's shard. ``key``: a PRNG key unique to (step,
     microbatch, layer), or None when the layer does not ask for one or in evaluation. ``train``: False in evaluation.
@@ -181,7 +181,7 @@ class Model:
             raise StageError(f"model {self.name}: " + "; ".join(problems))
 
     def __repr__(self) -> str:
-        """As ``Model('gpt', 15 layers: embed, block_00, …, head, loss)``."""
+        """Return a form such as ``Model('gpt', 15 layers: embed, block_00, …, head, loss)``."""
         names = [layer.name for layer in self.layers]
         shown = names if len(names) <= 6 else [*names[:2], "…", *names[-2:]]
         return f"{type(self).__name__}({self.name!r}, {len(names)} layers: {', '.join(shown)})"
@@ -201,7 +201,7 @@ class Model:
         return params
 
     def divided_state(self, states: Mapping[str, Any]) -> Mapping[str, Any]:
-        """As :meth:`divided`, of optimizer states by layer."""
+        """Divide optimizer states by layer as :meth:`divided` divides parameters."""
         return states
 
     def joined(self, trees: Mapping[str, Any]) -> dict[str, Any]:
@@ -230,7 +230,7 @@ def taken_by(layers: Sequence[Layer]) -> tuple[tuple[int, ...], ...]:
 
 
 def given_to(layer: Layer, results: Sequence[Any]) -> Any:
-    """What ``apply`` gets as ``x``, of the results of the layers that ``layer`` takes."""
+    """Return the input ``x`` of ``apply`` out of the results of the layers that ``layer`` takes."""
     if layer.takes is None:
         return results[0] if results else None
     return tuple(results) if layer.takes else None
@@ -310,7 +310,7 @@ def init_avals(layer: Layer) -> Any:
 
 
 def every_init_avals(layers: Iterable[Layer]) -> dict[str, Any]:
-    """As :func:`init_avals`, by layer name; layers that are alike or have the same ``init`` are looked at
+    """Return :func:`init_avals` of each layer by name; layers that are alike or have the same ``init`` are looked at
     once."""
     known: dict[Hashable, Any] = {}
     found = {}
@@ -323,7 +323,7 @@ def every_init_avals(layers: Iterable[Layer]) -> dict[str, Any]:
 
 
 def _model_problems(model: Model) -> list[str]:
-    """What is wrong with a model's list of layers, a phrase each."""
+    """List what is wrong with a model's list of layers, a phrase each."""
     by_name = {layer.name: layer for layer in model.layers}
     arrays = model.batch_spec(1)
     problems = []

@@ -44,12 +44,13 @@ class StageLinks:
 
     @property
     def without_loss(self) -> StageLinks:
-        """Of the layers but the last, what the last takes leaving, for one microbatch."""
+        """Return the links without the last layer: what it takes leaves the stage, for one microbatch."""
         *takes, leaving = self.takes
         return StageLinks(tuple(takes), self.before, leaving, (), (), self.x_learns, (), ())
 
     def without(self, dropped: Collection[int]) -> StageLinks:
-        """Of the stage without the layers at these positions, each of which takes one result: who took theirs takes that."""
+        """Return the links without the layers at these positions, each of which takes one result: who took theirs takes
+        that."""
         positions = [i for i in range(len(self.takes)) if i not in dropped]
 
         def source(k: int) -> int:
@@ -69,22 +70,22 @@ class StageLinks:
         return replace(self, before=tuple(before), readers=tuple(readers))
 
     def entering(self, leaving: Mapping[int, Any] | Sequence[Any]) -> Any:
-        """What enters, of what leaves each earlier stage: one result as it is, several as a tuple, None where there is none. A
-        tuple of that where it enters for several microbatches."""
+        """Return what enters the stage, out of what leaves each earlier one: one result as it is, several as a tuple, None
+        where there is none. A tuple of that where it enters for several microbatches."""
         entries = [leaving[t][k] for t, k in self.before]
         one = entries[0] if len(entries) == 1 else tuple(entries) or None
         return one if self.span == 1 else (one,) * self.span
 
     def members(self, x: Any) -> tuple[Any, ...]:
-        """What enters, microbatch by microbatch."""
+        """Split what enters into microbatches."""
         return (x,) if self.span == 1 else x
 
     def exits(self, y: Any) -> tuple[Any, ...]:
-        """What leaves, result by result."""
+        """Split what leaves into results."""
         return (y,) if len(self.leaving) == 1 else y or ()
 
     def leave(self, results: Sequence[Any], x: Any) -> Any:
-        """What leaves, of what each layer returns and what enters."""
+        """Return what leaves the stage, out of what each layer returns and what enters."""
         values = tuple(results[k] if k >= 0 else self.entries(x)[~k] for k in self.leaving)
         return values[0] if len(values) == 1 else values or None
 

@@ -317,7 +317,7 @@ def test_memory(case: Case) -> None:
         jax.block_until_ready((metrics.loss, dict(state.compute)))
         arrays = jax.tree.leaves((dict(state.master), dict(state.compute), dict(state.acc), dict(state.optimizer)))
         if state.late is not None:
-            held = state.late._whole  # type: ignore[attr-defined]
+            held = state.late._unapplied  # type: ignore[attr-defined]
             arrays += jax.tree.leaves(([x.grads for x in held.reduced.values()], held.params, held.acc))
             arrays += jax.tree.leaves([x.acc for x in held.reduced.values()])
         here = {id(a): a for a in arrays if not a.is_deleted()}
@@ -365,7 +365,7 @@ from jaxpipe.cli import main
 from jaxpipe.train.update import post_validation
 accumulators = post_validation.LateUpdate.accumulators
 def killed(late, rank):
-    if late._whole.step == 13:
+    if late._unapplied.step == 13:
         os.kill(os.getpid(), signal.SIGKILL)
     return accumulators(late, rank)
 post_validation.LateUpdate.accumulators = killed

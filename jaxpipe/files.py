@@ -7,13 +7,15 @@ import errno
 import os
 import stat
 import tempfile
+import unicodedata
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, ParamSpec, Self, TypeVar
 
-from jaxpipe.errors import JaxpipeError, ScheduleError, ScheduleParseError
+from jaxpipe.errors import ConfigError, JaxpipeError, ScheduleError, ScheduleParseError
+from jaxpipe.wording import clipped
 
 _T = TypeVar("_T")
 _Given = ParamSpec("_Given")
@@ -84,6 +86,21 @@ def write_atomically(path: Path, text: str) -> None:
         raise ScheduleError(
             f"can't write {path}: {error.strerror or error}; give a file in a folder you may write to"
         ) from None
+
+
+def check_one_line(text: str, name: str) -> None:
+    """Refuse ``text``, which messages call ``name``, for a file of lines that another program reads: a control character or a
+    line break in it could become a command, a directive or a key there, and half of a surrogate pair can't be written.
+
+    Raises:
+        ConfigError: it holds one; says which, and where.
+    """
+    for place, character in enumerate(text):
+        if unicodedata.category(character) in ("Cc", "Cs", "Zl", "Zp") or ord(character) & 0xFFFE == 0xFFFE:
+            shown = clipped(ascii(text), 60)
+            raise ConfigError(
+                f"{name} {shown} holds {character!a} at character {place}, which no line of a job file can; leave it out"
+            )
 
 
 def no_constant(constant: str) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import re
+import shlex
 import shutil
 import sys
 import tempfile
@@ -96,10 +96,7 @@ def _file(args: argparse.Namespace, config: TrainConfig) -> int:
     if args.where == "slurm":
         text, start = sbatch(job, args.sbatch or (), Path.cwd()), "sbatch"
     else:
-        found = re.fullmatch("([a-z0-9.-]+):(/[^:]*)", args.claim)
-        if found is None:
-            raise ConfigError(f"--claim {args.claim}: want NAME:PATH, such as runs:/runs")
-        text, start = jobset(job, args.image, found[1], found[2]), "kubectl apply -f"
+        text, start = jobset(job, args.image, args.claim), "kubectl apply -f"
     write_atomically(Path(args.output), text)
-    print(f"{job.summary}; start it with: {start} {args.output}")
+    print(f"{job.summary}; start it with: {start} {shlex.quote(args.output)}")
     return 0

@@ -1,6 +1,7 @@
 """Files that start a run on a cluster: a batch script for Slurm, a JobSet for Kubernetes. To be read, and changed by hand.
 
-One process a node (or several) drives that node's GPUs. A rank lies within one process.
+One process a node (or several) drives that node's GPUs. A rank lies within one process. A value that a user names reaches its
+reader as it is: bash, sbatch, YAML and Kubernetes each have quotes of their own, and no value with a line break is written.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from jaxpipe.errors import CheckpointError, ConfigError, NotFiniteError
+from jaxpipe.files import check_one_line
 from jaxpipe.launch.local import RESTARTABLE
 from jaxpipe.train.config import TrainConfig
 from jaxpipe.train.run.stop import INTERRUPTED, STOPPED
@@ -23,6 +25,8 @@ _PORT = 61440
 _SAVE_S = 120
 _FINAL = (ConfigError.exit_code, CheckpointError.exit_code, NotFiniteError.exit_code, INTERRUPTED)
 _LABEL = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")
+_OPTION = re.compile(r"(--)?([A-Za-z][\w-]*)(=.*)?", re.ASCII | re.DOTALL)
+_CLAIM = re.compile(r"([a-z0-9]([-.a-z0-9]{0,251}[a-z0-9])?):(/[^:]*)", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +34,8 @@ class Job:
     """``jaxpipe ARGUMENTS`` on ``nodes`` hosts with ``gpus`` each, which share them among ``processes``.
 
     Raises:
-        ConfigError: ``config`` needs another number of devices, or a rank does not lie within a process.
+        ConfigError: ``config`` needs another number of devices, a rank does not lie within a process, or an argument holds a
+            control character.
     """
 
     name: str
@@ -46,6 +51,8 @@ class Job:
         have, each = self.nodes * self.gpus, pipe.rank_devices
         if _LABEL.fullmatch(self.name) is None:
             raise ConfigError(f"--name {self.name}: want at most 40 of a-z, 0-9 and -, from a letter to no -")
+        for argument in self.arguments:
+            check_one_line(argument, "an argument")
         if pipe.num_devices != have:
             raise ConfigError(
                 f"{pipe.ranks} ranks × {_axes(pipe)} are {pipe.num_devices} devices and {self.nodes} nodes with "
@@ -69,9 +76,23 @@ def _axes(pipe: PipelineConfig) -> str:
 
 
 def sbatch(job: Job, options: Sequence[str], folder: Path) -> str:
-    """A batch script. ``options``: more of sbatch, such as ``time=12:00:00``; ``folder``: where the run starts."""
+    """A batch script. ``options``: more of sbatch, such as ``time=12:00:00``; ``folder``: where the run starts.
+
+    Raises:
+        ConfigError: an option is none, or it or the folder holds a control character.
+    """
     command = shlex.join([sys.executable, "-m", "jaxpipe", *job.arguments])
-    more = "".join(f"#SBATCH --{option.removeprefix('--')}\n" for option in options)
+    check_one_line(sys.executable, "the path of Python")
+    check_one_line(str(folder), "the working directory")
+    settings = {"job-name": job.name, "nodes": job.nodes, "ntasks-per-node": job.processes, "gpus-per-node": job.gpus}
+    settings |= {"chdir": folder, "output": f"{job.name}-%j.log", "open-mode": "append", "signal": f"USR1@{_SAVE_S}"}
+    directives = [f"{name}={value}" for name, value in settings.items()]
+    for option in options:
+        check_one_line(option, "--sbatch")
+        if (found := _OPTION.fullmatch(option)) is None:
+            raise ConfigError(f"--sbatch {option}: want OPTION=VALUE, such as time=12:00:00")
+        directives.append(found[2] + (found[3] or ""))
+    asked = "".join(f"#SBATCH --{_sbatch_quoted(directive)}\n" for directive in directives)
     codes = " || ".join(f"code == {code}" for code in (STOPPED, *RESTARTABLE))
     again = f"""
 # The time was over and the run saved itself ({STOPPED}), or something was lost: at most {job.restarts} times again.
@@ -81,16 +102,8 @@ fi
 """
     return f"""#!/bin/bash
 # Written by jaxpipe launch slurm: {job.summary}.
-# Submit it with sbatch; submitted again, it goes on from the newest checkpoint in {job.config.run.out_dir}.
-#SBATCH --job-name={job.name}
-#SBATCH --nodes={job.nodes}
-#SBATCH --ntasks-per-node={job.processes}
-#SBATCH --gpus-per-node={job.gpus}
-#SBATCH --chdir={folder}
-#SBATCH --output={job.name}-%j.log
-#SBATCH --open-mode=append
-#SBATCH --signal=USR1@{_SAVE_S}
-{more}
+# Submit it with sbatch; submitted again, it goes on from the newest checkpoint of its run directory.
+{asked}
 # Processes find each other by the variables of their step, and end together by themselves. {_SAVE_S} seconds before the time is
 # over all get SIGUSR1, save and stop.
 code=0
@@ -99,21 +112,42 @@ srun --kill-on-bad-exit=0 --wait=60 {command} || code=$?
 """
 
 
-def jobset(job: Job, image: str, claim: str, mount: str) -> str:
-    """A JobSet (``jobset.x-k8s.io/v1alpha2``) of one Job with a pod a node. ``claim``: the PersistentVolumeClaim that all pods
-    share, at the path ``mount``.
+def _sbatch_quoted(text: str) -> str:
+    """``text`` as one word of an ``#SBATCH`` line, for sbatch's own reader (``_get_argument`` in its source): a backslash makes
+    the next character plain, in quotes too, and quotes keep blanks and ``#``. Its releases blank out or look for the words
+    packjob and hetjob in a line before they read it; a backslash within hides them."""
+    escaped = re.sub(r'(["\\])', r"\\\1", text)
+    escaped = re.sub("(?i)(pack|het)(?=job)", r"\1\\", escaped)
+    return escaped if re.fullmatch(r"[\w./:=,%@+-]*", text, re.ASCII) else f'"{escaped}"'
+
+
+def _yaml_quoted(text: str) -> str:
+    """``text`` as a string of YAML, which is one of JSON, but that YAML joins no halves of surrogate pairs."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def jobset(job: Job, image: str, claim: str) -> str:
+    """A JobSet (``jobset.x-k8s.io/v1alpha2``) of one Job with a pod a node. ``claim``, ``NAME:PATH``: the
+    PersistentVolumeClaim that all pods share, and where.
 
     Raises:
-        ConfigError: the run directory is not in there.
+        ConfigError: the claim is no such pair, the run directory is not in there, or a value holds a control character.
     """
+    for value, name in ((image, "--image"), (claim, "--claim")):
+        check_one_line(value, name)
+    if (found := _CLAIM.fullmatch(claim)) is None:
+        raise ConfigError(f"--claim {claim}: want NAME:PATH, such as runs:/runs")
+    claim, mount = found[1], found[3]
     out_dir = PurePosixPath(job.config.run.out_dir)
     if not out_dir.is_relative_to(mount):
         raise ConfigError(
             f"run.out_dir={out_dir} is not within {mount}, where the claim {claim} is mounted for all pods"
         )
-    arguments = "".join(f"\n                    - {json.dumps(text)}" for text in ("jaxpipe", *job.arguments))
+    # Kubernetes puts the environment's NAME in the place of $(NAME), and $ in that of $$
+    words = [_yaml_quoted(word.replace("$", "$$")) for word in ("jaxpipe", *job.arguments)]
+    command = "".join(f"\n                    - {word}" for word in words)
     return f"""# Written by jaxpipe launch k8s: {job.summary}.
-# Start it with kubectl apply -f; applied again, it goes on from the newest checkpoint in {out_dir}.
+# Start it with kubectl apply -f; applied again, it goes on from the newest checkpoint of its run directory.
 apiVersion: jobset.x-k8s.io/v1alpha2
 kind: JobSet
 metadata:
@@ -150,8 +184,8 @@ spec:
               terminationGracePeriodSeconds: {_SAVE_S} # to save in
               containers:
                 - name: train
-                  image: {json.dumps(image)}
-                  command:{arguments}
+                  image: {_yaml_quoted(image)}
+                  command:{command}
                   env:
                     - name: JAXPIPE_COORDINATOR
                       value: {job.name}-train-0-0.{job.name}:{_PORT}
@@ -162,13 +196,13 @@ spec:
                       nvidia.com/gpu: {job.gpus}
                   volumeMounts:
                     - name: runs
-                      mountPath: {json.dumps(mount)}
+                      mountPath: {_yaml_quoted(mount)}
                     - name: shm
                       mountPath: /dev/shm
               volumes:
                 - name: runs
                   persistentVolumeClaim:
-                    claimName: {json.dumps(claim)}
+                    claimName: {_yaml_quoted(claim)}
                 - name: shm # NCCL's
                   emptyDir:
                     medium: Memory

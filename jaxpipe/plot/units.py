@@ -6,6 +6,7 @@ it. Measured timelines always are; simulated ones only if their cost profile was
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from jaxpipe.schedule.timeline import Timeline
 
 Units = Literal["si", "plain"]
+_NOT_IN_XML = re.compile("[^\t\n\r -\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +55,9 @@ def memory_scale(largest: float, units: Units) -> Scale:
 
 
 def printable(text: str) -> str:
-    """``text`` as it can be written: halves of surrogate pairs (bytes of a file name that are not UTF-8) become ``?``."""
-    return text.encode("utf-8", "replace").decode("utf-8")
+    """``text`` as SVG can hold it: control characters and halves of surrogate pairs (bytes of a file name that are not UTF-8)
+    become ``?``."""
+    return _NOT_IN_XML.sub("?", text)
 
 
 def number(x: float) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import html
 import json
+import re
 from collections.abc import Sequence
 from importlib import resources
 from typing import TYPE_CHECKING, Any
@@ -26,13 +27,13 @@ def viewer_page(timelines: Sequence[Timeline], title: str, units: Units) -> str:
     page = (files / "viewer.html").read_text(encoding="utf-8")
     script = (files / "viewer.js").read_text(encoding="utf-8")
     data = json.dumps(viewer_data(timelines, title, units), ensure_ascii=False, separators=(",", ":"))
-    for mark, text in (
-        ("/*SCRIPT*/", script),
-        ("<!--TITLE-->", html.escape(title)),
-        ("{/*DATA*/}", data.replace("<", "\\u003c")),
-    ):
-        page = page.replace(mark, text, 1)
-    return page
+    texts = {
+        "/*SCRIPT*/": script,
+        "<!--TITLE-->": html.escape(title),
+        "{/*DATA*/}": data.replace("<", "\\u003c"),
+    }
+    # in one pass: a title may hold one of the marks
+    return re.sub("|".join(map(re.escape, texts)), lambda mark: texts[mark[0]], page)
 
 
 def viewer_data(timelines: Sequence[Timeline], title: str, units: Units) -> dict[str, Any]:

@@ -3,23 +3,30 @@ by the fields of the published definition. What is launched mostly talks and end
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from hypothesis import given
+from hypothesis import strategies as st
 
 from jaxpipe.cli import main
+from jaxpipe.errors import ConfigError
 from jaxpipe.launch import cluster
 from jaxpipe.launch.local import Launch
+from jaxpipe.train.config import load_config
+from tests.support.job_readers import ODD, STRAY, is_stray, pod_of, sbatch_options, srun_arguments
 from tests.support.paths import ROOT
 
 JOIN = """
@@ -365,3 +372,64 @@ def test_a_jobset_has_the_published_fields(tmp_path: Path, capsys: pytest.Captur
     assert environ == {"JAXPIPE_COORDINATOR": "big-train-0-0.big:61440", "JAXPIPE_PROCESSES": "2"}
     mounts = {mount["name"] for mount in container["volumeMounts"]}
     assert mounts == {volume["name"] for volume in job["template"]["spec"]["volumes"]}
+
+
+# -- What no value can become ---------------------------------------------------------------------------------------------
+
+VALUES = st.lists(st.sampled_from(ODD) | st.characters(exclude_categories=("Cs",)), max_size=6).map("".join)
+
+
+def _job(words: Sequence[str]) -> cluster.Job:
+    return cluster.Job("packjob", load_config(None, ["run.out_dir=/runs/a"]), ["train", *words], 4, 1)
+
+
+@given(
+    st.lists(VALUES.filter(lambda text: not is_stray(text)), max_size=4),
+    *[VALUES.filter(lambda t: not is_stray(t))] * 2,
+)
+def test_values_reach_their_readers_as_they_are(words: list[str], folder: str, value: str) -> None:
+    where = Path("/", folder)
+    text = cluster.sbatch(_job(words), [f"comment={value}", "--requeue"], where)
+    with tempfile.TemporaryDirectory() as scratch:
+        script = Path(scratch, "job.sbatch")
+        script.write_text(text, encoding="utf-8")
+        assert srun_arguments(script, Path(scratch)) == [sys.executable, "-m", "jaxpipe", "train", *words]
+    assert sbatch_options(text) == [
+        "--job-name=packjob", "--nodes=4", "--ntasks-per-node=1", "--gpus-per-node=1", f"--chdir={where}",
+        "--output=packjob-%j.log", "--open-mode=append", "--signal=USR1@120", f"--comment={value}", "--requeue",
+    ]  # fmt: skip
+    document, pod = pod_of(cluster.jobset(_job(words), f"i{value}", "runs:/"))
+    assert {path for path, _ in leaves(document)} == FIELDS.keys()
+    (container,) = pod["containers"]
+    assert (container["command"], container["image"]) == (["jaxpipe", "train", *words], f"i{value}")
+
+
+@pytest.mark.parametrize("stray", STRAY)
+def test_no_line_break_is_written(stray: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In any value; and a run directory of a config file, T17's case, is not in the files at all."""
+    text = f"a{stray}touch PWNED"
+    for write in (
+        lambda: _job([text]),
+        lambda: cluster.sbatch(_job([]), [f"time={text}"], Path("/a")),
+        lambda: cluster.sbatch(_job([]), [], Path("/", text)),
+        lambda: cluster.jobset(_job([]), text, "runs:/runs"),
+        lambda: cluster.jobset(_job([]), "i", f"runs:/{text}"),
+        lambda: cluster.jobset(_job([]), "i", f"ru{text}:/runs"),
+    ):
+        with pytest.raises(ConfigError, match=r"holds .* at character") as caught:
+            write()
+        assert is_stray(str(caught.value)) is False
+    config, file = tmp_path / "run.toml", tmp_path / "job"
+    out_dir = json.dumps(f"/runs/a{stray}kind: Evil\n#", ensure_ascii=ord(stray) < 0xD800)
+    config.write_text(f"[run]\nout_dir = {out_dir}", encoding="utf-8", errors="replace")
+    flags = ["-o", str(file), "--nodes", "4", "--gpus-per-node", "1"]
+    for where in (["slurm"], ["k8s", "--image", "i", "--claim", "runs:/runs"]):
+        code = main(["launch", *where, *flags, "--", "train", "--config", str(config)])
+        assert code == 0 or "null" in capsys.readouterr().err
+        assert not file.exists() or "Evil" not in file.read_text()
+
+
+def test_options_of_sbatch_have_a_name(tmp_path: Path) -> None:
+    for option in ("", "=1", "-p main", "--", "a b=c", "--\u00e9=1"):
+        with pytest.raises(ConfigError, match="want OPTION=VALUE"):
+            cluster.sbatch(_job([]), [option], tmp_path)

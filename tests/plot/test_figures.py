@@ -154,6 +154,13 @@ def svg_text(path: Path) -> str:
     return " ".join(t for e in ElementTree.fromstring(path.read_bytes()).iter() if (t := (e.text or "").strip()))
 
 
+def test_svg_takes_a_title_of_any_characters(tmp_path: Path) -> None:
+    path = tmp_path / "a.svg"
+    stray = [*map(chr, range(32)), "\x7f", "\x85", "\ud800", "\ufffe", "\uffff"]
+    plot_timelines([simulated()], path, title=f"<&{''.join(stray)}>")
+    assert "<&?????????" in svg_text(path)
+
+
 def test_svg_has_title_legend_rows_and_axes(tmp_path: Path) -> None:
     path = tmp_path / "a.svg"
     plot_timelines([simulated("interleaved-1f1b", chunks=2)], path, title="a title with $ and <")
@@ -344,9 +351,10 @@ def test_page_holds_the_data_and_needs_no_network() -> None:
 
 def test_names_cannot_break_the_page() -> None:
     nasty = "</script><script>alert(1)</script>"
-    page = viewer_page([simulated()], nasty, "plain")
-    assert page.count("<script>alert") == 0
-    assert page_data(page)["title"] == nasty
+    for title in (nasty, f"{{/*DATA*/}}{nasty}", "<!--TITLE-->/*SCRIPT*/", "\\1\\g<0>"):
+        page = viewer_page([simulated()], title, "plain")
+        assert page.count("<script>alert") == 0
+        assert page_data(page)["title"] == title
 
 
 @given(timelines())

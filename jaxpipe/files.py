@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import stat
 import tempfile
 import unicodedata
@@ -15,10 +16,11 @@ from types import TracebackType
 from typing import Any, ParamSpec, Self, TypeVar
 
 from jaxpipe.errors import ConfigError, JaxpipeError, ScheduleError, ScheduleParseError
-from jaxpipe.wording import clipped
 
 _T = TypeVar("_T")
 _Given = ParamSpec("_Given")
+_URL = re.compile(r"\s*[A-Za-z][A-Za-z0-9+.-]+:/")
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 
 
 def located(where: object, make: Callable[_Given, _T], *given: _Given.args, **named: _Given.kwargs) -> _T:
@@ -88,6 +90,29 @@ def write_atomically(path: Path, text: str) -> None:
         ) from None
 
 
+def not_url(text: str) -> str:
+    """A test of settings that are paths: what is wrong with a URL. pathlib makes one slash of two: ``gs:/b`` is one as well."""
+    return (
+        "a URL; jaxpipe reads and writes local files only: copy or mount it, and give its path"
+        if _URL.match(text)
+        else ""
+    )
+
+
+def check_local(path: str | os.PathLike[str], name: str) -> None:
+    """Raise ConfigError if ``path``, which messages call ``name``, is a URL."""
+    if wrong := not_url(os.fspath(path)):
+        raise ConfigError(f"{name} {path} is {wrong}")
+
+
+def hub_advice(path: str | os.PathLike[str], kind: str = "model") -> str:
+    """What to do where ``path``, at which there is nothing, could be the name of a model or dataset on the Hugging Face hub."""
+    if _HUB_ID.fullmatch(os.fspath(path)) is None:
+        return ""
+    command = f"hf download {path}{'' if kind == 'model' else f' --repo-type {kind}'} --local-dir DIR"
+    return f"; if it is a {kind} on the Hugging Face hub, download it ({command}) and give DIR"
+
+
 def check_one_line(text: str, name: str) -> None:
     """Refuse ``text``, which messages call ``name``, for a file of lines that another program reads: a control character or a
     line break in it could become a command, a directive or a key there, and half of a surrogate pair can't be written.
@@ -97,9 +122,8 @@ def check_one_line(text: str, name: str) -> None:
     """
     for place, character in enumerate(text):
         if unicodedata.category(character) in ("Cc", "Cs", "Zl", "Zp") or ord(character) & 0xFFFE == 0xFFFE:
-            shown = clipped(ascii(text), 60)
             raise ConfigError(
-                f"{name} {shown} holds {character!a} at character {place}, which no line of a job file can; leave it out"
+                f"{name} {ascii(text)[:60]} holds {character!a} at character {place}, which a line of a job file can't"
             )
 
 

@@ -58,7 +58,7 @@ ALLOWED: Mapping[str, frozenset[str]] = {
     "train": EVERYTHING - {"train"} | {"interop"},
     "planning": EVERYTHING,
     "rehearsal": EVERYTHING,
-    "launch": frozenset({"errors", "lazy", "runtime", "train"}),
+    "launch": frozenset({"errors", "lazy", "files", "runtime", "train"}),
     "cli": EVERYTHING | {"planning", "rehearsal", "launch"},
     "__main__": frozenset({"cli"}),
     # the layer protocol is layer.py, the adapters that make Flax modules follow it, and the reading of model options

@@ -36,7 +36,8 @@ def configure_data(parser: argparse.ArgumentParser) -> None:
     add_value(parser, "--suffixes", "LIST", str, "as data.suffixes, joined by commas")
     text = "processes that tokenise; by default one a core"
     add_value(parser, "--workers", "N", whole_number("processes", 1024), text)
-    add_switch(parser, "--chat", "as data.format=chat: records are chats")
+    add_switch(parser, "--chat", "as --format chat: records are chats")
+    parser.add_argument("--format", choices=("auto", "text", "chat"), help="as data.format (default auto)")
     add_json_flag(parser)
 
 
@@ -48,6 +49,8 @@ def run_data(arguments: argparse.Namespace) -> None:
         DataError: what is wrong with a source or a store.
     """
     action = arguments.action
+    if arguments.chat and arguments.format not in (None, "chat"):
+        raise ConfigError(f"data build takes --chat or --format {arguments.format}, not both")
     if action not in ACTIONS:
         raise ConfigError(f"data {action!r}{closest(action, ACTIONS)}; want one of: {', '.join(ACTIONS)}")
     if (action == "build") == (arguments.output is None):
@@ -85,7 +88,7 @@ def _built(arguments: argparse.Namespace, sources: list[Path]) -> Store:
 
     suffixes = SUFFIXES if arguments.suffixes is None else tuple(arguments.suffixes.split(","))
     reading = Reading(
-        format="chat" if arguments.chat else "text",
+        format=arguments.format or ("chat" if arguments.chat else "auto"),
         chat_template=arguments.chat_template,
         chat_date=arguments.chat_date,
         field=arguments.field,

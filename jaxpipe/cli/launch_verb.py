@@ -74,10 +74,12 @@ _FLAG = {"number": "-n", "output": "-o", "gpus": "--gpus-per-node", "per_node": 
 
 
 def _here(args: argparse.Namespace, config: TrainConfig) -> int:
+    from jaxpipe.files import check_local
     from jaxpipe.launch.local import SAID, Launch
     from jaxpipe.runtime.processes import divided
 
     divided(config.pipeline.ranks, args.number)
+    check_local(args.logs or "", "--logs")
     logs = Path(args.logs or tempfile.mkdtemp(prefix="jaxpipe-launch-"))
     logs.mkdir(parents=True, exist_ok=True)
     with Launch([sys.executable, "-m", "jaxpipe", *args.rest], args.number, logs) as launch:

@@ -21,7 +21,7 @@ import ml_dtypes
 import numpy as np
 
 from jaxpipe.errors import ConfigError
-from jaxpipe.files import no_constant, read_file, unique_keys
+from jaxpipe.files import check_local, no_constant, read_file, unique_keys
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -98,6 +98,7 @@ def new_folder(out: Path) -> Iterator[Path]:
     Raises:
         ConfigError: ``out`` holds something, or can't be written.
     """
+    check_local(out, "the folder")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} exists; give -o a folder that does not")
     temporary = out.absolute().with_name(f".{out.name}.tmp-{secrets.randbelow(10**9)}")

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from jaxpipe.errors import ConfigError
+from jaxpipe.files import check_local, hub_advice
 from jaxpipe.interop.folder import CONFIG, Stored, check_dtype, opened, read_json, read_tensor, stored_tensors
 from jaxpipe.interop.table import TARGETS, HuggingFace, Leaf, Tensor, hugging_face_of, leaf_shapes, rows_by_leaf
 from jaxpipe.stage.model.layer import Params
@@ -40,9 +41,11 @@ def open_hub(folder: Path, target: str | None = None) -> Hub:
     Raises:
         ConfigError: there is no such folder, or no model of ours does what it says.
     """
+    check_local(folder, "the folder")
     if not folder.is_dir():
         raise ConfigError(
             f"{folder} is no folder; give one of the Hugging Face hub, with config.json and model.safetensors"
+            f"{hub_advice(folder)}"
         )
     config = read_json(folder / CONFIG)
     kind = config.get("model_type")

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from jaxpipe.errors import CheckpointError
-from jaxpipe.files import Closing
+from jaxpipe.files import Closing, check_local
 from jaxpipe.runtime.processes import Alone, Processes
 from jaxpipe.train.checkpoints import directory as shelf
 from jaxpipe.train.checkpoints import format as form
@@ -87,6 +87,7 @@ class CheckpointStore(Closing):
             raise CheckpointError(f"keep_last is {keep_last}; at least 1 checkpoint must be kept")
         if keep_best < 0:
             raise CheckpointError(f"keep_best is {keep_best}; want how many of the best to keep, from 0")
+        check_local(directory, "the folder of checkpoints")
         self.directory = Path(directory).absolute()
         self.keep_last = keep_last
         self.keep_best = keep_best

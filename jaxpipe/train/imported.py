@@ -20,6 +20,7 @@ import numpy as np
 
 from jaxpipe import __version__
 from jaxpipe.errors import CheckpointError, ConfigError
+from jaxpipe.files import hub_advice
 from jaxpipe.interop.folder import new_folder
 from jaxpipe.interop.hub import Hub, Weights, is_hub, open_hub, weights_of
 from jaxpipe.interop.tokenizer import TOKENIZER, copy_files
@@ -142,6 +143,8 @@ def completed(config: TrainConfig, meta: Mapping[str, Any] | None = None) -> Tra
         return config
     if meta is None:
         path, step = split_step(config.run.init_from)
+        if not path.exists() and (advice := hub_advice(path)):
+            raise CheckpointError(f"run.init_from={path}: it does not exist{advice}")
         if is_hub(path):
             hub = open_hub(path, config.model.target if config.says("model.target") else None)
             target, options, tokenizer = hub.target, hub.options, _tokenizer_of(hub)

@@ -64,11 +64,8 @@ def _slurm(trial: Trial) -> tuple[str | None, list[str], str]:
 
 def _directives(trial: Trial) -> None:
     text, _, option = _slurm(trial)
-    if (
-        (text is not None
-        and (options := sbatch_options(text))[-1] != f"--comment={option}")
-        or (text
-        and len(options) != 9)
+    if (text is not None and (options := sbatch_options(text))[-1] != f"--comment={option}") or (
+        text and len(options) != 9
     ):
         raise FailedError(f"sbatch reads {options}")
 

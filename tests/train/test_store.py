@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import json
 import os
@@ -20,7 +21,7 @@ from jaxpipe.cli import main
 from jaxpipe.errors import DataError
 from jaxpipe.train.corpora import documents
 from jaxpipe.train.corpora.corpus import load_corpus
-from jaxpipe.train.corpora.documents import files_at, pieces
+from jaxpipe.train.corpora.documents import files_at, formed, pieces
 from jaxpipe.train.corpora.encoding import Encoder, Reading
 from jaxpipe.train.corpora.store import EDGES, IDS, JOURNAL, MANIFEST, Store
 from jaxpipe.train.corpora.store_build import build_store
@@ -74,7 +75,7 @@ KINDS = ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.parquet"]
 def test_records_are_documents_with_an_end_whatever_holds_them(tmp_path: Path, name: str) -> None:
     path = write(tmp_path / name, lines())
     corpus = load_corpus(path, BYTES)
-    assert corpus.ids.tobytes() == KEPT and len(list(pieces([path]))) > 1
+    assert corpus.ids.tobytes() == KEPT and len(list(pieces(formed([path])))) > 1
     ends = np.flatnonzero(corpus.ids == 0) + 1
     np.testing.assert_array_equal(corpus.edges, [0, *ends])
     assert load_corpus(path, BYTES, Reading(eos="10")).ids.tobytes() == KEPT.replace(b"\0", b"\n")
@@ -120,7 +121,7 @@ def test_files_that_can_not_be_read_are_named(tmp_path: Path, monkeypatch: pytes
     path = write(tmp_path / "b.parquet", b'{"x": 1}\n{"x": 2}\n')
     assert "no column 'text' (it has x); set data.field" in refusal(load_corpus, path, BYTES)
     assert "row 1: the document is a number" in refusal(load_corpus, path, BYTES, Reading(field="x"))
-    assert ".jsonl.zst; convert" in refusal(load_corpus, write(tmp_path / "a.jsonl.bz2", b"x"), BYTES)
+    assert "by bzip2; unpack" in refusal(load_corpus, write(tmp_path / "a.jsonl.bz2", bz2.compress(lines())), BYTES)
     assert "data.eos=<eos>: tokenizer byte has no such token" in refusal(load_corpus, path, BYTES, Reading(eos="<eos>"))
     monkeypatch.setitem(sys.modules, "zstandard", None)
     assert "needs the package 'zstandard': pip install zstandard" in refusal(
@@ -174,7 +175,7 @@ def test_a_store_holds_what_its_sources_do_with_any_number_of_processes(tmp_path
     assert len([note for note in notes if "d.txt: binary" in note]) == 2
     encoder = Encoder.of(BYTES, Reading())
     found = [p for root in sources for p in files_at(root, Reading().suffixes)]
-    want = np.concatenate([encoder.encode(piece).ids for piece in pieces(found)])
+    want = np.concatenate([encoder.encode(piece).ids for piece in pieces(formed(found))])
     corpus = load_corpus(stores[0].folder, BYTES)
     np.testing.assert_array_equal(corpus.ids, want)
     assert corpus.ids.tobytes().count(KEPT) == 7 and len(corpus.edges) - 1 == 7 * 5 + 5 == stores[0].documents

@@ -17,6 +17,7 @@ from typing import Literal, TypeAlias, TypeVar
 import jax
 
 from jaxpipe.errors import CheckpointError
+from jaxpipe.files import check_local
 from jaxpipe.train.checkpoints import directory as shelf
 from jaxpipe.train.checkpoints import format as form
 from jaxpipe.train.checkpoints import tree
@@ -60,8 +61,10 @@ def find(path: str | os.PathLike[str], step: StepName = None) -> Path:
     """The folder of one checkpoint.
 
     ``path`` is that folder itself, a directory of checkpoints, or a run's directory with ``checkpoints/`` in it; of
-    several, ``step`` ("best": the lowest evaluation loss), else the newest. Raises CheckpointError if there is none.
+    several, ``step`` ("best": the lowest evaluation loss), else the newest. Raises CheckpointError if there is none, and
+    ConfigError for a URL.
     """
+    check_local(path, "checkpoint")
     folder = Path(path).absolute()
     if step is None and (folder / form.SUMS).is_file():
         return folder

@@ -21,7 +21,9 @@ import numpy as np
 import numpy.typing as npt
 
 from jaxpipe.errors import DataError
-from jaxpipe.train.corpora.documents import files_at, files_under, holds_records, pieces
+from jaxpipe.files import check_local
+from jaxpipe.train.corpora.content import RECORD_FORMS, Form, form_of
+from jaxpipe.train.corpora.documents import files_at, files_under, formed, pieces
 from jaxpipe.train.corpora.encoding import Encoder, Reading, marker
 from jaxpipe.train.corpora.store import ANSWERS, EDGES, IDS, SIZES, Store, digest, is_store
 from jaxpipe.train.corpora.tokenizers import ByteTokenizer, Ids, Tokenizer, check_ids, id_dtype
@@ -92,38 +94,41 @@ def load_corpus(path: str | Path, tokenizer: Tokenizer, reading: Reading | None 
     ``reading`` names one.
 
     Raises:
+        ConfigError: the path is a URL.
         DataError: nothing there, unreadable, binary, empty, of the wrong shape or dtype, a record that is no document, or ids
             that the tokeniser does not have.
     """
-    reading = reading or Reading()
+    how = reading or Reading()
     if path == "stdlib":
         root = Path(sysconfig.get_path("stdlib"))
-        return _from_files("stdlib", root, stdlib_files(root), tokenizer, reading)
-    path = Path(path)
+        return _from_files("stdlib", root, [(file, "text") for file in stdlib_files(root)], tokenizer, how)
+    check_local(path, "data")
+    path, left_out = Path(path), list[str]()
     if path.is_dir() and is_store(path):
-        return _from_store(path, tokenizer, reading)
-    files = files_at(path, reading.suffixes)
-    if path.suffix in (".npy", ".npz") and not path.is_dir():
-        return _from_array(path, _read_array(path), tokenizer)
-    return _from_files(str(path), path if path.is_dir() else None, files, tokenizer, reading)
+        return _from_store(path, tokenizer, how)
+    files = formed(files_at(path, how.suffixes, left_out.append), how.format)
+    if not path.is_dir() and files[0][1] in ("npy", "npz"):
+        return _from_array(path, _read_array(path, files[0][1]), tokenizer)
+    corpus = _from_files(str(path), path if path.is_dir() else None, files, tokenizer, how)
+    return replace(corpus, remarks=(*corpus.remarks, *(f"data {path}: {line}" for line in left_out)))
 
 
 def stdlib_files(root: Path) -> tuple[Path, ...]:
     """The ``.py`` files of the standard library at ``root``, sorted by path, without its tests and installed packages."""
-    files = files_under(root, (".py",), without=_NOT_STDLIB)
+    files, _ = files_under(root, (".py",), without=_NOT_STDLIB, links=False)
     if not files:
         raise DataError(f"data stdlib: no .py files below {root}; give data.path a text file or directory instead")
     return files
 
 
 def _from_files(
-    source: str, root: Path | None, files: Sequence[Path], tokenizer: Tokenizer, reading: Reading
+    source: str, root: Path | None, files: Sequence[tuple[Path, Form]], tokenizer: Tokenizer, how: Reading
 ) -> Corpus:
     """``root``: of a directory. Of its files those that can't be used are skipped and reported, unless none can, and empty ones
     silently."""
-    encoder = Encoder.of(tokenizer, reading)
-    of_records = any(map(holds_records, files))
-    if isinstance(tokenizer, ByteTokenizer) and reading.eos == "auto" and not of_records:
+    encoder = Encoder.of(tokenizer, how)
+    of_records = any(form in RECORD_FORMS for _, form in files)
+    if isinstance(tokenizer, ByteTokenizer) and how.eos == "auto" and not of_records:
         encoder = replace(encoder, eos=None)
     made = [encoder.encode(piece) for piece in pieces(files)]
     problems = [problem for each in made for problem in each.problems]
@@ -198,18 +203,18 @@ def several_arrays(path: str | Path) -> dict[str, npt.NDArray[Any]] | None:
         DataError: a ``.npz`` file that can't be read.
     """
     path = Path(path)
-    if path.suffix != ".npz" or not path.is_file():
+    if not path.is_file() or form_of(path) != "npz":
         return None
-    with _reading(path), path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
+    with _reading(path, "npz"), path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
         if len(archive.files) < 2 or "ids" in archive.files:
             return None
         return {name: archive[name] for name in archive.files}
 
 
-def _read_array(path: Path) -> Ids:
+def _read_array(path: Path, form: Form) -> Ids:
     """The array of ids in a ``.npy`` (memory-mapped) or ``.npz`` file (its only array, or the one called ``ids``)."""
-    with _reading(path):
-        if path.suffix == ".npy":
+    with _reading(path, form):
+        if form == "npy":
             return np.lib.format.open_memmap(path, mode="r")
         with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
             names = archive.files
@@ -221,7 +226,7 @@ def _read_array(path: Path) -> Ids:
 
 
 @contextmanager
-def _reading(path: Path) -> Iterator[None]:
+def _reading(path: Path, form: Form) -> Iterator[None]:
     """Raises DataError for whatever is wrong with an array file that is read in the block."""
     try:
         yield
@@ -230,9 +235,7 @@ def _reading(path: Path) -> Iterator[None]:
     except OSError as error:
         raise DataError(f"data {path}: can't be read ({error.strerror or error})") from None
     except Exception as error:  # of NumPy's, zipfile's and zlib's readers, and of Python's tokenizer for the header
-        raise DataError(
-            f"data {path}: not a readable {path.suffix} array ({' '.join(str(error).split())[:120]})"
-        ) from None
+        raise DataError(f"data {path}: not a readable .{form} array ({' '.join(str(error).split())[:120]})") from None
 
 
 def _from_array(path: Path, ids: Ids, tokenizer: Tokenizer) -> Corpus:

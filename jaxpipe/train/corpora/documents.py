@@ -1,36 +1,51 @@
-"""Documents in files: one a line of JSONL (plain, ``.gz``, ``.zst``), one a row of Parquet, one a file of text.
+"""Documents in files: one a line of JSON or an element of a list of JSON (plain, gzip, zstd), one a row of Parquet, one a file
+of text.
 
 The one reader for training and for token stores. Files are cut into pieces (:func:`pieces`) in a way that depends on nothing
 else, so that any number of processes reads the same documents in the same order: a piece is some megabytes of lines, a row
-group, or some files of text. Parquet is read by ``pyarrow``, ``.zst`` by ``zstandard``, imported when such a file is read.
+group, or some files of text. Parquet is read by ``pyarrow``, zstd by ``zstandard``, imported when such a file is read.
 Does not model: downloads, Arrow files, archives.
 """
 
 from __future__ import annotations
 
-import gzip
-import importlib
 import io
 import itertools
 import json
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+import re
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from jaxpipe.errors import DataError
+from jaxpipe.files import check_local, hub_advice
+from jaxpipe.train.corpora.content import (
+    RECORD_FORMS,
+    TEXT_SUFFIXES,
+    UTF8_MARK,
+    Form,
+    blocks,
+    form_of,
+    is_compressed,
+    plain_name,
+    reading,
+)  # fmt: skip
+from jaxpipe.train.corpora.content import (
+    package as package,
+)
 from jaxpipe.wording import clipped
 
 T = TypeVar("T")
-RECORDS = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
-"""How the names of files of many documents end."""
-SUFFIXES = (".txt", ".md", ".rst", ".py", *RECORDS)
+SUFFIXES = (*TEXT_SUFFIXES, ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
 """How the names of files end that are read in a directory."""
 PIECE_BYTES = 1 << 23
-_BLOCK = 1 << 20
 _ROWS = 1024  # of Parquet, held at a time
+_BLANKS = re.compile("[ \\t\\n\\r]*")
+_PLACES = {"lines": "line", "list": "record", "rows": "row"}
+_MOST_REASONS = 4  # in the line on files that are left out
 
 
 class BadRecordError(ValueError):
@@ -39,84 +54,139 @@ class BadRecordError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Some documents, one after another. ``files``: one, or several files of text. Of a ``.jsonl`` file those lines that begin
-    in bytes ``[start, stop)``; of a compressed one ``content``, its lines after the first ``start``; of a Parquet file row
-    group ``start``."""
+    """Some documents, one after another. ``files``: one, or several files of text. Of a file of lines those that begin in bytes
+    ``[start, stop)``; of a compressed one or a list ``content``, its lines after the first ``start``; of Parquet row group
+    ``start``."""
 
     files: tuple[Path, ...]
+    form: Form = "text"
     start: int = 0
     stop: int = 0
     content: bytes | None = None
 
 
-def holds_records(path: Path) -> bool:
-    """Whether a file holds many documents, by its name.
+def files_at(path: Path, suffixes: Sequence[str], note: Callable[[str], None] = lambda line: None) -> tuple[Path, ...]:
+    """The file at ``path``, or those of a folder, sorted. ``note`` is told what of a folder is left out, in one line.
 
     Raises:
-        DataError: it is JSONL in a form that can't be read.
-    """
-    name = path.name.lower()
-    if ".jsonl." in name and not name.endswith(RECORDS):
-        raise DataError(f"data {path}: JSONL is read plain, as .jsonl.gz or as .jsonl.zst; convert or rename it")
-    return name.endswith(RECORDS)
-
-
-def files_at(path: Path, suffixes: Sequence[str]) -> tuple[Path, ...]:
-    """The file at ``path``, or those of a folder, sorted.
-
-    Raises:
+        ConfigError: the path is a URL.
         DataError: nothing is there, or in the folder nothing with these suffixes.
     """
+    check_local(path, "data")
     if not path.exists():
-        raise DataError(f"data {path}: no such file or directory (data.path may also be stdlib)")
+        advice = hub_advice(path, "dataset")
+        raise DataError(f"data {path}: no such file or directory (data.path may also be stdlib){advice}")
     if path.is_dir():
-        found = files_under(path, suffixes)
+        found, left_out = files_under(path, suffixes)
+        line = _counted(left_out)
         if not found:
-            raise DataError(f"data {path}: no files ending in {' '.join(suffixes)} below it; set data.suffixes")
+            why = line and f" ({line})"
+            raise DataError(f"data {path}: no files ending in {' '.join(suffixes)} below it; set data.suffixes{why}")
+        if line:
+            note(line)
         return found
     if not path.is_file():
         raise DataError(f"data {path}: a pipe, socket or device; copy it to a file first")
     return (path,)
 
 
-def files_under(root: Path, suffixes: Iterable[str], without: Collection[str] = ()) -> tuple[Path, ...]:
-    """Files below ``root`` with one of ``suffixes``, sorted by their parts, without hidden ones and folders of these names."""
-    ends, found = tuple(suffixes), []
-    for folder, inner, names in os.walk(root):
-        inner[:] = [name for name in inner if not name.startswith(".") and name not in without]
-        found += [Path(folder, name) for name in names if name.endswith(ends) and not name.startswith(".")]
-    return tuple(sorted((p for p in found if p.is_file()), key=lambda p: p.relative_to(root).parts))
+def files_under(
+    root: Path, suffixes: Iterable[str], without: Collection[str] = (), *, links: bool = True
+) -> tuple[tuple[Path, ...], Mapping[Path, str]]:
+    """Files below ``root`` with one of ``suffixes`` in any case, sorted by their parts, and, likewise relative to ``root``, why
+    others are left out. Hidden files and folders, and folders called as ``without`` says, are not looked at.
 
-
-def read_document(path: Path) -> str:
-    """A file of text, in which bytes that are no UTF-8 are lone surrogates.
+    With ``links``, links to folders are followed. A file that is reached several ways counts once: by its own path, if that is
+    below ``root``, else by the first of its paths.
 
     Raises:
-        DataError: it can't be read, is empty or binary.
+        DataError: a folder below can't be read.
     """
-    with _reading(path):
-        content = path.read_bytes()
-    if not content:
-        raise DataError(f"data {path}: the file is empty")
-    zero = content.find(b"\0")
-    if zero >= 0:
-        raise DataError(f"data {path}: binary, not text (a zero byte at {zero}); arrays of ids end in .npy or .npz")
-    return content.decode("utf-8", "surrogateescape")
+    ends = tuple(suffix.lower() for suffix in suffixes)
+    found: dict[str, Path] = {}  # by real path
+    left_out: dict[Path, str] = {}
+    folders, linked_files, seen = [root], [], set[str]()
+    while folders:
+        linked_folders: list[Path] = []
+        for start in folders:
+            real_start = os.path.realpath(start)
+            if Path(real_start) in Path(os.path.realpath(root)).parents:
+                left_out[start] = "a link to a folder above"
+                continue
+            for folder, inner, names in os.walk(start, onerror=_refuse_folder):
+                real = str(Path(real_start, os.path.relpath(folder, start)))
+                inner[:] = [n for n in inner if not n.startswith(".") and n not in without] if real not in seen else []
+                if real in seen:
+                    continue
+                seen.add(real)
+                linked_folders += [path for name in inner if (path := Path(folder, name)).is_symlink()]
+                for path in (Path(folder, name) for name in names if not name.startswith(".")):
+                    if path.is_symlink():
+                        linked_files.append(path)
+                    elif why := _why_left_out(path, ends):
+                        left_out[path] = why
+                    else:
+                        found[str(Path(real, path.name))] = path
+        folders = sorted(linked_folders) if links else []
+    for path in sorted(linked_files):
+        real = os.path.realpath(path)
+        if why := "reached twice" if real in found else _why_left_out(path, ends):
+            left_out[path] = why
+        else:
+            found[real] = path
+    in_order = sorted(left_out, key=lambda path: path.relative_to(root).parts)
+    files = sorted(found.values(), key=lambda path: path.relative_to(root).parts)
+    return tuple(files), {path.relative_to(root): left_out[path] for path in in_order}
 
 
-def pieces(files: Iterable[Path]) -> Iterator[Piece]:
+def _refuse_folder(error: OSError) -> None:
+    raise DataError(f"data {error.filename}: can't be read ({error.strerror})")
+
+
+def _why_left_out(path: Path, ends: tuple[str, ...]) -> str:
+    """Why a file of a folder is no data: its suffix, or what it is; empty if it is data."""
+    if not path.exists():
+        return "a link to nothing"
+    if not path.is_file():
+        return "a pipe, socket or device"
+    name = path.name.lower()
+    if name.endswith(ends):
+        return ""
+    suffixes = Path(plain_name(path)).suffix, name.removeprefix(plain_name(path))
+    return "".join(suffixes) or "no suffix"
+
+
+def _counted(left_out: Mapping[Path, str]) -> str:
+    """One line on the files of a folder that are left out; empty if there are none."""
+    if not left_out:
+        return ""
+    reasons = [reason for reason, _ in Counter(left_out.values()).most_common()]
+    listed = ", ".join(clipped(ascii(r)[1:-1], 40) for r in reasons[:_MOST_REASONS]) + ", …" * (
+        len(reasons) > _MOST_REASONS
+    )
+    first = clipped(ascii(str(next(iter(left_out))))[1:-1], 100)
+    return f"left out: {len(left_out):,} file{'s' * (len(left_out) > 1)} ({listed}; first: {first})"
+
+
+def formed(files: Iterable[Path], format: str = "auto") -> list[tuple[Path, Form]]:
+    """Files with the form of each, :func:`~jaxpipe.train.corpora.content.form_of`."""
+    return [(path, form_of(path, format)) for path in files]
+
+
+def pieces(files: Iterable[tuple[Path, Form]]) -> Iterator[Piece]:
     """The pieces of these files, in their order.
 
     Raises:
         DataError: a file can't be read, or what reads it is not installed.
     """
-    for is_records, group in itertools.groupby(files, holds_records):
+    for is_records, group in itertools.groupby(files, lambda file: file[1] in RECORD_FORMS):
         if is_records:
-            for path in group:
-                yield from _pieces_of(path)
+            for path, form in group:
+                yield from _pieces_of(path, form)
             continue
-        for texts in in_groups(group, _size, PIECE_BYTES):
-            yield Piece(tuple(texts))
+        texts = list(group)
+        for some in in_groups([path for path, _ in texts], _size, PIECE_BYTES):
+            yield Piece(tuple(some), texts[0][1])
 
 
 def in_groups(items: Iterable[T], size: Callable[[T], int], least: int) -> Iterator[list[T]]:
@@ -141,20 +211,21 @@ def records(piece: Piece, field: str, read: Callable[..., T], beside: str = "") 
         DataError: a line or row that is no document; says which, and what is wrong with it.
     """
     (path,) = piece.files
-    of_rows = _is_parquet(path)
+    of_rows = piece.form == "rows"
     values: Iterator[Any] = _rows(path, piece.start, field, beside) if of_rows else _lines(path, piece)
     for number, value in enumerate(values, 1):
         try:
             if of_rows:
                 made = read(*value)
-            elif value.isspace():
-                continue
             else:
-                record = json.loads(value.decode("utf-8"))
+                line = value.removeprefix(UTF8_MARK) if number == 1 and not piece.start else value
+                if not line or line.isspace():
+                    continue
+                record = json.loads(line.decode("utf-8"))
                 made = read(_field(record, field), *([record.get(beside)] if beside else []))
         except (ValueError, RecursionError) as error:
-            before = piece.start if piece.content is not None else _before(path, piece.start)
-            place = f"{path}, {'row' if of_rows else 'line'} {before + number}"
+            before = piece.start if piece.content is not None else _before(path, piece)
+            place = f"{path}, {_PLACES[piece.form]} {before + number}"
             raise DataError(f"data {place}: {_wrong(error)}") from None
         yield made
 
@@ -183,19 +254,6 @@ def kind_of(value: Any) -> str:
     return names.get(type(value), "a number")
 
 
-def package(name: str, path: Path) -> Any:
-    """The optional package that reads ``path``.
-
-    Raises:
-        DataError: it is not installed.
-    """
-    try:
-        return importlib.import_module(name)
-    except ImportError:
-        missing = name.partition(".")[0]
-        raise DataError(f"data {path} needs the package {missing!r}: pip install {missing}") from None
-
-
 def _field(record: Any, field: str) -> Any:
     if not isinstance(record, dict):
         raise BadRecordError(f'{kind_of(record)}, expected an object such as {{"{field}": …}}')
@@ -214,55 +272,63 @@ def _wrong(error: Exception) -> str:
     return f"not JSON ({clipped(why, 120)})"
 
 
-def _is_parquet(path: Path) -> bool:
-    return path.name.lower().endswith(".parquet")
-
-
 def _size(path: Path) -> int:
-    with _reading(path):
+    with reading(path):
         return path.stat().st_size
 
 
-def _pieces_of(path: Path) -> Iterator[Piece]:
+def _pieces_of(path: Path, form: Form) -> Iterator[Piece]:
     """Of a file of records."""
-    if _is_parquet(path):
-        with _reading(path):
+    if form == "rows":
+        with reading(path):
             groups = _parquet(path).num_row_groups
-        yield from (Piece((path,), group) for group in range(groups))
-    elif path.name.lower().endswith(".jsonl"):
+        yield from (Piece((path,), form, group) for group in range(groups))
+    elif form == "list":
+        count = 0
+        for some in in_groups(_listed(path), len, PIECE_BYTES):
+            yield Piece((path,), form, count, content=b"".join(some))
+            count += len(some)
+    elif not is_compressed(path):
         size = _size(path)
-        yield from (Piece((path,), at, min(at + PIECE_BYTES, size)) for at in range(0, size, PIECE_BYTES))
+        yield from (Piece((path,), form, at, min(at + PIECE_BYTES, size)) for at in range(0, size, PIECE_BYTES))
     else:
         held, lines = bytearray(), 0
-        for block in _blocks(path):
+        for block in blocks(path):
             held += block
             while (end := held.find(b"\n", PIECE_BYTES - 1) + 1) > 0:
-                yield Piece((path,), lines, content=bytes(held[:end]))
+                yield Piece((path,), form, lines, content=bytes(held[:end]))
                 lines += held.count(b"\n", 0, end)
                 del held[:end]
         if held:
-            yield Piece((path,), lines, content=bytes(held))
+            yield Piece((path,), form, lines, content=bytes(held))
 
 
-def _blocks(path: Path) -> Iterator[bytes]:
-    """What a compressed file holds."""
-    with _reading(path), path.open("rb") as file:
-        if path.name.lower().endswith(".gz"):
-            with gzip.open(file) as unpacked:
-                while block := unpacked.read(_BLOCK):
-                    yield block
-            return
-        zstandard = package("zstandard", path)
-        frame, ended = zstandard.ZstdDecompressor().decompressobj(), True
-        while packed := file.read(_BLOCK // 8):
-            while packed:
-                if block := frame.decompress(packed):
-                    yield block
-                packed, ended = frame.unused_data, frame.eof
-                if ended:
-                    frame = zstandard.ZstdDecompressor().decompressobj()
-        if not ended:
-            raise EOFError("its end is missing")
+def _listed(path: Path) -> Iterator[bytes]:
+    """The records in a list of JSON, each as a line."""
+    decoder, number = json.JSONDecoder(), 0
+    try:
+        text = b"".join(blocks(path)).removeprefix(UTF8_MARK).decode("utf-8")
+        at = _after_blanks(text, _after_blanks(text, 0) + 1)
+        while not text.startswith("]", at):
+            number += 1
+            record, at = decoder.raw_decode(text, at)
+            yield json.dumps(record).encode() + b"\n"
+            at = _after_blanks(text, at)
+            if text.startswith(",", at):
+                at = _after_blanks(text, at + 1)
+            elif not text.startswith("]", at):
+                raise json.JSONDecodeError("Expecting , or ]", text, at)
+        if (end := _after_blanks(text, at + 1)) < len(text):
+            raise json.JSONDecodeError("more after the end of the list", text, end)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"data {path}, record {number}: {_wrong(error)}") from None
+
+
+def _after_blanks(text: str, at: int) -> int:
+    """The first place from ``at`` on where JSON has no blank."""
+    blank = _BLANKS.match(text, at)
+    assert blank is not None
+    return blank.end()
 
 
 def _lines(path: Path, piece: Piece) -> Iterator[bytes]:
@@ -270,7 +336,7 @@ def _lines(path: Path, piece: Piece) -> Iterator[bytes]:
     if piece.content is not None:
         yield from io.BytesIO(piece.content)
         return
-    with _reading(path), path.open("rb") as file:
+    with reading(path), path.open("rb") as file:
         at = piece.start
         if at:
             file.seek(at - 1)
@@ -280,9 +346,10 @@ def _lines(path: Path, piece: Piece) -> Iterator[bytes]:
             yield line
 
 
-def _before(path: Path, position: int) -> int:
-    """How many lines begin before a byte of a file, or rows before a row group."""
-    if _is_parquet(path):
+def _before(path: Path, piece: Piece) -> int:
+    """How many lines or rows of a file are before a piece."""
+    position = piece.start
+    if piece.form == "rows":
         metadata = _parquet(path).metadata
         return sum(metadata.row_group(k).num_rows for k in range(position))
     with path.open("rb") as file:
@@ -295,7 +362,7 @@ def _before(path: Path, position: int) -> int:
 def _rows(path: Path, group: int, field: str, beside: str) -> Iterator[list[Any]]:
     """Of each row the ``field``, and the one ``beside`` it if that is named. Arrow gives every object all fields, and those
     that it does not have are null."""
-    with _reading(path):
+    with reading(path):
         file = _parquet(path)
         there = file.schema_arrow.names
         if field not in there:
@@ -309,18 +376,3 @@ def _rows(path: Path, group: int, field: str, beside: str) -> Iterator[list[Any]
 
 def _parquet(path: Path) -> Any:
     return package("pyarrow.parquet", path).ParquetFile(path)
-
-
-@contextmanager
-def _reading(path: Path) -> Iterator[None]:
-    """Raises DataError for what is wrong with a file that is read in the block."""
-    try:
-        yield
-    except (DataError, BadRecordError, MemoryError):
-        raise
-    except OSError as error:
-        if error.strerror:
-            raise DataError(f"data {path}: can't be read ({error.strerror})") from None
-        raise DataError(f"data {path}: damaged ({' '.join(str(error).split())})") from None
-    except Exception as error:  # of gzip, zlib, zstandard and pyarrow
-        raise DataError(f"data {path}: damaged ({clipped(' '.join(str(error).split()), 160)})") from None

@@ -17,15 +17,8 @@ import numpy.typing as npt
 
 from jaxpipe.errors import DataError
 from jaxpipe.train.corpora.chat import ChatTemplate, chat_in, find_template
-from jaxpipe.train.corpora.documents import (
-    BadRecordError,
-    Piece,
-    holds_records,
-    in_groups,
-    read_document,
-    records,
-    text_in,
-)
+from jaxpipe.train.corpora.content import RECORD_FORMS, Form, read_text
+from jaxpipe.train.corpora.documents import BadRecordError, Piece, in_groups, records, text_in
 from jaxpipe.train.corpora.tokenizers import Ids, Tokenizer, id_dtype
 from jaxpipe.train.settings.sections import ReadingConfig
 
@@ -80,8 +73,8 @@ class Encoder:
         Raises:
             DataError: a record is no document.
         """
-        if not holds_records(piece.files[0]):
-            return self._files(piece.files)
+        if piece.form not in RECORD_FORMS:
+            return self._files(piece.files, piece.form)
         if self.template is None:
             return self._texts(piece)
         render = self.template.render
@@ -119,11 +112,11 @@ class Encoder:
         loss = next((loss for text in few if (loss := self.tokenizer.loss_of(text))), "")
         return loss and f"tokenizer {self.tokenizer.name}: text does not survive it: {loss}"
 
-    def _files(self, paths: Iterable[Path]) -> Encoded:
+    def _files(self, paths: Iterable[Path], form: Form) -> Encoded:
         found, problems, loss = [], [], ""
         for path in paths:
             try:
-                text = self._text(path)
+                text = self._text(path, form)
                 found.append((path, (self.tokenizer.encode(text), _num_bytes(text))))
                 loss = loss or self._loss([text])
             except DataError as error:
@@ -132,10 +125,10 @@ class Encoder:
         files = tuple(path for path, (ids, _) in found if len(ids))
         return self._joined([document for _, document in found], files, tuple(problems), loss)
 
-    def _text(self, path: Path) -> str:
+    def _text(self, path: Path, form: Form) -> str:
         if self.template is not None:
-            raise DataError(f"data {path}: chats are read from JSONL or Parquet, and this is neither")
-        return read_document(path)
+            raise DataError(f"data {path}: chats are read from JSON or Parquet, and this is neither")
+        return read_text(path, form)
 
     def _begin(self, ids: Ids) -> Ids:
         """What stands before a document: nothing where its text says it already, as that of a chat template does."""

@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jaxpipe.errors import DataError
+from jaxpipe.files import check_local
 from jaxpipe.train.corpora.tokenizers import id_dtype
 
 FORMAT = 2
@@ -57,8 +58,10 @@ class Store:
         """What ``store.json`` says.
 
         Raises:
+            ConfigError: the folder is a URL.
             DataError: it is missing or damaged, or the store is not finished.
         """
+        check_local(folder, "store")
         path = folder / MANIFEST
         try:
             text = path.read_text(encoding="utf-8")

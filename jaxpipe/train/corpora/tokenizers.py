@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jaxpipe.errors import DataError
-from jaxpipe.files import read_file
+from jaxpipe.files import check_local, hub_advice, read_file
 from jaxpipe.interop.folder import CONFIG, read_json
 from jaxpipe.interop.tokenizer import GENERATION, JSON, SETTINGS, TOKENS_MAP
 from jaxpipe.train.corpora.documents import package
@@ -391,8 +391,9 @@ def load_tokenizer(spec: str) -> Tokenizer:
         if not re.fullmatch(r"ids:[1-9]\d{0,8}", spec):
             raise DataError(f"tokenizer {spec!r}: write ids:N with the vocabulary size N, such as ids:50257")
         return IdTokenizer(int(spec[4:]))
+    check_local(spec, "tokenizer")
     if not spec.endswith(".json") and not Path(spec).is_file():
-        raise DataError(f"tokenizer {spec!r}: use byte, ids:N, or the path of a tokenizer.json")
+        raise DataError(f"tokenizer {spec!r}: use byte, ids:N, or the path of a tokenizer.json{hub_advice(spec)}")
     return HFTokenizer(spec)
 
 

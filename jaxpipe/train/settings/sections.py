@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Annotated, Any, Literal
 
+from jaxpipe.files import not_url
 from jaxpipe.schedule.families import FAMILIES, VOCABULARY_FAMILIES
 from jaxpipe.stage.split.policies import POLICIES
 from jaxpipe.train.corpora.documents import SUFFIXES
@@ -69,6 +70,7 @@ def _rises(cut: tuple[int | str, ...]) -> str:
 _Count = Annotated[int, within(1)]
 _Whole = Annotated[int, within(0)]  # from zero
 _Name = Annotated[str, not_empty]
+_Path = Annotated[str, not_empty, not_url]
 _Policy = Annotated[str, _is_policy]
 _Positive = Annotated[float, positive]
 _Beta = Annotated[float, within(0, 1 - 2**-24)]  # what is nearer to 1 is 1 in float32
@@ -89,7 +91,7 @@ class SourceConfig:
     """One of several sources."""
 
     #: As ``data.path``.
-    path: _Name
+    path: _Path
     #: Its share of the sequences, against the rest.
     weight: _Positive = 1.0
 
@@ -98,10 +100,12 @@ class SourceConfig:
 class ReadingConfig:
     """How files become documents, and documents sequences."""
 
-    #: What records of JSONL and Parquet hold: text, or messages with a ``role`` and a ``content``, of which answers count.
-    format: Literal["text", "chat"] = "text"
+    #: What files hold. ``auto``: text, each record of JSON or Parquet or each other file a document; refused where a file that
+    #: is called text begins with a record. ``text``: the same, but JSON is a record under ``.jsonl`` and ``.ndjson`` alone, and
+    #: under other names text, as is a table. ``chat``: records with messages of a ``role`` and a ``content``; answers count.
+    format: Literal["auto", "text", "chat"] = "auto"
     #: What makes text of messages: a path, or ``auto``: the one beside the tokenizer.
-    chat_template: _Name = "auto"
+    chat_template: _Path = "auto"
     #: The day that a template's ``strftime_now`` tells, as ``2026-01-01``; ``auto``: that of the template, or if it has none
     #: this one.
     chat_date: _Name = "auto"
@@ -128,12 +132,13 @@ class ReadingConfig:
 class DataConfig(Section):
     """What it is trained on: ``path``, or several ``sources``, or batches that ``target`` makes."""
 
-    #: A file of text, JSONL (``.jsonl``, ``.jsonl.gz``, ``.jsonl.zst``) or Parquet, a folder of these, a token store (``jaxpipe
-    #: data build``), a ``.npy``/``.npz`` array of ids, or ``stdlib`` (sources of the Python standard library); for models that
-    #: read other arrays, a ``.npz`` of them by name, or ``module:function``, which makes them and is called with ``options``.
-    path: _Name = "stdlib"
+    #: A file of text, JSON lines or a list of records (plain, gzip or zstd) or Parquet, a folder of these, a token store
+    #: (``jaxpipe data build``), a ``.npy``/``.npz`` array of ids, or ``stdlib`` (sources of the Python standard library); for
+    #: models that read other arrays, a ``.npz`` of them by name, or ``module:function``, which makes them and is called with
+    #: ``options``.
+    path: _Path = "stdlib"
     #: ``byte``, a ``tokenizer.json``, or ``ids:N`` (a vocabulary of N, no text).
-    tokenizer: _Name = "byte"
+    tokenizer: _Path = "byte"
     #: Tokens a sequence.
     seq_len: _Count = 128
     #: Fraction kept for evaluation.
@@ -332,7 +337,7 @@ class MachineConfig:
     #: yet.
     transport: Literal["tagged", "nccl"] = "tagged"
     #: Where compiled programs are kept for the next start: ``auto``, a folder that is yours alone, or ``off``.
-    compile_cache: _Name = "auto"
+    compile_cache: _Path = "auto"
     #: A step that takes longer than this, and than 20 times the median, ends the run as hung (0: none does).
     watchdog_s: Annotated[float, within(0, inf)] = 60.0
 
@@ -373,10 +378,10 @@ class RunConfig(Section):
     #: Steps between evaluations (0: none).
     eval_every: _Whole = 50
     #: Where checkpoints, metrics and pictures go.
-    out_dir: _Name = "runs/default"
+    out_dir: _Path = "runs/default"
     #: A run, a checkpoint, or a folder of the Hugging Face hub (``PATH``, or ``PATH:STEP``) whose parameters a new run begins
     #: with; its model and tokenizer are the run's where the config says nothing of them.
-    init_from: _Name | None = None
+    init_from: _Path | None = None
     #: Begin with the parameters of ``init_from`` although its model computes something else than when they were saved.
     init_other_model: bool = False
     #: Steps between checkpoints (0: only the last).

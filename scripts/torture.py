@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 from provenance import commit_id  # noqa: E402
-from torture_parts import checkpoints, fuzz, hostile_data, job_files, runs, schedules, several, strangers  # noqa: E402
+from torture_parts import checkpoints, data_files, fuzz, hostile_data, job_files, runs, schedules, several, strangers  # noqa: E402
 from torture_parts.trial import Bench, Case, FailedError, SkippedError, Trial  # noqa: E402
 
 _MOST_SHOWN = 5  # failures of a part that are told in full
@@ -63,6 +63,7 @@ PARTS: dict[str, Part] = {
     "R15": Part("processes that are killed take the others along, and the run goes on to the same end", several.kills),
     "R16": Part("signals to one process or the launcher stop all after the same step", several.stops),
     "R17": Part("processes that stand still are named", several.stuck),
+    "R19": Part("data files are read by what they hold", data_files.files),
     "R24": Part("strangers keep no processes from meeting", strangers.cases),
     "R24b": Part("values in job files stay values", job_files.values),
 }

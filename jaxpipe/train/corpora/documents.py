@@ -251,7 +251,7 @@ def without_nulls(value: Any, but: str = "") -> Any:
 def kind_of(value: Any) -> str:
     """What a JSON value is, for messages."""
     names = {dict: "an object", list: "a list", str: "a string", bool: "true or false", type(None): "null"}
-    return names.get(type(value), "a number")
+    return names.get(type(value), "a number" if isinstance(value, int | float) else f"of type {type(value).__name__}")
 
 
 def _field(record: Any, field: str) -> Any:

@@ -33,7 +33,18 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 from provenance import commit_id  # noqa: E402
-from torture_parts import checkpoints, data_files, fuzz, hostile_data, job_files, runs, schedules, several, strangers  # noqa: E402
+from torture_parts import (  # noqa: E402
+    checkpoints,
+    data_files,
+    fuzz,
+    hostile_data,
+    identity,
+    job_files,
+    runs,
+    schedules,
+    several,
+    strangers,
+)
 from torture_parts.trial import Bench, Case, FailedError, SkippedError, Trial  # noqa: E402
 
 _MOST_SHOWN = 5  # failures of a part that are told in full
@@ -64,6 +75,7 @@ PARTS: dict[str, Part] = {
     "R16": Part("signals to one process or the launcher stop all after the same step", several.stops),
     "R17": Part("processes that stand still are named", several.stuck),
     "R19": Part("data files are read by what they hold", data_files.files),
+    "R22": Part("another model, rate, checkpoint or size is told from the same", identity.everything),
     "R24": Part("strangers keep no processes from meeting", strangers.cases),
     "R24b": Part("values in job files stay values", job_files.values),
 }

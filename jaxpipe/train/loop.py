@@ -41,7 +41,13 @@ from jaxpipe.train.imported import completed
 from jaxpipe.train.metrics import MetricsLog
 from jaxpipe.train.replan import Offer, Replanner
 from jaxpipe.train.run import resume
-from jaxpipe.train.run.agreement import agree_on_data, agree_on_devices, devices_of
+from jaxpipe.train.run.agreement import (
+    agree_on_batch,
+    agree_on_data,
+    agree_on_devices,
+    agree_on_model,
+    devices_of,
+)
 from jaxpipe.train.run.compile_cache import use_compile_cache
 from jaxpipe.train.run.pace import Pace
 from jaxpipe.train.run.progress import LiveLine, ProgressStream
@@ -116,8 +122,10 @@ def train(
                 out.print("reading the data")
             prepared = prepare(config, processes, None if origin is None else origin.meta)
             agree_on_data(processes, prepared.dataset.fingerprint)
+            agree_on_model(processes, config.model.target, lambda: prepared.program)
             start = resume.start_of(prepared, origin, folder.store, out.print)
             held_out = held_out_microbatches(prepared)
+            agree_on_batch(processes, "the held-out batches", held_out)
             if own_process and devices[0].platform == "cpu":
                 out.print(cpu_settings(keep_heap()))
             trainer = compile_setup(
@@ -327,6 +335,8 @@ class _Run:
         stop, switch = bool(self.stop.requested), self.offer is not None
         self.begun = state.step + 1
         with self.watchdog.watch(self.begun):
+            if record or state.step == self.start.step:
+                agree_on_batch(self.processes, f"the batch of step {self.begun}", batch)
             if record:  # what runs still would count as this step's
                 self._settle()
                 state = state.committed()

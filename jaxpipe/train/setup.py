@@ -35,7 +35,7 @@ from jaxpipe.train.corpora.tokenizers import Tokenizer, continued_tokenizer, loa
 from jaxpipe.train.data import Dataset, TokenDataset
 from jaxpipe.train.devices import device_errors
 from jaxpipe.train.metrics import format_gain
-from jaxpipe.train.settings.sections import DataConfig, PipelineConfig, names_function
+from jaxpipe.train.settings.sections import DataConfig, OptimizerConfig, PipelineConfig, names_function
 from jaxpipe.train.step import TrainStep
 from jaxpipe.train.trainer import Trainer
 from jaxpipe.train.update.decay import DecayRule, decay_mask, decay_remark
@@ -240,7 +240,7 @@ def step_over(config: TrainConfig, pipeline: Pipeline, decay: DecayRule = "role"
         pipeline,
         optimizer_of(config, pipeline.model, decay),
         clip_norm=config.optimizer.clip_norm,
-        learning_rate=_learning_rate(config),
+        learning_rate=rate_of(config.optimizer, config.run.steps),
         zero1=config.pipeline.sharding.zero1,
         post_validation=config.pipeline.passes.post_validation,
     )
@@ -267,7 +267,7 @@ def optimizer_of(config: TrainConfig, model: Model, decay: DecayRule = "role") -
     Raises:
         ConfigError: it is Muon, and the model has no matrices, or says wrongly which.
     """
-    o, rate = config.optimizer, _learning_rate(config)
+    o, rate = config.optimizer, rate_of(config.optimizer, config.run.steps)
     more, mask = o.options, decay_mask(model, decay)
     if o.name == "lion":
         return lion(rate, betas=more.betas, weight_decay=o.weight_decay, mask=mask)
@@ -286,7 +286,7 @@ def optimizer_remarks(config: TrainConfig, model: Model, decay: DecayRule = "rol
         yield decay_remark(model.stored, config.optimizer.weight_decay, decay)
 
 
-def _learning_rate(config: TrainConfig) -> optax.Schedule:
-    o, steps = config.optimizer, config.run.steps
+def rate_of(o: OptimizerConfig, steps: int) -> optax.Schedule:
+    """The learning rate of each update, of ``steps`` in all."""
     warmup, fall = min(o.warmup_steps, steps), o.options
     return learning_rate(o.lr, warmup, steps, fall.min_lr_ratio, fall.schedule, fall.decay_fraction)

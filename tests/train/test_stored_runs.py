@@ -12,16 +12,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
 
 from jaxpipe.cli import main
 from jaxpipe.errors import CheckpointError, ConfigError, DataError, JaxpipeError
 from jaxpipe.train.checkpoint import CheckpointStore, load_params, read_manifest
-from jaxpipe.train.config import load_config
+from jaxpipe.train.config import TrainConfig, load_config
 from jaxpipe.train.evaluate import load_trained
 from jaxpipe.train.metrics import read_metrics
 from jaxpipe.train.run import resume
-from jaxpipe.train.run.resume import Start
-from jaxpipe.train.setup import prepare
+from jaxpipe.train.run.resume import RATE, Start
+from jaxpipe.train.setup import prepare, rate_of
 from tests.support.checkpoint_cases import rewrite_manifest, swap_arrays
 from tests.support.paths import GOLDEN
 from tests.support.train_runs import ROOT, config, contents, copy_run, losses, run, settings, write_text
@@ -133,6 +136,9 @@ def test_changed_settings_are_named(text: Path, finished: Path) -> None:
         f"run.out_dir={finished}",
     )  # fmt: skip
     assert started.step == 4
+    assert notes.pop().startswith(
+        "optimizer.lr 0.01 → 5.0, run.steps 4 → 9: learning rate goes on at 4.153, was to be 0.001"
+    )
     assert notes == [
         "resuming with changes: model.options.dropout not set → 0.5, optimizer.lr 0.01 → 5.0, "
         "optimizer.options.betas [0.9, 0.95] → [0.1, 0.2], run.batch 8 → 16, run.dtype float32 → bfloat16, run.seed 0 → 77"
@@ -160,11 +166,52 @@ def test_changed_code_is_told(text: Path, finished: Path, monkeypatch: pytest.Mo
 def test_settings_decide_where_programs_can_not_be_compared(text: Path, copy: Path, program: object) -> None:
     """A checkpoint of jaxpipe 0.1.0, or of another JAX: it is said that code can't be compared."""
     rewrite_manifest(newest(copy), lambda body: body["meta"].update(program=program))
-    unknown, *others = start(text, copy, "optimizer.lr=2")[1]
+    unknown, *others = start(text, copy, "optimizer.weight_decay=2")[1]
     assert "can't be told" in unknown and ("0.0.1" if program else "no digest") in unknown
-    assert others == ["resuming with changes: optimizer.lr 0.01 → 2.0"]
+    assert others == ["resuming with changes: optimizer.weight_decay 0.1 → 2.0"]
     with pytest.raises(CheckpointError, match=r"of another model: model\.options\.dropout is 0\.5, was not set"):
         start(text, copy, "model.options.dropout=0.5")
+
+
+# -- the learning rate of the next step -----------------------------------------------------------------------------------
+
+
+def test_a_rate_that_moves_is_told(text: Path, finished: Path) -> None:
+    """Of a run of 4 steps that has ended: at the bottom of its cosine, and halfway down a longer one."""
+    (note,) = start(text, finished, "run.steps=8")[1]
+    assert note.startswith("run.steps 4 → 8: learning rate goes on at 0.0077") and "was to be 0.001" in note
+    assert "optimizer.schedule=constant" in note
+    _, note = start(text, finished, "run.steps=8", "optimizer.min_lr_ratio=1")[1]
+    assert note.startswith("optimizer.options.min_lr_ratio 0.1 → 1.0, run.steps 4 → 8: learning rate goes on at 0.01,")
+    assert start(text, finished, "run.checkpoint_every=3", "run.eval_every=0")[1] == []
+
+
+_rates = st.fixed_dictionaries(
+    {
+        "run.steps": st.integers(1, 90),
+        "optimizer.lr": st.sampled_from([1e-2, 1e-3]),
+        "optimizer.warmup_steps": st.integers(0, 30),
+        "optimizer.options.schedule": st.sampled_from(["cosine", "wsd", "linear", "constant"]),
+        "optimizer.options.min_lr_ratio": st.sampled_from([0.1, 0.5, 1.0]),
+        "optimizer.options.decay_fraction": st.sampled_from([0.2, 0.7]),
+    }
+)
+
+
+@given(old=_rates, new=_rates, kept=st.sets(st.sampled_from(["run.steps", *RATE])), updates=st.integers(0, 90))
+@hypothesis_settings(max_examples=40, deadline=None)
+def test_a_rate_is_told_if_and_only_if_it_moves(
+    old: dict[str, Any], new: dict[str, Any], kept: set[str], updates: int
+) -> None:
+    """As the optimizer has it: what SGD by each schedule takes off a parameter."""
+    then, now = (TrainConfig().changed(settings) for settings in (old, {**new, **{key: old[key] for key in kept}}))
+    note = resume.moved_rate(then.to_dict(), now, updates)
+    before, after = (float(rate_of(each.optimizer, each.run.steps)(updates)) for each in (then, now))
+    assert bool(note) is not np.isclose(before, after, rtol=1e-6, atol=0)
+    if note:
+        assert f"goes on at {after:.4g}, was to be {before:.4g}" in note
+        for key in old:
+            assert (f"{key} " in note.partition(": learning")[0]) is (then.by_key()[key] != now.by_key()[key])
 
 
 # -- settings of another version ------------------------------------------------------------------------------------------

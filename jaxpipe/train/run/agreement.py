@@ -1,23 +1,26 @@
-"""What the processes of a run must have in common before any of them changes something: versions, settings, devices, data,
-and a run directory that all see. What differs is said by all in one line, which names the process and the setting.
+"""What the processes of a run must have in common: versions, settings, those of JAX too, devices, data, the code of the model
+and a run directory that all see, before any of them changes something; then the batches of steps that are recorded. What
+differs is said by all in one line, which names the process and the setting.
 
 Importing this imports no JAX. In one process nothing is looked at.
 """
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import platform
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jaxpipe.errors import ConfigError
 from jaxpipe.runtime.processes import Processes
 from jaxpipe.train.config import TrainConfig
+from jaxpipe.train.devices import number_settings
 
 if TYPE_CHECKING:
     import jax
@@ -65,6 +68,7 @@ def agree_on_devices(processes: Processes, config: TrainConfig) -> None:
     kind = devices[0].device_kind
     have = {"devices": kind if devices[0].platform == "cpu" else f"{len(devices)} × {kind}"}
     processes.agree("devices", have, "use equal hosts, and see that all have their drivers")
+    processes.agree("JAX settings", number_settings(), "set JAX and XLA alike in all, as numbers depend on it")
     mine = processes.ranks(config.pipeline.ranks)[processes.mine]
     need = len(mine) * config.pipeline.rank_devices
     few = f"{len(mine)} ranks need {need} devices and JAX sees {len(devices)} there"
@@ -96,6 +100,25 @@ def agree_on_data(processes: Processes, fingerprint: str) -> None:
     """Raises AgreedError if the data that the processes have read differ."""
     if processes.number > 1:
         processes.agree("data", {"data": fingerprint}, "give all the same data.path and data.tokenizer")
+
+
+def agree_on_model(processes: Processes, target: str, program: Callable[[], Mapping[str, str]]) -> None:
+    """Raises AgreedError if the models that the processes have made compute or learn something else. ``program``: the digest
+    (:func:`~jaxpipe.train.checkpoints.stored.model_digest`) of the one here."""
+    if processes.number > 1:
+        digests = {f"{target}: digest of {name}": digest[:12] for name, digest in program().items()}
+        processes.agree("model", digests, "give all the same code of the model")
+
+
+def agree_on_batch(processes: Processes, what: str, batch: Mapping[str, Any]) -> None:
+    """Raises AgreedError if the arrays of a batch differ between processes. ``what``: which batch it is."""
+    if processes.number > 1:
+        from jaxpipe.stage.identity import array_key
+
+        arrays = {
+            f"{what}: {name}": hashlib.sha256(repr(array_key(x)).encode()).hexdigest()[:12] for name, x in batch.items()
+        }
+        processes.agree("batch", arrays, "data.target and data.path must give all processes the same, by seed and step")
 
 
 def _agree_on_folder(processes: Processes, folder: Path) -> None:

@@ -8,12 +8,16 @@ change, and are named where they change what is learnt.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from jaxpipe.errors import CheckpointError, DataError
+import jax
+import jax.numpy as jnp
+
+from jaxpipe.errors import CheckpointError, ConfigError, DataError
 from jaxpipe.runtime.processes import Processes
 from jaxpipe.schedule import Schedule
 from jaxpipe.schedule.passes.backwards import fused_stages
@@ -35,7 +39,7 @@ from jaxpipe.train.data import DataState, Stream
 from jaxpipe.train.imported import initial_params
 from jaxpipe.train.settings.sections import Sections
 from jaxpipe.train.settings.typed import leaves_of
-from jaxpipe.train.setup import Prepared, optimizer_of
+from jaxpipe.train.setup import Prepared, optimizer_of, rate_of
 from jaxpipe.train.update.decay import DECAY_RULES, DecayRule
 from jaxpipe.train.which_model import changed_settings, not_compared, stored_source
 
@@ -43,6 +47,11 @@ Note = Callable[[str], None]
 
 _WHERE = ("pipeline.", "run.replan.", "data.")
 """Settings of where a run computes; those of the data are compared by the data's fingerprint."""
+RATE = (
+    "run.steps", "optimizer.lr", "optimizer.warmup_steps", "optimizer.options.schedule", "optimizer.options.min_lr_ratio",
+    "optimizer.options.decay_fraction",
+)  # fmt: skip
+"""Settings of the learning rate."""
 _HOW_OFTEN = (
     "run.steps", "run.eval_every", "run.checkpoint_every", "run.out_dir", "run.resume", "run.max_skipped", "run.output.",
     "run.machine.",
@@ -126,6 +135,8 @@ def _resumed(prepared: Prepared, origin: Manifest, store: CheckpointStore, note:
     mine = _own_layers(prepared, store.processes)
     optimizer = None if imported else optimizer_of(prepared.config, prepared.model.stored)
     loaded = load_state(store, origin.step, prepared.model, optimizer, layers=mine)
+    if remark := moved_rate(meta["config"], prepared.config, _updates_done(loaded.optimizer, origin.step)):
+        remarks.append(remark)
     for remark in remarks:
         note(remark)
     first = meta.get("first_loss")
@@ -134,6 +145,35 @@ def _resumed(prepared: Prepared, origin: Manifest, store: CheckpointStore, note:
     fused = None if imported else _fused(meta, prepared.plan.cut)
     decay: DecayRule = "role" if imported else _decay_rule(meta, folder)
     return Start(origin.step, batches, loaded.params, state_of_optimizer, first, fused, resumed=True, decay=decay)
+
+
+def _updates_done(optimizer: Mapping[str, Any], step: int) -> int:
+    """How many updates optimizer state has counted: one for each step that was not skipped."""
+    counts = [
+        int(leaf) for leaf in jax.tree.leaves(optimizer) if leaf.ndim == 0 and jnp.issubdtype(leaf.dtype, jnp.integer)
+    ]
+    return max(counts, default=step)
+
+
+def moved_rate(stored: Mapping[str, Any], config: TrainConfig, updates: int) -> str:
+    """A remark on the learning rate of the next step, where it is not what the settings so far would have made it; empty where
+    it is, or where these can't be read. ``updates``: that have been made."""
+    then = known_settings(stored)[0]
+    changes = {key: change for key, change in _changes(then, config).items() if key in RATE}
+    if not changes:
+        return ""
+    leaves = _leaves(then)
+    try:
+        before = TrainConfig().changed({key: leaves[key] for key in RATE if key in leaves})
+    except ConfigError:
+        return ""
+    old, new = (float(rate_of(each.optimizer, each.run.steps)(updates)) for each in (before, config))
+    if math.isclose(old, new, rel_tol=1e-6):
+        return ""
+    listed = ", ".join(f"{key} {a} → {b}" for key, (a, b) in changes.items())
+    falls = config.optimizer.options.schedule != "constant"
+    advice = " (optimizer.schedule=constant and optimizer.lr set a rate that stays)" if falls else ""
+    return f"{listed}: learning rate goes on at {new:.4g}, was to be {old:.4g}{advice}"
 
 
 def _decay_rule(meta: Mapping[str, Any], folder: Path) -> DecayRule:

@@ -44,6 +44,7 @@ from torture_parts import (  # noqa: E402
     schedules,
     several,
     strangers,
+    tokenizers,
 )
 from torture_parts.trial import Bench, Case, FailedError, SkippedError, Trial  # noqa: E402
 
@@ -74,6 +75,7 @@ PARTS: dict[str, Part] = {
     "R15": Part("processes that are killed take the others along, and the run goes on to the same end", several.kills),
     "R16": Part("signals to one process or the launcher stop all after the same step", several.stops),
     "R17": Part("processes that stand still are named", several.stuck),
+    "R18": Part("tokenizer files give the ids of the package, or one line", tokenizers.files),
     "R19": Part("data files are read by what they hold", data_files.files),
     "R22": Part("another model, rate, checkpoint or size is told from the same", identity.everything),
     "R24": Part("strangers keep no processes from meeting", strangers.cases),

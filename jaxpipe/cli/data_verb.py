@@ -57,7 +57,9 @@ def run_data(arguments: argparse.Namespace) -> None:
         raise ConfigError(
             "data build wants -o STORE, the folder to make" if action == "build" else "data check takes no -o"
         )
+    from jaxpipe.interop.tokenizer import JSON
     from jaxpipe.train.corpora.store import Store
+    from jaxpipe.train.corpora.tokenizers import load_tokenizer
 
     paths = [Path(path) for path in arguments.paths]
     started = time.perf_counter()
@@ -67,6 +69,8 @@ def run_data(arguments: argparse.Namespace) -> None:
         stores = [Store.read(path) for path in paths]
         for store in stores:
             store.check(whole=True)
+            if (own := store.folder / JSON).is_file():
+                load_tokenizer(str(own)).check_store(store.folder, store.spec["tokenizer"])
     seconds = time.perf_counter() - started
     found = [
         {"store": str(s.folder), "documents": s.documents, "tokens": s.tokens, "fingerprint": s.fingerprint}

@@ -69,11 +69,9 @@ class Prepared:
 
 def data_remarks(dataset: Dataset) -> Iterator[str]:
     """What a user may not expect of the tokenizer and the documents, in lines."""
-    yield from dataset.tokenizer.remarks
     parts = dataset.parts.values() if isinstance(dataset, MixedDataset) else [dataset]
-    for part in parts:
-        if isinstance(part, TokenDataset):
-            yield from part.corpus.remarks
+    corpora = [part.corpus for part in parts if isinstance(part, TokenDataset)]
+    yield from dict.fromkeys([*dataset.tokenizer.remarks, *(line for corpus in corpora for line in corpus.remarks)])
 
 
 def load_dataset(config: TrainConfig, tokenizer: Tokenizer | None = None) -> Dataset:

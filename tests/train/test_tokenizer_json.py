@@ -180,7 +180,9 @@ def test_a_store_that_was_built_short_is_refused_and_others_stay_valid(tmp_path:
     if name in ("truncation", "padding", "dropout", "all"):
         for call in (load_corpus, lambda folder, made: build_store([source], folder, made, Reading(bos="none"))):
             assert "built by an older version, which obeyed the" in refusal(call, store.folder, tokenizer)
+        assert main(["data", "check", str(store.folder)]) == 2
         return
+    assert main(["data", "check", str(store.folder)]) == 0
     corpus = load_corpus(store.folder, tokenizer)
     np.testing.assert_array_equal(corpus.ids, ids)
     assert corpus.bos is None and (corpus.fingerprint == store.fingerprint)

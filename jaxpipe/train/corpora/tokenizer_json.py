@@ -59,7 +59,7 @@ class TokenizerJson:
         for key, start, stop in _values(content, _blank(content, 0)) if keys or dropout else ():
             if key in keys:
                 places.append((start, stop))
-            elif key == "model" and content[start] == "{":
+            elif dropout and key == "model":
                 places += [(a, b) for inner, a, b in _values(content, start) if inner == "dropout"]
         if "truncation" in keys:
             limit = body["truncation"].get("max_length") if isinstance(body["truncation"], dict) else "?"

@@ -129,6 +129,9 @@ class ByteTokenizer(Tokenizer):
     lengths = np.ones(256, np.int64)
     keeps_bytes = True
 
+    def name_of(self, number: int) -> str:
+        return f"byte {number}"
+
     def encode(self, text: str) -> Ids:
         return np.frombuffer(text.encode("utf-8", "surrogateescape"), dtype=np.uint8)
 

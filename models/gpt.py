@@ -207,24 +207,54 @@ _SIZES = {"vocab_size": "vocab_size", "d_model": "n_embd", "num_layers": "n_laye
 _GELUS = {"gelu_new": "tanh", "gelu_pytorch_tanh": "tanh", "gelu": "exact"}
 
 
+_DEFAULTS: Mapping[str, Any] = {
+    "vocab_size": 50257,
+    "n_embd": 768,
+    "n_layer": 12,
+    "n_head": 12,
+    "n_positions": 1024,
+    "n_inner": None,
+    "activation_function": "gelu_new",
+    "layer_norm_epsilon": 1e-5,
+    "tie_word_embeddings": True,
+}
+"""What an absent key means to transformers."""
+_ALIASES = {
+    "hidden_size": "n_embd",
+    "max_position_embeddings": "n_positions",
+    "num_attention_heads": "n_head",
+    "num_hidden_layers": "n_layer",
+}
+"""Other names that transformers takes for these keys."""
+
+
 def _options_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    keys = Keys(config)
+    for other, name in _ALIASES.items():
+        if other in config and config.get(name, config[other]) != config[other]:
+            raise ConfigError(
+                f"config.json: {name} is {config[name]!r}, and {other} is {config[other]!r}; take the wrong one away"
+            )
+    aliased = {name: config[other] for other, name in _ALIASES.items() if other in config}
+    keys = Keys({**_DEFAULTS, **aliased, **config})
     keys.only("model_type", "gpt2")
     keys.only("activation_function", *_GELUS)
     keys.only("scale_attn_weights", True)
+    keys.only("per_layer_config", None)
     for name in ("scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn", "add_cross_attention"):
         keys.only(name, False)
-    width = keys.whole("n_embd")
+    width, heads = keys.whole("n_embd"), keys.whole("n_head")
     ratio, rest = divmod(keys.whole("n_inner", 4 * width), width)
     if rest:
         raise refused("n_inner", config["n_inner"], f"multiples of n_embd, {width}")
+    if width % heads:
+        raise refused("n_embd", width, f"a multiple of n_head, {heads}")
     return {
         **{ours: keys.whole(theirs) for ours, theirs in _SIZES.items()},
         "max_seq_len": keys.whole("n_positions"),
         "mlp_ratio": ratio,
-        "gelu": _GELUS[keys.text("activation_function", "gelu_new")],
-        "norm_eps": keys.number("layer_norm_epsilon", 1e-5),
-        "tied": keys.flag("tie_word_embeddings", True),
+        "gelu": _GELUS[keys.text("activation_function")],
+        "norm_eps": keys.number("layer_norm_epsilon", above=0, below=1),
+        "tied": keys.flag("tie_word_embeddings"),
     }
 
 

@@ -338,6 +338,44 @@ _SIZES = {
     "num_layers": "num_hidden_layers",
     "num_heads": "num_attention_heads",
 }
+_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "llama": {"intermediate_size": 11008, "max_position_embeddings": 2048},
+    "mistral": {
+        "intermediate_size": 14336,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "sliding_window": 4096,
+    },
+    "qwen2": {"vocab_size": 151936, "num_key_value_heads": 32, "sliding_window": 4096},
+    "qwen3": {"vocab_size": 151936, "num_key_value_heads": 32, "sliding_window": 4096, "head_dim": 128},
+    "smollm3": {
+        "vocab_size": 128256,
+        "hidden_size": 2048,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "tie_word_embeddings": True,
+        "rope_theta": 2e6,
+    },
+}
+"""By model_type, what an absent key means to transformers 5.24, where that is not :data:`_COMMON`."""
+_COMMON: Mapping[str, Any] = {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 22016,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "hidden_act": "silu",
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "use_sliding_window": False,
+    "max_window_layers": 28,
+    "no_rope_layer_interval": 4,
+}
 _SCALINGS = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
@@ -349,70 +387,124 @@ _SCALINGS = {
 def _options_of(config: Mapping[str, Any]) -> dict[str, Any]:
     keys = Keys(config)
     keys.only("model_type", *_ARCHITECTURES)
-    keys.only("hidden_act", "silu")
-    keys.only("partial_rotary_factor", 1)
     kind = keys.text("model_type")
-    bias = kind != "mistral" and keys.flag("attention_bias", False)
+    defaults = {**_COMMON, **_DEFAULTS[kind]}
+    theta = defaults.pop("rope_theta", 1e4)
+    keys = Keys({**defaults, **config})
+    keys.only("hidden_act", "silu", "swish")
+    keys.only("per_layer_config", None)
+    bias = kind not in ("mistral", "qwen2") and keys.flag("attention_bias")
+    heads = keys.whole("num_attention_heads")
+    shared = keys.whole("num_key_value_heads", None if kind == "mistral" else heads)
+    if heads % shared:
+        raise refused("num_key_value_heads", shared, f"a divisor of num_attention_heads, {heads}")
+    rope = _rope_of(keys, kind, theta)
     return {
         **{ours: keys.whole(theirs) for ours, theirs in _SIZES.items()},
-        "num_kv_heads": keys.whole("num_key_value_heads", keys.whole("num_attention_heads")),
+        "num_kv_heads": shared,
         "max_seq_len": keys.whole("max_position_embeddings"),
         "mlp_size": keys.whole("intermediate_size"),
         "qkv_bias": bias or kind == "qwen2",
-        "out_bias": bias and kind != "qwen2",
-        "mlp_bias": kind in ("llama", "smollm3") and keys.flag("mlp_bias", False),
+        "out_bias": bias,
+        "mlp_bias": kind in ("llama", "smollm3") and keys.flag("mlp_bias"),
         "qk_norm": kind == "qwen3",
-        "norm_eps": keys.number("rms_norm_eps"),
-        "tied": keys.flag("tie_word_embeddings", kind == "smollm3"),
-        **({"head_dim": keys.whole("head_dim")} if config.get("head_dim") is not None else {}),
-        **_rope_of(keys, kind),
-        **_window_of(keys, kind),
+        "norm_eps": keys.number("rms_norm_eps", above=0, below=1),
+        "tied": keys.flag("tie_word_embeddings"),
+        **_head_dim_of(keys, kind),
+        **rope,
+        **_window_of(keys, kind, rope.get("rope_every", 0)),
     }
 
 
-def _rope_of(keys: Keys, kind: str) -> dict[str, Any]:
-    theta, scaling = keys.rope(2e6 if kind == "smollm3" else 1e4)
-    options: dict[str, Any] = {"rope_theta": theta}
-    scaled = scaling.text("rope_type", scaling.text("type", "default"))
+def _head_dim_of(keys: Keys, kind: str) -> dict[str, int]:
+    """The option ``head_dim``, where the file has it or transformers' default is not ``d_model / num_heads``."""
+    width, heads = keys.whole("hidden_size"), keys.whole("num_attention_heads")
+    if kind == "llama" and width % heads:
+        raise refused("hidden_size", width, f"a multiple of num_attention_heads, {heads}")
+    fixed = "head_dim" in keys.config and kind not in ("llama", "mistral")  # null there is an error of transformers
+    size = keys.whole("head_dim", None if fixed else width // heads)
+    if size % 2:
+        raise refused("head_dim", size, "rotary positions, which need an even number")
+    return {"head_dim": size} if size * heads != width or keys.config.get("head_dim") is not None else {}
+
+
+def _rope_of(keys: Keys, kind: str, theta: float) -> dict[str, Any]:
+    base, scaled, scaling = keys.rope(theta)
+    options: dict[str, Any] = {"rope_theta": base}
     if scaled not in ("default", *_SCALINGS):
         raise refused("rope_type", scaled, ", ".join(("default", *_SCALINGS)))
     if scaled != "default":
-        length = scaling.whole("original_max_position_embeddings", keys.whole("max_position_embeddings"))
-        numbers = {name: scaling.number(name) for name in _SCALINGS[scaled] if scaling.config.get(name) is not None}
-        scaling.only("truncate", True)
-        for name in ("mscale", "mscale_all_dim"):
-            scaling.only(name)
-        options["rope_scaling"] = {
-            "kind": scaled,
-            "original_seq_len": length,
-            "factor": scaling.number("factor"),
-            **numbers,
-        }
+        options["rope_scaling"] = _scaling_of(keys, scaled, scaling)
     if kind == "smollm3":
-        count = keys.whole("num_hidden_layers")
-        every = keys.whole("no_rope_layer_interval", 4)
-        given = keys.config.get("no_rope_layers")
-        if given == [1] * count:
-            every = 0
-        elif given is not None and given != [int(i % every != 0) for i in range(1, count + 1)]:
-            raise refused("no_rope_layers", given, f"a 0 for each layer that no_rope_layer_interval={every} divides")
-        options["rope_every"] = every if every <= count else 0
+        options["rope_every"] = _rope_every_of(keys)
     return options
 
 
-def _window_of(keys: Keys, kind: str) -> dict[str, Any]:
-    count, types = keys.whole("num_hidden_layers"), keys.config.get("layer_types")
-    if not (kind == "mistral" or (kind != "llama" and keys.flag("use_sliding_window", False))):
+def _scaling_of(keys: Keys, kind: str, scaling: Keys) -> dict[str, Any]:
+    name = "original_max_position_embeddings"
+    length = keys.whole("max_position_embeddings") if name not in keys.config or kind == "linear" else keys.whole(name)
+    length = scaling.whole(name, length)
+    if kind != "linear" and name in keys.config and keys.whole(name) != length:
+        raise ConfigError(
+            f"config.json: {name} is {keys.whole(name)}, and {scaling.where}{name} is {length}; take the wrong one away"
+        )
+    wanted = ("factor", "low_freq_factor", "high_freq_factor") if kind == "llama3" else ("factor",)
+    numbers = {
+        number: scaling.number(number)
+        for number in _SCALINGS[kind]
+        if number in wanted or scaling.config.get(number) is not None
+    }
+    scaling.only("truncate", True, None)
+    for number in ("mscale", "mscale_all_dim"):
+        scaling.only(number, None)
+    return {"kind": kind, "original_seq_len": length, **numbers}
+
+
+def _rope_every_of(keys: Keys) -> int:
+    """The option ``rope_every`` of SmolLM3."""
+    count, given = keys.whole("num_hidden_layers"), keys.config.get("no_rope_layers")
+    if given is None:
+        every = keys.whole("no_rope_layer_interval")
+        return every if every <= count else 0
+    layers = given[:count] if isinstance(given, list) else given
+    every = next((n for n in range(1, count + 2) if layers == [int(i % n != 0) for i in range(1, count + 1)]), None)
+    if every is None:
+        raise refused(
+            "no_rope_layers", given, "a 0 for each layer of a number that some interval divides, and 1 for others"
+        )
+    return every if every <= count else 0
+
+
+def _window_of(keys: Keys, kind: str, rope_every: int) -> dict[str, Any]:
+    """The option ``window``, of models whose layers all have it."""
+    count, given = keys.whole("num_hidden_layers"), keys.config.get("layer_types")
+    full, sliding = (["full_attention"] * count, ["sliding_attention"] * count)
+    if given is not None and not (
+        isinstance(given, list) and len(given) == count and {*map(str, given)} <= {full[0], sliding[0]}
+    ):
+        raise refused("layer_types", given, f"{full[0]} or {sliding[0]} for each of its {count} layers")
+    if kind == "llama":
         return {}
-    if types is not None and types not in (["full_attention"] * count, ["sliding_attention"] * count):
-        raise refused("layer_types", types, "layers that are all full_attention or all sliding_attention")
-    if types is None and kind != "mistral":
-        without = keys.whole("max_window_layers", 28, least=0)
-        if 0 < without < count:
-            raise refused("max_window_layers", without, f"0, or num_hidden_layers, {count}")
-        types = ["full_attention" if without else "sliding_attention"]
-    full = keys.config.get("sliding_window") is None or (types is not None and types[0] == "full_attention")
-    return {} if full else {"window": keys.whole("sliding_window")}
+    window = None if keys.config.get("sliding_window") is None else keys.whole("sliding_window")
+    if kind != "mistral" and not keys.flag("use_sliding_window"):
+        window = None
+    match kind:
+        case "mistral":
+            key, slides = "sliding_window", [True] * count
+        case "smollm3":
+            key, slides = "use_sliding_window", [bool(rope_every) and i % rope_every == 0 for i in range(1, count + 1)]
+        case _:
+            key, first = "max_window_layers", keys.whole("max_window_layers", least=0)
+            slides = [i >= first for i in range(count)]
+    types = [sliding[0] if window is not None and slide else full[0] for slide in slides]
+    if given is not None:
+        # The Mistral of version 4 does not look at layer_types, that of version 5 does.
+        if (kind == "mistral" and given != types) or (window is None and given != full):
+            raise refused("layer_types", given, f"{types[0]} in each of its {count} layers, by its sliding_window")
+        key, types = "layer_types", given
+    if len({*types}) > 1:
+        raise refused(key, keys.config.get(key), "layers that all have a window, or none")
+    return {} if types == full else {"window": window}
 
 
 def _tensors(options: Mapping[str, Any]) -> list[Tensor]:

@@ -21,7 +21,7 @@ from flax import linen as nn
 
 from jaxpipe.context_parallel import own_positions, own_times, whole_times
 from jaxpipe.errors import ConfigError, StageError
-from jaxpipe.interop.config import Keys, refused
+from jaxpipe.interop.config import MOST_LAYERS, Keys, refused
 from jaxpipe.interop.table import HuggingFace, Tensor
 from jaxpipe.stage.model.adapters import from_linen
 from jaxpipe.stage.model.layer import Layer, Matrix, Model, Path, Shard
@@ -200,7 +200,7 @@ def _block_shards(c: GPTConfig, tp: TensorParallel) -> Mapping[Path, Shard]:
 
 def hugging_face() -> HuggingFace:
     """GPT-2 in folders of the hub. Its linear layers are stored as [in, out], so nothing is transposed."""
-    return HuggingFace(_options_of, _tensors, _config_of, r"\.attn\.(bias|masked_bias)$", "transformer.")
+    return HuggingFace(_options_of, _tensors, _config_of, r"\.attn\.(bias|masked_bias)$", "transformer.", _tied)
 
 
 _SIZES = {"vocab_size": "vocab_size", "d_model": "n_embd", "num_layers": "n_layer", "num_heads": "n_head"}
@@ -237,6 +237,7 @@ def _options_of(config: Mapping[str, Any]) -> dict[str, Any]:
     aliased = {name: config[other] for other, name in _ALIASES.items() if other in config}
     keys = Keys({**_DEFAULTS, **aliased, **config})
     keys.only("model_type", "gpt2")
+    keys.whole("n_layer", most=MOST_LAYERS)
     keys.only("activation_function", *_GELUS)
     keys.only("scale_attn_weights", True)
     keys.only("per_layer_config", None)
@@ -286,6 +287,11 @@ def _tensors(options: Mapping[str, Any]) -> list[Tensor]:
     if not c.tied:
         rows.append(Tensor.of_words("lm_head.weight", "head", ("kernel",), *words))
     return rows
+
+
+def _tied(options: Mapping[str, Any]) -> dict[str, str]:
+    c = build_options(GPTConfig, options, "models.gpt:GPT")
+    return {"lm_head.weight": "transformer.wte.weight"} if c.tied else {}
 
 
 def _config_of(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from flax import linen as nn
 
 from jaxpipe.context_parallel import own_positions
 from jaxpipe.errors import ConfigError
-from jaxpipe.interop.config import Keys, refused
+from jaxpipe.interop.config import MOST_LAYERS, Keys, refused
 from jaxpipe.interop.table import HuggingFace, Tensor
 from jaxpipe.stage.model.adapters import from_linen
 from jaxpipe.stage.model.layer import Layer, LayerContext, Matrix, Model, Params, Path, Shard
@@ -328,7 +328,7 @@ def _matrices(c: LlamaConfig) -> Mapping[Path, Matrix]:
 
 def hugging_face() -> HuggingFace:
     """Llama 2 and 3, Mistral, Qwen2, Qwen3, SmolLM2 and 3 in folders of the hub. Linear layers are stored as [out, in]."""
-    return HuggingFace(_options_of, _tensors, _config_of)
+    return HuggingFace(_options_of, _tensors, _config_of, tied=_tied)
 
 
 _ARCHITECTURES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "smollm3": "SmolLM3"}
@@ -391,6 +391,7 @@ def _options_of(config: Mapping[str, Any]) -> dict[str, Any]:
     defaults = {**_COMMON, **_DEFAULTS[kind]}
     theta = defaults.pop("rope_theta", 1e4)
     keys = Keys({**defaults, **config})
+    keys.whole("num_hidden_layers", most=MOST_LAYERS)
     keys.only("hidden_act", "silu", "swish")
     keys.only("per_layer_config", None)
     bias = kind not in ("mistral", "qwen2") and keys.flag("attention_bias")
@@ -542,6 +543,11 @@ def _tensors(options: Mapping[str, Any]) -> list[Tensor]:
     if not c.tied:
         rows.append(Tensor.of_words("lm_head.weight", "head", ("kernel",), *words))
     return rows
+
+
+def _tied(options: Mapping[str, Any]) -> dict[str, str]:
+    c = build_options(LlamaConfig, options, "models.llama:Llama")
+    return {"lm_head.weight": "model.embed_tokens.weight"} if c.tied else {}
 
 
 def _config_of(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from jaxpipe.cli.machine_flags import without_devices
+from jaxpipe.cli.outputs import notice
 from jaxpipe.cli.parser import add_value, amount, whole_number
 from jaxpipe.cli.train_verbs import add_checkpoint_flags
 from jaxpipe.wording import format_count
@@ -27,6 +28,8 @@ def run_import(args: argparse.Namespace) -> None:
     from jaxpipe.train.imported import import_hub
 
     made = import_hub(Path(args.folder), Path(args.output), target=args.model, seq_len=args.seq_len)
+    for remark in made.remarks:
+        notice(remark)
     print(f"{made.config.model.target}, {format_count(made.parameters)} parameters, in {made.path} at step 0")
     print(f"evaluate it with: jaxpipe eval {made.path} --other-data --data PATH")
     print(f"train it with: jaxpipe train --config {made.path / 'config.toml'} data.path=PATH")

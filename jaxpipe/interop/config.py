@@ -16,6 +16,8 @@ from jaxpipe.errors import ConfigError
 from jaxpipe.wording import clipped
 
 _T = TypeVar("_T")
+MOST_LAYERS = 10_000
+"""A file that says more is no model's: lists of layers are made before anything else is looked at."""
 
 
 def refused(key: str, value: Any, wanted: str) -> ConfigError:
@@ -34,13 +36,13 @@ class Keys:
     config: Mapping[str, Any]
     where: str = ""
 
-    def whole(self, name: str, default: int | None = None, *, least: int = 1) -> int:
+    def whole(self, name: str, default: int | None = None, *, least: int = 1, most: int = 2**31 - 1) -> int:
         value = self.config.get(name)
         if type(value) is float and value.is_integer():  # some tools write 32.0
             value = int(value)
         value = self._of(name, value, int, "a whole number", default)
-        if value < least:
-            raise ConfigError(f"config.json: {self.where}{name} is {value}; want {least} or more")
+        if not least <= value <= most:
+            raise ConfigError(f"config.json: {self.where}{name} is {clipped(str(value), 60)}; want {least} to {most}")
         return value
 
     def number(self, name: str, *, above: float = -math.inf, below: float = math.inf) -> float:

@@ -11,7 +11,7 @@ import json
 import math
 import secrets
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,8 +57,9 @@ class Stored:
     dtype: str
 
 
-def stored_tensors(folder: Path) -> dict[str, Stored]:
-    """The tensors of a folder by name, by their headers alone.
+def stored_tensors(folder: Path, optional: Collection[str] = ()) -> tuple[dict[str, Stored], list[str]]:
+    """Find the tensors of a folder by name, by their headers alone; and those of the names ``optional`` that only the index
+    has.
 
     Raises:
         ConfigError: there are none, a file is missing or damaged, or the index says otherwise.
@@ -68,7 +69,8 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
         said = read_json(folder / INDEX).get("weight_map")
         if not isinstance(said, dict) or not said or not all(isinstance(x, str) for x in said.values()):
             raise ConfigError(f"{folder / INDEX} has no weight_map of tensors and files; download it again")
-        files = sorted(set(said.values()))
+        needed = {file for name, file in said.items() if name not in optional}
+        files = sorted(needed | {file for file in said.values() if (folder / Path(file).name).is_file()})
     else:
         files = [WEIGHTS]
         if not (folder / WEIGHTS).is_file():
@@ -85,10 +87,13 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
                     raise ConfigError(f"{folder}: {key} is in {found[key].file.name} and in {name}; download it again")
                 part = file.get_slice(key)
                 found[key] = Stored(folder / name, key, tuple(part.get_shape()), str(part.get_dtype()))
-    for key, name in (said or {}).items():
-        if key not in found or found[key].file.name != name:
-            raise ConfigError(f"{folder / INDEX} says that {key} is in {name}, which has it not; download it again")
-    return found
+    stale = [key for key, name in (said or {}).items() if key not in found or found[key].file.name != name]
+    for key in stale:
+        if key not in optional or key in found:
+            raise ConfigError(
+                f"{folder / INDEX} says that {key} is in {(said or {})[key]}, which has it not; download it again"
+            )
+    return found, stale
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,11 +12,13 @@ import numpy as np
 
 from jaxpipe.errors import ConfigError
 from jaxpipe.files import check_local, hub_advice
-from jaxpipe.interop.folder import CONFIG, Stored, check_dtype, opened, read_json, read_tensor, stored_tensors
+from jaxpipe.interop.folder import CONFIG, INDEX, Stored, check_dtype, opened, read_json, read_tensor, stored_tensors
 from jaxpipe.interop.table import TARGETS, HuggingFace, Leaf, Tensor, hugging_face_of, leaf_shapes, rows_by_leaf
 from jaxpipe.stage.model.layer import Params
 from jaxpipe.stage.model.params import nested
 from jaxpipe.stage.model.reference import ours
+
+_ROWS = 4096  # of two tensors that are compared
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +71,13 @@ def open_hub(folder: Path, target: str | None = None) -> Hub:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """The parameters of a model, in the files of a folder. ``leaves``: where in the files each is made of."""
+    """The parameters of a model, in the files of a folder. ``leaves``: where in the files each is made of. ``remarks``: what
+    the files have that is not read, and does no harm."""
 
     leaves: Mapping[Leaf, list[tuple[Tensor, Stored]]]
     shapes: Mapping[Leaf, tuple[int, ...]]
     layers: tuple[str, ...]
+    remarks: tuple[str, ...] = ()
 
     def read(self, layer: str) -> Params:
         """One layer's parameters, float32.
@@ -105,15 +109,19 @@ def weights_of(hub: Hub, options: Mapping[str, Any], want: Mapping[str, Any]) ->
     """
     shapes = leaf_shapes(want)
     rows = rows_by_leaf(hub.exchange.tensors(options), shapes)
-    stored = {
-        _full(hub.exchange, name): found
-        for name, found in stored_tensors(hub.folder).items()
-        if not re.search(hub.exchange.ignored, name)
-    }
+    tied = hub.exchange.tied(options)
+    files, stale = stored_tensors(hub.folder, tied)
+    files = {name: tensor for name, tensor in files.items() if not re.search(hub.exchange.ignored, name)}
+    stored = {_full(hub.exchange, name): tensor for name, tensor in files.items()}
     names = {row.name for found in rows.values() for row in found}
+    remarks = [f"{hub.folder / INDEX} lists {name}, which no file has; {tied[name]} is in its place" for name in stale]
     if lost := sorted(names - stored.keys()):
-        raise ConfigError(f"{hub.folder} has no tensor {lost[0]}{_more(lost)}; download it again")
-    if odd := sorted(stored.keys() - names):
+        wrapper = _wrapper(lost, files, hub.exchange.prefix)
+        raise ConfigError(f"{hub.folder} has no tensor {lost[0]}{_more(lost)}; {wrapper or 'download it again'}")
+    for name in sorted(tied.keys() & stored.keys()):
+        _check_equal(stored[name], stored[tied[name]])
+        remarks.append(f"{hub.folder}: {name} is {tied[name]} again (tie_word_embeddings), and is not read")
+    if odd := sorted(stored.keys() - names - tied.keys()):
         raise ConfigError(
             f"{hub.folder} has the tensor {odd[0]}{_more(odd)}, for which {hub.target} has no place; name a model that has"
         )
@@ -127,7 +135,41 @@ def weights_of(hub: Hub, options: Mapping[str, Any], want: Mapping[str, Any]) ->
                     "config.json, or an option that was set, is of another model"
                 )
     leaves = {leaf: [(row, stored[row.name]) for row in found] for leaf, found in rows.items()}
-    return Weights(leaves, shapes, tuple(want))
+    return Weights(leaves, shapes, tuple(want), tuple(remarks))
+
+
+def _check_equal(head: Stored, words: Stored) -> None:
+    """Compare the tensor of a head with that of the embedding that it is tied to.
+
+    Raises:
+        ConfigError: they differ, so that one of them and ``tie_word_embeddings`` are of another model.
+    """
+    same = head.shape == words.shape
+    with opened(head.file) as one, opened(words.file) as other:
+        slices = one.get_slice(head.name), other.get_slice(words.name)
+        rows = head.shape[0] if same else 0
+        for start in range(0, rows, _ROWS):
+            stop = min(start + _ROWS, rows)
+            same = same and np.array_equal(*(part[start:stop].astype(np.float32) for part in slices))
+    if not same:
+        raise ConfigError(
+            f"{head.file}: {head.name} is not {words.name}, and config.json has tie_word_embeddings true; set it to false if "
+            "the head is one of its own, or take the tensor away"
+        )
+
+
+def _wrapper(lost: Collection[str], files: Collection[str], own: str) -> str:
+    """What to do where the ``lost`` tensors are in the ``files`` with a wrapper's prefix before their names, or without the
+    model's; empty if they are not. ``own``: a prefix that files may leave out."""
+    bare = {name.removeprefix(own) for name in lost}
+    for name in files:
+        ends = [name[dot.end() :] for dot in re.finditer(r"\.", name)]
+        if end := next((end for end in ends if end in bare), ""):
+            prefix = name.removesuffix(end).removesuffix(own)
+            return f"it has {name}: save the model that is inside of the wrapper {prefix!r}"
+        if whole := next((full for full in lost if full.endswith(f".{name}")), ""):
+            return f"it has {name}, without {whole.removesuffix(name)!r}: save the model together with its head"
+    return ""
 
 
 def _full(exchange: HuggingFace, name: str) -> str:

@@ -95,7 +95,8 @@ class HuggingFace:
     model of these options. ``config(options)``: ``config.json`` of such a model, but for token ids and dtype. Both of the last
     get every option that was set, ``vocab_size`` and ``seq_len`` too. They raise ConfigError for what the other side does not
     have, and name the key. ``ignored``: a regular expression of names in files that are no parameters. ``prefix``: of tensors'
-    names, which files may leave out.
+    names, which files may leave out. ``tied(options)``: tensors that files may hold although the model has none for them, by
+    name, and the one that each must be equal to.
     """
 
     options: Callable[[Mapping[str, Any]], dict[str, Any]]
@@ -103,6 +104,7 @@ class HuggingFace:
     config: Callable[[Mapping[str, Any]], dict[str, Any]]
     ignored: str = r"(^|\.)rotary_emb\.inv_freq"
     prefix: str = ""
+    tied: Callable[[Mapping[str, Any]], Mapping[str, str]] = lambda options: {}
 
 
 def hugging_face_of(target: str) -> HuggingFace:

@@ -46,11 +46,12 @@ _DEFAULT = TrainConfig()
 
 @dataclass(frozen=True, slots=True)
 class Imported:
-    """A run that :func:`import_hub` has made. ``parameters``: how many."""
+    """A run that :func:`import_hub` has made. ``parameters``: how many. ``remarks``: what of the folder is not read."""
 
     path: Path
     config: TrainConfig
     parameters: int
+    remarks: tuple[str, ...] = ()
 
 
 def import_hub(folder: Path, out: Path, *, target: str | None = None, seq_len: int | None = None) -> Imported:
@@ -79,7 +80,7 @@ def import_hub(folder: Path, out: Path, *, target: str | None = None, seq_len: i
         _write(shelf.folder_of(made / "checkpoints", 0), weights, meta)
         text = f"# Written by jaxpipe import, of {folder.absolute()}\n{config.to_toml()}"
         (made / "config.toml").write_text(text, encoding="utf-8")
-    return Imported(out, config, sum(int(np.prod(shape)) for shape in weights.shapes.values()))
+    return Imported(out, config, sum(int(np.prod(shape)) for shape in weights.shapes.values()), weights.remarks)
 
 
 def _config_of(hub: Hub, out: Path, seq_len: int | None) -> TrainConfig:
@@ -179,8 +180,8 @@ def initial_params(
     layers: Collection[str] | None = None,
     note: Callable[[str], None] = warnings.warn,
 ) -> dict[str, Params]:
-    """The parameters in ``run.init_from``, on the host, of a completed config's model; of ``layers`` only, if given. ``note``
-    is told of options that differ from those of the checkpoint, and where the model can't be compared.
+    """Read the parameters in ``run.init_from``, onto the host, of a completed config's model; of ``layers`` only, if given. ``note``
+    is told of options that differ from those of the checkpoint, where the model can't be compared, and what is not read.
 
     Raises:
         ConfigError, CheckpointError: they can't be read, or are of another model.
@@ -190,6 +191,8 @@ def initial_params(
     if is_hub(path):
         options = {"vocab_size": model.vocab_size, "seq_len": config.data.seq_len, **config.model.options}
         weights = weights_of(open_hub(path, config.model.target), options, want)
+        for remark in weights.remarks:
+            note(remark)
         return {layer: weights.read(layer) for layer in weights.layers if layers is None or layer in layers}
 
     def read(folder: Path) -> dict[str, Params]:

@@ -170,6 +170,83 @@ def test_transformers_continues_a_text_as_we_do(tmp_path: Path) -> None:
     assert tokenizer.decode(made[0]) == prompt + ours
 
 
+# --- heads that are tied, and names from elsewhere ------------------------------------------------------------------------
+
+TIED = {"qwen2": "model.embed_tokens.weight", "gpt2": "transformer.wte.weight"}
+
+
+@pytest.mark.parametrize("kind", TIED)
+@pytest.mark.parametrize("shards", [1, 2])
+def test_a_tied_head_in_the_files_is_read_if_it_is_the_embedding(
+    kind: str, shards: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_folder(tmp_path / "given", kind, shards=shards)
+    _, wanted = read(folder)
+    words = tensors(KINDS[kind])[TIED[kind]]
+    if shards == 1:
+        rewrite(folder, **{"lm_head.weight": words})
+    else:
+        save_file({"lm_head.weight": words}, folder / "head.safetensors")
+        index = json.loads((folder / "model.safetensors.index.json").read_text())
+        index["weight_map"]["lm_head.weight"] = "head.safetensors"
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    jax.tree.map(np.testing.assert_array_equal, read(folder)[1], wanted)
+    assert main(["import", str(folder), "-o", str(tmp_path / "run"), "--seq-len", "8"]) == 0
+    assert f"lm_head.weight is {TIED[kind]} again" in capsys.readouterr().err
+    notes: list[str] = []
+    config = completed(begins_with(folder, "data.tokenizer=ids:37", "data.path=x.npy"))
+    initial_params(config, build_model(config, V), {"embed"}, notes.append)
+    assert len(notes) == 1 and "lm_head.weight" in notes[0]
+
+
+@pytest.mark.parametrize("kind", TIED)
+def test_a_tied_head_that_is_another_matrix_is_refused(kind: str, tmp_path: Path) -> None:
+    words = tensors(KINDS[kind])[TIED[kind]].copy()
+    words[-1, -1] += 1
+    for other in (words, words[:-1]):
+        folder = write_folder(tmp_path / f"given-{len(other)}", kind)
+        rewrite(folder, **{"lm_head.weight": other})
+        with pytest.raises(ConfigError, match=rf"lm_head.weight is not {TIED[kind]}.*tie_word_embeddings"):
+            read(folder)
+
+
+@pytest.mark.parametrize("file", ["model-00001-of-00002.safetensors", "gone.safetensors"])
+def test_a_tied_head_that_only_the_index_has_is_a_remark(
+    file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_folder(tmp_path / "given", "qwen2", shards=2)
+    index = folder / "model.safetensors.index.json"
+    kept = json.loads(index.read_text())
+    index.write_text(json.dumps({"weight_map": {**kept["weight_map"], "lm_head.weight": file}}))
+    assert main(["import", str(folder), "-o", str(tmp_path / "run"), "--seq-len", "8"]) == 0
+    assert "lists lm_head.weight, which no file has" in capsys.readouterr().err
+    edit(folder / "config.json", tie_word_embeddings=False)
+    with pytest.raises(ConfigError, match=r"lm_head.weight|gone.safetensors"):
+        read(folder)
+    index.write_text(json.dumps({"weight_map": {**kept["weight_map"], NORM: "model-00001-of-00002.safetensors"}}))
+    edit(folder / "config.json", tie_word_embeddings=True)
+    with pytest.raises(ConfigError, match=r"says that model.norm.weight is in"):
+        read(folder)
+
+
+@pytest.mark.parametrize("kind", ["llama2", "qwen2", "gpt2"])
+@pytest.mark.parametrize("prefix", ["base_model.model.", "_orig_mod.", "module.", "_orig_mod.module.", "-model."])
+def test_a_foreign_prefix_is_named(kind: str, prefix: str, tmp_path: Path) -> None:
+    """Which no download mends; ``-``: the model's own prefix is missing."""
+    folder = write_folder(tmp_path / "given", kind)
+    if kind == "gpt2" and prefix.startswith("-"):
+        pytest.skip("GPT-2 was published so")
+    given = tensors(KINDS[kind])
+    if prefix.startswith("-"):
+        renamed = {name.removeprefix("model."): array for name, array in given.items() if name != "lm_head.weight"}
+    else:
+        renamed = {prefix + name: array for name, array in given.items()}
+    save_file(renamed, folder / "model.safetensors")
+    with pytest.raises(ConfigError) as caught:
+        read(folder)
+    assert repr(prefix.removeprefix("-")) in str(caught.value) and "download" not in str(caught.value)
+
+
 # --- over a pipeline -----------------------------------------------------------------------------------------------------
 
 

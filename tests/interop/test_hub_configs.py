@@ -32,8 +32,9 @@ def test_each_key_means_what_it_means_to_transformers(kind: str, tmp_path: Path)
     assert records and not problems
 
 
-def test_keys_together_mean_what_they_mean_to_transformers(tmp_path: Path) -> None:
-    records = golden()["random"]
+@pytest.mark.parametrize("count", [400, pytest.param(2000, marks=pytest.mark.soak)])
+def test_keys_together_mean_what_they_mean_to_transformers(count: int, tmp_path: Path) -> None:
+    records = golden()["random"][:count]
     problems = {str(record["config"]): said for record in records if (said := problem(record, tmp_path))}
     assert not problems
 

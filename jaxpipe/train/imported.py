@@ -180,8 +180,9 @@ def initial_params(
     layers: Collection[str] | None = None,
     note: Callable[[str], None] = warnings.warn,
 ) -> dict[str, Params]:
-    """Read the parameters in ``run.init_from``, onto the host, of a completed config's model; of ``layers`` only, if given. ``note``
-    is told of options that differ from those of the checkpoint, where the model can't be compared, and what is not read.
+    """Read the parameters in ``run.init_from``, onto the host, of a completed config's model; of ``layers`` only, if given.
+    ``note`` is told of options that differ from those of the checkpoint, where the model can't be compared, and what of a
+    folder is not read.
 
     Raises:
         ConfigError, CheckpointError: they can't be read, or are of another model.

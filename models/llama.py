@@ -341,41 +341,22 @@ _SIZES = {
 _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "llama": {"intermediate_size": 11008, "max_position_embeddings": 2048},
     "mistral": {
-        "intermediate_size": 14336,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 131072,
-        "sliding_window": 4096,
+        "intermediate_size": 14336, "num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096,
     },
     "qwen2": {"vocab_size": 151936, "num_key_value_heads": 32, "sliding_window": 4096},
     "qwen3": {"vocab_size": 151936, "num_key_value_heads": 32, "sliding_window": 4096, "head_dim": 128},
     "smollm3": {
-        "vocab_size": 128256,
-        "hidden_size": 2048,
-        "intermediate_size": 11008,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 4,
-        "tie_word_embeddings": True,
-        "rope_theta": 2e6,
+        "vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36,
+        "num_attention_heads": 16, "num_key_value_heads": 4, "tie_word_embeddings": True, "rope_theta": 2e6,
     },
-}
+}  # fmt: skip
 """By model_type, what an absent key means to transformers 5.24, where that is not :data:`_COMMON`."""
 _COMMON: Mapping[str, Any] = {
-    "vocab_size": 32000,
-    "hidden_size": 4096,
-    "intermediate_size": 22016,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "hidden_act": "silu",
-    "max_position_embeddings": 32768,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": False,
-    "attention_bias": False,
-    "mlp_bias": False,
-    "use_sliding_window": False,
-    "max_window_layers": 28,
-    "no_rope_layer_interval": 4,
-}
+    "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "hidden_act": "silu", "max_position_embeddings": 32768, "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False, "attention_bias": False, "mlp_bias": False, "use_sliding_window": False,
+    "max_window_layers": 28, "no_rope_layer_interval": 4, "rope_theta": 1e4,
+}  # fmt: skip
 _SCALINGS = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
@@ -389,7 +370,7 @@ def _options_of(config: Mapping[str, Any]) -> dict[str, Any]:
     keys.only("model_type", *_ARCHITECTURES)
     kind = keys.text("model_type")
     defaults = {**_COMMON, **_DEFAULTS[kind]}
-    theta = defaults.pop("rope_theta", 1e4)
+    theta = defaults.pop("rope_theta")
     keys = Keys({**defaults, **config})
     keys.whole("num_hidden_layers", most=MOST_LAYERS)
     keys.only("hidden_act", "silu", "swish")
@@ -450,11 +431,8 @@ def _scaling_of(keys: Keys, kind: str, scaling: Keys) -> dict[str, Any]:
             f"config.json: {name} is {keys.whole(name)}, and {scaling.where}{name} is {length}; take the wrong one away"
         )
     wanted = ("factor", "low_freq_factor", "high_freq_factor") if kind == "llama3" else ("factor",)
-    numbers = {
-        number: scaling.number(number)
-        for number in _SCALINGS[kind]
-        if number in wanted or scaling.config.get(number) is not None
-    }
+    present = [number for number in _SCALINGS[kind] if number in wanted or scaling.config.get(number) is not None]
+    numbers = {number: scaling.number(number) for number in present}
     scaling.only("truncate", True, None)
     for number in ("mscale", "mscale_all_dim"):
         scaling.only(number, None)
@@ -480,9 +458,8 @@ def _window_of(keys: Keys, kind: str, rope_every: int) -> dict[str, Any]:
     """The option ``window``, of models whose layers all have it."""
     count, given = keys.whole("num_hidden_layers"), keys.config.get("layer_types")
     full, sliding = (["full_attention"] * count, ["sliding_attention"] * count)
-    if given is not None and not (
-        isinstance(given, list) and len(given) == count and {*map(str, given)} <= {full[0], sliding[0]}
-    ):
+    known = isinstance(given, list) and len(given) == count and {*map(str, given)} <= {full[0], sliding[0]}
+    if given is not None and not known:
         raise refused("layer_types", given, f"{full[0]} or {sliding[0]} for each of its {count} layers")
     if kind == "llama":
         return {}

@@ -14,17 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from jaxpipe.errors import ConfigError
+from jaxpipe.interop import tokenizer as hub
 from jaxpipe.interop.folder import CONFIG, Planned, new_folder, write_json, write_tensors
 from jaxpipe.interop.table import Tensor, hugging_face_of, leaf_shapes, rows_by_leaf
-from jaxpipe.interop.tokenizer import (
-    GENERATION,
-    SETTINGS,
-    SPECIAL_IDS,
-    TEMPLATE,
-    TOKENIZER,
-    write_byte_tokenizer,
-    write_tokenizer_config,
-)
 from jaxpipe.stage.model.layer import Params
 from jaxpipe.stage.model.params import get_leaf
 from jaxpipe.train.checkpoints import format as form
@@ -96,8 +88,8 @@ def _write(
     positions = made.get("max_position_embeddings", made.get("n_positions", config.data.seq_len))
     ids = _write_tokenizer(folder, manifest, found, to, positions)
     write_json(to / CONFIG, {**made, "torch_dtype": dtype, "use_cache": True, "initializer_range": 0.02, **ids})
-    if not (to / GENERATION).is_file():
-        write_json(to / GENERATION, {name: ids[name] for name in SPECIAL_IDS if ids[name] is not None})
+    if not (to / hub.GENERATION).is_file():
+        write_json(to / hub.GENERATION, {name: ids[name] for name in hub.SPECIAL_IDS if ids[name] is not None})
     parameters = sum(map(math.prod, shapes.values()))
     return Exported(out, manifest.step, parameters, tuple(out / file.name for file in files), found.remark)
 
@@ -127,15 +119,15 @@ def _write_tokenizer(folder: Path, manifest: Manifest, found: Trained, to: Path,
     tokens. ``positions``: the most tokens that the model takes."""
     tokenizer, data = found.tokenizer, found.config.data
     if data.tokenizer == "byte":
-        write_byte_tokenizer(to, positions)
-    kept = folder.parent.parent / TOKENIZER  # of the run that the checkpoint is in
+        hub.write_byte_tokenizer(to, positions)
+    kept = folder.parent.parent / hub.TOKENIZER  # of the run that the checkpoint is in
     run = manifest.meta["config"].get("run")
     init_from = run.get("init_from") if isinstance(run, dict) else None
-    template = None if (kept / TEMPLATE).is_file() else trained_template(data, tokenizer, found.began_in)
+    template = None if (kept / hub.TEMPLATE).is_file() else trained_template(data, tokenizer, found.began_in)
     places = [kept, *places_of(data, init_from if isinstance(init_from, str) else None, found.began_in)]
     write_tokenizer_files(to, tokenizer, places, template)
-    if data.tokenizer == "byte" and (kept / TEMPLATE).is_file():
-        shutil.copyfile(kept / TEMPLATE, to / TEMPLATE)
-    if tokenizer.content is not None and not (to / SETTINGS).is_file():
-        write_tokenizer_config(to, positions, None if tokenizer.eos is None else tokenizer.decode([tokenizer.eos]))
+    if data.tokenizer == "byte" and (kept / hub.TEMPLATE).is_file():
+        shutil.copyfile(kept / hub.TEMPLATE, to / hub.TEMPLATE)
+    if tokenizer.content is not None and not (to / hub.SETTINGS).is_file():
+        hub.write_tokenizer_config(to, positions, None if tokenizer.eos is None else tokenizer.decode([tokenizer.eos]))
     return special_ids(to, tokenizer) | ({"bos_token_id": 0, "eos_token_id": 0} if data.tokenizer == "byte" else {})

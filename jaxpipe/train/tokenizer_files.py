@@ -15,18 +15,8 @@ from typing import Any
 
 from jaxpipe.errors import ConfigError, DataError
 from jaxpipe.files import write_atomically
+from jaxpipe.interop import tokenizer as hub
 from jaxpipe.interop.folder import read_json, write_json
-from jaxpipe.interop.tokenizer import (
-    FILES,
-    GENERATION,
-    JSON,
-    SETTINGS,
-    SPECIAL_IDS,
-    TEMPLATE,
-    TOKENIZER,
-    TOKENS_MAP,
-    copy_files,
-)
 from jaxpipe.train.corpora.chat import ChatTemplate, find_template
 from jaxpipe.train.corpora.documents import BadRecordError
 from jaxpipe.train.corpora.store import Store, is_store
@@ -44,7 +34,7 @@ def places_of(data: DataConfig, init_from: str | None, began_in: str = "") -> li
     places = [path.parent for path in places] + [at / path for path in _paths(data)]
     if init_from:
         source = at / split_step(init_from)[0]
-        places += [source, *(folder / TOKENIZER for folder in (source, source.parent, source.parent.parent))]
+        places += [source, *(folder / hub.TOKENIZER for folder in (source, source.parent, source.parent.parent))]
     return places
 
 
@@ -66,8 +56,8 @@ def _templates(path: Path, data: DataConfig, tokenizer: Tokenizer) -> Iterator[C
             if data.reading.format == "chat":
                 yield find_template(tokenizer.name, data.reading.chat_template)
         elif Store.read(path).spec["documents_are"] == "chat":
-            own = path / TEMPLATE
-            yield find_template(str(path / JSON), str(own) if own.is_file() else "auto")
+            own = path / hub.TEMPLATE
+            yield find_template(str(path / hub.JSON), str(own) if own.is_file() else "auto")
 
 
 def write_tokenizer_files(
@@ -83,38 +73,40 @@ def write_tokenizer_files(
     """
     if tokenizer.content is not None:
         to.mkdir(exist_ok=True)
-        write_atomically(to / JSON, tokenizer.content)  # it may be the one that the run reads
+        write_atomically(to / hub.JSON, tokenizer.content)  # it may be the one that the run reads
     places = [place for place in places if _is_of(place, tokenizer)]
-    settings = next((place for place in places if any((place / x).is_file() for x in (SETTINGS, TOKENS_MAP))), None)
-    if settings is not None and not _same_folder(settings, to):
-        copy_files(settings, to, [name for name in FILES if name not in (JSON, GENERATION)])
+    settings = next(
+        (place for place in places if any((place / x).is_file() for x in (hub.SETTINGS, hub.TOKENS_MAP))), None
+    )
+    if settings is not None and settings.resolve() != to.resolve():
+        hub.copy_files(settings, to, [name for name in hub.FILES if name not in (hub.JSON, hub.GENERATION)])
     for place in places:
-        if not (to / GENERATION).is_file():
-            copy_files(place, to, [GENERATION])
+        if not (to / hub.GENERATION).is_file():
+            hub.copy_files(place, to, [hub.GENERATION])
     if template is None:
         return
     to.mkdir(exist_ok=True)
-    (to / TEMPLATE).write_text(template.source, encoding="utf-8")
+    (to / hub.TEMPLATE).write_text(template.source, encoding="utf-8")
     end, ids = end_of_answers(template, tokenizer), special_ids(to, tokenizer)
     ends = ids["eos_token_id"] if isinstance(ids["eos_token_id"], list) else [ids["eos_token_id"]]
     if end is not None and end not in ends:
         ids["eos_token_id"] = [end, *(other for other in ends if other is not None)]
-        before = read_json(to / GENERATION) if (to / GENERATION).is_file() else {}
-        write_json(to / GENERATION, {**before, **{key: value for key, value in ids.items() if value is not None}})
+        before = read_json(to / hub.GENERATION) if (to / hub.GENERATION).is_file() else {}
+        write_json(to / hub.GENERATION, {**before, **{key: value for key, value in ids.items() if value is not None}})
 
 
 def special_ids(folder: Path, tokenizer: Tokenizer) -> dict[str, Any]:
     """``bos_token_id``, ``eos_token_id`` and ``pad_token_id`` as the files in ``folder`` have them; None where they don't."""
     tokens: dict[str, Any] = {}
-    for name in (TOKENS_MAP, SETTINGS):
+    for name in (hub.TOKENS_MAP, hub.SETTINGS):
         tokens |= read_json(folder / name) if (folder / name).is_file() else {}
     ids: dict[str, Any] = {}
-    for key in SPECIAL_IDS:
+    for key in hub.SPECIAL_IDS:
         token = tokens.get(key.removesuffix("_id"))
         token = token.get("content") if isinstance(token, dict) else token
         ids[key] = tokenizer.id_of(token) if isinstance(token, str) else None
-    generation = read_json(folder / GENERATION) if (folder / GENERATION).is_file() else {}
-    return ids | {key: generation[key] for key in SPECIAL_IDS if generation.get(key) is not None}
+    generation = read_json(folder / hub.GENERATION) if (folder / hub.GENERATION).is_file() else {}
+    return ids | {key: generation[key] for key in hub.SPECIAL_IDS if generation.get(key) is not None}
 
 
 def end_of_answers(template: ChatTemplate, tokenizer: Tokenizer) -> int | None:
@@ -132,7 +124,7 @@ def end_of_answers(template: ChatTemplate, tokenizer: Tokenizer) -> int | None:
 
 def _is_of(place: Path, tokenizer: Tokenizer) -> bool:
     """Whether the folder is of this tokenizer, by the content of its ``tokenizer.json``."""
-    path = place / JSON
+    path = place / hub.JSON
     if tokenizer.content is None or not path.is_file():
         return tokenizer.content is None and tokenizer.name != "byte" and not path.is_file()
     content = path.read_bytes()
@@ -141,7 +133,3 @@ def _is_of(place: Path, tokenizer: Tokenizer) -> bool:
     with suppress(ValueError, RecursionError):
         return bool(json.loads(content) == json.loads(tokenizer.content))
     return False
-
-
-def _same_folder(one: Path, other: Path) -> bool:
-    return one.resolve() == other.resolve()

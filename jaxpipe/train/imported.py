@@ -78,7 +78,7 @@ def import_hub(folder: Path, out: Path, *, target: str | None = None, seq_len: i
             **provenance(config),
         }
         _write(shelf.folder_of(made / "checkpoints", 0), weights, meta)
-        text = f"# Written by jaxpipe import, of {folder.absolute()}\n{config.to_toml()}"
+        text = f"# Written by jaxpipe import, of {str(folder.absolute())!a}\n{config.to_toml()}"  # a line break ends a comment
         (made / "config.toml").write_text(text, encoding="utf-8")
     return Imported(out, config, sum(int(np.prod(shape)) for shape in weights.shapes.values()), weights.remarks)
 

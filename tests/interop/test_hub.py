@@ -100,8 +100,9 @@ def test_both_forms_of_rotary_positions_are_read(kind: str, tmp_path: Path) -> N
     + [pytest.param(kind, dtype, n, marks=pytest.mark.soak) for kind in KINDS for dtype in ROUND for n in (1, 3)],
 )
 def test_a_folder_comes_back_bit_for_bit(kind: str, dtype: str, shards: int, tmp_path: Path) -> None:
-    given = write_folder(tmp_path / "given", kind, shards=shards, dtype=DTYPES[dtype])
-    import_hub(given, tmp_path / "run", seq_len=24)
+    given = write_folder(tmp_path / "given\n[run]\nsteps = 7 #", kind, shards=shards, dtype=DTYPES[dtype])
+    config = import_hub(given, tmp_path / "run", seq_len=24).config
+    assert load_config(tmp_path / "run" / "config.toml") == config  # the folder's name is in it, and no line of it
     size = np.dtype(DTYPES[dtype]).itemsize
     most = sum(array.size for array in tensors(KINDS[kind]).values()) * size // shards + 4096
     made = export_hub(tmp_path / "run", tmp_path / "back", dtype=dtype, shard_bytes=most)

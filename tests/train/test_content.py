@@ -4,6 +4,7 @@ source has changed is no longer the store of it; URLs are refused at every door.
 from __future__ import annotations
 
 import gzip
+import importlib
 import io
 import json
 import lzma
@@ -46,7 +47,10 @@ def refusal(call: Callable[..., Any], *given: Any, **named: Any) -> str:
 def packed(content: bytes, how: str) -> bytes:
     if how == "gzip":
         return gzip.compress(content)
-    return pytest.importorskip("zstandard").ZstdCompressor().compress(content) if how == "zstd" else content
+    if "zstd" in how:
+        skipped = b"\x50\x2a\x4d\x18\4\0\0\0abcd" if how == "pzstd" else b""
+        return skipped + bytes(pytest.importorskip("zstandard").ZstdCompressor().compress(content))
+    return content
 
 
 def texts(corpus: Corpus) -> list[str]:
@@ -76,7 +80,7 @@ NAMES = [
 @given(
     DOCUMENTS,
     st.sampled_from(NAMES),
-    st.sampled_from(["", "gzip", "zstd"]),
+    st.sampled_from(["", "gzip", "zstd", "pzstd"]),
     st.sampled_from(["lines", "list", "indented list"]),
     st.sampled_from([b"", MARK, b"\n \n\n", MARK + b"\r\n"]),
     st.booleans(),
@@ -243,6 +247,26 @@ def test_chats_are_read_under_any_name_and_in_mixtures(tmp_path: Path) -> None:
     mixed = [f"data.sources.x.path={tmp_path}/n.ndjson", "data.seq_len=8"]
     assert "40 documents, 200 tokens" in load_dataset(load_config(None, mixed)).describe()
     assert "a table" in refusal(load_dataset, load_config(None, [*mixed, f"data.sources.y.path={tmp_path}/c.csv"]))
+
+
+def test_the_command_takes_the_format(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, build = tmp_path / "a.txt", ["data", "build", str(tmp_path / "a.txt"), "--workers", "1", "-o"]
+    source.write_bytes(RECORDS)
+    assert main([*build, str(tmp_path / "s")]) == 2
+    assert "a.txt: it begins with a record of JSON" in capsys.readouterr().err
+    assert main([*build, str(tmp_path / "t"), "--format", "text"]) == 0
+    assert f"1 documents, {len(RECORDS) + 1} tokens" in capsys.readouterr().out
+    assert main([*build, str(tmp_path / "u"), "--format", "text", "--chat"]) == 2
+    assert "--chat or --format text, not both" in capsys.readouterr().err
+
+
+def test_a_packed_file_that_is_no_text_is_not_unpacked_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(bytes(1 << 24)))
+    content = importlib.import_module("jaxpipe.train.corpora.content")
+    unpacked, blocks = [], content.blocks
+    monkeypatch.setattr(content, "blocks", lambda path: (unpacked.append(len(b)) or b for b in blocks(path)))
+    assert "binary, not text" in refusal(load_corpus, tmp_path / "a.txt.gz", BYTES)
+    assert len(unpacked) == 1
 
 
 # Folders

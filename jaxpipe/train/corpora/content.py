@@ -126,7 +126,7 @@ def read_text(path: Path, form: Form) -> str:
     with reading(path):
         content = path.read_bytes()
     if _compression(content):
-        content = b"".join(blocks(path))
+        content = b"".join(_to_a_zero(blocks(path)))
     if not content:
         raise DataError(f"data {path}: the file is empty")
     wrong, zero = _container(content), content.find(b"\0")
@@ -135,6 +135,14 @@ def read_text(path: Path, form: Form) -> str:
     if wrong := wrong or ("" if form == "raw" else _not_text(plain_name(path), content)):
         raise DataError(f"data {path}: {wrong}")
     return content.decode("utf-8", "surrogateescape")
+
+
+def _to_a_zero(unpacked: Iterator[bytes]) -> Iterator[bytes]:
+    """The blocks up to one with a zero byte: that is no text, and may go on for gigabytes."""
+    for block in unpacked:
+        yield block
+        if b"\0" in block:
+            return
 
 
 def _not_text(name: str, content: bytes) -> str:
@@ -172,7 +180,10 @@ def is_compressed(path: Path) -> bool:
 
 def _compression(content: bytes) -> str:
     """``gzip`` or ``zstd``, by the first bytes; empty for what is compressed by neither."""
-    return "gzip" if content.startswith(_GZIP) else "zstd" if content.startswith(_ZSTD) else ""
+    skipped = (
+        content[1:4] == b"\x2a\x4d\x18" and content[0] >> 4 == 5
+    )  # a frame that zstd skips, with which pzstd begins
+    return "gzip" if content.startswith(_GZIP) else "zstd" if content.startswith(_ZSTD) or skipped else ""
 
 
 def blocks(path: Path) -> Iterator[bytes]:

@@ -376,7 +376,7 @@ def _cross_entropy_backward(
 ) -> tuple[jax.Array, None]:
     logits, _, _ = residuals
     probs, hit = _probs_and_hit(residuals, tp)
-    return (((probs - hit) * cotangent[:, :, None]).astype(logits.dtype), None)
+    return (((probs - hit.astype(probs.dtype)) * cotangent[:, :, None]).astype(logits.dtype), None)
 
 
 def _probs_and_hit(residuals: tuple[jax.Array, ...], tp: TensorParallel) -> tuple[jax.Array, jax.Array]:

@@ -37,7 +37,7 @@ from jaxpipe.program.ir import Program, Run
 from jaxpipe.rehearsal.out_of_memory import Watch, out_of_memory
 from jaxpipe.rehearsal.report import MemoryCheck, RankReport, copy_reports, costs_from, slowdown
 from jaxpipe.rehearsal.stand_ins import PARAMETER, StandIns, batches, maker
-from jaxpipe.runtime.batches import microbatch_keys
+from jaxpipe.runtime.batches import THREEFRY, microbatch_keys
 from jaxpipe.runtime.executor import StepInputs, StepOutputs
 from jaxpipe.runtime.measured import lengths_by_op
 from jaxpipe.runtime.memory_probe import RankMeasured, probe_step
@@ -204,7 +204,7 @@ class Rehearsal:
         keys: dict[int, Sequence[jax.Array]] = {}
         if any(f.uses_key for f in self.functions.values()):
             home = self.pipeline.submeshes[self.rank]
-            keys[self.rank] = jax.device_put(microbatch_keys(jax.random.key(0), m), replicated(home))
+            keys[self.rank] = jax.device_put(microbatch_keys(jax.random.key(0, impl=THREEFRY), m), replicated(home))
         resident = [maker(tuple(avals), PARAMETER)() for avals in self._resident.values() if avals]
         inputs = StepInputs(params, acc, data, keys)
         jax.block_until_ready((params, acc, data, keys, resident))

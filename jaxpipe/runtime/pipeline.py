@@ -40,7 +40,7 @@ from jaxpipe.program.ir import Offload, Program
 from jaxpipe.program.lower import braided_slots, lower
 from jaxpipe.program.order import holds, issue_order
 from jaxpipe.runtime.assembly import Assembly, AssemblyOptions, Buffers
-from jaxpipe.runtime.batches import Batch, Instance, place_keys
+from jaxpipe.runtime.batches import THREEFRY, Batch, Instance, place_keys
 from jaxpipe.runtime.executor import Epilogues, Executor, Late, StepInputs, StepOutputs
 from jaxpipe.runtime.host_memory import check_host_memory
 from jaxpipe.runtime.measured import gathered, measured_timeline, replay_ratio
@@ -401,7 +401,9 @@ class Pipeline(Assembly):
             at: [jax.device_put(jnp.zeros(a.shape, a.dtype), a.sharding) for a in self.functions[at].param_avals]
             for at in self.own_instances
         }
-        self.run(params, acc, batch, jax.random.key(0)).wait()  # accumulators may be donated to what follows
+        self.run(
+            params, acc, batch, jax.random.key(0, impl=THREEFRY)
+        ).wait()  # accumulators may be donated to what follows
 
 
 def _simulated(schedule: Schedule, costs: CostProfile) -> Timeline:

@@ -217,9 +217,7 @@ def build_schedule(pipe: PipelineConfig, stage_costs: Callable[..., Sequence[flo
             *([("chunks", schedule.num_chunks, pipe.chunks)] if schedule.placement.is_chain else []),
         ):
             if have != want:
-                raise ConfigError(
-                    f"{pipe.schedule} has {have} {what}, the config says pipeline.{what}={want}: make them equal"
-                )
+                raise ConfigError(f"{pipe.schedule} has {have} {what}, and pipeline.{what} is {want}: make them equal")
         return schedule
     if span > 1 and pipe.schedule != "traverse":
         raise ScheduleError(

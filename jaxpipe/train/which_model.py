@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jaxpipe.errors import CheckpointError, ConfigError, gist
+from jaxpipe.errors import CheckpointError, ConfigError, StageError
 from jaxpipe.stage.model.layer import Model
 from jaxpipe.stage.model.reference import offered, source_of
 from jaxpipe.train.checkpoints.stored import Likeness, likeness, model_digest
@@ -63,8 +63,8 @@ def check_model(meta: Meta, model: Model, target: str, where: object, advice: st
     """
     try:
         like = likeness(meta, model_digest(model, training=False))
-    except Exception as error:  # of the model's own code
-        raise CheckpointError(f"{where} does not fit its model: {target} can't be traced: {gist(error)}") from error
+    except StageError as error:
+        raise CheckpointError(f"{where} does not fit {target}: {error}") from error
     then, now = stored_source(meta, "model"), source_of(target)
     moved = "" if then is None or then.get("home") == now["home"] else f" (its code was {then.get('file')})"
     if like is Likeness.OTHER or (like is Likeness.UNKNOWN and moved):

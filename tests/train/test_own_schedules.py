@@ -155,7 +155,7 @@ def test_a_function_makes_the_schedule(own: str) -> None:
 @pytest.mark.parametrize(
     ("function", "said"),
     [
-        ("smaller", "has 3 ranks, the config says pipeline.ranks=4: make them equal"),
+        ("smaller", "has 3 ranks, and pipeline.ranks is 4: make them equal"),
         ("broken", "can't be made: ZeroDivisionError: division by zero"),
         ("torn", "F of stage 0, microbatch 0 on rank 0 is missing"),
         ("eight", "returned a int; want a jaxpipe.schedule.Schedule"),

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
+import numpy as np
 import optax
 import pytest
 from hypothesis import given, settings
@@ -17,7 +19,8 @@ from hypothesis import strategies as st
 
 import jaxpipe
 from jaxpipe.cli import main
-from jaxpipe.errors import CheckpointError, ConfigError, JaxpipeError
+from jaxpipe.errors import CheckpointError, ConfigError, JaxpipeError, StageError
+from jaxpipe.schedule import generate, write_schedule
 from jaxpipe.stage.model.reference import offered, resolve_model, source_of
 from jaxpipe.train.checkpoint import CheckpointStore
 from jaxpipe.train.checkpoints.format import read_manifest
@@ -330,6 +333,34 @@ def test_a_poisoned_checkpoint_imports_nothing_at_any_door(
     assert not any(name.startswith("poison") for name in sys.modules)
 
 
+def test_models_of_ours_can_be_told_apart_where_promotion_is_strict() -> None:
+    """JAX_NUMPY_DTYPE_PROMOTION=strict: nothing is promoted without a word."""
+    tiny = {"vocab_size": 11, "seq_len": 4, "d_model": 8, "num_layers": 1, "num_heads": 2}
+    for name in ("models.gpt:GPT", "models.llama:Llama"):
+        usual = model_digest(resolve_model(name, tiny))
+        with jax.numpy_dtype_promotion("strict"):
+            assert model_digest(resolve_model(name, tiny)) == usual
+
+
+def test_a_model_that_fails_is_told_in_one_line(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny = {"vocab_size": 11, "seq_len": 4, "d_model": 8, "num_layers": 1, "num_heads": 2}
+    monkeypatch.setattr(importlib.import_module("whichmodel"), "FORWARD", "not a number")
+    with pytest.raises(StageError, match="can't be traced: TypeError") as info:
+        model_digest(resolve_model(OWN, tiny))
+    assert "\n" not in str(info.value)
+
+
+def test_keys_are_threefry_whatever_the_default_is(folder: Path) -> None:
+    """JAX_DEFAULT_PRNG_IMPL=rbg: of a model that draws, stages are timed and a step is taken."""
+    tiny = {"vocab_size": 11, "seq_len": 4, "d_model": 8, "num_layers": 1, "num_heads": 2, "dropout": 0.5}
+    with jax.default_prng_impl("rbg"):
+        trainer = jaxpipe.Trainer(
+            resolve_model("models.gpt:GPT", tiny), optimizer=optax.sgd(0.1), microbatch_size=1, ranks=1, microbatches=1
+        ).measured(1)
+        rows = {name: np.ones((1, 4), aval.dtype) for name, aval in trainer.model.batch_spec(1).items()}
+        assert trainer.step(trainer.init(), rows)[0].step == 1
+
+
 # -- what was said is told from a default ---------------------------------------------------------------------------------
 
 
@@ -342,3 +373,32 @@ def test_a_target_that_is_said_is_no_default(own: Path, gpt: Path, text: Path) -
     assert unsaid.model.target == "jaxpipe.models.gpt:GPT"  # of no module of the user's
     said = completed(load_config(None, [f"run.init_from={gpt}", "model.target=models.gpt:GPT", *begins]))
     assert said.model.target == "models.gpt:GPT" and said.model.options == unsaid.model.options
+
+
+def test_sizes_that_are_not_said_are_those_of_the_schedule(
+    tmp_path: Path, call: Callable[..., tuple[int, str]]
+) -> None:
+    """Of a file, or of a family; a size that is said stays, though it be the default."""
+    path = tmp_path / "mine.sched"
+    write_schedule(generate("v-zb", 2, 6), path)
+    from_file = [f"pipeline.schedule={path}", "run.batch=12"]
+
+    def sizes(*overrides: str) -> tuple[int, int, int]:
+        pipe = load_config(None, overrides).pipeline
+        return pipe.ranks, pipe.microbatches, pipe.chunks
+
+    assert sizes(*from_file) == (2, 6, 2)
+    assert sizes(*from_file, "pipeline.chunks=1") == (2, 6, 1)
+    assert sizes(*from_file, "pipeline.ranks=4", "pipeline.microbatches=12") == (4, 12, 2)
+    assert sizes("pipeline.schedule=v-zb") == (4, 8, 2)
+    with pytest.raises(ConfigError, match=r"pipeline\.chunks=1: set pipeline\.chunks=2"):
+        sizes("pipeline.schedule=v-zb", "pipeline.chunks=1")
+    assert load_config(None, from_file).override(["run.steps=3"]).pipeline.chunks == 2
+    assert load_config(None, ["run.steps=3"]).override(["pipeline.schedule=v-zb"]).pipeline.chunks == 2
+    code, line = call("plan", *from_file, "pipeline.chunks=1")
+    assert code == 2 and "has 2 chunks, and pipeline.chunks is 1" in line
+    assert sizes(f"pipeline.schedule={tmp_path / 'nothing.sched'}") == (
+        4,
+        8,
+        1,
+    )  # what can't be read is told when it is needed

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from jaxpipe.errors import CheckpointError
+from jaxpipe.errors import CheckpointError, JaxpipeError, StageError, gist
 from jaxpipe.stage.identity import program_digest
 from jaxpipe.stage.model.layer import Layer, Model
 from jaxpipe.stage.model.params import trained_params
@@ -45,10 +45,19 @@ class Likeness(Enum):
 def model_digest(model: Model, *, training: bool = True) -> dict[str, str]:
     """What a checkpoint keeps as ``meta["program"]`` to know its model again: digests, constants by value, of what evaluation
     computes and of loss and gradient in ``training``; that of evaluation with callbacks by name, by which checkpoints from
-    before there were others compare; and the versions of JAX and Python, as digests of others can't be compared."""
+    before there were others compare; and the versions of JAX and Python, as digests of others can't be compared.
+
+    Raises:
+        StageError: the model's code fails.
+    """
     model = model.stored
-    with ids_as_before():  # that ids are checked is no other model
-        return _digests(model, training)
+    try:
+        with ids_as_before():  # that ids are checked is no other model
+            return _digests(model, training)
+    except JaxpipeError:
+        raise
+    except Exception as error:
+        raise StageError(f"model {model.name} can't be traced: {type(error).__name__}: {gist(error)}") from error
 
 
 def _digests(model: Model, training: bool) -> dict[str, str]:

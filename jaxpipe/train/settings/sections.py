@@ -232,10 +232,11 @@ class PipelineConfig(Section):
     dp: Annotated[int, within(1, 65536)] = 1
     #: Microbatches m a step.
     microbatches: _Count = 8
-    #: Stages v a rank.
+    #: Stages v a rank; by default what the family has.
     chunks: Annotated[int, within(1, 1024)] = 1
-    #: The name of a family, a schedule file (``.sched`` ``.json`` ``.csv``), ``traverse`` (by the table of that name),
-    #: ``towers``, or ``module:function``, which makes a schedule.
+    #: The name of a family, a schedule file (``.sched`` ``.json`` ``.csv``), whose ranks, microbatches and chunks are the run's
+    #: where nothing is said of them, ``traverse`` (by the table of that name), ``towers``, or ``module:function``, which makes
+    #: a schedule.
     schedule: Annotated[str, _is_schedule] = "1f1b"
     #: Where embedding and head are: on the first and last stage, or divided by words over all ranks (of chains of layers that
     #: say how, as GPT and Llama do), which balances time and memory. ``spread``: one microbatch more in flight; ``spread-2``:

@@ -9,6 +9,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,7 @@ from jaxpipe.train.corpora.store import MANIFEST, SIZES, Store, _signed
 from jaxpipe.train.corpora.store_build import build_store
 from jaxpipe.train.corpora.tokenizers import HFTokenizer, _digest, continued_tokenizer, kept_tokenizer, stored_tokenizer
 from jaxpipe.train.data import TokenDataset
+from jaxpipe.train.run import resume
 from jaxpipe.train.setup import data_remarks, load_dataset
 from tests.support.tokenizer_kinds import (
     PADDING,
@@ -354,6 +356,10 @@ def test_a_run_on_arrays_goes_on_under_the_old_name_of_its_tokenizer(tmp_path: P
     assert [each.fingerprint for each in again] == [older["fingerprint"]] * 2
     corpus = load_corpus(asked.data.path, tokenizer)
     wanted = TokenDataset.split(corpus, again[0]).fingerprint
+    state = load_dataset(asked).batches(0, 1, 8).state_at(0)
+    prepared = SimpleNamespace(config=asked, dataset=load_dataset(asked))
+    with pytest.raises(DataError, match=r"older versions obeyed the truncation \(5\)"):
+        resume._batches(prepared, replace(state, fingerprint="of other tokens"))  # type: ignore[arg-type]
     assert load_dataset(asked, again[1]).fingerprint == wanted != load_dataset(asked).fingerprint
 
 
@@ -505,6 +511,7 @@ BAD: Mapping[str, Body] = {
     "nothing before": byte_level(normalizer={"type": "Prepend", "prepend": ""}),
     "ids far apart": model("WordLevel", {"[UNK]": 0, "x": 3_000_000_000}),
     "ids at the end": model("WordLevel", {"[UNK]": 0, "x": 4_294_967_295}),
+    "words without end": model("WordPiece", {"[UNK]": 0, "x": 1}, max_input_chars_per_word=10**9),
     "no vocabulary": model("WordLevel", {}),
     "dropout of 2 and no model": {**byte_level(), "model": {"type": "BPE", "dropout": 2.0}},
     "another version": byte_level(version="9"),

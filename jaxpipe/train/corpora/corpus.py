@@ -148,20 +148,11 @@ def _from_files(
     answers = np.concatenate(marked) if marked else None
     fingerprint = digest(ids, np.diff(edges), answers)[:16] if of_records else fingerprint_ids(ids)
     counted = [each.sizes for each in made if each.sizes is not None]
-    return Corpus(
-        source,
-        ids,
-        edges,
-        None if of_records else names,
-        skipped,
-        fingerprint,
-        answers,
-        encoder.eos,
-        encoder.bos,
-        np.concatenate(counted) if counted else None,
-        encoder.describe(),
-        tuple(filter(None, [encoder.remark(len(edges) - 1), *[each.loss for each in made if each.loss][:1]])),
-    )
+    sizes = np.concatenate(counted) if counted else None
+    remarks = encoder.remark(len(edges) - 1), next((each.loss for each in made if each.loss), "")
+    told = encoder.describe(), tuple(filter(None, remarks))
+    file_names = None if of_records else names
+    return Corpus(source, ids, edges, file_names, skipped, fingerprint, answers, encoder.eos, encoder.bos, sizes, *told)
 
 
 def _from_store(path: Path, tokenizer: Tokenizer, reading: Reading) -> Corpus:
@@ -181,18 +172,7 @@ def _from_store(path: Path, tokenizer: Tokenizer, reading: Reading) -> Corpus:
     if sizes is None and answers is None and tokenizer.content is not None and not tokenizer.keeps_bytes:
         remarks = [f"data {path}: built by an older version, which did not count bytes of text: no bits per byte"]
     return Corpus(
-        str(path),
-        maps[IDS],
-        maps[EDGES],
-        None,
-        (),
-        store.fingerprint,
-        answers,
-        eos,
-        bos,
-        sizes,
-        marks,
-        tuple(remarks),
+        str(path), maps[IDS], maps[EDGES], None, (), store.fingerprint, answers, eos, bos, sizes, marks, tuple(remarks)
     )
 
 

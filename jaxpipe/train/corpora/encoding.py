@@ -123,7 +123,7 @@ class Encoder:
                 problem = str(error).removeprefix("data ")
                 problems.append(problem if problem.startswith(str(path)) else f"{path}: {problem}")
         files = tuple(path for path, (ids, _) in found if len(ids))
-        return self._joined([document for _, document in found], files, tuple(problems), loss)
+        return self._joined([document for _, document in found], files, problems, loss)
 
     def _text(self, path: Path, form: Form) -> str:
         if self.template is not None:
@@ -140,7 +140,7 @@ class Encoder:
         self,
         documents: Iterable[tuple[Ids, int]],
         files: tuple[Path, ...] = (),
-        problems: tuple[str, ...] = (),
+        problems: Sequence[str] = (),
         loss: str = "",
     ) -> Encoded:
         """``documents``: the ids of each, and how many bytes its text was."""
@@ -150,7 +150,7 @@ class Encoder:
         lengths = np.array([sum(map(len, parts)) for parts, _ in whole], np.int64)
         ids = np.concatenate([end[:0], *itertools.chain.from_iterable(parts for parts, _ in whole)])
         sizes = np.array([size for _, size in whole], np.int64) if self.sizes else None
-        return Encoded(ids.astype(dtype, copy=False), lengths, None, files, problems, sizes, loss)
+        return Encoded(ids.astype(dtype, copy=False), lengths, None, files, tuple(problems), sizes, loss)
 
     @property
     def sizes(self) -> bool:
@@ -159,13 +159,12 @@ class Encoder:
 
     def describe(self) -> str:
         """How documents begin and end; empty where nothing stands there."""
-        edges = [("begin with", self.bos, ""), ("end with", self.eos, self.tokenizer.eos_from)]
-        said = [
-            f"{verb} {self.tokenizer.name_of(number)}"
-            + (f" ({place})" if place and number == self.tokenizer.eos else "")
-            for verb, number, place in edges
-            if number is not None
-        ]
+        tokenizer, said = self.tokenizer, []
+        if self.bos is not None:
+            said.append(f"begin with {tokenizer.name_of(self.bos)}")
+        if self.eos is not None:
+            place = f" ({tokenizer.eos_from})" if tokenizer.eos_from and self.eos == tokenizer.eos else ""
+            said.append(f"end with {tokenizer.name_of(self.eos)}{place}")
         return f"documents {' and '.join(said)}" if said else ""
 
     def remark(self, documents: int) -> str:
@@ -185,12 +184,9 @@ def ends_of(tokenizer: Tokenizer, reading: Reading) -> tuple[int | None, int | N
     Raises:
         DataError: the tokenizer has no such id or token.
     """
-    said = {"bos": reading.bos, "eos": reading.eos}
-    bos, eos = (
-        None if reading.format == "chat" and value == "auto" else marker(tokenizer, key, value)
-        for key, value in said.items()
-    )
-    return bos, eos
+    chat, said = reading.format == "chat", {"bos": reading.bos, "eos": reading.eos}
+    ids = {key: None if chat and text == "auto" else marker(tokenizer, key, text) for key, text in said.items()}
+    return ids["bos"], ids["eos"]
 
 
 def marker(tokenizer: Tokenizer, key: str, said: str) -> int | None:

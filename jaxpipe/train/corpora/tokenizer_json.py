@@ -24,6 +24,7 @@ from jaxpipe.errors import DataError
 
 _BLANKS = re.compile(r"[ \t\n\r]*")
 _PROBE_S = 30.0
+_LONGEST_WORD = 5000  # characters of a WordPiece word: one of 10,000 takes 20 s, and one of 20,000 four times that
 _MOST_GROWTH = 64  # times that replacements in a normalizer may make a text longer before it is tried in a child
 _PROBE = """
 import resource, sys
@@ -48,13 +49,17 @@ class TokenizerJson:
 
     @classmethod
     def of(cls, content: str) -> Self:
-        """Raises ValueError or RecursionError unless ``content`` is a JSON object."""
+        """Raises ValueError or RecursionError unless ``content`` is a JSON object, of a model that long words do not stall."""
         body = json.loads(content)
         if not isinstance(body, dict):
             raise ValueError("not a JSON object")
         model = body.get("model")
+        model = model if isinstance(model, dict) else {}
+        word = model.get("max_input_chars_per_word")
+        if isinstance(word, int) and word > _LONGEST_WORD:
+            raise ValueError(f"max_input_chars_per_word={word} may stall on a long word; 100 is usual")
         keys = [key for key in ("truncation", "padding") if body.get(key)]
-        dropout = model.get("dropout") if isinstance(model, dict) else None
+        dropout = model.get("dropout")
         ignored, places = [], []
         for key, start, stop in _values(content, _blank(content, 0)) if keys or dropout else ():
             if key in keys:

@@ -48,7 +48,8 @@ class Tokenizer(ABC):
     """``vocab_size``: ids are in ``range(vocab_size)``. ``fingerprint``: its name in runs. ``makes``: equal for tokenisers that
     give equal ids; its name in stores. ``bos``, ``eos``: the ids that begin and end a document, if some do; ``eos_from``: where
     that is said. ``content``: the text of its ``tokenizer.json``; None where ``name`` says all. ``remarks``: what a user may
-    not expect of it, in lines. ``lengths``: about how many bytes of text each id stands for; None where ids have no text.
+    not expect of it, in lines; ``ignored``: settings in its file that are. ``lengths``: about how many bytes of text each id
+    stands for; None where ids have no text.
     ``keeps_bytes``: they are exact."""
 
     name: str
@@ -60,6 +61,7 @@ class Tokenizer(ABC):
     eos_from: str = ""
     content: str | None = None
     remarks: tuple[str, ...] = ()
+    ignored: str = ""
     lengths: npt.NDArray[np.int64] | None = None
     keeps_bytes: bool = False
 

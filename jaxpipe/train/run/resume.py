@@ -213,8 +213,14 @@ def _fused(meta: Mapping[str, Any], cut: Cut) -> tuple[int, ...] | None:
 
 
 def _batches(prepared: Prepared, state: DataState | None) -> Stream:
-    config = prepared.config
-    return prepared.dataset.batches(config.data.reading.seed, config.run.batch, config.data.seq_len, state)
+    config, dataset = prepared.config, prepared.dataset
+    try:
+        return dataset.batches(config.data.reading.seed, config.run.batch, config.data.seq_len, state)
+    except DataError as error:
+        if state is None or state.fingerprint == dataset.fingerprint or not dataset.tokenizer.ignored:
+            raise
+        ignored = f"the {dataset.tokenizer.ignored} of {dataset.tokenizer.name}"
+        raise DataError(f"{error}; older versions obeyed {ignored}, which this one ignores") from None
 
 
 def _compare(prepared: Prepared, origin: Manifest) -> list[str]:

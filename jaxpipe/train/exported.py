@@ -25,7 +25,7 @@ from jaxpipe.train.checkpoints.manifest import Manifest
 from jaxpipe.train.checkpoints.stored import stored_params
 from jaxpipe.train.checkpoints.tree import build, differences
 from jaxpipe.train.evaluate import Trained, described
-from jaxpipe.train.tokenizer_files import places_of, special_ids, trained_template, write_tokenizer_files
+from jaxpipe.train.tokenizer_files import learnt, places_of, special_ids, write_tokenizer_files
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,11 +123,13 @@ def _write_tokenizer(folder: Path, manifest: Manifest, found: Trained, to: Path,
     kept = folder.parent.parent / hub.TOKENIZER  # of the run that the checkpoint is in
     run = manifest.meta["config"].get("run")
     init_from = run.get("init_from") if isinstance(run, dict) else None
-    template = None if (kept / hub.TEMPLATE).is_file() else trained_template(data, tokenizer, found.began_in)
+    template, ends = (None, []) if "imported" in manifest.meta else learnt(data, tokenizer, found.began_in)
+    template = None if (kept / hub.TEMPLATE).is_file() else template
     places = [kept, *places_of(data, init_from if isinstance(init_from, str) else None, found.began_in)]
-    write_tokenizer_files(to, tokenizer, places, template)
+    write_tokenizer_files(to, tokenizer, places, template, ends)
     if data.tokenizer == "byte" and (kept / hub.TEMPLATE).is_file():
         shutil.copyfile(kept / hub.TEMPLATE, to / hub.TEMPLATE)
     if tokenizer.content is not None and not (to / hub.SETTINGS).is_file():
-        hub.write_tokenizer_config(to, positions, None if tokenizer.eos is None else tokenizer.decode([tokenizer.eos]))
+        end = next(iter(ends), tokenizer.eos)
+        hub.write_tokenizer_config(to, positions, None if end is None else tokenizer.decode([end]))
     return special_ids(to, tokenizer) | ({"bos_token_id": 0, "eos_token_id": 0} if data.tokenizer == "byte" else {})

@@ -8,7 +8,7 @@ for in several places, and those beside another ``tokenizer.json`` than the run'
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from jaxpipe.interop import tokenizer as hub
 from jaxpipe.interop.folder import read_json, write_json
 from jaxpipe.train.corpora.chat import ChatTemplate, find_template
 from jaxpipe.train.corpora.documents import BadRecordError
+from jaxpipe.train.corpora.encoding import ends_of
 from jaxpipe.train.corpora.store import Store, is_store
 from jaxpipe.train.corpora.tokenizers import Tokenizer
 from jaxpipe.train.imported import split_step
@@ -38,10 +39,26 @@ def places_of(data: DataConfig, init_from: str | None, began_in: str = "") -> li
     return places
 
 
-def trained_template(data: DataConfig, tokenizer: Tokenizer, began_in: str = "") -> ChatTemplate | None:
-    """The chat template of the data, if they are chats and it can be read; None if sources have several."""
-    templates = [template for path in _paths(data) for template in _templates(Path(began_in, path), data, tokenizer)]
-    return templates[0] if len({template.source for template in templates}) == 1 else None
+def learnt(data: DataConfig, tokenizer: Tokenizer, began_in: str = "") -> tuple[ChatTemplate | None, list[int]]:
+    """Find what a run learns of the form of its texts: the chat template of the data, if they are chats, it can be read, and
+    sources do not have several; and the ids that end answers and documents."""
+    templates: list[ChatTemplate] = []
+    ends: list[int | None] = []
+    for path in (Path(began_in, path) for path in _paths(data)):
+        with suppress(DataError, ConfigError):
+            if is_store(path):
+                spec, own = Store.read(path).spec, path / hub.TEMPLATE
+                is_chat, end = spec["documents_are"] == "chat", spec["eos"]
+                files = str(path / hub.JSON), str(own) if own.is_file() else "auto"
+            else:
+                is_chat, end = data.reading.format == "chat", ends_of(tokenizer, data.reading)[1]
+                files = tokenizer.name, data.reading.chat_template
+            ends.append(end)
+            templates += [find_template(*files)] if is_chat else []
+    template = templates[0] if len({template.source for template in templates}) == 1 else None
+    if template is not None:
+        ends.insert(0, end_of_answers(template, tokenizer))
+    return template, [end for end in dict.fromkeys(ends) if end is not None]
 
 
 def _paths(data: DataConfig) -> list[str]:
@@ -50,22 +67,12 @@ def _paths(data: DataConfig) -> list[str]:
     return [path for path in paths if data.target is None and not names_function(path)]
 
 
-def _templates(path: Path, data: DataConfig, tokenizer: Tokenizer) -> Iterator[ChatTemplate]:
-    with suppress(DataError, ConfigError):
-        if not is_store(path):
-            if data.reading.format == "chat":
-                yield find_template(tokenizer.name, data.reading.chat_template)
-        elif Store.read(path).spec["documents_are"] == "chat":
-            own = path / hub.TEMPLATE
-            yield find_template(str(path / hub.JSON), str(own) if own.is_file() else "auto")
-
-
 def write_tokenizer_files(
-    to: Path, tokenizer: Tokenizer, places: Sequence[Path], template: ChatTemplate | None
+    to: Path, tokenizer: Tokenizer, places: Sequence[Path], template: ChatTemplate | None, ends: Sequence[int]
 ) -> None:
     """Write into the folder ``to`` the ``tokenizer.json``, the files of the first of ``places`` that has settings for it, and
-    the first ``generation_config.json``. With the ``template`` of chats that are trained, that is what is written, and the
-    token that ends its answers is one that ends generation. ``to`` may be one of the places; it is made for the first file.
+    the first ``generation_config.json``. A ``template`` that is trained is what is written, and the ids ``ends`` are of those
+    that end generation. ``to`` may be one of the places; it is made for the first file.
 
     Raises:
         OSError: a file can't be written.
@@ -83,16 +90,16 @@ def write_tokenizer_files(
     for place in places:
         if not (to / hub.GENERATION).is_file():
             hub.copy_files(place, to, [hub.GENERATION])
-    if template is None:
-        return
-    to.mkdir(exist_ok=True)
-    (to / hub.TEMPLATE).write_text(template.source, encoding="utf-8")
-    end, ids = end_of_answers(template, tokenizer), special_ids(to, tokenizer)
-    ends = ids["eos_token_id"] if isinstance(ids["eos_token_id"], list) else [ids["eos_token_id"]]
-    if end is not None and end not in ends:
-        ids["eos_token_id"] = [end, *(other for other in ends if other is not None)]
-        before = read_json(to / hub.GENERATION) if (to / hub.GENERATION).is_file() else {}
-        write_json(to / hub.GENERATION, {**before, **{key: value for key, value in ids.items() if value is not None}})
+    if template is not None:
+        to.mkdir(exist_ok=True)
+        (to / hub.TEMPLATE).write_text(template.source, encoding="utf-8")
+    ids = special_ids(to, tokenizer)
+    before = ids["eos_token_id"] if isinstance(ids["eos_token_id"], list) else [ids["eos_token_id"]]
+    if tokenizer.content is not None and (new := [end for end in ends if end not in before]):
+        all_ends = [*new, *(end for end in before if end is not None)]
+        said = read_json(to / hub.GENERATION) if (to / hub.GENERATION).is_file() else {}
+        ids["eos_token_id"] = all_ends if len(all_ends) > 1 else all_ends[0]
+        write_json(to / hub.GENERATION, {**said, **{key: value for key, value in ids.items() if value is not None}})
 
 
 def special_ids(folder: Path, tokenizer: Tokenizer) -> dict[str, Any]:

@@ -157,6 +157,30 @@ def test_a_template_of_its_own_is_what_is_exported_and_its_end_ends_generation(
     }
 
 
+@pytest.mark.parametrize("way", ["store", "records"])
+def test_a_token_that_ends_documents_ends_generation(way: str, hub: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "a b c"}\n' * 9)
+    if way == "store":
+        given = [
+            "data",
+            "build",
+            str(tmp_path / "a.jsonl"),
+            "-o",
+            str(tmp_path / "ST"),
+            "--eos",
+            "<|end|>",
+            "--workers",
+            "1",
+        ]
+        assert main([*given, "--tokenizer", str(hub / "tokenizer.json")]) == 0
+        settings = [f"data.path={tmp_path / 'ST'}"]
+    else:
+        settings = [f"data.path={tmp_path / 'a.jsonl'}", "data.eos=<|end|>"]
+    kept = kept_by(tmp_path / "run", [f"data.tokenizer={hub / 'tokenizer.json'}", *settings])
+    assert read(kept / "generation_config.json")["eos_token_id"] == [WORDS.index("<|end|>"), 2, 1]
+    assert template_in(kept) == TEMPLATE
+
+
 def test_files_of_another_tokenizer_are_not_taken(hub: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.mkdir()
@@ -164,7 +188,9 @@ def test_files_of_another_tokenizer_are_not_taken(hub: Path, tmp_path: Path) -> 
     changed["model"]["vocab"] |= {"zebra": V - 1}
     (other / "tokenizer.json").write_text(json.dumps(changed))
     settings = [f"data.tokenizer={other / 'tokenizer.json'}", f"run.init_from={hub}", "data.path=x.txt"]
-    assert [path.name for path in kept_by(tmp_path / "run", settings).iterdir()] == ["tokenizer.json"]
+    kept = kept_by(tmp_path / "run", settings)
+    assert {path.name for path in kept.iterdir()} == {"tokenizer.json", "generation_config.json"}
+    assert read(kept / "generation_config.json") == {"eos_token_id": 1}  # <|endoftext|> ends its documents
 
 
 def test_a_byte_vocabulary_keeps_the_template_of_its_chats(hub: Path, tmp_path: Path) -> None:

@@ -292,8 +292,7 @@ class VocabParallelEmbed(nn.Embed):  # type: ignore[misc]  # flax is not typed
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         if self.tp.size == 1 and not _checks_ids.get():
-            found: jax.Array = super().__call__(tokens)
-            return found
+            return super().__call__(tokens)  # type: ignore[no-any-return]
         (table,) = self.promote_dtype(self.embedding, dtype=self.dtype, inexact=False)
         known = _is_word(tokens, self.words, self.num_embeddings)
         if self.tp.size == 1:  # nn.Embed would count a negative token from the end

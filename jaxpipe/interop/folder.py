@@ -90,9 +90,7 @@ def stored_tensors(folder: Path, optional: Collection[str] = ()) -> tuple[dict[s
     stale = [key for key, name in (said or {}).items() if key not in found or found[key].file.name != name]
     for key in stale:
         if key not in optional or key in found:
-            raise ConfigError(
-                f"{folder / INDEX} says that {key} is in {(said or {})[key]}, which has it not; download it again"
-            )
+            raise ConfigError(f"{folder / INDEX} says that {key} is in a file, which has it not; download it again")
     return found, stale
 
 

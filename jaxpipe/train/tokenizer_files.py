@@ -82,11 +82,9 @@ def write_tokenizer_files(
         to.mkdir(exist_ok=True)
         write_atomically(to / hub.JSON, tokenizer.content)  # it may be the one that the run reads
     places = [place for place in places if _is_of(place, tokenizer)]
-    settings = next(
-        (place for place in places if any((place / x).is_file() for x in (hub.SETTINGS, hub.TOKENS_MAP))), None
-    )
-    if settings is not None and settings.resolve() != to.resolve():
-        hub.copy_files(settings, to, [name for name in hub.FILES if name not in (hub.JSON, hub.GENERATION)])
+    settings = [place for place in places if any((place / x).is_file() for x in (hub.SETTINGS, hub.TOKENS_MAP))][:1]
+    if settings and settings[0].resolve() != to.resolve():
+        hub.copy_files(settings[0], to, [name for name in hub.FILES if name not in (hub.JSON, hub.GENERATION)])
     for place in places:
         if not (to / hub.GENERATION).is_file():
             hub.copy_files(place, to, [hub.GENERATION])
@@ -134,9 +132,6 @@ def _is_of(place: Path, tokenizer: Tokenizer) -> bool:
     path = place / hub.JSON
     if tokenizer.content is None or not path.is_file():
         return tokenizer.content is None and tokenizer.name != "byte" and not path.is_file()
-    content = path.read_bytes()
-    if content == tokenizer.content.encode():
-        return True
     with suppress(ValueError, RecursionError):
-        return bool(json.loads(content) == json.loads(tokenizer.content))
+        return bool(json.loads(path.read_bytes()) == json.loads(tokenizer.content))
     return False

@@ -21,7 +21,7 @@ from flax import linen as nn
 
 from jaxpipe.context_parallel import own_positions, own_times, whole_times
 from jaxpipe.errors import ConfigError, StageError
-from jaxpipe.interop.config import MOST_LAYERS, Keys, refused
+from jaxpipe.interop.config import MOST_LAYERS, Keys, conflict, refused
 from jaxpipe.interop.table import HuggingFace, Tensor
 from jaxpipe.stage.model.adapters import from_linen
 from jaxpipe.stage.model.layer import Layer, Matrix, Model, Path, Shard
@@ -222,9 +222,7 @@ _ALIASES = {
 def _options_of(config: Mapping[str, Any]) -> dict[str, Any]:
     for other, name in _ALIASES.items():
         if other in config and config.get(name, config[other]) != config[other]:
-            raise ConfigError(
-                f"config.json: {name} is {config[name]!r}, and {other} is {config[other]!r}; take the wrong one away"
-            )
+            raise conflict({key: config[key] for key in (name, other)})
     aliased = {name: config[other] for other, name in _ALIASES.items() if other in config}
     keys = Keys({**_DEFAULTS, **aliased, **config})
     keys.only("model_type", "gpt2")

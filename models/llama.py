@@ -31,7 +31,7 @@ from flax import linen as nn
 
 from jaxpipe.context_parallel import own_positions
 from jaxpipe.errors import ConfigError
-from jaxpipe.interop.config import MOST_LAYERS, Keys, refused
+from jaxpipe.interop.config import MOST_LAYERS, Keys, conflict, refused
 from jaxpipe.interop.table import HuggingFace, Tensor
 from jaxpipe.stage.model.adapters import from_linen
 from jaxpipe.stage.model.layer import Layer, LayerContext, Matrix, Model, Params, Path, Shard
@@ -427,9 +427,7 @@ def _scaling_of(keys: Keys, kind: str, scaling: Keys) -> dict[str, Any]:
     length = keys.whole("max_position_embeddings") if name not in keys.config or kind == "linear" else keys.whole(name)
     length = scaling.whole(name, length)
     if kind != "linear" and name in keys.config and keys.whole(name) != length:
-        raise ConfigError(
-            f"config.json: {name} is {keys.whole(name)}, and {scaling.where}{name} is {length}; take the wrong one away"
-        )
+        raise conflict({name: keys.whole(name), f"{scaling.where}{name}": length})
     wanted = ("factor", "low_freq_factor", "high_freq_factor") if kind == "llama3" else ("factor",)
     present = [number for number in _SCALINGS[kind] if number in wanted or scaling.config.get(number) is not None]
     numbers = {number: scaling.number(number) for number in present}

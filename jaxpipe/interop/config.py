@@ -25,6 +25,12 @@ def refused(key: str, value: Any, wanted: str) -> ConfigError:
     return ConfigError(f"config.json: {key} is {clipped(repr(value), 60)}, and this model has {wanted}; choose another")
 
 
+def conflict(values: Mapping[str, Any]) -> ConfigError:
+    """The error about keys, with their values, that say one thing otherwise than the other."""
+    listed = " and ".join(f"{name} is {clipped(repr(value), 80)}" for name, value in values.items())
+    return ConfigError(f"config.json: {listed}; take the wrong one away")
+
+
 @dataclass(frozen=True, slots=True)
 class Keys:
     """``config``: of the file, or a table in it; ``where``: what stands before a key's name in messages.
@@ -79,16 +85,13 @@ class Keys:
         kinds = [table.config.get("rope_type", table.config.get("type", "default")) for table in tables]
         numbers = [_numbers(table, kind) for table, kind in zip(tables, kinds, strict=True)]
         if len(tables) == 2 and kinds[0] != "default" and numbers[0] != numbers[1]:
-            raise ConfigError(
-                f"config.json: rope_parameters is {_shown(tables[0])} and rope_scaling is {_shown(tables[1])}; take one away"
-            )
+            raise conflict({table.where[:-1]: dict(table.config) for table in tables})
         places = [keys for keys in (self, *tables) if "rope_theta" in keys.config]
         bases = {f"{keys.where}rope_theta": keys.number("rope_theta", above=1) for keys in places}
         if not places or (len(tables) == 2 and places == tables[:1]):  # which rope_scaling replaces
             bases["rope_theta, where it is absent,"] = theta
         if len(set(bases.values())) > 1:
-            listed = " and ".join(f"{name} is {base:g}" for name, base in bases.items())
-            raise ConfigError(f"config.json: {listed}; take the wrong one away")
+            raise conflict(bases)
         for keys in (self, *tables):
             keys.only("partial_rotary_factor", 1, 1.0, None)
         return next(iter(bases.values())), kinds[-1] if tables else "default", tables[-1] if tables else Keys({})
@@ -114,7 +117,3 @@ class Keys:
 def _numbers(table: Keys, kind: str) -> dict[str, Any]:
     names = table.config.keys() - {"type", "rope_type", "rope_theta"}
     return {"rope_type": kind, **{name: table.config[name] for name in names if table.config[name] is not None}}
-
-
-def _shown(table: Keys) -> str:
-    return clipped(repr(dict(table.config)), 80)

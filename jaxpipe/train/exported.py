@@ -118,17 +118,16 @@ def _write_tokenizer(folder: Path, manifest: Manifest, found: Trained, to: Path,
     """Write the files that the run has kept, or else those that it would keep if it began now; returns the ids of the special
     tokens. ``positions``: the most tokens that the model takes."""
     tokenizer, data = found.tokenizer, found.config.data
+    kept = folder.parent.parent / hub.TOKENIZER  # of the run that the checkpoint is in
     if data.tokenizer == "byte":
         hub.write_byte_tokenizer(to, positions)
-    kept = folder.parent.parent / hub.TOKENIZER  # of the run that the checkpoint is in
+        hub.copy_files(kept, to, [hub.TEMPLATE])
     run = manifest.meta["config"].get("run")
     init_from = run.get("init_from") if isinstance(run, dict) else None
     template, ends = (None, []) if "imported" in manifest.meta else learnt(data, tokenizer, found.began_in)
     template = None if (kept / hub.TEMPLATE).is_file() else template
     places = [kept, *places_of(data, init_from if isinstance(init_from, str) else None, found.began_in)]
     write_tokenizer_files(to, tokenizer, places, template, ends)
-    if data.tokenizer == "byte" and (kept / hub.TEMPLATE).is_file():
-        shutil.copyfile(kept / hub.TEMPLATE, to / hub.TEMPLATE)
     if tokenizer.content is not None and not (to / hub.SETTINGS).is_file():
         end = next(iter(ends), tokenizer.eos)
         hub.write_tokenizer_config(to, positions, None if end is None else tokenizer.decode([end]))

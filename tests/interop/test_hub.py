@@ -389,6 +389,7 @@ BAD: dict[str, tuple[str, Callable[[Path], None], str]] = {
     "unknown kind": ("llama2", config(model_type="mixtral"), "model_type is 'mixtral'"),
     "no width": ("llama2", config(hidden_size=None), "hidden_size is null"),
     "width of text": ("llama2", config(hidden_size="32"), "hidden_size is '32'"),
+    "many layers": ("llama2", config(num_hidden_layers=20_000), "num_hidden_layers is 20000; want 1 to 10000"),
     "no layers": ("llama2", config(num_hidden_layers=0), "num_hidden_layers is 0"),
     "heads": ("llama2", config(num_attention_heads=5, num_key_value_heads=5), "num_attention_heads, 5"),
     "activation": ("llama2", config(hidden_act="gelu"), "hidden_act is 'gelu'"),

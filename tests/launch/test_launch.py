@@ -405,7 +405,9 @@ def test_values_reach_their_readers_as_they_are(words: list[str], folder: str, v
 
 
 @pytest.mark.parametrize("stray", STRAY)
-def test_no_line_break_is_written(stray: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_line_break_is_written(
+    stray: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """In any value; and a run directory of a config file, T17's case, is not in the files at all."""
     text = f"a{stray}touch PWNED"
     for write in (
@@ -419,6 +421,10 @@ def test_no_line_break_is_written(stray: str, tmp_path: Path, capsys: pytest.Cap
         with pytest.raises(ConfigError, match=r"holds .* at character") as caught:
             write()
         assert is_stray(str(caught.value)) is False
+    monkeypatch.setattr(cluster.sys, "executable", text)
+    with pytest.raises(ConfigError, match="the path of Python"):
+        cluster.sbatch(_job([]), [], Path("/a"))
+    monkeypatch.undo()
     config, file = tmp_path / "run.toml", tmp_path / "job"
     out_dir = json.dumps(f"/runs/a{stray}kind: Evil\n#", ensure_ascii=ord(stray) < 0xD800)
     config.write_text(f"[run]\nout_dir = {out_dir}", encoding="utf-8", errors="replace")

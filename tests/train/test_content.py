@@ -25,6 +25,7 @@ from hypothesis import strategies as st
 
 from jaxpipe.cli import main
 from jaxpipe.errors import ConfigError, DataError
+from jaxpipe.train.checkpoint import CheckpointStore, load_params
 from jaxpipe.train.config import load_config
 from jaxpipe.train.corpora import documents
 from jaxpipe.train.corpora.corpus import Corpus, load_corpus
@@ -483,6 +484,8 @@ def test_urls_are_refused_at_every_door(
         assert "a URL; jaxpipe reads and writes local files only" in err and err.count("\n") == 1, (door, err)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt"]
     assert "a URL" in refusal(load_corpus, url, BYTES)
+    assert "a URL" in refusal(CheckpointStore, url)  # of Trainer.save and load
+    assert "a URL" in refusal(load_params, url)
     (tmp_path / "s3:x").write_text("text")  # a colon alone makes no URL
     assert texts(load_corpus("s3:x", BYTES)) == ["text"]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import pickle
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,7 +29,14 @@ from jaxpipe.train.corpora.corpus import Corpus, load_corpus
 from jaxpipe.train.corpora.encoding import Encoder, Reading
 from jaxpipe.train.corpora.store import MANIFEST, SIZES, Store, _signed
 from jaxpipe.train.corpora.store_build import build_store
-from jaxpipe.train.corpora.tokenizers import HFTokenizer, _digest, continued_tokenizer, kept_tokenizer, stored_tokenizer
+from jaxpipe.train.corpora.tokenizers import (
+    ByteTokenizer,
+    HFTokenizer,
+    _digest,
+    continued_tokenizer,
+    kept_tokenizer,
+    stored_tokenizer,
+)
 from jaxpipe.train.data import TokenDataset
 from jaxpipe.train.run import resume
 from jaxpipe.train.setup import data_remarks, load_dataset
@@ -561,6 +569,19 @@ def test_a_process_that_tokenises_names_the_record_too(tmp_path: Path) -> None:
     source = write_texts(tmp_path, ["", "dog"])
     message = refusal(build_store, [source], tmp_path / "store", HFTokenizer(path), Reading(), workers=2)
     assert f"{source}, line 2: tokenizer {path}: can't encode 'dog'" in message
+
+
+class Deadly(ByteTokenizer):
+    """Ends its process."""
+
+    def encode_all(self, texts: Sequence[str]) -> Sequence[Any]:
+        os._exit(9)
+
+
+def test_a_process_that_dies_is_told_with_its_file(tmp_path: Path) -> None:
+    source = write_texts(tmp_path, ["dog"])
+    message = refusal(build_store, [source], tmp_path / "store", Deadly(), Reading(), workers=2)
+    assert f"data {source}: a process" in message and "the tokenizer byte" in message
 
 
 def test_chats_and_files_name_what_can_not_be_encoded(tmp_path: Path) -> None:

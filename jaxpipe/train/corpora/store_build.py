@@ -291,19 +291,22 @@ def _encoded(encoder: Encoder, workers: int, folder: Path, found: Iterable[Piece
         yield from (_encode(encoder, *each) for each in numbered)
         return
     pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _begin, (encoder,))
-    waiting: deque[Future[_Done]] = deque()
+    waiting: deque[tuple[Path, Future[_Done]]] = deque()
+    source = Path()
     try:
         for piece, file in numbered:
             with starting_children():  # by the first pieces
-                waiting.append(pool.submit(_encode_here, piece, file))
+                waiting.append((piece.files[0], pool.submit(_encode_here, piece, file)))
             if len(waiting) > _AHEAD * workers:
-                yield waiting.popleft().result()
+                source, done = waiting.popleft()
+                yield done.result()
         while waiting:
-            yield waiting.popleft().result()
+            source, done = waiting.popleft()
+            yield done.result()
     except BrokenProcessPool:
         raise DataError(
-            "a process that tokenised was killed, for want of memory perhaps; the same command goes on, and --workers says "
-            "how many there are"
+            f"data {source}: a process that tokenised it, or what follows, was killed: for want of memory perhaps (--workers "
+            f"says how many there are), or by the tokenizer {encoder.tokenizer.name}; the same command goes on"
         ) from None
     finally:
         pool.shutdown(cancel_futures=True)

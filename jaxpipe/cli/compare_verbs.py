@@ -26,8 +26,9 @@ from jaxpipe.cli.schedule_verbs import conclude, load_schedule, make, simulated
 from jaxpipe.errors import ConfigError, JaxpipeError, ScheduleError
 from jaxpipe.schedule import FAMILIES, CostProfile, Family, Schedule, Timeline
 from jaxpipe.schedule.retime import Objective, order_key
-from jaxpipe.schedule.search_orders import Candidate, best_for, best_of_family, cheap_first
+from jaxpipe.schedule.search_orders import NO_TIME, Candidate, best_for, best_of_family, cheap_first
 from jaxpipe.schedule.settings import Setting, Task
+from jaxpipe.schedule.time_limit import within
 from jaxpipe.schedule.tolerance import at_most
 from jaxpipe.wording import clipped
 
@@ -197,8 +198,12 @@ def run_best(arguments: argparse.Namespace) -> None:
             notice(f"{path}: not possible: {entry.error}")
         else:
             choices.append((path, entry))
+    progress, ended = _Progress(), False
     try:
-        found = best_for(_task(arguments, costs, most, arguments.objective), on_trial=_Progress())
+        task = _task(arguments, costs, most, arguments.objective)
+        found, ended = within(arguments.time_limit, lambda: best_for(task, on_trial=progress))
+        if found is None:
+            raise ScheduleError(NO_TIME)
         choices.insert(0, (str(found.setting), _record(found, arguments.memory_limit)))
     except ScheduleError:  # no family keeps the limit
         if not choices:
@@ -210,6 +215,9 @@ def run_best(arguments: argparse.Namespace) -> None:
 
     setting, best = min(choices, key=key)
     notes = _notes(arguments, costs, [best], explored=True)
+    if ended:
+        where = f"at family {progress.at} of {len(progress.order)}"
+        notes.append(f"out of time after {arguments.time_limit:g} s, {where}: the best so far; --time-limit raises it")
     conclude(arguments, costs, best, f"best: {setting}", notes, setting=setting)
 
 

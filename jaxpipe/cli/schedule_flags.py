@@ -182,6 +182,8 @@ def configure_compare(parser: argparse.ArgumentParser) -> None:
 def configure_best(parser: argparse.ArgumentParser) -> None:
     _add_choice_flags(parser)
     _add_objective_flag(parser)
+    text = "seconds to search, at most; then the best so far is the answer"
+    add_value(parser, "--time-limit", "S", amount("time limit", zero=False), text)
     add_output_flag(parser, OUTPUTS)
     add_json_flag(parser)
 

@@ -28,6 +28,7 @@ from jaxpipe.schedule.placement import Placement
 from jaxpipe.schedule.retime import Objective, order_key
 from jaxpipe.schedule.settings import Costs, Setting, Task, settings_of
 from jaxpipe.schedule.simulate import simulate
+from jaxpipe.schedule.time_limit import OutOfTimeError
 from jaxpipe.schedule.timeline import Timeline
 from jaxpipe.schedule.tolerance import MEMORY, at_most, nine_digits
 
@@ -85,6 +86,9 @@ def make(setting: Setting, task: Task) -> Candidate:
 
 OnTrial = Callable[[Setting, Candidate | None], object]
 """Called with each setting before it is tried, and the best candidate so far."""
+
+
+NO_TIME = "out of time before anything was found: raise the time limit"
 
 
 @dataclass(slots=True)
@@ -265,12 +269,22 @@ def best_schedule(
 def best_for(
     task: Task, families: Iterable[str] | None = None, on_trial: OnTrial = lambda setting, best: None
 ) -> Candidate:
-    """:func:`best_schedule` of a task; ``on_trial`` is told what is tried."""
+    """:func:`best_schedule` of a task; ``on_trial`` is told what is tried. The best so far where OutOfTimeError is raised
+    meanwhile.
+
+    Raises:
+        ScheduleError: as :func:`best_schedule`, or there was no time to find anything.
+    """
     chosen = cheap_first(FAMILIES[name] for name in FAMILIES if families is None or name in families)
-    best = _Search(task, on_trial=on_trial).run(chosen)
-    if best is None:
-        raise ScheduleError(_nothing(chosen, task))
-    return best
+    search = _Search(task, on_trial=on_trial)
+    try:
+        search.run(chosen)
+        if search.best is None:
+            raise ScheduleError(_nothing(chosen, task))
+    except OutOfTimeError:
+        if search.best is None:
+            raise ScheduleError(NO_TIME) from None
+    return search.best
 
 
 def _nothing(families: Iterable[Family], task: Task) -> str:

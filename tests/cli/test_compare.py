@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -255,6 +257,29 @@ def test_best_shows_progress(capsys: pytest.CaptureFixture[str], monkeypatch: py
         r" +\d+\.\d s  family \d+ of \d+, .* now [^;]+; best so far looped-bfs --chunks \d, \d+(\.\d+)?", lines[-1]
     )
     json.loads(out)
+
+
+def test_best_ends_in_time(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the best so far, or a line. Time is up at the fifth setting."""
+    tried = itertools.count(1)
+
+    class Watched(compare_verbs._Progress):
+        def __call__(self, *told: Any) -> None:
+            super().__call__(*told)
+            if next(tried) == 5:
+                signal.raise_signal(signal.SIGALRM)
+
+    monkeypatch.setattr(compare_verbs, "_Progress", Watched)
+    sizes = ["best", "--ranks", "4", "--microbatches", "8"]
+    assert main([*sizes, "--time-limit", "3600", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert any("out of time after 3600 s" in note for note in found["notes"]) and found["makespan"] > 0
+    assert next(tried) == 6
+    assert main([*sizes, "--time-limit", "3600", "--json"]) == 0
+    assert "out of time" not in capsys.readouterr().out
+    assert main([*sizes, "--time-limit", "1e-6"]) == 2
+    assert capsys.readouterr() == ("", "jaxpipe: out of time before anything was found: raise the time limit\n")
+    assert signal.getitimer(signal.ITIMER_REAL)[0] == 0.0
 
 
 # solve names both bounds.

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 
-from jaxpipe.cli import main
-
 if __name__ == "__main__":
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # until main listens
+    from jaxpipe.cli import main
+
     sys.exit(main())

@@ -13,7 +13,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -28,7 +27,7 @@ it: to tell other processes, and free what is held. May end the process."""
 
 
 class Interrupts:
-    """Use as a context around a command that has the process to itself. ``heard``: SIGINT came.
+    """Of a command that has the process to itself. ``heard``: SIGINT came.
 
     The first SIGINT raises KeyboardInterrupt in the main thread. A second one, one during an import, or a main thread that is
     still busy a second later end the process at once, and all its children: with a line on standard error and the exit code
@@ -40,19 +39,15 @@ class Interrupts:
         self._ending = threading.Lock()
         self._active = signal.getsignal(signal.SIGINT) is not signal.SIG_IGN
 
-    def __enter__(self) -> Interrupts:
+    def listen(self) -> None:
+        """Begin; also of a SIGINT that came before and was blocked (:func:`starting_children`)."""
         if self._active:
             self._reader, writer = os.pipe()
             os.set_blocking(writer, False)
             signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
             signal.signal(signal.SIGINT, self._interrupt)
             threading.Thread(target=self._listen, name="jaxpipe-interrupts", daemon=True).start()
-            with suppress(AttributeError):
-                signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # see starting_children
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """The thread stays: a process that was interrupted has yet to end."""
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
     def close(self, code: int) -> None:
         """The command is done: from here on SIGINT only shortens how Python ends, with the exit code of the command."""
@@ -104,6 +99,8 @@ class Interrupts:
 
 def kill_children() -> None:
     """End the processes that this one has started and not waited for yet. Only where Linux's /proc tells of them."""
+    from pathlib import Path  # which takes a while, and at the start nobody listens
+
     for listing in Path("/proc/self/task").glob("*/children"):
         with suppress(OSError):
             for child in listing.read_text().split():

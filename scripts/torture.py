@@ -40,6 +40,7 @@ from torture_parts import (  # noqa: E402
     hostile_data,
     hub_configs,
     identity,
+    interrupts,
     job_files,
     runs,
     schedules,
@@ -82,6 +83,7 @@ PARTS: dict[str, Part] = {
     "R22": Part("another model, rate, checkpoint or size is told from the same", identity.everything),
     "R24": Part("strangers keep no processes from meeting", strangers.cases),
     "R24b": Part("values in job files stay values", job_files.values),
+    "R26": Part("Ctrl-C ends every verb in one line, at any time", interrupts.cases, processes=True),
 }
 
 

@@ -23,14 +23,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     if argv is not None:
         return _run(list(argv))
-    with Interrupts() as interrupts:
-        try:
-            code = _run(sys.argv[1:], interrupts)
-            interrupts.close(code)
-        finally:
-            if interrupts.heard:
-                interrupts.finish()
-        return code
+    interrupts = Interrupts()
+    try:
+        interrupts.listen()
+        code = _run(sys.argv[1:], interrupts)
+        interrupts.close(code)
+    finally:
+        if interrupts.heard:
+            interrupts.finish()
+    return code
 
 
 def _run(argv: list[str], interrupts: Interrupts | None = None) -> int:

@@ -57,9 +57,8 @@ def run_data(arguments: argparse.Namespace) -> None:
         raise ConfigError(
             "data build wants -o STORE, the folder to make" if action == "build" else "data check takes no -o"
         )
-    from jaxpipe.interop.tokenizer import JSON
     from jaxpipe.train.corpora.store import Store
-    from jaxpipe.train.corpora.tokenizers import load_tokenizer
+    from jaxpipe.train.corpora.tokenizers import JSON, load_tokenizer
 
     paths = [Path(path) for path in arguments.paths]
     started = time.perf_counter()

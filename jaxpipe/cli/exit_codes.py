@@ -20,7 +20,7 @@ EXIT_CODES: Mapping[int, str] = {
     5: "a device or a step failed, or hung",
     LOST: "another process of the run was lost",
     STOPPED: "stopped by a signal, what was done is saved; the same command goes on",
-    INTERRUPTED: "interrupted by Ctrl-C: training before its first step, or by a second signal while stopping",
+    INTERRUPTED: "interrupted by Ctrl-C: any verb, training before its first step or by a second signal while stopping",
     READER_GONE: "the reader of the output ended first, as | head does",
 }
 """All there are. Documented in README.md, and by ``jaxpipe train --help``. Where one process of several fails, the others end

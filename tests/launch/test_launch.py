@@ -55,12 +55,31 @@ def launch(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Callable[..., t
     return run
 
 
-def test_output_and_cores(launch: Callable[..., tuple[int, str, list[str]]]) -> None:
+def test_output_and_cores(launch: Callable[..., tuple[int, str, list[str]]], tmp_path: Path) -> None:
     say = "print('out', mine, flush=True); print('err', mine, len(os.sched_getaffinity(0)), file=sys.stderr)"
     code, out, err = launch(f"{say}; processes.leave()")
     each = max(len(os.sched_getaffinity(0)) // 2, 1)
     assert (code, out) == (0, "out 0\n")
     assert err == [f"[0] err 0 {each}", f"[1] err 1 {each}", "[1] out 1"]
+    logs = [sorted((tmp_path / f"process-{k}.log").read_text().splitlines()) for k in (0, 1)]
+    assert logs == [[f"err {k} {each}", f"out {k}"] for k in (0, 1)]
+
+
+def test_an_interrupt_before_processes_listen(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """It waits until they do; the launcher says the line."""
+    listen = """
+import time
+time.sleep(1.5)
+from jaxpipe.cli import main, registry
+registry.run = lambda argv: time.sleep(20)
+main()
+"""
+    ask = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
+    with Launch([sys.executable, "-c", listen], 2, tmp_path) as started:
+        ask.start()
+        code = started.run(0)
+    ask.cancel()
+    assert (code, capfd.readouterr().err) == (130, "jaxpipe: interrupted\n")
 
 
 def test_noise_of_libraries_is_kept_in_files(launch: Callable[..., tuple[int, str, list[str]]], tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from random import Random
 from types import ModuleType
@@ -138,29 +139,46 @@ def connected(port: int, source: str = "127.0.0.1") -> socket.socket:
             time.sleep(0.01)
 
 
-def test_waiting_ends_however_slowly_a_stranger_speaks(said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A byte now and then is no reason to wait longer than a hello may take, or the caller says."""
-    for hello_s, wait_s in ((0.2, 1.0), (30.0, 0.5)):
-        monkeypatch.setattr(meeting, "_HELLO_S", hello_s)
-        port, over = free_port(), threading.Event()
-        thread, found = first_of(2, wait_s, port)
+@pytest.mark.parametrize(("hello_s", "wait_s", "named"), [(0.2, 1.0, True), (30.0, 0.5, False)])
+@pytest.mark.parametrize("silent", [True, False])
+def test_waiting_ends_however_slowly_a_stranger_speaks(
+    said: list[str], monkeypatch: pytest.MonkeyPatch, hello_s: float, wait_s: float, named: bool, silent: bool
+) -> None:
+    """A byte now and then is no reason to wait longer than a hello may take, or the caller says; nor is nothing at all."""
+    monkeypatch.setattr(meeting, "_HELLO_S", hello_s)
+    port, over = free_port(), threading.Event()
+    thread, found = first_of(2, wait_s, port)
 
-        def drip(connection: socket.socket, over: threading.Event = over) -> None:
-            try:
-                while not over.wait(0.05):
-                    connection.sendall(b"[")
-            except OSError:
-                pass
+    def drip(connection: socket.socket) -> None:
+        with suppress(OSError):
+            while not over.wait(0.05):
+                connection.sendall(b"[")
 
-        with connected(port) as slow, connected(port):
-            began = time.monotonic()
-            dripping = threading.Thread(target=drip, args=(slow,))
-            dripping.start()
-            thread.join(10)
-            assert not thread.is_alive() and time.monotonic() - began < wait_s + 1.5
-            over.set()
-            dripping.join()
-        assert str(found[0]).startswith(f"waited {wait_s:.3g} s at 127.0.0.1:{port} for process 1 of 2")
+    with connected(port) as slow:
+        began = time.monotonic()
+        dripping = threading.Thread(target=over.wait if silent else drip, args=() if silent else (slow,))
+        dripping.start()
+        thread.join(10)
+        assert not thread.is_alive() and time.monotonic() - began < wait_s + 1.5
+        over.set()
+        dripping.join()
+    assert str(found[0]).startswith(f"waited {wait_s:.3g} s at 127.0.0.1:{port} for process 1 of 2")
+    assert any("it sent no line within" in line for line in said) == named
+
+
+def test_a_long_line_is_not_waited_for(said: list[str]) -> None:
+    """Nor kept: its sender is turned away once it is longer than a hello may be."""
+    port = free_port()
+    thread, found = first_of(2, 20, port)
+    with connected(port) as endless:
+        endless.settimeout(meeting._HELLO_S / 2)
+        with suppress(ConnectionError):
+            endless.sendall(b'["jaxpipe",1,2,"' + b"h" * 20_000)
+            assert endless.recv(4096).startswith(b'["end"')
+    other = meet(Peers("127.0.0.1", port, 2, 1), 20)
+    thread.join(10)
+    leave(found[0], other)
+    assert len(said) == 1
 
 
 def test_silent_strangers_do_not_hold_up_processes(said: list[str]) -> None:

@@ -29,7 +29,8 @@ import numpy.typing as npt
 from jaxpipe.errors import DataError
 from jaxpipe.files import check_local, hub_advice, read_file
 from jaxpipe.interop.folder import CONFIG, read_json
-from jaxpipe.interop.tokenizer import GENERATION, JSON, SETTINGS, TOKENS_MAP
+from jaxpipe.interop.tokenizer import GENERATION, SETTINGS, TOKENS_MAP
+from jaxpipe.interop.tokenizer import JSON as JSON
 from jaxpipe.train.corpora.documents import package
 from jaxpipe.train.corpora.tokenizer_json import TokenizerJson, check_survives
 from jaxpipe.wording import clipped

@@ -19,8 +19,6 @@ from pathlib import Path
 
 SETTING = "JAXPIPE_INTERFACE"
 _SIOCGIFADDR = 0x8915
-_IF_INET6 = Path("/proc/net/if_inet6")
-_GLOBAL = "00"  # the scope, as it is written there
 
 
 def said_address(environ: Mapping[str, str] = os.environ) -> tuple[str, str]:
@@ -34,13 +32,8 @@ def said_address(environ: Mapping[str, str] = os.environ) -> tuple[str, str]:
 
 def address_of_first(ends: Collection[tuple[str, str]]) -> str:
     """The address of process 0; ``ends``: of its connections, the own one and the other."""
-    elsewhere = [own for own, other in ends if not _same_host(own, other)]
+    elsewhere = [own for own, other in ends if not same_host(own, other)]
     return next(iter(elsewhere or [own for own, _ in ends]))
-
-
-def address_of_other(own: str, other: str, first: str) -> str:
-    """The address of another process; ``own``, ``other``: of its connection to process 0, whose address is ``first``."""
-    return first if _same_host(own, other) else own
 
 
 def unreachable(address: str, several_hosts: bool) -> str:
@@ -82,12 +75,12 @@ def _address_of_interface(name: str) -> str:
         answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()))
         return socket.inet_ntoa(answer[20:24])
     with suppress(OSError):
-        for number, _, _, scope, _, interface in map(str.split, _IF_INET6.read_text().splitlines()):
-            if interface == name and scope == _GLOBAL:
+        for number, _, _, scope, _, interface in map(str.split, Path("/proc/net/if_inet6").read_text().splitlines()):
+            if interface == name and scope == "00":  # global
                 return str(ipaddress.ip_address(bytes.fromhex(number)))
     raise ValueError("the interface has no address")
 
 
-def _same_host(own: str, other: str) -> bool:
+def same_host(own: str, other: str) -> bool:
     """Whether a connection between these addresses is within a host."""
     return own == other or all(ipaddress.ip_address(end).is_loopback for end in (own, other))

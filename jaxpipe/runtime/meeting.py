@@ -30,11 +30,9 @@ _WELCOME_S = 2.0
 """How much longer than process 0 the others wait, so that its words reach them."""
 _LONGEST_HELLO = 4096
 _LONGEST_HOST = 255
-_BYTES_PER_HOST = 8 * _LONGEST_HOST  # of a welcome: each character may be escaped
 _MOST_NAMED = 8
-_BACKLOG = 128
 _OTHER_FILES = 128
-"""Descriptors that a process needs beside those of the connections to the others."""
+"""Descriptors that a process needs beside those of the connections to the others; connections that wait to be accepted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,13 +103,13 @@ class _Meeting:
         try:
             if too_few := allow_files(self._peers.number):
                 self._refuse(f"process 0 (host {self._hosts[0]}): {too_few}")
-            if self._peers.number > 1:
-                for arrival, hello in self._hellos(self._until):
-                    self._let_in(arrival, hello)
-                    if len(self._joined) == self._peers.number - 1:
-                        break
-                else:
-                    self._refuse(_waited(self._wait_s, self._missing(), self._peers), late_s=0)
+            for arrival, hello in self._hellos(self._until):
+                self._let_in(arrival, hello)
+                if len(self._joined) == self._peers.number - 1:
+                    break
+            else:
+                missing = [k for k in range(1, self._peers.number) if k not in self._joined]
+                self._refuse(_waited(self._wait_s, missing, self._peers), late_s=0)
         finally:
             for arrival in self._arrivals:
                 arrival.connection.close()
@@ -122,9 +120,6 @@ class _Meeting:
                 line.put("welcome", *hosts)
             line.wait_at_most(None)
         return Lines(self._peers, hosts, self._joined)
-
-    def _missing(self) -> list[int]:
-        return [k for k in range(1, self._peers.number) if k not in self._joined]
 
     def _let_in(self, arrival: _Arrival, hello: Hello) -> None:
         came = f"process {hello.process} (host {hello.host})"
@@ -182,8 +177,7 @@ class _Meeting:
                 self._turn_away(self._arrivals[0], "too many connections said nothing")
             return
         connection.setblocking(False)
-        deadline = time.monotonic() + _HELLO_S
-        self._arrivals.append(_Arrival(connection, plain_address(address[0]), deadline))
+        self._arrivals.append(_Arrival(connection, plain_address(address[0]), time.monotonic() + _HELLO_S))
         self._watched.register(connection, selectors.EVENT_READ, self._arrivals[-1])
 
     def _read(self, arrival: _Arrival) -> Hello | None:
@@ -198,7 +192,7 @@ class _Meeting:
         line, newline, rest = bytes(arrival.received).partition(b"\n")
         if not newline and part and len(line) < _LONGEST_HELLO:
             return None
-        hello = parse_hello(line) if newline and not rest else "its first line is no message of jaxpipe's"
+        hello = parse_hello(line if newline and not rest else b"")
         if isinstance(hello, str):
             self._turn_away(arrival, hello if arrival.received else "it sent nothing")
             return None
@@ -260,7 +254,7 @@ def _listening(peers: Peers) -> socket.socket:
         family = socket.AF_INET6 if all_of_both or ":" in host else socket.AF_INET
         try:
             return socket.create_server(
-                (host, peers.port), family=family, backlog=max(_BACKLOG, peers.number), dualstack_ipv6=all_of_both
+                (host, peers.port), family=family, backlog=max(_OTHER_FILES, peers.number), dualstack_ipv6=all_of_both
             )
         except OSError as error:
             failed = error
@@ -279,7 +273,7 @@ def _meet_first(peers: Peers, until: float, wait_s: float) -> Lines:
     out_of_time.start()
     with suppress(OSError):
         line.put("jaxpipe", peers.mine, peers.number, own_host())
-    message = line.get(_LONGEST_HELLO + _BYTES_PER_HOST * peers.number)
+    message = line.get(_LONGEST_HELLO * peers.number)  # each name in it was in a hello
     out_of_time.cancel()
     match message:
         case ["welcome", *hosts] if len(hosts) == peers.number and all(map(_is_host, hosts)):

@@ -466,8 +466,8 @@ def test_urls_are_refused_at_every_door(
         "run.init_from",
     ]
     doors = [
-        *(["train", f"{key}={url}"] for key in settings),
         *(["train", "--print-config", f"{key}={url}"] for key in settings),
+        *(["train", f"{key}={url}"] for key in settings),
         ["data", "build", url, "-o", "S"],
         ["data", "build", "a.txt", "-o", url],
         ["data", "build", "a.txt", "-o", "S", "--tokenizer", url],

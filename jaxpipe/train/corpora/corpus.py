@@ -21,7 +21,6 @@ import numpy as np
 import numpy.typing as npt
 
 from jaxpipe.errors import DataError
-from jaxpipe.files import check_local
 from jaxpipe.train.corpora.content import RECORD_FORMS, Form, form_of
 from jaxpipe.train.corpora.documents import files_at, files_under, formed, pieces
 from jaxpipe.train.corpora.encoding import Encoder, Reading, marker
@@ -102,7 +101,6 @@ def load_corpus(path: str | Path, tokenizer: Tokenizer, reading: Reading | None 
     if path == "stdlib":
         root = Path(sysconfig.get_path("stdlib"))
         return _from_files("stdlib", root, [(file, "text") for file in stdlib_files(root)], tokenizer, how)
-    check_local(path, "data")
     path, left_out = Path(path), list[str]()
     if path.is_dir() and is_store(path):
         return _from_store(path, tokenizer, how)

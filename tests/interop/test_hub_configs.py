@@ -78,6 +78,15 @@ def test_two_keys_that_differ_are_both_named(kind: str, changes: Any, names: tup
     assert all(name in str(caught.value) for name in names) and "\n" not in str(caught.value)
 
 
+def test_a_base_in_a_table_that_rope_scaling_replaces_is_named(tmp_path: Path) -> None:
+    """transformers 5 forgets it, and takes 10,000."""
+    config = {key: value for key, value in BASES["llama"].items() if key != "rope_theta"}
+    tables = {"rope_parameters": {"rope_theta": 5e5}, "rope_scaling": YARN}
+    with pytest.raises(ConfigError, match=r"rope_parameters.rope_theta is 500000.0"):
+        meaning({**config, **tables}, tmp_path)
+    assert meaning({**config, **tables, "rope_parameters": {"rope_theta": 1e4}}, tmp_path)["rope"]["kind"] == "yarn"
+
+
 def test_an_absent_head_size_is_that_of_the_class(tmp_path: Path) -> None:
     """Of Qwen3 128, whatever the width."""
     config = {key: value for key, value in BASES["qwen3"].items() if key != "head_dim"}

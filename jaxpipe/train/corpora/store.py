@@ -2,10 +2,9 @@
 
 A folder with ``ids.bin`` (token ids, little-endian, of the smallest unsigned type that holds the vocabulary), ``edges.bin``
 (int64: where each document starts, and the end), where ids do not tell it ``sizes.bin`` (int64: bytes of the text of each
-document), for chats ``answers.bin`` (uint8,
-:class:`~jaxpipe.train.corpora.encoding.Encoded`), the ``tokenizer.json`` if there is one, and ``store.json``, written last:
-how it was made, and the SHA-256 of each piece. All files are memory-mapped. :mod:`jaxpipe.train.corpora.store_build` makes
-stores.
+document), for chats ``answers.bin`` (uint8, :class:`~jaxpipe.train.corpora.encoding.Encoded`), what came with the tokenizer
+(``tokenizer.json`` and the files beside it, the template of chats), and ``store.json``, written last: how it was made, and the
+SHA-256 of each piece. All files are memory-mapped. :mod:`jaxpipe.train.corpora.store_build` makes stores.
 """
 
 from __future__ import annotations

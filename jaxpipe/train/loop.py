@@ -104,6 +104,8 @@ def train(
 
         with EndingEarly(ended):
             origin = resume.choose(config, folder.store, out.print)
+            if origin is None and folder.began_before:
+                out.print(f"a run began in {folder.path} and no checkpoint of it is finished: starts at step 0")
             if origin is not None and origin.step >= config.run.steps:
                 out.print(
                     f"nothing to do: {folder.path} is at step {origin.step} of run.steps={config.run.steps}; raise run.steps, "
@@ -586,5 +588,5 @@ class _Run:
 def _go_on(step: int | None, first: str = "") -> str:
     """Advice after a failure; ``step``: of the newest checkpoint."""
     if step is None:
-        return "no checkpoint was saved before"
+        return "no checkpoint was saved before: the same command starts at step 0"
     return f"{first}run the same command again to go on from step {step}"

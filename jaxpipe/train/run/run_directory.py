@@ -141,14 +141,15 @@ class RunDirectory:
         if not os.access(there, os.W_OK | os.X_OK):
             raise ConfigError(f"run.out_dir={self.path}: no permission to write in {there}; choose another directory")
         others = [name for name in CONTENT if os.path.lexists(self.path / name)]
-        if others and not self.store.steps() and not self._is_marked():
+        if others and not self.store.steps() and not self.began_before:
             raise ConfigError(
                 f"run.out_dir={self.path}: {', '.join(others)} there is no run's of jaxpipe's and would be overwritten; "
                 "choose another directory, or move it away"
             )
 
-    def _is_marked(self) -> bool:
-        """Whether a run began here."""
+    @property
+    def began_before(self) -> bool:
+        """Whether a run wrote its settings here."""
         with suppress(OSError), (self.path / "config.toml").open("rb") as file:
             return file.readline().startswith(_MARK.encode())
         return False

@@ -28,8 +28,13 @@ _FILE_RULES = (
 )
 
 
-def _add_size_flags(parser: argparse.ArgumentParser, *, from_file: bool = False) -> None:
-    """``--ranks --microbatches --chunks``; with ``from_file`` they have no default and only confirm what the file says."""
+_OWN, _OWN_OR_ALL = "the family's own", "the family's own, or with --explore all that may suit it"
+_ALL = "all that may suit each family"
+
+
+def _add_size_flags(parser: argparse.ArgumentParser, *, from_file: bool = False, chunks: str = _OWN) -> None:
+    """``--ranks --microbatches --chunks``; with ``from_file`` they have no default and only confirm what the file says.
+    ``chunks``: the help's word for the default of that flag."""
     group = parser.add_argument_group("sizes", "must agree with the file" if from_file else "")
     for name, metavar, most in (
         ("ranks", "P", MOST_RANKS),
@@ -37,7 +42,7 @@ def _add_size_flags(parser: argparse.ArgumentParser, *, from_file: bool = False)
         ("chunks", "V", MOST_CHUNKS),
     ):
         default = None if from_file else DEFAULT_SIZES.get(name)
-        text = f"number of {name}" if from_file or default else "chunks per rank (default: the family's own)"
+        text = f"number of {name}" if from_file or default else f"chunks per rank (default: {chunks})"
         add_value(group, f"--{name}", metavar, whole_number(name, most), text, default)
 
 
@@ -50,9 +55,9 @@ def _add_chunk_limit_flags(parser: argparse.ArgumentParser) -> None:
     add_value(group, "--max-chunks", "V", whole_number("chunks", MOST_CHUNKS), text)
 
 
-def _add_group_flag(parser: argparse.ArgumentParser) -> None:
+def _add_group_flag(parser: argparse.ArgumentParser, default: str = _OWN) -> None:
     """``--group``."""
-    text = "microbatches that run in turn through one chunk, for families that take it (default: the family's own)"
+    text = f"microbatches that run in turn through one chunk, for families that take it (default: {default})"
     add_value(parser, "--group", "G", whole_number("group", MOST_MICROBATCHES), text)
 
 
@@ -61,7 +66,9 @@ def _add_cost_flags(parser: argparse.ArgumentParser) -> None:
     text = "one rank's share of one microbatch; divided by the chunks of the schedule"
     group = parser.add_argument_group("costs", text)
     add_value(group, "--cost", "F,B,W", cost_triple, "time of F, B and W (default 1,1,1)")
-    add_value(group, "--comm", "C", amount("time of a transfer"), "time of one transfer between ranks (default 0)")
+    add_value(
+        group, "--comm", "C", amount("time of a transfer"), "time until a result has reached another rank (default 0)"
+    )
     text = "fraction of an activation kept from B's end to W's end (default 1)"
     add_value(group, "--w-residual", "X", amount("fraction", most=1), text)
     text = "time to copy a share's activations to the host and back (0: none); without it nothing may offload"
@@ -157,21 +164,21 @@ def configure_simulate(parser: argparse.ArgumentParser) -> None:
     add_json_flag(parser)
 
 
-def _add_choice_flags(parser: argparse.ArgumentParser) -> None:
-    """What both verbs take."""
+def _add_choice_flags(parser: argparse.ArgumentParser, default: str) -> None:
+    """Flags of ``compare`` and ``best``. ``default``: chunks and groups that are tried."""
     text = "schedules (.sched .json .csv) that stand beside the families; all of one size, which is then the default"
     parser.add_argument("files", metavar="FILE", nargs="*", help=text)
-    _add_size_flags(parser)
+    _add_size_flags(parser, chunks=default)
     parser.set_defaults(ranks=None, microbatches=None)
     _add_chunk_limit_flags(parser)
-    _add_group_flag(parser)
+    _add_group_flag(parser, default)
     _add_cost_flags(parser)
     _add_limit_flag(parser)
     _add_pass_flags(parser)
 
 
 def configure_compare(parser: argparse.ArgumentParser) -> None:
-    _add_choice_flags(parser)
+    _add_choice_flags(parser, _OWN_OR_ALL)
     text = "let each family choose its best chunks, group and limit (slower); without it, its own defaults"
     add_switch(parser, "--explore", text)
     text = f"draw peak memory against bubble with the Pareto front: {' '.join(PLOTS)}"
@@ -180,7 +187,7 @@ def configure_compare(parser: argparse.ArgumentParser) -> None:
 
 
 def configure_best(parser: argparse.ArgumentParser) -> None:
-    _add_choice_flags(parser)
+    _add_choice_flags(parser, _ALL)
     _add_objective_flag(parser)
     text = "seconds to search, at most; then the best so far is the answer"
     add_value(parser, "--time-limit", "S", amount("time limit", zero=False), text)
@@ -189,10 +196,10 @@ def configure_best(parser: argparse.ArgumentParser) -> None:
 
 
 def configure_solve(parser: argparse.ArgumentParser) -> None:
-    _add_size_flags(parser)
+    _add_size_flags(parser, chunks="those of the placements that families use")
     parser.set_defaults(ranks=None, microbatches=None)
     _add_chunk_limit_flags(parser)
-    text = "which ranks run_solve which stages (default: all that suit the number of chunks)"
+    text = "which ranks run which stages (default: all that suit the number of chunks)"
     parser.add_argument("--placement", choices=("auto", *PLACEMENTS), default="auto", help=text)
     text = "start from this schedule and keep its placement, which may be any graph of stages; sizes are the file's"
     add_value(parser, "--start", "FILE", str, text)
@@ -205,7 +212,7 @@ def configure_solve(parser: argparse.ArgumentParser) -> None:
     text = "minimise the makespan (default), the longest span of a rank, or makespan, then peak, then what is offloaded"
     objectives = ("makespan", "span", "lexicographic")
     group.add_argument("--objective", choices=objectives, default="makespan", help=text)
-    text = "seconds to search; Ctrl-C ends it earlier with the best so far"
+    text = "seconds to search, or up to 10 more until the quick families are done; Ctrl-C ends it with the best so far"
     add_value(group, "--time-limit", "S", amount("time limit", zero=False), text, 60.0)
     add_value(group, "--seed", "N", whole_number("seed", _MOST_SEEDS, least=0), "another seed, another search", 0)
     add_value(group, "--workers", "N", whole_number("workers", _MOST_WORKERS), "processes", 2)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -40,6 +40,8 @@ SPREAD = frozenset(("1f1b", "zb-h1", "interleaved-1f1b", "gis", "gis-h", "v-half
 """Families tried under spread vocabulary layers; others, and traversal rules, only if asked for."""
 SEARCHES = frozenset({"v-adaptive", "ada-offload"})
 """Families that search, and take many seconds at large sizes: left out there."""
+FIRST = ("backward", "interleaved", "forward")
+"""Which of F and BW rules prefer. Forwards first hold every activation: tried only if asked for."""
 MOST_PAIRS = 256
 """Ranks × microbatches up to which they are tried."""
 _TRAVERSED = ("one-to-one", "circular", "v", "wave", "bidirectional")
@@ -93,18 +95,20 @@ class Space:
         found["pipeline.recompute"] = tuple(dict.fromkeys((*RECOMPUTE, *recompute)))
         narrowed = _read(only)
         of_orders = {key for order in _orders(2, True, "ends") for key in order.settings}
-        orders = (*FAMILIES, "traverse")
         for key, texts in narrowed.items():
             if key in found:
                 known = {str(value): value for value in every.get(key, found[key])}
-                if unknown := [text for text in texts if text not in known]:
-                    raise ConfigError(f"{key}={unknown[0]} is no value that is tried: {', '.join(known)}")
+                _require_tried(key, texts, known)
                 found[key] = tuple(known[text] for text in texts)
             elif key not in of_orders:
                 keys = sorted({*found, *of_orders})
                 raise ConfigError(f"{key!r} is none of the axes{closest(key, keys)}; they are {', '.join(keys)}")
-            elif key == "pipeline.schedule" and (unknown := [text for text in texts if text not in orders]):
-                raise ConfigError(f"{key}={unknown[0]} is no value that is tried: {', '.join(orders)}")
+            elif key == "pipeline.schedule":
+                _require_tried(key, texts, (*FAMILIES, "traverse"))
+        for key in of_orders.intersection(narrowed) - {"pipeline.schedule"}:
+            every_order = (order for ranks in found["pipeline.ranks"] for order in _orders(ranks, True, "ends"))
+            values = dict.fromkeys(shown(order.settings[key]) for order in every_order if key in order.settings)
+            _require_tried(key, narrowed[key], (*values, shown(None)))
         kept = replace(
             pipe, ranks=1, dp=1, cp=1, tp=1, microbatches=1, vocabulary="ends", chunks=1, schedule="1f1b", memory_limit=None,
             recompute="none", cut="analytic", passes=replace(pipe.passes, separate_gradients=False), traverse=TraverseConfig(),
@@ -132,6 +136,8 @@ class Space:
         named = any(key.startswith(("pipeline.schedule", "traverse.")) for key in self.only)
         if layout["pipeline.vocabulary"] != "ends" and not named:
             every = tuple(o for o in every if o.settings["pipeline.schedule"] in SPREAD)
+        if "traverse.first" not in self.only:
+            every = tuple(o for o in every if o.settings.get("traverse.first") != FIRST[-1])
         asked = self.only.items()
         return tuple(o for o in every if all(shown(o.settings.get(key)) in texts for key, texts in asked))
 
@@ -202,7 +208,7 @@ def _traversals(ranks: int) -> Iterator[Order]:
             if kind == "circular":
                 stage_orders += [f"breadth:{ranks}", f"depth:{ranks}"]
             for forward, backward, first, held in itertools.product(
-                stage_orders, stage_orders, ("backward", "interleaved"), (None, ranks * placement.num_chunks)
+                stage_orders, stage_orders, FIRST, (None, ranks * placement.num_chunks)
             ):
                 settings = {
                     "pipeline.schedule": "traverse",
@@ -213,6 +219,12 @@ def _traversals(ranks: int) -> Iterator[Order]:
                     "traverse.backward": backward,
                 }
                 yield Order(settings | ({} if held is None else {"traverse.in_flight": held}), placement)
+
+
+def _require_tried(key: str, texts: Sequence[str], values: Collection[str]) -> None:
+    """Raises ConfigError unless all of ``texts`` are among the ``values`` that are tried for ``key``."""
+    if unknown := [text for text in texts if text not in values]:
+        raise ConfigError(f"{key}={unknown[0]} is no value that is tried: {', '.join(values)}")
 
 
 def _read(only: Sequence[str]) -> dict[str, tuple[str, ...]]:

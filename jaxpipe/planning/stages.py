@@ -161,6 +161,18 @@ class Workbench:
         """Shapes of the parameters in the compute dtype, by layer."""
         return compute_avals(self.model.layers, self.compute_dtype, self._master_dtype)
 
+    @cached_property
+    def least_state_bytes(self) -> float:
+        """Bytes of optimizer state for one parameter, in the layer that needs the fewest; 0 where no layer has parameters."""
+        layers = [jax.tree.leaves(tree) for tree in self.avals.values()]
+        return min((self._moments(leaves) / sum(a.size for a in leaves) for leaves in layers if leaves), default=0.0)
+
+    def _moments(self, leaves: Sequence[Any]) -> float:
+        """Bytes of optimizer state of these parameters, without counts of steps, which take a few."""
+        masters = [jax.ShapeDtypeStruct(a.shape, jnp.promote_types(self._master_dtype, a.dtype)) for a in leaves]
+        state = jax.tree.leaves(jax.eval_shape(self.optimizer.init, masters))
+        return sum(aval_bytes(a) for a in state if jnp.issubdtype(a.dtype, jnp.inexact))
+
     @property
     def _master_dtype(self) -> Any:
         return jnp.float64 if self.compute_dtype == jnp.float64 else jnp.float32
@@ -360,9 +372,7 @@ class Workbench:
         """Of master parameters and optimizer state."""
         acc = functions.layout.acc_avals(self._master_dtype)
         masters = [a for a, b in zip(acc, functions.layout.buffers, strict=False) if a.dtype != b.dtype]
-        state = jax.tree.leaves(jax.eval_shape(self.optimizer.init, acc))
-        moments = [a for a in state if jnp.issubdtype(a.dtype, jnp.inexact)]  # without counts of steps: a few bytes
-        return sum(map(aval_bytes, (*masters, *moments)))
+        return sum(map(aval_bytes, masters)) + self._moments(acc)
 
 
 def _towards(one: Exchanges, two: Exchanges, share: float) -> Exchanges | None:

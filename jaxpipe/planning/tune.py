@@ -416,12 +416,12 @@ class _Search:
         self._note(node.settings, "too large", node.size, reason=said)
 
     def _least_static(self, layout: Settings, plan: StagePlan, placement: Placement) -> float:
-        """What the fullest rank holds for good at least, by its number of parameters."""
+        """Bytes that the fullest rank holds for good at least, by its number of parameters."""
         if any(layer.frozen or layer.trainable is not None for layer in self.bench.model.layers):
             return 0.0
         base = self.space.base
         computed = 2 if base.run.dtype == "bfloat16" else 4
-        state = (4 if computed < 4 else 0) + (8 if base.optimizer.name == "adamw" else 4)
+        state = (4 if computed < 4 else 0) + self.bench.least_state_bytes
         each = computed + 4 + state / (layout["pipeline.dp"] if base.pipeline.sharding.zero1 else 1)
         ranks = (placement.stages_of(r) for r in range(placement.num_ranks))
         shards: int = layout["pipeline.tp"]

@@ -22,7 +22,7 @@ from jaxpipe.errors import ScheduleError
 from jaxpipe.schedule.costs import HostLink
 from jaxpipe.schedule.deadlock import describe_unmet, explain_deadlock
 from jaxpipe.schedule.deps import DependencyGraph, build_graph
-from jaxpipe.schedule.engine import run_graph
+from jaxpipe.schedule.engine import AT_ONCE, run_graph
 from jaxpipe.schedule.ir import Action, OpSpec, Schedule, registered_ops
 
 _SHOWN = 40
@@ -64,7 +64,7 @@ def find_problems(schedule: Schedule) -> list[str]:
         *_memory_balance(graph, places),
     ]
     if not problems:
-        run = run_graph(graph, [0.0] * len(graph.slots), [0.0] * len(graph.transfers), HostLink())
+        run = run_graph(graph, [0.0] * len(graph.slots), [AT_ONCE] * len(graph.transfers), HostLink())
         if run.blocked:
             problems.append(explain_deadlock(graph, run))
     return problems

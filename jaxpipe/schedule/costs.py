@@ -27,7 +27,8 @@ def _check_rates(what: str, link: Link | HostLink) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A directed rank-to-rank link: a transfer of n bytes occupies it for ``latency_s + n / bytes_per_s`` seconds."""
+    """A directed rank-to-rank link: a transfer of n bytes occupies it for ``n / bytes_per_s`` seconds and has arrived
+    ``latency_s`` seconds after that. So a latency delays, and never holds up the next transfer."""
 
     latency_s: float = 0.0
     bytes_per_s: float = float("inf")
@@ -36,7 +37,12 @@ class Link:
         _check_rates("link", self)
 
     def seconds(self, num_bytes: float) -> float:
-        return self.latency_s + num_bytes / self.bytes_per_s
+        """Seconds from the start of a transfer until it has arrived."""
+        return self.latency_s + self.occupied_s(num_bytes)
+
+    def occupied_s(self, num_bytes: float) -> float:
+        """Seconds from the start of a transfer until the next one may start."""
+        return num_bytes / self.bytes_per_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,11 +194,16 @@ class CostProfile:
         return self.values(cost)[stage] if cost else 0.0
 
     def transfer_s(self, src_rank: int, dst_rank: int, stage: int, parts: float = 1.0) -> float:
-        """Seconds that ``parts`` boundaries of ``stage`` (the sending F's, or the receiving one for B) take between ranks."""
-        if src_rank == dst_rank:
-            return 0.0
-        link = dict(self.links).get((src_rank, dst_rank), self.link)
-        return link.seconds(self.boundary_bytes[stage] * parts)
+        """Seconds until ``parts`` boundaries of ``stage`` (the sending F's, or the receiving one for B) have come from rank to
+        rank."""
+        return self._link(src_rank, dst_rank).seconds(self.boundary_bytes[stage] * parts)
+
+    def occupied_s(self, src_rank: int, dst_rank: int, stage: int, parts: float = 1.0) -> float:
+        """The seconds of :meth:`transfer_s` in which no other transfer of the pair of ranks may start."""
+        return self._link(src_rank, dst_rank).occupied_s(self.boundary_bytes[stage] * parts)
+
+    def _link(self, src_rank: int, dst_rank: int) -> Link:
+        return _NO_LINK if src_rank == dst_rank else dict(self.links).get((src_rank, dst_rank), self.link)
 
     def of_stages(self, stages: range) -> CostProfile:
         """The costs of these stages alone."""
@@ -237,7 +248,8 @@ class CostProfile:
     ) -> CostProfile:
         """Equal stages. ``f b w`` and ``offload_time`` (the round trip) are one rank's share of a microbatch; each of the
         ``chunks`` stages of a rank takes that divided by ``chunks``, and holds ``1/chunks`` activation, of which the
-        fraction ``w_residual`` stays from B's end to W's end. ``comm``: seconds of one transfer. ``tp_comm``: seconds of the
+        fraction ``w_residual`` stays from B's end to W's end. ``comm``: seconds of one transfer, a
+        latency. ``tp_comm``: seconds of the
         TP collectives of a share's F (the same again for B), divided like ``f``; ``tp_collectives``: how many a stage has."""
         if chunks < 1 or num_stages < 1:
             raise ScheduleError(f"costs need at least one stage and one chunk, got {num_stages} and {chunks}")
@@ -264,6 +276,7 @@ class CostProfile:
         )
 
 
+_NO_LINK = Link()
 PER_STAGE_FIELDS = tuple(
     f.name for f in fields(CostProfile) if f.type == "tuple[float, ...]" and f.name != "memory_limit_bytes"
 )
@@ -272,7 +285,7 @@ PER_STAGE_FIELDS = tuple(
 
 def k_of(costs: CostProfile) -> float:
     """k of a cost profile: seconds of all O and L ÷ seconds of all F, B and W; inf where only the compute is 0. At most 1 means
-    that offloading everything can be hidden (`pipeoffload.txt` section 1; :mod:`jaxpipe.planning.round_trip` predicts it)."""
+    that offloading everything can be hidden (`pipeoffload.txt` section 1)."""
     compute_s = sum(costs.f_s) + sum(costs.b_s) + sum(costs.w_s)
     round_trip_s = sum(costs.offload_s) + sum(costs.load_s)
     if compute_s > 0:

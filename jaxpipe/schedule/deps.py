@@ -49,9 +49,15 @@ class Transfer(NamedTuple):
     barrier: bool = False
 
     def seconds(self, costs: CostProfile) -> float:
-        """How long it takes."""
-        barrier_s = costs.group_comm_s[self.action.stage] if self.barrier else 0.0
-        return barrier_s + costs.transfer_s(self.src, self.dst, self.stage, self.parts)
+        """How long it takes to arrive."""
+        return self._barrier_s(costs) + costs.transfer_s(self.src, self.dst, self.stage, self.parts)
+
+    def occupied_s(self, costs: CostProfile) -> float:
+        """How long no other transfer of the pair of ranks may start."""
+        return self._barrier_s(costs) + costs.occupied_s(self.src, self.dst, self.stage, self.parts)
+
+    def _barrier_s(self, costs: CostProfile) -> float:
+        return costs.group_comm_s[self.action.stage] if self.barrier else 0.0
 
 
 class Unmet(NamedTuple):

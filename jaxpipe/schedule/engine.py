@@ -8,7 +8,8 @@ that they can't disagree. Semantics are those of :file:`jaxpipe/README.md`:
 * A slot starts when its lane is free and all it waits for has ended; slots that are joined start together.
 * A host copy also waits until the compute slot that stands before it in its row has ended, whatever that slot computes
   (``deps.link``): that is how a row says when a copy may begin.
-* A transfer starts when its producer has ended and the directed pair of ranks is free, in issue order.
+* A transfer starts when its producer has ended and the directed pair of ranks is free, in issue order. It occupies the pair
+  for what its bytes take; the latency of the link comes after that and delays its arrival alone.
 * Ranks of one PCIe group share their host lanes, first come first served; ties go to the lower rank.
 """
 
@@ -17,6 +18,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from jaxpipe.errors import ScheduleError
 from jaxpipe.schedule.costs import HostLink
@@ -35,15 +37,25 @@ class Run:
     blocked: tuple[int, ...]
 
 
-def run_graph(graph: DependencyGraph, duration_s: Sequence[float], transfer_s: Sequence[float], host: HostLink) -> Run:
+class Passage(NamedTuple):
+    """Seconds of a transfer: until it has arrived, and until the next one of its pair of ranks may start."""
+
+    seconds: float
+    occupied_s: float
+
+
+AT_ONCE = Passage(0.0, 0.0)
+
+
+def run_graph(graph: DependencyGraph, duration_s: Sequence[float], passages: Sequence[Passage], host: HostLink) -> Run:
     """Start every slot as early as its row, lanes and waits allow.
 
-    ``duration_s[n]``: seconds of slot n. ``transfer_s[k]``: seconds of ``graph.transfers[k]``.
+    ``duration_s[n]``: seconds of slot n. ``passages[k]``: of ``graph.transfers[k]``.
 
     Raises:
         ScheduleError: a PCIe group of ``host`` names a rank that does not exist, or a rank twice.
     """
-    engine = _Engine(graph, duration_s, transfer_s, host)
+    engine = _Engine(graph, duration_s, passages, host)
     engine.run()
     return Run(engine.start, engine.end, engine.blocked())
 
@@ -71,11 +83,11 @@ class _Engine:
     """Queues are lanes of one rank; a queue is woken when the number it waits for ends."""
 
     def __init__(
-        self, graph: DependencyGraph, duration_s: Sequence[float], transfer_s: Sequence[float], host: HostLink
+        self, graph: DependencyGraph, duration_s: Sequence[float], passages: Sequence[Passage], host: HostLink
     ) -> None:
         self.graph = graph
         self.duration = duration_s
-        self.transfer_s = transfer_s
+        self.passages = passages
         total = len(graph.slots) + len(graph.transfers)
         self.start: list[float | None] = [None] * total
         self.end: list[float | None] = [None] * total
@@ -155,7 +167,8 @@ class _Engine:
             pair = (transfer.src, transfer.dst)
             begin = max(ended, self.pair_free.get(pair, 0.0))
             self.start[first + k] = begin
-            self.end[first + k] = self.pair_free[pair] = begin + self.transfer_s[k]
+            seconds, occupied_s = self.passages[k]
+            self.end[first + k], self.pair_free[pair] = begin + seconds, begin + occupied_s
             if first + k in self.waiters:
                 self.stack += self.waiters.pop(first + k)
 

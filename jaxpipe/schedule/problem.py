@@ -11,8 +11,8 @@ Works for placements whose stages form a chain and run on one rank each. Times o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 
 from jaxpipe.errors import ScheduleError
@@ -32,8 +32,9 @@ CodeRows = Sequence[Sequence[int]]
 class Problem:
     """A placement, a number of microbatches and real costs; one tuple entry a replica.
 
-    ``rank``: where it runs. ``f_s b_s w_s bw_s``: seconds. ``down_s``: seconds to send its activation to the next replica,
-    ``up_s``: its cotangent to the one before (0 on the same rank, or where there is none). ``held``: memory from F's start
+    ``rank``: where it runs. ``f_s b_s w_s bw_s``: seconds. ``down_s``: seconds until its activation has reached the next
+    replica, ``up_s``: its cotangent the one before (0 on the same rank, or where there is none); ``down_occupied_s``,
+    ``up_occupied_s``: those of them in which the pair of ranks starts no other transfer. ``held``: memory from F's start
     to B's end, ``kept``: from B's end to W's end, in units of one rank's share of one microbatch.
     """
 
@@ -46,6 +47,8 @@ class Problem:
     bw_s: tuple[float, ...]
     down_s: tuple[float, ...]
     up_s: tuple[float, ...]
+    down_occupied_s: tuple[float, ...]
+    up_occupied_s: tuple[float, ...]
     held: tuple[float, ...]
     kept: tuple[float, ...]
 
@@ -74,11 +77,11 @@ class Problem:
         def units(num_bytes: Sequence[float]) -> tuple[float, ...]:
             return tuple(num_bytes[s] / x if x > 0 else 0.0 for s, x in zip(stages, share, strict=True))
 
-        def transfer(k: int, step: int) -> float:
-            s = stages[k]
-            if not 0 <= s + step < n:
-                return 0.0
-            return costs.transfer_s(rank[k], rank[k + step], min(s, s + step))
+        def transfers(seconds: Callable[[int, int, int], float], step: int) -> tuple[float, ...]:
+            return tuple(
+                seconds(rank[k], rank[k + step], min(s, s + step)) if 0 <= s + step < n else 0.0
+                for k, s in enumerate(stages)
+            )
 
         f_s, b_s, w_s, bw_s = (
             tuple(seconds[s] for s in stages) for seconds in (costs.f_s, costs.b_s, costs.w_s, costs.bw_s)
@@ -91,11 +94,18 @@ class Problem:
             b_s,
             w_s,
             bw_s,
-            down_s=tuple(transfer(k, +1) for k in range(len(rank))),
-            up_s=tuple(transfer(k, -1) for k in range(len(rank))),
+            down_s=transfers(costs.transfer_s, +1),
+            up_s=transfers(costs.transfer_s, -1),
+            down_occupied_s=transfers(costs.occupied_s, +1),
+            up_occupied_s=transfers(costs.occupied_s, -1),
             held=units(costs.residual_bytes),
             kept=units(costs.w_residual_bytes),
         )
+
+    def without_transfers(self) -> Problem:
+        """The same problem where every result is everywhere at once."""
+        nothing = (0.0,) * self.num_replicas
+        return replace(self, down_s=nothing, up_s=nothing, down_occupied_s=nothing, up_occupied_s=nothing)
 
     @cached_property
     def reserved(self) -> tuple[float, ...]:
@@ -120,19 +130,19 @@ class Problem:
         feeds: list[tuple[Feed, ...]] = [()] * (4 * n)
         links: dict[tuple[int, int], int] = {}
 
-        def feed(kind: int, made: int, seconds: float) -> None:
+        def feed(kind: int, made: int, seconds: float = 0.0, occupied_s: float = 0.0) -> None:
             here, there = self.rank[kind % n], self.rank[made % n]
             link = -1 if here == there else links.setdefault((here, there), len(links))
-            feeds[kind] = (Feed(there, link, seconds if link >= 0 else 0.0, ((made - kind) * m,)),)
+            feeds[kind] = (Feed(there, link, seconds, occupied_s, ((made - kind) * m,)),)
 
         for k in range(n):
             if k % stages < stages - 1:
-                feed(F * n + k, F * n + k + 1, self.down_s[k])
+                feed(F * n + k, F * n + k + 1, self.down_s[k], self.down_occupied_s[k])
             else:
-                feed(F * n + k, B * n + k, 0.0)
+                feed(F * n + k, B * n + k)
             if k % stages:
                 for op in (B, BW):
-                    feed(op * n + k, B * n + k - 1, self.up_s[k])
+                    feed(op * n + k, B * n + k - 1, self.up_s[k], self.up_occupied_s[k])
         back = (k - r for k, r in zip(self.kept, self.reserved, strict=True))
         return Tables(
             num_ranks=self.num_ranks,

@@ -75,7 +75,18 @@ SLACK = 1 + 1e-9
 class Retimer:
     """The tables of one problem, made once; call :meth:`times` for each order."""
 
-    __slots__ = ("_after", "_link", "_link_s", "_num_links", "_ready", "_seconds", "_slot", "_to", "problem")
+    __slots__ = (
+        "_after",
+        "_link",
+        "_link_s",
+        "_num_links",
+        "_occupied_s",
+        "_ready",
+        "_seconds",
+        "_slot",
+        "_to",
+        "problem",
+    )
 
     def __init__(self, problem: Problem) -> None:
         self.problem, tables = problem, problem.tables
@@ -83,10 +94,11 @@ class Retimer:
         # per (op, replica): seconds; where its readiness stands; the code it makes ready, on which rank, over which link
         self._seconds, self._num_links = tables.seconds, tables.num_links
         self._slot = [0] * (3 * n) + [(B - BW) * n * m] * n
-        feeds = [fed[0] if fed else Feed(-1, -1, 0.0, (0,)) for fed in tables.feeds]
+        feeds = [fed[0] if fed else Feed(-1, -1, 0.0, 0.0, (0,)) for fed in tables.feeds]
         self._after = [x.gaps[0] - slot if x.gaps[0] else 0 for x, slot in zip(feeds, self._slot, strict=True)]
         self._to = [x.rank if x.link >= 0 else -1 for x in feeds]
         self._link, self._link_s = [x.link for x in feeds], [x.seconds for x in feeds]
+        self._occupied_s = [x.occupied_s for x in feeds]
         self._ready = [NEVER if needs else 0.0 for needs in tables.needs[: 3 * n] for _ in range(m)]
 
     def times(self, rows: CodeRows) -> Times:
@@ -96,7 +108,7 @@ class Retimer:
         """
         m, p = self.problem.num_microbatches, self.problem.num_ranks
         seconds, slot, after, to = self._seconds, self._slot, self._after, self._to
-        link, link_s = self._link, self._link_s
+        link, link_s, occupied_s = self._link, self._link_s, self._occupied_s
         ready = self._ready.copy()
         start = [NEVER] * (4 * self.problem.num_replicas * m)
         link_free = [0.0] * self._num_links
@@ -131,7 +143,9 @@ class Retimer:
                     else:
                         lane = link[kind]
                         sent = link_free[lane]
-                        link_free[lane] = ready[made] = (sent if sent > now else now) + link_s[kind]
+                        if sent < now:
+                            sent = now
+                        link_free[lane], ready[made] = sent + occupied_s[kind], sent + link_s[kind]
                         if waits_for[there] == made:
                             waits_for[there] = -1
                             stack.append(there)

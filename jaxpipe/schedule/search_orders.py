@@ -34,7 +34,7 @@ from jaxpipe.schedule.tolerance import MEMORY, at_most, nine_digits
 
 UNPRICED = "offloads, and the costs don't say how long that takes: give --offload-time, or offload_s and load_s"
 """What is wrong with a schedule that copies to the host under costs without a time for it."""
-_FAST, _NEAR, _WAITING = 8, 8, 4  # schedules that the offload pass is tried on, at most
+_FAST, _NEAR, _WAITING = 8, 8, 4  # schedules of one family that the offload pass is tried on, at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,8 @@ NO_TIME = "out of time before anything was found: raise the time limit"
 
 @dataclass(slots=True)
 class _Search:
-    """The best candidate so far, and what was learned on the way. ``on_better`` is told of each that beats all before."""
+    """The best candidate so far, and what was learned on the way. ``on_better`` is told of each that beats all before.
+    ``beat``: seconds of makespan or span, as the task's objective says, that a candidate must be below to be worth a pass."""
 
     task: Task
     on_better: Callable[[Candidate], object] = lambda candidate: None
@@ -103,6 +104,7 @@ class _Search:
     too_large: list[Candidate] = field(default_factory=list)
     refused: set[object] = field(default_factory=set)
     bounds: dict[Placement, tuple[float, float]] = field(default_factory=dict)
+    beat: float = float("inf")
 
     def run(self, families: Iterable[Family]) -> Candidate | None:
         """All settings of all families; then what needs too much memory, the fastest first, through the offload pass."""
@@ -112,6 +114,14 @@ class _Search:
                     self._try(setting)
         self._offload()
         return self.best
+
+    def run_once(self, families: Iterable[Family], placement: Placement) -> None:
+        """Each family with its own defaults on ``placement``, through the offload pass where it needs too much memory."""
+        for family in families:
+            limit = self.task.memory_limit if "memory_limit" in family.options else None
+            self._try(Setting(family.name, max(1, placement.num_chunks), None, limit))
+            self._offload()
+            self.too_large.clear()
 
     def _offload(self) -> None:
         """First offloads that cost no time: of the fastest schedules, then of those nearest to the limit. Then, where these
@@ -143,7 +153,8 @@ class _Search:
 
     def _promises(self, candidate: Candidate) -> bool:
         """Whether the candidate is faster than the best so far; no offload makes it faster than it is."""
-        return self.best is None or self._key(candidate)[:2] < self._key(self.best)[:2]
+        key = self._key(candidate)[:2]
+        return key[0] < self.beat and (self.best is None or key < self._key(self.best)[:2])
 
     def _key(self, candidate: Candidate) -> tuple[float, float, float]:
         return candidate.key(self.task.objective)
@@ -226,14 +237,18 @@ def cheap_first(families: Iterable[Family]) -> list[Family]:
 
 
 def best_of_family(
-    family: Family, task: Task, on_better: Callable[[Candidate], object] = lambda candidate: None
+    family: Family,
+    task: Task,
+    on_better: Callable[[Candidate], object] = lambda candidate: None,
+    beat: float = float("inf"),
 ) -> Candidate:
-    """The best setting of one family; ``on_better`` is called with each that beats all before it.
+    """The best setting of one family; ``on_better`` is called with each that beats all before it. Only what may take less than
+    ``beat`` seconds goes through the offload pass.
 
     Raises:
         ScheduleError: none of its settings works; says why the first one doesn't.
     """
-    search = _Search(task, on_better)
+    search = _Search(task, on_better, beat=beat)
     if (best := search.run([family])) is not None:
         return best
     why = f"{family.name} has no placement with as many stages as the costs"
@@ -241,6 +256,18 @@ def best_of_family(
         why = f"{family.name} has {family.default_chunks} chunks per rank, more than the {task.max_chunks} allowed"
     reasons = search.reasons or [why]
     raise ScheduleError(reasons[0], reasons)
+
+
+def quick_candidates(
+    families: Iterable[Family],
+    task: Task,
+    placement: Placement,
+    on_better: Callable[[Candidate], object],
+    beat: float = float("inf"),
+) -> None:
+    """Tell ``on_better`` of schedules of ``placement``, each better than the one before: every family with its own defaults,
+    through the offload pass where it needs too much memory, if it may take less than ``beat`` seconds then."""
+    _Search(task, on_better, beat=beat).run_once(families, placement)
 
 
 def best_schedule(

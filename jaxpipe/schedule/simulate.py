@@ -22,7 +22,7 @@ from jaxpipe.errors import ScheduleError
 from jaxpipe.schedule.costs import CostProfile
 from jaxpipe.schedule.deadlock import describe_unmet, explain_deadlock
 from jaxpipe.schedule.deps import DependencyGraph, Transfer, build_graph
-from jaxpipe.schedule.engine import run_graph
+from jaxpipe.schedule.engine import AT_ONCE, Passage, run_graph
 from jaxpipe.schedule.ir import Action, Schedule, Slot, op_spec
 from jaxpipe.schedule.lanes import Woven, slot_lanes
 from jaxpipe.schedule.memory import memory_curves, static_bytes
@@ -43,12 +43,12 @@ def simulate(schedule: Schedule, costs: CostProfile) -> Timeline:
         return simulate_graph(runnable(schedule), costs)
 
 
-def simulate_graph(graph: DependencyGraph, costs: CostProfile, more_s: Sequence[float] = ()) -> Timeline:
-    """The timeline of a graph, as :func:`simulate`. ``more_s``: seconds of its last transfers, where costs do not tell them."""
+def simulate_graph(graph: DependencyGraph, costs: CostProfile, more: Sequence[Passage] = ()) -> Timeline:
+    """The timeline of a graph, as :func:`simulate`. ``more``: of its last transfers, where costs do not tell them."""
     known: dict[object, Woven] = {}
     lanes = [_lanes(slot, costs, known) for slot in graph.slots]
-    transfer_s = [*_transfer_seconds(graph.transfers[: len(graph.transfers) - len(more_s)], costs), *more_s]
-    timeline = _timeline(graph, costs, [x.seconds for x in lanes], transfer_s)
+    passages = [*_passages(graph.transfers[: len(graph.transfers) - len(more)], costs), *more]
+    timeline = _timeline(graph, costs, [x.seconds for x in lanes], passages)
     return _with_collectives(timeline, known) if any(costs.tp_comm_s) else timeline
 
 
@@ -111,7 +111,7 @@ def replay(
             if not 0 <= seconds < float("inf"):
                 raise ScheduleError(f"replay: {slot} on rank {rank} takes {seconds} s; want a finite number >= 0")
             duration_s.append(seconds)
-        return _timeline(graph, costs, duration_s, [0.0] * len(graph.transfers))
+        return _timeline(graph, costs, duration_s, [AT_ONCE] * len(graph.transfers))
 
 
 def runnable(schedule: Schedule) -> DependencyGraph:
@@ -140,17 +140,18 @@ def _collector_paused() -> Iterator[None]:
             gc.enable()
 
 
-def _transfer_seconds(transfers: Sequence[Transfer], costs: CostProfile) -> list[float]:
+def _passages(transfers: Sequence[Transfer], costs: CostProfile) -> list[Passage]:
     keys = [(moved.src, moved.dst, moved.stage, moved.action.stage, moved.barrier) for moved in transfers]
-    known = {key: moved.seconds(costs) for key, moved in dict(zip(keys, transfers, strict=True)).items()}
-    return [known[key] for key in keys]
+    first = dict(zip(keys, transfers, strict=True))
+    passages = {key: Passage(moved.seconds(costs), moved.occupied_s(costs)) for key, moved in first.items()}
+    return [passages[key] for key in keys]
 
 
 def _timeline(
-    graph: DependencyGraph, costs: CostProfile, duration_s: Sequence[float], transfer_s: Sequence[float]
+    graph: DependencyGraph, costs: CostProfile, duration_s: Sequence[float], passages: Sequence[Passage]
 ) -> Timeline:
     schedule = graph.schedule
-    run = run_graph(graph, duration_s, transfer_s, costs.host)
+    run = run_graph(graph, duration_s, passages, costs.host)
     if run.blocked:
         raise ScheduleError(f"schedule {schedule.name!r}: " + (why := explain_deadlock(graph, run)), [why])
     start_s = [t for t in run.start_s if t is not None]

@@ -18,6 +18,7 @@ from dataclasses import dataclass, fields, replace
 from jaxpipe.errors import ScheduleError
 from jaxpipe.schedule.costs import CostProfile
 from jaxpipe.schedule.deps import DependencyGraph, Transfer
+from jaxpipe.schedule.engine import Passage
 from jaxpipe.schedule.ir import Action, Braid, Schedule, Slot, op_spec
 from jaxpipe.schedule.placement import Placement
 from jaxpipe.schedule.simulate import runnable, simulate_graph
@@ -58,7 +59,7 @@ def simulate_steps(
     computes = [_by_step(graph, rank, steps) for rank in range(schedule.num_ranks)]
     linked = _with_updates(graph, computes, post_validation)
     updates = len(linked.transfers) - len(graph.transfers)
-    timeline = simulate_graph(linked, costs, [update_s] * updates)
+    timeline = simulate_graph(linked, costs, [Passage(update_s, update_s)] * updates)
     ended = {(e.rank, e.action): e.end_s for e in timeline.events if e.lane == "compute"}
     last = [{(r, graph.slots[row[k][-1]]) for r, row in enumerate(computes) if row[k]} for k in range(steps)]
     ends_s = tuple(max((ended[slot] for slot in each), default=0.0) for each in last)

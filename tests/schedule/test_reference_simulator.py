@@ -109,13 +109,16 @@ class Reference:
         return times
 
     def arrival(self, action: Action, src: int, dst: int, boundary: int) -> float:
-        """End of a transfer: all transfers of the pair, in the order in which ``src`` issues them."""
-        ends: float = 0.0
+        """Arrival of a transfer: all of the pair start in the order in which ``src`` issues them, each once the bytes of the
+        one before have left; then they are on their way for the latency."""
+        link = dict(self.costs.links).get((src, dst), self.costs.link)
+        free: float = 0.0
         for moved, stage in self.traffic(src, dst):
-            begin = max(ends, self.end(self.where[moved, src]))
-            ends = begin + self.costs.transfer_s(src, dst, stage)
+            begin = max(free, self.end(self.where[moved, src]))
+            bytes_s = self.costs.boundary_bytes[stage] / link.bytes_per_s
+            free = begin + bytes_s
             if (moved, stage) == (action, boundary):
-                return ends
+                return begin + (link.latency_s + bytes_s)
         raise AssertionError("not sent")
 
     def traffic(self, src: int, dst: int) -> list[tuple[Action, int]]:

@@ -24,6 +24,7 @@ from jaxpipe.schedule import (
     Timeline,
     Wait,
     explicit,
+    generate,
     parse_schedule,
     register_op,
     replay,
@@ -125,7 +126,7 @@ def times(timeline: Timeline, lane: str = "compute") -> dict[str, tuple[float, f
 def test_transfers_queue_on_their_directed_pair() -> None:
     """Forwards of 1 s, transfers of 3 s: the second waits for the first, while compute goes on."""
     schedule = schedule_of("F0.0 F0.1 BW0.0 BW0.1", "F1.0 F1.1 BW1.0 BW1.1", m=2)
-    costs = CostProfile.uniform(2, comm=3.0)
+    costs = replace(CostProfile.uniform(2), boundary_bytes=(3.0, 0.0), link=Link(0.0, 1.0))
     timeline = simulate(schedule, costs)
     sent = times(timeline, "send")
     assert sent["F0.0@0"] == (1, 4)
@@ -135,6 +136,15 @@ def test_transfers_queue_on_their_directed_pair() -> None:
     assert compute["F1.1@1"] == (7, 8)
     assert sent["BW1.0@1"] == (10, 13)
     assert compute["BW0.0@0"] == (13, 15)
+
+
+def test_latency_delays_and_occupies_nothing() -> None:
+    """Forwards of 1 s whose bytes take 2 s and arrive 3 s later: the second starts once the bytes of the first have left."""
+    schedule = schedule_of("F0.0 F0.1 BW0.0 BW0.1", "F1.0 F1.1 BW1.0 BW1.1", m=2)
+    costs = replace(CostProfile.uniform(2), boundary_bytes=(2.0, 0.0), link=Link(3.0, 1.0))
+    sent = times(simulate(schedule, costs), "send")
+    assert (sent["F0.0@0"], sent["F0.1@0"]) == ((1, 6), (3, 8))
+    assert simulate(generate("gpipe", 2, 4), CostProfile.uniform(2, comm=3.0)).makespan == 21
 
 
 def test_links_may_differ_by_direction() -> None:

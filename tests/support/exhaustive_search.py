@@ -34,7 +34,8 @@ class Case:
     """A pipeline with one flow. Per stage: ``rank``, durations ``f b w``, and memory ``held`` from F's start to B's end,
     ``kept`` (at most ``held``) from B's end to W's end, both counted in full against ``limit`` of its rank.
 
-    ``comm``: every transfer between ranks. ``leaves``: what O takes away, none if empty; ``o``, ``l``: their durations.
+    ``comm``: every transfer between ranks, until it arrives; ``occupied``: that part of it in which its pair of ranks starts no
+    other. ``leaves``: what O takes away, none if empty; ``o``, ``l``: their durations.
     ``shared``: O and L of a rank use one lane; ``group``: all ranks do. ``bw``: full backwards may be used, with these
     durations. ``span``: minimise the longest rank span, where a rank's first F starts as soon as it arrives; else the
     makespan. ``in_order``: microbatches keep their order in F, B and W of every stage. ``in_flight``: so many of a rank's
@@ -50,6 +51,7 @@ class Case:
     kept: tuple[int, ...]
     limit: tuple[int, ...]
     comm: int = 0
+    occupied: int = 0
     leaves: tuple[int, ...] = ()
     o: tuple[int, ...] = ()
     l: tuple[int, ...] = ()  # noqa: E741
@@ -248,7 +250,8 @@ class _Search:
         to = s + 1 if op == "F" else s - 1
         if op in ("F", "B", "BW") and case.comm and 0 <= to < case.stages and case.rank[to] != case.rank[s]:
             pair = (case.rank[s], case.rank[to])
-            queue = [t for job, t in state.until.items() if job[0].startswith(">") and self._pair(job) == pair]
+            delay = case.comm - case.occupied
+            queue = [t - delay for job, t in state.until.items() if job[0].startswith(">") and self._pair(job) == pair]
             until[f">{op[0]}", s, i] = max([end, *queue]) + case.comm
         level = list(state.level)
         level[case.rank[s]] += self._takes(job)

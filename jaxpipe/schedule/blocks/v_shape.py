@@ -79,8 +79,8 @@ def cells_with_ends(block: BuildingBlock, problem: Problem) -> dict[int, int] | 
     With fewer than 2p microbatches the warm-up is that of 2p, and the rest is left out.
     """
     p, m, n = problem.num_ranks, problem.num_microbatches, problem.num_replicas
-    one, free = (1.0,) * n, (0.0,) * n
-    unit = replace(problem, num_microbatches=max(m, 2 * p), f_s=one, b_s=one, w_s=one, down_s=free, up_s=free)
+    one = (1.0,) * n
+    unit = replace(problem.without_transfers(), num_microbatches=max(m, 2 * p), f_s=one, b_s=one, w_s=one)
     most = min(2 * p, round(max(block.steady_peaks())))
     times = Retimer(unit).times([_warm_up(unit, r, row, most) for r, row in enumerate(repeat(block, unit))])
     if times.deadlocked:

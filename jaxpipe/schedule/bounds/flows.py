@@ -61,7 +61,7 @@ class Flows:
 
 
 class _Traffic(NamedTuple):
-    """One boundary on a link: earliest start, seconds of the transfer, seconds that must follow its arrival."""
+    """One boundary on a link: earliest start, seconds in which it occupies the link, seconds that must follow."""
 
     earliest: float
     seconds: float
@@ -141,14 +141,15 @@ class Flow:
         down: dict[tuple[tuple[int, int], int], _Traffic] = {}
         for a, b in self.placement.edges:
             for pair in self._routes(a, b):
-                seconds = self.costs.transfer_s(*pair, a) / span[a]
-                rest = self.forward[b] + self.after_forward(b)
+                occupied_s = self.costs.occupied_s(*pair, a)
+                rest = self.costs.transfer_s(*pair, a) - occupied_s + self.forward[b] + self.after_forward(b)
                 known = down.get((pair, a))
                 rest = rest if known is None else min(rest, known.rest)
-                down[pair, a] = _Traffic(self.head[a] + self.forward[a], seconds, rest)
+                down[pair, a] = _Traffic(self.head[a] + self.forward[a], occupied_s / span[a], rest)
             for pair in self._routes(b, a) if b not in self.placement.detached else ():
-                seconds = self.costs.transfer_s(*pair, a, span[b] / span[a]) / span[b]
-                yield pair, _Traffic(self.back_start[b] + self.passed[b], seconds, self.passed[a] + self.tail[a])
+                occupied_s = self.costs.occupied_s(*pair, a, span[b] / span[a])
+                rest = self.costs.transfer_s(*pair, a, span[b] / span[a]) - occupied_s + self.passed[a] + self.tail[a]
+                yield pair, _Traffic(self.back_start[b] + self.passed[b], occupied_s / span[b], rest)
         yield from ((pair, sent) for (pair, _), sent in down.items())
 
 

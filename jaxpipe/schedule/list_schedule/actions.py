@@ -94,18 +94,19 @@ def _tables(placement: Placement, m: int, kinds: Sequence[Kind], costs: CostProf
     kind_of = [x for row in rows for x in row]
     links: dict[tuple[int, int], int] = {}
     # Of each kind, by boundary (-1: nothing moves), rank, link and seconds: what it makes ready.
-    sent: list[dict[tuple[int, int, int, float], list[int]]] = [{} for _ in kinds]
+    sent: list[dict[tuple[int, int, int, float, float], list[int]]] = [{} for _ in kinds]
     needs = [0] * len(kinds)
     for (k, i), rank, waits in zip(kind_of, graph.rank_of, graph.waits, strict=True):
         needs[k] += len(waits) if i == numbers[k][0] else 0
         for x in waits:
-            (made, j), key = kind_of[graph.source(x)], (-1, rank, -1, 0.0)
+            (made, j), key = kind_of[graph.source(x)], (-1, rank, -1, 0.0, 0.0)
             if j != numbers[made][0]:
                 continue
             if x >= len(graph.slots):
                 moved = graph.transfers[x - len(graph.slots)]
                 link = links.setdefault((moved.src, moved.dst), len(links))
-                key = (moved.stage, moved.dst, link, moved.seconds(costs) if costs else 0.0)
+                seconds = (moved.seconds(costs), moved.occupied_s(costs)) if costs else (0.0, 0.0)
+                key = (moved.stage, moved.dst, link, *seconds)
             first = i * span[kinds[k].stage] - j * span[kinds[made].stage]
             sent[made].setdefault(key, []).append((k - made) * m + first)
     return Tables(

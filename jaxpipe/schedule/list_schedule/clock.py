@@ -24,12 +24,14 @@ ROUNDING = 1e-9
 class Feed(NamedTuple):
     """What the end of an action sends to ``rank``: the codes ``own code + gap`` for each of ``gaps`` are one input nearer.
 
-    ``link``: number of the directed pair of ranks that the transfer of ``seconds`` occupies; -1 where nothing is sent.
+    ``link``: number of the directed pair of ranks that the transfer occupies for ``occupied_s``; -1 where nothing is sent.
+    ``seconds``: from its start until it has arrived.
     """
 
     rank: int
     link: int
     seconds: float
+    occupied_s: float
     gaps: tuple[int, ...]
 
 
@@ -157,11 +159,12 @@ class Clock:
         push(events, (end, rank))
         if not sends:
             return
-        for there, link, seconds, gaps in tables.feeds[kind]:
+        for there, link, seconds, occupied_s, gaps in tables.feeds[kind]:
             arrival = end
             if link >= 0:
-                sent = self._link_free[link]
-                arrival = self._link_free[link] = (sent if sent > end else end) + seconds
+                free = self._link_free[link]
+                sent = free if free > end else end
+                arrival, self._link_free[link] = sent + seconds, sent + occupied_s
             if there != rank:
                 push(events, (arrival, there))
             for gap in gaps:

@@ -258,8 +258,7 @@ class Finisher:
 
     @cached_property
     def _views(self) -> dict[View, Problem]:
-        nothing, one = (0.0,) * self.problem.num_replicas, (1.0,) * self.problem.num_replicas
-        free = replace(self.problem, down_s=nothing, up_s=nothing)
+        free, one = self.problem.without_transfers(), (1.0,) * self.problem.num_replicas
         cells = replace(free, f_s=one, b_s=one, w_s=one, bw_s=tuple(2.0 for _ in one))
         same = free == self.problem
         return {"real": self.problem, "free transfers": self.problem if same else free, "cells": cells}

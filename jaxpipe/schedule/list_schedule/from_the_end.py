@@ -31,12 +31,12 @@ def backward_tables(problem: Problem) -> Tables:
     """What the clock looks up where time runs backwards, each feed the other way round; codes are those of ``problem``, without
     BW."""
     forwards, n, m = problem.tables, problem.num_replicas, problem.num_microbatches
-    sent = [(kind, kind + x.gaps[0] // m, x.link, x.seconds) for kind in range(W * n) for x in forwards.feeds[kind]]
-    sent += [(B * n + k, W * n + k, -1, 0.0) for k in range(n)]
+    sent = [(kind, kind + x.gaps[0] // m, x) for kind in range(W * n) for x in forwards.feeds[kind]]
+    sent += [(B * n + k, W * n + k, Feed(problem.rank[k], -1, 0.0, 0.0, ())) for k in range(n)]
     feeds: list[tuple[Feed, ...]] = [()] * (3 * n)
     needs = [0] * (3 * n)
-    for made, kind, link, seconds in sent:
-        feeds[kind] = (Feed(problem.rank[made % n], link, seconds, ((made - kind) * m,)),)
+    for made, kind, feed in sent:
+        feeds[kind] = (feed._replace(rank=problem.rank[made % n], gaps=((made - kind) * m,)),)
         needs[made] += 1
     rest = (held - kept for held, kept in zip(problem.held, problem.kept, strict=True))
     return replace(

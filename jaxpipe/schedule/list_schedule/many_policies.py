@@ -35,7 +35,8 @@ _ONE = np.uint64(1)
 class ChainWithHost:
     """A chain of S stages, each on a rank of its own; times in seconds and units of memory by stage, (S,).
 
-    ``seconds``: of F, B, W, O and L, (5, S). ``down``, ``up``: transfers to the next stage and to the one before. ``takes``,
+    ``seconds``: of F, B, W, O and L, (5, S). ``down``, ``up``: transfers to the next stage and to the one before;
+    ``occupied``: those of them in which their links start no other, (2, S). ``takes``,
     ``gives``: what F, B and W take when they start and give back when they end, (3, S). ``held``: what decides whether memory
     is short. ``leaves``: what a copy moves; 0: nothing may leave. ``most_out``: microbatches of a rank that may be on the host
     or on their way. ``tiny``: seconds that are rounding.
@@ -45,6 +46,7 @@ class ChainWithHost:
     seconds: Floats
     down: Floats
     up: Floats
+    occupied: Floats
     takes: Floats
     gives: Floats
     held: Floats
@@ -64,6 +66,7 @@ class ChainWithHost:
             seconds=np.delete(seconds, BW, axis=0),
             down=np.array(q.down_s),
             up=np.array(q.up_s),
+            occupied=np.array((q.down_occupied_s, q.up_occupied_s)),
             takes=np.maximum(change[[F, B, W]], 0.0),
             gives=np.maximum(-change[[F, B, W]], 0.0),
             held=np.array(q.held),
@@ -110,7 +113,7 @@ class _State:
         self.begun = np.zeros((3, p, s), np.int64)
         self.op, self.copy = (np.full(shape, _IDLE, np.int8) for _ in range(2))
         self.free, self.lane_free, self.memory = np.zeros(shape), np.zeros(shape), np.zeros(shape)
-        self.first, self.last, self.sent = np.zeros(shape), np.zeros(shape), np.zeros((2, p, s))
+        self.first, self.last, self.link_free = np.zeros(shape), np.zeros(shape), np.zeros((2, p, s))
         self.copied, self.out = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
         self.here, self.back, self.gone, self.may = (np.zeros(shape, np.uint64) for _ in range(4))
         self.f_in, self.b_in = (np.full((p, s, chain.count + 1), np.inf) for _ in range(2))
@@ -193,21 +196,27 @@ class _State:
         leaves = np.take(self.policies.away.reshape(-1), self.at * chain.count + np.minimum(number, chain.count - 1))
         self.may |= np.where(f & leaves, _ONE << (number - self.begun[B]).astype(np.uint64), np.uint64(0))
         ends = np.broadcast_to(self.now + chain.seconds[F], f.shape)
-        self.sent[0] = np.where(f, np.maximum(self.sent[0], ends) + chain.down, self.sent[0])
+        arrivals = self._send(0, f, ends) + chain.down
         p, s = np.nonzero(f)
         i, on = number[p, s], s < f.shape[1] - 1
-        self.f_in[p[on], s[on] + 1, i[on]] = self.sent[0][p[on], s[on]]
+        self.f_in[p[on], s[on] + 1, i[on]] = arrivals[p[on], s[on]]
         self.b_in[p[~on], s[~on], i[~on]] = ends[p[~on], s[~on]]
 
     def _start_b(self, b: Flags) -> None:
         ends = self.now + self.chain.seconds[B]
-        self.sent[1] = np.where(b, np.maximum(self.sent[1], ends) + self.chain.up, self.sent[1])
+        arrivals = self._send(1, b, ends) + self.chain.up
         p, s = np.nonzero(b)
         i, on = self.begun[B][p, s], s > 0
-        self.b_in[p[on], s[on] - 1, i[on]] = self.sent[1][p[on], s[on]]
+        self.b_in[p[on], s[on] - 1, i[on]] = arrivals[p[on], s[on]]
         for bits in (self.here, self.back, self.gone, self.may):
             bits >>= b.astype(np.uint64)
         self.copied -= b
+
+    def _send(self, way: int, sends: Flags, ends: Floats) -> Floats:
+        """When transfers down (0) or up (1) start, of ranks that ``sends``: once their links are free."""
+        start: Floats = np.maximum(self.link_free[way], ends)
+        self.link_free[way] = np.where(sends, start + self.chain.occupied[way], self.link_free[way])
+        return start
 
     def _copies(self) -> None:
         """L of what turns back next, or O of what turns back last, on every idle lane."""

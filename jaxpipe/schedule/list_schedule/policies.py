@@ -70,8 +70,7 @@ def chain_drafts(problem: Problem, limit: float) -> Iterator[Draft]:
 
 def chunk_drafts(problem: Problem, limit: float, policies: Sequence[Policy] = CHUNKS) -> list[Draft]:
     """For any one-flow chain: per policy its draft, and the one with W laid anew; none if one microbatch does not fit."""
-    none, one = (0.0,) * problem.num_replicas, (1.0,) * problem.num_replicas
-    quick = replace(problem, down_s=none, up_s=none)
+    quick, one = problem.without_transfers(), (1.0,) * problem.num_replicas
     views = {"real": problem, "no transfers": quick, "equal": replace(quick, f_s=one, b_s=one, w_s=one)}
     filling = WeightFilling(problem, limit)
     drafts: list[Draft | None] = []

@@ -80,9 +80,10 @@ class WeightFilling:
         for (r,), kind_s in zip(t.ranks, seconds, strict=False):
             work[r] += problem.num_microbatches * kind_s
         self._less_work = [w - max(work) for w in work]
-        # per kind: rank, seconds, memory taken; the link of what it feeds, its seconds, that code less its own
+        # per kind: rank, seconds, memory taken; the link of what it feeds, its seconds and those that occupy it, that code
+        # less its own
         self._kinds = [
-            (r, kind_s, taken, *((fed[0].link, fed[0].seconds, fed[0].gaps[0]) if fed else (-1, 0.0, 0)))
+            (r, kind_s, taken, *((*fed[0][1:4], fed[0].gaps[0]) if fed else (-1, 0.0, 0.0, 0)))
             for (r,), kind_s, taken, fed in zip(t.ranks, t.seconds, t.change, t.feeds, strict=True)
         ]
 
@@ -115,7 +116,7 @@ class WeightFilling:
 
         for at, code in enumerate(order):
             kind = code // m
-            r, spent, taken, link, link_s, gap = kinds[kind]
+            r, spent, taken, link, link_s, occupied_s, gap = kinds[kind]
             arrival = ready[code]
             row, waiting, now = rows[r], pending[r], free[r]
             memory[r] += taken
@@ -145,7 +146,10 @@ class WeightFilling:
             if gap:
                 if link >= 0:
                     sent = link_free[link]
-                    link_free[link] = now = (sent if sent > now else now) + link_s
+                    if sent > now:
+                        now = sent
+                    link_free[link] = now + occupied_s
+                    now += link_s
                 ready[code + gap] = now
             if kind >= n:
                 waiting.append(code + n * m)

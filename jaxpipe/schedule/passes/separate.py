@@ -98,21 +98,26 @@ class _Candidate:
 class _Net:
     """A schedule as numbers: the dependency graph, with the order of every lane and link among what a node waits for.
 
-    Nodes are slots, then transfers. Members of a joint computation wait for what any of them waits for.
+    Nodes are slots, then the latencies of transfers, for which those wait that receive them, then the times in which transfers
+    occupy their links. Members of a joint computation wait for what any of them waits for.
     """
 
     def __init__(self, schedule: Schedule, costs: CostProfile) -> None:
         graph = self.graph = build_graph(schedule)
         self.seconds = cache(lambda *actions: slot_lanes(costs, actions).seconds)
         self.duration = [self.seconds(*((a.op, a.stage) for a in slot.actions)) for slot in graph.slots]
-        self.duration += [t.seconds(costs) for t in graph.transfers]
+        occupied_s = [t.occupied_s(costs) for t in graph.transfers]
+        self.duration += [t.seconds(costs) - x for t, x in zip(graph.transfers, occupied_s, strict=True)]
+        leaves = len(self.duration)
+        self.duration += occupied_s
         self.queues = [list(lanes.values()) for lanes in graph.lanes]
         if costs.host.mode == "shared":
             self.queues = [[compute, sorted(chain(*host))] for compute, *host in self.queues]
         links: dict[tuple[int, int], list[int]] = {}
         for k in chain.from_iterable(graph.sends[n] for n in sorted(graph.sends)):
-            links.setdefault((graph.transfers[k].src, graph.transfers[k].dst), []).append(len(graph.slots) + k)
-        self.waits = [*map(list, graph.waits), *([t.producer] for t in graph.transfers)]
+            links.setdefault((graph.transfers[k].src, graph.transfers[k].dst), []).append(leaves + k)
+        self.waits = [*map(list, graph.waits), *([n] for n in range(leaves, len(self.duration)))]
+        self.waits += [[t.producer] for t in graph.transfers]
         for queue in (*chain(*self.queues), *links.values()):
             for one, two in pairwise(queue):
                 self.waits[two].append(one)

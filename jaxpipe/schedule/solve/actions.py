@@ -73,11 +73,13 @@ _Sized = tuple[float, float, Piece]
 
 
 class Sent(NamedTuple):
-    """A transfer: the action whose end it follows, the directed pair of ranks, ticks."""
+    """A transfer: the action whose end it follows, the directed pair of ranks, ticks until it has arrived, and those in which
+    it occupies the pair."""
 
     producer: int
     link: tuple[int, int]
     ticks: int
+    occupied: int
 
 
 class Fusing(NamedTuple):
@@ -141,11 +143,13 @@ class Actions:
         backs = (n for n, a in enumerate(self.action) if fusing and a.op == "B" and self._gains(a.stage))
         whole = {n: self.costs.bw_s[self.action[n].stage] for n in backs}
         sent = [t.seconds(self.costs) for t in graph.transfers]
-        every = [*seconds, *whole.values(), *sent]
+        occupied = [t.occupied_s(self.costs) for t in graph.transfers]
+        every = [*seconds, *whole.values(), *sent, *occupied]
         self.ticks = ticks = time_grid(every, 2 * sum(every), parts)
         self.size = tuple(map(ticks.of, seconds))
         self.transfers = tuple(
-            Sent(t.producer, (t.src, t.dst), ticks.of(x)) for t, x in zip(graph.transfers, sent, strict=True)
+            Sent(t.producer, (t.src, t.dst), ticks.of(x), ticks.of(y))
+            for t, x, y in zip(graph.transfers, sent, occupied, strict=True)
         )
         self.fusing: dict[int, Fusing] = {}
         for n, x in whole.items():

@@ -9,9 +9,9 @@ Without copies to the host the order of a rank's actions says what it holds, so 
 *reservoir* of what the actions that are free take and give. With copies an O that ends gives room whatever stands around it:
 each rank's piece has a shift of its own, and memory is a *cumulative* of what is held from when to when (README.md: measured).
 
-A transfer occupies the directed pair of ranks in issue order. That only binds where one can take longer than the action that
-issues the next; the exact model has variables for those, windows don't. Microbatches of a stage keep their order in each op
-(constraint (1) of `optpipe.txt`), but for windows with copies to the host: what is away may come back last.
+A transfer occupies the directed pair of ranks in issue order. That only binds where one can do so for longer than the action
+takes that issues the next; the exact model has variables for those, windows don't. Microbatches of a stage keep their order in
+each op (constraint (1) of `optpipe.txt`), but for windows with copies to the host: what is away may come back last.
 
 ``strict`` is for hosts with a lane per direction. There an L may be wanted just when an O of another microbatch ends, and
 rows can't say that while a compute slot runs (an L waits for compute slots, its lane and its own O). Strict models count what
@@ -340,7 +340,7 @@ class Formulation:
         for link in links.values():
             producers = {sent.producer for sent in link.values()}
             shortest = min(min(size[n], fusing[n].ticks if n in fusing else size[n]) for n in producers)
-            if max(sent.ticks for sent in link.values()) > shortest:
+            if max(sent.occupied for sent in link.values()) > shortest:
                 yield link
 
     def _link(self, link: Mapping[int, Sent]) -> None:
@@ -352,7 +352,7 @@ class Formulation:
             self.cp.add(sends[x] >= self.end_of(made))
             if self.ordered and kind[made] in last:
                 before = last[kind[made]]
-                self.cp.add(sends[x] >= sends[before] + link[before].ticks)
+                self.cp.add(sends[x] >= sends[before] + link[before].occupied)
             last[kind[made]] = x
         for a, b in combinations(link, 2):
             one, two = link[a].producer, link[b].producer
@@ -361,7 +361,7 @@ class Formulation:
                 for x, y, which in ((a, b, first), (b, a, ~first)):
                     ended = self.end_of(link[x].producer) <= self.at[link[y].producer]
                     self.cp.add(ended).only_enforce_if(which)
-                    self.cp.add(sends[y] >= sends[x] + link[x].ticks).only_enforce_if(which)
+                    self.cp.add(sends[y] >= sends[x] + link[x].occupied).only_enforce_if(which)
 
     # Memory.
 

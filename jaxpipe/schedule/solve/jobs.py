@@ -11,6 +11,7 @@ import importlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Any, ClassVar, Protocol
 
 from jaxpipe.errors import JaxpipeError
@@ -21,7 +22,7 @@ from jaxpipe.schedule.ir import Schedule
 from jaxpipe.schedule.json_form import from_json, to_json
 from jaxpipe.schedule.passes.braid import unbraid
 from jaxpipe.schedule.problem import OPS, Problem
-from jaxpipe.schedule.search_orders import Candidate, best_of_family, cheap_first
+from jaxpipe.schedule.search_orders import Candidate, best_of_family, cheap_first, quick_candidates
 from jaxpipe.schedule.settings import Task
 from jaxpipe.schedule.solve.actions import Actions, fitting, starts_at
 from jaxpipe.schedule.solve.cycles import cycles
@@ -31,6 +32,10 @@ from jaxpipe.schedule.tolerance import at_most, nine_digits
 _OPS = frozenset((*OPS, "O", "L", "S"))  # that the search knows
 _ACTIONS_PER_S = 60_000  # that list scheduling with offload places, roughly
 _FEWEST_POLICIES = 12
+FIRST = ("gis", "gis-h", "zb-h1", "po-f", "po-h", "ada-offload")
+"""Families that are tried before all else where activations may leave, the quick ones first: the best of those that the offload
+pass helps, and those made for it. Other families follow, with all their settings."""
+_FIRST_PAIRS = 1024  # of stage and microbatch, up to which each takes about a second
 
 
 class Tell(Protocol):
@@ -61,13 +66,16 @@ class Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Families(Job):
-    """Families by name."""
+    """Families by name, with all their settings or ``once``, with their defaults. Only what may take less than ``value``
+    seconds goes through the offload pass."""
 
     timed = False
     names: tuple[str, ...]
+    once: bool = False
+    value: float = inf
 
     def run(self, task: SolveTask, tell: Tell) -> None:
-        family_schedules(task, self.names, tell)
+        family_schedules(task, self.names, tell, once=self.once, beat=self.value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -232,8 +240,16 @@ def few_ranks(task: SolveTask) -> FewRanks:
     return FewRanks(task.placement, task.num_microbatches, task.costs, limits, offload=task.offload, span=span)
 
 
-def family_schedules(task: SolveTask, names: Sequence[str], tell: Callable[[Schedule, str], object]) -> None:
-    """Every family of the task's placement among ``names``, each that beats those before it."""
+def family_schedules(
+    task: SolveTask,
+    names: Sequence[str],
+    tell: Callable[[Schedule, str], object],
+    *,
+    once: bool = False,
+    beat: float = inf,
+) -> None:
+    """Every family of the task's placement among ``names``, each schedule that beats those before it: with all settings, or
+    ``once`` each. Only what may take less than ``beat`` seconds goes through the offload pass."""
     limits = task.safe_limits()
     asked = Task(
         task.placement.num_ranks,
@@ -249,9 +265,12 @@ def family_schedules(task: SolveTask, names: Sequence[str], tell: Callable[[Sche
         if candidate.schedule.placement == task.placement and ops <= _OPS:
             tell(unbraid(candidate.schedule), f"family {candidate.setting}")
 
+    if once:
+        quick_candidates([FAMILIES[name] for name in names], asked, task.placement, keep, beat)
+        return
     for name in names:
         with contextlib.suppress(JaxpipeError):
-            best_of_family(FAMILIES[name], asked, keep)
+            best_of_family(FAMILIES[name], asked, keep, beat)
 
 
 def families_of(task: SolveTask) -> list[str]:
@@ -263,6 +282,12 @@ def families_of(task: SolveTask) -> list[str]:
 def quick_families(task: SolveTask) -> list[str]:
     """Those of them that make a schedule at once, whatever the memory limit."""
     return [name for name in families_of(task) if "memory_limit" not in FAMILIES[name].options]
+
+
+def first_families(task: SolveTask) -> list[str]:
+    """Those of :data:`FIRST` on the task's placement, if its size lets them end soon."""
+    pairs = sum(map(len, task.placement.flows)) * task.num_microbatches // task.placement.num_flows
+    return sorted(set(FIRST).intersection(families_of(task)), key=FIRST.index) if pairs <= _FIRST_PAIRS else []
 
 
 def _same_placement(make: Callable[..., Any], ranks: int, chunks: int, task: SolveTask) -> bool:

@@ -144,7 +144,7 @@ class _Shop:
         self.lanes = [(2 * q,) if self.shared else (2 * q, 2 * q + 1) for q in lane]
         self.split = all(at_most(b + c, w) for w, b, c in zip(costs.bw_s, costs.b_s, costs.w_s, strict=True))
         self.head_s = sum(problem.f_s) + sum(problem.down_s)
-        plain, wakes = problem.tables, [(Feed(r, -1, 0.0, ()),) for r in problem.rank]
+        plain, wakes = problem.tables, [(Feed(r, -1, 0.0, 0.0, ()),) for r in problem.rank]
         seconds = [
             values[k % task.placement.num_stages] for values in (costs.offload_s, costs.load_s) for k in range(n)
         ]

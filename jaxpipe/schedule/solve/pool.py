@@ -125,11 +125,12 @@ class WorkerPool:
         """Workers with a job."""
         return len(self._members) - self.idle
 
-    def submit(self, job: Job) -> None:
-        """Give a job to an idle worker; jobs are numbered from 0."""
+    def submit(self, job: Job) -> int:
+        """Give a job to an idle worker; its number, from 0."""
         member = next(m for m in self._members if m.job is None)
         member.job, self._jobs = self._jobs, self._jobs + 1
         member.outbox.put(job_line(member.job, job))
+        return member.job
 
     def receive(self, timeout_s: float | None) -> Answer | None:
         """The next answer, or None after ``timeout_s`` without one (None: however long it takes).

@@ -1,9 +1,10 @@
 """The driver: an answer at once, then families, cycles, neighbourhoods and the exact model, one budget and one proven bound.
 
 Worker processes (:mod:`~jaxpipe.schedule.solve.pool`) do the work, this one keeps the score: whatever comes back is simulated,
-held to the limits and checked by the :class:`Incumbent`. First every *opener* runs once: the families of the placement, list
-schedules with offload, bounds from a few ranks, cyclic steady states, the exact model where the problem is small. Then
-neighbourhoods of the best order so far are improved until time is up or the bound is reached.
+held to the limits and checked by the :class:`Incumbent`. Where activations may leave for the host, a few families go first,
+once each and to their end, so that no answer is worse than they are. Then every *opener* runs once: the families of the
+placement, list schedules with offload, bounds from a few ranks, cyclic steady states, the exact model where the problem is
+small. Then neighbourhoods of the best order so far are improved until time is up or the bound is reached.
 
 With ``reproducible`` jobs go out in rounds, answers are looked at in the order of the jobs, and budgets are deterministic, so
 that no clock decides anything; else each worker gets its next job when it is free.
@@ -45,6 +46,7 @@ from jaxpipe.schedule.solve.jobs import (
     Tell,
     families_of,
     family_schedules,
+    first_families,
     quick_families,
 )
 from jaxpipe.schedule.solve.pool import COMMAND, WorkerPool
@@ -64,6 +66,9 @@ below: with k=2 at p=16 and 32 the best came from lists, after 5 to 33 s, and ne
 # Of the time: bounds, elsewhere and where ranks are searched one after the other (at p=16, p/4 they take 7 to 30 s); there
 # lists at first, and ranks, each of so many jobs, beyond what the exact model gets and up to it.
 _BOUNDS_SHARE, _FIRST_LISTS_SHARE, _RANKS_SHARE, _RANKS_SEEDS = (0.2, 0.5), 0.1, (0.85, 0.15), 2
+_FIRST_S, _GRACE_S = 2.0, 10.0
+"""From which time limit on the first families are looked at to their end, and by how much that may exceed the limit: one takes
+about a second, and there may be fifteen placements on a busy machine."""
 _STARTS_SHARE = 0.2  # of the time, for schedules by rules of graphs of stages
 _LOWEST = 19  # niceness of a solve in the background
 _LONGEST = 200
@@ -389,6 +394,16 @@ class Portfolio:
             bound=self.incumbent.bounds[number],
         )
 
+    def _first(self) -> Iterator[Job]:
+        """The first families where activations may leave, the placement with the least bound first."""
+        for number in sorted(range(len(self.tasks)), key=self.incumbent.bounds.__getitem__):
+            if self.tasks[number].offload and (names := tuple(first_families(self.tasks[number]))):
+                yield self._families(number, names, once=True)
+
+    def _families(self, number: int, names: Sequence[str], once: bool = False) -> Job:
+        best = self.incumbent.family[1] if self.incumbent.family is not None else float("inf")
+        return self._job(number, Families, self.options.time_limit_s, names=tuple(names), once=once, value=best)
+
     def _openers(self) -> Iterator[Job]:
         """What is tried once, what is cheap first. Every kind of all tasks before the next kind."""
         total = self.options.time_limit_s
@@ -397,13 +412,13 @@ class Portfolio:
         steps = [number for number, task in chains if _in_steps(task)]  # families come last: 40 s at p=32, for nothing
         for number, names in enumerate(quick):
             if number not in steps:
-                yield self._job(number, Families, total, names=tuple(names))
+                yield self._families(number, names)
         for number, task in (x for x in chains if x[1].offload):
             share = _FIRST_LISTS_SHARE if number in steps else _LISTS_SHARE[_actions(task) <= _FEW_ACTIONS]
             yield self._job(number, OffloadLists, total * share)
         for number, task in enumerate(self.tasks):
             for name in (n for n in families_of(task) if n not in quick[number] and number not in steps):
-                yield self._job(number, Families, total, names=(name,))
+                yield self._families(number, (name,))
         for number, task in chains:
             if task.placement.num_flows == 1 < task.placement.num_chunks:
                 for part in range(parts := _CYCLE_PARTS if task.placement.is_v else 1):
@@ -423,7 +438,7 @@ class Portfolio:
                 most, start = 0.6 if actions <= _EXACT_ACTIONS[0] else 0.25, known.schedule if known else None
                 yield self._job(number, Exact, total * most, start=start, workers=_EXACT_WORKERS)
         for number in steps:
-            yield self._job(number, Families, total, names=tuple(families_of(self.tasks[number])))
+            yield self._families(number, families_of(self.tasks[number]))
 
     def _neighbourhood(self) -> Job | None:
         """The next neighbourhood job: mostly on the best schedule, now and then on the best of another placement."""
@@ -455,21 +470,32 @@ class Portfolio:
 
     def _search(self, pool: WorkerPool) -> None:
         """Jobs as workers become idle; with ``reproducible`` in rounds."""
-        openers, spent, in_rounds = self._openers(), 0.0, self.options.reproducible
+        first, openers, in_rounds = self._first(), self._openers(), self.options.reproducible
+        grace_s = _GRACE_S if self.options.time_limit_s >= _FIRST_S and not in_rounds else 0.0
+        spent, underway = 0.0, set[int]()  # jobs of first families
         while not self.incumbent.solved:
             left = self.options.time_limit_s - (spent if in_rounds else self.incumbent.wall_s)
-            if left <= 0:
+            if left <= -grace_s:
                 return
-            jobs: list[Job] = list(islice((j for j in openers if not self._hopeless(j)), pool.idle))
-            jobs = jobs or [j for _ in range(pool.idle) if (j := self._neighbourhood()) is not None]
-            for job in jobs:
-                pool.submit(job if in_rounds else replace(job, seconds=min(job.seconds, max(0.1, left))))
+            jobs: list[Job] = list(islice((j for j in first if not self._hopeless(j)), pool.idle))
+            underway.update(pool.submit(job) for job in jobs)
+            if left <= 0 and not underway:
+                return
+            if left > 0:
+                jobs = list(islice((j for j in openers if not self._hopeless(j)), pool.idle))
+                jobs = jobs or [j for _ in range(pool.idle) if (j := self._neighbourhood()) is not None]
+                for job in jobs:
+                    pool.submit(job if in_rounds else replace(job, seconds=min(job.seconds, max(0.1, left))))
+                spent += max((job.seconds for job in jobs if job.timed), default=0.0)
             if not pool.busy:
                 return
-            spent += max((job.seconds for job in jobs if job.timed), default=0.0)
-            for answer in self._round(pool) if in_rounds else [pool.receive(min(left, _POLL_S))]:
+            for answer in (
+                self._round(pool) if in_rounds else [pool.receive(_POLL_S if left <= 0 else min(left, _POLL_S))]
+            ):
                 if answer is not None:
                     self._note(answer)
+                    if answer.done:
+                        underway.discard(answer.job)
 
     def _round(self, pool: WorkerPool) -> list[Answer]:
         """All answers to the jobs under way, job by job."""

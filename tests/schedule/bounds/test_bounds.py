@@ -16,6 +16,7 @@ from jaxpipe.errors import ScheduleError
 from jaxpipe.schedule import (
     CostProfile,
     HostLink,
+    Link,
     OpSpec,
     Placement,
     Schedule,
@@ -118,11 +119,16 @@ def test_full_backward_costs_less_than_split_when_it_does() -> None:
 
 
 def test_slow_links_bound() -> None:
-    """Eight transfers of 10 s each way dominate: the first leaves at 1, the last needs F, B, transfer, B and W."""
-    costs = CostProfile.uniform(2, comm=10.0)
+    """Eight transfers of 10 s each way dominate: the first leaves at 1, the last needs F, B, transfer, B and W. A latency of 3
+    s is paid once each way."""
+    costs = replace(CostProfile.uniform(2), boundary_bytes=(10.0, 0.0), link=Link(0.0, 1.0))
     assert lower_bound(one_to_one(2), 8, costs) == 1 + 80 + 1 + 1 + 10 + 1 + 1
     assert simulate(one_f_one_b_rows(2, 8), costs).makespan >= 95
     assert simulate(gpipe_rows(2, 8), costs).makespan >= 95
+    late = replace(costs, link=Link(3.0, 1.0))
+    assert lower_bound(one_to_one(2), 8, late) == 95 + 2 * 3
+    assert simulate(gpipe_rows(2, 8), late).makespan >= 101
+    assert lower_bound(one_to_one(2), 8, CostProfile.uniform(2, comm=10.0)) == 1 + 10 + 8 * 2 + 10 + 1 + 1
 
 
 def test_no_schedule_of_a_bidirectional_pipeline_is_charged_for_an_unused_flow() -> None:

@@ -80,7 +80,8 @@ def problem_of(case: Case) -> SolveTask:
         offloadable_bytes=case.leaves or case.held,
         offload_s=case.o or (0.0,) * n,
         load_s=case.l or (0.0,) * n,
-        link=Link(latency_s=case.comm),
+        boundary_bytes=(case.occupied,) * n,
+        link=Link(case.comm - case.occupied, 1.0),
         host=HostLink(
             mode="shared" if case.shared else "duplex", groups=(tuple(range(case.ranks)),) if case.group else ()
         ),
@@ -115,8 +116,10 @@ PLAIN = {
     "span": uniform(3, 4, 2, span=True),
     "span, three": uniform(3, 4, 3, span=True),
     "comm": uniform(3, 3, 2, comm=1),
-    "slow links": uniform(3, 3, 3, comm=3),
-    "slow links, span": uniform(2, 4, 2, comm=2, span=True),
+    "slow links": uniform(3, 3, 3, comm=3, occupied=3),
+    "slow links, span": uniform(2, 4, 2, comm=2, occupied=2, span=True),
+    "late": uniform(3, 3, 3, comm=3),
+    "slow and late": uniform(3, 3, 3, comm=4, occupied=2),
     "uneven": Case((0, 1, 2), 4, (2, 1, 3), (3, 2, 1), (1, 4, 2), (2, 2, 2), (1, 2, 1), (4, 4, 4)),
     "uneven, tight": Case((0, 1, 2), 3, (2, 1, 3), (3, 2, 1), (1, 4, 2), (3, 2, 2), (1, 1, 2), (4, 3, 4), comm=1),
     "half kept": Case((0, 1), 4, (1, 1), (1, 1), (1, 1), (2, 2), (1, 1), (3, 2)),
@@ -125,9 +128,15 @@ PLAIN = {
     "v, tight": Case(V2, 4, (1,) * 4, (1,) * 4, (1,) * 4, (1,) * 4, (1,) * 4, (2, 2)),
     "v, uneven": Case(V2, 3, (1, 2, 1, 1), (1, 2, 2, 1), (1, 1, 1, 2), (2, 1, 1, 1), (1, 1, 0, 1), (4, 3), comm=1),
     "v, span": Case(V2, 3, (1, 2, 1, 1), (1, 2, 2, 1), (1, 1, 1, 2), (1,) * 4, (1,) * 4, (3, 3), span=True),
-    "v, slow links": Case(V2, 3, (1, 1, 1, 1), (1, 1, 1, 1), (1, 1, 1, 1), (1,) * 4, (1,) * 4, (4, 4), comm=2),
+    "v, slow links": Case(
+        V2, 3, (1, 1, 1, 1), (1, 1, 1, 1), (1, 1, 1, 1), (1,) * 4, (1,) * 4, (4, 4), comm=2, occupied=2
+    ),
+    "v, late": Case(V2, 3, (1, 1, 1, 1), (1, 1, 1, 1), (1, 1, 1, 1), (1,) * 4, (1,) * 4, (4, 4), comm=2),
     "circular": Case(CIRCULAR2, 3, (1,) * 4, (1,) * 4, (1,) * 4, (1,) * 4, (1,) * 4, (3, 3)),
-    "circular, slow links": Case(CIRCULAR2, 3, (1,) * 4, (1,) * 4, (2,) * 4, (1,) * 4, (1,) * 4, (4, 4), comm=2),
+    "circular, slow links": Case(
+        CIRCULAR2, 3, (1,) * 4, (1,) * 4, (2,) * 4, (1,) * 4, (1,) * 4, (4, 4), comm=2, occupied=2
+    ),
+    "circular, late": Case(CIRCULAR2, 2, (1,) * 4, (1,) * 4, (2,) * 4, (1,) * 4, (1,) * 4, (4, 4), comm=4, occupied=1),
     "ranks swapped": Case((1, 0, 2), 3, (1, 2, 1), (1, 1, 2), (1, 1, 1), (1,) * 3, (1,) * 3, (2, 2, 2)),
     "full backwards": Case((0, 1), 3, (1, 1), (2, 2), (2, 2), (1, 1), (1, 1), (2, 1), bw=(3, 3)),
     "full backwards, three": Case(

@@ -1,4 +1,4 @@
-"""Steady states of a V with equal stages, found rank by rank by a beam search.
+"""Steady states of a V with stages that are nearly equal, found rank by rank by a beam search.
 
 A V read backwards in time is a V: chunk 1's B's go down the ranks as chunk 0's F's do, and chunk 0's B's come up as chunk 1's
 F's do. Where all stages are alike, a block that repeats, a cycle, may be its own mirror image: the B of a chunk is the F of
@@ -31,6 +31,7 @@ from dataclasses import dataclass
 from heapq import nsmallest
 from itertools import chain, combinations, count, islice
 from math import ceil, inf
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -42,12 +43,14 @@ from jaxpipe.schedule.list_schedule.fillers import SETTLED, Finisher, merit
 from jaxpipe.schedule.placement import v_shape
 from jaxpipe.schedule.problem import B, F, Problem, W
 from jaxpipe.schedule.retime import Draft
-from jaxpipe.schedule.tolerance import at_most
 
 Array = Any
 """Of whole numbers, a row a path of the beam."""
 _CELLS = 6
 """An F or B is at most so many cells; waits are up to two of them."""
+_ALIKE = 1.08
+"""The largest of a kind of duration ÷ the smallest, up to which stages count as equal: a cycle is one of their means, and its
+order is timed with each stage's own. Measured costs of equal layers differ by 1 to 2%."""
 _UNEVEN = 0.03  # that the sizes of actions may differ from whole cells
 _WORD = 64
 _MOST = 100_000  # rows that are looked at together: bounds memory, not tuned
@@ -83,21 +86,23 @@ class Lattice:
 
     @classmethod
     def of(cls, problem: Problem, limit: float) -> Lattice | None:
-        """None: the problem is no V, its stages differ, or nothing takes time or memory."""
+        """None: the problem is no V, its stages differ by more than :data:`_ALIKE`, or nothing takes time or memory."""
         p, down, up = problem.num_ranks, problem.down_s, problem.up_s
         seconds = (problem.f_s, problem.b_s, problem.w_s)
         crossings = (*down[: p - 1], *down[p:-1], *up[1:p], *up[p + 1 :])
         if p < 3 or not problem.placement.is_v:
             return None
-        if not all(at_most(max(row), min(row)) for row in (*seconds, problem.held, problem.kept, crossings)):
+        if not all(max(row) <= _ALIKE * min(row) for row in (*seconds, problem.held, problem.kept, crossings)):
             return None
-        f, b, w = (row[0] for row in seconds)
-        if max(f, b) <= 0 or problem.held[0] <= 0:
+        f, b, w = map(fmean, seconds)
+        if max(f, b) <= 0 or max(problem.held) <= 0:
             return None
         cell = _cell(f, b, w)
         size = max(1, round(f / cell)), max(1, round(b / cell)), max(1, round(w / cell))
         turn = max(size[:2])
-        return cls(p, size, turn + ceil(crossings[0] / cell - 0.25), turn, problem.held[0], problem.kept[0], limit)
+        return cls(
+            p, size, turn + ceil(fmean(crossings) / cell - 0.25), turn, max(problem.held), max(problem.kept), limit
+        )
 
     @property
     def work(self) -> int:

@@ -12,8 +12,8 @@ its body; F waits for the whole stage before it; the end of an F is used before 
    at a time, with F moved up once the B's have begun.
 
 All of these are made, re-timed with the real costs, and tried from the shortest on; the first within the limit on every rank is
-taken. Their O and L cost no time. Where only long intervals fit, PipeOffload's order with B's that wait for their L is the
-rival: the listing's tolerance T of delays, as much as is needed.
+taken. Their O and L cost no time. Where only long intervals fit, PipeOffload's order with B's that wait for their L, or with
+F's that wait for an O, is the rival: the listing's tolerance T of delays, as much as is needed.
 """
 
 from __future__ import annotations
@@ -107,14 +107,15 @@ class _Search:
             yield from self.finisher.drafts(self.plain, plain.peak * fill, len(recipes), recipes)
 
     def sparse(self) -> Schedule:
-        """The shortest with microbatches at longer intervals, or PipeOffload's order with B's that wait for L."""
+        """The shortest with microbatches at longer intervals, or PipeOffload's order with B's that wait for L or F's for O."""
         shortest, best = float("inf"), None
         for draft in self.spread():
             if draft.makespan < shortest and (found := self.offloaded(draft.rows)) is not None:
                 shortest, best = draft.makespan, found
-        delayed = self.plans(self.plain).delayed(self.limit) if self.small else None
-        if delayed is not None and delayed[1].makespan < shortest:
-            return delayed[0]
+        plans = self.plans(self.plain)
+        for waiting in (plans.delayed(self.limit), plans.paged(self.limit)) if self.small else ():
+            if waiting is not None and waiting[1].makespan < shortest:
+                best, shortest = waiting[0], waiting[1].makespan
         if best is not None:
             return best
         plans = self.plans(self.at_interval(self.alone))

@@ -142,7 +142,8 @@ def shortest_distance(problem: Problem) -> int:
 
 
 def _offloaded(name: str, problem: Problem, costs: CostProfile | None, fraction: float | None) -> Schedule:
-    """PipeOffload's order offloaded, or a shorter one whose peak is no higher once it is offloaded."""
+    """PipeOffload's order offloaded, or the shortest of others whose peak is no higher once they are offloaded; ``po``'s is one
+    of them, which counts where the host is so slow that nothing leaves."""
     costs = costs or CostProfile.uniform(problem.num_replicas, chunks=problem.placement.num_chunks)
     offloaded = offload(problem.schedule(name, po_rows(problem)), costs, fraction=fraction)
     plans = (Plans(problem.schedule(name, rows), costs, fraction) for rows in _shorter(problem))
@@ -156,7 +157,7 @@ def _shorter(problem: Problem) -> list[CodeRows]:
     anchor = finisher.retimer.draft(start)
     assert anchor is not None, "PipeOffload's order deadlocks"
     found: dict[tuple[float, float, float], CodeRows] = {}
-    for draft in finisher.drafts(start, anchor.peak, len(_RECIPES), _RECIPES):
+    for draft in (*finisher.drafts(start, anchor.peak, len(_RECIPES), _RECIPES), improved(problem, [start])):
         if draft.no_worse_than(anchor) and draft.key()[:2] < anchor.key()[:2]:
             found.setdefault(draft.key(), draft.rows)
     return [found[key] for key in sorted(found)[:_TRIES]]

@@ -119,17 +119,17 @@ def offload(
 
 
 def _within(limit: float, plans: Plans, planned: Callable[[Schedule], Plans]) -> tuple[Schedule, Timeline]:
-    """The first of these that meets the limit: no more offloads than needed; as low as free offloads get; the shorter of
-    B's that wait for their L and W's right behind their B. If none does, what is free."""
+    """The first of these that meets the limit: no more offloads than needed; as low as free offloads get; the shortest of B's
+    that wait for their L, F's that wait for an O, and W's right behind their B. If none does, what is free."""
     for plan in (lambda stretch: plans.aimed(limit, stretch), plans.lowest):
         schedule, after = plans.free(plan)
         if at_most(peak_of(after), limit):
             return schedule, after
-    found, prompt = [plans.delayed(limit)], prompt_weights(plans.schedule)
+    found, prompt = [plans.delayed(limit), plans.paged(limit)], prompt_weights(plans.schedule)
     if prompt.rows != plans.schedule.rows:
         sooner = planned(prompt)
         low = sooner.free_within(limit)
-        found.append(sooner.delayed(limit) if low is None else (low, simulate(low, plans.costs)))
+        found += [sooner.delayed(limit), sooner.paged(limit)] if low is None else [(low, simulate(low, plans.costs))]
     met = (x for x in found if x is not None)
     return min(met, key=lambda x: x[1].makespan, default=(schedule, after))
 

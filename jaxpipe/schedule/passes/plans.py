@@ -17,6 +17,7 @@ from jaxpipe.schedule.costs import CostProfile
 from jaxpipe.schedule.engine import host_groups
 from jaxpipe.schedule.ir import Action, Schedule
 from jaxpipe.schedule.passes.host_lane import LanePlan, Move, View
+from jaxpipe.schedule.passes.paging import paged
 from jaxpipe.schedule.passes.residency import GRID, RankLife, Resident, rank_lives
 from jaxpipe.schedule.simulate import simulate
 from jaxpipe.schedule.timeline import Timeline
@@ -134,6 +135,12 @@ class Plans:
             else:
                 failed = speed
         return min(found, key=lambda x: x[1].makespan)
+
+    def paged(self, limit: float) -> tuple[Schedule, Timeline] | None:
+        """The shortest schedule that meets the limit by order alone (:mod:`~jaxpipe.schedule.passes.paging`), or None."""
+        tried = ((x, simulate(x, self.costs)) for x in paged(self.schedule, self.lives, self.candidates, limit))
+        met = (x for x in tried if at_most(peak_of(x[1]), limit))
+        return min(met, key=lambda x: x[1].makespan, default=None)
 
     def _within_at(self, limit: float, speed: float) -> list[tuple[Schedule, Timeline]]:
         """What meets the limit of the schedules planned for a host link so many times as fast as it is."""

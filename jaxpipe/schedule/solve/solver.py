@@ -58,6 +58,8 @@ from jaxpipe.wording import clipped
 _EXACT_ACTIONS = (320, 800)
 """Up to which the exact model gets most of the time, and any: 192 actions (p=4, m=16) are proved in 0.4 s, 384 (p=8, m=16) in
 1.4 s, and as a cumulative, which offload needs, not in 20 s (README)."""
+_TINY_ACTIONS, _TINY_SHARE = 100, 0.3
+"""Up to which the exact model goes before the families, and its part of the time then: circular 2 x 3, m=2 takes 0.4 s."""
 _EXACT_WORKERS = 2  # CP-SAT's own: with one it proves far less
 _CYCLE_PARTS = 2  # jobs that share the shapes of a V's cycles: one for each of two workers, the default
 _FEW_ACTIONS, _LISTS_SHARE = 4000, (0.9, 0.2)
@@ -410,19 +412,24 @@ class Portfolio:
         quick = [quick_families(task) for task in self.tasks]
         chains = [(number, task) for number, task in enumerate(self.tasks) if task.placement.is_plain_chain]
         steps = [number for number, task in chains if _in_steps(task)]  # families come last: 40 s at p=32, for nothing
+        tiny = [number for number, task in enumerate(self.tasks) if _actions(task) <= _TINY_ACTIONS]
+        for number in tiny:
+            yield from self._exact(number, total * _TINY_SHARE / len(tiny))
         for number, names in enumerate(quick):
             if number not in steps:
                 yield self._families(number, names)
         for number, task in (x for x in chains if x[1].offload):
             share = _FIRST_LISTS_SHARE if number in steps else _LISTS_SHARE[_actions(task) <= _FEW_ACTIONS]
             yield self._job(number, OffloadLists, total * share)
+        cycles = self._cycles()
+        if (
+            self.options.workers > 1 and not self.options.reproducible
+        ):  # beside families that take as long: 15 s at p=12
+            yield from islice(cycles, 1)
         for number, task in enumerate(self.tasks):
             for name in (n for n in families_of(task) if n not in quick[number] and number not in steps):
                 yield self._families(number, (name,))
-        for number, task in chains:
-            if task.placement.num_flows == 1 < task.placement.num_chunks:
-                for part in range(parts := _CYCLE_PARTS if task.placement.is_v else 1):
-                    yield self._job(number, Cycles, min(25.0, total * 0.4), part=part, parts=parts)
+        yield from cycles
         for number, task in chains:
             if task.placement.num_flows == 1 and self.incumbent.value < float("inf"):
                 yield self._job(number, RankBounds, total * _BOUNDS_SHARE[number in steps], value=self.incumbent.value)
@@ -433,12 +440,26 @@ class Portfolio:
             if share == _RANKS_SHARE[0]:  # the first rank may have had too many states
                 yield self._job(number, OffloadLists, total * _LISTS_SHARE[0], seed=self.options.seed + 1)
         for number, task in enumerate(self.tasks):
-            known, actions = self.incumbent.known.get(number), _actions(task)
-            if actions <= _EXACT_ACTIONS[1] and (known is not None or task.placement.is_plain_chain):
-                most, start = 0.6 if actions <= _EXACT_ACTIONS[0] else 0.25, known.schedule if known else None
-                yield self._job(number, Exact, total * most, start=start, workers=_EXACT_WORKERS)
+            if (actions := _actions(task)) <= _EXACT_ACTIONS[1]:
+                yield from self._exact(number, total * (0.6 if actions <= _EXACT_ACTIONS[0] else 0.25))
         for number in steps:
             yield self._families(number, families_of(self.tasks[number]))
+
+    def _cycles(self) -> Iterator[Job]:
+        """Steady states of placements with several chunks."""
+        for number, task in enumerate(self.tasks):
+            placement = task.placement
+            if placement.is_plain_chain and placement.num_flows == 1 < placement.num_chunks:
+                for part in range(parts := _CYCLE_PARTS if placement.is_v else 1):
+                    seconds = min(25.0, self.options.time_limit_s * 0.4)
+                    yield self._job(number, Cycles, seconds, part=part, parts=parts)
+
+    def _exact(self, number: int, seconds: float) -> Iterator[Job]:
+        """The exact model from what is known, which a graph of stages needs."""
+        known = self.incumbent.known.get(number)
+        if known is not None or self.tasks[number].placement.is_plain_chain:
+            start = known.schedule if known else None
+            yield self._job(number, Exact, seconds, start=start, workers=_EXACT_WORKERS)
 
     def _neighbourhood(self) -> Job | None:
         """The next neighbourhood job: mostly on the best schedule, now and then on the best of another placement."""

@@ -45,6 +45,7 @@ from torture_parts import (  # noqa: E402
     runs,
     schedules,
     several,
+    solver,
     strangers,
     tokenizers,
 )
@@ -83,6 +84,7 @@ PARTS: dict[str, Part] = {
     "R22": Part("another model, rate, checkpoint or size is told from the same", identity.everything),
     "R24": Part("strangers keep no processes from meeting", strangers.cases),
     "R24b": Part("values in job files stay values", job_files.values),
+    "R25": Part("solves, links and limits mean what they say", solver.cases),
     "R26": Part("Ctrl-C ends every verb in one line, at any time", interrupts.cases, processes=True),
 }
 

@@ -212,7 +212,7 @@ def configure_solve(parser: argparse.ArgumentParser) -> None:
     text = "minimise the makespan (default), the longest span of a rank, or makespan, then peak, then what is offloaded"
     objectives = ("makespan", "span", "lexicographic")
     group.add_argument("--objective", choices=objectives, default="makespan", help=text)
-    text = "seconds to search, or up to 10 more until the quick families are done; Ctrl-C ends it with the best so far"
+    text = "seconds to search, up to 15 more until quick families have been tried; Ctrl-C ends it with the best so far"
     add_value(group, "--time-limit", "S", amount("time limit", zero=False), text, 60.0)
     add_value(group, "--seed", "N", whole_number("seed", _MOST_SEEDS, least=0), "another seed, another search", 0)
     add_value(group, "--workers", "N", whole_number("workers", _MOST_WORKERS), "processes", 2)

@@ -68,7 +68,7 @@ below: with k=2 at p=16 and 32 the best came from lists, after 5 to 33 s, and ne
 # Of the time: bounds, elsewhere and where ranks are searched one after the other (at p=16, p/4 they take 7 to 30 s); there
 # lists at first, and ranks, each of so many jobs, beyond what the exact model gets and up to it.
 _BOUNDS_SHARE, _FIRST_LISTS_SHARE, _RANKS_SHARE, _RANKS_SEEDS = (0.2, 0.5), 0.1, (0.85, 0.15), 2
-_FIRST_S, _GRACE_S = 2.0, 10.0
+_FIRST_S, _GRACE_S = 2.0, 15.0
 """From which time limit on the first families are looked at to their end, and by how much that may exceed the limit: one takes
 about a second, and there may be fifteen placements on a busy machine."""
 _STARTS_SHARE = 0.2  # of the time, for schedules by rules of graphs of stages

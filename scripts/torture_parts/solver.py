@@ -159,13 +159,13 @@ def _solve(trial: Trial) -> None:
         raise FailedError(f"solved in {value!r}, {who} takes {best!r}: {tasks}")
 
 
-def random_tasks(rng: random.Random) -> list[Any]:
-    """One offload task, on five placements."""
+def random_tasks(rng: random.Random, most: int = 8) -> list[Any]:
+    """One offload task of at most so many ranks, on five placements."""
     from jaxpipe.schedule import CostProfile
     from jaxpipe.schedule.placement import circular, one_to_one, v_shape
     from jaxpipe.schedule.solve import SolveTask
 
-    p = rng.randint(3, 8)
+    p = rng.randint(3, most)
     m, limit, comm = rng.randint(2, 4 * p), rng.uniform(0.25, 1) * p, rng.choice((0.0, 0.05, 0.3))
     f, b, w = rng.choice(
         ((1, 1, 1), (25.92, 26.44, 19.52), (rng.uniform(0.8, 1.2), rng.uniform(0.8, 1.6), rng.uniform(0.5, 1.1)))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import optax
 import pytest
 
 from jaxpipe.cli import main
@@ -276,3 +277,51 @@ def test_shapes_that_do_not_tell_of_sequences_are_traced() -> None:
         assert resizing.unsure, shape
     resizing = _Resizing((100_000,), 2)
     assert resizing.shape((5 * PROBE, 100_000, 12)) == (10, 100_000, 12) and not resizing.unsure
+
+
+def test_forwards_first_are_tried_where_they_are_asked_for() -> None:
+    only = [
+        "pipeline.schedule=traverse",
+        "traverse.first=forward",
+        "pipeline.recompute=none",
+        "pipeline.vocabulary=ends",
+    ]
+    asked, usual = Space.of(small(), 2, only), Space.of(small(), 2, [only[0], *only[2:]])
+    firsts = [
+        {o.settings.get("traverse.first") for x in space.layouts() if x["pipeline.ranks"] > 1 for o in space.orders(x)}
+        for space in (asked, usual)
+    ]
+    assert firsts == [{"forward"}, {"backward", "interleaved"}]
+
+
+@pytest.mark.parametrize(
+    ("only", "key"),
+    [
+        (["traverse.first=sideways"], "traverse.first=sideways"),
+        (["pipeline.schedule=1f1b", "traverse.first=forward"], "traverse.first=forward"),
+        (["pipeline.microbatches=32", "pipeline.dp=2"], "no layout of 2 devices"),
+    ],
+)
+def test_nothing_to_try_says_why(only: list[str], key: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    config = tmp_path / "config.toml"
+    config.write_text(small().to_toml())
+    narrowed = [x for text in only for x in ("--only", text)]
+    assert main(["tune", str(config), "--devices", "2", *narrowed]) == 2
+    assert key in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd", "muon", "adafactor", "lion"])
+def test_no_more_optimizer_state_is_taken_for_granted_than_there_is(name: str) -> None:
+    """A layout is left out by it before any trace: a rule of AdamW's would discard what fits with less state."""
+    optimizers = {
+        "adamw": optax.adamw(1e-3), "sgd": optax.sgd(1e-3), "muon": optax.contrib.muon(1e-3),
+        "adafactor": optax.adafactor(1e-3), "lion": optax.lion(1e-3),
+    }  # fmt: skip
+    made = replace(workbench(small(), A800, Efficiency(), lambda text: None, sizes=SIZES), optimizer=optimizers[name])
+    leaves = jax.tree.leaves(dict(made.avals))
+    masters = [jax.ShapeDtypeStruct(a.shape, jax.numpy.float32) for a in leaves]
+    state = jax.tree.leaves(jax.eval_shape(made.optimizer.init, masters))
+    floats = [a for a in state if jax.numpy.issubdtype(a.dtype, jax.numpy.inexact)]
+    count = sum(a.size for a in leaves)
+    assert made.least_state_bytes * count <= sum(a.size * a.dtype.itemsize for a in floats) * (1 + 1e-12)
+    assert made.least_state_bytes == {"adamw": 8, "sgd": 0, "lion": 4}.get(name, made.least_state_bytes)

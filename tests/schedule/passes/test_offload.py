@@ -129,7 +129,7 @@ def test_b_waits_where_the_limit_needs_it() -> None:
     schedule = generate("gpipe", 2, 8)
     costs = replace(profile(schedule, 0), load_s=(5.0, 5.0))
     lowest = max(offload(schedule, costs).peak_after)
-    late = offload(schedule, costs, memory_limit=lowest - 1)
+    late = offload(schedule, costs, memory_limit=lowest - 2)
     require_honest(late, schedule, costs)
     assert late.limit_met
     assert late.makespan_before < late.makespan_after < 2 * late.makespan_before

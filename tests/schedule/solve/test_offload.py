@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import islice
 
@@ -13,15 +14,33 @@ from hypothesis import strategies as st
 
 from jaxpipe.cli import main
 from jaxpipe.errors import ScheduleError
-from jaxpipe.schedule import CostProfile, HostLink, Placement, Schedule, check_schedule, one_to_one, simulate, v_shape
+from jaxpipe.schedule import (
+    CostProfile,
+    HostLink,
+    Placement,
+    Schedule,
+    check_schedule,
+    circular,
+    generate,
+    one_to_one,
+    simulate,
+    v_shape,
+)
 from jaxpipe.schedule.budget import Budget
+from jaxpipe.schedule.costs import HostMode
+from jaxpipe.schedule.passes.paging import paged
+from jaxpipe.schedule.passes.plans import Plans
 from jaxpipe.schedule.placement import with_shared
 from jaxpipe.schedule.search_orders import best_schedule, bounds_within
+from jaxpipe.schedule.solve import Options, Progress
 from jaxpipe.schedule.solve.cache import CrudeProblem
 from jaxpipe.schedule.solve.neighbourhoods import NeighbourhoodSearch
 from jaxpipe.schedule.solve.offload_list import offload_candidates
+from jaxpipe.schedule.solve.solver import solve_any
 from jaxpipe.schedule.solve.task import Objective, SolveTask, most_offloaded
-from tests.support.schedule_strategies import random_costs, random_placements
+from jaxpipe.schedule.tolerance import at_most, nine_digits
+from tests.support.paths import ROOT
+from tests.support.schedule_strategies import random_costs, random_placements, random_valid_schedules
 
 UNIT = (1.0, 1.0, 1.0)
 TABLE_5 = (12.96, 13.22, 9.76)
@@ -240,3 +259,74 @@ def test_offloads_in_flight_are_limited_in_lists_neighbourhoods_and_by_the_verb(
     flags = "--ranks 3 --microbatches 6 --memory-limit 1 --offload-time 1 --host-link shared --chunks 1 --no-cache"
     assert main(["solve", *flags.split(), "--time-limit", "1", "--offloads-in-flight", "1", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["most_offloaded"] <= 1
+
+
+def sources_until(tasks: Sequence[SolveTask], seconds: float) -> list[str]:
+    """What finds better answers in a solve that is ended, as by Ctrl-C, once one takes at most ``seconds``."""
+    sources = []
+
+    def stop(progress: Progress, schedule: Schedule | None) -> None:
+        sources.append(progress.source)
+        if at_most(progress.value, nine_digits(seconds)):
+            raise KeyboardInterrupt
+
+    assert at_most(solve_any(tasks, Options(120.0, workers=1), stop).value, seconds)
+    return sources
+
+
+@pytest.mark.parametrize("seed", [1, 2, *(pytest.param(s, marks=pytest.mark.soak) for s in range(100, 130))])
+def test_no_list_is_tried_before_the_best_of_six_families(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of them as it is or through the offload pass, on every placement tried."""
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    from torture_parts.solver import best_family, random_tasks
+
+    tasks = random_tasks(random.Random(seed), most=4 if seed < 100 else 8)
+    sources = sources_until(tasks, best_family(tasks)[0])
+    assert all(x == "first" or x.startswith("family ") for x in sources), sources
+
+
+def test_no_list_is_tried_before_families_at_published_costs() -> None:
+    """One call of ``po-f`` takes 1561 there, where a solve said 3926 after 15 s."""
+    costs = CostProfile.uniform(
+        12, chunks=2, f=25.92, b=26.44, w=19.52, comm=1.296, offload_time=71.88, host_mode="shared"
+    )
+    sources = sources_until([SolveTask(circular(6, 2), 18, costs, 1.5, offload=True)], 1561)
+    assert all(x == "first" or x.startswith("family ") for x in sources), sources
+
+
+@pytest.mark.parametrize("mode", ["shared", "duplex"])
+@pytest.mark.parametrize(
+    ("p", "m", "limit", "k", "work"), [(6, 18, 1.5, 1.0, 2.3), (4, 9, 1.0, 0.5, 2.0), (5, 12, 2.0, 2.0, 3.0)]
+)
+def test_ada_offload_of_one_chunk_keeps_the_pipeline_going(
+    p: int, m: int, limit: float, k: float, work: float, mode: HostMode
+) -> None:
+    """With room for one activation F's wait for O's; one microbatch at a time takes p times the work, 4.8 at p=6."""
+    costs = CostProfile.uniform(p, f=26, b=26, w=20, comm=1.3, offload_time=72 * k, host_mode=mode)
+    timeline = simulate(generate("ada-offload", p, m, 1, costs, limit), costs)
+    assert timeline.makespan <= work * m * 72
+    assert max(timeline.peak_activations) <= limit
+
+
+@given(random_valid_schedules(), st.floats(0.3, 1.0), st.data())
+def test_paged_orders_keep_the_limit_however_long_anything_takes(
+    schedule: Schedule, part: float, data: st.DataObject
+) -> None:
+    costs = data.draw(random_costs(schedule.num_stages, schedule.num_ranks))
+    plans = Plans(schedule, costs)
+    limit = part * max(plans.before.peak_activations)
+    slow = replace(costs, offload_s=tuple(50 * x for x in costs.offload_s), link=replace(costs.link, latency_s=7.0))
+    for made in paged(schedule, plans.lives, plans.candidates, limit):
+        check_schedule(made)
+        for seconds in (costs, slow):
+            assert max(simulate(made, seconds).peak_activations) <= limit * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(("p", "v", "m", "k"), [(6, 3, 12, 50), (4, 2, 9, 20), (3, 1, 7, 9), (5, 4, 6, 30)])
+def test_pipeoffload_is_never_behind_its_order_without_offload(p: int, v: int, m: int, k: float) -> None:
+    """Where the host is so slow that nothing leaves, PO-H and PO-F are ``po``: not longer, and hold no more."""
+    costs = CostProfile.uniform(p * v, chunks=v, f=3, b=3, w=3, offload_time=9 * k, host_mode="shared")
+    plain, *others = (simulate(generate(name, p, m, v, costs), costs) for name in ("po", "po-h", "po-f"))
+    for timeline in others:
+        assert max(timeline.peak_activations) <= max(plain.peak_activations)
+        assert timeline.makespan <= plain.makespan

@@ -28,11 +28,9 @@ _FILE_RULES = (
 )
 
 
-_OWN, _OWN_OR_ALL = "the family's own", "the family's own, or with --explore all that may suit it"
-_ALL = "all that may suit each family"
-
-
-def _add_size_flags(parser: argparse.ArgumentParser, *, from_file: bool = False, chunks: str = _OWN) -> None:
+def _add_size_flags(
+    parser: argparse.ArgumentParser, *, from_file: bool = False, chunks: str = "the family's own"
+) -> None:
     """``--ranks --microbatches --chunks``; with ``from_file`` they have no default and only confirm what the file says.
     ``chunks``: the help's word for the default of that flag."""
     group = parser.add_argument_group("sizes", "must agree with the file" if from_file else "")
@@ -49,13 +47,14 @@ def _add_size_flags(parser: argparse.ArgumentParser, *, from_file: bool = False,
 def _add_chunk_limit_flags(parser: argparse.ArgumentParser) -> None:
     """``--layers --max-chunks``: how many chunks per rank may be tried."""
     group = parser.add_argument_group("chunks", "more of them shorten the bubble, and cost transfers: see --comm")
-    text = "layers of the model: ranks x chunks is at most this"
-    add_value(group, "--layers", "N", whole_number("layers", MOST_LAYERS), text)
+    add_value(
+        group, "--layers", "N", whole_number("layers", MOST_LAYERS), "layers of the model: ranks x chunks at most"
+    )
     text = f"chunks per rank that are tried, at most (default: {FREE_CHUNKS} where --comm is 0)"
     add_value(group, "--max-chunks", "V", whole_number("chunks", MOST_CHUNKS), text)
 
 
-def _add_group_flag(parser: argparse.ArgumentParser, default: str = _OWN) -> None:
+def _add_group_flag(parser: argparse.ArgumentParser, default: str = "the family's own") -> None:
     """``--group``."""
     text = f"microbatches that run in turn through one chunk, for families that take it (default: {default})"
     add_value(parser, "--group", "G", whole_number("group", MOST_MICROBATCHES), text)
@@ -66,9 +65,7 @@ def _add_cost_flags(parser: argparse.ArgumentParser) -> None:
     text = "one rank's share of one microbatch; divided by the chunks of the schedule"
     group = parser.add_argument_group("costs", text)
     add_value(group, "--cost", "F,B,W", cost_triple, "time of F, B and W (default 1,1,1)")
-    add_value(
-        group, "--comm", "C", amount("time of a transfer"), "time until a result has reached another rank (default 0)"
-    )
+    add_value(group, "--comm", "C", amount("time of a transfer"), "time until another rank has a result (default 0)")
     text = "fraction of an activation kept from B's end to W's end (default 1)"
     add_value(group, "--w-residual", "X", amount("fraction", most=1), text)
     text = "time to copy a share's activations to the host and back (0: none); without it nothing may offload"
@@ -178,7 +175,7 @@ def _add_choice_flags(parser: argparse.ArgumentParser, default: str) -> None:
 
 
 def configure_compare(parser: argparse.ArgumentParser) -> None:
-    _add_choice_flags(parser, _OWN_OR_ALL)
+    _add_choice_flags(parser, "the family's own; with --explore, several")
     text = "let each family choose its best chunks, group and limit (slower); without it, its own defaults"
     add_switch(parser, "--explore", text)
     text = f"draw peak memory against bubble with the Pareto front: {' '.join(PLOTS)}"
@@ -187,7 +184,7 @@ def configure_compare(parser: argparse.ArgumentParser) -> None:
 
 
 def configure_best(parser: argparse.ArgumentParser) -> None:
-    _add_choice_flags(parser, _ALL)
+    _add_choice_flags(parser, "several, for each family")
     _add_objective_flag(parser)
     text = "seconds to search, at most; then the best so far is the answer"
     add_value(parser, "--time-limit", "S", amount("time limit", zero=False), text)

@@ -14,7 +14,6 @@ from jaxpipe.errors import ConfigError
 
 if TYPE_CHECKING:
     from jaxpipe.planning.measured import Stopwatch
-    from jaxpipe.planning.space import Space
     from jaxpipe.planning.tune import Tuned
 
 _MOST_DEVICES = 65536
@@ -58,7 +57,7 @@ def run_tune(args: argparse.Namespace) -> None:
     if tuned.best is None:
         if tuned.stopped == "interrupted":
             raise KeyboardInterrupt
-        raise ConfigError(_nothing(tuned, space, limit))
+        raise ConfigError(_nothing(tuned, limit))
     print(tuned_text(tuned, space))
     if args.output:
         _write_config(args.output, tuned)
@@ -99,13 +98,8 @@ def _write_config(path: str, tuned: Tuned) -> None:
     write_atomically(Path(path), config.to_toml())
 
 
-def _nothing(tuned: Tuned, space: Space, limit: float) -> str:
+def _nothing(tuned: Tuned, limit: float) -> str:
     """Why there is no answer."""
-    if next(space.layouts(), None) is None:
-        return f"nothing could be tried: no layout of {space.devices} devices divides the batch and keeps to --only"
-    if not any(space.orders(layout) for layout in space.layouts()):
-        asked = " ".join(f"{key}={','.join(texts)}" for key, texts in space.only.items())
-        return f"nothing could be tried: no order has {asked}; drop one of these --only"
     if tuned.stopped:
         return f"out of time before anything was found that fits in {limit / 1e9:g} GB a device: raise --time-limit"
     least = min((max(t.peak_bytes) for t in tuned.tried if t.peak_bytes), default=None)

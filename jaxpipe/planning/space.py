@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -40,8 +40,6 @@ SPREAD = frozenset(("1f1b", "zb-h1", "interleaved-1f1b", "gis", "gis-h", "v-half
 """Families tried under spread vocabulary layers; others, and traversal rules, only if asked for."""
 SEARCHES = frozenset({"v-adaptive", "ada-offload"})
 """Families that search, and take many seconds at large sizes: left out there."""
-FIRST = ("backward", "interleaved", "forward")
-"""Which of F and BW rules prefer. Forwards first hold every activation: tried only if asked for."""
 MOST_PAIRS = 256
 """Ranks × microbatches up to which they are tried."""
 _TRAVERSED = ("one-to-one", "circular", "v", "wave", "bidirectional")
@@ -96,26 +94,32 @@ class Space:
         narrowed = _read(only)
         of_orders = {key for order in _orders(2, True, "ends") for key in order.settings}
         for key, texts in narrowed.items():
+            known: Mapping[str, Any] = {}
             if key in found:
                 known = {str(value): value for value in every.get(key, found[key])}
-                _require_tried(key, texts, known)
-                found[key] = tuple(known[text] for text in texts)
-            elif key not in of_orders:
+            elif key == "pipeline.schedule":
+                known = dict.fromkeys((*FAMILIES, "traverse"))
+            elif key in of_orders:
+                orders = (order for ranks in found["pipeline.ranks"] for order in _orders(ranks, True, "ends"))
+                known = dict.fromkeys(shown(order.settings.get(key)) for order in orders)
+            else:
                 keys = sorted({*found, *of_orders})
                 raise ConfigError(f"{key!r} is none of the axes{closest(key, keys)}; they are {', '.join(keys)}")
-            elif key == "pipeline.schedule":
-                _require_tried(key, texts, (*FAMILIES, "traverse"))
-        for key in of_orders.intersection(narrowed) - {"pipeline.schedule"}:
-            every_order = (order for ranks in found["pipeline.ranks"] for order in _orders(ranks, True, "ends"))
-            values = dict.fromkeys(shown(order.settings[key]) for order in every_order if key in order.settings)
-            _require_tried(key, narrowed[key], (*values, shown(None)))
+            if unknown := [text for text in texts if text not in known]:
+                raise ConfigError(f"{key}={unknown[0]} is no value that is tried: {', '.join(known)}")
+            if key in found:
+                found[key] = tuple(known[text] for text in texts)
         kept = replace(
             pipe, ranks=1, dp=1, cp=1, tp=1, microbatches=1, vocabulary="ends", chunks=1, schedule="1f1b", memory_limit=None,
             recompute="none", cut="analytic", passes=replace(pipe.passes, separate_gradients=False), traverse=TraverseConfig(),
         )  # fmt: skip
         base = replace(config, pipeline=kept).changed({"run.devices": 0})
         rest = {key: texts for key, texts in narrowed.items() if key not in found}
-        return cls(base, devices, tuple(Axis(key, values) for key, values in found.items()), rest)
+        space = cls(base, devices, tuple(Axis(key, values) for key, values in found.items()), rest)
+        if not any(space.orders(layout) for layout in space.layouts()):
+            said = f"has {' '.join(only)}" if next(space.layouts(), None) else f"divides run.batch={batch}"
+            raise ConfigError(f"nothing could be tried: no layout of {devices} devices {said}")
+        return space
 
     def layouts(self) -> Iterator[Settings]:
         """Every combination of the axes that uses all devices and divides the batch; vocabulary layers are spread over several
@@ -136,9 +140,7 @@ class Space:
         named = any(key.startswith(("pipeline.schedule", "traverse.")) for key in self.only)
         if layout["pipeline.vocabulary"] != "ends" and not named:
             every = tuple(o for o in every if o.settings["pipeline.schedule"] in SPREAD)
-        if "traverse.first" not in self.only:
-            every = tuple(o for o in every if o.settings.get("traverse.first") != FIRST[-1])
-        asked = self.only.items()
+        asked = {"traverse.first": ("backward", "interleaved", "None"), **self.only}.items()
         return tuple(o for o in every if all(shown(o.settings.get(key)) in texts for key, texts in asked))
 
     def config(self, settings: Settings) -> TrainConfig:
@@ -208,7 +210,7 @@ def _traversals(ranks: int) -> Iterator[Order]:
             if kind == "circular":
                 stage_orders += [f"breadth:{ranks}", f"depth:{ranks}"]
             for forward, backward, first, held in itertools.product(
-                stage_orders, stage_orders, FIRST, (None, ranks * placement.num_chunks)
+                stage_orders, stage_orders, ("backward", "interleaved", "forward"), (None, ranks * placement.num_chunks)
             ):
                 settings = {
                     "pipeline.schedule": "traverse",
@@ -219,12 +221,6 @@ def _traversals(ranks: int) -> Iterator[Order]:
                     "traverse.backward": backward,
                 }
                 yield Order(settings | ({} if held is None else {"traverse.in_flight": held}), placement)
-
-
-def _require_tried(key: str, texts: Sequence[str], values: Collection[str]) -> None:
-    """Raises ConfigError unless all of ``texts`` are among the ``values`` that are tried for ``key``."""
-    if unknown := [text for text in texts if text not in values]:
-        raise ConfigError(f"{key}={unknown[0]} is no value that is tried: {', '.join(values)}")
 
 
 def _read(only: Sequence[str]) -> dict[str, tuple[str, ...]]:

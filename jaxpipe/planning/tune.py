@@ -419,13 +419,12 @@ class _Search:
         """Bytes that the fullest rank holds for good at least, by its number of parameters."""
         if any(layer.frozen or layer.trainable is not None for layer in self.bench.model.layers):
             return 0.0
-        base = self.space.base
-        computed = 2 if base.run.dtype == "bfloat16" else 4
-        state = (4 if computed < 4 else 0) + self.bench.least_state_bytes
-        each = computed + 4 + state / (layout["pipeline.dp"] if base.pipeline.sharding.zero1 else 1)
+        base, tp = self.space.base, layout["pipeline.tp"]
+        computed, masters = (2, 4) if base.run.dtype == "bfloat16" else (4, 0)
+        parts = layout["pipeline.dp"] if base.pipeline.sharding.zero1 else 1
+        each = computed + 4 + (masters + self.bench.least_state_bytes) / parts
         ranks = (placement.stages_of(r) for r in range(placement.num_ranks))
-        shards: int = layout["pipeline.tp"]
-        return max(sum(plan.stages[s].num_params for s in mine) for mine in ranks) * each / shards
+        return float(max(sum(plan.stages[s].num_params for s in mine) for mine in ranks) * each / tp)
 
     # -- orders of a placement -----------------------------------------------------------------------------------------
 

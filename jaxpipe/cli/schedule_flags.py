@@ -28,17 +28,15 @@ _FILE_RULES = (
 )
 
 
-def _add_size_flags(
-    parser: argparse.ArgumentParser, *, from_file: bool = False, chunks: str = "the family's own"
-) -> None:
+_OWN = "the family's own"
+
+
+def _add_size_flags(parser: argparse.ArgumentParser, *, from_file: bool = False, chunks: str = _OWN) -> None:
     """``--ranks --microbatches --chunks``; with ``from_file`` they have no default and only confirm what the file says.
     ``chunks``: the help's word for the default of that flag."""
     group = parser.add_argument_group("sizes", "must agree with the file" if from_file else "")
-    for name, metavar, most in (
-        ("ranks", "P", MOST_RANKS),
-        ("microbatches", "M", MOST_MICROBATCHES),
-        ("chunks", "V", MOST_CHUNKS),
-    ):
+    sizes = (("ranks", "P", MOST_RANKS), ("microbatches", "M", MOST_MICROBATCHES), ("chunks", "V", MOST_CHUNKS))
+    for name, metavar, most in sizes:
         default = None if from_file else DEFAULT_SIZES.get(name)
         text = f"number of {name}" if from_file or default else f"chunks per rank (default: {chunks})"
         add_value(group, f"--{name}", metavar, whole_number(name, most), text, default)
@@ -54,7 +52,7 @@ def _add_chunk_limit_flags(parser: argparse.ArgumentParser) -> None:
     add_value(group, "--max-chunks", "V", whole_number("chunks", MOST_CHUNKS), text)
 
 
-def _add_group_flag(parser: argparse.ArgumentParser, default: str = "the family's own") -> None:
+def _add_group_flag(parser: argparse.ArgumentParser, default: str = _OWN) -> None:
     """``--group``."""
     text = f"microbatches that run in turn through one chunk, for families that take it (default: {default})"
     add_value(parser, "--group", "G", whole_number("group", MOST_MICROBATCHES), text)
@@ -207,8 +205,7 @@ def configure_solve(parser: argparse.ArgumentParser) -> None:
     _add_braid_flag(parser)
     group = parser.add_argument_group("search")
     text = "minimise the makespan (default), the longest span of a rank, or makespan, then peak, then what is offloaded"
-    objectives = ("makespan", "span", "lexicographic")
-    group.add_argument("--objective", choices=objectives, default="makespan", help=text)
+    group.add_argument("--objective", choices=("makespan", "span", "lexicographic"), default="makespan", help=text)
     text = "seconds to search, up to 15 more until quick families have been tried; Ctrl-C ends it with the best so far"
     add_value(group, "--time-limit", "S", amount("time limit", zero=False), text, 60.0)
     add_value(group, "--seed", "N", whole_number("seed", _MOST_SEEDS, least=0), "another seed, another search", 0)

@@ -40,8 +40,7 @@ def run_solve(arguments: argparse.Namespace) -> None:
 
     check_outputs(arguments.output, OUTPUTS)
     costs = chosen_costs(arguments)
-    files = [arguments.start] if arguments.start is not None else []
-    starts = {path: load_schedule(path) for path in files}
+    starts = {path: load_schedule(path) for path in (arguments.start,) if path is not None}
     set_sizes(arguments, starts)
     tasks = _tasks(arguments, costs, _started(arguments, starts.values()) or _placements(arguments, costs))
     options = Options(arguments.time_limit, arguments.seed, arguments.workers, arguments.reproducible)
@@ -57,8 +56,7 @@ def run_solve(arguments: argparse.Namespace) -> None:
     record = _with_proof(Record.of(schedule, profile, timeline, arguments.memory_limit), solution)
     notes = [_FREE_CHUNKS] if tasks[1:] and chunks_are_free(arguments, costs) else []
     tried = [{"placement": t.placement.kind, "chunks": t.placement.num_chunks} for t in tasks]
-    facts = {**_facts(solution), "placements": tried}
-    conclude(arguments, costs, record, _headline(solution, len(tasks)), notes, **facts)
+    conclude(arguments, costs, record, _headline(solution, len(tasks)), notes, **_facts(solution), placements=tried)
 
 
 def _with_proof(record: Record, solution: Solution) -> Record:

@@ -28,8 +28,7 @@ def configure_tune(parser: argparse.ArgumentParser) -> None:
     text = "try these values of an axis alone, such as pipeline.tp=1,2 or pipeline.schedule=1f1b,zb-h1 (repeatable)"
     add_repeated(parser, "--only", "KEY=VALUE,…", text)
     text = (
-        "seconds of stages measured on the devices here, not computed from the target; kept in FILE and used again (default: "
-        "tune-times.json in jaxpipe's cache folder)"
+        "seconds of stages as measured on the devices here, kept in FILE (default: tune-times.json in jaxpipe's cache)"
     )
     add_value(parser, "--measure", "FILE.json", str, text, nargs="?", const="")
     add_value(parser, "-o", "FILE.toml", str, "write the config with the best settings", dest="output")

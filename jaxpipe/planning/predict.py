@@ -145,8 +145,7 @@ class Ground:
                 parameters[(own[0], rank)] += round(self.costs.param_bytes[s])
 
         def seconds(a: int, b: int, n: int) -> float:
-            link = link_between(a, b, bench.target, bench.efficiency, config.pipeline)
-            return link.latency_s + n / link.bytes_per_s
+            return link_between(a, b, bench.target, bench.efficiency, config.pipeline).seconds(n)
 
         ways = (gradients, parameters)
         return sum(max((seconds(*pair, n) for pair, n in way.items()), default=0.0) for way in ways)

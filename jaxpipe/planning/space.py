@@ -97,8 +97,6 @@ class Space:
             known: Mapping[str, Any] = {}
             if key in found:
                 known = {str(value): value for value in every.get(key, found[key])}
-            elif key == "pipeline.schedule":
-                known = dict.fromkeys((*FAMILIES, "traverse"))
             elif key in of_orders:
                 orders = (order for ranks in found["pipeline.ranks"] for order in _orders(ranks, True, "ends"))
                 known = dict.fromkeys(shown(order.settings.get(key)) for order in orders)

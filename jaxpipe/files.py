@@ -123,7 +123,7 @@ def check_one_line(text: str, name: str) -> None:
     for place, character in enumerate(text):
         if unicodedata.category(character) in ("Cc", "Cs", "Zl", "Zp") or ord(character) & 0xFFFE == 0xFFFE:
             raise ConfigError(
-                f"{name} {ascii(text)[:60]} holds {character!a} at character {place}, which a line of a job file can't"
+                f"{name} {ascii(text)[:60]} holds {character!a} at character {place}: leave it out, a line can't hold it"
             )
 
 

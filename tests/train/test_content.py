@@ -25,6 +25,7 @@ from hypothesis import strategies as st
 
 from jaxpipe.cli import main
 from jaxpipe.errors import ConfigError, DataError
+from jaxpipe.interop.folder import new_folder
 from jaxpipe.train.checkpoint import CheckpointStore, load_params
 from jaxpipe.train.config import load_config
 from jaxpipe.train.corpora import documents
@@ -486,6 +487,7 @@ def test_urls_are_refused_at_every_door(
     assert "a URL" in refusal(load_corpus, url, BYTES)
     assert "a URL" in refusal(CheckpointStore, url)  # of Trainer.save and load
     assert "a URL" in refusal(load_params, url)
+    assert "a URL" in refusal(new_folder(Path(url)).__enter__)  # of import -o and export -o
     (tmp_path / "s3:x").write_text("text")  # a colon alone makes no URL
     assert texts(load_corpus("s3:x", BYTES)) == ["text"]
 

@@ -207,7 +207,7 @@ def test_a_rate_is_told_if_and_only_if_it_moves(
     then, now = (TrainConfig().changed(settings) for settings in (old, {**new, **{key: old[key] for key in kept}}))
     note = resume.moved_rate(then.to_dict(), now, updates)
     before, after = (float(rate_of(each.optimizer, each.run.steps)(updates)) for each in (then, now))
-    assert bool(note) is not np.isclose(before, after, rtol=1e-6, atol=0)
+    assert bool(note) is (not np.isclose(before, after, rtol=1e-6, atol=0))
     if note:
         assert f"goes on at {after:.4g}, was to be {before:.4g}" in note
         for key in old:

@@ -15,7 +15,7 @@ import pytest
 
 from tests.support.paths import ROOT
 
-CAPS: Mapping[str, int] = {"schedule": 12_400, "the rest": 28_900}
+CAPS: Mapping[str, int] = {"schedule": 12_400, "the rest": 29_800}
 """Code lines of ``jaxpipe/schedule/`` and of everything else in ``jaxpipe/``."""
 MOST_IN_A_FILE = 500
 """Code lines of one file."""

@@ -17,8 +17,9 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, BinaryIO, NoReturn
 
@@ -31,11 +32,29 @@ _BEAT_S = 2.0
 _SILENT_BEATS = 15
 _LAST_WORDS_S = 2.0
 _ANSWER_S = 2.0
+_SAVING_S = 20.0
 _LEAVING_S = 10.0
 _STDERR = 2
 
 Place = tuple[int, int, str]
 """How far a process has come: step, position in it (of all ranks' actions in order), and what it waits for, in words."""
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """What is known of a process while it runs steps; all are called in other threads.
+
+    Attributes:
+        where: how far it has come.
+        left: what to do after this end of the run, in words.
+        whole: the last finished step, if this process has all of its arrays and no checkpoint does, or -1.
+        save: brings that step to the disk, together with all other processes.
+    """
+
+    where: Callable[[], Place] = lambda: (-1, 0, "it has not come to its steps yet")
+    left: Callable[[], str] = str
+    whole: Callable[[], int] = lambda: -1
+    save: Callable[[int], object] = lambda step: None
 
 
 class Line:
@@ -128,8 +147,10 @@ class Lines:
         self._mine, self._lines = peers.mine, lines
         self._ending, self._leaving = threading.Lock(), threading.Event()
         self._asking = threading.Lock()
-        self._where: Callable[[], Place] = lambda: (-1, 0, "it has not come to its steps yet")
-        self._places: dict[int, Place] = {}
+        self._standing = Standing()
+        self._foreign: Callable[[], str] = str
+        self._answers: dict[int, tuple[Place, str, int]] = {}
+        self._saving = threading.Event()
         self._readers = [threading.Thread(target=self._read, args=(k,), daemon=True) for k in lines]
         for thread in (*self._readers, threading.Thread(target=self._beat, daemon=True)):
             thread.start()
@@ -184,9 +205,13 @@ class Lines:
                 thread.join(max(until - time.monotonic(), 0))  # until the other has heard
         os._exit(code)
 
-    def tell_place(self, where: Callable[[], Place]) -> None:
-        """``where``: how far this process has come; called in another thread, when one of them has waited for too long."""
-        self._where = where
+    def tell_standing(self, standing: Standing) -> None:
+        """What is to be known of this process when a process is lost, or one of them has waited for too long."""
+        self._standing = standing
+
+    def tell_foreign(self, foreign: Callable[[], str]) -> None:
+        """``foreign``: who is connected to this process and belongs to none of the run, in words."""
+        self._foreign = foreign
 
     def end_late(self, late: str) -> NoReturn:
         """End all processes. The line names the one that has come least far, with what it waits for, or one that does not
@@ -196,6 +221,8 @@ class Lines:
         with suppress(OSError):
             self._lines[0].put("late", late)
         time.sleep(1.5 * _ANSWER_S)
+        if self._saving.is_set():
+            time.sleep(_SAVING_S)
         self._lost(0, f"{late}, and it does not answer")
 
     def _find_last(self, late: str) -> NoReturn:
@@ -205,24 +232,58 @@ class Lines:
         for line in self._lines.values():
             with suppress(OSError):
                 line.put("where")
-        places = {0: self._place()}
+        answers = {0: self._answer()}
         until = time.monotonic() + _ANSWER_S
-        while len(self._places) < len(self._lines) and time.monotonic() < until:
+        while len(self._answers) < len(self._lines) and time.monotonic() < until:
             time.sleep(0.01)
-        places |= self._places
-        if silent := sorted(self._lines.keys() - places.keys()):
+        answers |= self._answers
+        if silent := sorted(self._lines.keys() - answers.keys()):
             self._lost(silent[0], f"{late}, and it does not answer")
-        last = min(places, key=lambda k: places[k][:2])
-        self.end(f"{self.who(last)} failed: {late}: {places[last][2]}", RunError.exit_code)
+        last = min(answers, key=lambda k: answers[k][0][:2])
+        strangers = [f"{foreign} to {self.who(k)}" for k, (_, foreign, _) in sorted(answers.items()) if foreign]
+        others = f"; connections that are none of the run's: {', '.join(strangers)}" if strangers else ""
+        self._save_all({step for _, _, step in answers.values()})
+        self.end(f"{self.who(last)} failed: {late}: {answers[last][0][2]}{others}{self._left()}", RunError.exit_code)
+
+    def _save_all(self, steps: Collection[int]) -> None:
+        """In process 0: have all processes save the step that each of them has whole, if it is the same one."""
+        (step, *others) = steps
+        if others or step < 0:
+            return
+        for line in self._lines.values():
+            with suppress(OSError):
+                line.put("save", step)
+        saving = threading.Thread(target=self._save, args=(step,), daemon=True)
+        saving.start()
+        saving.join(_SAVING_S)
+
+    def _save(self, step: int) -> None:
+        self._saving.set()
+        with suppress(Exception):  # what is left says from which step the run goes on
+            self._standing.save(step)
+
+    def _left(self) -> str:
+        with suppress(Exception):
+            return f"; {left}" if (left := self._standing.left()) else ""
+        return ""
+
+    def _answer(self) -> tuple[Place, str, int]:
+        """Where this process is, who is connected to it, and the step that it has whole."""
+        place, foreign, whole = self._place(), "", -1
+        with suppress(Exception):
+            foreign = self._foreign()
+        with suppress(Exception):
+            whole = self._standing.whole()
+        return place, foreign, whole
 
     def _place(self) -> Place:
         try:
-            return self._where()
+            return self._standing.where()
         except Exception as error:  # it is to say something
             return sys.maxsize, 0, f"what it waits for is not known ({type(error).__name__})"
 
     def _lost(self, process: int, how: str) -> NoReturn:
-        self.end(f"{self.who(process)} was lost: {how}", LOST)
+        self.end(f"{self.who(process)} was lost: {how}{self._left()}", LOST)
 
     def leave(self) -> None:
         """Take the connections down, when all processes do; process 0 returns last."""
@@ -247,9 +308,11 @@ class Lines:
                     line.inbox(name).put((name, value, time.perf_counter()))
                 case ["where"]:
                     with suppress(OSError):
-                        line.put("here", *self._place())
-                case ["here", int(step), int(position), str(words)]:
-                    self._places[process] = (step, position, words)
+                        line.put("here", *self._answer())
+                case ["here", [int(step), int(position), str(words)], str(foreign), int(whole)]:
+                    self._answers[process] = ((step, position, printable(words)), printable(foreign), whole)
+                case ["save", int(step)]:
+                    threading.Thread(target=self._save, args=(step,), daemon=True).start()
                 case ["late", str(late)]:
                     threading.Thread(target=self._find_last, args=(late,), daemon=True).start()
                 case ["end", str(words), int(code)]:

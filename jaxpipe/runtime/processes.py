@@ -16,7 +16,8 @@ from typing import Any, NoReturn, TypeVar
 
 from jaxpipe.errors import AgreedError, ConfigError, JaxpipeError, RunError
 from jaxpipe.runtime import interfaces
-from jaxpipe.runtime.lines import Lines, Place
+from jaxpipe.runtime.foreign_peers import foreign_peers, words_of
+from jaxpipe.runtime.lines import Lines, Standing
 from jaxpipe.runtime.meeting import meet
 from jaxpipe.runtime.peers import Peers
 
@@ -73,8 +74,8 @@ class Processes:
         """End this process with one line on standard error, and all others with the same line and exit code. ``how``: goes on
         after the name of the process, such as ``failed: …``. Alone it returns: a process ends as ever."""
 
-    def tell_place(self, where: Callable[[], Place]) -> None:
-        """``where``: how far this process has come; called in another thread, when one of them has waited for too long."""
+    def tell_standing(self, standing: Standing) -> None:
+        """What is to be known of this process when a process is lost, or one of them has waited for too long."""
 
     def end_late(self, late: str) -> None:
         """End all processes, as another thread has waited for too long: with a line that names the one that has come least far,
@@ -257,6 +258,11 @@ class Joined(Processes):
     def interface(self) -> str:
         if not self._address:
             self._address = agree_on_interface(self, self._lines.hosts, self._lines.ends())
+            who = (self._address, self._lines.hosts[self.mine], os.getpid())
+            everybody = self.broadcast("everybody", self.gather("everybody", who))
+            addresses = {address for address, _, _ in everybody}
+            here = [pid for _, host, pid in everybody if host == self._lines.hosts[self.mine]]
+            self._lines.tell_foreign(lambda: words_of(foreign_peers(addresses, here)))
         return self._address
 
     def start_jax(self) -> None:
@@ -298,8 +304,8 @@ class Joined(Processes):
             time.sleep(_CAUSE_S)  # the cause may be that another ended: then its line ends this process
         self._lines.end(f"{self.who(self.mine)} {how}", code)
 
-    def tell_place(self, where: Callable[[], Place]) -> None:
-        self._lines.tell_place(where)
+    def tell_standing(self, standing: Standing) -> None:
+        self._lines.tell_standing(standing)
 
     def end_late(self, late: str) -> NoReturn:
         self._lines.end_late(late)

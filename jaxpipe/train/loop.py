@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
@@ -25,10 +26,10 @@ import jax
 import numpy as np
 
 from jaxpipe.cost import with_measured_times
-from jaxpipe.errors import CheckpointError, DataError, NotFiniteError, RunError, gist
+from jaxpipe.errors import CheckpointError, DataError, JaxpipeError, NotFiniteError, RunError, gist
 from jaxpipe.plot import plot_timelines
 from jaxpipe.runtime.executor import place_of
-from jaxpipe.runtime.lines import Place
+from jaxpipe.runtime.lines import Place, Standing
 from jaxpipe.runtime.measured import seconds_by_op
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.runtime.processes import Alone, Processes
@@ -54,7 +55,7 @@ from jaxpipe.train.run.progress import LiveLine, ProgressStream
 from jaxpipe.train.run.report import TrainResult
 from jaxpipe.train.run.resume import Start
 from jaxpipe.train.run.run_directory import RunDirectory
-from jaxpipe.train.run.saving import Saving
+from jaxpipe.train.run.saving import Saving, go_on
 from jaxpipe.train.run.skipping import Skipping
 from jaxpipe.train.run.stop import EndingEarly, Stop
 from jaxpipe.train.run.trace_window import TraceWindow
@@ -197,8 +198,10 @@ class _Run:
             self.line.note,
         )
         self.begun = start.step  # the last step that was
-        processes.tell_place(self._place)
-        self.watchdog = Watchdog(run.machine.watchdog_s, lambda: self._place()[2], processes.end_late)
+        self.last: TrainState | None = None  # the state that the step under way began with
+        standing = Standing(self._place, lambda: go_on(folder.store.latest()), self._whole_step, self._rescue)
+        processes.tell_standing(standing)
+        self.watchdog = Watchdog(run.machine.watchdog_s, self._explain, processes.end_late)
         self.evaluated: tuple[int, float] | None = None
         self.evaluating = False
         self.first_loss = start.first_loss  # of the run; a later loss above it means that something went wrong
@@ -335,13 +338,13 @@ class _Run:
         traced = state.step + 1 == last  # also where this process could not begin to: all record the same steps
         record = shown or traced
         stop, switch = bool(self.stop.requested), self.offer is not None
-        self.begun = state.step + 1
+        self.begun, self.last = state.step + 1, state
         with self.watchdog.watch(self.begun):
             if record or state.step == self.start.step:
                 agree_on_batch(self.processes, f"the batch of step {self.begun}", batch)
             if record:  # what runs still would count as this step's
                 self._settle()
-                state = state.committed()
+                state = self.last = state.committed()
                 with self.pace.waiting():
                     jax.block_until_ready((dict(state.master), dict(state.compute)))
             with self.window.step(state.step + 1), self.pace.step():
@@ -443,7 +446,7 @@ class _Run:
 
     def _evaluate(self, state: TrainState) -> None:
         self._settle()
-        self.evaluating = True
+        self.evaluating, self.last = True, state
         with self.watchdog.watch(state.step, self.config.run.output.eval_batches * self.pipe.schedule.num_ranks):
             found = self.trainer.evaluate(state, self.held_out)
         self.evaluating = False
@@ -516,20 +519,20 @@ class _Run:
         """What to do next, and ``first`` before that. Waits for the save under way."""
         step = None
         if self.processes.number > 1:  # this one may have failed alone
-            return _go_on(self.folder.store.latest(), first)
+            return go_on(self.folder.store.latest(), first)
         with suppress(CheckpointError):
             self.folder.store.close()
         with suppress(CheckpointError):
             step = self.folder.store.latest_intact().step
         doubtful = first and step is not None and self.sound in self.folder.store.steps() and step != self.sound
         again = f"; if that fails, too, move away its checkpoints after step {self.sound}" if doubtful else ""
-        return _go_on(step, first) + again
+        return go_on(step, first) + again
 
     def _place(self) -> Place:
-        """How far this process has come, and what to do. Called in another thread, while the one that runs steps waits."""
-        executor, left = self.pipe.executor, _go_on(self.folder.store.latest())
+        """How far this process has come. Called in another thread, while the one that runs steps waits."""
+        executor = self.pipe.executor
         if self.evaluating:
-            return self.step, _ENDED + 1, f"its evaluation has not; {left}"
+            return self.step, _ENDED + 1, "its evaluation has not"
         pending = self.pending
         before = [] if pending is None else [(pending[0], pending[1].outputs.tokens)]
         for step, tokens in [*before, (self.begun, executor.dispatched)]:
@@ -539,10 +542,30 @@ class _Run:
                 return (
                     step,
                     order.index(at) if at in order else 0,
-                    f"{place_of(*at)} of step {step} has not run; {left}",
+                    f"{place_of(*at)} of step {step} has not run",
                 )
         waits = "its update has not run" if before or self.begun > self.step else "the next step has not begun"
-        return self.begun, _ENDED, f"{waits}; {left}"
+        return self.begun, _ENDED, waits
+
+    def _explain(self) -> str:
+        """Where this process stands, and what to do. Called in another thread, as :meth:`_place`; what can be saved is."""
+        words, step = self._place()[2], self._whole_step()
+        with suppress(JaxpipeError):
+            if step >= 0:
+                self._rescue(step)
+        return f"{words}; {go_on(self.folder.store.latest())}"
+
+    def _whole_step(self) -> int:
+        """The last finished step, if all its arrays are here and no checkpoint is newer, or -1. Called as :meth:`_place`. The
+        update of the step under way consumes them: they are here in evaluations and steps that are recorded, which wait."""
+        state, newest = self.last, self.folder.store.latest() or 0
+        finished = state and self.logged == state.step > newest and not self.skipped.row and state.whole
+        return self.logged if finished else -1
+
+    def _rescue(self, step: int) -> None:
+        """Save ``step``, the last finished one, from another thread, in all processes. Raises CheckpointError."""
+        self._put(replace(self.last, acc={}), prune=False)  # type: ignore[arg-type, type-var]  # of the next step
+        self.folder.store.wait()
 
     @contextmanager
     def _less_important(self, what: str) -> Iterator[None]:
@@ -583,10 +606,3 @@ class _Run:
             mfu=self.pace.tokens_per_s * (self.mfu_per_rate or float("nan")),
             peak_measured_bytes=self._peak_measured(),
         )
-
-
-def _go_on(step: int | None, first: str = "") -> str:
-    """Advice after a failure; ``step``: of the newest checkpoint."""
-    if step is None:
-        return "no checkpoint was saved before: the same command starts at step 0"
-    return f"{first}run the same command again to go on from step {step}"

@@ -64,6 +64,13 @@ class TrainState:
             return self.late.used
         return any(a.is_deleted() for buffers in self.acc.values() for a in buffers)
 
+    @property
+    def whole(self) -> bool:
+        """Whether all that a checkpoint holds of it has been computed, and no step's update has taken any of it."""
+        leaves = jax.tree.leaves((self.compute, self.master, self.optimizer))
+        arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
+        return self.late is None and all(not a.is_deleted() and a.is_ready() for a in arrays)  # type: ignore[attr-defined]
+
     def require_unused(self) -> None:
         """Raises RunError if a step has taken this state."""
         if self.used:

@@ -331,7 +331,7 @@ def test_a_cause_is_waited_for() -> None:
 
 LATE = """
 lines._ANSWER_S, lines._SILENT_BEATS = 0.5, 1000
-processes.tell_place(lambda: (7, 3 - mine % 2, f"words of {mine}"))
+processes.tell_standing(lines.Standing(lambda: (7, 3 - mine % 2, f"words of {mine}")))
 HOW
 time.sleep(30)
 """
@@ -352,6 +352,41 @@ def test_who_is_late_is_named(late: tuple[int, ...], stopped: int | None) -> Non
     if stopped is not None:
         said = (LOST, f"jaxpipe: process {stopped} (host {HOST}) was lost: step 7, and it does not answer\n")
     assert others == [said] * len(others)
+
+
+WHOLE = """
+lines._ANSWER_S, lines._SILENT_BEATS = 0.5, 1000
+saved = []
+def save(step):
+    processes.broadcast("checkpoint: saved", str(step))
+    saved.append(step)
+left = lambda: f"saved {saved}"
+processes.tell_standing(lines.Standing(lambda: (7, mine, f"words of {mine}"), left, lambda: STEPS[mine], save))
+processes._lines.tell_foreign(lambda: "10.0.0.9:77" if mine == 2 else "")
+processes.barrier("told")
+if mine in (1, 2): time.sleep(0.2); processes.end_late("step 7")
+time.sleep(30)
+"""
+
+
+@pytest.mark.parametrize(
+    ("steps", "saved"), [([6, 6, 6], "[6]"), ([6, -1, 6], "[]"), ([6, 5, 6], "[]"), ([-1, -1, -1], "[]")]
+)
+def test_what_all_have_whole_is_saved(steps: list[int], saved: str) -> None:
+    """And no part of it where one has not. The line names who is connected to any of them."""
+    port = free_port()
+    found = ends([start(WHOLE.replace("STEPS", str(steps)), port, 3, k) for k in range(3)])
+    others = f"connections that are none of the run's: 10.0.0.9:77 to process 2 (host {HOST})"
+    line = f"jaxpipe: process 0 (host {HOST}) failed: step 7: words of 0; {others}; saved {saved}\n"
+    assert found == [(5, line)] * 3
+
+
+def test_a_lost_process_is_told_with_what_to_do() -> None:
+    port = free_port()
+    tell = "processes.tell_standing(lines.Standing(left=lambda: 'go on from step 6')); "
+    children = [start(tell + how, port, 2, k) for k, how in enumerate((SLEEP, "os._exit(1)"))]
+    said = f"jaxpipe: process 1 (host {HOST}) was lost: it ended without a word; go on from step 6\n"
+    assert ends(children)[0] == (LOST, said)
 
 
 # -- before training ------------------------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from hypothesis import strategies as st
 
 from jaxpipe.errors import AgreedError, ConfigError
 from jaxpipe.runtime import interfaces, lines, meeting
+from jaxpipe.runtime.foreign_peers import foreign_peers, words_of
 from jaxpipe.runtime.lines import plain_address, printable
 from jaxpipe.runtime.meeting import Hello, allow_files, meet, parse_hello
 from jaxpipe.runtime.peers import Peers
@@ -434,3 +435,48 @@ def test_two_hosts(style: str, network: str, bits: int, tmp_path: Path) -> None:
         pytest.skip(f"networks can't be made here: {made.stderr.strip()[-200:]}")
     found = [json.loads((tmp_path / f"out.{k}").read_text()) for k in (0, 1)]
     assert found == [["process 0 (host node-0)", f"{network}{k + 1}"] for k in (0, 1)]
+
+
+# -- who is connected -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("family", "address"), [(socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")])
+def test_foreign_peers_are_found(family: socket.AddressFamily, address: str) -> None:
+    """A connection from a process that is none of the run's; not those of its own, nor those that this process has made."""
+    if not Path("/proc/net/tcp").exists() or (family == socket.AF_INET6 and not socket.has_ipv6):
+        pytest.skip("needs /proc/net/tcp and IPv6")
+    with socket.create_server((address, 0), family=family) as server:
+        port = server.getsockname()[1]
+        code = f"import socket, sys; c = socket.create_connection(({address!r}, {port})); sys.stdin.read()"
+        other = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE)
+        with server.accept()[0] as theirs, socket.create_connection((address, port)) as mine, server.accept()[0]:
+            name = "{}:{}".format(*theirs.getpeername()[:2])
+            assert mine.getsockname()[1] != theirs.getpeername()[1]
+            assert foreign_peers([address], [os.getpid()]) == [name]
+            assert foreign_peers([address], [os.getpid(), other.pid]) == []
+        other.communicate(b"")
+
+
+def test_foreign_peers_of_other_hosts(tmp_path: Path) -> None:
+    """By the tables of a made-up process: listening, with connections of a host of the run and of others."""
+    row = "   {}: {}:{:04X} {}:{:04X} {} 00000000:00000000 00:00000000 00000000     0        0 {} 1\n"
+    mine, peer, stranger = "0100000A", "0200000A", "0900000A"  # 10.0.0.1, .2, .9
+    rows = [
+        (mine, 7000, "00000000", 0, "0A", 1),
+        (mine, 7000, peer, 41000, "01", 2),
+        (mine, 7000, stranger, 41001, "01", 3),
+        (mine, 7000, stranger, 41002, "06", 4),  # closing
+        (mine, 41003, stranger, 443, "01", 5),  # a tracker's
+        (mine, 7001, stranger, 41004, "01", 99),  # another process's
+    ]
+    (tmp_path / "net").mkdir()
+    table = "".join(row.format(k, *values) for k, values in enumerate(rows))
+    (tmp_path / "net/tcp").write_text(f"  sl  local_address …\n{table}")
+    wrapped = "0000000000000000FFFF0000" + stranger
+    (tmp_path / "net/tcp6").write_text("  sl\n" + row.format(0, "0" * 24 + mine, 7000, wrapped, 41005, "01", 6))
+    (tmp_path / "self/fd").mkdir(parents=True)
+    for number in range(1, 7):
+        (tmp_path / f"self/fd/{number}").symlink_to(f"socket:[{number}]")
+    assert foreign_peers(["10.0.0.1", "10.0.0.2"], [], tmp_path) == ["10.0.0.9:41001", "10.0.0.9:41005"]
+    assert words_of([str(k) for k in range(6)]) == "0, 1, 2, 3 and 2 more"
+    assert foreign_peers([], [], tmp_path / "none") == []

@@ -292,6 +292,14 @@ def test_a_step_that_hangs_ends_the_process(spoilt: Callable[..., Path], tmp_pat
     assert lines[-1].endswith(" of step 7 has not run; run the same command again to go on from step 6")
 
 
+def test_what_is_whole_when_a_step_hangs_is_saved(spoilt: Callable[..., Path], tmp_path: Path) -> None:
+    """A recorded step is waited for before its update takes the state of the step before."""
+    more = (f"{BAD}hangs", "run.watchdog_s=1", "run.checkpoint_every=4", "run.log_every=1")
+    code, _, err = ended(["train", *tiny(spoilt(7), tmp_path / "run", *more)])
+    assert (code, steps_in(tmp_path / "run")) == (5, (4, 6))
+    assert err.splitlines()[-1].endswith(" of step 7 has not run; run the same command again to go on from step 6")
+
+
 def test_an_evaluation_that_hangs_ends_the_process(spoilt: Callable[..., Path], tmp_path: Path) -> None:
     more = (f"{BAD}hangs", "run.watchdog_s=2", "run.checkpoint_every=2", "run.eval_every=6", "run.eval_batches=1")
     code, _, err = ended(["train", *tiny(spoilt(held_out=True), tmp_path / "run", *more)])
@@ -299,7 +307,7 @@ def test_an_evaluation_that_hangs_ends_the_process(spoilt: Callable[..., Path], 
     line = err.splitlines()[-1]
     assert line.startswith("jaxpipe: step 6 has not ended after ")
     assert re.search(
-        r"\(run.watchdog_s\): its evaluation has not; run the same command again to go on from step [24]$", line
+        r"\(run.watchdog_s\): its evaluation has not; run the same command again to go on from step 6$", line
     )
 
 

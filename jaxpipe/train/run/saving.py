@@ -71,3 +71,10 @@ class Saving:
         wait = (2**self._failures) // 2
         self._saved, self._again, self._failures = -1, step + wait, self._failures + 1
         self._warn(f"warning: {error}; trying again" + (f" after step {self._again}" if wait else ""))
+
+
+def go_on(step: int | None, first: str = "") -> str:
+    """Advice after a failure; ``step``: of the newest checkpoint."""
+    if step is None:
+        return "no checkpoint was saved before: the same command starts at step 0"
+    return f"{first}run the same command again to go on from step {step}"

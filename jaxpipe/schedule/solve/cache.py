@@ -50,6 +50,7 @@ _FORMAT = "jaxpipe cached schedule 3"
 # Of an entry, of one of an older format (``schedule-…``, never read), and of what a writer that was killed has left.
 _NAME = re.compile(r"\.?(solved|schedule)-p\d+-m\d+(-[0-9a-f]{20}){2}\.json(\.\w+\.tmp)?")
 _TRIES = 5
+_RULES = 1  # one more with each change after which a schedule may be shorter than a bound proven before: latency delays
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +82,9 @@ class CrudeProblem:
         hops = [(x, y, a) for flow in placement.flows for a, b in placement.edges for x, y in product(flow[a], flow[b])]
         levels["down"] = tuple(_level(costs.transfer_s(x, y, a) / second) for x, y, a in hops)
         levels["up"] = tuple(_level(costs.transfer_s(y, x, a) / second) for x, y, a in hops)
+        levels["occupied"] = tuple(
+            _level(costs.occupied_s(*pair, a) / second) for x, y, a in hops for pair in ((x, y), (y, x))
+        )
         levels["limit"] = tuple(_level(min(x, task.num_microbatches)) for x in task.limits())
         return cls(how, levels)
 
@@ -108,7 +112,7 @@ class CacheEntry:
     ``schedule``: in text form. ``value``, ``lower_bound``: seconds of the task's objective. ``peaks``: live activations per
     rank, in units of its share of one microbatch. ``offloaded``: number of offloads. ``wall_s``: seconds the last solve took;
     ``time_limit_s``: what it was given, if known. ``stored``: when, in UTC, to the second. ``jaxpipe``: the version that proved
-    the bound.
+    the bound, by ``rules`` of time of that number.
     """
 
     task: SolveTask
@@ -121,6 +125,7 @@ class CacheEntry:
     time_limit_s: float | None
     stored: str
     jaxpipe: str
+    rules: int = 0
 
 
 class ScheduleCache:
@@ -153,6 +158,7 @@ class ScheduleCache:
                 time_limit_s=None if options is None else options.time_limit_s,
                 stored=datetime.now(UTC).isoformat(timespec="seconds"),
                 jaxpipe=__version__,
+                rules=_RULES,
             )
             body = json.dumps(to_json(entry), allow_nan=False)
             if len(body) > MAX_BYTES:
@@ -204,7 +210,7 @@ class ScheduleCache:
             timeline = task.timeline_of(schedule)
             if timeline is None:
                 return None
-            proves = entry.jaxpipe == __version__ and _unnamed(entry.task) == _unnamed(task)
+            proves = (entry.jaxpipe, entry.rules) == (__version__, _RULES) and _unnamed(entry.task) == _unnamed(task)
             value, bound = task.seconds(timeline), entry.lower_bound if proves else 0.0
             if not at_most(bound, value):
                 self.tell(f"ignored the bound in {path}", f"it is {bound:g}, and the schedule takes {value:g}")

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -494,3 +495,17 @@ def test_limit_in_bytes_of_two_flows_is_a_share_of_one() -> None:
     """Where a rank runs a stage of each flow, a microbatch takes the share of its own flow."""
     costs = dataclasses.replace(CostProfile.uniform(4), memory_limit_bytes=(3.0,) * 4)
     assert SolveTask(bidirectional(4), 8, costs).limits() == (3.0,) * 4
+
+
+def test_tiny_problems_get_the_exact_model_before_anything_else() -> None:
+    """36 actions, for which families and cycles took longer than the model and were no better."""
+    costs = replace(
+        CostProfile.uniform(6),
+        f_s=(2, 5, 5, 2, 3, 5),
+        b_s=(4, 5, 5, 5, 1, 6),
+        w_s=(1, 2, 4, 4, 3, 1),
+        bw_s=(5, 7, 9, 9, 4, 7),
+    )
+    solution = solve(SolveTask(circular(2, 3), 2, costs, 1.5), Options(120.0, workers=1))
+    assert solution.status == "optimal"
+    assert {x.source for x in solution.improvements} <= {"first", "exact model"}

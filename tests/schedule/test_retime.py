@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from jaxpipe.errors import ScheduleError
 from jaxpipe.schedule import CostProfile, Schedule, generate, one_to_one, simulate, with_shared
+from jaxpipe.schedule.list_schedule.clock import Clock
 from jaxpipe.schedule.problem import B, F, Problem, W
 from jaxpipe.schedule.retime import Draft, Retimer, best_of, peaks
 from tests.support.schedule_strategies import random_costs, random_placements, random_valid_schedules
@@ -54,6 +55,24 @@ def test_offloads_are_left_out_and_braids_refused() -> None:
     braided = parse_schedule(str(generate("1f1b", 2, 3)).replace("BW0.0 F0.2", "BW0.0+F0.2"))
     with pytest.raises(ScheduleError, match="only plain F, B, W"):
         Problem.of(braided.placement, 3).codes(braided)
+
+
+@given(random_valid_schedules(placements=CHAINS), st.data())
+def test_the_clock_of_list_schedulers_keeps_the_same_time(schedule: Schedule, data: st.DataObject) -> None:
+    """Asked for the head of each row, transfers that take bytes, latency or both included."""
+    costs = data.draw(random_costs(schedule.num_stages, schedule.num_ranks))
+    problem = Problem.of(schedule.placement, schedule.num_microbatches, costs)
+    rows, clock = problem.codes(schedule), Clock(problem.tables)
+    m, n = problem.num_microbatches, problem.num_replicas
+
+    def head(rank: int, now: float) -> int:
+        left = rows[rank][len(clock.rows[rank]) :]
+        code = left[0] if left else -1
+        ready = code - 2 * n * m if code >= 3 * n * m else code  # a BW is ready under the code of its B
+        return code if left and clock.ready[ready] <= now + clock.tiny else -1
+
+    clock.run(head, ask_all=True)
+    assert max(clock.free) == pytest.approx(max(Retimer(problem).times(rows).last_s))
 
 
 def test_deadlock_is_seen() -> None:

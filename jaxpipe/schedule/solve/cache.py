@@ -47,10 +47,12 @@ VARIABLE = "JAXPIPE_CACHE_DIR"
 # Of all files together; also bounds what a lookup reads. 500 schedules of 32 ranks and 256 microbatches.
 MAX_BYTES = 64 << 20
 _FORMAT = "jaxpipe cached schedule 3"
-# Of an entry, of one of an older format (``schedule-…``, never read), and of what a writer that was killed has left.
-_NAME = re.compile(r"\.?(solved|schedule)-p\d+-m\d+(-[0-9a-f]{20}){2}\.json(\.\w+\.tmp)?")
+# Of an entry, of one of an older format (``solved-…``, ``schedule-…``, never read), and of what a writer that was killed has left.
+_NAME = re.compile(r"\.?(timed|solved|schedule)-p\d+-m\d+(-[0-9a-f]{20}){2}\.json(\.\w+\.tmp)?")
 _TRIES = 5
-_RULES = 1  # one more with each change after which a schedule may be shorter than a bound proven before: latency delays
+_PREFIX = "timed"
+"""How names of entries begin. Another one whenever a schedule may come to be shorter than a bound that was proven before; entries
+named ``solved-…`` are from when latencies occupied links."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +114,7 @@ class CacheEntry:
     ``schedule``: in text form. ``value``, ``lower_bound``: seconds of the task's objective. ``peaks``: live activations per
     rank, in units of its share of one microbatch. ``offloaded``: number of offloads. ``wall_s``: seconds the last solve took;
     ``time_limit_s``: what it was given, if known. ``stored``: when, in UTC, to the second. ``jaxpipe``: the version that proved
-    the bound, by ``rules`` of time of that number.
+    the bound.
     """
 
     task: SolveTask
@@ -125,7 +127,6 @@ class CacheEntry:
     time_limit_s: float | None
     stored: str
     jaxpipe: str
-    rules: int = 0
 
 
 class ScheduleCache:
@@ -158,7 +159,6 @@ class ScheduleCache:
                 time_limit_s=None if options is None else options.time_limit_s,
                 stored=datetime.now(UTC).isoformat(timespec="seconds"),
                 jaxpipe=__version__,
-                rules=_RULES,
             )
             body = json.dumps(to_json(entry), allow_nan=False)
             if len(body) > MAX_BYTES:
@@ -181,7 +181,7 @@ class ScheduleCache:
 
     def entries(self) -> tuple[CacheEntry, ...]:
         """All entries that can be read, by size and limit."""
-        found = [entry for path in self._paths("solved-") if (entry := self._read(path)) is not None]
+        found = [entry for path in self._paths(f"{_PREFIX}-") if (entry := self._read(path)) is not None]
         found.sort(key=lambda e: (e.task.placement.num_ranks, e.task.num_microbatches, min(e.task.limits())))
         return tuple(found)
 
@@ -210,7 +210,7 @@ class ScheduleCache:
             timeline = task.timeline_of(schedule)
             if timeline is None:
                 return None
-            proves = (entry.jaxpipe, entry.rules) == (__version__, _RULES) and _unnamed(entry.task) == _unnamed(task)
+            proves = entry.jaxpipe == __version__ and _unnamed(entry.task) == _unnamed(task)
             value, bound = task.seconds(timeline), entry.lower_bound if proves else 0.0
             if not at_most(bound, value):
                 self.tell(f"ignored the bound in {path}", f"it is {bound:g}, and the schedule takes {value:g}")
@@ -294,7 +294,7 @@ def _merged(old: Solution, new: Solution) -> Solution:
 def _stem(task: SolveTask) -> str:
     """How the names of all files begin whose schedules fit this problem: same placement and microbatches."""
     shape = _digest(to_json(replace(task.placement, kind="")))
-    return f"solved-p{task.placement.num_ranks}-m{task.num_microbatches}-{shape}-"
+    return f"{_PREFIX}-p{task.placement.num_ranks}-m{task.num_microbatches}-{shape}-"
 
 
 def entry_name(task: SolveTask) -> str:

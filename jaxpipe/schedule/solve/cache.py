@@ -47,12 +47,12 @@ VARIABLE = "JAXPIPE_CACHE_DIR"
 # Of all files together; also bounds what a lookup reads. 500 schedules of 32 ranks and 256 microbatches.
 MAX_BYTES = 64 << 20
 _FORMAT = "jaxpipe cached schedule 3"
-# Of an entry, of one of an older format (``solved-…``, ``schedule-…``, never read), and of what a writer that was killed has left.
+# Of an entry, of one of an older format (``solved-…``, ``schedule-…``: never read), and of what killed writers have left.
 _NAME = re.compile(r"\.?(timed|solved|schedule)-p\d+-m\d+(-[0-9a-f]{20}){2}\.json(\.\w+\.tmp)?")
 _TRIES = 5
 _PREFIX = "timed"
-"""How names of entries begin. Another one whenever a schedule may come to be shorter than a bound that was proven before; entries
-named ``solved-…`` are from when latencies occupied links."""
+"""How names of entries begin. Another one whenever a schedule may come to be shorter than a bound that was proven before:
+those named ``solved-…`` are from when latencies occupied links."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -469,11 +469,14 @@ def test_other_versions_are_left_alone(cache: ScheduleCache, notices: Notices, e
     assert "not a cached schedule" in check_ignored(cache, notices, entry, task_of())
 
 
+@pytest.mark.parametrize("prefix", ["schedule", "solved"])
 def test_older_versions_are_neither_read_nor_told_of_but_cleared(
-    cache: ScheduleCache, notices: Notices, entry: Path
+    cache: ScheduleCache, notices: Notices, entry: Path, prefix: str
 ) -> None:
-    older = entry.rename(entry.with_name(entry.name.replace("solved", "schedule", 1)))
-    older.write_text('{\n"format": "jaxpipe cached schedule 2",\n')
+    """Bounds from before latencies only delayed (``solved``) may be above what schedules take now."""
+    older = entry.rename(entry.with_name(entry.name.replace("timed", prefix, 1)))
+    if prefix == "schedule":
+        older.write_text('{\n"format": "jaxpipe cached schedule 2",\n')
     assert cache.lookup(task_of()) is None and cache.entries() == ()
     assert cache.clear() == 1 and not older.exists()
     assert notices == []
@@ -956,15 +959,3 @@ def test_the_verb_imports_neither_jax_nor_ortools(cache: ScheduleCache, entry: P
     done = subprocess.run(argv, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "[]"
-
-
-def test_entries_by_other_rules_of_time_are_not_read(tmp_path: Path) -> None:
-    """Bounds of entries written before latencies only delayed may be above what schedules take now; ``clear`` removes them."""
-    task = SolveTask(one_to_one(2), 4, CostProfile.uniform(2, comm=3.0))
-    cache = ScheduleCache(tmp_path)
-    cache.store(solve_cached([task], Options(30.0), use_cache=False))
-    assert cache.lookup(task) is not None
-    (path,) = tmp_path.glob("*.json")
-    path.rename(tmp_path / path.name.replace("timed-", "solved-"))
-    assert cache.lookup(task) is None
-    assert cache.clear() == 1

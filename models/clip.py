@@ -25,7 +25,7 @@ from flax import linen as nn
 from jaxpipe.errors import ConfigError
 from jaxpipe.stage.model.adapters import from_linen
 from jaxpipe.stage.model.layer import Layer, LayerContext, Model, Params, Path, Shard
-from jaxpipe.stage.model.options import build_options, check_sizes
+from jaxpipe.stage.model.options import build_options, check_sizes, options_of
 from jaxpipe.tensor_parallel import ONE_SHARD, TensorParallel
 
 from .decoder import normal
@@ -117,7 +117,8 @@ def CLIP(**options: Any) -> Model:  # noqa: N802 - named as the model is
             "weights": jax.ShapeDtypeStruct((microbatch_size,), jnp.float32),
         }
 
-    return Model("clip", tuple(layers), batch_spec, config.vocab_size, config.seq_len, loss_unit="nats/pair")
+    made: dict[str, Any] = {"target": "models.clip:CLIP", "options": options_of(config), "loss_unit": "nats/pair"}
+    return Model("clip", tuple(layers), batch_spec, config.vocab_size, config.seq_len, **made)
 
 
 class Head(nn.Module):

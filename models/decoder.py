@@ -21,7 +21,7 @@ from flax import linen as nn
 from jaxpipe.errors import ConfigError
 from jaxpipe.stage.model.adapters import from_linen
 from jaxpipe.stage.model.layer import Layer, Model, Path, Shard
-from jaxpipe.stage.model.options import check_dtype, check_positions, check_sizes
+from jaxpipe.stage.model.options import check_dtype, check_positions, check_sizes, options_of
 from jaxpipe.tensor_parallel import (
     ONE_SHARD,
     Dropout,
@@ -117,9 +117,12 @@ def language_model(config: DecoderConfig, layers: Iterable[Layer]) -> Model:
     names = ("tokens", "targets", "weights", *config.segments)
     spec = partial(text_spec, config)
     name = config.model.lower()
-    return Model(
-        name, (*layers, loss_layer(config.vocab_size)), spec, config.vocab_size, config.seq_len, over_time=names
-    )
+    made: dict[str, Any] = {
+        "target": f"models.{name}:{config.model}",
+        "options": options_of(config),
+        "over_time": names,
+    }
+    return Model(name, (*layers, loss_layer(config.vocab_size)), spec, config.vocab_size, config.seq_len, **made)
 
 
 def text_spec(config: DecoderConfig, microbatch_size: int) -> Mapping[str, jax.ShapeDtypeStruct]:

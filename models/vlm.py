@@ -24,7 +24,7 @@ from flax import linen as nn
 
 from jaxpipe.stage.model.adapters import from_linen
 from jaxpipe.stage.model.layer import Model, Path, Shard
-from jaxpipe.stage.model.options import build_options, check_sizes
+from jaxpipe.stage.model.options import build_options, check_sizes, options_of
 from jaxpipe.tensor_parallel import (
     ONE_SHARD,
     TensorParallel,
@@ -131,7 +131,8 @@ def VLM(**options: Any) -> Model:  # noqa: N802 - named as the model is
         images = jax.ShapeDtypeStruct((microbatch_size, *config.picture), jnp.uint8)
         return {"images": images, **text_spec(language, microbatch_size)}
 
-    return Model("vlm", tuple(layers), batch_spec, config.vocab_size, config.seq_len)
+    made: dict[str, Any] = {"target": "models.vlm:VLM", "options": options_of(config)}
+    return Model("vlm", tuple(layers), batch_spec, config.vocab_size, config.seq_len, **made)
 
 
 class Merger(nn.Module):

@@ -286,10 +286,10 @@ def one_build() -> Iterator[None]:
         setup.step_over,
     )
 
-    def known(name: str, options: Any) -> Any:
-        key = f"{name} {sorted(options.items())}"
+    def known(name: str, options: Any, offered: Any) -> Any:
+        key = f"{name} {sorted(options.items())} {offered}"
         if key not in models:
-            models[key] = make(name, options)
+            models[key] = make(name, options, offered)
         return models[key]
 
     def known_digest(model: Any) -> Any:

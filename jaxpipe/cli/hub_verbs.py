@@ -49,7 +49,7 @@ def run_export(args: argparse.Namespace) -> None:
     from jaxpipe.train.exported import export_hub
 
     source, to, shard_bytes = Path(args.checkpoint), Path(args.output), int(args.shard_size * 1e9)
-    which = {"step": args.step, "model": args.model, "other_model": args.other_model}
+    which = {"step": args.step, "model": args.model, "tokenizer": args.tokenizer, "other_model": args.other_model}
     made = export_hub(source, to, **which, dtype=args.dtype, shard_bytes=shard_bytes)
     if made.remark:
         print(f"warning: {made.remark}", file=sys.stderr)

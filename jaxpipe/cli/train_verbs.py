@@ -135,6 +135,10 @@ def add_checkpoint_flags(parser: argparse.ArgumentParser) -> None:
     )
     add_value(parser, "--model", "MODULE:FUNCTION", str, text)
     add_switch(parser, "--other-model", "go on although the model computes something else than when it was saved")
+    text = (
+        "byte, a tokenizer.json or ids:N, where the checkpoint has no tokenizer, as those of Trainer.save without one"
+    )
+    add_value(parser, "--tokenizer", "SPEC", str, text)
 
 
 def _add_devices_flag(parser: argparse.ArgumentParser) -> None:
@@ -147,7 +151,12 @@ def _load(args: argparse.Namespace) -> Trained:
     from jaxpipe.train.evaluate import load_trained
 
     trained = load_trained(
-        args.checkpoint, step=args.step, model=args.model, devices=args.devices, other_model=args.other_model
+        args.checkpoint,
+        step=args.step,
+        model=args.model,
+        tokenizer=args.tokenizer,
+        devices=args.devices,
+        other_model=args.other_model,
     )
     if trained.remark:
         print(f"warning: {trained.remark}", file=sys.stderr)
@@ -198,9 +207,10 @@ def run_eval(args: argparse.Namespace) -> None:
         print(json.dumps({"step": trained.step, "other_data": other, **scores_json(scores)}, allow_nan=False))
         return
     where = "one device" if len(trained.devices) == 1 else f"{len(trained.devices)} devices"
+    told = " of other data than it was trained on" if other else ""
+    told = " of data that it may have been trained on: the checkpoint does not say" if other is None else told
     print(
-        f"step {trained.step}, {where}, {len(batches)} held-out batches of {args.batch} × {trained.config.data.seq_len}"
-        f"{' of other data than it was trained on' if other else ''}"
+        f"step {trained.step}, {where}, {len(batches)} held-out batches of {args.batch} × {trained.config.data.seq_len}{told}"
     )
     print(score_table(scores, trained.model.loss_unit))
 

@@ -32,10 +32,11 @@ from jaxpipe.train.checkpoints.stored import stored_params
 from jaxpipe.train.config import TrainConfig, known_settings
 from jaxpipe.train.corpora import ngram
 from jaxpipe.train.corpora.encoding import ends_of
-from jaxpipe.train.corpora.tokenizers import Tokenizer, kept_tokenizer
+from jaxpipe.train.corpora.tokenizers import IdTokenizer, Tokenizer, kept_tokenizer, load_tokenizer
 from jaxpipe.train.data import Batch, Dataset
-from jaxpipe.train.settings.sections import names_function
-from jaxpipe.train.setup import build_model, load_dataset, read_by
+from jaxpipe.train.origin import names_model
+from jaxpipe.train.settings.sections import ModelConfig, names_function
+from jaxpipe.train.setup import build_model, check_tokens, load_dataset, read_by
 from jaxpipe.train.spread import devices_for, placement_over, results_over
 from jaxpipe.train.which_model import check_model, importable
 
@@ -70,28 +71,30 @@ def load_trained(
     path: str | os.PathLike[str],
     *,
     step: StepName = None,
-    model: str | None = None,
+    model: str | Model | None = None,
+    tokenizer: str | None = None,
     devices: int | None = None,
     other_model: bool = False,
 ) -> Trained:
     """The model of a run directory, a ``checkpoints`` folder, or one checkpoint; the newest step unless one is named
     ("best": the lowest evaluation loss). Parameters are the float32 master ones, whatever the run computed in.
 
-    ``model``: ``module:function`` that makes the model, in place of the one that the checkpoint names. ``devices``: how many to
-    put its layers on, by default as few as hold them. ``other_model``: go on although the model computes something else than
-    when it was saved.
+    ``model``: ``module:function`` that makes the model, in place of the one that the checkpoint names; or the model.
+    ``tokenizer``: as ``data.tokenizer``, where the checkpoint has none. ``devices``: how many to put its layers on, by default
+    as few as hold them. ``other_model``: go on although the model computes something else than when it was saved.
 
     Raises:
         CheckpointError: there is no intact checkpoint, or it does not fit its model, or is of another one.
-        ConfigError: the model can't be made (its module is not importable here), or is one that must be named by ``model``; or
-            there are fewer devices.
+        ConfigError: the model can't be made (its module is not importable here), or is one that must be named by ``model``; the
+            checkpoint has another tokenizer; or there are fewer devices.
     """
-    return reading(partial(find, path, step), partial(_trained, named=model, count=devices, other_model=other_model))
+    read = partial(_trained, named=model, tokenizer=tokenizer, count=devices, other_model=other_model)
+    return reading(partial(find, path, step), read)
 
 
-def load_data(trained: Trained, *, other: bool = False, path: str | None = None) -> tuple[Dataset, bool]:
-    """The data of a trained model's config, and whether they are other data than it was trained on. ``path``: in place of the
-    config's ``data.path``.
+def load_data(trained: Trained, *, other: bool = False, path: str | None = None) -> tuple[Dataset, bool | None]:
+    """The data of a trained model's config, and whether they are other data than it was trained on (None: the checkpoint does
+    not say which those were). ``path``: in place of the config's ``data.path``.
 
     Raises:
         ConfigError: they are of a function outside of the package models, which must be named by ``path``.
@@ -99,6 +102,11 @@ def load_data(trained: Trained, *, other: bool = False, path: str | None = None)
     """
     data = trained.config.data
     stored = data.target or data.path
+    if path is None and not trained.fingerprint and not other:
+        raise DataError(
+            f"the checkpoint of step {trained.step} does not say what data it was trained on: name data to evaluate on with "
+            "--data PATH"
+        )
     if path is None and names_function(stored):
         found = importable(trained.meta, "data", stored, f"step {trained.step}", "--data ")
         data = replace(data, path=found) if data.target is None else replace(data, target=found)
@@ -113,7 +121,7 @@ def load_data(trained: Trained, *, other: bool = False, path: str | None = None)
         if path is not None or data.sources or names_function(stored) or stored == "stdlib" or Path(stored).exists():
             raise
         raise DataError(f"{error}; say where they are with --data PATH, or name other data (--other-data)") from None
-    differ = dataset.fingerprint != trained.fingerprint
+    differ = dataset.fingerprint != trained.fingerprint if trained.fingerprint else None
     if differ and not other:
         raise DataError(
             f"data {dataset.source}: not the data that step {trained.step} was trained on (or its holdout or tokenizer "
@@ -123,26 +131,64 @@ def load_data(trained: Trained, *, other: bool = False, path: str | None = None)
 
 
 def described(
-    folder: Path, named: str | None = None, *, other_model: bool = False, advice: tuple[str, str] = _FLAGS
+    folder: Path,
+    named: str | Model | None = None,
+    *,
+    tokenizer: str | None = None,
+    other_model: bool = False,
+    advice: tuple[str, str] = _FLAGS,
 ) -> tuple[Manifest, Trained]:
     """What one checkpoint says of itself, and its model (the one ``named`` or else the one that it names) without parameters;
     raises as :func:`load_trained`. ``advice``: what names a model, and what takes another one."""
     manifest = read_manifest(folder)
     config, ignored = _config(manifest.meta, folder)
-    target = named or importable(manifest.meta, "model", config.model.target, folder, advice[0])
-    config = replace(config, model=replace(config.model, target=target))
     copy = folder.parent.parent / TOKENIZER / "tokenizer.json"
-    tokenizer = kept_tokenizer(manifest.meta.get("tokenizer"), str(copy) if copy.is_file() else config.data.tokenizer)
-    model, data = build_model(config, tokenizer.vocab_size), manifest.meta.get("data")
+    kept = kept_tokenizer(manifest.meta.get("tokenizer"), str(copy) if copy.is_file() else config.data.tokenizer)
+    text = kept
+    if tokenizer is not None:
+        text = _named_tokenizer(tokenizer, kept, folder)
+        config = replace(config, data=replace(config.data, tokenizer=tokenizer))
+    config = replace(config, model=_named_model(config.model, named, manifest.meta, folder, advice[0]))
+    if isinstance(named, Model):
+        check_tokens(named, config, text.vocab_size)
+    model = named if isinstance(named, Model) else build_model(config, text.vocab_size)
+    data = manifest.meta.get("data")
     fingerprint = str(data.get("fingerprint") or "") if isinstance(data, dict) else ""
     began_in = str(manifest.meta.get("began_in") or "")
+    target = named.name if isinstance(named, Model) else config.model.target
     remark = check_model(manifest.meta, model, target, folder, advice[1], allow_other=other_model)
-    trained = Trained(config, model, {}, tokenizer, manifest.step, fingerprint, ignored, began_in)
+    trained = Trained(config, model, {}, text, manifest.step, fingerprint, ignored, began_in)
     return manifest, replace(trained, remark=remark, meta=manifest.meta)
 
 
-def _trained(folder: Path, named: str | None, count: int | None, other_model: bool) -> Trained:
-    manifest, found = described(folder, named, other_model=other_model)
+def _named_model(
+    stored: ModelConfig, named: str | Model | None, meta: Mapping[str, Any], folder: Path, advice: str
+) -> ModelConfig:
+    """What makes the model: ``named``, or else what the checkpoint names, if that comes with jaxpipe."""
+    if isinstance(named, Model):
+        return ModelConfig(named.target, named.options) if named.target else stored
+    if named is not None:
+        return replace(stored, target=named)
+    if not names_model(meta):
+        raise ConfigError(
+            f"{folder} was saved by a Trainer that does not know what makes its model: name it with {advice}"
+            "module:function, or train with Trainer(target=…)"
+        )
+    return replace(stored, target=importable(meta, "model", stored.target, folder, advice))
+
+
+def _named_tokenizer(spec: str, kept: Tokenizer, folder: Path) -> Tokenizer:
+    """The tokeniser that is given for a checkpoint that has ids only, or the same one again."""
+    named = load_tokenizer(spec)
+    if isinstance(kept, IdTokenizer) or named.fingerprint == kept.fingerprint:
+        return named
+    raise ConfigError(f"{folder} was trained with another tokenizer, {kept.name}, than {spec}; leave --tokenizer out")
+
+
+def _trained(
+    folder: Path, named: str | Model | None, tokenizer: str | None, count: int | None, other_model: bool
+) -> Trained:
+    manifest, found = described(folder, named, tokenizer=tokenizer, other_model=other_model)
     devices = devices_for(found.model, count)
     want = {"params": stored_params(found.model)}
     params = load_group(folder, "params", manifest, want, placement_over(found.model, devices))
@@ -153,7 +199,7 @@ def _config(meta: Mapping[str, Any], folder: Path) -> tuple[TrainConfig, tuple[s
     """The model and data of a stored config, and the settings that this version does not know."""
     stored = meta.get("config")
     if not isinstance(stored, dict):
-        raise CheckpointError(f"{folder} does not say which model it is of; it was not written by jaxpipe train")
+        raise CheckpointError(f"{folder} does not say which model it is of; it was not written by jaxpipe")
     known, unknown = known_settings(stored)
     try:
         return TrainConfig.from_dict({name: known[name] for name in ("model", "data") if name in known}), unknown
@@ -206,6 +252,11 @@ def generate(
             f"top_k from 0 to {trained.model.vocab_size}"
         )
     tokenizer = trained.tokenizer
+    if isinstance(tokenizer, IdTokenizer):
+        raise DataError(
+            f"the checkpoint of step {trained.step} keeps no tokenizer, ids alone ({tokenizer.name}): name the one that its "
+            "tokens are of with --tokenizer"
+        )
     ids = [int(i) for i in tokenizer.encode(prompt)]
     bos, _ = ends_of(tokenizer, trained.config.data.reading)
     if bos is not None and ids[:1] != [bos]:

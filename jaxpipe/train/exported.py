@@ -15,9 +15,9 @@ from typing import Any
 
 from jaxpipe.errors import ConfigError
 from jaxpipe.interop import tokenizer as hub
-from jaxpipe.interop.folder import CONFIG, Planned, new_folder, write_json, write_tensors
+from jaxpipe.interop.folder import CONFIG, DTYPES, Planned, new_folder, write_json, write_tensors
 from jaxpipe.interop.table import Tensor, hugging_face_of, leaf_shapes, rows_by_leaf
-from jaxpipe.stage.model.layer import Params
+from jaxpipe.stage.model.layer import Model, Params
 from jaxpipe.stage.model.params import get_leaf
 from jaxpipe.train.checkpoints import format as form
 from jaxpipe.train.checkpoints.load import StepName, find, reading
@@ -25,6 +25,7 @@ from jaxpipe.train.checkpoints.manifest import Manifest
 from jaxpipe.train.checkpoints.stored import stored_params
 from jaxpipe.train.checkpoints.tree import build, differences
 from jaxpipe.train.evaluate import Trained, described
+from jaxpipe.train.origin import known_origin
 from jaxpipe.train.tokenizer_files import learnt, places_of, special_ids, write_tokenizer_files
 
 
@@ -44,25 +45,33 @@ def export_hub(
     out: Path,
     *,
     step: StepName = None,
-    model: str | None = None,
+    model: str | Model | None = None,
+    tokenizer: str | None = None,
     other_model: bool = False,
     dtype: str = "float32",
     shard_bytes: int = 5 * 10**9,
 ) -> Exported:
-    """Write the model of a run, or of one checkpoint, into the new folder ``out``. ``step``, ``model``,
+    """Write the model of a run, or of one checkpoint, into the new folder ``out``. ``step``, ``model``, ``tokenizer``,
     ``other_model``: as in :func:`jaxpipe.train.evaluate.load_trained`. ``dtype``: a key of
     :data:`jaxpipe.interop.folder.DTYPES`. ``shard_bytes``: the most of a file.
 
     Raises:
         CheckpointError: there is no intact checkpoint, or it does not fit its model.
-        ConfigError: ``out`` exists, or transformers has no such model; nothing is left behind.
+        ConfigError: ``out`` exists, ``dtype`` is none of those, or transformers has no such model; nothing is left behind.
     """
+    if dtype not in DTYPES:
+        raise ConfigError(f"dtype is {dtype!r}; want {', '.join(DTYPES)}")
+    if isinstance(model, Model) and known_origin(model) is None:
+        raise ConfigError(
+            f"{model.name} does not say what makes it, and the file of that says how it lies in folders of the hub; give "
+            "model='module:function'"
+        )
     with new_folder(out) as made:
 
         def write(folder: Path) -> Exported:
             shutil.rmtree(made)  # of a try before
             made.mkdir()
-            manifest, trained = described(folder, model, other_model=other_model)
+            manifest, trained = described(folder, model, tokenizer=tokenizer, other_model=other_model)
             return _write(folder, manifest, trained, made, out, dtype, shard_bytes)
 
         return reading(partial(find, run, step), write)

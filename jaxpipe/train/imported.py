@@ -153,14 +153,20 @@ def completed(config: TrainConfig, meta: Mapping[str, Any] | None = None) -> Tra
             meta = read_manifest(path, step).meta
     if meta is not None:
         stored = known_settings(meta["config"])[0] if isinstance(meta.get("config"), dict) else {}
-        if "target" not in stored.get("model", {}):
+        named = stored.get("model", {}).get("target")
+        if named is None and meta.get("saved_by") == "Trainer" and config.says("model.target"):
+            named = config.model.target  # which the Trainer did not know
+        if named is None:
             raise CheckpointError(
-                f"{config.run.init_from} does not say which model it is of; it was not written by jaxpipe"
+                f"{config.run.init_from} does not say which model it is of; name what makes it with model.target and "
+                "model.options, or use a checkpoint that says"
             )
-        target, options = stored["model"]["target"], stored["model"].get("options", {})
+        target, options = named, stored.get("model", {}).get("options", {})
         if not config.says("model.target"):
             target = importable(meta, "model", target, config.run.init_from, "model.target=")
         tokenizer = stored.get("data", {}).get("tokenizer", _DEFAULT.data.tokenizer)
+        if meta.get("saved_by") == "Trainer" and tokenizer.startswith("ids:"):
+            tokenizer = config.data.tokenizer  # none was given
     if config.says("model.target") and (ours(config.model.target) or config.model.target) != (ours(target) or target):
         raise ConfigError(
             f"run.init_from={config.run.init_from} is of {target}, and model.target is {config.model.target}; leave it out"

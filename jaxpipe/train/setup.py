@@ -103,23 +103,28 @@ def _tokens_at(data: DataConfig, path: str, tokenizer: Tokenizer) -> TokenDatase
 
 
 def build_model(config: TrainConfig, vocab_size: int) -> Model:
-    """The model of ``config``. Its function gets ``seq_len`` and ``vocab_size`` of the data, unless the options set a larger
-    vocabulary, and ``mask`` where that is not causal.
+    """The model of ``config``. Its function gets what it takes of the data's ``seq_len`` and ``vocab_size``, unless the options
+    set a larger vocabulary, and ``mask`` where that is not causal. A model without tokens has neither length nor vocabulary.
 
     Raises:
         ConfigError: the target or an option is wrong, or the model can't take the data's tokens.
     """
     mask = config.data.reading.mask
     masked = {} if mask == "causal" else {"mask": mask}
-    options = {"vocab_size": vocab_size, "seq_len": config.data.seq_len, **masked, **config.model.options}
-    model = resolve_model(config.model.target, options)
-    if model.vocab_size < vocab_size:
+    offered = {"vocab_size": vocab_size, "seq_len": config.data.seq_len}
+    model = resolve_model(config.model.target, {**masked, **config.model.options}, offered)
+    check_tokens(model, config, vocab_size)
+    return model
+
+
+def check_tokens(model: Model, config: TrainConfig, vocab_size: int) -> None:
+    """Raises ConfigError if ``model`` can't take tokens of this vocabulary, or sequences as long as those of ``config``."""
+    if 0 < model.vocab_size < vocab_size:
         raise ConfigError(
             f"model.options.vocab_size={model.vocab_size}, but the tokenizer makes {vocab_size} different ids"
         )
-    if model.seq_len < config.data.seq_len:
+    if 0 < model.seq_len < config.data.seq_len:
         raise ConfigError(f"model.options.seq_len={model.seq_len} is less than data.seq_len={config.data.seq_len}")
-    return model
 
 
 def read_by(model: Model, dataset: Dataset, config: TrainConfig) -> Dataset:

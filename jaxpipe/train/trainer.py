@@ -12,6 +12,7 @@ import itertools
 import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -59,9 +60,14 @@ from jaxpipe.train.checkpoints.stored import (
     placed_layers,
     undamaged,
 )
+from jaxpipe.train.corpora.tokenizers import Tokenizer, load_tokenizer
+from jaxpipe.train.data_in_order import Data
 from jaxpipe.train.devices import device_errors, find_devices, request_devices
+from jaxpipe.train.origin import known_origin, stored_meta, told_origin
 from jaxpipe.train.own_schedules import made_by_function
-from jaxpipe.train.settings.sections import PassesConfig, PipelineConfig, ShardingConfig
+from jaxpipe.train.run.compile_cache import use_compile_cache
+from jaxpipe.train.run.waiting import saying, to_stderr
+from jaxpipe.train.settings.sections import ModelConfig, PassesConfig, PipelineConfig, ShardingConfig
 from jaxpipe.train.state import StepMetrics, TrainState
 from jaxpipe.train.step import TrainStep
 from jaxpipe.train.update.optimizer import ema_of, with_ema
@@ -105,10 +111,19 @@ class Trainer(Closing):
         keep_last, keep_best: how many checkpoints stay, the newest and those of the lowest evaluation loss.
         devices: to run on, ``dp · cp · tp`` a rank; else what ``platform`` has: accelerators, or on a machine without any,
             emulated CPU devices.
+        target, target_options: ``module:function`` and keyword arguments that made ``model``, which checkpoints keep, so that
+            ``eval``, ``generate`` and ``export`` can make it again. Models that come with jaxpipe know theirs.
+        compile_cache: where compiled programs are kept for the next start, for this process's whole JAX: ``"auto"``, where JAX
+            was told to (``JAX_COMPILATION_CACHE_DIR``), else a folder of this user's in ``~/.cache/jaxpipe``; a folder that is
+            yours alone; or ``"off"``, which leaves JAX's settings as they are.
+        progress: called with a line, from another thread, every ten seconds while something takes long (compiling mostly), from
+            the fifth second on. By default lines go to standard error; None for none.
 
     Raises:
         ConfigError, ScheduleError, StageError, ProgramError: what is wrong, and what would work.
     """
+
+    _told: ModelConfig | None = None  # what makes the model, as the user says
 
     def __init__(
         self,
@@ -144,6 +159,10 @@ class Trainer(Closing):
         keep_best: int = 1,
         devices: Sequence[jax.Device] | None = None,
         platform: Literal["auto", "cpu", "gpu"] = "auto",
+        target: str | None = None,
+        target_options: Mapping[str, Any] = MappingProxyType({}),
+        compile_cache: str | Path = "auto",
+        progress: Callable[[str], None] | None = to_stderr,
     ) -> None:
         if not isinstance(model, Model):
             raise ConfigError(
@@ -165,6 +184,9 @@ class Trainer(Closing):
         check_dtype("dtype", dtype)
         if platform not in ("auto", "cpu", "gpu"):
             raise ConfigError(f"platform is {platform!r}; want 'auto', 'cpu' or 'gpu'")
+        if compile_cache != "off" and (remark := use_compile_cache(str(compile_cache))) and progress is not None:
+            progress(f"warning: {remark}")
+        source = model
         if trainable is not None or float32 is not None:
             model = with_leaf_rules(model, trainable=trainable, float32=float32)
         shards = TensorParallel(tp) if isinstance(tp, int) else tp
@@ -188,31 +210,34 @@ class Trainer(Closing):
         )
         if devices is None:
             devices = _devices(pipe.num_devices, platform, shards)
-        model = spread_over(pipe, model)
-        planner = (lambda *_: cut) if isinstance(cut, StagePlan) else stage_planner(pipe, model, microbatch_size)
-        chosen, plan = choose(pipe, model, planner, given=given)
-        with device_errors("setting up"):
-            pipeline = assemble(
-                model,
-                chosen,
-                plan,
-                pipe,
-                microbatch_size=microbatch_size,
-                dtype=dtype,
-                offload=offload,
-                devices=devices,
-                progress=partial(warnings.warn, stacklevel=4),
-            )
-        train_step = TrainStep(
-            pipeline,
-            optimizer if ema is None else with_ema(optimizer, ema),
-            clip_norm=clip_norm,
-            zero1=zero1,
-            post_validation=post_validation,
-            learning_rate=learning_rate,
-            extra=update_arguments,
-        )
-        self._set_up(train_step, seed, plan=plan, ema=ema, keep_last=keep_last, keep_best=keep_best)
+        with saying(progress, f"cutting and tracing {model.name}"):
+            self._told = None if target is None else told_origin(source, target, target_options)
+            model = spread_over(pipe, model)
+            planner = (lambda *_: cut) if isinstance(cut, StagePlan) else stage_planner(pipe, model, microbatch_size)
+            chosen, plan = choose(pipe, model, planner, given=given)
+            with device_errors("setting up"):
+                pipeline = assemble(
+                    model,
+                    chosen,
+                    plan,
+                    pipe,
+                    microbatch_size=microbatch_size,
+                    dtype=dtype,
+                    offload=offload,
+                    devices=devices,
+                    progress=partial(warnings.warn, stacklevel=4),
+                )
+                train_step = TrainStep(
+                    pipeline,
+                    optimizer if ema is None else with_ema(optimizer, ema),
+                    clip_norm=clip_norm,
+                    zero1=zero1,
+                    post_validation=post_validation,
+                    learning_rate=learning_rate,
+                    extra=update_arguments,
+                )
+        self._set_up(train_step, seed, plan=plan, ema=ema, keep_last=keep_last, keep_best=keep_best, progress=progress)
+        self._source = source
 
     @classmethod
     def over(cls, train_step: TrainStep, seed: int = 0) -> Trainer:
@@ -230,6 +255,7 @@ class Trainer(Closing):
         ema: float | None = None,
         keep_last: int = 3,
         keep_best: int = 1,
+        progress: Callable[[str], None] | None = None,
     ) -> None:
         self.train_step, self.seed, self.plan, self.ema = train_step, seed, plan, ema
         self.keep_last, self.keep_best = keep_last, keep_best
@@ -238,6 +264,11 @@ class Trainer(Closing):
         self._recorded: Timeline | None = None
         self._store: CheckpointStore | None = None
         self._restored: int | None = None  # the step that later checkpoints in the store make way for
+        self._source = self.model  # without rules for leaves
+        self.progress = progress
+        self._begun: set[str] = set()  # what has been done once, and so is compiled
+        self._tokenizer: Tokenizer | None = None
+        self._data: Data | None = None
 
     # -- what it is ---------------------------------------------------------------------------------------------------
 
@@ -263,6 +294,17 @@ class Trainer(Closing):
     def program(self) -> dict[str, str]:
         """The digest of what the model computes, by which checkpoints know it again."""
         return model_digest(self.model)
+
+    @cached_property
+    def origin(self) -> ModelConfig | None:
+        """The function and the options that make the model, which checkpoints keep; None where that is not known."""
+        return self._told or known_origin(self._source)
+
+    def _saying(self, doing: str) -> AbstractContextManager[None]:
+        """Says while the block lasts that it is ``doing`` something, if that is for the first time, which compiles."""
+        first = doing not in self._begun
+        self._begun.add(doing)
+        return saying(self.progress if first else None, doing)
 
     @property
     def timeline(self) -> Timeline:
@@ -326,26 +368,29 @@ class Trainer(Closing):
         """The same over ``pipeline``, which has the same stages on the same ranks. Compiles nothing."""
         other = copy.copy(self)
         other.train_step = self.train_step.with_pipeline(pipeline)
-        other._recorded = None
+        other._recorded, other._begun = None, set()
         return other
 
     def measured(self, repeats: int = 3) -> Trainer:
         """The same with every function that the schedule runs compiled and timed, the median of ``repeats`` calls each:
         predictions rest on these times then, and no longer on FLOP counts."""
-        costs = self.train_step.with_state(self.pipeline.measure_costs(repeats=repeats))
-        measured = self.with_pipeline(self.pipeline.with_costs(costs))
-        measured.pipeline.warm_up()
+        with self._saying("compiling and timing each stage"):
+            costs = self.train_step.with_state(self.pipeline.measure_costs(repeats=repeats))
+            measured = self.with_pipeline(self.pipeline.with_costs(costs))
+            measured.pipeline.warm_up()
         return measured
 
     # -- training -----------------------------------------------------------------------------------------------------
 
     def init(self, params: Mapping[str, Params] | None = None) -> TrainState:
-        """The state before the first step: ``params`` (whole, by layer name), or fresh ones of :attr:`seed`.
+        """The state before the first step: ``params`` (whole, by layer name, as :func:`jaxpipe.load_params` reads them), or
+        fresh ones of :attr:`seed`.
 
         Raises:
             CheckpointError: layers or leaves are missing, or shapes differ.
         """
-        return self.train_step.init(init_params(self.model, self.seed) if params is None else params)
+        with self._saying("making the first state"):
+            return self.train_step.init(init_params(self.model, self.seed) if params is None else params)
 
     def step(
         self,
@@ -376,7 +421,8 @@ class Trainer(Closing):
         if key is None:
             key = jax.random.fold_in(jax.random.key(self.seed, impl=THREEFRY), state.step)
         batch = in_microbatches(batch, self._spec, self.schedule.num_microbatches)
-        state, metrics = self.train_step(state, batch, key, record=record, extra=extra, stop=stop, switch=switch)
+        with self._saying("compiling the first step"):
+            state, metrics = self.train_step(state, batch, key, record=record, extra=extra, stop=stop, switch=switch)
         if metrics.timeline is not None:
             self._recorded = metrics.timeline
         return state, metrics
@@ -389,7 +435,9 @@ class Trainer(Closing):
         Raises:
             ProgramError: the batch does not fit.
         """
-        sums = self.pipeline.evaluate_sums(self._params(state, ema), in_microbatches(batch, self._spec, None))
+        batch = in_microbatches(batch, self._spec, None)
+        with self._saying("compiling the first evaluation"):
+            sums = self.pipeline.evaluate_sums(self._params(state, ema), batch)
         found = self.pipeline.eval_reported
         pairs = {"loss": found.loss(sums), **{name: (sums[a], sums[b]) for name, (a, b) in found.metrics.items()}}
         means = {name: float(total / weight) if weight else float("nan") for name, (total, weight) in pairs.items()}
@@ -399,7 +447,9 @@ class Trainer(Closing):
         """What the layer before the loss returns for ``batch`` (any number of microbatches; what only the loss reads may be
         left out), without dropout: a pytree of NumPy arrays ``[sequences, …]``. ``ema`` as in :meth:`evaluate`."""
         given = {name: aval for name, aval in self._spec.items() if name in batch}
-        return self.pipeline.predict(self._params(state, ema), in_microbatches(batch, given, None))
+        batch = in_microbatches(batch, given, None)
+        with self._saying("compiling the first prediction"):
+            return self.pipeline.predict(self._params(state, ema), batch)
 
     def params(self, state: TrainState, *, ema: bool = False) -> dict[str, Params]:
         """Master parameters by layer name, whole, as NumPy arrays; or their moving average."""
@@ -428,6 +478,8 @@ class Trainer(Closing):
         extra: Mapping[str, Any] | None = None,
         eval_loss: float | None = None,
         wait: bool = True,
+        tokenizer: str | Path | None = None,
+        data: Data | None = None,
     ) -> None:
         """Save ``state`` as the checkpoint of its step in the directory ``path``; by default where it was restored from, or
         saved last. Parameters and optimizer state are stored whole, by layer: a run may go on over other ranks, devices and
@@ -437,20 +489,34 @@ class Trainer(Closing):
             extra: what else to keep, by name: JSON values, or pytrees of arrays. :attr:`extra` has it after :meth:`restore`.
             eval_loss: of the held-out data; the checkpoints of the lowest are kept, too.
             wait: until it is on disk; without, the next save or :meth:`close` reports a failure.
+            tokenizer: ``byte``, a ``tokenizer.json`` or ``ids:N``: what text the tokens are of, for ``generate``, ``export``
+                and ``eval``. Later saves keep it.
+            data: what the model is trained on (:func:`jaxpipe.data`), for ``eval``; it has a tokenizer. Later saves keep it.
 
         Raises:
             CheckpointError: it can't be written; earlier checkpoints are as they were.
+            ConfigError, DataError: an argument is wrong.
         """
         store = self._open(path)
         if eval_loss is not None and not isinstance(eval_loss, float | int | np.number | np.ndarray | jax.Array):
             raise ConfigError(f"eval_loss is a {type(eval_loss).__name__}; want a number, such as evaluate(…)['loss']")
+        self._data = data or self._data
+        self._tokenizer = self._tokenizer if tokenizer is None else load_tokenizer(str(tokenizer))
+        with self._saying("tracing the model for its checkpoints"):
+            _, meta_of_model = self.program, stored_meta(self.model, self.origin, self._tokenizer, self._data)
+        if self.origin is None and self.progress is not None and "save" not in self._begun:
+            self._begun.add("save")
+            self.progress(
+                f"saved without what makes {self.model.name}: eval, generate and export need --model module:function; "
+                "Trainer(target=…) keeps it"
+            )
         params, optimizer, meta = self.contents(state)
         values, trees = _divided({} if extra is None else extra)
         if self._restored is not None:
             for line in store.discard_after(self._restored):
                 warnings.warn(line, stacklevel=2)
             self._restored = None
-        meta = {**meta, "extra": values}
+        meta = {**meta, **meta_of_model, "extra": values}
         store.save(state.step, params, optimizer, meta, eval_loss=eval_loss, wait=wait, extra=trees or None)
 
     def contents(self, state: TrainState) -> tuple[dict[str, Params], dict[str, Any], dict[str, Any]]:
@@ -509,7 +575,8 @@ class Trainer(Closing):
         extra = loaded.meta.get("extra")
         self.extra = {**(extra if isinstance(extra, Mapping) else {}), **loaded.extra}
         self._restored = loaded.step
-        return self.train_step.init(loaded.params, loaded.optimizer, step=loaded.step)
+        with self._saying("making the restored state"):
+            return self.train_step.init(loaded.params, loaded.optimizer, step=loaded.step)
 
     def close(self) -> None:
         """Wait for the last save.

@@ -55,8 +55,9 @@ def importable(meta: Meta, part: str, name: str, where: object, advice: str) -> 
 
 
 def check_model(meta: Meta, model: Model, target: str, where: object, advice: str, *, allow_other: bool = False) -> str:
-    """Compare the model that ``target`` makes of a checkpoint's own options with the checkpoint's. ``advice``: how to go on all
-    the same, which ``allow_other`` does. Returns what is to be told, or nothing.
+    """Compare the model that ``target`` makes of a checkpoint's own options with the checkpoint's. ``target`` may be a model's
+    name, where no function is known. ``advice``: how to go on all the same, which ``allow_other`` does. Returns what is to be
+    told, or nothing.
 
     Raises:
         CheckpointError: it is another one.
@@ -65,8 +66,10 @@ def check_model(meta: Meta, model: Model, target: str, where: object, advice: st
         like = likeness(meta, model_digest(model, training=False))
     except StageError as error:
         raise CheckpointError(f"{where} does not fit {target}: {error}") from error
-    then, now = stored_source(meta, "model"), source_of(target)
-    moved = "" if then is None or then.get("home") == now["home"] else f" (its code was {then.get('file')})"
+    then, now = stored_source(meta, "model"), source_of(target) if names_function(target) else None
+    moved = (
+        "" if then is None or now is None or then.get("home") == now["home"] else f" (its code was {then.get('file')})"
+    )
     if like is Likeness.OTHER or (like is Likeness.UNKNOWN and moved):
         message = f"{where} is of another model: {target} computes something else than when it was saved{moved}"
         if changed := changed_settings(meta):

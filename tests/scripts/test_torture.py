@@ -23,7 +23,20 @@ def torture(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 @pytest.mark.parametrize(
     ("part", "most"),
-    [("R3", 2), ("R4", 12), ("R5", 12), ("R8", 12), ("R10", 3), ("R18", 12), ("R19", 12), ("R24b", 6), ("R25", 8)],
+    [
+        *[
+            ("R3", 2),
+            ("R4", 12),
+            ("R5", 12),
+            ("R8", 12),
+            ("R10", 3),
+            ("R18", 12),
+            ("R19", 12),
+            ("R23", 12),
+            ("R24b", 6),
+        ],
+        ("R25", 8),
+    ],
 )
 def test_a_few_cases(torture: ModuleType, part: str, most: int) -> None:
     report = torture.torture([part], quick=True, most=most)["parts"][part]

@@ -318,6 +318,7 @@ def test_a_function_makes_the_schedule(tmp_path: Path, monkeypatch: pytest.Monke
         ({"dtype": "float16"}, ConfigError, "dtype is float16, which needs loss scaling"),
         ({"dtype": "float64"}, ConfigError, "dtype is float64, which JAX computes in float32 unless x64 is enabled"),
         ({"dtype": "float8_e4m3fn"}, ConfigError, "dtype is float8_e4m3fn; use"),
+        ({"dtype": "12__0y"}, ConfigError, "dtype is '12__0y', which is no dtype"),
         ({"dtype": "fp32"}, ConfigError, "dtype is 'fp32', which is no dtype"),
         ({"platform": "tpu"}, ConfigError, "platform is 'tpu'; want 'auto', 'cpu' or 'gpu'"),
         ({"learning_rate": "x"}, ConfigError, "learning_rate is 'x'; want a number, or a schedule"),
@@ -338,7 +339,15 @@ def test_what_can_not_be_is_refused_in_one_line(arguments: dict[str, Any], error
 )
 def test_loss_and_grads_of_a_trainer_on_several_devices_a_rank(division: dict[str, Any]) -> None:
     """Epilogues of the train step donate the accumulators: "Array has been deleted" with dp and cp."""
-    options = {"vocab_size": 8, "d_model": 8, "num_layers": 2, "num_heads": 2, "seq_len": 8, "mlp_ratio": 2}
+    options = {
+        "vocab_size": 8,
+        "d_model": 8,
+        "num_layers": 2,
+        "num_heads": 2,
+        "seq_len": 8,
+        "mlp_ratio": 2,
+        "tied": False,
+    }
     model, shape, rng = GPT(**options), (2, 2, 8), np.random.default_rng(0)
     batch: dict[str, Any] = {name: rng.integers(0, 8, shape).astype(np.int32) for name in ("tokens", "targets")}
     batch["weights"] = (rng.random(shape) < 0.7).astype(np.float32)

@@ -162,7 +162,8 @@ class Model:
     ``batch_spec(microbatch_size)`` gives the arrays of a microbatch by name (the model's sequence length is its own).
     ``loss_unit``: what the loss is in, and per what its weights count. ``over_time``: the batch arrays whose axis 1 is time, of
     a model that can have it divided (``LayerContext.tp.cp``): its layers work on each position alone, or ask
-    :mod:`jaxpipe.context_parallel` for the others. Empty: it can't.
+    :mod:`jaxpipe.context_parallel` for the others. Empty: it can't. ``target``, ``options``: the function
+    (``module:attribute``) and its keyword arguments, JSON values, that make this model; empty where that is not known.
     """
 
     name: str
@@ -172,6 +173,8 @@ class Model:
     seq_len: int
     loss_unit: str = field(default="nats/token", kw_only=True)
     over_time: tuple[str, ...] = field(default=(), kw_only=True)
+    target: str = field(default="", kw_only=True, compare=False)
+    options: Mapping[str, Any] = field(default_factory=dict, kw_only=True, compare=False)
 
     def __post_init__(self) -> None:
         """Raises StageError when layer names clash, a read names no batch array, a tie has no proper owner, or a layer takes

@@ -35,6 +35,14 @@ def build_options(cls: type[T], options: Mapping[str, Any], what: str) -> T:
     return cls(**{name: _typed(value, hints[name], f"{what}: {name}") for name, value in options.items()})
 
 
+def options_of(config: Any) -> dict[str, Any]:
+    """The options that :func:`build_options` makes an equal ``config`` of, as values that TOML and JSON can hold: all of them,
+    so that later defaults change nothing, but those that are None, as they are by default."""
+    made = {f.name: getattr(config, f.name) for f in fields(config)}
+    nested = {name: options_of(value) if is_dataclass(value) else value for name, value in made.items()}
+    return {name: value for name, value in nested.items() if value is not None}
+
+
 def check_names(what: str, options: Iterable[str], needed: Mapping[str, bool]) -> None:
     """Raise ConfigError, with the nearest name that exists, unless ``options`` are among the names in ``needed``, and all that
     are needed are there."""
@@ -84,7 +92,7 @@ def check_dtype(what: str, dtype: Any) -> np.dtype[Any]:
     """
     try:
         found: np.dtype[Any] = jnp.dtype(dtype)
-    except TypeError:
+    except (TypeError, ValueError, SyntaxError):  # the last two of odd strings
         raise ConfigError(f"{what} is {dtype!r}, which is no dtype; use float32, bfloat16 or float64") from None
     if found.name == "float16":
         raise ConfigError(
@@ -96,7 +104,7 @@ def check_dtype(what: str, dtype: Any) -> np.dtype[Any]:
         raise ConfigError(
             f"{what} is float64, which JAX computes in float32 unless x64 is enabled; set JAX_ENABLE_X64=1, or use float32"
         )
-    return found
+    return found.newbyteorder("=")
 
 
 def _typed(value: Any, hint: Any, what: str) -> Any:

@@ -160,13 +160,14 @@ def calling(layer: Layer, params: Params, x: Any, context: LayerContext, where: 
     return y
 
 
-def resolve_model(name: str, options: Mapping[str, Any]) -> Model:
-    """The model that ``module:attribute`` makes of ``options``, for example ``resolve_model("models.gpt:GPT", {...})``.
+def resolve_model(name: str, options: Mapping[str, Any], offered: Mapping[str, Any] | None = None) -> Model:
+    """The model that ``module:attribute`` makes of ``options``, for example ``resolve_model("models.gpt:GPT", {...})``, and of
+    what it takes of ``offered``.
 
     Raises:
         ConfigError: as :func:`resolved`; or what comes out is no :class:`~jaxpipe.stage.model.layer.Model`.
     """
-    model = resolved("model", name, options)
+    model = resolved("model", name, options, offered)
     if not isinstance(model, Model):
         raise ConfigError(f"model {name} returned a {type(model).__name__}; want a jaxpipe.stage.model.layer.Model")
     return model
@@ -204,8 +205,10 @@ def resolved(what: str, name: str, options: Mapping[str, Any], offered: Mapping[
         parameters = inspect.signature(factory).parameters
     except ValueError:
         raise ConfigError(f"{what} {name}: {attribute} does not say what arguments it takes; name a function") from None
-    options = {**{key: value for key, value in (offered or {}).items() if key in parameters}, **options}
-    if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    taken = parameters.keys() | (offered or {}).keys() if takes_any and what == "model" else parameters.keys()
+    options = {**{key: value for key, value in (offered or {}).items() if key in taken}, **options}
+    if not takes_any:
         check_names(name, options, {n: p.default is p.empty for n, p in parameters.items()})
     try:
         return factory(**options)

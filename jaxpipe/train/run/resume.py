@@ -122,7 +122,8 @@ def _resumed(prepared: Prepared, origin: Manifest, store: CheckpointStore, note:
     folder = store.path(origin.step)
     meta = origin.meta
     imported = origin.step == 0 and "imported" in meta  # of no data yet, and without an optimizer's state
-    if not all(isinstance(meta.get(part), dict) for part in ("config", *(["data"] if not imported else []))):
+    parts = ("config", *(["data"] if not imported else []))
+    if "saved_by" in meta or not all(isinstance(meta.get(part), dict) for part in parts):
         raise CheckpointError(f"{folder} was not written by jaxpipe train; choose another run.out_dir")
     remarks = _compare(prepared, origin)
     try:

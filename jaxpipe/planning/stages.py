@@ -55,7 +55,7 @@ from jaxpipe.train.assemble import Planner, shards_of, spread_over, stage_planne
 from jaxpipe.train.config import TrainConfig
 from jaxpipe.train.corpora.tokenizers import load_tokenizer
 from jaxpipe.train.settings.sections import PipelineConfig
-from jaxpipe.train.setup import build_model, microbatch_size, optimizer_of
+from jaxpipe.train.setup import build_model, microbatch_size, optimizer_of, with_mask
 
 _OPTIONS = {"xla_gpu_autotune_level": "0"}
 _KEPT = 1  # layers of a long run that a trace has: each further one adds what the second adds to the first
@@ -482,6 +482,8 @@ def workbench(
     """
     pipe, given = config.pipeline, config.model.options.get("vocab_size")
     vocab = given if isinstance(given, int) else load_tokenizer(config.data.tokenizer).vocab_size
+    reading = config.data.reading
+    config = with_mask(config, vocab, has_chats=reading.format == "chat" and reading.pack in ("auto", "whole"))
     model = spread_over(pipe, build_model(config, vocab))
     return Workbench(
         model,

@@ -145,6 +145,8 @@ def known_settings(stored: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]]
     hints, values = settings.leaf_hints(Accepted), dict(settings.leaves_of(Accepted, stored))
     known = {key: value for key, value in values.items() if key in hints}
     modernize(known)
+    if "data.reading.mask" in known and "data.reading.pack" not in known:  # written before there was a choice
+        known["data.reading.pack"] = "windows"
     nested: dict[str, Any] = {}
     for key, value in known.items():
         *path, leaf = key.split(".")

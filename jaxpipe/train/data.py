@@ -26,6 +26,7 @@ import numpy.typing as npt
 
 from jaxpipe.errors import ConfigError, DataError
 from jaxpipe.train.corpora.corpus import Corpus, check_extent
+from jaxpipe.train.corpora.packing import PackedRows
 from jaxpipe.train.corpora.permutation import Permutation, mix
 from jaxpipe.train.corpora.tokenizers import Ids, Tokenizer
 from jaxpipe.train.settings.typed import decode, within
@@ -35,11 +36,14 @@ Batch = dict[str, npt.NDArray[Any]]
 with a document mask ``segments`` int32, [batch, seq_len]: equal for tokens of one document."""
 Kind = tuple[tuple[int, ...], Any]
 """Shape, without the axis of sequences, and dtype of an array."""
+Mask = Literal["auto", "causal", "document"]
+Pack = Literal["auto", "whole", "concat", "windows"]
 Span = tuple[int, int]  # [start, stop) of token positions
 
 _MOST_SEQUENCES = 1 << 60
 _MAX_BLOCKS = 64
 _MIN_BLOCK_TOKENS = 4096
+_CHUNK = 1024  # windows looked at in one go
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +85,7 @@ class Rows(Protocol):
 @dataclass(frozen=True, slots=True, eq=False)
 class Windows:
     """The windows of some spans of ``ids`` at one sequence length, span after span. ``answers``: of chats, which ids count as
-    targets. ``documents``: for a document mask, where each starts."""
+    targets. ``documents``: for a document mask, where each starts. ``numbers``: of the windows that count, if not all do."""
 
     ids: Ids
     seq_len: int
@@ -89,6 +93,7 @@ class Windows:
     before: npt.NDArray[np.int64]  # windows in earlier spans; one entry more than there are spans
     answers: npt.NDArray[np.uint8] | None = None
     documents: npt.NDArray[np.int64] | None = None
+    numbers: npt.NDArray[np.int64] | None = None
 
     @classmethod
     def of(cls, ids: Ids, spans: tuple[Span, ...], seq_len: int, *, partial: bool = False) -> Windows:
@@ -98,7 +103,13 @@ class Windows:
         return cls(ids, seq_len, np.array(spans, dtype=np.int64).reshape(-1, 2), before)
 
     def __len__(self) -> int:
-        return int(self.before[-1])
+        return int(self.before[-1]) if self.numbers is None else len(self.numbers)
+
+    def with_targets(self) -> Windows:
+        """Those of these windows in which there is a target."""
+        chunks = (np.arange(at, min(at + _CHUNK, len(self))) for at in range(0, len(self), _CHUNK))
+        found = [chunk[self.batch(chunk)["weights"].any(1)] for chunk in chunks]
+        return replace(self, numbers=np.concatenate([np.zeros(0, np.int64), *found]))
 
     def batch(self, indices: npt.NDArray[np.int64]) -> Batch:
         """Windows as ``tokens``, ``targets`` and ``weights``: ones, but zeros beyond the end of a span, for what is no answer,
@@ -108,6 +119,7 @@ class Windows:
             DataError: the file that holds the ids has become shorter.
         """
         check_extent(self.ids)
+        indices = indices if self.numbers is None else self.numbers[indices]
         span = np.searchsorted(self.before, indices, side="right") - 1
         start, stop = self.edges[span].T[..., None]
         positions = start + (indices - self.before[span])[:, None] * self.seq_len + np.arange(self.seq_len + 1)
@@ -170,7 +182,9 @@ class Batches:
             f"data.{k}={now} where the checkpoint has {then}" for k, (then, now) in pairs.items() if then != now
         ]
         if state.fingerprint != self.fingerprint:
-            problems.append("the data, tokenizer or holdout differ from the checkpoint's")
+            problems.append(
+                "the data, tokenizer or holdout differ from the checkpoint's, or data.pack or data.mask does"
+            )
         if problems:
             advice = "resuming would repeat or skip text; restore the settings, or start anew in another run.out_dir"
             raise DataError(f"data {source}: {'; '.join(problems)}: {advice}")
@@ -249,14 +263,19 @@ def _epoch_order(n: int, seed: int, epoch: int) -> Permutation:
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenDataset:
     """A corpus in two parts. ``train`` and ``held_out`` are spans of token positions, sorted, disjoint, covering all.
-    ``by_document``: tokens see their own document only."""
+    ``by_document``: tokens see their own document only; with the mask ``auto`` the model decides that (:meth:`for_model`).
+    ``seq_len``: for which :meth:`describe` tells how documents are packed, or 0. ``rows``: those that were made, by part and
+    length."""
 
     corpus: Corpus
     tokenizer: Tokenizer
     train: tuple[Span, ...]
     held_out: tuple[Span, ...]
-    fingerprint: str = field(default="")
     by_document: bool = False
+    mask: Mask = "causal"
+    pack: Pack = "concat"
+    seq_len: int = 0
+    rows: dict[tuple[str, int], Windows | PackedRows] = field(default_factory=dict)
 
     @classmethod
     def split(
@@ -265,30 +284,49 @@ class TokenDataset:
         tokenizer: Tokenizer,
         holdout: float = 0.05,
         by: Literal["blocks", "files"] = "blocks",
-        mask: Literal["causal", "document"] = "causal",
+        mask: Mask = "causal",
+        pack: Pack = "auto",
     ) -> TokenDataset:
         """Keep the fraction ``holdout`` of the tokens for evaluation.
 
-        ``blocks``: the corpus is cut into up to 64 equal blocks, and the end of each is kept. ``files``: whole documents
-        are kept until there are enough, in the order of a hash of their names, or in one of their numbers.
+        ``blocks``: the corpus is cut into up to 64 equal blocks, and the end of each is kept, of whole documents from and up to
+        the nearest ends of documents. ``files``: whole documents are kept until there are enough, in the order of a hash
+        of their names, or in one of their numbers. ``pack``: ``whole`` documents in a row, or all of them laid end to end and
+        cut (``concat``; ``windows``: what is without a target is a sequence, too); ``auto``: chats are whole.
 
         Raises:
             DataError: nothing would be left on one side.
         """
         assert 0 <= holdout < 1
+        if pack == "auto":
+            pack = "concat" if corpus.answers is None else "whole"
         whole_files = by == "files" and holdout > 0
         blocks = held_blocks(len(corpus.ids), holdout, _MIN_BLOCK_TOKENS)
+        if pack == "whole":
+            blocks = _whole_documents(blocks, corpus.edges)
         held_out = _held_files(corpus, holdout) if whole_files else blocks
         train = complement(held_out, len(corpus.ids))
         if not train or (holdout and not held_out):
-            raise DataError(
-                f"data {corpus.source}: {len(corpus.ids)} tokens are too few to keep {holdout:g} for evaluation"
-            )
-        described = f"{corpus.fingerprint} {tokenizer.fingerprint} {train}"
-        if by_document := mask == "document":
+            what = f"{len(corpus.edges) - 1} documents" if pack == "whole" else f"{len(corpus.ids)} tokens"
+            raise DataError(f"data {corpus.source}: {what} are too few to keep {holdout:g} for evaluation")
+        return cls(corpus, tokenizer, train, held_out, mask == "document", mask, pack)
+
+    @property
+    def fingerprint(self) -> str:
+        """See :class:`Dataset`."""
+        described = f"{self.corpus.fingerprint} {self.tokenizer.fingerprint} {self.train}"
+        if self.by_document:
             described += " by document"
-        fingerprint = hashlib.sha256(described.encode()).hexdigest()[:16]
-        return cls(corpus, tokenizer, train, held_out, fingerprint, by_document)
+        if self.pack == "whole":
+            described += " whole"
+        elif self.pack == "concat" and self.corpus.answers is not None:
+            described += " with targets"
+        return hashlib.sha256(described.encode()).hexdigest()[:16]
+
+    @property
+    def has_chats(self) -> bool:
+        """Whether it has chats that are packed whole."""
+        return self.pack == "whole" and self.corpus.answers is not None
 
     @property
     def source(self) -> str:
@@ -303,8 +341,17 @@ class TokenDataset:
         return sum(stop - start for start, stop in self.held_out)
 
     def describe(self) -> str:
-        """One line: the corpus, and how it is split."""
-        return f"{self.corpus.describe()}; {self.train_tokens:,} to train, {self.held_out_tokens:,} held out"
+        """One line: the corpus, how it is split, and how chats, or documents that stay whole, become sequences."""
+        text = f"{self.corpus.describe()}; {self.train_tokens:,} to train, {self.held_out_tokens:,} held out"
+        if not self.seq_len or (self.pack != "whole" and self.corpus.answers is None):
+            return text
+        rows = self.windows("train", self.seq_len)
+        if isinstance(rows, PackedRows):
+            alone = self.by_document or self.mask != "auto" or not self.has_chats
+            remark = "" if alone else "; the model has no mask for documents: a chat sees those before it in its row"
+            return f"{text}; {rows.describe()}{remark}"
+        empty = "" if rows.numbers is None else f", {int(rows.before[-1]) - len(rows):,} without an answer left out"
+        return f"{text}; chats end to end in {len(rows):,} windows of {self.seq_len}{empty}"
 
     def pieces(self, part: Literal["train", "held_out"]) -> Iterator[Ids]:
         """The ids of each span of one part (views, no copies)."""
@@ -325,9 +372,11 @@ class TokenDataset:
         return sum(known) / targets if len(known) == len(counts) and targets > 0 else None
 
     def for_model(self, wanted: Mapping[str, Kind], seq_len: int) -> TokenDataset:
-        """As :class:`Dataset` says; tokens fit only models that read nothing else."""
+        """As :class:`Dataset` says; tokens fit only models that read nothing else. With the mask ``auto`` tokens see their own
+        document only where the model reads ``segments``."""
         dtypes = {"tokens": np.int32, "targets": np.int32, "weights": np.float32}
-        if self.by_document:
+        by_document = "segments" in wanted if self.mask == "auto" else self.by_document
+        if by_document:
             dtypes["segments"] = np.int32
             if "segments" not in wanted:
                 raise DataError(
@@ -335,14 +384,22 @@ class TokenDataset:
                     "model that takes the option mask"
                 )
         check_kinds(self.source, wanted, {name: ((seq_len,), dtype) for name, dtype in dtypes.items()})
-        return self
+        return replace(self, by_document=by_document, seq_len=seq_len, rows={})
 
-    def windows(self, part: Literal["train", "held_out"], seq_len: int) -> Windows:
+    def windows(self, part: Literal["train", "held_out"], seq_len: int) -> Windows | PackedRows:
         """The sequences of one part."""
+        if (part, seq_len) not in self.rows:
+            self.rows[part, seq_len] = self._windows(part, seq_len)
+        return self.rows[part, seq_len]
+
+    def _windows(self, part: Literal["train", "held_out"], seq_len: int) -> Windows | PackedRows:
         corpus = self.corpus
+        if self.pack == "whole":
+            return PackedRows.of(corpus, getattr(self, part), seq_len, by_document=self.by_document)
         partial = part == "held_out" or self.by_document or corpus.eos is not None or corpus.answers is not None
         rows = Windows.of(corpus.ids, getattr(self, part), seq_len, partial=partial)
-        return replace(rows, answers=corpus.answers, documents=corpus.edges[:-1] if self.by_document else None)
+        rows = replace(rows, answers=corpus.answers, documents=corpus.edges[:-1] if self.by_document else None)
+        return rows.with_targets() if self.pack == "concat" and corpus.answers is not None else rows
 
     def batches(self, seed: int, batch: int, seq_len: int, state: DataState | None = None) -> Batches:
         """As :class:`Dataset` says."""
@@ -352,6 +409,10 @@ class TokenDataset:
         return Batches(rows, seed, batch, seq_len, self.fingerprint).resumed(self.source, state)
 
     def _too_small(self, have: int, batch: int, seq_len: int) -> str:
+        if self.pack == "whole":
+            packed = PackedRows.of(self.corpus, self.train, seq_len, by_document=False)
+            advice = f"or run.batch={have}" if have else "or raise data.seq_len"
+            return f"data {self.corpus.source}: {packed.describe()}, fewer than one batch of {batch}: use more data, {advice}"
         longest = bisect.bisect_left(range(1, seq_len), True, key=lambda n: len(self.windows("train", n)) < batch)
         options = ([f"run.batch={have}"] if have else []) + ([f"data.seq_len={longest}"] if longest else [])
         advice = " or ".join(["use more text", *options])
@@ -371,6 +432,7 @@ class TokenDataset:
         if not len(rows):
             raise DataError(
                 f"data {self.corpus.source}: {self.held_out_tokens} tokens held out, none to predict: raise data.holdout"
+                f"{' or data.seq_len' if self.pack == 'whole' else ''}"
             )
         return padded_batches(rows, len(rows), batch, limit)
 
@@ -413,6 +475,15 @@ def held_blocks(n: int, holdout: float, least: int) -> tuple[Span, ...]:
     edges = [n * i // blocks for i in range(blocks + 1)]
     spans = ((stop - int((stop - start) * holdout), stop) for start, stop in itertools.pairwise(edges))
     return tuple((start, stop) for start, stop in spans if start < stop)
+
+
+def _whole_documents(spans: tuple[Span, ...], edges: npt.NDArray[np.int64]) -> tuple[Span, ...]:
+    """``spans`` from and up to the nearest of ``edges``; the last document where that leaves nothing of them."""
+    middles = (edges[:-1] + edges[1:]) / 2
+    nearest = ((int(edges[np.searchsorted(middles, at)]) for at in span) for span in spans)
+    found = tuple((start, stop) for start, stop in nearest if start < stop)
+    last = (int(edges[-2]), int(edges[-1]))
+    return found or ((last,) if spans and len(edges) > 2 else ())
 
 
 def _held_files(corpus: Corpus, holdout: float) -> tuple[Span, ...]:

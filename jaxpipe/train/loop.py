@@ -116,7 +116,7 @@ def train(
                 return TrainResult.finished(folder.path, origin.step, last, time.perf_counter() - started)
             if origin is not None:
                 folder.check_metrics()
-            config = completed(config, None if origin is None else origin.meta)
+            config = resume.as_before(completed(config, None if origin is None else origin.meta), origin)
             devices = devices_of(config, processes)
             if remark := use_compile_cache(config.run.machine.compile_cache, processes.mine):
                 out.print(f"warning: {remark}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -99,18 +100,31 @@ def _tokens_at(data: DataConfig, path: str, tokenizer: Tokenizer) -> TokenDatase
     corpus = load_corpus(path, tokenizer, data.reading)
     if corpus.answers is None and Path(path).is_dir() and is_store(Path(path)):
         tokenizer = tokenizer.with_ends(corpus.bos, corpus.eos)
-    return TokenDataset.split(corpus, tokenizer, data.holdout, data.reading.split, data.reading.mask)
+    reading = data.reading
+    return TokenDataset.split(corpus, tokenizer, data.holdout, reading.split, reading.mask, reading.pack)
+
+
+def with_mask(config: TrainConfig, vocab_size: int, *, has_chats: bool) -> TrainConfig:
+    """``config`` with a ``data.mask`` in place of ``auto`` where chats are packed whole: ``document`` if the model can tell
+    documents apart, else ``causal``."""
+    if config.data.reading.mask != "auto" or not has_chats:
+        return config
+    causal, document = (config.changed({"data.reading.mask": mask}) for mask in ("causal", "document"))
+    with suppress(ConfigError):  # of a model that has no such option, or others that forbid it
+        if "segments" in build_model(document, vocab_size).batch_spec(1):
+            return document
+    return causal
 
 
 def build_model(config: TrainConfig, vocab_size: int) -> Model:
     """The model of ``config``. Its function gets what it takes of the data's ``seq_len`` and ``vocab_size``, unless the options
-    set a larger vocabulary, and ``mask`` where that is not causal. A model without tokens has neither length nor vocabulary.
+    set a larger vocabulary, and ``mask`` where that is ``document``. A model without tokens has neither length nor vocabulary.
 
     Raises:
         ConfigError: the target or an option is wrong, or the model can't take the data's tokens.
     """
     mask = config.data.reading.mask
-    masked = {} if mask == "causal" else {"mask": mask}
+    masked = {"mask": mask} if mask == "document" else {}
     offered = {"vocab_size": vocab_size, "seq_len": config.data.seq_len}
     model = resolve_model(config.model.target, {**masked, **config.model.options}, offered)
     check_tokens(model, config, vocab_size)
@@ -154,7 +168,10 @@ def prepare(
     """
     tokenizer = None if origin is None else continued_tokenizer(origin.get("tokenizer"), config.data.tokenizer)
     dataset = load_dataset(config, tokenizer)
-    model = spread_over(config.pipeline, build_model(config, dataset.tokenizer.vocab_size))
+    vocab_size = dataset.tokenizer.vocab_size
+    has_chats = isinstance(dataset, TokenDataset | MixedDataset) and dataset.has_chats
+    config = with_mask(config, vocab_size, has_chats=has_chats)
+    model = spread_over(config.pipeline, build_model(config, vocab_size))
     dataset = read_by(model, dataset, config)
     planner = stage_planner(config.pipeline, model, microbatch_size(config), processes)
     given = None

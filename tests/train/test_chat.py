@@ -154,14 +154,15 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "a.jsonl"
 
 
+@pytest.mark.parametrize("pack", ["concat", "windows"])
 @pytest.mark.parametrize("mask", ["causal", "document"])
-def test_only_answers_count(path: Path, mask: Any) -> None:
+def test_only_answers_count(path: Path, mask: Any, pack: Any) -> None:
     reading = Reading(format="chat", chat_template=str(path.parent / "t.jinja"))
     corpus = load_corpus(path, BYTES, reading)
     store = load_corpus(build_store([path], path.parent / "store", BYTES, reading, workers=1).folder, BYTES)
     for name in ("ids", "edges", "answers"):
         np.testing.assert_array_equal(getattr(store, name), getattr(corpus, name))
-    data = TokenDataset.split(store, BYTES, 0.0, mask=mask)
+    data = TokenDataset.split(store, BYTES, 0.0, mask=mask, pack=pack)
     rows = data.windows("train", 16)
     batch = rows.batch(np.arange(len(rows)))
     counted = bytes(batch["targets"][batch["weights"] > 0].tolist()).decode()

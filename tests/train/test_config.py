@@ -549,6 +549,7 @@ OLD = {
 
 def test_every_key_of_before_says_what_it_said() -> None:
     known, unknown = known_settings(OLD)
+    assert known["data"]["reading"].pop("pack") == "windows"  # there was no choice then
     found = Collected(TrainConfig)
     found.add_table(OLD, "a file")
     assert not unknown and not found.problems

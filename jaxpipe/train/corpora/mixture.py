@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jaxpipe.errors import DataError
+from jaxpipe.train.corpora.packing import PackedRows
 from jaxpipe.train.corpora.permutation import Permutation, mix
 from jaxpipe.train.corpora.tokenizers import Tokenizer
 from jaxpipe.train.data import Batch, Batches, DataState, Kind, TokenDataset, Windows, in_epochs, padded_batches
@@ -29,11 +30,11 @@ BLOCK = 4096
 class MixedRows:
     """The sequences of several sources, source after source; those of source k begin at ``before[k]``."""
 
-    parts: tuple[Windows, ...]
+    parts: tuple[Windows | PackedRows, ...]
     before: npt.NDArray[np.int64]
 
     @classmethod
-    def of(cls, parts: Sequence[Windows]) -> MixedRows:
+    def of(cls, parts: Sequence[Windows | PackedRows]) -> MixedRows:
         return cls(tuple(parts), np.cumsum([0, *map(len, parts)]))
 
     def __len__(self) -> int:
@@ -116,6 +117,11 @@ class MixedDataset:
         return next(iter(self.parts.values())).tokenizer
 
     @property
+    def has_chats(self) -> bool:
+        """Whether one of them has chats that are packed whole."""
+        return any(part.has_chats for part in self.parts.values())
+
+    @property
     def fingerprint(self) -> str:
         described = " ".join(
             f"{part.fingerprint} {n}" for part, n in zip(self.parts.values(), self.shares, strict=True)
@@ -136,9 +142,7 @@ class MixedDataset:
 
     def for_model(self, wanted: Mapping[str, Kind], seq_len: int) -> MixedDataset:
         """See :class:`~jaxpipe.train.data.Dataset`."""
-        for part in self.parts.values():
-            part.for_model(wanted, seq_len)
-        return self
+        return replace(self, parts={name: part.for_model(wanted, seq_len) for name, part in self.parts.items()})
 
     def batches(self, seed: int, batch: int, seq_len: int, state: DataState | None = None) -> Batches:
         """See :class:`~jaxpipe.train.data.Dataset`."""

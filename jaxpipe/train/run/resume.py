@@ -93,6 +93,19 @@ def choose(config: TrainConfig, store: CheckpointStore, note: Note) -> Manifest 
     return None if step is None else read_manifest(store.path(step))
 
 
+def as_before(config: TrainConfig, origin: Manifest | None) -> TrainConfig:
+    """``config`` with documents masked and packed as in the run that goes on from ``origin``, where it leaves that open:
+    another version may have another default."""
+    if origin is None or not isinstance(origin.meta.get("config"), dict) or "imported" in origin.meta:
+        return config
+    stored = dict(leaves_of(TrainConfig, known_settings(origin.meta["config"])[0]))
+    now = config.by_key()
+    keys = ("data.reading.mask", "data.reading.pack")
+    return config.changed(
+        {key: stored[key] for key in keys if now[key] == "auto" and stored.get(key, "auto") != "auto"}
+    )
+
+
 def start_of(prepared: Prepared, origin: Manifest | None, store: CheckpointStore, note: Note) -> Start:
     """Read what the run starts from. Nothing is compiled, and nothing changes on disk. ``note`` is told what is other than in
     the run so far, and of a checkpoint that is passed over for an older one because its arrays are damaged.

@@ -118,8 +118,12 @@ class ReadingConfig:
     #: if they do. Chats begin as their template says, and runs go on as they began.
     bos: _Name = "auto"
     #: What a token sees: what stands before it in its sequence, or what of that is of its own document; positions start again
-    #: with each document then.
-    mask: Literal["causal", "document"] = "causal"
+    #: with each document then. ``auto``: ``document`` for whole chats if the model can, else ``causal``.
+    mask: Literal["auto", "causal", "document"] = "auto"
+    #: How documents become sequences: ``whole`` ones packed together, the rest of a sequence left empty (longer chats are cut
+    #: at their end, text goes on in another piece), or ``concat``, end to end, cut wherever a sequence is full. ``auto``: chats
+    #: are whole, text is not. ``windows``: ``concat`` as it was once, when what is without an answer was a sequence too.
+    pack: Literal["auto", "whole", "concat", "windows"] = "auto"
     #: How ``holdout`` is chosen: as blocks spread over the corpus, or whole files (of records whole documents).
     split: Literal["blocks", "files"] = "blocks"
     #: Files read in a folder.

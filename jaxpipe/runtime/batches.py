@@ -116,6 +116,8 @@ def in_microbatches(
             raise ProgramError(
                 f"batch[{name!r}] has shape {tuple(np.shape(batch[name]))}; want ({flat}{rest}) or ({many}, {size}{rest})"
             )
+        if not len(array):
+            raise ProgramError(f"batch[{name!r}] has no rows: its shape is {tuple(np.shape(batch[name]))}")
         arrays[name], microbatches = array, len(array)
     return arrays
 

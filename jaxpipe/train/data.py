@@ -449,6 +449,16 @@ def padded_batches(rows: Rows, count: int, batch: int, limit: int | None) -> tup
     )
 
 
+def check_weights(where: str, batch: Mapping[str, npt.NDArray[Any]]) -> None:
+    """Raises DataError where the array ``weights`` has a negative number: its row."""
+    weights = batch.get("weights")
+    if weights is None or not np.issubdtype(weights.dtype, np.floating) or not (weights < 0).any():
+        return
+    row = int(np.flatnonzero((weights < 0).reshape(len(weights), -1).any(1))[0])
+    low = float(weights[row].min())
+    raise DataError(f"data {where}: 'weights' has {low:g} in row {row}; give targets that do not count the weight 0")
+
+
 def check_kinds(source: str, wanted: Mapping[str, Kind], have: Mapping[str, Kind]) -> None:
     """Raises DataError where the arrays that a dataset has are not those that a model wants: one is missing, has another shape,
     or whole numbers in place of real ones."""

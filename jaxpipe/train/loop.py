@@ -62,7 +62,7 @@ from jaxpipe.train.run.trace_window import TraceWindow
 from jaxpipe.train.run.trackers import TrackerFactory, find_trackers
 from jaxpipe.train.run.watchdog import Watchdog
 from jaxpipe.train.setup import Prepared, compile_setup, microbatch_size, prepare, step_flops
-from jaxpipe.train.state import StepMetrics, TrainState
+from jaxpipe.train.state import StepMetrics, TrainState, cause_of
 from jaxpipe.train.trainer import Trainer
 
 __all__ = ["TrainResult", "train"]
@@ -395,6 +395,8 @@ class _Run:
     def _remarks(self) -> Iterator[str]:
         if self.skipped.steps:
             yield f"{self.skipped.steps} skipped"
+        if self.skipped.empty:
+            yield f"{self.skipped.empty} without a target"
         if remark := self.trainer.train_step.post_validation.remark:
             yield remark
         if self.config.run.replan.enabled:
@@ -415,15 +417,21 @@ class _Run:
         if found["stop"]:
             self.agreed_stop = self.stop.requested or "a signal to another process"
         self.switching = self.switching or bool(found["switch"])
-        self.loss, weight, applied = float(found["loss"]), found["weight"], bool(found["applied"])
+        cause = cause_of(*(found[name] for name in ("applied", "loss", "grad_norm", "weight")))
+        weight, loss = found["weight"], float("nan") if cause == "no target" else float(found["loss"])
+        self.loss = self.loss if cause == "no target" else loss
         self.grad_norm, self.rate = float(found["grad_norm"]), found["learning_rate"]
-        if self.first_loss is None and math.isfinite(self.loss):
+        if self.first_loss is None and math.isfinite(loss):
             self.first_loss = self.loss
-        if self.unproven is not None and self.unproven < step and math.isfinite(self.loss) and not self._is_worse():
+        if self.unproven is not None and self.unproven < step and math.isfinite(loss) and not self._is_worse():
             self.sound, self.unproven = self.unproven, None
-        record: dict[str, Any] = {"loss": self.loss, **{name: found[name] for name in ("grad_norm", "learning_rate")}}
+        record: dict[str, Any] = {"loss": loss, **{name: found[name] for name in ("grad_norm", "learning_rate")}}
         record["tokens"] = int(weight) if math.isfinite(weight) else None
-        record |= {"applied": applied, **{f"metrics/{name}": value for name, value in found["metrics"].items()}}
+        record |= {
+            "applied": cause is None,
+            **({} if cause is None else {"cause": cause}),
+            **{f"metrics/{name}": value for name, value in found["metrics"].items()},
+        }
         record["schedule"] = self.pipe.schedule.name
         if metrics.timeline is not None:
             self.timeline = metrics.timeline
@@ -442,7 +450,7 @@ class _Run:
             self.replanner.observe(step, metrics.timeline, metrics.outputs.step_s)
         self.log.write(step, record)
         self.logged = step
-        self.skipped.judge(step, applied=applied, finite=bool(found["finite"]))
+        self.skipped.judge(step, cause=cause, finite=bool(found["finite"]))
 
     def _evaluate(self, state: TrainState) -> None:
         self._settle()
@@ -598,6 +606,7 @@ class _Run:
             replay_ratio=float(np.median(self.ratios)) if self.ratios else float("nan"),
             peak_bytes=self.peak_bytes,
             skipped_steps=self.skipped.steps,
+            empty_steps=self.skipped.empty,
             rollbacks=self.trainer.train_step.post_validation.rollbacks,
             seconds=time.perf_counter() - started,
             schedule=self.pipe.schedule.name,

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import jax
+import numpy as np
 
 from jaxpipe.errors import RunError
 from jaxpipe.runtime.executor import StepOutputs
@@ -92,6 +93,20 @@ class Updated:
     learning_rate: jax.Array | None
 
 
+Cause = Literal["not finite", "no target", "negative weight"]
+"""Why a step changed nothing: its gradient was not finite (or too small a factor of it was wanted), no target of its batch
+counts, or the weights of its targets add up to less than zero."""
+
+
+def cause_of(applied: Any, loss: Any, grad_norm: Any, weight: Any) -> Cause | None:
+    """Why a step with these scalars was not ``applied``; None if it was."""
+    if applied:
+        return None
+    if weight < 0:
+        return "negative weight"
+    return "no target" if weight == 0 and np.isfinite(loss) and np.isfinite(grad_norm) else "not finite"
+
+
 @dataclass(frozen=True, slots=True)
 class StepMetrics(Combined):
     """What is known of a step: its scalars, whether all parameters are ``finite`` after it, and the ``learning_rate``, if the
@@ -105,6 +120,12 @@ class StepMetrics(Combined):
     @property
     def finite(self) -> jax.Array:
         return self.updated().finite
+
+    @property
+    def cause(self) -> Cause | None:
+        """Why nothing was ``applied``; None if it was. Waits for the step."""
+        scalars = jax.device_get((self.applied, self.loss, self.grad_norm, self.weight))
+        return cause_of(*scalars)
 
     @property
     def learning_rate(self) -> jax.Array | None:

@@ -429,7 +429,8 @@ class Trainer(Closing):
 
     def evaluate(self, state: TrainState, batch: Mapping[str, Any], *, ema: bool = False) -> dict[str, float]:
         """``loss`` and the metrics of the loss layer over ``batch`` (any number of microbatches), each sum ÷ its weight,
-        forward only and without dropout; ``weight``: the sum of weights that the loss was divided by. ``ema``: of the averaged
+        forward only and without dropout; ``weight``: the sum of weights that the loss was divided by (the loss is NaN unless
+        it is positive). ``ema``: of the averaged
         parameters.
 
         Raises:
@@ -441,6 +442,8 @@ class Trainer(Closing):
         found = self.pipeline.eval_reported
         pairs = {"loss": found.loss(sums), **{name: (sums[a], sums[b]) for name, (a, b) in found.metrics.items()}}
         means = {name: float(total / weight) if weight else float("nan") for name, (total, weight) in pairs.items()}
+        if pairs["loss"][1] < 0:
+            means["loss"] = float("nan")
         return {**means, "weight": float(pairs["loss"][1])}
 
     def predict(self, state: TrainState, batch: Mapping[str, Any], *, ema: bool = False) -> Any:

@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxpipe.errors import JaxpipeError
+from jaxpipe.errors import DataError, JaxpipeError
 from jaxpipe.stage.model.reference import resolve_model
 from jaxpipe.train.config import load_config
 from jaxpipe.train.corpora.arrays import ArrayDataset, made_by_function
+from jaxpipe.train.corpora.own_data import OwnBatches, OwnDataset
 from jaxpipe.train.corpora.tokenizers import ByteTokenizer
 from jaxpipe.train.data import DataState
 from jaxpipe.train.setup import build_model, load_dataset, read_by
@@ -186,3 +187,16 @@ def test_words_are_drawn_and_held_out_ones_are_new(monkeypatch: pytest.MonkeyPat
 
 def test_names_of_models_of_pictures_resolve() -> None:
     assert resolve_model("models.clip:CLIP", {"text_size": 64}).name == "clip"
+
+
+def test_negative_weights_are_refused_at_the_door() -> None:
+    """A step took -1 for a weight, and told a loss of -188."""
+    weights = np.ones((8, 3), np.float32)
+    weights[5, 2] = -0.5
+    kinds = {"weights": ((3,), np.float32)}
+    with pytest.raises(DataError, match=r"data a: 'weights' has -0.5 in row 5"):
+        ArrayDataset("a", BYTES, {"weights": weights}, {"weights": weights}).for_model(kinds, 3)
+    own = OwnBatches(OwnDataset("m:f", {}, BYTES, kinds), 0, 8, 3, {})
+    assert own.checked({"weights": abs(weights)}, 0)
+    with pytest.raises(DataError, match=r"data m:f: the batch of step 7: 'weights' has -0.5 in row 5"):
+        own.checked({"weights": weights}, 7)

@@ -106,6 +106,34 @@ def assert_close(found: Any, wanted: Any, **tolerance: float) -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **tolerance), found, wanted)
 
 
+# -- batches in which nothing counts --------------------------------------------------------------------------------------
+
+
+def test_a_step_that_changes_nothing_says_why(trainer: Trainer) -> None:
+    """A batch without a target, and one of negative weights, were taken for gradients that are not finite."""
+    state = trainer.init()
+    before = jax.device_get(trainer.params(state))
+    causes = {"no target": 0.0, "negative weight": -1.0, "not finite": np.inf}
+    for cause, weight in causes.items():
+        batch = batch_at(0)
+        batch["weights"] = np.full_like(batch["weights"], weight)
+        state, metrics = trainer.step(state, batch)
+        assert (metrics.cause, bool(metrics.applied)) == (cause, False)
+        assert float(metrics.loss) == 0 if cause == "no target" else np.isnan(float(metrics.loss))
+        assert_close(trainer.params(state), before, rtol=0)
+        if cause == "negative weight":
+            found = trainer.evaluate(state, batch)
+            assert np.isnan(found["loss"]) and found["weight"] < 0
+    mixed = batch_at(0)
+    mixed["weights"][:B] = 0  # a microbatch without a target
+    state, metrics = trainer.step(state, mixed)
+    assert metrics.cause is None and bool(metrics.applied)
+    empty = {name: array[:0] for name, array in batch_at(0).items()}
+    for call in (trainer.evaluate, trainer.predict, trainer.step):
+        with pytest.raises(ProgramError, match=r"batch\['tokens'\] has (no rows|shape \(0, 6\))"):
+            call(state, empty)
+
+
 # -- the package ----------------------------------------------------------------------------------------------------------
 
 

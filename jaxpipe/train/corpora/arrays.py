@@ -20,7 +20,17 @@ from jaxpipe.errors import ConfigError, DataError, ProgramError
 from jaxpipe.runtime.batches import checked_batch
 from jaxpipe.stage.model.reference import resolved
 from jaxpipe.train.corpora.tokenizers import Tokenizer
-from jaxpipe.train.data import Batch, Batches, DataState, Kind, check_kinds, held_blocks, padded_batches, shown
+from jaxpipe.train.data import (
+    Batch,
+    Batches,
+    DataState,
+    Kind,
+    check_kinds,
+    check_weights,
+    held_blocks,
+    padded_batches,
+    shown,
+)
 
 Arrays = Mapping[str, npt.NDArray[Any]]
 
@@ -97,7 +107,9 @@ class ArrayDataset:
 
         def cast(arrays: Arrays) -> Arrays:
             made = checked_batch(arrays, spec, len(ArrayRows(arrays)))
-            return {name: np.asarray(array) for name, array in made.items()}
+            found = {name: np.asarray(array) for name, array in made.items()}
+            check_weights(self.source, found)
+            return found
 
         try:
             return replace(self, train=cast(self.train), held_out=cast(self.held_out))

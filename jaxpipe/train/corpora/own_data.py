@@ -22,7 +22,7 @@ from jaxpipe.errors import ConfigError, DataError, ProgramError
 from jaxpipe.runtime.batches import checked_batch
 from jaxpipe.stage.model.reference import resolved
 from jaxpipe.train.corpora.tokenizers import Tokenizer
-from jaxpipe.train.data import Batch, DataState, Kind
+from jaxpipe.train.data import Batch, DataState, Kind, check_weights
 
 _HELD_OUT = 8  # batches, where nobody says how many
 
@@ -145,9 +145,11 @@ class OwnBatches:
         try:
             if not isinstance(made, Mapping):
                 raise ProgramError(f"it is a {type(made).__name__}; want a dict of arrays: {', '.join(spec)}")
-            return {name: jax.device_get(array) for name, array in checked_batch(made, spec, self.batch).items()}
+            found = {name: jax.device_get(array) for name, array in checked_batch(made, spec, self.batch).items()}
         except ProgramError as error:
             raise DataError(f"data {self.data.source}: the batch of step {step}: {error}") from None
+        check_weights(f"{self.data.source}: the batch of step {step}", found)
+        return found
 
     def state_at(self, step: int) -> DataState:
         """As :meth:`~jaxpipe.train.data.Batches.state_at`."""

@@ -28,7 +28,8 @@ class TrainResult:
     backend does not count, or the device was fuller before the first step, when stages were timed alone. ``mfu``: NaN where the
     device's peak is not known. ``schedule``: the one that ran at the end, to which predictions and medians belong;
     ``gain_predicted`` and ``gain_measured``: the fraction of the time that it saves over the one before, where re-planning
-    changed it, else NaN. ``rollbacks``: steps that post-validation dropped and did again."""
+    changed it, else NaN. ``rollbacks``: steps that post-validation dropped and did again. ``empty_steps``: steps
+    without a target."""
 
     out_dir: Path
     step: int
@@ -49,6 +50,7 @@ class TrainResult:
     mfu: float = _NAN
     peak_measured_bytes: int | None = None
     rollbacks: int = 0
+    empty_steps: int = 0
 
     @classmethod
     def finished(cls, out_dir: Path, step: int, metrics: Mapping[str, float], seconds: float) -> TrainResult:
@@ -85,6 +87,9 @@ def result_text(result: TrainResult) -> str:
     if result.skipped_steps:
         plural = "s" if result.skipped_steps > 1 else ""
         lines.append(f"{result.skipped_steps} step{plural} had a gradient that was not finite and changed nothing")
+    if result.empty_steps:
+        plural = "s" if result.empty_steps > 1 else ""
+        lines.append(f"{result.empty_steps} step{plural} had no target and changed nothing")
     if result.rollbacks:
         lines.append(f"{result.rollbacks} of the steps that began early began again (pipeline.post_validation)")
     lines.append(f"checkpoints, metrics.jsonl and pictures are in {result.out_dir}")

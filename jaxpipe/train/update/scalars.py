@@ -26,10 +26,10 @@ from jaxpipe.train.update.reduction import SHRUNK
 
 @dataclass(frozen=True, slots=True)
 class Combined:
-    """Device scalars of a step: mean loss per weighted token (nats), global gradient norm before clipping, ``scale``: the
-    factors (first one, then the other) of the summed gradient, whether the step is finite and the update ``applied``, the sum
-    of weights; ``metrics``, by name, what the loss layer reports: each sum ÷ its weight (NaN where that is 0); ``stop``,
-    ``switch``: whether any process wants to stop, or to go on with another schedule."""
+    """Device scalars of a step: mean loss per weighted token (nats; 0 without any weight, NaN if weights sum to less), global
+    gradient norm before clipping, ``scale``: the factors (first one, then the other) of the summed gradient, whether the step
+    is finite and the update ``applied``, the sum of weights; ``metrics``, by name, what the loss layer reports: each sum ÷ its
+    weight (NaN where that is 0); ``stop``, ``switch``: whether any process wants to stop, or to go on with another schedule."""
 
     loss: jax.Array
     grad_norm: jax.Array
@@ -213,4 +213,5 @@ def _combine(
     first, second = jnp.where(twice, SHRUNK, 1.0), jnp.where(twice, clip_norm / shrunk, shrink / total)
     normal = second >= np.finfo(second.dtype).tiny  # a smaller one may count as zero
     ok = jnp.isfinite(norm) & jnp.isfinite(loss_sum) & (weight > 0) & jnp.isfinite(weight) & normal
-    return loss_sum / total, norm, jnp.where(ok, jnp.stack([first, second]), 0.0), ok
+    loss = jnp.where(weight < 0, jnp.nan, loss_sum / total)
+    return loss, norm, jnp.where(ok, jnp.stack([first, second]), 0.0), ok

@@ -34,6 +34,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 from provenance import commit_id  # noqa: E402
 from torture_parts import (  # noqa: E402
+    chats,
     checkpoints,
     data_files,
     fuzz,
@@ -81,6 +82,7 @@ PARTS: dict[str, Part] = {
     "R17": Part("processes that stand still are named", several.stuck),
     "R18": Part("tokenizer files give the ids of the package, or one line", tokenizers.files),
     "R19": Part("data files are read by what they hold", data_files.files),
+    "R20": Part("answers are found in chats, or these are refused; whole chats are seen once an epoch", chats.chats),
     "R21": Part("variants of config.json mean what they mean to transformers", hub_configs.variants),
     "R22": Part("another model, rate, checkpoint or size is told from the same", identity.everything),
     "R23": Part("what comes in and goes out by Python means what it says", python_door.cases),

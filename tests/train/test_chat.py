@@ -131,6 +131,17 @@ def test_no_text_is_taken_for_a_mark(template: str) -> None:
         answers("{% set x %}{% generation %} a {% endgeneration %}{% endset %}{{ x | trim }}")
 
 
+def test_parts_of_a_message() -> None:
+    parts = [{"type": "text", "text": "Hi"}, {"type": "text", "text": "there"}]
+    chat = [{"role": "user", "content": parts}, {"role": "assistant", "content": parts[:1]}]
+    with pytest.raises(BadRecordError, match="writes the list of parts of message 1 as it is"):
+        answers(CHATML, chat)
+    stripping = TEMPLATES["think prompt"].replace("m.content.split('</think>')[-1]", "m.content[-1].text")
+    assert answers(stripping.replace("{{ m.content }}", "{{ m.content | map(attribute='text') | join }}"), chat)[1] == [
+        "Hi</s>"
+    ]
+
+
 def test_dates_and_tools() -> None:
     assert answers(TEMPLATES["strftime_now"], CHAT[:2])[0].startswith("Today is 01 January 2026\n")
     assert answers(TEMPLATES["guarded date"], CHAT[:2])[0].startswith("26 Jul 2024")
@@ -211,6 +222,14 @@ def test_a_tokenizer_brings_its_template(tmp_path: Path, path: Path) -> None:
         ({"messages": []}, "the chat is an empty list"),
         ({"messages": [{"role": "user"}]}, "message 1 of the chat has no 'role' and 'content'"),
         ({"messages": [{"role": "assistant", "content": None}]}, "message 1 of the chat has null for its content"),
+        (
+            {"messages": [CHAT[0], {"role": "assistant", "content": 3}]},
+            "message 2 of the chat has a number for its content",
+        ),
+        (
+            {"messages": [CHAT[0], {"role": "assistant", "content": "x\ud800"}]},
+            "the document is no text: half of a surrogate",
+        ),
         ({"messages": CHAT, "tools": 3}, "the chat's tools are a number, expected a list"),
         ({"messages": CHAT, "tools": "[3"}, "the chat's tools are no JSON"),
         ({"messages": CHAT[:1]}, "no message of the chat has the role 'assistant'"),

@@ -23,7 +23,7 @@ from typing import Any
 
 from jaxpipe.errors import DataError
 from jaxpipe.interop.folder import read_json
-from jaxpipe.train.corpora.documents import BadRecordError, kind_of, package, without_nulls
+from jaxpipe.train.corpora.documents import BadRecordError, kind_of, package, text_in, without_nulls
 from jaxpipe.wording import clipped
 
 Messages = Sequence[Mapping[str, Any]]
@@ -77,7 +77,12 @@ class _Chat:
         if template.date != "auto" or not _NO_DATE.search(template.source):
             date = DATE if template.date == "auto" else template.date
             self.names["strftime_now"] = datetime.strptime(date, "%Y-%m-%d").strftime
-        self.text = self.rendered(messages)
+        self.text = text_in(self.rendered(messages))
+        for number, message in enumerate(messages, 1):
+            if isinstance(message.get("content"), list) and str(message["content"]) in self.text:
+                raise BadRecordError(
+                    f"{self.path} writes the list of parts of message {number} as it is; give a string"
+                )
 
     def rendered(self, messages: Messages, *, prompt: bool = False, marks: str = "") -> str:
         """``marks``: the two characters around each generation block."""
@@ -195,6 +200,8 @@ def chat_in(value: Any, tools: Any = None) -> tuple[Messages, Tools]:
             null = "content" in value[number - 1]
             what = "has null for its content, and no tool_calls" if null else "has no 'role' and 'content'"
             raise BadRecordError(f"message {number} of the chat {what}")
+        if not isinstance(message.get("content", ""), str | list):
+            raise BadRecordError(f"message {number} of the chat has {kind_of(message['content'])} for its content")
     if all(message["role"] != _ASSISTANT for message in messages):
         raise BadRecordError(f"no message of the chat has the role {_ASSISTANT!r}: there is no answer to learn")
     if isinstance(tools, str):

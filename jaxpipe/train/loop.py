@@ -61,7 +61,7 @@ from jaxpipe.train.run.stop import EndingEarly, Stop
 from jaxpipe.train.run.trace_window import TraceWindow
 from jaxpipe.train.run.trackers import TrackerFactory, find_trackers
 from jaxpipe.train.run.watchdog import Watchdog
-from jaxpipe.train.setup import Prepared, compile_setup, microbatch_size, prepare, step_flops
+from jaxpipe.train.setup import Prepared, compile_setup, held_out_microbatches, prepare, step_flops
 from jaxpipe.train.state import StepMetrics, TrainState, cause_of
 from jaxpipe.train.trainer import Trainer
 
@@ -138,23 +138,6 @@ def train(
         with folder.store, Stop() as stop:
             peak = peak_flops_per_s(devices[0].device_kind, config.run.dtype)
             return _Run(prepared, trainer, start, held_out, folder, out, stop, processes, trackers, peak).run(started)
-
-
-def held_out_microbatches(prepared: Prepared) -> Mapping[str, np.ndarray]:
-    """What every evaluation of a run looks at: arrays ``[count, microbatch size, sequence]``; empty if there is none.
-
-    Raises:
-        DataError: nothing is held out.
-    """
-    config, m = prepared.config, prepared.config.pipeline.microbatches
-    if not config.run.eval_every:
-        return {}
-    size, span = microbatch_size(config), prepared.model.span
-    groups = prepared.dataset.held_out_batches(
-        size * span, config.data.seq_len, config.run.output.eval_batches * m // span
-    )
-    rows = {name: np.concatenate([group[name] for group in groups]) for name in groups[0]}
-    return {name: array.reshape(-1, size, *array.shape[1:]) for name, array in rows.items()}
 
 
 class _Run:

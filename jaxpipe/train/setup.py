@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import optax
 
 from jaxpipe.errors import ConfigError
@@ -310,3 +311,20 @@ def rate_of(o: OptimizerConfig, steps: int) -> optax.Schedule:
     """The learning rate of each update, of ``steps`` in all."""
     warmup, fall = min(o.warmup_steps, steps), o.options
     return learning_rate(o.lr, warmup, steps, fall.min_lr_ratio, fall.schedule, fall.decay_fraction)
+
+
+def held_out_microbatches(prepared: Prepared) -> Mapping[str, np.ndarray]:
+    """Return what every evaluation of a run looks at: arrays ``[count, microbatch size, sequence]``; empty if there is none.
+
+    Raises:
+        DataError: nothing is held out.
+    """
+    config, m = prepared.config, prepared.config.pipeline.microbatches
+    if not config.run.eval_every:
+        return {}
+    size, span = microbatch_size(config), prepared.model.span
+    groups = prepared.dataset.held_out_batches(
+        size * span, config.data.seq_len, config.run.output.eval_batches * m // span
+    )
+    rows = {name: np.concatenate([group[name] for group in groups]) for name in groups[0]}
+    return {name: array.reshape(-1, size, *array.shape[1:]) for name, array in rows.items()}

@@ -297,7 +297,7 @@ def test_forwards_first_are_tried_where_they_are_asked_for() -> None:
 @pytest.mark.parametrize(
     ("only", "key"),
     [
-        (["traverse.first=sideways"], "traverse.first=sideways"),
+        (["traverse.first=sideways"], "traverse.first=sideways is no value that is tried: "),
         (["pipeline.schedule=1f1b", "traverse.first=forward"], "traverse.first=forward"),
         (["pipeline.microbatches=32", "pipeline.dp=2"], "no layout of 2 devices"),
     ],

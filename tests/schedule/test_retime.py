@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 from jaxpipe.errors import ScheduleError
 from jaxpipe.schedule import CostProfile, Schedule, generate, one_to_one, simulate, with_shared
 from jaxpipe.schedule.list_schedule.clock import Clock
+from jaxpipe.schedule.list_schedule.weights import Rule, WeightFilling, order_of
+from jaxpipe.schedule.passes.backwards import with_fused
 from jaxpipe.schedule.problem import B, F, Problem, W
 from jaxpipe.schedule.retime import Draft, Retimer, best_of, peaks
 from tests.support.schedule_strategies import random_costs, random_placements, random_valid_schedules
@@ -73,6 +75,16 @@ def test_the_clock_of_list_schedulers_keeps_the_same_time(schedule: Schedule, da
 
     clock.run(head, ask_all=True)
     assert max(clock.free) == pytest.approx(max(Retimer(problem).times(rows).last_s))
+
+
+@given(random_valid_schedules(placements=CHAINS), st.data())
+def test_fillings_keep_the_same_time(schedule: Schedule, data: st.DataObject) -> None:
+    costs = data.draw(random_costs(schedule.num_stages, schedule.num_ranks))
+    problem = Problem.of(schedule.placement, schedule.num_microbatches, costs)
+    filling, rows = WeightFilling(problem, 1e9), problem.codes(with_fused(schedule, frozenset()))
+    filled = filling.fill(order_of(problem, rows, filling.retimer), Rule((0.0,) * problem.num_ranks, ()))
+    assert filled is not None
+    assert filled.last_s == pytest.approx(filling.retimer.times(filled.rows).last_s)
 
 
 def test_deadlock_is_seen() -> None:

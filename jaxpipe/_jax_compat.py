@@ -178,10 +178,12 @@ def only_results(
 ) -> tuple[ClosedJaxpr, tuple[bool, ...]]:
     """A closed jaxpr that computes these results alone (in their old order), and which of the old inputs it takes: these
     ``inputs``, and those that it reads."""
-    wanted, given = set(results), set(inputs)
-    used = [k in wanted for k in range(len(closed.jaxpr.outvars))]
-    jaxpr, kept = _partial_eval.dce_jaxpr(closed.jaxpr, used, [k in given for k in range(len(closed.jaxpr.invars))])
-    return ClosedJaxpr(jaxpr, closed.consts), tuple(kept)
+    result_indices, input_indices = set(results), set(inputs)
+    used = [k in result_indices for k in range(len(closed.jaxpr.outvars))]
+    jaxpr, kept_inputs = _partial_eval.dce_jaxpr(
+        closed.jaxpr, used, [k in input_indices for k in range(len(closed.jaxpr.invars))]
+    )
+    return ClosedJaxpr(jaxpr, closed.consts), tuple(kept_inputs)
 
 
 def _no_debug_info(invars: Sequence[Var], outvars: Sequence[Atom]) -> Any:
@@ -231,9 +233,9 @@ def pruned(eqn: JaxprEqn, used: Sequence[bool]) -> JaxprEqn:
     """The equation without the results that are not used, as far as JAX can take loops and branches apart."""
     if all(used):
         return eqn
-    alone = close_jaxpr([], list(dict.fromkeys(variables(eqn.invars))), [eqn], eqn.outvars)
+    single_eqn = close_jaxpr([], list(dict.fromkeys(variables(eqn.invars))), [eqn], eqn.outvars)
     smaller: JaxprEqn
-    (smaller,) = only_results(alone, [k for k, use in enumerate(used) if use])[0].jaxpr.eqns
+    (smaller,) = only_results(single_eqn, [k for k, use in enumerate(used) if use])[0].jaxpr.eqns
     return smaller
 
 
@@ -268,8 +270,8 @@ def without_varying(aval: Any) -> Any:
 
 def vary(value: Any, axes: Sequence[str]) -> Any:
     """``value`` cast to varying over ``axes``, those it already varies over left out."""
-    have = varying_axes(value)
-    missing = tuple(a for a in axes if a not in have)
+    current_axes = varying_axes(value)
+    missing = tuple(a for a in axes if a not in current_axes)
     if not missing:
         return value
     return jax.lax.pcast(value, missing, to="varying")
@@ -339,12 +341,12 @@ def puts_between_processes(device: jax.Device) -> bool:
 @contextmanager
 def cudnn_assumed() -> Iterator[None]:
     """While it lasts, cuDNN's attention is traced as on a machine that has version 9.6: nothing is looked for, or run."""
-    asked = _fused_attention.check_cudnn_version
+    original_check = _fused_attention.check_cudnn_version
     _fused_attention.check_cudnn_version = lambda: 90600
     try:
         yield
     finally:
-        _fused_attention.check_cudnn_version = asked
+        _fused_attention.check_cudnn_version = original_check
 
 
 def compile_only_devices(name: str, description: str, count: int = 1) -> Sequence[jax.Device] | str:

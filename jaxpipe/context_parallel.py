@@ -71,7 +71,7 @@ def shard_avals(
             f"model {what} does not say which of its batch arrays lie over time: use cp 1 (pipeline.cp=1)"
         )
     parts = 2 * tp.cp * (tp.size if tp.splits_time else 1)
-    made = {}
+    local_avals = {}
     for name, aval in avals.items():
         rows, *rest = aval.shape
         if name in over_time:
@@ -82,8 +82,8 @@ def shard_avals(
                     f"shard{split}; use a multiple of {parts} such as {-(-rest[0] // parts) * parts}"
                 )
             rest[0] //= tp.cp
-        made[name] = jax.ShapeDtypeStruct((rows * tp.cp, *rest), aval.dtype)
-    return made
+        local_avals[name] = jax.ShapeDtypeStruct((rows * tp.cp, *rest), aval.dtype)
+    return local_avals
 
 
 def laid_out(
@@ -93,17 +93,19 @@ def laid_out(
     ``over_time`` are [m, B·c, T/c, …], each shard with its two chunks; every shard has all of the others, [m, B·c, …]."""
     if cp == 1:
         return batch
-    made = {}
+    arrays_by_name = {}
     for name, array in batch.items():
         m, rows, *rest = array.shape
         if name in over_time:
             chunks = array.reshape(m, dp, rows // dp, 2 * cp, rest[0] // (2 * cp), *rest[1:])
-            own = chunks[:, :, :, np.array(_chunks(cp))].reshape(m, dp, rows // dp, cp, rest[0] // cp, *rest[1:])
-            made[name] = own.swapaxes(2, 3).reshape(m, rows * cp, rest[0] // cp, *rest[1:])
+            shard_chunks = chunks[:, :, :, np.array(_chunks(cp))].reshape(
+                m, dp, rows // dp, cp, rest[0] // cp, *rest[1:]
+            )
+            arrays_by_name[name] = shard_chunks.swapaxes(2, 3).reshape(m, rows * cp, rest[0] // cp, *rest[1:])
         else:
             each = array.reshape(m, dp, 1, rows // dp, *rest)
-            made[name] = each.repeat(cp, axis=2).reshape(m, rows * cp, *rest)
-    return made
+            arrays_by_name[name] = each.repeat(cp, axis=2).reshape(m, rows * cp, *rest)
+    return arrays_by_name
 
 
 def joined_times(shards: Sequence[np.ndarray]) -> np.ndarray:
@@ -117,15 +119,13 @@ def joined_times(shards: Sequence[np.ndarray]) -> np.ndarray:
 # --- inside a shard ---------------------------------------------------------------------------------------------------------
 
 
-def own_times(whole: jax.Array, tp: TensorParallel, axis: int) -> jax.Array:
+def own_times(x: jax.Array, tp: TensorParallel, axis: int) -> jax.Array:
     """This shard's positions, along ``axis``, of what every shard has whole; all of them on one shard."""
     if tp.cp == 1:
-        return whole
-    n = whole.shape[axis] // (2 * tp.cp)
+        return x
+    n = x.shape[axis] // (2 * tp.cp)
     s = lax.axis_index(CP)
-    return jnp.concatenate(
-        [lax.dynamic_slice_in_dim(whole, chunk * n, n, axis) for chunk in (s, 2 * tp.cp - 1 - s)], axis
-    )
+    return jnp.concatenate([lax.dynamic_slice_in_dim(x, chunk * n, n, axis) for chunk in (s, 2 * tp.cp - 1 - s)], axis)
 
 
 def own_positions(length: int, tp: TensorParallel) -> jax.Array:
@@ -133,12 +133,12 @@ def own_positions(length: int, tp: TensorParallel) -> jax.Array:
     return own_times(jnp.arange(length * tp.cp, dtype=jnp.int32), tp, 0)
 
 
-def gathered(own: jax.Array, tp: TensorParallel) -> jax.Array:
+def gathered(shard: jax.Array, tp: TensorParallel) -> jax.Array:
     """The parts of all shards along axis 1, one shard after another: their positions are :func:`gathered_positions`.
 
     Its gradient is summed over the shards and scattered."""
-    whole: jax.Array = lax.all_gather(own, CP, axis=1, tiled=True)
-    return whole
+    full: jax.Array = lax.all_gather(shard, CP, axis=1, tiled=True)
+    return full
 
 
 def gathered_positions(length: int, tp: TensorParallel) -> np.ndarray:
@@ -155,36 +155,38 @@ def in_time_order(joined: jax.Array, tp: TensorParallel, axis: int = 1, *, back:
     return jnp.concatenate([parts[k] for k in picked], axis)
 
 
-def whole_times(own: jax.Array, tp: TensorParallel) -> jax.Array:
+def whole_times(shard: jax.Array, tp: TensorParallel) -> jax.Array:
     """What every shard has a part of along axis 1, whole and in the order of time."""
-    return own if tp.cp == 1 else in_time_order(gathered(own, tp), tp)
+    return shard if tp.cp == 1 else in_time_order(gathered(shard, tp), tp)
 
 
-def times_for_heads(own: jax.Array, tp: TensorParallel) -> jax.Array:
+def times_for_heads(shard: jax.Array, tp: TensorParallel) -> jax.Array:
     """[B, T/c, N, …] with N heads → [B, T, N/c, …]: this shard's heads at all times, in the order of time.
 
     Raises:
         StageError: N does not divide over the shards.
     """
-    N = own.shape[2]
+    N = shard.shape[2]
     if N % tp.cp:
         raise StageError(
             f"attention: {N} key/value heads do not divide over cp {tp.cp} by cp_method=heads; use ring or gather"
         )
-    joined = lax.all_to_all(own, CP, split_axis=2, concat_axis=1, tiled=True)
+    joined = lax.all_to_all(shard, CP, split_axis=2, concat_axis=1, tiled=True)
     return in_time_order(joined, tp)
 
 
-def heads_for_times(own: jax.Array, tp: TensorParallel) -> jax.Array:
+def heads_for_times(shard: jax.Array, tp: TensorParallel) -> jax.Array:
     """The inverse of :func:`times_for_heads`."""
-    apart: jax.Array = lax.all_to_all(in_time_order(own, tp, back=True), CP, split_axis=1, concat_axis=2, tiled=True)
-    return apart
+    time_shard: jax.Array = lax.all_to_all(
+        in_time_order(shard, tp, back=True), CP, split_axis=1, concat_axis=2, tiled=True
+    )
+    return time_shard
 
 
-def own_heads(whole: jax.Array, tp: TensorParallel, axis: int) -> jax.Array:
+def own_heads(x: jax.Array, tp: TensorParallel, axis: int) -> jax.Array:
     """This shard's heads, along ``axis``, of what every shard has whole."""
-    own = whole.shape[axis] // tp.cp
-    return lax.dynamic_slice_in_dim(whole, lax.axis_index(CP) * own, own, axis)
+    num_heads = x.shape[axis] // tp.cp
+    return lax.dynamic_slice_in_dim(x, lax.axis_index(CP) * num_heads, num_heads, axis)
 
 
 # --- attention --------------------------------------------------------------------------------------------------------------
@@ -261,8 +263,8 @@ class _Ring:
 
     def passed_on(self, x: jax.Array) -> jax.Array:
         """What the shard before this one in the ring has."""
-        given: jax.Array = lax.ppermute(x, CP, [(s, (s + 1) % self.tp.cp) for s in range(self.tp.cp)])
-        return given
+        received: jax.Array = lax.ppermute(x, CP, [(s, (s + 1) % self.tp.cp) for s in range(self.tp.cp)])
+        return received
 
 
 def ring_attention(
@@ -290,8 +292,8 @@ def ring_attention(
         segments = whole_times(segments, tp)
     how = _Ring(tp, causal, window, dropout if key is not None else 0.0)
     B, T, G, K = k.shape
-    apart = [x.reshape(B, 2, T // 2, G, K).transpose(0, 3, 1, 2, 4) for x in (k, v)]
-    return _ring(how, _rows(q * (K**-0.5), G), jnp.stack(apart), (lengths, segments), key)
+    chunk_rows = [x.reshape(B, 2, T // 2, G, K).transpose(0, 3, 1, 2, 4) for x in (k, v)]
+    return _ring(how, _rows(q * (K**-0.5), G), jnp.stack(chunk_rows), (lengths, segments), key)
 
 
 def _rows(q: jax.Array, G: int) -> jax.Array:
@@ -320,57 +322,59 @@ def _ring_forward(
     axes = sorted(varying_axes(q))
     top = vary(jnp.full(q.shape[:-1], _MASKED, wide), axes)
     total, out = vary(jnp.zeros(q.shape[:-1], wide), axes), vary(jnp.zeros(q.shape, wide), axes)
-    here = kv
+    current_kv = kv
     for step in range(how.tp.cp):
-        coming = how.passed_on(here) if step + 1 < how.tp.cp else here
+        coming = how.passed_on(current_kv) if step + 1 < how.tp.cp else current_kv
         for i, j in how.pairs(step):
-            k, v = (_at(x, j) for x in here)
+            k, v = (_at(x, j) for x in current_kv)
             scores = _scores(how, _at(q, i), k, step, i, j, masks)
             old = _at(top, i)
             new = jnp.maximum(old, scores.max(axis=-1))
             shrink, probs = jnp.exp(old - new), jnp.exp(scores - new[..., None])
-            seen = _dropped(how, probs, keep, step, i, j).astype(q.dtype)
-            part = jnp.einsum("bgms,bgsk->bgmk", seen, v, preferred_element_type=wide)
+            dropped_probs = _dropped(how, probs, keep, step, i, j).astype(q.dtype)
+            part = jnp.einsum("bgms,bgsk->bgmk", dropped_probs, v, preferred_element_type=wide)
             top = _put(top, new, i)
             total = _put(total, _at(total, i) * shrink + probs.sum(axis=-1), i)
             out = _put(out, _at(out, i) * shrink[..., None] + part, i)
-        here = coming
+        current_kv = coming
     result = checkpoint_name(_heads((out / total[..., None]).astype(q.dtype), kv.shape[4]), _KEPT)
     return result, (q, kv, masks, key, result, checkpoint_name(top + jnp.log(total), _KEPT))
 
 
-def _ring_backward(how: _Ring, kept: tuple[Any, ...], cotangent: jax.Array) -> tuple[Any, ...]:
+def _ring_backward(how: _Ring, saved: tuple[Any, ...], cotangent: jax.Array) -> tuple[Any, ...]:
     """Under ``jax.checkpoint``, so that scores belong to the backward pass of a stage, although they need no cotangent."""
-    return jax.checkpoint(partial(_ring_gradients, how))(kept, cotangent)  # type: ignore[no-any-return]
+    return jax.checkpoint(partial(_ring_gradients, how))(saved, cotangent)  # type: ignore[no-any-return]
 
 
-def _ring_gradients(how: _Ring, kept: tuple[Any, ...], cotangent: jax.Array) -> tuple[Any, ...]:
-    q, kv, masks, key, result, lse = kept
+def _ring_gradients(how: _Ring, saved: tuple[Any, ...], cotangent: jax.Array) -> tuple[Any, ...]:
+    q, kv, masks, key, result, lse = saved
     wide = lse.dtype
     keep = _kept(how, q, kv, key)
     axes = sorted(varying_axes(q))
     cotangent, result = (_rows(x, kv.shape[2]) for x in (cotangent, result))
     weight = jnp.sum(cotangent.astype(wide) * result.astype(wide), axis=-1)
     dq = vary(jnp.zeros(q.shape, wide), axes)
-    here, arrived = kv, None
+    current_kv, arrived = kv, None
     for step in range(how.tp.cp):
-        coming = how.passed_on(here) if step + 1 < how.tp.cp else here
+        coming = how.passed_on(current_kv) if step + 1 < how.tp.cp else current_kv
         dk, dv = (vary(jnp.zeros(kv.shape[1:], wide), axes) for _ in range(2))
         for i, j in how.pairs(step):
-            k, v = (_at(x, j) for x in here)
-            rows, given = _at(q, i), _at(cotangent, i)
+            k, v = (_at(x, j) for x in current_kv)
+            rows, dout = _at(q, i), _at(cotangent, i)
             probs = jnp.exp(_scores(how, rows, k, step, i, j, masks) - _at(lse, i)[..., None])
-            seen = _dropped(how, probs, keep, step, i, j).astype(q.dtype)
-            dprobs = jnp.einsum("bgmk,bgsk->bgms", given, v, preferred_element_type=wide)
+            dropped_probs = _dropped(how, probs, keep, step, i, j).astype(q.dtype)
+            dprobs = jnp.einsum("bgmk,bgsk->bgms", dout, v, preferred_element_type=wide)
             dscores = (probs * (_dropped(how, dprobs, keep, step, i, j) - _at(weight, i)[..., None])).astype(q.dtype)
             dq = _put(dq, _at(dq, i) + jnp.einsum("bgms,bgsk->bgmk", dscores, k, preferred_element_type=wide), i)
             dk = _put(dk, _at(dk, j) + jnp.einsum("bgms,bgmk->bgsk", dscores, rows, preferred_element_type=wide), j)
-            dv = _put(dv, _at(dv, j) + jnp.einsum("bgms,bgmk->bgsk", seen, given, preferred_element_type=wide), j)
-        own = jnp.stack([dk, dv])
+            dv = _put(
+                dv, _at(dv, j) + jnp.einsum("bgms,bgmk->bgsk", dropped_probs, dout, preferred_element_type=wide), j
+            )
+        dkv = jnp.stack([dk, dv])
         arrived = how.passed_on(
-            own if arrived is None else own + arrived
+            dkv if arrived is None else dkv + arrived
         )  # with the keys that they are of, at last back home
-        here = coming
+        current_kv = coming
     assert arrived is not None
     return dq.astype(q.dtype), arrived.astype(kv.dtype), None, None
 
@@ -399,8 +403,8 @@ def _kept(how: _Ring, q: jax.Array, kv: jax.Array, key: jax.Array | None) -> jax
         return None
     B, G, _, rows, _ = q.shape
     chunks, n = 2 * how.tp.cp, kv.shape[4]
-    whole = jax.random.bernoulli(key, 1 - how.dropout, (B, G, chunks * rows, chunks * n))
-    return whole.reshape(B, G, chunks, rows, chunks, n)
+    mask = jax.random.bernoulli(key, 1 - how.dropout, (B, G, chunks * rows, chunks * n))
+    return mask.reshape(B, G, chunks, rows, chunks, n)
 
 
 def _dropped(how: _Ring, probs: jax.Array, keep: jax.Array | None, step: int, i: Any, j: Any) -> jax.Array:
@@ -408,8 +412,10 @@ def _dropped(how: _Ring, probs: jax.Array, keep: jax.Array | None, step: int, i:
     if keep is None:
         return probs
     mine, theirs = how.chunk(lax.axis_index(CP), i), how.chunk(how.source(step), j)
-    own = lax.dynamic_index_in_dim(lax.dynamic_index_in_dim(keep, mine, 2, keepdims=False), theirs, 3, keepdims=False)
-    return jnp.where(own, probs / (1 - how.dropout), jnp.zeros_like(probs))
+    chunk_mask = lax.dynamic_index_in_dim(
+        lax.dynamic_index_in_dim(keep, mine, 2, keepdims=False), theirs, 3, keepdims=False
+    )
+    return jnp.where(chunk_mask, probs / (1 - how.dropout), jnp.zeros_like(probs))
 
 
 def _at(x: jax.Array, half: Any) -> jax.Array:

@@ -25,13 +25,13 @@ def exported(package: str, **homes: str) -> tuple[list[str], Callable[[str], Any
 
 def import_from_here(name: str) -> ModuleType:
     """The module ``name``, from ``sys.path`` or else the working directory, which stays on the path unless that fails."""
-    here = str(Path.cwd())
-    added = not {"", here} & set(sys.path)
+    working_directory = str(Path.cwd())
+    added = not {"", working_directory} & set(sys.path)
     if added:
-        sys.path.append(here)
+        sys.path.append(working_directory)
     try:
         return import_module(name)
     except BaseException:
         if added:
-            sys.path.remove(here)
+            sys.path.remove(working_directory)
         raise

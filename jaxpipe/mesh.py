@@ -80,19 +80,19 @@ def pipeline_submeshes(
     for name, size in (("ranks", ranks), (DP, dp), (CP, cp), (TP, tp)):
         if size < 1:
             raise ConfigError(f"{name} is {size}; want at least 1")
-    have = list(jax.devices() if devices is None else devices)
-    if strange := [k for k, device in enumerate(have) if not hasattr(device, "platform")]:
+    all_devices = list(jax.devices() if devices is None else devices)
+    if strange := [k for k, device in enumerate(all_devices) if not hasattr(device, "platform")]:
         raise ConfigError(
-            f"devices[{strange[0]}] is a {type(have[strange[0]]).__name__}; want devices, as jax.devices() lists"
+            f"devices[{strange[0]}] is a {type(all_devices[strange[0]]).__name__}; want devices, as jax.devices() lists"
         )
     need = ranks * dp * cp * tp
-    if len(have) < need:
+    if len(all_devices) < need:
         axes = f"dp {dp}" + (f" × cp {cp}" if cp > 1 else "") + f" × tp {tp}"
         raise ConfigError(
-            f"{ranks} ranks × {axes} need {need} devices, this process sees {len(have)}; use fewer ranks, or on a CPU set "
-            f"XLA_FLAGS=--xla_force_host_platform_device_count={need} before JAX starts"
+            f"{ranks} ranks × {axes} need {need} devices, this process sees {len(all_devices)}; use fewer ranks, or "
+            f"on a CPU set XLA_FLAGS=--xla_force_host_platform_device_count={need} before JAX starts"
         )
-    grid = np.array(have[:need], dtype=object).reshape(ranks, dp, cp, tp)
+    grid = np.array(all_devices[:need], dtype=object).reshape(ranks, dp, cp, tp)
     return tuple(Mesh(grid[r], AXES) for r in range(ranks))
 
 

@@ -123,8 +123,8 @@ def whole_time(x: jax.Array, tp: TensorParallel) -> jax.Array:
     """
     if tp.size == 1:
         return x
-    whole: jax.Array = lax.all_gather(x, TP, axis=1, tiled=True) if tp.splits_time else vary(x, (TP,))
-    return whole
+    full: jax.Array = lax.all_gather(x, TP, axis=1, tiled=True) if tp.splits_time else vary(x, (TP,))
+    return full
 
 
 def sum_parts(part: jax.Array, tp: TensorParallel, residual: jax.Array | None = None) -> jax.Array:
@@ -198,12 +198,12 @@ def column_parallel(
     ``number of contracted axes + split``, the bias along ``split``. ``dense``: further options of ``nn.DenseGeneral``.
     Raises ConfigError where ``features[split]`` does not divide.
     """
-    own = [features] if isinstance(features, int) else list(features)
-    check_shards(f"column-parallel layer {dense.get('name', '')}".rstrip(), tp, {"features": own[split]})
-    own[split] //= tp.size
+    local_features = [features] if isinstance(features, int) else list(features)
+    check_shards(f"column-parallel layer {dense.get('name', '')}".rstrip(), tp, {"features": local_features[split]})
+    local_features[split] //= tp.size
     if tp.size > 1 and not input_is_whole:
         dense["dot_general"] = partial(_column_product, tp)
-    return nn.DenseGeneral(own[0] if isinstance(features, int) else tuple(own), **dense)
+    return nn.DenseGeneral(local_features[0] if isinstance(features, int) else tuple(local_features), **dense)
 
 
 def row_parallel(
@@ -245,10 +245,10 @@ def own_query_heads(leaf: jax.Array, tp: TensorParallel) -> jax.Array:
             f"{groups} key/value heads are not shared by {tp.size} shards; split the projection along them"
         )
     sharing = tp.size // groups
-    own = heads // sharing
+    local_heads = heads // sharing
     shard = lax.axis_index(TP)
     group = lax.dynamic_slice_in_dim(leaf, shard // sharing, 1, leaf.ndim - 3)
-    queries = lax.dynamic_slice_in_dim(group, shard % sharing * own, own, leaf.ndim - 2)
+    queries = lax.dynamic_slice_in_dim(group, shard % sharing * local_heads, local_heads, leaf.ndim - 2)
     return jnp.concatenate([queries, group[..., -2:, :]], axis=-2)
 
 
@@ -294,10 +294,10 @@ class VocabParallelEmbed(nn.Embed):  # type: ignore[misc]  # flax is not typed
         if self.tp.size == 1 and not _checks_ids.get():
             return super().__call__(tokens)  # type: ignore[no-any-return]
         (table,) = self.promote_dtype(self.embedding, dtype=self.dtype, inexact=False)
-        known = _is_word(tokens, self.words, self.num_embeddings)
+        is_valid = _is_word(tokens, self.words, self.num_embeddings)
         if self.tp.size == 1:  # nn.Embed would count a negative token from the end
-            return jnp.take(table, jnp.where(known, tokens, len(table)), axis=0, mode="fill", fill_value=jnp.nan)
-        return sum_parts(jnp.where(known[..., None], _found(table, tokens, self.tp), jnp.nan), self.tp)
+            return jnp.take(table, jnp.where(is_valid, tokens, len(table)), axis=0, mode="fill", fill_value=jnp.nan)
+        return sum_parts(jnp.where(is_valid[..., None], _found(table, tokens, self.tp), jnp.nan), self.tp)
 
 
 def rows_of(table: jax.Array, words: jax.Array, tp: TensorParallel) -> jax.Array:
@@ -308,8 +308,8 @@ def rows_of(table: jax.Array, words: jax.Array, tp: TensorParallel) -> jax.Array
 
 def _found(table: jax.Array, words: jax.Array, tp: TensorParallel) -> jax.Array:
     """This shard's rows for ``words``; zeros for those of others."""
-    local, own = _own_rows(words, table.shape[0], tp)
-    row = jnp.where(own, local, table.shape[0])  # past the end: reads 0, and its gradient is written nowhere
+    local, is_local = _own_rows(words, table.shape[0], tp)
+    row = jnp.where(is_local, local, table.shape[0])  # past the end: reads 0, and its gradient is written nowhere
     return jnp.take(table, row, axis=0, mode="fill", fill_value=0)
 
 
@@ -350,15 +350,15 @@ def _cross_entropy_forward(
     wide = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     lse = _log_sum_exp(wide, tp)
     valid = _is_word(targets, words, logits.shape[-1] * tp.size)
-    local, own = (targets, valid) if tp.size == 1 else _own_rows(targets, logits.shape[-1], tp)
-    return jnp.where(valid, lse - _picked(wide, local, own, tp), jnp.nan), (logits, targets, lse)
+    local, is_local = (targets, valid) if tp.size == 1 else _own_rows(targets, logits.shape[-1], tp)
+    return jnp.where(valid, lse - _picked(wide, local, is_local, tp), jnp.nan), (logits, targets, lse)
 
 
-def _picked(wide: jax.Array, local: jax.Array, own: jax.Array, tp: TensorParallel) -> jax.Array:
-    """The target's logit; of one shard, any where the target is none of ``own``."""
-    index = jnp.where(own, local, 0)
+def _picked(wide: jax.Array, local: jax.Array, is_local: jax.Array, tp: TensorParallel) -> jax.Array:
+    """Return the target's logit, summed over shards; with one shard, any logit where the target is not ``is_local``."""
+    index = jnp.where(is_local, local, 0)
     picked = jnp.take_along_axis(wide, index[:, :, None], axis=-1)[:, :, 0]
-    return picked if tp.size == 1 else lax.psum(jnp.where(own, picked, 0), TP)
+    return picked if tp.size == 1 else lax.psum(jnp.where(is_local, picked, 0), TP)
 
 
 def _log_sum_exp(x: jax.Array, tp: TensorParallel) -> jax.Array:
@@ -403,9 +403,9 @@ def _partial_forward(
 ) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, ...]]:
     wide = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     lse = _log_sum_exp(wide, tp)
-    local, own = _own_rows(targets, logits.shape[-1], tp)
-    picked = _picked(wide, local, own, tp)
-    return (lse, jnp.where(own, picked, 0) if tp.size == 1 else picked), (logits, targets, lse)
+    local, is_local = _own_rows(targets, logits.shape[-1], tp)
+    picked = _picked(wide, local, is_local, tp)
+    return (lse, jnp.where(is_local, picked, 0) if tp.size == 1 else picked), (logits, targets, lse)
 
 
 def _partial_backward(
@@ -449,8 +449,8 @@ class Dropout(nn.Dropout):  # type: ignore[misc]  # flax is not typed
             rng = self.make_rng(self.rng_collection) if rng is None else rng
             keep = own_times(jax.random.bernoulli(rng, 1 - self.rate, (B, T * self.tp.cp, *rest)), self.tp, 1)
             return jnp.where(keep, inputs / (1 - self.rate), jnp.zeros_like(inputs))
-        kept: jax.Array = super().__call__(inputs, deterministic, rng)
-        return kept
+        outputs: jax.Array = super().__call__(inputs, deterministic, rng)
+        return outputs
 
 
 def add_branch(

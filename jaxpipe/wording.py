@@ -7,14 +7,14 @@ import math
 from collections.abc import Collection, Iterable, Sequence
 
 
-def nearest(word: str, known: Iterable[str], alike: float = 0.5) -> str:
+def nearest(word: str, words: Iterable[str], alike: float = 0.5) -> str:
     """The known word most like ``word``; empty if none is ``alike`` (difflib's ratio, 1: the same)."""
-    return next(iter(difflib.get_close_matches(word, list(known), n=1, cutoff=alike)), "")
+    return next(iter(difflib.get_close_matches(word, list(words), n=1, cutoff=alike)), "")
 
 
-def closest(word: str, known: Iterable[str], otherwise: str = "") -> str:
+def closest(word: str, words: Iterable[str], otherwise: str = "") -> str:
     """``; did you mean 'x'?`` for the known word most like ``word``, or ``otherwise``."""
-    near = nearest(word, known)
+    near = nearest(word, words)
     return f"; did you mean {near!r}?" if near else otherwise
 
 
@@ -52,10 +52,10 @@ def format_seconds(seconds: float) -> str:
             if 0 < seconds < 999.5 * scale:
                 return f"{seconds / scale:.3g} {unit}"
         return f"{seconds:.3g} s"
-    whole = round(seconds)
+    rounded = round(seconds)
     for big, small, units in ((60, 1, "ms"), (3600, 60, "hm"), (86400, 3600, "dh")):
-        if whole < big * (24 if units == "hm" else 60) or units == "dh":
-            return f"{whole // big}{units[0]}{whole % big // small:02d}{units[1]}"
+        if rounded < big * (24 if units == "hm" else 60) or units == "dh":
+            return f"{rounded // big}{units[0]}{rounded % big // small:02d}{units[1]}"
     raise AssertionError
 
 

@@ -109,16 +109,16 @@ def attention(
         return ring_attention(
             q, k, v, tp, causal=causal, window=window, lengths=lengths, segments=segments, dropout=dropout, key=key
         )
-    seen = _Seen(causal, window, lengths, None if segments is None else (segments, segments), dropout=dropout)
+    visible = _Seen(causal, window, lengths, None if segments is None else (segments, segments), dropout=dropout)
     B, T, H, _ = q.shape
     if key is not None and dropout > 0:
-        G, whole = k.shape[2], T * tp.cp
-        seen = replace(seen, keep=jax.random.bernoulli(key, 1 - dropout, (B, G, whole * H // G, whole)))
+        G, length = k.shape[2], T * tp.cp
+        visible = replace(visible, keep=jax.random.bernoulli(key, 1 - dropout, (B, G, length * H // G, length)))
     if tp.cp == 1:
-        return _by_kernel(q, k, v, kernel, seen)
+        return _by_kernel(q, k, v, kernel, visible)
     if tp.cp_method == "heads":
-        return _by_heads(q, k, v, kernel, seen, tp)
-    return _by_gathering(q, k, v, seen, tp)
+        return _by_heads(q, k, v, kernel, visible, tp)
+    return _by_gathering(q, k, v, visible, tp)
 
 
 _Pair = tuple[jax.Array, jax.Array]
@@ -139,45 +139,45 @@ class _Seen:
     keep: jax.Array | None = None
 
 
-def _by_kernel(q: jax.Array, k: jax.Array, v: jax.Array, kernel: str, seen: _Seen) -> jax.Array:
+def _by_kernel(q: jax.Array, k: jax.Array, v: jax.Array, kernel: str, visible: _Seen) -> jax.Array:
     """Of whole sequences."""
     if kernel != "xla":
         try:
-            return _by_cudnn(q, k, v, seen)
+            return _by_cudnn(q, k, v, visible)
         except (NotImplementedError, RuntimeError, ValueError) as error:
             if kernel == "cudnn" and jax.sharding.get_abstract_mesh().abstract_device is not None:
                 raise StageError(
                     f"attention=cudnn can't do this: {' '.join(str(error).split()).rstrip('.')}; use attention=auto or xla"
                 ) from error
-    return _by_xla(q, k, v, seen)
+    return _by_xla(q, k, v, visible)
 
 
-def _by_heads(q: jax.Array, k: jax.Array, v: jax.Array, kernel: str, seen: _Seen, tp: TensorParallel) -> jax.Array:
+def _by_heads(q: jax.Array, k: jax.Array, v: jax.Array, kernel: str, visible: _Seen, tp: TensorParallel) -> jax.Array:
     B, T, H, K = q.shape
     G = k.shape[2]
-    apart = [q.reshape(B, T, G, H // G, K), k[:, :, :, None], v[:, :, :, None]]
-    qkv = times_for_heads(jnp.concatenate(apart, axis=3), tp)  # [B, T·c, G/c, R + 2, K]
-    if seen.segments is not None:
-        seen = replace(seen, segments=(whole_times(seen.segments[0], tp),) * 2)
-    if seen.keep is not None:
-        seen = replace(seen, keep=own_heads(seen.keep, tp, 1))
+    grouped_qkv = [q.reshape(B, T, G, H // G, K), k[:, :, :, None], v[:, :, :, None]]
+    qkv = times_for_heads(jnp.concatenate(grouped_qkv, axis=3), tp)  # [B, T·c, G/c, R + 2, K]
+    if visible.segments is not None:
+        visible = replace(visible, segments=(whole_times(visible.segments[0], tp),) * 2)
+    if visible.keep is not None:
+        visible = replace(visible, keep=own_heads(visible.keep, tp, 1))
     q = qkv[:, :, :, :-2].reshape(B, T * tp.cp, H // tp.cp, K)
-    return heads_for_times(_by_kernel(q, qkv[:, :, :, -2], qkv[:, :, :, -1], kernel, seen), tp)
+    return heads_for_times(_by_kernel(q, qkv[:, :, :, -2], qkv[:, :, :, -1], kernel, visible), tp)
 
 
-def _by_gathering(q: jax.Array, k: jax.Array, v: jax.Array, seen: _Seen, tp: TensorParallel) -> jax.Array:
+def _by_gathering(q: jax.Array, k: jax.Array, v: jax.Array, visible: _Seen, tp: TensorParallel) -> jax.Array:
     B, T, H, _ = q.shape
-    G, whole = k.shape[2], T * tp.cp
+    G, length = k.shape[2], T * tp.cp
     kv = gathered(
         checkpoint_name(jnp.concatenate([k, v], axis=2), KEPT), tp
     )  # [B, T·c, 2G, K], one shard after another
-    seen = replace(seen, places=(own_positions(T, tp), jnp.asarray(gathered_positions(whole, tp))))
-    if seen.segments is not None:
-        seen = replace(seen, segments=(seen.segments[0], gathered(seen.segments[1], tp)))
-    if seen.keep is not None:
-        rows = own_times(seen.keep.reshape(B, G, whole, H // G, whole), tp, 2)
-        seen = replace(seen, keep=in_time_order(rows, tp, 4, back=True).reshape(B, G, T * H // G, whole))
-    return _by_xla(q, kv[:, :, :G], kv[:, :, G:], seen)
+    visible = replace(visible, places=(own_positions(T, tp), jnp.asarray(gathered_positions(length, tp))))
+    if visible.segments is not None:
+        visible = replace(visible, segments=(visible.segments[0], gathered(visible.segments[1], tp)))
+    if visible.keep is not None:
+        rows = own_times(visible.keep.reshape(B, G, length, H // G, length), tp, 2)
+        visible = replace(visible, keep=in_time_order(rows, tp, 4, back=True).reshape(B, G, T * H // G, length))
+    return _by_xla(q, kv[:, :, :G], kv[:, :, G:], visible)
 
 
 def places(segments: jax.Array) -> jax.Array:
@@ -187,9 +187,9 @@ def places(segments: jax.Array) -> jax.Array:
     return position - jax.lax.cummax(jnp.where(segments == before, 0, position), axis=1)
 
 
-def _by_cudnn(q: jax.Array, k: jax.Array, v: jax.Array, seen: _Seen) -> jax.Array:
+def _by_cudnn(q: jax.Array, k: jax.Array, v: jax.Array, visible: _Seen) -> jax.Array:
     """Raises what JAX raises, and NotImplementedError for what it does not check before it compiles."""
-    if seen.segments is not None:
+    if visible.segments is not None:
         raise NotImplementedError("it can't tell documents apart")
     device = jax.sharding.get_abstract_mesh().abstract_device
     platform = jax.default_backend() if device is None else device.platform
@@ -198,31 +198,31 @@ def _by_cudnn(q: jax.Array, k: jax.Array, v: jax.Array, seen: _Seen) -> jax.Arra
     capability = getattr(jax.devices()[0], "compute_capability", "8.0")
     if float(capability) < 8:
         raise NotImplementedError(f"it needs a GPU of compute capability 8.0, and this one has {capability}")
-    if seen.dropout > 0:
+    if visible.dropout > 0:
         raise NotImplementedError("it can't drop probabilities")
     attended: jax.Array = jax.nn.dot_product_attention(
         q,
         k,
         v,
-        is_causal=seen.causal,
-        query_seq_lengths=seen.lengths,  # a query of padding that sees nothing would divide by zero
-        key_value_seq_lengths=seen.lengths,
-        local_window_size=None if seen.window is None else (seen.window - 1, 0),
+        is_causal=visible.causal,
+        query_seq_lengths=visible.lengths,  # a query of padding that sees nothing would divide by zero
+        key_value_seq_lengths=visible.lengths,
+        local_window_size=None if visible.window is None else (visible.window - 1, 0),
         implementation="cudnn",
     )
     return attended
 
 
-def _by_xla(q: jax.Array, k: jax.Array, v: jax.Array, seen: _Seen) -> jax.Array:
+def _by_xla(q: jax.Array, k: jax.Array, v: jax.Array, visible: _Seen) -> jax.Array:
     B, T, H, K = q.shape
     G = k.shape[2]
     R = H // G
     k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)  # [B, G, T, K]
     scores = checkpoint_name(jnp.einsum("bgmk,bgsk->bgms", _rows(q * (K**-0.5), G), k), SCORES)
-    probs = _softmax(scores, (seen.lengths, seen.segments, seen.places), seen.causal, seen.window)
-    if seen.keep is not None:
-        keep = checkpoint_name(seen.keep, SCORES)
-        probs = checkpoint_name(jax.lax.select(keep, probs / (1 - seen.dropout), jnp.zeros_like(probs)), SCORES)
+    probs = _softmax(scores, (visible.lengths, visible.segments, visible.places), visible.causal, visible.window)
+    if visible.keep is not None:
+        keep = checkpoint_name(visible.keep, SCORES)
+        probs = checkpoint_name(jax.lax.select(keep, probs / (1 - visible.dropout), jnp.zeros_like(probs)), SCORES)
     out = jnp.einsum("bgms,bgsk->bgmk", probs, v)
     if R == 1:
         return out.transpose(0, 2, 1, 3)
@@ -256,8 +256,8 @@ def _softmax(scores: jax.Array, masks: _Masks, causal: bool, window: int | None)
     if causal:
         position = jnp.arange(rows) // R if places is None else jnp.repeat(places[0], R)
     numbers = None if segments is None else (jnp.repeat(segments[0], R, axis=1), segments[1])
-    seen = masked(scores.astype(wide), column, position, window, lengths, numbers)
-    return jax.nn.softmax(seen, axis=-1).astype(scores.dtype)
+    masked_scores = masked(scores.astype(wide), column, position, window, lengths, numbers)
+    return jax.nn.softmax(masked_scores, axis=-1).astype(scores.dtype)
 
 
 def _softmax_forward(scores: jax.Array, masks: _Masks, causal: bool, window: int | None) -> tuple[jax.Array, jax.Array]:

@@ -117,8 +117,8 @@ def CLIP(**options: Any) -> Model:  # noqa: N802 - named as the model is
             "weights": jax.ShapeDtypeStruct((microbatch_size,), jnp.float32),
         }
 
-    made: dict[str, Any] = {"target": "models.clip:CLIP", "options": options_of(config), "loss_unit": "nats/pair"}
-    return Model("clip", tuple(layers), batch_spec, config.vocab_size, config.seq_len, **made)
+    fields: dict[str, Any] = {"target": "models.clip:CLIP", "options": options_of(config), "loss_unit": "nats/pair"}
+    return Model("clip", tuple(layers), batch_spec, config.vocab_size, config.seq_len, **fields)
 
 
 class Head(nn.Module):
@@ -155,11 +155,11 @@ def _loss(params: Params, x: tuple[jax.Array, jax.Array], context: LayerContext)
     scores = scale * jnp.einsum("be,ce->bc", image, text)
     absent = jnp.where(weights != 0, 0, _NO_PAIR).astype(scores.dtype)
     among_texts, among_images = scores + absent[None, :], scores + absent[:, None]
-    own = jnp.diagonal(scores)
-    losses = (jax.nn.logsumexp(among_texts, axis=1) + jax.nn.logsumexp(among_images, axis=0)) / 2 - own
-    found = (own >= jnp.max(among_texts, axis=1)).astype(weights.dtype)
+    matching_scores = jnp.diagonal(scores)
+    losses = (jax.nn.logsumexp(among_texts, axis=1) + jax.nn.logsumexp(among_images, axis=0)) / 2 - matching_scores
+    is_retrieved = (matching_scores >= jnp.max(among_texts, axis=1)).astype(weights.dtype)
     weight = jnp.sum(weights)
-    return jnp.sum(weights * losses), weight, {"retrieval": jnp.sum(weights * found)}
+    return jnp.sum(weights * losses), weight, {"retrieval": jnp.sum(weights * is_retrieved)}
 
 
 def _whole(tp: TensorParallel) -> Mapping[Path, Shard]:

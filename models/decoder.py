@@ -117,12 +117,12 @@ def language_model(config: DecoderConfig, layers: Iterable[Layer]) -> Model:
     names = ("tokens", "targets", "weights", *config.segments)
     spec = partial(text_spec, config)
     name = config.model.lower()
-    made: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "target": f"models.{name}:{config.model}",
         "options": options_of(config),
         "over_time": names,
     }
-    return Model(name, (*layers, loss_layer(config.vocab_size)), spec, config.vocab_size, config.seq_len, **made)
+    return Model(name, (*layers, loss_layer(config.vocab_size)), spec, config.vocab_size, config.seq_len, **fields)
 
 
 def text_spec(config: DecoderConfig, microbatch_size: int) -> Mapping[str, jax.ShapeDtypeStruct]:
@@ -158,10 +158,10 @@ def block_layer(config: DecoderConfig, block: DecoderBlock, shards: Any) -> Laye
 
 def head_layer(config: DecoderConfig) -> Layer:
     """The layer ``head``. Tied, it takes its kernel from the layer ``embed``."""
-    made: dict[str, Any] = {"example": (config.hidden,), "kind": config.kind("head")}
+    fields: dict[str, Any] = {"example": (config.hidden,), "kind": config.kind("head")}
     tied = {("kernel",): ("embed", EMBEDDING)} if config.tied else {}
-    head = from_linen("head", Head(config), tied=tied, shards=partial(_head_shards, config), **made)
-    rest = from_linen("head", Head(config, False), shards=partial(norm_shards, config, "norm"), **made)
+    head = from_linen("head", Head(config), tied=tied, shards=partial(_head_shards, config), **fields)
+    rest = from_linen("head", Head(config, False), shards=partial(norm_shards, config, "norm"), **fields)
     return replace(head, words=head_words(("kernel",), config.vocab_size, rest))
 
 
@@ -183,7 +183,8 @@ class DecoderBlock(nn.Module):
 
 
 class Head(nn.Module):
-    """``whole``: with the words' rows; else it returns what they are multiplied with, [B, T, D]."""
+    """The last norm and, if ``whole``, the product with the vocabulary's rows; else it returns that product's input, [B, T,
+    D]."""
 
     config: DecoderConfig
     whole: bool = True
@@ -201,8 +202,8 @@ class Head(nn.Module):
 
 def words_of(c: DecoderConfig, tp: TensorParallel) -> VocabParallelEmbed:
     """The rows of the words, to be called with tokens [B, T] int32 → [B, T, D], or [B, T/t, D] with sequence parallelism."""
-    made: dict[str, Any] = {"param_dtype": c.dtype, "embedding_init": normal(0.02), "tp": tp, "name": "tokens"}
-    return VocabParallelEmbed(c.vocab_rows, c.d_model, words=c.vocab_size, **made)
+    options: dict[str, Any] = {"param_dtype": c.dtype, "embedding_init": normal(0.02), "tp": tp, "name": "tokens"}
+    return VocabParallelEmbed(c.vocab_rows, c.d_model, words=c.vocab_size, **options)
 
 
 def normal(std: float) -> Any:
@@ -215,10 +216,10 @@ def dense(c: DecoderConfig, *, bias: bool = True, residual: bool = False) -> dic
     return {"use_bias": bias, "param_dtype": c.dtype, "kernel_init": normal(std)}
 
 
-def embed_shards(c: DecoderConfig, tp: TensorParallel, *others: Path) -> Mapping[Path, Shard]:
-    """``others``: of the layer's leaves, those that act on the residual stream."""
+def embed_shards(c: DecoderConfig, tp: TensorParallel, *paths: Path) -> Mapping[Path, Shard]:
+    """Return how the embedding's leaves lie on shards. ``paths``: the layer's leaves that act on the residual stream."""
     c.check_shards(tp)
-    return {EMBEDDING: 0, **partial_leaves(tp, *others)}
+    return {EMBEDDING: 0, **partial_leaves(tp, *paths)}
 
 
 def _head_shards(c: DecoderConfig, tp: TensorParallel) -> Mapping[Path, Shard]:

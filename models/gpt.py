@@ -100,14 +100,14 @@ def GPT(**options: Any) -> Model:  # noqa: N802 - named as the model is
 def embed_layer(config: GPTConfig, name: str = "embed") -> Layer:
     """The layer that reads ``tokens``."""
     segments = [config.tokens] * len(config.segments)
-    made: dict[str, Any] = {"uses_key": config.dropout > 0, "kind": "gpt.embed"}
+    fields: dict[str, Any] = {"uses_key": config.dropout > 0, "kind": "gpt.embed"}
     layer = from_linen(
         name,
         Embed(config),
         example=(config.tokens, *segments),
         reads=("tokens", *config.segments),
         shards=lambda tp: embed_shards(config, tp, ("positions",)),
-        **made,
+        **fields,
     )
     rest = from_linen(
         name,
@@ -115,7 +115,7 @@ def embed_layer(config: GPTConfig, name: str = "embed") -> Layer:
         example=(config.hidden, *segments),
         reads=config.segments,
         shards=lambda tp: partial_leaves(tp, ("positions",)),
-        **made,
+        **fields,
     )
     return replace(layer, words=embedding_words(EMBEDDING, config.vocab_size, rest))
 
@@ -136,7 +136,7 @@ MATRICES: Mapping[Path, Matrix] = {
 
 
 class Embed(nn.Module):
-    """``whole``: with the words' rows; else it gets what was looked up, [B, T, D], in place of tokens."""
+    """Token and position embeddings; unless ``whole``, the input is embedded tokens, [B, T, D], in place of ids."""
 
     config: GPTConfig
     whole: bool = True
@@ -147,8 +147,8 @@ class Embed(nn.Module):
         """tokens [B, T] int32, T at most c.positions → [B, T, D], or [B, T/t, D] with sequence parallelism"""
         c, T = self.config, tokens.shape[1]
         if c.positions < T * self.tp.cp:
-            given = f"got {T * self.tp.cp} tokens; give {c.positions} or fewer"
-            raise StageError(f"GPT has {c.positions} positions, {given}")
+            advice = f"got {T * self.tp.cp} tokens; give {c.positions} or fewer"
+            raise StageError(f"GPT has {c.positions} positions, {advice}")
         if self.whole:
             words = words_of(c, self.tp)
         positions = self.param("positions", normal(0.02), (c.positions, c.d_model), c.dtype)

@@ -198,8 +198,8 @@ class LlamaConfig(DecoderConfig):
 def Llama(**options: Any) -> Model:  # noqa: N802 - named as the model is
     """A Llama of the given :class:`LlamaConfig` options: layers ``embed``, ``block_00`` …, ``head``, ``loss``."""
     config = build_options(LlamaConfig, options, "models.llama:Llama")
-    made: dict[str, Any] = {"example": (config.tokens,), "reads": ("tokens",), "kind": "llama.embed"}
-    embed = from_linen("embed", Embed(config), shards=partial(embed_shards, config), **made)
+    fields: dict[str, Any] = {"example": (config.tokens,), "reads": ("tokens",), "kind": "llama.embed"}
+    embed = from_linen("embed", Embed(config), shards=partial(embed_shards, config), **fields)
     rest = Layer("embed", no_params, lambda params, x, context: x, kind="llama.embed", shards=no_shards)
     embed = replace(embed, words=embedding_words(EMBEDDING, config.vocab_size, rest))
     return language_model(config, (embed, *block_layers(config), head_layer(config)))
@@ -209,12 +209,12 @@ def block_layers(config: LlamaConfig) -> list[Layer]:
     """The layers ``block_00`` …"""
 
     def block(rotary: bool) -> Layer:
-        made = block_layer(config, Block(config, rotary=rotary), _block_shards)
-        return replace(made, apply=partial(_with_own_heads, made.apply, config), matrices=_matrices(config))
+        layer = block_layer(config, Block(config, rotary=rotary), _block_shards)
+        return replace(layer, apply=partial(_with_own_heads, layer.apply, config), matrices=_matrices(config))
 
     kinds = {rotary: block(rotary) for rotary in ({True, False} if config.rope_every else {True})}
-    every = config.rope_every or config.num_layers + 1
-    return [replace(kinds[i % every != 0], name=name) for i, name in enumerate(block_names(config.num_layers), 1)]
+    interval = config.rope_every or config.num_layers + 1
+    return [replace(kinds[i % interval != 0], name=name) for i, name in enumerate(block_names(config.num_layers), 1)]
 
 
 def rotate(x: jax.Array, theta: float, scaling: RopeScaling | None = None, tp: TensorParallel = ONE_SHARD) -> jax.Array:
@@ -256,8 +256,10 @@ class Block(DecoderBlock):
         B, K = x.shape[0], c.head_size
         H, G = c.num_heads // tp.size, max(c.kv_heads // tp.size, 1)  # of this shard
         R = H // G
-        whole = G * tp.size  # key/value heads of all shards, a shared one counted by each
-        qkv = column_parallel((whole, R + 2, K), tp, name="qkv", **dense(c, bias=c.qkv_bias))(x)  # [B, T, G, R + 2, K]
+        num_groups = G * tp.size  # key/value heads of all shards, a shared one counted by each
+        qkv = column_parallel((num_groups, R + 2, K), tp, name="qkv", **dense(c, bias=c.qkv_bias))(
+            x
+        )  # [B, T, G, R + 2, K]
         T = qkv.shape[1]
         q = qkv[:, :, :, :R].reshape(B, T, H, K)  # [B, T, G, R, K] → [B, T, H, K]
         k, v = qkv[:, :, :, R], qkv[:, :, :, R + 1]  # each [B, T, G, K]
@@ -269,18 +271,18 @@ class Block(DecoderBlock):
             q, k = turned(q), turned(k)
         kernel = "xla" if self.is_initializing() else c.attention
         heads = attention(q, k, v, kernel=kernel, window=c.window, segments=segments, dropout=c.dropout, key=key, tp=tp)
-        made = dense(c, bias=c.out_bias, residual=True)
-        out = row_parallel(c.d_model, tp, residual=residual, axis=(-2, -1), name="out", **made)
+        options = dense(c, bias=c.out_bias, residual=True)
+        out = row_parallel(c.d_model, tp, residual=residual, axis=(-2, -1), name="out", **options)
         return out(heads)  # [B, T, H, K] → [B, T, D]
 
     @nn.nowrap
     def mlp(self, x: jax.Array, residual: jax.Array | None) -> jax.Array:
         c, tp = self.config, self.tp
-        made = dense(c, bias=c.mlp_bias)
-        gate_up = column_parallel((2, c.mlp_width), tp, split=1, name="gate_up", **made)(x)  # [B, T, 2, F/t]
+        options = dense(c, bias=c.mlp_bias)
+        gate_up = column_parallel((2, c.mlp_width), tp, split=1, name="gate_up", **options)(x)  # [B, T, 2, F/t]
         wide = nn.silu(gate_up[:, :, 0]) * gate_up[:, :, 1]  # [B, T, F/t]
-        made = dense(c, bias=c.mlp_bias, residual=True)
-        return row_parallel(c.d_model, tp, residual=residual, name="down", **made)(wide)
+        options = dense(c, bias=c.mlp_bias, residual=True)
+        return row_parallel(c.d_model, tp, residual=residual, name="down", **options)(wide)
 
 
 def _with_own_heads(
@@ -288,8 +290,8 @@ def _with_own_heads(
 ) -> Any:
     """``apply`` of a block, given this shard's part of a qkv that lies whole on each shard."""
     if context.tp.size > c.kv_heads:
-        own = {name: own_query_heads(leaf, context.tp) for name, leaf in params["qkv"].items()}
-        params = {**params, "qkv": own}
+        qkv = {name: own_query_heads(leaf, context.tp) for name, leaf in params["qkv"].items()}
+        params = {**params, "qkv": qkv}
     return apply(params, x, context)
 
 
@@ -428,8 +430,8 @@ def _scaling_of(keys: Keys, kind: str, scaling: Keys) -> dict[str, Any]:
     length = scaling.whole(name, length)
     if kind != "linear" and name in keys.config and keys.whole(name) != length:
         raise conflict({name: keys.whole(name), f"{scaling.where}{name}": length})
-    wanted = ("factor", "low_freq_factor", "high_freq_factor") if kind == "llama3" else ("factor",)
-    present = [number for number in _SCALINGS[kind] if number in wanted or scaling.config.get(number) is not None]
+    required = ("factor", "low_freq_factor", "high_freq_factor") if kind == "llama3" else ("factor",)
+    present = [number for number in _SCALINGS[kind] if number in required or scaling.config.get(number) is not None]
     numbers = {number: scaling.number(number) for number in present}
     scaling.only("truncate", True, None)
     for number in ("mscale", "mscale_all_dim"):
@@ -439,26 +441,30 @@ def _scaling_of(keys: Keys, kind: str, scaling: Keys) -> dict[str, Any]:
 
 def _rope_every_of(keys: Keys) -> int:
     """The option ``rope_every`` of SmolLM3."""
-    count, given = keys.whole("num_hidden_layers"), keys.config.get("no_rope_layers")
-    if given is None:
-        every = keys.whole("no_rope_layer_interval")
-        return every if every <= count else 0
-    layers = given[:count] if isinstance(given, list) else given
-    every = next((n for n in range(1, count + 2) if layers == [int(i % n != 0) for i in range(1, count + 1)]), None)
-    if every is None:
+    count, rope_flags = keys.whole("num_hidden_layers"), keys.config.get("no_rope_layers")
+    if rope_flags is None:
+        interval = keys.whole("no_rope_layer_interval")
+        return interval if interval <= count else 0
+    layers = rope_flags[:count] if isinstance(rope_flags, list) else rope_flags
+    interval = next((n for n in range(1, count + 2) if layers == [int(i % n != 0) for i in range(1, count + 1)]), None)
+    if interval is None:
         raise refused(
-            "no_rope_layers", given, "a 0 for each layer of a number that some interval divides, and 1 for others"
+            "no_rope_layers", rope_flags, "a 0 for each layer of a number that some interval divides, and 1 for others"
         )
-    return every if every <= count else 0
+    return interval if interval <= count else 0
 
 
 def _window_of(keys: Keys, kind: str, rope_every: int) -> dict[str, Any]:
     """The option ``window``, of models whose layers all have it."""
-    count, given = keys.whole("num_hidden_layers"), keys.config.get("layer_types")
+    count, layer_types = keys.whole("num_hidden_layers"), keys.config.get("layer_types")
     full, sliding = (["full_attention"] * count, ["sliding_attention"] * count)
-    known = isinstance(given, list) and len(given) == count and {*map(str, given)} <= {full[0], sliding[0]}
-    if given is not None and not known:
-        raise refused("layer_types", given, f"{full[0]} or {sliding[0]} for each of its {count} layers")
+    is_valid = (
+        isinstance(layer_types, list)
+        and len(layer_types) == count
+        and {*map(str, layer_types)} <= {full[0], sliding[0]}
+    )
+    if layer_types is not None and not is_valid:
+        raise refused("layer_types", layer_types, f"{full[0]} or {sliding[0]} for each of its {count} layers")
     if kind == "llama":
         return {}
     window = None if keys.config.get("sliding_window") is None else keys.whole("sliding_window")
@@ -473,11 +479,13 @@ def _window_of(keys: Keys, kind: str, rope_every: int) -> dict[str, Any]:
             key, first = "max_window_layers", keys.whole("max_window_layers", least=0)
             slides = [i >= first for i in range(count)]
     types = [sliding[0] if window is not None and slide else full[0] for slide in slides]
-    if given is not None:
+    if layer_types is not None:
         # The Mistral of version 4 does not look at layer_types, that of version 5 does.
-        if (kind == "mistral" and given != types) or (window is None and given != full):
-            raise refused("layer_types", given, f"{types[0]} in each of its {count} layers, by its sliding_window")
-        key, types = "layer_types", given
+        if (kind == "mistral" and layer_types != types) or (window is None and layer_types != full):
+            raise refused(
+                "layer_types", layer_types, f"{types[0]} in each of its {count} layers, by its sliding_window"
+            )
+        key, types = "layer_types", layer_types
     if len({*types}) > 1:
         raise refused(key, keys.config.get(key), "layers that all have a window, or none")
     return {} if types == full else {"window": window}
@@ -537,11 +545,11 @@ def _config_of(options: Mapping[str, Any]) -> dict[str, Any]:
     }
     kind = next((name for name, fit in fits.items() if fit), None)
     if kind is None:
-        given = [
+        unsupported = [
             name for name in ("qkv_bias", "out_bias", "mlp_bias", "qk_norm", "rope_every", "window") if getattr(c, name)
         ]
         raise ConfigError(
-            f"transformers has no Llama with {' and '.join(given)}; a model without one of them can be exported"
+            f"transformers has no Llama with {' and '.join(unsupported)}; a model without one of them can be exported"
         )
     config: dict[str, Any] = {
         "architectures": [f"{_ARCHITECTURES[kind]}ForCausalLM"],

@@ -70,5 +70,5 @@ class Patches(nn.Module):
         flat = cut.reshape(B, c.seq_len, P * P * C)
         dense = nn.Dense(c.d_model, param_dtype=c.dtype, kernel_init=normal(0.02), name="pixels")
         positions = self.param("positions", normal(0.02), (c.seq_len, c.d_model), c.dtype)
-        own = own_time(flat, self.tp, axis=1).astype(positions.dtype) / 255
-        return dense(own) + own_time(positions[None], self.tp, axis=1)
+        pixels = own_time(flat, self.tp, axis=1).astype(positions.dtype) / 255
+        return dense(pixels) + own_time(positions[None], self.tp, axis=1)

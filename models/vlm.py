@@ -131,8 +131,8 @@ def VLM(**options: Any) -> Model:  # noqa: N802 - named as the model is
         images = jax.ShapeDtypeStruct((microbatch_size, *config.picture), jnp.uint8)
         return {"images": images, **text_spec(language, microbatch_size)}
 
-    made: dict[str, Any] = {"target": "models.vlm:VLM", "options": options_of(config)}
-    return Model("vlm", tuple(layers), batch_spec, config.vocab_size, config.seq_len, **made)
+    fields: dict[str, Any] = {"target": "models.vlm:VLM", "options": options_of(config)}
+    return Model("vlm", tuple(layers), batch_spec, config.vocab_size, config.seq_len, **fields)
 
 
 class Merger(nn.Module):
@@ -166,8 +166,8 @@ class Embed(nn.Module):
         slot = jnp.cumsum(stands, axis=1) - 1
         stands &= slot < features.shape[1]
         slot = own_time(jnp.where(stands, slot, 0), tp, axis=1)
-        seen = jnp.take_along_axis(features, slot[:, :, None], axis=1)
-        return jnp.where(own_time(stands, tp, axis=1)[:, :, None], seen, words)
+        image_rows = jnp.take_along_axis(features, slot[:, :, None], axis=1)
+        return jnp.where(own_time(stands, tp, axis=1)[:, :, None], image_rows, words)
 
 
 def _merger_shards(c: GPTConfig, tp: TensorParallel) -> Mapping[Path, Shard]:

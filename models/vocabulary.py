@@ -52,10 +52,10 @@ def _bound(
 
 
 def _leaf(params: Params, path: Path) -> jax.Array:
-    found: Any = params
+    subtree: Any = params
     for key in path:
-        found = found[key]
-    return found
+        subtree = subtree[key]
+    return subtree
 
 
 def _look_up(
@@ -75,8 +75,8 @@ def _is_own(local: jax.Array, table: jax.Array, tp: TensorParallel, words: int) 
 def _put_together(apply: Callable[..., Any], params: Params, parts: Any, context: LayerContext) -> Any:
     """Of each token the row of the part whose word it is; NaN where it is nobody's."""
     x = jnp.full_like(parts[0][0], jnp.nan)
-    for rows, own in parts:
-        x = jnp.where(own[:, :, None], rows, x)
+    for rows, is_local in parts:
+        x = jnp.where(is_local[:, :, None], rows, x)
     return apply(params, x, context)
 
 
@@ -103,9 +103,9 @@ def _merge(barriers: int, params: Params, parts: Any, context: LayerContext) -> 
     of_parts = jnp.stack([part[0] for part in parts])  # [p, B, T]
     lse = jax.nn.logsumexp(of_parts, axis=0)
     losses = lse - sum(part[1] for part in parts)
-    known = sum(part[2].astype(jnp.int32) for part in parts) > 0
+    is_word = sum(part[2].astype(jnp.int32) for part in parts) > 0
     weights = context.data["weights"].astype(losses.dtype)
-    total = jnp.sum(jnp.where(weights != 0, weights * jnp.where(known, losses, jnp.nan), 0))
+    total = jnp.sum(jnp.where(weights != 0, weights * jnp.where(is_word, losses, jnp.nan), 0))
     if x is not None:
         scales = lax.stop_gradient(jnp.exp(of_parts - lse[None]))
         gradient = jnp.zeros(x.shape, losses.dtype)

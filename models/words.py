@@ -72,23 +72,23 @@ def transcripts(
         )
 
     def arrays(chosen: Sequence[str], images: np.ndarray[Any, Any]) -> Arrays:
-        whole = np.zeros((len(chosen), seq_len + 1), np.int32)
+        ids = np.zeros((len(chosen), seq_len + 1), np.int32)
         weights = np.zeros((len(chosen), seq_len), np.float32)
         for row, word in enumerate(chosen):
-            whole[row, slots : slots + len(word) + 1] = [*word.encode(), _END]
+            ids[row, slots : slots + len(word) + 1] = [*word.encode(), _END]
             weights[row, slots - 1 : slots + len(word)] = 1
-        return {"images": images[..., None], "tokens": whole[:, :-1], "targets": whole[:, 1:], "weights": weights}
+        return {"images": images[..., None], "tokens": ids[:, :-1], "targets": ids[:, 1:], "weights": weights}
 
     train, held = _divided(_words(room), held_out, seed)
     return _drawn_and(arrays, train * copies, held, (height, width), font, seed)
 
 
 def _check(**options: int) -> None:
-    for name, given in options.items():
+    for name, value in options.items():
         least = 0 if name == "seed" else 1
-        if type(given) is not int or not least <= given <= _MOST:
+        if type(value) is not int or not least <= value <= _MOST:
             key = "data.seq_len" if name == "seq_len" else f"data.options.{name}"
-            raise DataError(f"{key} is {given!r}; want a whole number from {least} to {_MOST}")
+            raise DataError(f"{key} is {value!r}; want a whole number from {least} to {_MOST}")
 
 
 def _words(longest: int) -> list[str]:
@@ -114,14 +114,14 @@ def _drawn_and(
         raise DataError(
             f"{len(train)} pictures of {shape[0]} × {shape[1]} do not fit into memory; use smaller ones, or fewer copies"
         )
-    made = []
+    splits = []
     for part, words in enumerate((train, held)):
         images = _drawn(words, shape, font, np.random.default_rng([seed, part]))
         fits = images.any(axis=(1, 2))
         if not fits.any():
             raise DataError(f"no word fits into {shape[0]} × {shape[1]} pixels; use larger pictures")
-        made.append(arrays([w for w, fit in zip(words, fits, strict=True) if fit], images[fits]))
-    return made[0], made[1]
+        splits.append(arrays([w for w, fit in zip(words, fits, strict=True) if fit], images[fits]))
+    return splits[0], splits[1]
 
 
 def _drawn(words: Sequence[str], shape: tuple[int, int], font: str, rng: np.random.Generator) -> np.ndarray[Any, Any]:
@@ -132,19 +132,19 @@ def _drawn(words: Sequence[str], shape: tuple[int, int], font: str, rng: np.rand
 
     fonts = {path.stem: path for path in Path(matplotlib.get_data_path(), "fonts", "ttf").glob("*.ttf")}
     if font not in fonts:
-        known = ", ".join(sorted(name for name in fonts if name.startswith("DejaVu")))
-        raise DataError(f"data.options.font={font!r} is no font of matplotlib's; use one such as {known}")
+        font_names = ", ".join(sorted(name for name in fonts if name.startswith("DejaVu")))
+        raise DataError(f"data.options.font={font!r} is no font of matplotlib's; use one such as {font_names}")
     face = FT2Font(str(fonts[font]))
     face.set_size(10, 72)
     height, width = shape
     images = np.zeros((len(words), height, width), np.uint8)
-    seen: set[str] = set()
+    drawn_words: set[str] = set()
     for image, word in zip(images, words, strict=True):
         face.set_text(word, 0.0)
         face.draw_glyphs_to_bitmap(antialiased=True)
         ink = np.asarray(face.get_image())[1:-1]  # without the border above and below
-        left = int(rng.integers(0, 4)) if word in seen else 0
-        seen.add(word)
+        left = int(rng.integers(0, 4)) if word in drawn_words else 0
+        drawn_words.add(word)
         bottom = height - 3 + -(-face.get_descent() // 64)
         top, right = bottom - ink.shape[0], left + ink.shape[1]
         if top >= 0 and bottom <= height and right <= width:

@@ -234,12 +234,12 @@ def _slowdown(args: argparse.Namespace, stage: Any, op: str, seconds: float, lin
     inputs = [jnp.ones(a.shape, a.dtype, device=a.sharding) for a in function.avals_in]
     acc_in = [k for k, port in enumerate(function.inputs) if port.kind == "acc"]
     acc_out = [k for k, port in enumerate(function.outputs) if port.kind == "acc"]
-    here = jax.sharding.SingleDeviceSharding(device, memory_kind="device")
-    there = jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
-    wanted = max(4096, int(seconds * min(link.d2h.bytes_per_s, link.h2d.bytes_per_s)))  # busy as long as a call
-    each = min(wanted, COPY_BYTES)
-    leaving = jnp.ones((each // 4,), jnp.float32, device=here)
-    coming = jax.device_put(leaving, there)
+    device_sharding = jax.sharding.SingleDeviceSharding(device, memory_kind="device")
+    host_sharding = jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
+    copy_bytes = max(4096, int(seconds * min(link.d2h.bytes_per_s, link.h2d.bytes_per_s)))  # busy as long as a call
+    each = min(copy_bytes, COPY_BYTES)
+    leaving = jnp.ones((each // 4,), jnp.float32, device=device_sharding)
+    coming = jax.device_put(leaving, host_sharding)
     jax.block_until_ready((inputs, leaving, coming))
     calls = 2 if args.tiny else 8
 
@@ -248,12 +248,12 @@ def _slowdown(args: argparse.Namespace, stage: Any, op: str, seconds: float, lin
         copies: list[Any] = []
         for _ in range(calls):
             if copying:
-                for _ in range(-(-wanted // each)):
-                    copies += [jax.device_put(leaving, there), jax.device_put(coming, here)]
+                for _ in range(-(-copy_bytes // each)):
+                    copies += [jax.device_put(leaving, host_sharding), jax.device_put(coming, device_sharding)]
             results = function.call(*inputs)
             for i, o in zip(acc_in, acc_out, strict=True):
                 inputs[i] = results[o]
-            del copies[: -4 * max(1, wanted // each)]  # older ones may go: memory stays bounded
+            del copies[: -4 * max(1, copy_bytes // each)]  # older ones may go: memory stays bounded
         jax.block_until_ready(results)
         elapsed = time.perf_counter() - began
         jax.block_until_ready(copies)
@@ -261,7 +261,7 @@ def _slowdown(args: argparse.Namespace, stage: Any, op: str, seconds: float, lin
 
     one_round(True)
     pairs = [(one_round(False), one_round(True)) for _ in range(args.repeats)]
-    return statistics.median(busy / alone for alone, busy in pairs)
+    return statistics.median(busy / alone_s for alone_s, busy in pairs)
 
 
 def _k(
@@ -296,14 +296,16 @@ def _k(
         "d2h_bytes_per_s": link.d2h.bytes_per_s,
         "h2d_bytes_per_s": link.h2d.bytes_per_s,
     }
-    own = stage.offloadable_bytes / (args.microbatch_size * args.sequence * hidden)
+    bytes_per_element = stage.offloadable_bytes / (args.microbatch_size * args.sequence * hidden)
     return {
         "offloadable_bytes": stage.offloadable_bytes,
-        "bytes_per_token_and_channel": own,
+        "bytes_per_token_and_channel": bytes_per_element,
         "round_trip_s": statistics.median(trips[1:]),
         "measured": statistics.median(trips[1:]) / compute_s,
         "formula": k_of_layer(hidden, args.sequence, kept=BYTES_PER_TOKEN_AND_CHANNEL, **rates),
-        "formula_own_bytes": k_of_layer(hidden, args.sequence, kept=own, **rates) if own else 0.0,
+        "formula_own_bytes": k_of_layer(hidden, args.sequence, kept=bytes_per_element, **rates)
+        if bytes_per_element
+        else 0.0,
     }
 
 
@@ -318,11 +320,11 @@ def _steps(args: argparse.Namespace, pipe: Any, link: Any) -> list[dict[str, Any
     rehearsals = [
         Rehearsal(pipe.with_schedule(generate(name, args.ranks, args.microbatches)), rank, host=host) for name in names
     ]
-    found = []
+    results = []
     for rehearsal in sorted(rehearsals, key=lambda r: r.predicted_peak_bytes):
         _note(f"rehearsing {rehearsal.pipeline.schedule.name}")
         r = rehearsal.run(steps=args.steps)
-        found.append(
+        results.append(
             {
                 "schedule": r.schedule,
                 "rank": rank,
@@ -339,8 +341,8 @@ def _steps(args: argparse.Namespace, pipe: Any, link: Any) -> list[dict[str, Any
                 "slowdown_while_copying": r.slowdown,
             }
         )
-    off = next(s["step"]["median_s"] for s in found if s["schedule"] == SCHEDULES[0])
-    return [{**s, "step_over_no_offload": s["step"]["median_s"] / off} for s in found]
+    off = next(s["step"]["median_s"] for s in results if s["schedule"] == SCHEDULES[0])
+    return [{**s, "step_over_no_offload": s["step"]["median_s"] / off} for s in results]
 
 
 def _target(args: argparse.Namespace, device: Any) -> Any:

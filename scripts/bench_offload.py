@@ -74,9 +74,9 @@ def middle_stage(d_model: int, seq_len: int, microbatch: int, layers: int) -> St
 def residuals(stage: StageFunctions) -> list[jax.Array]:
     """What the stage offloads, as its F makes it."""
     forward = stage.functions["F"]
-    made = forward.call(*(jax.device_put(jnp.ones(a.shape, a.dtype), a.sharding) for a in forward.avals_in))
+    outputs = forward.call(*(jax.device_put(jnp.ones(a.shape, a.dtype), a.sharding) for a in forward.avals_in))
     at = {port.index: k for k, port in enumerate(forward.outputs) if port.kind == "res"}
-    return [made[at[index]] for index in stage.offloaded]
+    return [outputs[at[index]] for index in stage.offloaded]
 
 
 def by_device_put(leaves: Sequence[jax.Array]) -> tuple[Any, Callable[[], Sequence[jax.Array]]]:

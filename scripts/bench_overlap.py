@@ -90,7 +90,7 @@ _LEAST_SHARE = 1 / 8  # of the largest collective; smaller ones move statistics
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    given = sys.argv[1:] if argv is None else list(argv)
+    arguments = sys.argv[1:] if argv is None else list(argv)
     parser = argparse.ArgumentParser(description="collectives with products under them, in programs compiled for GPUs")
     parser.add_argument("--tp", type=int, default=4, help="shards (default 4)")
     parser.add_argument("--target", default="h100", help="GPU to compile for: a name or .json of `jaxpipe plan`")
@@ -99,21 +99,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--cublas", action="store_true", help="everything for cuBLAS as well, not only F+BW woven")
     parser.add_argument("--tiny", action="store_true", help="toy sizes on the CPU, no wheels needed")
     parser.add_argument("--out", type=Path, help="write the report here, too, after each program")
-    args = parser.parse_args(given)
+    args = parser.parse_args(arguments)
     environment(args.tp)
     mesh = submesh(args.target, args.tp, tiny=args.tiny)
-    others = mesh if isinstance(mesh, str) else along_time(mesh)
+    cp_mesh = mesh if isinstance(mesh, str) else along_time(mesh)
     if isinstance(mesh, str):
         print(f"bench_overlap: {mesh}; or try --tiny", file=sys.stderr)
         return 2
     size = TINY if args.tiny else Size()
-    report = {**_provenance(args.target, size, args.tp, given, tiny=args.tiny), "cases": []}
+    report = {**_provenance(args.target, size, args.tp, arguments, tiny=args.tiny), "cases": []}
     for variant in args.variant or VARIANTS:
-        own = others if VARIANTS[variant].cp else mesh
-        stage = middle_stage(VARIANTS[variant], size, own, args.tp)
+        case_mesh = cp_mesh if VARIANTS[variant].cp else mesh
+        stage = middle_stage(VARIANTS[variant], size, case_mesh, args.tp)
         for program in args.program or PROGRAMS:
             for cublas in (False, True) if args.cublas or program == "F+BW woven" else (False,):
-                case = measure(stage, *PROGRAMS[program], own, cublas=cublas, gpu=not args.tiny)
+                case = measure(stage, *PROGRAMS[program], case_mesh, cublas=cublas, gpu=not args.tiny)
                 report["cases"].append({"variant": variant, "program": program, "cublas": cublas, **case})
                 print(_line(report["cases"][-1]), file=sys.stderr, flush=True)
                 if args.out:
@@ -154,15 +154,17 @@ def measure(
     compiled = jitted.lower(*inputs).compile(compiler_options=options)
     took = time.monotonic() - start
     text, memory = compiled.as_text(), compiled.memory_analysis()
-    every = overlaps(text)
-    found = [o for o in every if o.whole_bytes >= _LEAST_SHARE * max(x.whole_bytes for x in every)]
+    all_overlaps = overlaps(text)
+    large_overlaps = [
+        o for o in all_overlaps if o.whole_bytes >= _LEAST_SHARE * max(x.whole_bytes for x in all_overlaps)
+    ]
     plan = {} if planned is None else {"planned": [asdict(c) for c in planned]}
     return {
-        "collectives": len(found),
-        "covered": sum(o.covered for o in found),
-        "products_under_each": [o.products for o in found],
-        "others_under_each": [o.others for o in found],
-        "kinds": [o.kind for o in found],
+        "collectives": len(large_overlaps),
+        "covered": sum(o.covered for o in large_overlaps),
+        "products_under_each": [o.products for o in large_overlaps],
+        "others_under_each": [o.others for o in large_overlaps],
+        "kinds": [o.kind for o in large_overlaps],
         "products": count_products(text),
         "temp_bytes": memory.temp_size_in_bytes,
         "compile_s": round(took, 2),
@@ -200,9 +202,9 @@ def _side_by_side(stage: StageFunctions, ops: Sequence[str], mesh: Any) -> tuple
     outputs = [a for f in functions for a in f.avals_out]
 
     def run(*arrays: Any) -> tuple[Any, ...]:
-        given, out = dict(zip(inputs, arrays, strict=True)), []
+        value_by_name, out = dict(zip(inputs, arrays, strict=True)), []
         for p, f in enumerate(functions):
-            mine = [given[_argument(p, port)] for port in f.inputs]
+            mine = [value_by_name[_argument(p, port)] for port in f.inputs]
             local = [a.reshape(v.aval.shape) for a, v in zip(mine, f.jaxpr.jaxpr.invars, strict=True)]
             out += eval_jaxpr(f.jaxpr.jaxpr, f.jaxpr.consts, *local)
         return tuple(
@@ -256,7 +258,7 @@ def environment(shards: int) -> None:
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}={shards}".strip()
 
 
-def _provenance(target: str, size: Size, shards: int, given: Sequence[str], *, tiny: bool) -> dict[str, Any]:
+def _provenance(target: str, size: Size, shards: int, arguments: Sequence[str], *, tiny: bool) -> dict[str, Any]:
     import jax
     import jaxlib
 
@@ -271,7 +273,7 @@ def _provenance(target: str, size: Size, shards: int, given: Sequence[str], *, t
         "options": {} if tiny else {**GPU_OVERLAP_OPTIONS, "xla_gpu_autotune_level": 0},
         "versions": {"python": platform.python_version(), "jax": jax.__version__, "jaxlib": jaxlib.__version__},
         "commit": commit_id(),
-        "command": shlex.join(["python", "scripts/bench_overlap.py", *given]),
+        "command": shlex.join(["python", "scripts/bench_overlap.py", *arguments]),
     }
 
 

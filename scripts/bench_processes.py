@@ -61,7 +61,7 @@ def main() -> int:
     messages = {"in_process": one.ask("messages"), "tagged": several.ask("messages")}
     for group in (one, several):
         group.end()
-    first, others = (found[1:] for found in turns.values())  # the first turn compiles
+    single_turns, several_turns = (records[1:] for records in turns.values())  # the first turn compiles
     report: dict[str, Any] = {
         "what": "jaxpipe in several processes",
         "command": " ".join(["python", *sys.argv]),
@@ -73,19 +73,23 @@ def main() -> int:
         "microbatches": args.microbatches,
         "schedule": args.schedule,
         "rounds": args.rounds,
-        "step_s": {"1": _median(first, "step_s"), str(args.processes): _median(others, "step_s")},
-        "cpu_s": {"1": _median(first, "cpu_s"), str(args.processes): _median(others, "cpu_s")},
-        "step_ratio": statistics.median(b["step_s"] / a["step_s"] for a, b in zip(first, others, strict=True)),
-        "step_ratios": [round(b["step_s"] / a["step_s"], 3) for a, b in zip(first, others, strict=True)],
-        "cpu_ratio": statistics.median(b["cpu_s"] / a["cpu_s"] for a, b in zip(first, others, strict=True)),
+        "step_s": {"1": _median(single_turns, "step_s"), str(args.processes): _median(several_turns, "step_s")},
+        "cpu_s": {"1": _median(single_turns, "cpu_s"), str(args.processes): _median(several_turns, "cpu_s")},
+        "step_ratio": statistics.median(
+            b["step_s"] / a["step_s"] for a, b in zip(single_turns, several_turns, strict=True)
+        ),
+        "step_ratios": [round(b["step_s"] / a["step_s"], 3) for a, b in zip(single_turns, several_turns, strict=True)],
+        "cpu_ratio": statistics.median(
+            b["cpu_s"] / a["cpu_s"] for a, b in zip(single_turns, several_turns, strict=True)
+        ),
         "host_us": messages,
     }
     print(json.dumps(report, indent=1))
     return 0
 
 
-def _median(found: Sequence[dict[str, float]], name: str) -> float:
-    return statistics.median(x[name] for x in found)
+def _median(records: Sequence[dict[str, float]], name: str) -> float:
+    return statistics.median(x[name] for x in records)
 
 
 class Group:
@@ -130,8 +134,8 @@ def work(args: argparse.Namespace, port: int, number: int, mine: int) -> int:
     keep_heap()
     processes.start_jax()
     train, pipe, shape = trained(args, processes)
-    asked = sys.stdin.readline if mine == 0 else str
-    while words := processes.broadcast("command", asked().strip()).split():
+    read_command = sys.stdin.readline if mine == 0 else str
+    while words := processes.broadcast("command", read_command().strip()).split():
         answer = steps(processes, train, int(words[1])) if words[0] == "steps" else messages(processes, pipe, shape)
         if mine == 0:
             print(json.dumps(answer), flush=True)
@@ -210,34 +214,34 @@ def messages(processes: Processes, pipe: Any, shape: tuple[int, ...]) -> dict[st
     from jaxpipe.mesh import replicated
     from jaxpipe.runtime.transfer import InProcess
 
-    own, sent, got, trips, found = pipe.ownership, [], [], [], []
+    ownership, sent, got, trips, arrays = pipe.ownership, [], [], [], []
     homes = [replicated(mesh) for mesh in pipe.submeshes]
-    if not own.divided:
+    if not ownership.divided:
         local = InProcess({n: [homes[1]] for n in range(_MESSAGES)})
         array = jax.block_until_ready(jax.device_put(jnp.zeros(shape), homes[0]))
         for n in range(_MESSAGES):
             began = time.perf_counter()
             sent.append(_timed(lambda n=n: local.send(n, 1, [array])))  # type: ignore[misc]
-            got.append(_timed(lambda n=n: found.extend(local.recv(n))))  # type: ignore[misc]
-            jax.block_until_ready(found.pop())
+            got.append(_timed(lambda n=n: arrays.extend(local.recv(n))))  # type: ignore[misc]
+            jax.block_until_ready(arrays.pop())
             trips.append(2 * (time.perf_counter() - began))
         return _summary(sent, got, trips)
-    carrier = own.carrier()
+    carrier = ownership.carrier()
     if processes.mine > 1:
         return {}
-    home, other = homes[own.ranks[0]], own.process_of.index(1 - processes.mine)
-    here, there = (jax.ShapeDtypeStruct(shape, jnp.float32, sharding=at) for at in (home, homes[other]))
+    home, other = homes[ownership.ranks[0]], ownership.process_of.index(1 - processes.mine)
+    home_aval, other_aval = (jax.ShapeDtypeStruct(shape, jnp.float32, sharding=at) for at in (home, homes[other]))
     array = jax.block_until_ready(jax.device_put(jnp.zeros(shape), home))
 
     def put(n: int) -> None:
-        sent.append(_timed(lambda: carrier.put(2 * n + processes.mine, [array], [there])))
+        sent.append(_timed(lambda: carrier.put(2 * n + processes.mine, [array], [other_aval])))
 
     def get(n: int) -> None:
         def receive() -> None:
-            found[:] = carrier.get(2 * n + 1 - processes.mine, other, [here])
+            arrays[:] = carrier.get(2 * n + 1 - processes.mine, other, [home_aval])
 
         got.append(_timed(receive))
-        jax.block_until_ready(found)
+        jax.block_until_ready(arrays)
 
     for n in range(_MESSAGES):
         began = time.perf_counter()

@@ -132,9 +132,9 @@ def _schedule(args: argparse.Namespace, config: Any, model: Any, batch: Any, nam
     pipe = _build(args, config, model, name, args.microbatch_size)
     rivals = {"unpipelined": _unpipelined(model), "one_by_one": _one_by_one(model), "at_once": _at_once(model)}
     placed = pipe.place(params)
-    alone = jax.device_put((params, batch), jax.devices()[0])
+    arguments = jax.device_put((params, batch), jax.devices()[0])
     acc = {at: pipe.zeros(at) for at in pipe.own_instances}
-    jax.block_until_ready([rival(*alone) for rival in rivals.values()])
+    jax.block_until_ready([rival(*arguments) for rival in rivals.values()])
     pipelined_s, ratios, bubbles = [], [], []
     rivals_s: dict[str, list[float]] = {rival: [] for rival in rivals}
     host: list[tuple[str, float]] = []
@@ -148,7 +148,7 @@ def _schedule(args: argparse.Namespace, config: Any, model: Any, batch: Any, nam
         host += zip(pipe.executor.instruction_kinds, out.instruction_s, strict=True)
         for rival, run in rivals.items():
             start = time.perf_counter()
-            jax.block_until_ready(run(*alone))
+            jax.block_until_ready(run(*arguments))
             rivals_s[rival].append(time.perf_counter() - start)
         out = pipe.run(placed, acc, batch, record=True)
         acc = {at: list(b) for at, b in out.acc.items()}
@@ -264,11 +264,11 @@ def _arrays(pipe: Any, ranks: int, samples: list[tuple[str, float]]) -> dict[str
 
 def _host_cost(samples: list[tuple[str, float]]) -> dict[str, float]:
     """µs per instruction: median and 90th percentile of all, and the median of each kind."""
-    every = sorted(s * 1e6 for _, s in samples)
+    microseconds = sorted(s * 1e6 for _, s in samples)
     kinds = {kind: [s * 1e6 for k, s in samples if k == kind] for kind in dict(samples)}
     return {
-        "median": statistics.median(every),
-        "p90": every[len(every) * 9 // 10],
+        "median": statistics.median(microseconds),
+        "p90": microseconds[len(microseconds) * 9 // 10],
         **{kind: statistics.median(values) for kind, values in kinds.items()},
     }
 

@@ -79,8 +79,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    sizes, wanted = TINY if args.tiny else SIZES, args.only or [*JAXPIPE, *TORCH, UNPIPELINED]
-    ours, theirs = ([n for n in names if n in wanted] for names in (JAXPIPE, (*TORCH, UNPIPELINED)))
+    sizes, selection = TINY if args.tiny else SIZES, args.only or [*JAXPIPE, *TORCH, UNPIPELINED]
+    ours, theirs = ([n for n in names if n in selection] for names in (JAXPIPE, (*TORCH, UNPIPELINED)))
     torch = _torch_version(args.torch) if theirs else None
     groups = _groups(args, sizes, ours, theirs)
     try:
@@ -96,7 +96,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         for group in groups.values():
             group.close()
     tokens = sizes["microbatches"] * sizes["microbatch_size"] * sizes["seq_len"]
-    results = {name: _summary(found, tokens) for name, found in samples.items()}
+    results = {name: _summary(runs, tokens) for name, runs in samples.items()}
     return {
         "what": "jaxpipe against torch.distributed.pipelining",
         **_told(ready, torch),
@@ -113,10 +113,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 def run_alone(args: argparse.Namespace) -> dict[str, Any]:
     sizes = {**(TINY if args.tiny else SIZES), "blocks": BLOCKS}
     version, core = _torch_version(args.torch), max(os.sched_getaffinity(0))
-    told = {"sizes": sizes, "core": core}
+    request = {"sizes": sizes, "core": core}
     groups = {
-        "jaxpipe": Group([[sys.executable, __file__, "--worker", json.dumps(told)]], [{}]).start(),
-        "torch": _torch_group(args.torch, [{**told, "rank": None, "threads": 1}]).start(),
+        "jaxpipe": Group([[sys.executable, __file__, "--worker", json.dumps(request)]], [{}]).start(),
+        "torch": _torch_group(args.torch, [{**request, "rank": None, "threads": 1}]).start(),
     }
     try:
         ready = {name: group.started() for name, group in groups.items()}
@@ -131,8 +131,8 @@ def run_alone(args: argparse.Namespace) -> dict[str, Any]:
 
     def of_all(statistic: Callable[[Sequence[float]], float]) -> dict[str, dict[str, float]]:
         return {
-            side: {f: statistic([s for sample in found for s in sample["functions"][f]]) for f in found[0]["functions"]}
-            for side, found in samples.items()
+            side: {f: statistic([s for sample in runs for s in sample["functions"][f]]) for f in runs[0]["functions"]}
+            for side, runs in samples.items()
         }
 
     cpu_s, least_s = of_all(statistics.median), of_all(min)
@@ -142,7 +142,7 @@ def run_alone(args: argparse.Namespace) -> dict[str, Any]:
         "sizes": sizes,
         "rounds": args.rounds,
         "steps": args.steps,
-        "foreign_cpu": statistics.mean(sample["foreign_cpu"] for found in samples.values() for sample in found),
+        "foreign_cpu": statistics.mean(sample["foreign_cpu"] for runs in samples.values() for sample in runs),
         "cpu_s": cpu_s,
         "least_s": least_s,
         "ratios": {f: cpu_s["jaxpipe"][f] / of_torch for f, of_torch in cpu_s["torch"].items()},
@@ -163,22 +163,22 @@ def _told(ready: Mapping[str, Mapping[str, Any]], torch: str | None) -> dict[str
 def _ratios(results: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
     """Of tokens a second, and of CPU seconds a step, the best jaxpipe over the best of PyTorch's."""
     ours = [results[n] for n in JAXPIPE if n in results]
-    found = {}
+    ratios = {}
     for what, names in (("pipelined", TORCH), (UNPIPELINED, (UNPIPELINED,))):
         theirs = [results[n] for n in names if n in results]
         if ours and theirs:
             speeds, cpu = ([max(r["tokens_per_s"] for r in side) for side in (ours, theirs)],
                            [min(r["cpu_s"] for r in side) for side in (ours, theirs)])  # fmt: skip
-            found[f"tokens_per_s_over_torch_{what}"] = speeds[0] / speeds[1]
-            found[f"cpu_s_over_torch_{what}"] = cpu[0] / cpu[1]
-    return found
+            ratios[f"tokens_per_s_over_torch_{what}"] = speeds[0] / speeds[1]
+            ratios[f"cpu_s_over_torch_{what}"] = cpu[0] / cpu[1]
+    return ratios
 
 
 def _summary(samples: Sequence[Mapping[str, Any]], tokens: int) -> dict[str, float]:
     steps = [s for sample in samples for s in sample["step_s"]]
     low, median, high = statistics.quantiles(steps, method="inclusive") if len(steps) > 1 else [steps[0]] * 3
     wall, count = sum(sum(sample["step_s"]) for sample in samples), len(steps)
-    told = [name for name in samples[0] if name.endswith(("_ratio", "_measured", "_over_step"))]
+    ratio_names = [name for name in samples[0] if name.endswith(("_ratio", "_measured", "_over_step"))]
     return {
         "step_s": median,
         "low_s": low,
@@ -189,7 +189,7 @@ def _summary(samples: Sequence[Mapping[str, Any]], tokens: int) -> dict[str, flo
         "foreign_cpu": statistics.mean(sample["foreign_cpu"] for sample in samples),
         "loss": samples[-1]["loss"],
         "steps": count,
-        **{name: statistics.median(sample[name] for sample in samples) for name in told},
+        **{name: statistics.median(sample[name] for sample in samples) for name in ratio_names},
     }
 
 
@@ -205,10 +205,10 @@ class Group:
     processes: list[subprocess.Popen[str]] = field(default_factory=list)
 
     def start(self) -> Group:
-        for command, more in zip(self.commands, self.environments, strict=True):
+        for command, environment in zip(self.commands, self.environments, strict=True):
             self.processes.append(
                 subprocess.Popen(
-                    command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, **more}
+                    command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, **environment}
                 )
             )
         return self
@@ -253,8 +253,8 @@ class Group:
 def _groups(args: argparse.Namespace, sizes: Any, ours: Sequence[str], theirs: Sequence[str]) -> dict[str, Group]:
     groups = {}
     if ours:
-        told = json.dumps({"sizes": sizes, "names": ours, "cut": args.cut})
-        groups["jaxpipe"] = Group([[sys.executable, __file__, "--worker", told]], [{}])
+        request = json.dumps({"sizes": sizes, "names": ours, "cut": args.cut})
+        groups["jaxpipe"] = Group([[sys.executable, __file__, "--worker", request]], [{}])
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -271,10 +271,10 @@ def _groups(args: argparse.Namespace, sizes: Any, ours: Sequence[str], theirs: S
     return {name: group.start() for name, group in groups.items()}
 
 
-def _torch_group(python: str, asked: Sequence[Mapping[str, Any]]) -> Group:
+def _torch_group(python: str, requests: Sequence[Mapping[str, Any]]) -> Group:
     path = str(Path(__file__).with_name("torch_pipeline.py"))
     return Group(
-        [[python, path, json.dumps(a)] for a in asked], [{"OMP_NUM_THREADS": str(a["threads"])} for a in asked]
+        [[python, path, json.dumps(a)] for a in requests], [{"OMP_NUM_THREADS": str(a["threads"])} for a in requests]
     )
 
 
@@ -308,22 +308,22 @@ def _note(text: str) -> None:
 # -- jaxpipe's process ----------------------------------------------------------------------------------------------------
 
 
-def _work(asked: Mapping[str, Any]) -> int:
+def _work(request: Mapping[str, Any]) -> int:
     from jaxpipe.train.devices import cpu_settings, keep_heap, request_devices
 
-    if "core" in asked:
-        os.sched_setaffinity(0, {asked["core"]})
+    if "core" in request:
+        os.sched_setaffinity(0, {request["core"]})
     request_devices(RANKS, "cpu")
     settings = cpu_settings(keep_heap())
     import jax
 
     steps: dict[str, Callable[[bool], Mapping[str, Any]]] = {}
     trainers: dict[Any, Any] = {}
-    if "core" in asked:
-        steps[ALONE] = _alone(asked["sizes"])
-    for name in asked.get("names", ()):
+    if "core" in request:
+        steps[ALONE] = _alone(request["sizes"])
+    for name in request.get("names", ()):
         _note(f"jaxpipe: compiling and timing {name}")
-        steps[name] = _stepper(name, asked, trainers)
+        steps[name] = _stepper(name, request, trainers)
     versions = {
         "jax": jax.__version__,
         "jaxlib": jax.lib.__version__,
@@ -335,21 +335,21 @@ def _work(asked: Mapping[str, Any]) -> int:
         name, count = line.split()
         began = time.process_time()
         steps[name](False)
-        first_s, taken, found = time.process_time() - began, [], {}
+        first_s, seconds, record = time.process_time() - began, [], {}
         began = time.process_time()
         for _ in range(int(count)):
             start = time.perf_counter()
-            found = steps[name](False)
-            taken.append(time.perf_counter() - start)
+            record = steps[name](False)
+            seconds.append(time.perf_counter() - start)
         cpu_s = time.process_time() - began
         began = time.process_time()
-        found = {**found, **steps[name](True)}
+        record = {**record, **steps[name](True)}
         first_s += time.process_time() - began
-        print(json.dumps({"step_s": taken, "cpu_s": cpu_s, "first_cpu_s": first_s, **found}), flush=True)
+        print(json.dumps({"step_s": seconds, "cpu_s": cpu_s, "first_cpu_s": first_s, **record}), flush=True)
     return 0
 
 
-def _stepper(name: str, asked: Mapping[str, Any], trainers: dict[Any, Any]) -> Callable[[bool], Mapping[str, float]]:
+def _stepper(name: str, request: Mapping[str, Any], trainers: dict[Any, Any]) -> Callable[[bool], Mapping[str, float]]:
     """Runs a step and waits for it; if recorded, tells what was measured of it too."""
     import jax
     import numpy as np
@@ -360,7 +360,7 @@ def _stepper(name: str, asked: Mapping[str, Any], trainers: dict[Any, Any]) -> C
     from jaxpipe.stage.model.reference import resolve_model
     from jaxpipe.train.trainer import Trainer
 
-    sizes = asked["sizes"]
+    sizes = request["sizes"]
     options = ("d_model", "num_layers", "num_heads", "seq_len", "vocab_size")
     model = resolve_model("models.gpt:GPT", {**{k: sizes[k] for k in options}, "tied": False})
     m, size, length = sizes["microbatches"], sizes["microbatch_size"], sizes["seq_len"]
@@ -375,7 +375,7 @@ def _stepper(name: str, asked: Mapping[str, Any], trainers: dict[Any, Any]) -> C
             microbatches=m,
             chunks=chunks,
             microbatch_size=size,
-            cut=JAXPIPE[name] if asked["cut"] == "hand" else asked["cut"],
+            cut=JAXPIPE[name] if request["cut"] == "hand" else request["cut"],
             platform="cpu",
         ).measured(5)
     trainer = trainers[placement].with_schedule(name)
@@ -391,13 +391,13 @@ def _stepper(name: str, asked: Mapping[str, Any], trainers: dict[Any, Any]) -> C
         nonlocal state
         state, metrics = trainer.step(state, batch, record=record)
         jax.block_until_ready((dict(state.master), metrics.loss))
-        found = {"loss": float(metrics.loss)}
+        results = {"loss": float(metrics.loss)}
         if record:
             pipe, outputs = trainer.pipeline, metrics.outputs
-            found["replay_ratio"] = pipe.replay_ratio(outputs)
-            found["bubble_measured"] = metrics.timeline.bubble_rate
-            found["predicted_over_step"] = pipe.predicted_timeline().makespan / outputs.step_s
-        return found
+            results["replay_ratio"] = pipe.replay_ratio(outputs)
+            results["bubble_measured"] = metrics.timeline.bubble_rate
+            results["predicted_over_step"] = pipe.predicted_timeline().makespan / outputs.step_s
+        return results
 
     return step
 
@@ -423,9 +423,11 @@ def _alone(sizes: Mapping[str, int]) -> Callable[[bool], Mapping[str, Any]]:
 
     def of_one(layer: Layer, data: Mapping[str, Any]) -> StageFunctions:
         """A stage of ``layer``, which gets what another makes of the array x."""
-        given = Layer("given", lambda key: {"by": np.ones(())}, lambda p, x, c: c.data["x"] * p["by"], reads=("x",))
+        input_layer = Layer(
+            "given", lambda key: {"by": np.ones(())}, lambda p, x, c: c.data["x"] * p["by"], reads=("x",)
+        )
         loss = Layer("loss", lambda key: {}, lambda p, x, c: (x.sum(), x[..., 0].sum()))
-        return built([[given], [layer], [loss]], data)
+        return built([[input_layer], [layer], [loss]], data)
 
     def built(stages: Sequence[Sequence[Layer]], data: Mapping[str, Any]) -> StageFunctions:
         params = {layer.name: jax.eval_shape(layer.init, jax.random.key(0)) for stage in stages for layer in stage}
@@ -433,7 +435,7 @@ def _alone(sizes: Mapping[str, int]) -> Callable[[bool], Mapping[str, Any]]:
 
     example = (data["x"],)
     softmax = Layer("softmax", lambda key: {}, lambda p, x, c: jax.nn.softmax(x, axis=-1))
-    found = {
+    functions_by_layer = {
         "": built([gpt.layers[:1], gpt.layers[1:-2], gpt.layers[-2:]], gpt.batch_spec(b)),
         "softmax ": of_one(softmax, wide),
         "layer norm ": of_one(from_linen("norm", nn.LayerNorm(use_fast_variance=False), example=example), data),
@@ -442,28 +444,28 @@ def _alone(sizes: Mapping[str, int]) -> Callable[[bool], Mapping[str, Any]]:
     }
     rng = np.random.default_rng(1)
     held: dict[tuple[str, Port], Any] = {}
-    taken: dict[str, list[float]] = {}
+    seconds: dict[str, list[float]] = {}
 
     def run(name: str, op: str) -> None:
-        f = found[name].functions[op]
+        f = functions_by_layer[name].functions[op]
         for port, aval in zip(f.inputs, f.avals_in, strict=True):
             if (name, port) not in held:
                 number = np.issubdtype(aval.dtype, np.floating)
-                made = rng.standard_normal(aval.shape) / 50 if number else rng.integers(0, 50, aval.shape)
-                held[(name, port)] = jax.device_put(made.astype(aval.dtype), aval.sharding)
+                outputs = rng.standard_normal(aval.shape) / 50 if number else rng.integers(0, 50, aval.shape)
+                held[(name, port)] = jax.device_put(outputs.astype(aval.dtype), aval.sharding)
         last = {"acc"} if op == "B" else {"acc", "res", "wres"}
         arguments = [held.pop((name, p)) if p.kind in last else held[(name, p)] for p in f.inputs]
         began = time.process_time()
-        made = jax.block_until_ready(f.call(*arguments))
-        taken.setdefault(name + op, []).append(time.process_time() - began)
-        held.update(((name, p), v) for p, v in zip(f.outputs, made, strict=True) if p.kind in ("res", "wres", "acc"))
+        outputs = jax.block_until_ready(f.call(*arguments))
+        seconds.setdefault(name + op, []).append(time.process_time() - began)
+        held.update(((name, p), v) for p, v in zip(f.outputs, outputs, strict=True) if p.kind in ("res", "wres", "acc"))
 
     def step(record: bool) -> dict[str, Any]:
         if record:
-            told = dict(taken)
-            taken.clear()
-            return {"functions": told}
-        for name in found:
+            seconds_by_function = dict(seconds)
+            seconds.clear()
+            return {"functions": seconds_by_function}
+        for name in functions_by_layer:
             for op in ("F", "B", "W", "F", "BW") if not name else ("F", "BW"):
                 run(name, op)
         return {"loss": None}

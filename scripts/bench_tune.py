@@ -70,9 +70,9 @@ def searched(args: argparse.Namespace, devices: int) -> dict[str, Any]:
         before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
         done = subprocess.run([*command, "--json", str(file)], cwd=ROOT, capture_output=True, text=True, check=False)
         wall_s, after = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
-        found = json.loads(file.read_text())
+        document = json.loads(file.read_text())
     counts = Counter[str]()
-    for tried in found["tried"]:
+    for tried in document["tried"]:
         counts[tried["status"]] += tried["candidates"]
     cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     row = {
@@ -83,10 +83,10 @@ def searched(args: argparse.Namespace, devices: int) -> dict[str, Any]:
         "exit": done.returncode,
     }
     row |= {"candidates": counts.total(), **counts}
-    if found["best"] is None:
+    if document["best"] is None:
         return {**row, "says": done.stderr.splitlines()[-1]}
     best, plain = (
-        found["best"],
+        document["best"],
         ("ranks", "dp", "cp", "tp", "microbatches", "recompute", "schedule", "chunks", "vocabulary"),
     )
     settings = {key: best["config"]["pipeline"][key] for key in plain if key in best["config"]["pipeline"]}

@@ -51,7 +51,7 @@ ATTENTION = {"xla": "xla", "cudnn": "cudnn", AS_WRITTEN: "xla", BEFORE: ""}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    given = sys.argv[1:] if argv is None else list(argv)
+    arguments = sys.argv[1:] if argv is None else list(argv)
     parser = argparse.ArgumentParser(description="what XLA makes of stages compiled for a GPU that need not be there")
     parser.add_argument("--model", action="append", choices=("gpt", "llama"), help="only this one; may be repeated")
     parser.add_argument("--recompute", action="append", help="policy (default none); may be repeated")
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--hlo", type=Path, metavar="DIR", help="write the compiled programs there")
     parser.add_argument("--out", type=Path, help="write the report here, too")
     parser.add_argument("--checkout", type=Path, help=argparse.SUPPRESS)  # whose jaxpipe and models are compiled
-    args = parser.parse_args(given)
+    args = parser.parse_args(arguments)
     if args.checkout is not None:
         sys.path.insert(0, str(args.checkout.resolve()))
     environment(1)
@@ -76,9 +76,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.checkout is not None
         else [f for f in ATTENTION if f != BEFORE and (f != "cudnn" or not args.tiny)]
     )
-    report = {**_provenance(args, size, given), "cases": [c for form in forms for c in _cases(form, args, size, mesh)]}
+    report = {
+        **_provenance(args, size, arguments),
+        "cases": [c for form in forms for c in _cases(form, args, size, mesh)],
+    }
     if args.before is not None:
-        older = _older(args.before, given)
+        older = _older(args.before, arguments)
         report |= {"before_commit": older["commit"], "cases": [*older["cases"], *report["cases"]]}
     if args.out is not None:
         args.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
@@ -115,7 +118,7 @@ def measure(stage: Any, size: Size, args: argparse.Namespace, name: str) -> dict
     from jaxpipe.stage.flops import jaxpr_flops
 
     options = {} if args.tiny else {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": args.triton}
-    found: dict[str, Any] = {
+    record: dict[str, Any] = {
         "residual_bytes": stage.residual_bytes,
         "residual_arrays": sum(p.kind == "res" for p in stage.functions["F"].outputs),
         "functions": {},
@@ -128,7 +131,7 @@ def measure(stage: Any, size: Size, args: argparse.Namespace, name: str) -> dict
             args.hlo.mkdir(parents=True, exist_ok=True)
             (args.hlo / f"{name.replace(' ', '-')}-{op}.txt").write_text(text, encoding="utf-8")
         moved = Counter(m.kind for m in moves(text, least=size.B * size.T * size.D))
-        found["functions"][op] = {
+        record["functions"][op] = {
             "temp_bytes": memory.temp_size_in_bytes,
             "argument_bytes": memory.argument_size_in_bytes,
             "output_bytes": memory.output_size_in_bytes,
@@ -137,21 +140,21 @@ def measure(stage: Any, size: Size, args: argparse.Namespace, name: str) -> dict
             **{kind: moved[kind] for kind in ("copies", "transposing", "fused")},
             "kernels": dict(Counter(custom_calls(text))),
         }
-    return found
+    return record
 
 
-def _older(checkout: Path, given: Sequence[str]) -> dict[str, Any]:
+def _older(checkout: Path, arguments: Sequence[str]) -> dict[str, Any]:
     """The report of another checkout, by this script in a process of its own."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "report.json"
-        options = [*given, "--checkout", str(checkout), "--out", str(out)]
+        options = [*arguments, "--checkout", str(checkout), "--out", str(out)]
         options[(at := options.index("--before")) : at + 2] = []
         subprocess.run([sys.executable, __file__, *options], check=True, stdout=subprocess.DEVNULL)
         report: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
     return report
 
 
-def _provenance(args: argparse.Namespace, size: Size, given: Sequence[str]) -> dict[str, Any]:
+def _provenance(args: argparse.Namespace, size: Size, arguments: Sequence[str]) -> dict[str, Any]:
     import jax
     import jaxlib
 
@@ -163,7 +166,7 @@ def _provenance(args: argparse.Namespace, size: Size, given: Sequence[str]) -> d
         "products": "Triton" if args.triton else "cuBLAS",
         "versions": {"python": platform.python_version(), "jax": jax.__version__, "jaxlib": jaxlib.__version__},
         "commit": commit_id() if args.checkout is None else commit_id(args.checkout),
-        "command": shlex.join(["python", "scripts/compile_h100.py", *given]),
+        "command": shlex.join(["python", "scripts/compile_h100.py", *arguments]),
     }
 
 

@@ -73,7 +73,7 @@ def overlaps(text: str) -> list[Overlap]:
     products = _product_computations(text)
     flying: dict[str, list[int]] = {}
     started: dict[str, _Instruction] = {}
-    found: list[Overlap] = []
+    results: list[Overlap] = []
     for line in _entry(text):
         kind = _collective_kind(line)
         if kind and line.op.endswith("-start"):
@@ -82,14 +82,14 @@ def overlaps(text: str) -> list[Overlap]:
             (start,) = [name for name in flying if re.search(rf"%?{re.escape(name)}[,)]", line.rest)]
             sync = '"is_sync":true' in started[start].rest
             size = _largest(f"{started[start].result} {started[start].rest} {line.result}")
-            found.append(Overlap(start, kind, size, *flying.pop(start), is_sync=sync))
+            results.append(Overlap(start, kind, size, *flying.pop(start), is_sync=sync))
         elif kind and line.op in _KINDS:
-            found.append(Overlap(line.name, kind, _largest(line.result), 0, 0, is_sync=True))
+            results.append(Overlap(line.name, kind, _largest(line.result), 0, 0, is_sync=True))
         elif line.op in ("fusion", "custom-call", "dot"):
             at = 0 if _is_product(line, products) else 1
             for counts in flying.values():
                 counts[at] += 1
-    return found
+    return results
 
 
 def count_products(text: str) -> int:
@@ -102,7 +102,7 @@ def moves(text: str, least: int) -> list[Move]:
     """Kernels that copy or transpose arrays of at least ``least`` elements. Axes of length 1 have no order."""
     computations, entry = _computations(text), list(_entry(text))
     entry_types = {line.name: line.result for line in entry}
-    found: list[Move] = []
+    results: list[Move] = []
     for line in entry:
         called = re.search(r"calls=%?([\w.\-]+)", line.rest)
         if line.op in ("copy", "transpose"):
@@ -116,10 +116,10 @@ def moves(text: str, least: int) -> list[Move]:
             continue
         turned = any(_reorders(i, types) for i in body if _most_elements(i.result) >= least)
         if all(i.op in _MOVING for i in body):
-            found.append(Move(line.name, "transposing" if turned else "copies"))
+            results.append(Move(line.name, "transposing" if turned else "copies"))
         elif turned:
-            found.append(Move(line.name, "fused"))
-    return found
+            results.append(Move(line.name, "fused"))
+    return results
 
 
 def custom_calls(text: str) -> list[str]:
@@ -134,11 +134,11 @@ def _reorders(line: _Instruction, types: Mapping[str, str]) -> bool:
     if line.op not in ("copy", "transpose") or operand is None or operand.group(1) not in types:
         return False
     sizes, result = _axes(line.result)
-    _, given = _axes(types[operand.group(1)])
+    _, operand_axes = _axes(types[operand.group(1)])
     permutation = re.search(r"dimensions=\{([\d,]*)\}", line.rest)
     comes_from = [int(n) for n in permutation.group(1).split(",")] if permutation else list(range(len(sizes)))
     long = {comes_from[k] for k, n in enumerate(sizes) if n > 1}
-    return [comes_from[k] for k in result if sizes[k] > 1] != [k for k in given if k in long]
+    return [comes_from[k] for k in result if sizes[k] > 1] != [k for k in operand_axes if k in long]
 
 
 def _axes(typed: str) -> tuple[list[int], list[int]]:
@@ -165,14 +165,14 @@ def _entry(text: str) -> Iterator[_Instruction]:
 
 def _computations(text: str) -> dict[str, list[_Instruction]]:
     """The instructions of each computation, by its name."""
-    found: dict[str, list[_Instruction]] = {}
+    bodies: dict[str, list[_Instruction]] = {}
     for line in text.splitlines():
         head, match = re.match(r"(?:ENTRY )?%?([\w.\-]+) \(.*\{$", line), _INSTRUCTION.match(line)
         if head:
-            found[head.group(1)] = body = []
-        elif match and found:
+            bodies[head.group(1)] = body = []
+        elif match and bodies:
             body.append(_Instruction(*match.groups()))
-    return found
+    return bodies
 
 
 def _collective_kind(line: _Instruction) -> str:
@@ -183,15 +183,15 @@ def _collective_kind(line: _Instruction) -> str:
 
 def _product_computations(text: str) -> frozenset[str]:
     """Names of the computations (of fusions) that hold a product."""
-    found: set[str] = set()
+    names: set[str] = set()
     name = ""
     for line in text.splitlines():
         head = re.match(r"%?([\w.\-]+) .*\{$", line)
         if head:
             name = head.group(1)
         elif re.search(r" (?:dot|scaled-dot)\(", line):
-            found.add(name)
-    return frozenset(found)
+            names.add(name)
+    return frozenset(names)
 
 
 def _is_product(line: _Instruction, products: frozenset[str]) -> bool:

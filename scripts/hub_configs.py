@@ -41,8 +41,8 @@ def meaning(config: Mapping[str, Any]) -> dict[str, Any]:
     """What a file means. Raises where it can't be used."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(config))
-        made = AutoConfig.from_pretrained(folder)
-    return _gpt2(made) if made.model_type == "gpt2" else _llama(made)
+        config_object = AutoConfig.from_pretrained(folder)
+    return _gpt2(config_object) if config_object.model_type == "gpt2" else _llama(config_object)
 
 
 def _gpt2(c: Any) -> dict[str, Any]:
@@ -110,16 +110,16 @@ def _rope(c: Any) -> dict[str, Any]:
     table = c.rope_parameters
     kind = table["rope_type"]
     assert isinstance(kind, str) and isinstance(table["rope_theta"], float | int), "rope"
-    made = {"kind": kind, "theta": table["rope_theta"], "partial": table.get("partial_rotary_factor") or 1}
+    rope = {"kind": kind, "theta": table["rope_theta"], "partial": table.get("partial_rotary_factor") or 1}
     for name in _NEEDED.get(kind, ()):
         assert isinstance(table[name], float | int), name
     if kind in ("linear", "llama3", "yarn"):
-        made |= {name: table[name] for name in _NUMBERS if table.get(name) is not None}
+        rope |= {name: table[name] for name in _NUMBERS if table.get(name) is not None}
     if kind in ("llama3", "yarn"):
-        made["original"] = table["original_max_position_embeddings"]
-        assert isinstance(made["original"], float | int), "original_max_position_embeddings"
-        made["odd"] = [table.get("truncate", True), table.get("mscale"), table.get("mscale_all_dim")]
-    return made
+        rope["original"] = table["original_max_position_embeddings"]
+        assert isinstance(rope["original"], float | int), "original_max_position_embeddings"
+        rope["odd"] = [table.get("truncate", True), table.get("mscale"), table.get("mscale_all_dim")]
+    return rope
 
 
 def _whole(config: Any) -> Any:
@@ -143,19 +143,19 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     logging.disable(logging.WARNING)
     records = {
-        name: list(map(recorded, made))
-        for name, made in (("single", single_variants()), ("random", random_variants(COUNT)))
+        name: list(map(recorded, variants))
+        for name, variants in (("single", single_variants()), ("random", random_variants(COUNT)))
     }
     golden = {"transformers": transformers.__version__, **records}
     TO.write_bytes(gzip.compress(json.dumps(golden, separators=(",", ":")).encode(), 9, mtime=0))
-    for name, made in records.items():
+    for name, variants in records.items():
         print(
             name,
-            len(made),
+            len(variants),
             "errors",
-            sum("error" in each for each in made),
+            sum("error" in each for each in variants),
             "floats",
-            sum("floats" in each for each in made),
+            sum("floats" in each for each in variants),
         )
 
 

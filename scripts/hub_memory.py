@@ -54,15 +54,15 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--shard-size", type=float, default=1.0, help="gigabytes a file")
     args = parser.parse_args()
-    given, run, back = (args.folder / name for name in ("given", "run", "back"))
-    given.mkdir(parents=True)
-    (given / "config.json").write_text(json.dumps(CONFIG))
+    source, run, back = (args.folder / name for name in ("given", "run", "back"))
+    source.mkdir(parents=True)
+    (source / "config.json").write_text(json.dumps(CONFIG))
     rng, sizes = np.random.default_rng(0), shapes(CONFIG)
     planned = [Planned(name, shape, partial(random_bfloat16, rng, shape)) for name, shape in sizes.items()]
-    files = write_tensors(given, planned, "bfloat16", int(args.shard_size * 1e9))
+    files = write_tensors(source, planned, "bfloat16", int(args.shard_size * 1e9))
     most = 1.2 * max(file.stat().st_size for file in files) + 2**30
     export = ["export", run, "-o", back, "--dtype", "bfloat16", "--shard-size", args.shard_size]
-    for verb in (["import", given, "-o", run], export):
+    for verb in (["import", source, "-o", run], export):
         began = time.perf_counter()
         done = subprocess.run(
             [sys.executable, "-c", PEAK, *map(str, verb)], stdout=subprocess.PIPE, text=True, check=True

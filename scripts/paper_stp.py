@@ -215,10 +215,10 @@ def timeline_of(family: str, setting: Setting, microbatches: int, costs: CostPro
     equal = (1.0,) * costs.num_stages
     even = replace(costs, residual_bytes=equal, w_residual_bytes=equal, offloadable_bytes=equal)
     schedule = generate(family, setting.pp, microbatches, costs=even)
-    found: Iterable[Schedule] = [schedule]
+    schedules: Iterable[Schedule] = [schedule]
     if family == "v-zb":
-        found = map(fuse_neighbours, (schedule, prompt_weights(schedule)))
-    return min((simulate(x, costs) for x in found), key=lambda x: x.makespan)
+        schedules = map(fuse_neighbours, (schedule, prompt_weights(schedule)))
+    return min((simulate(x, costs) for x in schedules), key=lambda x: x.makespan)
 
 
 def fuse_neighbours(schedule: Schedule) -> Schedule:

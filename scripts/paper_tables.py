@@ -160,12 +160,12 @@ def figure_3(quick: bool) -> list[Row]:
         costs = CostProfile.uniform(p * v, chunks=v, offload_time=0.03)
         problem = Problem.of(circular(p, v), m, costs)
         schedule = problem.schedule("po", po_rows(problem))
-        whole = max(simulate(schedule, costs).peak_activations)
+        full_peak = max(simulate(schedule, costs).peak_activations)
         points = []
         for quarters in range(5):
-            left = max(offload(schedule, costs, fraction=quarters / 4).peak_after) / whole
+            left = max(offload(schedule, costs, fraction=quarters / 4).peak_after) / full_peak
             points.append({"offloaded": quarters / 4, "formula": (1 - quarters / 4) ** 2, "ours": round(left, 3)})
-        rows.append({"ranks": p, "chunks": v, "microbatches": m, "peak": round(whole, 3), "points": points})
+        rows.append({"ranks": p, "chunks": v, "microbatches": m, "peak": round(full_peak, 3), "points": points})
     return rows
 
 
@@ -261,8 +261,8 @@ def make_report(quick: bool, only: str = "") -> Row:
     saved: Row = json.loads(RESULT.read_text(encoding="utf-8"))
     again = {title: old for title, old in saved.get("again", {}).items() if title not in tables}
     in_order = {title: tables.get(title, saved["tables"].get(title)) for title in TABLES}
-    kept = {title: rows for title, rows in in_order.items() if rows is not None}
-    return {**saved, "tables": kept, "again": again | dict.fromkeys(tables, origin)}
+    tables_of = {title: rows for title, rows in in_order.items() if rows is not None}
+    return {**saved, "tables": tables_of, "again": again | dict.fromkeys(tables, origin)}
 
 
 def main() -> int:
@@ -282,9 +282,9 @@ def main() -> int:
 
         print(paper_tables(report))
         if arguments.only:
-            made = [title for title in TABLES if arguments.only in title]
+            titles = [title for title in TABLES if arguments.only in title]
             print(
-                f"\nComputed now: {', '.join(made) or 'nothing'}. All other tables are those of {RESULT.relative_to(ROOT)}."
+                f"\nComputed now: {', '.join(titles) or 'nothing'}. All other tables are those of {RESULT.relative_to(ROOT)}."
             )
     for cell in missed(report):
         print(f"worse than the paper by more than {TOLERANCE} points: {cell}", file=sys.stderr)

@@ -78,12 +78,12 @@ def controllable_memory() -> list[Row]:
 def stp() -> list[Row]:
     """Table 5's peak memory of the 12.1B model, and appendix C's activations of one chunk."""
     rows = []
-    whole = load_config(PLANS / "qwen2-12.1b.toml")
+    paper_config = load_config(PLANS / "qwen2-12.1b.toml")
     assumed = "bfloat16, flash attention, sequence 6144, no dropout, no sequence parallelism, recompute=flash"
     for (tp, pp), by_schedule in STP_PEAK_GB.items():
         per_stage = 32 // (2 * pp)
         cut = [1 + per_stage * s for s in range(1, 2 * pp)]
-        base = whole.override([f"pipeline.tp={tp}", f"pipeline.ranks={pp}", f"pipeline.cut={cut}"])
+        base = paper_config.override([f"pipeline.tp={tp}", f"pipeline.ranks={pp}", f"pipeline.cut={cut}"])
         bench = workbench(base, TARGETS["a800"], Efficiency(), quiet)
         for schedule, paper in by_schedule.items():
             config = base.override([f"pipeline.schedule={schedule}"])

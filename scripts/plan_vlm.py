@@ -84,11 +84,11 @@ def planned(base: TrainConfig, bench: Workbench, schedule: str, microbatches: in
         lambda schedule, _: fuse_neighbours(schedule),
         lambda schedule, _: fuse_neighbours(prompt_weights(schedule)),
     ]
-    found = [
+    predictions = [
         predict(config, bench, bench.target.memory_bytes, transform)
         for transform in (fused if schedule == "v-zb" else as_it_is)
     ]
-    return min(found, key=lambda p: p.step_s)
+    return min(predictions, key=lambda p: p.step_s)
 
 
 def fuse_neighbours(schedule: Schedule) -> Schedule:
@@ -127,8 +127,8 @@ def rows_of(name: str, tp: int, pp: int, efficiency: Efficiency) -> list[Row]:
     bench = workbench(base, machine(tp, efficiency), efficiency, quiet)
     by_microbatches, peaks = VLM_THROUGHPUT[name, tp, pp]
     for m, paper in by_microbatches.items():
-        found = {schedule: planned(base, bench, schedule, m) for schedule in SCHEDULES}
-        ours = {schedule: m / p.step_s for schedule, p in found.items()}
+        predictions = {schedule: planned(base, bench, schedule, m) for schedule in SCHEDULES}
+        ours = {schedule: m / p.step_s for schedule, p in predictions.items()}
         theirs = dict(zip(SCHEDULES, (*paper, paper[-1]), strict=True))
         gains = {
             f"{schedule} over {other}": [_gain(theirs, schedule, other), _gain(ours, schedule, other)]
@@ -140,7 +140,7 @@ def rows_of(name: str, tp: int, pp: int, efficiency: Efficiency) -> list[Row]:
             "samples_per_s": {s: [theirs[s], round(ours[s], 3)] for s in SCHEDULES},
             "gain_percent": gains,
             "memory_gb": {
-                s: [gb, round(max(x.live_peak_bytes for x in found[s].memory) / 1e9, 1)]
+                s: [gb, round(max(x.live_peak_bytes for x in predictions[s].memory) / 1e9, 1)]
                 for s, gb in zip(SCHEDULES, (*peaks, peaks[-1]), strict=True)
             },
         })  # fmt: skip

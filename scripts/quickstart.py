@@ -90,8 +90,8 @@ def unfinished(out_dir: Path, steps: int) -> Path:
     from jaxpipe.train.checkpoint import CheckpointStore
 
     numbered = (out_dir.with_name(f"{out_dir.name}-{n}") for n in itertools.count(2))
-    every = itertools.chain([out_dir], numbered)
-    return next(d for d in every if (CheckpointStore(d / "checkpoints").latest() or 0) < steps)
+    folders = itertools.chain([out_dir], numbered)
+    return next(d for d in folders if (CheckpointStore(d / "checkpoints").latest() or 0) < steps)
 
 
 if __name__ == "__main__":

@@ -69,20 +69,22 @@ def dump_all(out: Path) -> None:
 
 def against(commit: str) -> int:
     with tempfile.TemporaryDirectory() as folder:
-        here, there, tree = (Path(folder) / n for n in ("here", "there", "tree"))
-        dump_all(here)
+        new_folder, old_folder, tree = (Path(folder) / n for n in ("here", "there", "tree"))
+        dump_all(new_folder)
         subprocess.run(["git", "worktree", "add", "-q", "--detach", str(tree), commit], cwd=ROOT, check=True)
         try:
             environment = {**os.environ, "PYTHONPATH": str(tree)}
             subprocess.run(
-                [sys.executable, str(tree / "scripts" / "replay.py"), str(there)], check=True, env=environment
+                [sys.executable, str(tree / "scripts" / "replay.py"), str(old_folder)], check=True, env=environment
             )
         finally:
             subprocess.run(["git", "worktree", "remove", "--force", str(tree)], cwd=ROOT, check=True)
-        names = sorted({p.name for d in (here, there) for p in d.iterdir()})
-        _, changed, missing = filecmp.cmpfiles(here, there, names, shallow=False)
+        names = sorted({p.name for d in (new_folder, old_folder) for p in d.iterdir()})
+        _, changed, missing = filecmp.cmpfiles(new_folder, old_folder, names, shallow=False)
         for name in sorted([*changed, *missing]):
-            diff = subprocess.run(["diff", "-uN", str(there / name), str(here / name)], capture_output=True, text=True)
+            diff = subprocess.run(
+                ["diff", "-uN", str(old_folder / name), str(new_folder / name)], capture_output=True, text=True
+            )
             print("\n".join(diff.stdout.splitlines()[:20]))
         print(f"{len(names) - len(changed) - len(missing)} of {len(names)} dumps are equal to {commit}'s")
         return 1 if changed or missing else 0

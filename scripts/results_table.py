@@ -58,14 +58,14 @@ def torch_table(report: dict[str, Any]) -> list[str]:
     ]
     for side, rows in sides.items():
         for name, s in rows.items():
-            known = side == "jaxpipe"
+            is_jaxpipe = side == "jaxpipe"
             cells = [
                 f"{side} {name}",
                 f"{s['step_s']:.2f} ({s['low_s']:.2f} to {s['high_s']:.2f})",
                 f"{s['tokens_per_s']:,.0f}",
                 f"{s['cpu_s']:.2f}",
-                f"{s['predicted_over_step']:.2f}" if known else "",
-                f"{s['bubble_measured']:.0%}" if known else "",
+                f"{s['predicted_over_step']:.2f}" if is_jaxpipe else "",
+                f"{s['bubble_measured']:.0%}" if is_jaxpipe else "",
             ]
             lines.append("| " + " | ".join(cells) + " |")
     foreign = max(s["foreign_cpu"] for rows in sides.values() for s in rows.values())
@@ -423,8 +423,8 @@ def _stp_6(rows: list[dict[str, Any]]) -> list[str]:
     for row in rows:
         both = zip(row["gain"], row["gain_published"], strict=True)
         gains = [f"{x['paper']:.1f} → {x['ours']:.1f}, {y['ours']:.1f}" for x, y in both]
-        *others, published = row["memory_gb"]
-        memory = ", ".join(f"{x['paper']} → {x['ours']:.0f}" for x in others) + f", {published['ours']:.0f}"
+        *rest, published = row["memory_gb"]
+        memory = ", ".join(f"{x['paper']} → {x['ours']:.0f}" for x in rest) + f", {published['ours']:.0f}"
         where = f"| {row['model']}, {row['sequence']} | {row['tp']}, {row['ranks']} | {row['microbatches']} |"
         lines.append(f"{where} {' | '.join(gains)} | {memory} |")
     return [*lines, ""]

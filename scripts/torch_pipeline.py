@@ -50,8 +50,8 @@ class Block(nn.Module):
     def forward(self, x):
         b, t, d = x.shape
         q, k, v = self.qkv(self.norm_attn(x)).view(b, t, 3, self.heads, d // self.heads).permute(2, 0, 3, 1, 4)
-        seen = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(seen.transpose(1, 2).reshape(b, t, d))
+        context = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(context.transpose(1, 2).reshape(b, t, d))
         return x + self.down(functional.gelu(self.up(self.norm_mlp(x)), approximate="tanh"))
 
 
@@ -67,15 +67,15 @@ class Head(nn.Module):
 
 def layers(c):
     torch.manual_seed(0)
-    made = [Embed(c), *(Block(c) for _ in range(c["num_layers"])), Head(c)]
-    for layer in made:
+    modules = [Embed(c), *(Block(c) for _ in range(c["num_layers"])), Head(c)]
+    for layer in modules:
         for name, p in layer.named_parameters():
             if p.dim() > 1:
                 small = name in ("out.weight", "down.weight")
                 nn.init.normal_(p, std=0.02 / (2 * c["num_layers"]) ** 0.5 if small else 0.02)
             elif name.endswith("bias"):
                 nn.init.zeros_(p)
-    return made
+    return modules
 
 
 def loss_of(logits, targets):
@@ -91,9 +91,9 @@ def pipelined(c, rank, name, cuts, batch):
     starts = [0, *cuts]
     stages = len(starts)
     mine = [rank] if stages == RANKS else [rank, stages - 1 - rank if name == "ZBV" else rank + RANKS]
-    every = layers(c)
-    ends = [*starts[1:], len(every)]
-    modules = {s: nn.Sequential(*every[starts[s] : ends[s]]) for s in mine}
+    all_layers = layers(c)
+    ends = [*starts[1:], len(all_layers)]
+    modules = {s: nn.Sequential(*all_layers[starts[s] : ends[s]]) for s in mine}
     held = [pipelining.PipelineStage(modules[s], s, stages, torch.device("cpu")) for s in mine]
     single = name == "1F1B"
     schedule = SCHEDULES[name](held[0] if single else held, c["microbatches"], loss_fn=loss_of)
@@ -131,7 +131,7 @@ def unpipelined(c, batch):
     return step
 
 
-def alone(c, taken):
+def alone(c, seconds):
     """Forward and backward passes of a stage of blocks, and of layers that mostly reduce."""
     b, t, d, heads, words = (c[n] for n in ("microbatch_size", "seq_len", "d_model", "num_heads", "vocab_size"))
     targets = torch.randint(0, words, (b, t))
@@ -145,9 +145,9 @@ def alone(c, taken):
 
     def timed(name, run):
         began = time.process_time()
-        made = run()
-        taken[name].append(time.process_time() - began)
-        return made
+        output = run()
+        seconds[name].append(time.process_time() - began)
+        return output
 
     inputs = {name: torch.randn(shape, requires_grad=True) for name, (_, shape) in layers.items()}
     x, dy = torch.randn(b, t, d, requires_grad=True), torch.randn(b, t, d)
@@ -160,47 +160,47 @@ def alone(c, taken):
         timed("BW", lambda: y.backward(dy))
         x.grad = None
         for name, (layer, _) in layers.items():
-            given = inputs[name]
-            made = timed(f"{name} F", lambda layer=layer, given=given: layer(given))
-            cotangent = torch.ones_like(made)
-            timed(f"{name} BW", lambda made=made, cotangent=cotangent: made.backward(cotangent))
-            given.grad = None
+            layer_input = inputs[name]
+            layer_output = timed(f"{name} F", lambda layer=layer, layer_input=layer_input: layer(layer_input))
+            cotangent = torch.ones_like(layer_output)
+            timed(f"{name} BW", lambda layer_output=layer_output, cotangent=cotangent: layer_output.backward(cotangent))
+            layer_input.grad = None
 
     return step
 
 
 def main():
-    asked = json.loads(sys.argv[1])
-    c, rank = asked["sizes"], asked["rank"]
-    taken = collections.defaultdict(list)
-    if "core" in asked:
-        os.sched_setaffinity(0, {asked["core"]})
-    torch.set_num_threads(asked["threads"])
+    request = json.loads(sys.argv[1])
+    c, rank = request["sizes"], request["rank"]
+    seconds = collections.defaultdict(list)
+    if "core" in request:
+        os.sched_setaffinity(0, {request["core"]})
+    torch.set_num_threads(request["threads"])
     torch.manual_seed(1)
     ids = torch.randint(0, c["vocab_size"], (c["microbatches"] * c["microbatch_size"], c["seq_len"] + 1))
     batch = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
-    if "core" in asked:
-        steps = {"alone": alone(c, taken)}
+    if "core" in request:
+        steps = {"alone": alone(c, seconds)}
     elif rank is None:
         steps = {"unpipelined": unpipelined(c, batch)}
     else:
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(asked["port"])}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(request["port"])}
         dist.init_process_group("gloo", rank=rank, world_size=RANKS)
-        steps = {name: pipelined(c, rank, name, cuts, batch) for name, cuts in asked["cuts"].items()}
+        steps = {name: pipelined(c, rank, name, cuts, batch) for name, cuts in request["cuts"].items()}
     print(json.dumps({"ready": torch.__version__}), flush=True)
     for line in sys.stdin:
         name, count = line.split()
         began = time.process_time()
         steps[name]()
         first_s = time.process_time() - began
-        taken.clear()
+        seconds.clear()
         step_s, loss, began = [], None, time.process_time()
         for _ in range(int(count)):
             start = time.perf_counter()
             loss = steps[name]()
             step_s.append(time.perf_counter() - start)
-        told = {"step_s": step_s, "cpu_s": time.process_time() - began, "first_cpu_s": first_s, "loss": loss}
-        print(json.dumps({**told, "functions": taken}), flush=True)
+        record = {"step_s": step_s, "cpu_s": time.process_time() - began, "first_cpu_s": first_s, "loss": loss}
+        print(json.dumps({**record, "functions": seconds}), flush=True)
     if rank is not None:
         dist.destroy_process_group()
 

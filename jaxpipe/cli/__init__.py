@@ -61,9 +61,9 @@ def _answer(argv: list[str], interrupts: Interrupts | None) -> int:
             return _lost_output(error)
         from jaxpipe.cli.exit_codes import explained
 
-        if (said := explained(error)) is None:
+        if (explanation := explained(error)) is None:
             raise
-        return _fail(*said)
+        return _fail(*explanation)
 
 
 def _lost_output(error: OSError) -> int:

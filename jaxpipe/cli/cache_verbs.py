@@ -42,14 +42,14 @@ def run_cache(arguments: argparse.Namespace) -> int:
     return 2 if notices and arguments.action == "clear" else 0
 
 
-def _folder(given: str | None) -> Path | None:
+def _folder(directory: str | None) -> Path | None:
     """``--dir``, which must be there; without it the default, which need not."""
 
-    folder = default_folder() if given is None else Path(given)
-    if given == "":
+    folder = default_folder() if directory is None else Path(directory)
+    if directory == "":
         raise ConfigError("--dir is empty; name the cache's folder")
-    if given is not None and not folder.exists():
-        raise ConfigError(f"--dir {given!r}: there is no such folder")
+    if directory is not None and not folder.exists():
+        raise ConfigError(f"--dir {directory!r}: there is no such folder")
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"{str(folder)!r} is not a folder; name the cache's with --dir or {VARIABLE}")
     if folder.exists() and not os.access(folder, os.R_OK | os.X_OK):

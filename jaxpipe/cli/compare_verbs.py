@@ -93,8 +93,8 @@ def _row(family: Family, arguments: argparse.Namespace, costs: CostChoice, most:
     chunks = arguments.chunks if takes else None
     group = arguments.group if "group" in family.options else None
     if chunks is None and takes:
-        wanted = family.default_chunks if costs.profile is None else costs.profile.num_stages // arguments.ranks
-        chunks = max(1, min(wanted, most or wanted))
+        default_chunks = family.default_chunks if costs.profile is None else costs.profile.num_stages // arguments.ranks
+        chunks = max(1, min(default_chunks, most or default_chunks))
 
     def made() -> tuple[Schedule, CostProfile, Timeline]:
         if most is not None and (chunks or family.default_chunks) > most:
@@ -103,8 +103,8 @@ def _row(family: Family, arguments: argparse.Namespace, costs: CostChoice, most:
             )
         return make(family, arguments, costs, chunks, group)
 
-    told = arguments.memory_limit if "memory_limit" in family.options else None
-    return _entry(family.name, arguments.memory_limit, made, group=group, family_limit=told)
+    family_limit = arguments.memory_limit if "memory_limit" in family.options else None
+    return _entry(family.name, arguments.memory_limit, made, group=group, family_limit=family_limit)
 
 
 def _file_row(path: str, schedule: Schedule, arguments: argparse.Namespace, costs: CostChoice) -> Record | Failure:
@@ -113,13 +113,17 @@ def _file_row(path: str, schedule: Schedule, arguments: argparse.Namespace, cost
 
 
 def _entry(
-    name: str, limit: float | None, made: Callable[[], tuple[Schedule, CostProfile, Timeline]], **facts: Any
+    name: str,
+    limit: float | None,
+    generate_simulated: Callable[[], tuple[Schedule, CostProfile, Timeline]],
+    **facts: Any,
 ) -> Record | Failure:
-    """The record of what ``made`` simulates, or why there is none; ``facts`` of it as :meth:`Record.of` takes them."""
+    """Return the record of what ``generate_simulated`` returns, or a failure with the reason; ``facts`` go to
+    :meth:`Record.of`."""
 
     record = None
     try:
-        schedule, profile, timeline = made()
+        schedule, profile, timeline = generate_simulated()
         within = limit if at_most(max(timeline.peak_activations), limit or 0) else None
         record = Record.of(schedule, profile, timeline, within, **facts)
         check_limit(timeline, limit)
@@ -144,9 +148,9 @@ def _best_row(family: Family, arguments: argparse.Namespace, costs: CostChoice, 
         return Failure(family.name, text, _shortened(text, family.name))
 
 
-def _record(found: Candidate, limit: float | None) -> Record:
-    facts = {"group": found.setting.group, "family_limit": found.setting.memory_limit}
-    return Record.of(found.schedule, found.costs, found.timeline, limit, **facts)
+def _record(candidate: Candidate, limit: float | None) -> Record:
+    facts = {"group": candidate.setting.group, "family_limit": candidate.setting.memory_limit}
+    return Record.of(candidate.schedule, candidate.costs, candidate.timeline, limit, **facts)
 
 
 def _task(
@@ -201,10 +205,10 @@ def run_best(arguments: argparse.Namespace) -> None:
     progress, ended = _Progress(), False
     try:
         task = _task(arguments, costs, most, arguments.objective)
-        found, ended = within(arguments.time_limit, lambda: best_for(task, on_trial=progress))
-        if found is None:
+        candidate, ended = within(arguments.time_limit, lambda: best_for(task, on_trial=progress))
+        if candidate is None:
             raise ScheduleError(NO_TIME)
-        choices.insert(0, (str(found.setting), _record(found, arguments.memory_limit)))
+        choices.insert(0, (str(candidate.setting), _record(candidate, arguments.memory_limit)))
     except ScheduleError:  # no family keeps the limit
         if not choices:
             raise
@@ -235,7 +239,9 @@ class _Progress:
         now = time.perf_counter()
         if now - self.told >= _PROGRESS_S:
             self.told = now
-            found = f"best so far {best.setting}, {best.makespan:.6g}" if best is not None else "nothing found yet"
+            best_so_far = (
+                f"best so far {best.setting}, {best.makespan:.6g}" if best is not None else "nothing found yet"
+            )
             where = f"family {self.at} of {len(self.order)}, {self.tried} settings tried"
-            notice(f"{now - self.began:7.1f} s  {where}, now {setting}; {found}")
+            notice(f"{now - self.began:7.1f} s  {where}, now {setting}; {best_so_far}")
         self.tried += 1

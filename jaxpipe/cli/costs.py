@@ -42,8 +42,8 @@ def most_chunks(arguments: argparse.Namespace, costs: CostChoice) -> int | None:
 
 def chunks_are_free(arguments: argparse.Namespace, costs: CostChoice) -> bool:
     """Whether nothing that was said keeps chunks from being as many as possible: no transfer time, no limit, no profile."""
-    said = (arguments.layers, arguments.max_chunks, arguments.chunks, costs.profile)
-    return not costs.comm and all(x is None for x in said)
+    constraints = (arguments.layers, arguments.max_chunks, arguments.chunks, costs.profile)
+    return not costs.comm and all(x is None for x in constraints)
 
 
 _UNIFORM = ("cost", "head", "comm", "w_residual", "offload_time", "tp_comm", "tp_collectives")
@@ -52,20 +52,20 @@ _UNIFORM = ("cost", "head", "comm", "w_residual", "offload_time", "tp_comm", "tp
 
 @dataclass(frozen=True, slots=True)
 class CostChoice:
-    """The costs asked for: a profile read from ``path``, or uniform ones, as far as ``said`` by flags."""
+    """The costs that a user chose: a profile read from ``path``, or uniform costs with the values of ``flags``."""
 
     path: str | None
     profile: CostProfile | None
-    said: Mapping[str, Any]
+    flags: Mapping[str, Any]
 
     @property
     def comm(self) -> float:
-        return float(self.said.get("comm", 0.0))
+        return float(self.flags.get("comm", 0.0))
 
     @property
     def offload_time(self) -> float | None:
         """None where nothing was said about the host link; see :func:`check_copies`."""
-        return self.said.get("offload_time")
+        return self.flags.get("offload_time")
 
     @property
     def units(self) -> Units:
@@ -76,10 +76,10 @@ class CostChoice:
         """The costs in a few words, for a heading."""
         if self.path is not None:
             return f"costs of {Path(self.path).name}"
-        parts = ["F, B, W = " + ", ".join(f"{x:g}" for x in self.said.get("cost", (1, 1, 1)))]
-        parts += ["S, T = " + ", ".join(f"{x:g}" for x in self.said["head"])] if "head" in self.said else []
+        parts = ["F, B, W = " + ", ".join(f"{x:g}" for x in self.flags.get("cost", (1, 1, 1)))]
+        parts += ["S, T = " + ", ".join(f"{x:g}" for x in self.flags["head"])] if "head" in self.flags else []
         parts += [f"transfers {self.comm:g}"] if self.comm else []
-        parts += [f"TP collectives {self.said['tp_comm']:g}"] if self.said.get("tp_comm") else []
+        parts += [f"TP collectives {self.flags['tp_comm']:g}"] if self.flags.get("tp_comm") else []
         parts += [f"offload {self.offload_time:g}"] if self.offload_time is not None else []
         return ", ".join(parts)
 
@@ -91,11 +91,11 @@ class CostChoice:
         """
 
         if self.profile is None:
-            others = {name: value for name, value in self.said.items() if name != "cost"}
-            others |= zip("fbw", self.said.get("cost", ()), strict=False)
-            if "head" in others and len(placement.trunk) == placement.num_stages:
+            uniform_costs = {name: value for name, value in self.flags.items() if name != "cost"}
+            uniform_costs |= zip("fbw", self.flags.get("cost", ()), strict=False)
+            if "head" in uniform_costs and len(placement.trunk) == placement.num_stages:
                 raise ConfigError(f"{name} has no parts of a head for --head; vocab-1f1b is one that has")
-            return CostProfile.on(placement, source="command line", **others)
+            return CostProfile.on(placement, source="command line", **uniform_costs)
         if self.profile.num_stages != placement.num_stages:
             raise ConfigError(
                 f"{self.path}: costs of {self.profile.num_stages} stages, but {name} with {placement.num_ranks} ranks and "
@@ -111,20 +111,20 @@ def chosen_costs(arguments: argparse.Namespace) -> CostChoice:
         ConfigError: ``--costs`` together with a flag it replaces.
         JaxpipeError, OSError: the file can't be read.
     """
-    said = {name: value for name in _UNIFORM if (value := getattr(arguments, name, None)) is not None}
+    flags = {name: value for name in _UNIFORM if (value := getattr(arguments, name, None)) is not None}
     link = arguments.host_link
     if arguments.costs is None:
-        return CostChoice(None, None, said if link is None else {**said, "host_mode": link})
-    if said:
+        return CostChoice(None, None, flags if link is None else {**flags, "host_mode": link})
+    if flags:
         raise ConfigError(
-            f"--costs FILE and --{next(iter(said)).replace('_', '-')} contradict each other; give one of them"
+            f"--costs FILE and --{next(iter(flags)).replace('_', '-')} contradict each other; give one of them"
         )
 
     require_file(arguments.costs)
     profile = read_costs(arguments.costs)
     if link is not None:
         profile = replace(profile, host=replace(profile.host, mode=link))
-    return CostChoice(arguments.costs, profile, said)
+    return CostChoice(arguments.costs, profile, flags)
 
 
 def check_size(ranks: int, microbatches: int, chunks: int) -> None:
@@ -155,10 +155,10 @@ def check_agreement(arguments: argparse.Namespace, schedules: Mapping[str, Sched
                 raise ConfigError(
                     f"{first} has {sizes[first]} {flag} and {path} has {sizes[path]}; compare schedules of one size"
                 )
-        asked = getattr(arguments, flag)
+        flag_value = getattr(arguments, flag)
         for path, size in sizes.items():
-            if asked not in (None, size):
-                raise ConfigError(f"--{flag} {asked} contradicts {path}, which has {size} {flag}")
+            if flag_value not in (None, size):
+                raise ConfigError(f"--{flag} {flag_value} contradicts {path}, which has {size} {flag}")
 
 
 def set_sizes(arguments: argparse.Namespace, schedules: Mapping[str, Schedule]) -> None:
@@ -169,8 +169,8 @@ def set_sizes(arguments: argparse.Namespace, schedules: Mapping[str, Schedule]) 
     """
     check_agreement(arguments, schedules, DEFAULT_SIZES)
     for flag, default in DEFAULT_SIZES.items():
-        known = [getattr(schedule, f"num_{flag}") for schedule in schedules.values()] + [getattr(arguments, flag)]
-        setattr(arguments, flag, known[0] or default)
+        sizes = [getattr(schedule, f"num_{flag}") for schedule in schedules.values()] + [getattr(arguments, flag)]
+        setattr(arguments, flag, sizes[0] or default)
 
 
 def check_copies(schedule: Schedule, profile: CostProfile, costs: CostChoice) -> None:

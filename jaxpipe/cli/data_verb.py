@@ -68,17 +68,17 @@ def run_data(arguments: argparse.Namespace) -> None:
         stores = [Store.read(path) for path in paths]
         for store in stores:
             store.check(whole=True)
-            if (own := store.folder / JSON).is_file():
-                load_tokenizer(str(own)).check_store(store.folder, store.spec["tokenizer"])
+            if (tokenizer_path := store.folder / JSON).is_file():
+                load_tokenizer(str(tokenizer_path)).check_store(store.folder, store.spec["tokenizer"])
     seconds = time.perf_counter() - started
-    found = [
+    store_records = [
         {"store": str(s.folder), "documents": s.documents, "tokens": s.tokens, "fingerprint": s.fingerprint}
         for s in stores
     ]
     if arguments.json:
-        print_json({"stores": found, "seconds": seconds})
+        print_json({"stores": store_records, "seconds": seconds})
         return
-    for each in found:
+    for each in store_records:
         print(f"{each['store']}: {each['documents']:,} documents, {each['tokens']:,} tokens, intact ({seconds:.1f} s)")
 
 

@@ -52,7 +52,7 @@ def _one_line(error: JaxpipeError) -> str:
     problems: tuple[str, ...] = getattr(error, "problems", ())
     if len(text) <= _LONGEST_LINE or len(problems) <= 1:
         return clipped(text, _LONGEST_LINE)
-    told = problems[: _MOST_PROBLEMS if isinstance(error, ConfigError) else 1]
-    rest = len(problems) - len(told)
-    more = f" (and {rest} more problem{'s' * (rest > 1)})" if rest else ""
-    return "; ".join(clipped(" ".join(problem.split()), _LONGEST_LINE) for problem in told) + more
+    shown_problems = problems[: _MOST_PROBLEMS if isinstance(error, ConfigError) else 1]
+    rest = len(problems) - len(shown_problems)
+    remainder = f" (and {rest} more problem{'s' * (rest > 1)})" if rest else ""
+    return "; ".join(clipped(" ".join(problem.split()), _LONGEST_LINE) for problem in shown_problems) + remainder

@@ -27,12 +27,14 @@ def run_import(args: argparse.Namespace) -> None:
     without_devices()
     from jaxpipe.train.imported import import_hub
 
-    made = import_hub(Path(args.folder), Path(args.output), target=args.model, seq_len=args.seq_len)
-    for remark in made.remarks:
+    imported = import_hub(Path(args.folder), Path(args.output), target=args.model, seq_len=args.seq_len)
+    for remark in imported.remarks:
         notice(remark)
-    print(f"{made.config.model.target}, {format_count(made.parameters)} parameters, in {made.path} at step 0")
-    print(f"evaluate it with: jaxpipe eval {made.path} --other-data --data PATH")
-    print(f"train it with: jaxpipe train --config {made.path / 'config.toml'} data.path=PATH")
+    print(
+        f"{imported.config.model.target}, {format_count(imported.parameters)} parameters, in {imported.path} at step 0"
+    )
+    print(f"evaluate it with: jaxpipe eval {imported.path} --other-data --data PATH")
+    print(f"train it with: jaxpipe train --config {imported.path / 'config.toml'} data.path=PATH")
 
 
 def configure_export(parser: argparse.ArgumentParser) -> None:
@@ -50,8 +52,10 @@ def run_export(args: argparse.Namespace) -> None:
 
     source, to, shard_bytes = Path(args.checkpoint), Path(args.output), int(args.shard_size * 1e9)
     which = {"step": args.step, "model": args.model, "tokenizer": args.tokenizer, "other_model": args.other_model}
-    made = export_hub(source, to, **which, dtype=args.dtype, shard_bytes=shard_bytes)
-    if made.remark:
-        print(f"warning: {made.remark}", file=sys.stderr)
-    files = f"{len(made.files)} file{'s' * (len(made.files) > 1)}"
-    print(f"step {made.step}, {format_count(made.parameters)} parameters as {args.dtype} in {made.path} ({files})")
+    exported = export_hub(source, to, **which, dtype=args.dtype, shard_bytes=shard_bytes)
+    if exported.remark:
+        print(f"warning: {exported.remark}", file=sys.stderr)
+    files = f"{len(exported.files)} file{'s' * (len(exported.files) > 1)}"
+    print(
+        f"step {exported.step}, {format_count(exported.parameters)} parameters as {args.dtype} in {exported.path} ({files})"
+    )

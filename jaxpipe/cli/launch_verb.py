@@ -34,9 +34,9 @@ def configure_launch(parser: argparse.ArgumentParser) -> None:
     parser.usage = "jaxpipe launch local|slurm|k8s FLAGS -- train …"
     parser.add_argument("where", choices=list(_OF), help="on this machine, or by a file for sbatch, or for kubectl")
     add_value(parser, "--max-restarts", "N", whole_number("restarts", 10**6, least=0), "start again what was lost")
-    here = parser.add_argument_group("local")
-    add_value(here, "-n", "N", whole_number("processes", 4096), "how many processes", dest="number")
-    add_value(here, "--logs", "DIR", str, "what they write; by default a folder that goes if all is well")
+    local_flags = parser.add_argument_group("local")
+    add_value(local_flags, "-n", "N", whole_number("processes", 4096), "how many processes", dest="number")
+    add_value(local_flags, "--logs", "DIR", str, "what they write; by default a folder that goes if all is well")
     cluster = parser.add_argument_group("slurm, k8s")
     add_value(cluster, "-o", "FILE", str, "the file to write", dest="output")
     add_value(cluster, "--nodes", "N", whole_number("nodes", 65536), "hosts")

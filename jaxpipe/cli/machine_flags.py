@@ -42,8 +42,8 @@ def add_machine_flags(parser: argparse.ArgumentParser) -> None:
         add_value(parser, flag, "X", amount(flag.strip("-"), most=1, zero=False), text)
 
 
-def config_of(args: argparse.Namespace, more: Sequence[str] = ()) -> TrainConfig:
-    """The config file given, with the overrides given and ``more`` of them.
+def config_of(args: argparse.Namespace, overrides: Sequence[str] = ()) -> TrainConfig:
+    """Load the config file that the arguments name, with their overrides and then ``overrides``.
 
     Raises:
         ConfigError: two files, or any value is wrong.
@@ -53,7 +53,7 @@ def config_of(args: argparse.Namespace, more: Sequence[str] = ()) -> TrainConfig
     files = [x for x in args.settings if "=" not in x]
     if len(files) > 1:
         raise ConfigError(f"one config file, please: got {' and '.join(map(repr, files))}")
-    return load_config(files[0] if files else None, more)
+    return load_config(files[0] if files else None, overrides)
 
 
 def machine_of(args: argparse.Namespace, *, used: bool = False) -> tuple[Target, Efficiency, float]:
@@ -70,8 +70,8 @@ def machine_of(args: argparse.Namespace, *, used: bool = False) -> tuple[Target,
         without_devices()
     from jaxpipe.planning.roofline import Efficiency
 
-    given = {name: getattr(args, flag.strip("-").replace("-", "_")) for name, (flag, _) in _EFFICIENCIES.items()}
-    efficiency = Efficiency(**{name: x for name, x in given.items() if x is not None})
+    efficiencies = {name: getattr(args, flag.strip("-").replace("-", "_")) for name, (flag, _) in _EFFICIENCIES.items()}
+    efficiency = Efficiency(**{name: x for name, x in efficiencies.items() if x is not None})
     return (
         target,
         efficiency,

@@ -32,10 +32,10 @@ def with_parallel_flags(args: argparse.Namespace, overrides: Sequence[str]) -> l
     Raises:
         ConfigError: a flag and an override say different things about one setting.
     """
-    given = {key: (f"--{flag}", getattr(args, flag)) for flag, (key, _) in _FLAGS.items() if getattr(args, flag)}
+    flag_values = {key: (f"--{flag}", getattr(args, flag)) for flag, (key, _) in _FLAGS.items() if getattr(args, flag)}
     for override in overrides:
         key, _, text = override.partition("=")
-        flag, number = given.get(key.strip(), ("", None))
+        flag, number = flag_values.get(key.strip(), ("", None))
         if number is not None and text.strip() != str(number):
             raise ConfigError(f"{flag} {number} and {override!r} contradict each other: give one of them")
-    return [f"{key}={number}" for key, (_, number) in given.items()] + list(overrides)
+    return [f"{key}={number}" for key, (_, number) in flag_values.items()] + list(overrides)

@@ -32,8 +32,8 @@ class Parser(argparse.ArgumentParser):
         """
         joined = self._join_negative_values(argv)
         for argument in joined:  # before argparse complains of a flag that is missing because this one is misspelt
-            known = argument.split("=", 1)[0] if argument.startswith("--") else argument[:2]
-            if argument.startswith("-") and len(argument) > 1 and known not in self._option_string_actions:
+            flag = argument.split("=", 1)[0] if argument.startswith("--") else argument[:2]
+            if argument.startswith("-") and len(argument) > 1 and flag not in self._option_string_actions:
                 self._refuse(argument)
         arguments, extra = self.parse_known_intermixed_args(joined)  # overrides may follow flags
         if extra:
@@ -68,12 +68,12 @@ def add_value(
     kind: Callable[[str], Any],
     text: str,
     default: Any = None,
-    **more: Any,
+    **options: Any,
 ) -> None:
     """Add a flag, ``--long`` or ``-s --long``, that takes one value of a ``kind``, such as :func:`amount`; its help is ``text``
-    and the default. ``more``: as ``add_argument`` takes them."""
+    and the default. ``options`` go to ``add_argument``."""
     shown = "" if default is None else f" (default {default if isinstance(default, str) else format(default, 'g')})"
-    where.add_argument(*flags.split(), metavar=metavar, type=kind, default=default, help=text + shown, **more)
+    where.add_argument(*flags.split(), metavar=metavar, type=kind, default=default, help=text + shown, **options)
 
 
 def add_switch(where: argparse._ActionsContainer, flag: str, text: str) -> None:
@@ -86,9 +86,9 @@ def add_json_flag(where: argparse._ActionsContainer, text: str = "print one JSON
     add_switch(where, "--json", text)
 
 
-def add_repeated(where: argparse._ActionsContainer, flags: str, metavar: str, text: str, **more: Any) -> None:
+def add_repeated(where: argparse._ActionsContainer, flags: str, metavar: str, text: str, **options: Any) -> None:
     """Add a flag that may be given several times: a list of strings."""
-    where.add_argument(*flags.split(), metavar=metavar, action="append", help=text, **{"default": [], **more})
+    where.add_argument(*flags.split(), metavar=metavar, action="append", help=text, **{"default": [], **options})
 
 
 def whole_number(name: str, most: int, *, least: int = 1) -> Callable[[str], int]:
@@ -107,15 +107,15 @@ def whole_number(name: str, most: int, *, least: int = 1) -> Callable[[str], int
 def amount(name: str, *, most: float = math.inf, zero: bool = True) -> Callable[[str], float]:
     """Type of a flag for a finite ``name`` from 0 (or above 0, if not ``zero``) to ``most``."""
     low = "at least 0" if zero else "above 0"
-    wanted = f"want a number {low}" + (f" and at most {most:g}" if most < math.inf else "")
+    expected = f"want a number {low}" + (f" and at most {most:g}" if most < math.inf else "")
 
     def convert(text: str) -> float:
         try:
             value = float(text)
         except ValueError:
-            raise argparse.ArgumentTypeError(f"{name} {text!r} is not a number; {wanted}") from None
+            raise argparse.ArgumentTypeError(f"{name} {text!r} is not a number; {expected}") from None
         if not math.isfinite(value) or value < 0 or value > min(most, 1e15) or (value == 0 and not zero):
-            raise argparse.ArgumentTypeError(f"{name} is {text}; {wanted}")
+            raise argparse.ArgumentTypeError(f"{name} is {text}; {expected}")
         return value
 
     return convert
@@ -134,8 +134,8 @@ def cost_pair(text: str) -> tuple[float, ...]:
     return _costs(text, "ST", "two as S,T, such as 0.5,0.5")
 
 
-def _costs(text: str, ops: str, wanted: str) -> tuple[float, ...]:
+def _costs(text: str, ops: str, expected: str) -> tuple[float, ...]:
     parts = text.split(",")
     if len(parts) != len(ops):
-        raise argparse.ArgumentTypeError(f"{text!r} has {len(parts)} value{'s' * (len(parts) != 1)}; want {wanted}")
+        raise argparse.ArgumentTypeError(f"{text!r} has {len(parts)} value{'s' * (len(parts) != 1)}; want {expected}")
     return tuple(amount(f"cost of {op}")(part.strip()) for op, part in zip(ops, parts, strict=True))

@@ -60,23 +60,23 @@ def run_plan(args: argparse.Namespace) -> None:
     prediction = predict(config, bench, limit, compile_stages=True)
     workspace = "estimated from the jaxprs (liveness of what fusion leaves)"
     if compiler is not None and compiler.count:
-        some = "" if compiler.works else "; the rest is estimated"
-        workspace = f"of {compiler.count} functions compiled by XLA for {target.name}{some}"
-    found = None
+        estimates = "" if compiler.works else "; the rest is estimated"
+        workspace = f"of {compiler.count} functions compiled by XLA for {target.name}{estimates}"
+    suggestions = None
     if args.suggest or not prediction.fits:
-        found = suggest(prediction, lambda c, t: predict(c, bench, limit, t), notice, args.suggest_seconds)
+        suggestions = suggest(prediction, lambda c, t: predict(c, bench, limit, t), notice, args.suggest_seconds)
     lines = assumptions(prediction, efficiency, workspace)
-    paths = _write(args, prediction, found)
-    _show(args, prediction, found, lines, paths)
-    if found is not None and not prediction.fits and not found.fitting:
-        least = found.smallest
+    paths = _write(args, prediction, suggestions)
+    _show(args, prediction, suggestions, lines, paths)
+    if suggestions is not None and not prediction.fits and not suggestions.fitting:
+        least = suggestions.smallest
         raise ConfigError(
             f"nothing tried fits in {limit / 1e9:g} GB a device: the least memory found is "
             f"{least.prediction.worst.peak_bytes / 1e9:.4g} GB ({least.change})"
         )
 
 
-def _write(args: argparse.Namespace, p: Prediction, found: Suggestions | None) -> dict[str, str]:
+def _write(args: argparse.Namespace, p: Prediction, suggestions: Suggestions | None) -> dict[str, str]:
     """Pictures, schedules and costs asked for; the path of each suggestion's schedule by its change."""
     from jaxpipe.schedule import write_costs, write_schedule
 
@@ -90,8 +90,8 @@ def _write(args: argparse.Namespace, p: Prediction, found: Suggestions | None) -
     if args.costs_out:
         write_costs(p.costs, args.costs_out)
     paths = {}
-    if args.schedules is not None and found is not None:
-        for k, s in enumerate(found.fitting):
+    if args.schedules is not None and suggestions is not None:
+        for k, s in enumerate(suggestions.fitting):
             if s.schedule is not None:
                 paths[s.change] = str(Path(args.schedules) / f"suggestion-{k}.sched")
                 write_schedule(s.schedule, paths[s.change])
@@ -101,7 +101,7 @@ def _write(args: argparse.Namespace, p: Prediction, found: Suggestions | None) -
 def _show(
     args: argparse.Namespace,
     p: Prediction,
-    found: Suggestions | None,
+    suggestions: Suggestions | None,
     lines: tuple[str, ...],
     paths: dict[str, str],
 ) -> None:
@@ -109,14 +109,14 @@ def _show(
 
     if not args.json:
         print(prediction_text(p, lines))
-        if found is not None:
-            print("\n" + suggestions_text(found, paths))
+        if suggestions is not None:
+            print("\n" + suggestions_text(suggestions, paths))
         return
     document = {"target": args.target, **prediction_json(p, lines)}
-    if found is not None:
+    if suggestions is not None:
 
         def plain(s: Suggestion) -> dict[str, Any]:
             return suggestion_json(s, paths.get(s.change))
 
-        document |= {"suggestions": [plain(s) for s in found.fitting], "smallest": plain(found.smallest)}
+        document |= {"suggestions": [plain(s) for s in suggestions.fitting], "smallest": plain(suggestions.smallest)}
     print(json.dumps(document))

@@ -32,8 +32,10 @@ class Verb:
     def function(self, what: str) -> Callable[..., Any]:
         """``configure`` or ``run``. Imports its module."""
         module = self.module if what == "run" else self.flags or self.module
-        found: Callable[..., Any] = getattr(importlib.import_module(f"jaxpipe.cli.{module}"), f"{what}_{self.name}")
-        return found
+        verb_function: Callable[..., Any] = getattr(
+            importlib.import_module(f"jaxpipe.cli.{module}"), f"{what}_{self.name}"
+        )
+        return verb_function
 
 
 VERBS: tuple[Verb, ...] = (
@@ -91,10 +93,10 @@ def run(argv: list[str]) -> int:
     verb = next((v for v in VERBS if v.name == argv[0]), None)
     if verb is None:
         raise ConfigError(f"unknown verb {argv[0]!r}{closest(argv[0], names)}; verbs: {', '.join(names)}")
-    own, rest = argv[1:], []
-    if verb.passes_on and "--" in own:
-        own, rest = own[: own.index("--")], own[own.index("--") + 1 :]
-    arguments = parsed(verb.name, own)
+    verb_argv, rest = argv[1:], []
+    if verb.passes_on and "--" in verb_argv:
+        verb_argv, rest = verb_argv[: verb_argv.index("--")], verb_argv[verb_argv.index("--") + 1 :]
+    arguments = parsed(verb.name, verb_argv)
     arguments.rest = rest
     if arguments.imports:
         from jaxpipe.schedule.plugins import import_module

@@ -19,12 +19,12 @@ _UNITS = {"": 1, "B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "KIB": 2**10, "MIB": 2
 
 def memory_size(text: str) -> float:
     """Type of ``--memory``: a number with a unit, in bytes."""
-    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([A-Za-z]*)", text.strip())
-    if found is None or found[2].upper() not in _UNITS or not float(found[1]) > 0:
+    size_match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([A-Za-z]*)", text.strip())
+    if size_match is None or size_match[2].upper() not in _UNITS or not float(size_match[1]) > 0:
         raise argparse.ArgumentTypeError(
             f"{text!r} is no amount of memory; want a number and a unit, such as 80GB or 500MiB"
         )
-    return float(found[1]) * _UNITS[found[2].upper()]
+    return float(size_match[1]) * _UNITS[size_match[2].upper()]
 
 
 def configure_rehearse(parser: argparse.ArgumentParser) -> None:

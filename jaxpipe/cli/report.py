@@ -59,14 +59,14 @@ class Record:
     def json(self) -> dict[str, Any]:
         """``tp_exposed_s``: per rank, how long compute waits for TP collectives; empty where the costs have none."""
         timed = ("makespan", "max_span", "bubble_rate", "span_bubble_rate", "peak_activations")
-        own = ("lower_bound", "span_lower_bound", "offloaded_share", "memory_limit", "group", "family_limit")
+        optional_keys = ("lower_bound", "span_lower_bound", "offloaded_share", "memory_limit", "group", "family_limit")
         return {
             "name": self.schedule.name,
             "ranks": self.schedule.num_ranks,
             "microbatches": self.schedule.num_microbatches,
             "chunks": self.schedule.num_chunks,
             **{name: getattr(self.timeline, name) for name in timed},
-            **{name: getattr(self, name) for name in own},
+            **{name: getattr(self, name) for name in optional_keys},
             "tp_exposed_s": self.timeline.tp_exposed_s,
             "rank_shares": self.rank_shares,
             "free_copies": self.free_copies,
@@ -129,8 +129,8 @@ class Failure:
         return self.file or self.name
 
     def json(self) -> dict[str, Any]:
-        said = {"name": self.name, "error": self.error, "reason": self.reason}
-        return said if self.file is None else {**said, "file": self.file}
+        fields = {"name": self.name, "error": self.error, "reason": self.reason}
+        return fields if self.file is None else {**fields, "file": self.file}
 
 
 def copies_are_free(schedule: Schedule, costs: CostProfile) -> bool:
@@ -225,11 +225,11 @@ def front(records: Sequence[Record]) -> list[Record]:
     def key(record: Record) -> tuple[float, float]:
         return nine_digits(record.peak), nine_digits(record.timeline.makespan)
 
-    found: list[Record] = []
+    front_records: list[Record] = []
     for record in sorted(records, key=key):
-        if not found or key(record)[1] < key(found[-1])[1]:
-            found.append(record)
-    return found
+        if not front_records or key(record)[1] < key(front_records[-1])[1]:
+            front_records.append(record)
+    return front_records
 
 
 def sketch(timeline: Timeline, width: int, units: Units) -> str:

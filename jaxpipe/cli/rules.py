@@ -50,11 +50,11 @@ def _rules(text: str, placement: Placement, microbatches: int) -> Any:
         raise ConfigError(f"--rules {text} names a file; say which of its names: {text}:NAME")
     if not path.endswith(".py"):
         return Traversal.parse(text)
-    found = _from_file(path, name)
-    if not callable(found):
-        return found
+    rule = _from_file(path, name)
+    if not callable(rule):
+        return rule
     try:
-        return found(placement, microbatches)
+        return rule(placement, microbatches)
     except Exception as error:
         raise ConfigError(f"--rules {text}: {_said(error)}") from error
 

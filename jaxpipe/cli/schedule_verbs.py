@@ -60,7 +60,7 @@ def run_schedules(arguments: argparse.Namespace) -> None:
 def run_schedule(arguments: argparse.Namespace) -> None:
     """Generate, simulate, write and show one schedule."""
     check_outputs(arguments.output, OUTPUTS)
-    costs, told = chosen_costs(arguments), None
+    costs, family_limit = chosen_costs(arguments), None
     if arguments.name == TRAVERSE:
         schedule, profile, timeline = _finished(*traversed(arguments, costs), arguments, costs)
     else:
@@ -69,14 +69,14 @@ def run_schedule(arguments: argparse.Namespace) -> None:
         schedule, profile, timeline = make(
             family, arguments, costs, arguments.chunks, arguments.group, arguments.objective
         )
-        told = arguments.memory_limit if "memory_limit" in family.options else None
+        family_limit = arguments.memory_limit if "memory_limit" in family.options else None
     heading = ""
     if arguments.offload is not None:
         offloaded = offload(schedule, profile, fraction=arguments.offload, memory_limit=arguments.memory_limit)
         check_copies(offloaded.schedule, profile, costs)
         schedule, timeline, heading = offloaded.schedule, simulate(offloaded.schedule, profile), str(offloaded)
     check_limit(timeline, arguments.memory_limit)
-    facts = {"group": arguments.group, "family_limit": told}
+    facts = {"group": arguments.group, "family_limit": family_limit}
     conclude(arguments, costs, Record.of(schedule, profile, timeline, arguments.memory_limit, **facts), heading)
 
 
@@ -98,8 +98,8 @@ def run_simulate(arguments: argparse.Namespace) -> None:
     check_size(schedule.num_ranks, schedule.num_microbatches * arguments.steps, schedule.num_chunks)
     update = arguments.update or 0.0
     steps = simulate_steps(schedule, profile, arguments.steps, update, arguments.post_validation)
-    said = {"steps": arguments.steps, "update": update, "post_validation": arguments.post_validation}
-    conclude(arguments, costs, record, shown=steps, period=steps.period_s, **said)
+    step_facts = {"steps": arguments.steps, "update": update, "post_validation": arguments.post_validation}
+    conclude(arguments, costs, record, shown=steps, period=steps.period_s, **step_facts)
 
 
 def load_schedule(path: str) -> Schedule:
@@ -134,31 +134,31 @@ def simulated(
 
 def _warn_of_late_offloads(schedule: Schedule, profile: CostProfile, timeline: Timeline, costs: CostChoice) -> None:
 
-    found = late_offload(schedule, profile, timeline)
-    if found is None:
+    late = late_offload(schedule, profile, timeline)
+    if late is None:
         return
     time = time_scale(timeline.makespan, costs.units)
-    shorter = not at_most(timeline.makespan, found.timeline.makespan)
-    more = f" (and {found.others} more likewise)" if found.others else ""
-    peaks = [number(max(t.peak_activations)) for t in (found.timeline, timeline)]
+    shorter = not at_most(timeline.makespan, late.timeline.makespan)
+    remainder = f" (and {late.others} more likewise)" if late.others else ""
+    peaks = [number(max(t.peak_activations)) for t in (late.timeline, timeline)]
     gain = (
-        f"the makespan is {time.show(found.timeline.makespan)}, not {time.show(timeline.makespan)}"
+        f"the makespan is {time.show(late.timeline.makespan)}, not {time.show(timeline.makespan)}"
         if shorter
         else f"the peak is {peaks[0]} activations, not {peaks[1]}"
     )
     notice(
-        f"warning: {schedule.name}: {found.action} on rank {found.rank} stands behind {found.after} and so waits for its end; "
-        f"right behind {found.source}{more} {gain}"
+        f"warning: {schedule.name}: {late.action} on rank {late.rank} stands behind {late.after} and so waits for its end; "
+        f"right behind {late.source}{remainder} {gain}"
     )
 
 
 def _family(name: str) -> Family:
 
-    found = FAMILIES.get(name) or VOCABULARY_FAMILIES.get(name)
-    if found is None:
-        known = (*FAMILIES, *VOCABULARY_FAMILIES, TRAVERSE)
-        raise ConfigError(f"unknown schedule {name!r}{closest(name, known)}; known: {', '.join(known)}")
-    return found
+    family = FAMILIES.get(name) or VOCABULARY_FAMILIES.get(name)
+    if family is None:
+        names = (*FAMILIES, *VOCABULARY_FAMILIES, TRAVERSE)
+        raise ConfigError(f"unknown schedule {name!r}{closest(name, names)}; known: {', '.join(names)}")
+    return family
 
 
 def make(

@@ -79,11 +79,11 @@ def _headline(solution: Solution, placements: int) -> str:
 
     kind = solution.task.placement.kind
     where = f" of all {placements} placements tried" if placements > 1 else ""
-    own = ""
+    placement_text = ""
     if solution.status != "optimal" and solution.optimal_in_placement:
-        own = f"; optimal in its placement ({kind})"
+        placement_text = f"; optimal in its placement ({kind})"
     elif solution.placement_bound > solution.lower_bound:
-        own = f"; lower bound {solution.placement_bound:.6g} in its placement ({kind})"
+        placement_text = f"; lower bound {solution.placement_bound:.6g} in its placement ({kind})"
     family = ""
     if solution.family is not None:
         name, seconds = solution.family
@@ -92,7 +92,7 @@ def _headline(solution: Solution, placements: int) -> str:
             family += f" ({seconds / solution.value - 1:.1%} longer)"
     return (
         f"solved: {solution.task.objective} {solution.value:.6g}, lower bound {solution.lower_bound:.6g}{where}, "
-        f"gap {solution.gap:.2%}, {solution.status} after {solution.wall_s:.1f} s{own}{family}"
+        f"gap {solution.gap:.2%}, {solution.status} after {solution.wall_s:.1f} s{placement_text}{family}"
     )
 
 
@@ -119,8 +119,8 @@ def _started(arguments: argparse.Namespace, starts: Iterable[Schedule]) -> Seque
         ConfigError: there is one, and a flag asks for placements, too.
     """
     placements = [start.placement for start in starts]
-    said = arguments.chunks, arguments.placement, arguments.layers, arguments.max_chunks
-    if placements and said != (None, "auto", None, None):
+    placement_flags = arguments.chunks, arguments.placement, arguments.layers, arguments.max_chunks
+    if placements and placement_flags != (None, "auto", None, None):
         raise ConfigError("--start brings its placement: drop --placement, --chunks, --layers and --max-chunks")
     return placements
 
@@ -140,8 +140,8 @@ def _tasks(arguments: argparse.Namespace, costs: CostChoice, placements: Sequenc
         profile = costs.for_placement(placement, placement.kind)
         offload = arguments.offload_time is not None or any(profile.offload_s) or any(profile.load_s)
         limit = float("inf") if arguments.memory_limit is None else arguments.memory_limit
-        more = arguments.objective, arguments.offloads_in_flight
-        tasks.append(SolveTask(placement, arguments.microbatches, profile, limit, offload, *more))
+        task_options = arguments.objective, arguments.offloads_in_flight
+        tasks.append(SolveTask(placement, arguments.microbatches, profile, limit, offload, *task_options))
     return tasks
 
 
@@ -189,13 +189,13 @@ def _asked(arguments: argparse.Namespace, costs: CostChoice) -> Sequence[Placeme
 def _family_placements(arguments: argparse.Namespace) -> Sequence[Placement]:
     """Those that the families use, one each; with more chunks than a family has by default only at small sizes."""
 
-    found: dict[Placement, None] = {}
+    placements: dict[Placement, None] = {}
     pairs = arguments.ranks * arguments.microbatches
     for family in FAMILIES.values():
-        more = CHUNKS if "chunks" in family.options else ()
-        for chunks in (family.default_chunks, *(v for v in more if pairs * v <= _MOST_PAIRS)):
+        chunk_counts = CHUNKS if "chunks" in family.options else ()
+        for chunks in (family.default_chunks, *(v for v in chunk_counts if pairs * v <= _MOST_PAIRS)):
             try:
-                found[family.placement(arguments.ranks, chunks)] = None
+                placements[family.placement(arguments.ranks, chunks)] = None
             except ScheduleError:  # sizes that the family has no placement for
                 continue
-    return list(found)
+    return list(placements)

@@ -101,8 +101,8 @@ def run_train(args: argparse.Namespace) -> int:
             from jaxpipe.train.run.report import result_json, result_text
 
         out = ProgressStream(sys.stdout)
-        told = sys.stderr if args.json else out
-        result = train(config, told, own_process=True, processes=processes, peak_flops_per_s=peak_of)
+        progress_out = sys.stderr if args.json else out
+        result = train(config, progress_out, own_process=True, processes=processes, peak_flops_per_s=peak_of)
     if processes.mine == 0:
         out.print(json.dumps(result_json(result), allow_nan=False) if args.json else result_text(result))
     return STOPPED if result.stopped else 0
@@ -207,10 +207,12 @@ def run_eval(args: argparse.Namespace) -> None:
         print(json.dumps({"step": trained.step, "other_data": other, **scores_json(scores)}, allow_nan=False))
         return
     where = "one device" if len(trained.devices) == 1 else f"{len(trained.devices)} devices"
-    told = " of other data than it was trained on" if other else ""
-    told = " of data that it may have been trained on: the checkpoint does not say" if other is None else told
+    data_remark = " of other data than it was trained on" if other else ""
+    if other is None:
+        data_remark = " of data that it may have been trained on: the checkpoint does not say"
     print(
-        f"step {trained.step}, {where}, {len(batches)} held-out batches of {args.batch} × {trained.config.data.seq_len}{told}"
+        f"step {trained.step}, {where}, {len(batches)} held-out batches of {args.batch} × {trained.config.data.seq_len}"
+        f"{data_remark}"
     )
     print(score_table(scores, trained.model.loss_unit))
 

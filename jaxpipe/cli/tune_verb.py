@@ -104,5 +104,7 @@ def _nothing(tuned: Tuned, limit: float) -> str:
     least = min((max(t.peak_bytes) for t in tuned.tried if t.peak_bytes), default=None)
     if all(t.status == "refused" for t in tuned.tried):
         return f"nothing could be tried: {tuned.tried[0].reason}"
-    found = f"; the least found is {least / 1e9:.4g} GB" if least is not None else " for parameters and optimizer state"
-    return f"nothing tried fits in {limit / 1e9:g} GB a device{found}: use more devices"
+    least_text = (
+        f"; the least found is {least / 1e9:.4g} GB" if least is not None else " for parameters and optimizer state"
+    )
+    return f"nothing tried fits in {limit / 1e9:g} GB a device{least_text}: use more devices"

@@ -20,9 +20,11 @@ MOST_LAYERS = 10_000
 """A file that says more is no model's: lists of layers are made before anything else is looked at."""
 
 
-def refused(key: str, value: Any, wanted: str) -> ConfigError:
+def refused(key: str, value: Any, allowed_text: str) -> ConfigError:
     """The error about a value that a model does not have."""
-    return ConfigError(f"config.json: {key} is {clipped(repr(value), 60)}, and this model has {wanted}; choose another")
+    return ConfigError(
+        f"config.json: {key} is {clipped(repr(value), 60)}, and this model has {allowed_text}; choose another"
+    )
 
 
 def conflict(values: Mapping[str, Any]) -> ConfigError:
@@ -72,8 +74,8 @@ class Keys:
         """Refuse values that are none of these; an absent key is not."""
         value = self.config.get(name)
         if name in self.config and not any(type(value) is type(one) and value == one for one in allowed):
-            some = [str(one) for one in allowed if one is not None]
-            raise refused(f"{self.where}{name}", value, ", ".join(some) or "none")
+            allowed_texts = [str(one) for one in allowed if one is not None]
+            raise refused(f"{self.where}{name}", value, ", ".join(allowed_texts) or "none")
 
     def rope(self, theta: float) -> tuple[float, str, Keys]:
         """Base of rotary frequencies (``theta`` where none is said), kind of their scaling, and the table of its numbers.

@@ -35,16 +35,16 @@ _READ = frozenset(_STORED.values())
 def read_json(path: Path) -> dict[str, Any]:
     """Raises ConfigError unless the file holds a JSON object."""
     try:
-        found = json.loads(read_file(path), object_pairs_hook=unique_keys, parse_constant=no_constant)
+        document = json.loads(read_file(path), object_pairs_hook=unique_keys, parse_constant=no_constant)
     except FileNotFoundError:
         raise ConfigError(f"{path.parent} has no {path.name}; give a folder of the Hugging Face hub") from None
     except OSError as error:
         raise ConfigError(f"{path} can't be read: {error.strerror}; give a folder of the Hugging Face hub") from None
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not JSON: {' '.join(str(error).split())[:120]}; download it again") from None
-    if not isinstance(found, dict):
-        raise ConfigError(f"{path} holds a {type(found).__name__}, not an object; download it again")
-    return found
+    if not isinstance(document, dict):
+        raise ConfigError(f"{path} holds a {type(document).__name__}, not an object; download it again")
+    return document
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,34 +64,50 @@ def stored_tensors(folder: Path, optional: Collection[str] = ()) -> tuple[dict[s
     Raises:
         ConfigError: there are none, a file is missing or damaged, or the index says otherwise.
     """
-    said: dict[str, str] | None = None
+    file_by_key: dict[str, str] | None = None
     if (folder / INDEX).is_file():
-        said = read_json(folder / INDEX).get("weight_map")
-        if not isinstance(said, dict) or not said or not all(isinstance(x, str) for x in said.values()):
+        file_by_key = read_json(folder / INDEX).get("weight_map")
+        if (
+            not isinstance(file_by_key, dict)
+            or not file_by_key
+            or not all(isinstance(x, str) for x in file_by_key.values())
+        ):
             raise ConfigError(f"{folder / INDEX} has no weight_map of tensors and files; download it again")
-        needed = {file for name, file in said.items() if name not in optional}
-        files = sorted(needed | {file for file in said.values() if (folder / Path(file).name).is_file()})
+        required_files = {file for name, file in file_by_key.items() if name not in optional}
+        files = sorted(required_files | {file for file in file_by_key.values() if (folder / Path(file).name).is_file()})
     else:
         files = [WEIGHTS]
         if not (folder / WEIGHTS).is_file():
-            others = sorted(path.name for path in folder.glob("*.bin")) + sorted(p.name for p in folder.glob("*.gguf"))
-            have = f"it has {others[0]}; save the model again with safe_serialization" if others else "download it"
-            raise ConfigError(f"{folder} has neither {WEIGHTS} nor {INDEX}: {have}")
-    found: dict[str, Stored] = {}
+            foreign_files = sorted(path.name for path in folder.glob("*.bin")) + sorted(
+                p.name for p in folder.glob("*.gguf")
+            )
+            advice = (
+                f"it has {foreign_files[0]}; save the model again with safe_serialization"
+                if foreign_files
+                else "download it"
+            )
+            raise ConfigError(f"{folder} has neither {WEIGHTS} nor {INDEX}: {advice}")
+    stored_by_key: dict[str, Stored] = {}
     for name in files:
         if Path(name).name != name:
             raise ConfigError(f"{folder / INDEX} names the file {name!r} outside of its folder; download it again")
         with opened(folder / name) as file:
             for key in file.keys():  # noqa: SIM118 - no mapping
-                if key in found:
-                    raise ConfigError(f"{folder}: {key} is in {found[key].file.name} and in {name}; download it again")
+                if key in stored_by_key:
+                    raise ConfigError(
+                        f"{folder}: {key} is in {stored_by_key[key].file.name} and in {name}; download it again"
+                    )
                 part = file.get_slice(key)
-                found[key] = Stored(folder / name, key, tuple(part.get_shape()), str(part.get_dtype()))
-    stale = [key for key, name in (said or {}).items() if key not in found or found[key].file.name != name]
+                stored_by_key[key] = Stored(folder / name, key, tuple(part.get_shape()), str(part.get_dtype()))
+    stale = [
+        key
+        for key, name in (file_by_key or {}).items()
+        if key not in stored_by_key or stored_by_key[key].file.name != name
+    ]
     for key in stale:
-        if key not in optional or key in found:
+        if key not in optional or key in stored_by_key:
             raise ConfigError(f"{folder / INDEX} says that {key} is in a file, which has it not; download it again")
-    return found, stale
+    return stored_by_key, stale
 
 
 @contextmanager

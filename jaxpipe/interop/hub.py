@@ -56,9 +56,9 @@ def open_hub(folder: Path, target: str | None = None) -> Hub:
             f"{folder / CONFIG}: the weights are quantised (quantization_config); use the model that is not"
         )
     if target is None and (not isinstance(kind, str) or kind not in TARGETS):
-        known = ", ".join(sorted(TARGETS))
+        model_types = ", ".join(sorted(TARGETS))
         raise ConfigError(
-            f"{folder / CONFIG}: model_type is {kind!r}; known are {known}: name a model of yours with --model"
+            f"{folder / CONFIG}: model_type is {kind!r}; known are {model_types}: name a model of yours with --model"
         )
     target = target or ours(TARGETS[str(kind)]) or TARGETS[str(kind)]  # no module of the user's that is called so
     exchange = hugging_face_of(target)
@@ -101,19 +101,19 @@ class Weights:
         return array
 
 
-def weights_of(hub: Hub, options: Mapping[str, Any], want: Mapping[str, Any]) -> Weights:
-    """Where the parameters of a model with these ``options`` are. ``want``: their shapes, by layer.
+def weights_of(hub: Hub, options: Mapping[str, Any], avals: Mapping[str, Any]) -> Weights:
+    """Find the tensor of each parameter of a model with these ``options``. ``avals``: the parameters' shapes, by layer.
 
     Raises:
         ConfigError: a tensor is missing, has no place, or is of another shape or no float.
     """
-    shapes = leaf_shapes(want)
+    shapes = leaf_shapes(avals)
     rows = rows_by_leaf(hub.exchange.tensors(options), shapes)
     tied = hub.exchange.tied(options)
     files, stale = stored_tensors(hub.folder, tied)
     files = {name: tensor for name, tensor in files.items() if not re.search(hub.exchange.ignored, name)}
     stored = {_full(hub.exchange, name): tensor for name, tensor in files.items()}
-    names = {row.name for found in rows.values() for row in found}
+    names = {row.name for leaf_rows in rows.values() for row in leaf_rows}
     remarks = [f"{hub.folder / INDEX} lists {name}, which no file has; {tied[name]} is in its place" for name in stale]
     if lost := sorted(names - stored.keys()):
         wrapper = _wrapper(lost, files, hub.exchange.prefix)
@@ -125,8 +125,8 @@ def weights_of(hub: Hub, options: Mapping[str, Any], want: Mapping[str, Any]) ->
         raise ConfigError(
             f"{hub.folder} has the tensor {odd[0]}{_more(odd)}, for which {hub.target} has no place; name a model that has"
         )
-    for leaf, found in rows.items():
-        for row in found:
+    for leaf, leaf_rows in rows.items():
+        for row in leaf_rows:
             tensor, shape = stored[row.name], row.shape(shapes[leaf])
             check_dtype(tensor)
             if tensor.shape != shape:
@@ -134,8 +134,8 @@ def weights_of(hub: Hub, options: Mapping[str, Any], want: Mapping[str, Any]) ->
                     f"{tensor.file}: {row.name} is of shape {list(tensor.shape)}, and the model wants {list(shape)}: "
                     "config.json, or an option that was set, is of another model"
                 )
-    leaves = {leaf: [(row, stored[row.name]) for row in found] for leaf, found in rows.items()}
-    return Weights(leaves, shapes, tuple(want), tuple(remarks))
+    leaves = {leaf: [(row, stored[row.name]) for row in leaf_rows] for leaf, leaf_rows in rows.items()}
+    return Weights(leaves, shapes, tuple(avals), tuple(remarks))
 
 
 def _check_equal(head: Stored, words: Stored) -> None:
@@ -158,17 +158,17 @@ def _check_equal(head: Stored, words: Stored) -> None:
         )
 
 
-def _wrapper(lost: Collection[str], files: Collection[str], own: str) -> str:
-    """What to do where the ``lost`` tensors are in the ``files`` with a wrapper's prefix before their names, or without the
-    model's; empty if they are not. ``own``: a prefix that files may leave out."""
-    bare = {name.removeprefix(own) for name in lost}
+def _wrapper(lost: Collection[str], files: Collection[str], model_prefix: str) -> str:
+    """Return advice where ``files`` hold the ``lost`` tensors under names with a wrapper's prefix, or without the model's;
+    empty otherwise. ``model_prefix``: a prefix that files may leave out."""
+    bare = {name.removeprefix(model_prefix) for name in lost}
     for name in files:
         ends = [name[dot.end() :] for dot in re.finditer(r"\.", name)]
         if end := next((end for end in ends if end in bare), ""):
-            prefix = name.removesuffix(end).removesuffix(own)
+            prefix = name.removesuffix(end).removesuffix(model_prefix)
             return f"it has {name}: save the model that is inside of the wrapper {prefix!r}"
-        if whole := next((full for full in lost if full.endswith(f".{name}")), ""):
-            return f"it has {name}, without {whole.removesuffix(name)!r}: save the model together with its head"
+        if full_name := next((full for full in lost if full.endswith(f".{name}")), ""):
+            return f"it has {name}, without {full_name.removesuffix(name)!r}: save the model together with its head"
     return ""
 
 

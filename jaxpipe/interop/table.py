@@ -76,7 +76,7 @@ class Tensor:
         """Their shape, for a leaf of this one."""
         sizes = self.axes(leaf)
         axes = re.findall(r"\(([^)]*)\)|(\w+)", self.sides[0])
-        return tuple(math.prod(sizes[name] for name in (joined or alone).split()) for joined, alone in axes)
+        return tuple(math.prod(sizes[name] for name in (joined or single).split()) for joined, single in axes)
 
     def to_ours(self, array: np.ndarray, leaf: Sequence[int]) -> np.ndarray:
         """What belongs into the part of a leaf of this shape."""
@@ -114,12 +114,12 @@ def hugging_face_of(target: str) -> HuggingFace:
         ConfigError: it has no function ``hugging_face``, or that returns something else.
     """
     module = target.partition(":")[0]
-    found = resolved("model", f"{module}:hugging_face", {})
-    if not isinstance(found, HuggingFace):
+    description = resolved("model", f"{module}:hugging_face", {})
+    if not isinstance(description, HuggingFace):
         raise ConfigError(
-            f"{module}:hugging_face returned a {type(found).__name__}; want jaxpipe.interop.table.HuggingFace"
+            f"{module}:hugging_face returned a {type(description).__name__}; want jaxpipe.interop.table.HuggingFace"
         )
-    return found
+    return description
 
 
 def leaf_shapes(params: Mapping[str, Any]) -> dict[Leaf, tuple[int, ...]]:
@@ -133,15 +133,15 @@ def rows_by_leaf(table: Sequence[Tensor], leaves: Mapping[Leaf, tuple[int, ...]]
     Raises:
         ConfigError: a leaf is not filled exactly once, or there is no such leaf: the table is of another model.
     """
-    found: dict[Leaf, list[Tensor]] = {leaf: [] for leaf in leaves}
+    leaf_rows: dict[Leaf, list[Tensor]] = {leaf: [] for leaf in leaves}
     for row in table:
-        if row.leaf not in found:
+        if row.leaf not in leaf_rows:
             raise ConfigError(f"the table of tensors has {row.name} for {_named(row.leaf)}, which the model has not")
-        found[row.leaf].append(row)
-    for leaf, rows in found.items():
+        leaf_rows[row.leaf].append(row)
+    for leaf, rows in leaf_rows.items():
         if not _fill(rows, leaves[leaf]):
             raise ConfigError(f"the table of tensors does not fill {_named(leaf)} exactly once")
-    return found
+    return leaf_rows
 
 
 def _fill(rows: Sequence[Tensor], shape: Sequence[int]) -> bool:
@@ -161,5 +161,5 @@ def _named(leaf: Leaf) -> str:
 def _rearranged(array: np.ndarray, pattern: str, sizes: Mapping[str, int]) -> np.ndarray:
     from einops import rearrange
 
-    made: np.ndarray = rearrange(array, pattern, **sizes)
-    return made
+    rearranged_array: np.ndarray = rearrange(array, pattern, **sizes)
+    return rearranged_array

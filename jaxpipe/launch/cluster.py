@@ -48,15 +48,15 @@ class Job:
 
     def __post_init__(self) -> None:
         pipe = self.config.pipeline
-        have, each = self.nodes * self.gpus, pipe.rank_devices
+        num_gpus, each = self.nodes * self.gpus, pipe.rank_devices
         if _LABEL.fullmatch(self.name) is None:
             raise ConfigError(f"--name {self.name}: want at most 40 of a-z, 0-9 and -, from a letter to no -")
         for argument in self.arguments:
             check_one_line(argument, "an argument")
-        if pipe.num_devices != have:
+        if pipe.num_devices != num_gpus:
             raise ConfigError(
                 f"{pipe.ranks} ranks × {_axes(pipe)} are {pipe.num_devices} devices and {self.nodes} nodes with "
-                f"{self.gpus} GPUs have {have}; change --nodes, --gpus-per-node, --pp, --tp, --cp or --dp"
+                f"{self.gpus} GPUs have {num_gpus}; change --nodes, --gpus-per-node, --pp, --tp, --cp or --dp"
             )
         if self.gpus % self.processes or self.gpus // self.processes % each:
             raise ConfigError(
@@ -89,10 +89,10 @@ def sbatch(job: Job, options: Sequence[str], folder: Path) -> str:
     directives = [f"{name}={value}" for name, value in settings.items()]
     for option in options:
         check_one_line(option, "--sbatch")
-        if (found := _OPTION.fullmatch(option)) is None:
+        if (option_match := _OPTION.fullmatch(option)) is None:
             raise ConfigError(f"--sbatch {option}: want OPTION=VALUE, such as time=12:00:00")
-        directives.append(found[2] + (found[3] or ""))
-    asked = "".join(f"#SBATCH --{_sbatch_quoted(directive)}\n" for directive in directives)
+        directives.append(option_match[2] + (option_match[3] or ""))
+    option_lines = "".join(f"#SBATCH --{_sbatch_quoted(directive)}\n" for directive in directives)
     codes = " || ".join(f"code == {code}" for code in (STOPPED, *RESTARTABLE))
     again = f"""
 # The time was over and the run saved itself ({STOPPED}), or something was lost: at most {job.restarts} times again.
@@ -103,7 +103,7 @@ fi
     return f"""#!/bin/bash
 # Written by jaxpipe launch slurm: {job.summary}.
 # Submit it with sbatch; submitted again, it goes on from the newest checkpoint of its run directory.
-{asked}
+{option_lines}
 # Processes find each other by the variables of their step, and end together by themselves. {_SAVE_S} seconds before the time is
 # over all get SIGUSR1, save and stop.
 code=0
@@ -135,9 +135,9 @@ def jobset(job: Job, image: str, claim: str) -> str:
     """
     for value, name in ((image, "--image"), (claim, "--claim")):
         check_one_line(value, name)
-    if (found := _CLAIM.fullmatch(claim)) is None:
+    if (claim_match := _CLAIM.fullmatch(claim)) is None:
         raise ConfigError(f"--claim {claim}: want NAME:PATH, such as runs:/runs")
-    claim, mount = found[1], found[3]
+    claim, mount = claim_match[1], claim_match[3]
     out_dir = PurePosixPath(job.config.run.out_dir)
     if not out_dir.is_relative_to(mount):
         raise ConfigError(

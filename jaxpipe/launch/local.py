@@ -153,12 +153,12 @@ class Launch:
         """Standard output of process 0: to the log, and to ours as long as somebody reads that."""
         lost = False
         with stream, log:
-            while some := stream.read1(_BLOCK):
-                log.write(some)
+            while chunk := stream.read1(_BLOCK):
+                log.write(chunk)
                 log.flush()
                 try:
-                    while some and not lost:
-                        some = some[os.write(1, some) :]
+                    while chunk and not lost:
+                        chunk = chunk[os.write(1, chunk) :]
                 except OSError as error:
                     lost = True
                     _write(f"jaxpipe: the output can't be written ({error.strerror}); going on without it\n".encode())
@@ -169,11 +169,11 @@ class Launch:
             for line in stream:
                 log.write(line)
                 log.flush()
-                found = _LIBRARY_LOG.match(line)
-                fatal = fatal or (found is not None and b"F" in found.groups())
+                log_match = _LIBRARY_LOG.match(line)
+                fatal = fatal or (log_match is not None and b"F" in log_match.groups())
                 if self._asked and line.startswith(b"jaxpipe: ") and line.endswith(b"interrupted\n"):
                     continue  # we say it
-                if line.startswith(b"jaxpipe: ") or not (found or fatal):
+                if line.startswith(b"jaxpipe: ") or not (log_match or fatal):
                     _write(b"[%d] %s" % (process, line))
 
 

@@ -139,10 +139,10 @@ class Ground:
     def _replicas_s(self, config: TrainConfig, bench: Workbench, placement: Placement) -> float:
         """The longest exchange between two ranks that hold the same stages: gradients there, parameters back."""
         gradients, parameters = Counter[tuple[int, int]](), Counter[tuple[int, int]]()
-        for s, (own, *others) in enumerate(zip(*placement.flows, strict=True)):
-            for rank in {rank for group in others for rank in group if rank not in own}:
-                gradients[(rank, own[0])] += round(self.stages[s].sizes.acc_bytes)
-                parameters[(own[0], rank)] += round(self.costs.param_bytes[s])
+        for s, (primary, *replicas) in enumerate(zip(*placement.flows, strict=True)):
+            for rank in {rank for group in replicas for rank in group if rank not in primary}:
+                gradients[(rank, primary[0])] += round(self.stages[s].sizes.acc_bytes)
+                parameters[(primary[0], rank)] += round(self.costs.param_bytes[s])
 
         def seconds(a: int, b: int, n: int) -> float:
             return link_between(a, b, bench.target, bench.efficiency, config.pipeline).seconds(n)
@@ -173,10 +173,10 @@ def ground(
     if _twice(config):
         twice = [n + s.sizes.acc_bytes for n, s in zip(costs.optimizer_bytes, stages, strict=True)]
         costs = replace(costs, optimizer_bytes=tuple(twice))
-    own = sorted(op for op in ops if op_spec(op).cost not in ("", *PER_STAGE_FIELDS))
-    for op in own:
+    custom_ops = sorted(op for op in ops if op_spec(op).cost not in ("", *PER_STAGE_FIELDS))
+    for op in custom_ops:
         costs = costs.with_values(op_spec(op).cost, (0.0,) * costs.num_stages)
-    return Ground(plan, stages, costs, tuple(own))
+    return Ground(plan, stages, costs, tuple(custom_ops))
 
 
 def predict(
@@ -198,18 +198,23 @@ def predict(
     schedule, plan = choose(pipe, bench.model, planned or planner(config, bench.model))
     ops = {a.op for a in schedule.actions()}
     ops |= {"B", "W"} if pipe.passes.separate_gradients else set()
-    known = ground(config, bench, plan, limit_bytes, ops, compile_stages)
-    schedule = final_order(pipe, schedule, known.costs, [s.cost for s in plan.stages], lambda text: None)
+    priced_plan = ground(config, bench, plan, limit_bytes, ops, compile_stages)
+    schedule = final_order(pipe, schedule, priced_plan.costs, [s.cost for s in plan.stages], lambda text: None)
     if transform is not None:
-        schedule = transform(schedule, known.costs)
-    return predicted(config, bench, known, schedule, simulate(schedule, known.costs), limit_bytes)
+        schedule = transform(schedule, priced_plan.costs)
+    return predicted(config, bench, priced_plan, schedule, simulate(schedule, priced_plan.costs), limit_bytes)
 
 
 def predicted(
-    config: TrainConfig, bench: Workbench, known: Ground, schedule: Schedule, timeline: Timeline, limit_bytes: float
+    config: TrainConfig,
+    bench: Workbench,
+    priced_plan: Ground,
+    schedule: Schedule,
+    timeline: Timeline,
+    limit_bytes: float,
 ) -> Prediction:
-    """The prediction for ``config`` whose final ``schedule``, under the costs that are ``known``, gives ``timeline``."""
-    pipe, stages, costs, own = config.pipeline, known.stages, known.costs, known.own_ops
+    """Predict ``config``, whose final ``schedule`` gives ``timeline`` under the costs of ``priced_plan``."""
+    pipe, stages, costs, custom_ops = config.pipeline, priced_plan.stages, priced_plan.costs, priced_plan.own_ops
     memory, activations = _memory(schedule, timeline, stages, costs)
     detached = schedule.placement.detached  # their F makes a part of the backward; W is one product, as the forward is
     forward = sum(s.work["W" if k in detached else "F"].flops for k, s in enumerate(stages))
@@ -223,12 +228,15 @@ def predicted(
         memory=memory,
         activation_bytes=activations,
         limit_bytes=limit_bytes,
-        update_s=known.update_s(config, bench, schedule.placement),
-        late_update_s=known.update_s(config, bench, schedule.placement, late=True),
+        update_s=priced_plan.update_s(config, bench, schedule.placement),
+        late_update_s=priced_plan.update_s(config, bench, schedule.placement, late=True),
         model_flops=flops,
-        num_params=sum(s.num_params for s in known.plan.stages),
+        num_params=sum(s.num_params for s in priced_plan.plan.stages),
         fused_attention=any(s.fuses_attention for s in stages),
-        remarks=(*remarks([s.functions for s in stages]), *(f"{op}, an op of your own, takes no time" for op in own)),
+        remarks=(
+            *remarks([s.functions for s in stages]),
+            *(f"{op}, an op of your own, takes no time" for op in custom_ops),
+        ),
     )
 
 
@@ -252,13 +260,13 @@ def _memory(
         for op, row in costs.temp_bytes
     )
     held = simulate(schedule, replace(costs, temp_bytes=passing)).memory
-    kept = simulate(schedule, replace(costs, temp_bytes=(), boundary_buffers=False)).memory
+    residual_memory = simulate(schedule, replace(costs, temp_bytes=(), boundary_buffers=False)).memory
     acc = [s.sizes.acc_bytes for s in stages]
     memory = []
     for rank, (full, on_host) in enumerate(zip(timeline.memory, _host_peaks(timeline, costs), strict=True)):
         mine = schedule.placement.stages_of(rank)
         at = full.times_s[full.bytes.index(full.peak)] if full.bytes else 0.0
-        residuals, activations = _value_at(kept[rank], at), _value_at(held[rank], at)
+        residuals, activations = _value_at(residual_memory[rank], at), _value_at(held[rank], at)
         gradients = sum(acc[s] for s in mine)
         held_then: dict[Kind, float] = {
             "parameters": sum(costs.param_bytes[s] for s in mine),

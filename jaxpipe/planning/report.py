@@ -109,9 +109,9 @@ def suggestions_text(s: Suggestions, paths: Mapping[str, str]) -> str:
         override = " ".join(overrides_of(one, paths.get(one.change, "FILE (--schedules DIR writes it)")))
         speeds = (f"{q.tokens_per_s:,.0f}", f"{q.tokens_per_s_per_device:,.0f}")
         rows.append((one.change, format_bytes(q.worst.peak_bytes), format_seconds(q.step_s), *speeds, override))
-    more = len(s.fitting) - _SHOWN
+    hidden_count = len(s.fitting) - _SHOWN
     left = f"; no time for {s.left_out} more" if s.left_out else ""
-    hidden = f"; {more} more that fit not shown" if more > 0 else ""
+    hidden = f"; {hidden_count} more that fit not shown" if hidden_count > 0 else ""
     return "\n".join([*aligned(rows, left=(0, 1, 2, 5)), f"{s.tried} changes tried{left}{hidden}"])
 
 
@@ -161,26 +161,26 @@ def _reached(p: Prediction) -> dict[str, Any]:
     return {"peak_bytes": p.worst.peak_bytes, **{name: getattr(p, name) for name in names}}
 
 
-def tuned_text(found: Tuned, space: Space) -> str:
-    """What was found, and a table of what fits, the fastest first. ``found`` has a best."""
-    p = found.best
+def tuned_text(tuned: Tuned, space: Space) -> str:
+    """Describe the best candidate, then list those that fit, the fastest first. ``tuned`` must have a best."""
+    p = tuned.best
     assert p is not None
     counts = Counter[str]()
-    for tried in found.tried:
+    for tried in tuned.tried:
         counts[tried.status] += tried.candidates
     left = ", ".join(f"{n:,} {status}" for status, n in counts.items())
-    early = f" ({found.stopped}: {counts['not reached']:,} candidates were not reached)" if found.stopped else ""
+    early = f" ({tuned.stopped}: {counts['not reached']:,} candidates were not reached)" if tuned.stopped else ""
     head = [
         f"{p.config.model.target}, {_count(p.num_params)} parameters on {space.devices} of {p.target.description}, "
         f"batch {p.config.run.batch} × {p.config.data.seq_len} tokens, {format_bytes(p.limit_bytes)} a device",
-        f"best of {counts.total():,} candidates in {format_seconds(found.seconds)}{early}: {left}",
+        f"best of {counts.total():,} candidates in {format_seconds(tuned.seconds)}{early}: {left}",
         f"step {format_seconds(p.step_s)}, {p.tokens_per_s:,.0f} tokens/s ({p.tokens_per_s_per_device:,.0f} a device), "
         f"MFU {100 * p.mfu:.1f}%, bubble {100 * p.timeline.bubble_rate:.1f}%, rank {p.worst.rank} needs "
         f"{format_bytes(p.worst.peak_bytes)}",
     ]
     columns = [axis.key for axis in space.axes]
     rows = [(*(key.rpartition(".")[2] for key in columns), "peak", "step", "tokens/s", "order")]
-    for tried in found.leading[:_SHOWN]:
+    for tried in tuned.leading[:_SHOWN]:
         order = " ".join(
             f"{key.rpartition('.')[2]}={shown(x)}" for key, x in tried.settings.items() if key not in columns
         )
@@ -196,9 +196,9 @@ def tuned_text(found: Tuned, space: Space) -> str:
     return "\n".join([*head, "", *aligned(rows, left=(len(columns) + 3,))])
 
 
-def tuned_json(found: Tuned, space: Space, bench: Workbench, limit_bytes: float) -> dict[str, Any]:
+def tuned_json(tuned: Tuned, space: Space, bench: Workbench, limit_bytes: float) -> dict[str, Any]:
     """Everything that was tried. A record's ``settings`` are overrides of ``base``; ``candidates`` of them share it."""
-    best = found.best
+    best = tuned.best
     return {
         "base": space.base.to_dict(),
         "devices": space.devices,
@@ -208,9 +208,9 @@ def tuned_json(found: Tuned, space: Space, bench: Workbench, limit_bytes: float)
         "axes": {axis.key: list(axis.values) for axis in space.axes},
         "only": {key: list(values) for key, values in space.only.items()},
         "best": None if best is None else {"config": best.config.to_dict(), **_reached(best)},
-        "seconds": found.seconds,
-        "stopped": found.stopped,
-        "tried": [_tried_json(t) for t in found.tried],
+        "seconds": tuned.seconds,
+        "stopped": tuned.stopped,
+        "tried": [_tried_json(t) for t in tuned.tried],
     }
 
 

@@ -29,11 +29,11 @@ def resized(stage: StageFunctions, sizes: Sequence[int]) -> Sequence[tuple[Stage
     sequences along several, and of loops and branches over them."""
     layout = stage.layout
     shapes = *(x.shape for x in layout.slots), *(x.shape for x in (*layout.buffers, *stage.acc_avals))
-    known = frozenset(n for shape in shapes for n in shape)
-    views = [_Resizing(known, size) for size in sizes]
+    dimensions = frozenset(n for shape in shapes for n in shape)
+    views = [_Resizing(dimensions, size) for size in sizes]
     views[0].look_at(f.jaxpr.jaxpr for f in stage.functions.values())
-    made = [(_sized(stage, view), view) for view in views]
-    return [] if any(view.unsure for view in views) else made
+    resized_stages = [(_sized(stage, view), view) for view in views]
+    return [] if any(view.unsure for view in views) else resized_stages
 
 
 def _sized(stage: StageFunctions, view: _Resizing) -> StageFunctions:
@@ -48,9 +48,9 @@ def _sized(stage: StageFunctions, view: _Resizing) -> StageFunctions:
 class _Resizing(View):
     """Variables that functions share are resized once. ``unsure``: some shape did not tell."""
 
-    def __init__(self, known: Iterable[int], size: int) -> None:
-        self.known, self.size = frozenset(known), size
-        self.unsure = any(n and n % PROBE == 0 for n in self.known)
+    def __init__(self, dimensions: Iterable[int], size: int) -> None:
+        self.dimensions, self.size = frozenset(dimensions), size
+        self.unsure = any(n and n % PROBE == 0 for n in self.dimensions)
         self.variables: dict[Var, Var] = {}
         self.shapes: dict[tuple[int, ...], tuple[int, ...]] = {}
 
@@ -74,15 +74,15 @@ class _Resizing(View):
 
     def eqn(self, eqn: JaxprEqn) -> JaxprEqn:
         operands, results = ([self.atom(a) for a in atoms] for atoms in (eqn.invars, eqn.outvars))
-        seen: JaxprEqn = eqn.replace(invars=operands, outvars=results)
-        return seen
+        resized_eqn: JaxprEqn = eqn.replace(invars=operands, outvars=results)
+        return resized_eqn
 
     def atom(self, atom: Any) -> Any:
         if not isinstance(atom, Var) or not (shape := getattr(atom.aval, "shape", ())):
             return atom
         if atom not in self.variables:
-            same = (found := self.shape(shape)) == shape
-            self.variables[atom] = atom if same else fresh_var(atom.aval.update(shape=found))
+            same = (new_shape := self.shape(shape)) == shape
+            self.variables[atom] = atom if same else fresh_var(atom.aval.update(shape=new_shape))
         return self.variables[atom]
 
     def _aval(self, aval: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
@@ -95,7 +95,7 @@ class _Resizing(View):
         """The shape of an array that has this one with :data:`PROBE` sequences."""
         if shape not in self.shapes:
             along = [n for n in shape if n and n % PROBE == 0]
-            others_known = all(n in along or n < PROBE // 2 or n in self.known for n in shape)
+            others_known = all(n in along or n < PROBE // 2 or n in self.dimensions for n in shape)
             if len(along) > 1 or any(n % PROBE**2 == 0 for n in along) or not others_known:
                 self.unsure = True
             self.shapes[shape] = tuple(map(self._length, shape))

@@ -78,8 +78,8 @@ class Work:
         """Of these kernels one after another, as many of which are launched."""
         times, launch_s, flops_per_s, bytes_per_s, flops, moved = parts.T
         seconds = times * (np.maximum(flops / flops_per_s, moved / bytes_per_s) + launch_s)
-        done, moved, taken = (float(x.sum()) for x in (times * flops, times * moved, seconds))
-        return cls(done, moved, taken, kernels, float(levels.max()), parts, levels)
+        total_flops, total_moved, total_s = (float(x.sum()) for x in (times * flops, times * moved, seconds))
+        return cls(total_flops, total_moved, total_s, kernels, float(levels.max()), parts, levels)
 
     def towards(self, other: Work, share: float) -> Work | None:
         """The work of the same function on arrays whose sizes lie ``share`` of the way from those of this to those of ``other``
@@ -139,14 +139,14 @@ class Walk:
 
     def seen(self, view: View) -> Work:
         """The work in a view."""
-        known: dict[Var, int] = {}
+        bytes_of: dict[Var, int] = {}
 
         def size(arrays: Iterable[Var]) -> int:
             total = 0
             for v in arrays:
-                if v not in known:
-                    known[v] = aval_bytes(view.atom(v).aval) if _sized(v) else 0
-                total += known[v]
+                if v not in bytes_of:
+                    bytes_of[v] = aval_bytes(view.atom(v).aval) if _sized(v) else 0
+                total += bytes_of[v]
             return total
 
         def row_of(k: _Kernel) -> tuple[float, ...]:
@@ -214,11 +214,11 @@ class Walk:
         else:
             self._kernel(eqn, sources, product=eqn)
 
-    def _kernel(self, eqn: JaxprEqn, sources: Iterable[Var], *, launch: bool = True, **others: Any) -> None:
+    def _kernel(self, eqn: JaxprEqn, sources: Iterable[Var], *, launch: bool = True, **counts: Any) -> None:
         e, t = self.efficiency, self.target
         rates = t.peak_flops_per_s(_dtype(eqn)) * e.matmul, t.memory_bytes_per_s * e.bandwidth
         fixed = (1, e.kernel_s if launch else 0.0, *rates)
-        self.kernels.append(_Kernel(fixed, arrays=(*eqn.outvars, *set(sources)), **others))
+        self.kernels.append(_Kernel(fixed, arrays=(*eqn.outvars, *set(sources)), **counts))
         self.launches += launch
         self._note(eqn, sources)
 
@@ -241,16 +241,16 @@ class Walk:
 
         A result may take the place of an operand that is read for the last time, except in kernels of their own.
         """
-        made: dict[Var, int] = {}
+        born_at: dict[Var, int] = {}
         last: dict[Var, tuple[int, int]] = {}
         for now, k in enumerate(self._order()):
             eqn, sources = self.launched[k]
             for v in eqn.outvars:
-                made.setdefault(v, now)
+                born_at.setdefault(v, now)
             for v in sources:
                 last[v] = (now, 2 if id(eqn) in self.own else 0)
         changes: list[tuple[int, int, int, Var]] = []
-        for v, born in made.items():
+        for v, born in born_at.items():
             if v not in self.outside and v in last:
                 changes += [(born, 1, 1, v), (*max((born, 2), last[v]), -1, v)]
         return [(sign, v) for _, _, sign, v in sorted(changes, key=lambda x: x[:3])]
@@ -264,14 +264,14 @@ class Walk:
                 made_by.setdefault(v, k)
         result = [id(eqn) not in self.own and all(v in self.outside for v in eqn.outvars) for eqn, _ in self.launched]
         when = list(range(len(self.launched)))
-        wanted: dict[int, int] = {}
+        needed_at: dict[int, int] = {}
         for k in range(len(self.launched) - 1, -1, -1):
             eqn, sources = self.launched[k]
-            if not result[k] and k in wanted and not any(v in self.outside for v in eqn.outvars):
-                when[k] = wanted[k]
+            if not result[k] and k in needed_at and not any(v in self.outside for v in eqn.outvars):
+                when[k] = needed_at[k]
             if not result[k]:
                 for source in {made_by[v] for v in sources if v in made_by}:
-                    wanted[source] = min(wanted.get(source, when[k]), when[k])
+                    needed_at[source] = min(needed_at.get(source, when[k]), when[k])
         for k, (_, sources) in enumerate(self.launched):
             if result[k]:
                 when[k] = max((when[made_by[v]] for v in sources if v in made_by), default=0)

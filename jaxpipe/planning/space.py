@@ -83,40 +83,40 @@ class Space:
             raise ConfigError("pipeline.towers fix ranks and orders branch by branch: there is nothing to tune in them")
         recompute = (pipe.recompute,) if isinstance(pipe.recompute, str) else ()
         batch = config.run.batch
-        found: dict[str, tuple[Any, ...]] = {key: tuple(divisors_of(devices)) for key in DEVICE_KEYS}
-        every = dict(found)
-        found["pipeline.cp"] = tuple(
-            n for n in every["pipeline.cp"] if n == 1 or config.data.seq_len >= n * LEAST_POSITIONS
+        values_by_key: dict[str, tuple[Any, ...]] = {key: tuple(divisors_of(devices)) for key in DEVICE_KEYS}
+        all_values = dict(values_by_key)
+        values_by_key["pipeline.cp"] = tuple(
+            n for n in all_values["pipeline.cp"] if n == 1 or config.data.seq_len >= n * LEAST_POSITIONS
         )
-        found["pipeline.microbatches"] = tuple(m for m in divisors_of(batch) if (batch // m).bit_count() == 1)
-        found["pipeline.vocabulary"] = VOCABULARY
-        found["pipeline.recompute"] = tuple(dict.fromkeys((*RECOMPUTE, *recompute)))
+        values_by_key["pipeline.microbatches"] = tuple(m for m in divisors_of(batch) if (batch // m).bit_count() == 1)
+        values_by_key["pipeline.vocabulary"] = VOCABULARY
+        values_by_key["pipeline.recompute"] = tuple(dict.fromkeys((*RECOMPUTE, *recompute)))
         narrowed = _read(only)
         of_orders = {key for order in _orders(2, True, "ends") for key in order.settings}
         for key, texts in narrowed.items():
-            known: Mapping[str, Any] = {}
-            if key in found:
-                known = {str(value): value for value in every.get(key, found[key])}
+            value_by_text: Mapping[str, Any] = {}
+            if key in values_by_key:
+                value_by_text = {str(value): value for value in all_values.get(key, values_by_key[key])}
             elif key in of_orders:
-                orders = (order for ranks in found["pipeline.ranks"] for order in _orders(ranks, True, "ends"))
-                known = dict.fromkeys(shown(order.settings.get(key)) for order in orders)
+                orders = (order for ranks in values_by_key["pipeline.ranks"] for order in _orders(ranks, True, "ends"))
+                value_by_text = dict.fromkeys(shown(order.settings.get(key)) for order in orders)
             else:
-                keys = sorted({*found, *of_orders})
+                keys = sorted({*values_by_key, *of_orders})
                 raise ConfigError(f"{key!r} is none of the axes{closest(key, keys)}; they are {', '.join(keys)}")
-            if unknown := [text for text in texts if text not in known]:
-                raise ConfigError(f"{key}={unknown[0]} is no value that is tried: {', '.join(known)}")
-            if key in found:
-                found[key] = tuple(known[text] for text in texts)
-        kept = replace(
+            if unknown := [text for text in texts if text not in value_by_text]:
+                raise ConfigError(f"{key}={unknown[0]} is no value that is tried: {', '.join(value_by_text)}")
+            if key in values_by_key:
+                values_by_key[key] = tuple(value_by_text[text] for text in texts)
+        base_pipeline = replace(
             pipe, ranks=1, dp=1, cp=1, tp=1, microbatches=1, vocabulary="ends", chunks=1, schedule="1f1b", memory_limit=None,
             recompute="none", cut="analytic", passes=replace(pipe.passes, separate_gradients=False), traverse=TraverseConfig(),
         )  # fmt: skip
-        base = replace(config, pipeline=kept).changed({"run.devices": 0})
-        rest = {key: texts for key, texts in narrowed.items() if key not in found}
-        space = cls(base, devices, tuple(Axis(key, values) for key, values in found.items()), rest)
+        base = replace(config, pipeline=base_pipeline).changed({"run.devices": 0})
+        rest = {key: texts for key, texts in narrowed.items() if key not in values_by_key}
+        space = cls(base, devices, tuple(Axis(key, values) for key, values in values_by_key.items()), rest)
         if not any(space.orders(layout) for layout in space.layouts()):
-            said = f"has {' '.join(only)}" if next(space.layouts(), None) else f"divides run.batch={batch}"
-            raise ConfigError(f"nothing could be tried: no layout of {devices} devices {said}")
+            problem = f"has {' '.join(only)}" if next(space.layouts(), None) else f"divides run.batch={batch}"
+            raise ConfigError(f"nothing could be tried: no layout of {devices} devices {problem}")
         return space
 
     def layouts(self) -> Iterator[Settings]:
@@ -134,12 +134,12 @@ class Space:
     def orders(self, layout: Settings) -> tuple[Order, ...]:
         """The orders of a layout. One rank runs everything in one."""
         ranks, microbatches = layout["pipeline.ranks"], layout["pipeline.microbatches"]
-        every = _orders(ranks, ranks * microbatches <= MOST_PAIRS, layout["pipeline.vocabulary"])
+        orders = _orders(ranks, ranks * microbatches <= MOST_PAIRS, layout["pipeline.vocabulary"])
         named = any(key.startswith(("pipeline.schedule", "traverse.")) for key in self.only)
         if layout["pipeline.vocabulary"] != "ends" and not named:
-            every = tuple(o for o in every if o.settings["pipeline.schedule"] in SPREAD)
-        asked = {"traverse.first": ("backward", "interleaved", "None"), **self.only}.items()
-        return tuple(o for o in every if all(shown(o.settings.get(key)) in texts for key, texts in asked))
+            orders = tuple(o for o in orders if o.settings["pipeline.schedule"] in SPREAD)
+        texts_by_key = {"traverse.first": ("backward", "interleaved", "None"), **self.only}.items()
+        return tuple(o for o in orders if all(shown(o.settings.get(key)) in texts for key, texts in texts_by_key))
 
     def config(self, settings: Settings) -> TrainConfig:
         """The config with these settings.
@@ -160,8 +160,10 @@ def _orders(ranks: int, small: bool, vocabulary: str) -> tuple[Order, ...]:
     """Families, the cheap ones first, and then the grid of traversal rules."""
     if ranks == 1:
         return (Order({"pipeline.schedule": "1f1b"}, one_to_one(1)),)
-    every = (*_families(ranks, small), *_traversals(ranks))
-    return tuple(made for order in every if (made := _with_vocabulary(order, vocabulary)) is not None)
+    orders = (*_families(ranks, small), *_traversals(ranks))
+    return tuple(
+        vocabulary_order for order in orders if (vocabulary_order := _with_vocabulary(order, vocabulary)) is not None
+    )
 
 
 def _with_vocabulary(order: Order, vocabulary: str) -> Order | None:
@@ -223,10 +225,10 @@ def _traversals(ranks: int) -> Iterator[Order]:
 
 def _read(only: Sequence[str]) -> dict[str, tuple[str, ...]]:
     """Values by key of ``key=value,value``."""
-    found = {}
+    texts_by_key = {}
     for text in only:
         key, equals, values = text.partition("=")
         if not equals or not all(values.split(",")):
             raise ConfigError(f"--only {text!r}: write it as section.key=value or section.key=value,value")
-        found[key.strip()] = tuple(value.strip() for value in values.split(","))
-    return found
+        texts_by_key[key.strip()] = tuple(value.strip() for value in values.split(","))
+    return texts_by_key

@@ -187,8 +187,8 @@ class Workbench:
         """
         for traced in self._ways(size, offload_fraction):
             with suppress(*([StageError] if traced == (PROBE,) else [])):  # layers may refuse so many sequences
-                if found := self._stages(cut, recompute, size, traced, offload_fraction):
-                    return found
+                if priced_stages := self._stages(cut, recompute, size, traced, offload_fraction):
+                    return priced_stages
         return self._stages(cut, recompute, size, (size,), offload_fraction)
 
     def _ways(self, size: int, offload_fraction: float = 1.0) -> Iterator[tuple[int, ...]]:
@@ -202,20 +202,20 @@ class Workbench:
         self, cut: Cut, recompute: str | Sequence[str], size: int, traced: tuple[int, ...], offload_fraction: float
     ) -> tuple[PlannedStage, ...]:
         """From them with each of the sizes ``traced``; nothing where these do not tell."""
-        made, asked = (
+        priced_stages, cut_key = (
             list[PlannedStage](),
             (tuple(cut), tuple(per_stage(recompute, len(cut))), traced, offload_fraction),
         )
-        if asked not in self._cuts:
-            self._cuts[asked] = list(self._keys(*asked))
-        for keys in self._cuts[asked]:
+        if cut_key not in self._cuts:
+            self._cuts[cut_key] = list(self._keys(*cut_key))
+        for keys in self._cuts[cut_key]:
             kind = keys[0].kind if self.sizes is None else (keys[0].kind, traced, size)
             if kind not in self._known and (grown := self._grown(keys, size)) is not None:
                 self._known[kind] = grown
             if kind not in self._known:
                 return ()
-            made.append(self._known[kind])
-        return tuple(made)
+            priced_stages.append(self._known[kind])
+        return tuple(priced_stages)
 
     def _keys(
         self, cut: Cut, recompute: str | Sequence[str], traced: tuple[int, ...], offload_fraction: float
@@ -237,17 +237,17 @@ class Workbench:
     def further(self, recompute: str, size: int) -> Mapping[Hashable, tuple[int, PlannedStage, PlannedStage]]:
         """By long run of equal layers, their number, and two stages of ``size`` sequences, of which the second has one more:
         what each further layer adds wherever it is. Nothing where each size is traced."""
-        found, cut = dict[Hashable, tuple[int, PlannedStage, PlannedStage]](), self._apart
+        stages_by_code, cut = dict[Hashable, tuple[int, PlannedStage, PlannedStage]](), self._apart
         last = max((k for k, (a, b) in enumerate(cut) if b - a > 1), default=-1)
         for traced in self._ways(size) if self.seconds_of is None else ():
             with suppress(*([StageError] if traced == (PROBE,) else [])):
                 for keys in islice(self._keys(cut, recompute, traced, 1.0), last + 1):
                     one, two = self._step(keys, 0, size) if self._short(keys[0])[0] else (None, None)
                     if one is not None and two is not None:
-                        found[keys[0].layers[0].code] = len(keys[0].layers), one, two
-            if found:
+                        stages_by_code[keys[0].layers[0].code] = len(keys[0].layers), one, two
+            if stages_by_code:
                 break
-        return found
+        return stages_by_code
 
     @cached_property
     def _apart(self) -> Cut:
@@ -269,8 +269,12 @@ class Workbench:
         for kind, _ in Counter(s.key.kind for s in stages).most_common():
             stage = self._known[kind]
             for op in stage.work:
-                if op in ops and op not in stage.temps and (found := self.temp_of(self, stage.key, op)) is not None:
-                    stage = replace(stage, temps={**stage.temps, op: found})
+                if (
+                    op in ops
+                    and op not in stage.temps
+                    and (temp_bytes := self.temp_of(self, stage.key, op)) is not None
+                ):
+                    stage = replace(stage, temps={**stage.temps, op: temp_bytes})
             self._known[kind] = stage
         return tuple(self._known[s.key.kind] for s in stages)
 
@@ -293,28 +297,30 @@ class Workbench:
     def _grown(self, keys: Sequence[StageKey], size: int) -> PlannedStage | None:
         """The stage, from it with few layers of each long run of equal ones, and what a further one adds; None as
         :meth:`_make`."""
-        runs, kept = self._short(keys[0])
-        whole = self._make([_cut_to(key, runs, kept) for key in keys], size)
+        runs, short_lengths = self._short(keys[0])
+        grown_stage = self._make([_cut_to(key, runs, short_lengths) for key in keys], size)
         for k, run in enumerate(runs):
-            base, more = self._step(keys, k, size)
-            if whole is None or base is None or more is None:
+            base, longer = self._step(keys, k, size)
+            if grown_stage is None or base is None or longer is None:
                 return None
-            whole = _plus(whole, more, base, len(run) - kept[k])
-        return None if whole is None else replace(whole, key=replace(keys[0], size=size))
+            grown_stage = _plus(grown_stage, longer, base, len(run) - short_lengths[k])
+        return None if grown_stage is None else replace(grown_stage, key=replace(keys[0], size=size))
 
     def _step(self, keys: Sequence[StageKey], k: int, size: int) -> tuple[PlannedStage | None, PlannedStage | None]:
         """Two stages, of which the second has one layer more of the ``k``-th long run: of the run alone, the same for all
         stages that have such layers; those of ``keys`` themselves if there is none."""
-        runs, kept = self._short(keys[0])
+        runs, short_lengths = self._short(keys[0])
         code, sizes, bench = keys[0].layers[runs[k][0]].code, tuple(x.size for x in keys), self._stored or self
         kind = (code, keys[0].policy, keys[0].offload_fraction, sizes, size)
         if kind not in self._steps:
-            for alone in bench._keys(bench._apart, keys[0].policy, sizes, keys[0].offload_fraction):
-                if alone[0].layers[0].code == code and bench._short(alone[0])[0]:
-                    keys, (runs, kept), k = alone, bench._short(alone[0]), 0
+            for run_keys in bench._keys(bench._apart, keys[0].policy, sizes, keys[0].offload_fraction):
+                if run_keys[0].layers[0].code == code and bench._short(run_keys[0])[0]:
+                    keys, (runs, short_lengths), k = run_keys, bench._short(run_keys[0]), 0
                     break
-            more = [n + (i == k) for i, n in enumerate(kept)]
-            one, two = (self._make([_cut_to(key, runs, n) for key in keys], size) for n in (kept, more))
+            longer_lengths = [n + (i == k) for i, n in enumerate(short_lengths)]
+            one, two = (
+                self._make([_cut_to(key, runs, n) for key in keys], size) for n in (short_lengths, longer_lengths)
+            )
             self._steps[kind] = one, two
         return self._steps[kind]
 
@@ -327,18 +333,18 @@ class Workbench:
     def _make(self, keys: Sequence[StageKey], size: int) -> PlannedStage | None:
         """The stage as it is, from all ``keys``, which differ in their size; each is traced once for those of its kind. None
         where they have other kernels than each other."""
-        made = [stage for key in keys for stage in self._priced_once(key)]
-        if len(made) < 2:
-            return made[0] if made else None
-        one, two = made
+        priced_stages = [stage for key in keys for stage in self._priced_once(key)]
+        if len(priced_stages) < 2:
+            return priced_stages[0] if priced_stages else None
+        one, two = priced_stages
         share = (size - one.key.size) / (two.key.size - one.key.size)
         work = {op: x.towards(two.work[op], share) for op, x in one.work.items()}
         exchanges = {op: _towards(x, two.sizes.exchanges[op], share) for op, x in one.sizes.exchanges.items()}
-        known = {op: x for op, x in work.items() if x is not None}
-        if len(known) < len(work) or None in exchanges.values():
+        work_by_op = {op: x for op, x in work.items() if x is not None}
+        if len(work_by_op) < len(work) or None in exchanges.values():
             return None
         sizes = replace(_plus(one.sizes, two.sizes, one.sizes, share), exchanges=exchanges)
-        return replace(one, sizes=sizes, work=known)
+        return replace(one, sizes=sizes, work=work_by_op)
 
     def _traced_once(self, key: StageKey) -> StageFunctions:
         if key.kind not in self._traced:
@@ -349,14 +355,16 @@ class Workbench:
     def _priced_once(self, key: StageKey) -> tuple[PlannedStage, ...]:
         """The stage; of a probe, with each of :attr:`sizes`, or nothing where it does not tell."""
         if key.kind not in self._priced:
-            whole, sizes = self._traced_once(key), self.sizes if key.size == PROBE else None
-            made = [(whole, View())] if sizes is None else resized(whole, sizes)
-            views, state_bytes = [view for _, view in made], self._state_bytes(whole)
-            bodies = {op: f.jaxpr.jaxpr for op, f in whole.functions.items()}
-            walks = {op: Walk(body, self.target, self.efficiency, views) for op, body in bodies.items() if made}
+            traced_stage, sizes = self._traced_once(key), self.sizes if key.size == PROBE else None
+            resized_stages = [(traced_stage, View())] if sizes is None else resized(traced_stage, sizes)
+            views, state_bytes = [view for _, view in resized_stages], self._state_bytes(traced_stage)
+            bodies = {op: f.jaxpr.jaxpr for op, f in traced_stage.functions.items()}
+            walks = {
+                op: Walk(body, self.target, self.efficiency, views) for op, body in bodies.items() if resized_stages
+            }
             self._priced[key.kind] = tuple(
                 self._planned(replace(key, size=n), f, {op: x.seen(view) for op, x in walks.items()}, state_bytes)
-                for (f, view), n in zip(made, sizes or (key.size,), strict=False)
+                for (f, view), n in zip(resized_stages, sizes or (key.size,), strict=False)
             )
         return self._priced[key.kind]
 
@@ -386,17 +394,20 @@ def _towards(one: Exchanges, two: Exchanges, share: float) -> Exchanges | None:
     return {(name, size, among): n for ((name, _, among), n), size in zip(one.items(), sizes, strict=True)}
 
 
-def _plus(whole: Any, more: Any, base: Any, times: float) -> Any:
-    """``whole`` and ``times`` what ``more`` has beyond ``base``, number by number; of others ``whole``'s."""
-    if isinstance(whole, int | float):
-        return whole + times * (more - base)
-    if isinstance(whole, PlannedStage | StageSizes | Work):
-        names = [f.name for f in fields(whole) if f.name not in ("key", "functions", "parts", "levels")]
-        return replace(whole, **{x: _plus(getattr(whole, x), getattr(more, x), getattr(base, x), times) for x in names})
-    if isinstance(whole, Mapping):
-        kinds = {**base, **whole, **more}
-        return {k: _plus(whole.get(k, 0), more.get(k, 0), base.get(k, 0), times) for k in kinds}
-    return whole
+def _plus(total: Any, longer: Any, base: Any, times: float) -> Any:
+    """Add ``times`` the difference ``longer`` − ``base`` to ``total``, number by number; other values are those of
+    ``total``."""
+    if isinstance(total, int | float):
+        return total + times * (longer - base)
+    if isinstance(total, PlannedStage | StageSizes | Work):
+        names = [f.name for f in fields(total) if f.name not in ("key", "functions", "parts", "levels")]
+        return replace(
+            total, **{x: _plus(getattr(total, x), getattr(longer, x), getattr(base, x), times) for x in names}
+        )
+    if isinstance(total, Mapping):
+        kinds = {**base, **total, **longer}
+        return {k: _plus(total.get(k, 0), longer.get(k, 0), base.get(k, 0), times) for k in kinds}
+    return total
 
 
 class Compiler:
@@ -411,10 +422,10 @@ class Compiler:
     ) -> None:
         self.notice, self.budget_s, self.count, self.spent_s = notice, budget_s, 0, 0.0
         self.mesh: Mesh | None = None
-        here = target.chip is None and target.name == "cpu" and tp * cp == 1
-        self._options = {} if here else _OPTIONS
+        is_local = target.chip is None and target.name == "cpu" and tp * cp == 1
+        self._options = {} if is_local else _OPTIONS
         devices: Sequence[jax.Device] | str = f"target {target.name} has no 'chip' numbers"
-        if here:
+        if is_local:
             devices = jax.devices("cpu")[:1]
         elif target.chip is not None:
             devices = compile_only_devices(target.name, device_text(target), tp * cp)
@@ -465,23 +476,23 @@ def _long_runs(stage: StageKey, most: int = _KEPT + 1) -> list[list[int]]:
     return long if all(len(stage.links.takes[i]) == 1 for run in long for i in run[1:]) else []
 
 
-def _cut_to(stage: StageKey, runs: Sequence[Sequence[int]], kept: Sequence[int]) -> StageKey:
+def _cut_to(stage: StageKey, runs: Sequence[Sequence[int]], lengths: Sequence[int]) -> StageKey:
     """The stage with so many layers of each of ``runs``."""
-    dropped = {i for run, n in zip(runs, kept, strict=True) for i in run[n:]}
+    dropped = {i for run, n in zip(runs, lengths, strict=True) for i in run[n:]}
     layers = tuple(layer for i, layer in enumerate(stage.layers) if i not in dropped)
     return replace(stage, layers=layers, links=stage.links.without(dropped)) if dropped else stage
 
 
 def workbench(
-    config: TrainConfig, target: Target, efficiency: Efficiency, progress: Callable[[str], None], **others: Any
+    config: TrainConfig, target: Target, efficiency: Efficiency, progress: Callable[[str], None], **options: Any
 ) -> Workbench:
     """The workbench of a config. Reads no data: the vocabulary is ``model.options.vocab_size`` or the tokenizer's.
 
     Raises:
         ConfigError, DataError: no such model, bad options, or no such tokenizer.
     """
-    pipe, given = config.pipeline, config.model.options.get("vocab_size")
-    vocab = given if isinstance(given, int) else load_tokenizer(config.data.tokenizer).vocab_size
+    pipe, vocab_option = config.pipeline, config.model.options.get("vocab_size")
+    vocab = vocab_option if isinstance(vocab_option, int) else load_tokenizer(config.data.tokenizer).vocab_size
     reading = config.data.reading
     config = with_mask(config, vocab, has_chats=reading.format == "chat" and reading.pack in ("auto", "whole"))
     model = spread_over(pipe, build_model(config, vocab))
@@ -493,12 +504,13 @@ def workbench(
         shards_of(pipe),
         optimizer_of(config, model),
         progress=progress,
-        **others,
+        **options,
     )
 
 
 def planner(config: TrainConfig, model: Model, known: dict[Any, Any] | None = None) -> Planner:
-    """As training cuts ``model``; by FLOPs where it would time layers. ``known``: of layers, shared with other planners."""
+    """Return the planner that training cuts ``model`` with; it counts FLOPs where training would time layers. ``known``: costs
+    of layers, shared with other planners."""
     pipe = config.pipeline
     counted = replace(pipe, cut="analytic") if pipe.cut == "measured" else pipe
     return stage_planner(counted, model, microbatch_size(config), known=known)

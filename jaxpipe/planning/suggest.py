@@ -168,9 +168,9 @@ def _smaller(config: TrainConfig) -> Iterator[_Change]:
 
 
 def _more_ranks(config: TrainConfig) -> Iterator[_Change]:
-    more = 2 * config.pipeline.ranks
+    ranks = 2 * config.pipeline.ranks
     devices = () if config.run.machine.devices == 0 else ("run.devices=0",)
-    yield _Change(f"{more} ranks", (f"pipeline.ranks={more}", *_cut_freed(config), *devices))
+    yield _Change(f"{ranks} ranks", (f"pipeline.ranks={ranks}", *_cut_freed(config), *devices))
 
 
 def _family(config: TrainConfig, name: str, units: float) -> _Change:

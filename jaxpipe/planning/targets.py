@@ -87,8 +87,8 @@ class Target:
 
 def peak_of(device_kind: str, dtype: str) -> float | None:
     """The dense peak, in FLOP/s, of the GPU that JAX calls ``device_kind``; None if there is no target for it."""
-    known = (t.peak_flops_per_s(dtype) for t in TARGETS.values() if t.chip and t.description == device_kind)
-    return next(known, None)
+    peaks = (t.peak_flops_per_s(dtype) for t in TARGETS.values() if t.chip and t.description == device_kind)
+    return next(peaks, None)
 
 
 def _gpu(
@@ -100,7 +100,7 @@ def _gpu(
     network: float,
     host: float,
     chip: Chip,
-    **others: Any,
+    **fields: Any,
 ) -> Target:
     """``tflops``: 16-bit, TF32, float64; ``memory``: bytes, GB/s; the rest GB/s per direction."""
     half, single, double = (x * _TFLOP for x in tflops)
@@ -115,7 +115,7 @@ def _gpu(
         host * _GB,
         host * _GB,
         chip=chip,
-        **others,
+        **fields,
     )
 
 
@@ -210,12 +210,12 @@ def find_target(name_or_path: str) -> Target:
             ".json file"
         )
     data = dict(read_mapping(Path(name_or_path), "target file"))
-    base, place, found = data.pop("base", None), f"target {name_or_path}", Collected(Target)
+    base, place, target_fields = data.pop("base", None), f"target {name_or_path}", Collected(Target)
     if base is not None and str(base) not in TARGETS:
-        found.problem(place, f"base is {base!r}; known: {', '.join(TARGETS)}")
+        target_fields.problem(place, f"base is {base!r}; known: {', '.join(TARGETS)}")
     stem = Path(name_or_path).stem
-    found.add_table({"name": stem, "description": stem, **data}, place)
+    target_fields.add_table({"name": stem, "description": stem, **data}, place)
     if base is None:
-        found.add_missing(place, "without a base it needs")
-    found.refuse()
-    return found.made(Target) if base is None else replace(TARGETS[base], **found.values)
+        target_fields.add_missing(place, "without a base it needs")
+    target_fields.refuse()
+    return target_fields.made(Target) if base is None else replace(TARGETS[base], **target_fields.values)

@@ -140,12 +140,12 @@ def tune(
         search = _Search(space, bench, limit_bytes, progress, time_limit_s, prune, progress_s)
         able = sys.platform == "linux" and len(os.sched_getaffinity(0)) > 1 and not backends_initialized()
         search.fork = fork and prune and able
-        found = search.run()
-        if search.misled and not found.stopped:
+        tuned = search.run()
+        if search.probe_was_wrong and not tuned.stopped:
             progress("layers do other work with other microbatch sizes: searching again, with a trace of each size")
-            exact, left_s = replace(bench, sizes=None), time_limit_s - found.seconds
-            found = _Search(space, exact, limit_bytes, progress, left_s, prune, progress_s).run()
-        return found
+            exact, left_s = replace(bench, sizes=None), time_limit_s - tuned.seconds
+            tuned = _Search(space, exact, limit_bytes, progress, left_s, prune, progress_s).run()
+        return tuned
     finally:
         gc.set_threshold(*usual)
 
@@ -156,13 +156,13 @@ class _OutOfTimeError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Node:
-    """Candidates that share a layout, whose ``config`` it is, and a number of stages; with ``known`` also where stages run.
-    ``update_s``: of the update, at least; ``sharded``: the bound knows that shards do not divide all work."""
+    """Candidates that share a layout, whose ``config`` it is, and a number of stages; with ``priced_plan`` also where
+    stages run. ``update_s``: of the update, at least; ``sharded``: the bound knows that shards do not divide all work."""
 
     layout: Settings
     orders: tuple[Order, ...]
     config: TrainConfig
-    known: Ground | None = None
+    priced_plan: Ground | None = None
     update_s: float = 0.0
     sharded: bool = False
 
@@ -172,12 +172,12 @@ class _Node:
 
     @property
     def costs(self) -> CostProfile:
-        assert self.known is not None
-        return self.known.costs
+        assert self.priced_plan is not None
+        return self.priced_plan.costs
 
     @property
     def settings(self) -> Settings:
-        if self.known is None:
+        if self.priced_plan is None:
             return {**self.layout, "stages": self.placement.num_stages}
         return {**self.layout, "placement": self.placement.kind, "pipeline.chunks": self.placement.num_chunks}
 
@@ -198,7 +198,7 @@ class _Search:
     progress_s: float
     tried: list[Tried] = field(default_factory=list)
     best: Tried | None = None
-    misled: bool = False
+    probe_was_wrong: bool = False
     fork: bool = False
     shared: Any = None
     helper: Any = None
@@ -211,18 +211,18 @@ class _Search:
     _work: dict[Any, np.ndarray[Any, Any]] = field(default_factory=dict)
     _residuals: dict[tuple[str, int], float] = field(default_factory=dict)
     _began: float = field(default_factory=time.monotonic)
-    _told: float = field(default_factory=time.monotonic)
+    _last_progress_s: float = field(default_factory=time.monotonic)
     _simulated: int = 0
 
     def run(self) -> Tuned:
         parts: tuple[list[Settings], ...] = ([], [])
         for layout in self.space.layouts():
             parts[self.fork and layout["pipeline.cp"] * layout["pipeline.tp"] > 1].append(layout)
-        others = self._forked(parts[1]) if all(parts) else None
+        connection = self._forked(parts[1]) if all(parts) else None
         stopped = self._search(parts[0])
-        if others is not None and not stopped:
+        if connection is not None and not stopped:
             self._prediction()  # meanwhile: it may be the best of all, and its traces are kept
-        stopped = self._gathered(others, parts[1]) or stopped
+        stopped = self._gathered(connection, parts[1]) or stopped
         tried, best = self._prediction()
         spent_s = time.monotonic() - self._began
         return Tuned(best, tried is not None and tried.offloaded, tuple(self.tried), spent_s, stopped)
@@ -230,43 +230,43 @@ class _Search:
     def _forked(self, layouts: Sequence[Settings]) -> Connection:
         """What another process will tell, which searches these layouts."""
         context = multiprocessing.get_context("fork")
-        self.shared, (here, there) = context.Value("d", math.inf), context.Pipe(duplex=False)
+        self.shared, (receiver, sender) = context.Value("d", math.inf), context.Pipe(duplex=False)
 
         def tell() -> None:
             signal.set_wakeup_fd(-1)  # which is the parent's
             signal.signal(signal.SIGINT, self._interrupt)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-            here.close()
+            receiver.close()
             self.progress = lambda text: None
             stopped = self._search(layouts)
             with suppress(BrokenPipeError):  # nobody waits for it any more
-                there.send((stopped, [(tried, self._moved.get(id(tried))) for tried in self.tried]))
+                sender.send((stopped, [(tried, self._moved.get(id(tried))) for tried in self.tried]))
 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # of threads: those of NumPy's products
             self.helper = context.Process(target=tell, daemon=True)
             with starting_children():
                 self.helper.start()
-        there.close()
-        return here
+        sender.close()
+        return receiver
 
     def _interrupt(self, *_: object) -> None:
         """In the other process: stop at the next trial, and tell what was found."""
         self.interrupted = True
 
-    def _gathered(self, others: Connection | None, layouts: Sequence[Settings]) -> str:
+    def _gathered(self, connection: Connection | None, layouts: Sequence[Settings]) -> str:
         """Takes what the other process tells of these layouts, and says why that one stopped; without it searches them."""
         try:
-            if self.interrupted and others is not None:
+            if self.interrupted and connection is not None:
                 os.kill(self.helper.pid, signal.SIGINT)  # it may not have come to it
-                if not others.poll(_LAST_WORDS_S):
+                if not connection.poll(_LAST_WORDS_S):
                     return "interrupted"
-            stopped, found = others.recv() if others is not None else (self._search(layouts), [])
+            stopped, results = connection.recv() if connection is not None else (self._search(layouts), [])
         except EOFError:  # it has ended
             return self._search(layouts)
         except KeyboardInterrupt:
             return "interrupted"
-        for tried, moved in found:
+        for tried, moved in results:
             self.tried.append(tried)
             if moved is not None:
                 self._moved[id(tried)] = moved
@@ -285,18 +285,18 @@ class _Search:
             while heap and not self._hopeless(heap[0][0]):
                 self._check_time()
                 bound, _, node = heapq.heappop(heap)
-                if node.known is not None:
+                if node.priced_plan is not None:
                     self._try_all(node, bound)
                     continue
-                for more, placed in self._placed(node):
-                    heapq.heappush(heap, (max(bound, more), next(numbers), placed))
+                for placement_bound, placed in self._placed(node):
+                    heapq.heappush(heap, (max(bound, placement_bound), next(numbers), placed))
         except (_OutOfTimeError, KeyboardInterrupt) as error:
             self.interrupted = isinstance(error, KeyboardInterrupt)
             stopped = "interrupted" if self.interrupted else "out of time"
         for bound, _, node in sorted(heap):
             slower = self._hopeless(bound)
-            said = "no schedule there takes a step in less than bound_s" if slower else stopped
-            self._note(node.settings, "slower" if slower else "not reached", node.size, bound_s=bound, reason=said)
+            reason = "no schedule there takes a step in less than bound_s" if slower else stopped
+            self._note(node.settings, "slower" if slower else "not reached", node.size, bound_s=bound, reason=reason)
         return stopped
 
     # -- from layouts to placements ------------------------------------------------------------------------------------
@@ -305,12 +305,12 @@ class _Search:
         """The layout with each number of stages that some order has, as far as parameters and optimizer state fit, and what no
         step there can be shorter than."""
         by_stages: dict[int, list[Order]] = {}
-        for order in (every := self.space.orders(layout)):
+        for order in (all_orders := self.space.orders(layout)):
             by_stages.setdefault(order.placement.num_stages, []).append(order)
         try:
             config = self.space.config(layout)
         except JaxpipeError as error:
-            self._refuse(layout, len(every), error)
+            self._refuse(layout, len(all_orders), error)
             return
         for orders in by_stages.values():
             node = _Node(layout, tuple(orders), config)
@@ -320,8 +320,8 @@ class _Search:
                 if held > self.limit_bytes:
                     self._too_large(node, held)
                 elif (least_s := self._least_s(config)) is None:
-                    said = f"recompute={config.pipeline.recompute} saves too little of a layer"
-                    self._note(node.settings, "slower", node.size, reason=said)
+                    reason = f"recompute={config.pipeline.recompute} saves too little of a layer"
+                    self._note(node.settings, "slower", node.size, reason=reason)
                 else:
                     update_s = 2 * held / (self.bench.target.memory_bytes_per_s * self.bench.efficiency.bandwidth)
                     yield least_s + update_s, replace(node, update_s=update_s)
@@ -347,16 +347,16 @@ class _Search:
         shorter."""
         pipe, ends = config.pipeline, config.pipeline.vocabulary == "ends"
         size, devices = microbatch_size(config) // pipe.dp, pipe.ranks * pipe.cp * pipe.tp
-        alone = replace(pipe, ranks=1 if ends else devices, tp=1, cp=1, schedule="1f1b", chunks=1)
-        key = alone.ranks, pipe.vocabulary, size, str(pipe.recompute)
+        unsharded = replace(pipe, ranks=1 if ends else devices, tp=1, cp=1, schedule="1f1b", chunks=1)
+        key = unsharded.ranks, pipe.vocabulary, size, str(pipe.recompute)
         if key not in self._work:
-            other = replace(config, pipeline=replace(alone, traverse=TraverseConfig()))
+            other = replace(config, pipeline=replace(unsharded, traverse=TraverseConfig()))
             bench, stages = self._bench_of(other), 1
             if not ends:
                 stages = with_vocabulary(one_to_one(devices), barriers=barriers(pipe.vocabulary)).num_stages
             cut = self._planner(other)(stages).cut
-            made = () if bench.sizes is None else bench.stages(cut, str(pipe.recompute), size)
-            self._work[key] = sum((x.seconds for x in made), np.zeros(3))
+            priced_stages = () if bench.sizes is None else bench.stages(cut, str(pipe.recompute), size)
+            self._work[key] = sum((x.seconds for x in priced_stages), np.zeros(3))
         return self._work[key]
 
     def _sharded_s(self, node: _Node) -> float:
@@ -364,11 +364,11 @@ class _Search:
         to know: they do not divide all of its work."""
         config, pipe = node.config, node.config.pipeline
         size, policy, shards = microbatch_size(config) // pipe.dp, str(pipe.recompute), pipe.cp * pipe.tp
-        whole = self.bench.further(policy, size)
+        unsharded = self.bench.further(policy, size)
         parted = self._bench_of(replace(config, pipeline=replace(pipe, vocabulary="ends"))).further(policy, size)
         rest, further_s = self._work_of(config), 0.0
-        for run in whole.keys() & parted.keys():
-            (layers, *one), (_, *many) = whole[run], parted[run]
+        for run in unsharded.keys() & parted.keys():
+            (layers, *one), (_, *many) = unsharded[run], parted[run]
             further = max(0, layers - 2 * node.placement.num_stages)  # the first ones of a stage have other neighbours
             rest = rest - further * (one[1].seconds - one[0].seconds)
             further_s += further * _least(many[1].seconds - many[0].seconds)
@@ -377,8 +377,8 @@ class _Search:
     def _kept(self, recompute: str, size: int) -> float:
         if (recompute, size) not in self._residuals:
             steps = self.bench.further(recompute, size).values()
-            kept = (n * (two.sizes.residual_bytes - one.sizes.residual_bytes) for n, one, two in steps)
-            self._residuals[recompute, size] = sum(kept)
+            run_bytes = (n * (two.sizes.residual_bytes - one.sizes.residual_bytes) for n, one, two in steps)
+            self._residuals[recompute, size] = sum(run_bytes)
         return self._residuals[recompute, size]
 
     def _placed(self, node: _Node) -> Iterator[tuple[float, _Node]]:
@@ -390,7 +390,7 @@ class _Search:
                 return
             config, bench = node.config, self._bench_of(node.config)
             plan = self._planner(config)(node.placement.num_stages)
-            known = ground(config, bench, plan, self.limit_bytes)
+            priced_plan = ground(config, bench, plan, self.limit_bytes)
         except JaxpipeError as error:
             self._refuse(node.settings, node.size, error)
             return
@@ -399,21 +399,21 @@ class _Search:
             by_placement.setdefault(order.placement, []).append(order)
         for placement, orders in by_placement.items():
             ahead = 0 if config.pipeline.vocabulary in ("ends", "joint") else barriers(config.pipeline.vocabulary)
-            least = _least_bytes(placement, known.costs, min(ahead + 1, config.pipeline.microbatches))
-            update_s = known.update_s(config, bench, placement)
-            made = replace(node, orders=tuple(orders), known=known, update_s=update_s)
+            least = _least_bytes(placement, priced_plan.costs, min(ahead + 1, config.pipeline.microbatches))
+            update_s = priced_plan.update_s(config, bench, placement)
+            placed_node = replace(node, orders=tuple(orders), priced_plan=priced_plan, update_s=update_s)
             if least > self.limit_bytes:
-                self._too_large(made, least)
+                self._too_large(placed_node, least)
                 continue
             bound = lower_bound if config.pipeline.passes.post_validation == "off" else span_lower_bound
-            yield bound(placement, config.pipeline.microbatches, known.costs) + update_s, made
+            yield bound(placement, config.pipeline.microbatches, priced_plan.costs) + update_s, placed_node
 
     def _refuse(self, settings: Settings, candidates: int, error: JaxpipeError) -> None:
         self._note(settings, "refused", candidates, reason=" ".join(str(error).split()))
 
     def _too_large(self, node: _Node, least: float) -> None:
-        said = f"parameters, optimizer state and one backward pass need at least {least / 1e9:.1f} GB"
-        self._note(node.settings, "too large", node.size, reason=said)
+        reason = f"parameters, optimizer state and one backward pass need at least {least / 1e9:.1f} GB"
+        self._note(node.settings, "too large", node.size, reason=reason)
 
     def _least_static(self, layout: Settings, plan: StagePlan, placement: Placement) -> float:
         """Bytes that the fullest rank holds for good at least, by its number of parameters."""
@@ -431,7 +431,7 @@ class _Search:
     def _try_all(self, node: _Node, bound: float) -> None:
         """Every order of the placement; then separated gradients for the leaders, and offload for the fastest too large one."""
         done: list[tuple[Tried, Order, Schedule]] = []
-        seen: dict[object, Tried] = {}
+        tried_by_rows: dict[object, Tried] = {}
         for k, order in enumerate(node.orders):
             settings = {**node.layout, **order.settings}
             try:
@@ -442,11 +442,11 @@ class _Search:
                 raise
             if schedule is None:
                 continue
-            if (twin := seen.get(schedule.rows)) is not None:
-                same = replace(twin, settings=settings, status="same", reason=f"as {_told(twin.settings)}")
+            if (twin := tried_by_rows.get(schedule.rows)) is not None:
+                same = replace(twin, settings=settings, status="same", reason=f"as {_settings_text(twin.settings)}")
                 self.tried.append(same)
                 continue
-            seen[schedule.rows] = tried = self._simulate(node, settings, schedule, bound)
+            tried_by_rows[schedule.rows] = tried = self._simulate(node, settings, schedule, bound)
             done.append((tried, order, schedule))
         done.sort(key=lambda x: nine_digits(x[0].step_s or 0.0))
         fused = [x for x in done if x[0].status == "fits" and not _splits(x[2])]
@@ -455,8 +455,8 @@ class _Search:
             settings = {**node.layout, **order.settings, "pipeline.separate_gradients": True}
             least = max(bound, self._separated_s(node, draft))
             if self._hopeless(least):
-                said = "wherever gradients of weights are computed, no step in this order takes less than bound_s"
-                self._note(settings, "slower", bound_s=least, reason=said)
+                reason = "wherever gradients of weights are computed, no step in this order takes less than bound_s"
+                self._note(settings, "slower", bound_s=least, reason=reason)
             elif (schedule := self._schedule(node, settings, order, least)) is not None:
                 self._simulate(node, settings, schedule, least)
         ends = node.layout["pipeline.vocabulary"] == "ends"  # else no file can hold the schedule
@@ -474,10 +474,13 @@ class _Search:
         passed = tuple(map(min, costs.b_s, costs.bw_s))
         none = (0.0,) * costs.num_stages
         timeline = simulate(schedule, replace(costs, b_s=passed, bw_s=passed, w_s=none))
-        whole = [f + min(bw, b + w) for f, b, w, bw in zip(costs.f_s, costs.b_s, costs.w_s, costs.bw_s, strict=True)]
+        microbatch_s = [
+            f + min(bw, b + w) for f, b, w, bw in zip(costs.f_s, costs.b_s, costs.w_s, costs.bw_s, strict=True)
+        ]
         p = node.placement
         ranks = (
-            min(e.start_s for e in timeline.of(r, "compute")) + sum(m / p.num_flows * whole[s] for s in p.stages_of(r))
+            min(e.start_s for e in timeline.of(r, "compute"))
+            + sum(m / p.num_flows * microbatch_s[s] for s in p.stages_of(r))
             for r in range(p.num_ranks)
         )
         return max(timeline.makespan, *ranks) + node.update_s
@@ -485,16 +488,16 @@ class _Search:
     def _offload(self, node: _Node, settings: Settings, schedule: Schedule, tried: Tried, bound: float) -> None:
         units = limit_in_activations(node.placement, node.costs, self.limit_bytes)
         if self._hopeless(tried.step_s or 0.0):
-            said = "offload makes no schedule faster, and as it is this is slower than the best"
-            self._note(settings, "slower", bound_s=tried.step_s, offloaded=True, reason=said)
+            reason = "offload makes no schedule faster, and as it is this is slower than the best"
+            self._note(settings, "slower", bound_s=tried.step_s, offloaded=True, reason=reason)
         elif units > 0:
             moved = offload(schedule, node.costs, memory_limit=units).schedule
             self._simulate(node, settings, moved, bound, offloaded=True)
 
     def _schedule(self, node: _Node, settings: Settings, order: Order, bound: float) -> Schedule | None:
         """The final order of a candidate; None, and a note why, where there is none."""
-        assert node.known is not None
-        plan = node.known.plan
+        assert node.priced_plan is not None
+        plan = node.priced_plan.plan
         costs = [s.cost for s in plan.stages]
         try:
             config = self.space.config(settings)
@@ -543,8 +546,10 @@ class _Search:
         self.tried.append(Tried(settings, status, candidates, **facts))
 
     def _hopeless(self, bound_s: float) -> bool:
-        own = math.inf if self.best is None else self.best.step_s or 0.0
-        return self.prune and bound_s >= (own if self.shared is None else min(own, self.shared.value)) * (1 - TIME)
+        best_s = math.inf if self.best is None else self.best.step_s or 0.0
+        return self.prune and bound_s >= (best_s if self.shared is None else min(best_s, self.shared.value)) * (
+            1 - TIME
+        )
 
     def _check_time(self) -> None:
         if self.interrupted:
@@ -552,11 +557,11 @@ class _Search:
         now = time.monotonic()
         if now - self._began > self.time_limit_s:
             raise _OutOfTimeError
-        if now - self._told >= self.progress_s:
-            self._told = now
+        if now - self._last_progress_s >= self.progress_s:
+            self._last_progress_s = now
             best = "nothing that fits yet"
             if self.best is not None:
-                best = f"best so far {self.best.tokens_per_s:,.0f} tokens/s ({_told(self.best.settings)})"
+                best = f"best so far {self.best.tokens_per_s:,.0f} tokens/s ({_settings_text(self.best.settings)})"
             self.progress(f"{now - self._began:7.1f} s  {self._simulated} schedules simulated; {best}")
 
     def _bench_of(self, config: TrainConfig) -> Workbench:
@@ -580,26 +585,26 @@ class _Search:
         """As training cuts the model, in microbatches of any size, as FLOPs are in proportion; each cut once."""
         model = self._bench_of(config).model
         if id(model) not in self._planners:
-            plan, made = planner(config, model, self._flops), dict[Any, StagePlan]()
+            plan, plans = planner(config, model, self._flops), dict[Any, StagePlan]()
 
             def once(num_stages: int, edges: Edges | None = None) -> StagePlan:
-                if (num_stages, edges) not in made:
-                    made[(num_stages, edges)] = plan(num_stages, edges)
-                return made[(num_stages, edges)]
+                if (num_stages, edges) not in plans:
+                    plans[(num_stages, edges)] = plan(num_stages, edges)
+                return plans[(num_stages, edges)]
 
             self._planners[id(model)] = once
         return self._planners[id(model)]
 
     def _prediction(self) -> tuple[Tried, Prediction] | tuple[None, None]:
         """The fastest candidate that fits as ``plan`` predicts it, too."""
-        self.misled = False
+        self.probe_was_wrong = False
         for tried in sorted((t for t in self.tried if t.status == "fits"), key=_key):
             config = self.space.config(tried.settings)
             bench, moved = replace(self._bench_of(config), sizes=None), self._moved.get(id(tried))
             transform = None if moved is None else lambda *_, schedule=moved: schedule
             prediction = predict(config, bench, self.limit_bytes, transform, planned=self._planner(config))
             known_s = tried.step_s or 0.0
-            self.misled |= abs(prediction.step_s - known_s) > MISLED * known_s
+            self.probe_was_wrong |= abs(prediction.step_s - known_s) > MISLED * known_s
             if prediction.fits:
                 return tried, prediction
         return None, None
@@ -639,6 +644,6 @@ def _least_bytes(placement: Placement, costs: CostProfile, forwards: int) -> flo
     return max(n + beside(placement.stages_of(r)) for r, n in enumerate(static))
 
 
-def _told(settings: Settings) -> str:
+def _settings_text(settings: Settings) -> str:
     """Settings in a line, without what is at its default."""
     return " ".join(f"{key.rpartition('.')[2]}={value}" for key, value in settings.items())

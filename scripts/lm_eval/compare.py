@@ -38,11 +38,11 @@ GREEDY = 8  # prompts
 MOST = 1e-6
 
 
-def window(ids: Sequence[int], given: int, seq_len: int) -> Batch:
+def window(ids: Sequence[int], prompt_length: int, seq_len: int) -> Batch:
     """The last ``seq_len + 1`` of ``ids`` as a batch of one sequence, whose targets from ``ids[given]`` on count."""
     first = max(0, len(ids) - seq_len - 1)
     inputs, targets = np.asarray(ids[first:-1], np.int32), np.asarray(ids[first + 1 :], np.int32)
-    counts = np.arange(first + 1, len(ids)) >= given
+    counts = np.arange(first + 1, len(ids)) >= prompt_length
     pad = (0, seq_len - len(inputs))
     weights = counts.astype(np.float32)
     return {n: np.pad(x, pad)[None] for n, x in (("tokens", inputs), ("targets", targets), ("weights", weights))}
@@ -80,19 +80,19 @@ def ours(trained: Trained, texts: Sequence[str], prefix: int) -> tuple[dict[str,
     choices = [[true[(k + n) % len(true)] for n in range(CHOICES)] for k in range(len(true))]
     right = 0
     for prompt, texts_of in zip(prompts, choices, strict=True):
-        given = encode(prompt).tolist()
-        rows = [window([*given, *encode(text).tolist()], len(given), seq_len) for text in texts_of]
+        prompt_ids = encode(prompt).tolist()
+        rows = [window([*prompt_ids, *encode(text).tolist()], len(prompt_ids), seq_len) for text in texts_of]
         losses = [held_out_score(trained, [row], None).loss * row["weights"].sum() for row in rows]
         right += int(np.argmin(losses)) == 0
     greedy = ["".join(generate(trained, prompt, CONTINUATION, temperature=0)) for prompt in prompts[:GREEDY]]
     assert bits is not None
-    said = {"jaxpipe_text": bits, "jaxpipe_choice": right / len(prompts), "jaxpipe_greedy": 1.0}
+    results = {"jaxpipe_text": bits, "jaxpipe_choice": right / len(prompts), "jaxpipe_greedy": 1.0}
     data: dict[str, list[Any]] = {
         "text": [{"text": text} for text in texts],
         "choice": [{"prompt": p, "choices": c, "answer": 0} for p, c in zip(prompts, choices, strict=True)],
         "greedy": [{"prompt": p, "continuation": c} for p, c in zip(prompts, greedy, strict=False)],
     }
-    return said, data
+    return results, data
 
 
 def theirs(python: str, folder: Path) -> dict[str, Any]:
@@ -104,32 +104,32 @@ def theirs(python: str, folder: Path) -> dict[str, Any]:
     subprocess.run(
         command, cwd=folder, env=os.environ | offline | {"HF_HOME": str(folder.resolve() / "cache")}, check=True
     )
-    (found,) = (folder / "results").rglob("results_*.json")
-    results: dict[str, Any] = json.loads(found.read_text(encoding="utf-8"))
+    (path,) = (folder / "results").rglob("results_*.json")
+    results: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return results
 
 
 def compare(run: Path, folder: Path, python: str, count: int = 32, windows: float = 8.5) -> dict[str, Any]:
     """Both sides of a run, its files in the new folder ``folder``."""
     folder.mkdir(parents=True)
-    made = export_hub(run, folder / "hf")
-    config = json.loads((made.path / "config.json").read_text(encoding="utf-8"))
-    trained = load_trained(run, step=made.step)
+    exported = export_hub(run, folder / "hf")
+    config = json.loads((exported.path / "config.json").read_text(encoding="utf-8"))
+    trained = load_trained(run, step=exported.step)
     texts = documents(trained, count, windows)
-    said, data = ours(trained, texts, config["bos_token_id"] or config["eos_token_id"] or 0)
+    our_results, data = ours(trained, texts, config["bos_token_id"] or config["eos_token_id"] or 0)
     for name, rows in data.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     report = theirs(python, folder)
     metrics = {"jaxpipe_text": "bits_per_byte", "jaxpipe_choice": "acc", "jaxpipe_greedy": "exact_match"}
-    found = {task: report["results"][task][f"{metric},none"] for task, metric in metrics.items()}
+    metrics_of = {task: report["results"][task][f"{metric},none"] for task, metric in metrics.items()}
     return {
-        "step": made.step,
+        "step": exported.step,
         "documents": len(texts),
         "bytes": sum(len(text.encode()) for text in texts),
         "greedy_texts": len(data["greedy"]),
-        "jaxpipe": said,
-        "lm_eval": found,
-        "bits_per_byte_differ": abs(found["jaxpipe_text"] - said["jaxpipe_text"]),
+        "jaxpipe": our_results,
+        "lm_eval": metrics_of,
+        "bits_per_byte_differ": abs(metrics_of["jaxpipe_text"] - our_results["jaxpipe_text"]),
         "versions": {name: report.get(f"{name}_version") for name in ("lm_eval", "transformers")},
         "commit": commit_id(),
         "date": time.strftime("%Y-%m-%d"),

@@ -98,8 +98,8 @@ def _answers(trial: Trial) -> None:
         raise FailedError(f"{len(spans)} spans: {where}")
     for (a, b), message in zip(spans, assistants, strict=True):
         span, content = text[a:b], message["content"].split("</think>")[-1]
-        found = (content, content.strip(), content.upper(), message["content"], message["content"].upper())
-        if not any(each in span for each in found):
+        spellings = (content, content.strip(), content.upper(), message["content"], message["content"].upper())
+        if not any(each in span for each in spellings):
             raise FailedError(f"an answer is not in its span: {where}")
         openings = [f"«{m['content'][1:4]}".casefold() for m in messages if m["content"][0] == "«" and m is not message]
         if any(opening in span.casefold() for opening in openings):
@@ -125,17 +125,17 @@ def _epochs(trial: Trial) -> None:
             corpus, IdTokenizer(1 << 16), rng.choice((0.0, 0.1, 0.4)), by=rng.choice(("blocks", "files")), mask=mask
         )
         state, step, at, rows = None, 0, 0, len(data.windows("train", seq_len))
-        seen: Counter[int] = Counter()
+        counts: Counter[int] = Counter()
         while at < rows:
             batch = rng.randint(1, rows)
             stream = data.batches(rng.randint(0, 3) if state is None else state.seed, batch, seq_len, state)
             for _ in range(rng.randint(1, 3)):
-                made = stream.batch_at(step)
+                arrays = stream.batch_at(step)
                 step += 1
-                here = made["weights"][: max(0, rows - at)] > 0
-                if not here.any(1).all():
+                is_learnt = arrays["weights"][: max(0, rows - at)] > 0
+                if not is_learnt.any(1).all():
                     raise FailedError("a row without a target")
-                seen.update(made["targets"][: len(here)][here].tolist())
+                counts.update(arrays["targets"][: len(is_learnt)][is_learnt].tolist())
                 at += batch
             state = stream.state_at(step)
         trial.tried["epochs"] += 1
@@ -150,7 +150,7 @@ def _epochs(trial: Trial) -> None:
             learnt |= {k for k in range(start + 1, min(stop, start + seq_len + 1)) if answers[k]}
         elif not any(a <= start and stop <= b for a, b in data.held_out):
             raise FailedError(f"a chat is cut in two by the holdout: {start}, {stop}, {data.train}, {data.held_out}")
-    if seen != Counter(dict.fromkeys(learnt, 1)):
+    if counts != Counter(dict.fromkeys(learnt, 1)):
         raise FailedError(f"other targets than {len(learnt)} once: seq_len {seq_len}, lengths {lengths}")
 
 

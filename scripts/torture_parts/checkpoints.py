@@ -121,15 +121,15 @@ def _check_seen(copy: Path, what: str) -> None:
     if refusal is None:
         raise FailedError(f"{what}: loaded without a word")
     try:
-        found = CheckpointStore(copy).latest_intact()
+        intact = CheckpointStore(copy).latest_intact()
     except CheckpointError as error:
-        told = [refusal, str(error)]
+        messages = [refusal, str(error)]
     else:
-        told = [refusal, *found.warnings]
-        if found.step != 10 or len(told) != 2:
-            raise FailedError(f"{what}: to go on from there is {found}")
-    if any("\n" in line or not line.strip() for line in told):
-        raise FailedError(f"{what}: not one line: {told}")
+        messages = [refusal, *intact.warnings]
+        if intact.step != 10 or len(messages) != 2:
+            raise FailedError(f"{what}: to go on from there is {intact}")
+    if any("\n" in line or not line.strip() for line in messages):
+        raise FailedError(f"{what}: not one line: {messages}")
 
 
 def _loaded(copy: Path) -> str | None:
@@ -147,9 +147,11 @@ def _loaded(copy: Path) -> str | None:
         got = CheckpointStore(copy).load(20)
     except CheckpointError as error:
         return str(error)
-    want = (*_trees(20), {"data": {"position": 20}}, 1 / 20)
-    have = (got.params, got.optimizer, got.meta, got.eval_loss)
-    alike = jax.tree.map(lambda a, b: np.array_equal(a, b) and np.asarray(a).dtype == np.asarray(b).dtype, want, have)
+    expected = (*_trees(20), {"data": {"position": 20}}, 1 / 20)
+    actual = (got.params, got.optimizer, got.meta, got.eval_loss)
+    alike = jax.tree.map(
+        lambda a, b: np.array_equal(a, b) and np.asarray(a).dtype == np.asarray(b).dtype, expected, actual
+    )
     if not all(jax.tree.leaves(alike)):
         raise FailedError("another checkpoint is loaded than was saved")
     return None

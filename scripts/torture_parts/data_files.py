@@ -86,11 +86,11 @@ def _documents(path: Path, **reading: str) -> list[bytes] | str:
     return answers[0]
 
 
-def _expect(path: Path, want: list[bytes] | None, **reading: str) -> None:
-    """``want``: the documents; None: a refusal."""
+def _expect(path: Path, expected: list[bytes] | None, **reading: str) -> None:
+    """Raise unless the file is read as the documents ``expected``, or refused if that is None."""
     got = _documents(path, **reading)
-    if not isinstance(got, str) if want is None else got != want:
-        raise FailedError(f"{path.name} of {path.read_bytes()[:300]!r} is {got!r}, not {want!r}")
+    if not isinstance(got, str) if expected is None else got != expected:
+        raise FailedError(f"{path.name} of {path.read_bytes()[:300]!r} is {got!r}, not {expected!r}")
 
 
 def _records(trial: Trial) -> None:
@@ -106,11 +106,11 @@ def _records(trial: Trial) -> None:
     path = trial.folder / rng.choice(_RECORD_NAMES)
     damage = rng.random() < 0.3
     data = content.encode()
-    want: list[bytes] | None = [text.encode() for text in texts]
+    expected: list[bytes] | None = [text.encode() for text in texts]
     if damage:  # something that is no record, which no line of the answer may hide
-        data, want = data.rstrip() + rng.choice((b"x", b'{"text": ', b"\n7", b'\n{"txt": "a"}', b"\n\xff")), None
+        data, expected = data.rstrip() + rng.choice((b"x", b'{"text": ', b"\n7", b'\n{"txt": "a"}', b"\n\xff")), None
     path.write_bytes(_packed(rng, data))
-    _expect(path, want)
+    _expect(path, expected)
 
 
 def _texts(trial: Trial) -> None:
@@ -160,30 +160,30 @@ def _folder(trial: Trial) -> None:
         place.symlink_to(rng.choice((rng.choice(things), os.path.relpath(rng.choice(things), place.parent))))
     notes: list[str] = []
     try:
-        found = files_at(root, _SUFFIXES, notes.append)
+        paths = files_at(root, _SUFFIXES, notes.append)
     except DataError as error:
-        found, notes = (), [str(error)]
+        paths, notes = (), [str(error)]
     reached = _reached(root)
     data = {real for real, names in reached.items() if any(name.lower().endswith(_SUFFIXES) for name in names)}
-    reals = [os.path.realpath(path) for path in found]
+    reals = [os.path.realpath(path) for path in paths]
     if set(reals) != data or len(reals) != len(data):
         raise FailedError(f"{sorted(reals)} are read, and there are {sorted(data)}")
-    if list(found) != sorted(found, key=lambda path: path.relative_to(root).parts):
-        raise FailedError(f"not in order: {found}")
-    if (others := len(reached) - len(data)) and not any("left out: " in note for note in notes):
-        raise FailedError(f"{others} files are left out without a word")
+    if list(paths) != sorted(paths, key=lambda path: path.relative_to(root).parts):
+        raise FailedError(f"not in order: {paths}")
+    if (num_missing := len(reached) - len(data)) and not any("left out: " in note for note in notes):
+        raise FailedError(f"{num_missing} files are left out without a word")
 
 
 def _reached(root: Path) -> dict[str, set[str]]:
     """Names of every file below ``root`` that is not hidden, by real path; links to folders above lead nowhere."""
     reached: dict[str, set[str]] = {}
-    seen: set[str] = set()
+    visited: set[str] = set()
     top = Path(os.path.realpath(root))
 
     def visit(folder: str) -> None:
-        if folder in seen or Path(folder) in top.parents:
+        if folder in visited or Path(folder) in top.parents:
             return
-        seen.add(folder)
+        visited.add(folder)
         for name in os.listdir(folder):  # noqa: PTH208
             path = os.path.realpath(os.path.join(folder, name))  # noqa: PTH118
             if name.startswith("."):

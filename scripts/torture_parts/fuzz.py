@@ -190,11 +190,11 @@ def _settings(trial: Trial, settings: list[str] | None = None) -> None:
 def _config_file(trial: Trial) -> None:
     from jaxpipe.train.config import TrainConfig
 
-    whole = TrainConfig()
+    config = TrainConfig()
     if trial.rng.random() < 0.5:
-        path, content = trial.folder / "c.json", mutate.as_json(mutate.value(whole.to_dict(), trial.rng))
+        path, content = trial.folder / "c.json", mutate.as_json(mutate.value(config.to_dict(), trial.rng))
     else:
-        path, content = trial.folder / "c.toml", mutate.as_bytes(mutate.text(whole.to_toml(), trial.rng))
+        path, content = trial.folder / "c.toml", mutate.as_bytes(mutate.text(config.to_toml(), trial.rng))
     path.write_bytes(content)
     ask(["train", "--config", str(path), "--print-config"])
 
@@ -256,10 +256,10 @@ def _target(trial: Trial) -> None:
 def _tokenizer(trial: Trial) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    made = Tokenizer(models.WordLevel({"the": 0, "cat": 1, "[UNK]": 2}, unk_token="[UNK]"))
-    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = Tokenizer(models.WordLevel({"the": 0, "cat": 1, "[UNK]": 2}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     path = trial.folder / "tokenizer.json"
-    path.write_bytes(mutate.as_json(mutate.value(json.loads(made.to_str()), trial.rng)))
+    path.write_bytes(mutate.as_json(mutate.value(json.loads(tokenizer.to_str()), trial.rng)))
     ask(["train", f"data.tokenizer={path}", "data.path=missing.txt", "run.platform=cpu"])
 
 
@@ -267,10 +267,10 @@ def _special(trial: Trial, verb: str) -> None:
     """Files that are no files, or hold next to nothing, or far too much of one thing."""
     contents = [b"", b"\0" * 100, trial.rng.randbytes(4096), b"\xff\xfe\xfa", b"x" * 10**6]
     contents += [b"[" * 10**5, b'{"a":' * 10**5, b"9" * 10**5, b"," * 10**6]
-    made = trial.folder / "made"
+    stem = trial.folder / "made"
     for suffix in (".sched", ".json", ".csv", ".toml", ".txt", ".npy", ".npz"):
         for content in contents:
-            _named(trial, verb, made.with_suffix(suffix), lambda path, content=content: path.write_bytes(content))
+            _named(trial, verb, stem.with_suffix(suffix), lambda path, content=content: path.write_bytes(content))
         for make in (
             Path.mkdir,
             os.mkfifo,
@@ -279,7 +279,7 @@ def _special(trial: Trial, verb: str) -> None:
             lambda path: path.symlink_to("/dev/null"),
             lambda path: path.symlink_to("/dev/zero"),
         ):
-            _named(trial, verb, made.with_suffix(suffix), make)
+            _named(trial, verb, stem.with_suffix(suffix), make)
 
 
 def _named(trial: Trial, verb: str, path: Path, make: Any) -> None:

@@ -44,8 +44,8 @@ def variants(bench: Bench) -> Iterator[Case]:
 def _compare(trial: Trial, record: dict[str, Any]) -> None:
     from tests.support.hub_meanings import problem
 
-    if said := problem(record, trial.folder):
-        raise FailedError(f"{said}: {json.dumps(record['config'])}")
+    if difference := problem(record, trial.folder):
+        raise FailedError(f"{difference}: {json.dumps(record['config'])}")
 
 
 def _spoil(trial: Trial, record: dict[str, Any]) -> None:

@@ -50,10 +50,10 @@ def _model(trial: Trial) -> None:
     description = tuple((rng.choice(_OPS), _number(rng)) for _ in range(rng.randint(1, 4)))
     changed, expected = _changed(rng, description)
     before, after = model_digest(_made(description)), model_digest(_made(changed))
-    found = likeness({"program": before}, after).name
+    verdict = likeness({"program": before}, after).name
     trial.tried[f"model: {expected}"] += 1
-    if found != expected:
-        raise FailedError(f"{found}, not {expected}: {description} → {changed}")
+    if verdict != expected:
+        raise FailedError(f"{verdict}, not {expected}: {description} → {changed}")
     if likeness({"program": before}, model_digest(_made(description))).name != _SAME:
         raise FailedError(f"not the same when made again: {description}")
     of_before = {name: before[name] for name in ("jax", "sha256")}
@@ -262,7 +262,7 @@ def _poisoned(trial: Trial) -> None:
             raise FailedError(f"{door} takes {target}")
     finally:
         sys.path.remove(str(trial.folder))
-    if ran.exists() or any(found.startswith(name) for found in sys.modules):
+    if ran.exists() or any(imported.startswith(name) for imported in sys.modules):
         raise FailedError(f"{target} was imported")
 
 
@@ -282,17 +282,17 @@ def _sizes(trial: Trial) -> None:
     schedule = generate(family, ranks, rng.randint(ranks, 12))
     path = trial.folder / f"mine.{rng.choice(['sched', 'json', 'csv'])}"
     write_schedule(schedule, path)
-    have = {"ranks": ranks, "microbatches": schedule.num_microbatches, "chunks": chunks}
-    said = {
+    sizes = {"ranks": ranks, "microbatches": schedule.num_microbatches, "chunks": chunks}
+    overrides = {
         name: rng.choice([n, default])
-        for (name, n), default in zip(have.items(), (4, 8, 1), strict=True)
+        for (name, n), default in zip(sizes.items(), (4, 8, 1), strict=True)
         if rng.random() < 0.4
     }
-    microbatches = said.get("microbatches", have["microbatches"])
-    lines = [f"pipeline.{name}={n}" for name, n in said.items()]
+    microbatches = overrides.get("microbatches", sizes["microbatches"])
+    lines = [f"pipeline.{name}={n}" for name, n in overrides.items()]
     config = load_config(None, [f"pipeline.schedule={path}", f"run.batch={2 * microbatches}", *lines])
-    found = {name: getattr(config.pipeline, name) for name in have}
-    if found != have | said:
-        raise FailedError(f"{found} of a file with {have}, said {said}")
-    if {name for name in have if config.says(f"pipeline.{name}")} != said.keys():
-        raise FailedError(f"says {config.given_keys}, and {said} were said")
+    actual = {name: getattr(config.pipeline, name) for name in sizes}
+    if actual != sizes | overrides:
+        raise FailedError(f"{actual} of a file with {sizes}, said {overrides}")
+    if {name for name in sizes if config.says(f"pipeline.{name}")} != overrides.keys():
+        raise FailedError(f"says {config.given_keys}, and {overrides} were said")

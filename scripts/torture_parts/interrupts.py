@@ -145,13 +145,13 @@ def _cpu_s(pid: int) -> float:
 
 def _marked(mark: str) -> list[int]:
     """Living processes that have inherited the mark."""
-    found = []
+    pids = []
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             is_ours = f"{_MARK}={mark}\0".encode() in (folder / "environ").read_bytes()
             if is_ours and (folder / "stat").read_text().rpartition(")")[2].split()[0] != "Z":
-                found.append(int(folder.name))
-    return found
+                pids.append(int(folder.name))
+    return pids
 
 
 def cases(bench: Bench) -> Iterator[Case]:

@@ -37,15 +37,15 @@ def _written(trial: Trial, where: list[str], words: list[str], values: list[str]
     config = trial.folder / "run.toml"
     config.write_text(f"[run]\nout_dir = {json.dumps('/runs/' + _value(trial.rng).encode('ascii', 'ignore').decode())}")
     answer = ask(["launch", *where, "-o", str(file), *_FLAGS, "--", "train", "--config", str(config), *words])
-    told = f"{where} {words}: {answer.err}"
+    case = f"{where} {words}: {answer.err}"
     if any(map(is_stray, [*words, *values])):
         if answer.code != 2 or file.exists():
-            raise FailedError(f"not refused: {told!a}")
+            raise FailedError(f"not refused: {case!a}")
         return None
     if "null" in answer.err:  # a character that no setting may hold
         return None
     if answer.code:
-        raise FailedError(f"refused: {told!a}")
+        raise FailedError(f"refused: {case!a}")
     return file.read_text(encoding="utf-8")
 
 
@@ -76,12 +76,12 @@ def _script(trial: Trial) -> None:
         return
     script = trial.folder / "job"
     got = srun_arguments(script, trial.folder)
-    want = [sys.executable, "-m", "jaxpipe", "train", "--config", str(trial.folder / "run.toml"), *words]
-    if got != want:
-        raise FailedError(f"srun got {got}, not {want}")
+    expected = [sys.executable, "-m", "jaxpipe", "train", "--config", str(trial.folder / "run.toml"), *words]
+    if got != expected:
+        raise FailedError(f"srun got {got}, not {expected}")
     left = {"job", "run.toml", "tools", "argv"}
-    if others := {path.name for path in trial.folder.iterdir()} - left:
-        raise FailedError(f"the script made {others}")
+    if extra := {path.name for path in trial.folder.iterdir()} - left:
+        raise FailedError(f"the script made {extra}")
 
 
 def _jobset(trial: Trial) -> None:
@@ -91,11 +91,11 @@ def _jobset(trial: Trial) -> None:
         return
     document, pod = pod_of(text)
     (container,) = pod["containers"]
-    want = ["jaxpipe", "train", "--config", str(Path(trial.folder / "run.toml")), *words]
-    if (container["command"], container["image"]) != (want, image) or set(document) != {
+    expected = ["jaxpipe", "train", "--config", str(Path(trial.folder / "run.toml")), *words]
+    if (container["command"], container["image"]) != (expected, image) or set(document) != {
         "apiVersion",
         "kind",
         "metadata",
         "spec",
     }:
-        raise FailedError(f"the container gets {container}, not {want}")
+        raise FailedError(f"the container gets {container}, not {expected}")

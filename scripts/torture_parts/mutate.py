@@ -60,10 +60,10 @@ def _word(source: str, rng: random.Random) -> str:
 
 def _action(source: str, rng: random.Random) -> str:
     """An action of a schedule is left out, doubled, moved behind another, swapped with it, or becomes another op."""
-    found = list(re.finditer(r"\b[A-Z]+\d+\.\d+|\b\d+[FIWB]\d+", source))
-    if not found:
+    matches = list(re.finditer(r"\b[A-Z]+\d+\.\d+|\b\d+[FIWB]\d+", source))
+    if not matches:
         return source
-    a, b = sorted(rng.choices(found, k=2), key=lambda m: m.start())
+    a, b = sorted(rng.choices(matches, k=2), key=lambda m: m.start())
     before, between, after = source[: a.start()], source[a.end() : b.start()], source[b.end() :]
     kind = rng.randrange(4)
     if kind == 0:
@@ -76,10 +76,10 @@ def _action(source: str, rng: random.Random) -> str:
 
 
 def _number(source: str, rng: random.Random) -> str:
-    found = list(re.finditer(r"\d+", source))
-    if not found:
+    matches = list(re.finditer(r"\d+", source))
+    if not matches:
         return source
-    number = rng.choice(found)
+    number = rng.choice(matches)
     new = rng.choice(
         (int(number[0][:18]) + 1, max(0, int(number[0][:18]) - 1), rng.randrange(8), 10**6, 10**19, -1, "007")
     )

@@ -58,7 +58,7 @@ def _roles(trial: Trial) -> None:
     from jaxpipe.stage.model.params import nested
     from jaxpipe.train.update.decay import decay_mask
 
-    rng, leaves, wanted = trial.rng, dict[Any, Any](), dict[Any, bool]()
+    rng, leaves, expected = trial.rng, dict[Any, Any](), dict[Any, bool]()
     stacked = (2,) * rng.choice((0, 0, 1, 2))
     for k in range(rng.randint(1, 8)):
         matrix = rng.random() < 0.5
@@ -71,26 +71,26 @@ def _roles(trial: Trial) -> None:
             path = (*path[:-1], rng.choice(("norm", "RMSNorm_0", "ln_1", "LayerNorm_2", "input_layernorm")), "weight")
         axes = rng.randint(1, 3)
         leaves[path] = jax.ShapeDtypeStruct((*stacked, *(1 for _ in range(axes))), jnp.float32)
-        wanted[path] = matrix and axes + len(stacked) >= 2
-    said = {path: Matrix() for path in leaves if rng.random() < 0.1} if rng.random() < 0.3 else None
-    wanted |= dict.fromkeys(said or {}, True)
+        expected[path] = matrix and axes + len(stacked) >= 2
+    roles = {path: Matrix() for path in leaves if rng.random() < 0.1} if rng.random() < 0.3 else None
+    expected |= dict.fromkeys(roles or {}, True)
     tree = nested(leaves)
     inner = Layer(
         "inner",
         lambda key: jax.tree.map(lambda a: jnp.zeros(a.shape), tree),
         lambda p, x, c: x,
-        matrices=said,
+        matrices=roles,
         takes=(),
     )
     loss = Layer("loss", lambda key: {}, lambda p, x, c: (0.0, 1.0))
     model = Model("own", (inner, loss), lambda size: {}, 0, 0)
-    found = decay_mask(model)({"inner": tree})["inner"]
-    for path, flag in wanted.items():
-        at: Any = found
+    decays = decay_mask(model)({"inner": tree})["inner"]
+    for path, flag in expected.items():
+        at: Any = decays
         for key in path:
             at = at[key]
         if at is not flag:
-            raise FailedError(f"{'/'.join(path)} {leaves[path].shape}, said {said}: decays {at}, should {flag}")
+            raise FailedError(f"{'/'.join(path)} {leaves[path].shape}, said {roles}: decays {at}, should {flag}")
 
 
 _DTYPES = (
@@ -188,26 +188,28 @@ def _data(trial: Trial, text: Path) -> None:
             raise ConfigError("batch")
         return load_dataset(config).batches(config.data.reading.seed, batch, config.data.seq_len).batch_at(step)
 
-    made: list[Any] = []
+    results: list[Any] = []
     for call in (by_function, by_config):
         try:
-            made.append(call())
+            results.append(call())
         except (ConfigError, DataError) as error:
             if "\n" in str(error):
                 raise FailedError(f"{settings}: more than one line: {error}") from None
-            made.append(type(error))
-    if isinstance(made[0], dict) and isinstance(made[1], dict):
-        same = made[0].keys() == made[1].keys() and all(np.array_equal(a, made[1][k]) for k, a in made[0].items())
+            results.append(type(error))
+    if isinstance(results[0], dict) and isinstance(results[1], dict):
+        same = results[0].keys() == results[1].keys() and all(
+            np.array_equal(a, results[1][k]) for k, a in results[0].items()
+        )
     else:
-        same = made[0] is made[1]
+        same = results[0] is results[1]
     if not same:
-        raise FailedError(f"{settings}, batch {batch}: {made}")
+        raise FailedError(f"{settings}, batch {batch}: {results}")
 
 
 def _options(rng: random.Random, kind: str) -> dict[str, Any]:
     """Of a small model that there can be."""
     heads = rng.choice((1, 2, 4))
-    made: dict[str, Any] = {
+    options: dict[str, Any] = {
         "vocab_size": rng.choice((256, 257, 300)),
         "d_model": 8 * heads,
         "num_layers": rng.randint(1, 3),
@@ -230,7 +232,7 @@ def _options(rng: random.Random, kind: str) -> dict[str, Any]:
             "rope_theta": (10.0, 1e4),
         }
         choices |= {"num_kv_heads": (1, None), "window": (None, 3)}
-    return made | {name: rng.choice(values) for name, values in choices.items() if rng.random() < 0.5}
+    return options | {name: rng.choice(values) for name, values in choices.items() if rng.random() < 0.5}
 
 
 def _target(trial: Trial) -> None:
@@ -284,13 +286,13 @@ def _way_out(trial: Trial, text: Path) -> None:
     state, _ = trainer.step(trainer.init(), data.batch_at(0))
     run = trial.folder / "run"
     trainer.save(state, run, data=data)
-    wanted = trainer.evaluate(state, data.held_out(4, 1)[0])["loss"]
-    told = ask(["eval", str(run), "--batch", "4", "--batches", "1", "--json"])
-    if told.code:
-        raise FailedError(f"eval of {kind} {model.options}: {told.err}")
-    found = json.loads(told.out)["model"]["loss"]
-    if abs(found - wanted) > (1e-4 if dtype == "float32" else 5e-2) * wanted:
-        raise FailedError(f"{kind} {model.options} {dtype}: eval {found}, Trainer.evaluate {wanted}")
+    expected_loss = trainer.evaluate(state, data.held_out(4, 1)[0])["loss"]
+    answer = ask(["eval", str(run), "--batch", "4", "--batches", "1", "--json"])
+    if answer.code:
+        raise FailedError(f"eval of {kind} {model.options}: {answer.err}")
+    loss = json.loads(answer.out)["model"]["loss"]
+    if abs(loss - expected_loss) > (1e-4 if dtype == "float32" else 5e-2) * expected_loss:
+        raise FailedError(f"{kind} {model.options} {dtype}: eval {loss}, Trainer.evaluate {expected_loss}")
     for verb in (["generate", str(run), "--tokens", "2"], ["export", str(run), "-o", str(trial.folder / "hf")]):
-        if (told := ask(verb)).code and "transformers has no" not in told.err:
-            raise FailedError(f"{verb[0]} of {kind} {model.options}: {told.err}")
+        if (answer := ask(verb)).code and "transformers has no" not in answer.err:
+            raise FailedError(f"{verb[0]} of {kind} {model.options}: {answer.err}")

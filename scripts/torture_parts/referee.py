@@ -82,21 +82,21 @@ def _text_flows(text: str, num_rows: int) -> list[Flow]:
         words = text[at:].split()
     else:
         kind, *words = text.split()
-    given = [word.partition("=")[::2] for word in words]
-    sizes = {key: _whole(value) for key, value in given if key != "flow"}
-    flows = [[tuple(map(_whole, g.split("+"))) for g in value.split(",")] for key, value in given if key == "flow"]
+    pairs = [word.partition("=")[::2] for word in words]
+    sizes = {key: _whole(value) for key, value in pairs if key != "flow"}
+    flows = [[tuple(map(_whole, g.split("+"))) for g in value.split(",")] for key, value in pairs if key == "flow"]
     p, v = sizes.get("ranks", 0), sizes.get("chunks", 1)
     _want(p == num_rows, "the placement has other ranks")
     _want(p * v <= 1_000_000, "too many stages")
     down = list(range(p))
-    known = {
+    flows_by_kind = {
         "one-to-one": [down],
         "circular": [down * v],
         "v": [down + down[::-1]],
         "wave": [[r for k in range(v) for r in (down if k % 2 == 0 else down[::-1])]],
         "bidirectional": [down, down[::-1]],
     }
-    return flows or [[(r,) for r in flow] for flow in known[str(kind)]]
+    return flows or [[(r,) for r in flow] for flow in flows_by_kind[str(kind)]]
 
 
 def read_json(text: str) -> Read:
@@ -144,7 +144,7 @@ def _inferred(rows: list[list[Slot]]) -> Read:
         groups: dict[tuple[int, int], set[tuple[int, ...]]] = {}
         for (stage, i), ranks in homes.items():
             groups.setdefault((i % k, stage), set()).add(tuple(sorted(ranks)))
-        if len(groups) == k * len(stages) and all(len(found) == 1 for found in groups.values()):
+        if len(groups) == k * len(stages) and all(len(stage_groups) == 1 for stage_groups in groups.values()):
             flows = [[next(iter(groups[f, s])) for s in range(len(stages))] for f in range(k)]
             return Read(rows, flows, _inferred_microbatches(rows), _chain(len(stages)))
     raise RefusedError("a stage moves between ranks")
@@ -236,22 +236,22 @@ def _needs(s: Read, action: Action, rank: int, on: dict[Action, set[int]]) -> It
     op, stage, i = action
     before = [a for a, b in s.edges if b == stage]
     after = [b for a, b in s.edges if a == stage]
-    wanted: list[tuple[tuple[str, ...], int]] = []
+    sources: list[tuple[tuple[str, ...], int]] = []
     if op == "F":
-        wanted = [(("F",), t) for t in before]
+        sources = [(("F",), t) for t in before]
     elif op in ("B", "BW"):
-        wanted = [(("F",), stage), *((("B", "BW"), t) for t in after)]
-        wanted += [(("L",), stage)] if rank in on.get(("L", stage, i), ()) else []
+        sources = [(("F",), stage), *((("B", "BW"), t) for t in after)]
+        sources += [(("L",), stage)] if rank in on.get(("L", stage, i), ()) else []
     elif op == "W":
-        wanted = [(("B",), stage)]
+        sources = [(("B",), stage)]
     elif op == "L":
-        wanted = [(("O",), stage)] + ([(("S",), stage)] if rank in on.get(("S", stage, i), ()) else [])
+        sources = [(("O",), stage)] + ([(("S",), stage)] if rank in on.get(("S", stage, i), ()) else [])
     else:
-        wanted = [(("F",) if op == "O" else ("O",), stage)]
-    for ops, t in wanted:
-        found = next(((o, t, i) for o in ops if on.get((o, t, i))), (ops[0], t, i))
+        sources = [(("F",) if op == "O" else ("O",), stage)]
+    for ops, t in sources:
+        source = next(((o, t, i) for o in ops if on.get((o, t, i))), (ops[0], t, i))
         group = s.flows[i % len(s.flows)][t]
-        yield found, rank if rank in group else group[0]
+        yield source, rank if rank in group else group[0]
 
 
 def _order(s: Read) -> Iterator[str]:
@@ -267,11 +267,11 @@ def _order(s: Read) -> Iterator[str]:
         op, stage, i = action
         if op in SENDS and on[action] != set(s.flows[i % len(s.flows)][stage]):
             yield f"{action} is not on its whole group"
-        for needed, where in _needs(s, action, rank, on):
-            if (needed, where) not in place:
-                yield f"{action} waits for {needed}, which is not there"
-            elif where == rank and place[needed, rank] >= k:
-                yield f"{action} stands before {needed}"
+        for source, where in _needs(s, action, rank, on):
+            if (source, where) not in place:
+                yield f"{action} waits for {source}, which is not there"
+            elif where == rank and place[source, rank] >= k:
+                yield f"{action} stands before {source}"
 
 
 def _play(s: Read) -> Iterator[str]:
@@ -336,13 +336,13 @@ def timeline_problems(text: str) -> list[str]:
     data = json.loads(text)
     p = _exact(data["ranks"])
     lanes = {"compute", "tp", "d2h", "h2d", "send"}
-    found = [f"{key} is not of {p} ranks" for key in ("memory", "peak_activations") if len(data[key]) != p]
+    problems = [f"{key} is not of {p} ranks" for key in ("memory", "peak_activations") if len(data[key]) != p]
     for rank, lane, action, start, end in data["events"]:
         _slot(action)
         if not (0 <= _exact(rank) < p and lane in lanes and float(start) <= float(end)):
-            found.append(f"event {action}")
-    found += ["a curve" for m in data["memory"] if len(m["times_s"]) != len(m["bytes"])]
-    return found
+            problems.append(f"event {action}")
+    problems += ["a curve" for m in data["memory"] if len(m["times_s"]) != len(m["bytes"])]
+    return problems
 
 
 # Making
@@ -377,8 +377,8 @@ def random_text(rng: random.Random) -> str:
         action, ranks = free[rng.randrange(len(free))]
         items.remove((action, ranks))
         done.update((action, r) for r in ranks)
-        alone = ranks == last[1] and len(ranks) == 1 and {action[0], last[0][0]} <= {*COMPUTE}
-        if alone and rng.random() < 0.2 and (last[0], ranks[0]) not in _needs(s, action, ranks[0], on):
+        is_single = ranks == last[1] and len(ranks) == 1 and {action[0], last[0][0]} <= {*COMPUTE}
+        if is_single and rng.random() < 0.2 and (last[0], ranks[0]) not in _needs(s, action, ranks[0], on):
             rows[ranks[0]].append(
                 (*rows[ranks[0]].pop(), action)
             )  # dealt one after the other: neither waits for the other

@@ -70,11 +70,18 @@ class Yard:
         os.environ |= {names[key]: value for key, value in cache.items()}
         os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0"  # compiles faster
 
-    def settings(self, out_dir: Path, recipe: str, *more: str) -> list[str]:
-        return ["train", *_TINY, f"data.path={self.bench.text}", f"run.out_dir={out_dir}", *_RECIPES[recipe], *more]
+    def settings(self, out_dir: Path, recipe: str, *overrides: str) -> list[str]:
+        return [
+            "train",
+            *_TINY,
+            f"data.path={self.bench.text}",
+            f"run.out_dir={out_dir}",
+            *_RECIPES[recipe],
+            *overrides,
+        ]
 
-    def start(self, trial_folder: Path, out_dir: Path, recipe: str, *more: str, **limits: int | None) -> Child:
-        arguments = self.settings(out_dir, recipe, *more)
+    def start(self, trial_folder: Path, out_dir: Path, recipe: str, *overrides: str, **limits: int | None) -> Child:
+        arguments = self.settings(out_dir, recipe, *overrides)
         return Child(self.bench, arguments, trial_folder / "output.txt", **limits)  # type: ignore[arg-type]
 
     def straight(self, recipe: str) -> Path:
@@ -146,8 +153,8 @@ def files_of(folder: Path) -> list[Path]:
 def measured_apart(out_dir: Path) -> dict[tuple[int, str], Any]:
     """The metrics by step and name, without what is measured. Left out is the evaluation of step 0 that a run makes when it was
     stopped there and goes on."""
-    found = ((r["step"], name, r[name]) for r in records(out_dir) for name in _SAME if name in r)
-    return {(step, name): value for step, name, value in found if (step, name) != (0, "eval_loss")}
+    values = ((r["step"], name, r[name]) for r in records(out_dir) for name in _SAME if name in r)
+    return {(step, name): value for step, name, value in values if (step, name) != (0, "eval_loss")}
 
 
 def check_same_end(straight: Path, out_dir: Path) -> None:
@@ -231,10 +238,10 @@ def await_moment(child: Waiting, out_dir: Path, phase: str, rng: random.Random) 
         child.until(partial(_is_past, time.monotonic() + rng.uniform(0, 0.5)))
         return
     start = int(checkpoints(out_dir)[-1].name) if checkpoints(out_dir) else 0
-    wanted = start + rng.randint(1, 3)
+    target_step = start + rng.randint(1, 3)
     if phase == "evaluation":
-        wanted = min(STEPS, (start // _EVERY + 1) * _EVERY)
-    child.until(lambda: wanted <= last_step(out_dir))
+        target_step = min(STEPS, (start // _EVERY + 1) * _EVERY)
+    child.until(lambda: target_step <= last_step(out_dir))
     if phase == "save":
         child.until(lambda: is_saving(out_dir))
     child.until(partial(_is_past, time.monotonic() + rng.uniform(0, 0.02)))
@@ -270,19 +277,21 @@ def _stopped(yard: Yard, trial: Trial, recipe: str) -> None:
         await_moment(child, out_dir, phase, rng)
         built = "built in" in child.output
         child.send(number)
-        code, said = child.end(), child.output
+        code, output = child.end(), child.output
         if code == 0:
             break
         trial.tried[f"{number.name}, exit code {code}"] += 1
         history.append(f"{number.name} in {phase} (exit code {code})")
-        before_steps = not built or "ended before the first step" in said  # nothing is to be saved then
-        early = (130, -number) if number is signal.SIGINT or not said else (75,)  # -number: Python itself was starting
+        before_steps = not built or "ended before the first step" in output  # nothing is to be saved then
+        early = (
+            (130, -number) if number is signal.SIGINT or not output else (75,)
+        )  # -number: Python itself was starting
         if code != 75 and not (before_steps and code in early):
-            raise FailedError(f"{'; '.join(history)}: want exit code 75: {said[-400:]}")
+            raise FailedError(f"{'; '.join(history)}: want exit code 75: {output[-400:]}")
         if code == 75 and not before_steps:
             step = int(checkpoints(out_dir)[-1].name)
-            if f"after step {step} of {STEPS}" not in said or (step and last_step(out_dir) != step):
-                raise FailedError(f"{'; '.join(history)}: the newest checkpoint is of step {step}: {said[-400:]}")
+            if f"after step {step} of {STEPS}" not in output or (step and last_step(out_dir) != step):
+                raise FailedError(f"{'; '.join(history)}: the newest checkpoint is of step {step}: {output[-400:]}")
     _finish(yard, trial, out_dir, recipe, "; ".join(history))
 
 
@@ -347,9 +356,9 @@ def _recovers(
         raise FailedError(f"{what}: exit code {answer.code}: {answer.err[-400:]}")
     from jaxpipe.train.checkpoint import CheckpointStore
 
-    found = CheckpointStore(out_dir / "checkpoints").latest_intact()
-    if found.step is None or found.step < begun or found.warnings:
-        raise FailedError(f"{what}: step {begun} was there, and now {found}")
+    intact = CheckpointStore(out_dir / "checkpoints").latest_intact()
+    if intact.step is None or intact.step < begun or intact.warnings:
+        raise FailedError(f"{what}: step {begun} was there, and now {intact}")
     relieve()
     _finish(yard, trial, out_dir, "plain", what)
 

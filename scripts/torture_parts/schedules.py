@@ -24,8 +24,8 @@ def _valid(trial: Trial) -> None:
     text = referee.random_text(trial.rng)
     path, other = trial.folder / "valid.sched", trial.folder / "valid.json"
     path.write_text(text, encoding="utf-8")
-    if found := referee.problems(referee.read_text(text)):
-        raise FailedError(f"the second opinion refuses what is valid ({found[0]}):\n{text}")
+    if problems := referee.problems(referee.read_text(text)):
+        raise FailedError(f"the second opinion refuses what is valid ({problems[0]}):\n{text}")
     answer = ask(["simulate", str(path), *_TIMES, "-o", str(other)])
     if answer.code:
         raise FailedError(f"a valid schedule is refused ({answer.err.strip()}):\n{text}")
@@ -53,9 +53,9 @@ def _family(folder: Path, k: int, suffix: str) -> Path | None:
     name = "1f1b" if suffix == "csv" and name in ("stp", "po-h") else name
     path = folder / f"{name}.{suffix}"
     if not path.exists():
-        made = ask(["schedule", name, "--ranks", "4", "--microbatches", "4", *_TIMES, "-o", str(path)])
-        if made.code:
-            raise FailedError(f"{name} can't be made: {made.err.strip()}")
+        answer = ask(["schedule", name, "--ranks", "4", "--microbatches", "4", *_TIMES, "-o", str(path)])
+        if answer.code:
+            raise FailedError(f"{name} can't be made: {answer.err.strip()}")
     return path
 
 
@@ -64,8 +64,8 @@ def _mutant(trial: Trial, source: Path | None, suffix: str) -> None:
         source = trial.folder / f"random.{suffix}"
         sched = trial.folder / "random.sched"
         sched.write_text(referee.random_text(trial.rng), encoding="utf-8")
-        if suffix != "sched" and (made := ask(["simulate", str(sched), *_TIMES, "-o", str(source)])).code:
-            raise FailedError(f"a valid schedule can't be written: {made.err.strip()}")
+        if suffix != "sched" and (answer := ask(["simulate", str(sched), *_TIMES, "-o", str(source)])).code:
+            raise FailedError(f"a valid schedule can't be written: {answer.err.strip()}")
     text = source.read_text(encoding="utf-8")
     if suffix == "json" and trial.rng.random() < 0.7:
         content = mutate.as_json(mutate.value(json.loads(text), trial.rng))
@@ -76,11 +76,11 @@ def _mutant(trial: Trial, source: Path | None, suffix: str) -> None:
     if ask(["simulate", str(path), *_TIMES]).code:
         return
     try:
-        found = referee.problems(referee.read(path.name, content.decode()))
+        problems = referee.problems(referee.read(path.name, content.decode()))
     except (referee.RefusedError, ValueError, KeyError, TypeError) as error:
-        found = [f"{type(error).__name__}: {error}"]
-    if found:
-        raise FailedError(f"accepted, and the second opinion refuses it ({found[0]}):\n{content[:2000]!r}")
+        problems = [f"{type(error).__name__}: {error}"]
+    if problems:
+        raise FailedError(f"accepted, and the second opinion refuses it ({problems[0]}):\n{content[:2000]!r}")
 
 
 def _timeline(trial: Trial, source: Path | None) -> None:
@@ -100,8 +100,8 @@ def _timeline(trial: Trial, source: Path | None) -> None:
     if ask(["plot", str(path), "-o", str(trial.folder / "picture.trace.json")]).code:
         return
     try:
-        found = referee.timeline_problems(content.decode())
+        problems = referee.timeline_problems(content.decode())
     except (referee.RefusedError, ValueError, KeyError, TypeError) as error:
-        found = [f"{type(error).__name__}: {error}"]
-    if found:
-        raise FailedError(f"drawn, and the second opinion refuses it ({found[0]}):\n{content[:2000]!r}")
+        problems = [f"{type(error).__name__}: {error}"]
+    if problems:
+        raise FailedError(f"drawn, and the second opinion refuses it ({problems[0]}):\n{content[:2000]!r}")

@@ -36,10 +36,10 @@ _PER_CHAIN = 5
 class Launched:
     """``jaxpipe launch local -n NUMBER -- train …`` of the recipe. Use as a context: nothing is left behind."""
 
-    def __init__(self, yard: Yard, folder: Path, out_dir: Path, number: int, *more: str) -> None:
+    def __init__(self, yard: Yard, folder: Path, out_dir: Path, number: int, *overrides: str) -> None:
         self.number, self._logs, self._log = number, folder / f"logs-{time.monotonic_ns()}", folder / "launcher.txt"
         command = [*("launch", "local", "-n", str(number), "--logs", str(self._logs), "--")]
-        command += yard.settings(out_dir, RECIPE, *more)
+        command += yard.settings(out_dir, RECIPE, *overrides)
         with self._log.open("wb") as log:
             self._launcher = subprocess.Popen(
                 [sys.executable, "-m", "jaxpipe", *command],
@@ -96,8 +96,8 @@ class Launched:
     def gone_after(self, limit_s: float, but: int) -> float:
         """Seconds until all processes ``but`` one have ended; at most the limit."""
         began = time.monotonic()
-        others = [pid for k, pid in self.pids().items() if k != but]
-        while any(map(_lives, others)) and time.monotonic() - began < limit_s:
+        pids = [pid for k, pid in self.pids().items() if k != but]
+        while any(map(_lives, pids)) and time.monotonic() - began < limit_s:
             time.sleep(0.005)
         return time.monotonic() - began
 
@@ -199,12 +199,12 @@ def _killed(trial: Trial, launched: Launched, phase: str, history: list[str]) ->
     _check_shown(launched, what)
     if gone_s > (_GONE_S if joined else _BEFORE_JOINING_S):
         raise FailedError(f"{what}: the others were gone after {gone_s:.1f} s: {launched.output[-900:]}")
-    told = f"jaxpipe: process {victim} was killed by SIGKILL; all ended; "
-    if code != 6 or launched.output.count(told) != 1:
-        raise FailedError(f"{what}: want 6, and {told}: {launched.output[-900:]}")
+    message = f"jaxpipe: process {victim} was killed by SIGKILL; all ended; "
+    if code != 6 or launched.output.count(message) != 1:
+        raise FailedError(f"{what}: want 6, and {message}: {launched.output[-900:]}")
     lines = [launched.said_by(k) for k in range(number) if k != victim]
     named = re.compile(rf"jaxpipe: process {victim} \(host .*\) was lost: ")
-    if joined and not all(len(some) == 1 and named.match(some[0]) for some in lines):
+    if joined and not all(len(endings) == 1 and named.match(endings[0]) for endings in lines):
         raise FailedError(f"{what}: want one line each that names it: {lines}")
     return True
 
@@ -226,24 +226,24 @@ def _stopped(trial: Trial, launched: Launched, phase: str, history: list[str]) -
     launched.until(lambda: "documents" in launched.output)  # Python's own start is not tried
     await_moment(launched, out_dir, phase, rng)
     launched.send(signalled, whom)
-    code, said = launched.end(), launched.output
+    code, output = launched.end(), launched.output
     to = "the launcher" if whom is None else f"process {whom} of {number}"
     history.append(f"{signalled.name} to {to} in {phase} (exit code {code})")
     what = "; ".join(history)
     if code == 0:
         return False
-    before = any(x in said for x in ("before the first step", "was stopped by a signal", "was interrupted"))
+    before = any(x in output for x in ("before the first step", "was stopped by a signal", "was interrupted"))
     trial.tried[f"{signalled.name} to {'the launcher' if whom is None else 'a process'}"] += 1
     trial.tried["… before the first step"] += before
     _check_shown(launched, what)
     if code != 75 and not (before and signalled is signal.SIGINT):
-        raise FailedError(f"{what}: want exit code 75: {said[-900:]}")
+        raise FailedError(f"{what}: want exit code 75: {output[-900:]}")
     if before:
         return True
     step = int(checkpoints(out_dir)[-1].name)
-    if said.count(f"after step {step} of {STEPS}; the checkpoint is saved") != 1 or last_step(out_dir) != step:
+    if output.count(f"after step {step} of {STEPS}; the checkpoint is saved") != 1 or last_step(out_dir) != step:
         raise FailedError(
-            f"{what}: the newest checkpoint is of step {step}, the metrics end at {last_step(out_dir)}: {said[-900:]}"
+            f"{what}: the newest checkpoint is of step {step}, the metrics end at {last_step(out_dir)}: {output[-900:]}"
         )
     return True
 
@@ -281,8 +281,12 @@ def _asleep(yard: Yard, trial: Trial) -> None:
     """A layer of the model waits as long as a file is there."""
     out_dir, rng, mark = trial.folder / "run", trial.rng, trial.folder / "asleep"
     number, layer = rng.randint(2, 4), rng.randrange(4)
-    more = ("model.target=torture_parts.sleeping:sleepy", f"model.options.layer={layer}", f"model.options.mark={mark}")
-    with Launched(yard, trial.folder, out_dir, number, _WATCHED, *more) as launched:
+    overrides = (
+        "model.target=torture_parts.sleeping:sleepy",
+        f"model.options.layer={layer}",
+        f"model.options.mark={mark}",
+    )
+    with Launched(yard, trial.folder, out_dir, number, _WATCHED, *overrides) as launched:
         launched.until(lambda: last_step(out_dir) >= 8)
         mark.touch()
         asleep = Path(f"{mark}.pid")
@@ -297,8 +301,8 @@ def _check_named(trial: Trial, launched: Launched, victim: int, what: str, how: 
     began = time.monotonic()
     code = launched.end()
     took_s = time.monotonic() - began
-    said = [line for k in range(launched.number) for line in launched.said_by(k)]
-    limits = [float(x) for line in said for x in re.findall(r"has not ended after ([\d.e+]+) s", line)]
+    messages = [line for k in range(launched.number) for line in launched.said_by(k)]
+    limits = [float(x) for line in messages for x in re.findall(r"has not ended after ([\d.e+]+) s", line)]
     trial.measured.setdefault(f"ended after the limit, {what.split()[-1]} (s)", []).append(
         took_s - max(limits, default=_SILENCE_S)
     )
@@ -307,5 +311,5 @@ def _check_named(trial: Trial, launched: Launched, victim: int, what: str, how: 
     if code not in (5, 6) or took_s > allowed:
         raise FailedError(f"{what}: exit code {code} after {took_s:.1f} s ({allowed:.1f}): {launched.output[-900:]}")
     named = re.compile(rf"jaxpipe: process {victim} \(host .*\) {how}")
-    if not said or not all(map(named.match, said)):
-        raise FailedError(f"{what}: want lines that name it: {said}: {launched.output[-900:]}")
+    if not messages or not all(map(named.match, messages)):
+        raise FailedError(f"{what}: want lines that name it: {messages}: {launched.output[-900:]}")

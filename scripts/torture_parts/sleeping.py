@@ -20,24 +20,24 @@ from models.gpt import GPT
 def sleepy(*, layer: int, mark: str, **options: Any) -> Model:
     """``layer``: of the model's, from 0. ``mark``: the file."""
     model = GPT(**options)
-    whole = model.layers[layer]
+    slow_layer = model.layers[layer]
 
     def apply(params: Any, x: Any, context: LayerContext) -> Any:
-        out = whole.apply(params, x, context)
+        out = slow_layer.apply(params, x, context)
         first, *rest = jax.tree.leaves(out)
-        seen = jax.lax.stop_gradient(first.ravel()[0])
-        waited = jax.pure_callback(partial(_wait, mark), jax.ShapeDtypeStruct((), jnp.float32), seen)
+        first_value = jax.lax.stop_gradient(first.ravel()[0])
+        waited = jax.pure_callback(partial(_wait, mark), jax.ShapeDtypeStruct((), jnp.float32), first_value)
         return jax.tree.unflatten(jax.tree.structure(out), [first + waited.astype(first.dtype), *rest])
 
-    layers = [replace(whole, apply=apply) if k == layer else other for k, other in enumerate(model.layers)]
+    layers = [replace(slow_layer, apply=apply) if k == layer else other for k, other in enumerate(model.layers)]
     return replace(model, layers=tuple(layers))
 
 
 def _wait(mark: str, _: Any) -> Any:
     while Path(mark).exists():
-        if not (said := Path(f"{mark}.pid")).exists():
-            whole = Path(f"{mark}.new")
-            whole.write_text(str(os.getpid()), encoding="utf-8")
-            whole.rename(said)
+        if not (pid_file := Path(f"{mark}.pid")).exists():
+            new_file = Path(f"{mark}.new")
+            new_file.write_text(str(os.getpid()), encoding="utf-8")
+            new_file.rename(pid_file)
         time.sleep(0.1)
     return np.float32(0)

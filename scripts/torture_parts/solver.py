@@ -94,9 +94,9 @@ def fixed_point(schedule: Any, costs: Any) -> float:
     sent: dict[tuple[int, int], list[tuple[Any, int]]] = {}  # by pair: what moves, in issue order, and its boundary
     for r, row in enumerate(schedule.rows):
         for a in row:
-            there = a.stage + 1 if a.op == "F" else a.stage - 1
-            if a.op != "W" and 0 <= there < n and rank[there, a.microbatch] != r:
-                sent.setdefault((r, rank[there, a.microbatch]), []).append((a, min(a.stage, there)))
+            neighbour = a.stage + 1 if a.op == "F" else a.stage - 1
+            if a.op != "W" and 0 <= neighbour < n and rank[neighbour, a.microbatch] != r:
+                sent.setdefault((r, rank[neighbour, a.microbatch]), []).append((a, min(a.stage, neighbour)))
     links, seconds = dict(costs.links), {"F": costs.f_s, "B": costs.b_s, "W": costs.w_s, "BW": costs.bw_s}
     arrives: dict[Any, float] = {}
     while True:
@@ -186,8 +186,8 @@ def random_tasks(rng: random.Random, most: int = 8) -> list[Any]:
         rows = [
             tuple(x * (1 + spread * uneven.uniform(-1, 1)) for x in row) for row in (costs.f_s, costs.b_s, costs.w_s)
         ]
-        whole = tuple(x + y for x, y in zip(*rows[1:], strict=True))
-        costs = replace(costs, f_s=rows[0], b_s=rows[1], w_s=rows[2], bw_s=whole)
+        bw_s = tuple(x + y for x, y in zip(*rows[1:], strict=True))
+        costs = replace(costs, f_s=rows[0], b_s=rows[1], w_s=rows[2], bw_s=bw_s)
         tasks.append(SolveTask(placement, m, costs, limit, offload=True))
     return tasks
 
@@ -205,13 +205,15 @@ def best_family(tasks: list[Any]) -> tuple[float, str]:
             try:
                 if family.placement(placement.num_ranks, placement.num_chunks) != placement:
                     continue
-                own = limit if "memory_limit" in family.options else None
+                family_limit = limit if "memory_limit" in family.options else None
                 chunks = placement.num_chunks if "chunks" in family.options else None
-                made = generate(family.name, placement.num_ranks, task.num_microbatches, chunks, task.costs, own)
+                generated = generate(
+                    family.name, placement.num_ranks, task.num_microbatches, chunks, task.costs, family_limit
+                )
             except JaxpipeError:
                 continue
-            moved = offload(made, task.costs).schedule, offload(made, task.costs, memory_limit=limit).schedule
-            for schedule in (made, *moved):
+            moved = offload(generated, task.costs).schedule, offload(generated, task.costs, memory_limit=limit).schedule
+            for schedule in (generated, *moved):
                 if (timeline := task.timeline_of(schedule)) is not None:
                     best = min(
                         best, (task.seconds(timeline), f"{family.name} on {placement.kind} {placement.num_chunks}")

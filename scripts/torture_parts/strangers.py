@@ -48,16 +48,18 @@ def is_hello(line: bytes) -> bool:
         word, process, number, host = json.loads(line)
     except Exception:
         return False
-    whole = type(process) is int and type(number) is int and type(word) is str and type(host) is str
-    return whole and word == "jaxpipe" and 1 <= process <= number - 1 and 1 <= len(host) <= 255 and host.isprintable()
+    has_types = type(process) is int and type(number) is int and type(word) is str and type(host) is str
+    return (
+        has_types and word == "jaxpipe" and 1 <= process <= number - 1 and 1 <= len(host) <= 255 and host.isprintable()
+    )
 
 
 def hellos(rng: Random) -> bytes:
     """A first line, with its newline or without, that is no hello."""
     while True:
-        made = rng.choice((_almost, _almost, _almost, _deep, _noise, _http, _long, _escapes))(rng)
-        if not any(is_hello(line) for line in made.split(b"\n")):
-            return made
+        message = rng.choice((_almost, _almost, _almost, _deep, _noise, _http, _long, _escapes))(rng)
+        if not any(is_hello(line) for line in message.split(b"\n")):
+            return message
 
 
 def stranger(rng: Random) -> Stranger:
@@ -166,15 +168,15 @@ def _meet(trial: Trial, *, come: bool) -> None:
     with socket.create_server((_HOST, 0)) as probe:
         port = probe.getsockname()[1]
     wait_s = 20.0 if come else HELLO_S * rng.choice((0.5, 2, 3))
-    found: dict[int, Lines | Exception] = {}
-    said: list[str] = []
+    results: dict[int, Lines | Exception] = {}
+    messages: list[str] = []
     over = threading.Event()
 
     def process(mine: int) -> None:
         try:
-            found[mine] = meeting.meet(Peers(_HOST, port, number, mine), wait_s)
+            results[mine] = meeting.meet(Peers(_HOST, port, number, mine), wait_s)
         except Exception as error:  # what it is is looked at below
-            found[mine] = error
+            results[mine] = error
 
     def play(one: Stranger) -> None:
         with suppress(OSError), _connected(port) as connection:
@@ -188,33 +190,33 @@ def _meet(trial: Trial, *, come: bool) -> None:
 
     # a machine that is busy must not make strangers of the processes
     hello_s = _SLACK_S if come else HELLO_S
-    with mock.patch.multiple(meeting, _HELLO_S=hello_s, say=said.append):
+    with mock.patch.multiple(meeting, _HELLO_S=hello_s, say=messages.append):
         began = time.monotonic()
         first = threading.Thread(target=process, args=(0,))
         first.start()
         players = [threading.Thread(target=play, args=(one,), daemon=True) for one in strangers]
-        others = [threading.Thread(target=process, args=(k,)) for k in range(1, number)] if come else []
-        for thread in rng.sample([*players, *others], len(players) + len(others)):
+        processes = [threading.Thread(target=process, args=(k,)) for k in range(1, number)] if come else []
+        for thread in rng.sample([*players, *processes], len(players) + len(processes)):
             thread.start()
-        for thread in (first, *others):
+        for thread in (first, *processes):
             thread.join(wait_s + _SLACK_S)
         took_s = time.monotonic() - began
         over.set()
     what = f"{[(one.sends[:80], len(one.sends), one.pause_s) for one in strangers]}, {number} processes"
-    if any(thread.is_alive() for thread in (first, *others)):
+    if any(thread.is_alive() for thread in (first, *processes)):
         raise FailedError(f"joining has not ended after {took_s:.1f} s of {wait_s}: {what}")
     for thread in players:
         thread.join()
-    joined = [lines for lines in found.values() if isinstance(lines, Lines)]
+    joined = [lines for lines in results.values() if isinstance(lines, Lines)]
     for leaving in [threading.Thread(target=lines.leave) for lines in joined]:
         leaving.start()
     trial.tried["hellos of strangers"] += len(strangers)
-    if any(not line.isprintable() for line in said) or len(said) > _MOST_LINES:
-        raise FailedError(f"said {said}: {what}")
+    if any(not line.isprintable() for line in messages) or len(messages) > _MOST_LINES:
+        raise FailedError(f"said {messages}: {what}")
     if come and (len(joined) != number or any(set(lines.hosts) != {socket.gethostname()} for lines in joined)):
-        raise FailedError(f"the processes did not meet: {found}: {what}")
-    if not come and (not isinstance(found[0], ConfigError) or not str(found[0]).startswith("waited")):
-        raise FailedError(f"process 0 did not say that it has waited: {found[0]!r}: {what}")
+        raise FailedError(f"the processes did not meet: {results}: {what}")
+    if not come and (not isinstance(results[0], ConfigError) or not str(results[0]).startswith("waited")):
+        raise FailedError(f"process 0 did not say that it has waited: {results[0]!r}: {what}")
     if not come and took_s > wait_s + _SLACK_S:
         raise FailedError(f"waiting for {wait_s:.2f} s took {took_s:.2f} s: {what}")
 

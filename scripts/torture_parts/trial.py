@@ -132,14 +132,14 @@ def ask(arguments: Sequence[str]) -> Answer:
 def check_told(answer: Answer, what: str) -> None:
     """Raise FailedError unless the exit code is documented and an error is one line."""
     lines = answer.err.strip("\n").split("\n")
-    told = [line for line in lines if line.startswith("jaxpipe: ")]
+    messages = [line for line in lines if line.startswith("jaxpipe: ")]
     if answer.code not in DOCUMENTED:
         raise FailedError(f"exit code {answer.code}: {what}")
     if "Traceback (most recent call last)" in answer.err:
         raise FailedError(f"a traceback on stderr: {what}: {answer.err[answer.err.index('Traceback') :][:3000]}")
-    if answer.code and (len(told) != 1 or lines[-1] != told[0]):
+    if answer.code and (len(messages) != 1 or lines[-1] != messages[0]):
         raise FailedError(
-            f"exit code {answer.code} and {len(told)} lines, not one at the end: {what}: {answer.err[-600:]}"
+            f"exit code {answer.code} and {len(messages)} lines, not one at the end: {what}: {answer.err[-600:]}"
         )
 
 
@@ -168,8 +168,8 @@ def _limit() -> Iterator[None]:
 
 def _copy(pipe: Path, log: Path) -> None:
     with pipe.open("rb", buffering=0) as source, log.open("ab", buffering=0) as target:
-        while some := source.read(65536):
-            target.write(some)
+        while chunk := source.read(65536):
+            target.write(chunk)
 
 
 class Waiting(Protocol):

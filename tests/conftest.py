@@ -97,8 +97,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     _fast.begin()
     for test in (getattr(item, "obj", None) for item in items):
         if hypothesis.is_hypothesis_test(test):
-            given = test._hypothesis_internal_use_settings
-            few = hypothesis.settings(given, max_examples=min(FAST_EXAMPLES, given.max_examples))
+            defaults = test._hypothesis_internal_use_settings
+            few = hypothesis.settings(defaults, max_examples=min(FAST_EXAMPLES, defaults.max_examples))
             test._hypothesis_internal_use_settings = few
 
 
@@ -186,8 +186,8 @@ def users_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 
     jit = jax.jit
 
-    def as_users_do(f: Any, *, compiler_options: Any = None, **more: Any) -> Any:
-        return jit(f, compiler_options={"xla_cpu_use_fusion_emitters": True, **(compiler_options or {})}, **more)
+    def as_users_do(f: Any, *, compiler_options: Any = None, **options: Any) -> Any:
+        return jit(f, compiler_options={"xla_cpu_use_fusion_emitters": True, **(compiler_options or {})}, **options)
 
     monkeypatch.setattr(jax, "jit", as_users_do)
 
@@ -228,10 +228,10 @@ def _loaded_once() -> Iterator[None]:
                 def known(key: str, options: Any, backend: Any, devices: Any) -> Any:
                     at = key, tuple(device.id for device in devices)
                     if at not in _loaded:
-                        found = load(key, options, backend, devices)
-                        if found[0] is None:
-                            return found
-                        _loaded[at] = found
+                        cached = load(key, options, backend, devices)
+                        if cached[0] is None:
+                            return cached
+                        _loaded[at] = cached
                     return _loaded[at]
 
                 patch.setattr(compilation_cache, "get_executable_and_time", known)
@@ -340,9 +340,9 @@ def _few_memory_maps() -> Iterator[None]:
         return
     import jax
 
-    here = str(Path(__file__).parent)
+    tests_folder = str(Path(__file__).parent)
     for module in list(sys.modules.values()):
-        if str(getattr(module, "__file__", None) or "").startswith(here):
+        if str(getattr(module, "__file__", None) or "").startswith(tests_folder):
             for value in list(vars(module).values()):
                 clear = getattr(value, "cache_clear", None)
                 if callable(clear):

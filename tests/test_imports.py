@@ -144,28 +144,28 @@ def violations(path: str, source: str) -> list[str]:
     room, tree = room_of(module), ast.parse(source)
     if room not in ALLOWED:
         return [f"{path}: the room {room!r} has no row in the import table (tests/test_imports.py and the design)"]
-    found = []
+    problems = []
     for line, name in imports(module, is_package, tree):
         top, *rest = name.split(".")
         where = f"{path}:{line}"
         if name.startswith("jax._src") and room != "_jax_compat":
-            found.append(f"{where}: {name} is private to JAX; borrow it in _jax_compat.py")
+            problems.append(f"{where}: {name} is private to JAX; borrow it in _jax_compat.py")
         if top in JAX and room in NO_JAX:
-            found.append(f"{where}: {name} in {room}, which has no JAX")
+            problems.append(f"{where}: {name} in {room}, which has no JAX")
         if top == "models" and room != "models":
-            found.append(f"{where}: jaxpipe never imports models; resolve the name at run time")
+            problems.append(f"{where}: jaxpipe never imports models; resolve the name at run time")
         if top == "jaxpipe" and rest and rest != ["__version__"] and rest[0] != room:
             prefixes = {".".join(rest[: i + 1]) for i in range(len(rest))}
             if not prefixes & ALLOWED[room]:
-                found.append(f"{where}: {room} may not import {name}")
+                problems.append(f"{where}: {room} may not import {name}")
     if room != "_jax_compat" and ".__version" in source:
         message = "a branch on the JAX version belongs in _jax_compat.py"
-        found += [f"{path}:{line}: {message}" for line in branches_on_jax_version(tree)]
+        problems += [f"{path}:{line}: {message}" for line in branches_on_jax_version(tree)]
     banned = {"cli": (*LAZY, *JAX), "plot": (*LAZY, "numpy")}.get(room, LAZY)
     for _, name in imports(module, is_package, at_import(tree)):
         if name.split(".")[0] in banned:
-            found.append(f"{path}: {name} must be imported inside the function that needs it")
-    return found
+            problems.append(f"{path}: {name} must be imported inside the function that needs it")
+    return problems
 
 
 def sources() -> list[Path]:
@@ -195,8 +195,8 @@ def test_schedule_plot_and_cli_import_without_jax() -> None:
 
 def test_no_vague_file_names() -> None:
     folders = [ROOT / name for name in ("jaxpipe", "models", "scripts", "tests")]
-    found = [path for folder in folders for path in folder.rglob("*") if path.stem.lower() in VAGUE_NAMES]
-    assert found == []
+    vague = [path for folder in folders for path in folder.rglob("*") if path.stem.lower() in VAGUE_NAMES]
+    assert vague == []
 
 
 def packages() -> list[str]:
@@ -299,10 +299,10 @@ FORBIDDEN = [
 
 @pytest.mark.parametrize(("path", "source", "message"), FORBIDDEN)
 def test_checker_catches(path: str, source: str, message: str) -> None:
-    found = violations(path, source)
-    assert len(found) == 1
-    assert message in found[0]
-    assert found[0].startswith(path)
+    problems = violations(path, source)
+    assert len(problems) == 1
+    assert message in problems[0]
+    assert problems[0].startswith(path)
 
 
 @pytest.mark.parametrize(

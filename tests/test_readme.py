@@ -30,10 +30,10 @@ def test_python_examples_run(block: str, capsys: pytest.CaptureFixture[str]) -> 
 def test_the_guide_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Its script is complete and shorter than 40 lines; what follows goes on from it. Here with a smaller model."""
     text = GUIDE.read_text(encoding="utf-8")
-    for given, small in (("range(6)", "range(2)"), ("ranks=4", "ranks=2"), ("T, D = 64, 64", "T, D = 16, 16")):
-        assert given in text
-        text = text.replace(given, small)
-    script, *others = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    for size, small in (("range(6)", "range(2)"), ("ranks=4", "ranks=2"), ("T, D = 64, 64", "T, D = 16, 16")):
+        assert size in text
+        text = text.replace(size, small)
+    script, *blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     assert len(script.splitlines()) < 40
     monkeypatch.chdir(tmp_path)
     scope: dict[str, Any] = {"__name__": "guide"}
@@ -41,7 +41,7 @@ def test_the_guide_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
     exec(compile(script.replace("< 100", "< 4"), str(GUIDE), "exec"), scope)
     steps = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
     assert steps == ["1", "2", "3", "4"], "the second run goes on where the first one stopped"
-    for block in others:
+    for block in blocks:
         exec(compile(block, str(GUIDE), "exec"), scope)
     assert scope["scores"].shape == (32, 16, 256)
     assert {"loss", "accuracy", "spread"} <= scope["tuned"].evaluate(scope["state"], scope["batch"](2)).keys()

@@ -96,25 +96,25 @@ class Imports:
             tree = ast.Module(
                 [node for node in self.trees[module].body if not isinstance(node, (ast.If, ast.FunctionDef))], []
             )
-        found = [self._home(*where) for _, where in self._from(tree)]
-        found += [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
-        return (name for name in found if name in self.trees)
+        names = [self._home(*where) for _, where in self._from(tree)]
+        names += [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
+        return (name for name in names if name in self.trees)
 
     def circle(self) -> list[str]:
         """Modules that import each other in turn, the first again at the end; empty if there are none."""
         try:
-            TopologicalSorter({name: sorted(found) for name, found in sorted(self.graph.items())}).prepare()
+            TopologicalSorter({name: sorted(imported) for name, imported in sorted(self.graph.items())}).prepare()
         except CycleError as error:
             return list(reversed(error.args[1]))
         return []
 
 
 def sources() -> dict[str, tuple[str, bool]]:
-    found = {}
+    text_by_module = {}
     for path in sorted((ROOT / "jaxpipe").rglob("*.py")):
         name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
-        found[name.removesuffix(".__init__")] = path.read_text(encoding="utf-8"), path.stem == "__init__"
-    return found
+        text_by_module[name.removesuffix(".__init__")] = path.read_text(encoding="utf-8"), path.stem == "__init__"
+    return text_by_module
 
 
 def test_no_circle_of_imports() -> None:
@@ -132,8 +132,8 @@ def test_no_circle_of_imports() -> None:
 )
 def test_a_circle_is_found(one: str, other: str) -> None:
     package = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from p.b import x\n"
-    found = Imports({"p": (package, True), "p.a": (one, False), "p.b": (other, False)}).circle()
-    assert found in (["p.a", "p.b", "p.a"], ["p.b", "p.a", "p.b"])
+    cycle = Imports({"p": (package, True), "p.a": (one, False), "p.b": (other, False)}).circle()
+    assert cycle in (["p.a", "p.b", "p.a"], ["p.b", "p.a", "p.b"])
 
 
 def test_a_package_that_shows_names_makes_no_circle() -> None:

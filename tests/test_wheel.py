@@ -49,15 +49,15 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with tarfile.open(folder / "source.tar") as archive:
         archive.extractall(folder / "source", filter="data")
     pip = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(folder), str(folder / "source")]
-    have = importlib.util.find_spec("setuptools") and importlib.import_module("setuptools").__version__
-    if have and int(have.partition(".")[0]) >= 77:
+    version = importlib.util.find_spec("setuptools") and importlib.import_module("setuptools").__version__
+    if version and int(version.partition(".")[0]) >= 77:
         pip.append("--no-build-isolation")
     done = subprocess.run(pip, capture_output=True, text=True, check=False)
     if done.returncode and "--no-build-isolation" not in pip:
         pytest.skip(f"no setuptools of version 77 here, and none to be had: {done.stderr[-200:]}")
     assert done.returncode == 0, done.stderr
-    (made,) = folder.glob("*.whl")
-    return made
+    (path,) = folder.glob("*.whl")
+    return path
 
 
 @pytest.mark.soak
@@ -65,20 +65,20 @@ def test_the_wheel_holds_what_it_should(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
         metadata = next(name for name in names if name.endswith("/METADATA"))
-        said = email.message_from_bytes(archive.read(metadata))
+        fields = email.message_from_bytes(archive.read(metadata))
     models = {f"jaxpipe/models/{path.name}" for path in (ROOT / "models").glob("*.py")}
     assert models <= names and "jaxpipe/models/README.md" in names
     assert {"jaxpipe/py.typed", "jaxpipe/plot/viewer.html", "jaxpipe/plot/viewer.js"} <= names
     assert {name.partition("/")[0] for name in names} == {"jaxpipe", metadata.partition("/")[0]}
-    assert said["License-Expression"] == "Apache-2.0" and said["Author"] and said["Keywords"]
-    assert len(said.get_all("Project-URL")) == len(URLS) and "Typing :: Typed" in said.get_all("Classifier")
+    assert fields["License-Expression"] == "Apache-2.0" and fields["Author"] and fields["Keywords"]
+    assert len(fields.get_all("Project-URL")) == len(URLS) and "Typing :: Typed" in fields.get_all("Classifier")
 
 
 @pytest.mark.soak
 def test_what_is_installed_trains_from_an_empty_folder(wheel: Path, tmp_path: Path) -> None:
     """In a virtual environment of its own, which sees the packages of this one but not this checkout."""
-    venv, here = tmp_path / "venv", tmp_path / "empty"
-    here.mkdir()
+    venv, folder = tmp_path / "venv", tmp_path / "empty"
+    folder.mkdir()
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True)
     (site,) = venv.glob("lib/*/site-packages")
     with zipfile.ZipFile(wheel) as archive:
@@ -92,14 +92,14 @@ def test_what_is_installed_trains_from_an_empty_folder(wheel: Path, tmp_path: Pa
     def call(*argv: str) -> str:
         done = subprocess.run(
             [str(venv / "bin" / "python"), "-P", "-m", "jaxpipe", *argv],
-            cwd=here, env=env, capture_output=True, text=True, check=False,
+            cwd=folder, env=env, capture_output=True, text=True, check=False,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    (here / "text.txt").write_text("the cat sat on the mat\n" * 300)
+    (folder / "text.txt").write_text("the cat sat on the mat\n" * 300)
     tiny = "{d_model=16,num_layers=2,num_heads=2}"
     call("train", "--pp", "2", "run.steps=2", "data.path=text.txt", "data.seq_len=16", f"model.options={tiny}",
          "run.batch=8", "pipeline.microbatches=2", "run.eval_every=0", "run.out_dir=run", "run.platform=cpu")  # fmt: skip
     assert "step 2" in call("eval", "run")
-    shutil.rmtree(here / "run")
+    shutil.rmtree(folder / "run")

@@ -42,8 +42,8 @@ def document(run: Callable[..., tuple[int, str, str]]) -> Callable[..., dict[str
     def call(*argv: object) -> dict[str, Any]:
         code, out, err = run(*argv, "--json")
         assert (code, err) == (0, "")
-        found: dict[str, Any] = json.loads(out)
-        return found
+        printed: dict[str, Any] = json.loads(out)
+        return printed
 
     return call
 
@@ -126,9 +126,9 @@ def test_a_file_can_be_best(run: Run, document: Document) -> None:
         "rank 0: F0.0 F1.0 F0.1 F1.1 BW1.0 BW0.0 BW1.1 BW0.1\nrank 1: F2.0 BW2.0 F2.1 BW2.1\n"
     )
     write_costs(CostProfile.uniform(3), "costs.json")
-    found = document("best", "mine.sched", "--costs", "costs.json", "-o", "out.sched")
-    assert (found["file"], found["setting"], found["name"]) == ("mine.sched", "mine.sched", "mine")
-    assert found["makespan"] == document("simulate", "out.sched", "--costs", "costs.json")["makespan"]
+    best = document("best", "mine.sched", "--costs", "costs.json", "-o", "out.sched")
+    assert (best["file"], best["setting"], best["name"]) == ("mine.sched", "mine.sched", "mine")
+    assert best["makespan"] == document("simulate", "out.sched", "--costs", "costs.json")["makespan"]
     assert run("best", "mine.sched", "--costs", "costs.json")[1].startswith("best: mine.sched\nmine: 2 ranks")
 
 
@@ -264,16 +264,16 @@ def test_best_ends_in_time(capsys: pytest.CaptureFixture[str], monkeypatch: pyte
     tried = itertools.count(1)
 
     class Watched(compare_verbs._Progress):
-        def __call__(self, *told: Any) -> None:
-            super().__call__(*told)
+        def __call__(self, *args: Any) -> None:
+            super().__call__(*args)
             if next(tried) == 5:
                 signal.raise_signal(signal.SIGALRM)
 
     monkeypatch.setattr(compare_verbs, "_Progress", Watched)
     sizes = ["best", "--ranks", "4", "--microbatches", "8"]
     assert main([*sizes, "--time-limit", "3600", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert any("out of time after 3600 s" in note for note in found["notes"]) and found["makespan"] > 0
+    report = json.loads(capsys.readouterr().out)
+    assert any("out of time after 3600 s" in note for note in report["notes"]) and report["makespan"] > 0
     assert next(tried) == 6
     assert main([*sizes, "--time-limit", "3600", "--json"]) == 0
     assert "out of time" not in capsys.readouterr().out

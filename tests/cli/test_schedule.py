@@ -344,9 +344,9 @@ def test_cost_file_is_used_per_stage(cli: Callable[..., str], tmp_path: Path) ->
 @pytest.mark.parametrize("suffix", [".sched", ".json", ".csv"])
 def test_written_schedules_simulate_to_the_same(cli: Callable[..., str], tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"zb-h2{suffix}"
-    made = json.loads(cli("schedule", "zb-h2", "--ranks", 3, "-o", path, "--json"))
+    summary = json.loads(cli("schedule", "zb-h2", "--ranks", 3, "-o", path, "--json"))
     check_schedule(read_schedule(path))
-    assert json.loads(cli("simulate", path, "--ranks", 3, "--microbatches", 8, "--chunks", 1, "--json")) == made
+    assert json.loads(cli("simulate", path, "--ranks", 3, "--microbatches", 8, "--chunks", 1, "--json")) == summary
 
 
 def test_all_outputs_at_once(cli: Callable[..., str], tmp_path: Path) -> None:
@@ -373,8 +373,13 @@ def test_simulate_several_steps(cli: Callable[..., str], fails: Callable[..., st
     assert "27.5 from step to step, 30.5 if ranks waited" in cli(*flags, "--post-validation", "-o", tmp_path / "a.svg")
     assert "makespan 85" in (tmp_path / "a.svg").read_text()
     assert "30.5 from step to step\n" in cli(*flags)
-    told = json.loads(cli(*flags, "--json"))
-    assert (told["period"], told["makespan"], told["steps"], told["post_validation"]) == (30.5, 30, 3, False)
+    summary = json.loads(cli(*flags, "--json"))
+    assert (summary["period"], summary["makespan"], summary["steps"], summary["post_validation"]) == (
+        30.5,
+        30,
+        3,
+        False,
+    )
     assert "say how many with --steps" in fails("simulate", path, "--update", 1)
 
 

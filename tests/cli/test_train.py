@@ -42,9 +42,9 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tiny(text: Path, tmp_path: Path) -> Callable[..., list[str]]:
     """Overrides of a run of 4 steps in ``tmp_path/run``."""
 
-    def overrides(*more: str) -> list[str]:
-        every = ("run.steps=4", "run.eval_every=2", "run.checkpoint_every=2", "run.log_every=2")
-        return settings(text, tmp_path / "run", *every, *more)
+    def overrides(*extra: str) -> list[str]:
+        base = ("run.steps=4", "run.eval_every=2", "run.checkpoint_every=2", "run.log_every=2")
+        return settings(text, tmp_path / "run", *base, *extra)
 
     return overrides
 
@@ -85,9 +85,9 @@ def finished(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     from jaxpipe.train.loop import train
 
     out_dir = tmp_path_factory.mktemp("finished") / "run"
-    every = ("run.steps=4", "run.eval_every=2", "run.checkpoint_every=2", "run.log_every=2")
+    base = ("run.steps=4", "run.eval_every=2", "run.checkpoint_every=2", "run.log_every=2")
     with Path(os.devnull).open("w") as nowhere:
-        train(load_config(None, settings(text, out_dir, *every)), nowhere)
+        train(load_config(None, settings(text, out_dir, *base)), nowhere)
     return out_dir
 
 
@@ -181,8 +181,8 @@ def test_eval(cli: Callable[..., Any], finished: Path) -> None:
 
 
 def test_generate(cli: Callable[..., Any], finished: Path) -> None:
-    def sample(*more: object) -> str:
-        out, err = cli("generate", finished, "--prompt", "the cat", "--tokens", 12, *more)
+    def sample(*flags: object) -> str:
+        out, err = cli("generate", finished, "--prompt", "the cat", "--tokens", 12, *flags)
         assert err == ""
         assert out.startswith("the cat")
         assert out.endswith("\n")
@@ -516,9 +516,9 @@ def test_runs_that_do_not_fit_their_directory(
     fails: Callable[..., str], tiny: Callable[..., list[str]], finished: Path, override: str, expected: str
 ) -> None:
     before = contents(finished)
-    more = ["model.options={d_model=16,num_layers=2,num_heads=2}"] if "Llama" in override else []
+    options = ["model.options={d_model=16,num_layers=2,num_heads=2}"] if "Llama" in override else []
     code = 2 if override.startswith("data.") else UNUSABLE
-    message = fails("train", *tiny(f"run.out_dir={finished}", "run.steps=6", override, *more), code=code)
+    message = fails("train", *tiny(f"run.out_dir={finished}", "run.steps=6", override, *options), code=code)
     assert expected in message
     assert contents(finished) == before
 
@@ -537,9 +537,9 @@ def test_a_model_that_can_not_be_made_here(fails: Callable[..., str], text: Path
 def test_eval_after_the_data_are_gone(
     fails: Callable[..., str], cli: Callable[..., Any], tiny: Callable[..., list[str]], tmp_path: Path
 ) -> None:
-    own = write_text(tmp_path / "own.txt")
-    cli("train", *tiny(f"data.path={own}", "run.steps=2"))
-    own.unlink()
+    data_path = write_text(tmp_path / "own.txt")
+    cli("train", *tiny(f"data.path={data_path}", "run.steps=2"))
+    data_path.unlink()
     assert "own.txt" in fails("eval", tmp_path / "run")
     assert cli("generate", tmp_path / "run", "--tokens", 2)[0]
 

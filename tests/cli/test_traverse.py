@@ -62,7 +62,7 @@ def test_the_usual_flags_work(run: Run) -> None:
 
 def test_costs_are_real_times_unless_steps_are_asked_for(run: Run) -> None:
     rules = "schedule traverse --placement wave --chunks 2 --rules 'interleaved forward=depth in-flight=8' --json"
-    assert [json.loads(run(rules + more)[1])["makespan"] for more in ("", " --unit-steps", " --steps")] == [
+    assert [json.loads(run(rules + flag)[1])["makespan"] for flag in ("", " --unit-steps", " --steps")] == [
         30,
         32.5,
         32.5,
@@ -79,7 +79,7 @@ def test_rules_from_a_file(run: Run) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "message"),
     [
         ("traverse", "traverse needs --rules"),
         ("traverse --rules fast", "the type that goes first is 'fast'"),
@@ -102,10 +102,10 @@ def test_rules_from_a_file(run: Run) -> None:
         ("travers", "did you mean 'traverse'?"),
     ],
 )
-def test_every_mistake_is_one_line(run: Run, flags: str, said: str) -> None:
+def test_every_mistake_is_one_line(run: Run, flags: str, message: str) -> None:
     code, out, err = run(f"schedule {flags}")
     assert (code, out, err.count("\n")) == (2, "", 1)
-    assert err.startswith("jaxpipe: ") and said in err
+    assert err.startswith("jaxpipe: ") and message in err
 
 
 def test_the_placements_of_the_flags_are_those_that_there_are() -> None:

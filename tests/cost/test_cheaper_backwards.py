@@ -43,12 +43,12 @@ def test_only_what_is_clearly_cheaper_is_split() -> None:
 @pytest.mark.parametrize("family", ["1f1b", "gpipe", "interleaved-1f1b", "chimera"])
 def test_splitting_some_stages_keeps_the_rest(family: str) -> None:
     schedule = generate(family, 2, 4)
-    every = fused_stages(schedule)
-    assert with_fused_stages(schedule, every) == schedule
+    stages = fused_stages(schedule)
+    assert with_fused_stages(schedule, stages) == schedule
     assert with_fused_stages(schedule, ()) == split_backwards(schedule)
-    some = with_fused_stages(schedule, every[:1])
-    check_schedule(some)
-    assert fused_stages(some) == every[:1]
+    partly_split = with_fused_stages(schedule, stages[:1])
+    check_schedule(partly_split)
+    assert fused_stages(partly_split) == stages[:1]
 
 
 def test_one_f_one_b_gets_no_longer() -> None:
@@ -69,8 +69,8 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
     def tell(*bw_ms: float) -> None:
         def measure(pipe: Pipeline, **options: Any) -> CostProfile:
-            told = _costs(*bw_ms)
-            return replace(real(pipe, **options), f_s=told.f_s, b_s=told.b_s, w_s=told.w_s, bw_s=told.bw_s)
+            costs = _costs(*bw_ms)
+            return replace(real(pipe, **options), f_s=costs.f_s, b_s=costs.b_s, w_s=costs.w_s, bw_s=costs.bw_s)
 
         monkeypatch.setattr(Pipeline, "measure_costs", measure)
 
@@ -110,10 +110,10 @@ def test_a_checkpoint_from_before_keeps_bw(text: Path, tmp_path: Path, measured:
 
 def test_always() -> None:
     schedule, costs = generate("1f1b", 2, 4), _costs(20, 20)
-    for setting, want in (("always", ()), ("auto", (0, 1)), ("never", (0, 1))):
+    for setting, expected in (("always", ()), ("auto", (0, 1)), ("never", (0, 1))):
         passes = PassesConfig(split_backwards=setting)  # type: ignore[arg-type]
         pipe = PipelineConfig(ranks=2, microbatches=4, passes=passes)
-        assert fused_stages(final_order(pipe, schedule, costs, (1.0, 1.0), print)) == want
+        assert fused_stages(final_order(pipe, schedule, costs, (1.0, 1.0), print)) == expected
 
 
 def test_the_memory_limit_comes_first(text: Path, tmp_path: Path, measured: Callable[..., None]) -> None:

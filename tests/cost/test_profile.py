@@ -146,10 +146,10 @@ def test_emulated_ranks_are_timed_while_the_others_are_busy() -> None:
         return replace(function, call=call)
 
     timings = time_at_once([[watched(f, r) for f in functions] for r, functions in enumerate(ranks)], 3, 1)
-    assert [[t.count for t in found] for found in timings] == [[3, 3], [3, 3]]
-    assert all(t.median_s > 0 for found in timings for t in found)
+    assert [[t.count for t in rank_timings] for rank_timings in timings] == [[3, 3], [3, 3]]
+    assert all(t.median_s > 0 for rank_timings in timings for t in rank_timings)
     main = get_ident()
-    assert all(len(own - {main}) == 1 for own in threads.values())
+    assert all(len(thread_ids - {main}) == 1 for thread_ids in threads.values())
     assert threads[0] & threads[1] == {main}, "where they are compiled"
 
     def fail(*_: Any) -> Any:
@@ -164,14 +164,14 @@ def test_emulated_ranks_are_timed_while_the_others_are_busy() -> None:
 def test_cores_of_ranks_that_wait_are_used_by_those_that_are_busy() -> None:
     """Together the ranks take what all work takes on cores that are never idle, and no less than each alone."""
     schedule, costs = generate("1f1b", 4, 8), CostProfile.uniform(4)
-    alone = simulate(schedule, costs)
+    unshared = simulate(schedule, costs)
     assert cost.at_ranks_share(costs, schedule) == costs
     for crowding in (2.0, 4.0):
         shared = cost.at_ranks_share(replace(costs, crowding=crowding), schedule)
-        assert simulate(schedule, shared).makespan == pytest.approx(alone.makespan * (1 - alone.bubble_rate))
+        assert simulate(schedule, shared).makespan == pytest.approx(unshared.makespan * (1 - unshared.bubble_rate))
         assert shared.residual_bytes == costs.residual_bytes
     barely = cost.at_ranks_share(replace(costs, crowding=1.1), schedule)
-    assert simulate(schedule, barely).makespan == pytest.approx(alone.makespan / 1.1)
+    assert simulate(schedule, barely).makespan == pytest.approx(unshared.makespan / 1.1)
 
 
 @pytest.mark.usefixtures("x64")
@@ -184,9 +184,9 @@ def test_every_function_has_time_and_memory() -> None:
     for op, row in (("F", costs.f_s), ("B", costs.b_s), ("W", costs.w_s), ("BW", costs.bw_s)):
         assert row == tuple(measured.timings[(op, s)].median_s for s in range(2))
         for s in range(2):
-            found = footprint(stages[s].functions[op])
-            assert measured.footprints[(op, s)] == found
-            assert dict(costs.temp_bytes)[op][s] >= found.temp_bytes
+            memory = footprint(stages[s].functions[op])
+            assert measured.footprints[(op, s)] == memory
+            assert dict(costs.temp_bytes)[op][s] >= memory.temp_bytes
     assert costs.offloadable_bytes == tuple(float(s.offloadable_bytes) for s in stages)
     assert costs.residual_bytes == tuple(float(s.residual_bytes) for s in stages)
     assert costs.link == Link(1e-6, 1e9)
@@ -198,23 +198,23 @@ def test_without_memory_nothing_is_asked_of_the_compiler() -> None:
     measured = measure_stages(_pipe().stages, repeats=1, memory=False)
     assert measured.footprints == {}
     temps = dict(measured.costs().temp_bytes)
-    known = replace(measured, footprints={("F", 0): footprint(_pipe().stages[0].functions["F"])})
-    assert temps["BW"][1] < dict(known.costs().temp_bytes)["BW"][1]
+    with_footprint = replace(measured, footprints={("F", 0): footprint(_pipe().stages[0].functions["F"])})
+    assert temps["BW"][1] < dict(with_footprint.costs().temp_bytes)["BW"][1]
 
 
 @pytest.mark.usefixtures("x64")
 def test_a_pipeline_measures_the_host_link_if_it_offloads(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Any] = []
+    measured_devices: list[Any] = []
     link = _link(d2h=2e6, h2d=1e6, latency_s=0.5)
     monkeypatch.setattr(
-        "jaxpipe.runtime.pipeline.measure_host_link", lambda devices, **_: asked.append(devices) or link
+        "jaxpipe.runtime.pipeline.measure_host_link", lambda devices, **_: measured_devices.append(devices) or link
     )
     pipe = compiled("gpt", circular(2, 2))
     assert pipe.with_schedule(generate("interleaved-1f1b", 2, 2)).measure_costs(repeats=1).offload_s == (0.0,) * 4
-    assert not asked
+    assert not measured_devices
     row = random_schedule(circular(2, 2), 2, random.Random(1), offload=1.0)
     costs = pipe.with_schedule(row).measure_costs(repeats=1)
-    assert len(asked) == 1
+    assert len(measured_devices) == 1
     assert costs.offload_s == tuple(0.5 + n / 2e6 for n in costs.offloadable_bytes)
     assert costs.load_s == tuple(0.5 + n / 1e6 for n in costs.offloadable_bytes)
 
@@ -249,19 +249,19 @@ def test_jaxpipe_cost_is_the_way_in() -> None:
 )
 def test_fit_finds_a_line(latency_s: float, rate: float, sizes: list[int]) -> None:
     points = [(n, latency_s + n / rate) for n in sizes]
-    found = fit(points)
+    line = fit(points)
     for n, seconds in points:
-        assert found.latency_s + n / found.bytes_per_s == pytest.approx(seconds, rel=1e-3, abs=1e-8)
-    assert found.points == tuple(points)
+        assert line.latency_s + n / line.bytes_per_s == pytest.approx(seconds, rel=1e-3, abs=1e-8)
+    assert line.points == tuple(points)
 
 
 @pytest.mark.parametrize(
     "points", [[(100, 1.0)], [(100, 1.0), (200, 0.5)], [(100, 0.1), (200, 0.4)], [(100, 1.0), (200, 1.0)]]
 )
 def test_fit_of_what_is_no_line_stays_physical(points: list[tuple[int, float]]) -> None:
-    found = fit(points)
-    assert found.latency_s >= 0
-    assert 0 < found.bytes_per_s < float("inf")
+    line = fit(points)
+    assert line.latency_s >= 0
+    assert 0 < line.bytes_per_s < float("inf")
 
 
 def _link(
@@ -280,9 +280,9 @@ def _link(
 
 def test_what_shares_a_lane() -> None:
     """By hand: two copies at once that take as long as one are independent, twice as long take turns."""
-    alone = _link().host_link()
-    assert (alone.d2h_bytes_per_s, alone.h2d_bytes_per_s, alone.latency_s) == (1e9, 2e9, 1e-5)
-    assert (alone.mode, alone.groups) == ("duplex", ())
+    single = _link().host_link()
+    assert (single.d2h_bytes_per_s, single.h2d_bytes_per_s, single.latency_s) == (1e9, 2e9, 1e-5)
+    assert (single.mode, single.groups) == ("duplex", ())
     assert _link(both_slowdown=1.9).host_link().mode == "shared"
     assert _link(both_slowdown=1.1).host_link().mode == "duplex"
     pairs = (((0, 1), 1.95), ((2, 3), 1.05))
@@ -292,17 +292,17 @@ def test_what_shares_a_lane() -> None:
 
 
 def test_host_link_of_two_devices() -> None:
-    found = measure_host_link(jax.devices()[:2], sizes=(1 << 12, 1 << 16), repeats=2, warm_up=1)
-    assert found is not None
-    assert found.platform == "cpu"
-    assert [n for n, _ in found.d2h.points] == [1 << 12, 1 << 16]
-    assert all(seconds > 0 for _, seconds in (*found.d2h.points, *found.h2d.points))
-    assert found.both_bytes_per_s > 0
-    assert [pair for pair, _ in found.pairs] == [(0, 1)]
-    assert "GB/s" in str(found) and "devices 0 and 1" in str(found)
-    alone = measure_host_link([jax.devices()[0]] * 4, sizes=(1 << 12, 1 << 16), repeats=1)
-    assert alone is not None
-    assert alone.pairs == ()  # one device is no pair
+    link = measure_host_link(jax.devices()[:2], sizes=(1 << 12, 1 << 16), repeats=2, warm_up=1)
+    assert link is not None
+    assert link.platform == "cpu"
+    assert [n for n, _ in link.d2h.points] == [1 << 12, 1 << 16]
+    assert all(seconds > 0 for _, seconds in (*link.d2h.points, *link.h2d.points))
+    assert link.both_bytes_per_s > 0
+    assert [pair for pair, _ in link.pairs] == [(0, 1)]
+    assert "GB/s" in str(link) and "devices 0 and 1" in str(link)
+    single = measure_host_link([jax.devices()[0]] * 4, sizes=(1 << 12, 1 << 16), repeats=1)
+    assert single is not None
+    assert single.pairs == ()  # one device is no pair
 
 
 def test_a_backend_without_pinned_memory_has_no_host_link(monkeypatch: pytest.MonkeyPatch) -> None:

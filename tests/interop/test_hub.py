@@ -50,9 +50,9 @@ SHOWN = ((0, 0), (0, 11), (1, 23))
 def read(folder: Path, **options: Any) -> tuple[Model, dict[str, Any]]:
     """The model in a folder, and its parameters."""
     hub = open_hub(folder)
-    given = {"seq_len": 24, **hub.options, **options}
-    model = resolve_model(hub.target, given)
-    weights = weights_of(hub, given, stored_params(model))
+    model_options = {"seq_len": 24, **hub.options, **options}
+    model = resolve_model(hub.target, model_options)
+    weights = weights_of(hub, model_options, stored_params(model))
     return model, {layer: weights.read(layer) for layer in weights.layers}
 
 
@@ -65,22 +65,22 @@ def test_logits_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
     model, params = read(write_folder(tmp_path / kind, kind, shards=2), vocab_multiple=4)
     ours = np.asarray(jax.jit(lambda p: logits(model, p, TOKENS))(params))
     assert ours.shape == (2, 24, 40) and (ours[:, :, V:] < -1e29).all()
-    wanted = WANTED[kind]
+    expected = WANTED[kind]
     shown = [ours[row, t, :V:9] for row, t in SHOWN]
-    np.testing.assert_allclose(shown, wanted["shown"], rtol=0, atol=1e-5 * wanted["largest"])
-    np.testing.assert_allclose(np.abs(ours[:, :, :V]).max(), wanted["largest"], rtol=1e-5)
+    np.testing.assert_allclose(shown, expected["shown"], rtol=0, atol=1e-5 * expected["largest"])
+    np.testing.assert_allclose(np.abs(ours[:, :, :V]).max(), expected["largest"], rtol=1e-5)
 
 
 def test_gpt2_as_it_was_published(tmp_path: Path) -> None:
     """Without the prefix, with buffers of masks."""
-    _, wanted = read(write_folder(tmp_path / "given", "gpt2"))
+    _, expected = read(write_folder(tmp_path / "given", "gpt2"))
     folder = write_folder(tmp_path / "published", "gpt2")
     bare = {name.removeprefix("transformer."): array for name, array in tensors(KINDS["gpt2"]).items()}
     masks = {
         f"h.{i}.attn.{name}": np.ones((1, 1, 24, 24), np.float32) for i in (0, 1) for name in ("bias", "masked_bias")
     }
     save_file(bare | masks, folder / "model.safetensors")
-    jax.tree.map(np.testing.assert_array_equal, read(folder)[1], wanted)
+    jax.tree.map(np.testing.assert_array_equal, read(folder)[1], expected)
 
 
 @pytest.mark.parametrize("kind", ["llama31", "qwen3-yarn", "smollm3", "llama-biases"])
@@ -100,20 +100,20 @@ def test_both_forms_of_rotary_positions_are_read(kind: str, tmp_path: Path) -> N
     + [pytest.param(kind, dtype, n, marks=pytest.mark.soak) for kind in KINDS for dtype in ROUND for n in (1, 3)],
 )
 def test_a_folder_comes_back_bit_for_bit(kind: str, dtype: str, shards: int, tmp_path: Path) -> None:
-    given = write_folder(tmp_path / "given\n[run]\nsteps = 7 #", kind, shards=shards, dtype=DTYPES[dtype])
-    config = import_hub(given, tmp_path / "run", seq_len=24).config
+    source = write_folder(tmp_path / "given\n[run]\nsteps = 7 #", kind, shards=shards, dtype=DTYPES[dtype])
+    config = import_hub(source, tmp_path / "run", seq_len=24).config
     assert load_config(tmp_path / "run" / "config.toml") == config  # the folder's name is in it, and no line of it
     size = np.dtype(DTYPES[dtype]).itemsize
     most = sum(array.size for array in tensors(KINDS[kind]).values()) * size // shards + 4096
-    made = export_hub(tmp_path / "run", tmp_path / "back", dtype=dtype, shard_bytes=most)
-    assert len(made.files) == shards or shards > 1
+    exported = export_hub(tmp_path / "run", tmp_path / "back", dtype=dtype, shard_bytes=most)
+    assert len(exported.files) == shards or shards > 1
     back: dict[str, Any] = {}
-    for file in made.files:
+    for file in exported.files:
         back |= load_file(file)
     assert back.keys() == tensors(KINDS[kind]).keys()
     for name, array in tensors(KINDS[kind]).items():
         assert back[name].dtype == DTYPES[dtype] and np.array_equal(back[name], array.astype(DTYPES[dtype])), name
-    one, other = open_hub(given), open_hub(made.path)
+    one, other = open_hub(source), open_hub(exported.path)
     assert one.exchange.config({"seq_len": 24, **one.options}) == other.exchange.config(
         {"seq_len": 24, **other.options}
     )
@@ -140,10 +140,10 @@ def test_transformers_opens_what_comes_back(kind: str, tmp_path: Path) -> None:
     )
     assert not any(info.values()), info
     with torch.no_grad():
-        found = model.eval().float()(torch.from_numpy(TOKENS).long(), use_cache=False).logits.numpy()
-    wanted = WANTED[kind]
-    shown = [found[row, t, ::9] for row, t in SHOWN]
-    np.testing.assert_allclose(shown, wanted["shown"], rtol=0, atol=2e-6 * wanted["largest"])
+        logits = model.eval().float()(torch.from_numpy(TOKENS).long(), use_cache=False).logits.numpy()
+    expected = WANTED[kind]
+    shown = [logits[row, t, ::9] for row, t in SHOWN]
+    np.testing.assert_allclose(shown, expected["shown"], rtol=0, atol=2e-6 * expected["largest"])
 
 
 def test_the_byte_vocabulary_as_a_tokenizer(tmp_path: Path) -> None:
@@ -165,10 +165,10 @@ def test_transformers_continues_a_text_as_we_do(tmp_path: Path) -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(back)
     model = transformers.AutoModelForCausalLM.from_pretrained(back).eval()
     prompt = "the cat sat"
-    given = tokenizer(prompt, return_tensors="pt")
-    made = model.generate(**given, max_new_tokens=24, do_sample=False)
+    encoded = tokenizer(prompt, return_tensors="pt")
+    generated = model.generate(**encoded, max_new_tokens=24, do_sample=False)
     ours = "".join(generate_text(load_trained(tmp_path / "run", step="best"), prompt, 24, temperature=0))
-    assert tokenizer.decode(made[0]) == prompt + ours
+    assert tokenizer.decode(generated[0]) == prompt + ours
 
 
 # --- heads that are tied, and names from elsewhere ------------------------------------------------------------------------
@@ -182,7 +182,7 @@ def test_a_tied_head_in_the_files_is_read_if_it_is_the_embedding(
     kind: str, shards: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = write_folder(tmp_path / "given", kind, shards=shards)
-    _, wanted = read(folder)
+    _, expected = read(folder)
     words = tensors(KINDS[kind])[TIED[kind]]
     if shards == 1:
         rewrite(folder, **{"lm_head.weight": words})
@@ -191,7 +191,7 @@ def test_a_tied_head_in_the_files_is_read_if_it_is_the_embedding(
         index = json.loads((folder / "model.safetensors.index.json").read_text())
         index["weight_map"]["lm_head.weight"] = "head.safetensors"
         (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    jax.tree.map(np.testing.assert_array_equal, read(folder)[1], wanted)
+    jax.tree.map(np.testing.assert_array_equal, read(folder)[1], expected)
     assert main(["import", str(folder), "-o", str(tmp_path / "run"), "--seq-len", "8"]) == 0
     assert f"lm_head.weight is {TIED[kind]} again" in capsys.readouterr().err
     notes: list[str] = []
@@ -217,14 +217,14 @@ def test_a_tied_head_that_only_the_index_has_is_a_remark(
 ) -> None:
     folder = write_folder(tmp_path / "given", "qwen2", shards=2)
     index = folder / "model.safetensors.index.json"
-    kept = json.loads(index.read_text())
-    index.write_text(json.dumps({"weight_map": {**kept["weight_map"], "lm_head.weight": file}}))
+    index_body = json.loads(index.read_text())
+    index.write_text(json.dumps({"weight_map": {**index_body["weight_map"], "lm_head.weight": file}}))
     assert main(["import", str(folder), "-o", str(tmp_path / "run"), "--seq-len", "8"]) == 0
     assert "lists lm_head.weight, which no file has" in capsys.readouterr().err
     edit(folder / "config.json", tie_word_embeddings=False)
     with pytest.raises(ConfigError, match=r"lm_head.weight|gone.safetensors"):
         read(folder)
-    index.write_text(json.dumps({"weight_map": {**kept["weight_map"], NORM: "model-00001-of-00002.safetensors"}}))
+    index.write_text(json.dumps({"weight_map": {**index_body["weight_map"], NORM: "model-00001-of-00002.safetensors"}}))
     edit(folder / "config.json", tie_word_embeddings=True)
     with pytest.raises(ConfigError, match=r"says that model.norm.weight is in"):
         read(folder)
@@ -237,11 +237,11 @@ def test_a_foreign_prefix_is_named(kind: str, prefix: str, tmp_path: Path) -> No
     folder = write_folder(tmp_path / "given", kind)
     if kind == "gpt2" and prefix.startswith("-"):
         pytest.skip("GPT-2 was published so")
-    given = tensors(KINDS[kind])
+    arrays = tensors(KINDS[kind])
     if prefix.startswith("-"):
-        renamed = {name.removeprefix("model."): array for name, array in given.items() if name != "lm_head.weight"}
+        renamed = {name.removeprefix("model."): array for name, array in arrays.items() if name != "lm_head.weight"}
     else:
-        renamed = {prefix + name: array for name, array in given.items()}
+        renamed = {prefix + name: array for name, array in arrays.items()}
     save_file(renamed, folder / "model.safetensors")
     with pytest.raises(ConfigError) as caught:
         read(folder)
@@ -281,22 +281,22 @@ def test_loss_over_a_pipeline_is_that_of_transformers(kind: str, pp: int, tp: in
 # --- runs that begin with given parameters -------------------------------------------------------------------------------
 
 
-def begins_with(path: Path | str, *more: str) -> TrainConfig:
-    return load_config(None, [f"run.init_from={path}", "data.seq_len=24", *more])
+def begins_with(path: Path | str, *overrides: str) -> TrainConfig:
+    return load_config(None, [f"run.init_from={path}", "data.seq_len=24", *overrides])
 
 
 def test_a_run_begins_with_a_folder_or_a_run_of_it(tmp_path: Path) -> None:
     """Each with the model and the numbers of the folder, and only the layers that a process has."""
     folder = write_folder(tmp_path / "given", "qwen2")
-    _, wanted = read(folder)
+    _, expected = read(folder)
     run = import_hub(folder, tmp_path / "run", seq_len=24).path
     for source in (folder, run, f"{run}:0", run / "checkpoints" / "00000000"):
         config = completed(begins_with(source, "data.tokenizer=ids:37", "data.path=x.npy"))
         assert config.model.target == "jaxpipe.models.llama:Llama"
         assert config.model.options == open_hub(folder).options
         model = build_model(config, V)
-        found = initial_params(config, model)
-        jax.tree.map(np.testing.assert_array_equal, found, wanted)
+        params = initial_params(config, model)
+        jax.tree.map(np.testing.assert_array_equal, params, expected)
         assert initial_params(config, model, {"embed", "head"}).keys() == {"embed", "head"}
     meta = read_manifest(run).meta
     shutil.rmtree(folder)  # is not looked at by a run that goes on
@@ -329,13 +329,15 @@ def test_an_imported_run_and_one_that_begins_with_the_folder_train_alike(tmp_pat
     folder = write_folder(tmp_path / "given", "qwen3")
     run = import_hub(folder, tmp_path / "run", seq_len=24).path
     np.save(tmp_path / "ids.npy", np.random.default_rng(0).integers(0, V, 4000).astype(np.uint16))
-    more = [
+    overrides = [
         "data.tokenizer=ids:37", f"data.path={tmp_path / 'ids.npy'}", "data.seq_len=24", "pipeline.ranks=2", "run.batch=4",
         "pipeline.microbatches=2", "run.steps=2", "run.eval_every=0", "optimizer.warmup_steps=1", "run.log_every=1",
         "pipeline.split_backwards=never",
     ]  # fmt: skip
-    train(load_config(run / "config.toml", more), io.StringIO())
-    train(load_config(None, [f"run.init_from={folder}", f"run.out_dir={tmp_path / 'other'}", *more]), io.StringIO())
+    train(load_config(run / "config.toml", overrides), io.StringIO())
+    train(
+        load_config(None, [f"run.init_from={folder}", f"run.out_dir={tmp_path / 'other'}", *overrides]), io.StringIO()
+    )
     one, other = (load_params(path) for path in (run, tmp_path / "other"))
     jax.tree.map(np.testing.assert_array_equal, one, other)
     assert not np.array_equal(one["embed"]["tokens"]["embedding"], tensors(KINDS["qwen3"])["model.embed_tokens.weight"])
@@ -351,8 +353,8 @@ def edit(path: Path, **changes: Any) -> None:
 
 def rewrite(folder: Path, **changes: Any) -> None:
     """Change tensors of a folder; None takes one away."""
-    made = load_file(folder / "model.safetensors") | changes
-    save_file({name: array for name, array in made.items() if array is not None}, folder / "model.safetensors")
+    arrays = load_file(folder / "model.safetensors") | changes
+    save_file({name: array for name, array in arrays.items() if array is not None}, folder / "model.safetensors")
 
 
 def config(**changes: Any) -> Callable[[Path], None]:
@@ -451,10 +453,10 @@ BAD: dict[str, tuple[str, Callable[[Path], None], str]] = {
 def test_a_bad_folder_is_one_line_and_nothing_is_written(
     what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    kind, spoil, wanted = BAD[what]
+    kind, spoil, message = BAD[what]
     folder = write_folder(tmp_path / "given", kind)
     spoil(folder)
     assert main(["import", str(folder), "-o", str(tmp_path / "out" / "run")]) == 2
-    said = capsys.readouterr()
-    assert wanted in said.err and said.err.count("\n") == 1 and said.out == ""
+    captured = capsys.readouterr()
+    assert message in captured.err and captured.err.count("\n") == 1 and captured.out == ""
     assert [path.name for path in tmp_path.iterdir() if path.name != "given"] == []

@@ -28,14 +28,14 @@ def test_the_recorded_variants_are_those_that_are_made() -> None:
 @pytest.mark.parametrize("kind", BASES)
 def test_each_key_means_what_it_means_to_transformers(kind: str, tmp_path: Path) -> None:
     records = [record for record in golden()["single"] if record["config"]["model_type"] == kind]
-    problems = {str(record["config"]): said for record in records if (said := problem(record, tmp_path))}
+    problems = {str(record["config"]): message for record in records if (message := problem(record, tmp_path))}
     assert records and not problems
 
 
 @pytest.mark.parametrize("count", [400, pytest.param(2000, marks=pytest.mark.soak)])
 def test_keys_together_mean_what_they_mean_to_transformers(count: int, tmp_path: Path) -> None:
     records = golden()["random"][:count]
-    problems = {str(record["config"]): said for record in records if (said := problem(record, tmp_path))}
+    problems = {str(record["config"]): message for record in records if (message := problem(record, tmp_path))}
     assert not problems
 
 
@@ -54,10 +54,10 @@ DEFAULT = {"rope_type": "default", "rope_theta": 10000.0}
     ],
 )
 def test_what_was_read_otherwise(kind: str, changes: Any, expected: dict[str, Any], tmp_path: Path) -> None:
-    found = meaning({**BASES[kind], **changes}, tmp_path)
+    meanings = meaning({**BASES[kind], **changes}, tmp_path)
     for key, value in expected.items():
-        wanted = {**found[key], **value} if isinstance(value, dict) else value
-        assert found[key] == wanted
+        full_value = {**meanings[key], **value} if isinstance(value, dict) else value
+        assert meanings[key] == full_value
 
 
 @pytest.mark.parametrize(

@@ -26,15 +26,15 @@ def test_every_token_is_a_target_once(length: int) -> None:
     assert windows[0]["tokens"][0, 0] == 0
     for window in windows:
         assert all(array.shape == (1, 8) for array in window.values())
-        given = window["tokens"][0, 1:]
-        np.testing.assert_array_equal(window["targets"][0, :-1][given > 0], given[given > 0])
+        inputs = window["tokens"][0, 1:]
+        np.testing.assert_array_equal(window["targets"][0, :-1][inputs > 0], inputs[inputs > 0])
     assert length < 8 or all((window["targets"] > 0).all() for window in windows), "the last one reaches back"
 
 
 @pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}")
 def test_lm_eval_says_what_we_say(tmp_path: Path) -> None:
-    more = ("data.seq_len=96", "data.holdout=0.5", "run.steps=10")
-    train(config(write_text(tmp_path / "text.txt", 1200), tmp_path / "run", *more), io.StringIO())
+    overrides = ("data.seq_len=96", "data.holdout=0.5", "run.steps=10")
+    train(config(write_text(tmp_path / "text.txt", 1200), tmp_path / "run", *overrides), io.StringIO())
     report = compare(tmp_path / "run", tmp_path / "out", sys.executable, count=3, windows=2.5)
     assert report["bits_per_byte_differ"] <= MOST
     assert report["lm_eval"]["jaxpipe_greedy"] == 1.0

@@ -60,10 +60,10 @@ def hub(tmp_path: Path) -> Path:
     return write_hub(tmp_path / "HF")
 
 
-def build(folder: Path, store: Path, *more: str, tokenizer: str = "") -> Path:
+def build(folder: Path, store: Path, *flags: str, tokenizer: str = "") -> Path:
     tokenizer = tokenizer or str(folder / "tokenizer.json")
-    given = ["data", "build", str(folder.parent / "sft.jsonl"), "--chat", "-o", str(store), "--workers", "1"]
-    assert main([*given, "--tokenizer", tokenizer, *more]) == 0
+    command = ["data", "build", str(folder.parent / "sft.jsonl"), "--chat", "-o", str(store), "--workers", "1"]
+    assert main([*command, "--tokenizer", tokenizer, *flags]) == 0
     return store
 
 
@@ -131,26 +131,26 @@ def test_every_way_to_the_same_tokenizer_keeps_its_files(way: str, jinja: bool, 
             assert main(["import", str(hub), "-o", str(tmp_path / "imported")]) == 0
             settings = [f"data.tokenizer={bare / 'tokenizer.json'}", "data.path=x.txt"]
             settings += [f"run.init_from={tmp_path / 'imported'}:0"]
-    kept = kept_by(tmp_path / "run", settings)
-    assert template_in(kept) == TEMPLATE
-    assert read(kept / "generation_config.json") == GENERATION
-    assert read(kept / "tokenizer_config.json") == read(hub / "tokenizer_config.json")
+    folder = kept_by(tmp_path / "run", settings)
+    assert template_in(folder) == TEMPLATE
+    assert read(folder / "generation_config.json") == GENERATION
+    assert read(folder / "tokenizer_config.json") == read(hub / "tokenizer_config.json")
 
 
 @pytest.mark.parametrize("way", ["store", "records"])
 def test_a_template_of_its_own_is_what_is_exported_and_its_end_ends_generation(
     way: str, hub: Path, tmp_path: Path
 ) -> None:
-    own = str(tmp_path / "own.jinja")
+    template_path = str(tmp_path / "own.jinja")
     if way == "store":
-        store = build(hub, tmp_path / "ST", "--chat-template", own)
+        store = build(hub, tmp_path / "ST", "--chat-template", template_path)
         settings = [f"data.path={store}", f"data.tokenizer={store / 'tokenizer.json'}"]
     else:
-        settings = [f"data.path={tmp_path / 'sft.jsonl'}", "data.format=chat", f"data.chat_template={own}"]
+        settings = [f"data.path={tmp_path / 'sft.jsonl'}", "data.format=chat", f"data.chat_template={template_path}"]
         settings += [f"data.tokenizer={hub / 'tokenizer.json'}"]
-    kept = kept_by(tmp_path / "run", settings)
-    assert template_in(kept) == OWN
-    assert read(kept / "generation_config.json") == {
+    folder = kept_by(tmp_path / "run", settings)
+    assert template_in(folder) == OWN
+    assert read(folder / "generation_config.json") == {
         **GENERATION,
         "bos_token_id": 1,
         "eos_token_id": [WORDS.index("<|end|>"), 2, 1],
@@ -161,7 +161,7 @@ def test_a_template_of_its_own_is_what_is_exported_and_its_end_ends_generation(
 def test_a_token_that_ends_documents_ends_generation(way: str, hub: Path, tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "a b c"}\n' * 9)
     if way == "store":
-        given = [
+        command = [
             "data",
             "build",
             str(tmp_path / "a.jsonl"),
@@ -172,13 +172,13 @@ def test_a_token_that_ends_documents_ends_generation(way: str, hub: Path, tmp_pa
             "--workers",
             "1",
         ]
-        assert main([*given, "--tokenizer", str(hub / "tokenizer.json")]) == 0
+        assert main([*command, "--tokenizer", str(hub / "tokenizer.json")]) == 0
         settings = [f"data.path={tmp_path / 'ST'}"]
     else:
         settings = [f"data.path={tmp_path / 'a.jsonl'}", "data.eos=<|end|>"]
-    kept = kept_by(tmp_path / "run", [f"data.tokenizer={hub / 'tokenizer.json'}", *settings])
-    assert read(kept / "generation_config.json")["eos_token_id"] == [WORDS.index("<|end|>"), 2, 1]
-    assert template_in(kept) == TEMPLATE
+    folder = kept_by(tmp_path / "run", [f"data.tokenizer={hub / 'tokenizer.json'}", *settings])
+    assert read(folder / "generation_config.json")["eos_token_id"] == [WORDS.index("<|end|>"), 2, 1]
+    assert template_in(folder) == TEMPLATE
 
 
 def test_files_of_another_tokenizer_are_not_taken(hub: Path, tmp_path: Path) -> None:
@@ -188,17 +188,17 @@ def test_files_of_another_tokenizer_are_not_taken(hub: Path, tmp_path: Path) -> 
     changed["model"]["vocab"] |= {"zebra": V - 1}
     (other / "tokenizer.json").write_text(json.dumps(changed))
     settings = [f"data.tokenizer={other / 'tokenizer.json'}", f"run.init_from={hub}", "data.path=x.txt"]
-    kept = kept_by(tmp_path / "run", settings)
-    assert {path.name for path in kept.iterdir()} == {"tokenizer.json", "generation_config.json"}
-    assert read(kept / "generation_config.json") == {"eos_token_id": 1}  # <|endoftext|> ends its documents
+    folder = kept_by(tmp_path / "run", settings)
+    assert {path.name for path in folder.iterdir()} == {"tokenizer.json", "generation_config.json"}
+    assert read(folder / "generation_config.json") == {"eos_token_id": 1}  # <|endoftext|> ends its documents
 
 
 def test_a_byte_vocabulary_keeps_the_template_of_its_chats(hub: Path, tmp_path: Path) -> None:
-    own = str(tmp_path / "own.jinja")
-    store = build(hub, tmp_path / "ST", "--chat-template", own, tokenizer="byte")
-    kept = kept_by(tmp_path / "run", [f"data.path={store}"])
-    assert [path.name for path in kept.iterdir()] == ["chat_template.jinja"]
-    assert (kept / "chat_template.jinja").read_text() == OWN
+    template_path = str(tmp_path / "own.jinja")
+    store = build(hub, tmp_path / "ST", "--chat-template", template_path, tokenizer="byte")
+    folder = kept_by(tmp_path / "run", [f"data.path={store}"])
+    assert [path.name for path in folder.iterdir()] == ["chat_template.jinja"]
+    assert (folder / "chat_template.jinja").read_text() == OWN
 
 
 def test_ids_of_config_json_end_texts_where_nothing_else_says_so(hub: Path, tmp_path: Path) -> None:
@@ -214,8 +214,8 @@ def test_a_model_of_ids_keeps_the_files_that_came_with_it(hub: Path, tmp_path: P
     (hub / "tokenizer.model").write_bytes(b"sentencepiece")
     assert main(["import", str(hub), "-o", str(tmp_path / "run")]) == 0
     assert main(["export", str(tmp_path / "run"), "-o", str(tmp_path / "out")]) == 0
-    there = {path.name for path in (tmp_path / "out").iterdir()} & set(FILES)
-    assert there == {"tokenizer.model", "tokenizer_config.json", "generation_config.json"}
+    files = {path.name for path in (tmp_path / "out").iterdir()} & set(FILES)
+    assert files == {"tokenizer.model", "tokenizer_config.json", "generation_config.json"}
     assert read(tmp_path / "out" / "config.json")["eos_token_id"] == [2, 1]
 
 
@@ -231,8 +231,8 @@ def test_a_model_of_ids_keeps_the_files_that_came_with_it(hub: Path, tmp_path: P
     ],
 )
 def test_what_ends_answers_is_what_the_template_writes_behind_them(template: str, end: str | None, hub: Path) -> None:
-    found = end_of_answers(ChatTemplate(template, "t.jinja"), HFTokenizer(hub / "tokenizer.json"))
-    assert found == (None if end is None else WORDS.index(end))
+    end_id = end_of_answers(ChatTemplate(template, "t.jinja"), HFTokenizer(hub / "tokenizer.json"))
+    assert end_id == (None if end is None else WORDS.index(end))
 
 
 @pytest.mark.parametrize(("temperature", "top_k"), [(0.0, 0), (1.0, 0), (50.0, 0), (50.0, 3), (1.0, V)])
@@ -251,7 +251,7 @@ def test_ids_without_a_token_are_never_generated(
     import_hub(hub, run, seq_len=8)
     ids: list[int] = []
     decode = HFTokenizer.decode
-    monkeypatch.setattr(HFTokenizer, "decode", lambda self, given: (ids.extend(given), decode(self, given))[1])
+    monkeypatch.setattr(HFTokenizer, "decode", lambda self, new_ids: (ids.extend(new_ids), decode(self, new_ids))[1])
     trained = load_trained(run)
     options = {**trained.config.model.options, "vocab_multiple": 8}
     model, params = resolve_model(trained.config.model.target, {"seq_len": 8, **options}), {**trained.params}

@@ -180,7 +180,7 @@ def _wait_for(happened: Callable[[], bool]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["local", "-n", "2"], "what to launch comes after --, such as: jaxpipe launch local -n 2 -- train --config"),
         (["local", "--", "train"], "jaxpipe launch local needs -n (see"),
@@ -212,11 +212,11 @@ def _wait_for(happened: Callable[[], bool]) -> None:
         ),
     ],
 )  # fmt: skip
-def test_mistakes_are_one_line(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_are_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["launch", *arguments]) == 2
     err = capsys.readouterr().err
     assert err.startswith("jaxpipe: ") and err.count("\n") == 1
-    assert said in err
+    assert message in err
 
 
 # -- Slurm ----------------------------------------------------------------------------------------------------------------
@@ -267,9 +267,9 @@ def cluster_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Call
             train = ["train", "--pp", "4", "--tp", "2", "run.out_dir=/shared/a run"]
             assert main(["launch", "slurm", "-o", str(file), *flags, "--sbatch", "time=4:00:00", "--", *train]) == 0
         text = file.read_text()
-        asked = dict(re.findall(r"^#SBATCH --([\w-]+)=(.*)$", text, re.MULTILINE))
-        assert (asked["gpus-per-node"], asked["time"], asked["signal"]) == ("4", "4:00:00", "USR1@120")
-        assert asked["chdir"] == str(Path.cwd())
+        directives = dict(re.findall(r"^#SBATCH --([\w-]+)=(.*)$", text, re.MULTILINE))
+        assert (directives["gpus-per-node"], directives["time"], directives["signal"]) == ("4", "4:00:00", "USR1@120")
+        assert directives["chdir"] == str(Path.cwd())
         assert f"{tools / 'python'} -m jaxpipe train --pp 4 --tp 2 'run.out_dir=/shared/a run' ||" in text
         done = subprocess.run(
             ["bash", str(file)],
@@ -278,8 +278,8 @@ def cluster_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Call
                 "PATH": f"{tools}:{os.environ['PATH']}",
                 "PYTHONPATH": str(ROOT),
                 "FAKE_CODE": JOIN + code,
-                "FAKE_NODES": asked["nodes"],
-                "FAKE_TASKS": asked["ntasks-per-node"],
+                "FAKE_NODES": directives["nodes"],
+                "FAKE_TASKS": directives["ntasks-per-node"],
                 "SLURM_JOB_ID": str(os.getpid()),
                 "SLURM_RESTART_COUNT": str(tried),
             },
@@ -380,8 +380,8 @@ def test_a_jobset_has_the_published_fields(tmp_path: Path, capsys: pytest.Captur
     )
     document = yaml.safe_load(file.read_text())
     for path, value in leaves(document):
-        known = FIELDS[path]
-        assert value in known if isinstance(known, list) else type(value) is known, path
+        field = FIELDS[path]
+        assert value in field if isinstance(field, list) else type(value) is field, path
     assert {path for path, _ in leaves(document)} == FIELDS.keys()
     job = document["spec"]["replicatedJobs"][0]["template"]["spec"]
     (container,) = job["template"]["spec"]["containers"]

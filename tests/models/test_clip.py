@@ -87,7 +87,7 @@ def _computed() -> Any:
 @pytest.mark.usefixtures("x64")
 def test_the_loss_is_the_mean_of_two_cross_entropies() -> None:
     params = random_params(tiny())
-    loss, weight, _, found, (image, text) = jax.device_get(_computed()(params, random_batch(6)))
+    loss, weight, _, retrieval, (image, text) = jax.device_get(_computed()(params, random_batch(6)))
     np.testing.assert_allclose(np.linalg.norm(image, axis=1), 1, rtol=1e-9)
     scores = np.exp(float(params["loss"]["log_scale"])) * image @ text.T
     by_hand = 0.0
@@ -95,18 +95,18 @@ def test_the_loss_is_the_mean_of_two_cross_entropies() -> None:
         for row in (scores[i], scores[:, i]):
             by_hand += (np.log(np.exp(row).sum()) - scores[i, i]) / 2
     np.testing.assert_allclose([loss, weight], [by_hand, 6], rtol=1e-9)
-    assert found[0] == sum(scores[i].argmax() == i for i in range(6)) and found[1] == 6
+    assert retrieval[0] == sum(scores[i].argmax() == i for i in range(6)) and retrieval[1] == 6
 
 
 @pytest.mark.usefixtures("x64")
 def test_groups_of_pairs_are_other_losses_and_the_temperature_learns() -> None:
     params, batch = random_params(tiny()), random_batch(6)
-    together = _computed()(params, batch)[2]
+    joint = _computed()(params, batch)[2]
     halves = [_computed()(params, {k: v[i : i + 3] for k, v in batch.items()})[2] for i in (0, 3)]
-    apart = jax.tree.map(jnp.add, *halves)
-    for tree in (together, apart):
+    separate = jax.tree.map(jnp.add, *halves)
+    for tree in (joint, separate):
         assert all(float(jnp.abs(leaf).max()) > 0 for leaf in jax.tree.leaves(tree))
-    differ = jax.tree.map(lambda a, b: not np.allclose(a, b, rtol=1e-3), together, apart)
+    differ = jax.tree.map(lambda a, b: not np.allclose(a, b, rtol=1e-3), joint, separate)
     assert all(jax.tree.leaves(differ))
     hot = params | {"loss": {"log_scale": jnp.float64(9).astype(params["loss"]["log_scale"].dtype)}}
     assert float(_computed()(hot, batch)[2]["loss"]["log_scale"]) == 0  # at its bound
@@ -116,8 +116,8 @@ def test_groups_of_pairs_are_other_losses_and_the_temperature_learns() -> None:
 def test_a_pair_of_weight_zero_is_nobodys_negative() -> None:
     params, batch = random_params(tiny()), random_batch(3)
     padded = {k: np.concatenate([v, np.zeros((3, *v.shape[1:]), v.dtype)]) for k, v in batch.items()}
-    want, got = (_computed()(params, b)[:4] for b in (batch, padded))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-11), got, want)
+    expected, got = (_computed()(params, b)[:4] for b in (batch, padded))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-11), got, expected)
 
 
 @pytest.mark.usefixtures("x64")
@@ -140,11 +140,11 @@ def test_towers_on_ranks_of_their_own_have_the_gradients_of_the_whole_model(tp: 
     got, grads = pipe.loss_and_grads(pipe.place(params), batch)
     parts = [_computed()(params, {name: array[i] for name, array in batch.items()}) for i in range(m)]
     np.testing.assert_allclose(np.asarray(got), sum(float(part[0]) for part in parts) / 6, rtol=1e-10)
-    want = jax.tree.map(lambda a, b: (a + b) / 6, *(part[2] for part in parts))
+    expected = jax.tree.map(lambda a, b: (a + b) / 6, *(part[2] for part in parts))
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(np.asarray(a), b, rtol=1e-10, atol=1e-10),
         {name: dict(grads[name]) for name in params},
-        want,
+        expected,
     )
 
 
@@ -207,7 +207,7 @@ def unsplit(model: Model, dp: int, batch: Mapping[str, Any], params: Any) -> tup
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(
     ("group", "dp"),
-    [(2, 2), *(pytest.param(*more, marks=pytest.mark.soak) for more in ((1, 1), (2, 1), (4, 1), (1, 2), (4, 2)))],
+    [(2, 2), *(pytest.param(*sizes, marks=pytest.mark.soak) for sizes in ((1, 1), (2, 1), (4, 1), (1, 2), (4, 2)))],
 )
 def test_a_loss_over_several_microbatches_has_the_gradients_of_the_whole_model(group: int, dp: int) -> None:
     pipe, batch, params = grouped(group, dp, one_f_one_b)
@@ -230,8 +230,8 @@ def test_a_loss_over_several_microbatches_has_the_gradients_of_the_whole_model(g
 @pytest.mark.parametrize("dp", [pytest.param(1, marks=pytest.mark.soak), 2])
 def test_groups_of_one_and_of_all_are_other_losses(dp: int) -> None:
     params = random_params(in_groups(1))
-    one, every = (unsplit(in_groups(group), dp, microbatches(4, dp), params)[1] for group in (1, 4))
-    differ = jax.tree.map(lambda a, b: not np.allclose(a, b, rtol=1e-3), one, every)
+    one, all_pairs = (unsplit(in_groups(group), dp, microbatches(4, dp), params)[1] for group in (1, 4))
+    differ = jax.tree.map(lambda a, b: not np.allclose(a, b, rtol=1e-3), one, all_pairs)
     assert all(jax.tree.leaves(differ))
 
 
@@ -246,8 +246,8 @@ def test_orders_of_towers_have_the_same_bits_and_the_predicted_memory() -> None:
         placed = pipe.place(params)
         results.append(pipe.loss_and_grads(placed, batch))
         measured = measured_peaks(pipe, placed, batch, None)
-        for told, got in zip(pipe.memory_report(workspace=False, curves=True).ranks, measured.ranks, strict=True):
-            assert told.live_bytes == got.live_bytes
+        for predicted, got in zip(pipe.memory_report(workspace=False, curves=True).ranks, measured.ranks, strict=True):
+            assert predicted.live_bytes == got.live_bytes
     jax.tree.map(np.testing.assert_array_equal, *jax.device_get(results))
 
 
@@ -273,8 +273,8 @@ def test_towers_exchange_their_results(tmp_path: Path, monkeypatch: pytest.Monke
     results = [p.loss_and_grads(placed, batch) for p in (plain, pipe)]
     jax.tree.map(np.testing.assert_array_equal, *jax.device_get(results))
     measured = measured_peaks(pipe, placed, batch, None)
-    for told, got in zip(pipe.memory_report(workspace=False, curves=True).ranks, measured.ranks, strict=True):
-        assert told.live_bytes == got.live_bytes
+    for predicted, got in zip(pipe.memory_report(workspace=False, curves=True).ranks, measured.ranks, strict=True):
+        assert predicted.live_bytes == got.live_bytes
     sent = [x for x in pipe.programs[1].instructions if isinstance(x, Send) and x.action.op == "Share"]
     assert [x.dst for x in sent] == [3] * 4
 
@@ -302,10 +302,10 @@ def test_held_out_scores_tell_retrieval_and_padding_changes_nothing() -> None:
     trained = Trained(TrainConfig(), model, random_params(model), ByteTokenizer(), 3)
     batch = random_batch(6)
     padded = {k: np.concatenate([v, np.zeros((2, *v.shape[1:]), v.dtype)]) for k, v in batch.items()}
-    whole, more = (held_out_score(trained, [b], None) for b in (batch, padded))
-    assert whole.bits_per_byte is None and set(whole.metrics) == {"retrieval"}
-    np.testing.assert_allclose(whole.loss, more.loss, rtol=1e-5)
-    assert whole.metrics == more.metrics
+    score, padded_score = (held_out_score(trained, [b], None) for b in (batch, padded))
+    assert score.bits_per_byte is None and set(score.metrics) == {"retrieval"}
+    np.testing.assert_allclose(score.loss, padded_score.loss, rtol=1e-5)
+    assert score.metrics == padded_score.metrics
 
 
 def test_it_makes_no_text() -> None:
@@ -317,14 +317,14 @@ def test_it_makes_no_text() -> None:
 
 
 def test_bad_sizes_are_one_line() -> None:
-    for given, said in (
+    for sizes, message in (
         ({"image_width": 6}, "multiples of 2 · patch = 4"),
         ({"text_heads": 5}, "use one of"),
         ({"tower": 2}, "has no option 'tower'"),
     ):
         with pytest.raises(ConfigError) as caught:
-            CLIP(**{**SMALL, **given})
-        assert said in str(caught.value) and "\n" not in str(caught.value)
+            CLIP(**{**SMALL, **sizes})
+        assert message in str(caught.value) and "\n" not in str(caught.value)
     with pytest.raises(ConfigError, match="use sequence_parallel=false"):
         tiny().layers[-1].shards(TensorParallel(2, sequence=True))  # type: ignore[misc]
 

@@ -93,10 +93,10 @@ def test_targets_without_weight_count_for_nothing(topology: str, value: int) -> 
     trainer, _, before = trainer_of(topology)
     stepped = []
     for target in (0, value):
-        some = batch()
-        some["weights"][1, 2:4] = 0
-        some["targets"][1, 2:4] = target
-        state, metrics = trainer.step(trainer.init(), some)
+        data = batch()
+        data["weights"][1, 2:4] = 0
+        data["targets"][1, 2:4] = target
+        state, metrics = trainer.step(trainer.init(), data)
         stepped.append((metrics.loss, metrics.grad_norm, jax.device_get(trainer.params(state))))
         assert metrics.applied and np.isfinite(metrics.loss)
     jax.tree.map(np.testing.assert_array_equal, *stepped)

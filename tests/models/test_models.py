@@ -241,8 +241,8 @@ def test_a_prefix_alone_gives_the_same_logits() -> None:
     for kind in ("gpt", "llama"):
         model = make(kind)
         params, tokens = random_params(model), random_batch(model)["tokens"]
-        whole, part = logits(model, params, tokens), logits(model, params, tokens[:, :3])
-        np.testing.assert_allclose(whole[:, :3], part, rtol=1e-5, atol=1e-5)
+        full, part = logits(model, params, tokens), logits(model, params, tokens[:, :3])
+        np.testing.assert_allclose(full[:, :3], part, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.usefixtures("x64")

@@ -46,13 +46,13 @@ SMALL = {"vocab_size": 32, "d_model": 16, "num_layers": 1, "num_heads": 8, "seq_
 Options = tuple[tuple[str, Any], ...]
 
 
-def options(**given: Any) -> Options:
-    return tuple(given.items())
+def options(**kwargs: Any) -> Options:
+    return tuple(kwargs.items())
 
 
 @functools.cache
-def make(kind: str, given: Options = ()) -> Model:
-    return FACTORIES[kind](**{**SMALL, **dict(given)})
+def make(kind: str, extra: Options = ()) -> Model:
+    return FACTORIES[kind](**{**SMALL, **dict(extra)})
 
 
 def random_params(model: Model, seed: int = 0) -> Any:
@@ -81,8 +81,8 @@ def on_one_device(model: Model, params: Any, batch: Any) -> Any:
 
 
 @functools.cache
-def wanted(kind: str, given: Options) -> Any:
-    model = make(kind, given)
+def wanted(kind: str, extra: Options) -> Any:
+    model = make(kind, extra)
     (loss, weight), grads = on_one_device(model, random_params(model), random_batch(model))
     return (loss, weight), grads
 
@@ -109,8 +109,8 @@ CASES: list[tuple[str, Options, TensorParallel, int]] = [
     ("llama", HUB, TensorParallel(4, sequence=True), 2),
 ]
 ALL = [
-    (kind, given, TensorParallel(size, *flags), dp)
-    for (kind, given), size, flags in itertools.product(
+    (kind, extra, TensorParallel(size, *flags), dp)
+    for (kind, extra), size, flags in itertools.product(
         [
             *[("gpt", options(tied=tied, num_layers=2)) for tied in (True, False)],
             *[
@@ -127,27 +127,27 @@ ALL = [
 
 
 @pytest.mark.parametrize(
-    ("kind", "given", "tp", "dp"),
+    ("kind", "extra", "tp", "dp"),
     [pytest.param(*x, marks=[pytest.mark.soak] * (x in (CASES[1], CASES[3], CASES[4]))) for x in CASES],
 )
 @pytest.mark.usefixtures("x64")
-def test_loss_and_gradients_are_those_of_one_device(kind: str, given: Options, tp: TensorParallel, dp: int) -> None:
-    model = make(kind, given)
-    found = loss_and_grads(model, random_params(model), random_batch(model), tp, dp=dp)
-    close(found, wanted(kind, given), 1e-9)
-    assert not np.any(np.asarray(found[1]["embed"]["tokens"]["embedding"])[model.vocab_size :])  # rows of padding
+def test_loss_and_gradients_are_those_of_one_device(kind: str, extra: Options, tp: TensorParallel, dp: int) -> None:
+    model = make(kind, extra)
+    result = loss_and_grads(model, random_params(model), random_batch(model), tp, dp=dp)
+    close(result, wanted(kind, extra), 1e-9)
+    assert not np.any(np.asarray(result[1]["embed"]["tokens"]["embedding"])[model.vocab_size :])  # rows of padding
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize(("kind", "given", "tp", "dp"), ALL)
+@pytest.mark.parametrize(("kind", "extra", "tp", "dp"), ALL)
 @pytest.mark.usefixtures("x64")
-def test_loss_and_gradients_of_every_combination(kind: str, given: Options, tp: TensorParallel, dp: int) -> None:
-    test_loss_and_gradients_are_those_of_one_device(kind, given, tp, dp)
+def test_loss_and_gradients_of_every_combination(kind: str, extra: Options, tp: TensorParallel, dp: int) -> None:
+    test_loss_and_gradients_are_those_of_one_device(kind, extra, tp, dp)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize(
-    ("kind", "given", "tp"),
+    ("kind", "extra", "tp"),
     [
         ("gpt", options(dtype="float32"), TensorParallel(4, sequence=True)),
         pytest.param(
@@ -155,8 +155,8 @@ def test_loss_and_gradients_of_every_combination(kind: str, given: Options, tp: 
         ),
     ],
 )
-def test_float32(kind: str, given: Options, tp: TensorParallel) -> None:
-    model = make(kind, given)
+def test_float32(kind: str, extra: Options, tp: TensorParallel) -> None:
+    model = make(kind, extra)
     params, batch = jax.jit(lambda: init_params(model, 0))(), random_batch(model)
     close(loss_and_grads(model, params, batch, tp), on_one_device(model, params, batch), 1e-5)
 
@@ -169,7 +169,7 @@ def sized_models(draw: st.DrawFn) -> tuple[Model, TensorParallel, int]:
     tp = TensorParallel(t, draw(st.booleans()), draw(st.booleans()))
     groups = draw(st.sampled_from([g for g in (1, 2, 3, 4, 6) if g % t == 0 or t % g == 0]))
     heads = draw(st.sampled_from([h for h in range(t, 4 * t + 1, t) if h % groups == 0] or [groups * t]))
-    given = {
+    sizes = {
         "num_heads": heads,
         "d_model": heads * draw(st.sampled_from([2, 4])),
         "vocab_size": t * draw(st.integers(1, 9)),
@@ -180,8 +180,8 @@ def sized_models(draw: st.DrawFn) -> tuple[Model, TensorParallel, int]:
     if draw(st.booleans()):
         mlp = t * draw(st.integers(1, 7))
         bias = draw(st.booleans())
-        return Llama(num_layers=1, num_kv_heads=groups, mlp_size=mlp, qkv_bias=bias, **given), tp, dp
-    return GPT(num_layers=1, **given), tp, dp
+        return Llama(num_layers=1, num_kv_heads=groups, mlp_size=mlp, qkv_bias=bias, **sizes), tp, dp
+    return GPT(num_layers=1, **sizes), tp, dp
 
 
 def check_sized(case: tuple[Model, TensorParallel, int]) -> None:
@@ -211,8 +211,8 @@ def test_positions_count_from_the_first_token_on_every_part_of_time() -> None:
     embed = make("gpt", options(dtype="float32")).layers[0]
     params, tokens = embed.init(jax.random.key(0)), jnp.arange(12, dtype=jnp.int32).reshape(2, 6)
 
-    def run(params: Any, tokens: Any, own: TensorParallel = tp) -> Any:
-        return embed.apply(params, None, LayerContext({"tokens": tokens}, None, False, own))
+    def run(params: Any, tokens: Any, shards: TensorParallel = tp) -> Any:
+        return embed.apply(params, None, LayerContext({"tokens": tokens}, None, False, shards))
 
     specs = ({"tokens": {"embedding": P(TP)}, "positions": P()}, P())
     ours = jax.jit(jax.shard_map(run, mesh=mesh_of(tp), in_specs=specs, out_specs=P(None, TP)))(params, tokens)
@@ -235,11 +235,11 @@ COUNTS = [
 
 
 @pytest.mark.parametrize(
-    ("kind", "given", "fused"),
+    ("kind", "extra", "fused"),
     [*COUNTS, *(pytest.param(*model, not fused, marks=pytest.mark.soak) for *model, fused in COUNTS)],
 )
-def test_two_collectives_a_block_each_way(kind: str, given: Options, fused: bool) -> None:
-    model = make(kind, COUNTED + given)
+def test_two_collectives_a_block_each_way(kind: str, extra: Options, fused: bool) -> None:
+    model = make(kind, COUNTED + extra)
     params, batch = random_params(model), random_batch(model)
     for tp in (TensorParallel(4, fused_residual=fused), TensorParallel(4, sequence=True, fused_residual=fused)):
         kinds = ("all-gather", "reduce-scatter") if tp.splits_time else ("all-reduce", "all-reduce")
@@ -261,8 +261,8 @@ def test_nothing_as_wide_as_the_vocabulary(kind: str) -> None:
     for tp in (TensorParallel(4), TensorParallel(4, sequence=True)):
         traces = trace_layers(model, params, batch, tp).values()
         shapes = [shape for trace in traces for shape in shapes_in(trace.forward) | shapes_in(trace.backward)]
-        made = {n for shape in shapes for n in shape}
-        assert 29 in made and 4 * 29 not in made
+        sizes = {n for shape in shapes for n in shape}
+        assert 29 in sizes and 4 * 29 not in sizes
 
 
 @pytest.mark.parametrize("kind", ["gpt", "llama"])
@@ -280,16 +280,16 @@ def test_sequence_parallelism_leaves_a_part_of_time_on_the_residual_stream(kind:
 
 
 @pytest.mark.parametrize(
-    ("kind", "given", "tp"),
+    ("kind", "extra", "tp"),
     [
         ("gpt", options(dropout=0.2), TensorParallel(4, sequence=True)),
         ("llama", (*GROUPED, ("dropout", 0.2)), TensorParallel(4, fused_residual=True)),
     ],
 )
 @pytest.mark.usefixtures("x64")
-def test_gradients_under_dropout_are_those_of_the_masks_drawn(kind: str, given: Options, tp: TensorParallel) -> None:
+def test_gradients_under_dropout_are_those_of_the_masks_drawn(kind: str, extra: Options, tp: TensorParallel) -> None:
     """Central differences along a random direction: masks that differed between F and B, or shards, would show."""
-    model = make(kind, given)
+    model = make(kind, extra)
     params, batch, key = random_params(model), random_batch(model), jax.random.key(1)
     direction = random_params(model, seed=2)
     run = step(model, params, tp)
@@ -307,8 +307,8 @@ def test_gradients_under_dropout_are_those_of_the_masks_drawn(kind: str, given: 
 # --- one shard -----------------------------------------------------------------------------------------------------------
 
 
-def _dense(features: Any, name: str, std: float = 0.02, **more: Any) -> nn.DenseGeneral:
-    return nn.DenseGeneral(features, kernel_init=nn.initializers.normal(std), name=name, **more)
+def _dense(features: Any, name: str, std: float = 0.02, **kwargs: Any) -> nn.DenseGeneral:
+    return nn.DenseGeneral(features, kernel_init=nn.initializers.normal(std), name=name, **kwargs)
 
 
 class PlainGPTBlock(nn.Module):
@@ -362,20 +362,20 @@ class PlainLlamaBlock(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("kind", "given", "plain"),
+    ("kind", "extra", "plain"),
     [
         ("gpt", (), PlainGPTBlock()),
         ("llama", options(num_kv_heads=2, qkv_bias=True, mlp_size=64), PlainLlamaBlock()),
     ],
 )
-def test_one_shard_traces_to_the_equations_of_plain_flax(kind: str, given: Options, plain: nn.Module) -> None:
-    model = make(kind, options(num_heads=4, dropout=0.1, dtype="float32") + given)
+def test_one_shard_traces_to_the_equations_of_plain_flax(kind: str, extra: Options, plain: nn.Module) -> None:
+    model = make(kind, options(num_heads=4, dropout=0.1, dtype="float32") + extra)
     layer, x, key = model.layers[1], jnp.ones((2, 8, 16)), jax.random.key(0)
     params = layer.init(key)
-    own = jax.jit(plain.init, static_argnums=2)(key, x, False)[
+    flax_params = jax.jit(plain.init, static_argnums=2)(key, x, False)[
         "params"
     ]  # compiled, as the layer's init is: same rounding
-    jax.tree.map(np.testing.assert_array_equal, params, own)
+    jax.tree.map(np.testing.assert_array_equal, params, flax_params)
 
     def ours(params: Any, x: Any, train: bool) -> Any:
         return layer.apply(params, x, LayerContext({}, key, train))
@@ -426,7 +426,7 @@ def test_how_parameters_lie() -> None:
 
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(
-    ("kind", "given", "tp", "message"),
+    ("kind", "sizes", "tp", "message"),
     [
         ("gpt", {"num_heads": 2}, TensorParallel(4), r"^GPT: num_heads is 2, .* tp of 1, 2, or make num_heads 4$"),
         ("gpt", {"num_heads": 2, "d_model": 16}, TensorParallel(3), r"^GPT: num_heads is 2, .* over tp 3; use tp of 1, 2$"),
@@ -438,10 +438,10 @@ def test_how_parameters_lie() -> None:
     ],
 )  # fmt: skip
 def test_refusals_name_the_shards_that_would_work(
-    kind: str, given: dict[str, Any], tp: TensorParallel, message: str
+    kind: str, sizes: dict[str, Any], tp: TensorParallel, message: str
 ) -> None:
     """Blocks too, but for the vocabulary, which they know nothing of."""
-    model = FACTORIES[kind](**{**SMALL, **given})
+    model = FACTORIES[kind](**{**SMALL, **sizes})
     for layer in model.layers[:-1]:
         assert layer.shards is not None
         assert layer.shards(ONE_SHARD) is not None

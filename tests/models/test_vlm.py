@@ -87,8 +87,8 @@ def close(ours: Any, theirs: Any) -> None:
 def test_gradients_of_uneven_stages_are_those_of_the_whole_model(names: tuple[str, ...], ranks: int) -> None:
     model, m = tiny(), 8
     params, batch = random_params(model), random_batch(m, 2)
-    whole = {name: array.reshape(-1, *array.shape[2:]) for name, array in batch.items()}
-    (loss, weight), grads = on_one_device(model, params, whole)
+    full_batch = {name: array.reshape(-1, *array.shape[2:]) for name, array in batch.items()}
+    (loss, weight), grads = on_one_device(model, params, full_batch)
     costs = CostProfile.uniform(4, chunks=4 // ranks, f=1, b=1.1, w=0.9, tp_comm=0.2, tp_collectives=4)
     schedules = [generate(name, ranks, m, costs=costs) for name in names]
     pipe = Pipeline.build(
@@ -102,9 +102,9 @@ def test_gradients_of_uneven_stages_are_those_of_the_whole_model(names: tuple[st
     )
     for schedule in schedules:
         run = pipe.with_schedule(schedule)
-        got, found = run.loss_and_grads(run.place(params), batch)
+        got, grads_by_layer = run.loss_and_grads(run.place(params), batch)
         np.testing.assert_allclose(np.asarray(got), loss / weight, rtol=1e-10)
-        close({name: dict(found[name]) for name in params}, jax.tree.map(lambda g: g / weight, grads))
+        close({name: dict(grads_by_layer[name]) for name in params}, jax.tree.map(lambda g: g / weight, grads))
 
 
 @pytest.mark.parametrize(
@@ -163,9 +163,9 @@ def test_a_frozen_vit_has_no_w_and_no_optimizer_bytes() -> None:
     state = trainer.init(params := random_params(model))
     _, optimizer = trainer.train_step.by_layer(state)
     assert not any(x.ndim for name in ("patches", "vit_00") for x in jax.tree.leaves(optimizer[name]))
-    told = trainer.train_step.memory_report(workspace=False).ranks
-    assert [told[0].peaks.get(kind, 0) for kind in ("gradients", "residuals")] == [0, 0]
-    assert told[0].peaks["optimizer"] <= 4 < told[1].peaks["optimizer"]  # a count of steps
+    ranks = trainer.train_step.memory_report(workspace=False).ranks
+    assert [ranks[0].peaks.get(kind, 0) for kind in ("gradients", "residuals")] == [0, 0]
+    assert ranks[0].peaks["optimizer"] <= 4 < ranks[1].peaks["optimizer"]  # a count of steps
     batch = random_batch(4)
     (loss, weight), grads = on_one_device(model, params, batch)
     assert float(jnp.abs(grads["patches"]["positions"]).max()) > 0  # it would learn
@@ -180,8 +180,8 @@ def test_a_frozen_vit_has_no_w_and_no_optimizer_bytes() -> None:
 
 def pictures(seq_len: int) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     """Data for a config: rows to train on and held-out ones."""
-    every = random_batch(18)
-    return {name: x[:10] for name, x in every.items()}, {name: x[10:] for name, x in every.items()}
+    rows = random_batch(18)
+    return {name: x[:10] for name, x in rows.items()}, {name: x[10:] for name, x in rows.items()}
 
 
 def test_it_trains_and_evaluates_from_the_command_line(
@@ -197,12 +197,12 @@ def test_it_trains_and_evaluates_from_the_command_line(
     pipe = ["pipeline.schedule=1f1b", "pipeline.chunks=1", 'pipeline.cut=["embed"]', "pipeline.microbatches=4"]
     out = tmp_path / "run"
     config = PLANS.parent / "vlm.toml"
-    given = [*options, *data, *pipe, *short, f"run.out_dir={out}", "--json"]
-    assert main(["train", "--config", str(config), *given]) == 0
+    arguments = [*options, *data, *pipe, *short, f"run.out_dir={out}", "--json"]
+    assert main(["train", "--config", str(config), *arguments]) == 0
     result = json.loads(capsys.readouterr().out)
     assert main(["eval", str(out), "--data", "tests.models.test_vlm:pictures", "--batch", "5"]) == 0
-    said = capsys.readouterr().out.splitlines()  # the second batch of 5 ends in two rows of weight 0
-    assert "nats/token" in said[-2] and f" {result['eval_loss']:.4f} " in said[-1]
+    lines = capsys.readouterr().out.splitlines()  # the second batch of 5 ends in two rows of weight 0
+    assert "nats/token" in lines[-2] and f" {result['eval_loss']:.4f} " in lines[-1]
 
 
 @pytest.mark.parametrize(("file", "billions"), [("vlm-14.9b", 14.9), ("vlm-28.8b", 28.8), ("vlm-30.3b", 30.3)])
@@ -217,14 +217,14 @@ def test_the_papers_models_have_the_papers_sizes(file: str, billions: float) -> 
 
 @pytest.mark.usefixtures("x64")
 def test_bad_sizes_are_one_line() -> None:
-    for given, said in (
+    for sizes, message in (
         ({"image_height": 6}, "make image_height and image_width multiples of 2 · patch = 4"),
         ({"vit_heads": 3}, "use one of"),
         ({"num_heads": 3}, "Llama: num_heads is 3"),
         ({"eyes": 2}, "has no option 'eyes'"),
     ):
         with pytest.raises(ConfigError) as caught:
-            VLM(**{**SMALL, **given})
-        assert said in str(caught.value) and "\n" not in str(caught.value)
+            VLM(**{**SMALL, **sizes})
+        assert message in str(caught.value) and "\n" not in str(caught.value)
     with pytest.raises((ConfigError, StageError), match="does not divide over tp 4"):
         tiny().layers[1].shards(TensorParallel(4))  # type: ignore[misc]

@@ -69,10 +69,10 @@ def small(**pipeline: Any) -> TrainConfig:
     )
 
 
-def bench_of(config: TrainConfig, target: Target = H100, **others: Any) -> Workbench:
+def bench_of(config: TrainConfig, target: Target = H100, **options: Any) -> Workbench:
     """One for all configs that differ in nothing that a workbench knows; with ``others`` a new one."""
-    if others:
-        return workbench(config, target, Efficiency(), silent, **others)
+    if options:
+        return workbench(config, target, Efficiency(), silent, **options)
     sequence = config.pipeline.sharding.sequence_parallel
     pipe = PipelineConfig(tp=config.pipeline.tp, sharding=ShardingConfig(sequence_parallel=sequence))
     return _shared_bench(replace(config, pipeline=pipe).to_json(), target.name)
@@ -84,10 +84,10 @@ def _shared_bench(config: str, target: str) -> Workbench:
 
 
 def prediction_of(
-    config: TrainConfig, bench: Workbench | None = None, limit: float = 80e9, **others: Any
+    config: TrainConfig, bench: Workbench | None = None, limit: float = 80e9, **options: Any
 ) -> Prediction:
     bench = bench if bench is not None else bench_of(config)
-    return predict(config, bench, limit, **others)
+    return predict(config, bench, limit, **options)
 
 
 STATIC: tuple[Kind, ...] = ("parameters", "gradients", "optimizer")
@@ -303,11 +303,11 @@ def test_parameters_take_18_bytes_in_bfloat16_and_16_in_float32(table_2: tuple[T
 
 def test_equal_stages_are_traced_once() -> None:
     config = small(ranks=4, microbatches=4, cut=[2, 3, 4])
-    seen: list[str] = []
-    bench = workbench(config, H100, Efficiency(), seen.append)
+    notes: list[str] = []
+    bench = workbench(config, H100, Efficiency(), notes.append)
     stages = bench.stages(planner(config, bench.model)(4).cut, "none", 2)
     assert stages[1] is stages[2]
-    assert len([line for line in seen if line.startswith("tracing")]) == 3
+    assert len([line for line in notes if line.startswith("tracing")]) == 3
 
 
 def test_a_long_run_of_equal_layers_costs_what_it_does_traced_whole() -> None:
@@ -315,10 +315,10 @@ def test_a_long_run_of_equal_layers_costs_what_it_does_traced_whole() -> None:
     config = small(tp=2).override(["model.options.num_layers=6"])
     bench = bench_of(config)
     stage = bench.stages([(0, 7), (7, 9)], "cheap", 2)[0]
-    whole = bench.functions_of(stage.key)
-    assert stage.functions.residual_bytes < whole.residual_bytes
-    assert stage.sizes == StageSizes.of(whole)
-    for op, function in whole.functions.items():
+    full_trace = bench.functions_of(stage.key)
+    assert stage.functions.residual_bytes < full_trace.residual_bytes
+    assert stage.sizes == StageSizes.of(full_trace)
+    for op, function in full_trace.functions.items():
         real = work_of(function.jaxpr, H100, Efficiency())
         assert (stage.work[op].flops, stage.work[op].kernels) == (real.flops, real.kernels)
         assert stage.work[op].seconds == pytest.approx(real.seconds, rel=1e-3)
@@ -337,12 +337,12 @@ def test_tensor_parallel_stages_are_those_of_one_device() -> None:
         return [c.primitive for c in collectives(stage.functions.functions[op].jaxpr)]
 
     planned = stage(1), stage(4), stage(4, True), stage(4, True, "fused+gather")
-    whole, part, split, own = (s.functions for s in planned)
+    unsharded, part, split, sharded_sequence = (s.functions for s in planned)
     norms_and_biases = 2 * 4 * (4 * 32 + 2 * 32)  # of a block, whole on each device: two norms, two row biases
-    assert part.param_bytes - norms_and_biases == (whole.param_bytes - norms_and_biases) / 4
-    assert part.boundary_bytes == whole.boundary_bytes == 4 * split.boundary_bytes == stream
-    assert own.residual_bytes < split.residual_bytes < part.residual_bytes < whole.residual_bytes
-    assert own.residual_bytes <= whole.residual_bytes / 4  # nothing of the stream's size is left whole
+    assert part.param_bytes - norms_and_biases == (unsharded.param_bytes - norms_and_biases) / 4
+    assert part.boundary_bytes == unsharded.boundary_bytes == 4 * split.boundary_bytes == stream
+    assert sharded_sequence.residual_bytes < split.residual_bytes < part.residual_bytes < unsharded.residual_bytes
+    assert sharded_sequence.residual_bytes <= unsharded.residual_bytes / 4  # nothing of the stream's size is left whole
     assert exchanged(planned[1], "F") == ["psum"] * 4
     assert {c.whole_bytes for op in ("F", "B") for c in collectives(part.functions[op].jaxpr)} == {stream}
     assert exchanged(planned[2], "B") == ["all_gather", "reduce_scatter"] * 4
@@ -432,8 +432,8 @@ def test_post_validation_takes_the_longest_span_and_reads_the_state_once_more() 
     assert twice == [m.by_kind["parameters"] for m in off.memory]  # float32
     even = simulate(off.schedule, CostProfile.uniform(2))
     assert even.max_span < even.makespan
-    told = [prediction_text(replace(p, timeline=even), ()) for p in (off, on)]
-    assert ["with post-validation)" in text for text in told] == [True, False]
+    texts = [prediction_text(replace(p, timeline=even), ()) for p in (off, on)]
+    assert ["with post-validation)" in text for text in texts] == [True, False]
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "v-half", "v-min", "v-zb"])
@@ -454,14 +454,14 @@ def test_activation_memory_of_the_paper(name: str, schedule: str, table_2: tuple
 
 def test_offload_is_priced_at_the_shared_host_link() -> None:
     config = small(schedule="po-h", chunks=2)
-    apart = prediction_of(config)
+    unshared = prediction_of(config)
     shared = prediction_of(config, bench_of(config, TARGETS["a100"]))
-    assert apart.costs.host.groups == ()
+    assert unshared.costs.host.groups == ()
     assert shared.costs.host.groups == ((0, 1),)
-    assert apart.offloaded > 0
-    assert max(apart.offload_bytes) > 0
+    assert unshared.offloaded > 0
+    assert max(unshared.offload_bytes) > 0
     half = prediction_of(config.override(["offload.fraction=0.5"]))
-    assert 0 < max(half.offload_bytes) < max(apart.offload_bytes)
+    assert 0 < max(half.offload_bytes) < max(unshared.offload_bytes)
 
 
 # -- suggestions ------------------------------------------------------------------------------------------------------
@@ -480,26 +480,26 @@ def tight() -> tuple[Prediction, Workbench, float]:
 def test_suggestions_fit_and_are_what_their_overrides_give(tight: tuple[Prediction, Workbench, float]) -> None:
     current, bench, limit = tight
     assert not current.fits
-    found = suggest(current, lambda c, t: prediction_of(c, bench, limit, transform=t), silent, 1e9)
-    assert found.fitting
-    assert found.left_out == 0
-    speeds = [s.prediction.tokens_per_s_per_device for s in found.fitting]
+    suggestions = suggest(current, lambda c, t: prediction_of(c, bench, limit, transform=t), silent, 1e9)
+    assert suggestions.fitting
+    assert suggestions.left_out == 0
+    speeds = [s.prediction.tokens_per_s_per_device for s in suggestions.fitting]
     assert speeds == sorted(speeds, reverse=True)
-    for s in found.fitting[:5]:
+    for s in suggestions.fitting[:5]:
         assert s.prediction.worst.peak_bytes <= limit
         if s.schedule is None:
             again = prediction_of(current.config.override(s.overrides), bench, limit)
             assert (again.step_s, again.worst.peak_bytes) == (s.prediction.step_s, s.prediction.worst.peak_bytes)
-    assert any(o.startswith("pipeline.recompute=") for s in found.fitting for o in s.overrides)
-    assert any(o.startswith("pipeline.schedule=") for s in found.fitting for o in s.overrides)
+    assert any(o.startswith("pipeline.recompute=") for s in suggestions.fitting for o in s.overrides)
+    assert any(o.startswith("pipeline.schedule=") for s in suggestions.fitting for o in s.overrides)
 
 
 def test_no_time_for_suggestions_is_said(tight: tuple[Prediction, Workbench, float]) -> None:
     current, bench, limit = tight
-    found = suggest(current, lambda c, t: prediction_of(c, bench, limit, transform=t), silent, 0.0)
-    assert found.fitting == ()
-    assert found.left_out > 10
-    assert found.smallest.prediction is current
+    suggestions = suggest(current, lambda c, t: prediction_of(c, bench, limit, transform=t), silent, 0.0)
+    assert suggestions.fitting == ()
+    assert suggestions.left_out > 10
+    assert suggestions.smallest.prediction is current
 
 
 # -- compiling --------------------------------------------------------------------------------------------------------
@@ -517,9 +517,13 @@ def test_workspace_by_compiling_for_this_cpu() -> None:
     )
     exact = pipeline.memory_report().ranks
     assert [m.by_kind["temporaries"] > 0 for m in p.memory] == [True, True]
-    for planned, known in zip(p.memory, exact, strict=True):
-        beside = known.by_kind.get("data", 0) + known.by_kind.get("losses", 0) + known.by_kind.get("code", 0)
-        assert known.peak_bytes - beside <= planned.peak_bytes - planned.by_kind["optimizer"] <= 1.05 * known.peak_bytes
+    for planned, compiled in zip(p.memory, exact, strict=True):
+        beside = compiled.by_kind.get("data", 0) + compiled.by_kind.get("losses", 0) + compiled.by_kind.get("code", 0)
+        assert (
+            compiled.peak_bytes - beside
+            <= planned.peak_bytes - planned.by_kind["optimizer"]
+            <= 1.05 * compiled.peak_bytes
+        )
 
 
 def test_a_compile_budget_is_kept_and_told() -> None:
@@ -674,8 +678,8 @@ def test_a_policy_only_where_it_is_needed() -> None:
     totals = sorted(m.peak_bytes for m in prediction_of(config, bench).memory)
     limit = (totals[-1] + totals[-2]) / 2
     current = prediction_of(config, bench, limit)
-    found = suggest(current, lambda c, t: prediction_of(c, bench, limit, transform=t), silent, 1e9)
-    speed = {s.change: s.prediction.step_s for s in found.fitting}
+    suggestions = suggest(current, lambda c, t: prediction_of(c, bench, limit, transform=t), silent, 1e9)
+    speed = {s.change: s.prediction.step_s for s in suggestions.fitting}
     tight = [m.rank for m in current.memory if m.peak_bytes > limit]
     assert len(tight) == 1
     assert speed[f"recompute full on rank {tight[0]}"] < speed["recompute full"]

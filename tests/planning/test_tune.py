@@ -54,13 +54,13 @@ def bench() -> Workbench:
 def test_the_answer_is_that_of_the_whole_grid(limit: float, bench: Workbench) -> None:
     only = (*FEW, *(f"pipeline.{x}" for x in ("tp=1", "recompute=none,full", "microbatches=2,8", "vocabulary=ends")))
     space = Space.of(small(), 8, only)
-    found, every = tune(space, bench, limit), tune(space, bench, limit, prune=False)
-    assert found.best is not None and every.best is not None
-    assert found.best.step_s == every.best.step_s
-    assert found.best.fits and found.best.devices == 8
-    simulated = [t for t in every.tried if t.step_s is not None]
-    assert len([t for t in found.tried if t.step_s is not None]) < len(simulated)
-    assert not any(t.status in ("slower", "not reached") for t in every.tried)
+    pruned, full = tune(space, bench, limit), tune(space, bench, limit, prune=False)
+    assert pruned.best is not None and full.best is not None
+    assert pruned.best.step_s == full.best.step_s
+    assert pruned.best.fits and pruned.best.devices == 8
+    simulated = [t for t in full.tried if t.step_s is not None]
+    assert len([t for t in pruned.tried if t.step_s is not None]) < len(simulated)
+    assert not any(t.status in ("slower", "not reached") for t in full.tried)
     for t in simulated[:: len(simulated) // 6]:  # what plan predicts, but for traces in two sizes
         if not t.offloaded:
             p = predict(space.config(t.settings), replace(bench, sizes=None), limit)
@@ -68,8 +68,8 @@ def test_the_answer_is_that_of_the_whole_grid(limit: float, bench: Workbench) ->
             assert [m.peak_bytes for m in p.memory] == pytest.approx(t.peak_bytes, rel=1e-2)
             assert t.bound_s is not None and t.bound_s <= p.step_s * (1 + 1e-9)
     orders = {json.dumps({**layout, **order.settings}) for layout in space.layouts() for order in space.orders(layout)}
-    extra = [t for t in every.tried if t.offloaded or "pipeline.separate_gradients" in t.settings]
-    assert sum(t.candidates for t in every.tried) - len(extra) == len(orders)
+    extra = [t for t in full.tried if t.offloaded or "pipeline.separate_gradients" in t.settings]
+    assert sum(t.candidates for t in full.tried) - len(extra) == len(orders)
 
 
 def test_no_step_is_shorter_than_its_bound(bench: Workbench) -> None:
@@ -83,9 +83,9 @@ def test_no_step_is_shorter_than_its_bound(bench: Workbench) -> None:
         "schedule=1f1b,v-zb",
     )
     space = Space.of(small(), 4, [f"pipeline.{x}" for x in only])
-    found, every = tune(space, bench, 80e9), tune(space, bench, 80e9, prune=False)
-    assert found.best is not None and every.best is not None and found.best.step_s == every.best.step_s
-    reached = [t for t in every.tried if t.step_s is not None and t.bound_s is not None]
+    pruned, full = tune(space, bench, 80e9), tune(space, bench, 80e9, prune=False)
+    assert pruned.best is not None and full.best is not None and pruned.best.step_s == full.best.step_s
+    reached = [t for t in full.tried if t.step_s is not None and t.bound_s is not None]
     assert len(reached) > 20 and any("pipeline.separate_gradients" in t.settings for t in reached)
     assert not [t for t in reached if (t.bound_s or 0.0) > (t.step_s or 0.0) * (1 + 1e-9)]
 
@@ -100,24 +100,24 @@ def test_a_second_process_finds_what_one_does(bench: Workbench, tmp_path: Path) 
     command = [sys.executable, "-m", "jaxpipe", "tune", "small.toml", *flags]
     subprocess.run(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True, capture_output=True)
     document = json.loads((tmp_path / "all.json").read_text())
-    alone = tune(Space.of(small(), 4, only), bench, document["limit_bytes"])
-    assert alone.best is not None and document["best"]["step_s"] == alone.best.step_s
-    assert sum(t["candidates"] for t in document["tried"]) == sum(t.candidates for t in alone.tried)
+    single = tune(Space.of(small(), 4, only), bench, document["limit_bytes"])
+    assert single.best is not None and document["best"]["step_s"] == single.best.step_s
+    assert sum(t["candidates"] for t in document["tried"]) == sum(t.candidates for t in single.tried)
     assert {t["settings"]["pipeline.tp"] for t in document["tried"]} == {1, 2, 4}
 
 
 def test_no_order_needs_less_than_its_placement(bench: Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
     """With spread vocabulary layers, whose first backward waits for a forward more for each barrier."""
-    known, least_bytes, simulate = dict[Any, float](), tuning._least_bytes, tuning._Search._simulate
+    least_by_placement, least_bytes, simulate = dict[Any, float](), tuning._least_bytes, tuning._Search._simulate
     above = list[float]()
 
     def least(placement: Any, costs: Any, forwards: int) -> float:
-        known[id(costs), placement] = least_bytes(placement, costs, forwards)
-        return known[id(costs), placement]
+        least_by_placement[id(costs), placement] = least_bytes(placement, costs, forwards)
+        return least_by_placement[id(costs), placement]
 
-    def simulated(self: Any, node: Any, *others: Any) -> Any:
-        tried = simulate(self, node, *others)
-        above.append(max(tried.peak_bytes) / known[id(node.costs), node.placement])
+    def simulated(self: Any, node: Any, *args: Any) -> Any:
+        tried = simulate(self, node, *args)
+        above.append(max(tried.peak_bytes) / least_by_placement[id(node.costs), node.placement])
         return tried
 
     monkeypatch.setattr(tuning, "_least_bytes", least)
@@ -134,12 +134,12 @@ def test_what_is_left_out_is_tried_if_asked_for(bench: Workbench) -> None:
     few = Space.of(small(), 2, [x for x in only if "schedule" not in x])
     names = {order.settings["pipeline.schedule"] for layout in few.layouts() for order in few.orders(layout)}
     assert "v-zb" in names and not names & {"gpipe", "traverse"}
-    for asked, name in (("pipeline.schedule=gpipe", "gpipe"), ("traverse.placement=v", "traverse")):
-        space = Space.of(small(), 2, [*only[:-1], asked])
+    for override, name in (("pipeline.schedule=gpipe", "gpipe"), ("traverse.placement=v", "traverse")):
+        space = Space.of(small(), 2, [*only[:-1], override])
         assert {o.settings["pipeline.schedule"] for x in space.layouts() for o in space.orders(x)} == {name}
-    both, alone = (tune(Space.of(small(), 2, [*only[:-2], x, only[-1]]), bench, 80e9) for x in (only[-2], _CHEAP))
-    assert both.best is not None and alone.best is not None
-    assert (both.best.config.pipeline.recompute, alone.best.config.pipeline.recompute) == ("none", "cheap")
+    both, cheap_only = (tune(Space.of(small(), 2, [*only[:-2], x, only[-1]]), bench, 80e9) for x in (only[-2], _CHEAP))
+    assert both.best is not None and cheap_only.best is not None
+    assert (both.best.config.pipeline.recompute, cheap_only.best.config.pipeline.recompute) == ("none", "cheap")
 
 
 def test_what_is_written_is_what_plan_predicts(
@@ -168,36 +168,36 @@ def test_times_are_measured_once(tmp_path: Path) -> None:
     config = small().override(["model.options.num_layers=2", "data.seq_len=32", "run.batch=8"])
     only = ("ranks=2", "microbatches=4", "recompute=none", "vocabulary=ends", "schedule=1f1b,zb-h1")
     space = Space.of(config, 2, [f"pipeline.{x}" for x in only])
-    found, watches = [], []
+    results, watches = [], []
     for _ in range(2):
         watches.append(Stopwatch(jax.devices(), tmp_path / "times.json", repeats=1))
         how = workbench(space.base, TARGETS["cpu"], Efficiency(), lambda text: None, seconds_of=watches[-1])
-        found.append(tune(space, how, 1e12))
+        results.append(tune(space, how, 1e12))
     first, again = watches
     assert (first.measured, again.measured, again.reused) == (2, 0, 2)
-    assert found[0].best is not None and found[1].best is not None
-    assert found[0].best.step_s == found[1].best.step_s
+    assert results[0].best is not None and results[1].best is not None
+    assert results[0].best.step_s == results[1].best.step_s
     seconds = json.loads((tmp_path / "times.json").read_text())["seconds"].values()
-    assert set(found[0].best.costs.f_s) == {row["F"] for row in seconds}
+    assert set(results[0].best.costs.f_s) == {row["F"] for row in seconds}
 
 
 def test_time_ends_the_search_with_the_best_so_far(bench: Workbench) -> None:
-    found = tune(Space.of(small(), 8, FEW), bench, 80e9, time_limit_s=1e-9)
-    assert (found.best, found.stopped) == (None, "out of time")
+    result = tune(Space.of(small(), 8, FEW), bench, 80e9, time_limit_s=1e-9)
+    assert (result.best, result.stopped) == (None, "out of time")
 
 
 def test_ctrl_c_ends_the_search_with_the_best_so_far(bench: Workbench) -> None:
-    told: list[str] = []
+    notes: list[str] = []
 
     def interrupt(text: str) -> None:
-        told.append(text)
+        notes.append(text)
         if "best so far" in text:
             raise KeyboardInterrupt
 
     only = [f"pipeline.{x}" for x in ("schedule=1f1b,gpipe", "tp=1", "recompute=none", "vocabulary=ends")]
-    found = tune(Space.of(small(), 8, only), bench, 80e9, interrupt, progress_s=0.0)
-    assert found.best is not None and found.stopped == "interrupted"
-    assert any(t.status == "not reached" for t in found.tried)
+    result = tune(Space.of(small(), 8, only), bench, 80e9, interrupt, progress_s=0.0)
+    assert result.best is not None and result.stopped == "interrupted"
+    assert any(t.status == "not reached" for t in result.tried)
 
 
 @pytest.mark.parametrize(
@@ -220,7 +220,7 @@ def test_nothing_that_fits_is_one_line(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_layers_that_do_other_work_with_few_sequences_are_searched_again() -> None:
-    told: list[str] = []
+    notes: list[str] = []
     bench = workbench(small(), A800, Efficiency(), lambda text: None, sizes=SIZES)
     blocks = {layer.apply for layer in bench.model.layers if layer.name.startswith("block")}
     (block,) = blocks
@@ -236,10 +236,10 @@ def test_layers_that_do_other_work_with_few_sequences_are_searched_again() -> No
         f"pipeline.{x}" for x in ("ranks=2", "vocabulary=ends", "recompute=none", "microbatches=8,16", "schedule=1f1b")
     ]
     space = Space.of(small(), 2, only)
-    found, exact = tune(space, bench, 80e9, told.append), tune(space, replace(bench, sizes=None), 80e9)
-    assert [text for text in told if "searching again" in text] and found.best is not None and exact.best is not None
-    assert found.best.step_s == exact.best.step_s
-    assert min(t.step_s for t in found.tried if t.step_s is not None) == pytest.approx(found.best.step_s)
+    result, exact = tune(space, bench, 80e9, notes.append), tune(space, replace(bench, sizes=None), 80e9)
+    assert [text for text in notes if "searching again" in text] and result.best is not None and exact.best is not None
+    assert result.best.step_s == exact.best.step_s
+    assert min(t.step_s for t in result.tried if t.step_s is not None) == pytest.approx(result.best.step_s)
 
 
 @pytest.mark.parametrize(
@@ -256,16 +256,16 @@ def test_one_trace_tells_what_a_trace_of_each_size_does(shards: str, recompute: 
     quick = workbench(config, A800, Efficiency(), lambda text: None, sizes=(2, 4))
     cut = planner(config, quick.model)(2).cut
     for size in (2, 4):
-        whole = workbench(config, A800, Efficiency(), lambda text: None)
-        for told, real in zip(quick.stages(cut, recompute, size), whole.stages(cut, recompute, size), strict=True):
-            assert told.functions.functions["F"].jaxpr is not real.functions.functions["F"].jaxpr
-            assert told.sizes == real.sizes
-            assert told.work.keys() == real.work.keys()
-            for op, work in told.work.items():
-                found = (work.flops, work.moved_bytes, work.seconds, work.kernels, work.workspace_bytes)
+        full = workbench(config, A800, Efficiency(), lambda text: None)
+        for derived, real in zip(quick.stages(cut, recompute, size), full.stages(cut, recompute, size), strict=True):
+            assert derived.functions.functions["F"].jaxpr is not real.functions.functions["F"].jaxpr
+            assert derived.sizes == real.sizes
+            assert derived.work.keys() == real.work.keys()
+            for op, work in derived.work.items():
+                derived_numbers = (work.flops, work.moved_bytes, work.seconds, work.kernels, work.workspace_bytes)
                 other = real.work[op]
-                known = (other.flops, other.moved_bytes, other.seconds, other.kernels, other.workspace_bytes)
-                assert found == pytest.approx(known, rel=1e-9)
+                traced_numbers = (other.flops, other.moved_bytes, other.seconds, other.kernels, other.workspace_bytes)
+                assert derived_numbers == pytest.approx(traced_numbers, rel=1e-9)
     assert {len(stages) for stages in quick._priced.values()} == {2}  # no size was traced by itself
 
 
@@ -286,10 +286,10 @@ def test_forwards_first_are_tried_where_they_are_asked_for() -> None:
         "pipeline.recompute=none",
         "pipeline.vocabulary=ends",
     ]
-    asked, usual = Space.of(small(), 2, only), Space.of(small(), 2, [only[0], *only[2:]])
+    forwards_first, usual = Space.of(small(), 2, only), Space.of(small(), 2, [only[0], *only[2:]])
     firsts = [
         {o.settings.get("traverse.first") for x in space.layouts() if x["pipeline.ranks"] > 1 for o in space.orders(x)}
-        for space in (asked, usual)
+        for space in (forwards_first, usual)
     ]
     assert firsts == [{"forward"}, {"backward", "interleaved"}]
 
@@ -317,11 +317,11 @@ def test_no_more_optimizer_state_is_taken_for_granted_than_there_is(name: str) -
         "adamw": optax.adamw(1e-3), "sgd": optax.sgd(1e-3), "muon": optax.contrib.muon(1e-3),
         "adafactor": optax.adafactor(1e-3), "lion": optax.lion(1e-3),
     }  # fmt: skip
-    made = replace(workbench(small(), A800, Efficiency(), lambda text: None, sizes=SIZES), optimizer=optimizers[name])
-    leaves = jax.tree.leaves(dict(made.avals))
+    bench = replace(workbench(small(), A800, Efficiency(), lambda text: None, sizes=SIZES), optimizer=optimizers[name])
+    leaves = jax.tree.leaves(dict(bench.avals))
     masters = [jax.ShapeDtypeStruct(a.shape, jax.numpy.float32) for a in leaves]
-    state = jax.tree.leaves(jax.eval_shape(made.optimizer.init, masters))
+    state = jax.tree.leaves(jax.eval_shape(bench.optimizer.init, masters))
     floats = [a for a in state if jax.numpy.issubdtype(a.dtype, jax.numpy.inexact)]
     count = sum(a.size for a in leaves)
-    assert made.least_state_bytes * count <= sum(a.size * a.dtype.itemsize for a in floats) * (1 + 1e-12)
-    assert made.least_state_bytes == {"adamw": 8, "sgd": 0, "lion": 4}.get(name, made.least_state_bytes)
+    assert bench.least_state_bytes * count <= sum(a.size * a.dtype.itemsize for a in floats) * (1 + 1e-12)
+    assert bench.least_state_bytes == {"adamw": 8, "sgd": 0, "lion": 4}.get(name, bench.least_state_bytes)

@@ -199,8 +199,8 @@ def test_memory_rows_say_what_they_leave_out(tmp_path: Path) -> None:
     timeline = measured()
     largest = max(timeline.static_bytes)
     plot_timelines([timeline], tmp_path / "a.svg")
-    said = f"time (ms); rows leave out parameters and optimizer state, up to {number(largest / 1e6)} MB a rank"
-    assert said in svg_text(tmp_path / "a.svg")
+    note = f"time (ms); rows leave out parameters and optimizer state, up to {number(largest / 1e6)} MB a rank"
+    assert note in svg_text(tmp_path / "a.svg")
     plot_timelines([replace(timeline, static_bytes=())], tmp_path / "b.svg")
     assert "rows leave out" not in svg_text(tmp_path / "b.svg")
 
@@ -334,9 +334,9 @@ def test_slices_of_one_thread_never_overlap(timeline: Timeline) -> None:
 
 
 def page_data(page: str) -> dict[str, Any]:
-    found = re.search(r'<script id="data" type="application/json">(.*?)</script>', page, re.DOTALL)
-    assert found is not None
-    data: dict[str, Any] = json.loads(found[1])
+    script = re.search(r'<script id="data" type="application/json">(.*?)</script>', page, re.DOTALL)
+    assert script is not None
+    data: dict[str, Any] = json.loads(script[1])
     return data
 
 

@@ -40,15 +40,15 @@ def test_front() -> None:
 def test_labels_cover_nothing(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[tuple[list[Box], Box]] = []
     label = pareto._label
-    monkeypatch.setattr(pareto, "_label", lambda *given: drawn.append(label(*given)))
+    monkeypatch.setattr(pareto, "_label", lambda *args: drawn.append(label(*args)))
     points = random_points(seed)
     plot_pareto(points, tmp_path / "p.png", title="random", limit=7)
-    ((taken, frame),) = drawn
+    ((boxes, frame),) = drawn
     labels = len({(p.peak, p.bubble, p.feasible) for p in points})
-    assert all(not overlap(a, b) for a, b in combinations(taken[-labels:], 2))
-    assert all(not overlap(a, b) for a, b in product(taken[-labels:], taken[:-labels]))
+    assert all(not overlap(a, b) for a, b in combinations(boxes[-labels:], 2))
+    assert all(not overlap(a, b) for a, b in product(boxes[-labels:], boxes[:-labels]))
     assert all(
-        frame[0] <= x0 and frame[1] <= y0 and x1 <= frame[2] and y1 <= frame[3] for x0, y0, x1, y1 in taken[-labels:]
+        frame[0] <= x0 and frame[1] <= y0 and x1 <= frame[2] and y1 <= frame[3] for x0, y0, x1, y1 in boxes[-labels:]
     )
 
 

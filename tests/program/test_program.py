@@ -93,17 +93,17 @@ def test_random_schedules_lower_to_tight_programs(seed: int, m: int, which: int)
 
 
 def _check_order(programs: Any, order: Any) -> None:
-    seen = [0] * len(programs)
+    positions = [0] * len(programs)
     sent = set()
     for k, at in order:
-        assert at == seen[k], "each program in its own order"
-        seen[k] += 1
+        assert at == positions[k], "each program in its own order"
+        positions[k] += 1
         instruction = programs[k].instructions[at]
         if isinstance(instruction, Send):
             sent.add((programs[k].rank, instruction.action))
         if isinstance(instruction, Recv):
             assert (instruction.src, instruction.action) in sent, "a receive comes after its send"
-    assert seen == [len(p.instructions) for p in programs]
+    assert positions == [len(p.instructions) for p in programs]
 
 
 def test_issue_order_follows_simulated_time() -> None:

@@ -148,10 +148,10 @@ def test_every_rank_runs_its_whole_program(name: str, monkeypatch: pytest.Monkey
         assert report.memory.source == "live buffers"
         assert report.memory.exact
         assert report.memory.measured_bytes <= report.memory.predicted_bytes <= 1.05 * report.memory.measured_bytes
-        alone = [a for a in ran if isinstance(a, Action)]
-        assert report.timings.keys() == {(a.op, a.stage) for a in alone}
+        actions = [a for a in ran if isinstance(a, Action)]
+        assert report.timings.keys() == {(a.op, a.stage) for a in actions}
         assert all(1 <= t.count <= M for t in report.timings.values())
-        moved = {a.op for a in alone} & {"O", "L"}
+        moved = {a.op for a in actions} & {"O", "L"}
         assert {c.lane for c in report.copies} == {{"O": "d2h", "L": "h2d"}[op] for op in moved}
 
 
@@ -278,10 +278,10 @@ def test_costs_of_all_ranks_are_what_was_measured() -> None:
     pipe = pipeline(schedule)
     seconds = {"F": 1.0, "B": 2.0, "W": 3.0, "O": 0.25, "L": 0.5, "S": 0.0}
     reports = [_with_seconds(rehearsed(schedule, r), seconds) for r in range(P)]
-    alone = {("BW", s): replace(reports[0].step, median_s=4.0) for s in range(pipe.schedule.num_stages)}
+    timings = {("BW", s): replace(reports[0].step, median_s=4.0) for s in range(pipe.schedule.num_stages)}
     costs = rehearsed_costs(
         pipe,
-        [replace(r, alone=alone) for r in reports],
+        [replace(r, alone=timings) for r in reports],
         link=Link(0.125),
         host=HostLink(d2h_bytes_per_s=1e6, h2d_bytes_per_s=1e6, latency_s=1.0),
     )
@@ -402,10 +402,10 @@ def test_out_of_memory_names_the_instruction_and_what_it_wanted(message: str) ->
 
 def test_a_function_too_large_to_run_alone_is_left_to_the_program() -> None:
     pipe = _failing(pipeline(generate("zb-h1", 3, 4)), 1, "BW", "RESOURCE_EXHAUSTED: no more")
-    said: list[str] = []
-    report = Rehearsal(pipe, 1).run(steps=1, progress=said.append)
+    lines: list[str] = []
+    report = Rehearsal(pipe, 1).run(steps=1, progress=lines.append)
     assert report.alone.keys() == {("F", 1), ("B", 1), ("W", 1)}
-    assert "rank 1: no memory for BW of stage 1 alone: not timed" in said
+    assert "rank 1: no memory for BW of stage 1 alone: not timed" in lines
     costs = rehearsed_costs(pipe, [report])
     assert costs.bw_s[1] > 0
     pipe = _failing(pipeline(generate("1f1b", 3, 4)), 1, "BW", "RESOURCE_EXHAUSTED: no more")

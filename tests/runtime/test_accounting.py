@@ -144,10 +144,10 @@ def probed(name: str, where: str, schedule: Schedule, fraction: float) -> tuple[
 
 def assert_exact(predicted: MemoryReport, measured: MeasuredMemory) -> None:
     """The same bytes at every instruction boundary; so the peaks keep to what the design promises."""
-    for want, got in zip(predicted.ranks, measured.ranks, strict=True):
-        assert want.live_bytes == got.live_bytes, f"rank {want.rank}"
-        assert want.host_bytes == got.host_bytes, f"rank {want.rank}, host"
-        assert got.live_peak_bytes <= want.live_peak_bytes <= 1.05 * got.live_peak_bytes
+    for expected, got in zip(predicted.ranks, measured.ranks, strict=True):
+        assert expected.live_bytes == got.live_bytes, f"rank {expected.rank}"
+        assert expected.host_bytes == got.host_bytes, f"rank {expected.rank}, host"
+        assert got.live_peak_bytes <= expected.live_peak_bytes <= 1.05 * got.live_peak_bytes
 
 
 @st.composite
@@ -218,19 +218,19 @@ def test_messages_to_other_processes_count_on_both_sides(name: str, where: str, 
     plain = pipe.with_schedule(generate(family, pipe.schedule.num_ranks, 8))
     crossing = Crossing(tuple(range(plain.schedule.num_ranks)), plain.predicted_timeline())
     programs = lower(plain.schedule, plain.stages, plain.braids, crossing)
-    apart = replace(plain, programs=programs, own=programs)
-    apart = replace(apart, transport=_Pulled(apart))
-    measured = measured_peaks(apart, placed(name, where), batch_of(plain), jax.random.key(0))
-    report = apart.memory_report(workspace=False, curves=True)
+    separate = replace(plain, programs=programs, own=programs)
+    separate = replace(separate, transport=_Pulled(separate))
+    measured = measured_peaks(separate, placed(name, where), batch_of(plain), jax.random.key(0))
+    report = separate.memory_report(workspace=False, curves=True)
     most = max(stage.boundary_bytes for stage in plain.stages)
-    for rank, (want, got) in enumerate(zip(report.ranks, measured.ranks, strict=True)):
-        for predicted, held in zip(want.live_bytes, got.live_bytes, strict=True):
+    for rank, (expected, got) in enumerate(zip(report.ranks, measured.ranks, strict=True)):
+        for predicted, held in zip(expected.live_bytes, got.live_bytes, strict=True):
             assert held <= predicted <= held + 4 * most, f"rank {rank}: a few messages that may not have arrived"
-        order = [(0, at) for k, at in apart.order if k == rank]
-        alone = account(
-            [programs[rank]], order, apart.functions, num_microbatches=8, footprint_of=None, all_programs=programs
+        order = [(0, at) for k, at in separate.order if k == rank]
+        single = account(
+            [programs[rank]], order, separate.functions, num_microbatches=8, footprint_of=None, all_programs=programs
         )
-        assert alone.ranks[0].live_peak_bytes == want.live_peak_bytes, "what other processes hold is not asked for"
+        assert single.ranks[0].live_peak_bytes == expected.live_peak_bytes, "what other processes hold is not asked for"
 
 
 def test_with_two_data_parallel_devices_a_rank() -> None:
@@ -239,17 +239,17 @@ def test_with_two_data_parallel_devices_a_rank() -> None:
     stages = [layers[a:b] for a, b in cut(layers, 2)]
     params = toy.init_params(layers)
     meshes = pipeline_submeshes(2, dp=2)
-    made = build_all(stages, params, toy.batch_avals(), meshes)
-    functions = {(s, s): f for s, f in enumerate(made)}
+    built = build_all(stages, params, toy.batch_avals(), meshes)
+    functions = {(s, s): f for s, f in enumerate(built)}
     for offload in (0.0, 0.5):
         schedule = random_schedule(one_to_one(2), 4, random.Random(7), offload=offload)
-        programs = lower(schedule, made)
-        order = issue_order(programs, simulate(schedule, analytic_profile(made)))
+        programs = lower(schedule, built)
+        order = issue_order(programs, simulate(schedule, analytic_profile(built)))
         executor = Executor(programs, order, functions, meshes)
         inputs = StepInputs(
             params={
                 (s, s): jax.device_put(f.layout.pack(stage_params(stages[s], params)), replicated(meshes[s]))
-                for s, f in enumerate(made)
+                for s, f in enumerate(built)
             },
             acc={
                 at: [jax.device_put(np.zeros(a.shape, a.dtype), a.sharding) for a in f.acc_avals]
@@ -260,7 +260,7 @@ def test_with_two_data_parallel_devices_a_rank() -> None:
                     [jax.device_put(toy.make_batch(i)[n], batch_sharded(meshes[s])) for n in f.data_names]
                     for i in range(4)
                 ]
-                for s, f in enumerate(made)
+                for s, f in enumerate(built)
             },
             keys={},
         )
@@ -275,8 +275,8 @@ def test_the_allocators_statistics_are_read_where_there_are_any() -> None:
     peak: dict[Any, int] = {}
 
     def statistics(device: jax.Device) -> tuple[int, int]:
-        here = {a.unsafe_buffer_pointer(): a.nbytes for a in jax.live_arrays() if a.devices() == {device}}
-        held = sum(here.values()) + 1000
+        bytes_by_buffer = {a.unsafe_buffer_pointer(): a.nbytes for a in jax.live_arrays() if a.devices() == {device}}
+        held = sum(bytes_by_buffer.values()) + 1000
         peak[device] = max(peak.get(device, 0), held + 50)
         return held, peak[device]
 
@@ -372,9 +372,9 @@ def test_workspace_counts_in_program_and_simulator_alike() -> None:
 def test_resident_state_and_the_allocators_granularity_count() -> None:
     pipe = built("activations", "one").with_schedule(generate("1f1b", 2, 4))
     plain = pipe.memory_report(workspace=False)
-    more = pipe.memory_report(workspace=False, resident={0: {"masters": 1000, "optimizer": 2000}})
-    assert [b - a for a, b in zip(plain.peak_bytes, more.peak_bytes, strict=True)] == [3000, 0]
-    assert more.ranks[0].by_kind["optimizer"] == 2000
+    with_resident = pipe.memory_report(workspace=False, resident={0: {"masters": 1000, "optimizer": 2000}})
+    assert [b - a for a, b in zip(plain.peak_bytes, with_resident.peak_bytes, strict=True)] == [3000, 0]
+    assert with_resident.ranks[0].by_kind["optimizer"] == 2000
     coarse = account(
         pipe.programs, pipe.executor.order, pipe.functions, num_microbatches=4, footprint_of=None, align=256
     )

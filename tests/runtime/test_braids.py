@@ -123,9 +123,9 @@ def run(pipe: Pipeline, params: Any, batch: Mapping[str, np.ndarray], *, record:
     return pipe.run(pipe.place(params), {at: pipe.zeros(at) for at in pipe.own_instances}, batch, record=record)
 
 
-def assert_bit_equal(got: StepOutputs, want: StepOutputs) -> None:
-    assert_same_arrays(dict(got.acc), dict(want.acc))
-    assert_same_arrays(list(got.losses), list(want.losses))
+def assert_bit_equal(got: StepOutputs, expected: StepOutputs) -> None:
+    assert_same_arrays(dict(got.acc), dict(expected.acc))
+    assert_same_arrays(list(got.losses), list(expected.losses))
 
 
 # -- random schedules ----------------------------------------------------------------------------------------------------
@@ -149,9 +149,9 @@ def check_case(case: tuple[str, Schedule]) -> None:
     assert_trace_is_the_schedule(woven, out)
     report = woven.memory_report(workspace=False, curves=True)
     measured = measured_peaks(woven, woven.place(params), batch)
-    for predicted, seen in zip(report.ranks, measured.ranks, strict=True):
-        assert predicted.live_bytes == seen.live_bytes
-        assert predicted.host_bytes == seen.host_bytes
+    for predicted, actual in zip(report.ranks, measured.ranks, strict=True):
+        assert predicted.live_bytes == actual.live_bytes
+        assert predicted.host_bytes == actual.host_bytes
     if not any(report.host_peak_bytes):
         simulated = woven.predicted_timeline().peak_bytes
         assert all(r <= s for r, s in zip(report.peak_bytes, simulated, strict=True)), "the simulator's peak is a bound"
@@ -160,9 +160,9 @@ def check_case(case: tuple[str, Schedule]) -> None:
 def assert_trace_is_the_schedule(pipe: Pipeline, out: StepOutputs) -> None:
     """Slot for slot; a braid with a sync in it is several."""
     for rank, row in enumerate(pipe.schedule.rows):
-        want = [a for slot in row for a in ([slot] if whole(slot) else slot.actions)]
-        assert [e.action for e in out.events if e.rank == rank] == want
-        assert [a for r, a, _ in out.tokens if r == rank] == [a for a in want if computes(a)]
+        expected = [a for slot in row for a in ([slot] if whole(slot) else slot.actions)]
+        assert [e.action for e in out.events if e.rank == rank] == expected
+        assert [a for r, a, _ in out.tokens if r == rank] == [a for a in expected if computes(a)]
     timeline = pipe.measured_timeline(out)
     for rank, row in enumerate(pipe.schedule.rows):
         assert [e.action for e in timeline.events if e.rank == rank] == list(row)
@@ -248,8 +248,8 @@ def test_a_braid_with_dropout_draws_what_separate_calls_draw() -> None:
     build = compiled.__wrapped__  # what other modules compiled is not as users do
     pipe = build("gpt", circular(2, 1), dropout=0.1).with_schedule(schedule)
     params, batch = pipe.place(parameters("gpt")), random_batch(2)
-    got, want = (p.loss_and_grads(params, batch, jax.random.key(1)) for p in (pipe, separate(pipe)))
-    assert_same_arrays(got, want)
+    got, expected = (p.loss_and_grads(params, batch, jax.random.key(1)) for p in (pipe, separate(pipe)))
+    assert_same_arrays(got, expected)
 
 
 @pytest.mark.parametrize(
@@ -319,8 +319,8 @@ def test_what_parts_share_is_passed_once() -> None:
     assert sorted(three.inputs[k] for k in three.donated) == sorted(sums)
     assert [k for p, k in zip(three.outputs, three.output_parts, strict=True) if p.kind == "acc"] == [2] * len(sums)
     assert three.outputs.count(Port("token")) == 1
-    apart = braid([(0, w), (1, f), (2, bw)], cache)
-    assert len(apart.inputs) == len(w.inputs) + len(f.inputs) + len(bw.inputs)
+    unshared = braid([(0, w), (1, f), (2, bw)], cache)
+    assert len(unshared.inputs) == len(w.inputs) + len(f.inputs) + len(bw.inputs)
     assert str(three).startswith("W0+F0+BW0: (")
 
 
@@ -383,8 +383,8 @@ def test_a_failure_names_the_braid(record: bool) -> None:
     pipe = pipeline_for("gpt", parse_schedule(TWO_RANKS))
     at = (0, (("F", 0), ("B", 0)))
     broken = replace(pipe, braids={**pipe.braids, at: replace(pipe.braids[at], call=fail)}).with_costs(pipe.costs)
-    want = r"rank 0, braid F0\.2\+B0\.0 \(stage 0 microbatch 2, stage 0 microbatch 0\) failed: boom"
-    with pytest.raises(RunError, match=want) as caught:
+    message = r"rank 0, braid F0\.2\+B0\.0 \(stage 0 microbatch 2, stage 0 microbatch 0\) failed: boom"
+    with pytest.raises(RunError, match=message) as caught:
         run(broken, parameters("gpt"), random_batch(4), record=record)
     assert caught.value.action == "F0.2+B0.0"
 
@@ -406,13 +406,13 @@ def test_gradients_are_reduced_in_the_tail_of_the_pipeline(dp: int) -> None:
     sums = {(r, s): reduction(pipe.submeshes[r], pipe.functions[(r, s)]) for r, s in pipe.own_instances}
     early = pipe.with_epilogues(sums)
     params, batch = init_params(model, 0), chain_batch(4)
-    want = run(pipe, params, batch)
+    expected = run(pipe, params, batch)
     for record in (False, True):
         out = run(early, params, batch, record=record)
-        assert_bit_equal(out, want)
-        assert set(out.reduced) == set(pipe.own_instances) and not want.reduced
+        assert_bit_equal(out, expected)
+        assert set(out.reduced) == set(pipe.own_instances) and not expected.reduced
         for at, grads in out.reduced.items():
-            assert_same_arrays(list(grads), sums[at](list(want.acc[at])))
+            assert_same_arrays(list(grads), sums[at](list(expected.acc[at])))
     kinds, sequence = early.executor.instruction_kinds, early.executor.sequence
     for rank, program in enumerate(early.programs):
         placed = [at for kind, (r, at) in zip(kinds, sequence, strict=True) if kind == "epilogue" and r == rank]

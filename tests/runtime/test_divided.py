@@ -50,28 +50,28 @@ def run(number: int, cases: list[dict[str, Any]]) -> list[list[dict[str, str]]]:
         for mine in range(number)
     ]
     try:
-        said = [child.communicate(timeout=1800) for child in children]
+        outputs = [child.communicate(timeout=1800) for child in children]
     finally:
         for child in children:
             child.kill()
-    assert [child.returncode for child in children] == [0] * number, said
-    return [json.loads(out.splitlines()[-1]) for out, _ in said]
+    assert [child.returncode for child in children] == [0] * number, outputs
+    return [json.loads(out.splitlines()[-1]) for out, _ in outputs]
 
 
 def assert_same_bits(
-    cases: list[dict[str, Any]], *numbers: int, more: Sequence[dict[str, Any]] = ()
+    cases: list[dict[str, Any]], *numbers: int, extra_cases: Sequence[dict[str, Any]] = ()
 ) -> list[list[dict[str, str]]]:
     """What each of the last number of processes finds in ``more`` cases."""
-    (whole,), several = run(1, cases), [run(number, [*cases, *more]) for number in numbers]
+    (single,), several = run(1, cases), [run(number, [*cases, *extra_cases]) for number in numbers]
     for (k, case), parts in product(enumerate(cases), several):
         layers: dict[str, str] = {}
-        whole[k].pop("costs", "")
+        single[k].pop("costs", "")
         assert len({part[k].pop("costs") for part in parts}) == 1, "one profile for all"
-        for found in (part[k] for part in parts):
-            assert {name: found.pop(name) for name in SHARED} == {name: whole[k][name] for name in SHARED}, case
-            assert not layers.keys() & found.keys(), "a layer is one process's"
-            layers |= found
-        assert layers == {name: digest for name, digest in whole[k].items() if name not in SHARED}, case
+        for digests in (part[k] for part in parts):
+            assert {name: digests.pop(name) for name in SHARED} == {name: single[k][name] for name in SHARED}, case
+            assert not layers.keys() & digests.keys(), "a layer is one process's"
+            layers |= digests
+        assert layers == {name: digest for name, digest in single[k].items() if name not in SHARED}, case
     return [part[len(cases) :] for part in parts]
 
 
@@ -82,21 +82,21 @@ def test_two_processes_train_what_one_does(tmp_path: Path) -> None:
     case = {"schedule": "v-zb", "ranks": 2, "layers": 2, "dp": 2, "zero1": True, "dtype": "bfloat16", "dropout": 0.2}
     write_schedule(serial(split_backwards(generate("gpipe", 2, 4))), tmp_path / "serial.sched")
     text = write_text(tmp_path / "text")
-    more = (
+    run_overrides = (
         f"pipeline.schedule={tmp_path / 'serial.sched'}",
         "pipeline.recompute=fused",
         "run.log_every=1",
         "run.steps=12",
     )
     overrides = [
-        *settings(text, tmp_path / "parts", *more),
+        *settings(text, tmp_path / "parts", *run_overrides),
         "replan.enabled=true",
         "replan.min_gain=0",
         "replan.memory_limit=4",
         "run.platform=cpu",
     ]
     replanned = {"overrides": overrides, "finds": ["gpipe", "zb-h1"]}
-    ((first,), (second,)) = assert_same_bits([{**case, "measured": True}], 2, more=[replanned])
+    ((first,), (second,)) = assert_same_bits([{**case, "measured": True}], 2, extra_cases=[replanned])
     assert not second["printed"]
     for line in (
         "step 2: re-planning: looking for a better schedule (up to 1m00s, 4 activations)",
@@ -105,7 +105,7 @@ def test_two_processes_train_what_one_does(tmp_path: Path) -> None:
     ):
         assert f"\n{line}" in first["printed"]
     assert re.search(r"refused: process 1 \(host \S+\): there is no room\n", first["printed"])
-    train_runs.run(config(text, tmp_path / "whole", *more))
+    train_runs.run(config(text, tmp_path / "whole", *run_overrides))
     assert_same_run(tmp_path / "whole", tmp_path / "parts", 12)
     records = [record for record in read_metrics(tmp_path / "parts" / "metrics.jsonl") if "loss" in record]
     assert [record["schedule"] for record in records] == ["serial"] * 5 + ["solved-1"] * 4 + ["serial"] * 3
@@ -153,10 +153,10 @@ def test_device_put_between_two_processes() -> None:
 def test_any_number_goes_on_from_the_checkpoint_of_any_other(tmp_path: Path) -> None:
     case = {"schedule": "v-zb", "ranks": 4, "layers": 6, **ZERO1}
     one, several = ({**case, "folder": str(tmp_path / name)} for name in ("one", "several"))
-    whole = run(1, [one] * 3)[0][-1]
+    single = run(1, [one] * 3)[0][-1]
     for number in (1, 4, 2):
-        found = run(number, [several])
-    assert {name: digest for (part,) in found for name, digest in part.items()} == whole
+        digests = run(number, [several])
+    assert {name: digest for (part,) in digests for name, digest in part.items()} == single
 
 
 # -- runs -----------------------------------------------------------------------------------------------------------------
@@ -175,8 +175,8 @@ def launch(number: int, arguments: Sequence[str]) -> subprocess.Popen[str]:
 def assert_same_run(one: Path, other: Path, step: int) -> None:
     metrics = [[{**record, "schedule": ""} for record in deterministic(folder)] for folder in (one, other)]
     assert metrics[0] == metrics[1]
-    (first, *rest), (second, *others) = (jax.tree.flatten(final(folder, step)) for folder in (one, other))
-    assert rest == others
+    (first, *rest), (second, *other_leaves) = (jax.tree.flatten(final(folder, step)) for folder in (one, other))
+    assert rest == other_leaves
     for a, b in zip(first, second, strict=True):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
@@ -186,13 +186,13 @@ def test_a_run_goes_on_in_another_number_of_processes(tmp_path: Path) -> None:
     """Two processes, the launcher's, then this one: metrics, evaluations and the last checkpoint of a run in one."""
     text = write_text(tmp_path / "text")
     short = ("run.eval_every=2", "run.checkpoint_every=2", "run.log_every=2", "model.options.num_layers=1")
-    more = ("pipeline.schedule=zb-1p", *short)
-    train_runs.run(config(text, tmp_path / "whole", *more, "run.steps=4"))
-    child = launch(2, [*settings(text, tmp_path / "parts", *more, "run.steps=2"), "run.platform=cpu"])
+    overrides = ("pipeline.schedule=zb-1p", *short)
+    train_runs.run(config(text, tmp_path / "whole", *overrides, "run.steps=4"))
+    child = launch(2, [*settings(text, tmp_path / "parts", *overrides, "run.steps=2"), "run.platform=cpu"])
     out, err = child.communicate(timeout=300)
     assert child.returncode == 0, err
     assert not err and out.count("step 2  held-out loss") == 1, "process 0 alone tells"
-    train_runs.run(config(text, tmp_path / "parts", *more, "run.steps=4"))
+    train_runs.run(config(text, tmp_path / "parts", *overrides, "run.steps=4"))
     assert_same_run(tmp_path / "whole", tmp_path / "parts", 4)
 
 
@@ -202,14 +202,14 @@ def test_processes_begin_with_a_folder_of_the_hub(pipe: str, tmp_path: Path) -> 
     """Each with its own layers, tied ones too; the vocabulary is one that tp does not divide."""
     folder = hub_folders.write_folder(tmp_path / "given", "qwen2")
     np.save(tmp_path / "ids.npy", np.random.default_rng(0).integers(0, hub_folders.V, 4000).astype(np.uint16))
-    more = [
+    overrides = [
         f"run.init_from={folder}", "data.tokenizer=ids:37", f"data.path={tmp_path / 'ids.npy'}", "data.seq_len=24",
         "model.options.vocab_multiple=2", "pipeline.ranks=2", "pipeline.microbatches=2", "pipeline.split_backwards=never",
         "run.batch=4", "run.steps=3", "run.log_every=1", "run.eval_every=3", "run.platform=cpu", "optimizer.warmup_steps=1",
         *pipe.split(),
     ]  # fmt: skip
-    train_runs.run(load_config(None, [*more, f"run.out_dir={tmp_path / 'whole'}"]))
-    child = launch(2, [*more, f"run.out_dir={tmp_path / 'parts'}"])
+    train_runs.run(load_config(None, [*overrides, f"run.out_dir={tmp_path / 'whole'}"]))
+    child = launch(2, [*overrides, f"run.out_dir={tmp_path / 'parts'}"])
     _, err = child.communicate(timeout=600)
     assert child.returncode == 0, err
     assert_same_run(tmp_path / "whole", tmp_path / "parts", 3)
@@ -219,9 +219,15 @@ def test_processes_begin_with_a_folder_of_the_hub(pipe: str, tmp_path: Path) -> 
 @pytest.mark.parametrize("number", [2, 4])
 def test_a_signal_to_any_process_stops_all_after_the_same_step(number: int, tmp_path: Path) -> None:
     text = write_text(tmp_path / "text")
-    more = ("pipeline.ranks=4", "model.options.num_layers=4", "run.log_every=1", "run.eval_every=0", "run.steps=30")
-    train_runs.run(config(text, tmp_path / "whole", *more))
-    arguments = [*settings(text, tmp_path / "parts", *more), "run.platform=cpu"]
+    overrides = (
+        "pipeline.ranks=4",
+        "model.options.num_layers=4",
+        "run.log_every=1",
+        "run.eval_every=0",
+        "run.steps=30",
+    )
+    train_runs.run(config(text, tmp_path / "whole", *overrides))
+    arguments = [*settings(text, tmp_path / "parts", *overrides), "run.platform=cpu"]
     child = launch(number, arguments)
     train_runs.read_until(child, "step 3")
     ours = subprocess.run(["pgrep", "-P", str(child.pid)], capture_output=True, text=True, check=True).stdout.split()
@@ -239,11 +245,16 @@ def test_replanning_in_several_processes_changes_no_bit(number: int, tmp_path: P
     """By the real solver, of an order that any other beats."""
     write_schedule(serial(split_backwards(generate("gpipe", 4, 8))), tmp_path / "serial.sched")
     text = write_text(tmp_path / "text")
-    more = ("pipeline.ranks=4", "pipeline.microbatches=8", "model.options.num_layers=8", "pipeline.recompute=fused")
-    more = (*more, f"pipeline.schedule={tmp_path / 'serial.sched'}", "run.log_every=2", "run.steps=60")
-    train_runs.run(config(text, tmp_path / "whole", *more))
+    overrides = (
+        "pipeline.ranks=4",
+        "pipeline.microbatches=8",
+        "model.options.num_layers=8",
+        "pipeline.recompute=fused",
+    )
+    overrides = (*overrides, f"pipeline.schedule={tmp_path / 'serial.sched'}", "run.log_every=2", "run.steps=60")
+    train_runs.run(config(text, tmp_path / "whole", *overrides))
     replan = ("replan.enabled=true", "replan.min_gain=0.01", "replan.memory_limit=8", "replan.time_limit_s=2")
-    child = launch(number, [*settings(text, tmp_path / "parts", *more, *replan), "run.platform=cpu"])
+    child = launch(number, [*settings(text, tmp_path / "parts", *overrides, *replan), "run.platform=cpu"])
     out, err = child.communicate(timeout=1200)
     assert child.returncode == 0, err
     assert not err

@@ -96,7 +96,7 @@ def test_the_order_of_dispatch_does_not_matter() -> None:
 def test_ranks_of_two_processes_meet_through_a_transport() -> None:
     """Each executor has one rank; the transport is all that joins them."""
     pipe = pipeline_for("gpt", generate("gpipe", 2, 2))
-    whole = _run(pipe)
+    single = _run(pipe)
     timeline = simulate(pipe.schedule, pipe.costs)
     shared = _Switchboard(pipe)
     executors = [
@@ -109,13 +109,13 @@ def test_ranks_of_two_processes_meet_through_a_transport() -> None:
 
     def work(rank: int) -> None:
         with jax.enable_x64(True):
-            own = StepInputs(
+            rank_inputs = StepInputs(
                 {k: v for k, v in inputs.params.items() if k[0] == rank},
                 {k: v for k, v in inputs.acc.items() if k[0] == rank},
                 inputs.data,
                 inputs.keys,
             )
-            results[rank] = executors[rank].run(own)
+            results[rank] = executors[rank].run(rank_inputs)
 
     threads = [threading.Thread(target=work, args=(r,)) for r in range(2)]
     for t in threads:
@@ -123,7 +123,7 @@ def test_ranks_of_two_processes_meet_through_a_transport() -> None:
     for t in threads:
         t.join()
     for rank in range(2):
-        for a, b in zip(results[rank].acc[(rank, rank)], whole.acc[(rank, rank)], strict=True):
+        for a, b in zip(results[rank].acc[(rank, rank)], single.acc[(rank, rank)], strict=True):
             np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 
@@ -243,12 +243,12 @@ def test_numbers_of_other_dtypes_that_fit_are_the_same_numbers(dtypes: tuple[str
 
 def test_parameters_must_be_placed_and_keys_be_keys() -> None:
     pipe = pipeline_for("gpt", generate("1f1b", 2, 4), dropout=0.1)
-    whole, batch = parameters("gpt"), random_batch(4)
+    params, batch = parameters("gpt"), random_batch(4)
     for run in (pipe.loss_and_grads, pipe.evaluate):
         with pytest.raises(ProgramError, match=r"not on the ranks yet: pass what pipeline.place\(params\) returns"):
-            run(whole, batch)
+            run(params, batch)
     with pytest.raises(ProgramError, match=r"the PRNG key is a int; make one of a seed with jax.random.key\(seed\)"):
-        pipe.loss_and_grads(pipe.place(whole), batch, 7)
+        pipe.loss_and_grads(pipe.place(params), batch, 7)
     wrong: dict[str, Any] = {
         "rbg": jax.random.key(0, impl="rbg"),
         "keys of shape": jax.random.split(jax.random.key(0)),
@@ -258,9 +258,11 @@ def test_parameters_must_be_placed_and_keys_be_keys() -> None:
         with pytest.raises(
             ProgramError, match=rf"the PRNG key is of {words}.*; make one with jax.random.key\(seed, impl="
         ):
-            pipe.loss_and_grads(pipe.place(whole), batch, key)
-    made = [pipe.loss_and_grads(pipe.place(whole), batch, key)[0] for key in (jax.random.key(3), jax.random.PRNGKey(3))]
-    assert made[0] == made[1]
+            pipe.loss_and_grads(pipe.place(params), batch, key)
+    losses = [
+        pipe.loss_and_grads(pipe.place(params), batch, key)[0] for key in (jax.random.key(3), jax.random.PRNGKey(3))
+    ]
+    assert losses[0] == losses[1]
 
 
 def test_parameters_must_fit() -> None:

@@ -70,9 +70,9 @@ def _require_bit_equal(schedule: Schedule) -> None:
         assert_same_arrays(_of_primaries(pipe, pipe.sum_replicas(out.acc)), _replicas_added(pipe, acc))
 
         loss, grads = pipe.loss_and_grads(placed, batch)
-        want_loss, want = _unpipelined(schedule.num_stages, params, batch)
+        want_loss, expected = _unpipelined(schedule.num_stages, params, batch)
         np.testing.assert_allclose(np.asarray(loss), want_loss, rtol=1e-10)
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12), _arrays(grads), want)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12), _arrays(grads), expected)
         params = jax.tree.map(lambda x, g: x - LEARNING_RATE * g, _arrays(params), _arrays(grads))
 
 
@@ -90,9 +90,9 @@ def _of_primaries(pipe: Pipeline, acc: Mapping[tuple[int, int], Any]) -> list[li
 def _replicas_added(pipe: Pipeline, acc: Mapping[tuple[int, int], Any]) -> list[list[Any]]:
     """Per stage, the gradient of the first flow's replica, plus the second's, if it has one."""
     sums = []
-    for stage, (first, *others) in pipe.instances.items():
+    for stage, (first, *replicas) in pipe.instances.items():
         total = [np.asarray(a) for a in acc[(first, stage)]]
-        for rank in others:
+        for rank in replicas:
             total = [a + np.asarray(b) for a, b in zip(total, acc[(rank, stage)], strict=True)]
         sums.append(total)
     return sums
@@ -160,8 +160,8 @@ def _batch(microbatches: int, seed: int) -> dict[str, np.ndarray]:
 
 
 def _unpipelined(num_stages: int, params: Any, batch: Mapping[str, np.ndarray]) -> Any:
-    whole = {name: array.reshape(-1, WIDTH) for name, array in batch.items()}
-    return _arrays(_value_and_grad(num_stages)(params, whole))
+    full_batch = {name: array.reshape(-1, WIDTH) for name, array in batch.items()}
+    return _arrays(_value_and_grad(num_stages)(params, full_batch))
 
 
 @cache

@@ -58,11 +58,11 @@ OFTEN = ("1f1b", "v-zb", "gis", "po-f", "chimera")
 
 
 def _orders(programs: Sequence[Program], crossing: Crossing) -> dict[int, list[tuple[int, int]]]:
-    found = {}
+    orders = {}
     for process in set(crossing.process_of):
-        own = [p for p in programs if crossing.process_of[p.rank] == process]
-        found[process] = [(own[k].rank, at) for k, at in issue_order(own, crossing.timeline)]
-    return found
+        local_programs = [p for p in programs if crossing.process_of[p.rank] == process]
+        orders[process] = [(local_programs[k].rank, at) for k, at in issue_order(local_programs, crossing.timeline)]
+    return orders
 
 
 def _left_over(programs: Sequence[Program], crossing: Crossing) -> list[str]:
@@ -103,13 +103,13 @@ def test_no_family_deadlocks(name: str, p: int, m: int) -> None:
         programs = lower(schedule, stages, crossing=crossing)
         assert _early(programs) == 0
         for lanes in RULES:
-            found = replace(crossing, lanes=lanes)
-            check_transfers(programs, found)
-            assert _left_over(programs, found) == []
+            lanes_crossing = replace(crossing, lanes=lanes)
+            check_transfers(programs, lanes_crossing)
+            assert _left_over(programs, lanes_crossing) == []
         for lanes in (TAGGED, ("pair",), ("four",), NATIVE):
-            found = replace(crossing, lanes=lanes, early=1)
-            programs = lower(schedule, stages, crossing=found)
-            assert _left_over(programs, found) == []
+            lanes_crossing = replace(crossing, lanes=lanes, early=1)
+            programs = lower(schedule, stages, crossing=lanes_crossing)
+            assert _left_over(programs, lanes_crossing) == []
             crossings = sum(isinstance(i, Recv) and i.place >= 0 for q in programs for i in q.instructions)
             assert _early(programs) == crossings if lanes == TAGGED else _early(programs) > 0 or not crossings or uneven
 
@@ -180,19 +180,19 @@ def _drawn(schedule: Schedule, data: st.DataObject) -> tuple[Crossing, Any]:
 
 def _shuffled(program: Program, rng: random.Random) -> Program:
     """Some neighbouring transfers to and from other processes exchanged, those of the program's places kept."""
-    found = list(program.instructions)
-    at = [k for k, i in enumerate(found) if isinstance(i, Send | Recv) and i.place >= 0]
+    instructions = list(program.instructions)
+    at = [k for k, i in enumerate(instructions) if isinstance(i, Send | Recv) and i.place >= 0]
     for a, b in pairwise(at):
         if b == a + 1 and rng.random() < 0.3:
-            _exchange(found, a, b)
-    written = tuple(tuple(0 for _ in writes(i)) for i in found)
-    return replace(program, instructions=tuple(found), written_bytes=written)
+            _exchange(instructions, a, b)
+    written = tuple(tuple(0 for _ in writes(i)) for i in instructions)
+    return replace(program, instructions=tuple(instructions), written_bytes=written)
 
 
-def _exchange(found: list[Instruction], a: int, b: int) -> None:
-    one, other = found[a], found[b]
+def _exchange(instructions: list[Instruction], a: int, b: int) -> None:
+    one, other = instructions[a], instructions[b]
     assert isinstance(one, Send | Recv) and isinstance(other, Send | Recv)
-    found[a], found[b] = replace(other, place=one.place), replace(one, place=other.place)
+    instructions[a], instructions[b] = replace(other, place=one.place), replace(one, place=other.place)
 
 
 # -- mutants, in words -----------------------------------------------------------------------------------------------
@@ -203,23 +203,23 @@ def _written(*rows: str) -> tuple[list[Program], Timeline]:
     ``<F1.0@1`` receives from it."""
     programs, events = [], []
     for rank, row in enumerate(rows):
-        found: list[Instruction] = []
+        instructions: list[Instruction] = []
         full = [0]  # holds what is made and sent
         for word in row.split():
             name, _, peer = word.strip("<>!").partition("@")
             action = parse_slot(name)
             assert isinstance(action, Action)
             if word[0] == ">":
-                found.append(Send(action, (0,), (), int(peer)))
+                instructions.append(Send(action, (0,), (), int(peer)))
             elif word[0] == "<":
                 full.append(len(full))
-                found.append(Recv(action, (), (full[-1],), int(peer)))
+                instructions.append(Recv(action, (), (full[-1],), int(peer)))
             else:
-                events.append(Event(rank, "compute", action, len(found), len(found) + 1.0))
-                found.append(Run(action, tuple(full) if word[-1] == "!" else (0,), (0,)))
-        found.append(Free(tuple(full)))
-        written = tuple(tuple(0 for _ in writes(i)) for i in found)
-        programs.append(Program(rank, tuple(found), 9, ((Value("acc", 0, 0, 0), 0),), (), (0,), written))
+                events.append(Event(rank, "compute", action, len(instructions), len(instructions) + 1.0))
+                instructions.append(Run(action, tuple(full) if word[-1] == "!" else (0,), (0,)))
+        instructions.append(Free(tuple(full)))
+        written = tuple(tuple(0 for _ in writes(i)) for i in instructions)
+        programs.append(Program(rank, tuple(instructions), 9, ((Value("acc", 0, 0, 0), 0),), (), (0,), written))
     return programs, Timeline("written", len(rows), tuple(events), (), ())
 
 
@@ -367,22 +367,22 @@ def _run_apart(
         {at: pipe.zeros(at) for at in pipe.own_instances},
         random_batch(pipe.schedule.num_microbatches),
     )
-    found: Found = {}
+    outcomes: Found = {}
 
     def work(process: int) -> None:
-        own = [p for p in programs if crossing.process_of[p.rank] == process]
-        ranks = {p.rank for p in own}
+        local_programs = [p for p in programs if crossing.process_of[p.rank] == process]
+        ranks = {p.rank for p in local_programs}
         mine = [{k: v for k, v in of.items() if k[0] in ranks} for of in (inputs.params, inputs.acc)]
         transport = _Rendezvous(process, crossing, numbers, mail, meeting, sleeps_s)
-        order = issue_order(own, crossing.timeline)
+        order = issue_order(local_programs, crossing.timeline)
         executor = Executor(
-            own, order, pipe.functions, pipe.submeshes, transport, all_programs=programs, braids=pipe.braids
+            local_programs, order, pipe.functions, pipe.submeshes, transport, all_programs=programs, braids=pipe.braids
         )
         try:
             with jax.enable_x64(True):
-                found[process] = executor.run(StepInputs(mine[0], mine[1], inputs.data, inputs.keys))
+                outcomes[process] = executor.run(StepInputs(mine[0], mine[1], inputs.data, inputs.keys))
         except Exception as error:
-            found[process] = error
+            outcomes[process] = error
         finally:
             meeting.end()
 
@@ -391,20 +391,20 @@ def _run_apart(
         thread.start()
     for thread in threads:
         thread.join()
-    return found
+    return outcomes
 
 
 def _assert_same_bits(
     name: str, pipe: Pipeline, programs: Sequence[Program], crossing: Crossing, sleeps_s: float = 0.0
 ) -> None:
-    found = _run_apart(name, pipe, programs, crossing, sleeps_s)
+    outcomes = _run_apart(name, pipe, programs, crossing, sleeps_s)
     zeros = {at: pipe.zeros(at) for at in pipe.own_instances}
-    whole = pipe.run(pipe.place(parameters(name)), zeros, random_batch(pipe.schedule.num_microbatches))
-    for process, out in found.items():
+    single = pipe.run(pipe.place(parameters(name)), zeros, random_batch(pipe.schedule.num_microbatches))
+    for process, out in outcomes.items():
         assert isinstance(out, StepOutputs), out
         for at, buffers in out.acc.items():
             assert crossing.process_of[at[0]] == process
-            for a, b in zip(buffers, whole.acc[at], strict=True):
+            for a, b in zip(buffers, single.acc[at], strict=True):
                 np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 

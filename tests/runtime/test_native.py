@@ -31,24 +31,24 @@ Calls = list[tuple[Any, ...]]
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     """What is put from now on."""
-    made: Calls = []
+    puts: Calls = []
 
     def absent(shape: Any, sharding: Any, arrays: Any, *, dtype: Any) -> jax.ShapeDtypeStruct:
         assert arrays == [], "the receiver has nothing of it"
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
     def device_put(arrays: Any, homes: Any) -> list[jax.ShapeDtypeStruct]:
-        made.append(tuple((a.shape, a.dtype, a.sharding, to) for a, to in zip(arrays, homes, strict=True)))
+        puts.append(tuple((a.shape, a.dtype, a.sharding, to) for a, to in zip(arrays, homes, strict=True)))
         return [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=to) for a, to in zip(arrays, homes, strict=True)]
 
     stand_in = {"device_put": device_put, "make_array_from_single_device_arrays": absent, "block_until_ready": list}
     monkeypatch.setattr(native, "jax", SimpleNamespace(**{**vars(jax), **stand_in}))
-    return made
+    return puts
 
 
-def _between(made: Calls, one: Any, other: Any) -> Calls:
+def _between(puts: Calls, one: Any, other: Any) -> Calls:
     """The calls of which one end is ``one`` and the other ``other``."""
-    return [call for call in made if {call[0][2].mesh, call[0][3].mesh} == {one, other}]
+    return [call for call in puts if {call[0][2].mesh, call[0][3].mesh} == {one, other}]
 
 
 @pytest.mark.usefixtures("x64")
@@ -60,7 +60,7 @@ def test_both_sides_make_the_same_calls_in_one_order(family: str, calls: Calls) 
     crossing = Crossing((0, 1, 2, 3), pipe.predicted_timeline(), NATIVE, 1)
     assert crossing.timeline.events == simulate(schedule, pipe.costs).events, "bytes that stay change no time"
     programs, meshes = lower(schedule, pipe.stages, pipe.braids, crossing), pipe.submeshes
-    numbers, made, early = message_numbers(programs), [], 0
+    numbers, calls_by_rank, early = message_numbers(programs), [], 0
     for program in programs:
         owned: Any = SimpleNamespace(
             ranks=[program.rank], divided=True, carrier=partial(Native, meshes, [program.rank]), _meshes=meshes
@@ -69,42 +69,42 @@ def test_both_sides_make_the_same_calls_in_one_order(family: str, calls: Calls) 
         for _, at in issue_order([program], crossing.timeline):
             i = instructions[at]
             if isinstance(i, Send):
-                given = [
+                arrays = [
                     SimpleNamespace(shape=a.shape, dtype=a.dtype, sharding=a.sharding, committed=True) for a in i.avals
                 ]
-                transport.send(numbers[program.rank, i.dst, i.action], i.dst, cast("list[Any]", given))
+                transport.send(numbers[program.rank, i.dst, i.action], i.dst, cast("list[Any]", arrays))
             elif isinstance(i, Recv):
                 got = transport.recv(numbers[i.src, program.rank, i.action])
-                wanted = [(a.shape, a.dtype, meshes[program.rank]) for a in i.avals]
-                assert [(x.shape, x.dtype, x.sharding.mesh) for x in got] == wanted
+                expected = [(a.shape, a.dtype, meshes[program.rank]) for a in i.avals]
+                assert [(x.shape, x.dtype, x.sharding.mesh) for x in got] == expected
                 reader = next(k for k, r in enumerate(instructions) if k > at and set(i.outputs) & set(reads(r)))
                 early += any(isinstance(r, Run) for r in instructions[at:reader])
-        made.append(list(calls))
+        calls_by_rank.append(list(calls))
         calls.clear()
     for a in range(4):
         for b in range(a):
-            assert _between(made[a], meshes[a], meshes[b]) == _between(made[b], meshes[a], meshes[b])
-    assert sum(map(len, made)) == 2 * len(numbers)
+            assert _between(calls_by_rank[a], meshes[a], meshes[b]) == _between(calls_by_rank[b], meshes[a], meshes[b])
+    assert sum(map(len, calls_by_rank)) == 2 * len(numbers)
     assert early > len(numbers) / 2
 
 
 def test_links_are_made_both_ways_in_one_order(calls: Calls) -> None:
     meshes = pipeline_submeshes(4)
-    pairs, made = [(2, 1), (1, 2), (3, 0), (1, 0)], []
+    pairs, links_by_rank = [(2, 1), (1, 2), (3, 0), (1, 0)], []
     for rank in range(4):
-        own = Native(meshes, [rank])
+        transport = Native(meshes, [rank])
         for _ in range(2):  # those that are there are not made again
-            own.link(pairs if rank % 2 else reversed(pairs))
-        made.append([(meshes.index(x[2].mesh), meshes.index(x[3].mesh)) for (x,) in calls])
+            transport.link(pairs if rank % 2 else reversed(pairs))
+        links_by_rank.append([(meshes.index(x[2].mesh), meshes.index(x[3].mesh)) for (x,) in calls])
         calls.clear()
-    whole = [(0, 1), (1, 0), (0, 3), (3, 0), (1, 2), (2, 1)]
-    assert made == [[link for link in whole if rank in link] for rank in range(4)]
+    links = [(0, 1), (1, 0), (0, 3), (3, 0), (1, 2), (2, 1)]
+    assert links_by_rank == [[link for link in links if rank in link] for rank in range(4)]
 
 
 def test_cpus_are_refused_in_one_line() -> None:
     meshes = pipeline_submeshes(2)
-    found = together(2, lambda processes: Ownership(meshes, processes, "nccl"))
-    assert [type(error) for error in found] == [AgreedError] * 2
-    assert len({str(error) for error in found}) == 1
-    assert "run.transport=nccl sends from GPU to GPU" in str(found[0])
+    errors = together(2, lambda processes: Ownership(meshes, processes, "nccl"))
+    assert [type(error) for error in errors] == [AgreedError] * 2
+    assert len({str(error) for error in errors}) == 1
+    assert "run.transport=nccl sends from GPU to GPU" in str(errors[0])
     assert Ownership(meshes, None, "nccl").divided is False, "in one process it changes nothing"

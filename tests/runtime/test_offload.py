@@ -159,12 +159,12 @@ def test_offload_lowers_what_a_rank_holds_as_the_simulator_says() -> None:
     held = _text("F0.0 F0.1 F0.2 F1.0 BW1.0 F1.1 BW1.1 F1.2 BW1.2 BW0.0 BW0.1 BW0.2")
     moved = _text("F0.0 O0.0 F0.1 O0.1 F0.2 O0.2 F1.0 BW1.0 F1.1 BW1.1 F1.2 BW1.2 L0.0 BW0.0 L0.1 BW0.1 L0.2 BW0.2")
     for fraction in (0.0, 0.4, 1.0):
-        some = pipe.with_offload(OffloadOptions(fraction))
-        reports = [some.with_schedule(s).memory_report(workspace=False) for s in (held, moved)]
+        partial = pipe.with_offload(OffloadOptions(fraction))
+        reports = [partial.with_schedule(s).memory_report(workspace=False) for s in (held, moved)]
         peaks = [report.ranks[0].live_peak_bytes for report in reports]
-        curves = [max(simulate(s, some.costs).memory[0].bytes) for s in (held, moved)]
-        stage = some.stages[0]
-        assert some.costs.offloadable_bytes == tuple(float(s.offloadable_bytes) for s in some.stages)
+        curves = [max(simulate(s, partial.costs).memory[0].bytes) for s in (held, moved)]
+        stage = partial.stages[0]
+        assert partial.costs.offloadable_bytes == tuple(float(s.offloadable_bytes) for s in partial.stages)
         assert (peaks[0] - peaks[1] > 0) is (fraction > 0)
         assert peaks[0] - peaks[1] >= curves[0] - curves[1] - stage.boundary_bytes * 3
         assert peaks[0] - peaks[1] <= 3 * stage.offloadable_bytes
@@ -255,9 +255,9 @@ def _check_bits(model: str, schedule: Schedule) -> None:
     model = sized(model, schedule)
     pipe = pipeline_for(model, schedule)
     out = _run(pipe, model)
-    want = _run(pipe.with_schedule(without_offloads(schedule)), model)
-    assert_same_arrays(dict(out.acc), dict(want.acc))
-    assert_same_arrays(list(out.losses), list(want.losses))
+    expected = _run(pipe.with_schedule(without_offloads(schedule)), model)
+    assert_same_arrays(dict(out.acc), dict(expected.acc))
+    assert_same_arrays(list(out.losses), list(expected.losses))
 
 
 @pytest.mark.parametrize("model", NAMES)
@@ -277,9 +277,9 @@ def test_random_schedules_with_part_of_the_residuals_moved(seed: int, m: int, fr
     with jax.enable_x64(True):
         schedule = random_schedule(circular(2, 2), m, random.Random(seed), offload=0.5)
         pipe = pipeline_for("gpt", schedule).with_offload(OffloadOptions(fraction))
-        out, want = _run(pipe, "gpt"), _run(pipe.with_schedule(without_offloads(schedule)), "gpt")
-        assert_same_arrays(dict(out.acc), dict(want.acc))
-        assert_same_arrays(list(out.losses), list(want.losses))
+        out, expected = _run(pipe, "gpt"), _run(pipe.with_schedule(without_offloads(schedule)), "gpt")
+        assert_same_arrays(dict(out.acc), dict(expected.acc))
+        assert_same_arrays(list(out.losses), list(expected.losses))
 
 
 def test_a_copy_compiles_nothing_and_returns_to_the_same_place() -> None:
@@ -309,22 +309,22 @@ def test_steps_keep_live_bytes_constant(model: str, steps: int) -> None:
     pipe = pipeline_for(model, schedule)
     params, batch = pipe.place(parameters(model)), random_batch(4)
     acc: Any = {at: pipe.zeros(at) for at in pipe.own_instances}
-    seen = set()
+    live = set()
     for step in range(steps):
         out = pipe.run(params, acc, batch)
         acc = {at: list(buffers) for at, buffers in out.acc.items()}
         if step >= 2 and (step % 10 == 0 or step == steps - 1):
             out.wait()
-            seen.add(tuple(sorted(_live_bytes().items())))
-    assert len(seen) == 1, seen
-    assert offload.PINNED_HOST not in dict(*seen)
+            live.add(tuple(sorted(_live_bytes().items())))
+    assert len(live) == 1, live
+    assert offload.PINNED_HOST not in dict(*live)
 
 
 def test_residuals_are_on_the_host_between_o_and_l(monkeypatch: pytest.MonkeyPatch) -> None:
     """At every F, what live arrays hold on the host is what the programs say."""
     schedule = _text("F0.0 O0.0 F0.1 O0.1 F0.2 F1.0 BW1.0 L0.0 BW0.0 F1.1 BW1.1 L0.1 BW0.1 F1.2 BW1.2 BW0.2")
     pipe = compiled("gpt", circular(1, 2)).with_schedule(schedule)
-    own = pipe.stages[0].offloadable_bytes
+    stage_bytes = pipe.stages[0].offloadable_bytes
     held: list[int] = []
     function = pipe.functions[(0, 1)].functions["F"]
 
@@ -336,7 +336,7 @@ def test_residuals_are_on_the_host_between_o_and_l(monkeypatch: pytest.MonkeyPat
     stage = pipe.functions[(0, 1)]
     watched = replace(stage, functions={**stage.functions, "F": replace(function, call=watching)})
     _run(replace(pipe, functions={**pipe.functions, (0, 1): watched}).with_costs(pipe.costs), "gpt")
-    assert held == [2 * own, own, 0]
+    assert held == [2 * stage_bytes, stage_bytes, 0]
 
 
 # -- the host --------------------------------------------------------------------------------------------------------
@@ -344,10 +344,10 @@ def test_residuals_are_on_the_host_between_o_and_l(monkeypatch: pytest.MonkeyPat
 
 def test_a_budget_below_the_minimum_names_the_minimum() -> None:
     pipe = pipeline_for("gpt", _po_f())
-    needed = host_bytes(pipe.programs)
-    pipe.with_offload(OffloadOptions(host_memory_bytes=needed))
+    minimum = host_bytes(pipe.programs)
+    pipe.with_offload(OffloadOptions(host_memory_bytes=minimum))
     with pytest.raises(ProgramError, match=r"offload\.host_memory_gb=.* raise it to at least") as caught:
-        pipe.with_offload(OffloadOptions(host_memory_bytes=needed - 1))
+        pipe.with_offload(OffloadOptions(host_memory_bytes=minimum - 1))
     (enough,) = re.findall(r"at least ([\d.e-]+)", str(caught.value))
     (less,) = re.findall(r"offload\.fraction below ([\d.e-]+)", str(caught.value))
     pipe.with_offload(OffloadOptions(host_memory_bytes=float(enough) * 1e9))
@@ -379,8 +379,8 @@ def test_the_pool_of_pinned_memory_limits_gpus(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv(host_memory.GPU_POOL_VARIABLE, "200")
     assert host_memory.available_host_bytes("gpu")[0] == 200e9
     assert host_memory.available_host_bytes("cpu")[0] == 1e15
-    room, told = host_memory.available_host_bytes("gpu", 10**4)
-    assert room == 1e11 and told.endswith("shared by 10000 processes"), (
+    room, reason = host_memory.available_host_bytes("gpu", 10**4)
+    assert room == 1e11 and reason.endswith("shared by 10000 processes"), (
         "processes share a host's memory; the pool is of each"
     )
     programs = pipeline_for("gpt", _po_f()).programs
@@ -395,15 +395,15 @@ def test_the_pool_of_pinned_memory_limits_gpus(monkeypatch: pytest.MonkeyPatch) 
 def test_without_pinned_memory_offload_is_refused_or_falls_back(monkeypatch: pytest.MonkeyPatch) -> None:
     schedule = _po_f()
     pipe = pipeline_for("gpt", without_offloads(schedule))
-    want = _run(pipe, "gpt")
+    expected = _run(pipe, "gpt")
     monkeypatch.setattr(offload, "PINNED_HOST", "nowhere")
     with pytest.raises(ProgramError, match=r"cpu devices have no 'nowhere' memory .*--offload-fallback"):
         pipe.with_schedule(schedule)
     slow = pipe.with_offload(OffloadOptions(fallback=True)).with_schedule(schedule)
     for record in (False, True):
         out = _run(slow, "gpt", record=record)
-        assert_same_arrays(dict(out.acc), dict(want.acc))
-        assert_same_arrays(list(out.losses), list(want.losses))
+        assert_same_arrays(dict(out.acc), dict(expected.acc))
+        assert_same_arrays(list(out.losses), list(expected.losses))
     assert Counter(e.action.actions[0].op for e in out.events) == _ops(schedule)
     assert all(e.start_s <= e.end_s for e in out.events)
     assert slow.replay_ratio(out) > 0
@@ -437,9 +437,9 @@ def test_a_record_has_every_copy_on_its_lane(seed: int) -> None:
     for (rank, action), event in at.items():
         (a,) = action.actions
         assert event.lane == {"O": "d2h", "L": "h2d"}.get(a.op, "compute")
-        made = {"O": "F", "L": "O"}.get(a.op)
-        if made is not None:
-            before = at[(rank, type(a)(made, a.stage, a.microbatch))]
+        producer = {"O": "F", "L": "O"}.get(a.op)
+        if producer is not None:
+            before = at[(rank, type(a)(producer, a.stage, a.microbatch))]
             assert before.end_s <= event.start_s
     for lane in ("compute", "d2h", "h2d"):
         for rank in range(2):
@@ -452,8 +452,8 @@ def test_nothing_to_move_still_runs_and_is_recorded() -> None:
     pipe = pipeline_for("gpt", schedule).with_offload(OffloadOptions(0.0))
     assert host_bytes(pipe.programs) == 0
     out = _run(pipe, "gpt", record=True)
-    want = _run(pipeline_for("gpt", schedule), "gpt")
-    assert_same_arrays(dict(out.acc), dict(want.acc))
+    expected = _run(pipeline_for("gpt", schedule), "gpt")
+    assert_same_arrays(dict(out.acc), dict(expected.acc))
     for rank in range(schedule.num_ranks):
         assert [e.action for e in out.events if e.rank == rank] == list(schedule.actions(rank))
 
@@ -475,7 +475,7 @@ def test_what_the_prediction_starts_after_an_offload_waits_for_it(monkeypatch: p
 
     monkeypatch.setattr(executor, "wait_for_copies", counting)
     ahead = pipe.with_schedule(schedule, replace(costs, offload_s=(0.0, 0.0), load_s=(0.0, 0.0)))
-    want = _run(ahead, "gpt")
+    expected = _run(ahead, "gpt")
     assert not waited
     held = pipe.with_schedule(schedule, costs)
     (waits,) = (holds(p, simulate(schedule, costs)) for p in held.programs)
@@ -485,7 +485,7 @@ def test_what_the_prediction_starts_after_an_offload_waits_for_it(monkeypatch: p
         waited.clear()
         out = _run(held, "gpt", record=record)
         assert waited == [len(held.stages[0].offloaded)] * 2
-        assert_same_arrays(dict(out.acc), dict(want.acc))
+        assert_same_arrays(dict(out.acc), dict(expected.acc))
     assert [e.action for e in out.events] == list(schedule.actions(0))
 
 
@@ -498,13 +498,13 @@ def test_holds_wait_for_what_is_on_the_host_and_in_time_order(seed: int, time: f
         programs = lower(schedule, compiled("gpt", circular(2, 2)).stages)
     for program in programs:
         at = {e.action: e for e in timeline.events if e.rank == program.rank and e.lane != "send"}
-        waits, seen = holds(program, timeline), set()
+        waits, earlier = holds(program, timeline), set()
         on_host: set[int] = set()
         for k, instruction in enumerate(program.instructions):
             for action, slots in waits.get(k, ()):
-                assert set(slots) <= on_host and action not in seen
+                assert set(slots) <= on_host and action not in earlier
                 assert at[action].end_s <= at[instruction.action].start_s  # type: ignore[union-attr]
-                seen.add(action)
+                earlier.add(action)
             on_host |= set(instruction.outputs) if type(instruction).__name__ == "Offload" else set()  # type: ignore[union-attr]
             on_host -= set(instruction.inputs) if type(instruction).__name__ == "Reload" else set()  # type: ignore[union-attr]
         assert time > 0 or not waits

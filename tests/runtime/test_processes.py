@@ -60,8 +60,8 @@ def start(code: str, port: int, number: int, mine: int, wait: int = 10) -> subpr
 
 def ends(children: Sequence[subprocess.Popen[str]]) -> list[tuple[int, str]]:
     """Exit codes and standard errors."""
-    said = [child.communicate(timeout=60)[1] for child in children]
-    return [(child.returncode, text) for child, text in zip(children, said, strict=True)]
+    errors = [child.communicate(timeout=60)[1] for child in children]
+    return [(child.returncode, text) for child, text in zip(children, errors, strict=True)]
 
 
 # -- finding each other ---------------------------------------------------------------------------------------------------
@@ -93,7 +93,7 @@ OURS = {"JAXPIPE_COORDINATOR": "b:1", "JAXPIPE_PROCESSES": "2", "JAXPIPE_PROCESS
 
 
 @pytest.mark.parametrize(
-    ("environ", "found"),
+    ("environ", "peers"),
     [
         ({}, None),
         (OURS, Peers("b", 1, 2, 0)),
@@ -112,13 +112,13 @@ OURS = {"JAXPIPE_COORDINATOR": "b:1", "JAXPIPE_PROCESSES": "2", "JAXPIPE_PROCESS
         (OPEN_MPI, Peers("10.0.0.5", 61442, 2, 1)),
     ],
 )
-def test_where_peers_come_from(environ: dict[str, str], found: Peers | None) -> None:
-    assert find_peers(NONE, environ) == found
+def test_where_peers_come_from(environ: dict[str, str], peers: Peers | None) -> None:
+    assert find_peers(NONE, environ) == peers
     assert find_peers(("d:2", 3, 1), environ) == Peers("d", 2, 3, 1)
 
 
 @pytest.mark.parametrize(
-    ("flags", "environ", "said"),
+    ("flags", "environ", "message"),
     [
         (("d:2", None, None), {}, "--coordinator is given, --processes, --process are not: several processes need all"),
         (NONE, {"JAX_COORDINATOR_ADDRESS": "c:9"}, "JAX_COORDINATOR_ADDRESS is given, JAXPIPE_PROCESSES, JAXPIPE_PROCESS are"),
@@ -131,8 +131,8 @@ def test_where_peers_come_from(environ: dict[str, str], found: Peers | None) -> 
         (("d:99999", 3, 1), {}, "--coordinator is 'd:99999'; want HOST:PORT"),
     ],
 )  # fmt: skip
-def test_half_a_set_is_a_mistake(flags: tuple[Any, Any, Any], environ: dict[str, str], said: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(said)):
+def test_half_a_set_is_a_mistake(flags: tuple[Any, Any, Any], environ: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
         find_peers(flags, environ)
 
 
@@ -146,10 +146,10 @@ def test_processes_of_a_host_share_its_gpus() -> None:
 
 def test_some_who_do_not_come_are_named() -> None:
     port = free_port()
-    said = ends([start("", port, 4, 0, 1), start("", port, 4, 2, 3)])
+    outcomes = ends([start("", port, 4, 0, 1), start("", port, 4, 2, 3)])
     line = f"waited 1 s at 127.0.0.1:{port} for processes 1, 3 of 4: start them, or correct the address and the number"
-    assert [code for code, _ in said] == [2, 2]
-    assert all(text.startswith(line) and text.count("\n") == 1 for _, text in said), said
+    assert [code for code, _ in outcomes] == [2, 2]
+    assert all(text.startswith(line) and text.count("\n") == 1 for _, text in outcomes), outcomes
     ((code, text),) = ends([start("", port, 2, 1, 1)])
     assert code == 2
     assert text.startswith(f"waited 1 s at 127.0.0.1:{port} for process 0 of 2: start it, or correct ")
@@ -163,23 +163,23 @@ def test_one_that_dies_before_all_have_come() -> None:
     )
     while subprocess.run([sys.executable, "-c", gone], capture_output=True).returncode:
         time.sleep(0.05)
-    said = (2, "process 2 (host h) was lost while others were waited for\n")
-    assert ends([first, start("", port, 3, 1)]) == [said, said]
+    outcome = (2, "process 2 (host h) was lost while others were waited for\n")
+    assert ends([first, start("", port, 3, 1)]) == [outcome, outcome]
 
 
 @pytest.mark.parametrize(
-    ("others", "said"),
+    ("numbers", "message"),
     [
         ([(3, 1), (2, 1)], f"process 1 (host {HOST}) says that there are 2 processes, process 0 (host {HOST}) 3: "),
         ([(3, 1), (3, 1)], f"two processes say that they are number 1, on hosts {HOST} and {HOST}: "),
     ],
 )
-def test_processes_that_do_not_fit_together(others: list[tuple[int, int]], said: str) -> None:
+def test_processes_that_do_not_fit_together(numbers: list[tuple[int, int]], message: str) -> None:
     port = free_port()
-    found = ends([start("", port, 3, 0), *(start("", port, *other) for other in others)])
-    (line,) = {text for _, text in found}
-    assert [code for code, _ in found] == [2, 2, 2]
-    assert line.startswith(said) and line.count("\n") == 1
+    outcomes = ends([start("", port, 3, 0), *(start("", port, *other) for other in numbers)])
+    (line,) = {text for _, text in outcomes}
+    assert [code for code, _ in outcomes] == [2, 2, 2]
+    assert line.startswith(message) and line.count("\n") == 1
 
 
 def test_a_port_that_is_taken_and_strangers() -> None:
@@ -194,12 +194,12 @@ def test_a_port_that_is_taken_and_strangers() -> None:
             Joined(Peers("127.0.0.1", port, 2, 1), 5)
     port = free_port()
     first = start("processes.leave()", port, 2, 0)
-    for said in (b"GET / HTTP/1.1\r\n\r\n", b'["jaxpipe", 7, 2, "host"]\n', b""):
+    for payload in (b"GET / HTTP/1.1\r\n\r\n", b'["jaxpipe", 7, 2, "host"]\n', b""):
         until = time.monotonic() + 10
         while True:
             try:
                 with socket.create_connection(("127.0.0.1", port)) as stranger:
-                    stranger.sendall(said)
+                    stranger.sendall(payload)
                 break
             except ConnectionRefusedError:
                 assert time.monotonic() < until
@@ -215,34 +215,34 @@ def test_texts_of_any_length_arrive_in_order() -> None:
         long = f"{processes.mine}é\n" * (1 << 20)
         lengths = [len(text) for text in processes.gather("long", long)]
         processes.barrier("between")
-        said = [processes.broadcast("count", f"{processes.mine} {k}") for k in range(100)]
-        return lengths, said[99], [processes.who(k) for k in range(processes.number)]
+        texts = [processes.broadcast("count", f"{processes.mine} {k}") for k in range(100)]
+        return lengths, texts[99], [processes.who(k) for k in range(processes.number)]
 
-    found = together(3, talk)
+    results = together(3, talk)
     who = [f"process {k} (host {HOST})" for k in range(3)]
-    assert found == [([3 << 20] * 3, "0 99", who), ([], "0 99", who), ([], "0 99", who)]
+    assert results == [([3 << 20] * 3, "0 99", who), ([], "0 99", who), ([], "0 99", who)]
 
 
 def test_threads_talk_beside_each_other() -> None:
     """In process 0 the one begins first, in the other process the other."""
 
     def talk(processes: Processes) -> Any:
-        said: list[Any] = []
+        messages: list[Any] = []
         started = threading.Event()
 
         def beside() -> None:
             started.set()
-            said.append([processes.broadcast("beside: count", f"{k}") for k in range(50)])
+            messages.append([processes.broadcast("beside: count", f"{k}") for k in range(50)])
 
         thread = threading.Thread(target=beside)
         if processes.mine:
-            said.append(processes.broadcast("count", "1"))
+            messages.append(processes.broadcast("count", "1"))
         thread.start()
         started.wait()
         if processes.mine == 0:
-            said.append(processes.broadcast("count", "0"))
+            messages.append(processes.broadcast("count", "0"))
         thread.join()
-        return sorted(said, key=len)
+        return sorted(messages, key=len)
 
     assert together(2, talk) == [["0", [str(k) for k in range(50)]]] * 2
 
@@ -254,23 +254,23 @@ def test_what_differs_is_said_alike_in_all() -> None:
         values = {"a": "1", "pipeline.microbatches": "16" if processes.mine == 2 else "8"}
         processes.agree("settings", values, "start all with one config")
 
-    found = together(3, differ)
-    assert {type(error) for error in found} == {AgreedError}
-    assert {str(error) for error in found} == {
+    errors = together(3, differ)
+    assert {type(error) for error in errors} == {AgreedError}
+    assert {str(error) for error in errors} == {
         f"process 2 (host {HOST}) has pipeline.microbatches=16, process 0 (host {HOST}) has 8: start all with one config"
     }
 
 
 def test_one_process_talks_to_itself() -> None:
-    alone = Alone()
-    alone.barrier("x")
-    alone.agree("x", {"a": "1"}, "never said")
-    assert (alone.number, alone.mine, *alone.gather("x", "a"), alone.broadcast("x", "b")) == (1, 0, "a", "b")
-    alone.end("said by who calls", 2)
-    alone.start_jax()
-    alone.leave()
+    process = Alone()
+    process.barrier("x")
+    process.agree("x", {"a": "1"}, "never said")
+    assert (process.number, process.mine, *process.gather("x", "a"), process.broadcast("x", "b")) == (1, 0, "a", "b")
+    process.end("said by who calls", 2)
+    process.start_jax()
+    process.leave()
     with pytest.raises(AgreedError, match=r"^process 0: too few$"):
-        alone.check("x", "too few")
+        process.check("x", "too few")
     code = "import sys, jaxpipe.cli.train_verbs, jaxpipe.train.run.agreement; print('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, cwd=ROOT).stdout == b"False\n"
 
@@ -299,7 +299,7 @@ with EndingEarly(processes.end):
 
 @pytest.mark.parametrize("who", [0, 1])
 @pytest.mark.parametrize(
-    ("how", "code", "said"),
+    ("how", "code", "message"),
     [
         ("processes.end('failed: no such file', 3)", 3, "failed: no such file"),
         (SIGNALLED, 75, "was stopped by a signal"),
@@ -308,17 +308,17 @@ with EndingEarly(processes.end):
         ("os.kill(os.getpid(), signal.SIGSTOP); time.sleep(30)", LOST, "was lost: nothing was heard of it for 1 s"),
     ],
 )
-def test_one_that_ends_is_named_by_the_others(who: int, how: str, code: int, said: str) -> None:
+def test_one_that_ends_is_named_by_the_others(who: int, how: str, code: int, message: str) -> None:
     port = free_port()
     children = [start(how if k == who else SLEEP, port, 3, k) for k in range(3)]
     began = time.monotonic()
-    others = ends([child for k, child in enumerate(children) if k != who])
+    survivors = ends([child for k, child in enumerate(children) if k != who])
     assert time.monotonic() - began < 10
-    assert others == [(code, f"jaxpipe: process {who} (host {HOST}) {said}\n")] * 2
+    assert survivors == [(code, f"jaxpipe: process {who} (host {HOST}) {message}\n")] * 2
     children[who].send_signal(signal.SIGCONT)
-    ((own, err),) = ends([children[who]])
+    ((exit_code, err),) = ends([children[who]])
     if ".end(" in how or "STOP" in how:
-        assert (own, err.splitlines()[-1] + "\n") == others[0]
+        assert (exit_code, err.splitlines()[-1] + "\n") == survivors[0]
 
 
 def test_a_cause_is_waited_for() -> None:
@@ -344,14 +344,14 @@ def test_who_is_late_is_named(late: tuple[int, ...], stopped: int | None) -> Non
     stop = "os.kill(os.getpid(), signal.SIGSTOP)"
     how = dict.fromkeys(late, "time.sleep(0.5); processes.end_late('step 7')") | {stopped: stop}
     children = [start(LATE.replace("HOW", how.get(k, "")), port, 3, k) for k in range(3)]
-    others = ends([child for k, child in enumerate(children) if k != stopped])
+    survivors = ends([child for k, child in enumerate(children) if k != stopped])
     for child in children:
         child.kill()
         child.communicate()
-    said = (5, f"jaxpipe: process 1 (host {HOST}) failed: step 7: words of 1\n")
+    outcome = (5, f"jaxpipe: process 1 (host {HOST}) failed: step 7: words of 1\n")
     if stopped is not None:
-        said = (LOST, f"jaxpipe: process {stopped} (host {HOST}) was lost: step 7, and it does not answer\n")
-    assert others == [said] * len(others)
+        outcome = (LOST, f"jaxpipe: process {stopped} (host {HOST}) was lost: step 7, and it does not answer\n")
+    assert survivors == [outcome] * len(survivors)
 
 
 WHOLE = """
@@ -375,18 +375,18 @@ time.sleep(30)
 def test_what_all_have_whole_is_saved(steps: list[int], saved: str) -> None:
     """And no part of it where one has not. The line names who is connected to any of them."""
     port = free_port()
-    found = ends([start(WHOLE.replace("STEPS", str(steps)), port, 3, k) for k in range(3)])
-    others = f"connections that are none of the run's: 10.0.0.9:77 to process 2 (host {HOST})"
-    line = f"jaxpipe: process 0 (host {HOST}) failed: step 7: words of 0; {others}; saved {saved}\n"
-    assert found == [(5, line)] * 3
+    outcomes = ends([start(WHOLE.replace("STEPS", str(steps)), port, 3, k) for k in range(3)])
+    strangers = f"connections that are none of the run's: 10.0.0.9:77 to process 2 (host {HOST})"
+    line = f"jaxpipe: process 0 (host {HOST}) failed: step 7: words of 0; {strangers}; saved {saved}\n"
+    assert outcomes == [(5, line)] * 3
 
 
 def test_a_lost_process_is_told_with_what_to_do() -> None:
     port = free_port()
     tell = "processes.tell_standing(lines.Standing(left=lambda: 'go on from step 6')); "
     children = [start(tell + how, port, 2, k) for k, how in enumerate((SLEEP, "os._exit(1)"))]
-    said = f"jaxpipe: process 1 (host {HOST}) was lost: it ended without a word; go on from step 6\n"
-    assert ends(children)[0] == (LOST, said)
+    message = f"jaxpipe: process 1 (host {HOST}) was lost: it ended without a word; go on from step 6\n"
+    assert ends(children)[0] == (LOST, message)
 
 
 # -- before training ------------------------------------------------------------------------------------------------------
@@ -396,8 +396,8 @@ def test_directories_that_are_not_shared(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(agreement, "_SEEN_WITHIN_S", 0.2)
 
     def settle(processes: Processes) -> None:
-        there = tmp_path / ("shared" if processes.mine < split else "other") / "run"
-        agreement.agree_on_settings(processes, TrainConfig().override([f"run.out_dir={there}"]))
+        out_dir = tmp_path / ("shared" if processes.mine < split else "other") / "run"
+        agreement.agree_on_settings(processes, TrainConfig().override([f"run.out_dir={out_dir}"]))
 
     split = 2
     assert together(2, settle) == [None, None]
@@ -408,51 +408,51 @@ def test_directories_that_are_not_shared(tmp_path: Path, monkeypatch: pytest.Mon
     assert list(tmp_path.iterdir()) == []
 
 
-def _train(tmp_path: Path, *more: Sequence[str], number: int = 2) -> list[tuple[int, str]]:
+def _train(tmp_path: Path, *overrides: Sequence[str], number: int = 2) -> list[tuple[int, str]]:
     """Ends of ``jaxpipe train`` in several processes, each with overrides of its own."""
     small = ["model.options.d_model=16", "model.options.num_layers=2", "model.options.num_heads=2", "data.seq_len=8"]
     shared = [*small, f"data.path={ROOT / 'LICENSE'}", f"run.out_dir={tmp_path / 'run'}", "pipeline.ranks=2"]
     environ = {**os.environ, "JAXPIPE_COORDINATOR": f"127.0.0.1:{free_port()}", "JAXPIPE_PROCESSES": str(number)}
     children = [
         subprocess.Popen(
-            [sys.executable, "-m", "jaxpipe", "train", *shared, "run.platform=cpu", *own],
+            [sys.executable, "-m", "jaxpipe", "train", *shared, "run.platform=cpu", *extra],
             cwd=ROOT,
             env={**environ, "JAXPIPE_PROCESS": str(mine), "XLA_FLAGS": ""},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
-        for mine, own in enumerate(more)
+        for mine, extra in enumerate(overrides)
     ]
-    found = ends(children)
+    outcomes = ends(children)
     assert not (tmp_path / "run").exists()
-    return found
+    return outcomes
 
 
 @pytest.fixture
 def said_by_all(tmp_path: Path) -> Iterator[Callable[..., str]]:
-    def lines(*more: Sequence[str], number: int = 2) -> str:
-        ended = _train(tmp_path, *more, number=number)
-        assert [code for code, _ in ended] == [2] * len(more), ended
-        (said,) = {text for _, text in ended}
-        assert said.startswith("jaxpipe: ") and said.count("\n") == 1
-        return said.removeprefix("jaxpipe: ").rstrip()
+    def lines(*overrides: Sequence[str], number: int = 2) -> str:
+        ended = _train(tmp_path, *overrides, number=number)
+        assert [code for code, _ in ended] == [2] * len(overrides), ended
+        (message,) = {text for _, text in ended}
+        assert message.startswith("jaxpipe: ") and message.count("\n") == 1
+        return message.removeprefix("jaxpipe: ").rstrip()
 
     yield lines
 
 
 def test_settings_that_differ_are_refused_by_all(said_by_all: Callable[..., str]) -> None:
     first, second = (f"process {k} (host {HOST})" for k in (0, 1))
-    said = said_by_all((), ("pipeline.microbatches=16",))
-    assert said == f"{second} has pipeline.microbatches=16, {first} has 8: start all with one config"
-    said = said_by_all(("run.stepz=3",), ())
-    assert said == f"{first} failed: override 'run.stepz=3': unknown key run.stepz: did you mean run.steps?"
+    message = said_by_all((), ("pipeline.microbatches=16",))
+    assert message == f"{second} has pipeline.microbatches=16, {first} has 8: start all with one config"
+    message = said_by_all(("run.stepz=3",), ())
+    assert message == f"{first} failed: override 'run.stepz=3': unknown key run.stepz: did you mean run.steps?"
 
 
 @pytest.mark.soak
 def test_data_that_differ_are_refused_by_all(said_by_all: Callable[..., str]) -> None:
-    said = said_by_all((), (f"data.path={ROOT / 'README.md'}",))
-    assert re.match(r"process 1 \(.*\) has data=\w+, process 0 \(.*\) has \w+: give all the same data.path", said)
+    message = said_by_all((), (f"data.path={ROOT / 'README.md'}",))
+    assert re.match(r"process 1 \(.*\) has data=\w+, process 0 \(.*\) has \w+: give all the same data.path", message)
     assert "; each needs one at least: start fewer, or raise --pp" in said_by_all((), (), (), number=3)
 
 

@@ -50,13 +50,13 @@ def strangers() -> Iterator[ModuleType]:
 
 @given(
     process=st.integers(1, 5),
-    more=st.integers(1, 5),
+    later=st.integers(1, 5),
     host=st.text(st.characters(exclude_categories=["C", "Z"]), min_size=1, max_size=255),
 )
-def test_a_hello_is_believed(process: int, more: int, host: str) -> None:
+def test_a_hello_is_believed(process: int, later: int, host: str) -> None:
     for ascii_only in (False, True):
-        line = json.dumps(["jaxpipe", process, process + more, host], ensure_ascii=ascii_only).encode()
-        assert parse_hello(line) == Hello(process, process + more, host)
+        line = json.dumps(["jaxpipe", process, process + later, host], ensure_ascii=ascii_only).encode()
+        assert parse_hello(line) == Hello(process, process + later, host)
 
 
 @pytest.mark.parametrize(
@@ -87,8 +87,8 @@ def test_a_hello_is_believed(process: int, more: int, host: str) -> None:
     ],
 )
 def test_what_is_almost_a_hello_is_none(line: bytes) -> None:
-    said = parse_hello(line)
-    assert isinstance(said, str) and said.isprintable()
+    reason = parse_hello(line)
+    assert isinstance(reason, str) and reason.isprintable()
 
 
 def test_generated_lines_against_a_second_opinion(strangers: ModuleType) -> None:
@@ -109,25 +109,25 @@ def test_generated_strangers_keep_nobody_from_meeting(strangers: ModuleType, tmp
 
 
 @pytest.fixture
-def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    told: list[str] = []
-    monkeypatch.setattr(meeting, "say", told.append)
-    return told
+def messages(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    lines: list[str] = []
+    monkeypatch.setattr(meeting, "say", lines.append)
+    return lines
 
 
 def first_of(number: int, wait_s: float, port: int) -> tuple[threading.Thread, list[Any]]:
     """Process 0 in a thread, and what comes of it."""
-    found: list[Any] = []
+    outcomes: list[Any] = []
 
     def wait() -> None:
         try:
-            found.append(meet(Peers("127.0.0.1", port, number, 0), wait_s))
+            outcomes.append(meet(Peers("127.0.0.1", port, number, 0), wait_s))
         except ConfigError as error:
-            found.append(error)
+            outcomes.append(error)
 
     thread = threading.Thread(target=wait)
     thread.start()
-    return thread, found
+    return thread, outcomes
 
 
 def connected(port: int, source: str = "127.0.0.1") -> socket.socket:
@@ -143,12 +143,12 @@ def connected(port: int, source: str = "127.0.0.1") -> socket.socket:
 @pytest.mark.parametrize(("hello_s", "wait_s", "named"), [(0.2, 1.0, True), (30.0, 0.5, False)])
 @pytest.mark.parametrize("silent", [True, False])
 def test_waiting_ends_however_slowly_a_stranger_speaks(
-    said: list[str], monkeypatch: pytest.MonkeyPatch, hello_s: float, wait_s: float, named: bool, silent: bool
+    messages: list[str], monkeypatch: pytest.MonkeyPatch, hello_s: float, wait_s: float, named: bool, silent: bool
 ) -> None:
     """A byte now and then is no reason to wait longer than a hello may take, or the caller says; nor is nothing at all."""
     monkeypatch.setattr(meeting, "_HELLO_S", hello_s)
     port, over = free_port(), threading.Event()
-    thread, found = first_of(2, wait_s, port)
+    thread, outcomes = first_of(2, wait_s, port)
 
     def drip(connection: socket.socket) -> None:
         with suppress(OSError):
@@ -163,14 +163,14 @@ def test_waiting_ends_however_slowly_a_stranger_speaks(
         assert not thread.is_alive() and time.monotonic() - began < wait_s + 1.5
         over.set()
         dripping.join()
-    assert str(found[0]).startswith(f"waited {wait_s:.3g} s at 127.0.0.1:{port} for process 1 of 2")
-    assert any("it sent no line within" in line for line in said) == named
+    assert str(outcomes[0]).startswith(f"waited {wait_s:.3g} s at 127.0.0.1:{port} for process 1 of 2")
+    assert any("it sent no line within" in line for line in messages) == named
 
 
-def test_a_long_line_is_not_waited_for(said: list[str]) -> None:
+def test_a_long_line_is_not_waited_for(messages: list[str]) -> None:
     """Nor kept: its sender is turned away once it is longer than a hello may be."""
     port = free_port()
-    thread, found = first_of(2, 20, port)
+    thread, outcomes = first_of(2, 20, port)
     with connected(port) as endless:
         endless.settimeout(meeting._HELLO_S / 2)
         with suppress(ConnectionError):
@@ -178,22 +178,22 @@ def test_a_long_line_is_not_waited_for(said: list[str]) -> None:
             assert endless.recv(4096).startswith(b'["end"')
     other = meet(Peers("127.0.0.1", port, 2, 1), 20)
     thread.join(10)
-    leave(found[0], other)
-    assert len(said) == 1
+    leave(outcomes[0], other)
+    assert len(messages) == 1
 
 
-def test_silent_strangers_do_not_hold_up_processes(said: list[str]) -> None:
+def test_silent_strangers_do_not_hold_up_processes(messages: list[str]) -> None:
     """Side by side: ten that say nothing cost nothing."""
     port = free_port()
     began = time.monotonic()
-    thread, found = first_of(2, 20, port)
+    thread, outcomes = first_of(2, 20, port)
     silent = [connected(port) for _ in range(10)]
     other = meet(Peers("127.0.0.1", port, 2, 1), 20)
     thread.join(10)
     assert time.monotonic() - began < meeting._HELLO_S
     for connection in silent:
         connection.close()
-    leave(found[0], other)
+    leave(outcomes[0], other)
 
 
 def leave(*both: lines.Lines) -> None:
@@ -204,9 +204,9 @@ def leave(*both: lines.Lines) -> None:
         thread.join()
 
 
-def test_strangers_are_named_once_and_few_of_them(said: list[str]) -> None:
+def test_strangers_are_named_once_and_few_of_them(messages: list[str]) -> None:
     port = free_port()
-    thread, found = first_of(2, 20, port)
+    thread, outcomes = first_of(2, 20, port)
     for k in range(12):
         for _ in range(2):
             with connected(port, f"127.0.0.{k + 2}") as stranger:
@@ -215,19 +215,19 @@ def test_strangers_are_named_once_and_few_of_them(said: list[str]) -> None:
                 assert json.loads(stranger.recv(4096))[0] == "end"
     other = meet(Peers("127.0.0.1", port, 2, 1), 20)
     thread.join(10)
-    leave(found[0], other)
-    assert [line.split()[7].rstrip(":") for line in said[:8]] == [f"127.0.0.{k + 2}" for k in range(8)]
-    assert len(said) == 9 and "further" in said[8] and all(line.isprintable() for line in said)
+    leave(outcomes[0], other)
+    assert [line.split()[7].rstrip(":") for line in messages[:8]] == [f"127.0.0.{k + 2}" for k in range(8)]
+    assert len(messages) == 9 and "further" in messages[8] and all(line.isprintable() for line in messages)
 
 
-def test_mistakes_are_told_within_the_time_for_joining(said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mistakes_are_told_within_the_time_for_joining(messages: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Also those who come later hear of it, but not after the time that the caller gives."""
     port = free_port()
-    thread, found = first_of(3, 1.0, port)
+    thread, outcomes = first_of(3, 1.0, port)
     with connected(port) as wrong, connected(port):
         wrong.sendall(b'["jaxpipe", 1, 9, "h"]\n')
         thread.join(5)
-        assert "says that there are 9 processes" in str(found[0])
+        assert "says that there are 9 processes" in str(outcomes[0])
         assert "says that there are 9 processes" in json.loads(wrong.recv(4096))[1]
 
 
@@ -326,9 +326,9 @@ def addresses(
 
     def agree(processes: Any) -> str:
         k = processes.mine
-        own = {j: (theirs, mine) for j, (mine, theirs) in ends.items()} if k == 0 else {0: ends[k]}
+        connection_ends = {j: (theirs, mine) for j, (mine, theirs) in ends.items()} if k == 0 else {0: ends[k]}
         environ = {interfaces.SETTING: setting[k]} if k in setting else {}
-        return agree_on_interface(processes, hosts, own, environ)
+        return agree_on_interface(processes, hosts, connection_ends, environ)
 
     return together(len(hosts), agree)
 
@@ -425,16 +425,16 @@ def test_two_hosts(style: str, network: str, bits: int, tmp_path: Path) -> None:
     if shutil.which("unshare") is None or shutil.which("ip") is None:
         pytest.skip("needs unshare and ip, to make networks")
     environ = {**os.environ, "W": str(tmp_path), "CODE": WHERE, "PYTHON": sys.executable, "PYTHONPATH": str(ROOT)}
-    made = subprocess.run(
+    result = subprocess.run(
         ["unshare", "-n", "bash", "-c", TWO_HOSTS, "bash", style, network, str(bits)],
         capture_output=True,
         text=True,
         env=environ,
     )
-    if made.returncode or "not" in made.stderr:
-        pytest.skip(f"networks can't be made here: {made.stderr.strip()[-200:]}")
-    found = [json.loads((tmp_path / f"out.{k}").read_text()) for k in (0, 1)]
-    assert found == [["process 0 (host node-0)", f"{network}{k + 1}"] for k in (0, 1)]
+    if result.returncode or "not" in result.stderr:
+        pytest.skip(f"networks can't be made here: {result.stderr.strip()[-200:]}")
+    reports = [json.loads((tmp_path / f"out.{k}").read_text()) for k in (0, 1)]
+    assert reports == [["process 0 (host node-0)", f"{network}{k + 1}"] for k in (0, 1)]
 
 
 # -- who is connected -----------------------------------------------------------------------------------------------------

@@ -134,15 +134,15 @@ def test_reordering_keeps_rows_valid_and_within_memory(seed: int) -> None:
 
 @pytest.mark.parametrize("p", [1, 2, 3, 4, 7])
 def test_the_search_lists_blocks_without_collision_longest_lives_first(p: int) -> None:
-    found = list(searched(p, p + 4))
-    assert len({block.forward + block.backward for block in found}) == len(found)
-    assert not any(block.collisions() for block in found[::7])
-    on_rank_0 = [-(b.backward[0][0] - b.forward[0][0] + b.backward[0][-1] - b.forward[0][-1]) for b in found]
+    blocks = list(searched(p, p + 4))
+    assert len({block.forward + block.backward for block in blocks}) == len(blocks)
+    assert not any(block.collisions() for block in blocks[::7])
+    on_rank_0 = [-(b.backward[0][0] - b.forward[0][0] + b.backward[0][-1] - b.forward[0][-1]) for b in blocks]
     assert on_rank_0 == sorted(on_rank_0)
     for block in (v_min_block(p), v_half_block(p)):
         if max(block.steady_peaks()) <= p + 4 and p > 2:
             offsets = [b - a for a, b in pairwise(block.forward[0][:p])]
-            assert offsets in [[b - a for a, b in pairwise(other.forward[0][:p])] for other in found]
+            assert offsets in [[b - a for a, b in pairwise(other.forward[0][:p])] for other in blocks]
 
 
 @pytest.mark.parametrize(("p", "m"), [(1, 3), (2, 1), (3, 3), (4, 2), (4, 4), (4, 6), (4, 16), (5, 9)])
@@ -150,23 +150,23 @@ def test_ends_by_rule_are_whole_schedules(p: int, m: int) -> None:
     """Whatever the block: nothing lost or doubled, inputs before use, and no more memory than the block where m is large."""
     costs = CostProfile.uniform(2 * p, chunks=2, f=2, b=2, w=2)
     problem = Problem.of(v_shape(p), m, costs)
-    found = 0
+    count = 0
     for block in list(searched(p, 2 * p))[::23]:
         rows = rows_with_ends(block, problem)
         draft = None if rows is None else Retimer(problem).draft(rows)
         if draft is not None:
-            found += 1
+            count += 1
             check_schedule(problem.schedule("ends", draft.rows))
-    assert found
+    assert count
 
 
 def test_ends_by_rule_are_no_longer_than_the_repeated_block() -> None:
     problem = Problem.of(v_shape(4), 16, CostProfile.uniform(8, chunks=2, f=2, b=2, w=2))
     retimer, compared = Retimer(problem), 0
     for block in list(searched(4, 8))[::5]:
-        given, rows = retimer.draft(repeat(block, problem)), rows_with_ends(block, problem)
+        repeated, rows = retimer.draft(repeat(block, problem)), rows_with_ends(block, problem)
         laid = None if rows is None else retimer.draft(rows)
-        if given is not None and laid is not None and laid.peak <= given.peak:
-            assert laid.makespan <= given.makespan
+        if repeated is not None and laid is not None and laid.peak <= repeated.peak:
+            assert laid.makespan <= repeated.makespan
             compared += 1
     assert compared > 20

@@ -263,15 +263,15 @@ def test_all_problems_are_collected() -> None:
     schedule = rows("F0.0 F0.0 F9.0 B0.0", "F1.0 BW1.0 L1.1 F1.1 W0.1 BW1.1")
     with pytest.raises(ScheduleError) as caught:
         check_schedule(schedule)
-    found = "\n".join(caught.value.problems)
+    text = "\n".join(caught.value.problems)
     for part in (
         "F0.0 appears twice",
         "F9.0 on rank 0 is out of range",
         "W0.1 is on rank 1, but",
         "F of stage 0, microbatch 1",
     ):
-        assert part in found
-    assert "L1.1 on rank 1 waits for O1.1" in found
+        assert part in text
+    assert "L1.1 on rank 1 waits for O1.1" in text
     assert all(problem in str(caught.value) for problem in caught.value.problems)
 
 

@@ -198,13 +198,13 @@ def broken(**changes: object) -> dict[str, object]:
 
 
 def test_rows_alone_are_a_schedule(tmp_path: Path) -> None:
-    whole = to_schedule(one_f_one_b_rows(2, 2))
-    (tmp_path / "1f1b.json").write_text(json.dumps({"rows": whole["rows"]}))
+    body = to_schedule(one_f_one_b_rows(2, 2))
+    (tmp_path / "1f1b.json").write_text(json.dumps({"rows": body["rows"]}))
     assert read_schedule(tmp_path / "1f1b.json") == one_f_one_b_rows(2, 2)
-    (tmp_path / "s.json").write_text(json.dumps({"name": "mine", "microbatches": 3, "rows": whole["rows"]}))
+    (tmp_path / "s.json").write_text(json.dumps({"name": "mine", "microbatches": 3, "rows": body["rows"]}))
     assert (read_schedule(tmp_path / "s.json").name, read_schedule(tmp_path / "s.json").num_microbatches) == ("mine", 3)
     tree = {"kind": "x", "ranks": 2, "flows": [[[0], [1]]], "edges": []}
-    (tmp_path / "s.json").write_text(json.dumps({"placement": tree, "rows": whole["rows"]}))
+    (tmp_path / "s.json").write_text(json.dumps({"placement": tree, "rows": body["rows"]}))
     assert read_schedule(tmp_path / "s.json").placement.edges == ()
     (tmp_path / "s.json").write_text('{"rows": [[], []]}')
     with pytest.raises(ScheduleParseError, match="rows: the rows hold no action"):

@@ -48,10 +48,10 @@ from tests.support.schedule_strategies import random_schedule
 
 @pytest.fixture(autouse=True)
 def _ops() -> Iterator[None]:
-    known = dict(_REGISTRY)
+    registered = dict(_REGISTRY)
     yield
     _REGISTRY.clear()
-    _REGISTRY.update(known)
+    _REGISTRY.update(registered)
 
 
 def rows(*texts: str, placement: Placement, m: int) -> Schedule:
@@ -109,7 +109,7 @@ def test_shares_of_a_span_are_those_of_one_microbatch() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("wrong", "message"),
     [
         (("F0.0 F0.1 BW0.0 BW0.1", "F1.0 F1.1 F2.0 F2.1 BW2.0 BW1.0 BW1.1"), "groups of 2 microbatches 0..0"),
         (("F0.0 F0.1 BW0.0 BW0.1", "F1.0 F2.0 F1.1 BW2.0 BW1.0 BW1.1"), "F2.0 stands before F1.1, which it waits for"),
@@ -121,20 +121,20 @@ def test_shares_of_a_span_are_those_of_one_microbatch() -> None:
         (("F0.0 F0.1 BW0.0 BW0.1", "F1.0 F1.1 BW1.0 BW1.1"), "F of stage 2, microbatch 0 on rank 1 is missing"),
     ],
 )
-def test_mutants_of_a_span_are_refused(wrong: tuple[str, ...], said: str) -> None:
-    with pytest.raises(ScheduleError, match=said):
+def test_mutants_of_a_span_are_refused(wrong: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ScheduleError, match=message):
         check_schedule(rows(*wrong, placement=LOSS_OVER_TWO, m=2))
 
 
 def test_a_span_must_divide_the_microbatches() -> None:
-    said = "stage 2 runs once per 2 microbatches, and 3 is no multiple"
-    assert said in find_problems(rows(*PAIRS, placement=LOSS_OVER_TWO, m=3))[0]
-    with pytest.raises(ScheduleError, match=said):
+    message = "stage 2 runs once per 2 microbatches, and 3 is no multiple"
+    assert message in find_problems(rows(*PAIRS, placement=LOSS_OVER_TWO, m=3))[0]
+    with pytest.raises(ScheduleError, match=message):
         traverse(LOSS_OVER_TWO, 3, Traversal("forward"))
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("make", "message"),
     [
         (lambda: with_span(one_to_one(2), {2: 2}), "stage 2 with a span is outside 0..1"),
         (
@@ -148,8 +148,8 @@ def test_a_span_must_divide_the_microbatches() -> None:
         (lambda: towers({"a": bidirectional(2)}, join=("a",)), "'a' has 2 flows; a tower has one"),
     ],
 )
-def test_placements_that_can_not_be(make: object, said: str) -> None:
-    with pytest.raises(ScheduleError, match=said):
+def test_placements_that_can_not_be(make: object, message: str) -> None:
+    with pytest.raises(ScheduleError, match=message):
         make()  # type: ignore[operator]
 
 
@@ -169,10 +169,10 @@ def test_only_a_placement_with_spans_says_so() -> None:
     assert to_placement(LOSS_OVER_TWO)["span"] == [1, 1, 2]
 
 
-@pytest.mark.parametrize(("line", "said"), [("1 x 2", "'x' in 'spans: 1 x 2'"), ("1 2", "spans are 1 2; want")])
-def test_a_wrong_line_of_spans_is_named(line: str, said: str) -> None:
+@pytest.mark.parametrize(("line", "message"), [("1 x 2", "'x' in 'spans: 1 x 2'"), ("1 2", "spans are 1 2; want")])
+def test_a_wrong_line_of_spans_is_named(line: str, message: str) -> None:
     text = str(rows(*PAIRS, placement=LOSS_OVER_TWO, m=2)).replace("spans: 1 1 2", f"spans: {line}")
-    with pytest.raises(ScheduleError, match=f"line 6: .*{said}"):
+    with pytest.raises(ScheduleError, match=f"line 6: .*{message}"):
         parse_schedule(text)
 
 
@@ -181,8 +181,8 @@ def _graph(rng: random.Random) -> Placement:
     p, n = rng.randint(1, 3), rng.randint(3, 6)
     groups = [*range(p), *(rng.randrange(p) for _ in range(n - p))]
     edges = {(a, b) for b in range(1, n) for a in rng.sample(range(b), rng.randint(0, min(b, 2)))}
-    made = with_span(explicit(p, groups[:n], sorted(edges)), {s: rng.choice((1, 1, 2, 4)) for s in range(n)})
-    return with_shared(made, [rng.randrange(n)]) if rng.random() < 0.3 else made
+    placement = with_span(explicit(p, groups[:n], sorted(edges)), {s: rng.choice((1, 1, 2, 4)) for s in range(n)})
+    return with_shared(placement, [rng.randrange(n)]) if rng.random() < 0.3 else placement
 
 
 @pytest.mark.parametrize("seed", range(25))
@@ -203,12 +203,12 @@ def test_rules_order_random_graphs_with_spans(seed: int) -> None:
         assert span_lower_bound(placement, m, costs) <= timeline.max_span * (1 + 1e-9)
         assert parse_schedule(str(schedule)) == schedule
         assert all(curve.bytes[-1] == 0 for curve in timeline.memory)
-        for made in (
+        for rewritten in (
             separate_gradients(schedule, costs),
             offload(schedule, costs).schedule,
             braid(schedule, replace(costs, tp_comm_s=(0.5,) * placement.num_stages)),
         ):
-            check_schedule(made)
+            check_schedule(rewritten)
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -223,15 +223,15 @@ def test_random_schedules_with_spans_follow_their_definition(seed: int) -> None:
         (action,) = slot.actions
         stages = {"F": placement.predecessors, "B": placement.successors, "BW": placement.successors}.get(action.op)
         mine = _microbatches(placement, action)
-        wanted = {
+        expected = {
             (a.stage, a.microbatch)
             for row in schedule.rows
             for x in row
             for a in x.actions
             if stages and a.stage in stages(action.stage) and _microbatches(placement, a) & mine
         }
-        found = {a for x in graph.waits[n] for a in graph.slots[graph.source(x)].actions}
-        assert {(a.stage, a.microbatch) for a in found if a.stage != action.stage} == wanted
+        waited_for = {a for x in graph.waits[n] for a in graph.slots[graph.source(x)].actions}
+        assert {(a.stage, a.microbatch) for a in waited_for if a.stage != action.stage} == expected
 
 
 def _microbatches(placement: Placement, action: Action) -> set[int]:
@@ -338,9 +338,9 @@ def test_members_apart_and_what_waits_for_all_of_them() -> None:
 def test_members_together_start_at_once() -> None:
     schedule, costs = _apart()
     register_op(OpSpec("U", "compute", (Wait(("F",), "pred"),), "v_s", sends="succ"))
-    together = parse_schedule(str(schedule).replace("V", "U").replace("N1.0 ", "").replace("P2.0 ", ""))
-    check_schedule(together)
-    starts = {(e.rank, str(e.action)): e.start_s for e in simulate(together, costs).events if e.lane == "compute"}
+    united = parse_schedule(str(schedule).replace("V", "U").replace("N1.0 ", "").replace("P2.0 ", ""))
+    check_schedule(united)
+    starts = {(e.rank, str(e.action)): e.start_s for e in simulate(united, costs).events if e.lane == "compute"}
     assert starts[0, "U1.0"] == starts[1, "U1.0"] == 1.5
 
 
@@ -377,14 +377,14 @@ def test_rules_wait_for_all_members() -> None:
 def test_insert_stands_right_behind_what_it_follows() -> None:
     register_op(OpSpec("Norm", "compute", (Wait(("F",), "self"),), "norm_s"))
     schedule = generate("1f1b", 2, 3)
-    made = insert(schedule, "Norm", after="F", stages=(1,))
-    assert [" ".join(map(str, row)) for row in made.rows] == [
+    extended = insert(schedule, "Norm", after="F", stages=(1,))
+    assert [" ".join(map(str, row)) for row in extended.rows] == [
         " ".join(map(str, schedule.rows[0])),
         "F1.0 Norm1.0 BW1.0 F1.1 Norm1.1 BW1.1 F1.2 Norm1.2 BW1.2",
     ]
     late = insert(schedule, "Norm", after="BW", stages=[0, 1])
     assert sum(a.op == "Norm" for r in range(2) for a in late.actions(r)) == 6
-    simulate(made, replace(CostProfile.uniform(2), extra=(("norm_s", (0.1, 0.1)),)))
+    simulate(extended, replace(CostProfile.uniform(2), extra=(("norm_s", (0.1, 0.1)),)))
 
 
 def test_insert_behind_a_braid_a_span_and_on_every_rank_of_a_group() -> None:
@@ -404,11 +404,11 @@ def test_insert_waits_in_its_row_for_what_other_ranks_make() -> None:
     """The exchange of two towers: behind the F of the last stage of one, when that of the other has ended as well."""
     register_op(OpSpec("Sync", "compute", (Wait(("F",), "self"), Wait(("BW",), "succ")), "f_s"))
     schedule = generate("1f1b", 4, 8)
-    made = insert(schedule, "Sync", after="F", stages=range(3))
-    check_schedule(made)
-    for before, after in zip(schedule.rows, made.rows, strict=True):
+    extended = insert(schedule, "Sync", after="F", stages=range(3))
+    check_schedule(extended)
+    for before, after in zip(schedule.rows, extended.rows, strict=True):
         assert tuple(x for x in after if x.actions[0].op != "Sync") == before
-    row = list(map(str, made.rows[2]))
+    row = list(map(str, extended.rows[2]))
     assert row[:4] == ["F2.0", "F2.1", "Sync2.0", "BW2.0"]
 
 
@@ -420,14 +420,14 @@ def test_what_peers_wait_for() -> None:
     assert [placement.peers(s) for s in range(4)] == [(), (2,), (1,), ()]
     costs = replace(_free_loss(placement), link=Link(0.25), extra=(("share_s", (0.0,) * 4), ("meet_s", (0.0,) * 4)))
     schedule = traverse(placement, 4, Traversal("backward", in_flight=(3, 2, 4)), costs)
-    made = insert(insert(schedule, "Share", after="F", stages=(1, 2)), "Meet", after="Share", stages=(1, 2))
-    ended = {str(e.action): e for e in simulate(made, costs).events if e.lane == "compute"}
+    extended = insert(insert(schedule, "Share", after="F", stages=(1, 2)), "Meet", after="Share", stages=(1, 2))
+    ended = {str(e.action): e for e in simulate(extended, costs).events if e.lane == "compute"}
     for i in range(4):
         both = {s: ended[f"Share{s}.{i}"].end_s for s in (1, 2)}
         assert ended[f"Meet1.{i}"].start_s >= both[2] + 0.25 and ended[f"Meet2.{i}"].start_s >= both[1] + 0.25
-    row = list(map(str, made.rows[2]))
+    row = list(map(str, extended.rows[2]))
     assert row.index("F2.1") < row.index("Meet2.0") < row.index("BW2.0")
-    assert simulate(made, costs).makespan == simulate(schedule, costs).makespan
+    assert simulate(extended, costs).makespan == simulate(schedule, costs).makespan
 
 
 def test_inserted_ops_may_wait_for_each_other() -> None:
@@ -440,7 +440,7 @@ def test_inserted_ops_may_wait_for_each_other() -> None:
 
 
 @pytest.mark.parametrize(
-    ("op", "after", "stages", "said"),
+    ("op", "after", "stages", "message"),
     [
         ("Nrom", "F", (0,), "unknown op 'Nrom'"),
         ("Norm", "F", (4,), "insert Norm: stage 4 has no place in 0..1"),
@@ -450,9 +450,9 @@ def test_inserted_ops_may_wait_for_each_other() -> None:
         ("Ring", "F", (1,), "Ring1.0"),
     ],
 )
-def test_insert_refuses_in_words(op: str, after: str, stages: tuple[int, ...], said: str) -> None:
+def test_insert_refuses_in_words(op: str, after: str, stages: tuple[int, ...], message: str) -> None:
     register_op(OpSpec("Norm", "compute", (Wait(("F",), "self"),), "norm_s"))
     register_op(OpSpec("Lost", "compute", (Wait(("Norm",), "self"),), "norm_s"))
     register_op(OpSpec("Ring", "compute", (Wait(("Ring",), "self"),), "norm_s"))
-    with pytest.raises(ScheduleError, match=said):
+    with pytest.raises(ScheduleError, match=message):
         insert(generate("1f1b", 2, 4), op, after=after, stages=stages)

@@ -78,12 +78,12 @@ def optimum(strands: Sequence[Strand]) -> float:
             x = strands[k]
             end = max(now, ready[k]) + x.chain_s / x.units
             done = max(end, lane) + x.collective_s / x.units
-            more = (x.filler_s / x.units,) if x.filler_s else ()
+            filler = (x.filler_s / x.units,) if x.filler_s else ()
             after = (
                 tuple(n + (i == k) for i, n in enumerate(nexts)),
                 tuple(done if i == k else t for i, t in enumerate(ready)),
             )
-            left.append((*after, pool + more, end, done))
+            left.append((*after, pool + filler, end, done))
     return best
 
 
@@ -103,9 +103,9 @@ def test_near_the_optimum_of_small_slots() -> None:
             (forward, weights),
             (backward, weights),
         ):
-            found, least = weave(slot).seconds, optimum(slot)
-            assert found >= least - 1e-9
-            longer.append(found / least - 1)
+            seconds, least = weave(slot).seconds, optimum(slot)
+            assert seconds >= least - 1e-9
+            longer.append(seconds / least - 1)
     assert max(longer) < 0.02
     assert sum(x > 1e-9 for x in longer) <= len(longer) / 100
 

@@ -65,10 +65,10 @@ def test_block_keeps_its_promises(p: int, limit: float, g: int, period: int, cos
             assert backward[last] == forward[last] + f
             assert all(weight[s] >= backward[s] + b for s in range(2 * p))
         for rank in range(p):
-            there = [(row, s) for row in rows for s in (rank, last - rank)]
-            busy = sorted((row[op][s] % period, size) for row, s in there for op, size in ((F, f), (B, b), (W, w)))
+            row_stages = [(row, s) for row in rows for s in (rank, last - rank)]
+            busy = sorted((row[op][s] % period, size) for row, s in row_stages for op, size in ((F, f), (B, b), (W, w)))
             assert all(at + n <= then for (at, n), (then, _) in itertools.pairwise([*busy, (busy[0][0] + period, 0)]))
-            ended = [(row[0][s], row[1][s] + b, row[2][s] + w) for row, s in there]
+            ended = [(row[0][s], row[1][s] + b, row[2][s] + w) for row, s in row_stages]
             held = sum(lattice.held * (two - one) + lattice.kept * (three - two) for one, two, three in ended)
             assert held <= limit * period * (1 + 1e-9)
         check_schedule(problem.schedule("mirrored", repeat(block, problem)))
@@ -85,7 +85,7 @@ def test_only_of_vs_with_equal_stages() -> None:
 
 
 @pytest.mark.parametrize(
-    ("costs", "some"),
+    ("costs", "has_result"),
     [
         ({"comm": 50.0}, False),
         ({"comm": 0.2}, True),
@@ -93,11 +93,11 @@ def test_only_of_vs_with_equal_stages() -> None:
         ({"w": 0.0, "w_residual": 0.0}, True),
     ],
 )
-def test_any_costs(costs: dict[str, float], some: bool) -> None:
+def test_any_costs(costs: dict[str, float], has_result: bool) -> None:
     problem = v_problem(4, 8, **costs)
-    found = [*mirrored_cycles(problem, [3.0] * 4, 0, 2, Budget(0.5, reproducible=True), 0)]
-    assert bool(found) == some
-    for draft, _ in found:
+    results = [*mirrored_cycles(problem, [3.0] * 4, 0, 2, Budget(0.5, reproducible=True), 0)]
+    assert bool(results) == has_result
+    for draft, _ in results:
         assert draft.peak <= 3.0 * (1 + 1e-9)
         check_schedule(problem.schedule("mirrored", draft.rows))
 
@@ -105,8 +105,8 @@ def test_any_costs(costs: dict[str, float], some: bool) -> None:
 @pytest.mark.parametrize(("limit", "best"), [(4.0, 2680.0), pytest.param(3.0, 3140.0, marks=pytest.mark.soak)])
 def test_better_than_what_was_known(limit: float, best: float) -> None:
     """The longest span with Table 5's costs at p = 8: 2683.3 and 3135.3 were the best of a minute's solve."""
-    found = mirrored_cycles(v_problem(8, 32, **TABLE_5), [limit] * 8, 0, 2, Budget(3.0, reproducible=True), 0)
-    drafts = [draft for draft, _ in found]
+    results = mirrored_cycles(v_problem(8, 32, **TABLE_5), [limit] * 8, 0, 2, Budget(3.0, reproducible=True), 0)
+    drafts = [draft for draft, _ in results]
     assert min(draft.span for draft in drafts) < best
     assert all(draft.peak <= limit * (1 + 1e-9) for draft in drafts)
 

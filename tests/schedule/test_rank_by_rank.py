@@ -38,14 +38,14 @@ def found(task: SolveTask, value: float, seconds: float, seed: int = 0) -> list[
     for begun in begun_rank_by_rank(few_ranks(task), bound_of(task), value, Budget(seconds, reproducible=True), seed):
         starts = starts_at(actions, begun)
         assert starts is not None
-        made = fitting(actions, starts, "found")
-        assert made is not None, "invalid, or over the limit"
+        fitted = fitting(actions, starts, "found")
+        assert fitted is not None, "invalid, or over the limit"
         spans = [
             max(at + 1 for _, r, at in begun if r == rank) - min(at for _, r, at in begun if r == rank)
             for rank in range(task.placement.num_ranks)
         ]
         makespan = max(at + 1 for a, _, at in begun if a.op == "W")
-        both.append((max(spans) if task.objective == "span" else makespan, task.seconds(made[1])))
+        both.append((max(spans) if task.objective == "span" else makespan, task.seconds(fitted[1])))
     return both
 
 
@@ -70,8 +70,8 @@ def test_what_is_found_keeps_the_limit_and_is_better_each_time(
     task = task_of(p, m, room, copy=copy, comm=comm, objective=objective)
     most = 8.0 * p + 12 * m  # one microbatch after the other takes less
     pairs = found(task, most, 0.2, seed)
-    told = [most, *(x for x, _ in pairs)]
-    assert all(b < a for a, b in pairwise(told))
+    claims = [most, *(x for x, _ in pairs)]
+    assert all(b < a for a, b in pairwise(claims))
     assert all(bound_of(task) <= simulated for _, simulated in pairs)
     if comm <= 1:  # longer transfers queue, which only the simulator sees
         assert all(simulated <= x for x, simulated in pairs)
@@ -92,7 +92,7 @@ def test_nothing_where_there_are_no_steps() -> None:
     plain = task_of(3, 4, 2)
     costs = plain.costs
     two = CostProfile.uniform(6, chunks=2, offload_time=6.0, host_mode="shared")
-    others = [
+    tasks = [
         replace(plain, placement=v_shape(3), costs=two),
         replace(plain, costs=replace(costs, w_s=(1.0, 1.0, 2.0), bw_s=(2.0, 2.0, 3.0))),
         replace(plain, costs=replace(costs, f_s=(2.0,) * 3, b_s=(1.0,) * 3, w_s=(1.0,) * 3)),
@@ -102,7 +102,7 @@ def test_nothing_where_there_are_no_steps() -> None:
         replace(plain, offload=False),
     ]
     assert values(plain, 60.0, 0.3)
-    assert [values(task, 60.0, 0.3) for task in others] == [[]] * len(others)
+    assert [values(task, 60.0, 0.3) for task in tasks] == [[]] * len(tasks)
 
 
 def test_stages_of_different_steps_are_none() -> None:
@@ -113,9 +113,9 @@ def test_stages_of_different_steps_are_none() -> None:
 
 def test_the_same_seed_finds_the_same() -> None:
     task = task_of(4, 8, 2)
-    some = [values(task, 90.0, 0.3, seed) for seed in (0, 0, 1)]
-    assert some[0] == some[1]
-    assert all(some)
+    runs = [values(task, 90.0, 0.3, seed) for seed in (0, 0, 1)]
+    assert runs[0] == runs[1]
+    assert all(runs)
 
 
 @pytest.mark.parametrize(
@@ -148,12 +148,12 @@ def test_a_solve_uses_it_and_proves_what_it_finds() -> None:
 @pytest.mark.parametrize("most", [1, 16])
 def test_a_job_tells_only_what_keeps_a_limit_that_the_search_does_not_know(most: int) -> None:
     task = replace(task_of(3, 6, 2), offloads_in_flight=most)
-    told: list[Schedule] = []
+    schedules: list[Schedule] = []
 
     def tell(schedule: Schedule | None, source: str, bound: float = 0.0) -> None:
         assert schedule is not None
-        told.append(schedule)
+        schedules.append(schedule)
 
     RankByRank(task=0, seconds=1.0, reproducible=True, value=60.0).run(task, tell)
-    assert all(task.fits(simulate(x, task.costs)) for x in told)
-    assert bool(told) == (most == 16)
+    assert all(task.fits(simulate(x, task.costs)) for x in schedules)
+    assert bool(schedules) == (most == 16)

@@ -63,19 +63,19 @@ class Reference:
         return self.known[place]
 
     def joined(self, place: tuple[int, int]) -> set[tuple[int, int]]:
-        found = {place}
+        group = {place}
         while True:
-            more = {
+            neighbours = {
                 self.where[action, r]
-                for rank, k in found
+                for rank, k in group
                 for action in self.schedule.rows[rank][k].actions
                 if op_spec(action.op).sends != "none"
                 for r in self.schedule.placement.ranks(action.stage, action.microbatch)
                 if (action, r) in self.where
             }
-            if more <= found:
-                return found
-            found |= more
+            if neighbours <= group:
+                return group
+            group |= neighbours
 
     def ready(self, place: tuple[int, int]) -> float:
         rank, k = place
@@ -97,14 +97,14 @@ class Reference:
                 group = placement.ranks(t, action.microbatch)
                 source = rank if rank in group else group[0]
                 for op in wait.ops:
-                    wanted = Action(op, t, action.microbatch)
-                    if (wanted, source) in self.where:
+                    producer = Action(op, t, action.microbatch)
+                    if (producer, source) in self.where:
                         moves = source != rank and op_spec(op).sends == TOWARDS[wait.where]
                         boundary = t if wait.where == "pred" else s
                         times.append(
-                            self.arrival(wanted, source, rank, boundary)
+                            self.arrival(producer, source, rank, boundary)
                             if moves
-                            else self.end(self.where[wanted, source])
+                            else self.end(self.where[producer, source])
                         )
         return times
 
@@ -153,15 +153,17 @@ class Reference:
                         group = placement.ranks(t, action.microbatch)
                         source = rank if rank in group else group[0]
                         for op in wait.ops:
-                            made = self.where.get((Action(op, t, action.microbatch), source))
-                            if made is None or op_spec(op).sends != TOWARDS[wait.where]:
+                            producer = self.where.get((Action(op, t, action.microbatch), source))
+                            if producer is None or op_spec(op).sends != TOWARDS[wait.where]:
                                 continue
                             stage = t if wait.where == "pred" else action.stage
                             if source == rank:
-                                local.append((self.end(made), self.start((rank, k)), stage))
+                                local.append((self.end(producer), self.start((rank, k)), stage))
                             else:
-                                moved.setdefault((made, op, stage, action.microbatch), []).append(self.start((rank, k)))
-        return local + [(self.start(made), max(reads), stage) for (made, _, stage, _), reads in moved.items()]
+                                moved.setdefault((producer, op, stage, action.microbatch), []).append(
+                                    self.start((rank, k))
+                                )
+        return local + [(self.start(producer), max(reads), stage) for (producer, _, stage, _), reads in moved.items()]
 
 
 def reference_memory(

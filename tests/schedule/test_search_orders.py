@@ -38,9 +38,9 @@ def test_no_worse_than_any_family(limit: float) -> None:
     for name, family in FAMILIES.items():
         v = family.default_chunks
         costs = CostProfile.uniform(family.placement(4, v).num_stages, chunks=v)
-        told = limit if "memory_limit" in family.options and limit < float("inf") else None
+        memory_limit = limit if "memory_limit" in family.options and limit < float("inf") else None
         try:
-            timeline = simulate(generate(name, 4, 8, memory_limit=told), costs)
+            timeline = simulate(generate(name, 4, 8, memory_limit=memory_limit), costs)
         except ScheduleError:
             continue
         if max(timeline.peak_activations) <= limit and not any(e.lane == "d2h" for e in timeline.events):
@@ -52,30 +52,30 @@ def authors(ranks: int, microbatches: int) -> list[tuple[float, float, float, fl
     golden = GOLDEN
     gis = json.loads((golden / "authors_gis.json").read_text())
     rows = [dict(zip(gis["columns"], row, strict=True)) for row in gis["rows"]]
-    found = [
+    results = [
         (r["peak"], r["makespan"], r["span"], r["comm"], r["v"])
         for r in rows
         if (r["p"], r["m"], r["f"], r["b"], r["w"], r["v"]) == (ranks, microbatches, 1, 1, 1, 2)
     ]
     zb = json.loads((golden / "authors_zb.json").read_text())
-    found += [
+    results += [
         (peak, makespan, span, comm, 1)
         for _, p, m, costs, comm, _, makespan, span, peak in zb
         if (p, m, costs) == (ranks, microbatches, [2, 2, 2])
     ]
     v = json.loads((golden / "authors_v.json").read_text())["cells"]
-    found += [
+    results += [
         (peak, makespan, span, comm, 2)
         for _, p, m, costs, comm, _, makespan, span, peak in v
         if (p, m, costs) == (ranks, microbatches, "unit")
     ]
-    return found
+    return results
 
 
 @pytest.mark.parametrize(
-    ("p", "m", "every"), [(4, 4, 5), *(pytest.param(4, m, 1, marks=pytest.mark.soak) for m in (4, 8))]
+    ("p", "m", "stride"), [(4, 4, 5), *(pytest.param(4, m, 1, marks=pytest.mark.soak) for m in (4, 8))]
 )
-def test_no_worse_than_the_papers_own_code_at_any_limit(p: int, m: int, every: int) -> None:
+def test_no_worse_than_the_papers_own_code_at_any_limit(p: int, m: int, stride: int) -> None:
     """By default at every fifth limit."""
     rows = authors(p, m)
     for comm in sorted({row[3] for row in rows}):
@@ -85,15 +85,15 @@ def test_no_worse_than_the_papers_own_code_at_any_limit(p: int, m: int, every: i
             v = placement.num_chunks
             return CostProfile.uniform(placement.num_stages, chunks=v, f=2, b=2, w=2, comm=comm)
 
-        for limit in sorted({row[0] for row in at_comm})[::every]:
+        for limit in sorted({row[0] for row in at_comm})[::stride]:
             fitting = [row for row in at_comm if row[0] <= limit]
             best = best_schedule(p, m, costs, limit, chunks=2)
             assert best.makespan <= min(row[1] for row in fitting) * (1 + 1e-9), (comm, limit)
 
 
 def test_more_memory_is_never_slower() -> None:
-    found = [best_schedule(2, 4, memory_limit=x).makespan for x in (1, 1.5, 2, 4)]
-    assert found == sorted(found, reverse=True)
+    makespans = [best_schedule(2, 4, memory_limit=x).makespan for x in (1, 1.5, 2, 4)]
+    assert makespans == sorted(makespans, reverse=True)
 
 
 def test_span_as_the_objective() -> None:

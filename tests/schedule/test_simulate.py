@@ -58,16 +58,16 @@ def test_peaks_of_an_order_are_those_of_its_simulation(name: str) -> None:
     family = FAMILIES[name]
     schedule = family.function(4, 8)
     n = schedule.num_stages
-    kept, waiting = tuple(5.0 + s for s in range(n)), tuple(3.0 + s % 2 for s in range(n))
+    residuals, waiting = tuple(5.0 + s for s in range(n)), tuple(3.0 + s % 2 for s in range(n))
     costs = replace(
-        CostProfile.uniform(n), residual_bytes=kept, w_residual_bytes=waiting, offloadable_bytes=kept,
+        CostProfile.uniform(n), residual_bytes=residuals, w_residual_bytes=waiting, offloadable_bytes=residuals,
         boundary_bytes=(2.0,) * n, temp_bytes=(("B", (4.0,) * n),), boundary_buffers=True,
     )  # fmt: skip
     peaks = [c.peak for c in simulate(schedule, costs).memory]
-    alone = [c.peak for c in simulate(schedule, replace(costs, boundary_buffers=False)).memory]
+    unbuffered = [c.peak for c in simulate(schedule, replace(costs, boundary_buffers=False)).memory]
     copies = [any(a.op == "O" for a in schedule.actions(r)) for r in range(4)]
     braided = any(len(slot.actions) > 1 for row in schedule.rows for slot in row)
-    for least, peak, plain, copied in zip(least_peaks(schedule, costs), peaks, alone, copies, strict=True):
+    for least, peak, plain, copied in zip(least_peaks(schedule, costs), peaks, unbuffered, copies, strict=True):
         assert least == 0 if copied else 0 < least <= plain <= peak
         assert copied or braided or least == plain
 

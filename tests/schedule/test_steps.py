@@ -22,12 +22,12 @@ def made(name: str, p: int, m: int) -> tuple[Schedule, CostProfile]:
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h2", "zb-2p", "v-zb", "chimera", "hanayo", "stp"])
 def test_period_is_longest_span_or_makespan_and_update(name: str) -> None:
     schedule, costs = made(name, 4, 8)
-    alone = simulate(schedule, costs)
-    for validated, length in ((True, alone.max_span), (False, alone.makespan)):
+    single = simulate(schedule, costs)
+    for validated, length in ((True, single.max_span), (False, single.makespan)):
         steps = simulate_steps(schedule, costs, 3, 0.5, validated)
         assert steps.period_s == pytest.approx(length + 0.5, rel=1e-12)
-        assert steps.ends_s[0] == alone.makespan and len(steps.events) == 3 * len(alone.events)
-        assert steps.peak_activations == pytest.approx(alone.peak_activations)
+        assert steps.ends_s[0] == single.makespan and len(steps.events) == 3 * len(single.events)
+        assert steps.peak_activations == pytest.approx(single.peak_activations)
 
 
 def test_spans_of_zero_bubble_schedules_are_what_post_validation_gains() -> None:
@@ -55,12 +55,12 @@ def test_with_uneven_costs_the_period_is_never_above_longest_span_and_update() -
         both = tuple(x + y for x, y in zip(b, w, strict=True))
         costs = CostProfile(f, b, w, both, (1.0,) * p, (0.4,) * p)
         schedule = generate(generator.choice(["1f1b", "zb-h1", "zb-h2", "gpipe"]), p, m)
-        alone = simulate(schedule, costs)
-        assert simulate_steps(schedule, costs, 3, 0.3).period_s == pytest.approx(alone.makespan + 0.3)
+        single = simulate(schedule, costs)
+        assert simulate_steps(schedule, costs, 3, 0.3).period_s == pytest.approx(single.makespan + 0.3)
         period = simulate_steps(schedule, costs, 3, 0.3, post_validation=True).period_s
-        busiest = max(alone.compute_s) + 0.3
-        assert busiest * (1 - 1e-9) <= period <= (alone.max_span + 0.3) * (1 + 1e-9)
-        shorter += period < (alone.max_span + 0.3) * (1 - 1e-9)
+        busiest = max(single.compute_s) + 0.3
+        assert busiest * (1 - 1e-9) <= period <= (single.max_span + 0.3) * (1 + 1e-9)
+        shorter += period < (single.max_span + 0.3) * (1 - 1e-9)
     assert shorter < 10
 
 
@@ -69,9 +69,9 @@ def test_odd_microbatches_of_two_flows_and_transfers() -> None:
         tuple(Action(op, r if i % 2 == 0 else 1 - r, i) for i in range(3) for op in ("F", "BW")) for r in range(2)
     )
     schedule, costs = Schedule("both ways", bidirectional(2), 3, rows), CostProfile.uniform(2, comm=0.25)
-    alone, steps = simulate(schedule, costs), simulate_steps(schedule, costs, 3, 1.0)
-    assert steps.period_s == alone.makespan + 1
-    assert sum(e.lane == "send" for e in steps.events) == 3 * sum(e.lane == "send" for e in alone.events)
+    single, steps = simulate(schedule, costs), simulate_steps(schedule, costs, 3, 1.0)
+    assert steps.period_s == single.makespan + 1
+    assert sum(e.lane == "send" for e in steps.events) == 3 * sum(e.lane == "send" for e in single.events)
 
 
 def test_boundaries_in_flight_are_counted() -> None:
@@ -80,8 +80,8 @@ def test_boundaries_in_flight_are_counted() -> None:
         *[(1.0,) * 3] * 3, (2.0,) * 3, (1.0,) * 3, (0.5,) * 3, boundary_bytes=(0.5,) * 3, boundary_buffers=True,
         link=Link(latency_s=0.1),
     )  # fmt: skip
-    alone = simulate(schedule, costs)
-    assert simulate_steps(schedule, costs, 2, 0.5).peak_bytes == alone.peak_bytes
+    single = simulate(schedule, costs)
+    assert simulate_steps(schedule, costs, 2, 0.5).peak_bytes == single.peak_bytes
 
 
 def test_refusals() -> None:

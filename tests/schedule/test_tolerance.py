@@ -21,9 +21,9 @@ def test_the_order_of_a_sum_does_not_matter(terms: list[float], seed: int) -> No
 
 @given(POSITIVE)
 def test_a_millionth_matters(x: float) -> None:
-    more = x * (1 + 1e-6)
-    assert not close(x, more) and not at_most(more, x) and at_most(x, more)
-    assert nine_digits(x) != nine_digits(more)
+    larger = x * (1 + 1e-6)
+    assert not close(x, larger) and not at_most(larger, x) and at_most(x, larger)
+    assert nine_digits(x) != nine_digits(larger)
 
 
 @given(st.integers(1, 10_000), POSITIVE)

@@ -49,28 +49,28 @@ def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_schedules_are_read() -> None:
-    found = overlaps(SCHEDULE)
-    assert [(o.kind, o.products, o.others, o.is_sync, o.covered) for o in found] == [
+    collectives = overlaps(SCHEDULE)
+    assert [(o.kind, o.products, o.others, o.is_sync, o.covered) for o in collectives] == [
         ("all-reduce", 1, 1, False, True),
         ("reduce-scatter", 0, 1, False, False),
         ("all-gather", 0, 0, True, False),
     ]
-    assert {o.whole_bytes for o in found} == {8 * 8 * 2}
+    assert {o.whole_bytes for o in collectives} == {8 * 8 * 2}
     assert count_products(SCHEDULE) == 2
 
 
 def test_tiny(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "overlap.json"
-    given = ["--tiny", "--tp", "2", "--variant", "llama-sequence", "--program", "F+BW", "--program", "F+BW woven"]
-    assert bench_overlap.main([*given, "--out", str(out)]) == 0
+    arguments = ["--tiny", "--tp", "2", "--variant", "llama-sequence", "--program", "F+BW", "--program", "F+BW woven"]
+    assert bench_overlap.main([*arguments, "--out", str(out)]) == 0
     report: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
     assert json.loads(capsys.readouterr().out) == report
     assert report["device"] == "cpu"
     assert report["command"].endswith(f"--out {out}")
     assert report["commit"] and report["versions"].keys() == {"python", "jax", "jaxlib"}
-    apart, woven, _ = report["cases"]
-    assert apart["collectives"] == woven["collectives"] == len(woven["planned"]) == 16
-    assert apart["covered"] == 0  # a CPU runs collectives in line
+    plain, woven, _ = report["cases"]
+    assert plain["collectives"] == woven["collectives"] == len(woven["planned"]) == 16
+    assert plain["covered"] == 0  # a CPU runs collectives in line
     assert all(case["temp_bytes"] > 0 and case["compile_s"] > 0 for case in report["cases"])
 
 

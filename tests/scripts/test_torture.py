@@ -61,6 +61,6 @@ def test_a_little_of_everything(torture: ModuleType) -> None:
     command = [sys.executable, str(ROOT / "scripts" / "torture.py"), "--quick"]
     run = subprocess.run(command, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
-    assert {part: found["failed"] for part, found in json.loads(run.stdout)["parts"].items()} == dict.fromkeys(
+    assert {part: counts["failed"] for part, counts in json.loads(run.stdout)["parts"].items()} == dict.fromkeys(
         torture.PARTS, 0
     )

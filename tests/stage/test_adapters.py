@@ -187,8 +187,8 @@ def test_nnx_dropout_draws_from_the_context_key() -> None:
     still = layer.apply(params, X, EVAL)
     np.testing.assert_allclose(still, from_nnx("mlp", NnxMLP).apply(params, X, EVAL), rtol=1e-6)
     hidden = nnx.relu(X @ params["layers"]["0"]["kernel"]) @ params["layers"]["1"]["kernel"]  # biases start at zero
-    kept = jnp.linalg.lstsq(params["out"]["kernel"].T, first.T)[0].T / nnx.relu(hidden)
-    near = jnp.minimum(jnp.abs(kept), jnp.abs(kept - 2.0))[nnx.relu(hidden) > 0.1]
+    scale = jnp.linalg.lstsq(params["out"]["kernel"].T, first.T)[0].T / nnx.relu(hidden)
+    near = jnp.minimum(jnp.abs(scale), jnp.abs(scale - 2.0))[nnx.relu(hidden) > 0.1]
     assert float(near.max()) < 1e-2  # every activation is dropped, or kept and doubled
     with pytest.raises(StageError, match="NnxMLP holds random streams and got no key"):
         layer.apply(params, X, LayerContext({}))
@@ -295,11 +295,11 @@ class Changes(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         change = nnx.jit(lambda m: m.change(m)) if self.jitted else self.change
         change(self)
-        seen = 0 if not hasattr(self, "count") else self.count[...]
-        return self.scale[...] * self.act(self.linear(x)) + seen + len(self.seen) + self.table[0] + self.step
+        count = 0 if not hasattr(self, "count") else self.count[...]
+        return self.scale[...] * self.act(self.linear(x)) + count + len(self.seen) + self.table[0] + self.step
 
 
-@pytest.mark.parametrize("given", ["function", "instance", "jitted"])
+@pytest.mark.parametrize("form", ["function", "instance", "jitted"])
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -318,12 +318,12 @@ class Changes(nnx.Module):
     ],
     ids=lambda v: getattr(v, "__name__", ""),
 )
-def test_what_a_call_changes_is_refused_each_time(change: Any, message: str, given: str) -> None:
+def test_what_a_call_changes_is_refused_each_time(change: Any, message: str, form: str) -> None:
     """And nothing of it is there in the next trace, nor in the module that was given."""
-    if given == "jitted" and change in (writes_into_array, keeps_array):
+    if form == "jitted" and change in (writes_into_array, keeps_array):
         pytest.skip("nnx.jit itself refuses it")
     module = Changes(nnx.Rngs(0), change)
-    source = module if given == "instance" else lambda rngs: Changes(rngs, change, jitted=given == "jitted")
+    source = module if form == "instance" else lambda rngs: Changes(rngs, change, jitted=form == "jitted")
     layer = from_nnx("counter", source)
     params = layer.init(jax.random.key(0))
     for context in (EVAL, TRAIN, EVAL):
@@ -341,8 +341,8 @@ def test_a_call_that_assigns_what_was_there_is_no_change(jitted: bool) -> None:
     layer = from_nnx("same", lambda rngs: Changes(rngs, same, jitted))
     params = layer.init(jax.random.key(0))
     assert isinstance(params["scale"], jax.Array)
-    want = nnx.tanh(X @ params["linear"]["kernel"] + params["linear"]["bias"][None])
-    np.testing.assert_allclose(layer.apply(params, X, EVAL), want, rtol=1e-5, atol=1e-6)
+    expected = nnx.tanh(X @ params["linear"]["kernel"] + params["linear"]["bias"][None])
+    np.testing.assert_allclose(layer.apply(params, X, EVAL), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_parameters_of_numpy_are_not_written_into() -> None:
@@ -368,8 +368,8 @@ def test_intermediates_that_a_call_sows_are_dropped() -> None:
 
     layer = from_nnx("sows", Sows)
     params = layer.init(jax.random.key(0))
-    want = X @ params["linear"]["kernel"] + params["linear"]["bias"][None]
-    np.testing.assert_allclose(jax.jit(lambda p: layer.apply(p, X, EVAL))(params), want, rtol=1e-5, atol=1e-6)
+    expected = X @ params["linear"]["kernel"] + params["linear"]["bias"][None]
+    np.testing.assert_allclose(jax.jit(lambda p: layer.apply(p, X, EVAL))(params), expected, rtol=1e-5, atol=1e-6)
 
 
 class Tables(nnx.Module):
@@ -453,10 +453,10 @@ def test_nnx_transformations_hand_state_back_unchanged(module: Any) -> None:
     run = jax.jit(lambda p, key: layer.apply(p, X, LayerContext({}, key)))
     first, again, other = run(params, TRAIN.key), run(params, TRAIN.key), run(params, jax.random.key(6))
     assert jnp.array_equal(first, again) and not jnp.array_equal(first, other)
-    whole = module(nnx.Rngs(0))
-    nnx.update(whole, nnx.State(jax.tree.map(nnx.Param, with_int_keys(params))))
-    whole.eval()
-    np.testing.assert_allclose(jax.jit(lambda p: layer.apply(p, X, EVAL))(params), whole(X), rtol=1e-5, atol=1e-6)
+    nnx_module = module(nnx.Rngs(0))
+    nnx.update(nnx_module, nnx.State(jax.tree.map(nnx.Param, with_int_keys(params))))
+    nnx_module.eval()
+    np.testing.assert_allclose(jax.jit(lambda p: layer.apply(p, X, EVAL))(params), nnx_module(X), rtol=1e-5, atol=1e-6)
 
 
 def test_nnx_scan_that_changes_its_layers_is_refused() -> None:
@@ -488,8 +488,8 @@ def test_weight_norm_computes_with_normalised_weights() -> None:
     layer = from_nnx("normed", Normed)
     params = layer.init(jax.random.key(1))
     kernel = params["linear"]["layer_instance"]["kernel"]
-    want = X @ (kernel / jnp.linalg.norm(kernel, axis=0, keepdims=True))
-    np.testing.assert_allclose(layer.apply(params, X, TRAIN), want, rtol=1e-5)
+    expected = X @ (kernel / jnp.linalg.norm(kernel, axis=0, keepdims=True))
+    np.testing.assert_allclose(layer.apply(params, X, TRAIN), expected, rtol=1e-5)
 
 
 def test_nnx_params_of_any_subclass_are_trained_and_random_constants_refused() -> None:

@@ -74,22 +74,22 @@ def test_masks_and_gradients_are_those_of_plain_softmax(
     q, k, v = rng.normal(size=(2, 6, 4, 4)), rng.normal(size=(2, 6, 2, 4)), rng.normal(size=(2, 6, 2, 4))
     n = None if lengths is None else np.asarray(lengths, np.int32)
     row, column = np.arange(6)[:, None], np.arange(6)[None, :]
-    seen = (column <= row) & (column > row - (window or 6)) if causal else np.full((6, 6), True)
-    there = np.arange(6) < np.asarray(lengths or [6, 6])[:, None]
+    visible = (column <= row) & (column > row - (window or 6)) if causal else np.full((6, 6), True)
+    present = np.arange(6) < np.asarray(lengths or [6, 6])[:, None]
     documents = np.array([[int(c) for c in row] for row in (segments or "000000 000000").split()], np.int32)
     same = documents[:, :, None] == documents[:, None, :]
-    cotangent = rng.normal(size=q.shape) * there[:, :, None, None]
+    cotangent = rng.normal(size=q.shape) * present[:, :, None, None]
 
     def plain(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         k, v = (jnp.repeat(a, 2, axis=2) for a in (k, v))
         scores = jnp.einsum("bthk,bshk->bhts", q, k) / 2.0
-        mask = jnp.asarray(seen[None, None] & there[:, None, None, :] & same[:, None])
+        mask = jnp.asarray(visible[None, None] & present[:, None, None, :] & same[:, None])
         return jnp.einsum("bhts,bshk->bthk", jax.nn.softmax(jnp.where(mask, scores, -1e9)), v)
 
     @partial(jax.jit, static_argnums=0)
     def both_passes(attend: Any, *operands: jax.Array) -> Any:
         out, pullback = jax.vjp(attend, *operands)
-        return out[there], pullback(jnp.asarray(cotangent))
+        return out[present], pullback(jnp.asarray(cotangent))
 
     options = {"segments": jnp.asarray(documents)} if segments else {}
     ours = both_passes(partial(attention, causal=causal, window=window, lengths=n, **options), q, k, v)

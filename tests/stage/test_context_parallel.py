@@ -46,12 +46,12 @@ from tests.support.parallel_cases import (
 def test_zigzag_divides_what_a_causal_mask_leaves_evenly(cp: int) -> None:
     T = 16
     positions = np.arange(T)[None, None] + np.zeros((2, 4, 1), int)
-    made = laid_out({"tokens": positions, "rows": positions[:, :, 0]}, ("tokens",), 2, cp)
-    assert (made["rows"].shape, made["tokens"].shape) == ((2, 4 * cp), (2, 4 * cp, T // cp))
-    shards = made["tokens"][0].reshape(2, cp, 2, T // cp)[1, :, 0]  # of one sequence
+    layout = laid_out({"tokens": positions, "rows": positions[:, :, 0]}, ("tokens",), 2, cp)
+    assert (layout["rows"].shape, layout["tokens"].shape) == ((2, 4 * cp), (2, 4 * cp, T // cp))
+    shards = layout["tokens"][0].reshape(2, cp, 2, T // cp)[1, :, 0]  # of one sequence
     np.testing.assert_array_equal(joined_times([s[None] for s in shards])[0], np.arange(T))
-    seen = (shards + 1).sum(axis=1)  # pairs of a query and a key
-    assert seen.max() == seen.mean()
+    pairs = (shards + 1).sum(axis=1)  # pairs of a query and a key
+    assert pairs.max() == pairs.mean()
 
 
 # a model on shards
@@ -68,12 +68,12 @@ def _batch(model: Model, seed: int = 0) -> dict[str, np.ndarray]:
     """Uneven weights: shard 1 of two has none."""
     rng = np.random.default_rng(seed)
     shape = (2, SEQ)
-    made = {name: rng.integers(0, 16, shape).astype(np.int32) for name in ("tokens", "targets")}
+    arrays = {name: rng.integers(0, 16, shape).astype(np.int32) for name in ("tokens", "targets")}
     weights = rng.random(shape).astype(np.float32)
     weights[:, SEQ // 4 : 3 * SEQ // 4] = 0
     if "segments" in model.batch_spec(1):
-        made["segments"] = np.repeat([[0] * 3 + [1] * (SEQ - 3)], 2, axis=0).astype(np.int32)
-    return {**made, "weights": weights}
+        arrays["segments"] = np.repeat([[0] * 3 + [1] * (SEQ - 3)], 2, axis=0).astype(np.int32)
+    return {**arrays, "weights": weights}
 
 
 def _agree(model: Model, tp: TensorParallel) -> None:
@@ -84,10 +84,10 @@ def _agree(model: Model, tp: TensorParallel) -> None:
         loss, weight = apply_model(model, params, {n: jnp.asarray(a) for n, a in batch.items()}, key)
         return loss, weight
 
-    (want, weight), grads = jax.jit(jax.value_and_grad(whole, has_aux=True))(params)
-    (got, counted), found = sharded.loss_and_grads(model, params, batch, tp, key=key)  # type: ignore[arg-type]
-    np.testing.assert_allclose([got, counted], [want, weight], rtol=1e-12)
-    assert_close(found, grads, rtol=1e-12, atol=1e-14)
+    (expected, weight), grads = jax.jit(jax.value_and_grad(whole, has_aux=True))(params)
+    (got, counted), sharded_grads = sharded.loss_and_grads(model, params, batch, tp, key=key)  # type: ignore[arg-type]
+    np.testing.assert_allclose([got, counted], [expected, weight], rtol=1e-12)
+    assert_close(sharded_grads, grads, rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.usefixtures("x64")
@@ -170,10 +170,10 @@ CHEAP = Case("gpt-tied", 2, 1, 1, "1f1b", cp=2)
 def _elsewhere(test: str, devices: int) -> None:
     """The test in a process with so many emulated devices."""
     flag = "--xla_force_host_platform_device_count="
-    others = [x for x in os.environ["XLA_FLAGS"].split() if not x.startswith(flag)]
+    flags = [x for x in os.environ["XLA_FLAGS"].split() if not x.startswith(flag)]
     ran = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-m", "soak", "-p", "no:cacheprovider", f"{__file__}::{test}"],
-        env={**os.environ, "XLA_FLAGS": " ".join([*others, f"{flag}{devices}"])}, capture_output=True, text=True,
+        env={**os.environ, "XLA_FLAGS": " ".join([*flags, f"{flag}{devices}"])}, capture_output=True, text=True,
     )  # fmt: skip
     assert ran.returncode == 0 and "1 passed" in ran.stdout, ran.stdout + ran.stderr
 
@@ -181,25 +181,25 @@ def _elsewhere(test: str, devices: int) -> None:
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("case", [CHEAP, *(pytest.param(c, marks=pytest.mark.soak) for c in GRID)], ids=str)
 def test_pipelines_equal_one_device(case: Case) -> None:
-    if (needed := case.pp * case.cp * case.tp * case.dp) > jax.device_count():
-        _elsewhere(f"test_pipelines_equal_one_device[{case}]", needed)
+    if (num_devices := case.pp * case.cp * case.tp * case.dp) > jax.device_count():
+        _elsewhere(f"test_pipelines_equal_one_device[{case}]", num_devices)
         return
-    made, params = batches(1), params_for(case)
-    made[0]["weights"][0, :, SEQ // 4 : 3 * SEQ // 4] = 0  # shard 1 of two has no weight in a microbatch
+    data, params = batches(1), params_for(case)
+    data[0]["weights"][0, :, SEQ // 4 : 3 * SEQ // 4] = 0  # shard 1 of two has no weight in a microbatch
     pipe = pipeline(case)
-    loss, grads = pipe.loss_and_grads(pipe.place(params), made[0])
-    want_loss, want_grads = on_one_device(case, params, made[0])
+    loss, grads = pipe.loss_and_grads(pipe.place(params), data[0])
+    want_loss, want_grads = on_one_device(case, params, data[0])
     np.testing.assert_allclose(loss, want_loss, rtol=1e-12)
     assert_close(grads, want_grads, rtol=1e-12, atol=1e-14)
     if case is CHEAP:
         return
     step = TrainStep(pipe, optimizer(), clip_norm=0.05, zero1=case.zero1)
-    want, _ = steps_on_one_device(case, 0.05, made)
-    state, metrics = step(step.init(params), made[0])
-    assert float(metrics.weight) == made[0]["weights"].sum()
-    assert_close(step.by_layer(state)[0], want, rtol=1e-7, atol=1e-10)
-    logits = pipe.predict(state.compute, {"tokens": made[0]["tokens"]})
-    assert logits.shape == (made[0]["tokens"].size // SEQ, SEQ, 24)
+    expected, _ = steps_on_one_device(case, 0.05, data)
+    state, metrics = step(step.init(params), data[0])
+    assert float(metrics.weight) == data[0]["weights"].sum()
+    assert_close(step.by_layer(state)[0], expected, rtol=1e-7, atol=1e-10)
+    logits = pipe.predict(state.compute, {"tokens": data[0]["tokens"]})
+    assert logits.shape == (data[0]["tokens"].size // SEQ, SEQ, 24)
 
 
 @pytest.mark.soak
@@ -223,10 +223,10 @@ def test_braids_have_the_bits_of_what_they_braid(method: str) -> None:
 def test_evaluation_gives_outputs_in_the_order_of_time() -> None:
     case = Case("gpt", 1, 2, 1, cp=2)
     (batch,), params = batches(1), params_for(case)
-    whole, divided = (pipeline(c) for c in (Case("gpt", 1, 1, 1), case))
-    want, got = (p.predict(p.place(params), {"tokens": batch["tokens"]}) for p in (whole, divided))
-    np.testing.assert_allclose(got, want, rtol=1e-10, atol=1e-12)
-    sums = [p.evaluate(p.place(params), batch) for p in (whole, divided)]
+    single, divided = (pipeline(c) for c in (Case("gpt", 1, 1, 1), case))
+    expected, got = (p.predict(p.place(params), {"tokens": batch["tokens"]}) for p in (single, divided))
+    np.testing.assert_allclose(got, expected, rtol=1e-10, atol=1e-12)
+    sums = [p.evaluate(p.place(params), batch) for p in (single, divided)]
     np.testing.assert_allclose(*sums, rtol=1e-12)
 
 

@@ -88,5 +88,5 @@ def _is_closed(graph: Graph, chosen: set[int], w: set[int]) -> bool:
 
 def _cost(graph: Graph, moved: set[int], w: set[int], inputs: set[Var]) -> int:
     read = {v for i in w - moved for v in graph.eqns[i].invars if isinstance(v, Var)}
-    made = {v for i in moved for v in graph.eqns[i].outvars}
-    return sum(aval_bytes(v.aval) + VALUE_BYTES for v in read & (inputs | made))
+    results = {v for i in moved for v in graph.eqns[i].outvars}
+    return sum(aval_bytes(v.aval) + VALUE_BYTES for v in read & (inputs | results))

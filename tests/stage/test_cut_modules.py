@@ -35,9 +35,9 @@ def cut(module: Any, blocks: Any = "layers", **options: Any) -> CutModel:
     return layers_from_nnx(module, blocks, batch=BATCH, reads=("tokens",), loss=cross_entropy, **options)
 
 
-def assert_alike(got: Any, want: Any, tolerance: float = 2e-6) -> None:
-    assert jax.tree.structure(got) == jax.tree.structure(want)
-    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want), strict=True):
+def assert_alike(got: Any, expected: Any, tolerance: float = 2e-6) -> None:
+    assert jax.tree.structure(got) == jax.tree.structure(expected)
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(expected), strict=True):
         assert np.abs(a - b).max() <= tolerance * np.abs(b).max(), jax.tree_util.keystr(path)
 
 
@@ -49,24 +49,26 @@ def assert_alike(got: Any, want: Any, tolerance: float = 2e-6) -> None:
 )
 def test_an_nnx_module_computes_what_it_computes_whole(name: str, module: Callable[[nnx.Rngs], nnx.Module]) -> None:
     """Loss and gradients in evaluation mode (no dropout), and weights there and back, bit for bit."""
-    whole = module(nnx.Rngs(3))
+    original = module(nnx.Rngs(3))
     model = foreign.MODELS[name]()
     assert isinstance(model, CutModel)
-    batch, params = one(model), model.by_layer(module_params(whole))
-    whole.eval()
+    batch, params = one(model), model.by_layer(module_params(original))
+    original.eval()
     reads, loss = model.layers[0].reads, model.layers[-1].apply
 
     @nnx.jit
-    def whole_loss(whole: Any) -> Any:
-        return nnx.value_and_grad(lambda m: loss({}, m(*(batch[n] for n in reads)), LayerContext(batch))[0])(whole)
+    def whole_loss(full_module: Any) -> Any:
+        return nnx.value_and_grad(lambda m: loss({}, m(*(batch[n] for n in reads)), LayerContext(batch))[0])(
+            full_module
+        )
 
-    want, want_grads = whole_loss(whole)
+    expected, want_grads = whole_loss(original)
     got, grads = jax.jit(jax.value_and_grad(lambda p: apply_model(model, p, batch, train=False)[0]))(params)
-    np.testing.assert_allclose(got, want, rtol=1e-6)
+    np.testing.assert_allclose(got, expected, rtol=1e-6)
     assert_alike(model.whole(grads), strings(nnx.to_pure_dict(want_grads)))
     again = module(nnx.Rngs(4))
     update_module(again, model.whole(params))
-    jax.tree.map(np.testing.assert_array_equal, module_params(again), module_params(whole))
+    jax.tree.map(np.testing.assert_array_equal, module_params(again), module_params(original))
 
 
 def strings(tree: Any) -> Any:
@@ -87,10 +89,10 @@ def test_a_linen_module_computes_what_it_computes_whole(name: str, module: Any) 
     def whole_loss(weights: Any) -> Any:
         return cross_entropy(module.apply({"params": weights}, *arrays, **mode), batch)[0]
 
-    want, want_grads = jax.jit(jax.value_and_grad(whole_loss))(weights)
+    expected, want_grads = jax.jit(jax.value_and_grad(whole_loss))(weights)
     params = model.by_layer(weights)
     got, grads = jax.jit(jax.value_and_grad(lambda p: apply_model(model, p, batch, train=False)[0]))(params)
-    np.testing.assert_allclose(got, want, rtol=1e-6)
+    np.testing.assert_allclose(got, expected, rtol=1e-6)
     assert_alike(model.whole(grads), want_grads)
     jax.tree.map(np.testing.assert_array_equal, model.whole(params), weights)
 
@@ -121,10 +123,10 @@ def test_a_stack_that_linen_scans_over_becomes_its_blocks() -> None:
     def whole_loss(weights: Any) -> Any:
         return cross_entropy(module.apply({"params": weights}, batch["tokens"]), batch)[0]
 
-    want = jax.jit(jax.grad(whole_loss))(weights)
+    expected = jax.jit(jax.grad(whole_loss))(weights)
     params = model.by_layer(weights)
     got = jax.jit(jax.grad(lambda p: apply_model(model, p, batch, train=False)[0]))(params)
-    assert_alike(model.whole(got), want)
+    assert_alike(model.whole(got), expected)
     jax.tree.map(np.testing.assert_array_equal, model.whole(params), weights)
 
 
@@ -147,8 +149,8 @@ def test_what_flows_between_layers_is_read_off_the_call() -> None:
 
 def test_values_of_an_instance_and_fresh_ones_of_a_function() -> None:
     gpt = foreign.NnxGPT(nnx.Rngs(3))
-    given = init_params(cut(gpt, "blocks"), 0)
-    jax.tree.map(np.testing.assert_array_equal, cut(gpt, "blocks").whole(given), module_params(gpt))
+    params = init_params(cut(gpt, "blocks"), 0)
+    jax.tree.map(np.testing.assert_array_equal, cut(gpt, "blocks").whole(params), module_params(gpt))
     fresh = cut(lambda rngs: foreign.NnxGPT(rngs), "blocks")
     a, b = init_params(fresh, 0), init_params(fresh, 1)
     kernels = [p[f"block_0{i}"]["qkv"]["kernel"] for p in (a, b) for i in range(2)]
@@ -163,8 +165,8 @@ def test_shorter_sequences_than_the_example() -> None:
     """Masks and positions that blocks receive are made for the batch at hand."""
     model = foreign.gemma()
     params, tokens = init_params(model, 0), np.arange(1, 7, dtype=np.int32).reshape(1, 6)
-    whole, short = (logits(model, params, jnp.asarray(t)) for t in (tokens, tokens[:, :4]))
-    np.testing.assert_allclose(short, whole[:, :4], rtol=1e-5, atol=1e-6)
+    full, short = (logits(model, params, jnp.asarray(t)) for t in (tokens, tokens[:, :4]))
+    np.testing.assert_allclose(short, full[:, :4], rtol=1e-5, atol=1e-6)
 
 
 def test_numbers_that_blocks_are_given_are_those_of_the_batch_at_hand() -> None:
@@ -188,11 +190,11 @@ def test_numbers_that_blocks_are_given_are_those_of_the_batch_at_hand() -> None:
                 x = layer(x, x, tokens.shape[1])
             return self.embed.attend(x)  # type: ignore[no-any-return]
 
-    whole = Numbered(nnx.Rngs(0))
-    model = cut(whole)
+    module = Numbered(nnx.Rngs(0))
+    model = cut(module)
     params, tokens = init_params(model, 0), jnp.asarray(one(model)["tokens"])
     for batch in (tokens, tokens[:, :3]):
-        np.testing.assert_allclose(logits(model, params, batch), whole(batch), rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(logits(model, params, batch), module(batch), rtol=1e-5, atol=1e-6)
     x = model.layers[0].apply(params["embed"], None, LayerContext({"tokens": tokens}))
     assert len(x) == 1, "what is given twice flows once"
 
@@ -252,10 +254,10 @@ def test_a_cast_between_blocks_is_kept_whatever_the_dtype() -> None:
 
     model = layers_from_nnx(Widening, batch=BATCH, reads=("tokens",), loss=cross_entropy)
     params = jax.tree.map(lambda a: a.astype(jnp.bfloat16), init_params(model, 0))
-    whole, batch = Widening(nnx.Rngs(0)), one(model)
-    update_module(whole, model.whole(params))
-    want = cross_entropy(whole(batch["tokens"]), batch)[0]
-    np.testing.assert_allclose(apply_model(model, params, batch)[0], want, rtol=1e-6)
+    module, batch = Widening(nnx.Rngs(0)), one(model)
+    update_module(module, model.whole(params))
+    expected = cross_entropy(module(batch["tokens"]), batch)[0]
+    np.testing.assert_allclose(apply_model(model, params, batch)[0], expected, rtol=1e-6)
 
 
 def test_shards_of_a_batch_and_scalars_that_flow() -> None:
@@ -350,8 +352,8 @@ def collecting(m: Any, tokens: jax.Array) -> jax.Array:
         x = block(x)
         return x, x
 
-    x, every = run(m.embed(tokens), m.stacked)
-    return m.embed.attend(x + every.sum(0))  # type: ignore[no-any-return]
+    x, block_outputs = run(m.embed(tokens), m.stacked)
+    return m.embed.attend(x + block_outputs.sum(0))  # type: ignore[no-any-return]
 
 
 def working_in_between(m: Any, tokens: jax.Array) -> jax.Array:
@@ -515,12 +517,12 @@ def test_parameters_on_several_devices_become_the_modules_own() -> None:
     devices = jax.devices()
     spread = {name: jax.device_put(tree, devices[i % len(devices)]) for i, (name, tree) in enumerate(params.items())}
     assert len({d for leaf in jax.tree.leaves(spread) for d in leaf.devices()}) > 1
-    whole = model.whole(spread)
-    jax.tree.map(np.testing.assert_array_equal, whole, jax.jit(model.whole)(params))
+    variables = model.whole(spread)
+    jax.tree.map(np.testing.assert_array_equal, variables, jax.jit(model.whole)(params))
     tokens = jnp.asarray(one_tokens())
-    want = module.apply({"params": model.whole(params)}, tokens)
-    np.testing.assert_array_equal(module.apply({"params": whole}, tokens), want)
-    back = model.by_layer(whole)
+    expected = module.apply({"params": model.whole(params)}, tokens)
+    np.testing.assert_array_equal(module.apply({"params": variables}, tokens), expected)
+    back = model.by_layer(variables)
     assert {name for name in params if params[name]} <= set(back)
     jax.tree.map(np.testing.assert_array_equal, back, {name: params[name] for name in back})
 

@@ -39,8 +39,8 @@ def _block(name: str, scale: float, kind: str, owner: str | None = None) -> Laye
         return x + scale * jnp.tanh(x @ p["w"] + p["b"][None, None])
 
     def init(key: jax.Array) -> Any:
-        own = {"b": _normal(key, D)}
-        return own if owner else {**own, "w": _normal(key, D, D)}
+        params = {"b": _normal(key, D)}
+        return params if owner else {**params, "w": _normal(key, D, D)}
 
     return Layer(name, init, apply, kind=kind, tied={("w",): (owner, ("w",))} if owner else {})
 
@@ -76,9 +76,9 @@ def assert_trains(pipe: Pipeline, model: Model) -> None:
         sums = [apply_model(model, params, {"tokens": tokens}) for tokens in batch["tokens"]]
         return sum(s for s, _ in sums) / sum(w for _, w in sums)
 
-    want, want_grads = jax.jit(jax.value_and_grad(reference))(params)
+    expected, want_grads = jax.jit(jax.value_and_grad(reference))(params)
     loss, grads = pipe.loss_and_grads(pipe.place(params), batch)
-    np.testing.assert_allclose(loss, want, rtol=1e-5)
+    np.testing.assert_allclose(loss, expected, rtol=1e-5)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), grads, want_grads)
 
 

@@ -38,18 +38,18 @@ def _init(*shape: int) -> Any:
     return lambda key: {"w": 0.5 * jax.random.normal(key, shape)}
 
 
-def source(name: str, read: str, width: int, out: int, **more: Any) -> Layer:
+def source(name: str, read: str, width: int, out: int, **options: Any) -> Layer:
     """Begins a branch with a batch array ``[B, width]``."""
-    return Layer(name, _init(width, out), lambda p, x, c: jnp.tanh(c.data[read] @ p["w"]), (read,), takes=(), **more)
+    return Layer(name, _init(width, out), lambda p, x, c: jnp.tanh(c.data[read] @ p["w"]), (read,), takes=(), **options)
 
 
-def dense(name: str, width: int, out: int, **more: Any) -> Layer:
+def dense(name: str, width: int, out: int, **options: Any) -> Layer:
     """Of the sum of what it takes, or of the one thing."""
 
     def apply(p: Any, x: Any, c: LayerContext) -> Any:
         return jnp.tanh((sum(x) if isinstance(x, tuple) else x) @ p["w"])
 
-    return Layer(name, _init(width, out), apply, **more)
+    return Layer(name, _init(width, out), apply, **options)
 
 
 def side_by_side(x: Any) -> jax.Array:
@@ -57,7 +57,7 @@ def side_by_side(x: Any) -> jax.Array:
     return jnp.concatenate([part["h"] if isinstance(part, dict) else part for part in parts], -1)
 
 
-def squares(name: str, weight: str, **more: Any) -> Layer:
+def squares(name: str, weight: str, **options: Any) -> Layer:
     """Σ weight · x², and Σ weight."""
 
     def apply(p: Any, x: Any, c: LayerContext) -> Any:
@@ -65,7 +65,7 @@ def squares(name: str, weight: str, **more: Any) -> Layer:
         weights = c.data[weight].astype(each.dtype)
         return (each * weights).sum(), weights.sum()
 
-    return Layer(name, lambda key: {}, apply, (weight,), **more)
+    return Layer(name, lambda key: {}, apply, (weight,), **options)
 
 
 def _spec(size: int) -> dict[str, jax.ShapeDtypeStruct]:
@@ -86,9 +86,9 @@ def unaligned(array: np.ndarray) -> np.ndarray:
     """The same numbers where JAX can't take their memory as it is: two stages of a rank that read them have a copy each."""
     room = np.zeros(array.nbytes + 68, np.uint8)
     start = (4 - room.ctypes.data) % 64
-    made = room[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
-    made[...] = array
-    return made
+    copy = room[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+    copy[...] = array
+    return copy
 
 
 TWO_TOWERS = (
@@ -116,9 +116,9 @@ def test_the_unsplit_model_follows_takes() -> None:
     aux, main = (left**2).sum(-1) @ u, ((skip**2).sum(-1) + (both**2).sum(-1)) @ v
     loss_sum, weight = apply_model(model, params, batch)
     np.testing.assert_allclose(loss_sum / weight, aux / u.sum() + main / v.sum(), rtol=1e-5)
-    found = metrics_of(model, params, batch)
-    assert list(found) == ["loss", "aux"]
-    np.testing.assert_allclose(found["aux"][0] / found["aux"][1], aux / u.sum(), rtol=1e-5)
+    metrics = metrics_of(model, params, batch)
+    assert list(metrics) == ["loss", "aux"]
+    np.testing.assert_allclose(metrics["aux"][0] / metrics["aux"][1], aux / u.sum(), rtol=1e-5)
 
 
 def test_a_chain_says_nothing_of_what_it_takes() -> None:
@@ -129,7 +129,7 @@ def test_a_chain_says_nothing_of_what_it_takes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("layer", "told"),
+    ("layer", "message"),
     [
         (dense("x", 4, 4, takes=("lefft",)), "layer x takes 'lefft'; layers before it are left"),
         (dense("x", 4, 4, takes=("x",)), "layer x takes its own result"),
@@ -137,8 +137,8 @@ def test_a_chain_says_nothing_of_what_it_takes() -> None:
         (dense("x", 4, 4, takes="left"), r"layer x takes 'left'; want a tuple of names: \('left',\)"),  # type: ignore[arg-type]
     ],
 )
-def test_wrong_takes_are_one_line(layer: Layer, told: str) -> None:
-    with pytest.raises(StageError, match=told) as raised:
+def test_wrong_takes_are_one_line(layer: Layer, message: str) -> None:
+    with pytest.raises(StageError, match=message) as raised:
         model_of(source("left", "a", 3, 4), layer, squares("loss", "u"))
     assert "\n" not in str(raised.value)
 
@@ -156,7 +156,7 @@ def random_model(rng: random.Random) -> Model:
     """Up to 9 layers: sources, joins, forks, skip edges, widths of their own, dropout, a loss or two."""
     layers: list[Layer] = []
     width: dict[str, int] = {}
-    taken: set[str] = set()
+    consumed: set[str] = set()
     for i in range(rng.randint(3, 7)):
         name, out = f"l{i}", rng.randint(2, 5)
         frozen = rng.random() < 0.15
@@ -164,22 +164,24 @@ def random_model(rng: random.Random) -> Model:
             read, size = rng.choice((("a", 3), ("b", 4)))
             layers.append(source(name, read, size, out, frozen=frozen))
         else:
-            known = list(width)
-            names = tuple(dict.fromkeys([rng.choice((known[-1], rng.choice(known))) for _ in range(rng.randint(1, 3))]))
+            earlier = list(width)
+            names = tuple(
+                dict.fromkeys([rng.choice((earlier[-1], rng.choice(earlier))) for _ in range(rng.randint(1, 3))])
+            )
             layers.append(
                 joining(name, [width[n] for n in names], out, takes=names, frozen=frozen, drops=rng.random() < 0.3)
             )
-            taken |= {*names}
+            consumed |= {*names}
         width[name] = out
         if rng.random() < 0.15 and i > 1:
             layers.append(squares(f"aux{i}", "u", takes=(name,)))
-            taken.add(name)
-    rest = tuple(n for n in width if n not in taken) or (list(width)[-1],)
+            consumed.add(name)
+    rest = tuple(n for n in width if n not in consumed) or (list(width)[-1],)
     layers.append(squares("loss", "v", takes=rest))
     return model_of(*layers)
 
 
-def joining(name: str, widths: Sequence[int], out: int, drops: bool, **more: Any) -> Layer:
+def joining(name: str, widths: Sequence[int], out: int, drops: bool, **options: Any) -> Layer:
     """A dense layer of what it takes, side by side; gives a dict with an integer array and a static leaf beside its result."""
 
     def apply(p: Any, x: Any, c: LayerContext) -> Any:
@@ -188,7 +190,7 @@ def joining(name: str, widths: Sequence[int], out: int, drops: bool, **more: Any
             h = jnp.where(jax.random.bernoulli(c.key, 0.8, h.shape), h, 0.0)
         return {"h": h, "sign": (h > 0).astype(jnp.int32), "scale": 2}
 
-    return Layer(name, _init(sum(widths), out), apply, uses_key=drops, **more)
+    return Layer(name, _init(sum(widths), out), apply, uses_key=drops, **options)
 
 
 def random_cut(model: Model, rng: random.Random) -> list[tuple[int, int]]:
@@ -212,10 +214,10 @@ def unsplit(model: Model, params: Any, batch: Any, key: Any) -> tuple[Any, Any]:
         sums: dict[str, Any] = {}
         for i in range(len(batch["u"])):
             one = {name: x[i] for name, x in batch.items()}
-            found = metrics_of(model, params, one, jax.random.fold_in(key, i), train=True)
+            metrics = metrics_of(model, params, one, jax.random.fold_in(key, i), train=True)
             if len(model.losses) > 1:
-                found = heads_of(model, params, one, jax.random.fold_in(key, i))
-            for name, (total, weight) in found.items():
+                metrics = heads_of(model, params, one, jax.random.fold_in(key, i))
+            for name, (total, weight) in metrics.items():
                 a, b = sums.get(name, (0.0, 0.0))
                 sums[name] = (a + total, b + weight)
         return sum(a / b for a, b in sums.values())
@@ -225,14 +227,16 @@ def unsplit(model: Model, params: Any, batch: Any, key: Any) -> tuple[Any, Any]:
 
 def heads_of(model: Model, params: Any, batch: Any, key: Any) -> dict[str, Any]:
     """Loss and weight of each loss layer, found one at a time: the model without the other losses."""
-    every = {model.layers[k].name for k in model.losses}
+    losses = {model.layers[k].name for k in model.losses}
     index = {layer.name: i for i, layer in enumerate(model.layers)}
-    made: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for layer in model.layers:
         draws = jax.random.fold_in(key, index[layer.name]) if layer.uses_key else None
         context = LayerContext({n: batch[n] for n in layer.reads}, draws)
-        made[layer.name] = layer.apply(params[layer.name], tuple(made[n] for n in layer.takes or ()) or None, context)
-    return {name: made[name] for name in every}
+        results[layer.name] = layer.apply(
+            params[layer.name], tuple(results[n] for n in layer.takes or ()) or None, context
+        )
+    return {name: results[name] for name in losses}
 
 
 def _check(seed: int) -> None:
@@ -243,15 +247,17 @@ def _check(seed: int) -> None:
     m = rng.randint(1, 3)
     first = random_schedule(placement, m, rng)
     pipe = Pipeline.build(model, first, microbatch_size=B, boundaries=ranges, compute_dtype=jnp.float64)
-    whole = jax.tree.map(lambda x: np.asarray(x, np.float64), init_params(model, seed))
-    params, batch, key = pipe.place(whole), batch_of((m,), seed), jax.random.key(seed)
-    want_loss, want = unsplit(model, whole, batch, key)
+    host_params = jax.tree.map(lambda x: np.asarray(x, np.float64), init_params(model, seed))
+    params, batch, key = pipe.place(host_params), batch_of((m,), seed), jax.random.key(seed)
+    want_loss, expected = unsplit(model, host_params, batch, key)
     for schedule in (first, random_schedule(placement, m, rng, offload=0.3, braid=0.2)):
         pipe = pipe.with_schedule(schedule)
         loss, grads = pipe.loss_and_grads(params, batch, key)
         np.testing.assert_allclose(loss, want_loss, rtol=1e-10)
         for layer in model.layers:
-            for got, true in zip(jax.tree.leaves(grads[layer.name]), jax.tree.leaves(want[layer.name]), strict=True):
+            for got, true in zip(
+                jax.tree.leaves(grads[layer.name]), jax.tree.leaves(expected[layer.name]), strict=True
+            ):
                 true = 0 * true if layer.frozen else true
                 np.testing.assert_allclose(got, true, rtol=1e-10, atol=1e-12, err_msg=layer.name)
         out = pipe.run(params, {at: pipe.zeros(at) for at in pipe.own_instances}, batch, key)
@@ -261,16 +267,16 @@ def _check(seed: int) -> None:
         if unbraid(schedule) == schedule:
             assert_same_arrays((dict(out.acc), list(out.losses)), (acc, losses))
         measured = measured_peaks(pipe, params, batch, key)
-        for told, got in zip(pipe.memory_report(workspace=False, curves=True).ranks, measured.ranks, strict=True):
-            assert (told.live_bytes, told.host_bytes) == (got.live_bytes, got.host_bytes)
+        for predicted, got in zip(pipe.memory_report(workspace=False, curves=True).ranks, measured.ranks, strict=True):
+            assert (predicted.live_bytes, predicted.host_bytes) == (got.live_bytes, got.host_bytes)
     loss_sum, weight = pipe.evaluate(params, batch)
     whole_batch = {name: x.reshape(-1, *x.shape[2:]) for name, x in batch.items()}
-    (a, b), want = jax.jit(lambda p, b: (apply_model(model, p, b, train=False), model_output(model, p, b)))(
-        whole, whole_batch
+    (a, b), expected = jax.jit(lambda p, b: (apply_model(model, p, b, train=False), model_output(model, p, b)))(
+        host_params, whole_batch
     )
     np.testing.assert_allclose(loss_sum / weight, a / b, rtol=1e-10)
     got = pipe.predict(params, batch)
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-10), got, want)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-10), got, expected)
 
 
 SEEDS = (4, 7, 9)
@@ -380,10 +386,10 @@ def test_a_stage_of_span_two_may_hold_more_than_the_loss(start: int) -> None:
         loss_sum, weight = apply_model(model, p, {name: x.reshape(-1, *x.shape[2:]) for name, x in batch.items()})
         return loss_sum / weight
 
-    loss, want = jax.jit(jax.value_and_grad(mean))(jax.tree.map(lambda x: x.astype(jnp.float64), params))
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-10), (got, grads), (loss, want))
+    loss, expected = jax.jit(jax.value_and_grad(mean))(jax.tree.map(lambda x: x.astype(jnp.float64), params))
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-10), (got, grads), (loss, expected))
     measured = measured_peaks(pipe, placed, batch, None)
-    for told, found in zip(pipe.memory_report(workspace=False, curves=True).ranks, measured.ranks, strict=True):
-        assert told.live_bytes == found.live_bytes
+    for predicted, actual in zip(pipe.memory_report(workspace=False, curves=True).ranks, measured.ranks, strict=True):
+        assert predicted.live_bytes == actual.live_bytes
     with pytest.raises(ProgramError, match="the loss takes 2 microbatches at once; 3 are no multiple of that"):
         pipe.evaluate(placed, batch_of((3,)))

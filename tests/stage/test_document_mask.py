@@ -62,12 +62,12 @@ def batch_of(rows: int) -> Batch:
 
 def alone(batch: Batch) -> Batch:
     """Each run of tokens of one document in a row of its own, from position 0 on."""
-    found: list[dict[str, Any]] = []
+    pieces: list[dict[str, Any]] = []
     for row in range(len(batch["tokens"])):
         for k in np.unique(batch["segments"][row]):
             mine = batch["segments"][row] == k
-            found.append({n: batch[n][row][mine] for n in ("tokens", "targets", "weights")})
-    return {n: np.stack([np.pad(piece[n], (0, SEQ - len(piece[n]))) for piece in found]) for n in found[0]}
+            pieces.append({n: batch[n][row][mine] for n in ("tokens", "targets", "weights")})
+    return {n: np.stack([np.pad(piece[n], (0, SEQ - len(piece[n]))) for piece in pieces]) for n in pieces[0]}
 
 
 @cache
@@ -91,9 +91,9 @@ def test_gradients_are_those_of_documents_run_one_by_one(name: str) -> None:
     assert len(np.unique(batch["segments"])) > 2
     pieces = alone(batch)
     one = {**pieces, "segments": np.zeros_like(pieces["tokens"])}  # as when text is generated
-    want = causal(params, pieces)
-    assert_close(masked(params, batch), want, rtol=1e-9, atol=1e-13)
-    assert_close(masked(params, one), want, rtol=1e-9, atol=1e-13)
+    expected = causal(params, pieces)
+    assert_close(masked(params, batch), expected, rtol=1e-9, atol=1e-13)
+    assert_close(masked(params, one), expected, rtol=1e-9, atol=1e-13)
 
 
 CASES = [
@@ -129,8 +129,8 @@ def test_any_pipeline_gives_them(case: Case) -> None:
         tp=TensorParallel(case.tp, sequence=case.sequence),
     )
     split = {k: a.reshape(MICROBATCHES, ROWS, *a.shape[1:]) for k, a in batch.items()}
-    want = step_of(case.name, "causal", layers)(params, alone(batch))
-    assert_close(pipe.loss_and_grads(pipe.place(params), split), want, rtol=1e-9, atol=1e-12)
+    expected = step_of(case.name, "causal", layers)(params, alone(batch))
+    assert_close(pipe.loss_and_grads(pipe.place(params), split), expected, rtol=1e-9, atol=1e-12)
 
 
 def test_windows_say_which_document_each_token_is_of() -> None:
@@ -139,9 +139,9 @@ def test_windows_say_which_document_each_token_is_of() -> None:
     rows = data.windows("train", SEQ)
     batch = rows.batch(np.arange(len(rows)))
     document = np.searchsorted(corpus.edges, batch["tokens"], side="right")
-    there = batch["targets"] > 0
+    has_target = batch["targets"] > 0
     same = batch["segments"][:, 1:] == batch["segments"][:, :-1]
-    np.testing.assert_array_equal(same[there[:, 1:]], (document[:, 1:] == document[:, :-1])[there[:, 1:]])
+    np.testing.assert_array_equal(same[has_target[:, 1:]], (document[:, 1:] == document[:, :-1])[has_target[:, 1:]])
     counted = batch["targets"][batch["weights"] > 0]
     assert sorted(counted) == sorted(set(range(len(corpus.ids))) - set(corpus.edges[:-1].tolist()))
     assert batch["segments"].dtype == np.int32 and not batch["segments"][:, 0].any()
@@ -157,8 +157,8 @@ def _check_epochs(seed: int) -> None:
     data = TokenDataset.split(corpus, IdTokenizer(1 << 16), holdout, mask=mask)
     held = {t for start, stop in data.held_out for t in range(start, stop)}
     first = {start for start, _ in data.train} | (set(corpus.edges.tolist()) if mask == "document" else set())
-    want = Counter(set(range(len(corpus.ids))) - held - first)
-    n, seen, state, step = len(data.windows("train", seq_len)), Counter[int](), None, 0
+    expected = Counter(set(range(len(corpus.ids))) - held - first)
+    n, counts, state, step = len(data.windows("train", seq_len)), Counter[int](), None, 0
     epochs, position = 2, 0
     while position < epochs * n:
         pp, tp, dp, per = (int(rng.choice([1, 2, 4])) for _ in range(4))
@@ -166,14 +166,14 @@ def _check_epochs(seed: int) -> None:
         assert pp and tp
         batches = data.batches(seed, batch, seq_len, state)
         for _ in range(int(rng.integers(1, 6))):
-            made = batches.batch_at(step)
+            arrays = batches.batch_at(step)
             mine = min(batch, epochs * n - position)
-            seen.update(made["targets"][:mine][made["weights"][:mine] > 0].tolist())
+            counts.update(arrays["targets"][:mine][arrays["weights"][:mine] > 0].tolist())
             position, step = position + batch, step + 1
             if position >= epochs * n:
                 break
         state = DataState.from_dict(batches.state_at(step).to_dict())
-    assert seen == Counter(dict.fromkeys(want, epochs))
+    assert counts == Counter(dict.fromkeys(expected, epochs))
 
 
 @pytest.mark.parametrize("seed", range(24))

@@ -25,15 +25,15 @@ def test_arguments_and_results_are_those_of_the_shapes(op: str) -> None:
     pipe = compiled("gpt", circular(2, 2))
     for stage in pipe.stages:
         function = stage.functions[op]
-        found = footprint(function)
-        made = [a for k, a in enumerate(function.avals_out) if k not in function.forwarded]
-        assert found.argument_bytes == total_device_bytes(function.avals_in)
-        assert 0 <= found.output_bytes - total_device_bytes(made) <= POINTER * len(made)
+        memory = footprint(function)
+        results = [a for k, a in enumerate(function.avals_out) if k not in function.forwarded]
+        assert memory.argument_bytes == total_device_bytes(function.avals_in)
+        assert 0 <= memory.output_bytes - total_device_bytes(results) <= POINTER * len(results)
         donated = total_device_bytes([function.avals_in[k] for k in function.donated])
-        assert found.alias_bytes == donated, "accumulators are written in place"
-        assert found.temp_bytes >= 0
-        assert not found.note
-        assert found.peak_bytes >= found.argument_bytes
+        assert memory.alias_bytes == donated, "accumulators are written in place"
+        assert memory.temp_bytes >= 0
+        assert not memory.note
+        assert memory.peak_bytes >= memory.argument_bytes
 
 
 @pytest.mark.usefixtures("x64")
@@ -67,19 +67,19 @@ def test_workspace_is_what_no_argument_or_result_holds() -> None:
         return (x @ x) @ (x @ x).T
 
     compiled_function = jax.jit(square_twice).lower(jax.ShapeDtypeStruct((64, 64), jnp.float32)).compile()
-    found = compiled_footprint(compiled_function)
-    assert found.argument_bytes == 64 * 64 * 4
-    assert found.temp_bytes >= 64 * 64 * 4, "x @ x has to be somewhere"
+    memory = compiled_footprint(compiled_function)
+    assert memory.argument_bytes == 64 * 64 * 4
+    assert memory.temp_bytes >= 64 * 64 * 4, "x @ x has to be somewhere"
 
 
 @pytest.mark.parametrize("dp", [1, 2])
 def test_bytes_of_a_device_are_those_of_its_shard(dp: int) -> None:
     (mesh,) = pipeline_submeshes(1, dp=dp)
     split = jax.ShapeDtypeStruct((8, 5), jnp.bfloat16, sharding=batch_sharded(mesh))
-    whole = jax.ShapeDtypeStruct((8, 5), jnp.bfloat16, sharding=replicated(mesh))
+    replicated_aval = jax.ShapeDtypeStruct((8, 5), jnp.bfloat16, sharding=replicated(mesh))
     assert device_bytes(split) == 80 // dp
-    assert device_bytes(whole) == 80
-    assert device_bytes(whole, align=256) == 256
+    assert device_bytes(replicated_aval) == 80
+    assert device_bytes(replicated_aval, align=256) == 256
     assert device_bytes(jax.ShapeDtypeStruct((0, 5), jnp.float32)) == 0
     array = jax.device_put(jnp.ones((8, 5), jnp.bfloat16), batch_sharded(mesh))
     assert device_bytes(array) == array.addressable_shards[0].data.nbytes

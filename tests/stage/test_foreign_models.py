@@ -35,9 +35,9 @@ def unsplit(name: str) -> tuple[Model, Mapping[str, Any], Mapping[str, np.ndarra
 
 
 def check(name: str, pipe: Pipeline) -> None:
-    _, params, batch, want, want_grads = unsplit(name)
+    _, params, batch, expected, want_grads = unsplit(name)
     loss, grads = pipe.loss_and_grads(pipe.place(params), batch, KEY)
-    np.testing.assert_allclose(loss, want, rtol=1e-6)
+    np.testing.assert_allclose(loss, expected, rtol=1e-6)
     assert jax.tree.structure(grads) == jax.tree.structure(want_grads)
     for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(grads), jax.tree.leaves(want_grads), strict=True):
         scale = np.abs(b).max()

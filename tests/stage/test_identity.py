@@ -67,7 +67,7 @@ def test_digests_are_the_same_in_another_process() -> None:
         "from models.gpt import GPT; from jaxpipe.train.checkpoints.stored import model_digest; "
         f"print(model_digest(GPT(**{TINY})))"
     )
-    told = subprocess.run(
+    child = subprocess.run(
         [sys.executable, "-c", code],
         cwd=ROOT,
         env={**os.environ, "PYTHONHASHSEED": "12345"},
@@ -75,12 +75,12 @@ def test_digests_are_the_same_in_another_process() -> None:
         text=True,
         check=True,
     )
-    here = model_digest(GPT(**TINY))
-    assert told.stdout.strip() == str(here)
+    digest = model_digest(GPT(**TINY))
+    assert child.stdout.strip() == str(digest)
     dropping = model_digest(GPT(**{**TINY, "dropout": 0.5}))
-    assert {name for name in here if here[name] != dropping[name]} == {"training"}
+    assert {name for name in digest if digest[name] != dropping[name]} == {"training"}
     other_heads = model_digest(GPT(**{**TINY, "num_heads": 4}))
-    assert {name for name in here if here[name] != other_heads[name]} == {"sha256", "evaluation", "training"}
+    assert {name for name in digest if digest[name] != other_heads[name]} == {"sha256", "evaluation", "training"}
 
 
 # -- callbacks, by what they do -------------------------------------------------------------------------------------------

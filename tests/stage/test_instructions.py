@@ -138,8 +138,8 @@ def test_the_worked_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
                 assert sum(float(out.user["mine"][s, i]) for s in (0, 1)) == pytest.approx(squared(grads), rel=1e-12)
             assert sum(float(out.user["sum"][s, M - 1]) for s in (0, 1)) == pytest.approx(squared(total), rel=1e-12)
             small, big = np.mean([squared(g) for g in each]), squared(total) / M**2
-            want = (small - big) / (1 / B - 1 / (B * M)) / ((B * M * big - B * small) / (B * M - B))
-            assert outside_noise.noise_scale(out.user, M, B) == pytest.approx(want, rel=1e-9)
+            expected = (small - big) / (1 / B - 1 / (B * M)) / ((B * M * big - B * small) / (B * M - B))
+            assert outside_noise.noise_scale(out.user, M, B) == pytest.approx(expected, rel=1e-9)
             assert "seen" not in out.user
             norms = [e for e in pipe.measured_timeline(out).events if e.action.actions[0].op == "Norm"]
             assert len(norms) == 2 * M
@@ -158,14 +158,14 @@ def test_the_example_of_the_readme() -> None:
     trainer = Trainer(
         model(), optimizer=optax.sgd(0.1), ranks=2, microbatches=M, microbatch_size=B, cut=["b"], dtype="float64"
     )
-    whole = {name: array.reshape(-1, *array.shape[2:]) for name, array in batch().items()}
-    scope: dict[str, Any] = {"trainer": trainer, "state": trainer.init(init_params(model(), 0)), "batch": whole}
+    full_batch = {name: array.reshape(-1, *array.shape[2:]) for name, array in batch().items()}
+    scope: dict[str, Any] = {"trainer": trainer, "state": trainer.init(init_params(model(), 0)), "batch": full_batch}
     exec(compile(readme.split("```python\n")[1].split("```")[0], "README.md", "exec"), scope)
     w = np.asarray(init_params(model(), 0)["a"]["w"])
     assert {*scope["sizes"]} == {(0, i) for i in range(M)}
     for i in range(M):
-        want = np.sqrt((np.tanh(batch()["x"][i] @ w) ** 2).mean())
-        assert float(scope["sizes"][0, i]) == pytest.approx(want, rel=1e-12)
+        expected = np.sqrt((np.tanh(batch()["x"][i] @ w) ** 2).mean())
+        assert float(scope["sizes"][0, i]) == pytest.approx(expected, rel=1e-12)
 
 
 def op(name: str, *waits: str, cost: str = "w_s", where: str = "self") -> None:
@@ -206,8 +206,8 @@ def test_values_travel_between_ranks_and_are_dropped_when_read() -> None:
     w = np.asarray(init_params(model(), 0)["a"]["w"])
     for i in range(M):
         assert float(out.user["gap"][1, i]) == 0
-        want = (4 * np.tanh(batch()["x"][i] @ w) ** 2).sum()
-        assert float(out.user["size"][1, i]) == pytest.approx(want, rel=1e-12)
+        expected = (4 * np.tanh(batch()["x"][i] @ w) ** 2).sum()
+        assert float(out.user["size"][1, i]) == pytest.approx(expected, rel=1e-12)
     assert out.losses[0][0] == run(compiled()).losses[0][0]
 
 
@@ -254,8 +254,8 @@ def test_an_instruction_may_add_to_the_gradients() -> None:
     _, grads = pipe.loss_and_grads(pipe.place(params), batch())
     _, plain = compiled().loss_and_grads(compiled().place(params), batch())
     for name in "abc":
-        want = plain[name]["w"] + M * 0.25 * np.asarray(params[name]["w"]) / (M * B)
-        np.testing.assert_allclose(grads[name]["w"], want, rtol=1e-12)
+        expected = plain[name]["w"] + M * 0.25 * np.asarray(params[name]["w"]) / (M * B)
+        np.testing.assert_allclose(grads[name]["w"], expected, rtol=1e-12)
 
 
 @pytest.mark.parametrize("dp", [1, 2])

@@ -76,8 +76,8 @@ def test_products_in_other_axes_stay_as_they_are() -> None:
     closed = jax.make_jaxpr(products)(*avals)
     flat = inline.flatten(closed.jaxpr, closed.consts).close()
     operands = [jnp.arange(24.0).reshape(2, 3, 4), jnp.ones((2, 3, 4))]
-    for got, want in zip(jax.core.eval_jaxpr(flat.jaxpr, flat.consts, *operands), products(*operands), strict=True):
-        np.testing.assert_array_equal(np.asarray(got), np.asarray(want))
+    for got, expected in zip(jax.core.eval_jaxpr(flat.jaxpr, flat.consts, *operands), products(*operands), strict=True):
+        np.testing.assert_array_equal(np.asarray(got), np.asarray(expected))
     dims = [eqn.params["dimension_numbers"] for eqn in flat.jaxpr.eqns if eqn.primitive.name == "dot_general"]
     assert dims.count((((0,), (0,)), ((), ()))) >= 2, "over batch and time, and over batch alone"
     assert any(batch for _, (batch, _) in dims)
@@ -139,8 +139,8 @@ def test_keeping_less_costs_less_than_a_percent(name: str) -> None:
         return y, dx, jax.tree.map(jnp.add, acc, dparams)
 
     x = jax.ShapeDtypeStruct((2, 256, 256), jnp.float32)
-    whole = jaxpr_flops(jax.make_jaxpr(fused)(params, params, x, x), elementwise=True)
-    assert parts <= 1.01 * whole
+    fused_flops = jaxpr_flops(jax.make_jaxpr(fused)(params, params, x, x), elementwise=True)
+    assert parts <= 1.01 * fused_flops
 
 
 class OfAUser(nn.Module):
@@ -187,8 +187,8 @@ def test_reductions_in_parts_are_reductions(shape: tuple[int, ...], axes: tuple[
         closed = jax.make_jaxpr(lambda x, f=reduction: f(x, axes))(x)
         parts = for_cpu(closed)
         run = jax.jit(partial(jax.core.eval_jaxpr, parts.jaxpr, parts.consts), compiler_options=dict(OPTIONS))
-        want = getattr(np, reduction.__name__)(x.astype(np.float64), axes)
-        np.testing.assert_allclose(run(x)[0], want, rtol=4e-7 if reduction is jnp.sum else 0)
+        expected = getattr(np, reduction.__name__)(x.astype(np.float64), axes)
+        np.testing.assert_allclose(run(x)[0], expected, rtol=4e-7 if reduction is jnp.sum else 0)
 
 
 def test_reductions_of_a_stage_are_no_windows() -> None:
@@ -219,10 +219,12 @@ def test_products_of_weights_are_the_same_however_they_are_computed(turn: bool) 
         return jax.lax.dot_general(wide, narrow, over), jnp.einsum("bd,ed->be", a, w)
 
     rng = np.random.default_rng(0)
-    given = [rng.integers(-4, 4, shape).astype(np.float32) for shape in ((256, 48), (256, 16), (8, 48))]
-    closed = for_cpu(jax.make_jaxpr(products)(*given))
+    operands = [rng.integers(-4, 4, shape).astype(np.float32) for shape in ((256, 48), (256, 16), (8, 48))]
+    closed = for_cpu(jax.make_jaxpr(products)(*operands))
     jax.tree.map(
-        np.testing.assert_array_equal, tuple(jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *given)), products(*given)
+        np.testing.assert_array_equal,
+        tuple(jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *operands)),
+        products(*operands),
     )
     shapes = [eqn.invars[0].aval.shape for eqn in closed.jaxpr.eqns if eqn.primitive.name == "dot_general"]
     assert shapes[0] == (256, 16), "the narrow one on the left"
@@ -259,12 +261,12 @@ def test_what_is_computed_again_may_read_what_stands_behind_its_first_use() -> N
     x = jax.ShapeDtypeStruct((2, 4), jnp.float32)
     params = {layer.name: jax.eval_shape(layer.init, jax.random.key(0)) for layer in layers}
     (stage,) = build_all([layers], params, {"x": x}, pipeline_submeshes(1), "full")
-    given = jnp.arange(8.0).reshape(2, 4)
-    arrays = {"param": [jnp.ones(4)], "data": [given], "acc": [jnp.zeros(4)]}
-    known = {}
+    data = jnp.arange(8.0).reshape(2, 4)
+    arrays = {"param": [jnp.ones(4)], "data": [data], "acc": [jnp.zeros(4)]}
+    values = {}
     for op in ("F", "BW"):
         function = stage.functions[op]
-        made = function.call(*(known[p] if p in known else arrays[p.kind][p.index] for p in function.inputs))
-        known |= dict(zip(function.outputs, made, strict=True))
-    want = jax.grad(lambda by: (wave(wave(given * by[None])) ** 2).sum())(jnp.ones(4))
-    np.testing.assert_allclose(made[0], want, rtol=1e-5)
+        results = function.call(*(values[p] if p in values else arrays[p.kind][p.index] for p in function.inputs))
+        values |= dict(zip(function.outputs, results, strict=True))
+    expected = jax.grad(lambda by: (wave(wave(data * by[None])) ** 2).sum())(jnp.ones(4))
+    np.testing.assert_allclose(results[0], expected, rtol=1e-5)

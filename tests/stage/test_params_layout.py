@@ -95,12 +95,12 @@ def test_a_leaf_tied_within_the_stage_is_stored_once() -> None:
 def test_a_leaf_tied_to_another_stage_is_copied() -> None:
     params = {"e": {"table": np.arange(6.0).reshape(2, 3)}, "h": {"bias": np.ones(2)}}
     layers = [layer("h", {("w",): ("e", ("table",))})]
-    own = stage_params(layers, params)
-    np.testing.assert_array_equal(own["h"]["w"], params["e"]["table"])
+    last_stage = stage_params(layers, params)
+    np.testing.assert_array_equal(last_stage["h"]["w"], params["e"]["table"])
     assert params["h"].keys() == {"bias"}, "the model's own tree is not touched"
-    layout = ParamLayout.build(layers, own)
+    layout = ParamLayout.build(layers, last_stage)
     assert layout.shared == {("h", ("w",)): ("e", ("table",))}
-    assert stage_params(layers, own) == own, "copies already there are kept"
+    assert stage_params(layers, last_stage) == last_stage, "copies already there are kept"
 
 
 BAD = {

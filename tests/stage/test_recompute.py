@@ -74,11 +74,11 @@ def test_gradients_are_those_of_the_uncut_model(name: str, x64: None) -> None:
     functions, params = build(CUT, name, jnp.float64)
     layers = list(itertools.chain(*CUT))
     batch = toy.make_batch()
-    (want_loss, _), want = toy.loss_and_grads(layers, params, batch)
+    (want_loss, _), expected = toy.loss_and_grads(layers, params, batch)
     for fused in (False, True):
         runner = toy.Runner(functions, CUT, params, compiled=False)
         np.testing.assert_allclose(runner.microbatch(batch, fused=fused)[0], want_loss, rtol=1e-12)
-        toy.assert_trees_close(runner.gradients(), want, rtol=1e-10, atol=1e-12)
+        toy.assert_trees_close(runner.gradients(), expected, rtol=1e-10, atol=1e-12)
 
 
 def test_policies_in_order_of_what_they_save(middle: dict[str, StageFunctions]) -> None:
@@ -136,17 +136,17 @@ def test_mlp_finds_hidden_values_only() -> None:
         return {n: toy.normal(key, toy.D, 3 * toy.D) for n in "ab"} | {"out": toy.normal(key, 3 * toy.D, toy.D)}
 
     wide = (toy.B, toy.T, 3 * toy.D)
-    for apply, kept in ((gated, 0), (leaving, 1), (mixed, 2)):
+    for apply, wide_values in ((gated, 0), (leaving, 1), (mixed, 2)):
         cut = [[toy.embedding()], [Layer("l", init, apply)], [toy.head(), toy.loss()]]
-        assert saved_shapes(build(cut, "mlp")[0][1]).count(wide) >= kept, apply
-        assert kept or wide not in saved_shapes(build(cut, "mlp")[0][1])
+        assert saved_shapes(build(cut, "mlp")[0][1]).count(wide) >= wide_values, apply
+        assert wide_values or wide not in saved_shapes(build(cut, "mlp")[0][1])
 
 
 def test_joined_policies_recompute_what_each_does(middle: dict[str, StageFunctions]) -> None:
     both = build(MIDDLE, " mlp+attention ")[0][1]
     none = middle["none"].flops
-    more = sum(middle[name].flops["BW"] - none["BW"] for name in ("attention", "mlp"))
-    assert both.flops["BW"] == none["BW"] + more
+    added_flops = sum(middle[name].flops["BW"] - none["BW"] for name in ("attention", "mlp"))
+    assert both.flops["BW"] == none["BW"] + added_flops
     wide, scores = (toy.B, toy.T, 4 * toy.D), (toy.B, toy.H, toy.T, toy.T)
     assert not {wide, scores} & set(saved_shapes(both))
 
@@ -157,12 +157,12 @@ def test_b_and_w_share_no_work(name: str, middle: dict[str, StageFunctions]) -> 
     f = middle[name] if name in middle else build(MIDDLE, name)[0][1]
     b, w = (f.functions[op].jaxpr.jaxpr for op in "BW")
     made_b = {v for eqn in b.eqns for v in eqn.outvars}
-    given = {
+    derived = {
         v for p, v in zip(f.functions["W"].inputs, w.invars, strict=True) if p.kind in ("x", "res", "wres", "data")
     }
     for eqn in w.eqns:  # what of W depends on the microbatch
-        if any(isinstance(a, Var) and a in given for a in eqn.invars):
-            given.update(eqn.outvars)
+        if any(isinstance(a, Var) and a in derived for a in eqn.invars):
+            derived.update(eqn.outvars)
             assert not made_b & set(eqn.outvars) or eqn.primitive.name in VIEWS, f"{eqn.primitive.name} is done twice"
     for eqn in b.eqns:
         if eqn.primitive.name in ("dot_general", "tanh", "exp"):
@@ -173,8 +173,8 @@ def test_w_waits_for_the_same_bytes_under_every_policy(middle: dict[str, StageFu
     """Operands of W's products; which of them B made and which F saved differs."""
     products = 2 * 4 * toy.B * toy.T * (toy.D + 4 * toy.D)  # in and out of both MLP products
     cut = [[toy.embedding()], [checkpointed_attention("a"), toy.mlp("m")], [toy.head(), toy.loss()]]
-    found = {**middle, "jax.checkpoint": build(cut, "none")[0][1]}
-    for name, f in found.items():
+    functions = {**middle, "jax.checkpoint": build(cut, "none")[0][1]}
+    for name, f in functions.items():
         assert f.w_residual_bytes == pytest.approx(middle["none"].w_residual_bytes, rel=0.02), name
         assert f.w_residual_bytes > products
 
@@ -267,10 +267,10 @@ def test_loops_branches_and_checkpoints_keep_their_gradients(name: str, x64: Non
     functions, params = build(CUSTOM, name, jnp.float64)
     layers = list(itertools.chain(*CUSTOM))
     batch = toy.make_batch()
-    (want_loss, _), want = toy.loss_and_grads(layers, params, batch)
+    (want_loss, _), expected = toy.loss_and_grads(layers, params, batch)
     runner = toy.Runner(functions, CUSTOM, params, compiled=False)
     np.testing.assert_allclose(runner.microbatch(batch)[0], want_loss, rtol=1e-12)
-    toy.assert_trees_close(runner.gradients(), want, rtol=1e-10, atol=1e-12)
+    toy.assert_trees_close(runner.gradients(), expected, rtol=1e-10, atol=1e-12)
 
 
 SOME: Sequence[str | Sequence[str]] = ("flash", "cheap+attention+mlp", ("full", "cheap"))
@@ -302,9 +302,9 @@ def test_interpreted_gradients_are_bit_equal_to_those_without_recomputation(
         built = build_all(stages, params, model.batch_spec(2), pipeline_submeshes(1) * 2, policy, cache=cache)
         runner = toy.Runner(built, stages, params, compiled=False)
         results[policy] = (runner.microbatch(batch), runner.gradients())
-    want = jax.tree.leaves(results["none"])
+    expected = jax.tree.leaves(results["none"])
     for policy, got in results.items():
-        for a, b in zip(jax.tree.leaves(got), want, strict=True):
+        for a, b in zip(jax.tree.leaves(got), expected, strict=True):
             np.testing.assert_array_equal(np.asarray(a), np.asarray(b), err_msg=str(policy))
 
 

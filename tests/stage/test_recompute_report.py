@@ -82,8 +82,8 @@ def test_cheap_against_kernels_fused_by_hand(gpt: Mapping[str, PolicyCost], drop
         plain, cheap = costs["flash"], costs["cheap+attention"]
         assert cheap.residual_bytes == pytest.approx(20 * S * H, rel=1e-3)
         assert cheap.residual_bytes <= 0.65 * plain.residual_bytes
-        more = (cheap.added_flops - plain.added_flops) / sum(plain.flops[op] for op in "FBW")
-        assert 0 < more <= 0.02
+        added = (cheap.added_flops - plain.added_flops) / sum(plain.flops[op] for op in "FBW")
+        assert 0 < added <= 0.02
 
 
 def test_splitting_adds_no_flops(gpt: Mapping[str, PolicyCost], llama: Mapping[str, PolicyCost]) -> None:
@@ -143,9 +143,10 @@ def test_the_page_shows_what_the_script_prints() -> None:
     page = (ROOT / "jaxpipe" / "stage" / "GUIDE.md").read_text(encoding="utf-8")
     head, _, *rows = table().splitlines()
     shown = page.partition(head)[2].splitlines()[2 : 2 + len(rows)]
-    for got, want in zip(shown, rows, strict=True):
-        assert got.split("|")[1] == want.split("|")[1]
+    for got, expected in zip(shown, rows, strict=True):
+        assert got.split("|")[1] == expected.split("|")[1]
         numbers = [
-            [float(x) for x in re.findall(r"[0-9.]+", row.partition("|")[2].partition("|")[2])] for row in (got, want)
+            [float(x) for x in re.findall(r"[0-9.]+", row.partition("|")[2].partition("|")[2])]
+            for row in (got, expected)
         ]
         assert numbers[0] == pytest.approx(numbers[1], rel=0.15, abs=0.05)

@@ -46,9 +46,9 @@ def embed() -> Layer:
         h = p["table"][c.data["tokens"]]  # split along D, then made whole
         if c.tp.size == 1:
             return h
-        whole = jnp.zeros((*h.shape[:2], D), h.dtype)
+        full_width = jnp.zeros((*h.shape[:2], D), h.dtype)
         at = jax.lax.axis_index(TP) * h.shape[2]
-        return _scattered(jax.lax.dynamic_update_slice_in_dim(_varying(whole), h, at, axis=2), c.tp)
+        return _scattered(jax.lax.dynamic_update_slice_in_dim(_varying(full_width), h, at, axis=2), c.tp)
 
     return Layer(
         "embed", lambda k: {"table": _normal(k, V, D)}, apply, reads=("tokens",), shards=lambda tp: {("table",): 1}
@@ -69,8 +69,8 @@ def mlp(name: str) -> Layer:
         return x + _scattered(jnp.tanh(h @ p["up"]) @ p["down"], c.tp) + p["bias"][None, None, :]
 
     def shards(tp: TensorParallel) -> Mapping[Path, Shard]:
-        whole: dict[Path, Shard] = {("scale",): "partial", ("bias",): "partial"} if tp.sequence else {}
-        return {("up",): 1, ("down",): 0, **whole}
+        replicated: dict[Path, Shard] = {("scale",): "partial", ("bias",): "partial"} if tp.sequence else {}
+        return {("up",): 1, ("down",): 0, **replicated}
 
     return Layer(name, init, apply, kind="mlp", shards=shards)
 
@@ -99,8 +99,8 @@ def loss() -> Layer:
 
 
 def _batch_spec(size: int) -> Mapping[str, jax.ShapeDtypeStruct]:
-    whole = jax.ShapeDtypeStruct((size, T), jnp.int32)
-    return {"tokens": whole, "targets": whole, "weights": jax.ShapeDtypeStruct((size, T), jnp.float32)}
+    ids = jax.ShapeDtypeStruct((size, T), jnp.int32)
+    return {"tokens": ids, "targets": ids, "weights": jax.ShapeDtypeStruct((size, T), jnp.float32)}
 
 
 def toy_model() -> Model:
@@ -163,9 +163,9 @@ def test_gradients_of_sharded_stages(pp: int, dp: int, tp: int, sequence: bool, 
     batch = _batch(4, 4)
     pipe = _pipeline(model, pp, dp, TensorParallel(tp, sequence))
     loss_value, grads = pipe.loss_and_grads(pipe.place(params), batch)
-    want_loss, want = _wanted(model, params, batch)
+    want_loss, expected = _wanted(model, params, batch)
     np.testing.assert_allclose(loss_value, want_loss, rtol=1e-12)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12), grads, want)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12), grads, expected)
     total, weight = pipe.evaluate(pipe.place(params), batch)
     np.testing.assert_allclose(total / weight, want_loss, rtol=1e-12)
 
@@ -189,8 +189,8 @@ def test_nnx_modules_are_divided_too(x64: None) -> None:
     batch = _batch(4, 4)
     pipe = _pipeline(model, 1, 1, TensorParallel(2))
     _, grads = pipe.loss_and_grads(pipe.place(params), batch)
-    _, want = _wanted(model, params, batch)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12), grads, want)
+    _, expected = _wanted(model, params, batch)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12), grads, expected)
     with pytest.raises(StageError, match="layer 'nnx' has shards=, which takes a function"):
         from_nnx("nnx", NnxMLP(nnx.Rngs(0)), shards=lambda tp: {})
 
@@ -233,8 +233,8 @@ def test_loops_from_zeros_and_exchanges_over_dp(ours: Any, plain: Any, x64: None
         parts = [apply_model(model(plain), params, {n: v[i] for n, v in batch.items()}) for i in range(4)]
         return sum(a for a, _ in parts) / sum(b for _, b in parts)
 
-    want = jax.jit(jax.grad(mean))(params)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12), grads, want)
+    expected = jax.jit(jax.grad(mean))(params)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12), grads, expected)
 
 
 @pytest.mark.parametrize("recompute", ["full", "cheap+gather", "flash+gather"])
@@ -244,8 +244,8 @@ def test_recomputing_on_shards_changes_no_gradient(recompute: str, x64: None) ->
     batch = _batch(4, 4)
     pipe = _pipeline(model, 1, 2, TensorParallel(4, True), recompute=recompute)
     _, grads = pipe.loss_and_grads(pipe.place(params), batch)
-    _, want = _wanted(model, params, batch)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12), grads, want)
+    _, expected = _wanted(model, params, batch)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12), grads, expected)
 
 
 @pytest.mark.parametrize("sequence", [False, True])

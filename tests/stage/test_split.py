@@ -75,16 +75,16 @@ def test_gradients_equal_value_and_grad(name: str, x64: None) -> None:
     batches = [toy.make_batch(i) for i in range(2)]
     layers = list(itertools.chain(*cut))
     gradient = jax.jit(jax.value_and_grad(lambda p, b: toy.reference(layers, p, b), has_aux=True))
-    want_loss, want = 0.0, None
+    want_loss, expected = 0.0, None
     for batch in batches:
         (loss, _), grads = gradient(params, batch)
         want_loss += loss
-        want = grads if want is None else jax.tree.map(np.add, want, grads)
+        expected = grads if expected is None else jax.tree.map(np.add, expected, grads)
     for fused in (False, True):
         runner = toy.Runner(functions, cut, params, compiled=False)
         loss = sum(runner.microbatch(b, fused=fused)[0] for b in batches)
         np.testing.assert_allclose(loss, want_loss, rtol=1e-12)
-        toy.assert_trees_close(runner.gradients(), want, rtol=1e-10, atol=1e-12)
+        toy.assert_trees_close(runner.gradients(), expected, rtol=1e-10, atol=1e-12)
 
 
 def test_compiled_functions_give_the_same_gradients() -> None:
@@ -112,8 +112,8 @@ def test_bfloat16_parameters_accumulate_in_float32(x64: None) -> None:
     loss, _ = runner.microbatch(batch)
     assert loss.dtype == np.float32
     exact = jax.tree.map(lambda a: a.astype(jnp.float64), params)
-    _, want = toy.loss_and_grads(cut[0], exact, batch)
-    toy.assert_trees_close(runner.gradients(), want, rtol=0.1, atol=0.15)
+    _, expected = toy.loss_and_grads(cut[0], exact, batch)
+    toy.assert_trees_close(runner.gradients(), expected, rtol=0.1, atol=0.15)
 
 
 @pytest.mark.parametrize("name", ["transformer", "one stage", "tied in one stage", "scan", "dropout"])
@@ -234,9 +234,9 @@ def test_data_parallel_shards_never_communicate() -> None:
     batch = toy.make_batch()
     loss, weight = runner.microbatch(batch)
     layers = list(itertools.chain(*cut))
-    (want_loss, want_weight), want = toy.loss_and_grads(layers, params, batch)
+    (want_loss, want_weight), expected = toy.loss_and_grads(layers, params, batch)
     np.testing.assert_allclose((loss, weight), (want_loss, want_weight), rtol=1e-5)
-    toy.assert_trees_close(runner.gradients(), want, rtol=1e-4, atol=1e-4)
+    toy.assert_trees_close(runner.gradients(), expected, rtol=1e-4, atol=1e-4)
 
 
 @settings(max_examples=10)
@@ -261,11 +261,11 @@ def _check_random_graph(data: st.DataObject) -> None:
         policy = data.draw(st.sampled_from(["none", "cheap", "dots", "full", "fused", "cheap+attention+mlp"]))
         functions, params = build(cut, jnp.float64, recompute=policy)
         batch = toy.make_batch()
-        want_loss, want = jax.value_and_grad(lambda p: toy.reference(layers, p, batch)[0])(params)
+        want_loss, expected = jax.value_and_grad(lambda p: toy.reference(layers, p, batch)[0])(params)
         for fused in (False, True):
             runner = toy.Runner(functions, cut, params, compiled=False)
             np.testing.assert_allclose(runner.microbatch(batch, fused=fused)[0], want_loss, rtol=1e-10)
-            toy.assert_trees_close(runner.gradients(), want, rtol=1e-9, atol=1e-10)
+            toy.assert_trees_close(runner.gradients(), expected, rtol=1e-9, atol=1e-10)
 
 
 OPERATIONS = {

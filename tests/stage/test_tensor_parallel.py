@@ -53,14 +53,14 @@ def on_shards(tp: TensorParallel, fn: Callable[..., Any], in_specs: Any, out_spe
 
 def traced(tp: TensorParallel, fn: Callable[..., Any], in_specs: Any, *args: Any) -> Any:
     """The jaxpr of ``fn`` on one shard."""
-    made = []
+    jaxprs = []
 
     def body(*shards: Any) -> jax.Array:
-        made.append(jax.make_jaxpr(fn)(*shards))
+        jaxprs.append(jax.make_jaxpr(fn)(*shards))
         return jnp.zeros(())
 
     jax.eval_shape(jax.shard_map(body, mesh=mesh_of(tp), in_specs=in_specs, out_specs=P()), *args)
-    return made[0].jaxpr
+    return jaxprs[0].jaxpr
 
 
 def stream(tp: TensorParallel) -> P:
@@ -97,8 +97,8 @@ def test_a_column_and_a_row_parallel_layer_make_a_branch(tp: TensorParallel, fus
     x, cotangent = normal(B, T, D), normal(B, T, D, seed=1)
     params = jax.tree.map(lambda a: a.astype(jnp.float64), Pair().init(jax.random.key(0), x)["params"])
 
-    def run(own: TensorParallel, params: Any, x: Any, cotangent: Any) -> Any:
-        y, pull = jax.vjp(lambda p, x: Pair(own).apply({"params": p}, x), params, x)
+    def run(shards: TensorParallel, params: Any, x: Any, cotangent: Any) -> Any:
+        y, pull = jax.vjp(lambda p, x: Pair(shards).apply({"params": p}, x), params, x)
         return y, pull(cotangent)
 
     def per_shard(params: Any, x: Any, cotangent: Any) -> Any:
@@ -111,8 +111,8 @@ def test_a_column_and_a_row_parallel_layer_make_a_branch(tp: TensorParallel, fus
 
     specs = (PAIR_SPECS, stream(tp), stream(tp))
     ours = on_shards(tp, per_shard, specs, (stream(tp), (PAIR_SPECS, stream(tp))))(params, x, cotangent)
-    wanted = jax.jit(lambda *args: run(ONE_SHARD, *args))(params, x, cotangent)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12), ours, wanted)
+    expected = jax.jit(lambda *args: run(ONE_SHARD, *args))(params, x, cotangent)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12), ours, expected)
 
 
 @BOTH
@@ -121,20 +121,20 @@ def test_one_collective_a_product_each_way_and_none_for_a_fused_residual(tp: Ten
     params = Pair().init(jax.random.key(0), x)["params"]
     one = ["all-gather", "reduce-scatter"] if tp.splits_time else ["all-reduce"]
     for fused in (False, True):
-        own = TensorParallel(tp.size, tp.sequence, fused)
+        sharding = TensorParallel(tp.size, tp.sequence, fused)
 
-        def forward(params: Any, x: Any, own: TensorParallel = own) -> Any:
-            return Pair(own).apply({"params": params}, x)
+        def forward(params: Any, x: Any, shards: TensorParallel = sharding) -> Any:
+            return Pair(shards).apply({"params": params}, x)
 
         def both(params: Any, x: Any, forward: Any = forward) -> Any:
             y, pull = jax.vjp(forward, params, x)
             return pull(y)
 
         specs = (PAIR_SPECS, stream(tp))
-        assert collectives(traced(own, forward, specs, params, x)) == {(kind, TP): 1 for kind in one}
+        assert collectives(traced(sharding, forward, specs, params, x)) == {(kind, TP): 1 for kind in one}
         # a bias added to each shard's rows of time is cast by whoever keeps gradients apart; here its gradient is summed
         bias = {("all-reduce", TP): 1} if tp.splits_time else {}
-        assert collectives(traced(own, both, specs, params, x)) == {**{(kind, TP): 2 for kind in one}, **bias}
+        assert collectives(traced(sharding, both, specs, params, x)) == {**{(kind, TP): 2 for kind in one}, **bias}
 
 
 def test_several_layers_that_read_one_whole_input_cost_one_collective_going_back() -> None:
@@ -189,12 +189,16 @@ def test_shards_that_share_a_key_value_head_divide_its_queries(shards: int, grou
     tp = TensorParallel(shards)
     leaf = jnp.arange(3 * groups * (repeats + 2) * 5.0).reshape(3, groups, repeats + 2, 5)
     mine = on_shards(tp, lambda leaf: own_query_heads(leaf, tp)[None], P(), P(TP))(leaf)
-    own = repeats * groups // shards
-    assert mine.shape == (shards, 3, 1, own + 2, 5)
-    queries = mine[:, :, 0, :own].transpose(1, 0, 2, 3).reshape(3, groups * repeats, 5)  # shard after shard
+    queries_per_shard = repeats * groups // shards
+    assert mine.shape == (shards, 3, 1, queries_per_shard + 2, 5)
+    queries = (
+        mine[:, :, 0, :queries_per_shard].transpose(1, 0, 2, 3).reshape(3, groups * repeats, 5)
+    )  # shard after shard
     np.testing.assert_array_equal(queries, leaf[:, :, :repeats].reshape(3, groups * repeats, 5))
     for shard in range(shards):
-        np.testing.assert_array_equal(mine[shard, :, 0, own:], leaf[:, shard * groups // shards, repeats:])
+        np.testing.assert_array_equal(
+            mine[shard, :, 0, queries_per_shard:], leaf[:, shard * groups // shards, repeats:]
+        )
 
     def gradient(leaf: Any) -> Any:
         _, pull = jax.vjp(lambda leaf: own_query_heads(leaf, tp), vary(leaf, (TP,)))
@@ -216,17 +220,17 @@ def test_vocabulary_from_embedding_to_loss(tp: TensorParallel) -> None:
     table, tokens, targets = normal(V, D), words(B, T), words(B, T).at[0, 3].set(0).at[1, 1].set(V - 1)
     weights = normal(B, T, seed=3)
 
-    def run(own: TensorParallel, table: Any, tokens: Any) -> Any:
+    def run(shards: TensorParallel, table: Any, tokens: Any) -> Any:
         def losses(table: Any) -> Any:
-            embed = VocabParallelEmbed(V, D, tp=own)
+            embed = VocabParallelEmbed(V, D, tp=shards)
             x = embed.apply({"params": {"embedding": table}}, tokens)
-            return jnp.sum(weights * cross_entropy(3 * vocab_parallel_logits(x, table, own), targets, own))
+            return jnp.sum(weights * cross_entropy(3 * vocab_parallel_logits(x, table, shards), targets, shards))
 
         return jax.value_and_grad(losses)(table)
 
     ours = on_shards(tp, lambda *args: run(tp, *args), (P(TP), P()), (P(), P(TP)))(table, tokens)
-    wanted = jax.jit(lambda *args: run(ONE_SHARD, *args))(table, tokens)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12), ours, wanted)
+    expected = jax.jit(lambda *args: run(ONE_SHARD, *args))(table, tokens)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12), ours, expected)
     jaxpr = traced(tp, lambda *args: run(tp, *args), (P(TP), P()), table, tokens)
     assert V // tp.size in {n for shape in shapes_in(jaxpr) for n in shape}
     assert V not in {n for shape in shapes_in(jaxpr) for n in shape}
@@ -258,11 +262,11 @@ def test_cross_entropy_of_extreme_logits() -> None:
 
 def test_cross_entropy_keeps_nothing_wide_and_sums_nothing_going_back() -> None:
     logits, targets = jnp.zeros((B, T, V), jnp.bfloat16), words(B, T)
-    kept = []
+    residuals = []
 
     def forward(logits: Any) -> Any:
         loss, pull = jax.vjp(lambda x: cross_entropy(x, targets, PLAIN), logits)
-        kept.extend(jax.tree.leaves(pull))
+        residuals.extend(jax.tree.leaves(pull))
         return loss
 
     def back(logits: Any) -> Any:
@@ -270,10 +274,10 @@ def test_cross_entropy_keeps_nothing_wide_and_sums_nothing_going_back() -> None:
         return jax.make_jaxpr(pull)(loss).jaxpr
 
     traced(PLAIN, forward, P(None, None, TP), logits)
-    assert not [v for v in kept if v.dtype == jnp.float32 and v.shape[-1] == V // 4]
-    found = []
-    traced(PLAIN, lambda x: (found.append(back(x)), 0)[1], P(None, None, TP), logits)
-    assert collectives(found[0]) == {}
+    assert not [v for v in residuals if v.dtype == jnp.float32 and v.shape[-1] == V // 4]
+    gradients = []
+    traced(PLAIN, lambda x: (gradients.append(back(x)), 0)[1], P(None, None, TP), logits)
+    assert collectives(gradients[0]) == {}
 
 
 # --- dropout -------------------------------------------------------------------------------------------------------------
@@ -282,13 +286,13 @@ def test_cross_entropy_keeps_nothing_wide_and_sums_nothing_going_back() -> None:
 def test_the_residual_stream_has_one_mask_or_one_a_part_of_time() -> None:
     x, key = jnp.ones((4, T, 64)), jax.random.key(0)
 
-    def run(x: jax.Array, own: TensorParallel) -> jax.Array:
-        result: jax.Array = Dropout(0.25, tp=own).apply({}, x, deterministic=False, rngs={"dropout": key})
+    def run(x: jax.Array, shards: TensorParallel) -> jax.Array:
+        result: jax.Array = Dropout(0.25, tp=shards).apply({}, x, deterministic=False, rngs={"dropout": key})
         return result
 
-    whole = on_shards(PLAIN, lambda x: run(x, PLAIN), P(), P())(x)  # P(): the types know it is the same on all shards
-    alone = nn.Dropout(0.25).apply({}, x, deterministic=False, rngs={"dropout": key})
-    np.testing.assert_array_equal(whole, alone)
+    on_all = on_shards(PLAIN, lambda x: run(x, PLAIN), P(), P())(x)  # P(): the types know it is the same on all shards
+    unsharded = nn.Dropout(0.25).apply({}, x, deterministic=False, rngs={"dropout": key})
+    np.testing.assert_array_equal(on_all, unsharded)
     split = np.asarray(on_shards(SEQUENCE, lambda x: run(x, SEQUENCE), P(None, TP), P(None, TP))(x))
     parts = np.split(split, 4, axis=1)
     assert all((a != b).any() for i, a in enumerate(parts) for b in parts[:i])
@@ -308,10 +312,10 @@ def test_a_shard_draws_its_own_numbers_for_its_own_heads() -> None:
 
 def test_dropout_acts_on_the_sum_of_a_branch_so_nothing_is_fused_under_it() -> None:
     fused = TensorParallel(4, fused_residual=True)
-    given: list[Any] = []
+    residuals: list[Any] = []
 
     def branch(residual: Any) -> jax.Array:
-        given.append(residual)
+        residuals.append(residual)
         return jnp.ones(3)
 
     class Adds(nn.Module):
@@ -322,7 +326,7 @@ def test_dropout_acts_on_the_sum_of_a_branch_so_nothing_is_fused_under_it() -> N
     x = jnp.ones(3)
     Adds().apply({}, x, True, rngs={"dropout": jax.random.key(0)})
     Adds().apply({}, x, False)
-    assert given[0] is None and given[1] is x
+    assert residuals[0] is None and residuals[1] is x
 
 
 # --- one shard -----------------------------------------------------------------------------------------------------------

@@ -77,8 +77,8 @@ def test_random_keys_do_not_depend_on_the_cut() -> None:
 def test_layer_key_folds_in_the_index() -> None:
     keys = [jax.random.key_data(layer_key(toy.KEY, i)) for i in range(3)]
     assert len({tuple(np.asarray(k)) for k in keys}) == 3
-    want = jax.random.fold_in(jax.random.wrap_key_data(toy.KEY), 2)
-    np.testing.assert_array_equal(keys[2], jax.random.key_data(want))
+    expected = jax.random.fold_in(jax.random.wrap_key_data(toy.KEY), 2)
+    np.testing.assert_array_equal(keys[2], jax.random.key_data(expected))
 
 
 def test_evaluation_takes_no_key_and_saves_nothing() -> None:
@@ -148,8 +148,8 @@ def test_stages_share_what_computes_the_same_whatever_its_kind(other: Layer, sha
     functions, params = build(cut, cache=BuildCache())
     assert (functions[1].functions["F"].jitted is functions[2].functions["F"].jitted) == shared
     loss, _ = toy.Runner(functions, cut, params, compiled=False).microbatch(toy.make_batch())
-    want = toy.reference(list(itertools.chain(*cut)), params, toy.make_batch())[0]
-    np.testing.assert_allclose(loss, want, rtol=1e-5)
+    expected = toy.reference(list(itertools.chain(*cut)), params, toy.make_batch())[0]
+    np.testing.assert_allclose(loss, expected, rtol=1e-5)
 
 
 def test_integer_parameters_get_no_accumulator() -> None:
@@ -259,8 +259,8 @@ def test_flops_follow_bodies_and_scan_lengths() -> None:
     )
     conv = 2 * (2 * 10 * 8 * 8) * (3 * 3 * 3)
     assert jaxpr_flops(jaxpr) == 7 * 2 * 3 * 4 * 4 + conv
-    more = jaxpr_flops(jax.make_jaxpr(lambda x: jnp.tanh(x).sum() + 1.0)(jnp.ones((3, 4))), elementwise=True)
-    assert more == TRANSCENDENTAL * 12 + 12 + 1, "the sum counts its operands"
+    flops = jaxpr_flops(jax.make_jaxpr(lambda x: jnp.tanh(x).sum() + 1.0)(jnp.ones((3, 4))), elementwise=True)
+    assert flops == TRANSCENDENTAL * 12 + 12 + 1, "the sum counts its operands"
 
 
 def test_elementwise_flops_count_what_is_dear() -> None:

@@ -77,8 +77,8 @@ def test_every_equation_is_in_one_chunk_or_a_collective(op: str, recompute: str)
     for stage in stages(MODELS[0], 2, recompute=recompute):
         closed = stage.functions[op].jaxpr
         units = cut_units(closed)
-        found = [i for u in units for i in u.eqns] + [u.collective.eqn for u in units if u.collective]
-        assert sorted(found) == list(range(len(closed.jaxpr.eqns)))
+        indices = [i for u in units for i in u.eqns] + [u.collective.eqn for u in units if u.collective]
+        assert sorted(indices) == list(range(len(closed.jaxpr.eqns)))
         assert sum(c.flops for u in units for c in u.chunks) == jaxpr_flops(closed)
         for chunk in (c for u in units for c in u.chunks):
             assert sum(is_heavy(closed.jaxpr.eqns[i]) for i in chunk.eqns) == (chunk.heavy is not None)
@@ -89,12 +89,12 @@ def test_chunks_follow_dataflow() -> None:
     for op in ("F", "B", "BW"):
         closed = stages(MODELS[1], 2, recompute="full")[1].functions[op].jaxpr
         eqns = closed.jaxpr.eqns
-        known = {*closed.jaxpr.invars, *closed.jaxpr.constvars}
+        computed = {*closed.jaxpr.invars, *closed.jaxpr.constvars}
         for unit in cut_units(closed):
             for i in (*unit.eqns, *([unit.collective.eqn] if unit.collective else [])):
-                assert all(a in known for a in eqns[i].invars if not hasattr(a, "val"))
-                known.update(eqns[i].outvars)
-        assert known.issuperset(a for a in closed.jaxpr.outvars if not hasattr(a, "val"))
+                assert all(a in computed for a in eqns[i].invars if not hasattr(a, "val"))
+                computed.update(eqns[i].outvars)
+        assert computed.issuperset(a for a in closed.jaxpr.outvars if not hasattr(a, "val"))
 
 
 def test_sums_of_a_cross_entropy_are_no_cuts() -> None:

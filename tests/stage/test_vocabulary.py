@@ -56,20 +56,22 @@ def unsplit(model: Model, params: Any, batch: dict[str, np.ndarray]) -> tuple[An
         loss, weight = apply_model(model, params, batch, train=False)
         return loss / weight
 
-    found: tuple[Any, Any] = jax.jit(jax.value_and_grad(mean))(params)
-    return found
+    loss_and_grads: tuple[Any, Any] = jax.jit(jax.value_and_grad(mean))(params)
+    return loss_and_grads
 
 
 def check_gradients(model: Model, trainer: Trainer) -> tuple[Any, Any]:
     params, batch = init_params(model, 0), batch_of(8)
-    want, grads = unsplit(model, params, batch)
+    expected, grads = unsplit(model, params, batch)
     pipeline = trainer.pipeline.with_epilogues({})
-    loss, found = pipeline.loss_and_grads(pipeline.place(params), {k: v.reshape(4, 2, 6) for k, v in batch.items()})
-    np.testing.assert_allclose(loss, want, rtol=1e-12)
-    assert jax.tree.structure(found) == jax.tree.structure(grads)
-    for ours, whole in zip(jax.tree.leaves(found), jax.tree.leaves(grads), strict=True):
-        np.testing.assert_allclose(ours, whole, rtol=1e-12, atol=1e-15)
-    return loss, found
+    loss, pipeline_grads = pipeline.loss_and_grads(
+        pipeline.place(params), {k: v.reshape(4, 2, 6) for k, v in batch.items()}
+    )
+    np.testing.assert_allclose(loss, expected, rtol=1e-12)
+    assert jax.tree.structure(pipeline_grads) == jax.tree.structure(grads)
+    for ours, theirs in zip(jax.tree.leaves(pipeline_grads), jax.tree.leaves(grads), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-12, atol=1e-15)
+    return loss, pipeline_grads
 
 
 @pytest.mark.usefixtures("x64")
@@ -143,11 +145,11 @@ def test_the_look_up_has_the_bits_of_one_table() -> None:
         return layer.apply(parts[layer.name], x, LayerContext(dict.fromkeys(layer.reads, tokens)))
 
     *looking_up, left = divided.layers[:5]
-    found = apply(left, tuple(apply(layer, None) for layer in looking_up))
+    rows = apply(left, tuple(apply(layer, None) for layer in looking_up))
     embed = model.layers[0]
-    want = embed.apply(params["embed"], None, LayerContext({"tokens": tokens}))
-    assert np.asarray(found).tobytes() == np.asarray(want).tobytes()
-    assert np.isnan(found[0, 5]).all()
+    expected = embed.apply(params["embed"], None, LayerContext({"tokens": tokens}))
+    assert np.asarray(rows).tobytes() == np.asarray(expected).tobytes()
+    assert np.isnan(rows[0, 5]).all()
     assert [parts[f"embed@{k}"]["tokens"]["embedding"].shape for k in range(4)] == [(2, 16)] * 4
     again = divided.joined(parts)
     assert jax.tree.all(jax.tree.map(np.array_equal, again, params))
@@ -167,9 +169,9 @@ def test_checkpoints_are_of_the_whole_model(tied: bool, tmp_path: Path) -> None:
     state, reference = spread_out.init(), ends.init()
     for _ in range(2):
         state, metrics = spread_out.step(state, batch)
-        reference, wanted = ends.step(reference, batch)
-        np.testing.assert_allclose(metrics.loss, wanted.loss, rtol=1e-12)
-        np.testing.assert_allclose(metrics.grad_norm, wanted.grad_norm, rtol=1e-12)
+        reference, expected = ends.step(reference, batch)
+        np.testing.assert_allclose(metrics.loss, expected.loss, rtol=1e-12)
+        np.testing.assert_allclose(metrics.grad_norm, expected.grad_norm, rtol=1e-12)
     np.testing.assert_allclose(
         spread_out.evaluate(state, batch)["loss"], ends.evaluate(reference, batch)["loss"], rtol=1e-12
     )
@@ -180,8 +182,8 @@ def test_checkpoints_are_of_the_whole_model(tied: bool, tmp_path: Path) -> None:
         assert jax.tree.all(same)
     assert set(other.params(moved)) == {layer.name for layer in model.layers}
     state, metrics = spread_out.step(state, batch)
-    moved, wanted = other.step(moved, batch)
-    np.testing.assert_allclose(metrics.loss, wanted.loss, rtol=1e-12)
+    moved, expected = other.step(moved, batch)
+    np.testing.assert_allclose(metrics.loss, expected.loss, rtol=1e-12)
     for a, b in zip(*(jax.tree.leaves(t.params(s)) for t, s in ((spread_out, state), (other, moved))), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12)
 
@@ -194,8 +196,10 @@ def test_a_detached_layer_hands_no_gradient_back() -> None:
     layers = [replace(layer, detached=layer.name == "block_01") for layer in model.layers]
     trainer = trainer_of(replace(model, layers=tuple(layers)), "ends")
     pipeline, batch = trainer.pipeline, {k: v.reshape(4, 2, 6) for k, v in batch_of(8).items()}
-    _, found = pipeline.loss_and_grads(pipeline.place(init_params(model, 0)), batch)
-    size = {name: sum(float(jnp.abs(x).sum()) for x in jax.tree.leaves(grads)) for name, grads in found.items()}
+    _, grads_by_layer = pipeline.loss_and_grads(pipeline.place(init_params(model, 0)), batch)
+    size = {
+        name: sum(float(jnp.abs(x).sum()) for x in jax.tree.leaves(grads)) for name, grads in grads_by_layer.items()
+    }
     assert size["embed"] == size["block_00"] == 0
     assert size["block_01"] > 0
 
@@ -212,14 +216,14 @@ def test_memory_is_balanced_at_256k_words() -> None:
     )
     target = find_target("a100")
     bench = workbench(config, target, Efficiency(), lambda text: None)
-    found = {}
+    ratio_and_speed = {}
     for vocabulary in ("ends", "spread"):
-        made = predict(config.override([f"pipeline.vocabulary={vocabulary}"]), bench, 80e9)
-        peaks = [memory.peak_bytes for memory in made.memory]
-        found[vocabulary] = max(peaks) / min(peaks), made.tokens_per_s
-    assert found["spread"][0] <= 1.1
-    assert found["ends"][0] >= 2
-    assert found["spread"][1] > 1.5 * found["ends"][1]
+        prediction = predict(config.override([f"pipeline.vocabulary={vocabulary}"]), bench, 80e9)
+        peaks = [memory.peak_bytes for memory in prediction.memory]
+        ratio_and_speed[vocabulary] = max(peaks) / min(peaks), prediction.tokens_per_s
+    assert ratio_and_speed["spread"][0] <= 1.1
+    assert ratio_and_speed["ends"][0] >= 2
+    assert ratio_and_speed["spread"][1] > 1.5 * ratio_and_speed["ends"][1]
 
 
 REFUSED = [

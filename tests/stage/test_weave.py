@@ -75,10 +75,10 @@ def evaluate(closed: ClosedJaxpr, tp: int, arguments: Sequence[Any]) -> list[np.
 def assert_same_bits(parts: Sequence[ClosedJaxpr], tp: int) -> None:
     arguments = [shard_arguments(part, tp, seed) for seed, part in enumerate(parts)]
     woven = weave(parts, shards=tp)
-    apart = [v for part, given in zip(parts, arguments, strict=True) for v in evaluate(part, tp, given)]
-    together = evaluate(woven.jaxpr, tp, [a for given in arguments for a in given])
-    assert len(apart) == len(together)
-    for one, other in zip(apart, together, strict=True):
+    part_values = [v for part, values in zip(parts, arguments, strict=True) for v in evaluate(part, tp, values)]
+    woven_values = evaluate(woven.jaxpr, tp, [a for values in arguments for a in values])
+    assert len(part_values) == len(woven_values)
+    for one, other in zip(part_values, woven_values, strict=True):
         assert one.dtype == other.dtype
         assert one.tobytes() == other.tobytes()
 
@@ -196,8 +196,8 @@ def test_inputs_and_outputs_stand_one_after_another() -> None:
     assert len(woven.jaxpr.jaxpr.invars) == sum(len(part.jaxpr.invars) for part in parts)
     assert [v.aval for v in woven.jaxpr.jaxpr.outvars] == [v.aval for part in parts for v in part.jaxpr.outvars]
     equations = [eqn.primitive.name for eqn in woven.jaxpr.jaxpr.eqns if eqn.primitive.name != "optimization_barrier"]
-    apart = [eqn.primitive.name for part in parts for eqn in part.jaxpr.eqns]
-    assert sorted(equations) == sorted(name for name in apart if name != "optimization_barrier")
+    names = [eqn.primitive.name for part in parts for eqn in part.jaxpr.eqns]
+    assert sorted(equations) == sorted(name for name in names if name != "optimization_barrier")
 
 
 def test_weaving_is_deterministic() -> None:
@@ -278,7 +278,7 @@ def test_barriers_do_not_hold_back_what_the_graph_reads() -> None:
     woven = weave(parts, shards=2)
     assert len(PartGraph(woven.jaxpr).collectives) == sum(len(PartGraph(p).collectives) for p in parts)
     reads = {v for eqn in woven.jaxpr.jaxpr.eqns for v in variables(eqn.invars)}
-    made: set[Var] = {*woven.jaxpr.jaxpr.invars, *woven.jaxpr.jaxpr.constvars}
-    made.update(v for eqn in woven.jaxpr.jaxpr.eqns for v in eqn.outvars)
-    assert reads <= made
+    values: set[Var] = {*woven.jaxpr.jaxpr.invars, *woven.jaxpr.jaxpr.constvars}
+    values.update(v for eqn in woven.jaxpr.jaxpr.eqns for v in eqn.outvars)
+    assert reads <= values
     assert close_jaxpr([], [], [], []).jaxpr.eqns == []

@@ -48,10 +48,10 @@ def one_line(info: pytest.ExceptionInfo[CheckpointError]) -> str:
     return message
 
 
-def assert_same(found: Any, expected: Any) -> None:
+def assert_same(got: Any, expected: Any) -> None:
     """Same structure, dtypes and bits."""
-    assert jax.tree.structure(found) == jax.tree.structure(expected)
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+    assert jax.tree.structure(got) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         a, b = np.asarray(a), np.asarray(b)
         assert a.dtype == b.dtype
         assert a.shape == b.shape

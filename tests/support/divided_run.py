@@ -64,7 +64,7 @@ def steps(
     by_process: dict[int, list[jax.Device]] = {}
     for device in jax.devices():
         by_process.setdefault(device.process_index, []).append(device)
-    some = processes.ranks(ranks)
+    local_ranks = processes.ranks(ranks)
     pipe = Pipeline.build(
         model,
         parse_schedule(schedule) if "\n" in schedule else generate(schedule, ranks, M, **options),
@@ -74,7 +74,9 @@ def steps(
         tp=TensorParallel(tp, cp=cp, cp_method="ring"),
         recompute=recompute,
         offload=OffloadOptions(1.0, None, True),
-        devices=[device for k, own in enumerate(some) for device in by_process[k][: len(own) * dp * cp * tp]],
+        devices=[
+            device for k, owned in enumerate(local_ranks) for device in by_process[k][: len(owned) * dp * cp * tp]
+        ],
         processes=processes,
         transport=transport,
     )
@@ -97,13 +99,13 @@ def steps(
     if folder:
         trainer.save(state, folder)
     params, optimizer = step.by_layer(state)
-    found = {"mean loss": float(metrics.loss).hex(), "norm": float(metrics.grad_norm).hex()}
-    found["held out"] = pipe.evaluate(state.compute, batch)[0].hex()
-    found["costs"] = json.dumps(to_costs(step.pipeline.costs))
+    digests = {"mean loss": float(metrics.loss).hex(), "norm": float(metrics.grad_norm).hex()}
+    digests["held out"] = pipe.evaluate(state.compute, batch)[0].hex()
+    digests["costs"] = json.dumps(to_costs(step.pipeline.costs))
     for name, tree in params.items():
         leaves = jax.tree.leaves((tree, optimizer[name]))
-        found[name] = hashlib.sha256(b"".join(np.asarray(leaf).tobytes() for leaf in leaves)).hexdigest()
-    return found
+        digests[name] = hashlib.sha256(b"".join(np.asarray(leaf).tobytes() for leaf in leaves)).hexdigest()
+    return digests
 
 
 def trained(processes: Processes, *, overrides: list[str], finds: list[str]) -> dict[str, str]:
@@ -121,8 +123,8 @@ def trained(processes: Processes, *, overrides: list[str], finds: list[str]) -> 
 
     class Finds:
         def __init__(self, task: Any, options: Any) -> None:
-            made = [split_backwards(generate(name, 2, M)) for name in finds]
-            self.found = [[Found(schedule, "test")] for schedule in made]
+            schedules = [split_backwards(generate(name, 2, M)) for name in finds]
+            self.found = [[Found(schedule, "test")] for schedule in schedules]
 
         def take(self) -> list[Found]:
             return self.found.pop(0) if self.found else []
@@ -133,11 +135,11 @@ def trained(processes: Processes, *, overrides: list[str], finds: list[str]) -> 
     fails = [True] * (processes.mine == processes.number - 1)
     real = pipeline.lower
 
-    def lower(schedule: Schedule, *more: Any) -> Any:
+    def lower(schedule: Schedule, *args: Any) -> Any:
         if schedule.name == "solved-1" and fails:
             fails.clear()
             raise ProgramError("there is no room")
-        return real(schedule, *more)
+        return real(schedule, *args)
 
     pipeline.lower = lower  # type: ignore[assignment]
     replan.BackgroundSolve = Finds  # type: ignore[assignment, misc]

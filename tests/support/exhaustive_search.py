@@ -32,7 +32,7 @@ Job = tuple[str, int, int]
 @dataclass(frozen=True)
 class Case:
     """A pipeline with one flow. Per stage: ``rank``, durations ``f b w``, and memory ``held`` from F's start to B's end,
-    ``kept`` (at most ``held``) from B's end to W's end, both counted in full against ``limit`` of its rank.
+    ``w_held`` (at most ``held``) from B's end to W's end, both counted in full against ``limit`` of its rank.
 
     ``comm``: every transfer between ranks, until it arrives; ``occupied``: that part of it in which its pair of ranks starts no
     other. ``leaves``: what O takes away, none if empty; ``o``, ``l``: their durations.
@@ -48,7 +48,7 @@ class Case:
     b: tuple[int, ...]
     w: tuple[int, ...]
     held: tuple[int, ...]
-    kept: tuple[int, ...]
+    w_held: tuple[int, ...]
     limit: tuple[int, ...]
     comm: int = 0
     occupied: int = 0
@@ -125,8 +125,8 @@ class _Search:
 
     def _back(self, s: int) -> int:
         """Least time for both backward parts."""
-        whole = self.case.b[s] + self.case.w[s]
-        return min(whole, self.case.bw[s]) if self.case.bw else whole
+        both_parts = self.case.b[s] + self.case.w[s]
+        return min(both_parts, self.case.bw[s]) if self.case.bw else both_parts
 
     def _due(self, rank: int) -> int:
         """When a rank must be done."""
@@ -217,8 +217,8 @@ class _Search:
 
     def _may_leave(self, state: State, stage: int) -> bool:
         case = self.case
-        here = {job for job in state.started if case.rank[job[1]] == case.rank[stage]}
-        out = sum(job[0] == "O" for job in here) - sum(job[0] == "L" and job not in state.until for job in here)
+        jobs = {job for job in state.started if case.rank[job[1]] == case.rank[stage]}
+        out = sum(job[0] == "O" for job in jobs) - sum(job[0] == "L" and job not in state.until for job in jobs)
         return case.in_flight is None or out < case.in_flight
 
     def _in_order(self, started: frozenset[Job], job: Job) -> bool:
@@ -239,8 +239,8 @@ class _Search:
     def _gives(self, job: Job) -> int:
         op, s, _ = job
         case = self.case
-        known = {"B": case.held[s] - case.kept[s], "W": case.kept[s], "BW": case.held[s]}
-        return case.leaves[s] if op == "O" else known.get(op, 0)
+        freed = {"B": case.held[s] - case.w_held[s], "W": case.w_held[s], "BW": case.held[s]}
+        return case.leaves[s] if op == "O" else freed.get(op, 0)
 
     def _begun(self, state: State, job: Job, now: int) -> State:
         case = self.case

@@ -194,8 +194,8 @@ class MoE(nnx.Module):
     def __call__(self, tokens: jax.Array) -> dict[str, jax.Array]:
         x, balance = self.embed(tokens), jnp.float32(0)
         for layer in self.layers:
-            x, more = layer(x)
-            balance += more
+            x, layer_balance = layer(x)
+            balance += layer_balance
         return {"logits": self.head(x), "balance": balance}
 
 

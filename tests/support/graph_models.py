@@ -19,22 +19,22 @@ def _init(rows: int) -> Any:
     return lambda key: {"w": 0.5 * jax.random.normal(key, (rows, WIDTH))}
 
 
-def source(name: str, read: str, width: int, **more: Any) -> Layer:
+def source(name: str, read: str, width: int, **options: Any) -> Layer:
     """Begins a branch with a batch array ``[B, width]``."""
-    return Layer(name, _init(width), lambda p, x, c: jnp.tanh(c.data[read] @ p["w"]), (read,), takes=(), **more)
+    return Layer(name, _init(width), lambda p, x, c: jnp.tanh(c.data[read] @ p["w"]), (read,), takes=(), **options)
 
 
-def dense(name: str, drops: bool = True, **more: Any) -> Layer:
+def dense(name: str, drops: bool = True, **options: Any) -> Layer:
     """Of the sum of what it takes, or of the one thing; drops some in training."""
 
     def apply(p: Any, x: Any, c: LayerContext) -> Any:
         h = jnp.tanh((sum(x) if isinstance(x, tuple) else x) @ p["w"])
         return h if c.key is None else jnp.where(jax.random.bernoulli(c.key, 0.9, h.shape), h, 0.0)
 
-    return Layer(name, _init(WIDTH), apply, uses_key=drops, **more)
+    return Layer(name, _init(WIDTH), apply, uses_key=drops, **options)
 
 
-def squares(name: str, weight: str, **more: Any) -> Layer:
+def squares(name: str, weight: str, **options: Any) -> Layer:
     """Σ weight · (1 − x)², and Σ weight."""
 
     def apply(p: Any, x: Any, c: LayerContext) -> Any:
@@ -42,7 +42,7 @@ def squares(name: str, weight: str, **more: Any) -> Layer:
         weights = c.data[weight].astype(each.dtype)
         return (each * weights).sum(), weights.sum()
 
-    return Layer(name, lambda key: {}, apply, (weight,), **more)
+    return Layer(name, lambda key: {}, apply, (weight,), **options)
 
 
 def model_of(*layers: Layer) -> Model:

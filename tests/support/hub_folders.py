@@ -85,8 +85,8 @@ TOKENS = np.random.default_rng(1).integers(0, V, (2, 24)).astype(np.int32)
 def shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """Names and shapes as transformers saves them."""
     if config["model_type"] == "gpt2":
-        d, found = config["n_embd"], {"wte.weight": (config["vocab_size"], config["n_embd"])}
-        found["wpe.weight"] = (config["n_positions"], d)
+        d, shape_of = config["n_embd"], {"wte.weight": (config["vocab_size"], config["n_embd"])}
+        shape_of["wpe.weight"] = (config["n_positions"], d)
         for i in range(config["n_layer"]):
             for name, shape in {
                 "ln_1.weight": (d,),
@@ -102,8 +102,8 @@ def shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
                 "mlp.c_proj.weight": (4 * d, d),
                 "mlp.c_proj.bias": (d,),
             }.items():
-                found[f"h.{i}.{name}"] = shape
-        return {f"transformer.{name}": s for name, s in {**found, "ln_f.weight": (d,), "ln_f.bias": (d,)}.items()}
+                shape_of[f"h.{i}.{name}"] = shape
+        return {f"transformer.{name}": s for name, s in {**shape_of, "ln_f.weight": (d,), "ln_f.bias": (d,)}.items()}
     kind, d, f = config["model_type"], config["hidden_size"], config["intermediate_size"]
     k = config.get("head_dim") or d // config["num_attention_heads"]
     q, g = config["num_attention_heads"] * k, config["num_key_value_heads"] * k
@@ -131,12 +131,12 @@ def shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 def tensors(config: Mapping[str, Any], seed: int = 0) -> dict[str, np.ndarray]:
     """Random float32 numbers: matrices N(0, 0.2), norms around 1, biases around 0; all bfloat16 numbers, too."""
     rng = np.random.default_rng(seed)
-    found = {}
+    arrays = {}
     for name, shape in shapes(config).items():
         array = rng.normal(0, 0.2 if len(shape) > 1 else 0.3, shape)
         array += len(shape) == 1 and name.endswith("weight")
-        found[name] = array.astype(ml_dtypes.bfloat16).astype(np.float32)
-    return found
+        arrays[name] = array.astype(ml_dtypes.bfloat16).astype(np.float32)
+    return arrays
 
 
 def write_folder(folder: Path, kind: str, *, shards: int = 1, dtype: Any = np.float32, **changes: Any) -> Path:
@@ -146,15 +146,15 @@ def write_folder(folder: Path, kind: str, *, shards: int = 1, dtype: Any = np.fl
         key: value for key, value in {**KINDS[kind], **changes}.items() if value is not None or key.endswith("_id")
     }
     (folder / "config.json").write_text(json.dumps(config))
-    given = {name: array.astype(dtype) for name, array in tensors(KINDS[kind]).items()}
+    arrays = {name: array.astype(dtype) for name, array in tensors(KINDS[kind]).items()}
     if shards == 1:
-        save_file(given, folder / "model.safetensors", metadata={"format": "pt"})
+        save_file(arrays, folder / "model.safetensors", metadata={"format": "pt"})
         return folder
-    names, size = list(given), math.ceil(len(given) / shards)
+    names, size = list(arrays), math.ceil(len(arrays) / shards)
     places = {}
     for n in range(shards):
         file = f"model-{n + 1:05d}-of-{shards:05d}.safetensors"
-        part = {name: given[name] for name in names[n * size : (n + 1) * size]}
+        part = {name: arrays[name] for name in names[n * size : (n + 1) * size]}
         save_file(part, folder / file, metadata={"format": "pt"})
         places |= dict.fromkeys(part, file)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))

@@ -83,9 +83,9 @@ def problem(record: Mapping[str, Any], folder: Path) -> str:
         return "" if named and "\n" not in text else f"no key is named: {text}"
     if "error" in record:
         return f"is read, and transformers refuses it: {record['error']}"
-    wanted = record["meaning"]
-    wrong = [k for k in ours if not (wanted[k] in ours[k] if isinstance(ours[k], tuple) else wanted[k] == ours[k])]
-    return "; ".join(f"{k} is {ours[k]}, want {wanted[k]}" for k in wrong)
+    recorded = record["meaning"]
+    wrong = [k for k in ours if not (recorded[k] in ours[k] if isinstance(ours[k], tuple) else recorded[k] == ours[k])]
+    return "; ".join(f"{k} is {ours[k]}, want {recorded[k]}" for k in wrong)
 
 
 def _names(config: Mapping[str, Any]) -> set[str]:

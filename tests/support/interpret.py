@@ -62,13 +62,13 @@ READ: dict[str, tuple[str, ...]] = {
 """The parameters that say something about values; the type of the result every equation has."""
 
 
-def interpret(jaxpr: Any, constants: Sequence[Any], *given: Any) -> list[Any]:
+def interpret(jaxpr: Any, constants: Sequence[Any], *args: Any) -> list[Any]:
     """The results of an open jaxpr."""
-    known = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*constants, *given], strict=True))
+    values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*constants, *args], strict=True))
     for eqn in jaxpr.eqns:
-        inputs = [v.val if hasattr(v, "val") else known[v] for v in eqn.invars]
-        known.update(zip(eqn.outvars, _results(eqn, inputs), strict=True))
-    return [v.val if hasattr(v, "val") else known[v] for v in jaxpr.outvars]
+        inputs = [v.val if hasattr(v, "val") else values[v] for v in eqn.invars]
+        values.update(zip(eqn.outvars, _results(eqn, inputs), strict=True))
+    return [v.val if hasattr(v, "val") else values[v] for v in jaxpr.outvars]
 
 
 def _results(eqn: Any, inputs: list[Any]) -> list[Any]:
@@ -82,12 +82,12 @@ def _results(eqn: Any, inputs: list[Any]) -> list[Any]:
     if name in OPERATIONS and _plain(eqn):
         arrays = [np.asarray(a, v.aval.dtype) for a, v in zip(inputs, eqn.invars, strict=True)]
         params = {k: eqn.params[k] for k in READ.get(name, ())}
-        made = np.asarray(OPERATIONS[name](*arrays, **params), eqn.outvars[0].aval.dtype)
-        assert made.shape == eqn.outvars[0].aval.shape
-        return [made]
+        result = np.asarray(OPERATIONS[name](*arrays, **params), eqn.outvars[0].aval.dtype)
+        assert result.shape == eqn.outvars[0].aval.shape
+        return [result]
     read = {v: a for v, a in zip(eqn.invars, inputs, strict=True) if not hasattr(v, "val")}
-    alone = SimpleNamespace(constvars=[], invars=list(read), eqns=[eqn], outvars=eqn.outvars)
-    return list(eval_jaxpr(alone, [], *read.values()))
+    equation = SimpleNamespace(constvars=[], invars=list(read), eqns=[eqn], outvars=eqn.outvars)
+    return list(eval_jaxpr(equation, [], *read.values()))
 
 
 def _plain(eqn: Any) -> bool:

@@ -103,5 +103,5 @@ def pod_of(jobset: str) -> tuple[dict[str, Any], dict[str, Any]]:
 def _expanded(word: str, environ: Mapping[str, str]) -> str:
     """Kubernetes' expansion: ``$$`` is ``$``, ``$(NAME)`` the value of a variable that there is."""
     return re.sub(
-        r"\$\$|\$\(([^)]*)\)", lambda found: "$" if found[0] == "$$" else environ.get(found[1], found[0]), word
+        r"\$\$|\$\(([^)]*)\)", lambda match: "$" if match[0] == "$$" else environ.get(match[1], match[0]), word
     )

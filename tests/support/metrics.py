@@ -18,6 +18,6 @@ def metrics_of(
     train: bool = False,
 ) -> dict[str, tuple[jax.Array, jax.Array]]:
     """Of one microbatch; arguments as in :func:`~jaxpipe.stage.model.reference.apply_model`."""
-    needed = last_readers(model, model.losses)
-    made = run_layers(model, needed, needed, {}, params, batch, key, train)
-    return named_metrics(model, [made[i] for i in model.losses])
+    readers = last_readers(model, model.losses)
+    results = run_layers(model, readers, readers, {}, params, batch, key, train)
+    return named_metrics(model, [results[i] for i in model.losses])

@@ -125,9 +125,9 @@ def on_one_device(optimizer: Any, **extra: Any) -> Any:
     takes_any = isinstance(optimizer, optax.GradientTransformationExtraArgs) and "extra_args" in parameters
 
     @jax.jit
-    def update(grads: Any, state: Any, p: Any, given: Any) -> Any:
-        taken = {name: value for name, value in given.items() if takes_any or name in parameters}
-        updates, state = optimizer.update(grads, state, p, **taken)
+    def update(grads: Any, state: Any, p: Any, extra: Any) -> Any:
+        extra_args = {name: value for name, value in extra.items() if takes_any or name in parameters}
+        updates, state = optimizer.update(grads, state, p, **extra_args)
         return optax.apply_updates(p, updates), state
 
     p = jax.tree.map(jnp.asarray, dict(params()))

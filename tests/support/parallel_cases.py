@@ -101,13 +101,13 @@ def batches(count: int, seed: int = 0) -> list[dict[str, np.ndarray]]:
     """Uneven weights: rows, and so devices and microbatches, differ in their sums, and one half of a microbatch has none."""
     rng = np.random.default_rng(seed)
     shape = (MICROBATCHES, ROWS, SEQ)
-    made = []
+    data = []
     for _ in range(count):
         weights = (rng.random(shape) < rng.random((*shape[:2], 1))).astype(np.float32)
         weights[1, : ROWS // 2] = 0
         tokens, targets = (rng.integers(0, VOCAB, shape).astype(np.int32) for _ in range(2))
-        made.append({"tokens": tokens, "targets": targets, "weights": weights})
-    return made
+        data.append({"tokens": tokens, "targets": targets, "weights": weights})
+    return data
 
 
 def two_axes(params: Any) -> Any:
@@ -121,8 +121,8 @@ def optimizer() -> optax.GradientTransformation:
 
 @cache
 def parameters(name: str, blocks: int, dtype: str = "float64") -> Mapping[str, Any]:
-    made = init_params(model_of(name, blocks, dtype), 0)
-    return jax.tree.map(lambda a: np.asarray(a, "float64" if dtype == "float64" else "float32"), made)
+    params = init_params(model_of(name, blocks, dtype), 0)
+    return jax.tree.map(lambda a: np.asarray(a, "float64" if dtype == "float64" else "float32"), params)
 
 
 def params_for(case: Case) -> Mapping[str, Any]:
@@ -142,8 +142,8 @@ def _loss_and_grads(name: str, blocks: int, dtype: str) -> Any:
 
 def on_one_device(case: Case, params: Any, batch: Mapping[str, np.ndarray]) -> tuple[Any, Any]:
     """Loss and gradients of the whole batch, by ``jax.value_and_grad`` of the uncut model."""
-    whole = {k: jnp.asarray(v.reshape(-1, *v.shape[2:])) for k, v in batch.items()}
-    return _loss_and_grads(case.name, case.blocks, case.dtype)(params, whole)  # type: ignore[no-any-return]
+    full_batch = {k: jnp.asarray(v.reshape(-1, *v.shape[2:])) for k, v in batch.items()}
+    return _loss_and_grads(case.name, case.blocks, case.dtype)(params, full_batch)  # type: ignore[no-any-return]
 
 
 @cache
@@ -160,21 +160,21 @@ def _update(clip_norm: float) -> Any:
 
 
 def steps_on_one_device(
-    case: Case, clip_norm: float, made: Sequence[Mapping[str, np.ndarray]]
+    case: Case, clip_norm: float, data: Sequence[Mapping[str, np.ndarray]]
 ) -> tuple[Any, list[tuple[float, float]]]:
     """Parameters after a step of each batch, and the losses and norms, by optax over the uncut model."""
     params = jax.tree.map(jnp.asarray, dict(params_for(case)))
-    state, seen = optimizer().init(params), []
-    for batch in made:
+    state, records = optimizer().init(params), []
+    for batch in data:
         loss, grads = on_one_device(case, params, batch)
         params, state, norm = _update(clip_norm)(params, state, grads)
-        seen.append((float(loss), float(norm)))
-    return params, seen
+        records.append((float(loss), float(norm)))
+    return params, records
 
 
-def assert_close(got: Any, want: Any, rtol: float, atol: float = 0.0) -> None:
+def assert_close(got: Any, expected: Any, rtol: float, atol: float = 0.0) -> None:
     got_leaves, got_tree = jax.tree.flatten(got)
-    want_leaves, want_tree = jax.tree.flatten(want)
+    want_leaves, want_tree = jax.tree.flatten(expected)
     assert got_tree == want_tree
     for a, b in zip(got_leaves, want_leaves, strict=True):
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=rtol, atol=atol)

@@ -118,26 +118,26 @@ def run_sequentially(
         f = pipe.functions[(rank, s)]
         mesh = pipe.submeshes[rank]
         home = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-        given = []
+        inputs = []
         for port in f.functions[op].inputs:
             match port.kind:
                 case "param":
-                    given.append(params[(rank, s)][port.index])
+                    inputs.append(params[(rank, s)][port.index])
                 case "acc":
-                    given.append(acc[(rank, s)][port.index])
+                    inputs.append(acc[(rank, s)][port.index])
                 case "data":
-                    given.append(jax.device_put(batch[f.data_names[port.index]][i], home))
+                    inputs.append(jax.device_put(batch[f.data_names[port.index]][i], home))
                 case "key":
-                    given.append(jax.device_put(keys[i], home))
+                    inputs.append(jax.device_put(keys[i], home))
                 case "x":
                     t, leaf = f.x_from[port.index]
-                    given.append(jax.device_put(values[("y", t, i, leaf)], home))
+                    inputs.append(jax.device_put(values[("y", t, i, leaf)], home))
                 case "dy":
                     t, leaf = f.dy_from[port.index]
-                    given.append(jax.device_put(values[("dx", t, i, leaf)], home))
+                    inputs.append(jax.device_put(values[("dx", t, i, leaf)], home))
                 case kind:
-                    given.append(values[(kind, s, i, port.index)])
-        for port, out in zip(f.functions[op].outputs, f.functions[op].call(*given), strict=True):
+                    inputs.append(values[(kind, s, i, port.index)])
+        for port, out in zip(f.functions[op].outputs, f.functions[op].call(*inputs), strict=True):
             match port.kind:
                 case "acc":
                     acc[(rank, s)][port.index] = out
@@ -187,8 +187,8 @@ def _reference(name: str) -> Any:
     model = tiny_model(name)
 
     def loss(params: Any, batch: Any) -> Any:
-        whole = {k: v.reshape(-1, *v.shape[2:]) for k, v in batch.items()}
-        loss_sum, weight = apply_model(model, params, whole, train=False)
+        full_batch = {k: v.reshape(-1, *v.shape[2:]) for k, v in batch.items()}
+        loss_sum, weight = apply_model(model, params, full_batch, train=False)
         return loss_sum / weight
 
     return jax.jit(jax.value_and_grad(loss))
@@ -201,10 +201,10 @@ def unpipelined(name: str, batch: Mapping[str, np.ndarray]) -> tuple[Any, Any]:
     return _reference(name)(parameters(name), padded)
 
 
-def assert_same_arrays(got: Any, want: Any) -> None:
+def assert_same_arrays(got: Any, expected: Any) -> None:
     """Bit-equal trees."""
     got_leaves, got_tree = jax.tree.flatten(got)
-    want_leaves, want_tree = jax.tree.flatten(want)
+    want_leaves, want_tree = jax.tree.flatten(expected)
     assert got_tree == want_tree
     for a, b in zip(got_leaves, want_leaves, strict=True):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))

@@ -18,14 +18,14 @@ def free_port() -> int:
 
 def together(number: int, do: Callable[[Processes], Any]) -> list[Any]:
     """What ``do`` returns, or raises, in each of several processes, which are threads here."""
-    port, found = free_port(), [None] * number
+    port, outcomes = free_port(), [None] * number
 
     def one(mine: int) -> None:
         processes = Joined(Peers("127.0.0.1", port, number, mine), 10)
         try:
-            found[mine] = do(processes)
+            outcomes[mine] = do(processes)
         except Exception as error:
-            found[mine] = error  # type: ignore[call-overload]
+            outcomes[mine] = error  # type: ignore[call-overload]
         processes.leave()
 
     threads = [threading.Thread(target=one, args=(mine,)) for mine in range(number)]
@@ -33,4 +33,4 @@ def together(number: int, do: Callable[[Processes], Any]) -> list[Any]:
         thread.start()
     for thread in threads:
         thread.join(60)
-    return found
+    return outcomes

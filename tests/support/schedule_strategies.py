@@ -98,7 +98,7 @@ def _order(placement: Placement, items: list[Item]) -> list[set[int]]:
     }
     before: list[set[int]] = []
     for action, ranks in items:
-        found = set()
+        predecessors = set()
         for wait in op_spec(action.op).waits:
             targets = {
                 "self": (action.stage,),
@@ -107,12 +107,15 @@ def _order(placement: Placement, items: list[Item]) -> list[set[int]]:
             }[wait.where]
             for op in wait.ops:
                 for t in targets:
-                    here, there = placement.span[action.stage], placement.span[t]
-                    first, last = action.microbatch * here // there, ((action.microbatch + 1) * here - 1) // there
-                    for wanted in (Action(op, t, i) for i in range(first, last + 1)):
-                        homes = ranks if wait.where == "self" else placement.ranks(t, wanted.microbatch)
-                        found |= {where[wanted, rank] for rank in homes if (wanted, rank) in where}
-        before.append(found)
+                    span, other_span = placement.span[action.stage], placement.span[t]
+                    first, last = (
+                        action.microbatch * span // other_span,
+                        ((action.microbatch + 1) * span - 1) // other_span,
+                    )
+                    for producer in (Action(op, t, i) for i in range(first, last + 1)):
+                        homes = ranks if wait.where == "self" else placement.ranks(t, producer.microbatch)
+                        predecessors |= {where[producer, rank] for rank in homes if (producer, rank) in where}
+        before.append(predecessors)
     return before
 
 

@@ -50,9 +50,9 @@ def shard_tree(layer: Layer, params: Params, tp: TensorParallel) -> Any:
     """
     assert layer.shards is not None
     kinds = dict(layer.shards(tp))
-    made = jax.tree_util.tree_map_with_path(lambda path, _: kinds.pop(path_of(path), "same"), params)
+    kinds_tree = jax.tree_util.tree_map_with_path(lambda path, _: kinds.pop(path_of(path), "same"), params)
     assert not kinds, f"layer {layer.name} has no parameters {kinds}"
-    return made
+    return kinds_tree
 
 
 def path_of(path: Any) -> Path:
@@ -61,13 +61,13 @@ def path_of(path: Any) -> Path:
 
 def shard_trees(model: Model, params: Mapping[str, Params], tp: TensorParallel) -> dict[str, Any]:
     """:func:`shard_tree` of each layer's own leaves; asserts that a tied leaf lies as its owner's does."""
-    whole = {layer.name: shard_tree(layer, with_tied_leaves(layer, params), tp) for layer in model.layers}
+    trees = {layer.name: shard_tree(layer, with_tied_leaves(layer, params), tp) for layer in model.layers}
     for layer in model.layers:
         for path, (owner, owner_path) in layer.tied.items():
-            assert _at(whole[layer.name], path) == _at(whole[owner], owner_path)
+            assert _at(trees[layer.name], path) == _at(trees[owner], owner_path)
     return {
-        name: jax.tree_util.tree_map_with_path(lambda path, _, name=name: _at(whole[name], path_of(path)), params[name])
-        for name in whole
+        name: jax.tree_util.tree_map_with_path(lambda path, _, name=name: _at(trees[name], path_of(path)), params[name])
+        for name in trees
     }
 
 
@@ -130,8 +130,8 @@ def apply_shard(
     """The whole model on one shard, inside ``shard_map``."""
     x: Any = None
     for index, layer in enumerate(model.layers):
-        own = jax.random.fold_in(key, index) if key is not None and layer.uses_key and train else None
-        context = LayerContext({name: batch[name] for name in layer.reads}, own, train, tp)
+        layer_key = jax.random.fold_in(key, index) if key is not None and layer.uses_key and train else None
+        context = LayerContext({name: batch[name] for name in layer.reads}, layer_key, train, tp)
         x = layer.apply(with_tied_leaves(layer, params), x, context)
     return x
 
@@ -152,7 +152,7 @@ def trace_layers(
 ) -> dict[str, LayerTrace]:
     """Every layer of the model traced on one shard, without dropout, by name."""
     kinds = shard_trees(model, params, tp)
-    made: dict[str, LayerTrace] = {}
+    traces: dict[str, LayerTrace] = {}
 
     def per_shard(params: Any, batch: Any) -> jax.Array:
         params = jax.tree.map(entered, params, kinds)
@@ -160,17 +160,17 @@ def trace_layers(
         for layer in model.layers:
             context = LayerContext({name: batch[name] for name in layer.reads}, None, False, tp)
             run = functools.partial(lambda layer, context, p, x: layer.apply(p, x, context), layer, context)
-            own = with_tied_leaves(layer, params)
-            forward = jax.make_jaxpr(run)(own, x)
-            y, pull = jax.vjp(run, own, x)
-            made[layer.name] = LayerTrace(forward.jaxpr, jax.make_jaxpr(pull)(y).jaxpr)
+            layer_params = with_tied_leaves(layer, params)
+            forward = jax.make_jaxpr(run)(layer_params, x)
+            y, pull = jax.vjp(run, layer_params, x)
+            traces[layer.name] = LayerTrace(forward.jaxpr, jax.make_jaxpr(pull)(y).jaxpr)
             x = y
         return jnp.zeros(())
 
     specs = jax.tree.map(spec_of, kinds)
     traced = jax.shard_map(per_shard, mesh=mesh_of(tp), in_specs=(specs, P(DATA)), out_specs=P())
     jax.eval_shape(traced, dict(params), dict(batch))
-    return made
+    return traces
 
 
 def equations(jaxpr: Jaxpr) -> Iterator[Any]:
@@ -183,13 +183,13 @@ def equations(jaxpr: Jaxpr) -> Iterator[Any]:
 
 def collectives(jaxpr: Jaxpr) -> Counter[tuple[str, str]]:
     """How many collectives of each kind over each axis: ``{("all-reduce", "tp"): 2}``."""
-    found: Counter[tuple[str, str]] = Counter()
+    counts: Counter[tuple[str, str]] = Counter()
     for eqn in equations(jaxpr):
         if eqn.primitive.name in COLLECTIVES:
             axes = eqn.params.get("axes", eqn.params.get("axis_name"))
             for axis in axes if isinstance(axes, tuple) else (axes,):
-                found[COLLECTIVES[eqn.primitive.name], axis] += 1
-    return found
+                counts[COLLECTIVES[eqn.primitive.name], axis] += 1
+    return counts
 
 
 def shapes_in(jaxpr: Jaxpr) -> set[tuple[int, ...]]:

@@ -17,15 +17,15 @@ def collect_seldom() -> None:
 def share_context(patch: Callable[[Any, str, Any], None] = setattr) -> None:
     """One MLIR context a thread, not one a program: making them takes a fifth of the time of tests that compile small programs,
     and 1 GB. Where this jax makes them in another way, tests only take longer."""
-    known = threading.local()
+    contexts = threading.local()
     with contextlib.suppress(ImportError, AttributeError):
         from jax._src.interpreters import mlir
 
         make = mlir.make_ir_context
 
         def one() -> Any:
-            if not hasattr(known, "context"):
-                known.context = make()
-            return known.context
+            if not hasattr(contexts, "context"):
+                contexts.context = make()
+            return contexts.context
 
         patch(mlir, "make_ir_context", one)

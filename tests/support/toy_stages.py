@@ -225,13 +225,16 @@ def reference(
     """(loss_sum, weight_sum) of the uncut layers."""
     x: Any = None
     for i, layer in enumerate(layers):
-        own = {**params[layer.name], **{path[-1]: params[owner][at[-1]] for path, (owner, at) in layer.tied.items()}}
+        layer_params = {
+            **params[layer.name],
+            **{path[-1]: params[owner][at[-1]] for path, (owner, at) in layer.tied.items()},
+        }
         context = LayerContext(
             {n: jnp.asarray(batch[n]) for n in layer.reads},
             layer_key(key, i) if layer.uses_key and train else None,
             train,
         )
-        x = layer.apply(own, x, context)
+        x = layer.apply(layer_params, x, context)
     return x
 
 
@@ -336,8 +339,8 @@ class Runner:
         return grads
 
 
-def assert_trees_close(got: Any, want: Any, rtol: float, atol: float) -> None:
-    flat_got, flat_want = (dict(jax.tree_util.tree_flatten_with_path(t)[0]) for t in (got, want))
+def assert_trees_close(got: Any, expected: Any, rtol: float, atol: float) -> None:
+    flat_got, flat_want = (dict(jax.tree_util.tree_flatten_with_path(t)[0]) for t in (got, expected))
     assert flat_got.keys() == flat_want.keys()
     for path, value in flat_want.items():
         np.testing.assert_allclose(flat_got[path], value, rtol=rtol, atol=atol, err_msg=jax.tree_util.keystr(path))

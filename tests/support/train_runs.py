@@ -42,7 +42,7 @@ def write_text(path: Path, lines: int = 400) -> Path:
     return path
 
 
-def settings(text: Path, out_dir: Path, *more: str) -> list[str]:
+def settings(text: Path, out_dir: Path, *overrides: str) -> list[str]:
     """Overrides of the default config that make a tiny run; later ones win."""
     return [
         f"data.path={text}",
@@ -64,12 +64,12 @@ def settings(text: Path, out_dir: Path, *more: str) -> list[str]:
         "run.eval_batches=2",
         "run.checkpoint_every=5",
         "run.log_every=5",
-        *more,
+        *overrides,
     ]
 
 
-def config(text: Path, out_dir: Path, *more: str) -> TrainConfig:
-    return load_config(None, settings(text, out_dir, *more))
+def config(text: Path, out_dir: Path, *overrides: str) -> TrainConfig:
+    return load_config(None, settings(text, out_dir, *overrides))
 
 
 class Watched(io.StringIO):

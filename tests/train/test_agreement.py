@@ -74,15 +74,15 @@ def test_batches_are_compared_by_value(arrays: dict[str, int], change: str) -> N
     def check(processes: Processes) -> None:
         agreement.agree_on_batch(processes, "the batch of step 7", theirs if processes.mine else mine)
 
-    said = said_by_both(check)
-    assert bool(said) is (change != "nothing")
-    if said:
-        assert said.startswith("process 1 ") and "the batch of step 7" in said and "data.target" in said
+    message = said_by_both(check)
+    assert bool(message) is (change != "nothing")
+    if message:
+        assert message.startswith("process 1 ") and "the batch of step 7" in message and "data.target" in message
 
 
 def test_models_are_compared_by_what_they_compute_and_learn() -> None:
     """Of a process that evaluates alike and trains otherwise, too."""
-    digests = [model_digest(GPT(**OPTIONS, **more)) for more in ({}, {"gelu": "exact"}, {"dropout": 0.5}, {})]
+    digests = [model_digest(GPT(**OPTIONS, **options)) for options in ({}, {"gelu": "exact"}, {"dropout": 0.5}, {})]
 
     def against(other: Mapping[str, str]) -> str:
         def check(processes: Processes) -> None:
@@ -110,18 +110,18 @@ def test_models_are_compared_by_what_they_compute_and_learn() -> None:
 def test_jax_settings_that_change_numbers_are_compared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str
 ) -> None:
-    here = number_settings()
-    assert here.get(name) != value
+    settings = number_settings()
+    assert settings.get(name) != value
 
     class Other(Pair):
-        def gather(self, what: str, own: Any) -> Any:
-            return (own, {**own, name: value}) if what == "JAX settings" else (own, own)
+        def gather(self, what: str, value_here: Any) -> Any:
+            return (value_here, {**value_here, name: value}) if what == "JAX settings" else (value_here, value_here)
 
     pipe = config(tmp_path, tmp_path)
     with pytest.raises(AgreedError, match=f"process 1 has {name}={value}, process 0 has "):
         agreement.agree_on_devices(Other({}), pipe)
-    monkeypatch.setenv("XLA_FLAGS", f"{here['XLA_FLAGS']} --xla_force_host_platform_device_count=7 --xla_dump_to=x")
-    assert number_settings() == here  # neither changes a number
+    monkeypatch.setenv("XLA_FLAGS", f"{settings['XLA_FLAGS']} --xla_force_host_platform_device_count=7 --xla_dump_to=x")
+    assert number_settings() == settings  # neither changes a number
 
 
 def test_a_run_compares_its_model_and_the_batches_of_recorded_steps(

@@ -29,9 +29,9 @@ def numbered(n: int) -> dict[str, np.ndarray]:
     }
 
 
-def refusal(make: Callable[..., Any], *given: Any, **named: Any) -> str:
+def refusal(make: Callable[..., Any], *args: Any, **named: Any) -> str:
     with pytest.raises(JaxpipeError) as caught:
-        make(*given, **named)
+        make(*args, **named)
     message = str(caught.value)
     assert "\n" not in message
     return message
@@ -43,20 +43,20 @@ def test_rows_are_divided_and_each_is_seen_once_an_epoch(n: int, holdout: float)
     train, held = data.train["tokens"][:, 0], data.held_out["tokens"][:, 0]
     assert sorted([*train, *held]) == list(range(n)) and (len(held) > 0) == (holdout > 0)
     batches = data.batches(3, 2, 1)
-    seen = np.concatenate([batches.batch_at(k)["tokens"][:, 0] for k in range(len(train))])  # two epochs
-    assert sorted(seen) == sorted([*train, *train])
-    assert (seen[: len(train)] != seen[len(train) :]).any() or len(train) < 4
+    rows = np.concatenate([batches.batch_at(k)["tokens"][:, 0] for k in range(len(train))])  # two epochs
+    assert sorted(rows) == sorted([*train, *train])
+    assert (rows[: len(train)] != rows[len(train) :]).any() or len(train) < 4
     first = batches.batch_at(1)
     np.testing.assert_array_equal(first["images"][:, 0, 0], first["tokens"][:, 0] % 256)  # rows stay together
 
 
 def test_batches_go_on_where_a_checkpoint_stands_also_with_another_batch_size() -> None:
     data = ArrayDataset.split("a", BYTES, numbered(50), 0.1)
-    whole = data.batches(3, 2, 1)
-    state = DataState.from_dict(whole.state_at(6).to_dict())
-    np.testing.assert_array_equal(data.batches(3, 2, 1, state).batch_at(7)["tokens"], whole.batch_at(7)["tokens"])
+    batches = data.batches(3, 2, 1)
+    state = DataState.from_dict(batches.state_at(6).to_dict())
+    np.testing.assert_array_equal(data.batches(3, 2, 1, state).batch_at(7)["tokens"], batches.batch_at(7)["tokens"])
     wider = data.batches(3, 4, 1, state)
-    both = np.concatenate([whole.batch_at(6)["tokens"], whole.batch_at(7)["tokens"]])
+    both = np.concatenate([batches.batch_at(6)["tokens"], batches.batch_at(7)["tokens"]])
     np.testing.assert_array_equal(wider.batch_at(6)["tokens"], both)
     other = ArrayDataset.split("a", BYTES, numbered(50), 0.2)
     assert "differ from the checkpoint's" in refusal(other.batches, 3, 2, 1, state)
@@ -94,8 +94,8 @@ def test_a_model_gets_the_arrays_that_it_reads_in_its_dtypes() -> None:
         "images": ((3, 3), np.uint8, "'images' is uint8[2, 3] a sequence, and the model reads uint8[3, 3]"),
         "tokens": ((1,), np.float32, "'tokens' is int64[1] a sequence, and the model reads float32[1]"),
     }
-    for name, (shape, dtype, said) in reads.items():
-        assert said in refusal(data.for_model, {name: (shape, dtype)}, 1)
+    for name, (shape, dtype, message) in reads.items():
+        assert message in refusal(data.for_model, {name: (shape, dtype)}, 1)
     huge = ArrayDataset("a", BYTES, {"tokens": np.full((4, 1), 2**40)}, {"tokens": np.zeros((0, 1), np.int64)})
     assert "from -2147483648 to 2147483647" in refusal(huge.for_model, {"tokens": ((1,), np.int32)}, 1)
 
@@ -138,21 +138,21 @@ def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_a_function_makes_arrays(outside: str) -> None:
-    made = made_by_function(f"{outside}:pair", {"n": 4}, BYTES, 5, 0.1)
-    assert made.train["tokens"].shape == made.held_out["tokens"].shape == (4, 5)
+    arrays = made_by_function(f"{outside}:pair", {"n": 4}, BYTES, 5, 0.1)
+    assert arrays.train["tokens"].shape == arrays.held_out["tokens"].shape == (4, 5)
     assert len(made_by_function(f"{outside}:one", {}, BYTES, 5, 0.2).held_out["tokens"]) == 2
     config = load_config(None, [f"data.path={outside}:pair", "data.options.n=3"])
     assert load_dataset(config).describe() == f"{outside}:pair: tokens int32[128]; 3 rows to train, 3 held out"
 
 
 def test_bad_functions_and_arrays_are_one_line(outside: str) -> None:
-    said = {
+    messages = {
         "pare": "has no function or class 'pare'; did you mean 'pair'?",
         "number": "returned a int; want a dict of arrays, or two",
         "uneven": "as many rows each, of axis 0; rows: a 3, b 4",
         "different": "differ from those to train on",
     }
-    for name, message in said.items():
+    for name, message in messages.items():
         assert message in refusal(made_by_function, f"{outside}:{name}", {}, BYTES, 5, 0.1)
     assert "has no option 'm'" in refusal(made_by_function, f"{outside}:pair", {"m": 1}, BYTES, 5, 0.1)
     assert "too few to keep" in refusal(made_by_function, f"{outside}:one", {"n": 1}, BYTES, 5, 0.1)
@@ -165,18 +165,18 @@ def test_words_are_drawn_and_held_out_ones_are_new(monkeypatch: pytest.MonkeyPat
     from models.words import pairs, transcripts
 
     train, held = pairs(held_out=50)
-    seen = {bytes(row) for row in train["tokens"].astype(np.uint8)}
-    assert len(seen) == len(train["tokens"]) > 4000
-    assert not seen & {bytes(row) for row in held["tokens"].astype(np.uint8)}
+    train_words = {bytes(row) for row in train["tokens"].astype(np.uint8)}
+    assert len(train_words) == len(train["tokens"]) > 4000
+    assert not train_words & {bytes(row) for row in held["tokens"].astype(np.uint8)}
     assert train["images"].any(axis=(1, 2)).all()
     few = words._words(8)[:600]
     monkeypatch.setattr(words, "_words", lambda longest: [word for word in few if len(word) <= longest])
     (one, _), (again, _) = pairs(held_out=50), pairs(held_out=50)
     np.testing.assert_array_equal(one["images"], again["images"])
-    told, _ = transcripts(seq_len=12)
-    kept = told["weights"][0] > 0
-    word = bytes(told["targets"][0][kept].astype(np.uint8))
-    assert word.endswith(b"\n") and word[:-1].isalpha() and (told["tokens"][0][:4] == 0).all()
+    transcript, _ = transcripts(seq_len=12)
+    in_answer = transcript["weights"][0] > 0
+    word = bytes(transcript["targets"][0][in_answer].astype(np.uint8))
+    assert word.endswith(b"\n") and word[:-1].isalpha() and (transcript["tokens"][0][:4] == 0).all()
     assert "leaves 1 positions" in refusal(transcripts, seq_len=5)
     assert "is no font of matplotlib's" in refusal(pairs, font="Comic")
     assert "data.options.copies is 0; want a whole number from 1 to 4096" in refusal(pairs, copies=0)
@@ -196,7 +196,7 @@ def test_negative_weights_are_refused_at_the_door() -> None:
     kinds = {"weights": ((3,), np.float32)}
     with pytest.raises(DataError, match=r"data a: 'weights' has -0.5 in row 5"):
         ArrayDataset("a", BYTES, {"weights": weights}, {"weights": weights}).for_model(kinds, 3)
-    own = OwnBatches(OwnDataset("m:f", {}, BYTES, kinds), 0, 8, 3, {})
-    assert own.checked({"weights": abs(weights)}, 0)
+    batches = OwnBatches(OwnDataset("m:f", {}, BYTES, kinds), 0, 8, 3, {})
+    assert batches.checked({"weights": abs(weights)}, 0)
     with pytest.raises(DataError, match=r"data m:f: the batch of step 7: 'weights' has -0.5 in row 5"):
-        own.checked({"weights": weights}, 7)
+        batches.checked({"weights": weights}, 7)

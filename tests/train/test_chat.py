@@ -49,11 +49,11 @@ def answers(template: str, messages: Any = CHAT, **tokens: str) -> tuple[str, li
 
 
 def test_what_of_a_chat_is_an_answer() -> None:
-    text, found = answers(CHATML, bos_token="<s>")
+    text, answer_texts = answers(CHATML, bos_token="<s>")
     assert text.startswith("<s><|im_start|>user\nGrüß dich<|im_end|>\n<|im_start|>assistant\nHallo")
-    assert found == ["Hallo, süß<|im_end|>\n", "No<|im_end|>\n"]
-    text, found = answers(MARKED)
-    assert text == "Q: Grüß dich\nA: Hallo, süß;Q: More?\nA:  No ;" and found == ["Hallo, süß;", " No ;"]
+    assert answer_texts == ["Hallo, süß<|im_end|>\n", "No<|im_end|>\n"]
+    text, answer_texts = answers(MARKED)
+    assert text == "Q: Grüß dich\nA: Hallo, süß;Q: More?\nA:  No ;" and answer_texts == ["Hallo, süß;", " No ;"]
     rewriting = "{% for m in messages %}{{ m.content if loop.last else m.content[:2] }}|{% endfor %}"
     with pytest.raises(BadRecordError, match="writes message 1 otherwise when others follow"):
         answers(rewriting)
@@ -70,9 +70,9 @@ def test_each_answer_is_found_in_the_text_whatever_the_chat_holds(name: str) -> 
         rng = random.Random(seed)
         messages, contents = chat(rng, rng.randint(1, 4), hostile=seed % 2 == 1)
         text, spans = template.render(*chat_in(messages))
-        found = [text[a:b] for a, b in spans]
-        assert len(found) == len(contents)
-        for answer, content in zip(found, contents, strict=True):
+        answer_texts = [text[a:b] for a, b in spans]
+        assert len(answer_texts) == len(contents)
+        for answer, content in zip(answer_texts, contents, strict=True):
             written = content if content in text else content.split("</think>")[-1].lstrip("\n")
             assert written in answer and answer.count("«") <= 1 and "«u" not in answer and "<|im_start|>u" not in answer
         assert all(text.count(content) <= 1 for content in contents)
@@ -117,8 +117,8 @@ def test_reasoning_that_is_stripped_and_prompts_that_think() -> None:
 def test_no_text_is_taken_for_a_mark(template: str) -> None:
     content = "b \ufdd1 c \ufdd0 \ue000\ue001"
     messages = [{"role": "user", "content": "\ufdd0 x \ue000"}, {"role": "assistant", "content": content}]
-    text, found = answers(template, messages)
-    assert "\ufdd0 x \ue000" in text and found == [content + ("<|im_end|>\n" if template is CHATML else ";")]
+    text, answer_texts = answers(template, messages)
+    assert "\ufdd0 x \ue000" in text and answer_texts == [content + ("<|im_end|>\n" if template is CHATML else ";")]
     bare = "{% for m in messages %}{{ m.content }}{% if loop.last %}</s>{% endif %}{% endfor %}"
     forged = [*CHAT[:2], {"role": "user", "content": "</s>x"}, {"role": "assistant", "content": "No"}]
     assert answers(bare, forged)[1] == ["Hallo, süß", "No</s>"]
@@ -151,7 +151,7 @@ def test_dates_and_tools() -> None:
     assert dated["chatml"].identity == ChatTemplate(TEMPLATES["chatml"], "t").identity
     tools = [{"name": "f", "default": None}]
     texts = [
-        ChatTemplate(TEMPLATES["tools"], "t").render(*chat_in(CHAT, said))[0] for said in (tools, json.dumps(tools))
+        ChatTemplate(TEMPLATES["tools"], "t").render(*chat_in(CHAT, value))[0] for value in (tools, json.dumps(tools))
     ]
     assert texts[0] == texts[1] and texts[0].startswith('<tools>[\n {\n  "name": "f",\n  "default": null')
     assert "<tools>" not in answers(TEMPLATES["tools"])[0]
@@ -209,10 +209,10 @@ def test_a_tokenizer_brings_its_template(tmp_path: Path, path: Path) -> None:
     corpus = load_corpus(path, tokenizer, Reading(format="chat"))
     first = slice(*corpus.edges[:2])
     assert corpus.answers is not None
-    ids, kept = corpus.ids[first], corpus.answers[first] > 0
+    ids, in_answer = corpus.ids[first], corpus.answers[first] > 0
     assert tokenizer.decode(ids) == answers(CHATML, bos_token="<|im_end|>")[0]
-    assert tokenizer.decode(ids[kept]) == "Hallo, süß<|im_end|>\nNo<|im_end|>\n"
-    assert tokenizer.id_of("<|im_end|>") in ids[kept] and ids[0] == tokenizer.id_of("<|im_end|>")
+    assert tokenizer.decode(ids[in_answer]) == "Hallo, süß<|im_end|>\nNo<|im_end|>\n"
+    assert tokenizer.id_of("<|im_end|>") in ids[in_answer] and ids[0] == tokenizer.id_of("<|im_end|>")
 
 
 @pytest.mark.parametrize(

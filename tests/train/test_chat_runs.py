@@ -29,8 +29,8 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "a.jsonl"
 
 
-def asked(chats: Path, out_dir: Path, *more: str) -> TrainConfig:
-    return config(chats, out_dir, f"data.chat_template={chats.parent}/t.jinja", *MORE, *more)
+def asked(chats: Path, out_dir: Path, *overrides: str) -> TrainConfig:
+    return config(chats, out_dir, f"data.chat_template={chats.parent}/t.jinja", *MORE, *overrides)
 
 
 def losses(out_dir: Path) -> list[float]:

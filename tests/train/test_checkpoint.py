@@ -86,9 +86,9 @@ def test_nothing_to_store(store: CheckpointStore) -> None:
 def test_any_names_round_trip(names: dict[str, dict[str, int]]) -> None:
     """Whatever layers and keys are called, they stay apart in Orbax and come back."""
     params = {layer: {key: np.zeros(size) for key, size in pytree.items()} for layer, pytree in names.items()}
-    taken = tree.snapshot("params", params)
-    assert len({leaf.storage_keys for leaf in taken.leaves}) == len(taken.leaves)
-    assert_same(tree.build(taken.layers, taken.leaves, taken.arrays), params)
+    snapshot = tree.snapshot("params", params)
+    assert len({leaf.storage_keys for leaf in snapshot.leaves}) == len(snapshot.leaves)
+    assert_same(tree.build(snapshot.layers, snapshot.leaves, snapshot.arrays), params)
 
 
 def test_extra_trees(store: CheckpointStore) -> None:
@@ -330,12 +330,12 @@ def change(path: str, params: dict[str, Any]) -> dict[str, Any]:
     ],
 )
 def test_another_model(saved: Path, what: str, message: str) -> None:
-    wanted = change(what, make_params())
+    template = change(what, make_params())
     with pytest.raises(CheckpointError, match=f"does not fit: params: {message}; use the model") as info:
-        CheckpointStore(saved).load(like={"params": wanted})
+        CheckpointStore(saved).load(like={"params": template})
     one_line(info)
     with pytest.raises(CheckpointError, match=message):
-        load_params(saved, like=wanted)
+        load_params(saved, like=template)
 
 
 def test_a_very_different_model_is_summarised(saved: Path) -> None:
@@ -346,9 +346,9 @@ def test_a_very_different_model_is_summarised(saved: Path) -> None:
 
 def test_another_optimizer(saved: Path) -> None:
     params = make_params()
-    wanted = {layer: optax.sgd(0.1, momentum=0.9).init(tree) for layer, tree in params.items()}
+    template = {layer: optax.sgd(0.1, momentum=0.9).init(tree) for layer, tree in params.items()}
     with pytest.raises(CheckpointError, match="does not fit: optimizer") as info:
-        CheckpointStore(saved).load(like={"params": params, "optimizer": wanted})
+        CheckpointStore(saved).load(like={"params": params, "optimizer": template})
     one_line(info)
 
 

@@ -62,10 +62,10 @@ def assert_damage_is_seen(store: CheckpointStore, what: str) -> None:
     message = one_line(info)
     assert str(store.path(20)) in message, what
     assert "step 10 is intact" in message, what
-    found = store.latest_intact()
-    assert found.step == 10, what
-    assert len(found.warnings) == 1
-    assert found.warnings[0].startswith("passed over step 20"), what
+    intact = store.latest_intact()
+    assert intact.step == 10, what
+    assert len(intact.warnings) == 1
+    assert intact.warnings[0].startswith("passed over step 20"), what
 
 
 def test_flipped_bits_in_every_file(saved: Path, tmp_path: Path, files: list[str]) -> None:
@@ -110,9 +110,9 @@ def test_truncated_and_missing_files(saved: Path, tmp_path: Path, files: list[st
         path.write_bytes(original)
     sums = store.path(20) / form.SUMS
     lines = sums.read_text().splitlines(keepends=True)
-    for more in ("x", "\n", lines[0].rstrip("\n")):
-        sums.write_text("".join([*lines, more]))
-        assert_damage_is_seen(store, f"{more!r} after {form.SUMS}")
+    for suffix in ("x", "\n", lines[0].rstrip("\n")):
+        sums.write_text("".join([*lines, suffix]))
+        assert_damage_is_seen(store, f"{suffix!r} after {form.SUMS}")
     for count in range(len(lines)):
         sums.write_text("".join(lines[:count]))
         assert_damage_is_seen(store, f"{count} lines of {form.SUMS}")
@@ -174,9 +174,9 @@ def test_no_intact_checkpoint_left(saved: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no other checkpoint beside it is intact") as info:
         store.load()
     one_line(info)
-    found = store.latest_intact()
-    assert found.step is None
-    assert len(found.warnings) == 2
+    intact = store.latest_intact()
+    assert intact.step is None
+    assert len(intact.warnings) == 2
 
 
 def test_parameters_alone_do_not_need_the_optimizer(saved: Path, tmp_path: Path) -> None:
@@ -282,9 +282,9 @@ def test_folders_of_others_are_left_alone(saved: Path, tmp_path: Path) -> None:
     (store.directory / "20240103").symlink_to("nowhere")
     before = {name: contents(store.directory / name) for name in foreign}
     assert store.steps() == (10, 20)
-    found = store.latest_intact()
-    assert (found.step, len(found.warnings)) == (20, 1)
-    assert "20251122 holds the checkpoint of step 20 under another number; it is left alone" in found.warnings[0]
+    intact = store.latest_intact()
+    assert (intact.step, len(intact.warnings)) == (20, 1)
+    assert "20251122 holds the checkpoint of step 20 under another number; it is left alone" in intact.warnings[0]
     assert store.discard_after(20) == ()
     with store:
         for step in (30, 31, 32, 33):
@@ -303,8 +303,8 @@ def test_nothing_but_copies_is_no_checkpoint(saved: Path, tmp_path: Path) -> Non
     store = damage_copy(saved, tmp_path)
     for step, name in ((10, "00000015"), (20, "1000000000000")):
         store.path(step).rename(store.directory / name)
-    found = store.latest_intact()
-    assert (found.step, len(found.warnings)) == (None, 2)
+    intact = store.latest_intact()
+    assert (intact.step, len(intact.warnings)) == (None, 2)
     with pytest.raises(
         CheckpointError, match=r"no checkpoint in .*00000015 holds the checkpoint of step 10 under"
     ) as info:
@@ -362,8 +362,8 @@ def test_damaged_checkpoints_are_kept_aside(saved: Path, tmp_path: Path) -> None
         victim.write_bytes(b"?")
         intact = store.latest_intact().step
         assert intact == 10
-        (said,) = store.discard_after(intact)
-        assert said.startswith(f"the checkpoint of step 20 was set aside as {store.directory / line}")
+        (note,) = store.discard_after(intact)
+        assert note.startswith(f"the checkpoint of step 20 was set aside as {store.directory / line}")
         assert store.steps() == (10,)
         assert_same(load_params(store.directory / line), make_params(20))
         shutil.copytree(saved / "00000020", store.path(20))
@@ -390,10 +390,10 @@ def check_readers(directory: Path, saves: int) -> None:
     thread.start()
     reader, count = CheckpointStore(directory), 0
     while not done.is_set():
-        found = reader.load()
-        assert all((leaf == found.step).all() for leaf in jax.tree.leaves(found.params))
+        checkpoint = reader.load()
+        assert all((leaf == checkpoint.step).all() for leaf in jax.tree.leaves(checkpoint.params))
         load_params(directory, step="best")
-        assert read_manifest(directory).step >= found.step
+        assert read_manifest(directory).step >= checkpoint.step
         assert reader.latest() is not None
         count += 1
     thread.join()
@@ -417,14 +417,14 @@ def test_a_named_checkpoint_that_is_removed_meanwhile(
     store = damage_copy(saved, tmp_path)
     restore, calls = form._restore, itertools.count()
 
-    def remove_first(folder: Path, *more: Any) -> Any:
+    def remove_first(folder: Path, *args: Any) -> Any:
         if folder == store.path(20) and next(calls) == 0:
             folder.rename(tmp_path / "elsewhere")
             if replaced:
                 shutil.copytree(store.path(10), folder)
                 rewrite_manifest(folder, lambda body: body.update(step=20))
             raise form.DamagedCheckpointError("some file is missing")
-        return restore(folder, *more)
+        return restore(folder, *args)
 
     monkeypatch.setattr(form, "_restore", remove_first)
     if replaced:
@@ -605,12 +605,12 @@ def kill_while_saving(directory: Path, delay_s: float) -> Checkpoint:
         started = [int(line) for line in output]
     process.wait()
     store = CheckpointStore(directory)
-    found = store.latest_intact()
-    assert found.warnings == ()
-    assert found.step == store.latest()
-    assert found.step is not None
+    checkpoint = store.latest_intact()
+    assert checkpoint.warnings == ()
+    assert checkpoint.step == store.latest()
+    assert checkpoint.step is not None
     if started:
-        assert found.step >= started[-1] - 2  # the last one printed was under way, or waited for the one before
+        assert checkpoint.step >= started[-1] - 2  # the last one printed was under way, or waited for the one before
     return store.load()
 
 

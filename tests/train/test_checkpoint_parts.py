@@ -39,11 +39,13 @@ def whole(step: float) -> dict[str, Any]:
     return make_params(step) | {"head": {"scale": np.full(5, step, np.float32), "none": np.zeros((0, 3), np.float32)}}
 
 
-def save_part(store: CheckpointStore, step: int, **more: Any) -> None:
+def save_part(store: CheckpointStore, step: int, **options: Any) -> None:
     mine, params = store.processes.mine, whole(step)
-    own = {layer: params[layer] for layer, owners in OWNERS.items() if mine in owners}
-    extra = {"averages": {layer: tree for layer, tree in own.items() if tree}, "seen": 7}
-    store.save(step, own, make_optimizer(own), META if mine == 0 else {}, mine or None, extra=extra, **more)
+    mine_params = {layer: params[layer] for layer, owners in OWNERS.items() if mine in owners}
+    extra = {"averages": {layer: tree for layer, tree in mine_params.items() if tree}, "seen": 7}
+    store.save(
+        step, mine_params, make_optimizer(mine_params), META if mine == 0 else {}, mine or None, extra=extra, **options
+    )
 
 
 def saved_by(number: int, directory: Path, do: Callable[[CheckpointStore], Any]) -> list[Any]:
@@ -69,21 +71,21 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def same_error(found: list[Any]) -> str:
+def same_error(errors: list[Any]) -> str:
     """The one line that all processes got."""
-    assert {type(error) for error in found} <= {CheckpointError, form.DamagedCheckpointError}
-    assert len({str(error) for error in found}) == 1
-    assert "\n" not in str(found[0])
-    return str(found[0])
+    assert {type(error) for error in errors} <= {CheckpointError, form.DamagedCheckpointError}
+    assert len({str(error) for error in errors}) == 1
+    assert "\n" not in str(errors[0])
+    return str(errors[0])
 
 
 def test_one_process_reads_what_several_have_saved(saved: Path) -> None:
     params, store = whole(20), CheckpointStore(saved)
     optimizer, averages = make_optimizer(params), {layer: tree for layer, tree in params.items() if tree}
     like = {"params": params, "optimizer": optimizer, "extra": {"averages": averages, "seen": 0}}
-    found = store.load(like=like)
-    assert_same((found.params, found.optimizer, found.extra["averages"]), (params, optimizer, averages))
-    assert (found.extra["seen"], found.meta, found.eval_loss, found.step) == (7, META, None, 20)
+    checkpoint = store.load(like=like)
+    assert_same((checkpoint.params, checkpoint.optimizer, checkpoint.extra["averages"]), (params, optimizer, averages))
+    assert (checkpoint.extra["seen"], checkpoint.meta, checkpoint.eval_loss, checkpoint.step) == (7, META, None, 20)
     assert_same(load_params(saved, step=10), whole(10))
     assert store.latest_intact().step == 20
     parts = {"SHA256SUMS", "checkpoint.json", "part0", "part1", "part2"}
@@ -105,27 +107,27 @@ def test_any_number_of_processes_reads_some_layers_each(saved: Path, tmp_path: P
     directory, params = (tmp_path, make_params(20)) if writers == 1 else (saved, whole(20))
 
     def read(store: CheckpointStore) -> Any:
-        some = list(params)[store.processes.mine :: number]
+        layers = list(params)[store.processes.mine :: number]
         assert store.latest_intact().step == 20
-        return some, store.load(like={"params": params}, layers=some)
+        return layers, store.load(like={"params": params}, layers=layers)
 
-    for some, found in saved_by(number, directory, read):
-        assert_same(found.params, {layer: params[layer] for layer in some})
-        assert found.optimizer.keys() == set(some)
+    for layers, checkpoint in saved_by(number, directory, read):
+        assert_same(checkpoint.params, {layer: params[layer] for layer in layers})
+        assert checkpoint.optimizer.keys() == set(layers)
 
 
 def test_layers_that_are_not_asked_for_are_not_read(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    read, asked = form.read_tree, dict[str, Any]()
+    read, layers_read = form.read_tree, dict[str, Any]()
 
     def read_tree(folder: Path, only: Any) -> Any:
-        found = read(folder, only)
-        asked[folder.relative_to(saved / "00000020").as_posix()] = list(found)
-        return found
+        tree = read(folder, only)
+        layers_read[folder.relative_to(saved / "00000020").as_posix()] = list(tree)
+        return tree
 
     monkeypatch.setattr(form, "read_tree", read_tree)
     CheckpointStore(saved).load(20, layers=["head"])
     extra = {f"part{k}/extra": ["averages", "seen"] for k in (0, 1)}
-    assert asked == {"part0/params": ["head"], "part0/optimizer": ["head"], **extra}
+    assert layers_read == {"part0/params": ["head"], "part0/optimizer": ["head"], **extra}
 
 
 # -- saves ----------------------------------------------------------------------------------------------------------------
@@ -147,14 +149,14 @@ def test_checkpoints_are_pruned_and_given_up_together(tmp_path: Path) -> None:
         return moved, str(info.value), store.latest(), store.latest_intact().step
 
     (tmp_path / "00000001.tmp-77").mkdir()
-    found = saved_by(2, tmp_path, run)
+    outcomes = saved_by(2, tmp_path, run)
     moved = f"the checkpoint of step 3 was set aside as {tmp_path}/00000003.superseded"
     older = (
         f"can't save step 2 in {tmp_path}: process 0 (host {HOST}): step 2 is older than the newest checkpoint (3) in "
         f"{tmp_path}; resume from it, use another directory, or give up the later steps with discard_after(2); earlier "
         "checkpoints are as they were"
     )
-    assert found == [((moved,), older, 4, 4)] * 2
+    assert outcomes == [((moved,), older, 4, 4)] * 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["00000003", "00000003.superseded", "00000004"]
 
 
@@ -177,7 +179,7 @@ def _needs_room(store: CheckpointStore) -> None:
 
 
 @pytest.mark.parametrize(
-    ("do", "said"),
+    ("do", "reason"),
     [
         (_fails_to_write, f"process 1 (host {HOST}): no space left on device"),
         (_can_not_be_stored, f"process 1 (host {HOST}): params: x/key is a typed key<fry>; store jax.random.key_data(key) "
@@ -187,21 +189,21 @@ def _needs_room(store: CheckpointStore) -> None:
     ],
 )  # fmt: skip
 def test_a_save_that_fails_in_one_process_fails_in_all(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, do: Callable[[CheckpointStore], None], said: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, do: Callable[[CheckpointStore], None], reason: str
 ) -> None:
     CheckpointStore(tmp_path).save(1, {}, {}, {}, wait=True)
     write = form.write
 
-    def full(folder: Path, *more: Any) -> None:
-        write(folder, *more)
+    def full(folder: Path, *args: Any) -> None:
+        write(folder, *args)
         if folder.name == "part1":
             raise OSError("No space left on device")
 
     if do is _fails_to_write:
         monkeypatch.setattr(form, "write", full)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=2_000_000))
-    told = same_error(saved_by(2, tmp_path, do))
-    assert told == f"can't save step 2 in {tmp_path}: {said}; earlier checkpoints are as they were"
+    error = same_error(saved_by(2, tmp_path, do))
+    assert error == f"can't save step 2 in {tmp_path}: {reason}; earlier checkpoints are as they were"
     assert [path.name for path in tmp_path.iterdir()] == ["00000001"]
 
 
@@ -240,8 +242,8 @@ def test_two_processes_of_jax(tmp_path: Path, capfd: pytest.CaptureFixture[str])
     with Launch([sys.executable, "-c", SAVE, str(tmp_path / "run"), "jax", "2"], 2, tmp_path) as started:
         ended = started.run(0)
     assert (ended, *capfd.readouterr()) == (0, "", "")
-    whole = load_params(tmp_path / "run")
-    assert {layer: np.unique(np.asarray(a)).tolist() for layer, a in whole.items()} == {"0": [2], "1": [2]}
+    params = load_params(tmp_path / "run")
+    assert {layer: np.unique(np.asarray(a)).tolist() for layer, a in params.items()} == {"0": [2], "1": [2]}
 
 
 @pytest.mark.soak
@@ -261,10 +263,10 @@ def test_a_kill_of_any_process_at_any_moment(tmp_path: Path) -> None:
         assert [child.poll() for child in children] == [None, None]
         rng.choice(children).kill()
         assert sorted(child.wait(20) for child in children) == [-signal.SIGKILL, LOST]
-        found = CheckpointStore(tmp_path).latest_intact()
-        assert (found.step or 0) >= least
-        least = found.step or 0
-        assert found.warnings == ()
+        intact = CheckpointStore(tmp_path).latest_intact()
+        assert (intact.step or 0) >= least
+        least = intact.step or 0
+        assert intact.warnings == ()
     assert least >= 40
 
 
@@ -292,11 +294,11 @@ def test_damage_is_named_and_never_loads(saved: Path, tmp_path: Path, most: int)
     for path in rng.sample(files, min(most, len(files))):
         original = path.read_bytes()
         _damaged(path, rng.choice(["missing", "torn", "flipped"]), rng)
-        found = store.latest_intact()
-        assert found.step == 10, path
+        intact = store.latest_intact()
+        assert intact.step == 10, path
         name = path.relative_to(folder).as_posix()
-        assert f"passed over step 20: checkpoint {folder} is " in found.warnings[0]
-        assert name in found.warnings[0]
+        assert f"passed over step 20: checkpoint {folder} is " in intact.warnings[0]
+        assert name in intact.warnings[0]
         if not name.startswith("part2/") and name.count("/") != 1:  # else it is not read
             with pytest.raises(CheckpointError, match=rf"checkpoint {folder} is .*{name}.*; step 10 is intact: load "):
                 store.load(20)
@@ -321,9 +323,9 @@ def test_all_processes_pass_over_what_one_finds_damaged(saved: Path, tmp_path: P
     def read(store: CheckpointStore) -> Any:
         return store.latest_intact(), store.load(10, layers=[["embed"], ["h.0"], ["head"]][store.processes.mine]).step
 
-    found = saved_by(3, tmp_path / "copy", read)
-    assert found[1:] == found[:1] * 2
-    intact, step = found[0]
+    outcomes = saved_by(3, tmp_path / "copy", read)
+    assert outcomes[1:] == outcomes[:1] * 2
+    intact, step = outcomes[0]
     assert (intact.step, step, len(intact.warnings)) == (10, 10, 1)
     assert victim.relative_to(tmp_path / "copy" / "00000020").as_posix() in intact.warnings[0]
 
@@ -333,8 +335,8 @@ def test_an_error_of_one_reader_is_that_of_all(saved: Path, tmp_path: Path) -> N
     folder = tmp_path / "copy" / "00000020"
     _damaged(next(p for p in (folder / "part1" / "params").rglob("*") if p.is_file()), "flipped", random.Random(1))
     layers = [["embed"], ["h.0"], ["head"]]
-    told = same_error(saved_by(3, tmp_path / "copy", lambda store: store.load(layers=layers[store.processes.mine])))
-    assert told.startswith(f"checkpoint {folder} is damaged: part1/params/")
-    assert told.endswith(f"; step 10 is intact: load {tmp_path / 'copy' / '00000010'}")
+    error = same_error(saved_by(3, tmp_path / "copy", lambda store: store.load(layers=layers[store.processes.mine])))
+    assert error.startswith(f"checkpoint {folder} is damaged: part1/params/")
+    assert error.endswith(f"; step 10 is intact: load {tmp_path / 'copy' / '00000010'}")
     none = same_error(saved_by(2, tmp_path / "none", lambda store: store.load()))
     assert none == f"no checkpoint in {tmp_path / 'none'}: it does not exist; train first, or correct the path"

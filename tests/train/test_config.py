@@ -170,8 +170,8 @@ def test_bounds_themselves_are_allowed() -> None:
 
 def test_ids_may_come_from_several_sources_or_a_function() -> None:
     sources = ["data.sources.a.path=a.npy", "data.sources.b.path=b.npz"]
-    for more in (["data.target=mine:batches"], sources):
-        assert TrainConfig().override(["data.tokenizer=ids:29", *more]).data.tokenizer == "ids:29"
+    for overrides in (["data.target=mine:batches"], sources):
+        assert TrainConfig().override(["data.tokenizer=ids:29", *overrides]).data.tokenizer == "ids:29"
     text = refusal(TrainConfig().override, ["data.tokenizer=ids:29", *sources, "data.sources.b.path=b.txt"])
     assert text.endswith("but data.sources.b.path=b.txt is text")
 
@@ -403,12 +403,12 @@ def test_all_problems_are_told_at_once_with_their_places(tmp_path: Path) -> None
     assert len(problems) == 5
 
 
-@pytest.mark.parametrize(("count", "told"), [(12, 12), (30, 20)])
-def test_the_command_line_tells_all_of_them(count: int, told: int, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("count", "problems"), [(12, 12), (30, 20)])
+def test_the_command_line_tells_all_of_them(count: int, problems: int, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", *(f"run.{k}={'long' * 9}" for k in range(count))]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.count("unknown key") == told
-    assert line.endswith(" (and 10 more problems)") == (count > told)
+    assert line.count("unknown key") == problems
+    assert line.endswith(" (and 10 more problems)") == (count > problems)
 
 
 def test_a_rule_on_a_value_that_is_already_wrong_stays_silent() -> None:
@@ -548,22 +548,22 @@ OLD = {
 
 
 def test_every_key_of_before_says_what_it_said() -> None:
-    known, unknown = known_settings(OLD)
-    assert known["data"]["reading"].pop("pack") == "windows"  # there was no choice then
-    found = Collected(TrainConfig)
-    found.add_table(OLD, "a file")
-    assert not unknown and not found.problems
-    assert found.values.keys() == dict(leaves_of(TrainConfig, known)).keys() <= leaf_hints(TrainConfig).keys()
+    settings, unknown = known_settings(OLD)
+    assert settings["data"]["reading"].pop("pack") == "windows"  # there was no choice then
+    collected = Collected(TrainConfig)
+    collected.add_table(OLD, "a file")
+    assert not unknown and not collected.problems
+    assert collected.values.keys() == dict(leaves_of(TrainConfig, settings)).keys() <= leaf_hints(TrainConfig).keys()
     default = TrainConfig().by_key()
     for section, key in ((section, key) for section, leaves in OLD.items() for key in leaves):
         value = OLD[section][key]
-        (full,) = [k for k in found.values if k.endswith(f".{key}") and section in k.split(".")]
-        assert plain(found.values[full]) == value != default[full]
-        assert dict(leaves_of(TrainConfig, known))[full] == value
+        (full,) = [k for k in collected.values if k.endswith(f".{key}") and section in k.split(".")]
+        assert plain(collected.values[full]) == value != default[full]
+        assert dict(leaves_of(TrainConfig, settings))[full] == value
         override = Collected(TrainConfig)
         text = value if isinstance(value, str) else to_toml({"x": {"y": value}}).partition(" = ")[2].strip()
         override.add_override(f"{section}.{key}={text}")
-        assert not override.problems and override.values == {full: found.values[full]}
+        assert not override.problems and override.values == {full: collected.values[full]}
         assert reduce(getattr, full.split("."), TrainConfig()) == getattr(getattr(TrainConfig(), section), key)
 
 
@@ -593,8 +593,8 @@ def test_retired_keys_say_what_they_said(old: list[str], new: list[str]) -> None
         value = {"true": True, "false": False, "3": 3}.get(text, [text] if key == "trackers" else text)
         stored.setdefault(section, {})[key] = value
     assert TrainConfig.from_dict(stored) == config
-    known, unknown = known_settings(stored)
-    assert TrainConfig.from_dict(known) == config and not unknown
+    settings, unknown = known_settings(stored)
+    assert TrainConfig.from_dict(settings) == config and not unknown
 
 
 def test_retired_keys_are_checked() -> None:

@@ -39,9 +39,9 @@ BYTES = ByteTokenizer()
 MARK = b"\xef\xbb\xbf"
 
 
-def refusal(call: Callable[..., Any], *given: Any, **named: Any) -> str:
+def refusal(call: Callable[..., Any], *args: Any, **named: Any) -> str:
     with pytest.raises((DataError, ConfigError)) as caught:
-        call(*given, **named)
+        call(*args, **named)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -89,9 +89,9 @@ NAMES = [
     st.integers(1, 200),
 )
 def test_records_are_read_under_any_name(
-    found: list[str], name: str, packing: str, form: str, before: bytes, ascii_only: bool, piece_bytes: int
+    contents: list[str], name: str, packing: str, form: str, before: bytes, ascii_only: bool, piece_bytes: int
 ) -> None:
-    rows = [{"n": [{}], "text": text} for text in found]
+    rows = [{"n": [{}], "text": text} for text in contents]
     lines = [json.dumps(row, ensure_ascii=ascii_only) for row in rows]
     text = (
         "\r\n".join(lines)
@@ -102,9 +102,9 @@ def test_records_are_read_under_any_name(
         patch.setattr(documents, "PIECE_BYTES", piece_bytes)
         path = Path(folder, name)
         path.write_bytes(packed(before + text.encode(), packing))
-        assert texts(load_corpus(path, BYTES)) == found
+        assert texts(load_corpus(path, BYTES)) == contents
         store = build_store([path], Path(folder, "store"), BYTES, Reading()).folder
-        assert texts(load_corpus(store, BYTES)) == found
+        assert texts(load_corpus(store, BYTES)) == contents
 
 
 RECORDS = b'{"text": "one"}\n{"text": "two"}\n'
@@ -304,19 +304,19 @@ def test_a_folder_loses_no_file_without_a_word(
                 place.symlink_to(folders[which % len(folders)])
         notes: list[str] = []
         try:
-            found = documents.files_at(root, Reading().suffixes, notes.append)
+            paths = documents.files_at(root, Reading().suffixes, notes.append)
         except DataError as error:
-            found, notes = (), [str(error)]
+            paths, notes = (), [str(error)]
         hidden = lambda path: any(part.startswith(".") for part in path.relative_to(scratch).parts)  # noqa: E731
-        assert not any(map(hidden, found))
-        real = [os.path.realpath(path) for path in found]
+        assert not any(map(hidden, paths))
+        real = [os.path.realpath(path) for path in paths]
         assert len(set(real)) == len(real), "twice"
         ends = (".txt", ".jsonl")
-        wanted = {str(p) for p in root.rglob("*") if p.is_file() and not p.is_symlink() and not hidden(p)}
-        assert {p for p in wanted if p.lower().endswith(ends)} <= set(real)
-        assert all(str(path) in real for path in found if not any(p.is_symlink() for p in [path, *path.parents]))
-        assert list(found) == sorted(found, key=lambda p: p.relative_to(root).parts)
-        left = sum(not p.lower().endswith(ends) for p in wanted)
+        visible = {str(p) for p in root.rglob("*") if p.is_file() and not p.is_symlink() and not hidden(p)}
+        assert {p for p in visible if p.lower().endswith(ends)} <= set(real)
+        assert all(str(path) in real for path in paths if not any(p.is_symlink() for p in [path, *path.parents]))
+        assert list(paths) == sorted(paths, key=lambda p: p.relative_to(root).parts)
+        left = sum(not p.lower().endswith(ends) for p in visible)
         dangling = [p for p in root.rglob("*") if p.is_symlink() and not p.exists() and not hidden(p)]
         if left or dangling:
             (note,) = notes
@@ -408,8 +408,10 @@ def test_a_store_knows_the_content_of_its_sources(text: bytes, place: int, flip:
 def test_stores_and_journals_of_changed_sources(tmp_path: Path) -> None:
     path, store = tmp_path / "a.jsonl", tmp_path / "store"
     path.write_bytes(RECORDS)
-    found = build_store([path], store, BYTES, Reading())
-    older = type(found)(store, {key: value for key, value in found.spec.items() if key != "contents"}, found.parts)
+    current = build_store([path], store, BYTES, Reading())
+    older = type(current)(
+        store, {key: value for key, value in current.spec.items() if key != "contents"}, current.parts
+    )
     (store / "store.json").write_text(older.to_json())
     notes: list[str] = []
     build_store([path], store, BYTES, Reading(), note=notes.append)

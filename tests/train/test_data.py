@@ -315,12 +315,12 @@ def test_truncated_and_damaged_arrays_are_refused(tmp_path: Path, kind: str) -> 
     path = tmp_path / f"a.{kind}"
     ids = np.arange(5000) % 256
     np.save(path, ids) if kind == "npy" else np.savez_compressed(path, ids)
-    whole = path.read_bytes()
-    path.write_bytes(whole[: len(whole) // 2])
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2])
     assert f"not a readable .{kind} array" in refusal(load_corpus, path, BYTES)
     if kind == "npz":
-        middle = len(whole) // 2
-        path.write_bytes(whole[:middle] + bytes([whole[middle] ^ 0xFF]) + whole[middle + 1 :])
+        middle = len(content) // 2
+        path.write_bytes(content[:middle] + bytes([content[middle] ^ 0xFF]) + content[middle + 1 :])
         assert "not a readable .npz array" in refusal(load_corpus, path, BYTES)
 
 
@@ -362,9 +362,9 @@ def test_the_permutation_is_one(n: int, key: int) -> None:
 def test_the_permutation_has_random_access(n: int, key: int, data: st.DataObject) -> None:
     indices = np.array(data.draw(st.lists(st.integers(0, n - 1), max_size=20)), dtype=np.int64)
     order = Permutation(n, key)
-    together = order(indices)
-    assert ((together >= 0) & (together < n)).all()
-    assert together.tolist() == [int(order(indices[i : i + 1])[0]) for i in range(len(indices))]
+    permuted = order(indices)
+    assert ((permuted >= 0) & (permuted < n)).all()
+    assert permuted.tolist() == [int(order(indices[i : i + 1])[0]) for i in range(len(indices))]
 
 
 def test_the_permutation_stays_the_same_for_ever() -> None:
@@ -553,8 +553,8 @@ def test_held_out_batches_cover_every_target_once(n: int, seq_len: int, batch: i
     data = dataset(n)
     batches = data.held_out_batches(batch, seq_len)
     counted = np.concatenate([b["targets"][b["weights"] > 0] for b in batches])
-    wanted = np.concatenate([piece[1:] for piece in data.pieces("held_out")])
-    assert sorted(counted.tolist()) == sorted(wanted.tolist())
+    targets = np.concatenate([piece[1:] for piece in data.pieces("held_out")])
+    assert sorted(counted.tolist()) == sorted(targets.tolist())
     for b in batches:
         assert b["tokens"].shape == b["targets"].shape == b["weights"].shape == (batch, seq_len)
         assert (b["targets"] == b["tokens"] + 1)[b["weights"] > 0].all()

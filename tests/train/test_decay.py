@@ -52,8 +52,8 @@ def model_of(leaves: Mapping[str, Any], matrices: Mapping[Any, Matrix] | None = 
 
 def updates_of(model: Model, name: str, weight_decay: float) -> Any:
     """What the first step at full rate adds to parameters of 10 whose gradients are 1."""
-    asked = (f"optimizer.name={name}", f"optimizer.weight_decay={weight_decay}", "optimizer.lr=0.01")
-    optimizer = optimizer_of(TrainConfig().override([*asked, "optimizer.warmup_steps=0"]), model)
+    overrides = (f"optimizer.name={name}", f"optimizer.weight_decay={weight_decay}", "optimizer.lr=0.01")
+    optimizer = optimizer_of(TrainConfig().override([*overrides, "optimizer.warmup_steps=0"]), model)
     params = jax.tree.map(lambda a: jnp.full(a.shape, 10.0), init_params(model, 0))
     grads = jax.tree.map(jnp.ones_like, params)
     return optimizer.update(grads, optimizer.init(params), params)[0]
@@ -113,10 +113,10 @@ def foreign_trees() -> Mapping[str, tuple[Any, set[str]]]:
 
 @pytest.mark.parametrize("kind", ["attention", "general", "scanned", "nnx attention", "by hand", "torch's names"])
 def test_biases_and_scales_of_other_models_do_not_decay(kind: str) -> None:
-    leaves, wanted = foreign_trees()[kind]
-    found = decayed(model_of(leaves))
-    assert {path[-1] for _, path in found} == wanted
-    assert ("inner", ("norm_1", "weight")) not in found
+    leaves, names = foreign_trees()[kind]
+    decayed_leaves = decayed(model_of(leaves))
+    assert {path[-1] for _, path in decayed_leaves} == names
+    assert ("inner", ("norm_1", "weight")) not in decayed_leaves
 
 
 def test_a_layers_own_word_counts() -> None:
@@ -158,8 +158,8 @@ def test_it_is_a_mask_for_optax() -> None:
     optimizer = optax.adamw(1e-2, weight_decay=0.5, mask=decay_mask(model))
     params = init_params(model, 0)
     zeros = jax.tree.map(jnp.zeros_like, params)
-    made, _ = optimizer.update(zeros, optimizer.init(params), params)
-    assert not np.any(made["block_00"]["qkv"]["bias"]) and np.any(made["block_00"]["qkv"]["kernel"])
+    updates, _ = optimizer.update(zeros, optimizer.init(params), params)
+    assert not np.any(updates["block_00"]["qkv"]["bias"]) and np.any(updates["block_00"]["qkv"]["kernel"])
 
 
 def test_a_resumed_run_keeps_the_rule_that_it_began_with(tmp_path: Path) -> None:
@@ -167,16 +167,21 @@ def test_a_resumed_run_keeps_the_rule_that_it_began_with(tmp_path: Path) -> None
     text = write_text(tmp_path / "a.txt")
 
     def go_on(name: str, steps: int) -> str:
-        more = ("run.eval_every=0", "run.checkpoint_every=0", "optimizer.weight_decay=0.5", "run.output.keep_last=9")
-        return run(config(text, tmp_path / name, *more, f"run.steps={steps}"))[1]
+        overrides = (
+            "run.eval_every=0",
+            "run.checkpoint_every=0",
+            "optimizer.weight_decay=0.5",
+            "run.output.keep_last=9",
+        )
+        return run(config(text, tmp_path / name, *overrides, f"run.steps={steps}"))[1]
 
     assert "weight decay 0.5 acts on 10 leaves" in go_on("new", 4)
     shutil.copytree(tmp_path / "new", tmp_path / "old")
     rewrite_manifest(tmp_path / "old" / "checkpoints" / "00000004", lambda body: body["meta"].pop("decay"))
     assert "number of axes" not in go_on("new", 6)
     assert "; this run began when the number of axes decided what decays" in go_on("old", 6)
-    kept = [read_manifest(tmp_path / name / "checkpoints", 6).meta["decay"] for name in ("new", "old")]
-    assert kept == ["role", "axes"]
+    rules = [read_manifest(tmp_path / name / "checkpoints", 6).meta["decay"] for name in ("new", "old")]
+    assert rules == ["role", "axes"]
     new, old = (load_params(tmp_path / name, step=6)["block_00"] for name in ("new", "old"))
     assert not np.array_equal(new["qkv"]["bias"], old["qkv"]["bias"])
     rewrite_manifest(tmp_path / "new" / "checkpoints" / "00000006", lambda body: body["meta"].update(decay="colour"))

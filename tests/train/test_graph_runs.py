@@ -85,8 +85,8 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def config(file: Path, out: str, *more: str) -> TrainConfig:
-    return load_config(file, [f"run.out_dir={file.parent / out}", *more])
+def config(file: Path, out: str, *overrides: str) -> TrainConfig:
+    return load_config(file, [f"run.out_dir={file.parent / out}", *overrides])
 
 
 def cli(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, str, str]:
@@ -96,8 +96,8 @@ def cli(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, str, st
 
 
 def assert_same_end(one: Path, other: Path, step: int) -> None:
-    (*arrays, data, loss), (*want, want_data, want_loss) = final(one, step), final(other, step)
-    assert_same_arrays(arrays, want)
+    (*arrays, data, loss), (*expected, want_data, want_loss) = final(one, step), final(other, step)
+    assert_same_arrays(arrays, expected)
     assert (data, loss) == (want_data, want_loss)
 
 
@@ -110,14 +110,14 @@ def test_towers_trained_resumed_evaluated_rehearsed_and_planned(
     """Two steps on five ranks in a row, then two more with each tower on its own: what four steps of either give."""
     with monkeypatch.context() as patch:
         patch.setattr(run_directory, "PICTURES", ("timeline.svg",))
-        whole, said = run(config(file, "whole"))
-    assert "5 stages for schedule towers" in said and (whole.out_dir / "pictures" / "timeline.svg").exists()
+        straight, output = run(config(file, "whole"))
+    assert "5 stages for schedule towers" in output and (straight.out_dir / "pictures" / "timeline.svg").exists()
     row = ("pipeline.schedule=1f1b", "pipeline.cut=[2,4,5,7]", "pipeline.ranks=5")
     run(config(file, "parts", "run.steps=2", *row))
     run(config(file, "parts"))
-    assert_same_end(file.parent / "parts", whole.out_dir, 4)
-    code, out, err = cli(capsys, "eval", whole.out_dir, *CODE)
-    assert code == 0 and f"{whole.eval_loss:.4f}" in out, err
+    assert_same_end(file.parent / "parts", straight.out_dir, 4)
+    code, out, err = cli(capsys, "eval", straight.out_dir, *CODE)
+    assert code == 0 and f"{straight.eval_loss:.4f}" in out, err
     code, out, err = cli(capsys, "rehearse", file, "--all-ranks", "--steps", 1, "--no-host-link")
     assert code == 0 and out.count("predicted ÷ measured 1.000") == 3, err
     code, out, err = cli(capsys, "plan", file)
@@ -128,11 +128,11 @@ def test_a_loss_over_two_microbatches_trained_evaluated_rehearsed_and_planned(
     file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As over one, where rows do not count for each other."""
-    more = ("pipeline.towers.a.rules=backward", "run.steps=2")
-    one = run(config(file, "one", *more, "model.options.drops=false"))[0]
-    two = run(config(file, "two", *more, "model.target=tests.support.graph_models:grouped"))[0]
+    towers = ("pipeline.towers.a.rules=backward", "run.steps=2")
+    one = run(config(file, "one", *towers, "model.options.drops=false"))[0]
+    two = run(config(file, "two", *towers, "model.target=tests.support.graph_models:grouped"))[0]
     np.testing.assert_allclose((two.loss, two.eval_loss), (one.loss, one.eval_loss), rtol=1e-6)
-    overrides = (*more[:1], "model.target=tests.support.graph_models:grouped")
+    overrides = (*towers[:1], "model.target=tests.support.graph_models:grouped")
     code, out, err = cli(capsys, "rehearse", file, *overrides, "--all-ranks", "--steps", 1, "--no-host-link")
     assert code == 0 and out.count("predicted ÷ measured 1.000") == 3, err
     code, out, err = cli(capsys, "plan", file, *overrides)
@@ -155,21 +155,23 @@ def test_towers_that_exchange_trained_rehearsed_and_planned(
     placement = towers_of({"a": one_to_one(2), "b": circular(1, 2)}, join=("b",))
     schedule = exchanging(traverse(placement, 4, Traversal("backward", in_flight_per_stage=4)))
     (file.parent / "exchange.sched").write_text(str(schedule))
-    given = ("--import", "outside_exchange", f"pipeline.schedule={file.parent / 'exchange.sched'}")
-    code, _, err = cli(capsys, "train", "--config", file, *given, "run.steps=2", f"run.out_dir={file.parent / 'run'}")
+    arguments = ("--import", "outside_exchange", f"pipeline.schedule={file.parent / 'exchange.sched'}")
+    code, _, err = cli(
+        capsys, "train", "--config", file, *arguments, "run.steps=2", f"run.out_dir={file.parent / 'run'}"
+    )
     assert code == 0, err
-    code, out, err = cli(capsys, "rehearse", file, *given, "--all-ranks", "--steps", 1, "--no-host-link")
+    code, out, err = cli(capsys, "rehearse", file, *arguments, "--all-ranks", "--steps", 1, "--no-host-link")
     assert code == 0 and out.count("predicted ÷ measured 1.000") == 3 and out.count("Meet") == 2, err
-    code, out, err = cli(capsys, "plan", file, *given)
+    code, out, err = cli(capsys, "plan", file, *arguments)
     assert code == 0 and "on 3 ranks" in out and "but Meet, an op of your own, takes no time" in out, err
 
 
 def test_a_graph_with_frozen_layers_a_tie_and_two_losses(file: Path) -> None:
     """Over dp 2 with ZeRO-1, resumed in another order; both losses are reported."""
-    more = (*LADDER, "pipeline.dp=2", "pipeline.zero1=true")
-    run(config(file, "whole", *more))
-    run(config(file, "parts", *more, "run.steps=2"))
-    run(config(file, "parts", *more, "pipeline.schedule=zb-h1"))
+    overrides = (*LADDER, "pipeline.dp=2", "pipeline.zero1=true")
+    run(config(file, "whole", *overrides))
+    run(config(file, "parts", *overrides, "run.steps=2"))
+    run(config(file, "parts", *overrides, "pipeline.schedule=zb-h1"))
     assert_same_end(file.parent / "whole", file.parent / "parts", 4)
     assert any("aux" in name for record in deterministic(file.parent / "whole") for name in record)
     params = final(file.parent / "whole", 4)[0]
@@ -179,7 +181,7 @@ def test_a_graph_with_frozen_layers_a_tie_and_two_losses(file: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("overrides", "message"),
     [
         (["pipeline.towers.a.ranks=3"], "pipeline.towers have 4 ranks, and pipeline.ranks is 3: make them equal"),
         (["pipeline.chunks=2"], "towers have chunks of their own, as in pipeline.towers.NAME.chunks=2"),
@@ -220,16 +222,18 @@ def test_a_graph_with_frozen_layers_a_tie_and_two_losses(file: Path) -> None:
         ),
     ],
 )
-def test_bad_towers_are_one_line(file: Path, capsys: pytest.CaptureFixture[str], given: list[str], told: str) -> None:
-    code, _, err = cli(capsys, "train", "--config", file, f"run.out_dir={file.parent / 'run'}", *given)
-    assert code == 2 and told in err and err.count("\n") == 1 and err.startswith("jaxpipe: ")
+def test_bad_towers_are_one_line(
+    file: Path, capsys: pytest.CaptureFixture[str], overrides: list[str], message: str
+) -> None:
+    code, _, err = cli(capsys, "train", "--config", file, f"run.out_dir={file.parent / 'run'}", *overrides)
+    assert code == 2 and message in err and err.count("\n") == 1 and err.startswith("jaxpipe: ")
 
 
 def test_a_config_with_towers_reads_back_and_forgets_them_with_their_schedule(file: Path) -> None:
-    here = load_config(file)
+    loaded = load_config(file)
     again = file.with_name("again.toml")
-    again.write_text(here.to_toml(), encoding="utf-8")
-    assert load_config(again) == here and here.pipeline.towers["a"]["ranks"] == 2
+    again.write_text(loaded.to_toml(), encoding="utf-8")
+    assert load_config(again) == loaded and loaded.pipeline.towers["a"]["ranks"] == 2
     assert load_config(file, ["pipeline.schedule=1f1b"]).pipeline.towers == {}
 
 
@@ -276,8 +280,8 @@ def whole_gradient(model: Model) -> Any:
     """``(loss, gradients)`` of parameters and a whole batch, one program."""
 
     def loss(p: Any, batch: Any) -> Any:
-        found = metrics_of(model, p, batch)
-        heads = [found[model.layers[k].name] for k in model.losses]
+        metrics = metrics_of(model, p, batch)
+        heads = [metrics[model.layers[k].name] for k in model.losses]
         return sum(total / weight for total, weight in heads)
 
     return jax.jit(jax.value_and_grad(loss))
@@ -315,8 +319,8 @@ def test_a_trainer_steps_as_the_unsplit_model(make: Any, x64: None) -> None:
     for k in range(3):
         batch = rows(4, k)
         state, metrics = trainer.step(state, batch)
-        want, params = unsplit_step(model, gradient, params, batch, 0.3)
-        np.testing.assert_allclose(float(metrics.loss), want, rtol=1e-10)
+        expected, params = unsplit_step(model, gradient, params, batch, 0.3)
+        np.testing.assert_allclose(float(metrics.loss), expected, rtol=1e-10)
         trainer = trainer.with_schedule(("looped-bfs", "looped-dfs", "interleaved-1f1b")[k])
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10), dict(trainer.params(state)), params)
 

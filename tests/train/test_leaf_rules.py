@@ -60,18 +60,18 @@ RULES = [late, pytest.param(early, marks=pytest.mark.soak)]
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("rule", RULES)
 def test_gradients_of_what_is_trained_keep_every_bit(rule: LeafRule) -> None:
-    every, some = cases.pipeline(), cases.pipeline(trainable=rule)
-    want_loss, want = every.loss_and_grads(every.place(params()), batches()[0])
-    loss, got = some.loss_and_grads(some.place(params()), batches()[0])
+    full, partial = cases.pipeline(), cases.pipeline(trainable=rule)
+    want_loss, expected = full.loss_and_grads(full.place(params()), batches()[0])
+    loss, got = partial.loss_and_grads(partial.place(params()), batches()[0])
     assert float(loss) == float(want_loss)
-    trained, others = split_by(rule, got)
-    assert_same_arrays(trained, split_by(rule, want)[0])
-    assert not any(np.asarray(v).any() for v in others)
-    assert sum(a.size for s in some.stages for a in s.acc_avals) == sum(v.size for v in trained), (
+    trained, frozen = split_by(rule, got)
+    assert_same_arrays(trained, split_by(rule, expected)[0])
+    assert not any(np.asarray(v).any() for v in frozen)
+    assert sum(a.size for s in partial.stages for a in s.acc_avals) == sum(v.size for v in trained), (
         "nothing is kept for them"
     )
-    assert sum(s.flops["W"] for s in some.stages) < sum(s.flops["W"] for s in every.stages)
-    bare = some.stages[0 if rule is late else 1]
+    assert sum(s.flops["W"] for s in partial.stages) < sum(s.flops["W"] for s in full.stages)
+    bare = partial.stages[0 if rule is late else 1]
     assert [str(p) for p in bare.functions["W"].outputs] == ["token0"]
     if rule is late:
         assert bare.flops["B"] == bare.residual_bytes == 0, "nothing before it wants a gradient either"
@@ -83,13 +83,13 @@ def test_what_is_not_trained_stays_and_the_rest_goes_on_as_on_one_device(rule: L
     step = TrainStep(cases.pipeline(trainable=rule), optax.adamw(1e-2, weight_decay=0.1))
     got, optimizer, metrics = over_ranks(step)
     labels = jax.tree_util.tree_map_with_path(lambda k, _: rule(k[0].key, tuple(x.key for x in k[1:])), dict(params()))
-    want = on_one_device(
+    expected = on_one_device(
         optax.partition({True: optax.adamw(1e-2, weight_decay=0.1), False: optax.set_to_zero()}, labels)
     )
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-9)
-    trained, others = split_by(rule, got)
-    assert_same_arrays(others, split_by(rule, dict(params()))[1])
+    trained, frozen = split_by(rule, got)
+    assert_same_arrays(frozen, split_by(rule, dict(params()))[1])
     moments = [leaf for leaf in jax.tree.leaves(optimizer) if leaf.ndim]
     assert sum(leaf.size for leaf in moments) == 2 * sum(leaf.size for leaf in trained)
     assert bool(metrics.finite)
@@ -100,8 +100,8 @@ def test_shards_and_buckets_of_what_is_trained() -> None:
     step = TrainStep(cases.pipeline(2, 2, half), optax.adam(1e-2), zero1=True)
     got, optimizer, _ = over_ranks(step)
     labels = jax.tree_util.tree_map_with_path(lambda k, _: half(k[0].key, tuple(x.key for x in k[1:])), dict(params()))
-    want = on_one_device(optax.partition({True: optax.adam(1e-2), False: optax.set_to_zero()}, labels))
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+    expected = on_one_device(optax.partition({True: optax.adam(1e-2), False: optax.set_to_zero()}, labels))
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-8, atol=1e-11)
     again = step.by_layer(step.init(jax.device_get(got), jax.device_get(optimizer), step=3))
     assert_same_arrays(jax.device_get(again), jax.device_get((got, optimizer)))
@@ -142,38 +142,38 @@ def steps(step: TrainStep, state: TrainState, seeds: range) -> TrainState:
 def test_masters_only_for_what_is_trained_and_narrow() -> None:
     step, start = mixed(), init_params(tied_gpt(), 0)
     pipe, state = step.pipeline, steps(mixed(), mixed().init(start), range(3))
-    whole = step.by_layer(state)[0]
-    assert {a.dtype for a in jax.tree.leaves(whole)} == {np.dtype(np.float32)}
+    masters = step.by_layer(state)[0]
+    assert {a.dtype for a in jax.tree.leaves(masters)} == {np.dtype(np.float32)}
     table = ("embed", "tokens", "embedding")
-    np.testing.assert_array_equal(get_leaf(whole, table), get_leaf(start, table))
+    np.testing.assert_array_equal(get_leaf(masters, table), get_leaf(start, table))
     assert np.asarray(get_leaf(start, table).astype(jnp.bfloat16) != get_leaf(start, table)).any(), (
         "no float32 number is lost"
     )
     for stage in range(2):
         layout, buffers = pipe.layout(stage), state.compute[pipe.primary(stage)]
-        own = layout.unpack(buffers)
+        stage_leaves = layout.unpack(buffers)
         for slot in layout.slots:
             copy = (slot.layer, slot.path) in layout.shared
             at = (slot.layer, *slot.path)
-            computed, master = get_leaf(own, at), None if copy else get_leaf(whole, at)
+            computed, master = get_leaf(stage_leaves, at), None if copy else get_leaf(masters, at)
             assert slot.dtype == (jnp.float32 if norms(slot.layer, slot.path) else jnp.bfloat16)
             assert layout.trains(slot) == (at != table and not copy), "a tied copy is as its owner"
             if norms(slot.layer, slot.path):
                 np.testing.assert_array_equal(np.asarray(computed), np.asarray(master))
                 assert np.asarray(computed.astype(jnp.bfloat16) != computed).any()
     narrow = [layout.buffers[i] for layout in map(pipe.layout, range(2)) for i in range(layout.num_trained)]
-    kept = sum(a.size for buffers in state.master.values() for a in buffers)
-    assert kept == sum(b.size for b in narrow if b.dtype == jnp.bfloat16)
+    master_elements = sum(a.size for buffers in state.master.values() for a in buffers)
+    assert master_elements == sum(b.size for b in narrow if b.dtype == jnp.bfloat16)
 
 
 def test_a_resumed_run_is_the_one_that_was_not_stopped_on_any_cut() -> None:
     step = mixed()
-    there = steps(step, step.init(init_params(tied_gpt(), 0)), range(1))
-    stored = jax.device_get(step.by_layer(there))
-    straight = jax.device_get(step.by_layer(steps(step, there, range(1, 3))))
+    state = steps(step, step.init(init_params(tied_gpt(), 0)), range(1))
+    stored = jax.device_get(step.by_layer(state))
+    straight = jax.device_get(step.by_layer(steps(step, state, range(1, 3))))
     assert_same_arrays(jax.device_get(step.by_layer(steps(step, step.init(*stored, step=1), range(1, 3)))), straight)
-    alone = mixed(1)
-    assert_same_arrays(jax.device_get(alone.by_layer(alone.init(*stored, step=1))), stored)
+    single = mixed(1)
+    assert_same_arrays(jax.device_get(single.by_layer(single.init(*stored, step=1))), stored)
     everything = TrainStep(other_rules(), optax.adamw(1e-2))
     with pytest.raises(CheckpointError, match="layer embed has no 0/mu/embed/tokens/embedding"):
         everything.init(*stored)
@@ -194,10 +194,10 @@ def test_predicted_memory_is_what_is_held() -> None:
 
 
 def test_a_layer_gets_its_float32_leaf_as_it_is() -> None:
-    seen: dict[str, Any] = {}
+    dtypes: dict[str, Any] = {}
 
     def apply(p: Any, x: Any, context: LayerContext) -> jax.Array:
-        seen.update({name: leaf.dtype.name for name, leaf in p.items()})
+        dtypes.update({name: leaf.dtype.name for name, leaf in p.items()})
         return (context.data["weights"].astype(p["w"].dtype) @ p["w"]) * p["gate"].astype(p["w"].dtype)[None]
 
     def loss(p: Any, x: Any, context: LayerContext) -> tuple[jax.Array, jax.Array]:
@@ -212,7 +212,7 @@ def test_a_layer_gets_its_float32_leaf_as_it_is() -> None:
     model = Model("gated", layers, lambda n: {"weights": jax.ShapeDtypeStruct((n, SEQ), jnp.float32)}, 1, SEQ)
     model = with_leaf_rules(model, float32=lambda layer, path: path == ("gate",))
     pipe = Pipeline.build(model, generate("1f1b", 1, 2), microbatch_size=2, compute_dtype=jnp.bfloat16)
-    assert seen == {"w": "bfloat16", "gate": "float32"}
+    assert dtypes == {"w": "bfloat16", "gate": "float32"}
     _, grads = pipe.loss_and_grads(pipe.place(init_params(model, 0)), {"weights": np.ones((2, 2, SEQ), np.float32)})
     assert grads["gated"]["gate"].dtype == jnp.float32
 

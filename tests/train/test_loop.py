@@ -87,8 +87,8 @@ def stopped(text: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path,
 
 def assert_same_run(out_dir: Path, other: Path) -> None:
     """Bit for bit: parameters, optimizer state, position in the data, metrics."""
-    (*arrays, data, eval_loss), (*want, want_data, want_loss) = final(out_dir), final(other)
-    assert_same_arrays(arrays, want)
+    (*arrays, data, eval_loss), (*expected, want_data, want_loss) = final(out_dir), final(other)
+    assert_same_arrays(arrays, expected)
     assert (data, eval_loss) == (want_data, want_loss)
     assert deterministic(out_dir) == deterministic(other)
 
@@ -127,7 +127,7 @@ def test_the_peak_is_of_steps_not_of_what_came_before(
         def memory_stats(self) -> dict[str, int]:
             return {"peak_bytes_in_use": next(peaks)}
 
-    monkeypatch.setattr(loop, "peak_bytes_in_use", lambda _, more: peak_bytes_in_use([Counting()], more))
+    monkeypatch.setattr(loop, "peak_bytes_in_use", lambda _, baseline: peak_bytes_in_use([Counting()], baseline))
     result, printed = run(config(text, tmp_path / "run", "run.steps=2", "run.log_every=1"))
     assert result.peak_measured_bytes == measured
     assert ("KiB measured" in printed) == (measured is not None)
@@ -161,18 +161,18 @@ def test_a_killed_process_and_a_terminated_run_resume_bit_for_bit(
         read_until(child, "step 15/")
         child.kill()
     assert child.returncode == -signal.SIGKILL
-    kept = CheckpointStore(out_dir / "checkpoints").latest_intact().step
-    assert kept in (5, 10, 15)
+    last_step = CheckpointStore(out_dir / "checkpoints").latest_intact().step
+    assert last_step in (5, 10, 15)
 
     def terminate(printed: str) -> None:
-        if printed.startswith(f"resumed from step {kept} "):
+        if printed.startswith(f"resumed from step {last_step} "):
             signal.raise_signal(signal.SIGTERM)
 
     result, out = run(config(text, out_dir), terminate)
     assert result.stopped
     at = CheckpointStore(out_dir / "checkpoints").latest_intact().step
     assert at is not None
-    assert at >= kept
+    assert at >= last_step
     assert f"stopped by SIGTERM after step {at} of {STEPS}; the checkpoint is saved" in out
     assert capfd.readouterr().err == "SIGTERM: stopping after this step and saving; a second signal ends at once\n"
 
@@ -230,9 +230,9 @@ def test_another_pipeline_goes_on_with_the_same_data(
 ) -> None:
     out_dir = copy_run(stopped[0], tmp_path / "run")
     run(config(text, out_dir, *overrides))
-    got, want = losses(out_dir), losses(straight[0])
-    assert list(got) == list(want)
-    np.testing.assert_allclose(list(got.values()), list(want.values()), rtol=1e-5)
+    got, expected = losses(out_dir), losses(straight[0])
+    assert list(got) == list(expected)
+    np.testing.assert_allclose(list(got.values()), list(expected.values()), rtol=1e-5)
     assert final(out_dir)[2] == final(straight[0])[2]  # the position in the data
     np.testing.assert_allclose(final(out_dir)[3], final(straight[0])[3], rtol=1e-5)
 
@@ -365,9 +365,9 @@ def test_a_failure_on_a_device_is_told_when_its_result_is_awaited(
         combine = scalars.combine
 
         def broken(*inputs: Any) -> Any:
-            made = combine(*inputs)
+            metrics = combine(*inputs)
             burn = jax.jit(lambda x: jax.pure_callback(fail, jax.ShapeDtypeStruct((), x.dtype), x))
-            return replace(made, loss=burn(made.loss))
+            return replace(metrics, loss=burn(metrics.loss))
 
         monkeypatch.setattr(scalars, "combine", broken)
         return trainer
@@ -406,9 +406,9 @@ def test_tensorboard_is_asked_for_before_anything_is_compiled(
 
 def test_a_window_of_steps_is_traced(text: Path, tmp_path: Path) -> None:
     quiet = ("run.eval_every=0", "run.checkpoint_every=0")
-    _, said = run(config(text, tmp_path / "run", "run.steps=3", "run.profile_steps=2,3", *quiet))
+    _, output = run(config(text, tmp_path / "run", "run.steps=3", "run.profile_steps=2,3", *quiet))
     folder = tmp_path / "run" / "profile"
-    assert f"the trace of run.profile_steps is in {folder}" in said
+    assert f"the trace of run.profile_steps is in {folder}" in output
     assert len(list(folder.glob("plugins/profile/*/*.xplane.pb"))) == 1
     assert json.loads((folder / "timeline.trace.json").read_text())
 
@@ -516,8 +516,8 @@ def test_bfloat16_with_dropout_and_a_bidirectional_file(text: Path, tmp_path: Pa
     assert store.steps() == (4,)
     floats = [a for a in jax.tree.leaves(store.load(4).params) if a.dtype.kind == "f"]
     assert {a.dtype.name for a in floats} == {"float32"}
-    more, _ = run(config(text, tmp_path / "run", *overrides, "run.steps=6"))
-    assert (more.step, more.steps_run) == (6, 2)
+    resumed, _ = run(config(text, tmp_path / "run", *overrides, "run.steps=6"))
+    assert (resumed.step, resumed.steps_run) == (6, 2)
 
 
 def test_progress_goes_nowhere_but_to_the_stream(

@@ -118,22 +118,22 @@ def test_a_file_that_is_not_ours_is_refused(tmp_path: Path, line: str) -> None:
 
 def test_a_place_that_can_not_be_written_is_told_once(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    told: list[str] = []
-    with MetricsLog(tmp_path / "file" / "m.jsonl", warn=told.append) as log:
+    warnings: list[str] = []
+    with MetricsLog(tmp_path / "file" / "m.jsonl", warn=warnings.append) as log:
         log.write(1, {"loss": 1.0})
         log.sync()
-    (line,) = told
+    (line,) = warnings
     assert line.startswith(f"warning: metrics ({tmp_path / 'file' / 'm.jsonl'}) can't be written: ")
     assert line.endswith("; training goes on, records are missing")
 
 
 def test_a_disk_that_fills_up_and_is_freed_leaves_whole_lines(tmp_path: Path) -> None:
     """A limit on the size of files stands in for the disk: the line that does not fit is left out, whole."""
-    path, told = tmp_path / "m.jsonl", list[str]()
+    path, warnings = tmp_path / "m.jsonl", list[str]()
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:
-        with MetricsLog(path, warn=told.append) as log:
+        with MetricsLog(path, warn=warnings.append) as log:
             log.write(1, {"loss": 1.0})
             resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 10, hard))
             log.write(2, {"loss": 2.0})
@@ -146,7 +146,7 @@ def test_a_disk_that_fills_up_and_is_freed_leaves_whole_lines(tmp_path: Path) ->
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         signal.signal(signal.SIGXFSZ, before)
     assert [r["step"] for r in read_metrics(path)] == [1, 4]
-    assert len(told) == 1
+    assert len(warnings) == 1
 
 
 def test_resuming_holds_one_record_at_a_time(tmp_path: Path) -> None:
@@ -208,8 +208,8 @@ class Library(types.ModuleType):
     def add_scalar(self, tag: str, value: float, global_step: int) -> None:
         self.calls.append((tag, value, global_step))
 
-    def init(self, **given: Any) -> Library:
-        self.calls.append(given)
+    def init(self, **kwargs: Any) -> Library:
+        self.calls.append(kwargs)
         return self
 
     def log(self, values: dict[str, float], step: int) -> None:
@@ -245,8 +245,8 @@ def test_wandb_goes_on_with_the_run_of_the_directory(tmp_path: Path, monkeypatch
 
 
 def test_trackio_goes_on_or_begins_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    given = [tracked("trackio", tmp_path, step, monkeypatch)[0]["resume"] for step in (None, 4)]
-    assert given == ["never", "allow"]
+    resume_modes = [tracked("trackio", tmp_path, step, monkeypatch)[0]["resume"] for step in (None, 4)]
+    assert resume_modes == ["never", "allow"]
 
 
 @pytest.mark.parametrize("fails", ["init", "log", "close"])
@@ -265,11 +265,11 @@ def test_a_tracker_that_fails_costs_a_line(fails: str, tmp_path: Path) -> None:
         def close(self) -> None:
             self.maybe("close")
 
-    said: list[str] = []
-    with MetricsLog(tmp_path / "m.jsonl", warn=said.append, trackers={"mine": Mine}) as log:
+    warnings: list[str] = []
+    with MetricsLog(tmp_path / "m.jsonl", warn=warnings.append, trackers={"mine": Mine}) as log:
         for step in (1, 2):
             log.write(step, {"loss": 1.0})
-    assert len(said) == 1 and said[0].startswith("warning: tracker mine failed: no net")
+    assert len(warnings) == 1 and warnings[0].startswith("warning: tracker mine failed: no net")
     assert len(list(read_metrics(tmp_path / "m.jsonl"))) == 2
 
 
@@ -321,8 +321,8 @@ def test_without_a_terminal_a_plain_line_every_n_steps() -> None:
 
 def test_what_is_known_of_rates_and_memory_is_shown() -> None:
     stream = io.StringIO()
-    known = {"learning_rate": 1e-3, "grad_norm": 0.51234, "mfu_per_rate": 1e-4}
-    run_line(stream, steps=1, **known, peak_predicted=3 * 2**20, peak_measured=2.5 * 2**20)
+    metrics = {"learning_rate": 1e-3, "grad_norm": 0.51234, "mfu_per_rate": 1e-4}
+    run_line(stream, steps=1, **metrics, peak_predicted=3 * 2**20, peak_measured=2.5 * 2**20)
     assert stream.getvalue() == (
         "step 1/1  loss 2.9000  lr 0.001  grad norm 0.512  66.1 tok/s  MFU 0.7%  peak 3 MiB predicted → 2.5 MiB measured\n"
     )

@@ -39,12 +39,12 @@ def test_shares_and_epochs_are_exact() -> None:
     got = np.concatenate([firsts(step)["tokens"][:, 0] for step in range(2 * BLOCK // 32)])
     for k, part in enumerate(data.parts.values()):
         rows = part.windows("train", 8)
-        want = rows.batch(np.arange(len(rows)))["tokens"][:, 0].tolist()
+        expected = rows.batch(np.arange(len(rows)))["tokens"][:, 0].tolist()
         mine = [int(t) for t in got if t // 100_000 == k]
         assert len(mine) == 2 * data.shares[k]
-        for epoch in range(len(mine) // len(want)):
-            assert sorted(mine[epoch * len(want) : (epoch + 1) * len(want)]) == want
-        assert max(Counter(mine).values()) - min(Counter(mine).values() if len(mine) >= len(want) else [0]) <= 1
+        for epoch in range(len(mine) // len(expected)):
+            assert sorted(mine[epoch * len(expected) : (epoch + 1) * len(expected)]) == expected
+        assert max(Counter(mine).values()) - min(Counter(mine).values() if len(mine) >= len(expected) else [0]) <= 1
     early = Counter(int(t) // 100_000 for t in got[:400])
     assert 250 < early[0] < 310 and early[1] > 80, "mixed from the start"
 
@@ -53,16 +53,16 @@ def test_shares_and_epochs_are_exact() -> None:
 def test_a_mixture_goes_on_exactly_with_any_batch_size(seed: int) -> None:
     rng = np.random.default_rng(seed)
     data, state, step = mixed(), None, 0
-    whole = data.batches(seed, 1, 8)
-    seen: list[np.ndarray] = []
-    while sum(map(len, seen)) < 600:
+    batch_per_row = data.batches(seed, 1, 8)
+    token_batches: list[np.ndarray] = []
+    while sum(map(len, token_batches)) < 600:
         batches = data.batches(seed, int(rng.integers(1, 40)), 8, state)
         for _ in range(int(rng.integers(1, 4))):
-            seen.append(batches.batch_at(step)["tokens"])
+            token_batches.append(batches.batch_at(step)["tokens"])
             step += 1
         state = DataState.from_dict(batches.state_at(step).to_dict())
-    got = np.concatenate(seen)
-    np.testing.assert_array_equal(got, np.concatenate([whole.batch_at(k)["tokens"] for k in range(len(got))]))
+    got = np.concatenate(token_batches)
+    np.testing.assert_array_equal(got, np.concatenate([batch_per_row.batch_at(k)["tokens"] for k in range(len(got))]))
     held = data.held_out_batches(16, 8)
     counted = np.concatenate([batch["targets"][batch["weights"] > 0] for batch in held])
     assert len(counted) == len(set(counted)) == sum(p.held_out_tokens - len(p.held_out) for p in data.parts.values())
@@ -103,7 +103,7 @@ def number():
 
 
 @pytest.fixture
-def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def module_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     (tmp_path / "own_batches.py").write_text(OWN)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "own_batches", raising=False)
@@ -111,43 +111,43 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def dataset(target: str, **options: Any) -> OwnDataset:
-    given = [f"data.options.{name}={value}" for name, value in options.items()]
-    data = load_dataset(TrainConfig().override([f"data.target={target}", *given]))
+    overrides = [f"data.options.{name}={value}" for name, value in options.items()]
+    data = load_dataset(TrainConfig().override([f"data.target={target}", *overrides]))
     assert isinstance(data, OwnDataset)
     return data.for_model({"tokens": ((4,), np.int32)}, 4)
 
 
-def test_a_function_of_the_step_makes_batches(own: str) -> None:
-    data = dataset(f"{own}:by_step", scale=2)
+def test_a_function_of_the_step_makes_batches(module_name: str) -> None:
+    data = dataset(f"{module_name}:by_step", scale=2)
     batches = data.batches(5, 3, 4)
     again = data.batches(5, 3, 4, DataState.from_dict(batches.state_at(6).to_dict()))
     for step in (6, 7, 3):
-        want = np.random.default_rng([5, step, 0]).integers(0, 9, (3, 4)) * 2
+        expected = np.random.default_rng([5, step, 0]).integers(0, 9, (3, 4)) * 2
         for each in (batches, again):
-            np.testing.assert_array_equal(each.batch_at(step)["tokens"], want)
+            np.testing.assert_array_equal(each.batch_at(step)["tokens"], expected)
     assert batches.batch_at(0).keys() == {"tokens"} and batches.batch_at(0)["tokens"].dtype == np.int32
     assert len(data.held_out_batches(3, 4, 2)) == 2
     assert (data.held_out_batches(3, 4, 2)[0]["tokens"] != data.batches(0, 3, 4).batch_at(0)["tokens"]).any()
-    assert data.fingerprint != dataset(f"{own}:by_step", scale=3).fingerprint
+    assert data.fingerprint != dataset(f"{module_name}:by_step", scale=3).fingerprint
 
 
-def test_an_iterator_makes_batches_and_goes_on_where_it_was(own: str) -> None:
-    data = dataset(f"{own}:stream")
+def test_an_iterator_makes_batches_and_goes_on_where_it_was(module_name: str) -> None:
+    data = dataset(f"{module_name}:stream")
     batches = data.batches(0, 3, 4)
     assert [int(batches.batch_at(k)["tokens"][0, 0]) for k in range(5)] == [0, 1, 2, 3, 4]
     state = DataState.from_dict(batches.state_at(5).to_dict())
     again = data.batches(0, 3, 4, state)
     assert [int(again.batch_at(k)["tokens"][0, 0]) for k in (5, 6, 2)] == [5, 6, 2]
-    for call, said in (
+    for call, message in (
         (lambda: data.batches(0, 2, 4, state), "goes on with the batch size that it began with"),
         (lambda: data.batches(1, 3, 4, state), "the checkpoint is of another function"),
         (lambda: again.batch_at(9), "ended before step 9"),
         (lambda: data.held_out_batches(3, 4), "run.eval_every=0 asks for none"),
         (
-            lambda: dataset(f"{own}:fails").batches(0, 3, 4).batch_at(0),
+            lambda: dataset(f"{module_name}:fails").batches(0, 3, 4).batch_at(0),
             "failed at step 0: ZeroDivisionError: division by zero",
         ),
-        (lambda: dataset(f"{own}:number").batches(0, 3, 4), "returned a int; want an iterator of batches"),
+        (lambda: dataset(f"{module_name}:number").batches(0, 3, 4), "returned a int; want an iterator of batches"),
         (
             lambda: data.for_model({"x": ((), np.int32)}, 4).batches(0, 3, 4).batch_at(0),
             "the batch of step 0: the batch has no 'x'",
@@ -155,4 +155,4 @@ def test_an_iterator_makes_batches_and_goes_on_where_it_was(own: str) -> None:
     ):
         with pytest.raises(JaxpipeError) as caught:
             call()
-        assert said in str(caught.value) and "\n" not in str(caught.value)
+        assert message in str(caught.value) and "\n" not in str(caught.value)

@@ -19,12 +19,12 @@ from tests.support.checkpoint_cases import rewrite_manifest
 from tests.support.train_runs import ROOT, config, copy_run, run, write_text
 
 
-def write_words(path: Path, *more: str) -> Path:
+def write_words(path: Path, *extra_words: str) -> Path:
     """A ``tokenizer.json`` of whole words."""
     words = ["?", "the", "cat", "sat", "on", "a", "mat", "and", "that", "dog", "ran", "to", "its", "old", "red", "barn"]
-    made = Tokenizer(models.WordLevel({word: i for i, word in enumerate([*words, *more])}, "?"))
-    made.pre_tokenizer = pre_tokenizers.Whitespace()
-    made.save(str(path))
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate([*words, *extra_words])}, "?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(path))
     return path
 
 
@@ -39,17 +39,17 @@ def verb(capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
 
 
 def test_the_tokenizer_is_in_the_checkpoint(tmp_path: Path) -> None:
-    kept = write_words(tmp_path / "words.json")
+    path = write_words(tmp_path / "words.json")
     copy = copy_run(ROOT / "tests" / "golden" / "checkpoint-0.1.0", tmp_path / "run") / "checkpoints" / "00000004"
 
     def keep(body: dict[str, Any]) -> None:
-        body["meta"]["tokenizer"] = stored_tokenizer(load_tokenizer(str(kept)))
+        body["meta"]["tokenizer"] = stored_tokenizer(load_tokenizer(str(path)))
         body["meta"]["config"]["data"]["tokenizer"] = "gone.json"
 
     rewrite_manifest(copy, keep)
-    kept.unlink()
-    found = described(copy)[1].tokenizer
-    assert (found.encode("the cat").tolist(), found.decode([9]), found.name) == ([1, 2], "dog", "gone.json")
+    path.unlink()
+    tokenizer = described(copy)[1].tokenizer
+    assert (tokenizer.encode("the cat").tolist(), tokenizer.decode([9]), tokenizer.name) == ([1, 2], "dog", "gone.json")
     assert stored_tokenizer(load_tokenizer("ids:7")) == {"name": "ids:7", "fingerprint": "ids:7"}
 
 
@@ -66,15 +66,15 @@ def test_a_run_stands_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ver
     score = json.loads(verb("eval", author / "run", "--json"))["model"]  # its path is relative to where it was trained
 
     text, moved = text.rename(tmp_path / "elsewhere.txt"), (author / "run").rename(tmp_path / "moved")
-    kept = words.read_text()
+    tokenizer_json = words.read_text()
     words.unlink()
     assert "cat" in verb("generate", moved, "--prompt", "the cat", "--tokens", 3, "--temperature", 0)
     assert "--data PATH" in verb("eval", moved, code=2)
     assert json.loads(verb("eval", moved, "--json", "--data", text))["model"] == score
 
-    assert (moved / "tokenizer" / "tokenizer.json").read_text() == kept
+    assert (moved / "tokenizer" / "tokenizer.json").read_text() == tokenizer_json
     stored = read_manifest(moved).meta["tokenizer"]
-    assert stored["json"] == kept and stored["name"] == "words.json"
+    assert stored["json"] == tokenizer_json and stored["name"] == "words.json"
     copied = f"data.tokenizer={moved / 'tokenizer' / 'tokenizer.json'}"
     _, printed = run(config(text, moved, *few, copied, "run.steps=3"))
     assert "resumed from step 2" in printed

@@ -29,9 +29,9 @@ orthogonal = jax.jit(room.orthogonal, static_argnums=0)
 
 
 def muon(model: Model) -> Muon:
-    made = optimizer_of(TrainConfig().override(["optimizer.name=muon", "optimizer.warmup_steps=2"]), model)
-    assert isinstance(made, Muon)
-    return made
+    optimizer = optimizer_of(TrainConfig().override(["optimizer.name=muon", "optimizer.warmup_steps=2"]), model)
+    assert isinstance(optimizer, Muon)
+    return optimizer
 
 
 def _normal(*shape: int) -> jax.Array:
@@ -41,9 +41,9 @@ def _normal(*shape: int) -> jax.Array:
 def test_a_matrix_is_made_orthogonal_as_optax_does_it() -> None:
     x = _normal(24, 8)
     tx = optax.contrib.scale_by_muon(beta=0.0, nesterov=False)
-    want, _ = jax.jit(tx.update)(x, tx.init(x))
+    expected, _ = jax.jit(tx.update)(x, tx.init(x))
     got = orthogonal(Matrix(), x) / (0.2 * 24**0.5)
-    np.testing.assert_allclose(got, want, atol=1e-5)
+    np.testing.assert_allclose(got, expected, atol=1e-5)
     values = jnp.linalg.svd(got)[1]
     assert min(values) > 0.6 and max(values) < 1.3
 
@@ -53,8 +53,8 @@ def test_leaves_of_more_axes_are_folded_to_their_matrices() -> None:
     qkv = _normal(16, 2, 6, 2)
     got = orthogonal(llama["block_00", ("qkv", "kernel")], qkv)
     for part in (slice(0, 4), slice(4, 5), slice(5, 6)):  # q, k, v
-        want = orthogonal(Matrix(), qkv[:, :, part].reshape(16, -1))
-        np.testing.assert_allclose(got[:, :, part].reshape(16, -1), want, atol=1e-6)
+        expected = orthogonal(Matrix(), qkv[:, :, part].reshape(16, -1))
+        np.testing.assert_allclose(got[:, :, part].reshape(16, -1), expected, atol=1e-6)
     gpt = matrices_of(model_for(Case("gpt", 2, 1, 1)))
     qkv, out = _normal(16, 3, 8, 2), _normal(8, 2, 16)
     got = orthogonal(gpt["block_00", ("qkv", "kernel")], qkv)
@@ -72,12 +72,12 @@ def test_a_run_says_which_parameters_get_which() -> None:
 
 
 def test_a_model_that_says_nothing_has_the_matrices_between_embedding_and_head() -> None:
-    found = matrices_of(small.model())
-    assert {"/".join((name, *path)) for name, path in found} == {"wide/up", "narrow/mlp/up", "narrow/mlp/down"}
+    matrices = matrices_of(small.model())
+    assert {"/".join((name, *path)) for name, path in matrices} == {"wide/up", "narrow/mlp/up", "narrow/mlp/down"}
 
 
 @pytest.mark.parametrize(
-    ("said", "wrong"),
+    ("matrices", "wrong"),
     [
         ({("down",): Matrix()}, "is none of its parameters"),
         ({("up",): Matrix((0,), (2,))}, "it has the shape"),
@@ -86,9 +86,9 @@ def test_a_model_that_says_nothing_has_the_matrices_between_embedding_and_head()
         (None, "no parameter of model"),
     ],
 )
-def test_what_does_not_fit_is_refused(said: Any, wrong: str) -> None:
+def test_what_does_not_fit_is_refused(matrices: Any, wrong: str) -> None:
     model = small.model()
-    layers = [replace(x, matrices=said if x.name == "wide" and said else {}) for x in model.layers]
+    layers = [replace(x, matrices=matrices if x.name == "wide" and matrices else {}) for x in model.layers]
     with pytest.raises(ConfigError, match=wrong):
         matrices_of(replace(model, layers=tuple(layers)))
 
@@ -128,17 +128,17 @@ def _forget() -> Iterator[None]:
     ids=str,
 )
 def test_blocks_in_pieces_take_the_steps_of_one_device(case: Case) -> None:
-    tx, params, made = muon(model_for(case)), params_for(case), batches(2)
+    tx, params, data = muon(model_for(case)), params_for(case), batches(2)
     step = TrainStep(pipeline(case), tx, zero1=case.zero1)
     state = step.init(params)
-    for batch in made:
+    for batch in data:
         state, _ = step(state, batch)
     got, _ = step.by_layer(state)
 
-    want = jax.tree.map(jnp.asarray, dict(params))
-    kept = tx.init(want)
-    for batch in made:
-        _, grads = on_one_device(case, want, batch)
-        updates, kept = jax.jit(tx.update)(grads, kept, want)
-        want = optax.apply_updates(want, updates)
-    assert_close(got, want, rtol=1e-8, atol=1e-11)
+    expected = jax.tree.map(jnp.asarray, dict(params))
+    tx_state = tx.init(expected)
+    for batch in data:
+        _, grads = on_one_device(case, expected, batch)
+        updates, tx_state = jax.jit(tx.update)(grads, tx_state, expected)
+        expected = optax.apply_updates(expected, updates)
+    assert_close(got, expected, rtol=1e-8, atol=1e-11)

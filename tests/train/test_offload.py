@@ -38,9 +38,9 @@ def tiny(tmp_path: Path) -> Overrides:
     """Overrides of a run of 2 steps in ``tmp_path/NAME`` with two chunks a rank."""
     text = write_text(tmp_path / "text.txt")
 
-    def overrides(name: str, *more: str) -> list[str]:
-        every = (f"run.steps={STEPS}", "run.eval_every=0", f"run.checkpoint_every={STEPS}", "run.log_every=1")
-        return settings(text, tmp_path / name, *every, "pipeline.chunks=2", *more)
+    def overrides(name: str, *extra: str) -> list[str]:
+        base = (f"run.steps={STEPS}", "run.eval_every=0", f"run.checkpoint_every={STEPS}", "run.log_every=1")
+        return settings(text, tmp_path / name, *base, "pipeline.chunks=2", *extra)
 
     return overrides
 
@@ -60,15 +60,15 @@ def test_training_with_offload_has_the_bits_of_training_without(
         "bare": [f"pipeline.schedule={tmp_path / 'bare.sched'}"],
         "all": ["pipeline.schedule=po-f", "offload.host_memory_gb=0.001"],
     }
-    for name, more in runs.items():
-        assert main(["train", *tiny(name, *more)]) == 0, capsys.readouterr().err
+    for name, overrides in runs.items():
+        assert main(["train", *tiny(name, *overrides)]) == 0, capsys.readouterr().err
     monkeypatch.setattr(offload, "PINNED_HOST", "nowhere")
     assert main(["train", *tiny("half", "pipeline.schedule=po-f", "offload.fraction=0.5"), "--offload-fallback"]) == 0
 
-    want = final(tmp_path / "bare", STEPS)
+    expected = final(tmp_path / "bare", STEPS)
     logged = [{k: v for k, v in r.items() if k != "schedule"} for r in deterministic(tmp_path / "bare")]
     for name in ("all", "half"):
-        assert_same_arrays(final(tmp_path / name, STEPS)[:2], want[:2])
+        assert_same_arrays(final(tmp_path / name, STEPS)[:2], expected[:2])
         assert [{k: v for k, v in r.items() if k != "schedule"} for r in deterministic(tmp_path / name)] == logged
         measured = trace_rows(tmp_path / name / "pictures" / "timeline.trace.json", "measured")
         for rank, row in measured.items():

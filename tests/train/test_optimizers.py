@@ -140,8 +140,10 @@ def by_leaf_mask(tree: Any) -> Any:
     return jax.tree.map(lambda label: label == "slow", by_leaf(tree))
 
 
-def assert_close(got: Any, want: Any) -> None:
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-5, atol=1e-5), got, want)
+def assert_close(got: Any, expected: Any) -> None:
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-5, atol=1e-5), got, expected
+    )
 
 
 SIMILAR = (
@@ -162,14 +164,14 @@ def named(names: Any, soak: Any) -> list[Any]:
 def test_three_steps_equal_one_device(name: str) -> None:
     optimizer = EXACT[name]()
     got, state, metrics = over_ranks(TrainStep(pipeline(), optimizer))
-    want = on_one_device(EXACT[name]())
-    assert_close(got, want)
-    assert np.abs(np.asarray(want["head"]["kernel"]) - params()["head"]["kernel"]).max() > 1e-4, "something happens"
+    expected = on_one_device(EXACT[name]())
+    assert_close(got, expected)
+    assert np.abs(np.asarray(expected["head"]["kernel"]) - params()["head"]["kernel"]).max() > 1e-4, "something happens"
     assert bool(metrics.applied)
     assert bool(metrics.finite)
     if "tree" not in name:
-        alone = jax.eval_shape(optimizer.init, {"embed": got["embed"]})
-        assert jax.tree.structure(state["embed"]) == jax.tree.structure(alone), "as if there were no other layer"
+        embed_state = jax.eval_shape(optimizer.init, {"embed": got["embed"]})
+        assert jax.tree.structure(state["embed"]) == jax.tree.structure(embed_state), "as if there were no other layer"
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -240,19 +242,24 @@ def check_labels(seed: int) -> None:
     }
     labels = tree if rng.random() < 0.5 else lambda t: {name: tree[name] for name in t}
     optimizer = optax.chain(optax.partition(kinds, labels), optax.scale(-1.0))
-    whole = dict(params())
-    grads = jax.tree.map(lambda p: p + seed, whole)
-    state = optimizer.init(whole)
-    _, state = optimizer.update(grads, state, whole)
-    want, _ = optimizer.update(grads, state, whole)
-    apart = LayerwiseOptimizer.trace(optimizer, jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype), whole))
+    all_params = dict(params())
+    grads = jax.tree.map(lambda p: p + seed, all_params)
+    state = optimizer.init(all_params)
+    _, state = optimizer.update(grads, state, all_params)
+    expected, _ = optimizer.update(grads, state, all_params)
+    layerwise = LayerwiseOptimizer.trace(
+        optimizer, jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype), all_params)
+    )
     group_of = {name: rng.randrange(3) for name in LAYERS}
     for group in set(group_of.values()):
         names = [name for name in LAYERS if group_of[name] == group]
-        part, own, own_grads = apart.part(names), *({n: tree[n] for n in names} for tree in (whole, grads))
-        _, held = part.update(own_grads, part.init(own), own, {})
-        got, _ = part.update(own_grads, held, own, {})
-        assert_close(got, {n: want[n] for n in names})
+        part, group_params, own_grads = (
+            layerwise.part(names),
+            *({n: tree[n] for n in names} for tree in (all_params, grads)),
+        )
+        _, held = part.update(own_grads, part.init(group_params), group_params, {})
+        got, _ = part.update(own_grads, held, group_params, {})
+        assert_close(got, {n: expected[n] for n in names})
 
 
 @pytest.mark.parametrize("seed", range(15))
@@ -303,17 +310,17 @@ def test_wrong_extra_arguments_are_refused(optimizer: Any, extra: Mapping[str, A
 
 def test_metrics_tell_the_learning_rate() -> None:
     schedule = rate()
-    want = [float(schedule(k)) for k in range(3)]
+    expected = [float(schedule(k)) for k in range(3)]
     for step in (
         TrainStep(pipeline(), optax.inject_hyperparams(optax.sgd)(learning_rate=schedule)),
         TrainStep(pipeline(), optax.chain(optax.clip(1.0), optax.sgd(schedule)), learning_rate=schedule),
     ):
-        state, seen = step.init(params()), []
+        state, rates = step.init(params()), []
         for batch in batches():
             state, metrics = step(state, batch)
             assert metrics.learning_rate is not None
-            seen.append(metrics.learning_rate)
-        np.testing.assert_allclose(np.array(seen), want, rtol=1e-6)
+            rates.append(metrics.learning_rate)
+        np.testing.assert_allclose(np.array(rates), expected, rtol=1e-6)
     assert float(over_ranks(TrainStep(pipeline(), optax.sgd(0.1), learning_rate=0.1))[2].learning_rate) == np.float32(
         0.1
     )  # type: ignore[arg-type]
@@ -327,15 +334,17 @@ def test_a_schedule_that_the_optimizer_does_not_follow_is_refused() -> None:
 
 def test_averaged_parameters_follow_the_updates() -> None:
     plain = TrainStep(pipeline(), optax.sgd(0.5))
-    state, want = plain.init(params()), dict(params())
+    state, average = plain.init(params()), dict(params())
     for batch in batches():
         state, _ = plain(state, batch)
-        want = jax.tree.map(lambda e, p: 0.9 * np.asarray(e) + 0.1 * np.asarray(p), want, plain.by_layer(state)[0])
+        average = jax.tree.map(
+            lambda e, p: 0.9 * np.asarray(e) + 0.1 * np.asarray(p), average, plain.by_layer(state)[0]
+        )
     step = TrainStep(pipeline(), with_ema(optax.sgd(0.5), 0.9))
     jax.tree.map(np.testing.assert_array_equal, ema_of(step.by_layer(step.init(params()))[1]), dict(params()))
     got, optimizer, _ = over_ranks(step)
     jax.tree.map(np.testing.assert_array_equal, got, plain.by_layer(state)[0])
-    assert_close(ema_of(optimizer), want)
+    assert_close(ema_of(optimizer), average)
     assert isinstance(optimizer["embed"], EmaState)
 
 
@@ -403,16 +412,16 @@ def test_stored_states_go_on_whatever_their_trees_are_made_of(name: str) -> None
     state = step.init(params())
     for batch in batches()[:2]:
         state, _ = step(state, batch)
-    whole, optimizer = jax.device_get(step.by_layer(state))
+    stored_params, optimizer = jax.device_get(step.by_layer(state))
     straight, _ = step(state, batches()[2])
-    want = jax.device_get(step.by_layer(straight))
-    for given in (
+    expected = jax.device_get(step.by_layer(straight))
+    for stored in (
         optimizer,
         {layer: plain_trees(tree) for layer, tree in optimizer.items()},
         {layer: plain_trees(unnamed(tree, layer)) for layer, tree in optimizer.items()},
     ):
-        again, _ = step(step.init(whole, given, step=2), batches()[2])
-        jax.tree.map(np.testing.assert_array_equal, jax.device_get(step.by_layer(again)), want)
+        again, _ = step(step.init(stored_params, stored, step=2), batches()[2])
+        jax.tree.map(np.testing.assert_array_equal, jax.device_get(step.by_layer(again)), expected)
 
 
 def test_states_of_another_optimizer_are_refused() -> None:

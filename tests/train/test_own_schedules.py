@@ -26,8 +26,8 @@ def config(*overrides: str) -> TrainConfig:
 
 
 def test_rules_of_a_config() -> None:
-    made = build_schedule(replace(PIPE, traverse=TraverseConfig(in_flight=(4, 3, 2, 1))), even)
-    assert made.rows == generate("1f1b", 4, 6).rows
+    schedule = build_schedule(replace(PIPE, traverse=TraverseConfig(in_flight=(4, 3, 2, 1))), even)
+    assert schedule.rows == generate("1f1b", 4, 6).rows
     loops = TraverseConfig("circular", "interleaved", "breadth:4", "depth:4")
     rules = Traversal("interleaved", forward="breadth:4", backward="depth:4")
     costs = relative_costs(even(8))
@@ -55,7 +55,7 @@ def test_rules_are_read_from_a_file_and_written_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("override", "said"),
+    ("override", "message"),
     [
         ("traverse.first=backwards", "did you mean 'backward'?"),
         ("traverse.forward=deep", "[traverse]: traversal: forward is 'deep'; want breadth, depth"),
@@ -66,10 +66,10 @@ def test_rules_are_read_from_a_file_and_written_back(tmp_path: Path) -> None:
         ("pipeline.schedule=a:b:c", "is no schedule"),
     ],
 )
-def test_rules_that_say_nothing(override: str, said: str) -> None:
+def test_rules_that_say_nothing(override: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         config(override)
-    assert said in str(caught.value) and "\n" not in str(caught.value)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_another_schedule_leaves_the_rules_out() -> None:
@@ -88,16 +88,16 @@ def test_rules_that_nothing_follows(rule: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rules", "said"),
+    ("rules", "message"),
     [
         (TraverseConfig("v"), "placement v has 2 chunk(s) per rank, not 1"),
         (TraverseConfig(in_flight=(1, 2)), "in-flight=1,2 is for 2, not 4: give one a rank"),
     ],
 )
-def test_rules_that_do_not_fit(rules: TraverseConfig, said: str) -> None:
+def test_rules_that_do_not_fit(rules: TraverseConfig, message: str) -> None:
     with pytest.raises(JaxpipeError) as caught:
         build_schedule(replace(PIPE, traverse=rules), even)
-    assert said in str(caught.value) and "\n" not in str(caught.value)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
 MODULE = """
@@ -132,7 +132,7 @@ def hungry(layers):
 
 
 @pytest.fixture
-def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def module_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """The name of a module that lies in the working directory, another one for every test."""
     name = "own_" + "".join(c for c in tmp_path.name if c.isalnum())
     (tmp_path / f"{name}.py").write_text(MODULE)
@@ -141,19 +141,19 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return name
 
 
-def test_a_function_makes_the_schedule(own: str) -> None:
+def test_a_function_makes_the_schedule(module_name: str) -> None:
     def made(function: str, **changes: Any) -> Any:
-        return build_schedule(replace(PIPE, schedule=f"{own}:{function}", **changes), even)
+        return build_schedule(replace(PIPE, schedule=f"{module_name}:{function}", **changes), even)
 
     assert made("towers") == made("towers")
     assert made("towers").rows == traverse(one_to_one(4), 6, Traversal("backward", in_flight=2)).rows
     assert made("fixed").rows == generate("gpipe", 4, 6).rows
     assert made("by_costs", chunks=2).num_stages == 8
-    assert load_config(None, [f"pipeline.schedule={own}:towers"]).pipeline.schedule == f"{own}:towers"
+    assert load_config(None, [f"pipeline.schedule={module_name}:towers"]).pipeline.schedule == f"{module_name}:towers"
 
 
 @pytest.mark.parametrize(
-    ("function", "said"),
+    ("function", "message"),
     [
         ("smaller", "has 3 ranks, and pipeline.ranks is 4: make them equal"),
         ("broken", "can't be made: ZeroDivisionError: division by zero"),
@@ -163,11 +163,11 @@ def test_a_function_makes_the_schedule(own: str) -> None:
         ("tower", "has no function or class 'tower'"),
     ],
 )
-def test_a_function_that_makes_none(own: str, function: str, said: str) -> None:
+def test_a_function_that_makes_none(module_name: str, function: str, message: str) -> None:
     with pytest.raises(JaxpipeError) as caught:
-        build_schedule(replace(PIPE, schedule=f"{own}:{function}"), even)
-    assert said in str(caught.value) and "\n" not in str(caught.value)
-    assert f"{own}:{function}" in str(caught.value)
+        build_schedule(replace(PIPE, schedule=f"{module_name}:{function}"), even)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+    assert f"{module_name}:{function}" in str(caught.value)
 
 
 def test_a_module_that_is_not_there() -> None:

@@ -34,19 +34,19 @@ Seen = Counter[tuple[bytes, tuple[bool, ...]]]
 
 def documents(corpus: Corpus, spans: tuple[tuple[int, int], ...], seq_len: int) -> Seen:
     """What an epoch should see: the documents that have a target, the ends of too long ones cut off."""
-    found: Seen = Counter()
+    counts: Seen = Counter()
     for start, stop in zip(corpus.edges[:-1].tolist(), corpus.edges[1:].tolist(), strict=True):
         if any(a <= start and stop <= b for a, b in spans):
             piece = slice(start, min(stop, start + seq_len + 1))
             counted = [i > 0 and bool(x) for i, x in enumerate(corpus.answers[piece])]  # type: ignore[index]
             if any(counted):
-                found[bytes(corpus.ids[piece]), tuple(counted)] += 1
-    return found
+                counts[bytes(corpus.ids[piece]), tuple(counted)] += 1
+    return counts
 
 
-def seen_in(batch: dict[str, Any], known: Seen) -> Seen:
+def seen_in(batch: dict[str, Any], documents: Seen) -> Seen:
     """The documents in a batch with a document mask."""
-    found: Seen = Counter()
+    counts: Seen = Counter()
     for tokens, targets, weights, segments in zip(
         batch["tokens"], batch["targets"], batch["weights"], batch["segments"], strict=True
     ):
@@ -58,12 +58,12 @@ def seen_in(batch: dict[str, Any], known: Seen) -> Seen:
             last = k == len(edges) - 2
             for end in (b + 1, b) if last else (b,):  # the last token of a row is a target only
                 key = bytes(window[a:end].astype(np.uint8)), tuple(counted[a:end].tolist())
-                if key in known:
-                    found[key] += 1
+                if key in documents:
+                    counts[key] += 1
                     break
             else:
                 assert last and not window[a:].any() and not counted[a:].any(), "what fills a row up"
-    return found
+    return counts
 
 
 def batches_of(data: TokenDataset, seq_len: int, epochs: int, rng: random.Random) -> Iterator[dict[str, Any]]:
@@ -94,9 +94,9 @@ def corpus(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     text = "".join(json.dumps({"messages": messages}) + "\n" for messages in chats)
     (folder / "a.jsonl").write_text(text)
     reading = Reading(format="chat", chat_template=str(folder / "t.jinja"))
-    found = load_corpus(folder / "a.jsonl", BYTES, reading)
-    assert len(found.edges) == 301
-    return found
+    loaded = load_corpus(folder / "a.jsonl", BYTES, reading)
+    assert len(loaded.edges) == 301
+    return loaded
 
 
 def test_every_answer_is_seen_with_its_question_once_an_epoch(corpus: Corpus) -> None:
@@ -105,17 +105,17 @@ def test_every_answer_is_seen_with_its_question_once_an_epoch(corpus: Corpus) ->
     for seq_len in (longest - 1, longest * 3, 200):
         data = TokenDataset.split(corpus, BYTES, 0.1, mask="document")
         fitting = documents(corpus, data.train, seq_len)
-        seen: Seen = Counter()
+        counts: Seen = Counter()
         for batch in batches_of(data, seq_len, 2, rng):
-            seen += seen_in(batch, fitting)
-        assert seen == Counter({key: 2 * count for key, count in fitting.items()})
+            counts += seen_in(batch, fitting)
+        assert counts == Counter({key: 2 * count for key, count in fitting.items()})
         held_out = documents(corpus, data.held_out, seq_len)
         held: Seen = Counter()
         for batch in data.held_out_batches(5, seq_len):
             held += seen_in(batch, held_out)
         assert held == held_out and data.pack == "whole"
         if seq_len >= longest - 1:
-            total = sum(sum(counted) * n for part in (seen, held) for (_, counted), n in part.items())
+            total = sum(sum(counted) * n for part in (counts, held) for (_, counted), n in part.items())
             firsts = sum(int(corpus.answers[start]) for start in corpus.edges[:-1])  # type: ignore[index]
             assert total == sum(sum(c) * n for (_, c), n in fitting.items()) + int(corpus.answers.sum()) - firsts  # type: ignore[union-attr]
         causal = TokenDataset.split(corpus, BYTES, 0.1).windows("train", seq_len).batch(np.arange(3))
@@ -137,8 +137,8 @@ def best_fit(sizes: list[int], room: int) -> int:
 
 @given(st.integers(1, 40).flatmap(lambda room: st.tuples(st.just(room), st.lists(st.integers(1, room), max_size=60))))
 @settings(max_examples=200, deadline=None)
-def test_packing_is_best_fit_decreasing(given: tuple[int, list[int]]) -> None:
-    room, sizes = given
+def test_packing_is_best_fit_decreasing(room_and_sizes: tuple[int, list[int]]) -> None:
+    room, sizes = room_and_sizes
     members, before = pack(np.array(sizes, np.int64), room)
     assert sorted(members.tolist()) == list(range(len(sizes))) and before[0] == 0 and before[-1] == len(sizes)
     rows = [members[a:b].tolist() for a, b in itertools.pairwise(before)]
@@ -171,21 +171,21 @@ def chat_corpus(lengths: list[int], answered: list[int]) -> Corpus:
 
 def test_the_data_line_counts_what_is_cut_or_left_out() -> None:
     corpus = chat_corpus([10, 30, 40, 8], [3, 25, 2, 0])
-    wanted: dict[str, Any] = {
+    arrays: dict[str, Any] = {
         n: ((16,), t) for n, t in (("tokens", "int32"), ("targets", "int32"), ("weights", "float32"))
     }
-    data = TokenDataset.split(corpus, BYTES, 0.0, mask="auto").for_model(wanted, 16)
+    data = TokenDataset.split(corpus, BYTES, 0.0, mask="auto").for_model(arrays, 16)
     assert data.describe().endswith(
         "; whole chats in 2 rows of 16, 79% filled, 2 longer ones cut at their end, 2 without an answer left out; the "
         "model has no mask for documents: a chat sees those before it in its row"
     )
-    masked = TokenDataset.split(corpus, BYTES, 0.0, mask="auto").for_model({**wanted, "segments": ((16,), "int32")}, 16)
+    masked = TokenDataset.split(corpus, BYTES, 0.0, mask="auto").for_model({**arrays, "segments": ((16,), "int32")}, 16)
     assert masked.by_document and masked.describe().endswith("left out") and masked.fingerprint != data.fingerprint
-    ended = TokenDataset.split(corpus, BYTES, 0.0, mask="causal", pack="concat").for_model(wanted, 16)
+    ended = TokenDataset.split(corpus, BYTES, 0.0, mask="causal", pack="concat").for_model(arrays, 16)
     assert ended.describe().endswith("; chats end to end in 4 windows of 16, 2 without an answer left out")
-    every = TokenDataset.split(corpus, BYTES, 0.0, pack="windows").for_model(wanted, 16)
-    assert every.describe().endswith("; chats end to end in 6 windows of 16")
-    assert len({d.fingerprint for d in (data, ended, every)}) == 3
+    windows = TokenDataset.split(corpus, BYTES, 0.0, pack="windows").for_model(arrays, 16)
+    assert windows.describe().endswith("; chats end to end in 6 windows of 16")
+    assert len({d.fingerprint for d in (data, ended, windows)}) == 3
     with pytest.raises(
         DataError, match=r"whole chats in 2 rows.*fewer than one batch of 3: use more data, or run.batch=2"
     ):
@@ -229,8 +229,8 @@ def test_old_settings_keep_their_rule(tmp_path: Path) -> None:
     assert isinstance(data, TokenDataset) and data.pack == "whole" and data.has_chats
     chosen = with_mask(config, 256, has_chats=True)
     assert chosen.data.reading.mask == "document" and with_mask(config, 256, has_chats=False) is config
-    for said in ("data.mask=causal", "model.options.attention=cudnn"):
-        assert with_mask(config.override([said]), 256, has_chats=True).data.reading.mask == "causal"
+    for override in ("data.mask=causal", "model.options.attention=cudnn"):
+        assert with_mask(config.override([override]), 256, has_chats=True).data.reading.mask == "causal"
     read = read_by(build_model(chosen, 256), data, chosen)
     assert isinstance(read, TokenDataset) and read.by_document
     assert read.fingerprint == load_dataset(chosen).fingerprint

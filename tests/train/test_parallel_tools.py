@@ -39,10 +39,10 @@ def test_the_memory_of_a_step_is_as_predicted(zero1: bool) -> None:
 
 
 def test_zero_divides_masters_and_optimizer_state() -> None:
-    whole, divided = (
+    replicated, divided = (
         TrainStep(pipeline(SHARDED), optimizer(), zero1=zero1).memory_report(workspace=False) for zero1 in (False, True)
     )
-    for a, b in zip(whole.ranks, divided.ranks, strict=True):
+    for a, b in zip(replicated.ranks, divided.ranks, strict=True):
         for kind in ("masters", "optimizer"):
             padding = 64 * 4 * 3  # an element of each leaf, and the step counts
             assert b.peaks[kind] <= a.peaks[kind] / 2 + padding  # type: ignore[index]
@@ -50,8 +50,8 @@ def test_zero_divides_masters_and_optimizer_state() -> None:
 
 def test_a_rank_of_four_devices_is_rehearsed(tmp_path: Path) -> None:
     sizes = ["pipeline.tp=2", "pipeline.dp=2", "pipeline.zero1=true"]
-    made = config(write_text(tmp_path / "text.txt"), tmp_path / "run", *sizes)
-    prepared = prepare(made)
+    settings = config(write_text(tmp_path / "text.txt"), tmp_path / "run", *sizes)
+    prepared = prepare(settings)
     done = rehearse(prepared, find_devices(4, tp=2), [1], lambda text: None, steps=1)
     (report,) = done.reports
     assert report.device == "4 × cpu"

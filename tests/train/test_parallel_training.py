@@ -37,15 +37,15 @@ def _grid() -> list[Case]:
     """Every factoring × model × family, with and without sequence parallelism and ZeRO-1 in turn; tied models and fused
     residuals on every third, with each family in turn."""
     families = ("1f1b", "v-zb", "stp")
-    found: list[Case] = []
+    cases: list[Case] = []
     for n, ((pp, tp, dp), name, family) in enumerate(itertools.product(FACTORINGS, ("gpt", "llama"), families)):
         turn = (n + n // len(families)) % 3
         tied = name + "-tied" * (turn == 0)
         fused = tp > 1 and turn == 1
-        found += [
+        cases += [
             Case(tied, pp, tp, dp, family, sequence, zero1=n % 2 == 0, fused=fused) for sequence in {False, tp > 1}
         ]
-    return found
+    return cases
 
 
 GRID = [*DEFAULT, *(pytest.param(c, marks=pytest.mark.soak, id=str(c)) for c in _grid() if c not in DEFAULT)]
@@ -66,23 +66,23 @@ def _step(case: Case, clip_norm: float = ACTIVE) -> TrainStep:
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("case", GRID, ids=str)
 def test_gradients_and_steps_equal_one_device(case: Case) -> None:
-    made, params = batches(2), params_for(case)
+    data, params = batches(2), params_for(case)
     pipe = pipeline(case)
-    loss, grads = pipe.loss_and_grads(pipe.place(params), made[0])
-    want_loss, want_grads = on_one_device(case, params, made[0])
+    loss, grads = pipe.loss_and_grads(pipe.place(params), data[0])
+    want_loss, want_grads = on_one_device(case, params, data[0])
     np.testing.assert_allclose(loss, want_loss, rtol=1e-12)
     assert_close(grads, want_grads, rtol=1e-9, atol=1e-12)
 
-    want, want_seen = steps_on_one_device(case, ACTIVE, made)
+    expected, want_seen = steps_on_one_device(case, ACTIVE, data)
     step = _step(case)
-    state, seen = step.init(params), []
-    for batch in made:
+    state, loss_and_norm = step.init(params), []
+    for batch in data:
         state, metrics = step(state, batch)
-        seen.append((float(metrics.loss), float(metrics.grad_norm)))
+        loss_and_norm.append((float(metrics.loss), float(metrics.grad_norm)))
         assert float(metrics.weight) == batch["weights"].sum()
-    np.testing.assert_allclose(seen, want_seen, rtol=1e-10)
-    assert all(norm > ACTIVE for _, norm in seen), "clipping was to be tested"
-    assert_close(step.by_layer(state)[0], want, rtol=1e-7, atol=1e-10)
+    np.testing.assert_allclose(loss_and_norm, want_seen, rtol=1e-10)
+    assert all(norm > ACTIVE for _, norm in loss_and_norm), "clipping was to be tested"
+    assert_close(step.by_layer(state)[0], expected, rtol=1e-7, atol=1e-10)
     _assert_replicas_agree(state)
 
 

@@ -48,45 +48,45 @@ def told(metrics: Any) -> Told:
     return float(metrics.loss), float(metrics.grad_norm), bool(metrics.applied), bool(metrics.finite)
 
 
-def same_bits(got: Any, want: Any) -> None:
-    assert jax.tree.structure(got) == jax.tree.structure(want)
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+def same_bits(got: Any, expected: Any) -> None:
+    assert jax.tree.structure(got) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
 
 
 def spoilt(count: int) -> list[dict[str, np.ndarray]]:
     """Batches of which one gives a gradient that is not finite."""
-    made = batches(count)
-    made[count // 2]["weights"][0, 0, 0] = np.nan
-    return made
+    data = batches(count)
+    data[count // 2]["weights"][0, 0, 0] = np.nan
+    return data
 
 
 def without(
-    step: Callable[..., TrainStep], params: Any, made: Sequence[Any]
+    step: Callable[..., TrainStep], params: Any, data: Sequence[Any]
 ) -> tuple[float, list[Any], list[Told], Any]:
     """A norm that some of the steps exceed, and all that is after each step that clips by it."""
     norms = []
     plain = step(clip_norm=0.0)
     state = plain.init(params)
-    for batch in made[: len(made) // 2]:
+    for batch in data[: len(data) // 2]:
         state, metrics = plain(state, batch)
         norms.append(float(metrics.grad_norm))
     clip_norm = sorted(norms)[(len(norms) - 1) // 2]
     clipping = step(clip_norm=clip_norm)
-    state, states, seen = clipping.init(params), [], []
-    for batch in made:
+    state, states, records = clipping.init(params), [], []
+    for batch in data:
         state, metrics = clipping(state, batch)
         states.append(whole(state))
-        seen.append(told(metrics))
-    return clip_norm, states, seen, jax.device_get(clipping.by_layer(state))
+        records.append(told(metrics))
+    return clip_norm, states, records, jax.device_get(clipping.by_layer(state))
 
 
 def check_every_bit(
     step: Callable[..., TrainStep], params: Any, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> TrainStep:
     """The steps of ``step(clip_norm=…, post_validation=…)`` with and without post-validation."""
-    made = spoilt(count)
-    clip_norm, states, seen, end = without(step, params, made)
+    data = spoilt(count)
+    clip_norm, states, records, end = without(step, params, data)
     committed = []
     settled = LateUpdate.settled
 
@@ -98,13 +98,13 @@ def check_every_bit(
     monkeypatch.setattr(LateUpdate, "settled", watch)
     ahead = step(clip_norm=clip_norm, post_validation="on")
     state, metrics = ahead.init(params), []
-    for batch in made:
-        state, found = ahead(state, batch)
-        metrics.append(found)
+    for batch in data:
+        state, step_metrics = ahead(state, batch)
+        metrics.append(step_metrics)
     same_bits(jax.device_get(ahead.by_layer(state)), end)
-    same_bits([told(m) for m in metrics], seen)
+    same_bits([told(m) for m in metrics], records)
     same_bits(committed, states)
-    clipped = sum(norm > clip_norm for _, norm, *_ in seen)
+    clipped = sum(norm > clip_norm for _, norm, *_ in records)
     assert count / 6 < clipped < 2 * count / 3
     assert ahead.post_validation.rollbacks == clipped + 1
     return ahead
@@ -122,10 +122,10 @@ CASES = [
 QUICK = Case("gpt", 2, 1, 1, family="zb-2p", dtype="float32", one_block=True)
 
 
-def step_of(case: Case, **more: Any) -> Callable[..., TrainStep]:
-    given = {"zero1": case.zero1, **more}
-    made = given.pop("optimizer", optimizer)
-    return lambda **options: TrainStep(pipeline(case), made(), **given, **options)
+def step_of(case: Case, **overrides: Any) -> Callable[..., TrainStep]:
+    step_options = {"zero1": case.zero1, **overrides}
+    make_optimizer = step_options.pop("optimizer", optimizer)
+    return lambda **options: TrainStep(pipeline(case), make_optimizer(), **step_options, **options)
 
 
 @pytest.fixture
@@ -164,8 +164,8 @@ def _injected(case: Case) -> Any:
     return optax.inject_hyperparams(optax.adamw)(learning_rate=optax.linear_schedule(1e-2, 1e-3, 20))
 
 
-def _two(**more: Any) -> Case:
-    return Case(**{"name": "gpt-tied", "pp": 2, "tp": 1, "dp": 1, "family": "zb-2p", "dtype": "bfloat16", **more})
+def _two(**options: Any) -> Case:
+    return Case(**{"name": "gpt-tied", "pp": 2, "tp": 1, "dp": 1, "family": "zb-2p", "dtype": "bfloat16", **options})
 
 
 COMBINATIONS: Mapping[str, tuple[Case, Callable[[Case], Any]]] = {
@@ -188,8 +188,8 @@ COMBINATIONS: Mapping[str, tuple[Case, Callable[[Case], Any]]] = {
 @pytest.mark.usefixtures("users_compiler")
 @pytest.mark.parametrize("name", COMBINATIONS)
 def test_every_bit_with(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    case, made = COMBINATIONS[name]
-    check_every_bit(step_of(case, optimizer=lambda: made(case)), params_for(case), 12, monkeypatch)
+    case, make_optimizer = COMBINATIONS[name]
+    check_every_bit(step_of(case, optimizer=lambda: make_optimizer(case)), params_for(case), 12, monkeypatch)
 
 
 @pytest.mark.soak
@@ -218,61 +218,61 @@ def small(post_validation: str) -> TrainStep:
 @cache
 def small_states(count: int = 3) -> tuple[Any, ...]:
     """By layer, after each step."""
-    step, state, seen = small("off"), small("off").init(params_for(SMALL)), []
+    step, state, states = small("off"), small("off").init(params_for(SMALL)), []
     for batch in batches(count):
         state, _ = step(state, batch)
-        seen.append(jax.device_get(step.by_layer(state)))
-    return tuple(seen)
+        states.append(jax.device_get(step.by_layer(state)))
+    return tuple(states)
 
 
 def test_whoever_looks_sees_what_is_committed() -> None:
     """A checkpoint, an evaluation, a metric and a recorded step each have the last update settled; then training goes on."""
     trainer = Trainer.over(small("on"))
-    made, wanted = batches(3), small_states()
+    data, states = batches(3), small_states()
     before = trainer.train_step.post_validation.rollbacks
-    state, metrics = trainer.step(trainer.init(params_for(SMALL)), made[0])
+    state, metrics = trainer.step(trainer.init(params_for(SMALL)), data[0])
     assert state.late is not None and not state.acc
     assert bool(metrics.finite) and metrics.learning_rate is None
-    same_bits(jax.device_get(trainer.train_step.by_layer(state)), wanted[0])
-    loss = trainer.evaluate(state, made[2])["loss"]
-    assert loss == Trainer.over(small("off")).evaluate(small("off").init(*wanted[0]), made[2])["loss"]
-    again, metrics = trainer.step(state, made[1], record=True)
+    same_bits(jax.device_get(trainer.train_step.by_layer(state)), states[0])
+    loss = trainer.evaluate(state, data[2])["loss"]
+    assert loss == Trainer.over(small("off")).evaluate(small("off").init(*states[0]), data[2])["loss"]
+    again, metrics = trainer.step(state, data[1], record=True)
     assert metrics.timeline is not None
     assert len(metrics.outputs.tokens) == sum(map(len, trainer.schedule.rows))
     with pytest.raises(RunError, match="is used up"):
-        trainer.step(state, made[1])
+        trainer.step(state, data[1])
     other = trainer.with_schedule(generate("zb-h1", 2, trainer.schedule.num_microbatches))
-    same_bits(jax.device_get(trainer.train_step.by_layer(again)), wanted[1])
-    last, _ = other.step(again, made[2])
-    got, want = jax.device_get(other.train_step.by_layer(last)), wanted[2]
-    assert jax.tree.structure(got) == jax.tree.structure(want)  # another order adds gradients otherwise
+    same_bits(jax.device_get(trainer.train_step.by_layer(again)), states[1])
+    last, _ = other.step(again, data[2])
+    got, expected = jax.device_get(other.train_step.by_layer(last)), states[2]
+    assert jax.tree.structure(got) == jax.tree.structure(expected)  # another order adds gradients otherwise
     assert trainer.train_step.post_validation.rollbacks == before + 3
 
 
 def test_forwards_run_before_it_is_asked_and_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     step, state = small("on"), small("on").init(params_for(SMALL))
-    made = batches(2)
+    data = batches(2)
     monkeypatch.setattr(step.post_validation, "unproven", 0)
-    state, first = step(state, made[0])
+    state, first = step(state, data[0])
     late = state.late
     assert late is not None
     moved = step.with_pipeline(step.pipeline.with_schedule(step.pipeline.schedule))
-    asked, accumulators = [], LateUpdate.accumulators
+    requests, accumulators = [], LateUpdate.accumulators
 
     def watch(late: LateUpdate, rank: int) -> Any:
-        asked.append((rank, [str(action) for _, action, _ in moved.pipeline.executor.dispatched]))
+        requests.append((rank, [str(action) for _, action, _ in moved.pipeline.executor.dispatched]))
         return accumulators(late, rank)
 
     monkeypatch.setattr(LateUpdate, "accumulators", watch)
-    state, metrics = moved(state, made[1])
-    ((rank, dispatched),) = asked  # and was told that the step is dropped
+    state, metrics = moved(state, data[1])
+    ((rank, dispatched),) = requests  # and was told that the step is dropped
     assert rank == 1 and {"F0.0", "F0.1", "F1.0"} <= {*dispatched} and all(x[0] == "F" for x in dispatched)
     assert bool(first.finite) and bool(metrics.applied)
     same_bits(jax.device_get(moved.by_layer(state)), small_states()[1])
-    kept = weakref.ref(late.settled().compute[0, 0][0])
+    old_params = weakref.ref(late.settled().compute[0, 0][0])
     del late
     gc.collect()
-    assert kept() is None and bool(first.applied)  # metrics that are kept keep no parameters
+    assert old_params() is None and bool(first.applied)  # metrics that are kept keep no parameters
 
 
 def test_auto_begins_after_clean_steps_and_ends_with_a_failure() -> None:
@@ -289,12 +289,12 @@ def test_auto_begins_after_clean_steps_and_ends_with_a_failure() -> None:
 @pytest.mark.soak
 def test_auto_changes_no_bit_and_fails_once_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps are clean but for one that is not finite, before and after which the update goes ahead."""
-    made = spoilt(30)
+    data = spoilt(30)
     ends = []
     for mode in ("off", "auto"):
         step = TrainStep(pipeline(SMALL), optimizer(), clip_norm=1e3, post_validation=mode)
         state, ahead = step.init(params_for(SMALL)), []
-        for batch in made:
+        for batch in data:
             state, _ = step(state, batch)
             ahead.append(state.late is not None)
         ends.append(jax.device_get(step.by_layer(state)))
@@ -320,8 +320,8 @@ def test_memory(case: Case) -> None:
             held = state.late._unapplied  # type: ignore[attr-defined]
             arrays += jax.tree.leaves(([x.grads for x in held.reduced.values()], held.params, held.acc))
             arrays += jax.tree.leaves([x.acc for x in held.reduced.values()])
-        here = {id(a): a for a in arrays if not a.is_deleted()}
-        live[mode] = sum(s.data.nbytes for a in here.values() for s in a.addressable_shards)
+        live_arrays = {id(a): a for a in arrays if not a.is_deleted()}
+        live[mode] = sum(s.data.nbytes for a in live_arrays.values() for s in a.addressable_shards)
         predicted[mode] = step.memory_report(workspace=False)
     twice = sum(a.size * 4 for s in step.states.values() for a in s.twice)
     total = sum(a.size * a.dtype.itemsize for s in step.states.values() for a in (*s.params, *s.made))
@@ -329,9 +329,9 @@ def test_memory(case: Case) -> None:
     assert live["on"] - live["off"] <= twice if zero1 else live["on"] - live["off"] == twice
     for with_it, without_it in zip(predicted["on"].ranks, predicted["off"].ranks, strict=True):
         at = [s for s, ranks in step.pipeline.instances.items() if ranks[0] == with_it.rank]
-        more = sum(a.size * 4 for s in at for a in step.states[s].twice)
-        assert 0 <= with_it.peak_bytes - without_it.peak_bytes <= more
-        assert with_it.peaks.get("masters", 0) - without_it.peaks.get("masters", 0) == more
+        copy_bytes = sum(a.size * 4 for s in at for a in step.states[s].twice)
+        assert 0 <= with_it.peak_bytes - without_it.peak_bytes <= copy_bytes
+        assert with_it.peaks.get("masters", 0) - without_it.peaks.get("masters", 0) == copy_bytes
 
 
 # -- refusals -------------------------------------------------------------------------------------------------------------
@@ -346,9 +346,9 @@ def test_refusals() -> None:
     class Two(Alone):
         number = 2
 
-    asked = load_config(None, ["pipeline.post_validation=auto"])
+    config = load_config(None, ["pipeline.post_validation=auto"])
     with pytest.raises(ConfigError, match="works in one process"):
-        agree_on_settings(Two(), asked)
+        agree_on_settings(Two(), config)
 
 
 # -- runs -----------------------------------------------------------------------------------------------------------------
@@ -398,9 +398,11 @@ def test_killed_among_the_forwards_of_the_next_step(text: Path, tmp_path: Path) 
     on = settings(text, tmp_path / "on", "optimizer.clip_norm=1.3", "pipeline.post_validation=on")
     child = subprocess.run([sys.executable, "-c", KILLED, "train", *on], capture_output=True, text=True, env=os.environ)
     assert child.returncode == -signal.SIGKILL, child.stderr
-    kept = CheckpointStore(tmp_path / "on" / "checkpoints").latest_intact().step
+    last_step = CheckpointStore(tmp_path / "on" / "checkpoints").latest_intact().step
     result, printed = run(load_config(None, on))
-    assert kept in (5, 10) and f"resumed from step {kept}" in printed and result.steps_run == STEPS - kept
+    assert (
+        last_step in (5, 10) and f"resumed from step {last_step}" in printed and result.steps_run == STEPS - last_step
+    )
     assert_same_run(tmp_path / "on", tmp_path / "off")
 
 

@@ -87,7 +87,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def own_lm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """A module with a user's Flax model."""
     folder = tmp_path_factory.mktemp("own")
     (folder / "own_lm.py").write_text(OWN, encoding="utf-8")
@@ -99,9 +99,9 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     del sys.modules["own_lm"]
 
 
-def trainer_of(model: Model, **more: Any) -> Trainer:
+def trainer_of(model: Model, **options: Any) -> Trainer:
     sizes: dict[str, Any] = {"ranks": 2, "microbatches": 2, "microbatch_size": 2}
-    return Trainer(model, optimizer=optax.sgd(0.1), **{**sizes, **more})
+    return Trainer(model, optimizer=optax.sgd(0.1), **{**sizes, **options})
 
 
 @cache
@@ -112,24 +112,24 @@ def gpt() -> Trainer:
 def asked(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
     capsys.readouterr()
     code = main([str(x) for x in arguments])
-    told = capsys.readouterr()
-    return code, told.out, told.err.strip()
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err.strip()
 
 
 # -- out again --------------------------------------------------------------------------------------------------------
 
 
-def _llama(own: Any) -> Trainer:
+def _llama(own_lm: Any) -> Trainer:
     scaling = RopeScaling(original_seq_len=4)
     return trainer_of(Llama(vocab_size=257, vocab_multiple=4, mlp_size=16, rope_scaling=scaling, **SIZES), tp=2)
 
 
-def _own(own: Any) -> Trainer:
-    return trainer_of(own.make(16), target="own_lm:make", target_options={"width": 16})
+def _own(own_lm: Any) -> Trainer:
+    return trainer_of(own_lm.make(16), target="own_lm:make", target_options={"width": 16})
 
 
 MADE: Mapping[str, tuple[Callable[[Any], Trainer], tuple[str, ...]]] = {
-    "gpt": (lambda own: gpt(), ()),
+    "gpt": (lambda own_lm: gpt(), ()),
     "llama": (_llama, ()),
     "own": (_own, ("--model", "own_lm:make")),
 }
@@ -137,27 +137,27 @@ MADE: Mapping[str, tuple[Callable[[Any], Trainer], tuple[str, ...]]] = {
 
 @pytest.mark.parametrize("kind", MADE)
 def test_what_a_trainer_saves_leads_out_again(
-    kind: str, own: Any, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    kind: str, own_lm: Any, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make, named = MADE[kind]
-    trainer, data = make(own), jaxpipe.data(text, batch=4, seq_len=T)
+    trainer, data = make(own_lm), jaxpipe.data(text, batch=4, seq_len=T)
     state, _ = trainer.step(trainer.init(), data.batch_at(0))
     trainer.save(state, tmp_path / "run", data=data)
-    wanted = trainer.evaluate(state, data.held_out(4, 1)[0])["loss"]
+    expected_loss = trainer.evaluate(state, data.held_out(4, 1)[0])["loss"]
     code, out, err = asked(capsys, "eval", tmp_path / "run", "--batch", 4, "--batches", 1, "--json", *named)
     assert code == 0, err
-    found = json.loads(out)
-    assert found["other_data"] is False
-    assert found["model"]["loss"] == pytest.approx(wanted, rel=1e-5)
+    report = json.loads(out)
+    assert report["other_data"] is False
+    assert report["model"]["loss"] == pytest.approx(expected_loss, rel=1e-5)
     code, out, err = asked(capsys, "generate", tmp_path / "run", "--prompt", "the", "--tokens", 2, *named)
     assert code == 0 and out.startswith("the"), err
     code, _, err = asked(capsys, "export", tmp_path / "run", "-o", tmp_path / "hf", *named)
     assert code == 0, err
     if kind == "gpt":  # the functions do the same
         assert jaxpipe.generate(tmp_path / "run", "the", tokens=2) == out.removeprefix("the").removesuffix("\n")
-        assert jaxpipe.evaluate(tmp_path / "run", batch=4, batches=1)["loss"] == pytest.approx(wanted, rel=1e-5)
-        made = jaxpipe.export(tmp_path / "run", tmp_path / "again", dtype="bfloat16")
-        assert made.step == 1 and made.parameters == sum(a.size for a in jax.tree.leaves(trainer.params(state)))
+        assert jaxpipe.evaluate(tmp_path / "run", batch=4, batches=1)["loss"] == pytest.approx(expected_loss, rel=1e-5)
+        exported = jaxpipe.export(tmp_path / "run", tmp_path / "again", dtype="bfloat16")
+        assert exported.step == 1 and exported.parameters == sum(a.size for a in jax.tree.leaves(trainer.params(state)))
     settings = json.loads((tmp_path / "hf" / "config.json").read_text("utf-8"))
     assert settings["model_type"] == {"gpt": "gpt2", "llama": "llama", "own": "own_lm"}[kind]
     assert (tmp_path / "hf" / "tokenizer.json").is_file()
@@ -171,10 +171,10 @@ def test_what_a_trainer_saves_leads_out_again(
 
 
 def test_what_is_not_known_is_asked_for_in_one_line(
-    own: Any, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    own_lm: Any, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lines: list[str] = []
-    model = own.make()
+    model = own_lm.make()
     trainer = trainer_of(model, progress=lines.append)
     state = trainer.init()
     for step in (0, 1):
@@ -223,10 +223,10 @@ def test_a_model_that_was_changed_does_not_pass_for_the_one_it_was_made_of(tmp_p
     ],
 )
 def test_a_target_that_makes_another_model_is_refused(
-    target: str, options: Mapping[str, Any], words: str, own: Any
+    target: str, options: Mapping[str, Any], words: str, own_lm: Any
 ) -> None:
     with pytest.raises(ConfigError) as caught:
-        trainer_of(own.make(), target=target, target_options=options)
+        trainer_of(own_lm.make(), target=target, target_options=options)
     assert words in str(caught.value) and "\n" not in str(caught.value)
 
 
@@ -253,7 +253,7 @@ def test_a_run_begins_with_what_a_trainer_saved(text: Path, tmp_path: Path) -> N
         run(config(text, tmp_path / "run"))
 
 
-def test_the_tokenizer_stays_and_another_is_refused(tmp_path: Path, own: Any) -> None:
+def test_the_tokenizer_stays_and_another_is_refused(tmp_path: Path, own_lm: Any) -> None:
     trainer = gpt()
     trainer.save(trainer.init(), tmp_path / "a", tokenizer="byte")
     trainer.save(trainer.init(), tmp_path / "b")
@@ -271,12 +271,12 @@ def test_the_tokenizer_stays_and_another_is_refused(tmp_path: Path, own: Any) ->
 
 def test_data_are_the_batches_of_a_run(text: Path, tmp_path: Path) -> None:
     data = jaxpipe.data(text, batch=4, seq_len=T, holdout=0.1, seed=3)
-    made = TrainConfig().override([f"data.path={text}", f"data.seq_len={T}", "data.holdout=0.1", "data.seed=3"])
-    wanted = load_dataset(made)
+    config = TrainConfig().override([f"data.path={text}", f"data.seq_len={T}", "data.holdout=0.1", "data.seed=3"])
+    dataset = load_dataset(config)
     for step in (0, 5, 1000):
-        jax.tree.map(np.testing.assert_array_equal, data.batch_at(step), wanted.batches(3, 4, T).batch_at(step))
-    assert data.vocab_size == 256 and str(data) == wanted.describe()
-    assert len(data.held_out(2)) == len(wanted.held_out_batches(2, T))
+        jax.tree.map(np.testing.assert_array_equal, data.batch_at(step), dataset.batches(3, 4, T).batch_at(step))
+    assert data.vocab_size == 256 and str(data) == dataset.describe()
+    assert len(data.held_out(2)) == len(dataset.held_out_batches(2, T))
     chat = tmp_path / "chat.jsonl"
     record = {"messages": [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]}
     chat.write_text("".join(json.dumps(record) + "\n" for _ in range(40)), encoding="utf-8")
@@ -375,9 +375,9 @@ def test_a_start_says_what_it_does(
             state, _ = trainer.step(state, data.batch_at(step))
         return capsys.readouterr().err.splitlines()
 
-    told = lines_of(trainer_of(model))
-    assert all(re.fullmatch(r"jaxpipe: .*: \d+ programs compiled, \d+ loaded, \d+ s(; done)?", line) for line in told)
-    begun = [line.split(":")[1].strip() for line in told if line.endswith("; done")]
+    lines = lines_of(trainer_of(model))
+    assert all(re.fullmatch(r"jaxpipe: .*: \d+ programs compiled, \d+ loaded, \d+ s(; done)?", line) for line in lines)
+    begun = [line.split(":")[1].strip() for line in lines if line.endswith("; done")]
     assert begun == ["making the first state", "compiling the first step"], "and nothing of later steps"
     assert lines_of(trainer_of(model, progress=None)) == []
 

@@ -81,7 +81,7 @@ def serial(schedule: Schedule) -> Schedule:
     return dataclasses.replace(schedule, name="serial", rows=rows)
 
 
-def settings(text: Path, out_dir: Path, *more: str) -> TrainConfig:
+def settings(text: Path, out_dir: Path, *overrides: str) -> TrainConfig:
     """A run of gpipe over two ranks of which every step is recorded; what W needs is no more than what F saves."""
     return config(
         text,
@@ -93,7 +93,7 @@ def settings(text: Path, out_dir: Path, *more: str) -> TrainConfig:
         "run.eval_every=2",
         "run.checkpoint_every=8",
         "replan.min_gain=0",
-        *more,
+        *overrides,
     )
 
 
@@ -155,8 +155,8 @@ def plain(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def assert_same_training(out_dir: Path, other: Path, step: int = STEPS) -> None:
     """Bit for bit: parameters, optimizer state, position in the data, evaluation loss, and all metrics but the schedule."""
-    (*arrays, data, loss), (*want, want_data, want_loss) = final(out_dir, step), final(other, step)
-    assert_same_arrays(arrays, want)
+    (*arrays, data, loss), (*expected, want_data, want_loss) = final(out_dir, step), final(other, step)
+    assert_same_arrays(arrays, expected)
     assert (data, loss) == (want_data, want_loss)
     metrics, want_metrics = (
         [{k: v for k, v in record.items() if k != "schedule"} for record in deterministic(folder)]
@@ -189,8 +189,8 @@ def test_a_run_that_switches_gives_the_same_bits(
     at_switch = next(count for line, count in counts if " -> solved-1 (" in line)
     assert len(COMPILED) == at_switch, "a switch compiles nothing"
     assert CheckpointStore(out_dir / "checkpoints").load(8).meta["schedule"] == names[8]
-    kept = read_schedule(out_dir / "schedule.sched")
-    assert (kept.name, why_not(kept, split_backwards(generate("gpipe", 2, 4)))) == (result.schedule, "")
+    stored = read_schedule(out_dir / "schedule.sched")
+    assert (stored.name, why_not(stored, split_backwards(generate("gpipe", 2, 4)))) == (result.schedule, "")
     if not math.isnan(result.gain_predicted):  # it may have been taken back: the machine is busy
         assert f"schedule {result.schedule} takes " in result_text(result)
 
@@ -222,12 +222,12 @@ def test_fused_backwards_stay_fused_where_that_is_asked_for(
     monkeypatch.setattr(replan, "BackgroundSolve", prompt(serial(start)))
     path = tmp_path / "serial.sched"
     write_schedule(serial(start), path)
-    more = (f"pipeline.schedule={path}", "replan.split=false", "replan.memory_limit=2", "run.steps=4")
-    _, printed = run(settings(text, tmp_path / "run", *more, "replan.enabled=true"))
+    overrides = (f"pipeline.schedule={path}", "replan.split=false", "replan.memory_limit=2", "run.steps=4")
+    _, printed = run(settings(text, tmp_path / "run", *overrides, "replan.enabled=true"))
     assert "step 2: schedule serial (makespan " in printed
-    kept = read_schedule(tmp_path / "run" / "schedule.sched")
-    assert fused_backwards(kept) == fused_backwards(start)
-    run(settings(text, tmp_path / "other", *more))
+    stored = read_schedule(tmp_path / "run" / "schedule.sched")
+    assert fused_backwards(stored) == fused_backwards(start)
+    run(settings(text, tmp_path / "other", *overrides))
     assert_same_training(tmp_path / "run", tmp_path / "other", 4)
 
 
@@ -332,35 +332,35 @@ class Bench:
 
     def finds(self, schedule: Schedule) -> None:
         """From now on solvers find ``schedule``, and nothing else."""
-        found = {"job": 0, "task": 0, "source": "fake", "schedule": to_schedule(split_backwards(schedule))}
+        answer = {"job": 0, "task": 0, "source": "fake", "schedule": to_schedule(split_backwards(schedule))}
         end = {"job": 0, "task": 0, "source": ""}
-        self.solver(f"print({json.dumps(found)!r})\nprint({json.dumps(end)!r}, flush=True)\ntime.sleep(600)")
+        self.solver(f"print({json.dumps(answer)!r})\nprint({json.dumps(end)!r}, flush=True)\ntime.sleep(600)")
 
     def record(self, step: int, step_s: float = 1.0) -> None:
         self.replanner.observe(step, simulate(self.schedule, self.costs), step_s)
 
     def poll(self, step: int) -> Pipeline | None:
         offer = self.replanner.poll()
-        found = (
+        new_pipeline = (
             None
             if offer is None
             else self.replanner.adopt(step, from_json(Offer, json.loads(json.dumps(to_json(offer))), "offer"))
         )
-        if found is not None:
-            self.schedule = found.schedule
-        return found
+        if new_pipeline is not None:
+            self.schedule = new_pipeline.schedule
+        return new_pipeline
 
 
 @pytest.fixture
 def bench(pipe: Pipeline, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Bench]]:
-    made: list[Bench] = []
+    benches: list[Bench] = []
 
     def make(*overrides: str) -> Bench:
-        made.append(Bench(pipe, monkeypatch, *overrides))
-        return made[-1]
+        benches.append(Bench(pipe, monkeypatch, *overrides))
+        return benches[-1]
 
     yield make
-    for each in made:
+    for each in benches:
         each.replanner.close()
 
 
@@ -377,10 +377,10 @@ def test_measured_costs_decide_and_the_first_step_is_not_looked_at(pipe: Pipelin
     new = b.poll(2)
     assert new is not None
     assert new.functions is pipe.functions
-    predicted, want = new.predicted_timeline().makespan, simulate(split_backwards(generate("gpipe", 2, 4)), b.costs)
-    assert predicted < want.makespan
+    predicted, current = new.predicted_timeline().makespan, simulate(split_backwards(generate("gpipe", 2, 4)), b.costs)
+    assert predicted < current.makespan
     assert b.notes[1].startswith(
-        f"step 2: schedule gpipe (makespan {want.makespan:.3g} s) -> solved-1 ({predicted:.3g} s"
+        f"step 2: schedule gpipe (makespan {current.makespan:.3g} s) -> solved-1 ({predicted:.3g} s"
     )
     assert b.notes[2].startswith("re-planning: searched for ")
     b.record(3, 0.5)
@@ -487,12 +487,12 @@ def test_nothing_that_a_solver_does_is_worse_than_a_line(script: str, bench: Cal
     b.solver(ANSWER + script)
     b.record(2)
     assert b.poll(2) is None
-    said = [note for note in b.notes[1:] if "exit code 0" not in note or "exit code 0" in DISASTERS[script]]
-    assert len(said) == 1
-    assert DISASTERS[script] in said[0]
-    assert said[0].startswith("re-planning: ")
-    assert "\n" not in said[0]
-    assert said[0].isprintable()
+    failures = [note for note in b.notes[1:] if "exit code 0" not in note or "exit code 0" in DISASTERS[script]]
+    assert len(failures) == 1
+    assert DISASTERS[script] in failures[0]
+    assert failures[0].startswith("re-planning: ")
+    assert "\n" not in failures[0]
+    assert failures[0].isprintable()
     assert not _exists(b.pid)
     b.record(3)
     assert b.poll(3) is None
@@ -520,7 +520,7 @@ def test_a_solver_that_cannot_be_started_is_a_line(
     bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     b = bench()
-    monkeypatch.setattr(replan, "BackgroundSolve", lambda *asked: BackgroundSolve(*asked, ["/nowhere/python"]))
+    monkeypatch.setattr(replan, "BackgroundSolve", lambda *args: BackgroundSolve(*args, ["/nowhere/python"]))
     b.record(2)
     assert b.notes == [
         "re-planning: the solver can't be started (No such file or directory); training goes on with schedule gpipe"
@@ -568,10 +568,10 @@ def _answers(running: Schedule, time_limit_s: float = 1.0) -> Answers:
 
 def test_the_worker_answers_with_better_schedules_and_a_bound() -> None:
     running = split_backwards(generate("gpipe", 3, 6))
-    *found, finished = _answers(running, 30.0)
+    *candidates, finished = _answers(running, 30.0)
     assert isinstance(finished, Finished)
     makespans = []
-    for each in found:
+    for each in candidates:
         assert isinstance(each, Found)
         assert why_not(each.schedule, running) == ""
         makespans.append(simulate(each.schedule, CostProfile.uniform(3)).makespan)
@@ -582,10 +582,10 @@ def test_the_worker_answers_with_better_schedules_and_a_bound() -> None:
 def test_what_the_worker_finds_can_take_the_place_of_fused_backwards_and_other_placements() -> None:
     for family, chunks in (("gpipe", None), ("looped-bfs", 2), ("v-min", None)):
         running = generate(family, 2, 4, chunks=chunks)
-        *found, finished = _answers(running)
+        *candidates, finished = _answers(running)
         assert isinstance(finished, Finished)
-        assert found
-        assert all(why_not(backwards_like(each.schedule, running), running) == "" for each in found)  # type: ignore[union-attr]
+        assert candidates
+        assert all(why_not(backwards_like(each.schedule, running), running) == "" for each in candidates)  # type: ignore[union-attr]
 
 
 def test_the_worker_imports_no_jax() -> None:
@@ -677,10 +677,10 @@ def test_backwards_are_split_and_fused_as_in_another(family: str) -> None:
     check_schedule(split)
     assert not fused_backwards(split)
     fused = generate("gpipe", 2, 4)
-    every = frozenset((s, i) for s in range(split.num_stages) for i in range(4))
+    all_backwards = frozenset((s, i) for s in range(split.num_stages) for i in range(4))
     assert fused_backwards(fused) == frozenset((s, i) for s in range(2) for i in range(4))
     assert backwards_like(split, split) == split
-    if fused_backwards(schedule) == every:
+    if fused_backwards(schedule) == all_backwards:
         check_schedule(back := backwards_like(split, schedule))
         assert back == schedule
 

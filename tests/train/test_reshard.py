@@ -52,8 +52,8 @@ def _whole() -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     rng = np.random.default_rng(0)
 
     def filled(leaf: Any) -> np.ndarray:
-        made: np.ndarray = rng.standard_normal(leaf.shape) if leaf.dtype != np.int32 else np.array(42)
-        return made.astype(leaf.dtype)
+        array: np.ndarray = rng.standard_normal(leaf.shape) if leaf.dtype != np.int32 else np.array(42)
+        return array.astype(leaf.dtype)
 
     params = jax.tree.map(filled, dict(params_for(MESHES[2])))
     return params, {name: jax.tree.map(filled, optimizer().init({name: tree})) for name, tree in params.items()}
@@ -79,9 +79,9 @@ def test_saved_under_one_mesh_and_resumed_under_another(saved: int, resumed: int
     params, state = _whole()
     loaded = _saved(folder, saved).load(like={"params": params, "optimizer": state})
     step = _step(resumed)
-    found = step.init(loaded.params, loaded.optimizer, step=loaded.step)
-    assert found.step == 7
-    got_params, got_state = jax.device_get(step.by_layer(found))
+    resumed_state = step.init(loaded.params, loaded.optimizer, step=loaded.step)
+    assert resumed_state.step == 7
+    got_params, got_state = jax.device_get(step.by_layer(resumed_state))
     assert_same(got_params, dict(params))
     assert_same({name: got_state[name] for name in state}, dict(state))
 
@@ -97,7 +97,7 @@ def test_state_of_another_optimizer_is_refused_in_one_line() -> None:
         name: jax.tree.map(lambda a: a[..., : max(1, a.shape[-1] // 2)] if a.ndim else a, tree)
         for name, tree in state.items()
     }
-    for given in (halved, {name: tree[:1] for name, tree in state.items()}):
+    for other_state in (halved, {name: tree[:1] for name, tree in state.items()}):
         with pytest.raises(CheckpointError, match=r"optimizer state of layer \w+ has") as caught:
-            _step(1).init(params, given)
+            _step(1).init(params, other_state)
         assert "\n" not in str(caught.value)

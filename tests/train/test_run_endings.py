@@ -78,13 +78,15 @@ def spoilt(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[...
     return make
 
 
-def tiny(text: Path, out_dir: Path, *more: str) -> list[str]:
+def tiny(text: Path, out_dir: Path, *overrides: str) -> list[str]:
     """Overrides that make a run even smaller than those of other tests: it ends badly, and is not looked at."""
-    return settings(text, out_dir, "model.options.num_layers=1", "pipeline.microbatches=2", "run.eval_every=0", *more)
+    return settings(
+        text, out_dir, "model.options.num_layers=1", "pipeline.microbatches=2", "run.eval_every=0", *overrides
+    )
 
 
-def tiny_config(text: Path, out_dir: Path, *more: str) -> TrainConfig:
-    return load_config(None, tiny(text, out_dir, *more))
+def tiny_config(text: Path, out_dir: Path, *overrides: str) -> TrainConfig:
+    return load_config(None, tiny(text, out_dir, *overrides))
 
 
 def steps_in(out_dir: Path) -> tuple[int, ...]:
@@ -145,8 +147,8 @@ def test_a_reader_that_has_seen_enough_is_no_mistake() -> None:
 
 def test_a_dead_stdout_and_ctrl_c_still_save(text: Path, tmp_path: Path) -> None:
     """``jaxpipe train … | tee log`` and Ctrl-C, which ends tee too."""
-    more = ("run.steps=1000000", "run.checkpoint_every=0")
-    with start(["train", *tiny(text, tmp_path / "run", *more)]) as child:
+    overrides = ("run.steps=1000000", "run.checkpoint_every=0")
+    with start(["train", *tiny(text, tmp_path / "run", *overrides)]) as child:
         assert child.stdout is not None
         assert child.stderr is not None
         read_until(child, "step 10/")
@@ -207,7 +209,7 @@ print("asked by", stop.requested, flush=True)
 
 
 @pytest.mark.parametrize(
-    ("ignored", "sent", "asked"),
+    ("ignored", "sent", "signal_name"),
     [
         ([], ["SIGHUP"], "SIGHUP"),
         ([], ["SIGUSR1"], "SIGUSR1"),
@@ -215,7 +217,7 @@ print("asked by", stop.requested, flush=True)
         (["SIGUSR1"], ["SIGUSR1", "SIGINT"], "SIGINT"),
     ],
 )
-def test_signals_of_terminals_and_slurm(ignored: list[str], sent: list[str], asked: str) -> None:
+def test_signals_of_terminals_and_slurm(ignored: list[str], sent: list[str], signal_name: str) -> None:
     """nohup ignores SIGHUP: it stays ignored, and does not count as the first of two."""
     with subprocess.Popen(
         [sys.executable, "-c", STOP_LOOP, *ignored], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -224,8 +226,8 @@ def test_signals_of_terminals_and_slurm(ignored: list[str], sent: list[str], ask
         for name in sent:
             child.send_signal(signal.Signals[name])
         out, err = child.communicate(timeout=60)
-    assert (child.returncode, out) == (0, f"asked by {asked}\n")
-    assert err == f"{asked}: stopping after this step and saving; a second signal ends at once\n"
+    assert (child.returncode, out) == (0, f"asked by {signal_name}\n")
+    assert err == f"{signal_name}: stopping after this step and saving; a second signal ends at once\n"
 
 
 # -- saves that fail ------------------------------------------------------------------------------------------------------
@@ -282,8 +284,8 @@ def test_a_last_save_that_fails_ends_the_run_with_what_is_left(
 
 
 def test_a_step_that_hangs_ends_the_process(spoilt: Callable[..., Path], tmp_path: Path) -> None:
-    more = (f"{BAD}hangs", "run.watchdog_s=1", "run.checkpoint_every=3")
-    code, _, err = ended(["train", *tiny(spoilt(7), tmp_path / "run", *more)])
+    overrides = (f"{BAD}hangs", "run.watchdog_s=1", "run.checkpoint_every=3")
+    code, _, err = ended(["train", *tiny(spoilt(7), tmp_path / "run", *overrides)])
     lines = err.splitlines()
     assert code == 5, err
     assert any(line.startswith(("Current thread ", "Thread ")) for line in lines)
@@ -294,15 +296,15 @@ def test_a_step_that_hangs_ends_the_process(spoilt: Callable[..., Path], tmp_pat
 
 def test_what_is_whole_when_a_step_hangs_is_saved(spoilt: Callable[..., Path], tmp_path: Path) -> None:
     """A recorded step is waited for before its update takes the state of the step before."""
-    more = (f"{BAD}hangs", "run.watchdog_s=1", "run.checkpoint_every=4", "run.log_every=1")
-    code, _, err = ended(["train", *tiny(spoilt(7), tmp_path / "run", *more)])
+    overrides = (f"{BAD}hangs", "run.watchdog_s=1", "run.checkpoint_every=4", "run.log_every=1")
+    code, _, err = ended(["train", *tiny(spoilt(7), tmp_path / "run", *overrides)])
     assert (code, steps_in(tmp_path / "run")) == (5, (4, 6))
     assert err.splitlines()[-1].endswith(" of step 7 has not run; run the same command again to go on from step 6")
 
 
 def test_an_evaluation_that_hangs_ends_the_process(spoilt: Callable[..., Path], tmp_path: Path) -> None:
-    more = (f"{BAD}hangs", "run.watchdog_s=2", "run.checkpoint_every=2", "run.eval_every=6", "run.eval_batches=1")
-    code, _, err = ended(["train", *tiny(spoilt(held_out=True), tmp_path / "run", *more)])
+    overrides = (f"{BAD}hangs", "run.watchdog_s=2", "run.checkpoint_every=2", "run.eval_every=6", "run.eval_batches=1")
+    code, _, err = ended(["train", *tiny(spoilt(held_out=True), tmp_path / "run", *overrides)])
     assert code == 5
     line = err.splitlines()[-1]
     assert line.startswith("jaxpipe: step 6 has not ended after ")
@@ -318,15 +320,15 @@ def test_a_signal_before_the_first_step_ends_at_once(name: str, text: Path, tmp_
         read_until(child, "tracing")
         child.send_signal(signal.Signals[name])
         _, err = child.communicate(timeout=60)
-    said = f"{name}: ended before the first step, nothing was changed; the same command starts again"
-    assert (child.returncode, err.strip()) == (75, said)
+    message = f"{name}: ended before the first step, nothing was changed; the same command starts again"
+    assert (child.returncode, err.strip()) == (75, message)
     assert not (tmp_path / "run").exists()
 
 
 def test_a_second_signal_ends_a_run_that_hangs(spoilt: Callable[..., Path], tmp_path: Path) -> None:
     """The main thread waits inside XLA, where no Python handler runs."""
-    more = (f"{BAD}hangs", "run.watchdog_s=0", "run.checkpoint_every=3")
-    with start(["train", *tiny(spoilt(7), tmp_path / "run", *more)]) as child:
+    overrides = (f"{BAD}hangs", "run.watchdog_s=0", "run.checkpoint_every=3")
+    with start(["train", *tiny(spoilt(7), tmp_path / "run", *overrides)]) as child:
         assert child.stderr is not None
         while 6 not in steps_in(tmp_path / "run"):
             assert child.poll() is None
@@ -346,8 +348,8 @@ def test_a_row_of_skipped_steps_ends_the_run(
     spoilt: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out_dir = tmp_path / "run"
-    more = (f"{BAD}not_finite", "run.max_skipped=3", "run.checkpoint_every=4")
-    code = main(["train", *tiny(spoilt(7, 8, 9), out_dir, *more)])
+    overrides = (f"{BAD}not_finite", "run.max_skipped=3", "run.checkpoint_every=4")
+    code = main(["train", *tiny(spoilt(7, 8, 9), out_dir, *overrides)])
     assert (code, capsys.readouterr().err) == (
         4,
         "jaxpipe: steps 7 to 9 were not finite (run.max_skipped=3): optimizer.lr=0.01 may be too high, or the data hold ids "
@@ -359,7 +361,7 @@ def test_a_row_of_skipped_steps_ends_the_run(
 
 def test_saves_wait_for_a_finite_step(spoilt: Callable[..., Path], tmp_path: Path) -> None:
     out_dir = tmp_path / "run"
-    more = (
+    overrides = (
         f"{BAD}not_finite",
         "run.checkpoint_every=8",
         "run.keep_last=9",
@@ -367,13 +369,13 @@ def test_saves_wait_for_a_finite_step(spoilt: Callable[..., Path], tmp_path: Pat
         "run.steps=12",
         "run.log_every=2",
     )
-    result, printed = run(tiny_config(spoilt(7, 8, 9, held_out=True), out_dir, *more))
+    result, printed = run(tiny_config(spoilt(7, 8, 9, held_out=True), out_dir, *overrides))
     assert (result.step, result.skipped_steps) == (12, 3)
     assert steps_in(out_dir) == (10, 12)
-    *every, evaluation = read_metrics(out_dir / "metrics.jsonl")
+    *step_records, evaluation = read_metrics(out_dir / "metrics.jsonl")
     assert (evaluation, result_json(result)["eval_loss"]) == ({"step": 12, "eval_loss": None}, None)
     assert CheckpointStore(out_dir / "checkpoints").best() is None
-    records = {r["step"]: r for r in every}
+    records = {r["step"]: r for r in step_records}
     assert [n for n, r in records.items() if not r["applied"]] == [7, 8, 9]
     assert [records[n]["loss"] for n in (7, 8, 9)] == [None] * 3
     assert printed.count("step 7: the gradient is not finite; parameters were left as they are") == 1
@@ -385,8 +387,8 @@ def test_saves_wait_for_a_finite_step(spoilt: Callable[..., Path], tmp_path: Pat
 
 def test_a_weight_that_is_not_finite_counts_for_the_step(spoilt: Callable[..., Path], tmp_path: Path) -> None:
     """It ended in a traceback."""
-    more = (f"{BAD}weightless", "run.steps=9")
-    result, _ = run(tiny_config(spoilt(7), tmp_path / "run", *more))
+    overrides = (f"{BAD}weightless", "run.steps=9")
+    result, _ = run(tiny_config(spoilt(7), tmp_path / "run", *overrides))
     assert (result.step, result.skipped_steps) == (9, 1)
     (skipped,) = (r for r in read_metrics(tmp_path / "run" / "metrics.jsonl") if r["step"] == 7)
     assert (skipped["applied"], skipped["tokens"]) == (False, None)
@@ -396,19 +398,19 @@ def test_a_weight_that_is_not_finite_counts_for_the_step(spoilt: Callable[..., P
 def test_a_run_that_blows_up_keeps_what_was_good(rate: str, text: Path, tmp_path: Path) -> None:
     """Without evaluation, checkpoints of finite parameters with absurd losses replaced all good ones."""
     out_dir = tmp_path / "run"
-    more = ("run.checkpoint_every=1", "run.keep_last=1", "run.keep_best=0")
-    run(tiny_config(text, out_dir, *more, "run.steps=6"))
+    overrides = ("run.checkpoint_every=1", "run.keep_last=1", "run.keep_best=0")
+    run(tiny_config(text, out_dir, *overrides, "run.steps=6"))
     assert steps_in(out_dir) == (6,)
-    said = ""
+    message = ""
     try:
-        run(tiny_config(text, out_dir, *more, "run.steps=40", f"optimizer.lr={rate}"))
+        run(tiny_config(text, out_dir, *overrides, "run.steps=40", f"optimizer.lr={rate}"))
     except NotFiniteError as error:
-        said = str(error)
+        message = str(error)
     losses = {r["step"]: r["loss"] for r in read_metrics(out_dir / "metrics.jsonl")}
     good = [n for n in steps_in(out_dir) if n >= 6 and (losses.get(n + 1) or math.inf) <= losses[1]]
     assert good
-    if said and steps_in(out_dir)[-1] != good[-1]:
-        assert said.endswith(f"; if that fails, too, move away its checkpoints after step {good[-1]}")
+    if message and steps_in(out_dir)[-1] != good[-1]:
+        assert message.endswith(f"; if that fails, too, move away its checkpoints after step {good[-1]}")
 
 
 def test_a_stop_among_skipped_steps_prunes_nothing(spoilt: Callable[..., Path], tmp_path: Path) -> None:
@@ -416,14 +418,14 @@ def test_a_stop_among_skipped_steps_prunes_nothing(spoilt: Callable[..., Path], 
         if printed.startswith("step 8/"):
             signal.raise_signal(signal.SIGTERM)
 
-    more = (
+    overrides = (
         f"{BAD}not_finite",
         "run.checkpoint_every=1",
         "run.keep_last=1",
         "run.keep_best=0",
         "run.log_every=8",
     )
-    result, _ = run(tiny_config(spoilt(7, 8, 9), tmp_path / "run", *more), interrupt)
+    result, _ = run(tiny_config(spoilt(7, 8, 9), tmp_path / "run", *overrides), interrupt)
     assert (result.stopped, result.step) == (True, 8)
     assert steps_in(tmp_path / "run") == (5, 6, 8)  # 5: the last that a good step followed when 6 was saved
 
@@ -439,18 +441,18 @@ def test_parameters_that_are_not_finite_are_not_saved(
         return state, replace(metrics, updated=lambda: updated)
 
     monkeypatch.setattr(TrainStep, "__call__", spoil)
-    more = ("run.checkpoint_every=3", "run.keep_last=9")
+    overrides = ("run.checkpoint_every=3", "run.keep_last=9")
     with pytest.raises(
         NotFiniteError, match=r"^step 7 made parameters that are not finite: optimizer\.lr=0\.01 .* step 6$"
     ):
-        run(tiny_config(text, tmp_path / "run", *more))
+        run(tiny_config(text, tmp_path / "run", *overrides))
     assert steps_in(tmp_path / "run") == (3, 6)
 
 
 def test_abort_at_the_first(spoilt: Callable[..., Path], tmp_path: Path) -> None:
-    more = (f"{BAD}not_finite", "run.on_nonfinite=abort")
+    overrides = (f"{BAD}not_finite", "run.on_nonfinite=abort")
     with pytest.raises(NotFiniteError, match=r"^step 7 was not finite \(run\.max_skipped=1\): .* from step 5$"):
-        run(tiny_config(spoilt(7), tmp_path / "run", *more))
+        run(tiny_config(spoilt(7), tmp_path / "run", *overrides))
     assert steps_in(tmp_path / "run") == (5,)
 
 
@@ -460,8 +462,8 @@ def test_abort_at_the_first(spoilt: Callable[..., Path], tmp_path: Path) -> None
 def test_an_error_of_a_device_keeps_its_cause_and_advice(
     spoilt: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    more = (f"{BAD}breaks", "run.checkpoint_every=3")
-    assert main(["train", *tiny(spoilt(7), tmp_path / "run", *more)]) == 5
+    overrides = (f"{BAD}breaks", "run.checkpoint_every=3")
+    assert main(["train", *tiny(spoilt(7), tmp_path / "run", *overrides)]) == 5
     line = capsys.readouterr().err
     assert line.startswith("jaxpipe: after step 6: rank 1, action ")
     assert line.endswith("failed: ValueError: the sensor is on fire; run the same command again to go on from step 6\n")
@@ -490,7 +492,7 @@ def _report(**kinds: int) -> MemoryReport:
 
 
 @pytest.mark.parametrize(
-    ("memory", "said"),
+    ("memory", "advice"),
     [
         (None, "out of memory: use a smaller run.batch"),
         (
@@ -503,10 +505,10 @@ def _report(**kinds: int) -> MemoryReport:
         ),
     ],
 )
-def test_advice_is_for_what_does_not_fit(memory: MemoryReport | None, said: str) -> None:
+def test_advice_is_for_what_does_not_fit(memory: MemoryReport | None, advice: str) -> None:
     """Memory that runs out is any type of error: ``device_put`` raises ValueError."""
     with (
-        pytest.raises(RunError, match=rf"^setting up: a device failed: RESOURCE_EXHAUSTED: no room; .*{said}"),
+        pytest.raises(RunError, match=rf"^setting up: a device failed: RESOURCE_EXHAUSTED: no room; .*{advice}"),
         device_errors("setting up", None if memory is None else lambda: memory),
     ):
         raise ValueError("RESOURCE_EXHAUSTED: no room")

@@ -28,9 +28,9 @@ from tests.support.train_runs import config, write_text
 
 def _build(tmp_path: Path, limit: float, notes: list[str]) -> tuple[float, ...]:
     text = write_text(tmp_path / "text.txt")
-    more = ("pipeline.schedule=zb", f"pipeline.memory_limit={limit}", "pipeline.recompute=cheap")
-    made = config(text, tmp_path / "run", *more)
-    ready = compile_setup(prepare(made), find_devices(made.pipeline.ranks), notes.append, repeats=1)
+    overrides = ("pipeline.schedule=zb", f"pipeline.memory_limit={limit}", "pipeline.recompute=cheap")
+    settings = config(text, tmp_path / "run", *overrides)
+    ready = compile_setup(prepare(settings), find_devices(settings.pipeline.ranks), notes.append, repeats=1)
     return ready.pipeline.predicted_timeline().peak_activations
 
 
@@ -51,15 +51,17 @@ def test_a_schedule_file_keeps_the_memory_limit_or_is_refused(tmp_path: Path) ->
     """No family makes another order of it, so the limit can't be met; it was passed over without a word."""
     write_schedule(one_f_one_b(ranks=2, microbatches=4), tmp_path / "mine.sched")
     text = write_text(tmp_path / "text.txt")
-    more = (f"pipeline.schedule={tmp_path / 'mine.sched'}", "pipeline.memory_limit=1")
+    overrides = (f"pipeline.schedule={tmp_path / 'mine.sched'}", "pipeline.memory_limit=1")
     with pytest.raises(
         ScheduleError, match="schedule '1f1b' holds up to 2 activations on a rank, more than the memory limit of 1"
     ):
-        compile_setup(prepare(config(text, tmp_path / "run", *more)), find_devices(2), lambda note: None, repeats=1)
+        compile_setup(
+            prepare(config(text, tmp_path / "run", *overrides)), find_devices(2), lambda note: None, repeats=1
+        )
 
 
 @pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """How often each of these was called: an order drafted, simulated, lowered, linked."""
     counts: Counter[str] = Counter()
 
@@ -79,14 +81,14 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return counts
 
 
-def test_a_start_drafts_simulates_lowers_and_links_once(tmp_path: Path, made: Counter[str]) -> None:
+def test_a_start_drafts_simulates_lowers_and_links_once(tmp_path: Path, calls: Counter[str]) -> None:
     text = write_text(tmp_path / "text.txt")
     loop.train(config(text, tmp_path / "run", "pipeline.schedule=zb", "run.steps=2", "run.log_every=5"), StringIO())
-    assert made == {"generate": 1, "simulate": 1, "lower": 1, "Executor": 1}
+    assert calls == {"generate": 1, "simulate": 1, "lower": 1, "Executor": 1}
 
 
 @pytest.mark.usefixtures("x64")
-def test_a_trainer_and_a_pipeline_make_everything_once(made: Counter[str]) -> None:
+def test_a_trainer_and_a_pipeline_make_everything_once(calls: Counter[str]) -> None:
     model = tiny_model("gpt")
     batch = random_batch(2)
     trained = Trainer(
@@ -98,18 +100,18 @@ def test_a_trainer_and_a_pipeline_make_everything_once(made: Counter[str]) -> No
         microbatches=2,
         dtype="float64",
     )
-    assert "bubble" in str(trained) and made == {"generate": 1, "simulate": 1, "lower": 1}
+    assert "bubble" in str(trained) and calls == {"generate": 1, "simulate": 1, "lower": 1}
     trained.step(trained.init(), batch)
-    assert made == {"generate": 1, "simulate": 1, "lower": 1, "Executor": 1}
-    made.clear()
+    assert calls == {"generate": 1, "simulate": 1, "lower": 1, "Executor": 1}
+    calls.clear()
     pipe = Pipeline.build(model, generate("1f1b", 2, 2), microbatch_size=MICROBATCH, compute_dtype="float64")
     params = pipe.place(parameters("gpt"))
     assert pipe.with_costs(pipe.flop_costs).loss_and_grads(params, batch)[0] > 0
-    assert made == {"simulate": 1, "lower": 1, "Executor": 1}
+    assert calls == {"simulate": 1, "lower": 1, "Executor": 1}
 
 
 @pytest.mark.parametrize(
-    ("name", "want"),
+    ("name", "expected"),
     [
         ("constant", (0.25, 1, 1, 1, 1)),
         ("linear", (0.25, 1, 0.775, 0.325, 0.1)),
@@ -117,10 +119,10 @@ def test_a_trainer_and_a_pipeline_make_everything_once(made: Counter[str]) -> No
         ("cosine", (0.25, 1, 0.8682, 0.2318, 0.1)),
     ],
 )
-def test_rates_by_name(name: str, want: tuple[float, ...]) -> None:
+def test_rates_by_name(name: str, expected: tuple[float, ...]) -> None:
     """Warm-up over 4 of 20 steps, the last 5 of them falling with ``wsd``."""
     rate = learning_rate(1.0, 4, 20, 0.1, name, 0.25)
-    assert [float(rate(step)) for step in (0, 4, 8, 16, 20)] == pytest.approx(want, abs=1e-4)
+    assert [float(rate(step)) for step in (0, 4, 8, 16, 20)] == pytest.approx(expected, abs=1e-4)
 
 
 def test_a_warm_up_longer_than_the_run_is_clipped_and_told() -> None:

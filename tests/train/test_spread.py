@@ -21,15 +21,15 @@ def test_several_devices_give_the_numbers_of_one() -> None:
     params = init_params(model, 0)
     ids = np.random.default_rng(0).integers(0, 256, (3, 2, 9))
     batches = [{"tokens": x[:, :-1], "targets": x[:, 1:], "weights": np.ones((2, 8), np.float32)} for x in ids]
-    found = []
+    scores = []
     for devices in (devices_for(model), devices_for(model, 3)):
         where = placement_over(model, devices)
         assert set(where.values()) == set(devices) and where.keys() == params.keys()
         placed = {name: jax.device_put(tree, where[name]) for name, tree in params.items()}
         trained = Trained(TrainConfig(), model, placed, ByteTokenizer(), 0, devices=devices)
         text = "".join(generate(trained, "the", 3, temperature=0))
-        found.append((held_out_score(trained, batches, 1.0).loss, text))
-    assert found[0][0] == pytest.approx(found[1][0], rel=1e-6)
-    assert found[0][1] == found[1][1]
+        scores.append((held_out_score(trained, batches, 1.0).loss, text))
+    assert scores[0][0] == pytest.approx(scores[1][0], rel=1e-6)
+    assert scores[0][1] == scores[1][1]
     with pytest.raises(ConfigError, match="--devices 99: JAX sees"):
         devices_for(model, 99)

@@ -63,11 +63,11 @@ def _batches(count: int = STEPS) -> list[dict[str, np.ndarray]]:
 
 
 def _run(step: TrainStep, state: TrainState, batches: list[dict[str, np.ndarray]]) -> tuple[TrainState, list[Any]]:
-    seen = []
+    records = []
     for batch in batches:
         state, metrics = step(state, batch)
-        seen.append((float(metrics.loss), float(metrics.grad_norm), bool(metrics.applied), float(metrics.weight)))
-    return state, seen
+        records.append((float(metrics.loss), float(metrics.grad_norm), bool(metrics.applied), float(metrics.weight)))
+    return state, records
 
 
 @cache
@@ -92,18 +92,18 @@ def _by_hand(
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state, optax.tree.norm(grads)
 
-    state, seen = tx.init(params), []
+    state, records = tx.init(params), []
     for batch in batches:
-        whole = {k: jnp.asarray(v.reshape(-1, *v.shape[2:])) for k, v in batch.items()}
-        value, grads = _loss_and_grads(name)(params, whole)
+        full_batch = {k: jnp.asarray(v.reshape(-1, *v.shape[2:])) for k, v in batch.items()}
+        value, grads = _loss_and_grads(name)(params, full_batch)
         params, state, norm = update(params, state, grads)
-        seen.append((float(value), float(norm)))
-    return params, seen
+        records.append((float(value), float(norm)))
+    return params, records
 
 
-def _assert_close(got: Any, want: Any, rtol: float, atol: float) -> None:
+def _assert_close(got: Any, expected: Any, rtol: float, atol: float) -> None:
     got_leaves, got_tree = jax.tree.flatten(got)
-    want_leaves, want_tree = jax.tree.flatten(want)
+    want_leaves, want_tree = jax.tree.flatten(expected)
     assert got_tree == want_tree
     for a, b in zip(got_leaves, want_leaves, strict=True):
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=rtol, atol=atol)
@@ -123,15 +123,17 @@ def _assert_close(got: Any, want: Any, rtol: float, atol: float) -> None:
 )
 def test_equals_one_device_and_whole_batches(name: str, schedule: Schedule, clip_norm: float) -> None:
     batches, params = _batches(), parameters(name)
-    want, want_seen = _by_hand(name, params, clip_norm, batches)
+    expected, want_seen = _by_hand(name, params, clip_norm, batches)
     step = _step(name, schedule, clip_norm)
-    state, seen = _run(step, step.init(params), batches)
-    np.testing.assert_allclose([s[:2] for s in seen], want_seen, rtol=1e-10)  # the norm is that of all ranks together
-    assert [s[2] for s in seen] == [True] * STEPS
-    assert [s[3] for s in seen] == [pytest.approx(b["weights"].sum()) for b in batches]
+    state, records = _run(step, step.init(params), batches)
+    np.testing.assert_allclose(
+        [s[:2] for s in records], want_seen, rtol=1e-10
+    )  # the norm is that of all ranks together
+    assert [s[2] for s in records] == [True] * STEPS
+    assert [s[3] for s in records] == [pytest.approx(b["weights"].sum()) for b in batches]
     if clip_norm:
         assert all((norm > clip_norm) == (clip_norm == ACTIVE) for _, norm in want_seen)
-    _assert_close(step.by_layer(state)[0], want, rtol=1e-8, atol=1e-11)
+    _assert_close(step.by_layer(state)[0], expected, rtol=1e-8, atol=1e-11)
     assert state.step == STEPS
 
 
@@ -144,8 +146,8 @@ def test_clipping_by_the_norm_of_one_rank_would_be_seen() -> None:
     _, metrics = step(step.init(parameters("gpt")), batch)
     _, grads = pipe.loss_and_grads(pipe.place(parameters("gpt")), batch)
     for stage in pipe.instances:
-        own = optax.tree.norm({layer.name: grads[layer.name] for layer in pipe.layers(stage)})
-        assert 0 < float(own) < 0.99 * float(metrics.grad_norm)
+        rank_norm = optax.tree.norm({layer.name: grads[layer.name] for layer in pipe.layers(stage)})
+        assert 0 < float(rank_norm) < 0.99 * float(metrics.grad_norm)
 
 
 @pytest.mark.usefixtures("x64")
@@ -181,15 +183,15 @@ def test_a_step_without_a_finite_gradient_changes_nothing(poison: str) -> None:
         bad["weights"][1, 0, 0] = float(poison)
     step = _step("gpt-tied", ZB, ACTIVE)
     first, _ = step(step.init(parameters("gpt-tied")), good[0])
-    kept = jax.device_get(step.by_layer(first))
+    expected_state = jax.device_get(step.by_layer(first))
     second, metrics = step(first, bad)
     assert not bool(metrics.applied)
     assert second.step == 2
-    assert_same_arrays(jax.device_get(step.by_layer(second)), kept)
+    assert_same_arrays(jax.device_get(step.by_layer(second)), expected_state)
     assert all(not np.asarray(a).any() for buffers in second.acc.values() for a in buffers)
-    after, seen = _run(step, second, [good[1]])
-    straight, want = _run(step, step.init(parameters("gpt-tied")), good)
-    assert seen[-1] == want[-1]
+    after, records = _run(step, second, [good[1]])
+    straight, expected = _run(step, step.init(parameters("gpt-tied")), good)
+    assert records[-1] == expected[-1]
     assert_same_arrays(jax.device_get(step.by_layer(after)), jax.device_get(step.by_layer(straight)))
 
 
@@ -197,16 +199,16 @@ def test_a_step_without_a_finite_gradient_changes_nothing(poison: str) -> None:
 def test_a_state_by_layer_goes_on_where_it_stood_on_any_cut() -> None:
     batches = _batches()
     step = _step("gpt-tied", ZB, ACTIVE)
-    straight, seen = _run(step, step.init(parameters("gpt-tied")), batches)
+    straight, records = _run(step, step.init(parameters("gpt-tied")), batches)
     half, _ = _run(step, step.init(parameters("gpt-tied")), batches[:1])
     params, optimizer = jax.device_get(step.by_layer(half))
     again, resumed = _run(step, step.init(params, optimizer, step=half.step), batches[1:])
-    assert resumed == seen[1:]
+    assert resumed == records[1:]
     assert again.step == straight.step
     assert_same_arrays(jax.device_get(step.by_layer(again)), jax.device_get(step.by_layer(straight)))
     other = _step("gpt-tied", generate("1f1b", 1, 4), ACTIVE)
     _, elsewhere = _run(other, other.init(params, optimizer, step=half.step), batches[1:])
-    np.testing.assert_allclose([s[:2] for s in elsewhere], [s[:2] for s in seen[1:]], rtol=1e-10)
+    np.testing.assert_allclose([s[:2] for s in elsewhere], [s[:2] for s in records[1:]], rtol=1e-10)
 
 
 @pytest.mark.usefixtures("x64")
@@ -242,11 +244,11 @@ def test_the_learning_rate_counts_updates_and_not_steps() -> None:
     """A skipped step leaves the optimizer's count of its schedule where it was."""
     schedule = learning_rate(1e-2, 2, 10, 0.1)
     step = TrainStep(pipeline_for("gpt", ZB), _adamw(), learning_rate=schedule)
-    state, seen = step.init(parameters("gpt")), []
+    state, rates = step.init(parameters("gpt")), []
     for k, batch in enumerate(_batches(3)):
         state, metrics = step(state, {**batch, "weights": batch["weights"] * (k != 1)})
-        seen.append(float(metrics.learning_rate))  # type: ignore[arg-type]
-    np.testing.assert_allclose(seen, [float(schedule(count)) for count in (0, 1, 1)], rtol=1e-6)
+        rates.append(float(metrics.learning_rate))  # type: ignore[arg-type]
+    np.testing.assert_allclose(rates, [float(schedule(count)) for count in (0, 1, 1)], rtol=1e-6)
 
 
 # -- float32 and mixed precision ------------------------------------------------------------------------------------------
@@ -266,29 +268,29 @@ def _step32(compute: str) -> TrainStep:
 @pytest.mark.soak
 def test_float32_is_close_to_one_device() -> None:
     params = init_params(_gpt32(), 0)
-    want, want_seen = _by_hand("gpt32", params, ACTIVE, _batches())
+    expected, want_seen = _by_hand("gpt32", params, ACTIVE, _batches())
     step = _step32("float32")
-    state, seen = _run(step, step.init(params), _batches())
+    state, records = _run(step, step.init(params), _batches())
     assert not any(state.master.values()), "nothing is kept twice"
-    np.testing.assert_allclose([s[:2] for s in seen], want_seen, rtol=1e-5)
+    np.testing.assert_allclose([s[:2] for s in records], want_seen, rtol=1e-5)
     # AdamW divides by the gradient's size, so rounding of a gradient near zero shows in full: up to the learning rate
-    _assert_close(step.by_layer(state)[0], want, rtol=1e-4, atol=2e-4)
+    _assert_close(step.by_layer(state)[0], expected, rtol=1e-4, atol=2e-4)
 
 
 def test_bfloat16_computes_with_the_cast_of_float32_masters() -> None:
     params = init_params(_gpt32(), 0)
     step = _step32("bfloat16")
     pipe = step.pipeline
-    state, seen = _run(step, step.init(params), _batches())
-    _, want = _run(_step32("float32"), _step32("float32").init(params), _batches())
-    assert seen != want
-    np.testing.assert_allclose([s[0] for s in seen], [s[0] for s in want], rtol=2e-2)
-    np.testing.assert_allclose([s[1] for s in seen], [s[1] for s in want], rtol=1e-1)
+    state, records = _run(step, step.init(params), _batches())
+    _, float32_records = _run(_step32("float32"), _step32("float32").init(params), _batches())
+    assert records != float32_records
+    np.testing.assert_allclose([s[0] for s in records], [s[0] for s in float32_records], rtol=2e-2)
+    np.testing.assert_allclose([s[1] for s in records], [s[1] for s in float32_records], rtol=1e-1)
     for at, masters in state.master.items():
-        own = {
+        indices = {
             slot.buffer for slot in pipe.layout(at[1]).slots if (slot.layer, slot.path) not in pipe.layout(at[1]).shared
         }
-        computed = [state.compute[at][i] for i in sorted(own)]
+        computed = [state.compute[at][i] for i in sorted(indices)]
         for master, compute in zip(masters, computed, strict=True):
             assert (master.dtype, compute.dtype) == (jnp.float32, jnp.bfloat16)
             same = np.asarray(master.astype(jnp.bfloat16)) == np.asarray(compute)
@@ -344,11 +346,11 @@ def test_a_norm_whose_square_is_too_large_for_float32_is_clipped_like_any_other(
     np.testing.assert_allclose(norms, norms[0], rtol=1e-5)
     for end in ends[1:]:
         _assert_close(end, ends[0], rtol=1e-5, atol=1e-6)
-    kept = init_params(model, 0)
-    state, metrics = step(step.init(kept), {"weights": np.full_like(weights, np.inf)})
+    params = init_params(model, 0)
+    state, metrics = step(step.init(params), {"weights": np.full_like(weights, np.inf)})
     assert not bool(metrics.applied)
     assert bool(metrics.finite)
-    assert_same_arrays(jax.device_get(step.by_layer(state)[0]), jax.device_get(kept))
+    assert_same_arrays(jax.device_get(step.by_layer(state)[0]), jax.device_get(params))
 
 
 # -- parameters that are not trained ----------------------------------------------------------------------------------

@@ -33,9 +33,9 @@ TEXTS = ["Grüße", "", "two\nlines", "x" * 70, "{not: json}", "end"]
 KEPT = b"".join(text.encode() + b"\0" for text in TEXTS if text)
 
 
-def refusal(call: Callable[..., Any], *given: Any, **named: Any) -> str:
+def refusal(call: Callable[..., Any], *args: Any, **named: Any) -> str:
     with pytest.raises(DataError) as caught:
-        call(*given, **named)
+        call(*args, **named)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -174,10 +174,10 @@ def test_a_store_holds_what_its_sources_do_with_any_number_of_processes(tmp_path
     assert set(content(stores[0].folder)) == {IDS, EDGES, MANIFEST}
     assert len([note for note in notes if "d.txt: binary" in note]) == 2
     encoder = Encoder.of(BYTES, Reading())
-    found = [p for root in sources for p in files_at(root, Reading().suffixes)]
-    want = np.concatenate([encoder.encode(piece).ids for piece in pieces(formed(found))])
+    paths = [p for root in sources for p in files_at(root, Reading().suffixes)]
+    expected = np.concatenate([encoder.encode(piece).ids for piece in pieces(formed(paths))])
     corpus = load_corpus(stores[0].folder, BYTES)
-    np.testing.assert_array_equal(corpus.ids, want)
+    np.testing.assert_array_equal(corpus.ids, expected)
     assert corpus.ids.tobytes().count(KEPT) == 7 and len(corpus.edges) - 1 == 7 * 5 + 5 == stores[0].documents
     assert [bytes(corpus.ids[stop - 1 : stop]) for stop in corpus.edges[1:]] == [b"\0"] * 40
     data = TokenDataset.split(corpus, BYTES, 0.2, "files")
@@ -195,7 +195,7 @@ class _KilledError(Exception):
 def test_a_build_killed_anywhere_gives_the_same_bytes(
     tmp_path: Path, sources: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    want = content(build_store(sources, tmp_path / "whole", BYTES, Reading()).folder)
+    expected = content(build_store(sources, tmp_path / "whole", BYTES, Reading()).folder)
     folder, encode = tmp_path / "killed", Encoder.encode
     for attempt in range(3, 60):
         done = iter(range(attempt % 4))
@@ -213,7 +213,7 @@ def test_a_build_killed_anywhere_gives_the_same_bytes(
             with (folder / [IDS, EDGES, JOURNAL][attempt % 3]).open("ab") as file:
                 file.write(b"half a pie")  # written, and not told of
             assert "not finished" in refusal(load_corpus, folder, BYTES)
-    assert content(folder) == want
+    assert content(folder) == expected
 
 
 @pytest.mark.soak
@@ -243,8 +243,14 @@ def test_a_damaged_store_is_refused_by_name(tmp_path: Path, sources: list[Path])
     folder = build_store(sources, tmp_path / "store", BYTES, Reading()).folder
     assert Store.read(folder).parts
     for path in sorted(folder.iterdir()):
-        whole = path.read_bytes()
-        for content in (whole[:-1], whole + b"x", b"", whole[:9] + bytes([whole[9] ^ 1]) + whole[10:], None):
+        original = path.read_bytes()
+        for content in (
+            original[:-1],
+            original + b"x",
+            b"",
+            original[:9] + bytes([original[9] ^ 1]) + original[10:],
+            None,
+        ):
             path.unlink()
             if content is not None:
                 path.write_bytes(content)
@@ -252,7 +258,7 @@ def test_a_damaged_store_is_refused_by_name(tmp_path: Path, sources: list[Path])
                 refusal(load_corpus, folder, BYTES) if path.name != MANIFEST or content is not None else "s, store"
             )
             assert message.startswith(f"data {folder}") or path.name == MANIFEST, message
-        path.write_bytes(whole)
+        path.write_bytes(original)
     load_corpus(folder, BYTES)
 
 
@@ -262,8 +268,8 @@ def test_the_command_builds_checks_and_refuses(
     store = str(tmp_path / "store")
     build = ["data", "build", *map(str, sources), "-o", store, "--workers", "1"]
     assert main([*build, "--json"]) == 0
-    made = json.loads(capsys.readouterr().out)["stores"][0]
-    assert made["documents"] == 40 and main(["data", "check", store]) == 0
+    store_report = json.loads(capsys.readouterr().out)["stores"][0]
+    assert store_report["documents"] == 40 and main(["data", "check", store]) == 0
     assert "40 documents" in capsys.readouterr().out
     os.truncate(Path(store, IDS), 7)
     assert main(["data", "check", store]) == 2 and f"{store}/ids.bin: 7 bytes" in capsys.readouterr().err

@@ -90,11 +90,11 @@ def copy(finished: Path, tmp_path: Path) -> Path:
 
 def start(text: Path, out_dir: Path, *overrides: str) -> tuple[Start, list[str]]:
     """Where ``jaxpipe train`` would start, and what it would say; nothing is compiled."""
-    asked = config(text, out_dir, *BASE, *overrides)
+    settings = config(text, out_dir, *BASE, *overrides)
     store, notes = CheckpointStore(out_dir / "checkpoints"), list[str]()
-    origin = resume.choose(asked, store, notes.append)
+    origin = resume.choose(settings, store, notes.append)
     assert origin is not None
-    return resume.start_of(prepare(asked), origin, store, notes.append), notes
+    return resume.start_of(prepare(settings), origin, store, notes.append), notes
 
 
 def newest(out_dir: Path) -> Path:
@@ -166,9 +166,9 @@ def test_changed_code_is_told(text: Path, finished: Path, monkeypatch: pytest.Mo
 def test_settings_decide_where_programs_can_not_be_compared(text: Path, copy: Path, program: object) -> None:
     """A checkpoint of jaxpipe 0.1.0, or of another JAX: it is said that code can't be compared."""
     rewrite_manifest(newest(copy), lambda body: body["meta"].update(program=program))
-    unknown, *others = start(text, copy, "optimizer.weight_decay=2")[1]
+    unknown, *changes = start(text, copy, "optimizer.weight_decay=2")[1]
     assert "can't be told" in unknown and ("0.0.1" if program else "no digest") in unknown
-    assert others == ["resuming with changes: optimizer.weight_decay 0.1 → 2.0"]
+    assert changes == ["resuming with changes: optimizer.weight_decay 0.1 → 2.0"]
     with pytest.raises(CheckpointError, match=r"of another model: model\.options\.dropout is 0\.5, was not set"):
         start(text, copy, "model.options.dropout=0.5")
 
@@ -198,13 +198,15 @@ _rates = st.fixed_dictionaries(
 )
 
 
-@given(old=_rates, new=_rates, kept=st.sets(st.sampled_from(["run.steps", *RATE])), updates=st.integers(0, 90))
+@given(old=_rates, new=_rates, stored_keys=st.sets(st.sampled_from(["run.steps", *RATE])), updates=st.integers(0, 90))
 @hypothesis_settings(max_examples=40, deadline=None)
 def test_a_rate_is_told_if_and_only_if_it_moves(
-    old: dict[str, Any], new: dict[str, Any], kept: set[str], updates: int
+    old: dict[str, Any], new: dict[str, Any], stored_keys: set[str], updates: int
 ) -> None:
     """As the optimizer has it: what SGD by each schedule takes off a parameter."""
-    then, now = (TrainConfig().changed(settings) for settings in (old, {**new, **{key: old[key] for key in kept}}))
+    then, now = (
+        TrainConfig().changed(settings) for settings in (old, {**new, **{key: old[key] for key in stored_keys}})
+    )
     note = resume.moved_rate(then.to_dict(), now, updates)
     before, after = (float(rate_of(each.optimizer, each.run.steps)(updates)) for each in (then, now))
     assert bool(note) is (not np.isclose(before, after, rtol=1e-6, atol=0))
@@ -396,8 +398,8 @@ def test_a_checkpoint_of_0_1_0(
     expected = json.loads((WANTED / "expected.json").read_text())
     manifest = read_manifest(out_dir)
     assert (manifest.step, manifest.version) == (4, "0.1.0")
-    found = json.loads(succeeds("eval", out_dir, "--json")[0])
-    assert found["model"]["loss"] == pytest.approx(expected["eval"], rel=1e-5)
+    report = json.loads(succeeds("eval", out_dir, "--json")[0])
+    assert report["model"]["loss"] == pytest.approx(expected["eval"], rel=1e-5)
     (tmp_path / "config.json").write_text(json.dumps(manifest.meta["config"]))
     _, printed = run(load_config(tmp_path / "config.json", [f"run.out_dir={out_dir}"]))
     assert "resumed from step 4" in printed

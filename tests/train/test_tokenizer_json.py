@@ -107,11 +107,11 @@ def test_ids_are_the_packages_with_everything_switched_off(tmp_path: Path, name:
     source = write_texts(tmp_path, texts)
     backend = switched_off(body)
     ids = [backend.encode(text, add_special_tokens=False).ids for text in texts]
-    kept = [each for each in ids if each]
+    documents = [each for each in ids if each]
     store = build_store([source], tmp_path / "store", tokenizer, BARE)
     for corpus in (load_corpus(source, tokenizer, BARE), load_corpus(store.folder, tokenizer, BARE)):
-        np.testing.assert_array_equal(corpus.ids, np.concatenate(kept))
-        np.testing.assert_array_equal(np.diff(corpus.edges), [len(each) for each in kept])
+        np.testing.assert_array_equal(corpus.ids, np.concatenate(documents))
+        np.testing.assert_array_equal(np.diff(corpus.edges), [len(each) for each in documents])
     single = [tokenizer.encode(text).tolist() for text in texts[:20]]
     assert single == ids[:20]
 
@@ -143,8 +143,8 @@ def test_files_that_differ_in_their_use_are_one_tokenizer(
     assert tokenizer.makes == tokenizer.fingerprint == plain.fingerprint
     assert tokenizer.content == path.read_text(encoding="utf-8")
     ignored = {"truncation": use["truncation"], "padding": use["padding"], "dropout": dropout}
-    told = "".join(tokenizer.remarks)
-    assert [name for name in ignored if name in told] == [name for name, value in ignored.items() if value]
+    remarks = "".join(tokenizer.remarks)
+    assert [name for name in ignored if name in remarks] == [name for name, value in ignored.items() if value]
     text = "The quick brown fox jumps over the lazy dog"
     np.testing.assert_array_equal(tokenizer.encode(text), plain.encode(text))
 
@@ -157,8 +157,8 @@ def test_every_door_says_what_is_ignored(tmp_path: Path, capsys: pytest.CaptureF
         main(["data", "build", str(source), "-o", str(tmp_path / "s"), "--tokenizer", str(path), "--workers", "1"]) == 0
     )
     assert line in capsys.readouterr().err.splitlines()
-    asked = load_config(None, [f"data.path={source}", f"data.tokenizer={path}"])
-    assert next(data_remarks(load_dataset(asked))) == line
+    config = load_config(None, [f"data.path={source}", f"data.tokenizer={path}"])
+    assert next(data_remarks(load_dataset(config))) == line
     assert (tmp_path / "s" / "tokenizer.json").read_bytes() == path.read_bytes()
 
 
@@ -188,7 +188,10 @@ def test_a_store_that_was_built_short_is_refused_and_others_stay_valid(tmp_path:
     ids = np.array(load_corpus(store.folder, tokenizer).ids)
     as_older(store, tokenizer)
     if name in ("truncation", "padding", "dropout", "all"):
-        for call in (load_corpus, lambda folder, made: build_store([source], folder, made, Reading(bos="none"))):
+        for call in (
+            load_corpus,
+            lambda folder, tokenizer: build_store([source], folder, tokenizer, Reading(bos="none")),
+        ):
             assert "built by an older version, which obeyed the" in refusal(call, store.folder, tokenizer)
         assert main(["data", "check", str(store.folder)]) == 2
         return
@@ -263,9 +266,9 @@ def test_deepseeks_end_is_known_and_documents_without_one_are_told(tmp_path: Pat
     assert load_corpus(write_texts(tmp_path, ["a b", "b"]), tokenizer).ids.tolist() == [2, 3, 1, 3, 1]
     tokenizer = HFTokenizer(write_words(tmp_path, ["[UNK]", "<END>", "a", "b"]))
     line = "documents run together: data.eos names their end, or none"
-    told: list[str] = []
-    build_store([tmp_path / "a.jsonl"], tmp_path / "store", tokenizer, Reading(), note=told.append)
-    assert line in told
+    notes: list[str] = []
+    build_store([tmp_path / "a.jsonl"], tmp_path / "store", tokenizer, Reading(), note=notes.append)
+    assert line in notes
     for texts, reading, remarks in (
         (["a b", "b"], Reading(), (line,)),
         (["a b"], Reading(), ()),
@@ -358,17 +361,17 @@ def test_a_run_on_arrays_goes_on_under_the_old_name_of_its_tokenizer(tmp_path: P
     path = write(tmp_path, kinds()["truncation"])
     np.save(tmp_path / "ids.npy", np.arange(5000) % 250)
     tokenizer = HFTokenizer(path)
-    asked = load_config(None, [f"data.path={tmp_path / 'ids.npy'}", f"data.tokenizer={path}"])
+    settings = load_config(None, [f"data.path={tmp_path / 'ids.npy'}", f"data.tokenizer={path}"])
     older = {"name": str(path), "fingerprint": whole_file(tokenizer), "json": tokenizer.content}
     again = [continued_tokenizer(older, str(path)), kept_tokenizer(older, str(path))]
     assert [each.fingerprint for each in again] == [older["fingerprint"]] * 2
-    corpus = load_corpus(asked.data.path, tokenizer)
-    wanted = TokenDataset.split(corpus, again[0]).fingerprint
-    state = load_dataset(asked).batches(0, 1, 8).state_at(0)
-    prepared = SimpleNamespace(config=asked, dataset=load_dataset(asked))
+    corpus = load_corpus(settings.data.path, tokenizer)
+    fingerprint = TokenDataset.split(corpus, again[0]).fingerprint
+    state = load_dataset(settings).batches(0, 1, 8).state_at(0)
+    prepared = SimpleNamespace(config=settings, dataset=load_dataset(settings))
     with pytest.raises(DataError, match=r"older versions obeyed the truncation \(5\)"):
         resume._batches(prepared, replace(state, fingerprint="of other tokens"))  # type: ignore[arg-type]
-    assert load_dataset(asked, again[1]).fingerprint == wanted != load_dataset(asked).fingerprint
+    assert load_dataset(settings, again[1]).fingerprint == fingerprint != load_dataset(settings).fingerprint
 
 
 def test_prompts_begin_as_documents_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -412,9 +415,9 @@ def test_bytes_are_those_of_the_text_that_was_read(tmp_path: Path, name: str) ->
         data = TokenDataset.split(corpus, tokenizer, 0.3, "files")
         targets = sum(stop - start - 1 for start, stop in data.held_out)
         first = sum(corpus.bytes_in(start, start + 1, tokenizer) for start, _ in data.held_out)
-        told = data.bytes_per_token()
-        assert told is not None
-        assert told * targets + first == pytest.approx(held_out_bytes(corpus, data, texts), rel=1e-9)
+        bytes_per_token = data.bytes_per_token()
+        assert bytes_per_token is not None
+        assert bytes_per_token * targets + first == pytest.approx(held_out_bytes(corpus, data, texts), rel=1e-9)
 
 
 def test_a_cut_document_is_divided_as_its_tokens_are(tmp_path: Path) -> None:
@@ -426,8 +429,8 @@ def test_a_cut_document_is_divided_as_its_tokens_are(tmp_path: Path) -> None:
         corpus = load_corpus(tmp_path / "a.txt", tokenizer)
         ids, places = tokenizer.encode_with_places(text)
         half = len(ids) // 2
-        told = corpus.bytes_in(0, half, tokenizer)
-        assert told == pytest.approx(len(text[: places[half]].encode()), rel=2e-3), name
+        num_bytes = corpus.bytes_in(0, half, tokenizer)
+        assert num_bytes == pytest.approx(len(text[: places[half]].encode()), rel=2e-3), name
 
 
 def test_a_document_mask_has_no_first_tokens_among_its_targets(tmp_path: Path) -> None:
@@ -453,9 +456,9 @@ def test_text_that_does_not_survive_is_told_once(tmp_path: Path) -> None:
         remarks = load_corpus(source, tokenizer).remarks
         assert len(remarks) == (dropped is not None), name
         assert ("characters are dropped" in "".join(remarks)) == bool(dropped)
-        told: list[str] = []
-        build_store([source], tmp_path / name.replace(" ", "-"), tokenizer, Reading(), note=told.append)
-        assert [line for line in told if "does not survive" in line] == list(remarks)
+        notes: list[str] = []
+        build_store([source], tmp_path / name.replace(" ", "-"), tokenizer, Reading(), note=notes.append)
+        assert [line for line in notes if "does not survive" in line] == list(remarks)
         (tmp_path / "a.txt").write_text("zigzag Q naïve", encoding="utf-8")
         assert len(load_corpus(tmp_path / "a.txt", tokenizer).remarks) == (dropped is not None)
 
@@ -463,22 +466,22 @@ def test_text_that_does_not_survive_is_told_once(tmp_path: Path) -> None:
 # Files that can't encode
 
 
-def model(kind: str, vocab: Any, **more: Any) -> Body:
+def model(kind: str, vocab: Any, **fields: Any) -> Body:
     plain = {"WordPiece": {"continuing_subword_prefix": "##", "max_input_chars_per_word": 100}}.get(kind, {})
     unknown = {"unk_id": 0, "byte_fallback": False} if kind == "Unigram" else {"unk_token": "[UNK]"}
     return {
         **without(kinds()["WordLevel"]),
-        "model": {"type": kind, "vocab": vocab, **unknown, **plain, **more},
+        "model": {"type": kind, "vocab": vocab, **unknown, **plain, **fields},
         "added_tokens": [],
     }
 
 
-def merges(vocab: Sequence[str], *pairs: str, **more: Any) -> Body:
+def merges(vocab: Sequence[str], *pairs: str, **fields: Any) -> Body:
     body = without(kinds()["byte-level"])
     body["model"] |= {
         "vocab": {word: k for k, word in enumerate(vocab)},
         "merges": [pair.split() for pair in pairs],
-        **more,
+        **fields,
     }
     return {**body, "pre_tokenizer": None, "added_tokens": []}
 
@@ -556,11 +559,11 @@ def test_a_tokenizer_that_can_not_encode_gets_one_line(
 def test_what_ends_a_child_is_refused_and_asked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path, BAD["prefix inside a character"])
     assert "ends the process" in refusal(HFTokenizer, path)
-    asked: list[str] = []
-    monkeypatch.setattr("jaxpipe.train.corpora.tokenizers.check_survives", asked.append)
+    checks: list[str] = []
+    monkeypatch.setattr("jaxpipe.train.corpora.tokenizers.check_survives", checks.append)
     for body in kinds().values():
         HFTokenizer(write(tmp_path, body))
-    assert not asked  # none of the usual kinds costs a process
+    assert not checks  # none of the usual kinds costs a process
 
 
 def test_a_process_that_tokenises_names_the_record_too(tmp_path: Path) -> None:
@@ -621,15 +624,15 @@ def test_resume_and_eval_take_the_ends_of_the_run(tmp_path: Path, capsys: pytest
     """A file beside the tokenizer says another end now: the run goes on, on the same tokens."""
     path = write_words(tmp_path, ["[UNK]", "<END>", "a", "b"])
     source = write_texts(tmp_path, ["a b a b", "b"] * 60)
-    asked = (
+    overrides = (
         f"data.tokenizer={path}", "pipeline.ranks=1", "run.checkpoint_every=1", "run.eval_every=0", "data.seq_len=8",
         "model.options.num_layers=1", "pipeline.microbatches=1", "run.batch=2",
     )  # fmt: skip
-    _, printed = run(config(source, tmp_path / "run", *asked, "run.steps=1"))
+    _, printed = run(config(source, tmp_path / "run", *overrides, "run.steps=1"))
     assert "documents run together" in printed
     write(tmp_path, {"eos_token": "<END>"}, SETTINGS)
-    _, printed = run(config(source, tmp_path / "run", *asked, "run.steps=2"))
+    _, printed = run(config(source, tmp_path / "run", *overrides, "run.steps=2"))
     assert "resumed from step 1" in printed and "documents run together" in printed
     assert main(["eval", str(tmp_path / "run")]) == 0
     assert "documents run together" in capsys.readouterr().err
-    assert "end with '<END>'" in load_dataset(config(source, tmp_path / "new", *asked)).describe()
+    assert "end with '<END>'" in load_dataset(config(source, tmp_path / "new", *overrides)).describe()

@@ -61,9 +61,9 @@ def batch_at(step: int, microbatches: int = M) -> dict[str, np.ndarray]:
     }
 
 
-def trainer_of(**more: Any) -> Trainer:
+def trainer_of(**options: Any) -> Trainer:
     sizes: dict[str, Any] = {"schedule": "zb-h1", "ranks": 2, "microbatches": M, "microbatch_size": B}
-    return Trainer(gpt(), **{"optimizer": optax.adamw(1e-2), **sizes, **more})
+    return Trainer(gpt(), **{"optimizer": optax.adamw(1e-2), **sizes, **options})
 
 
 @pytest.fixture(scope="module")
@@ -95,15 +95,15 @@ def one_device(steps: int, clip: float = 1.0, decay: float = 0.5) -> tuple[Any, 
 
 
 def run(trainer: Trainer, state: TrainState, steps: int) -> tuple[TrainState, list[StepMetrics]]:
-    seen = []
-    while len(seen) < steps:
+    metrics_by_step = []
+    while len(metrics_by_step) < steps:
         state, metrics = trainer.step(state, batch_at(state.step))
-        seen.append(metrics)
-    return state, seen
+        metrics_by_step.append(metrics)
+    return state, metrics_by_step
 
 
-def assert_close(found: Any, wanted: Any, **tolerance: float) -> None:
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **tolerance), found, wanted)
+def assert_close(got: Any, expected: Any, **tolerance: float) -> None:
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **tolerance), got, expected)
 
 
 # -- batches in which nothing counts --------------------------------------------------------------------------------------
@@ -122,8 +122,8 @@ def test_a_step_that_changes_nothing_says_why(trainer: Trainer) -> None:
         assert float(metrics.loss) == 0 if cause == "no target" else np.isnan(float(metrics.loss))
         assert_close(trainer.params(state), before, rtol=0)
         if cause == "negative weight":
-            found = trainer.evaluate(state, batch)
-            assert np.isnan(found["loss"]) and found["weight"] < 0
+            evaluation = trainer.evaluate(state, batch)
+            assert np.isnan(evaluation["loss"]) and evaluation["weight"] < 0
     mixed = batch_at(0)
     mixed["weights"][:B] = 0  # a microbatch without a target
     state, metrics = trainer.step(state, mixed)
@@ -165,11 +165,11 @@ def test_a_script_needs_no_word_about_devices() -> None:
 
 def test_it_trains_what_one_device_would(trainer: Trainer) -> None:
     params, average, losses = one_device(3)
-    state, seen = run(trainer, trainer.init(), 3)
-    assert_close([float(m.loss) for m in seen], losses, rtol=1e-5)
+    state, metrics = run(trainer, trainer.init(), 3)
+    assert_close([float(m.loss) for m in metrics], losses, rtol=1e-5)
     assert_close(trainer.params(state), params, rtol=1e-4, atol=1e-5)  # Adam divides rounding by rounding in places
     assert_close(trainer.params(state, ema=True), average, rtol=1e-4, atol=1e-5)
-    assert [round(float(m.learning_rate), 6) for m in seen] == [0.01, 0.009, 0.008]
+    assert [round(float(m.learning_rate), 6) for m in metrics] == [0.01, 0.009, 0.008]
 
 
 def test_flat_batches_and_batches_of_microbatches_are_the_same(trainer: Trainer) -> None:
@@ -214,30 +214,30 @@ def test_a_state_that_a_step_took_is_told(trainer: Trainer, tmp_path: Path) -> N
 def test_metrics_of_the_loss_layer(trainer: Trainer) -> None:
     state = trainer.init()
     params, batch = init_params(gpt(), 0), batch_at(3, microbatches=6)
-    told = jax.jit(partial(metrics_of, gpt()))
-    want = {name: float(a / b) for name, (a, b) in told(params, batch).items()}
-    found = trainer.evaluate(state, batch)
-    assert found.keys() == {"loss", "accuracy", "logit_square", "weight"}
-    assert found.pop("weight") == batch["weights"].sum()
-    assert_close(found, want, rtol=1e-5)
+    metric_sums = jax.jit(partial(metrics_of, gpt()))
+    expected = {name: float(a / b) for name, (a, b) in metric_sums(params, batch).items()}
+    evaluation = trainer.evaluate(state, batch)
+    assert evaluation.keys() == {"loss", "accuracy", "logit_square", "weight"}
+    assert evaluation.pop("weight") == batch["weights"].sum()
+    assert_close(evaluation, expected, rtol=1e-5)
     _, metrics = trainer.step(state, batch_at(0))
-    want = {name: a / b for name, (a, b) in told(params, batch_at(0)).items()}
-    assert_close({"loss": metrics.loss, **metrics.metrics}, want, rtol=1e-5)
+    expected = {name: a / b for name, (a, b) in metric_sums(params, batch_at(0)).items()}
+    assert_close({"loss": metrics.loss, **metrics.metrics}, expected, rtol=1e-5)
 
 
 def test_metrics_do_not_change_the_gradient() -> None:
     model = GPT(vocab_size=V, d_model=8, num_layers=2, num_heads=2, seq_len=T, mlp_ratio=2, tied=False)
     plain = Trainer(model, optimizer=optax.adamw(1e-2), schedule="zb-h1", ranks=2, microbatches=M, microbatch_size=B)
-    told = trainer_of()
-    for a, b in zip(*(jax.tree.leaves(t.params(run(t, t.init(), 2)[0])) for t in (plain, told)), strict=True):
+    with_metrics = trainer_of()
+    for a, b in zip(*(jax.tree.leaves(t.params(run(t, t.init(), 2)[0])) for t in (plain, with_metrics)), strict=True):
         np.testing.assert_array_equal(a, b)
 
 
 def test_prediction_is_what_the_layer_before_the_loss_returns(trainer: Trainer) -> None:
     state, batch = trainer.init(), batch_at(0, microbatches=3)
-    want = jax.jit(partial(model_output, gpt()))(init_params(gpt(), 0), batch)
-    assert_close(trainer.predict(state, {"tokens": batch["tokens"]}), want, rtol=1e-5, atol=1e-6)
-    assert_close(trainer.predict(state, batch), want, rtol=1e-5, atol=1e-6)
+    expected = jax.jit(partial(model_output, gpt()))(init_params(gpt(), 0), batch)
+    assert_close(trainer.predict(state, {"tokens": batch["tokens"]}), expected, rtol=1e-5, atol=1e-6)
+    assert_close(trainer.predict(state, batch), expected, rtol=1e-5, atol=1e-6)
     with pytest.raises(ProgramError, match="the batch has no 'tokens'"):
         trainer.predict(state, {"targets": batch["targets"]})
     moved, _ = trainer.step(state, batch_at(0))
@@ -245,22 +245,22 @@ def test_prediction_is_what_the_layer_before_the_loss_returns(trainer: Trainer) 
 
 
 @pytest.mark.parametrize(
-    "more",
+    "options",
     [{"tp": 2, "dp": 2}, pytest.param({"tp": 2, "dp": 2, "ranks": 1, "schedule": "1f1b"}, marks=pytest.mark.soak)],
     ids=str,
 )
-def test_prediction_from_several_devices_a_rank(more: Mapping[str, Any]) -> None:
+def test_prediction_from_several_devices_a_rank(options: Mapping[str, Any]) -> None:
     model = GPT(vocab_size=12, d_model=8, num_layers=2, num_heads=2, seq_len=T, mlp_ratio=2)
     sizes: dict[str, Any] = {"schedule": "zb-h1", "ranks": 2, "microbatches": 2, "microbatch_size": B}
-    trainer = Trainer(model, optimizer=optax.sgd(0.1), **{**sizes, **more})
+    trainer = Trainer(model, optimizer=optax.sgd(0.1), **{**sizes, **options})
     tokens = batch_at(0, microbatches=2)["tokens"]
-    want = jax.jit(partial(model_output, model))(init_params(model, 0), {"tokens": tokens})
-    assert_close(trainer.predict(trainer.init(), {"tokens": tokens}), want, rtol=1e-5, atol=1e-6)
+    expected = jax.jit(partial(model_output, model))(init_params(model, 0), {"tokens": tokens})
+    assert_close(trainer.predict(trainer.init(), {"tokens": tokens}), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_extra_arguments_reach_the_optimizer() -> None:
-    seen = optax.contrib.reduce_on_plateau(factor=0.5, patience=1, accumulation_size=1)
-    trainer = trainer_of(optimizer=optax.chain(optax.sgd(0.0), seen))
+    plateau = optax.contrib.reduce_on_plateau(factor=0.5, patience=1, accumulation_size=1)
+    trainer = trainer_of(optimizer=optax.chain(optax.sgd(0.0), plateau))
     state, _ = run(trainer, trainer.init(), 4)
     _, optimizer = trainer.train_step.by_layer(state)
     assert {float(leaf[1].scale) for leaf in optimizer.values()} < {1.0, 0.5, 0.25}
@@ -285,14 +285,14 @@ def test_extra_arguments_reach_the_optimizer() -> None:
 
 def test_a_schedule_by_name_value_or_file(tmp_path: Path) -> None:
     write_schedule(generate("zb-h1", 2, M), tmp_path / "mine.sched")
-    given: list[dict[str, Any]] = [
+    options: list[dict[str, Any]] = [
         {"schedule": "zb-h1", "ranks": 2, "microbatches": M},
         {"schedule": generate("zb-h1", 2, M)},
         {"schedule": tmp_path / "mine.sched"},
         {"schedule": str(tmp_path / "mine.sched"), "ranks": 2},
     ]
-    made = [Trainer(gpt(), optimizer=optax.sgd(0.1), microbatch_size=B, **kwargs) for kwargs in given]
-    assert len({t.schedule.rows for t in made}) == 1
+    trainers = [Trainer(gpt(), optimizer=optax.sgd(0.1), microbatch_size=B, **kwargs) for kwargs in options]
+    assert len({t.schedule.rows for t in trainers}) == 1
 
 
 def test_a_function_makes_the_schedule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -389,9 +389,9 @@ def test_loss_and_grads_of_a_trainer_on_several_devices_a_rank(division: dict[st
         total, weight = apply_model(model, params, {name: a.reshape(4, 8) for name, a in batch.items()})
         return total / weight
 
-    wanted, wanted_grads = jax.jit(jax.value_and_grad(mean_loss))(params)
-    np.testing.assert_allclose(loss, wanted, rtol=1e-6)
-    assert_close(grads, wanted_grads, rtol=1e-4, atol=1e-6)
+    expected, expected_grads = jax.jit(jax.value_and_grad(mean_loss))(params)
+    np.testing.assert_allclose(loss, expected, rtol=1e-6)
+    assert_close(grads, expected_grads, rtol=1e-4, atol=1e-6)
 
 
 def test_a_module_is_no_model() -> None:
@@ -410,8 +410,10 @@ def test_another_order_of_the_same_stages(trainer: Trainer) -> None:
     other = trainer.with_schedule("1f1b")
     assert (other.schedule.name, trainer.schedule.name) == ("1f1b", "zb-h1")
     states = [run(t, t.init(), 2)[0] for t in (trainer, other)]
-    found, wanted = (t.params(s) for t, s in zip((trainer, other), states, strict=True))
-    assert_close(found, wanted, rtol=1e-5, atol=1e-6)  # Adam divides rounding by rounding: 4e-7 of a step of 1e-2
+    params, other_params = (t.params(s) for t, s in zip((trainer, other), states, strict=True))
+    assert_close(
+        params, other_params, rtol=1e-5, atol=1e-6
+    )  # Adam divides rounding by rounding: 4e-7 of a step of 1e-2
     mixed, _ = other.step(trainer.init(), batch_at(0))
     assert mixed.step == 1
     with pytest.raises(ProgramError, match="places stages differently"):
@@ -452,7 +454,7 @@ def test_timelines_predicted_and_measured(trainer: Trainer) -> None:
 
 def test_a_restored_run_goes_on_in_the_same_bits(trainer: Trainer, tmp_path: Path) -> None:
     straight, _ = run(trainer, trainer.init(), 4)
-    want = jax.device_get(trainer.train_step.by_layer(straight))
+    expected = jax.device_get(trainer.train_step.by_layer(straight))
     with trainer_of(optimizer=optax.adamw(RATE), clip_norm=1.0, ema=0.5) as first:
         state = first.restore(tmp_path / "run", default=first.init)
         state, _ = run(first, state, 2)
@@ -466,8 +468,8 @@ def test_a_restored_run_goes_on_in_the_same_bits(trainer: Trainer, tmp_path: Pat
     assert second.extra == {}, "what another run kept is not this one's"
     back = trainer.restore(tmp_path / "run", step="best")
     state, _ = run(trainer, back, 2)
-    found = jax.device_get(trainer.train_step.by_layer(state))
-    jax.tree.map(np.testing.assert_array_equal, found, want)
+    restored = jax.device_get(trainer.train_step.by_layer(state))
+    jax.tree.map(np.testing.assert_array_equal, restored, expected)
 
 
 def test_restoring_says_what_is_wrong(trainer: Trainer, tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def own(folder: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def custom_run(folder: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of two steps of the user's own model."""
     out = tmp_path_factory.mktemp("own") / "run"
     train(config(text, out, *TINY, f"model.target={OWN}"), io.StringIO())
@@ -128,18 +128,18 @@ DOORS = {
 
 @pytest.mark.parametrize("door", DOORS)
 def test_another_model_is_refused_where_it_is_used(
-    own: Path, constant: Callable[[str], None], call: Callable[..., tuple[int, str]], tmp_path: Path,
+    custom_run: Path, constant: Callable[[str], None], call: Callable[..., tuple[int, str]], tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch, door: str,
 ) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
     verb, *flags = DOORS[door]
-    named = (verb, own, *flags, "--model", OWN)
+    named = (verb, custom_run, *flags, "--model", OWN)
     constant("BACKWARD")
     constant("TRAINING")  # neither changes what evaluation computes
     assert call(*named) == (0, "")
     constant("FORWARD")
     if verb == "export":
-        named = (verb, own, "-o", "again", "--model", OWN)
+        named = (verb, custom_run, "-o", "again", "--model", OWN)
     code, line = call(*named)
     assert code == 3 and line.count("\n") == 1
     assert f"{OWN} computes something else" in line and "--other-model" in line
@@ -149,21 +149,21 @@ def test_another_model_is_refused_where_it_is_used(
 
 def starting(text: Path, out: Path, *overrides: str) -> list[str]:
     """What a new run, or one that goes on, says before anything is compiled."""
-    asked, notes = config(text, out, *TINY, *overrides), list[str]()
+    settings, notes = config(text, out, *TINY, *overrides), list[str]()
     store = CheckpointStore(out / "checkpoints")
-    origin = resume.choose(asked, store, notes.append)
-    asked = completed(asked, None if origin is None else origin.meta)
-    resume.start_of(prepare(asked), origin, store, notes.append)
+    origin = resume.choose(settings, store, notes.append)
+    settings = completed(settings, None if origin is None else origin.meta)
+    resume.start_of(prepare(settings), origin, store, notes.append)
     return notes
 
 
 def test_another_model_is_refused_by_init_from(
-    own: Path, text: Path, tmp_path: Path, constant: Callable[[str], None]
+    custom_run: Path, text: Path, tmp_path: Path, constant: Callable[[str], None]
 ) -> None:
-    begins = (f"run.init_from={own}", f"model.target={OWN}")
-    assert starting(text, tmp_path / "a", *begins) == [f"begins with the parameters in {own}"]
+    begins = (f"run.init_from={custom_run}", f"model.target={OWN}")
+    assert starting(text, tmp_path / "a", *begins) == [f"begins with the parameters in {custom_run}"]
     options = starting(text, tmp_path / "a", *begins, "model.options.gelu=exact")
-    assert options[0] == f"model.options other than in {own}: gelu not set → exact"
+    assert options[0] == f"model.options other than in {custom_run}: gelu not set → exact"
     assert len(starting(text, tmp_path / "a", *begins, "model.options.dropout=0.5", "data.seq_len=8")) == 1
     constant("FORWARD")
     with pytest.raises(CheckpointError, match=r"computes something else.*run\.init_other_model=true"):
@@ -177,11 +177,11 @@ def test_another_model_is_refused_by_init_from(
     [("FORWARD", "computes something else"), ("BACKWARD", "gradient"), ("TRAINING", "in training")],
 )
 def test_a_run_that_goes_on_says_what_is_other(
-    own: Path, text: Path, constant: Callable[[str], None], name: str, words: str
+    custom_run: Path, text: Path, constant: Callable[[str], None], name: str, words: str
 ) -> None:
-    assert starting(text, own, f"model.target={OWN}") == []
+    assert starting(text, custom_run, f"model.target={OWN}") == []
     constant(name)
-    (note,) = starting(text, own, f"model.target={OWN}")
+    (note,) = starting(text, custom_run, f"model.target={OWN}")
     assert note.startswith(f"warning: {OWN} ") and words in note and "step 2" in note
 
 
@@ -205,16 +205,16 @@ def test_a_trainer_refuses_another_model(tmp_path: Path, folder: Path, constant:
 
 
 def test_old_digests_and_those_of_another_jax_compare_as_far_as_they_can(
-    own: Path, tmp_path: Path, constant: Callable[[str], None], call: Callable[..., tuple[int, str]]
+    custom_run: Path, tmp_path: Path, constant: Callable[[str], None], call: Callable[..., tuple[int, str]]
 ) -> None:
-    now = model_digest(load_trained(own, model=OWN).model)
+    now = model_digest(load_trained(custom_run, model=OWN).model)
     old = {"jax": now["jax"], "sha256": now["sha256"]}
     assert likeness({"program": old}, now) is Likeness.SAME
     assert likeness({"program": {**now, "evaluation": "0"}}, now) is Likeness.OTHER
     assert likeness({"program": {**now, "evaluation": "0", "python": "3.1"}}, now) is Likeness.SAME  # by sha256
     assert likeness({"program": {**now, "training": "0"}}, now) is Likeness.TRAINS_OTHERWISE
     assert likeness({"program": {**now, "jax": "0.0.1"}}, now) is likeness({}, now) is Likeness.UNKNOWN
-    run = copy_run(own, tmp_path / "run")
+    run = copy_run(custom_run, tmp_path / "run")
     rewrite_manifest(run / "checkpoints" / "00000002", lambda body: body["meta"].update(program=old))
     evaluate = ("eval", run, "--model", OWN, "--batches", 1)
     assert call(*evaluate) == (0, "")
@@ -245,8 +245,8 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (tmp_path / "models").mkdir()
     (tmp_path / "models" / "__init__.py").touch()
     (tmp_path / "models" / "gpt.py").write_text(PROJECT)
-    others = {name: module for name, module in sys.modules.items() if f"{name}.".startswith("models.")}
-    for name in others:
+    checkout_modules = {name: module for name, module in sys.modules.items() if f"{name}.".startswith("models.")}
+    for name in checkout_modules:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
@@ -314,11 +314,11 @@ def test_a_poisoned_checkpoint_imports_nothing_at_any_door(
     gpt: Path, text: Path, tmp_path_factory: pytest.TempPathFactory, module: str, attribute: str, source: Any, digest: bool,
     part: str,
 ) -> None:  # fmt: skip
-    here = tmp_path_factory.mktemp("poisoned")
-    run = copy_run(gpt, here / "run")
+    root = tmp_path_factory.mktemp("poisoned")
+    run = copy_run(gpt, root / "run")
     for name in ("poison/__init__.py", "poison/inner.py"):
-        (here / name).parent.mkdir(exist_ok=True)
-        (here / name).write_text(f"open({str(here / 'ran')!r}, 'w').close()\nraise SystemExit(7)\n")
+        (root / name).parent.mkdir(exist_ok=True)
+        (root / name).write_text(f"open({str(root / 'ran')!r}, 'w').close()\nraise SystemExit(7)\n")
 
     def poison(body: dict[str, Any]) -> None:
         body["meta"]["config"][part]["path" if part == "data" else "target"] = f"{module}:{attribute}"
@@ -328,17 +328,17 @@ def test_a_poisoned_checkpoint_imports_nothing_at_any_door(
 
     rewrite_manifest(run / "checkpoints" / "00000002", poison)
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(here)
-        patch.chdir(here)
+        patch.syspath_prepend(root)
+        patch.chdir(root)
         assert main(["eval", str(run), "--batches", "1"]) in (2, 3)
         for verb, *flags in DOORS.values() if part == "model" else ():
             assert main([str(a) for a in (verb, run, *flags)]) in (2, 3)
-        for overrides in ((f"run.init_from={run}", f"run.out_dir={here / 'new'}"), (f"run.init_from={run}",)):
+        for overrides in ((f"run.init_from={run}", f"run.out_dir={root / 'new'}"), (f"run.init_from={run}",)):
             with pytest.raises(JaxpipeError) if part == "model" else nullcontext():
-                starting(text, run if len(overrides) == 1 else here / "new", *overrides)
+                starting(text, run if len(overrides) == 1 else root / "new", *overrides)
         if digest:
             starting(text, run)  # the model computes the same, whatever it is called there
-    assert not (here / "ran").exists()
+    assert not (root / "ran").exists()
     assert not any(name.startswith("poison") for name in sys.modules)
 
 
@@ -373,15 +373,18 @@ def test_keys_are_threefry_whatever_the_default_is(folder: Path) -> None:
 # -- what was said is told from a default ---------------------------------------------------------------------------------
 
 
-def test_a_target_that_is_said_is_no_default(own: Path, gpt: Path, text: Path) -> None:
+def test_a_target_that_is_said_is_no_default(custom_run: Path, gpt: Path, text: Path) -> None:
     begins = ["data.seq_len=8", f"data.path={text}"]
     with pytest.raises(ConfigError, match=r"is of whichmodel:Model, and model\.target is models\.gpt:GPT"):
-        completed(load_config(None, [f"run.init_from={own}", "model.target=models.gpt:GPT", *begins]))
-    assert completed(load_config(None, [f"run.init_from={own}", f"model.target={OWN}", *begins])).model.target == OWN
+        completed(load_config(None, [f"run.init_from={custom_run}", "model.target=models.gpt:GPT", *begins]))
+    assert (
+        completed(load_config(None, [f"run.init_from={custom_run}", f"model.target={OWN}", *begins])).model.target
+        == OWN
+    )
     unsaid = completed(load_config(None, [f"run.init_from={gpt}", *begins]))
     assert unsaid.model.target == "jaxpipe.models.gpt:GPT"  # of no module of the user's
-    said = completed(load_config(None, [f"run.init_from={gpt}", "model.target=models.gpt:GPT", *begins]))
-    assert said.model.target == "models.gpt:GPT" and said.model.options == unsaid.model.options
+    config = completed(load_config(None, [f"run.init_from={gpt}", "model.target=models.gpt:GPT", *begins]))
+    assert config.model.target == "models.gpt:GPT" and config.model.options == unsaid.model.options
 
 
 def test_sizes_that_are_not_said_are_those_of_the_schedule(

@@ -45,12 +45,12 @@ def _equations(jaxpr: Any) -> Iterator[Any]:
 def _over_dp(function: Any, *args: Any) -> list[tuple[str, int]]:
     """Name and elements of each array that a collective over dp takes, on one device; scalars left out."""
     jaxpr = function.jaxpr.jaxpr if hasattr(function, "jaxpr") else jax.make_jaxpr(function)(*args).jaxpr
-    found = []
+    collectives = []
     for eqn in _equations(jaxpr):
         axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
         if eqn.primitive.name in _COLLECTIVES and DP in (axes if isinstance(axes, tuple) else (axes,)):
-            found += [(eqn.primitive.name, v.aval.size) for v in eqn.invars if v.aval.shape]
-    return found
+            collectives += [(eqn.primitive.name, v.aval.size) for v in eqn.invars if v.aval.shape]
+    return collectives
 
 
 @pytest.fixture(scope="module")
@@ -74,15 +74,17 @@ def test_each_parameter_is_reduced_once(sharded: Pipeline, zero1: bool) -> None:
         mine = [slot for slot in stage.layout.slots if shards.updates(slot)]
         reduced += [(slot.layer, *slot.path) for slot in mine]
         size = {slot: 2 * shards.chunk_shape(slot)[0] if zero1 else slot.size for slot in mine}
-        found = _over_dp(GradientReduction(shards, stage.acc_avals).function, list(stage.acc_avals))
-        assert {name for name, _ in found} == {"reduce_scatter" if zero1 else "psum"}
-        assert sum(n for _, n in found) == sum(size.values()), "every element once"
-        assert len(found) == len({slot.buffer for slot in mine}), "a bucket each"
-    whole = init_params(model_for(Case("gpt-tied", 2, 2, 2, dtype="float32")), 0)
-    every = [
-        (name, *(k.key for k in keys)) for name in whole for keys, _ in jax.tree_util.tree_leaves_with_path(whole[name])
+        collectives = _over_dp(GradientReduction(shards, stage.acc_avals).function, list(stage.acc_avals))
+        assert {name for name, _ in collectives} == {"reduce_scatter" if zero1 else "psum"}
+        assert sum(n for _, n in collectives) == sum(size.values()), "every element once"
+        assert len(collectives) == len({slot.buffer for slot in mine}), "a bucket each"
+    params = init_params(model_for(Case("gpt-tied", 2, 2, 2, dtype="float32")), 0)
+    paths = [
+        (name, *(k.key for k in keys))
+        for name in params
+        for keys, _ in jax.tree_util.tree_leaves_with_path(params[name])
     ]
-    assert sorted(reduced) == sorted(every), "all of them, and no tied copy"
+    assert sorted(reduced) == sorted(paths), "all of them, and no tied copy"
 
 
 @pytest.mark.parametrize("zero1", [False, True])
@@ -94,12 +96,12 @@ def test_an_update_has_no_collective_but_the_gathering_of_buckets(sharded: Pipel
         update = compile_update(shards[s], optimizers[s].part, state.acc, optimizers[s].specs)
         grads = list(state.grads) if zero1 else list(state.acc)
         scalars = [jax.ShapeDtypeStruct((2,), jnp.float32), jax.ShapeDtypeStruct((), jnp.bool_)]
-        given = list(state.params), list(state.master), grads, state.optimizer, *scalars, {}
+        inputs = list(state.params), list(state.master), grads, state.optimizer, *scalars, {}
         for gathers in (update.whole, update.ahead):
-            found = _over_dp(gathers, *given)
-            assert [name for name, _ in found] == ["all_gather"] * (len(shards[s].updated) if zero1 else 0)
+            collectives = _over_dp(gathers, *inputs)
+            assert [name for name, _ in collectives] == ["all_gather"] * (len(shards[s].updated) if zero1 else 0)
         if zero1 and s == 0:
-            assert "all-gather" not in update.commit.lower(*given).compile().as_text()
+            assert "all-gather" not in update.commit.lower(*inputs).compile().as_text()
 
 
 # -- how state lies on devices --------------------------------------------------------------------------------------------
@@ -148,9 +150,9 @@ def test_chunks_are_the_leaves_in_pieces(
         for buffer, rows in zip(local, per_device, strict=True):
             np.testing.assert_array_equal(shards.cut(buffer, index), rows)
             np.testing.assert_array_equal(shards.join(jnp.asarray(rows), index), buffer)
-    found = shards.host_leaves(dict(zip(shards.updated, buckets, strict=True)))
-    want = {name: leaf for name, leaf in params["a"].items() if name != "leaf0"}
-    jax.tree.map(np.testing.assert_array_equal, {slot.path[0]: leaf for slot, leaf in found.items()}, want)
+    host_leaves = shards.host_leaves(dict(zip(shards.updated, buckets, strict=True)))
+    expected = {name: leaf for name, leaf in params["a"].items() if name != "leaf0"}
+    jax.tree.map(np.testing.assert_array_equal, {slot.path[0]: leaf for slot, leaf in host_leaves.items()}, expected)
 
 
 @pytest.mark.parametrize("zero1", [False, True])
@@ -159,16 +161,16 @@ def test_state_lies_as_predicted(dtype: str, zero1: bool) -> None:
     case = Case("gpt-tied", 2, 2, 2, sequence=True, dtype=dtype)
     step = TrainStep(pipeline(case), optimizer(), zero1=zero1)
     state = step.init(params_for(case), *_fresh(case))
-    whole = 0
+    total_bytes = 0
     for s, predicted in step.states.items():
         at = step.pipeline.primary(s)
-        for got, want in ((state.master[at], predicted.master), (state.optimizer[s], predicted.optimizer)):
-            assert jax.tree.map(_aval, got) == jax.tree.map(_aval, want)
+        for got, expected in ((state.master[at], predicted.master), (state.optimizer[s], predicted.optimizer)):
+            assert jax.tree.map(_aval, got) == jax.tree.map(_aval, expected)
         moments = [leaf for leaf in jax.tree.leaves(state.optimizer[s]) if leaf.ndim]
-        whole += sum(leaf.nbytes for leaf in moments)
+        total_bytes += sum(leaf.nbytes for leaf in moments)
         if zero1:
             assert sum(device_bytes(leaf) for leaf in moments) <= sum(leaf.nbytes for leaf in moments) / 2
-    assert whole > 0
+    assert total_bytes > 0
     params, optimizer_state = step.by_layer(state)
     jax.tree.map(np.testing.assert_array_equal, params, dict(params_for(case)))
     jax.tree.map(np.testing.assert_array_equal, optimizer_state, _fresh(case)[0])
@@ -179,8 +181,8 @@ def _fresh(case: Case) -> tuple[Mapping[str, Any]]:
     rng = np.random.default_rng(0)
 
     def filled(leaf: Any) -> np.ndarray:
-        made: np.ndarray = rng.random(leaf.shape).astype(leaf.dtype)
-        return made
+        array: np.ndarray = rng.random(leaf.shape).astype(leaf.dtype)
+        return array
 
     return ({name: jax.tree.map(filled, optimizer().init({name: tree})) for name, tree in params_for(case).items()},)
 
@@ -199,14 +201,14 @@ def test_two_devices_with_and_without_zero_agree_in_every_bit(dtype: str, reques
     case = Case("gpt-tied", 2, 1, 2, dtype=dtype, one_block=True)
     pipeline(case).warm_up()  # the stages are one program for both; the updates are two
     request.getfixturevalue("users_compiler")
-    made = batches(3)
-    made[1]["weights"][0, 0, 0] = np.nan
+    data = batches(3)
+    data[1]["weights"][0, 0, 0] = np.nan
     ends = []
     for zero1 in (False, True):
         step = TrainStep(pipeline(case), optimizer(), zero1=zero1)
         state = step.init(params_for(case))
         applied = []
-        for batch in made:
+        for batch in data:
             state, metrics = step(state, batch)
             applied.append(bool(metrics.applied))
             assert all(not np.asarray(a).any() for buffers in state.acc.values() for a in buffers)

@@ -194,9 +194,9 @@ def improved(problem: Problem, rows: list[list[int]], rng: random.Random, memory
     best = score()
     for _ in range(120):
         row = rng.choice(rows)
-        here, there = rng.randrange(len(row)), rng.randrange(len(row))
-        code = row.pop(here)
-        row.insert(there, code)
+        source, target = rng.randrange(len(row)), rng.randrange(len(row))
+        code = row.pop(source)
+        row.insert(target, code)
         ready = all(
             row.index(problem.code(B, k, i)) < row.index(problem.code(W, k, i))
             for op, k, i in map(problem.decode, row)
@@ -205,7 +205,7 @@ def improved(problem: Problem, rows: list[list[int]], rng: random.Random, memory
         tried = score() if ready else inf
         if tried > best:
             row.remove(code)
-            row.insert(here, code)
+            row.insert(source, code)
         else:
             best = tried
     return rows
@@ -223,7 +223,7 @@ def memory_costs(draw: st.DrawFn, n: int) -> CostProfile:
 
     f, b, w = each(times_of), each(times_of), each(times_of)
     residual = each(st.sampled_from([1.0, 1.0, 0.4, 2.0]))
-    kept = each(st.sampled_from([1.0, 1.0, 0.5, 0.0, 1.5]))
+    w_fractions = each(st.sampled_from([1.0, 1.0, 0.5, 0.0, 1.5]))
     moved = each(st.sampled_from([0.0, 0.1, 0.5, 2.0]))
     fused = draw(st.sampled_from([1.0, 1.0, 0.7]))
     part = each(st.sampled_from([1.0, 1.0, 0.5]))
@@ -235,7 +235,7 @@ def memory_costs(draw: st.DrawFn, n: int) -> CostProfile:
         w_s=w,
         bw_s=tuple(fused * (x + y) for x, y in zip(b, w, strict=True)),
         residual_bytes=residual,
-        w_residual_bytes=tuple(x * y for x, y in zip(residual, kept, strict=True)),
+        w_residual_bytes=tuple(x * y for x, y in zip(residual, w_fractions, strict=True)),
         offloadable_bytes=tuple(x * y for x, y in zip(residual, part, strict=True)),
         offload_s=moved,
         load_s=moved,
@@ -315,8 +315,10 @@ def test_equals_the_optimum_of_all_orders(p: int, m: int, limit: float, fbw: tup
     costs = CostProfile.uniform(p, f=f, b=b, w=w)
     problem = Problem.of(one_to_one(p), m, costs)
     retimer = Retimer(problem)
-    every = [retimer.times(rows) for rows in itertools.product(*[list(all_rows(problem, r, limit)) for r in range(p)])]
-    valid = [times for times in every if not times.deadlocked]
+    all_times = [
+        retimer.times(rows) for rows in itertools.product(*[list(all_rows(problem, r, limit)) for r in range(p)])
+    ]
+    valid = [times for times in all_times if not times.deadlocked]
     assert min(t.makespan for t in valid) == pytest.approx(lower_bound(one_to_one(p), m, costs, memory_limit=limit))
     assert min(t.span for t in valid) == pytest.approx(span_lower_bound(one_to_one(p), m, costs, memory_limit=limit))
 
@@ -336,8 +338,8 @@ def test_equals_the_optimum_of_all_orders(p: int, m: int, limit: float, fbw: tup
     ],
 )
 def test_one_chunk_as_strong_as_known(p: int, m: int, limit: float, bound: float, best: float) -> None:
-    found = span_lower_bound(one_to_one(p), m, CostProfile.uniform(p), memory_limit=limit)
-    assert bound - EPS <= found <= best + EPS
+    least = span_lower_bound(one_to_one(p), m, CostProfile.uniform(p), memory_limit=limit)
+    assert bound - EPS <= least <= best + EPS
 
 
 @pytest.mark.parametrize(("p", "m"), [(4, 16), (8, 32), (16, 64)])
@@ -381,14 +383,14 @@ def best_span_with_offload(m: int, costs: CostProfile, limit: float) -> float:
     return simulate(best, costs).max_span
 
 
-@pytest.mark.parametrize("kept", [1.0, 0.5])
+@pytest.mark.parametrize("w_residual", [1.0, 0.5])
 @pytest.mark.parametrize(("out", "back"), [(3.0, 3.0), (2.0, 2.0), (1.0, 4.0)])
 @pytest.mark.parametrize(("limit", "comm", "m"), [(2, 8, 12), (2, 4, 8), (2.5, 14, 12), (3, 14, 16)])
 def test_no_policy_that_offloads_is_below(
-    kept: float, out: float, back: float, limit: float, comm: float, m: int
+    w_residual: float, out: float, back: float, limit: float, comm: float, m: int
 ) -> None:
     """Slow links between two ranks: long trips of which few fit."""
-    costs = CostProfile.uniform(2, comm=comm, w_residual=kept)
+    costs = CostProfile.uniform(2, comm=comm, w_residual=w_residual)
     costs = replace(costs, offload_s=(out,) * 2, load_s=(back,) * 2, host=HostLink(mode="shared"))
     bound = span_lower_bound(one_to_one(2), m, costs, memory_limit=limit, offload=True)
     assert bound - EPS <= best_span_with_offload(m, costs, limit)

@@ -28,15 +28,15 @@ def test_with_room_for_one_pair_the_turn_takes_microbatches_one_by_one() -> None
 def test_no_optimum_is_below_it(data: st.DataObject) -> None:
     placement: Placement = data.draw(st.sampled_from([v_shape(2), v_shape(3), circular(2, 2), circular(2, 3)]))
     n, m = placement.num_stages, data.draw(st.integers(2, 4))
-    whole = st.lists(st.integers(1, 4).map(float), min_size=n, max_size=n).map(tuple)
-    kept = data.draw(st.sampled_from([1.0, 0.5]))
+    durations = st.lists(st.integers(1, 4).map(float), min_size=n, max_size=n).map(tuple)
+    w_residual = data.draw(st.sampled_from([1.0, 0.5]))
     costs = dataclasses.replace(
         CostProfile.uniform(
-            n, chunks=placement.num_chunks, comm=data.draw(st.sampled_from([0.0, 1.0])), w_residual=kept
+            n, chunks=placement.num_chunks, comm=data.draw(st.sampled_from([0.0, 1.0])), w_residual=w_residual
         ),
-        f_s=data.draw(whole),
-        b_s=data.draw(whole),
-        w_s=data.draw(whole),
+        f_s=data.draw(durations),
+        b_s=data.draw(durations),
+        w_s=data.draw(durations),
         bw_s=(100.0,) * n,
     )
     limit = data.draw(st.sampled_from([1.0, 1.5, 2.0]))

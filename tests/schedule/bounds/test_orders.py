@@ -55,14 +55,14 @@ def test_no_optimum_is_below_it_and_with_all_ranks_it_is_the_optimum(seed: int) 
     if best is None:
         return
     task = problem_of(case)
-    found = {}
+    bounds = {}
     for ranks in [*((r,) for r in range(case.ranks)), (0, 1), tuple(range(case.ranks))]:
-        found[ranks] = few_ranks(task).orders(ranks).least(ALL, ALL, lambda _: False)
-        assert found[ranks] <= best
-        assert few_ranks(task).orders(ranks).least(ALL, 1, lambda _: False) <= found[ranks]
-        assert few_ranks(task).orders(ranks).least(found[ranks] - 1, ALL, lambda _: False) == float("inf")
+        bounds[ranks] = few_ranks(task).orders(ranks).least(ALL, ALL, lambda _: False)
+        assert bounds[ranks] <= best
+        assert few_ranks(task).orders(ranks).least(ALL, 1, lambda _: False) <= bounds[ranks]
+        assert few_ranks(task).orders(ranks).least(bounds[ranks] - 1, ALL, lambda _: False) == float("inf")
     if not (case.comm or case.bw or case.span):
-        assert found[tuple(range(case.ranks))] == best
+        assert bounds[tuple(range(case.ranks))] == best
 
 
 def random_offload(seed: int) -> Case:
@@ -110,22 +110,22 @@ def test_no_optimum_with_equal_durations_is_below_steps(seed: int) -> None:
     exact = few_ranks(problem_of(case)).host_steps(0)
     if best is None or exact is None:
         return
-    steps, step, more = exact
-    found = [0, *steps.bounds(0, best, lambda _: False)]
-    assert found == list(range(len(found)))
+    steps, step, extra = exact
+    bounds = [0, *steps.bounds(0, best, lambda _: False)]
+    assert bounds == list(range(len(bounds)))
     orders = few_ranks(problem_of(case)).host_orders(0)
     assert orders is not None
-    assert found[-1] * step + more <= orders.least(ALL, ALL, lambda _: False) <= best
+    assert bounds[-1] * step + extra <= orders.least(ALL, ALL, lambda _: False) <= best
 
 
-@pytest.mark.parametrize(("limit", "known", "least"), [(4.0, 119, 111), (2.0, 192, 179)])
-def test_steps_prove_more_of_eight_ranks(limit: float, known: float, least: float) -> None:
+@pytest.mark.parametrize(("limit", "optimum", "least"), [(4.0, 119, 111), (2.0, 192, 179)])
+def test_steps_prove_more_of_eight_ranks(limit: float, optimum: float, least: float) -> None:
     """k=2, m=32: memory × time says 107 and 173."""
     costs = CostProfile.uniform(8, offload_time=6.0, host_mode="shared")
     task = SolveTask(one_to_one(8), 32, costs, limit, offload=True, objective="span")
     exact = few_ranks(task).host_steps(0)
     assert exact is not None
-    *_, last = exact[0].bounds(round(bound_of(task)), known, lambda _: False)
+    *_, last = exact[0].bounds(round(bound_of(task)), optimum, lambda _: False)
     assert last == least
 
 

@@ -23,9 +23,9 @@ def run(
 
 
 @pytest.mark.parametrize("p", [1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 31])
-@pytest.mark.parametrize("apart", [2, 4])
-def test_two_thirds_block_never_collides_and_holds_two_thirds(p: int, apart: int) -> None:
-    block = two_thirds_block(p, apart)
+@pytest.mark.parametrize("distance", [2, 4])
+def test_two_thirds_block_never_collides_and_holds_two_thirds(p: int, distance: int) -> None:
+    block = two_thirds_block(p, distance)
     assert not block.collisions()
     assert max(block.steady_peaks()) == 2 * (p // 3) + 2
 

@@ -247,12 +247,12 @@ def test_looped_dfs_gains_where_groups_do_not_fit() -> None:
 def test_reordering_keeps_the_actions_and_never_loses(p: int, m: int, seed: int) -> None:
     problem = Problem.of(bidirectional(p), m, uneven(seed, p, 1))
     rows = unit_rows(problem, unit_sizes(problem)[0])
-    known = Retimer(problem).draft(rows)
-    assert known is not None
-    found = improved(problem, [rows])
-    assert found.no_worse_than(known)
-    assert [sorted(row) for row in found.rows] == [sorted(row) for row in rows]
-    for before, after in zip(rows, found.rows, strict=True):
+    original = Retimer(problem).draft(rows)
+    assert original is not None
+    reordered = improved(problem, [rows])
+    assert reordered.no_worse_than(original)
+    assert [sorted(row) for row in reordered.rows] == [sorted(row) for row in rows]
+    for before, after in zip(rows, reordered.rows, strict=True):
         for kind in {code // m for code in before}:
             assert [c for c in after if c // m == kind] == [c for c in before if c // m == kind]
 
@@ -261,6 +261,6 @@ def test_fillers_close_gaps_between_units() -> None:
     profile = CostProfile.uniform(8, f=1, b=1, w=1)
     problem = Problem.of(bidirectional(8), 16, profile)
     rows = unit_rows(problem, unit_sizes(problem)[0])
-    known = Retimer(problem).draft(rows)
-    assert known is not None
-    assert improved(problem, [rows]).makespan < known.makespan
+    original = Retimer(problem).draft(rows)
+    assert original is not None
+    assert improved(problem, [rows]).makespan < original.makespan

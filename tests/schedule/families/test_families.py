@@ -74,8 +74,8 @@ def most_activations(name: str, p: int, m: int, options: Options) -> float:
     if "memory_limit" in options:
         return min(options["memory_limit"], m)
     promise = PROMISED.get(name, FAMILIES[name].peak_activations)
-    known = promise(p, m, int(options.get("chunks", FAMILIES[name].default_chunks))) if promise else None
-    return m if known is None else known
+    bound = promise(p, m, int(options.get("chunks", FAMILIES[name].default_chunks))) if promise else None
+    return m if bound is None else bound
 
 
 PROFILES = [
@@ -111,8 +111,8 @@ def made(name: str, p: int, m: int, costs: CostProfile, options: Options) -> tup
     except ScheduleError as error:
         enough = re.search(r"memory limit of \S+ is below the \S+ .*; use (\S+) or more", str(error))
         assert enough and "memory_limit" in options, error
-    given = {**options, "memory_limit": float(enough[1])}
-    return generate(name, p, m, costs=costs, **given), given  # type: ignore[arg-type]
+    final_options = {**options, "memory_limit": float(enough[1])}
+    return generate(name, p, m, costs=costs, **final_options), final_options  # type: ignore[arg-type]
 
 
 def soaked(value: object) -> object:
@@ -127,13 +127,13 @@ def test_properties(name: str, options: Options, cases: list[tuple[int, int]]) -
     for (p, m), costs in turns:
         v = int(options.get("chunks", FAMILIES[name].default_chunks))
         profile = CostProfile.uniform(p * v, chunks=v, **costs)
-        schedule, given = made(name, p, m, profile, options)
+        schedule, final_options = made(name, p, m, profile, options)
         check_schedule(schedule)
         assert (schedule.name, schedule.num_ranks, schedule.num_microbatches) == (name, p, m)
         assert schedule.placement == FAMILIES[name].placement(p, v)
         assert parse_schedule(str(schedule)) == schedule
         timeline = simulate(schedule, profile)
-        assert max(timeline.peak_activations) <= most_activations(name, p, m, given) + 1e-9
+        assert max(timeline.peak_activations) <= most_activations(name, p, m, final_options) + 1e-9
         assert timeline.makespan >= lower_bound(schedule.placement, m, profile) * (1 - 1e-9)
 
 
@@ -369,9 +369,9 @@ def test_a_decorated_function_is_a_checked_family(table: None) -> None:
         """Doc."""
         return families.v_zb(ranks, microbatches, costs)  # type: ignore[attr-defined, no-any-return]
 
-    made = FAMILIES["mine-v"]
-    assert (made.function, made.options, made.default_chunks) == (mine, ("costs", "group"), 2)
-    assert (made.placement(3, 2), made.sees_collectives) == (v_shape(3), True)
+    registered = FAMILIES["mine-v"]
+    assert (registered.function, registered.options, registered.default_chunks) == (mine, ("costs", "group"), 2)
+    assert (registered.placement(3, 2), registered.sees_collectives) == (v_shape(3), True)
     assert (mine.__doc__, mine.__name__, list(inspect.signature(mine).parameters)[:2]) == (
         "Doc.",
         "mine",

@@ -34,9 +34,9 @@ def profile(p: int, v: int, f: float = 1.0, b: float = 1.0, w: float = 1.0, comm
 
 def draft(schedule: Schedule, costs: CostProfile) -> Draft:
     problem = Problem.of(schedule.placement, schedule.num_microbatches, costs)
-    found = Retimer(problem).draft(problem.codes(schedule))
-    assert found is not None
-    return found
+    timed = Retimer(problem).draft(problem.codes(schedule))
+    assert timed is not None
+    return timed
 
 
 def paper_order(name: str, problem: Problem, group: int) -> Draft:
@@ -44,9 +44,9 @@ def paper_order(name: str, problem: Problem, group: int) -> Draft:
     rows = po_rows(problem)
     if name != "po":
         rows = repeat(group_block(problem.num_ranks, problem.num_replicas // problem.num_ranks, group), problem)
-    found = Retimer(problem).draft(rows)
-    assert found is not None
-    return found
+    timed = Retimer(problem).draft(rows)
+    assert timed is not None
+    return timed
 
 
 # --- against the authors --------------------------------------------------------------------------------------------------
@@ -211,9 +211,9 @@ def uneven(rng: random.Random, stages: int) -> CostProfile:
 
     f, b, w = seconds(), seconds(), seconds()
     held = tuple(rng.uniform(0.2, 1.0) for _ in range(stages))
-    kept = tuple(x * rng.choice((0.0, 0.4, 1.0)) for x in held)
+    w_residual = tuple(x * rng.choice((0.0, 0.4, 1.0)) for x in held)
     link = Link(latency_s=rng.choice((0.0, 0.1, 0.7)))
-    return CostProfile(f, b, w, tuple(x + y for x, y in zip(b, w, strict=True)), held, kept, link=link)
+    return CostProfile(f, b, w, tuple(x + y for x, y in zip(b, w, strict=True)), held, w_residual, link=link)
 
 
 @pytest.mark.parametrize("tries", [5, pytest.param(200, marks=pytest.mark.soak)])
@@ -267,8 +267,8 @@ def test_group_out_of_range(ranks: int, group: int) -> None:
 
 def test_groups_trade_memory_for_time() -> None:
     costs = profile(8, 2)
-    found = [draft(generate("gis-g", 8, 32, group=g, costs=costs), costs) for g in range(4, 9)]
-    assert [d.peak for d in found] == sorted(d.peak for d in found)
+    drafts = [draft(generate("gis-g", 8, 32, group=g, costs=costs), costs) for g in range(4, 9)]
+    assert [d.peak for d in drafts] == sorted(d.peak for d in drafts)
     assert generate("gis-g", 8, 32, costs=costs).rows == generate("gis", 8, 32, costs=costs).rows
 
 

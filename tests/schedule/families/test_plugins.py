@@ -114,8 +114,8 @@ def test_families_that_cannot_be_registered(changes: dict[str, object], words: s
 
 
 def incomplete(ranks: int, microbatches: int) -> Schedule:
-    made = one_f_one_b(ranks, microbatches)
-    return replace(made, rows=(made.rows[0][:-1], *made.rows[1:]))
+    schedule = one_f_one_b(ranks, microbatches)
+    return replace(schedule, rows=(schedule.rows[0][:-1], *schedule.rows[1:]))
 
 
 @pytest.mark.parametrize(
@@ -240,8 +240,8 @@ def test_workers_of_the_solver_import_from_where_the_caller_does(module: str, tm
     (tmp_path / f"{module}.py").unlink()
     solution = solve(task, Options(time_limit_s=20))
     assert solution.status == "optimal"
-    told = f"no module '{module}' on sys.path or in {Path.cwd()}"
-    assert set(solution.failures) <= {f"in a solver process: --import {module}: {told}"}, (
+    message = f"no module '{module}' on sys.path or in {Path.cwd()}"
+    assert set(solution.failures) <= {f"in a solver process: --import {module}: {message}"}, (
         "none if it ended before a job"
     )
 

@@ -73,14 +73,14 @@ def cost_profiles(draw: st.DrawFn, stages: int, even: bool) -> CostProfile:
 
     f, b, w = each(TIMES), each(TIMES), each(TIMES)
     held = (1.0,) * stages if even else each(st.floats(0.1, 4))
-    kept = draw(FRACTIONS)
+    fraction = draw(FRACTIONS)
     return CostProfile(
         f_s=f,
         b_s=b,
         w_s=w,
         bw_s=tuple(x + y for x, y in zip(b, w, strict=True)),
         residual_bytes=held,
-        w_residual_bytes=tuple(kept * x for x in held),
+        w_residual_bytes=tuple(fraction * x for x in held),
         offload_s=each(TIMES),
         load_s=each(TIMES),
         link=Link(latency_s=draw(st.sampled_from([0.0, 0.1, 1.0, 5.0]))),
@@ -176,9 +176,9 @@ def assert_refusal_helps(case: Case, message: str) -> None:
     assert case.name in message
     assert re.search(r"\d", message), message
     limit = case.options.get("memory_limit")
-    if limit is not None and (found := re.findall(r"\d+(?:\.\d+)?", message)):
-        wanted = replace(case, options={**case.options, "memory_limit": max(map(float, found)) * (1 + 1e-3)})
-        check_schedule(wanted.generate())
+    if limit is not None and (numbers := re.findall(r"\d+(?:\.\d+)?", message)):
+        enlarged = replace(case, options={**case.options, "memory_limit": max(map(float, numbers)) * (1 + 1e-3)})
+        check_schedule(enlarged.generate())
 
 
 @settings(max_examples=25)

@@ -29,8 +29,8 @@ from tests.support.paths import ROOT
 SIZES = [(1, 1), (1, 5), (2, 1), (2, 3), (2, 8), (3, 2), (3, 11), (4, 4), (4, 12), (5, 9), (8, 24)]
 
 
-def chunk_costs(p: int, f: float, b: float, w: float, t: float, **more: float) -> CostProfile:
-    return CostProfile.uniform(2 * p, chunks=2, f=2 * f, b=2 * b, w=2 * w, tp_comm=2 * t, tp_collectives=8, **more)  # type: ignore[arg-type]
+def chunk_costs(p: int, f: float, b: float, w: float, t: float, **options: float) -> CostProfile:
+    return CostProfile.uniform(2 * p, chunks=2, f=2 * f, b=2 * b, w=2 * w, tp_comm=2 * t, tp_collectives=8, **options)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -98,19 +98,19 @@ def test_the_papers_order(p: int, paper: ModuleType) -> None:
     assert first.makespan < second.makespan < last.makespan
     assert max(last.peak_activations) < max(second.peak_activations) < max(first.peak_activations)
     for name in timelines:
-        told = paper.TABLE_1[name](p, 8 * p, paper.ChunkCosts(1, 1.1, 0.95, 0.38))
+        published = paper.TABLE_1[name](p, 8 * p, paper.ChunkCosts(1, 1.1, 0.95, 0.38))
         exposed = max(timelines[name].tp_exposed_s)
-        assert exposed == pytest.approx(told.tp_bubble_s, rel=0.25 if name == "stp" else 1e-6)
-        assert 2 * max(timelines[name].peak_activations) <= told.peak_chunks + 1 + 1e-9
+        assert exposed == pytest.approx(published.tp_bubble_s, rel=0.25 if name == "stp" else 1e-6)
+        assert 2 * max(timelines[name].peak_activations) <= published.peak_chunks + 1 + 1e-9
 
 
 @pytest.mark.parametrize("p", [2, 3, 4, 8])
 def test_the_papers_bubble_where_weights_may_be_put_off(p: int, paper: ModuleType) -> None:
     """With F = B = W and no collectives the published order (rank r puts off r weight gradients) has the paper's PP bubble."""
     m = 4 * p
-    told = paper.TABLE_1["stp"](p, m, paper.ChunkCosts(1, 1, 1))
+    published = paper.TABLE_1["stp"](p, m, paper.ChunkCosts(1, 1, 1))
     timeline = simulate(generate("stp-published", p, m), chunk_costs(p, 1, 1, 1, 0))
-    assert timeline.makespan - 6 * m == pytest.approx(told.pp_bubble_s)
+    assert timeline.makespan - 6 * m == pytest.approx(published.pp_bubble_s)
 
 
 # the authors' published code, simulated: p, m, T_AR, W, makespan, peak in chunks by rank, exposed (papers_rest.md section 6)
@@ -155,14 +155,14 @@ def test_memory_limit() -> None:
     """It is kept from p + 1 activations on, and room makes it shorter; less is refused in one line."""
     for p, m in [(2, 6), (3, 10)]:
         costs = chunk_costs(p, 1, 1.1, 0.8, 0.2)
-        found = []
+        makespans = []
         for chunks in range(2 * p + 2, 4 * p + 1):
             timeline = simulate(generate("stp", p, m, costs=costs, memory_limit=chunks / 2), costs)
             assert 2 * max(timeline.peak_activations) <= chunks
-            found.append(timeline.makespan)
-        assert found[-1] == min(found)
-        assert found[0] > found[-1]
-        assert found[p - 1] == simulate(generate("stp", p, m, costs=costs), costs).makespan, (
+            makespans.append(timeline.makespan)
+        assert makespans[-1] == min(makespans)
+        assert makespans[0] > makespans[-1]
+        assert makespans[p - 1] == simulate(generate("stp", p, m, costs=costs), costs).makespan, (
             "3p + 1 chunks is the default"
         )
     for limit in (1, 4.5, float("nan")):
@@ -174,9 +174,9 @@ def test_memory_limit() -> None:
 
 def test_best_may_choose_the_published_order() -> None:
     costs = chunk_costs(4, 1, 1, 1, 0.4)
-    found = best_schedule(4, 16, costs, families=["stp", "stp-memory", "stp-published"])
-    assert found.makespan <= simulate(generate("stp-published", 4, 16), costs).makespan
-    assert found.makespan < simulate(generate("stp", 4, 16, costs=costs), costs).makespan
+    best = best_schedule(4, 16, costs, families=["stp", "stp-memory", "stp-published"])
+    assert best.makespan <= simulate(generate("stp-published", 4, 16), costs).makespan
+    assert best.makespan < simulate(generate("stp", 4, 16, costs=costs), costs).makespan
 
 
 def random_costs(n: int, rng: random.Random) -> CostProfile:
@@ -205,13 +205,13 @@ def test_by_span_the_longest_span_is_no_longer(name: str) -> None:
     for _ in range(6 if name == "stp-offload" else 12):
         p, m = rng.choice((2, 3, 4)), rng.choice((2, 5, 8, 12))
         costs = random_costs(p * FAMILIES[name].default_chunks, rng)
-        seen = costs if FAMILIES[name].sees_collectives else collectives_exposed(costs)
+        visible_costs = costs if FAMILIES[name].sees_collectives else collectives_exposed(costs)
         first = generate(name, p, m, costs=costs)
         other = generate(name, p, m, costs=costs, objective="span")
         if "objective" not in FAMILIES[name].options:
             assert first == other
         check_schedule(other)
-        spans = [simulate(x, seen).max_span for x in (first, other)]
+        spans = [simulate(x, visible_costs).max_span for x in (first, other)]
         assert spans[1] <= spans[0] * (1 + 1e-9)
         shorter += spans[1] < spans[0] * (1 - 1e-9)
     assert shorter or name != "stp"

@@ -40,9 +40,9 @@ def uneven(rng: random.Random, placement: Placement) -> CostProfile:
         return tuple(0.0 if rng.random() < 0.1 else rng.uniform(low, high) for _ in range(n))
 
     f, b, w, held = some(0.5, 2), some(0.5, 2), some(0.5, 2), some(0.5, 1)
-    kept = tuple(x * rng.choice((1.0, 0.5, 1.2)) for x in held)
+    w_residual = tuple(x * rng.choice((1.0, 0.5, 1.2)) for x in held)
     bw = tuple(x + y for x, y in zip(b, w, strict=True))
-    return CostProfile(f, b, w, bw, held, kept, link=Link(latency_s=rng.choice((0.0, 0.1, 1.0))))
+    return CostProfile(f, b, w, bw, held, w_residual, link=Link(latency_s=rng.choice((0.0, 0.1, 1.0))))
 
 
 def verify(problem: Problem, costs: CostProfile, draft: Draft, limit: float) -> None:
@@ -142,9 +142,9 @@ def test_stages_that_differ_much() -> None:
     f, b, w = (35.3, 34.8, 23.2, 35.0), (36.0, 36.0, 24.0, 16.0), (32.2, 31.2, 20.8, 31.0)
     held = (42.5, 42.0, 28.0, 17.0)
     costs = CostProfile(f, b, w, tuple(map(sum, zip(b, w, strict=True))), held, tuple(0.45 * x for x in held))
-    found = simulate(v_zb(2, 8, costs), costs)
-    assert found.makespan <= 1.05 * lower_bound(v_shape(2), 8, costs, memory_limit=2)
-    assert max(found.peak_activations) <= 2
+    timeline = simulate(v_zb(2, 8, costs), costs)
+    assert timeline.makespan <= 1.05 * lower_bound(v_shape(2), 8, costs, memory_limit=2)
+    assert max(timeline.peak_activations) <= 2
 
 
 def test_a_larger_limit_below_p_helps() -> None:

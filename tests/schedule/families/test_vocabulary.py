@@ -114,14 +114,18 @@ def test_any_order_of_a_chain_takes_the_passes() -> None:
     for make in (gpipe, zb_h1):
         placement = with_vocabulary(one_to_one(4), barriers=2)
         costs = CostProfile.on(placement, head=(0.3, 0.5))
-        schedule = spread_vocabulary("mine", lambda m, known, make=make: make(4, m), placement, 12, costs)  # type: ignore[misc]
+        schedule = spread_vocabulary("mine", lambda m, stage_costs, make=make: make(4, m), placement, 12, costs)  # type: ignore[misc]
         check_schedule(schedule)
         plain = CostProfile.uniform(4)
         assert simulate(schedule, costs).makespan <= simulate(make(4, 12), plain).makespan + 12 * 0.8 + 6
     with pytest.raises(ScheduleError, match=r"stp has .*\+.*; vocabulary layers are spread over orders of F, B, W, BW"):
         placement = with_vocabulary(v_shape(2), barriers=1)
         spread_vocabulary(
-            "x", lambda m, known: generate("stp", 2, m, costs=replace(known, tp_comm_s=(0.5,) * 4)), placement, 4, None
+            "x",
+            lambda m, chain_costs: generate("stp", 2, m, costs=replace(chain_costs, tp_comm_s=(0.5,) * 4)),
+            placement,
+            4,
+            None,
         )
     with pytest.raises(ScheduleError, match="bidirectional is no chain of one flow"):
         with_vocabulary(bidirectional(2), barriers=1)

@@ -82,11 +82,13 @@ SLOWER_SPANS = [
 
 
 @pytest.mark.parametrize(
-    ("p", "m", "f", "b", "w", "comm", "kept", "rate"),
+    ("p", "m", "f", "b", "w", "comm", "w_residual", "rate"),
     [*SPANS, *(pytest.param(*row, marks=pytest.mark.soak) for row in SLOWER_SPANS)],
 )
-def test_zb_2p_by_span(p: int, m: int, f: float, b: float, w: float, comm: float, kept: float, rate: float) -> None:
-    costs = CostProfile.uniform(p, f=f, b=b, w=w, comm=comm, w_residual=kept)
+def test_zb_2p_by_span(
+    p: int, m: int, f: float, b: float, w: float, comm: float, w_residual: float, rate: float
+) -> None:
+    costs = CostProfile.uniform(p, f=f, b=b, w=w, comm=comm, w_residual=w_residual)
     timeline = simulate(generate("zb-2p", p, m, costs=costs, objective="span"), costs)
     assert round(timeline.span_bubble_rate, 4) == rate
 
@@ -99,7 +101,9 @@ def chains(draw_from: st.DrawFn) -> tuple[int, CostProfile, float]:
     p = draw_from(st.integers(1, 6))
     per_stage = st.tuples(*[seconds] * p)
     residual = draw_from(st.tuples(*[st.floats(0.5, 4)] * p))
-    kept = draw_from(st.tuples(*[st.integers(0, 64).map(lambda n: n / 64)] * p))  # above what is rounding of a limit
+    fractions = draw_from(
+        st.tuples(*[st.integers(0, 64).map(lambda n: n / 64)] * p)
+    )  # above what is rounding of a limit
     f, b, w = draw_from(per_stage), draw_from(per_stage), draw_from(per_stage)
     fused = draw_from(st.sampled_from([1.0, 1.0, 0.8, 1.2]))
 
@@ -110,7 +114,7 @@ def chains(draw_from: st.DrawFn) -> tuple[int, CostProfile, float]:
         w_s=w,
         bw_s=tuple(fused * (x + y) for x, y in zip(b, w, strict=True)),
         residual_bytes=residual,
-        w_residual_bytes=tuple(x * y for x, y in zip(residual, kept, strict=True)),
+        w_residual_bytes=tuple(x * y for x, y in zip(residual, fractions, strict=True)),
         link=Link(latency_s=draw_from(st.sampled_from([0.0, 0.5, 5.0]))),
         links=links,
     )
@@ -185,9 +189,9 @@ def test_orders_are_as_good_where_w_keeps_more_than_f(family: str, peak: int) ->
     equal = CostProfile.uniform(4 * chunks, chunks=chunks)
     larger = replace(equal, w_residual_bytes=tuple(1.16 * x for x in equal.residual_bytes))
     usual = simulate(generate(family, 4, 12, costs=equal), equal)
-    found = simulate(generate(family, 4, 12, costs=larger), larger)
-    assert found.makespan <= usual.makespan + 1e-9
-    assert max(found.peak_activations) <= 1.16 * peak + 1e-9
+    timeline = simulate(generate(family, 4, 12, costs=larger), larger)
+    assert timeline.makespan <= usual.makespan + 1e-9
+    assert max(timeline.peak_activations) <= 1.16 * peak + 1e-9
 
 
 def test_zb_with_w_residuals_larger_than_residuals() -> None:

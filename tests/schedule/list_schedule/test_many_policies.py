@@ -30,15 +30,15 @@ def test_as_played_alone(
     f, b, w = map(float, seconds)
     costs = CostProfile.uniform(p, f=f, b=b, w=w, comm=comm, offload_time=2.0 * trip, host_mode="shared")
     shop = _Shop(SolveTask(one_to_one(p), m, costs, room, True, "span", in_flight))
-    together, draws = shop.chain, _Draws(shop, 0.0, random.Random(seed))
-    assert together is not None
+    chain, draws = shop.chain, _Draws(shop, 0.0, random.Random(seed))
+    assert chain is not None
     for _ in range(3):
         policies = draws.some(12)
         scores = shop.scores(policies, float("inf"))
         draws.keep(scores, policies)
         shop.chain = None
         assert [x.order for x in shop.scores(policies, float("inf"))] == [x.order for x in scores]
-        shop.chain = together
+        shop.chain = chain
 
 
 @pytest.mark.parametrize("comm", [0.0, 0.3])
@@ -47,8 +47,8 @@ def test_what_takes_too_long_is_given_up(comm: float) -> None:
     shop = _Shop(SolveTask(one_to_one(4), 16, costs, 2, True, "span"))
     draws = _Draws(shop, 0.0, random.Random(0))
     policies = draws.some(12) + draws.some(40)
-    whole = [x.order[1] for x in shop.scores(policies, float("inf"))]  # the makespan
-    middle = sorted(x for x in whole if x < float("inf"))[len(policies) // 2]
+    makespans = [x.order[1] for x in shop.scores(policies, float("inf"))]  # the makespan
+    middle = sorted(x for x in makespans if x < float("inf"))[len(policies) // 2]
     until = [x.order[1] for x in shop.scores(policies, middle)]
-    assert until.count(float("inf")) > whole.count(float("inf"))
-    assert all(a == b or (a == float("inf") and b > middle) for a, b in zip(until, whole, strict=True))
+    assert until.count(float("inf")) > makespans.count(float("inf"))
+    assert all(a == b or (a == float("inf") and b > middle) for a, b in zip(until, makespans, strict=True))

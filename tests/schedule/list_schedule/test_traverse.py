@@ -74,8 +74,8 @@ def test_rows_of_the_textbook_on_a_chain(p: int) -> None:
 @pytest.mark.parametrize("p", [1, 2, 3, 4])
 def test_rows_of_breadth_first_loops(p: int, v: int) -> None:
     for m in range(1, 9):
-        made = traverse(circular(p, v), m, Traversal("forward", forward="breadth", backward="depth"))
-        assert made.rows == generate("looped-bfs", p, m, chunks=v).rows, m
+        schedule = traverse(circular(p, v), m, Traversal("forward", forward="breadth", backward="depth"))
+        assert schedule.rows == generate("looped-bfs", p, m, chunks=v).rows, m
     early_first = traverse(circular(1, 2), 2, Traversal("forward", forward="breadth", backward="breadth"))
     assert early_first.rows != generate("looped-bfs", 1, 2).rows
 
@@ -84,14 +84,14 @@ def test_rows_of_breadth_first_loops(p: int, v: int) -> None:
 @pytest.mark.parametrize("p", [2, 3, 4, 6])
 def test_interleaved_where_p_divides_m(p: int, v: int) -> None:
     for m in (p, 2 * p, 3 * p):
-        made = traverse(circular(p, v), m, Traversal("interleaved", forward=f"breadth:{p}", backward=f"depth:{p}"))
-        assert seconds_and_peak(made) == seconds_and_peak(generate("interleaved-1f1b", p, m, chunks=v)), m
+        schedule = traverse(circular(p, v), m, Traversal("interleaved", forward=f"breadth:{p}", backward=f"depth:{p}"))
+        assert seconds_and_peak(schedule) == seconds_and_peak(generate("interleaved-1f1b", p, m, chunks=v)), m
 
 
 @pytest.mark.parametrize("p", [2, 3, 4, 6])
 def test_hanayo_where_m_is_p(p: int) -> None:
-    made = traverse(wave(p, 2), p, Traversal("backward", forward="depth", backward="depth", in_flight=2 * p))
-    assert seconds_and_peak(made) == seconds_and_peak(generate("hanayo", p, p))
+    schedule = traverse(wave(p, 2), p, Traversal("backward", forward="depth", backward="depth", in_flight=2 * p))
+    assert seconds_and_peak(schedule) == seconds_and_peak(generate("hanayo", p, p))
 
 
 def readme_names() -> dict[str, Any]:
@@ -120,10 +120,10 @@ TEXTBOOK = {
 
 def test_the_readme_says_what_comes_out() -> None:
     names = readme_names()
-    for line, (family, same_rows, own, theirs) in TEXTBOOK.items():
-        known = generate(family, 4, 8)
-        assert (names[line].rows == known.rows) is same_rows, line
-        assert (seconds_and_peak(names[line]), seconds_and_peak(known)) == (own, theirs), line
+    for line, (family, same_rows, traversed, theirs) in TEXTBOOK.items():
+        published = generate(family, 4, 8)
+        assert (names[line].rows == published.rows) is same_rows, line
+        assert (seconds_and_peak(names[line]), seconds_and_peak(published)) == (traversed, theirs), line
     for line in ("mine", "latest", "towers"):
         check_schedule(names[line])
     ahead = [0, 0]
@@ -191,7 +191,7 @@ def test_functions_print_as_their_names_and_are_not_read() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rules", "said"),
+    ("rules", "message"),
     [
         ("", "the type that goes first is ''"),
         ("backwards", "want forward, backward or interleaved"),
@@ -208,13 +208,13 @@ def test_functions_print_as_their_names_and_are_not_read() -> None:
         ("forward in-flight=99999999999999999999", "want a whole number"),
     ],
 )
-def test_lines_that_say_nothing(rules: str, said: str) -> None:
-    with pytest.raises(ScheduleError, match=re.escape(said)):
+def test_lines_that_say_nothing(rules: str, message: str) -> None:
+    with pytest.raises(ScheduleError, match=re.escape(message)):
         Traversal.parse(rules)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         ({"forward": 3}, "forward is 3"),
         ({"in_flight": True}, "in_flight is True"),
@@ -226,8 +226,8 @@ def test_lines_that_say_nothing(rules: str, said: str) -> None:
         ({"choose": 1}, "choose is 1"),
     ],
 )
-def test_values_that_are_no_rules(arguments: dict[str, Any], said: str) -> None:
-    with pytest.raises(ScheduleError, match=re.escape(said)):
+def test_values_that_are_no_rules(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ScheduleError, match=re.escape(message)):
         Traversal("forward", **arguments)
 
 
@@ -262,10 +262,10 @@ CANNOT = {
 
 @pytest.mark.parametrize("case", CANNOT)
 def test_what_cannot_be_is_one_line(case: str) -> None:
-    placement, rules, said = CANNOT[case]
+    placement, rules, message = CANNOT[case]
     with pytest.raises(ScheduleError) as caught:
         traverse(placement, 4, rules)  # type: ignore[arg-type]
-    assert said in str(caught.value)
+    assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
@@ -293,9 +293,9 @@ def test_units_go_in_a_row() -> None:
 
 def test_an_interval_waits_and_ends_with_its_stage() -> None:
     # m = 7 is no multiple of 3: the last interval of every stage has one microbatch
-    made = traverse(circular(3, 2), 7, Traversal("forward", forward="breadth:3", backward="depth:3"))
-    check_schedule(made)
-    forwards = [(a.stage, a.microbatch) for a in made.actions(0) if a.op == "F"]
+    schedule = traverse(circular(3, 2), 7, Traversal("forward", forward="breadth:3", backward="depth:3"))
+    check_schedule(schedule)
+    forwards = [(a.stage, a.microbatch) for a in schedule.actions(0) if a.op == "F"]
     assert forwards == [(s, i) for lot in ((0, 1, 2), (3, 4, 5), (6,)) for s in (0, 3) for i in lot]
 
 
@@ -308,18 +308,18 @@ def test_limits_keep_room_for_later_stages() -> None:
     """Where greedy limits would fill a rank with first chunks, or with one flow."""
     for placement, limit in ((wave(4, 2), 2), (bidirectional(4), 2), (circular(2, 3), 3), (v_shape(3), 2)):
         for first in ("forward", "backward", "interleaved"):
-            made = traverse(placement, 9, Traversal(first, in_flight=limit))
-            check_schedule(made)
-            for rank in range(made.num_ranks):
-                steps = [1 if a.op == "F" else -1 for a in made.actions(rank)]
+            schedule = traverse(placement, 9, Traversal(first, in_flight=limit))
+            check_schedule(schedule)
+            for rank in range(schedule.num_ranks):
+                steps = [1 if a.op == "F" else -1 for a in schedule.actions(rank)]
                 assert max(itertools.accumulate(steps)) <= limit
 
 
 def test_towers_keep_room_for_each_other() -> None:
     """Two sources and the stage where they meet on one rank: the later tower must not take all the room."""
     placement = explicit(1, [0, 0, 0], [(0, 2), (1, 2)])
-    made = traverse(placement, 5, Traversal("backward", forward="depth", in_flight=3))
-    check_schedule(made)
+    schedule = traverse(placement, 5, Traversal("backward", forward="depth", in_flight=3))
+    check_schedule(schedule)
 
 
 def test_steps_ignore_durations_and_costs_do_not() -> None:
@@ -334,17 +334,17 @@ def test_steps_ignore_durations_and_costs_do_not() -> None:
 
 
 def test_a_check_sees_what_is_done() -> None:
-    seen: list[tuple[int, float, int, int, int]] = []
+    views: list[tuple[int, float, int, int, int]] = []
 
     def spy(view: View, action: Action) -> bool:
         if action == Action("BW", 0, 0):
             flight = view.in_flight()
-            seen.append((view.rank, view.now, view.done("F", 1), flight, view.in_flight(0)))
+            views.append((view.rank, view.now, view.done("F", 1), flight, view.in_flight(0)))
             assert len(view.row) == flight and view.done("F", 9) == 0
         return True
 
     traverse(one_to_one(2), 3, Traversal("forward", checks=[spy]))
-    assert seen == [(0, 4.0 + 1.0, 3, 3, 3)] * len(seen) and seen
+    assert views == [(0, 4.0 + 1.0, 3, 3, 3)] * len(views) and views
 
 
 def test_what_a_group_has_done_is_what_all_of_it_has_done() -> None:
@@ -362,10 +362,10 @@ def test_what_a_group_has_done_is_what_all_of_it_has_done() -> None:
 @pytest.fixture
 def ops() -> Iterator[Callable[[OpSpec], OpSpec]]:
     """Registers ops for one test."""
-    known = dict(_REGISTRY)
+    registered = dict(_REGISTRY)
     yield register_op
     _REGISTRY.clear()
-    _REGISTRY.update(known)
+    _REGISTRY.update(registered)
 
 
 def test_required_ops_are_in_the_schedule(ops: Callable[[OpSpec], OpSpec]) -> None:
@@ -383,25 +383,30 @@ def test_required_ops_are_in_the_schedule(ops: Callable[[OpSpec], OpSpec]) -> No
     )
     for placement in placements:
         for costs in (None, unit(placement.num_stages, 1)):
-            made = traverse(placement, 4, Traversal("backward", in_flight=4), costs)
-            check_schedule(made)
-            assert {a.op for rank in range(made.num_ranks) for a in made.actions(rank)} == {"F", "BW", "Norm", "Relay"}
-            simulate(made, unit(placement.num_stages, 1))
+            schedule = traverse(placement, 4, Traversal("backward", in_flight=4), costs)
+            check_schedule(schedule)
+            assert {a.op for rank in range(schedule.num_ranks) for a in schedule.actions(rank)} == {
+                "F",
+                "BW",
+                "Norm",
+                "Relay",
+            }
+            simulate(schedule, unit(placement.num_stages, 1))
 
 
 @pytest.mark.parametrize(
-    ("waits", "said"),
+    ("waits", "message"),
     [
         ([("W",)], "op Norm waits for W, and the schedule has only F, BW, Norm, Other"),
         ([("Other",)], "it never gets what it waits for: do the waits of op Norm form a circle?"),
     ],
 )
-def test_ops_that_never_run(ops: Callable[[OpSpec], OpSpec], waits: list[tuple[str, ...]], said: str) -> None:
+def test_ops_that_never_run(ops: Callable[[OpSpec], OpSpec], waits: list[tuple[str, ...]], message: str) -> None:
     ops(OpSpec("Norm", "compute", tuple(Wait(x, "self") for x in waits), "f_s", required=True))
     ops(OpSpec("Other", "compute", (Wait(("Norm",), "self"),), "f_s", required=True))
     with pytest.raises(ScheduleError) as caught:
         traverse(one_to_one(2), 2, Traversal("forward"))
-    assert said in str(caught.value) and "\n" not in str(caught.value)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_an_op_without_its_costs(ops: Callable[[OpSpec], OpSpec]) -> None:

@@ -151,14 +151,14 @@ def limits_of(rules: Rules, placement: Placement) -> list[tuple[int | None, list
         return list(limit) if isinstance(limit, Sequence) else [limit] * count
 
     groups = rules if isinstance(rules, Mapping) else {tuple(range(placement.num_ranks)): rules}
-    found = {}
+    limits = {}
     for ranks, rule in groups.items():
         assert isinstance(ranks, tuple)
         by_stage = each(rule.in_flight_per_stage, placement.num_stages)
-        found.update(
+        limits.update(
             {rank: (limit, by_stage) for rank, limit in zip(ranks, each(rule.in_flight, len(ranks)), strict=True)}
         )
-    return [found[rank] for rank in range(placement.num_ranks)]
+    return [limits[rank] for rank in range(placement.num_ranks)]
 
 
 def require_limits(schedule: Schedule, rules: Rules) -> None:
@@ -169,8 +169,8 @@ def require_limits(schedule: Schedule, rules: Rules) -> None:
         for action in schedule.actions(rank):
             key = (action.stage, action.microbatch % flows)
             held[key] = held.get(key, 0) + {"F": 1, "BW": -1}[action.op]
-            own = per_stage[action.stage]
-            assert own is None or held[key] <= own, (rank, action)
+            stage_limit = per_stage[action.stage]
+            assert stage_limit is None or held[key] <= stage_limit, (rank, action)
             assert limit is None or sum(held.values()) <= limit, (rank, action)
 
 

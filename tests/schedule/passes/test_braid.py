@@ -20,9 +20,9 @@ from jaxpipe.schedule.passes import braid, unbraid
 from tests.support.paths import ROOT
 
 
-def costs_of(name: str, p: int, tp_comm: float, **more: float) -> CostProfile:
+def costs_of(name: str, p: int, tp_comm: float, **options: float) -> CostProfile:
     v = FAMILIES[name].default_chunks
-    return CostProfile.uniform(p * v, chunks=v, f=1, b=1.2, w=0.8, tp_comm=tp_comm, tp_collectives=4, **more)  # type: ignore[arg-type]
+    return CostProfile.uniform(p * v, chunks=v, f=1, b=1.2, w=0.8, tp_comm=tp_comm, tp_collectives=4, **options)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", sorted(FAMILIES))
@@ -99,10 +99,10 @@ def test_memory_limit_is_kept() -> None:
     costs = costs_of("v-zb", 4, 0.5)
     schedule = generate("v-zb", 4, 16, costs=costs)
     peak = max(simulate(schedule, costs).peak_activations)
-    free, kept = braid(schedule, costs), braid(schedule, costs, memory_limit=peak)
+    free, limited = braid(schedule, costs), braid(schedule, costs, memory_limit=peak)
     assert max(simulate(free, costs).peak_activations) > peak
-    assert max(simulate(kept, costs).peak_activations) <= peak * (1 + 1e-9)
-    assert simulate(kept, costs).makespan <= simulate(schedule, costs).makespan
+    assert max(simulate(limited, costs).peak_activations) <= peak * (1 + 1e-9)
+    assert simulate(limited, costs).makespan <= simulate(schedule, costs).makespan
 
 
 def test_unbraid_takes_stp_apart() -> None:

@@ -78,12 +78,12 @@ def test_families_get_lower_for_free(name: str, mode: str) -> None:
 def test_pcie_groups_share_a_lane(mode: str) -> None:
     """Two ranks on one lane get as much as one rank whose link is half as fast, or nearly; time is never lost."""
     schedule = generate("1f1b", 4, 12)
-    alone = offload(schedule, profile(schedule, 0.5, mode))
+    single = offload(schedule, profile(schedule, 0.5, mode))
     shared = profile(schedule, 0.5, mode, ((0, 1), (2, 3)))
     paired = offload(schedule, shared)
     require_honest(paired, schedule, shared)
     require_free(paired)
-    assert max(alone.peak_after) <= max(paired.peak_after) < max(paired.peak_before)
+    assert max(single.peak_after) <= max(paired.peak_after) < max(paired.peak_before)
     at_once = [e for e in simulate(paired.schedule, shared).events if e.rank < 2 and e.lane in ("d2h", "h2d")]
     for lane in ("d2h", "h2d"):
         busy = sorted((e.start_s, e.end_s) for e in at_once if mode == "shared" or e.lane == lane)
@@ -97,9 +97,9 @@ def test_longest_lifespan_goes_first() -> None:
     gone = {s.stage: s.offloaded for s in half.stages if s.rank == 0}
     assert gone[0] > 0
     assert gone[4] == 0
-    some = offload(schedule, profile(schedule, 0.25), stages=[4])
-    assert {s.stage for s in some.stages if s.offloaded} == {4}
-    assert "not asked for" in next(s.reason for s in some.stages if s.stage == 0)
+    partial = offload(schedule, profile(schedule, 0.25), stages=[4])
+    assert {s.stage for s in partial.stages if s.offloaded} == {4}
+    assert "not asked for" in next(s.reason for s in partial.stages if s.stage == 0)
     peaks = [max(offload(schedule, profile(schedule, 0.25), fraction=x / 8).peak_after) for x in range(9)]
     assert peaks[0] == max(half.peak_before)
     assert peaks[-1] < peaks[4] < peaks[0]

@@ -35,19 +35,19 @@ def order_of(schedule: Schedule) -> list[list[tuple[str, int, int]]]:
     return [[(a.op.removesuffix("W") or a.op, a.stage, a.microbatch) for a in row if a.op != "W"] for row in rows]
 
 
-def require_honest(given: Schedule, costs: CostProfile, limit: float = float("inf")) -> Schedule:
+def require_honest(schedule: Schedule, costs: CostProfile, limit: float = float("inf")) -> Schedule:
     """What separation promises of any schedule."""
-    before = simulate(given, costs)
-    made = separate_gradients(given, costs, memory_limit=limit)
-    check_schedule(made)
-    after = simulate(made, costs)
+    before = simulate(schedule, costs)
+    separated = separate_gradients(schedule, costs, memory_limit=limit)
+    check_schedule(separated)
+    after = simulate(separated, costs)
     assert after.makespan <= before.makespan * (1 + 1e-9)
     assert after.max_span <= before.max_span * (1 + 1e-9)
     peak = max(before.peak_activations)
     assert max(after.peak_activations) <= (max(peak, limit) if limit < float("inf") else peak) * (1 + 1e-9)
-    assert order_of(made) == order_of(given)
-    assert separate_gradients(made, costs, memory_limit=limit).rows == made.rows
-    return made
+    assert order_of(separated) == order_of(schedule)
+    assert separate_gradients(separated, costs, memory_limit=limit).rows == separated.rows
+    return separated
 
 
 @pytest.mark.parametrize("f, b, w", [(1, 1, 1), (2, 2, 1), (1, 1.2, 0.8)])
@@ -63,8 +63,8 @@ def test_what_is_left_to_idle_on_equal_stages(p: int, m: int, f: float, b: float
         v = 2 if name in ("interleaved-low-memory", "looped-bfs") else 1
         m = -(-m // p) * p if name == "interleaved-low-memory" else m
         costs = CostProfile.uniform(p * v, chunks=v, f=f, b=b, w=w)
-        made = require_honest(generate(name, p, m, costs=costs), costs)
-        assert simulate(made, costs).makespan <= m * (f + b + w) + (p - 1) * idle / v + 1e-9, (name, p, m)
+        separated = require_honest(generate(name, p, m, costs=costs), costs)
+        assert simulate(separated, costs).makespan <= m * (f + b + w) + (p - 1) * idle / v + 1e-9, (name, p, m)
 
 
 @pytest.mark.parametrize(
@@ -75,8 +75,8 @@ def test_the_papers_schedules_get_shorter(name: str, makespan: float) -> None:
     stages = generate(name, 8, 16).num_stages
     costs = CostProfile.uniform(stages, chunks=stages // 8, f=2, b=2, w=2)
     schedule = generate(name, 8, 16, costs=costs)
-    made = require_honest(schedule, costs)
-    assert simulate(made, costs).makespan <= makespan + 1e-9
+    separated = require_honest(schedule, costs)
+    assert simulate(separated, costs).makespan <= makespan + 1e-9
 
 
 def test_a_fused_backward_that_splitting_does_not_help_stays() -> None:
@@ -88,8 +88,8 @@ def test_a_fused_backward_that_splitting_does_not_help_stays() -> None:
 def test_more_memory_where_it_makes_it_shorter() -> None:
     costs = CostProfile.uniform(4)
     schedule = generate("1f1b", 4, 12)
-    more = require_honest(schedule, costs, 8.0)
-    assert simulate(more, costs).makespan <= simulate(separate_gradients(schedule, costs), costs).makespan
+    separated = require_honest(schedule, costs, 8.0)
+    assert simulate(separated, costs).makespan <= simulate(separate_gradients(schedule, costs), costs).makespan
 
 
 def test_a_schedule_above_the_limit_is_refused() -> None:
@@ -113,17 +113,17 @@ def test_no_split_is_for_nothing(name: str, tp_comm: float) -> None:
     costs = CostProfile.uniform(
         plain.num_stages, chunks=plain.num_chunks, f=1, b=1.1, w=0.9, tp_comm=tp_comm, tp_collectives=4
     )
-    made = require_honest(plain, costs)
-    best = simulate(made, costs)
+    separated = require_honest(plain, costs)
+    best = simulate(separated, costs)
     assert tp_comm or best.makespan < simulate(plain, costs).makespan
-    fused = fused_backwards(made)
-    splits = {(a.stage, a.microbatch) for rank in range(4) for a in made.actions(rank) if a.op == "B"}
+    fused = fused_backwards(separated)
+    splits = {(a.stage, a.microbatch) for rank in range(4) for a in separated.actions(rank) if a.op == "B"}
     assert splits or tp_comm
     for backward in splits:
-        again = with_fused(made, fused | {backward})
+        again = with_fused(separated, fused | {backward})
         timeline = simulate(again, costs)
         later = timeline.makespan > best.makespan * (1 + 1e-9) or timeline.max_span > best.max_span * (1 + 1e-9)
-        assert later or weights_of(again, backward[0]) != weights_of(made, backward[0]), backward
+        assert later or weights_of(again, backward[0]) != weights_of(separated, backward[0]), backward
 
 
 def weights_of(schedule: Schedule, stage: int) -> list[list[int]]:
@@ -142,13 +142,13 @@ def test_every_verb_separates(capsys: pytest.CaptureFixture[str], tmp_path: Path
     plain, costs, file = generate("1f1b", 3, 6), CostProfile.uniform(3), tmp_path / "plain.sched"
     file.write_text(str(plain), encoding="utf-8")
     separated = separate_gradients(plain, costs)
-    wanted = simulate(separated, costs).makespan
-    assert told("schedule", "1f1b", *sizes, "--separate", "-o", str(tmp_path / "out.sched"))["makespan"] == wanted
+    makespan = simulate(separated, costs).makespan
+    assert told("schedule", "1f1b", *sizes, "--separate", "-o", str(tmp_path / "out.sched"))["makespan"] == makespan
     assert read_schedule(tmp_path / "out.sched") == separated
-    assert told("simulate", str(file), "--separate")["makespan"] == wanted
+    assert told("simulate", str(file), "--separate")["makespan"] == makespan
     rows = {row["name"]: row for row in told("compare", str(file), *sizes, "--separate")["schedules"]}
-    assert rows["1f1b"]["makespan"] == wanted
-    assert told("best", *sizes, "--max-chunks", "1", "--memory-limit", "3", "--separate")["makespan"] <= wanted
+    assert rows["1f1b"]["makespan"] == makespan
+    assert told("best", *sizes, "--max-chunks", "1", "--memory-limit", "3", "--separate")["makespan"] <= makespan
     assert main(["schedule", "gpipe", *sizes, "--memory-limit", "3", "--separate"]) == 2
     assert "6 activations" in capsys.readouterr().err
 

@@ -72,9 +72,9 @@ def task_of(
 
 class Notices(list[str]):
     def take(self) -> list[str]:
-        found = list(self)
+        notices = list(self)
         self.clear()
-        return found
+        return notices
 
 
 @pytest.fixture
@@ -92,8 +92,8 @@ def signed(body: str) -> str:
 
 
 def contents(path: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(path.read_text().partition("\n")[2])
-    return found
+    body: dict[str, Any] = json.loads(path.read_text().partition("\n")[2])
+    return body
 
 
 def rewrite(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
@@ -178,9 +178,9 @@ def test_a_bound_is_never_reused_when_any_number_differs(cache: ScheduleCache, c
 
 
 def test_a_bound_is_reused_for_equal_numbers_of_another_source(cache: ScheduleCache) -> None:
-    whole = replace(UNIT, f_s=(1, 1, 1, 1), source="measured")
+    integer_costs = replace(UNIT, f_s=(1, 1, 1, 1), source="measured")
     cache.store(solved(task_of(), one_f_one_b_rows(4, 8), bound=24.0))
-    hit = cache.lookup(task_of(whole))
+    hit = cache.lookup(task_of(integer_costs))
     assert hit is not None and hit.lower_bound == 24.0
 
 
@@ -297,9 +297,9 @@ def test_an_answer_that_no_longer_keeps_its_own_limit_is_passed_over(cache: Sche
 
 def test_limits_in_bytes_hold_too(cache: ScheduleCache) -> None:
     cache.store(solved(task_of(), one_f_one_b_rows(4, 8)))
-    for bytes_each, found in ((4.0, True), (3.0, False)):
+    for bytes_each, is_hit in ((4.0, True), (3.0, False)):
         costs = replace(UNIT, memory_limit_bytes=(bytes_each,) * 4)
-        assert (cache.lookup(task_of(costs)) is not None) == found
+        assert (cache.lookup(task_of(costs)) is not None) == is_hit
 
 
 def test_offloads_are_never_returned_where_they_are_not_allowed(cache: ScheduleCache, notices: Notices) -> None:
@@ -441,13 +441,13 @@ def test_any_damage_is_noticed(tmp_path_factory: pytest.TempPathFactory, data: s
     cache = ScheduleCache(tmp_path_factory.mktemp("cache"), notices.append)
     path = cache.store(solved(task_of(), one_f_one_b_rows(4, 8)))
     assert path is not None
-    whole = path.read_bytes()
-    where = data.draw(st.integers(0, len(whole) - 1))
+    content = path.read_bytes()
+    where = data.draw(st.integers(0, len(content) - 1))
     damaged = {
-        "cut": whole[:where],
-        "flip": whole[:where] + bytes([whole[where] ^ (1 << data.draw(st.integers(0, 7)))]) + whole[where + 1 :],
-        "doubled": whole + whole[where:],
-        "zeros": whole[:where] + bytes(len(whole) - where),
+        "cut": content[:where],
+        "flip": content[:where] + bytes([content[where] ^ (1 << data.draw(st.integers(0, 7)))]) + content[where + 1 :],
+        "doubled": content + content[where:],
+        "zeros": content[:where] + bytes(len(content) - where),
     }
     path.write_bytes(damaged[data.draw(st.sampled_from(sorted(damaged)))])
     check_ignored(cache, notices, path, task_of())
@@ -510,9 +510,9 @@ def test_wrong_fields_behind_a_good_checksum(
 
 
 def test_every_missing_field_is_noticed(cache: ScheduleCache, notices: Notices, entry: Path) -> None:
-    whole = entry.read_text()
+    content = entry.read_text()
     for key in contents(entry):
-        entry.write_text(whole)
+        entry.write_text(content)
         rewrite(entry, lambda data, key=key: data.pop(key))  # type: ignore[misc]
         check_ignored(cache, notices, entry, task_of())
 
@@ -699,16 +699,16 @@ def test_without_a_home_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(Path, "home", homeless)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    own = tmp_path / f"jaxpipe-{os.getuid()}"
-    assert default_folder() == own / "jaxpipe" / "schedules" == default_folder()
-    assert own.stat().st_mode & 0o777 == 0o700
-    own.chmod(0o777)  # as if somebody had made it for us
+    user_folder = tmp_path / f"jaxpipe-{os.getuid()}"
+    assert default_folder() == user_folder / "jaxpipe" / "schedules" == default_folder()
+    assert user_folder.stat().st_mode & 0o777 == 0o700
+    user_folder.chmod(0o777)  # as if somebody had made it for us
     other = default_folder().parent.parent
-    assert other.parent == tmp_path and other != own
+    assert other.parent == tmp_path and other != user_folder
     assert other.stat().st_mode & 0o777 == 0o700
-    own.rmdir()
-    own.symlink_to(other)
-    assert default_folder().parent.parent != own
+    user_folder.rmdir()
+    user_folder.symlink_to(other)
+    assert default_folder().parent.parent != user_folder
 
 
 def age(path: Path, seconds: float) -> None:
@@ -735,13 +735,13 @@ def test_clear_removes_entries_and_nothing_else(cache: ScheduleCache, notices: N
     damaged = cache.store(solved(task_of(microbatches=9), one_f_one_b_rows(4, 9)))
     assert damaged is not None
     damaged.write_text("")
-    others = ["notes.txt", "schedule.json", f"{entry.name}.bak", f"x{entry.name}", "..tmp"]
-    for name in others:
+    foreign_names = ["notes.txt", "schedule.json", f"{entry.name}.bak", f"x{entry.name}", "..tmp"]
+    for name in foreign_names:
         (cache.folder / name).write_text("mine")
     stale = cache.folder / f".{entry.name}.abc_12.tmp"
     stale.write_text("half an entr")
     assert cache.clear() == 3
-    assert sorted(p.name for p in cache.folder.iterdir()) == sorted(others)
+    assert sorted(p.name for p in cache.folder.iterdir()) == sorted(foreign_names)
     assert cache.lookup(task_of()) is None
     assert notices == []
 

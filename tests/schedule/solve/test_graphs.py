@@ -51,8 +51,8 @@ def shape(name: str, p: int) -> tuple[Placement, set[int]]:
 def tessel_costs(stages: int, shared: set[int]) -> CostProfile:
     """F 1 and BW 3 (it recomputes); 1 and 1 of what is shared, which holds nothing."""
 
-    def each(here: float, there: float) -> tuple[float, ...]:
-        return tuple(here if s in shared else there for s in range(stages))
+    def each(shared_cost: float, stage_cost: float) -> tuple[float, ...]:
+        return tuple(shared_cost if s in shared else stage_cost for s in range(stages))
 
     return CostProfile(each(1, 1), each(0.5, 2), each(0.5, 1), each(1, 3), each(0, 1), each(0, 0.5))
 
@@ -171,12 +171,12 @@ def test_a_start_may_have_more_chunks_than_are_tried_and_sizes_must_agree(
 def test_the_verb_starts_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     task = task_of("kshape", 4, 4)
     start = split_backwards(next(graph_starts(task))[0])
-    path, made = tmp_path / "towers.sched", tmp_path / "better.sched"
+    path, output = tmp_path / "towers.sched", tmp_path / "better.sched"
     write_schedule(start, path)
-    flags = ["--no-cache", "--time-limit", "2", "-o", str(made), "--json"]
+    flags = ["--no-cache", "--time-limit", "2", "-o", str(output), "--json"]
     assert main(["solve", "--start", str(path), *flags]) == 0
     facts = json.loads(capsys.readouterr().out)
-    better = read_schedule(made)
+    better = read_schedule(output)
     assert better.placement == start.placement and facts["value"] < facts["improvements"][0]["value"]
     for flag in (["--placement", "v"], ["--ranks", "7"]):
         assert main(["solve", "--start", str(path), *flag]) == 2

@@ -76,7 +76,7 @@ def problem_of(case: Case) -> SolveTask:
         w_s=case.w,
         bw_s=case.bw or tuple(b + w for b, w in zip(case.b, case.w, strict=True)),
         residual_bytes=case.held,
-        w_residual_bytes=case.kept,
+        w_residual_bytes=case.w_held,
         offloadable_bytes=case.leaves or case.held,
         offload_s=case.o or (0.0,) * n,
         load_s=case.l or (0.0,) * n,
@@ -98,13 +98,13 @@ def problem_of(case: Case) -> SolveTask:
     )
 
 
-def uniform(ranks: int, microbatches: int, limit: int, **more: Any) -> Case:
+def uniform(ranks: int, microbatches: int, limit: int, **options: Any) -> Case:
     ones = (1,) * ranks
-    return Case(tuple(range(ranks)), microbatches, ones, ones, ones, ones, ones, (limit,) * ranks, **more)
+    return Case(tuple(range(ranks)), microbatches, ones, ones, ones, ones, ones, (limit,) * ranks, **options)
 
 
-def away(ranks: int, o: int = 1, l: int = 1, **more: Any) -> dict[str, Any]:  # noqa: E741
-    return {"leaves": (1,) * ranks, "o": (o,) * ranks, "l": (l,) * ranks, **more}
+def away(ranks: int, o: int = 1, l: int = 1, **options: Any) -> dict[str, Any]:  # noqa: E741
+    return {"leaves": (1,) * ranks, "o": (o,) * ranks, "l": (l,) * ranks, **options}
 
 
 V2, CIRCULAR2 = (0, 1, 1, 0), (0, 1, 0, 1)
@@ -224,9 +224,9 @@ def test_offload_saves_time_and_waits_for_room() -> None:
     result = solved(problem_of(WAITING))
     assert result.schedule is not None
     assert result.value == best_of(WAITING)
-    alone = best_of(replace(WAITING, leaves=()))
-    assert alone is not None
-    assert result.value < alone
+    resident = best_of(replace(WAITING, leaves=()))
+    assert resident is not None
+    assert result.value < resident
     assert any(a.op == "S" for a in result.schedule.actions(0))
 
 
@@ -280,11 +280,11 @@ def test_toy_of_figure_4_is_solved() -> None:
 @pytest.mark.parametrize("objective", get_args(Objective))
 def test_hint_is_never_lost(objective: Objective) -> None:
     task = SolveTask(one_to_one(4), 6, CostProfile.uniform(4), 2.0, objective=objective)
-    alone = solved(task)
-    for schedule in (one_f_one_b_rows(4, 6), serial(one_to_one(4), 6), alone.schedule):
-        result = solved(task, hint=schedule, lower_bound=alone.lower_bound)
+    unhinted = solved(task)
+    for schedule in (one_f_one_b_rows(4, 6), serial(one_to_one(4), 6), unhinted.schedule):
+        result = solved(task, hint=schedule, lower_bound=unhinted.lower_bound)
         assert result.status == "optimal"
-        assert result.value == alone.value
+        assert result.value == unhinted.value
 
 
 def serial(placement: Placement, microbatches: int) -> Schedule:
@@ -305,10 +305,10 @@ def test_hint_alone_when_there_is_no_time() -> None:
 
 
 def test_hint_with_offload_is_a_solution_of_the_model() -> None:
-    found = solved(FIGURE_4, workers=2)
-    again = solved(FIGURE_4, hint=found.schedule, lower_bound=found.value)
+    optimum = solved(FIGURE_4, workers=2)
+    again = solved(FIGURE_4, hint=optimum.schedule, lower_bound=optimum.value)
     agrees(again)
-    assert again.value == found.value
+    assert again.value == optimum.value
 
 
 def test_nothing_keeps_the_limit() -> None:
@@ -368,11 +368,11 @@ def test_task_that_has_no_model() -> None:
 def test_same_seed_same_schedule() -> None:
     task = SolveTask(one_to_one(4), 8, CostProfile.uniform(4, f=1.0, b=1.3, w=0.7), 2.0)
     for workers in (1, 2):
-        found = {
+        schedules = {
             str(solve_exact(task, time_limit_s=1.0, seed=7, workers=workers, deterministic=True).schedule)
             for _ in range(2)
         }
-        assert len(found) == 1
+        assert len(schedules) == 1
 
 
 def test_order_of_microbatches_changes_no_optimum_here() -> None:

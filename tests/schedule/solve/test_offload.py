@@ -155,15 +155,15 @@ def test_never_worse_than_families_of_one_chunk(k: float) -> None:
 
 def test_duplex_is_no_worse_and_groups_are_no_better() -> None:
     placement = one_to_one(4)
-    found = {}
+    best_by_link = {}
     for name, host in {
         "duplex": HostLink(mode="duplex"),
         "shared": HostLink(mode="shared"),
         "pairs": HostLink(mode="shared", groups=((0, 1), (2, 3))),
     }.items():
         task = SolveTask(placement, 16, uniform(placement, 0.5, host=host), 2, offload=True, objective="span")
-        found[name] = best_of(task, 200)
-    assert found["duplex"] <= found["shared"] <= found["pairs"]
+        best_by_link[name] = best_of(task, 200)
+    assert best_by_link["duplex"] <= best_by_link["shared"] <= best_by_link["pairs"]
 
 
 def test_two_chunks_per_rank() -> None:
@@ -247,9 +247,9 @@ def test_offloads_in_flight_are_limited_in_lists_neighbourhoods_and_by_the_verb(
     most = {}
     for limit in (None, 2, 1, 0):
         task = replace(free, offloads_in_flight=limit)
-        found = [simulate(x, task.costs) for x in offload_candidates(task, 0.0, never, most=60)]
-        most[limit] = max(map(most_offloaded, found))
-        assert all(map(task.fits, found))
+        timelines = [simulate(x, task.costs) for x in offload_candidates(task, 0.0, never, most=60)]
+        most[limit] = max(map(most_offloaded, timelines))
+        assert all(map(task.fits, timelines))
     assert most[None] is not None and most[None] > 2 and (most[2], most[1], most[0]) == (2, 1, 0)
     task = replace(free, offloads_in_flight=2)
     start = list(offload_candidates(task, 0.0, never, most=3))[-1]
@@ -316,17 +316,17 @@ def test_paged_orders_keep_the_limit_however_long_anything_takes(
     plans = Plans(schedule, costs)
     limit = part * max(plans.before.peak_activations)
     slow = replace(costs, offload_s=tuple(50 * x for x in costs.offload_s), link=replace(costs.link, latency_s=7.0))
-    for made in paged(schedule, plans.lives, plans.candidates, limit):
-        check_schedule(made)
+    for order in paged(schedule, plans.lives, plans.candidates, limit):
+        check_schedule(order)
         for seconds in (costs, slow):
-            assert max(simulate(made, seconds).peak_activations) <= limit * (1 + 1e-9)
+            assert max(simulate(order, seconds).peak_activations) <= limit * (1 + 1e-9)
 
 
 @pytest.mark.parametrize(("p", "v", "m", "k"), [(6, 3, 12, 50), (4, 2, 9, 20), (3, 1, 7, 9), (5, 4, 6, 30)])
 def test_pipeoffload_is_never_behind_its_order_without_offload(p: int, v: int, m: int, k: float) -> None:
     """Where the host is so slow that nothing leaves, PO-H and PO-F are ``po``: not longer, and hold no more."""
     costs = CostProfile.uniform(p * v, chunks=v, f=3, b=3, w=3, offload_time=9 * k, host_mode="shared")
-    plain, *others = (simulate(generate(name, p, m, v, costs), costs) for name in ("po", "po-h", "po-f"))
-    for timeline in others:
+    plain, *offloaded = (simulate(generate(name, p, m, v, costs), costs) for name in ("po", "po-h", "po-f"))
+    for timeline in offloaded:
         assert max(timeline.peak_activations) <= max(plain.peak_activations)
         assert timeline.makespan <= plain.makespan

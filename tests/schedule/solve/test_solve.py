@@ -126,12 +126,12 @@ def test_below_what_families_are_made_for_it_is_much_better() -> None:
 
 
 def test_progress_is_told_as_it_happens() -> None:
-    told: list[tuple[Progress, Schedule | None]] = []
-    solution = solve(task_of(one_to_one(4), 8, 2.0), QUICK, lambda p, s: told.append((p, s)))
-    assert told[0][0].source == "first"
-    assert told[-1][0].value == pytest.approx(solution.value, rel=1e-8)
-    assert told[-1][1] == solution.schedule
-    for progress, schedule in told:
+    reports: list[tuple[Progress, Schedule | None]] = []
+    solution = solve(task_of(one_to_one(4), 8, 2.0), QUICK, lambda p, s: reports.append((p, s)))
+    assert reports[0][0].source == "first"
+    assert reports[-1][0].value == pytest.approx(solution.value, rel=1e-8)
+    assert reports[-1][1] == solution.schedule
+    for progress, schedule in reports:
         assert progress.gap >= 0
         if schedule is not None:
             check_schedule(schedule)
@@ -210,9 +210,9 @@ def test_infeasible_limits_say_the_smallest_that_works(offload: bool) -> None:
 def test_the_same_seed_gives_the_same_schedule(generated_once: Callable[[], object]) -> None:
     task = task_of(v_shape(4), 6, 1.5, TABLE_5)
     options = Options(time_limit_s=0.1, seed=3, reproducible=True)
-    found = {solve(task, options).schedule}
+    schedules = {solve(task, options).schedule}
     generated_once()
-    assert {solve(task, options).schedule} == found
+    assert {solve(task, options).schedule} == schedules
 
 
 @pytest.mark.soak
@@ -413,10 +413,10 @@ def test_bad_input_is_one_clear_line(
 ) -> None:
     monkeypatch.setenv("JAXPIPE_CACHE_DIR", str(tmp_path))
     assert main(["solve", *flags]) == 2
-    said = capsys.readouterr().err
-    assert words in said
-    assert len(said.strip().splitlines()) == 1
-    assert "Traceback" not in said
+    message = capsys.readouterr().err
+    assert words in message
+    assert len(message.strip().splitlines()) == 1
+    assert "Traceback" not in message
 
 
 def test_ctrl_c_gives_the_best_so_far(tmp_path: Path) -> None:

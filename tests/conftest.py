@@ -179,7 +179,7 @@ def x64() -> Iterator[None]:
 
 @pytest.fixture
 def users_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What this test compiles, XLA compiles as it does for users: for bits of different programs that must agree."""
+    """Compile this test's programs as XLA does for users: bits of different programs must agree."""
     import jax
 
     import jaxpipe.stage.split.calls  # noqa: F401  # its jitted functions are parts of others, which no compiler sees alone
@@ -216,7 +216,7 @@ _loaded: dict[tuple[str, tuple[int, ...]], Any] = {}
 
 @pytest.fixture(autouse=True, scope="session")
 def _loaded_once() -> Iterator[None]:
-    """What JAX's cache of compiled programs holds is read and loaded once a process, not once a hit: a tenth of the time of a
+    """Read and load what JAX's cache of compiled programs holds once a process, not once a hit: a tenth of the time of a
     small run. Where this jax has another cache, tests only take longer."""
     with pytest.MonkeyPatch.context() as patch:
         if "jax" in sys.modules:
@@ -240,8 +240,8 @@ def _loaded_once() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def generated_once() -> Iterator[Callable[[], object]]:
-    """Of equal arguments ``generate`` makes the same schedule again, so in this process a family makes it once. The value: a
-    call that forgets them, for tests that want schedules made anew."""
+    """Cache ``generate`` in this process: equal arguments give the same schedule. The value is a function that clears the
+    cache, for tests that want schedules made anew."""
     forget: Callable[[], object] = bool
     with pytest.MonkeyPatch.context() as patch:
         if registry := sys.modules.get("jaxpipe.schedule.families.registry"):

@@ -111,7 +111,7 @@ def imports(module: str, is_package: bool, tree: ast.AST) -> Iterator[tuple[int,
 
 
 def at_import(tree: ast.Module) -> ast.AST:
-    """What runs when the module is imported: function bodies and ``if TYPE_CHECKING`` blocks are removed from the tree."""
+    """Return the part of the tree that runs on import: without function bodies and ``if TYPE_CHECKING`` blocks."""
 
     class Strip(ast.NodeTransformer):
         def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
@@ -137,7 +137,7 @@ def branches_on_jax_version(tree: ast.AST) -> Iterator[int]:
 
 
 def violations(path: str, source: str) -> list[str]:
-    """What one file does that the table forbids. ``path`` is relative to the repository root."""
+    """Return what one file does that the table forbids. ``path`` is relative to the repository root."""
     parts = list(Path(path).with_suffix("").parts)
     is_package = parts[-1] == "__init__"
     module = ".".join(parts[:-1] if is_package else parts)
@@ -181,7 +181,7 @@ def test_imports_follow_the_table(path: Path) -> None:
 
 
 def test_schedule_plot_and_cli_import_without_jax() -> None:
-    """What the table can't see: an import that reaches JAX through others."""
+    """An import that reaches JAX through others is not in the table; this test sees it."""
     modules = [".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for path in sources()]
     names = [module for module in modules if room_of(module) in ("schedule", "plot", "launch", "cli")]
     code = (

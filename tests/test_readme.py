@@ -48,7 +48,7 @@ def test_the_guide_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
 
 
 def test_the_number_of_families_is_that_of_the_registry() -> None:
-    """In a process of its own: other tests register families."""
+    """Families are counted in a process of its own: other tests register some."""
     program = "from jaxpipe.schedule.families.registry import FAMILIES, VOCABULARY_FAMILIES as V; print(len(FAMILIES), len(V))"
     output = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
     assert re.findall(r"(\d+) families, (\d+) vocabulary-parallel", TEXT) == [tuple(output.split())]
@@ -94,7 +94,7 @@ TINY = (
 def test_commands_run(
     verbs: set[str] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In order, in one folder; training at a toy's size, and processes by test_divided."""
+    """Commands run in order, in one folder; training has a toy's size, and several processes are in test_divided."""
     from jaxpipe.cli import main
 
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""What ``pip install`` gives: a wheel with the models, its pictures and its metadata, that trains from an empty folder.
+"""``pip install`` gives a wheel with the models, its pictures and its metadata, which trains from an empty folder.
 
 Built without a package index, by the setuptools that is there, out of a copy of what git has: what a build leaves behind is not
 left here.
@@ -76,7 +76,7 @@ def test_the_wheel_holds_what_it_should(wheel: Path) -> None:
 
 @pytest.mark.soak
 def test_what_is_installed_trains_from_an_empty_folder(wheel: Path, tmp_path: Path) -> None:
-    """In a virtual environment of its own, which sees the packages of this one but not this checkout."""
+    """The wheel is in a virtual environment of its own, which sees the packages of this one but not this checkout."""
     venv, folder = tmp_path / "venv", tmp_path / "empty"
     folder.mkdir()
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True)

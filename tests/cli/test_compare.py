@@ -37,7 +37,7 @@ def run(
 
 @pytest.fixture
 def document(run: Callable[..., tuple[int, str, str]]) -> Callable[..., dict[str, Any]]:
-    """What a verb that must succeed prints with ``--json``."""
+    """Run a verb that must succeed and return what it prints with ``--json``."""
 
     def call(*argv: object) -> dict[str, Any]:
         code, out, err = run(*argv, "--json")
@@ -260,7 +260,7 @@ def test_best_shows_progress(capsys: pytest.CaptureFixture[str], monkeypatch: py
 
 
 def test_best_ends_in_time(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the best so far, or a line. Time is up at the fifth setting."""
+    """The search ends with the best so far, or with a line. Time is up at the fifth setting."""
     tried = itertools.count(1)
 
     class Watched(compare_verbs._Progress):
@@ -302,7 +302,7 @@ def test_solve_names_the_bound_of_all_placements_and_of_the_one_found(run: Run) 
 
 
 def test_a_search_whose_time_is_up_starts_no_worker(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What thousands of ranks need before the search begins may take longer than the limit; it is not overrun further."""
+    """The set-up for thousands of ranks may take longer than the limit; the search does not overrun it further."""
     monkeypatch.setattr("jaxpipe.schedule.solve.solver.WorkerPool", lambda *_: pytest.fail("a worker was started"))
     code, out, _ = run("solve", "--ranks", 64, "--microbatches", 1, "--time-limit", 1e-9, "--no-cache", "--json")
     assert (code, json.loads(out)["status"]) == (0, "feasible")

@@ -109,7 +109,7 @@ def test_whatever_the_main_thread_does(how: str) -> None:
 
 
 def test_an_ignored_interrupt_stays_ignored() -> None:
-    """As behind nohup, or a shell's &."""
+    """nohup, and a shell's &, start a process with the interrupt ignored; it stays so."""
     code = BUSY.replace("HOW", "import os; os.kill(os.getpid(), signal.SIGINT); return 0").replace("LAST", "0")
     command = [sys.executable, "-c", f"import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\n{code}"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)

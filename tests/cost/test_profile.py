@@ -279,7 +279,7 @@ def _link(
 
 
 def test_what_shares_a_lane() -> None:
-    """By hand: two copies at once that take as long as one are independent, twice as long take turns."""
+    """Two copies at once that take as long as one are independent; those that take twice as long take turns (by hand)."""
     single = _link().host_link()
     assert (single.d2h_bytes_per_s, single.h2d_bytes_per_s, single.latency_s) == (1e9, 2e9, 1e-5)
     assert (single.mode, single.groups) == ("duplex", ())

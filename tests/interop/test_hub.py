@@ -131,7 +131,7 @@ def test_numbers_too_large_for_float16_are_refused(tmp_path: Path) -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize("kind", KINDS)
 def test_transformers_opens_what_comes_back(kind: str, tmp_path: Path) -> None:
-    """With every tensor in its place, and the logits of the folder that went in."""
+    """Every tensor is in its place, and logits are those of the folder that went in."""
     transformers, torch = pytest.importorskip("transformers"), pytest.importorskip("torch")
     import_hub(write_folder(tmp_path / "given", kind), tmp_path / "run", seq_len=24)
     back = export_hub(tmp_path / "run", tmp_path / "back").path
@@ -157,7 +157,7 @@ def test_the_byte_vocabulary_as_a_tokenizer(tmp_path: Path) -> None:
 
 @pytest.mark.soak
 def test_transformers_continues_a_text_as_we_do(tmp_path: Path) -> None:
-    """Of a run of bytes, with its tokenizer, greedily."""
+    """Both continue a text greedily, by a run of bytes and its tokenizer."""
     transformers = pytest.importorskip("transformers")
     text = write_text(tmp_path / "text.txt")
     train(settings(text, tmp_path / "run", "data.seq_len=48", "run.steps=20"), io.StringIO())
@@ -261,7 +261,7 @@ def test_a_foreign_prefix_is_named(kind: str, prefix: str, tmp_path: Path) -> No
     ],
 )
 def test_loss_over_a_pipeline_is_that_of_transformers(kind: str, pp: int, tp: int, dp: int, tmp_path: Path) -> None:
-    """Of a vocabulary of 37 words in 38 rows, of which the last learns nothing."""
+    """The vocabulary has 37 words in 38 rows, of which the last learns nothing."""
     model, params = read(write_folder(tmp_path / kind, kind), vocab_multiple=2)
     schedule = generate("1f1b", pp, 2 // dp)
     cut = [(stage.start, stage.stop) for stage in plan_stages(model, pp).stages]

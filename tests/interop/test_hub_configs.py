@@ -88,7 +88,7 @@ def test_a_base_in_a_table_that_rope_scaling_replaces_is_named(tmp_path: Path) -
 
 
 def test_an_absent_head_size_is_that_of_the_class(tmp_path: Path) -> None:
-    """Of Qwen3 128, whatever the width."""
+    """Qwen3's is 128, whatever the width."""
     config = {key: value for key, value in BASES["qwen3"].items() if key != "head_dim"}
     assert meaning(config, tmp_path)["head_dim"] == 128
     assert "head_dim" not in open_hub(_folder(tmp_path / "qwen2", "qwen2")).options

@@ -76,7 +76,7 @@ def template_in(folder: Path) -> str:
 
 
 def test_a_model_tuned_on_a_store_of_chats_is_exported_with_all_that_it_needs(hub: Path, tmp_path: Path) -> None:
-    """By the guide's own way; and again when the folder that it came from is gone."""
+    """The guide's commands export all of it, and again when the folder that it came from is gone."""
     store, run = build(hub, tmp_path / "ST"), tmp_path / "run"
     settings = [
         f"run.init_from={hub}", f"data.path={store}", f"data.tokenizer={store / 'tokenizer.json'}", "data.seq_len=16",

@@ -427,7 +427,7 @@ def test_values_reach_their_readers_as_they_are(words: list[str], folder: str, v
 def test_no_line_break_is_written(
     stray: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In any value; and a run directory of a config file, T17's case, is not in the files at all."""
+    """No value may hold one; the run directory of a config file is not in the files at all."""
     text = f"a{stray}touch PWNED"
     for write in (
         lambda: _job([text]),

@@ -73,7 +73,7 @@ def test_the_answer_is_that_of_the_whole_grid(limit: float, bench: Workbench) ->
 
 
 def test_no_step_is_shorter_than_its_bound(bench: Workbench) -> None:
-    """Of layouts by their work, of placements, of separated gradients; with every axis that traces differ by."""
+    """Bounds by work, by placement and with separated gradients hold on every axis that traces differ by."""
     only = (
         "ranks=2",
         "tp=1,2",
@@ -107,7 +107,7 @@ def test_a_second_process_finds_what_one_does(bench: Workbench, tmp_path: Path) 
 
 
 def test_no_order_needs_less_than_its_placement(bench: Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With spread vocabulary layers, whose first backward waits for a forward more for each barrier."""
+    """The layout has vocabulary-parallel layers, whose first backward waits for one more forward for each barrier."""
     least_by_placement, least_bytes, simulate = dict[Any, float](), tuning._least_bytes, tuning._Search._simulate
     above = list[float]()
 

@@ -262,7 +262,7 @@ def test_a_braid_with_dropout_draws_what_separate_calls_draw() -> None:
     ],
 )
 def test_braids_on_submeshes(dp: int, tp: TensorParallel) -> None:
-    """What crosses stages is split over dp alone, or with sequence parallelism over tp too."""
+    """Values that cross stages are split over dp alone, or with sequence parallelism over tp too."""
     model = toy_model()
     pipe = Pipeline.build(
         model,

@@ -35,7 +35,7 @@ SHARED = ("mean loss", "norm", "held out")
 
 
 def run(number: int, cases: list[dict[str, Any]]) -> list[list[dict[str, str]]]:
-    """What each of ``number`` processes finds in each case; one process is this one."""
+    """Return the digests that each of ``number`` processes has in each case; one process is this one."""
     if number == 1:
         return [[divided_run.steps(Alone(), **case) for case in cases]]
     port = free_port()
@@ -61,7 +61,8 @@ def run(number: int, cases: list[dict[str, Any]]) -> list[list[dict[str, str]]]:
 def assert_same_bits(
     cases: list[dict[str, Any]], *numbers: int, extra_cases: Sequence[dict[str, Any]] = ()
 ) -> list[list[dict[str, str]]]:
-    """What each of the last number of processes finds in ``more`` cases."""
+    """Require that any number of processes has the bits of one. Returns the digests of each of the last number of processes
+    in ``extra_cases``."""
     (single,), several = run(1, cases), [run(number, [*cases, *extra_cases]) for number in numbers]
     for (k, case), parts in product(enumerate(cases), several):
         layers: dict[str, str] = {}
@@ -242,7 +243,7 @@ def test_a_signal_to_any_process_stops_all_after_the_same_step(number: int, tmp_
 @pytest.mark.soak
 @pytest.mark.parametrize("number", [2, 4])
 def test_replanning_in_several_processes_changes_no_bit(number: int, tmp_path: Path) -> None:
-    """By the real solver, of an order that any other beats."""
+    """The real solver replaces an order that any other beats."""
     write_schedule(serial(split_backwards(generate("gpipe", 4, 8))), tmp_path / "serial.sched")
     text = write_text(tmp_path / "text")
     overrides = (

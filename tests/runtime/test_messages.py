@@ -155,7 +155,7 @@ def test_the_checker_refuses_what_deadlocks_and_nothing_else(schedule: Schedule,
 
 @contextmanager
 def _in_flight(data: st.DataObject) -> Iterator[None]:
-    """As if JAX let fewer computations be in flight."""
+    """Let fewer computations be in flight, as if JAX did."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(deadlock, "IN_FLIGHT", count := data.draw(st.sampled_from([1, 2, 32])))
         patch.setattr(rendezvous, "IN_FLIGHT", count)

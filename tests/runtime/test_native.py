@@ -30,7 +30,7 @@ Calls = list[tuple[Any, ...]]
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
-    """What is put from now on."""
+    """Record the calls of ``device_put`` from now on."""
     puts: Calls = []
 
     def absent(shape: Any, sharding: Any, arrays: Any, *, dtype: Any) -> jax.ShapeDtypeStruct:
@@ -54,7 +54,7 @@ def _between(puts: Calls, one: Any, other: Any) -> Calls:
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("family", ["1f1b", pytest.param("v-zb", marks=pytest.mark.soak)])
 def test_both_sides_make_the_same_calls_in_one_order(family: str, calls: Calls) -> None:
-    """As programs for NCCL say, some receives a run before their turn."""
+    """Programs for NCCL make some receives one run before their turn."""
     schedule = generate(family, 4, 6)
     pipe = pipeline_for("gpt@5" if schedule.num_stages > 5 else "gpt", schedule)
     crossing = Crossing((0, 1, 2, 3), pipe.predicted_timeline(), NATIVE, 1)

@@ -145,7 +145,7 @@ def test_programs_move_what_the_stage_chose(seed: int, m: int, fraction: float) 
 
 
 def _host_peak(schedule: Schedule, rank: int, stages: Any) -> int:
-    """From the row alone: O takes, L gives back."""
+    """Return the most bytes on the host by the row alone: O takes, L gives back."""
     held = peak = 0
     for a in schedule.actions(rank):
         held += {"O": 1, "L": -1}.get(a.op, 0) * stages[a.stage].offloadable_bytes

@@ -224,7 +224,7 @@ def test_texts_of_any_length_arrive_in_order() -> None:
 
 
 def test_threads_talk_beside_each_other() -> None:
-    """In process 0 the one begins first, in the other process the other."""
+    """Process 0 begins with the one exchange, the other process with the other."""
 
     def talk(processes: Processes) -> Any:
         messages: list[Any] = []
@@ -322,7 +322,7 @@ def test_one_that_ends_is_named_by_the_others(who: int, how: str, code: int, mes
 
 
 def test_a_cause_is_waited_for() -> None:
-    """What a device says when another process is gone is not the cause."""
+    """The error of a device when another process is gone is not the cause."""
     port = free_port()
     late = "time.sleep(0.3); os._exit(1)"
     children = [start(how, port, 2, k) for k, how in enumerate(["processes.end('failed: connection reset', 5)", late])]

@@ -320,8 +320,8 @@ A, B = "10.77.0.1", "10.77.0.2"
 def addresses(
     hosts: list[str], ends: dict[int, tuple[str, str]], setting: dict[int, str], monkeypatch: pytest.MonkeyPatch
 ) -> list[Any]:
-    """What each of several processes takes for its address. ``ends``: of the connection of each process but the first to that,
-    as the other process sees it."""
+    """Return the address that each of several processes takes. ``ends`` holds, by process but the first, the two
+    addresses of its connection to the first."""
     monkeypatch.setattr(interfaces, "address_of", lambda setting: {"ib0": "10.9.0.1"}.get(setting, setting))
 
     def agree(processes: Any) -> str:
@@ -458,7 +458,7 @@ def test_foreign_peers_are_found(family: socket.AddressFamily, address: str) -> 
 
 
 def test_foreign_peers_of_other_hosts(tmp_path: Path) -> None:
-    """By the tables of a made-up process: listening, with connections of a host of the run and of others."""
+    """The tables of an invented process show it listening, with connections of a host of the run and of others."""
     row = "   {}: {}:{:04X} {}:{:04X} {} 00000000:00000000 00:00000000 00000000     0        0 {} 1\n"
     mine, peer, stranger = "0100000A", "0200000A", "0900000A"  # 10.0.0.1, .2, .9
     rows = [

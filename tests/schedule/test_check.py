@@ -188,7 +188,7 @@ def test_mutant_is_caught(case: str) -> None:
 
 
 def test_mutants_break_one_rule_each() -> None:
-    """Where one action is wrong there is one problem: no echoes of the same mistake."""
+    """One wrong action is one problem: no echoes of the same mistake."""
     echoes = {"a row too few", "empty", "flows swapped", "group disagrees on the split", "wrong rank"}
     for case, (make, _) in MUTANTS.items():
         if case not in echoes:

@@ -33,7 +33,7 @@ def task_of(
 
 
 def found(task: SolveTask, value: float, seconds: float, seed: int = 0) -> list[tuple[float, float]]:
-    """What is found: what it says to take and what it takes when simulated. All of it keeps the limits."""
+    """Return for each result the time that the search claims and the simulated one, after checking that it keeps the limits."""
     both, actions = [], Actions(task)
     for begun in begun_rank_by_rank(few_ranks(task), bound_of(task), value, Budget(seconds, reproducible=True), seed):
         starts = starts_at(actions, begun)
@@ -50,7 +50,7 @@ def found(task: SolveTask, value: float, seconds: float, seed: int = 0) -> list[
 
 
 def values(task: SolveTask, value: float, seconds: float, seed: int = 0) -> list[float]:
-    """Of what is found, as simulated."""
+    """Return the simulated time of each result."""
     return [simulated for _, simulated in found(task, value, seconds, seed)]
 
 

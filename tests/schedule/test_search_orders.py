@@ -76,7 +76,7 @@ def authors(ranks: int, microbatches: int) -> list[tuple[float, float, float, fl
     ("p", "m", "stride"), [(4, 4, 5), *(pytest.param(4, m, 1, marks=pytest.mark.soak) for m in (4, 8))]
 )
 def test_no_worse_than_the_papers_own_code_at_any_limit(p: int, m: int, stride: int) -> None:
-    """By default at every fifth limit."""
+    """The default tries every fifth limit."""
     rows = authors(p, m)
     for comm in sorted({row[3] for row in rows}):
         at_comm = [row for row in rows if row[3] == comm]

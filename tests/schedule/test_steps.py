@@ -37,7 +37,7 @@ def test_spans_of_zero_bubble_schedules_are_what_post_validation_gains() -> None
 
 
 def test_first_backward_waits_for_the_gradients_of_all_ranks() -> None:
-    """In a chain it does anyhow. Here two stages have nothing to do with each other but the norm of their gradients."""
+    """A chain implies it. Here two stages have nothing to do with each other but the norm of their gradients."""
     placement = explicit(2, [0, 1], edges=())
     rows = tuple((Action("F", r, 0), Action("BW", r, 0)) for r in range(2))
     costs = CostProfile((1.0, 1.0), *[(1.0, 1.0)] * 2, (1.0, 9.0), *[(1.0, 1.0)] * 2)

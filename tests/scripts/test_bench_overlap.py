@@ -95,7 +95,7 @@ def test_compiled_for_h100_all_collectives_have_products_under_them(variant: str
 
 
 def test_results_in_the_repository() -> None:
-    """What the README says of compiled programs comes from this file."""
+    """The README's numbers of compiled programs come from this file."""
     path = Path(bench_overlap.__file__).parent / "results" / "overlap-h100.json"
     report = json.loads(path.read_text(encoding="utf-8"))
     ring = json.loads(path.with_stem("overlap-ring-h100").read_text(encoding="utf-8"))

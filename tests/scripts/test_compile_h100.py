@@ -80,7 +80,7 @@ def test_tiny(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_results_in_the_repository() -> None:
-    """What the README says of programs compiled for an H100 comes from this file."""
+    """The README's numbers of programs compiled for an H100 come from this file."""
     path = Path(compile_h100.__file__).parent / "results" / "h100-compile.json"
     report = json.loads(path.read_text(encoding="utf-8"))
     cases = {(case["form"], case["model"]): case for case in report["cases"]}

@@ -88,7 +88,8 @@ def _within_3_points(rows: list[dict[str, Any]]) -> None:
 
 
 def test_stp_gains_as_reported_at_tp_8(tables: ModuleType, saved: dict[str, Any]) -> None:
-    """In direction and within 3 points of table 6's gain (``stp-published`` 3.2); memory in the order of table 5."""
+    """Gains have the direction of table 6's and are within 3 points of them (``stp-published`` 3.2); memory has the
+    order of table 5."""
     _within_3_points(tables.paper_stp.table_6(True))
     rows = saved["tables"]["stp tables 5 and 6"]
     assert len(rows) == 24

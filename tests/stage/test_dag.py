@@ -44,7 +44,7 @@ def source(name: str, read: str, width: int, out: int, **options: Any) -> Layer:
 
 
 def dense(name: str, width: int, out: int, **options: Any) -> Layer:
-    """Of the sum of what it takes, or of the one thing."""
+    """Return a dense layer of the sum of what it takes, or of the one thing."""
 
     def apply(p: Any, x: Any, c: LayerContext) -> Any:
         return jnp.tanh((sum(x) if isinstance(x, tuple) else x) @ p["w"])
@@ -366,7 +366,7 @@ def test_training_a_graph_with_a_frozen_branch_and_tied_leaves() -> None:
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("start", [0, 1, 2])
 def test_a_stage_of_span_two_may_hold_more_than_the_loss(start: int) -> None:
-    """Where rows do not count for each other, it is the same function as over one microbatch; batch arrays and what enters are
+    """The function is that over one microbatch if rows do not count for each other; batch arrays and inputs are
     put together."""
     layers = (source("a", "a", 3, 4), dense("b", 4, 5), squares("loss", "v"))
     model = model_of(*layers[:-1], replace(layers[-1], span=2))

@@ -52,7 +52,7 @@ M, B = 4, 2
 
 @pytest.fixture(autouse=True)
 def nothing_registered(monkeypatch: pytest.MonkeyPatch, x64: None) -> Iterator[None]:
-    """What a test registers is gone after it."""
+    """Remove what the test registers after it."""
     monkeypatch.setattr(ir, "_REGISTRY", ir._REGISTRY.copy())
     monkeypatch.setattr(instructions, "_BUILDS", instructions._BUILDS.copy())
     return
@@ -108,7 +108,7 @@ def run(pipe: Pipeline, record: bool = False) -> Any:
 
 
 def gradients() -> list[Mapping[str, Any]]:
-    """Of the loss sum of each microbatch, by layer; no pipeline."""
+    """Return the gradients of each microbatch's loss sum, by layer, without a pipeline."""
     params = init_params(model(), 0)
     return [
         jax.grad(lambda p, i=i: apply_model(model(), p, {n: v[i] for n, v in batch().items()})[0])(params)
@@ -153,7 +153,7 @@ def test_the_worked_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_the_example_of_the_readme() -> None:
-    """With a trainer, its state and a batch: each number is that of the microbatch, on one device."""
+    """Run the README's block with a trainer, its state and a batch: each number is that of the microbatch on one device."""
     readme = (Path(instructions.__file__).parent / "README.md").read_text(encoding="utf-8")
     trainer = Trainer(
         model(), optimizer=optax.sgd(0.1), ranks=2, microbatches=M, microbatch_size=B, cut=["b"], dtype="float64"
@@ -220,7 +220,7 @@ def test_values_travel_between_processes() -> None:
 
 
 def test_predicted_bytes_are_those_of_the_run() -> None:
-    """Of state, values that are read, sent and returned, at every instruction."""
+    """Bytes of state and of values that are read, sent and returned agree at every instruction."""
     schedule = exchange()
     op("Keep", "BW")
     register_instruction(
@@ -260,7 +260,7 @@ def test_an_instruction_may_add_to_the_gradients() -> None:
 
 @pytest.mark.parametrize("dp", [1, 2])
 def test_values_come_back_from_training(dp: int) -> None:
-    """What reads accumulators after the last backward runs before they are reduced and used up."""
+    """Instructions that read accumulators after the last backward run before these are reduced and donated."""
     op("Norm", "BW", cost="norm_s")
     register_instruction(
         "Norm",

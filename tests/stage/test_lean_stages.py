@@ -1,4 +1,4 @@
-"""What the functions of a stage need not do: copy operands of weight products, keep what follows from less."""
+"""Functions of a stage copy no operands of weight products, and keep nothing that follows from less."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def block_of(model: Model, recompute: str = "none") -> StageFunctions:
 
 
 def kept_arrays(f: StageFunctions) -> int:
-    """What F saves, and the stage's input if the backward pass reads it."""
+    """Return what F saves, and the stage's input if the backward pass reads it."""
     reads_x = any(p.kind == "x" for op in ("B", "W") for p in f.functions[op].inputs)
     return sum(p.kind == "res" for p in f.functions["F"].outputs) + reads_x
 

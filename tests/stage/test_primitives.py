@@ -44,7 +44,7 @@ def test_every_collective_of_jax_is_an_exchange() -> None:
 
 
 def test_every_elementwise_primitive_of_jax_is_known() -> None:
-    """Of those that ``jax.lax`` lists, all that work element by element, reduce, or move."""
+    """All primitives in ``jax.lax`` that work element by element, reduce, or move are known."""
     named = {p.name for n, p in vars(jax.lax).items() if n.endswith("_p") and isinstance(p, Primitive)}
     special = {
         "custom_linear_solve",

@@ -1,4 +1,4 @@
-"""What policies save and cost on layers of real size, traced only, and the cheapest that fits.
+"""Policies save and cost what the papers say on layers of real size (traced only), and the cheapest that fits is chosen.
 
 Legend: b batch, s sequence, h width. "bsh" is bytes per token and channel, the unit of the papers.
 """
@@ -76,7 +76,7 @@ def test_cheap_gives_up_masks(gpt: Mapping[str, PolicyCost], dropped: Mapping[st
 
 
 def test_cheap_against_kernels_fused_by_hand(gpt: Mapping[str, PolicyCost], dropped: Mapping[str, PolicyCost]) -> None:
-    """Where attention keeps no scores: 34 bsh with dropout is what the papers call no recomputation, 20 what they get."""
+    """Attention keeps no scores: 34 bsh with dropout is what the papers call no recomputation, 20 what they get."""
     assert dropped["flash"].residual_bytes == pytest.approx(34 * S * H, rel=1e-3)
     for costs in (gpt, dropped):
         plain, cheap = costs["flash"], costs["cheap+attention"]

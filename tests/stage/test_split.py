@@ -207,7 +207,7 @@ def test_b_frees_what_attention_kept() -> None:
 
 
 def test_norm_and_bias_gradients_leave_b_as_vectors() -> None:
-    """What waits for W is exactly the operands of the weight products of a block, and one buffer of vectors."""
+    """The operands of a block's weight products and one buffer of vectors wait for W, and nothing else."""
     functions, _ = build([[toy.embedding()], [toy.attention("a"), toy.mlp("m")], [toy.head(), toy.loss()]])
     wide = [a.shape for p, a in _ports(functions[1], "W") if p.kind in ("x", "res", "wres") and len(a.shape) > 1]
     tokens = toy.B * toy.T

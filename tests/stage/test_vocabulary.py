@@ -76,7 +76,7 @@ def check_gradients(model: Model, trainer: Trainer) -> tuple[Any, Any]:
 
 @pytest.mark.usefixtures("x64")
 def test_loss_and_gradients_in_any_order() -> None:
-    """Of the unsplit model; and with the same bits in another order."""
+    """Loss and gradients are those of the unsplit model, and have the same bits in another order."""
     model = tiny()
     trainer = trainer_of(model, "spread")
     assert trainer.schedule.name == "vocab-1f1b"

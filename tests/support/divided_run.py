@@ -43,8 +43,9 @@ def steps(
     transport: str = "tagged",
     **options: Any,
 ) -> dict[str, str]:
-    """By layer a digest of its parameters and optimizer state, by name the bits of loss, norm and held-out loss. ``folder``: of
-    checkpoints, to go on from and to save to. ``measured``: by measured costs, whose digest is told, too."""
+    """Train some steps; return by layer a digest of its parameters and optimizer state, by name the bits of loss, norm and
+    held-out loss. ``folder``: of checkpoints, to go on from and to save to. ``measured``: by measured costs, whose digest
+    is told, too."""
     import jax
     import numpy as np
     import optax
@@ -151,8 +152,8 @@ def trained(processes: Processes, *, overrides: list[str], finds: list[str]) -> 
 
 
 def put_between_cpus() -> None:
-    """As on GPUs, ``jax.device_put`` goes between the CPUs of two processes, their calls matched by order: over TCP, by JAX's
-    transfers between data centres. In more processes each would have to make every call."""
+    """Let ``jax.device_put`` go between the CPUs of two processes as it does on GPUs, calls matched by order: over TCP, by
+    JAX's transfers between data centres. In more processes each would have to make every call."""
     import jax
 
     from jaxpipe.runtime import ownership

@@ -82,7 +82,7 @@ class Case:
 
 @dataclass(frozen=True)
 class State:
-    """Where a schedule stands at a moment. ``started``: jobs begun. ``until``: what still runs, or is still on its way (a
+    """The progress of a schedule at a moment. ``started``: jobs begun. ``until``: what still runs, or is still on its way (a
     job named ``>F`` or ``>B``), with its end. ``level``: memory in use per rank."""
 
     started: frozenset[Job]
@@ -141,7 +141,8 @@ class _Search:
     # The search.
 
     def reachable(self, state: State, now: int) -> bool:
-        """Whether everything can be done in time from ``state``, in which nothing that has ended by ``now`` is still held."""
+        """Return whether everything can be done in time from ``state``, in which nothing that has ended by ``now`` is still
+        held."""
         if self._hopeless(state, now):
             return False
         if self._finished(state):

@@ -25,7 +25,7 @@ def source(name: str, read: str, width: int, **options: Any) -> Layer:
 
 
 def dense(name: str, drops: bool = True, **options: Any) -> Layer:
-    """Of the sum of what it takes, or of the one thing; drops some in training."""
+    """Return a dense layer of the sum of what it takes, or of the one thing, with dropout in training if ``drops``."""
 
     def apply(p: Any, x: Any, c: LayerContext) -> Any:
         h = jnp.tanh((sum(x) if isinstance(x, tuple) else x) @ p["w"])

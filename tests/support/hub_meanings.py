@@ -1,4 +1,4 @@
-"""What jaxpipe makes of a ``config.json``, in the words of ``golden/hub_configs.json.gz``."""
+"""Describe what jaxpipe reads in a ``config.json``, with the keys of ``golden/hub_configs.json.gz``."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ def _llama(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def problem(record: Mapping[str, Any], folder: Path) -> str:
-    """What is wrong with the reading of a recorded file; empty if it is read as transformers does, or refused in a line that
-    names a key of it. What transformers can't use must be refused."""
+    """Return what is wrong with the reading of a recorded file; empty if it is read as transformers does, or refused in a
+    line that names a key of it. What transformers can't use must be refused."""
     try:
         ours = meaning(record["config"], folder)
     except ConfigError as error:

@@ -30,7 +30,7 @@ ODD += ["\xa0", "\u200d", "\u202e", "\ufeff", "é", "語", "😀", "kind: Evil",
 
 
 def is_stray(text: str) -> bool:
-    """Whether ``text`` holds a control character, a line break, half of a surrogate pair, or a noncharacter of YAML."""
+    """Return whether ``text`` holds a control character, a line break, half of a surrogate pair, or a noncharacter of YAML."""
     return any(unicodedata.category(c) in ("Cc", "Cs", "Zl", "Zp") or ord(c) & 0xFFFE == 0xFFFE for c in text)
 
 
@@ -77,7 +77,7 @@ def _words(line: str) -> list[str]:
 
 
 def srun_arguments(script: Path, folder: Path) -> list[str]:
-    """What a script calls ``srun`` with, by bash, in ``folder``; srun's own two options left out."""
+    """Return the arguments with which a script, run by bash in ``folder``, calls ``srun``, without srun's own two options."""
     tools, written = folder / "tools", folder / "argv"
     tools.mkdir(exist_ok=True)
     (tools / "srun").write_text(f'#!/bin/bash\nprintf "%s\\0" "$@" > {written}\n')

@@ -17,7 +17,7 @@ def metrics_of(
     key: jax.Array | None = None,
     train: bool = False,
 ) -> dict[str, tuple[jax.Array, jax.Array]]:
-    """Of one microbatch; arguments as in :func:`~jaxpipe.stage.model.reference.apply_model`."""
+    """Return the metrics of one microbatch; arguments are those of :func:`~jaxpipe.stage.model.reference.apply_model`."""
     readers = last_readers(model, model.losses)
     results = run_layers(model, readers, readers, {}, params, batch, key, train)
     return named_metrics(model, [results[i] for i in model.losses])

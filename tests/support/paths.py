@@ -1,4 +1,4 @@
-"""Where the repository and the golden files are."""
+"""Paths of the repository and of the golden files."""
 
 from pathlib import Path
 

@@ -17,7 +17,7 @@ def free_port() -> int:
 
 
 def together(number: int, do: Callable[[Processes], Any]) -> list[Any]:
-    """What ``do`` returns, or raises, in each of several processes, which are threads here."""
+    """Run ``do`` in several processes, which are threads here, and return what each returns or raises."""
     port, outcomes = free_port(), [None] * number
 
     def one(mine: int) -> None:

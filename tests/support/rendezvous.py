@@ -44,7 +44,7 @@ class _Mail:
 def left_over(
     programs: Sequence[Program], process_of: Sequence[int], rules: Sequence[str], orders: Orders
 ) -> list[str]:
-    """What never ends; empty if all does."""
+    """Return what never ends; empty if all does."""
     by_rank = {p.rank: p for p in programs}
     mail: dict[Message, _Mail] = {}
     jobs: list[_Job] = []
@@ -133,7 +133,7 @@ class DeadlockError(Exception):
 
 
 class Meeting:
-    """Where processes, a thread each, meet: ``meet`` returns when both ends of a message have come to it."""
+    """A meeting point of processes, a thread each: ``meet`` returns when both ends of a message have come to it."""
 
     def __init__(self, processes: int) -> None:
         self._changed = threading.Condition()

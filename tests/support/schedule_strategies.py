@@ -120,7 +120,7 @@ def _order(placement: Placement, items: list[Item]) -> list[set[int]]:
 
 
 def _braids(items: list[Item], before: list[set[int]], last: tuple[int, int] | None, k: int) -> bool:
-    """Whether item k may be woven with the item dealt out just before it."""
+    """Return whether item k may be woven with the item dealt out just before it."""
     if last is None:
         return False
     (other, other_ranks), (action, ranks) = items[last[0]], items[k]

@@ -1,4 +1,4 @@
-"""What tests of the forms of schedules share: a small one as text, random ones, and the op ``Sync_x``."""
+"""Schedules for tests of their file formats: a small one as text, random ones, and the op ``Sync_x``."""
 
 from __future__ import annotations
 
@@ -30,5 +30,5 @@ register_op(
 
 
 def schedules(**options: bool) -> st.SearchStrategy[Schedule]:
-    """With copies to the host and braided slots."""
+    """Draw a schedule with copies to the host and braided slots."""
     return random_valid_schedules(offload=True, braids=True, **options)

@@ -141,7 +141,7 @@ def apply_shard(
 
 @dataclass(frozen=True, slots=True)
 class LayerTrace:
-    """What one layer computes on a shard: jaxprs of its forward pass and of its pullback (to parameters and input)."""
+    """The computation of one layer on a shard: jaxprs of its forward pass and of its pullback (to parameters and input)."""
 
     forward: Jaxpr
     backward: Jaxpr

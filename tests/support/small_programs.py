@@ -1,4 +1,4 @@
-"""What makes a process that compiles many small programs quick: this one, or a child."""
+"""Speed up a process that compiles many small programs: this one, or a child."""
 
 from __future__ import annotations
 

@@ -328,7 +328,7 @@ class Runner:
                     values[port] = value
 
     def gradients(self) -> dict[str, Params]:
-        """By layer name; those of leaves tied across stages added to their owners'."""
+        """Return gradients by layer name; those of leaves tied across stages are added to their owners'."""
         grads: dict[str, Params] = {}
         for f, acc in zip(self.functions, self.acc, strict=True):
             dp = f.param_avals[0].sharding.mesh.shape[DP] if f.param_avals else 1

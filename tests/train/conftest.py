@@ -1,4 +1,4 @@
-"""What tests of checkpoints share."""
+"""Fixtures that tests of checkpoints share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the processes of a run compare: JAX's settings, the code of the model, and the batches of steps that are recorded."""
+"""Processes of a run compare JAX's settings, the model's code, and the batches of steps that are recorded."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_batches_are_compared_by_value(arrays: dict[str, int], change: str) -> N
 
 
 def test_models_are_compared_by_what_they_compute_and_learn() -> None:
-    """Of a process that evaluates alike and trains otherwise, too."""
+    """A process that evaluates alike and trains otherwise has another digest, too."""
     digests = [model_digest(GPT(**OPTIONS, **options)) for options in ({}, {"gelu": "exact"}, {"dropout": 0.5}, {})]
 
     def against(other: Mapping[str, str]) -> str:

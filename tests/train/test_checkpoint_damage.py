@@ -137,7 +137,7 @@ def test_arrays_are_verified_after_decoding(saved: Path, tmp_path: Path) -> None
 def test_arrays_that_do_not_decode_leave_no_traceback(
     saved: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """What Orbax had under way when its first read failed ends later, on threads of its own."""
+    """Reads that Orbax had under way when its first one failed end later, on threads of its own."""
     store = damage_copy(saved, tmp_path)
     sums = store.path(20) / form.SUMS
     for path in [p for p in store.path(20).rglob("*") if p.parent.name == "d"]:
@@ -470,7 +470,7 @@ def test_failed_save_leaves_what_was_there(store: CheckpointStore) -> None:
 def test_a_save_that_is_not_what_was_saved_costs_nothing(
     store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is written is read back before anything gives way to it."""
+    """A checkpoint is read back before an older one is removed for it."""
     save_losses(store, {1: 1.0, 2: 2.0})
     store.keep_last, store.keep_best = 1, 0
     write_arrays = form._write_arrays
@@ -635,7 +635,7 @@ def test_kill_while_saving_often(tmp_path: Path) -> None:
 
 
 def test_a_failed_save_prints_nothing_of_its_own(tmp_path: Path) -> None:
-    """What TensorStore's threads say to an event loop that the first error has ended."""
+    """TensorStore's threads report to an event loop that the first error has ended; none of it is printed."""
     script = """
 import resource, signal, sys
 import numpy as np

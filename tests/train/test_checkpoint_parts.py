@@ -49,7 +49,7 @@ def save_part(store: CheckpointStore, step: int, **options: Any) -> None:
 
 
 def saved_by(number: int, directory: Path, do: Callable[[CheckpointStore], Any]) -> list[Any]:
-    """What ``do`` returns, or raises, with the store of each process."""
+    """Run ``do`` with the store of each process and return what it returns or raises."""
 
     def one(processes: Processes) -> Any:
         with CheckpointStore(directory, keep_last=2, processes=processes) as store:

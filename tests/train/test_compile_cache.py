@@ -1,4 +1,4 @@
-"""Where compiled programs are kept, what XLA and malloc are told on a CPU; equal stages are one program."""
+"""Compiled programs are kept in a folder, XLA and malloc are set for a CPU, and equal stages are one program."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What data files hold decides how they are read, whatever they are called; folders lose no file without a word; a store whose
-source has changed is no longer the store of it; URLs are refused at every door."""
+"""The content of data files decides how they are read, whatever they are called; folders lose no file without a word; a
+store whose source has changed is no longer the store of it; URLs are refused at every door."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def model_of(leaves: Mapping[str, Any], matrices: Mapping[Any, Matrix] | None = 
 
 
 def updates_of(model: Model, name: str, weight_decay: float) -> Any:
-    """What the first step at full rate adds to parameters of 10 whose gradients are 1."""
+    """Return what the first step at full rate adds to parameters of 10 whose gradients are 1."""
     overrides = (f"optimizer.name={name}", f"optimizer.weight_decay={weight_decay}", "optimizer.lr=0.01")
     optimizer = optimizer_of(TrainConfig().override([*overrides, "optimizer.warmup_steps=0"]), model)
     params = jax.tree.map(lambda a: jnp.full(a.shape, 10.0), init_params(model, 0))
@@ -130,7 +130,7 @@ _TREES = st.dictionaries(_NAMES, st.lists(st.integers(1, 2), max_size=4).map(tup
 
 @given(st.dictionaries(st.sampled_from(["norm", "dense", "layers_0"]), _TREES, min_size=1), st.booleans())
 def test_roles_do_not_depend_on_stacking(shapes: Mapping[str, Mapping[str, tuple[int, ...]]], stack: bool) -> None:
-    """What is no bias or scale by its name decays from two axes on; a further axis in front makes no bias decay."""
+    """Leaves that are no bias or scale by name decay from two axes on; a further axis in front makes no bias decay."""
     front = (3,) if stack else ()
     model = model_of(
         {a: {b: jnp.ones((*front, *shape)) for b, shape in leaves.items()} for a, leaves in shapes.items()}

@@ -127,7 +127,7 @@ def test_towers_trained_resumed_evaluated_rehearsed_and_planned(
 def test_a_loss_over_two_microbatches_trained_evaluated_rehearsed_and_planned(
     file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As over one, where rows do not count for each other."""
+    """Numbers are those over one microbatch if rows do not count for each other."""
     towers = ("pipeline.towers.a.rules=backward", "run.steps=2")
     one = run(config(file, "one", *towers, "model.options.drops=false"))[0]
     two = run(config(file, "two", *towers, "model.target=tests.support.graph_models:grouped"))[0]
@@ -327,7 +327,7 @@ def test_a_trainer_steps_as_the_unsplit_model(make: Any, x64: None) -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_order_of_any_family_is_one_for_any_graph(name: str) -> None:
-    """Of the same stages with edges left out and skip edges added."""
+    """The orders agree for the same stages with edges left out and skip edges added."""
     schedule = generate(name, 4, 8)
     if schedule.placement.num_flows > 1:
         return

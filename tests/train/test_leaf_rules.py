@@ -39,7 +39,7 @@ def early(layer: str, path: Path) -> bool:
 
 
 def half(layer: str, path: Path) -> bool:
-    """Of shards and buckets, some leaves."""
+    """Return whether the leaf is trained: some leaves of shards and of buckets are."""
     return path[-1] in ("up", "kernel")
 
 
@@ -248,7 +248,7 @@ def _fields(layer: Layer) -> dict[str, Any]:
 
 
 def test_layers_of_equal_rules_are_one_kind() -> None:
-    """What is planned and timed once for layers of the same functions, is so with rules too."""
+    """Layers of the same functions are planned and timed once, with rules too."""
     model = GPT(vocab_size=VOCAB, d_model=16, num_layers=2, num_heads=2, seq_len=SEQ)
     a, b = model.layers[1:3]
     assert a.code == b.code

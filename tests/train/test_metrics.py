@@ -222,7 +222,7 @@ class Library(types.ModuleType):
 
 
 def tracked(name: str, folder: Path, resume_step: int | None, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What a tracker's library is told of one record."""
+    """Return what a tracker's library is told of one record."""
     library = Library()
     monkeypatch.setitem(sys.modules, "tensorboardX" if name == "tensorboard" else name, library)
     trackers = {k: partial(make, folder, {"run": {}}, resume_step) for k, make in find_trackers([name]).items()}
@@ -329,7 +329,7 @@ def test_what_is_known_of_rates_and_memory_is_shown() -> None:
 
 
 def _screen(text: str) -> list[str]:
-    """What a terminal shows after ``text``: carriage returns overwrite."""
+    """Return what a terminal shows after ``text``: carriage returns overwrite."""
     lines = []
     for row in text.split("\n"):
         cells: list[str] = []

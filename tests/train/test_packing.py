@@ -33,7 +33,7 @@ Seen = Counter[tuple[bytes, tuple[bool, ...]]]
 
 
 def documents(corpus: Corpus, spans: tuple[tuple[int, int], ...], seq_len: int) -> Seen:
-    """What an epoch should see: the documents that have a target, the ends of too long ones cut off."""
+    """Return what an epoch should contain: the documents that have a target, the ends of too long ones cut off."""
     counts: Seen = Counter()
     for start, stop in zip(corpus.edges[:-1].tolist(), corpus.edges[1:].tolist(), strict=True):
         if any(a <= start and stop <= b for a, b in spans):

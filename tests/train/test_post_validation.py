@@ -130,7 +130,7 @@ def step_of(case: Case, **overrides: Any) -> Callable[..., TrainStep]:
 
 @pytest.fixture
 def same_programs(request: pytest.FixtureRequest) -> None:
-    """What is compiled from here on has the same bits in parts and whole; without, a test's quick compilation may differ."""
+    """Compile from here on so that parts and the whole have the same bits, which a test's quick compilation may not."""
     pipeline(QUICK).warm_up()
     request.getfixturevalue("users_compiler")
 
@@ -217,7 +217,7 @@ def small(post_validation: str) -> TrainStep:
 
 @cache
 def small_states(count: int = 3) -> tuple[Any, ...]:
-    """By layer, after each step."""
+    """Return the state by layer after each step."""
     step, state, states = small("off"), small("off").init(params_for(SMALL)), []
     for batch in batches(count):
         state, _ = step(state, batch)
@@ -381,7 +381,7 @@ def assert_same_run(out_dir: Path, other: Path) -> None:
 
 @pytest.mark.parametrize("steps", [6, pytest.param(STEPS, marks=pytest.mark.soak)])
 def test_a_run_is_the_same_and_tells_how_often_it_began_again(text: Path, tmp_path: Path, steps: int) -> None:
-    """With every step clipped, where a norm that none exceeds would leave it to the compiler whether there are others."""
+    """Every step is clipped: a norm that none exceeds would leave it to the compiler whether others are."""
     clip = ("optimizer.clip_norm=1e-2", f"run.steps={steps}", "run.log_every=3")
     result, printed = run(config(text, tmp_path / "on", *clip, "pipeline.post_validation=on"))
     assert result.rollbacks == steps

@@ -1,4 +1,4 @@
-"""What ``Trainer.save`` writes is exported, evaluated, sampled and begun with; the verbs as functions; starts that load what
+"""Runs that ``Trainer.save`` writes are exported, evaluated, sampled and begun with; the verbs are functions; starts load what
 was compiled, and say what they do."""
 
 from __future__ import annotations
@@ -200,7 +200,7 @@ def test_what_is_not_known_is_asked_for_in_one_line(
 
 
 def test_a_model_that_was_changed_does_not_pass_for_the_one_it_was_made_of(tmp_path: Path) -> None:
-    """What a model says of its origin is traced, not believed."""
+    """A model's claim of its origin is traced, not believed."""
     model = GPT(vocab_size=256, **SIZES)
     inner = model.layers[1]
     twice = replace(inner, apply=lambda params, x, context: 2 * inner.apply(params, x, context))

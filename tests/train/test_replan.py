@@ -287,7 +287,7 @@ def _exists(pid: int) -> bool:
 
 @pytest.fixture(scope="module")
 def pipe(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Pipeline:
-    """What a re-planned run starts with: gpipe, its backwards split."""
+    """Return the pipeline that a re-planned run starts with: gpipe, its backwards split."""
     overrides = settings(text, tmp_path_factory.mktemp("none"), "replan.enabled=true")
     return compile_setup(prepare(overrides), jax.devices()[:2], lambda _: None, repeats=1).pipeline
 
@@ -316,8 +316,8 @@ class Bench:
         self.solver()
 
     def solver(self, script: str | None = None, patient: bool = True) -> None:
-        """From now on solvers run ``script``, with ``schedule`` (a dict), the one that the run started with; the real worker
-        without one."""
+        """Let solvers run ``script`` from now on, with ``schedule`` (a dict), the one that the run started with; the real
+        worker without one."""
         bench = self
         read = f"import json, os, sys, time\nfor _ in range(2): sys.stdin.readline()\nschedule = {self.first!r}\n"
         command = COMMAND if script is None else (sys.executable, "-S", "-c", read + script)
@@ -331,7 +331,7 @@ class Bench:
         self.patch.setattr(replan, "BackgroundSolve", Fake)
 
     def finds(self, schedule: Schedule) -> None:
-        """From now on solvers find ``schedule``, and nothing else."""
+        """Let solvers find ``schedule``, and nothing else, from now on."""
         answer = {"job": 0, "task": 0, "source": "fake", "schedule": to_schedule(split_backwards(schedule))}
         end = {"job": 0, "task": 0, "source": ""}
         self.solver(f"print({json.dumps(answer)!r})\nprint({json.dumps(end)!r}, flush=True)\ntime.sleep(600)")
@@ -650,7 +650,7 @@ def _await_end(pids: Sequence[int]) -> None:
 
 
 def _running(pid: int) -> bool:
-    """Whether the process runs; in a container without an init process a dead orphan stays as a zombie."""
+    """Return whether the process runs; in a container without an init process a dead orphan stays as a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rsplit(")", 1)[1].split()[0] != "Z"
     except FileNotFoundError:
@@ -736,7 +736,7 @@ def test_wrong_settings_are_one_line(overrides: Sequence[str], message: str) -> 
 
 
 def test_a_split_start_keeps_the_limit(pipe: Pipeline) -> None:
-    """Where W needs more than F kept, splitting what is fused may take more than the config allows."""
+    """Splitting what is fused may take more than the config allows if W needs more than F kept."""
     fused = generate("gpipe", 2, 4)
     heavy = dataclasses.replace(pipe.costs, w_residual_bytes=tuple(9 * x for x in pipe.costs.residual_bytes))
     limited = load_config(None, ["pipeline.schedule=zb", "pipeline.memory_limit=4"]).pipeline

@@ -1,4 +1,4 @@
-"""What a stored run may make of today's: the same model, the same data, known settings, and no code that nobody named."""
+"""A stored run goes on with the same model, the same data, known settings, and no code that nobody named."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def copy(finished: Path, tmp_path: Path) -> Path:
 
 
 def start(text: Path, out_dir: Path, *overrides: str) -> tuple[Start, list[str]]:
-    """Where ``jaxpipe train`` would start, and what it would say; nothing is compiled."""
+    """Return where ``jaxpipe train`` would start, and what it would say; nothing is compiled."""
     settings = config(text, out_dir, *BASE, *overrides)
     store, notes = CheckpointStore(out_dir / "checkpoints"), list[str]()
     origin = resume.choose(settings, store, notes.append)
@@ -177,7 +177,7 @@ def test_settings_decide_where_programs_can_not_be_compared(text: Path, copy: Pa
 
 
 def test_a_rate_that_moves_is_told(text: Path, finished: Path) -> None:
-    """Of a run of 4 steps that has ended: at the bottom of its cosine, and halfway down a longer one."""
+    """A run of 4 steps has ended at the bottom of its cosine, which is halfway down a longer one."""
     (note,) = start(text, finished, "run.steps=8")[1]
     assert note.startswith("run.steps 4 → 8: learning rate goes on at 0.0077") and "was to be 0.001" in note
     assert "optimizer.schedule=constant" in note
@@ -203,7 +203,7 @@ _rates = st.fixed_dictionaries(
 def test_a_rate_is_told_if_and_only_if_it_moves(
     old: dict[str, Any], new: dict[str, Any], stored_keys: set[str], updates: int
 ) -> None:
-    """As the optimizer has it: what SGD by each schedule takes off a parameter."""
+    """The rate is compared with the optimizer's: what SGD by each schedule takes off a parameter."""
     then, now = (
         TrainConfig().changed(settings) for settings in (old, {**new, **{key: old[key] for key in stored_keys}})
     )

@@ -611,7 +611,7 @@ def test_ids_that_can_not_be_decoded_are_a_line(tmp_path: Path) -> None:
 
 
 def test_an_encoder_makes_the_same_in_another_process(tmp_path: Path) -> None:
-    """As pickle sends it there."""
+    """The encoder goes there by pickle."""
     for body in kinds().values():
         encoder = Encoder.of(HFTokenizer(write(tmp_path, body)), Reading())
         again = pickle.loads(pickle.dumps(encoder))

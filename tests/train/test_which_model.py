@@ -148,7 +148,7 @@ def test_another_model_is_refused_where_it_is_used(
 
 
 def starting(text: Path, out: Path, *overrides: str) -> list[str]:
-    """What a new run, or one that goes on, says before anything is compiled."""
+    """Return what a new run, or one that goes on, says before anything is compiled."""
     settings, notes = config(text, out, *TINY, *overrides), list[str]()
     store = CheckpointStore(out / "checkpoints")
     origin = resume.choose(settings, store, notes.append)
@@ -390,7 +390,7 @@ def test_a_target_that_is_said_is_no_default(custom_run: Path, gpt: Path, text: 
 def test_sizes_that_are_not_said_are_those_of_the_schedule(
     tmp_path: Path, call: Callable[..., tuple[int, str]]
 ) -> None:
-    """Of a file, or of a family; a size that is said stays, though it be the default."""
+    """The schedule is a file's, or a family's; a size that is given stays, even if it is the default."""
     path = tmp_path / "mine.sched"
     write_schedule(generate("v-zb", 2, 6), path)
     from_file = [f"pipeline.schedule={path}", "run.batch=12"]

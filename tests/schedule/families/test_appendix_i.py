@@ -60,7 +60,8 @@ def test_low_memory_block_never_collides(p: int, v: int) -> None:
 
 @pytest.mark.parametrize(("p", "v"), [(2, 2), (4, 2), (4, 3), (8, 4)])
 def test_least_memory_at_the_bubble_of_interleaved(p: int, v: int) -> None:
-    """As short as interleaved 1F1B with p − 1 chunks less, and no schedule of F and BW with one more chunk less is as short."""
+    """It is as short as interleaved 1F1B with p − 1 chunks less; no schedule of F and BW with one chunk less still is as
+    short."""
     m = 4 * p
     ours, theirs = (run(name, p, m, v, v, v, v) for name in ("interleaved-low-memory", "interleaved-1f1b"))
     assert ours.makespan == pytest.approx(theirs.makespan)

@@ -178,7 +178,8 @@ def braided(schedule: Schedule) -> Schedule:
 @pytest.mark.parametrize("p", [2, 3, 4, 8])
 @pytest.mark.parametrize("fbw", [(1, 1, 1), (2, 2, 1), (12, 12, 9)])
 def test_dualpipe_v_as_published(p: int, fbw: tuple[float, float, float]) -> None:
-    """With PP = 2p stages: bubble (PP/2 − 1)(F&B + B − 3W), B the full backward, F&B = F + B; PP + 1 chunks of activations.
+    """PP = 2p stages have the published numbers: bubble (PP/2 − 1)(F&B + B − 3W), B the full backward, F&B = F + B; PP + 1
+    chunks of activations.
 
     Exact where F is as long as the gradient of the input."""
     f, b, w = fbw

@@ -70,7 +70,7 @@ PROMISED: dict[str, Callable[[int, int, int], float]] = {
 
 
 def most_activations(name: str, p: int, m: int, options: Options) -> float:
-    """What the family promises: no more than its memory limit, than is ``PROMISED`` or its closed form says, and than m."""
+    """Return the peak that the family promises: its memory limit, that in ``PROMISED`` or of its closed form, and m at most."""
     if "memory_limit" in options:
         return min(options["memory_limit"], m)
     promise = PROMISED.get(name, FAMILIES[name].peak_activations)
@@ -337,7 +337,7 @@ def test_rows_hold_actions_only() -> None:
 
 @pytest.fixture
 def table() -> Iterator[None]:
-    """What a test registers is gone after it."""
+    """Remove what the test registers after it."""
     before = TABLE.copy()
     yield
     TABLE.clear()

@@ -102,7 +102,8 @@ def test_reference_numbers(name: str, chunks: int, makespan: float, peak: float)
 
 @pytest.mark.parametrize("p", [1, 2, 3, 4, 5, pytest.param(8, marks=pytest.mark.soak)])
 def test_every_group_size(p: int) -> None:
-    """In chunks, equal costs: a rank holds (v − 1)g + p; the paper idles (p−1)(F+B) + (v−1)(p−g)F, here (p−1)B less."""
+    """A rank holds, in chunks and with equal costs, (v − 1)g + p; the paper idles (p−1)(F+B) + (v−1)(p−g)F, here (p−1)B
+    less."""
     for v in (1, 2, 3, 4):
         for g in range(smallest_group(p), p + 1):
             problem = Problem.of(circular(p, v), 2 * g, profile(p, v))
@@ -273,7 +274,7 @@ def test_groups_trade_memory_for_time() -> None:
 
 
 def test_costs_decide_how_far_apart_chunks_are() -> None:
-    """Where p Bs take longer than ⌈p/2⌉ turns, PO's chunks stand further apart, and rounds don't wait for each other."""
+    """Chunks of PO stand further apart where p Bs take longer than ⌈p/2⌉ turns, so rounds don't wait for each other."""
     for p, m in [(4, 16), (9, 27)]:
         costs = profile(p, 3, 1, 2, 0.25)
         problem = Problem.of(circular(p, 3), m, costs)

@@ -101,7 +101,7 @@ def test_half_of_the_chunks_hold_most_of_the_memory(v: int) -> None:
 
 
 def test_two_chunks() -> None:
-    """With two chunks the short-lived one alone fills 4 of 13 places on rank 0, and one is needed to work in: 5/13."""
+    """The short-lived one of two chunks alone fills 4 of 13 places on rank 0, and one is needed to work in: 5/13."""
     assert peak(run("po-h", 8, 32, 2, profile(8, 2, 0.5))) == own_peak(8, 32, 2) * 5 / 13
 
 
@@ -149,7 +149,7 @@ def test_more_memory_is_never_slower(v: int, k: float) -> None:
 
 
 def test_denser_than_pipeoffload() -> None:
-    """Where memory allows, waits are filled; where a round trip takes forever, the limit holds all the same."""
+    """Waits are filled as memory allows; the limit holds even if a round trip takes forever."""
     full = run("po-f", 8, 16, 2, profile(8, 2, 0.5))
     dense = run("ada-offload", 8, 16, 2, profile(8, 2, 0.5), 4)
     assert dense.makespan < full.makespan

@@ -46,7 +46,7 @@ PATIENT, TEST_OF_PATIENT, RECOMPUTED = (
 
 @pytest.fixture(autouse=True)
 def nothing_registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What a test registers, imports or installs is gone after it."""
+    """Undo what the test registers, imports or installs."""
     modules, path = set(sys.modules), sys.path.copy()
     families_before = TABLE.copy()
     monkeypatch.setattr(ir, "_REGISTRY", ir._REGISTRY.copy())

@@ -40,7 +40,7 @@ SLACK = 1 + 1e-9
 
 @cache
 def offloads(name: str) -> bool:
-    """Of itself: without a limit, what the family claims is then for a host link that takes no time."""
+    """Return whether the family offloads without a limit; its claims are then for a host link that takes no time."""
     return any(a.op == "O" for r in range(4) for a in generate(name, 4, 8).actions(r))
 
 

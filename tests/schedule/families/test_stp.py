@@ -91,7 +91,7 @@ def test_uneven_costs(name: str) -> None:
 
 @pytest.mark.parametrize("p", [2, 4, pytest.param(8, marks=pytest.mark.soak)])
 def test_the_papers_order(p: int, paper: ModuleType) -> None:
-    """With T_AR at 27.5% of the forward (Figure 1): STP is the fastest, 1F1B-I before ZB-V; memory the other way (Table 5)."""
+    """STP is the fastest and 1F1B-I before ZB-V at T_AR = 27.5% of F (Figure 1); memory is the other way round (Table 5)."""
     costs = chunk_costs(p, 1, 1.1, 0.95, 0.38)
     timelines = {name: simulate(generate(name, p, 8 * p, costs=costs), costs) for name in paper.SCHEDULES[:3]}
     first, second, last = (timelines[n] for n in ("stp", "interleaved-1f1b", "v-zb"))
@@ -106,7 +106,7 @@ def test_the_papers_order(p: int, paper: ModuleType) -> None:
 
 @pytest.mark.parametrize("p", [2, 3, 4, 8])
 def test_the_papers_bubble_where_weights_may_be_put_off(p: int, paper: ModuleType) -> None:
-    """With F = B = W and no collectives the published order (rank r puts off r weight gradients) has the paper's PP bubble."""
+    """The published order, in which rank r delays r Ws, has the paper's PP bubble with F = B = W and no collectives."""
     m = 4 * p
     published = paper.TABLE_1["stp"](p, m, paper.ChunkCosts(1, 1, 1))
     timeline = simulate(generate("stp-published", p, m), chunk_costs(p, 1, 1, 1, 0))

@@ -43,7 +43,7 @@ def cells(keep: int, largest: int) -> Iterator[list[object]]:
 
 
 def behind(cell: list[object]) -> float:
-    """By how many percent makespan or span is longer than the authors'; infinite if memory is."""
+    """Return by how many percent makespan or span is longer than the authors'; infinity if memory is larger."""
     name, p, m, costs, comm, limit, makespan, span, peak = cell
     draft = drafts(name, p, m, chunk_costs(p, *WANTED["costs"][costs], comm), limit)  # type: ignore[arg-type, misc]
     if draft.peak > (peak if limit is None else limit) + 1e-9:  # type: ignore[operator]

@@ -102,7 +102,7 @@ def test_v_half_holds_one_more_and_its_bubble_does_not_grow(p: int) -> None:
 
 @pytest.mark.parametrize("name", sorted(BARRIERS))
 def test_messages_wait_for_nobody(name: str) -> None:
-    """Of a tenth of a forward they cost less than 1F1B's own."""
+    """Messages of a tenth of a forward cost less than those of 1F1B."""
     costs = costs_of(name, 8, (0.2, 0.3), comm=0.1)
     timeline = simulate(generate(name, 8, 32, costs=costs), costs)
     plain = CostProfile.uniform(8, comm=0.1)

@@ -95,7 +95,7 @@ def test_hanayo_where_m_is_p(p: int) -> None:
 
 
 def readme_names() -> dict[str, Any]:
-    """What the Python of the README's blocks defines."""
+    """Return the names that the README's Python blocks define."""
     names: dict[str, Any] = {name: getattr(room, name) for name in room.__all__}
     names |= {"unit": unit, "separate_gradients": separate_gradients}
     for block in re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL):
@@ -137,7 +137,7 @@ def splits(schedule: Schedule) -> int:
 
 
 def test_separated() -> None:
-    """What the README says of lines that ``separate_gradients`` makes shorter, and of those that it starts from."""
+    """Makespans are those in the README, before ``separate_gradients`` and after it."""
     names = readme_names()
     assert (splits(names["zb"]), splits(names["dualpipe_v"])) == (24, 46)
     assert splits(generate("dualpipe-v", 4, 8)) == 22
@@ -305,7 +305,7 @@ def test_an_interval_that_could_never_go_on_ends() -> None:
 
 
 def test_limits_keep_room_for_later_stages() -> None:
-    """Where greedy limits would fill a rank with first chunks, or with one flow."""
+    """Greedy limits would fill a rank with first chunks, or with one flow."""
     for placement, limit in ((wave(4, 2), 2), (bidirectional(4), 2), (circular(2, 3), 3), (v_shape(3), 2)):
         for first in ("forward", "backward", "interleaved"):
             schedule = traverse(placement, 9, Traversal(first, in_flight=limit))

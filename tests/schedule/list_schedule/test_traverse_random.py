@@ -162,7 +162,7 @@ def limits_of(rules: Rules, placement: Placement) -> list[tuple[int | None, list
 
 
 def require_limits(schedule: Schedule, rules: Rules) -> None:
-    """By the rows alone, so whatever the times are."""
+    """Check the limits by the rows alone, so whatever the times are."""
     flows = schedule.placement.num_flows
     for rank, (limit, per_stage) in enumerate(limits_of(rules, schedule.placement)):
         held: dict[tuple[int, int], int] = {}
@@ -175,7 +175,7 @@ def require_limits(schedule: Schedule, rules: Rules) -> None:
 
 
 def require_peaks(schedule: Schedule, rules: Rules, costs: CostProfile | None) -> None:
-    """In simulated memory, with stages of one byte each."""
+    """Check the peaks in simulated memory, with stages of one byte each."""
     if costs is None or schedule.placement.num_flows > 1:
         costs = CostProfile.uniform(schedule.num_stages)
     timeline = simulate(schedule, costs)

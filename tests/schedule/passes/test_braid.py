@@ -79,7 +79,7 @@ def test_without_collectives_nothing_is_braided() -> None:
 
 
 def test_1f1b_is_not_braided_where_its_backwards_wait_for_its_forwards() -> None:
-    """Of ranks 0 and 1, F0.1+BW0.0 would wait for BW1.0, which stands behind F1.0 alone: fine; F0.2+BW0.0 may be, and so on.
+    """On ranks 0 and 1, F0.1+BW0.0 would wait for BW1.0, which stands behind F1.0 alone: fine; F0.2+BW0.0 may be, and so on.
     Whatever is braided, the schedule runs and takes no longer."""
     rows = (
         "F0.0 F0.1 BW0.0 F0.2 BW0.1 F0.3 BW0.2 BW0.3",

@@ -36,7 +36,7 @@ def order_of(schedule: Schedule) -> list[list[tuple[str, int, int]]]:
 
 
 def require_honest(schedule: Schedule, costs: CostProfile, limit: float = float("inf")) -> Schedule:
-    """What separation promises of any schedule."""
+    """Separate gradients and check what that promises of any schedule."""
     before = simulate(schedule, costs)
     separated = separate_gradients(schedule, costs, memory_limit=limit)
     check_schedule(separated)
@@ -156,7 +156,7 @@ def test_every_verb_separates(capsys: pytest.CaptureFixture[str], tmp_path: Path
 @settings(max_examples=20)
 @given(data=st.data())
 def test_random_schedules(data: st.DataObject) -> None:
-    """In any order, split anyhow, with O, L, S and braids, and with collectives."""
+    """Schedules are in any order, split anyhow, with O, L, S and braids, and with collectives."""
     split = data.draw(st.sampled_from(["any", "split", "full"]))
     schedule = data.draw(random_valid_schedules(4, 6, 5, split=split, offload=True, braids=True))
     costs = data.draw(random_costs(schedule.num_stages, schedule.num_ranks))

@@ -104,7 +104,7 @@ def rewrite(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
 
 
 def alike(one: SolveTask, other: SolveTask) -> bool:
-    """Whether the cache takes them for the same problem."""
+    """Return whether the cache takes them for the same problem."""
     assert (CrudeProblem.of(one) == CrudeProblem.of(other)) == (entry_name(one) == entry_name(other))
     return CrudeProblem.of(one) == CrudeProblem.of(other)
 

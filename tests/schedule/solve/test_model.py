@@ -51,7 +51,7 @@ def solved(task: SolveTask, **options: Any) -> ExactResult:
 
 
 def agrees(result: ExactResult) -> None:
-    """What the model proves is what the simulator says."""
+    """Check that the simulator confirms what the model proves."""
     assert result.status == "optimal"
     assert result.lower_bound == pytest.approx(result.value, rel=1e-9)
 
@@ -195,7 +195,8 @@ def test_optimum_with_offload_is_that_of_exhaustive_search(name: str) -> None:
 
 @pytest.mark.parametrize("name", [*DUPLEX, *GROUPED])
 def test_two_lanes_and_groups_are_bounded_by_exhaustive_search(name: str) -> None:
-    """What rows can't say (an L that waits for another's O while a slot runs; who goes first in a group) may cost time."""
+    """Rows can't express an L that waits for another's O while a slot runs, or who goes first in a group; that may cost
+    time."""
     for case in (cases[name] for cases in (DUPLEX, GROUPED) if name in cases):
         result = solved(problem_of(case))
         best = best_of(case)

@@ -262,7 +262,7 @@ def test_offloads_in_flight_are_limited_in_lists_neighbourhoods_and_by_the_verb(
 
 
 def sources_until(tasks: Sequence[SolveTask], seconds: float) -> list[str]:
-    """What finds better answers in a solve that is ended, as by Ctrl-C, once one takes at most ``seconds``."""
+    """Return the sources of better answers in a solve that is interrupted once an answer takes at most ``seconds``."""
     sources = []
 
     def stop(progress: Progress, schedule: Schedule | None) -> None:
@@ -301,7 +301,7 @@ def test_no_list_is_tried_before_families_at_published_costs() -> None:
 def test_ada_offload_of_one_chunk_keeps_the_pipeline_going(
     p: int, m: int, limit: float, k: float, work: float, mode: HostMode
 ) -> None:
-    """With room for one activation F's wait for O's; one microbatch at a time takes p times the work, 4.8 at p=6."""
+    """Fs wait for Os with room for one activation; one microbatch at a time takes p times the work, 4.8 at p=6."""
     costs = CostProfile.uniform(p, f=26, b=26, w=20, comm=1.3, offload_time=72 * k, host_mode=mode)
     timeline = simulate(generate("ada-offload", p, m, 1, costs, limit), costs)
     assert timeline.makespan <= work * m * 72
@@ -324,7 +324,7 @@ def test_paged_orders_keep_the_limit_however_long_anything_takes(
 
 @pytest.mark.parametrize(("p", "v", "m", "k"), [(6, 3, 12, 50), (4, 2, 9, 20), (3, 1, 7, 9), (5, 4, 6, 30)])
 def test_pipeoffload_is_never_behind_its_order_without_offload(p: int, v: int, m: int, k: float) -> None:
-    """Where the host is so slow that nothing leaves, PO-H and PO-F are ``po``: not longer, and hold no more."""
+    """PO-H and PO-F are ``po`` if the host is so slow that nothing leaves: not longer, and hold no more."""
     costs = CostProfile.uniform(p * v, chunks=v, f=3, b=3, w=3, offload_time=9 * k, host_mode="shared")
     plain, *offloaded = (simulate(generate(name, p, m, v, costs), costs) for name in ("po", "po-h", "po-f"))
     for timeline in offloaded:

@@ -25,7 +25,7 @@ def first_of(task: SolveTask, most: int = 4) -> Schedule:
 
 
 def improved(task: SolveTask, start: Schedule, seconds: float, bound: float = 0.0) -> list[Schedule]:
-    """What the search yields in deterministic time."""
+    """Return what the search yields in deterministic time."""
     return list(NeighbourhoodSearch(task, start, 3).run(Budget(seconds, reproducible=True), bound))
 
 

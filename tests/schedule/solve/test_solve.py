@@ -492,7 +492,7 @@ def test_limit_in_bytes_counts_workspace_and_cotangents() -> None:
 
 
 def test_limit_in_bytes_of_two_flows_is_a_share_of_one() -> None:
-    """Where a rank runs a stage of each flow, a microbatch takes the share of its own flow."""
+    """A microbatch takes the share of its own flow on a rank that runs a stage of each flow."""
     costs = dataclasses.replace(CostProfile.uniform(4), memory_limit_bytes=(3.0,) * 4)
     assert SolveTask(bidirectional(4), 8, costs).limits() == (3.0,) * 4
 

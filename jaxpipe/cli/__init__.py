@@ -47,7 +47,7 @@ def _run(argv: list[str], interrupts: Interrupts | None = None) -> int:
 
 
 def _answer(argv: list[str], interrupts: Interrupts | None) -> int:
-    """The exit code of one verb."""
+    """Run one verb and return its exit code."""
     try:
         from jaxpipe.cli import registry
 
@@ -67,7 +67,7 @@ def _answer(argv: list[str], interrupts: Interrupts | None) -> int:
 
 
 def _lost_output(error: OSError) -> int:
-    """A reader that has what it wanted is no mistake; a full disk is."""
+    """Return the exit code when stdout fails: a closed pipe is no error, a full disk is."""
     from jaxpipe.cli.exit_codes import READER_GONE
     from jaxpipe.train.run.progress import silence
 

@@ -1,4 +1,4 @@
-"""The verb ``cache``: what the schedule cache holds, and emptying it."""
+"""The verb ``cache``: lists and clears the schedule cache."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def run_cache(arguments: argparse.Namespace) -> int:
 
 
 def _folder(directory: str | None) -> Path | None:
-    """``--dir``, which must be there; without it the default, which need not."""
+    """Return the folder ``--dir``, which must exist, or the default, which need not exist."""
 
     folder = default_folder() if directory is None else Path(directory)
     if directory == "":
@@ -85,7 +85,7 @@ def _record(entry: CacheEntry) -> dict[str, Any]:
 
 
 def _print_table(entries: Sequence[CacheEntry]) -> None:
-    """One line an entry; ``value`` and ``bound`` in the unit of the costs, ``stored`` in UTC."""
+    """Print one line an entry; ``value`` and ``bound`` in the unit of the costs, ``stored`` in UTC."""
     heads = ("ranks", "microbatches", "chunks", "placement", "limit", "offload", "objective", "value", "bound", "gap")
     rows = [(*heads, "stored (UTC)")]
     for record in map(_record, entries):

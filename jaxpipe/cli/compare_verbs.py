@@ -37,7 +37,7 @@ _PROGRESS_S = 1.0
 
 
 def _files(arguments: argparse.Namespace) -> Mapping[str, Schedule]:
-    """The schedules given, by path; sets the sizes.
+    """Read the schedule files, by path, and set the sizes.
 
     Raises:
         JaxpipeError, OSError: one can't be read, is invalid, given twice, or of another size.
@@ -51,7 +51,7 @@ def _files(arguments: argparse.Namespace) -> Mapping[str, Schedule]:
 
 
 def run_compare(arguments: argparse.Namespace) -> None:
-    """Every family and file at the same sizes, the fastest first. Flags apply to the families that take them."""
+    """Print every family and file at the same sizes, the fastest first. Flags apply to the families that take them."""
 
     check_output(arguments.plot, PLOTS, "--plot")
     costs = chosen_costs(arguments)
@@ -77,7 +77,7 @@ def run_compare(arguments: argparse.Namespace) -> None:
 
 
 def _notes(arguments: argparse.Namespace, costs: CostChoice, records: Sequence[Record], *, explored: bool) -> list[str]:
-    """What is free here, one line each."""
+    """List what costs nothing under these costs, one line each."""
     notes = []
     if chunks_are_free(arguments, costs):
         tried = f": at most {FREE_CHUNKS} a rank are tried" if explored else ""
@@ -88,7 +88,7 @@ def _notes(arguments: argparse.Namespace, costs: CostChoice, records: Sequence[R
 
 
 def _row(family: Family, arguments: argparse.Namespace, costs: CostChoice, most: int | None) -> Record | Failure:
-    """The family with its defaults and the flags that it takes."""
+    """Return the row of a family with its defaults and the flags that it takes."""
     takes = "chunks" in family.options
     chunks = arguments.chunks if takes else None
     group = arguments.group if "group" in family.options else None
@@ -108,7 +108,7 @@ def _row(family: Family, arguments: argparse.Namespace, costs: CostChoice, most:
 
 
 def _file_row(path: str, schedule: Schedule, arguments: argparse.Namespace, costs: CostChoice) -> Record | Failure:
-    """A schedule as it was read."""
+    """Return the row of a schedule that was read from a file."""
     return _entry(schedule.name, arguments.memory_limit, lambda: simulated(schedule, arguments, costs), file=path)
 
 
@@ -134,12 +134,12 @@ def _entry(
 
 
 def _shortened(message: str, name: str) -> str:
-    """The first sentence of an error, without the family's name, which stands before it."""
+    """Return the first sentence of an error, without the family's name before it."""
     return clipped(" ".join(message.split()).removeprefix(f"{name}: ").removeprefix(f"{name} "), _LONGEST_REASON)
 
 
 def _best_row(family: Family, arguments: argparse.Namespace, costs: CostChoice, most: int | None) -> Record | Failure:
-    """The family with the parameters that suit it best."""
+    """Return the row of a family with its best parameters."""
 
     try:
         return _record(best_of_family(family, _task(arguments, costs, most)), arguments.memory_limit)
@@ -226,7 +226,7 @@ def run_best(arguments: argparse.Namespace) -> None:
 
 
 class _Progress:
-    """Says on stderr, about once a second, what is tried and the best so far."""
+    """Report on stderr, about once a second, the current trial and the best so far."""
 
     def __init__(self) -> None:
 

@@ -22,7 +22,7 @@ from jaxpipe.schedule.tolerance import at_most
 
 
 def most_chunks(arguments: argparse.Namespace, costs: CostChoice) -> int | None:
-    """The most chunks per rank that may be tried; None: as many as the families try by themselves.
+    """Return the most chunks per rank that may be tried; None: as many as the families try by themselves.
 
     Raises:
         ConfigError: fewer layers than ranks, or ``--chunks`` above the limit.
@@ -41,7 +41,7 @@ def most_chunks(arguments: argparse.Namespace, costs: CostChoice) -> int | None:
 
 
 def chunks_are_free(arguments: argparse.Namespace, costs: CostChoice) -> bool:
-    """Whether nothing that was said keeps chunks from being as many as possible: no transfer time, no limit, no profile."""
+    """Return whether no flag or profile limits the number of chunks: no transfer time, no limit, no profile."""
     constraints = (arguments.layers, arguments.max_chunks, arguments.chunks, costs.profile)
     return not costs.comm and all(x is None for x in constraints)
 
@@ -64,7 +64,7 @@ class CostChoice:
 
     @property
     def offload_time(self) -> float | None:
-        """None where nothing was said about the host link; see :func:`check_copies`."""
+        """The time of an offload in the unit of the costs, or None if no flag describes the host link; see :func:`check_copies`."""
         return self.flags.get("offload_time")
 
     @property
@@ -73,7 +73,7 @@ class CostChoice:
         return "si" if self.profile is not None else "plain"
 
     def describe(self) -> str:
-        """The costs in a few words, for a heading."""
+        """Describe the costs in a few words, for a heading."""
         if self.path is not None:
             return f"costs of {Path(self.path).name}"
         parts = ["F, B, W = " + ", ".join(f"{x:g}" for x in self.flags.get("cost", (1, 1, 1)))]
@@ -84,7 +84,7 @@ class CostChoice:
         return ", ".join(parts)
 
     def for_placement(self, placement: Placement, name: str) -> CostProfile:
-        """The profile for a schedule called ``name``.
+        """Return the profile for a schedule called ``name``.
 
         Raises:
             ConfigError: the file has another number of stages.
@@ -105,7 +105,7 @@ class CostChoice:
 
 
 def chosen_costs(arguments: argparse.Namespace) -> CostChoice:
-    """Read what the flags of costs collected.
+    """Build the costs from the flags.
 
     Raises:
         ConfigError: ``--costs`` together with a flag it replaces.
@@ -162,7 +162,8 @@ def check_agreement(arguments: argparse.Namespace, schedules: Mapping[str, Sched
 
 
 def set_sizes(arguments: argparse.Namespace, schedules: Mapping[str, Schedule]) -> None:
-    """``--ranks`` and ``--microbatches`` as the schedules, keyed by file, have them; without any as given, or the defaults.
+    """Set ``--ranks`` and ``--microbatches`` to those of the schedules, keyed by file; without schedules the flags or
+    defaults hold.
 
     Raises:
         ConfigError: as :func:`check_agreement`.
@@ -202,7 +203,7 @@ def check_limit(timeline: Timeline, limit: float | None) -> None:
 
 
 def require_file(path: str) -> None:
-    """Refuse a path that is not a readable file, in words.
+    """Refuse a path that is not a readable regular file.
 
     Raises:
         ConfigError: it does not exist, is a directory or no regular file (reading a pipe could take for ever).

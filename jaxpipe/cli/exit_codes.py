@@ -1,4 +1,5 @@
-"""With which code a verb ends. Errors bring their own (:attr:`jaxpipe.errors.JaxpipeError.exit_code`)."""
+"""The exit codes of verbs, and the line that a user reads about an error. Errors carry their code
+(:attr:`jaxpipe.errors.JaxpipeError.exit_code`)."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ _MOST_PROBLEMS = 20
 
 
 def explained(error: BaseException) -> tuple[str, int] | None:
-    """What a user is told of an error that ended a verb, on one line, and the exit code; None: it is none of a user's."""
+    """Return the line and the exit code for an error that ended a verb; None for an error of jaxpipe itself."""
     match error:
         case KeyboardInterrupt():
             return "interrupted", INTERRUPTED
@@ -46,8 +47,8 @@ def explained(error: BaseException) -> tuple[str, int] | None:
 
 
 def _one_line(error: JaxpipeError) -> str:
-    """The message on one line: excerpts over several lines are joined. Of a long list of problems the first is told, as it may
-    have caused the others, but of a config's, each a mistake of its own, all."""
+    """Return the message on one line: excerpts over several lines are joined. Of a long list of problems the first is told,
+    as it may have caused the others, but of a config's, each a mistake of its own, all."""
     text = " ".join(str(error).split())
     problems: tuple[str, ...] = getattr(error, "problems", ())
     if len(text) <= _LONGEST_LINE or len(problems) <= 1:

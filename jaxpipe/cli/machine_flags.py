@@ -1,4 +1,4 @@
-"""Flags of the verbs that answer for machines that are not here: the target, what of its rates is reached, the memory limit.
+"""Flags of the verbs that model a machine: the target, the fraction of its rates that is reached, the memory limit.
 
 Importing this must not import JAX: ``--help`` is fast.
 """
@@ -57,7 +57,7 @@ def config_of(args: argparse.Namespace, overrides: Sequence[str] = ()) -> TrainC
 
 
 def machine_of(args: argparse.Namespace, *, used: bool = False) -> tuple[Target, Efficiency, float]:
-    """The target, what of its rates is reached, and the bytes that arrays may fill on a device. Without the devices here,
+    """Return the target, its efficiencies, and the bytes that arrays may fill on a device. Without the devices here,
     unless they are ``used``.
 
     Raises:
@@ -80,7 +80,8 @@ def machine_of(args: argparse.Namespace, *, used: bool = False) -> tuple[Target,
 
 
 def without_devices() -> None:
-    """Before JAX is imported: nothing runs on a device, and a GPU's driver must not be waited for."""
+    """Make JAX use the CPU: nothing runs on a device, and a GPU's driver may be slow to start. Call it before JAX is
+    imported."""
     import os
 
     from jaxpipe.train.devices import request_devices

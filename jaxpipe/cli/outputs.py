@@ -1,4 +1,4 @@
-"""What verbs write: ``-o FILE``, repeatable, a schedule or picture in the form its suffix names; notices; JSON.
+"""Output of verbs: ``-o FILE``, repeatable, a schedule or picture in the format of its suffix; notices; JSON.
 
 All paths are checked before any work is done, so a typing error in the second does not cost the first.
 """
@@ -21,18 +21,18 @@ PICTURE_SUFFIXES = (".svg", ".png", ".html", ".trace.json")
 
 
 def add_output_flag(parser: argparse.ArgumentParser, suffixes: Sequence[str], *, required: bool = False) -> None:
-    """``-o``/``--output``."""
+    """Add ``-o``/``--output``."""
     text = f"write FILE, in the form its suffix names: {' '.join(suffixes)} (repeatable)"
     add_repeated(parser, "-o --output", "FILE", text, required=required)
 
 
 def add_costs_flag(parser: argparse.ArgumentParser) -> None:
-    """``-o``/``--output`` of the verbs that measure."""
+    """Add ``-o``/``--output`` to a verb that measures costs."""
     add_value(parser, "-o --output", "FILE", str, "write the cost profile as JSON (for --costs of the schedule verbs)")
 
 
 def check_output(path: str | None, suffixes: Sequence[str], flag: str = "-o") -> None:
-    """:func:`check_outputs` of one that may be left out."""
+    """Run :func:`check_outputs` on one optional path."""
     check_outputs([path] if path else [], suffixes, flag)
 
 
@@ -62,18 +62,18 @@ def check_outputs(paths: Sequence[str], suffixes: Sequence[str], flag: str = "-o
 
 
 def suffix_of(path: str) -> str:
-    """The suffix that decides the form: ``.trace.json`` counts as one."""
+    """Return the suffix that decides the format: ``.trace.json`` counts as one."""
     name = Path(path).name.lower()
     return ".trace.json" if name.endswith(".trace.json") else Path(name).suffix
 
 
 def is_picture(path: str) -> bool:
-    """Whether ``path`` gets a picture (or trace) rather than a schedule."""
+    """Return whether ``path`` names a picture (or trace) rather than a schedule."""
     return suffix_of(path) in PICTURE_SUFFIXES
 
 
 def notice(text: str) -> None:
-    """A line on stderr, where it never mixes with results."""
+    """Print a line to stderr, where it never mixes with results."""
     print(text, file=sys.stderr, flush=True)
 
 

@@ -27,7 +27,7 @@ def add_parallel_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def with_parallel_flags(args: argparse.Namespace, overrides: Sequence[str]) -> list[str]:
-    """``overrides`` with those of the flags before them.
+    """Return the overrides of the flags, followed by ``overrides``.
 
     Raises:
         ConfigError: a flag and an override say different things about one setting.

@@ -24,7 +24,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(prog=prog, description=description, allow_abbrev=False)
 
     def parse(self, argv: Sequence[str]) -> argparse.Namespace:
-        """The parsed arguments.
+        """Return the parsed arguments.
 
         Raises:
             ConfigError: an unknown flag (with the closest known one), a stray argument, or a bad value.
@@ -51,7 +51,7 @@ class Parser(argparse.ArgumentParser):
         self.error(f"unexpected argument {argument!r}")
 
     def _join_negative_values(self, argv: Sequence[str]) -> list[str]:
-        """``--cost -1,1,1`` as ``--cost=-1,1,1``: a negative value is the type's business, not an unknown flag."""
+        """Rewrite ``--cost -1,1,1`` as ``--cost=-1,1,1``, so that argparse reads a negative value, not an unknown flag."""
         joined: list[str] = []
         for argument in argv:
             if joined and joined[-1] in self._option_string_actions and _NUMBER_LIKE.match(argument):
@@ -82,7 +82,7 @@ def add_switch(where: argparse._ActionsContainer, flag: str, text: str) -> None:
 
 
 def add_json_flag(where: argparse._ActionsContainer, text: str = "print one JSON document instead of text") -> None:
-    """``--json``."""
+    """Add ``--json``."""
     add_switch(where, "--json", text)
 
 
@@ -92,7 +92,7 @@ def add_repeated(where: argparse._ActionsContainer, flags: str, metavar: str, te
 
 
 def whole_number(name: str, most: int, *, least: int = 1) -> Callable[[str], int]:
-    """Type of a flag that counts ``name``: an integer from ``least`` to ``most``."""
+    """Return the type of a flag that counts ``name``: an integer from ``least`` to ``most``."""
 
     def convert(text: str) -> int:
         if not re.fullmatch(r"[+-]?[0-9]+", text):
@@ -105,7 +105,7 @@ def whole_number(name: str, most: int, *, least: int = 1) -> Callable[[str], int
 
 
 def amount(name: str, *, most: float = math.inf, zero: bool = True) -> Callable[[str], float]:
-    """Type of a flag for a finite ``name`` from 0 (or above 0, if not ``zero``) to ``most``."""
+    """Return the type of a flag for a finite ``name`` from 0 (or above 0, if not ``zero``) to ``most``."""
     low = "at least 0" if zero else "above 0"
     expected = f"want a number {low}" + (f" and at most {most:g}" if most < math.inf else "")
 

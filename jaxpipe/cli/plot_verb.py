@@ -44,7 +44,7 @@ def run_plot(arguments: argparse.Namespace) -> None:
 
 
 def _drawing(path: str, costs: CostChoice) -> tuple[Timeline, bool]:
-    """The timeline of a file, and whether its copies to the host take no time because the costs say so."""
+    """Return the timeline of a file, and whether its copies to the host take no time because the costs say so."""
 
     require_file(path)
     if _holds_timeline(path):
@@ -61,7 +61,7 @@ def _drawing(path: str, costs: CostChoice) -> tuple[Timeline, bool]:
 
 
 def _holds_timeline(path: str) -> bool:
-    """Whether a file is a timeline rather than a schedule: by its suffix, or by the format named at the top of the JSON."""
+    """Return whether a file is a timeline rather than a schedule: by its suffix, or the format named at the top of the JSON."""
     if path.lower().endswith(TIMELINE_SUFFIX):
         return True
     if suffix_of(path) != ".json":

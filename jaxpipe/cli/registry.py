@@ -30,7 +30,7 @@ class Verb:
     passes_on: bool = False
 
     def function(self, what: str) -> Callable[..., Any]:
-        """``configure`` or ``run``. Imports its module."""
+        """Import the verb's module and return its function ``configure`` or ``run``."""
         module = self.module if what == "run" else self.flags or self.module
         verb_function: Callable[..., Any] = getattr(
             importlib.import_module(f"jaxpipe.cli.{module}"), f"{what}_{self.name}"
@@ -107,7 +107,7 @@ def run(argv: list[str]) -> int:
 
 
 def parsed(name: str, argv: Sequence[str]) -> argparse.Namespace:
-    """The arguments of a verb. Raises as :func:`run`."""
+    """Parse the arguments of a verb. Raises as :func:`run`."""
     verb = next(v for v in VERBS if v.name == name)
     parser = Parser(prog=f"jaxpipe {verb.name}", description=verb.summary[0].upper() + verb.summary[1:] + ".")
     verb.function("configure")(parser)
@@ -117,7 +117,7 @@ def parsed(name: str, argv: Sequence[str]) -> argparse.Namespace:
 
 
 def overview() -> str:
-    """The text of ``jaxpipe --help``."""
+    """Return the text of ``jaxpipe --help``."""
     width = max(len(v.name) for v in VERBS)
     rows = "\n".join(f"  {v.name:<{width}}  {v.summary}" for v in VERBS)
     return (

@@ -18,7 +18,7 @@ _UNITS = {"": 1, "B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "KIB": 2**10, "MIB": 2
 
 
 def memory_size(text: str) -> float:
-    """Type of ``--memory``: a number with a unit, in bytes."""
+    """Parse ``--memory``: a number with a unit, in bytes."""
     size_match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([A-Za-z]*)", text.strip())
     if size_match is None or size_match[2].upper() not in _UNITS or not float(size_match[1]) > 0:
         raise argparse.ArgumentTypeError(

@@ -1,4 +1,4 @@
-"""What the schedule verbs report about a schedule: one record, as JSON or for people.
+"""The record that schedule verbs print about a schedule, as JSON or as text.
 
 The JSON keys are fixed: benchmarks and checks outside the repository read them.
 """
@@ -49,7 +49,7 @@ class Record:
     def of(
         cls, schedule: Schedule, costs: CostProfile, timeline: Timeline, memory_limit: float | None, **facts: Any
     ) -> Record:
-        """``facts``: the fields that have a default."""
+        """Build the record; ``facts`` are the fields that have a default."""
 
         offloaded = offloaded_share(schedule, costs)
         sizes = schedule.placement, schedule.num_microbatches
@@ -57,7 +57,8 @@ class Record:
         return cls(schedule, costs, timeline, *bounds, offloaded, memory_limit, **facts)
 
     def json(self) -> dict[str, Any]:
-        """``tp_exposed_s``: per rank, how long compute waits for TP collectives; empty where the costs have none."""
+        """Return the record for JSON. ``tp_exposed_s``: per rank, how long compute waits for TP collectives; empty where
+        the costs have none."""
         timed = ("makespan", "max_span", "bubble_rate", "span_bubble_rate", "peak_activations")
         optional_keys = ("lower_bound", "span_lower_bound", "offloaded_share", "memory_limit", "group", "family_limit")
         return {
@@ -75,7 +76,7 @@ class Record:
 
     @property
     def label(self) -> str:
-        """What a table and a picture call it."""
+        """The name in tables and pictures."""
         return self.file or self.schedule.name
 
     @property
@@ -85,7 +86,8 @@ class Record:
 
     @property
     def rank_shares(self) -> tuple[float, ...]:
-        """What one activation is on each rank: its residuals of one microbatch (of the first flow) in the unit of the costs."""
+        """The size of one activation on each rank: its residuals of one microbatch (of the first flow) in the unit of the
+        costs."""
 
         return tuple(
             rank_share(self.schedule.placement, self.costs, rank, 0) for rank in range(self.schedule.num_ranks)
@@ -93,7 +95,7 @@ class Record:
 
     @property
     def free_copies(self) -> bool:
-        """Whether it offloads and that takes no time."""
+        """Whether the schedule offloads and its copies take no time."""
         return copies_are_free(self.schedule, self.costs)
 
     @property
@@ -113,7 +115,7 @@ def _above(value: float, bound: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A family that can't be had at these sizes: ``error`` says why at length, ``reason`` in a few words.
+    """A family that has no schedule at these sizes: ``error`` says why at length, ``reason`` in a few words.
 
     ``record``: what it would take, where it is only the memory limit that forbids it. ``file``: as in :class:`Record`.
     """
@@ -134,7 +136,7 @@ class Failure:
 
 
 def copies_are_free(schedule: Schedule, costs: CostProfile) -> bool:
-    """Whether the schedule copies to the host, and that takes no time under these costs."""
+    """Return whether the schedule copies to the host and its copies take no time under these costs."""
 
     return not any(costs.offload_s) and not any(costs.load_s) and offloaded_share(schedule, costs) > 0
 
@@ -143,7 +145,7 @@ FREE_COPIES = "copies to the host take no time"
 
 
 def print_summary(record: Record, units: Units, steps: StepsTimeline | None = None) -> None:
-    """The record for people, one quantity a line; of several ``steps``, the time from one to the next too."""
+    """Print the record as text, one quantity a line; of several ``steps``, the time from one to the next too."""
 
     timeline, schedule = record.timeline, record.schedule
     time = time_scale(timeline.makespan, units)
@@ -188,7 +190,7 @@ def _each(values: Sequence[float], most: int = 16) -> str:
 
 
 def print_table(entries: Sequence[Record | Failure], units: Units) -> None:
-    """All entries as an aligned table, columns that say nothing left out; those not possible last, with the reason.
+    """Print all entries as an aligned table without empty columns; failures come last, with the reason.
 
     ``front`` marks what no other row beats in bubble and peak both.
     """
@@ -220,7 +222,7 @@ def print_table(entries: Sequence[Record | Failure], units: Units) -> None:
 
 
 def front(records: Sequence[Record]) -> list[Record]:
-    """The Pareto front: records that no other beats in makespan or peak without losing in the other, by rising peak."""
+    """Return the Pareto front: records that no other beats in makespan or peak without losing in the other, by rising peak."""
 
     def key(record: Record) -> tuple[float, float]:
         return nine_digits(record.peak), nine_digits(record.timeline.makespan)
@@ -233,8 +235,9 @@ def front(records: Sequence[Record]) -> list[Record]:
 
 
 def sketch(timeline: Timeline, width: int, units: Units) -> str:
-    """The timeline as text (:func:`jaxpipe.schedule.picture.draw`) in at most ``width`` columns: exactly where its times have a
-    common step, else with times rounded, which its last line says. A line that says how to draw it where it does not fit."""
+    """Draw the timeline as text (:func:`jaxpipe.schedule.picture.draw`) in at most ``width`` columns: exactly where its
+    times have a common step, else with times rounded, which its last line says. A line that says how to draw it where it
+    does not fit."""
 
     too_large = "  (too large for a picture here; -o x.svg draws it)"
     events = [e for e in timeline.events if e.lane == "compute"]
@@ -255,7 +258,7 @@ def _fits(picture: str, width: int) -> bool:
 
 
 def _common_step(times: Sequence[float]) -> float | None:
-    """The longest step of which all ``times`` are multiples; None if there is none, or more than ``_MOST_STEPS``."""
+    """Return the longest step of which all ``times`` are multiples; None if there is none, or more than ``_MOST_STEPS``."""
 
     longest = max(times, default=0.0)
     if longest <= 0:

@@ -1,4 +1,4 @@
-"""Flags of ``schedule traverse``: which ranks run which stages, and by which rules they choose."""
+"""Flags of ``schedule traverse``: the placement, and the rules by which ranks choose actions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jaxpipe.schedule.placement import placement_named
 
 
 def refuse_traverse_flags(arguments: argparse.Namespace) -> None:
-    """For families, which have a placement and rules of their own.
+    """Refuse the flags of ``traverse`` for families, which have a placement and rules of their own.
 
     Raises:
         ConfigError: names the flag.
@@ -27,7 +27,7 @@ def refuse_traverse_flags(arguments: argparse.Namespace) -> None:
 
 
 def traversed(arguments: argparse.Namespace, costs: CostChoice) -> tuple[Schedule, CostProfile]:
-    """The schedule that the flags ask for, and its costs.
+    """Return the schedule that the flags describe, and its costs.
 
     Raises:
         JaxpipeError: flags that contradict each other, rules that can't be read, or nothing can go on under them.
@@ -44,7 +44,7 @@ def traversed(arguments: argparse.Namespace, costs: CostChoice) -> tuple[Schedul
 
 
 def _rules(text: str, placement: Placement, microbatches: int) -> Any:
-    """The rules in a line, or of that name in a Python file."""
+    """Parse rules from one line, or take those of that name from a Python file."""
     path, _, name = text.rpartition(":")
     if text.endswith(".py"):
         raise ConfigError(f"--rules {text} names a file; say which of its names: {text}:NAME")
@@ -60,7 +60,7 @@ def _rules(text: str, placement: Placement, microbatches: int) -> Any:
 
 
 def _from_file(path: str, name: str) -> Any:
-    """What ``name`` is in the Python file ``path``, which is run."""
+    """Run the Python file ``path`` and return its attribute ``name``."""
     require_file(path)
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
     assert spec is not None and spec.loader is not None

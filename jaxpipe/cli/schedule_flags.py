@@ -1,4 +1,4 @@
-"""The flags of the verbs about schedules, and of several of them the same. Imports no schedules: ``--help`` is fast."""
+"""Flags that several schedule verbs share. Imports no schedules: ``--help`` is fast."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _OWN = "the family's own"
 
 
 def _add_size_flags(parser: argparse.ArgumentParser, *, from_file: bool = False, chunks: str = _OWN) -> None:
-    """``--ranks --microbatches --chunks``; with ``from_file`` they have no default and only confirm what the file says.
+    """Add ``--ranks --microbatches --chunks``; with ``from_file`` they have no default and only confirm what the file says.
     ``chunks``: the help's word for the default of that flag."""
     group = parser.add_argument_group("sizes", "must agree with the file" if from_file else "")
     sizes = (("ranks", "P", MOST_RANKS), ("microbatches", "M", MOST_MICROBATCHES), ("chunks", "V", MOST_CHUNKS))
@@ -43,7 +43,7 @@ def _add_size_flags(parser: argparse.ArgumentParser, *, from_file: bool = False,
 
 
 def _add_chunk_limit_flags(parser: argparse.ArgumentParser) -> None:
-    """``--layers --max-chunks``: how many chunks per rank may be tried."""
+    """Add ``--layers --max-chunks``: how many chunks per rank may be tried."""
     group = parser.add_argument_group("chunks", "more of them shorten the bubble, and cost transfers: see --comm")
     add_value(
         group, "--layers", "N", whole_number("layers", MOST_LAYERS), "layers of the model: ranks x chunks at most"
@@ -53,13 +53,13 @@ def _add_chunk_limit_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_group_flag(parser: argparse.ArgumentParser, default: str = _OWN) -> None:
-    """``--group``."""
+    """Add ``--group``."""
     text = f"microbatches that run in turn through one chunk, for families that take it (default: {default})"
     add_value(parser, "--group", "G", whole_number("group", MOST_MICROBATCHES), text)
 
 
 def _add_cost_flags(parser: argparse.ArgumentParser) -> None:
-    """``--cost --comm --w-residual --offload-time --tp-comm --tp-collectives --host-link --costs``."""
+    """Add ``--cost --comm --w-residual --offload-time --tp-comm --tp-collectives --host-link --costs``."""
     text = "one rank's share of one microbatch; divided by the chunks of the schedule"
     group = parser.add_argument_group("costs", text)
     add_value(group, "--cost", "F,B,W", cost_triple, "time of F, B and W (default 1,1,1)")
@@ -78,38 +78,38 @@ def _add_cost_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_head_flag(parser: argparse.ArgumentParser) -> None:
-    """``--head``."""
+    """Add ``--head``."""
     text = "time of S and T, the passes of a rank's part of the head, in vocab-... schedules (default 0,0)"
     add_value(parser, "--head", "S,T", cost_pair, text)
 
 
 def _add_braid_flag(parser: argparse.ArgumentParser) -> None:
-    """``--braid``."""
+    """Add ``--braid``."""
     text = "run two actions that stand side by side as one slot, where that hides TP collectives and saves time"
     add_switch(parser, "--braid", text)
 
 
 def _add_objective_flag(parser: argparse.ArgumentParser) -> None:
-    """``--objective``."""
+    """Add ``--objective``."""
     text = "what to minimise: the makespan (default), or the longest span of a rank"
     parser.add_argument("--objective", choices=("makespan", "span"), default="makespan", help=text)
 
 
 def _add_pass_flags(parser: argparse.ArgumentParser) -> None:
-    """``--separate --braid``."""
+    """Add ``--separate --braid``."""
     text = "split full backwards and put their weight gradients into bubbles, where that saves time within the memory limit"
     add_switch(parser, "--separate", text)
     _add_braid_flag(parser)
 
 
 def _add_limit_flag(parser: argparse.ArgumentParser) -> None:
-    """``--memory-limit``."""
+    """Add ``--memory-limit``."""
     text = "live activations allowed on a rank, in its share of one microbatch (1F1B needs p)"
     add_value(parser, "--memory-limit", "L", amount("limit", zero=False), text)
 
 
 def _add_traverse_flags(parser: argparse.ArgumentParser) -> None:
-    """``--placement --rules --unit-steps``."""
+    """Add ``--placement --rules --unit-steps``."""
     group = parser.add_argument_group("traverse", "for 'jaxpipe schedule traverse': an order by rules")
     group.add_argument("--placement", choices=PLACEMENTS, help="which ranks run which stages (default: one-to-one)")
     text = (
@@ -160,7 +160,7 @@ def configure_simulate(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_choice_flags(parser: argparse.ArgumentParser, default: str) -> None:
-    """Flags of ``compare`` and ``best``. ``default``: chunks and groups that are tried."""
+    """Add the flags of ``compare`` and ``best``. ``default``: chunks and groups that are tried."""
     text = "schedules (.sched .json .csv) that stand beside the families; all of one size, which is then the default"
     parser.add_argument("files", metavar="FILE", nargs="*", help=text)
     _add_size_flags(parser, chunks=default)

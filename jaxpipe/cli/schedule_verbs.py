@@ -1,4 +1,4 @@
-"""The verbs ``schedules``, ``schedule`` and ``simulate``: about one schedule at a time, none of them touches JAX."""
+"""The verbs ``schedules``, ``schedule`` and ``simulate``: each handles one schedule, without importing JAX."""
 
 from __future__ import annotations
 
@@ -118,7 +118,8 @@ def load_schedule(path: str) -> Schedule:
 def simulated(
     schedule: Schedule, arguments: argparse.Namespace, costs: CostChoice
 ) -> tuple[Schedule, CostProfile, Timeline]:
-    """A schedule that was read, after the passes asked for, with costs and timeline. A notice names an O that stands too late.
+    """Apply the requested passes to a schedule that was read, and return it with costs and timeline. A notice names an O
+    that stands too late.
 
     Raises:
         JaxpipeError: costs for another number of stages, or none for its copies to the host.
@@ -206,7 +207,7 @@ def _finished(
 
 
 def after_passes(schedule: Schedule, costs: CostProfile, arguments: argparse.Namespace) -> Schedule:
-    """``schedule`` after the passes of ``--separate`` and ``--braid``."""
+    """Apply the passes of ``--separate`` and ``--braid``."""
 
     limit = float("inf") if arguments.memory_limit is None else arguments.memory_limit
     if "separate" in arguments and arguments.separate:
@@ -247,6 +248,6 @@ def conclude(
 
 
 def _terminal_width() -> int:
-    """Columns of the terminal; a generous fixed number when the output goes to a file or another program."""
+    """Return the columns of the terminal; a generous fixed number when the output goes to a file or another program."""
     terminal = sys.stdout is not None and sys.stdout.isatty()
     return shutil.get_terminal_size().columns if terminal else 160

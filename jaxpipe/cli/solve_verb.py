@@ -75,7 +75,8 @@ def _progress(progress: Progress, _schedule: Schedule | None) -> None:
 
 
 def _headline(solution: Solution, placements: int) -> str:
-    """Both bounds by name: of all placements that were tried, and, where it is another, of the one that was found."""
+    """Summarise the solution with both bounds: that of all placements tried and, if it differs, that of the solution's
+    placement."""
 
     kind = solution.task.placement.kind
     where = f" of all {placements} placements tried" if placements > 1 else ""
@@ -97,7 +98,7 @@ def _headline(solution: Solution, placements: int) -> str:
 
 
 def _facts(solution: Solution) -> dict[str, Any]:
-    """What ``--json`` says beyond the keys of ``schedule --json``. ``lower_bound`` and ``gap`` are those of all placements
+    """Return the JSON keys beyond those of ``schedule --json``. ``lower_bound`` and ``gap`` are those of all placements
     tried, ``placement_bound`` and ``placement_gap`` those of the placement found."""
     bounds = ("value", "lower_bound", "gap", "placement_bound", "placement_gap", "optimal_in_placement")
 
@@ -113,7 +114,7 @@ def _facts(solution: Solution) -> dict[str, Any]:
 
 
 def _started(arguments: argparse.Namespace, starts: Iterable[Schedule]) -> Sequence[Placement]:
-    """The placements of the schedules to start from.
+    """Return the placements of the schedules to start from.
 
     Raises:
         ConfigError: there is one, and a flag asks for placements, too.
@@ -146,7 +147,7 @@ def _tasks(arguments: argparse.Namespace, costs: CostChoice, placements: Sequenc
 
 
 def _placements(arguments: argparse.Namespace, costs: CostChoice) -> Sequence[Placement]:
-    """The placements asked for that have no more chunks than allowed.
+    """Return the requested placements within the limit on chunks.
 
     Raises:
         ConfigError: there are none, or as :func:`_asked`.
@@ -159,7 +160,7 @@ def _placements(arguments: argparse.Namespace, costs: CostChoice) -> Sequence[Pl
 
 
 def _asked(arguments: argparse.Namespace, costs: CostChoice) -> Sequence[Placement]:
-    """The placements asked for; with ``auto`` those that suit the chunks, or the stages of a cost profile.
+    """Return the requested placements; with ``auto`` those that suit the chunks, or the stages of a cost profile.
 
     Raises:
         ConfigError: the placement has another number of chunks, or the profile's stages don't divide by the ranks.
@@ -187,7 +188,8 @@ def _asked(arguments: argparse.Namespace, costs: CostChoice) -> Sequence[Placeme
 
 
 def _family_placements(arguments: argparse.Namespace) -> Sequence[Placement]:
-    """Those that the families use, one each; with more chunks than a family has by default only at small sizes."""
+    """Return the placements that the families use, one each; with more chunks than a family has by default only at small
+    sizes."""
 
     placements: dict[Placement, None] = {}
     pairs = arguments.ranks * arguments.microbatches

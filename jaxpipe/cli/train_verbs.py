@@ -58,7 +58,7 @@ def configure_train(parser: argparse.ArgumentParser) -> None:
 
 
 def config_of(args: argparse.Namespace) -> TrainConfig:
-    """What the flags of ``train`` say."""
+    """Build the config from the flags of ``train``."""
     from jaxpipe.train.config import load_config
 
     fallback = ["offload.fallback=true"] if args.offload_fallback else []
@@ -110,8 +110,8 @@ def run_train(args: argparse.Namespace) -> int:
 
 @contextmanager
 def ending_together(processes: Processes) -> Iterator[None]:
-    """What ends one process inside the block ends the others, too, with the same line and exit code; a process that ends well
-    waits for them."""
+    """End all processes with one line and exit code when one of them fails inside the block; a process that succeeds waits
+    for the others."""
     try:
         yield
     except AgreedError:  # in all of them
@@ -127,7 +127,7 @@ def ending_together(processes: Processes) -> Iterator[None]:
 
 
 def add_checkpoint_flags(parser: argparse.ArgumentParser) -> None:
-    """Which checkpoint, and what makes its model."""
+    """Add the flags that name a checkpoint and the function that makes its model."""
     parser.add_argument("checkpoint", metavar="RUN", help="a run directory, its checkpoints folder, or one checkpoint")
     add_value(parser, "--step", "N", _step, "the checkpoint of step N, or 'best' (lowest loss); the newest by default")
     text = (
@@ -147,7 +147,7 @@ def _add_devices_flag(parser: argparse.ArgumentParser) -> None:
 
 
 def _load(args: argparse.Namespace) -> Trained:
-    """The model that the flags name; what its config holds that is not known is told on stderr."""
+    """Load the model that the flags name; report unknown config keys on stderr."""
     from jaxpipe.train.evaluate import load_trained
 
     trained = load_trained(
@@ -166,7 +166,7 @@ def _load(args: argparse.Namespace) -> Trained:
 
 
 def _step(text: str) -> int | str:
-    """Type of ``--step``."""
+    """Parse ``--step``."""
     if text == "best":
         return text
     if not re.fullmatch("[0-9]{1,12}", text):

@@ -64,7 +64,7 @@ def run_tune(args: argparse.Namespace) -> None:
 
 
 def _stopwatch(path: str) -> Stopwatch:
-    """Of the devices that JAX finds here."""
+    """Return a stopwatch on the local devices of JAX."""
     import jax
 
     from jaxpipe.files import user_cache
@@ -82,7 +82,7 @@ def _write_json(path: str, document: dict[str, Any]) -> None:
 
 
 def _write_config(path: str, tuned: Tuned) -> None:
-    """The config, and beside it the schedule where no name makes it."""
+    """Write the config, and beside it the schedule if no family name produces it."""
     from jaxpipe.files import write_atomically
     from jaxpipe.schedule import write_schedule
 
@@ -98,7 +98,7 @@ def _write_config(path: str, tuned: Tuned) -> None:
 
 
 def _nothing(tuned: Tuned, limit: float) -> str:
-    """Why there is no answer."""
+    """Explain why no candidate fits."""
     if tuned.stopped:
         return f"out of time before anything was found that fits in {limit / 1e9:g} GB a device: raise --time-limit"
     least = min((max(t.peak_bytes) for t in tuned.tried if t.peak_bytes), default=None)

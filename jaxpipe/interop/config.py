@@ -1,4 +1,4 @@
-"""``config.json`` of the hub key by key: of the type that is wanted, or refused in a line that names the key.
+"""Read ``config.json`` of the hub key by key; a value of another type is refused in a line that names the key.
 
 Rotary positions have two forms: ``rope_theta`` and ``rope_scaling`` (transformers 4), and both in ``rope_parameters``
 (transformers 5). Both are read, and where a file has both they must agree. The first is what is to be written: transformers 4
@@ -21,14 +21,14 @@ MOST_LAYERS = 10_000
 
 
 def refused(key: str, value: Any, allowed_text: str) -> ConfigError:
-    """The error about a value that a model does not have."""
+    """Return the error about a value that a model does not support."""
     return ConfigError(
         f"config.json: {key} is {clipped(repr(value), 60)}, and this model has {allowed_text}; choose another"
     )
 
 
 def conflict(values: Mapping[str, Any]) -> ConfigError:
-    """The error about keys, with their values, that say one thing otherwise than the other."""
+    """Return the error about two keys whose values contradict each other."""
     listed = " and ".join(f"{name} is {clipped(repr(value), 80)}" for name, value in values.items())
     return ConfigError(f"config.json: {listed}; take the wrong one away")
 
@@ -78,7 +78,8 @@ class Keys:
             raise refused(f"{self.where}{name}", value, ", ".join(allowed_texts) or "none")
 
     def rope(self, theta: float) -> tuple[float, str, Keys]:
-        """Base of rotary frequencies (``theta`` where none is said), kind of their scaling, and the table of its numbers.
+        """Return the base of rotary frequencies (``theta`` where none is said), kind of their scaling, and the table of its
+        numbers.
 
         Of two tables transformers 5 takes ``rope_scaling``, as version 4 does; but they differ about which base counts where
         several are said, and a table that says other things than a second one may be a leftover. Both are refused.

@@ -33,7 +33,7 @@ _READ = frozenset(_STORED.values())
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Raises ConfigError unless the file holds a JSON object."""
+    """Read a JSON object. Raises ConfigError if the file holds none."""
     try:
         document = json.loads(read_file(path), object_pairs_hook=unique_keys, parse_constant=no_constant)
     except FileNotFoundError:
@@ -112,7 +112,7 @@ def stored_tensors(folder: Path, optional: Collection[str] = ()) -> tuple[dict[s
 
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """A folder beside ``out`` that is given its name at the end of the block; where that fails, nothing is left behind.
+    """Yield a folder beside ``out`` that is renamed to ``out`` at the end of the block; a failure leaves nothing behind.
 
     Raises:
         ConfigError: ``out`` holds something, or can't be written.
@@ -139,7 +139,7 @@ def new_folder(out: Path) -> Iterator[Path]:
 
 @contextmanager
 def opened(path: Path) -> Iterator[Any]:
-    """A safetensors file. Raises ConfigError if it can't be read, or is none."""
+    """Open a safetensors file. Raises ConfigError if it can't be read, or is none."""
     from safetensors import SafetensorError, safe_open
 
     if not path.is_file():
@@ -154,7 +154,7 @@ def opened(path: Path) -> Iterator[Any]:
 
 
 def read_tensor(file: Any, stored: Stored) -> np.ndarray:
-    """As float32, out of the opened file that it is in.
+    """Read a tensor as float32 from its opened file.
 
     Raises:
         ConfigError: it is not finite everywhere.
@@ -166,7 +166,7 @@ def read_tensor(file: Any, stored: Stored) -> np.ndarray:
 
 
 def check_dtype(stored: Stored) -> None:
-    """Raises ConfigError unless its numbers are plain floats."""
+    """Check a tensor's dtype. Raises ConfigError unless its numbers are plain floats."""
     if stored.dtype not in _READ:
         raise ConfigError(
             f"{stored.file}: {stored.name} is {stored.dtype}; want {', '.join(sorted(_READ))}: use the model as it was before "
@@ -225,7 +225,7 @@ def _write_file(path: Path, tensors: Iterable[Planned], dtype: str, size: int) -
 
 
 def _narrowed(name: str, wide: np.ndarray, dtype: str) -> np.ndarray:
-    """Raises ConfigError where a number is too large for ``dtype``: it would be written as infinity."""
+    """Cast to ``dtype``. Raises ConfigError where a number is too large for it: it would be written as infinity."""
     with np.errstate(over="ignore"):
         array = np.ascontiguousarray(wide, dtype=DTYPES[dtype])
     if np.isinf(array).any() and not np.isinf(wide).any():

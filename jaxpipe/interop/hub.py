@@ -1,4 +1,5 @@
-"""A folder of the hub that fits a model of ours: checked whole by headers and tables, then read one parameter at a time."""
+"""Open a folder of the hub that fits a model of ours: checked whole by headers and tables, then read one parameter at a
+time."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ def is_hub(folder: Path) -> bool:
 
 
 def open_hub(folder: Path, target: str | None = None) -> Hub:
-    """The folder, by its config alone. ``target``: the model that reads it; by default the one of its ``model_type``.
+    """Open the folder by its config alone. ``target``: the model that reads it; by default the one of its ``model_type``.
 
     Raises:
         ConfigError: there is no such folder, or no model of ours does what it says.
@@ -80,7 +81,7 @@ class Weights:
     remarks: tuple[str, ...] = ()
 
     def read(self, layer: str) -> Params:
-        """One layer's parameters, float32.
+        """Read one layer's parameters as float32.
 
         Raises:
             ConfigError: a file can't be read, or holds numbers that are not finite.
@@ -173,7 +174,7 @@ def _wrapper(lost: Collection[str], files: Collection[str], model_prefix: str) -
 
 
 def _full(exchange: HuggingFace, name: str) -> str:
-    """A tensor's name with the prefix that files may leave out."""
+    """Return a tensor's name with the prefix that files may leave out."""
     prefixed = not exchange.prefix or name.startswith((exchange.prefix, "lm_head."))
     return name if prefixed else exchange.prefix + name
 

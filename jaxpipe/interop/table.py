@@ -45,7 +45,7 @@ class Tensor:
 
     @classmethod
     def of_words(cls, name: str, layer: str, path: Path, words: int, rows: int) -> Tensor:
-        """A row for each of ``words``, of a leaf that has ``rows`` of them: an embedding or a head."""
+        """Return a row for each of ``words``, of a leaf that has ``rows`` of them: an embedding or a head."""
         return cls(name, layer, path, "v d -> v d", (0, 0, words) if rows > words else None, rows > words)
 
     @property
@@ -58,14 +58,14 @@ class Tensor:
         return theirs.strip(), ours.strip()
 
     def index(self) -> tuple[slice, ...]:
-        """Where in the leaf it lies."""
+        """The index of the leaf that the tensor fills."""
         if self.part is None:
             return (slice(None),)
         axis, start, stop = self.part
         return (*[slice(None)] * axis, slice(start, stop))
 
     def axes(self, leaf: Sequence[int]) -> dict[str, int]:
-        """Sizes of the pattern's axes, for a leaf of this shape."""
+        """Return the sizes of the pattern's axes for a leaf of this shape."""
         shape = list(leaf)
         if self.part is not None:
             axis, start, stop = self.part
@@ -73,13 +73,13 @@ class Tensor:
         return dict(zip(self.sides[1].split(), shape, strict=True))
 
     def shape(self, leaf: Sequence[int]) -> tuple[int, ...]:
-        """Their shape, for a leaf of this one."""
+        """Return the shape of the file's tensor for a leaf of this shape."""
         sizes = self.axes(leaf)
         axes = re.findall(r"\(([^)]*)\)|(\w+)", self.sides[0])
         return tuple(math.prod(sizes[name] for name in (joined or single).split()) for joined, single in axes)
 
     def to_ours(self, array: np.ndarray, leaf: Sequence[int]) -> np.ndarray:
-        """What belongs into the part of a leaf of this shape."""
+        """Convert a file's tensor to the part of a leaf of this shape."""
         return _rearranged(array, self.pattern, self.axes(leaf))
 
     def to_theirs(self, leaf: np.ndarray) -> np.ndarray:
@@ -108,7 +108,7 @@ class HuggingFace:
 
 
 def hugging_face_of(target: str) -> HuggingFace:
-    """What the file of the model ``module:function`` says of folders of the hub.
+    """Return the hub description in the file of the model ``module:function``.
 
     Raises:
         ConfigError: it has no function ``hugging_face``, or that returns something else.
@@ -123,12 +123,12 @@ def hugging_face_of(target: str) -> HuggingFace:
 
 
 def leaf_shapes(params: Mapping[str, Any]) -> dict[Leaf, tuple[int, ...]]:
-    """Of each leaf of ``params``, trees of arrays or their shapes by layer."""
+    """Return the shape of each leaf of ``params``, trees of arrays or avals by layer."""
     return {(layer, path): tuple(a.shape) for layer, tree in params.items() for path, a in by_path(tree).items()}
 
 
 def rows_by_leaf(table: Sequence[Tensor], leaves: Mapping[Leaf, tuple[int, ...]]) -> dict[Leaf, list[Tensor]]:
-    """The rows of each leaf. ``leaves``: their shapes.
+    """Group the table's rows by leaf. ``leaves``: their shapes.
 
     Raises:
         ConfigError: a leaf is not filled exactly once, or there is no such leaf: the table is of another model.
@@ -145,7 +145,7 @@ def rows_by_leaf(table: Sequence[Tensor], leaves: Mapping[Leaf, tuple[int, ...]]
 
 
 def _fill(rows: Sequence[Tensor], shape: Sequence[int]) -> bool:
-    """Whether these rows fill a leaf of this shape exactly once: it is one of them, or their parts follow each other."""
+    """Return whether these rows fill a leaf of this shape exactly once: it is one of them, or their parts follow each other."""
     parts = sorted(row.part for row in rows if row.part is not None)
     if len(parts) < len(rows) or not parts:
         return len(rows) == 1

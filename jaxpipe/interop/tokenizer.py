@@ -36,7 +36,7 @@ def copy_files(source: Path, to: Path, names: Iterable[str] = FILES) -> None:
 
 
 def write_byte_tokenizer(folder: Path, positions: int) -> None:
-    """``tokenizer.json`` and ``tokenizer_config.json`` whose ids are bytes: byte-pair encoding without merges, over the
+    """Write ``tokenizer.json`` and ``tokenizer_config.json`` whose ids are bytes: byte-pair encoding without merges, over the
     characters by which GPT-2's stands for bytes. Byte 0 is the token that begins and ends a text."""
     characters = [chr(byte) for byte in range(256)]
     for n, byte in enumerate(b for b in range(256) if b not in _PLAIN):
@@ -67,8 +67,8 @@ def write_byte_tokenizer(folder: Path, positions: int) -> None:
 
 
 def write_tokenizer_config(folder: Path, positions: int, end: str | None) -> None:
-    """``positions``: the most tokens that the model takes. ``end``: the token that ends a text, and begins one, if there is
-    one."""
+    """Write ``tokenizer_config.json``. ``positions``: the most tokens that the model takes. ``end``: the token that ends a
+    text, and begins one, if there is one."""
     ends = {} if end is None else {"bos_token": end, "eos_token": end}
     plain = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     write_json(folder / SETTINGS, {**plain, "model_max_length": positions, **ends})

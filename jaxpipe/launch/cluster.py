@@ -71,12 +71,13 @@ class Job:
 
 
 def _axes(pipe: PipelineConfig) -> str:
-    """The devices of a rank by what they share."""
+    """Describe the axes that divide a rank's devices."""
     return f"tp {pipe.tp} × " + (f"cp {pipe.cp} × " if pipe.cp > 1 else "") + f"dp {pipe.dp}"
 
 
 def sbatch(job: Job, options: Sequence[str], folder: Path) -> str:
-    """A batch script. ``options``: more of sbatch, such as ``time=12:00:00``; ``folder``: where the run starts.
+    """Return a batch script for Slurm. ``options``: more of sbatch, such as ``time=12:00:00``; ``folder``: where the run
+    starts.
 
     Raises:
         ConfigError: an option is none, or it or the folder holds a control character.
@@ -113,21 +114,21 @@ srun --kill-on-bad-exit=0 --wait=60 {command} || code=$?
 
 
 def _sbatch_quoted(text: str) -> str:
-    """``text`` as one word of an ``#SBATCH`` line, for sbatch's own reader (``_get_argument`` in its source): a backslash makes
-    the next character plain, in quotes too, and quotes keep blanks and ``#``. Its releases blank out or look for the words
-    packjob and hetjob in a line before they read it; a backslash within hides them."""
+    """Quote ``text`` as one word of an ``#SBATCH`` line, for sbatch's own reader (``_get_argument`` in its source): a
+    backslash makes the next character plain, in quotes too, and quotes keep blanks and ``#``. Its releases blank out or
+    look for the words packjob and hetjob in a line before they read it; a backslash within hides them."""
     escaped = re.sub(r'(["\\])', r"\\\1", text)
     escaped = re.sub("(?i)(pack|het)(?=job)", r"\1\\", escaped)
     return escaped if re.fullmatch(r"[\w./:=,%@+-]*", text, re.ASCII) else f'"{escaped}"'
 
 
 def _yaml_quoted(text: str) -> str:
-    """``text`` as a string of YAML, which is one of JSON, but that YAML joins no halves of surrogate pairs."""
+    """Quote ``text`` as a string of YAML, which is one of JSON, but that YAML joins no halves of surrogate pairs."""
     return json.dumps(text, ensure_ascii=False)
 
 
 def jobset(job: Job, image: str, claim: str) -> str:
-    """A JobSet (``jobset.x-k8s.io/v1alpha2``) of one Job with a pod a node. ``claim``, ``NAME:PATH``: the
+    """Return a JobSet (``jobset.x-k8s.io/v1alpha2``) of one Job with a pod a node. ``claim``, ``NAME:PATH``: the
     PersistentVolumeClaim that all pods share, and where.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The processes of a run on this machine: started, heard, told of signals, and started again if one was lost.
+"""Start the processes of a run on this machine, log their output, forward signals, and restart them if one is lost.
 
 Each gets its share of the cores, as processes that share them fight for them. The standard output of process 0 is passed on to
 ours; what the others write, and every standard error, comes on our standard error with the number of the process before each
@@ -59,7 +59,8 @@ class Launch:
             signal.signal(number, handler)
 
     def run(self, restarts: int) -> int:
-        """Run to the end, at most ``restarts`` times again if it is lost; the exit code of the process that ended it."""
+        """Run to the end, restarting up to ``restarts`` times after a loss; return the exit code of the process that ended
+        the run."""
         for attempt in range(restarts + 1):
             listeners = self._start()
             process, code = self._wait()
@@ -81,7 +82,7 @@ class Launch:
         return code
 
     def _start(self) -> list[threading.Thread]:
-        """Start all; the threads that listen to them."""
+        """Start all processes; return the threads that read their output."""
         with socket.create_server(("127.0.0.1", 0)) as server:
             address = f"127.0.0.1:{server.getsockname()[1]}"
         cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
@@ -121,7 +122,8 @@ class Launch:
         return listeners
 
     def _wait(self) -> tuple[int, int]:
-        """Until all have ended: the process that made the others end, and its exit code; of a kill the negative signal."""
+        """Wait until all have ended; return the process that ended the others, and its exit code (a killed one: minus the
+        signal)."""
         ended: dict[int, int] = {}
         until: float | None = None
         while len(ended) < self._number:
@@ -150,7 +152,7 @@ class Launch:
                 child.send_signal(number)
 
     def _pass_output(self, stream: Any, log: BinaryIO) -> None:
-        """Standard output of process 0: to the log, and to ours as long as somebody reads that."""
+        """Copy the standard output of process 0 to the log, and to ours while somebody reads it."""
         lost = False
         with stream, log:
             while chunk := stream.read1(_BLOCK):

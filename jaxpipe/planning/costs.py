@@ -1,4 +1,4 @@
-"""What a target makes of planned stages: seconds by roofline, links, and so a :class:`~jaxpipe.schedule.costs.CostProfile`."""
+"""Cost planned stages on a target: seconds by roofline and link rates, as a :class:`~jaxpipe.schedule.costs.CostProfile`."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from jaxpipe.train.settings.sections import PipelineConfig
 def planned_costs(
     stages: Sequence[PlannedStage], pipe: PipelineConfig, target: Target, efficiency: Efficiency, limit_bytes: float
 ) -> CostProfile:
-    """Seconds by roofline, bytes from shapes, links of the target; ``limit_bytes``: what arrays may fill on a device.
-    Collectives over ``tp`` and ``cp`` are rings; F and B are taken to need equally long ones, which they do but for an
-    embedding and a head. ``optimizer_bytes``: gradient accumulators, master parameters and optimizer state."""
+    """Return the cost profile of planned stages: seconds by roofline, bytes from shapes, links of the target.
+    ``limit_bytes``: what arrays may fill on a device. Collectives over ``tp`` and ``cp`` are rings; F and B are taken to
+    need equally long ones, which they do but for an embedding and a head. ``optimizer_bytes``: gradient accumulators,
+    master parameters and optimizer state."""
     sizes, rates = [s.sizes for s in stages], unit_costs(target, efficiency, pipe.tp * pipe.cp)
     f, b, w = ([x.exchange_s(op, rates) for x in sizes] for op in ("F", "B", "W"))
     work = {op: [s.work.get(op, Work()) for s in stages] for op in ops_of([s.functions for s in stages])}
@@ -42,8 +43,8 @@ def planned_costs(
 
 
 def host_link(target: Target, efficiency: Efficiency, pipe: PipelineConfig) -> HostLink:
-    """What one device gets of the host link. Devices of one rank that share a link copy at once and halve it; devices of
-    different ranks take turns (a PCIe group)."""
+    """Return the share of the host link that one device gets. Devices of one rank that share a link copy at once and halve
+    it; devices of different ranks take turns (a PCIe group)."""
     inside = min(target.gpus_per_host_link, pipe.tp * pipe.cp)
     across = target.gpus_per_host_link // inside
     groups = [tuple(range(r, min(r + across, pipe.ranks))) for r in range(0, pipe.ranks, across)]
@@ -57,7 +58,7 @@ def host_link(target: Target, efficiency: Efficiency, pipe: PipelineConfig) -> H
 
 
 def link_of(target: Target, efficiency: Efficiency, devices: float = math.inf) -> Link:
-    """Between so many neighbouring devices: NVLink where they fit into a node, else the network."""
+    """Return the link between so many neighbouring devices: NVLink where they fit into a node, else the network."""
     inside = devices <= target.node_size
     latency_s = target.link_latency_s if inside else target.network_latency_s
     return Link(latency_s, (target.link_bytes_per_s if inside else target.network_bytes_per_s) * efficiency.link)
@@ -66,7 +67,7 @@ def link_of(target: Target, efficiency: Efficiency, devices: float = math.inf) -
 def near_links(
     target: Target, efficiency: Efficiency, pipe: PipelineConfig
 ) -> tuple[tuple[tuple[int, int], Link], ...]:
-    """Links between neighbours (cyclically) that sit in one node."""
+    """Return the links between cyclic neighbours that lie in one node."""
     near = link_of(target, efficiency, 1)
     pairs = {(a, (a + step) % pipe.ranks) for a in range(pipe.ranks) for step in (1, -1)}
     return tuple(
@@ -75,13 +76,13 @@ def near_links(
 
 
 def link_between(a: int, b: int, target: Target, efficiency: Efficiency, pipe: PipelineConfig) -> Link:
-    """Between devices of two ranks; ranks fill nodes in order."""
+    """Return the link between devices of two ranks; ranks fill nodes in order."""
     per_node = max(1, target.node_size // pipe.rank_devices)
     return link_of(target, efficiency, 1 if a // per_node == b // per_node else math.inf)
 
 
 def unit_costs(target: Target, efficiency: Efficiency, devices: int) -> UnitCosts:
-    """The target's rates as the cost model of units takes them; ``devices``: that collectives go between."""
+    """Return the target's rates as the cost model of units takes them; ``devices``: that collectives go between."""
     link = link_of(target, efficiency, devices)
     return UnitCosts(
         flops_per_s=target.peak_flops_per_s("bfloat16") * efficiency.matmul,

@@ -1,4 +1,4 @@
-"""Seconds of stage functions measured on the devices at hand, kept in a file and used again (FlexPipe, section 3, "profiling").
+"""Measure seconds of stage functions on local devices, kept in a file and reused (FlexPipe, section 3, "profiling").
 
 A time is found again by what was run: the programs of F, B, W and BW, the devices and the version of JAX. Tensor-parallel
 collectives are taken off, as the target's links say what they take.
@@ -49,7 +49,7 @@ class Stopwatch:
                 raise ConfigError(f"{self.path}: no file of measured times ({error}); remove it") from None
 
     def mesh(self, shards: TensorParallel) -> Mesh:
-        """The first devices as those of a rank.
+        """Return the first devices as the mesh of a rank.
 
         Raises:
             StageError: there are fewer.
@@ -60,7 +60,7 @@ class Stopwatch:
         return Mesh(np.array(self.devices[:need], dtype=object).reshape(1, shards.cp, shards.size), AXES)
 
     def __call__(self, stage: StageFunctions) -> Mapping[str, float]:
-        """Seconds by operation."""
+        """Return the measured seconds by operation."""
         device = self.devices[0]
         where = f"{jax.__version__} {device.platform} {device.device_kind} {stage.layout.shards}"
         programs = "\n".join(f"{op} {f.jaxpr}" for op, f in stage.functions.items())

@@ -1,4 +1,4 @@
-"""What a config would need and reach on a target: memory per rank by kind, step time, MFU, bubble, offload.
+"""Predict a config on a target: memory per rank by kind, step time, MFU, bubble, offload.
 
 Assumed: AdamW with float32 moments; float32 master parameters and gradient accumulators beside parameters in the compute dtype
 (with float32 compute there are no separate masters): 18 bytes a parameter in bfloat16, 16 in float32, as the runtime keeps
@@ -40,10 +40,11 @@ from jaxpipe.train.setup import microbatch_size
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """Of one config on ``target``. ``memory``: of a device of each rank at its peak; ``residuals`` are what F keeps for B and W
-    and B for W. ``activation_bytes``: per rank, the most that residuals and boundaries take at any time. ``limit_bytes``: what
-    arrays may fill on a device. ``fused_attention``: cuDNN's, in any stage. ``remarks``: on stages, such as a recompute policy
-    that finds nothing to do. ``update_s``: of the config; ``late_update_s``: with post-validation."""
+    """The prediction for one config on ``target``. ``memory``: of a device of each rank at its peak; ``residuals`` are what
+    F keeps for B and W and B for W. ``activation_bytes``: per rank, the most that residuals and boundaries take at any
+    time. ``limit_bytes``: what arrays may fill on a device. ``fused_attention``: cuDNN's, in any stage. ``remarks``: on
+    stages, such as a recompute policy that finds nothing to do. ``update_s``: of the config; ``late_update_s``: with
+    post-validation."""
 
     config: TrainConfig
     target: Target
@@ -66,7 +67,7 @@ class Prediction:
 
     @property
     def late_step_s(self) -> float:
-        """With post-validation."""
+        """Seconds of a step with post-validation."""
         return self.timeline.max_span + self.late_update_s
 
     @property
@@ -87,7 +88,7 @@ class Prediction:
 
     @property
     def k(self) -> float:
-        """Round trip of everything ÷ compute."""
+        """Seconds of a round trip of all residuals ÷ seconds of compute."""
         return k_of(self.costs)
 
     @property
@@ -97,7 +98,7 @@ class Prediction:
 
     @property
     def offload_bytes(self) -> tuple[float, ...]:
-        """Copied to the host, by a rank in a step."""
+        """Bytes that each rank copies to the host in a step."""
         rows = (self.schedule.actions(rank) for rank in range(self.schedule.num_ranks))
         return tuple(
             sum(self.costs.offloadable_bytes[a.stage] for a in row if op_spec(a.op).lane == "d2h") for row in rows
@@ -114,8 +115,8 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True)
 class Ground:
-    """What is known of a config whatever order its actions run in: the cut, its stages, and what they cost; ``own_ops``: ops of
-    one's own, which take no time."""
+    """A priced plan, whatever the order of actions: the cut, its stages and their costs. ``own_ops``: custom ops, which
+    take no time."""
 
     plan: StagePlan
     stages: tuple[PlannedStage, ...]
@@ -123,9 +124,9 @@ class Ground:
     own_ops: tuple[str, ...] = ()
 
     def update_s(self, config: TrainConfig, bench: Workbench, placement: Placement, late: bool | None = None) -> float:
-        """Seconds of a step beside the pipeline's: gradients reduced, also to the rank that owns a stage of several flows,
-        parameters updated, and handed back to the other ranks of such a stage. ``late``: with post-validation, by default as
-        ``config`` says."""
+        """Return the seconds of a step beside the pipeline's: gradients reduced, also to the rank that owns a stage of
+        several flows, parameters updated, and handed back to the other ranks of such a stage. ``late``: with
+        post-validation, by default as ``config`` says."""
         passes = 3 if (config.pipeline.passes.post_validation != "off" if late is None else late) else 2
         gradients = [
             sum(self.stages[s].sizes.acc_bytes for s in placement.stages_of(r)) for r in range(placement.num_ranks)
@@ -137,7 +138,7 @@ class Ground:
         return updated_s + reduced_s + self._replicas_s(config, bench, placement)
 
     def _replicas_s(self, config: TrainConfig, bench: Workbench, placement: Placement) -> float:
-        """The longest exchange between two ranks that hold the same stages: gradients there, parameters back."""
+        """Return the longest exchange between two ranks that hold the same stages: gradients there, parameters back."""
         gradients, parameters = Counter[tuple[int, int]](), Counter[tuple[int, int]]()
         for s, (primary, *replicas) in enumerate(zip(*placement.flows, strict=True)):
             for rank in {rank for group in replicas for rank in group if rank not in primary}:
@@ -159,7 +160,7 @@ def ground(
     ops: Collection[str] = (),
     compile_stages: bool = False,
 ) -> Ground:
-    """The stages of ``plan`` and their costs. ``ops``: that schedules will run; ``compile_stages``: as :func:`predict`.
+    """Price the stages of ``plan``. ``ops``: that schedules will run; ``compile_stages``: as :func:`predict`.
 
     Raises:
         StageError: a stage can't be traced or split, or no such policy.
@@ -187,7 +188,7 @@ def predict(
     compile_stages: bool = False,
     planned: Planner | None = None,
 ) -> Prediction:
-    """The prediction for ``config`` with its own schedule, or with ``transform`` of it. ``compile_stages``: compile what the
+    """Predict ``config`` with its own schedule, or with ``transform`` of it. ``compile_stages``: compile what the
     schedule uses, as far as the workbench can, to know its workspace; what was compiled before is used in any case.
     ``planned``: the config's planner, where it is there already.
 
@@ -241,19 +242,19 @@ def predicted(
 
 
 def _twice(config: TrainConfig) -> bool:
-    """Whether parameters are there old and new."""
+    """Return whether old and new parameters coexist during the update."""
     return config.pipeline.passes.post_validation != "off" and config.run.dtype == "float32"
 
 
 def pipeline_s(timeline: Timeline, pipe: PipelineConfig) -> float:
-    """Seconds that a step's pipeline takes, once steps follow each other."""
+    """Return the seconds of a step's pipeline in a steady state of consecutive steps."""
     return timeline.makespan if pipe.passes.post_validation == "off" else timeline.max_span
 
 
 def _memory(
     schedule: Schedule, timeline: Timeline, stages: Sequence[PlannedStage], costs: CostProfile
 ) -> tuple[tuple[RankMemory, ...], tuple[float, ...]]:
-    """What each rank holds at its peak, and the most that residuals and boundaries take. Kinds are told apart by simulating
+    """Return each rank's memory at its peak, and the peak of residuals and boundaries. Kinds are separated by simulating
     the same times without workspace, and without boundaries."""
     passing = tuple(
         (op, tuple(n - s.workspace.get(op, 0.0) for n, s in zip(row, stages, strict=True)))
@@ -286,20 +287,20 @@ def _memory(
 
 
 def reduction_s(gradient_bytes: float, target: Target, efficiency: Efficiency, pipe: PipelineConfig) -> float:
-    """Seconds that dp · cp devices take to add up ``gradient_bytes`` each by a ring; with ZeRO-1 a reduce-scatter, and an
+    """Return the seconds of a ring all-reduce of ``gradient_bytes`` over dp · cp devices; with ZeRO-1 a reduce-scatter, and an
     all-gather of as many bytes of updated parameters."""
     n = pipe.dp * pipe.cp
     return 2 * (n - 1) / n * gradient_bytes / link_of(target, efficiency, pipe.rank_devices).bytes_per_s
 
 
 def _value_at(curve: MemoryCurve, at: float) -> float:
-    """Live bytes from the last change at or before ``at`` on."""
+    """Return the live bytes after the last change at or before ``at``."""
     index = bisect_right(curve.times_s, at)
     return curve.bytes[index - 1] if index else 0.0
 
 
 def _host_peaks(timeline: Timeline, costs: CostProfile) -> list[float]:
-    """Per rank, the most bytes in host memory: from the start of an O to the end of its L."""
+    """Return the peak bytes in host memory per rank; an offload occupies it from the start of O to the end of L."""
     changes: list[list[tuple[float, float]]] = [[] for _ in range(timeline.num_ranks)]
     for event in timeline.events:
         for action in event.action.actions:

@@ -1,4 +1,4 @@
-"""A prediction as text and as plain values for JSON."""
+"""Format predictions, suggestions and tuning results as text and as plain values for JSON."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _WORTH_SAYING = 0.005
 
 
 def assumptions(p: Prediction, e: Efficiency, workspace: str) -> tuple[str, ...]:
-    """What the numbers rest on, a line each."""
+    """List the assumptions behind the numbers, one line each."""
     dtype, target, pipe = p.config.run.dtype, p.target, p.config.pipeline
     master = "float32 master parameters, " if dtype != "float32" else ""
     tp = ""
@@ -61,7 +61,7 @@ def _policies(p: Prediction) -> str:
 
 
 def prediction_text(p: Prediction, lines: Sequence[str]) -> str:
-    """Summary, a table of ranks, assumptions."""
+    """Format the prediction: a summary, a table of ranks, assumptions."""
     pipe, config = p.config.pipeline, p.config
     worst = p.worst
     head = [
@@ -81,7 +81,7 @@ def prediction_text(p: Prediction, lines: Sequence[str]) -> str:
 
 
 def _late(p: Prediction) -> str:
-    """What post-validation would make of it, where that is worth a word."""
+    """Return the step time with post-validation, in words, if that is clearly shorter."""
     gain = 1 - p.late_step_s / p.step_s
     return f"; {format_seconds(p.late_step_s)} with post-validation" if gain >= _WORTH_SAYING else ""
 
@@ -96,7 +96,8 @@ def _rank_table(p: Prediction) -> str:
 
 
 def suggestions_text(s: Suggestions, paths: Mapping[str, str]) -> str:
-    """The changes that fit, the fastest first, or the one that needs least. ``paths``: schedule files by change."""
+    """List the changes that fit, the fastest first; if none fits, the one that needs least memory. ``paths``: schedule
+    files by change."""
     if not s.fitting:
         least = s.smallest
         return (
@@ -116,12 +117,12 @@ def suggestions_text(s: Suggestions, paths: Mapping[str, str]) -> str:
 
 
 def overrides_of(s: Suggestion, path: str = "FILE") -> tuple[str, ...]:
-    """The overrides, with the schedule file's path where one is needed."""
+    """Return the overrides, with the schedule file's path where one is needed."""
     return s.overrides if s.schedule is None else (*s.overrides, f"pipeline.schedule={path}")
 
 
 def prediction_json(p: Prediction, lines: Sequence[str]) -> dict[str, Any]:
-    """Bytes, seconds and plain ratios."""
+    """Return the prediction as bytes, seconds and plain ratios."""
     return {
         "schedule": p.schedule.name,
         "ranks": p.schedule.num_ranks,
@@ -151,12 +152,12 @@ def _memory_json(m: RankMemory, activations: float) -> dict[str, float]:
 
 
 def suggestion_json(s: Suggestion, path: str | None = None) -> dict[str, Any]:
-    """A change with its predicted numbers."""
+    """Return a change with its predicted numbers."""
     return {"change": s.change, "overrides": list(overrides_of(s, path or "FILE")), **_reached(s.prediction)}
 
 
 def _reached(p: Prediction) -> dict[str, Any]:
-    """What a config reaches on its target."""
+    """Return the predicted step time and throughput of a config."""
     names = ("fits", "step_s", "tokens_per_s", "tokens_per_s_per_device", "mfu")
     return {"peak_bytes": p.worst.peak_bytes, **{name: getattr(p, name) for name in names}}
 
@@ -197,7 +198,8 @@ def tuned_text(tuned: Tuned, space: Space) -> str:
 
 
 def tuned_json(tuned: Tuned, space: Space, bench: Workbench, limit_bytes: float) -> dict[str, Any]:
-    """Everything that was tried. A record's ``settings`` are overrides of ``base``; ``candidates`` of them share it."""
+    """Return every candidate that was tried. A record's ``settings`` are overrides of ``base``; ``candidates`` of them
+    share it."""
     best = tuned.best
     return {
         "base": space.base.to_dict(),

@@ -46,7 +46,7 @@ def _sized(stage: StageFunctions, view: _Resizing) -> StageFunctions:
 
 
 class _Resizing(View):
-    """Variables that functions share are resized once. ``unsure``: some shape did not tell."""
+    """Resize equations; variables that functions share are resized once. ``unsure``: some shape was ambiguous."""
 
     def __init__(self, dimensions: Iterable[int], size: int) -> None:
         self.dimensions, self.size = frozenset(dimensions), size
@@ -55,7 +55,7 @@ class _Resizing(View):
         self.shapes: dict[tuple[int, ...], tuple[int, ...]] = {}
 
     def look_at(self, bodies: Iterable[Jaxpr]) -> None:
-        """Find out whether shapes tell."""
+        """Set ``unsure`` if a shape does not show which axes hold sequences."""
         eqns = {id(eqn): eqn for body in bodies for eqn in body.eqns}
         for shape in {shape for eqn in eqns.values() for shape in _shapes(eqn)}:
             self.shape(shape)
@@ -92,7 +92,7 @@ class _Resizing(View):
         return n // PROBE * self.size if n % PROBE == 0 else n
 
     def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of an array that has this one with :data:`PROBE` sequences."""
+        """Return the shape of an array that has this one with :data:`PROBE` sequences."""
         if shape not in self.shapes:
             along = [n for n in shape if n and n % PROBE == 0]
             others_known = all(n in along or n < PROBE // 2 or n in self.dimensions for n in shape)
@@ -107,7 +107,7 @@ def _shapes(eqn: JaxprEqn) -> Iterator[tuple[int, ...]]:
 
 
 def _inside(body: Jaxpr) -> Iterator[int]:
-    """The lengths of all axes in a body: of what adds up two numbers for a scatter, say, without sequences."""
+    """Yield the lengths of all axes in a body and its nested bodies, such as a scatter's update."""
     for eqn in body.eqns:
         yield from (n for shape in _shapes(eqn) for n in shape)
         for sub in sub_jaxprs(eqn):

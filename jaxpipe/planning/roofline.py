@@ -61,7 +61,7 @@ operations and bytes, each time."""
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a function does: ``flops`` of matrix products, ``moved_bytes`` through device memory, ``kernels``, ``seconds`` on
+    """The work of a function: ``flops`` of matrix products, ``moved_bytes`` through device memory, ``kernels``, ``seconds`` on
     the target, ``workspace_bytes`` (estimated). ``parts``: the kernels one by one, a row each; ``levels``: live bytes of
     workspace after each change."""
 
@@ -75,7 +75,7 @@ class Work:
 
     @classmethod
     def of(cls, parts: np.ndarray[Any, Any], levels: np.ndarray[Any, Any], kernels: int) -> Work:
-        """Of these kernels one after another, as many of which are launched."""
+        """Sum kernels that run one after another; ``kernels`` of them are launched."""
         times, launch_s, flops_per_s, bytes_per_s, flops, moved = parts.T
         seconds = times * (np.maximum(flops / flops_per_s, moved / bytes_per_s) + launch_s)
         total_flops, total_moved, total_s = (float(x.sum()) for x in (times * flops, times * moved, seconds))
@@ -91,14 +91,14 @@ class Work:
 
 
 class View:
-    """A jaxpr as it is, where nothing else is said."""
+    """A view of a jaxpr that changes nothing; subclasses show it with other sizes."""
 
     def atom(self, atom: Any) -> Any:
-        """A variable or literal as it is here."""
+        """Return a variable or literal as this view shows it."""
         return atom
 
     def eqn(self, eqn: JaxprEqn) -> JaxprEqn:
-        """An equation as it is here."""
+        """Return an equation as this view shows it."""
         return eqn
 
 
@@ -138,7 +138,7 @@ class Walk:
         self.changes = self._workspace()
 
     def seen(self, view: View) -> Work:
-        """The work in a view."""
+        """Return the work of the body in a view."""
         bytes_of: dict[Var, int] = {}
 
         def size(arrays: Iterable[Var]) -> int:
@@ -159,7 +159,7 @@ class Walk:
         return Work.of(parts, np.array([*self.inside, *live], float), self.launches)
 
     def base(self, v: Var) -> Var:
-        """The value of which ``v`` is another shape, or the same one behind a barrier."""
+        """Return the value of which ``v`` is a reshape, or a copy behind a barrier."""
         while (eqn := self.maker.get(v)) is not None and kind(eqn) in _FREE:
             operand = eqn.invars[eqn.outvars.index(v)]
             if not isinstance(operand, Var):
@@ -168,7 +168,7 @@ class Walk:
         return v
 
     def _stored(self) -> set[Var]:
-        """Values that exist in memory."""
+        """Return the values that are stored in memory."""
         stored = set(self.outside)
         for eqn in self.body.eqns:
             if id(eqn) in self.own or _reduces(eqn):
@@ -226,7 +226,7 @@ class Walk:
         self.launched.append((eqn, frozenset(sources)))
 
     def _sources(self, eqn: JaxprEqn) -> frozenset[Var]:
-        """Stored values that the chain of elementwise work before ``eqn`` starts from."""
+        """Return the stored values that the chain of elementwise work before ``eqn`` reads."""
 
         def made_of(v: Var) -> Iterable[Var]:
             return () if is_source(v) else map(self.base, variables(self.maker[v].invars))
@@ -287,7 +287,7 @@ def _sized(v: Any) -> bool:
 
 
 def _dtype(eqn: JaxprEqn) -> str:
-    """The dtype whose peak counts: the widest of what is multiplied."""
+    """Return the dtype whose peak counts: the widest of the operands."""
     names = [_name(dtype_of(v)) for v in variables(eqn.invars[:2])]
     return next((wide for wide in ("float64", "float32") if wide in names), names[0] if names else "float32")
 

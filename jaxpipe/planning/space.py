@@ -1,4 +1,4 @@
-"""What a tuner chooses among: axes of settings whose values are data, and the orders that a layout's ranks may run in.
+"""The search space of the tuner: axes of settings, and the orders in which a layout's ranks may run.
 
 Source: FlexPipe (`flexpipe.txt`) section 6 and 7.1: a grid over (pp, dp, microbatch size) in powers of two, placements and
 traversal priorities, intervals of p for circular placements only, units of 1, forwards first only if asked for. Beyond it:
@@ -72,7 +72,7 @@ class Space:
 
     @classmethod
     def of(cls, config: TrainConfig, devices: int, only: Sequence[str] = ()) -> Space:
-        """The space around ``config``. ``only``: ``key=value,value`` narrows an axis, or the orders, to these values, as
+        """Build the space around ``config``. ``only``: ``key=value,value`` narrows an axis, or the orders, to these values, as
         texts.
 
         Raises:
@@ -120,8 +120,8 @@ class Space:
         return space
 
     def layouts(self) -> Iterator[Settings]:
-        """Every combination of the axes that uses all devices and divides the batch; vocabulary layers are spread over several
-        ranks only, without context parallelism."""
+        """Yield every combination of the axes that uses all devices and divides the batch; vocabulary layers are spread
+        over several ranks only, without context parallelism."""
         for values in itertools.product(*(axis.values for axis in self.axes)):
             layout = dict(zip((axis.key for axis in self.axes), values, strict=True))
             parts = layout["pipeline.microbatches"] * layout["pipeline.dp"]
@@ -132,7 +132,7 @@ class Space:
                 yield layout
 
     def orders(self, layout: Settings) -> tuple[Order, ...]:
-        """The orders of a layout. One rank runs everything in one."""
+        """Return the orders of a layout. A single rank has one order."""
         ranks, microbatches = layout["pipeline.ranks"], layout["pipeline.microbatches"]
         orders = _orders(ranks, ranks * microbatches <= MOST_PAIRS, layout["pipeline.vocabulary"])
         named = any(key.startswith(("pipeline.schedule", "traverse.")) for key in self.only)
@@ -142,7 +142,7 @@ class Space:
         return tuple(o for o in orders if all(shown(o.settings.get(key)) in texts for key, texts in texts_by_key))
 
     def config(self, settings: Settings) -> TrainConfig:
-        """The config with these settings.
+        """Return the config with these settings.
 
         Raises:
             ConfigError: they contradict each other or the config.
@@ -151,13 +151,13 @@ class Space:
 
 
 def shown(value: Any) -> str:
-    """A value of a setting as an override writes it."""
+    """Format a value of a setting as an override writes it."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 @lru_cache(maxsize=64)
 def _orders(ranks: int, small: bool, vocabulary: str) -> tuple[Order, ...]:
-    """Families, the cheap ones first, and then the grid of traversal rules."""
+    """Return the orders of all families, the cheap ones first, and then the grid of traversal rules."""
     if ranks == 1:
         return (Order({"pipeline.schedule": "1f1b"}, one_to_one(1)),)
     orders = (*_families(ranks, small), *_traversals(ranks))
@@ -167,7 +167,7 @@ def _orders(ranks: int, small: bool, vocabulary: str) -> tuple[Order, ...]:
 
 
 def _with_vocabulary(order: Order, vocabulary: str) -> Order | None:
-    """The order on the placement that it has with vocabulary layers so; None where it has none."""
+    """Return the order on its placement with vocabulary layers placed so; None if there is no such placement."""
     if vocabulary == "ends":
         return order
     if "pipeline.memory_limit" in order.settings or order.placement.num_flows > 1:
@@ -224,7 +224,7 @@ def _traversals(ranks: int) -> Iterator[Order]:
 
 
 def _read(only: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """Values by key of ``key=value,value``."""
+    """Parse ``key=value,value`` into values by key."""
     texts_by_key = {}
     for text in only:
         key, equals, values = text.partition("=")

@@ -63,8 +63,8 @@ _KEPT = 1  # layers of a long run that a trace has: each further one adds what t
 
 @dataclass(frozen=True)
 class StageKey:
-    """What a stage is built from: layers, the first one's index in the model, what enters, its links to others, its recompute
-    policy, sequences in a microbatch, and the fraction of its residuals that offloads move."""
+    """The key under which a stage is traced once: layers, the first one's index in the model, what enters, its links to
+    others, its recompute policy, sequences in a microbatch, and the fraction of its residuals that offloads move."""
 
     layers: tuple[Layer, ...]
     offset: int
@@ -100,18 +100,18 @@ class PlannedStage:
 
     @property
     def fuses_attention(self) -> bool:
-        """Whether its attention is cuDNN's."""
+        """Return whether the stage uses cuDNN's fused attention."""
         return any(map(is_attention_kernel, self.functions.functions["F"].jaxpr.jaxpr.eqns))
 
     @property
     def seconds(self) -> np.ndarray[Any, Any]:
-        """Of a forward, of a backward that is split, and of one that is not."""
+        """Seconds of a forward, a split backward (B and W), and a fused backward (BW): [3]."""
         f, b, w, bw = (self.work[op].seconds if op in self.work else 0.0 for op in ("F", "B", "W", "BW"))
         return np.array([f, b + w, bw])
 
     @property
     def workspace(self) -> Mapping[str, float]:
-        """By operation, bytes, estimated unless compiled."""
+        """Bytes of workspace by operation, estimated where the operation was not compiled."""
         return {**{op: w.workspace_bytes for op, w in self.work.items()}, **self.temps}
 
 
@@ -142,7 +142,8 @@ class Workbench:
     _steps: dict[Hashable, tuple[PlannedStage | None, PlannedStage | None]] = field(default_factory=dict)
 
     def over(self, pipe: PipelineConfig) -> Workbench:
-        """For the model with its vocabulary layers where ``pipe`` has them; what is known already is shared."""
+        """Return the workbench of the model with vocabulary layers where ``pipe`` puts them; what is known already is
+        shared."""
         model = spread_over(pipe, self.model)
         return self if model is self.model else replace(self, model=model, _stored=self._stored or self, _cuts={})
 
@@ -192,7 +193,7 @@ class Workbench:
         return self._stages(cut, recompute, size, (size,), offload_fraction)
 
     def _ways(self, size: int, offload_fraction: float = 1.0) -> Iterator[tuple[int, ...]]:
-        """Sizes that may be traced to know about ``size``, the fewest first."""
+        """Yield the tuples of sizes from whose traces ``size`` can be computed, the fewest traces first."""
         if self.sizes is not None:
             if self.seconds_of is None and offload_fraction in (0, 1):
                 yield (PROBE,)
@@ -201,7 +202,7 @@ class Workbench:
     def _stages(
         self, cut: Cut, recompute: str | Sequence[str], size: int, traced: tuple[int, ...], offload_fraction: float
     ) -> tuple[PlannedStage, ...]:
-        """From them with each of the sizes ``traced``; nothing where these do not tell."""
+        """Return stages priced from traces at the sizes ``traced``, or () if those traces use different kernels."""
         priced_stages, cut_key = (
             list[PlannedStage](),
             (tuple(cut), tuple(per_stage(recompute, len(cut))), traced, offload_fraction),
@@ -220,7 +221,7 @@ class Workbench:
     def _keys(
         self, cut: Cut, recompute: str | Sequence[str], traced: tuple[int, ...], offload_fraction: float
     ) -> Iterator[list[StageKey]]:
-        """Of each stage, with each of the sizes; those before it are traced."""
+        """Yield each stage's keys, one for each size; the stages before it are traced for that."""
         layers = [self.model.layers[a:b] for a, b in cut]
         leaving = [list[tuple[Any, ...]]() for _ in traced]
         for s, (links, policy) in enumerate(
@@ -235,8 +236,8 @@ class Workbench:
                 left.append(links.exits(self._traced_once(_cut_to(key, *self._short(key))).y))
 
     def further(self, recompute: str, size: int) -> Mapping[Hashable, tuple[int, PlannedStage, PlannedStage]]:
-        """By long run of equal layers, their number, and two stages of ``size`` sequences, of which the second has one more:
-        what each further layer adds wherever it is. Nothing where each size is traced."""
+        """Return, by the code of each long run of equal layers, their number and two stages of ``size`` sequences, the
+        second with one layer more: their difference is what a layer adds. Empty where every size is traced."""
         stages_by_code, cut = dict[Hashable, tuple[int, PlannedStage, PlannedStage]](), self._apart
         last = max((k for k, (a, b) in enumerate(cut) if b - a > 1), default=-1)
         for traced in self._ways(size) if self.seconds_of is None else ():
@@ -251,7 +252,7 @@ class Workbench:
 
     @cached_property
     def _apart(self) -> Cut:
-        """The model cut into long runs of equal layers, but for its first layer, and single layers."""
+        """Cut the model into long runs of equal layers and single layers; the first layer is a stage of its own."""
         layers, links = tuple(self.model.layers), links_of([self.model.layers], self.avals)[0]
         runs = _long_runs(StageKey(layers, 0, None, links, "none", 1, 1.0))
         until = {max(run[0], 1): run[-1] + 1 for run in runs}
@@ -262,7 +263,7 @@ class Workbench:
         return tuple(pairwise((*starts, len(layers))))
 
     def compiled(self, stages: Sequence[PlannedStage], ops: Collection[str]) -> tuple[PlannedStage, ...]:
-        """The stages with workspace from compiling ``ops``, the commonest stages first, and from what was compiled before;
+        """Return the stages with workspace from compiling ``ops``, the commonest stages first, or from earlier compilations;
         unchanged where nothing compiles."""
         if self.temp_of is None:
             return tuple(stages)
@@ -290,13 +291,12 @@ class Workbench:
 
     @cached_property
     def _repeated(self) -> frozenset[Hashable]:
-        """Functions that several layers have."""
+        """Return the functions that several layers share."""
         counts = Counter(function_key(layer.apply) for layer in self.model.layers)
         return frozenset(key for key, n in counts.items() if n > 1)
 
     def _grown(self, keys: Sequence[StageKey], size: int) -> PlannedStage | None:
-        """The stage, from it with few layers of each long run of equal ones, and what a further one adds; None as
-        :meth:`_make`."""
+        """Extrapolate the stage from traces with few layers in each long run of equal layers; None as for :meth:`_make`."""
         runs, short_lengths = self._short(keys[0])
         grown_stage = self._make([_cut_to(key, runs, short_lengths) for key in keys], size)
         for k, run in enumerate(runs):
@@ -307,8 +307,8 @@ class Workbench:
         return None if grown_stage is None else replace(grown_stage, key=replace(keys[0], size=size))
 
     def _step(self, keys: Sequence[StageKey], k: int, size: int) -> tuple[PlannedStage | None, PlannedStage | None]:
-        """Two stages, of which the second has one layer more of the ``k``-th long run: of the run alone, the same for all
-        stages that have such layers; those of ``keys`` themselves if there is none."""
+        """Return two stages, of which the second has one layer more of the ``k``-th long run: of the run alone, the same
+        for all stages that have such layers; those of ``keys`` themselves if there is none."""
         runs, short_lengths = self._short(keys[0])
         code, sizes, bench = keys[0].layers[runs[k][0]].code, tuple(x.size for x in keys), self._stored or self
         kind = (code, keys[0].policy, keys[0].offload_fraction, sizes, size)
@@ -325,14 +325,14 @@ class Workbench:
         return self._steps[kind]
 
     def _short(self, stage: StageKey) -> tuple[list[list[int]], list[int]]:
-        """The long runs, and how many layers of each suffice. Where a part of the residuals is offloaded, the largest go, which
-        is not linear in their number."""
+        """Return the long runs, and how many layers of each must be traced. Where a part of the residuals is offloaded, the
+        largest go, which is not linear in their number."""
         runs = _long_runs(stage) if stage.offload_fraction in (0, 1) else []
         return runs, [_KEPT] * len(runs)
 
     def _make(self, keys: Sequence[StageKey], size: int) -> PlannedStage | None:
-        """The stage as it is, from all ``keys``, which differ in their size; each is traced once for those of its kind. None
-        where they have other kernels than each other."""
+        """Price the stage from traces of all ``keys``, which differ in size; each kind is traced once. None if the traces
+        use different kernels."""
         priced_stages = [stage for key in keys for stage in self._priced_once(key)]
         if len(priced_stages) < 2:
             return priced_stages[0] if priced_stages else None
@@ -353,7 +353,7 @@ class Workbench:
         return self._traced[key.kind]
 
     def _priced_once(self, key: StageKey) -> tuple[PlannedStage, ...]:
-        """The stage; of a probe, with each of :attr:`sizes`, or nothing where it does not tell."""
+        """Trace and price the stage; a probe gives one stage for each of :attr:`sizes`, or none if its shapes are ambiguous."""
         if key.kind not in self._priced:
             traced_stage, sizes = self._traced_once(key), self.sizes if key.size == PROBE else None
             resized_stages = [(traced_stage, View())] if sizes is None else resized(traced_stage, sizes)
@@ -377,15 +377,15 @@ class Workbench:
         return PlannedStage(key, functions, StageSizes.of(functions), work, state_bytes)
 
     def _state_bytes(self, functions: StageFunctions) -> float:
-        """Of master parameters and optimizer state."""
+        """Return the bytes of master parameters and optimizer state."""
         acc = functions.layout.acc_avals(self._master_dtype)
         masters = [a for a, b in zip(acc, functions.layout.buffers, strict=False) if a.dtype != b.dtype]
         return sum(map(aval_bytes, masters)) + self._moments(acc)
 
 
 def _towards(one: Exchanges, two: Exchanges, share: float) -> Exchanges | None:
-    """Collectives of arrays whose sizes lie ``share`` of the way from those of ``one`` to those of ``two``; None if these are
-    others."""
+    """Interpolate the array sizes of collectives, ``share`` of the way from ``one`` to ``two``; None if the collectives
+    differ."""
     if [(name, among, n) for (name, _, among), n in one.items()] != [
         (name, among, n) for (name, _, among), n in two.items()
     ]:
@@ -470,14 +470,14 @@ class Compiler:
 
 
 def _long_runs(stage: StageKey, most: int = _KEPT + 1) -> list[list[int]]:
-    """Positions of more than ``most`` times the same layer, each of which takes one result."""
+    """Return the positions of each run of more than ``most`` equal layers that each take one result."""
     runs = [list(run) for _, run in groupby(range(len(stage.layers)), key=lambda i: stage.layers[i].code)]
     long = [run for run in runs if len(run) > most]
     return long if all(len(stage.links.takes[i]) == 1 for run in long for i in run[1:]) else []
 
 
 def _cut_to(stage: StageKey, runs: Sequence[Sequence[int]], lengths: Sequence[int]) -> StageKey:
-    """The stage with so many layers of each of ``runs``."""
+    """Return the stage with so many layers of each of ``runs``."""
     dropped = {i for run, n in zip(runs, lengths, strict=True) for i in run[n:]}
     layers = tuple(layer for i, layer in enumerate(stage.layers) if i not in dropped)
     return replace(stage, layers=layers, links=stage.links.without(dropped)) if dropped else stage

@@ -97,7 +97,7 @@ class _Change:
 
 
 def _tried(current: Prediction, change: _Change, predict: Predict) -> Suggestion | None:
-    """The suggestion, or None where the change can't be made."""
+    """Predict a change; None if the change can't be made."""
     try:
         config = current.config.override(change.overrides)
         prediction = predict(config, change.transform)
@@ -134,7 +134,7 @@ def _pairs(current: Prediction) -> Iterator[_Change]:
 
 
 def _joined(changes: Sequence[_Change]) -> _Change:
-    """All changes at once; of two values for one key the later counts."""
+    """Join changes into one; of two values for one key the later counts."""
     by_key = {o.partition("=")[0]: o for change in changes for o in change.overrides}
     return _Change(" + ".join(change.name for change in changes), tuple(by_key.values()))
 
@@ -146,7 +146,7 @@ def _recompute(config: TrainConfig) -> Iterator[_Change]:
 
 
 def _recompute_where_tight(current: Prediction) -> Iterator[_Change]:
-    """Policies on the stages of the ranks that don't fit, the others as they are."""
+    """Yield recompute policies on the stages of ranks that don't fit; other stages keep theirs."""
     placement, pipe = current.schedule.placement, current.config.pipeline
     tight = [m.rank for m in current.memory if m.peak_bytes > current.limit_bytes]
     stages = {s for rank in tight for s in placement.stages_of(rank)}
@@ -174,7 +174,8 @@ def _more_ranks(config: TrainConfig) -> Iterator[_Change]:
 
 
 def _family(config: TrainConfig, name: str, units: float) -> _Change:
-    """A family with its own number of chunks; one that keeps a limit gets what there is room for, in whole chunks, up to p."""
+    """Return the change to a family, with its own number of chunks; one that keeps a limit gets what there is room for, in
+    whole chunks, up to p."""
     family, pipe = FAMILIES[name], config.pipeline
     overrides = [f"pipeline.schedule={name}"]
     if family.default_chunks != pipe.chunks:
@@ -186,7 +187,7 @@ def _family(config: TrainConfig, name: str, units: float) -> _Change:
 
 
 def _cut_freed(config: TrainConfig) -> tuple[str, ...]:
-    """Where stages are listed by hand and their number changes, cut by costs."""
+    """Return an override that cuts by costs where the config lists stages by hand, as their number changes."""
     return ("pipeline.cut=analytic",) if isinstance(config.pipeline.cut, tuple) else ()
 
 
@@ -207,7 +208,7 @@ def _room(current: Prediction) -> float:
 
 
 def limit_in_activations(placement: Placement, costs: CostProfile, limit_bytes: float) -> float:
-    """The memory limit in units of a rank's share of one microbatch, on the rank where it is tightest."""
+    """Return the memory limit in units of a rank's share of one microbatch, on the rank where it is tightest."""
     rooms = []
     for rank, static in enumerate(static_bytes(placement, costs)):
         mine = placement.stages_of(rank)

@@ -43,7 +43,7 @@ def _has_float32(rates: Mapping[str, float]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Chip:
-    """What XLA's description of a GPU needs beside rates: numbers of the compute capability and of the chip."""
+    """The values that XLA's description of a GPU needs beside rates: numbers of the compute capability and of the chip."""
 
     capability: tuple[Annotated[int, within(0)], Annotated[int, within(0)]]
     cores: _Count
@@ -86,7 +86,7 @@ class Target:
 
 
 def peak_of(device_kind: str, dtype: str) -> float | None:
-    """The dense peak, in FLOP/s, of the GPU that JAX calls ``device_kind``; None if there is no target for it."""
+    """Return the dense peak, in FLOP/s, of the GPU that JAX calls ``device_kind``; None if there is no target for it."""
     peaks = (t.peak_flops_per_s(dtype) for t in TARGETS.values() if t.chip and t.description == device_kind)
     return next(peaks, None)
 
@@ -151,13 +151,13 @@ TARGETS: Mapping[str, Target] = MappingProxyType(
 
 
 def target_json(target: Target) -> dict[str, Any]:
-    """The fields as plain values; a file of them is read back by :func:`find_target`."""
+    """Return the fields as plain values; a file of them is read back by :func:`find_target`."""
     plain = asdict(replace(target, flops_per_s=dict(target.flops_per_s)))
     return {key: value for key, value in plain.items() if value is not None}
 
 
 def device_text(target: Target) -> str:
-    """XLA's description of the device, as a text proto, for compiling without one.
+    """Return XLA's description of the device, as a text proto, for compiling without one.
 
     Raises:
         ConfigError: the target has no chip numbers.
@@ -194,7 +194,7 @@ device_description_str: "{target.description}"
 
 
 def find_target(name_or_path: str) -> Target:
-    """A known target by name, or the one that a ``.json`` file describes.
+    """Return a built-in target by name, or the one that a ``.json`` file describes.
 
     The file is an object of :class:`Target`'s fields. ``base`` names a known target whose values it changes; without it, all
     fields that have no default are needed.

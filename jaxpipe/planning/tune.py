@@ -1,4 +1,5 @@
-"""The best layout and schedule of a training config on so many devices: a search over a :class:`~jaxpipe.planning.space.Space`.
+"""Find the best layout and schedule of a training config on so many devices by searching a
+:class:`~jaxpipe.planning.space.Space`.
 
 Source: FlexPipe (`flexpipe.txt`) section 6, a grid search. Here the grid is walked by lower bounds, the least first, and what
 can't be shorter than the best found is left out, so the answer is that of the whole grid:
@@ -79,7 +80,7 @@ Status = Literal["fits", "too large", "same", "refused", "slower", "not reached"
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """What was found of a candidate, or of ``candidates`` that share ``settings`` and were left out for one ``reason``.
+    """The result of one candidate, or of ``candidates`` that share ``settings`` and were rejected for one ``reason``.
 
     ``status``: it ``fits``; is ``too large``; makes the ``same`` schedule as another; is ``refused`` (sizes don't suit it);
     can't be but ``slower`` than the best by ``bound_s``; or was ``not reached`` in time. ``bound_s``: no schedule of the
@@ -110,7 +111,7 @@ class Tuned:
 
     @property
     def leading(self) -> tuple[Tried, ...]:
-        """What fits, the fastest first."""
+        """Candidates that fit, the fastest first."""
         return tuple(sorted((t for t in self.tried if t.status == "fits"), key=_key))
 
 
@@ -125,7 +126,7 @@ def tune(
     progress_s: float = 1.0,
     fork: bool = False,
 ) -> Tuned:
-    """The fastest candidate of ``space`` that needs at most ``limit_bytes`` on each device.
+    """Find the fastest candidate of ``space`` that needs at most ``limit_bytes`` on each device.
 
     ``bench``: of the space's base; candidates on other shards get their own, which share its model. ``time_limit_s``: no
     trial starts later. ``prune``: False simulates every candidate (to check the search). ``progress`` is told every
@@ -228,7 +229,7 @@ class _Search:
         return Tuned(best, tried is not None and tried.offloaded, tuple(self.tried), spent_s, stopped)
 
     def _forked(self, layouts: Sequence[Settings]) -> Connection:
-        """What another process will tell, which searches these layouts."""
+        """Start a process that searches these layouts; it sends its results over the connection."""
         context = multiprocessing.get_context("fork")
         self.shared, (receiver, sender) = context.Value("d", math.inf), context.Pipe(duplex=False)
 
@@ -251,11 +252,11 @@ class _Search:
         return receiver
 
     def _interrupt(self, *_: object) -> None:
-        """In the other process: stop at the next trial, and tell what was found."""
+        """Handle SIGINT in the other process: stop at the next trial and send the results."""
         self.interrupted = True
 
     def _gathered(self, connection: Connection | None, layouts: Sequence[Settings]) -> str:
-        """Takes what the other process tells of these layouts, and says why that one stopped; without it searches them."""
+        """Receive the other process's results for these layouts and return why it stopped; search them here if it is gone."""
         try:
             if self.interrupted and connection is not None:
                 os.kill(self.helper.pid, signal.SIGINT)  # it may not have come to it
@@ -273,7 +274,7 @@ class _Search:
         return str(stopped)
 
     def _search(self, layouts: Iterable[Settings]) -> str:
-        """Searches these layouts, and says why it stopped early, or nothing."""
+        """Search these layouts and return why the search stopped early, or an empty string."""
         heap: list[tuple[float, int, _Node]] = []
         numbers = itertools.count()
         stopped = ""
@@ -302,8 +303,8 @@ class _Search:
     # -- from layouts to placements ------------------------------------------------------------------------------------
 
     def _nodes(self, layout: Settings) -> Iterator[tuple[float, _Node]]:
-        """The layout with each number of stages that some order has, as far as parameters and optimizer state fit, and what no
-        step there can be shorter than."""
+        """Yield the layout with each number of stages for which parameters and optimizer state fit, and a lower bound of
+        its step time."""
         by_stages: dict[int, list[Order]] = {}
         for order in (all_orders := self.space.orders(layout)):
             by_stages.setdefault(order.placement.num_stages, []).append(order)
@@ -329,7 +330,7 @@ class _Search:
                 self._refuse(node.settings, node.size, error)
 
     def _least_s(self, config: TrainConfig) -> float | None:
-        """Seconds that the pipeline takes at least, its work divided evenly; None where recomputation is for nothing.
+        """Return a lower bound of the pipeline's seconds, its work divided evenly; None where recomputation saves too little.
 
         The work is that of a replica's devices with a part of the layers each: tensor and context parallelism divide each
         product, and each array that is read or written, among at most as many, and launches of kernels not at all.
@@ -342,9 +343,9 @@ class _Search:
         return float(pipe.microbatches * _least(self._work_of(config)) / (pipe.ranks * pipe.cp * pipe.tp))
 
     def _work_of(self, config: TrainConfig) -> np.ndarray[Any, Any]:
-        """Seconds of all stages, as of one (:attr:`PlannedStage.seconds`), without tensor and context parallelism: a microbatch
-        of a replica. With the vocabulary at the ends it is that of all layers in one stage: a cut parts kernels, and makes none
-        shorter."""
+        """Sum the seconds of all stages (:attr:`PlannedStage.seconds`) for one microbatch of a replica, without tensor and
+        context parallelism. With the vocabulary at the ends it is that of all layers in one stage: a cut parts kernels, and
+        makes none shorter."""
         pipe, ends = config.pipeline, config.pipeline.vocabulary == "ends"
         size, devices = microbatch_size(config) // pipe.dp, pipe.ranks * pipe.cp * pipe.tp
         unsharded = replace(pipe, ranks=1 if ends else devices, tp=1, cp=1, schedule="1f1b", chunks=1)
@@ -360,8 +361,8 @@ class _Search:
         return self._work[key]
 
     def _sharded_s(self, node: _Node) -> float:
-        """As :meth:`_least_s`, but a layer behind an equal one takes what it costs over so many shards, which takes few traces
-        to know: they do not divide all of its work."""
+        """Tighten :meth:`_least_s`: shards do not divide all work of a layer, so layers behind an equal one count at their
+        cost on so many shards, which takes few traces."""
         config, pipe = node.config, node.config.pipeline
         size, policy, shards = microbatch_size(config) // pipe.dp, str(pipe.recompute), pipe.cp * pipe.tp
         unsharded = self.bench.further(policy, size)
@@ -382,7 +383,7 @@ class _Search:
         return self._residuals[recompute, size]
 
     def _placed(self, node: _Node) -> Iterator[tuple[float, _Node]]:
-        """The node with a better bound where its ranks are several shards, then priced, by placement, each with its lower
+        """Yield the node with a tighter bound if its ranks have several shards; then priced, one node a placement with its
         bound."""
         try:
             if not node.sharded and node.config.pipeline.cp * node.config.pipeline.tp > 1:
@@ -416,7 +417,7 @@ class _Search:
         self._note(node.settings, "too large", node.size, reason=reason)
 
     def _least_static(self, layout: Settings, plan: StagePlan, placement: Placement) -> float:
-        """Bytes that the fullest rank holds for good at least, by its number of parameters."""
+        """Return a lower bound of the fullest rank's static bytes, from its number of parameters."""
         if any(layer.frozen or layer.trainable is not None for layer in self.bench.model.layers):
             return 0.0
         base, tp = self.space.base, layout["pipeline.tp"]
@@ -429,7 +430,8 @@ class _Search:
     # -- orders of a placement -----------------------------------------------------------------------------------------
 
     def _try_all(self, node: _Node, bound: float) -> None:
-        """Every order of the placement; then separated gradients for the leaders, and offload for the fastest too large one."""
+        """Try every order of the placement; then separate weight gradients of the leaders, and offload the fastest that is
+        too large."""
         done: list[tuple[Tried, Order, Schedule]] = []
         tried_by_rows: dict[object, Tried] = {}
         for k, order in enumerate(node.orders):
@@ -466,8 +468,9 @@ class _Search:
             self._offload(node, {**node.layout, **order.settings}, schedule, tried, bound)
 
     def _separated_s(self, node: _Node, schedule: Schedule) -> float:
-        """What a step takes at least with gradients separated: nothing but gradients of weights changes its place on a rank, so
-        it takes no less without these; and no rank takes less than all its work, from where it starts."""
+        """Return a lower bound of the step with separated weight gradients: nothing but gradients of weights changes its
+        place on a rank, so it takes no less without these; and no rank takes less than all its work, from where it
+        starts."""
         if self.space.base.pipeline.passes.post_validation != "off":
             return 0.0
         costs, m = node.costs, schedule.num_microbatches
@@ -495,7 +498,7 @@ class _Search:
             self._simulate(node, settings, moved, bound, offloaded=True)
 
     def _schedule(self, node: _Node, settings: Settings, order: Order, bound: float) -> Schedule | None:
-        """The final order of a candidate; None, and a note why, where there is none."""
+        """Return the final schedule of a candidate; if there is none, note the reason and return None."""
         assert node.priced_plan is not None
         plan = node.priced_plan.plan
         costs = [s.cost for s in plan.stages]
@@ -565,8 +568,8 @@ class _Search:
             self.progress(f"{now - self._began:7.1f} s  {self._simulated} schedules simulated; {best}")
 
     def _bench_of(self, config: TrainConfig) -> Workbench:
-        """The workbench for the shards of the config, and its model, vocabulary layers where they are. Those of the same shards
-        have traces in common."""
+        """Return the workbench for the shards of the config, and its model, vocabulary layers where they are. Those of the
+        same shards have traces in common."""
         pipe, shards = config.pipeline, shards_of(config.pipeline)
         spread = (pipe.ranks, pipe.vocabulary) if pipe.vocabulary != "ends" else None
         if spread is None and shards == self.bench.tp:
@@ -582,7 +585,8 @@ class _Search:
         return self._benches[(shards, spread)]
 
     def _planner(self, config: TrainConfig) -> Planner:
-        """As training cuts the model, in microbatches of any size, as FLOPs are in proportion; each cut once."""
+        """Return a cached planner that cuts the model as training does; FLOPs grow with the microbatch, so any size gives
+        the same cut."""
         model = self._bench_of(config).model
         if id(model) not in self._planners:
             plan, plans = planner(config, model, self._flops), dict[Any, StagePlan]()
@@ -596,7 +600,7 @@ class _Search:
         return self._planners[id(model)]
 
     def _prediction(self) -> tuple[Tried, Prediction] | tuple[None, None]:
-        """The fastest candidate that fits as ``plan`` predicts it, too."""
+        """Return the fastest candidate that also fits when predicted as ``plan`` does, and that prediction."""
         self.probe_was_wrong = False
         for tried in sorted((t for t in self.tried if t.status == "fits"), key=_key):
             config = self.space.config(tried.settings)
@@ -611,24 +615,24 @@ class _Search:
 
 
 def _key(tried: Tried) -> tuple[float, int]:
-    """The smaller, the better."""
+    """Return the sort key of a candidate; smaller is better."""
     return nine_digits(tried.step_s or 0.0), max(tried.peak_bytes)
 
 
 def _least(seconds: np.ndarray[Any, Any]) -> float:
-    """Of a forward and a backward, split or not."""
+    """Return the least seconds of a forward and a backward, split or fused."""
     return float(seconds[0] + seconds[1:].min())
 
 
 def _splits(schedule: Schedule) -> bool:
-    """Whether it computes gradients of weights apart already."""
+    """Return whether the schedule separates weight gradients already."""
     return any(a.op == W.name for a in schedule.actions())
 
 
 def _least_bytes(placement: Placement, costs: CostProfile, forwards: int) -> float:
-    """What the fullest rank needs in any schedule: what stays, and one backward pass, split or not, of one microbatch. Spread
-    vocabulary layers leave nothing to offload, so before the first backward of a rank's last stage all its stages hold what as
-    many ``forwards`` keep as there are barriers, and one."""
+    """Return a lower bound of the fullest rank's bytes in any schedule: what stays, and one backward pass, split or not, of
+    one microbatch. Spread vocabulary layers leave nothing to offload, so before the first backward of a rank's last stage
+    all its stages hold what as many ``forwards`` keep as there are barriers, and one."""
     temp = dict(costs.temp_bytes)
     none = (0.0,) * costs.num_stages
     b, w, bw = (temp.get(op, none) for op in ("B", "W", "BW"))
@@ -645,5 +649,5 @@ def _least_bytes(placement: Placement, costs: CostProfile, forwards: int) -> flo
 
 
 def _settings_text(settings: Settings) -> str:
-    """Settings in a line, without what is at its default."""
+    """Format the settings in one line, without those at their defaults."""
     return " ".join(f"{key.rpartition('.')[2]}={value}" for key, value in settings.items())

@@ -95,17 +95,17 @@ _CALLS = frozenset(
 
 
 def fresh_var(aval: Any) -> Var:
-    """A new variable of the given abstract value."""
+    """Return a new variable of the given abstract value."""
     return Var(aval)
 
 
 def variables(atoms: Iterable[Atom]) -> Iterator[Var]:
-    """The variables among atoms (literals can't be hashed, and depend on nothing)."""
+    """Return the variables among atoms (literals can't be hashed, and depend on nothing)."""
     return (a for a in atoms if isinstance(a, Var))
 
 
 def called_jaxpr(eqn: JaxprEqn) -> tuple[Jaxpr, Sequence[Any]] | None:
-    """The body of a call-like equation and its constants, or None for any other equation."""
+    """Return the body of a call-like equation and its constants, or None for any other equation."""
     if eqn.primitive.name not in _CALLS:
         return None
     for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
@@ -118,12 +118,12 @@ def called_jaxpr(eqn: JaxprEqn) -> tuple[Jaxpr, Sequence[Any]] | None:
 
 
 def is_checkpoint(eqn: JaxprEqn) -> bool:
-    """Whether the equation is a ``jax.checkpoint`` body."""
+    """Return whether the equation is a ``jax.checkpoint`` body."""
     return eqn.primitive.name in ("checkpoint", "remat", "remat2")
 
 
 def barrier(operands: Sequence[Var], results: Sequence[Var]) -> JaxprEqn:
-    """The equation ``results = optimization_barrier(operands)``."""
+    """Return the equation ``results = optimization_barrier(operands)``."""
     avals = [jax.ShapeDtypeStruct(shape_of(v), dtype_of(v)) for v in operands]
     (eqn,) = jax.make_jaxpr(lambda *a: jax.lax.optimization_barrier(a))(*avals).jaxpr.eqns
     placed: JaxprEqn = eqn.replace(invars=list(operands), outvars=list(results))
@@ -131,7 +131,7 @@ def barrier(operands: Sequence[Var], results: Sequence[Var]) -> JaxprEqn:
 
 
 def plain_collective(eqn: JaxprEqn) -> JaxprEqn:
-    """An equation without what only the types of ``shard_map`` need: a sum whose result is typed as equal on all shards
+    """Strip an equation of what only the types of ``shard_map`` need: a sum whose result is typed as equal on all shards
     (``psum_invariant``) becomes the plain ``psum``; that a mesh axis is named is no effect (it may be dropped or repeated)."""
     effects = {e for e in eqn.effects if type(e).__name__ != "NamedAxisEffect"}
     plain: JaxprEqn = eqn.replace(effects=effects) if len(effects) < len(eqn.effects) else eqn
@@ -142,7 +142,7 @@ def plain_collective(eqn: JaxprEqn) -> JaxprEqn:
 
 
 def checkpoint_name_of(eqn: JaxprEqn) -> str | None:
-    """The name given by ``checkpoint_name``, or None for any other equation."""
+    """Return the name given by ``checkpoint_name``, or None for any other equation."""
     return str(eqn.params["name"]) if eqn.primitive.name == "name" else None
 
 
@@ -155,7 +155,7 @@ def _open(body: Any) -> tuple[Jaxpr, Sequence[Any]]:
 
 
 def sub_jaxprs(eqn: JaxprEqn) -> Iterator[Jaxpr]:
-    """Every jaxpr among an equation's parameters (bodies, branches)."""
+    """Return every jaxpr among an equation's parameters (bodies, branches)."""
     for value in eqn.params.values():
         for item in value if isinstance(value, _SEVERAL) else (value,):
             if isinstance(item, _JAXPRS):
@@ -165,7 +165,7 @@ def sub_jaxprs(eqn: JaxprEqn) -> Iterator[Jaxpr]:
 def close_jaxpr(
     consts: Sequence[tuple[Var, Any]], invars: Sequence[Var], eqns: Sequence[JaxprEqn], outvars: Sequence[Atom]
 ) -> ClosedJaxpr:
-    """A closed jaxpr made of these equations."""
+    """Return a closed jaxpr of these equations."""
     effects: set[Any] = set().union(*(eqn.effects for eqn in eqns)) if eqns else set()
     jaxpr = Jaxpr(
         [v for v, _ in consts], list(invars), list(outvars), list(eqns), effects, _no_debug_info(invars, outvars)
@@ -176,7 +176,7 @@ def close_jaxpr(
 def only_results(
     closed: ClosedJaxpr, results: Iterable[int], inputs: Iterable[int] = ()
 ) -> tuple[ClosedJaxpr, tuple[bool, ...]]:
-    """A closed jaxpr that computes these results alone (in their old order), and which of the old inputs it takes: these
+    """Return a closed jaxpr that computes only these results (in their old order), and which of the old inputs it takes: these
     ``inputs``, and those that it reads."""
     result_indices, input_indices = set(results), set(inputs)
     used = [k in result_indices for k in range(len(closed.jaxpr.outvars))]
@@ -196,7 +196,7 @@ def _debug_info() -> Any:
 
 
 def map_bodies(eqn: JaxprEqn, change: Callable[[Jaxpr, Sequence[Any]], ClosedJaxpr]) -> JaxprEqn:
-    """A loop or branch equation with each closed body ``(jaxpr, consts)`` replaced; any other equation as it is."""
+    """Replace each closed body ``(jaxpr, consts)`` of a loop or branch equation; return any other equation unchanged."""
     if eqn.primitive.name not in ("scan", "while", "cond"):
         return eqn
 
@@ -210,7 +210,7 @@ def map_bodies(eqn: JaxprEqn, change: Callable[[Jaxpr, Sequence[Any]], ClosedJax
 
 
 def with_outer_names(eqn: JaxprEqn, outer: JaxprEqn | None, invars: Sequence[Atom], outvars: Sequence[Var]) -> JaxprEqn:
-    """``eqn`` of the body called by ``outer`` (if any), on other variables, its name stack extended by the caller's."""
+    """Return ``eqn`` of the body called by ``outer`` (if any) on other variables, its name stack extended by the caller's."""
     info = eqn.source_info
     if outer is not None:
         info = info.replace(name_stack=outer.source_info.name_stack + info.name_stack)
@@ -219,18 +219,18 @@ def with_outer_names(eqn: JaxprEqn, outer: JaxprEqn | None, invars: Sequence[Ato
 
 
 def source_line(eqn: JaxprEqn) -> str:
-    """``file:line (function)`` of the user code that made an equation."""
+    """Return ``file:line (function)`` of the user code that made an equation."""
     return str(_source_info.summarize(eqn.source_info))
 
 
 def source_functions(eqn: JaxprEqn) -> tuple[tuple[str, str], ...]:
-    """The functions outside JAX that made an equation, innermost first: qualified name, and ``file:line``."""
+    """Return the functions outside JAX that made an equation, innermost first: qualified name, and ``file:line``."""
     frames = _source_info.user_frames(eqn.source_info.traceback)
     return tuple((f.function_name, f"{f.file_name}:{f.start_line}") for f in frames)
 
 
 def pruned(eqn: JaxprEqn, used: Sequence[bool]) -> JaxprEqn:
-    """The equation without the results that are not used, as far as JAX can take loops and branches apart."""
+    """Drop unused results from the equation, as far as JAX can take loops and branches apart."""
     if all(used):
         return eqn
     single_eqn = close_jaxpr([], list(dict.fromkeys(variables(eqn.invars))), [eqn], eqn.outvars)
@@ -240,17 +240,17 @@ def pruned(eqn: JaxprEqn, used: Sequence[bool]) -> JaxprEqn:
 
 
 def has_ordered_effects(eqn: JaxprEqn) -> bool:
-    """Whether the equation has effects whose order is part of the program (an ordered callback or print)."""
+    """Return whether the equation has effects whose order is part of the program (an ordered callback or print)."""
     return bool(_effects.ordered_effects.filter_in(eqn.effects))
 
 
 def is_key_dtype(dtype: Any) -> bool:
-    """Whether a dtype is that of typed PRNG keys."""
+    """Return whether a dtype is that of typed PRNG keys."""
     return bool(jnp.issubdtype(dtype, jax.dtypes.prng_key))
 
 
 def varying_axes(value: Any) -> frozenset[str]:
-    """Mesh axes over which a value varies, inside ``shard_map``."""
+    """Return the mesh axes over which a value varies, inside ``shard_map``."""
     aval = jax.typeof(value)
     vma: Any = getattr(aval, "vma", None)
     if vma is None:
@@ -262,14 +262,14 @@ _UNVARYING: Any = getattr(jax.core.ShapedArray((), np.dtype(np.float32)), "manua
 
 
 def without_varying(aval: Any) -> Any:
-    """An abstract value without its varying-axis type."""
+    """Return an abstract value without its varying-axis type."""
     if _UNVARYING is not None and hasattr(aval, "manual_axis_type"):
         return aval.update(manual_axis_type=_UNVARYING)
     return aval.update(vma=frozenset()) if getattr(aval, "vma", None) else aval
 
 
 def vary(value: Any, axes: Sequence[str]) -> Any:
-    """``value`` cast to varying over ``axes``, those it already varies over left out."""
+    """Cast ``value`` to varying over ``axes``, except those over which it varies already."""
     current_axes = varying_axes(value)
     missing = tuple(a for a in axes if a not in current_axes)
     if not missing:
@@ -279,7 +279,7 @@ def vary(value: Any, axes: Sequence[str]) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class ScanParts:
-    """How a scan equation's operands and results divide: constants, carries, then stacked inputs or outputs."""
+    """The division of a scan equation's operands and results: constants, carries, then stacked inputs or outputs."""
 
     body: Jaxpr
     body_consts: Sequence[Any]
@@ -291,7 +291,7 @@ class ScanParts:
 
 
 def scan_parts(eqn: JaxprEqn) -> ScanParts | None:
-    """The parts of a ``lax.scan`` equation, or None for any other equation."""
+    """Return the parts of a ``lax.scan`` equation, or None for any other equation."""
     if eqn.primitive.name != "scan":
         return None
     p = eqn.params
@@ -305,17 +305,17 @@ def scan_parts(eqn: JaxprEqn) -> ScanParts | None:
 
 
 def shape_of(atom: Atom) -> tuple[int, ...]:
-    """The shape of a variable or literal; () for what has none."""
+    """Return the shape of a variable or literal; () for what has none."""
     return tuple(getattr(atom.aval, "shape", ()))
 
 
 def dtype_of(atom: Atom) -> Any:
-    """The dtype of a variable or literal; None for what has none."""
+    """Return the dtype of a variable or literal; None for what has none."""
     return getattr(atom.aval, "dtype", None)
 
 
 def aval_bytes(aval: Any) -> int:
-    """Bytes of an array of this shape and dtype (typed PRNG keys count as their raw words)."""
+    """Return the bytes of an array of this shape and dtype (typed PRNG keys count as their raw words)."""
     itemsize = getattr(aval.dtype, "itemsize", None) or np.dtype(aval.dtype).itemsize
     return int(math.prod(aval.shape)) * int(itemsize)
 
@@ -329,18 +329,18 @@ def keep_compiled() -> None:
 
 
 def backends_initialized() -> bool:
-    """Whether JAX has looked for devices already; afterwards it does not read the environment again."""
+    """Return whether JAX has looked for devices already; afterwards it does not read the environment again."""
     return bool(_xla_bridge.backends_are_initialized())
 
 
 def puts_between_processes(device: jax.Device) -> bool:
-    """Whether ``jax.device_put`` takes arrays from and to devices of other processes, as by NCCL on GPUs."""
+    """Return whether ``jax.device_put`` takes arrays from and to devices of other processes, as by NCCL on GPUs."""
     return bool(getattr(device.client, "supports_cross_host_transfers", False))
 
 
 @contextmanager
 def cudnn_assumed() -> Iterator[None]:
-    """While it lasts, cuDNN's attention is traced as on a machine that has version 9.6: nothing is looked for, or run."""
+    """Have cuDNN's attention traced inside the block as on a machine that has version 9.6: nothing is looked for, or run."""
     original_check = _fused_attention.check_cudnn_version
     _fused_attention.check_cudnn_version = lambda: 90600
     try:
@@ -350,7 +350,7 @@ def cudnn_assumed() -> Iterator[None]:
 
 
 def compile_only_devices(name: str, description: str, count: int = 1) -> Sequence[jax.Device] | str:
-    """``count`` CUDA devices that are not there: lowering and compiling for them works, running does not.
+    """Return ``count`` CUDA devices that do not exist: lowering and compiling for them works, running does not.
 
     ``description``: text proto of the GPU (``gpu_device_info`` and so on). Returns the reason, for people, where it can't be:
     wheels that are not installed, or a plugin that refuses the description.
@@ -367,8 +367,8 @@ def compile_only_devices(name: str, description: str, count: int = 1) -> Sequenc
 
 
 def copier(targets: Sequence[jax.sharding.Sharding]) -> Callable[[Sequence[jax.Array]], Sequence[jax.Array]]:
-    """A function that starts copying arrays to ``targets``, one each, of any memory kind (as many devices as they are on now),
-    and returns the copies.
+    """Return a function that starts copying arrays to ``targets``, one each, of any memory kind (as many devices as they
+    are on now), and returns the copies.
 
     It does what ``jax.device_put(arrays, targets)`` does without finding out each time how; the caller vouches that the arrays
     live on as many devices as their targets have, all of this process, split the same way.

@@ -47,7 +47,7 @@ __all__ = [
 
 
 def _chunks(cp: int) -> list[int]:
-    """The chunks of all shards, those of the first before those of the second."""
+    """Return the chunks of all shards, those of the first before those of the second."""
     return [chunk for s in range(cp) for chunk in (s, 2 * cp - 1 - s)]
 
 
@@ -57,7 +57,8 @@ def _chunks(cp: int) -> list[int]:
 def shard_avals(
     what: str, avals: Mapping[str, jax.ShapeDtypeStruct], over_time: Collection[str], tp: TensorParallel
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    """The arrays of a microbatch as :func:`laid_out` makes them: [B·c, T/c, …] of those with a time axis, [B·c, …] of others.
+    """Return the avals of a microbatch as :func:`laid_out` lays it out: [B·c, T/c, …] of those with a time axis, [B·c, …]
+    of others.
 
     ``what`` names the model; ``over_time``: its arrays whose axis 1 is time.
 
@@ -89,8 +90,9 @@ def shard_avals(
 def laid_out(
     batch: Mapping[str, np.ndarray | jax.Array], over_time: Collection[str], dp: int, cp: int
 ) -> Mapping[str, np.ndarray | jax.Array]:
-    """Arrays [m, B, …] of m microbatches as the devices along dp and cp read them, one device's rows after another's: those of
-    ``over_time`` are [m, B·c, T/c, …], each shard with its two chunks; every shard has all of the others, [m, B·c, …]."""
+    """Lay out arrays [m, B, …] of m microbatches as the devices along dp and cp read them, one device's rows after
+    another's: those of ``over_time`` are [m, B·c, T/c, …], each shard with its two chunks; every shard has all of the
+    others, [m, B·c, …]."""
     if cp == 1:
         return batch
     arrays_by_name = {}
@@ -109,7 +111,7 @@ def laid_out(
 
 
 def joined_times(shards: Sequence[np.ndarray]) -> np.ndarray:
-    """The whole of what each shard has a part of along axis 1: the inverse of the zigzag, on the host."""
+    """Join the shards' parts along axis 1 on the host, in the order of time: the inverse of the zigzag."""
     if len(shards) == 1:
         return shards[0]
     parts = [part for shard in shards for part in np.split(shard, 2, 1)]
@@ -120,7 +122,7 @@ def joined_times(shards: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def own_times(x: jax.Array, tp: TensorParallel, axis: int) -> jax.Array:
-    """This shard's positions, along ``axis``, of what every shard has whole; all of them on one shard."""
+    """Take this shard's positions, along ``axis``, from an array that is replicated over shards; all of them on one shard."""
     if tp.cp == 1:
         return x
     n = x.shape[axis] // (2 * tp.cp)
@@ -129,12 +131,12 @@ def own_times(x: jax.Array, tp: TensorParallel, axis: int) -> jax.Array:
 
 
 def own_positions(length: int, tp: TensorParallel) -> jax.Array:
-    """Where in its sequence each of this shard's ``length`` positions lies: [length] int32."""
+    """Return the index in its sequence of each of this shard's ``length`` positions: [length] int32."""
     return own_times(jnp.arange(length * tp.cp, dtype=jnp.int32), tp, 0)
 
 
 def gathered(shard: jax.Array, tp: TensorParallel) -> jax.Array:
-    """The parts of all shards along axis 1, one shard after another: their positions are :func:`gathered_positions`.
+    """All-gather the shards' parts along axis 1, one shard after another: their positions are :func:`gathered_positions`.
 
     Its gradient is summed over the shards and scattered."""
     full: jax.Array = lax.all_gather(shard, CP, axis=1, tiled=True)
@@ -142,13 +144,13 @@ def gathered(shard: jax.Array, tp: TensorParallel) -> jax.Array:
 
 
 def gathered_positions(length: int, tp: TensorParallel) -> np.ndarray:
-    """Where in its sequence each position of what :func:`gathered` made lies, ``length`` in all: [length] int32."""
+    """Return the index in its sequence of each of the ``length`` positions that :func:`gathered` returns: [length] int32."""
     n = length // (2 * tp.cp)
     return (np.array(_chunks(tp.cp), np.int32)[:, None] * n + np.arange(n, dtype=np.int32)).reshape(-1)
 
 
 def in_time_order(joined: jax.Array, tp: TensorParallel, axis: int = 1, *, back: bool = False) -> jax.Array:
-    """What lies one shard after another along ``axis``, in the order of time; or ``back`` from that order."""
+    """Reorder ``axis`` from one shard after another to the order of time; or ``back`` from that order."""
     order = _chunks(tp.cp)
     parts = jnp.split(joined, len(order), axis)
     picked = order if back else [order.index(chunk) for chunk in range(len(order))]
@@ -156,12 +158,13 @@ def in_time_order(joined: jax.Array, tp: TensorParallel, axis: int = 1, *, back:
 
 
 def whole_times(shard: jax.Array, tp: TensorParallel) -> jax.Array:
-    """What every shard has a part of along axis 1, whole and in the order of time."""
+    """All-gather the shards' parts along axis 1, in the order of time."""
     return shard if tp.cp == 1 else in_time_order(gathered(shard, tp), tp)
 
 
 def times_for_heads(shard: jax.Array, tp: TensorParallel) -> jax.Array:
-    """[B, T/c, N, …] with N heads → [B, T, N/c, …]: this shard's heads at all times, in the order of time.
+    """Exchange positions for heads by an all-to-all: [B, T/c, N, …] → [B, T, N/c, …], this shard's heads at all times, in
+    order.
 
     Raises:
         StageError: N does not divide over the shards.
@@ -176,7 +179,7 @@ def times_for_heads(shard: jax.Array, tp: TensorParallel) -> jax.Array:
 
 
 def heads_for_times(shard: jax.Array, tp: TensorParallel) -> jax.Array:
-    """The inverse of :func:`times_for_heads`."""
+    """Invert :func:`times_for_heads`."""
     time_shard: jax.Array = lax.all_to_all(
         in_time_order(shard, tp, back=True), CP, split_axis=1, concat_axis=2, tiled=True
     )
@@ -184,7 +187,7 @@ def heads_for_times(shard: jax.Array, tp: TensorParallel) -> jax.Array:
 
 
 def own_heads(x: jax.Array, tp: TensorParallel, axis: int) -> jax.Array:
-    """This shard's heads, along ``axis``, of what every shard has whole."""
+    """Take this shard's heads, along ``axis``, from an array that is replicated over shards."""
     num_heads = x.shape[axis] // tp.cp
     return lax.dynamic_slice_in_dim(x, lax.axis_index(CP) * num_heads, num_heads, axis)
 
@@ -233,7 +236,7 @@ _KEPT = "attn_results"  # the name of what the backward pass reads
 
 @dataclass(frozen=True, slots=True)
 class _Ring:
-    """As in :func:`ring_attention`."""
+    """The static arguments of :func:`ring_attention`."""
 
     tp: TensorParallel
     causal: bool
@@ -241,28 +244,27 @@ class _Ring:
     dropout: float
 
     def pairs(self, step: int) -> list[tuple[Any, Any]]:
-        """Which of this shard's two chunks of queries meets which of the two chunks of keys that are here: with a causal mask
-        those of which any sees any, as many on each shard."""
+        """Return which of this shard's two chunks of queries is multiplied with which of the two current chunks of keys:
+        with a causal mask those of which any sees any, as many on each shard."""
         if not self.causal:
             return [(0, 0), (0, 1), (1, 0), (1, 1)]
         if step == 0:
             return [(0, 0), (1, 0), (1, 1)]
-        earlier = self.source(step) < lax.axis_index(
-            CP
-        )  # the shard whose keys these are: then both see its first chunk
+        # both of this shard's chunks see the first chunk of an earlier shard; its last chunk sees both of a later one's
+        earlier = self.source(step) < lax.axis_index(CP)
         same = jnp.where(earlier, 0, 1)
         return [(1, 0), (same, same)]
 
     def source(self, step: int) -> jax.Array:
-        """The shard whose keys and values are here."""
+        """Return the shard whose keys and values are the current ones."""
         return (lax.axis_index(CP) - step) % self.tp.cp
 
     def chunk(self, shard: jax.Array, half: Any) -> jax.Array:
-        """The position, in the order of time, of one of a shard's two chunks."""
+        """Return the position, in the order of time, of one of a shard's two chunks."""
         return jnp.where(jnp.asarray(half) == 0, shard, 2 * self.tp.cp - 1 - shard)
 
     def passed_on(self, x: jax.Array) -> jax.Array:
-        """What the shard before this one in the ring has."""
+        """Receive the value of the previous shard in the ring."""
         received: jax.Array = lax.ppermute(x, CP, [(s, (s + 1) % self.tp.cp) for s in range(self.tp.cp)])
         return received
 
@@ -280,8 +282,8 @@ def ring_attention(
     dropout: float = 0.0,
     key: jax.Array | None = None,
 ) -> jax.Array:
-    """Attention of this shard's ``q`` [B, T/c, H, K] over the keys and values [B, T/c, G, K] of all shards, which go round a
-    ring (Liu et al., "Ring Attention", 2023): while a shard works on one pair, the next is on its way.
+    """Compute attention of this shard's ``q`` [B, T/c, H, K] over the keys and values [B, T/c, G, K] of all shards, which
+    go round a ring (Liu et al., "Ring Attention", 2023): while a shard works on one pair, the next is on its way.
 
     Results of the chunks are merged by their largest score and sum of exponentials, in float32 or wider; the backward pass
     computes the scores again, with gradients of keys and values going round too. Nothing that grows with T² is kept, nor a
@@ -342,7 +344,8 @@ def _ring_forward(
 
 
 def _ring_backward(how: _Ring, saved: tuple[Any, ...], cotangent: jax.Array) -> tuple[Any, ...]:
-    """Under ``jax.checkpoint``, so that scores belong to the backward pass of a stage, although they need no cotangent."""
+    """Run :func:`_ring_gradients` under ``jax.checkpoint``, so that a stage's B computes the scores, which need no
+    cotangent."""
     return jax.checkpoint(partial(_ring_gradients, how))(saved, cotangent)  # type: ignore[no-any-return]
 
 
@@ -383,7 +386,7 @@ _ring.defvjp(_ring_forward, _ring_backward)
 
 
 def _scores(how: _Ring, q: jax.Array, k: jax.Array, step: int, i: Any, j: Any, masks: _Masks) -> jax.Array:
-    """Masked scores [B, G, n·R, n] of two chunks, float32 or wider."""
+    """Return masked scores [B, G, n·R, n] of two chunks, float32 or wider."""
     wide = jnp.promote_types(q.dtype, jnp.float32)
     lengths, segments = masks
     scores = jnp.einsum("bgmk,bgsk->bgms", q, k, preferred_element_type=wide)
@@ -398,7 +401,7 @@ def _scores(how: _Ring, q: jax.Array, k: jax.Array, step: int, i: Any, j: Any, m
 
 
 def _kept(how: _Ring, q: jax.Array, kv: jax.Array, key: jax.Array | None) -> jax.Array | None:
-    """Which probabilities of whole sequences are not dropped, by chunk: [B, G, 2c, n·R, 2c, n]; None: all."""
+    """Return which probabilities of whole sequences dropout keeps, by chunk: [B, G, 2c, n·R, 2c, n]; None: all."""
     if key is None or how.dropout == 0:
         return None
     B, G, _, rows, _ = q.shape
@@ -408,7 +411,7 @@ def _kept(how: _Ring, q: jax.Array, kv: jax.Array, key: jax.Array | None) -> jax
 
 
 def _dropped(how: _Ring, probs: jax.Array, keep: jax.Array | None, step: int, i: Any, j: Any) -> jax.Array:
-    """``probs`` of two chunks, or their cotangents, where they are kept."""
+    """Apply dropout to ``probs`` of two chunks, or to their cotangents."""
     if keep is None:
         return probs
     mine, theirs = how.chunk(lax.axis_index(CP), i), how.chunk(how.source(step), j)
@@ -419,11 +422,11 @@ def _dropped(how: _Ring, probs: jax.Array, keep: jax.Array | None, step: int, i:
 
 
 def _at(x: jax.Array, half: Any) -> jax.Array:
-    """One of the two chunks, axis 2."""
+    """Take one of the two chunks, axis 2."""
     return lax.dynamic_index_in_dim(x, half, 2, keepdims=False) if isinstance(half, jax.Array) else x[:, :, half]
 
 
 def _put(x: jax.Array, value: jax.Array, half: Any) -> jax.Array:
-    """``x`` with one of its two chunks, axis 2, replaced."""
+    """Replace one of the two chunks of ``x``, axis 2."""
     new: jax.Array = lax.dynamic_update_index_in_dim(x, value, half, 2)
     return new

@@ -16,12 +16,12 @@ VARIABLE = "JAXPIPE_DUMP"
 
 
 def enabled() -> bool:
-    """Whether dumps are written (callers may skip building an expensive text)."""
+    """Return whether dumps are written (callers may skip building an expensive text)."""
     return bool(os.environ.get(VARIABLE))
 
 
 def own_folder(process: int) -> None:
-    """Of several processes each writes into a folder of its own from now on."""
+    """Write dumps of process ``process`` into a folder of its own from now on."""
     if enabled():
         os.environ[VARIABLE] = str(Path(os.environ[VARIABLE]) / f"process-{process}")
 

@@ -95,7 +95,7 @@ _ON_THE_WAY = re.compile(r"(Error (dispatching computation|while transferring): 
 
 
 def gist(error: BaseException) -> str:
-    """The cause that an error of XLA's or of a callback gives, on one line of at most 250 characters.
+    """Return the cause that an error of XLA's or of a callback gives, on one line of at most 250 characters.
 
     Of a message that holds Python tracebacks, what the innermost exception says; of a long one the first and the last line, as
     a stack or a memory map may stand in between. What XLA puts before the cause once for each computation between it and where

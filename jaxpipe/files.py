@@ -24,7 +24,7 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 
 
 def located(where: object, make: Callable[_Given, _T], *given: _Given.args, **named: _Given.kwargs) -> _T:
-    """``make(…)``, whose ScheduleError becomes a ScheduleParseError that begins with ``where``."""
+    """Call ``make(…)``, whose ScheduleError becomes a ScheduleParseError that begins with ``where``."""
     try:
         return make(*given, **named)
     except ScheduleError as error:
@@ -32,7 +32,7 @@ def located(where: object, make: Callable[_Given, _T], *given: _Given.args, **na
 
 
 def read_file(path: Path) -> bytes:
-    """The content of ``path``.
+    """Return the content of ``path``.
 
     Raises:
         OSError: as ``Path.read_bytes``; also for pipes, sockets and devices, which may never end.
@@ -43,7 +43,7 @@ def read_file(path: Path) -> bytes:
 
 
 def read_text(path: Path) -> str:
-    """The content of ``path``, UTF-8.
+    """Return the content of ``path`` as UTF-8 text.
 
     Raises:
         ScheduleParseError: it can't be read, or is not UTF-8; names the line.
@@ -91,7 +91,8 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def not_url(text: str) -> str:
-    """A test of settings that are paths: what is wrong with a URL. pathlib makes one slash of two: ``gs:/b`` is one as well."""
+    """Return what is wrong with a path that is a URL; a check of settings. pathlib makes one slash of two: ``gs:/b`` is one
+    as well."""
     return (
         "a URL; jaxpipe reads and writes local files only: copy or mount it, and give its path"
         if _URL.match(text)
@@ -106,7 +107,7 @@ def check_local(path: str | os.PathLike[str], name: str) -> None:
 
 
 def hub_advice(path: str | os.PathLike[str], kind: str = "model") -> str:
-    """What to do where ``path``, at which there is nothing, could be the name of a model or dataset on the Hugging Face hub."""
+    """Return advice if ``path`` does not exist and could be the name of a model or dataset on the Hugging Face hub."""
     if _HUB_ID.fullmatch(os.fspath(path)) is None:
         return ""
     command = f"hf download {path}{'' if kind == 'model' else f' --repo-type {kind}'} --local-dir DIR"
@@ -128,12 +129,12 @@ def check_one_line(text: str, name: str) -> None:
 
 
 def no_constant(constant: str) -> float:
-    """For ``json.loads(parse_constant=)``: refuses NaN and Infinity."""
+    """Refuse NaN and Infinity, for ``json.loads(parse_constant=)``."""
     raise ValueError(f'{constant} is not JSON; write "inf" for no limit')
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """For ``json.loads(object_pairs_hook=)``: an object whose keys are all different, as TOML demands too."""
+    """Build an object and refuse repeated keys, as TOML does, for ``json.loads(object_pairs_hook=)``."""
     data = dict(pairs)
     if len(data) < len(pairs):
         keys = [key for key, _ in pairs]
@@ -163,7 +164,7 @@ class Closing:
 
 
 def user_cache() -> Path:
-    """The folder for what may be made anew: ``$XDG_CACHE_HOME/jaxpipe``, else ``~/.cache/jaxpipe``.
+    """Return the folder for caches: ``$XDG_CACHE_HOME/jaxpipe``, else ``~/.cache/jaxpipe``.
 
     Without a home folder: one in the folder for temporary files, which this user alone can enter.
     """
@@ -177,7 +178,7 @@ def user_cache() -> Path:
 
 
 def _private_temporary() -> Path:
-    """A folder of this user's among temporary files: the same every time, unless somebody else has taken its name."""
+    """Return a folder of this user's among temporary files: the same every time, unless somebody else has taken its name."""
     folder = Path(tempfile.gettempdir()) / f"jaxpipe-{os.getuid()}"
     with suppress(OSError):
         folder.mkdir(mode=0o700, exist_ok=True)

@@ -27,7 +27,7 @@ it: to tell other processes, and free what is held. May end the process."""
 
 
 class Interrupts:
-    """Of a command that has the process to itself. ``heard``: SIGINT came.
+    """The SIGINT handling of a command that owns the process. ``heard``: SIGINT came.
 
     The first SIGINT raises KeyboardInterrupt in the main thread. A second one, one during an import, or a main thread that is
     still busy a second later end the process at once, and all its children: with a line on standard error and the exit code
@@ -40,7 +40,7 @@ class Interrupts:
         self._active = signal.getsignal(signal.SIGINT) is not signal.SIG_IGN
 
     def listen(self) -> None:
-        """Begin; also of a SIGINT that came before and was blocked (:func:`starting_children`)."""
+        """Install the handler; a SIGINT that came before and was blocked is handled, too (:func:`starting_children`)."""
         if self._active:
             self._reader, writer = os.pipe()
             os.set_blocking(writer, False)
@@ -50,7 +50,8 @@ class Interrupts:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
     def close(self, code: int) -> None:
-        """The command is done: from here on SIGINT only shortens how Python ends, with the exit code of the command."""
+        """Note that the command is done: from here on SIGINT only shortens how Python ends, with the exit code of the
+        command."""
         if self._active and not self.heard:
             signal.signal(signal.SIGINT, lambda *_: os._exit(code))
 
@@ -61,7 +62,7 @@ class Interrupts:
         self._end()
 
     def _interrupt(self, _number: int, frame: FrameType | None) -> None:
-        """In the main thread."""
+        """Handle SIGINT in the main thread."""
         self._begin()
         while frame is not None:
             if frame.f_code.co_filename == _IMPORTING:
@@ -70,7 +71,7 @@ class Interrupts:
         raise KeyboardInterrupt
 
     def _listen(self) -> None:
-        """In the thread: the numbers of signals that Python handles, also while the main thread runs no Python."""
+        """Read signal numbers in a thread, which works while the main thread runs no Python."""
         while number := os.read(self._reader, 1):
             if number[0] == signal.SIGINT and signal.getsignal(signal.SIGINT) == self._interrupt:
                 if self.heard:
@@ -78,7 +79,7 @@ class Interrupts:
                 self._begin()
 
     def _begin(self) -> None:
-        """Let nothing be said from here on but the line, and end after a moment."""
+        """Silence all output but the line from here on, and end the process after a moment."""
         if not self.heard:
             self.heard = True
             sys.unraisablehook = lambda _: None
@@ -110,8 +111,8 @@ def kill_children() -> None:
 
 @contextmanager
 def starting_children() -> Iterator[None]:
-    """SIGINT waits until the block ends, and is blocked in the processes that the block starts, as their parent hears of it too
-    and ends them. They may unblock it."""
+    """Block SIGINT until the block ends, and in the processes that it starts: their parent gets it too and ends them. They
+    may unblock it."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,4 +1,4 @@
-"""Modules that are imported when they are first used: those behind the public names of a room, which are slow to import or
+"""Import modules when they are first used: those behind the public names of a room, which are slow to import or
 import each other, and those that users name."""
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from typing import Any
 
 
 def exported(package: str, **homes: str) -> tuple[list[str], Callable[[str], Any]]:
-    """``__all__`` and ``__getattr__`` of ``package``. ``homes``: by module of it, its public names, with blanks between."""
+    """Return ``__all__`` and ``__getattr__`` of ``package``. ``homes``: by module of it, its public names, with blanks
+    between."""
     home_of = {name: home for home, names in homes.items() for name in names.split()}
 
     def get(name: str) -> Any:
@@ -24,7 +25,7 @@ def exported(package: str, **homes: str) -> tuple[list[str], Callable[[str], Any
 
 
 def import_from_here(name: str) -> ModuleType:
-    """The module ``name``, from ``sys.path`` or else the working directory, which stays on the path unless that fails."""
+    """Import the module ``name`` from ``sys.path`` or else the working directory, which stays on the path unless that fails."""
     working_directory = str(Path.cwd())
     added = not {"", working_directory} & set(sys.path)
     if added:

@@ -1,4 +1,4 @@
-"""Where ranks live: one submesh per pipeline rank, with axes ``dp`` (data), ``cp`` (context, that is time) and ``tp`` (tensor).
+"""The submeshes of pipeline ranks, one per rank, with axes ``dp`` (data), ``cp`` (context, that is time) and ``tp`` (tensor).
 
 The axis names are spelled here and nowhere else. Devices are taken in their own order with ``tp`` innermost and the pipeline
 outermost, so that tensor-parallel neighbours are the closest devices, and then those that share a sequence.
@@ -33,7 +33,7 @@ heads; keys and values go round a ring of shards."""
 
 @dataclass(frozen=True, slots=True)
 class TensorParallel:
-    """How the layers of a rank divide their work over the axes ``tp`` and ``cp``.
+    """The division of a rank's layers over the axes ``tp`` and ``cp``.
 
     ``size``: shards. ``sequence``: between the parallel products each shard holds a part of the time axis (axis 1 of what flows
     between layers), so that norms and dropout are divided too, and all-reduces become all-gathers and reduce-scatters
@@ -56,12 +56,12 @@ class TensorParallel:
 
     @property
     def divided(self) -> bool:
-        """Whether several devices work on one sequence."""
+        """Return whether several devices work on one sequence."""
         return self.size * self.cp > 1
 
     @property
     def splits_time(self) -> bool:
-        """Whether what flows between layers is divided along the time axis."""
+        """Return whether activations between layers are divided along the time axis."""
         return self.sequence and self.size > 1
 
 
@@ -72,7 +72,7 @@ ONE_SHARD = TensorParallel()
 def pipeline_submeshes(
     ranks: int, *, dp: int = 1, cp: int = 1, tp: int = 1, devices: Sequence[jax.Device] | None = None
 ) -> tuple[Mesh, ...]:
-    """One ``dp × cp × tp`` mesh per rank, on consecutive devices (all of ``jax.devices()`` unless given).
+    """Return one ``dp × cp × tp`` mesh per rank, on consecutive devices (all of ``jax.devices()`` unless given).
 
     Raises:
         ConfigError: a size is below 1, something is no device, or there are fewer devices than ``ranks · dp · cp · tp``.
@@ -97,18 +97,19 @@ def pipeline_submeshes(
 
 
 def replicated(mesh: AnyMesh) -> NamedSharding:
-    """The sharding of scalars, and of parameters that are whole on every shard: a copy on every device of the rank."""
+    """Return the sharding of scalars and replicated parameters: a copy on every device of the rank."""
     return NamedSharding(mesh, PartitionSpec())
 
 
 def batch_sharded(mesh: AnyMesh) -> NamedSharding:
-    """The sharding of data, and of activations that are the same on all ``tp`` shards: axis 0 is that of the arrays of the
-    devices along :data:`DATA`, one after another."""
+    """Return the sharding of data, and of activations that are the same on all ``tp`` shards: axis 0 is that of the arrays
+    of the devices along :data:`DATA`, one after another."""
     return device_sharded(mesh, DATA)
 
 
 def device_sharded(mesh: AnyMesh, axes: Sequence[str]) -> NamedSharding:
-    """The sharding of what differs along ``axes`` of the rank: axis 0 is that of the devices' arrays one after another.
+    """Return the sharding of arrays that differ along ``axes`` of the rank: axis 0 is that of the devices' arrays one after
+    another.
 
     An axis of size 1 is not named (but ``dp``), so that one device's arrays always lie the same way.
     """
@@ -118,13 +119,13 @@ def device_sharded(mesh: AnyMesh, axes: Sequence[str]) -> NamedSharding:
 
 
 def spec_of(array: jax.ShapeDtypeStruct | jax.Array) -> PartitionSpec:
-    """How an array that lies on a rank is divided over it."""
+    """Return the partition spec of an array on a rank."""
     assert isinstance(array.sharding, NamedSharding)
     return array.sharding.spec
 
 
 def varies_over_tp(aval: jax.ShapeDtypeStruct) -> bool:
-    """Whether an array, by its sharding, holds something else on each ``tp`` shard."""
+    """Return whether an array, by its sharding, differs between ``tp`` shards."""
     spec: tuple[Any, ...] = tuple(getattr(getattr(aval, "sharding", None), "spec", ()))
     first = spec[0] if spec else None
     return TP in (first if isinstance(first, tuple) else (first,))

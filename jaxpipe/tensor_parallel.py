@@ -97,7 +97,7 @@ def check_shards(
 
 
 def _value_that_divides(name: str, size: int, shards: int, allowed: Sequence[int] | None) -> str:
-    """The end of a message: another value of an option that the shards would divide, if there is one."""
+    """Return the end of a message: another value of an option that the shards would divide, if there is one."""
     if allowed is None:
         return f", or make {name} a multiple of {shards} such as {-(-size // shards) * shards}"
     fits = [value for value in allowed if value % shards == 0]
@@ -117,7 +117,8 @@ def _sizes_that_divide(sizes: Mapping[str, int], kv_heads: int | None) -> str:
 
 
 def whole_time(x: jax.Array, tp: TensorParallel) -> jax.Array:
-    """What column-parallel products read: ``x`` [B, T, …] for every shard, from [B, T/t, …] with sequence parallelism.
+    """Return the input of column-parallel products: ``x`` [B, T, …] for every shard, from [B, T/t, …] with sequence
+    parallelism.
 
     Its gradient is summed over the shards (and scattered over time with sequence parallelism), once for all uses of the result.
     """
@@ -128,7 +129,7 @@ def whole_time(x: jax.Array, tp: TensorParallel) -> jax.Array:
 
 
 def sum_parts(part: jax.Array, tp: TensorParallel, residual: jax.Array | None = None) -> jax.Array:
-    """The sum of each shard's ``part`` [B, T, …], as it lies on the residual stream: whole, or [B, T/t, …].
+    """Sum the shards' ``part`` [B, T, …] onto the residual stream: whole, or [B, T/t, …].
 
     ``residual``, shaped as the result, is added: inside the all-reduce, as ``stp.txt`` equation 1 has it, and with sequence
     parallelism (where each shard has other rows of it) after the reduce-scatter. Either way its gradient is the result's
@@ -149,7 +150,8 @@ def sum_parts(part: jax.Array, tp: TensorParallel, residual: jax.Array | None = 
 
 @jax.custom_vjp
 def _sum_with_residual(part: jax.Array, residual: jax.Array) -> jax.Array:
-    """AR(part + residual / t). By JAX's own rule the residual's gradient would be an all-reduce of 1/t of the result's."""
+    """Return AR(part + residual / t). By JAX's own rule the residual's gradient would be an all-reduce of 1/t of the
+    result's."""
     summed: jax.Array = lax.psum(part + residual / lax.axis_size(TP), TP)
     return summed
 
@@ -166,7 +168,8 @@ _sum_with_residual.defvjp(_sum_with_residual_forward, _sum_with_residual_backwar
 
 
 def own_time(rows: jax.Array, tp: TensorParallel, axis: int = 0) -> jax.Array:
-    """This shard's part of the time axis of what every shard has whole; all of it without sequence parallelism.
+    """Take this shard's part of the time axis from an array that is replicated over shards; all of it without sequence
+    parallelism.
 
     A parameter read through this is ``"partial"`` with sequence parallelism. Raises ConfigError as :func:`sum_parts` does.
     """
@@ -191,7 +194,7 @@ def _check_time(length: int, tp: TensorParallel) -> None:
 def column_parallel(
     features: int | Sequence[int], tp: TensorParallel, *, split: int = 0, input_is_whole: bool = False, **dense: Any
 ) -> nn.DenseGeneral:
-    """A linear layer whose outputs are divided: ``features`` (whole) are cut along their axis ``split``.
+    """Apply a linear layer whose outputs are divided: ``features`` (whole) are cut along their axis ``split``.
 
     Reads the residual stream, [B, T, D] or [B, T/t, D], and gives [B, T, …] with ``features[split] / t`` on that axis. Where
     several layers read one input, call :func:`whole_time` once and say ``input_is_whole``. The kernel lies split along axis
@@ -209,7 +212,7 @@ def column_parallel(
 def row_parallel(
     features: int | Sequence[int], tp: TensorParallel, *, residual: jax.Array | None = None, **dense: Any
 ) -> nn.DenseGeneral:
-    """A linear layer whose inputs are divided: shards hold other rows of the kernel, and their products are summed.
+    """Apply a linear layer whose inputs are divided: shards hold other rows of the kernel, and their products are summed.
 
     Reads [B, T, …] with a contracted axis (``axis``) divided by t, and gives the residual stream, [B, T, D] or [B, T/t, D],
     with ``residual`` added where given (see :func:`sum_parts`). The bias is added once, after the sum: it is ``"partial"`` with
@@ -231,7 +234,7 @@ def _row_product(
 
 
 def own_query_heads(leaf: jax.Array, tp: TensorParallel) -> jax.Array:
-    """A grouped-query projection's part for this shard where there are more shards than key/value heads.
+    """Take this shard's part of a grouped-query projection where there are more shards than key/value heads.
 
     ``leaf`` […, G, R + 2, K] (a kernel or bias), whole on each shard: for each key/value head its R query heads, its key, its
     value. t/G shards share a key/value head and divide its query heads: the result is […, 1, R·G/t + 2, K]. The leaf is
@@ -270,7 +273,7 @@ def ids_as_before() -> Iterator[None]:
 
 
 def _is_word(ids: jax.Array, words: int | None, rows: int) -> jax.Array:
-    """Whether ``ids`` are of the vocabulary: of its ``words``, or where that is None of all its ``rows``."""
+    """Return whether ``ids`` are of the vocabulary: of its ``words``, or where that is None of all its ``rows``."""
     return (ids >= 0) & (ids < (rows if words is None or not _checks_ids.get() else words))
 
 
@@ -301,13 +304,13 @@ class VocabParallelEmbed(nn.Embed):  # type: ignore[misc]  # flax is not typed
 
 
 def rows_of(table: jax.Array, words: jax.Array, tp: TensorParallel) -> jax.Array:
-    """Rows of ``table`` [V/t, D] for ``words`` [B, T], counted from the first of all shards → [B, T, D]; zeros for words that
-    are none of V."""
+    """Look up the rows of ``table`` [V/t, D] for ``words`` [B, T], counted from the first of all shards → [B, T, D]; zeros
+    for words that are none of V."""
     return sum_parts(_found(table, words, tp), tp)
 
 
 def _found(table: jax.Array, words: jax.Array, tp: TensorParallel) -> jax.Array:
-    """This shard's rows for ``words``; zeros for those of others."""
+    """Look up this shard's rows for ``words``; zeros for those of others."""
     local, is_local = _own_rows(words, table.shape[0], tp)
     row = jnp.where(is_local, local, table.shape[0])  # past the end: reads 0, and its gradient is written nowhere
     return jnp.take(table, row, axis=0, mode="fill", fill_value=0)
@@ -316,7 +319,8 @@ def _found(table: jax.Array, words: jax.Array, tp: TensorParallel) -> jax.Array:
 def vocab_parallel_logits(
     x: jax.Array, kernel: jax.Array, tp: TensorParallel, *, words: int | None = None, first: int = 0
 ) -> jax.Array:
-    """Logits of this shard's words: the residual stream ``x`` times ``kernel`` [V/t, D] → [B, T, V/t], never gathered.
+    """Compute the logits of this shard's words: the residual stream ``x`` times ``kernel`` [V/t, D] → [B, T, V/t], never
+    gathered.
 
     ``words``: how many there are, where V is more so that t divides it; by default V. Logits of the rows past them are so low
     that a softmax gives them nothing, in its gradient too: the rows are never learnt. ``first``: which word the first row of
@@ -335,7 +339,7 @@ def vocab_parallel_logits(
 def cross_entropy(
     logits: jax.Array, targets: jax.Array, tp: TensorParallel = ONE_SHARD, words: int | None = None
 ) -> jax.Array:
-    """−log softmax(logits)[target] for each token: logits [B, T, V/t], targets [B, T] int32 → [B, T], float32 or wider.
+    """Compute −log softmax(logits)[target] for each token: logits [B, T, V/t], targets [B, T] int32 → [B, T], float32 or wider.
 
     Shards exchange the largest logit, the sum of exponentials and the target's logit of each token; the gradient needs no
     collective. The backward pass reads the logits in the compute dtype and one number a token. A target that is negative or not
@@ -362,7 +366,7 @@ def _picked(wide: jax.Array, local: jax.Array, is_local: jax.Array, tp: TensorPa
 
 
 def _log_sum_exp(x: jax.Array, tp: TensorParallel) -> jax.Array:
-    """log Σ exp over the whole vocabulary: ``x`` [B, T, V/t] → [B, T]."""
+    """Compute log Σ exp over the whole vocabulary: ``x`` [B, T, V/t] → [B, T]."""
     if tp.size == 1:
         return jax.nn.logsumexp(x, axis=-1)
     largest = lax.pmax(jnp.max(x, axis=-1), TP)
@@ -379,7 +383,7 @@ def _cross_entropy_backward(
 
 
 def _probs_and_hit(residuals: tuple[jax.Array, ...], tp: TensorParallel) -> tuple[jax.Array, jax.Array]:
-    """Softmax [B, T, V/t], and where the target is."""
+    """Return the softmax [B, T, V/t], and where the target is."""
     logits, targets, lse = residuals
     probs = jnp.exp(logits.astype(lse.dtype) - lse[:, :, None])
     local, _ = _own_rows(targets, logits.shape[-1], tp)
@@ -393,8 +397,9 @@ cross_entropy.defvjp(_cross_entropy_forward, _cross_entropy_backward)
 def partial_cross_entropy(
     logits: jax.Array, targets: jax.Array, tp: TensorParallel = ONE_SHARD
 ) -> tuple[jax.Array, jax.Array]:
-    """log Σ exp over logits [B, T, V/t], and the logit of ``targets`` [B, T], 0 where they are none of these V words: of parts
-    of a vocabulary, cross entropy is log Σ exp of the ones less the sum of the others. Both [B, T], float32 or wider."""
+    """Return log Σ exp over logits [B, T, V/t], and the logit of ``targets`` [B, T], 0 where they are none of these V
+    words: of parts of a vocabulary, cross entropy is log Σ exp of the ones less the sum of the others. Both [B, T], float32
+    or wider."""
     return _partial_forward(logits, targets, tp)[0]
 
 
@@ -420,7 +425,7 @@ partial_cross_entropy.defvjp(_partial_forward, _partial_backward)
 
 
 def _own_rows(words: jax.Array, rows: int, tp: TensorParallel) -> tuple[jax.Array, jax.Array]:
-    """Where ``words`` lie from the first of this shard's ``rows`` rows of the vocabulary on, and whether they are its own."""
+    """Return the index of ``words`` among this shard's ``rows`` rows of the vocabulary, and whether they are its own."""
     local = words if tp.size == 1 else words - lax.axis_index(TP) * rows
     return local, (local >= 0) & (local < rows)
 
@@ -429,7 +434,8 @@ def _own_rows(words: jax.Array, rows: int, tp: TensorParallel) -> tuple[jax.Arra
 
 
 def shard_key(key: jax.Array, tp: TensorParallel) -> jax.Array:
-    """A key of this shard's own, for what is divided over the shards (attention probabilities of its heads)."""
+    """Return a PRNG key of this shard's own, for arrays that are divided over the shards (attention probabilities of its
+    heads)."""
     return key if tp.size == 1 else jax.random.fold_in(key, lax.axis_index(TP))
 
 
@@ -456,7 +462,8 @@ class Dropout(nn.Dropout):  # type: ignore[misc]  # flax is not typed
 def add_branch(
     x: jax.Array, branch: Callable[[jax.Array | None], jax.Array], dropout: Dropout, *, train: bool
 ) -> jax.Array:
-    """The residual stream ``x`` plus dropout of ``branch(None)``; or ``branch(x)``, which adds its argument in its all-reduce.
+    """Return the residual stream ``x`` plus dropout of ``branch(None)``; or ``branch(x)``, which adds its argument in its
+    all-reduce.
 
     The second with ``tp.fused_residual``, unless dropout acts: it applies to the branch's sum, which must then be there first.
     """

@@ -1,4 +1,4 @@
-"""How messages say the same thing alike: the nearest known name, bytes, seconds, counts. Imports nothing of ours."""
+"""Words that messages share: the nearest known name, bytes, seconds, counts. Imports nothing of ours."""
 
 from __future__ import annotations
 
@@ -8,33 +8,34 @@ from collections.abc import Collection, Iterable, Sequence
 
 
 def nearest(word: str, words: Iterable[str], alike: float = 0.5) -> str:
-    """The known word most like ``word``; empty if none is ``alike`` (difflib's ratio, 1: the same)."""
+    """Return the known word most like ``word``; empty if none is ``alike`` (difflib's ratio, 1: the same)."""
     return next(iter(difflib.get_close_matches(word, list(words), n=1, cutoff=alike)), "")
 
 
 def closest(word: str, words: Iterable[str], otherwise: str = "") -> str:
-    """``; did you mean 'x'?`` for the known word most like ``word``, or ``otherwise``."""
+    """Return ``; did you mean 'x'?`` for the known word most like ``word``, or ``otherwise``."""
     near = nearest(word, words)
     return f"; did you mean {near!r}?" if near else otherwise
 
 
 def arrows(edges: Iterable[tuple[int, int]]) -> str:
-    """Edges between stages, such as ``0->2 1->2``."""
+    """Format edges between stages, such as ``0->2 1->2``."""
     return " ".join(f"{a}->{b}" for a, b in sorted(edges)) or "none"
 
 
 def divisors_of(number: int) -> list[int]:
-    """The divisors of ``number``, ascending."""
+    """Return the divisors of ``number``, ascending."""
     return sorted({d for k in range(1, math.isqrt(number) + 1) if number % k == 0 for d in (k, number // k)})
 
 
 def clipped(text: str, most: int) -> str:
-    """``text``, or its first ``most`` - 1 characters and …."""
+    """Return ``text``, or its first ``most`` - 1 characters and …."""
     return text if len(text) <= most else text[: most - 1].rstrip() + "…"
 
 
 def format_bytes(num_bytes: float, *, binary: bool = False) -> str:
-    """``1.07 GB``; three significant digits, decimal units as the sizes of devices are given in; ``1 GiB`` if ``binary``."""
+    """Format bytes, such as ``1.07 GB``: three significant digits, decimal units as the sizes of devices are given in; ``1
+    GiB`` if ``binary``."""
     value, unit = float(num_bytes), ""
     for unit in ("", "K", "M", "G", "T", "P"):
         if abs(value) < 999.5 or unit == "P":
@@ -44,7 +45,7 @@ def format_bytes(num_bytes: float, *, binary: bool = False) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """``850 µs``, ``12.5 ms``, ``3.2 s``, ``4m05s``, ``2h03m``, ``3d04h``; ``?`` if not finite."""
+    """Format seconds, such as ``850 µs``, ``12.5 ms``, ``3.2 s``, ``4m05s``, ``2h03m``, ``3d04h``; ``?`` if not finite."""
     if not math.isfinite(seconds):
         return "?"
     if seconds < 59.95:
@@ -60,7 +61,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_count(count: float) -> str:
-    """``950``, ``12.3k``, ``4.56M``; three significant digits."""
+    """Format a count, such as ``950``, ``12.3k``, ``4.56M``: three significant digits."""
     value = float(count)
     for unit in ("", "k", "M", "G", "T"):
         if abs(value) < 999.5 or unit == "T":
@@ -70,7 +71,8 @@ def format_count(count: float) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = ()) -> list[str]:
-    """Lines of cells as wide as the widest of their column, two blanks between; those of the columns ``left`` to the left."""
+    """Return lines of cells as wide as the widest of their column, two blanks between; those of the columns ``left`` to the
+    left."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(

@@ -1,4 +1,5 @@
-"""Softmax attention behind one door: causal or full, sliding windows, padding, documents, by XLA or by cuDNN's fused kernel.
+"""Softmax attention through one function: causal or full, sliding windows, padding, documents, by XLA or by cuDNN's fused
+kernel.
 
     B batch   T time   H query heads   G key/value heads   R = H / G query heads a key/value head   K size of a head
 
@@ -127,7 +128,7 @@ _Pair = tuple[jax.Array, jax.Array]
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """Which keys each query sees: as in :func:`attention`. ``places``: where both lie in their sequences, if not one after
+    """The mask of keys for each query, as in :func:`attention`. ``places``: where both lie in their sequences, if not one after
     another; ``keep`` [B, G, T·R, S]: the probabilities that are not dropped; None: all."""
 
     causal: bool
@@ -140,7 +141,7 @@ class _Seen:
 
 
 def _by_kernel(q: jax.Array, k: jax.Array, v: jax.Array, kernel: str, visible: _Seen) -> jax.Array:
-    """Of whole sequences."""
+    """Compute attention of whole sequences with the chosen kernel."""
     if kernel != "xla":
         try:
             return _by_cudnn(q, k, v, visible)

@@ -67,7 +67,7 @@ class CLIPConfig:
         self.tower("image"), self.tower("text")  # raises what a tower can't have
 
     def tower(self, which: str) -> GPTConfig:
-        """Of the blocks of the tower ``image`` or ``text``."""
+        """Return the decoder config of the blocks of the tower ``image`` or ``text``."""
         length = self.seq_len
         if which == "image":
             length = num_patches("CLIP", (self.image_height, self.image_width, 1), self.patch)
@@ -147,8 +147,8 @@ def _init_loss(dtype: str, key: jax.Array) -> Params:
 
 
 def _loss(params: Params, x: tuple[jax.Array, jax.Array], context: LayerContext) -> Any:
-    """Of unit vectors [B, E] of both towers: loss, weight, and what part of the pictures finds its text. A pair of weight 0 is
-    nobody's negative."""
+    """Return loss, weight and the weighted number of pictures that find their text, from unit vectors [B, E] of both
+    towers. A pair of weight 0 is nobody's negative."""
     image, text = x
     weights = context.data["weights"].astype(image.dtype)
     scale = jnp.minimum(jnp.exp(params["log_scale"].astype(image.dtype)), _MOST_SCALE)

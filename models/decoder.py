@@ -1,4 +1,4 @@
-"""What the decoders in this folder have in common: options, the layers of a language model, blocks of two branches, the head.
+"""The parts that the decoders in this folder share: options, the layers of a language model, blocks of two branches, the head.
 
     B batch   T time   D d_model   V vocabulary   L num_layers   t tensor-parallel shards
 
@@ -67,7 +67,7 @@ class DecoderConfig(ABC):
 
     @abstractmethod
     def norm(self, name: str) -> nn.Module:
-        """Over the residual stream."""
+        """Return the norm layer over the residual stream."""
 
     @abstractmethod
     def check_shards(self, tp: TensorParallel, *, words: bool = True) -> None:
@@ -87,7 +87,7 @@ class DecoderConfig(ABC):
 
     @property
     def segments(self) -> tuple[str, ...]:
-        """What each block reads of the batch."""
+        """The arrays of the batch that each block reads."""
         return ("segments",) if self.mask == "document" else ()
 
     @property
@@ -100,12 +100,12 @@ class DecoderConfig(ABC):
 
     @property
     def tokens(self) -> jax.ShapeDtypeStruct:
-        """Of one sequence; ``segments`` are like it."""
+        """The aval of one sequence's tokens; ``segments`` have the same."""
         return jax.ShapeDtypeStruct((1, self.seq_len), jnp.int32)
 
     @property
     def hidden(self) -> jax.ShapeDtypeStruct:
-        """What flows between the layers, of one sequence."""
+        """The aval of one sequence on the residual stream, between layers."""
         return jax.ShapeDtypeStruct((1, self.seq_len, self.d_model), self.dtype)
 
     def kind(self, layer: str) -> str:
@@ -113,7 +113,7 @@ class DecoderConfig(ABC):
 
 
 def language_model(config: DecoderConfig, layers: Iterable[Layer]) -> Model:
-    """Of these layers, and the loss."""
+    """Return the model of these layers and the loss."""
     names = ("tokens", "targets", "weights", *config.segments)
     spec = partial(text_spec, config)
     name = config.model.lower()
@@ -126,7 +126,7 @@ def language_model(config: DecoderConfig, layers: Iterable[Layer]) -> Model:
 
 
 def text_spec(config: DecoderConfig, microbatch_size: int) -> Mapping[str, jax.ShapeDtypeStruct]:
-    """The arrays that a language model reads."""
+    """Return the avals of the arrays that a language model reads."""
     shape = (microbatch_size, config.seq_len)
     dtypes = {
         "tokens": jnp.int32,
@@ -138,13 +138,13 @@ def text_spec(config: DecoderConfig, microbatch_size: int) -> Mapping[str, jax.S
 
 
 def block_names(num_layers: int, name: str = "block") -> list[str]:
-    """``block_00``, ``block_01`` …"""
+    """Return the names ``block_00``, ``block_01`` …"""
     width = max(2, len(str(num_layers - 1)))
     return [f"{name}_{i:0{width}d}" for i in range(num_layers)]
 
 
 def block_layer(config: DecoderConfig, block: DecoderBlock, shards: Any) -> Layer:
-    """``shards``: as in :class:`Layer`, of the configuration too."""
+    """Return the layer of a block. ``shards``: as in :class:`Layer`, but called with the configuration first."""
     return from_linen(
         "block",
         block,
@@ -157,7 +157,7 @@ def block_layer(config: DecoderConfig, block: DecoderBlock, shards: Any) -> Laye
 
 
 def head_layer(config: DecoderConfig) -> Layer:
-    """The layer ``head``. Tied, it takes its kernel from the layer ``embed``."""
+    """Return the layer ``head``. Tied, it takes its kernel from the layer ``embed``."""
     fields: dict[str, Any] = {"example": (config.hidden,), "kind": config.kind("head")}
     tied = {("kernel",): ("embed", EMBEDDING)} if config.tied else {}
     head = from_linen("head", Head(config), tied=tied, shards=partial(_head_shards, config), **fields)
@@ -201,7 +201,8 @@ class Head(nn.Module):
 
 
 def words_of(c: DecoderConfig, tp: TensorParallel) -> VocabParallelEmbed:
-    """The rows of the words, to be called with tokens [B, T] int32 → [B, T, D], or [B, T/t, D] with sequence parallelism."""
+    """Return the embedding of the vocabulary, to be called with tokens [B, T] int32 → [B, T, D], or [B, T/t, D] with
+    sequence parallelism."""
     options: dict[str, Any] = {"param_dtype": c.dtype, "embedding_init": normal(0.02), "tp": tp, "name": "tokens"}
     return VocabParallelEmbed(c.vocab_rows, c.d_model, words=c.vocab_size, **options)
 
@@ -211,7 +212,7 @@ def normal(std: float) -> Any:
 
 
 def dense(c: DecoderConfig, *, bias: bool = True, residual: bool = False) -> dict[str, Any]:
-    """Options of a linear layer; ``residual``: of one that writes to the residual stream."""
+    """Return the options of a linear layer; ``residual``: the layer writes to the residual stream."""
     std = float(0.02 / (2 * c.num_layers) ** 0.5) if residual else 0.02
     return {"use_bias": bias, "param_dtype": c.dtype, "kernel_init": normal(std)}
 
@@ -232,5 +233,6 @@ def norm_shards(c: DecoderConfig, name: str, tp: TensorParallel) -> Mapping[Path
 
 
 def partial_leaves(tp: TensorParallel, *paths: Path) -> dict[Path, Shard]:
-    """What acts on the residual stream: each shard sees all of it, or with sequence parallelism a part."""
+    """Return how leaves that act on the residual stream lie on shards: each shard sees all of it, or with sequence
+    parallelism a part."""
     return dict.fromkeys(paths, "partial") if tp.splits_time else {}

@@ -98,7 +98,7 @@ def GPT(**options: Any) -> Model:  # noqa: N802 - named as the model is
 
 
 def embed_layer(config: GPTConfig, name: str = "embed") -> Layer:
-    """The layer that reads ``tokens``."""
+    """Return the layer that reads ``tokens``."""
     segments = [config.tokens] * len(config.segments)
     fields: dict[str, Any] = {"uses_key": config.dropout > 0, "kind": "gpt.embed"}
     layer = from_linen(
@@ -121,7 +121,7 @@ def embed_layer(config: GPTConfig, name: str = "embed") -> Layer:
 
 
 def block_layers(config: GPTConfig, name: str = "block", *, causal: bool = True) -> list[Layer]:
-    """The layers ``name``_00 …: without ``causal``, of an encoder."""
+    """Return the layers ``name``_00 …; without ``causal`` they are an encoder's."""
     block = block_layer(config, Block(config, causal=causal), _block_shards)
     return [replace(block, name=each, matrices=MATRICES) for each in block_names(config.num_layers, name)]
 
@@ -161,7 +161,8 @@ class Embed(nn.Module):
 
 
 class Block(DecoderBlock):
-    """``causal``: whether a position sees only those before it and itself; encoders (``models/vit.py``) see all."""
+    """A transformer block; ``causal``: a position attends only to itself and those before it; encoders (``models/vit.py``)
+    see all."""
 
     causal: bool = True
 
@@ -199,7 +200,7 @@ def _block_shards(c: GPTConfig, tp: TensorParallel) -> Mapping[Path, Shard]:
 
 
 def hugging_face() -> HuggingFace:
-    """GPT-2 in folders of the hub. Its linear layers are stored as [in, out], so nothing is transposed."""
+    """Describe GPT-2 in folders of the hub. Its linear layers are stored as [in, out], so nothing is transposed."""
     return HuggingFace(_options_of, _tensors, _config_of, r"\.attn\.(bias|masked_bias)$", "transformer.", _tied)
 
 

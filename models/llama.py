@@ -66,8 +66,9 @@ from .vocabulary import embedding_words, no_params, no_shards
 
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
-    """How rotary frequencies are made lower, for more positions than the ``original_seq_len`` of the first training: ``linear``
-    (Chen et al., 2023), ``llama3`` (Llama 3.1, 2024) or ``yarn`` (Peng et al., 2023), as ``transformers`` computes them.
+    """The scaling that lowers rotary frequencies, for more positions than the ``original_seq_len`` of the first training:
+    ``linear`` (Chen et al., 2023), ``llama3`` (Llama 3.1, 2024) or ``yarn`` (Peng et al., 2023), as ``transformers``
+    computes them.
 
     ``factor``: of all frequencies; with ``llama3`` of those that turn less than ``low_freq_factor`` times in
     ``original_seq_len``, while those above ``high_freq_factor`` stay; with ``yarn`` the same of ``beta_slow`` and
@@ -99,7 +100,7 @@ class RopeScaling:
                 )
 
     def scaled(self, frequency: np.ndarray) -> tuple[np.ndarray, float]:
-        """Frequencies [K/2] made lower, and what cos and sin are multiplied by."""
+        """Return the lowered frequencies [K/2], and the factor of cos and sin."""
         low = frequency / self.factor
         turns = self.original_seq_len * frequency / (2 * math.pi)  # in the original length
         match self.kind:
@@ -206,7 +207,7 @@ def Llama(**options: Any) -> Model:  # noqa: N802 - named as the model is
 
 
 def block_layers(config: LlamaConfig) -> list[Layer]:
-    """The layers ``block_00`` …"""
+    """Return the layers ``block_00`` …"""
 
     def block(rotary: bool) -> Layer:
         layer = block_layer(config, Block(config, rotary=rotary), _block_shards)
@@ -218,8 +219,8 @@ def block_layers(config: LlamaConfig) -> list[Layer]:
 
 
 def rotate(x: jax.Array, theta: float, scaling: RopeScaling | None = None, tp: TensorParallel = ONE_SHARD) -> jax.Array:
-    """Rotary positions: ``x`` [B, T, N, K] with each pair (i, i + K/2) of position t turned by t · theta^(−2i/K), or by t times
-    what ``scaling`` makes of that. Of divided sequences T is a shard's, and t a position in the whole."""
+    """Apply rotary positions: ``x`` [B, T, N, K] with each pair (i, i + K/2) of position t turned by t · theta^(−2i/K), or
+    by t times what ``scaling`` makes of that. Of divided sequences T is a shard's, and t a position in the whole."""
     T, K = x.shape[1], x.shape[3]
     wide = jnp.promote_types(x.dtype, jnp.float32)
     frequency, factor = theta ** (-2.0 * np.arange(K // 2) / K), 1.0
@@ -246,7 +247,7 @@ class Embed(nn.Module):
 
 
 class Block(DecoderBlock):
-    """``rotary``: whether queries and keys are turned by their positions."""
+    """A transformer block; ``rotary``: queries and keys are rotated by their positions."""
 
     rotary: bool = True
 
@@ -288,7 +289,7 @@ class Block(DecoderBlock):
 def _with_own_heads(
     apply: Callable[[Params, Any, LayerContext], Any], c: LlamaConfig, params: Params, x: Any, context: LayerContext
 ) -> Any:
-    """``apply`` of a block, given this shard's part of a qkv that lies whole on each shard."""
+    """Apply a block to this shard's part of a qkv that is replicated over shards."""
     if context.tp.size > c.kv_heads:
         qkv = {name: own_query_heads(leaf, context.tp) for name, leaf in params["qkv"].items()}
         params = {**params, "qkv": qkv}
@@ -329,7 +330,8 @@ def _matrices(c: LlamaConfig) -> Mapping[Path, Matrix]:
 
 
 def hugging_face() -> HuggingFace:
-    """Llama 2 and 3, Mistral, Qwen2, Qwen3, SmolLM2 and 3 in folders of the hub. Linear layers are stored as [out, in]."""
+    """Describe Llama 2 and 3, Mistral, Qwen2, Qwen3, SmolLM2 and 3 in folders of the hub. Linear layers are stored as [out,
+    in]."""
     return HuggingFace(_options_of, _tensors, _config_of, tied=_tied)
 
 
@@ -401,7 +403,7 @@ def _options_of(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _head_dim_of(keys: Keys, kind: str) -> dict[str, int]:
-    """The option ``head_dim``, where the file has it or transformers' default is not ``d_model / num_heads``."""
+    """Return the option ``head_dim``, where the file has it or transformers' default is not ``d_model / num_heads``."""
     width, heads = keys.whole("hidden_size"), keys.whole("num_attention_heads")
     if kind == "llama" and width % heads:
         raise refused("hidden_size", width, f"a multiple of num_attention_heads, {heads}")
@@ -440,7 +442,7 @@ def _scaling_of(keys: Keys, kind: str, scaling: Keys) -> dict[str, Any]:
 
 
 def _rope_every_of(keys: Keys) -> int:
-    """The option ``rope_every`` of SmolLM3."""
+    """Return the option ``rope_every`` of SmolLM3."""
     count, rope_flags = keys.whole("num_hidden_layers"), keys.config.get("no_rope_layers")
     if rope_flags is None:
         interval = keys.whole("no_rope_layer_interval")
@@ -455,7 +457,7 @@ def _rope_every_of(keys: Keys) -> int:
 
 
 def _window_of(keys: Keys, kind: str, rope_every: int) -> dict[str, Any]:
-    """The option ``window``, of models whose layers all have it."""
+    """Return the option ``window`` of models whose layers all have it."""
     count, layer_types = keys.whole("num_hidden_layers"), keys.config.get("layer_types")
     full, sliding = (["full_attention"] * count, ["sliding_attention"] * count)
     is_valid = (

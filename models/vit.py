@@ -26,8 +26,8 @@ Picture = tuple[int, int, int]
 
 
 def vit_layers(config: GPTConfig, picture: Picture, patch: int, names: tuple[str, str]) -> list[Layer]:
-    """The layers ``names[0]``, which reads ``images`` [B, Y, X, C] (or [B, Y, X] with one channel) uint8, and ``names[1]``_00
-    …: to [B, N, D]. ``config``: of the blocks; ``seq_len`` is N."""
+    """Return the layers ``names[0]``, which reads ``images`` [B, Y, X, C] (or [B, Y, X] with one channel) uint8, and
+    ``names[1]``_00 …: to [B, N, D]. ``config``: of the blocks; ``seq_len`` is N."""
     pixels = jax.ShapeDtypeStruct((1, *picture), jnp.uint8)
     patches = from_linen(
         names[0],
@@ -41,7 +41,7 @@ def vit_layers(config: GPTConfig, picture: Picture, patch: int, names: tuple[str
 
 
 def num_patches(what: str, picture: Picture, patch: int) -> int:
-    """How many patches a picture has.
+    """Return the number of patches in a picture.
 
     Raises:
         ConfigError: it does not divide into squares of 2 × 2 of them.

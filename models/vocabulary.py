@@ -1,4 +1,4 @@
-"""How embedding, head and loss of a language model fall apart by words (:class:`~jaxpipe.stage.model.layer.Words`).
+"""Divide embedding, head and loss of a language model by words (:class:`~jaxpipe.stage.model.layer.Words`).
 
     B batch   T time   D width of the residual stream   V words of a part   p parts   t tensor-parallel shards
 
@@ -32,12 +32,12 @@ def embedding_words(path: Path, count: int, rest: Layer) -> Words:
 
 
 def head_words(path: Path, count: int, rest: Layer) -> Words:
-    """Of a layer that multiplies what ``rest`` returns with the rows at ``path``, of which ``count`` are of words."""
+    """Divide a head that multiplies the output of ``rest`` with the rows at ``path``, of which ``count`` are of words."""
     return Words(path, partial(_bound, partial(_predict, count), path), lambda barriers: rest, ("targets",))
 
 
 def loss_words() -> Words:
-    """Of cross entropy, weighted and summed."""
+    """Divide weighted and summed cross entropy."""
     layers = {
         barriers: Layer("loss", no_params, partial(_merge, barriers), ("weights",), kind="loss", shards=no_shards)
         for barriers in (1, 2)
@@ -68,12 +68,13 @@ def _look_up(
 
 
 def _is_own(local: jax.Array, table: jax.Array, tp: TensorParallel, words: int) -> jax.Array:
-    """Whether the words, counted from the part's first, are among its own. ``words``: how many there are from that one on."""
+    """Return whether the words, counted from the part's first, are among its own. ``words``: how many there are from that
+    one on."""
     return (local >= 0) & (local < min(table.shape[0] * tp.size, words))
 
 
 def _put_together(apply: Callable[..., Any], params: Params, parts: Any, context: LayerContext) -> Any:
-    """Of each token the row of the part whose word it is; NaN where it is nobody's."""
+    """Select for each token the row of the part that has its word; NaN if no part has it."""
     x = jnp.full_like(parts[0][0], jnp.nan)
     for rows, is_local in parts:
         x = jnp.where(is_local[:, :, None], rows, x)
@@ -119,7 +120,7 @@ def _merge(barriers: int, params: Params, parts: Any, context: LayerContext) -> 
 
 @jax.custom_vjp
 def _nothing_but_gradient(x: jax.Array, gradient: jax.Array) -> jax.Array:
-    """0, whose gradient by ``x`` is ``gradient``."""
+    """Return 0, whose gradient with respect to ``x`` is ``gradient``."""
     return jnp.zeros((), x.dtype)
 
 
@@ -129,7 +130,7 @@ _nothing_but_gradient.defvjp(
 
 
 def _sealed(x: jax.Array) -> jax.Array:
-    """The bits of floating-point numbers, which nothing differentiates."""
+    """Return the bits of floating-point numbers as integers, which nothing differentiates."""
     return lax.bitcast_convert_type(lax.stop_gradient(x), _BITS[x.dtype.itemsize])
 
 

@@ -1,4 +1,4 @@
-"""Pairs of a picture and a text, made on the fly and offline: words drawn with a font of matplotlib's, caption = the word.
+"""Make pairs of a picture and a text on the fly and offline: words drawn with a font of matplotlib's, caption = the word.
 
 The words are those of the sources of Python's standard library, of 3 to 8 lower-case letters: about 6,000. They are the same
 on machines with the same Python and matplotlib. Held-out words are in no train pair.
@@ -30,7 +30,7 @@ def pairs(
     *, seq_len: int = 8, height: int = 12, width: int = 48, font: str = "DejaVuSansMono", copies: int = 1,
     held_out: int = 256, seed: int = 0,
 ) -> tuple[Arrays, Arrays]:  # fmt: skip
-    """For ``models.clip``, pairs to train on and held-out ones: ``images`` [n, height, width] uint8 (0: paper), ``tokens``
+    """Return training and held-out pairs for ``models.clip``: ``images`` [n, height, width] uint8 (0: paper), ``tokens``
     [n, seq_len] int32 (bytes of the word, then zeros), ``weights`` [n] float32 ones. ``copies``: pictures of each train word,
     shifted at random. Words that are longer than ``seq_len``, or too wide, are left out.
 
@@ -53,9 +53,9 @@ def transcripts(
     *, seq_len: int = 16, height: int = 12, width: int = 48, patch: int = 6, font: str = "DejaVuSansMono", copies: int = 1,
     held_out: int = 256, seed: int = 0,
 ) -> tuple[Arrays, Arrays]:  # fmt: skip
-    """For ``models.vlm``, pictures to transcribe: ``images`` [n, height, width, 1] uint8; ``tokens`` [n, seq_len] int32: as
-    many 0 (:data:`IMAGE`) as the picture has squares of 2 × 2 patches, the word, a line's end, zeros; ``targets`` [n, seq_len]:
-    the tokens shifted by one; ``weights`` [n, seq_len] float32: 1 where the target is of the word or its end.
+    """Return pictures to transcribe for ``models.vlm``: ``images`` [n, height, width, 1] uint8; ``tokens`` [n, seq_len]
+    int32: as many 0 (:data:`IMAGE`) as the picture has squares of 2 × 2 patches, the word, a line's end, zeros; ``targets``
+    [n, seq_len]: the tokens shifted by one; ``weights`` [n, seq_len] float32: 1 where the target is of the word or its end.
 
     Raises:
         DataError: as :func:`pairs`; or the picture does not divide into squares, or leaves no room for a word.
@@ -92,7 +92,7 @@ def _check(**options: int) -> None:
 
 
 def _words(longest: int) -> list[str]:
-    """The words of the standard library's sources, the most widespread first."""
+    """Return the words of the standard library's sources, those in most files first."""
     count: dict[str, int] = {}
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
         for word in set(_WORD.findall(path.read_text(encoding="utf-8", errors="replace"))):
@@ -125,7 +125,7 @@ def _drawn_and(
 
 
 def _drawn(words: Sequence[str], shape: tuple[int, int], font: str, rng: np.random.Generator) -> np.ndarray[Any, Any]:
-    """Pictures of ``words``, their baseline 3 pixels above the lower edge; the first copy of a word starts at the left edge,
+    """Draw ``words``, their baseline 3 pixels above the lower edge; the first copy of a word starts at the left edge,
     others up to 3 pixels further right. Empty where a word does not fit."""
     import matplotlib
     from matplotlib.ft2font import FT2Font

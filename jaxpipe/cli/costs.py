@@ -64,7 +64,8 @@ class CostChoice:
 
     @property
     def offload_time(self) -> float | None:
-        """The time of an offload in the unit of the costs, or None if no flag describes the host link; see :func:`check_copies`."""
+        """The time of an offload in the unit of the costs, or None if no flag describes the host link; see
+        :func:`check_copies`."""
         return self.flags.get("offload_time")
 
     @property

@@ -15,14 +15,14 @@ READER_GONE = 141  # what a shell shows of a tool that SIGPIPE ended
 
 EXIT_CODES: Mapping[int, str] = {
     0: "finished",
-    2: "a mistake in what was asked for",
+    2: "usage or configuration error",
     3: "a checkpoint is unusable, or the last one could not be saved",
     4: "gradients or parameters were not finite",
     5: "a device or a step failed, or hung",
     LOST: "another process of the run was lost",
     STOPPED: "stopped by a signal, what was done is saved; the same command goes on",
     INTERRUPTED: "interrupted by Ctrl-C: any verb, training before its first step or by a second signal while stopping",
-    READER_GONE: "the reader of the output ended first, as | head does",
+    READER_GONE: "output closed early by its reader, as by | head (SIGPIPE)",
 }
 """All there are. Documented in README.md, and by ``jaxpipe train --help``. Where one process of several fails, the others end
 with its code."""

@@ -41,8 +41,8 @@ def check_schedule(schedule: Schedule, where: str = "") -> None:
     """
     problems = find_problems(schedule)
     if problems:
-        more = [f"and {len(problems) - _SHOWN} more problems"] * (len(problems) > _SHOWN)
-        shown = [*problems[:_SHOWN], *more]
+        remainder = [f"and {len(problems) - _SHOWN} more problems"] * (len(problems) > _SHOWN)
+        shown = [*problems[:_SHOWN], *remainder]
         text = f"schedule {schedule.name!r}: " + "; ".join(shown)
         raise ScheduleError(f"{where}: {text}" if where else text, problems)
 
@@ -103,14 +103,14 @@ def _places(schedule: Schedule) -> Iterator[Place]:
                 yield stage, i, rank
 
 
-def _torn_groups(graph: DependencyGraph, known: set[Place]) -> Iterator[str]:
+def _torn_groups(graph: DependencyGraph, reported: set[Place]) -> Iterator[str]:
     """Computations of a group that some of its ranks lack."""
     placement = graph.schedule.placement
     for spec in (spec for spec in graph.ops() if spec.sends != "none"):
         for stage, i, rank in _places(graph.schedule):
             group = placement.ranks(stage, i)
             having = [r for r in group if graph.slot_of(spec.name, stage, i, r) is not None] if len(group) > 1 else []
-            if having and rank not in having and (stage, i, rank) not in known:
+            if having and rank not in having and (stage, i, rank) not in reported:
                 yield (
                     f"{Action(spec.name, stage, i)} is on rank {having[0]} but not on rank {rank}: "
                     f"stage {stage} runs on ranks {', '.join(map(str, group))} together"
@@ -121,8 +121,8 @@ def _unmet(graph: DependencyGraph, missing: set[tuple[str, int, int]]) -> Iterat
     """Waits that nothing satisfies, unless the action waited for is already reported as missing."""
     parts = {spec.name: spec.performs() for spec in registered_ops()}
     for unmet in graph.unmet:
-        wanted = {part for op in unmet.ops for part in parts.get(op, ())}
-        if not any((part, unmet.stage, unmet.microbatch) in missing for part in wanted):
+        awaited_parts = {part for op in unmet.ops for part in parts.get(op, ())}
+        if not any((part, unmet.stage, unmet.microbatch) in missing for part in awaited_parts):
             yield describe_unmet(graph, unmet)
 
 
@@ -140,7 +140,7 @@ def _row_order(graph: DependencyGraph) -> Iterator[str]:
                 )
 
 
-def _memory_balance(graph: DependencyGraph, known: set[Place]) -> Iterator[str]:
+def _memory_balance(graph: DependencyGraph, reported: set[Place]) -> Iterator[str]:
     """Fields that optional ops take and never give back, or the reverse. Required ops balance once they are complete."""
     ops = graph.ops()
     fields = sorted({e.field for spec in ops if not _is_required(spec) for e in spec.memory})
@@ -150,7 +150,7 @@ def _memory_balance(graph: DependencyGraph, known: set[Place]) -> Iterator[str]:
         for place in _places(graph.schedule) if sums else ():
             present = [op for op in sums if graph.slot_of(op, *place) is not None]
             total = sum(sums[op] for op in present)
-            if total and place not in known:
+            if total and place not in reported:
                 yield _unbalanced(name, place, total, (op for op in present if sums[op] * total > 0))
 
 

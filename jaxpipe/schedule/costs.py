@@ -171,8 +171,8 @@ class CostProfile:
         Raises:
             ScheduleError: neither a per-stage field nor an entry of ``extra`` has that name.
         """
-        for known, extra in self.extra:
-            if known == name:
+        for field_name, extra in self.extra:
+            if field_name == name:
                 return extra
         if name not in PER_STAGE_FIELDS:
             raise ScheduleError(

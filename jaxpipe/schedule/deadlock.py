@@ -10,8 +10,10 @@ _BEFORE, _AFTER, _RANKS_SHOWN = 4, 3, 16
 
 def describe_unmet(graph: DependencyGraph, unmet: Unmet) -> str:
     """One sentence for a wait that nothing in the schedule satisfies."""
-    wanted = " or ".join(f"{op}{unmet.stage}.{unmet.microbatch}" for op in unmet.ops)
-    return f"{unmet.action} on rank {graph.rank_of[unmet.slot]} waits for {wanted}, which the schedule does not contain"
+    actions = " or ".join(f"{op}{unmet.stage}.{unmet.microbatch}" for op in unmet.ops)
+    return (
+        f"{unmet.action} on rank {graph.rank_of[unmet.slot]} waits for {actions}, which the schedule does not contain"
+    )
 
 
 def explain_deadlock(graph: DependencyGraph, run: Run) -> str:
@@ -59,26 +61,26 @@ def _waited_for(graph: DependencyGraph, run: Run, slot: int) -> list[int]:
 
 
 def _reason(graph: DependencyGraph, run: Run, slot: int) -> str:
-    wanted = _waited_for(graph, run, slot)
-    ranks = ", ".join(f"rank {graph.rank_of[n]}" for n in wanted)
+    blockers = _waited_for(graph, run, slot)
+    ranks = ", ".join(f"rank {graph.rank_of[n]}" for n in blockers)
     if _holding(graph, run, slot) is not None:
-        return f"{graph.slots[wanted[0]]} on {ranks}"
+        return f"{graph.slots[blockers[0]]} on {ranks}"
     return f"{ranks} to start {graph.slots[slot]} together with it" if slot in graph.joint_of else "its lane"
 
 
 def _cycle(graph: DependencyGraph, run: Run, heads: dict[tuple[int, str], int]) -> list[str]:
     """Sentences from a blocked slot along what it waits for, until a slot comes again."""
-    seen: dict[int, int] = {}
+    step_of_slot: dict[int, int] = {}
     steps: list[str] = []
     slot = min(run.blocked)
-    while slot not in seen:
-        seen[slot] = len(steps)
+    while slot not in step_of_slot:
+        step_of_slot[slot] = len(steps)
         waits_for = _waited_for(graph, run, slot)
         if not waits_for:
             break
-        wanted = waits_for[0]
-        head = heads.get(_queue_key(graph, wanted), wanted)
-        step = f"{graph.slots[slot]} waits for {graph.slots[wanted]} on rank {graph.rank_of[wanted]}"
-        steps.append(step + (f", which stands behind {graph.slots[head]}" if head != wanted else ""))
+        blocker = waits_for[0]
+        head = heads.get(_queue_key(graph, blocker), blocker)
+        step = f"{graph.slots[slot]} waits for {graph.slots[blocker]} on rank {graph.rank_of[blocker]}"
+        steps.append(step + (f", which stands behind {graph.slots[head]}" if head != blocker else ""))
         slot = head
-    return steps[seen.get(slot, 0) :]
+    return steps[step_of_slot.get(slot, 0) :]

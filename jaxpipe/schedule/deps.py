@@ -115,8 +115,8 @@ class DependencyGraph:
                 sending = [op for op in wait.ops if op_spec(op).sends == ("succ" if upstream else "pred")]
                 for t in (placement.predecessors if upstream else placement.returning)(action.stage):
                     for i in placement.covering(action.stage, action.microbatch, t):
-                        made = (self.slot_of(op, t, i, rank) for op in sending)
-                        producer = next((n for n in made if n is not None), None)
+                        producers = (self.slot_of(op, t, i, rank) for op in sending)
+                        producer = next((n for n in producers if n is not None), None)
                         if producer is not None:
                             stage = t if upstream else action.stage
                             yield producer, stage, placement.span[t] / placement.span[stage]
@@ -237,11 +237,11 @@ class _Builder:
                 elif rank not in (group := flows[i % num_flows][stage]):
                     self._misplaced(action, rank, group)
                 elif len(group) > 1:
-                    here = index.members.setdefault(stage * m + i, {})
-                    if rank in here:
-                        self._duplicate(action, rank, here[rank], number)
+                    members = index.members.setdefault(stage * m + i, {})
+                    if rank in members:
+                        self._duplicate(action, rank, members[rank], number)
                     else:
-                        here[rank] = number
+                        members[rank] = number
                 elif index.single[stage * m + i] >= 0:
                     self._duplicate(action, rank, index.single[stage * m + i], number)
                 else:
@@ -299,41 +299,41 @@ class _Builder:
             last_compute = -1
             for number, slot in enumerate(row, start=self.row_start[rank]):
                 if type(slot) is Action:
-                    found = self._resolve(slot, number, rank)
+                    waits = self._resolve(slot, number, rank)
                 else:
-                    found = [dep for action in slot.actions for dep in self._resolve(action, number, rank)]
+                    waits = [dep for action in slot.actions for dep in self._resolve(action, number, rank)]
                 if number not in host:
                     last_compute = number
                 elif last_compute >= 0:
-                    found.append(last_compute)
-                self.waits.append(tuple(found))
+                    waits.append(last_compute)
+                self.waits.append(tuple(waits))
         self._order_sends()
 
     def _resolve(self, action: Action, number: int, rank: int) -> list[int]:
         """Numbers that ``action`` in slot ``number`` waits for."""
         if self.outside and action in self.outside:
             return []
-        found: list[int] = []
-        own = (action.microbatch,)
+        waits: list[int] = []
+        numbers = (action.microbatch,)
         for rule in self.rules.get((action.op, action.stage)) or self._open_rules(action):
-            for i in own if rule.alike else self.schedule.placement.covering(action.stage, own[0], rule.stage):
+            for i in numbers if rule.alike else self.schedule.placement.covering(action.stage, numbers[0], rule.stage):
                 for source in rule.sources:
                     dep = source.found.single[rule.base + i]
                     if dep < 0 and source.found.members:
                         members = source.found.members.get(rule.base + i)
                         if members and source.barrier:
-                            found += self._barrier(members, source, rule.stage, i, rank)
+                            waits += self._barrier(members, source, rule.stage, i, rank)
                             break
                         dep = self._member(members, rule, rank, i) if members else -1
                     if dep >= 0:
                         if source.boundary is not None and self.rank_of[dep] != rank:
                             dep = self._transfer(dep, source, rule.stage, i, rank)
-                        found.append(dep)
+                        waits.append(dep)
                         break
                 else:
                     if not rule.wait.optional:
                         self.unmet.append(Unmet(number, action, rule.wait.ops, rule.stage, i))
-        return found
+        return waits
 
     def _open_rules(self, action: Action) -> tuple[_Rule, ...]:
         if action.op in self.unknown or action in self.outside:
@@ -351,11 +351,11 @@ class _Builder:
                 sources = tuple(_source(index, wait, stage, t) for index in used)
                 yield _Rule(wait, t, t * m, placement.span[t] == placement.span[stage], sources)
 
-    def _member(self, here: Mapping[int, int], rule: _Rule, rank: int, i: int) -> int:
+    def _member(self, members: Mapping[int, int], rule: _Rule, rank: int, i: int) -> int:
         """On a group: the rank's own slot, else (from another stage) that of the group's first rank; -1 if there is none."""
-        if rank in here or rule.wait.where == "self":
-            return here.get(rank, -1)
-        return next(here[r] for r in self.schedule.placement.ranks(rule.stage, i) if r in here)
+        if rank in members or rule.wait.where == "self":
+            return members.get(rank, -1)
+        return next(members[r] for r in self.schedule.placement.ranks(rule.stage, i) if r in members)
 
     def _barrier(self, members: Mapping[int, int], source: _Source, stage: int, i: int, rank: int) -> Iterator[int]:
         """Numbers of the transfers by which ``rank`` knows that all ``members`` and their collective have ended."""
@@ -403,10 +403,10 @@ class _Builder:
                     first, *rest = members.values()
                     for other in rest:
                         parent[root(other)] = root(first)
-        together: dict[int, list[int]] = {}
+        groups: dict[int, list[int]] = {}
         for slot in sorted(parent):
-            together.setdefault(root(slot), []).append(slot)
-        for group in together.values():
+            groups.setdefault(root(slot), []).append(slot)
+        for group in groups.values():
             self.graph.joint_of.update(dict.fromkeys(group, len(self.graph.joints)))
             self.graph.joints.append(tuple(group))
 

@@ -179,12 +179,12 @@ class _Engine:
             heapq.heappush(self.requests.setdefault(lane, []), (ready, self.graph.rank_of[slot], slot, q))
             return
         joint = self.graph.joint_of[slot]
-        here = self.arrived.setdefault(joint, [])
-        here.append((q, ready))
-        if len(here) == len(self.graph.joints[joint]):
-            together = max(at for _, at in here)
-            for member, _ in here:
-                self._finish(member, together)
+        arrivals = self.arrived.setdefault(joint, [])
+        arrivals.append((q, ready))
+        if len(arrivals) == len(self.graph.joints[joint]):
+            start = max(at for _, at in arrivals)
+            for member, _ in arrivals:
+                self._finish(member, start)
 
     def _finish(self, q: int, begin: float) -> None:
         """Run the parked head of ``q`` at ``begin`` and let the queue go on."""
@@ -204,9 +204,9 @@ class _Engine:
         start among the requests: granting that one is final.
         """
         best: tuple[float, float, int, tuple[int, str]] | None = None
-        for lane, asked in self.requests.items():
-            if asked:
-                ready, rank = asked[0][:2]
+        for lane, queue in self.requests.items():
+            if queue:
+                ready, rank = queue[0][:2]
                 candidate = (max(ready, self.lane_free.get(lane, 0.0)), ready, rank, lane)
                 best = candidate if best is None else min(best, candidate)
         if best is None:

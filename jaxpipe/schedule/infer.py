@@ -58,18 +58,18 @@ def infer_placement(rows: Sequence[Row]) -> Placement:
         )
     chunks, rest = divmod(num_stages, num_ranks)
     for names, make in CONSTRUCTORS.values() if not rest and num_stages <= MAX_STAGES else ():
-        known = make(num_ranks, chunks) if "chunks" in names else make(num_ranks)
-        if known.flows == flows:
-            return known
+        placement = make(num_ranks, chunks) if "chunks" in names else make(num_ranks)
+        if placement.flows == flows:
+            return placement
     return Placement("explicit", num_ranks, flows, chain(num_stages))
 
 
 def _flows(homes: Homes, num_flows: int) -> tuple[tuple[tuple[int, ...], ...], ...] | None:
     """Groups per flow and stage, if every stage stays with one group per flow."""
-    found = [
+    groups_of = [
         [{tuple(sorted(ranks)) for i, ranks in homes[s].items() if i % num_flows == k} for s in range(len(homes))]
         for k in range(num_flows)
     ]
-    if any(len(groups) != 1 for flow in found for groups in flow):
+    if any(len(groups) != 1 for flow in groups_of for groups in flow):
         return None
-    return tuple(tuple(groups.pop() for groups in flow) for flow in found)
+    return tuple(tuple(groups.pop() for groups in flow) for flow in groups_of)

@@ -122,8 +122,8 @@ def register_op(spec: OpSpec) -> OpSpec:
         raise ScheduleError(f"op {spec.name!r} sends to {spec.sends!r} from lane {spec.lane!r}; only compute ops send")
     if spec.is_sync and (spec.lane != "compute" or spec.sends != "none" or spec.memory or spec.required or spec.parts):
         raise ScheduleError(f"op {spec.name!r} has no cost, so it only waits, on the compute lane; name its cost")
-    known = _REGISTRY.get(spec.name)
-    if known is not None and known != spec:
+    registered = _REGISTRY.get(spec.name)
+    if registered is not None and registered != spec:
         raise ScheduleError(f"op {spec.name!r} is already registered with another meaning; choose another name")
     _REGISTRY[spec.name] = spec
     return spec

@@ -70,10 +70,10 @@ def to_schedule(schedule: Schedule) -> Json:
 
 def from_schedule(data: object, name: str = "unnamed") -> Schedule:
     """``name``: of a schedule that has none. Raises ScheduleParseError, naming the key."""
-    given = _values(Schedule, data, "schedule", SCHEDULE_FORMAT, ["rows"])
-    if "placement" not in given:
-        given["placement"] = located("rows", infer_placement, given["rows"])
-    return Schedule(**{"name": name, "num_microbatches": infer_microbatches(given["rows"]), **given})
+    values = _values(Schedule, data, "schedule", SCHEDULE_FORMAT, ["rows"])
+    if "placement" not in values:
+        values["placement"] = located("rows", infer_placement, values["rows"])
+    return Schedule(**{"name": name, "num_microbatches": infer_microbatches(values["rows"]), **values})
 
 
 def to_placement(placement: Placement) -> Json:
@@ -82,13 +82,13 @@ def to_placement(placement: Placement) -> Json:
 
 def from_placement(data: object, where: str = "placement") -> Placement:
     """Raises ScheduleParseError, naming the key."""
-    given = _values(Placement, data, where)
-    ranks, named = given["num_ranks"], {rank for flow in given["flows"] for group in flow for rank in group}
+    values = _values(Placement, data, where)
+    ranks, named = values["num_ranks"], {rank for flow in values["flows"] for group in flow for rank in group}
     if ranks > len(named):
         raise ScheduleParseError(
             f"placement.ranks is {ranks}, but the flows name only {len(named)} ranks; every rank needs a stage"
         )
-    return located(where, Placement, **given)
+    return located(where, Placement, **values)
 
 
 def to_costs(costs: CostProfile) -> Json:
@@ -116,16 +116,16 @@ def to_timeline(timeline: Timeline) -> Json:
 def from_timeline(data: object) -> Timeline:
     """Raises ScheduleParseError, naming the key."""
     required = ["format", *(key for key in _fields(Timeline) if key != "tp_exposed_s")]
-    given = _values(Timeline, data, "timeline", TIMELINE_FORMAT, required)
-    ranks = given["num_ranks"]
+    values = _values(Timeline, data, "timeline", TIMELINE_FORMAT, required)
+    ranks = values["num_ranks"]
     for key in ("memory", "peak_activations", "static_bytes", "tp_exposed_s"):
-        size = len(given.get(key, ()))
+        size = len(values.get(key, ()))
         if size != ranks and (size or key in ("memory", "peak_activations")):
             raise ScheduleParseError(f"{key} has {size} entries for {ranks} ranks")
-    for k, event in enumerate(given["events"]):
+    for k, event in enumerate(values["events"]):
         if event.rank >= ranks:
             raise ScheduleParseError(f"events[{k}] is on rank {event.rank}, but ranks are 0..{ranks - 1}")
-    return Timeline(**given)
+    return Timeline(**values)
 
 
 def _event(data: object, where: str) -> Event:
@@ -196,18 +196,18 @@ def _values(
     ``form``: what ``format`` says if it is given; messages then call a key by its name alone. ``required``: keys that must be
     there; by default the fields that have no default.
     """
-    value, known = _mapping(data, where), _fields(record)
+    value, fields = _mapping(data, where), _fields(record)
     if form is not None and value.get("format", form) != form:
         raise ScheduleParseError(f'the {where} has format {value["format"]!r}; want "format": "{form}"')
-    allowed = [*known, *(["format"] if form else [])]
+    allowed = [*fields, *(["format"] if form else [])]
     listed = f"; known: {' '.join(allowed)}"
     problems = [f"unknown key {key!r}{closest(key, allowed, listed)}" for key in value if key not in allowed]
-    needed = [key for key, (_, _, bare) in known.items() if bare] if required is None else required
-    problems += [f"key {key!r} is missing" for key in needed if key not in value]
+    required_keys = [key for key, (_, _, bare) in fields.items() if bare] if required is None else required
+    problems += [f"key {key!r} is missing" for key in required_keys if key not in value]
     if problems:
         raise ScheduleParseError(f"{where}: " + "; ".join(problems), problems)
-    given = [(*known[key][:2], x, key if form else f"{where}.{key}") for key, x in value.items() if key != "format"]
-    return {name: _read(hint, x, place) for name, hint, x, place in given}
+    entries = [(*fields[key][:2], x, key if form else f"{where}.{key}") for key, x in value.items() if key != "format"]
+    return {name: _read(hint, x, place) for name, hint, x, place in entries}
 
 
 def _read(hint: Any, data: object, where: str) -> Any:
@@ -228,10 +228,10 @@ def _read(hint: Any, data: object, where: str) -> Any:
     return tuple(_read(kind, x, f"{where}[{k}]") for k, (kind, x) in enumerate(zip(kinds, items, strict=True)))
 
 
-def _of_type(kind: type[T], want: str) -> Callable[[object, str], T]:
+def _of_type(kind: type[T], expectation: str) -> Callable[[object, str], T]:
     def read(data: object, where: str) -> T:
         if not isinstance(data, kind):
-            raise ScheduleParseError(f"{where} is {_shown(data)}; want {want}")
+            raise ScheduleParseError(f"{where} is {_shown(data)}; want {expectation}")
         return data
 
     return read

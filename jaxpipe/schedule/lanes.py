@@ -120,9 +120,9 @@ def _shortest(strands: tuple[Strand, ...], compute_s: float) -> Woven:
         return Woven(compute_s, compute_s)
     best = _in_turn(strands, compute_s)
     for first, reach in _RULES if len(strands) > 1 else ():
-        found = _Lanes(strands, first, reach).run(compute_s)
-        if not at_most(best.seconds, found.seconds):
-            best = found
+        candidate = _Lanes(strands, first, reach).run(compute_s)
+        if not at_most(best.seconds, candidate.seconds):
+            best = candidate
     return best
 
 
@@ -189,10 +189,10 @@ def _fillers(x: Strand) -> list[float]:
 
 def merged(busy: Sequence[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
     """Intervals in the order of their beginnings, those that overlap or adjoin as one."""
-    found: list[tuple[float, float]] = []
+    intervals: list[tuple[float, float]] = []
     for begin, end in busy:
-        if found and at_most(begin, found[-1][1]):
-            found[-1] = found[-1][0], max(end, found[-1][1])
+        if intervals and at_most(begin, intervals[-1][1]):
+            intervals[-1] = intervals[-1][0], max(end, intervals[-1][1])
         else:
-            found.append((begin, end))
-    return tuple(found)
+            intervals.append((begin, end))
+    return tuple(intervals)

@@ -47,11 +47,11 @@ def memory_curves(
     """
     grid = _Grid(graph, costs)
     waiting = _boundaries_waiting(graph, grid, start_s, end_s) if costs.boundary_buffers else {}
-    found = []
+    curves = []
     for rank in range(graph.schedule.num_ranks):
         changes = _changes(graph, grid, rank, start_s, end_s)
-        found.append(_accumulate(grid, sorted([*changes, *waiting.get(rank, ())])))
-    return tuple(curve for curve, _ in found), tuple(peak for _, peak in found)
+        curves.append(_accumulate(grid, sorted([*changes, *waiting.get(rank, ())])))
+    return tuple(curve for curve, _ in curves), tuple(peak for _, peak in curves)
 
 
 def static_bytes(placement: Placement, costs: CostProfile) -> tuple[float, ...]:
@@ -70,8 +70,8 @@ def least_peaks(schedule: Schedule, costs: CostProfile) -> tuple[float, ...]:
 
     @cache
     def change(op: str, stage: int) -> tuple[float, float, float]:
-        taken, left = _change(op, lambda field: costs.values(field)[stage])
-        return taken, temp[op][stage] if op in temp else 0.0, left
+        at_start, left = _change(op, lambda field: costs.values(field)[stage])
+        return at_start, temp[op][stage] if op in temp else 0.0, left
 
     def peak(row: Row) -> float:
         most = live = 0.0
@@ -79,8 +79,8 @@ def least_peaks(schedule: Schedule, costs: CostProfile) -> tuple[float, ...]:
             for action in slot.actions:
                 if op_spec(action.op).lane != "compute":
                     return 0.0
-                taken, workspace, left = change(action.op, action.stage)
-                live += taken
+                at_start, workspace, left = change(action.op, action.stage)
+                live += at_start
                 most = max(most, live + workspace)
                 live += left
         return most
@@ -113,7 +113,7 @@ def slot_units(placement: Placement, costs: CostProfile) -> Callable[[int, Slot]
 
     def change(rank: int, slot: Slot) -> tuple[int, int]:
         each = [units(a.op, a.stage, rank, a.microbatch % placement.num_flows) for a in slot.actions]
-        return sum(taken for taken, _ in each), sum(left for _, left in each)
+        return sum(at_start for at_start, _ in each), sum(left for _, left in each)
 
     return change
 
@@ -153,14 +153,14 @@ def _changes(
     placement = graph.schedule.placement
     num_flows = placement.num_flows
     shares = [rank_share(placement, grid.costs, rank, flow) for flow in range(num_flows)]
-    known: dict[tuple[str, int, int], _Delta] = {}
+    deltas: dict[tuple[str, int, int], _Delta] = {}
     changes: list[tuple[float, int, int]] = []
     for number, slot in enumerate(graph.schedule.rows[rank], start=graph.row_start[rank]):
         for action in (slot,) if type(slot) is Action else slot.actions:
             key = (action.op, action.stage, action.microbatch % num_flows)
-            delta = known.get(key)
+            delta = deltas.get(key)
             if delta is None:
-                delta = known[key] = grid.delta(action.op, action.stage, shares[key[2]])
+                delta = deltas[key] = grid.delta(action.op, action.stage, shares[key[2]])
             start_bytes, start_units, end_bytes, end_units = delta
             if start_bytes or start_units:
                 changes.append((start_s[number], start_bytes, start_units))

@@ -127,8 +127,8 @@ class Placement:
 
     def covering(self, stage: int, number: int, other: int) -> range:
         """The numbers of the actions of stage ``other`` that share a microbatch with action ``number`` of ``stage``."""
-        here, there = self.span[stage], self.span[other]
-        return range(number * here // there, -(-(number + 1) * here // there))
+        span, other_span = self.span[stage], self.span[other]
+        return range(number * span // other_span, -(-(number + 1) * span // other_span))
 
     def is_shared(self, stage: int) -> bool:
         """Whether several ranks run ``stage`` for one microbatch."""
@@ -180,8 +180,8 @@ class Placement:
     @property
     def is_plain_chain(self) -> bool:
         """Whether the stages form a chain, each on one rank, and none has a span."""
-        alone = self.is_chain and not self.has_spans and not self.detached
-        return alone and not any(map(self.is_shared, range(self.num_stages)))
+        is_simple_chain = self.is_chain and not self.has_spans and not self.detached
+        return is_simple_chain and not any(map(self.is_shared, range(self.num_stages)))
 
 
 def _grouped(n: int, pairs: Iterable[tuple[int, int]]) -> tuple[tuple[int, ...], ...]:
@@ -250,12 +250,12 @@ def placement_named(kind: str, ranks: int, chunks: int | None = None) -> Placeme
     arguments, make = CONSTRUCTORS[kind]
     if "chunks" in arguments:
         return make(ranks, 2 if chunks is None else chunks)
-    made = make(ranks)
-    if chunks not in (None, made.num_chunks):
+    placement = make(ranks)
+    if chunks not in (None, placement.num_chunks):
         raise ScheduleError(
-            f"placement {kind} has {made.num_chunks} chunk(s) per rank, not {chunks}; drop one of the two"
+            f"placement {kind} has {placement.num_chunks} chunk(s) per rank, not {chunks}; drop one of the two"
         )
-    return made
+    return placement
 
 
 def with_shared(base: Placement, stages: Iterable[int]) -> Placement:
@@ -357,9 +357,9 @@ _BARE_WORD = re.compile(r"[A-Za-z][\w.+-]*")
 
 def format_placement(placement: Placement) -> str:
     """Kind and arguments of ``placement``, without its edges, as the text form of a schedule writes them."""
-    known = CONSTRUCTORS.get(placement.kind)
-    if known is not None:
-        arguments, make = known
+    constructor = CONSTRUCTORS.get(placement.kind)
+    if constructor is not None:
+        arguments, make = constructor
         sizes = {"ranks": placement.num_ranks, "chunks": max(1, placement.num_stages // placement.num_ranks)}
         sizes = {name: sizes[name] for name in arguments}
         if make(**sizes).flows == placement.flows:

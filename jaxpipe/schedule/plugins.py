@@ -36,10 +36,10 @@ def load_installed(group: str, kind: type[_Kind], register: Callable[[_Kind], ob
 
     for entry in entry_points(group=group):
         try:
-            found = entry.load()
-            if not isinstance(found, kind):
-                raise ScheduleError(f"it is of type {type(found).__name__}; want {kind.__name__}")
-            register(found)
+            plugin = entry.load()
+            if not isinstance(plugin, kind):
+                raise ScheduleError(f"it is of type {type(plugin).__name__}; want {kind.__name__}")
+            register(plugin)
         except Exception as error:
             package = entry.dist.name if entry.dist is not None else "an installed package"
             raise ScheduleError(

@@ -130,10 +130,10 @@ class Problem:
         feeds: list[tuple[Feed, ...]] = [()] * (4 * n)
         links: dict[tuple[int, int], int] = {}
 
-        def feed(kind: int, made: int, seconds: float = 0.0, occupied_s: float = 0.0) -> None:
-            here, there = self.rank[kind % n], self.rank[made % n]
-            link = -1 if here == there else links.setdefault((here, there), len(links))
-            feeds[kind] = (Feed(there, link, seconds, occupied_s, ((made - kind) * m,)),)
+        def feed(kind: int, target: int, seconds: float = 0.0, occupied_s: float = 0.0) -> None:
+            src, dst = self.rank[kind % n], self.rank[target % n]
+            link = -1 if src == dst else links.setdefault((src, dst), len(links))
+            feeds[kind] = (Feed(dst, link, seconds, occupied_s, ((target - kind) * m,)),)
 
         for k in range(n):
             if k % stages < stages - 1:

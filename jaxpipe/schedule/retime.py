@@ -136,19 +136,19 @@ class Retimer:
                 at += 1
                 gap = after[kind]
                 if gap:
-                    there = to[kind]
-                    made = code_ready + gap
-                    if there < 0:
-                        ready[made] = now
+                    rank = to[kind]
+                    consumer = code_ready + gap
+                    if rank < 0:
+                        ready[consumer] = now
                     else:
                         lane = link[kind]
                         sent = link_free[lane]
                         if sent < now:
                             sent = now
-                        link_free[lane], ready[made] = sent + occupied_s[kind], sent + link_s[kind]
-                        if waits_for[there] == made:
-                            waits_for[there] = -1
-                            stack.append(there)
+                        link_free[lane], ready[consumer] = sent + occupied_s[kind], sent + link_s[kind]
+                        if waits_for[rank] == consumer:
+                            waits_for[rank] = -1
+                            stack.append(rank)
             position[r], free[r] = at, now
         deadlocked = any(at < len(row) for at, row in zip(position, rows, strict=True))
         return Times(tuple(first), tuple(free), start, deadlocked)
@@ -164,22 +164,27 @@ class Retimer:
 def peaks(problem: Problem, rows: CodeRows) -> tuple[float, ...]:
     """Per rank, the peak of live activations of an order, in units of one rank's share of one microbatch."""
     m, n = problem.num_microbatches, problem.num_replicas
-    held, kept = problem.held, problem.kept
-    taken = [*held, *([0.0] * (3 * n))]
-    left = [*([0.0] * n), *(k - h for h, k in zip(held, kept, strict=True)), *(-k for k in kept), *(-h for h in held)]
-    found = []
+    held, residues = problem.held, problem.kept
+    at_start = [*held, *([0.0] * (3 * n))]
+    left = [
+        *([0.0] * n),
+        *(k - h for h, k in zip(held, residues, strict=True)),
+        *(-k for k in residues),
+        *(-h for h in held),
+    ]
+    rank_peaks = []
     for row in rows:
         live = peak = 0.0
         for code in row:
             kind = code // m
-            live += taken[kind]
+            live += at_start[kind]
             if live > peak:
                 peak = live
             live += left[kind]
             if live > peak:
                 peak = live
-        found.append(peak)
-    return tuple(found)
+        rank_peaks.append(peak)
+    return tuple(rank_peaks)
 
 
 def within(drafts: Iterable[Draft | None], limit: float) -> Iterator[Draft]:

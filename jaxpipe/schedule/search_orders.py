@@ -146,10 +146,10 @@ class _Search:
 
     def _promising(self, order: Callable[[Candidate], tuple[float, ...]], most: int) -> list[Candidate]:
         """What needs too much memory and is faster than the best so far, without repetition."""
-        found: dict[object, Candidate] = {}
+        by_rows: dict[object, Candidate] = {}
         for candidate in sorted(filter(self._promises, self.too_large), key=order):
-            found.setdefault(candidate.schedule.rows, candidate)
-        return list(found.values())[:most]
+            by_rows.setdefault(candidate.schedule.rows, candidate)
+        return list(by_rows.values())[:most]
 
     def _promises(self, candidate: Candidate) -> bool:
         """Whether the candidate is faster than the best so far; no offload makes it faster than it is."""
@@ -187,9 +187,13 @@ class _Search:
     def _known_peak(self, setting: Setting, costs: CostProfile) -> float:
         """What the setting holds at least: its family's closed form, which is for the family's own group, where nothing may be
         offloaded."""
-        known = FAMILIES[setting.family].peak_activations
+        peak_of = FAMILIES[setting.family].peak_activations
         unlike = setting.group is not None or self.task.may_offload(costs) or len(set(costs.residual_bytes)) > 1
-        return 0.0 if known is None or unlike else known(self.task.ranks, self.task.microbatches, setting.chunks) or 0.0
+        return (
+            0.0
+            if peak_of is None or unlike
+            else peak_of(self.task.ranks, self.task.microbatches, setting.chunks) or 0.0
+        )
 
     def _keep(self, candidate: Candidate) -> None:
         if self.best is None or self._key(candidate) < self._key(self.best):
@@ -316,16 +320,16 @@ def best_for(
 
 def _nothing(families: Iterable[Family], task: Task) -> str:
     """Why nothing keeps the limit, with the smallest limit that does."""
-    made = []
+    candidates = []
     for setting in chain.from_iterable(settings_of(family, replace(task, memory_limit=1.0)) for family in families):
         with contextlib.suppress(ScheduleError):
             candidate = make(setting, task)
             if task.may_offload(candidate.costs) or not offloaded_share(candidate.schedule, candidate.costs):
-                made.append(candidate)
-    if not made:
+                candidates.append(candidate)
+    if not candidates:
         return f"no family makes a schedule of {task.ranks} ranks and {task.microbatches} microbatches with these costs"
-    peaks = [c.peak for c in made]
-    lowest = {c.setting.chunks: c for c in sorted(made, key=lambda c: -c.peak)}
+    peaks = [c.peak for c in candidates]
+    lowest = {c.setting.chunks: c for c in sorted(candidates, key=lambda c: -c.peak)}
     peaks += [max(offload_pass(c.schedule, c.costs).peak_after) for c in lowest.values() if task.may_offload(c.costs)]
     return (
         f"no schedule of {task.ranks} ranks and {task.microbatches} microbatches keeps a memory limit of "

@@ -41,8 +41,8 @@ class Setting:
     def __str__(self) -> str:
         chunks = self.chunks if "chunks" in FAMILIES[self.family].options else None
         flags = {"chunks": chunks, "group": self.group, "memory-limit": self.memory_limit}
-        told = "".join(f" --{flag} {value:g}" for flag, value in flags.items() if value is not None)
-        return self.family + told + (" and the offload pass" if self.offload else "")
+        flags_text = "".join(f" --{flag} {value:g}" for flag, value in flags.items() if value is not None)
+        return self.family + flags_text + (" and the offload pass" if self.offload else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,11 +125,11 @@ def _groups(task: Task) -> Iterable[int]:
 def _limits(task: Task, chunks: int) -> Iterable[float | None]:
     """The task's limit first; then whole chunks just below it and :data:`LIMITS`: a search with less room may find more, and
     one with more room leaves something to offload."""
-    asked = task.memory_limit
+    limit = task.memory_limit
     costs = task.costs if isinstance(task.costs, CostProfile) else task.costs_for(one_to_one(task.ranks))
-    others = [x * task.ranks for x in LIMITS if x * task.ranks < asked or task.may_offload(costs)]
-    if asked < float("inf"):
-        whole = how_many(1 / chunks, asked)
-        others += [x / chunks for x in (whole, whole - 1) if x > 0]
-    tried = [x for x in sorted(set(others), reverse=True) if not close(x, asked)]
-    return [None if asked == float("inf") else asked, *tried]
+    candidates = [x * task.ranks for x in LIMITS if x * task.ranks < limit or task.may_offload(costs)]
+    if limit < float("inf"):
+        chunks_below = how_many(1 / chunks, limit)
+        candidates += [x / chunks for x in (chunks_below, chunks_below - 1) if x > 0]
+    tried = [x for x in sorted(set(candidates), reverse=True) if not close(x, limit)]
+    return [None if limit == float("inf") else limit, *tried]

@@ -43,22 +43,22 @@ def simulate(schedule: Schedule, costs: CostProfile) -> Timeline:
         return simulate_graph(runnable(schedule), costs)
 
 
-def simulate_graph(graph: DependencyGraph, costs: CostProfile, more: Sequence[Passage] = ()) -> Timeline:
+def simulate_graph(graph: DependencyGraph, costs: CostProfile, last_passages: Sequence[Passage] = ()) -> Timeline:
     """The timeline of a graph, as :func:`simulate`. ``more``: of its last transfers, where costs do not tell them."""
-    known: dict[object, Woven] = {}
-    lanes = [_lanes(slot, costs, known) for slot in graph.slots]
-    passages = [*_passages(graph.transfers[: len(graph.transfers) - len(more)], costs), *more]
+    lanes_of: dict[object, Woven] = {}
+    lanes = [_lanes(slot, costs, lanes_of) for slot in graph.slots]
+    passages = [*_passages(graph.transfers[: len(graph.transfers) - len(last_passages)], costs), *last_passages]
     timeline = _timeline(graph, costs, [x.seconds for x in lanes], passages)
-    return _with_collectives(timeline, known) if any(costs.tp_comm_s) else timeline
+    return _with_collectives(timeline, lanes_of) if any(costs.tp_comm_s) else timeline
 
 
-def _lanes(slot: Slot, costs: CostProfile, known: dict[object, Woven]) -> Woven:
+def _lanes(slot: Slot, costs: CostProfile, cache: dict[object, Woven]) -> Woven:
     """The lanes of a slot; ``known`` holds those of slots of the same ops and stages."""
     key = _key(slot)
-    found = known.get(key)
-    if found is None:
-        found = known[key] = slot_lanes(costs, [(a.op, a.stage) for a in slot.actions])
-    return found
+    lanes = cache.get(key)
+    if lanes is None:
+        lanes = cache[key] = slot_lanes(costs, [(a.op, a.stage) for a in slot.actions])
+    return lanes
 
 
 def _key(slot: Slot) -> object:

@@ -68,17 +68,17 @@ def parse_slot(token: str) -> Slot:
             )
         op, stage, microbatch = match.groups()
         if not is_op(op):
-            known = sorted(spec.name for spec in registered_ops())
+            op_names = sorted(spec.name for spec in registered_ops())
             raise ScheduleParseError(
-                f"op {_clip(op)!r} in {_clip(part)!r} is not registered{_known(op, known)} "
+                f"op {_clip(op)!r} in {_clip(part)!r} is not registered{_known(op, op_names)} "
                 "(register_op makes new ones, --import loads them)"
             )
         actions.append(Action(op, int(stage), int(microbatch)))
     return actions[0] if len(actions) == 1 else Braid(tuple(actions))
 
 
-def _known(word: str, known: Iterable[str]) -> str:
-    return closest(word, known, f"; known: {' '.join(known)}")
+def _known(word: str, names: Iterable[str]) -> str:
+    return closest(word, names, f"; known: {' '.join(names)}")
 
 
 def _clip(text: str) -> str:
@@ -133,9 +133,9 @@ def _construct(kind: str, sizes: dict[str, int], num_slots: int) -> Placement:
             f"unknown placement {_clip(kind)!r}{_known(kind, CONSTRUCTORS)}; a placement of another kind lists its ranks "
             "stage by stage: flow=0,1,2"
         )
-    wanted, make = CONSTRUCTORS[kind]
-    if set(sizes) != set(wanted):
-        raise ScheduleError(f"placement {kind!r} takes {' and '.join(wanted)}, got {' and '.join(sizes)}")
+    size_names, make = CONSTRUCTORS[kind]
+    if set(sizes) != set(size_names):
+        raise ScheduleError(f"placement {kind!r} takes {' and '.join(size_names)}, got {' and '.join(sizes)}")
     stages = sizes["ranks"] * sizes.get("chunks", 1)
     if stages > MAX_STAGES:
         raise ScheduleError(f"the placement has more than {MAX_STAGES} stages; is the number of chunks right?")

@@ -20,7 +20,7 @@ def within(seconds: float | None, search: Callable[[], Found]) -> tuple[Found | 
     if time was up before the search began."""
     if seconds is None or threading.current_thread() is not threading.main_thread():
         return search(), False
-    found, searching, ended = None, [True], []
+    result, searching, ended = None, [True], []
 
     def ring(*_: object) -> None:
         if searching:
@@ -31,7 +31,7 @@ def within(seconds: float | None, search: Callable[[], Found]) -> tuple[Found | 
     left_s, every_s = signal.getitimer(signal.ITIMER_REAL)
     try:
         signal.setitimer(signal.ITIMER_REAL, seconds)
-        found = search()
+        result = search()
         searching.clear()
     except OutOfTimeError:
         pass
@@ -39,4 +39,4 @@ def within(seconds: float | None, search: Callable[[], Found]) -> tuple[Found | 
         searching.clear()
         signal.setitimer(signal.ITIMER_REAL, max(left_s - (time.monotonic() - began), 0.001) if left_s else 0, every_s)
         signal.signal(signal.SIGALRM, before)
-    return found, bool(ended)
+    return result, bool(ended)

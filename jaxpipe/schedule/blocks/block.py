@@ -104,8 +104,8 @@ class BuildingBlock:
 
     def collisions(self) -> list[tuple[int, int]]:
         """(rank, cell modulo the period) where actions meet when the block repeats; empty for a legal block."""
-        taken = Counter(place for cells in (self.forward, self.backward, self.ends) for place in self.places(cells))
-        return [place for place, count in taken.items() if count > 1]
+        occupancy = Counter(place for cells in (self.forward, self.backward, self.ends) for place in self.places(cells))
+        return [place for place, count in occupancy.items() if count > 1]
 
     def steady_peaks(self, weights: Sequence[float] | None = None) -> tuple[float, ...]:
         """Per rank, the most that lives at one cell of the steady phase: what no repeat exceeds on the grid. It is at most
@@ -132,13 +132,13 @@ def with_weight_gradients(block: BuildingBlock) -> BuildingBlock:
 
     Ws are placed in the order of their Bs. Where no residue is free, W stands directly after B (the block then collides).
     """
-    taken = {*block.places(block.forward), *block.places(block.backward)}
+    occupied = {*block.places(block.forward), *block.places(block.backward)}
     weight = [[cell + 1 for cell in row] for row in block.backward]
     for b, j, s in sorted((cell, j, s) for j, row in enumerate(block.backward) for s, cell in enumerate(row)):
         for cell in range(b + 1, b + 1 + block.period):
-            wanted = block.copies(block.rank(s, j), cell)
-            if taken.isdisjoint(wanted):
-                taken.update(wanted)
+            copies = block.copies(block.rank(s, j), cell)
+            if occupied.isdisjoint(copies):
+                occupied.update(copies)
                 weight[j][s] = cell
                 break
     return replace(block, weight=tuple(map(tuple, weight)))

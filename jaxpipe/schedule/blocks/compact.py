@@ -14,17 +14,17 @@ from jaxpipe.schedule.blocks.repeat import rows_of
 from jaxpipe.schedule.problem import BW, B, F, Problem, W
 
 
-def compact(problem: Problem, given: Mapping[int, int]) -> list[list[int]]:
+def compact(problem: Problem, cell_of: Mapping[int, int]) -> list[list[int]]:
     """Rows of codes after the walk over the ``given`` cells; memory counts every stage as one (chunks), peak as given."""
     m, n, stages = problem.num_microbatches, problem.num_replicas, problem.placement.num_stages
-    width = max(given.values()) + 3
-    taken = [bytearray(width) for _ in range(problem.num_ranks)]
+    width = max(cell_of.values()) + 3
+    occupied = [bytearray(width) for _ in range(problem.num_ranks)]
     live = [[0] * width for _ in range(problem.num_ranks)]
     change = (1, 0, -1, -1)
-    for code, cell in given.items():
+    for code, cell in cell_of.items():
         op, rank = code // m // n, problem.rank[code // m % n]
         last = cell + (op == BW)
-        taken[rank][cell] = taken[rank][last] = 1
+        occupied[rank][cell] = occupied[rank][last] = 1
         live[rank][last] += change[op]
     for row in live:
         for c in range(1, width):
@@ -33,9 +33,9 @@ def compact(problem: Problem, given: Mapping[int, int]) -> list[list[int]]:
     end: dict[int, int] = {}  # of actions that have found their place
     latest: dict[int, int] = {}  # per kind, end of its latest action
     cells: dict[int, int] = {}
-    for code in sorted(given, key=lambda code: (given[code], problem.rank[code // m % n], code)):
+    for code in sorted(cell_of, key=lambda code: (cell_of[code], problem.rank[code // m % n], code)):
         op, k, _ = problem.decode(code)
-        cell, length, rank = given[code], 1 + (op == BW), problem.rank[k]
+        cell, length, rank = cell_of[code], 1 + (op == BW), problem.rank[k]
         place = latest.get(code // m, 0)
         if op == F and k % stages:
             place = max(place, end[code - m])
@@ -49,10 +49,10 @@ def compact(problem: Problem, given: Mapping[int, int]) -> list[list[int]]:
             while below > place and live[rank][below - 1] < peak:
                 below -= 1
             place = below
-        taken[rank][cell : cell + length] = bytes(length)
-        while any(taken[rank][place : place + length]):
+        occupied[rank][cell : cell + length] = bytes(length)
+        while any(occupied[rank][place : place + length]):
             place += 1
-        taken[rank][place : place + length] = b"\1" * length
+        occupied[rank][place : place + length] = b"\1" * length
         for c in range(place + length - 1, cell + length - 1):
             live[rank][c] += change[op]
         cells[code], end[code], latest[code // m] = place, place + length, place + length

@@ -159,10 +159,10 @@ class Beam:
         words = np.zeros((self.period, -(-self.period // _WORD)), np.uint64)
         free = np.ones(self.period, bool)
         for s in range(self.period):
-            taken = [(s + i) % self.period for i in range(f)]
-            taken += [(self.mirror - s + i) % self.period for i in range(b)]
-            free[s] = len(set(taken)) == f + b
-            for cell in taken:
+            occupied = [(s + i) % self.period for i in range(f)]
+            occupied += [(self.mirror - s + i) % self.period for i in range(b)]
+            free[s] = len(set(occupied)) == f + b
+            for cell in occupied:
                 words[s, cell // _WORD] |= np.uint64(1 << cell % _WORD)
         return words, free
 
@@ -189,8 +189,8 @@ class Beam:
             layers.append((now, come))
         for row in np.argsort(area, kind="stable")[:most]:
             path, at = [], row
-            for there, before in reversed(layers):
-                path.append(there[at])
+            for rows, before in reversed(layers):
+                path.append(rows[at])
                 at = before[at]
             yield path[::-1]
 
@@ -199,28 +199,28 @@ class Beam:
         p, lattice, g = self.lattice.ranks, self.lattice, self.g
         meet = self.mirror - lattice.size[F]  # the sum of starts of two F's whose B's follow each other's ends
         pairs = [(y, (meet - y) % self.period) for y in range(self.period)]
-        own = [y for y, other in pairs if y == other]
+        fixpoints = [y for y, other in pairs if y == other]
         groups = [
-            [*some, *chain(*others)]
-            for some in chain(*(combinations(own, n) for n in range(g % 2, min(g, len(own)) + 1, 2)))
-            for others in combinations([pair for pair in pairs if pair[0] < pair[1]], (g - len(some)) // 2)
+            [*singles, *chain(*couples)]
+            for singles in chain(*(combinations(fixpoints, n) for n in range(g % 2, min(g, len(fixpoints)) + 1, 2)))
+            for couples in combinations([pair for pair in pairs if pair[0] < pair[1]], (g - len(singles)) // 2)
         ]
         last = np.array(groups, np.int64).reshape(-1, g)
-        taken = np.zeros((len(last), self.cells.shape[1]), np.uint64)
+        occupied = np.zeros((len(last), self.cells.shape[1]), np.uint64)
         for j in range(g):
-            fits, both = self._added(taken, last[:, j])
-            last, taken = last[fits], both[fits]
+            fits, both = self._added(occupied, last[:, j])
+            last, occupied = last[fits], both[fits]
         starts, waits = np.zeros((len(last), 0), np.int64), np.zeros((len(last), 0), np.int64)
         behind = lattice.turn + 2 * lattice.step * (p - 1)
-        every = np.arange(max(0, min(self.period, int(self.room / lattice.held) + 1)))
+        offsets = np.arange(max(0, min(self.period, int(self.room / lattice.held) + 1)))
         for j in range(g):
-            at = (last[:, j, None] - behind - every) % self.period
-            fits, both = self._added(taken[:, None], at)
-            fits &= lattice.held * (waits.sum(1)[:, None] + every) <= self.room
+            at = (last[:, j, None] - behind - offsets) % self.period
+            fits, both = self._added(occupied[:, None], at)
+            fits &= lattice.held * (waits.sum(1)[:, None] + offsets) <= self.room
             row, wait = np.nonzero(fits)
             self.budget.spent += fits.size / _ROWS_PER_S
             row, wait = self._some(row, wait)
-            taken, last = both[row, wait], last[row]
+            occupied, last = both[row, wait], last[row]
             starts = np.concatenate([starts[row], at[row, wait][:, None]], 1)
             waits = np.concatenate([waits[row], wait[:, None]], 1)
         now = np.stack([starts, last], 2)
@@ -236,19 +236,19 @@ class Beam:
         rows = len(columns[0])
         if rows <= _MOST:
             return columns
-        some = np.sort(self.random.choice(rows, _MOST, replace=False))
-        return tuple(column[some] for column in columns)
+        sample = np.sort(self.random.choice(rows, _MOST, replace=False))
+        return tuple(column[sample] for column in columns)
 
-    def _added(self, taken: Array, at: Array) -> tuple[Array, Array]:
+    def _added(self, occupied: Array, at: Array) -> tuple[Array, Array]:
         """Whether F's and their images that start there have room beside what is taken, and all of these cells."""
-        more = self.cells[at]
-        return self.free[at] & ((taken & more) == 0).all(-1), taken | more
+        addition = self.cells[at]
+        return self.free[at] & ((occupied & addition) == 0).all(-1), occupied | addition
 
     def _next(self, now: Array, left: Array, last: bool) -> tuple[Array, Array, Array, Array]:
         """The next rank: the row that each comes from, starts, waits that are left, and by how much those of chunk 1 are more
         than those of chunk 0."""
         come, step = np.arange(len(now)), self.lattice.step
-        taken = np.zeros((len(now), self.cells.shape[1]), np.uint64)
+        occupied = np.zeros((len(now), self.cells.shape[1]), np.uint64)
         then, rest = np.zeros((len(now), 0, 2), np.int64), np.zeros((len(now), 0), np.int64)
         leans = np.zeros(len(now), np.int64)
         for j in range(self.g):
@@ -258,13 +258,13 @@ class Beam:
                 still = left[come, j] - one - two
                 row = np.nonzero(still == 0 if last else still >= 0)[0]
                 at = (now[come[row], j] + (step + one, -step - two)) % self.period
-                fits, both = self._added(taken[row], at[:, 0])
-                more, both = self._added(both, at[:, 1])
-                fits &= more
+                fits, both = self._added(occupied[row], at[:, 0])
+                second_fits, both = self._added(both, at[:, 1])
+                fits &= second_fits
                 row = row[fits]
                 parts.append((row, at[fits], both[fits], still[row], np.full(len(row), two - one)))
             row, at, both, still, lean = self._some(*(np.concatenate(x) for x in zip(*parts, strict=True)))
-            come, taken, leans = come[row], both, leans[row] + lean
+            come, occupied, leans = come[row], both, leans[row] + lean
             then = np.concatenate([then[row], at[:, None]], 1)
             rest = np.concatenate([rest[row], still[:, None]], 1)
         return come, then, rest, leans
@@ -334,7 +334,7 @@ class Beam:
     def _place(self, start: dict[tuple[int, int, int], int], replicas: Sequence[int], starts: Array) -> None:
         """W's of a rank, whose F's are at ``starts``."""
         end, _, served, waiting = (x[0].tolist() for x in self._served(starts[None]))
-        cells = [at + self.lattice.size[W] * k for at, here in zip(end, served, strict=True) for k in range(here)]
+        cells = [at + self.lattice.size[W] * k for at, length in zip(end, served, strict=True) for k in range(length)]
         ordered = sorted((start[B, j, k] % self.period, j, k) for j in range(self.g) for k in replicas)
         for n, (at, j, k) in enumerate(ordered, waiting):
             start[W, j, k] = start[B, j, k] - at + cells[n % len(cells)] + n // len(cells) * self.period
@@ -367,7 +367,7 @@ def mirrored_cycles(
                 break
             if budget.left <= 0:
                 return
-            found: dict[tuple[float, float, float], list[list[int]]] = {}
+            rows_by_key: dict[tuple[float, float, float], list[list[int]]] = {}
             for block in _blocks(lattice, g, period, waits, wide, seed + again, budget) if g <= most else ():
                 longest = min(longest, share)
                 for first in range(g):
@@ -375,16 +375,16 @@ def mirrored_cycles(
                     budget.spent += actions / _ACTIONS_PER_S
                     draft = finisher.retimer.draft(rows)
                     if draft is not None and (key := (*merit(draft), draft.span)) not in tried:
-                        found[key] = rows
-            tried |= found.keys()
-            for key in nsmallest(max(wide, int(budget.seconds * _FINISHING / finished_s)), found):
+                        rows_by_key[key] = rows
+            tried |= rows_by_key.keys()
+            for key in nsmallest(max(wide, int(budget.seconds * _FINISHING / finished_s)), rows_by_key):
                 if budget.left <= 0 or key[0] > best * _PROMISING:
                     break
                 budget.spent += finished_s
-                for draft in finisher.settled(found[key], limit):
+                for draft in finisher.settled(rows_by_key[key], limit):
                     best = min(best, merit(draft)[0])
                     yield draft, f"mirrored cycle of {g}"
-            if found and again == 0:
+            if rows_by_key and again == 0:
                 break
 
 

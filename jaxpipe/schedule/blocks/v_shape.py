@@ -40,17 +40,17 @@ _LARGEST = 5
 
 def searched(ranks: int, most: float) -> Iterator[BuildingBlock]:
     """The blocks that don't collide and whose first rank may live with ``most`` chunks, longest lifespans first."""
-    found = []
+    blocks = []
     for f1, b1, b0 in permutations(range(1, T), 3):
-        apart = {(x - y) % T for x in (f1, b0) for y in (0, b1)}  # flows that come up, less those that go down
+        offsets = {(x - y) % T for x in (f1, b0) for y in (0, b1)}  # flows that come up, less those that go down
         middle = _turn(b1 - f1)
         for down in _offsets(ranks):
             drifts = list(accumulate(down, lambda drift, offset: drift + offset + 1, initial=0))
             first, last = _turn(f1 - drifts[-1]), _turn(b0 - b1 - drifts[-1])
             spans = 2 * drifts[-1] + first + middle + last + 1, middle + 1
-            if sum(-(-span // T) for span in spans) - 1 <= most and all(drift % T not in apart for drift in drifts):
-                found.append((-sum(spans), (f1, b1, b0), down, (first, middle, last)))
-    for _, _, down, (first, middle, last) in sorted(found):
+            if sum(-(-span // T) for span in spans) - 1 <= most and all(drift % T not in offsets for drift in drifts):
+                blocks.append((-sum(spans), (f1, b1, b0), down, (first, middle, last)))
+    for _, _, down, (first, middle, last) in sorted(blocks):
         up = [1] * (ranks - 1)
         yield BuildingBlock.of_chain(
             v_shape(ranks), T, forward=[*down, first, *up], turn=middle, backward=[*down, last, *up]
@@ -100,11 +100,11 @@ def cells_with_ends(block: BuildingBlock, problem: Problem) -> dict[int, int] | 
         forward, backward, weight = (
             [problem.code(op, s, i) for s in (r, n - 1 - r) for i in range(m)] for op in (F, B, W)
         )
-        taken, place = {cells[code] for code in (*forward, *backward)}, -1
-        own = [*sorted(cells[code] for code in weight)[: 2 * m - len(last)], *[0] * len(last)]
-        for earliest, code in zip(own, sorted(backward, key=lambda code: (cells[code], code)), strict=True):
+        occupied, place = {cells[code] for code in (*forward, *backward)}, -1
+        w_cells = [*sorted(cells[code] for code in weight)[: 2 * m - len(last)], *[0] * len(last)]
+        for earliest, code in zip(w_cells, sorted(backward, key=lambda code: (cells[code], code)), strict=True):
             place = max(cells[code] + 1, place + 1, earliest)
-            while place in taken:
+            while place in occupied:
                 place += 1
             cells[code + n * m] = place
     return cells

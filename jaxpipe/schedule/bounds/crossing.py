@@ -46,18 +46,18 @@ def meet(run: Run, top: Resident, limit: float, starts: Sequence[float]) -> Conf
     bound = Confined(0.0, 0.0)
     if not 2 <= lanes < m:
         return bound
-    legs = _Legs(run, whole=at_most(top.held, top.kept))
+    legs = _Legs(run, includes_release=at_most(top.held, top.kept))
     step = -(-lanes // _CHOICES)
-    for apart in range(1, lanes, step):
+    for distance in range(1, lanes, step):
         for last in range(m - 1, max(m - 1 - lanes, lanes), -step):
-            bound = bound.or_longer(_pair(legs, top, starts, lanes, apart, last))
+            bound = bound.or_longer(_pair(legs, top, starts, lanes, distance, last))
     return bound
 
 
 class _Legs:
     """Times of the ways to and from a cut, and between meetings. Transfers over the cut itself are left out."""
 
-    def __init__(self, run: Run, whole: bool) -> None:
+    def __init__(self, run: Run, includes_release: bool) -> None:
         n = len(run.f_s)
         self.cuts = range(n + 1)
         # ranks above the cut: from rank e's F start to the cut, from the cut to rank e's B end; below: the same to the turn
@@ -66,7 +66,7 @@ class _Legs:
         self.to_turn = _sums(run.f_s[::-1], run.down_s[::-1])[::-1]
         self.from_turn = _sums(run.b_s[::-1], run.up_s[::-1])[::-1]
         self.down, self.up = self.down_to[n], self.up_from[n]
-        self.release = run.release_s if whole else 0.0
+        self.release = run.release_s if includes_release else 0.0
         # the cut from which on the way over the top is the longer, by the cut of the meeting before
         over = [(self.up_from[x] + self.release, self.to_turn[x]) for x in self.cuts]
         self.turns = [
@@ -97,31 +97,31 @@ def _sums(seconds: Sequence[float], hops: Sequence[float]) -> list[float]:
     return sums
 
 
-def _pair(legs: _Legs, top: Resident, starts: Sequence[float], lanes: int, apart: int, last: int) -> Confined:
+def _pair(legs: _Legs, top: Resident, starts: Sequence[float], lanes: int, distance: int, last: int) -> Confined:
     """The lanes of ``last`` and of ``last − apart``, from their last meeting back to any of their first."""
     m = top.count
-    own, through = [0.0] * len(legs.cuts), [0.0] * len(legs.cuts)
-    i, k = last - apart, last
+    span, through = [0.0] * len(legs.cuts), [0.0] * len(legs.cuts)
+    i, k = last - distance, last
     for x in legs.cuts:
         home = legs.to_turn[x] + legs.up - top.b_s  # until B of k starts on rank e
         other = legs.up_from[x] - (top.b_s if x else 0.0)
-        own[x] = max(home + (m - k) * top.back_s, other + (m - i - (x == 0)) * top.back_s)
+        span[x] = max(home + (m - k) * top.back_s, other + (m - i - (x == 0)) * top.back_s)
         through[x] = max(home + (m - k) * top.b_s, other + (m - i - (x == 0)) * top.b_s)
     bound = Confined(0.0, 0.0)
     while i >= 0:
         if i < 2 * lanes:
             begin = [max(starts[i] + legs.down + legs.from_turn[x], starts[k] + legs.down_to[x]) for x in legs.cuts]
-            bound = bound.or_longer(Confined(_plus(begin, own), _plus(begin, through)))
+            bound = bound.or_longer(Confined(_plus(begin, span), _plus(begin, through)))
         cycles = (i - 2 * lanes) // lanes
         if cycles < 1:
-            own, through = legs.earlier(own), legs.earlier(through)
+            span, through = legs.earlier(span), legs.earlier(through)
             i, k = k - lanes, i
             continue
-        before = [legs.earlier(legs.earlier(after)) for after in (own, through)]
-        if all(_steady(old, new) for old, new in zip((own, through), before, strict=True)):
-            own, through = (_repeat(old, new, cycles) for old, new in zip((own, through), before, strict=True))
+        before = [legs.earlier(legs.earlier(after)) for after in (span, through)]
+        if all(_steady(old, new) for old, new in zip((span, through), before, strict=True)):
+            span, through = (_repeat(old, new, cycles) for old, new in zip((span, through), before, strict=True))
         else:
-            own, through = before
+            span, through = before
             cycles = 1
         i, k = i - cycles * lanes, k - cycles * lanes
     return bound

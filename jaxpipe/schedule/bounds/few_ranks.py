@@ -76,19 +76,19 @@ class FewRanks:
             order.sort(key=lambda rank: (min(rank, last - rank), -rank))
         ranks: tuple[int, ...] = ()
         if self.offload and (exact := self.host_steps(order[0])):
-            (steps, step, more), late, known = exact, late_for(budget, MOVES_PER_S, 1.0), least
-            for found in steps.bounds(-(-(least - more) // step), -(-(top - more) // step), late):
-                if found * step + more > least:
-                    least = found * step + more
+            (steps, step, offset), late, proven = exact, late_for(budget, MOVES_PER_S, 1.0), least
+            for steps_bound in steps.bounds(-(-(least - offset) // step), -(-(top - offset) // step), late):
+                if steps_bound * step + offset > least:
+                    least = steps_bound * step + offset
                     yield self._seconds(least)
-            if least > known and not late(0):
+            if least > proven and not late(0):
                 return  # nothing better is to be had from the rank that has the least room
         while len(ranks) <= last:
             sets = [tuple(sorted((*ranks, rank))) for rank in order if rank not in ranks]
             scores = []
-            for some in sets:
+            for rank_set in sets:
                 score = 0
-                orders = self.host_orders(*some) if self.offload else self.orders(some)
+                orders = self.host_orders(*rank_set) if self.offload else self.orders(rank_set)
                 for score in _raised(orders, least, top, budget) if orders else ():
                     if score > least:
                         least = score
@@ -140,8 +140,8 @@ class FewRanks:
         if len(stays) != 1 or limit == float("inf"):
             return None
         (x,) = stays
-        whole = 0 < x.held <= min(x.kept, x.leaves)
-        if not whole or not self.shared_lane:
+        offloads_everything = 0 < x.held <= min(x.kept, x.leaves)
+        if not offloads_everything or not self.shared_lane:
             return None
         return HostOrders(
             f=of(x.f_s),
@@ -182,11 +182,11 @@ def _raised(orders: Orders | HostOrders, least: int, top: int, budget: Budget) -
     late = late_for(budget, _STATES_PER_S)
     for part in range(1, _PARTS_OF_GAP + 1):
         most = least + (top - least) * part // _PARTS_OF_GAP - 1
-        found = orders.least(most, _WIDTH, late)
-        if found > most:
+        objective = orders.least(most, _WIDTH, late)
+        if objective > most:
             yield most + 1
             continue
-        yield int(found)
+        yield int(objective)
         return
 
 

@@ -117,8 +117,8 @@ class Flow:
 
     def _routes(self, src: int, dst: int) -> list[tuple[int, int]]:
         """Pairs of ranks between which a boundary moves from stage ``src`` to stage ``dst``."""
-        there, here = self.groups[src], self.groups[dst]
-        return [(there[0], rank) for rank in here if rank not in there]
+        sources, targets = self.groups[src], self.groups[dst]
+        return [(sources[0], rank) for rank in targets if rank not in sources]
 
     def hop(self, src: int, dst: int, boundary: int) -> float:
         """Seconds that the boundary of stage ``boundary`` takes from stage ``src`` to stage ``dst``."""
@@ -143,8 +143,8 @@ class Flow:
             for pair in self._routes(a, b):
                 occupied_s = self.costs.occupied_s(*pair, a)
                 rest = self.costs.transfer_s(*pair, a) - occupied_s + self.forward[b] + self.after_forward(b)
-                known = down.get((pair, a))
-                rest = rest if known is None else min(rest, known.rest)
+                traffic = down.get((pair, a))
+                rest = rest if traffic is None else min(rest, traffic.rest)
                 down[pair, a] = _Traffic(self.head[a] + self.forward[a], occupied_s / span[a], rest)
             for pair in self._routes(b, a) if b not in self.placement.detached else ():
                 occupied_s = self.costs.occupied_s(*pair, a, span[b] / span[a])

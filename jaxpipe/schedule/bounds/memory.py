@@ -122,8 +122,8 @@ def _windows(stays: Sequence[Resident], limit: float, work: Confined, offload: b
     if at_most(sum(x.count * x.held for x in stays), limit):
         warm = 0.0
     ends = [_cool_down(stays, limit, k) for k in sorted({x.flow for x in stays})]
-    own, through = (min(end[k] for end in ends) + work.own + warm for k in (0, 1))
-    return bound.or_longer(Confined(own, through))
+    span, through = (min(end[k] for end in ends) + work.own + warm for k in (0, 1))
+    return bound.or_longer(Confined(span, through))
 
 
 def _moved_out(stays: Sequence[Resident], seconds: float, slowest: float) -> float:
@@ -144,8 +144,8 @@ def _cool_down(stays: Sequence[Resident], limit: float, flow: int) -> tuple[floa
     first, last = mine[0], mine[-1]
     remaining = last.f_s + sum(x.back_s for x in mine)
     room = limit - sum(x.held for x in mine)
-    others = [(x.back_s, x.held, x.count) for x in stays] + [(x.w_s, x.kept, x.count) for x in stays]
-    remaining += _most(others, max(0.0, room))
+    backwards = [(x.back_s, x.held, x.count) for x in stays] + [(x.w_s, x.kept, x.count) for x in stays]
+    remaining += _most(backwards, max(0.0, room))
     way = first.out_s - last.in_s
     return way + first.back_s - remaining, way + first.b_s - remaining
 
@@ -208,15 +208,15 @@ def _with_lane(stays: Sequence[Resident], area: float, ends: float, full: float,
         return with_whole_trips(stays[0], area + ends, full, limit)
     time = (area + ends) / full
     best = sorted((x for x in stays if x.saved() > 0), key=lambda x: x.together_s / x.saved())
-    needed, lane = area + ends, 0.0
+    compute, lane = area + ends, 0.0
     for x in best:
         saved, seconds = x.count * x.saved(), x.count * x.together_s
         # within this kind the need falls linearly while the lane's time grows; find where lane time = needed / full
-        if (needed - saved) / full > lane + seconds:
-            needed, lane = needed - saved, lane + seconds
-            time = needed / full
+        if (compute - saved) / full > lane + seconds:
+            compute, lane = compute - saved, lane + seconds
+            time = compute / full
             continue
-        share = (needed / full - lane) / (seconds + saved / full) if seconds + saved / full > 0 else 0.0
+        share = (compute / full - lane) / (seconds + saved / full) if seconds + saved / full > 0 else 0.0
         return max(0.0, lane + max(0.0, share) * seconds)
     return max(time, lane)
 
@@ -247,20 +247,20 @@ def _released(x: Resident, starts: Sequence[float], j: int, excess: float, idle:
     More B's need fewer W's: the first two terms rise with b, the third falls, and the fourth (W's not rounded) does one of
     both, so the best b is where the larger of those that rise meets the larger of those that fall.
     """
-    kept = min(x.kept, x.held)
-    freed = x.held - kept
+    residue = min(x.kept, x.held)
+    freed = x.held - residue
 
     def terms(b: int) -> tuple[float, float]:
         need = max(0.0, excess - freed * b)
         up = starts[b - 1] + x.trip_s + x.b_s
         if need <= MEMORY:
             w, down = 0.0, 0.0
-        elif kept <= 0 or not at_most(w := need / kept, b):
+        elif residue <= 0 or not at_most(w := need / residue, b):
             return up, inf
         else:
             down = starts[max(0, ceil(w - MEMORY) - 1)] + x.trip_s + x.back_s
         busy = j * x.f_s + b * x.b_s + w * x.w_s + idle
-        rises = freed * x.w_s <= kept * x.b_s
+        rises = freed * x.w_s <= residue * x.b_s
         return (max(up, busy), down) if rises or w == 0 else (up, max(down, busy))
 
     low = max(1, ceil(excess / x.held - MEMORY))
@@ -278,12 +278,12 @@ def _released(x: Resident, starts: Sequence[float], j: int, excess: float, idle:
 
 def after_releases(x: Resident, starts: Sequence[float]) -> Confined:
     """From the j-th F on, the F's j, j + 1, … have their B's start no earlier than a trip later, one after the other."""
-    own = through = 0.0
+    span = through = 0.0
     for j, start in enumerate(starts):
         left = x.count - j
-        own = max(own, start + x.trip_s + left * x.back_s)
+        span = max(span, start + x.trip_s + left * x.back_s)
         through = max(through, start + x.trip_s + left * x.b_s)
-    return Confined(own, through)
+    return Confined(span, through)
 
 
 def chunk_turns(stays: Sequence[Resident], limit: float) -> Confined:
@@ -310,20 +310,20 @@ def _turns(stays: Sequence[Resident], limit: float) -> Confined:
     lanes = how_many(held, limit) if held > 0 else last.count
     if not 1 <= lanes < last.count:
         return Confined(0.0, 0.0)
-    whole = at_most(last.held, last.kept)
-    way = last.trip_s + last.b_s + (min(last.w_s, before.b_s) if whole else 0.0)
+    w_frees_all = at_most(last.held, last.kept)
+    way = last.trip_s + last.b_s + (min(last.w_s, before.b_s) if w_frees_all else 0.0)
     back, passed = sum(x.back_s for x in stays), sum(x.b_s for x in stays)
     starts: list[float] = []
-    own = through = 0.0
+    span = through = 0.0
     for j in range(last.count):
         start = starts[-1] + last.f_s if j else 0.0
         if j >= lanes:
             start = max(start, starts[j - lanes] + way)
         starts.append(start)
         home = last.in_s + start + last.trip_s
-        own = max(own, home + (last.count - j) * back)
+        span = max(span, home + (last.count - j) * back)
         through = max(through, home + (last.count - j) * passed)
-    return Confined(own, through)
+    return Confined(span, through)
 
 
 def with_whole_trips(x: Resident, area: float, full: float, limit: float) -> float:

@@ -113,8 +113,8 @@ def least_objective(search: _Follows[C], layer: dict[C, list[State]], most: floa
                 continue
             if late(len(states)):
                 return 0.0
-            for then, found in search.next(counts, states):
-                after.setdefault(then, []).extend(found)
+            for then, successors in search.next(counts, states):
+                after.setdefault(then, []).extend(successors)
         hopeful = {counts: search.hopeful(counts, states, most) for counts, states in after.items()}
         layer = {counts: _narrowed(_undominated(states), width) for counts, states in hopeful.items() if states}
     return best
@@ -142,14 +142,14 @@ class _Search:
 
     def _waiting(self, rank: int) -> float:
         """Most ticks of W's that can wait when the last B of ``rank`` ends."""
-        mine = [(w, kept) for r, w, kept in self.kinds if r == rank]
+        mine = [(w, residue) for r, w, residue in self.kinds if r == rank]
         limit = self.orders.limits[rank]
-        if limit == inf or any(w and not kept for w, kept in mine):
+        if limit == inf or any(w and not residue for w, residue in mine):
             return inf
         if len(mine) == 1:
-            ((w, kept),) = mine
-            return w * how_many(kept, limit) if kept else 0
-        return max(w * limit / kept if kept else 0.0 for w, kept in mine) * (1 + MEMORY)
+            ((w, residue),) = mine
+            return w * how_many(residue, limit) if residue else 0
+        return max(w * limit / residue if residue else 0.0 for w, residue in mine) * (1 + MEMORY)
 
     def ended(self, counts: _Counts) -> bool:
         return sum(counts) == self.actions
@@ -189,9 +189,9 @@ class _Search:
             kind, b = self.kind_of[s], counts[n - 1 - s]
             waits[kind] += b
             level[self.kinds[kind][0]] += stage.held * (counts[s] - b)
-        for kind, (rank, _, kept) in enumerate(self.kinds):
+        for kind, (rank, _, residue) in enumerate(self.kinds):
             waits[kind] -= counts[n + kind]
-            level[rank] += kept * waits[kind]
+            level[rank] += residue * waits[kind]
         mine: list[list[int]] = [
             [1 + r] for r in self.ranks
         ]  # entries of a state that are no earlier than the rank is free
@@ -221,8 +221,8 @@ class _Search:
             after[0] = max(after[0], int(end + home))
         after = list(_pushed(after, mine, end))
         if k + 1 < len(steps):
-            there = start + step.lag
-            after.insert(at[k + 2], max(there, after[1 + steps[k + 1].rank]))
+            arrival = start + step.lag
+            after.insert(at[k + 2], max(arrival, after[1 + steps[k + 1].rank]))
         if k:
             del after[at[k]]
         return tuple(after)

@@ -18,19 +18,19 @@ _TOP_RANKS = 1
 def confine_ranks(flows: Flows, limits: Sequence[float] | None, offload: bool) -> list[Confined]:
     """Per rank, bounds on its own span and on the time to its last B. Without limits, its work."""
     p = flows.placement.num_ranks
-    found = [residents(flows, rank) for rank in range(p)]
+    residents_of = [residents(flows, rank) for rank in range(p)]
     if limits is None:
-        return [confine(stays, inf, offload) for stays in found]
-    bounds = [confine(stays, limit, offload) for stays, limit in zip(found, limits, strict=True)]
+        return [confine(stays, inf, offload) for stays in residents_of]
+    bounds = [confine(stays, limit, offload) for stays, limit in zip(residents_of, limits, strict=True)]
     if not offload:
-        turns = (chunk_turns(stays, limit) for stays, limit in zip(found, limits, strict=True))
+        turns = (chunk_turns(stays, limit) for stays, limit in zip(residents_of, limits, strict=True))
         bounds = [bound.or_longer(turn) for bound, turn in zip(bounds, turns, strict=True)]
     if flows.placement.num_flows == 1 and flows.placement.num_stages == p > 1 and not offload:
         stage_of = {group[0]: s for s, group in enumerate(flows.all[0].groups)}
-        costly = sorted(range(p), key=lambda r: -_slowness(found[r][0], limits[r]))
+        costly = sorted(range(p), key=lambda r: -_slowness(residents_of[r][0], limits[r]))
         for rank in costly[:_TOP_RANKS]:
             if bounds[rank].own < inf:
-                top = found[rank][0]
+                top = residents_of[rank][0]
                 run = _run(flows.all[0], stage_of[rank], top)
                 bounds[rank] = bounds[rank].or_longer(meet(run, top, limits[rank], releases(top, limits[rank])))
     return bounds
@@ -54,13 +54,13 @@ def _run(flow: Flow, stage: int, top: Resident) -> Run:
 
 def residents(flows: Flows, rank: int) -> list[Resident]:
     """What ``rank`` does and holds, flow by flow, stages ascending."""
-    visits, found = flows.chunks(rank), []
+    visits, stays = flows.chunks(rank), []
     for number, flow in enumerate(flows.all):
         mine = [v for v in visits if v.flow is flow]
         share = sum(flows.costs.residual_bytes[v.stage] for v in mine)
         start = min((flow.head[v.stage] for v in mine), default=0.0)
-        found += [_resident(flows, v, number, share, start) for v in mine]
-    return found
+        stays += [_resident(flows, v, number, share, start) for v in mine]
+    return stays
 
 
 def _resident(flows: Flows, v: Visit, number: int, share: float, start: float) -> Resident:

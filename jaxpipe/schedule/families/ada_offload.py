@@ -96,7 +96,7 @@ class _Search:
         dense = {draft.key(): draft.rows for draft in self.dense()}
         fitting = (rows for _, rows in sorted(dense.items()) if self.fits(rows))
         tried = map(self.offloaded, islice(fitting, _TRIES))
-        return next((found for found in tried if found is not None), None) or self.sparse()
+        return next((schedule for schedule in tried if schedule is not None), None) or self.sparse()
 
     def dense(self) -> Iterator[Draft]:
         """PipeOffload's order, and the same with waits filled: more F in flight, more or fewer W outstanding."""
@@ -110,8 +110,8 @@ class _Search:
         """The shortest with microbatches at longer intervals, or PipeOffload's order with B's that wait for L or F's for O."""
         shortest, best = float("inf"), None
         for draft in self.spread():
-            if draft.makespan < shortest and (found := self.offloaded(draft.rows)) is not None:
-                shortest, best = draft.makespan, found
+            if draft.makespan < shortest and (offloaded := self.offloaded(draft.rows)) is not None:
+                shortest, best = draft.makespan, offloaded
         plans = self.plans(self.plain)
         for waiting in (plans.delayed(self.limit), plans.paged(self.limit)) if self.small else ():
             if waiting is not None and waiting[1].makespan < shortest:

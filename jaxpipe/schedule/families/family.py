@@ -79,9 +79,9 @@ class _Families(Mapping[str, Family]):
     def __getitem__(self, name: str) -> Family:
         if name not in TABLE and _NAME.fullmatch(name):  # not the name of a file
             _load_installed()
-        if (found := TABLE[name]).vocabulary != self.vocabulary:
+        if (entry := TABLE[name]).vocabulary != self.vocabulary:
             raise KeyError(name)
-        return found
+        return entry
 
     def __iter__(self) -> Iterator[str]:
         _load_installed()
@@ -134,13 +134,13 @@ def family(
 
         @wraps(function)
         def checked(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> Schedule:
-            given = signature.bind(*args, **kwargs).arguments
-            require_sizes(name, **{k: x for k, x in given.items() if k in SIZES and x is not defaults[k]})
-            if given.get("costs") is not None:
-                require_stages(made, given["ranks"], given.get("chunks"), given["costs"])
+            arguments = signature.bind(*args, **kwargs).arguments
+            require_sizes(name, **{k: x for k, x in arguments.items() if k in SIZES and x is not defaults[k]})
+            if arguments.get("costs") is not None:
+                require_stages(registration, arguments["ranks"], arguments.get("chunks"), arguments["costs"])
             return function(*args, **kwargs)
 
-        made = register_family(
+        registration = register_family(
             Family(
                 name,
                 checked,

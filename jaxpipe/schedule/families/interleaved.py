@@ -103,8 +103,8 @@ def interleaved_low_memory(
 
 def best_order(problem: Problem, orders: Iterable[CodeRows]) -> CodeRows:
     """The first order, or the best of those that are no worse in makespan, span and peak."""
-    first, *others = map(Retimer(problem).draft, orders)
-    best = best_of(others, anchor=first)
+    first, *drafts = map(Retimer(problem).draft, orders)
+    best = best_of(drafts, anchor=first)
     assert best is not None
     return best.rows
 

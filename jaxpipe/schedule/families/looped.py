@@ -68,5 +68,5 @@ def looped_dfs(ranks: int, microbatches: int, chunks: int = 2, costs: CostProfil
         ScheduleError: a size is not a whole number of at least 1, or the costs are for another number of stages.
     """
     problem = Problem.of(circular(ranks, chunks), microbatches, costs)
-    known = problem.codes(interleaved_one_f_one_b(ranks, microbatches, chunks, costs))
-    return problem.schedule("looped-dfs", improved(problem, [known]).rows)
+    interleaved_rows = problem.codes(interleaved_one_f_one_b(ranks, microbatches, chunks, costs))
+    return problem.schedule("looped-dfs", improved(problem, [interleaved_rows]).rows)

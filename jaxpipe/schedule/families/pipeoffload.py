@@ -147,8 +147,8 @@ def _offloaded(name: str, problem: Problem, costs: CostProfile | None, fraction:
     costs = costs or CostProfile.uniform(problem.num_replicas, chunks=problem.placement.num_chunks)
     offloaded = offload(problem.schedule(name, po_rows(problem)), costs, fraction=fraction)
     plans = (Plans(problem.schedule(name, rows), costs, fraction) for rows in _shorter(problem))
-    found = (plan.free_within(max(offloaded.peak_after)) for plan in plans)
-    return next((x for x in found if x is not None), offloaded.schedule)
+    within_peak = (plan.free_within(max(offloaded.peak_after)) for plan in plans)
+    return next((x for x in within_peak if x is not None), offloaded.schedule)
 
 
 def _shorter(problem: Problem) -> list[CodeRows]:
@@ -156,8 +156,8 @@ def _shorter(problem: Problem) -> list[CodeRows]:
     finisher, start = Finisher(problem), po_rows(problem)
     anchor = finisher.retimer.draft(start)
     assert anchor is not None, "PipeOffload's order deadlocks"
-    found: dict[tuple[float, float, float], CodeRows] = {}
+    rows_by_key: dict[tuple[float, float, float], CodeRows] = {}
     for draft in (*finisher.drafts(start, anchor.peak, len(_RECIPES), _RECIPES), improved(problem, [start])):
         if draft.no_worse_than(anchor) and draft.key()[:2] < anchor.key()[:2]:
-            found.setdefault(draft.key(), draft.rows)
-    return [found[key] for key in sorted(found)[:_TRIES]]
+            rows_by_key.setdefault(draft.key(), draft.rows)
+    return [rows_by_key[key] for key in sorted(rows_by_key)[:_TRIES]]

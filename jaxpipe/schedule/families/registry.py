@@ -35,8 +35,8 @@ from jaxpipe.wording import closest
 def found_here() -> frozenset[str]:
     """The names of all families, once every module of this folder is imported, which registers those that it holds."""
     assert __package__
-    for found in pkgutil.iter_modules(sys.modules[__package__].__path__, f"{__package__}."):
-        for value in vars(import_module(found.name)).values():
+    for module in pkgutil.iter_modules(sys.modules[__package__].__path__, f"{__package__}."):
+        for value in vars(import_module(module.name)).values():
             if isinstance(value, Family):
                 register_family(value)
     return frozenset(TABLE)
@@ -53,9 +53,9 @@ def family_named(name: str) -> Family:
     """
     family = FAMILIES.get(name) or VOCABULARY_FAMILIES.get(name)
     if family is None:
-        known = (*FAMILIES, *VOCABULARY_FAMILIES)
+        names = (*FAMILIES, *VOCABULARY_FAMILIES)
         raise ScheduleError(
-            f"unknown schedule family {name!r}{closest(str(name), known, '.')} Known: {' '.join(known)}"
+            f"unknown schedule family {name!r}{closest(str(name), names, '.')} Known: {' '.join(names)}"
         )
     return family
 
@@ -84,8 +84,8 @@ def generate(
             number of stages, or (families from outside) no valid schedule of these sizes.
     """
     family = family_named(name)
-    asked = {"chunks": chunks, "memory_limit": memory_limit, "group": group}
-    options: dict[str, Any] = {option: value for option, value in asked.items() if value is not None}
+    explicit_options = {"chunks": chunks, "memory_limit": memory_limit, "group": group}
+    options: dict[str, Any] = {option: value for option, value in explicit_options.items() if value is not None}
     require_sizes(name, ranks=ranks, microbatches=microbatches, **{k: options[k] for k in SIZES if k in options})
     if "chunks" not in family.options and chunks == family.default_chunks:
         options.pop("chunks", None)
@@ -113,19 +113,19 @@ def _made_outside(
     """What a family that is not ours makes: a valid schedule of its placement, or a line that says why not."""
     placement = family.placement(ranks, chunks or family.default_chunks)
     try:
-        made = family.function(ranks, microbatches, **options)
+        schedule = family.function(ranks, microbatches, **options)
     except JaxpipeError:
         raise
     except Exception as error:
         raise ScheduleError(f"{family.name} failed with {type(error).__name__}: {error}") from error
-    if not isinstance(made, Schedule):
-        raise ScheduleError(f"{family.name} makes a {type(made).__name__}; want a Schedule")
-    made_on = made.placement
-    if (made_on.flows, made_on.edges, made.num_microbatches) != (placement.flows, placement.edges, microbatches):
+    if not isinstance(schedule, Schedule):
+        raise ScheduleError(f"{family.name} makes a {type(schedule).__name__}; want a Schedule")
+    made_on = schedule.placement
+    if (made_on.flows, made_on.edges, schedule.num_microbatches) != (placement.flows, placement.edges, microbatches):
         raise ScheduleError(
             f"{family.name} makes {made_on.num_stages} stages on {made_on.num_ranks} ranks ({made_on.kind}), "
-            f"{made.num_microbatches} microbatches; its placement says {placement.num_stages} on {placement.num_ranks} "
+            f"{schedule.num_microbatches} microbatches; its placement says {placement.num_stages} on {placement.num_ranks} "
             f"({placement.kind}), and {microbatches} were asked"
         )
-    check_schedule(made)
-    return made
+    check_schedule(schedule)
+    return schedule

@@ -118,8 +118,8 @@ def stp_offload(
     """
     profile = costs or CostProfile.uniform(2 * ranks, chunks=2)
     wholes = (stp(ranks, microbatches, profile, objective=o) for o in dict.fromkeys(("makespan", objective)))
-    made = [offload(whole, profile, stages=range(ranks)).schedule for whole in wholes]
-    best = min(made, key=lambda schedule: order_key(objective, *figures(simulate(schedule, profile))))
+    offloaded = [offload(full, profile, stages=range(ranks)).schedule for full in wholes]
+    best = min(offloaded, key=lambda schedule: order_key(objective, *figures(simulate(schedule, profile))))
     return replace(best, name="stp-offload")
 
 
@@ -183,7 +183,7 @@ def _best(
     tried += [("hasty", [ranks // 2]), ("paired", [False]), ("split", splits)]
     for goal in dict.fromkeys(("makespan", objective)):  # span after makespan, so that it is never the longer
         for what, values in tried:
-            others: list[dict[str, Any]] = [{what: value} for value in values]
-            best = min([best, *(replace(best, **other) for other in others)], key=partial(key, goal))
+            changes: list[dict[str, Any]] = [{what: value} for value in values]
+            best = min([best, *(replace(best, **other) for other in changes)], key=partial(key, goal))
         best = min(best, _published(ranks), key=partial(key, goal))
     return made(best), reached(best)[-1]

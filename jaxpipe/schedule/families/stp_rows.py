@@ -64,8 +64,8 @@ def _without(row: Iterable[Slot], skipped: range) -> Row:
     first = len(skipped) if skipped.start == 0 else 0
 
     def left(slot: Slot) -> tuple[Slot, ...]:
-        kept = (a for a in slot.actions if a.microbatch not in skipped)
-        return slot_of(replace(a, microbatch=a.microbatch - first) for a in kept)
+        remaining = (a for a in slot.actions if a.microbatch not in skipped)
+        return slot_of(replace(a, microbatch=a.microbatch - first) for a in remaining)
 
     return tuple(x for slot in row for x in left(slot))
 
@@ -84,13 +84,13 @@ class _Rank:
         below = self.ranks - 1 - self.rank
         for chunk in (*[0] * (2 * below), *[0, 1] * (self.rank + 1)):
             self._add(self._next("F", chunk))
-        here = min(shape.ahead, self.rank + 1)
-        pairs = here // 2 if shape.paired else 0
-        for forwards in [1] * (here - 2 * pairs) + [2] * pairs:
+        depth = min(shape.ahead, self.rank + 1)
+        pairs = depth // 2 if shape.paired else 0
+        for forwards in [1] * (depth - 2 * pairs) + [2] * pairs:
             self._add(*(self._next("F", 0) for _ in range(forwards)))
         for k in range(below):
             self._add(self._next("F", 1), self._next("B", 1))
-            self._add(*([self._next("F", 0)] if k >= below - (shape.ahead - here) else []), self._next("W", 1))
+            self._add(*([self._next("F", 0)] if k >= below - (shape.ahead - depth) else []), self._next("W", 1))
         self._steady(min(shape.split, self.rank))
         self._cool_down(shape.hasty)
         return self.row

@@ -92,16 +92,16 @@ def best_v_draft(problem: Problem, limit: float, objective: Objective = "makespa
 
 def _longer(problem: Problem, short: Problem, at_p: Filled, limit: float, objective: Objective) -> Draft | None:
     """What was found for few microbatches at 1F1B's memory, for all of them and under ``limit``."""
-    found, most = [at_p], full_limit(problem)
+    fillings, most = [at_p], full_limit(problem)
     if limit > most + ROUNDING:
         filling = WeightFilling(short, limit)
-        found.append(_improved_orders(filling, at_p, _anchor(filling)))
+        fillings.append(_improved_orders(filling, at_p, _anchor(filling)))
     filling = WeightFilling(problem, limit)
     if short is problem:
-        return filling.draft(found[-1].rows)
+        return filling.draft(fillings[-1].rows)
     anchor = _anchor(WeightFilling(problem, min(limit, most)))
     best = filling.draft(anchor.rows) if anchor else None
-    for few_rows in (filled.rows for filled in found):
+    for few_rows in (filled.rows for filled in fillings):
         rows = repeated(short, few_rows, problem.num_microbatches)
         best = best_of([filling.draft(rows)] if rows else [], best, objective)
     return best
@@ -170,9 +170,9 @@ def _below(problem: Problem, short: Problem, limit: float, objective: Objective)
     if short is problem:
         return best_of(drafts, objective=objective)
     goals: tuple[Objective, ...] = ("makespan", objective)
-    found = [d for goal in dict.fromkeys(goals) for d in nsmallest(_LONGER, drafts, key=lambda d, g=goal: d.key(g))]  # type: ignore[misc]
+    shortest = [d for goal in dict.fromkeys(goals) for d in nsmallest(_LONGER, drafts, key=lambda d, g=goal: d.key(g))]  # type: ignore[misc]
     filling = WeightFilling(problem, limit)
-    rows = [repeated(short, d.rows, problem.num_microbatches) for d in found]
+    rows = [repeated(short, d.rows, problem.num_microbatches) for d in shortest]
     longer = best_of((filling.draft(r) for r in rows if r), objective=objective)
     return longer or best_of(chunk_drafts(problem, limit), objective=objective)
 
@@ -182,8 +182,8 @@ def repeated(problem: Problem, rows: Sequence[Sequence[int]], microbatches: int)
 
     Whether the result deadlocks, how long it takes and what it holds is the retimer's business.
     """
-    few, more = problem.num_microbatches, microbatches - problem.num_microbatches
-    assert more >= 0
+    few, extra = problem.num_microbatches, microbatches - problem.num_microbatches
+    assert extra >= 0
     longer = []
     for row in rows:
         period = len(row) // few
@@ -191,9 +191,9 @@ def repeated(problem: Problem, rows: Sequence[Sequence[int]], microbatches: int)
         if cut is None:
             return None
         moved = [_moved(code, few, microbatches, 0) for code in row[: cut + period]]
-        for k in range(1, more + 1):
+        for k in range(1, extra + 1):
             moved += [_moved(code, few, microbatches, k) for code in row[cut : cut + period]]
-        moved += [_moved(code, few, microbatches, more) for code in row[cut + period :]]
+        moved += [_moved(code, few, microbatches, extra) for code in row[cut + period :]]
         longer.append(moved)
     return longer
 
@@ -207,12 +207,12 @@ def _steady(row: Sequence[int], period: int) -> int | None:
     """A position from which a period and the one after are the same but for the microbatch; the one nearest the middle."""
     same = [a + 1 == b for a, b in zip(row, row[period:], strict=False)]
     middle = len(row) // 2
-    found = None
+    steady_start = None
     run = 0
     for at, ok in enumerate(same):
         run = run + 1 if ok else 0
         if run >= period:
             start = at - period + 1
-            if found is None or abs(start - middle) < abs(found - middle):
-                found = start
-    return found
+            if steady_start is None or abs(start - middle) < abs(steady_start - middle):
+                steady_start = start
+    return steady_start

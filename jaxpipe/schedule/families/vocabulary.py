@@ -57,12 +57,12 @@ def spread_vocabulary(
     Raises:
         ScheduleError: as ``base``; or it offloads, or braids.
     """
-    more = 1 if placement.detached else 2
-    known = _never_nothing((costs or CostProfile.on(placement)).of_stages(placement.trunk))
+    extra = 1 if placement.detached else 2
+    trunk_costs = _never_nothing((costs or CostProfile.on(placement)).of_stages(placement.trunk))
     (end,) = placement.flows[0][-1]
-    sent_s = max(known.transfer_s(end, r, known.num_stages - 1) for r in range(placement.num_ranks))
-    chain = _later(base(microbatches + more, known), microbatches, more)
-    return replace(_with_passes(chain, simulate(chain, known), placement, more == 1, sent_s), name=name)
+    sent_s = max(trunk_costs.transfer_s(end, r, trunk_costs.num_stages - 1) for r in range(placement.num_ranks))
+    chain = _later(base(microbatches + extra, trunk_costs), microbatches, extra)
+    return replace(_with_passes(chain, simulate(chain, trunk_costs), placement, extra == 1, sent_s), name=name)
 
 
 def _never_nothing(costs: CostProfile) -> CostProfile:
@@ -104,12 +104,12 @@ def _with_passes(
         after = leave[i + 1].end_s if i + 1 < m else latest
         computed = min(leave[i].end_s + sent_s, latest)
         merged = min(max(after, computed), latest)
-        known = after + sent_s
+        ready_s = after + sent_s
         if i + 1 == m:
-            known = back[last][i].end_s if one_barrier else back[last][max(i - 1, 0)].start_s
-        known = max(known, merged) if one_barrier else min(max(known, computed), latest)
-        merged = min(merged, known)
-        passes += [(computed, i, 0, "F", heads), (known, i, 2, "BW", heads)]
+            ready_s = back[last][i].end_s if one_barrier else back[last][max(i - 1, 0)].start_s
+        ready_s = max(ready_s, merged) if one_barrier else min(max(ready_s, computed), latest)
+        merged = min(merged, ready_s)
+        passes += [(computed, i, 0, "F", heads), (ready_s, i, 2, "BW", heads)]
         passes += [(merged, i, 1, op, loss) for op in ("F", "BW")]
         passes += [(enter[i - 1].start_s if i else 0.0, i, 0, "F", 0), (back[first][i].end_s + sent_s, i, 2, "BW", 0)]
     passes.sort(key=lambda x: x[:3])
@@ -122,8 +122,8 @@ def _with_passes(
             if stage != loss or placement.flows[0][loss] == (rank,):
                 at = stage if stage == loss else stage + rank
                 put[bisect_left(starts, time - rounding)].append(Action(op, at, i))
-        own = [replace(a, stage=trunk.start + a.stage) for e in row for a in e.action.actions]
-        rows.append(tuple(a for k, some in enumerate(put) for a in (*some, *own[k : k + 1])))
+        trunk_actions = [replace(a, stage=trunk.start + a.stage) for e in row for a in e.action.actions]
+        rows.append(tuple(a for k, actions in enumerate(put) for a in (*actions, *trunk_actions[k : k + 1])))
     return Schedule(chain.name, placement, m, tuple(rows))
 
 
@@ -138,7 +138,7 @@ def _facts(barriers: int, base: Callable[..., Placement] = one_to_one, microbatc
 
 
 def _over_one_f_one_b(name: str, barriers: int, ranks: int, m: int, costs: CostProfile | None) -> Schedule:
-    return spread_vocabulary(name, lambda m, known: one_f_one_b(ranks, m), _spread(barriers)(ranks), m, costs)
+    return spread_vocabulary(name, lambda m, trunk_costs: one_f_one_b(ranks, m), _spread(barriers)(ranks), m, costs)
 
 
 @family(
@@ -203,7 +203,11 @@ def vocab_v_half(ranks: int, microbatches: int, costs: CostProfile | None = None
         ScheduleError: a size is not a whole number of at least 1, or ``costs`` is for another number of stages.
     """
     return spread_vocabulary(
-        "vocab-v-half", lambda m, known: v_half(ranks, m, known), _spread(1, v_shape)(ranks), microbatches, costs
+        "vocab-v-half",
+        lambda m, trunk_costs: v_half(ranks, m, trunk_costs),
+        _spread(1, v_shape)(ranks),
+        microbatches,
+        costs,
     )
 
 
@@ -230,15 +234,15 @@ def vocab_one_f_one_b_joint(ranks: int, microbatches: int, costs: CostProfile | 
     rows = []
     for rank in range(p):
         trunk, head, behind = p + rank, 2 * p + rank, p - 1 - rank
-        found: list[tuple[int, int, Action]] = []  # between which two, order there
+        actions: list[tuple[int, int, Action]] = []  # between which two, order there
         for i in range(m):
             enters = i - 1 - behind // 2
-            found += [
+            actions += [
                 (enters, 5 - behind % 2, Action("F", trunk, i)),
                 (i + behind, 4 + behind % 2, Action("BW", trunk, i)),
             ]
-            found += [(i, 0, Action("F", head, i)), (i, 2, Action("BW", head, i))]
-            found += [(i, 1, Action(op, 3 * p, i)) for op in ("F", "BW") if rank == p - 1]
-            found += [(i - 1 - (p - 1) // 2, 3, Action("F", rank, i)), (i + p - 1, 6, Action("BW", rank, i))]
-        rows.append(tuple(a for _, _, a in sorted(found, key=lambda x: x[:2])))
+            actions += [(i, 0, Action("F", head, i)), (i, 2, Action("BW", head, i))]
+            actions += [(i, 1, Action(op, 3 * p, i)) for op in ("F", "BW") if rank == p - 1]
+            actions += [(i - 1 - (p - 1) // 2, 3, Action("F", rank, i)), (i + p - 1, 6, Action("BW", rank, i))]
+        rows.append(tuple(a for _, _, a in sorted(actions, key=lambda x: x[:2])))
     return Schedule("vocab-1f1b-joint", placement, m, tuple(rows))

@@ -198,18 +198,16 @@ def best_draft(
     retimer = Retimer(problem)
     anchor = _paper_draft(retimer, limit)
     peak = (limit if anchor is None else anchor.peak) + 1e-9
-    kept: dict[Objective, list[Draft]] = {goal: [anchor] if anchor else [] for goal in ("makespan", objective)}
+    tops: dict[Objective, list[Draft]] = {goal: [anchor] if anchor else [] for goal in ("makespan", objective)}
     for draft in _drafts(retimer, limit, peak):
-        for goal, found in kept.items():
-            if found and found[0].makespan <= makespan * (1 + 1e-9) and found[0].span <= span * (1 + 1e-9):
-                return found[0]
+        for goal, top in tops.items():
+            if top and top[0].makespan <= makespan * (1 + 1e-9) and top[0].span <= span * (1 + 1e-9):
+                return top[0]
             if anchor is None or draft.no_worse_than(anchor, goal):
-                kept[goal] = nsmallest(_REFILLED, [*found, draft], key=lambda d, goal=goal: d.key(goal))  # type: ignore[misc]
+                tops[goal] = nsmallest(_REFILLED, [*top, draft], key=lambda d, goal=goal: d.key(goal))  # type: ignore[misc]
     filling = WeightFilling(problem, peak, retimer)
     passes = min(_PASSES, _ACTIONS // (3 * problem.num_ranks * problem.num_microbatches))
-    bests = (
-        best_of([*found, *(refilled(filling, d, passes) for d in found)], anchor, goal) for goal, found in kept.items()
-    )
+    bests = (best_of([*top, *(refilled(filling, d, passes) for d in top)], anchor, goal) for goal, top in tops.items())
     chosen = best_of((fuse_backwards(retimer, best, peak) for best in bests if best), objective=objective)
     assert chosen is not None
     return chosen

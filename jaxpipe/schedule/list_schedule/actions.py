@@ -61,8 +61,8 @@ class Actions:
 
 
 def _kinds(placement: Placement) -> Iterator[Kind]:
-    known = (FORWARD, BACKWARD, *op_spec(BACKWARD).performs())
-    specs = [op_spec(FORWARD), op_spec(BACKWARD), *(x for x in registered_ops() if x.required and x.name not in known)]
+    names = (FORWARD, BACKWARD, *op_spec(BACKWARD).performs())
+    specs = [op_spec(FORWARD), op_spec(BACKWARD), *(x for x in registered_ops() if x.required and x.name not in names)]
     for stage in placement.topological_order():
         for spec in specs:
             for k, flow in enumerate(placement.flows):
@@ -75,7 +75,7 @@ def _tables(placement: Placement, m: int, kinds: Sequence[Kind], costs: CostProf
         costs.require_stages(placement.num_stages, "the placement")
     costs = costs and collectives_exposed(costs)
     # Host lanes first: there a slot would wait for the compute slot that stands before it.
-    here = sorted(range(len(kinds)), key=lambda k: op_spec(kinds[k].op).lane == "compute")
+    order = sorted(range(len(kinds)), key=lambda k: op_spec(kinds[k].op).lane == "compute")
     span, few = placement.span, max(placement.num_flows, lcm(*placement.span))
     if wrong := [s for s, g in enumerate(span) if m % g]:
         raise ScheduleError(
@@ -83,12 +83,12 @@ def _tables(placement: Placement, m: int, kinds: Sequence[Kind], costs: CostProf
         )
     # (kind, number) of every action of the fewest microbatches that all spans divide
     numbers = {k: range(x.flow, few // span[x.stage], placement.num_flows) for k, x in enumerate(kinds)}
-    rows = [[(k, i) for k in here if r in kinds[k].ranks for i in numbers[k]] for r in range(placement.num_ranks)]
+    rows = [[(k, i) for k in order if r in kinds[k].ranks for i in numbers[k]] for r in range(placement.num_ranks)]
     actions = tuple(tuple(Action(*kinds[k][:2], i) for k, i in row) for row in rows)
     graph = build_graph(Schedule("", placement, few, actions))
-    for _, action, wanted, *_ in graph.unmet:
+    for _, action, ops, *_ in graph.unmet:
         raise ScheduleError(
-            f"op {action.op} waits for {' or '.join(wanted)}, and the schedule has only "
+            f"op {action.op} waits for {' or '.join(ops)}, and the schedule has only "
             f"{', '.join(dict.fromkeys(x.op for x in kinds))}: let it wait for one of those (BW stands for B and W)"
         )
     kind_of = [x for row in rows for x in row]
@@ -99,16 +99,16 @@ def _tables(placement: Placement, m: int, kinds: Sequence[Kind], costs: CostProf
     for (k, i), rank, waits in zip(kind_of, graph.rank_of, graph.waits, strict=True):
         needs[k] += len(waits) if i == numbers[k][0] else 0
         for x in waits:
-            (made, j), key = kind_of[graph.source(x)], (-1, rank, -1, 0.0, 0.0)
-            if j != numbers[made][0]:
+            (source, j), key = kind_of[graph.source(x)], (-1, rank, -1, 0.0, 0.0)
+            if j != numbers[source][0]:
                 continue
             if x >= len(graph.slots):
                 moved = graph.transfers[x - len(graph.slots)]
                 link = links.setdefault((moved.src, moved.dst), len(links))
                 seconds = (moved.seconds(costs), moved.occupied_s(costs)) if costs else (0.0, 0.0)
                 key = (moved.stage, moved.dst, link, *seconds)
-            first = i * span[kinds[k].stage] - j * span[kinds[made].stage]
-            sent[made].setdefault(key, []).append((k - made) * m + first)
+            first = i * span[kinds[k].stage] - j * span[kinds[source].stage]
+            sent[source].setdefault(key, []).append((k - source) * m + first)
     return Tables(
         num_ranks=placement.num_ranks,
         num_microbatches=m,

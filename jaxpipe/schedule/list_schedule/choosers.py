@@ -87,7 +87,7 @@ def by_turn(policy: Policy, problem: Problem, clock: Clock, limit: float) -> Cho
     forwards = [problem.replicas_of(r)[::-1] for r in ranks]
     backwards = forwards if policy.backward == "late" else [stages[::-1] for stages in forwards]
     needs = [sum(problem.reserved[k] for k in forwards[problem.rank[q]] if k >= q) for q in range(n)]
-    apart, room = [depth - all_f for depth in depths(problem, policy.round_trips)], limit + ROUNDING
+    lead, room = [depth - all_f for depth in depths(problem, policy.round_trips)], limit + ROUNDING
     f, b, end = ([(q + k) * m for q in range(n)] for k in (0, n, 1))  # the next F and B of each stage; where its F end
     last = [F for _ in ranks]
     pending: list[deque[int]] = [deque() for _ in ranks]
@@ -105,7 +105,7 @@ def by_turn(policy: Policy, problem: Problem, clock: Clock, limit: float) -> Cho
                 if at <= soon:
                     break
         for q in forwards[r]:
-            if f[q] < end[q] and f[q] - b[q] < apart[q]:
+            if f[q] < end[q] and f[q] - b[q] < lead[q]:
                 at = ready[f[q]]
                 if memory[r] + needs[q] > room:
                     full = full or at <= soon

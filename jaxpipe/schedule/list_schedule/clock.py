@@ -97,7 +97,7 @@ class Clock:
         """
         p, m = self.tables.num_ranks, self.tables.num_microbatches
         tiny, free, promised, events = self.tiny, self.free, self._promised, self._events
-        ranks, together = self.tables.ranks, any(len(x) > 1 for x in self.tables.ranks)
+        ranks, has_groups = self.tables.ranks, any(len(x) > 1 for x in self.tables.ranks)
         pop = heapq.heappop
         while events:
             now, first = pop(events)
@@ -112,13 +112,13 @@ class Clock:
                 if free[rank] > now:
                     now = free[rank]
                 self.now = now
-                if together and promised[rank]:
+                if has_groups and promised[rank]:
                     self._start_together(promised[rank][0], now)
                     continue
                 code = choose(rank, now)
                 if code < 0:
                     continue
-                if together and len(ranks[code // m]) > 1:
+                if has_groups and len(ranks[code // m]) > 1:
                     for member in ranks[code // m]:
                         promised[member].append(code)
                     self._start_together(promised[rank][0], now)
@@ -159,14 +159,14 @@ class Clock:
         push(events, (end, rank))
         if not sends:
             return
-        for there, link, seconds, occupied_s, gaps in tables.feeds[kind]:
+        for dst, link, seconds, occupied_s, gaps in tables.feeds[kind]:
             arrival = end
             if link >= 0:
                 free = self._link_free[link]
                 sent = free if free > end else end
                 arrival, self._link_free[link] = sent + seconds, sent + occupied_s
-            if there != rank:
-                push(events, (arrival, there))
+            if dst != rank:
+                push(events, (arrival, dst))
             for gap in gaps:
                 if self._left:
                     self._arrive(code + gap, arrival)

@@ -156,15 +156,15 @@ class _Known:
             self.profile.append(profile)
 
 
-def filling(clock: Clock, problem: Problem, known: _Known, limit: float, rules: Rule | Phases) -> Choose:
+def filling(clock: Clock, problem: Problem, fixed: _Known, limit: float, rules: Rule | Phases) -> Choose:
     """The chooser that fills ``known`` by ``rules`` within ``limit``, in units of a rank's share of one microbatch."""
     m, n, stages = problem.num_microbatches, problem.num_replicas, problem.placement.num_stages
     first_b, first_w, first_bw, to_w, to_b = B * n * m, W * n * m, BW * n * m, (W - B) * n * m, (B - BW) * n * m
     reserved, seconds, room = problem.reserved, clock.tables.seconds, limit * SLACK
     tiny, ready, memory = clock.tiny, clock.ready, clock.memory
-    rows, place, queues, queue_of, on_rank = known.rows, known.place, known.queues, known.queue_of, known.on_rank
-    profiles = [x.copy() for x in known.profile]
-    done, head, taken = bytearray(4 * n * m), [0] * len(rows), [0] * (4 * n)
+    rows, place, queues, queue_of, on_rank = fixed.rows, fixed.place, fixed.queues, fixed.queue_of, fixed.on_rank
+    profiles = [x.copy() for x in fixed.profile]
+    done, head, started = bytearray(4 * n * m), [0] * len(rows), [0] * (4 * n)
     waiting: list[list[int]] = [[] for _ in rows]
     begun = [False] * len(rows)
     phases = rules if isinstance(rules, Phases) else Phases(rules, rules, rules)
@@ -172,19 +172,19 @@ def filling(clock: Clock, problem: Problem, known: _Known, limit: float, rules: 
 
     def left_to_last(r: int, kind: int) -> float:
         """Memory that an F of ``kind`` must leave to the last chunk."""
-        last = known.deepest[r]
+        last = fixed.deepest[r]
         if begun[r] or kind >= last or reserved[last] <= 0:
             return 0.0
         most = min(stages - last % stages, int(min(room / reserved[last], 2 * stages)) // 2)
-        return max(0, most - taken[last]) * reserved[last]
+        return max(0, most - started[last]) * reserved[last]
 
     def filler(r: int, now: float, gap: float) -> int:
         """What to run while the head of the row is ``gap`` seconds away."""
-        found, at, soon = -1, len(rows[r]), now + tiny
+        best, at, soon = -1, len(rows[r]), now + tiny
         for queue in on_rank[r]:
-            if taken[queue] == len(queues[queue]):
+            if started[queue] == len(queues[queue]):
                 continue
-            code = queues[queue][taken[queue]]
+            code = queues[queue][started[queue]]
             kind = code // m
             if gap < rule.pull_gap * seconds[kind] - tiny:
                 continue
@@ -199,10 +199,10 @@ def filling(clock: Clock, problem: Problem, known: _Known, limit: float, rules: 
                     continue
                 if max(profiles[r][head[r] : place[code]], default=0.0) > free:
                     continue
-            found, at = code, place[code]
-        if found < 0 and waiting[r] and gap >= rule.w_gap * seconds[waiting[r][0] // m] - tiny:
+            best, at = code, place[code]
+        if best < 0 and waiting[r] and gap >= rule.w_gap * seconds[waiting[r][0] // m] - tiny:
             return waiting[r][0]
-        return found
+        return best
 
     def choose(r: int, now: float) -> int:
         nonlocal rule
@@ -231,7 +231,7 @@ def filling(clock: Clock, problem: Problem, known: _Known, limit: float, rules: 
             waits.remove(code)
             return code
         kind = code // m
-        taken[queue_of[kind]] += 1
+        started[queue_of[kind]] += 1
         for k in range(at, place[code]):
             profiles[r][k] += reserved[kind] if code < first_b else -reserved[kind % n]
         if code >= first_b:
@@ -275,13 +275,13 @@ class Finisher:
     def best(self, rows: CodeRows, limit: float, tries: int) -> Draft | None:
         """The best of ``rows`` squeezed, ``tries`` recipes on them, and on the best of what these gave; None if none is within
         ``limit`` (units of a rank's share). Best: by :func:`merit`."""
-        found = [*within([self.retimer.draft(rows)], limit), *self.drafts(rows, limit, tries)]
+        drafts = [*within([self.retimer.draft(rows)], limit), *self.drafts(rows, limit, tries)]
         left = tries - len(RECIPES)
-        for draft in sorted(found, key=merit)[:_STARTS]:
+        for draft in sorted(drafts, key=merit)[:_STARTS]:
             if left > 0:
-                found += self.drafts(draft.rows, limit, left)
+                drafts += self.drafts(draft.rows, limit, left)
                 left -= len(RECIPES)
-        return min(found, key=merit, default=None)
+        return min(drafts, key=merit, default=None)
 
     def settled(self, rows: CodeRows, limit: float) -> Iterator[Draft]:
         """The best of ``rows`` by all recipes; then, while that makes it better, of that filled from its end, and by some
@@ -290,9 +290,9 @@ class Finisher:
         while now is not None and (best is None or merit(now) < merit(best)):
             yield (best := now)
             back = map(self.retimer.draft, filled_from_the_end(self.problem, best.rows, limit))
-            found = [*within(back, limit)]
-            found += self.drafts(min(found, key=merit, default=best).rows, limit, _AGAIN)
-            now = min(found, key=merit, default=None)
+            drafts = [*within(back, limit)]
+            drafts += self.drafts(min(drafts, key=merit, default=best).rows, limit, _AGAIN)
+            now = min(drafts, key=merit, default=None)
 
     def drafts(self, rows: CodeRows, limit: float, tries: int, recipes: Recipes = RECIPES) -> Iterator[Draft]:
         """``rows`` by the first ``tries`` recipes, those that keep within ``limit`` (units of a rank's share)."""
@@ -308,8 +308,8 @@ class Finisher:
                 self._made[at] = self.retimer.draft(self.filled(rows, limit, rules, view))
             return self._made[at]
 
-        some = islice(distinct.items(), max(0, tries))
-        return within((made(rules, view) for (_, rules), view in some), limit)
+        recipes_to_try = islice(distinct.items(), max(0, tries))
+        return within((made(rules, view) for (_, rules), view in recipes_to_try), limit)
 
 
 def improved(problem: Problem, orders: Sequence[CodeRows]) -> Draft:

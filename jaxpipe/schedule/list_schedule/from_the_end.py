@@ -35,10 +35,10 @@ def backward_tables(problem: Problem) -> Tables:
     sent += [(B * n + k, W * n + k, Feed(problem.rank[k], -1, 0.0, 0.0, ())) for k in range(n)]
     feeds: list[tuple[Feed, ...]] = [()] * (3 * n)
     needs = [0] * (3 * n)
-    for made, kind, feed in sent:
-        feeds[kind] = (feed._replace(rank=problem.rank[made % n], gaps=((made - kind) * m,)),)
-        needs[made] += 1
-    rest = (held - kept for held, kept in zip(problem.held, problem.kept, strict=True))
+    for source, kind, feed in sent:
+        feeds[kind] = (feed._replace(rank=problem.rank[source % n], gaps=((source - kind) * m,)),)
+        needs[source] += 1
+    rest = (held - residue for held, residue in zip(problem.held, problem.kept, strict=True))
     return replace(
         forwards,
         ranks=forwards.ranks[: 3 * n],
@@ -53,11 +53,11 @@ def filled_from_the_end(problem: Problem, rows: CodeRows, limit: float) -> Itera
     """``rows`` (complete, free of deadlock, without BW) with waits filled from the end within ``limit`` (units of a rank's
     share), in each of the ways of :data:`GAPS`."""
     tables = backward_tables(problem)
-    given = [[*reversed(row)] for row in rows]
+    reversed_rows = [[*reversed(row)] for row in rows]
     for pull_gap, w_gap in GAPS:
         clock = Clock(tables)
         gaps = [w_gap if kind >= W * problem.num_replicas else pull_gap for kind in range(3 * problem.num_replicas)]
-        clock.run(_filling(clock, given, limit * SLACK, gaps))
+        clock.run(_filling(clock, reversed_rows, limit * SLACK, gaps))
         yield [[*reversed(row)] for row in clock.rows]
 
 
@@ -81,15 +81,15 @@ def _filling(clock: Clock, rows: CodeRows, room: float, gaps: list[float]) -> Ch
 
     def filler(r: int, now: float, gap: float) -> int:
         """What to run while the head of the row is ``gap`` seconds away."""
-        found, at = -1, len(rows[r])
+        best, at = -1, len(rows[r])
         for kind, queue in queues[r].items():
             if not queue or gap < least[kind] or place[queue[-1]] >= at or ready[queue[-1]] > now + tiny:
                 continue
             free = room - change[kind]
             if change[kind] > 0 and max(memory[r], *profiles[r][head[r] : place[queue[-1]]]) > free:
                 continue
-            found, at = queue[-1], place[queue[-1]]
-        return found
+            best, at = queue[-1], place[queue[-1]]
+        return best
 
     def choose(r: int, now: float) -> int:
         row, at = rows[r], head[r]

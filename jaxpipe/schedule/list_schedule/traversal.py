@@ -125,9 +125,9 @@ class Traversal:
         return direction == "depth", int(interval or 0)
 
     def __str__(self) -> str:
-        given = {name: getattr(self, name) for name in (*_ORDERS, *_LIMITS)}
-        given |= {"checks": ",".join(map(name_of, self.checks)), "choose": self.choose and name_of(self.choose)}
-        words = [f"{name.replace('_', '-')}={joined(value)}" for name, value in given.items() if value]
+        values = {name: getattr(self, name) for name in (*_ORDERS, *_LIMITS)}
+        values |= {"checks": ",".join(map(name_of, self.checks)), "choose": self.choose and name_of(self.choose)}
+        words = [f"{name.replace('_', '-')}={joined(value)}" for name, value in values.items() if value]
         return " ".join([self.first, joined(self.units), *words])
 
     @classmethod
@@ -139,7 +139,7 @@ class Traversal:
             ScheduleError: it can't be read; functions have only their names in a line.
         """
         first, *words = text.split() or [""]
-        given: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         rules = f"rules {text!r}"
         for word in words:
             key, equals, value = word.partition("=")
@@ -149,12 +149,12 @@ class Traversal:
                     f"{rules}: {word} is a function, which a line can't hold; name a file, FILE.py:NAME"
                 )
             if name not in (*_ORDERS, *_LIMITS, "units"):
-                known = "known: forward= backward= in-flight= in-flight-per-stage= units="
-                raise ScheduleError(f"{rules}: {key!r} is unknown; {known}")
-            if name in given:
+                hint = "known: forward= backward= in-flight= in-flight-per-stage= units="
+                raise ScheduleError(f"{rules}: {key!r} is unknown; {hint}")
+            if name in values:
                 raise ScheduleError(f"{rules} give {name.replace('_', '-')} twice; keep one")
-            given[name] = value if name in _ORDERS else tuple(map(_number, (value or word).split(",")))
-        return cls(first, **given)
+            values[name] = value if name in _ORDERS else tuple(map(_number, (value or word).split(",")))
+        return cls(first, **values)
 
 
 def name_of(function: Callable[..., Any]) -> str:

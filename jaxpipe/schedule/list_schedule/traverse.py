@@ -74,9 +74,9 @@ class _Walk:
 
     def _in_order(self, rank: int, op: str) -> tuple[list[list[int]], int]:
         mine = (k for k, kind in enumerate(self.kinds) if kind.op == op and rank in kind.ranks)
-        found = [list(kinds) for _, kinds in groupby(mine, lambda k: self.kinds[k].stage)]
+        by_stage = [list(kinds) for _, kinds in groupby(mine, lambda k: self.kinds[k].stage)]
         latest_first, interval = self.rules[rank].stage_order(op)
-        return found[::-1] if latest_first else found, interval
+        return by_stage[::-1] if latest_first else by_stage, interval
 
     def run(self) -> None:
         """All actions in rows.
@@ -97,9 +97,9 @@ class _Walk:
         if choose is not None and (ready := {self.actions.action(code): code for code in codes}):
             answer = _called(choose, self.views[rank], tuple(ready))
             if answer is not None and not (isinstance(answer, Action) and answer in ready):
-                said, shown = answer if isinstance(answer, Action) else type(answer).__name__, [*map(str, ready)][:9]
-                said = f"choose={name_of(choose)} answers {said} on rank {rank}, and ready are {' '.join(shown)}"
-                raise ScheduleError(f"traverse: {said}: return one of them, or None to wait")
+                reply, shown = answer if isinstance(answer, Action) else type(answer).__name__, [*map(str, ready)][:9]
+                reply = f"choose={name_of(choose)} answers {reply} on rank {rank}, and ready are {' '.join(shown)}"
+                raise ScheduleError(f"traverse: {reply}: return one of them, or None to wait")
             codes = iter(() if answer is None else (ready[answer],))
         if (code := next(codes, -1)) >= 0:
             self._take(code)
@@ -112,9 +112,9 @@ class _Walk:
         first = last if going_on else {"forward": FORWARD, "backward": BACKWARD}.get(rule.first, _OTHER[last])
         for op in (*self.others, first, _OTHER[first]):
             order, interval = self.stages[rank][op]
-            at, taken = self.interval[rank].get(op, (0, 0))
-            if interval and taken and rule.choose is None:
-                at += taken >= interval
+            at, streak = self.interval[rank].get(op, (0, 0))
+            if interval and streak and rule.choose is None:
+                at += streak >= interval
                 order = [kinds for kinds in order[at:] + order[:at] if any(self.waiting[k] for k in kinds)][:1]
             for kinds in order:
                 codes = (c for k in kinds for c in self.waiting[k][: self.looked_at] if self.clock.ready[c] <= now)
@@ -147,8 +147,8 @@ class _Walk:
             self.last[rank] = (op, row + 1 if op == last else 1)
             order, interval = self.stages[rank][op]
             at = next(n for n, kinds in enumerate(order) if k in kinds)
-            before, taken = self.interval[rank].get(op, (-1, 0))
-            self.interval[rank][op] = (at, taken + 1 if at == before and taken < interval else 1)
+            before, streak = self.interval[rank].get(op, (-1, 0))
+            self.interval[rank][op] = (at, streak + 1 if at == before and streak < interval else 1)
 
     def _why_stuck(self) -> str:
         """What keeps the first microbatch that could go on."""
@@ -167,7 +167,7 @@ class _Walk:
 def _by_rank(rules: Rules, placement: Placement) -> list[tuple[Traversal, float, Sequence[float]]]:
     """Of each rank: its rule, and its limits in all and by stage (inf: none)."""
     ranks = range(placement.num_ranks)
-    found: dict[int, tuple[Traversal, float, Sequence[float]]] = {}
+    rule_of: dict[int, tuple[Traversal, float, Sequence[float]]] = {}
     for group, rule in rules.items() if isinstance(rules, Mapping) else [(ranks, rules)]:
         members = tuple(group) if isinstance(group, tuple | range) else (group,)
         if not isinstance(rule, Traversal):
@@ -175,20 +175,20 @@ def _by_rank(rules: Rules, placement: Placement) -> list[tuple[Traversal, float,
         limits = _each("in-flight", rule.in_flight, len(members), "rank")
         by_stage = _each("in-flight-per-stage", rule.in_flight_per_stage, placement.num_stages, "stage")
         for rank, limit in zip(members, limits, strict=True):
-            if rank in found or rank not in ranks:
-                wrong = "twice" if rank in found else f"and the last one is {ranks[-1]}"
+            if rank in rule_of or rank not in ranks:
+                wrong = "twice" if rank in rule_of else f"and the last one is {ranks[-1]}"
                 raise ScheduleError(f"traverse: the rules name rank {rank!r}, {wrong}: give each rank one Traversal")
-            found[rank] = (rule, limit, by_stage)
-    for rank in sorted({*ranks} - {*found}):
+            rule_of[rank] = (rule, limit, by_stage)
+    for rank in sorted({*ranks} - {*rule_of}):
         raise ScheduleError(f"traverse: rank {rank} has no rules: give each rank one Traversal")
-    return [found[rank] for rank in ranks]
+    return [rule_of[rank] for rank in ranks]
 
 
 def _each(name: str, limit: int | Sequence[int] | None, count: int, what: str) -> Sequence[float]:
     numbers = (limit or NEVER,) * count if limit is None or isinstance(limit, int) else limit
     if len(numbers) != count:
-        said = f"{name}={joined(numbers)} is for {len(numbers)}, not {count}"
-        raise ScheduleError(f"traverse: {said}: give one a {what}, or one for all")
+        setting = f"{name}={joined(numbers)} is for {len(numbers)}, not {count}"
+        raise ScheduleError(f"traverse: {setting}: give one a {what}, or one for all")
     return numbers
 
 
@@ -199,6 +199,6 @@ def _called(function: Any, view: View, argument: Action | tuple[Action, ...]) ->
         return bool(answer) if isinstance(argument, Action) else answer
     except Exception as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        asked = argument if isinstance(argument, Action) else " ".join(map(str, argument))
-        said = f"{name_of(function)} failed on rank {view.rank} for {asked}: {reason}"
-        raise ScheduleError(f"traverse: {said}") from error
+        subject = argument if isinstance(argument, Action) else " ".join(map(str, argument))
+        message = f"{name_of(function)} failed on rank {view.rank} for {subject}: {reason}"
+        raise ScheduleError(f"traverse: {message}") from error

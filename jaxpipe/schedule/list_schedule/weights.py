@@ -83,8 +83,8 @@ class WeightFilling:
         # per kind: rank, seconds, memory taken; the link of what it feeds, its seconds and those that occupy it, that code
         # less its own
         self._kinds = [
-            (r, kind_s, taken, *((*fed[0][1:4], fed[0].gaps[0]) if fed else (-1, 0.0, 0.0, 0)))
-            for (r,), kind_s, taken, fed in zip(t.ranks, t.seconds, t.change, t.feeds, strict=True)
+            (r, kind_s, change, *((*fed[0][1:4], fed[0].gaps[0]) if fed else (-1, 0.0, 0.0, 0)))
+            for (r,), kind_s, change, fed in zip(t.ranks, t.seconds, t.change, t.feeds, strict=True)
         ]
 
     def spare(self, filled: Filled, span: float, makespan: float) -> list[float]:
@@ -116,10 +116,10 @@ class WeightFilling:
 
         for at, code in enumerate(order):
             kind = code // m
-            r, spent, taken, link, link_s, occupied_s, gap = kinds[kind]
+            r, spent, delta, link, link_s, occupied_s, gap = kinds[kind]
             arrival = ready[code]
             row, waiting, now = rows[r], pending[r], free[r]
-            memory[r] += taken
+            memory[r] += delta
             if kind < n:
                 while memory[r] > room:
                     if not waiting:
@@ -205,16 +205,16 @@ def improved(
     """
     least_span, least_makespan = least(filling.problem)
     now = start or filling.fill(order, Rule((-NEVER,) * filling.problem.num_ranks, (0.0,) * len(order)))
-    step, seen = 0, set[tuple[object, ...]]()
+    step, states = 0, set[tuple[object, ...]]()
     for _ in range(passes):
         if now is None:
             break
         if now.dominates(best):
             best = now
         state = step % len(_STEPS), best.span, best.makespan, *map(tuple, now.rows)
-        if state in seen:
+        if state in states:
             break  # from here on passes repeat
-        seen.add(state)
+        states.add(state)
         share = _STEPS[step % len(_STEPS)]
         span = best.span - share * (best.span - least_span)
         makespan = best.makespan - share * (best.makespan - least_makespan)

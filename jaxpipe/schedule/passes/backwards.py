@@ -50,8 +50,8 @@ def costly_backwards(schedule: Schedule, costs: CostProfile) -> tuple[int, ...]:
 
 def with_fused_stages(schedule: Schedule, stages: Iterable[int]) -> Schedule:
     """``schedule`` with B and then W in place of each BW of all other stages."""
-    kept = set(stages)
-    return with_fused(schedule, frozenset((s, i) for s, i in fused_backwards(schedule) if s in kept))
+    fused_stages = set(stages)
+    return with_fused(schedule, frozenset((s, i) for s, i in fused_backwards(schedule) if s in fused_stages))
 
 
 def with_fused(schedule: Schedule, fused: frozenset[tuple[int, int]]) -> Schedule:

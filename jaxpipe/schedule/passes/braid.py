@@ -114,11 +114,11 @@ class _Times:
     def ended(self, number: int) -> float:
         """End of the slot or transfer that a wait names by its number."""
         graph, source = self.graph, self.graph.source(number)
-        made = self.times[graph.rank_of[source], graph.slots[source], False][1]
+        end = self.times[graph.rank_of[source], graph.slots[source], False][1]
         if number == source:
-            return made
+            return end
         moved = graph.transfers[number - len(graph.slots)]
-        return max(made, self.times.get((moved.src, moved.action, True), (0.0, 0.0))[1])
+        return max(end, self.times.get((moved.src, moved.action, True), (0.0, 0.0))[1])
 
     def together(self, rank: int, at: int) -> bool:
         """Whether slot ``at + 1`` of a rank has all that it waits for when slot ``at`` begins, and that takes time."""
@@ -131,20 +131,20 @@ def _candidates(schedule: Schedule, costs: CostProfile, timeline: Timeline, alik
     """Of every rank, the pairs without a slot in common that may be braided and save most together, by place in the row."""
     times = _Times(schedule, timeline)
     gain = cache(partial(_gain, costs))
-    found: list[_Pair] = []
+    candidates: list[_Pair] = []
     for rank, row in enumerate(schedule.rows):
         able = [(at, (*x.actions, *y.actions)) for at, (x, y) in enumerate(pairwise(row)) if _may(x, y, alike)]
         able = [(at, held) for at, held in able if not any(schedule.placement.is_shared(a.stage) for a in held)]
         pairs = [_Pair(rank, at, gain(*((a.op, a.stage) for a in actions))) for at, actions in able]
-        found += _apart([x for x in pairs if x.gain_s > 0 and times.together(rank, x.at)])
-    return sorted(found, key=lambda x: (x.at, x.rank))
+        candidates += _apart([x for x in pairs if x.gain_s > 0 and times.together(rank, x.at)])
+    return sorted(candidates, key=lambda x: (x.at, x.rank))
 
 
 def _gain(costs: CostProfile, *actions: tuple[str, int]) -> float:
     """Seconds that a braid of these actions saves; 0 where it is rounding."""
-    apart = sum(slot_lanes(costs, [x]).seconds for x in actions)
-    saved = apart - slot_lanes(costs, actions).seconds
-    return saved if saved > TIME * apart else 0.0
+    sequential_s = sum(slot_lanes(costs, [x]).seconds for x in actions)
+    saved = sequential_s - slot_lanes(costs, actions).seconds
+    return saved if saved > TIME * sequential_s else 0.0
 
 
 def _may(one: Slot, two: Slot, alike: bool) -> bool:
@@ -163,8 +163,8 @@ def _apart(pairs: Sequence[_Pair]) -> list[_Pair]:
         -1,
     )  # of all up to the last pair, of those before it
     for pair in pairs:
-        saved, others = sooner if last + 1 == pair.at else best
-        best, sooner, last = max(best, (saved + pair.gain_s, [*others, pair]), key=itemgetter(0)), best, pair.at
+        saved, chain = sooner if last + 1 == pair.at else best
+        best, sooner, last = max(best, (saved + pair.gain_s, [*chain, pair]), key=itemgetter(0)), best, pair.at
     return best[1]
 
 

@@ -116,10 +116,10 @@ class LanePlan:
     def _act(self, now: float, views: Collection[View]) -> None:
         """Start what should start at ``now``: O's of ``views``, and L's."""
         while True:
-            found = [x for view in views if (x := self._farthest(view, now))] if self.out_free <= now else []
-            if found and self._offload(max(found, key=lambda x: x.excess)):
+            overfull = [x for view in views if (x := self._farthest(view, now))] if self.out_free <= now else []
+            if overfull and self._offload(max(overfull, key=lambda x: x.excess)):
                 continue
-            if not self.away or self.in_free > now or not self._load_now(now, bool(found) and self.shared):
+            if not self.away or self.in_free > now or not self._load_now(now, bool(overfull) and self.shared):
                 return
             self._load()
 

@@ -55,14 +55,14 @@ def insert(schedule: Schedule, op: str, *, after: str, stages: Iterable[int]) ->
             else run.end_s[n] or 0.0
         )
 
-    made = []
+    new_rows = []
     for row, start, new, n in zip(schedule.rows, graph.row_start, added, first, strict=True):
         slots: list[list[Slot]] = [[slot] for slot in row]
         for _, k in sorted((ended_s(n + k), k) for k in range(len(new))):
             action, at = new[k]
             later = (j for j in range(at + 1, len(row)) if (run.start_s[start + j] or 0.0) >= ended_s(n + k))
             slots[next(later, len(row)) - 1].append(action)
-        made.append(tuple(chain.from_iterable(slots)))
-    schedule = replace(schedule, rows=tuple(made))
+        new_rows.append(tuple(chain.from_iterable(slots)))
+    schedule = replace(schedule, rows=tuple(new_rows))
     check_schedule(schedule)
     return schedule

@@ -125,12 +125,14 @@ def _within(limit: float, plans: Plans, planned: Callable[[Schedule], Plans]) ->
         schedule, after = plans.free(plan)
         if at_most(peak_of(after), limit):
             return schedule, after
-    found, prompt = [plans.delayed(limit), plans.paged(limit)], prompt_weights(plans.schedule)
+    candidates, prompt = [plans.delayed(limit), plans.paged(limit)], prompt_weights(plans.schedule)
     if prompt.rows != plans.schedule.rows:
         sooner = planned(prompt)
         low = sooner.free_within(limit)
-        found += [sooner.delayed(limit), sooner.paged(limit)] if low is None else [(low, simulate(low, plans.costs))]
-    met = (x for x in found if x is not None)
+        candidates += (
+            [sooner.delayed(limit), sooner.paged(limit)] if low is None else [(low, simulate(low, plans.costs))]
+        )
+    met = (x for x in candidates if x is not None)
     return min(met, key=lambda x: x[1].makespan, default=(schedule, after))
 
 
@@ -149,11 +151,11 @@ def _report(plans: Plans, schedule: Schedule, after: Timeline) -> tuple[tuple[St
     gone = total = 0
     for life, peak in zip(plans.lives, after.peak_activations, strict=True):
         left = {(a.stage, a.microbatch) for a in schedule.actions(life.rank) if a.op == "O"}
-        asked = set(plans.candidates[life.rank])
+        offloadable = set(plans.candidates[life.rank])
         for stage in sorted({x.stage for x in life.residents}):
             held = [x for x in life.residents if x.stage == stage]
             stayed = [x for x in held if (stage, x.microbatch) not in left]
-            why = Counter(_why(life, x, peak, x in asked) for x in stayed)
+            why = Counter(_why(life, x, peak, x in offloadable) for x in stayed)
             reason = ", ".join(f"{n} {text}" for text, n in why.most_common())
             stages.append(StageOffload(life.rank, stage, len(held) - len(stayed), len(stayed), reason))
             total += sum(x.size for x in held)
@@ -161,11 +163,11 @@ def _report(plans: Plans, schedule: Schedule, after: Timeline) -> tuple[tuple[St
     return tuple(stages), gone / total if total else 0.0
 
 
-def _why(life: RankLife, x: Resident, peak: float, asked: bool) -> str:
+def _why(life: RankLife, x: Resident, peak: float, is_candidate: bool) -> str:
     """Why a resident stayed."""
     if x.size <= 0:
         return "nothing to move"
-    if not asked:
+    if not is_candidate:
         return "not asked for"
     if x.life_s < (x.offload_s + x.load_s) * (1 + TIME) or x.b_slot - x.f_slot < 2:
         return "read again too soon"

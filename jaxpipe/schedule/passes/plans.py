@@ -41,8 +41,8 @@ class Plans:
         self.schedule, self.costs = schedule, costs
         self.before = simulate(schedule, costs)
         self.lives = rank_lives(schedule, self.before, costs)
-        wanted = frozenset(range(schedule.num_stages) if stages is None else stages)
-        self.candidates = [_candidates(life, fraction, wanted) for life in self.lives]
+        stage_set = frozenset(range(schedule.num_stages) if stages is None else stages)
+        self.candidates = [_candidates(life, fraction, stage_set) for life in self.lives]
         group_of, lanes = host_groups(costs.host, schedule.num_ranks), defaultdict[int, list[int]](list)
         for r in range(schedule.num_ranks):
             lanes[group_of.get(r, ~r)].append(r)
@@ -69,7 +69,7 @@ class Plans:
         floors = [max((x.size for x in self.candidates[r]), default=0) for r in ranks]
         widest = max(top - floor for floor, top in zip(floors, tops, strict=True))
         finest = min((x.size for r in ranks for x in self.candidates[r]), default=GRID) / 2
-        best, found = ([max(tops), *tops], 0), list[Move]()
+        best, best_moves = ([max(tops), *tops], 0), list[Move]()
         low, high, aim = 0.0, 1.0, 0.0
         for _ in range(_HALVINGS):
             targets = [floor + aim * (top - floor) for floor, top in zip(floors, tops, strict=True)]
@@ -77,7 +77,7 @@ class Plans:
             reached = [self._reached(r, moves) for r in ranks]
             score = [max(reached), *reached], len(moves)
             if score < best:
-                best, found = score, moves
+                best, best_moves = score, moves
             if all(x <= t for x, t in zip(reached, targets, strict=True)):
                 high = aim
             else:
@@ -85,7 +85,7 @@ class Plans:
             if best[0][0] <= enough or (high - low) * widest < finest:
                 break
             aim = (low + high) / 2
-        return found, best[0][0]
+        return best_moves, best[0][0]
 
     def _reached(self, rank: int, moves: Iterable[Move]) -> int:
         return self.lives[rank].peak(m.change for m in moves if m.rank == rank)
@@ -107,12 +107,12 @@ class Plans:
         """
         top, moves = limit * GRID, list[Move]()
         for ranks in self.lanes:
-            found = self.plan(ranks, [top] * len(ranks), 1.0) if sparing else []
-            if not sparing or not at_most(max(self._reached(r, found) for r in ranks), top):
-                found, peak = self._lowest(ranks, 1.0, enough=top)
+            group_moves = self.plan(ranks, [top] * len(ranks), 1.0) if sparing else []
+            if not sparing or not at_most(max(self._reached(r, group_moves) for r in ranks), top):
+                group_moves, peak = self._lowest(ranks, 1.0, enough=top)
                 if not at_most(peak, top):
                     return None
-            moves += found
+            moves += group_moves
         schedule, after = self._with(moves)
         return schedule if self._no_slower(after) and at_most(peak_of(after), limit) else None
 
@@ -122,8 +122,8 @@ class Plans:
 
     def delayed(self, limit: float) -> tuple[Schedule, Timeline] | None:
         """The shortest schedule found that meets the limit: planned for a host link faster than it is, so that B's wait."""
-        found = self._within_at(limit, _FASTER[-1])
-        if not found:  # of 353 orders that had to wait, none met its limit at a lower speed then
+        fits = self._within_at(limit, _FASTER[-1])
+        if not fits:  # of 353 orders that had to wait, none met its limit at a lower speed then
             return None
         failed, met, faster = 0.0, float("inf"), iter(_FASTER[:-1])
         for _ in range(len(_FASTER) + _HALVINGS):
@@ -131,10 +131,10 @@ class Plans:
             if failed >= speed or met <= 1:
                 break
             if fit := self._within_at(limit, speed):
-                found, met = found + fit, speed
+                fits, met = fits + fit, speed
             else:
                 failed = speed
-        return min(found, key=lambda x: x[1].makespan)
+        return min(fits, key=lambda x: x[1].makespan)
 
     def paged(self, limit: float) -> tuple[Schedule, Timeline] | None:
         """The shortest schedule that meets the limit by order alone (:mod:`~jaxpipe.schedule.passes.paging`), or None."""

@@ -37,7 +37,7 @@ class LateOffload:
 def late_offload(schedule: Schedule, costs: CostProfile, timeline: Timeline) -> LateOffload | None:
     """The first offload that stands later than it need, if standing earlier makes the schedule shorter than ``timeline``, or as
     long with a lower peak; None if none does."""
-    late = [(rank, *found) for rank, row in enumerate(schedule.rows) for found in _late(row, _is_offload)]
+    late = [(rank, *late_action) for rank, row in enumerate(schedule.rows) for late_action in _late(row, _is_offload)]
     if not late:
         return None
     better = simulate(replace(schedule, rows=tuple(_prompt(row, _is_offload) for row in schedule.rows)), costs)
@@ -82,19 +82,21 @@ def _prompt(row: Row, moves: Callable[[Slot], bool]) -> Row:
 
 def _late(row: Row, moves: Callable[[Slot], bool]) -> list[tuple[Action, Slot, Slot]]:
     """Each action to move that stands behind another compute slot than its source: itself, that slot, its source."""
-    found = []
-    made: dict[Action, Slot] = {}
+    late = []
+    slot_of_action: dict[Action, Slot] = {}
     last: Slot | None = None
     for slot in row:
         if type(slot) is Action and moves(slot):
             ops = [op for wait in op_spec(slot.op).waits if wait.where == "self" for op in wait.ops]
-            sources = [made[a] for op in ops if (a := Action(op, slot.stage, slot.microbatch)) in made]
+            sources = [
+                slot_of_action[a] for op in ops if (a := Action(op, slot.stage, slot.microbatch)) in slot_of_action
+            ]
             if last is not None and sources and last not in sources:
-                found.append((slot, last, sources[-1]))
+                late.append((slot, last, sources[-1]))
         elif _is_compute(slot):
             last = slot
-            made |= dict.fromkeys(slot.actions, slot)
-    return found
+            slot_of_action |= dict.fromkeys(slot.actions, slot)
+    return late
 
 
 def _is_compute(slot: Slot) -> bool:

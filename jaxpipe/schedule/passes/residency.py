@@ -87,23 +87,23 @@ def _rank_life(
     costs: CostProfile,
     change: Callable[[int, Slot], tuple[int, int]],
 ) -> RankLife:
-    made: dict[tuple[int, int], int] = {}
+    forward_slots: dict[tuple[int, int], int] = {}
     levels, changes, residents = [], [], []
     live = 0
     for j, (slot, (start, end)) in enumerate(zip(row, times, strict=True)):
-        taken, given = change(rank, slot)
+        allocation, release = change(rank, slot)
         for a in slot.actions:
             if a.op == "F":
-                made[a.stage, a.microbatch] = j
+                forward_slots[a.stage, a.microbatch] = j
             elif a.op in ("B", "BW"):
-                f_slot = made[a.stage, a.microbatch]
+                f_slot = forward_slots[a.stage, a.microbatch]
                 size = -change(rank, replace(a, op="O"))[1]
                 out, back = costs.offload_s[a.stage], costs.load_s[a.stage]
                 residents.append(Resident(a.stage, a.microbatch, f_slot, j, times[f_slot][1], start, size, out, back))
-        live += taken
+        live += allocation
         levels.append(live)
-        live += given
-        changes += [(at, amount) for at, amount in ((start, taken), (end, given)) if amount]
+        live += release
+        changes += [(at, amount) for at, amount in ((start, allocation), (end, release)) if amount]
     residents.sort(key=lambda x: x.f_slot)
     return RankLife(
         rank,

@@ -122,9 +122,9 @@ class _Net:
             for one, two in pairwise(queue):
                 self.waits[two].append(one)
         for joint in graph.joints:
-            together = [x for n in joint for x in self.waits[n]]
+            group_waits = [x for n in joint for x in self.waits[n]]
             for n in joint:
-                self.waits[n] = together
+                self.waits[n] = group_waits
         self.after: list[list[int]] = [[] for _ in self.waits]
         for n, waits in enumerate(self.waits):
             for x in waits:
@@ -138,10 +138,10 @@ def _filled(split: Schedule, costs: CostProfile, limit: float) -> Schedule:
     filling = _Filling(replace(split, rows=tuple(rest)), costs, [sorted(ws) for ws in loose], limit)
     rows, idle = filling.run([0.0] * split.num_ranks)
     for _ in range(_PASSES):
-        more, less = filling.run([max(idle) - x for x in idle])
+        next_rows, less = filling.run([max(idle) - x for x in idle])
         if max(less) + TIME * max(filling.work) >= max(idle):
             break
-        rows, idle = more, less
+        rows, idle = next_rows, less
     return replace(split, rows=rows)
 
 
@@ -180,13 +180,13 @@ class _Filling:
             if n < len(graph.slots):
                 r, slot = graph.rank_of[n], graph.slots[n]
                 rows[r][n] = []
-                taken, left = self.change(r, slot)
+                amount, left = self.change(r, slot)
                 computes = op_spec(slot.actions[0].op).lane == "compute"
                 free[r] = free[r] if last[r] >= 0 else begin
-                while taken > 0 and stash[r] and last[r] < n:
+                while amount > 0 and stash[r] and last[r] < n:
                     while changes[r] and changes[r][0][0] <= max(begin, free[r]):
                         level[r] += heappop(changes[r])[1]
-                    if level[r] + taken <= self.limit:
+                    if level[r] + amount <= self.limit:
                         break
                     run_w()
                 while computes and stash[r] and (gap := begin - free[r]) > TIME * begin:
@@ -201,9 +201,9 @@ class _Filling:
                 begin = max(begin, free[r]) if last[r] < n else begin
                 if computes:
                     free[r], last[r] = begin + net.duration[n], n
-                    made = (replace(a, op=W.name) for a in slot.actions if a.op == B.name)
-                    stash[r] += (w for w in made if w in self.loose[r])
-                heappush(changes[r], (begin, taken))
+                    weights = (replace(a, op=W.name) for a in slot.actions if a.op == B.name)
+                    stash[r] += (w for w in weights if w in self.loose[r])
+                heappush(changes[r], (begin, amount))
                 heappush(changes[r], (begin + net.duration[n], left))
                 rows[r][n].append(slot)
             for x in net.after[n]:
@@ -264,10 +264,10 @@ class _Fusing:
     def _try(self, fused: Iterable[_Backward], changed: Iterable[int] = (), keep: bool = True) -> bool:
         """Fuse these, too, if there are any and nothing then ends too late. Only what moves is looked at; without ``keep`` only
         as far as the last W: what is in time there delays nothing behind it too long."""
-        duration, end, until, more = self.duration, self.end, -1, list(fused)
+        duration, end, until, backwards = self.duration, self.end, -1, list(fused)
         place, queued = self.place, {self.place[n] for n in changed}
         before, gone = list[tuple[list[float], int, float]](), set[int]()
-        for k in more:
+        for k in backwards:
             for b, w in self.pairs[k]:
                 before += [(duration, b, duration[b]), (duration, w, duration[w])]
                 duration[b], duration[w] = self.net.seconds((BW.name, k[0])), 0.0
@@ -302,8 +302,8 @@ class _Fusing:
         ends = [[q[-1] for q in queues if q] for queues in self.net.queues]
         fits = fits and all(end[n] <= self.latest[n] for n in chain(*ends))
         if fits and keep:
-            self.fused.update(more)
-            self._bound(ends, {n for k in more for pair in self.pairs[k] for n in pair})
+            self.fused.update(backwards)
+            self._bound(ends, {n for k in backwards for pair in self.pairs[k] for n in pair})
         else:
             for values, n, value in reversed(before):
                 values[n] = value
@@ -315,8 +315,8 @@ class _Fusing:
         duration, end, latest, place = self.duration, self.end, self.latest, self.place
         first = [min((end[q[0]] - duration[q[0]] for q in queues if q), default=0.0) for queues in self.net.queues]
         span = max(max((end[n] for n in last), default=a) - a for last, a in zip(ends, first, strict=True))
-        whole = max(end)
-        until = {n: min(whole, a + span) * (1 + TIME) for last, a in zip(ends, first, strict=True) for n in last}
+        last_end = max(end)
+        until = {n: min(last_end, a + span) * (1 + TIME) for last, a in zip(ends, first, strict=True) for n in last}
         changed = {n for n, x in until.items() if self.until.get(n) != x}
         queued = {-place[n] for n in changed.union(*(self.net.waits[n] for n in moved))}
         self.until, heap = until, sorted(queued)

@@ -141,21 +141,21 @@ class Actions:
         of_kind = {(a.op, a.stage): self.costs.seconds(op_spec(a.op).cost, a.stage) for a in set(self.action)}
         seconds = [of_kind[a.op, a.stage] for a in self.action]
         backs = (n for n, a in enumerate(self.action) if fusing and a.op == "B" and self._gains(a.stage))
-        whole = {n: self.costs.bw_s[self.action[n].stage] for n in backs}
+        bw_seconds = {n: self.costs.bw_s[self.action[n].stage] for n in backs}
         sent = [t.seconds(self.costs) for t in graph.transfers]
         occupied = [t.occupied_s(self.costs) for t in graph.transfers]
-        every = [*seconds, *whole.values(), *sent, *occupied]
-        self.ticks = ticks = time_grid(every, 2 * sum(every), parts)
+        durations = [*seconds, *bw_seconds.values(), *sent, *occupied]
+        self.ticks = ticks = time_grid(durations, 2 * sum(durations), parts)
         self.size = tuple(map(ticks.of, seconds))
         self.transfers = tuple(
             Sent(t.producer, (t.src, t.dst), ticks.of(x), ticks.of(y))
             for t, x, y in zip(graph.transfers, sent, occupied, strict=True)
         )
         self.fusing: dict[int, Fusing] = {}
-        for n, x in whole.items():
+        for n, x in bw_seconds.items():
             w = self.ops[self.rank[n]][self.action[n].stage, self.action[n].microbatch]["W"]
             self.fusing[n] = Fusing(self.joint[n], w, ticks.of(x))
-        copied = (ops for there in self.ops for ops in there.values() if "O" in ops)
+        copied = (ops for ops_of in self.ops for ops in ops_of.values() if "O" in ops)
         self.copies = {ops["O"]: Copies(ops["F"], ops["L"], ops["BW" if "BW" in ops else "B"]) for ops in copied}
         self.lanes = tuple(self._lanes())
         self.limits = tuple(self._limits())
@@ -169,23 +169,23 @@ class Actions:
     @cached_property
     def followers(self) -> tuple[tuple[tuple[int, int], ...], ...]:
         """By action, what waits for it, and the ticks that its result takes."""
-        found: list[list[tuple[int, int]]] = [[] for _ in self.action]
+        followers: list[list[tuple[int, int]]] = [[] for _ in self.action]
         for n in range(len(self.action)):
             for x, lag in self.sources(n):
-                found[x].append((n, lag))
-        return tuple(map(tuple, found))
+                followers[x].append((n, lag))
+        return tuple(map(tuple, followers))
 
     def number(self, action: Action, rank: int) -> int | None:
         """The number of an action; of a BW that is not there, that of its B. None: there is none."""
-        found = self.graph.slot_of(action.op, action.stage, action.microbatch, rank)
-        return self.number(replace(action, op="B"), rank) if found is None and action.op == "BW" else found
+        slot = self.graph.slot_of(action.op, action.stage, action.microbatch, rank)
+        return self.number(replace(action, op="B"), rank) if slot is None and action.op == "BW" else slot
 
     @cached_property
     def kind(self) -> tuple[_Kind, ...]:
         """By action, its op, stage, flow and rank."""
         flows = self.task.placement.num_flows
-        every = zip(self.action, self.rank, strict=True)
-        return tuple((a.op, a.stage, a.microbatch % flows, rank) for a, rank in every)
+        placed = zip(self.action, self.rank, strict=True)
+        return tuple((a.op, a.stage, a.microbatch % flows, rank) for a, rank in placed)
 
     @cached_property
     def alike(self) -> Mapping[_Kind, list[int]]:
@@ -217,16 +217,16 @@ class Actions:
         if placement.num_flows > 1 or not placement.is_plain_chain:
             return None
         forwards = [n for n, a in enumerate(self.action) if (a.op, a.microbatch) == ("F", 0)]
-        found: dict[int, int] = {}
-        taken: set[int] = set()
+        starts: dict[int, int] = {}
+        ranks: set[int] = set()
         for n in sorted(forwards, key=lambda n: self.action[n].stage):
-            if self.rank[n] in taken:
+            if self.rank[n] in ranks:
                 continue
-            if any(x not in found for x, _ in self.sources(n)):
+            if any(x not in starts for x, _ in self.sources(n)):
                 return None
-            taken.add(self.rank[n])
-            found[n] = max((found[x] + self.size[x] + lag for x, lag in self.sources(n)), default=0)
-        return found
+            ranks.add(self.rank[n])
+            starts[n] = max((starts[x] + self.size[x] + lag for x, lag in self.sources(n)), default=0)
+        return starts
 
     def chosen(self, choice: int, starts: Starts) -> bool:
         """Whether an O takes place, or a B is a full backward."""
@@ -234,14 +234,14 @@ class Actions:
 
     def end(self, n: int, starts: Starts) -> int:
         """When an action that takes place ends."""
-        whole = n in self.fusing and self.chosen(n, starts)
-        return starts[n] + (self.fusing[n].ticks if whole else self.size[n])
+        is_fused = n in self.fusing and self.chosen(n, starts)
+        return starts[n] + (self.fusing[n].ticks if is_fused else self.size[n])
 
     def extent(self, starts: Starts) -> tuple[list[int], list[int]]:
         """Per rank, when compute begins and ends; (0, 0) without any."""
-        there = [[n for n in lane if starts[n] >= 0] for lane in self.lanes[: self.num_ranks]]
-        begins = [min((starts[n] for n in lane), default=0) for lane in there]
-        return begins, [max((self.end(n, starts) for n in lane), default=0) for lane in there]
+        lanes = [[n for n in lane if starts[n] >= 0] for lane in self.lanes[: self.num_ranks]]
+        begins = [min((starts[n] for n in lane), default=0) for lane in lanes]
+        return begins, [max((self.end(n, starts) for n in lane), default=0) for lane in lanes]
 
     # Which actions.
 
@@ -250,11 +250,11 @@ class Actions:
         if order is None:
             problem = Problem.of(self.placement, self.task.num_microbatches, self.costs)
             order = problem.schedule("serial", grouped_rows(problem, 1))
-        apart = [fusing or not self._gains(stage) for stage in range(self.placement.num_stages)]
+        separates = [fusing or not self._gains(stage) for stage in range(self.placement.num_stages)]
 
         def complete(slot: Slot) -> Iterator[Slot]:
             for a in slot.actions:
-                if a.op == "BW" and apart[a.stage]:
+                if a.op == "BW" and separates[a.stage]:
                     yield from (replace(a, op="B"), replace(a, op="W"))
                 elif a.op not in ("O", "L", "S"):
                     yield a
@@ -294,12 +294,12 @@ class Actions:
         yield from self._of_kind([self.task.memory_limit] * self.num_ranks, activations=True)
         if self.costs.memory_limit_bytes:
             static = static_bytes(self.placement, self.costs)
-            room = [x - taken for x, taken in zip(self.costs.memory_limit_bytes, static, strict=True)]
+            room = [x - constant for x, constant in zip(self.costs.memory_limit_bytes, static, strict=True)]
             yield from self._of_kind(room, activations=False)
         if self.task.offloads_in_flight is not None:
             for r in range(self.num_ranks):
-                there = [ops for ops in self.ops[r].values() if "O" in ops]
-                held = tuple(Piece(1, (ops["O"], False), (ops["L"], True), ops["O"]) for ops in there)
+                offloads = [ops for ops in self.ops[r].values() if "O" in ops]
+                held = tuple(Piece(1, (ops["O"], False), (ops["L"], True), ops["O"]) for ops in offloads)
                 yield MemoryLimit(r, self.task.offloads_in_flight, held)
 
     def _of_kind(self, limits: Sequence[float], activations: bool) -> Iterator[MemoryLimit]:
@@ -307,10 +307,10 @@ class Actions:
         pieces = {r: list(self._pieces(r, activations)) for r, limit in enumerate(limits) if limit < inf}
         sizes = {amount for each in pieces.values() for *amounts, _ in each for amount in amounts}
         units = memory_units(sizes, max((limits[r] for r in pieces), default=0.0))
-        whole = {x: units.size(x) for x in sizes}
+        units_of = {x: units.size(x) for x in sizes}
         for r, each in pieces.items():
             capacity = units.limit(limits[r]) if limits[r] >= 0 else -1
-            held = tuple(x._replace(units=whole[most] - whole[less]) for most, less, x in each if most > less)
+            held = tuple(x._replace(units=units_of[most] - units_of[less]) for most, less, x in each if most > less)
             if capacity < sum(piece.units for piece in held if piece.opens):
                 yield MemoryLimit(r, capacity, held)
 
@@ -343,8 +343,8 @@ class Actions:
             yield costs.cotangent_bytes[stage], 0.0, _while(back, choice, False)
         for op, values in costs.temp_bytes:
             if op in ops:
-                own = ops["O"] if op in ("O", "L") else choice if op in ("B", "W") else -1
-                yield values[stage], 0.0, _while(ops[op], own, op in ("O", "L"))
+                literal = ops["O"] if op in ("O", "L") else choice if op in ("B", "W") else -1
+                yield values[stage], 0.0, _while(ops[op], literal, op in ("O", "L"))
             elif op == "BW" and choice >= 0:
                 yield values[stage], 0.0, _while(back, choice, True)
 
@@ -354,29 +354,29 @@ def _while(n: int, choice: int, holds: bool) -> Piece:
     return Piece(0, (n, False), (n, True), choice, holds)
 
 
-def _residuals(ops: Mapping[str, int], held: float, may_leave: float, kept: float) -> Iterator[_Sized]:
+def _residuals(ops: Mapping[str, int], held: float, may_leave: float, w_held: float) -> Iterator[_Sized]:
     """What F makes until B ends, and what B keeps until W ends; see the module."""
     ends = {op: (n, True) for op, n in ops.items()}
     f, b, w = (ops["F"], False), ends.get("BW", ends.get("B")), ends.get("W")
     if w is None:
-        kept = 0.0
+        w_held = 0.0
 
-    def stay(held: float, kept: float, opens: Event, choice: int = -1, holds: bool = True) -> Iterator[_Sized]:
-        shared = min(held, kept)
+    def stay(held: float, residue: float, opens: Event, choice: int = -1, holds: bool = True) -> Iterator[_Sized]:
+        shared = min(held, residue)
         yield shared, 0.0, Piece(0, opens, w, choice, holds)
         yield held, shared, Piece(0, opens, b, choice, holds)
-        yield kept, shared, Piece(0, b, w, choice, holds)
+        yield residue, shared, Piece(0, b, w, choice, holds)
 
     if "O" not in ops:
-        yield from stay(held, kept, f)
+        yield from stay(held, w_held, f)
         return
     leaves = min(may_leave, held)
-    o, rest = ops["O"], kept if kept <= leaves else 0.0
+    o, rest = ops["O"], w_held if w_held <= leaves else 0.0
     yield held - leaves, 0.0, Piece(0, f, b)
     yield leaves, 0.0, Piece(0, f, ends["O"], o)
     yield from stay(leaves, rest, f, o, False)
     yield from stay(leaves, rest, (ops["L"], False), o, True)
-    yield kept, rest, Piece(0, b, w)
+    yield w_held, rest, Piece(0, b, w)
 
 
 def schedule_of(actions: Actions, starts: Starts, name: str) -> tuple[Schedule, Timeline]:
@@ -395,9 +395,9 @@ def schedule_of(actions: Actions, starts: Starts, name: str) -> tuple[Schedule, 
 def fitting(actions: Actions, starts: Starts, name: str) -> tuple[Schedule, Timeline] | None:
     """As :func:`schedule_of`; None where the order is not valid or breaks a limit."""
     with suppress(ScheduleError):
-        made = schedule_of(actions, starts, name)
-        if actions.task.fits(made[1]):
-            return made
+        solved = schedule_of(actions, starts, name)
+        if actions.task.fits(solved[1]):
+            return solved
     return None
 
 
@@ -471,7 +471,7 @@ class _Row:
 
     def _syncs(self, limit: MemoryLimit) -> Iterator[int]:
         """O's that something must wait for: it takes what they gave, and nothing else in the row says that they have ended."""
-        given: dict[int, int] = {}  # units, by O's that ended and that nothing waited for
+        unwaited: dict[int, int] = {}  # units, by O's that ended and that nothing waited for
         actions, level = self.actions, 0
         loads = {copies.load: o for o, copies in self.copies.items()}
         backs = {copies.b: copies.load for copies in self.copies.values()}
@@ -479,26 +479,26 @@ class _Row:
         for _, units, n in sorted(self._changes(limit)):
             level += units
             if n in loads:
-                given.pop(loads[n], None)  # it takes what its own O gave
+                unwaited.pop(loads[n], None)  # it takes what its own O gave
             elif n in backs and not waits & loads.keys():  # its L waited for what went before on the lane
-                given = {o: x for o, x in given.items() if self._end(o) > self.starts[backs[n]]}
+                unwaited = {o: x for o, x in unwaited.items() if self._end(o) > self.starts[backs[n]]}
             elif n in self.copies and units < 0:
-                given[n] = given.get(n, 0) - units
+                unwaited[n] = unwaited.get(n, 0) - units
             last = None
-            while units > 0 and n in waits and given and level + sum(given.values()) > limit.capacity:
-                last = next(iter(given))
-                del given[last]
+            while units > 0 and n in waits and unwaited and level + sum(unwaited.values()) > limit.capacity:
+                last = next(iter(unwaited))
+                del unwaited[last]
             if last is not None:  # those before it ended before it
                 yield last
 
     def _changes(self, limit: MemoryLimit) -> Iterator[tuple[int, int, int]]:
         """(tick, units, action): what is given back and taken."""
         start = self.starts
-        whole = {fusing.w: b for b, fusing in self.actions.fusing.items()}
+        b_of_w = {fusing.w: b for b, fusing in self.actions.fusing.items()}
         for piece in limit.pieces:
             if piece.choice < 0 or self.actions.chosen(piece.choice, start) == piece.holds:
                 for event, units in ((piece.opens, piece.units), (piece.closes, -piece.units)):
                     n, at_end = event or (-1, False)
-                    n = whole[n] if n in whole and start[n] < 0 else n
+                    n = b_of_w[n] if n in b_of_w and start[n] < 0 else n
                     if n >= 0 or units > 0:
                         yield (self._end(n) if at_end else start[n]) if n >= 0 else -1, units, n

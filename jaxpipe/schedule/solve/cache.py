@@ -181,9 +181,9 @@ class ScheduleCache:
 
     def entries(self) -> tuple[CacheEntry, ...]:
         """All entries that can be read, by size and limit."""
-        found = [entry for path in self._paths(f"{_PREFIX}-") if (entry := self._read(path)) is not None]
-        found.sort(key=lambda e: (e.task.placement.num_ranks, e.task.num_microbatches, min(e.task.limits())))
-        return tuple(found)
+        entries = [entry for path in self._paths(f"{_PREFIX}-") if (entry := self._read(path)) is not None]
+        entries.sort(key=lambda e: (e.task.placement.num_ranks, e.task.num_microbatches, min(e.task.limits())))
+        return tuple(entries)
 
     def clear(self) -> int:
         """Remove all entries, readable or not, also of older formats, and what killed writers have left, and nothing else in
@@ -275,8 +275,8 @@ class ScheduleCache:
 
 def default_folder() -> Path:
     """``$JAXPIPE_CACHE_DIR``, else ``schedules`` in the folder of :func:`~jaxpipe.files.user_cache`."""
-    given = os.environ.get(VARIABLE)
-    return Path(given) if given else user_cache() / "schedules"
+    folder = os.environ.get(VARIABLE)
+    return Path(folder) if folder else user_cache() / "schedules"
 
 
 def _unnamed(task: SolveTask) -> SolveTask:

@@ -22,10 +22,10 @@ def run(model: Any, *parameters: Mapping[str, Any]) -> tuple[Any, bool, bool]:
     from ortools.sat.python import cp_model
 
     solver: Any = cp_model.CpSolver()
-    for some in parameters:
-        for name, value in some.items():
+    for values in parameters:
+        for name, value in values.items():
             setattr(solver.parameters, name, value)
     status = solver.solve(model)
     assert status != cp_model.MODEL_INVALID, model.validate()
-    found = status in (cp_model.OPTIMAL, cp_model.FEASIBLE)
-    return solver, found, status in (cp_model.OPTIMAL, cp_model.INFEASIBLE)
+    has_answer = status in (cp_model.OPTIMAL, cp_model.FEASIBLE)
+    return solver, has_answer, status in (cp_model.OPTIMAL, cp_model.INFEASIBLE)

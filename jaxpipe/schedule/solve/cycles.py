@@ -62,10 +62,10 @@ class Grid:
         trip = tuple(round(x / cell) for x in problem.round_trips)
         finite = [x for x in limits if x < inf]
         units = memory_units([*problem.held, *problem.kept], max(finite, default=0.0))
-        held, kept = (tuple(map(units.size, sizes)) for sizes in (problem.held, problem.kept))
+        held, residues = (tuple(map(units.size, sizes)) for sizes in (problem.held, problem.kept))
         most = problem.num_microbatches * (sum(held) + 1)
         limit = tuple(units.limit(x) if x < inf else most for x in limits)
-        return cls(problem, tuple(cells), down, up, trip, held, kept, limit)
+        return cls(problem, tuple(cells), down, up, trip, held, residues, limit)
 
     def chain(self) -> Iterator[tuple[int, int, int, int, int]]:
         """(op, replica, op, replica, cells): the second starts that much after the first, or later."""
@@ -113,8 +113,8 @@ def find_cycle(grid: Grid, period: int, budget: dict[str, Any]) -> tuple[Buildin
         model.lane(rank)
         for k in grid.problem.replicas_of(rank):
             model.hold(rank, (F, k))
-    solver, found, done = run(model.cp, LITE, budget)
-    if not found:
+    solver, has_answer, done = run(model.cp, LITE, budget)
+    if not has_answer:
         return None, done
     f, b, w = (tuple(solver.value(model.start[op, k]) for k in range(grid.problem.num_replicas)) for op in (F, B, W))
     return BuildingBlock(grid.problem.placement, period, (f,), (b,), (w,)), False
@@ -161,7 +161,7 @@ class _Model:
         An action with quotient q and a residue not later has happened one time more than one with a later residue; the bit is 1
         for F's unless their residue is later, and may be 1 for B's and W's only if their end's residue is not later.
         """
-        cp, grid, here = self.cp, self.grid, self.split[at][1]
+        cp, grid, offset = self.cp, self.grid, self.split[at][1]
         held: Any = 0
         for key in self.start:
             op, k = key
@@ -171,13 +171,13 @@ class _Model:
             bit = cp.new_bool_var("")
             if op == F:
                 quotient, residue = self.split[key]
-                cp.add(residue >= here + 1).only_enforce_if(~bit)
+                cp.add(residue >= offset + 1).only_enforce_if(~bit)
                 held += units * (bit - quotient)
             else:
                 if key not in self.ended:
                     self.ended[key] = self._divided(self.start[key] + grid.cells[op][k])
                 quotient, residue = self.ended[key]
-                cp.add(residue <= here).only_enforce_if(bit)
+                cp.add(residue <= offset).only_enforce_if(bit)
                 held += units * (quotient - bit)
         cp.add(held <= grid.limit[rank])
 
@@ -207,10 +207,10 @@ def cycles(problem: Problem, limits: Sequence[float], budget: Budget, seed: int)
             if cycle is None:
                 continue
             rows = repeat(cycle, problem)
-            found = False
+            within_limit = False
             for draft in finisher.settled(rows, limit):
-                found = True
+                within_limit = True
                 yield draft, "cycle of 1"
-            if found and seconds == _TRY_S[0] and at_most(max(peaks(problem, rows)), limit):
+            if within_limit and seconds == _TRY_S[0] and at_most(max(peaks(problem, rows)), limit):
                 stretches = stretches[number::-1]  # then, from there, what was not settled
                 break

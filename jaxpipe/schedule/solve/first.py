@@ -80,7 +80,7 @@ def graph_starts(task: SolveTask) -> Iterator[tuple[Schedule, str]]:
     Raises:
         ScheduleError: the costs are for another number of stages.
     """
-    found: list[tuple[bool, float, int, Schedule, str]] = []
+    ranked: list[tuple[bool, float, int, Schedule, str]] = []
     rules = (
         Traversal(first, forward=forward, backward=backward, **room)
         for room in _rooms(task)
@@ -90,9 +90,9 @@ def graph_starts(task: SolveTask) -> Iterator[tuple[Schedule, str]]:
         with suppress(ScheduleError):  # the limits of one stage or another leave no room
             schedule = traverse(task.placement, task.num_microbatches, rule, task.costs)
             timeline = simulate(schedule, task.costs)
-            found.append((not task.fits(timeline), task.seconds(timeline), len(found), schedule, f"rules {rule}"))
+            ranked.append((not task.fits(timeline), task.seconds(timeline), len(ranked), schedule, f"rules {rule}"))
             yield schedule, f"rules {rule}"
-    for *_, schedule, name in sorted(found)[:_SEPARATED]:
+    for *_, schedule, name in sorted(ranked)[:_SEPARATED]:
         with suppress(ScheduleError):
             yield separate_gradients(schedule, task.costs, memory_limit=task.memory_limit), f"{name}, separated"
 
@@ -123,8 +123,8 @@ def smallest_limits(task: SolveTask) -> tuple[float, float]:
         stays = min(max(simulate(x, task.costs).peak_activations) for x, _ in graph_starts(task))
         return stays, stays
     problem = Problem.of(task.placement, min(task.num_microbatches, task.placement.num_flows), task.costs)
-    alone = problem.schedule("alone", grouped_rows(problem, 1))
-    stays = max(simulate(alone, task.costs).peak_activations)
+    one_at_a_time = problem.schedule("alone", grouped_rows(problem, 1))
+    stays = max(simulate(one_at_a_time, task.costs).peak_activations)
     away = max(simulate(away_schedule(problem), task.costs).peak_activations)
     return stays, min(stays, away)
 
@@ -132,10 +132,10 @@ def smallest_limits(task: SolveTask) -> tuple[float, float]:
 def explain(tasks: Sequence[SolveTask]) -> str:
     """The one line; ``tasks`` differ in placement only."""
     task = tasks[0]
-    found = [smallest_limits(replace(t, memory_limit=float("inf"))) for t in tasks]
-    stays, away = min(x for x, _ in found), min(x for _, x in found)
+    smallest = [smallest_limits(replace(t, memory_limit=float("inf"))) for t in tasks]
+    stays, away = min(x for x, _ in smallest), min(x for _, x in smallest)
     limit = min(task.safe_limits())
-    asked = f"{task.placement.num_ranks} ranks and {task.num_microbatches} microbatches"
+    sizes = f"{task.placement.num_ranks} ranks and {task.num_microbatches} microbatches"
     offload = "with" if task.offload else "without"
     most = f"{stays:g} without offload and {away:g} with it" if task.placement.is_plain_chain else f"{stays:g}"
-    return f"no schedule of {asked} keeps a memory limit of {limit:g} {offload} offload; the smallest found to work is {most}"
+    return f"no schedule of {sizes} keeps a memory limit of {limit:g} {offload} offload; the smallest found to work is {most}"

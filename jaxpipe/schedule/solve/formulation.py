@@ -86,9 +86,9 @@ class Formulation:
         if window is None:
             self.begin, self.end, self.longest = 0, self._horizon(upper), 0
         else:
-            every = self.inside if self.by_order else range(len(actions.action))
+            numbers = self.inside if self.by_order else range(len(actions.action))
             self.begin, self.end = window.begin, window.end
-            self.longest = max((actions.size[n] for n in every), default=0)
+            self.longest = max((actions.size[n] for n in numbers), default=0)
         self.latest = self.end + self.longest
         self.choices: dict[int, Any] = {choice: self.cp.new_bool_var("") for choice in sorted(self._chosen())}
         self.absent = dict(self._literals())
@@ -127,11 +127,11 @@ class Formulation:
             return [], list(lane), []
         start, size = self.start, self.actions.size
         if self.by_order:
-            there = sorted(lane, key=start.__getitem__)
+            in_order = sorted(lane, key=start.__getitem__)
         else:
-            there = sorted((n for n in lane if start[n] >= 0), key=lambda n: (start[n], start[n] + size[n], n))
-        i, j = (bisect_left(there, t, key=start.__getitem__) for t in (self.window.begin, self.window.end))
-        return there[:i], there[i:j], there[j:]
+            in_order = sorted((n for n in lane if start[n] >= 0), key=lambda n: (start[n], start[n] + size[n], n))
+        i, j = (bisect_left(in_order, t, key=start.__getitem__) for t in (self.window.begin, self.window.end))
+        return in_order[:i], in_order[i:j], in_order[j:]
 
     def _horizon(self, upper: int | None) -> int:
         if upper is None or (self.spans and self.first is None):
@@ -147,11 +147,11 @@ class Formulation:
 
     def _chosen(self) -> set[int]:
         """Choices that are free: how a backward runs; whether an activation leaves, where O and L are inside or could be."""
-        found = {fusing.choice for fusing in self.actions.fusing.values()}
+        choices = {fusing.choice for fusing in self.actions.fusing.values()}
         for o, copies in self.actions.copies.items():
             if self.window is None or (self.frees(o) and self._may_change(o, copies)):
-                found.add(o)
-        return found
+                choices.add(o)
+        return choices
 
     def _may_change(self, o: int, copies: Copies) -> bool:
         start, size = self.start, self.actions.size
@@ -224,9 +224,9 @@ class Formulation:
         """What is as long as a choice says: a B that may be a BW, and its W."""
         size = self.actions.size
         for b, fusing in self.actions.fusing.items():
-            whole = self.choices[fusing.choice]
-            yield b, size[b] + (fusing.ticks - size[b]) * whole
-            yield fusing.w, size[fusing.w] * (1 - whole)
+            is_fused = self.choices[fusing.choice]
+            yield b, size[b] + (fusing.ticks - size[b]) * is_fused
+            yield fusing.w, size[fusing.w] * (1 - is_fused)
 
     def at_of(self, n: int) -> Any:
         """When an action starts: a variable, a number, or a number less the shift."""
@@ -241,10 +241,10 @@ class Formulation:
 
     def _add(self, constraint: Any, *numbers: int) -> None:
         """A constraint that holds if all of these actions take place."""
-        made = self.cp.add(constraint)
+        handle = self.cp.add(constraint)
         literals = {id(x): x for n in numbers if (x := self.absent.get(n)) is not None}
         if literals:
-            made.only_enforce_if([~x for x in literals.values()])
+            handle.only_enforce_if([~x for x in literals.values()])
 
     def _waits(self) -> None:
         """Every wait that touches what is inside; see :meth:`_shifts` for those past it."""
@@ -266,11 +266,11 @@ class Formulation:
         if self.window is None:
             yield from self.actions.alike.values()
             return
-        found: dict[Any, list[int]] = defaultdict(list)
+        by_kind: dict[Any, list[int]] = defaultdict(list)
         for n in self.at if self.by_order else ():
             if self.frees(n):
-                found[self.actions.kind[n]].append(n)
-        for alike in found.values():
+                by_kind[self.actions.kind[n]].append(n)
+        for alike in by_kind.values():
             yield sorted(alike, key=self.start.__getitem__)
 
     def _in_order(self, alike: Sequence[int]) -> None:
@@ -295,8 +295,8 @@ class Formulation:
 
     def _lane(self, lane: int, middle: Sequence[int], late: Sequence[int]) -> None:
         """One at a time: what is fixed, then what is inside, then what is late."""
-        floor, there = self.floors[lane], set(self.actions.lanes[lane])
-        numbers = [*middle, *(n for n in self.absent if n in there and n not in self.inside)]
+        floor, members = self.floors[lane], set(self.actions.lanes[lane])
+        numbers = [*middle, *(n for n in self.absent if n in members and n not in self.inside)]
         firsts = self.firsts(late)
         for n in numbers:
             if n in self.absent and floor > self.begin:
@@ -348,12 +348,12 @@ class Formulation:
         action, kind, sends = self.actions.action, self.actions.kind, self.sends
         last: dict[Any, int] = {}
         for x in sorted(link, key=lambda x: (action[link[x].producer].microbatch, x)):
-            made = link[x].producer
-            self.cp.add(sends[x] >= self.end_of(made))
-            if self.ordered and kind[made] in last:
-                before = last[kind[made]]
+            producer = link[x].producer
+            self.cp.add(sends[x] >= self.end_of(producer))
+            if self.ordered and kind[producer] in last:
+                before = last[kind[producer]]
                 self.cp.add(sends[x] >= sends[before] + link[before].occupied)
-            last[kind[made]] = x
+            last[kind[producer]] = x
         for a, b in combinations(link, 2):
             one, two = link[a].producer, link[b].producer
             if one != two and not (self.ordered and kind[one] == kind[two]):
@@ -428,13 +428,13 @@ class Formulation:
     def _objective(self) -> None:
         """The end or the longest span; in windows, where pieces move apart, then the sum of ranks' ends; then ``prefer``."""
         cp = self.cp
-        apart = self.window is not None and not self.by_order
+        sums_ends = self.window is not None and not self.by_order
         ends = []
         for before, middle, late in self.parts[: self.actions.num_ranks]:
             if not (before or middle or late):
                 continue
             lasts = [self.end_of(n) for n in late[-1:] or self._outer(middle, first=False) or before[-1:]]
-            if apart:
+            if sums_ends:
                 ends.append(cp.new_int_var(0, self.far, ""))
                 for end in lasts:
                     cp.add(ends[-1] >= end)
@@ -444,7 +444,7 @@ class Formulation:
                 cp.add(self.cost >= end - begin)
         aim: Any = self.cost
         weight = max(1, len(ends) * (self.latest - self.begin + 1))
-        if apart:
+        if sums_ends:
             aim = aim * weight + sum(ends)
         total, spread = self._preferred()
         if self.far * weight * spread < _LARGEST:  # else without
@@ -479,25 +479,25 @@ class Formulation:
             return 0, 1
         room, op = self.latest - self.begin, [a.op for a in self.actions.action]
         weighed = [(self.prefer.get(op[n], 0), at - self.begin, room) for n, at in self.at.items()]
-        weighed += [(self.prefer.get("away", 0), here, 1) for here in self.choices.values()]
+        weighed += [(self.prefer.get("away", 0), literal, 1) for literal in self.choices.values()]
         return sum(weight * x for weight, x, _ in weighed), 1 + sum(abs(weight) * most for weight, _, most in weighed)
 
     # Answers.
 
     def hint(self, starts: Starts) -> None:
         """Look near ``starts`` first."""
-        known: dict[int, int] = {}
-        whole = {fusing.w: b for b, fusing in self.actions.fusing.items()}
+        hints: dict[int, int] = {}
+        b_of_w = {fusing.w: b for b, fusing in self.actions.fusing.items()}
         for n in sorted(self.at, key=lambda n: self.actions.action[n].microbatch):
             last = self.idle.get(n)
             if starts[n] >= 0:
-                known[n] = starts[n]
+                hints[n] = starts[n]
             elif last is not None:
-                known[n] = known[last] + (self.actions.size[last] if starts[last] >= 0 else 0)
+                hints[n] = hints[last] + (self.actions.size[last] if starts[last] >= 0 else 0)
             else:
-                known[n] = self.actions.end(whole[n], starts) if n in whole else self.begin
+                hints[n] = self.actions.end(b_of_w[n], starts) if n in b_of_w else self.begin
             if n == self.actions.joint[n]:
-                self.cp.add_hint(self.at[n], known[n])
+                self.cp.add_hint(self.at[n], hints[n])
         for choice, literal in self.choices.items():
             self.cp.add_hint(literal, self.actions.chosen(choice, starts))
         for shift in {id(x): x for x in self.shift.values()}.values():

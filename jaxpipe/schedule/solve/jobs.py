@@ -122,9 +122,9 @@ class RankByRank(Job):
         few, actions = few_ranks(task), Actions(task)
         for begun in begun_rank_by_rank(few, self.bound, self.value, self.budget(), self.seed):
             starts = starts_at(actions, begun)
-            if starts is None or (made := fitting(actions, starts, "solved")) is None:
+            if starts is None or (solved := fitting(actions, starts, "solved")) is None:
                 return  # there is a limit that this search does not know
-            tell(made[0], "rank by rank with offload")
+            tell(solved[0], "rank by rank with offload")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,10 +140,10 @@ class Cycles(Job):
         problem, limits = Problem.of(task.placement, task.num_microbatches, task.costs), task.safe_limits()
         best: tuple[float, ...] = (float("inf"),)
         if task.placement.is_v:
-            found = mirrored_cycles(problem, limits, self.part, self.parts, self.budget(), self.seed)
+            drafts = mirrored_cycles(problem, limits, self.part, self.parts, self.budget(), self.seed)
         else:
-            found = cycles(problem, limits, self.budget(), self.seed)
-        for draft, source in found:
+            drafts = cycles(problem, limits, self.budget(), self.seed)
+        for draft, source in drafts:
             key = *task.order(draft.makespan, draft.span), nine_digits(draft.peak)
             if key < best:
                 best = key
@@ -251,7 +251,7 @@ def family_schedules(
     """Every family of the task's placement among ``names``, each schedule that beats those before it: with all settings, or
     ``once`` each. Only what may take less than ``beat`` seconds goes through the offload pass."""
     limits = task.safe_limits()
-    asked = Task(
+    family_task = Task(
         task.placement.num_ranks,
         task.num_microbatches,
         task.costs,
@@ -266,11 +266,11 @@ def family_schedules(
             tell(unbraid(candidate.schedule), f"family {candidate.setting}")
 
     if once:
-        quick_candidates([FAMILIES[name] for name in names], asked, task.placement, keep, beat)
+        quick_candidates([FAMILIES[name] for name in names], family_task, task.placement, keep, beat)
         return
     for name in names:
         with contextlib.suppress(JaxpipeError):
-            best_of_family(FAMILIES[name], asked, keep, beat)
+            best_of_family(FAMILIES[name], family_task, keep, beat)
 
 
 def families_of(task: SolveTask) -> list[str]:

@@ -117,17 +117,17 @@ class NeighbourhoodSearch:
         now, best = self._ticks(starts), self.task.order(self.timeline.makespan, self.timeline.max_span)
         while budget.left > 0 and not at_most(best[0], bound_s):
             answer = self._propose(starts, budget)
-            made = None if answer is None else fitting(self.actions, answer, "solved")
-            proposal = None if made is None else starts_of(self.actions, made[1])
+            solved = None if answer is None else fitting(self.actions, answer, "solved")
+            proposal = None if solved is None else starts_of(self.actions, solved[1])
             self.stale += 1
-            if made is None or proposal is None or (found := self._ticks(proposal)) > now:
+            if solved is None or proposal is None or (ticks := self._ticks(proposal)) > now:
                 continue
-            self.stale = 0 if found < now else self.stale
-            starts, now = proposal, found
-            times = self.task.order(made[1].makespan, made[1].max_span)
+            self.stale = 0 if ticks < now else self.stale
+            starts, now = proposal, ticks
+            times = self.task.order(solved[1].makespan, solved[1].max_span)
             if times < best:
                 best = times
-                yield made[0]
+                yield solved[0]
 
     def _ticks(self, starts: Starts) -> tuple[float, float, int]:
         """The objective, the other time, and by what neighbourhoods make progress on plateaus: the sum of starts, or of ranks'
@@ -144,15 +144,15 @@ class NeighbourhoodSearch:
         model = Formulation(self.actions, starts, window, prefer=prefer)
         model.hint(starts)
         least_s, most_s = self.manner.seconds
-        given = budget.spent
+        spent_before = budget.spent
         parameters = budget.parameters(min(least_s + self.stale / _PATIENCE, most_s), self.seed + self.tried)
-        solver, found, done = run(model.cp, LITE, {} if self.actions.copies else WHOLE_RESERVOIRS, parameters)
+        solver, has_answer, done = run(model.cp, LITE, {} if self.actions.copies else WHOLE_RESERVOIRS, parameters)
         if budget.reproducible:  # what it did not need is there for others
             needed_s = solver.response_proto.deterministic_time / DETERMINISTIC_SECOND
-            budget.spent = min(budget.spent, given + max(_LEAST_S, needed_s))
-        factor = 1.15 if done else 0.9 if found else 0.75
+            budget.spent = min(budget.spent, spent_before + max(_LEAST_S, needed_s))
+        factor = 1.15 if done else 0.9 if has_answer else 0.75
         self.size[kind] = min(self.manner.largest, max(self.manner.smallest, self.size[kind] * factor))
-        return model.answer(solver) if found else None
+        return model.answer(solver) if has_answer else None
 
     # Which neighbourhoods.
 
@@ -179,22 +179,22 @@ class NeighbourhoodSearch:
             first = rng.randint(0, p - count)
             ranks = range(first, first + count)
         times = sorted(starts[n] for rank in ranks for n in actions.lanes[rank])
-        want = min(len(times), int(self.size[kind] * rng.uniform(0.7, 1.2)) * (4 if kind == "microbatches" else 1))
-        last, place = len(times) - want, rng.random()
+        length = min(len(times), int(self.size[kind] * rng.uniform(0.7, 1.2)) * (4 if kind == "microbatches" else 1))
+        last, place = len(times) - length, rng.random()
         at = 0 if place < self.manner.edge else last if place < 2 * self.manner.edge else rng.randint(0, last)
         begin = times[at]
-        end = max(begin + 1, times[at + want] if at < last else times[-1] + 1)
+        end = max(begin + 1, times[at + length] if at < last else times[-1] + 1)
         return Window(begin, end, frozenset(ranks), self._some(starts, begin, end) if kind == "microbatches" else None)
 
     def _some(self, starts: Starts, begin: int, end: int) -> frozenset[int]:
         """A quarter of the microbatches that have a forward inside, neighbours or not."""
-        every = zip(self.actions.action, starts, strict=True)
-        there = sorted({a.microbatch for a, t in every if a.op == "F" and begin <= t < end})
-        count = max(1, len(there) // 4)
-        if not there or self.random.random() < 0.5:
-            return frozenset(self.random.sample(there, min(count, len(there))))
-        first = self.random.randint(0, len(there) - count)
-        return frozenset(there[first : first + count])
+        placed = zip(self.actions.action, starts, strict=True)
+        inside = sorted({a.microbatch for a, t in placed if a.op == "F" and begin <= t < end})
+        count = max(1, len(inside) // 4)
+        if not inside or self.random.random() < 0.5:
+            return frozenset(self.random.sample(inside, min(count, len(inside))))
+        first = self.random.randint(0, len(inside) - count)
+        return frozenset(inside[first : first + count])
 
 
 ExactStatus = Literal["optimal", "feasible", "infeasible", "unknown"]
@@ -278,8 +278,8 @@ class _Search:
             self._take(actions, starts)
         bound: float = lower
         if cost is None or cost > lower:
-            found, bound = self._solve(actions, budget, starts, lower, cost, strict=False)
-            if found and self.result.schedule is None:
+            has_answer, bound = self._solve(actions, budget, starts, lower, cost, strict=False)
+            if has_answer and self.result.schedule is None:
                 self._solve(actions, budget, starts, max(lower, round(bound)), cost, strict=True)
         bound_s = ticks.span_bound_s(bound) if self.task.objective == "span" else ticks.makespan_bound_s(bound)
         bound_s = min(max(bound_s, self.result.lower_bound), self.result.value)
@@ -320,9 +320,9 @@ class _Search:
             model.cp.add_hint(model.cost, upper)
         spent, reservoirs = budget.spent, {} if actions.copies else WHOLE_RESERVOIRS
         several = {"num_workers": self.workers, "interleave_search": budget.reproducible and self.workers > 1}
-        solver, found, done = run(model.cp, reservoirs, budget.parameters(budget.left, self.seed), several)
+        solver, has_answer, done = run(model.cp, reservoirs, budget.parameters(budget.left, self.seed), several)
         budget.spent = spent + solver.response_proto.deterministic_time / DETERMINISTIC_SECOND
-        if not found:
+        if not has_answer:
             return False, float("inf") if done else lower
         self._take(actions, model.answer(solver))
         return True, max(round(solver.best_objective_bound), lower)

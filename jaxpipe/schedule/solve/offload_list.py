@@ -100,10 +100,10 @@ def offload_candidates(
         for score, policy in sorted(zip(scores, policies, strict=True), key=lambda x: x[0].order):
             if score.order >= best:
                 break
-            made = _Play(shop, policy).made()
-            if made is not None and (value := task.order(made[1].makespan, made[1].max_span)) < best:
+            solved = _Play(shop, policy).made()
+            if solved is not None and (value := task.order(solved[1].makespan, solved[1].max_span)) < best:
                 best = value
-                yield made[0]
+                yield solved[0]
                 if at_most(best[0], target):
                     return
                 break
@@ -158,7 +158,7 @@ class _Shop:
             needs=[*plain.needs, *([0] * (2 * n))],
         )
 
-        alone = n == p == task.placement.num_stages and all(len(x) == 1 for x in self.riders)
+        is_chain = n == p == task.placement.num_stages and all(len(x) == 1 for x in self.riders)
         copies = [*costs.offload_s, *costs.load_s] if any(self.leaves) else []
         each = (
             min((*problem.f_s, *problem.b_s, *problem.w_s, *copies), default=0.0) > 0
@@ -167,21 +167,21 @@ class _Shop:
         work = self.actions.ticks.of(max(map(sum, zip(problem.f_s, problem.b_s, problem.w_s, strict=True))))
         quick = work <= _FEW_TICKS or p * problem.num_microbatches <= _FEW_MICROBATCHES
         room, out = [self.room[r] for r in problem.rank], task.offloads_in_flight
-        together = alone and each and quick and self.shared and self.split
-        self.chain = ChainWithHost.of(problem, self.tables, self.leaves, room, out) if together else None
+        plays_at_once = is_chain and each and quick and self.shared and self.split
+        self.chain = ChainWithHost.of(problem, self.tables, self.leaves, room, out) if plays_at_once else None
 
     def scores(self, policies: Sequence[Policy], give_up: float) -> list[_Score]:
         """What each policy comes to; inf for one that gets stuck or takes longer than ``give_up`` seconds."""
         if self.chain is None:
             played = [_Play(self, x).run(give_up * _LOOSE) for x in policies]
         else:
-            together = Policies(
+            tables = Policies(
                 caps=np.array([x.caps for x in policies]),
                 away=np.array([x.away for x in policies]),
                 near=np.array([x.near for x in policies]),
                 forward_first=np.array([x.forward_first for x in policies]),
             )
-            played = list(zip(*play(self.chain, together, give_up * _LOOSE), strict=True))
+            played = list(zip(*play(self.chain, tables, give_up * _LOOSE), strict=True))
         return [
             _Score(self.task.order(float(makespan), float(np.max(spans))), float(np.mean(np.power(spans, 4.0))))
             for makespan, spans in played
@@ -342,7 +342,7 @@ class _Play:
 
     def _copy_out(self, r: int, now: float) -> int:
         """The one that turns back last: of each replica what began last, may leave and is still here."""
-        shop, policy, found = self.shop, self.policy, []
+        shop, policy, candidates = self.shop, self.policy, []
         if self.out[r] == shop.task.offloads_in_flight:
             return -1
         for k in shop.mine[r]:
@@ -350,10 +350,10 @@ class _Play:
                 continue
             low, away = self.begun_b[k] + policy.near, self.away[k]
             last = (i for i in reversed(range(low, self.begun_f[k])) if away[i] and self.where[k][i] == _HERE)
-            found += [(i - low, k, i) for i in islice(last, 1)]
-        if not found:
+            candidates += [(i - low, k, i) for i in islice(last, 1)]
+        if not candidates:
             return -1
-        _, k, i = max(found, key=lambda x: x[0])
+        _, k, i = max(candidates, key=lambda x: x[0])
         return self._start(O, k, i, now)
 
 
@@ -372,8 +372,8 @@ class _Draws:
         if shop.chain is not None:
             self.size, self.most_elite, self.drawn = max(16, TOGETHER // q.num_ranks), _ELITE, 0.125
         self.kept = 0
-        some = product((1, 2, 3, 0), self.fused, (99.0, 1.0, 0.7))
-        self.fixed = (Policy(self._caps(factor), self.every, near, fused=fused) for near, fused, factor in some)
+        settings = product((1, 2, 3, 0), self.fused, (99.0, 1.0, 0.7))
+        self.fixed = (Policy(self._caps(factor), self.every, near, fused=fused) for near, fused, factor in settings)
 
     def some(self, most: int) -> list[Policy]:
         """What to play next: a few fixed ones, which suffice where the lane keeps up; then drawn ones and changes, without
@@ -417,18 +417,18 @@ class _Draws:
         replicas, count = away.shape
         for _ in range(pick((1, 1, 2, 3))):
             at, kind = rng.randrange(replicas), rng.random()
-            some = slice(at, at + pick((1, 1, 2, 4, replicas)))
+            neighbours = slice(at, at + pick((1, 1, 2, 4, replicas)))
             if kind < 0.25:
-                caps[some] = (caps[some] + pick((-2, -1, 1, 2))).clip(1, self.most)
+                caps[neighbours] = (caps[neighbours] + pick((-2, -1, 1, 2))).clip(1, self.most)
             elif kind < 0.3:
                 near = pick((0, 1, 2, 3))
             elif kind < 0.33:
                 first = not first
             elif kind < 0.5:
                 i = rng.randrange(count)
-                away[some, i : i + 2] = away[some, i : i + 2][:, ::-1].copy()
+                away[neighbours, i : i + 2] = away[neighbours, i : i + 2][:, ::-1].copy()
             else:
-                away[some, rng.sample(range(count), min(count, pick((1, 1, 2, 4))))] = rng.random() < 0.5
+                away[neighbours, rng.sample(range(count), min(count, pick((1, 1, 2, 4))))] = rng.random() < 0.5
         return Policy(caps, away, near, first, policy.fused)
 
     @property

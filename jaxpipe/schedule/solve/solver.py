@@ -210,12 +210,12 @@ def lexicographic(best: Solution, options: Options, again: Callable[[SolveTask, 
     while peak > 0 and left > _LEAST_S:
         limit, seconds = (peak * _LESS, left * _EACH) if offload == best.task.offload else (peak, left)
         task = replace(best.task, memory_limit=limit, offload=offload, objective="makespan")
-        found = None
+        candidate = None
         with suppress(ScheduleError):
-            found = again(task, replace(options, time_limit_s=seconds))
+            candidate = again(task, replace(options, time_limit_s=seconds))
         left -= seconds
-        if found is not None and at_most(found.value, best.value):
-            best, peak = _replaced(best, found), max(found.timeline.peak_activations)
+        if candidate is not None and at_most(candidate.value, best.value):
+            best, peak = _replaced(best, candidate), max(candidate.timeline.peak_activations)
         elif offload and best.offloaded:
             offload = False
         else:
@@ -223,13 +223,15 @@ def lexicographic(best: Solution, options: Options, again: Callable[[SolveTask, 
     return best
 
 
-def _replaced(best: Solution, found: Solution) -> Solution:
+def _replaced(best: Solution, candidate: Solution) -> Solution:
     """``found``, no slower, as an answer to the task of ``best``."""
-    wall_s, improvements = best.wall_s + found.wall_s, best.improvements
-    if not at_most(best.value, found.value):
-        last = replace(found.improvements[-1], wall_s=wall_s, lower_bound=best.lower_bound)
+    wall_s, improvements = best.wall_s + candidate.wall_s, best.improvements
+    if not at_most(best.value, candidate.value):
+        last = replace(candidate.improvements[-1], wall_s=wall_s, lower_bound=best.lower_bound)
         improvements = (*improvements, last)
-    return replace(best, schedule=found.schedule, timeline=found.timeline, wall_s=wall_s, improvements=improvements)
+    return replace(
+        best, schedule=candidate.schedule, timeline=candidate.timeline, wall_s=wall_s, improvements=improvements
+    )
 
 
 def solve(task: SolveTask, options: Options | None = None, on_progress: OnProgress | None = None) -> Solution:
@@ -387,11 +389,11 @@ class Portfolio:
 
     # -- jobs ---------------------------------------------------------------------------------------------------------
 
-    def _job(self, number: int, kind: type[Job], seconds: float, **more: Any) -> Job:
+    def _job(self, number: int, kind: type[Job], seconds: float, **options: Any) -> Job:
         return kind(
             task=number,
             seconds=seconds,
-            **{"seed": self.options.seed, **more},
+            **{"seed": self.options.seed, **options},
             reproducible=self.options.reproducible,
             bound=self.incumbent.bounds[number],
         )
@@ -456,9 +458,9 @@ class Portfolio:
 
     def _exact(self, number: int, seconds: float) -> Iterator[Job]:
         """The exact model from what is known, which a graph of stages needs."""
-        known = self.incumbent.known.get(number)
-        if known is not None or self.tasks[number].placement.is_plain_chain:
-            start = known.schedule if known else None
+        incumbent = self.incumbent.known.get(number)
+        if incumbent is not None or self.tasks[number].placement.is_plain_chain:
+            start = incumbent.schedule if incumbent else None
             yield self._job(number, Exact, seconds, start=start, workers=_EXACT_WORKERS)
 
     def _neighbourhood(self) -> Job | None:

@@ -64,7 +64,7 @@ class SolveTask:
         placement = self.placement
         return self._limits(max, [max(extra[s] for s in placement.stages_of(r)) for r in range(placement.num_ranks)])
 
-    def _limits(self, share_of: Callable[[list[float]], float], taken: Sequence[float]) -> tuple[float, ...]:
+    def _limits(self, share_of: Callable[[list[float]], float], workspace: Sequence[float]) -> tuple[float, ...]:
         limits = [self.memory_limit] * self.placement.num_ranks
         if self.costs.memory_limit_bytes:
             static = static_bytes(self.placement, self.costs)
@@ -73,7 +73,7 @@ class SolveTask:
                     [rank_share(self.placement, self.costs, rank, k) for k in range(self.placement.num_flows)]
                 )
                 if share > 0:
-                    limits[rank] = min(limits[rank], (allowed - static[rank] - taken[rank]) / share)
+                    limits[rank] = min(limits[rank], (allowed - static[rank] - workspace[rank]) / share)
         return tuple(limits)
 
     def seconds(self, timeline: Timeline) -> float:

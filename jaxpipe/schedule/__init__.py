@@ -70,7 +70,7 @@ __all__ += ["eager_one_f_one_b", "gpipe", "interleaved_one_f_one_b", "one_f_one_
 
 
 def __getattr__(name: str) -> Any:
-    """What of ``__all__`` is not imported above."""
+    """Import a name of ``__all__`` that is not imported above."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{'search_orders' if name == 'best_schedule' else 'families'}"), name)

@@ -1,4 +1,4 @@
-"""What a search may spend: seconds of the clock, or deterministic ones."""
+"""Budgets that limit a search: seconds of the clock, or deterministic ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a schedule costs: seconds and bytes per stage, links between ranks, the link to the host.
+"""Hold what a schedule costs: seconds and bytes per stage, links between ranks, the link to the host.
 
 A :class:`CostProfile` is measured (:mod:`jaxpipe.cost`), computed from shapes, or made of unit costs. Units: seconds and
 bytes; a profile made by :meth:`CostProfile.uniform` uses whatever unit its caller means, with activations in units of one
@@ -183,7 +183,7 @@ class CostProfile:
         return values
 
     def with_values(self, name: str, values: Sequence[float]) -> CostProfile:
-        """With other :meth:`values` of that name, which may be a new one."""
+        """Return a copy with other :meth:`values` of that name, which may be a new one."""
         if name in PER_STAGE_FIELDS:
             changed: dict[str, Any] = {name: tuple(values)}
             return replace(self, **changed)

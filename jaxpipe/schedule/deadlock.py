@@ -52,7 +52,8 @@ def _holding(graph: DependencyGraph, run: Run, slot: int) -> int | None:
 
 
 def _waited_for(graph: DependencyGraph, run: Run, slot: int) -> list[int]:
-    """What holds ``slot``; else the members of its group that are not at the head of their lane, or are held there."""
+    """Return the slots that block ``slot``; else the members of its group that are not at the head of their lane, or are
+    held there."""
     held = _holding(graph, run, slot)
     if held is not None:
         return [held]

@@ -1,4 +1,4 @@
-"""What each slot of a schedule waits for, as integers: the graph that checker, simulator and lowering share.
+"""Compute what each slot of a schedule waits for, as integers: the graph that checker, simulator and lowering share.
 
 Slots are numbered 0..n-1, rank after rank in row order; transfers between ranks get the numbers from n on, so that one list
 of numbers says what a slot waits for. Everything comes from :class:`~jaxpipe.schedule.ir.OpSpec`; no op is named here.
@@ -136,7 +136,7 @@ class DependencyGraph:
 
 @dataclass(slots=True)
 class _OpIndex:
-    """Where the actions of one op are: ``single[stage * m + microbatch]`` is a slot or -1; groups are in ``members``."""
+    """Slots of the actions of one op: ``single[stage * m + microbatch]`` is a slot or -1; groups are in ``members``."""
 
     spec: OpSpec
     single: list[int]
@@ -147,7 +147,7 @@ class _Source(NamedTuple):
     """An op that may satisfy a wait, and the stage whose boundary then moves (None: nothing moves). ``barrier``: on a group,
     all ranks are waited for."""
 
-    found: _OpIndex
+    index: _OpIndex
     boundary: int | None
     barrier: bool
 
@@ -318,9 +318,9 @@ class _Builder:
         for rule in self.rules.get((action.op, action.stage)) or self._open_rules(action):
             for i in numbers if rule.alike else self.schedule.placement.covering(action.stage, numbers[0], rule.stage):
                 for source in rule.sources:
-                    dep = source.found.single[rule.base + i]
-                    if dep < 0 and source.found.members:
-                        members = source.found.members.get(rule.base + i)
+                    dep = source.index.single[rule.base + i]
+                    if dep < 0 and source.index.members:
+                        members = source.index.members.get(rule.base + i)
                         if members and source.barrier:
                             waits += self._barrier(members, source, rule.stage, i, rank)
                             break
@@ -364,7 +364,7 @@ class _Builder:
 
     def _transfer(self, producer: int, source: _Source, stage: int, i: int, dst: int, barrier: bool = False) -> int:
         """Number of the transfer that brings this boundary to ``dst``; a new one unless another consumer asked already."""
-        op, boundary = source.found.spec.name, stage if source.boundary is None else source.boundary
+        op, boundary = source.index.spec.name, stage if source.boundary is None else source.boundary
         key = (producer, dst, boundary, op, i)
         number = self.made.get(key)
         if number is None:

@@ -1,4 +1,4 @@
-"""What rows alone say of a schedule: its placement and its number of microbatches.
+"""Infer a schedule's placement and its number of microbatches from its rows alone.
 
 For files that hold no more than rows: PyTorch's CSV, ``rank N:`` lines without a header, JSON with ``rows`` only. Stages are
 taken for a chain; a stage runs where its actions stand, for one flow of microbatches or two.

@@ -86,12 +86,12 @@ class OpSpec:
 
     @property
     def is_joint(self) -> bool:
-        """Whether the ranks of a group start it together."""
+        """Return whether the ranks of a group start it together."""
         return self.together and self.sends != "none"
 
     @property
     def is_sync(self) -> bool:
-        """Whether it computes nothing and only waits."""
+        """Return whether it computes nothing and only waits."""
         return not self.cost
 
 
@@ -141,7 +141,7 @@ def op_spec(name: str) -> OpSpec:
 
 
 def is_op(name: str) -> bool:
-    """Whether an op called ``name`` is registered, here or by an installed package."""
+    """Return whether an op called ``name`` is registered, here or by an installed package."""
     if name not in _REGISTRY:
         load_installed("jaxpipe.ops", OpSpec, _register_installed)
     return name in _REGISTRY

@@ -175,7 +175,7 @@ def _is_said(name: str, value: Any) -> bool:
 
 @cache
 def _fields(record: Any) -> dict[str, tuple[str, Any, bool]]:
-    """By key: name and type of the field of ``record``, and whether it must be given."""
+    """Return, by JSON key, the name and type of the field of ``record``, and whether it is required."""
     hints = get_type_hints(record)
     return {
         _KEYS.get(f.name, f.name): (f.name, hints[f.name], f.default is MISSING and f.default_factory is MISSING)

@@ -119,7 +119,7 @@ def slot_units(placement: Placement, costs: CostProfile) -> Callable[[int, Slot]
 
 
 def _change(op: str, amount: Callable[[str], _Number]) -> tuple[_Number, _Number]:
-    """What an action takes at its start and at its end, where a field takes ``amount(field)``."""
+    """Return what an action takes at its start and at its end, where a field takes ``amount(field)``."""
     change: dict[str, _Number] = {"start": 0, "end": 0}
     for effect in op_spec(op).memory:
         change[effect.at] += effect.sign * amount(effect.field)

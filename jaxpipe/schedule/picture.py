@@ -41,7 +41,7 @@ def _line(row: list[tuple[int, int, str]], width: int) -> str:
 
 
 def _shown(timeline: Timeline, rank: int) -> list[Event]:
-    """What takes time on the compute lane."""
+    """Return the events that take time on the compute lane."""
     return [e for e in timeline.of(rank, "compute") if e.end_s > e.start_s]
 
 

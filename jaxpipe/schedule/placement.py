@@ -122,7 +122,7 @@ class Placement:
 
     @property
     def has_spans(self) -> bool:
-        """Whether some stage runs once for several microbatches."""
+        """Return whether some stage runs once for several microbatches."""
         return any(g != 1 for g in self.span)
 
     def covering(self, stage: int, number: int, other: int) -> range:
@@ -131,7 +131,7 @@ class Placement:
         return range(number * span // other_span, -(-(number + 1) * span // other_span))
 
     def is_shared(self, stage: int) -> bool:
-        """Whether several ranks run ``stage`` for one microbatch."""
+        """Return whether several ranks run ``stage`` for one microbatch."""
         return any(len(flow[stage]) > 1 for flow in self.flows)
 
     def ranks(self, stage: int, microbatch: int) -> Group:
@@ -174,12 +174,12 @@ class Placement:
 
     @property
     def is_v(self) -> bool:
-        """Whether it is that of :func:`v_shape`."""
+        """Return whether it is that of :func:`v_shape`."""
         return self == v_shape(self.num_ranks)
 
     @property
     def is_plain_chain(self) -> bool:
-        """Whether the stages form a chain, each on one rank, and none has a span."""
+        """Return whether the stages form a chain, each on one rank, and none has a span."""
         is_simple_chain = self.is_chain and not self.has_spans and not self.detached
         return is_simple_chain and not any(map(self.is_shared, range(self.num_stages)))
 

@@ -124,8 +124,8 @@ class Problem:
 
     @cached_property
     def tables(self) -> Tables:
-        """What the clock looks up, in the order of codes; F takes ``reserved``. B and BW are ready under the code of the B,
-        and W under none: a W may run once its B has."""
+        """Build what the clock looks up, in the order of codes; F takes ``reserved``. B and BW are ready under the code of
+        the B, and W under none: a W may run once its B has."""
         n, m, stages = self.num_replicas, self.num_microbatches, self.placement.num_stages
         feeds: list[tuple[Feed, ...]] = [()] * (4 * n)
         links: dict[tuple[int, int], int] = {}

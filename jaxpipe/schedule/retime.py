@@ -65,7 +65,7 @@ class Draft:
         )
 
     def key(self, objective: Objective = "makespan") -> tuple[float, float, float]:
-        """What is minimised, of this draft."""
+        """Return what is minimised, of this draft."""
         return order_key(objective, self.makespan, self.span, self.peak)
 
 
@@ -210,6 +210,6 @@ def best_of(
 
 
 def order_key(objective: Objective, makespan: float, span: float, peak: float) -> tuple[float, float, float]:
-    """What is minimised: the objective, the other of makespan and span, the peak."""
+    """Return what is minimised: the objective, the other of makespan and span, the peak."""
     first, second = (makespan, span) if objective == "makespan" else (span, makespan)
     return nine_digits(first), nine_digits(second), nine_digits(peak)

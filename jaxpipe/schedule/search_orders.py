@@ -145,14 +145,14 @@ class _Search:
         return peak
 
     def _promising(self, order: Callable[[Candidate], tuple[float, ...]], most: int) -> list[Candidate]:
-        """What needs too much memory and is faster than the best so far, without repetition."""
+        """Return distinct candidates that need too much memory and are faster than the best so far."""
         by_rows: dict[object, Candidate] = {}
         for candidate in sorted(filter(self._promises, self.too_large), key=order):
             by_rows.setdefault(candidate.schedule.rows, candidate)
         return list(by_rows.values())[:most]
 
     def _promises(self, candidate: Candidate) -> bool:
-        """Whether the candidate is faster than the best so far; no offload makes it faster than it is."""
+        """Return whether the candidate is faster than the best so far; no offload makes it faster than it is."""
         key = self._key(candidate)[:2]
         return key[0] < self.beat and (self.best is None or key < self._key(self.best)[:2])
 
@@ -178,15 +178,15 @@ class _Search:
             self.refused.add(replace(setting, group=None))
 
     def _is_too_large(self, setting: Setting, peak: float) -> bool:
-        """Whether a peak is above the limit, which is then a reason."""
+        """Return whether a peak is above the limit, which is then a reason."""
         if at_most(peak, self.task.memory_limit):
             return False
         self.reasons.append(f"{setting.family} needs {peak:g} activations, limit {self.task.memory_limit:g}")
         return True
 
     def _known_peak(self, setting: Setting, costs: CostProfile) -> float:
-        """What the setting holds at least: its family's closed form, which is for the family's own group, where nothing may be
-        offloaded."""
+        """Return a lower bound on the setting's peak: its family's closed form, which is for the family's own group, where
+        nothing may be offloaded."""
         peak_of = FAMILIES[setting.family].peak_activations
         unlike = setting.group is not None or self.task.may_offload(costs) or len(set(costs.residual_bytes)) > 1
         return (
@@ -201,8 +201,8 @@ class _Search:
             self.on_better(candidate)
 
     def _hopeless(self, setting: Setting) -> bool:
-        """Whether the family offloads and must not, a smaller group of it needs too much memory already, or no schedule of the
-        setting's placement is shorter than the best so far."""
+        """Return whether the family offloads and must not, a smaller group of it needs too much memory already, or no
+        schedule of the setting's placement is shorter than the best so far."""
         task = self.task
         if not self.refused.isdisjoint((setting.family, replace(setting, group=None))):
             return True

@@ -47,7 +47,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What is wanted.
+    """A request for a schedule.
 
     ``costs``: a profile, which fixes the number of stages; a function from placement to profile, which leaves it free; or
     None for unit costs. ``memory_limit``: peak activations allowed on a rank, in units of its share of one microbatch.
@@ -82,7 +82,7 @@ class Task:
         return self.costs
 
     def may_offload(self, costs: CostProfile) -> bool:
-        """Whether schedules may use the host's memory."""
+        """Return whether schedules may use the host's memory."""
         return any(costs.offload_s) or any(costs.load_s) if self.offload is None else self.offload
 
 

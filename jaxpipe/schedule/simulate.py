@@ -44,7 +44,7 @@ def simulate(schedule: Schedule, costs: CostProfile) -> Timeline:
 
 
 def simulate_graph(graph: DependencyGraph, costs: CostProfile, last_passages: Sequence[Passage] = ()) -> Timeline:
-    """The timeline of a graph, as :func:`simulate`. ``more``: of its last transfers, where costs do not tell them."""
+    """Return the timeline of a graph, like :func:`simulate`. ``last_passages``: of its last transfers, which costs do not give."""
     lanes_of: dict[object, Woven] = {}
     lanes = [_lanes(slot, costs, lanes_of) for slot in graph.slots]
     passages = [*_passages(graph.transfers[: len(graph.transfers) - len(last_passages)], costs), *last_passages]
@@ -53,7 +53,7 @@ def simulate_graph(graph: DependencyGraph, costs: CostProfile, last_passages: Se
 
 
 def _lanes(slot: Slot, costs: CostProfile, cache: dict[object, Woven]) -> Woven:
-    """The lanes of a slot; ``known`` holds those of slots of the same ops and stages."""
+    """Return the lanes of a slot; ``cache`` holds those of slots of the same ops and stages."""
     key = _key(slot)
     lanes = cache.get(key)
     if lanes is None:

@@ -182,7 +182,7 @@ class _Parser:
         return self._bare() if bare else self._whole()
 
     def _bare(self) -> Schedule:
-        """From ``rank`` lines alone."""
+        """Read a schedule from ``rank`` lines alone."""
         for key in filter(self.lines.get, _HEADERS):
             self._fail(*self.lines[key], f"a file with a line like this one must begin with the line '{FIRST_LINE}'")
         rows = [self._row(rank) for rank in range(len(self.lines))]

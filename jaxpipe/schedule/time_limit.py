@@ -16,8 +16,8 @@ class OutOfTimeError(Exception):
 
 
 def within(seconds: float | None, search: Callable[[], Found]) -> tuple[Found | None, bool]:
-    """What ``search`` returns, in which OutOfTimeError is raised after so many seconds (None: never), and whether it was. None
-    if time was up before the search began."""
+    """Return what ``search`` returns, in which OutOfTimeError is raised after so many seconds (None: never), and whether it
+    was. None if time was up before the search began."""
     if seconds is None or threading.current_thread() is not threading.main_thread():
         return search(), False
     result, searching, ended = None, [True], []

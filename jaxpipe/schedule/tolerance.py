@@ -1,4 +1,4 @@
-"""What is equal but for rounding, said once.
+"""Compare times and memory up to rounding, by one rule everywhere.
 
 *Times* are sums of durations in double precision: 10⁶ terms in another order differ by 10⁻¹⁰ of the sum at most, and no cost
 is measured to better than 10⁻⁴. *Memory* is sums and differences of sizes against a limit that people type with a few digits
@@ -17,12 +17,12 @@ MEMORY = 1e-9
 
 
 def close(a: float, b: float) -> bool:
-    """Whether two times are the same."""
+    """Return whether two times are the same up to rounding."""
     return a == b or abs(a - b) <= TIME * max(abs(a), abs(b))
 
 
 def at_most(x: float, most: float) -> bool:
-    """Whether ``x`` is no more than ``most``: a level and its limit, or a time and a bound (both ≥ 0)."""
+    """Return whether ``x`` is no more than ``most``: a level and its limit, or a time and a bound (both ≥ 0)."""
     return x <= most * (1 + MEMORY)
 
 

@@ -15,7 +15,8 @@ from jaxpipe.schedule.problem import BW, B, F, Problem, W
 
 
 def compact(problem: Problem, cell_of: Mapping[int, int]) -> list[list[int]]:
-    """Rows of codes after the walk over the ``given`` cells; memory counts every stage as one (chunks), peak as given."""
+    """Return rows of codes after the walk over the cells ``cell_of`` the codes; memory counts every stage as one (chunks), and
+    the peak stays that of the cells."""
     m, n, stages = problem.num_microbatches, problem.num_replicas, problem.placement.num_stages
     width = max(cell_of.values()) + 3
     occupied = [bytearray(width) for _ in range(problem.num_ranks)]

@@ -240,7 +240,7 @@ class Beam:
         return tuple(column[sample] for column in columns)
 
     def _added(self, occupied: Array, at: Array) -> tuple[Array, Array]:
-        """Whether F's and their images that start there have room beside what is taken, and all of these cells."""
+        """Return whether F's and their images that start there have room beside what is taken, and all of these cells."""
         addition = self.cells[at]
         return self.free[at] & ((occupied & addition) == 0).all(-1), occupied | addition
 

@@ -75,7 +75,7 @@ class _Legs:
         self.over = over
 
     def earlier(self, after: Sequence[float]) -> list[float]:
-        """From the least time that follows a meeting at each cut, that which follows the meeting before.
+        """Return the least time that follows the meeting before, given the one that follows a meeting at each cut.
 
         It is min over y of max(over the top to y, around the turn to y) + after[y]. The former grows with y and the latter
         falls, so one running minimum from each side does it.
@@ -98,7 +98,7 @@ def _sums(seconds: Sequence[float], hops: Sequence[float]) -> list[float]:
 
 
 def _pair(legs: _Legs, top: Resident, starts: Sequence[float], lanes: int, distance: int, last: int) -> Confined:
-    """The lanes of ``last`` and of ``last − apart``, from their last meeting back to any of their first."""
+    """Bound the lanes of ``last`` and of ``last − distance``, from their last meeting back to any of their first."""
     m = top.count
     span, through = [0.0] * len(legs.cuts), [0.0] * len(legs.cuts)
     i, k = last - distance, last

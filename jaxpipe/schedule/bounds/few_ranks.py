@@ -168,7 +168,7 @@ class FewRanks:
         return [s for s, r in enumerate(self.rank_of) if r == rank]
 
     def _ends(self, rank: int, first: int, back: Sequence[float]) -> Ends:
-        """What follows ``rank``, if the F of stage ``first`` is what starts the search."""
+        """Return what follows the work of ``rank`` in a search that starts with the F of stage ``first``."""
         flow, of, s = self.flow, self.ticks.of, self._stages(rank)[0]
         if not self.span:
             return Ends(of(flow.head[first] + flow.tail[s]), of(flow.head[first]))
@@ -191,7 +191,7 @@ def _raised(orders: Orders | HostOrders, least: int, top: int, budget: Budget) -
 
 
 def late_for(budget: Budget, per_s: int, part: float = 1 / _PART_OF_TIME) -> Callable[[int], bool]:
-    """Whether a part of what is left is spent, by a search that tells how much it looked at."""
+    """Return a predicate of the moves that a search made: whether they spent their share of the remaining budget."""
     end = budget.left * (1 - part)
 
     def late(states: int) -> bool:

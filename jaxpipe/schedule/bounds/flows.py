@@ -37,7 +37,7 @@ class Flows:
         self.counts = [len(range(k, num_microbatches, placement.num_flows)) for k in range(used)]
 
     def chunks(self, rank: int) -> list[Visit]:
-        """What ``rank`` visits, flow by flow, stages ascending."""
+        """Return the stages that ``rank`` runs, flow by flow, ascending."""
         return [
             Visit(s, flow, count // self.placement.span[s])
             for flow, count in zip(self.all, self.counts, strict=True)
@@ -165,5 +165,5 @@ def _cheapest(costs: CostProfile, stage: int, parts: frozenset[str]) -> float:
 
 
 def _has_cost(costs: CostProfile, spec: OpSpec) -> bool:
-    """Whether a schedule with this op can be simulated under ``costs`` at all."""
+    """Return whether ``costs`` can price a schedule with this op."""
     return spec.cost in PER_STAGE_FIELDS or spec.cost in dict(costs.extra)

@@ -51,7 +51,7 @@ class HostOrders:
     count: int
 
     def least(self, most: float, width: int, late: Late) -> float:
-        """As :meth:`~jaxpipe.schedule.bounds.orders.Orders.least`."""
+        """Return what :meth:`~jaxpipe.schedule.bounds.orders.Orders.least` does, with the host lane."""
         return least_objective(self, {_Counts(): [(0, 0, 0)]}, most, width, late)
 
     def ended(self, n: _Counts) -> bool:

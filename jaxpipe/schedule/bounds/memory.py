@@ -277,7 +277,8 @@ def _released(x: Resident, starts: Sequence[float], j: int, excess: float, idle:
 
 
 def after_releases(x: Resident, starts: Sequence[float]) -> Confined:
-    """From the j-th F on, the F's j, j + 1, … have their B's start no earlier than a trip later, one after the other."""
+    """Bound a rank's work from its j-th F on: the F's j, j + 1, … have their B's start no earlier than a trip later, one
+    after the other."""
     span = through = 0.0
     for j, start in enumerate(starts):
         left = x.count - j

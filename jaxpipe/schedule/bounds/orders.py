@@ -59,7 +59,7 @@ class Kept:
 
 @dataclass(frozen=True, slots=True)
 class Ends:
-    """What a rank adds to the objective: ticks from the end of its last B, and from the end of its last action, to the
+    """Ticks that a rank adds to the objective: from the end of its last B, and from the end of its last action, to the
     objective's; −inf where it is not measured by that."""
 
     after_b: float
@@ -87,10 +87,10 @@ class Orders:
 
 
 class _Follows(Protocol[C]):
-    """What follows from what; states are told apart by counts of what has started."""
+    """Successors of the states of a search; states are told apart by counts of what has started."""
 
     def ended(self, counts: C, /) -> bool:
-        """Whether nothing is left."""
+        """Return whether no action is left to start."""
 
     def next(self, counts: C, states: Sequence[State], /) -> Iterator[tuple[C, list[State]]]:
         """Every action that may follow, and the states after it."""
@@ -99,11 +99,11 @@ class _Follows(Protocol[C]):
         """The states that may still end by ``most``."""
 
     def objective(self, state: State) -> float:
-        """Of a state from which nothing is left."""
+        """Return the objective, in ticks, of a state without actions left."""
 
 
 def least_objective(search: _Follows[C], layer: dict[C, list[State]], most: float, width: int, late: Late) -> float:
-    """As :meth:`Orders.least`, from the states of ``layer``."""
+    """Search like :meth:`Orders.least`, from the states of ``layer``."""
     best = inf
     while layer:
         after: dict[C, list[State]] = {}
@@ -125,7 +125,7 @@ _Counts = tuple[int, ...]
 
 
 class _Search:
-    """What follows from what."""
+    """Successors of a state: the next F, B or W of any rank."""
 
     def __init__(self, orders: Orders) -> None:
         self.orders = orders
@@ -229,7 +229,7 @@ class _Search:
 
 
 def _pushed(x: list[int], mine: Sequence[int], end: int) -> State:
-    """With a rank busy until ``end``."""
+    """Return the state with a rank busy until ``end``."""
     for i in mine:
         if x[i] < end:
             x[i] = end

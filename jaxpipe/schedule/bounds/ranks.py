@@ -53,7 +53,7 @@ def _run(flow: Flow, stage: int, top: Resident) -> Run:
 
 
 def residents(flows: Flows, rank: int) -> list[Resident]:
-    """What ``rank`` does and holds, flow by flow, stages ascending."""
+    """Return what ``rank`` does and holds, flow by flow, stages ascending."""
     visits, stays = flows.chunks(rank), []
     for number, flow in enumerate(flows.all):
         mine = [v for v in visits if v.flow is flow]

@@ -1,4 +1,4 @@
-"""What a rank does and holds for the microbatches of one stage, and what is said about a rank's time."""
+"""Records of a rank's work and memory for the microbatches of one stage, and of bounds on a rank's time."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Resident:
-    """What a rank does and holds for each of ``count`` microbatches of one stage and flow.
+    """Work and memory of a rank for each of ``count`` microbatches of one stage and flow.
 
     ``f_s``, ``b_s`` (up to the cotangent), ``back_s`` (B and W, or a cheaper BW); ``trip_s``: least time from F's start to
     B's. ``in_s``, ``out_s``: when F and B can start, counted from F of the flow's first stage on this rank. ``leaves``: units

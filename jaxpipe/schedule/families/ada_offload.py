@@ -149,6 +149,7 @@ class _Search:
         return self.plans(rows).free_within(self.limit, sparing=True)
 
     def fits(self, rows: CodeRows) -> bool:
-        """Whether an order fits if all that may leave is away as soon as it is made: what is held are the W's outstanding."""
+        """Return whether an order fits if all that may leave is away as soon as it is made: what is held are the W's
+        outstanding."""
         nothing = tuple(0.0 for _ in self.problem.held)
         return max(peaks(replace(self.problem, held=nothing), rows), default=0.0) <= self.most

@@ -1,4 +1,4 @@
-"""What a schedule family is: a named rule that turns sizes (and costs) into a :class:`~jaxpipe.schedule.ir.Schedule`.
+"""Define a schedule family: a named rule that turns sizes (and costs) into a :class:`~jaxpipe.schedule.ir.Schedule`.
 
 A family is a function under :func:`family`, which checks what it is given, reads its options off its signature and puts it
 into the table :data:`FAMILIES`. The files of this folder are found there by ``registry.py``; one from outside registers when it
@@ -71,8 +71,8 @@ def _load_installed() -> None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Families(Mapping[str, Family]):
-    """Of the table those with or without passes of vocabulary layers, read only, by name. Listing them, or looking for a name
-    that the table lacks, first loads what installed packages add."""
+    """View of the table: the families with or without passes of vocabulary layers, read only, by name. Listing them, or
+    looking for a name that the table lacks, first loads what installed packages add."""
 
     vocabulary: bool
 

@@ -110,7 +110,7 @@ def generate(
 def _made_outside(
     family: Family, ranks: int, microbatches: int, chunks: int | None, options: Mapping[str, Any]
 ) -> Schedule:
-    """What a family that is not ours makes: a valid schedule of its placement, or a line that says why not."""
+    """Return what a custom family makes: a valid schedule of its placement, or a line that says why not."""
     placement = family.placement(ranks, chunks or family.default_chunks)
     try:
         schedule = family.function(ranks, microbatches, **options)

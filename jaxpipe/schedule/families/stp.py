@@ -171,7 +171,7 @@ def _best(
         return figures(simulate(made(shape), profile))
 
     def key(goal: Objective, shape: Shape) -> tuple[float, ...]:
-        """What is minimised: the peak above the limit, makespan and longest span (the goal first), peak."""
+        """Return what is minimised: the peak above the limit, makespan and longest span (the goal first), peak."""
         return max(reached(shape)[-1], limit * (1 + MEMORY)), *order_key(goal, *reached(shape))
 
     most = max(1, int(min(ranks, 2 * limit * (1 + MEMORY) - 2 * ranks - 1)))

@@ -36,8 +36,8 @@ from jaxpipe.schedule.passes.backwards import slot_of
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What can be chosen. ``ahead``: forwards ahead, 1 to p. ``split``: so many of a rank's last slots of phase 4, at most r on
-    rank r, put W off.
+    """Choices that make an order. ``ahead``: forwards ahead, 1 to p. ``split``: so many of a rank's last slots of phase 4,
+    at most r on rank r, put W off.
 
     ``hasty``: the last so many BW0 are B0 alone, whose cotangents leave sooner. ``paired``: whether forwards of phase 2 run in
     pairs. ``first``: of the microbatches left out, whether the first ones are.

@@ -120,7 +120,7 @@ def best_adaptive_draft(
 
 
 def _beats(draft: Draft, enough: tuple[float, float]) -> bool:
-    """Whether makespan and span are no longer than these."""
+    """Return whether makespan and span are no longer than these."""
     return draft.makespan <= enough[0] * SLACK and draft.span <= enough[1] * SLACK
 
 

@@ -91,7 +91,7 @@ def best_v_draft(problem: Problem, limit: float, objective: Objective = "makespa
 
 
 def _longer(problem: Problem, short: Problem, at_p: Filled, limit: float, objective: Objective) -> Draft | None:
-    """What was found for few microbatches at 1F1B's memory, for all of them and under ``limit``."""
+    """Extend what was found for few microbatches at 1F1B's memory to all of them, under ``limit``."""
     fillings, most = [at_p], full_limit(problem)
     if limit > most + ROUNDING:
         filling = WeightFilling(short, limit)

@@ -132,7 +132,7 @@ def _spread(barriers: int, base: Callable[..., Placement] = one_to_one) -> Calla
 
 
 def _facts(barriers: int, base: Callable[..., Placement] = one_to_one, microbatches: int = 3) -> dict[str, Any]:
-    """What the families here are registered with. ``microbatches``: of the picture."""
+    """Return what the families here are registered with. ``microbatches``: of the picture."""
     picture = {"ranks": 2, "microbatches": microbatches}
     return {"placement": _spread(barriers, base), "vocabulary": True, "picture": picture}
 

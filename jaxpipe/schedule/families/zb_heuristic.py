@@ -262,10 +262,10 @@ def _drafts(retimer: Retimer, limit: float, peak: float) -> Iterator[Draft]:
         yield from block_drafts(problem, peak)
 
 
-def two_thirds_block(ranks: int, apart: int = 2) -> BuildingBlock:
-    """The block: two microbatches ``apart`` (2 or 4) cells from each other, every 6 cells."""
-    forward = tuple(tuple(start + r for r in range(ranks)) for start in (0, apart))
-    backward = tuple(tuple(start + 2 * ranks - 1 - r for r in range(ranks)) for start in (0, apart))
+def two_thirds_block(ranks: int, distance: int = 2) -> BuildingBlock:
+    """The block: two microbatches at a ``distance`` of 2 or 4 cells, every 6 cells."""
+    forward = tuple(tuple(start + r for r in range(ranks)) for start in (0, distance))
+    backward = tuple(tuple(start + 2 * ranks - 1 - r for r in range(ranks)) for start in (0, distance))
     after = tuple(tuple(cell + 1 for cell in row) for row in backward)
     return with_weight_gradients(BuildingBlock(one_to_one(ranks), 6, forward, backward, after))
 
@@ -274,7 +274,7 @@ def block_drafts(problem: Problem, limit: float) -> Iterator[Draft]:
     """The repeated block reordered with real costs within ``limit``; nothing if the block needs more."""
     finisher = Finisher(problem)
     tries = min(len(RECIPES), _BLOCK_ACTIONS // max(1, 3 * problem.num_ranks * problem.num_microbatches))
-    for apart in (2, 4):
-        draft = finisher.best(repeat(two_thirds_block(problem.num_ranks, apart), problem), limit, tries)
+    for distance in (2, 4):
+        draft = finisher.best(repeat(two_thirds_block(problem.num_ranks, distance), problem), limit, tries)
         if draft is not None:
             yield draft

@@ -23,7 +23,7 @@ FORWARD, BACKWARD = "F", "BW"
 
 
 class Kind(NamedTuple):
-    """What the actions of one block of codes are: ``op`` of ``stage`` for the microbatches of ``flow``, on ``ranks``. An action
+    """Meaning of one block of codes: ``op`` of ``stage`` for the microbatches of ``flow``, on ``ranks``. An action
     of a stage with a span has the code of its first microbatch."""
 
     op: str

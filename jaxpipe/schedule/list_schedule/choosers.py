@@ -59,7 +59,7 @@ def run(problem: Problem, chooser: Chooser, limit: float = NEVER) -> Draft | Non
 
 
 def least_limit(problem: Problem) -> float:
-    """What one microbatch needs on the rank where it needs most, in units of one rank's share: below it nothing fits."""
+    """Return what one microbatch needs on the rank where it needs most, in units of one rank's share: below it nothing fits."""
     return max(sum(problem.reserved[q] for q in problem.replicas_of(r)) for r in range(problem.num_ranks))
 
 

@@ -22,7 +22,8 @@ ROUNDING = 1e-9
 
 
 class Feed(NamedTuple):
-    """What the end of an action sends to ``rank``: the codes ``own code + gap`` for each of ``gaps`` are one input nearer.
+    """Message that the end of an action sends to ``rank``: the codes ``own code + gap`` for each of ``gaps`` are one input
+    nearer.
 
     ``link``: number of the directed pair of ranks that the transfer occupies for ``occupied_s``; -1 where nothing is sent.
     ``seconds``: from its start until it has arrived.
@@ -37,7 +38,7 @@ class Feed(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Tables:
-    """What the clock looks up. A code is ``kind * num_microbatches + microbatch``; one entry a kind (op and replica).
+    """Tables that the clock reads. A code is ``kind * num_microbatches + microbatch``; one entry a kind (op and replica).
 
     ``ranks``: who runs it, together if they are several. ``seconds``: how long. ``change``: memory that its rank holds more
     once it has started, what its end gives back already taken off. ``feeds``: what its end makes ready. ``needs``: inputs

@@ -157,7 +157,7 @@ class _Known:
 
 
 def filling(clock: Clock, problem: Problem, fixed: _Known, limit: float, rules: Rule | Phases) -> Choose:
-    """The chooser that fills ``known`` by ``rules`` within ``limit``, in units of a rank's share of one microbatch."""
+    """Return the chooser that fills the ``fixed`` order by ``rules`` within ``limit``, in units of a rank's share of one microbatch."""
     m, n, stages = problem.num_microbatches, problem.num_replicas, problem.placement.num_stages
     first_b, first_w, first_bw, to_w, to_b = B * n * m, W * n * m, BW * n * m, (W - B) * n * m, (B - BW) * n * m
     reserved, seconds, room = problem.reserved, clock.tables.seconds, limit * SLACK
@@ -179,7 +179,7 @@ def filling(clock: Clock, problem: Problem, fixed: _Known, limit: float, rules: 
         return max(0, most - started[last]) * reserved[last]
 
     def filler(r: int, now: float, gap: float) -> int:
-        """What to run while the head of the row is ``gap`` seconds away."""
+        """Return the code to run while the head of the row is ``gap`` seconds away."""
         best, at, soon = -1, len(rows[r]), now + tiny
         for queue in on_rank[r]:
             if started[queue] == len(queues[queue]):

@@ -28,8 +28,8 @@ GAPS = ((1.0, 1.0), (0.5, 0.5), (1.0, 0.5))
 
 
 def backward_tables(problem: Problem) -> Tables:
-    """What the clock looks up where time runs backwards, each feed the other way round; codes are those of ``problem``, without
-    BW."""
+    """Build what the clock looks up where time runs backwards, each feed the other way round; codes are those of
+    ``problem``, without BW."""
     forwards, n, m = problem.tables, problem.num_replicas, problem.num_microbatches
     sent = [(kind, kind + x.gaps[0] // m, x) for kind in range(W * n) for x in forwards.feeds[kind]]
     sent += [(B * n + k, W * n + k, Feed(problem.rank[k], -1, 0.0, 0.0, ())) for k in range(n)]
@@ -80,7 +80,7 @@ def _filling(clock: Clock, rows: CodeRows, room: float, gaps: list[float]) -> Ch
     head, done = [0] * len(rows), set[int]()
 
     def filler(r: int, now: float, gap: float) -> int:
-        """What to run while the head of the row is ``gap`` seconds away."""
+        """Return the code to run while the head of the row is ``gap`` seconds away."""
         best, at = -1, len(rows[r])
         for kind, queue in queues[r].items():
             if not queue or gap < least[kind] or place[queue[-1]] >= at or ready[queue[-1]] > now + tiny:

@@ -59,7 +59,7 @@ class ChainWithHost:
     def of(
         cls, q: Problem, tables: Tables, leaves: Sequence[float], room: Sequence[float], most_out: int | None
     ) -> ChainWithHost:
-        """From the tables of a problem, with O and L as its last two ops."""
+        """Build it from the tables of a problem, with O and L as its last two ops."""
         change, seconds = np.array(tables.change).reshape(6, -1), np.array(tables.seconds).reshape(6, -1)
         return cls(
             count=q.num_microbatches,
@@ -100,7 +100,7 @@ def play(chain: ChainWithHost, policies: Policies, until: float) -> tuple[Floats
 
 
 class _State:
-    """Where every policy is. Arrays are (P, S), or (P, 1) for what a policy's ranks share.
+    """State of the simulation of every policy. Arrays are (P, S), or (P, 1) for what a policy's ranks share.
 
     ``begun[op]``: actions that started. ``here``, ``back``: bits of what the rank holds since F, or again; ``gone``: of what
     the host has; ``may``: of what the policy lets leave. ``f_in``, ``b_in``: when the inputs of each microbatch arrive.
@@ -124,7 +124,7 @@ class _State:
         self.turning = (_ONE << np.maximum(self.near, 1).astype(np.uint64)) - _ONE
 
     def step(self, until: float) -> bool:
-        """What happens now, then the time of what happens next; whether any policy goes on."""
+        """Apply what happens now and move each clock to its next event; return whether any policy goes on."""
         self._end()
         self._compute()
         self._copies()

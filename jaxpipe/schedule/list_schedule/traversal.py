@@ -25,7 +25,7 @@ _LIMITS = ("in_flight", "in_flight_per_stage")
 
 @dataclass(frozen=True)
 class View:
-    """What checks and choosers see: what ``rank`` knows at the time it is asked.
+    """View of one rank for checks and choosers: what ``rank`` knows when it chooses.
 
     ``actions``: the placement and what codes mean. ``held[kind]``: microbatches in flight, by kind of F.
     ``_ended``: actions that have ended, on each rank, and of each op, stage and flow on it.
@@ -44,7 +44,7 @@ class View:
 
     @property
     def row(self) -> tuple[Action, ...]:
-        """What the rank has started, in order."""
+        """Return the actions that the rank has started, in order."""
         return tuple(map(self.actions.action, self.clock.rows[self.rank]))
 
     def done(self, op: str, stage: int) -> int:
@@ -120,7 +120,8 @@ class Traversal:
             yield f"choose is {self.choose!r}; want a function (view, ready) -> Action or None"
 
     def stage_order(self, op: str) -> tuple[bool, int]:
-        """Whether the latest stage goes first among actions of ``op``, and how many of a stage go in a row (0: no matter)."""
+        """Return whether the latest stage goes first among actions of ``op``, and how many of a stage go in a row (0: no
+        matter)."""
         direction, _, interval = {FORWARD: self.forward, BACKWARD: self.backward}.get(op, "breadth").partition(":")
         return direction == "depth", int(interval or 0)
 

@@ -151,7 +151,7 @@ class _Walk:
             self.interval[rank][op] = (at, streak + 1 if at == before and streak < interval else 1)
 
     def _why_stuck(self) -> str:
-        """What keeps the first microbatch that could go on."""
+        """Explain what keeps the first microbatch that could go on."""
         ready, now = self.clock.ready, self.clock.now + self.clock.tiny
         code = min((c for codes in self.waiting for c in codes), key=lambda c: (ready[c] > now, c % self.m, c))
         action, ranks = self.actions.action(code), self.kinds[code // self.m].ranks
@@ -165,7 +165,7 @@ class _Walk:
 
 
 def _by_rank(rules: Rules, placement: Placement) -> list[tuple[Traversal, float, Sequence[float]]]:
-    """Of each rank: its rule, and its limits in all and by stage (inf: none)."""
+    """Return the rule of each rank with its limits, in all and by stage (inf: none)."""
     ranks = range(placement.num_ranks)
     rule_of: dict[int, tuple[Traversal, float, Sequence[float]]] = {}
     for group, rule in rules.items() if isinstance(rules, Mapping) else [(ranks, rules)]:
@@ -193,7 +193,7 @@ def _each(name: str, limit: int | Sequence[int] | None, count: int, what: str) -
 
 
 def _called(function: Any, view: View, argument: Action | tuple[Action, ...]) -> Any:
-    """What a user's function answers: for one action, whether it may run."""
+    """Call a user's function; for one action it answers whether that may run."""
     try:
         answer = function(view, argument)
         return bool(answer) if isinstance(argument, Action) else answer

@@ -1,4 +1,4 @@
-"""Where W goes when the order of F and B is fixed: gaps are filled with real times, under a memory limit.
+"""Place each W where the order of F and B is fixed: gaps are filled with real times, under a memory limit.
 
 Input: F and B of all ranks as *one* list in which everything stands after what it waits for. :meth:`WeightFilling.fill`
 walks it once. Before an action that can't start yet, W that fit into the gap are run; where a W is longer than the gap, either

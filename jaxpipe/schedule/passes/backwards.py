@@ -76,7 +76,7 @@ def slot_of(actions: Iterable[Action]) -> tuple[Slot, ...]:
 
 
 def _parts(action: Action, fused: frozenset[tuple[int, int]]) -> Iterator[Action]:
-    """What stands for an action: itself, nothing (W is part of a BW), or other parts of the backward."""
+    """Return what replaces an action: itself, nothing (W is part of a BW), or other parts of the backward."""
     if (action.stage, action.microbatch) in fused:
         ops: tuple[str, ...] = {B.name: (BW.name,), W.name: ()}.get(action.op, (action.op,))
     else:

@@ -82,7 +82,7 @@ class _Search:
         self.taken: list[_Pair] = []
 
     def _better(self, timeline: Timeline) -> bool:
-        """Whether it is shorter within the limit, or as long and holds no more than the best so far."""
+        """Return whether it is shorter within the limit, or as long and holds no more than the best so far."""
         peak, now = max(timeline.peak_activations), max(self.timeline.peak_activations)
         if not at_most(self.timeline.makespan, timeline.makespan):
             return at_most(peak, self.limit)
@@ -121,14 +121,14 @@ class _Times:
         return max(end, self.times.get((moved.src, moved.action, True), (0.0, 0.0))[1])
 
     def together(self, rank: int, at: int) -> bool:
-        """Whether slot ``at + 1`` of a rank has all that it waits for when slot ``at`` begins, and that takes time."""
+        """Return whether slot ``at + 1`` of a rank has all that it waits for when slot ``at`` begins, and that takes time."""
         row, first = self.graph.schedule.rows[rank], self.graph.row_start[rank]
         begins, ends = self.times[rank, row[at], False]
         return ends > begins and all(at_most(self.ended(x), begins) for x in self.graph.waits[first + at + 1])
 
 
 def _candidates(schedule: Schedule, costs: CostProfile, timeline: Timeline, alike: bool) -> list[_Pair]:
-    """Of every rank, the pairs without a slot in common that may be braided and save most together, by place in the row."""
+    """Return, of every rank, the pairs without a slot in common that save most if braided, by place in the row."""
     times = _Times(schedule, timeline)
     gain = cache(partial(_gain, costs))
     candidates: list[_Pair] = []
@@ -148,7 +148,8 @@ def _gain(costs: CostProfile, *actions: tuple[str, int]) -> float:
 
 
 def _may(one: Slot, two: Slot, alike: bool) -> bool:
-    """Whether two slots, not braided yet, are an F and a backward of different microbatches; ``alike``: or any two of these."""
+    """Return whether two slots, not braided yet, are an F and a backward of different microbatches; ``alike``: or any two
+    of these."""
     if type(one) is not Action or type(two) is not Action or one.microbatch == two.microbatch:
         return False
     ops = {one.op, two.op}

@@ -31,7 +31,7 @@ from jaxpipe.schedule.tolerance import TIME, at_most
 
 @dataclass(frozen=True, slots=True)
 class StageOffload:
-    """What became of one stage on one rank: microbatches offloaded, microbatches not, and why not (empty: all left)."""
+    """Report on one stage on one rank: microbatches offloaded, microbatches not, and why not (empty: all left)."""
 
     rank: int
     stage: int
@@ -146,7 +146,7 @@ def without_offloads(schedule: Schedule) -> Schedule:
 
 
 def _report(plans: Plans, schedule: Schedule, after: Timeline) -> tuple[tuple[StageOffload, ...], float]:
-    """What became of every stage on every rank, and the offloaded part of all residuals."""
+    """Return the reports of every stage on every rank, and the offloaded part of all residuals."""
     stages = []
     gone = total = 0
     for life, peak in zip(plans.lives, after.peak_activations, strict=True):

@@ -143,7 +143,7 @@ class Plans:
         return min(met, key=lambda x: x[1].makespan, default=None)
 
     def _within_at(self, limit: float, speed: float) -> list[tuple[Schedule, Timeline]]:
-        """What meets the limit of the schedules planned for a host link so many times as fast as it is."""
+        """Return those within the limit of the schedules planned for a host link so many times as fast as it is."""
         tried = (self._with(self.aimed(target, 1 / speed)) for target in (limit, 0.0))
         return [x for x in tried if at_most(peak_of(x[1]), limit)]
 
@@ -172,7 +172,7 @@ def peak_of(timeline: Timeline) -> float:
 
 
 def _candidates(life: RankLife, fraction: float | None, stages: frozenset[int]) -> tuple[Resident, ...]:
-    """What may leave: residents of the stages of longest mean lifespan, as many as the fraction allows."""
+    """Return what may be offloaded: residents of the stages of longest mean lifespan, as many as the fraction allows."""
     by_stage = defaultdict[int, list[Resident]](list)
     for x in life.residents:
         if x.size > 0 and x.stage in stages:

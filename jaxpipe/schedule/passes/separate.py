@@ -91,7 +91,7 @@ class _Candidate:
         self.splits = sum(a.op == B.name for a in schedule.actions())
 
     def fits(self, limit: float, start: _Candidate) -> bool:
-        """Whether it keeps the limit and takes no longer than ``start``."""
+        """Return whether it keeps the limit and takes no longer than ``start``."""
         return at_most(self.peak, limit) and all(a <= b for a, b in zip(self.times, start.times, strict=True))
 
 

@@ -83,7 +83,7 @@ class Sent(NamedTuple):
 
 
 class Fusing(NamedTuple):
-    """That a B and its W may be one BW of so many ``ticks``. ``choice``: shared by the ranks of a group."""
+    """Choice to run a B and its W as one BW of so many ``ticks``. ``choice``: shared by the ranks of a group."""
 
     choice: int
     w: int
@@ -168,7 +168,7 @@ class Actions:
 
     @cached_property
     def followers(self) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """By action, what waits for it, and the ticks that its result takes."""
+        """Return, by action, what waits for it, and the ticks that its result takes."""
         followers: list[list[tuple[int, int]]] = [[] for _ in self.action]
         for n in range(len(self.action)):
             for x, lag in self.sources(n):
@@ -182,14 +182,14 @@ class Actions:
 
     @cached_property
     def kind(self) -> tuple[_Kind, ...]:
-        """By action, its op, stage, flow and rank."""
+        """Return, by action, its op, stage, flow and rank."""
         flows = self.task.placement.num_flows
         placed = zip(self.action, self.rank, strict=True)
         return tuple((a.op, a.stage, a.microbatch % flows, rank) for a, rank in placed)
 
     @cached_property
     def alike(self) -> Mapping[_Kind, list[int]]:
-        """By kind, its actions in the order of microbatches."""
+        """Return, by kind, its actions in the order of microbatches."""
         alike: dict[_Kind, list[int]] = {}
         for n in sorted(range(len(self.action)), key=lambda n: self.action[n].microbatch):
             alike.setdefault(self.kind[n], []).append(n)
@@ -207,8 +207,8 @@ class Actions:
 
     @cached_property
     def first_starts(self) -> Mapping[int, int] | None:
-        """By the first action of each rank, when it starts in every schedule; None where that depends on the order. Spans take
-        2 to 200 times as long to prove without.
+        """Return, by the first action of each rank, when it starts in every schedule; None where that depends on the order.
+        Spans take 2 to 200 times as long to prove without.
 
         On a chain of one flow a rank's first action is F of its lowest stage and microbatch 0. If that is so for all ranks on
         the way there, it starts as soon as it arrives.
@@ -229,7 +229,7 @@ class Actions:
         return starts
 
     def chosen(self, choice: int, starts: Starts) -> bool:
-        """Whether an O takes place, or a B is a full backward."""
+        """Return whether an O takes place, or a B is a full backward."""
         return starts[choice] >= 0 if choice in self.copies else starts[self.fusing[choice].w] < 0
 
     def end(self, n: int, starts: Starts) -> int:
@@ -264,13 +264,13 @@ class Actions:
         return with_slots(order, complete)
 
     def _gains(self, stage: int) -> bool:
-        """Whether a whole backward may take less time, or less memory, than B and W."""
+        """Return whether a fused backward may take less time, or less memory, than B and W."""
         costs = self.costs
         while_it_runs = costs.memory_limit_bytes and (costs.cotangent_bytes[stage] or costs.temp_bytes)
         return bool(while_it_runs) or not at_most(costs.b_s[stage] + costs.w_s[stage], costs.bw_s[stage])
 
     def _may_leave(self, forward: Action) -> bool:
-        """Whether what an F makes may go to the host, and memory is short where it is."""
+        """Return whether what an F makes may go to the host, and memory is short where it is."""
         if not self.task.offload or not self.placement.is_plain_chain:
             return False
         (rank,) = self.placement.ranks(forward.stage, forward.microbatch)
@@ -315,7 +315,7 @@ class Actions:
                 yield MemoryLimit(r, capacity, held)
 
     def _pieces(self, rank: int, activations: bool) -> Iterator[_Sized]:
-        """What is held on a rank, in bytes or activations."""
+        """Yield what is held on a rank, in bytes or activations."""
         flows = self.placement.num_flows
         shares = [rank_share(self.placement, self.costs, rank, flow) if activations else 1.0 for flow in range(flows)]
         for (stage, i), ops in self.ops[rank].items():
@@ -355,7 +355,7 @@ def _while(n: int, choice: int, holds: bool) -> Piece:
 
 
 def _residuals(ops: Mapping[str, int], held: float, may_leave: float, w_held: float) -> Iterator[_Sized]:
-    """What F makes until B ends, and what B keeps until W ends; see the module."""
+    """Yield what F makes until B ends, and what B keeps until W ends; see the module."""
     ends = {op: (n, True) for op, n in ops.items()}
     f, b, w = (ops["F"], False), ends.get("BW", ends.get("B")), ends.get("W")
     if w is None:
@@ -393,7 +393,7 @@ def schedule_of(actions: Actions, starts: Starts, name: str) -> tuple[Schedule, 
 
 
 def fitting(actions: Actions, starts: Starts, name: str) -> tuple[Schedule, Timeline] | None:
-    """As :func:`schedule_of`; None where the order is not valid or breaks a limit."""
+    """Return what :func:`schedule_of` does, or None where the order is not valid or breaks a limit."""
     with suppress(ScheduleError):
         solved = schedule_of(actions, starts, name)
         if actions.task.fits(solved[1]):
@@ -415,7 +415,7 @@ def starts_of(actions: Actions, timeline: Timeline) -> Starts | None:
 
 
 def starts_at(actions: Actions, begun: Iterable[tuple[Action, int, float]]) -> Starts | None:
-    """In ticks, of what starts on which rank at how many seconds; None if some of it is not among ``actions``.
+    """Convert starts by rank, in seconds, into ticks by action; None if some of it is not among ``actions``.
 
     A full backward that is not there is taken apart: B, and W right behind it.
     """

@@ -191,7 +191,7 @@ class ScheduleCache:
         return sum(map(self._remove, self._paths()))
 
     def _hits(self, paths: Iterable[Path], task: SolveTask) -> Iterator[Solution]:
-        """What entries are worth for ``task``, the most promising first."""
+        """Return the hits of all entries for ``task``, the most promising first."""
         crude, limits, ranked = CrudeProblem.of(task), task.limits(), []
         for path in paths:
             if (entry := self._read(path)) is not None:
@@ -202,7 +202,7 @@ class ScheduleCache:
                 yield hit
 
     def _retimed(self, path: Path, entry: CacheEntry, task: SolveTask) -> Solution | None:
-        """What an entry is worth for ``task``; None if it is not valid (with a notice) or does not keep the limits."""
+        """Retime an entry for ``task``; None if it is not valid (with a notice) or does not keep the limits."""
         with self._noticing(f"ignored {path}"):
             schedule = parse_schedule(entry.schedule)
             # the placement may go by another name
@@ -303,7 +303,7 @@ def entry_name(task: SolveTask) -> str:
 
 
 def _digest(data: object) -> str:
-    """Of the canonical JSON of ``data``; 20 hexadecimal digits."""
+    """Hash the canonical JSON of ``data``; 20 hexadecimal digits."""
     return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:20]
 
 

@@ -38,7 +38,8 @@ _LARGEST = 1 << 61
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """What starts in ``begin <= t < end`` (ticks) on ``ranks`` is free; with ``microbatches``, only those are."""
+    """Part of a schedule that is solved anew: what starts in ``begin <= t < end`` (ticks) on ``ranks`` is free; with
+    ``microbatches``, only those are."""
 
     begin: int
     end: int
@@ -122,7 +123,7 @@ class Formulation:
     # When.
 
     def _split(self, lane: Sequence[int]) -> tuple[list[int], list[int], list[int]]:
-        """What of a lane is fixed, inside and late, each in order."""
+        """Split a lane into what is fixed, inside the window and late, each in order."""
         if self.window is None:
             return [], list(lane), []
         start, size = self.start, self.actions.size
@@ -161,7 +162,7 @@ class Formulation:
         return ready <= min(self.end, start[copies.b]) + self.longest and start[copies.b] >= self.begin
 
     def _literals(self) -> Iterator[tuple[int, Any]]:
-        """What may not take place, and the literal of that: O and L of what stays, W of a full backward."""
+        """Return what may not take place, and the literal of that: O and L of what stays, W of a full backward."""
         for o, copies in self.actions.copies.items():
             if o in self.choices:
                 yield o, ~self.choices[o]
@@ -187,7 +188,7 @@ class Formulation:
         return shift
 
     def _slacks(self) -> dict[tuple[int, int], int]:
-        """By how much more the second of two ranks may move than the first, for what is late on both."""
+        """Return by how much more the second of two ranks may move than the first, for what is late on both."""
         actions, start, size = self.actions, self.start, self.actions.size
         slacks: dict[tuple[int, int], int] = {}
         waits = [(s, n, lag) for s in self.late for n, lag in actions.followers[s] if n in self.late]
@@ -221,7 +222,7 @@ class Formulation:
         return {n: at[actions.joint[n]] for n in sorted(self.inside | self.absent.keys())}
 
     def _lengths(self) -> Iterator[tuple[int, Any]]:
-        """What is as long as a choice says: a B that may be a BW, and its W."""
+        """Yield the actions whose length depends on a choice, and that length: a B that may be a BW, and its W."""
         size = self.actions.size
         for b, fusing in self.actions.fusing.items():
             is_fused = self.choices[fusing.choice]
@@ -324,7 +325,7 @@ class Formulation:
         return self.cp.new_fixed_size_interval_var(self.at[n], self.actions.size[n], "")
 
     def _takes(self) -> Iterator[tuple[int, tuple[Any, Any]]]:
-        """By L, a moment when no compute slot runs, and from when on it is counted."""
+        """Return, by L, a moment when no compute slot runs, and from when on it is counted."""
         for o, copies in self.actions.copies.items():
             gap, take = (self.cp.new_int_var(0, self.latest, "") for _ in range(2))
             self.cp.add_max_equality(take, [gap, self.end_of(o)])
@@ -373,7 +374,7 @@ class Formulation:
             self._cumulative(limit.capacity, held)
 
     def _held(self, piece: Piece) -> _Held | None:
-        """What of a piece falls into the window: from when, to when, and the literal on which it depends."""
+        """Return the part of a piece that falls into the window: from when, to when, and the literal on which it depends."""
         start, opened, closed = self.start, piece.opens, piece.closes
         if self.window is not None:
             if opened is not None and start[opened[0]] >= (self.end if self.by_order else self.end + self.longest):
@@ -474,7 +475,7 @@ class Formulation:
         return [n for n in middle if n not in inner]
 
     def _preferred(self) -> tuple[Any, int]:
-        """What is minimised among equals, and a number that is more than all that it can differ by."""
+        """Return what is minimised among equals, and a number that is more than all that it can differ by."""
         if not self.prefer:
             return 0, 1
         room, op = self.latest - self.begin, [a.op for a in self.actions.action]

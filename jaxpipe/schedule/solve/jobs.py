@@ -1,4 +1,4 @@
-"""What worker processes of the solver are asked to do, and what they answer.
+"""Jobs that the solver sends to its worker processes, and the answers they send back.
 
 A job is a frozen record, a class per kind; it travels as JSON by the types of its fields and does itself: ``run(task, tell)``.
 Schedules need no trust: whoever receives one checks and simulates it.
@@ -219,7 +219,7 @@ def to_line(message: Mapping[str, Any]) -> bytes:
 
 
 def tasks_line(tasks: Sequence[SolveTask], imports: Sequence[str]) -> bytes:
-    """What a worker hears first: its tasks, and the modules to import for what they register."""
+    """Return the first line to a worker: its tasks, and the modules to import for what they register."""
     return to_line({"tasks": [to_json(task) for task in tasks], "imports": list(imports)})
 
 

@@ -157,8 +157,8 @@ class NeighbourhoodSearch:
     # Which neighbourhoods.
 
     def _preference(self) -> Mapping[str, int]:
-        """What to prefer among equals. Without offload all early; with it F late and B early hold less, anything else leads
-        elsewhere."""
+        """Return what to prefer among equals. Without offload all early; with it F late and B early hold less, anything
+        else leads elsewhere."""
         if not self.actions.copies:
             return {a.op: 1 for a in self.actions.action}
         pick = self.random.choice
@@ -204,7 +204,7 @@ _COARSE_SHARE = 0.6
 
 @dataclass(frozen=True, slots=True)
 class ExactResult:
-    """What the model says of a task.
+    """Answer of the exact model to a task.
 
     ``value``: seconds of the simulated schedule, infinite without one. ``lower_bound``: seconds, infinite if no schedule keeps
     the limits; for every schedule if ``every_order``, else for those with microbatches in order (with offload, others may be
@@ -313,7 +313,7 @@ class _Search:
     def _solve(
         self, actions: Actions, budget: Budget, hint: Starts | None, lower: int, upper: int | None, strict: bool
     ) -> tuple[bool, float]:
-        """Whether CP-SAT found something, and its bound in ticks: infinite if there is nothing."""
+        """Return whether CP-SAT found a solution, and its bound in ticks: infinite if there is nothing."""
         model = Formulation(actions, ordered=self.ordered, strict=strict, lower=lower, upper=upper)
         if hint is not None:
             model.hint(hint)

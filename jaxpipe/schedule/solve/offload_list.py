@@ -59,7 +59,7 @@ _LOOSE = 1 + 1e-6  # more than what rounding to nine digits takes
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """What a rank prefers.
+    """Preferences of the ranks in a list schedule with offload.
 
     ``caps``: per replica, the most microbatches between the start of F and the start of B. ``away``: per replica and microbatch
     of it, whether it may leave while memory is short. ``near``: so many of a stage that turn back next don't leave, and come
@@ -171,7 +171,7 @@ class _Shop:
         self.chain = ChainWithHost.of(problem, self.tables, self.leaves, room, out) if plays_at_once else None
 
     def scores(self, policies: Sequence[Policy], give_up: float) -> list[_Score]:
-        """What each policy comes to; inf for one that gets stuck or takes longer than ``give_up`` seconds."""
+        """Return the score of each policy; inf for one that gets stuck or takes longer than ``give_up`` seconds."""
         if self.chain is None:
             played = [_Play(self, x).run(give_up * _LOOSE) for x in policies]
         else:
@@ -233,7 +233,7 @@ class _Play:
         return fitting(self.shop.actions, self.shop.starts(self.started), "offload-list")
 
     def _choose(self, rank: int, now: float) -> int:
-        """What a rank or a host lane starts; lanes have the numbers from p on."""
+        """Choose what a rank or a host lane starts; lanes have the numbers from p on."""
         while self.running and self.running[0][0] <= now:
             self._ended(*heapq.heappop(self.running)[1:])
         p, clock = self.q.num_ranks, self.clock
@@ -314,7 +314,7 @@ class _Play:
         return max((self.shop.leaves[k] for k, i in turning if self.where[k][i][0] == O), default=0.0)
 
     def _better_wait(self, r: int, end: float, now: float) -> bool:
-        """Whether something that could run arrives before ``end``."""
+        """Return whether something that could run arrives before ``end``."""
         return any(now < at < end for k in self.shop.mine[r] for at in (self._b_at(k), self._f_at(r, k)))
 
     # Copies.
@@ -376,8 +376,8 @@ class _Draws:
         self.fixed = (Policy(self._caps(factor), self.every, near, fused=fused) for near, fused, factor in settings)
 
     def some(self, most: int) -> list[Policy]:
-        """What to play next: a few fixed ones, which suffice where the lane keeps up; then drawn ones and changes, without
-        end."""
+        """Yield policies to play next: a few fixed ones, which suffice where the lane keeps up; then drawn ones and
+        changes, without end."""
         size = min(self.size, most)
         drawn = 1.0 if not self.elite or self.kept < _FIRST_LOTS * (self.size - 1) else self.drawn
         return list(islice(self.fixed, size)) or [
@@ -386,7 +386,7 @@ class _Draws:
 
     @property
     def give_up(self) -> float:
-        """What no policy is played for any longer."""
+        """Return the seconds after which a policy is given up."""
         return self.elite[-1][0].order[0] if len(self.elite) == self.most_elite else inf
 
     def keep(self, scores: Sequence[_Score], policies: Sequence[Policy]) -> None:
@@ -433,7 +433,7 @@ class _Draws:
 
     @property
     def most(self) -> int:
-        """In flight, whatever a policy says."""
+        """Return how many microbatches of a replica any policy may have in flight."""
         count = self.shop.task.num_microbatches
         return count if self.shop.chain is None else min(count, MOST_IN_FLIGHT)
 

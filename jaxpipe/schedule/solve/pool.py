@@ -187,7 +187,8 @@ class Worker:
         self.send(Answer(job=number, task=job.task, done=True, error=error))
 
     def _import(self, modules: Iterable[str]) -> None:
-        """What the caller imported. Without one of them the families and ops it registers are not known here, no more."""
+        """Import what the caller imported. Without one of them the families and ops it registers are not known here, no
+        more."""
         for module in modules:
             try:
                 import_module(module)

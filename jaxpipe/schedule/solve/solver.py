@@ -106,7 +106,7 @@ class Incumbent:
 
     @property
     def lower_bound(self) -> float:
-        """Of the problem: the least of the placements' bounds."""
+        """Return a lower bound for the problem: the least of the placements' bounds."""
         return min(self.bounds)
 
     @property
@@ -151,7 +151,7 @@ class Incumbent:
             self.on_progress(progress, schedule)
 
     def _key(self, makespan: float, span: float, peak: float, offloads: int) -> tuple[float, ...]:
-        """What is minimised, in order: as the objective says, then what any user would rather have less of."""
+        """Return what is minimised, in order: as the objective says, then what any user would rather have less of."""
         first, then = self.tasks[0].order(makespan, span)
         least = nine_digits(peak), float(offloads)
         return (first, *least, then) if self.tasks[0].objective == "lexicographic" else (first, then, *least)
@@ -224,7 +224,7 @@ def lexicographic(best: Solution, options: Options, again: Callable[[SolveTask, 
 
 
 def _replaced(best: Solution, candidate: Solution) -> Solution:
-    """``found``, no slower, as an answer to the task of ``best``."""
+    """Return ``candidate``, no slower, as an answer to the task of ``best``."""
     wall_s, improvements = best.wall_s + candidate.wall_s, best.improvements
     if not at_most(best.value, candidate.value):
         last = replace(candidate.improvements[-1], wall_s=wall_s, lower_bound=best.lower_bound)
@@ -300,7 +300,7 @@ def solve_cached(
 
 
 def _is_answer(hit: Solution, tell: Callable[[str, object], None]) -> bool:
-    """Whether a hit is proven optimal: anew and at once, or by a stored bound that no family contradicts."""
+    """Return whether a hit is proven optimal: anew and at once, or by a stored bound that no family contradicts."""
     task, bound = hit.task, hit.lower_bound
     if hit.status != "optimal" or task.objective == "lexicographic":
         return False
@@ -323,7 +323,7 @@ def bound_of(task: SolveTask) -> float:
 
 
 def _in_steps(task: SolveTask) -> bool:
-    """Whether F, B and W of a chain take equally long and copies no less, where offload is searched rank by rank."""
+    """Return whether F, B and W of a chain take equally long and copies no less, where offload is searched rank by rank."""
     costs, one = task.costs, task.placement.is_plain_chain and task.placement.num_chunks == 1
     equal = len({*costs.f_s, *costs.b_s, *costs.w_s}) == 1 and min((*costs.offload_s, *costs.load_s)) >= costs.f_s[0]
     return task.offload and one and equal and costs.host.mode == "shared"
@@ -357,7 +357,7 @@ class Portfolio:
         return self.incumbent.solution()
 
     def _quick(self, starts: Sequence[Schedule]) -> None:
-        """What needs no worker: bounds, an answer at once, and the caller's own."""
+        """Do what needs no worker: bounds, an immediate answer, and the caller's schedules."""
         self.incumbent.bounds = [bound_of(task) for task in self.tasks]
         for number, task in enumerate(self.tasks):
             if self.incumbent.bounds[number] == float("inf"):
@@ -384,7 +384,7 @@ class Portfolio:
                 self.incumbent.offer(number, schedule, "start")
 
     def _late(self, share: float = 1.0) -> bool:
-        """Whether this share of the time is up before any worker was started: at thousands of ranks."""
+        """Return whether this share of the time is up before any worker was started: at thousands of ranks."""
         return not self.options.reproducible and self.incumbent.wall_s >= self.options.time_limit_s * share
 
     # -- jobs ---------------------------------------------------------------------------------------------------------
@@ -409,7 +409,7 @@ class Portfolio:
         return self._job(number, Families, self.options.time_limit_s, names=tuple(names), once=once, value=best)
 
     def _openers(self) -> Iterator[Job]:
-        """What is tried once, what is cheap first. Every kind of all tasks before the next kind."""
+        """Yield the jobs that run once, cheap ones first. Every kind of all tasks before the next kind."""
         total = self.options.time_limit_s
         quick = [quick_families(task) for task in self.tasks]
         chains = [(number, task) for number, task in enumerate(self.tasks) if task.placement.is_plain_chain]
@@ -478,7 +478,7 @@ class Portfolio:
         return self._job(start.number, Neighbourhoods, seconds, start=start.schedule, seed=seed)
 
     def _hopeless(self, job: Job) -> bool:
-        """Whether no schedule of the job's placement is better than what is known."""
+        """Return whether no schedule of the job's placement is better than what is known."""
         return at_most(self.incumbent.value, self.incumbent.bounds[job.task])
 
     def _note(self, answer: Answer) -> None:
@@ -585,7 +585,7 @@ class BackgroundSolve:
         self._pool.submit(Solve(task=0, seconds=options.time_limit_s, options=options))
 
     def take(self) -> list[Found | Finished | Failed]:
-        """What has come since the last call, in order; nothing after the end, whatever becomes of the process."""
+        """Return the messages since the last call, in order; nothing after the end, whatever becomes of the process."""
         answers: list[Found | Finished | Failed] = []
         try:
             while (answer := self._pool.receive(0.0)) is not None:

@@ -1,4 +1,4 @@
-"""What the solver is asked, what it may spend, and what it answers."""
+"""Records of the solver: the task, what it may spend, and its answer."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class SolveTask:
         return timeline.max_span if self.objective == "span" else timeline.makespan
 
     def order(self, makespan: float, span: float) -> tuple[float, float]:
-        """What is minimised, then the other of the two times; smaller is better, and equal but for rounding is equal."""
+        """Return what is minimised, then the other of the two times; smaller is better, and equal but for rounding is equal."""
         times = nine_digits(makespan), nine_digits(span)
         return times[::-1] if self.objective == "span" else times
 
@@ -98,8 +98,8 @@ class SolveTask:
         return timeline if self.fits(timeline) and (self.offload or not count_offloads(schedule)) else None
 
     def fits(self, timeline: Timeline) -> bool:
-        """Whether a timeline keeps to the limits: in activations, in bytes with workspace where the costs limit them, and of
-        offloads in flight."""
+        """Return whether a timeline keeps to the limits: in activations, in bytes with workspace where the costs limit
+        them, and of offloads in flight."""
         if not all(at_most(peak, self.memory_limit) for peak in timeline.peak_activations):
             return False
         if self.offloads_in_flight is not None and most_offloaded(timeline) > self.offloads_in_flight:
@@ -131,7 +131,7 @@ def most_offloaded(timeline: Timeline) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What a solve may spend. ``time_limit_s``: wall-clock seconds. ``workers``: threads or processes.
+    """Budget of one solve. ``time_limit_s``: wall-clock seconds. ``workers``: threads or processes.
 
     ``reproducible``: no clock decides anything; the same task, options and OR-Tools version give the same schedule, and
     ``time_limit_s`` counts deterministic time, which is seconds of this project's development machine, roughly.
@@ -210,7 +210,7 @@ class Solution:
 
     @property
     def optimal_in_placement(self) -> bool:
-        """Whether no schedule of the same placement takes less time."""
+        """Return whether no schedule of the same placement takes less time."""
         return at_most(self.value, self.placement_bound)
 
     @property

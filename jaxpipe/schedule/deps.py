@@ -147,7 +147,7 @@ class _Source(NamedTuple):
     """An op that may satisfy a wait, and the stage whose boundary then moves (None: nothing moves). ``barrier``: on a group,
     all ranks are waited for."""
 
-    index: _OpIndex
+    op_index: _OpIndex
     boundary: int | None
     barrier: bool
 
@@ -318,9 +318,9 @@ class _Builder:
         for rule in self.rules.get((action.op, action.stage)) or self._open_rules(action):
             for i in numbers if rule.alike else self.schedule.placement.covering(action.stage, numbers[0], rule.stage):
                 for source in rule.sources:
-                    dep = source.index.single[rule.base + i]
-                    if dep < 0 and source.index.members:
-                        members = source.index.members.get(rule.base + i)
+                    dep = source.op_index.single[rule.base + i]
+                    if dep < 0 and source.op_index.members:
+                        members = source.op_index.members.get(rule.base + i)
                         if members and source.barrier:
                             waits += self._barrier(members, source, rule.stage, i, rank)
                             break
@@ -364,7 +364,7 @@ class _Builder:
 
     def _transfer(self, producer: int, source: _Source, stage: int, i: int, dst: int, barrier: bool = False) -> int:
         """Number of the transfer that brings this boundary to ``dst``; a new one unless another consumer asked already."""
-        op, boundary = source.index.spec.name, stage if source.boundary is None else source.boundary
+        op, boundary = source.op_index.spec.name, stage if source.boundary is None else source.boundary
         key = (producer, dst, boundary, op, i)
         number = self.made.get(key)
         if number is None:

@@ -63,6 +63,7 @@ def find_problems(schedule: Schedule) -> list[str]:
         *_row_order(graph),
         *_memory_balance(graph, places),
     ]
+    # a deadlock is worth telling only of a schedule that is right otherwise; order alone decides it
     if not problems:
         run = run_graph(graph, [0.0] * len(graph.slots), [AT_ONCE] * len(graph.transfers), HostLink())
         if run.blocked:
@@ -133,6 +134,7 @@ def _row_order(graph: DependencyGraph) -> Iterator[str]:
             if slot == dep:
                 braid = f"braid {graph.slots[slot]} on rank {rank_of[slot]}"
                 yield f"{braid}: one of its actions waits for another; braid independent actions only"
+            # numbers from ``count`` on are transfers, which stand in no row
             elif slot < dep < count and rank_of[dep] == rank_of[slot]:
                 yield (
                     f"{graph.slots[slot]} stands before {graph.slots[dep]}, which it waits for, on rank {rank_of[slot]} "

@@ -207,6 +207,7 @@ class CostProfile:
 
     def of_stages(self, stages: range) -> CostProfile:
         """The costs of these stages alone."""
+        # limits in bytes are per rank and stay as they are
         part: dict[str, Any] = {name: getattr(self, name)[stages.start : stages.stop] for name in PER_STAGE_FIELDS}
         for name in ("temp_bytes", "extra"):
             part[name] = tuple((key, values[stages.start : stages.stop]) for key, values in getattr(self, name))

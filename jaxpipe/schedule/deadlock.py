@@ -80,6 +80,7 @@ def _cycle(graph: DependencyGraph, run: Run, heads: dict[tuple[int, str], int]) 
         if not waits_for:
             break
         blocker = waits_for[0]
+        # the blocker may itself stand behind the blocked head of its lane: the walk goes on from there
         head = heads.get(_queue_key(graph, blocker), blocker)
         step = f"{graph.slots[slot]} waits for {graph.slots[blocker]} on rank {graph.rank_of[blocker]}"
         steps.append(step + (f", which stands behind {graph.slots[head]}" if head != blocker else ""))

@@ -200,6 +200,7 @@ class _Builder:
                     f"stage {stage} runs once per {g} microbatches, and {s.num_microbatches} is no multiple"
                 )
         size = sum(map(len, s.rows))
+        # tables are dense, so a mistyped number of microbatches must not fill the memory
         pairs = s.num_stages * s.num_microbatches
         if pairs > max(_DENSE_LIMIT, 8 * size):
             self.problems.append(
@@ -302,6 +303,7 @@ class _Builder:
                     waits = self._resolve(slot, number, rank)
                 else:
                     waits = [dep for action in slot.actions for dep in self._resolve(action, number, rank)]
+                # a copy is issued once the compute slot before it in the row has ended
                 if number not in host:
                     last_compute = number
                 elif last_compute >= 0:
@@ -316,7 +318,9 @@ class _Builder:
         waits: list[int] = []
         numbers = (action.microbatch,)
         for rule in self.rules.get((action.op, action.stage)) or self._open_rules(action):
+            # between stages of different spans several actions share a microbatch with this one
             for i in numbers if rule.alike else self.schedule.placement.covering(action.stage, numbers[0], rule.stage):
+                # the first of the wait's ops that the schedule has here satisfies it
                 for source in rule.sources:
                     dep = source.op_index.single[rule.base + i]
                     if dep < 0 and source.op_index.members:
@@ -394,6 +398,7 @@ class _Builder:
 
         def root(x: int) -> int:
             while parent.setdefault(x, x) != x:
+                # union-find, halving paths: joints that share a braid start together
                 parent[x] = x = parent[parent[x]]
             return x
 

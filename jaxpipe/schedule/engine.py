@@ -108,6 +108,7 @@ class _Engine:
         for rank, lanes in enumerate(self.graph.lanes):
             split = [("compute", lanes["compute"])]
             if host.mode == "shared":
+                # one lane for both directions runs O and L in the order of the row
                 split.append(("host", sorted(n for lane in HOST_LANES for n in lanes[lane])))
             else:
                 split += [(lane, lanes[lane]) for lane in HOST_LANES]
@@ -122,6 +123,7 @@ class _Engine:
         while True:
             while self.stack:
                 self._advance(self.stack.pop())
+            # only when every queue is blocked is the earliest request of a shared lane sure
             if not self._grant():
                 return
 
@@ -133,6 +135,7 @@ class _Engine:
         queue, head, free = self.queues[q], self.head[q], self.free[q]
         waits, joint_of, sends = self.graph.waits, self.graph.joint_of, self.graph.sends
         start, end, duration, waiters = self.start, self.end, self.duration, self.waiters
+        # lanes that ranks share are granted in order of time, not as they are come upon
         special = q in self.shared_lane
         while head < len(queue):
             slot = queue[head]
@@ -140,6 +143,7 @@ class _Engine:
             for dep in waits[slot]:
                 ended = end[dep]
                 if ended is None:
+                    # woken when ``dep`` ends; all waits of the slot are looked at again then
                     waiters.setdefault(dep, []).append(q)
                     break
                 if ended > ready:
@@ -165,6 +169,7 @@ class _Engine:
         for k in self.graph.sends[slot]:
             transfer = self.graph.transfers[k]
             pair = (transfer.src, transfer.dst)
+            # a pair of ranks moves what it is given in order of issue; only occupied time excludes the next
             begin = max(ended, self.pair_free.get(pair, 0.0))
             self.start[first + k] = begin
             seconds, occupied_s = self.passages[k]
@@ -181,6 +186,7 @@ class _Engine:
         joint = self.graph.joint_of[slot]
         arrivals = self.arrived.setdefault(joint, [])
         arrivals.append((q, ready))
+        # the last to arrive says when all start
         if len(arrivals) == len(self.graph.joints[joint]):
             start = max(at for _, at in arrivals)
             for member, _ in arrivals:

@@ -87,6 +87,7 @@ def common_step(values: Iterable[float]) -> float | None:
     positive = sorted({x for x in values if x > 0})
     if not positive:
         return 1.0
+    # the shortest value, then units that people write costs in
     for unit in (positive[0], 1.0, 1e-3, 1e-6, 1e-9):
         ratios = [Fraction(x / unit).limit_denominator(_MAX_DENOMINATOR) for x in positive]
         if any(abs(float(q) - x / unit) > _SAME * (x / unit) for q, x in zip(ratios, positive, strict=True)):

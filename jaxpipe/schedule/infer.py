@@ -48,6 +48,7 @@ def infer_placement(rows: Sequence[Row]) -> Placement:
         raise ScheduleError(
             f"stage {gap} runs nowhere, but stage {max(homes)} exists; number stages from 0 without gaps"
         )
+    # one flow of microbatches, or two that alternate (bidirectional)
     flows = _flows(homes, 1) or _flows(homes, 2)
     if flows is None:
         stage = next(s for s in range(num_stages) if _flows({0: homes[s]}, 1) is None)
@@ -57,6 +58,7 @@ def infer_placement(rows: Sequence[Row]) -> Placement:
             "no placement fits; is an action in the wrong row?"
         )
     chunks, rest = divmod(num_stages, num_ranks)
+    # the first placement by name that fits; kinds are tried in the order of the table
     for names, make in CONSTRUCTORS.values() if not rest and num_stages <= MAX_STAGES else ():
         placement = make(num_ranks, chunks) if "chunks" in names else make(num_ranks)
         if placement.flows == flows:

@@ -121,6 +121,7 @@ def _shortest(strands: tuple[Strand, ...], compute_s: float) -> Woven:
     best = _in_turn(strands, compute_s)
     for first, reach in _RULES if len(strands) > 1 else ():
         candidate = _Lanes(strands, first, reach).run(compute_s)
+        # of orders that are equal but for rounding, the first
         if not at_most(best.seconds, candidate.seconds):
             best = candidate
     return best
@@ -160,10 +161,12 @@ class _Lanes:
             able = [k for k in waiting if at_most(self.ready[k], self.now)]
             if able:
                 self._unit(max(able, key=self._preference))
+            # filler runs where it delays the next unit by no more than ``reach`` of its own length
             elif self.pool and self.now + self.pool[0] <= soonest * (1 + TIME) + self.reach * self.pool[0]:
                 self.now += self.pool.pop(0)
             else:
                 self.now = soonest
+        # filler that is left runs beside the last collective
         return Woven(max(self.now + sum(self.pool), self.lane_free), compute_s, merged(self.busy))
 
     def _preference(self, k: int) -> tuple[float, int]:

@@ -77,6 +77,7 @@ def least_peaks(schedule: Schedule, costs: CostProfile) -> tuple[float, ...]:
         most = live = 0.0
         for slot in row:
             for action in slot.actions:
+                # with copies the peak depends on times
                 if op_spec(action.op).lane != "compute":
                     return 0.0
                 at_start, workspace, left = change(action.op, action.stage)
@@ -135,6 +136,7 @@ class _Grid:
         used = {effect.field for spec in graph.ops() for effect in spec.memory}
         waiting = costs.boundary_bytes if costs.boundary_buffers else ()
         largest = max(chain(*map(costs.values, used), *self.temp.values(), waiting), default=0.0)
+        # sums of integers are exact in any order, so equal schedules have equal curves
         exponent = min(_BITS - math.frexp(largest)[1], sys.float_info.max_exp - 1)
         self.scale = 2.0**exponent if largest > 0 else 1.0
 
@@ -185,6 +187,7 @@ def _boundaries_waiting(
     for number, waits in enumerate(graph.waits):
         for source in waits:
             if source >= first:
+                # a boundary that several slots read stays until the last of them starts
                 read_s[source] = max(start_s[number], read_s.get(source, 0.0))
         rank = graph.rank_of[number]
         for action in graph.slots[number].actions:
@@ -203,6 +206,7 @@ def _accumulate(grid: _Grid, changes: Sequence[tuple[float, int, int]]) -> tuple
     for time, more_bytes, more_units in changes:
         live += more_bytes
         units += more_units
+        # one level an instant: the total after all that is taken and given back then
         levels[time] = live, units
     curve = MemoryCurve(tuple(levels), tuple(live / grid.scale for live, _ in levels.values()))
     return curve, max([0, *(units for _, units in levels.values())]) / UNIT

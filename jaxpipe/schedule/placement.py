@@ -287,6 +287,7 @@ def with_vocabulary(base: Placement, *, barriers: int) -> Placement:
     each = tuple((r,) for r in range(p))
     first, last, heads, loss = p, p + n - 1, range(p + n, 2 * p + n), 2 * p + n
     edges = [(e, first) for e in range(p)] + [(p + a, p + b) for a, b in base.edges]
+    # with one barrier the loss, too, takes what the chain returns
     edges += [(last, h) for h in (*heads, *[loss] * (barriers == 1))] + [(h, loss) for h in heads]
     flow = (*each, *flow, *each, flow[-1])
     detached = tuple(heads) if barriers == 1 else ()
@@ -329,6 +330,7 @@ def towers(parts: Mapping[str, Placement], join: Iterable[str]) -> Placement:
         first = len(flow)
         flow += [tuple(ranks + r for r in group) for group in part.flows[0]]
         edges += [(first + a, first + b) for a, b in part.edges]
+        # every end of a tower feeds the loss
         edges += [(first + s, loss) for s in range(part.num_stages) if not part.successors(s)]
         spans += part.span
         ranks, last[name] = ranks + part.num_ranks, flow[-1][-1:]

@@ -93,6 +93,7 @@ class Retimer:
         n, m = problem.num_replicas, problem.num_microbatches
         # per (op, replica): seconds; where its readiness stands; the code it makes ready, on which rank, over which link
         self._seconds, self._num_links = tables.seconds, tables.num_links
+        # a BW may start when its B could
         self._slot = [0] * (3 * n) + [(B - BW) * n * m] * n
         feeds = [fed[0] if fed else Feed(-1, -1, 0.0, 0.0, (0,)) for fed in tables.feeds]
         self._after = [x.gaps[0] - slot if x.gaps[0] else 0 for x, slot in zip(feeds, self._slot, strict=True)]
@@ -114,6 +115,7 @@ class Retimer:
         link_free = [0.0] * self._num_links
         position, free, first = [0] * p, [0.0] * p, [0.0] * p
         waits_for = [-1] * p
+        # rank 0 on top: others wait for it
         stack = list(range(p - 1, -1, -1))
         while stack:
             r = stack.pop()
@@ -125,6 +127,7 @@ class Retimer:
                 code_ready = code + slot[kind]
                 arrival = ready[code_ready]
                 if arrival > now:
+                    # not made yet: whoever makes it wakes this rank
                     if arrival == NEVER:
                         waits_for[r] = code_ready
                         break
@@ -138,9 +141,11 @@ class Retimer:
                 if gap:
                     rank = to[kind]
                     consumer = code_ready + gap
+                    # what stays on this rank is there at once
                     if rank < 0:
                         ready[consumer] = now
                     else:
+                        # a link takes transfers in the order in which they are made, one at a time
                         lane = link[kind]
                         sent = link_free[lane]
                         if sent < now:
@@ -150,6 +155,7 @@ class Retimer:
                             waits_for[rank] = -1
                             stack.append(rank)
             position[r], free[r] = at, now
+        # a row that has not come to its end waits for what never comes
         deadlocked = any(at < len(row) for at, row in zip(position, rows, strict=True))
         return Times(tuple(first), tuple(free), start, deadlocked)
 
@@ -166,6 +172,7 @@ def peaks(problem: Problem, rows: CodeRows) -> tuple[float, ...]:
     m, n = problem.num_microbatches, problem.num_replicas
     held, residues = problem.held, problem.kept
     at_start = [*held, *([0.0] * (3 * n))]
+    # what the end of an action adds: a B leaves w-residuals, which may be more than it gives back
     left = [
         *([0.0] * n),
         *(k - h for h, k in zip(held, residues, strict=True)),

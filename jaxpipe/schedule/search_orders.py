@@ -175,6 +175,7 @@ class _Search:
         elif may_offload:
             self.too_large.append(candidate)
         else:
+            # larger groups hold no less, and come later
             self.refused.add(replace(setting, group=None))
 
     def _is_too_large(self, setting: Setting, peak: float) -> bool:
@@ -218,6 +219,7 @@ class _Search:
                 self.bounds[placement] = bounds_within(*sizes, offload=offload)
         except ScheduleError:
             return False  # generating it says why
+        # a bound no shorter than the best so far: nothing of this placement can win
         return order_key(task.objective, *self.bounds[placement], 0.0)[:2] >= self._key(self.best)[:2]
 
 
@@ -229,6 +231,7 @@ def bounds_within(
     Raises:
         ScheduleError: the costs are for another number of stages.
     """
+    # schedules above the limit by rounding count as within it, so the bound must hold for them
     limit = None if memory_limit in (None, float("inf")) else memory_limit * (1 + MEMORY)
     bounds = (lower_bound, span_lower_bound)
     makespan, span = (find(placement, microbatches, costs, memory_limit=limit, offload=offload) for find in bounds)
@@ -321,6 +324,7 @@ def best_for(
 def _nothing(families: Iterable[Family], task: Task) -> str:
     """Why nothing keeps the limit, with the smallest limit that does."""
     candidates = []
+    # families that take a limit give their leanest order under the least one
     for setting in chain.from_iterable(settings_of(family, replace(task, memory_limit=1.0)) for family in families):
         with contextlib.suppress(ScheduleError):
             candidate = make(setting, task)

@@ -105,6 +105,7 @@ def _chunks(family: Family, task: Task) -> Iterable[int]:
         return (v,) if v <= most else ()
     if task.chunks is not None:
         return (task.chunks,)
+    # many chunks of many microbatches take long to search
     return [x for x in sorted({*CHUNKS, v, most}) if x <= most and (x == v or p * m * x <= _MOST_PAIRS)]
 
 

@@ -44,7 +44,8 @@ def simulate(schedule: Schedule, costs: CostProfile) -> Timeline:
 
 
 def simulate_graph(graph: DependencyGraph, costs: CostProfile, last_passages: Sequence[Passage] = ()) -> Timeline:
-    """Return the timeline of a graph, like :func:`simulate`. ``last_passages``: of its last transfers, which costs do not give."""
+    """Return the timeline of a graph, like :func:`simulate`. ``last_passages``: of its last
+    transfers, which costs do not give."""
     lanes_of: dict[object, Woven] = {}
     lanes = [_lanes(slot, costs, lanes_of) for slot in graph.slots]
     passages = [*_passages(graph.transfers[: len(graph.transfers) - len(last_passages)], costs), *last_passages]
@@ -141,6 +142,7 @@ def _collector_paused() -> Iterator[None]:
 
 
 def _passages(transfers: Sequence[Transfer], costs: CostProfile) -> list[Passage]:
+    # many transfers are alike: each kind is priced once
     keys = [(moved.src, moved.dst, moved.stage, moved.action.stage, moved.barrier) for moved in transfers]
     first = dict(zip(keys, transfers, strict=True))
     passages = {key: Passage(moved.seconds(costs), moved.occupied_s(costs)) for key, moved in first.items()}
@@ -172,6 +174,7 @@ def _events(graph: DependencyGraph, start_s: Sequence[float], end_s: Sequence[fl
     first = len(graph.slots)
     sent: dict[int, list[Event]] = {}
     for k, transfer in enumerate(graph.transfers, start=first):
+        # updates between steps are transfers that move nothing (steps.py)
         if end_s[k] > start_s[k] and transfer.parts:
             event = Event(transfer.src, "send", transfer.action, start_s[k], end_s[k])
             sent.setdefault(transfer.src, []).append(event)

@@ -100,6 +100,8 @@ def _with_updates(graph: DependencyGraph, computes: list[list[list[int]]], post_
             transfers.append(Transfer(slot, graph.slots[slot].actions[0], rank, rank, 0, parts=0.0))
         for rank in last:
             first, *_ = now = computes[rank][k]
+            # with post-validation a step waits for the rank's own update alone, and its first backward for all ranks' last
+            # slots (Qi et al. 2023, section 4)
             waits[first] = (*waits[first], *([updates[rank]] if post_validation else updates.values()))
             backward = next((n for n in now if _sends_back(graph.slots[n])), None)
             if post_validation and backward is not None:

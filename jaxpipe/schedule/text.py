@@ -139,6 +139,7 @@ def _construct(kind: str, sizes: dict[str, int], num_slots: int) -> Placement:
     stages = sizes["ranks"] * sizes.get("chunks", 1)
     if stages > MAX_STAGES:
         raise ScheduleError(f"the placement has more than {MAX_STAGES} stages; is the number of chunks right?")
+    # sizes that the rows can't fill are a mistake, and would take memory before anyone noticed
     if stages > max(num_slots, _FEW_STAGES):
         raise ScheduleError(f"the placement has {stages} stages, but the rows hold {num_slots} actions in all")
     return make(**sizes)
@@ -239,6 +240,7 @@ class _Parser:
             try:
                 row.append(parse_slot(token))
             except ScheduleParseError as error:
+                # the excerpt shows a little of what stands before the wrong token
                 at = text.index(token)
                 self._fail(number, ("…" if at > 20 else "") + text[max(0, at - 20) : at + len(token)][:80], str(error))
         return tuple(row)

@@ -116,6 +116,7 @@ class BuildingBlock:
         live = [[0.0] * self.period for _ in range(self.placement.num_ranks)]
         for j, (first, last) in enumerate(zip(self.forward, self.ends, strict=True)):
             for s, (f, end) in enumerate(zip(first, last, strict=True)):
+                # whole periods of a lifespan live at every cell, the rest at ``part`` of them
                 full, part = divmod(end + 1 - f, self.period)
                 weight, rank = weights[s] if weights else 1.0, self.rank(s, j)
                 cells = live[rank]

@@ -45,11 +45,13 @@ def compact(problem: Problem, cell_of: Mapping[int, int]) -> list[list[int]]:
             place = max(place, end[code - op * n * m] if turn else end[code + m])
         elif op == W:
             place = max(place, end[code - (W - B) * n * m])
+        # an F moves up only as far as the rank's peak stays
         if op == F:
             below = cell
             while below > place and live[rank][below - 1] < peak:
                 below -= 1
             place = below
+        # it leaves its own cells before it looks for others
         occupied[rank][cell : cell + length] = bytes(length)
         while any(occupied[rank][place : place + length]):
             place += 1

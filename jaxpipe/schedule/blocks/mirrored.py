@@ -181,7 +181,9 @@ class Beam:
             held = lattice.least(self.g) + 2 * lattice.held * (share[come].sum(1) + leans) + lattice.kept * waited
             area_then = np.maximum(area[come], held)
             fits = (waited >= 0) & (area_then <= lattice.limit * self.period)
+            # paths that spend their waits evenly over the ranks leave more ways to go on
             uneven = np.abs(rest - share[come] * ((p - 1 - rank) / (p - 1))).sum(1) * lattice.held
+            # noise keeps paths of nearly equal score varied
             noise = self.random.random(len(come)) * (0.1 * self.period * lattice.held)
             best = self._best(np.nonzero(fits)[0], then, rest, leans, area_then + uneven + noise)
             come, now, left, area, leaning = come[best], then[best], rest[best], area_then[best], leans[best]
@@ -256,6 +258,7 @@ class Beam:
             parts = []
             for one, two in self.waits:
                 still = left[come, j] - one - two
+                # at the turn every wait must be spent
                 row = np.nonzero(still == 0 if last else still >= 0)[0]
                 at = (now[come[row], j] + (step + one, -step - two)) % self.period
                 fits, both = self._added(occupied[row], at[:, 0])
@@ -312,6 +315,7 @@ class Beam:
             for k in reversed(range(last)):
                 least = turn if k == p - 1 else step
                 residue = int(path[k][j, 0] if k < p else path[last - k][j, 1])
+                # the latest start with that residue from which the result arrives in time
                 at -= least + (at - least - residue) % self.period
                 start[F, j, k] = at
         whose = {int(path[0][j, 1]): j for j in range(g)}

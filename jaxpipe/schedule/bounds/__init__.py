@@ -134,6 +134,7 @@ def _released_and_due(visits: list[Visit]) -> float:
         work += [(start, v.count * passed, v.flow.tail[v.stage]), (start, v.count * (back - passed), 0.0)]
     work.sort(reverse=True)
     longest = 0.0
+    # the bound of one machine with heads and tails: over all sets with tails of at least ``due``
     for due in {tail for _, _, tail in work}:
         spent = 0.0
         for head, seconds, tail in work:

@@ -47,6 +47,7 @@ def meet(run: Run, top: Resident, limit: float, starts: Sequence[float]) -> Conf
     if not 2 <= lanes < m:
         return bound
     legs = _Legs(run, includes_release=at_most(top.held, top.kept))
+    # each pair of lanes is a bound by itself, so some of them suffice
     step = -(-lanes // _CHOICES)
     for distance in range(1, lanes, step):
         for last in range(m - 1, max(m - 1 - lanes, lanes), -step):
@@ -113,11 +114,13 @@ def _pair(legs: _Legs, top: Resident, starts: Sequence[float], lanes: int, dista
             begin = [max(starts[i] + legs.down + legs.from_turn[x], starts[k] + legs.down_to[x]) for x in legs.cuts]
             bound = bound.or_longer(Confined(_plus(begin, span), _plus(begin, through)))
         cycles = (i - 2 * lanes) // lanes
+        # near the start one meeting at a time, since each may be the first
         if cycles < 1:
             span, through = legs.earlier(span), legs.earlier(through)
             i, k = k - lanes, i
             continue
         before = [legs.earlier(legs.earlier(after)) for after in (span, through)]
+        # a cycle that adds the same at every cut does so up to the start
         if all(_steady(old, new) for old, new in zip((span, through), before, strict=True)):
             span, through = (_repeat(old, new, cycles) for old, new in zip((span, through), before, strict=True))
         else:

@@ -119,6 +119,7 @@ class FewRanks:
             down[last] + flow.round_trip[last] + flow.passed[last] - flow.passed[s] + back[last] - back[s]
             for s in reversed(stages)
         ]
+        # from each step's start to the next one's: its own time, transfers, and other ranks between
         lags = [of(b - a) for a, b in pairwise(starts)] + [0]
         number = {rank: i for i, rank in enumerate(ranks)}
         way = [(s, flow.forward[s]) for s in stages] + [(s, flow.passed[s]) for s in reversed(stages)]
@@ -183,6 +184,7 @@ def _raised(orders: Orders | HostOrders, least: int, top: int, budget: Budget) -
     for part in range(1, _PARTS_OF_GAP + 1):
         most = least + (top - least) * part // _PARTS_OF_GAP - 1
         objective = orders.least(most, _WIDTH, late)
+        # no order ends by ``most``, so each needs a tick more
         if objective > most:
             yield most + 1
             continue
@@ -195,6 +197,7 @@ def late_for(budget: Budget, per_s: int, part: float = 1 / _PART_OF_TIME) -> Cal
     end = budget.left * (1 - part)
 
     def late(states: int) -> bool:
+        # states stand for seconds, so that no clock decides
         if budget.reproducible:
             budget.spent += states / per_s
         return budget.left <= end

@@ -62,6 +62,7 @@ def confine(stays: Sequence[Resident], limit: float, offload: bool) -> Confined:
     if not at_most(_least_room(stays, offload), limit):
         return Confined(inf, inf)
     bound = work.or_longer(_windows(stays, limit, work, offload)).or_longer(_areas(stays, limit, work.own, offload))
+    # with several chunks it is open which of them gives memory back next
     if len(stays) == 1 and not offload:
         bound = bound.or_longer(after_releases(stays[0], releases(stays[0], limit)))
     return bound
@@ -84,6 +85,7 @@ def _most(items: Sequence[tuple[float, float, int]], room: float) -> float:
     equal = len({size for _, size, _ in items}) == 1
     for value, size, count in sorted(items, key=lambda x: x[0] / x[1] if x[1] > 0 else inf, reverse=True):
         fits = count if size <= 0 else min(count, room / size * (1 + MEMORY))
+        # of one size whole ones fit; of several the last is cut: the knapsack's relaxation
         if equal and size > 0:
             fits = floor(fits + MEMORY)
         if fits > 0:
@@ -119,6 +121,7 @@ def _windows(stays: Sequence[Resident], limit: float, work: Confined, offload: b
     bound = bound.or_longer(Confined(0.0, work.own + warm - pending))
     if offload:
         return bound
+    # all F's may run before the first B, so the last of them need not come after an idle warm-up
     if at_most(sum(x.count * x.held for x in stays), limit):
         warm = 0.0
     ends = [_cool_down(stays, limit, k) for k in sorted({x.flow for x in stays})]
@@ -163,6 +166,7 @@ def _areas(stays: Sequence[Resident], limit: float, work: float, offload: bool) 
     area = sum(x.count * x.area() for x in stays)
     fill, fill_s = _unused(full, [(max(x.held, x.kept), x.f_s) for x in stays])
     drain, drain_s = _unused(full, [(x.held, x.back_s) for x in stays] + [(x.kept, x.w_s) for x in stays])
+    # where the two ends may overlap, only the larger is sure
     ends = fill + drain if fill_s + drain_s <= work else max(fill, drain)
     if offload:
         return Confined(_with_lane(stays, area, ends, full, limit), 0.0)
@@ -193,6 +197,7 @@ def _unused(full: float, kinds: Sequence[tuple[float, float]]) -> tuple[float, f
         s = min(s for _, s in kinds)
         steps = max(0, ceil(full / largest - MEMORY) - 1)
         return sum(full - k * largest for k in range(1, steps + 1)) * s, steps * s
+    # no level rises faster than the steepest kind: a triangle below ``full``
     rate = max(size / s for size, s in kinds)
     missing = max(0.0, full - largest)
     return missing * missing / rate / 2, missing / rate
@@ -208,15 +213,15 @@ def _with_lane(stays: Sequence[Resident], area: float, ends: float, full: float,
         return with_whole_trips(stays[0], area + ends, full, limit)
     time = (area + ends) / full
     best = sorted((x for x in stays if x.saved() > 0), key=lambda x: x.together_s / x.saved())
-    compute, lane = area + ends, 0.0
+    demand, lane = area + ends, 0.0
     for x in best:
         saved, seconds = x.count * x.saved(), x.count * x.together_s
-        # within this kind the need falls linearly while the lane's time grows; find where lane time = needed / full
-        if (compute - saved) / full > lane + seconds:
-            compute, lane = compute - saved, lane + seconds
-            time = compute / full
+        # within this kind the need falls linearly while the lane's time grows; find where lane time = demand / full
+        if (demand - saved) / full > lane + seconds:
+            demand, lane = demand - saved, lane + seconds
+            time = demand / full
             continue
-        share = (compute / full - lane) / (seconds + saved / full) if seconds + saved / full > 0 else 0.0
+        share = (demand / full - lane) / (seconds + saved / full) if seconds + saved / full > 0 else 0.0
         return max(0.0, lane + max(0.0, share) * seconds)
     return max(time, lane)
 
@@ -273,6 +278,7 @@ def _released(x: Resident, starts: Sequence[float], j: int, excess: float, idle:
         else:
             low = middle + 1
     at = max(terms(low))
+    # b is whole: the best is at the crossing or one before
     return min(at, max(terms(low - 1))) if low > 1 else at
 
 

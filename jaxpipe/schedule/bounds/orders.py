@@ -115,6 +115,7 @@ def least_objective(search: _Follows[C], layer: dict[C, list[State]], most: floa
                 return 0.0
             for then, successors in search.next(counts, states):
                 after.setdefault(then, []).extend(successors)
+        # states that end too late are dropped before others are merged, which then lose less
         hopeful = {counts: search.hopeful(counts, states, most) for counts, states in after.items()}
         layer = {counts: _narrowed(_undominated(states), width) for counts, states in hopeful.items() if states}
     return best
@@ -161,6 +162,7 @@ class _Search:
         orders, n = self.orders, len(self.orders.steps)
         latest = []
         for rank in self.ranks:
+            # all that the rank has yet to run must fit before the latest end
             passes = sum(
                 (orders.count - done) * step.ticks
                 for step, done in zip(orders.steps, counts, strict=False)
@@ -197,9 +199,11 @@ class _Search:
         ]  # entries of a state that are no earlier than the rank is free
         for k in range(1, n):
             mine[orders.steps[k].rank] += range(at[k], at[k + 1])
+        # the next microbatch of each step that has one waiting
         for k, step in enumerate(orders.steps):
             if counts[k] == orders.count or (k and not under_way[k - 1]):
                 continue
+            # F's are the first half of the steps, and only they take memory
             if 2 * k < n and not at_most(level[step.rank] + orders.stages[step.stage].held, orders.limits[step.rank]):
                 continue
             then = (*counts[:k], counts[k] + 1, *counts[k + 1 :])
@@ -217,6 +221,7 @@ class _Search:
         start = x[at[k]] if k else x[free]
         after = list(x)
         end = start + step.ticks
+        # the last B fixes what must follow it on other ranks
         if home > -inf:
             after[0] = max(after[0], int(end + home))
         after = list(_pushed(after, mine, end))
@@ -230,6 +235,7 @@ class _Search:
 
 def _pushed(x: list[int], mine: Sequence[int], end: int) -> State:
     """Return the state with a rank busy until ``end``."""
+    # what arrives while the rank is busy starts no earlier: raised, states that act alike are equal
     for i in mine:
         if x[i] < end:
             x[i] = end
@@ -249,6 +255,7 @@ def _narrowed(states: list[State], width: int) -> list[State]:
     """About ``width`` states, of which one is nowhere later, for each of these."""
     if len(states) <= width:
         return states
+    # neighbours are alike, so their common minimum gives little away
     states.sort()
     size = -(-len(states) // width)
     return [tuple(map(min, zip(*states[i : i + size], strict=True))) for i in range(0, len(states), size)]

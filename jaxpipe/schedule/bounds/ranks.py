@@ -26,6 +26,7 @@ def confine_ranks(flows: Flows, limits: Sequence[float] | None, offload: bool) -
         turns = (chunk_turns(stays, limit) for stays, limit in zip(residents_of, limits, strict=True))
         bounds = [bound.or_longer(turn) for bound, turn in zip(bounds, turns, strict=True)]
     if flows.placement.num_flows == 1 and flows.placement.num_stages == p > 1 and not offload:
+        # the crossing argument is for one flow and one stage per rank
         stage_of = {group[0]: s for s, group in enumerate(flows.all[0].groups)}
         costly = sorted(range(p), key=lambda r: -_slowness(residents_of[r][0], limits[r]))
         for rank in costly[:_TOP_RANKS]:

@@ -8,4 +8,4 @@ from jaxpipe.schedule.families.registry import family_named, generate
 
 __all__ = ["FAMILIES", "VOCABULARY_FAMILIES", "Family", "family", "family_named", "generate", "register_family"]
 
-globals().update({made.function.__name__: made.function for made in TABLE.values()})
+globals().update({x.function.__name__: x.function for x in TABLE.values()})

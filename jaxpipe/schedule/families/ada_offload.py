@@ -94,6 +94,7 @@ class _Search:
 
     def schedule(self) -> Schedule:
         dense = {draft.key(): draft.rows for draft in self.dense()}
+        # shortest first, and only those that could fit: planning offloads is what takes long
         fitting = (rows for _, rows in sorted(dense.items()) if self.fits(rows))
         tried = map(self.offloaded, islice(fitting, _TRIES))
         return next((schedule for schedule in tried if schedule is not None), None) or self.sparse()
@@ -118,6 +119,7 @@ class _Search:
                 best, shortest = waiting[0], waiting[1].makespan
         if best is not None:
             return best
+        # the leanest order, one microbatch at a time, says which limit would do
         plans = self.plans(self.at_interval(self.alone))
         lowest = peak_of(plans.free(plans.lowest)[1])
         raise ScheduleError(

@@ -109,6 +109,7 @@ def unit_rows(problem: Problem, sizes: Sequence[int]) -> list[list[int]]:
     """Each rank's F and BW in the order of their columns, with units of ``sizes`` microbatches."""
     stages, flows, p = problem.placement.num_stages, problem.placement.num_flows, problem.num_ranks
     period = 2 * p * problem.placement.num_chunks
+    # columns: a microbatch of a flow enters every second one
     starts = [unit * period + 2 * (k // flows) for unit, size in enumerate(sizes) for k in range(size)]
     rows: list[list[tuple[int, int, int]]] = [[] for _ in range(p)]
     for replica, rank in enumerate(problem.rank):

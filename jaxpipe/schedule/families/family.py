@@ -135,6 +135,7 @@ def family(
         @wraps(function)
         def checked(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> Schedule:
             arguments = signature.bind(*args, **kwargs).arguments
+            # what stands at its default needs no check
             require_sizes(name, **{k: x for k, x in arguments.items() if k in SIZES and x is not defaults[k]})
             if arguments.get("costs") is not None:
                 require_stages(registration, arguments["ranks"], arguments.get("chunks"), arguments["costs"])

@@ -154,6 +154,7 @@ def _orders(problem: Problem, group: int) -> Iterator[CodeRows]:
     if missing:
         for first in (0, group) if m > 2 * group else (0,):
             yield repeat(block, problem, [*range(first), *[-1] * missing, *range(first, m)])
+        # as many groups, all about equally small
         even = -(-m // -(-m // group))
         if smallest_group(p) <= even < group:
             yield repeat(group_block(p, chunks, even), problem)

@@ -128,6 +128,7 @@ def _row(problem: Problem, rank: int, v: int, places: list[int]) -> list[int]:
     """Forwards group by group, chunk by chunk; backwards in the same order over mirrored chunks."""
     p = problem.num_ranks
     units = [(chunk, i) for k in range(0, len(places), p) for chunk in range(v) for i in places[k : k + p]]
+    # Megatron's warm-up: two forwards for each rank below, and all chunks but the last of a group
     lead = min(2 * (p - rank - 1) + (v - 1) * p, len(units))
     turns = [(F, *unit) for unit in units[:lead]]
     for forward, backward in zip_longest(units[lead:], units):

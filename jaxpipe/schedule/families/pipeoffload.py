@@ -118,6 +118,7 @@ def po_block(ranks: int, chunks: int, distance: int | None = None) -> BuildingBl
     turns = [0]
     while len(turns) < chunks:
         turn = turns[-1] + (smallest_group(ranks) if distance is None else distance)
+        # two chunks of one residue would take the same turns of different microbatches
         while any((turn - other) % chunks == 0 for other in turns):
             turn += 1
         turns.append(turn)
@@ -158,6 +159,7 @@ def _shorter(problem: Problem) -> list[CodeRows]:
     assert anchor is not None, "PipeOffload's order deadlocks"
     rows_by_key: dict[tuple[float, float, float], CodeRows] = {}
     for draft in (*finisher.drafts(start, anchor.peak, len(_RECIPES), _RECIPES), improved(problem, [start])):
+        # as short with less memory is no reason to leave the paper's order
         if draft.no_worse_than(anchor) and draft.key()[:2] < anchor.key()[:2]:
             rows_by_key.setdefault(draft.key(), draft.rows)
     return [rows_by_key[key] for key in sorted(rows_by_key)[:_TRIES]]

@@ -174,11 +174,13 @@ def _best(
         """Return what is minimised: the peak above the limit, makespan and longest span (the goal first), peak."""
         return max(reached(shape)[-1], limit * (1 + MEMORY)), *order_key(goal, *reached(shape))
 
+    # the limit is in activations of two chunks each
     most = max(1, int(min(ranks, 2 * limit * (1 + MEMORY) - 2 * ranks - 1)))
     ahead = sorted({most, (most + 1) // 2, 1}, reverse=True)
     splits = sorted({0, 1, ranks // 2, ranks - 1})
     firsts = (False, True) if microbatches < 2 * ranks - 1 + most else (False,)  # True matters where some are left out
     best = Shape(most, split=0, paired=any(profile.tp_comm_s))
+    # one choice after another; some again, since later ones change what is best
     tried: list[tuple[str, Sequence[int]]] = [("first", firsts), ("split", splits), ("ahead", ahead), ("first", firsts)]
     tried += [("hasty", [ranks // 2]), ("paired", [False]), ("split", splits)]
     for goal in dict.fromkeys(("makespan", objective)):  # span after makespan, so that it is never the longer

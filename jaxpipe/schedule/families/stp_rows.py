@@ -52,6 +52,7 @@ class Shape:
 
 def stp_rows(ranks: int, microbatches: int, shape: Shape) -> tuple[Row, ...]:
     """One row per rank."""
+    # the phases need that many; what is too many is cut out of the rows
     enough = max(microbatches, 2 * ranks - 1 + shape.ahead)
     missing = enough - microbatches
     skipped = range(missing) if shape.first else range(microbatches, enough)
@@ -82,12 +83,15 @@ class _Rank:
 
     def run(self, shape: Shape) -> list[Slot]:
         below = self.ranks - 1 - self.rank
+        # phase 1
         for chunk in (*[0] * (2 * below), *[0, 1] * (self.rank + 1)):
             self._add(self._next("F", chunk))
         depth = min(shape.ahead, self.rank + 1)
         pairs = depth // 2 if shape.paired else 0
+        # phase 2
         for forwards in [1] * (depth - 2 * pairs) + [2] * pairs:
             self._add(*(self._next("F", 0) for _ in range(forwards)))
+        # phase 3
         for k in range(below):
             self._add(self._next("F", 1), self._next("B", 1))
             self._add(*([self._next("F", 0)] if k >= below - (shape.ahead - depth) else []), self._next("W", 1))

@@ -102,6 +102,7 @@ def best_adaptive_draft(
     drafts = [draft for draft in (best_v_draft(problem, limit, objective),) if draft is not None]
     if drafts and _beats(drafts[0], enough):
         return drafts[0]
+    # orders are searched on few microbatches, whose steady phase is then repeated
     few = min(problem.num_microbatches, 2 * problem.num_ranks + 4)
     short = Finisher(replace(problem, num_microbatches=few))
     full = short if few == problem.num_microbatches else Finisher(problem)

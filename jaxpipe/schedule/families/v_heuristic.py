@@ -81,6 +81,7 @@ def best_v_draft(problem: Problem, limit: float, objective: Objective = "makespa
     ``limit``: activations per rank in units of one rank's share of one microbatch; 1F1B has p, that is 2p chunks.
     From a limit of p on, its makespan and its longest span are both at most those of the authors' heuristic.
     """
+    # enough for a warm-up, a steady phase to repeat, and a cool-down
     few = 2 * problem.num_ranks + 4
     short = problem if problem.num_microbatches <= few + 2 else replace(problem, num_microbatches=few)
     at_p = _from_anchor(short, min(limit, full_limit(problem))) if limit > problem.num_ranks - ROUNDING else None
@@ -186,6 +187,7 @@ def repeated(problem: Problem, rows: Sequence[Sequence[int]], microbatches: int)
     assert extra >= 0
     longer = []
     for row in rows:
+        # actions of one microbatch on the rank
         period = len(row) // few
         cut = _steady(row, period)
         if cut is None:
@@ -205,6 +207,7 @@ def _moved(code: int, few: int, many: int, by: int) -> int:
 
 def _steady(row: Sequence[int], period: int) -> int | None:
     """A position from which a period and the one after are the same but for the microbatch; the one nearest the middle."""
+    # codes of one op and stage go up by 1 a microbatch
     same = [a + 1 == b for a, b in zip(row, row[period:], strict=False)]
     middle = len(row) // 2
     steady_start = None

@@ -61,6 +61,7 @@ def spread_vocabulary(
     trunk_costs = _never_nothing((costs or CostProfile.on(placement)).of_stages(placement.trunk))
     (end,) = placement.flows[0][-1]
     sent_s = max(trunk_costs.transfer_s(end, r, trunk_costs.num_stages - 1) for r in range(placement.num_ranks))
+    # each barrier puts a backward off by one microbatch, so the base runs ahead by as many
     chain = _later(base(microbatches + extra, trunk_costs), microbatches, extra)
     return replace(_with_passes(chain, simulate(chain, trunk_costs), placement, extra == 1, sent_s), name=name)
 
@@ -112,7 +113,9 @@ def _with_passes(
         passes += [(computed, i, 0, "F", heads), (ready_s, i, 2, "BW", heads)]
         passes += [(merged, i, 1, op, loss) for op in ("F", "BW")]
         passes += [(enter[i - 1].start_s if i else 0.0, i, 0, "F", 0), (back[first][i].end_s + sent_s, i, 2, "BW", 0)]
+    # of one cut and microbatch: S, then the loss, then T
     passes.sort(key=lambda x: x[:3])
+    # a cut at the very start of an action goes before it
     rounding = _ROUNDING * timeline.makespan
     rows = []
     for rank, row in enumerate(events):

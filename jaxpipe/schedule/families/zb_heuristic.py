@@ -201,6 +201,7 @@ def best_draft(
     tops: dict[Objective, list[Draft]] = {goal: [anchor] if anchor else [] for goal in ("makespan", objective)}
     for draft in _drafts(retimer, limit, peak):
         for goal, top in tops.items():
+            # as short as the bounds allow
             if top and top[0].makespan <= makespan * (1 + 1e-9) and top[0].span <= span * (1 + 1e-9):
                 return top[0]
             if anchor is None or draft.no_worse_than(anchor, goal):
@@ -233,6 +234,7 @@ def fuse_backwards(retimer: Retimer, draft: Draft, limit: float) -> Draft:
             else:
                 fused.append(code)
         tried = retimer.draft([fused if r == rank else other for r, other in enumerate(best.rows)])
+        # the peak may rise up to the limit; makespan and span may not
         if tried is not None and tried.no_worse_than(replace(best, peak=limit)):
             best = tried
     return best
@@ -249,7 +251,9 @@ def _drafts(retimer: Retimer, limit: float, peak: float) -> Iterator[Draft]:
     problem = retimer.problem
     p, m = problem.num_ranks, problem.num_microbatches
     need = least_limit(problem)
+    # 1F1B's p - r forwards on rank r, as many of them as the limit holds
     in_flight = [int(min(p - r, limit / need + 1e-9)) if need else p - r for r in range(p)]
+    # 1F1B with B and W apart, then ZB-H1 and ZB-H2 (Qi et al. 2023, section 2)
     fixed = [[split_row(k, 0, m) for k in in_flight], h1_rows(p, m), h2_rows(p, m)]
     if any(bw < b + w for bw, b, w in zip(problem.bw_s, problem.b_s, problem.w_s, strict=True)):
         fixed.append([fused_row(k, m) for k in in_flight])

@@ -158,6 +158,7 @@ class Clock:
             self.peak = self.memory[rank]
         end = self.free[rank] = now + tables.seconds[kind]
         push(events, (end, rank))
+        # one member of a group sends for all
         if not sends:
             return
         for dst, link, seconds, occupied_s, gaps in tables.feeds[kind]:

@@ -157,7 +157,7 @@ class _Known:
 
 
 def filling(clock: Clock, problem: Problem, fixed: _Known, limit: float, rules: Rule | Phases) -> Choose:
-    """Return the chooser that fills the ``fixed`` order by ``rules`` within ``limit``, in units of a rank's share of one microbatch."""
+    """Return the chooser that fills the ``fixed`` order by ``rules`` within ``limit`` (units of a rank's share)."""
     m, n, stages = problem.num_microbatches, problem.num_replicas, problem.placement.num_stages
     first_b, first_w, first_bw, to_w, to_b = B * n * m, W * n * m, BW * n * m, (W - B) * n * m, (B - BW) * n * m
     reserved, seconds, room = problem.reserved, clock.tables.seconds, limit * SLACK
@@ -188,6 +188,7 @@ def filling(clock: Clock, problem: Problem, fixed: _Known, limit: float, rules: 
             kind = code // m
             if gap < rule.pull_gap * seconds[kind] - tiny:
                 continue
+            # of those that can run, the one that stands first in the row
             if place[code] >= at or ready[code if code < first_bw else code + to_b] > soon:
                 continue
             if code >= first_b:
@@ -197,6 +198,7 @@ def filling(clock: Clock, problem: Problem, fixed: _Known, limit: float, rules: 
                 free = room - reserved[kind]
                 if not rule.forward or memory[r] + (left_to_last(r, kind) if rule.reserve else 0.0) > free:
                     continue
+                # an F pulled ahead lives through all that stands before its place
                 if max(profiles[r][head[r] : place[code]], default=0.0) > free:
                     continue
             best, at = code, place[code]
@@ -207,6 +209,7 @@ def filling(clock: Clock, problem: Problem, fixed: _Known, limit: float, rules: 
     def choose(r: int, now: float) -> int:
         nonlocal rule
         row, at, waits, lazy = rows[r], head[r], waiting[r], rule.lazy
+        # past what was pulled ahead, and past W's where the rule places them itself
         while at < len(row) and (done[row[at]] or (lazy and first_w <= row[at] < first_bw)):
             at += 1
         head[r] = at
@@ -217,6 +220,7 @@ def filling(clock: Clock, problem: Problem, fixed: _Known, limit: float, rules: 
             gap = ready[code if code < first_bw else code + to_b] - now
             if gap > tiny:
                 code = filler(r, now, gap)
+            # the head can run, but W's go first where it lacks memory or too many wait
             elif waits and (
                 (code < first_b and memory[r] + reserved[code // m] > room) or (lazy and len(waits) > rule.backlog)
             ):
@@ -232,6 +236,7 @@ def filling(clock: Clock, problem: Problem, fixed: _Known, limit: float, rules: 
             return code
         kind = code // m
         started[queue_of[kind]] += 1
+        # what was pulled ahead takes or gives memory before its old place
         for k in range(at, place[code]):
             profiles[r][k] += reserved[kind] if code < first_b else -reserved[kind % n]
         if code >= first_b:
@@ -265,6 +270,7 @@ class Finisher:
 
     def filled(self, rows: CodeRows, limit: float, rules: Rule | Phases, view: View = "real") -> list[list[int]]:
         """``rows`` (complete, free of deadlock) with waits filled by one rule, within ``limit`` (units of a rank's share)."""
+        # recipes for one order come in a row, so identity suffices
         if self._known is None or self._known.rows is not rows:
             self._known = _Known(self.problem, rows)
         problem = self._views[view]

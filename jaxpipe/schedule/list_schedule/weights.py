@@ -121,6 +121,7 @@ class WeightFilling:
             row, waiting, now = rows[r], pending[r], free[r]
             memory[r] += delta
             if kind < n:
+                # an F without room: W's give memory back first
                 while memory[r] > room:
                     if not waiting:
                         return None
@@ -131,6 +132,7 @@ class WeightFilling:
                 if waiting:
                     may = earlier[at] + spare[r] if earlier else (most if most > spare[r] else spare[r])
                 while waiting and now + tiny < arrival:
+                    # a W longer than the gap waits while the rank may still idle
                     longer = arrival + tiny < now + seconds[waiting[0] // m]
                     if longer and (arrival - now <= may - idle[r] + tie or (before and not before[kind])):
                         break

@@ -98,6 +98,7 @@ class LanePlan:
         for v, view in enumerate(self.views):
             for x in view.candidates:
                 leavers[v, x.f_slot].append(x)
+        # ends of the slots of all ranks on the lane, in order of time
         marks = sorted((end, j, v) for v, view in enumerate(self.views) for j, end in enumerate(view.life.end_s))
         for end, j, v in marks:
             while self.completions and self.completions[0] < end:
@@ -152,6 +153,7 @@ class LanePlan:
         now = max(view.life.end_s[view.ended - 1], self.out_free)
         trip.back_s = now + x.offload_s * stretch
         at = bisect_left(self.away, x.due_s, key=lambda a: a.resident.due_s)
+        # from this L back to the most urgent, each must end before the next one's latest start
         sooner = [trip, *reversed(self.away[:at])]
         latest, bound = [], self.away[at].latest_s if at < len(self.away) else float("inf")
         for other in sooner:

@@ -127,6 +127,7 @@ class Plans:
             return None
         failed, met, faster = 0.0, float("inf"), iter(_FASTER[:-1])
         for _ in range(len(_FASTER) + _HALVINGS):
+            # faster and faster until one meets the limit, then between: the slower, the less B's wait
             speed = (failed + met) / 2 if met < float("inf") else next(faster, 0.0)
             if failed >= speed or met <= 1:
                 break
@@ -155,6 +156,7 @@ class Plans:
         rows = [[(j, -1, slot) for j, slot in enumerate(row, start=1)] for row in self.schedule.rows]
         for n, move in enumerate(moves):
             x = move.resident
+            # behind slot ``position``, in the order in which moves were planned
             rows[move.rank].append((move.position, n, Action(move.op, x.stage, x.microbatch)))
         ordered = (tuple(slot for *_, slot in sorted(row, key=itemgetter(0, 1))) for row in rows)
         schedule = replace(self.schedule, rows=tuple(ordered))
@@ -181,5 +183,6 @@ def _candidates(life: RankLife, fraction: float | None, stages: frozenset[int]) 
     chosen: list[Resident] = []
     for held in sorted(by_stage.values(), key=lambda held: -sum(x.life_s for x in held) / len(held)):
         take = min(len(held), budget - len(chosen))
+        # evenly spread over the microbatches
         chosen += [x for n, x in enumerate(held) if (n + 1) * take // len(held) > n * take // len(held)]
     return tuple(chosen)

@@ -69,6 +69,7 @@ def separate_gradients(schedule: Schedule, costs: CostProfile, *, memory_limit: 
         tried = [(low, start), (low, _Candidate(_fused(start.schedule, costs, keep), costs)), (low, filled(low))]
         if low < memory_limit < _NEVER:
             tried.append((memory_limit, filled(memory_limit)))
+        # the shortest, then the lowest limit, then the fewest B's apart
         fit = [(*x.times, limit, x.splits, k) for k, (limit, x) in enumerate(tried) if x.fits(limit, start)]
         if not fit:
             raise ScheduleError(
@@ -137,6 +138,7 @@ def _filled(split: Schedule, costs: CostProfile, limit: float) -> Schedule:
     rest = (tuple(x for x in row if x not in set(ws)) for row, ws in zip(split.rows, loose, strict=True))
     filling = _Filling(replace(split, rows=tuple(rest)), costs, [sorted(ws) for ws in loose], limit)
     rows, idle = filling.run([0.0] * split.num_ranks)
+    # each pass lets a rank idle by what it idled less than the idlest rank of the pass before
     for _ in range(_PASSES):
         next_rows, less = filling.run([max(idle) - x for x in idle])
         if max(less) + TIME * max(filling.work) >= max(idle):
@@ -183,6 +185,7 @@ class _Filling:
                 amount, left = self.change(r, slot)
                 computes = op_spec(slot.actions[0].op).lane == "compute"
                 free[r] = free[r] if last[r] >= 0 else begin
+                # W's run first while the slot lacks memory
                 while amount > 0 and stash[r] and last[r] < n:
                     while changes[r] and changes[r][0][0] <= max(begin, free[r]):
                         level[r] += heappop(changes[r])[1]
@@ -192,6 +195,7 @@ class _Filling:
                 while computes and stash[r] and (gap := begin - free[r]) > TIME * begin:
                     may = max(most, spare[r]) - idle[r]
                     idles = n in graph.joint_of or gap <= may + TIME * begin
+                    # a W longer than the bubble waits where the rank may idle
                     if idles and net.seconds((W.name, stash[r][0].stage)) > gap + TIME * begin:
                         break
                     run_w()
@@ -305,6 +309,7 @@ class _Fusing:
             self.fused.update(backwards)
             self._bound(ends, {n for k in backwards for pair in self.pairs[k] for n in pair})
         else:
+            # undone in reverse: a value may have been set more than once
             for values, n, value in reversed(before):
                 values[n] = value
         return fits

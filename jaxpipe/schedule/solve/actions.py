@@ -145,6 +145,7 @@ class Actions:
         sent = [t.seconds(self.costs) for t in graph.transfers]
         occupied = [t.occupied_s(self.costs) for t in graph.transfers]
         durations = [*seconds, *bw_seconds.values(), *sent, *occupied]
+        # in a best schedule something always runs, so it ends within the sum; twice leaves room
         self.ticks = ticks = time_grid(durations, 2 * sum(durations), parts)
         self.size = tuple(map(ticks.of, seconds))
         self.transfers = tuple(
@@ -154,6 +155,7 @@ class Actions:
         self.fusing: dict[int, Fusing] = {}
         for n, x in bw_seconds.items():
             w = self.ops[self.rank[n]][self.action[n].stage, self.action[n].microbatch]["W"]
+            # ranks of a group fuse together: the choice is that of the first of them
             self.fusing[n] = Fusing(self.joint[n], w, ticks.of(x))
         copied = (ops for ops_of in self.ops for ops in ops_of.values() if "O" in ops)
         self.copies = {ops["O"]: Copies(ops["F"], ops["L"], ops["BW" if "BW" in ops else "B"]) for ops in copied}
@@ -222,6 +224,7 @@ class Actions:
         for n in sorted(forwards, key=lambda n: self.action[n].stage):
             if self.rank[n] in ranks:
                 continue
+            # an input that is no rank's first action comes at a time that depends on the order
             if any(x not in starts for x, _ in self.sources(n)):
                 return None
             ranks.add(self.rank[n])
@@ -256,6 +259,7 @@ class Actions:
             for a in slot.actions:
                 if a.op == "BW" and separates[a.stage]:
                     yield from (replace(a, op="B"), replace(a, op="W"))
+                # copies of the order are dropped: all that could be are added, and syncs follow from times (_Row)
                 elif a.op not in ("O", "L", "S"):
                     yield a
                 if a.op == "F" and self._may_leave(a):
@@ -311,6 +315,7 @@ class Actions:
         for r, each in pieces.items():
             capacity = units.limit(limits[r]) if limits[r] >= 0 else -1
             held = tuple(x._replace(units=units_of[most] - units_of[less]) for most, less, x in each if most > less)
+            # a limit that everything together would keep can't be felt
             if capacity < sum(piece.units for piece in held if piece.opens):
                 yield MemoryLimit(r, capacity, held)
 
@@ -362,6 +367,7 @@ def _residuals(ops: Mapping[str, int], held: float, may_leave: float, w_held: fl
         w_held = 0.0
 
     def stay(held: float, residue: float, opens: Event, choice: int = -1, holds: bool = True) -> Iterator[_Sized]:
+        # what F and W both hold is one piece, so that B's end does not seem to give it back and take it again
         shared = min(held, residue)
         yield shared, 0.0, Piece(0, opens, w, choice, holds)
         yield held, shared, Piece(0, opens, b, choice, holds)
@@ -371,6 +377,7 @@ def _residuals(ops: Mapping[str, int], held: float, may_leave: float, w_held: fl
         yield from stay(held, w_held, f)
         return
     leaves = min(may_leave, held)
+    # w-residuals are part of what leaves if they are no larger
     o, rest = ops["O"], w_held if w_held <= leaves else 0.0
     yield held - leaves, 0.0, Piece(0, f, b)
     yield leaves, 0.0, Piece(0, f, ends["O"], o)
@@ -448,6 +455,7 @@ class _Row:
         """Compute slots with what goes between them: host actions behind the last slot that has ended, then syncs."""
         limits = [limit for limit in self.actions.limits if self.copies and limit.rank == self.rank]
         syncs = {o for limit in limits for o in self._syncs(limit)}
+        # keys: compute slots before it, compute behind copies, begin, end, and O before L before S
         slots = [(at, True, 0, 0, 0, self._slot(n)) for at, n in enumerate(self.compute)]
         for o, copies in self.copies.items():
             for order, n in enumerate((o, copies.load)):
@@ -467,6 +475,7 @@ class _Row:
     def _gap(self, n: int, copies: Copies) -> int:
         """How many compute slots stand before this O or L: those that have ended when it starts."""
         after = bisect_right(self.ends, self.starts[n])
+        # rounding must move no copy before its F or behind its B
         return min(max(after, self.place[copies.f] + 1), self.place[copies.b])
 
     def _syncs(self, limit: MemoryLimit) -> Iterator[int]:

@@ -112,6 +112,7 @@ def find_cycle(grid: Grid, period: int, budget: dict[str, Any]) -> tuple[Buildin
     for rank in range(grid.problem.num_ranks):
         model.lane(rank)
         for k in grid.problem.replicas_of(rank):
+            # levels rise when F's start (w-residuals that are larger are left to the finisher)
             model.hold(rank, (F, k))
     solver, has_answer, done = run(model.cp, LITE, budget)
     if not has_answer:
@@ -150,6 +151,7 @@ class _Model:
         for key in self.start:
             if self.grid.problem.rank[key[1]] == rank:
                 self.split[key] = self._divided(self.start[key])
+                # twice, a period apart: what runs past the period's end overlaps the next one's beginning
                 for again in (0, self.period):
                     size = self.grid.cells[key[0]][key[1]]
                     intervals.append(self.cp.new_fixed_size_interval_var(self.split[key][1] + again, size, ""))

@@ -77,6 +77,7 @@ class Formulation:
 
         self.cp: Any = cp_model.CpModel()
         self.actions, self.window, self.ordered = actions, window, ordered
+        # where nothing may leave, windows keep lanes' order, one shift moves all that is late, and memory is a reservoir
         self.spans, self.by_order = actions.task.objective == "span", not actions.copies
         self.start: Starts = now or ()
         self.first = actions.first_starts if self.spans and ordered and window is None else None
@@ -90,6 +91,7 @@ class Formulation:
             numbers = self.inside if self.by_order else range(len(actions.action))
             self.begin, self.end = window.begin, window.end
             self.longest = max((actions.size[n] for n in numbers), default=0)
+        # what starts at the window's last tick ends no later
         self.latest = self.end + self.longest
         self.choices: dict[int, Any] = {choice: self.cp.new_bool_var("") for choice in sorted(self._chosen())}
         self.absent = dict(self._literals())
@@ -131,12 +133,14 @@ class Formulation:
             in_order = sorted(lane, key=start.__getitem__)
         else:
             in_order = sorted((n for n in lane if start[n] >= 0), key=lambda n: (start[n], start[n] + size[n], n))
+        # what starts exactly at the window's end is late
         i, j = (bisect_left(in_order, t, key=start.__getitem__) for t in (self.window.begin, self.window.end))
         return in_order[:i], in_order[i:j], in_order[j:]
 
     def _horizon(self, upper: int | None) -> int:
         if upper is None or (self.spans and self.first is None):
             return self.actions.horizon
+        # a span counts from its rank's first start, so ends may lie that much past a bound on spans
         return upper + max(self.first.values()) if self.first else upper
 
     def frees(self, n: int) -> bool:
@@ -158,6 +162,7 @@ class Formulation:
         start, size = self.start, self.actions.size
         if start[o] >= 0:
             return o in self.inside and copies.load in self.inside
+        # an offload is offered only where O and L fit between F and B
         ready = max(self.begin, start[copies.f] + size[copies.f]) + size[o] + size[copies.load]
         return ready <= min(self.end, start[copies.b]) + self.longest and start[copies.b] >= self.begin
 
@@ -176,6 +181,7 @@ class Formulation:
         room = dict.fromkeys(sorted({actions.rank[n] for n in self.late}), self.end - self.begin)
         for floor, (before, _, late) in zip(self.floors, self.parts, strict=True):
             bounds = [(n, floor) for n in self.firsts(late)]
+            # results of what started earlier than that are everywhere: they hold nothing late back
             for s in takewhile(lambda s: start[s] > self.begin - actions.reach, reversed(before)):
                 bounds += [(n, start[s] + size[s] + lag) for n, lag in actions.followers[s] if n in self.late]
             for n, least in bounds:
@@ -192,6 +198,7 @@ class Formulation:
         actions, start, size = self.actions, self.start, self.actions.size
         slacks: dict[tuple[int, int], int] = {}
         waits = [(s, n, lag) for s in self.late for n, lag in actions.followers[s] if n in self.late]
+        # ranks that share a host lane hold one another back, too
         waits += [(one, two, 0) for _, _, late in self.parts for one, two in pairwise(late)]
         for one, two, lag in waits:
             pair = actions.rank[one], actions.rank[two]
@@ -209,6 +216,7 @@ class Formulation:
         least: dict[int, int] = {}
         for floor, (_, middle, _) in zip(self.floors, self.parts, strict=True):
             for n in middle:
+                # tighter domains than the window's: behind what is fixed on the lane, and behind inputs that do not move
                 times = [self.begin, floor, least.get(actions.joint[n], 0)]
                 for s, lag in actions.sources(n):
                     if s not in self.inside and start[s] >= 0:
@@ -258,7 +266,9 @@ class Formulation:
                 if then in self.late:
                     self._add(self.at_of(then) >= self.end_of(n) + lag, n)
         for b, fusing in actions.fusing.items():
+            # the W of a BW has no length and stands at its end
             self.cp.add(self.at[fusing.w] == self.ends[b]).only_enforce_if(self.choices[fusing.choice])
+        # an O that does not take place has one place, so that equal answers are not searched twice
         for o in self.choices if self.window is not None else ():
             self.cp.add(self.at[o] == self.begin).only_enforce_if(self.absent[o])
 
@@ -306,6 +316,7 @@ class Formulation:
                 self._add(self.end_of(n) <= self.at_of(first), n)
             if not self.by_order and self.actions.rank[n] in self.shift:
                 self._add(self.at[n] <= self.end - self.shift[self.actions.rank[n]], n)
+        # what the window covers but does not free keeps its order
         for one, two in pairwise(n for n in middle if not self.frees(n)):
             self._add(self.at[two] >= self.end_of(one), one, two)
         if any(map(self.frees, numbers)):
@@ -341,6 +352,7 @@ class Formulation:
         for link in links.values():
             producers = {sent.producer for sent in link.values()}
             shortest = min(min(size[n], fusing[n].ticks if n in fusing else size[n]) for n in producers)
+            # transfers shorter than what produces them never wait for one another
             if max(sent.occupied for sent in link.values()) > shortest:
                 yield link
 
@@ -355,6 +367,7 @@ class Formulation:
                 before = last[kind[producer]]
                 self.cp.add(sends[x] >= sends[before] + link[before].occupied)
             last[kind[producer]] = x
+        # of two producers in an order yet to be found, the one that ends first sends first
         for a, b in combinations(link, 2):
             one, two = link[a].producer, link[b].producer
             if one != two and not (self.ordered and kind[one] == kind[two]):
@@ -377,6 +390,7 @@ class Formulation:
         """Return the part of a piece that falls into the window: from when, to when, and the literal on which it depends."""
         start, opened, closed = self.start, piece.opens, piece.closes
         if self.window is not None:
+            # a piece that opens behind the window or closes before it holds nothing inside
             if opened is not None and start[opened[0]] >= (self.end if self.by_order else self.end + self.longest):
                 return None
             if closed is not None and 0 <= start[closed[0]] <= self.begin - self.actions.size[closed[0]]:
@@ -408,6 +422,7 @@ class Formulation:
                     events.setdefault(key, [time, 0, 1 if literal is None else literal])[1] += amount
         changes = [x for x in events.values() if x[1]]
         most = sum(amount for _, amount, _ in changes if amount > 0)
+        # what could never exceed the capacity needs no constraint
         if most > capacity:
             times, amounts, actives = zip(*changes, strict=True)
             self.cp.add_reservoir_constraint_with_active(times, amounts, actives, -most, capacity)
@@ -444,6 +459,7 @@ class Formulation:
             for end in lasts:
                 cp.add(self.cost >= end - begin)
         aim: Any = self.cost
+        # lexicographic in one number: the objective, then the sum of ends, then preferences
         weight = max(1, len(ends) * (self.latest - self.begin + 1))
         if sums_ends:
             aim = aim * weight + sum(ends)
@@ -489,6 +505,7 @@ class Formulation:
         """Look near ``starts`` first."""
         hints: dict[int, int] = {}
         b_of_w = {fusing.w: b for b, fusing in self.actions.fusing.items()}
+        # in order of microbatch: what does not take place stands where the one before it ends
         for n in sorted(self.at, key=lambda n: self.actions.action[n].microbatch):
             last = self.idle.get(n)
             if starts[n] >= 0:

@@ -120,6 +120,7 @@ class NeighbourhoodSearch:
             solved = None if answer is None else fitting(self.actions, answer, "solved")
             proposal = None if solved is None else starts_of(self.actions, solved[1])
             self.stale += 1
+            # equal ones are taken, too: plateaus are crossed that way
             if solved is None or proposal is None or (ticks := self._ticks(proposal)) > now:
                 continue
             self.stale = 0 if ticks < now else self.stale
@@ -150,6 +151,7 @@ class NeighbourhoodSearch:
         if budget.reproducible:  # what it did not need is there for others
             needed_s = solver.response_proto.deterministic_time / DETERMINISTIC_SECOND
             budget.spent = min(budget.spent, spent_before + max(_LEAST_S, needed_s))
+        # larger where the search came to its end, smaller where it did not, most of all where it has nothing
         factor = 1.15 if done else 0.9 if has_answer else 0.75
         self.size[kind] = min(self.manner.largest, max(self.manner.smallest, self.size[kind] * factor))
         return model.answer(solver) if has_answer else None

@@ -97,6 +97,7 @@ def offload_candidates(
         policies = draws.some(most - draws.kept)
         scores = shop.scores(policies, draws.give_up + head_s)
         draws.keep(scores, policies)
+        # scores are the clock's: a policy counts once its rows are checked and simulated
         for score, policy in sorted(zip(scores, policies, strict=True), key=lambda x: x[0].order):
             if score.order >= best:
                 break
@@ -142,12 +143,14 @@ class _Shop:
         lane = [min((x for x in groups if groups[x] == groups[r]), default=r) if r in groups else r for r in range(p)]
         self.riders = [[r for r in range(p) if lane[r] == q] for q in range(p)]
         self.lanes = [(2 * q,) if self.shared else (2 * q, 2 * q + 1) for q in lane]
+        # a BW that takes no less than B and W gains nothing
         self.split = all(at_most(b + c, w) for w, b, c in zip(costs.bw_s, costs.b_s, costs.w_s, strict=True))
         self.head_s = sum(problem.f_s) + sum(problem.down_s)
         plain, wakes = problem.tables, [(Feed(r, -1, 0.0, 0.0, ()),) for r in problem.rank]
         seconds = [
             values[k % task.placement.num_stages] for values in (costs.offload_s, costs.load_s) for k in range(n)
         ]
+        # host lanes are ranks p to 3p - 1 of the clock; the end of an O or L wakes the rank it is for
         self.tables = replace(
             plain,
             num_ranks=3 * p,
@@ -277,6 +280,7 @@ class _Play:
     def _compute(self, r: int, now: float) -> int:
         """The code of what the policy takes next on idle rank ``r``, if anything can start."""
         mine, policy = self.shop.mine[r], self.policy
+        # the latest stage first: it gives memory back soonest
         back = next((k for k in reversed(mine) if self._b_at(k) <= now), -1)
         ahead = next((k for k in reversed(mine) if self._f_at(r, k) <= now), -1)
         weight = -1 if policy.fused else next((k for k in mine if self.begun_w[k] < self.begun_b[k]), -1)
@@ -346,6 +350,7 @@ class _Play:
         if self.out[r] == shop.task.offloads_in_flight:
             return -1
         for k in shop.mine[r]:
+            # with room for two more of these none has to leave
             if not shop.leaves[k] or self.memory[r] + 2 * self.q.held[k] <= shop.room[r]:
                 continue
             low, away = self.begun_b[k] + policy.near, self.away[k]
@@ -412,6 +417,7 @@ class _Draws:
         """One of the best with a few changes on some neighbouring replicas: caps; microbatches that leave, or stay, or change
         places with the next; now and then another preference."""
         rng, pick = self.rng, self.rng.choice
+        # mostly one of the very best, now and then a worse one
         policy = self.elite[min(int(rng.expovariate(4 / len(self.elite))), len(self.elite) - 1)][2]
         caps, away, near, first = policy.caps.copy(), policy.away.copy(), policy.near, policy.forward_first
         replicas, count = away.shape

@@ -145,6 +145,7 @@ class Incumbent:
             return
         past_s, self.best = self.value, self.known[number]
         progress = Progress(self.wall_s, self.value, self.lower_bound, source)
+        # what is better in a lesser key only is no improvement to report
         if not at_most(past_s, self.value):
             self.improvements.append(progress)
         if self.on_progress is not None:
@@ -216,6 +217,7 @@ def lexicographic(best: Solution, options: Options, again: Callable[[SolveTask, 
         left -= seconds
         if candidate is not None and at_most(candidate.value, best.value):
             best, peak = _replaced(best, candidate), max(candidate.timeline.peak_activations)
+        # the peak can't be lowered further: now the same time without offload
         elif offload and best.offloaded:
             offload = False
         else:
@@ -304,6 +306,7 @@ def _is_answer(hit: Solution, tell: Callable[[str, object], None]) -> bool:
     task, bound = hit.task, hit.lower_bound
     if hit.status != "optimal" or task.objective == "lexicographic":
         return False
+    # a stored bound can't be proved anew in no time, so families get the chance to contradict it
     if not at_most(hit.value, bound_of(task)):
         incumbent = Incumbent([task], [bound], None)
         family_schedules(task, quick_families(task), lambda schedule, source: incumbent.offer(0, schedule, source))
@@ -317,6 +320,7 @@ def _is_answer(hit: Solution, tell: Callable[[str, object], None]) -> bool:
 def bound_of(task: SolveTask) -> float:
     """Seconds that no schedule of the task is below; infinite if none keeps the limits."""
     find = span_lower_bound if task.objective == "span" else lower_bound
+    # a schedule may exceed a limit by rounding, and the bound must hold for it, too
     limits = [x * (1 + MEMORY) for x in task.limits()]
     limit = limits if min(limits) < float("inf") else None
     return find(task.placement, task.num_microbatches, task.costs, memory_limit=limit, offload=task.offload)
@@ -474,6 +478,7 @@ class Portfolio:
         start = order[self.neighbourhoods // 4 % len(order) if self.neighbourhoods % 4 == 0 else 0]
         longest_s, share = (20.0, 0.25) if count_offloads(start.schedule) else (8.0, 0.1)
         seconds = max(1.0, min(longest_s, self.options.time_limit_s * share))
+        # a prime above any number of jobs, so that solves with neighbouring seeds share no job's seed
         seed = self.options.seed * 1_000_003 + self.neighbourhoods
         return self._job(start.number, Neighbourhoods, seconds, start=start.schedule, seed=seed)
 
@@ -500,6 +505,7 @@ class Portfolio:
             left = self.options.time_limit_s - (spent if in_rounds else self.incumbent.wall_s)
             if left <= -grace_s:
                 return
+            # these run past the limit by the grace, so that no answer is worse than the first families
             jobs: list[Job] = list(islice((j for j in first if not self._hopeless(j)), pool.idle))
             underway.update(pool.submit(job) for job in jobs)
             if left <= 0 and not underway:
@@ -509,6 +515,7 @@ class Portfolio:
                 jobs = jobs or [j for _ in range(pool.idle) if (j := self._neighbourhood()) is not None]
                 for job in jobs:
                     pool.submit(job if in_rounds else replace(job, seconds=min(job.seconds, max(0.1, left))))
+                # a round takes as long as its longest job
                 spent += max((job.seconds for job in jobs if job.timed), default=0.0)
             if not pool.busy:
                 return

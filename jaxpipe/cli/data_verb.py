@@ -26,17 +26,17 @@ def configure_data(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("action", metavar="ACTION", help=text)
     text = "build: files and folders of JSONL, Parquet and text; check: stores"
     parser.add_argument("paths", metavar="PATH", nargs="+", help=text)
-    add_value(parser, "-o --output", "STORE", str, "build: the folder to make")
+    add_value(parser, "-o --output", "STORE", str, "build: the folder to create")
     add_value(parser, "--tokenizer", "NAME", str, "as data.tokenizer", "byte")
     add_value(parser, "--chat-template", "FILE", str, "as data.chat_template", "auto")
     add_value(parser, "--chat-date", "DATE", str, "as data.chat_date", "auto")
     add_value(parser, "--field", "NAME", str, "as data.field", "auto")
-    add_value(parser, "--eos", "TOKEN", str, "as data.eos, but that byte by byte files end with 0 too", "auto")
+    add_value(parser, "--eos", "TOKEN", str, "as data.eos; with tokenizer byte, text files end with 0, too", "auto")
     add_value(parser, "--bos", "TOKEN", str, "as data.bos", "auto")
     add_value(parser, "--suffixes", "LIST", str, "as data.suffixes, joined by commas")
     text = "processes that tokenise; by default one a core"
     add_value(parser, "--workers", "N", whole_number("processes", 1024), text)
-    add_switch(parser, "--chat", "as --format chat: records are chats")
+    add_switch(parser, "--chat", "short for --format chat: records are chats")
     parser.add_argument("--format", choices=("auto", "text", "chat"), help="as data.format (default auto)")
     add_json_flag(parser)
 

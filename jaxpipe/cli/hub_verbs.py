@@ -14,8 +14,10 @@ from jaxpipe.wording import format_count
 
 
 def configure_import(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", metavar="HF_DIR", help="config.json, safetensors, and mostly tokenizer.json")
-    add_value(parser, "-o --output", "RUN", str, "the run directory to make, at step 0", required=True)
+    parser.add_argument(
+        "folder", metavar="HF_DIR", help="folder with config.json, safetensors, and usually tokenizer.json"
+    )
+    add_value(parser, "-o --output", "RUN", str, "the run directory to create, at step 0", required=True)
     add_value(
         parser, "--model", "MODULE:FUNCTION", str, "the model that reads it; by default the one of its model_type"
     )
@@ -39,11 +41,13 @@ def run_import(args: argparse.Namespace) -> None:
 
 def configure_export(parser: argparse.ArgumentParser) -> None:
     add_checkpoint_flags(parser)
-    add_value(parser, "-o --output", "DIR", str, "the folder to make", required=True)
+    add_value(parser, "-o --output", "DIR", str, "the folder to create", required=True)
     dtypes = ("float32", "bfloat16", "float16")
-    parser.add_argument("--dtype", choices=dtypes, default="float32", help="of the numbers (default float32)")
+    parser.add_argument(
+        "--dtype", choices=dtypes, default="float32", help="dtype of the written tensors (default float32)"
+    )
     size = amount("gigabytes", zero=False)
-    add_value(parser, "--shard-size", "GB", size, "most gigabytes (10⁹ bytes) a file", 5.0)
+    add_value(parser, "--shard-size", "GB", size, "largest size of a file in gigabytes (10⁹ bytes)", 5.0)
 
 
 def run_export(args: argparse.Namespace) -> None:

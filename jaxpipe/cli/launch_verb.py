@@ -32,21 +32,26 @@ _NEEDED = {
 
 def configure_launch(parser: argparse.ArgumentParser) -> None:
     parser.usage = "jaxpipe launch local|slurm|k8s FLAGS -- train …"
-    parser.add_argument("where", choices=list(_OF), help="on this machine, or by a file for sbatch, or for kubectl")
-    add_value(parser, "--max-restarts", "N", whole_number("restarts", 10**6, least=0), "start again what was lost")
+    parser.add_argument("where", choices=list(_OF), help="start processes here, or write a file for sbatch or kubectl")
+    text = "restart the run up to N times after it is lost"
+    add_value(parser, "--max-restarts", "N", whole_number("restarts", 10**6, least=0), text)
     local_flags = parser.add_argument_group("local")
-    add_value(local_flags, "-n", "N", whole_number("processes", 4096), "how many processes", dest="number")
-    add_value(local_flags, "--logs", "DIR", str, "what they write; by default a folder that goes if all is well")
+    add_value(local_flags, "-n", "N", whole_number("processes", 4096), "number of processes", dest="number")
+    add_value(local_flags, "--logs", "DIR", str, "log folder (default: temporary, removed on success)")
     cluster = parser.add_argument_group("slurm, k8s")
     add_value(cluster, "-o", "FILE", str, "the file to write", dest="output")
-    add_value(cluster, "--nodes", "N", whole_number("nodes", 65536), "hosts")
-    add_value(cluster, "--gpus-per-node", "N", whole_number("GPUs", 4096), "of each", dest="gpus")
-    add_value(cluster, "--name", "NAME", str, "of the job (default: jaxpipe)")
+    add_value(cluster, "--nodes", "N", whole_number("nodes", 65536), "number of hosts")
+    add_value(cluster, "--gpus-per-node", "N", whole_number("GPUs", 4096), "GPUs per node", dest="gpus")
+    add_value(cluster, "--name", "NAME", str, "job name (default: jaxpipe)")
     per = whole_number("processes", 4096)
-    add_value(cluster, "--processes-per-node", "N", per, "slurm; one by default", dest="per_node")
-    add_repeated(cluster, "--sbatch", "OPTION=VALUE", "slurm: such as time=12:00:00 (repeatable)", default=None)
-    add_value(cluster, "--image", "IMAGE", str, "k8s: with jaxpipe installed")
-    add_value(cluster, "--claim", "NAME:PATH", str, "k8s: the volume claim that all pods share, and where")
+    add_value(cluster, "--processes-per-node", "N", per, "slurm: processes per node (default: one)", dest="per_node")
+    add_repeated(
+        cluster, "--sbatch", "OPTION=VALUE", "slurm: sbatch option, such as time=12:00:00 (repeatable)", default=None
+    )
+    add_value(cluster, "--image", "IMAGE", str, "k8s: container image with jaxpipe installed")
+    add_value(
+        cluster, "--claim", "NAME:PATH", str, "k8s: PersistentVolumeClaim that all pods share, and its mount path"
+    )
 
 
 def run_launch(args: argparse.Namespace) -> int:

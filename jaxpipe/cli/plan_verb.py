@@ -26,9 +26,9 @@ def configure_plan(parser: argparse.ArgumentParser) -> None:
     text = "the residual stream is split over the tp devices too (pipeline.sequence_parallel=true)"
     add_switch(parser, "--sequence-parallel", text)
     add_machine_flags(parser)
-    text = "compile stage functions for the target to know their workspace, for about S seconds; 0: estimate"
+    text = "compile stage functions for the target to get their workspace, for about S seconds (0: estimate it)"
     add_value(parser, "--compile-seconds", "S", amount("seconds"), text, 60.0)
-    add_switch(parser, "--suggest", "also where it fits: changes that fit, the fastest first")
+    add_switch(parser, "--suggest", "suggest changes that fit, the fastest first, even if the config fits")
     add_value(parser, "--suggest-seconds", "S", amount("seconds"), "try changes for about S processor seconds", 60.0)
     add_value(parser, "--schedules", "DIR", str, "write schedules of suggestions that need a file into DIR")
     add_value(parser, "--costs-out", "FILE", str, "write the cost profile (for --costs of the schedule verbs)")

@@ -66,26 +66,28 @@ def _add_cost_flags(parser: argparse.ArgumentParser) -> None:
     add_value(group, "--comm", "C", amount("time of a transfer"), "time until another rank has a result (default 0)")
     text = "fraction of an activation kept from B's end to W's end (default 1)"
     add_value(group, "--w-residual", "X", amount("fraction", most=1), text)
-    text = "time to copy a share's activations to the host and back (0: none); without it nothing may offload"
+    text = "time to copy a share's activations to the host and back (0: free); required for schedules that offload"
     add_value(group, "--offload-time", "T", amount("offload time"), text)
     text = "time of the tensor-parallel collectives of a share's F, and the same again of its B (default 0)"
     add_value(group, "--tp-comm", "T", amount("time of TP collectives"), text)
-    text = "how many collectives that is in each stage; two a layer are usual (default 1)"
+    text = "number of these collectives in each stage; two per layer are usual (default 1)"
     add_value(group, "--tp-collectives", "N", whole_number("number of collectives", MOST_CHUNKS), text)
-    add_value(group, "--costs", "FILE", str, "cost profile (JSON) with seconds and bytes of each stage, instead")
+    add_value(
+        group, "--costs", "FILE", str, "cost profile (JSON) of seconds and bytes per stage, in place of these flags"
+    )
     text = "whether copies to the host and back share one lane (default: duplex, or what --costs says)"
     group.add_argument("--host-link", choices=("shared", "duplex"), help=text)
 
 
 def _add_head_flag(parser: argparse.ArgumentParser) -> None:
     """Add ``--head``."""
-    text = "time of S and T, the passes of a rank's part of the head, in vocab-... schedules (default 0,0)"
+    text = "time of S and T, the two passes of a rank's part of the head, in vocab-... schedules (default 0,0)"
     add_value(parser, "--head", "S,T", cost_pair, text)
 
 
 def _add_braid_flag(parser: argparse.ArgumentParser) -> None:
     """Add ``--braid``."""
-    text = "run two actions that stand side by side as one slot, where that hides TP collectives and saves time"
+    text = "run two neighbouring actions as one slot where that overlaps TP collectives and saves time"
     add_switch(parser, "--braid", text)
 
 
@@ -111,13 +113,13 @@ def _add_limit_flag(parser: argparse.ArgumentParser) -> None:
 def _add_traverse_flags(parser: argparse.ArgumentParser) -> None:
     """Add ``--placement --rules --unit-steps``."""
     group = parser.add_argument_group("traverse", "for 'jaxpipe schedule traverse': an order by rules")
-    group.add_argument("--placement", choices=PLACEMENTS, help="which ranks run which stages (default: one-to-one)")
+    group.add_argument("--placement", choices=PLACEMENTS, help="placement of stages on ranks (default: one-to-one)")
     text = (
         "such as 'interleaved forward=breadth:4 backward=depth:4 in-flight=4,3,2,1', or FILE.py:NAME: a Traversal, a mapping "
         "from ranks to them, or a function (placement, microbatches) that gives one"
     )
     add_value(group, "--rules", "RULES", str, text)
-    add_switch(group, "--unit-steps", "choose as if every action took one step (default: by the costs)")
+    add_switch(group, "--unit-steps", "order actions as if each took one step (default: by the costs)")
     group.add_argument("--steps", dest="unit_steps", action="store_true", help=argparse.SUPPRESS)  # its name of before
 
 
@@ -135,7 +137,7 @@ def configure_schedule(parser: argparse.ArgumentParser) -> None:
     _add_limit_flag(parser)
     _add_objective_flag(parser)
     _add_pass_flags(parser)
-    text = "offload up to this part of each rank's activations to the host, the longest lived first"
+    text = "offload up to this fraction of each rank's activations to the host, the longest lived first"
     add_value(parser, "--offload", "FRACTION", amount("fraction", most=1), text)
     add_output_flag(parser, OUTPUTS)
     add_json_flag(parser)
@@ -150,10 +152,10 @@ def configure_simulate(parser: argparse.ArgumentParser) -> None:
     _add_limit_flag(parser)
     _add_pass_flags(parser)
     group = parser.add_argument_group("several steps", "one after another, with the optimizer's update between them")
-    text = "how many; shows the time from step to step"
+    text = "number of steps; reports the time from one step to the next"
     add_value(group, "--steps", "N", whole_number("steps", MOST_STEPS, least=2), text)
     add_value(group, "--update", "T", amount("time of an update"), "time of a rank's update (default 0)")
-    text = "no rank waits for the others before its update: it is validated before the rank's first backward"
+    text = "ranks update without waiting for each other; the update is validated before the rank's first backward"
     add_switch(group, "--post-validation", text)
     add_output_flag(parser, OUTPUTS)
     add_json_flag(parser)
@@ -161,7 +163,7 @@ def configure_simulate(parser: argparse.ArgumentParser) -> None:
 
 def _add_choice_flags(parser: argparse.ArgumentParser, default: str) -> None:
     """Add the flags of ``compare`` and ``best``. ``default``: chunks and groups that are tried."""
-    text = "schedules (.sched .json .csv) that stand beside the families; all of one size, which is then the default"
+    text = "schedules (.sched .json .csv) to compare with the families; all of one size, which becomes the default"
     parser.add_argument("files", metavar="FILE", nargs="*", help=text)
     _add_size_flags(parser, chunks=default)
     parser.set_defaults(ranks=None, microbatches=None)
@@ -184,7 +186,7 @@ def configure_compare(parser: argparse.ArgumentParser) -> None:
 def configure_best(parser: argparse.ArgumentParser) -> None:
     _add_choice_flags(parser, "several, for each family")
     _add_objective_flag(parser)
-    text = "seconds to search, at most; then the best so far is the answer"
+    text = "time limit in seconds; then the best schedule so far is the result"
     add_value(parser, "--time-limit", "S", amount("time limit", zero=False), text)
     add_output_flag(parser, OUTPUTS)
     add_json_flag(parser)
@@ -194,13 +196,13 @@ def configure_solve(parser: argparse.ArgumentParser) -> None:
     _add_size_flags(parser, chunks="those of the placements that families use")
     parser.set_defaults(ranks=None, microbatches=None)
     _add_chunk_limit_flags(parser)
-    text = "which ranks run which stages (default: all that suit the number of chunks)"
+    text = "placement of stages on ranks (default: all that suit the number of chunks)"
     parser.add_argument("--placement", choices=("auto", *PLACEMENTS), default="auto", help=text)
     text = "start from this schedule and keep its placement, which may be any graph of stages; sizes are the file's"
     add_value(parser, "--start", "FILE", str, text)
     _add_cost_flags(parser)
     _add_limit_flag(parser)
-    text = "at most so many activations of a rank on the host, on the way there or back, at a time"
+    text = "limit on a rank's activations that are on the host or in transfer at a time"
     add_value(parser, "--offloads-in-flight", "N", whole_number("offloads in flight", MOST_MICROBATCHES, least=0), text)
     _add_braid_flag(parser)
     group = parser.add_argument_group("search")
@@ -208,8 +210,8 @@ def configure_solve(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--objective", choices=("makespan", "span", "lexicographic"), default="makespan", help=text)
     text = "seconds to search, up to 15 more until quick families have been tried; Ctrl-C ends it with the best so far"
     add_value(group, "--time-limit", "S", amount("time limit", zero=False), text, 60.0)
-    add_value(group, "--seed", "N", whole_number("seed", _MOST_SEEDS, least=0), "another seed, another search", 0)
-    add_value(group, "--workers", "N", whole_number("workers", _MOST_WORKERS), "processes", 2)
+    add_value(group, "--seed", "N", whole_number("seed", _MOST_SEEDS, least=0), "seed of the search", 0)
+    add_value(group, "--workers", "N", whole_number("workers", _MOST_WORKERS), "worker processes", 2)
     text = "same flags, same schedule: --time-limit counts deterministic time, and the cache is not used"
     add_switch(group, "--reproducible", text)
     add_switch(group, "--no-cache", "neither use nor fill the cache of solved problems")

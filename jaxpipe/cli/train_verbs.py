@@ -47,12 +47,16 @@ def configure_train(parser: argparse.ArgumentParser) -> None:
     add_switch(parser, "--offload-fallback", text)
     add_json_flag(parser, "print the result as JSON on stdout, progress on stderr")
     group = parser.add_argument_group("several processes", "found in the variables of a launcher, too (jaxpipe launch)")
-    add_value(group, "--coordinator", "HOST:PORT", str, "where process 0 listens; the same in all")
+    add_value(
+        group, "--coordinator", "HOST:PORT", str, "address at which process 0 listens; the same for all processes"
+    )
     count = whole_number("processes", _MOST_PROCESSES)
-    add_value(group, "--processes", "N", count, "how many there are; one by default")
+    add_value(group, "--processes", "N", count, "number of processes (default: one)")
     which = whole_number("as a process", _MOST_PROCESSES - 1, least=0)
-    add_value(group, "--process", "K", which, "which of them this one is, from 0")
-    add_value(group, "--join-wait", "S", amount("seconds", zero=False), "how long to wait for the others", 300.0)
+    add_value(group, "--process", "K", which, "index of this process, from 0")
+    add_value(
+        group, "--join-wait", "S", amount("seconds", zero=False), "seconds to wait for the other processes", 300.0
+    )
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = "exit codes:\n" + "\n".join(f"  {code:<3}  {meaning}" for code, meaning in EXIT_CODES.items())
 
@@ -134,7 +138,9 @@ def add_checkpoint_flags(parser: argparse.ArgumentParser) -> None:
         "what makes the model, needed where the checkpoint names code outside of models, which runs only if you name it"
     )
     add_value(parser, "--model", "MODULE:FUNCTION", str, text)
-    add_switch(parser, "--other-model", "go on although the model computes something else than when it was saved")
+    add_switch(
+        parser, "--other-model", "accept parameters although the model's computation has changed since they were saved"
+    )
     text = (
         "byte, a tokenizer.json or ids:N, where the checkpoint has no tokenizer, as those of Trainer.save without one"
     )
@@ -177,10 +183,10 @@ def _step(text: str) -> int | str:
 def configure_eval(parser: argparse.ArgumentParser) -> None:
     add_checkpoint_flags(parser)
     _add_devices_flag(parser)
-    add_value(parser, "--batch", "N", whole_number("sequences", 65536), "sequences at a time", 16)
+    add_value(parser, "--batch", "N", whole_number("sequences", 65536), "sequences per batch", 16)
     add_value(parser, "--batches", "N", whole_number("batches", _MOST), "at most N batches; all by default")
     add_switch(parser, "--baselines", "also score unigram and bigram models of the same text")
-    add_switch(parser, "--other-data", "evaluate although the data are other than the model was trained on")
+    add_switch(parser, "--other-data", "evaluate on data other than those the model was trained on")
     add_value(parser, "--data", "PATH", str, "data.path in place of the run's; a module:function must be named so")
     add_json_flag(parser, "print JSON")
 
@@ -222,10 +228,17 @@ def configure_generate(parser: argparse.ArgumentParser) -> None:
     _add_devices_flag(parser)
     parser.add_argument("--prompt", default="def ", help="text to continue (default: 'def ')")
     add_value(parser, "--tokens", "N", whole_number("tokens", 10**6), "tokens to add", 200)
-    add_value(parser, "--temperature", "T", amount("temperature", most=100), "0 takes the likeliest token", 0.8)
+    add_value(
+        parser,
+        "--temperature",
+        "T",
+        amount("temperature", most=100),
+        "temperature of sampling; 0: argmax",
+        0.8,
+    )
     top_k, seed = whole_number("tokens", _MOST - 1, least=0), whole_number("as a seed", _MOST - 1, least=0)
     add_value(parser, "--top-k", "K", top_k, "sample among the K likeliest tokens; 0: all", 0)
-    add_value(parser, "--seed", "N", seed, "same seed, same text", 0)
+    add_value(parser, "--seed", "N", seed, "seed of sampling", 0)
 
 
 def run_generate(args: argparse.Namespace) -> None:
@@ -249,10 +262,10 @@ def configure_profile(parser: argparse.ArgumentParser) -> None:
     _configure_config(parser)
     repeats, warm_up = whole_number("repeats", 1000), whole_number("warm-up calls", 1000, least=0)
     add_value(parser, "--repeats", "N", repeats, "timed samples per function; the median counts", 5)
-    add_value(parser, "--warm-up", "N", warm_up, "untimed calls before them, beside the one that compiles", 1)
+    add_value(parser, "--warm-up", "N", warm_up, "untimed calls before the samples, after the one that compiles", 1)
     add_switch(parser, "--no-host-link", "don't measure copies to pinned host memory and back")
     add_costs_flag(parser)
-    add_value(parser, "--details", "FILE", str, "write all that was measured as JSON: quartiles, memory, host link")
+    add_value(parser, "--details", "FILE", str, "write all measurements as JSON: quartiles, memory, host link")
     add_json_flag(parser, "print the cost profile as JSON")
 
 

@@ -21,18 +21,18 @@ _MOST_DEVICES = 65536
 
 def configure_tune(parser: argparse.ArgumentParser) -> None:
     add_settings_argument(parser)
-    add_value(parser, "--devices", "N", whole_number("devices", _MOST_DEVICES), "devices to use, all of them", 8)
+    add_value(
+        parser, "--devices", "N", whole_number("devices", _MOST_DEVICES), "devices, all of which a layout uses", 8
+    )
     add_machine_flags(parser)
     text = "seconds to search; Ctrl-C ends it earlier with the best so far (default: until nothing can be better)"
     add_value(parser, "--time-limit", "S", amount("time limit", zero=False), text)
-    text = "try these values of an axis alone, such as pipeline.tp=1,2 or pipeline.schedule=1f1b,zb-h1 (repeatable)"
+    text = "try only these values of a setting, such as pipeline.tp=1,2 or pipeline.schedule=1f1b,zb-h1 (repeatable)"
     add_repeated(parser, "--only", "KEY=VALUE,…", text)
-    text = (
-        "seconds of stages as measured on the devices here, kept in FILE (default: tune-times.json in jaxpipe's cache)"
-    )
+    text = "use stage times measured on local devices, kept in FILE (default: tune-times.json in jaxpipe's cache)"
     add_value(parser, "--measure", "FILE.json", str, text, nargs="?", const="")
     add_value(parser, "-o", "FILE.toml", str, "write the config with the best settings", dest="output")
-    add_value(parser, "--json", "FILE.json", str, "write everything that was tried")
+    add_value(parser, "--json", "FILE.json", str, "write every candidate that was tried")
 
 
 def run_tune(args: argparse.Namespace) -> None:

@@ -78,63 +78,66 @@ _Beta = Annotated[float, within(0, 1 - 2**-24)]  # what is nearer to 1 is 1 in f
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """What is trained."""
+    """The model."""
 
     #: ``module:function`` that makes the model.
     target: Annotated[str, _is_target] = "models.gpt:GPT"
-    #: Its keyword arguments.
+    #: Keyword arguments of that function.
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class SourceConfig:
-    """One of several sources."""
+    """One of several data sources."""
 
-    #: As ``data.path``.
+    #: A source, in the forms of ``data.path``.
     path: _Path
-    #: Its share of the sequences, against the rest.
+    #: Weight of the source: its share of the sequences relative to the other sources.
     weight: _Positive = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class ReadingConfig:
-    """How files become documents, and documents sequences."""
+    """Reading of files as documents, and packing of documents into sequences."""
 
-    #: What files hold. ``auto``: text, each record of JSON or Parquet or each other file a document; refused where a file that
-    #: is called text begins with a record. ``text``: the same, but JSON is a record under ``.jsonl`` and ``.ndjson`` alone, and
-    #: under other names text, as is a table. ``chat``: records with messages of a ``role`` and a ``content``; answers count.
+    #: Content of the files. ``auto``: each record of JSON or Parquet, or else each file, is a document of text; a file with
+    #: the suffix of text that begins with a record is refused. ``text``: the same, but JSON is read as records only under
+    #: ``.jsonl`` and ``.ndjson``, and as text under other names, as tables are. ``chat``: records with messages of a ``role``
+    #: and a ``content``; the loss counts answers only.
     format: Literal["auto", "text", "chat"] = "auto"
-    #: What makes text of messages: a path, or ``auto``: the one beside the tokenizer.
+    #: Chat template that renders messages as text: a path, or ``auto``: the one beside the tokenizer.
     chat_template: _Path = "auto"
-    #: The day that a template's ``strftime_now`` tells, as ``2026-01-01``; ``auto``: that of the template, or if it has none
-    #: this one.
+    #: Date that a template's ``strftime_now`` returns, such as ``2026-01-01``. ``auto``: the template's own date, or
+    #: ``2026-01-01`` if it has none.
     chat_date: _Name = "auto"
-    #: Where a record has its text or messages; ``auto``: ``text``, or ``messages``.
+    #: Key of a record's text or messages; ``auto``: ``text``, or ``messages``.
     field: _Name = "auto"
-    #: What ends each document: a token, an id, ``none``, or ``auto``, the tokenizer's own, which the files beside it name
-    #: (``byte``: 0 after a record, nothing after a file of text; chats end as their template says).
+    #: Token at the end of each document: a token, an id, ``none``, or ``auto``, the tokenizer's own, which the files beside it
+    #: name (``byte``: 0 after a record, nothing after a file of text; chats end as their template says).
     eos: _Name = "auto"
-    #: What begins each document: a token, an id, ``none``, or ``auto``: the token that the files of the tokenizer put there,
-    #: if they do. Chats begin as their template says, and runs go on as they began.
+    #: Token at the beginning of each document: a token, an id, ``none``, or ``auto``: the token that the files of the
+    #: tokenizer put there, if they do. Chats begin as their template says, and runs go on as they began.
     bos: _Name = "auto"
-    #: What a token sees: what stands before it in its sequence, or what of that is of its own document; positions start again
-    #: with each document then. ``auto``: ``document`` for whole chats if the model can, else ``causal``.
+    #: Attention mask: a token attends to earlier tokens of its sequence (``causal``), or only to those of its own document,
+    #: where positions start again (``document``). ``auto``: ``document`` for whole chats if the model supports it, else
+    #: ``causal``.
     mask: Literal["auto", "causal", "document"] = "auto"
-    #: How documents become sequences: ``whole`` ones packed together, the rest of a sequence left empty (longer chats are cut
-    #: at their end, text goes on in another piece), or ``concat``, end to end, cut wherever a sequence is full. ``auto``: chats
-    #: are whole, text is not. ``windows``: ``concat`` as it was once, when what is without an answer was a sequence too.
+    #: Packing of documents into sequences: ``whole`` documents together, the rest of a sequence left empty (longer chats are
+    #: cut at their end, longer text continues in another piece), or ``concat``: end to end, cut wherever a sequence is full.
+    #: ``auto``: ``whole`` for chats, ``concat`` for text. ``windows``: ``concat`` as in earlier versions, which also used
+    #: sequences without an answer.
     pack: Literal["auto", "whole", "concat", "windows"] = "auto"
-    #: How ``holdout`` is chosen: as blocks spread over the corpus, or whole files (of records whole documents).
+    #: Selection of ``holdout``: blocks spread over the corpus, or whole files (of records whole documents).
     split: Literal["blocks", "files"] = "blocks"
-    #: Files read in a folder.
+    #: Suffixes of the files that are read in a folder.
     suffixes: tuple[Annotated[str, _is_suffix], ...] = SUFFIXES
-    #: Order of the sequences.
+    #: Seed of the order of sequences.
     seed: Annotated[int, within(0, 2**63 - 1)] = 0
 
 
 @dataclass(frozen=True, slots=True)
 class DataConfig(Section):
-    """What it is trained on: ``path``, or several ``sources``, or batches that ``target`` makes."""
+    """Training data: ``path``, or several ``sources``, or batches that ``target`` makes."""
 
     #: A file of text, JSON lines or a list of records (plain, gzip or zstd) or Parquet, a folder of these, a token store
     #: (``jaxpipe data build``), a ``.npy``/``.npz`` array of ids, or ``stdlib`` (sources of the Python standard library); for
@@ -143,9 +146,9 @@ class DataConfig(Section):
     path: _Path = "stdlib"
     #: ``byte``, a ``tokenizer.json``, or ``ids:N`` (a vocabulary of N, no text).
     tokenizer: _Path = "byte"
-    #: Tokens a sequence.
+    #: Tokens per sequence.
     seq_len: _Count = 128
-    #: Fraction kept for evaluation.
+    #: Fraction of the data held out for evaluation.
     holdout: Annotated[float, within(0, 0.5)] = 0.05
     #: Keyword arguments of the function that ``path`` or ``target`` names.
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -158,33 +161,35 @@ class DataConfig(Section):
 
 @dataclass(frozen=True, slots=True)
 class ShardingConfig:
-    """What the devices of a rank divide beside the layers' products, where it has several."""
+    """Sharding of tensors over the devices of a rank."""
 
-    #: How attention is computed where cp devices share positions: by keys and values gathered from all, by exchanging times
-    #: for heads, or by keys and values that go round a ring.
+    #: Attention across the cp devices that share a sequence: all-gather keys and values (``gather``), exchange positions for
+    #: heads by all-to-all (``heads``, as DeepSpeed Ulysses), or pass keys and values around a ring (``ring``).
     cp_method: Literal["gather", "heads", "ring"] = "gather"
-    #: Between the parallel products each of the tp devices holds a part of the time axis. Without tp it changes nothing.
+    #: Megatron's sequence parallelism: between tensor-parallel layers each of the tp devices holds a part of the time axis. No
+    #: effect without tp.
     sequence_parallel: bool = False
-    #: A branch's residual is added before the all-reduce that ends it. Without tp it changes nothing.
+    #: Add a branch's residual before the all-reduce at the branch's end. No effect without tp.
     fused_residual: bool = False
-    #: Optimizer state and update are divided over dp. Without dp it changes nothing.
+    #: ZeRO-1: divide optimizer state and update over dp. No effect without dp.
     zero1: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class PassesConfig:
-    """What is made of a schedule before it runs, and how it runs."""
+    """Passes applied to a schedule before it runs."""
 
-    #: Braided slots of a schedule run as one function each; false runs their actions one after another, with the same bits;
-    #: ``adjacent`` braids two actions that stand side by side, too, where the cost model says that it pays.
+    #: Run each braided slot of a schedule as one function, which overlaps its actions; false runs them one after another, with
+    #: the same bits; ``adjacent`` also braids neighbouring actions where the cost model predicts a gain.
     braid: bool | Literal["adjacent"] = True
-    #: Split full backwards and put their W's into bubbles, within the memory limit (an unchanged peak without one).
+    #: Split fused backwards (BW) and move their W into bubbles, within the memory limit (without a limit: at an unchanged
+    #: peak).
     separate_gradients: bool = False
-    #: Run B and then W in place of BW always (if the memory limit allows it), never, or on the stages where they were measured
-    #: to take clearly less time (``auto``; checkpoints keep which, as the bits of the two differ).
+    #: Run B and then W in place of BW: ``always`` (if the memory limit allows it), ``never``, or on stages where that was
+    #: measured to be clearly faster (``auto``; checkpoints record these stages, as rounding differs).
     split_backwards: Literal["auto", "never", "always"] = "auto"
-    #: Begin a step before it is known whether the last one's gradient was finite and short enough: always, or after ten steps
-    #: that were so (``auto``). The same bits.
+    #: Begin a step before the last one's gradient norm is known to be finite and below ``clip_norm``: always (``on``), or
+    #: after ten steps whose norms were (``auto``). The bits stay the same.
     post_validation: Literal["off", "on", "auto"] = "off"
 
 
@@ -192,68 +197,69 @@ class PassesConfig:
 class TraverseConfig:
     """Rules of ``pipeline.schedule = "traverse"``, as :class:`jaxpipe.schedule.Traversal` has them."""
 
-    #: Which ranks run which stages, ``pipeline.chunks`` a rank.
+    #: Placement of stages on ranks, ``pipeline.chunks`` stages per rank.
     placement: Literal["one-to-one", "circular", "v", "wave", "bidirectional"] = "one-to-one"
-    #: The type of action that goes first where both could.
+    #: Type of action that runs first when both are ready.
     first: Literal["forward", "backward", "interleaved"] = "backward"
-    #: Whose forward goes first: the earliest stage's (``breadth``) or the latest's (``depth``); ``breadth:4``: four in a row of
-    #: a stage, then the next one.
+    #: Order of ready forwards: the earliest stage first (``breadth``) or the latest (``depth``); ``breadth:4``: four in a row
+    #: of a stage, then the next stage.
     forward: str = "breadth"
-    #: Order of backwards, likewise.
+    #: Order of ready backwards, in the same forms.
     backward: str = "breadth"
-    #: Microbatches a rank may hold between F and BW, each stage counts: one number or one a rank.
+    #: Limit on the microbatches that a rank holds between F and BW, counted for each stage: one number, or one per rank.
     in_flight: int | tuple[int, ...] | None = None
-    #: The same of a stage: one number or one a stage.
+    #: Limit on the microbatches that a stage holds between F and BW: one number, or one per stage.
     in_flight_per_stage: int | tuple[int, ...] | None = None
-    #: Forwards and backwards in turn, of ``first = "interleaved"``.
+    #: Numbers of forwards and backwards that alternate under ``first = "interleaved"``.
     units: tuple[int, int] = (1, 1)
 
 
 @dataclass(frozen=True, slots=True)
 class OffloadConfig:
-    """For schedules with O and L (po-h, po-f, ada-offload, files)."""
+    """Offloading, for schedules with O and L (po-h, po-f, ada-offload, files)."""
 
-    #: Of the residual bytes that may leave, what O moves to the host, largest leaves first.
+    #: Fraction of the offloadable residual bytes that O moves to the host, largest arrays first.
     fraction: Annotated[float, within(0, 1)] = 1.0
-    #: Gigabytes (10⁹ bytes) that the offloads of one process may hold, checked before the run; none: what the machine has
-    #: available.
+    #: Host memory in gigabytes (10⁹ bytes) that the offloads of one process may use, checked before the run; none: the memory
+    #: that is available.
     host_memory_gb: _Positive | None = None
-    #: Offload to ordinary host arrays, slowly, where the devices have no pinned host memory.
+    #: Offload to ordinary host arrays, which is slow, if the devices have no pinned host memory.
     fallback: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class PipelineConfig(Section):
-    """Which devices run what, in which order."""
+    """Devices, schedule and division of the model into stages."""
 
-    #: Pipeline ranks p; each is ``dp * cp * tp`` devices.
+    #: Pipeline ranks p; each has ``dp * cp * tp`` devices.
     ranks: Annotated[int, within(1, 4096)] = 4
-    #: Devices that share a rank's layers.
+    #: Tensor parallelism: devices that share a rank's layers.
     tp: Annotated[int, within(1, 65536)] = 1
-    #: Devices that share each sequence's positions.
+    #: Context parallelism: devices that share each sequence's positions.
     cp: Annotated[int, within(1, 65536)] = 1
-    #: Devices that share each microbatch's sequences.
+    #: Data parallelism: devices that share each microbatch's sequences.
     dp: Annotated[int, within(1, 65536)] = 1
-    #: Microbatches m a step.
+    #: Microbatches m per step.
     microbatches: _Count = 8
-    #: Stages v a rank; by default what the family has.
+    #: Stages v per rank; by default the family's number.
     chunks: Annotated[int, within(1, 1024)] = 1
-    #: The name of a family, a schedule file (``.sched`` ``.json`` ``.csv``), whose ranks, microbatches and chunks are the run's
-    #: where nothing is said of them, ``traverse`` (by the table of that name), ``towers``, or ``module:function``, which makes
-    #: a schedule.
+    #: The name of a family, a schedule file (``.sched`` ``.json`` ``.csv``; its ranks, microbatches and chunks are used unless
+    #: they are set), ``traverse`` (by the table of that name), ``towers``, or ``module:function``, which returns a schedule.
     schedule: Annotated[str, _is_schedule] = "1f1b"
-    #: Where embedding and head are: on the first and last stage, or divided by words over all ranks (of chains of layers that
-    #: say how, as GPT and Llama do), which balances time and memory. ``spread``: one microbatch more in flight; ``spread-2``:
-    #: two, and less computed and sent; ``joint`` (of ``1f1b``): all ranks compute a microbatch's loss side by side.
+    #: Placement of embedding and head: on the first and last stage (``ends``), or divided by words over all ranks (vocabulary
+    #: parallelism; for chains of layers that support it, such as GPT and Llama), which balances time and memory. ``spread``:
+    #: one microbatch more in flight; ``spread-2``: two more, with less compute and traffic; ``joint`` (with ``1f1b``): all
+    #: ranks compute a microbatch's loss at the same time.
     vocabulary: Literal["ends", "spread", "spread-2", "joint"] = "ends"
-    #: Live activations a rank may hold, in units of its share of one microbatch (1F1B needs p); none: no limit.
+    #: Limit on live activations per rank, in units of its share of one microbatch (1F1B needs p); none: no limit.
     memory_limit: _Positive | None = None
-    #: What runs again in the backward pass: a policy, such as ``cheap`` or ``cheap+attention``, or a list with one a stage.
+    #: Operations that are recomputed in the backward pass: a policy, such as ``cheap`` or ``cheap+attention``, or a list with
+    #: one per stage.
     recompute: _Policy | tuple[_Policy, ...] = "none"
-    #: How layers become stages: by ``analytic`` or ``measured`` costs, or the layers (indices or names) at which the second and
-    #: later stages start.
+    #: Division of layers into stages: balanced by ``analytic`` or ``measured`` costs, or a list of the layers (indices or
+    #: names) at which the second and later stages start.
     cut: Literal["analytic", "measured"] | Annotated[tuple[int | str, ...], _rises] = "analytic"
-    #: Of ``schedule = "towers"``: the branches of the model by name, in the order of their layers, each with ``ranks``,
+    #: For ``schedule = "towers"``: the branches of the model by name, in the order of their layers, each with ``ranks``,
     #: ``chunks``, ``placement`` and ``rules`` of its own; ``join``: the one on whose last rank the loss runs (the last).
     towers: Mapping[str, Any] = field(default_factory=dict)
     traverse: TraverseConfig = field(default_factory=TraverseConfig)
@@ -274,127 +280,127 @@ class PipelineConfig(Section):
 
 @dataclass(frozen=True, slots=True)
 class OptimizerOptions:
-    """How the learning rate falls, and numbers of single optimizers."""
+    """Learning rate schedule, and options of single optimizers."""
 
-    #: How the rate falls after ``warmup_steps``: along a cosine or a line, not at all, or along a line over the last
-    #: ``decay_fraction`` of the steps (``wsd``).
+    #: Decay of the learning rate after ``warmup_steps``: cosine, linear, none (``constant``), or linear over the last
+    #: ``decay_fraction`` of the steps (``wsd``: warmup, stable, decay).
     schedule: Literal["cosine", "wsd", "linear", "constant"] = "cosine"
-    #: What is left of the rate at the last step.
+    #: Final learning rate as a fraction of ``lr``.
     min_lr_ratio: Annotated[float, within(0, 1)] = 0.1
-    #: Of ``schedule = "wsd"``: the part of the steps in which the rate falls.
+    #: For ``schedule = "wsd"``: fraction of the steps in which the learning rate decays.
     decay_fraction: Annotated[float, positive, within(0, 1)] = 0.2
-    #: Of AdamW and Lion.
+    #: AdamW and Lion: decay rates of the moment estimates.
     betas: tuple[_Beta, _Beta] = (0.9, 0.95)
-    #: Of AdamW.
+    #: AdamW: added to the denominator.
     eps: Annotated[float, positive, in_float32] = 1e-8
-    #: Of Muon.
+    #: Muon: momentum of the gradients.
     momentum: _Beta = 0.95
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerConfig(Section):
-    """How parameters follow gradients."""
+    """The optimizer."""
 
-    #: AdamW; Lion, which wants an ``lr`` 3 to 10 times smaller and a ``weight_decay`` as much larger; Muon for matrices, with
-    #: ``momentum``, and AdamW for the rest.
+    #: AdamW; Lion, which needs an ``lr`` 3 to 10 times smaller and a ``weight_decay`` larger by the same factor; or Muon for
+    #: matrices, with ``momentum``, and AdamW for the rest.
     name: Literal["adamw", "lion", "muon"] = "adamw"
-    #: The highest learning rate.
+    #: Peak learning rate.
     lr: Annotated[float, positive, in_float32] = 1e-3
-    #: Steps until it is reached, at most all.
+    #: Linear warm-up steps until ``lr`` is reached (capped at ``run.steps``).
     warmup_steps: _Whole = 20
-    #: Decoupled weight decay: a step takes ``lr * weight_decay`` times a parameter off it, of matrices and embeddings; biases
-    #: and scales of norms, told by their names, are left.
+    #: Decoupled weight decay of matrices and embeddings: each step subtracts ``lr * weight_decay * parameter``. Biases and
+    #: scales of norms, recognised by their names, are not decayed.
     weight_decay: Annotated[float, within(0, inf), in_float32] = 0.1
-    #: Largest global gradient norm, over all ranks (0: no clipping).
+    #: Gradient clipping: the largest global norm, over all ranks (0: no clipping).
     clip_norm: Annotated[float, within(0, inf), in_float32] = 1.0
     options: OptimizerOptions = field(default_factory=OptimizerOptions)
 
 
 @dataclass(frozen=True, slots=True)
 class OutputConfig:
-    """What a run says of itself, and what of it stays."""
+    """Logging, evaluation and retention of checkpoints."""
 
-    #: Steps between lines on the screen.
+    #: Steps between recorded steps, which print a progress line.
     log_every: _Count = 10
-    #: What is told the numbers of each step: ``jsonl`` (always), ``tensorboard``, ``wandb``, ``trackio``, or one that a package
-    #: adds.
+    #: Experiment trackers that log every step's metrics: ``jsonl`` (always), ``tensorboard``, ``wandb``, ``trackio``,
+    #: or one that a package adds.
     trackers: tuple[_Name, ...] = ("jsonl",)
-    #: The first and the last step of which JAX's profiler writes a trace, beside our timeline of the last, into ``profile/`` in
-    #: ``out_dir``.
+    #: First and last step that JAX's profiler traces into ``profile/`` in ``out_dir``, with jaxpipe's timeline of the last
+    #: one.
     profile_steps: tuple[_Count, _Count] | None = None
-    #: Batches of an evaluation.
+    #: Batches per evaluation.
     eval_batches: _Count = 8
-    #: Checkpoints kept by age.
+    #: Number of newest checkpoints to keep.
     keep_last: _Count = 2
-    #: Checkpoints kept by evaluation loss.
+    #: Number of checkpoints with the lowest evaluation loss to keep.
     keep_best: _Whole = 1
 
 
 @dataclass(frozen=True, slots=True)
 class MachineConfig:
-    """What a run finds on the machine."""
+    """Hardware and caches."""
 
-    #: What to run on.
+    #: Devices to run on.
     platform: Literal["auto", "cpu", "gpu"] = "auto"
-    #: How many devices to emulate on a CPU (0: as many as the pipeline has).
+    #: Devices to emulate on a CPU (0: as many as the pipeline needs).
     devices: _Whole = 0
-    #: Of messages between processes: ``tagged`` (TCP and host memory), or between GPUs ``nccl``, which nobody has run on GPUs
-    #: yet.
+    #: Transport of messages between processes: ``tagged`` (TCP and host memory), or ``nccl`` between GPUs, which has not been
+    #: run on GPUs yet.
     transport: Literal["tagged", "nccl"] = "tagged"
-    #: Where compiled programs are kept for the next start: ``auto``, a folder that is yours alone, or ``off``.
+    #: Cache of compiled programs for the next start: ``auto``, a folder that only you can write, or ``off``.
     compile_cache: _Path = "auto"
-    #: A step that takes longer than this, and than 20 times the median, ends the run as hung (0: none does).
+    #: Seconds after which a step that also takes over 20 times the median ends the run as hung (0: never).
     watchdog_s: Annotated[float, within(0, inf)] = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class ReplanConfig:
-    """Looking for a better schedule while training; off unless ``enabled``."""
+    """Search for a better schedule while training; off unless ``enabled``."""
 
-    #: Whether to look.
+    #: Search for better schedules while training.
     enabled: bool = False
     #: Predicted fraction of the makespan that a schedule must save to be adopted.
     min_gain: Annotated[float, within(0, 1)] = 0.01
-    #: Seconds of the solver, in a process of its own.
+    #: Time limit of the solver, which runs in a separate process, in seconds.
     time_limit_s: Annotated[float, positive, within(0, 86400)] = 60.0
-    #: Its worker processes.
+    #: Worker processes of the solver.
     workers: Annotated[int, within(1, 1024)] = 1
-    #: Change of one function's measured seconds, as a fraction of a stage's, at which the solver is asked again.
+    #: Change of one function's measured seconds, as a fraction of its stage's, that starts the solver again.
     drift: _Positive = 0.1
-    #: As ``pipeline.memory_limit``; none: that one, or else what the schedule that the run starts with needs.
+    #: Memory limit of new schedules, in units of ``pipeline.memory_limit``; none: that limit, or the peak of the initial
+    #: schedule if there is none.
     memory_limit: _Positive | None = None
-    #: Run B and W apart from the first step on, so that schedules may move W; false keeps fused backwards fused, and the bits
-    #: of a run without re-planning.
+    #: Run B and W separately from the first step on, so that new schedules may move W; false keeps fused backwards, and the
+    #: bits of a run without re-planning.
     split: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class RunConfig(Section):
-    """How long, where to, and what to do when something goes wrong."""
+    """Length, output, checkpoints and failure handling of a run."""
 
-    #: Steps in all.
+    #: Total number of training steps.
     steps: _Count = 200
-    #: Sequences a step, over all microbatches.
+    #: Sequences per step, over all microbatches.
     batch: _Count = 32
-    #: Initial parameters and dropout.
+    #: Seed of initial parameters and dropout.
     seed: _Whole = 0
-    #: Of the compute; master parameters are float32.
+    #: Dtype of compute; master parameters are float32.
     dtype: Literal["float32", "bfloat16"] = "float32"
     #: Steps between evaluations (0: none).
     eval_every: _Whole = 50
-    #: Where checkpoints, metrics and pictures go.
+    #: Folder of checkpoints, metrics and pictures.
     out_dir: _Path = "runs/default"
-    #: A run, a checkpoint, or a folder of the Hugging Face hub (``PATH``, or ``PATH:STEP``) whose parameters a new run begins
-    #: with; its model and tokenizer are the run's where the config says nothing of them.
+    #: Initial parameters of a new run: a run, a checkpoint, or a folder of the Hugging Face hub (``PATH``, or ``PATH:STEP``).
+    #: Its model and tokenizer are used unless the config sets them.
     init_from: _Path | None = None
-    #: Begin with the parameters of ``init_from`` although its model computes something else than when they were saved.
+    #: Accept parameters of ``init_from`` although the model's computation has changed since they were saved.
     init_other_model: bool = False
     #: Steps between checkpoints (0: only the last).
     checkpoint_every: _Whole = 50
-    #: Continue from ``out_dir`` if it holds a checkpoint (``auto``), never, or fail without one.
+    #: Resume from the checkpoint in ``out_dir`` if there is one (``auto``), never, or fail if there is none (``must``).
     resume: Literal["auto", "never", "must"] = "auto"
-    #: A step whose gradient holds NaN or infinity leaves parameters as they are; so many in a row end the run (1: the first
-    #: does; 0: none).
+    #: Consecutive steps with non-finite gradients that end the run (1: the first; 0: never). Such a step changes nothing.
     max_skipped: _Whole = 5
     output: OutputConfig = field(default_factory=OutputConfig)
     machine: MachineConfig = field(default_factory=MachineConfig)

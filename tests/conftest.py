@@ -142,13 +142,13 @@ class _Fast:
 
         step, TrainStep.__call__ = TrainStep.__call__, train  # type: ignore[method-assign]
         jax.monitoring.register_event_listener(self._heard)
-        sys.addaudithook(self._seen)
+        sys.addaudithook(self._on_audit)
 
     def _heard(self, event: str, **_: object) -> None:
         if event == "/jax/compilation_cache/compile_requests_use_cache":
             self._skip("compiles")
 
-    def _seen(self, event: str, args: tuple[Any, ...]) -> None:
+    def _on_audit(self, event: str, args: tuple[Any, ...]) -> None:
         if event == "subprocess.Popen" and sys.executable in map(str, args[1]):
             self._skip("starts another Python")
 
@@ -225,7 +225,7 @@ def _loaded_once() -> Iterator[None]:
 
                 load = compilation_cache.get_executable_and_time
 
-                def known(key: str, options: Any, backend: Any, devices: Any) -> Any:
+                def load_once(key: str, options: Any, backend: Any, devices: Any) -> Any:
                     at = key, tuple(device.id for device in devices)
                     if at not in _loaded:
                         cached = load(key, options, backend, devices)
@@ -234,7 +234,7 @@ def _loaded_once() -> Iterator[None]:
                         _loaded[at] = cached
                     return _loaded[at]
 
-                patch.setattr(compilation_cache, "get_executable_and_time", known)
+                patch.setattr(compilation_cache, "get_executable_and_time", load_once)
         yield
 
 
@@ -245,21 +245,21 @@ def generated_once() -> Iterator[Callable[[], object]]:
     forget: Callable[[], object] = bool
     with pytest.MonkeyPatch.context() as patch:
         if registry := sys.modules.get("jaxpipe.schedule.families.registry"):
-            named = registry.family_named
+            family_named = registry.family_named
 
             @functools.lru_cache(maxsize=1000)
-            def made(ops: object, name: str, *arguments: Any, **options: Any) -> Any:
-                return named(name).function(*arguments, **options)
+            def generate(ops: object, name: str, *arguments: Any, **options: Any) -> Any:
+                return family_named(name).function(*arguments, **options)
 
-            def known(name: str) -> Any:
-                family = named(name)
+            def cached_family(name: str) -> Any:
+                family = family_named(name)
                 if name not in registry._OURS:
                     return family
                 ops = sys.modules["jaxpipe.schedule.ir"].registered_ops()
-                return dataclasses.replace(family, function=functools.partial(made, ops, name))
+                return dataclasses.replace(family, function=functools.partial(generate, ops, name))
 
-            patch.setattr(registry, "family_named", known)
-            forget = made.cache_clear
+            patch.setattr(registry, "family_named", cached_family)
+            forget = generate.cache_clear
         yield forget
 
 
@@ -286,18 +286,18 @@ def one_build() -> Iterator[None]:
         setup.step_over,
     )
 
-    def known(name: str, options: Any, offered: Any) -> Any:
+    def resolve_once(name: str, options: Any, offered: Any) -> Any:
         key = f"{name} {sorted(options.items())} {offered}"
         if key not in models:
             models[key] = make(name, options, offered)
         return models[key]
 
-    def known_digest(model: Any) -> Any:
+    def digest_once(model: Any) -> Any:
         if id(model) not in digests:
             digests[id(model)] = digest(model), model
         return digests[id(model)][0]
 
-    def known_step(config: Any, pipeline: Any, decay: Any = "role") -> Any:
+    def step_once(config: Any, pipeline: Any, decay: Any = "role") -> Any:
         """One over the same compiled stages, in the order at hand."""
         pipe, run = config.pipeline, config.run
         if pipeline.ownership.divided or pipe.passes.post_validation != "off":
@@ -317,11 +317,11 @@ def one_build() -> Iterator[None]:
         return steps[key].with_pipeline(pipeline)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(setup, "resolve_model", known)
-        patch.setattr(setup, "step_over", known_step)
+        patch.setattr(setup, "resolve_model", resolve_once)
+        patch.setattr(setup, "step_over", step_once)
         patch.setattr(assembly, "BuildCache", lambda: cache)
         patch.setattr(assemble, "analytic_layer_costs", lambda model, size, _=None: costs(model, size, flops))
-        patch.setattr(trainer, "model_digest", known_digest)
+        patch.setattr(trainer, "model_digest", digest_once)
         yield
 
 

@@ -188,9 +188,9 @@ def test_schedule_plot_and_cli_import_without_jax() -> None:
         f"import importlib, sys\nfor name in {names!r}: importlib.import_module(name)\n"
         f"print([name for name in {(*JAX, *LAZY)!r} if name in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "[]"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip() == "[]"
 
 
 def test_no_vague_file_names() -> None:
@@ -249,11 +249,11 @@ def test_top_level_is_as_the_owner_fixed_it() -> None:
 
 def test_table_has_no_cycle() -> None:
     """Rooms can be ordered so that each imports only earlier ones."""
-    done: set[str] = set()
-    while left := ALLOWED.keys() - done:
-        ready = {room for room in left if {name.split(".")[0] for name in ALLOWED[room]} <= done}
-        assert ready, f"cycle among {sorted(left)}"
-        done |= ready
+    ordered: set[str] = set()
+    while rest := ALLOWED.keys() - ordered:
+        ready = {room for room in rest if {name.split(".")[0] for name in ALLOWED[room]} <= ordered}
+        assert ready, f"cycle among {sorted(rest)}"
+        ordered |= ready
 
 
 # The checker catches what it should, and nothing else.

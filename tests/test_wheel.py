@@ -52,10 +52,10 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     version = importlib.util.find_spec("setuptools") and importlib.import_module("setuptools").__version__
     if version and int(version.partition(".")[0]) >= 77:
         pip.append("--no-build-isolation")
-    done = subprocess.run(pip, capture_output=True, text=True, check=False)
-    if done.returncode and "--no-build-isolation" not in pip:
-        pytest.skip(f"no setuptools of version 77 here, and none to be had: {done.stderr[-200:]}")
-    assert done.returncode == 0, done.stderr
+    result = subprocess.run(pip, capture_output=True, text=True, check=False)
+    if result.returncode and "--no-build-isolation" not in pip:
+        pytest.skip(f"no setuptools of version 77 here, and none to be had: {result.stderr[-200:]}")
+    assert result.returncode == 0, result.stderr
     (path,) = folder.glob("*.whl")
     return path
 
@@ -90,12 +90,12 @@ def test_what_is_installed_trains_from_an_empty_folder(wheel: Path, tmp_path: Pa
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
     def call(*argv: str) -> str:
-        done = subprocess.run(
+        result = subprocess.run(
             [str(venv / "bin" / "python"), "-P", "-m", "jaxpipe", *argv],
             cwd=folder, env=env, capture_output=True, text=True, check=False,
         )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+        assert result.returncode == 0, result.stderr
+        return result.stdout
 
     (folder / "text.txt").write_text("the cat sat on the mat\n" * 300)
     tiny = "{d_model=16,num_layers=2,num_heads=2}"

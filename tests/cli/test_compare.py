@@ -101,8 +101,8 @@ def test_a_time_of_nothing_is_an_answer_and_is_said(run: Run, document: Document
 
 
 def test_files_stand_in_the_table_the_picture_and_the_choice(run: Run, document: Document) -> None:
-    mine = generate("zb-2p", 3, 5)
-    write_schedule(mine, "mine.json")
+    schedule = generate("zb-2p", 3, 5)
+    write_schedule(schedule, "mine.json")
     write_schedule(one_f_one_b(3, 5), "other.sched")
     sizes = ("--comm", 0.1)
     rows = document("compare", "mine.json", "other.sched", *sizes, "--plot", "front.html")["schedules"]
@@ -261,12 +261,12 @@ def test_best_shows_progress(capsys: pytest.CaptureFixture[str], monkeypatch: py
 
 def test_best_ends_in_time(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """The search ends with the best so far, or with a line. Time is up at the fifth setting."""
-    tried = itertools.count(1)
+    calls = itertools.count(1)
 
     class Watched(compare_verbs._Progress):
         def __call__(self, *args: Any) -> None:
             super().__call__(*args)
-            if next(tried) == 5:
+            if next(calls) == 5:
                 signal.raise_signal(signal.SIGALRM)
 
     monkeypatch.setattr(compare_verbs, "_Progress", Watched)
@@ -274,7 +274,7 @@ def test_best_ends_in_time(capsys: pytest.CaptureFixture[str], monkeypatch: pyte
     assert main([*sizes, "--time-limit", "3600", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert any("out of time after 3600 s" in note for note in report["notes"]) and report["makespan"] > 0
-    assert next(tried) == 6
+    assert next(calls) == 6
     assert main([*sizes, "--time-limit", "3600", "--json"]) == 0
     assert "out of time" not in capsys.readouterr().out
     assert main([*sizes, "--time-limit", "1e-6"]) == 2

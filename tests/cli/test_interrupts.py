@@ -112,5 +112,5 @@ def test_an_ignored_interrupt_stays_ignored() -> None:
     """nohup, and a shell's &, start a process with the interrupt ignored; it stays so."""
     code = BUSY.replace("HOW", "import os; os.kill(os.getpid(), signal.SIGINT); return 0").replace("LAST", "0")
     command = [sys.executable, "-c", f"import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\n{code}"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (result.returncode, result.stderr) == (0, "")

@@ -215,10 +215,10 @@ def test_unequal_shares_are_named(cli: Callable[..., str], tmp_path: Path) -> No
 
 def test_offload_of_any_family_with_its_report(cli: Callable[..., str], fails: Callable[..., str]) -> None:
     plain = json.loads(cli("schedule", "1f1b", "--json"))
-    less = json.loads(cli("schedule", "1f1b", "--offload", 1, "--offload-time", 1, "--json"))
-    assert less["makespan"] == plain["makespan"]
-    assert max(less["peak_activations"]) < max(plain["peak_activations"])
-    assert 0 < less["offloaded_share"] < 1
+    offloaded = json.loads(cli("schedule", "1f1b", "--offload", 1, "--offload-time", 1, "--json"))
+    assert offloaded["makespan"] == plain["makespan"]
+    assert max(offloaded["peak_activations"]) < max(plain["peak_activations"])
+    assert 0 < offloaded["offloaded_share"] < 1
     text = cli("schedule", "1f1b", "--offload", 0.5, "--offload-time", 1, "--host-link", "shared")
     assert "offloaded, k = 0.333" in text.splitlines()[0]
     assert "of all activations" in text
@@ -643,14 +643,14 @@ def _run(code: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_reader_that_stops_early_is_no_traceback() -> None:
-    done = _run(f"set -o pipefail; {sys.executable} -m jaxpipe compare --json | true")
-    assert "Traceback" not in done.stderr
-    assert done.stderr.count("\n") <= 1
+    result = _run(f"set -o pipefail; {sys.executable} -m jaxpipe compare --json | true")
+    assert "Traceback" not in result.stderr
+    assert result.stderr.count("\n") <= 1
 
 
 def test_full_disk_is_one_line() -> None:
-    done = _run(f"{sys.executable} -m jaxpipe schedules > /dev/full")
-    assert (done.returncode, done.stderr) == (2, "jaxpipe: No space left on device\n")
+    result = _run(f"{sys.executable} -m jaxpipe schedules > /dev/full")
+    assert (result.returncode, result.stderr) == (2, "jaxpipe: No space left on device\n")
 
 
 def test_schedule_verbs_never_import_jax(tmp_path: Path) -> None:
@@ -667,13 +667,13 @@ assert main(["simulate", out + ".sched"]) == main(["plot", out + ".sched", "-o",
 heavy = {{"jax", "jaxlib", "flax", "ortools"}} & set(sys.modules)
 assert not heavy, heavy
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (result.returncode, result.stderr) == (0, "")
 
 
 def test_module_entry_point_returns_the_exit_code() -> None:
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-m", "jaxpipe", "schedule", "nope"], capture_output=True, text=True, timeout=60, check=False
     )
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("jaxpipe: unknown schedule 'nope'")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.startswith("jaxpipe: unknown schedule 'nope'")

@@ -17,7 +17,7 @@ TP = ("--cost", "1,1.2,0.8", "--tp-comm", "0.4", "--tp-collectives", "4")
 COSTS = CostProfile.uniform(4, chunks=2, f=1, b=1.2, w=0.8, tp_comm=0.4, tp_collectives=4)
 
 
-def told(capsys: pytest.CaptureFixture[str], *argv: str) -> Any:
+def run_json(capsys: pytest.CaptureFixture[str], *argv: str) -> Any:
     code = main([*argv, "--json"])
     out, _ = capsys.readouterr()
     assert code == 0
@@ -26,12 +26,12 @@ def told(capsys: pytest.CaptureFixture[str], *argv: str) -> Any:
 
 def test_schedule_reports_exposed_collectives(capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("v-zb", "stp"):
-        record = told(capsys, "schedule", name, *SIZES, *TP)
+        record = run_json(capsys, "schedule", name, *SIZES, *TP)
         timeline = simulate(generate(name, 2, 6, costs=COSTS), COSTS)
         assert record["makespan"] == timeline.makespan
         assert record["tp_exposed_s"] == list(timeline.tp_exposed_s)
         assert record["bubble_rate"] == timeline.bubble_rate
-    assert told(capsys, "schedule", "v-zb", *SIZES)["tp_exposed_s"] == []
+    assert run_json(capsys, "schedule", "v-zb", *SIZES)["tp_exposed_s"] == []
     assert main(["schedule", "stp", *SIZES, *TP]) == 0
     assert "TP exposed" in capsys.readouterr().out
 
@@ -42,22 +42,22 @@ def test_braid_of_every_verb(capsys: pytest.CaptureFixture[str], tmp_path: Path)
     assert expected < simulate(schedule, COSTS).makespan
     file = tmp_path / "plain.sched"
     assert (
-        told(capsys, "schedule", "v-zb", *SIZES, *TP, "--braid", "-o", str(tmp_path / "braided.sched"))["makespan"]
+        run_json(capsys, "schedule", "v-zb", *SIZES, *TP, "--braid", "-o", str(tmp_path / "braided.sched"))["makespan"]
         == expected
     )
     file.write_text(str(schedule), encoding="utf-8")
-    assert told(capsys, "simulate", str(file), *TP, "--braid")["makespan"] == expected
-    assert told(capsys, "simulate", str(tmp_path / "braided.sched"), *TP)["makespan"] == expected
+    assert run_json(capsys, "simulate", str(file), *TP, "--braid")["makespan"] == expected
+    assert run_json(capsys, "simulate", str(tmp_path / "braided.sched"), *TP)["makespan"] == expected
     assert read_schedule(tmp_path / "braided.sched") == braid(schedule, COSTS)
-    rows = {row["name"]: row for row in told(capsys, "compare", *SIZES, *TP, "--braid")["schedules"]}
+    rows = {row["name"]: row for row in run_json(capsys, "compare", *SIZES, *TP, "--braid")["schedules"]}
     assert rows["v-zb"]["makespan"] == expected
-    best = told(capsys, "best", *SIZES, *TP, "--braid", "--chunks", "2")
+    best = run_json(capsys, "best", *SIZES, *TP, "--braid", "--chunks", "2")
     assert best["makespan"] <= min(row["makespan"] for row in rows.values() if row.get("chunks") == 2) + 1e-9
 
 
 def test_solve_braids_what_it_found(capsys: pytest.CaptureFixture[str]) -> None:
     argv = ("solve", *SIZES, *TP, "--placement", "v", "--time-limit", "1", "--no-cache", "--workers", "1")
-    plain, braided = told(capsys, *argv), told(capsys, *argv, "--braid")
+    plain, braided = run_json(capsys, *argv), run_json(capsys, *argv, "--braid")
     assert plain["value"] == pytest.approx(plain["makespan"])
     assert len(plain["tp_exposed_s"]) == 2
     assert braided["makespan"] <= braided["value"] * (1 + 1e-9)
@@ -73,6 +73,8 @@ def test_pictures_show_collectives(tmp_path: Path) -> None:
 def test_flags_contradict_a_cost_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     write_costs(COSTS, tmp_path / "costs.json")
     argv = ["schedule", "stp", *SIZES, "--costs", str(tmp_path / "costs.json")]
-    assert told(capsys, *argv)["tp_exposed_s"] == list(simulate(generate("stp", 2, 6, costs=COSTS), COSTS).tp_exposed_s)
+    assert run_json(capsys, *argv)["tp_exposed_s"] == list(
+        simulate(generate("stp", 2, 6, costs=COSTS), COSTS).tp_exposed_s
+    )
     assert main([*argv, "--tp-comm", "1"]) == 2
     assert "--costs FILE and --tp-comm contradict each other" in capsys.readouterr().err

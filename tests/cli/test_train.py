@@ -106,8 +106,8 @@ def test_train_prints_progress_and_a_summary(
     assert lines[-3].startswith("done at step 4: loss ")
     assert lines[-2].startswith("bubble ")
     assert lines[-1] == f"checkpoints, metrics.jsonl and pictures are in {tmp_path / 'run'}"
-    again, err = cli("train", *tiny())
-    assert (again.splitlines()[0].split(":")[0], err) == ("nothing to do", "")
+    second_output, err = cli("train", *tiny())
+    assert (second_output.splitlines()[0].split(":")[0], err) == ("nothing to do", "")
 
 
 def test_train_json_is_one_object(cli: Callable[..., Any], tiny: Callable[..., list[str]], tmp_path: Path) -> None:
@@ -137,8 +137,8 @@ def test_train_from_a_file_with_overrides(
     where = f"run.out_dir={tmp_path / 'new'}"
     out, _ = cli("train", "--config", finished / "config.toml", where, "run.steps=2", "--json", "optimizer.lr=1e-3")
     assert json.loads(out)["step"] == 2
-    shown, _ = cli("train", "--config", tmp_path / "new" / "config.toml", "--print-config")
-    rows = [line.split() for line in shown.splitlines()]
+    printed, _ = cli("train", "--config", tmp_path / "new" / "config.toml", "--print-config")
+    rows = [line.split() for line in printed.splitlines()]
     assert ["*", "warmup_steps", "2"] in rows
     assert ["lr", "0.001"] in rows  # the default again, so not marked
     assert any(row[-2:] == ["out_dir", str(tmp_path / "new")] for row in rows)
@@ -155,9 +155,9 @@ def test_print_config_trains_nothing(cli: Callable[..., Any], tmp_path: Path, mo
 def test_help_is_fast_and_imports_no_jax(verb: str) -> None:
     code = f"import sys; from jaxpipe.cli import main; main(['{verb}', '--help']); sys.exit(3 if 'jax' in sys.modules else 0)"
     began = time.perf_counter()
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith(f"usage: jaxpipe {verb} ")
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.startswith(f"usage: jaxpipe {verb} ")
     assert time.perf_counter() - began < 5  # a second is usual; machines are busy
 
 

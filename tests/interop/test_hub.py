@@ -66,8 +66,8 @@ def test_logits_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
     ours = np.asarray(jax.jit(lambda p: logits(model, p, TOKENS))(params))
     assert ours.shape == (2, 24, 40) and (ours[:, :, V:] < -1e29).all()
     expected = WANTED[kind]
-    shown = [ours[row, t, :V:9] for row, t in SHOWN]
-    np.testing.assert_allclose(shown, expected["shown"], rtol=0, atol=1e-5 * expected["largest"])
+    sample = [ours[row, t, :V:9] for row, t in SHOWN]
+    np.testing.assert_allclose(sample, expected["shown"], rtol=0, atol=1e-5 * expected["largest"])
     np.testing.assert_allclose(np.abs(ours[:, :, :V]).max(), expected["largest"], rtol=1e-5)
 
 
@@ -142,8 +142,8 @@ def test_transformers_opens_what_comes_back(kind: str, tmp_path: Path) -> None:
     with torch.no_grad():
         logits = model.eval().float()(torch.from_numpy(TOKENS).long(), use_cache=False).logits.numpy()
     expected = WANTED[kind]
-    shown = [logits[row, t, ::9] for row, t in SHOWN]
-    np.testing.assert_allclose(shown, expected["shown"], rtol=0, atol=2e-6 * expected["largest"])
+    sample = [logits[row, t, ::9] for row, t in SHOWN]
+    np.testing.assert_allclose(sample, expected["shown"], rtol=0, atol=2e-6 * expected["largest"])
 
 
 def test_the_byte_vocabulary_as_a_tokenizer(tmp_path: Path) -> None:
@@ -365,7 +365,7 @@ def weights(**changes: Any) -> Callable[[Path], None]:
     return lambda folder: rewrite(folder, **changes)
 
 
-def put(name: str, text: str | bytes) -> Callable[[Path], None]:
+def write_into(name: str, text: str | bytes) -> Callable[[Path], None]:
     return lambda folder: void((folder / name).write_bytes(text if isinstance(text, bytes) else text.encode()))
 
 
@@ -384,9 +384,9 @@ BAD: dict[str, tuple[str, Callable[[Path], None], str]] = {
     "not there": ("llama2", shutil.rmtree, "is no folder"),
     "a file": ("llama2", lambda f: void((shutil.rmtree(f), f.write_text("x"))), "is no folder"),
     "no config": ("llama2", lambda f: (f / "config.json").unlink(), "has no config.json"),
-    "config no JSON": ("llama2", put("config.json", "{'a': 1}"), "is not JSON"),
-    "config a list": ("llama2", put("config.json", "[1]"), "holds a list"),
-    "config NaN": ("llama2", put("config.json", '{"model_type": NaN}'), "is not JSON"),
+    "config no JSON": ("llama2", write_into("config.json", "{'a': 1}"), "is not JSON"),
+    "config a list": ("llama2", write_into("config.json", "[1]"), "holds a list"),
+    "config NaN": ("llama2", write_into("config.json", '{"model_type": NaN}'), "is not JSON"),
     "no kind": ("llama2", config(model_type=None), "model_type is None"),
     "unknown kind": ("llama2", config(model_type="mixtral"), "model_type is 'mixtral'"),
     "no width": ("llama2", config(hidden_size=None), "hidden_size is null"),
@@ -420,23 +420,23 @@ BAD: dict[str, tuple[str, Callable[[Path], None], str]] = {
         "pytorch_model.bin",
     ),
     "cut short": ("llama2", cut_short, "is no whole safetensors file"),
-    "no header": ("llama2", put("model.safetensors", b"x" * 999), "is no whole safetensors file"),
-    "empty": ("llama2", put("model.safetensors", b""), "is no whole safetensors file"),
-    "index no JSON": ("llama2", put("model.safetensors.index.json", "{"), "is not JSON"),
-    "index of nothing": ("llama2", put("model.safetensors.index.json", "{}"), "has no weight_map"),
+    "no header": ("llama2", write_into("model.safetensors", b"x" * 999), "is no whole safetensors file"),
+    "empty": ("llama2", write_into("model.safetensors", b""), "is no whole safetensors file"),
+    "index no JSON": ("llama2", write_into("model.safetensors.index.json", "{"), "is not JSON"),
+    "index of nothing": ("llama2", write_into("model.safetensors.index.json", "{}"), "has no weight_map"),
     "index of a lost file": (
         "llama2",
-        put("model.safetensors.index.json", json.dumps({"weight_map": {NORM: "a.safetensors"}})),
+        write_into("model.safetensors.index.json", json.dumps({"weight_map": {NORM: "a.safetensors"}})),
         "a.safetensors is missing",
     ),
     "index elsewhere": (
         "llama2",
-        put("model.safetensors.index.json", json.dumps({"weight_map": {NORM: "../x.safetensors"}})),
+        write_into("model.safetensors.index.json", json.dumps({"weight_map": {NORM: "../x.safetensors"}})),
         "outside of its folder",
     ),
     "index of a lost tensor": (
         "llama2",
-        put("model.safetensors.index.json", json.dumps({"weight_map": {"a": "model.safetensors"}})),
+        write_into("model.safetensors.index.json", json.dumps({"weight_map": {"a": "model.safetensors"}})),
         "which has it not",
     ),
     "lost tensor": ("llama2", weights(**{NORM: None}), "has no tensor model.norm.weight"),
@@ -444,7 +444,7 @@ BAD: dict[str, tuple[str, Callable[[Path], None], str]] = {
     "another shape": ("llama2", weights(**{NORM: SMALL}), "is of shape [4], and the model wants [32]"),
     "integers": ("llama2", weights(**{NORM: np.ones(32, np.int8)}), "is I8"),
     "not finite": ("llama2", weights(**{NORM: np.full(32, np.nan, np.float32)}), "is not finite"),
-    "no tokenizer": ("llama2", put("tokenizer.json", "{}"), "not a Hugging Face tokenizer.json"),
+    "no tokenizer": ("llama2", write_into("tokenizer.json", "{}"), "not a Hugging Face tokenizer.json"),
     "more layers": ("llama2", config(num_hidden_layers=4), "has no tensor model.layers.3."),
 }
 

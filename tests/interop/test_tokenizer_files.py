@@ -99,7 +99,7 @@ def test_a_model_tuned_on_a_store_of_chats_is_exported_with_all_that_it_needs(hu
         assert HFTokenizer(out / "tokenizer.json").vocab_size == len(WORDS)
 
 
-def kept_by(run: Path, settings: Sequence[str]) -> Path:
+def tokenizer_folder_of(run: Path, settings: Sequence[str]) -> Path:
     """The folder of tokenizer files that a run of these settings keeps when it begins."""
     config = load_config(None, [f"run.out_dir={run}", *settings])
     with RunDirectory(config.run) as directory:
@@ -131,7 +131,7 @@ def test_every_way_to_the_same_tokenizer_keeps_its_files(way: str, jinja: bool, 
             assert main(["import", str(hub), "-o", str(tmp_path / "imported")]) == 0
             settings = [f"data.tokenizer={bare / 'tokenizer.json'}", "data.path=x.txt"]
             settings += [f"run.init_from={tmp_path / 'imported'}:0"]
-    folder = kept_by(tmp_path / "run", settings)
+    folder = tokenizer_folder_of(tmp_path / "run", settings)
     assert template_in(folder) == TEMPLATE
     assert read(folder / "generation_config.json") == GENERATION
     assert read(folder / "tokenizer_config.json") == read(hub / "tokenizer_config.json")
@@ -148,7 +148,7 @@ def test_a_template_of_its_own_is_what_is_exported_and_its_end_ends_generation(
     else:
         settings = [f"data.path={tmp_path / 'sft.jsonl'}", "data.format=chat", f"data.chat_template={template_path}"]
         settings += [f"data.tokenizer={hub / 'tokenizer.json'}"]
-    folder = kept_by(tmp_path / "run", settings)
+    folder = tokenizer_folder_of(tmp_path / "run", settings)
     assert template_in(folder) == OWN
     assert read(folder / "generation_config.json") == {
         **GENERATION,
@@ -176,7 +176,7 @@ def test_a_token_that_ends_documents_ends_generation(way: str, hub: Path, tmp_pa
         settings = [f"data.path={tmp_path / 'ST'}"]
     else:
         settings = [f"data.path={tmp_path / 'a.jsonl'}", "data.eos=<|end|>"]
-    folder = kept_by(tmp_path / "run", [f"data.tokenizer={hub / 'tokenizer.json'}", *settings])
+    folder = tokenizer_folder_of(tmp_path / "run", [f"data.tokenizer={hub / 'tokenizer.json'}", *settings])
     assert read(folder / "generation_config.json")["eos_token_id"] == [WORDS.index("<|end|>"), 2, 1]
     assert template_in(folder) == TEMPLATE
 
@@ -188,7 +188,7 @@ def test_files_of_another_tokenizer_are_not_taken(hub: Path, tmp_path: Path) -> 
     changed["model"]["vocab"] |= {"zebra": V - 1}
     (other / "tokenizer.json").write_text(json.dumps(changed))
     settings = [f"data.tokenizer={other / 'tokenizer.json'}", f"run.init_from={hub}", "data.path=x.txt"]
-    folder = kept_by(tmp_path / "run", settings)
+    folder = tokenizer_folder_of(tmp_path / "run", settings)
     assert {path.name for path in folder.iterdir()} == {"tokenizer.json", "generation_config.json"}
     assert read(folder / "generation_config.json") == {"eos_token_id": 1}  # <|endoftext|> ends its documents
 
@@ -196,7 +196,7 @@ def test_files_of_another_tokenizer_are_not_taken(hub: Path, tmp_path: Path) -> 
 def test_a_byte_vocabulary_keeps_the_template_of_its_chats(hub: Path, tmp_path: Path) -> None:
     template_path = str(tmp_path / "own.jinja")
     store = build(hub, tmp_path / "ST", "--chat-template", template_path, tokenizer="byte")
-    folder = kept_by(tmp_path / "run", [f"data.path={store}"])
+    folder = tokenizer_folder_of(tmp_path / "run", [f"data.path={store}"])
     assert [path.name for path in folder.iterdir()] == ["chat_template.jinja"]
     assert (folder / "chat_template.jinja").read_text() == OWN
 

@@ -48,9 +48,9 @@ def launch(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Callable[..., t
 
     def run(code: str, number: int = 2, restarts: int = 0) -> tuple[int, str, list[str]]:
         with Launch([sys.executable, "-c", JOIN + code], number, tmp_path) as started:
-            ended = started.run(restarts)
+            exit_code = started.run(restarts)
         out, err = capfd.readouterr()
-        return ended, out, sorted(err.splitlines())
+        return exit_code, out, sorted(err.splitlines())
 
     return run
 
@@ -259,7 +259,7 @@ def cluster_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Call
         (tools / name).write_text(text)
         (tools / name).chmod(0o755)
 
-    def submit(code: str, tried: int = 0) -> tuple[int, str, bool]:
+    def submit(code: str, restarts: int = 0) -> tuple[int, str, bool]:
         file = tmp_path / "job.sbatch"
         flags = ["--nodes", "2", "--gpus-per-node", "4", "--processes-per-node", "2", "--max-restarts", "2"]
         with monkeypatch.context() as patch:
@@ -271,7 +271,7 @@ def cluster_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Call
         assert (directives["gpus-per-node"], directives["time"], directives["signal"]) == ("4", "4:00:00", "USR1@120")
         assert directives["chdir"] == str(Path.cwd())
         assert f"{tools / 'python'} -m jaxpipe train --pp 4 --tp 2 'run.out_dir=/shared/a run' ||" in text
-        done = subprocess.run(
+        result = subprocess.run(
             ["bash", str(file)],
             env={
                 **os.environ,
@@ -281,16 +281,16 @@ def cluster_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Call
                 "FAKE_NODES": directives["nodes"],
                 "FAKE_TASKS": directives["ntasks-per-node"],
                 "SLURM_JOB_ID": str(os.getpid()),
-                "SLURM_RESTART_COUNT": str(tried),
+                "SLURM_RESTART_COUNT": str(restarts),
             },
             capture_output=True,
             text=True,
             timeout=60,
         )
         queued = tmp_path / "queued"
-        again = queued.exists() and queued.read_text() == f"requeue {os.getpid()}\n"
+        is_requeued = queued.exists() and queued.read_text() == f"requeue {os.getpid()}\n"
         queued.unlink(missing_ok=True)
-        return done.returncode, done.stderr, again
+        return result.returncode, result.stderr, is_requeued
 
     yield submit
 
@@ -300,15 +300,15 @@ def test_a_batch_script_runs_on_nodes(cluster_of: Callable[..., tuple[int, str, 
     where = (
         "x = (*processes.gather('x', str(mine)), find_peers((None,) * 3).local); os.write(2, str(x).encode() + b'\\n')"
     )
-    code, err, again = cluster_of(f"{where}; processes.leave()")
-    assert (code, again) == (0, False)
+    code, err, is_requeued = cluster_of(f"{where}; processes.leave()")
+    assert (code, is_requeued) == (0, False)
     assert sorted(err.splitlines()) == ["('0', '1', '2', '3', (0, 2))", "((0, 2),)", "((1, 2),)", "((1, 2),)"]
     kill = "os.kill(os.getpid(), signal.SIGKILL) if mine == 2 else time.sleep(20)"
-    code, err, again = cluster_of(kill)
-    assert (code, again, err.count("jaxpipe: process 2 ")) == (137, True, 3)
-    assert cluster_of(kill, tried=2)[::2] == (137, False)
-    code, err, again = cluster_of("processes.end('failed: a mistake', 2) if mine == 3 else time.sleep(20)")
-    assert (code, again, err.count("failed: a mistake\n")) == (2, False, 4)
+    code, err, is_requeued = cluster_of(kill)
+    assert (code, is_requeued, err.count("jaxpipe: process 2 ")) == (137, True, 3)
+    assert cluster_of(kill, restarts=2)[::2] == (137, False)
+    code, err, is_requeued = cluster_of("processes.end('failed: a mistake', 2) if mine == 3 else time.sleep(20)")
+    assert (code, is_requeued, err.count("failed: a mistake\n")) == (2, False, 4)
     assert cluster_of("processes.leave(); sys.exit(75)")[::2] == (75, True)
 
 

@@ -275,8 +275,8 @@ def test_towers_exchange_their_results(tmp_path: Path, monkeypatch: pytest.Monke
     measured = measured_peaks(pipe, placed, batch, None)
     for predicted, got in zip(pipe.memory_report(workspace=False, curves=True).ranks, measured.ranks, strict=True):
         assert predicted.live_bytes == got.live_bytes
-    sent = [x for x in pipe.programs[1].instructions if isinstance(x, Send) and x.action.op == "Share"]
-    assert [x.dst for x in sent] == [3] * 4
+    sends = [x for x in pipe.programs[1].instructions if isinstance(x, Send) and x.action.op == "Share"]
+    assert [x.dst for x in sends] == [3] * 4
 
 
 def test_the_span_is_the_models() -> None:
@@ -333,7 +333,7 @@ def test_bad_sizes_are_one_line() -> None:
 def test_held_out_words_are_found_again() -> None:
     """The settings of ``scripts/clip.toml``: about a minute."""
     model = CLIP(image_size=64, text_size=64, embed_size=64)
-    train, held = pairs()
+    train, held_out = pairs()
     params = init_params(model, 0)
     rate = optax.warmup_cosine_decay_schedule(0, 2e-3, 50, 200, 1e-4)
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, b2=0.95, weight_decay=0.1))
@@ -351,5 +351,5 @@ def test_held_out_words_are_found_again() -> None:
     for _ in range(200):
         rows = rng.integers(0, len(train["images"]), 128)
         params, state = step(params, state, {name: array[rows] for name, array in train.items()})
-    total, weight = jax.jit(functools.partial(metrics_of, model))(params, held)["retrieval"]
+    total, weight = jax.jit(functools.partial(metrics_of, model))(params, held_out)["retrieval"]
     assert total / weight > 0.9

@@ -219,8 +219,8 @@ def test_initialisation_is_that_of_gpt2(kind: str) -> None:
             assert abs(float(tree[layer][name]["kernel"].std()) / std - 1) < 0.05
     assert abs(float(tree["embed"]["tokens"]["embedding"].std()) / 0.02 - 1) < 0.05
     assert not jnp.array_equal(tree["block_00"]["qkv"]["kernel"], tree["block_01"]["qkv"]["kernel"])
-    again, other = init_params(params, 0), init_params(params, 1)
-    assert all(jax.tree.leaves(jax.tree.map(jnp.array_equal, tree, again)))
+    repeat, other = init_params(params, 0), init_params(params, 1)
+    assert all(jax.tree.leaves(jax.tree.map(jnp.array_equal, tree, repeat)))
     assert not jnp.array_equal(tree["head"]["kernel"], other["head"]["kernel"])
 
 
@@ -361,8 +361,8 @@ def test_dropout_depends_on_the_key_alone(kind: str) -> None:
     model = make(kind, num_layers=2, dropout=0.2)
     params, batch = random_params(model), random_batch(model)
     total = jax.jit(lambda key: apply_model(model, params, batch, key)[0])
-    first, again, other = total(jax.random.key(1)), total(jax.random.key(1)), total(jax.random.key(2))
-    assert first == again and first != other
+    first, repeat, other = total(jax.random.key(1)), total(jax.random.key(1)), total(jax.random.key(2))
+    assert first == repeat and first != other
     quiet, _ = loss(model, params, batch, train=False)
     without, _ = loss(make(kind, num_layers=2), params, batch)
     assert quiet == without and quiet != first

@@ -81,7 +81,7 @@ def on_one_device(model: Model, params: Any, batch: Any) -> Any:
 
 
 @functools.cache
-def wanted(kind: str, extra: Options) -> Any:
+def reference_result(kind: str, extra: Options) -> Any:
     model = make(kind, extra)
     (loss, weight), grads = on_one_device(model, random_params(model), random_batch(model))
     return (loss, weight), grads
@@ -134,7 +134,7 @@ ALL = [
 def test_loss_and_gradients_are_those_of_one_device(kind: str, extra: Options, tp: TensorParallel, dp: int) -> None:
     model = make(kind, extra)
     result = loss_and_grads(model, random_params(model), random_batch(model), tp, dp=dp)
-    close(result, wanted(kind, extra), 1e-9)
+    close(result, reference_result(kind, extra), 1e-9)
     assert not np.any(np.asarray(result[1]["embed"]["tokens"]["embedding"])[model.vocab_size :])  # rows of padding
 
 
@@ -297,8 +297,8 @@ def test_gradients_under_dropout_are_those_of_the_masks_drawn(kind: str, extra: 
     h = 1e-5
     ends = []
     for sign in (1, -1):
-        moved = jax.tree.map(lambda p, d, sign=sign: p + sign * h * d, params, direction)
-        ends.append(float(run(moved, batch, key)[0][0]))
+        shifted_params = jax.tree.map(lambda p, d, sign=sign: p + sign * h * d, params, direction)
+        ends.append(float(run(shifted_params, batch, key)[0][0]))
     slope = sum(jax.tree.leaves(jax.tree.map(lambda g, d: float((g * d).sum()), grads, direction)))
     np.testing.assert_allclose((ends[0] - ends[1]) / (2 * h), slope, rtol=1e-6)
     assert float(loss) != float(run(params, batch, jax.random.key(2))[0][0])

@@ -132,14 +132,14 @@ def test_features_stand_where_the_text_says_and_only_there() -> None:
         cut = Model("cut", (*first, model.layers[-1]), model.batch_spec, 16, 8)
         return np.asarray(model_output(cut, params, batch))
 
-    shown = inputs(batch)
+    features = inputs(batch)
     other = inputs(batch | {"images": 255 - batch["images"]})
-    changed = (shown != other).any(axis=-1)[0]
+    changed = (features != other).any(axis=-1)[0]
     assert changed.tolist() == [True, True, *[False] * 6]  # position 5 has no feature left
     words = np.asarray(params["embed"]["tokens"]["embedding"])
-    np.testing.assert_array_equal(shown[0, 2:], words[batch["tokens"][0, 2:]])
-    moved = batch["tokens"][:, [2, 3, 0, 4, 1, 6, 7, 6]]
-    np.testing.assert_array_equal(inputs(batch | {"tokens": moved})[0, [2, 4]], shown[0, :2])
+    np.testing.assert_array_equal(features[0, 2:], words[batch["tokens"][0, 2:]])
+    token_order = batch["tokens"][:, [2, 3, 0, 4, 1, 6, 7, 6]]
+    np.testing.assert_array_equal(inputs(batch | {"tokens": token_order})[0, [2, 4]], features[0, :2])
 
 
 @pytest.mark.usefixtures("x64")

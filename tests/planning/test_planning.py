@@ -97,7 +97,7 @@ def static_bytes(memory: RankMemory) -> int:
     return sum(memory.by_kind[kind] for kind in STATIC)
 
 
-def held_for_good(stage: PlannedStage) -> int:
+def persistent_bytes(stage: PlannedStage) -> int:
     return stage.functions.param_bytes + total_device_bytes(stage.functions.acc_avals) + stage.state_bytes
 
 
@@ -296,7 +296,7 @@ def test_a_gpt_layer_keeps_what_megatron_does(
 
 def test_parameters_take_18_bytes_in_bfloat16_and_16_in_float32(table_2: tuple[TrainConfig, Workbench]) -> None:
     layer = layer_of(*table_2, "fused")
-    assert held_for_good(layer) == 18 * sum(a.size for a in layer.functions.param_avals)
+    assert persistent_bytes(layer) == 18 * sum(a.size for a in layer.functions.param_avals)
     p = prediction_of(small())
     assert sum(map(static_bytes, p.memory)) == 16 * p.num_params
 
@@ -408,8 +408,8 @@ def test_memory_is_what_the_programs_hold(schedule: str, chunks: int) -> None:
     report = pipeline.memory_report(workspace=False, timeline=pipeline.predicted_timeline())
     for planned, exact in zip(p.memory, report.ranks, strict=True):
         beside = exact.by_kind.get("data", 0) + exact.by_kind.get("losses", 0)
-        mine = planned.by_kind["parameters"] + planned.by_kind["gradients"] + p.activation_bytes[planned.rank]
-        assert exact.peak_bytes - beside <= mine <= 1.05 * exact.peak_bytes
+        plan_bytes = planned.by_kind["parameters"] + planned.by_kind["gradients"] + p.activation_bytes[planned.rank]
+        assert exact.peak_bytes - beside <= plan_bytes <= 1.05 * exact.peak_bytes
 
 
 def test_times_and_ratios_follow_their_definitions() -> None:
@@ -488,8 +488,8 @@ def test_suggestions_fit_and_are_what_their_overrides_give(tight: tuple[Predicti
     for s in suggestions.fitting[:5]:
         assert s.prediction.worst.peak_bytes <= limit
         if s.schedule is None:
-            again = prediction_of(current.config.override(s.overrides), bench, limit)
-            assert (again.step_s, again.worst.peak_bytes) == (s.prediction.step_s, s.prediction.worst.peak_bytes)
+            repeat = prediction_of(current.config.override(s.overrides), bench, limit)
+            assert (repeat.step_s, repeat.worst.peak_bytes) == (s.prediction.step_s, s.prediction.worst.peak_bytes)
     assert any(o.startswith("pipeline.recompute=") for s in suggestions.fitting for o in s.overrides)
     assert any(o.startswith("pipeline.schedule=") for s in suggestions.fitting for o in s.overrides)
 
@@ -666,8 +666,8 @@ def test_host_memory_is_what_is_out_at_once() -> None:
     config = small(ranks=2, schedule="po-h", chunks=2)
     p = prediction_of(config)
     for rank, host in enumerate(m.host_peak_bytes for m in p.memory):
-        moved = [p.costs.offloadable_bytes[a.stage] for a in p.schedule.actions(rank) if a.op == "O"]
-        assert max(moved, default=0) <= host <= sum(moved)
+        offload_bytes = [p.costs.offloadable_bytes[a.stage] for a in p.schedule.actions(rank) if a.op == "O"]
+        assert max(offload_bytes, default=0) <= host <= sum(offload_bytes)
 
 
 @pytest.mark.soak

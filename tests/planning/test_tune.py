@@ -116,9 +116,9 @@ def test_no_order_needs_less_than_its_placement(bench: Workbench, monkeypatch: p
         return least_by_placement[id(costs), placement]
 
     def simulated(self: Any, node: Any, *args: Any) -> Any:
-        tried = simulate(self, node, *args)
-        above.append(max(tried.peak_bytes) / least_by_placement[id(node.costs), node.placement])
-        return tried
+        candidate = simulate(self, node, *args)
+        above.append(max(candidate.peak_bytes) / least_by_placement[id(node.costs), node.placement])
+        return candidate
 
     monkeypatch.setattr(tuning, "_least_bytes", least)
     monkeypatch.setattr(tuning._Search, "_simulate", simulated)
@@ -150,7 +150,7 @@ def test_what_is_written_is_what_plan_predicts(
     only = [f"--only=pipeline.{x}" for x in ("schedule=1f1b", "vocabulary=ends,spread", "tp=1", "recompute=none")]
     flags = ["small.toml", "--target", "a800", "--memory-limit-gb", "0.006"]
     assert main(["tune", *flags, "--devices", "4", *only, "-o", "best.toml", "--json", "all.json"]) == 0
-    shown = capsys.readouterr().out
+    output = capsys.readouterr().out
     document = json.loads(Path("all.json").read_text())
     best = document["best"]
     assert load_config("best.toml").to_dict()["run"] == small().to_dict()["run"]
@@ -158,7 +158,7 @@ def test_what_is_written_is_what_plan_predicts(
     assert main(["plan", "best.toml", *flags[1:], "--compile-seconds", "0", "--json"]) == 0
     planned = json.loads(capsys.readouterr().out)
     assert planned["fits"] and planned["step_s"] == best["step_s"]
-    assert f"{best['tokens_per_s']:,.0f} tokens/s" in shown
+    assert f"{best['tokens_per_s']:,.0f} tokens/s" in output
     assert min(t["step_s"] for t in document["tried"] if t["status"] == "fits") == pytest.approx(
         best["step_s"], rel=1e-3
     )
@@ -173,8 +173,8 @@ def test_times_are_measured_once(tmp_path: Path) -> None:
         watches.append(Stopwatch(jax.devices(), tmp_path / "times.json", repeats=1))
         how = workbench(space.base, TARGETS["cpu"], Efficiency(), lambda text: None, seconds_of=watches[-1])
         results.append(tune(space, how, 1e12))
-    first, again = watches
-    assert (first.measured, again.measured, again.reused) == (2, 0, 2)
+    first, second = watches
+    assert (first.measured, second.measured, second.reused) == (2, 0, 2)
     assert results[0].best is not None and results[1].best is not None
     assert results[0].best.step_s == results[1].best.step_s
     seconds = json.loads((tmp_path / "times.json").read_text())["seconds"].values()

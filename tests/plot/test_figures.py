@@ -363,10 +363,10 @@ def test_viewer_columns_are_the_events(timeline: Timeline) -> None:
     (columns,) = data["timelines"]
     begin = min(e.start_s for e in timeline.events)
     kinds = [data["kinds"][k] for k in columns["kind"]]
-    shown = zip(
+    rows = zip(
         columns["rank"], kinds, columns["stage"], columns["microbatch"], columns["start"], columns["end"], strict=True
     )
-    assert sorted((r, k["lane"], k["op"], s, i, a + begin, b + begin) for r, k, s, i, a, b in shown) == sorted(
+    assert sorted((r, k["lane"], k["op"], s, i, a + begin, b + begin) for r, k, s, i, a, b in rows) == sorted(
         (e.rank, e.lane, a.op, a.stage, a.microbatch, e.start_s, e.end_s)
         for e in timeline.events
         for a in e.action.actions

@@ -38,12 +38,12 @@ def test_front() -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_labels_cover_nothing(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn: list[tuple[list[Box], Box]] = []
+    label_calls: list[tuple[list[Box], Box]] = []
     label = pareto._label
-    monkeypatch.setattr(pareto, "_label", lambda *args: drawn.append(label(*args)))
+    monkeypatch.setattr(pareto, "_label", lambda *args: label_calls.append(label(*args)))
     points = random_points(seed)
     plot_pareto(points, tmp_path / "p.png", title="random", limit=7)
-    ((boxes, frame),) = drawn
+    ((boxes, frame),) = label_calls
     labels = len({(p.peak, p.bubble, p.feasible) for p in points})
     assert all(not overlap(a, b) for a, b in combinations(boxes[-labels:], 2))
     assert all(not overlap(a, b) for a, b in product(boxes[-labels:], boxes[:-labels]))

@@ -94,15 +94,15 @@ def test_random_schedules_lower_to_tight_programs(seed: int, m: int, which: int)
 
 def _check_order(programs: Any, order: Any) -> None:
     positions = [0] * len(programs)
-    sent = set()
+    sends = set()
     for k, at in order:
         assert at == positions[k], "each program in its own order"
         positions[k] += 1
         instruction = programs[k].instructions[at]
         if isinstance(instruction, Send):
-            sent.add((programs[k].rank, instruction.action))
+            sends.add((programs[k].rank, instruction.action))
         if isinstance(instruction, Recv):
-            assert (instruction.src, instruction.action) in sent, "a receive comes after its send"
+            assert (instruction.src, instruction.action) in sends, "a receive comes after its send"
     assert positions == [len(p.instructions) for p in programs]
 
 
@@ -136,11 +136,11 @@ def test_predicted_memory_counts_what_is_held() -> None:
     pipe = compiled("gpt", circular(2, 1))
     reports = [pipe.with_schedule(generate("gpipe", 2, m)).memory_report(workspace=False) for m in (1, 8)]
     stage = pipe.stages[0]
-    held = [report.ranks[0].live_peak_bytes for report in reports]
-    per_microbatch = (held[1] - held[0]) / 7
+    peak_bytes = [report.ranks[0].live_peak_bytes for report in reports]
+    per_microbatch = (peak_bytes[1] - peak_bytes[0]) / 7
     data = 8 * 4 * 2  # tokens int32 of one microbatch
     assert stage.residual_bytes <= per_microbatch <= stage.residual_bytes * 1.05 + data
-    assert held[0] > 2 * stage.param_bytes, "parameters and accumulators count"
+    assert peak_bytes[0] > 2 * stage.param_bytes, "parameters and accumulators count"
 
 
 def _swap(kind: type, n: int, make: Callable[[Any], tuple[Any, ...]]) -> Callable[[Program], Program]:

@@ -151,8 +151,8 @@ def test_every_rank_runs_its_whole_program(name: str, monkeypatch: pytest.Monkey
         actions = [a for a in ran if isinstance(a, Action)]
         assert report.timings.keys() == {(a.op, a.stage) for a in actions}
         assert all(1 <= t.count <= M for t in report.timings.values())
-        moved = {a.op for a in actions} & {"O", "L"}
-        assert {c.lane for c in report.copies} == {{"O": "d2h", "L": "h2d"}[op] for op in moved}
+        copy_ops = {a.op for a in actions} & {"O", "L"}
+        assert {c.lane for c in report.copies} == {{"O": "d2h", "L": "h2d"}[op] for op in copy_ops}
 
 
 @pytest.mark.soak
@@ -231,8 +231,10 @@ def test_stand_ins_have_the_shapes_that_neighbours_send() -> None:
             if isinstance(instruction, Recv):
                 got = stand_ins.recv(numbers[(instruction.src, program.rank, instruction.action)])
                 sender = pipe.stages[instruction.action.stage].functions[instruction.action.op]
-                sent = [a for p, a in zip(sender.outputs, sender.avals_out, strict=True) if p.kind in ("y", "dx")]
-                assert [(a.shape, a.dtype) for a in got] == [(a.shape, a.dtype) for a in sent]
+                sender_avals = [
+                    a for p, a in zip(sender.outputs, sender.avals_out, strict=True) if p.kind in ("y", "dx")
+                ]
+                assert [(a.shape, a.dtype) for a in got] == [(a.shape, a.dtype) for a in sender_avals]
                 assert len(got) == len(instruction.outputs)
             elif isinstance(instruction, Send):
                 stand_ins.send(numbers[(program.rank, instruction.dst, instruction.action)], instruction.dst, [])
@@ -243,10 +245,10 @@ def test_made_values_are_valid(dtype: str) -> None:
     home = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     aval = jax.ShapeDtypeStruct((7, 3, 5), jnp.dtype(dtype), sharding=home)
     (a,) = maker((aval,), 0.5, 200)()
-    (again,) = maker((aval,), 0.5, 200)()
+    (repeat,) = maker((aval,), 0.5, 200)()
     values = np.asarray(a.astype(jnp.float32))
     assert (a.shape, a.dtype) == (aval.shape, aval.dtype)
-    assert np.array_equal(values, np.asarray(again.astype(jnp.float32)))
+    assert np.array_equal(values, np.asarray(repeat.astype(jnp.float32)))
     if jnp.issubdtype(aval.dtype, jnp.inexact):
         assert np.abs(values).max() <= 0.5
         assert abs(values.mean()) < 0.1
@@ -287,12 +289,12 @@ def test_costs_of_all_ranks_are_what_was_measured() -> None:
     )
     n = schedule.num_stages
     assert (costs.f_s, costs.b_s, costs.w_s, costs.bw_s) == ((1.0,) * n, (2.0,) * n, (3.0,) * n, (4.0,) * n)
-    moved = {a.stage for r in range(P) for a in schedule.actions(r) if a.op == "O"}
-    assert moved
+    offload_stages = {a.stage for r in range(P) for a in schedule.actions(r) if a.op == "O"}
+    assert offload_stages
     for s in range(n):
         by_link = 1.0 + costs.offloadable_bytes[s] / 1e6
-        assert costs.offload_s[s] == (0.25 if s in moved else by_link)
-        assert costs.load_s[s] == (0.5 if s in moved else by_link)
+        assert costs.offload_s[s] == (0.25 if s in offload_stages else by_link)
+        assert costs.load_s[s] == (0.5 if s in offload_stages else by_link)
     assert dict(costs.temp_bytes).keys() == {"F", "B", "W", "BW"}
     assert costs.link == Link(0.125)
     assert costs.source == "rehearsed ranks 0, 1, 2, 3 of 4"

@@ -224,8 +224,8 @@ def test_messages_to_other_processes_count_on_both_sides(name: str, where: str, 
     report = separate.memory_report(workspace=False, curves=True)
     most = max(stage.boundary_bytes for stage in plain.stages)
     for rank, (expected, got) in enumerate(zip(report.ranks, measured.ranks, strict=True)):
-        for predicted, held in zip(expected.live_bytes, got.live_bytes, strict=True):
-            assert held <= predicted <= held + 4 * most, f"rank {rank}: a few messages that may not have arrived"
+        for predicted, actual in zip(expected.live_bytes, got.live_bytes, strict=True):
+            assert actual <= predicted <= actual + 4 * most, f"rank {rank}: a few messages that may not have arrived"
         order = [(0, at) for k, at in separate.order if k == rank]
         single = account(
             [programs[rank]], order, separate.functions, num_microbatches=8, footprint_of=None, all_programs=programs
@@ -276,9 +276,9 @@ def test_the_allocators_statistics_are_read_where_there_are_any() -> None:
 
     def statistics(device: jax.Device) -> tuple[int, int]:
         bytes_by_buffer = {a.unsafe_buffer_pointer(): a.nbytes for a in jax.live_arrays() if a.devices() == {device}}
-        held = sum(bytes_by_buffer.values()) + 1000
-        peak[device] = max(peak.get(device, 0), held + 50)
-        return held, peak[device]
+        in_use = sum(bytes_by_buffer.values()) + 1000
+        peak[device] = max(peak.get(device, 0), in_use + 50)
+        return in_use, peak[device]
 
     acc = {at: pipe.zeros(at) for at in pipe.own_instances}
     inputs = pipe.step_inputs(placed("bfloat16", "one"), acc, batch_of(pipe))
@@ -288,8 +288,8 @@ def test_the_allocators_statistics_are_read_where_there_are_any() -> None:
     for rank in measured.ranks:
         assert rank.in_use_bytes == rank.live_bytes
         assert rank.allocator_peak_bytes == rank.live_peak_bytes + 50
-    again = probe_step(pipe.executor, replace(inputs, acc={at: pipe.zeros(at) for at in pipe.own_instances}), devices)
-    assert all(r.in_use_bytes == () and r.allocator_peak_bytes is None for r in again.ranks), "the CPU keeps none"
+    repeat = probe_step(pipe.executor, replace(inputs, acc={at: pipe.zeros(at) for at in pipe.own_instances}), devices)
+    assert all(r.in_use_bytes == () and r.allocator_peak_bytes is None for r in repeat.ranks), "the CPU keeps none"
 
 
 def runnable_families() -> list[str]:
@@ -312,8 +312,8 @@ def test_the_simulated_peak_of_a_family_is_a_tight_bound(name: str) -> None:
     pipe = built("activations", where).with_schedule(schedule)
     report = pipe.memory_report(workspace=False)
     simulated = pipe.predicted_timeline().peak_bytes
-    for held, host, bound in zip(report.peak_bytes, report.host_peak_bytes, simulated, strict=True):
-        assert held <= bound <= held + 0.05 * (held + host)
+    for device_bytes, host, bound in zip(report.peak_bytes, report.host_peak_bytes, simulated, strict=True):
+        assert device_bytes <= bound <= device_bytes + 0.05 * (device_bytes + host)
 
 
 @pytest.mark.soak
@@ -339,14 +339,14 @@ def offload_all(schedule: Schedule) -> Schedule:
     rows = []
     for row in schedule.rows:
         new: list[Any] = []
-        left: set[tuple[int, int]] = set()
+        on_host: set[tuple[int, int]] = set()
         for slot in row:
-            back = [a for a in slot.actions if a.op in ("B", "BW") and (a.stage, a.microbatch) in left]
+            back = [a for a in slot.actions if a.op in ("B", "BW") and (a.stage, a.microbatch) in on_host]
             new += [Action("L", a.stage, a.microbatch) for a in back]
             new.append(slot)
             away = [a for a in slot.actions if a.op == "F"]
             new += [Action("O", a.stage, a.microbatch) for a in away]
-            left |= {(a.stage, a.microbatch) for a in away}
+            on_host |= {(a.stage, a.microbatch) for a in away}
         rows.append(tuple(new))
     return replace(schedule, rows=tuple(rows))
 
@@ -528,11 +528,11 @@ def test_metrics_keep_no_accumulators() -> None:
     """Those of replicas are no one else's, and would live as long as the metrics."""
     step = training("cheap", "both ways")
     state = step.init(toy.init_params(step.pipeline.model.layers))
-    held = []
+    live_bytes = []
     for _ in range(3):
         state, metrics = step(state, batch_of(step.pipeline), jax.random.key(0))
         jax.block_until_ready((state.master, state.acc, metrics.loss))
         gc.collect()
-        held.append(sum(a.nbytes for a in jax.live_arrays()))
+        live_bytes.append(sum(a.nbytes for a in jax.live_arrays()))
         assert not metrics.outputs.acc
-    assert held[1] == held[2]
+    assert live_bytes[1] == live_bytes[2]

@@ -160,7 +160,7 @@ def check_case(case: tuple[str, Schedule]) -> None:
 def assert_trace_is_the_schedule(pipe: Pipeline, out: StepOutputs) -> None:
     """Slot for slot; a braid with a sync in it is several."""
     for rank, row in enumerate(pipe.schedule.rows):
-        expected = [a for slot in row for a in ([slot] if whole(slot) else slot.actions)]
+        expected = [a for slot in row for a in ([slot] if is_one_call(slot) else slot.actions)]
         assert [e.action for e in out.events if e.rank == rank] == expected
         assert [a for r, a, _ in out.tokens if r == rank] == [a for a in expected if computes(a)]
     timeline = pipe.measured_timeline(out)
@@ -169,12 +169,12 @@ def assert_trace_is_the_schedule(pipe: Pipeline, out: StepOutputs) -> None:
     assert pipe.replay_ratio(out) > 0.5
 
 
-def whole(slot: Any) -> bool:
+def is_one_call(slot: Any) -> bool:
     return not any(op_spec(a.op).is_sync for a in slot.actions)
 
 
 def computes(slot: Any) -> bool:
-    return whole(slot) and all(op_spec(a.op).lane == "compute" for a in slot.actions)
+    return is_one_call(slot) and all(op_spec(a.op).lane == "compute" for a in slot.actions)
 
 
 @settings(max_examples=6)

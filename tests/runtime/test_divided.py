@@ -41,13 +41,13 @@ def run(number: int, cases: list[dict[str, Any]]) -> list[list[dict[str, str]]]:
     port = free_port()
     children = [
         subprocess.Popen(
-            [sys.executable, "tests/support/divided_run.py", *map(str, (port, number, mine)), json.dumps(cases)],
+            [sys.executable, "tests/support/divided_run.py", *map(str, (port, number, process)), json.dumps(cases)],
             cwd=ROOT,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
-        for mine in range(number)
+        for process in range(number)
     ]
     try:
         outputs = [child.communicate(timeout=1800) for child in children]
@@ -235,8 +235,8 @@ def test_a_signal_to_any_process_stops_all_after_the_same_step(number: int, tmp_
     os.kill(int(ours[-1]), signal.SIGTERM)
     child.communicate(timeout=300)
     assert child.returncode == 75
-    again = launch(2, arguments)
-    assert again.communicate(timeout=300) and again.returncode == 0
+    second_run = launch(2, arguments)
+    assert second_run.communicate(timeout=300) and second_run.returncode == 0
     assert_same_run(tmp_path / "whole", tmp_path / "parts", 30)
 
 

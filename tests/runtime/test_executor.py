@@ -55,10 +55,10 @@ def test_the_trace_executed_is_the_schedule(seed: int, m: int) -> None:
     timeline = pipe.measured_timeline(out)
     assert timeline.source == "measured"
     assert [e.action for e in timeline.events if e.rank == 1] == list(schedule.rows[1])
-    held = simulate(without_offloads(schedule), pipe.costs).peak_activations  # the order alone decides it
-    assert all(a <= b * (1 + 1e-9) for a, b in zip(timeline.peak_activations, held, strict=True))
+    resident_peaks = simulate(without_offloads(schedule), pipe.costs).peak_activations  # the order alone decides it
+    assert all(a <= b * (1 + 1e-9) for a, b in zip(timeline.peak_activations, resident_peaks, strict=True))
     if schedule == without_offloads(schedule):
-        assert timeline.peak_activations == pytest.approx(held)
+        assert timeline.peak_activations == pytest.approx(resident_peaks)
     assert pipe.replay_ratio(out) > 0.5
 
 

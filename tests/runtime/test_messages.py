@@ -70,8 +70,10 @@ def _left_over(programs: Sequence[Program], crossing: Crossing) -> list[str]:
 
 
 def _early(programs: Sequence[Program]) -> int:
-    sent = {message_of(p.rank, i): i.place for p in programs for i in p.instructions if isinstance(i, Send)}
-    return sum(i.place < sent[message_of(p.rank, i)] for p in programs for i in p.instructions if isinstance(i, Recv))
+    place_of_send = {message_of(p.rank, i): i.place for p in programs for i in p.instructions if isinstance(i, Send)}
+    return sum(
+        i.place < place_of_send[message_of(p.rank, i)] for p in programs for i in p.instructions if isinstance(i, Recv)
+    )
 
 
 # -- every family ----------------------------------------------------------------------------------------------------
@@ -125,7 +127,7 @@ def test_groups_of_microbatches_do_not_deadlock() -> None:
 
 @given(schedule=random_valid_schedules(offload=True, braids=True, single_rank_stages=True), data=st.data())
 def test_random_schedules_do_not_deadlock(schedule: Schedule, data: st.DataObject) -> None:
-    crossing, stages = _drawn(schedule, data)
+    crossing, stages = _draw_crossing(schedule, data)
     with _in_flight(data):
         programs = lower(schedule, stages, crossing=crossing)
         assert _left_over(programs, crossing) == []
@@ -136,21 +138,21 @@ def test_random_schedules_do_not_deadlock(schedule: Schedule, data: st.DataObjec
 
 @given(schedule=random_valid_schedules(braids=True, single_rank_stages=True), data=st.data())
 def test_the_checker_refuses_what_deadlocks_and_nothing_else(schedule: Schedule, data: st.DataObject) -> None:
-    crossing, stages = _drawn(schedule, data)
+    crossing, stages = _draw_crossing(schedule, data)
     programs = list(lower(schedule, stages))  # as in one process
     if data.draw(st.booleans()):
         programs = list(lower(schedule, stages, crossing=replace(crossing, lanes=TAGGED)))
         rng = random.Random(data.draw(st.integers(0, 2**32)))
         programs = [_shuffled(p, rng) for p in programs]
     with _in_flight(data):
-        left = _left_over(programs, crossing)
+        blocked = _left_over(programs, crossing)
         try:
             check_transfers(programs, crossing)
         except ProgramError as error:
-            assert left, str(error)
+            assert blocked, str(error)
             assert "waits to" in str(error)
         else:
-            assert left == []
+            assert blocked == []
 
 
 @contextmanager
@@ -162,7 +164,7 @@ def _in_flight(data: st.DataObject) -> Iterator[None]:
         yield
 
 
-def _drawn(schedule: Schedule, data: st.DataObject) -> tuple[Crossing, Any]:
+def _draw_crossing(schedule: Schedule, data: st.DataObject) -> tuple[Crossing, Any]:
     p, n = schedule.num_ranks, schedule.num_stages
     process_of = tuple(data.draw(st.integers(0, p - 1)) for _ in range(p))
     if any(
@@ -372,7 +374,7 @@ def _run_apart(
     def work(process: int) -> None:
         local_programs = [p for p in programs if crossing.process_of[p.rank] == process]
         ranks = {p.rank for p in local_programs}
-        mine = [{k: v for k, v in of.items() if k[0] in ranks} for of in (inputs.params, inputs.acc)]
+        local_inputs = [{k: v for k, v in of.items() if k[0] in ranks} for of in (inputs.params, inputs.acc)]
         transport = _Rendezvous(process, crossing, numbers, mail, meeting, sleeps_s)
         order = issue_order(local_programs, crossing.timeline)
         executor = Executor(
@@ -380,7 +382,7 @@ def _run_apart(
         )
         try:
             with jax.enable_x64(True):
-                outcomes[process] = executor.run(StepInputs(mine[0], mine[1], inputs.data, inputs.keys))
+                outcomes[process] = executor.run(StepInputs(local_inputs[0], local_inputs[1], inputs.data, inputs.keys))
         except Exception as error:
             outcomes[process] = error
         finally:

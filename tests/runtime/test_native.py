@@ -21,7 +21,7 @@ from jaxpipe.runtime.native import Native
 from jaxpipe.runtime.ownership import Ownership
 from jaxpipe.runtime.transfer import message_numbers
 from jaxpipe.schedule import generate, simulate
-from tests.runtime.test_processes import together
+from tests.runtime.test_processes import run_in_threads
 from tests.support.pipelines import pipeline_for
 
 Calls = list[tuple[Any, ...]]
@@ -103,7 +103,7 @@ def test_links_are_made_both_ways_in_one_order(calls: Calls) -> None:
 
 def test_cpus_are_refused_in_one_line() -> None:
     meshes = pipeline_submeshes(2)
-    errors = together(2, lambda processes: Ownership(meshes, processes, "nccl"))
+    errors = run_in_threads(2, lambda processes: Ownership(meshes, processes, "nccl"))
     assert [type(error) for error in errors] == [AgreedError] * 2
     assert len({str(error) for error in errors}) == 1
     assert "run.transport=nccl sends from GPU to GPU" in str(errors[0])

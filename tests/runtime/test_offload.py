@@ -88,13 +88,13 @@ def test_the_largest_leaves_go_first_and_no_more_than_needed(name: str) -> None:
         before: set[int] = set()
         for fraction in (0.0, 0.1, 0.25, 0.5, 0.75, 1.0):
             chosen = with_offload(stage, fraction)
-            moved = [sizes[i] for i in chosen.offloaded]
-            assert chosen.offloadable_bytes == sum(moved) >= fraction * sum(sizes.values())
-            assert not moved or sum(moved) - min(moved) < fraction * sum(sizes.values())
+            leaf_bytes = [sizes[i] for i in chosen.offloaded]
+            assert chosen.offloadable_bytes == sum(leaf_bytes) >= fraction * sum(sizes.values())
+            assert not leaf_bytes or sum(leaf_bytes) - min(leaf_bytes) < fraction * sum(sizes.values())
             assert before <= set(chosen.offloaded), "a larger fraction moves the same leaves, and more"
             before = set(chosen.offloaded)
             stay = [n for i, n in sizes.items() if i not in before]
-            assert max(stay, default=0) <= min(moved, default=10**9)
+            assert max(stay, default=0) <= min(leaf_bytes, default=10**9)
 
 
 def test_only_what_the_backward_reads_may_leave() -> None:
@@ -146,23 +146,23 @@ def test_programs_move_what_the_stage_chose(seed: int, m: int, fraction: float) 
 
 def _host_peak(schedule: Schedule, rank: int, stages: Any) -> int:
     """Return the most bytes on the host by the row alone: O takes, L gives back."""
-    held = peak = 0
+    live = peak = 0
     for a in schedule.actions(rank):
-        held += {"O": 1, "L": -1}.get(a.op, 0) * stages[a.stage].offloadable_bytes
-        peak = max(peak, held)
+        live += {"O": 1, "L": -1}.get(a.op, 0) * stages[a.stage].offloadable_bytes
+        peak = max(peak, live)
     return peak
 
 
 def test_offload_lowers_what_a_rank_holds_as_the_simulator_says() -> None:
     """One rank, copies that take no time: the program's peak falls by what the simulated peak falls by."""
     pipe = compiled("gpt", circular(1, 2))
-    held = _text("F0.0 F0.1 F0.2 F1.0 BW1.0 F1.1 BW1.1 F1.2 BW1.2 BW0.0 BW0.1 BW0.2")
-    moved = _text("F0.0 O0.0 F0.1 O0.1 F0.2 O0.2 F1.0 BW1.0 F1.1 BW1.1 F1.2 BW1.2 L0.0 BW0.0 L0.1 BW0.1 L0.2 BW0.2")
+    resident = _text("F0.0 F0.1 F0.2 F1.0 BW1.0 F1.1 BW1.1 F1.2 BW1.2 BW0.0 BW0.1 BW0.2")
+    offloaded = _text("F0.0 O0.0 F0.1 O0.1 F0.2 O0.2 F1.0 BW1.0 F1.1 BW1.1 F1.2 BW1.2 L0.0 BW0.0 L0.1 BW0.1 L0.2 BW0.2")
     for fraction in (0.0, 0.4, 1.0):
         partial = pipe.with_offload(OffloadOptions(fraction))
-        reports = [partial.with_schedule(s).memory_report(workspace=False) for s in (held, moved)]
+        reports = [partial.with_schedule(s).memory_report(workspace=False) for s in (resident, offloaded)]
         peaks = [report.ranks[0].live_peak_bytes for report in reports]
-        curves = [max(simulate(s, partial.costs).memory[0].bytes) for s in (held, moved)]
+        curves = [max(simulate(s, partial.costs).memory[0].bytes) for s in (resident, offloaded)]
         stage = partial.stages[0]
         assert partial.costs.offloadable_bytes == tuple(float(s.offloadable_bytes) for s in partial.stages)
         assert (peaks[0] - peaks[1] > 0) is (fraction > 0)
@@ -325,18 +325,18 @@ def test_residuals_are_on_the_host_between_o_and_l(monkeypatch: pytest.MonkeyPat
     schedule = _text("F0.0 O0.0 F0.1 O0.1 F0.2 F1.0 BW1.0 L0.0 BW0.0 F1.1 BW1.1 L0.1 BW0.1 F1.2 BW1.2 BW0.2")
     pipe = compiled("gpt", circular(1, 2)).with_schedule(schedule)
     stage_bytes = pipe.stages[0].offloadable_bytes
-    held: list[int] = []
+    host_bytes: list[int] = []
     function = pipe.functions[(0, 1)].functions["F"]
 
     def watching(*arrays: Any) -> Any:
         jax.block_until_ready(arrays)
-        held.append(_live_bytes().get(offload.PINNED_HOST, 0))
+        host_bytes.append(_live_bytes().get(offload.PINNED_HOST, 0))
         return function.call(*arrays)
 
     stage = pipe.functions[(0, 1)]
     watched = replace(stage, functions={**stage.functions, "F": replace(function, call=watching)})
     _run(replace(pipe, functions={**pipe.functions, (0, 1): watched}).with_costs(pipe.costs), "gpt")
-    assert held == [2 * stage_bytes, stage_bytes, 0]
+    assert host_bytes == [2 * stage_bytes, stage_bytes, 0]
 
 
 # -- the host --------------------------------------------------------------------------------------------------------
@@ -349,9 +349,9 @@ def test_a_budget_below_the_minimum_names_the_minimum() -> None:
     with pytest.raises(ProgramError, match=r"offload\.host_memory_gb=.* raise it to at least") as caught:
         pipe.with_offload(OffloadOptions(host_memory_bytes=minimum - 1))
     (enough,) = re.findall(r"at least ([\d.e-]+)", str(caught.value))
-    (less,) = re.findall(r"offload\.fraction below ([\d.e-]+)", str(caught.value))
+    (fraction,) = re.findall(r"offload\.fraction below ([\d.e-]+)", str(caught.value))
     pipe.with_offload(OffloadOptions(host_memory_bytes=float(enough) * 1e9))
-    assert 0 < float(less) <= 1
+    assert 0 < float(fraction) <= 1
     pipe.with_offload(OffloadOptions(0.0, host_memory_bytes=1))
     with pytest.raises(ProgramError, match=r"host_memory_gb"):
         pipe.with_schedule(without_offloads(_po_f())).with_offload(OffloadOptions(host_memory_bytes=1)).with_schedule(
@@ -477,14 +477,14 @@ def test_what_the_prediction_starts_after_an_offload_waits_for_it(monkeypatch: p
     ahead = pipe.with_schedule(schedule, replace(costs, offload_s=(0.0, 0.0), load_s=(0.0, 0.0)))
     expected = _run(ahead, "gpt")
     assert not waited
-    held = pipe.with_schedule(schedule, costs)
-    (waits,) = (holds(p, simulate(schedule, costs)) for p in held.programs)
-    names = {str(held.programs[0].instructions[k].action): [str(a) for a, _ in ended] for k, ended in waits.items()}  # type: ignore[union-attr]
+    with_waits = pipe.with_schedule(schedule, costs)
+    (waits,) = (holds(p, simulate(schedule, costs)) for p in with_waits.programs)
+    names = {str(with_waits.programs[0].instructions[k].action): [str(a) for a, _ in ends] for k, ends in waits.items()}  # type: ignore[union-attr]
     assert names == {"F0.2": ["O0.0"], "F1.0": ["O0.1"]}
     for record in (False, True):
         waited.clear()
-        out = _run(held, "gpt", record=record)
-        assert waited == [len(held.stages[0].offloaded)] * 2
+        out = _run(with_waits, "gpt", record=record)
+        assert waited == [len(with_waits.stages[0].offloaded)] * 2
         assert_same_arrays(dict(out.acc), dict(expected.acc))
     assert [e.action for e in out.events] == list(schedule.actions(0))
 

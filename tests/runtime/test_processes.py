@@ -25,7 +25,7 @@ from jaxpipe.train.config import TrainConfig
 from jaxpipe.train.run import agreement
 from jaxpipe.train.settings.sections import PipelineConfig
 from tests.support.paths import ROOT
-from tests.support.processes import free_port, together
+from tests.support.processes import free_port, run_in_threads
 
 HOST = socket.gethostname()
 NONE = (None, None, None)
@@ -48,9 +48,9 @@ processes.barrier("all here")
 """
 
 
-def start(code: str, port: int, number: int, mine: int, wait: int = 10) -> subprocess.Popen[str]:
+def start(code: str, port: int, number: int, process: int, wait: int = 10) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-c", START + code, *map(str, (port, number, mine, wait))],
+        [sys.executable, "-c", START + code, *map(str, (port, number, process, wait))],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -203,8 +203,8 @@ def test_a_port_that_is_taken_and_strangers() -> None:
                 break
             except ConnectionRefusedError:
                 assert time.monotonic() < until
-    named = "process 0 turned away a connection from 127.0.0.1: its first line is no message of jaxpipe's\n"
-    assert ends([first, start("processes.leave()", port, 2, 1)]) == [(0, named), (0, "")]
+    message = "process 0 turned away a connection from 127.0.0.1: its first line is no message of jaxpipe's\n"
+    assert ends([first, start("processes.leave()", port, 2, 1)]) == [(0, message), (0, "")]
 
 
 # -- talking --------------------------------------------------------------------------------------------------------------
@@ -218,7 +218,7 @@ def test_texts_of_any_length_arrive_in_order() -> None:
         texts = [processes.broadcast("count", f"{processes.mine} {k}") for k in range(100)]
         return lengths, texts[99], [processes.who(k) for k in range(processes.number)]
 
-    results = together(3, talk)
+    results = run_in_threads(3, talk)
     who = [f"process {k} (host {HOST})" for k in range(3)]
     assert results == [([3 << 20] * 3, "0 99", who), ([], "0 99", who), ([], "0 99", who)]
 
@@ -244,7 +244,7 @@ def test_threads_talk_beside_each_other() -> None:
         thread.join()
         return sorted(messages, key=len)
 
-    assert together(2, talk) == [["0", [str(k) for k in range(50)]]] * 2
+    assert run_in_threads(2, talk) == [["0", [str(k) for k in range(50)]]] * 2
 
 
 def test_what_differs_is_said_alike_in_all() -> None:
@@ -254,7 +254,7 @@ def test_what_differs_is_said_alike_in_all() -> None:
         values = {"a": "1", "pipeline.microbatches": "16" if processes.mine == 2 else "8"}
         processes.agree("settings", values, "start all with one config")
 
-    errors = together(3, differ)
+    errors = run_in_threads(3, differ)
     assert {type(error) for error in errors} == {AgreedError}
     assert {str(error) for error in errors} == {
         f"process 2 (host {HOST}) has pipeline.microbatches=16, process 0 (host {HOST}) has 8: start all with one config"
@@ -400,9 +400,9 @@ def test_directories_that_are_not_shared(tmp_path: Path, monkeypatch: pytest.Mon
         agreement.agree_on_settings(processes, TrainConfig().override([f"run.out_dir={out_dir}"]))
 
     split = 2
-    assert together(2, settle) == [None, None]
+    assert run_in_threads(2, settle) == [None, None]
     split = 1
-    first, second = together(2, settle)
+    first, second = run_in_threads(2, settle)
     assert str(first) == str(second)
     assert str(first).startswith(f"process 1 (host {HOST}): run.out_dir={tmp_path}/other/run is not the directory that")
     assert list(tmp_path.iterdir()) == []
@@ -417,12 +417,12 @@ def _train(tmp_path: Path, *overrides: Sequence[str], number: int = 2) -> list[t
         subprocess.Popen(
             [sys.executable, "-m", "jaxpipe", "train", *shared, "run.platform=cpu", *extra],
             cwd=ROOT,
-            env={**environ, "JAXPIPE_PROCESS": str(mine), "XLA_FLAGS": ""},
+            env={**environ, "JAXPIPE_PROCESS": str(process), "XLA_FLAGS": ""},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
-        for mine, extra in enumerate(overrides)
+        for process, extra in enumerate(overrides)
     ]
     outcomes = ends(children)
     assert not (tmp_path / "run").exists()
@@ -430,30 +430,30 @@ def _train(tmp_path: Path, *overrides: Sequence[str], number: int = 2) -> list[t
 
 
 @pytest.fixture
-def said_by_all(tmp_path: Path) -> Iterator[Callable[..., str]]:
+def shared_error(tmp_path: Path) -> Iterator[Callable[..., str]]:
     def lines(*overrides: Sequence[str], number: int = 2) -> str:
-        ended = _train(tmp_path, *overrides, number=number)
-        assert [code for code, _ in ended] == [2] * len(overrides), ended
-        (message,) = {text for _, text in ended}
+        exits = _train(tmp_path, *overrides, number=number)
+        assert [code for code, _ in exits] == [2] * len(overrides), exits
+        (message,) = {text for _, text in exits}
         assert message.startswith("jaxpipe: ") and message.count("\n") == 1
         return message.removeprefix("jaxpipe: ").rstrip()
 
     yield lines
 
 
-def test_settings_that_differ_are_refused_by_all(said_by_all: Callable[..., str]) -> None:
+def test_settings_that_differ_are_refused_by_all(shared_error: Callable[..., str]) -> None:
     first, second = (f"process {k} (host {HOST})" for k in (0, 1))
-    message = said_by_all((), ("pipeline.microbatches=16",))
+    message = shared_error((), ("pipeline.microbatches=16",))
     assert message == f"{second} has pipeline.microbatches=16, {first} has 8: start all with one config"
-    message = said_by_all(("run.stepz=3",), ())
+    message = shared_error(("run.stepz=3",), ())
     assert message == f"{first} failed: override 'run.stepz=3': unknown key run.stepz: did you mean run.steps?"
 
 
 @pytest.mark.soak
-def test_data_that_differ_are_refused_by_all(said_by_all: Callable[..., str]) -> None:
-    message = said_by_all((), (f"data.path={ROOT / 'README.md'}",))
+def test_data_that_differ_are_refused_by_all(shared_error: Callable[..., str]) -> None:
+    message = shared_error((), (f"data.path={ROOT / 'README.md'}",))
     assert re.match(r"process 1 \(.*\) has data=\w+, process 0 \(.*\) has \w+: give all the same data.path", message)
-    assert "; each needs one at least: start fewer, or raise --pp" in said_by_all((), (), (), number=3)
+    assert "; each needs one at least: start fewer, or raise --pp" in shared_error((), (), (), number=3)
 
 
 # -- measuring ------------------------------------------------------------------------------------------------------------
@@ -461,7 +461,7 @@ def test_data_that_differ_are_refused_by_all(said_by_all: Callable[..., str]) ->
 
 def test_clocks_are_compared() -> None:
     """Threads of one process have one clock."""
-    for ahead, error in together(3, lambda processes: processes.clock()):
+    for ahead, error in run_in_threads(3, lambda processes: processes.clock()):
         assert abs(ahead) <= error < 0.1
 
 
@@ -473,7 +473,7 @@ def test_the_first_process_times_layers_for_all(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(assemble, "measured_layer_costs", lambda *_: times.pop(0))
     model = GPT(vocab_size=8, d_model=8, num_layers=2, num_heads=1, seq_len=4)
     pipe = PipelineConfig(ranks=2, cut="measured")
-    first, second = together(2, lambda processes: assemble.stage_planner(pipe, model, 1, processes)(2))
+    first, second = run_in_threads(2, lambda processes: assemble.stage_planner(pipe, model, 1, processes)(2))
     assert first == second
     assert [stage.layers for stage in first.stages] == [("embed",), ("block_00", "block_01", "head", "loss")]
 
@@ -487,6 +487,6 @@ def test_what_can_t_be_made_in_one_process_is_made_in_none() -> None:
 
         return processes.together("thing", one)
 
-    for error in together(2, make):
+    for error in run_in_threads(2, make):
         assert isinstance(error, AgreedError)
         assert str(error) == f"process 1 (host {HOST}): there is no room"

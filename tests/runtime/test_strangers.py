@@ -31,7 +31,7 @@ from jaxpipe.runtime.meeting import Hello, allow_files, meet, parse_hello
 from jaxpipe.runtime.peers import Peers
 from jaxpipe.runtime.processes import Alone, agree_on_interface
 from tests.support.paths import ROOT
-from tests.support.processes import free_port, together
+from tests.support.processes import free_port, run_in_threads
 
 HOST = socket.gethostname()
 
@@ -140,10 +140,10 @@ def connected(port: int, source: str = "127.0.0.1") -> socket.socket:
             time.sleep(0.01)
 
 
-@pytest.mark.parametrize(("hello_s", "wait_s", "named"), [(0.2, 1.0, True), (30.0, 0.5, False)])
+@pytest.mark.parametrize(("hello_s", "wait_s", "is_named"), [(0.2, 1.0, True), (30.0, 0.5, False)])
 @pytest.mark.parametrize("silent", [True, False])
 def test_waiting_ends_however_slowly_a_stranger_speaks(
-    messages: list[str], monkeypatch: pytest.MonkeyPatch, hello_s: float, wait_s: float, named: bool, silent: bool
+    messages: list[str], monkeypatch: pytest.MonkeyPatch, hello_s: float, wait_s: float, is_named: bool, silent: bool
 ) -> None:
     """A byte now and then is no reason to wait longer than a hello may take, or the caller says; nor is nothing at all."""
     monkeypatch.setattr(meeting, "_HELLO_S", hello_s)
@@ -164,7 +164,7 @@ def test_waiting_ends_however_slowly_a_stranger_speaks(
         over.set()
         dripping.join()
     assert str(outcomes[0]).startswith(f"waited {wait_s:.3g} s at 127.0.0.1:{port} for process 1 of 2")
-    assert any("it sent no line within" in line for line in messages) == named
+    assert any("it sent no line within" in line for line in messages) == is_named
 
 
 def test_a_long_line_is_not_waited_for(messages: list[str]) -> None:
@@ -326,11 +326,11 @@ def addresses(
 
     def agree(processes: Any) -> str:
         k = processes.mine
-        connection_ends = {j: (theirs, mine) for j, (mine, theirs) in ends.items()} if k == 0 else {0: ends[k]}
+        connection_ends = {j: (far, near) for j, (near, far) in ends.items()} if k == 0 else {0: ends[k]}
         environ = {interfaces.SETTING: setting[k]} if k in setting else {}
         return agree_on_interface(processes, hosts, connection_ends, environ)
 
-    return together(len(hosts), agree)
+    return run_in_threads(len(hosts), agree)
 
 
 LOOP = ("127.0.0.1", "127.0.1.1")
@@ -460,20 +460,20 @@ def test_foreign_peers_are_found(family: socket.AddressFamily, address: str) -> 
 def test_foreign_peers_of_other_hosts(tmp_path: Path) -> None:
     """The tables of an invented process show it listening, with connections of a host of the run and of others."""
     row = "   {}: {}:{:04X} {}:{:04X} {} 00000000:00000000 00:00000000 00000000     0        0 {} 1\n"
-    mine, peer, stranger = "0100000A", "0200000A", "0900000A"  # 10.0.0.1, .2, .9
+    local, peer, stranger = "0100000A", "0200000A", "0900000A"  # 10.0.0.1, .2, .9
     rows = [
-        (mine, 7000, "00000000", 0, "0A", 1),
-        (mine, 7000, peer, 41000, "01", 2),
-        (mine, 7000, stranger, 41001, "01", 3),
-        (mine, 7000, stranger, 41002, "06", 4),  # closing
-        (mine, 41003, stranger, 443, "01", 5),  # a tracker's
-        (mine, 7001, stranger, 41004, "01", 99),  # another process's
+        (local, 7000, "00000000", 0, "0A", 1),
+        (local, 7000, peer, 41000, "01", 2),
+        (local, 7000, stranger, 41001, "01", 3),
+        (local, 7000, stranger, 41002, "06", 4),  # closing
+        (local, 41003, stranger, 443, "01", 5),  # a tracker's
+        (local, 7001, stranger, 41004, "01", 99),  # another process's
     ]
     (tmp_path / "net").mkdir()
     table = "".join(row.format(k, *values) for k, values in enumerate(rows))
     (tmp_path / "net/tcp").write_text(f"  sl  local_address …\n{table}")
     wrapped = "0000000000000000FFFF0000" + stranger
-    (tmp_path / "net/tcp6").write_text("  sl\n" + row.format(0, "0" * 24 + mine, 7000, wrapped, 41005, "01", 6))
+    (tmp_path / "net/tcp6").write_text("  sl\n" + row.format(0, "0" * 24 + local, 7000, wrapped, 41005, "01", 6))
     (tmp_path / "self/fd").mkdir(parents=True)
     for number in range(1, 7):
         (tmp_path / f"self/fd/{number}").symlink_to(f"socket:[{number}]")

@@ -165,8 +165,8 @@ def test_ends_by_rule_are_no_longer_than_the_repeated_block() -> None:
     retimer, compared = Retimer(problem), 0
     for block in list(searched(4, 8))[::5]:
         repeated, rows = retimer.draft(repeat(block, problem)), rows_with_ends(block, problem)
-        laid = None if rows is None else retimer.draft(rows)
-        if repeated is not None and laid is not None and laid.peak <= repeated.peak:
-            assert laid.makespan <= repeated.makespan
+        by_rule = None if rows is None else retimer.draft(rows)
+        if repeated is not None and by_rule is not None and by_rule.peak <= repeated.peak:
+            assert by_rule.makespan <= repeated.makespan
             compared += 1
     assert compared > 20

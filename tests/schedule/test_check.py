@@ -226,34 +226,34 @@ def test_shuffled_rows_pass_exactly_when_they_can_run(schedule: Schedule, rng: r
 def _runs(schedule: Schedule) -> bool:
     """Play the rows by hand: some rank's next action may run when its inputs are done, and on all its ranks if joint."""
     placement = schedule.placement
-    left = [list(schedule.actions(r)) for r in range(schedule.num_ranks)]
-    done: set[tuple[Action, int]] = set()
+    rows = [list(schedule.actions(r)) for r in range(schedule.num_ranks)]
+    finished: set[tuple[Action, int]] = set()
 
     def needs(action: Action, rank: int) -> bool:
         s, i = action.stage, action.microbatch
 
-        def have(op: str, stage: int) -> bool:
-            return all((Action(op, stage, i), r) in done for r in placement.ranks(stage, i))
+        def is_done(op: str, stage: int) -> bool:
+            return all((Action(op, stage, i), r) in finished for r in placement.ranks(stage, i))
 
         if action.op == "F":
-            return all(have("F", a) for a in placement.predecessors(s))
+            return all(is_done("F", a) for a in placement.predecessors(s))
         if action.op == "W":
-            return (Action("B", s, i), rank) in done
+            return (Action("B", s, i), rank) in finished
         after = placement.successors(s)
-        return (Action("F", s, i), rank) in done and all(have("B", b) or have("BW", b) for b in after)
+        return (Action("F", s, i), rank) in finished and all(is_done("B", b) or is_done("BW", b) for b in after)
 
-    moved = True
-    while moved:
-        moved = False
-        for rank, row in enumerate(left):
+    has_progress = True
+    while has_progress:
+        has_progress = False
+        for rank, row in enumerate(rows):
             if row and needs(row[0], rank):
                 action = row[0]
                 group = (rank,) if action.op == "W" else placement.ranks(action.stage, action.microbatch)
-                if all(left[r] and left[r][0] == action and needs(action, r) for r in group):
+                if all(rows[r] and rows[r][0] == action and needs(action, r) for r in group):
                     for r in group:
-                        done.add((left[r].pop(0), r))
-                    moved = True
-    return not any(left)
+                        finished.add((rows[r].pop(0), r))
+                    has_progress = True
+    return not any(rows)
 
 
 # Messages.

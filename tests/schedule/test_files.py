@@ -120,8 +120,8 @@ def test_csv_with_communication_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["stp", "1f1b", "zb-h1", "dualpipe-v"])
 def test_csv_round_trip_of_families(name: str) -> None:
     schedule = generate(name, 2, 6)
-    again = parse_csv(format_csv(schedule), schedule.name)
-    assert (again.rows, again.placement.flows) == (schedule.rows, schedule.placement.flows)
+    parsed = parse_csv(format_csv(schedule), schedule.name)
+    assert (parsed.rows, parsed.placement.flows) == (schedule.rows, schedule.placement.flows)
 
 
 @pytest.mark.parametrize(

@@ -85,8 +85,8 @@ def test_a_cotangent_back_to_a_smaller_span_moves_once_with_all_its_parts() -> N
     check_schedule(schedule)
     costs = replace(CostProfile.uniform(2), boundary_bytes=(1.0, 0.0), link=Link(0.0, 1.0), boundary_buffers=True)
     timeline = simulate(schedule, costs)
-    sent = [(str(e.action), e.start_s, e.end_s) for e in timeline.events if e.lane == "send"]
-    assert sent == [("F0.0", 1.0, 2.0), ("F0.1", 2.0, 3.0), ("BW1.0", 6.0, 8.0)]
+    sends = [(str(e.action), e.start_s, e.end_s) for e in timeline.events if e.lane == "send"]
+    assert sends == [("F0.0", 1.0, 2.0), ("F0.1", 2.0, 3.0), ("BW1.0", 6.0, 8.0)]
     assert timeline.makespan == 12
     # while BW1.0 runs, room for two cotangents waits on rank 0, beside two residuals
     assert max(timeline.memory[0].bytes) == 4
@@ -222,13 +222,13 @@ def test_random_schedules_with_spans_follow_their_definition(seed: int) -> None:
     for n, slot in enumerate(graph.slots):
         (action,) = slot.actions
         stages = {"F": placement.predecessors, "B": placement.successors, "BW": placement.successors}.get(action.op)
-        mine = _microbatches(placement, action)
+        microbatches = _microbatches(placement, action)
         expected = {
             (a.stage, a.microbatch)
             for row in schedule.rows
             for x in row
             for a in x.actions
-            if stages and a.stage in stages(action.stage) and _microbatches(placement, a) & mine
+            if stages and a.stage in stages(action.stage) and _microbatches(placement, a) & microbatches
         }
         waited_for = {a for x in graph.waits[n] for a in graph.slots[graph.source(x)].actions}
         assert {(a.stage, a.microbatch) for a in waited_for if a.stage != action.stage} == expected
@@ -308,7 +308,7 @@ def test_what_orders_chains_refuses_other_graphs_in_one_line() -> None:
 # Stages shared by ranks.
 
 
-def _apart() -> tuple[Schedule, CostProfile]:
+def _members_that_run_apart() -> tuple[Schedule, CostProfile]:
     """A head V on both ranks that each runs by itself, and N, which waits for the head of all ranks."""
     part = OpSpec("V", "compute", (Wait(("F",), "pred"),), "v_s", sends="succ", together=False)
     register_op(part)
@@ -325,7 +325,7 @@ def _apart() -> tuple[Schedule, CostProfile]:
 
 
 def test_members_apart_and_what_waits_for_all_of_them() -> None:
-    schedule, costs = _apart()
+    schedule, costs = _members_that_run_apart()
     check_schedule(schedule)
     starts = {(e.rank, str(e.action)): e.start_s for e in simulate(schedule, costs).events if e.lane == "compute"}
     # F0.0 ends at 1: rank 0 has it at once, rank 1 half a second later; each V takes 2, the collective 1/4
@@ -336,7 +336,7 @@ def test_members_apart_and_what_waits_for_all_of_them() -> None:
 
 
 def test_members_together_start_at_once() -> None:
-    schedule, costs = _apart()
+    schedule, costs = _members_that_run_apart()
     register_op(OpSpec("U", "compute", (Wait(("F",), "pred"),), "v_s", sends="succ"))
     united = parse_schedule(str(schedule).replace("V", "U").replace("N1.0 ", "").replace("P2.0 ", ""))
     check_schedule(united)
@@ -345,7 +345,7 @@ def test_members_together_start_at_once() -> None:
 
 
 def test_a_member_that_is_missing_and_a_circle_of_members_are_refused() -> None:
-    schedule, _ = _apart()
+    schedule, _ = _members_that_run_apart()
     torn = parse_schedule(str(schedule).replace("rank 1: V1.0 ", "rank 1: "))
     assert any("V1.0 is on rank 0 but not on rank 1" in x for x in find_problems(torn))
     late = parse_schedule(str(schedule).replace("rank 1: V1.0 N1.0 F1.0", "rank 1: F1.0 V1.0 N1.0"))
@@ -353,7 +353,7 @@ def test_a_member_that_is_missing_and_a_circle_of_members_are_refused() -> None:
 
 
 def test_barriers_in_files() -> None:
-    _, costs = _apart()
+    _, costs = _members_that_run_apart()
     assert from_costs(to_costs(costs)) == costs
     assert "group_comm_s" not in to_costs(CostProfile.uniform(2))
 
@@ -367,8 +367,8 @@ def test_rules_wait_for_all_members() -> None:
     check_schedule(schedule)
     events = {(e.rank, str(e.action)): e for e in simulate(schedule, costs).events if e.lane == "compute"}
     for i in range(3):
-        done = max(events[r, f"V1.{i}"].end_s for r in (0, 1))
-        assert all(events[r, f"N1.{i}"].start_s >= done + 0.5 for r in (0, 1))
+        last_end = max(events[r, f"V1.{i}"].end_s for r in (0, 1))
+        assert all(events[r, f"N1.{i}"].start_s >= last_end + 0.5 for r in (0, 1))
 
 
 # Ops that users insert.
@@ -421,10 +421,10 @@ def test_what_peers_wait_for() -> None:
     costs = replace(_free_loss(placement), link=Link(0.25), extra=(("share_s", (0.0,) * 4), ("meet_s", (0.0,) * 4)))
     schedule = traverse(placement, 4, Traversal("backward", in_flight=(3, 2, 4)), costs)
     extended = insert(insert(schedule, "Share", after="F", stages=(1, 2)), "Meet", after="Share", stages=(1, 2))
-    ended = {str(e.action): e for e in simulate(extended, costs).events if e.lane == "compute"}
+    events = {str(e.action): e for e in simulate(extended, costs).events if e.lane == "compute"}
     for i in range(4):
-        both = {s: ended[f"Share{s}.{i}"].end_s for s in (1, 2)}
-        assert ended[f"Meet1.{i}"].start_s >= both[2] + 0.25 and ended[f"Meet2.{i}"].start_s >= both[1] + 0.25
+        both = {s: events[f"Share{s}.{i}"].end_s for s in (1, 2)}
+        assert events[f"Meet1.{i}"].start_s >= both[2] + 0.25 and events[f"Meet2.{i}"].start_s >= both[1] + 0.25
     row = list(map(str, extended.rows[2]))
     assert row.index("F2.1") < row.index("Meet2.0") < row.index("BW2.0")
     assert simulate(extended, costs).makespan == simulate(schedule, costs).makespan

@@ -62,9 +62,9 @@ def optimum(strands: Sequence[Strand]) -> float:
     best = float("inf")
     first = tuple(0 if x.chain_s or x.collective_s else x.units for x in strands)
     free = tuple(x.filler_s / x.units for x, k in zip(strands, first, strict=True) if k for _ in range(x.units))
-    left = [(first, (0.0,) * len(strands), free, 0.0, 0.0)]
-    while left:
-        nexts, ready, pool, now, lane = left.pop()
+    states = [(first, (0.0,) * len(strands), free, 0.0, 0.0)]
+    while states:
+        nexts, ready, pool, now, lane = states.pop()
         if now >= best:
             continue
         open_ = [k for k, x in enumerate(strands) if nexts[k] < x.units]
@@ -73,17 +73,17 @@ def optimum(strands: Sequence[Strand]) -> float:
         for unit in set(pool):
             rest = list(pool)
             rest.remove(unit)
-            left.append((nexts, ready, tuple(rest), now + unit, lane))
+            states.append((nexts, ready, tuple(rest), now + unit, lane))
         for k in open_:
             x = strands[k]
             end = max(now, ready[k]) + x.chain_s / x.units
-            done = max(end, lane) + x.collective_s / x.units
+            collective_end = max(end, lane) + x.collective_s / x.units
             filler = (x.filler_s / x.units,) if x.filler_s else ()
             after = (
                 tuple(n + (i == k) for i, n in enumerate(nexts)),
-                tuple(done if i == k else t for i, t in enumerate(ready)),
+                tuple(collective_end if i == k else t for i, t in enumerate(ready)),
             )
-            left.append((*after, pool + filler, end, done))
+            states.append((*after, pool + filler, end, collective_end))
     return best
 
 

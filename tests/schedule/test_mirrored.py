@@ -68,9 +68,9 @@ def test_block_keeps_its_promises(p: int, limit: float, g: int, period: int, cos
             row_stages = [(row, s) for row in rows for s in (rank, last - rank)]
             busy = sorted((row[op][s] % period, size) for row, s in row_stages for op, size in ((F, f), (B, b), (W, w)))
             assert all(at + n <= then for (at, n), (then, _) in itertools.pairwise([*busy, (busy[0][0] + period, 0)]))
-            ended = [(row[0][s], row[1][s] + b, row[2][s] + w) for row, s in row_stages]
-            held = sum(lattice.held * (two - one) + lattice.kept * (three - two) for one, two, three in ended)
-            assert held <= limit * period * (1 + 1e-9)
+            ends = [(row[0][s], row[1][s] + b, row[2][s] + w) for row, s in row_stages]
+            byte_time = sum(lattice.held * (two - one) + lattice.kept * (three - two) for one, two, three in ends)
+            assert byte_time <= limit * period * (1 + 1e-9)
         check_schedule(problem.schedule("mirrored", repeat(block, problem)))
 
 

@@ -32,26 +32,26 @@ def task_of(
     return SolveTask(one_to_one(p), m, costs, room, True, objective)
 
 
-def found(task: SolveTask, value: float, seconds: float, seed: int = 0) -> list[tuple[float, float]]:
+def search_results(task: SolveTask, value: float, seconds: float, seed: int = 0) -> list[tuple[float, float]]:
     """Return for each result the time that the search claims and the simulated one, after checking that it keeps the limits."""
     both, actions = [], Actions(task)
-    for begun in begun_rank_by_rank(few_ranks(task), bound_of(task), value, Budget(seconds, reproducible=True), seed):
-        starts = starts_at(actions, begun)
+    for timed in begun_rank_by_rank(few_ranks(task), bound_of(task), value, Budget(seconds, reproducible=True), seed):
+        starts = starts_at(actions, timed)
         assert starts is not None
         fitted = fitting(actions, starts, "found")
         assert fitted is not None, "invalid, or over the limit"
         spans = [
-            max(at + 1 for _, r, at in begun if r == rank) - min(at for _, r, at in begun if r == rank)
+            max(at + 1 for _, r, at in timed if r == rank) - min(at for _, r, at in timed if r == rank)
             for rank in range(task.placement.num_ranks)
         ]
-        makespan = max(at + 1 for a, _, at in begun if a.op == "W")
+        makespan = max(at + 1 for a, _, at in timed if a.op == "W")
         both.append((max(spans) if task.objective == "span" else makespan, task.seconds(fitted[1])))
     return both
 
 
 def values(task: SolveTask, value: float, seconds: float, seed: int = 0) -> list[float]:
     """Return the simulated time of each result."""
-    return [simulated for _, simulated in found(task, value, seconds, seed)]
+    return [simulated for _, simulated in search_results(task, value, seconds, seed)]
 
 
 @settings(max_examples=30)
@@ -69,7 +69,7 @@ def test_what_is_found_keeps_the_limit_and_is_better_each_time(
 ) -> None:
     task = task_of(p, m, room, copy=copy, comm=comm, objective=objective)
     most = 8.0 * p + 12 * m  # one microbatch after the other takes less
-    pairs = found(task, most, 0.2, seed)
+    pairs = search_results(task, most, 0.2, seed)
     claims = [most, *(x for x, _ in pairs)]
     assert all(b < a for a, b in pairwise(claims))
     assert all(bound_of(task) <= simulated for _, simulated in pairs)

@@ -113,16 +113,16 @@ class Reference:
         one before have left; then they are on their way for the latency."""
         link = dict(self.costs.links).get((src, dst), self.costs.link)
         free: float = 0.0
-        for moved, stage in self.traffic(src, dst):
-            begin = max(free, self.end(self.where[moved, src]))
+        for message, stage in self.traffic(src, dst):
+            begin = max(free, self.end(self.where[message, src]))
             bytes_s = self.costs.boundary_bytes[stage] / link.bytes_per_s
             free = begin + bytes_s
-            if (moved, stage) == (action, boundary):
+            if (message, stage) == (action, boundary):
                 return begin + (link.latency_s + bytes_s)
         raise AssertionError("not sent")
 
     def traffic(self, src: int, dst: int) -> list[tuple[Action, int]]:
-        placement, sent = self.schedule.placement, []
+        placement, messages = self.schedule.placement, []
         for action in self.schedule.actions(src):
             direction, s = op_spec(action.op).sends, action.stage
             if placement.ranks(s, action.microbatch)[0] != src or dst in placement.ranks(s, action.microbatch):
@@ -130,19 +130,19 @@ class Reference:
             if direction == "succ" and any(
                 dst in placement.ranks(t, action.microbatch) for t in placement.successors(s)
             ):
-                sent.append((action, s))
+                messages.append((action, s))
             if direction == "pred":
-                sent += [
+                messages += [
                     (action, t)
                     for t in sorted(placement.predecessors(s))
                     if dst in placement.ranks(t, action.microbatch)
                 ]
-        return sent
+        return messages
 
     def waiting(self, rank: int) -> list[tuple[float, float, int]]:
         """(since, until, stage) of boundaries that are on ``rank`` and that nothing reads yet."""
         placement = self.schedule.placement
-        local, moved = [], {}
+        local, reads_of = [], {}
         for k, slot in enumerate(self.schedule.rows[rank]):
             for action in slot.actions:
                 for wait in op_spec(action.op).waits:
@@ -160,10 +160,12 @@ class Reference:
                             if source == rank:
                                 local.append((self.end(producer), self.start((rank, k)), stage))
                             else:
-                                moved.setdefault((producer, op, stage, action.microbatch), []).append(
+                                reads_of.setdefault((producer, op, stage, action.microbatch), []).append(
                                     self.start((rank, k))
                                 )
-        return local + [(self.start(producer), max(reads), stage) for (producer, _, stage, _), reads in moved.items()]
+        return local + [
+            (self.start(producer), max(reads), stage) for (producer, _, stage, _), reads in reads_of.items()
+        ]
 
 
 def reference_memory(

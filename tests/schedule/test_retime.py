@@ -68,10 +68,10 @@ def test_the_clock_of_list_schedulers_keeps_the_same_time(schedule: Schedule, da
     m, n = problem.num_microbatches, problem.num_replicas
 
     def head(rank: int, now: float) -> int:
-        left = rows[rank][len(clock.rows[rank]) :]
-        code = left[0] if left else -1
+        rest = rows[rank][len(clock.rows[rank]) :]
+        code = rest[0] if rest else -1
         ready = code - 2 * n * m if code >= 3 * n * m else code  # a BW is ready under the code of its B
-        return code if left and clock.ready[ready] <= now + clock.tiny else -1
+        return code if rest and clock.ready[ready] <= now + clock.tiny else -1
 
     clock.run(head, ask_all=True)
     assert max(clock.free) == pytest.approx(max(Retimer(problem).times(rows).last_s))

@@ -100,9 +100,9 @@ def test_communication_delays_one_microbatch_by_its_way_down_and_up(comm: float)
     p = 4
     timeline = simulate(one_f_one_b_rows(p, 1), CostProfile.uniform(p, comm=comm))
     assert timeline.makespan == 3 * p + 2 * (p - 1) * comm
-    sent = [e for e in timeline.events if e.lane == "send"]
-    assert len(sent) == 2 * (p - 1)
-    assert all(e.end_s - e.start_s == comm for e in sent)
+    sends = [e for e in timeline.events if e.lane == "send"]
+    assert len(sends) == 2 * (p - 1)
+    assert all(e.end_s - e.start_s == comm for e in sends)
 
 
 def test_no_send_events_without_communication_time() -> None:
@@ -128,13 +128,13 @@ def test_transfers_queue_on_their_directed_pair() -> None:
     schedule = schedule_of("F0.0 F0.1 BW0.0 BW0.1", "F1.0 F1.1 BW1.0 BW1.1", m=2)
     costs = replace(CostProfile.uniform(2), boundary_bytes=(3.0, 0.0), link=Link(0.0, 1.0))
     timeline = simulate(schedule, costs)
-    sent = times(timeline, "send")
-    assert sent["F0.0@0"] == (1, 4)
-    assert sent["F0.1@0"] == (4, 7)
+    sends = times(timeline, "send")
+    assert sends["F0.0@0"] == (1, 4)
+    assert sends["F0.1@0"] == (4, 7)
     compute = times(timeline)
     assert compute["F0.1@0"] == (1, 2)
     assert compute["F1.1@1"] == (7, 8)
-    assert sent["BW1.0@1"] == (10, 13)
+    assert sends["BW1.0@1"] == (10, 13)
     assert compute["BW0.0@0"] == (13, 15)
 
 
@@ -142,8 +142,8 @@ def test_latency_delays_and_occupies_nothing() -> None:
     """Forwards of 1 s whose bytes take 2 s and arrive 3 s later: the second starts once the bytes of the first have left."""
     schedule = schedule_of("F0.0 F0.1 BW0.0 BW0.1", "F1.0 F1.1 BW1.0 BW1.1", m=2)
     costs = replace(CostProfile.uniform(2), boundary_bytes=(2.0, 0.0), link=Link(3.0, 1.0))
-    sent = times(simulate(schedule, costs), "send")
-    assert (sent["F0.0@0"], sent["F0.1@0"]) == ((1, 6), (3, 8))
+    sends = times(simulate(schedule, costs), "send")
+    assert (sends["F0.0@0"], sends["F0.1@0"]) == ((1, 6), (3, 8))
     assert simulate(generate("gpipe", 2, 4), CostProfile.uniform(2, comm=3.0)).makespan == 21
 
 
@@ -152,8 +152,8 @@ def test_links_may_differ_by_direction() -> None:
         (1.0,) * 2, (1.0,) * 2, (1.0,) * 2, (2.0,) * 2, (1.0,) * 2, (1.0,) * 2,
         boundary_bytes=(8.0, 0.0), link=Link(0.0, 8.0), links=(((1, 0), Link(1.0, 4.0)),),
     )  # fmt: skip
-    sent = times(simulate(one_f_one_b_rows(2, 1), costs), "send")
-    assert sent == {"F0.0@0": (1, 2), "BW1.0@1": (5, 8)}
+    sends = times(simulate(one_f_one_b_rows(2, 1), costs), "send")
+    assert sends == {"F0.0@0": (1, 2), "BW1.0@1": (5, 8)}
 
 
 OFFLOAD = "F0.0 O0.0 F0.1 F0.2 L0.0 BW0.0 BW0.1 BW0.2"
@@ -295,8 +295,8 @@ def test_w_residual_and_workspace() -> None:
     assert timeline.memory[0].times_s == (0, 1, 2, 3)
     assert timeline.memory[0].bytes == (18, 9, 7, 0)
     assert timeline.peak_activations == (1.0,)
-    held = simulate(schedule_of("F0.0 B0.0 F0.1 B0.1 W0.0 W0.1", m=2), CostProfile.uniform(1, w_residual=0.25))
-    assert held.peak_activations == (1.25,)
+    result = simulate(schedule_of("F0.0 B0.0 F0.1 B0.1 W0.0 W0.1", m=2), CostProfile.uniform(1, w_residual=0.25))
+    assert result.peak_activations == (1.25,)
 
 
 def test_a_user_op_with_its_own_cost_memory_and_transfer() -> None:
@@ -328,9 +328,9 @@ def test_replay_of_simulated_durations_without_communication_is_the_simulation(s
     costs = CostProfile.uniform(schedule.num_stages, chunks=schedule.num_chunks, b=1.5, offload_time=1.0)
     timeline = simulate(schedule, costs)
     durations: dict[tuple[int, Slot], float] = {(e.rank, e.action): e.end_s - e.start_s for e in timeline.events}
-    again = replay(schedule, durations)
-    assert again.makespan == pytest.approx(timeline.makespan, rel=1e-12)
-    assert len(again.events) == len(timeline.events)
+    replayed = replay(schedule, durations)
+    assert replayed.makespan == pytest.approx(timeline.makespan, rel=1e-12)
+    assert len(replayed.events) == len(timeline.events)
 
 
 def test_replay_leaves_out_transfers_and_takes_each_duration() -> None:

@@ -12,7 +12,7 @@ from jaxpipe.schedule.families import FAMILIES
 from jaxpipe.schedule.steps import simulate_steps
 
 
-def made(name: str, p: int, m: int) -> tuple[Schedule, CostProfile]:
+def schedule_and_costs(name: str, p: int, m: int) -> tuple[Schedule, CostProfile]:
     family = FAMILIES[name]
     placement = family.placement(p, family.default_chunks)
     costs = CostProfile.uniform(placement.num_stages, chunks=family.default_chunks, w_residual=0.4)
@@ -21,7 +21,7 @@ def made(name: str, p: int, m: int) -> tuple[Schedule, CostProfile]:
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h2", "zb-2p", "v-zb", "chimera", "hanayo", "stp"])
 def test_period_is_longest_span_or_makespan_and_update(name: str) -> None:
-    schedule, costs = made(name, 4, 8)
+    schedule, costs = schedule_and_costs(name, 4, 8)
     single = simulate(schedule, costs)
     for validated, length in ((True, single.max_span), (False, single.makespan)):
         steps = simulate_steps(schedule, costs, 3, 0.5, validated)
@@ -31,7 +31,7 @@ def test_period_is_longest_span_or_makespan_and_update(name: str) -> None:
 
 
 def test_spans_of_zero_bubble_schedules_are_what_post_validation_gains() -> None:
-    schedule, costs = made("zb-2p", 4, 9)
+    schedule, costs = schedule_and_costs("zb-2p", 4, 9)
     assert simulate_steps(schedule, costs, 2, post_validation=True).period_s == 27  # the work: no bubble at all
     assert simulate_steps(schedule, costs, 2).period_s == 30
 
@@ -85,7 +85,7 @@ def test_boundaries_in_flight_are_counted() -> None:
 
 
 def test_refusals() -> None:
-    schedule, costs = made("1f1b", 2, 2)
+    schedule, costs = schedule_and_costs("1f1b", 2, 2)
     with pytest.raises(ScheduleError, match="at least 2"):
         simulate_steps(schedule, costs, 1)
     with pytest.raises(ScheduleError, match="finite number >= 0"):

@@ -66,17 +66,17 @@ def test_f_starts_when_the_offload_has_ended() -> None:
 
 def test_s_keeps_a_limit_that_order_alone_can_not() -> None:
     row = "F0.0 O0.0 S0.0 F0.1 BW0.1 L0.0 BW0.0"
-    held, free = simulate(rows(row), costs()), simulate(rows(row.replace("S0.0 ", "")), costs())
-    assert held.peak_activations == (1.0,) and free.peak_activations == (2.0,)
-    assert held.makespan == free.makespan + 3
+    with_sync, free = simulate(rows(row), costs()), simulate(rows(row.replace("S0.0 ", "")), costs())
+    assert with_sync.peak_activations == (1.0,) and free.peak_activations == (2.0,)
+    assert with_sync.makespan == free.makespan + 3
 
 
 def test_replay_needs_no_duration_for_s() -> None:
     schedule = rows(ROW)
     events = simulate(schedule, costs()).events
     durations = {(e.rank, e.action): e.end_s - e.start_s for e in events}
-    again = replay(schedule, {k: v for k, v in durations.items() if str(k[1]) not in ("S0.0", "S0.1")})
-    assert again.makespan == replay(schedule, durations).makespan
+    replayed = replay(schedule, {k: v for k, v in durations.items() if str(k[1]) not in ("S0.0", "S0.1")})
+    assert replayed.makespan == replay(schedule, durations).makespan
     assert replay(schedule, durations, costs()).makespan == 18
 
 

@@ -53,10 +53,10 @@ def test_closed_forms_of_pipeoffload(tables: ModuleType) -> None:
 
 def test_offloading_half_leaves_about_a_quarter(tables: ModuleType) -> None:
     for row in tables.figure_3(True):
-        left = {point["offloaded"]: point["ours"] for point in row["points"]}
-        assert left[0.0] == 1
-        assert left[0.5] < 0.4
-        assert sorted(left.values(), reverse=True) == list(left.values())
+        share_of = {point["offloaded"]: point["ours"] for point in row["points"]}
+        assert share_of[0.0] == 1
+        assert share_of[0.5] < 0.4
+        assert sorted(share_of.values(), reverse=True) == list(share_of.values())
 
 
 def test_stp_table_1(tables: ModuleType) -> None:

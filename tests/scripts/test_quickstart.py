@@ -38,11 +38,11 @@ def test_main_job_twice(
 
     before = contents(tmp_path / "run")
     assert quickstart.main(overrides) == 0
-    again = capsys.readouterr().out
-    assert again.startswith(
+    output = capsys.readouterr().out
+    assert output.startswith(
         f"{tmp_path / 'run'} holds a finished run, which stays; this one goes to {tmp_path / 'run-2'}\n"
     )
-    assert "step 4/4" in again
+    assert "step 4/4" in output
     assert contents(tmp_path / "run") == before
     assert quickstart.unfinished(tmp_path / "run", 4) == tmp_path / "run-3"
     assert quickstart.unfinished(tmp_path / "run", 5) == tmp_path / "run"

@@ -182,8 +182,12 @@ def test_nnx_dropout_draws_from_the_context_key() -> None:
     assert layer.uses_key
     params = layer.init(jax.random.key(1))
     apply = jax.jit(lambda key, train: layer.apply(params, X, LayerContext({}, key, train)), static_argnums=1)
-    first, again, other = apply(jax.random.key(5), True), apply(jax.random.key(5), True), apply(jax.random.key(6), True)
-    assert jnp.array_equal(first, again) and not jnp.array_equal(first, other)
+    first, repeat, other = (
+        apply(jax.random.key(5), True),
+        apply(jax.random.key(5), True),
+        apply(jax.random.key(6), True),
+    )
+    assert jnp.array_equal(first, repeat) and not jnp.array_equal(first, other)
     still = layer.apply(params, X, EVAL)
     np.testing.assert_allclose(still, from_nnx("mlp", NnxMLP).apply(params, X, EVAL), rtol=1e-6)
     hidden = nnx.relu(X @ params["layers"]["0"]["kernel"]) @ params["layers"]["1"]["kernel"]  # biases start at zero
@@ -451,8 +455,8 @@ def test_nnx_transformations_hand_state_back_unchanged(module: Any) -> None:
     layer = from_nnx("layer", module)
     params = layer.init(jax.random.key(1))
     run = jax.jit(lambda p, key: layer.apply(p, X, LayerContext({}, key)))
-    first, again, other = run(params, TRAIN.key), run(params, TRAIN.key), run(params, jax.random.key(6))
-    assert jnp.array_equal(first, again) and not jnp.array_equal(first, other)
+    first, repeat, other = run(params, TRAIN.key), run(params, TRAIN.key), run(params, jax.random.key(6))
+    assert jnp.array_equal(first, repeat) and not jnp.array_equal(first, other)
     nnx_module = module(nnx.Rngs(0))
     nnx.update(nnx_module, nnx.State(jax.tree.map(nnx.Param, with_int_keys(params))))
     nnx_module.eval()

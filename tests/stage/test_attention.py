@@ -103,12 +103,12 @@ def test_masks_and_gradients_are_those_of_plain_softmax(
 )
 def test_a_split_keeps_the_kernel_whole(of: Any, recompute: str) -> None:
     stage = block_of(of(**SIZES, attention="cudnn"), gpus(), recompute)
-    again = recompute == "full"
+    runs_twice = recompute == "full"
     assert kernels(stage, "F") == kernels(stage, "E") == {FORWARD: 1}
-    assert kernels(stage, "B") == kernels(stage, "BW") == {BACKWARD: 1} | ({FORWARD: 1} if again else {})
+    assert kernels(stage, "B") == kernels(stage, "BW") == {BACKWARD: 1} | ({FORWARD: 1} if runs_twice else {})
     assert not kernels(stage, "W")
     heads, statistics = ((B, T, H, K), "bfloat16"), ((B, H, T), "float32")
-    assert (statistics in saved(stage)) is not again
+    assert (statistics in saved(stage)) is not runs_twice
     assert recompute in ("cheap", "dots", "full") or saved(stage).count(heads) == 4, "q, k, v and what it returns"
     assert not any(shape.count(T) > 1 for shape, _ in saved(stage)), "no scores"
 
@@ -141,16 +141,16 @@ def test_masks_reach_the_kernel() -> None:
     def total(q: jax.Array, n: jax.Array | None, **options: Any) -> jax.Array:
         return attention(q, q, q, kernel="cudnn", lengths=n, **options).astype(jnp.float32).sum()
 
-    def found(jaxpr: Jaxpr) -> Iterator[tuple[str, str, int]]:
+    def walk(jaxpr: Jaxpr) -> Iterator[tuple[str, str, int]]:
         for eqn in jaxpr.eqns:
             if eqn.primitive.name in (FORWARD, BACKWARD):
                 yield eqn.primitive.name, eqn.params["mask_type"].name, eqn.params["sliding_window_length"] or 0
             for body in sub_jaxprs(eqn):
-                yield from found(body)
+                yield from walk(body)
 
     def calls(n: Any, **options: Any) -> list[tuple[str, str, int]]:
         with jax.sharding.use_abstract_mesh(gpus()):
-            return list(found(jax.make_jaxpr(jax.grad(lambda q, n: total(q, n, **options)))(q, n).jaxpr))
+            return list(walk(jax.make_jaxpr(jax.grad(lambda q, n: total(q, n, **options)))(q, n).jaxpr))
 
     both = (FORWARD, BACKWARD)
     assert calls(None) == [(name, "CAUSAL", 0) for name in both]

@@ -80,13 +80,13 @@ def _agree(model: Model, tp: TensorParallel) -> None:
     params = jax.tree.map(lambda a: np.asarray(a, np.float64), init_params(model, 0))
     batch, key = _batch(model), jax.random.key(7)
 
-    def whole(params: Any) -> Any:
+    def unsharded_loss(params: Any) -> Any:
         loss, weight = apply_model(model, params, {n: jnp.asarray(a) for n, a in batch.items()}, key)
         return loss, weight
 
-    (expected, weight), grads = jax.jit(jax.value_and_grad(whole, has_aux=True))(params)
-    (got, counted), sharded_grads = sharded.loss_and_grads(model, params, batch, tp, key=key)  # type: ignore[arg-type]
-    np.testing.assert_allclose([got, counted], [expected, weight], rtol=1e-12)
+    (expected, weight), grads = jax.jit(jax.value_and_grad(unsharded_loss, has_aux=True))(params)
+    (got, sharded_weight), sharded_grads = sharded.loss_and_grads(model, params, batch, tp, key=key)  # type: ignore[arg-type]
+    np.testing.assert_allclose([got, sharded_weight], [expected, weight], rtol=1e-12)
     assert_close(sharded_grads, grads, rtol=1e-12, atol=1e-14)
 
 

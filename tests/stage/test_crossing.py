@@ -22,26 +22,26 @@ from jaxpipe.stage.split.trace import StageTrace
 @given(st.data())
 def test_no_other_choice_crosses_with_fewer_bytes(data: st.DataObject) -> None:
     graph, w, inputs = _random_w(data.draw)
-    moved = cheapest_moves(graph, w, lambda v: False)
+    moves = cheapest_moves(graph, w, lambda v: False)
     results = {graph.maker[a] for _, a in graph.trace.outputs}
     movable = [i for i in sorted(w - results) if is_cheap(graph.eqns[i]) and not graph.eqns[i].effects]
-    assert moved <= set(movable)
-    assert _is_closed(graph, moved, w)
+    assert moves <= set(movable)
+    assert _is_closed(graph, moves, w)
     costs = [
         _cost(graph, set(choice), w, inputs)
         for n in range(len(movable) + 1)
         for choice in itertools.combinations(movable, n)
         if _is_closed(graph, set(choice), w)
     ]
-    assert _cost(graph, moved, w, inputs) == min(costs)
+    assert _cost(graph, moves, w, inputs) == min(costs)
 
 
 def test_a_bias_gradient_moves_only_where_that_frees_its_operand() -> None:
     graph, w, _ = _graph(lambda h, dy: (jnp.tanh(dy).sum(0), h.T @ dy), (640, 8), (640, 4))
     assert not cheapest_moves(graph, w, lambda v: False), "dy waits for the product anyway"
     graph, w, _ = _graph(lambda h, dy: (jnp.tanh(dy).sum(0), h.T @ h), (640, 8), (640, 4))
-    moved = cheapest_moves(graph, w, lambda v: False)
-    assert {graph.eqns[i].primitive.name for i in moved} == {"tanh", "reduce_sum"}
+    moves = cheapest_moves(graph, w, lambda v: False)
+    assert {graph.eqns[i].primitive.name for i in moves} == {"tanh", "reduce_sum"}
 
 
 def _graph(fn: Any, *shapes: tuple[int, ...]) -> tuple[Graph, set[int], set[Var]]:
@@ -86,7 +86,7 @@ def _is_closed(graph: Graph, chosen: set[int], w: set[int]) -> bool:
     return all(m is None or m not in w or m in chosen for m in makers)
 
 
-def _cost(graph: Graph, moved: set[int], w: set[int], inputs: set[Var]) -> int:
-    read = {v for i in w - moved for v in graph.eqns[i].invars if isinstance(v, Var)}
-    results = {v for i in moved for v in graph.eqns[i].outvars}
+def _cost(graph: Graph, moves: set[int], w: set[int], inputs: set[Var]) -> int:
+    read = {v for i in w - moves for v in graph.eqns[i].invars if isinstance(v, Var)}
+    results = {v for i in moves for v in graph.eqns[i].outvars}
     return sum(aval_bytes(v.aval) + VALUE_BYTES for v in read & (inputs | results))

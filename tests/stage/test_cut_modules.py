@@ -66,9 +66,9 @@ def test_an_nnx_module_computes_what_it_computes_whole(name: str, module: Callab
     got, grads = jax.jit(jax.value_and_grad(lambda p: apply_model(model, p, batch, train=False)[0]))(params)
     np.testing.assert_allclose(got, expected, rtol=1e-6)
     assert_alike(model.whole(grads), strings(nnx.to_pure_dict(want_grads)))
-    again = module(nnx.Rngs(4))
-    update_module(again, model.whole(params))
-    jax.tree.map(np.testing.assert_array_equal, module_params(again), module_params(original))
+    copy = module(nnx.Rngs(4))
+    update_module(copy, model.whole(params))
+    jax.tree.map(np.testing.assert_array_equal, module_params(copy), module_params(original))
 
 
 def strings(tree: Any) -> Any:
@@ -479,14 +479,14 @@ def one_tokens() -> np.ndarray:
 
 @pytest.mark.parametrize("flax", ["nnx", "linen"])
 def test_examples_may_be_lists_and_what_is_no_batch_is_refused(flax: str) -> None:
-    def made(batch: Any, reads: Any = ("tokens",)) -> CutModel:
+    def cut_for(batch: Any, reads: Any = ("tokens",)) -> CutModel:
         options = {"batch": batch, "reads": reads, "loss": cross_entropy}
         if flax == "nnx":
             return layers_from_nnx(foreign.NnxGPT(nnx.Rngs(0)), "blocks", **options)
         return layers_from_linen(ScannedLinen(), "layers", **options)
 
     tokens = one_tokens()
-    model = made({"tokens": tokens.tolist(), "targets": tokens})
+    model = cut_for({"tokens": tokens.tolist(), "targets": tokens})
     assert model.batch_spec(3) == {n: jax.ShapeDtypeStruct((3, T), jnp.int32) for n in ("tokens", "targets")}
     for batch, message in (
         ({"tokens": [[1, 2], [3]]}, "'tokens' in the batch is a list that is no array of numbers; give an array"),
@@ -496,7 +496,7 @@ def test_examples_may_be_lists_and_what_is_no_batch_is_refused(flax: str) -> Non
         (tokens, "batch= is a ndarray; want a dict of arrays by name"),
     ):
         with pytest.raises(StageError, match=message) as error:
-            made(batch)
+            cut_for(batch)
         assert "\n" not in str(error.value)
 
 

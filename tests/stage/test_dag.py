@@ -107,13 +107,13 @@ def test_the_unsplit_model_follows_takes() -> None:
     params, batch = init_params(model, 0), batch_of(())
     assert model.losses == (5, 6)
     w = {name: p.get("w") for name, p in params.items()}
-    left = jnp.tanh(batch["a"] @ w["left"])
-    both = jnp.tanh((jnp.tanh(left @ w["left_1"]) + jnp.tanh(batch["b"] @ w["right"])) @ w["both"])
+    stem = jnp.tanh(batch["a"] @ w["left"])
+    both = jnp.tanh((jnp.tanh(stem @ w["left_1"]) + jnp.tanh(batch["b"] @ w["right"])) @ w["both"])
     skip = jnp.tanh(both @ w["skip"])
     out = model_output(model, params, {n: batch[n] for n in "ab"})
     np.testing.assert_allclose(out[0], skip, rtol=1e-6)
     u, v = batch["u"], batch["v"]
-    aux, main = (left**2).sum(-1) @ u, ((skip**2).sum(-1) + (both**2).sum(-1)) @ v
+    aux, main = (stem**2).sum(-1) @ u, ((skip**2).sum(-1) + (both**2).sum(-1)) @ v
     loss_sum, weight = apply_model(model, params, batch)
     np.testing.assert_allclose(loss_sum / weight, aux / u.sum() + main / v.sum(), rtol=1e-5)
     metrics = metrics_of(model, params, batch)
@@ -123,9 +123,9 @@ def test_the_unsplit_model_follows_takes() -> None:
 
 def test_a_chain_says_nothing_of_what_it_takes() -> None:
     chain = (source("a", "a", 3, 4), dense("b", 4, 4), squares("loss", "u"))
-    named = (chain[0], replace(chain[1], takes=("a",)), replace(chain[2], takes=("b",)))
+    with_takes = (chain[0], replace(chain[1], takes=("a",)), replace(chain[2], takes=("b",)))
     params, batch = init_params(model_of(*chain), 0), batch_of(())
-    assert apply_model(model_of(*chain), params, batch) == apply_model(model_of(*named), params, batch)
+    assert apply_model(model_of(*chain), params, batch) == apply_model(model_of(*with_takes), params, batch)
 
 
 @pytest.mark.parametrize(

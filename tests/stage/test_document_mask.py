@@ -60,13 +60,13 @@ def batch_of(rows: int) -> Batch:
     return data.batches(0, rows, SEQ).batch_at(0)
 
 
-def alone(batch: Batch) -> Batch:
+def one_document_a_row(batch: Batch) -> Batch:
     """Each run of tokens of one document in a row of its own, from position 0 on."""
     pieces: list[dict[str, Any]] = []
     for row in range(len(batch["tokens"])):
         for k in np.unique(batch["segments"][row]):
-            mine = batch["segments"][row] == k
-            pieces.append({n: batch[n][row][mine] for n in ("tokens", "targets", "weights")})
+            in_document = batch["segments"][row] == k
+            pieces.append({n: batch[n][row][in_document] for n in ("tokens", "targets", "weights")})
     return {n: np.stack([np.pad(piece[n], (0, SEQ - len(piece[n]))) for piece in pieces]) for n in pieces[0]}
 
 
@@ -89,7 +89,7 @@ def test_gradients_are_those_of_documents_run_one_by_one(name: str) -> None:
     batch, params = batch_of(4), parameters(model_of(name, "document", 1))
     masked, causal = (step_of(name, mask, 1) for mask in ("document", "causal"))
     assert len(np.unique(batch["segments"])) > 2
-    pieces = alone(batch)
+    pieces = one_document_a_row(batch)
     one = {**pieces, "segments": np.zeros_like(pieces["tokens"])}  # as when text is generated
     expected = causal(params, pieces)
     assert_close(masked(params, batch), expected, rtol=1e-9, atol=1e-13)
@@ -129,7 +129,7 @@ def test_any_pipeline_gives_them(case: Case) -> None:
         tp=TensorParallel(case.tp, sequence=case.sequence),
     )
     split = {k: a.reshape(MICROBATCHES, ROWS, *a.shape[1:]) for k, a in batch.items()}
-    expected = step_of(case.name, "causal", layers)(params, alone(batch))
+    expected = step_of(case.name, "causal", layers)(params, one_document_a_row(batch))
     assert_close(pipe.loss_and_grads(pipe.place(params), split), expected, rtol=1e-9, atol=1e-12)
 
 
@@ -142,8 +142,8 @@ def test_windows_say_which_document_each_token_is_of() -> None:
     has_target = batch["targets"] > 0
     same = batch["segments"][:, 1:] == batch["segments"][:, :-1]
     np.testing.assert_array_equal(same[has_target[:, 1:]], (document[:, 1:] == document[:, :-1])[has_target[:, 1:]])
-    counted = batch["targets"][batch["weights"] > 0]
-    assert sorted(counted) == sorted(set(range(len(corpus.ids))) - set(corpus.edges[:-1].tolist()))
+    targets = batch["targets"][batch["weights"] > 0]
+    assert sorted(targets) == sorted(set(range(len(corpus.ids))) - set(corpus.edges[:-1].tolist()))
     assert batch["segments"].dtype == np.int32 and not batch["segments"][:, 0].any()
 
 
@@ -155,9 +155,9 @@ def _check_epochs(seed: int) -> None:
     seq_len = int(rng.integers(1, 20))
     holdout = float(rng.choice([0, 0.1])) if len(corpus.ids) > 50 else 0.0
     data = TokenDataset.split(corpus, IdTokenizer(1 << 16), holdout, mask=mask)
-    held = {t for start, stop in data.held_out for t in range(start, stop)}
+    held_out_tokens = {t for start, stop in data.held_out for t in range(start, stop)}
     first = {start for start, _ in data.train} | (set(corpus.edges.tolist()) if mask == "document" else set())
-    expected = Counter(set(range(len(corpus.ids))) - held - first)
+    expected = Counter(set(range(len(corpus.ids))) - held_out_tokens - first)
     n, counts, state, step = len(data.windows("train", seq_len)), Counter[int](), None, 0
     epochs, position = 2, 0
     while position < epochs * n:
@@ -167,8 +167,8 @@ def _check_epochs(seed: int) -> None:
         batches = data.batches(seed, batch, seq_len, state)
         for _ in range(int(rng.integers(1, 6))):
             arrays = batches.batch_at(step)
-            mine = min(batch, epochs * n - position)
-            counts.update(arrays["targets"][:mine][arrays["weights"][:mine] > 0].tolist())
+            num_rows = min(batch, epochs * n - position)
+            counts.update(arrays["targets"][:num_rows][arrays["weights"][:num_rows] > 0].tolist())
             position, step = position + batch, step + 1
             if position >= epochs * n:
                 break

@@ -91,15 +91,17 @@ def compiled(dp: int = 1) -> Pipeline:
     )
 
 
-def after(schedule: Schedule, put: Callable[[Action], Sequence[str]]) -> Schedule:
-    """``schedule`` with ops behind each action: those that ``put`` names."""
+def after(schedule: Schedule, ops_behind: Callable[[Action], Sequence[str]]) -> Schedule:
+    """``schedule`` with ops behind each action: those that ``ops_behind`` names."""
 
-    def more(slot: Slot) -> Iterator[Slot]:
+    def with_instruction(slot: Slot) -> Iterator[Slot]:
         yield slot
         for action in slot.actions:
-            yield from (replace(action, op=op) for op in put(action))
+            yield from (replace(action, op=op) for op in ops_behind(action))
 
-    return replace(schedule, rows=tuple(tuple(x for slot in row for x in more(slot)) for row in schedule.rows))
+    return replace(
+        schedule, rows=tuple(tuple(x for slot in row for x in with_instruction(slot)) for row in schedule.rows)
+    )
 
 
 def run(pipe: Pipeline, record: bool = False) -> Any:
@@ -144,8 +146,8 @@ def test_the_worked_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
             norms = [e for e in pipe.measured_timeline(out).events if e.action.actions[0].op == "Norm"]
             assert len(norms) == 2 * M
             assert len([e for e in pipe.predicted_timeline().events if "Norm" in str(e.action)]) == 2 * M
-            held = pipe.memory_report(workspace=False).ranks[0].peaks["user values"]
-            assert held == 3 * 4 * 8 + 2 * M * 8  # a copy of the accumulators, two numbers a microbatch
+            value_bytes = pipe.memory_report(workspace=False).ranks[0].peaks["user values"]
+            assert value_bytes == 3 * 4 * 8 + 2 * M * 8  # a copy of the accumulators, two numbers a microbatch
             assert pipe.measure_costs(repeats=1).values("norm_s")[0] > 0
         assert colour_of("Norm", "compute", 0, 1) == "#7b5ea7"
     finally:

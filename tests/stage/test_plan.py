@@ -67,8 +67,8 @@ def test_among_the_best_cuts_the_most_even_is_taken(costs: list[int], data: st.D
     ranked = [
         (max(loads(other, values)), sum(x * x for x in loads(other, values))) for other in all_cuts(len(values), stages)
     ]
-    mine = loads(cut(LAYERS[: len(values)], stages, values), values)
-    assert (max(mine), sum(x * x for x in mine)) == min(ranked)
+    stage_loads = loads(cut(LAYERS[: len(values)], stages, values), values)
+    assert (max(stage_loads), sum(x * x for x in stage_loads)) == min(ranked)
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 9)), min_size=1, max_size=9), st.data())
@@ -77,8 +77,12 @@ def test_among_equal_cuts_the_one_that_sends_least_is_taken(layers: list[tuple[i
     costs = LayerCosts([float(c) for c, _ in layers], [b for _, b in layers])
 
     def rank(ranges: tuple[tuple[int, int], ...]) -> tuple[float, float, int]:
-        mine = loads(ranges, list(costs))
-        return max(mine), sum(x * x for x in mine), sum(costs.boundary_bytes[stop - 1] for _, stop in ranges[:-1])
+        stage_loads = loads(ranges, list(costs))
+        return (
+            max(stage_loads),
+            sum(x * x for x in stage_loads),
+            sum(costs.boundary_bytes[stop - 1] for _, stop in ranges[:-1]),
+        )
 
     assert rank(cut(LAYERS[: len(costs)], stages, costs)) == min(map(rank, all_cuts(len(costs), stages)))
 
@@ -93,8 +97,8 @@ def test_the_loss_stays_with_the_layer_that_makes_the_logits() -> None:
 
 def test_a_narrow_place_between_layers_is_where_stages_end() -> None:
     """Layers of equal cost, some of which send less: stages end there."""
-    sent = [8, 8, 2, 8, 8, 8, 1, 8, 8]
-    assert cut(LAYERS, 3, LayerCosts([0.0, 4, 0, 0, 4, 0, 0, 4, 0], sent)) == ((0, 3), (3, 7), (7, 9))
+    boundary_bytes = [8, 8, 2, 8, 8, 8, 1, 8, 8]
+    assert cut(LAYERS, 3, LayerCosts([0.0, 4, 0, 0, 4, 0, 0, 4, 0], boundary_bytes)) == ((0, 3), (3, 7), (7, 9))
     costs = analytic_layer_costs(GPT_SMALL, 2)
     assert costs.boundary_bytes == (*[2 * 8 * 16 * 4] * 7, 2 * 8 * 32 * 4, 8)
 

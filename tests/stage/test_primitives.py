@@ -45,7 +45,7 @@ def test_every_collective_of_jax_is_an_exchange() -> None:
 
 def test_every_elementwise_primitive_of_jax_is_known() -> None:
     """All primitives in ``jax.lax`` that work element by element, reduce, or move are known."""
-    named = {p.name for n, p in vars(jax.lax).items() if n.endswith("_p") and isinstance(p, Primitive)}
+    names = {p.name for n, p in vars(jax.lax).items() if n.endswith("_p") and isinstance(p, Primitive)}
     special = {
         "custom_linear_solve",
         "igamma",
@@ -65,7 +65,7 @@ def test_every_elementwise_primitive_of_jax_is_known() -> None:
         "to_edtype",
     }
     special |= {"from_edtype", "device_put", "tie", "stage"}
-    assert not {n for n in named if n not in PRIMITIVES and row_of(n).kind is Kind.CUSTOM} - special
+    assert not {n for n in names if n not in PRIMITIVES and row_of(n).kind is Kind.CUSTOM} - special
 
 
 def test_an_unknown_primitive_is_not_cheap() -> None:

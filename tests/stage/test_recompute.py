@@ -99,10 +99,10 @@ def test_products_run_twice_only_where_the_policy_says(middle: dict[str, StageFu
     for name in ("cheap", "dots"):
         assert middle[name].flops == none
     assert middle["attention"].flops == {**none, "B": none["B"] + scores, "BW": none["BW"] + scores}
-    again = middle["full"].flops["BW"] - none["BW"]
+    added_flops = middle["full"].flops["BW"] - none["BW"]
     last_products = 2 * 2 * toy.B * toy.T * 4 * toy.D * toy.D - 2 * toy.B * toy.T * 4 * toy.D * toy.D
     projection = 2 * toy.B * toy.T * toy.D * toy.D
-    assert again == none["F"] - last_products - projection, "results nothing reads are not recomputed"
+    assert added_flops == none["F"] - last_products - projection, "results nothing reads are not recomputed"
     for name, f in middle.items():
         assert f.flops["F"] == none["F"], name
         assert f.flops["BW"] == f.flops["B"] + f.flops["W"], name
@@ -321,11 +321,11 @@ def test_what_f_leaves_alive_is_what_is_counted() -> None:
         forward = f.functions["F"]
         args = [jax.device_put(np.ones(a.shape, a.dtype), a.sharding) for a in forward.avals_in]
         before = {id(a) for a in jax.live_arrays()}
-        held = [v for p, v in zip(forward.outputs, forward.call(*args), strict=True) if p.kind == "res"]
+        residuals = [v for p, v in zip(forward.outputs, forward.call(*args), strict=True) if p.kind == "res"]
         live = sum(a.nbytes for a in jax.live_arrays() if id(a) not in before)
         reads_x = any(p.kind == "x" for op in ("B", "W") for p in f.functions[op].inputs)
         assert live + reads_x * 4 * 2 * 8 * 16 == f.residual_bytes
-        del held, args
+        del residuals, args
 
 
 def tiny(name: str, dropout: float) -> Model:
@@ -459,8 +459,8 @@ def of_size_of_scores(f: StageFunctions) -> int:
 def test_scores_are_found_by_what_is_done_with_them(attend: Any) -> None:
     cut = attending(attend)
     none = build(cut, "none")[0][1]
-    held = of_size_of_scores(none)
-    assert held >= 4 * toy.B * toy.H * toy.T * toy.T
+    score_bytes = of_size_of_scores(none)
+    assert score_bytes >= 4 * toy.B * toy.H * toy.T * toy.T
     product = 2 * toy.B * toy.H * toy.T * toy.T * (toy.D // toy.H)
     results = []
     for name in ("none", "attention", "flash", "cheap+attention"):
@@ -473,7 +473,7 @@ def test_scores_are_found_by_what_is_done_with_them(attend: Any) -> None:
             assert stage.flops["BW"] == none.flops["BW"] + product, "q kᵀ again, and nothing else"
         if name == "attention":
             rows = 4 * toy.B * toy.H * toy.T  # maxima and sums, from which probabilities are made again
-            assert stage.residual_bytes <= none.residual_bytes - held + 2 * rows
+            assert stage.residual_bytes <= none.residual_bytes - score_bytes + 2 * rows
     for other in results[1:]:
         jax.tree.map(np.testing.assert_array_equal, other, results[0])
 

@@ -142,8 +142,8 @@ def test_the_page_shows_what_the_script_prints() -> None:
     """Up to what versions of JAX trace differently."""
     page = (ROOT / "jaxpipe" / "stage" / "GUIDE.md").read_text(encoding="utf-8")
     head, _, *rows = table().splitlines()
-    shown = page.partition(head)[2].splitlines()[2 : 2 + len(rows)]
-    for got, expected in zip(shown, rows, strict=True):
+    page_rows = page.partition(head)[2].splitlines()[2 : 2 + len(rows)]
+    for got, expected in zip(page_rows, rows, strict=True):
         assert got.split("|")[1] == expected.split("|")[1]
         numbers = [
             [float(x) for x in re.findall(r"[0-9.]+", row.partition("|")[2].partition("|")[2])]

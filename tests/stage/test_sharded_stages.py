@@ -116,7 +116,7 @@ def _batch(m: int, size: int) -> dict[str, np.ndarray]:
     }
 
 
-def _wanted(model: Model, params: Any, batch: Mapping[str, np.ndarray]) -> tuple[Any, Any]:
+def _reference(model: Model, params: Any, batch: Mapping[str, np.ndarray]) -> tuple[Any, Any]:
     flat = {name: a.reshape(-1, T) for name, a in batch.items()}
 
     def mean(params: Any) -> Any:
@@ -163,7 +163,7 @@ def test_gradients_of_sharded_stages(pp: int, dp: int, tp: int, sequence: bool, 
     batch = _batch(4, 4)
     pipe = _pipeline(model, pp, dp, TensorParallel(tp, sequence))
     loss_value, grads = pipe.loss_and_grads(pipe.place(params), batch)
-    want_loss, expected = _wanted(model, params, batch)
+    want_loss, expected = _reference(model, params, batch)
     np.testing.assert_allclose(loss_value, want_loss, rtol=1e-12)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12), grads, expected)
     total, weight = pipe.evaluate(pipe.place(params), batch)
@@ -189,7 +189,7 @@ def test_nnx_modules_are_divided_too(x64: None) -> None:
     batch = _batch(4, 4)
     pipe = _pipeline(model, 1, 1, TensorParallel(2))
     _, grads = pipe.loss_and_grads(pipe.place(params), batch)
-    _, expected = _wanted(model, params, batch)
+    _, expected = _reference(model, params, batch)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12), grads, expected)
     with pytest.raises(StageError, match="layer 'nnx' has shards=, which takes a function"):
         from_nnx("nnx", NnxMLP(nnx.Rngs(0)), shards=lambda tp: {})
@@ -244,7 +244,7 @@ def test_recomputing_on_shards_changes_no_gradient(recompute: str, x64: None) ->
     batch = _batch(4, 4)
     pipe = _pipeline(model, 1, 2, TensorParallel(4, True), recompute=recompute)
     _, grads = pipe.loss_and_grads(pipe.place(params), batch)
-    _, expected = _wanted(model, params, batch)
+    _, expected = _reference(model, params, batch)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12), grads, expected)
 
 

@@ -197,8 +197,8 @@ def test_residuals_are_not_stored_twice() -> None:
 @pytest.mark.parametrize("name", ["transformer", "mlp"])
 def test_what_w_waits_for_is_counted(name: str) -> None:
     for f in build(CUTS[name]())[0]:
-        held = [a for p, a in _ports(f, "W") if p.kind in ("x", "res", "wres")]
-        assert f.w_residual_bytes == sum(a.size * a.dtype.itemsize for a in held) > 0
+        inputs = [a for p, a in _ports(f, "W") if p.kind in ("x", "res", "wres")]
+        assert f.w_residual_bytes == sum(a.size * a.dtype.itemsize for a in inputs) > 0
 
 
 def test_b_frees_what_attention_kept() -> None:

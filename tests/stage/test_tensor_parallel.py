@@ -188,16 +188,16 @@ def test_rows_of_time() -> None:
 def test_shards_that_share_a_key_value_head_divide_its_queries(shards: int, groups: int, repeats: int) -> None:
     tp = TensorParallel(shards)
     leaf = jnp.arange(3 * groups * (repeats + 2) * 5.0).reshape(3, groups, repeats + 2, 5)
-    mine = on_shards(tp, lambda leaf: own_query_heads(leaf, tp)[None], P(), P(TP))(leaf)
+    head_shards = on_shards(tp, lambda leaf: own_query_heads(leaf, tp)[None], P(), P(TP))(leaf)
     queries_per_shard = repeats * groups // shards
-    assert mine.shape == (shards, 3, 1, queries_per_shard + 2, 5)
+    assert head_shards.shape == (shards, 3, 1, queries_per_shard + 2, 5)
     queries = (
-        mine[:, :, 0, :queries_per_shard].transpose(1, 0, 2, 3).reshape(3, groups * repeats, 5)
+        head_shards[:, :, 0, :queries_per_shard].transpose(1, 0, 2, 3).reshape(3, groups * repeats, 5)
     )  # shard after shard
     np.testing.assert_array_equal(queries, leaf[:, :, :repeats].reshape(3, groups * repeats, 5))
     for shard in range(shards):
         np.testing.assert_array_equal(
-            mine[shard, :, 0, queries_per_shard:], leaf[:, shard * groups // shards, repeats:]
+            head_shards[shard, :, 0, queries_per_shard:], leaf[:, shard * groups // shards, repeats:]
         )
 
     def gradient(leaf: Any) -> Any:

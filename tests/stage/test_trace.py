@@ -102,9 +102,9 @@ def test_stages_of_the_same_functions_are_traced_once() -> None:
         calls.append(p)
         return inner.apply(p, x, c)
 
-    counted = Layer("a", inner.init, apply)
-    b, c = replace(counted, name="b"), replace(counted, name="c", kind="another")
-    cut = [[toy.embedding(), toy.mlp("z")], [counted], [b], [c], [toy.head(), toy.loss()]]
+    layer = Layer("a", inner.init, apply)
+    b, c = replace(layer, name="b"), replace(layer, name="c", kind="another")
+    cut = [[toy.embedding(), toy.mlp("z")], [layer], [b], [c], [toy.head(), toy.loss()]]
     functions, params = build(cut, cache=BuildCache())
     assert len(calls) == 2, "for training and for evaluation"
     assert functions[1].functions["F"].jitted is functions[3].functions["F"].jitted

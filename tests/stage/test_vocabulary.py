@@ -87,8 +87,8 @@ def test_loss_and_gradients_in_any_order() -> None:
     assert other.schedule.name == "vocab-gpipe" and other.schedule.rows != trainer.schedule.rows
     with pytest.raises(ProgramError, match="stages"):
         trainer.with_schedule("v-half")
-    again = check_gradients(model, other)
-    assert jax.tree.all(jax.tree.map(lambda a, b: bool(np.array_equal(a, b)), again, (loss, grads)))
+    reordered = check_gradients(model, other)
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool(np.array_equal(a, b)), reordered, (loss, grads)))
 
 
 def test_joint_layers_take_the_order_of_any_family_with_two_barriers() -> None:
@@ -126,10 +126,10 @@ def test_loss_and_gradients(make: Any, tied: bool, vocabulary: str, options: dic
     layers = {"num_layers": 4} if options["ranks"] * options.get("chunks", 1) > 3 else {}
     model = tiny(make, tied=tied, **layers)
     trainer = trainer_of(model, vocabulary, **options)
-    again = check_gradients(model, trainer)
+    result = check_gradients(model, trainer)
     if vocabulary == "joint":
         other = check_gradients(model, trainer.with_schedule("zb-h1"))
-        assert jax.tree.all(jax.tree.map(np.array_equal, again, other))
+        assert jax.tree.all(jax.tree.map(np.array_equal, result, other))
 
 
 def test_the_look_up_has_the_bits_of_one_table() -> None:
@@ -144,15 +144,15 @@ def test_the_look_up_has_the_bits_of_one_table() -> None:
     def apply(layer: Any, x: Any) -> Any:
         return layer.apply(parts[layer.name], x, LayerContext(dict.fromkeys(layer.reads, tokens)))
 
-    *looking_up, left = divided.layers[:5]
-    rows = apply(left, tuple(apply(layer, None) for layer in looking_up))
+    *lookups, embedding_sum = divided.layers[:5]
+    rows = apply(embedding_sum, tuple(apply(layer, None) for layer in lookups))
     embed = model.layers[0]
     expected = embed.apply(params["embed"], None, LayerContext({"tokens": tokens}))
     assert np.asarray(rows).tobytes() == np.asarray(expected).tobytes()
     assert np.isnan(rows[0, 5]).all()
     assert [parts[f"embed@{k}"]["tokens"]["embedding"].shape for k in range(4)] == [(2, 16)] * 4
-    again = divided.joined(parts)
-    assert jax.tree.all(jax.tree.map(np.array_equal, again, params))
+    rejoined = divided.joined(parts)
+    assert jax.tree.all(jax.tree.map(np.array_equal, rejoined, params))
 
 
 @pytest.mark.soak
@@ -176,15 +176,15 @@ def test_checkpoints_are_of_the_whole_model(tied: bool, tmp_path: Path) -> None:
         spread_out.evaluate(state, batch)["loss"], ends.evaluate(reference, batch)["loss"], rtol=1e-12
     )
     spread_out.save(state, tmp_path)
-    moved = other.restore(tmp_path)
+    restored = other.restore(tmp_path)
     for ema in (False, True):
-        same = jax.tree.map(np.array_equal, other.params(moved, ema=ema), spread_out.params(state, ema=ema))
+        same = jax.tree.map(np.array_equal, other.params(restored, ema=ema), spread_out.params(state, ema=ema))
         assert jax.tree.all(same)
-    assert set(other.params(moved)) == {layer.name for layer in model.layers}
+    assert set(other.params(restored)) == {layer.name for layer in model.layers}
     state, metrics = spread_out.step(state, batch)
-    moved, expected = other.step(moved, batch)
+    restored, expected = other.step(restored, batch)
     np.testing.assert_allclose(metrics.loss, expected.loss, rtol=1e-12)
-    for a, b in zip(*(jax.tree.leaves(t.params(s)) for t, s in ((spread_out, state), (other, moved))), strict=True):
+    for a, b in zip(*(jax.tree.leaves(t.params(s)) for t, s in ((spread_out, state), (other, restored))), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12)
 
 

@@ -163,20 +163,20 @@ def products_held_under(woven: Woven) -> list[int]:
         direct = {maker[v] for v in variables(eqn.invars) if v in maker}
         above.append(direct.union(*(above[i] for i in direct)))
     products = [i for i, eqn in enumerate(eqns) if is_heavy(eqn)]
-    held = []
+    counts = []
     for unit in (u for u in units_of(PartGraph(woven.jaxpr, cut_threshold([woven.jaxpr]))) if u.collective):
         assert unit.collective is not None
         at = unit.collective.eqn
         makers = {maker[v] for v in variables(eqns[at].invars) if v in maker}
         readers = [i for i, eqn in enumerate(eqns) if set(variables(eqn.invars)) & set(eqns[at].outvars)]
-        held.append(
+        counts.append(
             sum(
                 makers <= above[p] and at not in above[p] and all(p in above[r] for r in readers)
                 for p in products
                 if p not in above[at]
             )
         )
-    return held
+    return counts
 
 
 def test_without_collectives_there_are_no_barriers() -> None:
@@ -248,8 +248,8 @@ def test_orders_are_valid_and_their_times_add_up(nodes: list[Node]) -> None:
     for n, node in enumerate(nodes):
         assert all(at[d] < at[n] and ends[d] <= starts[n] + 1e-9 for d in node.deps)
     for lane in (True, False):
-        mine = [n for n in order.nodes if nodes[n].is_collective is lane]
-        assert all(ends[a] <= starts[b] + 1e-9 for a, b in itertools.pairwise(mine))
+        lane_nodes = [n for n in order.nodes if nodes[n].is_collective is lane]
+        assert all(ends[a] <= starts[b] + 1e-9 for a, b in itertools.pairwise(lane_nodes))
     compute = sum(n.seconds for n in nodes if not n.is_collective)
     assert order.makespan_s == pytest.approx(max(ends.values()))
     assert order.exposed_s == pytest.approx(order.makespan_s - compute, abs=1e-9)

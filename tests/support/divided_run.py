@@ -166,13 +166,13 @@ def put_between_cpus() -> None:
     vars(ownership)["puts_between_processes"] = lambda device: True
 
 
-def main(port: int, number: int, mine: int, cases: list[dict[str, Any]]) -> int:
+def main(port: int, number: int, process: int, cases: list[dict[str, Any]]) -> int:
     from tests.support import small_programs
 
     small_programs.collect_seldom()
     each = [math.prod(case.get(axis, 1) for axis in ("dp", "cp", "tp")) for case in cases]
     devices = max(-(-case.get("ranks", 2) // number) * n for case, n in zip(cases, each, strict=True))
-    processes = Joined(Peers("127.0.0.1", port, number, mine), 60) if number > 1 else Alone()
+    processes = Joined(Peers("127.0.0.1", port, number, process), 60) if number > 1 else Alone()
     with ending_together(processes):
         request_devices(devices, "cpu", processes=number)
         small_programs.share_context()

@@ -153,7 +153,7 @@ class _Search:
         for after in self._choices(state, now, self.lanes):
             if after.until:
                 then = min(after.until.values())
-                if self.reachable(self._ended(after, then), then):
+                if self.reachable(self._finish_jobs(after, then), then):
                     return True
         self.failed[key] = self.deadline - now
         return False
@@ -183,7 +183,7 @@ class _Search:
         if not busy:
             for job in jobs:
                 if self._can_start(state, job):
-                    yield from self._choices(self._begun(state, job, now), now, rest)
+                    yield from self._choices(self._start_job(state, job, now), now, rest)
         yield from self._choices(state, now, rest)
 
     def _can_start(self, state: State, job: Job) -> bool:
@@ -195,25 +195,27 @@ class _Search:
         if state.level[case.rank[s]] + self._takes(job) > case.limit[case.rank[s]]:
             return False
 
-        def done(*options: Job) -> bool:
+        def is_done(*options: Job) -> bool:
             return any(x in started and x not in state.until for x in options)
 
         def arrived(name: str, t: int) -> bool:
             options = [(name, t, i)] + ([("BW", t, i)] if name == "B" else [])
-            return done(*options) and (f">{name}", t, i) not in state.until
+            return is_done(*options) and (f">{name}", t, i) not in state.until
 
         ready = {
             "F": lambda: s == 0 or arrived("F", s - 1),
-            "W": lambda: done(("B", s, i)),
-            "O": lambda: done(("F", s, i)) and not {("B", s, i), ("BW", s, i)} & started and self._may_leave(state, s),
-            "L": lambda: done(("O", s, i)),
+            "W": lambda: is_done(("B", s, i)),
+            "O": lambda: (
+                is_done(("F", s, i)) and not {("B", s, i), ("BW", s, i)} & started and self._may_leave(state, s)
+            ),
+            "L": lambda: is_done(("O", s, i)),
         }
         if op in ready:
             ok = ready[op]()
         else:
             twice = ("BW" if op == "B" else "B", s, i) in started
-            ok = not twice and done(("F", s, i)) and (s == case.stages - 1 or arrived("B", s + 1))
-            ok = ok and (("O", s, i) not in started or done(("L", s, i)))
+            ok = not twice and is_done(("F", s, i)) and (s == case.stages - 1 or arrived("B", s + 1))
+            ok = ok and (("O", s, i) not in started or is_done(("L", s, i)))
         return ok
 
     def _may_leave(self, state: State, stage: int) -> bool:
@@ -243,7 +245,7 @@ class _Search:
         freed = {"B": case.held[s] - case.w_held[s], "W": case.w_held[s], "BW": case.held[s]}
         return case.leaves[s] if op == "O" else freed.get(op, 0)
 
-    def _begun(self, state: State, job: Job, now: int) -> State:
+    def _start_job(self, state: State, job: Job, now: int) -> State:
         case = self.case
         op, s, i = job
         end = now + case.duration(job)
@@ -262,7 +264,7 @@ class _Search:
         op, s, _ = moving
         return self.case.rank[s], self.case.rank[s + 1 if op == ">F" else s - 1]
 
-    def _ended(self, state: State, now: int) -> State:
+    def _finish_jobs(self, state: State, now: int) -> State:
         level = list(state.level)
         for job, end in state.until.items():
             if end <= now and not job[0].startswith(">"):
@@ -289,17 +291,17 @@ class _Search:
         for rank in range(case.ranks):
             lane = f"rank {rank}"
             busy = [t for job, t in state.until.items() if self.lane_of.get(job) == lane]
-            work = sum(self._left(state, s, i) for s, i in self._places() if case.rank[s] == rank)
+            work = sum(self._work_left(state, s, i) for s, i in self._places() if case.rank[s] == rank)
             if (work or busy) and max([now, *busy]) + work > self._due(rank):
                 return True
             if case.span and now > self._arrives(rank) and ("F", case.rank.index(rank), 0) not in state.started:
                 return True
         return any(self._too_far(state, i, now) for i in range(case.microbatches))
 
-    def _left(self, state: State, s: int, i: int) -> int:
+    def _work_left(self, state: State, s: int, i: int) -> int:
         forward = 0 if ("F", s, i) in state.started else self.case.f[s]
-        begun = self._backward_begun(state, s, i)
-        return forward + (self._back(s), self.case.w[s], 0)[begun]
+        parts_begun = self._backward_begun(state, s, i)
+        return forward + (self._back(s), self.case.w[s], 0)[parts_begun]
 
     def _too_far(self, state: State, i: int, now: int) -> bool:
         """The way of a microbatch down and up, from where it is, passes a rank's deadline."""
@@ -314,8 +316,8 @@ class _Search:
             else:
                 at += case.f[s] + (hop(s, s + 1) if s + 1 < case.stages else 0)
         for s in reversed(range(case.stages)):
-            begun = self._backward_begun(state, s, i)
-            if begun:
+            parts_begun = self._backward_begun(state, s, i)
+            if parts_begun:
                 ends = [state.until.get((op, s, i), now) for op in (">B", "B", "BW")]
                 at = max(at, *ends)
                 continue

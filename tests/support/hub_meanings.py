@@ -79,8 +79,8 @@ def problem(record: Mapping[str, Any], folder: Path) -> str:
         ours = meaning(record["config"], folder)
     except ConfigError as error:
         text = str(error)
-        named = any(name in text for name in _names(record["config"]))
-        return "" if named and "\n" not in text else f"no key is named: {text}"
+        names_key = any(name in text for name in _names(record["config"]))
+        return "" if names_key and "\n" not in text else f"no key is named: {text}"
     if "error" in record:
         return f"is read, and transformers refuses it: {record['error']}"
     recorded = record["meaning"]

@@ -159,22 +159,22 @@ def run_sequentially(
         ]
     # B first (it adds nothing), stage by stage from the last; W after, in row order. A BW does both, so the stages' rows
     # are followed as far as cotangents allow.
-    done = set()
-    while len(done) < len(later):
+    finished = set()
+    while len(finished) < len(later):
         progressed = False
         blocked: set[int] = set()
         for k, (rank, a) in enumerate(later):
-            if k in done:
+            if k in finished:
                 continue
             f = pipe.functions[(rank, a.stage)]
             dy = [f.dy_from[port.index] for port in f.functions[a.op].inputs if port.kind == "dy"]
             ready = all(("dx", t, a.microbatch, leaf) in values for t, leaf in dy)
             if a.op == "W":
-                ready = any(later[j] == (rank, type(a)("B", a.stage, a.microbatch)) for j in done)
+                ready = any(later[j] == (rank, type(a)("B", a.stage, a.microbatch)) for j in finished)
             adds = a.op in ("W", "BW")
             if ready and not (adds and (rank, a.stage) in blocked):
                 call(a.op, rank, a.stage, a.microbatch)
-                done.add(k)
+                finished.add(k)
                 progressed = True
             elif adds:
                 blocked.add((rank, a.stage))

@@ -16,19 +16,19 @@ def free_port() -> int:
         return int(server.getsockname()[1])
 
 
-def together(number: int, do: Callable[[Processes], Any]) -> list[Any]:
+def run_in_threads(number: int, do: Callable[[Processes], Any]) -> list[Any]:
     """Run ``do`` in several processes, which are threads here, and return what each returns or raises."""
     port, outcomes = free_port(), [None] * number
 
-    def one(mine: int) -> None:
-        processes = Joined(Peers("127.0.0.1", port, number, mine), 10)
+    def one(process: int) -> None:
+        processes = Joined(Peers("127.0.0.1", port, number, process), 10)
         try:
-            outcomes[mine] = do(processes)
+            outcomes[process] = do(processes)
         except Exception as error:
-            outcomes[mine] = error  # type: ignore[call-overload]
+            outcomes[process] = error  # type: ignore[call-overload]
         processes.leave()
 
-    threads = [threading.Thread(target=one, args=(mine,)) for mine in range(number)]
+    threads = [threading.Thread(target=one, args=(process,)) for process in range(number)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -57,7 +57,7 @@ def left_over(
     def queue(*key: Any) -> deque[Any]:
         return queues.setdefault(key, deque())
 
-    def ended(thing: Any) -> bool:
+    def has_ended(thing: Any) -> bool:
         return len(thing.sides) == 2 and all(s.done for s in thing.sides) if isinstance(thing, _Mail) else thing.done
 
     def hand_out(process: int, rank: int, at: int) -> bool:
@@ -103,7 +103,7 @@ def left_over(
         return True
 
     def side_ready(job: _Job) -> bool:
-        return job.at_front() and all(ended(x) for x in job.needs)
+        return job.at_front() and all(has_ended(x) for x in job.needs)
 
     def end(job: _Job) -> None:
         job.done = True

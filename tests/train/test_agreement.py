@@ -23,16 +23,16 @@ from jaxpipe.train.devices import number_settings
 from jaxpipe.train.loop import train
 from jaxpipe.train.run import agreement
 from models.gpt import GPT
-from tests.support.processes import free_port, together
+from tests.support.processes import free_port, run_in_threads
 from tests.support.train_runs import ROOT, config, write_text
 from tests.support.train_runs import settings as overrides
 
 OPTIONS = {"vocab_size": 11, "seq_len": 4, "d_model": 8, "num_layers": 1, "num_heads": 2}
 
 
-def said_by_both(check: Callable[[Processes], None]) -> str:
+def shared_error(check: Callable[[Processes], None]) -> str:
     """The one line that two processes end with; empty if neither does."""
-    first, second = together(2, check)
+    first, second = run_in_threads(2, check)
     if first is None:
         assert second is None
         return ""
@@ -58,23 +58,23 @@ class Pair(Processes):
     change=st.sampled_from(["nothing", "value", "dtype", "shape", "name"]),
 )
 def test_batches_are_compared_by_value(arrays: dict[str, int], change: str) -> None:
-    mine = {name: np.full((2, 3), n, np.int32) for name, n in arrays.items()}
-    name = sorted(mine)[-1]
-    theirs = dict(mine)
-    theirs[name] = {
+    batch = {name: np.full((2, 3), n, np.int32) for name, n in arrays.items()}
+    name = sorted(batch)[-1]
+    other_batch = dict(batch)
+    other_batch[name] = {
         "nothing": lambda x: x.copy(),
         "value": lambda x: np.where(np.arange(6).reshape(2, 3) == 5, x + 1, x).astype(np.int32),
         "dtype": lambda x: x.astype(np.int64),
         "shape": lambda x: x.reshape(3, 2),
         "name": lambda x: x,
-    }[change](mine[name])
+    }[change](batch[name])
     if change == "name":
-        theirs["more"] = theirs.pop(name)
+        other_batch["more"] = other_batch.pop(name)
 
     def check(processes: Processes) -> None:
-        agreement.agree_on_batch(processes, "the batch of step 7", theirs if processes.mine else mine)
+        agreement.agree_on_batch(processes, "the batch of step 7", other_batch if processes.mine else batch)
 
-    message = said_by_both(check)
+    message = shared_error(check)
     assert bool(message) is (change != "nothing")
     if message:
         assert message.startswith("process 1 ") and "the batch of step 7" in message and "data.target" in message
@@ -88,7 +88,7 @@ def test_models_are_compared_by_what_they_compute_and_learn() -> None:
         def check(processes: Processes) -> None:
             agreement.agree_on_model(processes, "m:M", lambda: other if processes.mine else digests[0])
 
-        return said_by_both(check)
+        return shared_error(check)
 
     assert against(digests[3]) == ""
     assert "process 1 " in against(digests[1]) and "m:M: digest of evaluation" in against(digests[1])
@@ -182,21 +182,21 @@ def test_two_processes_that_differ_are_refused(tmp_path: Path, what: str, words:
         text, tmp_path / "run", "run.steps=6", "run.eval_every=0", "run.platform=cpu", *([what] if what else [])
     )
     children = []
-    for mine in range(2):
-        folder = tmp_path / f"process{mine}"
+    for process in range(2):
+        folder = tmp_path / f"process{process}"
         folder.mkdir()
-        (folder / "mine.py").write_text(MODEL.format(factor=1.0 - 4 * mine) + DATA)
+        (folder / "mine.py").write_text(MODEL.format(factor=1.0 - 4 * process) + DATA)
         small_data = [x for x in small if not (x.startswith("data.path") and "data.target" in what)]
         environ = {"PYTHONPATH": f"{folder}:{ROOT}", "XLA_FLAGS": "", "PATH": "", "HOME": str(tmp_path)}
-        environ |= {"JAX_ENABLE_X64": "1"} if mine and not what else {}
-        join = ("--coordinator", f"127.0.0.1:{port}", "--processes", "2", "--process", str(mine))
+        environ |= {"JAX_ENABLE_X64": "1"} if process and not what else {}
+        join = ("--coordinator", f"127.0.0.1:{port}", "--processes", "2", "--process", str(process))
         command = [sys.executable, "-m", "jaxpipe", "train", *small_data, *join]
         children.append(
             subprocess.Popen(
                 command, env=environ, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
             )
         )
-    ended = [(*child.communicate(timeout=300), child.returncode) for child in children]
-    assert [code for *_, code in ended] == [2, 2], ended
-    (line,) = {err for _, err, _ in ended}
+    exits = [(*child.communicate(timeout=300), child.returncode) for child in children]
+    assert [code for *_, code in exits] == [2, 2], exits
+    (line,) = {err for _, err, _ in exits}
     assert line.startswith("jaxpipe: process 1 ") and words in line and line.count("\n") == 1

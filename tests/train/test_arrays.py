@@ -29,9 +29,9 @@ def numbered(n: int) -> dict[str, np.ndarray]:
     }
 
 
-def refusal(make: Callable[..., Any], *args: Any, **named: Any) -> str:
+def refusal(make: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
     with pytest.raises(JaxpipeError) as caught:
-        make(*args, **named)
+        make(*args, **kwargs)
     message = str(caught.value)
     assert "\n" not in message
     return message
@@ -40,8 +40,8 @@ def refusal(make: Callable[..., Any], *args: Any, **named: Any) -> str:
 @pytest.mark.parametrize(("n", "holdout"), [(100, 0.1), (7, 0.3), (1000, 0.05), (5, 0.0)])
 def test_rows_are_divided_and_each_is_seen_once_an_epoch(n: int, holdout: float) -> None:
     data = ArrayDataset.split("a", BYTES, numbered(n), holdout)
-    train, held = data.train["tokens"][:, 0], data.held_out["tokens"][:, 0]
-    assert sorted([*train, *held]) == list(range(n)) and (len(held) > 0) == (holdout > 0)
+    train, held_out = data.train["tokens"][:, 0], data.held_out["tokens"][:, 0]
+    assert sorted([*train, *held_out]) == list(range(n)) and (len(held_out) > 0) == (holdout > 0)
     batches = data.batches(3, 2, 1)
     rows = np.concatenate([batches.batch_at(k)["tokens"][:, 0] for k in range(len(train))])  # two epochs
     assert sorted(rows) == sorted([*train, *train])
@@ -164,15 +164,15 @@ def test_words_are_drawn_and_held_out_ones_are_new(monkeypatch: pytest.MonkeyPat
     from models import words
     from models.words import pairs, transcripts
 
-    train, held = pairs(held_out=50)
+    train, held_out = pairs(held_out=50)
     train_words = {bytes(row) for row in train["tokens"].astype(np.uint8)}
     assert len(train_words) == len(train["tokens"]) > 4000
-    assert not train_words & {bytes(row) for row in held["tokens"].astype(np.uint8)}
+    assert not train_words & {bytes(row) for row in held_out["tokens"].astype(np.uint8)}
     assert train["images"].any(axis=(1, 2)).all()
     few = words._words(8)[:600]
     monkeypatch.setattr(words, "_words", lambda longest: [word for word in few if len(word) <= longest])
-    (one, _), (again, _) = pairs(held_out=50), pairs(held_out=50)
-    np.testing.assert_array_equal(one["images"], again["images"])
+    (one, _), (repeat, _) = pairs(held_out=50), pairs(held_out=50)
+    np.testing.assert_array_equal(one["images"], repeat["images"])
     transcript, _ = transcripts(seq_len=12)
     in_answer = transcript["weights"][0] > 0
     word = bytes(transcript["targets"][0][in_answer].astype(np.uint8))

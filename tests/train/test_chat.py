@@ -176,8 +176,8 @@ def test_only_answers_count(path: Path, mask: Any, pack: Any) -> None:
     data = TokenDataset.split(store, BYTES, 0.0, mask=mask, pack=pack)
     rows = data.windows("train", 16)
     batch = rows.batch(np.arange(len(rows)))
-    counted = bytes(batch["targets"][batch["weights"] > 0].tolist()).decode()
-    assert counted == "Hallo, süß<|im_end|>\nNo<|im_end|>\nHallo, süß<|im_end|>\nNo<|im_end|>\n" * 20
+    answers_text = bytes(batch["targets"][batch["weights"] > 0].tolist()).decode()
+    assert answers_text == "Hallo, süß<|im_end|>\nNo<|im_end|>\nHallo, süß<|im_end|>\nNo<|im_end|>\n" * 20
     assert len(corpus.edges) == 61 and data.bytes_per_token() is None
     config = TrainConfig().override(
         [f"data.path={path}", "data.format=chat", f"data.chat_template={path.parent}/t.jinja", f"data.mask={mask}"]

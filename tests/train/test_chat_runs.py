@@ -29,7 +29,7 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "a.jsonl"
 
 
-def asked(chats: Path, out_dir: Path, *overrides: str) -> TrainConfig:
+def chat_config(chats: Path, out_dir: Path, *overrides: str) -> TrainConfig:
     return config(chats, out_dir, f"data.chat_template={chats.parent}/t.jinja", *MORE, *overrides)
 
 
@@ -38,12 +38,12 @@ def losses(out_dir: Path) -> list[float]:
 
 
 def test_whole_chats_train_alike_on_any_ranks_and_devices_and_after_a_stop(chats: Path, tmp_path: Path) -> None:
-    _, printed = run(asked(chats, tmp_path / "a"))
+    _, printed = run(chat_config(chats, tmp_path / "a"))
     assert "; whole chats in " in printed and "the model has no mask" not in printed
     assert load_config(tmp_path / "a" / "config.toml").data.reading.mask == "document"
-    run(asked(chats, tmp_path / "b", "pipeline.ranks=1", "pipeline.dp=2"))
-    run(asked(chats, tmp_path / "c", "run.steps=2"))
-    run(asked(chats, tmp_path / "c", "pipeline.ranks=4", "pipeline.schedule=zb-h1", "pipeline.microbatches=4"))
+    run(chat_config(chats, tmp_path / "b", "pipeline.ranks=1", "pipeline.dp=2"))
+    run(chat_config(chats, tmp_path / "c", "run.steps=2"))
+    run(chat_config(chats, tmp_path / "c", "pipeline.ranks=4", "pipeline.schedule=zb-h1", "pipeline.microbatches=4"))
     expected = losses(tmp_path / "a")
     assert len(expected) == 4
     for name in "bc":
@@ -52,12 +52,12 @@ def test_whole_chats_train_alike_on_any_ranks_and_devices_and_after_a_stop(chats
 
 def test_a_run_keeps_the_packing_that_it_began_with(chats: Path, tmp_path: Path) -> None:
     before = ("data.pack=windows", "data.mask=causal")
-    run(asked(chats, tmp_path / "a", *before))
-    run(asked(chats, tmp_path / "b", *before, "run.steps=2"))
-    _, printed = run(asked(chats, tmp_path / "b"))
+    run(chat_config(chats, tmp_path / "a", *before))
+    run(chat_config(chats, tmp_path / "b", *before, "run.steps=2"))
+    _, printed = run(chat_config(chats, tmp_path / "b"))
     assert "; chats end to end in " in printed and losses(tmp_path / "a") == losses(tmp_path / "b")
     with pytest.raises(DataError, match=r"or data\.pack or data\.mask does: resuming would repeat"):
-        run(asked(chats, tmp_path / "b", "data.pack=whole", "run.steps=6"))
+        run(chat_config(chats, tmp_path / "b", "data.pack=whole", "run.steps=6"))
 
 
 def test_a_batch_without_a_target_ends_no_run(chats: Path, tmp_path: Path) -> None:

@@ -126,9 +126,9 @@ def test_same_values_from_sharded_arrays(store: CheckpointStore) -> None:
     params = {"h.0": {"w": jax.device_put(value, split)}}
     store.save(0, params, {}, {}, wait=True)
     assert store.load(like={"params": params}).params["h.0"]["w"].sharding == split
-    moved = store.load(sharding={"h.0": jax.devices()[5]}).params["h.0"]["w"]
-    assert moved.devices() == {jax.devices()[5]}
-    np.testing.assert_array_equal(moved, value)
+    loaded = store.load(sharding={"h.0": jax.devices()[5]}).params["h.0"]["w"]
+    assert loaded.devices() == {jax.devices()[5]}
+    np.testing.assert_array_equal(loaded, value)
 
 
 def test_abstract_like(store: CheckpointStore) -> None:
@@ -263,8 +263,8 @@ def test_going_back_is_deliberate(store: CheckpointStore) -> None:
     )
     save_losses(store, {15: None, 20: None})
     assert store.steps() == (10, 15, 20)
-    (again,) = store.discard_after(15)
-    assert again.endswith("/00000020.superseded-1")
+    (note,) = store.discard_after(15)
+    assert note.endswith("/00000020.superseded-1")
     assert load_params(f"{store.path(30)}.superseded")["a"] == 30  # nothing is lost
 
 

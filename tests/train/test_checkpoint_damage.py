@@ -375,7 +375,7 @@ def test_damaged_checkpoints_are_kept_aside(saved: Path, tmp_path: Path) -> None
 def check_readers(directory: Path, saves: int) -> None:
     """Load without pause while another thread saves and keeps one checkpoint only."""
     parts = {f"h.{i}": np.zeros((8, 8), np.float32) for i in range(3)}
-    done = threading.Event()
+    all_saved = threading.Event()
 
     def write() -> None:
         try:
@@ -383,13 +383,13 @@ def check_readers(directory: Path, saves: int) -> None:
                 for step in range(1, saves):
                     store.save(step, {name: part + step for name, part in parts.items()}, {}, {}, eval_loss=1 / step)
         finally:
-            done.set()
+            all_saved.set()
 
     save_losses(CheckpointStore(directory), {0: 2.0})
     thread = threading.Thread(target=write)
     thread.start()
     reader, count = CheckpointStore(directory), 0
-    while not done.is_set():
+    while not all_saved.is_set():
         checkpoint = reader.load()
         assert all((leaf == checkpoint.step).all() for leaf in jax.tree.leaves(checkpoint.params))
         load_params(directory, step="best")

@@ -25,7 +25,7 @@ from jaxpipe.runtime.lines import LOST
 from jaxpipe.runtime.processes import Processes
 from jaxpipe.train.checkpoint import CheckpointStore, load_params, read_manifest
 from jaxpipe.train.checkpoints import format as form
-from tests.runtime.test_processes import HOST, free_port, together
+from tests.runtime.test_processes import HOST, free_port, run_in_threads
 from tests.support.checkpoint_cases import META, assert_same, make_optimizer, make_params, save_two
 
 pytestmark = pytest.mark.compiles
@@ -35,16 +35,22 @@ OWNERS = {"embed": (0,), "h.0": (1,), "dropout": (2,), "head": (0, 2)}
 """By layer, the processes that have it."""
 
 
-def whole(step: float) -> dict[str, Any]:
+def make_all_params(step: float) -> dict[str, Any]:
     return make_params(step) | {"head": {"scale": np.full(5, step, np.float32), "none": np.zeros((0, 3), np.float32)}}
 
 
 def save_part(store: CheckpointStore, step: int, **options: Any) -> None:
-    mine, params = store.processes.mine, whole(step)
-    mine_params = {layer: params[layer] for layer, owners in OWNERS.items() if mine in owners}
+    process, params = store.processes.mine, make_all_params(step)
+    mine_params = {layer: params[layer] for layer, owners in OWNERS.items() if process in owners}
     extra = {"averages": {layer: tree for layer, tree in mine_params.items() if tree}, "seen": 7}
     store.save(
-        step, mine_params, make_optimizer(mine_params), META if mine == 0 else {}, mine or None, extra=extra, **options
+        step,
+        mine_params,
+        make_optimizer(mine_params),
+        META if process == 0 else {},
+        process or None,
+        extra=extra,
+        **options,
     )
 
 
@@ -55,7 +61,7 @@ def saved_by(number: int, directory: Path, do: Callable[[CheckpointStore], Any])
         with CheckpointStore(directory, keep_last=2, processes=processes) as store:
             return do(store)
 
-    return together(number, one)
+    return run_in_threads(number, one)
 
 
 def save_both(store: CheckpointStore) -> None:
@@ -80,13 +86,13 @@ def same_error(errors: list[Any]) -> str:
 
 
 def test_one_process_reads_what_several_have_saved(saved: Path) -> None:
-    params, store = whole(20), CheckpointStore(saved)
+    params, store = make_all_params(20), CheckpointStore(saved)
     optimizer, averages = make_optimizer(params), {layer: tree for layer, tree in params.items() if tree}
     like = {"params": params, "optimizer": optimizer, "extra": {"averages": averages, "seen": 0}}
     checkpoint = store.load(like=like)
     assert_same((checkpoint.params, checkpoint.optimizer, checkpoint.extra["averages"]), (params, optimizer, averages))
     assert (checkpoint.extra["seen"], checkpoint.meta, checkpoint.eval_loss, checkpoint.step) == (7, META, None, 20)
-    assert_same(load_params(saved, step=10), whole(10))
+    assert_same(load_params(saved, step=10), make_all_params(10))
     assert store.latest_intact().step == 20
     parts = {"SHA256SUMS", "checkpoint.json", "part0", "part1", "part2"}
     assert {path.name for path in store.path(20).iterdir()} == parts
@@ -104,7 +110,7 @@ def test_one_process_reads_what_several_have_saved(saved: Path) -> None:
 def test_any_number_of_processes_reads_some_layers_each(saved: Path, tmp_path: Path, writers: int, number: int) -> None:
     if writers == 1:
         save_two(tmp_path)
-    directory, params = (tmp_path, make_params(20)) if writers == 1 else (saved, whole(20))
+    directory, params = (tmp_path, make_params(20)) if writers == 1 else (saved, make_all_params(20))
 
     def read(store: CheckpointStore) -> Any:
         layers = list(params)[store.processes.mine :: number]
@@ -138,7 +144,7 @@ def test_checkpoints_are_pruned_and_given_up_together(tmp_path: Path) -> None:
         for step in (1, 2, 3):
             save_part(store, step)
         store.wait()
-        moved = store.discard_after(2)
+        notes = store.discard_after(2)
         save_part(store, 3)
         save_part(store, 2)  # a failure
         assert store.poll() is None  # not before all know
@@ -146,17 +152,17 @@ def test_checkpoints_are_pruned_and_given_up_together(tmp_path: Path) -> None:
             store.wait()
         save_part(store, 4)
         store.close()
-        return moved, str(info.value), store.latest(), store.latest_intact().step
+        return notes, str(info.value), store.latest(), store.latest_intact().step
 
     (tmp_path / "00000001.tmp-77").mkdir()
     outcomes = saved_by(2, tmp_path, run)
-    moved = f"the checkpoint of step 3 was set aside as {tmp_path}/00000003.superseded"
+    note = f"the checkpoint of step 3 was set aside as {tmp_path}/00000003.superseded"
     older = (
         f"can't save step 2 in {tmp_path}: process 0 (host {HOST}): step 2 is older than the newest checkpoint (3) in "
         f"{tmp_path}; resume from it, use another directory, or give up the later steps with discard_after(2); earlier "
         "checkpoints are as they were"
     )
-    assert outcomes == [((moved,), older, 4, 4)] * 2
+    assert outcomes == [((note,), older, 4, 4)] * 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["00000003", "00000003.superseded", "00000004"]
 
 
@@ -240,8 +246,8 @@ processes.leave()
 
 def test_two_processes_of_jax(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with Launch([sys.executable, "-c", SAVE, str(tmp_path / "run"), "jax", "2"], 2, tmp_path) as started:
-        ended = started.run(0)
-    assert (ended, *capfd.readouterr()) == (0, "", "")
+        exit_code = started.run(0)
+    assert (exit_code, *capfd.readouterr()) == (0, "", "")
     params = load_params(tmp_path / "run")
     assert {layer: np.unique(np.asarray(a)).tolist() for layer, a in params.items()} == {"0": [2], "1": [2]}
 

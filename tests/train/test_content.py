@@ -39,9 +39,9 @@ BYTES = ByteTokenizer()
 MARK = b"\xef\xbb\xbf"
 
 
-def refusal(call: Callable[..., Any], *args: Any, **named: Any) -> str:
+def refusal(call: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
     with pytest.raises((DataError, ConfigError)) as caught:
-        call(*args, **named)
+        call(*args, **kwargs)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -316,12 +316,12 @@ def test_a_folder_loses_no_file_without_a_word(
         assert {p for p in visible if p.lower().endswith(ends)} <= set(real)
         assert all(str(path) in real for path in paths if not any(p.is_symlink() for p in [path, *path.parents]))
         assert list(paths) == sorted(paths, key=lambda p: p.relative_to(root).parts)
-        left = sum(not p.lower().endswith(ends) for p in visible)
+        num_other = sum(not p.lower().endswith(ends) for p in visible)
         dangling = [p for p in root.rglob("*") if p.is_symlink() and not p.exists() and not hidden(p)]
-        if left or dangling:
+        if num_other or dangling:
             (note,) = notes
             count = int(note.partition("left out: ")[2].split()[0])
-            assert count >= left + len(dangling)
+            assert count >= num_other + len(dangling)
 
 
 def test_the_folder_of_the_report(tmp_path: Path) -> None:
@@ -418,12 +418,12 @@ def test_stores_and_journals_of_changed_sources(tmp_path: Path) -> None:
     assert "has no checksums of its sources" in notes[0]
     assert texts(load_corpus(store, BYTES)) == ["one", "two"]
     (tmp_path / "bad.jsonl").write_text("{")
-    begun = [path, tmp_path / "bad.jsonl"]
-    assert "line 1: not JSON" in refusal(build_store, begun, tmp_path / "begun", BYTES, Reading())
+    sources = [path, tmp_path / "bad.jsonl"]
+    assert "line 1: not JSON" in refusal(build_store, sources, tmp_path / "begun", BYTES, Reading())
     times = path.stat()
     path.write_bytes(RECORDS.replace(b"one", b"two"))
     os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
-    assert "unfinished store of other sources" in refusal(build_store, begun, tmp_path / "begun", BYTES, Reading())
+    assert "unfinished store of other sources" in refusal(build_store, sources, tmp_path / "begun", BYTES, Reading())
 
 
 def test_a_source_that_changes_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

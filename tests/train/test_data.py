@@ -407,12 +407,12 @@ def test_blocks_cover_all_tokens_once_and_keep_about_the_fraction(n: int, holdou
 def test_files_are_held_out_whole(sizes: list[int], holdout: float) -> None:
     corpus = numbered(sum(sizes), tuple(sizes))
     data = TokenDataset.split(corpus, IdTokenizer(sum(sizes)), holdout, by="files")
-    held = set(np.concatenate(list(data.pieces("held_out"))).tolist())
+    held_out = set(np.concatenate(list(data.pieces("held_out"))).tolist())
     for edges in itertools.pairwise(corpus.edges):
-        inside = [position in held for position in range(*edges)]
+        inside = [position in held_out for position in range(*edges)]
         assert all(inside) or not any(inside)
-    assert held and data.train_tokens
-    assert len(held) <= max(1.1 * holdout * sum(sizes), min(sizes))
+    assert held_out and data.train_tokens
+    assert len(held_out) <= max(1.1 * holdout * sum(sizes), min(sizes))
 
 
 def test_one_file_does_not_split_by_files() -> None:
@@ -422,10 +422,10 @@ def test_one_file_does_not_split_by_files() -> None:
 @given(st.integers(200, 20_000), st.integers(1, 30), st.integers(0, 2**63 - 1))
 def test_no_train_window_touches_held_out_tokens(n: int, seq_len: int, seed: int) -> None:
     data = dataset(n)
-    held = np.concatenate(list(data.pieces("held_out")))
+    held_out = np.concatenate(list(data.pieces("held_out")))
     rows = data.batches(seed, 1, seq_len).rows
     windows = rows.batch(np.arange(len(rows)))
-    assert not np.isin(np.concatenate([windows["tokens"], windows["targets"]]), held).any()
+    assert not np.isin(np.concatenate([windows["tokens"], windows["targets"]]), held_out).any()
     assert len(rows) == sum((stop - start - 1) // seq_len for start, stop in data.train)
 
 
@@ -552,9 +552,9 @@ def test_nothing_to_hold_out_is_refused() -> None:
 def test_held_out_batches_cover_every_target_once(n: int, seq_len: int, batch: int) -> None:
     data = dataset(n)
     batches = data.held_out_batches(batch, seq_len)
-    counted = np.concatenate([b["targets"][b["weights"] > 0] for b in batches])
+    batch_targets = np.concatenate([b["targets"][b["weights"] > 0] for b in batches])
     targets = np.concatenate([piece[1:] for piece in data.pieces("held_out")])
-    assert sorted(counted.tolist()) == sorted(targets.tolist())
+    assert sorted(batch_targets.tolist()) == sorted(targets.tolist())
     for b in batches:
         assert b["tokens"].shape == b["targets"].shape == b["weights"].shape == (batch, seq_len)
         assert (b["targets"] == b["tokens"] + 1)[b["weights"] > 0].all()
@@ -563,9 +563,9 @@ def test_held_out_batches_cover_every_target_once(n: int, seq_len: int, batch: i
 def test_limited_held_out_batches_are_full_fixed_and_spread() -> None:
     data = dataset(20_000)
     few = data.held_out_batches(4, 16, limit=3)
-    again = data.held_out_batches(4, 16, limit=3)
+    repeat = data.held_out_batches(4, 16, limit=3)
     assert len(few) == 3
-    assert all((a["tokens"] == b["tokens"]).all() for a, b in zip(few, again, strict=True))
+    assert all((a["tokens"] == b["tokens"]).all() for a, b in zip(few, repeat, strict=True))
     starts = np.concatenate([b["tokens"][:, 0] for b in few])
     assert len(set(starts.tolist())) == 12
     assert starts.min() == data.held_out[0][0]

@@ -64,8 +64,8 @@ def test_no_bias_or_scale_of_ours_decays(kind: str, name: str) -> None:
     """Biases of 10 lost 0.05 a step at a rate of 0.01 and a decay of 0.5: GPT's qkv [3, H, K], Llama's qkv and gate_up."""
     model = MODELS[kind]()
     differ = jax.tree.map(lambda a, b: np.abs(a - b).max(), updates_of(model, name, 0.5), updates_of(model, name, 0.0))
-    for path, moved in named_leaves(differ):
-        assert moved == pytest.approx(0 if path[-1] in ("bias", "scale") else 0.05, abs=1e-4), path
+    for path, change in named_leaves(differ):
+        assert change == pytest.approx(0 if path[-1] in ("bias", "scale") else 0.05, abs=1e-4), path
 
 
 @pytest.mark.parametrize("kind", MODELS)
@@ -94,14 +94,14 @@ def foreign_trees() -> Mapping[str, tuple[Any, set[str]]]:
     """Parameters of Flax modules, and the last names of what decays."""
     x = jnp.ones((2, 3, 4))
 
-    def made(module: linen.Module) -> Any:
+    def init_params_of(module: linen.Module) -> Any:
         return module.init(jax.random.key(0), x)["params"]
 
     attention = nnx.to_pure_dict(nnx.state(nnx.MultiHeadAttention(2, 4, rngs=nnx.Rngs(0), decode=False), nnx.Param))
     return {
-        "attention": (made(linen.MultiHeadDotProductAttention(2)), {"kernel"}),
-        "general": (made(linen.DenseGeneral((2, 3))), {"kernel"}),
-        "scanned": (made(Stacked()), {"kernel"}),
+        "attention": (init_params_of(linen.MultiHeadDotProductAttention(2)), {"kernel"}),
+        "general": (init_params_of(linen.DenseGeneral((2, 3))), {"kernel"}),
+        "scanned": (init_params_of(Stacked()), {"kernel"}),
         "nnx attention": (attention, {"kernel"}),
         "by hand": ({"w1": jnp.ones((2, 3)), "b1": jnp.ones((2, 3)), "lora_b": jnp.ones((2, 2))}, {"w1", "lora_b"}),
         "torch's names": (

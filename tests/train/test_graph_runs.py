@@ -231,9 +231,9 @@ def test_bad_towers_are_one_line(
 
 def test_a_config_with_towers_reads_back_and_forgets_them_with_their_schedule(file: Path) -> None:
     loaded = load_config(file)
-    again = file.with_name("again.toml")
-    again.write_text(loaded.to_toml(), encoding="utf-8")
-    assert load_config(again) == loaded and loaded.pipeline.towers["a"]["ranks"] == 2
+    copy = file.with_name("again.toml")
+    copy.write_text(loaded.to_toml(), encoding="utf-8")
+    assert load_config(copy) == loaded and loaded.pipeline.towers["a"]["ranks"] == 2
     assert load_config(file, ["pipeline.schedule=1f1b"]).pipeline.towers == {}
 
 

@@ -103,8 +103,8 @@ def test_shards_and_buckets_of_what_is_trained() -> None:
     expected = on_one_device(optax.partition({True: optax.adam(1e-2), False: optax.set_to_zero()}, labels))
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-8, atol=1e-11)
-    again = step.by_layer(step.init(jax.device_get(got), jax.device_get(optimizer), step=3))
-    assert_same_arrays(jax.device_get(again), jax.device_get((got, optimizer)))
+    restored = step.by_layer(step.init(jax.device_get(got), jax.device_get(optimizer), step=3))
+    assert_same_arrays(jax.device_get(restored), jax.device_get((got, optimizer)))
 
 
 # -- with bfloat16, a tied leaf that is not trained, and leaves that stay float32 -----------------------------------------

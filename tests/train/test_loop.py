@@ -260,14 +260,14 @@ def test_all_checkpoints_damaged(text: Path, tmp_path: Path, straight: tuple[Pat
 
 
 def test_a_finished_run_does_nothing_but_say_so(text: Path, straight: tuple[Path, TrainResult, str]) -> None:
-    out_dir, done, _ = straight
+    out_dir, first_result, _ = straight
     before = contents(out_dir)
     result, printed = run(config(text, out_dir))
     assert printed == (
         f"nothing to do: {out_dir} is at step {STEPS} of run.steps={STEPS}; raise run.steps, or choose another run.out_dir\n"
     )
     assert (result.step, result.steps_run, result.stopped) == (STEPS, 0, False)
-    assert (result.loss, result.eval_loss) == (done.loss, done.eval_loss)
+    assert (result.loss, result.eval_loss) == (first_result.loss, first_result.eval_loss)
     assert "nan" not in result_text(result)
     assert contents(out_dir) == before
 
@@ -307,9 +307,9 @@ def test_a_default_spelt_out_is_the_same_model(
 
 
 def test_one_process_at_a_time(text: Path, straight: tuple[Path, TrainResult, str]) -> None:
-    again = config(text, straight[0], "run.steps=21")
-    with RunDirectory(again.run), pytest.raises(ConfigError, match="another process is training in it"):
-        run(again)
+    settings = config(text, straight[0], "run.steps=21")
+    with RunDirectory(settings.run), pytest.raises(ConfigError, match="another process is training in it"):
+        run(settings)
 
 
 # -- failures ---------------------------------------------------------------------------------------------------------

@@ -238,10 +238,10 @@ def test_tensorboard_gets_the_numbers(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_wandb_goes_on_with_the_run_of_the_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_PROJECT", "mine")
-    first, again, anew = (tracked("wandb", tmp_path, step, monkeypatch) for step in (None, 4, None))
+    first, resumed, anew = (tracked("wandb", tmp_path, step, monkeypatch) for step in (None, 4, None))
     assert first[1:] == [({"loss": 0.5}, 5), "closed"]
     assert (first[0]["project"], first[0]["name"], first[0]["config"]) == ("mine", tmp_path.name, {"run": {}})
-    assert first[0]["id"] == again[0]["id"] != anew[0]["id"]
+    assert first[0]["id"] == resumed[0]["id"] != anew[0]["id"]
 
 
 def test_trackio_goes_on_or_begins_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -344,12 +344,12 @@ def test_on_a_terminal_one_line_is_rewritten(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("COLUMNS", "60")
     stream = Terminal()
     run_line(stream, bubble_predicted=0.3, peak_predicted=5e9)
-    shown = _screen(stream.getvalue())
-    assert shown[0] == "saved"
-    assert shown[1].startswith("step 20/20  loss 1.0000")
-    assert shown[2:] == [""]
+    lines = _screen(stream.getvalue())
+    assert lines[0] == "saved"
+    assert lines[1].startswith("step 20/20  loss 1.0000")
+    assert lines[2:] == [""]
     assert stream.getvalue().count("\r") >= 20
-    assert max(map(len, shown)) <= 59
+    assert max(map(len, lines)) <= 59
 
 
 def test_a_dumb_terminal_gets_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:

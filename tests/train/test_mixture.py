@@ -40,11 +40,13 @@ def test_shares_and_epochs_are_exact() -> None:
     for k, part in enumerate(data.parts.values()):
         rows = part.windows("train", 8)
         expected = rows.batch(np.arange(len(rows)))["tokens"][:, 0].tolist()
-        mine = [int(t) for t in got if t // 100_000 == k]
-        assert len(mine) == 2 * data.shares[k]
-        for epoch in range(len(mine) // len(expected)):
-            assert sorted(mine[epoch * len(expected) : (epoch + 1) * len(expected)]) == expected
-        assert max(Counter(mine).values()) - min(Counter(mine).values() if len(mine) >= len(expected) else [0]) <= 1
+        tokens = [int(t) for t in got if t // 100_000 == k]
+        assert len(tokens) == 2 * data.shares[k]
+        for epoch in range(len(tokens) // len(expected)):
+            assert sorted(tokens[epoch * len(expected) : (epoch + 1) * len(expected)]) == expected
+        assert (
+            max(Counter(tokens).values()) - min(Counter(tokens).values() if len(tokens) >= len(expected) else [0]) <= 1
+        )
     early = Counter(int(t) // 100_000 for t in got[:400])
     assert 250 < early[0] < 310 and early[1] > 80, "mixed from the start"
 
@@ -63,9 +65,9 @@ def test_a_mixture_goes_on_exactly_with_any_batch_size(seed: int) -> None:
         state = DataState.from_dict(batches.state_at(step).to_dict())
     got = np.concatenate(token_batches)
     np.testing.assert_array_equal(got, np.concatenate([batch_per_row.batch_at(k)["tokens"] for k in range(len(got))]))
-    held = data.held_out_batches(16, 8)
-    counted = np.concatenate([batch["targets"][batch["weights"] > 0] for batch in held])
-    assert len(counted) == len(set(counted)) == sum(p.held_out_tokens - len(p.held_out) for p in data.parts.values())
+    held_out = data.held_out_batches(16, 8)
+    targets = np.concatenate([batch["targets"][batch["weights"] > 0] for batch in held_out])
+    assert len(targets) == len(set(targets)) == sum(p.held_out_tokens - len(p.held_out) for p in data.parts.values())
     assert data.describe().startswith("a 70.0% of t: 1 documents")
 
 
@@ -120,10 +122,10 @@ def dataset(target: str, **options: Any) -> OwnDataset:
 def test_a_function_of_the_step_makes_batches(module_name: str) -> None:
     data = dataset(f"{module_name}:by_step", scale=2)
     batches = data.batches(5, 3, 4)
-    again = data.batches(5, 3, 4, DataState.from_dict(batches.state_at(6).to_dict()))
+    resumed = data.batches(5, 3, 4, DataState.from_dict(batches.state_at(6).to_dict()))
     for step in (6, 7, 3):
         expected = np.random.default_rng([5, step, 0]).integers(0, 9, (3, 4)) * 2
-        for each in (batches, again):
+        for each in (batches, resumed):
             np.testing.assert_array_equal(each.batch_at(step)["tokens"], expected)
     assert batches.batch_at(0).keys() == {"tokens"} and batches.batch_at(0)["tokens"].dtype == np.int32
     assert len(data.held_out_batches(3, 4, 2)) == 2
@@ -136,12 +138,12 @@ def test_an_iterator_makes_batches_and_goes_on_where_it_was(module_name: str) ->
     batches = data.batches(0, 3, 4)
     assert [int(batches.batch_at(k)["tokens"][0, 0]) for k in range(5)] == [0, 1, 2, 3, 4]
     state = DataState.from_dict(batches.state_at(5).to_dict())
-    again = data.batches(0, 3, 4, state)
-    assert [int(again.batch_at(k)["tokens"][0, 0]) for k in (5, 6, 2)] == [5, 6, 2]
+    resumed = data.batches(0, 3, 4, state)
+    assert [int(resumed.batch_at(k)["tokens"][0, 0]) for k in (5, 6, 2)] == [5, 6, 2]
     for call, message in (
         (lambda: data.batches(0, 2, 4, state), "goes on with the batch size that it began with"),
         (lambda: data.batches(1, 3, 4, state), "the checkpoint is of another function"),
-        (lambda: again.batch_at(9), "ended before step 9"),
+        (lambda: resumed.batch_at(9), "ended before step 9"),
         (lambda: data.held_out_batches(3, 4), "run.eval_every=0 asks for none"),
         (
             lambda: dataset(f"{module_name}:fails").batches(0, 3, 4).batch_at(0),

@@ -65,22 +65,22 @@ def test_a_run_stands_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ver
     monkeypatch.chdir(empty)
     score = json.loads(verb("eval", author / "run", "--json"))["model"]  # its path is relative to where it was trained
 
-    text, moved = text.rename(tmp_path / "elsewhere.txt"), (author / "run").rename(tmp_path / "moved")
+    text, out_dir = text.rename(tmp_path / "elsewhere.txt"), (author / "run").rename(tmp_path / "moved")
     tokenizer_json = words.read_text()
     words.unlink()
-    assert "cat" in verb("generate", moved, "--prompt", "the cat", "--tokens", 3, "--temperature", 0)
-    assert "--data PATH" in verb("eval", moved, code=2)
-    assert json.loads(verb("eval", moved, "--json", "--data", text))["model"] == score
+    assert "cat" in verb("generate", out_dir, "--prompt", "the cat", "--tokens", 3, "--temperature", 0)
+    assert "--data PATH" in verb("eval", out_dir, code=2)
+    assert json.loads(verb("eval", out_dir, "--json", "--data", text))["model"] == score
 
-    assert (moved / "tokenizer" / "tokenizer.json").read_text() == tokenizer_json
-    stored = read_manifest(moved).meta["tokenizer"]
+    assert (out_dir / "tokenizer" / "tokenizer.json").read_text() == tokenizer_json
+    stored = read_manifest(out_dir).meta["tokenizer"]
     assert stored["json"] == tokenizer_json and stored["name"] == "words.json"
-    copied = f"data.tokenizer={moved / 'tokenizer' / 'tokenizer.json'}"
-    _, printed = run(config(text, moved, *few, copied, "run.steps=3"))
+    copied = f"data.tokenizer={out_dir / 'tokenizer' / 'tokenizer.json'}"
+    _, printed = run(config(text, out_dir, *few, copied, "run.steps=3"))
     assert "resumed from step 2" in printed
     changed = f"data.tokenizer={write_words(empty / 'words.json', 'hen')}"
     with pytest.raises((CheckpointError, DataError), match="tokenizer"):
-        run(config(text, moved, *few, changed, "run.steps=4", "model.options.vocab_size=32"))
+        run(config(text, out_dir, *few, changed, "run.steps=4", "model.options.vocab_size=32"))
 
-    rewrite_manifest(moved / "checkpoints" / "00000003", lambda body: body["meta"].pop("tokenizer"))
-    assert verb("generate", moved, "--tokens", 1)  # of an older version: the copy in the run
+    rewrite_manifest(out_dir / "checkpoints" / "00000003", lambda body: body["meta"].pop("tokenizer"))
+    assert verb("generate", out_dir, "--tokens", 1)  # of an older version: the copy in the run

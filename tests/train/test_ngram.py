@@ -48,18 +48,18 @@ def _bigram_loss(fit: list[list[int]], on: list[tuple[int, int]], vocab: int, ka
 
 def test_scores_equal_counting_by_hand(data: TokenDataset) -> None:
     fit = [piece.tolist() for piece in data.pieces("train")]
-    held = _pairs([piece.tolist() for piece in data.pieces("held_out")])
+    held_out = _pairs([piece.tolist() for piece in data.pieces("held_out")])
     scores = baselines(data, data.held_out_batches(3, 10))
 
     singles = Counter(x for piece in fit for x in piece)
     total = sum(singles.values()) + 256 * ngram.ADD_K
-    unigram = -sum(math.log((singles[b] + ngram.ADD_K) / total) for _, b in held) / len(held)
+    unigram = -sum(math.log((singles[b] + ngram.ADD_K) / total) for _, b in held_out) / len(held_out)
     assert scores["unigram"].loss == pytest.approx(unigram, rel=1e-12)
 
     heads = [piece[: len(piece) - len(piece) // 10] for piece in fit]
     tails = [piece[len(piece) - len(piece) // 10 - 1 :] for piece in fit]
     kappa = min(ngram.KAPPAS, key=lambda k: _bigram_loss(heads, _pairs(tails), 256, k))
-    assert scores["bigram"].loss == pytest.approx(_bigram_loss(fit, held, 256, kappa), rel=1e-12)
+    assert scores["bigram"].loss == pytest.approx(_bigram_loss(fit, held_out, 256, kappa), rel=1e-12)
     assert scores["bigram"].bits_per_byte == pytest.approx(scores["bigram"].loss / math.log(2))
 
 
@@ -92,9 +92,9 @@ def test_a_markov_chain_is_recovered_to_its_entropy() -> None:
     cumulative = transition.cumsum(1)
     for t in range(1, len(chain)):
         chain[t] = min(7, np.searchsorted(cumulative[chain[t - 1]], draws[t]))
-    fit, held = chain[:50_000], chain[50_000:]
-    batch = {"tokens": held[None, :-1], "targets": held[None, 1:], "weights": np.ones((1, len(held) - 1))}
-    truth = -np.log(transition[held[:-1], held[1:]]).mean()
+    fit, held_out = chain[:50_000], chain[50_000:]
+    batch = {"tokens": held_out[None, :-1], "targets": held_out[None, 1:], "weights": np.ones((1, len(held_out) - 1))}
+    truth = -np.log(transition[held_out[:-1], held_out[1:]]).mean()
     bigram = Bigram.fit([fit], 8)
     assert evaluate(bigram, [batch]).loss == pytest.approx(truth, abs=0.003)
     assert evaluate(bigram.unigram, [batch]).loss > truth + 0.05

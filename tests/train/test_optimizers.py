@@ -156,11 +156,11 @@ SIMILAR = (
 """Like others in what the pipeline sees of them: with ``-m soak``."""
 
 
-def named(names: Any, soak: Any) -> list[Any]:
+def name_params(names: Any, soak: Any) -> list[Any]:
     return [pytest.param(name, marks=pytest.mark.soak if name in soak else ()) for name in names]
 
 
-@pytest.mark.parametrize("name", named(EXACT, SIMILAR))
+@pytest.mark.parametrize("name", name_params(EXACT, SIMILAR))
 def test_three_steps_equal_one_device(name: str) -> None:
     optimizer = EXACT[name]()
     got, state, metrics = over_ranks(TrainStep(pipeline(), optimizer))
@@ -201,7 +201,7 @@ ACROSS = (
     ("dp", "tp", "zero1"),
     [(2, 2, True), pytest.param(2, 1, True, marks=pytest.mark.soak), pytest.param(1, 2, False, marks=pytest.mark.soak)],
 )
-@pytest.mark.parametrize("name", named(ELEMENTWISE, ELEMENTWISE[len(IN_PIECES) :]))
+@pytest.mark.parametrize("name", name_params(ELEMENTWISE, ELEMENTWISE[len(IN_PIECES) :]))
 def test_pieces_are_updated_as_the_whole_on_one_device(name: str, dp: int, tp: int, zero1: bool) -> None:
     got, _, _ = over_ranks(TrainStep(pipeline(dp, tp), EXACT[name](), zero1=zero1))
     assert_close(got, on_one_device(EXACT[name]()))
@@ -257,8 +257,8 @@ def check_labels(seed: int) -> None:
             layerwise.part(names),
             *({n: tree[n] for n in names} for tree in (all_params, grads)),
         )
-        _, held = part.update(own_grads, part.init(group_params), group_params, {})
-        got, _ = part.update(own_grads, held, group_params, {})
+        _, part_state = part.update(own_grads, part.init(group_params), group_params, {})
+        got, _ = part.update(own_grads, part_state, group_params, {})
         assert_close(got, {n: expected[n] for n in names})
 
 
@@ -420,8 +420,8 @@ def test_stored_states_go_on_whatever_their_trees_are_made_of(name: str) -> None
         {layer: plain_trees(tree) for layer, tree in optimizer.items()},
         {layer: plain_trees(unnamed(tree, layer)) for layer, tree in optimizer.items()},
     ):
-        again, _ = step(step.init(stored_params, stored, step=2), batches()[2])
-        jax.tree.map(np.testing.assert_array_equal, jax.device_get(step.by_layer(again)), expected)
+        resumed, _ = step(step.init(stored_params, stored, step=2), batches()[2])
+        jax.tree.map(np.testing.assert_array_equal, jax.device_get(step.by_layer(resumed)), expected)
 
 
 def test_states_of_another_optimizer_are_refused() -> None:

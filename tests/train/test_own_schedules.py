@@ -142,13 +142,13 @@ def module_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_a_function_makes_the_schedule(module_name: str) -> None:
-    def made(function: str, **changes: Any) -> Any:
+    def build(function: str, **changes: Any) -> Any:
         return build_schedule(replace(PIPE, schedule=f"{module_name}:{function}", **changes), even)
 
-    assert made("towers") == made("towers")
-    assert made("towers").rows == traverse(one_to_one(4), 6, Traversal("backward", in_flight=2)).rows
-    assert made("fixed").rows == generate("gpipe", 4, 6).rows
-    assert made("by_costs", chunks=2).num_stages == 8
+    assert build("towers") == build("towers")
+    assert build("towers").rows == traverse(one_to_one(4), 6, Traversal("backward", in_flight=2)).rows
+    assert build("fixed").rows == generate("gpipe", 4, 6).rows
+    assert build("by_costs", chunks=2).num_stages == 8
     assert load_config(None, [f"pipeline.schedule={module_name}:towers"]).pipeline.schedule == f"{module_name}:towers"
 
 

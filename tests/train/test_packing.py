@@ -38,13 +38,13 @@ def documents(corpus: Corpus, spans: tuple[tuple[int, int], ...], seq_len: int) 
     for start, stop in zip(corpus.edges[:-1].tolist(), corpus.edges[1:].tolist(), strict=True):
         if any(a <= start and stop <= b for a, b in spans):
             piece = slice(start, min(stop, start + seq_len + 1))
-            counted = [i > 0 and bool(x) for i, x in enumerate(corpus.answers[piece])]  # type: ignore[index]
-            if any(counted):
-                counts[bytes(corpus.ids[piece]), tuple(counted)] += 1
+            has_weight = [i > 0 and bool(x) for i, x in enumerate(corpus.answers[piece])]  # type: ignore[index]
+            if any(has_weight):
+                counts[bytes(corpus.ids[piece]), tuple(has_weight)] += 1
     return counts
 
 
-def seen_in(batch: dict[str, Any], documents: Seen) -> Seen:
+def documents_in(batch: dict[str, Any], documents: Seen) -> Seen:
     """The documents in a batch with a document mask."""
     counts: Seen = Counter()
     for tokens, targets, weights, segments in zip(
@@ -52,17 +52,17 @@ def seen_in(batch: dict[str, Any], documents: Seen) -> Seen:
     ):
         window = np.concatenate([tokens, targets[-1:]])
         np.testing.assert_array_equal(window[1:], targets)
-        counted = np.concatenate([[False], weights > 0])
+        has_weight = np.concatenate([[False], weights > 0])
         edges = [0, *(np.flatnonzero(np.diff(segments)) + 1).tolist(), len(tokens)]
         for k, (a, b) in enumerate(itertools.pairwise(edges)):
             last = k == len(edges) - 2
             for end in (b + 1, b) if last else (b,):  # the last token of a row is a target only
-                key = bytes(window[a:end].astype(np.uint8)), tuple(counted[a:end].tolist())
+                key = bytes(window[a:end].astype(np.uint8)), tuple(has_weight[a:end].tolist())
                 if key in documents:
                     counts[key] += 1
                     break
             else:
-                assert last and not window[a:].any() and not counted[a:].any(), "what fills a row up"
+                assert last and not window[a:].any() and not has_weight[a:].any(), "what fills a row up"
     return counts
 
 
@@ -107,15 +107,15 @@ def test_every_answer_is_seen_with_its_question_once_an_epoch(corpus: Corpus) ->
         fitting = documents(corpus, data.train, seq_len)
         counts: Seen = Counter()
         for batch in batches_of(data, seq_len, 2, rng):
-            counts += seen_in(batch, fitting)
+            counts += documents_in(batch, fitting)
         assert counts == Counter({key: 2 * count for key, count in fitting.items()})
         held_out = documents(corpus, data.held_out, seq_len)
-        held: Seen = Counter()
+        held_out_counts: Seen = Counter()
         for batch in data.held_out_batches(5, seq_len):
-            held += seen_in(batch, held_out)
-        assert held == held_out and data.pack == "whole"
+            held_out_counts += documents_in(batch, held_out)
+        assert held_out_counts == held_out and data.pack == "whole"
         if seq_len >= longest - 1:
-            total = sum(sum(counted) * n for part in (counts, held) for (_, counted), n in part.items())
+            total = sum(sum(weighted) * n for part in (counts, held_out_counts) for (_, weighted), n in part.items())
             firsts = sum(int(corpus.answers[start]) for start in corpus.edges[:-1])  # type: ignore[index]
             assert total == sum(sum(c) * n for (_, c), n in fitting.items()) + int(corpus.answers.sum()) - firsts  # type: ignore[union-attr]
         causal = TokenDataset.split(corpus, BYTES, 0.1).windows("train", seq_len).batch(np.arange(3))
@@ -153,10 +153,10 @@ def test_text_is_packed_whole_in_pieces(sizes: list[int], seq_len: int) -> None:
     data = TokenDataset.split(corpus, IdTokenizer(1 << 16), 0.0, mask="document", pack="whole")
     rows = data.windows("train", seq_len)
     batch = rows.batch(np.arange(len(rows)))
-    counted = batch["weights"] > 0
+    has_weight = batch["weights"] > 0
     expected = sorted(set(range(int(edges[-1]))) - set(edges[:-1].tolist()))
-    assert sorted(batch["targets"][counted].tolist()) == expected
-    assert (batch["targets"][counted] == batch["tokens"][counted] + 1).all()
+    assert sorted(batch["targets"][has_weight].tolist()) == expected
+    assert (batch["targets"][has_weight] == batch["tokens"][has_weight] + 1).all()
     assert data.fingerprint != TokenDataset.split(corpus, data.tokenizer, 0.0, mask="document").fingerprint
 
 
@@ -181,11 +181,11 @@ def test_the_data_line_counts_what_is_cut_or_left_out() -> None:
     )
     masked = TokenDataset.split(corpus, BYTES, 0.0, mask="auto").for_model({**arrays, "segments": ((16,), "int32")}, 16)
     assert masked.by_document and masked.describe().endswith("left out") and masked.fingerprint != data.fingerprint
-    ended = TokenDataset.split(corpus, BYTES, 0.0, mask="causal", pack="concat").for_model(arrays, 16)
-    assert ended.describe().endswith("; chats end to end in 4 windows of 16, 2 without an answer left out")
+    end_to_end = TokenDataset.split(corpus, BYTES, 0.0, mask="causal", pack="concat").for_model(arrays, 16)
+    assert end_to_end.describe().endswith("; chats end to end in 4 windows of 16, 2 without an answer left out")
     windows = TokenDataset.split(corpus, BYTES, 0.0, pack="windows").for_model(arrays, 16)
     assert windows.describe().endswith("; chats end to end in 6 windows of 16")
-    assert len({d.fingerprint for d in (data, ended, windows)}) == 3
+    assert len({d.fingerprint for d in (data, end_to_end, windows)}) == 3
     with pytest.raises(
         DataError, match=r"whole chats in 2 rows.*fewer than one batch of 3: use more data, or run.batch=2"
     ):

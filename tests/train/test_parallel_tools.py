@@ -52,13 +52,13 @@ def test_a_rank_of_four_devices_is_rehearsed(tmp_path: Path) -> None:
     sizes = ["pipeline.tp=2", "pipeline.dp=2", "pipeline.zero1=true"]
     settings = config(write_text(tmp_path / "text.txt"), tmp_path / "run", *sizes)
     prepared = prepare(settings)
-    done = rehearse(prepared, find_devices(4, tp=2), [1], lambda text: None, steps=1)
-    (report,) = done.reports
+    rehearsal = rehearse(prepared, find_devices(4, tp=2), [1], lambda text: None, steps=1)
+    (report,) = rehearsal.reports
     assert report.device == "4 × cpu"
     assert report.memory.ratio == 1
     (measured,) = report.collectives.values()
-    assert done.costs.tp_comm_s[1] == measured.median_s
-    assert done.costs.f_s[1] == max(0.0, report.timings["F", 1].median_s - measured.median_s)
+    assert rehearsal.costs.tp_comm_s[1] == measured.median_s
+    assert rehearsal.costs.f_s[1] == max(0.0, report.timings["F", 1].median_s - measured.median_s)
 
 
 def test_costs_of_a_run_are_compute_beside_the_collectives() -> None:

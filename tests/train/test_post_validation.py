@@ -40,11 +40,11 @@ SMALL = Case("gpt-tied", 2, 1, 1, family="zb-2p", dtype="bfloat16", one_block=Tr
 Told = tuple[float, float, bool, bool]
 
 
-def whole(state: TrainState) -> Any:
+def host_state(state: TrainState) -> Any:
     return jax.device_get((dict(state.master), dict(state.optimizer), dict(state.compute)))
 
 
-def told(metrics: Any) -> Told:
+def numbers_of(metrics: Any) -> Told:
     return float(metrics.loss), float(metrics.grad_norm), bool(metrics.applied), bool(metrics.finite)
 
 
@@ -54,14 +54,14 @@ def same_bits(got: Any, expected: Any) -> None:
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
 
 
-def spoilt(count: int) -> list[dict[str, np.ndarray]]:
+def batches_with_nan(count: int) -> list[dict[str, np.ndarray]]:
     """Batches of which one gives a gradient that is not finite."""
     data = batches(count)
     data[count // 2]["weights"][0, 0, 0] = np.nan
     return data
 
 
-def without(
+def steps_without(
     step: Callable[..., TrainStep], params: Any, data: Sequence[Any]
 ) -> tuple[float, list[Any], list[Told], Any]:
     """A norm that some of the steps exceed, and all that is after each step that clips by it."""
@@ -76,8 +76,8 @@ def without(
     state, states, records = clipping.init(params), [], []
     for batch in data:
         state, metrics = clipping(state, batch)
-        states.append(whole(state))
-        records.append(told(metrics))
+        states.append(host_state(state))
+        records.append(numbers_of(metrics))
     return clip_norm, states, records, jax.device_get(clipping.by_layer(state))
 
 
@@ -85,14 +85,14 @@ def check_every_bit(
     step: Callable[..., TrainStep], params: Any, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> TrainStep:
     """The steps of ``step(clip_norm=…, post_validation=…)`` with and without post-validation."""
-    data = spoilt(count)
-    clip_norm, states, records, end = without(step, params, data)
+    data = batches_with_nan(count)
+    clip_norm, states, records, end = steps_without(step, params, data)
     committed = []
     settled = LateUpdate.settled
 
     def watch(late: LateUpdate) -> TrainState:
         first, state = late._settled is None, settled(late)
-        committed.extend([whole(state)] if first else [])
+        committed.extend([host_state(state)] if first else [])
         return state
 
     monkeypatch.setattr(LateUpdate, "settled", watch)
@@ -102,7 +102,7 @@ def check_every_bit(
         state, step_metrics = ahead(state, batch)
         metrics.append(step_metrics)
     same_bits(jax.device_get(ahead.by_layer(state)), end)
-    same_bits([told(m) for m in metrics], records)
+    same_bits([numbers_of(m) for m in metrics], records)
     same_bits(committed, states)
     clipped = sum(norm > clip_norm for _, norm, *_ in records)
     assert count / 6 < clipped < 2 * count / 3
@@ -236,14 +236,14 @@ def test_whoever_looks_sees_what_is_committed() -> None:
     same_bits(jax.device_get(trainer.train_step.by_layer(state)), states[0])
     loss = trainer.evaluate(state, data[2])["loss"]
     assert loss == Trainer.over(small("off")).evaluate(small("off").init(*states[0]), data[2])["loss"]
-    again, metrics = trainer.step(state, data[1], record=True)
+    second, metrics = trainer.step(state, data[1], record=True)
     assert metrics.timeline is not None
     assert len(metrics.outputs.tokens) == sum(map(len, trainer.schedule.rows))
     with pytest.raises(RunError, match="is used up"):
         trainer.step(state, data[1])
     other = trainer.with_schedule(generate("zb-h1", 2, trainer.schedule.num_microbatches))
-    same_bits(jax.device_get(trainer.train_step.by_layer(again)), states[1])
-    last, _ = other.step(again, data[2])
+    same_bits(jax.device_get(trainer.train_step.by_layer(second)), states[1])
+    last, _ = other.step(second, data[2])
     got, expected = jax.device_get(other.train_step.by_layer(last)), states[2]
     assert jax.tree.structure(got) == jax.tree.structure(expected)  # another order adds gradients otherwise
     assert trainer.train_step.post_validation.rollbacks == before + 3
@@ -256,19 +256,19 @@ def test_forwards_run_before_it_is_asked_and_are_dropped(monkeypatch: pytest.Mon
     state, first = step(state, data[0])
     late = state.late
     assert late is not None
-    moved = step.with_pipeline(step.pipeline.with_schedule(step.pipeline.schedule))
+    new_step = step.with_pipeline(step.pipeline.with_schedule(step.pipeline.schedule))
     requests, accumulators = [], LateUpdate.accumulators
 
     def watch(late: LateUpdate, rank: int) -> Any:
-        requests.append((rank, [str(action) for _, action, _ in moved.pipeline.executor.dispatched]))
+        requests.append((rank, [str(action) for _, action, _ in new_step.pipeline.executor.dispatched]))
         return accumulators(late, rank)
 
     monkeypatch.setattr(LateUpdate, "accumulators", watch)
-    state, metrics = moved(state, data[1])
+    state, metrics = new_step(state, data[1])
     ((rank, dispatched),) = requests  # and was told that the step is dropped
     assert rank == 1 and {"F0.0", "F0.1", "F1.0"} <= {*dispatched} and all(x[0] == "F" for x in dispatched)
     assert bool(first.finite) and bool(metrics.applied)
-    same_bits(jax.device_get(moved.by_layer(state)), small_states()[1])
+    same_bits(jax.device_get(new_step.by_layer(state)), small_states()[1])
     old_params = weakref.ref(late.settled().compute[0, 0][0])
     del late
     gc.collect()
@@ -289,7 +289,7 @@ def test_auto_begins_after_clean_steps_and_ends_with_a_failure() -> None:
 @pytest.mark.soak
 def test_auto_changes_no_bit_and_fails_once_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps are clean but for one that is not finite, before and after which the update goes ahead."""
-    data = spoilt(30)
+    data = batches_with_nan(30)
     ends = []
     for mode in ("off", "auto"):
         step = TrainStep(pipeline(SMALL), optimizer(), clip_norm=1e3, post_validation=mode)
@@ -317,9 +317,9 @@ def test_memory(case: Case) -> None:
         jax.block_until_ready((metrics.loss, dict(state.compute)))
         arrays = jax.tree.leaves((dict(state.master), dict(state.compute), dict(state.acc), dict(state.optimizer)))
         if state.late is not None:
-            held = state.late._unapplied  # type: ignore[attr-defined]
-            arrays += jax.tree.leaves(([x.grads for x in held.reduced.values()], held.params, held.acc))
-            arrays += jax.tree.leaves([x.acc for x in held.reduced.values()])
+            unapplied = state.late._unapplied  # type: ignore[attr-defined]
+            arrays += jax.tree.leaves(([x.grads for x in unapplied.reduced.values()], unapplied.params, unapplied.acc))
+            arrays += jax.tree.leaves([x.acc for x in unapplied.reduced.values()])
         live_arrays = {id(a): a for a in arrays if not a.is_deleted()}
         live[mode] = sum(s.data.nbytes for a in live_arrays.values() for s in a.addressable_shards)
         predicted[mode] = step.memory_report(workspace=False)

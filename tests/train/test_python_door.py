@@ -109,7 +109,7 @@ def gpt() -> Trainer:
     return trainer_of(GPT(vocab_size=256, **SIZES))
 
 
-def asked(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+def run_verb(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
     capsys.readouterr()
     code = main([str(x) for x in arguments])
     captured = capsys.readouterr()
@@ -124,14 +124,14 @@ def _llama(own_lm: Any) -> Trainer:
     return trainer_of(Llama(vocab_size=257, vocab_multiple=4, mlp_size=16, rope_scaling=scaling, **SIZES), tp=2)
 
 
-def _own(own_lm: Any) -> Trainer:
+def _custom(own_lm: Any) -> Trainer:
     return trainer_of(own_lm.make(16), target="own_lm:make", target_options={"width": 16})
 
 
 MADE: Mapping[str, tuple[Callable[[Any], Trainer], tuple[str, ...]]] = {
     "gpt": (lambda own_lm: gpt(), ()),
     "llama": (_llama, ()),
-    "own": (_own, ("--model", "own_lm:make")),
+    "own": (_custom, ("--model", "own_lm:make")),
 }
 
 
@@ -139,19 +139,19 @@ MADE: Mapping[str, tuple[Callable[[Any], Trainer], tuple[str, ...]]] = {
 def test_what_a_trainer_saves_leads_out_again(
     kind: str, own_lm: Any, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    make, named = MADE[kind]
+    make, model_flags = MADE[kind]
     trainer, data = make(own_lm), jaxpipe.data(text, batch=4, seq_len=T)
     state, _ = trainer.step(trainer.init(), data.batch_at(0))
     trainer.save(state, tmp_path / "run", data=data)
     expected_loss = trainer.evaluate(state, data.held_out(4, 1)[0])["loss"]
-    code, out, err = asked(capsys, "eval", tmp_path / "run", "--batch", 4, "--batches", 1, "--json", *named)
+    code, out, err = run_verb(capsys, "eval", tmp_path / "run", "--batch", 4, "--batches", 1, "--json", *model_flags)
     assert code == 0, err
     report = json.loads(out)
     assert report["other_data"] is False
     assert report["model"]["loss"] == pytest.approx(expected_loss, rel=1e-5)
-    code, out, err = asked(capsys, "generate", tmp_path / "run", "--prompt", "the", "--tokens", 2, *named)
+    code, out, err = run_verb(capsys, "generate", tmp_path / "run", "--prompt", "the", "--tokens", 2, *model_flags)
     assert code == 0 and out.startswith("the"), err
-    code, _, err = asked(capsys, "export", tmp_path / "run", "-o", tmp_path / "hf", *named)
+    code, _, err = run_verb(capsys, "export", tmp_path / "run", "-o", tmp_path / "hf", *model_flags)
     assert code == 0, err
     if kind == "gpt":  # the functions do the same
         assert jaxpipe.generate(tmp_path / "run", "the", tokens=2) == out.removeprefix("the").removesuffix("\n")
@@ -181,16 +181,16 @@ def test_what_is_not_known_is_asked_for_in_one_line(
         trainer.save(replace(state, step=step), tmp_path / "run")
     assert [line for line in lines if "saved without what makes" in line] == lines[-1:]
     for verb in (("export", "-o", tmp_path / "hf"), ("eval",), ("generate",)):
-        code, _, err = asked(capsys, verb[0], tmp_path / "run", *verb[1:])
+        code, _, err = run_verb(capsys, verb[0], tmp_path / "run", *verb[1:])
         assert code == 2 and re.search(r"name it with --model module:function, or train with Trainer\(target=…\)$", err)
         assert err.count("\n") == 0
-    named = ("--model", "own_lm:make")
-    code, _, err = asked(capsys, "generate", tmp_path / "run", *named)
+    model_flags = ("--model", "own_lm:make")
+    code, _, err = run_verb(capsys, "generate", tmp_path / "run", *model_flags)
     assert code == 2 and "keeps no tokenizer, ids alone (ids:256)" in err
-    code, _, err = asked(capsys, "eval", tmp_path / "run", *named)
+    code, _, err = run_verb(capsys, "eval", tmp_path / "run", *model_flags)
     assert code == 2 and "does not say what data it was trained on" in err
-    code, out, err = asked(
-        capsys, "eval", tmp_path / "run", *named, "--tokenizer", "byte", "--data", text, "--batches", 1
+    code, out, err = run_verb(
+        capsys, "eval", tmp_path / "run", *model_flags, "--tokenizer", "byte", "--data", text, "--batches", 1
     )
     assert code == 0 and "data that it may have been trained on" in out, err
     assert jaxpipe.generate(tmp_path / "run", "a", tokens=1, temperature=0, model=model, tokenizer="byte")
@@ -238,8 +238,8 @@ def test_a_run_begins_with_what_a_trainer_saved(text: Path, tmp_path: Path) -> N
     assert meta["config"]["model"]["target"] == "models.gpt:GPT" and "seq_len" not in meta["config"]["model"]["options"]
     began = completed(TrainConfig().override([f"run.init_from={tmp_path / 'saved'}", f"data.seq_len={T}"]))
     assert dict(began.model.options)["d_model"] == 8
-    again = trainer.params(trainer.init(jaxpipe.load_params(f"{tmp_path / 'saved'}:0", trainer.model)))
-    jax.tree.map(np.testing.assert_array_equal, again, trainer.params(state))
+    loaded = trainer.params(trainer.init(jaxpipe.load_params(f"{tmp_path / 'saved'}:0", trainer.model)))
+    jax.tree.map(np.testing.assert_array_equal, loaded, trainer.params(state))
     with pytest.raises(CheckpointError, match="no checkpoint in"):
         jaxpipe.load_params(tmp_path / "nowhere", trainer.model)
     other = GPT(vocab_size=256, gelu="exact", **SIZES)
@@ -377,8 +377,8 @@ def test_a_start_says_what_it_does(
 
     lines = lines_of(trainer_of(model))
     assert all(re.fullmatch(r"jaxpipe: .*: \d+ programs compiled, \d+ loaded, \d+ s(; done)?", line) for line in lines)
-    begun = [line.split(":")[1].strip() for line in lines if line.endswith("; done")]
-    assert begun == ["making the first state", "compiling the first step"], "and nothing of later steps"
+    phases = [line.split(":")[1].strip() for line in lines if line.endswith("; done")]
+    assert phases == ["making the first state", "compiling the first step"], "and nothing of later steps"
     assert lines_of(trainer_of(model, progress=None)) == []
 
 

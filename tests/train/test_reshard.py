@@ -46,7 +46,7 @@ def _step(mesh: int) -> TrainStep:
 
 
 @cache
-def _whole() -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+def _full_state() -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     """Parameters and optimizer state by layer, every element another number (but for counts, of which each layer has the same);
     float32, as masters are."""
     rng = np.random.default_rng(0)
@@ -69,14 +69,14 @@ def _saved(folder: Path, mesh: int) -> CheckpointStore:
     store = CheckpointStore(folder / str(mesh))
     if not store.steps():
         step = _step(mesh)
-        params, state = step.by_layer(step.init(*_whole(), step=7))
+        params, state = step.by_layer(step.init(*_full_state(), step=7))
         store.save(7, params, state, {}, wait=True)
     return store
 
 
 @pytest.mark.parametrize(("saved", "resumed"), PAIRS)
 def test_saved_under_one_mesh_and_resumed_under_another(saved: int, resumed: int, folder: Path) -> None:
-    params, state = _whole()
+    params, state = _full_state()
     loaded = _saved(folder, saved).load(like={"params": params, "optimizer": state})
     step = _step(resumed)
     resumed_state = step.init(loaded.params, loaded.optimizer, step=loaded.step)
@@ -88,11 +88,11 @@ def test_saved_under_one_mesh_and_resumed_under_another(saved: int, resumed: int
 
 def test_one_device_loads_what_a_mesh_saved(folder: Path) -> None:
     _saved(folder, 1).close()
-    assert_same(load_params(folder / "1", like=_whole()[0]), dict(_whole()[0]))
+    assert_same(load_params(folder / "1", like=_full_state()[0]), dict(_full_state()[0]))
 
 
 def test_state_of_another_optimizer_is_refused_in_one_line() -> None:
-    params, state = _whole()
+    params, state = _full_state()
     halved = {
         name: jax.tree.map(lambda a: a[..., : max(1, a.shape[-1] // 2)] if a.ndim else a, tree)
         for name, tree in state.items()

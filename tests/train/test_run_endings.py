@@ -59,7 +59,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def spoilt(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+def marked_text(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """The text with a ``Q`` among the targets of some steps, and in what is held out if asked for."""
 
     def make(*steps: int, held_out: bool = False) -> Path:
@@ -93,7 +93,7 @@ def steps_in(out_dir: Path) -> tuple[int, ...]:
     return CheckpointStore(out_dir / "checkpoints").steps()
 
 
-def ended(arguments: Sequence[str]) -> tuple[int, str, str]:
+def run_jaxpipe(arguments: Sequence[str]) -> tuple[int, str, str]:
     """Exit code, stdout and stderr of ``jaxpipe ARGUMENTS``."""
     with start(arguments) as child:
         out, err = child.communicate(timeout=300)
@@ -127,7 +127,7 @@ def test_codes_of_mistakes(text: Path, tmp_path: Path, capsys: pytest.CaptureFix
     """2, and 3 by a process that compiles nothing; 75 is tested where runs are stopped."""
     assert main(["train", *tiny(text, tmp_path / "run", "run.stepz=1")]) == 2
     assert capsys.readouterr().err.count("\n") == 1
-    code, _, err = ended(["train", *tiny(text, tmp_path / "run", "run.resume=must")])
+    code, _, err = run_jaxpipe(["train", *tiny(text, tmp_path / "run", "run.resume=must")])
     assert (code, err.count("\n")) == (3, 1)
     assert contents(tmp_path) == {}
     assert not (tmp_path / "run").exists()
@@ -138,8 +138,8 @@ def test_a_reader_that_has_seen_enough_is_no_mistake() -> None:
     os.close(reader)
     with os.fdopen(writer, "w") as stdout:
         arguments = [sys.executable, "-m", "jaxpipe", "schedules"]
-        done = subprocess.run(arguments, cwd=ROOT, stdout=stdout, stderr=subprocess.PIPE, text=True)
-    assert (done.returncode, done.stderr) == (141, "")
+        result = subprocess.run(arguments, cwd=ROOT, stdout=stdout, stderr=subprocess.PIPE, text=True)
+    assert (result.returncode, result.stderr) == (141, "")
 
 
 # -- what is less important than checkpoints ------------------------------------------------------------------------------
@@ -209,7 +209,7 @@ print("asked by", stop.requested, flush=True)
 
 
 @pytest.mark.parametrize(
-    ("ignored", "sent", "signal_name"),
+    ("ignored", "signals", "signal_name"),
     [
         ([], ["SIGHUP"], "SIGHUP"),
         ([], ["SIGUSR1"], "SIGUSR1"),
@@ -217,13 +217,13 @@ print("asked by", stop.requested, flush=True)
         (["SIGUSR1"], ["SIGUSR1", "SIGINT"], "SIGINT"),
     ],
 )
-def test_signals_of_terminals_and_slurm(ignored: list[str], sent: list[str], signal_name: str) -> None:
+def test_signals_of_terminals_and_slurm(ignored: list[str], signals: list[str], signal_name: str) -> None:
     """nohup ignores SIGHUP: it stays ignored, and does not count as the first of two."""
     with subprocess.Popen(
         [sys.executable, "-c", STOP_LOOP, *ignored], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as child:
         read_until(child, "ready")
-        for name in sent:
+        for name in signals:
             child.send_signal(signal.Signals[name])
         out, err = child.communicate(timeout=60)
     assert (child.returncode, out) == (0, f"asked by {signal_name}\n")
@@ -235,24 +235,24 @@ def test_signals_of_terminals_and_slurm(ignored: list[str], sent: list[str], sig
 
 def failing_writes(monkeypatch: pytest.MonkeyPatch, fails: Callable[[int], bool]) -> list[int]:
     """The steps that were tried to be written; those for whose number of try ``fails`` says so end in a full disk."""
-    tried: list[int] = []
+    attempts: list[int] = []
     write = checkpoint_format.write
 
     def maybe(folder: Path, step: int, *args: Any) -> None:
-        tried.append(step)
-        if fails(len(tried)):
+        attempts.append(step)
+        if fails(len(attempts)):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         write(folder, step, *args)
 
     monkeypatch.setattr(checkpoint_format, "write", maybe)
-    return tried
+    return attempts
 
 
 def test_a_save_that_failed_is_tried_again_with_pauses(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The disk is full for four tries. Steps are waited for, so that a failure shows at the next step and not later."""
-    tried = failing_writes(monkeypatch, lambda number: number <= 4)
+    attempts = failing_writes(monkeypatch, lambda number: number <= 4)
     save = CheckpointStore.save
 
     def save_now(self: CheckpointStore, *args: Any, **kwargs: Any) -> None:
@@ -262,7 +262,7 @@ def test_a_save_that_failed_is_tried_again_with_pauses(
 
     monkeypatch.setattr(CheckpointStore, "save", save_now)
     result, printed = run(tiny_config(text, tmp_path / "run", "run.checkpoint_every=10"))
-    assert tried == [10, 11, 13, 16, 20]
+    assert attempts == [10, 11, 13, 16, 20]
     assert (result.step, steps_in(tmp_path / "run")) == (STEPS, (STEPS,))
     assert printed.count("warning: can't save step") == 4
     assert printed.count("no space left on device") == 4
@@ -271,21 +271,21 @@ def test_a_save_that_failed_is_tried_again_with_pauses(
 def test_a_last_save_that_fails_ends_the_run_with_what_is_left(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tried = failing_writes(monkeypatch, lambda number: number > 1)
+    attempts = failing_writes(monkeypatch, lambda number: number > 1)
     with pytest.raises(CheckpointError) as info:
         run(tiny_config(text, tmp_path / "run", "run.steps=8", "run.checkpoint_every=4"))
     assert str(info.value).startswith("after step 8: can't save step 8 in ")
     assert str(info.value).endswith("; run the same command again to go on from step 4")
     assert info.value.exit_code == 3
-    assert tried == [4, 8, 8]
+    assert attempts == [4, 8, 8]
 
 
 # -- hanging --------------------------------------------------------------------------------------------------------------
 
 
-def test_a_step_that_hangs_ends_the_process(spoilt: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_step_that_hangs_ends_the_process(marked_text: Callable[..., Path], tmp_path: Path) -> None:
     overrides = (f"{BAD}hangs", "run.watchdog_s=1", "run.checkpoint_every=3")
-    code, _, err = ended(["train", *tiny(spoilt(7), tmp_path / "run", *overrides)])
+    code, _, err = run_jaxpipe(["train", *tiny(marked_text(7), tmp_path / "run", *overrides)])
     lines = err.splitlines()
     assert code == 5, err
     assert any(line.startswith(("Current thread ", "Thread ")) for line in lines)
@@ -294,17 +294,17 @@ def test_a_step_that_hangs_ends_the_process(spoilt: Callable[..., Path], tmp_pat
     assert lines[-1].endswith(" of step 7 has not run; run the same command again to go on from step 6")
 
 
-def test_what_is_whole_when_a_step_hangs_is_saved(spoilt: Callable[..., Path], tmp_path: Path) -> None:
+def test_what_is_whole_when_a_step_hangs_is_saved(marked_text: Callable[..., Path], tmp_path: Path) -> None:
     """A recorded step is waited for before its update takes the state of the step before."""
     overrides = (f"{BAD}hangs", "run.watchdog_s=1", "run.checkpoint_every=4", "run.log_every=1")
-    code, _, err = ended(["train", *tiny(spoilt(7), tmp_path / "run", *overrides)])
+    code, _, err = run_jaxpipe(["train", *tiny(marked_text(7), tmp_path / "run", *overrides)])
     assert (code, steps_in(tmp_path / "run")) == (5, (4, 6))
     assert err.splitlines()[-1].endswith(" of step 7 has not run; run the same command again to go on from step 6")
 
 
-def test_an_evaluation_that_hangs_ends_the_process(spoilt: Callable[..., Path], tmp_path: Path) -> None:
+def test_an_evaluation_that_hangs_ends_the_process(marked_text: Callable[..., Path], tmp_path: Path) -> None:
     overrides = (f"{BAD}hangs", "run.watchdog_s=2", "run.checkpoint_every=2", "run.eval_every=6", "run.eval_batches=1")
-    code, _, err = ended(["train", *tiny(spoilt(held_out=True), tmp_path / "run", *overrides)])
+    code, _, err = run_jaxpipe(["train", *tiny(marked_text(held_out=True), tmp_path / "run", *overrides)])
     assert code == 5
     line = err.splitlines()[-1]
     assert line.startswith("jaxpipe: step 6 has not ended after ")
@@ -325,10 +325,10 @@ def test_a_signal_before_the_first_step_ends_at_once(name: str, text: Path, tmp_
     assert not (tmp_path / "run").exists()
 
 
-def test_a_second_signal_ends_a_run_that_hangs(spoilt: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_second_signal_ends_a_run_that_hangs(marked_text: Callable[..., Path], tmp_path: Path) -> None:
     """The main thread waits inside XLA, where no Python handler runs."""
     overrides = (f"{BAD}hangs", "run.watchdog_s=0", "run.checkpoint_every=3")
-    with start(["train", *tiny(spoilt(7), tmp_path / "run", *overrides)]) as child:
+    with start(["train", *tiny(marked_text(7), tmp_path / "run", *overrides)]) as child:
         assert child.stderr is not None
         while 6 not in steps_in(tmp_path / "run"):
             assert child.poll() is None
@@ -345,11 +345,11 @@ def test_a_second_signal_ends_a_run_that_hangs(spoilt: Callable[..., Path], tmp_
 
 
 def test_a_row_of_skipped_steps_ends_the_run(
-    spoilt: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    marked_text: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out_dir = tmp_path / "run"
     overrides = (f"{BAD}not_finite", "run.max_skipped=3", "run.checkpoint_every=4")
-    code = main(["train", *tiny(spoilt(7, 8, 9), out_dir, *overrides)])
+    code = main(["train", *tiny(marked_text(7, 8, 9), out_dir, *overrides)])
     assert (code, capsys.readouterr().err) == (
         4,
         "jaxpipe: steps 7 to 9 were not finite (run.max_skipped=3): optimizer.lr=0.01 may be too high, or the data hold ids "
@@ -359,7 +359,7 @@ def test_a_row_of_skipped_steps_ends_the_run(
     assert [r["step"] for r in read_metrics(out_dir / "metrics.jsonl") if not r["applied"]] == [7, 8, 9]
 
 
-def test_saves_wait_for_a_finite_step(spoilt: Callable[..., Path], tmp_path: Path) -> None:
+def test_saves_wait_for_a_finite_step(marked_text: Callable[..., Path], tmp_path: Path) -> None:
     out_dir = tmp_path / "run"
     overrides = (
         f"{BAD}not_finite",
@@ -369,7 +369,7 @@ def test_saves_wait_for_a_finite_step(spoilt: Callable[..., Path], tmp_path: Pat
         "run.steps=12",
         "run.log_every=2",
     )
-    result, printed = run(tiny_config(spoilt(7, 8, 9, held_out=True), out_dir, *overrides))
+    result, printed = run(tiny_config(marked_text(7, 8, 9, held_out=True), out_dir, *overrides))
     assert (result.step, result.skipped_steps) == (12, 3)
     assert steps_in(out_dir) == (10, 12)
     *step_records, evaluation = read_metrics(out_dir / "metrics.jsonl")
@@ -385,10 +385,10 @@ def test_saves_wait_for_a_finite_step(spoilt: Callable[..., Path], tmp_path: Pat
     assert "  3 skipped" in line
 
 
-def test_a_weight_that_is_not_finite_counts_for_the_step(spoilt: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_weight_that_is_not_finite_counts_for_the_step(marked_text: Callable[..., Path], tmp_path: Path) -> None:
     """It ended in a traceback."""
     overrides = (f"{BAD}weightless", "run.steps=9")
-    result, _ = run(tiny_config(spoilt(7), tmp_path / "run", *overrides))
+    result, _ = run(tiny_config(marked_text(7), tmp_path / "run", *overrides))
     assert (result.step, result.skipped_steps) == (9, 1)
     (skipped,) = (r for r in read_metrics(tmp_path / "run" / "metrics.jsonl") if r["step"] == 7)
     assert (skipped["applied"], skipped["tokens"]) == (False, None)
@@ -413,7 +413,7 @@ def test_a_run_that_blows_up_keeps_what_was_good(rate: str, text: Path, tmp_path
         assert message.endswith(f"; if that fails, too, move away its checkpoints after step {good[-1]}")
 
 
-def test_a_stop_among_skipped_steps_prunes_nothing(spoilt: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_stop_among_skipped_steps_prunes_nothing(marked_text: Callable[..., Path], tmp_path: Path) -> None:
     def interrupt(printed: str) -> None:
         if printed.startswith("step 8/"):
             signal.raise_signal(signal.SIGTERM)
@@ -425,7 +425,7 @@ def test_a_stop_among_skipped_steps_prunes_nothing(spoilt: Callable[..., Path], 
         "run.keep_best=0",
         "run.log_every=8",
     )
-    result, _ = run(tiny_config(spoilt(7, 8, 9), tmp_path / "run", *overrides), interrupt)
+    result, _ = run(tiny_config(marked_text(7, 8, 9), tmp_path / "run", *overrides), interrupt)
     assert (result.stopped, result.step) == (True, 8)
     assert steps_in(tmp_path / "run") == (5, 6, 8)  # 5: the last that a good step followed when 6 was saved
 
@@ -449,10 +449,10 @@ def test_parameters_that_are_not_finite_are_not_saved(
     assert steps_in(tmp_path / "run") == (3, 6)
 
 
-def test_abort_at_the_first(spoilt: Callable[..., Path], tmp_path: Path) -> None:
+def test_abort_at_the_first(marked_text: Callable[..., Path], tmp_path: Path) -> None:
     overrides = (f"{BAD}not_finite", "run.on_nonfinite=abort")
     with pytest.raises(NotFiniteError, match=r"^step 7 was not finite \(run\.max_skipped=1\): .* from step 5$"):
-        run(tiny_config(spoilt(7), tmp_path / "run", *overrides))
+        run(tiny_config(marked_text(7), tmp_path / "run", *overrides))
     assert steps_in(tmp_path / "run") == (5,)
 
 
@@ -460,10 +460,10 @@ def test_abort_at_the_first(spoilt: Callable[..., Path], tmp_path: Path) -> None
 
 
 def test_an_error_of_a_device_keeps_its_cause_and_advice(
-    spoilt: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    marked_text: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     overrides = (f"{BAD}breaks", "run.checkpoint_every=3")
-    assert main(["train", *tiny(spoilt(7), tmp_path / "run", *overrides)]) == 5
+    assert main(["train", *tiny(marked_text(7), tmp_path / "run", *overrides)]) == 5
     line = capsys.readouterr().err
     assert line.startswith("jaxpipe: after step 6: rank 1, action ")
     assert line.endswith("failed: ValueError: the sensor is on fire; run the same command again to go on from step 6\n")

@@ -202,10 +202,10 @@ def test_a_state_by_layer_goes_on_where_it_stood_on_any_cut() -> None:
     straight, records = _run(step, step.init(parameters("gpt-tied")), batches)
     half, _ = _run(step, step.init(parameters("gpt-tied")), batches[:1])
     params, optimizer = jax.device_get(step.by_layer(half))
-    again, resumed = _run(step, step.init(params, optimizer, step=half.step), batches[1:])
+    restored, resumed = _run(step, step.init(params, optimizer, step=half.step), batches[1:])
     assert resumed == records[1:]
-    assert again.step == straight.step
-    assert_same_arrays(jax.device_get(step.by_layer(again)), jax.device_get(step.by_layer(straight)))
+    assert restored.step == straight.step
+    assert_same_arrays(jax.device_get(step.by_layer(restored)), jax.device_get(step.by_layer(straight)))
     other = _step("gpt-tied", generate("1f1b", 1, 4), ACTIVE)
     _, elsewhere = _run(other, other.init(params, optimizer, step=half.step), batches[1:])
     np.testing.assert_allclose([s[:2] for s in elsewhere], [s[:2] for s in records[1:]], rtol=1e-10)

@@ -33,9 +33,9 @@ TEXTS = ["Grüße", "", "two\nlines", "x" * 70, "{not: json}", "end"]
 KEPT = b"".join(text.encode() + b"\0" for text in TEXTS if text)
 
 
-def refusal(call: Callable[..., Any], *args: Any, **named: Any) -> str:
+def refusal(call: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
     with pytest.raises(DataError) as caught:
-        call(*args, **named)
+        call(*args, **kwargs)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -198,10 +198,10 @@ def test_a_build_killed_anywhere_gives_the_same_bytes(
     expected = content(build_store(sources, tmp_path / "whole", BYTES, Reading()).folder)
     folder, encode = tmp_path / "killed", Encoder.encode
     for attempt in range(3, 60):
-        done = iter(range(attempt % 4))
+        allowance = iter(range(attempt % 4))
 
-        def killed(self: Encoder, piece: documents.Piece, done: Iterator[int] = done) -> Any:
-            if next(done, None) is None:
+        def killed(self: Encoder, piece: documents.Piece, allowance: Iterator[int] = allowance) -> Any:
+            if next(allowance, None) is None:
                 raise _KilledError
             return encode(self, piece)
 

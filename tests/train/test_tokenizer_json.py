@@ -90,9 +90,9 @@ def texts_of(seed: int, count: int) -> list[str]:
     return ["".join(rng.choices(ALPHABET, k=rng.randint(1, 30))) for _ in range(count)]
 
 
-def refusal(call: Callable[..., Any], *values: Any, **named: Any) -> str:
+def refusal(call: Callable[..., Any], *values: Any, **kwargs: Any) -> str:
     with pytest.raises(DataError) as caught:
-        call(*values, **named)
+        call(*values, **kwargs)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -222,9 +222,9 @@ WORDS = ["[UNK]", "<END>", "<|endoftext|>", "<|im_end|>", "<s>", "<｜end▁of�
 def write_words(folder: Path, words: Sequence[str] = WORDS, beside: Mapping[str, Any] | None = None) -> Path:
     body = {**kinds()["WordLevel"], "post_processor": None}
     body["model"] = {"type": "WordLevel", "vocab": {word: k for k, word in enumerate(words)}, "unk_token": "[UNK]"}
-    named = [word for word in words if not word.isalpha()]
+    special_words = [word for word in words if not word.isalpha()]
     plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-    body["added_tokens"] = [{"id": words.index(word), "content": word, **plain} for word in named]
+    body["added_tokens"] = [{"id": words.index(word), "content": word, **plain} for word in special_words]
     for name, content in (beside or {}).items():
         write(folder, content, name)
     return write(folder, body)
@@ -347,12 +347,12 @@ def test_a_run_goes_on_with_the_ends_that_it_began_with(tmp_path: Path) -> None:
     for stored in (began, older):
         for tokenizer in (kept_tokenizer(stored, str(path)), continued_tokenizer(stored, str(path))):
             assert (tokenizer.bos, tokenizer.eos) == (None, TEXT_END)
-    ended = stored_tokenizer(now)
+    record = stored_tokenizer(now)
     (tmp_path / SETTINGS).unlink()
-    assert (kept_tokenizer(ended, str(path)).bos, continued_tokenizer(ended, str(path)).eos) == (BEGIN, END)
-    other = continued_tokenizer({**ended, "fingerprint": "hf:0"}, str(path))  # the file has changed
+    assert (kept_tokenizer(record, str(path)).bos, continued_tokenizer(record, str(path)).eos) == (BEGIN, END)
+    other = continued_tokenizer({**record, "fingerprint": "hf:0"}, str(path))  # the file has changed
     assert (other.bos, other.eos) == (None, TEXT_END)
-    damaged = kept_tokenizer({**ended, "bos": -3, "eos": "x"}, str(path))
+    damaged = kept_tokenizer({**record, "bos": -3, "eos": "x"}, str(path))
     assert (damaged.bos, damaged.eos) == (None, None)
 
 
@@ -363,15 +363,15 @@ def test_a_run_on_arrays_goes_on_under_the_old_name_of_its_tokenizer(tmp_path: P
     tokenizer = HFTokenizer(path)
     settings = load_config(None, [f"data.path={tmp_path / 'ids.npy'}", f"data.tokenizer={path}"])
     older = {"name": str(path), "fingerprint": whole_file(tokenizer), "json": tokenizer.content}
-    again = [continued_tokenizer(older, str(path)), kept_tokenizer(older, str(path))]
-    assert [each.fingerprint for each in again] == [older["fingerprint"]] * 2
+    tokenizers = [continued_tokenizer(older, str(path)), kept_tokenizer(older, str(path))]
+    assert [each.fingerprint for each in tokenizers] == [older["fingerprint"]] * 2
     corpus = load_corpus(settings.data.path, tokenizer)
-    fingerprint = TokenDataset.split(corpus, again[0]).fingerprint
+    fingerprint = TokenDataset.split(corpus, tokenizers[0]).fingerprint
     state = load_dataset(settings).batches(0, 1, 8).state_at(0)
     prepared = SimpleNamespace(config=settings, dataset=load_dataset(settings))
     with pytest.raises(DataError, match=r"older versions obeyed the truncation \(5\)"):
         resume._batches(prepared, replace(state, fingerprint="of other tokens"))  # type: ignore[arg-type]
-    assert load_dataset(settings, again[1]).fingerprint == fingerprint != load_dataset(settings).fingerprint
+    assert load_dataset(settings, tokenizers[1]).fingerprint == fingerprint != load_dataset(settings).fingerprint
 
 
 def test_prompts_begin_as_documents_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -379,14 +379,14 @@ def test_prompts_begin_as_documents_do(tmp_path: Path, monkeypatch: pytest.Monke
     tokenizer = HFTokenizer(write_words(tmp_path, beside=settings))
     model = GPT(vocab_size=8, seq_len=8, d_model=8, num_layers=1, num_heads=1)
     trained = evaluate.Trained(TrainConfig(), model, init_params(model, 0), tokenizer, 0)
-    begun: list[list[int]] = []
-    monkeypatch.setattr(evaluate, "_continue", lambda _, ids, *rest: begun.append(ids) or iter(()))
+    prompts: list[list[int]] = []
+    monkeypatch.setattr(evaluate, "_continue", lambda _, ids, *rest: prompts.append(ids) or iter(()))
     for prompt in ("a b", "<s> a", ""):
         evaluate.generate(trained, prompt, 1)
     trained = replace(trained, tokenizer=tokenizer.with_ends(None, END))
     for prompt in ("a b", ""):
         evaluate.generate(trained, prompt, 1)
-    assert begun == [[BEGIN, 6, 7], [BEGIN, 6], [BEGIN], [6, 7], [END]]
+    assert prompts == [[BEGIN, 6, 7], [BEGIN, 6], [BEGIN], [6, 7], [END]]
 
 
 # Bytes
@@ -614,10 +614,10 @@ def test_an_encoder_makes_the_same_in_another_process(tmp_path: Path) -> None:
     """The encoder goes there by pickle."""
     for body in kinds().values():
         encoder = Encoder.of(HFTokenizer(write(tmp_path, body)), Reading())
-        again = pickle.loads(pickle.dumps(encoder))
+        copy = pickle.loads(pickle.dumps(encoder))
         text = "The quick brown fox, naïve café 日本"
-        np.testing.assert_array_equal(again.tokenizer.encode(text), encoder.tokenizer.encode(text))
-        assert again.tokenizer.makes == encoder.tokenizer.makes and again.eos == encoder.eos
+        np.testing.assert_array_equal(copy.tokenizer.encode(text), encoder.tokenizer.encode(text))
+        assert copy.tokenizer.makes == encoder.tokenizer.makes and copy.eos == encoder.eos
 
 
 def test_resume_and_eval_take_the_ends_of_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -240,8 +240,8 @@ def test_prediction_is_what_the_layer_before_the_loss_returns(trainer: Trainer) 
     assert_close(trainer.predict(state, batch), expected, rtol=1e-5, atol=1e-6)
     with pytest.raises(ProgramError, match="the batch has no 'tokens'"):
         trainer.predict(state, {"targets": batch["targets"]})
-    moved, _ = trainer.step(state, batch_at(0))
-    assert not np.allclose(trainer.predict(moved, batch, ema=True), trainer.predict(moved, batch))
+    next_state, _ = trainer.step(state, batch_at(0))
+    assert not np.allclose(trainer.predict(next_state, batch, ema=True), trainer.predict(next_state, batch))
 
 
 @pytest.mark.parametrize(
@@ -274,8 +274,8 @@ def test_extra_arguments_reach_the_optimizer() -> None:
     state, _ = other.step(other.init(), batch_at(0), factor=0.0)
     assert_close(other.params(state), before)
     state, _ = other.step(state, batch_at(0))
-    moved = jax.tree.map(lambda a, b: not np.array_equal(a, b), other.params(state), before)
-    assert any(jax.tree.leaves(moved))
+    differ = jax.tree.map(lambda a, b: not np.array_equal(a, b), other.params(state), before)
+    assert any(jax.tree.leaves(differ))
     with pytest.raises(ConfigError, match="'factor'; arguments that it needs go into Trainer"):
         trainer_of(optimizer=by_factor)
 

@@ -133,17 +133,17 @@ def test_another_model_is_refused_where_it_is_used(
 ) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
     verb, *flags = DOORS[door]
-    named = (verb, custom_run, *flags, "--model", OWN)
+    command = (verb, custom_run, *flags, "--model", OWN)
     constant("BACKWARD")
     constant("TRAINING")  # neither changes what evaluation computes
-    assert call(*named) == (0, "")
+    assert call(*command) == (0, "")
     constant("FORWARD")
     if verb == "export":
-        named = (verb, custom_run, "-o", "again", "--model", OWN)
-    code, line = call(*named)
+        command = (verb, custom_run, "-o", "again", "--model", OWN)
+    code, line = call(*command)
     assert code == 3 and line.count("\n") == 1
     assert f"{OWN} computes something else" in line and "--other-model" in line
-    code, line = call(*named, "--other-model")
+    code, line = call(*command, "--other-model")
     assert code == 0 and line.startswith("warning: ") and "computes something else" in line
 
 
@@ -160,15 +160,15 @@ def starting(text: Path, out: Path, *overrides: str) -> list[str]:
 def test_another_model_is_refused_by_init_from(
     custom_run: Path, text: Path, tmp_path: Path, constant: Callable[[str], None]
 ) -> None:
-    begins = (f"run.init_from={custom_run}", f"model.target={OWN}")
-    assert starting(text, tmp_path / "a", *begins) == [f"begins with the parameters in {custom_run}"]
-    options = starting(text, tmp_path / "a", *begins, "model.options.gelu=exact")
+    overrides = (f"run.init_from={custom_run}", f"model.target={OWN}")
+    assert starting(text, tmp_path / "a", *overrides) == [f"begins with the parameters in {custom_run}"]
+    options = starting(text, tmp_path / "a", *overrides, "model.options.gelu=exact")
     assert options[0] == f"model.options other than in {custom_run}: gelu not set → exact"
-    assert len(starting(text, tmp_path / "a", *begins, "model.options.dropout=0.5", "data.seq_len=8")) == 1
+    assert len(starting(text, tmp_path / "a", *overrides, "model.options.dropout=0.5", "data.seq_len=8")) == 1
     constant("FORWARD")
     with pytest.raises(CheckpointError, match=r"computes something else.*run\.init_other_model=true"):
-        starting(text, tmp_path / "a", *begins)
-    notes = starting(text, tmp_path / "a", *begins, "run.init_other_model=true")
+        starting(text, tmp_path / "a", *overrides)
+    notes = starting(text, tmp_path / "a", *overrides, "run.init_other_model=true")
     assert "computes something else" in notes[0]
 
 
@@ -267,8 +267,8 @@ def test_a_projects_own_models_are_taken_or_refused(
     assert call("eval", out, "--batches", 1, "--model", "models.gpt:GPT") == (0, "")
     with pytest.raises(ConfigError, match=r"model\.target=models\.gpt:GPT"):
         starting(text, project / "new", f"run.init_from={out}", "model.options.mlp_ratio=1")
-    begins = (f"run.init_from={out}", "model.options.mlp_ratio=1", "model.target=models.gpt:GPT")
-    assert len(starting(text, project / "new", *begins)) == 1
+    overrides = (f"run.init_from={out}", "model.options.mlp_ratio=1", "model.target=models.gpt:GPT")
+    assert len(starting(text, project / "new", *overrides)) == 1
     # a run of jaxpipe's own model is evaluated with that, though the project has one of the same name
     assert call("eval", gpt, "--batches", 1) == (0, "")
     assert call("eval", gpt, "--batches", 1, "--model", "models.gpt:GPT")[0] == 3
@@ -374,16 +374,16 @@ def test_keys_are_threefry_whatever_the_default_is(folder: Path) -> None:
 
 
 def test_a_target_that_is_said_is_no_default(custom_run: Path, gpt: Path, text: Path) -> None:
-    begins = ["data.seq_len=8", f"data.path={text}"]
+    overrides = ["data.seq_len=8", f"data.path={text}"]
     with pytest.raises(ConfigError, match=r"is of whichmodel:Model, and model\.target is models\.gpt:GPT"):
-        completed(load_config(None, [f"run.init_from={custom_run}", "model.target=models.gpt:GPT", *begins]))
+        completed(load_config(None, [f"run.init_from={custom_run}", "model.target=models.gpt:GPT", *overrides]))
     assert (
-        completed(load_config(None, [f"run.init_from={custom_run}", f"model.target={OWN}", *begins])).model.target
+        completed(load_config(None, [f"run.init_from={custom_run}", f"model.target={OWN}", *overrides])).model.target
         == OWN
     )
-    unsaid = completed(load_config(None, [f"run.init_from={gpt}", *begins]))
+    unsaid = completed(load_config(None, [f"run.init_from={gpt}", *overrides]))
     assert unsaid.model.target == "jaxpipe.models.gpt:GPT"  # of no module of the user's
-    config = completed(load_config(None, [f"run.init_from={gpt}", "model.target=models.gpt:GPT", *begins]))
+    config = completed(load_config(None, [f"run.init_from={gpt}", "model.target=models.gpt:GPT", *overrides]))
     assert config.model.target == "models.gpt:GPT" and config.model.options == unsaid.model.options
 
 

@@ -71,13 +71,13 @@ def test_each_parameter_is_reduced_once(sharded: Pipeline, zero1: bool) -> None:
     reduced = []
     for s, stage in enumerate(sharded.stages):
         shards = StageShards(stage.layout, sharded.submeshes[s], zero1)
-        mine = [slot for slot in stage.layout.slots if shards.updates(slot)]
-        reduced += [(slot.layer, *slot.path) for slot in mine]
-        size = {slot: 2 * shards.chunk_shape(slot)[0] if zero1 else slot.size for slot in mine}
+        slots = [slot for slot in stage.layout.slots if shards.updates(slot)]
+        reduced += [(slot.layer, *slot.path) for slot in slots]
+        size = {slot: 2 * shards.chunk_shape(slot)[0] if zero1 else slot.size for slot in slots}
         collectives = _over_dp(GradientReduction(shards, stage.acc_avals).function, list(stage.acc_avals))
         assert {name for name, _ in collectives} == {"reduce_scatter" if zero1 else "psum"}
         assert sum(n for _, n in collectives) == sum(size.values()), "every element once"
-        assert len(collectives) == len({slot.buffer for slot in mine}), "a bucket each"
+        assert len(collectives) == len({slot.buffer for slot in slots}), "a bucket each"
     params = init_params(model_for(Case("gpt-tied", 2, 2, 2, dtype="float32")), 0)
     paths = [
         (name, *(k.key for k in keys))

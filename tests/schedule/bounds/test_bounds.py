@@ -202,12 +202,12 @@ def improved(problem: Problem, rows: list[list[int]], rng: random.Random, memory
             for op, k, i in map(problem.decode, row)
             if op == W
         )
-        tried = score() if ready else inf
-        if tried > best:
+        value = score() if ready else inf
+        if value > best:
             row.remove(code)
             row.insert(source, code)
         else:
-            best = tried
+            best = value
     return rows
 
 
@@ -224,7 +224,7 @@ def memory_costs(draw: st.DrawFn, n: int) -> CostProfile:
     f, b, w = each(times_of), each(times_of), each(times_of)
     residual = each(st.sampled_from([1.0, 1.0, 0.4, 2.0]))
     w_fractions = each(st.sampled_from([1.0, 1.0, 0.5, 0.0, 1.5]))
-    moved = each(st.sampled_from([0.0, 0.1, 0.5, 2.0]))
+    copy_times = each(st.sampled_from([0.0, 0.1, 0.5, 2.0]))
     fused = draw(st.sampled_from([1.0, 1.0, 0.7]))
     part = each(st.sampled_from([1.0, 1.0, 0.5]))
     costs = CostProfile.uniform(n, comm=draw(st.sampled_from([0.0, 0.0, 0.3, 2.0])))
@@ -237,8 +237,8 @@ def memory_costs(draw: st.DrawFn, n: int) -> CostProfile:
         residual_bytes=residual,
         w_residual_bytes=tuple(x * y for x, y in zip(residual, w_fractions, strict=True)),
         offloadable_bytes=tuple(x * y for x, y in zip(residual, part, strict=True)),
-        offload_s=moved,
-        load_s=moved,
+        offload_s=copy_times,
+        load_s=copy_times,
         host=HostLink(mode=draw(st.sampled_from(["duplex", "shared"]))),
     )
 

@@ -27,9 +27,9 @@ DEFAULT = (
 def random_case(seed: int) -> Case:
     rng = random.Random(seed)
     rank = rng.choice([(0, 1), (0, 1, 2), V2, V2, CIRCULAR2, *([V3] if seed >= DEFAULT else [])])
-    held = tuple(rng.randint(1, 2) for _ in rank)
+    stage_bytes = tuple(rng.randint(1, 2) for _ in rank)
     ranks = max(rank) + 1
-    least = [sum(x for x, r in zip(held, rank, strict=True) if r == i) for i in range(ranks)]
+    least = [sum(x for x, r in zip(stage_bytes, rank, strict=True) if r == i) for i in range(ranks)]
     b, w = (tuple(rng.randint(1, 3) for _ in rank) for _ in range(2))
     return Case(
         rank,
@@ -37,8 +37,8 @@ def random_case(seed: int) -> Case:
         tuple(rng.randint(1, 3) for _ in rank),
         b,
         w,
-        held,
-        tuple(rng.randint(0, x) for x in held),
+        stage_bytes,
+        tuple(rng.randint(0, x) for x in stage_bytes),
         tuple(x + rng.randint(0, 2) for x in least),
         comm=rng.choice([0, 0, 1]),
         bw=tuple(x + y - 1 for x, y in zip(b, w, strict=True)) if rng.random() < 0.2 else (),

@@ -46,10 +46,10 @@ def uneven(seed: int, stages: int, chunks: int) -> CostProfile:
     """Stages of unlike lengths, some of them 0, with slow links."""
     rng = random.Random(seed)
 
-    def some() -> tuple[float, ...]:
+    def draw_times() -> tuple[float, ...]:
         return tuple(rng.choice([0.0, 1.0, rng.random(), 3 * rng.random()]) for _ in range(stages))
 
-    f, b, w = some(), some(), some()
+    f, b, w = draw_times(), draw_times(), draw_times()
     profile = CostProfile.uniform(stages, chunks=chunks, w_residual=rng.choice([0.0, 0.3, 1.0]))
     return replace(
         profile,
@@ -87,10 +87,10 @@ def test_valid_within_memory_and_in_order_at_any_size(name: str, p: int, m: int,
             row = [a for a in schedule.actions(rank) if a.stage == stage]
             for flow in range(schedule.placement.num_flows):
                 for ops in (("F",), ("B", "BW")):
-                    done = [
+                    microbatches = [
                         a.microbatch for a in row if a.op in ops and a.microbatch % schedule.placement.num_flows == flow
                     ]
-                    assert done == sorted(done)
+                    assert microbatches == sorted(microbatches)
             added = [a.microbatch for a in row if a.op in ("W", "BW")]
             assert added == [i for i in range(m) if rank in schedule.placement.ranks(stage, i)]
 

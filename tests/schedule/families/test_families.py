@@ -99,12 +99,12 @@ def each_case() -> Iterator[object]:
     """Every family with a few values of each option that it takes."""
     values = {"chunks": (1, 2, 3), "memory_limit": (1, 2.5)}
     for name in FAMILIES:
-        tried = [{option: value} for option in FAMILIES[name].options for value in values.get(option, ())]
-        for options in tried or [{}]:
+        option_sets = [{option: value} for option in FAMILIES[name].options for value in values.get(option, ())]
+        for options in option_sets or [{}]:
             yield pytest.param(name, options, id=f"{name}-{options}" if options else name)
 
 
-def made(name: str, p: int, m: int, costs: CostProfile, options: Options) -> tuple[Schedule, Options]:
+def generate_feasible(name: str, p: int, m: int, costs: CostProfile, options: Options) -> tuple[Schedule, Options]:
     """The schedule and its options; where the limit is below what the family needs, with the one that its refusal names."""
     try:
         return generate(name, p, m, costs=costs, **options), options  # type: ignore[arg-type]
@@ -127,7 +127,7 @@ def test_properties(name: str, options: Options, cases: list[tuple[int, int]]) -
     for (p, m), costs in turns:
         v = int(options.get("chunks", FAMILIES[name].default_chunks))
         profile = CostProfile.uniform(p * v, chunks=v, **costs)
-        schedule, final_options = made(name, p, m, profile, options)
+        schedule, final_options = generate_feasible(name, p, m, profile, options)
         check_schedule(schedule)
         assert (schedule.name, schedule.num_ranks, schedule.num_microbatches) == (name, p, m)
         assert schedule.placement == FAMILIES[name].placement(p, v)

@@ -183,15 +183,15 @@ def test_long_lived_half_holds_most_of_the_peak(p: int, v: int) -> None:
     """Without the first half of the chunks, PO holds a third of its peak or less, and a fifth of interleaved 1F1B's."""
     problem = Problem.of(circular(p, v), 3 * p, profile(p, v))
     n, m = problem.num_replicas, problem.num_microbatches
-    live = left = most = most_left = 0
+    live = live_late = most = most_late = 0
     for code in po_rows(problem)[0]:
         op, stage, _ = problem.decode(code)
         change = {F: 1, W: -1}.get(op, 0)
         live += change
-        left += change if stage >= n // 2 else 0
-        most, most_left = max(most, live), max(most_left, left)
-    assert most_left <= most / 3
-    assert most_left <= 0.2 * min((v + 1) * p - 1, m * v)
+        live_late += change if stage >= n // 2 else 0
+        most, most_late = max(most, live), max(most_late, live_late)
+    assert most_late <= most / 3
+    assert most_late <= 0.2 * min((v + 1) * p - 1, m * v)
 
 
 def test_chunks_of_po_are_spread_by_lifespan() -> None:
@@ -211,10 +211,10 @@ def uneven(rng: random.Random, stages: int) -> CostProfile:
         )
 
     f, b, w = seconds(), seconds(), seconds()
-    held = tuple(rng.uniform(0.2, 1.0) for _ in range(stages))
-    w_residual = tuple(x * rng.choice((0.0, 0.4, 1.0)) for x in held)
+    residuals = tuple(rng.uniform(0.2, 1.0) for _ in range(stages))
+    w_residual = tuple(x * rng.choice((0.0, 0.4, 1.0)) for x in residuals)
     link = Link(latency_s=rng.choice((0.0, 0.1, 0.7)))
-    return CostProfile(f, b, w, tuple(x + y for x, y in zip(b, w, strict=True)), held, w_residual, link=link)
+    return CostProfile(f, b, w, tuple(x + y for x, y in zip(b, w, strict=True)), residuals, w_residual, link=link)
 
 
 @pytest.mark.parametrize("tries", [5, pytest.param(200, marks=pytest.mark.soak)])

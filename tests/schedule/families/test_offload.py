@@ -80,7 +80,7 @@ def test_reference_of_facts() -> None:
 # --- what the paper claims ------------------------------------------------------------------------------------------------
 
 
-def own_peak(p: int, m: int, v: int) -> float:
+def resident_peak(p: int, m: int, v: int) -> float:
     """Peak of PipeOffload's order without offload."""
     problem = Problem.of(circular(p, v), m)
     draft = Retimer(problem).draft(po_rows(problem))
@@ -95,14 +95,14 @@ def test_half_of_the_chunks_hold_most_of_the_memory(v: int) -> None:
     interleaved = peak(run("interleaved-1f1b", 8, m, v, profile(8, v, 0)))
     for k in (0, 0.5, 1):
         half = run("po-h", 8, m, v, profile(8, v, k))
-        assert peak(half) <= own_peak(8, m, v) * 3 / 8
+        assert peak(half) <= resident_peak(8, m, v) * 3 / 8
         assert peak(half) <= interleaved / 4
         assert half.makespan <= run("1f1b", 8, m, 1, profile(8, 1, k)).makespan
 
 
 def test_two_chunks() -> None:
     """The short-lived one of two chunks alone fills 4 of 13 places on rank 0, and one is needed to work in: 5/13."""
-    assert peak(run("po-h", 8, 32, 2, profile(8, 2, 0.5))) == own_peak(8, 32, 2) * 5 / 13
+    assert peak(run("po-h", 8, 32, 2, profile(8, 2, 0.5))) == resident_peak(8, 32, 2) * 5 / 13
 
 
 def test_full_offload_is_constant_in_the_number_of_ranks() -> None:

@@ -84,14 +84,14 @@ def installed(folder: Path, monkeypatch: pytest.MonkeyPatch, **entry_points: str
 
 
 def test_a_registered_family_is_one_of_the_families() -> None:
-    mine = replace(FAMILIES["1f1b"], name="mine-1")
+    family = replace(FAMILIES["1f1b"], name="mine-1")
     before = list(FAMILIES)
-    assert register_family(mine) is mine
-    assert register_family(mine) is mine
+    assert register_family(family) is family
+    assert register_family(family) is family
     assert list(FAMILIES) == sorted([*before, "mine-1"])
     assert generate("mine-1", 2, 3).rows == one_f_one_b(2, 3).rows
     with pytest.raises(TypeError):
-        FAMILIES["other"] = mine  # type: ignore[index]
+        FAMILIES["other"] = family  # type: ignore[index]
 
 
 @pytest.mark.parametrize(
@@ -209,11 +209,11 @@ def test_a_fresh_process_finds_the_module_in_its_working_directory(module: str, 
         environment = {"PYTHONPATH": str(ROOT), "PATH": ""}
         without = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         assert (without.returncode, without.stderr.count("\n")) == (2, 1)
-        done = subprocess.run(
+        result = subprocess.run(
             [*command, "--import", module], env=environment, capture_output=True, text=True, check=False
         )
-        assert (done.returncode, done.stderr) == (0, "")
-        assert "recomputed" in done.stdout
+        assert (result.returncode, result.stderr) == (0, "")
+        assert "recomputed" in result.stdout
 
 
 def test_workers_of_the_solver_know_imported_families(module: str, capsys: pytest.CaptureFixture[str]) -> None:

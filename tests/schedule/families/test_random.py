@@ -72,15 +72,15 @@ def cost_profiles(draw: st.DrawFn, stages: int, even: bool) -> CostProfile:
         return (draw(values),) * stages if alike else tuple(draw(values) for _ in range(stages))
 
     f, b, w = each(TIMES), each(TIMES), each(TIMES)
-    held = (1.0,) * stages if even else each(st.floats(0.1, 4))
+    residuals = (1.0,) * stages if even else each(st.floats(0.1, 4))
     fraction = draw(FRACTIONS)
     return CostProfile(
         f_s=f,
         b_s=b,
         w_s=w,
         bw_s=tuple(x + y for x, y in zip(b, w, strict=True)),
-        residual_bytes=held,
-        w_residual_bytes=tuple(fraction * x for x in held),
+        residual_bytes=residuals,
+        w_residual_bytes=tuple(fraction * x for x in residuals),
         offload_s=each(TIMES),
         load_s=each(TIMES),
         link=Link(latency_s=draw(st.sampled_from([0.0, 0.1, 1.0, 5.0]))),
@@ -130,9 +130,9 @@ def check(case: Case, fraction: float) -> None:
     if case.even and (not offloads(case.name) or not any(case.costs.offload_s + case.costs.load_s)):
         assert peak <= claim(case) * SLACK
     assert_not_below_bounds(schedule, timeline, case.costs)
-    done = offload(schedule, case.costs, fraction=fraction)
-    assert max(done.peak_after) <= max(done.peak_before) * SLACK
-    assert_not_below_bounds(done.schedule, simulate(done.schedule, case.costs), case.costs)
+    offloaded = offload(schedule, case.costs, fraction=fraction)
+    assert max(offloaded.peak_after) <= max(offloaded.peak_before) * SLACK
+    assert_not_below_bounds(offloaded.schedule, simulate(offloaded.schedule, case.costs), case.costs)
 
 
 FURTHER: dict[str, Callable[[int, int, int], float]] = {
@@ -158,13 +158,13 @@ def assert_not_below_bounds(schedule: Schedule, timeline: Timeline, costs: CostP
     have no order of their own, it is the simulator's, and only where all actions take time.
     """
     offloads = any(a.op == "O" for r in range(schedule.num_ranks) for a in schedule.actions(r))
-    held: Sequence[float] | None = timeline.peak_activations
+    rank_peaks: Sequence[float] | None = timeline.peak_activations
     if not offloads:
         problem = Problem.of(schedule.placement, schedule.num_microbatches, costs)
-        held = peaks(problem, problem.codes(unbraid(schedule)))  # F stands first in a braid, so it holds as much
+        rank_peaks = peaks(problem, problem.codes(unbraid(schedule)))  # F stands first in a braid, so it holds as much
     elif not all((*costs.f_s, *costs.b_s, *costs.w_s)):
-        held = None
-    limit = held and [x * SLACK for x in held]
+        rank_peaks = None
+    limit = rank_peaks and [x * SLACK for x in rank_peaks]
     sizes = (schedule.placement, schedule.num_microbatches, costs)
     assert timeline.makespan >= lower_bound(*sizes, memory_limit=limit, offload=offloads) * (1 - 1e-9)
     assert timeline.max_span >= span_lower_bound(*sizes, memory_limit=limit, offload=offloads) * (1 - 1e-9)

@@ -44,8 +44,8 @@ def paper(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 def weights_in_order(schedule: Schedule) -> bool:
     for rank in range(schedule.num_ranks):
         for stage in schedule.placement.stages_of(rank):
-            done = [a.microbatch for a in schedule.actions(rank) if a.stage == stage and a.op in ("W", "BW")]
-            if done != list(range(schedule.num_microbatches)):
+            microbatches = [a.microbatch for a in schedule.actions(rank) if a.stage == stage and a.op in ("W", "BW")]
+            if microbatches != list(range(schedule.num_microbatches)):
                 return False
     return True
 
@@ -226,11 +226,11 @@ def test_memory_variant_holds_less_and_takes_longer() -> None:
 
 def test_offload_moves_chunk_0_for_free() -> None:
     costs = chunk_costs(4, 1, 1.2, 0.8, 0.3, offload_time=2.0)
-    plain, moved = generate("stp", 4, 24, costs=costs), generate("stp-offload", 4, 24, costs=costs)
-    before, after = simulate(plain, costs), simulate(moved, costs)
+    plain, offloaded = generate("stp", 4, 24, costs=costs), generate("stp-offload", 4, 24, costs=costs)
+    before, after = simulate(plain, costs), simulate(offloaded, costs)
     assert after.makespan <= before.makespan * (1 + 1e-9)
     assert max(after.peak_activations) < 0.9 * max(before.peak_activations)
-    gone = {a.stage for rank in range(4) for a in moved.actions(rank) if op_spec(a.op).lane == "d2h"}
+    gone = {a.stage for rank in range(4) for a in offloaded.actions(rank) if op_spec(a.op).lane == "d2h"}
     assert gone
     assert gone <= set(range(4))
 

@@ -36,13 +36,13 @@ def uneven(rng: random.Random, placement: Placement) -> CostProfile:
     """Random costs; some operations take no time, some stages hold nothing."""
     n = placement.num_stages
 
-    def some(low: float, high: float) -> tuple[float, ...]:
+    def draw_times(low: float, high: float) -> tuple[float, ...]:
         return tuple(0.0 if rng.random() < 0.1 else rng.uniform(low, high) for _ in range(n))
 
-    f, b, w, held = some(0.5, 2), some(0.5, 2), some(0.5, 2), some(0.5, 1)
-    w_residual = tuple(x * rng.choice((1.0, 0.5, 1.2)) for x in held)
+    f, b, w, residuals = draw_times(0.5, 2), draw_times(0.5, 2), draw_times(0.5, 2), draw_times(0.5, 1)
+    w_residual = tuple(x * rng.choice((1.0, 0.5, 1.2)) for x in residuals)
     bw = tuple(x + y for x, y in zip(b, w, strict=True))
-    return CostProfile(f, b, w, bw, held, w_residual, link=Link(latency_s=rng.choice((0.0, 0.1, 1.0))))
+    return CostProfile(f, b, w, bw, residuals, w_residual, link=Link(latency_s=rng.choice((0.0, 0.1, 1.0))))
 
 
 def verify(problem: Problem, costs: CostProfile, draft: Draft, limit: float) -> None:
@@ -55,8 +55,8 @@ def verify(problem: Problem, costs: CostProfile, draft: Draft, limit: float) -> 
     assert max(timeline.peak_activations) <= limit + 1e-6
     for rank in range(problem.num_ranks):
         for stage in schedule.placement.stages_of(rank):
-            done = [a.microbatch for a in schedule.actions(rank) if a.stage == stage and a.op == "W"]
-            assert done == list(range(problem.num_microbatches))
+            microbatches = [a.microbatch for a in schedule.actions(rank) if a.stage == stage and a.op == "W"]
+            assert microbatches == list(range(problem.num_microbatches))
 
 
 def authors_cells() -> list[object]:
@@ -140,8 +140,8 @@ def test_stages_that_differ_much() -> None:
     """GPT of 8 blocks whose head is a stage of its own (FLOPs cut it so): milliseconds measured on one core. Rounds alone left
     a bubble of 18%."""
     f, b, w = (35.3, 34.8, 23.2, 35.0), (36.0, 36.0, 24.0, 16.0), (32.2, 31.2, 20.8, 31.0)
-    held = (42.5, 42.0, 28.0, 17.0)
-    costs = CostProfile(f, b, w, tuple(map(sum, zip(b, w, strict=True))), held, tuple(0.45 * x for x in held))
+    residuals = (42.5, 42.0, 28.0, 17.0)
+    costs = CostProfile(f, b, w, tuple(map(sum, zip(b, w, strict=True))), residuals, tuple(0.45 * x for x in residuals))
     timeline = simulate(v_zb(2, 8, costs), costs)
     assert timeline.makespan <= 1.05 * lower_bound(v_shape(2), 8, costs, memory_limit=2)
     assert max(timeline.peak_activations) <= 2
@@ -187,8 +187,8 @@ def test_filling_is_timed_as_the_retimer_does() -> None:
         draft = filling.draft(filled.rows)
         assert draft is not None
         assert (draft.makespan, draft.span) == pytest.approx((filled.makespan, filled.span))
-        again = filling.fill(order_of(problem, draft.rows, filling.retimer), rule)
-        assert again is not None
+        refilled = filling.fill(order_of(problem, draft.rows, filling.retimer), rule)
+        assert refilled is not None
 
 
 def test_second_passes_never_lengthen_the_span() -> None:

@@ -72,8 +72,8 @@ def test_closed_forms(name: str) -> None:
             costs = costs_of(name, p, (s, t), f=f, b=b, w=w)
             timeline = simulate(generate(name, p, m, costs=costs), costs)
             assert timeline.makespan == pytest.approx(m * (f + b + w + s + t) + (p - 1) * (f + b + w))
-            held = [min(p - r + BARRIERS[name], m) for r in range(p)]
-            assert timeline.peak_activations == pytest.approx(held)
+            peaks = [min(p - r + BARRIERS[name], m) for r in range(p)]
+            assert timeline.peak_activations == pytest.approx(peaks)
 
 
 def test_joint() -> None:
@@ -184,7 +184,7 @@ def soaked_but_first(k: int) -> object:
 def test_measured_steps(row: dict[str, str]) -> None:
     """Per-rank times as measured; S + T, one number there, is a third S: one of the head's three products."""
     assert len(MEASURED) == 40
-    name, near, held = METHODS[row["method"]]
+    name, near, activations = METHODS[row["method"]]
     p = 8
 
     def column(key: str) -> tuple[float, ...]:
@@ -200,5 +200,5 @@ def test_measured_steps(row: dict[str, str]) -> None:
     costs = CostProfile(f_s=f, b_s=none, w_s=bw, bw_s=bw, residual_bytes=one, w_residual_bytes=one, link=link)
     timeline = simulate(generate(name, p, 128, costs=costs), costs)
     assert timeline.makespan * 1e3 == pytest.approx(float(row["step_ms"]), rel=near)
-    assert max(timeline.peak_activations) == held
-    assert float(row["activation_mb"]) == pytest.approx(held * MEGABYTES[row["sequence"]], rel=1e-3)
+    assert max(timeline.peak_activations) == activations
+    assert float(row["activation_mb"]) == pytest.approx(activations * MEGABYTES[row["sequence"]], rel=1e-3)

@@ -163,9 +163,9 @@ def test_list_schedules_know_their_times(p: int, m: int, limit: float, comm: flo
     drafts = list(chain_drafts(problem, limit))
     assert len(drafts) == len(ONE_CHUNK)
     for draft in drafts[::3]:
-        again = Retimer(problem).draft(draft.rows)
-        assert again is not None
-        assert (draft.makespan, draft.span, draft.peak) == pytest.approx((again.makespan, again.span, again.peak))
+        redraft = Retimer(problem).draft(draft.rows)
+        assert redraft is not None
+        assert (draft.makespan, draft.span, draft.peak) == pytest.approx((redraft.makespan, redraft.span, redraft.peak))
         assert draft.peak <= limit + 1e-6
 
 

@@ -23,21 +23,21 @@ def random_rows(problem: Problem, seed: int) -> list[list[int]]:
     rng, rows = random.Random(seed), [list[int]() for _ in range(problem.num_ranks)]
     ways = [k for k in range(problem.num_replicas) for _ in problem.microbatches(k)]
     stages = problem.placement.num_stages
-    done = {(op, k): 0 for op in (F, B, W) for k in range(problem.num_replicas)}
+    counts = {(op, k): 0 for op in (F, B, W) for k in range(problem.num_replicas)}
 
     def ready(op: int, k: int) -> bool:
         if op == F:
-            before = len(problem.microbatches(k)) if k % stages == 0 else done[F, k - 1]
+            before = len(problem.microbatches(k)) if k % stages == 0 else counts[F, k - 1]
         elif op == B:
-            before = done[F, k] if k % stages == stages - 1 else done[B, k + 1]
+            before = counts[F, k] if k % stages == stages - 1 else counts[B, k + 1]
         else:
-            before = done[B, k]
-        return done[op, k] < before
+            before = counts[B, k]
+        return counts[op, k] < before
 
     for _ in range(3 * len(ways)):
-        op, k = rng.choice([key for key in done if ready(*key)])
-        rows[problem.rank[k]].append(problem.code(op, k, problem.microbatches(k)[done[op, k]]))
-        done[op, k] += 1
+        op, k = rng.choice([key for key in counts if ready(*key)])
+        rows[problem.rank[k]].append(problem.code(op, k, problem.microbatches(k)[counts[op, k]]))
+        counts[op, k] += 1
     return rows
 
 

@@ -165,13 +165,13 @@ def require_limits(schedule: Schedule, rules: Rules) -> None:
     """Check the limits by the rows alone, so whatever the times are."""
     flows = schedule.placement.num_flows
     for rank, (limit, per_stage) in enumerate(limits_of(rules, schedule.placement)):
-        held: dict[tuple[int, int], int] = {}
+        live: dict[tuple[int, int], int] = {}
         for action in schedule.actions(rank):
             key = (action.stage, action.microbatch % flows)
-            held[key] = held.get(key, 0) + {"F": 1, "BW": -1}[action.op]
+            live[key] = live.get(key, 0) + {"F": 1, "BW": -1}[action.op]
             stage_limit = per_stage[action.stage]
-            assert stage_limit is None or held[key] <= stage_limit, (rank, action)
-            assert limit is None or sum(held.values()) <= limit, (rank, action)
+            assert stage_limit is None or live[key] <= stage_limit, (rank, action)
+            assert limit is None or sum(live.values()) <= limit, (rank, action)
 
 
 def require_peaks(schedule: Schedule, rules: Rules, costs: CostProfile | None) -> None:
@@ -180,8 +180,8 @@ def require_peaks(schedule: Schedule, rules: Rules, costs: CostProfile | None) -
         costs = CostProfile.uniform(schedule.num_stages)
     timeline = simulate(schedule, costs)
     for rank, (limit, _) in enumerate(limits_of(rules, schedule.placement)):
-        held = timeline.memory[rank].peak
-        assert limit is None or held <= limit + 1e-9, (rank, held, limit)
+        peak = timeline.memory[rank].peak
+        assert limit is None or peak <= limit + 1e-9, (rank, peak, limit)
 
 
 def one_case(seed: int) -> str:
@@ -191,14 +191,14 @@ def one_case(seed: int) -> str:
     microbatches, functions = rng.randint(1, 7), rng.random() < 0.25
     rules, costs = random_rules(rng, placement, functions), random_costs(rng, placement.num_stages)
 
-    def made() -> Schedule | str:
+    def run_rules() -> Schedule | str:
         try:
             return traverse(placement, microbatches, rules, costs)
         except ScheduleError as error:
             return str(error)
 
-    result = made()
-    assert result == made()
+    result = run_rules()
+    assert result == run_rules()
     if isinstance(result, str):
         assert "\n" not in result and "rank" in result and "microbatch" in result, result
         limits = [limit for limit, _ in limits_of(rules, placement)]

@@ -58,9 +58,9 @@ def test_it_pays_where_forwards_and_backwards_alternate() -> None:
 def test_two_forwards_hide_each_others_collectives() -> None:
     published = unbraid(generate("stp-published", 4, 12))
     costs = costs_of("stp", 4, 0.5)
-    again = braid(published, costs)
-    assert any(isinstance(x, Braid) and [a.op for a in x.actions] == ["F", "F"] for row in again.rows for x in row)
-    assert simulate(again, costs).makespan < simulate(published, costs).makespan
+    braided = braid(published, costs)
+    assert any(isinstance(x, Braid) and [a.op for a in x.actions] == ["F", "F"] for row in braided.rows for x in row)
+    assert simulate(braided, costs).makespan < simulate(published, costs).makespan
 
 
 def test_forwards_with_backwards_come_first() -> None:

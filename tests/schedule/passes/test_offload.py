@@ -38,8 +38,8 @@ def require_honest(result: Offloaded, schedule: Schedule, costs: CostProfile) ->
     assert (result.makespan_after, result.span_after) == (after.makespan, after.max_span)
     assert result.peak_after == after.peak_activations
     assert (result.makespan_before, result.peak_before) == (before.makespan, before.peak_activations)
-    moved = sum(s.offloaded for s in result.stages)
-    assert moved == sum(a.op == "O" for r in range(schedule.num_ranks) for a in result.schedule.actions(r))
+    num_offloads = sum(s.offloaded for s in result.stages)
+    assert num_offloads == sum(a.op == "O" for r in range(schedule.num_ranks) for a in result.schedule.actions(r))
     assert all(bool(s.reason) == bool(s.skipped) for s in result.stages)
     assert str(result).startswith(schedule.name)
 

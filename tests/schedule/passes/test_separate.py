@@ -120,10 +120,10 @@ def test_no_split_is_for_nothing(name: str, tp_comm: float) -> None:
     splits = {(a.stage, a.microbatch) for rank in range(4) for a in separated.actions(rank) if a.op == "B"}
     assert splits or tp_comm
     for backward in splits:
-        again = with_fused(separated, fused | {backward})
-        timeline = simulate(again, costs)
+        refused = with_fused(separated, fused | {backward})
+        timeline = simulate(refused, costs)
         later = timeline.makespan > best.makespan * (1 + 1e-9) or timeline.max_span > best.max_span * (1 + 1e-9)
-        assert later or weights_of(again, backward[0]) != weights_of(separated, backward[0]), backward
+        assert later or weights_of(refused, backward[0]) != weights_of(separated, backward[0]), backward
 
 
 def weights_of(schedule: Schedule, stage: int) -> list[list[int]]:
@@ -135,7 +135,7 @@ def weights_of(schedule: Schedule, stage: int) -> list[list[int]]:
 def test_every_verb_separates(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     sizes = ("--ranks", "3", "--microbatches", "6")
 
-    def told(*argv: str) -> Any:
+    def run_json(*argv: str) -> Any:
         assert main([*argv, "--json"]) == 0
         return json.loads(capsys.readouterr().out)
 
@@ -143,12 +143,12 @@ def test_every_verb_separates(capsys: pytest.CaptureFixture[str], tmp_path: Path
     file.write_text(str(plain), encoding="utf-8")
     separated = separate_gradients(plain, costs)
     makespan = simulate(separated, costs).makespan
-    assert told("schedule", "1f1b", *sizes, "--separate", "-o", str(tmp_path / "out.sched"))["makespan"] == makespan
+    assert run_json("schedule", "1f1b", *sizes, "--separate", "-o", str(tmp_path / "out.sched"))["makespan"] == makespan
     assert read_schedule(tmp_path / "out.sched") == separated
-    assert told("simulate", str(file), "--separate")["makespan"] == makespan
-    rows = {row["name"]: row for row in told("compare", str(file), *sizes, "--separate")["schedules"]}
+    assert run_json("simulate", str(file), "--separate")["makespan"] == makespan
+    rows = {row["name"]: row for row in run_json("compare", str(file), *sizes, "--separate")["schedules"]}
     assert rows["1f1b"]["makespan"] == makespan
-    assert told("best", *sizes, "--max-chunks", "1", "--memory-limit", "3", "--separate")["makespan"] <= makespan
+    assert run_json("best", *sizes, "--max-chunks", "1", "--memory-limit", "3", "--separate")["makespan"] <= makespan
     assert main(["schedule", "gpipe", *sizes, "--memory-limit", "3", "--separate"]) == 2
     assert "6 activations" in capsys.readouterr().err
 

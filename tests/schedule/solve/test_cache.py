@@ -569,8 +569,8 @@ def test_a_bound_that_a_family_is_below_is_no_proof(
     assert "ignored a bound: it is 18, and family" in notice
     (entry,) = ScheduleCache().entries()
     assert (entry.value, entry.lower_bound) == (14, 14)  # nor does it live on beside a better answer
-    again = solve_cached([task], options, notice=notices.append)
-    assert (again.value, again.improvements[-1].source, notices) == (14, "cache", [])
+    second = solve_cached([task], options, notice=notices.append)
+    assert (second.value, second.improvements[-1].source, notices) == (14, "cache", [])
 
 
 def test_a_bound_that_others_can_write_is_not_believed(cache: ScheduleCache, notices: Notices, entry: Path) -> None:
@@ -956,6 +956,6 @@ def test_the_verb_imports_neither_jax_nor_ortools(cache: ScheduleCache, entry: P
         "print([name for name in ('jax', 'ortools', 'matplotlib') if name in sys.modules])"
     )
     argv = [sys.executable, "-c", code, "cache", "ls", "--dir", str(cache.folder)]
-    done = subprocess.run(argv, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == "[]"
+    result = subprocess.run(argv, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines()[-1] == "[]"

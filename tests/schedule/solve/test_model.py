@@ -307,9 +307,9 @@ def test_hint_alone_when_there_is_no_time() -> None:
 
 def test_hint_with_offload_is_a_solution_of_the_model() -> None:
     optimum = solved(FIGURE_4, workers=2)
-    again = solved(FIGURE_4, hint=optimum.schedule, lower_bound=optimum.value)
-    agrees(again)
-    assert again.value == optimum.value
+    second = solved(FIGURE_4, hint=optimum.schedule, lower_bound=optimum.value)
+    agrees(second)
+    assert second.value == optimum.value
 
 
 def test_nothing_keeps_the_limit() -> None:

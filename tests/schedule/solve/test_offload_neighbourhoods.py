@@ -82,12 +82,12 @@ def test_times_become_the_same_schedule_again(p: int) -> None:
     starts = starts_of(actions, timeline)
     assert starts is not None
     model = Formulation(actions, starts, Window(3, 12, frozenset()))
-    solver, _, done = run(model.cp, {"num_workers": 1})
-    assert done
+    solver, _, is_solved = run(model.cp, {"num_workers": 1})
+    assert is_solved
     times = model.answer(solver)
     assert [t < 0 for t in times] == [t < 0 for t in starts]
-    again = schedule_of(actions, times, "again")[1]
-    assert again.max_span <= timeline.max_span
+    result = schedule_of(actions, times, "again")[1]
+    assert result.max_span <= timeline.max_span
 
 
 @pytest.mark.parametrize("p", [8, 16])

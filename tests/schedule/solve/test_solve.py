@@ -140,8 +140,8 @@ def test_progress_is_told_as_it_happens() -> None:
 def test_a_start_is_used() -> None:
     task = task_of(v_shape(4), 8, 1.5, objective="span")
     good = solve(task, Options(time_limit_s=1))
-    again = solve_any([task], Options(time_limit_s=0.05), starts=[good.schedule])
-    assert again.value <= good.value
+    second = solve_any([task], Options(time_limit_s=0.05), starts=[good.schedule])
+    assert second.value <= good.value
 
 
 def test_several_placements_share_one_bound() -> None:
@@ -382,8 +382,8 @@ def test_solve_writes_and_reports(tmp_path: Path) -> None:
     assert facts["improvements"][-1]["value"] == 29.5
     assert all(x["source"] in first.stderr for x in facts["improvements"]), "who found what is also told as it happens"
     assert "bound" in first.stderr
-    again = run_cli(*flags, cache=tmp_path / "cache")
-    assert json.loads(again.stdout)["improvements"][0]["source"] == "cache"
+    second = run_cli(*flags, cache=tmp_path / "cache")
+    assert json.loads(second.stdout)["improvements"][0]["source"] == "cache"
     simulated = subprocess.run(
         [sys.executable, "-m", "jaxpipe", "simulate", str(out), "--json"], capture_output=True, text=True, check=True
     )

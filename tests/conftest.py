@@ -170,7 +170,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 @pytest.fixture
 def x64() -> Iterator[None]:
-    """Float64 (and int64) in JAX for one test; float32 is the default everywhere else."""
+    """Use float64 (and int64) in JAX for one test; float32 is the default everywhere else."""
     import jax
 
     with jax.enable_x64(True):
@@ -298,7 +298,7 @@ def one_build() -> Iterator[None]:
         return digests[id(model)][0]
 
     def step_once(config: Any, pipeline: Any, decay: Any = "role") -> Any:
-        """One over the same compiled stages, in the order at hand."""
+        """Return a step over the same compiled stages, in the order at hand."""
         pipe, run = config.pipeline, config.run
         if pipeline.ownership.divided or pipe.passes.post_validation != "off":
             return step_over(config, pipeline, decay)

@@ -87,13 +87,14 @@ README_MAX_LINES = 60
 
 
 def room_of(module: str) -> str:
-    """``stage`` for ``jaxpipe.stage.split.splitter``, ``models`` for ``models.gpt``, ``__init__`` for ``jaxpipe``."""
+    """Return ``stage`` for ``jaxpipe.stage.split.splitter``, ``models`` for ``models.gpt``, ``__init__`` for ``jaxpipe``."""
     head, *rest = module.split(".")
     return head if head != "jaxpipe" else rest[0] if rest else "__init__"
 
 
 def imports(module: str, is_package: bool, tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Line and full dotted name of everything imported: ``from a import b`` gives ``a.b``; relative names are resolved."""
+    """Yield line and full dotted name of everything imported: ``from a import b`` gives ``a.b``; relative names are
+    resolved."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
@@ -128,7 +129,7 @@ def at_import(tree: ast.Module) -> ast.AST:
 
 
 def branches_on_jax_version(tree: ast.AST) -> Iterator[int]:
-    """Lines that compare ``jax.__version__`` or the like."""
+    """Yield lines that compare ``jax.__version__`` or the like."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Compare) and any(
             f"{name}.__version" in ast.unparse(part) for part in ast.walk(node) for name in ("jax", "jaxlib")
@@ -200,7 +201,7 @@ def test_no_vague_file_names() -> None:
 
 
 def packages() -> list[str]:
-    """Every package below ``jaxpipe``, dotted."""
+    """Return every package below ``jaxpipe``, dotted."""
     folders = [path.parent.relative_to(ROOT) for path in (ROOT / "jaxpipe").glob("*/**/__init__.py")]
     return sorted(".".join(x.parts) for x in folders if x.parts[1] != "models")
 

@@ -27,7 +27,7 @@ def parsed(source: str) -> ast.Module:
 
 
 def code_lines(source: str) -> int:
-    """Lines that are not blank, comment or docstring."""
+    """Return the number of lines that are not blank, comment or docstring."""
     prose: set[int] = set()
     for node in ast.walk(parsed(source)):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Module)) and (
@@ -40,7 +40,7 @@ def code_lines(source: str) -> int:
 
 @cache
 def file_sizes() -> dict[str, int]:
-    """Code lines by the file's path below ``jaxpipe/``."""
+    """Return code lines by the file's path below ``jaxpipe/``."""
     folder = ROOT / "jaxpipe"
     paths = sorted(folder.rglob("*.py"))
     return {path.relative_to(folder).as_posix(): code_lines(path.read_text(encoding="utf-8")) for path in paths}
@@ -77,14 +77,14 @@ class Imports:
 
     @staticmethod
     def _from(tree: ast.AST) -> Iterator[tuple[str, tuple[str, str]]]:
-        """Names that ``from`` imports bind: where from, and what they are called there."""
+        """Yield names that ``from`` imports bind: where from, and what they are called there."""
         for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom):
                 assert node.level == 0 and node.module is not None, "relative imports are not read"
                 yield from ((alias.asname or alias.name, (node.module, alias.name)) for alias in node.names)
 
     def _home(self, module: str, name: str) -> str:
-        """The module that ``from module import name`` gets it from."""
+        """Return the module that ``from module import name`` gets it from."""
         if f"{module}.{name}" in self.trees:
             return f"{module}.{name}"
         behind = self.given.get(module, {}).get(name)
@@ -101,7 +101,7 @@ class Imports:
         return (name for name in names if name in self.trees)
 
     def circle(self) -> list[str]:
-        """Modules that import each other in turn, the first again at the end; empty if there are none."""
+        """Return modules that import each other in turn, the first again at the end; empty if there are none."""
         try:
             TopologicalSorter({name: sorted(imported) for name, imported in sorted(self.graph.items())}).prepare()
         except CycleError as error:

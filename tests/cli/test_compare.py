@@ -24,7 +24,7 @@ UNPRICED = "offloads, and the costs don't say how long that takes: give --offloa
 def run(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., tuple[int, str, str]]:
-    """Exit code, stdout and stderr of a verb that runs in ``tmp_path``; without lines of progress."""
+    """Run a verb in ``tmp_path``; return its exit code, stdout and stderr, without lines of progress."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(compare_verbs, "_PROGRESS_S", float("inf"))
 

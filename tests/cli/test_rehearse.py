@@ -29,7 +29,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def config(text: Path, tmp_path: Path) -> Path:
-    """A config file of two ranks."""
+    """Provide a config file of two ranks."""
     path = tmp_path / "run.toml"
     path.write_text(load_config(None, settings(text, tmp_path / "run")).to_toml(), encoding="utf-8")
     return path

@@ -55,7 +55,7 @@ KEYS = [
 
 
 def without_progress(err: str) -> str:
-    """stderr without the lines in which ``best``, once it has taken a second, says what it tries."""
+    """Return stderr without the lines in which ``best``, once it has taken a second, says what it tries."""
     return re.sub(r"^ +\d+\.\d s  family \d+ of \d+, .*\n", "", err, flags=re.MULTILINE)
 
 

@@ -40,7 +40,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def tiny(text: Path, tmp_path: Path) -> Callable[..., list[str]]:
-    """Overrides of a run of 4 steps in ``tmp_path/run``."""
+    """Provide overrides of a run of 4 steps in ``tmp_path/run``."""
 
     def overrides(*extra: str) -> list[str]:
         base = ("run.steps=4", "run.eval_every=2", "run.checkpoint_every=2", "run.log_every=2")
@@ -80,7 +80,7 @@ def fails(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
 
 @pytest.fixture(scope="module")
 def finished(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run of 4 steps, with checkpoints of steps 2 and 4. Read it, or copy it."""
+    """Provide a finished run of 4 steps, with checkpoints of steps 2 and 4. Read it, or copy it."""
     from jaxpipe.train.config import load_config
     from jaxpipe.train.loop import train
 

@@ -26,7 +26,7 @@ SHORT = ("run.steps=6", "run.eval_every=0", "optimizer.min_lr_ratio=1")  # the r
 
 
 def _costs(*bw_ms: float) -> CostProfile:
-    """Stages of 10 ms for B and 10 ms for W."""
+    """Return stages of 10 ms for B and 10 ms for W."""
     n = len(bw_ms)
     return replace(CostProfile.uniform(n, f=0.01, b=0.01, w=0.01), bw_s=tuple(x / 1e3 for x in bw_ms))
 
@@ -64,7 +64,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Sets what a BW is measured to take, by stage, in ms; B and W take 10 ms each."""
+    """Set what a BW is measured to take, by stage, in ms; B and W take 10 ms each."""
     real = Pipeline.measure_costs
 
     def tell(*bw_ms: float) -> None:

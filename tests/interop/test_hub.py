@@ -48,7 +48,7 @@ SHOWN = ((0, 0), (0, 11), (1, 23))
 
 
 def read(folder: Path, **options: Any) -> tuple[Model, dict[str, Any]]:
-    """The model in a folder, and its parameters."""
+    """Return the model in a folder, and its parameters."""
     hub = open_hub(folder)
     model_options = {"seq_len": 24, **hub.options, **options}
     model = resolve_model(hub.target, model_options)

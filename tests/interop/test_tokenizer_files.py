@@ -36,7 +36,7 @@ GENERATION = {"eos_token_id": [2, 1], "pad_token_id": 5, "temperature": 0.6}
 
 
 def write_hub(folder: Path, *, jinja: bool = False) -> Path:
-    """A small Qwen2 with a tokenizer, the template of its chats and what ends its texts."""
+    """Return a small Qwen2 with a tokenizer, the template of its chats and what ends its texts."""
     write_folder(folder, "qwen2", bos_token_id=None, eos_token_id=1)
     backend = tokenizers.Tokenizer(
         tokenizers.models.WordLevel({word: k for k, word in enumerate(WORDS)}, unk_token="[UNK]")
@@ -100,7 +100,7 @@ def test_a_model_tuned_on_a_store_of_chats_is_exported_with_all_that_it_needs(hu
 
 
 def tokenizer_folder_of(run: Path, settings: Sequence[str]) -> Path:
-    """The folder of tokenizer files that a run of these settings keeps when it begins."""
+    """Return the folder of tokenizer files that a run of these settings keeps when it begins."""
     config = load_config(None, [f"run.out_dir={run}", *settings])
     with RunDirectory(config.run) as directory:
         directory.keep_tokenizer(load_tokenizer(config.data.tokenizer), config)

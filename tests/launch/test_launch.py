@@ -44,7 +44,7 @@ SMALL = ["model.options.d_model=16", "model.options.num_layers=2", "model.option
 
 @pytest.fixture
 def launch(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, list[str]]]:
-    """Exit code, standard output, and standard error by line, sorted."""
+    """Run a command; return its exit code, standard output, and standard error by line, sorted."""
 
     def run(code: str, number: int = 2, restarts: int = 0) -> tuple[int, str, list[str]]:
         with Launch([sys.executable, "-c", JOIN + code], number, tmp_path) as started:
@@ -359,7 +359,7 @@ FIELDS: Mapping[str, Any] = {
 
 
 def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted path and value of every leaf; a dot of a key is a null character."""
+    """Yield dotted path and value of every leaf; a dot of a key is a null character."""
     if isinstance(value, dict):
         for key, inner in value.items():
             yield from leaves(inner, f"{path}.{key.replace('.', chr(0))}" if path else key)

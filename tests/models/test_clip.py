@@ -75,7 +75,7 @@ def random_batch(n: int, seed: int = 0) -> dict[str, np.ndarray]:
 
 @functools.cache
 def _computed() -> Any:
-    """Loss and weight of tiny pairs, metrics, gradients, and what the loss takes: one program a batch size."""
+    """Return loss and weight of tiny pairs, metrics, gradients, and what the loss takes: one program a batch size."""
 
     def run(params: Any, batch: Mapping[str, Any]) -> Any:
         (loss, weight), grads = jax.value_and_grad(lambda p: apply_model(tiny(), p, batch), has_aux=True)(params)
@@ -149,7 +149,8 @@ def test_towers_on_ranks_of_their_own_have_the_gradients_of_the_whole_model(tp: 
 
 
 def tower_placement(group: int) -> Placement:
-    """The picture tower in four stages on two ranks, the text tower in two on two, the loss on the second."""
+    """Return a placement: the picture tower in four stages on two ranks, the text tower in two on two, the loss on the
+    second."""
     return with_span(towers({"image": circular(2, 2), "text": one_to_one(2)}, join=("image",)), {6: group})
 
 
@@ -159,7 +160,7 @@ def one_f_one_b(placement: Placement, m: int) -> Schedule:
 
 
 def mixed(placement: Placement, m: int) -> Schedule:
-    """Interleaved on one tower, and gradients separated on both."""
+    """Return a schedule interleaved on one tower, with gradients separated on both."""
     costs = CostProfile.uniform(placement.num_stages)
     rules = {
         range(2): Traversal("interleaved", forward="breadth:2", backward="depth:2"),
@@ -170,7 +171,7 @@ def mixed(placement: Placement, m: int) -> Schedule:
 
 @functools.cache
 def grouped(group: int, dp: int, order: Any, m: int = 4) -> tuple[Pipeline, Any, Any]:
-    """A pipeline, a batch of it, and its parameters."""
+    """Return a pipeline, a batch of it, and its parameters."""
     model = in_groups(group)
     schedule = order(tower_placement(group), m)
     check_schedule(schedule)
@@ -187,7 +188,7 @@ def microbatches(m: int, dp: int) -> dict[str, np.ndarray]:
 
 
 def unsplit(model: Model, dp: int, batch: Mapping[str, Any], params: Any) -> tuple[float, Any]:
-    """Mean loss and gradients of the whole model, each dp shard with groups of its own."""
+    """Return mean loss and gradients of the whole model, each dp shard with groups of its own."""
     rows = {}
     for name, x in batch.items():
         parts = x.reshape(-1, model.span, dp, 2, *x.shape[2:]).swapaxes(1, 2)

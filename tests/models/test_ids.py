@@ -44,7 +44,7 @@ OUTSIDE = st.sampled_from((-1, -2, -V, -ROWS, -ROWS - 1, -100, V, V + 1, ROWS - 
 
 @cache
 def trainer_of(topology: str) -> tuple[Trainer, list[TrainState], Any]:
-    """A trainer, its state, and the parameters on the host."""
+    """Return a trainer, its state, and the parameters on the host."""
     target, sizes = {**TOPOLOGIES, **MORE}[topology]
     model = resolve_model(target, {**SMALL, "num_layers": 1, "tied": False})
     sizes = {"microbatches": 2, "microbatch_size": ROWS_OF_BATCH // 2, **sizes}

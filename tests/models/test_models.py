@@ -45,7 +45,7 @@ def random_batch(model: Model, size: int = 2, seed: int = 0) -> dict[str, jax.Ar
 
 
 def random_params(model: Model, seed: int = 0) -> Any:
-    """Parameters of order one, so that every term of the forward shows in the result, biases and scales too."""
+    """Return parameters of order one, so that every term of the forward shows in the result, biases and scales too."""
     rng = np.random.default_rng(seed)
     return jax.tree.map(lambda a: jnp.asarray(rng.normal(0, 0.5, a.shape), a.dtype), shapes(model))
 
@@ -59,7 +59,7 @@ def logits(model: Model, params: Any, tokens: jax.Array) -> jax.Array:
 
 
 def loss(model: Model, params: Any, batch: Any, key: jax.Array | None = None, train: bool = True) -> Any:
-    """``(loss_sum, weight_sum)``, compiled: a program compiles faster than each of its operations alone."""
+    """Return ``(loss_sum, weight_sum)``, compiled: a program compiles faster than each of its operations alone."""
     return jax.jit(lambda p, b, k: apply_model(model, p, b, k, train))(params, batch, key)
 
 

@@ -56,14 +56,14 @@ def make(kind: str, extra: Options = ()) -> Model:
 
 
 def random_params(model: Model, seed: int = 0) -> Any:
-    """Parameters of order one, so that every term of the forward shows in the result, biases and scales too."""
+    """Return parameters of order one, so that every term of the forward shows in the result, biases and scales too."""
     rng = np.random.default_rng(seed)
     shapes = jax.eval_shape(lambda: init_params(model, 0))
     return jax.tree.map(lambda a: jnp.asarray(rng.normal(0, 0.5, a.shape), a.dtype), shapes)
 
 
 def random_batch(model: Model, size: int = 2, seed: int = 0) -> dict[str, jax.Array]:
-    """Uneven weights: zeros here and there, the first row almost empty."""
+    """Return a batch of uneven weights: zeros here and there, the first row almost empty."""
     rng = np.random.default_rng(seed)
     shape = (size, model.seq_len)
     weights = rng.random(shape) * (rng.random(shape) > 0.3)
@@ -163,7 +163,7 @@ def test_float32(kind: str, extra: Options, tp: TensorParallel) -> None:
 
 @st.composite
 def sized_models(draw: st.DrawFn) -> tuple[Model, TensorParallel, int]:
-    """A small model of odd sizes and shards that divide it."""
+    """Draw a small model of odd sizes and shards that divide it."""
     t = draw(st.sampled_from([2, 3, 4]))
     dp = draw(st.sampled_from([1, 2]))
     tp = TensorParallel(t, draw(st.booleans()), draw(st.booleans()))

@@ -53,7 +53,7 @@ def random_params(model: Model) -> Any:
 
 
 def random_batch(*leading: int) -> dict[str, np.ndarray]:
-    """The picture's positions are the first two of each text; one more comes where there is no feature left."""
+    """Return a batch whose picture stands at the first two positions of each text; one more comes where no feature is left."""
     rng = np.random.default_rng(1)
     shape = (*leading, 8)
     tokens = rng.integers(1, 16, shape)
@@ -179,7 +179,7 @@ def test_a_frozen_vit_has_no_w_and_no_optimizer_bytes() -> None:
 
 
 def pictures(seq_len: int) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Data for a config: rows to train on and held-out ones."""
+    """Return data for a config: rows to train on and held-out ones."""
     rows = random_batch(18)
     return {name: x[:10] for name, x in rows.items()}, {name: x[10:] for name, x in rows.items()}
 

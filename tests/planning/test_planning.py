@@ -57,7 +57,7 @@ def silent(text: str) -> None:
 
 
 def small(**pipeline: Any) -> TrainConfig:
-    """A GPT of four blocks on two ranks."""
+    """Return a GPT of four blocks on two ranks."""
     options = {"vocab_size": 64, "d_model": 32, "num_layers": 4, "num_heads": 4, "tied": False}
     return TrainConfig.from_dict(
         {
@@ -70,7 +70,7 @@ def small(**pipeline: Any) -> TrainConfig:
 
 
 def bench_of(config: TrainConfig, target: Target = H100, **options: Any) -> Workbench:
-    """One for all configs that differ in nothing that a workbench knows; with ``others`` a new one."""
+    """Return one workbench for all configs that differ in nothing that it knows; with ``options`` a new one."""
     if options:
         return workbench(config, target, Efficiency(), silent, **options)
     sequence = config.pipeline.sharding.sequence_parallel
@@ -273,13 +273,13 @@ def test_workspace_is_what_is_made_and_read_inside() -> None:
 
 @pytest.fixture(scope="module")
 def table_2() -> tuple[TrainConfig, Workbench]:
-    """The 9.6B model of `controllable-memory.txt`."""
+    """Provide the 9.6B model of `controllable-memory.txt`."""
     config = load_config(PLANS / "gpt-9.6b.toml")
     return config, bench_of(config, TARGETS["a100"])
 
 
 def layer_of(config: TrainConfig, bench: Workbench, recompute: str) -> PlannedStage:
-    """A stage of one block."""
+    """Return a stage of one block."""
     config = config.override(["pipeline.schedule=v-zb", "pipeline.chunks=2", f"pipeline.cut={list(range(1, 32))}"])
     cut = planner(config, bench.model)(32).cut
     return bench.stages(cut, recompute, 4)[5]

@@ -47,7 +47,7 @@ def simulated(
 
 
 def measured() -> Timeline:
-    """A made-up recording that begins at 100 s: an offload, a load, a transfer, a braided slot; bytes for memory."""
+    """Return a made-up recording that begins at 100 s: an offload, a load, a transfer, a braided slot; bytes for memory."""
     f, g = Action("F", 0, 0), Action("F", 2, 1)
     events = (
         Event(0, "compute", f, 100.0, 100.002),
@@ -150,7 +150,7 @@ def test_summary_names_makespan_bubbles_and_peak() -> None:
 
 
 def svg_text(path: Path) -> str:
-    """All text in an SVG file; fails if it is not well-formed XML."""
+    """Return all text in an SVG file; fails if it is not well-formed XML."""
     return " ".join(t for e in ElementTree.fromstring(path.read_bytes()).iter() if (t := (e.text or "").strip()))
 
 
@@ -222,7 +222,7 @@ def test_same_timeline_gives_same_bytes(tmp_path: Path) -> None:
 
 
 def _numbers_drawn(path: Path) -> int:
-    """Stamped labels in an SVG: every use of a glyph path (axis ticks are uses of marker paths, a handful)."""
+    """Return stamped labels in an SVG: every use of a glyph path (axis ticks are uses of marker paths, a handful)."""
     return len(re.findall(r"<use ", path.read_text()))
 
 
@@ -304,7 +304,7 @@ def test_two_timelines_have_processes_of_their_own() -> None:
 
 @st.composite
 def timelines(draw: st.DrawFn) -> Timeline:
-    """Any events on any lanes, overlapping or not."""
+    """Draw any events on any lanes, overlapping or not."""
     ranks = draw(st.integers(1, 3))
     instants = st.integers(0, 20).map(float)
     events = []

@@ -20,7 +20,7 @@ POINTS = [Point("a", 8, 0.2), Point("b", 4, 0.3), Point("c", 8, 0.1), Point("d",
 
 
 def random_points(seed: int) -> list[Point]:
-    """All families, crowded on few places as real ones are."""
+    """Return points of all families, crowded on few places as real ones are."""
     rng = random.Random(seed)
     return [
         Point(

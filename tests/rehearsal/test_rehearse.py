@@ -52,7 +52,7 @@ SCHEDULES: Mapping[str, Callable[[], Schedule]] = {
 
 @cache
 def _model(num_stages: int, dropout: bool = False) -> Model:
-    """A layer a stage, the first of integers, all in between of one kind (compiled once); float32."""
+    """Return a model of a layer a stage, the first of integers, all in between of one kind (compiled once); float32."""
 
     def init(key: jax.Array) -> Any:
         return {"w": jax.random.normal(key, (WIDTH, WIDTH), jnp.float32)}
@@ -81,7 +81,7 @@ def _model(num_stages: int, dropout: bool = False) -> Model:
 
 @cache
 def on_one_device(placement: Placement, dropout: bool = False) -> Pipeline:
-    """A tiny model whose stages all sit on the first device, in any order."""
+    """Return a tiny model whose stages all sit on the first device, in any order."""
     n = placement.num_stages
     return Pipeline.build(
         _model(n, dropout),
@@ -270,7 +270,7 @@ def test_made_keys_are_keys() -> None:
 
 
 def _with_seconds(report: RankReport, seconds: Mapping[str, float]) -> RankReport:
-    """``report`` as if every function had taken these seconds."""
+    """Return ``report`` as if every function had taken these seconds."""
     timings = {(op, s): replace(t, median_s=seconds[op]) for (op, s), t in report.timings.items()}
     return replace(report, timings=timings)
 
@@ -356,7 +356,7 @@ def test_overlap_and_slowdown() -> None:
 
 
 def _failing(pipe: Pipeline, rank: int, op: str, message: str, after: int = 0) -> Pipeline:
-    """``pipe`` where the ``after``-th call of an op on ``rank`` says that memory ran out."""
+    """Return ``pipe`` where the ``after``-th call of an op on ``rank`` says that memory ran out."""
     calls = [0]
 
     def broken(call: Callable[..., Any]) -> Callable[..., Any]:

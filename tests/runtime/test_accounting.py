@@ -143,7 +143,7 @@ def probed(name: str, where: str, schedule: Schedule, fraction: float) -> tuple[
 
 
 def assert_exact(predicted: MemoryReport, measured: MeasuredMemory) -> None:
-    """The same bytes at every instruction boundary; so the peaks keep to what the design promises."""
+    """Compare bytes at every instruction boundary, and the peaks with what the design promises."""
     for expected, got in zip(predicted.ranks, measured.ranks, strict=True):
         assert expected.live_bytes == got.live_bytes, f"rank {expected.rank}"
         assert expected.host_bytes == got.host_bytes, f"rank {expected.rank}, host"
@@ -293,7 +293,7 @@ def test_the_allocators_statistics_are_read_where_there_are_any() -> None:
 
 
 def runnable_families() -> list[str]:
-    """Families whose schedules the runtime runs: chains of stages, one rank each."""
+    """Return families whose schedules the runtime runs: chains of stages, one rank each."""
     placements = {name: FAMILIES[name].placement(2, FAMILIES[name].default_chunks) for name in sorted(FAMILIES)}
     return [n for n, x in placements.items() if x.is_chain and all(len(g) == 1 for flow in x.flows for g in flow)]
 

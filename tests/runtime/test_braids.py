@@ -104,7 +104,7 @@ _WOVEN: dict[str, Pipeline] = {}
 
 
 def both(where: str, schedule: Schedule) -> tuple[Pipeline, Pipeline]:
-    """Pipelines that run ``schedule`` with braids as one function, and as separate calls."""
+    """Return pipelines that run ``schedule`` with braids as one function, and as separate calls."""
     plain = built(where)
     _WOVEN[where] = _WOVEN.get(where, plain).with_schedule(schedule)
     return _WOVEN[where], separate(plain).with_schedule(schedule)
@@ -158,7 +158,7 @@ def check_case(case: tuple[str, Schedule]) -> None:
 
 
 def assert_trace_is_the_schedule(pipe: Pipeline, out: StepOutputs) -> None:
-    """Slot for slot; a braid with a sync in it is several."""
+    """Compare slot for slot; a braid with a sync in it is several."""
     for rank, row in enumerate(pipe.schedule.rows):
         expected = [a for slot in row for a in ([slot] if is_one_call(slot) else slot.actions)]
         assert [e.action for e in out.events if e.rank == rank] == expected
@@ -421,7 +421,7 @@ def test_gradients_are_reduced_in_the_tail_of_the_pipeline(dp: int) -> None:
 
 
 def _after_last_addition(program: Program, stage: int) -> int:
-    """The last run that adds to the stage's accumulators, or the last send right behind it."""
+    """Return the last run that adds to the stage's accumulators, or the last send right behind it."""
     adding = [k for k, i in enumerate(program.instructions) if isinstance(i, Run) and _adds(i, stage)]
     behind = [k for k, i in enumerate(program.instructions) if k > adding[-1] and not isinstance(i, Free)]
     sends = takewhile(lambda k: isinstance(program.instructions[k], Send), behind)

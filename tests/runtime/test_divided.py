@@ -133,7 +133,7 @@ SCHEDULES: list[dict[str, Any]] = [
 
 
 def solved() -> str:
-    """The text of what the solver answers."""
+    """Return the text of what the solver answers."""
     task = SolveTask(one_to_one(4), 4, CostProfile.uniform(4, f=3, b=4, w=2), 3.0)
     return str(solve(task, Options(time_limit_s=2, reproducible=True)).schedule)
 

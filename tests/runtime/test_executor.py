@@ -153,7 +153,7 @@ class _Switchboard:
 
 
 def _with_failing(pipe: Pipeline, op: str, stage: int) -> Pipeline:
-    """``pipe`` whose function of (op, stage) raises when called."""
+    """Return ``pipe`` whose function of (op, stage) raises when called."""
 
     def fail(*_: Any) -> Any:
         raise ValueError("boom\nwith a second line")

@@ -55,7 +55,7 @@ def test_separated_gradients_run_bit_equal_to_sequential(name: str) -> None:
 
 
 def _require_bit_equal(schedule: Schedule) -> None:
-    """Two steps in the runtime, and the same functions one after another."""
+    """Compare two steps in the runtime with the same functions one after another."""
     m = schedule.num_microbatches
     pipe = _compiled(schedule.num_stages, _ranks(schedule.placement)).with_schedule(schedule)
     params = _parameters(schedule.num_stages)
@@ -70,8 +70,8 @@ def _require_bit_equal(schedule: Schedule) -> None:
         assert_same_arrays(_of_primaries(pipe, pipe.sum_replicas(out.acc)), _replicas_added(pipe, acc))
 
         loss, grads = pipe.loss_and_grads(placed, batch)
-        want_loss, expected = _unpipelined(schedule.num_stages, params, batch)
-        np.testing.assert_allclose(np.asarray(loss), want_loss, rtol=1e-10)
+        expected_loss, expected = _unpipelined(schedule.num_stages, params, batch)
+        np.testing.assert_allclose(np.asarray(loss), expected_loss, rtol=1e-10)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12), _arrays(grads), expected)
         params = jax.tree.map(lambda x, g: x - LEARNING_RATE * g, _arrays(params), _arrays(grads))
 
@@ -88,7 +88,7 @@ def _of_primaries(pipe: Pipeline, acc: Mapping[tuple[int, int], Any]) -> list[li
 
 
 def _replicas_added(pipe: Pipeline, acc: Mapping[tuple[int, int], Any]) -> list[list[Any]]:
-    """Per stage, the gradient of the first flow's replica, plus the second's, if it has one."""
+    """Return per stage the gradient of the first flow's replica, plus the second's, if it has one."""
     sums = []
     for stage, (first, *replicas) in pipe.instances.items():
         total = [np.asarray(a) for a in acc[(first, stage)]]
@@ -108,13 +108,13 @@ def _generated(name: str, p: int, m: int) -> Schedule:
 
 
 def _ranks(placement: Placement) -> tuple[tuple[int, ...], ...]:
-    """Per flow, the rank of each stage: what the runtime compiles for."""
+    """Return per flow the rank of each stage: what the runtime compiles for."""
     return tuple(tuple(rank for (rank,) in flow) for flow in placement.flows)
 
 
 @cache
 def _compiled(num_stages: int, ranks: tuple[tuple[int, ...], ...]) -> Pipeline:
-    """One layer a stage on these ranks, in any order."""
+    """Return one layer a stage on these ranks, in any order."""
     flows = tuple(tuple((r,) for r in flow) for flow in ranks)
     placement = Placement("any", 1 + max(map(max, ranks)), flows, chain(num_stages))
     return Pipeline.build(

@@ -79,12 +79,12 @@ def test_family_is_bit_equal_to_sequential_and_close_to_unpipelined(name: str, s
     batch = random_batch(schedule.num_microbatches)
     pipe = pipeline_for(name, schedule)
     loss, grads = pipe.loss_and_grads(pipe.place(parameters(name)), batch)
-    want_loss, expected = unpipelined(name, batch)
-    np.testing.assert_allclose(np.asarray(loss), np.asarray(want_loss), rtol=1e-10)
+    expected_loss, expected = unpipelined(name, batch)
+    np.testing.assert_allclose(np.asarray(loss), np.asarray(expected_loss), rtol=1e-10)
     got_leaves, got_tree = jax.tree.flatten(grads)
-    want_leaves, want_tree = jax.tree.flatten(expected)
-    assert got_tree == want_tree
-    for a, b in zip(got_leaves, want_leaves, strict=True):
+    expected_leaves, expected_tree = jax.tree.flatten(expected)
+    assert got_tree == expected_tree
+    for a, b in zip(got_leaves, expected_leaves, strict=True):
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-10, atol=1e-12)
 
 

@@ -181,7 +181,7 @@ def _draw_crossing(schedule: Schedule, data: st.DataObject) -> tuple[Crossing, A
 
 
 def _shuffled(program: Program, rng: random.Random) -> Program:
-    """Some neighbouring transfers to and from other processes exchanged, those of the program's places kept."""
+    """Return the program with some neighbouring transfers to and from other processes exchanged, at the same places."""
     instructions = list(program.instructions)
     at = [k for k, i in enumerate(instructions) if isinstance(i, Send | Recv) and i.place >= 0]
     for a, b in pairwise(at):
@@ -360,7 +360,7 @@ Found = dict[int, StepOutputs | Exception]
 def _run_apart(
     name: str, pipe: Pipeline, programs: Sequence[Program], crossing: Crossing, sleeps_s: float = 0.0
 ) -> Found:
-    """One step, a thread a process; each sleeps for a random time before each message."""
+    """Run one step with a thread a process; each sleeps for a random time before each message."""
     numbers = message_numbers(programs)
     mail, processes = InProcess(message_homes(programs, pipe.submeshes, numbers)), sorted(set(crossing.process_of))
     meeting = Meeting(len(processes))

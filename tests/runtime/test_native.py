@@ -47,7 +47,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
 
 
 def _between(puts: Calls, one: Any, other: Any) -> Calls:
-    """The calls of which one end is ``one`` and the other ``other``."""
+    """Return the calls of which one end is ``one`` and the other ``other``."""
     return [call for call in puts if {call[0][2].mesh, call[0][3].mesh} == {one, other}]
 
 

@@ -201,8 +201,8 @@ _LONG = {("gis", 4), ("ada-offload", 4), ("chimera", 2), ("interleaved-1f1b", 2)
 
 
 def _families() -> list[Any]:
-    """All at p = 1..4 on both models; by default those that offload or may, p = 2 on one and 4 on the other, and some
-    others."""
+    """Return all families at p = 1..4 on both models; by default those that offload or may, p = 2 on one and 4 on the
+    other, and some others."""
     return [
         pytest.param(model, name, p, id=f"{name}-p{p}-{model}", marks=[] if usual else [pytest.mark.soak])
         for p in (1, 2, 3, 4)
@@ -219,7 +219,7 @@ def test_a_family_with_offload_has_the_bits_of_the_family_without(model: str, fa
 
 @cache
 def _offloaded(family: str, p: int, m: int) -> Schedule:
-    """A family's schedule with the offloads that it has, those of the pass, or everywhere if the pass finds none."""
+    """Return a family's schedule with the offloads that it has, those of the pass, or everywhere if the pass finds none."""
     try:
         bare = generate(family, p, m)
     except ScheduleError as error:

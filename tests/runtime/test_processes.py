@@ -59,7 +59,7 @@ def start(code: str, port: int, number: int, process: int, wait: int = 10) -> su
 
 
 def ends(children: Sequence[subprocess.Popen[str]]) -> list[tuple[int, str]]:
-    """Exit codes and standard errors."""
+    """Wait for the processes and return their exit codes and standard errors."""
     errors = [child.communicate(timeout=60)[1] for child in children]
     return [(child.returncode, text) for child, text in zip(children, errors, strict=True)]
 
@@ -409,7 +409,7 @@ def test_directories_that_are_not_shared(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def _train(tmp_path: Path, *overrides: Sequence[str], number: int = 2) -> list[tuple[int, str]]:
-    """Ends of ``jaxpipe train`` in several processes, each with overrides of its own."""
+    """Run ``jaxpipe train`` in several processes, each with overrides of its own, and return how they end."""
     small = ["model.options.d_model=16", "model.options.num_layers=2", "model.options.num_heads=2", "data.seq_len=8"]
     shared = [*small, f"data.path={ROOT / 'LICENSE'}", f"run.out_dir={tmp_path / 'run'}", "pipeline.ranks=2"]
     environ = {**os.environ, "JAXPIPE_COORDINATOR": f"127.0.0.1:{free_port()}", "JAXPIPE_PROCESSES": str(number)}

@@ -116,7 +116,7 @@ def messages(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def first_of(number: int, wait_s: float, port: int) -> tuple[threading.Thread, list[Any]]:
-    """Process 0 in a thread, and what comes of it."""
+    """Start process 0 in a thread; return the thread and a list for what comes of it."""
     outcomes: list[Any] = []
 
     def wait() -> None:

@@ -49,7 +49,7 @@ def test_collisions_name_rank_and_cell() -> None:
 
 
 def equation_1(block: BuildingBlock) -> list[int]:
-    """Per rank, Σ ⌈lifespan / T⌉ over its stages: what no repeat exceeds on the grid."""
+    """Return per rank Σ ⌈lifespan / T⌉ over its stages: what no repeat exceeds on the grid."""
     peaks = [0] * block.placement.num_ranks
     for j, (first, last) in enumerate(zip(block.forward, block.ends, strict=True)):
         for s, (f, end) in enumerate(zip(first, last, strict=True)):

@@ -49,7 +49,7 @@ MEET = register_op(
 
 
 def rows(*lines: str, m: int = 2, header: str = "one-to-one", edges: str = "chain") -> Schedule:
-    """A schedule from its rows' text; ``header`` is a placement's kind, or kind and flows."""
+    """Return a schedule from its rows' text; ``header`` is a placement's kind, or kind and flows."""
     kind, _, rest = header.partition(" ")
     text = f"# jaxpipe schedule 1\nname: t\nmicrobatches: {m}\nplacement: {kind} ranks={len(lines)} {rest}\nedges: {edges}\n"
     return parse_schedule(text + "".join(f"rank {r}: {line}\n" for r, line in enumerate(lines)))

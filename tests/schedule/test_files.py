@@ -55,11 +55,11 @@ def test_costs_round_trip(data: st.DataObject) -> None:
 def test_costs_with_infinite_and_extra_values_round_trip() -> None:
     costs = CostProfile.uniform(2, chunks=3, comm=0.1)
     assert from_costs(json.loads(json.dumps(to_costs(costs), allow_nan=False))) == costs
-    given_all = CostProfile(
+    full_costs = CostProfile(
         (1.0,), (1.0,), (1.0,), (2.0,), (3.0,), (1.0,), extra=(("sync_s", (0.5,)),), memory_limit_bytes=(float("inf"),),
         link=Link(1.0, 2.0), links=(((0, 1), Link(2.0, 3.0)),), host=HostLink(1.0, 2.0, 3.0, "shared", ((0, 1),)),
     )  # fmt: skip
-    assert from_costs(json.loads(json.dumps(to_costs(given_all), allow_nan=False))) == given_all
+    assert from_costs(json.loads(json.dumps(to_costs(full_costs), allow_nan=False))) == full_costs
 
 
 @given(schedules(), st.data())

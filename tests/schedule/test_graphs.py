@@ -55,7 +55,7 @@ def _ops() -> Iterator[None]:
 
 
 def rows(*texts: str, placement: Placement, m: int) -> Schedule:
-    """A schedule written by hand."""
+    """Return a schedule written by hand."""
     lines = [f"rank {r}: {text}" for r, text in enumerate(texts)]
     header = str(Schedule("x", placement, m, ((),) * placement.num_ranks)).splitlines()
     return parse_schedule("\n".join([*(x for x in header if not x.startswith("rank")), *lines]) + "\n")
@@ -177,7 +177,7 @@ def test_a_wrong_line_of_spans_is_named(line: str, message: str) -> None:
 
 
 def _graph(rng: random.Random) -> Placement:
-    """A random DAG on random ranks, with spans, and perhaps a shared stage."""
+    """Return a random DAG on random ranks, with spans, and perhaps a shared stage."""
     p, n = rng.randint(1, 3), rng.randint(3, 6)
     groups = [*range(p), *(rng.randrange(p) for _ in range(n - p))]
     edges = {(a, b) for b in range(1, n) for a in rng.sample(range(b), rng.randint(0, min(b, 2)))}
@@ -309,7 +309,7 @@ def test_what_orders_chains_refuses_other_graphs_in_one_line() -> None:
 
 
 def _members_that_run_apart() -> tuple[Schedule, CostProfile]:
-    """A head V on both ranks that each runs by itself, and N, which waits for the head of all ranks."""
+    """Return a head V on both ranks that each runs by itself, and N, which waits for the head of all ranks."""
     part = OpSpec("V", "compute", (Wait(("F",), "pred"),), "v_s", sends="succ", together=False)
     register_op(part)
     register_op(OpSpec("N", "compute", (Wait(("V",), "group"),), "n_s"))

@@ -58,7 +58,7 @@ def test_without_collectives_a_braid_is_the_sum_exactly() -> None:
 
 
 def optimum(strands: Sequence[Strand]) -> float:
-    """The shortest of all orders of the units, by exhaustive search."""
+    """Return the shortest of all orders of the units, by exhaustive search."""
     best = float("inf")
     first = tuple(0 if x.chain_s or x.collective_s else x.units for x in strands)
     free = tuple(x.filler_s / x.units for x, k in zip(strands, first, strict=True) if k for _ in range(x.units))

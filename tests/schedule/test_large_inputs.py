@@ -40,7 +40,7 @@ from jaxpipe.schedule.problem import Problem
 
 
 def bytecodes(work: Callable[[], object]) -> int:
-    """How many bytecodes ``work`` executes."""
+    """Return how many bytecodes ``work`` executes."""
     count = 0
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:

@@ -109,8 +109,8 @@ class Reference:
         return times
 
     def arrival(self, action: Action, src: int, dst: int, boundary: int) -> float:
-        """Arrival of a transfer: all of the pair start in the order in which ``src`` issues them, each once the bytes of the
-        one before have left; then they are on their way for the latency."""
+        """Return the arrival of a transfer: all of the pair start in the order in which ``src`` issues them, each once the
+        bytes of the one before have left; then they are on their way for the latency."""
         link = dict(self.costs.links).get((src, dst), self.costs.link)
         free: float = 0.0
         for message, stage in self.traffic(src, dst):
@@ -140,7 +140,7 @@ class Reference:
         return messages
 
     def waiting(self, rank: int) -> list[tuple[float, float, int]]:
-        """(since, until, stage) of boundaries that are on ``rank`` and that nothing reads yet."""
+        """Return (since, until, stage) of boundaries that are on ``rank`` and that nothing reads yet."""
         placement = self.schedule.placement
         local, reads_of = [], {}
         for k, slot in enumerate(self.schedule.rows[rank]):
@@ -171,7 +171,7 @@ class Reference:
 def reference_memory(
     schedule: Schedule, costs: CostProfile, timeline: Timeline, rank: int, reference: Reference
 ) -> tuple[dict[float, Fraction], Fraction]:
-    """Live bytes after each instant, and the peak in activation units, with exact fractions."""
+    """Return live bytes after each instant, and the peak in activation units, with exact fractions."""
     live: dict[float, Fraction] = {}
     units: dict[float, Fraction] = {}
     temp = dict(costs.temp_bytes)

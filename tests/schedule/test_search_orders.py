@@ -25,7 +25,7 @@ UNEVEN = CostProfile(
 
 
 def slow_host(placement: Placement) -> CostProfile:
-    """Unit costs; copying a share to the host and back takes as long as F."""
+    """Return unit costs; copying a share to the host and back takes as long as F."""
     return CostProfile.uniform(placement.num_stages, chunks=placement.num_chunks, offload_time=1.0)
 
 
@@ -48,7 +48,7 @@ def test_no_worse_than_any_family(limit: float) -> None:
 
 
 def authors(ranks: int, microbatches: int) -> list[tuple[float, float, float, float, float]]:
-    """(peak, makespan, span, comm, chunks) of the papers' own code; F = B = W = 2 for a rank's share."""
+    """Return (peak, makespan, span, comm, chunks) of the papers' own code; F = B = W = 2 for a rank's share."""
     golden = GOLDEN
     gis = json.loads((golden / "authors_gis.json").read_text())
     rows = [dict(zip(gis["columns"], row, strict=True)) for row in gis["rows"]]

@@ -65,7 +65,7 @@ def _model(name: str, **options: Any) -> Model:
 
 
 def _batch(model: Model, seed: int = 0) -> dict[str, np.ndarray]:
-    """Uneven weights: shard 1 of two has none."""
+    """Return a batch of uneven weights: shard 1 of two has none."""
     rng = np.random.default_rng(seed)
     shape = (2, SEQ)
     arrays = {name: rng.integers(0, 16, shape).astype(np.int32) for name in ("tokens", "targets")}
@@ -168,7 +168,7 @@ CHEAP = Case("gpt-tied", 2, 1, 1, "1f1b", cp=2)
 
 
 def _elsewhere(test: str, devices: int) -> None:
-    """The test in a process with so many emulated devices."""
+    """Run the test in a process with so many emulated devices."""
     flag = "--xla_force_host_platform_device_count="
     flags = [x for x in os.environ["XLA_FLAGS"].split() if not x.startswith(flag)]
     ran = subprocess.run(
@@ -188,9 +188,9 @@ def test_pipelines_equal_one_device(case: Case) -> None:
     data[0]["weights"][0, :, SEQ // 4 : 3 * SEQ // 4] = 0  # shard 1 of two has no weight in a microbatch
     pipe = pipeline(case)
     loss, grads = pipe.loss_and_grads(pipe.place(params), data[0])
-    want_loss, want_grads = on_one_device(case, params, data[0])
-    np.testing.assert_allclose(loss, want_loss, rtol=1e-12)
-    assert_close(grads, want_grads, rtol=1e-12, atol=1e-14)
+    expected_loss, expected_grads = on_one_device(case, params, data[0])
+    np.testing.assert_allclose(loss, expected_loss, rtol=1e-12)
+    assert_close(grads, expected_grads, rtol=1e-12, atol=1e-14)
     if case is CHEAP:
         return
     step = TrainStep(pipe, optimizer(), clip_norm=0.05, zero1=case.zero1)

@@ -45,7 +45,7 @@ def test_a_bias_gradient_moves_only_where_that_frees_its_operand() -> None:
 
 
 def _graph(fn: Any, *shapes: tuple[int, ...]) -> tuple[Graph, set[int], set[Var]]:
-    """W of a stage whose parameter gradients are the results of ``fn`` of these cotangents."""
+    """Return W of a stage whose parameter gradients are the results of ``fn`` of these cotangents."""
     avals = [jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes]
     results = jax.eval_shape(fn, *avals)
     closed = jax.make_jaxpr(lambda ins, acc: [a + r for a, r in zip(acc, fn(*ins), strict=True)])(avals, list(results))

@@ -62,10 +62,10 @@ def test_an_nnx_module_computes_what_it_computes_whole(name: str, module: Callab
             full_module
         )
 
-    expected, want_grads = whole_loss(original)
+    expected, expected_grads = whole_loss(original)
     got, grads = jax.jit(jax.value_and_grad(lambda p: apply_model(model, p, batch, train=False)[0]))(params)
     np.testing.assert_allclose(got, expected, rtol=1e-6)
-    assert_alike(model.whole(grads), strings(nnx.to_pure_dict(want_grads)))
+    assert_alike(model.whole(grads), strings(nnx.to_pure_dict(expected_grads)))
     copy = module(nnx.Rngs(4))
     update_module(copy, model.whole(params))
     jax.tree.map(np.testing.assert_array_equal, module_params(copy), module_params(original))
@@ -89,11 +89,11 @@ def test_a_linen_module_computes_what_it_computes_whole(name: str, module: Any) 
     def whole_loss(weights: Any) -> Any:
         return cross_entropy(module.apply({"params": weights}, *arrays, **mode), batch)[0]
 
-    expected, want_grads = jax.jit(jax.value_and_grad(whole_loss))(weights)
+    expected, expected_grads = jax.jit(jax.value_and_grad(whole_loss))(weights)
     params = model.by_layer(weights)
     got, grads = jax.jit(jax.value_and_grad(lambda p: apply_model(model, p, batch, train=False)[0]))(params)
     np.testing.assert_allclose(got, expected, rtol=1e-6)
-    assert_alike(model.whole(grads), want_grads)
+    assert_alike(model.whole(grads), expected_grads)
     jax.tree.map(np.testing.assert_array_equal, model.whole(params), weights)
 
 

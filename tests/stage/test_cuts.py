@@ -33,7 +33,7 @@ def _embed() -> Layer:
 
 
 def _block(name: str, scale: float, kind: str, owner: str | None = None) -> Layer:
-    """A residual block whose factor is in its closure; ``owner``: the block whose weights it uses."""
+    """Return a residual block whose factor is in its closure; ``owner``: the block whose weights it uses."""
 
     def apply(p: Any, x: Any, c: LayerContext) -> Any:
         return x + scale * jnp.tanh(x @ p["w"] + p["b"][None, None])
@@ -76,10 +76,10 @@ def assert_trains(pipe: Pipeline, model: Model) -> None:
         sums = [apply_model(model, params, {"tokens": tokens}) for tokens in batch["tokens"]]
         return sum(s for s, _ in sums) / sum(w for _, w in sums)
 
-    expected, want_grads = jax.jit(jax.value_and_grad(reference))(params)
+    expected, expected_grads = jax.jit(jax.value_and_grad(reference))(params)
     loss, grads = pipe.loss_and_grads(pipe.place(params), batch)
     np.testing.assert_allclose(loss, expected, rtol=1e-5)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), grads, want_grads)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), grads, expected_grads)
 
 
 MODEL = model_of([_block(f"block_{i}", 1.0, "") for i in range(4)], tied_head=False)  # 7 layers
@@ -134,7 +134,7 @@ def test_layers_of_one_kind_that_compute_different_things() -> None:
 
 @st.composite
 def models(draw: st.DrawFn) -> Model:
-    """Blocks with factors that their labels know nothing of, some with the weights of an earlier one."""
+    """Draw blocks with factors that their labels know nothing of, some with the weights of an earlier one."""
     count = draw(st.integers(1, 5))
     blocks: list[Layer] = []
     for i in range(count):
@@ -147,7 +147,7 @@ def models(draw: st.DrawFn) -> Model:
 
 @st.composite
 def cuts(draw: st.DrawFn) -> tuple[Model, Schedule, list[tuple[int, int]]]:
-    """A model, a schedule, and layers for each stage: a cut, or one with an edge moved somewhere else."""
+    """Draw a model, a schedule, and layers for each stage: a cut, or one with an edge moved somewhere else."""
     model = draw(models())
     n = len(model.layers)
     name, ranks = draw(st.sampled_from([("1f1b", 1), ("1f1b", 2), ("zb-1p", 3), ("v-zb", 2), ("interleaved-1f1b", 2)]))

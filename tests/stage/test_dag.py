@@ -39,7 +39,7 @@ def _init(*shape: int) -> Any:
 
 
 def source(name: str, read: str, width: int, out: int, **options: Any) -> Layer:
-    """Begins a branch with a batch array ``[B, width]``."""
+    """Return a layer that begins a branch with a batch array ``[B, width]``."""
     return Layer(name, _init(width, out), lambda p, x, c: jnp.tanh(c.data[read] @ p["w"]), (read,), takes=(), **options)
 
 
@@ -83,7 +83,8 @@ def batch_of(lead: tuple[int, ...], seed: int = 0) -> dict[str, np.ndarray]:
 
 
 def unaligned(array: np.ndarray) -> np.ndarray:
-    """The same numbers where JAX can't take their memory as it is: two stages of a rank that read them have a copy each."""
+    """Return the same numbers where JAX can't take their memory as it is: two stages of a rank that read them have a copy
+    each."""
     room = np.zeros(array.nbytes + 68, np.uint8)
     start = (4 - room.ctypes.data) % 64
     copy = room[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
@@ -153,7 +154,7 @@ def test_a_layer_that_nobody_takes_must_be_a_loss() -> None:
 
 
 def random_model(rng: random.Random) -> Model:
-    """Up to 9 layers: sources, joins, forks, skip edges, widths of their own, dropout, a loss or two."""
+    """Return a model of up to 9 layers: sources, joins, forks, skip edges, widths of their own, dropout, a loss or two."""
     layers: list[Layer] = []
     width: dict[str, int] = {}
     consumed: set[str] = set()
@@ -182,7 +183,8 @@ def random_model(rng: random.Random) -> Model:
 
 
 def joining(name: str, widths: Sequence[int], out: int, drops: bool, **options: Any) -> Layer:
-    """A dense layer of what it takes, side by side; gives a dict with an integer array and a static leaf beside its result."""
+    """Return a dense layer of what it takes, side by side; gives a dict with an integer array and a static leaf beside its
+    result."""
 
     def apply(p: Any, x: Any, c: LayerContext) -> Any:
         h = jnp.tanh(side_by_side(x) @ p["w"])
@@ -208,7 +210,7 @@ def random_placement(model: Model, ranges: Sequence[tuple[int, int]], rng: rando
 
 
 def unsplit(model: Model, params: Any, batch: Any, key: Any) -> tuple[Any, Any]:
-    """The loss of a step and its gradient by ``jax.grad``: each loss's own sums over all microbatches."""
+    """Return the loss of a step and its gradient by ``jax.grad``: each loss's own sums over all microbatches."""
 
     def loss(params: Any) -> Any:
         sums: dict[str, Any] = {}
@@ -226,7 +228,7 @@ def unsplit(model: Model, params: Any, batch: Any, key: Any) -> tuple[Any, Any]:
 
 
 def heads_of(model: Model, params: Any, batch: Any, key: Any) -> dict[str, Any]:
-    """Loss and weight of each loss layer, found one at a time: the model without the other losses."""
+    """Return loss and weight of each loss layer, found one at a time: the model without the other losses."""
     losses = {model.layers[k].name for k in model.losses}
     index = {layer.name: i for i, layer in enumerate(model.layers)}
     results: dict[str, Any] = {}
@@ -249,11 +251,11 @@ def _check(seed: int) -> None:
     pipe = Pipeline.build(model, first, microbatch_size=B, boundaries=ranges, compute_dtype=jnp.float64)
     host_params = jax.tree.map(lambda x: np.asarray(x, np.float64), init_params(model, seed))
     params, batch, key = pipe.place(host_params), batch_of((m,), seed), jax.random.key(seed)
-    want_loss, expected = unsplit(model, host_params, batch, key)
+    expected_loss, expected = unsplit(model, host_params, batch, key)
     for schedule in (first, random_schedule(placement, m, rng, offload=0.3, braid=0.2)):
         pipe = pipe.with_schedule(schedule)
         loss, grads = pipe.loss_and_grads(params, batch, key)
-        np.testing.assert_allclose(loss, want_loss, rtol=1e-10)
+        np.testing.assert_allclose(loss, expected_loss, rtol=1e-10)
         for layer in model.layers:
             for got, true in zip(
                 jax.tree.leaves(grads[layer.name]), jax.tree.leaves(expected[layer.name]), strict=True

@@ -61,7 +61,7 @@ def batch_of(rows: int) -> Batch:
 
 
 def one_document_a_row(batch: Batch) -> Batch:
-    """Each run of tokens of one document in a row of its own, from position 0 on."""
+    """Return each run of tokens of one document in a row of its own, from position 0 on."""
     pieces: list[dict[str, Any]] = []
     for row in range(len(batch["tokens"])):
         for k in np.unique(batch["segments"][row]):

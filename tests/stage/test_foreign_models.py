@@ -22,7 +22,7 @@ KEY = jax.random.key(11)
 
 @cache
 def unsplit(name: str) -> tuple[Model, Mapping[str, Any], Mapping[str, np.ndarray], float, Any]:
-    """A model, parameters, a batch, the mean loss and its gradients by ``jax.grad``."""
+    """Return a model, parameters, a batch, the mean loss and its gradients by ``jax.grad``."""
     model = foreign_models.MODELS[name]()
     params = init_params(model, 0)
     batch = foreign_models.random_batch(model, MICROBATCHES)
@@ -35,11 +35,11 @@ def unsplit(name: str) -> tuple[Model, Mapping[str, Any], Mapping[str, np.ndarra
 
 
 def check(name: str, pipe: Pipeline) -> None:
-    _, params, batch, expected, want_grads = unsplit(name)
+    _, params, batch, expected, expected_grads = unsplit(name)
     loss, grads = pipe.loss_and_grads(pipe.place(params), batch, KEY)
     np.testing.assert_allclose(loss, expected, rtol=1e-6)
-    assert jax.tree.structure(grads) == jax.tree.structure(want_grads)
-    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(grads), jax.tree.leaves(want_grads), strict=True):
+    assert jax.tree.structure(grads) == jax.tree.structure(expected_grads)
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(grads), jax.tree.leaves(expected_grads), strict=True):
         scale = np.abs(b).max()
         assert scale > 0 and np.abs(a - b).max() <= 1e-6 * scale, jax.tree_util.keystr(path)
 

@@ -92,7 +92,7 @@ def compiled(dp: int = 1) -> Pipeline:
 
 
 def after(schedule: Schedule, ops_behind: Callable[[Action], Sequence[str]]) -> Schedule:
-    """``schedule`` with ops behind each action: those that ``ops_behind`` names."""
+    """Return ``schedule`` with ops behind each action: those that ``ops_behind`` names."""
 
     def with_instruction(slot: Slot) -> Iterator[Slot]:
         yield slot

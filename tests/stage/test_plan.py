@@ -36,7 +36,7 @@ GPT_SMALL = GPT(vocab_size=32, d_model=16, num_layers=6, num_heads=2, seq_len=8,
 
 
 def all_cuts(n: int, stages: int) -> list[tuple[tuple[int, int], ...]]:
-    """Those where the loss has the layer before it in its stage, unless there are as many stages as layers."""
+    """Return the cuts where the loss has the layer before it in its stage, unless there are as many stages as layers."""
     inner = itertools.combinations(range(1, n), stages - 1)
     cuts = [tuple(itertools.pairwise((0, *starts, n))) for starts in inner]
     return [c for c in cuts if stages in (1, n) or c[-1][1] - c[-1][0] > 1]

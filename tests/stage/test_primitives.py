@@ -20,7 +20,7 @@ NO_EXCHANGE = {"axis_index", "preduced", "vary_unreduced_cast", "vary_unreduced_
 
 
 def equation(function: Any, *args: Any) -> JaxprEqn:
-    """The last equation of a function."""
+    """Return the last equation of a function."""
     eqn: JaxprEqn = jax.make_jaxpr(function)(*args).jaxpr.eqns[-1]
     return eqn
 

@@ -74,10 +74,10 @@ def test_gradients_are_those_of_the_uncut_model(name: str, x64: None) -> None:
     functions, params = build(CUT, name, jnp.float64)
     layers = list(itertools.chain(*CUT))
     batch = toy.make_batch()
-    (want_loss, _), expected = toy.loss_and_grads(layers, params, batch)
+    (expected_loss, _), expected = toy.loss_and_grads(layers, params, batch)
     for fused in (False, True):
         runner = toy.Runner(functions, CUT, params, compiled=False)
-        np.testing.assert_allclose(runner.microbatch(batch, fused=fused)[0], want_loss, rtol=1e-12)
+        np.testing.assert_allclose(runner.microbatch(batch, fused=fused)[0], expected_loss, rtol=1e-12)
         toy.assert_trees_close(runner.gradients(), expected, rtol=1e-10, atol=1e-12)
 
 
@@ -267,9 +267,9 @@ def test_loops_branches_and_checkpoints_keep_their_gradients(name: str, x64: Non
     functions, params = build(CUSTOM, name, jnp.float64)
     layers = list(itertools.chain(*CUSTOM))
     batch = toy.make_batch()
-    (want_loss, _), expected = toy.loss_and_grads(layers, params, batch)
+    (expected_loss, _), expected = toy.loss_and_grads(layers, params, batch)
     runner = toy.Runner(functions, CUSTOM, params, compiled=False)
-    np.testing.assert_allclose(runner.microbatch(batch)[0], want_loss, rtol=1e-12)
+    np.testing.assert_allclose(runner.microbatch(batch)[0], expected_loss, rtol=1e-12)
     toy.assert_trees_close(runner.gradients(), expected, rtol=1e-10, atol=1e-12)
 
 
@@ -448,7 +448,7 @@ def attending(attend: Any) -> Any:
 
 
 def of_size_of_scores(f: StageFunctions) -> int:
-    """Bytes saved of arrays [B, H, T, T], in any order of axes, and with axes of one."""
+    """Return the bytes saved of arrays [B, H, T, T], in any order of axes, and with axes of one."""
     forward = f.functions["F"]
     saved = [a for p, a in zip(forward.outputs, forward.avals_out, strict=True) if p.kind == "res"]
     sizes = sorted((toy.B, toy.H, toy.T, toy.T))

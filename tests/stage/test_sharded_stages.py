@@ -163,11 +163,11 @@ def test_gradients_of_sharded_stages(pp: int, dp: int, tp: int, sequence: bool, 
     batch = _batch(4, 4)
     pipe = _pipeline(model, pp, dp, TensorParallel(tp, sequence))
     loss_value, grads = pipe.loss_and_grads(pipe.place(params), batch)
-    want_loss, expected = _reference(model, params, batch)
-    np.testing.assert_allclose(loss_value, want_loss, rtol=1e-12)
+    expected_loss, expected = _reference(model, params, batch)
+    np.testing.assert_allclose(loss_value, expected_loss, rtol=1e-12)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12), grads, expected)
     total, weight = pipe.evaluate(pipe.place(params), batch)
-    np.testing.assert_allclose(total / weight, want_loss, rtol=1e-12)
+    np.testing.assert_allclose(total / weight, expected_loss, rtol=1e-12)
 
 
 class NnxMLP(nnx.Module):

@@ -62,7 +62,7 @@ CUTS = {
 
 
 def build(cut: Cut, dtype: Any = None, dp: int = 1, **kwargs: Any) -> tuple[tuple[StageFunctions, ...], dict[str, Any]]:
-    """Functions of all stages, on one submesh: interpreting them then compiles each small operation once."""
+    """Return functions of all stages, on one submesh: interpreting them then compiles each small operation once."""
     params = toy.init_params(list(itertools.chain(*cut)), dtype)
     meshes = pipeline_submeshes(1, dp=dp) * len(cut)
     return build_all(cut, params, toy.batch_avals(), meshes, **kwargs), params
@@ -75,15 +75,15 @@ def test_gradients_equal_value_and_grad(name: str, x64: None) -> None:
     batches = [toy.make_batch(i) for i in range(2)]
     layers = list(itertools.chain(*cut))
     gradient = jax.jit(jax.value_and_grad(lambda p, b: toy.reference(layers, p, b), has_aux=True))
-    want_loss, expected = 0.0, None
+    expected_loss, expected = 0.0, None
     for batch in batches:
         (loss, _), grads = gradient(params, batch)
-        want_loss += loss
+        expected_loss += loss
         expected = grads if expected is None else jax.tree.map(np.add, expected, grads)
     for fused in (False, True):
         runner = toy.Runner(functions, cut, params, compiled=False)
         loss = sum(runner.microbatch(b, fused=fused)[0] for b in batches)
-        np.testing.assert_allclose(loss, want_loss, rtol=1e-12)
+        np.testing.assert_allclose(loss, expected_loss, rtol=1e-12)
         toy.assert_trees_close(runner.gradients(), expected, rtol=1e-10, atol=1e-12)
 
 
@@ -151,7 +151,7 @@ def test_a_branch_is_not_divided_and_noted() -> None:
 
 
 def _depends(closed: Any, sources: Sequence[int]) -> list[bool]:
-    """Which results of a flat jaxpr depend on the inputs at these positions."""
+    """Return which results of a flat jaxpr depend on the inputs at these positions."""
     reached = {closed.jaxpr.invars[k] for k in sources}
     for eqn in closed.jaxpr.eqns:
         if any(v in reached for v in eqn.invars if not hasattr(v, "val")):
@@ -234,8 +234,8 @@ def test_data_parallel_shards_never_communicate() -> None:
     batch = toy.make_batch()
     loss, weight = runner.microbatch(batch)
     layers = list(itertools.chain(*cut))
-    (want_loss, want_weight), expected = toy.loss_and_grads(layers, params, batch)
-    np.testing.assert_allclose((loss, weight), (want_loss, want_weight), rtol=1e-5)
+    (expected_loss, expected_weight), expected = toy.loss_and_grads(layers, params, batch)
+    np.testing.assert_allclose((loss, weight), (expected_loss, expected_weight), rtol=1e-5)
     toy.assert_trees_close(runner.gradients(), expected, rtol=1e-4, atol=1e-4)
 
 
@@ -261,10 +261,10 @@ def _check_random_graph(data: st.DataObject) -> None:
         policy = data.draw(st.sampled_from(["none", "cheap", "dots", "full", "fused", "cheap+attention+mlp"]))
         functions, params = build(cut, jnp.float64, recompute=policy)
         batch = toy.make_batch()
-        want_loss, expected = jax.value_and_grad(lambda p: toy.reference(layers, p, batch)[0])(params)
+        expected_loss, expected = jax.value_and_grad(lambda p: toy.reference(layers, p, batch)[0])(params)
         for fused in (False, True):
             runner = toy.Runner(functions, cut, params, compiled=False)
-            np.testing.assert_allclose(runner.microbatch(batch, fused=fused)[0], want_loss, rtol=1e-10)
+            np.testing.assert_allclose(runner.microbatch(batch, fused=fused)[0], expected_loss, rtol=1e-10)
             toy.assert_trees_close(runner.gradients(), expected, rtol=1e-9, atol=1e-10)
 
 

@@ -52,7 +52,7 @@ def on_shards(tp: TensorParallel, fn: Callable[..., Any], in_specs: Any, out_spe
 
 
 def traced(tp: TensorParallel, fn: Callable[..., Any], in_specs: Any, *args: Any) -> Any:
-    """The jaxpr of ``fn`` on one shard."""
+    """Return the jaxpr of ``fn`` on one shard."""
     jaxprs = []
 
     def body(*shards: Any) -> jax.Array:
@@ -64,7 +64,7 @@ def traced(tp: TensorParallel, fn: Callable[..., Any], in_specs: Any, *args: Any
 
 
 def stream(tp: TensorParallel) -> P:
-    """How the residual stream [B, T, D] lies."""
+    """Return how the residual stream [B, T, D] lies."""
     return P(None, TP) if tp.splits_time else P()
 
 

@@ -119,7 +119,7 @@ def test_stages_of_the_same_functions_are_traced_once() -> None:
 
 
 def closed_over(name: str, table: Any, by: float = 1.0, hook: Any = None) -> Layer:
-    """A layer whose constants are in its closure, and whose parameter is the same whatever they are."""
+    """Return a layer whose constants are in its closure, and whose parameter is the same whatever they are."""
 
     def apply(p: Any, x: Any, c: Any) -> Any:
         if hook is not None:

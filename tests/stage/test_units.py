@@ -23,7 +23,7 @@ MODELS = ("models.gpt:GPT", "models.llama:Llama")
 
 
 def cut_units(closed: ClosedJaxpr, least_bytes: float | None = None) -> tuple[Unit, ...]:
-    """The units of one function alone."""
+    """Return the units of one function alone."""
     return units_of(PartGraph(closed, cut_threshold([closed]) if least_bytes is None else least_bytes))
 
 
@@ -40,7 +40,7 @@ def stages(name: str, tp: int, *, sequence: bool = False, recompute: str = "none
 
 
 def traced(fn: object, *shapes: tuple[int, ...], tp: int = 4) -> ClosedJaxpr:
-    """The flat jaxpr of a per-shard function."""
+    """Return the flat jaxpr of a per-shard function."""
     avals = [jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes]
     closed = jax.make_jaxpr(fn, axis_env=[(TP, tp)])(*avals)  # type: ignore[arg-type]
     return flatten(closed.jaxpr, closed.consts).close()

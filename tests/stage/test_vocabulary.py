@@ -29,7 +29,7 @@ WORDS = 37  # no multiple of ranks × tp
 
 
 def widest() -> str:
-    """The widest dtype that JAX computes in here: float64 under the fixture ``x64``."""
+    """Return the widest dtype that JAX computes in here: float64 under the fixture ``x64``."""
     return str(jax.dtypes.canonicalize_dtype(np.float64))
 
 

@@ -47,7 +47,7 @@ def jaxprs(stage: StageFunctions, ops: Sequence[str]) -> list[ClosedJaxpr]:
 
 
 def shard_arguments(closed: ClosedJaxpr, tp: int, seed: int) -> list[np.ndarray[Any, Any]]:
-    """Random arguments, other ones on each shard: [tp, ...]."""
+    """Return random arguments, other ones on each shard: [tp, ...]."""
     rng = np.random.default_rng(seed)
     arrays = []
     for v in closed.jaxpr.invars:
@@ -61,7 +61,7 @@ def shard_arguments(closed: ClosedJaxpr, tp: int, seed: int) -> list[np.ndarray[
 
 
 def evaluate(closed: ClosedJaxpr, tp: int, arguments: Sequence[Any]) -> list[np.ndarray[Any, Any]]:
-    """Results of a per-shard jaxpr on ``tp`` devices, [tp, ...]."""
+    """Return results of a per-shard jaxpr on ``tp`` devices, [tp, ...]."""
 
     def run(*arrays: Any) -> tuple[Any, ...]:
         out = eval_jaxpr(closed.jaxpr, closed.consts, *(a.reshape(a.shape[1:]) for a in arrays))
@@ -155,7 +155,7 @@ def test_dataflow_keeps_the_planned_products_under_their_collectives(
 
 
 def products_held_under(woven: Woven) -> list[int]:
-    """For each collective the products that the equations' dependencies keep between its start and its end."""
+    """Return for each collective the products that the equations' dependencies keep between its start and its end."""
     eqns = woven.jaxpr.jaxpr.eqns
     maker = {v: i for i, eqn in enumerate(eqns) for v in eqn.outvars}
     above: list[set[int]] = []
@@ -217,7 +217,7 @@ COLLECTIVE = Collective(0, "psum", 1)
 
 @st.composite
 def programs(draw: Callable[..., Any]) -> list[Node]:
-    """Parts that are chains of chunks and collectives, with filler hanging on them."""
+    """Draw parts that are chains of chunks and collectives, with filler hanging on them."""
     nodes: list[Node] = []
     seconds = st.integers(1, 50).map(lambda x: x / 10)
     for part in range(draw(st.integers(1, 3))):

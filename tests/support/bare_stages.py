@@ -16,7 +16,7 @@ AVAL = jax.ShapeDtypeStruct((2,), np.dtype("float32"))
 
 
 def bare_stages(placement: Placement) -> list[StageFunctions]:
-    """A stage each, whose functions read and make one array of every kind for each neighbour and microbatch."""
+    """Return a stage each, whose functions read and make one array of every kind for each neighbour and microbatch."""
     return [_bare_stage(placement, s) for s in range(placement.num_stages)]
 
 

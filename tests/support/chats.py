@@ -69,7 +69,8 @@ HOSTILE = (
 
 
 def chat(rng: random.Random, turns: int, hostile: bool, *, words: int = 6) -> tuple[list[dict[str, Any]], list[str]]:
-    """Messages, and the contents of the answers among them. Contents are all different, and none is a part of another."""
+    """Return messages, and the contents of the answers among them. Contents are all different, and none is a part of
+    another."""
     answers: list[str] = []
     messages: list[dict[str, Any]] = [{"role": "system", "content": "Be brief §0§"}] if rng.random() < 0.3 else []
     for turn in range(turns):

@@ -25,7 +25,7 @@ META = {"data": {"epoch": 1, "position": 12345678901234567890}, "model": "tiny",
 
 
 def make_params(fill: float = 0.0) -> dict[str, Any]:
-    """A small model: two layers and one without parameters; mixed dtypes and a list."""
+    """Return a small model: two layers and one without parameters; mixed dtypes and a list."""
     base = np.arange(12, dtype=np.float32).reshape(3, 4) + np.float32(fill)
     return {
         "embed": {"table": jnp.asarray(base, jnp.bfloat16)},
@@ -42,14 +42,14 @@ def make_optimizer(params: dict[str, Any]) -> dict[str, Any]:
 
 
 def one_line(info: pytest.ExceptionInfo[CheckpointError]) -> str:
-    """The message, which must be one line: the CLI prints it."""
+    """Return the message, which must be one line: the CLI prints it."""
     message = str(info.value)
     assert "\n" not in message
     return message
 
 
 def assert_same(got: Any, expected: Any) -> None:
-    """Same structure, dtypes and bits."""
+    """Assert the same structure, dtypes and bits."""
     assert jax.tree.structure(got) == jax.tree.structure(expected)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         a, b = np.asarray(a), np.asarray(b)
@@ -59,7 +59,7 @@ def assert_same(got: Any, expected: Any) -> None:
 
 
 def save_two(directory: Path) -> None:
-    """Checkpoints of steps 10 and 20."""
+    """Save checkpoints of steps 10 and 20."""
     with CheckpointStore(directory) as store:
         for step in (10, 20):
             params = make_params(step)
@@ -67,7 +67,7 @@ def save_two(directory: Path) -> None:
 
 
 def save_losses(store: CheckpointStore, losses: dict[int, float | None]) -> None:
-    """One checkpoint per step with its evaluation loss; the only array holds the step."""
+    """Save one checkpoint per step with its evaluation loss; the only array holds the step."""
     for step, loss in losses.items():
         store.save(step, {"a": np.float32(step)}, {}, {}, eval_loss=loss)
     store.wait()

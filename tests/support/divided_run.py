@@ -110,8 +110,8 @@ def steps(
 
 
 def trained(processes: Processes, *, overrides: list[str], finds: list[str]) -> dict[str, str]:
-    """A run whose search for better schedules finds these families. The first one can't be built in the last process, and what
-    is adopted measures slow; what process 0 prints."""
+    """Train with a search for better schedules that finds these families, and return what process 0 prints. The first one
+    can't be built in the last process, and what is adopted measures slow."""
     from jaxpipe.errors import ProgramError
     from jaxpipe.runtime import pipeline
     from jaxpipe.schedule import Schedule, generate

@@ -94,7 +94,7 @@ class State:
 
 
 def optimum(case: Case, at_most: int = 10_000) -> int | None:
-    """The least makespan or longest span, or None if nothing keeps the limits within ``at_most``."""
+    """Return the least makespan or longest span, or None if nothing keeps the limits within ``at_most``."""
     return _Search(case).optimum(at_most)
 
 
@@ -124,12 +124,12 @@ class _Search:
         )
 
     def _back(self, s: int) -> int:
-        """Least time for both backward parts."""
+        """Return the least time for both backward parts."""
         both_parts = self.case.b[s] + self.case.w[s]
         return min(both_parts, self.case.bw[s]) if self.case.bw else both_parts
 
     def _due(self, rank: int) -> int:
-        """When a rank must be done."""
+        """Return when a rank must be done."""
         return self.deadline + (self._arrives(rank) if self.case.span else 0)
 
     def _arrives(self, rank: int) -> int:
@@ -160,7 +160,7 @@ class _Search:
 
     @cached_property
     def lane_of(self) -> dict[Job, str]:
-        """Every job, and the lane that it runs on."""
+        """Return every job, and the lane that it runs on."""
         case = self.case
         ops = ["F", "B", "W", *(["BW"] if case.bw else []), *(["O", "L"] if case.leaves else [])]
         jobs = product(ops, range(case.stages), range(case.microbatches))
@@ -168,13 +168,13 @@ class _Search:
 
     @cached_property
     def lanes(self) -> list[tuple[str, list[Job]]]:
-        """Every lane with its jobs."""
+        """Return every lane with its jobs."""
         return [
             (lane, [x for x in self.lane_of if self.lane_of[x] == lane]) for lane in sorted({*self.lane_of.values()})
         ]
 
     def _choices(self, state: State, now: int, lanes: list[tuple[str, list[Job]]]) -> Iterator[State]:
-        """Every way in which the free lanes may start something, or not."""
+        """Yield every way in which the free lanes may start something, or not."""
         if not lanes:
             yield state
             return
@@ -279,7 +279,7 @@ class _Search:
         return ((s, i) for s in range(self.case.stages) for i in range(self.case.microbatches))
 
     def _backward_begun(self, state: State, s: int, i: int) -> int:
-        """How many of the two backward parts have started."""
+        """Return how many of the two backward parts have started."""
         if ("BW", s, i) in state.started:
             return 2
         return (("B", s, i) in state.started) + (("W", s, i) in state.started)
@@ -304,7 +304,7 @@ class _Search:
         return forward + (self._back(s), self.case.w[s], 0)[parts_begun]
 
     def _too_far(self, state: State, i: int, now: int) -> bool:
-        """The way of a microbatch down and up, from where it is, passes a rank's deadline."""
+        """Return whether the way of a microbatch down and up, from where it is, passes a rank's deadline."""
         case, at = self.case, now
 
         def hop(a: int, b: int) -> int:

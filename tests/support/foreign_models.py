@@ -558,7 +558,7 @@ MODELS: Mapping[str, Callable[[], Model]] = {
 
 
 def random_batch(model: Model, microbatches: int, seed: int = 0) -> dict[str, np.ndarray]:
-    """Arrays ``[microbatches, B, …]``: small positive integers, normal floats."""
+    """Return arrays ``[microbatches, B, …]``: small positive integers, normal floats."""
     rng = np.random.default_rng(seed)
     return {
         name: (

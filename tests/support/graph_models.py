@@ -20,7 +20,7 @@ def _init(rows: int) -> Any:
 
 
 def source(name: str, read: str, width: int, **options: Any) -> Layer:
-    """Begins a branch with a batch array ``[B, width]``."""
+    """Return a layer that begins a branch with a batch array ``[B, width]``."""
     return Layer(name, _init(width), lambda p, x, c: jnp.tanh(c.data[read] @ p["w"]), (read,), takes=(), **options)
 
 
@@ -57,19 +57,20 @@ def _tower(name: str, read: str, width: int, count: int, drops: bool) -> list[La
 
 
 def towers(vocab_size: int = 0, seq_len: int = 0, drops: bool = True) -> Model:
-    """Two towers of 4 and 3 layers, joined in a loss."""
+    """Return two towers of 4 and 3 layers, joined in a loss."""
     both = [*_tower("a", "a", 3, 4, drops), *_tower("b", "b", 5, 3, drops)]
     return model_of(*both, squares("loss", "u", takes=("a3", "b2")))
 
 
 def grouped(vocab_size: int = 0, seq_len: int = 0) -> Model:
-    """Two towers whose loss takes two microbatches at once, though rows do not count for each other."""
+    """Return two towers whose loss takes two microbatches at once, though rows do not count for each other."""
     model = towers(drops=False)
     return replace(model, layers=(*model.layers[:-1], replace(model.layers[-1], span=2)))
 
 
 def ladder(vocab_size: int = 0, seq_len: int = 0, drops: bool = True) -> Model:
-    """A chain of 6 with two skip edges, a frozen first part, a tie from the last to the fourth, and a loss in the middle."""
+    """Return a chain of 6 with two skip edges, a frozen first part, a tie from the last to the fourth, and a loss in the
+    middle."""
     a0, a1, a2, a3, a4, a5 = _tower("a", "a", 3, 6, drops)
     tied = replace(a5, takes=("a4", "a2"), init=lambda key: {}, tied={("w",): ("a3", ("w",))})
     aux = squares("aux", "v", takes=("a2",))

@@ -103,7 +103,7 @@ _GPT2: Mapping[str, tuple[Any, ...]] = {
 
 
 def single_variants() -> Iterator[dict[str, Any]]:
-    """Each value of each key, alone, and the two tables of rope that users add to one another."""
+    """Yield each value of each key, alone, and the two tables of rope that users add to one another."""
     for kind in BASES:
         for key, values in _values(kind).items():
             for value in values:
@@ -116,7 +116,7 @@ def single_variants() -> Iterator[dict[str, Any]]:
 
 
 def random_variants(count: int, seed: int = 0) -> Iterator[dict[str, Any]]:
-    """Two to four keys at a time; those that have to do with each other more often."""
+    """Yield two to four keys at a time; those that have to do with each other more often."""
     rng = random.Random(seed)
     rope = (
         "rope_theta",

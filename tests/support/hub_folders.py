@@ -83,7 +83,7 @@ TOKENS = np.random.default_rng(1).integers(0, V, (2, 24)).astype(np.int32)
 
 
 def shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Names and shapes as transformers saves them."""
+    """Return names and shapes as transformers saves them."""
     if config["model_type"] == "gpt2":
         d, shape_of = config["n_embd"], {"wte.weight": (config["vocab_size"], config["n_embd"])}
         shape_of["wpe.weight"] = (config["n_positions"], d)
@@ -129,7 +129,7 @@ def shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def tensors(config: Mapping[str, Any], seed: int = 0) -> dict[str, np.ndarray]:
-    """Random float32 numbers: matrices N(0, 0.2), norms around 1, biases around 0; all bfloat16 numbers, too."""
+    """Return random float32 numbers: matrices N(0, 0.2), norms around 1, biases around 0; all bfloat16 numbers, too."""
     rng = np.random.default_rng(seed)
     arrays = {}
     for name, shape in shapes(config).items():
@@ -140,7 +140,7 @@ def tensors(config: Mapping[str, Any], seed: int = 0) -> dict[str, np.ndarray]:
 
 
 def write_folder(folder: Path, kind: str, *, shards: int = 1, dtype: Any = np.float32, **changes: Any) -> Path:
-    """A folder of a kind of :data:`KINDS`, its config with ``changes`` (None: without the key)."""
+    """Write a folder of a kind of :data:`KINDS`, its config with ``changes`` (None: without the key)."""
     folder.mkdir(parents=True)
     config = {
         key: value for key, value in {**KINDS[kind], **changes}.items() if value is not None or key.endswith("_id")

@@ -89,7 +89,7 @@ def problem(record: Mapping[str, Any], folder: Path) -> str:
 
 
 def _names(config: Mapping[str, Any]) -> set[str]:
-    """Keys of a file and of its tables; absent ones too, whose default may not fit."""
+    """Return keys of a file and of its tables; absent ones too, whose default may not fit."""
     tables = [value for value in config.values() if isinstance(value, dict)]
     defaults = {
         "head_dim",

@@ -63,7 +63,7 @@ READ: dict[str, tuple[str, ...]] = {
 
 
 def interpret(jaxpr: Any, constants: Sequence[Any], *args: Any) -> list[Any]:
-    """The results of an open jaxpr."""
+    """Return the results of an open jaxpr."""
     values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*constants, *args], strict=True))
     for eqn in jaxpr.eqns:
         inputs = [v.val if hasattr(v, "val") else values[v] for v in eqn.invars]

@@ -35,7 +35,7 @@ def is_stray(text: str) -> bool:
 
 
 def sbatch_options(script: str) -> list[str]:
-    """The options in the ``#SBATCH`` lines of a script, which end at its first command; by the rules of Slurm's
+    """Return the options in the ``#SBATCH`` lines of a script, which end at its first command; by the rules of Slurm's
     ``_get_argument``: quotes, backslashes, comments, and the two words that some releases blank out first."""
     options: list[str] = []
     for line in script.split("\n"):
@@ -91,7 +91,7 @@ def srun_arguments(script: Path, folder: Path) -> list[str]:
 
 
 def pod_of(jobset: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The document, and the specification of its pods, whose container's command is as the container gets it."""
+    """Return the document, and the specification of its pods, whose container's command is as the container gets it."""
     document = yaml.safe_load(jobset)
     pod = document["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
     (container,) = pod["containers"]
@@ -101,7 +101,7 @@ def pod_of(jobset: str) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _expanded(word: str, environ: Mapping[str, str]) -> str:
-    """Kubernetes' expansion: ``$$`` is ``$``, ``$(NAME)`` the value of a variable that there is."""
+    """Return the word after Kubernetes' expansion: ``$$`` is ``$``, ``$(NAME)`` the value of a variable that there is."""
     return re.sub(
         r"\$\$|\$\(([^)]*)\)", lambda match: "$" if match[0] == "$$" else environ.get(match[1], match[0]), word
     )

@@ -33,7 +33,7 @@ def _summed(y: jax.Array, context: LayerContext) -> jax.Array:
 
 
 def _wide(name: str) -> Layer:
-    """A matrix too large to share a buffer, used both ways."""
+    """Return a matrix too large to share a buffer, used both ways."""
 
     def apply(p: Any, x: jax.Array, context: LayerContext) -> jax.Array:
         return x + _summed(jnp.tanh(x @ p["up"]) @ p["up"].T, context) / WIDE**0.5 + p["bias"][None]
@@ -120,7 +120,7 @@ def _loss_and_grads() -> Any:
 
 
 def on_one_device(optimizer: Any, **extra: Any) -> Any:
-    """Parameters after a step with each batch: optax on the whole tree."""
+    """Return parameters after a step with each batch: optax on the whole tree."""
     parameters = inspect.signature(optimizer.update).parameters
     takes_any = isinstance(optimizer, optax.GradientTransformationExtraArgs) and "extra_args" in parameters
 
@@ -139,7 +139,7 @@ def on_one_device(optimizer: Any, **extra: Any) -> Any:
 
 
 def over_ranks(step: TrainStep, **extra: Any) -> tuple[Any, Any, StepMetrics]:
-    """Parameters and optimizer state by layer after the same steps over the pipeline, and the last metrics."""
+    """Return parameters and optimizer state by layer after the same steps over the pipeline, and the last metrics."""
     state = step.init(params())
     for batch in batches():
         state, metrics = step(state, batch, extra=extra)

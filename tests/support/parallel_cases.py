@@ -83,7 +83,7 @@ def model_for(case: Case) -> Model:
 
 @cache
 def pipeline(case: Case, rows: int = ROWS) -> Pipeline:
-    """The pipeline of a case, microbatches of ``rows`` sequences."""
+    """Return the pipeline of a case, microbatches of ``rows`` sequences."""
     schedule = generate(case.family, case.pp, MICROBATCHES)
     model = model_for(case)
     return Pipeline.build(
@@ -98,7 +98,8 @@ def pipeline(case: Case, rows: int = ROWS) -> Pipeline:
 
 
 def batches(count: int, seed: int = 0) -> list[dict[str, np.ndarray]]:
-    """Uneven weights: rows, and so devices and microbatches, differ in their sums, and one half of a microbatch has none."""
+    """Return batches of uneven weights: rows, and so devices and microbatches, differ in their sums, and one half of a
+    microbatch has none."""
     rng = np.random.default_rng(seed)
     shape = (MICROBATCHES, ROWS, SEQ)
     data = []
@@ -141,7 +142,7 @@ def _loss_and_grads(name: str, blocks: int, dtype: str) -> Any:
 
 
 def on_one_device(case: Case, params: Any, batch: Mapping[str, np.ndarray]) -> tuple[Any, Any]:
-    """Loss and gradients of the whole batch, by ``jax.value_and_grad`` of the uncut model."""
+    """Return loss and gradients of the whole batch, by ``jax.value_and_grad`` of the uncut model."""
     full_batch = {k: jnp.asarray(v.reshape(-1, *v.shape[2:])) for k, v in batch.items()}
     return _loss_and_grads(case.name, case.blocks, case.dtype)(params, full_batch)  # type: ignore[no-any-return]
 
@@ -162,7 +163,7 @@ def _update(clip_norm: float) -> Any:
 def steps_on_one_device(
     case: Case, clip_norm: float, data: Sequence[Mapping[str, np.ndarray]]
 ) -> tuple[Any, list[tuple[float, float]]]:
-    """Parameters after a step of each batch, and the losses and norms, by optax over the uncut model."""
+    """Return parameters after a step of each batch, and the losses and norms, by optax over the uncut model."""
     params = jax.tree.map(jnp.asarray, dict(params_for(case)))
     state, records = optimizer().init(params), []
     for batch in data:
@@ -174,7 +175,7 @@ def steps_on_one_device(
 
 def assert_close(got: Any, expected: Any, rtol: float, atol: float = 0.0) -> None:
     got_leaves, got_tree = jax.tree.flatten(got)
-    want_leaves, want_tree = jax.tree.flatten(expected)
-    assert got_tree == want_tree
-    for a, b in zip(got_leaves, want_leaves, strict=True):
+    expected_leaves, expected_tree = jax.tree.flatten(expected)
+    assert got_tree == expected_tree
+    for a, b in zip(got_leaves, expected_leaves, strict=True):
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=rtol, atol=atol)

@@ -29,7 +29,7 @@ MODELS = ("gpt", "gpt-tied", "llama", "llama-tied")
 
 @cache
 def tiny_model(name: str, dropout: float = 0.0) -> Model:
-    """Two blocks of width 16, so up to 5 stages; ``gpt@5`` has five blocks, so up to 8 stages."""
+    """Return a model of two blocks of width 16, so up to 5 stages; ``gpt@5`` has five blocks, so up to 8 stages."""
     name, _, blocks = name.partition("@")
     common: dict[str, Any] = {
         "vocab_size": VOCAB, "d_model": 16, "num_layers": int(blocks or 2), "num_heads": 2, "seq_len": SEQ, "dtype": "float64",
@@ -41,7 +41,7 @@ def tiny_model(name: str, dropout: float = 0.0) -> Model:
 
 
 def some_schedule(placement: Placement, microbatches: int = 1) -> Schedule:
-    """All forwards, then all backwards: the simplest valid schedule of any chain."""
+    """Return all forwards, then all backwards: the simplest valid schedule of any chain."""
     n = placement.num_stages
     actions = [("F", s, i) for i in range(microbatches) for s in range(n)]
     actions += [("BW", s, i) for i in range(microbatches) for s in reversed(range(n))]
@@ -58,7 +58,7 @@ def some_schedule(placement: Placement, microbatches: int = 1) -> Schedule:
 def compiled(
     name: str, placement: Placement, recompute: str | tuple[str, ...] = "none", dropout: float = 0.0
 ) -> Pipeline:
-    """The stages of a tiny model on ``placement``; use :meth:`Pipeline.with_schedule` for another order."""
+    """Return the stages of a tiny model on ``placement``; use :meth:`Pipeline.with_schedule` for another order."""
     model = tiny_model(name, dropout)
     plan = plan_stages(model, placement.num_stages)
     return Pipeline.build(
@@ -74,7 +74,7 @@ def compiled(
 def pipeline_for(
     name: str, schedule: Schedule, recompute: str | tuple[str, ...] = "none", dropout: float = 0.0
 ) -> Pipeline:
-    """A compiled pipeline that runs ``schedule``. Equal placements share their compiled stages."""
+    """Return a compiled pipeline that runs ``schedule``. Equal placements share their compiled stages."""
     placement = schedule.placement
     if placement.num_flows == 1 and placement.flows == circular(placement.num_ranks, placement.num_chunks).flows:
         placement = circular(placement.num_ranks, placement.num_chunks)
@@ -82,7 +82,7 @@ def pipeline_for(
 
 
 def random_batch(microbatches: int, seed: int = 0) -> dict[str, np.ndarray]:
-    """Tokens, targets and uneven weights ``[microbatches, MICROBATCH, SEQ]``."""
+    """Return tokens, targets and uneven weights ``[microbatches, MICROBATCH, SEQ]``."""
     rng = np.random.default_rng(seed)
     shape = (microbatches, MICROBATCH, SEQ)
     return {
@@ -93,7 +93,7 @@ def random_batch(microbatches: int, seed: int = 0) -> dict[str, np.ndarray]:
 
 
 def sized(name: str, schedule: Schedule) -> str:
-    """The model of that name with enough layers for the schedule's stages."""
+    """Return the model of that name with enough layers for the schedule's stages."""
     return name if schedule.num_stages <= 5 or "@" in name else f"{name}@5"
 
 
@@ -105,7 +105,7 @@ def parameters(name: str) -> Mapping[str, Any]:
 def run_sequentially(
     pipe: Pipeline, schedule: Schedule, params: Mapping[Any, Any], batch: Mapping[str, np.ndarray], keys: Any = ()
 ) -> tuple[dict[tuple[int, int], list[Any]], list[tuple[Any, ...]]]:
-    """The same compiled functions, one microbatch after another, no slots and no programs.
+    """Call the same compiled functions, one microbatch after another, without slots and programs.
 
     Only the accumulation order is the schedule's (floating-point sums depend on it): per stage, weights' gradients are added
     in the order of the W and BW of its row.
@@ -195,16 +195,16 @@ def _reference(name: str) -> Any:
 
 
 def unpipelined(name: str, batch: Mapping[str, np.ndarray]) -> tuple[Any, Any]:
-    """Loss and gradients of the model without any pipeline: ``jax.value_and_grad``."""
+    """Return loss and gradients of the model without any pipeline: ``jax.value_and_grad``."""
     pad = MOST - len(batch["tokens"])  # microbatches of weight 0, so that one shape serves all
     padded = {k: np.concatenate([v, np.zeros((pad, *v.shape[1:]), v.dtype)]) for k, v in batch.items()}
     return _reference(name)(parameters(name), padded)
 
 
 def assert_same_arrays(got: Any, expected: Any) -> None:
-    """Bit-equal trees."""
+    """Assert that trees are equal bit for bit."""
     got_leaves, got_tree = jax.tree.flatten(got)
-    want_leaves, want_tree = jax.tree.flatten(expected)
-    assert got_tree == want_tree
-    for a, b in zip(got_leaves, want_leaves, strict=True):
+    expected_leaves, expected_tree = jax.tree.flatten(expected)
+    assert got_tree == expected_tree
+    for a, b in zip(got_leaves, expected_leaves, strict=True):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))

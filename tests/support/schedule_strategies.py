@@ -39,7 +39,7 @@ def random_schedule(
     offload: float = 0.0,
     braid: float = 0.0,
 ) -> Schedule:
-    """A valid schedule of ``placement``.
+    """Return a valid schedule of ``placement``.
 
     ``split``: every backward as B and W, as BW, or either. ``offload``: probability that a microbatch of a stage is offloaded
     and loaded back; half of those have an S. ``braid``: probability that two neighbouring independent compute actions are
@@ -79,7 +79,7 @@ def random_schedule(
 
 
 def _items(placement: Placement, s: int, i: int, rng: random.Random, split: Split, offload: float) -> list[Item]:
-    """The actions of one stage and microbatch; joint ones once for their group, others once per rank."""
+    """Return the actions of one stage and microbatch; joint ones once for their group, others once per rank."""
     group = placement.ranks(s, i)
     full = split == "full" or (split == "any" and rng.random() < 0.5)
     items: list[Item] = [(Action("F", s, i), group), (Action("BW" if full else "B", s, i), group)]
@@ -92,7 +92,7 @@ def _items(placement: Placement, s: int, i: int, rng: random.Random, split: Spli
 
 
 def _order(placement: Placement, items: list[Item]) -> list[set[int]]:
-    """For each item, the items that its op's waits name."""
+    """Return for each item the items that its op's waits name."""
     where: dict[tuple[Action, int], int] = {
         (action, rank): k for k, (action, ranks) in enumerate(items) for rank in ranks
     }
@@ -134,7 +134,7 @@ def _braids(items: list[Item], before: list[set[int]], last: tuple[int, int] | N
 
 @st.composite
 def random_dag(draw: st.DrawFn, num_stages: int) -> tuple[tuple[int, int], ...]:
-    """Edges from lower to higher stage numbers, every stage but the last feeding at least one."""
+    """Draw edges from lower to higher stage numbers, every stage but the last feeding at least one."""
     edges = set()
     for a in range(num_stages - 1):
         for b in draw(st.sets(st.integers(a + 1, num_stages - 1), min_size=1, max_size=2)):
@@ -154,7 +154,8 @@ def random_placements(
     single_rank_stages: bool = False,
     one_flow: bool = False,
 ) -> Placement:
-    """Any kind of placement. ``ranks`` and ``chunks`` fix those; the flags exclude DAGs, groups of ranks, several flows."""
+    """Draw any kind of placement. ``ranks`` and ``chunks`` fix those; the flags exclude DAGs, groups of ranks, several
+    flows."""
     p = ranks or draw(st.integers(1, max_ranks))
     v = chunks or draw(st.integers(1, max(1, max_stages // p)))
     base = draw(st.sampled_from(_makers(p, v, one_flow)))()
@@ -177,7 +178,7 @@ def _makers(p: int, v: int, one_flow: bool) -> list[Callable[[], Placement]]:
 
 
 def _shuffled(base: Placement, names: list[int]) -> Placement:
-    """The same placement with ranks renamed: stages no longer follow each other in rank order."""
+    """Return the same placement with ranks renamed: stages no longer follow each other in rank order."""
     flows = tuple(tuple(tuple(names[r] for r in group) for group in flow) for flow in base.flows)
     return Placement("explicit", base.num_ranks, flows, base.edges)
 
@@ -200,7 +201,7 @@ def random_valid_schedules(
     single_rank_stages: bool = False,
     one_flow: bool = False,
 ) -> Schedule:
-    """Valid schedules in random order. Sizes given (``ranks``, ``chunks``, ``microbatches``) are fixed, others drawn."""
+    """Draw valid schedules in random order. Sizes given (``ranks``, ``chunks``, ``microbatches``) are fixed, others drawn."""
     if placements is None:
         placements = random_placements(
             max_ranks,
@@ -225,7 +226,7 @@ def random_valid_schedules(
 
 @st.composite
 def random_costs(draw: st.DrawFn, num_stages: int, num_ranks: int, *, comm: bool = True) -> CostProfile:
-    """Uneven stages, links and host links. Values are small integers and quarters, so sums are exact."""
+    """Draw uneven stages, links and host links. Values are small integers and quarters, so sums are exact."""
     quarter = st.integers(0, 12).map(lambda x: x / 4)
 
     def each(values: st.SearchStrategy[float]) -> tuple[float, ...]:
@@ -261,7 +262,7 @@ def random_costs(draw: st.DrawFn, num_stages: int, num_ranks: int, *, comm: bool
 
 
 def one_f_one_b_rows(ranks: int, microbatches: int) -> Schedule:
-    """1F1B written out by hand, independent of the families: rank r starts with p − r forwards."""
+    """Return 1F1B written out by hand, independent of the families: rank r starts with p − r forwards."""
     rows = []
     for r in range(ranks):
         warm = min(ranks - r, microbatches)
@@ -275,7 +276,7 @@ def one_f_one_b_rows(ranks: int, microbatches: int) -> Schedule:
 
 
 def gpipe_rows(ranks: int, microbatches: int) -> Schedule:
-    """All forwards, then all backwards, in order."""
+    """Return all forwards, then all backwards, in order."""
     rows = tuple(tuple(Action(op, r, i) for op in ("F", "BW") for i in range(microbatches)) for r in range(ranks))
     return Schedule("gpipe", one_to_one(ranks), microbatches, rows)
 

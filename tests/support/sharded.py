@@ -44,7 +44,7 @@ def mesh_of(tp: TensorParallel, dp: int = 1) -> Mesh:
 
 
 def shard_tree(layer: Layer, params: Params, tp: TensorParallel) -> Any:
-    """How each leaf of ``params`` (tied ones included) lies: a tree of axis, ``"partial"`` or ``"same"``.
+    """Return how each leaf of ``params`` (tied ones included) lies: a tree of axis, ``"partial"`` or ``"same"``.
 
     Asserts that every path named by ``layer.shards`` exists.
     """
@@ -60,7 +60,7 @@ def path_of(path: Any) -> Path:
 
 
 def shard_trees(model: Model, params: Mapping[str, Params], tp: TensorParallel) -> dict[str, Any]:
-    """:func:`shard_tree` of each layer's own leaves; asserts that a tied leaf lies as its owner's does."""
+    """Return :func:`shard_tree` of each layer's own leaves; asserts that a tied leaf lies as its owner's does."""
     trees = {layer.name: shard_tree(layer, with_tied_leaves(layer, params), tp) for layer in model.layers}
     for layer in model.layers:
         for path, (owner, owner_path) in layer.tied.items():
@@ -82,7 +82,7 @@ def spec_of(kind: Shard | str) -> P:
 
 
 def entered(leaf: jax.Array, kind: Shard | str) -> jax.Array:
-    """A parameter as a stage's functions get it."""
+    """Return a parameter as a stage's functions get it."""
     return vary(leaf, AXES if kind == "partial" else DATA)
 
 
@@ -94,7 +94,7 @@ def loss_and_grads(
     dp: int = 1,
     key: jax.Array | None = None,
 ) -> tuple[tuple[jax.Array, jax.Array], Any]:
-    """``((loss_sum, weight_sum), gradients)`` with whole shapes, computed on ``dp × cp × tp`` devices."""
+    """Return ``((loss_sum, weight_sum), gradients)`` with whole shapes, computed on ``dp × cp × tp`` devices."""
     one = laid_out({name: array[None] for name, array in batch.items()}, model.over_time, dp, tp.cp)
     lying = {name: array[0] for name, array in one.items()}
     result: tuple[tuple[jax.Array, jax.Array], Any] = step(model, params, tp, dp)(dict(params), lying, key)
@@ -104,7 +104,7 @@ def loss_and_grads(
 def step(
     model: Model, params: Mapping[str, Params], tp: TensorParallel, dp: int = 1, train: bool = True
 ) -> Callable[..., Any]:
-    """The compiled function ``(params, batch, key) -> ((loss_sum, weight_sum), gradients)``."""
+    """Return the compiled function ``(params, batch, key) -> ((loss_sum, weight_sum), gradients)``."""
     kinds = shard_trees(model, params, tp)
     specs = jax.tree.map(spec_of if tp.size > 1 else lambda _: P(), kinds)
 
@@ -127,7 +127,7 @@ def apply_shard(
     key: jax.Array | None,
     train: bool,
 ) -> Any:
-    """The whole model on one shard, inside ``shard_map``."""
+    """Apply the whole model on one shard, inside ``shard_map``."""
     x: Any = None
     for index, layer in enumerate(model.layers):
         layer_key = jax.random.fold_in(key, index) if key is not None and layer.uses_key and train else None
@@ -150,7 +150,7 @@ class LayerTrace:
 def trace_layers(
     model: Model, params: Mapping[str, Params], batch: Mapping[str, Any], tp: TensorParallel
 ) -> dict[str, LayerTrace]:
-    """Every layer of the model traced on one shard, without dropout, by name."""
+    """Trace every layer of the model on one shard, without dropout, and return the traces by name."""
     kinds = shard_trees(model, params, tp)
     traces: dict[str, LayerTrace] = {}
 
@@ -174,7 +174,7 @@ def trace_layers(
 
 
 def equations(jaxpr: Jaxpr) -> Iterator[Any]:
-    """Every equation, those of bodies too."""
+    """Yield every equation, those of bodies too."""
     for eqn in jaxpr.eqns:
         yield eqn
         for body in sub_jaxprs(eqn):
@@ -182,7 +182,7 @@ def equations(jaxpr: Jaxpr) -> Iterator[Any]:
 
 
 def collectives(jaxpr: Jaxpr) -> Counter[tuple[str, str]]:
-    """How many collectives of each kind over each axis: ``{("all-reduce", "tp"): 2}``."""
+    """Return how many collectives of each kind over each axis: ``{("all-reduce", "tp"): 2}``."""
     counts: Counter[tuple[str, str]] = Counter()
     for eqn in equations(jaxpr):
         if eqn.primitive.name in COLLECTIVES:
@@ -193,5 +193,5 @@ def collectives(jaxpr: Jaxpr) -> Counter[tuple[str, str]]:
 
 
 def shapes_in(jaxpr: Jaxpr) -> set[tuple[int, ...]]:
-    """The shapes of every value that the equations make."""
+    """Return the shapes of every value that the equations make."""
     return {tuple(v.aval.shape) for eqn in equations(jaxpr) for v in eqn.outvars if hasattr(v.aval, "shape")}

@@ -46,7 +46,7 @@ def _byte_level(**settings: Any) -> Body:
 
 
 def _sentence_piece() -> Body:
-    """Byte-pair encoding with bytes for what is unknown, as Llama 2's."""
+    """Return byte-pair encoding with bytes for what is unknown, as Llama 2's."""
     backend = tokenizers.Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
     backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     backend.decoder = decoders.Sequence(
@@ -93,7 +93,7 @@ def _unigram() -> Body:
 
 
 def template(body: Mapping[str, Any], token: str = "<s>") -> Body:
-    """``body`` whose post-processor begins a text with ``token``."""
+    """Return ``body`` whose post-processor begins a text with ``token``."""
     number = next(each["id"] for each in body["added_tokens"] if each["content"] == token)
     steps = [{"SpecialToken": {"id": token, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
     special = {token: {"id": token, "ids": [number], "tokens": [token]}}
@@ -104,13 +104,13 @@ def template(body: Mapping[str, Any], token: str = "<s>") -> Body:
 
 
 def with_dropout(body: Mapping[str, Any], share: float = 0.4) -> Body:
-    """``body``, a byte-pair encoding, that leaves out merges by chance."""
+    """Return ``body``, a byte-pair encoding, that leaves out merges by chance."""
     return {**body, "model": {**body["model"], "dropout": share}}
 
 
 @cache
 def kinds() -> Mapping[str, Body]:
-    """Twelve files by name."""
+    """Return twelve files by name."""
     plain, pieces, unigram = _byte_level(), _sentence_piece(), _unigram()
     return {
         "byte-level": plain,
@@ -129,7 +129,7 @@ def kinds() -> Mapping[str, Body]:
 
 
 def switched_off(body: Mapping[str, Any]) -> Any:
-    """The package's own tokenizer of ``body``, by its own switches."""
+    """Return the package's own tokenizer of ``body``, by its own switches."""
     backend = tokenizers.Tokenizer.from_str(json.dumps(body))
     backend.no_truncation()
     backend.no_padding()
@@ -140,7 +140,7 @@ def switched_off(body: Mapping[str, Any]) -> Any:
 
 
 def without(body: Mapping[str, Any]) -> Body:
-    """``body`` without truncation, padding and dropout."""
+    """Return ``body`` without truncation, padding and dropout."""
     plain = copy.deepcopy(dict(body)) | {"truncation": None, "padding": None}
     if "dropout" in plain["model"]:
         plain["model"]["dropout"] = None

@@ -146,7 +146,7 @@ def checkpointed(name: str) -> Layer:
 
 
 def with_carry(name: str = "carry") -> Layer:
-    """Starts a carry of an integer array, a float array without parameters, and static leaves."""
+    """Return a layer that starts a carry of an integer array, a float array without parameters, and static leaves."""
 
     def apply(p: Params, x: Any, c: LayerContext) -> Any:
         return {
@@ -222,7 +222,7 @@ KEY = np.array([3, 17], np.uint32)
 def reference(
     layers: Sequence[Layer], params: Mapping[str, Params], batch: Mapping[str, Any], key: Any = KEY, train: bool = True
 ) -> tuple[jax.Array, jax.Array]:
-    """(loss_sum, weight_sum) of the uncut layers."""
+    """Return (loss_sum, weight_sum) of the uncut layers."""
     x: Any = None
     for i, layer in enumerate(layers):
         layer_params = {
@@ -241,7 +241,7 @@ def reference(
 def loss_and_grads(
     layers: Sequence[Layer], params: Any, batch: Mapping[str, Any]
 ) -> tuple[tuple[jax.Array, jax.Array], Any]:
-    """``((loss_sum, weight_sum), gradients)`` of the uncut layers by ``jax.value_and_grad``, compiled as one program."""
+    """Return ``((loss_sum, weight_sum), gradients)`` of the uncut layers by ``jax.value_and_grad``, compiled as one program."""
     program = jax.jit(jax.value_and_grad(lambda p, b: reference(layers, p, b), has_aux=True))
     return program(params, dict(batch))  # type: ignore[no-any-return]
 

@@ -35,7 +35,7 @@ _CHILD = (
 
 
 def write_text(path: Path, lines: int = 400) -> Path:
-    """Text that a model can learn something of."""
+    """Return text that a model can learn something of."""
     words = ["the", "cat", "sat", "on", "a", "mat", "and", "that", "dog", "ran", "to", "its", "old", "red", "barn"]
     rng = np.random.default_rng(0)
     path.write_text("\n".join(" ".join(rng.choice(words, 8)) for _ in range(lines)) + "\n", encoding="utf-8")
@@ -43,7 +43,7 @@ def write_text(path: Path, lines: int = 400) -> Path:
 
 
 def settings(text: Path, out_dir: Path, *overrides: str) -> list[str]:
-    """Overrides of the default config that make a tiny run; later ones win."""
+    """Return overrides of the default config that make a tiny run; later ones win."""
     return [
         f"data.path={text}",
         f"run.out_dir={out_dir}",
@@ -93,8 +93,8 @@ def run(config: TrainConfig, react: Callable[[str], None] = lambda text: None) -
 
 
 def start(arguments: Sequence[str]) -> subprocess.Popen[str]:
-    """``python -m jaxpipe ARGUMENTS``, with this process's devices, flags and compile cache, which are in the environment; but
-    it draws no pictures."""
+    """Start ``python -m jaxpipe ARGUMENTS``, with this process's devices, flags and compile cache, which are in the
+    environment; but it draws no pictures."""
     return subprocess.Popen(
         [sys.executable, "-u", "-c", _CHILD, *arguments],
         cwd=ROOT,
@@ -115,7 +115,7 @@ def read_until(child: subprocess.Popen[str], begin: str) -> None:
 
 
 def deterministic(out_dir: Path) -> list[dict[str, Any]]:
-    """The metrics without what is measured."""
+    """Return the metrics without what is measured."""
     return [
         {k: v for k, v in r.items() if k not in MEASURED | {"clock_error_s"}}
         for r in read_metrics(out_dir / "metrics.jsonl")
@@ -127,13 +127,13 @@ def losses(out_dir: Path) -> dict[int, float]:
 
 
 def final(out_dir: Path, step: int = STEPS) -> Any:
-    """Parameters, optimizer state, position in the data and evaluation loss of a checkpoint."""
+    """Return parameters, optimizer state, position in the data and evaluation loss of a checkpoint."""
     checkpoint = CheckpointStore(out_dir / "checkpoints").load(step)
     return checkpoint.params, checkpoint.optimizer, checkpoint.meta["data"], checkpoint.eval_loss
 
 
 def contents(out_dir: Path) -> dict[str, bytes]:
-    """Every file below a directory."""
+    """Return every file below a directory."""
     return {str(p.relative_to(out_dir)): p.read_bytes() for p in sorted(out_dir.rglob("*")) if p.is_file()}
 
 
@@ -143,7 +143,7 @@ def copy_run(source: Path, target: Path) -> Path:
 
 
 def trace_rows(path: Path, source: str) -> dict[int, list[str]]:
-    """Compute actions by rank, by start time, of one timeline (``measured`` or ``simulated``) in a Perfetto trace."""
+    """Return compute actions by rank, by start time, of one timeline (``measured`` or ``simulated``) in a Perfetto trace."""
     events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
     ranks = {
         e["pid"]: int(e["args"]["name"].split()[1])

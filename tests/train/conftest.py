@@ -19,7 +19,7 @@ def store(tmp_path: Path) -> Iterator[CheckpointStore]:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Checkpoints of steps 10 and 20, to be copied and damaged."""
+    """Provide checkpoints of steps 10 and 20, to be copied and damaged."""
     directory = tmp_path_factory.mktemp("saved")
     save_two(directory)
     return directory

@@ -31,7 +31,7 @@ OPTIONS = {"vocab_size": 11, "seq_len": 4, "d_model": 8, "num_layers": 1, "num_h
 
 
 def shared_error(check: Callable[[Processes], None]) -> str:
-    """The one line that two processes end with; empty if neither does."""
+    """Return the one line that two processes end with; empty if neither does."""
     first, second = run_in_threads(2, check)
     if first is None:
         assert second is None

@@ -71,14 +71,14 @@ def save_both(store: CheckpointStore) -> None:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Checkpoints of steps 10 and 20 of three processes."""
+    """Provide checkpoints of steps 10 and 20 of three processes."""
     directory = tmp_path_factory.mktemp("saved")
     assert saved_by(3, directory, save_both) == [None] * 3
     return directory
 
 
 def same_error(errors: list[Any]) -> str:
-    """The one line that all processes got."""
+    """Return the one line that all processes got."""
     assert {type(error) for error in errors} <= {CheckpointError, form.DamagedCheckpointError}
     assert len({str(error) for error in errors}) == 1
     assert "\n" not in str(errors[0])

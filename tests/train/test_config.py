@@ -40,7 +40,7 @@ from tests.support.paths import ROOT
 
 
 def refusal(call: Any, *args: Any, **kwargs: Any) -> str:
-    """The message of the ConfigError that ``call`` raises; always one line."""
+    """Return the message of the ConfigError that ``call`` raises; always one line."""
     with pytest.raises(ConfigError) as caught:
         call(*args, **kwargs)
     message = str(caught.value)
@@ -61,7 +61,7 @@ _positive = st.floats(1e-12, 1e3)
 
 @st.composite
 def configs(draw: st.DrawFn) -> TrainConfig:
-    """Valid configs."""
+    """Draw valid configs."""
     microbatches, steps = draw(st.integers(1, 64)), draw(st.integers(1, 10**6))
     ranks, dp = draw(st.integers(1, 16)), draw(st.integers(1, 8))
     boundaries = draw(st.lists(st.integers(1, 99), min_size=ranks - 1, max_size=ranks - 1, unique=True))

@@ -56,7 +56,7 @@ def packed(content: bytes, how: str) -> bytes:
 
 
 def texts(corpus: Corpus) -> list[str]:
-    """The documents, without the 0 at the end of each."""
+    """Return the documents, without the 0 at the end of each."""
     spans = zip(corpus.edges[:-1], corpus.edges[1:], strict=True)
     return [bytes(corpus.ids[start:stop]).removesuffix(b"\0").decode() for start, stop in spans]
 

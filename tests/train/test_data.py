@@ -33,7 +33,7 @@ WORDS = ["[UNK]", "the", "cat", "sat", "on", "mat", "."]
 
 
 def refusal(call: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
-    """The message of the DataError that ``call`` raises; always one line."""
+    """Return the message of the DataError that ``call`` raises; always one line."""
     with pytest.raises(DataError) as caught:
         call(*args, **kwargs)
     message = str(caught.value)
@@ -42,7 +42,7 @@ def refusal(call: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
 
 
 def numbered(n: int, documents: tuple[int, ...] = ()) -> Corpus:
-    """The ids 0 … n-1, so that an id is its position; documents of the given sizes."""
+    """Return the ids 0 … n-1, so that an id is its position; documents of the given sizes."""
     ids = np.arange(n, dtype=np.int32)
     edges = np.cumsum([0, *(documents or (n,))])
     names = tuple(f"d{i}" for i in range(len(edges) - 1))
@@ -245,7 +245,7 @@ def _saved(array: Any) -> Maker:
 
 
 def _headed(header: str) -> Maker:
-    """A ``.npy`` file with any text for its header."""
+    """Return a ``.npy`` file with any text for its header."""
     return lambda path: path.write_bytes(b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header.encode())
 
 

@@ -43,7 +43,7 @@ MODELS: Mapping[str, Callable[[], Model]] = {
 
 
 def model_of(leaves: Mapping[str, Any], matrices: Mapping[Any, Matrix] | None = None) -> Model:
-    """One layer of these leaves, and a loss."""
+    """Return one layer of these leaves, and a loss."""
     shape = jax.ShapeDtypeStruct((1, 2), jnp.float32)
     inner = Layer("inner", lambda key: dict(leaves), lambda params, x, context: x, reads=("x",), matrices=matrices)
     loss = Layer("loss", lambda key: {}, lambda params, x, context: (0.0, 1.0))
@@ -91,7 +91,7 @@ class Stacked(linen.Module):
 
 @cache
 def foreign_trees() -> Mapping[str, tuple[Any, set[str]]]:
-    """Parameters of Flax modules, and the last names of what decays."""
+    """Return parameters of Flax modules, and the last names of what decays."""
     x = jnp.ones((2, 3, 4))
 
     def init_params_of(module: linen.Module) -> Any:

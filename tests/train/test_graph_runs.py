@@ -96,9 +96,9 @@ def cli(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, str, st
 
 
 def assert_same_end(one: Path, other: Path, step: int) -> None:
-    (*arrays, data, loss), (*expected, want_data, want_loss) = final(one, step), final(other, step)
+    (*arrays, data, loss), (*expected, expected_data, expected_loss) = final(one, step), final(other, step)
     assert_same_arrays(arrays, expected)
-    assert (data, loss) == (want_data, want_loss)
+    assert (data, loss) == (expected_data, expected_loss)
 
 
 # -- through a config ------------------------------------------------------------------------------------------------------
@@ -277,7 +277,7 @@ def test_bad_graphs_are_one_line(file: Path, capsys: pytest.CaptureFixture[str],
 
 
 def whole_gradient(model: Model) -> Any:
-    """``(loss, gradients)`` of parameters and a whole batch, one program."""
+    """Return ``(loss, gradients)`` of parameters and a whole batch, one program."""
 
     def loss(p: Any, batch: Any) -> Any:
         metrics = metrics_of(model, p, batch)
@@ -288,7 +288,7 @@ def whole_gradient(model: Model) -> Any:
 
 
 def unsplit_step(model: Model, gradient: Any, params: Any, batch: Any, rate: float) -> tuple[Any, Any]:
-    """One step of plain gradient descent on the sum of a whole batch's losses."""
+    """Take one step of plain gradient descent on the sum of a whole batch's losses."""
 
     value, grads = gradient(params, batch)
     frozen = {layer.name for layer in model.layers if layer.frozen}

@@ -44,7 +44,7 @@ def half(layer: str, path: Path) -> bool:
 
 
 def split_by(rule: LeafRule, tree: Any) -> tuple[list[Any], list[Any]]:
-    """Leaves by layer that are trained, and those that are not."""
+    """Return leaves by layer that are trained, and those that are not."""
     flat = jax.tree_util.tree_leaves_with_path(tree)
     trained = [rule(keys[0].key, tuple(k.key for k in keys[1:])) for keys, _ in flat]
     return [v for (_, v), t in zip(flat, trained, strict=True) if t], [
@@ -61,9 +61,9 @@ RULES = [late, pytest.param(early, marks=pytest.mark.soak)]
 @pytest.mark.parametrize("rule", RULES)
 def test_gradients_of_what_is_trained_keep_every_bit(rule: LeafRule) -> None:
     full, partial = cases.pipeline(), cases.pipeline(trainable=rule)
-    want_loss, expected = full.loss_and_grads(full.place(params()), batches()[0])
+    expected_loss, expected = full.loss_and_grads(full.place(params()), batches()[0])
     loss, got = partial.loss_and_grads(partial.place(params()), batches()[0])
-    assert float(loss) == float(want_loss)
+    assert float(loss) == float(expected_loss)
     trained, frozen = split_by(rule, got)
     assert_same_arrays(trained, split_by(rule, expected)[0])
     assert not any(np.asarray(v).any() for v in frozen)

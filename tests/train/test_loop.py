@@ -66,7 +66,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def straight(text: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, TrainResult, str]:
-    """20 steps without a break: the run that the others are compared with."""
+    """Run 20 steps without a break: the run that the others are compared with."""
     out_dir = tmp_path_factory.mktemp("straight") / "run"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run_directory, "PICTURES", PICTURES)
@@ -75,7 +75,7 @@ def straight(text: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path
 
 @pytest.fixture(scope="module")
 def stopped(text: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, TrainResult, str]:
-    """The same run, stopped by Ctrl-C in its tenth step. Copy it before going on."""
+    """Provide the same run, stopped by Ctrl-C in its tenth step. Copy it before going on."""
     out_dir = tmp_path_factory.mktemp("stopped") / "run"
 
     def interrupt(printed: str) -> None:
@@ -86,10 +86,10 @@ def stopped(text: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path,
 
 
 def assert_same_run(out_dir: Path, other: Path) -> None:
-    """Bit for bit: parameters, optimizer state, position in the data, metrics."""
-    (*arrays, data, eval_loss), (*expected, want_data, want_loss) = final(out_dir), final(other)
+    """Assert that two runs are equal bit for bit: parameters, optimizer state, position in the data, metrics."""
+    (*arrays, data, eval_loss), (*expected, expected_data, expected_loss) = final(out_dir), final(other)
     assert_same_arrays(arrays, expected)
-    assert (data, eval_loss) == (want_data, want_loss)
+    assert (data, eval_loss) == (expected_data, expected_loss)
     assert deterministic(out_dir) == deterministic(other)
 
 

@@ -32,7 +32,7 @@ from jaxpipe.wording import format_bytes, format_count, format_seconds
 
 
 def refusal(kind: type[JaxpipeError], call: Any, *args: Any, **kwargs: Any) -> str:
-    """The message of the error that ``call`` raises; always one line."""
+    """Return the message of the error that ``call`` raises; always one line."""
     with pytest.raises(kind) as caught:
         call(*args, **kwargs)
     message = str(caught.value)

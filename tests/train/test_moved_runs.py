@@ -20,7 +20,7 @@ from tests.support.train_runs import ROOT, config, copy_run, run, write_text
 
 
 def write_words(path: Path, *extra_words: str) -> Path:
-    """A ``tokenizer.json`` of whole words."""
+    """Write a ``tokenizer.json`` of whole words."""
     words = ["?", "the", "cat", "sat", "on", "a", "mat", "and", "that", "dog", "ran", "to", "its", "old", "red", "barn"]
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate([*words, *extra_words])}, "?"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()

@@ -35,7 +35,7 @@ def _pairs(pieces: list[list[int]]) -> list[tuple[int, int]]:
 
 
 def _bigram_loss(fit: list[list[int]], on: list[tuple[int, int]], vocab: int, kappa: float) -> float:
-    """Nats a token of the interpolated bigram, one pair at a time."""
+    """Return the nats a token of the interpolated bigram, one pair at a time."""
     singles, pairs = Counter(x for piece in fit for x in piece), Counter(_pairs(fit))
     contexts = Counter(a for a, _ in _pairs(fit))
     total = sum(singles.values()) + ngram.ADD_K * vocab

@@ -35,7 +35,7 @@ def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def tiny(tmp_path: Path) -> Overrides:
-    """Overrides of a run of 2 steps in ``tmp_path/NAME`` with two chunks a rank."""
+    """Provide overrides of a run of 2 steps in ``tmp_path/NAME`` with two chunks a rank."""
     text = write_text(tmp_path / "text.txt")
 
     def overrides(name: str, *extra: str) -> list[str]:

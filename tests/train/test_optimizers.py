@@ -34,12 +34,12 @@ def matrices(tree: Any) -> Any:
 
 
 def by_layer(tree: Mapping[str, Any]) -> Any:
-    """A label for a whole layer."""
+    """Return a label for a whole layer."""
     return {name: "slow" if name == "embed" else "stop" if name == "wide" else "fast" for name in tree}
 
 
 def by_leaf(tree: Mapping[str, Any]) -> Any:
-    """Labels by the whole path of a leaf, the layer's name in it."""
+    """Return labels by the whole path of a leaf, the layer's name in it."""
 
     def label(path: Any, leaf: Any) -> str:
         names = [key.key for key in path]
@@ -56,7 +56,7 @@ GROUPS = {"slow": optax.sgd(1e-3), "fast": optax.adam(1e-2), "stop": optax.set_t
 
 
 def fixed(labels: Callable[[Any], Any]) -> Any:
-    """Labels as a tree, made once for the whole model."""
+    """Return labels as a tree, made once for the whole model."""
     return labels({name: cases.params()[name] for name in LAYERS})
 
 
@@ -388,7 +388,7 @@ def test_a_state_that_was_used_is_refused() -> None:
 
 
 def plain_trees(tree: Any) -> Any:
-    """Named tuples as dicts and tuples as lists, as a checkpoint gives them back without ``like``."""
+    """Return named tuples as dicts and tuples as lists, as a checkpoint gives them back without ``like``."""
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
         return {k: plain_trees(v) for k, v in zip(tree._fields, tree, strict=True)}
     if isinstance(tree, dict):
@@ -397,7 +397,7 @@ def plain_trees(tree: Any) -> Any:
 
 
 def unnamed(state: Any, layer: str) -> Any:
-    """A layer's state as jaxpipe 0.1.0 kept it: of the layer's leaves, without its name."""
+    """Return a layer's state as jaxpipe 0.1.0 kept it: of the layer's leaves, without its name."""
     if isinstance(state, dict) and state.keys() == {layer}:
         return state[layer]
     if not isinstance(state, tuple | dict):

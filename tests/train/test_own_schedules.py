@@ -133,7 +133,7 @@ def hungry(layers):
 
 @pytest.fixture
 def module_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The name of a module that lies in the working directory, another one for every test."""
+    """Provide the name of a module that lies in the working directory, another one for every test."""
     name = "own_" + "".join(c for c in tmp_path.name if c.isalnum())
     (tmp_path / f"{name}.py").write_text(MODULE)
     monkeypatch.chdir(tmp_path)

@@ -45,7 +45,7 @@ def documents(corpus: Corpus, spans: tuple[tuple[int, int], ...], seq_len: int) 
 
 
 def documents_in(batch: dict[str, Any], documents: Seen) -> Seen:
-    """The documents in a batch with a document mask."""
+    """Return the documents in a batch with a document mask."""
     counts: Seen = Counter()
     for tokens, targets, weights, segments in zip(
         batch["tokens"], batch["targets"], batch["weights"], batch["segments"], strict=True
@@ -67,8 +67,8 @@ def documents_in(batch: dict[str, Any], documents: Seen) -> Seen:
 
 
 def batches_of(data: TokenDataset, seq_len: int, epochs: int, rng: random.Random) -> Iterator[dict[str, Any]]:
-    """The rows of some epochs, in batches of a size that changes whenever the run stops and goes on; each batch as ranks and
-    devices see it: microbatches, divided over dp."""
+    """Yield the rows of some epochs, in batches of a size that changes whenever the run stops and goes on; each batch as
+    ranks and devices see it: microbatches, divided over dp."""
     rows, state, at, step = len(data.windows("train", seq_len)), None, 0, 0
     while at < epochs * rows:
         dp, microbatches = rng.choice(((1, 1), (1, 2), (2, 1), (2, 3)))
@@ -126,7 +126,7 @@ def test_every_answer_is_seen_with_its_question_once_an_epoch(corpus: Corpus) ->
 
 
 def best_fit(sizes: list[int], room: int) -> int:
-    """How many rows, by the plain algorithm."""
+    """Return how many rows the plain algorithm fills."""
     rows: list[int] = []
     for size in sorted(sizes, reverse=True):
         fits = [k for k, free in enumerate(rows) if free >= size]
@@ -161,7 +161,7 @@ def test_text_is_packed_whole_in_pieces(sizes: list[int], seq_len: int) -> None:
 
 
 def chat_corpus(lengths: list[int], answered: list[int]) -> Corpus:
-    """Chats of these lengths, of which so many last ids are answers."""
+    """Return chats of these lengths, of which so many last ids are answers."""
     edges = np.concatenate([[0], np.cumsum(lengths)])
     answers = np.zeros(edges[-1], np.uint8)
     for stop, n in zip(edges[1:], answered, strict=True):

@@ -34,7 +34,7 @@ DEFAULT = [
 
 
 def _grid() -> list[Case]:
-    """Every factoring × model × family, with and without sequence parallelism and ZeRO-1 in turn; tied models and fused
+    """Return every factoring × model × family, with and without sequence parallelism and ZeRO-1 in turn; tied models and fused
     residuals on every third, with each family in turn."""
     families = ("1f1b", "v-zb", "stp")
     cases: list[Case] = []
@@ -69,18 +69,18 @@ def test_gradients_and_steps_equal_one_device(case: Case) -> None:
     data, params = batches(2), params_for(case)
     pipe = pipeline(case)
     loss, grads = pipe.loss_and_grads(pipe.place(params), data[0])
-    want_loss, want_grads = on_one_device(case, params, data[0])
-    np.testing.assert_allclose(loss, want_loss, rtol=1e-12)
-    assert_close(grads, want_grads, rtol=1e-9, atol=1e-12)
+    expected_loss, expected_grads = on_one_device(case, params, data[0])
+    np.testing.assert_allclose(loss, expected_loss, rtol=1e-12)
+    assert_close(grads, expected_grads, rtol=1e-9, atol=1e-12)
 
-    expected, want_seen = steps_on_one_device(case, ACTIVE, data)
+    expected, expected_records = steps_on_one_device(case, ACTIVE, data)
     step = _step(case)
     state, loss_and_norm = step.init(params), []
     for batch in data:
         state, metrics = step(state, batch)
         loss_and_norm.append((float(metrics.loss), float(metrics.grad_norm)))
         assert float(metrics.weight) == batch["weights"].sum()
-    np.testing.assert_allclose(loss_and_norm, want_seen, rtol=1e-10)
+    np.testing.assert_allclose(loss_and_norm, expected_records, rtol=1e-10)
     assert all(norm > ACTIVE for _, norm in loss_and_norm), "clipping was to be tested"
     assert_close(step.by_layer(state)[0], expected, rtol=1e-7, atol=1e-10)
     _assert_replicas_agree(state)
@@ -113,8 +113,11 @@ def test_float32_is_close_to_one_device(case: Case) -> None:
     (batch,), params = batches(1), params_for(case)
     pipe = pipeline(case)
     loss, grads = pipe.loss_and_grads(pipe.place(params), batch)
-    want_loss, want_grads = on_one_device(case, params, batch)
-    np.testing.assert_allclose(loss, want_loss, rtol=1e-5)
+    expected_loss, expected_grads = on_one_device(case, params, batch)
+    np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
     assert_close(
-        grads, want_grads, rtol=1e-5, atol=1e-5 * max(float(jnp.abs(g).max()) for g in jax.tree.leaves(want_grads))
+        grads,
+        expected_grads,
+        rtol=1e-5,
+        atol=1e-5 * max(float(jnp.abs(g).max()) for g in jax.tree.leaves(expected_grads)),
     )

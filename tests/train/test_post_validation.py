@@ -55,7 +55,7 @@ def same_bits(got: Any, expected: Any) -> None:
 
 
 def batches_with_nan(count: int) -> list[dict[str, np.ndarray]]:
-    """Batches of which one gives a gradient that is not finite."""
+    """Return batches of which one gives a gradient that is not finite."""
     data = batches(count)
     data[count // 2]["weights"][0, 0, 0] = np.nan
     return data
@@ -64,7 +64,7 @@ def batches_with_nan(count: int) -> list[dict[str, np.ndarray]]:
 def steps_without(
     step: Callable[..., TrainStep], params: Any, data: Sequence[Any]
 ) -> tuple[float, list[Any], list[Told], Any]:
-    """A norm that some of the steps exceed, and all that is after each step that clips by it."""
+    """Return a norm that some of the steps exceed, and all that is after each step that clips by it."""
     norms = []
     plain = step(clip_norm=0.0)
     state = plain.init(params)
@@ -84,7 +84,7 @@ def steps_without(
 def check_every_bit(
     step: Callable[..., TrainStep], params: Any, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> TrainStep:
-    """The steps of ``step(clip_norm=…, post_validation=…)`` with and without post-validation."""
+    """Compare the steps of ``step(clip_norm=…, post_validation=…)`` with and without post-validation."""
     data = batches_with_nan(count)
     clip_norm, states, records, end = steps_without(step, params, data)
     committed = []

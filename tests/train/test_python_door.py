@@ -88,7 +88,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def own_lm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """A module with a user's Flax model."""
+    """Provide a module with a user's Flax model."""
     folder = tmp_path_factory.mktemp("own")
     (folder / "own_lm.py").write_text(OWN, encoding="utf-8")
     with pytest.MonkeyPatch.context() as patch:
@@ -332,7 +332,7 @@ def test_a_second_start_compiles_nothing(tmp_path: Path) -> None:
     batch["weights"] = np.ones((1, 4), np.float32)
 
     def start() -> tuple[int, int]:
-        """How many programs are compiled, and how many loaded."""
+        """Return how many programs are compiled, and how many loaded."""
         jax.clear_caches()
         compilation_cache.reset_cache()  # as in a new process
         waiting.made_programs()

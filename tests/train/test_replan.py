@@ -74,7 +74,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def serial(schedule: Schedule) -> Schedule:
-    """The schedule's actions one microbatch after the other: slow under any costs."""
+    """Return the schedule's actions one microbatch after the other: slow under any costs."""
     rows = tuple(
         tuple(sorted(row, key=lambda a: (a.actions[0].microbatch, a.actions[0].op != "F"))) for row in schedule.rows
     )
@@ -82,7 +82,8 @@ def serial(schedule: Schedule) -> Schedule:
 
 
 def settings(text: Path, out_dir: Path, *overrides: str) -> TrainConfig:
-    """A run of gpipe over two ranks of which every step is recorded; what W needs is no more than what F saves."""
+    """Return settings of a run of gpipe over two ranks of which every step is recorded; what W needs is no more than what F
+    saves."""
     return config(
         text,
         out_dir,
@@ -108,7 +109,7 @@ class Patient(BackgroundSolve):
 
 
 def prompt(running: Schedule) -> type[BackgroundSolve]:
-    """A solver that is waited for once, until it has found something better than ``running``."""
+    """Return a solver that is waited for once, until it has found something better than ``running``."""
 
     class Prompt(BackgroundSolve):
         def __init__(self, task: SolveTask, options: Options) -> None:
@@ -145,7 +146,7 @@ def _take_until(take: Callable[[], Answers], enough: Callable[[Answers], bool]) 
 
 @pytest.fixture(scope="module")
 def plain(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run without re-planning that does from the start what a re-planned one does: B and W apart."""
+    """Run without re-planning what does from the start what a re-planned one does: B and W apart."""
     folder = tmp_path_factory.mktemp("plain")
     write_schedule(split_backwards(generate("gpipe", 2, 4)), folder / "start.sched")
     _, printed = run(settings(text, folder / "run", f"pipeline.schedule={folder / 'start.sched'}"))
@@ -154,15 +155,16 @@ def plain(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def assert_same_training(out_dir: Path, other: Path, step: int = STEPS) -> None:
-    """Bit for bit: parameters, optimizer state, position in the data, evaluation loss, and all metrics but the schedule."""
-    (*arrays, data, loss), (*expected, want_data, want_loss) = final(out_dir, step), final(other, step)
+    """Assert that two runs are equal bit for bit: parameters, optimizer state, position in the data, evaluation loss, and
+    all metrics but the schedule."""
+    (*arrays, data, loss), (*expected, expected_data, expected_loss) = final(out_dir, step), final(other, step)
     assert_same_arrays(arrays, expected)
-    assert (data, loss) == (want_data, want_loss)
-    metrics, want_metrics = (
+    assert (data, loss) == (expected_data, expected_loss)
+    metrics, expected_metrics = (
         [{k: v for k, v in record.items() if k != "schedule"} for record in deterministic(folder)]
         for folder in (out_dir, other)
     )
-    assert metrics == want_metrics
+    assert metrics == expected_metrics
 
 
 def test_a_run_that_switches_gives_the_same_bits(
@@ -626,7 +628,7 @@ def test_the_end_of_a_run_ends_all_of_a_search() -> None:
 
 
 def _long_task() -> SolveTask:
-    """One that no solver is done with soon."""
+    """Return a task that no solver is done with soon."""
     placement = generate("gpipe", 8, 64).placement
     return SolveTask(placement, 64, CostProfile.uniform(8, f=1.0, b=1.3, w=0.7, comm=0.21), memory_limit=3)
 

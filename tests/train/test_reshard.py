@@ -47,8 +47,8 @@ def _step(mesh: int) -> TrainStep:
 
 @cache
 def _full_state() -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """Parameters and optimizer state by layer, every element another number (but for counts, of which each layer has the same);
-    float32, as masters are."""
+    """Return parameters and optimizer state by layer, every element another number (but for counts, of which each layer has
+    the same); float32, as masters are."""
     rng = np.random.default_rng(0)
 
     def filled(leaf: Any) -> np.ndarray:
@@ -65,7 +65,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _saved(folder: Path, mesh: int) -> CheckpointStore:
-    """The checkpoint that a run on this mesh saves, written once."""
+    """Return the checkpoint that a run on this mesh saves, written once."""
     store = CheckpointStore(folder / str(mesh))
     if not store.steps():
         step = _step(mesh)

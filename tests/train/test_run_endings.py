@@ -60,7 +60,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def marked_text(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """The text with a ``Q`` among the targets of some steps, and in what is held out if asked for."""
+    """Provide the text with a ``Q`` among the targets of some steps, and in what is held out if asked for."""
 
     def make(*steps: int, held_out: bool = False) -> Path:
         content = bytearray(text.read_bytes())
@@ -79,7 +79,7 @@ def marked_text(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Callabl
 
 
 def tiny(text: Path, out_dir: Path, *overrides: str) -> list[str]:
-    """Overrides that make a run even smaller than those of other tests: it ends badly, and is not looked at."""
+    """Return overrides that make a run even smaller than those of other tests: it ends badly, and is not looked at."""
     return settings(
         text, out_dir, "model.options.num_layers=1", "pipeline.microbatches=2", "run.eval_every=0", *overrides
     )
@@ -94,7 +94,7 @@ def steps_in(out_dir: Path) -> tuple[int, ...]:
 
 
 def run_jaxpipe(arguments: Sequence[str]) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr of ``jaxpipe ARGUMENTS``."""
+    """Run ``jaxpipe ARGUMENTS`` and return its exit code, stdout and stderr."""
     with start(arguments) as child:
         out, err = child.communicate(timeout=300)
     return child.returncode, out, err
@@ -234,7 +234,8 @@ def test_signals_of_terminals_and_slurm(ignored: list[str], signals: list[str], 
 
 
 def failing_writes(monkeypatch: pytest.MonkeyPatch, fails: Callable[[int], bool]) -> list[int]:
-    """The steps that were tried to be written; those for whose number of try ``fails`` says so end in a full disk."""
+    """Return a list that collects the steps of all attempts to save; those whose number ``fails`` selects end in a full
+    disk."""
     attempts: list[int] = []
     write = checkpoint_format.write
 

@@ -62,7 +62,7 @@ def test_a_schedule_file_keeps_the_memory_limit_or_is_refused(tmp_path: Path) ->
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """How often each of these was called: an order drafted, simulated, lowered, linked."""
+    """Count how often each of these is called: an order drafted, simulated, lowered, linked."""
     counts: Counter[str] = Counter()
 
     def count(module: ModuleType, name: str) -> None:

@@ -54,7 +54,7 @@ def _step(name: str, schedule: Schedule, clip_norm: float) -> TrainStep:
 
 
 def _batches(count: int = STEPS) -> list[dict[str, np.ndarray]]:
-    """Uneven weights: microbatches differ in their sums, and one of them is all zeros."""
+    """Return batches of uneven weights: microbatches differ in their sums, and one of them is all zeros."""
     batches = [random_batch(4, seed) for seed in range(count)]
     for batch in batches:
         batch["weights"][2] = 0
@@ -84,7 +84,8 @@ def _loss_and_grads(name: str) -> Any:
 def _by_hand(
     name: str, params: Any, clip_norm: float, batches: list[dict[str, np.ndarray]]
 ) -> tuple[Any, list[tuple[float, float]]]:
-    """Parameters after the batches, and (mean loss, gradient norm) of each: one device, whole batches, optax's own clipping."""
+    """Return parameters after the batches, and (mean loss, gradient norm) of each: one device, whole batches, optax's own
+    clipping."""
     tx = optax.chain(optax.clip_by_global_norm(clip_norm) if clip_norm else optax.identity(), _adamw())
 
     @jax.jit
@@ -103,9 +104,9 @@ def _by_hand(
 
 def _assert_close(got: Any, expected: Any, rtol: float, atol: float) -> None:
     got_leaves, got_tree = jax.tree.flatten(got)
-    want_leaves, want_tree = jax.tree.flatten(expected)
-    assert got_tree == want_tree
-    for a, b in zip(got_leaves, want_leaves, strict=True):
+    expected_leaves, expected_tree = jax.tree.flatten(expected)
+    assert got_tree == expected_tree
+    for a, b in zip(got_leaves, expected_leaves, strict=True):
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=rtol, atol=atol)
 
 
@@ -123,16 +124,16 @@ def _assert_close(got: Any, expected: Any, rtol: float, atol: float) -> None:
 )
 def test_equals_one_device_and_whole_batches(name: str, schedule: Schedule, clip_norm: float) -> None:
     batches, params = _batches(), parameters(name)
-    expected, want_seen = _by_hand(name, params, clip_norm, batches)
+    expected, expected_records = _by_hand(name, params, clip_norm, batches)
     step = _step(name, schedule, clip_norm)
     state, records = _run(step, step.init(params), batches)
     np.testing.assert_allclose(
-        [s[:2] for s in records], want_seen, rtol=1e-10
+        [s[:2] for s in records], expected_records, rtol=1e-10
     )  # the norm is that of all ranks together
     assert [s[2] for s in records] == [True] * STEPS
     assert [s[3] for s in records] == [pytest.approx(b["weights"].sum()) for b in batches]
     if clip_norm:
-        assert all((norm > clip_norm) == (clip_norm == ACTIVE) for _, norm in want_seen)
+        assert all((norm > clip_norm) == (clip_norm == ACTIVE) for _, norm in expected_records)
     _assert_close(step.by_layer(state)[0], expected, rtol=1e-8, atol=1e-11)
     assert state.step == STEPS
 
@@ -268,11 +269,11 @@ def _step32(compute: str) -> TrainStep:
 @pytest.mark.soak
 def test_float32_is_close_to_one_device() -> None:
     params = init_params(_gpt32(), 0)
-    expected, want_seen = _by_hand("gpt32", params, ACTIVE, _batches())
+    expected, expected_records = _by_hand("gpt32", params, ACTIVE, _batches())
     step = _step32("float32")
     state, records = _run(step, step.init(params), _batches())
     assert not any(state.master.values()), "nothing is kept twice"
-    np.testing.assert_allclose([s[:2] for s in records], want_seen, rtol=1e-5)
+    np.testing.assert_allclose([s[:2] for s in records], expected_records, rtol=1e-5)
     # AdamW divides by the gradient's size, so rounding of a gradient near zero shows in full: up to the learning rate
     _assert_close(step.by_layer(state)[0], expected, rtol=1e-4, atol=2e-4)
 
@@ -308,7 +309,8 @@ def test_bfloat16_computes_with_the_cast_of_float32_masters() -> None:
 
 
 def _linear() -> Model:
-    """Two linear layers and their sum as the loss: the gradient is as large as ``weights``, and no value between is larger."""
+    """Return two linear layers and their sum as the loss: the gradient is as large as ``weights``, and no value between is
+    larger."""
 
     def first(params: Any, x: Any, context: LayerContext) -> jax.Array:
         return context.data["weights"] @ params["w"]
@@ -357,7 +359,7 @@ def test_a_norm_whose_square_is_too_large_for_float32_is_clipped_like_any_other(
 
 
 def _shifting_model() -> Model:
-    """Two linear layers that roll their input by an integer parameter, and a squared loss."""
+    """Return two linear layers that roll their input by an integer parameter, and a squared loss."""
 
     def init(key: jax.Array) -> dict[str, Any]:
         return {"w": 0.1 * jax.random.normal(key, (SEQ, SEQ)), "shift": jnp.int32(3)}

@@ -72,7 +72,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def finished(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of 4 steps, with checkpoints of steps 2 and 4. Read it, or copy it."""
+    """Provide a run of 4 steps, with checkpoints of steps 2 and 4. Read it, or copy it."""
     out_dir = tmp_path_factory.mktemp("finished") / "run"
     run(config(text, out_dir, *BASE))
     return out_dir

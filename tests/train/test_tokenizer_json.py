@@ -534,7 +534,7 @@ BAD: Mapping[str, Body] = {
 
 @pytest.fixture
 def quick_probe(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A probe that runs out of time sooner; what it found is forgotten afterwards."""
+    """Provide a probe that runs out of time sooner; what it found is forgotten afterwards."""
     monkeypatch.setattr(tokenizer_json, "_PROBE_S", 3.0)
     yield
     tokenizer_json.check_survives.cache_clear()

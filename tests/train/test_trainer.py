@@ -38,7 +38,7 @@ RATE = optax.linear_schedule(1e-2, 0.0, 10)
 
 @cache
 def gpt() -> Model:
-    """A tiny GPT whose loss layer also counts right answers, and the square of its logits by another weight."""
+    """Return a tiny GPT whose loss layer also counts right answers, and the square of its logits by another weight."""
     model = GPT(vocab_size=V, d_model=8, num_layers=2, num_heads=2, seq_len=T, mlp_ratio=2, tied=False)
     inner = model.layers[-1]
 
@@ -51,7 +51,7 @@ def gpt() -> Model:
 
 
 def batch_at(step: int, microbatches: int = M) -> dict[str, np.ndarray]:
-    """Flat arrays ``[microbatches · B, T]``, with uneven weights."""
+    """Return flat arrays ``[microbatches · B, T]``, with uneven weights."""
     rng = np.random.default_rng(step)
     shape = (microbatches * B, T)
     return {
@@ -72,7 +72,7 @@ def trainer() -> Trainer:
 
 
 def one_device(steps: int, clip: float = 1.0, decay: float = 0.5) -> tuple[Any, Any, list[float]]:
-    """The same steps on one device: parameters, their moving average, losses."""
+    """Take the same steps on one device; return parameters, their moving average and losses."""
     model, tx = gpt(), optax.chain(optax.clip_by_global_norm(clip), optax.adamw(RATE))
     params: Any = init_params(model, 0)
     average, state, losses = params, tx.init(params), []

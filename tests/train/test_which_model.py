@@ -82,7 +82,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def custom_run(folder: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of two steps of the user's own model."""
+    """Provide a run of two steps of the user's own model."""
     out = tmp_path_factory.mktemp("own") / "run"
     train(config(text, out, *TINY, f"model.target={OWN}"), io.StringIO())
     return out
@@ -90,7 +90,7 @@ def custom_run(folder: Path, text: Path, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.fixture(scope="module")
 def gpt(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of two steps of a model that comes with jaxpipe."""
+    """Provide a run of two steps of a model that comes with jaxpipe."""
     out = tmp_path_factory.mktemp("gpt") / "run"
     train(config(text, out, *TINY), io.StringIO())
     return out
@@ -108,7 +108,7 @@ def constant(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 
 @pytest.fixture
 def call(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
-    """A verb: its exit code, and stderr."""
+    """Run a verb and return its exit code and stderr."""
 
     def run(*argv: object) -> tuple[int, str]:
         code = main([str(a) for a in argv])
@@ -241,7 +241,7 @@ def GPT(**options):
 
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The working directory, with a package ``models`` of its own in place of the one of the checkout."""
+    """Provide the working directory, with a package ``models`` of its own in place of the one of the checkout."""
     (tmp_path / "models").mkdir()
     (tmp_path / "models" / "__init__.py").touch()
     (tmp_path / "models" / "gpt.py").write_text(PROJECT)

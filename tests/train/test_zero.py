@@ -43,7 +43,7 @@ def _equations(jaxpr: Any) -> Iterator[Any]:
 
 
 def _over_dp(function: Any, *args: Any) -> list[tuple[str, int]]:
-    """Name and elements of each array that a collective over dp takes, on one device; scalars left out."""
+    """Return name and elements of each array that a collective over dp takes, on one device; scalars left out."""
     jaxpr = function.jaxpr.jaxpr if hasattr(function, "jaxpr") else jax.make_jaxpr(function)(*args).jaxpr
     collectives = []
     for eqn in _equations(jaxpr):
@@ -55,7 +55,7 @@ def _over_dp(function: Any, *args: Any) -> list[tuple[str, int]]:
 
 @pytest.fixture(scope="module")
 def sharded() -> Pipeline:
-    """Two stages on 2 × 2 devices, with a tied leaf, and parameters of every kind: same, split, partial."""
+    """Provide two stages on 2 × 2 devices, with a tied leaf, and parameters of every kind: same, split, partial."""
     return pipeline(Case("gpt-tied", 2, 2, 2, sequence=True, dtype="float32"))
 
 
@@ -109,7 +109,7 @@ def test_an_update_has_no_collective_but_the_gathering_of_buckets(sharded: Pipel
 
 @st.composite
 def _leaves(draw: st.DrawFn) -> tuple[int, int, Mapping[str, tuple[tuple[int, ...], Shard | None]]]:
-    """tp, dp, and leaves by name: whole shape, and how each lies on the shards."""
+    """Draw tp, dp, and leaves by name: whole shape, and how each lies on the shards."""
     tp, dp = draw(st.sampled_from([(1, 2), (2, 2), (2, 3), (4, 2), (1, 5)]))
     leaves: dict[str, tuple[tuple[int, ...], Shard | None]] = {}
     for n in range(draw(st.integers(1, 6))):
@@ -177,7 +177,7 @@ def test_state_lies_as_predicted(dtype: str, zero1: bool) -> None:
 
 
 def _fresh(case: Case) -> tuple[Mapping[str, Any]]:
-    """Optimizer state with distinct values, by layer, whole."""
+    """Return optimizer state with distinct values, by layer, whole."""
     rng = np.random.default_rng(0)
 
     def filled(leaf: Any) -> np.ndarray:

@@ -184,7 +184,7 @@ def assert_not_below(problem: Problem, costs: CostProfile, times: Times, limit: 
 
 
 def improved(problem: Problem, rows: list[list[int]], rng: random.Random, memory_weight: float) -> list[list[int]]:
-    """``rows`` after random moves that did not lengthen makespan + span + weight × memory: near the optimum if small."""
+    """Return ``rows`` after random moves that did not lengthen makespan + span + weight × memory: near the optimum if small."""
     retimer = Retimer(problem)
 
     def score() -> float:
@@ -283,7 +283,7 @@ test_no_order_that_offloads_is_below_at_length = pytest.mark.soak(
 
 
 def all_rows(problem: Problem, rank: int, limit: float) -> Iterator[list[int]]:
-    """Every order of F, B and W of one rank, each in microbatch order, that holds at most ``limit`` activations."""
+    """Yield every order of F, B and W of one rank, each in microbatch order, that holds at most ``limit`` activations."""
     (k,) = problem.replicas_of(rank)
     m = problem.num_microbatches
     stack: list[tuple[list[int], int, int, int]] = [([], 0, 0, 0)]

@@ -43,7 +43,7 @@ def run(name: str, p: int, m: int, v: int | None = None, **costs: float) -> Time
 
 
 def uneven(seed: int, stages: int, chunks: int) -> CostProfile:
-    """Stages of unlike lengths, some of them 0, with slow links."""
+    """Return stages of unlike lengths, some of them 0, with slow links."""
     rng = random.Random(seed)
 
     def draw_times() -> tuple[float, ...]:
@@ -156,7 +156,7 @@ def test_hanayo_of_one_chunk_is_1f1b() -> None:
 
 
 def braided(schedule: Schedule) -> Schedule:
-    """F and the BW of the other leg that follows it as one slot, except the last rank's first pair (as published)."""
+    """Return F and the BW of the other leg that follows it as one slot, except the last rank's first pair (as published)."""
     p = schedule.num_ranks
 
     def row(rank: int) -> tuple[Slot, ...]:

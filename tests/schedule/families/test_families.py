@@ -96,7 +96,7 @@ def run(name: str, p: int, m: int, chunks: int | None = None, limit: float | Non
 
 
 def each_case() -> Iterator[object]:
-    """Every family with a few values of each option that it takes."""
+    """Yield every family with a few values of each option that it takes."""
     values = {"chunks": (1, 2, 3), "memory_limit": (1, 2.5)}
     for name in FAMILIES:
         option_sets = [{option: value} for option in FAMILIES[name].options for value in values.get(option, ())]
@@ -105,7 +105,8 @@ def each_case() -> Iterator[object]:
 
 
 def generate_feasible(name: str, p: int, m: int, costs: CostProfile, options: Options) -> tuple[Schedule, Options]:
-    """The schedule and its options; where the limit is below what the family needs, with the one that its refusal names."""
+    """Return the schedule and its options; where the limit is below what the family needs, with the one that its refusal
+    names."""
     try:
         return generate(name, p, m, costs=costs, **options), options  # type: ignore[arg-type]
     except ScheduleError as error:

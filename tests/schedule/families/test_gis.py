@@ -40,7 +40,7 @@ def draft(schedule: Schedule, costs: CostProfile) -> Draft:
 
 
 def paper_order(name: str, problem: Problem, group: int) -> Draft:
-    """The paper's own order: the block repeated and squeezed, gaps left open."""
+    """Return the paper's own order: the block repeated and squeezed, gaps left open."""
     rows = po_rows(problem)
     if name != "po":
         rows = repeat(group_block(problem.num_ranks, problem.num_replicas // problem.num_ranks, group), problem)

@@ -81,7 +81,7 @@ def test_reference_of_facts() -> None:
 
 
 def resident_peak(p: int, m: int, v: int) -> float:
-    """Peak of PipeOffload's order without offload."""
+    """Return the peak of PipeOffload's order without offload."""
     problem = Problem.of(circular(p, v), m)
     draft = Retimer(problem).draft(po_rows(problem))
     assert draft is not None
@@ -197,7 +197,7 @@ def require_valid(case: tuple[str, int, int, int, CostProfile]) -> None:
 
 
 def weights(schedule: Schedule) -> Iterator[tuple[int, int]]:
-    """(stage, microbatch) of every W, stage by stage in the order of its rank."""
+    """Yield (stage, microbatch) of every W, stage by stage in the order of its rank."""
     for stage in range(schedule.num_stages):
         for rank in range(schedule.num_ranks):
             yield from (

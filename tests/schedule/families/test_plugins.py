@@ -64,7 +64,7 @@ def nothing_registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The op of families/README.md as a module in the working directory."""
+    """Provide the op of families/README.md as a module in the working directory."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "outside_example.py").write_text(RECOMPUTED)
     return "outside_example"

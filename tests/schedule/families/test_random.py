@@ -65,7 +65,7 @@ FRACTIONS = st.one_of(st.sampled_from([0.0, 0.5, 1.0]), st.floats(0, 1))
 
 @st.composite
 def cost_profiles(draw: st.DrawFn, stages: int, even: bool) -> CostProfile:
-    """Any times; bytes alike on all stages if ``even``."""
+    """Draw any times; bytes alike on all stages if ``even``."""
 
     def each(values: st.SearchStrategy[float]) -> tuple[float, ...]:
         alike = draw(st.booleans())
@@ -93,7 +93,7 @@ def cost_profiles(draw: st.DrawFn, stages: int, even: bool) -> CostProfile:
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    """Any family, its options drawn without regard to whether they make sense."""
+    """Draw any family, its options drawn without regard to whether they make sense."""
     name = draw(st.sampled_from(sorted(FAMILIES)))
     family = FAMILIES[name]
     p, m = draw(st.integers(1, 7)), draw(st.integers(1, 14))
@@ -114,7 +114,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 def check(case: Case, fraction: float) -> None:
-    """Everything that must hold for one case."""
+    """Check everything that must hold for one case."""
     try:
         schedule = case.generate()
     except ScheduleError as error:
@@ -144,7 +144,7 @@ FURTHER: dict[str, Callable[[int, int, int], float]] = {
 
 
 def claim(case: Case) -> float:
-    """The bound on peak activations that the family promises: as in ``test_families.py``, but for any costs."""
+    """Return the bound on peak activations that the family promises: as in ``test_families.py``, but for any costs."""
     v = int(case.options.get("chunks", FAMILIES[case.name].default_chunks))
     if case.name in FURTHER:
         return FURTHER[case.name](case.p, case.m, v)
@@ -152,7 +152,7 @@ def claim(case: Case) -> float:
 
 
 def assert_not_below_bounds(schedule: Schedule, timeline: Timeline, costs: CostProfile) -> None:
-    """Makespan and span against the bounds for just the memory that each rank used.
+    """Compare makespan and span with the bounds for just the memory that each rank used.
 
     The simulator sees nothing held by actions that take no time, so the memory is that of the order; with offloads, which
     have no order of their own, it is the simulator's, and only where all actions take time.
@@ -171,7 +171,7 @@ def assert_not_below_bounds(schedule: Schedule, timeline: Timeline, costs: CostP
 
 
 def assert_refusal_helps(case: Case, message: str) -> None:
-    """One line that begins with the family and names a number; for a limit, one that works."""
+    """Check for one line that begins with the family and names a number; for a limit, one that works."""
     assert "\n" not in message
     assert case.name in message
     assert re.search(r"\d", message), message

@@ -26,7 +26,7 @@ BEHIND = 1e-7  # percent of makespan or span
 
 
 def chunk_costs(p: int, f: float, b: float, w: float, comm: float = 0.0) -> CostProfile:
-    """Costs per chunk, as in Table 5."""
+    """Return costs per chunk, as in Table 5."""
     return CostProfile.uniform(2 * p, chunks=2, f=2 * f, b=2 * b, w=2 * w, comm=comm)
 
 
@@ -38,7 +38,7 @@ def drafts(name: str, p: int, m: int, costs: CostProfile, limit: float | None = 
 
 
 def cells(keep: int, largest: int) -> Iterator[list[object]]:
-    """Every ``keep``-th cell of the golden file with at most ``largest`` ranks."""
+    """Yield every ``keep``-th cell of the golden file with at most ``largest`` ranks."""
     yield from [cell for cell in WANTED["cells"] if cell[1] <= largest][::keep]
 
 

@@ -33,7 +33,7 @@ def v_problem(p: int, m: int, chunk: tuple[float, float, float] = (1, 1, 1), com
 
 
 def uneven(rng: random.Random, placement: Placement) -> CostProfile:
-    """Random costs; some operations take no time, some stages hold nothing."""
+    """Return random costs; some operations take no time, some stages hold nothing."""
     n = placement.num_stages
 
     def draw_times(low: float, high: float) -> tuple[float, ...]:
@@ -46,7 +46,7 @@ def uneven(rng: random.Random, placement: Placement) -> CostProfile:
 
 
 def verify(problem: Problem, costs: CostProfile, draft: Draft, limit: float) -> None:
-    """Complete, valid, W in microbatch order, within the limit, and as long as it says."""
+    """Check that the order is complete, valid, within the limit, as long as it says, and has Ws in microbatch order."""
     schedule = problem.schedule("x", draft.rows)
     check_schedule(schedule)
     timeline = simulate(schedule, costs)

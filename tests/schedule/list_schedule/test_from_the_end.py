@@ -19,7 +19,7 @@ from jaxpipe.schedule.retime import peaks
 
 
 def random_rows(problem: Problem, seed: int) -> list[list[int]]:
-    """Some order that runs: at every step a ready F, B or W, those of a replica in order of microbatches."""
+    """Return some order that runs: at every step a ready F, B or W, those of a replica in order of microbatches."""
     rng, rows = random.Random(seed), [list[int]() for _ in range(problem.num_ranks)]
     ways = [k for k in range(problem.num_replicas) for _ in problem.microbatches(k)]
     stages = problem.placement.num_stages

@@ -361,7 +361,7 @@ def test_what_a_group_has_done_is_what_all_of_it_has_done() -> None:
 
 @pytest.fixture
 def ops() -> Iterator[Callable[[OpSpec], OpSpec]]:
-    """Registers ops for one test."""
+    """Register ops for one test."""
     registered = dict(_REGISTRY)
     yield register_op
     _REGISTRY.clear()

@@ -30,7 +30,8 @@ from jaxpipe.schedule.list_schedule.traverse import Rules
 
 
 def random_placement(rng: random.Random) -> Placement:
-    """Chains of every kind, DAGs with several sources and sinks, stages on overlapping groups of ranks, one flow or two."""
+    """Return a placement: chains of every kind, DAGs with several sources and sinks, stages on overlapping groups of ranks,
+    one flow or two."""
     p = rng.randint(1, 4)
     v = rng.randint(1, 3 if p < 4 else 2)
     base = rng.choice(
@@ -128,7 +129,7 @@ def _moody(salt: float) -> Check:
 
 def _anyhow(salt: float) -> Choose:
     def anyhow(view: View, ready: tuple[Action, ...]) -> Action | None:
-        """Any of the actions, sometimes none."""
+        """Return any of the actions, sometimes none."""
         rng = random.Random(f"{salt} {view.rank} {len(view.row)}")
         return rng.choice([*ready, *ready, None])
 
@@ -145,7 +146,7 @@ def random_rules(rng: random.Random, placement: Placement, functions: bool) -> R
 
 
 def limits_of(rules: Rules, placement: Placement) -> list[tuple[int | None, list[int | None]]]:
-    """Per rank, what it may hold: in all, and of each stage."""
+    """Return per rank what it may hold: in all, and of each stage."""
 
     def each(limit: int | Sequence[int] | None, count: int) -> list[int | None]:
         return list(limit) if isinstance(limit, Sequence) else [limit] * count

@@ -30,7 +30,7 @@ def profile(
 
 
 def require_honest(result: Offloaded, schedule: Schedule, costs: CostProfile) -> None:
-    """Valid, the compute order untouched but for W's, and the report's numbers are the simulator's."""
+    """Check that the schedule is valid, the compute order the same but for W's, and the report's numbers the simulator's."""
     check_schedule(result.schedule)
     after, before = simulate(result.schedule, costs), simulate(compute_only(schedule), costs)
     rows, had = compute_only(result.schedule).rows, compute_only(schedule)

@@ -30,7 +30,7 @@ from tests.support.schedule_strategies import random_costs, random_placements, r
 
 
 def order_of(schedule: Schedule) -> list[list[tuple[str, int, int]]]:
-    """Per rank, everything but W, a backward by one name."""
+    """Return per rank everything but W, a backward by one name."""
     rows = [chain.from_iterable(slot.actions for slot in row) for row in schedule.rows]
     return [[(a.op.removesuffix("W") or a.op, a.stage, a.microbatch) for a in row if a.op != "W"] for row in rows]
 
@@ -127,7 +127,7 @@ def test_no_split_is_for_nothing(name: str, tp_comm: float) -> None:
 
 
 def weights_of(schedule: Schedule, stage: int) -> list[list[int]]:
-    """Per rank, the microbatches of a stage in the order in which their gradients add up."""
+    """Return per rank the microbatches of a stage in the order in which their gradients add up."""
     rows = [chain.from_iterable(slot.actions for slot in row) for row in schedule.rows]
     return [[a.microbatch for a in row if a.stage == stage and a.op in ("W", "BW")] for row in rows]
 

@@ -53,7 +53,7 @@ UNIT = CostProfile.uniform(4)
 
 
 def solved(task: SolveTask, schedule: Schedule, bound: float = 1.0, wall_s: float = 2.0) -> Solution:
-    """The answer of a solver that found ``schedule``."""
+    """Return the answer of a solver that found ``schedule``."""
     return Solution(task, schedule, simulate(schedule, task.costs), bound, wall_s)
 
 

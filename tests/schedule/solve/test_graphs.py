@@ -101,7 +101,7 @@ def test_a_limit_that_nothing_keeps_names_one_that_works() -> None:
 
 
 def rows_in_order(row: Row) -> Iterator[Row]:
-    """All orders of a row in which each microbatch goes down the stages and up again."""
+    """Yield all orders of a row in which each microbatch goes down the stages and up again."""
     for order in itertools.permutations(row):
         ways: dict[int, list[int]] = {}
         for slot in order:
@@ -112,7 +112,7 @@ def rows_in_order(row: Row) -> Iterator[Row]:
 
 
 def all_orders(schedule: Schedule, task: SolveTask) -> float:
-    """The least makespan of all orders of a schedule's rows."""
+    """Return the least makespan of all orders of a schedule's rows."""
     best = float("inf")
     for rows in itertools.product(*map(rows_in_order, schedule.rows)):
         with suppress(ScheduleError):

@@ -37,7 +37,7 @@ from tests.support.schedule_strategies import one_f_one_b_rows
 
 
 def solved(task: SolveTask, **options: Any) -> ExactResult:
-    """An answer that has passed every check there is."""
+    """Return an answer that has passed every check there is."""
     result = solve_exact(task, **{"time_limit_s": 30.0, "workers": 1, **options})
     if result.schedule is not None:
         check_schedule(result.schedule)
@@ -61,12 +61,12 @@ def agrees(result: ExactResult) -> None:
 
 @cache
 def best_of(case: Case) -> int | None:
-    """The optimum, searched once."""
+    """Return the optimum, searched once."""
     return optimum(case, at_most=100)
 
 
 def problem_of(case: Case) -> SolveTask:
-    """The same problem in the package's terms, limits in bytes."""
+    """Return the same problem in the package's terms, limits in bytes."""
     n = case.stages
     share = [sum(case.held[s] for s in range(n) if case.rank[s] == r) for r in range(case.ranks)]
     assert all(x > 0 for x in share)
@@ -289,7 +289,7 @@ def test_hint_is_never_lost(objective: Objective) -> None:
 
 
 def serial(placement: Placement, microbatches: int) -> Schedule:
-    """One microbatch after the other, with full backwards."""
+    """Return one microbatch after the other, with full backwards."""
     rows: list[list[Action]] = [[] for _ in range(placement.num_ranks)]
     stages = range(placement.num_stages)
     for i in range(microbatches):

@@ -20,7 +20,7 @@ from tests.schedule.solve.test_offload import never, task_of, uniform, value_of
 
 
 def first_of(task: SolveTask, most: int = 4) -> Schedule:
-    """A start that leaves something to improve."""
+    """Return a start that leaves something to improve."""
     return list(offload_candidates(task, 0.0, never, most=most))[-1]
 
 

@@ -43,7 +43,7 @@ def load_installed(group: str, kind: type[_Kind], register: Callable[[_Kind], ob
         except Exception as error:
             package = entry.dist.name if entry.dist is not None else "an installed package"
             raise ScheduleError(
-                f"{package}: {group} {entry.name!r} ({entry.value}) can't be used: {_said(error)}; mend or uninstall it"
+                f"{package}: {group} {entry.name!r} ({entry.value}) can't be used: {_error_text(error)}; mend or uninstall it"
             ) from error
 
 
@@ -70,7 +70,7 @@ def imported_modules() -> tuple[str, ...]:
 
 def _why(name: str, error: BaseException) -> str:
     if not isinstance(error, ModuleNotFoundError):
-        return _said(error)
+        return _error_text(error)
     if name.endswith(".py") or "/" in name:
         return f"give the module's name, such as {Path(name).stem}, not its file"
     if error.name == name or name.startswith(f"{error.name}."):
@@ -78,5 +78,5 @@ def _why(name: str, error: BaseException) -> str:
     return f"it imports {error.name}, which is not installed"
 
 
-def _said(error: BaseException) -> str:
+def _error_text(error: BaseException) -> str:
     return str(error) if isinstance(error, JaxpipeError) else f"{type(error).__name__}: {error}"

@@ -110,7 +110,7 @@ class _Search:
         """All settings of all families; then what needs too much memory, the fastest first, through the offload pass."""
         for family in families:
             for setting in settings_of(family, self.task):
-                if not self._hopeless(setting):
+                if not self._is_hopeless(setting):
                     self._try(setting)
         self._offload()
         return self.best
@@ -127,12 +127,12 @@ class _Search:
         """First offloads that cost no time: of the fastest schedules, then of those nearest to the limit. Then, where these
         came nearest to it, offloads that backward passes wait for."""
         reached: dict[int, tuple[float, Candidate]] = {}
-        near = self._promising(lambda c: (nine_digits(c.peak), *self._key(c)), _NEAR)
-        for candidate in (*self._promising(self._key, _FAST), *near):
-            if id(candidate) not in reached and self._promises(candidate):
+        near = self._promising_candidates(lambda c: (nine_digits(c.peak), *self._key(c)), _NEAR)
+        for candidate in (*self._promising_candidates(self._key, _FAST), *near):
+            if id(candidate) not in reached and self._is_promising(candidate):
                 reached[id(candidate)] = self._pass(candidate), candidate
         for _, candidate in sorted(reached.values(), key=lambda x: (nine_digits(x[0]), self._key(x[1])))[:_WAITING]:
-            if self._promises(candidate):
+            if self._is_promising(candidate):
                 self._pass(candidate, self.task.memory_limit)
 
     def _pass(self, candidate: Candidate, limit: float | None = None) -> float:
@@ -144,14 +144,14 @@ class _Search:
             self._keep(Candidate.of(setting, done.schedule, candidate.costs))
         return peak
 
-    def _promising(self, order: Callable[[Candidate], tuple[float, ...]], most: int) -> list[Candidate]:
+    def _promising_candidates(self, order: Callable[[Candidate], tuple[float, ...]], most: int) -> list[Candidate]:
         """Return distinct candidates that need too much memory and are faster than the best so far."""
         by_rows: dict[object, Candidate] = {}
-        for candidate in sorted(filter(self._promises, self.too_large), key=order):
+        for candidate in sorted(filter(self._is_promising, self.too_large), key=order):
             by_rows.setdefault(candidate.schedule.rows, candidate)
         return list(by_rows.values())[:most]
 
-    def _promises(self, candidate: Candidate) -> bool:
+    def _is_promising(self, candidate: Candidate) -> bool:
         """Return whether the candidate is faster than the best so far; no offload makes it faster than it is."""
         key = self._key(candidate)[:2]
         return key[0] < self.beat and (self.best is None or key < self._key(self.best)[:2])
@@ -185,7 +185,7 @@ class _Search:
         self.reasons.append(f"{setting.family} needs {peak:g} activations, limit {self.task.memory_limit:g}")
         return True
 
-    def _known_peak(self, setting: Setting, costs: CostProfile) -> float:
+    def _least_peak(self, setting: Setting, costs: CostProfile) -> float:
         """Return a lower bound on the setting's peak: its family's closed form, which is for the family's own group, where
         nothing may be offloaded."""
         peak_of = FAMILIES[setting.family].peak_activations
@@ -201,7 +201,7 @@ class _Search:
             self.best = candidate
             self.on_better(candidate)
 
-    def _hopeless(self, setting: Setting) -> bool:
+    def _is_hopeless(self, setting: Setting) -> bool:
         """Return whether the family offloads and must not, a smaller group of it needs too much memory already, or no
         schedule of the setting's placement is shorter than the best so far."""
         task = self.task
@@ -210,7 +210,7 @@ class _Search:
         try:
             placement = FAMILIES[setting.family].placement(task.ranks, setting.chunks)
             costs = task.costs_for(placement)
-            if self._is_too_large(setting, self._known_peak(setting, costs)):
+            if self._is_too_large(setting, self._least_peak(setting, costs)):
                 return True
             if self.best is None:
                 return False

@@ -70,14 +70,14 @@ def parse_slot(token: str) -> Slot:
         if not is_op(op):
             op_names = sorted(spec.name for spec in registered_ops())
             raise ScheduleParseError(
-                f"op {_clip(op)!r} in {_clip(part)!r} is not registered{_known(op, op_names)} "
+                f"op {_clip(op)!r} in {_clip(part)!r} is not registered{_suggestion(op, op_names)} "
                 "(register_op makes new ones, --import loads them)"
             )
         actions.append(Action(op, int(stage), int(microbatch)))
     return actions[0] if len(actions) == 1 else Braid(tuple(actions))
 
 
-def _known(word: str, names: Iterable[str]) -> str:
+def _suggestion(word: str, names: Iterable[str]) -> str:
     return closest(word, names, f"; known: {' '.join(names)}")
 
 
@@ -98,7 +98,7 @@ def _parse_placement(text: str, edges: str, lists: Sequence[str], num_rows: int,
         if key == "flow" and equals:
             flows.append(tuple(tuple(_number(r, argument) for r in group.split("+")) for group in value.split(",")))
         elif key not in ("ranks", "chunks") or not equals:
-            near = _known(key, ("ranks", "chunks", "flow"))
+            near = _suggestion(key, ("ranks", "chunks", "flow"))
             raise ScheduleError(f"unknown placement argument {_clip(argument)!r}{near}")
         elif key in sizes:
             raise ScheduleError(f"placement argument {key!r} is given twice")
@@ -130,7 +130,7 @@ def _split_kind(text: str) -> tuple[str, list[str]]:
 def _construct(kind: str, sizes: dict[str, int], num_slots: int) -> Placement:
     if kind not in CONSTRUCTORS:
         raise ScheduleError(
-            f"unknown placement {_clip(kind)!r}{_known(kind, CONSTRUCTORS)}; a placement of another kind lists its ranks "
+            f"unknown placement {_clip(kind)!r}{_suggestion(kind, CONSTRUCTORS)}; a placement of another kind lists its ranks "
             "stage by stage: flow=0,1,2"
         )
     size_names, make = CONSTRUCTORS[kind]
@@ -224,7 +224,7 @@ class _Parser:
         if not colon:
             self._fail(number, line, "expected 'key: value' or 'rank N: actions'")
         if key not in _HEADERS and not _RANK.fullmatch(key):
-            self._fail(number, line, f"unknown key {_clip(key)!r}{_known(key, (*_HEADERS, 'rank N'))}")
+            self._fail(number, line, f"unknown key {_clip(key)!r}{_suggestion(key, (*_HEADERS, 'rank N'))}")
         if key in self.lines:
             self._fail(number, line, f"this line repeats line {self.lines[key][0]}; keep one of them")
         self.lines[key] = number, value.strip()

@@ -169,15 +169,15 @@ class Beam:
     def paths(self, most: int) -> Iterator[list[Array]]:
         """Up to ``most`` paths, those that hold least first: for each rank and microbatch the starts of F of chunk 0 and 1."""
         p, lattice = self.lattice.ranks, self.lattice
-        now, left, area = self._first()
+        now, left, area = self._start_on_first_rank()
         share, leaning = left, np.zeros(len(now), np.int64)  # waits of each microbatch in all
         layers: list[tuple[Array, Array]] = [(now, np.arange(len(now)))]
         for rank in range(1, p):
             if not len(now) or self.budget.left <= 0:
                 return
-            come, then, rest, leans = self._next(now, left, rank == p - 1)
+            come, then, rest, leans = self._extend_to_next_rank(now, left, rank == p - 1)
             leans = leans + leaning[come]
-            waited = self._waited(then)
+            waited = self._cells_waited(then)
             held = lattice.least(self.g) + 2 * lattice.held * (share[come].sum(1) + leans) + lattice.kept * waited
             area_then = np.maximum(area[come], held)
             fits = (waited >= 0) & (area_then <= lattice.limit * self.period)
@@ -185,7 +185,7 @@ class Beam:
             uneven = np.abs(rest - share[come] * ((p - 1 - rank) / (p - 1))).sum(1) * lattice.held
             # noise keeps paths of nearly equal score varied
             noise = self.random.random(len(come)) * (0.1 * self.period * lattice.held)
-            best = self._best(np.nonzero(fits)[0], then, rest, leans, area_then + uneven + noise)
+            best = self._best_rows(np.nonzero(fits)[0], then, rest, leans, area_then + uneven + noise)
             come, now, left, area, leaning = come[best], then[best], rest[best], area_then[best], leans[best]
             share = share[come]
             layers.append((now, come))
@@ -196,7 +196,7 @@ class Beam:
                 at = before[at]
             yield path[::-1]
 
-    def _first(self) -> tuple[Array, Array, Array]:
+    def _start_on_first_rank(self) -> tuple[Array, Array, Array]:
         """Rank 0: starts [paths, g, 2], the waits of each microbatch over all ranks [paths, g], memory × cells [paths]."""
         p, lattice, g = self.lattice.ranks, self.lattice, self.g
         meet = self.mirror - lattice.size[F]  # the sum of starts of two F's whose B's follow each other's ends
@@ -210,30 +210,30 @@ class Beam:
         last = np.array(groups, np.int64).reshape(-1, g)
         occupied = np.zeros((len(last), self.cells.shape[1]), np.uint64)
         for j in range(g):
-            fits, both = self._added(occupied, last[:, j])
+            fits, both = self._fit_beside(occupied, last[:, j])
             last, occupied = last[fits], both[fits]
         starts, waits = np.zeros((len(last), 0), np.int64), np.zeros((len(last), 0), np.int64)
         behind = lattice.turn + 2 * lattice.step * (p - 1)
         offsets = np.arange(max(0, min(self.period, int(self.room / lattice.held) + 1)))
         for j in range(g):
             at = (last[:, j, None] - behind - offsets) % self.period
-            fits, both = self._added(occupied[:, None], at)
+            fits, both = self._fit_beside(occupied[:, None], at)
             fits &= lattice.held * (waits.sum(1)[:, None] + offsets) <= self.room
             row, wait = np.nonzero(fits)
             self.budget.spent += fits.size / _ROWS_PER_S
-            row, wait = self._some(row, wait)
+            row, wait = self._sample_rows(row, wait)
             occupied, last = both[row, wait], last[row]
             starts = np.concatenate([starts[row], at[row, wait][:, None]], 1)
             waits = np.concatenate([waits[row], wait[:, None]], 1)
         now = np.stack([starts, last], 2)
-        waited = self._waited(now)
+        waited = self._cells_waited(now)
         area = lattice.least(g) + 2 * lattice.held * waits.sum(1) + lattice.kept * waited
         fits = np.nonzero((waited >= 0) & (area <= lattice.limit * self.period))[0]
         score = area + self.random.random(len(area)) * self.period * lattice.held
         best = fits[np.argsort(score[fits], kind="stable")][: 2 * self.width]
         return now[best], waits[best], area[best]
 
-    def _some(self, *columns: Array) -> tuple[Array, ...]:
+    def _sample_rows(self, *columns: Array) -> tuple[Array, ...]:
         """The same rows of all ``columns``, all or :data:`_MOST` by chance."""
         rows = len(columns[0])
         if rows <= _MOST:
@@ -241,12 +241,12 @@ class Beam:
         sample = np.sort(self.random.choice(rows, _MOST, replace=False))
         return tuple(column[sample] for column in columns)
 
-    def _added(self, occupied: Array, at: Array) -> tuple[Array, Array]:
+    def _fit_beside(self, occupied: Array, at: Array) -> tuple[Array, Array]:
         """Return whether F's and their images that start there have room beside what is taken, and all of these cells."""
         addition = self.cells[at]
         return self.free[at] & ((occupied & addition) == 0).all(-1), occupied | addition
 
-    def _next(self, now: Array, left: Array, last: bool) -> tuple[Array, Array, Array, Array]:
+    def _extend_to_next_rank(self, now: Array, left: Array, last: bool) -> tuple[Array, Array, Array, Array]:
         """The next rank: the row that each comes from, starts, waits that are left, and by how much those of chunk 1 are more
         than those of chunk 0."""
         come, step = np.arange(len(now)), self.lattice.step
@@ -261,18 +261,18 @@ class Beam:
                 # at the turn every wait must be spent
                 row = np.nonzero(still == 0 if last else still >= 0)[0]
                 at = (now[come[row], j] + (step + one, -step - two)) % self.period
-                fits, both = self._added(occupied[row], at[:, 0])
-                second_fits, both = self._added(both, at[:, 1])
+                fits, both = self._fit_beside(occupied[row], at[:, 0])
+                second_fits, both = self._fit_beside(both, at[:, 1])
                 fits &= second_fits
                 row = row[fits]
                 parts.append((row, at[fits], both[fits], still[row], np.full(len(row), two - one)))
-            row, at, both, still, lean = self._some(*(np.concatenate(x) for x in zip(*parts, strict=True)))
+            row, at, both, still, lean = self._sample_rows(*(np.concatenate(x) for x in zip(*parts, strict=True)))
             come, occupied, leans = come[row], both, leans[row] + lean
             then = np.concatenate([then[row], at[:, None]], 1)
             rest = np.concatenate([rest[row], still[:, None]], 1)
         return come, then, rest, leans
 
-    def _served(self, starts: Array) -> tuple[Array, Array, Array, Array]:
+    def _weights_in_gaps(self, starts: Array) -> tuple[Array, Array, Array, Array]:
         """F's and B's of a rank in the order of a period: where each ends and whether it is a B [paths, 4 g], how many W's run
         in the gap behind it; and how many W's wait when a period begins [paths]. W's take the first gap that is left, those
         first that have waited longest."""
@@ -291,13 +291,13 @@ class Beam:
                 queue = queue - served[:, i]
         return end, back, served, waiting
 
-    def _waited(self, starts: Array) -> Array:
+    def _cells_waited(self, starts: Array) -> Array:
         """Cells that W's wait, all together; -1 where there are too few gaps."""
-        end, back, served, waiting = self._served(starts)
+        end, back, served, waiting = self._weights_in_gaps(starts)
         waited = (served * end + self.lattice.size[W] * (served * (served - 1) // 2) - back * end).sum(1)
         return np.where(served.sum(1) == 2 * self.g, waited + waiting * self.period, -1)
 
-    def _best(self, rows: Array, starts: Array, rest: Array, leans: Array, score: Array) -> Array:
+    def _best_rows(self, rows: Array, starts: Array, rest: Array, leans: Array, score: Array) -> Array:
         """The ``width`` rows of least score, of those with the same starts and waits left that lean about as much one."""
         rows = rows[np.argsort(score[rows], kind="stable")][: 8 * self.width]
         same = np.concatenate([starts[rows].reshape(len(rows), 2 * self.g), rest[rows], leans[rows, None] // 4], 1)
@@ -324,7 +324,7 @@ class Beam:
             for k in range(last + 1):
                 start[B, j, k] = start[F, j, last] + f + start[F, image, last] - start[F, image, k]
         for rank in range(p):
-            self._place(start, (rank, last - rank), path[rank])
+            self._place_weights(start, (rank, last - rank), path[rank])
         order = sorted(range(g), key=lambda j: start[F, j, 0] % self.period)
         forward, backward, weight = (
             tuple(
@@ -335,9 +335,9 @@ class Beam:
         )
         return BuildingBlock(v_shape(p), self.period, forward, backward, weight)
 
-    def _place(self, start: dict[tuple[int, int, int], int], replicas: Sequence[int], starts: Array) -> None:
+    def _place_weights(self, start: dict[tuple[int, int, int], int], replicas: Sequence[int], starts: Array) -> None:
         """W's of a rank, whose F's are at ``starts``."""
-        end, _, served, waiting = (x[0].tolist() for x in self._served(starts[None]))
+        end, _, served, waiting = (x[0].tolist() for x in self._weights_in_gaps(starts[None]))
         cells = [at + self.lattice.size[W] * k for at, length in zip(end, served, strict=True) for k in range(length)]
         ordered = sorted((start[B, j, k] % self.period, j, k) for j in range(self.g) for k in replicas)
         for n, (at, j, k) in enumerate(ordered, waiting):

@@ -139,9 +139,9 @@ class _Search:
         self.nothing = (0,) * (len(steps) + len(self.kinds))
         self.actions = orders.count * (len(steps) + len(stages))
         self.last_b = [max(k for k, step in enumerate(steps) if step.rank == rank) for rank in self.ranks]
-        self.spare = [self._waiting(rank) for rank in self.ranks]
+        self.spare = [self._spare_weights(rank) for rank in self.ranks]
 
-    def _waiting(self, rank: int) -> float:
+    def _spare_weights(self, rank: int) -> float:
         """Most ticks of W's that can wait when the last B of ``rank`` ends."""
         mine = [(w, residue) for r, w, residue in self.kinds if r == rank]
         limit = self.orders.limits[rank]
@@ -208,13 +208,13 @@ class _Search:
                 continue
             then = (*counts[:k], counts[k] + 1, *counts[k + 1 :])
             home = orders.ends[step.rank].after_b if k == self.last_b[step.rank] and then[k] == orders.count else -inf
-            yield then, [self._passed(x, k, at, mine[step.rank], home) for x in states]
+            yield then, [self._after_step(x, k, at, mine[step.rank], home) for x in states]
         for kind, (rank, w, _) in enumerate(self.kinds):
             if waits[kind]:
                 then = (*counts[: n + kind], counts[n + kind] + 1, *counts[n + kind + 1 :])
-                yield then, [_pushed(list(x), mine[rank], x[1 + rank] + w) for x in states]
+                yield then, [_busy_until(list(x), mine[rank], x[1 + rank] + w) for x in states]
 
-    def _passed(self, x: State, k: int, at: Sequence[int], mine: Sequence[int], home: float) -> State:
+    def _after_step(self, x: State, k: int, at: Sequence[int], mine: Sequence[int], home: float) -> State:
         """After step k of the next microbatch."""
         steps = self.orders.steps
         step, free = steps[k], 1 + steps[k].rank
@@ -224,7 +224,7 @@ class _Search:
         # the last B fixes what must follow it on other ranks
         if home > -inf:
             after[0] = max(after[0], int(end + home))
-        after = list(_pushed(after, mine, end))
+        after = list(_busy_until(after, mine, end))
         if k + 1 < len(steps):
             arrival = start + step.lag
             after.insert(at[k + 2], max(arrival, after[1 + steps[k + 1].rank]))
@@ -233,7 +233,7 @@ class _Search:
         return tuple(after)
 
 
-def _pushed(x: list[int], mine: Sequence[int], end: int) -> State:
+def _busy_until(x: list[int], mine: Sequence[int], end: int) -> State:
     """Return the state with a rank busy until ``end``."""
     # what arrives while the rank is busy starts no earlier: raised, states that act alike are equal
     for i in mine:

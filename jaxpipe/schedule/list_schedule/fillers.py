@@ -29,7 +29,7 @@ from jaxpipe.schedule.retime import SLACK, Draft, Retimer, best_of, nine_digits,
 _STARTS, _FEWEST, _LEAST = 2, 10, 3
 _ACTIONS = 45_000  # placed for the first order, over all recipes; a recipe takes about 4 µs for each
 _AGAIN = 8  # recipes for an order that was filled from its end; 20 found the same in the few cases that were tried
-_MOST_MADE = 500  # drafts that are remembered: bounds memory
+_MOST_DRAFTS = 500  # drafts that are remembered: bounds memory
 SETTLED = 42
 """Orders that :meth:`Finisher.settled` makes, roughly: by all recipes, then twice from the end and by some of them."""
 View = Literal["real", "free transfers", "cells"]
@@ -122,7 +122,7 @@ known orders by 6.3%, 5.2% and 5.6% on average, all 170 by 6.5%, 5.4% and 5.7%; 
 order, within its memory, gave 4.7% of the last."""
 
 
-class _Known:
+class _FixedOrder:
     """An order to be filled, the same for all rules and views; ``rows`` must be complete and free of deadlock.
 
     ``place[code]``: index in its row. ``queues``: codes of F, B and BW that keep their order, by the first kind among them:
@@ -156,7 +156,7 @@ class _Known:
             self.profile.append(profile)
 
 
-def filling(clock: Clock, problem: Problem, fixed: _Known, limit: float, rules: Rule | Phases) -> Choose:
+def filling(clock: Clock, problem: Problem, fixed: _FixedOrder, limit: float, rules: Rule | Phases) -> Choose:
     """Return the chooser that fills the ``fixed`` order by ``rules`` within ``limit`` (units of a rank's share)."""
     m, n, stages = problem.num_microbatches, problem.num_replicas, problem.placement.num_stages
     first_b, first_w, first_bw, to_w, to_b = B * n * m, W * n * m, BW * n * m, (W - B) * n * m, (B - BW) * n * m
@@ -258,8 +258,8 @@ class Finisher:
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self.retimer = Retimer(problem)
-        self._known: _Known | None = None
-        self._made: dict[tuple[object, ...], Draft | None] = {}
+        self._fixed: _FixedOrder | None = None
+        self._drafts_by_recipe: dict[tuple[object, ...], Draft | None] = {}
 
     @cached_property
     def _views(self) -> dict[View, Problem]:
@@ -271,11 +271,11 @@ class Finisher:
     def filled(self, rows: CodeRows, limit: float, rules: Rule | Phases, view: View = "real") -> list[list[int]]:
         """``rows`` (complete, free of deadlock) with waits filled by one rule, within ``limit`` (units of a rank's share)."""
         # recipes for one order come in a row, so identity suffices
-        if self._known is None or self._known.rows is not rows:
-            self._known = _Known(self.problem, rows)
+        if self._fixed is None or self._fixed.rows is not rows:
+            self._fixed = _FixedOrder(self.problem, rows)
         problem = self._views[view]
         clock = Clock(problem.tables)
-        clock.run(filling(clock, problem, self._known, limit, rules))
+        clock.run(filling(clock, problem, self._fixed, limit, rules))
         return clock.rows
 
     def best(self, rows: CodeRows, limit: float, tries: int) -> Draft | None:
@@ -306,16 +306,16 @@ class Finisher:
         distinct = {(id(self._views[view]), rules): view for view, rules in recipes}
         order = tuple(map(tuple, rows))
 
-        def made(rules: Rule | Phases, view: View) -> Draft | None:
+        def draft_by(rules: Rule | Phases, view: View) -> Draft | None:
             at = order, limit, rules, view
-            if len(self._made) > _MOST_MADE:
-                self._made.clear()
-            if at not in self._made:
-                self._made[at] = self.retimer.draft(self.filled(rows, limit, rules, view))
-            return self._made[at]
+            if len(self._drafts_by_recipe) > _MOST_DRAFTS:
+                self._drafts_by_recipe.clear()
+            if at not in self._drafts_by_recipe:
+                self._drafts_by_recipe[at] = self.retimer.draft(self.filled(rows, limit, rules, view))
+            return self._drafts_by_recipe[at]
 
         recipes_to_try = islice(distinct.items(), max(0, tries))
-        return within((made(rules, view) for (_, rules), view in recipes_to_try), limit)
+        return within((draft_by(rules, view) for (_, rules), view in recipes_to_try), limit)
 
 
 def improved(problem: Problem, orders: Sequence[CodeRows]) -> Draft:

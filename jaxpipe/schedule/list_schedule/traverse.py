@@ -95,7 +95,7 @@ class _Walk:
         """The first that may start, or what the rule's own chooser answers."""
         choose, codes = self.rules[rank].choose, self._ready(rank)
         if choose is not None and (ready := {self.actions.action(code): code for code in codes}):
-            answer = _called(choose, self.views[rank], tuple(ready))
+            answer = _call_user_function(choose, self.views[rank], tuple(ready))
             if answer is not None and not (isinstance(answer, Action) and answer in ready):
                 reply, shown = answer if isinstance(answer, Action) else type(answer).__name__, [*map(str, ready)][:9]
                 reply = f"choose={name_of(choose)} answers {reply} on rank {rank}, and ready are {' '.join(shown)}"
@@ -133,7 +133,7 @@ class _Walk:
                 if self.held[k] >= (most := self.stage_limits[rank][self.kinds[k].stage]):
                     yield rank, f"in-flight-per-stage={most} leaves it no room: raise it"
             for check in self.rules[rank].checks:
-                if not _called(check, self.views[rank], self.actions.action(code)):
+                if not _call_user_function(check, self.views[rank], self.actions.action(code)):
                     yield rank, f"check {name_of(check)} vetoes it: let it pass some action that is ready"
 
     def _take(self, code: int) -> None:
@@ -192,7 +192,7 @@ def _each(name: str, limit: int | Sequence[int] | None, count: int, what: str) -
     return numbers
 
 
-def _called(function: Any, view: View, argument: Action | tuple[Action, ...]) -> Any:
+def _call_user_function(function: Any, view: View, argument: Action | tuple[Action, ...]) -> Any:
     """Call a user's function; for one action it answers whether that may run."""
     try:
         answer = function(view, argument)

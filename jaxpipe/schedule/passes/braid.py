@@ -92,7 +92,7 @@ class _Search:
         """Braid all of ``pairs``, or those halves, quarters, … of at least ``least`` with which nothing takes longer."""
         if not pairs:
             return
-        tried = _with(self.plain, [*self.taken, *pairs])
+        tried = _with_braids(self.plain, [*self.taken, *pairs])
         timeline = simulate(tried, self.costs)
         if self._better(timeline):
             self.schedule, self.timeline = tried, timeline
@@ -169,7 +169,7 @@ def _apart(pairs: Sequence[_Pair]) -> list[_Pair]:
     return best[1]
 
 
-def _with(schedule: Schedule, pairs: Sequence[_Pair]) -> Schedule:
+def _with_braids(schedule: Schedule, pairs: Sequence[_Pair]) -> Schedule:
     """``schedule`` with these pairs braided."""
     begins = {(x.rank, x.at) for x in pairs}
     rows = (

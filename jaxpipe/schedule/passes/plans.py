@@ -95,7 +95,7 @@ class Plans:
     def free(self, plan: Callable[[float], list[Move]]) -> tuple[Schedule, Timeline]:
         """The schedule of ``plan(stretch)`` that takes no longer than before: in PCIe groups, maybe planned with reserve."""
         for stretch in _RESERVES if any(len(ranks) > 1 for ranks in self.lanes) else _RESERVES[:1]:
-            schedule, after = self._with(plan(stretch))
+            schedule, after = self._with_moves(plan(stretch))
             if self._no_slower(after):
                 return schedule, after
         return self.schedule, self.before
@@ -113,7 +113,7 @@ class Plans:
                 if not at_most(peak, top):
                     return None
             moves += group_moves
-        schedule, after = self._with(moves)
+        schedule, after = self._with_moves(moves)
         return schedule if self._no_slower(after) and at_most(peak_of(after), limit) else None
 
     def aimed(self, limit: float, stretch: float) -> list[Move]:
@@ -145,13 +145,13 @@ class Plans:
 
     def _within_at(self, limit: float, speed: float) -> list[tuple[Schedule, Timeline]]:
         """Return those within the limit of the schedules planned for a host link so many times as fast as it is."""
-        tried = (self._with(self.aimed(target, 1 / speed)) for target in (limit, 0.0))
+        tried = (self._with_moves(self.aimed(target, 1 / speed)) for target in (limit, 0.0))
         return [x for x in tried if at_most(peak_of(x[1]), limit)]
 
     def _no_slower(self, after: Timeline) -> bool:
         return all(map(at_most, figures(after), figures(self.before)))
 
-    def _with(self, moves: Iterable[Move]) -> tuple[Schedule, Timeline]:
+    def _with_moves(self, moves: Iterable[Move]) -> tuple[Schedule, Timeline]:
         """The schedule with these moves, simulated."""
         rows = [[(j, -1, slot) for j, slot in enumerate(row, start=1)] for row in self.schedule.rows]
         for n, move in enumerate(moves):

@@ -138,7 +138,7 @@ class _Model:
         for op, k, then, later, cells in grid.chain():
             self.cp.add(self.start[then, later] >= self.start[op, k] + cells)
 
-    def _divided(self, time: Any) -> tuple[Any, Any]:
+    def _split_time(self, time: Any) -> tuple[Any, Any]:
         """Whole periods before a time, and what is left."""
         quotient = self.cp.new_int_var(0, self.longest // self.period + 2, "")
         residue = self.cp.new_int_var(0, self.period - 1, "")
@@ -150,7 +150,7 @@ class _Model:
         intervals = []
         for key in self.start:
             if self.grid.problem.rank[key[1]] == rank:
-                self.split[key] = self._divided(self.start[key])
+                self.split[key] = self._split_time(self.start[key])
                 # twice, a period apart: what runs past the period's end overlaps the next one's beginning
                 for again in (0, self.period):
                     size = self.grid.cells[key[0]][key[1]]
@@ -177,7 +177,7 @@ class _Model:
                 held += units * (bit - quotient)
             else:
                 if key not in self.ended:
-                    self.ended[key] = self._divided(self.start[key] + grid.cells[op][k])
+                    self.ended[key] = self._split_time(self.start[key] + grid.cells[op][k])
                 quotient, residue = self.ended[key]
                 cp.add(residue <= offset).only_enforce_if(bit)
                 held += units * (quotient - bit)

@@ -47,7 +47,7 @@ class Window:
     microbatches: frozenset[int] | None = None
 
 
-_Held = tuple[Piece, Any, Any, Any]
+_WindowPiece = tuple[Piece, Any, Any, Any]
 
 
 class Formulation:
@@ -93,7 +93,7 @@ class Formulation:
             self.longest = max((actions.size[n] for n in numbers), default=0)
         # what starts at the window's last tick ends no later
         self.latest = self.end + self.longest
-        self.choices: dict[int, Any] = {choice: self.cp.new_bool_var("") for choice in sorted(self._chosen())}
+        self.choices: dict[int, Any] = {choice: self.cp.new_bool_var("") for choice in sorted(self._free_choices())}
         self.absent = dict(self._literals())
         self.shift = self._shifts()
         self.at = self._variables()
@@ -150,7 +150,7 @@ class Formulation:
         i = self.actions.action[n].microbatch
         return self.actions.rank[n] in window.ranks and (window.microbatches is None or i in window.microbatches)
 
-    def _chosen(self) -> set[int]:
+    def _free_choices(self) -> set[int]:
         """Choices that are free: how a backward runs; whether an activation leaves, where O and L are inside or could be."""
         choices = {fusing.choice for fusing in self.actions.fusing.values()}
         for o, copies in self.actions.copies.items():
@@ -380,13 +380,13 @@ class Formulation:
     # Memory.
 
     def _memory(self, limit: MemoryLimit) -> None:
-        held = [x for piece in limit.pieces if (x := self._held(piece)) is not None]
+        held = [x for piece in limit.pieces if (x := self._piece_in_window(piece)) is not None]
         if self.by_order:
             self._reservoir(limit.capacity, held)
         elif held:
             self._cumulative(limit.capacity, held)
 
-    def _held(self, piece: Piece) -> _Held | None:
+    def _piece_in_window(self, piece: Piece) -> _WindowPiece | None:
         """Return the part of a piece that falls into the window: from when, to when, and the literal on which it depends."""
         start, opened, closed = self.start, piece.opens, piece.closes
         if self.window is not None:
@@ -412,7 +412,7 @@ class Formulation:
             return self.takes[n][1]
         return self.end_of(n) if end else self.at_of(n)
 
-    def _reservoir(self, capacity: int, held: Iterable[_Held]) -> None:
+    def _reservoir(self, capacity: int, held: Iterable[_WindowPiece]) -> None:
         """Takes and gives at one time under one literal are merged."""
         events: dict[tuple[Any, Any], list[Any]] = {}
         for piece, opens, closes, literal in held:
@@ -427,7 +427,7 @@ class Formulation:
             times, amounts, actives = zip(*changes, strict=True)
             self.cp.add_reservoir_constraint_with_active(times, amounts, actives, -most, capacity)
 
-    def _cumulative(self, capacity: int, held: Iterable[_Held]) -> None:
+    def _cumulative(self, capacity: int, held: Iterable[_WindowPiece]) -> None:
         intervals, demands = [], []
         for piece, opens, closes, literal in held:
             start, end = self.begin if opens is None else opens, self.latest if closes is None else closes

@@ -186,9 +186,14 @@ class NeighbourhoodSearch:
         at = 0 if place < self.manner.edge else last if place < 2 * self.manner.edge else rng.randint(0, last)
         begin = times[at]
         end = max(begin + 1, times[at + length] if at < last else times[-1] + 1)
-        return Window(begin, end, frozenset(ranks), self._some(starts, begin, end) if kind == "microbatches" else None)
+        return Window(
+            begin,
+            end,
+            frozenset(ranks),
+            self._sample_microbatches(starts, begin, end) if kind == "microbatches" else None,
+        )
 
-    def _some(self, starts: Starts, begin: int, end: int) -> frozenset[int]:
+    def _sample_microbatches(self, starts: Starts, begin: int, end: int) -> frozenset[int]:
         """A quarter of the microbatches that have a forward inside, neighbours or not."""
         placed = zip(self.actions.action, starts, strict=True)
         inside = sorted({a.microbatch for a, t in placed if a.op == "F" and begin <= t < end})

@@ -7,7 +7,7 @@ is start times; :func:`~jaxpipe.schedule.solve.actions.schedule_of` makes rows o
 an F waits for an O.
 
 Which policy wins depends on how the host lane's capacity compares with what memory needs, so a fixed few are tried first, then
-seeded draws, then changes to the best. For chains with one stage a rank a lot of policies is scored at once, and what is best
+seeded sampler, then changes to the best. For chains with one stage a rank a lot of policies is scored at once, and what is best
 played again. Where the lane keeps up, any activation may leave while memory is short. Where it does not, each rank lets only a
 share of the microbatches leave, evenly spread, so that the rest stays for its whole trip. The share follows from Little's law:
 a microbatch that stays holds its memory for its trip, one that leaves only while it is copied; with one microbatch each
@@ -89,19 +89,19 @@ def offload_candidates(
         ScheduleError: the placement's stages form no chain on single ranks, or the costs are for another number of stages or
             too uneven for a grid.
     """
-    shop = _Shop(task)
-    draws = _Draws(shop, target, random.Random(seed))
-    head_s = shop.head_s if task.objective == "span" else 0.0
+    model = _OffloadModel(task)
+    sampler = _PolicySampler(model, target, random.Random(seed))
+    head_s = model.head_s if task.objective == "span" else 0.0
     best: tuple[float, ...] = inf, inf
-    while draws.kept < most and not deadline():
-        policies = draws.some(most - draws.kept)
-        scores = shop.scores(policies, draws.give_up + head_s)
-        draws.keep(scores, policies)
+    while sampler.kept < most and not deadline():
+        policies = sampler.next_policies(most - sampler.kept)
+        scores = model.scores(policies, sampler.give_up + head_s)
+        sampler.keep(scores, policies)
         # scores are the clock's: a policy counts once its rows are checked and simulated
         for score, policy in sorted(zip(scores, policies, strict=True), key=lambda x: x[0].order):
             if score.order >= best:
                 break
-            solved = _Play(shop, policy).made()
+            solved = _Simulation(model, policy).result()
             if solved is not None and (value := task.order(solved[1].makespan, solved[1].max_span)) < best:
                 best = value
                 yield solved[0]
@@ -118,12 +118,12 @@ class _Score(NamedTuple):
     mean: float
 
 
-class _Shop:
+class _OffloadModel:
     """The tables of a task, by replica and rank; codes are those of :mod:`~jaxpipe.schedule.problem`, with O and L as ops 4 and
     5. Each host lane is a rank of its own, number p + lane.
 
     ``codes``: of a replica's F's. ``mine``: a rank's replicas that have some; ``stays``: what it holds for them.
-    ``lanes``: a rank's host lanes; ``riders``: by two lanes, the ranks that have them.
+    ``lanes``: a rank's host lanes; ``ranks_of_lane``: by two lanes, the ranks that have them.
     """
 
     def __init__(self, task: SolveTask) -> None:
@@ -141,7 +141,7 @@ class _Shop:
         self.room = [x * (1 + MEMORY) for x in task.safe_limits()]
         self.shared, groups = host.mode == "shared", host_groups(host, p)
         lane = [min((x for x in groups if groups[x] == groups[r]), default=r) if r in groups else r for r in range(p)]
-        self.riders = [[r for r in range(p) if lane[r] == q] for q in range(p)]
+        self.ranks_of_lane = [[r for r in range(p) if lane[r] == q] for q in range(p)]
         self.lanes = [(2 * q,) if self.shared else (2 * q, 2 * q + 1) for q in lane]
         # a BW that takes no less than B and W gains nothing
         self.split = all(at_most(b + c, w) for w, b, c in zip(costs.bw_s, costs.b_s, costs.w_s, strict=True))
@@ -161,7 +161,7 @@ class _Shop:
             needs=[*plain.needs, *([0] * (2 * n))],
         )
 
-        is_chain = n == p == task.placement.num_stages and all(len(x) == 1 for x in self.riders)
+        is_chain = n == p == task.placement.num_stages and all(len(x) == 1 for x in self.ranks_of_lane)
         copies = [*costs.offload_s, *costs.load_s] if any(self.leaves) else []
         each = (
             min((*problem.f_s, *problem.b_s, *problem.w_s, *copies), default=0.0) > 0
@@ -176,7 +176,7 @@ class _Shop:
     def scores(self, policies: Sequence[Policy], give_up: float) -> list[_Score]:
         """Return the score of each policy; inf for one that gets stuck or takes longer than ``give_up`` seconds."""
         if self.chain is None:
-            played = [_Play(self, x).run(give_up * _LOOSE) for x in policies]
+            played = [_Simulation(self, x).run(give_up * _LOOSE) for x in policies]
         else:
             tables = Policies(
                 caps=np.array([x.caps for x in policies]),
@@ -201,7 +201,7 @@ class _Shop:
         return starts
 
 
-class _Play:
+class _Simulation:
     """One run of a policy. Numbers of microbatches count within their flow.
 
     ``where[k][i]``: the last op that residuals have seen, and whether it has ended. ``memory``: what a rank holds; what an
@@ -209,14 +209,14 @@ class _Play:
     ``fresh``: of that, what O's gave back since the rank was last idle. ``out``: microbatches on the host or under way.
     """
 
-    def __init__(self, shop: _Shop, policy: Policy) -> None:
-        q = self.q = shop.problem
-        self.shop, self.policy = shop, policy
+    def __init__(self, model: _OffloadModel, policy: Policy) -> None:
+        q = self.q = model.problem
+        self.model, self.policy = model, policy
         self.caps, self.away = policy.caps.tolist(), policy.away.tolist()
         self.n, self.step, p = q.num_replicas, q.num_replicas * q.num_microbatches, q.num_ranks
-        self.clock = Clock(shop.tables)
+        self.clock = Clock(model.tables)
         self.begun_f, self.begun_b, self.begun_w = ([0] * self.n for _ in range(3))
-        self.where = [[(F, False)] * len(codes) for codes in shop.codes]
+        self.where = [[(F, False)] * len(codes) for codes in model.codes]
         self.memory, self.fresh, self.out = [0.0] * p, [0.0] * p, [0] * p
         self.running: list[tuple[float, int, int, int]] = []
         self.started: dict[int, float] = {}
@@ -225,25 +225,25 @@ class _Play:
         """The makespan and the ranks' spans; inf if it gets stuck, or takes longer than that."""
         self.clock.run(self._choose, until=until)
         p, clock, last = self.q.num_ranks, self.clock, self.begun_b if self.policy.fused else self.begun_w
-        if sum(last) < sum(map(len, self.shop.codes)):
+        if sum(last) < sum(map(len, self.model.codes)):
             return inf, (inf,)
         return max(clock.free[:p]), [b - a for a, b in zip(clock.first[:p], clock.free[:p], strict=True)]
 
-    def made(self) -> tuple[Schedule, Timeline] | None:
+    def result(self) -> tuple[Schedule, Timeline] | None:
         """The schedule, if it keeps the limits."""
         if self.run()[0] == inf:
             return None
-        return fitting(self.shop.actions, self.shop.starts(self.started), "offload-list")
+        return fitting(self.model.actions, self.model.starts(self.started), "offload-list")
 
     def _choose(self, rank: int, now: float) -> int:
         """Choose what a rank or a host lane starts; lanes have the numbers from p on."""
         while self.running and self.running[0][0] <= now:
-            self._ended(*heapq.heappop(self.running)[1:])
+            self._end(*heapq.heappop(self.running)[1:])
         p, clock = self.q.num_ranks, self.clock
         if rank >= p:
             return self._copy(rank - p, now)
         self.fresh[rank] = 0.0
-        if not self.shop.shared:
+        if not self.model.shared:
             self._fill_lanes(rank, now)  # only now can an S go before an L
         code = self._compute(rank, now)
         if code >= 0:
@@ -253,14 +253,14 @@ class _Play:
 
     def _fill_lanes(self, rank: int, now: float) -> None:
         p, clock = self.q.num_ranks, self.clock
-        for lane in self.shop.lanes[rank]:
+        for lane in self.model.lanes[rank]:
             if clock.free[p + lane] <= now and (code := self._copy(lane, now)) >= 0:
                 clock.start(p + lane, code, now)
 
     def _start(self, op: int, k: int, i: int, now: float) -> int:
         """The code of an action that starts."""
-        kind, rank, tables = op * self.n + k, self.q.rank[k], self.shop.tables
-        code = self.shop.codes[k][i] + op * self.step
+        kind, rank, tables = op * self.n + k, self.q.rank[k], self.model.tables
+        code = self.model.codes[k][i] + op * self.step
         self.started[code] = now
         self.where[k][i] = op, False
         self.memory[rank] += max(0.0, tables.change[kind])
@@ -268,8 +268,8 @@ class _Play:
         heapq.heappush(self.running, (now + tables.seconds[kind], op, k, i))
         return code
 
-    def _ended(self, op: int, k: int, i: int) -> None:
-        rank, change = self.q.rank[k], min(0.0, self.shop.tables.change[op * self.n + k])
+    def _end(self, op: int, k: int, i: int) -> None:
+        rank, change = self.q.rank[k], min(0.0, self.model.tables.change[op * self.n + k])
         self.where[k][i] = op, True
         self.memory[rank] += change
         self.fresh[rank] -= change if op == O else 0.0
@@ -279,7 +279,7 @@ class _Play:
 
     def _compute(self, r: int, now: float) -> int:
         """The code of what the policy takes next on idle rank ``r``, if anything can start."""
-        mine, policy = self.shop.mine[r], self.policy
+        mine, policy = self.model.mine[r], self.policy
         # the latest stage first: it gives memory back soonest
         back = next((k for k in reversed(mine) if self._b_at(k) <= now), -1)
         ahead = next((k for k in reversed(mine) if self._f_at(r, k) <= now), -1)
@@ -298,35 +298,35 @@ class _Play:
 
     def _b_at(self, k: int) -> float:
         """When the next B of a replica can start at the earliest, as far as that is known."""
-        i, codes = self.begun_b[k], self.shop.codes[k]
+        i, codes = self.begun_b[k], self.model.codes[k]
         if i == len(codes) or self.where[k][i] not in (_HERE, _BACK):
             return NEVER
         return self.clock.ready[codes[i] + self.step]
 
     def _f_at(self, r: int, k: int) -> float:
-        i, codes = self.begun_f[k], self.shop.codes[k]
+        i, codes = self.begun_f[k], self.model.codes[k]
         if i == len(codes) or (at := self.clock.ready[codes[i]]) == NEVER or i - self.begun_b[k] >= self.caps[k]:
             return NEVER
-        fits = self.memory[r] + self.q.reserved[k] + self._reserve(r) <= self.shop.room[r]
+        fits = self.memory[r] + self.q.reserved[k] + self._reserve(r) <= self.model.room[r]
         return at if fits else NEVER
 
     def _reserve(self, r: int) -> float:
         """Room that the next microbatch to turn back needs, if it is away."""
         if not self.policy.near:
             return 0.0
-        turning = ((k, self.begun_b[k]) for k in self.shop.mine[r] if self.begun_b[k] < self.begun_f[k])
-        return max((self.shop.leaves[k] for k, i in turning if self.where[k][i][0] == O), default=0.0)
+        turning = ((k, self.begun_b[k]) for k in self.model.mine[r] if self.begun_b[k] < self.begun_f[k])
+        return max((self.model.leaves[k] for k, i in turning if self.where[k][i][0] == O), default=0.0)
 
     def _better_wait(self, r: int, end: float, now: float) -> bool:
         """Return whether something that could run arrives before ``end``."""
-        return any(now < at < end for k in self.shop.mine[r] for at in (self._b_at(k), self._f_at(r, k)))
+        return any(now < at < end for k in self.model.mine[r] for at in (self._b_at(k), self._f_at(r, k)))
 
     # Copies.
 
     def _copy(self, lane: int, now: float) -> int:
         """The code of what idle host lane ``lane`` does next for one of its ranks; -1 for nothing."""
-        for r in self.shop.riders[lane // 2]:
-            code = self._copy_back(r, now) if self.shop.shared or lane % 2 else -1
+        for r in self.model.ranks_of_lane[lane // 2]:
+            code = self._copy_back(r, now) if self.model.shared or lane % 2 else -1
             if code < 0 and not lane % 2:
                 code = self._copy_out(r, now)
             if code >= 0:
@@ -334,24 +334,24 @@ class _Play:
         return -1
 
     def _copy_back(self, r: int, now: float) -> int:
-        shop, near, away = self.shop, max(1, self.policy.near), []
-        for k in shop.mine[r]:
+        model, near, away = self.model, max(1, self.policy.near), []
+        for k in model.mine[r]:
             turning = range(self.begun_b[k], min(self.begun_b[k] + near, self.begun_f[k]))
             away += [(i, k) for i in turning if self.where[k][i] == _AWAY]
         i, k = min(away, default=(-1, -1))
-        unnamed = 0.0 if shop.shared else self.fresh[r]  # an S for it would stand behind the running slot
-        if k < 0 or self.memory[r] + shop.leaves[k] + unnamed > shop.room[r]:
+        unnamed = 0.0 if model.shared else self.fresh[r]  # an S for it would stand behind the running slot
+        if k < 0 or self.memory[r] + model.leaves[k] + unnamed > model.room[r]:
             return -1
         return self._start(L, k, i, now)
 
     def _copy_out(self, r: int, now: float) -> int:
         """The one that turns back last: of each replica what began last, may leave and is still here."""
-        shop, policy, candidates = self.shop, self.policy, []
-        if self.out[r] == shop.task.offloads_in_flight:
+        model, policy, candidates = self.model, self.policy, []
+        if self.out[r] == model.task.offloads_in_flight:
             return -1
-        for k in shop.mine[r]:
+        for k in model.mine[r]:
             # with room for two more of these none has to leave
-            if not shop.leaves[k] or self.memory[r] + 2 * self.q.held[k] <= shop.room[r]:
+            if not model.leaves[k] or self.memory[r] + 2 * self.q.held[k] <= model.room[r]:
                 continue
             low, away = self.begun_b[k] + policy.near, self.away[k]
             last = (i for i in reversed(range(low, self.begun_f[k])) if away[i] and self.where[k][i] == _HERE)
@@ -362,31 +362,31 @@ class _Play:
         return self._start(O, k, i, now)
 
 
-class _Draws:
+class _PolicySampler:
     """Policies for one task: a fixed few, then drawn ones, and changes to those that were best (``elite``)."""
 
-    def __init__(self, shop: _Shop, target: float, rng: random.Random) -> None:
-        self.shop, self.rng = shop, rng
-        q = shop.problem
-        work_s = max(sum(x.f_s + x.back_s for x in stays) for stays in shop.stays) / shop.task.placement.num_flows
+    def __init__(self, model: _OffloadModel, target: float, rng: random.Random) -> None:
+        self.model, self.rng = model, rng
+        q = model.problem
+        work_s = max(sum(x.f_s + x.back_s for x in stays) for stays in model.stays) / model.task.placement.num_flows
         self.period_s = max(work_s, target / q.num_microbatches if 0 < target < inf else 0.0)
-        self.fused = (False,) if shop.split else (False, True)
+        self.fused = (False,) if model.split else (False, True)
         self.every = np.ones((q.num_replicas, q.num_microbatches), bool)
         self.elite: list[tuple[_Score, int, Policy]] = []
         self.size, self.most_elite, self.drawn = 1, 1, 0.5
-        if shop.chain is not None:
+        if model.chain is not None:
             self.size, self.most_elite, self.drawn = max(16, TOGETHER // q.num_ranks), _ELITE, 0.125
         self.kept = 0
         settings = product((1, 2, 3, 0), self.fused, (99.0, 1.0, 0.7))
         self.fixed = (Policy(self._caps(factor), self.every, near, fused=fused) for near, fused, factor in settings)
 
-    def some(self, most: int) -> list[Policy]:
+    def next_policies(self, most: int) -> list[Policy]:
         """Yield policies to play next: a few fixed ones, which suffice where the lane keeps up; then drawn ones and
         changes, without end."""
         size = min(self.size, most)
         drawn = 1.0 if not self.elite or self.kept < _FIRST_LOTS * (self.size - 1) else self.drawn
         return list(islice(self.fixed, size)) or [
-            self._anew() if self.rng.random() < drawn else self._changed() for _ in range(size)
+            self._draw() if self.rng.random() < drawn else self._mutate() for _ in range(size)
         ]
 
     @property
@@ -403,7 +403,7 @@ class _Draws:
         self.elite.sort(key=lambda x: (x[0].order[0], x[0].mean, x[1]))
         del self.elite[self.most_elite :]
 
-    def _anew(self) -> Policy:
+    def _draw(self) -> Policy:
         pick, few = self.rng.choice, self.rng.random() < 0.6
         return Policy(
             self._caps(pick((0.7, 0.85, 1.0, 1.2, 1.4, 1.6, 2.0, 99.0))),
@@ -413,7 +413,7 @@ class _Draws:
             fused=pick(self.fused),
         )
 
-    def _changed(self) -> Policy:
+    def _mutate(self) -> Policy:
         """One of the best with a few changes on some neighbouring replicas: caps; microbatches that leave, or stay, or change
         places with the next; now and then another preference."""
         rng, pick = self.rng, self.rng.choice
@@ -440,13 +440,13 @@ class _Draws:
     @property
     def most(self) -> int:
         """Return how many microbatches of a replica any policy may have in flight."""
-        count = self.shop.task.num_microbatches
-        return count if self.shop.chain is None else min(count, MOST_IN_FLIGHT)
+        count = self.model.task.num_microbatches
+        return count if self.model.chain is None else min(count, MOST_IN_FLIGHT)
 
     def _caps(self, factor: float) -> Whole:
         """Microbatches in flight: as many as keep the rank busy for a trip with F's and B's, times ``factor``."""
-        shop, caps = self.shop, np.full(self.shop.problem.num_replicas, self.most)
-        for mine, stays in zip(shop.mine, shop.stays, strict=True):
+        model, caps = self.model, np.full(self.model.problem.num_replicas, self.most)
+        for mine, stays in zip(model.mine, model.stays, strict=True):
             busy = sum(x.f_s + x.b_s for x in stays)
             for k, x in zip(mine, stays, strict=True) if busy > 0 else ():
                 caps[k] = max(1, min(self.most, ceil((x.trip_s / busy + 1) * factor)))
@@ -454,16 +454,16 @@ class _Draws:
 
     def _away(self, period_s: float, filled: float) -> Flags:
         """Which microbatches may leave, evenly spread: the share that keeps ``filled`` × limit held on average."""
-        shop, numbers = self.shop, np.arange(self.every.shape[1])
-        share = np.array([self._share(r, period_s, filled) for r in shop.problem.rank])[:, None]
+        model, numbers = self.model, np.arange(self.every.shape[1])
+        share = np.array([self._share(r, period_s, filled) for r in model.problem.rank])[:, None]
         phase = self.rng.random()
         leaves: Flags = np.floor((numbers + 1) * share + phase) > np.floor(numbers * share + phase)
         return leaves
 
     def _share(self, r: int, period_s: float, filled: float) -> float:
-        shop, stays = self.shop, self.shop.stays[r]
+        model, stays = self.model, self.model.stays[r]
         saved = sum(x.saved() for x in stays)
-        lane = sum(x.together_s for x in stays) * len(shop.riders[shop.lanes[r][0] // 2])
+        lane = sum(x.together_s for x in stays) * len(model.ranks_of_lane[model.lanes[r][0] // 2])
         most = min(1.0, period_s / lane) if lane > 0 else 1.0
-        short = sum(x.area() for x in stays) - filled * shop.room[r] * period_s
+        short = sum(x.area() for x in stays) - filled * model.room[r] * period_s
         return min(most, max(0.0, short / saved)) if saved > 0 else 0.0

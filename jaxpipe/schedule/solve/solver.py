@@ -350,7 +350,7 @@ class Portfolio:
     def run(self, starts: Sequence[Schedule]) -> Solution:
         try:
             self._quick(starts)
-            if not self.incumbent.solved and min(self.incumbent.bounds) < float("inf") and not self._late():
+            if not self.incumbent.solved and min(self.incumbent.bounds) < float("inf") and not self._is_late():
                 with closing(WorkerPool(max(1, self.options.workers), self.tasks)) as pool:
                     self._search(pool)
         except KeyboardInterrupt:
@@ -366,12 +366,12 @@ class Portfolio:
         for number, task in enumerate(self.tasks):
             if self.incumbent.bounds[number] == float("inf"):
                 continue
-            if self.incumbent.best is not None and self._late():
+            if self.incumbent.best is not None and self._is_late():
                 break
             if not task.placement.is_plain_chain:
                 for schedule, source in graph_starts(task):
                     self.incumbent.offer(number, schedule, source)
-                    if self._late(_STARTS_SHARE):
+                    if self._is_late(_STARTS_SHARE):
                         break
                 continue
             problem = Problem.of(task.placement, task.num_microbatches, task.costs)
@@ -387,7 +387,7 @@ class Portfolio:
             for schedule in starts:
                 self.incumbent.offer(number, schedule, "start")
 
-    def _late(self, share: float = 1.0) -> bool:
+    def _is_late(self, share: float = 1.0) -> bool:
         """Return whether this share of the time is up before any worker was started: at thousands of ranks."""
         return not self.options.reproducible and self.incumbent.wall_s >= self.options.time_limit_s * share
 
@@ -482,7 +482,7 @@ class Portfolio:
         seed = self.options.seed * 1_000_003 + self.neighbourhoods
         return self._job(start.number, Neighbourhoods, seconds, start=start.schedule, seed=seed)
 
-    def _hopeless(self, job: Job) -> bool:
+    def _is_hopeless(self, job: Job) -> bool:
         """Return whether no schedule of the job's placement is better than what is known."""
         return at_most(self.incumbent.value, self.incumbent.bounds[job.task])
 
@@ -506,12 +506,12 @@ class Portfolio:
             if left <= -grace_s:
                 return
             # these run past the limit by the grace, so that no answer is worse than the first families
-            jobs: list[Job] = list(islice((j for j in first if not self._hopeless(j)), pool.idle))
+            jobs: list[Job] = list(islice((j for j in first if not self._is_hopeless(j)), pool.idle))
             underway.update(pool.submit(job) for job in jobs)
             if left <= 0 and not underway:
                 return
             if left > 0:
-                jobs = list(islice((j for j in openers if not self._hopeless(j)), pool.idle))
+                jobs = list(islice((j for j in openers if not self._is_hopeless(j)), pool.idle))
                 jobs = jobs or [j for _ in range(pool.idle) if (j := self._neighbourhood()) is not None]
                 for job in jobs:
                     pool.submit(job if in_rounds else replace(job, seconds=min(job.seconds, max(0.1, left))))

@@ -11,7 +11,7 @@ from hypothesis import given
 from jaxpipe.schedule import CostProfile
 from jaxpipe.schedule.placement import one_to_one
 from jaxpipe.schedule.solve import SolveTask
-from jaxpipe.schedule.solve.offload_list import _Draws, _Shop
+from jaxpipe.schedule.solve.offload_list import _OffloadModel, _PolicySampler
 
 
 @given(
@@ -29,26 +29,26 @@ def test_as_played_alone(
 ) -> None:
     f, b, w = map(float, seconds)
     costs = CostProfile.uniform(p, f=f, b=b, w=w, comm=comm, offload_time=2.0 * trip, host_mode="shared")
-    shop = _Shop(SolveTask(one_to_one(p), m, costs, room, True, "span", in_flight))
-    chain, draws = shop.chain, _Draws(shop, 0.0, random.Random(seed))
+    model = _OffloadModel(SolveTask(one_to_one(p), m, costs, room, True, "span", in_flight))
+    chain, sampler = model.chain, _PolicySampler(model, 0.0, random.Random(seed))
     assert chain is not None
     for _ in range(3):
-        policies = draws.some(12)
-        scores = shop.scores(policies, float("inf"))
-        draws.keep(scores, policies)
-        shop.chain = None
-        assert [x.order for x in shop.scores(policies, float("inf"))] == [x.order for x in scores]
-        shop.chain = chain
+        policies = sampler.next_policies(12)
+        scores = model.scores(policies, float("inf"))
+        sampler.keep(scores, policies)
+        model.chain = None
+        assert [x.order for x in model.scores(policies, float("inf"))] == [x.order for x in scores]
+        model.chain = chain
 
 
 @pytest.mark.parametrize("comm", [0.0, 0.3])
 def test_what_takes_too_long_is_given_up(comm: float) -> None:
     costs = CostProfile.uniform(4, comm=comm, offload_time=6.0, host_mode="shared")
-    shop = _Shop(SolveTask(one_to_one(4), 16, costs, 2, True, "span"))
-    draws = _Draws(shop, 0.0, random.Random(0))
-    policies = draws.some(12) + draws.some(40)
-    makespans = [x.order[1] for x in shop.scores(policies, float("inf"))]  # the makespan
+    model = _OffloadModel(SolveTask(one_to_one(4), 16, costs, 2, True, "span"))
+    sampler = _PolicySampler(model, 0.0, random.Random(0))
+    policies = sampler.next_policies(12) + sampler.next_policies(40)
+    makespans = [x.order[1] for x in model.scores(policies, float("inf"))]  # the makespan
     middle = sorted(x for x in makespans if x < float("inf"))[len(policies) // 2]
-    until = [x.order[1] for x in shop.scores(policies, middle)]
+    until = [x.order[1] for x in model.scores(policies, middle)]
     assert until.count(float("inf")) > makespans.count(float("inf"))
     assert all(a == b or (a == float("inf") and b > middle) for a, b in zip(until, makespans, strict=True))

@@ -48,7 +48,8 @@ def check_schedule(schedule: Schedule, where: str = "") -> None:
 
 
 def find_problems(schedule: Schedule) -> list[str]:
-    """Every problem of ``schedule``, one string each; empty for a valid schedule. A list that is too long ends by saying so."""
+    """Return every problem of ``schedule``, one string each; empty for a valid schedule. A list that is too long ends by
+    saying so."""
     graph = build_graph(schedule)
     problems = list(graph.problems)
     if not graph.waits:

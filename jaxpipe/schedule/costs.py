@@ -37,11 +37,11 @@ class Link:
         _check_rates("link", self)
 
     def seconds(self, num_bytes: float) -> float:
-        """Seconds from the start of a transfer until it has arrived."""
+        """Return the seconds from the start of a transfer until it has arrived."""
         return self.latency_s + self.occupied_s(num_bytes)
 
     def occupied_s(self, num_bytes: float) -> float:
-        """Seconds from the start of a transfer until the next one may start."""
+        """Return the seconds from the start of a transfer until the next one may start."""
         return num_bytes / self.bytes_per_s
 
 
@@ -166,7 +166,8 @@ class CostProfile:
             raise ScheduleError(f"the costs are for {self.num_stages} stages, {what} has {num_stages}")
 
     def values(self, name: str) -> Sequence[float]:
-        """The cost or memory field called ``name`` (an :class:`~jaxpipe.schedule.ir.OpSpec` names it), one entry a stage.
+        """Return the cost or memory field called ``name`` (an :class:`~jaxpipe.schedule.ir.OpSpec` names it), one entry a
+        stage.
 
         Raises:
             ScheduleError: neither a per-stage field nor an entry of ``extra`` has that name.
@@ -190,23 +191,24 @@ class CostProfile:
         return replace(self, extra=tuple({**dict(self.extra), name: tuple(values)}.items()))
 
     def seconds(self, cost: str, stage: int) -> float:
-        """Seconds of the cost called ``cost`` (an :class:`~jaxpipe.schedule.ir.OpSpec` names it) on ``stage``; 0 for ``""``."""
+        """Return the seconds of the cost called ``cost`` (an :class:`~jaxpipe.schedule.ir.OpSpec` names it) on ``stage``; 0
+        for ``""``."""
         return self.values(cost)[stage] if cost else 0.0
 
     def transfer_s(self, src_rank: int, dst_rank: int, stage: int, parts: float = 1.0) -> float:
-        """Seconds until ``parts`` boundaries of ``stage`` (the sending F's, or the receiving one for B) have come from rank to
-        rank."""
+        """Return the seconds until ``parts`` boundaries of ``stage`` (the sending F's, or the receiving one for B) have
+        come from rank to rank."""
         return self._link(src_rank, dst_rank).seconds(self.boundary_bytes[stage] * parts)
 
     def occupied_s(self, src_rank: int, dst_rank: int, stage: int, parts: float = 1.0) -> float:
-        """The seconds of :meth:`transfer_s` in which no other transfer of the pair of ranks may start."""
+        """Return the seconds of :meth:`transfer_s` in which no other transfer of the pair of ranks may start."""
         return self._link(src_rank, dst_rank).occupied_s(self.boundary_bytes[stage] * parts)
 
     def _link(self, src_rank: int, dst_rank: int) -> Link:
         return _NO_LINK if src_rank == dst_rank else dict(self.links).get((src_rank, dst_rank), self.link)
 
     def of_stages(self, stages: range) -> CostProfile:
-        """The costs of these stages alone."""
+        """Return the costs of these stages alone."""
         # limits in bytes are per rank and stay as they are
         part: dict[str, Any] = {name: getattr(self, name)[stages.start : stages.stop] for name in PER_STAGE_FIELDS}
         for name in ("temp_bytes", "extra"):

@@ -29,7 +29,7 @@ _TRAFFIC = re.compile(r"[0-9]{1,18}(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|
 
 
 def format_csv(schedule: Schedule) -> str:
-    """``schedule`` as CSV.
+    """Return ``schedule`` as CSV.
 
     Raises:
         ScheduleError: it holds something that the format can't say.
@@ -56,7 +56,7 @@ def _cell(slot: Slot, rank: int) -> str:
 
 
 def parse_csv(text: str, name: str, path: str = "<csv>", notice: Callable[[str], None] | None = None) -> Schedule:
-    """The schedule that the CSV ``text`` describes. ``notice``: told in one line what was left out.
+    """Return the schedule that the CSV ``text`` describes. ``notice``: told in one line what was left out.
 
     Raises:
         ScheduleParseError: naming ``path``, row and cell, or why no placement fits.
@@ -75,7 +75,7 @@ def parse_csv(text: str, name: str, path: str = "<csv>", notice: Callable[[str],
 
 
 def _slots(cells: list[str], where: str, traffic: Counter[str]) -> Iterator[Slot]:
-    """The slots of a row; counts in ``traffic`` the cells that only communicate, by kind."""
+    """Yield the slots of a row; counts in ``traffic`` the cells that only communicate, by kind."""
     for column, cell in enumerate(map(str.strip, cells), start=1):
         if communicates := _TRAFFIC.fullmatch(cell):
             traffic[communicates[1]] += 1

@@ -38,7 +38,7 @@ def _queue_key(graph: DependencyGraph, slot: int) -> tuple[int, str]:
 
 
 def _line(graph: DependencyGraph, slot: int) -> str:
-    """The row around ``slot``, the slot itself in ``>…<``."""
+    """Return the row around ``slot``, the slot itself in ``>…<``."""
     row = graph.schedule.rows[graph.rank_of[slot]]
     at = graph.position(slot)
     first, last = max(0, at - _BEFORE), min(len(row), at + 1 + _AFTER)
@@ -47,7 +47,7 @@ def _line(graph: DependencyGraph, slot: int) -> str:
 
 
 def _holding(graph: DependencyGraph, run: Run, slot: int) -> int | None:
-    """The slot, not yet run, that ``slot`` waits for; None when it waits for its group only."""
+    """Return the slot, not yet run, that ``slot`` waits for; None when it waits for its group only."""
     return next((graph.source(number) for number in graph.waits[slot] if run.end_s[number] is None), None)
 
 

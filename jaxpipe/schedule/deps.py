@@ -49,11 +49,11 @@ class Transfer(NamedTuple):
     barrier: bool = False
 
     def seconds(self, costs: CostProfile) -> float:
-        """How long it takes to arrive."""
+        """Return how long it takes to arrive."""
         return self._barrier_s(costs) + costs.transfer_s(self.src, self.dst, self.stage, self.parts)
 
     def occupied_s(self, costs: CostProfile) -> float:
-        """How long no other transfer of the pair of ranks may start."""
+        """Return how long no other transfer of the pair of ranks may start."""
         return self._barrier_s(costs) + costs.occupied_s(self.src, self.dst, self.stage, self.parts)
 
     def _barrier_s(self, costs: CostProfile) -> float:
@@ -107,7 +107,8 @@ class DependencyGraph:
         return index.members.get(key, {}).get(rank)
 
     def local_boundaries(self, action: Action, rank: int) -> Iterator[tuple[int, int, float]]:
-        """(slot that makes it, upstream stage, how many) of each boundary that ``action`` on ``rank`` reads on the spot."""
+        """Yield (slot that makes it, upstream stage, how many) of each boundary that ``action`` on ``rank`` reads on the
+        spot."""
         placement = self.schedule.placement
         for wait in op_spec(action.op).waits:
             if wait.where in ("pred", "succ"):
@@ -122,7 +123,7 @@ class DependencyGraph:
                             yield producer, stage, placement.span[t] / placement.span[stage]
 
     def ops(self) -> tuple[OpSpec, ...]:
-        """The ops that the schedule uses."""
+        """Return the ops that the schedule uses."""
         return tuple(index.spec for index in self._ops.values())
 
     def position(self, slot: int) -> int:
@@ -130,7 +131,7 @@ class DependencyGraph:
         return slot - self.row_start[self.rank_of[slot]]
 
     def source(self, number: int) -> int:
-        """The slot behind a number in ``waits``: itself, or the producer of the transfer."""
+        """Return the slot behind a number in ``waits``: itself, or the producer of the transfer."""
         return number if number < len(self.slots) else self.transfers[number - len(self.slots)].producer
 
 
@@ -163,7 +164,7 @@ class _Rule(NamedTuple):
 
 
 def build_graph(schedule: Schedule) -> DependencyGraph:
-    """The dependency graph of ``schedule``. Never raises for a bad schedule: see ``problems`` and ``unmet``."""
+    """Return the dependency graph of ``schedule``. Never raises for a bad schedule: see ``problems`` and ``unmet``."""
     builder = _Builder(schedule)
     if builder.index():
         builder.link()
@@ -312,7 +313,7 @@ class _Builder:
         self._order_sends()
 
     def _resolve(self, action: Action, number: int, rank: int) -> list[int]:
-        """Numbers that ``action`` in slot ``number`` waits for."""
+        """Return the numbers that ``action`` in slot ``number`` waits for."""
         if self.outside and action in self.outside:
             return []
         waits: list[int] = []
@@ -362,7 +363,7 @@ class _Builder:
         return next(members[r] for r in self.schedule.placement.ranks(rule.stage, i) if r in members)
 
     def _barrier(self, members: Mapping[int, int], source: _Source, stage: int, i: int, rank: int) -> Iterator[int]:
-        """Numbers of the transfers by which ``rank`` knows that all ``members`` and their collective have ended."""
+        """Yield the numbers of the transfers by which ``rank`` knows that all ``members`` and their collective have ended."""
         for member, slot in members.items():
             yield self._transfer(slot, source, stage, i, member if rank in members else rank, barrier=True)
 

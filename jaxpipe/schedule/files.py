@@ -27,7 +27,7 @@ SUFFIXES = (".sched", ".json", ".csv")
 
 
 def read_schedule(path: StrPath, notice: Callable[[str], None] | None = None) -> Schedule:
-    """The schedule in ``path``, by suffix. Not checked: call :func:`~jaxpipe.schedule.check.check_schedule`.
+    """Return the schedule in ``path``, by suffix. Not checked: call :func:`~jaxpipe.schedule.check.check_schedule`.
 
     ``notice``: told in one line what of the file was left out (cells of a CSV that only communicate).
 
@@ -58,7 +58,7 @@ def write_schedule(schedule: Schedule, path: StrPath) -> None:
 
 
 def read_costs(path: StrPath) -> CostProfile:
-    """The cost profile in the JSON file ``path``.
+    """Return the cost profile in the JSON file ``path``.
 
     Raises:
         ScheduleParseError: the file can't be read or is not a cost profile.
@@ -72,7 +72,7 @@ def write_costs(costs: CostProfile, path: StrPath) -> None:
 
 
 def read_timeline(path: StrPath) -> Timeline:
-    """The timeline in the JSON file ``path``.
+    """Return the timeline in the JSON file ``path``.
 
     Raises:
         ScheduleParseError: the file can't be read or is not a timeline.

@@ -41,12 +41,12 @@ class Ticks:
     exact: bool
 
     def of(self, seconds: float) -> int:
-        """Ticks of a duration or of a point in time: the number it is if exact, else the whole number below."""
+        """Return the ticks of a duration or of a point in time: the number it is if exact, else the whole number below."""
         ticks = seconds / self.step_s
         return round(ticks) if self.exact else floor(ticks)
 
     def at_least(self, seconds: float) -> int:
-        """The fewest ticks that a value in ticks has if it is at least ``seconds`` (a lower bound that is known)."""
+        """Return the fewest ticks that a value in ticks has if it is at least ``seconds`` (a lower bound that is known)."""
         ticks = seconds / self.step_s
         return ceil(ticks - 1e-6 - 1e-9 * ticks) if self.exact else floor(ticks * (1 - MEMORY))
 
@@ -54,16 +54,17 @@ class Ticks:
         return ticks * self.step_s
 
     def makespan_bound_s(self, ticks: float) -> float:
-        """Seconds that no makespan is below, if no makespan of the model is below ``ticks``."""
+        """Return the seconds that no makespan is below, if no makespan of the model is below ``ticks``."""
         return max(0.0, ticks * self.step_s)
 
     def span_bound_s(self, ticks: float) -> float:
-        """Seconds that no longest span is below, if none of the model is below ``ticks``."""
+        """Return the seconds that no longest span is below, if none of the model is below ``ticks``."""
         return max(0.0, (ticks if self.exact else ticks - 1) * self.step_s)
 
 
 def time_grid(durations_s: Iterable[float], horizon_s: float, parts: int = FINE) -> Ticks:
-    """The grid for these durations; ``horizon_s``: no time in the model is later; ``parts`` of the mean, if it must round.
+    """Return the grid for these durations; ``horizon_s``: no time in the model is later; ``parts`` of the mean, if it must
+    round.
 
     Raises:
         ScheduleError: the horizon has no 2^40 ticks of room: some duration is that much longer than the mean.
@@ -83,7 +84,8 @@ def time_grid(durations_s: Iterable[float], horizon_s: float, parts: int = FINE)
 
 
 def common_step(values: Iterable[float]) -> float | None:
-    """The largest step that all positive values are whole multiples of (to 1e-11), or None if there is none worth having."""
+    """Return the largest step that all positive values are whole multiples of (to 1e-11), or None if there is none worth
+    having."""
     positive = sorted({x for x in values if x > 0})
     if not positive:
         return 1.0
@@ -120,7 +122,7 @@ class MemoryUnits:
 
 
 def memory_units(sizes: Iterable[float], limit: float) -> MemoryUnits:
-    """The grid for these sizes under ``limit``."""
+    """Return the grid for these sizes under ``limit``."""
     sizes = [x for x in sizes if x > 0]
     unit = common_step(sizes)
     if unit is not None and (not sizes or max(sizes) / unit < _PARTS_OF_LIMIT):

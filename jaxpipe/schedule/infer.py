@@ -19,7 +19,7 @@ Homes = dict[int, dict[int, set[int]]]
 
 
 def schedule_of(name: str, rows: Sequence[Row]) -> Schedule:
-    """The schedule called ``name`` with these rows. Raises as :func:`infer_placement`."""
+    """Return the schedule called ``name`` with these rows. Raises as :func:`infer_placement`."""
     return Schedule(name, infer_placement(rows), infer_microbatches(rows), tuple(rows))
 
 
@@ -29,7 +29,7 @@ def infer_microbatches(rows: Sequence[Row]) -> int:
 
 
 def infer_placement(rows: Sequence[Row]) -> Placement:
-    """The simplest placement in which every action of rank r stands in ``rows[r]``.
+    """Return the simplest placement in which every action of rank r stands in ``rows[r]``.
 
     Raises:
         ScheduleError: there is no action, stage numbers have gaps, or a stage moves between ranks in no pattern that a

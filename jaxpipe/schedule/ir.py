@@ -81,7 +81,7 @@ class OpSpec:
     together: bool = True
 
     def performs(self) -> tuple[str, ...]:
-        """The elementary operations this one performs."""
+        """Return the elementary operations this one performs."""
         return self.parts or (self.name,)
 
     @property
@@ -130,7 +130,7 @@ def register_op(spec: OpSpec) -> OpSpec:
 
 
 def op_spec(name: str) -> OpSpec:
-    """The registered spec called ``name``.
+    """Return the registered spec called ``name``.
 
     Raises:
         ScheduleError: no such op.
@@ -154,7 +154,7 @@ def _register_installed(spec: OpSpec) -> None:
 
 
 def registered_ops() -> tuple[OpSpec, ...]:
-    """All registered ops, in order of registration; those of installed packages once one of them was asked for."""
+    """Return all registered ops, in order of registration; those of installed packages once one of them was asked for."""
     return tuple(_REGISTRY.values())
 
 
@@ -189,7 +189,7 @@ class Action:
 
     @property
     def actions(self) -> tuple[Action, ...]:
-        """The actions of this slot: itself. (A :class:`Braid` has two.)"""
+        """Return the actions of this slot: itself. (A :class:`Braid` has two.)"""
         return (self,)
 
     def __str__(self) -> str:
@@ -242,12 +242,13 @@ class Schedule:
         return self.placement.num_chunks
 
     def actions(self, rank: int | None = None) -> Iterator[Action]:
-        """The actions of one rank in issue order, braided slots flattened; by default of all ranks, one after the other."""
+        """Return the actions of one rank in issue order, braided slots flattened; by default of all ranks, one after the
+        other."""
         rows = self.rows if rank is None else [self.rows[rank]]
         return (action for row in rows for slot in row for action in slot.actions)
 
     def __str__(self) -> str:
-        """The text form (:mod:`~jaxpipe.schedule.text`), ending in a newline."""
+        """Return the text form (:mod:`~jaxpipe.schedule.text`), ending in a newline."""
         plain = self.name.isprintable() and self.name == self.name.strip() != "" and not self.name.startswith('"')
         lines = [
             FIRST_LINE,

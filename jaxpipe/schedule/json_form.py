@@ -60,7 +60,7 @@ def to_json(record: Any) -> Json:
 
 
 def from_json(kind: type[T], data: object, where: str) -> T:
-    """The record that :func:`to_json` wrote. Raises ScheduleParseError, naming the key."""
+    """Return the record that :func:`to_json` wrote. Raises ScheduleParseError, naming the key."""
     return _record(kind, data, where)
 
 
@@ -211,7 +211,7 @@ def _values(
 
 
 def _read(hint: Any, data: object, where: str) -> Any:
-    """``data`` as the type ``hint`` says."""
+    """Return ``data`` as the type ``hint`` says."""
     if hint in _READERS:
         return _READERS[hint](data, where)
     if is_dataclass(hint):

@@ -60,12 +60,12 @@ class Woven:
 
     @property
     def exposed_s(self) -> float:
-        """Seconds in which the compute lane waits for a collective."""
+        """Return the seconds in which the compute lane waits for a collective."""
         return max(0.0, self.seconds - self.compute_s)
 
 
 def strand(costs: CostProfile, op: str, stage: int) -> Strand:
-    """The action ``op`` of ``stage`` as a strand.
+    """Return the action ``op`` of ``stage`` as a strand.
 
     An op whose spec names a ``collective`` cost is a chain. One with several parts (BW) has the chain of the part that does;
     the rest of its compute is filler.
@@ -81,7 +81,7 @@ def strand(costs: CostProfile, op: str, stage: int) -> Strand:
 
 
 def slot_lanes(costs: CostProfile, actions: Sequence[tuple[str, int]]) -> Woven:
-    """The lanes of a slot that holds ``actions``, pairs of op and stage.
+    """Return the lanes of a slot that holds ``actions``, pairs of op and stage.
 
     Raises:
         ScheduleError: the costs lack what an op takes.
@@ -93,8 +93,8 @@ def slot_lanes(costs: CostProfile, actions: Sequence[tuple[str, int]]) -> Woven:
 
 
 def collectives_exposed(costs: CostProfile) -> CostProfile:
-    """``costs`` with every TP collective as part of the action that waits for it: F = f + T_AR, B = b + T_AR, and BW what it
-    takes alone, where W hides B's collectives as far as it is long enough.
+    """Return ``costs`` with every TP collective as part of the action that waits for it: F = f + T_AR, B = b + T_AR, and BW
+    what it takes alone, where W hides B's collectives as far as it is long enough.
 
     A schedule without braids takes as long under both; generators and the solver, which make no braids, work on this form.
     """
@@ -110,7 +110,8 @@ def collectives_exposed(costs: CostProfile) -> CostProfile:
 
 
 def weave(strands: Sequence[Strand], seconds: Sequence[float] | None = None) -> Woven:
-    """The strands of a slot in the shortest of the orders described above. ``seconds``: compute of each, if known exactly."""
+    """Return the strands of a slot in the shortest of the orders described above. ``seconds``: compute of each, if known
+    exactly."""
     return _shortest(tuple(strands), sum(seconds if seconds is not None else (x.compute_s for x in strands)))
 
 
@@ -186,7 +187,7 @@ class _Lanes:
 
 
 def _fillers(x: Strand) -> list[float]:
-    """The filler that one unit sets free."""
+    """Return the filler that one unit sets free."""
     return [x.filler_s / x.units] if x.filler_s else []
 
 

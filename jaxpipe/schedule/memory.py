@@ -40,7 +40,7 @@ _Delta = tuple[int, int, int, int]
 def memory_curves(
     graph: DependencyGraph, costs: CostProfile, start_s: Sequence[float], end_s: Sequence[float]
 ) -> tuple[tuple[MemoryCurve, ...], tuple[float, ...]]:
-    """Per rank, the curve of live bytes and the peak of live activations.
+    """Return, per rank, the curve of live bytes and the peak of live activations.
 
     A unit of activation is one rank's share of one microbatch: the residuals of the stages that the rank runs for it. For
     a stage spread over a group of ranks, costs are what each rank of the group holds; for one of a span, what an action does.
@@ -55,7 +55,7 @@ def memory_curves(
 
 
 def static_bytes(placement: Placement, costs: CostProfile) -> tuple[float, ...]:
-    """Per rank, parameters and optimizer state of the stages it holds in any flow."""
+    """Return, per rank, parameters and optimizer state of the stages it holds in any flow."""
     return tuple(
         sum((costs.param_bytes[s] + costs.optimizer_bytes[s] for s in placement.stages_of(rank)), 0.0)
         for rank in range(placement.num_ranks)
@@ -63,9 +63,9 @@ def static_bytes(placement: Placement, costs: CostProfile) -> tuple[float, ...]:
 
 
 def least_peaks(schedule: Schedule, costs: CostProfile) -> tuple[float, ...]:
-    """Per rank, bytes that its order can't do without beside :func:`static_bytes`: the peak of what its actions take and give
-    back, one after another. All that the simulator counts, but for boundaries that wait to be read. Of ranks with host
-    copies 0."""
+    """Return, per rank, bytes that its order can't do without beside :func:`static_bytes`: the peak of what its actions
+    take and give back, one after another. All that the simulator counts, but for boundaries that wait to be read. Of ranks
+    with host copies 0."""
     temp = dict(costs.temp_bytes)
 
     @cache
@@ -90,7 +90,7 @@ def least_peaks(schedule: Schedule, costs: CostProfile) -> tuple[float, ...]:
 
 
 def rank_share(placement: Placement, costs: CostProfile, rank: int, flow: int) -> float:
-    """Bytes of residuals that a rank holds for one microbatch of a flow: the unit of activations."""
+    """Return bytes of residuals that a rank holds for one microbatch of a flow: the unit of activations."""
     groups = placement.flows[flow]
     return sum(costs.residual_bytes[s] / placement.span[s] for s in placement.stages_of(rank) if rank in groups[s])
 
@@ -105,7 +105,7 @@ def activation_units(costs: CostProfile, op: str, stage: int, share: float) -> t
 
 
 def slot_units(placement: Placement, costs: CostProfile) -> Callable[[int, Slot], tuple[int, int]]:
-    """``change(rank, slot)``: activations that a slot takes when it starts and when it ends, in a rank's shares of one
+    """Return ``change(rank, slot)``: activations that a slot takes when it starts and when it ends, in a rank's shares of one
     microbatch, times ``2**50``."""
 
     @cache
@@ -151,7 +151,7 @@ class _Grid:
 def _changes(
     graph: DependencyGraph, grid: _Grid, rank: int, start_s: Sequence[float], end_s: Sequence[float]
 ) -> list[tuple[float, int, int]]:
-    """(time, bytes, units) of every change on ``rank``, in order of time."""
+    """Return (time, bytes, units) of every change on ``rank``, in order of time."""
     placement = graph.schedule.placement
     num_flows = placement.num_flows
     shares = [rank_share(placement, grid.costs, rank, flow) for flow in range(num_flows)]
@@ -174,7 +174,7 @@ def _changes(
 def _boundaries_waiting(
     graph: DependencyGraph, grid: _Grid, start_s: Sequence[float], end_s: Sequence[float]
 ) -> dict[int, list[tuple[float, int, int]]]:
-    """Per rank, changes by boundaries that are on it and that no action reads yet."""
+    """Return, per rank, changes by boundaries that are on it and that no action reads yet."""
     first = len(graph.slots)
     read_s: dict[int, float] = {}
     changes: dict[int, list[tuple[float, int, int]]] = {}

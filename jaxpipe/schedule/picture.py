@@ -17,7 +17,7 @@ from jaxpipe.schedule.timeline import Event, Timeline, chunks_in
 
 
 def draw(timeline: Timeline, unit_s: float = 1.0) -> str:
-    """The compute lanes of ``timeline`` as text, ``unit_s`` seconds a column.
+    """Return the compute lanes of ``timeline`` as text, ``unit_s`` seconds a column.
 
     Raises:
         ScheduleError: ``unit_s`` is not positive.

@@ -126,7 +126,7 @@ class Placement:
         return any(g != 1 for g in self.span)
 
     def covering(self, stage: int, number: int, other: int) -> range:
-        """The numbers of the actions of stage ``other`` that share a microbatch with action ``number`` of ``stage``."""
+        """Return the numbers of the actions of stage ``other`` that share a microbatch with action ``number`` of ``stage``."""
         span, other_span = self.span[stage], self.span[other]
         return range(number * span // other_span, -(-(number + 1) * span // other_span))
 
@@ -135,11 +135,11 @@ class Placement:
         return any(len(flow[stage]) > 1 for flow in self.flows)
 
     def ranks(self, stage: int, microbatch: int) -> Group:
-        """The group of ranks that runs ``stage`` for ``microbatch``."""
+        """Return the group of ranks that runs ``stage`` for ``microbatch``."""
         return self.flows[microbatch % len(self.flows)][stage]
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages that ``rank`` runs in any flow, ascending: its chunks."""
+        """Return the stages that ``rank`` runs in any flow, ascending: its chunks."""
         return self._stages[rank]
 
     def predecessors(self, stage: int) -> tuple[int, ...]:
@@ -149,17 +149,18 @@ class Placement:
         return self._after[stage]
 
     def returning(self, stage: int) -> tuple[int, ...]:
-        """The successors that hand a gradient back."""
+        """Return the successors that hand a gradient back."""
         return self._returning[stage]
 
     @property
     def trunk(self) -> range:
-        """The stages that are no parts of vocabulary layers (:func:`with_vocabulary`)."""
+        """Return the stages that are no parts of vocabulary layers (:func:`with_vocabulary`)."""
         ends = self.num_ranks if self.kind.endswith(_VOCABULARY) else 0
         return range(ends, self.num_stages - (ends + 1 if ends else 0))
 
     def peers(self, stage: int) -> tuple[int, ...]:
-        """The other stages whose results a successor of ``stage`` takes, ascending: of a tower's end, those of the others."""
+        """Return the other stages whose results a successor of ``stage`` takes, ascending: of a tower's end, those of the
+        others."""
         return tuple(sorted({p for s in self.successors(stage) for p in self.predecessors(s)} - {stage}))
 
     def topological_order(self) -> tuple[int, ...]:
@@ -185,7 +186,7 @@ class Placement:
 
 
 def _grouped(n: int, pairs: Iterable[tuple[int, int]]) -> tuple[tuple[int, ...], ...]:
-    """Per first entry 0..n-1, the second entries of its pairs, in order."""
+    """Return, per first entry 0..n-1, the second entries of its pairs, in order."""
     groups: list[list[int]] = [[] for _ in range(n)]
     for key, value in pairs:
         groups[key].append(value)
@@ -205,7 +206,7 @@ def _topological_order(n: int, edges: Iterable[tuple[int, int]]) -> tuple[int, .
 
 
 def _wound(kind: str, ranks: int, chunks: int, turns_back: bool) -> Placement:
-    """``chunks`` a rank, each running down the ranks, or every second one back up."""
+    """Return ``chunks`` a rank, each running down the ranks, or every second one back up."""
     for name, size in (("ranks", ranks), ("chunks", chunks)):
         if size < 1:
             raise ScheduleError(f"number of {name} is {size}; want at least 1")
@@ -240,7 +241,8 @@ def bidirectional(ranks: int) -> Placement:
 
 
 def placement_named(kind: str, ranks: int, chunks: int | None = None) -> Placement:
-    """The placement of one of the :data:`CONSTRUCTORS`; ``chunks`` a rank where it may have any number of them (default 2).
+    """Return the placement of one of the :data:`CONSTRUCTORS`; ``chunks`` a rank where it may have any number of them
+    (default 2).
 
     Raises:
         ScheduleError: it has another number of chunks, or there is none of that name.
@@ -259,7 +261,7 @@ def placement_named(kind: str, ranks: int, chunks: int | None = None) -> Placeme
 
 
 def with_shared(base: Placement, stages: Iterable[int]) -> Placement:
-    """``base`` with each of ``stages`` spread over all ranks (a vocabulary layer shared by the whole pipeline)."""
+    """Return ``base`` with each of ``stages`` spread over all ranks (a vocabulary layer shared by the whole pipeline)."""
     shared = set(stages)
     outside = sorted(s for s in shared if not 0 <= s < base.num_stages)
     if outside:
@@ -270,7 +272,7 @@ def with_shared(base: Placement, stages: Iterable[int]) -> Placement:
 
 
 def with_vocabulary(base: Placement, *, barriers: int) -> Placement:
-    """``base``, a chain of n stages on p ranks, with embedding and head divided by words over all ranks.
+    """Return ``base``, a chain of n stages on p ranks, with a vocabulary-parallel embedding and head over all ranks.
 
     Stages, in order: p parts of the embedding, part r on rank r, whose results the first stage of the chain puts together; the
     chain (:attr:`Placement.trunk`); p parts of the head, part r on rank r, which all take what the last stage of the chain
@@ -295,7 +297,7 @@ def with_vocabulary(base: Placement, *, barriers: int) -> Placement:
 
 
 def with_span(base: Placement, spans: Mapping[int, int]) -> Placement:
-    """``base`` where stage s runs once for every ``spans[s]`` consecutive microbatches (a loss over several of them).
+    """Return ``base`` where stage s runs once for every ``spans[s]`` consecutive microbatches (a loss over several of them).
 
     Raises:
         ScheduleError: there is no such stage, or as :class:`Placement`.
@@ -306,8 +308,9 @@ def with_span(base: Placement, spans: Mapping[int, int]) -> Placement:
 
 
 def towers(parts: Mapping[str, Placement], join: Iterable[str]) -> Placement:
-    """The placements ``parts`` side by side, each on ranks of its own, and last a stage that takes the results of them all, on
-    the last rank of each part named in ``join`` (the loss of a model of several towers; on several ranks it is shared).
+    """Return the placements ``parts`` side by side, each on ranks of its own, and last a stage that takes the results of
+    them all, on the last rank of each part named in ``join`` (the loss of a model of several towers; on several ranks it is
+    shared).
 
     Stages and ranks are numbered in the order of ``parts``.
 
@@ -372,7 +375,7 @@ def format_placement(placement: Placement) -> str:
 
 
 def format_edges(placement: Placement) -> str:
-    """``chain``, ``none`` or a list such as ``0->2 1->2``."""
+    """Return ``chain``, ``none`` or a list such as ``0->2 1->2``."""
     if placement.edges == chain(placement.num_stages):
         return "chain"
     return " ".join(f"{a}->{b}" for a, b in placement.edges) or "none"

@@ -64,7 +64,7 @@ def import_module(name: str) -> None:
 
 
 def imported_modules() -> tuple[str, ...]:
-    """The names given to :func:`import_module`, for processes that must know the same families."""
+    """Return the names given to :func:`import_module`, for processes that must know the same families."""
     return tuple(_imported)
 
 

@@ -54,7 +54,7 @@ class Problem:
 
     @classmethod
     def of(cls, placement: Placement, num_microbatches: int, costs: CostProfile | None = None) -> Problem:
-        """The problem of ``placement`` with ``costs`` (default: F = B = W = 1 for one rank's share, no transfer time).
+        """Return the problem of ``placement`` with ``costs`` (default: F = B = W = 1 for one rank's share, no transfer time).
 
         TP collectives become part of the actions: generators order plain actions, where none is hidden.
 
@@ -103,18 +103,19 @@ class Problem:
         )
 
     def without_transfers(self) -> Problem:
-        """The same problem where every result is everywhere at once."""
+        """Return the same problem where every result is everywhere at once."""
         nothing = (0.0,) * self.num_replicas
         return replace(self, down_s=nothing, up_s=nothing, down_occupied_s=nothing, up_occupied_s=nothing)
 
     @cached_property
     def reserved(self) -> tuple[float, ...]:
-        """Per replica, what an F takes so that no B ever has to wait for memory: the larger of ``held`` and ``kept``."""
+        """Return, per replica, what an F takes so that no B ever has to wait for memory: the larger of ``held`` and
+        ``kept``."""
         return tuple(map(max, self.held, self.kept))
 
     @cached_property
     def round_trips(self) -> tuple[float, ...]:
-        """Per replica of a chain in one direction, least seconds from F's start to B's end."""
+        """Return, per replica of a chain in one direction, least seconds from F's start to B's end."""
         trips, way = [], 0.0
         for k in reversed(range(self.num_replicas)):
             way += self.f_s[k] + self.b_s[k]
@@ -164,28 +165,28 @@ class Problem:
         return len(self.rank)
 
     def code(self, op: int, replica: int, microbatch: int) -> int:
-        """The code of an action."""
+        """Return the code of an action."""
         return (op * len(self.rank) + replica) * self.num_microbatches + microbatch
 
     def decode(self, code: int) -> tuple[int, int, int]:
-        """(op, replica, microbatch) of a code."""
+        """Return (op, replica, microbatch) of a code."""
         where, microbatch = divmod(code, self.num_microbatches)
         op, replica = divmod(where, len(self.rank))
         return op, replica, microbatch
 
     def microbatches(self, replica: int) -> range:
-        """The microbatches that a replica runs: those of its flow."""
+        """Return the microbatches that a replica runs: those of its flow."""
         flow = replica // self.placement.num_stages
         return range(flow, self.num_microbatches, self.placement.num_flows)
 
     def replicas_of(self, rank: int) -> tuple[int, ...]:
-        """The replicas on ``rank``, ascending."""
+        """Return the replicas on ``rank``, ascending."""
         stages, mine = self.placement.num_stages, self.placement.stages_of(rank)
         flows = range(self.placement.num_flows)
         return tuple(k for flow in flows for s in mine if self.rank[k := flow * stages + s] == rank)
 
     def schedule(self, name: str, rows: CodeRows) -> Schedule:
-        """The schedule whose rank r issues the actions ``rows[r]``."""
+        """Return the schedule whose rank r issues the actions ``rows[r]``."""
         n, m, stages = len(self.rank), self.num_microbatches, self.placement.num_stages
         names = [(OPS[where // n], where % n % stages) for where in range(len(OPS) * n)]
         return Schedule(
@@ -193,7 +194,7 @@ class Problem:
         )
 
     def codes(self, schedule: Schedule) -> list[list[int]]:
-        """The rows of a schedule of this problem as codes. Offloads (O, L, S) are left out.
+        """Return the rows of a schedule of this problem as codes. Offloads (O, L, S) are left out.
 
         Raises:
             ScheduleError: it has braided slots or ops other than F, B, W, BW, O, L and S.
@@ -216,6 +217,7 @@ class Problem:
 
 
 def shares(placement: Placement, costs: CostProfile) -> tuple[float, ...]:
-    """Per replica, its rank's share of one microbatch of its flow, in bytes of residuals; for stages on single ranks."""
+    """Return, per replica, its rank's share of one microbatch of its flow, in bytes of residuals; for stages on single
+    ranks."""
     share = cache(partial(rank_share, placement, costs))
     return tuple(share(r, k) for k, flow in enumerate(placement.flows) for r, *_ in flow)

@@ -32,7 +32,7 @@ class Extents:
 
     @property
     def span(self) -> float:
-        """The longest rank span."""
+        """Return the longest rank span."""
         return max(last - first for first, last in zip(self.first_s, self.last_s, strict=True))
 
 
@@ -103,7 +103,7 @@ class Retimer:
         self._ready = [NEVER if needs else 0.0 for needs in tables.needs[: 3 * n] for _ in range(m)]
 
     def times(self, rows: CodeRows) -> Times:
-        """Every action of ``rows`` at its earliest.
+        """Return every action of ``rows`` at its earliest.
 
         W is taken to stand after its B in the row; the checker is who looks.
         """
@@ -160,7 +160,7 @@ class Retimer:
         return Times(tuple(first), tuple(free), start, deadlocked)
 
     def draft(self, rows: CodeRows) -> Draft | None:
-        """``rows`` with its times and peak; None if it deadlocks."""
+        """Return ``rows`` with its times and peak; None if it deadlocks."""
         times = self.times(rows)
         if times.deadlocked:
             return None
@@ -168,7 +168,7 @@ class Retimer:
 
 
 def peaks(problem: Problem, rows: CodeRows) -> tuple[float, ...]:
-    """Per rank, the peak of live activations of an order, in units of one rank's share of one microbatch."""
+    """Return, per rank, the peak of live activations of an order, in units of one rank's share of one microbatch."""
     m, n = problem.num_microbatches, problem.num_replicas
     held, residues = problem.held, problem.kept
     at_start = [*held, *([0.0] * (3 * n))]
@@ -195,14 +195,14 @@ def peaks(problem: Problem, rows: CodeRows) -> tuple[float, ...]:
 
 
 def within(drafts: Iterable[Draft | None], limit: float) -> Iterator[Draft]:
-    """Those that hold at most ``limit`` (units of a rank's share)."""
+    """Return those that hold at most ``limit`` (units of a rank's share)."""
     return (draft for draft in drafts if draft is not None and draft.peak <= limit * SLACK)
 
 
 def best_of(
     drafts: Iterable[Draft | None], anchor: Draft | None = None, objective: Objective = "makespan"
 ) -> Draft | None:
-    """The first of the drafts by :meth:`Draft.key`, among those :meth:`no worse <Draft.no_worse_than>` than ``anchor``.
+    """Return the first of the drafts by :meth:`Draft.key`, among those :meth:`no worse <Draft.no_worse_than>` than ``anchor``.
 
     An anchor is a known answer: with one, the result is at least as good in makespan *and* in span *and* in peak, where
     choosing by makespan alone would trade one for another.

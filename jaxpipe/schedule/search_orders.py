@@ -56,7 +56,7 @@ class Candidate:
         return cls(setting, schedule, costs, timeline, timeline.makespan, timeline.max_span, peak)
 
     def key(self, objective: Objective) -> tuple[float, float, float]:
-        """The smaller, the better."""
+        """Return what candidates are compared by: the smaller, the better."""
         return order_key(objective, self.makespan, self.span, self.peak)
 
 
@@ -107,7 +107,7 @@ class _Search:
     beat: float = float("inf")
 
     def run(self, families: Iterable[Family]) -> Candidate | None:
-        """All settings of all families; then what needs too much memory, the fastest first, through the offload pass."""
+        """Try all settings of all families; then what needs too much memory, the fastest first, through the offload pass."""
         for family in families:
             for setting in settings_of(family, self.task):
                 if not self._is_hopeless(setting):
@@ -136,7 +136,7 @@ class _Search:
                 self._pass(candidate, self.task.memory_limit)
 
     def _pass(self, candidate: Candidate, limit: float | None = None) -> float:
-        """The peak after the offload pass over a candidate, which is kept where it then fits."""
+        """Return the peak after the offload pass over a candidate, which is kept where it then fits."""
         setting = replace(candidate.setting, offload=True)
         self.on_trial(setting, self.best)
         done = offload_pass(candidate.schedule, candidate.costs, memory_limit=limit)
@@ -249,8 +249,8 @@ def best_of_family(
     on_better: Callable[[Candidate], object] = lambda candidate: None,
     beat: float = float("inf"),
 ) -> Candidate:
-    """The best setting of one family; ``on_better`` is called with each that beats all before it. Only what may take less than
-    ``beat`` seconds goes through the offload pass.
+    """Return the best setting of one family; ``on_better`` is called with each that beats all before it. Only what may take
+    less than ``beat`` seconds goes through the offload pass.
 
     Raises:
         ScheduleError: none of its settings works; says why the first one doesn't.
@@ -289,7 +289,7 @@ def best_schedule(
     objective: Objective = "makespan",
     families: Iterable[str] | None = None,
 ) -> Candidate:
-    """The best feasible schedule of all families and their parameters; arguments as in :class:`Task`.
+    """Return the best feasible schedule of all families and their parameters; arguments as in :class:`Task`.
 
     ``families``: names to choose among; all by default. ``objective``: ``makespan``, or ``span`` (longest rank span, what
     counts when the optimizer step does not wait for the slowest rank).
@@ -322,7 +322,7 @@ def best_for(
 
 
 def _nothing(families: Iterable[Family], task: Task) -> str:
-    """Why nothing keeps the limit, with the smallest limit that does."""
+    """Explain why nothing keeps the limit, with the smallest limit that does."""
     candidates = []
     # families that take a limit give their leanest order under the least one
     for setting in chain.from_iterable(settings_of(family, replace(task, memory_limit=1.0)) for family in families):

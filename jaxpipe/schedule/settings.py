@@ -69,7 +69,7 @@ class Task:
     separate: bool = False
 
     def costs_for(self, placement: Placement) -> CostProfile:
-        """The profile for schedules of ``placement``.
+        """Return the profile for schedules of ``placement``.
 
         Raises:
             ScheduleError: the task's profile has another number of stages.
@@ -87,7 +87,7 @@ class Task:
 
 
 def settings_of(family: Family, task: Task) -> Iterator[Setting]:
-    """Every setting of ``family`` worth a try for ``task``, the offload pass apart."""
+    """Yield every setting of ``family`` worth a try for ``task``, the offload pass apart."""
     for chunks in _chunks(family, task):
         for group in _groups(task) if "group" in family.options else (None,):
             for limit in _limits(task, chunks) if "memory_limit" in family.options else (None,):
@@ -124,8 +124,8 @@ def _groups(task: Task) -> Iterable[int]:
 
 
 def _limits(task: Task, chunks: int) -> Iterable[float | None]:
-    """The task's limit first; then whole chunks just below it and :data:`LIMITS`: a search with less room may find more, and
-    one with more room leaves something to offload."""
+    """Return the task's limit first; then whole chunks just below it and :data:`LIMITS`: a search with less room may find
+    more, and one with more room leaves something to offload."""
     limit = task.memory_limit
     costs = task.costs if isinstance(task.costs, CostProfile) else task.costs_for(one_to_one(task.ranks))
     candidates = [x * task.ranks for x in LIMITS if x * task.ranks < limit or task.may_offload(costs)]

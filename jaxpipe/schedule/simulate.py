@@ -30,7 +30,7 @@ from jaxpipe.schedule.timeline import Event, Timeline
 
 
 def simulate(schedule: Schedule, costs: CostProfile) -> Timeline:
-    """The timeline of ``schedule`` under ``costs``; times are seconds from the start of the step.
+    """Return the timeline of ``schedule`` under ``costs``; times are seconds from the start of the step.
 
     Transfers that take time appear as events on the lane ``send`` of the sending rank.
 
@@ -67,7 +67,7 @@ def _key(slot: Slot) -> object:
 
 
 def _with_collectives(timeline: Timeline, lanes: Mapping[object, Woven]) -> Timeline:
-    """``timeline`` with what its compute slots do on the TP lane."""
+    """Return ``timeline`` with what its compute slots do on the TP lane."""
     exposed = [0.0] * timeline.num_ranks
     events: list[Event] = []
     for event in timeline.events:
@@ -84,7 +84,7 @@ def _with_collectives(timeline: Timeline, lanes: Mapping[object, Woven]) -> Time
 def replay(
     schedule: Schedule, durations: Mapping[tuple[int, Slot], float], costs: CostProfile | None = None
 ) -> Timeline:
-    """The same order with a given duration (seconds) for each slot of each rank, and no time for communication.
+    """Return the same order with a given duration (seconds) for each slot of each rank, and no time for communication.
 
     A slot that only waits (S) may be left out and takes 0 s.
 
@@ -116,7 +116,7 @@ def replay(
 
 
 def runnable(schedule: Schedule) -> DependencyGraph:
-    """The graph of a schedule whose actions all have a place and something to wait for.
+    """Return the graph of a schedule whose actions all have a place and something to wait for.
 
     Raises:
         ScheduleError: one has not.
@@ -170,7 +170,7 @@ def _timeline(
 
 
 def _events(graph: DependencyGraph, start_s: Sequence[float], end_s: Sequence[float]) -> tuple[Event, ...]:
-    """Events rank after rank, each rank's in order of start."""
+    """Return events rank after rank, each rank's in order of start."""
     first = len(graph.slots)
     sent: dict[int, list[Event]] = {}
     for k, transfer in enumerate(graph.transfers, start=first):

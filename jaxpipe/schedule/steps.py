@@ -37,14 +37,15 @@ class StepsTimeline(Timeline):
 
     @property
     def period_s(self) -> float:
-        """Seconds from the end of the last step but one to that of the last."""
+        """Return the seconds from the end of the last step but one to that of the last."""
         return self.ends_s[-1] - self.ends_s[-2]
 
 
 def simulate_steps(
     schedule: Schedule, costs: CostProfile, steps: int, update_s: float = 0.0, post_validation: bool = False
 ) -> StepsTimeline:
-    """``steps`` steps of ``schedule``, each rank updating for ``update_s`` seconds between them, in the unit of ``costs``.
+    """Return ``steps`` steps of ``schedule``, each rank updating for ``update_s`` seconds between them, in the unit of
+    ``costs``.
 
     Raises:
         ScheduleError: as :func:`~jaxpipe.schedule.simulate.simulate`; fewer than two steps, or a negative or infinite update.
@@ -69,7 +70,7 @@ def simulate_steps(
 
 
 def _repeated(schedule: Schedule, steps: int) -> Schedule:
-    """``schedule`` so many times; a step's microbatches begin at a multiple of the flows."""
+    """Return ``schedule`` so many times; a step's microbatches begin at a multiple of the flows."""
     placement, m = schedule.placement, schedule.num_microbatches
     stride = -(-m // placement.num_flows) * placement.num_flows
     rows = [tuple(_later(slot, k * stride, placement) for k in range(steps) for slot in row) for row in schedule.rows]
@@ -82,14 +83,14 @@ def _later(slot: Slot, microbatches: int, placement: Placement) -> Slot:
 
 
 def _by_step(graph: DependencyGraph, rank: int, steps: int) -> list[list[int]]:
-    """Numbers of the rank's compute slots, step by step."""
+    """Return the numbers of the rank's compute slots, step by step."""
     slots = graph.lanes[rank]["compute"]
     each = len(slots) // steps
     return [slots[k * each : (k + 1) * each] for k in range(steps)]
 
 
 def _with_updates(graph: DependencyGraph, computes: list[list[list[int]]], post_validation: bool) -> DependencyGraph:
-    """``graph`` with the waits between steps; an update is a transfer of a rank to itself that moves nothing."""
+    """Return ``graph`` with the waits between steps; an update is a transfer of a rank to itself that moves nothing."""
     waits, transfers, sends = list(graph.waits), list(graph.transfers), dict(graph.sends)
     for k in range(1, len(computes[0])):
         updates: dict[int, int] = {}

@@ -45,7 +45,7 @@ _EXCERPT = 60
 
 
 def parse_schedule(text: str, path: str = "<text>") -> Schedule:
-    """The schedule that ``text`` describes; its validity is the checker's business.
+    """Return the schedule that ``text`` describes; its validity is the checker's business.
 
     Raises:
         ScheduleParseError: naming ``path``, the line, an excerpt and what to write instead.
@@ -54,7 +54,7 @@ def parse_schedule(text: str, path: str = "<text>") -> Schedule:
 
 
 def parse_slot(token: str) -> Slot:
-    """``F2.0`` as an :class:`Action`, ``F3.5+BW1.2`` as a :class:`Braid`.
+    """Return ``F2.0`` as an :class:`Action`, ``F3.5+BW1.2`` as a :class:`Braid`.
 
     Raises:
         ScheduleParseError: the token is malformed or names an op that is not registered.

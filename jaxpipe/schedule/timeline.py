@@ -57,7 +57,7 @@ class Timeline:
     tp_exposed_s: tuple[float, ...] = ()
 
     def of(self, rank: int, lane: str | None = None) -> Iterator[Event]:
-        """Events of one rank (and one lane), in order."""
+        """Return events of one rank (and one lane), in order."""
         return (e for e in self.events if e.rank == rank and (lane is None or e.lane == lane))
 
     def _extent(self) -> tuple[list[float], list[float]]:
@@ -80,7 +80,7 @@ class Timeline:
 
     @property
     def spans(self) -> tuple[float, ...]:
-        """Per rank, last end minus first start."""
+        """Return, per rank, last end minus first start."""
         first, last = self._extent()
         return tuple(max(0.0, b - a) for a, b in zip(first, last, strict=True))
 
@@ -90,7 +90,7 @@ class Timeline:
 
     @property
     def compute_s(self) -> tuple[float, ...]:
-        """Per rank, seconds spent on the compute lane, waits for TP collectives left out: those count as bubble."""
+        """Return, per rank, seconds spent on the compute lane, waits for TP collectives left out: those count as bubble."""
         total = [-x for x in self.tp_exposed_s] or [0.0] * self.num_ranks
         for e in self.events:
             if e.lane == "compute":
@@ -115,7 +115,7 @@ class Timeline:
 
     @property
     def peak_bytes(self) -> tuple[float, ...]:
-        """Per rank, static bytes plus the peak of the memory curve."""
+        """Return, per rank, static bytes plus the peak of the memory curve."""
         static = self.static_bytes or (0.0,) * self.num_ranks
         return tuple(s + m.peak for s, m in zip(static, self.memory, strict=True))
 
@@ -125,7 +125,7 @@ def _idle_share(busy: float, total: float) -> float:
 
 
 def chunks_in(events: Iterable[Event]) -> dict[tuple[int, int], int]:
-    """(rank, stage) → which chunk of that rank the stage is among those in ``events``, by ascending stage."""
+    """Return (rank, stage) → which chunk of that rank the stage is among those in ``events``, by ascending stage."""
     stages: dict[int, set[int]] = {}
     for event in events:
         stages.setdefault(event.rank, set()).update(a.stage for a in event.action.actions)

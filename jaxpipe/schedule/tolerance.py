@@ -27,10 +27,10 @@ def at_most(x: float, most: float) -> bool:
 
 
 def how_many(size: float, limit: float) -> int:
-    """How many of ``size`` (> 0) fit into a finite ``limit``."""
+    """Return how many of ``size`` (> 0) fit into a finite ``limit``."""
     return floor(limit / size * (1 + MEMORY))
 
 
 def nine_digits(x: float) -> float:
-    """``x`` as it is compared: equal but for rounding is equal. For sorting, where :func:`close` is not transitive."""
+    """Return ``x`` as it is compared: equal but for rounding is equal. For sorting, where :func:`close` is not transitive."""
     return float(f"{x:.9g}")

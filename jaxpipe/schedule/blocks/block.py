@@ -53,7 +53,8 @@ class BuildingBlock:
         backward: Sequence[int],
         fused: bool = False,
     ) -> BuildingBlock:
-        """The block of one microbatch with these offsets along the chain, and W greedily in the cells that F and B leave.
+        """Return the block of one microbatch with these offsets along the chain, and W greedily in the cells that F and B
+        leave.
 
         ``forward[s]``: cells from F of stage s to F of stage s+1. ``turn``: from the last stage's F to its B.
         ``backward[k]``: from the k-th B to the next, in the order they run (last stage first). ``fused``: BW instead of B, W.
@@ -75,41 +76,41 @@ class BuildingBlock:
 
     @property
     def period(self) -> int:
-        """Cells after which the repeated pattern comes again: T, or a group's interval."""
+        """Return the cells after which the repeated pattern comes again: T, or a group's interval."""
         return self.group_interval if self.group else self.interval
 
     def start(self, k: int) -> int:
-        """The cell at which the k-th block of the pipeline starts."""
+        """Return the cell at which the k-th block of the pipeline starts."""
         groups, k = divmod(k, self.group) if self.group else (0, k)
         return groups * self.group_interval + k * self.interval
 
     def rank(self, stage: int, microbatch: int) -> int:
-        """The rank that runs ``stage`` for the block's microbatch."""
+        """Return the rank that runs ``stage`` for the block's microbatch."""
         return self.placement.ranks(stage, microbatch)[0]
 
     @property
     def ends(self) -> Cells:
-        """``[j][s]``: the cell of W, or the second one of BW: the last in which the activation lives."""
+        """Return ``[j][s]``: the cell of W, or the second one of BW: the last in which the activation lives."""
         return self.weight or tuple(tuple(cell + 1 for cell in row) for row in self.backward)
 
     def places(self, cells: Cells) -> Iterator[tuple[int, int]]:
-        """(rank, cell modulo the period) of everything that stands at ``cells[j][s]``, once for each block of a group."""
+        """Yield (rank, cell modulo the period) of everything that stands at ``cells[j][s]``, once for each block of a group."""
         for j, row in enumerate(cells):
             for s, cell in enumerate(row):
                 yield from self.copies(self.rank(s, j), cell)
 
     def copies(self, rank: int, cell: int) -> list[tuple[int, int]]:
-        """``cell`` of ``rank`` modulo the period, in each block of a group."""
+        """Return ``cell`` of ``rank`` modulo the period, in each block of a group."""
         return [(rank, (cell + self.start(k)) % self.period) for k in range(max(1, self.group))]
 
     def collisions(self) -> list[tuple[int, int]]:
-        """(rank, cell modulo the period) where actions meet when the block repeats; empty for a legal block."""
+        """Return (rank, cell modulo the period) where actions meet when the block repeats; empty for a legal block."""
         occupancy = Counter(place for cells in (self.forward, self.backward, self.ends) for place in self.places(cells))
         return [place for place, count in occupancy.items() if count > 1]
 
     def steady_peaks(self, weights: Sequence[float] | None = None) -> tuple[float, ...]:
-        """Per rank, the most that lives at one cell of the steady phase: what no repeat exceeds on the grid. It is at most
-        equation 1, Σ ⌈lifespan / T⌉ × activation over the stages of a rank, whose maxima may not coincide.
+        """Return, per rank, the most that lives at one cell of the steady phase: what no repeat exceeds on the grid. It is
+        at most equation 1, Σ ⌈lifespan / T⌉ × activation over the stages of a rank, whose maxima may not coincide.
 
         ``weights[s]``: activation of stage s (default 1 each: chunks).
         """
@@ -129,7 +130,7 @@ class BuildingBlock:
 
 
 def with_weight_gradients(block: BuildingBlock) -> BuildingBlock:
-    """The block of split B and W: each W at the first cell after its B whose residue F, B and earlier W leave free.
+    """Return the block of split B and W: each W at the first cell after its B whose residue F, B and earlier W leave free.
 
     Ws are placed in the order of their Bs. Where no residue is free, W stands directly after B (the block then collides).
     """

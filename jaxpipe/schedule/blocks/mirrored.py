@@ -86,7 +86,8 @@ class Lattice:
 
     @classmethod
     def of(cls, problem: Problem, limit: float) -> Lattice | None:
-        """None: the problem is no V, its stages differ by more than :data:`_ALIKE`, or nothing takes time or memory."""
+        """Return the lattice of ``problem``; None if it is no V, its stages differ by more than :data:`_ALIKE`, or nothing
+        takes time or memory."""
         p, down, up = problem.num_ranks, problem.down_s, problem.up_s
         seconds = (problem.f_s, problem.b_s, problem.w_s)
         crossings = (*down[: p - 1], *down[p:-1], *up[1:p], *up[p + 1 :])
@@ -106,7 +107,7 @@ class Lattice:
 
     @property
     def work(self) -> int:
-        """Cells of one microbatch on a rank."""
+        """Return the cells of one microbatch on a rank."""
         return 2 * sum(self.size)
 
     def least(self, g: int) -> float:
@@ -117,7 +118,8 @@ class Lattice:
 
 
 def _cell(f: float, b: float, w: float) -> float:
-    """Seconds of the coarsest cell of which all three are nearly multiples, or of the best of those that are tried."""
+    """Return the seconds of the coarsest cell of which all three are nearly multiples, or of the best of those that are
+    tried."""
     tried = []
     for parts in range(1, _CELLS + 1):
         cell = max(f, b) / parts
@@ -154,7 +156,7 @@ class Beam:
         budget.spent += self.cells.size / _CELLS_PER_S
 
     def _cells(self) -> tuple[Array, Array]:
-        """Which cells an F that starts at s and its mirror image take, a bit each; and whether they don't overlap."""
+        """Return which cells an F that starts at s and its mirror image take, a bit each; and whether they don't overlap."""
         f, b, _ = self.lattice.size
         words = np.zeros((self.period, -(-self.period // _WORD)), np.uint64)
         free = np.ones(self.period, bool)
@@ -167,7 +169,8 @@ class Beam:
         return words, free
 
     def paths(self, most: int) -> Iterator[list[Array]]:
-        """Up to ``most`` paths, those that hold least first: for each rank and microbatch the starts of F of chunk 0 and 1."""
+        """Yield up to ``most`` paths, those that hold least first: for each rank and microbatch the starts of F of chunk 0
+        and 1."""
         p, lattice = self.lattice.ranks, self.lattice
         now, left, area = self._start_on_first_rank()
         share, leaning = left, np.zeros(len(now), np.int64)  # waits of each microbatch in all
@@ -234,7 +237,7 @@ class Beam:
         return now[best], waits[best], area[best]
 
     def _sample_rows(self, *columns: Array) -> tuple[Array, ...]:
-        """The same rows of all ``columns``, all or :data:`_MOST` by chance."""
+        """Return the same rows of all ``columns``, all or :data:`_MOST` by chance."""
         rows = len(columns[0])
         if rows <= _MOST:
             return columns
@@ -247,8 +250,8 @@ class Beam:
         return self.free[at] & ((occupied & addition) == 0).all(-1), occupied | addition
 
     def _extend_to_next_rank(self, now: Array, left: Array, last: bool) -> tuple[Array, Array, Array, Array]:
-        """The next rank: the row that each comes from, starts, waits that are left, and by how much those of chunk 1 are more
-        than those of chunk 0."""
+        """Extend paths by a rank: return the row that each comes from, starts, waits that are left, and by how much those of
+        chunk 1 are more than those of chunk 0."""
         come, step = np.arange(len(now)), self.lattice.step
         occupied = np.zeros((len(now), self.cells.shape[1]), np.uint64)
         then, rest = np.zeros((len(now), 0, 2), np.int64), np.zeros((len(now), 0), np.int64)
@@ -292,20 +295,21 @@ class Beam:
         return end, back, served, waiting
 
     def _cells_waited(self, starts: Array) -> Array:
-        """Cells that W's wait, all together; -1 where there are too few gaps."""
+        """Return the cells that W's wait, all together; -1 where there are too few gaps."""
         end, back, served, waiting = self._weights_in_gaps(starts)
         waited = (served * end + self.lattice.size[W] * (served * (served - 1) // 2) - back * end).sum(1)
         return np.where(served.sum(1) == 2 * self.g, waited + waiting * self.period, -1)
 
     def _best_rows(self, rows: Array, starts: Array, rest: Array, leans: Array, score: Array) -> Array:
-        """The ``width`` rows of least score, of those with the same starts and waits left that lean about as much one."""
+        """Return the ``width`` rows of least score, of those with the same starts and waits left that lean about as much
+        one."""
         rows = rows[np.argsort(score[rows], kind="stable")][: 8 * self.width]
         same = np.concatenate([starts[rows].reshape(len(rows), 2 * self.g), rest[rows], leans[rows, None] // 4], 1)
         _, first = np.unique(same, axis=0, return_index=True)
         return rows[np.sort(first)][: self.width]
 
     def block(self, path: Sequence[Array]) -> BuildingBlock:
-        """The building block of a path: whole times from residues, with W's in the gaps."""
+        """Return the building block of a path: whole times from residues, with W's in the gaps."""
         f, p, g = self.lattice.size[F], self.lattice.ranks, self.g
         last, step, turn = 2 * p - 1, self.lattice.step, self.lattice.turn
         start: dict[tuple[int, int, int], int] = {}  # by op, microbatch, stage
@@ -347,8 +351,9 @@ class Beam:
 def mirrored_cycles(
     problem: Problem, limits: Sequence[float], part: int, parts: int, budget: Budget, seed: int
 ) -> Iterator[tuple[Draft, str]]:
-    """Orders from mirrored cycles, every ``parts``-th kind from ``part`` on: short periods first, until there is a cycle; then
-    all up to a little more, again and again with wider beams, other seeds and another part, until the budget ends."""
+    """Yield orders from mirrored cycles, every ``parts``-th kind from ``part`` on: short periods first, until there is a
+    cycle; then all up to a little more, again and again with wider beams, other seeds and another part, until the budget
+    ends."""
     limit, finisher = min(limits), Finisher(problem)
     lattice = Lattice.of(problem, limit) if limit < inf else None
     if lattice is None:

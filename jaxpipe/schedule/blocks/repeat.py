@@ -13,7 +13,7 @@ from jaxpipe.schedule.problem import BW, B, F, Problem, W
 
 
 def repeat(block: BuildingBlock, problem: Problem, places: Sequence[int] | None = None) -> list[list[int]]:
-    """Rows of codes: every action of ``problem``'s microbatches on its rank, in the order of its cell.
+    """Return rows of codes: every action of ``problem``'s microbatches on its rank, in the order of its cell.
 
     ``places``: the microbatch at each place of the repetition, -1 where one is left out (default: all in turn). Leaving out
     whole microbatches keeps what the others wait for. A last block that is only partly needed is cut. A block that collides
@@ -24,7 +24,7 @@ def repeat(block: BuildingBlock, problem: Problem, places: Sequence[int] | None 
 
 
 def cells_of(block: BuildingBlock, problem: Problem, places: Sequence[int] | None = None) -> dict[int, int]:
-    """The cell at which each action of ``problem``'s microbatches starts, by code; ``places`` as for :func:`repeat`."""
+    """Return the cell at which each action of ``problem``'s microbatches starts, by code; ``places`` as for :func:`repeat`."""
     assert block.placement == problem.placement
     n, m, stages, flows = (
         block.num_microbatches,
@@ -43,7 +43,7 @@ def cells_of(block: BuildingBlock, problem: Problem, places: Sequence[int] | Non
 
 
 def rows_of(problem: Problem, cells: Mapping[int, int]) -> list[list[int]]:
-    """Per rank, its actions in the order of their cells."""
+    """Return, per rank, its actions in the order of their cells."""
     rows: list[list[int]] = [[] for _ in range(problem.num_ranks)]
     for code in sorted(cells, key=lambda code: (cells[code], code)):
         rows[problem.rank[code // problem.num_microbatches % problem.num_replicas]].append(code)

@@ -39,7 +39,7 @@ _LARGEST = 5
 
 
 def searched(ranks: int, most: float) -> Iterator[BuildingBlock]:
-    """The blocks that don't collide and whose first rank may live with ``most`` chunks, longest lifespans first."""
+    """Yield the blocks that don't collide and whose first rank may live with ``most`` chunks, longest lifespans first."""
     blocks = []
     for f1, b1, b0 in permutations(range(1, T), 3):
         offsets = {(x - y) % T for x in (f1, b0) for y in (0, b1)}  # flows that come up, less those that go down
@@ -58,7 +58,7 @@ def searched(ranks: int, most: float) -> Iterator[BuildingBlock]:
 
 
 def _offsets(ranks: int) -> Iterator[tuple[int, ...]]:
-    """Every δ⁰ from each rank to the next: one value above rank K, a smaller one below."""
+    """Yield every δ⁰ from each rank to the next: one value above rank K, a smaller one below."""
     if ranks == 1:
         yield ()
     for first in range(1, _LARGEST + 1):
@@ -74,7 +74,7 @@ def _turn(cells: int) -> int:
 
 
 def cells_with_ends(block: BuildingBlock, problem: Problem) -> dict[int, int] | None:
-    """The cell of each action, by code; None if the rule for the warm-up doesn't fit the block.
+    """Return the cell of each action, by code; None if the rule for the warm-up doesn't fit the block.
 
     With fewer than 2p microbatches the warm-up is that of 2p, and the rest is left out.
     """
@@ -111,7 +111,7 @@ def cells_with_ends(block: BuildingBlock, problem: Problem) -> dict[int, int] | 
 
 
 def _warm_up(problem: Problem, rank: int, row: Sequence[int], most: int) -> list[int]:
-    """``row`` with all that stands before its first B of the first chunk in the order of the rule."""
+    """Return ``row`` with all that stands before its first B of the first chunk in the order of the rule."""
     p, flow = problem.num_ranks, problem.num_ranks * problem.num_microbatches
     first = next(at for at, code in enumerate(row) if code // flow == 2)
     down, up, backward, weight = ([c for c in row[:first] if c // flow == which] for which in (0, 1, 3, 5))

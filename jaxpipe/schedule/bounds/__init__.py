@@ -33,7 +33,7 @@ __all__ = ["lower_bound", "rank_lower_bounds", "span_lower_bound"]
 def lower_bound(
     placement: Placement, microbatches: int, costs: CostProfile, *, memory_limit: Limit = None, offload: bool = False
 ) -> float:
-    """Seconds that no valid schedule's makespan can be below.
+    """Return the seconds that no valid schedule's makespan can be below.
 
     ``memory_limit``: activations a rank may hold at once, in units of one rank's share of a microbatch; one number, or one
     per rank. ``offload``: activations may be moved to host memory. Infinite if no schedule keeps to the limit.
@@ -47,7 +47,7 @@ def lower_bound(
 def span_lower_bound(
     placement: Placement, microbatches: int, costs: CostProfile, *, memory_limit: Limit = None, offload: bool = False
 ) -> float:
-    """Seconds that no valid schedule's longest rank span (last end − first start of one rank) can be below.
+    """Return the seconds that no valid schedule's longest rank span (last end − first start of one rank) can be below.
 
     ``memory_limit``, ``offload``, Raises: as :func:`lower_bound`.
     """
@@ -57,7 +57,7 @@ def span_lower_bound(
 def rank_lower_bounds(
     placement: Placement, microbatches: int, costs: CostProfile, *, memory_limit: Limit = None, offload: bool = False
 ) -> tuple[float, ...]:
-    """Per rank, seconds that its span can't be below in any valid schedule.
+    """Return, per rank, seconds that its span can't be below in any valid schedule.
 
     ``memory_limit``, ``offload``, Raises: as :func:`lower_bound`.
     """
@@ -94,7 +94,8 @@ class _Bounds:
         return spans
 
     def _through_others(self) -> Iterator[float]:
-        """Per rank: it starts before what it feeds and ends after what feeds its backwards; −inf if it feeds no other rank.
+        """Bound each rank's span by others: it starts before what it feeds and ends after what feeds its backwards; −inf if
+        it feeds no other rank.
 
         Let e's first stage be s, and let this rank run a stage a < s. The first F on e has this rank's F of stage a before it
         by at least head(s) − head(a). After the last B on e (its microbatch's B of s is not earlier), that microbatch's B and
@@ -115,7 +116,7 @@ class _Bounds:
 
 
 def _rank_reasons(visits: list[Visit], confined: Confined) -> Iterable[float]:
-    """Why this rank's last action, or what must follow it on other ranks, can't end earlier."""
+    """Yield seconds before which this rank's last action, or what must follow it on other ranks, can't end."""
     if not visits:
         return
     head = min(v.flow.head[v.stage] for v in visits)
@@ -126,8 +127,8 @@ def _rank_reasons(visits: list[Visit], confined: Confined) -> Iterable[float]:
 
 
 def _released_and_due(visits: list[Visit]) -> float:
-    """The longest of: a time, all work of this rank that can't start before it and must have an equal time behind its end, and
-    that time behind it. Of a backward only the way to the cotangent has anything behind it."""
+    """Return the longest of: a time, all work of this rank that can't start before it and must have an equal time behind
+    its end, and that time behind it. Of a backward only the way to the cotangent has anything behind it."""
     work = [(v.flow.head[v.stage], v.count * v.flow.forward[v.stage], v.flow.after_forward(v.stage)) for v in visits]
     for v in visits:
         start, back, passed = v.flow.back_start[v.stage], v.flow.backward[v.stage], v.flow.passed[v.stage]

@@ -40,7 +40,8 @@ class Run:
 
 
 def meet(run: Run, top: Resident, limit: float, starts: Sequence[float]) -> Confined:
-    """Least time of rank e's work when no more than ``limit`` may be held there; ``starts``: least start of its j-th F."""
+    """Return the least time of rank e's work when no more than ``limit`` may be held there; ``starts``: least start of its
+    j-th F."""
     m = top.count
     lanes = how_many(top.held, limit) if top.held > 0 else m
     bound = Confined(0.0, 0.0)
@@ -91,7 +92,7 @@ class _Legs:
 
 
 def _sums(seconds: Sequence[float], hops: Sequence[float]) -> list[float]:
-    """``[k]``: the first k of ``seconds`` with the transfers between them."""
+    """Return prefix sums; ``[k]``: the first k of ``seconds`` with the transfers between them."""
     sums = [0.0]
     for k, s in enumerate(seconds):
         sums.append(sums[-1] + s + (hops[k - 1] if k else 0.0))
@@ -140,6 +141,6 @@ def _steady(old: Sequence[float], new: Sequence[float]) -> bool:
 
 
 def _repeat(old: Sequence[float], new: Sequence[float], cycles: int) -> list[float]:
-    """``old`` after so many cycles: what one cycle adds everywhere, each further one adds at least."""
+    """Return ``old`` after so many cycles: what one cycle adds everywhere, each further one adds at least."""
     added = min(map(float.__sub__, new, old))
     return [t + cycles * added for t in old]

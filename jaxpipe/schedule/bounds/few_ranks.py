@@ -104,7 +104,7 @@ class FewRanks:
         return self.ticks.span_bound_s(ticks) if self.span else self.ticks.makespan_bound_s(ticks)
 
     def orders(self, ranks: Sequence[int]) -> Orders:
-        """The orders of ``ranks`` (ascending)."""
+        """Return the orders of ``ranks`` (ascending)."""
         flow, of = self.flow, self.ticks.of
         stages = [s for s, rank in enumerate(self.rank_of) if rank in ranks]
         stay: dict[int, Resident] = {
@@ -179,7 +179,8 @@ class FewRanks:
 
 
 def _raised(orders: Orders | HostOrders, least: int, top: int, budget: Budget) -> Iterator[int]:
-    """Ticks that no order's objective is below: one step after the other from ``least`` to ``top``, or what it can't exceed."""
+    """Yield the ticks that no order's objective is below: one step after the other from ``least`` to ``top``, or what it
+    can't exceed."""
     late = late_for(budget, _STATES_PER_S)
     for part in range(1, _PARTS_OF_GAP + 1):
         most = least + (top - least) * part // _PARTS_OF_GAP - 1

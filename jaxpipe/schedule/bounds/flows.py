@@ -51,7 +51,8 @@ class Flows:
         return max(flow.back_start[s] + flow.waits_bw[s] for flow in self.all for s in stages)
 
     def link_reasons(self) -> Iterator[float]:
-        """Per directed pair of ranks: the first boundary that can be sent, all of the pair's transfers, what must follow."""
+        """Yield, per directed pair of ranks: the first boundary that can be sent, all of the pair's transfers, what must
+        follow."""
         traffic: dict[tuple[int, int], list[_Traffic]] = {}
         for flow, count in zip(self.all, self.counts, strict=True):
             for pair, sent in flow.transfers():
@@ -121,15 +122,15 @@ class Flow:
         return [(sources[0], rank) for rank in targets if rank not in sources]
 
     def hop(self, src: int, dst: int, boundary: int) -> float:
-        """Seconds that the boundary of stage ``boundary`` takes from stage ``src`` to stage ``dst``."""
+        """Return the seconds that the boundary of stage ``boundary`` takes from stage ``src`` to stage ``dst``."""
         return max((self.costs.transfer_s(a, b, boundary) for a, b in self._routes(src, dst)), default=0.0)
 
     def after_forward(self, s: int) -> float:
-        """Seconds that must follow the end of a forward."""
+        """Return the seconds that must follow the end of a forward."""
         return self.round_trip[s] - self.forward[s] + self.passed[s] + self.tail[s]
 
     def way_back(self) -> list[float]:
-        """Per stage of a chain: seconds from the end of its B to the end of the same microbatch's B of stage 0."""
+        """Return, per stage of a chain: seconds from the end of its B to the end of the same microbatch's B of stage 0."""
         way = [0.0]
         for s in range(len(self.groups) - 1):
             way.append(way[s] + self.passed[s] + self.hop(s + 1, s, s))
@@ -154,7 +155,7 @@ class Flow:
 
 
 def _cheapest(costs: CostProfile, stage: int, parts: frozenset[str]) -> float:
-    """Least seconds in which registered ops can perform ``parts`` of ``stage``."""
+    """Return the least seconds in which registered ops can perform ``parts`` of ``stage``."""
     if not parts:
         return 0.0
     first = min(parts)

@@ -54,8 +54,8 @@ from jaxpipe.schedule.tolerance import MEMORY, at_most, how_many
 
 
 def confine(stays: Sequence[Resident], limit: float, offload: bool) -> Confined:
-    """Bounds of one rank that does ``stays`` (stages of a flow ascending) and never holds more than ``limit``; infinite if
-    that can't be."""
+    """Return bounds of one rank that does ``stays`` (stages of a flow ascending) and never holds more than ``limit``;
+    infinite if that can't be."""
     work = Confined(sum(x.count * (x.f_s + x.back_s) for x in stays), sum(x.count * (x.f_s + x.b_s) for x in stays))
     if limit == inf or not stays:
         return work
@@ -80,7 +80,8 @@ def _least_room(stays: Sequence[Resident], offload: bool) -> float:
 
 
 def _most(items: Sequence[tuple[float, float, int]], room: float) -> float:
-    """At most so much value fits: ``items`` are (value, size, count). Exact for equal sizes, else the last one is cut."""
+    """Return an upper bound on the value that fits in ``room``: ``items`` are (value, size, count). Exact for equal sizes,
+    else the last one is cut."""
     total = 0.0
     equal = len({size for _, size, _ in items}) == 1
     for value, size, count in sorted(items, key=lambda x: x[0] / x[1] if x[1] > 0 else inf, reverse=True):
@@ -130,7 +131,7 @@ def _windows(stays: Sequence[Resident], limit: float, work: Confined, offload: b
 
 
 def _moved_out(stays: Sequence[Resident], seconds: float, slowest: float) -> float:
-    """The most that leaves in the first ``seconds`` of a rank. ``slowest``: least seconds a unit."""
+    """Return the most that leaves in the first ``seconds`` of a rank. ``slowest``: least seconds a unit."""
     if len(stays) > 1:
         return seconds / slowest
     (x,) = stays
@@ -175,7 +176,7 @@ def _areas(stays: Sequence[Resident], limit: float, work: float, offload: bool) 
 
 
 def _reachable(stays: Sequence[Resident], limit: float, offload: bool) -> float:
-    """The most that can really be held: a multiple of the size if all sizes are equal; never more than everything. An
+    """Return the most that can really be held: a multiple of the size if all sizes are equal; never more than everything. An
     activation of which a part leaves holds the rest meanwhile."""
     limit = min(limit, sum(x.count * max(x.held, x.kept) for x in stays))
     sizes = {size for x in stays for size in (x.held, x.kept) if size > 0}
@@ -188,7 +189,8 @@ def _reachable(stays: Sequence[Resident], limit: float, offload: bool) -> float:
 
 
 def _unused(full: float, kinds: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """(area, seconds) below ``full`` while memory grows from nothing, one action at a time; ``kinds``: (size, seconds)."""
+    """Return (area, seconds) below ``full`` while memory grows from nothing, one action at a time; ``kinds``: (size,
+    seconds)."""
     kinds = [(size, s) for size, s in kinds if size > 0]
     if not kinds or any(s <= 0 for _, s in kinds):
         return 0.0, 0.0
@@ -204,7 +206,8 @@ def _unused(full: float, kinds: Sequence[tuple[float, float]]) -> tuple[float, f
 
 
 def _with_lane(stays: Sequence[Resident], area: float, ends: float, full: float, limit: float) -> float:
-    """Least T with area + ends − (what T seconds of the host lane can save) ≤ full × T: offloads that save most go first.
+    """Return the least T with area + ends − (what T seconds of the host lane can save) ≤ full × T: offloads that save most
+    go first.
 
     On a rank with one stage a whole number of microbatches leaves, and the lane is not always busy
     (:func:`with_whole_trips`).
@@ -227,7 +230,7 @@ def _with_lane(stays: Sequence[Resident], area: float, ends: float, full: float,
 
 
 def releases(x: Resident, limit: float) -> list[float]:
-    """Least start of the j-th F of a rank with one chunk, counted from its first.
+    """Return the least start of the j-th F of a rank with one chunk, counted from its first.
 
     Order the F's by start. When the j-th (from 0) has started, ``(j + 1) held − (held − kept) b − kept w`` units are there if b
     B's and w W's have ended (w ≤ b), so some (b, w) with that within the limit have. Among b microbatches whose B has ended one
@@ -247,7 +250,7 @@ def releases(x: Resident, limit: float) -> list[float]:
 
 
 def _released(x: Resident, starts: Sequence[float], j: int, excess: float, idle: float) -> float:
-    """Least time by which j F's ran and ``excess`` units were given back, over all numbers b of B's that ended.
+    """Return the least time by which j F's ran and ``excess`` units were given back, over all numbers b of B's that ended.
 
     More B's need fewer W's: the first two terms rise with b, the third falls, and the fourth (W's not rounded) does one of
     both, so the best b is where the larger of those that rise meets the larger of those that fall.
@@ -294,7 +297,7 @@ def after_releases(x: Resident, starts: Sequence[float]) -> Confined:
 
 
 def chunk_turns(stays: Sequence[Resident], limit: float) -> Confined:
-    """Bounds of one rank that does ``stays`` (stages of one flow, ascending), from what its chunks hold together."""
+    """Return bounds of one rank that does ``stays`` (stages of one flow, ascending), from what its chunks hold together."""
     bound = Confined(0.0, 0.0)
     if len({x.flow for x in stays}) > 1:
         return bound
@@ -304,7 +307,7 @@ def chunk_turns(stays: Sequence[Resident], limit: float) -> Confined:
 
 
 def _turns(stays: Sequence[Resident], limit: float) -> Confined:
-    """The last of ``stays`` takes turns.
+    """Bound a rank where the last of ``stays`` takes turns.
 
     Order its F's by start. When the j-th (from 0) starts, at most q − 1 of those before it are still on their way; so of
     j + 1 − q that are not, one has an F no earlier than the (j − q)-th, and a way lies between. A way ends when the first of
@@ -334,8 +337,8 @@ def _turns(stays: Sequence[Resident], limit: float) -> Confined:
 
 
 def with_whole_trips(x: Resident, area: float, full: float, limit: float) -> float:
-    """Least T over all numbers that leave: the more leave, the less of ``area`` is needed of ``full`` × T, the longer the lane
-    takes."""
+    """Return the least T over all numbers that leave: the more leave, the less of ``area`` is needed of ``full`` × T, the
+    longer the lane takes."""
     crowd = _Crowd(x, limit)
     saved = x.saved()
     return min(max(x.lane(n), crowd.seconds(n), (area - n * saved) / full) for n in range(x.count + 1))
@@ -357,7 +360,7 @@ class _Crowd:
         self.share = min(0.5, ratio / (1 + ratio)) if one_lane and self.fit >= 2 else 0.0
 
     def seconds(self, away: int) -> float:
-        """Least seconds of the rank if so many leave; 0 where nothing can be said."""
+        """Return the least seconds of the rank if so many leave; 0 where nothing can be said."""
         x = self.x
         if away <= 0 or self.share <= 0:
             return 0.0

@@ -77,7 +77,8 @@ class Orders:
     count: int
 
     def least(self, most: float, width: int, late: Late) -> float:
-        """Ticks from the first start that no order's objective is below: the least of what is at most ``most``, else infinite.
+        """Return the ticks from the first start that no order's objective is below: the least of what is at most ``most``,
+        else infinite.
 
         0, which proves nothing, if ``late`` said so.
         """
@@ -93,10 +94,10 @@ class _Follows(Protocol[C]):
         """Return whether no action is left to start."""
 
     def next(self, counts: C, states: Sequence[State], /) -> Iterator[tuple[C, list[State]]]:
-        """Every action that may follow, and the states after it."""
+        """Return every action that may follow, and the states after it."""
 
     def hopeful(self, counts: C, states: Sequence[State], most: float, /) -> list[State]:
-        """The states that may still end by ``most``."""
+        """Return the states that may still end by ``most``."""
 
     def objective(self, state: State) -> float:
         """Return the objective, in ticks, of a state without actions left."""
@@ -142,7 +143,7 @@ class _Search:
         self.spare = [self._spare_weights(rank) for rank in self.ranks]
 
     def _spare_weights(self, rank: int) -> float:
-        """Most ticks of W's that can wait when the last B of ``rank`` ends."""
+        """Return the most ticks of W's that can wait when the last B of ``rank`` ends."""
         mine = [(w, residue) for r, w, residue in self.kinds if r == rank]
         limit = self.orders.limits[rank]
         if limit == inf or any(w and not residue for w, residue in mine):
@@ -243,7 +244,7 @@ def _busy_until(x: list[int], mine: Sequence[int], end: int) -> State:
 
 
 def _undominated(states: Sequence[State]) -> list[State]:
-    """Those that no other dominates."""
+    """Return those that no other dominates."""
     best: list[State] = []
     for x in sorted(set(states), key=sum):
         if not any(all(map(le, y, x)) for y in best):

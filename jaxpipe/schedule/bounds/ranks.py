@@ -16,7 +16,7 @@ _TOP_RANKS = 1
 
 
 def confine_ranks(flows: Flows, limits: Sequence[float] | None, offload: bool) -> list[Confined]:
-    """Per rank, bounds on its own span and on the time to its last B. Without limits, its work."""
+    """Return, per rank, bounds on its own span and on the time to its last B. Without limits, its work."""
     p = flows.placement.num_ranks
     residents_of = [residents(flows, rank) for rank in range(p)]
     if limits is None:

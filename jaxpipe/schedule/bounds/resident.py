@@ -34,13 +34,14 @@ class Resident:
         return self.back_s - self.b_s
 
     def area(self) -> float:
-        """Least memory × time of one microbatch that stays: held to B's end, kept to W's. With BW, at least as much."""
+        """Return the least memory × time of one microbatch that stays: held to B's end, kept to W's. With BW, at least as
+        much."""
         return self.held * (self.trip_s + self.b_s) + min(self.held, self.kept) * self.w_s
 
     def lane(self, away: int) -> float:
-        """Least seconds of a rank that sends ``away`` of these out and back: its first F must end before the first O, and
-        after the last L the B and W of that microbatch follow. With one lane a direction, that of L's waits for the first O
-        and that of O's ends before the last L."""
+        """Return the least seconds of a rank that sends ``away`` of these out and back: its first F must end before the
+        first O, and after the last L the B and W of that microbatch follow. With one lane a direction, that of L's waits
+        for the first O and that of O's ends before the last L."""
         if away <= 0:
             return 0.0
         out, back = self.d2h_s, self.h2d_s
@@ -49,7 +50,8 @@ class Resident:
         return self.f_s + copies + self.back_s
 
     def saved(self) -> float:
-        """Most memory × time that one offload saves: away from the end of O to the start of L, which ends before B starts."""
+        """Return the most memory × time that one offload saves: away from the end of O to the start of L, which ends before
+        B starts."""
         return self.leaves * max(0.0, self.trip_s - self.f_s - self.d2h_s - self.h2d_s)
 
 

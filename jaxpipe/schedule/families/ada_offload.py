@@ -108,7 +108,8 @@ class _Search:
             yield from self.finisher.drafts(self.plain, plain.peak * fill, len(recipes), recipes)
 
     def sparse(self) -> Schedule:
-        """The shortest with microbatches at longer intervals, or PipeOffload's order with B's that wait for L or F's for O."""
+        """Return the shortest with microbatches at longer intervals, or PipeOffload's order with B's that wait for L or F's
+        for O."""
         shortest, best = float("inf"), None
         for draft in self.spread():
             if draft.makespan < shortest and (offloaded := self.offloaded(draft.rows)) is not None:
@@ -128,7 +129,7 @@ class _Search:
         )
 
     def spread(self) -> Iterator[Draft]:
-        """Orders with ever longer intervals, as they are and with the steady phase filled; ends two intervals after the
+        """Yield orders with ever longer intervals, as they are and with the steady phase filled; ends two intervals after the
         first that could fit without any offload."""
         in_flight, after = max(peaks(self.problem, self.plain)), 0
         fills = _STEADY_FILLS if self.small else _STEADY_FILLS[:1]

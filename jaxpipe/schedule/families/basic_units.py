@@ -96,7 +96,8 @@ def units_in_a_row(problem: Problem) -> Draft:
 
 
 def unit_sizes(problem: Problem) -> list[tuple[int, ...]]:
-    """Ways to cut m into units of at most p microbatches: all full but the first, all but the last, or all about equal."""
+    """Return ways to cut m into units of at most p microbatches: all full but the first, all but the last, or all about
+    equal."""
     p, m = problem.num_ranks, problem.num_microbatches
     units, full = -(-m // p), (p,) * (m // p)
     if m % p == 0:

@@ -60,7 +60,7 @@ def dualpipe_v(ranks: int, microbatches: int, costs: CostProfile | None = None) 
 
 
 def _row(problem: Problem, rank: int, skipped: int) -> list[int]:
-    """The codes of one rank; of at least 2p microbatches the first ``skipped`` are left out, and those beyond m.
+    """Return the codes of one rank; of at least 2p microbatches the first ``skipped`` are left out, and those beyond m.
 
     The phases name ops and legs: 0 runs down the V, 1 up. W is the one put off longest.
     """

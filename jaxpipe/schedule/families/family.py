@@ -185,7 +185,8 @@ def require_stages(family: Family, ranks: int, chunks: int | None, costs: CostPr
 
 
 def in_order(name: str, microbatches: int, rows: Sequence[Iterable[str]]) -> Schedule:
-    """The one-chunk schedule whose rank r issues the ops ``rows[r]``, each op taking the microbatches 0, 1, 2, … in turn."""
+    """Return the one-chunk schedule whose rank r issues the ops ``rows[r]``, each op taking the microbatches 0, 1, 2, … in
+    turn."""
 
     def numbered(rank: int, ops: Iterable[str]) -> tuple[Action, ...]:
         numbers: defaultdict[str, Iterator[int]] = defaultdict(count)

@@ -102,7 +102,7 @@ def gis_h(ranks: int, microbatches: int, chunks: int = 2, costs: CostProfile | N
 
 
 def smallest_group(ranks: int) -> int:
-    """The fewest microbatches that may go through a chunk in turn: ⌈p/2⌉.
+    """Return the fewest microbatches that may go through a chunk in turn: ⌈p/2⌉.
 
     From F of a chunk to F of the next are 3g cells on rank 0, and as many from B to B. These 6g must hold a trip of F and one
     of B through the ranks: p − 1 steps of 3 cells, one F step and one B step, and the last F and B. So 6g >= 3p − 1.
@@ -111,7 +111,7 @@ def smallest_group(ranks: int) -> int:
 
 
 def interleaved_block(ranks: int, turns: Sequence[int], *, group: int = 0, fused: bool = False) -> BuildingBlock:
-    """The building block of a microbatch whose chunk c runs F in turn ``turns[c]`` of rank 0, and B of the last chunk as
+    """Return the building block of a microbatch whose chunk c runs F in turn ``turns[c]`` of rank 0, and B of the last chunk as
     soon as it can; B of the other chunks follow at the same distances. A turn is three cells: F, B, W.
 
     ``group``: microbatches in a group, one turn apart, groups coming every group × v turns; 0: microbatches v turns apart.
@@ -138,7 +138,7 @@ def interleaved_block(ranks: int, turns: Sequence[int], *, group: int = 0, fused
 
 
 def group_block(ranks: int, chunks: int, group: int) -> BuildingBlock:
-    """The building block of G(T): a group runs all its microbatches through one chunk, then through the next."""
+    """Return the building block of G(T): a group runs all its microbatches through one chunk, then through the next."""
     return interleaved_block(ranks, range(0, chunks * group, group), group=group)
 
 
@@ -147,7 +147,7 @@ def _in_groups(name: str, problem: Problem, group: int) -> Schedule:
 
 
 def _orders(problem: Problem, group: int) -> Iterator[CodeRows]:
-    """The paper's order; where its last group is short, also those with the first or second short, or all smaller."""
+    """Yield the paper's order; where its last group is short, also those with the first or second short, or all smaller."""
     p, m, chunks = problem.num_ranks, problem.num_microbatches, problem.placement.num_chunks
     block, missing = group_block(p, chunks, group), -m % group
     yield repeat(block, problem)

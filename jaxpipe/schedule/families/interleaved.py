@@ -66,7 +66,7 @@ def interleaved_one_f_one_b(
 
 
 def low_memory_block(ranks: int, chunks: int) -> BuildingBlock:
-    """The block of one microbatch; groups of p, one turn apart within a group."""
+    """Return the block of one microbatch; groups of p, one turn apart within a group."""
     return interleaved_block(ranks, range(0, chunks * ranks, ranks), group=ranks, fused=True)
 
 
@@ -102,7 +102,7 @@ def interleaved_low_memory(
 
 
 def best_order(problem: Problem, orders: Iterable[CodeRows]) -> CodeRows:
-    """The first order, or the best of those that are no worse in makespan, span and peak."""
+    """Return the first order, or the best of those that are no worse in makespan, span and peak."""
     first, *drafts = map(Retimer(problem).draft, orders)
     best = best_of(drafts, anchor=first)
     assert best is not None
@@ -110,7 +110,7 @@ def best_order(problem: Problem, orders: Iterable[CodeRows]) -> CodeRows:
 
 
 def slots(m: int, p: int, v: int) -> Iterator[list[int]]:
-    """Ways to number the places of whole groups of p with m microbatches; −1 where there is none. One chunk: one way."""
+    """Yield ways to number the places of whole groups of p with m microbatches; −1 where there is none. One chunk: one way."""
     groups, missing = -(-m // p), -m % p
     ways: list[Sequence[int]] = [range(missing)]
     if missing and groups > 1 and v > 1:

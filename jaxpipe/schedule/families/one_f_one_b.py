@@ -89,6 +89,6 @@ def eager_one_f_one_b(ranks: int, microbatches: int) -> Schedule:
 
 
 def fused_row(in_flight: int, microbatches: int) -> list[str]:
-    """``in_flight`` forwards, then a backward and a forward in turn, then the remaining backwards."""
+    """Return ``in_flight`` forwards, then a backward and a forward in turn, then the remaining backwards."""
     lead = min(in_flight, microbatches)
     return ["F"] * lead + ["BW", "F"] * (microbatches - lead) + ["BW"] * lead

@@ -104,7 +104,7 @@ def pipeoffload_full(ranks: int, microbatches: int, chunks: int = 2, costs: Cost
 
 
 def po_rows(problem: Problem) -> list[list[int]]:
-    """The uniform order itself, each W right after its B and gaps left open: what offloads are placed on.
+    """Return the uniform order itself, each W right after its B and gaps left open: what offloads are placed on.
 
     ``problem``: on :func:`~jaxpipe.schedule.placement.circular`. Filling gaps makes activations live longer, which is free at
     the peak of this order but not at the peak that is left after offloading.
@@ -114,7 +114,7 @@ def po_rows(problem: Problem) -> list[list[int]]:
 
 
 def po_block(ranks: int, chunks: int, distance: int | None = None) -> BuildingBlock:
-    """The building block of one microbatch, whose chunks are ``distance`` turns apart or a few more (default: ⌈p/2⌉)."""
+    """Return the building block of one microbatch, whose chunks are ``distance`` turns apart or a few more (default: ⌈p/2⌉)."""
     turns = [0]
     while len(turns) < chunks:
         turn = turns[-1] + (smallest_group(ranks) if distance is None else distance)
@@ -126,7 +126,8 @@ def po_block(ranks: int, chunks: int, distance: int | None = None) -> BuildingBl
 
 
 def shortest_distance(problem: Problem) -> int:
-    """The fewest turns between the chunks of a microbatch for which F and B come round all ranks in time, with real costs.
+    """Return the fewest turns between the chunks of a microbatch for which F and B come round all ranks in time, with real
+    costs.
 
     ⌈p/2⌉, or more (up to p) where F or B is so large a part of F + B + W that p of them take longer than that many turns of
     the busiest rank: then a shorter distance costs more time than 1F1B takes. Transfers are left out.
@@ -153,7 +154,7 @@ def _offloaded(name: str, problem: Problem, costs: CostProfile | None, fraction:
 
 
 def _shorter(problem: Problem) -> list[CodeRows]:
-    """Orders with gaps filled that are shorter than PipeOffload's in makespan or longest span and longer in neither."""
+    """Return orders with gaps filled that are shorter than PipeOffload's in makespan or longest span and longer in neither."""
     finisher, start = Finisher(problem), po_rows(problem)
     anchor = finisher.retimer.draft(start)
     assert anchor is not None, "PipeOffload's order deadlocks"

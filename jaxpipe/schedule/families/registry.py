@@ -33,7 +33,7 @@ from jaxpipe.wording import closest
 
 
 def found_here() -> frozenset[str]:
-    """The names of all families, once every module of this folder is imported, which registers those that it holds."""
+    """Return the names of all families, once every module of this folder is imported, which registers those that it holds."""
     assert __package__
     for module in pkgutil.iter_modules(sys.modules[__package__].__path__, f"{__package__}."):
         for value in vars(import_module(module.name)).values():
@@ -46,7 +46,7 @@ _OURS = found_here()
 
 
 def family_named(name: str) -> Family:
-    """The family called ``name``.
+    """Return the family called ``name``.
 
     Raises:
         ScheduleError: no such family; suggests the nearest name.
@@ -70,7 +70,7 @@ def generate(
     group: int | None = None,
     objective: Objective = "makespan",
 ) -> Schedule:
-    """The schedule of the family ``name`` at these sizes.
+    """Return the schedule of the family ``name`` at these sizes.
 
     ``chunks``: stages per rank, for families that take it. ``costs``: one entry per stage (ranks × chunks); families of fixed
     order ignore them; those that make no braids get them with TP collectives exposed. ``memory_limit``: peak activations per

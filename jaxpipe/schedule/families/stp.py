@@ -157,7 +157,8 @@ def _published(ranks: int) -> Shape:
 def _best(
     name: str, ranks: int, microbatches: int, costs: CostProfile | None, limit: float, objective: Objective
 ) -> tuple[Schedule, float]:
-    """The best of the shapes tried that hold at most ``limit`` activations, if none does the one that holds least; its peak.
+    """Return the best of the shapes tried that hold at most ``limit`` activations, if none does the one that holds least;
+    its peak.
 
     On equal stages ``ahead`` forwards ahead hold 2p + 1 + ``ahead`` chunks, and as many as the limit allows are tried first.
     """

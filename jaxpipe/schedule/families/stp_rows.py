@@ -61,7 +61,7 @@ def stp_rows(ranks: int, microbatches: int, shape: Shape) -> tuple[Row, ...]:
 
 
 def _without(row: Iterable[Slot], skipped: range) -> Row:
-    """The row without these microbatches, the others numbered from 0."""
+    """Return the row without these microbatches, the others numbered from 0."""
     first = len(skipped) if skipped.start == 0 else 0
 
     def left(slot: Slot) -> tuple[Slot, ...]:
@@ -126,12 +126,12 @@ class _Rank:
         return Action(op, 2 * self.ranks - 1 - self.rank if chunk else self.rank, self.done[op, chunk] - 1)
 
     def _bw(self, chunk: int) -> list[Action]:
-        """A whole backward: BW, or B with the W that is next in turn."""
+        """Return a whole backward: BW, or B with the W that is next in turn."""
         b, w = self._next("B", chunk), self._next("W", chunk)
         return [replace(b, op="BW")] if b.microbatch == w.microbatch else [b, w]
 
     def _weights(self, most: int) -> None:
-        """Up to so many W's that were put off, chunk 0 first: its B's came earlier."""
+        """Add up to so many W's that were put off, chunk 0 first: its B's came earlier."""
         for chunk in (0, 1):
             while most and self.done["W", chunk] < self.done["B", chunk]:
                 self._add(self._next("W", chunk))

@@ -94,7 +94,7 @@ def v_adaptive(
 def best_adaptive_draft(
     problem: Problem, limit: float, enough: tuple[float, float] = (0.0, 0.0), objective: Objective = "makespan"
 ) -> Draft:
-    """The best order for a V placement with a peak of at most ``limit`` (at least what one microbatch needs).
+    """Return the best order for a V placement with a peak of at most ``limit`` (at least what one microbatch needs).
 
     ``enough``: makespan and span that can't be beaten; the search stops at both. For ``makespan``, the result is behind the
     laid block of shortest span in neither: choosing by :func:`merit` alone gives 0.3% longer spans in some authors' rows.
@@ -126,7 +126,7 @@ def _beats(draft: Draft, enough: tuple[float, float]) -> bool:
 
 
 def _fitting(problem: Problem, limit: float) -> Iterator[BuildingBlock]:
-    """The first blocks of the search whose steady phase keeps the limit."""
+    """Return the first blocks of the search whose steady phase keeps the limit."""
     weights = problem.reserved
     chunk = sum(weights) / len(weights)
     blocks = searched(problem.num_ranks, limit / chunk if chunk > 0 else float("inf"))
@@ -136,7 +136,7 @@ def _fitting(problem: Problem, limit: float) -> Iterator[BuildingBlock]:
 def _laid(
     blocks: Sequence[BuildingBlock], short: Finisher, full: Finisher, limit: float
 ) -> Iterator[tuple[Draft, CodeRows]]:
-    """The best blocks with ends by rule: drafts for all microbatches, and their rows for few."""
+    """Yield the best blocks with ends by rule: drafts for all microbatches, and their rows for few."""
     cells = (cells_with_ends(block, short.problem) for block in blocks)
     drafts = within((short.retimer.draft(compact(short.problem, x)) for x in cells if x is not None), limit)
     for draft in nsmallest(_LAID, drafts, key=_by_span):
@@ -147,7 +147,7 @@ def _laid(
 def _starts(
     blocks: Sequence[BuildingBlock], laid: Sequence[tuple[Draft, CodeRows]], short: Finisher, limit: float
 ) -> Iterator[CodeRows]:
-    """Rows worth finishing: the best laid, and the repeated blocks that look best after a few recipes."""
+    """Yield rows worth finishing: the best laid, and the repeated blocks that look best after a few recipes."""
     best = {merit(draft): rows for draft, rows in laid}
     yield from (best[key] for key in sorted(best)[:_LAID_FINISHED])
     plain = [repeat(block, short.problem) for block in blocks[:_SCREENED] or [_stretched(short.problem, limit)]]
@@ -156,7 +156,7 @@ def _starts(
 
 
 def _finished(rows: CodeRows, short: Finisher, full: Finisher, limit: float) -> Iterator[Draft]:
-    """``rows`` by all recipes, W laid anew on the best, for all microbatches."""
+    """Return ``rows`` by all recipes, W laid anew on the best, for all microbatches."""
     tried = [*within([short.retimer.draft(rows)], limit), *short.drafts(rows, limit, _ALL)]
     filling = WeightFilling(short.problem, limit, short.retimer)
     tried += within([refilled(filling, draft, _PASSES) for draft in nsmallest(_REFILLED, tried, key=merit)], limit)
@@ -164,7 +164,7 @@ def _finished(rows: CodeRows, short: Finisher, full: Finisher, limit: float) -> 
 
 
 def _longer(drafts: Iterator[Draft], short: Finisher, full: Finisher, limit: float) -> Iterator[Draft]:
-    """Drafts for few microbatches as drafts for all of them; those that keep within the limit."""
+    """Return drafts for few microbatches as drafts for all of them; those that keep within the limit."""
     if full is short:
         return drafts
     rows = (repeated(short.problem, draft.rows, full.problem.num_microbatches) for draft in drafts)

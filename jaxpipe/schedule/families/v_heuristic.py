@@ -76,7 +76,7 @@ def v_zb(
 
 
 def best_v_draft(problem: Problem, limit: float, objective: Objective = "makespan") -> Draft | None:
-    """The best order found for ``problem`` (V placement) with a peak of at most ``limit``; None if nothing fits.
+    """Return the best order found for ``problem`` (V placement) with a peak of at most ``limit``; None if nothing fits.
 
     ``limit``: activations per rank in units of one rank's share of one microbatch; 1F1B has p, that is 2p chunks.
     From a limit of p on, its makespan and its longest span are both at most those of the authors' heuristic.
@@ -115,8 +115,8 @@ def _from_anchor(problem: Problem, limit: float) -> Filled | None:
 
 
 def _anchor(filling: WeightFilling) -> Filled | None:
-    """The rounds, W filled in by the *even* rule before all kinds, all but B of the second chunk, all but F, or neither; the
-    first of those with the shortest span. None if the rounds get stuck: uneven memory."""
+    """Return the rounds, W filled in by the *even* rule before all kinds, all but B of the second chunk, all but F, or
+    neither; the first of those with the shortest span. None if the rounds get stuck: uneven memory."""
     problem = filling.problem
     p, order = problem.num_ranks, rounds_order(problem, filling.limit)
     if order is None:
@@ -131,7 +131,8 @@ def _anchor(filling: WeightFilling) -> Filled | None:
 
 
 def _improved_orders(filling: WeightFilling, best: Filled, anchor: Filled | None) -> Filled:
-    """``best``, or what dominates it: on the (4, 2) block, on rounds that keep room, on the rounds, and from the ``anchor``."""
+    """Return ``best``, or what dominates it: on the (4, 2) block, on rounds that keep room, on the rounds, and from the
+    ``anchor``."""
     problem = filling.problem
     rounds = rounds_order(problem, filling.limit)
     starts = [
@@ -160,7 +161,7 @@ def _beatable(problem: Problem, best: Filled) -> bool:
 
 
 def _below(problem: Problem, short: Problem, limit: float, objective: Objective) -> Draft | None:
-    """The best list schedule for a limit below p, or rounds under that limit; few microbatches first, then all."""
+    """Return the best list schedule for a limit below p, or rounds under that limit; few microbatches first, then all."""
     drafts = chunk_drafts(short, limit)
     if not drafts:
         return None
@@ -179,7 +180,7 @@ def _below(problem: Problem, short: Problem, limit: float, objective: Objective)
 
 
 def repeated(problem: Problem, rows: Sequence[Sequence[int]], microbatches: int) -> list[list[int]] | None:
-    """``rows`` of ``problem`` with the steady phase repeated until there are ``microbatches``; None if a rank has none.
+    """Return ``rows`` of ``problem`` with the steady phase repeated until there are ``microbatches``; None if a rank has none.
 
     Whether the result deadlocks, how long it takes and what it holds is the retimer's business.
     """
@@ -206,7 +207,8 @@ def _moved(code: int, few: int, many: int, by: int) -> int:
 
 
 def _steady(row: Sequence[int], period: int) -> int | None:
-    """A position from which a period and the one after are the same but for the microbatch; the one nearest the middle."""
+    """Return a position from which a period and the one after are the same but for the microbatch; the one nearest the
+    middle."""
     # codes of one op and stage go up by 1 a microbatch
     same = [a + 1 == b for a, b in zip(row, row[period:], strict=False)]
     middle = len(row) // 2

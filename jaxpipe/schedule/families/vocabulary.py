@@ -48,8 +48,9 @@ def spread_vocabulary(
     microbatches: int,
     costs: CostProfile | None,
 ) -> Schedule:
-    """The schedule called ``name`` for ``placement`` (of :func:`~jaxpipe.schedule.placement.with_vocabulary`) in the order of
-    ``base(microbatches, costs)``, which is asked for as many more as there are barriers, with the costs of its own stages.
+    """Return the schedule called ``name`` for ``placement`` (of :func:`~jaxpipe.schedule.placement.with_vocabulary`) in the
+    order of ``base(microbatches, costs)``, which is asked for as many more as there are barriers, with the costs of its own
+    stages.
 
     ``costs``: of all stages of ``placement``; None: F = B = W. Holds as many microbatches more as there are barriers, and takes
     ``base``'s makespan + m(S + T), where backwards take no less time than forwards.
@@ -67,14 +68,14 @@ def spread_vocabulary(
 
 
 def _never_nothing(costs: CostProfile) -> CostProfile:
-    """``costs`` without actions of no time, which could not be told apart."""
+    """Return ``costs`` without actions of no time, which could not be told apart."""
     least = _LEAST * (max(*costs.f_s, *costs.bw_s, *costs.b_s, *costs.w_s) or 1.0)
     times = {field: tuple(max(x, least) for x in costs.values(field)) for field in ("f_s", "b_s", "w_s", "bw_s")}
     return replace(costs, **times)  # type: ignore[arg-type]
 
 
 def _later(longer: Schedule, microbatches: int, by: int) -> Schedule:
-    """``longer`` with each backward ``by`` microbatches after the forward that it followed."""
+    """Return ``longer`` with each backward ``by`` microbatches after the forward that it followed."""
     rows = []
     for row in longer.rows:
         plain = [slot for slot in row if isinstance(slot, Action) and slot.op in _OPS]
@@ -90,8 +91,8 @@ def _later(longer: Schedule, microbatches: int, by: int) -> Schedule:
 def _with_passes(
     chain: Schedule, timeline: Timeline, placement: Placement, one_barrier: bool, sent_s: float
 ) -> Schedule:
-    """``chain``, which runs as ``timeline`` says, with the passes of the vocabulary layers at their cuts. ``sent_s``: how long
-    it takes to send them what they need."""
+    """Return ``chain``, which runs as ``timeline`` says, with the passes of the vocabulary layers at their cuts.
+    ``sent_s``: how long it takes to send them what they need."""
     p, m, trunk = placement.num_ranks, chain.num_microbatches, placement.trunk
     events = [[*timeline.of(rank, "compute")] for rank in range(p)]
     when = {(a.op, a.stage, a.microbatch): e for row in events for e in row for a in e.action.actions}

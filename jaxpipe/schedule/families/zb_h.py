@@ -76,7 +76,7 @@ def h2_rows(ranks: int, microbatches: int) -> list[list[str]]:
 
 
 def split_row(lead: int, lag: int, m: int) -> list[str]:
-    """``lead`` forwards; then B, W (``lag`` microbatches behind) and F in turn; then the remaining W."""
+    """Return ``lead`` forwards; then B, W (``lag`` microbatches behind) and F in turn; then the remaining W."""
     lead, lag = min(lead, m), min(lag, m)
     turns = (["B"] + ["W"] * (i >= lag) + ["F"] * (lead + i < m) for i in range(m))
     return ["F"] * lead + [op for turn in turns for op in turn] + ["W"] * lag

@@ -191,7 +191,7 @@ def _zero_bubble(
 def best_draft(
     problem: Problem, limit: float, makespan: float = 0.0, span: float = 0.0, objective: Objective = "makespan"
 ) -> Draft:
-    """The best of all drafts, W laid anew; stops early at one that takes no more than ``makespan`` and ``span``.
+    """Return the best of all drafts, W laid anew; stops early at one that takes no more than ``makespan`` and ``span``.
 
     The best by makespan is finished for either objective, so that choosing by span never gives a longer one.
     """
@@ -215,7 +215,7 @@ def best_draft(
 
 
 def fuse_backwards(retimer: Retimer, draft: Draft, limit: float) -> Draft:
-    """``draft`` with one BW for each B whose W directly follows it, on those ranks where that makes it no longer.
+    """Return ``draft`` with one BW for each B whose W directly follows it, on those ranks where that makes it no longer.
 
     Only where a fused backward costs less than both. It puts the cotangent off until W's end, and keeps the whole activation
     as long, so it is taken rank by rank, never over ``limit``.
@@ -241,13 +241,13 @@ def fuse_backwards(retimer: Retimer, draft: Draft, limit: float) -> Draft:
 
 
 def _paper_draft(retimer: Retimer, limit: float) -> Draft | None:
-    """The shortest span of the heuristic's choices, the first of equals."""
+    """Return the shortest span of the heuristic's choices, the first of equals."""
     drafts = [draft for rows in round_rows(retimer.problem, limit) if (draft := retimer.draft(rows)) is not None]
     return min(drafts, key=lambda d: nine_digits(d.span), default=None)
 
 
 def _drafts(retimer: Retimer, limit: float, peak: float) -> Iterator[Draft]:
-    """Drafts within the limit, of which one always exists; building blocks only within ``peak``."""
+    """Yield drafts within the limit, of which one always exists; building blocks only within ``peak``."""
     problem = retimer.problem
     p, m = problem.num_ranks, problem.num_microbatches
     need = least_limit(problem)
@@ -267,7 +267,7 @@ def _drafts(retimer: Retimer, limit: float, peak: float) -> Iterator[Draft]:
 
 
 def two_thirds_block(ranks: int, distance: int = 2) -> BuildingBlock:
-    """The block: two microbatches at a ``distance`` of 2 or 4 cells, every 6 cells."""
+    """Return the block: two microbatches at a ``distance`` of 2 or 4 cells, every 6 cells."""
     forward = tuple(tuple(start + r for r in range(ranks)) for start in (0, distance))
     backward = tuple(tuple(start + 2 * ranks - 1 - r for r in range(ranks)) for start in (0, distance))
     after = tuple(tuple(cell + 1 for cell in row) for row in backward)
@@ -275,7 +275,7 @@ def two_thirds_block(ranks: int, distance: int = 2) -> BuildingBlock:
 
 
 def block_drafts(problem: Problem, limit: float) -> Iterator[Draft]:
-    """The repeated block reordered with real costs within ``limit``; nothing if the block needs more."""
+    """Yield the repeated block reordered with real costs within ``limit``; nothing if the block needs more."""
     finisher = Finisher(problem)
     tries = min(len(RECIPES), _BLOCK_ACTIONS // max(1, 3 * problem.num_ranks * problem.num_microbatches))
     for distance in (2, 4):

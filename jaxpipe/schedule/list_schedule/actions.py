@@ -55,7 +55,7 @@ class Actions:
         return cls(placement, num_microbatches, kinds, _tables(placement, num_microbatches, kinds, costs))
 
     def action(self, code: int) -> Action:
-        """The action that ``code`` stands for."""
+        """Return the action that ``code`` stands for."""
         op, stage, *_ = self.kinds[code // self.num_microbatches]
         return Action(op, stage, code % self.num_microbatches // self.placement.span[stage])
 

@@ -48,7 +48,8 @@ class Policy:
 
 
 def run(problem: Problem, chooser: Chooser, limit: float = NEVER) -> Draft | None:
-    """The order that ``chooser`` leads to, with its times; None if it gets stuck. ``limit``: units of one rank's share."""
+    """Return the order that ``chooser`` leads to, with its times; None if it gets stuck. ``limit``: units of one rank's
+    share."""
     clock = Clock(problem.tables)
     clock.run(chooser(problem, clock, limit))
     if sum(map(len, clock.rows)) < 3 * problem.num_replicas * problem.num_microbatches:
@@ -70,7 +71,7 @@ def full_limit(problem: Problem) -> float:
 
 
 def depths(problem: Problem, round_trips: float) -> list[float]:
-    """Per stage, the most microbatches between F and B: ``round_trips`` times the way to the last stage and back, in
+    """Return, per stage, the most microbatches between F and B: ``round_trips`` times the way to the last stage and back, in
     seconds of the rank with most work for one microbatch, rounded up."""
     c = problem
     work = max(sum(c.f_s[q] + c.b_s[q] + c.w_s[q] for q in c.replicas_of(r)) for r in range(c.num_ranks))
@@ -80,7 +81,7 @@ def depths(problem: Problem, round_trips: float) -> list[float]:
 
 
 def by_turn(policy: Policy, problem: Problem, clock: Clock, limit: float) -> Choose:
-    """The chooser of ``policy``; ``partial(by_turn, policy)`` is a :data:`Chooser`."""
+    """Return the chooser of ``policy``; ``partial(by_turn, policy)`` is a :data:`Chooser`."""
     n, m, ranks = problem.num_replicas, problem.num_microbatches, range(problem.num_ranks)
     all_f = n * m  # what lies between the codes of F, B and W of one stage and microbatch
     tiny, ready, memory, idle, seconds = clock.tiny, clock.ready, clock.memory, clock.idle, clock.tables.seconds

@@ -269,7 +269,8 @@ class Finisher:
         return {"real": self.problem, "free transfers": self.problem if same else free, "cells": cells}
 
     def filled(self, rows: CodeRows, limit: float, rules: Rule | Phases, view: View = "real") -> list[list[int]]:
-        """``rows`` (complete, free of deadlock) with waits filled by one rule, within ``limit`` (units of a rank's share)."""
+        """Return ``rows`` (complete, free of deadlock) with waits filled by one rule, within ``limit`` (units of a rank's
+        share)."""
         # recipes for one order come in a row, so identity suffices
         if self._fixed is None or self._fixed.rows is not rows:
             self._fixed = _FixedOrder(self.problem, rows)
@@ -279,8 +280,8 @@ class Finisher:
         return clock.rows
 
     def best(self, rows: CodeRows, limit: float, tries: int) -> Draft | None:
-        """The best of ``rows`` squeezed, ``tries`` recipes on them, and on the best of what these gave; None if none is within
-        ``limit`` (units of a rank's share). Best: by :func:`merit`."""
+        """Return the best of ``rows`` squeezed, ``tries`` recipes on them, and on the best of what these gave; None if none
+        is within ``limit`` (units of a rank's share). Best: by :func:`merit`."""
         drafts = [*within([self.retimer.draft(rows)], limit), *self.drafts(rows, limit, tries)]
         left = tries - len(RECIPES)
         for draft in sorted(drafts, key=merit)[:_STARTS]:
@@ -290,7 +291,7 @@ class Finisher:
         return min(drafts, key=merit, default=None)
 
     def settled(self, rows: CodeRows, limit: float) -> Iterator[Draft]:
-        """The best of ``rows`` by all recipes; then, while that makes it better, of that filled from its end, and by some
+        """Yield the best of ``rows`` by all recipes; then, while that makes it better, of that filled from its end, and by some
         recipes again. Nothing if none is within ``limit`` (units of a rank's share). Best: by :func:`merit`."""
         best, now = None, self.best(rows, limit, len(RECIPES))
         while now is not None and (best is None or merit(now) < merit(best)):
@@ -301,7 +302,7 @@ class Finisher:
             now = min(drafts, key=merit, default=None)
 
     def drafts(self, rows: CodeRows, limit: float, tries: int, recipes: Recipes = RECIPES) -> Iterator[Draft]:
-        """``rows`` by the first ``tries`` recipes, those that keep within ``limit`` (units of a rank's share)."""
+        """Return ``rows`` by the first ``tries`` recipes, those that keep within ``limit`` (units of a rank's share)."""
         # without transfers two views are one
         distinct = {(id(self._views[view]), rules): view for view, rules in recipes}
         order = tuple(map(tuple, rows))
@@ -319,7 +320,8 @@ class Finisher:
 
 
 def improved(problem: Problem, orders: Sequence[CodeRows]) -> Draft:
-    """The best that recipes make of ``orders``, no worse than the first (which must run) in makespan, longest span and peak.
+    """Return the best that recipes make of ``orders``, no worse than the first (which must run) in makespan, longest span
+    and peak.
 
     Fewer recipes are tried on large problems.
     """
@@ -338,5 +340,5 @@ def merit(draft: Draft) -> tuple[float, float]:
 
 
 def affordable(problem: Problem, actions: int) -> int:
-    """How many recipes may be tried if ``actions`` actions may be ordered in all; at least a few."""
+    """Return how many recipes may be tried if ``actions`` actions may be ordered in all; at least a few."""
     return max(_FEWEST, actions // max(1, 3 * problem.num_replicas * problem.num_microbatches))

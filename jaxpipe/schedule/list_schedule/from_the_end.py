@@ -50,8 +50,8 @@ def backward_tables(problem: Problem) -> Tables:
 
 
 def filled_from_the_end(problem: Problem, rows: CodeRows, limit: float) -> Iterator[list[list[int]]]:
-    """``rows`` (complete, free of deadlock, without BW) with waits filled from the end within ``limit`` (units of a rank's
-    share), in each of the ways of :data:`GAPS`."""
+    """Yield ``rows`` (complete, free of deadlock, without BW) with waits filled from the end within ``limit`` (units of a
+    rank's share), in each of the ways of :data:`GAPS`."""
     tables = backward_tables(problem)
     reversed_rows = [[*reversed(row)] for row in rows]
     for pull_gap, w_gap in GAPS:
@@ -62,7 +62,7 @@ def filled_from_the_end(problem: Problem, rows: CodeRows, limit: float) -> Itera
 
 
 def _filling(clock: Clock, rows: CodeRows, room: float, gaps: list[float]) -> Choose:
-    """The chooser that fills ``rows``, an order read backwards."""
+    """Return the chooser that fills ``rows``, an order read backwards."""
     m, change = clock.tables.num_microbatches, clock.tables.change
     ready, memory, tiny = clock.ready, clock.memory, clock.tiny
     least = [gap * seconds - tiny for gap, seconds in zip(gaps, clock.tables.seconds, strict=True)]

@@ -139,7 +139,7 @@ class _State:
         return not stuck.all()
 
     def _arrivals(self) -> tuple[Floats, Floats]:
-        """When the input of the next F and of the next B arrives, as far as that is known."""
+        """Return when the input of the next F and of the next B arrives, as far as that is known."""
         at, count = self.at, self.chain.count + 1
         return (
             np.take(self.f_in.reshape(-1), at * count + self.begun[F]),
@@ -215,7 +215,7 @@ class _State:
         self.copied -= b
 
     def _send(self, way: int, sends: Flags, ends: Floats) -> Floats:
-        """When transfers down (0) or up (1) start, of ranks that ``sends``: once their links are free."""
+        """Return when transfers down (0) or up (1) start, of ranks that ``sends``: once their links are free."""
         start: Floats = np.maximum(self.link_free[way], ends)
         self.link_free[way] = np.where(sends, start + self.chain.occupied[way], self.link_free[way])
         return start

@@ -39,7 +39,7 @@ class View:
 
     @property
     def now(self) -> float:
-        """Seconds since the step began; steps where there are no costs."""
+        """Return the seconds since the step began; steps where there are no costs."""
         return self.clock.now
 
     @property
@@ -133,8 +133,8 @@ class Traversal:
 
     @classmethod
     def parse(cls, text: str) -> Traversal:
-        """The rules that ``str()`` printed: ``interleaved 1,1 forward=breadth:4 backward=depth:4 in-flight=4,3,2,1``. All but
-        the first word may be left out.
+        """Return the rules that ``str()`` printed: ``interleaved 1,1 forward=breadth:4 backward=depth:4
+        in-flight=4,3,2,1``. All but the first word may be left out.
 
         Raises:
             ScheduleError: it can't be read; functions have only their names in a line.
@@ -159,12 +159,12 @@ class Traversal:
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """How a function is called in messages and in print."""
+    """Return how a function is called in messages and in print."""
     return getattr(function, "__name__", None) or type(function).__name__
 
 
 def joined(value: object) -> str:
-    """``4,3,2,1``, or the value itself."""
+    """Return ``4,3,2,1``, or the value itself."""
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 

@@ -34,7 +34,7 @@ Rules = Traversal | Mapping[int | tuple[int, ...] | range, Traversal]
 
 
 def traverse(placement: Placement, microbatches: int, rules: Rules, costs: CostProfile | None = None) -> Schedule:
-    """The schedule of ``placement`` whose ranks choose by ``rules``: one for all, or one for each group of ranks.
+    """Return the schedule of ``placement`` whose ranks choose by ``rules``: one for all, or one for each group of ranks.
 
     ``costs``: real times of actions and transfers, one entry a stage; None: the paper's steps, in which every action takes one
     step and no transfer takes any. Backwards are full (BW); :mod:`~jaxpipe.schedule.passes` split them.
@@ -79,7 +79,7 @@ class _Walk:
         return by_stage[::-1] if latest_first else by_stage, interval
 
     def run(self) -> None:
-        """All actions in rows.
+        """Run until all actions are in rows.
 
         Raises:
             ScheduleError: nothing can go on.
@@ -92,7 +92,7 @@ class _Walk:
             self.clock.wake()
 
     def choose(self, rank: int, now: float) -> int:
-        """The first that may start, or what the rule's own chooser answers."""
+        """Return the first that may start, or what the rule's own chooser answers."""
         choose, codes = self.rules[rank].choose, self._ready(rank)
         if choose is not None and (ready := {self.actions.action(code): code for code in codes}):
             answer = _call_user_function(choose, self.views[rank], tuple(ready))

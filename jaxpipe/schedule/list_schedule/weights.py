@@ -88,7 +88,7 @@ class WeightFilling:
         ]
 
     def spare(self, filled: Filled, span: float, makespan: float) -> list[float]:
-        """Per rank, the idle seconds that ``filled`` leaves under a target for the span and for the makespan."""
+        """Return, per rank, the idle seconds that ``filled`` leaves under a target for the span and for the makespan."""
         start = min(filled.first_s)
         return [
             min(span - (last - first), makespan - (last - start))
@@ -96,7 +96,7 @@ class WeightFilling:
         ]
 
     def fill(self, order: Sequence[int], rule: Rule) -> Filled | None:
-        """Rows with every W of ``order``'s B; None if F and B alone exceed the memory limit."""
+        """Return rows with every W of ``order``'s B; None if F and B alone exceed the memory limit."""
         t, n, m = self.problem.tables, self.problem.num_replicas, self.problem.num_microbatches
         kinds, seconds, change = self._kinds, t.seconds, t.change
         room, tiny = self.limit + ROUNDING, 0.0 if rule.ties == "as computed" else self._tiny
@@ -161,7 +161,7 @@ class WeightFilling:
         return Filled(tuple(first), tuple(free), rows, profile, tuple(idle))
 
     def draft(self, rows: Sequence[Sequence[int]]) -> Draft | None:
-        """The draft of rows with W, timed by the retimer; None if they deadlock or exceed the limit."""
+        """Return the draft of rows with W, timed by the retimer; None if they deadlock or exceed the limit."""
         draft = self.retimer.draft(rows)
         return draft if draft and draft.peak <= self.limit + ROUNDING else None
 
@@ -201,7 +201,7 @@ def order_of(problem: Problem, rows: Sequence[Sequence[int]], retimer: Retimer) 
 def improved(
     filling: WeightFilling, order: Sequence[int], best: Filled, passes: int, start: Filled | None = None
 ) -> Filled:
-    """``best``, or a filling of ``order`` that dominates it, by passes toward targets between it and what none can beat.
+    """Return ``best``, or a filling of ``order`` that dominates it, by passes toward targets between it and what none can beat.
 
     ``start``: a filling of ``order`` to begin with; by default every W runs in the first gap there is.
     """
@@ -228,7 +228,8 @@ def improved(
 
 
 def least(problem: Problem) -> tuple[float, float]:
-    """(span, makespan) that no order can beat: every rank does its work, none starts before the first microbatch reaches it."""
+    """Return (span, makespan) that no order can beat: every rank does its work, none starts before the first microbatch
+    reaches it."""
     m, reach = problem.num_microbatches, 0.0
     starts: dict[int, float] = {}
     work = [0.0] * problem.num_ranks
@@ -240,7 +241,8 @@ def least(problem: Problem) -> tuple[float, float]:
 
 
 def refilled(filling: WeightFilling, draft: Draft, passes: int) -> Draft | None:
-    """The same order of F and B, W laid anew by passes of the profile rule, within the limit; None for fused backwards."""
+    """Return the same order of F and B, W laid anew by passes of the profile rule, within the limit; None for fused
+    backwards."""
     order = order_of(filling.problem, draft.rows, filling.retimer)
     if len(order) < 2 * filling.problem.num_replicas * filling.problem.num_microbatches:
         return None

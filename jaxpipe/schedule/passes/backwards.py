@@ -19,27 +19,27 @@ _WORTH_S = 1e-3
 
 
 def split_backwards(schedule: Schedule) -> Schedule:
-    """``schedule`` with B and then W in place of each BW."""
+    """Return ``schedule`` with B and then W in place of each BW."""
     return with_fused(schedule, frozenset())
 
 
 def backwards_like(schedule: Schedule, like: Schedule) -> Schedule:
-    """``schedule`` with each backward split or fused as it is in ``like``."""
+    """Return ``schedule`` with each backward split or fused as it is in ``like``."""
     return with_fused(schedule, fused_backwards(like))
 
 
 def fused_backwards(schedule: Schedule) -> frozenset[tuple[int, int]]:
-    """The (stage, microbatch) of each BW."""
+    """Return the (stage, microbatch) of each BW."""
     return frozenset((a.stage, a.microbatch) for a in schedule.actions() if a.op == BW.name)
 
 
 def fused_stages(schedule: Schedule) -> tuple[int, ...]:
-    """The stages that have a BW."""
+    """Return the stages that have a BW."""
     return tuple(sorted({stage for stage, _ in fused_backwards(schedule)}))
 
 
 def costly_backwards(schedule: Schedule, costs: CostProfile) -> tuple[int, ...]:
-    """The stages whose BW takes clearly longer than B and then W do: by a tenth, and by a millisecond."""
+    """Return the stages whose BW takes clearly longer than B and then W do: by a tenth, and by a millisecond."""
 
     def is_costly(stage: int) -> bool:
         apart_s = costs.b_s[stage] + costs.w_s[stage]
@@ -49,13 +49,13 @@ def costly_backwards(schedule: Schedule, costs: CostProfile) -> tuple[int, ...]:
 
 
 def with_fused_stages(schedule: Schedule, stages: Iterable[int]) -> Schedule:
-    """``schedule`` with B and then W in place of each BW of all other stages."""
+    """Return ``schedule`` with B and then W in place of each BW of all other stages."""
     fused_stages = set(stages)
     return with_fused(schedule, frozenset((s, i) for s, i in fused_backwards(schedule) if s in fused_stages))
 
 
 def with_fused(schedule: Schedule, fused: frozenset[tuple[int, int]]) -> Schedule:
-    """``schedule`` with the backwards of ``fused``, pairs of stage and microbatch, as BW and all others as B and W."""
+    """Return ``schedule`` with the backwards of ``fused``, pairs of stage and microbatch, as BW and all others as B and W."""
 
     def changed(slot: Slot) -> tuple[Slot, ...]:
         parts = tuple(part for action in slot.actions for part in _parts(action, fused))
@@ -65,12 +65,12 @@ def with_fused(schedule: Schedule, fused: frozenset[tuple[int, int]]) -> Schedul
 
 
 def with_slots(schedule: Schedule, change: Callable[[Slot], Iterable[Slot]]) -> Schedule:
-    """``schedule`` with ``change(slot)`` in place of each slot."""
+    """Return ``schedule`` with ``change(slot)`` in place of each slot."""
     return replace(schedule, rows=tuple(tuple(x for slot in row for x in change(slot)) for row in schedule.rows))
 
 
 def slot_of(actions: Iterable[Action]) -> tuple[Slot, ...]:
-    """The one slot of these actions: an action, a braid, or no slot where there are none."""
+    """Return the one slot of these actions: an action, a braid, or no slot where there are none."""
     held = tuple(actions)
     return held if len(held) < 2 else (Braid(held),)
 

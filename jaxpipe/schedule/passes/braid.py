@@ -48,7 +48,7 @@ class _Pair:
 
 
 def braid(schedule: Schedule, costs: CostProfile, *, memory_limit: float = float("inf")) -> Schedule:
-    """``schedule`` with adjacent F, B, BW or W of different microbatches braided where the cost model says that it pays.
+    """Return ``schedule`` with adjacent F, B, BW or W of different microbatches braided where the cost model says that it pays.
 
     Braids that are there stay. ``memory_limit``: peak activations per rank that braiding may not exceed, in units of one rank's
     share of a microbatch (what the schedule needs already is always allowed). The makespan never grows.
@@ -67,7 +67,7 @@ def braid(schedule: Schedule, costs: CostProfile, *, memory_limit: float = float
 
 
 def unbraid(schedule: Schedule) -> Schedule:
-    """``schedule`` with each braid taken apart into its actions, in their order. Always valid if ``schedule`` is."""
+    """Return ``schedule`` with each braid taken apart into its actions, in their order. Always valid if ``schedule`` is."""
     return with_slots(schedule, lambda slot: slot.actions)
 
 
@@ -141,7 +141,7 @@ def _candidates(schedule: Schedule, costs: CostProfile, timeline: Timeline, alik
 
 
 def _gain(costs: CostProfile, *actions: tuple[str, int]) -> float:
-    """Seconds that a braid of these actions saves; 0 where it is rounding."""
+    """Return the seconds that a braid of these actions saves; 0 where it is rounding."""
     sequential_s = sum(slot_lanes(costs, [x]).seconds for x in actions)
     saved = sequential_s - slot_lanes(costs, actions).seconds
     return saved if saved > TIME * sequential_s else 0.0
@@ -157,7 +157,7 @@ def _may(one: Slot, two: Slot, alike: bool) -> bool:
 
 
 def _apart(pairs: Sequence[_Pair]) -> list[_Pair]:
-    """Those of the pairs of a rank that save most and share no slot."""
+    """Return those of the pairs of a rank that save most and share no slot."""
     best, sooner, last = (
         (0.0, list[_Pair]()),
         (0.0, list[_Pair]()),
@@ -170,7 +170,7 @@ def _apart(pairs: Sequence[_Pair]) -> list[_Pair]:
 
 
 def _with_braids(schedule: Schedule, pairs: Sequence[_Pair]) -> Schedule:
-    """``schedule`` with these pairs braided."""
+    """Return ``schedule`` with these pairs braided."""
     begins = {(x.rank, x.at) for x in pairs}
     rows = (
         tuple(

@@ -133,7 +133,7 @@ class LanePlan:
         return blocked or ended >= x.b_slot or front.view.life.end_s[ended] > front.latest_s + tiny
 
     def _farthest(self, view: View, now: float) -> _Trip | None:
-        """The resident of ``view`` whose B is farthest, if its absence is needed."""
+        """Return the resident of ``view`` whose B is farthest, if its absence is needed."""
         pool, life = view.pool, view.life
         while pool:
             x = pool[-1]
@@ -177,7 +177,7 @@ class LanePlan:
         self._move("L", trip, start, start + x.load_s * self.stretch, first, x.size)
 
     def _move(self, op: str, trip: _Trip, start: float, end: float, first: int, change: int) -> None:
-        """An O or L from ``start`` to ``end``, which changes levels from slot ``first`` on."""
+        """Record an O or L from ``start`` to ``end``, which changes levels from slot ``first`` on."""
         view = trip.view
         for j in range(first, trip.last + 1):
             view.level[j] += change

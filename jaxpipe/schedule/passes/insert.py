@@ -21,8 +21,8 @@ from jaxpipe.schedule.ir import Action, Schedule, Slot, op_spec
 
 
 def insert(schedule: Schedule, op: str, *, after: str, stages: Iterable[int]) -> Schedule:
-    """``schedule`` with the op called ``op`` behind each action of the op ``after`` of ``stages``, in its row, for the same
-    microbatch (for each group of a stage with a span, on each rank of a shared stage).
+    """Return ``schedule`` with the op called ``op`` behind each action of the op ``after`` of ``stages``, in its row, for
+    the same microbatch (for each group of a stage with a span, on each rank of a shared stage).
 
     Raises:
         ScheduleError: ``op`` is unknown, there is no such stage, it has no action ``after``, or the result is not valid: the
@@ -48,7 +48,7 @@ def insert(schedule: Schedule, op: str, *, after: str, stages: Iterable[int]) ->
 
     @cache
     def ended_s(n: int) -> float:
-        """When slot ``n`` ends; one that is added starts and ends when the last of what it waits for does."""
+        """Return when slot ``n`` ends; one that is added starts and ends when the last of what it waits for does."""
         return (
             max((ended_s(graph.source(x)) for x in graph.waits[n]), default=0.0)
             if n in numbers

@@ -83,7 +83,7 @@ def offload(
     memory_limit: float | None = None,
     stages: Iterable[int] | None = None,
 ) -> Offloaded:
-    """``schedule`` with residuals offloaded to the host and loaded back in time.
+    """Return ``schedule`` with residuals offloaded to the host and loaded back in time.
 
     ``fraction``: at most this part of each rank's (stage, microbatch) pairs, whole stages of the longest lifespan first
     (default: all). ``stages``: only these. ``memory_limit``: peak activations per rank, in units of one rank's share of a
@@ -119,8 +119,9 @@ def offload(
 
 
 def _within(limit: float, plans: Plans, planned: Callable[[Schedule], Plans]) -> tuple[Schedule, Timeline]:
-    """The first of these that meets the limit: no more offloads than needed; as low as free offloads get; the shortest of B's
-    that wait for their L, F's that wait for an O, and W's right behind their B. If none does, what is free."""
+    """Return the first of these that meets the limit: no more offloads than needed; as low as free offloads get; the
+    shortest of B's that wait for their L, F's that wait for an O, and W's right behind their B. If none does, what is
+    free."""
     for plan in (lambda stretch: plans.aimed(limit, stretch), plans.lowest):
         schedule, after = plans.free(plan)
         if at_most(peak_of(after), limit):
@@ -137,7 +138,7 @@ def _within(limit: float, plans: Plans, planned: Callable[[Schedule], Plans]) ->
 
 
 def without_offloads(schedule: Schedule) -> Schedule:
-    """``schedule`` without its O, L and S."""
+    """Return ``schedule`` without its O, L and S."""
 
     def left(slot: Slot) -> tuple[Slot, ...]:
         return slot_of(a for a in slot.actions if a.op not in ("O", "L", "S"))
@@ -164,7 +165,7 @@ def _report(plans: Plans, schedule: Schedule, after: Timeline) -> tuple[tuple[St
 
 
 def _why(life: RankLife, x: Resident, peak: float, is_candidate: bool) -> str:
-    """Why a resident stayed."""
+    """Explain why a resident stayed."""
     if x.size <= 0:
         return "nothing to move"
     if not is_candidate:

@@ -27,8 +27,9 @@ AHEAD = (3, 1)
 def paged(
     schedule: Schedule, lives: Sequence[RankLife], candidates: Sequence[Sequence[Resident]], limit: float
 ) -> Iterator[Schedule]:
-    """``schedule`` with offloads that keep ``limit`` (activations, in units of a rank's share) on every rank, one for each of
-    :data:`AHEAD`; nothing where some rank can't. ``lives``: of its ranks; ``candidates``: by rank, what may leave."""
+    """Yield ``schedule`` with offloads that keep ``limit`` (activations, in units of a rank's share) on every rank, one for
+    each of :data:`AHEAD`; nothing where some rank can't. ``lives``: of its ranks; ``candidates``: by rank, what may
+    leave."""
     ranks = list(zip(schedule.rows, lives, candidates, strict=True))
     for ahead in AHEAD:
         rows = [row for x in ranks if (row := _row(*x, limit * GRID * (1 + MEMORY), ahead)) is not None]

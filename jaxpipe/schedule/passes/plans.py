@@ -57,11 +57,12 @@ class Plans:
         return LanePlan(views, self.costs.host.mode == "shared", stretch).run()
 
     def lowest(self, stretch: float) -> list[Move]:
-        """The plan with the lowest peak that was found, for every lane."""
+        """Return the plan with the lowest peak that was found, for every lane."""
         return [move for ranks in self.lanes for move in self._lowest(ranks, stretch)[0]]
 
     def _lowest(self, ranks: Sequence[int], stretch: float, enough: float = 0.0) -> tuple[list[Move], int]:
-        """A plan and its peak. Halves the range of levels to aim at; ranks of a group aim at the same part of their ranges.
+        """Return a plan and its peak. Halves the range of levels to aim at; ranks of a group aim at the same part of their
+        ranges.
 
         Stops early at a peak that is ``enough``.
         """
@@ -93,7 +94,8 @@ class Plans:
     # Schedules.
 
     def free(self, plan: Callable[[float], list[Move]]) -> tuple[Schedule, Timeline]:
-        """The schedule of ``plan(stretch)`` that takes no longer than before: in PCIe groups, maybe planned with reserve."""
+        """Return the schedule of ``plan(stretch)`` that takes no longer than before: in PCIe groups, maybe planned with
+        reserve."""
         for stretch in _RESERVES if any(len(ranks) > 1 for ranks in self.lanes) else _RESERVES[:1]:
             schedule, after = self._with_moves(plan(stretch))
             if self._no_slower(after):
@@ -101,7 +103,7 @@ class Plans:
         return self.schedule, self.before
 
     def free_within(self, limit: float, *, sparing: bool = False) -> Schedule | None:
-        """The schedule offloaded at no cost in time, if every rank's peak gets down to ``limit`` so.
+        """Return the schedule offloaded at no cost in time, if every rank's peak gets down to ``limit`` so.
 
         ``sparing``: with few offloads rather than all that fit.
         """
@@ -121,7 +123,8 @@ class Plans:
         return [m for ranks in self.lanes for m in self.plan(ranks, [limit * GRID] * len(ranks), stretch)]
 
     def delayed(self, limit: float) -> tuple[Schedule, Timeline] | None:
-        """The shortest schedule found that meets the limit: planned for a host link faster than it is, so that B's wait."""
+        """Return the shortest schedule found that meets the limit: planned for a host link faster than it is, so that B's
+        wait."""
         fits = self._within_at(limit, _FASTER[-1])
         if not fits:  # of 353 orders that had to wait, none met its limit at a lower speed then
             return None
@@ -138,7 +141,8 @@ class Plans:
         return min(fits, key=lambda x: x[1].makespan)
 
     def paged(self, limit: float) -> tuple[Schedule, Timeline] | None:
-        """The shortest schedule that meets the limit by order alone (:mod:`~jaxpipe.schedule.passes.paging`), or None."""
+        """Return the shortest schedule that meets the limit by order alone (:mod:`~jaxpipe.schedule.passes.paging`), or
+        None."""
         tried = ((x, simulate(x, self.costs)) for x in paged(self.schedule, self.lives, self.candidates, limit))
         met = (x for x in tried if at_most(peak_of(x[1]), limit))
         return min(met, key=lambda x: x[1].makespan, default=None)
@@ -152,7 +156,7 @@ class Plans:
         return all(map(at_most, figures(after), figures(self.before)))
 
     def _with_moves(self, moves: Iterable[Move]) -> tuple[Schedule, Timeline]:
-        """The schedule with these moves, simulated."""
+        """Return the schedule with these moves, simulated."""
         rows = [[(j, -1, slot) for j, slot in enumerate(row, start=1)] for row in self.schedule.rows]
         for n, move in enumerate(moves):
             x = move.resident
@@ -169,7 +173,7 @@ def figures(timeline: Timeline) -> tuple[float, float, float]:
 
 
 def peak_of(timeline: Timeline) -> float:
-    """The highest peak of activations over all ranks."""
+    """Return the highest peak of activations over all ranks."""
     return max(timeline.peak_activations)
 
 

@@ -35,8 +35,8 @@ class LateOffload:
 
 
 def late_offload(schedule: Schedule, costs: CostProfile, timeline: Timeline) -> LateOffload | None:
-    """The first offload that stands later than it need, if standing earlier makes the schedule shorter than ``timeline``, or as
-    long with a lower peak; None if none does."""
+    """Return the first offload that stands later than it need, if standing earlier makes the schedule shorter than
+    ``timeline``, or as long with a lower peak; None if none does."""
     late = [(rank, *late_action) for rank, row in enumerate(schedule.rows) for late_action in _late(row, _is_offload)]
     if not late:
         return None
@@ -48,7 +48,7 @@ def late_offload(schedule: Schedule, costs: CostProfile, timeline: Timeline) -> 
 
 
 def prompt_weights(schedule: Schedule) -> Schedule:
-    """``schedule`` with each W behind the slot that holds its B. W's in braids, and fused BW, stay where they are.
+    """Return ``schedule`` with each W behind the slot that holds its B. W's in braids, and fused BW, stay where they are.
 
     W waits for nothing but its B, on the same rank, so a valid schedule stays valid. It can take longer: W's then stand before
     B's that other ranks wait for.

@@ -40,7 +40,7 @@ class Resident:
 
     @property
     def life_s(self) -> float:
-        """Seconds between the end of F and the start of B."""
+        """Return the seconds between the end of F and the start of B."""
         return self.due_s - self.ready_s
 
 
@@ -68,7 +68,7 @@ class RankLife:
 
 
 def rank_lives(schedule: Schedule, timeline: Timeline, costs: CostProfile) -> tuple[RankLife, ...]:
-    """The lives of every rank of ``schedule`` (compute actions only), as ``timeline`` has them.
+    """Return the lives of every rank of ``schedule`` (compute actions only), as ``timeline`` has them.
 
     Memory is in units of one rank's share of one microbatch (``Timeline.peak_activations``), on the grid.
     """

@@ -43,7 +43,7 @@ _Backward = tuple[int, int]
 
 
 def separate_gradients(schedule: Schedule, costs: CostProfile, *, memory_limit: float = _NEVER) -> Schedule:
-    """``schedule`` with B and W apart where that makes it shorter; on each rank the order of all but W stays.
+    """Return ``schedule`` with B and W apart where that makes it shorter; on each rank the order of all but W stays.
 
     ``memory_limit``: peak activations that no rank may exceed, in units of one rank's share of a microbatch. More than the
     schedule's own peak is used only where that makes it shorter, and without a limit never. Neither makespan nor longest span
@@ -133,7 +133,7 @@ class _Net:
 
 
 def _filled(split: Schedule, costs: CostProfile, limit: float) -> Schedule:
-    """``split`` with every W that is a slot of its own where the rule puts it, within the limit if that works."""
+    """Return ``split`` with every W that is a slot of its own where the rule puts it, within the limit if that works."""
     loose = [[x for x in row if type(x) is Action and x.op == W.name] for row in split.rows]
     rest = (tuple(x for x in row if x not in set(ws)) for row, ws in zip(split.rows, loose, strict=True))
     filling = _Filling(replace(split, rows=tuple(rest)), costs, [sorted(ws) for ws in loose], limit)
@@ -160,8 +160,9 @@ class _Filling:
         ]
 
     def run(self, spare: Sequence[float]) -> tuple[tuple[Row, ...], list[float]]:
-        """Rows with W, and the seconds that each rank idled, less what it works less than the rank with most work. A rank idles
-        rather than run a W too long for its bubble while it has idled no more than the idlest rank, or than ``spare`` says."""
+        """Return rows with W, and the seconds that each rank idled, less what it works less than the rank with most work. A
+        rank idles rather than run a W too long for its bubble while it has idled no more than the idlest rank, or than
+        ``spare`` says."""
         net, graph, p = self.net, self.net.graph, len(spare)
         idle, most = [x - max(self.work) for x in self.work], 0.0
         free, last, level = [0.0] * p, [-1] * p, [0] * p
@@ -219,7 +220,7 @@ class _Filling:
 
 
 def _fused(schedule: Schedule, costs: CostProfile, keep: frozenset[_Backward]) -> Schedule:
-    """``schedule`` with BW for every B and W with which nothing takes longer. ``keep``: the BW in braids."""
+    """Return ``schedule`` with BW for every B and W with which nothing takes longer. ``keep``: the BW in braids."""
     fusing = _Fusing(with_fused(schedule, keep), costs, fused_backwards(schedule) - keep)
     while fusing.more():
         pass
@@ -257,7 +258,7 @@ class _Fusing:
         return self._try(self._in_turn(able)) or sum(self._try(self._in_turn([k])) for k in able) > 0
 
     def _in_turn(self, pairs: Iterable[_Backward]) -> Iterator[_Backward]:
-        """Those of ``pairs`` that overtake no W of their stage."""
+        """Yield those of ``pairs`` that overtake no W of their stage."""
         fused = self.fused.copy()
         for k in pairs:
             passed = (a for b, w in self.pairs[k] for slot in self.net.graph.slots[b:w] for a in slot.actions)
@@ -315,8 +316,9 @@ class _Fusing:
         return fits
 
     def _bound(self, ends: Sequence[Sequence[int]], moved: Iterable[int]) -> None:
-        """When each node may end at the latest, now that nodes ``moved`` take other times; ``ends``: by rank, the last of each
-        queue. Looked at again, from the last node on, is what comes before one whose bound or time is another."""
+        """Update when each node may end at the latest, now that nodes ``moved`` take other times; ``ends``: by rank, the
+        last of each queue. Looked at again, from the last node on, is what comes before one whose bound or time is
+        another."""
         duration, end, latest, place = self.duration, self.end, self.latest, self.place
         first = [min((end[q[0]] - duration[q[0]] for q in queues if q), default=0.0) for queues in self.net.queues]
         span = max(max((end[n] for n in last), default=a) - a for last, a in zip(ends, first, strict=True))

@@ -163,7 +163,7 @@ class Actions:
         self.limits = tuple(self._limits())
 
     def sources(self, n: int) -> Iterator[tuple[int, int]]:
-        """(action that n waits for, ticks that its result takes)."""
+        """Yield (action that n waits for, ticks that its result takes)."""
         count = len(self.action)
         for x in self.graph.waits[n]:
             yield self.graph.source(x), self.transfers[x - count].ticks if x >= count else 0
@@ -178,7 +178,7 @@ class Actions:
         return tuple(map(tuple, followers))
 
     def number(self, action: Action, rank: int) -> int | None:
-        """The number of an action; of a BW that is not there, that of its B. None: there is none."""
+        """Return the number of an action; of a BW that is not there, that of its B. None: there is none."""
         slot = self.graph.slot_of(action.op, action.stage, action.microbatch, rank)
         return self.number(replace(action, op="B"), rank) if slot is None and action.op == "BW" else slot
 
@@ -199,12 +199,12 @@ class Actions:
 
     @cached_property
     def reach(self) -> int:
-        """Ticks after an action's start within which its result is everywhere."""
+        """Return the ticks after an action's start within which its result is everywhere."""
         return max(self.size) + max((sent.ticks for sent in self.transfers), default=0)
 
     @cached_property
     def horizon(self) -> int:
-        """Ticks within which a best schedule ends: as long as anything is left, something runs."""
+        """Return the ticks within which a best schedule ends: as long as anything is left, something runs."""
         return 1 + sum(self.size) + sum(x.ticks for x in self.transfers) + sum(x.ticks for x in self.fusing.values())
 
     @cached_property
@@ -236,12 +236,12 @@ class Actions:
         return starts[choice] >= 0 if choice in self.copies else starts[self.fusing[choice].w] < 0
 
     def end(self, n: int, starts: Starts) -> int:
-        """When an action that takes place ends."""
+        """Return when an action that takes place ends."""
         is_fused = n in self.fusing and self.chosen(n, starts)
         return starts[n] + (self.fusing[n].ticks if is_fused else self.size[n])
 
     def extent(self, starts: Starts) -> tuple[list[int], list[int]]:
-        """Per rank, when compute begins and ends; (0, 0) without any."""
+        """Return, per rank, when compute begins and ends; (0, 0) without any."""
         lanes = [[n for n in lane if starts[n] >= 0] for lane in self.lanes[: self.num_ranks]]
         begins = [min((starts[n] for n in lane), default=0) for lane in lanes]
         return begins, [max((self.end(n, starts) for n in lane), default=0) for lane in lanes]
@@ -249,7 +249,7 @@ class Actions:
     # Which actions.
 
     def _complete(self, order: Schedule | None, fusing: bool) -> Schedule:
-        """``order`` with backwards apart, all of them or those that gain nothing by being whole, and with all copies."""
+        """Return ``order`` with backwards apart, all of them or those that gain nothing by being whole, and with all copies."""
         if order is None:
             problem = Problem.of(self.placement, self.task.num_microbatches, self.costs)
             order = problem.schedule("serial", grouped_rows(problem, 1))
@@ -307,7 +307,7 @@ class Actions:
                 yield MemoryLimit(r, self.task.offloads_in_flight, held)
 
     def _of_kind(self, limits: Sequence[float], activations: bool) -> Iterator[MemoryLimit]:
-        """Limits by rank, on one grid."""
+        """Yield limits by rank, on one grid."""
         pieces = {r: list(self._pieces(r, activations)) for r, limit in enumerate(limits) if limit < inf}
         sizes = {amount for each in pieces.values() for *amounts, _ in each for amount in amounts}
         units = memory_units(sizes, max((limits[r] for r in pieces), default=0.0))
@@ -387,7 +387,7 @@ def _residuals(ops: Mapping[str, int], held: float, may_leave: float, w_held: fl
 
 
 def schedule_of(actions: Actions, starts: Starts, name: str) -> tuple[Schedule, Timeline]:
-    """The schedule that issues everything in the order of ``starts``, and when that happens.
+    """Return the schedule that issues everything in the order of ``starts``, and when that happens.
 
     Raises:
         ScheduleError: the order is not a valid schedule.
@@ -409,7 +409,7 @@ def fitting(actions: Actions, starts: Starts, name: str) -> tuple[Schedule, Time
 
 
 def starts_of(actions: Actions, timeline: Timeline) -> Starts | None:
-    """The times of a simulated schedule in ticks; None if it has slots that are not among ``actions``."""
+    """Return the times of a simulated schedule in ticks; None if it has slots that are not among ``actions``."""
     begun: list[tuple[Action, int, float]] = []
     for event in timeline.events:
         a = event.action
@@ -473,7 +473,7 @@ class _Row:
         return replace(a, op="BW") if n in actions.fusing and actions.chosen(n, self.starts) else a
 
     def _gap(self, n: int, copies: Copies) -> int:
-        """How many compute slots stand before this O or L: those that have ended when it starts."""
+        """Return how many compute slots stand before this O or L: those that have ended when it starts."""
         after = bisect_right(self.ends, self.starts[n])
         # rounding must move no copy before its F or behind its B
         return min(max(after, self.place[copies.f] + 1), self.place[copies.b])
@@ -501,7 +501,7 @@ class _Row:
                 yield last
 
     def _changes(self, limit: MemoryLimit) -> Iterator[tuple[int, int, int]]:
-        """(tick, units, action): what is given back and taken."""
+        """Yield (tick, units, action): what is given back and taken."""
         start = self.starts
         b_of_w = {fusing.w: b for b, fusing in self.actions.fusing.items()}
         for piece in limit.pieces:

@@ -69,7 +69,7 @@ class CrudeProblem:
 
     @classmethod
     def of(cls, task: SolveTask) -> CrudeProblem:
-        """The crude form of ``task``. Raises ScheduleError if its costs are for another number of stages."""
+        """Return the crude form of ``task``. Raises ScheduleError if its costs are for another number of stages."""
         costs, placement, n = task.costs, task.placement, task.placement.num_stages
         costs.require_stages(n, "the placement")
         second = (sum(costs.f_s) + sum(costs.b_s) + sum(costs.w_s)) / n or sum(costs.bw_s) / n or 1.0
@@ -169,8 +169,8 @@ class ScheduleCache:
         return None
 
     def lookup(self, task: SolveTask) -> Solution | None:
-        """The schedule of the same problem or else of the nearest that is valid and within the limits of ``task``, simulated
-        under its costs. ``lower_bound``: proven for ``task``; 0 unless every number of the two problems is equal.
+        """Return the schedule of the same problem or else of the nearest that is valid and within the limits of ``task``,
+        simulated under its costs. ``lower_bound``: proven for ``task``; 0 unless every number of the two problems is equal.
 
         Those that seem to keep the limits come first; a handful are tried.
 
@@ -180,7 +180,7 @@ class ScheduleCache:
         return next(self._hits(self._paths(_stem(task)), task), None)
 
     def entries(self) -> tuple[CacheEntry, ...]:
-        """All entries that can be read, by size and limit."""
+        """Return all entries that can be read, by size and limit."""
         entries = [entry for path in self._paths(f"{_PREFIX}-") if (entry := self._read(path)) is not None]
         entries.sort(key=lambda e: (e.task.placement.num_ranks, e.task.num_microbatches, min(e.task.limits())))
         return tuple(entries)
@@ -219,7 +219,7 @@ class ScheduleCache:
         return None
 
     def _read(self, path: Path) -> CacheEntry | None:
-        """An entry, or None: silently if there is no such file, with a notice if it can't be used."""
+        """Return an entry, or None: silently if there is no such file, with a notice if it can't be used."""
         with self._noticing(f"ignored {path}"):
             about = path.stat()
             if about.st_size > MAX_BYTES:
@@ -274,31 +274,31 @@ class ScheduleCache:
 
 
 def default_folder() -> Path:
-    """``$JAXPIPE_CACHE_DIR``, else ``schedules`` in the folder of :func:`~jaxpipe.files.user_cache`."""
+    """Return ``$JAXPIPE_CACHE_DIR``, else ``schedules`` in the folder of :func:`~jaxpipe.files.user_cache`."""
     folder = os.environ.get(VARIABLE)
     return Path(folder) if folder else user_cache() / "schedules"
 
 
 def _unnamed(task: SolveTask) -> SolveTask:
-    """The task without the names that its placement and costs go by."""
+    """Return the task without the names that its placement and costs go by."""
     return replace(task, placement=replace(task.placement, kind=""), costs=replace(task.costs, source=""))
 
 
 def _merged(old: Solution, new: Solution) -> Solution:
-    """The better schedule of two answers to one problem, the newer of equals, with the better bound."""
+    """Return the better schedule of two answers to one problem, the newer of equals, with the better bound."""
     better = min(new, old, key=lambda x: nine_digits(x.value))
     bounds = (x.lower_bound for x in (old, new) if at_most(x.lower_bound, better.value))
     return replace(better, lower_bound=max(bounds, default=0.0))
 
 
 def _stem(task: SolveTask) -> str:
-    """How the names of all files begin whose schedules fit this problem: same placement and microbatches."""
+    """Return how the names of all files begin whose schedules fit this problem: same placement and microbatches."""
     shape = _digest(to_json(replace(task.placement, kind="")))
     return f"{_PREFIX}-p{task.placement.num_ranks}-m{task.num_microbatches}-{shape}-"
 
 
 def entry_name(task: SolveTask) -> str:
-    """The file's name: the problem in proportional values, so that one file holds one of them."""
+    """Return the file's name: the problem in proportional values, so that one file holds one of them."""
     return f"{_stem(task)}{_digest(to_json(CrudeProblem.of(task)))}.json"
 
 
@@ -308,5 +308,5 @@ def _digest(data: object) -> str:
 
 
 def _head(body: str) -> str:
-    """The first line of a file."""
+    """Return the first line of a file."""
     return f"{_FORMAT}, sha256 {hashlib.sha256(body.encode()).hexdigest()}"

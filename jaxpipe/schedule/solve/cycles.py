@@ -54,7 +54,7 @@ class Grid:
 
     @classmethod
     def of(cls, problem: Problem, limits: Sequence[float]) -> Grid:
-        """The problem on the coarsest grid that keeps its proportions, roughly."""
+        """Return the problem on the coarsest grid that keeps its proportions, roughly."""
         seconds = [*problem.f_s, *problem.b_s, *problem.w_s]
         cell = _cell([x for x in seconds if x > 0])
         cells = [tuple(max(1, round(x / cell)) for x in s) for s in (problem.f_s, problem.b_s, problem.w_s)]
@@ -68,7 +68,7 @@ class Grid:
         return cls(problem, tuple(cells), down, up, trip, held, residues, limit)
 
     def chain(self) -> Iterator[tuple[int, int, int, int, int]]:
-        """(op, replica, op, replica, cells): the second starts that much after the first, or later."""
+        """Yield (op, replica, op, replica, cells): the second starts that much after the first, or later."""
         n = self.problem.num_replicas
         for k in range(n):
             if k + 1 < n:
@@ -79,12 +79,12 @@ class Grid:
             yield B, k, W, k, self.cells[B][k]
 
     def work(self) -> int:
-        """Cells that the busiest rank works for one microbatch."""
+        """Return the cells that the busiest rank works for one microbatch."""
         problem = self.problem
         return max(sum(row[k] for row in self.cells for k in problem.replicas_of(r)) for r in range(problem.num_ranks))
 
     def least_period(self) -> int:
-        """Cells that a microbatch takes at least: work, and memory × time on each rank."""
+        """Return the cells that a microbatch takes at least: work, and memory × time on each rank."""
         area = [0] * self.problem.num_ranks
         for k, rank in enumerate(self.problem.rank):
             area[rank] += self.held[k] * self.trip[k] + min(self.kept[k], self.held[k]) * self.cells[W][k]
@@ -92,7 +92,8 @@ class Grid:
 
 
 def _cell(seconds: Sequence[float]) -> float:
-    """The coarsest cell that all actions are multiples of, nearly; or one so small that the mean action has ``_FINEST``."""
+    """Return the coarsest cell that all actions are multiples of, nearly; or one so small that the mean action has
+    ``_FINEST``."""
     mean = sum(seconds) / len(seconds)
     shares = [Fraction(x / mean).limit_denominator(48) for x in seconds]
     finest = Fraction(1, _FINEST)
@@ -106,8 +107,8 @@ _LONGEST_LIFE = 7  # periods beyond a round trip: bounds a variable, not tuned
 
 
 def find_cycle(grid: Grid, period: int, budget: dict[str, Any]) -> tuple[BuildingBlock | None, bool]:
-    """A cycle of one microbatch in ``period`` cells within ``budget`` (CP-SAT parameters), and whether there is none for sure
-    (on this grid, with lives this long)."""
+    """Return a cycle of one microbatch in ``period`` cells within ``budget`` (CP-SAT parameters), and whether there is none
+    for sure (on this grid, with lives this long)."""
     model = _Model(grid, period)
     for rank in range(grid.problem.num_ranks):
         model.lane(rank)
@@ -158,7 +159,8 @@ class _Model:
         self.cp.add_no_overlap(intervals)
 
     def hold(self, rank: int, at: tuple[int, int]) -> None:
-        """When the F called ``at`` starts, what has been taken less what has been given back is within the limit.
+        """Hold the limit when the F called ``at`` starts: what has been taken less what has been given back is within the
+        limit.
 
         An action with quotient q and a residue not later has happened one time more than one with a later residue; the bit is 1
         for F's unless their residue is later, and may be 1 for B's and W's only if their end's residue is not later.
@@ -191,8 +193,8 @@ _TRY_S = (1.5, 6.0)  # seconds for one period, at the first try and the second; 
 
 
 def cycles(problem: Problem, limits: Sequence[float], budget: Budget, seed: int) -> Iterator[tuple[Draft, str]]:
-    """Orders from cycles of one microbatch: short periods first, until one keeps to the limit; then back to short ones with
-    more time. Limits are uniform over ranks; a chain in one direction only."""
+    """Yield orders from cycles of one microbatch: short periods first, until one keeps to the limit; then back to short
+    ones with more time. Limits are uniform over ranks; a chain in one direction only."""
     grid, finisher, limit = Grid.of(problem, limits), Finisher(problem), min(limits)
     settled: set[int] = set()
     stretches: Sequence[float] = _STRETCHES if problem.num_microbatches > 1 else ()

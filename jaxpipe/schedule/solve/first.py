@@ -29,7 +29,8 @@ _SEPARATED = 6  # of the schedules by rules; not tuned
 
 
 def group_size(problem: Problem, limits: Sequence[float]) -> int:
-    """The most microbatches that may be in flight at once if none is given back before all are there; 0 if not even one."""
+    """Return the most microbatches that may be in flight at once if none is given back before all are there; 0 if not even
+    one."""
     flows, stages = problem.placement.num_flows, problem.placement.num_stages
     fits = problem.num_microbatches
     for rank, limit in enumerate(limits):
@@ -42,7 +43,7 @@ def group_size(problem: Problem, limits: Sequence[float]) -> int:
 
 
 def grouped_rows(problem: Problem, size: int) -> list[list[int]]:
-    """Rows of codes: groups of ``size`` microbatches, all F's, then each B with its W."""
+    """Return rows of codes: groups of ``size`` microbatches, all F's, then each B with its W."""
     m, stages, flows = problem.num_microbatches, problem.placement.num_stages, problem.placement.num_flows
     rows: list[list[int]] = [[] for _ in range(problem.num_ranks)]
     for first in range(0, m, size):
@@ -98,8 +99,8 @@ def graph_starts(task: SolveTask) -> Iterator[tuple[Schedule, str]]:
 
 
 def _rooms(task: SolveTask) -> Iterator[dict[str, Any]]:
-    """Limits on microbatches in flight: one at a time; for each stage what lies behind it, as in 1F1B; for each stage, and for
-    each rank, what the limits allow. A stage that holds nothing has no limit."""
+    """Yield limits on microbatches in flight: one at a time; for each stage what lies behind it, as in 1F1B; for each
+    stage, and for each rank, what the limits allow. A stage that holds nothing has no limit."""
     placement, m = task.placement, task.num_microbatches
     most = [max(1, int(min(m, limit * (1 + MEMORY)))) for limit in task.limits()]
     behind: dict[int, int] = {}
@@ -130,7 +131,7 @@ def smallest_limits(task: SolveTask) -> tuple[float, float]:
 
 
 def explain(tasks: Sequence[SolveTask]) -> str:
-    """The one line; ``tasks`` differ in placement only."""
+    """Return the error line for users; ``tasks`` differ in placement only."""
     task = tasks[0]
     smallest = [smallest_limits(replace(t, memory_limit=float("inf"))) for t in tasks]
     stays, away = min(x for x, _ in smallest), min(x for _, x in smallest)

@@ -176,7 +176,7 @@ class Formulation:
             yield fusing.w, self.choices[fusing.choice]
 
     def _shifts(self) -> dict[int, Any]:
-        """Per rank that has something late, by how much that moves: no more than what is fixed leaves room for."""
+        """Return, per rank that has something late, by how much that moves: no more than what is fixed leaves room for."""
         actions, start, size = self.actions, self.start, self.actions.size
         room = dict.fromkeys(sorted({actions.rank[n] for n in self.late}), self.end - self.begin)
         for floor, (before, _, late) in zip(self.floors, self.parts, strict=True):
@@ -207,7 +207,7 @@ class Formulation:
         return slacks
 
     def firsts(self, late: Sequence[int]) -> list[int]:
-        """The first of each rank; lanes beyond the ranks' own may serve several."""
+        """Return the first of each rank; lanes beyond the ranks' own may serve several."""
         return list({self.actions.rank[n]: n for n in reversed(late)}.values())
 
     def _variables(self) -> dict[int, Any]:
@@ -238,7 +238,7 @@ class Formulation:
             yield fusing.w, size[fusing.w] * (1 - is_fused)
 
     def at_of(self, n: int) -> Any:
-        """When an action starts: a variable, a number, or a number less the shift."""
+        """Return when an action starts: a variable, a number, or a number less the shift."""
         if n in self.at:
             return self.at[n]
         return self.start[n] - self.shift[self.actions.rank[n]] if n in self.late else self.start[n]
@@ -249,14 +249,14 @@ class Formulation:
     # What holds.
 
     def _add(self, constraint: Any, *numbers: int) -> None:
-        """A constraint that holds if all of these actions take place."""
+        """Add a constraint that holds if all of these actions take place."""
         handle = self.cp.add(constraint)
         literals = {id(x): x for n in numbers if (x := self.absent.get(n)) is not None}
         if literals:
             handle.only_enforce_if([~x for x in literals.values()])
 
     def _waits(self) -> None:
-        """Every wait that touches what is inside; see :meth:`_shifts` for those past it."""
+        """Add every wait that touches what is inside; see :meth:`_shifts` for those past it."""
         actions = self.actions
         for n in self.at:
             for x, (s, lag) in zip(actions.graph.waits[n], actions.sources(n), strict=True):
@@ -273,7 +273,7 @@ class Formulation:
             self.cp.add(self.at[o] == self.begin).only_enforce_if(self.absent[o])
 
     def _alike(self) -> Iterator[Sequence[int]]:
-        """Those of one op and stage in the order that they keep: of microbatches, in a window the one they have."""
+        """Yield those of one op and stage in the order that they keep: of microbatches, in a window the one they have."""
         if self.window is None:
             yield from self.actions.alike.values()
             return
@@ -344,7 +344,7 @@ class Formulation:
             yield copies.load, (gap, take)
 
     def _queueing(self) -> Iterator[Mapping[int, Sent]]:
-        """The transfers of each pair of ranks where they may have to wait for one another, as they are waited for."""
+        """Yield the transfers of each pair of ranks where they may have to wait for one another, as they are waited for."""
         actions, size, fusing = self.actions, self.actions.size, self.actions.fusing
         links: dict[tuple[int, int], dict[int, Sent]] = defaultdict(dict)
         for x, sent in enumerate(actions.transfers, len(actions.action)):
@@ -442,7 +442,8 @@ class Formulation:
     # What is sought.
 
     def _objective(self) -> None:
-        """The end or the longest span; in windows, where pieces move apart, then the sum of ranks' ends; then ``prefer``."""
+        """Minimise the end or the longest span; in windows, where pieces move apart, then the sum of ranks' ends; then
+        ``prefer``."""
         cp = self.cp
         sums_ends = self.window is not None and not self.by_order
         ends = []
@@ -471,7 +472,7 @@ class Formulation:
         cp.minimize(aim)
 
     def _begin(self, before: Sequence[int], middle: Sequence[int], late: Sequence[int]) -> Any:
-        """A time no later than a rank's first action."""
+        """Return a time no later than a rank's first action."""
         if before or not middle:
             return self.at_of((*before, *late)[0])
         begin = self.cp.new_int_var(self.begin, self.latest, "")
@@ -482,7 +483,7 @@ class Formulation:
         return begin
 
     def _outer(self, middle: Sequence[int], first: bool) -> list[int]:
-        """Those of a rank's actions inside that no other of them is known to precede, or to follow."""
+        """Return those of a rank's actions inside that no other of them is known to precede, or to follow."""
         rank, inner = self.actions.rank, set()
         waits = ((s, n) for n in middle for s, _ in self.actions.sources(n) if s in self.at and rank[s] == rank[n])
         for one, two in (*waits, *self.chained):
@@ -522,7 +523,7 @@ class Formulation:
             self.cp.add_hint(shift, 0)
 
     def answer(self, solver: Any) -> Starts:
-        """When everything starts by the solver's values."""
+        """Return when everything starts by the solver's values."""
         start = list(self.start) if self.window is not None else [-1] * len(self.actions.action)
         for n in (*self.late, *self.at):
             absent = n in self.absent and solver.boolean_value(self.absent[n])

@@ -224,18 +224,18 @@ def tasks_line(tasks: Sequence[SolveTask], imports: Sequence[str]) -> bytes:
 
 
 def job_line(number: int, job: Job) -> bytes:
-    """A job by its number, as :func:`job_in` reads it."""
+    """Return a job by its number, as :func:`job_in` reads it."""
     return to_line({"number": number, "kind": [type(job).__module__, type(job).__name__], "job": to_json(job)})
 
 
 def job_in(message: Mapping[str, Any]) -> tuple[int, Job]:
-    """The job of a line, and its number."""
+    """Return the job of a line, and its number."""
     module, name = message["kind"]
     return message["number"], from_json(getattr(importlib.import_module(module), name), message["job"], "job")
 
 
 def few_ranks(task: SolveTask) -> FewRanks:
-    """A task as the bounds from a few ranks take it."""
+    """Return a task as the bounds from a few ranks take it."""
     span, limits = task.objective == "span", task.limits()
     return FewRanks(task.placement, task.num_microbatches, task.costs, limits, offload=task.offload, span=span)
 
@@ -248,8 +248,8 @@ def family_schedules(
     once: bool = False,
     beat: float = inf,
 ) -> None:
-    """Every family of the task's placement among ``names``, each schedule that beats those before it: with all settings, or
-    ``once`` each. Only what may take less than ``beat`` seconds goes through the offload pass."""
+    """Try every family of the task's placement among ``names``, and report each schedule that beats those before it: with
+    all settings, or ``once`` each. Only what may take less than ``beat`` seconds goes through the offload pass."""
     limits = task.safe_limits()
     family_task = Task(
         task.placement.num_ranks,
@@ -274,18 +274,18 @@ def family_schedules(
 
 
 def families_of(task: SolveTask) -> list[str]:
-    """The families that make schedules of the task's placement, the cheap ones first."""
+    """Return the families that make schedules of the task's placement, the cheap ones first."""
     p, v = task.placement.num_ranks, max(1, task.placement.num_chunks)
     return [f.name for f in cheap_first(f for f in FAMILIES.values() if _same_placement(f.placement, p, v, task))]
 
 
 def quick_families(task: SolveTask) -> list[str]:
-    """Those of them that make a schedule at once, whatever the memory limit."""
+    """Return those of them that make a schedule at once, whatever the memory limit."""
     return [name for name in families_of(task) if "memory_limit" not in FAMILIES[name].options]
 
 
 def first_families(task: SolveTask) -> list[str]:
-    """Those of :data:`FIRST` on the task's placement, if its size lets them end soon."""
+    """Return those of :data:`FIRST` on the task's placement, if its size lets them end soon."""
     pairs = sum(map(len, task.placement.flows)) * task.num_microbatches // task.placement.num_flows
     return sorted(set(FIRST).intersection(families_of(task)), key=FIRST.index) if pairs <= _FIRST_PAIRS else []
 

@@ -131,8 +131,8 @@ class NeighbourhoodSearch:
                 yield solved[0]
 
     def _ticks(self, starts: Starts) -> tuple[float, float, int]:
-        """The objective, the other time, and by what neighbourhoods make progress on plateaus: the sum of starts, or of ranks'
-        ends."""
+        """Return the objective, the other time, and by what neighbourhoods make progress on plateaus: the sum of starts, or
+        of ranks' ends."""
         begins, ends = self.actions.extent(starts)
         longest = max(b - a for a, b in zip(begins, ends, strict=True))
         return *self.task.order(max(ends) - min(begins), longest), sum(ends if self.actions.copies else starts)
@@ -194,7 +194,7 @@ class NeighbourhoodSearch:
         )
 
     def _sample_microbatches(self, starts: Starts, begin: int, end: int) -> frozenset[int]:
-        """A quarter of the microbatches that have a forward inside, neighbours or not."""
+        """Return a quarter of the microbatches that have a forward inside, neighbours or not."""
         placed = zip(self.actions.action, starts, strict=True)
         inside = sorted({a.microbatch for a, t in placed if a.op == "F" and begin <= t < end})
         count = max(1, len(inside) // 4)
@@ -243,7 +243,8 @@ def solve_exact(
     deterministic: bool = False,
     every_order: bool = False,
 ) -> ExactResult:
-    """The best schedule of ``task``, microbatches in order unless ``every_order``, that CP-SAT finds in ``time_limit_s``.
+    """Return the best schedule of ``task``, microbatches in order unless ``every_order``, that CP-SAT finds in
+    ``time_limit_s``.
 
     ``hint``: a schedule to start from; if it keeps the limits, the answer is no worse. Of a graph of stages it also says which
     actions there are. ``lower_bound``: seconds that are known to be needed. ``deterministic``: the limit counts deterministic
@@ -293,9 +294,9 @@ class _Search:
         self.result = replace(self.result, lower_bound=bound_s)
 
     def _starts(self, actions: Actions) -> Starts | None:
-        """The times of the best schedule, at first the hint; None if there is none or the model can't express it: it is of
-        another placement or size, breaks a limit, has braided slots or microbatches out of order, or offloads what may not
-        leave."""
+        """Return the times of the best schedule, at first the hint; None if there is none or the model can't express it: it
+        is of another placement or size, breaks a limit, has braided slots or microbatches out of order, or offloads what
+        may not leave."""
         task, schedule = self.task, self.result.schedule or self.hint
         size = task.placement.flows, task.num_microbatches
         if schedule is None or (schedule.placement.flows, schedule.num_microbatches) != size:
@@ -311,7 +312,7 @@ class _Search:
         return starts
 
     def _cost(self, actions: Actions, starts: Starts) -> int:
-        """Ticks of the objective of given times."""
+        """Return the ticks of the objective of given times."""
         begins, ends = actions.extent(starts)
         if self.task.objective != "span":
             return max(ends)

@@ -222,7 +222,7 @@ class _Simulation:
         self.started: dict[int, float] = {}
 
     def run(self, until: float = inf) -> tuple[float, Sequence[float]]:
-        """The makespan and the ranks' spans; inf if it gets stuck, or takes longer than that."""
+        """Return the makespan and the ranks' spans; inf if it gets stuck, or takes longer than that."""
         self.clock.run(self._choose, until=until)
         p, clock, last = self.q.num_ranks, self.clock, self.begun_b if self.policy.fused else self.begun_w
         if sum(last) < sum(map(len, self.model.codes)):
@@ -230,7 +230,7 @@ class _Simulation:
         return max(clock.free[:p]), [b - a for a, b in zip(clock.first[:p], clock.free[:p], strict=True)]
 
     def result(self) -> tuple[Schedule, Timeline] | None:
-        """The schedule, if it keeps the limits."""
+        """Return the schedule, if it keeps the limits."""
         if self.run()[0] == inf:
             return None
         return fitting(self.model.actions, self.model.starts(self.started), "offload-list")
@@ -258,7 +258,7 @@ class _Simulation:
                 clock.start(p + lane, code, now)
 
     def _start(self, op: int, k: int, i: int, now: float) -> int:
-        """The code of an action that starts."""
+        """Return the code of an action that starts."""
         kind, rank, tables = op * self.n + k, self.q.rank[k], self.model.tables
         code = self.model.codes[k][i] + op * self.step
         self.started[code] = now
@@ -278,7 +278,7 @@ class _Simulation:
     # Compute.
 
     def _compute(self, r: int, now: float) -> int:
-        """The code of what the policy takes next on idle rank ``r``, if anything can start."""
+        """Return the code of what the policy takes next on idle rank ``r``, if anything can start."""
         mine, policy = self.model.mine[r], self.policy
         # the latest stage first: it gives memory back soonest
         back = next((k for k in reversed(mine) if self._b_at(k) <= now), -1)
@@ -297,7 +297,7 @@ class _Simulation:
         return self._start(op, k, begun[k] - 1, now)
 
     def _b_at(self, k: int) -> float:
-        """When the next B of a replica can start at the earliest, as far as that is known."""
+        """Return when the next B of a replica can start at the earliest, as far as that is known."""
         i, codes = self.begun_b[k], self.model.codes[k]
         if i == len(codes) or self.where[k][i] not in (_HERE, _BACK):
             return NEVER
@@ -324,7 +324,7 @@ class _Simulation:
     # Copies.
 
     def _copy(self, lane: int, now: float) -> int:
-        """The code of what idle host lane ``lane`` does next for one of its ranks; -1 for nothing."""
+        """Return the code of what idle host lane ``lane`` does next for one of its ranks; -1 for nothing."""
         for r in self.model.ranks_of_lane[lane // 2]:
             code = self._copy_back(r, now) if self.model.shared or lane % 2 else -1
             if code < 0 and not lane % 2:
@@ -345,7 +345,7 @@ class _Simulation:
         return self._start(L, k, i, now)
 
     def _copy_out(self, r: int, now: float) -> int:
-        """The one that turns back last: of each replica what began last, may leave and is still here."""
+        """Return the one that turns back last: of each replica what began last, may leave and is still here."""
         model, policy, candidates = self.model, self.policy, []
         if self.out[r] == model.task.offloads_in_flight:
             return -1
@@ -395,7 +395,7 @@ class _PolicySampler:
         return self.elite[-1][0].order[0] if len(self.elite) == self.most_elite else inf
 
     def keep(self, scores: Sequence[_Score], policies: Sequence[Policy]) -> None:
-        """The best, of equal ones the latest."""
+        """Keep the best policies, of equal ones the latest."""
         for score, policy in zip(scores, policies, strict=True):
             self.kept += 1
             if score.order[0] < inf:
@@ -453,7 +453,7 @@ class _PolicySampler:
         return caps
 
     def _away(self, period_s: float, filled: float) -> Flags:
-        """Which microbatches may leave, evenly spread: the share that keeps ``filled`` × limit held on average."""
+        """Return which microbatches may leave, evenly spread: the share that keeps ``filled`` × limit held on average."""
         model, numbers = self.model, np.arange(self.every.shape[1])
         share = np.array([self._share(r, period_s, filled) for r in model.problem.rank])[:, None]
         phase = self.rng.random()

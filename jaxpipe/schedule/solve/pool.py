@@ -92,7 +92,7 @@ def child_environment() -> dict[str, str]:
 
 
 def _fate(code: int) -> str:
-    """How a process ended, by its exit code."""
+    """Return how a process ended, by its exit code."""
     with contextlib.suppress(ValueError):
         return f"was killed by {signal.Signals(-code).name}"
     return f"ended before it was done (exit code {code})"
@@ -133,7 +133,7 @@ class WorkerPool:
         return member.job
 
     def receive(self, timeout_s: float | None) -> Answer | None:
-        """The next answer, or None after ``timeout_s`` without one (None: however long it takes).
+        """Return the next answer, or None after ``timeout_s`` without one (None: however long it takes).
 
         Raises:
             ScheduleParseError: a worker wrote what is no answer.

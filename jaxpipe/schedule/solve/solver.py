@@ -111,7 +111,7 @@ class Incumbent:
 
     @property
     def value(self) -> float:
-        """Seconds of the objective's time; infinite before the first answer."""
+        """Return the seconds of the objective's time; infinite before the first answer."""
         return float("inf") if self.best is None else self.best.key[0]
 
     @property
@@ -166,7 +166,7 @@ class Incumbent:
             self.on_progress(Progress(self.wall_s, self.value, self.lower_bound, source), None)
 
     def solution(self) -> Solution:
-        """The answer, simulated.
+        """Return the answer, simulated.
 
         Raises:
             ScheduleError: the answer breaks a rule, which is a defect here.
@@ -201,7 +201,7 @@ _LESS = 1 - 1e-6  # of a peak is a limit that the next lower peak keeps
 
 
 def lexicographic(best: Solution, options: Options, again: Callable[[SolveTask, Options], Solution]) -> Solution:
-    """``best`` or one as fast with a lower peak or fewer offloads. ``again`` solves for the makespan.
+    """Return ``best`` or one as fast with a lower peak or fewer offloads. ``again`` solves for the makespan.
 
     Memory first: solve again with a limit below the peak, as long as the time stays. Then without offload at all. Each of these
     is a solve of its own with a part of the time, so what they don't find is not proven not to exist.
@@ -237,7 +237,7 @@ def _replaced(best: Solution, candidate: Solution) -> Solution:
 
 
 def solve(task: SolveTask, options: Options | None = None, on_progress: OnProgress | None = None) -> Solution:
-    """The best schedule found for ``task`` within ``options``, with a proven lower bound.
+    """Return the best schedule found for ``task`` within ``options``, with a proven lower bound.
 
     ``KeyboardInterrupt`` while solving ends it with the best answer so far, if there is one.
 
@@ -318,7 +318,7 @@ def _is_answer(hit: Solution, tell: Callable[[str, object], None]) -> bool:
 
 
 def bound_of(task: SolveTask) -> float:
-    """Seconds that no schedule of the task is below; infinite if none keeps the limits."""
+    """Return the seconds that no schedule of the task is below; infinite if none keeps the limits."""
     find = span_lower_bound if task.objective == "span" else lower_bound
     # a schedule may exceed a limit by rounding, and the bound must hold for it, too
     limits = [x * (1 + MEMORY) for x in task.limits()]
@@ -334,7 +334,7 @@ def _in_steps(task: SolveTask) -> bool:
 
 
 def _actions(task: SolveTask) -> int:
-    """How many start times a solve decides."""
+    """Return how many start times a solve decides."""
     return (5 if task.offload else 3) * sum(map(len, chain(*task.placement.flows))) * task.num_microbatches
 
 
@@ -403,7 +403,7 @@ class Portfolio:
         )
 
     def _first(self) -> Iterator[Job]:
-        """The first families where activations may leave, the placement with the least bound first."""
+        """Yield the first families where activations may leave, the placement with the least bound first."""
         for number in sorted(range(len(self.tasks)), key=self.incumbent.bounds.__getitem__):
             if self.tasks[number].offload and (names := tuple(first_families(self.tasks[number]))):
                 yield self._families(number, names, once=True)
@@ -461,14 +461,14 @@ class Portfolio:
                     yield self._job(number, Cycles, seconds, part=part, parts=parts)
 
     def _exact(self, number: int, seconds: float) -> Iterator[Job]:
-        """The exact model from what is known, which a graph of stages needs."""
+        """Yield the exact model from what is known, which a graph of stages needs."""
         incumbent = self.incumbent.known.get(number)
         if incumbent is not None or self.tasks[number].placement.is_plain_chain:
             start = incumbent.schedule if incumbent else None
             yield self._job(number, Exact, seconds, start=start, workers=_EXACT_WORKERS)
 
     def _neighbourhood(self) -> Job | None:
-        """The next neighbourhood job: mostly on the best schedule, now and then on the best of another placement."""
+        """Return the next neighbourhood job: mostly on the best schedule, now and then on the best of another placement."""
         self.neighbourhoods += 1
         bounds = self.incumbent.bounds
         improvable = (x for x in self.incumbent.known.values() if not at_most(x.key[0], bounds[x.number]))
@@ -528,7 +528,7 @@ class Portfolio:
                         underway.discard(answer.job)
 
     def _round(self, pool: WorkerPool) -> list[Answer]:
-        """All answers to the jobs under way, job by job."""
+        """Return all answers to the jobs under way, job by job."""
         answers: list[Answer] = []
         while pool.busy and (answer := pool.receive(None)) is not None:
             if answer.gone:

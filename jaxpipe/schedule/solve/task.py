@@ -51,12 +51,13 @@ class SolveTask:
             object.__setattr__(self, "costs", costs)
 
     def limits(self) -> tuple[float, ...]:
-        """Per rank, what no schedule of the task exceeds: activations in units of the rank's share of one microbatch."""
+        """Return, per rank, what no schedule of the task exceeds: activations in units of the rank's share of one
+        microbatch."""
         return self._limits(min, (0.0,) * self.placement.num_ranks)
 
     def safe_limits(self) -> tuple[float, ...]:
-        """Per rank, activations that fit whatever runs: as :meth:`limits`, less the largest workspace of an action and the
-        cotangents that a B adds while it runs."""
+        """Return, per rank, activations that fit whatever runs: as :meth:`limits`, less the largest workspace of an action
+        and the cotangents that a B adds while it runs."""
         costs, temp = self.costs, dict(self.costs.temp_bytes)
         nothing = (0.0,) * costs.num_stages
         actions = [*temp.values(), [c + t for c, t in zip(costs.cotangent_bytes, temp.get("B", nothing), strict=True)]]
@@ -77,7 +78,7 @@ class SolveTask:
         return tuple(limits)
 
     def seconds(self, timeline: Timeline) -> float:
-        """Seconds of what is minimised: the makespan, or the longest span."""
+        """Return the seconds of what is minimised: the makespan, or the longest span."""
         return timeline.max_span if self.objective == "span" else timeline.makespan
 
     def order(self, makespan: float, span: float) -> tuple[float, float]:
@@ -86,7 +87,7 @@ class SolveTask:
         return times[::-1] if self.objective == "span" else times
 
     def timeline_of(self, schedule: Schedule) -> Timeline | None:
-        """When an answer to this task runs what; None if it breaks a limit or offloads where that is not allowed.
+        """Return when an answer to this task runs what; None if it breaks a limit or offloads where that is not allowed.
 
         Raises:
             ScheduleError: it is not a valid schedule, or not of the task's placement and microbatches.
@@ -109,17 +110,17 @@ class SolveTask:
 
 
 def gap_of(value: float, lower_bound: float) -> float:
-    """How far a value may be from the optimum, as a fraction of the bound; 0 without a bound."""
+    """Return how far a value may be from the optimum, as a fraction of the bound; 0 without a bound."""
     return max(0.0, value / lower_bound - 1) if lower_bound > 0 else 0.0
 
 
 def count_offloads(schedule: Schedule) -> int:
-    """How many (stage, microbatch) pairs are copied to the host."""
+    """Return how many (stage, microbatch) pairs are copied to the host."""
     return sum(op_spec(a.op).lane == "d2h" for a in schedule.actions())
 
 
 def most_offloaded(timeline: Timeline) -> int:
-    """The most activations of a rank that are on the host, on their way there or on their way back at a time."""
+    """Return the most activations of a rank that are on the host, on their way there or on their way back at a time."""
     changes: dict[int, list[tuple[float, int]]] = {}
     for event in timeline.events:
         if event.lane == "d2h":
@@ -157,7 +158,7 @@ class Progress:
 
     @property
     def gap(self) -> float:
-        """How far the value may be from the optimum, as a fraction of the bound."""
+        """Return how far the value may be from the optimum, as a fraction of the bound."""
         return gap_of(self.value, self.lower_bound)
 
 
@@ -190,7 +191,7 @@ class Solution:
 
     @property
     def status(self) -> Status:
-        """``optimal`` if the bound for all is reached."""
+        """Return ``optimal`` if the bound for all is reached."""
         return "optimal" if at_most(self.value, self.lower_bound) else "feasible"
 
     @property
@@ -200,12 +201,12 @@ class Solution:
 
     @property
     def first_feasible_s(self) -> float:
-        """When the first answer was there."""
+        """Return when the first answer was there."""
         return self.improvements[0].wall_s
 
     @property
     def placement_gap(self) -> float:
-        """How far ``value`` may be from the least of its placement, as a fraction of that bound."""
+        """Return how far ``value`` may be from the least of its placement, as a fraction of that bound."""
         return gap_of(self.value, self.placement_bound)
 
     @property
@@ -215,10 +216,10 @@ class Solution:
 
     @property
     def value(self) -> float:
-        """Seconds of what was minimised."""
+        """Return the seconds of what was minimised."""
         return self.task.seconds(self.timeline)
 
     @property
     def gap(self) -> float:
-        """How far ``value`` may be from the optimum, as a fraction of the bound."""
+        """Return how far ``value`` may be from the optimum, as a fraction of the bound."""
         return gap_of(self.value, self.lower_bound)

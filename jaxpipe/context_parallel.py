@@ -391,11 +391,11 @@ def _scores(how: _Ring, q: jax.Array, k: jax.Array, step: int, i: Any, j: Any, m
     lengths, segments = masks
     scores = jnp.einsum("bgmk,bgsk->bgms", q, k, preferred_element_type=wide)
     n, R = k.shape[2], q.shape[2] // k.shape[2]
-    mine, theirs = how.chunk(lax.axis_index(CP), i), how.chunk(how.source(step), j)
-    position, column = mine * n + jnp.arange(n * R) // R, theirs * n + jnp.arange(n)
+    query_chunk, key_chunk = how.chunk(lax.axis_index(CP), i), how.chunk(how.source(step), j)
+    position, column = query_chunk * n + jnp.arange(n * R) // R, key_chunk * n + jnp.arange(n)
     numbers = None
     if segments is not None:
-        rows, columns = (lax.dynamic_slice_in_dim(segments, chunk * n, n, 1) for chunk in (mine, theirs))
+        rows, columns = (lax.dynamic_slice_in_dim(segments, chunk * n, n, 1) for chunk in (query_chunk, key_chunk))
         numbers = jnp.repeat(rows, R, axis=1), columns
     return masked(scores, column, position if how.causal else None, how.window, lengths, numbers)
 
@@ -414,9 +414,9 @@ def _dropped(how: _Ring, probs: jax.Array, keep: jax.Array | None, step: int, i:
     """Apply dropout to ``probs`` of two chunks, or to their cotangents."""
     if keep is None:
         return probs
-    mine, theirs = how.chunk(lax.axis_index(CP), i), how.chunk(how.source(step), j)
+    query_chunk, key_chunk = how.chunk(lax.axis_index(CP), i), how.chunk(how.source(step), j)
     chunk_mask = lax.dynamic_index_in_dim(
-        lax.dynamic_index_in_dim(keep, mine, 2, keepdims=False), theirs, 3, keepdims=False
+        lax.dynamic_index_in_dim(keep, query_chunk, 2, keepdims=False), key_chunk, 3, keepdims=False
     )
     return jnp.where(chunk_mask, probs / (1 - how.dropout), jnp.zeros_like(probs))
 

@@ -45,8 +45,8 @@ def pairs(
     def arrays(chosen: Sequence[str], images: np.ndarray[Any, Any]) -> Arrays:
         return {"images": images, "tokens": captioned(chosen), "weights": np.ones(len(chosen), np.float32)}
 
-    train, held = _divided(_words(seq_len), held_out, seed)
-    return _drawn_and(arrays, train * copies, held, (height, width), font, seed)
+    train, held_out_words = _divided(_words(seq_len), held_out, seed)
+    return _drawn_and(arrays, train * copies, held_out_words, (height, width), font, seed)
 
 
 def transcripts(
@@ -79,8 +79,8 @@ def transcripts(
             weights[row, slots - 1 : slots + len(word)] = 1
         return {"images": images[..., None], "tokens": ids[:, :-1], "targets": ids[:, 1:], "weights": weights}
 
-    train, held = _divided(_words(room), held_out, seed)
-    return _drawn_and(arrays, train * copies, held, (height, width), font, seed)
+    train, held_out_words = _divided(_words(room), held_out, seed)
+    return _drawn_and(arrays, train * copies, held_out_words, (height, width), font, seed)
 
 
 def _check(**options: int) -> None:
@@ -108,14 +108,14 @@ def _divided(words: Sequence[str], held_out: int, seed: int) -> tuple[list[str],
 
 
 def _drawn_and(
-    arrays: Any, train: Sequence[str], held: Sequence[str], shape: tuple[int, int], font: str, seed: int
+    arrays: Any, train: Sequence[str], held_out_words: Sequence[str], shape: tuple[int, int], font: str, seed: int
 ) -> tuple[Arrays, Arrays]:
     if len(train) * shape[0] * shape[1] > _MOST_BYTES:
         raise DataError(
             f"{len(train)} pictures of {shape[0]} × {shape[1]} do not fit into memory; use smaller ones, or fewer copies"
         )
     splits = []
-    for part, words in enumerate((train, held)):
+    for part, words in enumerate((train, held_out_words)):
         images = _drawn(words, shape, font, np.random.default_rng([seed, part]))
         fits = images.any(axis=(1, 2))
         if not fits.any():
@@ -143,10 +143,10 @@ def _drawn(words: Sequence[str], shape: tuple[int, int], font: str, rng: np.rand
         face.set_text(word, 0.0)
         face.draw_glyphs_to_bitmap(antialiased=True)
         ink = np.asarray(face.get_image())[1:-1]  # without the border above and below
-        left = int(rng.integers(0, 4)) if word in drawn_words else 0
+        indent = int(rng.integers(0, 4)) if word in drawn_words else 0
         drawn_words.add(word)
         bottom = height - 3 + -(-face.get_descent() // 64)
-        top, right = bottom - ink.shape[0], left + ink.shape[1]
+        top, right = bottom - ink.shape[0], indent + ink.shape[1]
         if top >= 0 and bottom <= height and right <= width:
-            image[top:bottom, left:right] = ink
+            image[top:bottom, indent:right] = ink
     return images

@@ -1,4 +1,4 @@
-"""What a GPU does with jaxpipe's stage functions, copies and programs. Prints one JSON object; needs one GPU.
+"""Measure jaxpipe's stage functions, copies and programs on a GPU. Prints one JSON object; needs one GPU.
 
     python scripts/bench_gpu.py --out scripts/results/gpu-h200.json     # hidden 4096 and 8192, bfloat16, sequence 4096
     python scripts/bench_gpu.py --hidden 4096 --steps 3                 # shorter

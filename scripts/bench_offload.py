@@ -57,8 +57,8 @@ def main() -> None:
         "bytes": sum(a.nbytes for a in leaves),
     }
     for name, row in rows.items():
-        host, done = (statistics.median(column) for column in zip(*row, strict=True))
-        result[name] = {"host_us": round(host * 1e6, 1), "done_us": round(done * 1e6, 1)}
+        host, device = (statistics.median(column) for column in zip(*row, strict=True))
+        result[name] = {"host_us": round(host * 1e6, 1), "done_us": round(device * 1e6, 1)}
     print(json.dumps(result))
 
 
@@ -72,7 +72,7 @@ def middle_stage(d_model: int, seq_len: int, microbatch: int, layers: int) -> St
 
 
 def residuals(stage: StageFunctions) -> list[jax.Array]:
-    """What the stage offloads, as its F makes it."""
+    """Return the arrays that the stage offloads, as its F makes them."""
     forward = stage.functions["F"]
     outputs = forward.call(*(jax.device_put(jnp.ones(a.shape, a.dtype), a.sharding) for a in forward.avals_in))
     at = {port.index: k for k, port in enumerate(forward.outputs) if port.kind == "res"}

@@ -173,7 +173,7 @@ def measure(
 
 
 def _woven(stage: StageFunctions, ops: Sequence[str], mesh: Any) -> tuple[Any, Any, Sequence[CoveredCollective]]:
-    """What the runtime runs: a braid of several functions, or a function woven with itself; with what was planned."""
+    """Return the program that the runtime runs, a braid of functions or one function woven with itself, and its plan."""
     from jaxpipe.mesh import CP, TP
     from jaxpipe.stage.compiled.braid import braid
     from jaxpipe.stage.compiled.compile import BuildCache
@@ -204,8 +204,8 @@ def _side_by_side(stage: StageFunctions, ops: Sequence[str], mesh: Any) -> tuple
     def run(*arrays: Any) -> tuple[Any, ...]:
         value_by_name, out = dict(zip(inputs, arrays, strict=True)), []
         for p, f in enumerate(functions):
-            mine = [value_by_name[_argument(p, port)] for port in f.inputs]
-            local = [a.reshape(v.aval.shape) for a, v in zip(mine, f.jaxpr.jaxpr.invars, strict=True)]
+            arguments = [value_by_name[_argument(p, port)] for port in f.inputs]
+            local = [a.reshape(v.aval.shape) for a, v in zip(arguments, f.jaxpr.jaxpr.invars, strict=True)]
             out += eval_jaxpr(f.jaxpr.jaxpr, f.jaxpr.consts, *local)
         return tuple(
             jax.numpy.reshape(v, (1,) * len(a.shape)) if jax.numpy.ndim(v) == 0 else v
@@ -220,7 +220,7 @@ def _side_by_side(stage: StageFunctions, ops: Sequence[str], mesh: Any) -> tuple
 
 
 def _argument(part: int, port: Any) -> tuple[int, Any]:
-    """What names an argument: parameters are those of the stage, the rest is the part's."""
+    """Return the name of an argument: parameters belong to the stage, other arguments to the part."""
     return (-1 if port.kind == "param" else part, port)
 
 
@@ -250,7 +250,7 @@ def along_time(mesh: Any) -> Any:
 
 
 def environment(shards: int) -> None:
-    """What XLA and JAX read when they are loaded."""
+    """Set the environment that XLA and JAX read when they are loaded."""
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     flag = "--xla_force_host_platform_device_count"

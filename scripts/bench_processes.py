@@ -1,5 +1,5 @@
-"""What it costs to divide a pipeline between processes: step time of several ÷ that of one on the same cores, and the host's
-time to send and to receive between two of them and within one. Prints one JSON object.
+"""Measure the cost of dividing a pipeline between processes: step time of several ÷ that of one on the same cores, and the
+host's time to send and to receive between two of them and within one. Prints one JSON object.
 
     python scripts/bench_processes.py > scripts/results/processes.json      # the quick start's model, 4 ranks, 4 processes
 
@@ -214,18 +214,18 @@ def messages(processes: Processes, pipe: Any, shape: tuple[int, ...]) -> dict[st
     from jaxpipe.mesh import replicated
     from jaxpipe.runtime.transfer import InProcess
 
-    ownership, sent, got, trips, arrays = pipe.ownership, [], [], [], []
+    ownership, send_s, receive_s, trips, arrays = pipe.ownership, [], [], [], []
     homes = [replicated(mesh) for mesh in pipe.submeshes]
     if not ownership.divided:
         local = InProcess({n: [homes[1]] for n in range(_MESSAGES)})
         array = jax.block_until_ready(jax.device_put(jnp.zeros(shape), homes[0]))
         for n in range(_MESSAGES):
             began = time.perf_counter()
-            sent.append(_timed(lambda n=n: local.send(n, 1, [array])))  # type: ignore[misc]
-            got.append(_timed(lambda n=n: arrays.extend(local.recv(n))))  # type: ignore[misc]
+            send_s.append(_timed(lambda n=n: local.send(n, 1, [array])))  # type: ignore[misc]
+            receive_s.append(_timed(lambda n=n: arrays.extend(local.recv(n))))  # type: ignore[misc]
             jax.block_until_ready(arrays.pop())
             trips.append(2 * (time.perf_counter() - began))
-        return _summary(sent, got, trips)
+        return _summary(send_s, receive_s, trips)
     carrier = ownership.carrier()
     if processes.mine > 1:
         return {}
@@ -234,13 +234,13 @@ def messages(processes: Processes, pipe: Any, shape: tuple[int, ...]) -> dict[st
     array = jax.block_until_ready(jax.device_put(jnp.zeros(shape), home))
 
     def put(n: int) -> None:
-        sent.append(_timed(lambda: carrier.put(2 * n + processes.mine, [array], [other_aval])))
+        send_s.append(_timed(lambda: carrier.put(2 * n + processes.mine, [array], [other_aval])))
 
     def get(n: int) -> None:
         def receive() -> None:
             arrays[:] = carrier.get(2 * n + 1 - processes.mine, other, [home_aval])
 
-        got.append(_timed(receive))
+        receive_s.append(_timed(receive))
         jax.block_until_ready(arrays)
 
     for n in range(_MESSAGES):
@@ -248,7 +248,7 @@ def messages(processes: Processes, pipe: Any, shape: tuple[int, ...]) -> dict[st
         for turn in (put, get) if processes.mine == 0 else (get, put):
             turn(n)
         trips.append(time.perf_counter() - began)
-    return _summary(sent, got, trips)
+    return _summary(send_s, receive_s, trips)
 
 
 def _timed(what: Callable[[], None]) -> float:
@@ -257,9 +257,9 @@ def _timed(what: Callable[[], None]) -> float:
     return (time.thread_time_ns() - began) / 1e3
 
 
-def _summary(sent: Sequence[float], got: Sequence[float], trips: Sequence[float]) -> dict[str, float]:
+def _summary(send_s: Sequence[float], receive_s: Sequence[float], trips: Sequence[float]) -> dict[str, float]:
     half = _MESSAGES // 2  # connections are made, and processors warm
-    kinds = {"send": sent, "receive": got, "arrives": [1e6 * x / 2 for x in trips]}
+    kinds = {"send": send_s, "receive": receive_s, "arrives": [1e6 * x / 2 for x in trips]}
     return {name: round(statistics.median(values[half:]), 1) for name, values in kinds.items()}
 
 

@@ -249,7 +249,7 @@ def _at_once(model: Any) -> Any:
 
 
 def _arrays(pipe: Any, ranks: int, samples: list[tuple[str, float]]) -> dict[str, float]:
-    """Of instructions that run a function."""
+    """Return the times of instructions that run a function, and how many arrays these read and write."""
     from jaxpipe.program.ir import Run
 
     runs = [i for program in pipe.programs for i in program.instructions if isinstance(i, Run)]

@@ -75,7 +75,7 @@ def case(
 
 
 def figures(s: Solution) -> dict[str, Any]:
-    """What is reported of a solution."""
+    """Return the reported figures of a solution."""
     return {
         "family": s.family and s.family[0],
         "family_value": s.family and s.family[1],
@@ -107,7 +107,7 @@ def text(row: dict[str, Any]) -> str:
 
 
 def origin(args: argparse.Namespace) -> dict[str, Any]:
-    """Where the figures come from."""
+    """Return the provenance of the figures."""
     import ortools
 
     root = Path(__file__).resolve().parents[1]

@@ -161,7 +161,7 @@ def _told(ready: Mapping[str, Mapping[str, Any]], torch: str | None) -> dict[str
 
 
 def _ratios(results: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    """Of tokens a second, and of CPU seconds a step, the best jaxpipe over the best of PyTorch's."""
+    """Return the best jaxpipe over the best PyTorch result, in tokens per second and CPU seconds per step."""
     ours = [results[n] for n in JAXPIPE if n in results]
     ratios = {}
     for what, names in (("pipelined", TORCH), (UNPIPELINED, (UNPIPELINED,))):
@@ -283,13 +283,13 @@ def _torch_version(python: str) -> str:
     advice = "make one with: python -m venv V && V/bin/pip install torch; then --torch V/bin/python"
     try:
         code = "import torch, torch.distributed.pipelining as p; p.ScheduleZBVZeroBubble; print(torch.__version__)"
-        done = subprocess.run([python, "-c", code], capture_output=True, text=True, check=False)
+        completed = subprocess.run([python, "-c", code], capture_output=True, text=True, check=False)
     except OSError as error:
         raise ConfigError(f"--torch {python}: {error.strerror}; {advice}") from None
-    if done.returncode:
-        why = done.stderr.strip().splitlines()[-1:] or ["it failed"]
+    if completed.returncode:
+        why = completed.stderr.strip().splitlines()[-1:] or ["it failed"]
         raise ConfigError(f"--torch {python} has no torch to compare with ({why[0]}); {advice}")
-    return done.stdout.strip()
+    return completed.stdout.strip()
 
 
 def _machine_cpu_s() -> float:
@@ -443,22 +443,24 @@ def _alone(sizes: Mapping[str, int]) -> Callable[[bool], Mapping[str, Any]]:
         "cross entropy ": built([gpt.layers[:-1], gpt.layers[-1:]], gpt.batch_spec(b)),
     }
     rng = np.random.default_rng(1)
-    held: dict[tuple[str, Port], Any] = {}
+    port_arrays: dict[tuple[str, Port], Any] = {}
     seconds: dict[str, list[float]] = {}
 
     def run(name: str, op: str) -> None:
         f = functions_by_layer[name].functions[op]
         for port, aval in zip(f.inputs, f.avals_in, strict=True):
-            if (name, port) not in held:
+            if (name, port) not in port_arrays:
                 number = np.issubdtype(aval.dtype, np.floating)
                 outputs = rng.standard_normal(aval.shape) / 50 if number else rng.integers(0, 50, aval.shape)
-                held[(name, port)] = jax.device_put(outputs.astype(aval.dtype), aval.sharding)
+                port_arrays[(name, port)] = jax.device_put(outputs.astype(aval.dtype), aval.sharding)
         last = {"acc"} if op == "B" else {"acc", "res", "wres"}
-        arguments = [held.pop((name, p)) if p.kind in last else held[(name, p)] for p in f.inputs]
+        arguments = [port_arrays.pop((name, p)) if p.kind in last else port_arrays[(name, p)] for p in f.inputs]
         began = time.process_time()
         outputs = jax.block_until_ready(f.call(*arguments))
         seconds.setdefault(name + op, []).append(time.process_time() - began)
-        held.update(((name, p), v) for p, v in zip(f.outputs, outputs, strict=True) if p.kind in ("res", "wres", "acc"))
+        port_arrays.update(
+            ((name, p), v) for p, v in zip(f.outputs, outputs, strict=True) if p.kind in ("res", "wres", "acc")
+        )
 
     def step(record: bool) -> dict[str, Any]:
         if record:

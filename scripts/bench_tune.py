@@ -68,7 +68,9 @@ def searched(args: argparse.Namespace, devices: int) -> dict[str, Any]:
             *limit,
         ]
         before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
-        done = subprocess.run([*command, "--json", str(file)], cwd=ROOT, capture_output=True, text=True, check=False)
+        completed = subprocess.run(
+            [*command, "--json", str(file)], cwd=ROOT, capture_output=True, text=True, check=False
+        )
         wall_s, after = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
         document = json.loads(file.read_text())
     counts = Counter[str]()
@@ -80,11 +82,11 @@ def searched(args: argparse.Namespace, devices: int) -> dict[str, Any]:
         "wall_s": wall_s,
         "cpu_s": cpu_s,
         "paper_s": PAPER_S.get(devices),
-        "exit": done.returncode,
+        "exit": completed.returncode,
     }
     row |= {"candidates": counts.total(), **counts}
     if document["best"] is None:
-        return {**row, "says": done.stderr.splitlines()[-1]}
+        return {**row, "says": completed.stderr.splitlines()[-1]}
     best, plain = (
         document["best"],
         ("ranks", "dp", "cp", "tp", "microbatches", "recompute", "schedule", "chunks", "vocabulary"),
@@ -121,7 +123,7 @@ def fastest_plain(args: argparse.Namespace, devices: int, equal: bool) -> dict[s
 
 
 def origin(args: argparse.Namespace) -> dict[str, Any]:
-    """Where and how it was measured."""
+    """Return the provenance of the measurement."""
     import jax
 
     cores = len(os.sched_getaffinity(0))

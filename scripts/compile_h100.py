@@ -1,4 +1,4 @@
-"""What XLA makes of a stage compiled for a GPU that is not there: bytes, matrix products, copies that transpose.
+"""Compile a stage for a GPU that is not there and report what XLA makes of it: bytes, matrix products, copies that transpose.
 
 A middle stage of four blocks of GPT and of Llama (hidden 4096, sequence 2048, microbatch 1, bfloat16 with float32 gradients) is
 built by the pipeline's own code, and its F, B, W and BW are compiled for one H100. Four forms: ``xla`` and ``cudnn``, by the

@@ -129,7 +129,7 @@ def custom_calls(text: str) -> list[str]:
 
 
 def _reorders(line: _Instruction, types: Mapping[str, str]) -> bool:
-    """Whether a copy or transpose changes the order in memory of axes longer than 1."""
+    """Return whether a copy or transpose changes the order in memory of axes longer than 1."""
     operand = re.match(r"%?([\w.\-]+)", line.rest)
     if line.op not in ("copy", "transpose") or operand is None or operand.group(1) not in types:
         return False
@@ -150,7 +150,7 @@ def _axes(typed: str) -> tuple[list[int], list[int]]:
 
 
 def _most_elements(types: str) -> int:
-    """Of the largest array whose type is written here."""
+    """Return the number of elements of the largest array type in the text."""
     return max(
         (math.prod(int(n) for n in shape.split(",") if n) for _, shape in _DTYPE_AND_SHAPE.findall(types)), default=0
     )

@@ -38,7 +38,7 @@ _NUMBERS = ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_
 
 
 def meaning(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What a file means. Raises where it can't be used."""
+    """Return the meaning of a config file. Raises where it can't be used."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(config))
         config_object = AutoConfig.from_pretrained(folder)
@@ -92,7 +92,7 @@ def _llama(c: Any) -> dict[str, Any]:
 
 
 def _windows(c: Any) -> list[int | None]:
-    """By layer."""
+    """Return the attention windows by layer."""
     count = c.num_hidden_layers
     if c.model_type == "llama":
         return [None] * count
@@ -123,7 +123,7 @@ def _rope(c: Any) -> dict[str, Any]:
 
 
 def _whole(config: Any) -> Any:
-    """With whole numbers in place of floats that are some, but for the base and the numbers of rope."""
+    """Replace floats that are whole numbers by integers, but for the base and the numbers of rope."""
     return {k: int(v) if type(v) is float and v.is_integer() and k != "rope_theta" else v for k, v in config.items()}
 
 

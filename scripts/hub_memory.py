@@ -64,10 +64,10 @@ def main() -> None:
     export = ["export", run, "-o", back, "--dtype", "bfloat16", "--shard-size", args.shard_size]
     for verb in (["import", source, "-o", run], export):
         began = time.perf_counter()
-        done = subprocess.run(
+        completed = subprocess.run(
             [sys.executable, "-c", PEAK, *map(str, verb)], stdout=subprocess.PIPE, text=True, check=True
         )
-        peak = int(done.stdout.split()[-1]) * 1024
+        peak = int(completed.stdout.split()[-1]) * 1024
         print(f"{verb[0]}: peak {peak / 1e9:.2f} GB of {most / 1e9:.2f} GB, {time.perf_counter() - began:.0f} s")
         assert peak <= most
     same = all(filecmp.cmp(file, back / file.name, shallow=False) for file in files)

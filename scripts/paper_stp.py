@@ -79,7 +79,7 @@ class ChunkCosts:
 
 @dataclass(frozen=True, slots=True)
 class Promise:
-    """What Table 1 says of a schedule: seconds per rank and step; chunks of activations (M_a) on the fullest rank."""
+    """The values of Table 1 for a schedule: seconds per rank and step; chunks of activations (M_a) on the fullest rank."""
 
     pp_bubble_s: float
     tp_bubble_s: float
@@ -148,7 +148,7 @@ class Setting:
 
     @property
     def tokens(self) -> float:
-        """Of a microbatch, on one GPU."""
+        """Tokens of a microbatch on one GPU."""
         return self.samples * self.sequence / self.cp
 
     def layer_flops(self) -> tuple[float, float, float]:
@@ -158,7 +158,7 @@ class Setting:
         return gemm + attention, gemm + 2.5 * attention, gemm
 
     def all_reduce_bytes(self) -> float:
-        """What a GPU sends in the two ring all-reduces of a layer's forward."""
+        """The bytes that a GPU sends in the two ring all-reduces of a layer's forward."""
         return 2 * 2 * (self.tp - 1) / self.tp * self.tokens * self.model.hidden * 2
 
 

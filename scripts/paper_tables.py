@@ -163,8 +163,8 @@ def figure_3(quick: bool) -> list[Row]:
         full_peak = max(simulate(schedule, costs).peak_activations)
         points = []
         for quarters in range(5):
-            left = max(offload(schedule, costs, fraction=quarters / 4).peak_after) / full_peak
-            points.append({"offloaded": quarters / 4, "formula": (1 - quarters / 4) ** 2, "ours": round(left, 3)})
+            peak_after = max(offload(schedule, costs, fraction=quarters / 4).peak_after) / full_peak
+            points.append({"offloaded": quarters / 4, "formula": (1 - quarters / 4) ** 2, "ours": round(peak_after, 3)})
         rows.append({"ranks": p, "chunks": v, "microbatches": m, "peak": round(full_peak, 3), "points": points})
     return rows
 

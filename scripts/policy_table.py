@@ -1,4 +1,4 @@
-"""What each recompute policy saves and costs on one layer of real size: the table of jaxpipe/stage/GUIDE.md.
+"""Tabulate what each recompute policy saves and costs on one layer of real size: the table of jaxpipe/stage/GUIDE.md.
 
     python scripts/policy_table.py [--hidden 4096 --seq 4096 --dropout 0.1]
 

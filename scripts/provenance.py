@@ -1,4 +1,4 @@
-"""What a result was measured with: the commit, and the machine."""
+"""Record the commit and the machine of a measurement."""
 
 from __future__ import annotations
 

@@ -146,7 +146,7 @@ def gpu_summary() -> str:
 
 
 def compiled_table(report: dict[str, Any]) -> list[str]:
-    """What ``compile_h100.py`` read from compiled programs: a row per model and form."""
+    """Tabulate what ``compile_h100.py`` read from compiled programs: a row per model and form."""
     size, ops = report["size"], ("F", "B", "W", "BW")
     lines = [
         f"Stages of {size['L']} layers as XLA compiles them for one {report['device']} (hidden {size['D']}, sequence "
@@ -172,7 +172,7 @@ def compiled_table(report: dict[str, Any]) -> list[str]:
 
 
 def overlap_table(report: dict[str, Any]) -> list[str]:
-    """What ``bench_overlap.py`` read from compiled programs: a row per model, a column per program."""
+    """Tabulate what ``bench_overlap.py`` read from compiled programs: a row per model, a column per program."""
     programs = list(dict.fromkeys((c["program"], c["cublas"]) for c in report["cases"]))
     cells = {(c["variant"], c["program"], c["cublas"]): c for c in report["cases"]}
     size = report["size"]
@@ -195,7 +195,7 @@ def overlap_table(report: dict[str, Any]) -> list[str]:
 
 
 def gpu_table(reports: list[dict[str, Any]]) -> str:
-    """What ``bench_gpu.py`` measured: a row per device and hidden size, then a row per rehearsed program."""
+    """Tabulate what ``bench_gpu.py`` measured: a row per device and hidden size, then a row per rehearsed program."""
     lines = [
         "| device | hidden | (F + B + W) ÷ (F + BW) | MFU F, B, W | out, in GB/s (of the link) | compute while copying "
         "| k measured, formula, with own bytes |",
@@ -291,7 +291,7 @@ def papers() -> str:
 
 
 def solved() -> str:
-    """What ``bench_solve.py`` measured: the best family, the solver, the proven bound."""
+    """Tabulate what ``bench_solve.py`` measured: the best family, the solver, the proven bound."""
     lines = [
         "`jaxpipe solve` against the best family of its placement (longest rank span; one chunk: one-to-one, two: V; costs of "
         "the 9.6B model are Table 5's of `controllable-memory.txt`). Seconds: first answer, last improvement, end.",
@@ -475,7 +475,7 @@ def compared() -> str:
 
 
 def written() -> dict[Path, list[tuple[str, str, str]]]:
-    """By file the markers (begin, end) and what is between them."""
+    """Return, by file, the markers (begin, end) and the text between them."""
     return {
         ROOT / "README.md": [(SPEED_BEGIN, SPEED_END, speed()), (GPU_BEGIN, GPU_END, gpu_summary())],
         RESULTS / "README.md": [(BEGIN, END, table()), (PAPERS_BEGIN, PAPERS_END, papers())],

@@ -90,20 +90,20 @@ def optimizer_of(c, modules):
 def pipelined(c, rank, name, cuts, batch):
     starts = [0, *cuts]
     stages = len(starts)
-    mine = [rank] if stages == RANKS else [rank, stages - 1 - rank if name == "ZBV" else rank + RANKS]
+    stage_ids = [rank] if stages == RANKS else [rank, stages - 1 - rank if name == "ZBV" else rank + RANKS]
     all_layers = layers(c)
     ends = [*starts[1:], len(all_layers)]
-    modules = {s: nn.Sequential(*all_layers[starts[s] : ends[s]]) for s in mine}
-    held = [pipelining.PipelineStage(modules[s], s, stages, torch.device("cpu")) for s in mine]
+    modules = {s: nn.Sequential(*all_layers[starts[s] : ends[s]]) for s in stage_ids}
+    pipeline_stages = [pipelining.PipelineStage(modules[s], s, stages, torch.device("cpu")) for s in stage_ids]
     single = name == "1F1B"
-    schedule = SCHEDULES[name](held[0] if single else held, c["microbatches"], loss_fn=loss_of)
+    schedule = SCHEDULES[name](pipeline_stages[0] if single else pipeline_stages, c["microbatches"], loss_fn=loss_of)
     optimizer = optimizer_of(c, modules.values())
     tokens, targets = batch
 
     def step():
         losses = []
-        arguments = (tokens,) if 0 in mine else ()
-        last = {"target": targets, "losses": losses} if stages - 1 in mine else {}
+        arguments = (tokens,) if 0 in stage_ids else ()
+        last = {"target": targets, "losses": losses} if stages - 1 in stage_ids else {}
         schedule.step(*arguments, **last, return_outputs=False)
         optimizer.step()
         optimizer.zero_grad()

@@ -72,7 +72,7 @@ def run_rehearse(args: argparse.Namespace) -> None:
         if not args.no_host_link:
             progress("timing copies to the host and back")
             measured = measure_host_link(devices[:1])
-        done = rehearse(
+        rehearsal = rehearse(
             prepared,
             devices,
             range(ranks) if args.all_ranks else [args.rank],
@@ -84,5 +84,5 @@ def run_rehearse(args: argparse.Namespace) -> None:
             host=measured.host_link() if measured is not None else None,
         )
     if args.output:
-        write_costs(done.costs, args.output)
-    print(json.dumps(rehearsed_json(done)) if args.json else rehearsed_text(done))
+        write_costs(rehearsal.costs, args.output)
+    print(json.dumps(rehearsed_json(rehearsal)) if args.json else rehearsed_text(rehearsal))

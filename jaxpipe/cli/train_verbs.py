@@ -95,8 +95,8 @@ def run_train(args: argparse.Namespace) -> int:
             agree_on_settings(processes, config)
             devices = max(config.pipeline.num_devices, config.run.machine.devices)
             if processes.number > 1:
-                mine = processes.ranks(config.pipeline.ranks)[processes.mine]
-                devices = len(mine) * config.pipeline.rank_devices
+                local_ranks = processes.ranks(config.pipeline.ranks)[processes.mine]
+                devices = len(local_ranks) * config.pipeline.rank_devices
             request_devices(devices, config.run.machine.platform, processes=processes.number)
             processes.start_jax()
             from jaxpipe.planning.targets import peak_of

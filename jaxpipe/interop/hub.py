@@ -86,8 +86,8 @@ class Weights:
         Raises:
             ConfigError: a file can't be read, or holds numbers that are not finite.
         """
-        mine = {leaf: rows for leaf, rows in self.leaves.items() if leaf[0] == layer}
-        return nested({leaf[1]: self._leaf(leaf, rows) for leaf, rows in mine.items()})
+        layer_leaves = {leaf: rows for leaf, rows in self.leaves.items() if leaf[0] == layer}
+        return nested({leaf[1]: self._leaf(leaf, rows) for leaf, rows in layer_leaves.items()})
 
     def _leaf(self, leaf: Leaf, rows: list[tuple[Tensor, Stored]]) -> np.ndarray:
         shape = self.shapes[leaf]

@@ -260,19 +260,19 @@ def _memory(
         (op, tuple(n - s.workspace.get(op, 0.0) for n, s in zip(row, stages, strict=True)))
         for op, row in costs.temp_bytes
     )
-    held = simulate(schedule, replace(costs, temp_bytes=passing)).memory
+    curves = simulate(schedule, replace(costs, temp_bytes=passing)).memory
     residual_memory = simulate(schedule, replace(costs, temp_bytes=(), boundary_buffers=False)).memory
     acc = [s.sizes.acc_bytes for s in stages]
     memory = []
     for rank, (full, on_host) in enumerate(zip(timeline.memory, _host_peaks(timeline, costs), strict=True)):
-        mine = schedule.placement.stages_of(rank)
+        rank_stages = schedule.placement.stages_of(rank)
         at = full.times_s[full.bytes.index(full.peak)] if full.bytes else 0.0
-        residuals, activations = _value_at(residual_memory[rank], at), _value_at(held[rank], at)
-        gradients = sum(acc[s] for s in mine)
+        residuals, activations = _value_at(residual_memory[rank], at), _value_at(curves[rank], at)
+        gradients = sum(acc[s] for s in rank_stages)
         held_then: dict[Kind, float] = {
-            "parameters": sum(costs.param_bytes[s] for s in mine),
+            "parameters": sum(costs.param_bytes[s] for s in rank_stages),
             "gradients": gradients,
-            "optimizer": sum(costs.optimizer_bytes[s] for s in mine) - gradients,
+            "optimizer": sum(costs.optimizer_bytes[s] for s in rank_stages) - gradients,
             "residuals": residuals,
             "boundaries": max(0.0, activations - residuals),
             "temporaries": max(0.0, full.peak - activations),
@@ -281,9 +281,9 @@ def _memory(
         total = sum(by_kind.values())
         static = by_kind["parameters"] + by_kind["gradients"] + by_kind["optimizer"]
         memory.append(
-            RankMemory(rank, total, f"{at:.3g} s", by_kind, by_kind, static + round(held[rank].peak), round(on_host))
+            RankMemory(rank, total, f"{at:.3g} s", by_kind, by_kind, static + round(curves[rank].peak), round(on_host))
         )
-    return tuple(memory), tuple(curve.peak for curve in held)
+    return tuple(memory), tuple(curve.peak for curve in curves)
 
 
 def reduction_s(gradient_bytes: float, target: Target, efficiency: Efficiency, pipe: PipelineConfig) -> float:
@@ -307,4 +307,4 @@ def _host_peaks(timeline: Timeline, costs: CostProfile) -> list[float]:
             n = costs.offloadable_bytes[action.stage]
             if event.lane in HOST_LANES:
                 changes[event.rank].append((event.start_s, n) if event.lane == "d2h" else (event.end_s, -n))
-    return [max(accumulate(change for _, change in sorted(mine)), default=0.0) for mine in changes]
+    return [max(accumulate(change for _, change in sorted(rank_changes)), default=0.0) for rank_changes in changes]

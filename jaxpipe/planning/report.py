@@ -90,8 +90,8 @@ def _rank_table(p: Prediction) -> str:
     unit, scale = ("GB", 1e9) if p.worst.peak_bytes >= 1e9 else ("MB", 1e6)
     rows = [["rank", *_KINDS, f"total {unit}", "left"]]
     for m in p.memory:
-        held = (*(m.by_kind[kind] for kind in _KINDS), m.peak_bytes, p.limit_bytes - m.peak_bytes)
-        rows.append([str(m.rank), *(f"{n / scale:.1f}" for n in held)])
+        amounts = (*(m.by_kind[kind] for kind in _KINDS), m.peak_bytes, p.limit_bytes - m.peak_bytes)
+        rows.append([str(m.rank), *(f"{n / scale:.1f}" for n in amounts)])
     return "\n".join(aligned(rows))
 
 
@@ -111,9 +111,9 @@ def suggestions_text(s: Suggestions, paths: Mapping[str, str]) -> str:
         speeds = (f"{q.tokens_per_s:,.0f}", f"{q.tokens_per_s_per_device:,.0f}")
         rows.append((one.change, format_bytes(q.worst.peak_bytes), format_seconds(q.step_s), *speeds, override))
     hidden_count = len(s.fitting) - _SHOWN
-    left = f"; no time for {s.left_out} more" if s.left_out else ""
+    untried = f"; no time for {s.left_out} more" if s.left_out else ""
     hidden = f"; {hidden_count} more that fit not shown" if hidden_count > 0 else ""
-    return "\n".join([*aligned(rows, left=(0, 1, 2, 5)), f"{s.tried} changes tried{left}{hidden}"])
+    return "\n".join([*aligned(rows, left=(0, 1, 2, 5)), f"{s.tried} changes tried{untried}{hidden}"])
 
 
 def overrides_of(s: Suggestion, path: str = "FILE") -> tuple[str, ...]:
@@ -169,12 +169,12 @@ def tuned_text(tuned: Tuned, space: Space) -> str:
     counts = Counter[str]()
     for tried in tuned.tried:
         counts[tried.status] += tried.candidates
-    left = ", ".join(f"{n:,} {status}" for status, n in counts.items())
+    status_counts = ", ".join(f"{n:,} {status}" for status, n in counts.items())
     early = f" ({tuned.stopped}: {counts['not reached']:,} candidates were not reached)" if tuned.stopped else ""
     head = [
         f"{p.config.model.target}, {_count(p.num_params)} parameters on {space.devices} of {p.target.description}, "
         f"batch {p.config.run.batch} × {p.config.data.seq_len} tokens, {format_bytes(p.limit_bytes)} a device",
-        f"best of {counts.total():,} candidates in {format_seconds(tuned.seconds)}{early}: {left}",
+        f"best of {counts.total():,} candidates in {format_seconds(tuned.seconds)}{early}: {status_counts}",
         f"step {format_seconds(p.step_s)}, {p.tokens_per_s:,.0f} tokens/s ({p.tokens_per_s_per_device:,.0f} a device), "
         f"MFU {100 * p.mfu:.1f}%, bubble {100 * p.timeline.bubble_rate:.1f}%, rank {p.worst.rank} needs "
         f"{format_bytes(p.worst.peak_bytes)}",

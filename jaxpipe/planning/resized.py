@@ -39,10 +39,10 @@ def resized(stage: StageFunctions, sizes: Sequence[int]) -> Sequence[tuple[Stage
 def _sized(stage: StageFunctions, view: _Resizing) -> StageFunctions:
     functions = {op: view.function(f) for op, f in stage.functions.items()}
     forward = functions["F"]
-    left = zip(forward.outputs, forward.jaxpr.jaxpr.outvars, strict=True)
-    held = held_bytes({op: (f.inputs, f.jaxpr.jaxpr.invars) for op, f in functions.items()})
-    boundary_bytes = sum(aval_bytes(a.aval) for port, a in left if port.kind == "y")
-    return replace(stage, functions=functions, evaluation=forward, boundary_bytes=boundary_bytes, **held)
+    results = zip(forward.outputs, forward.jaxpr.jaxpr.outvars, strict=True)
+    bytes_by_field = held_bytes({op: (f.inputs, f.jaxpr.jaxpr.invars) for op, f in functions.items()})
+    boundary_bytes = sum(aval_bytes(a.aval) for port, a in results if port.kind == "y")
+    return replace(stage, functions=functions, evaluation=forward, boundary_bytes=boundary_bytes, **bytes_by_field)
 
 
 class _Resizing(View):

@@ -209,7 +209,7 @@ def _traversals(ranks: int) -> Iterator[Order]:
             stage_orders = ["breadth"] if kind == "one-to-one" else ["breadth", "depth"]
             if kind == "circular":
                 stage_orders += [f"breadth:{ranks}", f"depth:{ranks}"]
-            for forward, backward, first, held in itertools.product(
+            for forward, backward, first, in_flight in itertools.product(
                 stage_orders, stage_orders, ("backward", "interleaved", "forward"), (None, ranks * placement.num_chunks)
             ):
                 settings = {
@@ -220,7 +220,7 @@ def _traversals(ranks: int) -> Iterator[Order]:
                     "traverse.forward": forward,
                     "traverse.backward": backward,
                 }
-                yield Order(settings | ({} if held is None else {"traverse.in_flight": held}), placement)
+                yield Order(settings | ({} if in_flight is None else {"traverse.in_flight": in_flight}), placement)
 
 
 def _read(only: Sequence[str]) -> dict[str, tuple[str, ...]]:

@@ -228,12 +228,12 @@ class Workbench:
             zip(links_of(layers, self.avals), per_stage(recompute, len(cut)), strict=True)
         ):
             keys = [
-                StageKey(layers[s], cut[s][0], links.entering(left), links, policy, n, offload_fraction)
-                for n, left in zip(traced, leaving, strict=True)
+                StageKey(layers[s], cut[s][0], links.entering(leaving_avals), links, policy, n, offload_fraction)
+                for n, leaving_avals in zip(traced, leaving, strict=True)
             ]
             yield keys
-            for key, left in zip(keys, leaving, strict=True):
-                left.append(links.exits(self._traced_once(_cut_to(key, *self._short(key))).y))
+            for key, leaving_avals in zip(keys, leaving, strict=True):
+                leaving_avals.append(links.exits(self._traced_once(_cut_to(key, *self._short(key))).y))
 
     def further(self, recompute: str, size: int) -> Mapping[Hashable, tuple[int, PlannedStage, PlannedStage]]:
         """Return, by the code of each long run of equal layers, their number and two stages of ``size`` sequences, the

@@ -72,13 +72,13 @@ def suggest(
             if time.process_time() - start > budget_s:
                 left_out += 1
                 continue
-            done = _tried(current, change, predict)
-            if done is not None:
+            suggestion = _tried(current, change, predict)
+            if suggestion is not None:
                 progress(
-                    f"{done.change}: {done.prediction.worst.peak_bytes / 1e9:.1f} GB, "
-                    f"{done.prediction.tokens_per_s:,.0f} tokens/s"
+                    f"{suggestion.change}: {suggestion.prediction.worst.peak_bytes / 1e9:.1f} GB, "
+                    f"{suggestion.prediction.tokens_per_s:,.0f} tokens/s"
                 )
-                tried.append(done)
+                tried.append(suggestion)
 
     trials(_single(current))
     if not any(s.prediction.fits for s in tried) and not current.fits:
@@ -211,8 +211,8 @@ def limit_in_activations(placement: Placement, costs: CostProfile, limit_bytes: 
     """Return the memory limit in units of a rank's share of one microbatch, on the rank where it is tightest."""
     rooms = []
     for rank, static in enumerate(static_bytes(placement, costs)):
-        mine = placement.stages_of(rank)
-        workspace = max((values[s] for _, values in costs.temp_bytes for s in mine), default=0.0)
-        if share := sum(costs.residual_bytes[s] for s in mine):
+        stages = placement.stages_of(rank)
+        workspace = max((values[s] for _, values in costs.temp_bytes for s in stages), default=0.0)
+        if share := sum(costs.residual_bytes[s] for s in stages):
             rooms.append((limit_bytes - static - workspace) / share)
     return min(rooms, default=math.inf)

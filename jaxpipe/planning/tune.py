@@ -317,14 +317,18 @@ class _Search:
             node = _Node(layout, tuple(orders), config)
             try:
                 plan = self._planner(config)(node.placement.num_stages)
-                held = min(self._least_static(layout, plan, placement) for placement in {o.placement for o in orders})
-                if held > self.limit_bytes:
-                    self._too_large(node, held)
+                least_bytes = min(
+                    self._least_static(layout, plan, placement) for placement in {o.placement for o in orders}
+                )
+                if least_bytes > self.limit_bytes:
+                    self._too_large(node, least_bytes)
                 elif (least_s := self._least_s(config)) is None:
                     reason = f"recompute={config.pipeline.recompute} saves too little of a layer"
                     self._note(node.settings, "slower", node.size, reason=reason)
                 else:
-                    update_s = 2 * held / (self.bench.target.memory_bytes_per_s * self.bench.efficiency.bandwidth)
+                    update_s = (
+                        2 * least_bytes / (self.bench.target.memory_bytes_per_s * self.bench.efficiency.bandwidth)
+                    )
                     yield least_s + update_s, replace(node, update_s=update_s)
             except JaxpipeError as error:
                 self._refuse(node.settings, node.size, error)
@@ -432,7 +436,7 @@ class _Search:
     def _try_all(self, node: _Node, bound: float) -> None:
         """Try every order of the placement; then separate weight gradients of the leaders, and offload the fastest that is
         too large."""
-        done: list[tuple[Tried, Order, Schedule]] = []
+        simulated: list[tuple[Tried, Order, Schedule]] = []
         tried_by_rows: dict[object, Tried] = {}
         for k, order in enumerate(node.orders):
             settings = {**node.layout, **order.settings}
@@ -449,9 +453,9 @@ class _Search:
                 self.tried.append(same)
                 continue
             tried_by_rows[schedule.rows] = tried = self._simulate(node, settings, schedule, bound)
-            done.append((tried, order, schedule))
-        done.sort(key=lambda x: nine_digits(x[0].step_s or 0.0))
-        fused = [x for x in done if x[0].status == "fits" and not _splits(x[2])]
+            simulated.append((tried, order, schedule))
+        simulated.sort(key=lambda x: nine_digits(x[0].step_s or 0.0))
+        fused = [x for x in simulated if x[0].status == "fits" and not _splits(x[2])]
         for _, order, draft in fused[:LEADERS] if node.placement.num_ranks > 1 else ():
             self._check_time()
             settings = {**node.layout, **order.settings, "pipeline.separate_gradients": True}
@@ -462,7 +466,7 @@ class _Search:
             elif (schedule := self._schedule(node, settings, order, least)) is not None:
                 self._simulate(node, settings, schedule, least)
         ends = node.layout["pipeline.vocabulary"] == "ends"  # else no file can hold the schedule
-        large = (x for x in done if x[0].status == "too large" and not offloaded_share(x[2], node.costs))
+        large = (x for x in simulated if x[0].status == "too large" and not offloaded_share(x[2], node.costs))
         for tried, order, schedule in itertools.islice(large, int(ends)):
             self._check_time()
             self._offload(node, {**node.layout, **order.settings}, schedule, tried, bound)
@@ -636,12 +640,14 @@ def _least_bytes(placement: Placement, costs: CostProfile, forwards: int) -> flo
     temp = dict(costs.temp_bytes)
     none = (0.0,) * costs.num_stages
     b, w, bw = (temp.get(op, none) for op in ("B", "W", "BW"))
-    held, waiting = costs.residual_bytes, costs.w_residual_bytes
-    least = [min(held[s] + bw[s], max(held[s] + b[s], waiting[s] + w[s])) for s in range(costs.num_stages)]
+    residuals, w_residuals = costs.residual_bytes, costs.w_residual_bytes
+    least = [
+        min(residuals[s] + bw[s], max(residuals[s] + b[s], w_residuals[s] + w[s])) for s in range(costs.num_stages)
+    ]
 
     def beside(stages: Collection[int]) -> float:
         trunk = [s for s in stages if forwards > 1 and s in placement.trunk]
-        first = forwards * sum(held[s] for s in trunk) + min(bw[trunk[-1]], b[trunk[-1]]) if trunk else 0.0
+        first = forwards * sum(residuals[s] for s in trunk) + min(bw[trunk[-1]], b[trunk[-1]]) if trunk else 0.0
         return max([first, *(least[s] for s in stages)])
 
     static = static_bytes(placement, costs)

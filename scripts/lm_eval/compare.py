@@ -65,7 +65,7 @@ def documents(trained: Trained, count: int, windows: float) -> list[str]:
 
 
 def ours(trained: Trained, texts: Sequence[str], prefix: int) -> tuple[dict[str, float], dict[str, list[Any]]]:
-    """What jaxpipe says of the three tasks, and their data."""
+    """Return jaxpipe's scores on the three tasks, and their data."""
     seq_len, encode = trained.model.seq_len, trained.tokenizer.encode
     ids = [encode(text).tolist() for text in texts]
     rows = [row for document in ids for row in rolling(document, prefix, seq_len)]
@@ -96,7 +96,7 @@ def ours(trained: Trained, texts: Sequence[str], prefix: int) -> tuple[dict[str,
 
 
 def theirs(python: str, folder: Path) -> dict[str, Any]:
-    """What lm-eval says of the data in ``folder`` and the model in ``folder/hf``: its results file."""
+    """Return lm-eval's results for the data in ``folder`` and the model in ``folder/hf``: its results file."""
     offline = dict.fromkeys(("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"), "1")
     command = [python, "-m", "lm_eval", "run", "--model", "hf", "--model_args", "pretrained=hf,dtype=float32"]
     command += ["--tasks", "jaxpipe_text,jaxpipe_choice,jaxpipe_greedy", "--include_path", str(TASKS)]

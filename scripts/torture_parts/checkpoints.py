@@ -144,11 +144,11 @@ def _loaded(copy: Path) -> str | None:
     from jaxpipe.train.checkpoint import CheckpointStore
 
     try:
-        got = CheckpointStore(copy).load(20)
+        checkpoint = CheckpointStore(copy).load(20)
     except CheckpointError as error:
         return str(error)
     expected = (*_trees(20), {"data": {"position": 20}}, 1 / 20)
-    actual = (got.params, got.optimizer, got.meta, got.eval_loss)
+    actual = (checkpoint.params, checkpoint.optimizer, checkpoint.meta, checkpoint.eval_loss)
     alike = jax.tree.map(
         lambda a, b: np.array_equal(a, b) and np.asarray(a).dtype == np.asarray(b).dtype, expected, actual
     )
@@ -277,7 +277,7 @@ def _odd(trial: Trial, change: Callable[[dict[str, Any]], Any] | None) -> None:
 
 
 def _resume(run: Path) -> None:
-    """What ``jaxpipe train`` does before it compiles. An error of ours is an answer, any other passes."""
+    """Resume as ``jaxpipe train`` does before it compiles. An error of ours is an answer, any other passes."""
     from jaxpipe.errors import JaxpipeError
     from jaxpipe.train.checkpoint import CheckpointStore
     from jaxpipe.train.config import load_config

@@ -61,7 +61,7 @@ def _packed(rng: random.Random, content: bytes) -> bytes:
 
 
 def _documents(path: Path, **reading: str) -> list[bytes] | str:
-    """What the door of training and the one of stores read, by bytes; or the line that both answer with."""
+    """Read the documents as training and as stores do, and return them or the error line, which must agree."""
     from jaxpipe.errors import JaxpipeError
     from jaxpipe.train.corpora.corpus import load_corpus
     from jaxpipe.train.corpora.encoding import Reading
@@ -88,9 +88,9 @@ def _documents(path: Path, **reading: str) -> list[bytes] | str:
 
 def _expect(path: Path, expected: list[bytes] | None, **reading: str) -> None:
     """Raise unless the file is read as the documents ``expected``, or refused if that is None."""
-    got = _documents(path, **reading)
-    if not isinstance(got, str) if expected is None else got != expected:
-        raise FailedError(f"{path.name} of {path.read_bytes()[:300]!r} is {got!r}, not {expected!r}")
+    actual = _documents(path, **reading)
+    if not isinstance(actual, str) if expected is None else actual != expected:
+        raise FailedError(f"{path.name} of {path.read_bytes()[:300]!r} is {actual!r}, not {expected!r}")
 
 
 def _records(trial: Trial) -> None:

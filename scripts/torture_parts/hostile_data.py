@@ -141,7 +141,7 @@ _FILES: tuple[tuple[str, str, Callable[[Path, Path], Any]], ...] = (
 
 
 def _read(trial: Trial, name: str, make: Callable[[Path, Path], Any]) -> None:
-    """What ``jaxpipe train`` does with its data before it compiles."""
+    """Read data as ``jaxpipe train`` does before it compiles."""
     path, mark = trial.folder / name, trial.folder / "mark"
     make(path, mark)
     _load(path)

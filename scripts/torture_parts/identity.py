@@ -201,12 +201,12 @@ def _rate_at(settings: dict[str, Any], updates: int) -> float:
     rest = max(1, steps - warmup)
     if schedule == "wsd":
         length = min(rest, max(1, round(fraction * steps)))
-        done = min(1.0, max(0.0, (updates - (steps - length)) / length))
-        return float(lr * (1 - (1 - least) * done))
-    done = min(1.0, (updates - warmup) / rest)
+        progress = min(1.0, max(0.0, (updates - (steps - length)) / length))
+        return float(lr * (1 - (1 - least) * progress))
+    progress = min(1.0, (updates - warmup) / rest)
     if schedule == "linear":
-        return float(lr * (1 - (1 - least) * done))
-    return float(lr * (least + (1 - least) * 0.5 * (1 + math.cos(math.pi * done))))
+        return float(lr * (1 - (1 - least) * progress))
+    return float(lr * (least + (1 - least) * 0.5 * (1 + math.cos(math.pi * progress))))
 
 
 # -- checkpoints that name code --------------------------------------------------------------------------------------------

@@ -39,7 +39,8 @@ _TINY = (
 
 
 def verbs(folder: Path, text: Path) -> Mapping[str, Sequence[str]]:
-    """By verb the arguments of a command that is busy for a while. ``folder``: of :func:`prepare`; results go there, too."""
+    """Return, by verb, the arguments of a command that is busy for a while. ``folder``: of :func:`prepare`; results go
+    there, too."""
     config = [*_TINY, f"data.path={text}"]
     long = [*config, "run.steps=1000000", "run.eval_every=0", "run.checkpoint_every=0"]
     sizes = ["--ranks", "16", "--microbatches", "1024"]
@@ -67,7 +68,7 @@ def verbs(folder: Path, text: Path) -> Mapping[str, Sequence[str]]:
 
 
 def prepare(folder: Path, text: Path) -> None:
-    """What the verbs work on."""
+    """Make the files that the verbs work on."""
     (folder / "large.txt").write_text(text.read_text(encoding="utf-8") * 500, encoding="utf-8")
     config = [*_TINY, f"data.path={text}", "run.steps=2", f"run.out_dir={folder}/run"]
     for arguments in (
@@ -115,8 +116,8 @@ def interrupt(arguments: Sequence[str], after_s: float, met: Callable[[str], boo
         raise FailedError(f"does not end: {what}: {child.communicate()[1][-3000:]}") from None
     took_s = time.monotonic() - began
     time.sleep(0.05)
-    left = _marked(mark)
-    for pid in left:
+    survivors = _marked(mark)
+    for pid in survivors:
         with suppress(OSError):
             os.kill(pid, signal.SIGKILL)
     if child.returncode == _STOPPED and arguments[0] in ("train", "launch"):
@@ -128,8 +129,8 @@ def interrupt(arguments: Sequence[str], after_s: float, met: Callable[[str], boo
         raise FailedError(f"exit code {child.returncode} and {lines}: {what}: {err[-3000:]}")
     if "Traceback" in err or "Error" in err:
         raise FailedError(f"noise: {what}: {err[-3000:]}")
-    if left:
-        raise FailedError(f"{len(left)} processes are left: {what}")
+    if survivors:
+        raise FailedError(f"{len(survivors)} processes are left: {what}")
     if took_s > WITHIN_S:
         raise FailedError(f"took {took_s:.1f} s to end: {what}: {err[-1000:]}")
     return "interrupted"

@@ -75,12 +75,12 @@ def _script(trial: Trial) -> None:
     if text is None:
         return
     script = trial.folder / "job"
-    got = srun_arguments(script, trial.folder)
+    srun_argv = srun_arguments(script, trial.folder)
     expected = [sys.executable, "-m", "jaxpipe", "train", "--config", str(trial.folder / "run.toml"), *words]
-    if got != expected:
-        raise FailedError(f"srun got {got}, not {expected}")
-    left = {"job", "run.toml", "tools", "argv"}
-    if extra := {path.name for path in trial.folder.iterdir()} - left:
+    if srun_argv != expected:
+        raise FailedError(f"srun got {srun_argv}, not {expected}")
+    allowed = {"job", "run.toml", "tools", "argv"}
+    if extra := {path.name for path in trial.folder.iterdir()} - allowed:
         raise FailedError(f"the script made {extra}")
 
 

@@ -132,7 +132,7 @@ def _once(source: Any, rng: random.Random) -> Any:
 
 
 def as_json(source: Any) -> bytes:
-    """As other programs write it: NaN and infinity in words."""
+    """Write JSON as other programs do: NaN and infinity in words."""
     return json.dumps(source).encode()
 
 

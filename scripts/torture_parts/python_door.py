@@ -207,7 +207,7 @@ def _data(trial: Trial, text: Path) -> None:
 
 
 def _options(rng: random.Random, kind: str) -> dict[str, Any]:
-    """Of a small model that there can be."""
+    """Draw valid options of a small model."""
     heads = rng.choice((1, 2, 4))
     options: dict[str, Any] = {
         "vocab_size": rng.choice((256, 257, 300)),

@@ -184,7 +184,7 @@ def _want(good: bool, what: str) -> None:
 
 
 def problems(s: Read) -> list[str]:
-    """What is wrong, in short; empty if the schedule is complete and can run."""
+    """Describe what is wrong, in short; empty if the schedule is complete and can run."""
     return list(_shape(s)) or list(_complete(s)) or list(_order(s)) or list(_play(s))
 
 
@@ -207,25 +207,25 @@ def _shape(s: Read) -> Iterator[str]:
 
 
 def _has_cycle(n: int, edges: set[tuple[int, int]]) -> bool:
-    left = set(range(n))
-    while free := {s for s in left if not any(b == s and a in left for a, b in edges)}:
-        left -= free
-    return bool(left)
+    remaining = set(range(n))
+    while free := {s for s in remaining if not any(b == s and a in remaining for a, b in edges)}:
+        remaining -= free
+    return bool(remaining)
 
 
 def _complete(s: Read) -> Iterator[str]:
     for rank, row in enumerate(s.rows):
-        done = Counter(
+        counts = Counter(
             (part, stage, i) for slot in row for op, stage, i in slot for part in (op if op == "BW" else [op])
         )
         once = Counter(action for slot in row for action in slot)
-        mine = [
+        actions = [
             (stage, i) for i in range(s.microbatches) for stage, g in enumerate(s.flows[i % len(s.flows)]) if rank in g
         ]
-        for stage, i in mine:
-            if any(done[part, stage, i] != 1 for part in "FBW"):
+        for stage, i in actions:
+            if any(counts[part, stage, i] != 1 for part in "FBW"):
                 yield f"F, B, W of stage {stage}, microbatch {i} on rank {rank}"
-            if done["O", stage, i] != done["L", stage, i] or done["S", stage, i] > done["O", stage, i]:
+            if counts["O", stage, i] != counts["L", stage, i] or counts["S", stage, i] > counts["O", stage, i]:
                 yield f"O, L, S of stage {stage}, microbatch {i} on rank {rank}"
         if any(count > 1 for count in once.values()):
             yield f"an action twice on rank {rank}"
@@ -255,7 +255,7 @@ def _needs(s: Read, action: Action, rank: int, on: dict[Action, set[int]]) -> It
 
 
 def _order(s: Read) -> Iterator[str]:
-    """What stands on one rank stands after what it waits for; joint work is the same op on all ranks of a group."""
+    """Check that each action of a rank follows its sources there; joint work is the same op on all ranks of a group."""
     on: dict[Action, set[int]] = {}
     place: dict[tuple[Action, int], int] = {}
     for rank, row in enumerate(s.rows):
@@ -288,14 +288,14 @@ def _play(s: Read) -> Iterator[str]:
             lane = LANES[slot[0][0]]
             queues.setdefault((rank, lane), []).append((slot, compute))
             compute += lane == "compute"
-    done: set[tuple[Action, int]] = set()
+    finished: set[tuple[Action, int]] = set()
 
     def heads(rank: int) -> Slot:
         queue = queues.get((rank, "compute"))
         return queue[0][0] if queue else ()
 
     def ready(rank: int, slot: Slot) -> bool:
-        return all(need in done for action in slot for need in _needs(s, action, rank, on))
+        return all(need in finished for action in slot for need in _needs(s, action, rank, on))
 
     def together(rank: int, slot: Slot) -> set[int] | None:
         """The ranks whose heads start with this slot; None if one of them is not there yet."""
@@ -321,7 +321,7 @@ def _play(s: Read) -> Iterator[str]:
             if ranks is None or not all(ready(r, heads(r) if lane == "compute" else slot) for r in ranks):
                 continue
             for r in ranks:
-                done.update((action, r) for action in queues[r, lane].pop(0)[0])
+                finished.update((action, r) for action in queues[r, lane].pop(0)[0])
                 issued[r] += lane == "compute"
             moved = True
     if any(queues.values()):
@@ -332,7 +332,8 @@ def _play(s: Read) -> Iterator[str]:
 
 
 def timeline_problems(text: str) -> list[str]:
-    """What is wrong with a timeline file; empty if a reader may trust it. Raises RefusedError and what ``json`` raises."""
+    """Describe what is wrong with a timeline file; empty if a reader may trust it. Raises RefusedError and what ``json``
+    raises."""
     data = json.loads(text)
     p = _exact(data["ranks"])
     lanes = {"compute", "tp", "d2h", "h2d", "send"}
@@ -370,13 +371,13 @@ def random_text(rng: random.Random) -> str:
     on: dict[Action, set[int]] = {}
     for action, ranks in items:
         on.setdefault(action, set()).update(ranks)
-    done: set[tuple[Action, int]] = set()
+    finished: set[tuple[Action, int]] = set()
     last: tuple[Action, tuple[int, ...]] = (("", 0, 0), ())
     while items:
-        free = [x for x in items if all(need in done for r in x[1] for need in _needs(s, x[0], r, on))]
+        free = [x for x in items if all(need in finished for r in x[1] for need in _needs(s, x[0], r, on))]
         action, ranks = free[rng.randrange(len(free))]
         items.remove((action, ranks))
-        done.update((action, r) for r in ranks)
+        finished.update((action, r) for r in ranks)
         is_single = ranks == last[1] and len(ranks) == 1 and {action[0], last[0][0]} <= {*COMPUTE}
         if is_single and rng.random() < 0.2 and (last[0], ranks[0]) not in _needs(s, action, ranks[0], on):
             rows[ranks[0]].append(

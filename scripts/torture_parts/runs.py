@@ -61,7 +61,7 @@ _RECIPES = {
 
 
 class Yard:
-    """Where runs are started."""
+    """The place where training runs are started."""
 
     def __init__(self, bench: Bench) -> None:
         self.bench = bench
@@ -176,7 +176,7 @@ def check_same_end(straight: Path, out_dir: Path) -> None:
 
 
 def _state(out_dir: Path) -> dict[str, Any]:
-    """What the last checkpoint holds: arrays as dtype, shape and bytes."""
+    """Return the content of the last checkpoint: arrays as dtype, shape and bytes."""
     import jax
 
     from jaxpipe.train.checkpoint import CheckpointStore
@@ -392,7 +392,7 @@ def _full(yard: Yard, trial: Trial) -> None:
 
 
 def _unwritable(yard: Yard, trial: Trial, where: str, later: bool) -> None:
-    """As a user who may not write there, from the start or after some steps."""
+    """Run as a user who may not write there, from the start or after some steps."""
     out_dir = trial.folder / "run"
     begun = _begun(yard, out_dir)
     (out_dir / where).mkdir(exist_ok=True)

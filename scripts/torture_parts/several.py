@@ -71,7 +71,7 @@ class Launched:
         return []
 
     def pids(self) -> dict[int, int]:
-        """By process, as far as they have been started."""
+        """Return the process ids by process, as far as they have been started."""
         children = Path(f"/proc/{self._launcher.pid}/task/{self._launcher.pid}/children")
         with suppress(OSError):
             for pid in map(int, children.read_text().split()):
@@ -129,7 +129,7 @@ def _lives(pid: int) -> bool:
 
 
 def _check_shown(launched: Launched, what: str) -> None:
-    """What reaches the screen is lines, not stacks of Python or of the libraries below JAX."""
+    """Check that the screen shows lines, not stack traces of Python or of the libraries below JAX."""
     for noise in ("Traceback (most recent call last)", "Check failure stack trace", "*** SIGABRT"):
         if noise in launched.output:
             raise FailedError(f"{what}: {noise}: {launched.output[-3000:]}")

@@ -29,7 +29,7 @@ _MOST_LINES = 9
 
 @dataclass(frozen=True, slots=True)
 class Stranger:
-    """What it sends, how many bytes at a time, and the pause between them. It never says that it is done."""
+    """A client outside the run: what it sends, how many bytes at a time, and the pause between them. It never closes."""
 
     sends: bytes
     at_once: int = 1 << 20
@@ -43,7 +43,7 @@ def cases(bench: Bench) -> Iterator[Case]:
 
 
 def is_hello(line: bytes) -> bool:
-    """Whether a first line is what a process of a run may send; a second opinion."""
+    """Return whether a first line is one that a process of a run may send; a second opinion."""
     try:
         word, process, number, host = json.loads(line)
     except Exception:

@@ -242,7 +242,7 @@ def _damaged(trial: Trial) -> None:
 
 
 def _places(value: Any) -> Iterator[tuple[Any, Any]]:
-    """Where a value stands in a file; of many in one list or table only a few."""
+    """Return paths to values in a file; of a long list or table only a few."""
     keys = list(value) if isinstance(value, dict) else list(range(len(value))) if isinstance(value, list) else []
     for key in keys[:24]:
         yield value, key

@@ -1,4 +1,4 @@
-"""What every part uses: cases and their trials, verbs called in this process, and training runs in children.
+"""The machinery of every part: cases and their trials, verbs called in this process, and training runs in children.
 
 A case gets a random generator of its own, seeded by the torture's seed, the part and the case's number, so that any one of them
 can be run again alone. Verbs are called through ``jaxpipe.cli.main``, as the command line does. Runs that are to be killed are
@@ -33,7 +33,7 @@ CHILD_LIMIT_S = 600.0
 
 
 class FailedError(Exception):
-    """What must not happen did; the text says what, and with which input."""
+    """A case failed; the text says how, and with which input."""
 
 
 class SkippedError(Exception):
@@ -99,7 +99,7 @@ class Bench:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Of a verb: its exit code and what it printed."""
+    """The result of a verb: its exit code and output."""
 
     code: int
     out: str
@@ -248,7 +248,7 @@ class Child:
 
 
 def _verb(arguments: list[str], log: str, environment: Mapping[str, str], file_bytes: int, user: int | None) -> None:
-    """In the child: one verb, and the end."""
+    """Run one verb in the child process, and end it."""
     output = os.open(log, os.O_WRONLY | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)

@@ -95,7 +95,7 @@ class CostChoice:
             uniform_costs = {name: value for name, value in self.flags.items() if name != "cost"}
             uniform_costs |= zip("fbw", self.flags.get("cost", ()), strict=False)
             if "head" in uniform_costs and len(placement.trunk) == placement.num_stages:
-                raise ConfigError(f"{name} has no parts of a head for --head; vocab-1f1b is one that has")
+                raise ConfigError(f"{name} does not divide the head, so --head does not apply; use vocab-1f1b")
             return CostProfile.on(placement, source="command line", **uniform_costs)
         if self.profile.num_stages != placement.num_stages:
             raise ConfigError(

@@ -55,7 +55,7 @@ def run_data(arguments: argparse.Namespace) -> None:
         raise ConfigError(f"data {action!r}{closest(action, ACTIONS)}; want one of: {', '.join(ACTIONS)}")
     if (action == "build") == (arguments.output is None):
         raise ConfigError(
-            "data build wants -o STORE, the folder to make" if action == "build" else "data check takes no -o"
+            "data build needs -o STORE, the folder to create" if action == "build" else "data check takes no -o"
         )
     from jaxpipe.train.corpora.store import Store
     from jaxpipe.train.corpora.tokenizers import JSON, load_tokenizer

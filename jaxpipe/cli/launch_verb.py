@@ -64,7 +64,7 @@ def run_launch(args: argparse.Namespace) -> int:
         raise ConfigError(f"jaxpipe launch {args.where} needs {', '.join(missing)} (see 'jaxpipe launch --help')")
     if args.rest[:1] != ["train"]:
         raise ConfigError(
-            "what to launch comes after --, such as: jaxpipe launch local -n 2 -- train --config run.toml"
+            "give the command to launch after --, such as: jaxpipe launch local -n 2 -- train --config run.toml"
         )
     from jaxpipe.cli.train_verbs import config_of
 

@@ -52,7 +52,7 @@ def config_of(args: argparse.Namespace, overrides: Sequence[str] = ()) -> TrainC
 
     files = [x for x in args.settings if "=" not in x]
     if len(files) > 1:
-        raise ConfigError(f"one config file, please: got {' and '.join(map(repr, files))}")
+        raise ConfigError(f"give one config file: got {' and '.join(map(repr, files))}")
     return load_config(files[0] if files else None, overrides)
 
 

@@ -91,7 +91,7 @@ def run_simulate(arguments: argparse.Namespace) -> None:
     record = Record.of(schedule, profile, timeline, arguments.memory_limit)
     if arguments.steps is None:
         if arguments.post_validation or arguments.update is not None:
-            raise ConfigError("--update and --post-validation are about several steps; say how many with --steps")
+            raise ConfigError("--update and --post-validation apply to several steps; set their number with --steps")
         conclude(arguments, costs, record)
         return
 
@@ -143,13 +143,13 @@ def _warn_of_late_offloads(schedule: Schedule, profile: CostProfile, timeline: T
     remainder = f" (and {late.others} more likewise)" if late.others else ""
     peaks = [number(max(t.peak_activations)) for t in (late.timeline, timeline)]
     gain = (
-        f"the makespan is {time.show(late.timeline.makespan)}, not {time.show(timeline.makespan)}"
+        f"the makespan would be {time.show(late.timeline.makespan)}, not {time.show(timeline.makespan)}"
         if shorter
-        else f"the peak is {peaks[0]} activations, not {peaks[1]}"
+        else f"the peak would be {peaks[0]} activations, not {peaks[1]}"
     )
     notice(
-        f"warning: {schedule.name}: {late.action} on rank {late.rank} stands behind {late.after} and so waits for its end; "
-        f"right behind {late.source}{remainder} {gain}"
+        f"warning: {schedule.name}: {late.action} on rank {late.rank} follows {late.after} and waits for its end; "
+        f"directly after {late.source}{remainder} {gain}"
     )
 
 

@@ -122,7 +122,7 @@ def _started(arguments: argparse.Namespace, starts: Iterable[Schedule]) -> Seque
     placements = [start.placement for start in starts]
     placement_flags = arguments.chunks, arguments.placement, arguments.layers, arguments.max_chunks
     if placements and placement_flags != (None, "auto", None, None):
-        raise ConfigError("--start brings its placement: drop --placement, --chunks, --layers and --max-chunks")
+        raise ConfigError("--start sets the placement: drop --placement, --chunks, --layers and --max-chunks")
     return placements
 
 
@@ -155,7 +155,9 @@ def _placements(arguments: argparse.Namespace, costs: CostChoice) -> Sequence[Pl
     most = most_chunks(arguments, costs)
     placements = [x for x in _asked(arguments, costs) if x.num_chunks <= (most or x.num_chunks)]
     if not placements:
-        raise ConfigError(f"no placement asked for has {most} chunk(s) per rank, which --layers or --max-chunks allows")
+        raise ConfigError(
+            f"no requested placement has at most {most} chunk(s) per rank, the limit of --layers or --max-chunks"
+        )
     return placements
 
 

@@ -100,7 +100,7 @@ def _write_config(path: str, tuned: Tuned) -> None:
 def _nothing(tuned: Tuned, limit: float) -> str:
     """Explain why no candidate fits."""
     if tuned.stopped:
-        return f"out of time before anything was found that fits in {limit / 1e9:g} GB a device: raise --time-limit"
+        return f"found no candidate that fits in {limit / 1e9:g} GB a device within the time limit: raise --time-limit"
     least = min((max(t.peak_bytes) for t in tuned.tried if t.peak_bytes), default=None)
     if all(t.status == "refused" for t in tuned.tried):
         return f"nothing could be tried: {tuned.tried[0].reason}"

@@ -64,50 +64,40 @@ def stored_tensors(folder: Path, optional: Collection[str] = ()) -> tuple[dict[s
     Raises:
         ConfigError: there are none, a file is missing or damaged, or the index says otherwise.
     """
-    file_by_key: dict[str, str] | None = None
+    weight_map: dict[str, str] | None = None
     if (folder / INDEX).is_file():
-        file_by_key = read_json(folder / INDEX).get("weight_map")
+        weight_map = read_json(folder / INDEX).get("weight_map")
         if (
-            not isinstance(file_by_key, dict)
-            or not file_by_key
-            or not all(isinstance(x, str) for x in file_by_key.values())
+            not isinstance(weight_map, dict)
+            or not weight_map
+            or not all(isinstance(x, str) for x in weight_map.values())
         ):
             raise ConfigError(f"{folder / INDEX} has no weight_map of tensors and files; download it again")
-        required_files = {file for name, file in file_by_key.items() if name not in optional}
-        files = sorted(required_files | {file for file in file_by_key.values() if (folder / Path(file).name).is_file()})
+        required = {file for name, file in weight_map.items() if name not in optional}
+        files = sorted(required | {file for file in weight_map.values() if (folder / Path(file).name).is_file()})
     else:
         files = [WEIGHTS]
         if not (folder / WEIGHTS).is_file():
-            foreign_files = sorted(path.name for path in folder.glob("*.bin")) + sorted(
-                p.name for p in folder.glob("*.gguf")
-            )
-            advice = (
-                f"it has {foreign_files[0]}; save the model again with safe_serialization"
-                if foreign_files
-                else "download it"
-            )
+            foreign = sorted(path.name for path in folder.glob("*.bin")) + sorted(p.name for p in folder.glob("*.gguf"))
+            advice = f"it has {foreign[0]}; save the model again with safe_serialization" if foreign else "download it"
             raise ConfigError(f"{folder} has neither {WEIGHTS} nor {INDEX}: {advice}")
-    stored_by_key: dict[str, Stored] = {}
+    tensors: dict[str, Stored] = {}
     for name in files:
         if Path(name).name != name:
             raise ConfigError(f"{folder / INDEX} names the file {name!r} outside of its folder; download it again")
         with opened(folder / name) as file:
             for key in file.keys():  # noqa: SIM118 - no mapping
-                if key in stored_by_key:
+                if key in tensors:
                     raise ConfigError(
-                        f"{folder}: {key} is in {stored_by_key[key].file.name} and in {name}; download it again"
+                        f"{folder}: {key} is in {tensors[key].file.name} and in {name}; download it again"
                     )
                 part = file.get_slice(key)
-                stored_by_key[key] = Stored(folder / name, key, tuple(part.get_shape()), str(part.get_dtype()))
-    stale = [
-        key
-        for key, name in (file_by_key or {}).items()
-        if key not in stored_by_key or stored_by_key[key].file.name != name
-    ]
+                tensors[key] = Stored(folder / name, key, tuple(part.get_shape()), str(part.get_dtype()))
+    stale = [key for key, name in (weight_map or {}).items() if key not in tensors or tensors[key].file.name != name]
     for key in stale:
-        if key not in optional or key in stored_by_key:
-            raise ConfigError(f"{folder / INDEX} says that {key} is in a file, which has it not; download it again")
-    return stored_by_key, stale
+        if key not in optional or key in tensors:
+            raise ConfigError(f"{folder / INDEX} names a file for {key} that does not contain it; download it again")
+    return tensors, stale
 
 
 @contextmanager

@@ -54,7 +54,7 @@ def open_hub(folder: Path, target: str | None = None) -> Hub:
     kind = config.get("model_type")
     if config.get("quantization_config") is not None:
         raise ConfigError(
-            f"{folder / CONFIG}: the weights are quantised (quantization_config); use the model that is not"
+            f"{folder / CONFIG}: the weights are quantised (quantization_config); use the unquantised model"
         )
     if target is None and (not isinstance(kind, str) or kind not in TARGETS):
         model_types = ", ".join(sorted(TARGETS))

@@ -136,7 +136,9 @@ def rows_by_leaf(table: Sequence[Tensor], leaves: Mapping[Leaf, tuple[int, ...]]
     leaf_rows: dict[Leaf, list[Tensor]] = {leaf: [] for leaf in leaves}
     for row in table:
         if row.leaf not in leaf_rows:
-            raise ConfigError(f"the table of tensors has {row.name} for {_named(row.leaf)}, which the model has not")
+            raise ConfigError(
+                f"the table of tensors has {row.name} for {_named(row.leaf)}, which is no parameter of the model"
+            )
         leaf_rows[row.leaf].append(row)
     for leaf, rows in leaf_rows.items():
         if not _fill(rows, leaves[leaf]):

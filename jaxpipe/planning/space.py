@@ -80,7 +80,7 @@ class Space:
         """
         pipe = config.pipeline
         if pipe.towers:
-            raise ConfigError("pipeline.towers fix ranks and orders branch by branch: there is nothing to tune in them")
+            raise ConfigError("pipeline.towers fixes the ranks and order of each branch, which leaves nothing to tune")
         recompute = (pipe.recompute,) if isinstance(pipe.recompute, str) else ()
         batch = config.run.batch
         values_by_key: dict[str, tuple[Any, ...]] = {key: tuple(divisors_of(devices)) for key in DEVICE_KEYS}
@@ -102,9 +102,9 @@ class Space:
                 value_by_text = dict.fromkeys(shown(order.settings.get(key)) for order in orders)
             else:
                 keys = sorted({*values_by_key, *of_orders})
-                raise ConfigError(f"{key!r} is none of the axes{closest(key, keys)}; they are {', '.join(keys)}")
+                raise ConfigError(f"{key!r} is not an axis of the search{closest(key, keys)}; axes: {', '.join(keys)}")
             if unknown := [text for text in texts if text not in value_by_text]:
-                raise ConfigError(f"{key}={unknown[0]} is no value that is tried: {', '.join(value_by_text)}")
+                raise ConfigError(f"{key}={unknown[0]} is not among the values to try: {', '.join(value_by_text)}")
             if key in values_by_key:
                 values_by_key[key] = tuple(value_by_text[text] for text in texts)
         base_pipeline = replace(

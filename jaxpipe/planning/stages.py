@@ -203,10 +203,8 @@ class Workbench:
         self, cut: Cut, recompute: str | Sequence[str], size: int, traced: tuple[int, ...], offload_fraction: float
     ) -> tuple[PlannedStage, ...]:
         """Return stages priced from traces at the sizes ``traced``, or () if those traces use different kernels."""
-        priced_stages, cut_key = (
-            list[PlannedStage](),
-            (tuple(cut), tuple(per_stage(recompute, len(cut))), traced, offload_fraction),
-        )
+        stages = list[PlannedStage]()
+        cut_key = tuple(cut), tuple(per_stage(recompute, len(cut))), traced, offload_fraction
         if cut_key not in self._cuts:
             self._cuts[cut_key] = list(self._keys(*cut_key))
         for keys in self._cuts[cut_key]:
@@ -215,8 +213,8 @@ class Workbench:
                 self._known[kind] = grown
             if kind not in self._known:
                 return ()
-            priced_stages.append(self._known[kind])
-        return tuple(priced_stages)
+            stages.append(self._known[kind])
+        return tuple(stages)
 
     def _keys(
         self, cut: Cut, recompute: str | Sequence[str], traced: tuple[int, ...], offload_fraction: float

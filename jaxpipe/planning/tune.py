@@ -317,18 +317,14 @@ class _Search:
             node = _Node(layout, tuple(orders), config)
             try:
                 plan = self._planner(config)(node.placement.num_stages)
-                least_bytes = min(
-                    self._least_static(layout, plan, placement) for placement in {o.placement for o in orders}
-                )
-                if least_bytes > self.limit_bytes:
-                    self._too_large(node, least_bytes)
+                static = min(self._least_static(layout, plan, placement) for placement in {o.placement for o in orders})
+                if static > self.limit_bytes:
+                    self._too_large(node, static)
                 elif (least_s := self._least_s(config)) is None:
                     reason = f"recompute={config.pipeline.recompute} saves too little of a layer"
                     self._note(node.settings, "slower", node.size, reason=reason)
                 else:
-                    update_s = (
-                        2 * least_bytes / (self.bench.target.memory_bytes_per_s * self.bench.efficiency.bandwidth)
-                    )
+                    update_s = 2 * static / (self.bench.target.memory_bytes_per_s * self.bench.efficiency.bandwidth)
                     yield least_s + update_s, replace(node, update_s=update_s)
             except JaxpipeError as error:
                 self._refuse(node.settings, node.size, error)

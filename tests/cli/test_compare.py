@@ -170,8 +170,8 @@ def test_a_late_offload_is_a_warning(run: Run) -> None:
     Path("late.sched").write_text("rank 0: F0.0 F0.1 O0.0 F0.2 L0.0 BW0.0 BW0.1 BW0.2\n")
     Path("early.sched").write_text("rank 0: F0.0 O0.0 F0.1 F0.2 L0.0 BW0.0 BW0.1 BW0.2\n")
     warning = (
-        "warning: late: O0.0 on rank 0 stands behind F0.1 and so waits for its end; "
-        "right behind F0.0 the makespan is 13, not 14\n"
+        "warning: late: O0.0 on rank 0 follows F0.1 and waits for its end; "
+        "directly after F0.0 the makespan would be 13, not 14\n"
     )
     for argv in (("simulate", "late.sched"), ("compare", "late.sched"), ("best", "late.sched")):
         code, _, err = run(*argv, "--offload-time", 6)
@@ -231,7 +231,7 @@ def test_solve_tries_no_placement_above_the_limit(run: Run) -> None:
         ("compare --layers 3", "--layers 3 can't be spread over 4 ranks"),
         ("best --chunks 3 --max-chunks 2", "--chunks 3 contradicts --max-chunks, which allows 2 per rank"),
         ("compare --chunks 3 --layers 8", "--chunks 3 contradicts --layers, which allows 2 per rank"),
-        ("solve --placement v --max-chunks 1", "no placement asked for has 1 chunk(s) per rank"),
+        ("solve --placement v --max-chunks 1", "no requested placement has at most 1 chunk(s) per rank"),
         ("solve --layers 0", "0 layers can't be"),
     ],
 )

@@ -226,7 +226,7 @@ def test_a_tied_head_that_only_the_index_has_is_a_remark(
         read(folder)
     index.write_text(json.dumps({"weight_map": {**index_body["weight_map"], NORM: "model-00001-of-00002.safetensors"}}))
     edit(folder / "config.json", tie_word_embeddings=True)
-    with pytest.raises(ConfigError, match=r"says that model.norm.weight is in"):
+    with pytest.raises(ConfigError, match=r"names a file for model.norm.weight that does not"):
         read(folder)
 
 
@@ -437,7 +437,7 @@ BAD: dict[str, tuple[str, Callable[[Path], None], str]] = {
     "index of a lost tensor": (
         "llama2",
         write_into("model.safetensors.index.json", json.dumps({"weight_map": {"a": "model.safetensors"}})),
-        "which has it not",
+        "that does not contain it",
     ),
     "lost tensor": ("llama2", weights(**{NORM: None}), "has no tensor model.norm.weight"),
     "odd tensor": ("llama2", weights(**{"model.extra": SMALL}), "has the tensor model.extra"),

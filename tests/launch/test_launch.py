@@ -182,7 +182,7 @@ def _wait_for(happened: Callable[[], bool]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["local", "-n", "2"], "what to launch comes after --, such as: jaxpipe launch local -n 2 -- train --config"),
+        (["local", "-n", "2"], "give the command to launch after --, such as: jaxpipe launch local -n 2 -- train --config"),
         (["local", "--", "train"], "jaxpipe launch local needs -n (see"),
         (["local", "-n", "9", "--", "train"], "9 processes for 4 pipeline ranks; each needs one at least"),
         (["local", "-n", "2", "--", "train", "run.stepz=3"], "unknown key run.stepz: did you mean run.steps?"),

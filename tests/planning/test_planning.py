@@ -642,7 +642,7 @@ def test_a_limit_below_everything_says_the_minimum(config_file: str, capsys: pyt
         (["--target", "gb300"], "unknown target 'gb300'; did you mean 'b200'?; known: a100, a100-40, a800, h100"),
         (["--matmul-efficiency", "1.5"], "want a number above 0 and at most 1"),
         (["--memory-limit-gb", "0"], "want a number above 0"),
-        (["other.toml"], "one config file, please"),
+        (["other.toml"], "give one config file"),
         (["-o", "plan.pdf"], "unknown suffix"),
         (["--schedules", "no/such"], "no such directory"),
         (["--tp", "0"], "tp"),

@@ -203,9 +203,9 @@ def test_ctrl_c_ends_the_search_with_the_best_so_far(bench: Workbench) -> None:
 @pytest.mark.parametrize(
     ("only", "says"),
     [
-        ("pipeline.pp=2", "'pipeline.pp' is none of the axes"),
-        ("pipeline.tp=3", "pipeline.tp=3 is no value that is tried: 1, 2, 4, 8"),
-        ("pipeline.schedule=1f1b,zb-h", "pipeline.schedule=zb-h is no value that is tried: 1f1b, "),
+        ("pipeline.pp=2", "'pipeline.pp' is not an axis of the search"),
+        ("pipeline.tp=3", "pipeline.tp=3 is not among the values to try: 1, 2, 4, 8"),
+        ("pipeline.schedule=1f1b,zb-h", "pipeline.schedule=zb-h is not among the values to try: 1f1b, "),
         ("pipeline.tp", "write it as section.key=value"),
     ],
 )
@@ -297,7 +297,7 @@ def test_forwards_first_are_tried_where_they_are_asked_for() -> None:
 @pytest.mark.parametrize(
     ("only", "key"),
     [
-        (["traverse.first=sideways"], "traverse.first=sideways is no value that is tried: "),
+        (["traverse.first=sideways"], "traverse.first=sideways is not among the values to try: "),
         (["pipeline.schedule=1f1b", "traverse.first=forward"], "traverse.first=forward"),
         (["pipeline.microbatches=32", "pipeline.dp=2"], "no layout of 2 devices"),
     ],

@@ -178,10 +178,10 @@ def only_results(
 ) -> tuple[ClosedJaxpr, tuple[bool, ...]]:
     """Return a closed jaxpr that computes only these results (in their old order), and which of the old inputs it takes: these
     ``inputs``, and those that it reads."""
-    result_indices, input_indices = set(results), set(inputs)
-    used = [k in result_indices for k in range(len(closed.jaxpr.outvars))]
+    outputs, arguments = set(results), set(inputs)
+    used = [k in outputs for k in range(len(closed.jaxpr.outvars))]
     jaxpr, kept_inputs = _partial_eval.dce_jaxpr(
-        closed.jaxpr, used, [k in input_indices for k in range(len(closed.jaxpr.invars))]
+        closed.jaxpr, used, [k in arguments for k in range(len(closed.jaxpr.invars))]
     )
     return ClosedJaxpr(jaxpr, closed.consts), tuple(kept_inputs)
 

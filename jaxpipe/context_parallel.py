@@ -100,10 +100,8 @@ def laid_out(
         m, rows, *rest = array.shape
         if name in over_time:
             chunks = array.reshape(m, dp, rows // dp, 2 * cp, rest[0] // (2 * cp), *rest[1:])
-            shard_chunks = chunks[:, :, :, np.array(_chunks(cp))].reshape(
-                m, dp, rows // dp, cp, rest[0] // cp, *rest[1:]
-            )
-            arrays_by_name[name] = shard_chunks.swapaxes(2, 3).reshape(m, rows * cp, rest[0] // cp, *rest[1:])
+            local = chunks[:, :, :, np.array(_chunks(cp))].reshape(m, dp, rows // dp, cp, rest[0] // cp, *rest[1:])
+            arrays_by_name[name] = local.swapaxes(2, 3).reshape(m, rows * cp, rest[0] // cp, *rest[1:])
         else:
             each = array.reshape(m, dp, 1, rows // dp, *rest)
             arrays_by_name[name] = each.repeat(cp, axis=2).reshape(m, rows * cp, *rest)
@@ -180,10 +178,8 @@ def times_for_heads(shard: jax.Array, tp: TensorParallel) -> jax.Array:
 
 def heads_for_times(shard: jax.Array, tp: TensorParallel) -> jax.Array:
     """Invert :func:`times_for_heads`."""
-    time_shard: jax.Array = lax.all_to_all(
-        in_time_order(shard, tp, back=True), CP, split_axis=1, concat_axis=2, tiled=True
-    )
-    return time_shard
+    local: jax.Array = lax.all_to_all(in_time_order(shard, tp, back=True), CP, split_axis=1, concat_axis=2, tiled=True)
+    return local
 
 
 def own_heads(x: jax.Array, tp: TensorParallel, axis: int) -> jax.Array:
@@ -333,8 +329,8 @@ def _ring_forward(
             old = _at(top, i)
             new = jnp.maximum(old, scores.max(axis=-1))
             shrink, probs = jnp.exp(old - new), jnp.exp(scores - new[..., None])
-            dropped_probs = _dropped(how, probs, keep, step, i, j).astype(q.dtype)
-            part = jnp.einsum("bgms,bgsk->bgmk", dropped_probs, v, preferred_element_type=wide)
+            dropped = _dropped(how, probs, keep, step, i, j).astype(q.dtype)
+            part = jnp.einsum("bgms,bgsk->bgmk", dropped, v, preferred_element_type=wide)
             top = _put(top, new, i)
             total = _put(total, _at(total, i) * shrink + probs.sum(axis=-1), i)
             out = _put(out, _at(out, i) * shrink[..., None] + part, i)
@@ -365,14 +361,12 @@ def _ring_gradients(how: _Ring, saved: tuple[Any, ...], cotangent: jax.Array) ->
             k, v = (_at(x, j) for x in current_kv)
             rows, dout = _at(q, i), _at(cotangent, i)
             probs = jnp.exp(_scores(how, rows, k, step, i, j, masks) - _at(lse, i)[..., None])
-            dropped_probs = _dropped(how, probs, keep, step, i, j).astype(q.dtype)
+            dropped = _dropped(how, probs, keep, step, i, j).astype(q.dtype)
             dprobs = jnp.einsum("bgmk,bgsk->bgms", dout, v, preferred_element_type=wide)
             dscores = (probs * (_dropped(how, dprobs, keep, step, i, j) - _at(weight, i)[..., None])).astype(q.dtype)
             dq = _put(dq, _at(dq, i) + jnp.einsum("bgms,bgsk->bgmk", dscores, k, preferred_element_type=wide), i)
             dk = _put(dk, _at(dk, j) + jnp.einsum("bgms,bgmk->bgsk", dscores, rows, preferred_element_type=wide), j)
-            dv = _put(
-                dv, _at(dv, j) + jnp.einsum("bgms,bgmk->bgsk", dropped_probs, dout, preferred_element_type=wide), j
-            )
+            dv = _put(dv, _at(dv, j) + jnp.einsum("bgms,bgmk->bgsk", dropped, dout, preferred_element_type=wide), j)
         dkv = jnp.stack([dk, dv])
         arrived = how.passed_on(
             dkv if arrived is None else dkv + arrived
@@ -415,10 +409,10 @@ def _dropped(how: _Ring, probs: jax.Array, keep: jax.Array | None, step: int, i:
     if keep is None:
         return probs
     query_chunk, key_chunk = how.chunk(lax.axis_index(CP), i), how.chunk(how.source(step), j)
-    chunk_mask = lax.dynamic_index_in_dim(
+    mask = lax.dynamic_index_in_dim(
         lax.dynamic_index_in_dim(keep, query_chunk, 2, keepdims=False), key_chunk, 3, keepdims=False
     )
-    return jnp.where(chunk_mask, probs / (1 - how.dropout), jnp.zeros_like(probs))
+    return jnp.where(mask, probs / (1 - how.dropout), jnp.zeros_like(probs))
 
 
 def _at(x: jax.Array, half: Any) -> jax.Array:

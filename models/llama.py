@@ -458,15 +458,11 @@ def _rope_every_of(keys: Keys) -> int:
 
 def _window_of(keys: Keys, kind: str, rope_every: int) -> dict[str, Any]:
     """Return the option ``window`` of models whose layers all have it."""
-    count, layer_types = keys.whole("num_hidden_layers"), keys.config.get("layer_types")
+    count, kinds = keys.whole("num_hidden_layers"), keys.config.get("layer_types")
     full, sliding = (["full_attention"] * count, ["sliding_attention"] * count)
-    is_valid = (
-        isinstance(layer_types, list)
-        and len(layer_types) == count
-        and {*map(str, layer_types)} <= {full[0], sliding[0]}
-    )
-    if layer_types is not None and not is_valid:
-        raise refused("layer_types", layer_types, f"{full[0]} or {sliding[0]} for each of its {count} layers")
+    is_valid = isinstance(kinds, list) and len(kinds) == count and {*map(str, kinds)} <= {full[0], sliding[0]}
+    if kinds is not None and not is_valid:
+        raise refused("layer_types", kinds, f"{full[0]} or {sliding[0]} for each of its {count} layers")
     if kind == "llama":
         return {}
     window = None if keys.config.get("sliding_window") is None else keys.whole("sliding_window")
@@ -481,13 +477,11 @@ def _window_of(keys: Keys, kind: str, rope_every: int) -> dict[str, Any]:
             key, first = "max_window_layers", keys.whole("max_window_layers", least=0)
             slides = [i >= first for i in range(count)]
     types = [sliding[0] if window is not None and slide else full[0] for slide in slides]
-    if layer_types is not None:
+    if kinds is not None:
         # The Mistral of version 4 does not look at layer_types, that of version 5 does.
-        if (kind == "mistral" and layer_types != types) or (window is None and layer_types != full):
-            raise refused(
-                "layer_types", layer_types, f"{types[0]} in each of its {count} layers, by its sliding_window"
-            )
-        key, types = "layer_types", layer_types
+        if (kind == "mistral" and kinds != types) or (window is None and kinds != full):
+            raise refused("layer_types", kinds, f"{types[0]} in each of its {count} layers, by its sliding_window")
+        key, types = "layer_types", kinds
     if len({*types}) > 1:
         raise refused(key, keys.config.get(key), "layers that all have a window, or none")
     return {} if types == full else {"window": window}

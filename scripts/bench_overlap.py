@@ -154,17 +154,15 @@ def measure(
     compiled = jitted.lower(*inputs).compile(compiler_options=options)
     took = time.monotonic() - start
     text, memory = compiled.as_text(), compiled.memory_analysis()
-    all_overlaps = overlaps(text)
-    large_overlaps = [
-        o for o in all_overlaps if o.whole_bytes >= _LEAST_SHARE * max(x.whole_bytes for x in all_overlaps)
-    ]
+    collectives = overlaps(text)
+    large = [o for o in collectives if o.whole_bytes >= _LEAST_SHARE * max(x.whole_bytes for x in collectives)]
     plan = {} if planned is None else {"planned": [asdict(c) for c in planned]}
     return {
-        "collectives": len(large_overlaps),
-        "covered": sum(o.covered for o in large_overlaps),
-        "products_under_each": [o.products for o in large_overlaps],
-        "others_under_each": [o.others for o in large_overlaps],
-        "kinds": [o.kind for o in large_overlaps],
+        "collectives": len(large),
+        "covered": sum(o.covered for o in large),
+        "products_under_each": [o.products for o in large],
+        "others_under_each": [o.others for o in large],
+        "kinds": [o.kind for o in large],
         "products": count_products(text),
         "temp_bytes": memory.temp_size_in_bytes,
         "compile_s": round(took, 2),

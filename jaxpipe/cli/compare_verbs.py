@@ -239,9 +239,7 @@ class _Progress:
         now = time.perf_counter()
         if now - self.told >= _PROGRESS_S:
             self.told = now
-            best_so_far = (
-                f"best so far {best.setting}, {best.makespan:.6g}" if best is not None else "nothing found yet"
-            )
+            result = f"best so far {best.setting}, {best.makespan:.6g}" if best is not None else "nothing found yet"
             where = f"family {self.at} of {len(self.order)}, {self.tried} settings tried"
-            notice(f"{now - self.began:7.1f} s  {where}, now {setting}; {best_so_far}")
+            notice(f"{now - self.began:7.1f} s  {where}, now {setting}; {result}")
         self.tried += 1

@@ -14,9 +14,7 @@ from jaxpipe.wording import format_count
 
 
 def configure_import(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "folder", metavar="HF_DIR", help="folder with config.json, safetensors, and usually tokenizer.json"
-    )
+    parser.add_argument("folder", metavar="HF_DIR", help="folder of the hub: config.json, safetensors, tokenizer.json")
     add_value(parser, "-o --output", "RUN", str, "the run directory to create, at step 0", required=True)
     add_value(
         parser, "--model", "MODULE:FUNCTION", str, "the model that reads it; by default the one of its model_type"
@@ -56,10 +54,10 @@ def run_export(args: argparse.Namespace) -> None:
 
     source, to, shard_bytes = Path(args.checkpoint), Path(args.output), int(args.shard_size * 1e9)
     which = {"step": args.step, "model": args.model, "tokenizer": args.tokenizer, "other_model": args.other_model}
-    exported = export_hub(source, to, **which, dtype=args.dtype, shard_bytes=shard_bytes)
-    if exported.remark:
-        print(f"warning: {exported.remark}", file=sys.stderr)
-    files = f"{len(exported.files)} file{'s' * (len(exported.files) > 1)}"
+    export = export_hub(source, to, **which, dtype=args.dtype, shard_bytes=shard_bytes)
+    if export.remark:
+        print(f"warning: {export.remark}", file=sys.stderr)
+    files = f"{len(export.files)} file{'s' * (len(export.files) > 1)}"
     print(
-        f"step {exported.step}, {format_count(exported.parameters)} parameters as {args.dtype} in {exported.path} ({files})"
+        f"step {export.step}, {format_count(export.parameters)} parameters as {args.dtype} in {export.path} ({files})"
     )

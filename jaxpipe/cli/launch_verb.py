@@ -45,13 +45,9 @@ def configure_launch(parser: argparse.ArgumentParser) -> None:
     add_value(cluster, "--name", "NAME", str, "job name (default: jaxpipe)")
     per = whole_number("processes", 4096)
     add_value(cluster, "--processes-per-node", "N", per, "slurm: processes per node (default: one)", dest="per_node")
-    add_repeated(
-        cluster, "--sbatch", "OPTION=VALUE", "slurm: sbatch option, such as time=12:00:00 (repeatable)", default=None
-    )
+    add_repeated(cluster, "--sbatch", "OPTION=VALUE", "slurm: option such as time=12:00:00 (repeatable)", default=None)
     add_value(cluster, "--image", "IMAGE", str, "k8s: container image with jaxpipe installed")
-    add_value(
-        cluster, "--claim", "NAME:PATH", str, "k8s: PersistentVolumeClaim that all pods share, and its mount path"
-    )
+    add_value(cluster, "--claim", "NAME:PATH", str, "k8s: volume claim that all pods share, and its mount path")
 
 
 def run_launch(args: argparse.Namespace) -> int:

@@ -32,10 +32,8 @@ class Verb:
     def function(self, what: str) -> Callable[..., Any]:
         """Import the verb's module and return its function ``configure`` or ``run``."""
         module = self.module if what == "run" else self.flags or self.module
-        verb_function: Callable[..., Any] = getattr(
-            importlib.import_module(f"jaxpipe.cli.{module}"), f"{what}_{self.name}"
-        )
-        return verb_function
+        function: Callable[..., Any] = getattr(importlib.import_module(f"jaxpipe.cli.{module}"), f"{what}_{self.name}")
+        return function
 
 
 VERBS: tuple[Verb, ...] = (

@@ -72,9 +72,7 @@ def _add_cost_flags(parser: argparse.ArgumentParser) -> None:
     add_value(group, "--tp-comm", "T", amount("time of TP collectives"), text)
     text = "number of these collectives in each stage; two per layer are usual (default 1)"
     add_value(group, "--tp-collectives", "N", whole_number("number of collectives", MOST_CHUNKS), text)
-    add_value(
-        group, "--costs", "FILE", str, "cost profile (JSON) of seconds and bytes per stage, in place of these flags"
-    )
+    add_value(group, "--costs", "FILE", str, "profile (JSON) of seconds and bytes per stage, in place of these flags")
     text = "whether copies to the host and back share one lane (default: duplex, or what --costs says)"
     group.add_argument("--host-link", choices=("shared", "duplex"), help=text)
 

@@ -47,16 +47,12 @@ def configure_train(parser: argparse.ArgumentParser) -> None:
     add_switch(parser, "--offload-fallback", text)
     add_json_flag(parser, "print the result as JSON on stdout, progress on stderr")
     group = parser.add_argument_group("several processes", "found in the variables of a launcher, too (jaxpipe launch)")
-    add_value(
-        group, "--coordinator", "HOST:PORT", str, "address at which process 0 listens; the same for all processes"
-    )
+    add_value(group, "--coordinator", "HOST:PORT", str, "address of process 0; the same for all processes")
     count = whole_number("processes", _MOST_PROCESSES)
     add_value(group, "--processes", "N", count, "number of processes (default: one)")
     which = whole_number("as a process", _MOST_PROCESSES - 1, least=0)
     add_value(group, "--process", "K", which, "index of this process, from 0")
-    add_value(
-        group, "--join-wait", "S", amount("seconds", zero=False), "seconds to wait for the other processes", 300.0
-    )
+    add_value(group, "--join-wait", "S", amount("seconds", zero=False), "seconds to wait for other processes", 300.0)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = "exit codes:\n" + "\n".join(f"  {code:<3}  {meaning}" for code, meaning in EXIT_CODES.items())
 
@@ -138,9 +134,7 @@ def add_checkpoint_flags(parser: argparse.ArgumentParser) -> None:
         "what makes the model, needed where the checkpoint names code outside of models, which runs only if you name it"
     )
     add_value(parser, "--model", "MODULE:FUNCTION", str, text)
-    add_switch(
-        parser, "--other-model", "accept parameters although the model's computation has changed since they were saved"
-    )
+    add_switch(parser, "--other-model", "accept a model whose computation has changed since the checkpoint")
     text = (
         "byte, a tokenizer.json or ids:N, where the checkpoint has no tokenizer, as those of Trainer.save without one"
     )

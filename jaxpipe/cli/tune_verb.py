@@ -21,9 +21,7 @@ _MOST_DEVICES = 65536
 
 def configure_tune(parser: argparse.ArgumentParser) -> None:
     add_settings_argument(parser)
-    add_value(
-        parser, "--devices", "N", whole_number("devices", _MOST_DEVICES), "devices, all of which a layout uses", 8
-    )
+    add_value(parser, "--devices", "N", whole_number("devices", _MOST_DEVICES), "number of devices to use", 8)
     add_machine_flags(parser)
     text = "seconds to search; Ctrl-C ends it earlier with the best so far (default: until nothing can be better)"
     add_value(parser, "--time-limit", "S", amount("time limit", zero=False), text)
@@ -104,7 +102,7 @@ def _nothing(tuned: Tuned, limit: float) -> str:
     least = min((max(t.peak_bytes) for t in tuned.tried if t.peak_bytes), default=None)
     if all(t.status == "refused" for t in tuned.tried):
         return f"nothing could be tried: {tuned.tried[0].reason}"
-    least_text = (
+    detail = (
         f"; the least found is {least / 1e9:.4g} GB" if least is not None else " for parameters and optimizer state"
     )
-    return f"nothing tried fits in {limit / 1e9:g} GB a device{least_text}: use more devices"
+    return f"nothing tried fits in {limit / 1e9:g} GB a device{detail}: use more devices"

@@ -20,10 +20,10 @@ MOST_LAYERS = 10_000
 """A file that says more is no model's: lists of layers are made before anything else is looked at."""
 
 
-def refused(key: str, value: Any, allowed_text: str) -> ConfigError:
+def refused(key: str, value: Any, allowed: str) -> ConfigError:
     """Return the error about a value that a model does not support."""
     return ConfigError(
-        f"config.json: {key} is {clipped(repr(value), 60)}, and this model has {allowed_text}; choose another"
+        f"config.json: {key} is {clipped(repr(value), 60)}, and this model has {allowed}; choose another"
     )
 
 

@@ -161,9 +161,7 @@ def _orders(ranks: int, small: bool, vocabulary: str) -> tuple[Order, ...]:
     if ranks == 1:
         return (Order({"pipeline.schedule": "1f1b"}, one_to_one(1)),)
     orders = (*_families(ranks, small), *_traversals(ranks))
-    return tuple(
-        vocabulary_order for order in orders if (vocabulary_order := _with_vocabulary(order, vocabulary)) is not None
-    )
+    return tuple(placed for order in orders if (placed := _with_vocabulary(order, vocabulary)) is not None)
 
 
 def _with_vocabulary(order: Order, vocabulary: str) -> Order | None:

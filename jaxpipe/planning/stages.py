@@ -268,12 +268,8 @@ class Workbench:
         for kind, _ in Counter(s.key.kind for s in stages).most_common():
             stage = self._known[kind]
             for op in stage.work:
-                if (
-                    op in ops
-                    and op not in stage.temps
-                    and (temp_bytes := self.temp_of(self, stage.key, op)) is not None
-                ):
-                    stage = replace(stage, temps={**stage.temps, op: temp_bytes})
+                if op in ops and op not in stage.temps and (temp := self.temp_of(self, stage.key, op)) is not None:
+                    stage = replace(stage, temps={**stage.temps, op: temp})
             self._known[kind] = stage
         return tuple(self._known[s.key.kind] for s in stages)
 
@@ -307,18 +303,16 @@ class Workbench:
     def _step(self, keys: Sequence[StageKey], k: int, size: int) -> tuple[PlannedStage | None, PlannedStage | None]:
         """Return two stages, of which the second has one layer more of the ``k``-th long run: of the run alone, the same
         for all stages that have such layers; those of ``keys`` themselves if there is none."""
-        runs, short_lengths = self._short(keys[0])
+        runs, short = self._short(keys[0])
         code, sizes, bench = keys[0].layers[runs[k][0]].code, tuple(x.size for x in keys), self._stored or self
         kind = (code, keys[0].policy, keys[0].offload_fraction, sizes, size)
         if kind not in self._steps:
             for run_keys in bench._keys(bench._apart, keys[0].policy, sizes, keys[0].offload_fraction):
                 if run_keys[0].layers[0].code == code and bench._short(run_keys[0])[0]:
-                    keys, (runs, short_lengths), k = run_keys, bench._short(run_keys[0]), 0
+                    keys, (runs, short), k = run_keys, bench._short(run_keys[0]), 0
                     break
-            longer_lengths = [n + (i == k) for i, n in enumerate(short_lengths)]
-            one, two = (
-                self._make([_cut_to(key, runs, n) for key in keys], size) for n in (short_lengths, longer_lengths)
-            )
+            longer = [n + (i == k) for i, n in enumerate(short)]
+            one, two = (self._make([_cut_to(key, runs, n) for key in keys], size) for n in (short, longer))
             self._steps[kind] = one, two
         return self._steps[kind]
 
@@ -353,16 +347,14 @@ class Workbench:
     def _priced_once(self, key: StageKey) -> tuple[PlannedStage, ...]:
         """Trace and price the stage; a probe gives one stage for each of :attr:`sizes`, or none if its shapes are ambiguous."""
         if key.kind not in self._priced:
-            traced_stage, sizes = self._traced_once(key), self.sizes if key.size == PROBE else None
-            resized_stages = [(traced_stage, View())] if sizes is None else resized(traced_stage, sizes)
-            views, state_bytes = [view for _, view in resized_stages], self._state_bytes(traced_stage)
-            bodies = {op: f.jaxpr.jaxpr for op, f in traced_stage.functions.items()}
-            walks = {
-                op: Walk(body, self.target, self.efficiency, views) for op, body in bodies.items() if resized_stages
-            }
+            stage, sizes = self._traced_once(key), self.sizes if key.size == PROBE else None
+            stages = [(stage, View())] if sizes is None else resized(stage, sizes)
+            views, state_bytes = [view for _, view in stages], self._state_bytes(stage)
+            bodies = {op: f.jaxpr.jaxpr for op, f in stage.functions.items()}
+            walks = {op: Walk(body, self.target, self.efficiency, views) for op, body in bodies.items() if stages}
             self._priced[key.kind] = tuple(
                 self._planned(replace(key, size=n), f, {op: x.seen(view) for op, x in walks.items()}, state_bytes)
-                for (f, view), n in zip(resized_stages, sizes or (key.size,), strict=False)
+                for (f, view), n in zip(stages, sizes or (key.size,), strict=False)
             )
         return self._priced[key.kind]
 

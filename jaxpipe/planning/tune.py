@@ -477,13 +477,11 @@ class _Search:
         passed = tuple(map(min, costs.b_s, costs.bw_s))
         none = (0.0,) * costs.num_stages
         timeline = simulate(schedule, replace(costs, b_s=passed, bw_s=passed, w_s=none))
-        microbatch_s = [
-            f + min(bw, b + w) for f, b, w, bw in zip(costs.f_s, costs.b_s, costs.w_s, costs.bw_s, strict=True)
-        ]
+        least_s = [f + min(bw, b + w) for f, b, w, bw in zip(costs.f_s, costs.b_s, costs.w_s, costs.bw_s, strict=True)]
         p = node.placement
         ranks = (
             min(e.start_s for e in timeline.of(r, "compute"))
-            + sum(m / p.num_flows * microbatch_s[s] for s in p.stages_of(r))
+            + sum(m / p.num_flows * least_s[s] for s in p.stages_of(r))
             for r in range(p.num_ranks)
         )
         return max(timeline.makespan, *ranks) + node.update_s
@@ -549,10 +547,8 @@ class _Search:
         self.tried.append(Tried(settings, status, candidates, **facts))
 
     def _hopeless(self, bound_s: float) -> bool:
-        best_s = math.inf if self.best is None else self.best.step_s or 0.0
-        return self.prune and bound_s >= (best_s if self.shared is None else min(best_s, self.shared.value)) * (
-            1 - TIME
-        )
+        best = math.inf if self.best is None else self.best.step_s or 0.0
+        return self.prune and bound_s >= (best if self.shared is None else min(best, self.shared.value)) * (1 - TIME)
 
     def _check_time(self) -> None:
         if self.interrupted:
@@ -636,14 +632,12 @@ def _least_bytes(placement: Placement, costs: CostProfile, forwards: int) -> flo
     temp = dict(costs.temp_bytes)
     none = (0.0,) * costs.num_stages
     b, w, bw = (temp.get(op, none) for op in ("B", "W", "BW"))
-    residuals, w_residuals = costs.residual_bytes, costs.w_residual_bytes
-    least = [
-        min(residuals[s] + bw[s], max(residuals[s] + b[s], w_residuals[s] + w[s])) for s in range(costs.num_stages)
-    ]
+    res, wres = costs.residual_bytes, costs.w_residual_bytes
+    least = [min(res[s] + bw[s], max(res[s] + b[s], wres[s] + w[s])) for s in range(costs.num_stages)]
 
     def beside(stages: Collection[int]) -> float:
         trunk = [s for s in stages if forwards > 1 and s in placement.trunk]
-        first = forwards * sum(residuals[s] for s in trunk) + min(bw[trunk[-1]], b[trunk[-1]]) if trunk else 0.0
+        first = forwards * sum(res[s] for s in trunk) + min(bw[trunk[-1]], b[trunk[-1]]) if trunk else 0.0
         return max([first, *(least[s] for s in stages)])
 
     static = static_bytes(placement, costs)

@@ -103,13 +103,12 @@ class _Meeting:
         try:
             if too_few := allow_files(self._peers.number):
                 self._refuse(f"process 0 (host {self._hosts[0]}): {too_few}")
-            for arrival, hello in self._hellos(self._until):
-                self._let_in(arrival, hello)
-                if len(self._joined) == self._peers.number - 1:
-                    break
-            else:
-                missing = [k for k in range(1, self._peers.number) if k not in self._joined]
-                self._refuse(_waited(self._wait_s, missing, self._peers), late_s=0)
+            hellos = self._hellos(self._until)
+            while len(self._joined) < self._peers.number - 1:
+                if (arrived := next(hellos, None)) is None:
+                    missing = [k for k in range(1, self._peers.number) if k not in self._joined]
+                    self._refuse(_waited(self._wait_s, missing, self._peers), late_s=0)
+                self._let_in(*arrived)
         finally:
             for arrival in self._arrivals:
                 arrival.connection.close()

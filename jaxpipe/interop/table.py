@@ -1,7 +1,7 @@
-"""Which tensor of a Hugging Face folder is which parameter of ours: a table, read from left to right and from right to left.
+"""Tables that map the tensors of a Hugging Face folder to parameters of jaxpipe, in both directions.
 
 A model file brings its own by a function ``hugging_face()`` that returns a :class:`HuggingFace`. A row (:class:`Tensor`) joins
-one tensor of theirs to a leaf of ours, or to a part of one, by an ``einops`` pattern; the reverse pattern is the way back.
+one tensor of theirs to a leaf of ours, or to a part of one, by an ``einops`` pattern; the reversed pattern exports.
 Sizes of axes that a pattern joins follow from the leaf. Every element of every leaf must come from exactly one row.
 """
 

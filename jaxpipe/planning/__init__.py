@@ -1,4 +1,4 @@
-"""Does it fit, and how fast would it be? Memory and time of a training config on machines that are not here.
+"""Predict whether a training config fits on machines that are not here, and how fast it runs there.
 
 Read the README beside this file for the order of the modules.
 """

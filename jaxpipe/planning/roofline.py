@@ -237,7 +237,7 @@ class Walk:
         return frozenset(filter(is_source, reachable(map(self.base, variables(eqn.invars)), made_of)))
 
     def _workspace(self) -> list[tuple[int, Var]]:
-        """Values that are made and read inside, 1 where they are made and -1 where they go, in the order of :meth:`_order`.
+        """Return allocations (1) and frees (-1) of values that are made and read inside, in the order of :meth:`_order`.
 
         A result may take the place of an operand that is read for the last time, except in kernels of their own.
         """
@@ -249,6 +249,7 @@ class Walk:
                 born_at.setdefault(v, now)
             for v in sources:
                 last[v] = (now, 2 if id(eqn) in self.own else 0)
+        # within a step: 0 frees operands of elementwise work, 1 allocates results, 2 frees operands of other kernels
         changes: list[tuple[int, int, int, Var]] = []
         for v, born in born_at.items():
             if v not in self.outside and v in last:
@@ -256,8 +257,9 @@ class Walk:
         return [(sign, v) for _, _, sign, v in sorted(changes, key=lambda x: x[:3])]
 
     def _order(self) -> list[int]:
-        """Kernels in the order of the program, but what is only read later runs right before its first reader (what a backward
-        pass recomputes), and elementwise results for the caller right behind what they are made of (accumulated gradients)."""
+        """Return the order of kernels: that of the program, but a value that is only read later is computed right before its
+        first reader (as a backward pass recomputes), and elementwise results for the caller right after their operands (as
+        accumulated gradients)."""
         made_by: dict[Var, int] = {}
         for k, (eqn, _) in enumerate(self.launched):
             for v in eqn.outvars:
@@ -265,6 +267,7 @@ class Walk:
         result = [id(eqn) not in self.own and all(v in self.outside for v in eqn.outvars) for eqn, _ in self.launched]
         when = list(range(len(self.launched)))
         needed_at: dict[int, int] = {}
+        # backwards, so that a reader has its place before its sources look for it
         for k in range(len(self.launched) - 1, -1, -1):
             eqn, sources = self.launched[k]
             if not result[k] and k in needed_at and not any(v in self.outside for v in eqn.outvars):

@@ -1,4 +1,4 @@
-"""The stages of a config, traced without data, parameters or devices, each distinct kind once.
+"""Trace the stages of a config without data, parameters or devices, each distinct kind once.
 
 A :class:`Workbench` belongs to one model, dtype, sequence length and number of shards. Stages whose layers are the same
 functions, get the same shapes and keep the same residuals are one :class:`PlannedStage`. Of a long run of equal layers one is
@@ -8,10 +8,10 @@ equal layers on 32 ranks costs five traces.
 Stages are traced as one of the rank's devices runs them, on devices that need not exist, with cuDNN if they are GPUs: bytes,
 work and collectives are read from its jaxprs.
 
-A :class:`Compiler` tells exact workspace: of functions compiled by XLA for a GPU that need not be there, or for this machine's
-CPU. A stage of more than three equal layers is compiled with one and with two of them; the workspace of n is taken to grow
-linearly (with unrolled layers it mostly stays). Autotuning is off, since it would have to run kernels: real runs may choose
-algorithms with other workspace.
+A :class:`Compiler` returns exact workspace: that of functions compiled by XLA for a GPU that need not be there, or for this
+machine's CPU. A stage of more than three equal layers is compiled with one and with two of them; the workspace of n is
+taken to grow linearly (with unrolled layers it mostly stays). Autotuning is off, since it would have to run kernels: real
+runs may choose algorithms with other workspace.
 """
 
 from __future__ import annotations
@@ -293,6 +293,7 @@ class Workbench:
         """Extrapolate the stage from traces with few layers in each long run of equal layers; None as for :meth:`_make`."""
         runs, short_lengths = self._short(keys[0])
         grown_stage = self._make([_cut_to(key, runs, short_lengths) for key in keys], size)
+        # costs are linear in the number of equal layers: each further one adds ``longer`` − ``base``
         for k, run in enumerate(runs):
             base, longer = self._step(keys, k, size)
             if grown_stage is None or base is None or longer is None:
@@ -328,6 +329,7 @@ class Workbench:
         priced_stages = [stage for key in keys for stage in self._priced_once(key)]
         if len(priced_stages) < 2:
             return priced_stages[0] if priced_stages else None
+        # bytes and work are linear in the number of sequences, so two sizes give all others
         one, two = priced_stages
         share = (size - one.key.size) / (two.key.size - one.key.size)
         work = {op: x.towards(two.work[op], share) for op, x in one.work.items()}

@@ -219,6 +219,7 @@ class _Search:
         parts: tuple[list[Settings], ...] = ([], [])
         for layout in self.space.layouts():
             parts[self.fork and layout["pipeline.cp"] * layout["pipeline.tp"] > 1].append(layout)
+        # before anything is traced: a fork is safe only while JAX has no threads
         connection = self._forked(parts[1]) if all(parts) else None
         stopped = self._search(parts[0])
         if connection is not None and not stopped:
@@ -276,13 +277,14 @@ class _Search:
     def _search(self, layouts: Iterable[Settings]) -> str:
         """Search these layouts and return why the search stopped early, or an empty string."""
         heap: list[tuple[float, int, _Node]] = []
-        numbers = itertools.count()
+        numbers = itertools.count()  # breaks ties, as nodes have no order
         stopped = ""
         try:
             for layout in layouts:
                 self._check_time()
                 for bound, node in self._nodes(layout):
                     heapq.heappush(heap, (bound, next(numbers), node))
+            # best first: the heap's least bound holds for all that is left, so if it can't beat the best nothing can
             while heap and not self._hopeless(heap[0][0]):
                 self._check_time()
                 bound, _, node = heapq.heappop(heap)
@@ -324,6 +326,7 @@ class _Search:
                     reason = f"recompute={config.pipeline.recompute} saves too little of a layer"
                     self._note(node.settings, "slower", node.size, reason=reason)
                 else:
+                    # the update at least reads and writes each static byte
                     update_s = 2 * static / (self.bench.target.memory_bytes_per_s * self.bench.efficiency.bandwidth)
                     yield least_s + update_s, replace(node, update_s=update_s)
             except JaxpipeError as error:
@@ -332,8 +335,8 @@ class _Search:
     def _least_s(self, config: TrainConfig) -> float | None:
         """Return a lower bound of the pipeline's seconds, its work divided evenly; None where recomputation saves too little.
 
-        The work is that of a replica's devices with a part of the layers each: tensor and context parallelism divide each
-        product, and each array that is read or written, among at most as many, and launches of kernels not at all.
+        Dividing all work by the number of devices gives a bound, as tensor and context parallelism divide products and
+        arrays by at most their shards, and launches of kernels not at all.
         """
         pipe = config.pipeline
         size, policy = microbatch_size(config) // pipe.dp, str(pipe.recompute)
@@ -344,8 +347,8 @@ class _Search:
 
     def _work_of(self, config: TrainConfig) -> np.ndarray[Any, Any]:
         """Sum the seconds of all stages (:attr:`PlannedStage.seconds`) for one microbatch of a replica, without tensor and
-        context parallelism. With the vocabulary at the ends it is that of all layers in one stage: a cut parts kernels, and
-        makes none shorter."""
+        context parallelism. With the vocabulary at the ends all layers are priced as one stage, which is a bound:
+        cutting splits kernels and makes none shorter."""
         pipe, ends = config.pipeline, config.pipeline.vocabulary == "ends"
         size, devices = microbatch_size(config) // pipe.dp, pipe.ranks * pipe.cp * pipe.tp
         unsharded = replace(pipe, ranks=1 if ends else devices, tp=1, cp=1, schedule="1f1b", chunks=1)
@@ -421,8 +424,10 @@ class _Search:
         if any(layer.frozen or layer.trainable is not None for layer in self.bench.model.layers):
             return 0.0
         base, tp = self.space.base, layout["pipeline.tp"]
+        # bytes a parameter in the compute dtype and in its master copy, which float32 compute does not need
         computed, masters = (2, 4) if base.run.dtype == "bfloat16" else (4, 0)
         parts = layout["pipeline.dp"] if base.pipeline.sharding.zero1 else 1
+        # 4: the float32 gradient accumulator, which ZeRO-1 does not divide
         each = computed + 4 + (masters + self.bench.least_state_bytes) / parts
         ranks = (placement.stages_of(r) for r in range(placement.num_ranks))
         return float(max(sum(plan.stages[s].num_params for s in mine) for mine in ranks) * each / tp)
@@ -444,6 +449,7 @@ class _Search:
                 raise
             if schedule is None:
                 continue
+            # different rules may give the same rows: simulate these once
             if (twin := tried_by_rows.get(schedule.rows)) is not None:
                 same = replace(twin, settings=settings, status="same", reason=f"as {_settings_text(twin.settings)}")
                 self.tried.append(same)
@@ -451,6 +457,7 @@ class _Search:
             tried_by_rows[schedule.rows] = tried = self._simulate(node, settings, schedule, bound)
             simulated.append((tried, order, schedule))
         simulated.sort(key=lambda x: nine_digits(x[0].step_s or 0.0))
+        # separated gradients fill bubbles, of which a single rank has none
         fused = [x for x in simulated if x[0].status == "fits" and not _splits(x[2])]
         for _, order, draft in fused[:LEADERS] if node.placement.num_ranks > 1 else ():
             self._check_time()
@@ -474,6 +481,7 @@ class _Search:
         if self.space.base.pipeline.passes.post_validation != "off":
             return 0.0
         costs, m = node.costs, schedule.num_microbatches
+        # the order of F and B with free W, and each B as short as either form allows
         passed = tuple(map(min, costs.b_s, costs.bw_s))
         none = (0.0,) * costs.num_stages
         timeline = simulate(schedule, replace(costs, b_s=passed, bw_s=passed, w_s=none))

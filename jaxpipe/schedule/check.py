@@ -73,8 +73,8 @@ def find_problems(schedule: Schedule) -> list[str]:
 
 
 def _incomplete(graph: DependencyGraph) -> tuple[list[str], set[Place], set[tuple[str, int, int]]]:
-    """Required parts that are missing or performed more than once: problems, ``_MOST`` at most; the places concerned; (part,
-    stage, microbatch) that are missing on some rank."""
+    """Find required parts that are missing or performed more than once: problems, ``_MOST`` at most; the places concerned;
+    (part, stage, microbatch) that are missing on some rank."""
     problems: list[str] = []
     places: set[Place] = set()
     parts: set[tuple[str, int, int]] = set()
@@ -106,7 +106,7 @@ def _places(schedule: Schedule) -> Iterator[Place]:
 
 
 def _torn_groups(graph: DependencyGraph, reported: set[Place]) -> Iterator[str]:
-    """Computations of a group that some of its ranks lack."""
+    """Report computations of a group that some of its ranks lack."""
     placement = graph.schedule.placement
     for spec in (spec for spec in graph.ops() if spec.sends != "none"):
         for stage, i, rank in _places(graph.schedule):
@@ -120,7 +120,7 @@ def _torn_groups(graph: DependencyGraph, reported: set[Place]) -> Iterator[str]:
 
 
 def _unmet(graph: DependencyGraph, missing: set[tuple[str, int, int]]) -> Iterator[str]:
-    """Waits that nothing satisfies, unless the action waited for is already reported as missing."""
+    """Report waits that nothing satisfies, unless the action waited for is already reported as missing."""
     parts = {spec.name: spec.performs() for spec in registered_ops()}
     for unmet in graph.unmet:
         awaited_parts = {part for op in unmet.ops for part in parts.get(op, ())}
@@ -144,7 +144,7 @@ def _row_order(graph: DependencyGraph) -> Iterator[str]:
 
 
 def _memory_balance(graph: DependencyGraph, reported: set[Place]) -> Iterator[str]:
-    """Fields that optional ops take and never give back, or the reverse. Required ops balance once they are complete."""
+    """Report fields that optional ops take and never give back, or the reverse. Required ops balance once they are complete."""
     ops = graph.ops()
     fields = sorted({e.field for spec in ops if not _is_required(spec) for e in spec.memory})
     for name in fields:

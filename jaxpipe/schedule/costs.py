@@ -161,7 +161,7 @@ class CostProfile:
         return len(self.f_s)
 
     def require_stages(self, num_stages: int, what: str) -> None:
-        """Raises ScheduleError unless these are the costs of so many stages, which ``what`` has."""
+        """Raise ScheduleError unless these are the costs of so many stages, which ``what`` has."""
         if self.num_stages != num_stages:
             raise ScheduleError(f"the costs are for {self.num_stages} stages, {what} has {num_stages}")
 
@@ -287,8 +287,8 @@ PER_STAGE_FIELDS = tuple(
 
 
 def k_of(costs: CostProfile) -> float:
-    """k of a cost profile: seconds of all O and L ÷ seconds of all F, B and W; inf where only the compute is 0. At most 1 means
-    that offloading everything can be hidden (`pipeoffload.txt` section 1)."""
+    """Return k of a cost profile: seconds of all O and L ÷ seconds of all F, B and W; inf where only the compute is 0. At
+    most 1 means that offloading everything can be hidden (`pipeoffload.txt` section 1)."""
     compute_s = sum(costs.f_s) + sum(costs.b_s) + sum(costs.w_s)
     round_trip_s = sum(costs.offload_s) + sum(costs.load_s)
     if compute_s > 0:

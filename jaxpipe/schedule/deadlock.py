@@ -9,7 +9,7 @@ _BEFORE, _AFTER, _RANKS_SHOWN = 4, 3, 16
 
 
 def describe_unmet(graph: DependencyGraph, unmet: Unmet) -> str:
-    """One sentence for a wait that nothing in the schedule satisfies."""
+    """Return one sentence for a wait that nothing in the schedule satisfies."""
     actions = " or ".join(f"{op}{unmet.stage}.{unmet.microbatch}" for op in unmet.ops)
     return (
         f"{unmet.action} on rank {graph.rank_of[unmet.slot]} waits for {actions}, which the schedule does not contain"
@@ -17,7 +17,7 @@ def describe_unmet(graph: DependencyGraph, unmet: Unmet) -> str:
 
 
 def explain_deadlock(graph: DependencyGraph, run: Run) -> str:
-    """Each blocked rank's line with the blocked action in ``>…<`` and what it waits for, then one cycle of waits."""
+    """Return each blocked rank's line with the blocked action in ``>…<`` and what it waits for, then one cycle of waits."""
     heads = {_queue_key(graph, slot): slot for slot in run.blocked}
     ranks = sorted({rank for rank, _ in heads})
     lines = [f"deadlock: {len(ranks)} of {graph.schedule.num_ranks} ranks wait for ever"]
@@ -70,7 +70,7 @@ def _reason(graph: DependencyGraph, run: Run, slot: int) -> str:
 
 
 def _cycle(graph: DependencyGraph, run: Run, heads: dict[tuple[int, str], int]) -> list[str]:
-    """Sentences from a blocked slot along what it waits for, until a slot comes again."""
+    """Return sentences from a blocked slot along what it waits for, until a slot comes again."""
     step_of_slot: dict[int, int] = {}
     steps: list[str] = []
     slot = min(run.blocked)

@@ -61,7 +61,7 @@ def run_graph(graph: DependencyGraph, duration_s: Sequence[float], passages: Seq
 
 
 def host_groups(host: HostLink, num_ranks: int) -> dict[int, int]:
-    """Rank -> index of its PCIe group, for ranks in a group of two or more.
+    """Return rank -> index of its PCIe group, for ranks in a group of two or more.
 
     Raises:
         ScheduleError: a group names a rank outside the schedule, or a rank is named twice.

@@ -92,7 +92,7 @@ def _suffix(path: Path, error: type[ScheduleError]) -> str:
 
 
 def _to_json(data: json_form.Json) -> str:
-    """One line per top-level key, and per entry of a top-level list or object: short enough to read and to diff."""
+    """Write one line per top-level key, and per entry of a top-level list or object: short enough to read and to diff."""
     parts = []
     for key, value in data.items():
         deep = isinstance(value, list) and value and isinstance(value[0], (list, dict))

@@ -55,7 +55,7 @@ class _PairLink(Link):
 
 
 def to_json(record: Any) -> Json:
-    """Any frozen record as JSON values, by the types of its fields."""
+    """Return any frozen record as JSON values, by the types of its fields."""
     return dict(_write(record))
 
 
@@ -69,7 +69,7 @@ def to_schedule(schedule: Schedule) -> Json:
 
 
 def from_schedule(data: object, name: str = "unnamed") -> Schedule:
-    """``name``: of a schedule that has none. Raises ScheduleParseError, naming the key."""
+    """Read a schedule; ``name``: of one that has none. Raises ScheduleParseError, naming the key."""
     values = _values(Schedule, data, "schedule", SCHEDULE_FORMAT, ["rows"])
     if "placement" not in values:
         values["placement"] = located("rows", infer_placement, values["rows"])
@@ -92,7 +92,7 @@ def from_placement(data: object, where: str = "placement") -> Placement:
 
 
 def to_costs(costs: CostProfile) -> Json:
-    """Fields are written by name, those of ``_QUIET`` where they say something."""
+    """Write fields by name, those of ``_QUIET`` where they say something."""
     data = {"format": COSTS_FORMAT, **_write_fields(costs)}
     data |= {name: dict(data[name]) for name in ("temp_bytes", "extra")}
     data["links"] = [_write(_PairLink(src=a, dst=b, **asdict(link))) for (a, b), link in costs.links]
@@ -191,7 +191,7 @@ def _record(record: type[T], data: object, where: str, form: str | None = None) 
 def _values(
     record: Any, data: object, where: str, form: str | None = None, required: Collection[str] | None = None
 ) -> dict[str, Any]:
-    """Values of the fields of ``record`` that ``data`` holds.
+    """Return the values of the fields of ``record`` that ``data`` holds.
 
     ``form``: what ``format`` says if it is given; messages then call a key by its name alone. ``required``: keys that must be
     there; by default the fields that have no default.

@@ -135,7 +135,7 @@ def _alone(x: Strand) -> Woven:
 
 
 def _in_turn(strands: Sequence[Strand], compute_s: float) -> Woven:
-    """Unit by unit as given, no strand beginning before the one before it has ended."""
+    """Run unit by unit in the order of ``strands``, no strand beginning before the one before it has ended."""
     busy: list[tuple[float, float]] = []
     now = 0.0
     for x in strands:
@@ -192,7 +192,7 @@ def _fillers(x: Strand) -> list[float]:
 
 
 def merged(busy: Sequence[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
-    """Intervals in the order of their beginnings, those that overlap or adjoin as one."""
+    """Return intervals in the order of their beginnings, those that overlap or adjoin as one."""
     intervals: list[tuple[float, float]] = []
     for begin, end in busy:
         if intervals and at_most(begin, intervals[-1][1]):

@@ -164,7 +164,7 @@ class Placement:
         return tuple(sorted({p for s in self.successors(stage) for p in self.predecessors(s)} - {stage}))
 
     def topological_order(self) -> tuple[int, ...]:
-        """Stages such that every stage comes after its predecessors; ties by number."""
+        """Return stages such that every stage comes after its predecessors; ties by number."""
         order = _topological_order(self.num_stages, self.edges)
         assert order is not None
         return order
@@ -225,17 +225,17 @@ def circular(ranks: int, chunks: int) -> Placement:
 
 
 def v_shape(ranks: int) -> Placement:
-    """Two chunks: down the ranks and back up, so rank 0 holds the first stage and the last."""
+    """Place two chunks: down the ranks and back up, so rank 0 holds the first stage and the last."""
     return _wound("v", ranks, 2, turns_back=True)
 
 
 def wave(ranks: int, chunks: int) -> Placement:
-    """Down, up, down, …: chunk k runs the ranks forward when k is even and backward when odd (Hanayo's waves)."""
+    """Wind down, up, down, …: chunk k runs the ranks forward when k is even and backward when odd (Hanayo's waves)."""
     return _wound("wave", ranks, chunks, turns_back=True)
 
 
 def bidirectional(ranks: int) -> Placement:
-    """Two flows over replicas of each stage: even microbatches down the ranks, odd ones up (Chimera, DualPipe)."""
+    """Place two flows over replicas of each stage: even microbatches down the ranks, odd ones up (Chimera, DualPipe)."""
     (down,) = one_to_one(ranks).flows
     return Placement("bidirectional", ranks, (down, down[::-1]), chain(ranks))
 
@@ -344,7 +344,7 @@ def towers(parts: Mapping[str, Placement], join: Iterable[str]) -> Placement:
 def explicit(
     num_ranks: int, groups: Sequence[int | Sequence[int]], edges: Iterable[tuple[int, int]] | None = None
 ) -> Placement:
-    """Any one-flow placement: ``groups[s]`` is the rank, or ranks, of stage s; ``edges`` a DAG (default: a chain)."""
+    """Build any one-flow placement: ``groups[s]`` is the rank, or ranks, of stage s; ``edges`` a DAG (default: a chain)."""
     flow = tuple((g,) if isinstance(g, int) else tuple(g) for g in groups)
     return Placement("explicit", num_ranks, (flow,), chain(len(flow)) if edges is None else tuple(edges))
 
@@ -361,7 +361,7 @@ _BARE_WORD = re.compile(r"[A-Za-z][\w.+-]*")
 
 
 def format_placement(placement: Placement) -> str:
-    """Kind and arguments of ``placement``, without its edges, as the text form of a schedule writes them."""
+    """Return kind and arguments of ``placement``, without its edges, as the text form of a schedule writes them."""
     constructor = CONSTRUCTORS.get(placement.kind)
     if constructor is not None:
         arguments, make = constructor

@@ -57,7 +57,7 @@ class Draft:
     peak: float
 
     def no_worse_than(self, other: Draft, objective: Objective = "makespan") -> bool:
-        """Neither makespan nor span nor peak is larger (up to rounding); for ``span`` the makespan may be."""
+        """Return whether neither makespan nor span nor peak is larger (up to rounding); for ``span`` the makespan may be."""
         return (
             (objective == "span" or self.makespan <= other.makespan * SLACK)
             and self.span <= other.span * SLACK

@@ -61,7 +61,7 @@ class Candidate:
 
 
 def offloaded_share(schedule: Schedule, costs: CostProfile) -> float:
-    """Fraction of all residuals (bytes, or activations without bytes) that the schedule copies to the host."""
+    """Return the fraction of all residuals (bytes, or activations without bytes) that the schedule copies to the host."""
     actions = [*schedule.actions()]
     moved = sum(costs.offloadable_bytes[a.stage] for a in actions if op_spec(a.op).lane == "d2h")
     total = sum(costs.residual_bytes[a.stage] for a in actions if a.op == "F")
@@ -116,7 +116,7 @@ class _Search:
         return self.best
 
     def run_once(self, families: Iterable[Family], placement: Placement) -> None:
-        """Each family with its own defaults on ``placement``, through the offload pass where it needs too much memory."""
+        """Try each family with its own defaults on ``placement``, through the offload pass where it needs too much memory."""
         for family in families:
             limit = self.task.memory_limit if "memory_limit" in family.options else None
             self._try(Setting(family.name, max(1, placement.num_chunks), None, limit))
@@ -124,7 +124,7 @@ class _Search:
             self.too_large.clear()
 
     def _offload(self) -> None:
-        """First offloads that cost no time: of the fastest schedules, then of those nearest to the limit. Then, where these
+        """Try first offloads that cost no time: of the fastest schedules, then of those nearest to the limit. Then, where these
         came nearest to it, offloads that backward passes wait for."""
         reached: dict[int, tuple[float, Candidate]] = {}
         near = self._promising_candidates(lambda c: (nine_digits(c.peak), *self._key(c)), _NEAR)
@@ -226,7 +226,7 @@ class _Search:
 def bounds_within(
     placement: Placement, microbatches: int, costs: CostProfile, memory_limit: float | None, *, offload: bool
 ) -> tuple[float, float]:
-    """Lower bounds on makespan and span of any schedule of ``placement`` that keeps the limit (None or inf: no limit).
+    """Return lower bounds on makespan and span of any schedule of ``placement`` that keeps the limit (None or inf: no limit).
 
     Raises:
         ScheduleError: the costs are for another number of stages.
@@ -239,7 +239,7 @@ def bounds_within(
 
 
 def cheap_first(families: Iterable[Family]) -> list[Family]:
-    """Fixed orders before those that search, those that search under a limit last."""
+    """Sort fixed orders before those that search, those that search under a limit last."""
     return sorted(families, key=lambda f: (("memory_limit" in f.options), ("costs" in f.options)))
 
 
@@ -303,7 +303,7 @@ def best_schedule(
 def best_for(
     task: Task, families: Iterable[str] | None = None, on_trial: OnTrial = lambda setting, best: None
 ) -> Candidate:
-    """:func:`best_schedule` of a task; ``on_trial`` is told what is tried. The best so far where OutOfTimeError is raised
+    """Run :func:`best_schedule` of a task; ``on_trial`` is told what is tried. The best so far where OutOfTimeError is raised
     meanwhile.
 
     Raises:

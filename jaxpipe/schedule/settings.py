@@ -110,7 +110,7 @@ def _chunks(family: Family, task: Task) -> Iterable[int]:
 
 
 def _stages(family: Family, ranks: int, chunks: int) -> int | None:
-    """Number of stages of the placement, or None where the family has none of these sizes."""
+    """Return the number of stages of the placement, or None where the family has none of these sizes."""
     try:
         return family.placement(ranks, chunks).num_stages
     except ScheduleError:
@@ -118,7 +118,8 @@ def _stages(family: Family, ranks: int, chunks: int) -> int | None:
 
 
 def _groups(task: Task) -> Iterable[int]:
-    """Groups from half the ranks (`pipeoffload.txt` section 3.2: from p/2 to p) to twice as many; the peak rises with them."""
+    """Return groups from half the ranks (`pipeoffload.txt` section 3.2: from p/2 to p) to twice as many; the peak rises
+    with them."""
     p = task.ranks
     return [*range((p + 1) // 2, p + 1), *sorted({p + p // 2, 2 * p} - {p})] if task.group is None else (task.group,)
 

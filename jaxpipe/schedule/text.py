@@ -89,7 +89,7 @@ def _clip(text: str) -> str:
 
 
 def _parse_placement(text: str, edges: str, lists: Sequence[str], num_rows: int, num_slots: int) -> Placement:
-    """Raises ScheduleError."""
+    """Parse a placement. Raises ScheduleError."""
     kind, arguments = _split_kind(text)
     sizes: dict[str, int] = {}
     flows: list[tuple[tuple[int, ...], ...]] = []
@@ -146,7 +146,7 @@ def _construct(kind: str, sizes: dict[str, int], num_slots: int) -> Placement:
 
 
 def _parse_edges(text: str, num_stages: int) -> Edges:
-    """Raises ScheduleError with ``edge`` in its text."""
+    """Parse edges. Raises ScheduleError with ``edge`` in its text."""
     if text in ("chain", "none"):
         return chain(num_stages) if text == "chain" else ()
     advice = "write 'chain', 'none' or edges such as 0->2 1->2"

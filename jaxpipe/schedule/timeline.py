@@ -74,7 +74,7 @@ class Timeline:
 
     @property
     def makespan(self) -> float:
-        """Last end minus first start over all ranks."""
+        """Return the last end minus the first start over all ranks."""
         first, last = self._extent()
         return max(0.0, max(last, default=0.0) - min(first, default=0.0))
 

@@ -68,7 +68,7 @@ class FewRanks:
         self.ticks: Ticks = time_grid(durations, (num_microbatches + 1) * sum(durations))
 
     def bounds(self, bound: float, value: float, budget: Budget) -> Iterator[float]:
-        """Better and better bounds, in seconds, from one that is known up to the ``value`` of a known schedule."""
+        """Yield better and better bounds, in seconds, from one that is known up to the ``value`` of a known schedule."""
         least, top = self.ticks.at_least(bound), self.ticks.of(value)
         last = len(self.stays) - 1
         order = list(range(last + 1))  # the longest trip first, or the turns

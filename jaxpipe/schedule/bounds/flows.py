@@ -46,7 +46,7 @@ class Flows:
         ]
 
     def critical_path(self) -> float:
-        """One microbatch alone: down to where it turns, back to the last weight gradient."""
+        """Return the seconds of one microbatch alone: down to where it turns, back to the last weight gradient."""
         stages = range(self.placement.num_stages)
         return max(flow.back_start[s] + flow.waits_bw[s] for flow in self.all for s in stages)
 
@@ -117,7 +117,7 @@ class Flow:
             self.back_start[s] = max(self.back_start[s], self.back_start[b] + self.waits_b[b] + back)
 
     def _routes(self, src: int, dst: int) -> list[tuple[int, int]]:
-        """Pairs of ranks between which a boundary moves from stage ``src`` to stage ``dst``."""
+        """Return the pairs of ranks between which a boundary moves from stage ``src`` to stage ``dst``."""
         sources, targets = self.groups[src], self.groups[dst]
         return [(sources[0], rank) for rank in targets if rank not in sources]
 
@@ -137,7 +137,8 @@ class Flow:
         return way
 
     def transfers(self) -> Iterator[tuple[tuple[int, int], _Traffic]]:
-        """Each boundary that moves, its ranks, its seconds a microbatch; an activation goes once to a rank that needs it."""
+        """Yield each boundary that moves, its ranks, its seconds a microbatch; an activation goes once to a rank that needs
+        it."""
         span = self.placement.span
         down: dict[tuple[tuple[int, int], int], _Traffic] = {}
         for a, b in self.placement.edges:

@@ -69,7 +69,7 @@ def confine(stays: Sequence[Resident], limit: float, offload: bool) -> Confined:
 
 
 def _least_room(stays: Sequence[Resident], offload: bool) -> float:
-    """Memory without which nothing can run: when a microbatch turns on this rank, all its stages here are held.
+    """Return the memory without which nothing can run: when a microbatch turns on this rank, all its stages here are held.
 
     With offload, only the stage that runs. What is held for no time at all does not count.
     """
@@ -96,7 +96,7 @@ def _most(items: Sequence[tuple[float, float, int]], room: float) -> float:
 
 
 def _windows(stays: Sequence[Resident], limit: float, work: Confined, offload: bool) -> Confined:
-    """Windows in which the limit leaves too little to do.
+    """Bound a rank by windows in which the limit leaves too little to do.
 
     Warm-up: a B starts at least ``out_s`` after the microbatch's first F here, hence after the rank's first action. In that
     time only F's run, and nothing is given back, so what they take fits in the limit. So the rank idles for at least
@@ -143,7 +143,8 @@ def _backs(stays: Sequence[Resident]) -> tuple[list[float], list[float]]:
 
 
 def _cool_down(stays: Sequence[Resident], limit: float, flow: int) -> tuple[float, float]:
-    """If the last F is of ``flow``: seconds from its start to the end (own, through) less the work that remains then."""
+    """Return, if the last F is of ``flow``, the seconds from its start to the end (own, through) less the work that remains
+    then."""
     mine = [x for x in stays if x.flow == flow]
     first, last = mine[0], mine[-1]
     remaining = last.f_s + sum(x.back_s for x in mine)
@@ -155,7 +156,7 @@ def _cool_down(stays: Sequence[Resident], limit: float, flow: int) -> tuple[floa
 
 
 def _areas(stays: Sequence[Resident], limit: float, work: float, offload: bool) -> Confined:
-    """Memory × time (Little's law): what all microbatches need is at most the limit × the time.
+    """Bound a rank by memory × time (Little's law): what all microbatches need is at most the limit × the time.
 
     From the start, memory fills no faster than F's run; before the end, whatever is held still needs W, or B and W, so it
     empties no faster than those run: both leave area unused. Up to the last B's end, only what then waits for its W, at most

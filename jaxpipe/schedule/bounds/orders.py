@@ -216,7 +216,7 @@ class _Search:
                 yield then, [_busy_until(list(x), mine[rank], x[1 + rank] + w) for x in states]
 
     def _after_step(self, x: State, k: int, at: Sequence[int], mine: Sequence[int], home: float) -> State:
-        """After step k of the next microbatch."""
+        """Return the state after step k of the next microbatch."""
         steps = self.orders.steps
         step, free = steps[k], 1 + steps[k].rank
         start = x[at[k]] if k else x[free]
@@ -253,7 +253,7 @@ def _undominated(states: Sequence[State]) -> list[State]:
 
 
 def _narrowed(states: list[State], width: int) -> list[State]:
-    """About ``width`` states, of which one is nowhere later, for each of these."""
+    """Return about ``width`` states, of which one is nowhere later, for each of these."""
     if len(states) <= width:
         return states
     # neighbours are alike, so their common minimum gives little away

@@ -174,7 +174,7 @@ def _zero_bubble(
     objective: Objective,
     times: int = 1,
 ) -> Schedule:
-    """Under ``limit``, by default ``times`` 1F1B's memory."""
+    """Schedule under ``limit``, by default ``times`` 1F1B's memory."""
     if costs is None:
         costs = CostProfile.uniform(ranks)
     problem = Problem.of(one_to_one(ranks), m, costs)

@@ -65,8 +65,8 @@ def least_limit(problem: Problem) -> float:
 
 
 def full_limit(problem: Problem) -> float:
-    """1F1B's memory with backwards that are split: p microbatches at their largest, in units of one rank's share. Above p where
-    w-residuals are larger than residuals: what B hands to W is more than what F kept."""
+    """Return 1F1B's memory with backwards that are split: p microbatches at their largest, in units of one rank's share.
+    Above p where w-residuals are larger than residuals: what B hands to W is more than what F kept."""
     return problem.num_ranks * least_limit(problem)
 
 

@@ -92,7 +92,7 @@ class Clock:
         self._promised: list[deque[int]] = [deque() for _ in range(p)]
 
     def run(self, choose: Choose, *, ask_all: bool = False, until: float = NEVER) -> None:
-        """Until nothing happens any more, or nothing up to the time ``until``.
+        """Run until nothing happens any more, or nothing up to the time ``until``.
 
         ``ask_all``: whenever something ends or arrives, idle ranks are asked again, too.
         """
@@ -127,7 +127,7 @@ class Clock:
                     self.start(rank, code, now)
 
     def wake(self) -> None:
-        """After a run in which nothing happened any more: the next one asks every rank again."""
+        """Let the next run ask every rank again, after one in which nothing happened any more."""
         self._events += [(self.now, r) for r in range(self.tables.num_ranks)]
 
     def _start_together(self, code: int, now: float) -> None:
@@ -176,7 +176,7 @@ class Clock:
                     self.ready[code + gap] = arrival
 
     def _arrive(self, code: int, at: float) -> None:
-        """One of the inputs of the action that stands for ``code`` arrives."""
+        """Note that one of the inputs of the action that stands for ``code`` arrives."""
         if self.tables.span:
             kind, microbatch = divmod(code, self.tables.num_microbatches)
             code -= microbatch % self.tables.span[kind]

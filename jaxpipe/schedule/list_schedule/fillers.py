@@ -171,7 +171,7 @@ def filling(clock: Clock, problem: Problem, fixed: _FixedOrder, limit: float, ru
     rule = phases.warm_up
 
     def left_to_last(r: int, kind: int) -> float:
-        """Memory that an F of ``kind`` must leave to the last chunk."""
+        """Return the memory that an F of ``kind`` must leave to the last chunk."""
         last = fixed.deepest[r]
         if begun[r] or kind >= last or reserved[last] <= 0:
             return 0.0
@@ -334,8 +334,8 @@ def improved(problem: Problem, orders: Sequence[CodeRows]) -> Draft:
 
 
 def merit(draft: Draft) -> tuple[float, float]:
-    """Smaller is better: makespan plus longest span, then peak. Both count: the span where no rank waits for the others' last
-    actions before it steps, the makespan otherwise."""
+    """Score a draft, smaller is better: makespan plus longest span, then peak. Both count: the span where no rank waits for
+    the others' last actions before it steps, the makespan otherwise."""
     return nine_digits(draft.makespan + draft.span), draft.peak
 
 

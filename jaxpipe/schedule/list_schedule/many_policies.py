@@ -88,7 +88,7 @@ class Policies:
 
 
 def play(chain: ChainWithHost, policies: Policies, until: float) -> tuple[Floats, Floats]:
-    """Makespans (P,) and spans of ranks (P, S); inf for policies that get stuck or take longer than ``until``."""
+    """Return the makespans (P,) and spans of ranks (P, S); inf for policies that get stuck or take longer than ``until``."""
     state = _State(chain, policies)
     while state.step(until):
         pass
@@ -166,7 +166,7 @@ class _State:
         self.copy[ended] = _IDLE
 
     def _compute(self) -> None:
-        """B, F or W of every idle rank."""
+        """Start B, F or W on every idle rank."""
         chain, now, (started_f, started_b) = self.chain, self.now, self.begun[: B + 1]
         idle = (self.free <= now) & (now < np.inf)
         f_at, b_at = self._arrivals()
@@ -221,7 +221,7 @@ class _State:
         return start
 
     def _copies(self) -> None:
-        """L of what turns back next, or O of what turns back last, on every idle lane."""
+        """Start L of what turns back next, or O of what turns back last, on every idle lane."""
         chain, now = self.chain, self.now
         idle = (self.lane_free <= now) & (now < np.inf)
         away = self.gone & self.turning

@@ -60,7 +60,7 @@ CHUNKS = (
 
 
 def chain_drafts(problem: Problem, limit: float) -> Iterator[Draft]:
-    """For one chunk per rank: the draft of each policy under ``limit`` (units of one rank's share of one microbatch).
+    """Return, for one chunk per rank, the draft of each policy under ``limit`` (units of one rank's share of one microbatch).
 
     Fewer policies above 11,000 actions, down to ten: each costs time that grows with the actions.
     """
@@ -69,7 +69,8 @@ def chain_drafts(problem: Problem, limit: float) -> Iterator[Draft]:
 
 
 def chunk_drafts(problem: Problem, limit: float, policies: Sequence[Policy] = CHUNKS) -> list[Draft]:
-    """For any one-flow chain: per policy its draft, and the one with W laid anew; none if one microbatch does not fit."""
+    """Return, for any one-flow chain, per policy its draft, and the one with W laid anew; none if one microbatch does not
+    fit."""
     quick, one = problem.without_transfers(), (1.0,) * problem.num_replicas
     views = {"real": problem, "no transfers": quick, "equal": replace(quick, f_s=one, b_s=one, w_s=one)}
     filling = WeightFilling(problem, limit)

@@ -48,7 +48,8 @@ class View:
         return tuple(map(self.actions.action, self.clock.rows[self.rank]))
 
     def done(self, op: str, stage: int) -> int:
-        """Microbatches whose ``op`` of ``stage`` has ended; on a group, on all its ranks. 0 if there is no such stage."""
+        """Return the microbatches whose ``op`` of ``stage`` has ended; on a group, on all its ranks. 0 if there is no such
+        stage."""
         kinds, m, now = self.actions.kinds, self.actions.num_microbatches, self.clock.now + self.clock.tiny
         for rank, row in enumerate(self.clock.rows):
             for code in row[self._ended[rank] : len(row) - (self.clock.free[rank] > now)]:
@@ -57,7 +58,8 @@ class View:
         return sum(min(self._ended[(op, stage, k), rank] for rank in group) for k, group in groups)
 
     def in_flight(self, stage: int | None = None) -> int:
-        """Microbatches on the rank whose F was chosen and whose BW was not, of one stage or summed over its stages."""
+        """Return the microbatches on the rank whose F was chosen and whose BW was not, of one stage or summed over its
+        stages."""
         mine = (self.rank in kind.ranks and stage in (None, kind.stage) for kind in self.actions.kinds)
         return sum(held for held, counts in zip(self.held, mine, strict=True) if counts)
 

@@ -106,7 +106,7 @@ class _Walk:
         return code
 
     def _ready(self, rank: int) -> Iterator[int]:
-        """Codes that may start now, by type, by stage, and smaller microbatches first. Choosers need no intervals."""
+        """Yield codes that may start now, by type, by stage, and smaller microbatches first. Choosers need no intervals."""
         rule, (last, row), now = self.rules[rank], self.last[rank], self.clock.now + self.clock.tiny
         going_on = row < rule.units[last == BACKWARD]
         first = last if going_on else {"forward": FORWARD, "backward": BACKWARD}.get(rule.first, _OTHER[last])
@@ -121,7 +121,7 @@ class _Walk:
                 yield from (c for c in sorted(codes, key=lambda c: c % self.m) if not any(self._against(c)))
 
     def _against(self, code: int) -> Iterator[tuple[int, str]]:
-        """Ranks whose limits or checks keep ``code`` off, and why."""
+        """Return the ranks whose limits or checks keep ``code`` off, and why."""
         k, i = divmod(code, self.m)
         for rank in self.kinds[k].ranks:
             if self.kinds[k].op == FORWARD:

@@ -58,7 +58,7 @@ class Filled(Extents):
     idle_s: tuple[float, ...]
 
     def dominates(self, other: Filled) -> bool:
-        """Neither span nor makespan is longer, and one of them is shorter (beyond rounding)."""
+        """Return whether neither span nor makespan is longer, and one of them is shorter (beyond rounding)."""
         slack = 1 + ROUNDING
         if self.span > other.span * slack or self.makespan > other.makespan * slack:
             return False
@@ -169,7 +169,8 @@ class WeightFilling:
 def balanced(
     filling: WeightFilling, order: Sequence[int], before: Sequence[bool] = (), ties: Ties = "idle", passes: int = 8
 ) -> Filled | None:
-    """Passes of the *even* rule, each knowing what the ranks had to spare in the one before, while the span gets shorter."""
+    """Run passes of the *even* rule, each knowing what the ranks had to spare in the one before, while the span gets
+    shorter."""
     best = filling.fill(order, Rule((0.0,) * filling.problem.num_ranks, (), before, ties))
     for _ in range(passes if best else 0):
         assert best is not None
@@ -182,7 +183,7 @@ def balanced(
 
 
 def order_of(problem: Problem, rows: Sequence[Sequence[int]], retimer: Retimer) -> list[int]:
-    """F and B of ``rows`` as one list, by their start: everything stands after what it waits for.
+    """Return F and B of ``rows`` as one list, by their start: everything stands after what it waits for.
 
     An action of no duration may start with what it feeds; ties go by direction (F ascending, B descending by stage).
     """

@@ -112,7 +112,7 @@ class _Times:
         self.times = {key: (e.start_s, e.end_s) for key, e in lanes.items()}
 
     def ended(self, number: int) -> float:
-        """End of the slot or transfer that a wait names by its number."""
+        """Return the end of the slot or transfer that a wait names by its number."""
         graph, source = self.graph, self.graph.source(number)
         end = self.times[graph.rank_of[source], graph.slots[source], False][1]
         if number == source:

@@ -355,7 +355,7 @@ class Actions:
 
 
 def _while(n: int, choice: int, holds: bool) -> Piece:
-    """Held while an action runs."""
+    """Return a piece that is held while an action runs."""
     return Piece(0, (n, False), (n, True), choice, holds)
 
 
@@ -479,7 +479,8 @@ class _Row:
         return min(max(after, self.place[copies.f] + 1), self.place[copies.b])
 
     def _syncs(self, limit: MemoryLimit) -> Iterator[int]:
-        """O's that something must wait for: it takes what they gave, and nothing else in the row says that they have ended."""
+        """Yield O's that something must wait for: it takes what they gave, and nothing else in the row says that they have
+        ended."""
         unwaited: dict[int, int] = {}  # units, by O's that ended and that nothing waited for
         actions, level = self.actions, 0
         loads = {copies.load: o for o, copies in self.copies.items()}

@@ -91,7 +91,8 @@ class CrudeProblem:
         return cls(how, levels)
 
     def distance(self, other: CrudeProblem) -> float:
-        """Steps apart: the mean over stages, transfers or ranks of each kind, summed. 0 exactly for equal problems.
+        """Return how many steps two problems are apart: the mean over stages, transfers or ranks of each kind, summed. 0
+        exactly for equal problems.
 
         Raises:
             ValueError: the problems are for placements of different sizes.
@@ -237,7 +238,7 @@ class ScheduleCache:
         return None
 
     def _paths(self, stem: str = "") -> list[Path]:
-        """This cache's files whose names begin with ``stem``."""
+        """List this cache's files whose names begin with ``stem``."""
         with self._noticing(f"can't read {self.folder}"):
             return sorted(x for x in self.folder.iterdir() if x.name.startswith(stem) and _NAME.fullmatch(x.name))
         return []
@@ -259,7 +260,7 @@ class ScheduleCache:
 
     @contextmanager
     def _noticing(self, what: str) -> Iterator[None]:
-        """Trouble in the block is a notice; none if a file is not there: never stored, or removed by another process."""
+        """Turn trouble in the block into a notice; none if a file is not there: never stored, or removed by another process."""
         try:
             yield
         except FileNotFoundError:

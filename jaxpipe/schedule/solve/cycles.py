@@ -140,14 +140,14 @@ class _Model:
             self.cp.add(self.start[then, later] >= self.start[op, k] + cells)
 
     def _split_time(self, time: Any) -> tuple[Any, Any]:
-        """Whole periods before a time, and what is left."""
+        """Return the whole periods before a time, and what is left."""
         quotient = self.cp.new_int_var(0, self.longest // self.period + 2, "")
         residue = self.cp.new_int_var(0, self.period - 1, "")
         self.cp.add(time == quotient * self.period + residue)
         return quotient, residue
 
     def lane(self, rank: int) -> None:
-        """One action of a rank at a time."""
+        """Let a rank run one action at a time."""
         intervals = []
         for key in self.start:
             if self.grid.problem.rank[key[1]] == rank:

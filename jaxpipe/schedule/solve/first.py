@@ -56,7 +56,8 @@ def grouped_rows(problem: Problem, size: int) -> list[list[int]]:
 
 
 def away_schedule(problem: Problem) -> Schedule:
-    """One microbatch at a time, every residual on the host while another stage of its rank runs: the least memory there is.
+    """Return one microbatch at a time, every residual on the host while another stage of its rank runs: the least memory
+    there is.
 
     Each F but the rank's last is followed by O and S (the next F waits for the room); L comes behind the rank's W before.
     """
@@ -76,7 +77,7 @@ def away_schedule(problem: Problem) -> Schedule:
 
 
 def graph_starts(task: SolveTask) -> Iterator[tuple[Schedule, str]]:
-    """Schedules by rules, the surest to keep the limits first; then the shortest of them with backwards separated.
+    """Yield schedules by rules, the surest to keep the limits first; then the shortest of them with backwards separated.
 
     Raises:
         ScheduleError: the costs are for another number of stages.
@@ -119,7 +120,8 @@ def _rooms(task: SolveTask) -> Iterator[dict[str, Any]]:
 
 
 def smallest_limits(task: SolveTask) -> tuple[float, float]:
-    """Peak activations, in units of a rank's share of a microbatch, of one microbatch at a time: without and with offload."""
+    """Return the peak activations, in units of a rank's share of a microbatch, of one microbatch at a time: without and
+    with offload."""
     if not task.placement.is_plain_chain:
         stays = min(max(simulate(x, task.costs).peak_activations) for x, _ in graph_starts(task))
         return stays, stays

@@ -151,7 +151,8 @@ class Formulation:
         return self.actions.rank[n] in window.ranks and (window.microbatches is None or i in window.microbatches)
 
     def _free_choices(self) -> set[int]:
-        """Choices that are free: how a backward runs; whether an activation leaves, where O and L are inside or could be."""
+        """Return the choices that are free: how a backward runs; whether an activation leaves, where O and L are inside or
+        could be."""
         choices = {fusing.choice for fusing in self.actions.fusing.values()}
         for o, copies in self.actions.copies.items():
             if self.window is None or (self.frees(o) and self._may_change(o, copies)):
@@ -211,7 +212,7 @@ class Formulation:
         return list({self.actions.rank[n]: n for n in reversed(late)}.values())
 
     def _variables(self) -> dict[int, Any]:
-        """Starts of what is inside or could be; those that start together share one."""
+        """Create the starts of what is inside or could be; those that start together share one."""
         actions, start, size = self.actions, self.start, self.actions.size
         least: dict[int, int] = {}
         for floor, (_, middle, _) in zip(self.floors, self.parts, strict=True):
@@ -285,7 +286,7 @@ class Formulation:
             yield sorted(alike, key=self.start.__getitem__)
 
     def _in_order(self, alike: Sequence[int]) -> None:
-        """One after the other. Copies that don't take place stand where the one before ends."""
+        """Run these one after the other. Copies that don't take place stand where the one before ends."""
         free: Any = self.begin
         last: int | None = None
         for n in alike:
@@ -305,7 +306,7 @@ class Formulation:
     # Lanes and links.
 
     def _lane(self, lane: int, middle: Sequence[int], late: Sequence[int]) -> None:
-        """One at a time: what is fixed, then what is inside, then what is late."""
+        """Run a lane's actions one at a time: what is fixed, then what is inside, then what is late."""
         floor, members = self.floors[lane], set(self.actions.lanes[lane])
         numbers = [*middle, *(n for n in self.absent if n in members and n not in self.inside)]
         firsts = self.firsts(late)
@@ -357,7 +358,7 @@ class Formulation:
                 yield link
 
     def _link(self, link: Mapping[int, Sent]) -> None:
-        """Transfers of a pair of ranks go in the order in which they are issued."""
+        """Let transfers of a pair of ranks go in the order in which they are issued."""
         action, kind, sends = self.actions.action, self.actions.kind, self.sends
         last: dict[Any, int] = {}
         for x in sorted(link, key=lambda x: (action[link[x].producer].microbatch, x)):
@@ -413,7 +414,7 @@ class Formulation:
         return self.end_of(n) if end else self.at_of(n)
 
     def _reservoir(self, capacity: int, held: Iterable[_WindowPiece]) -> None:
-        """Takes and gives at one time under one literal are merged."""
+        """Limit memory by a reservoir; takes and gives at one time under one literal are merged."""
         events: dict[tuple[Any, Any], list[Any]] = {}
         for piece, opens, closes, literal in held:
             for event, time, amount in ((piece.opens, opens, piece.units), (piece.closes, closes, -piece.units)):

@@ -214,7 +214,7 @@ class Answer:
 
 
 def to_line(message: Mapping[str, Any]) -> bytes:
-    """One message as it goes through a pipe."""
+    """Encode one message for a pipe."""
     return json.dumps(message, separators=(",", ":")).encode() + b"\n"
 
 

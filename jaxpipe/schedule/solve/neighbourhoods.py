@@ -106,7 +106,7 @@ class NeighbourhoodSearch:
         self.tried = self.stale = 0
 
     def run(self, budget: Budget, bound_s: float) -> Iterator[Schedule]:
-        """Better and better schedules until the budget ends or ``bound_s`` is met; none if the start breaks a limit.
+        """Yield better and better schedules until the budget ends or ``bound_s`` is met; none if the start breaks a limit.
 
         Better: less of the objective (for ``lexicographic`` the makespan), or as much and less of the other of makespan and
         span.
@@ -172,8 +172,8 @@ class NeighbourhoodSearch:
         return "ranks" if self.actions.num_ranks > 4 and self.random.random() < 0.5 else "time"
 
     def _window(self, kind: str, starts: Starts) -> Window:
-        """About ``size`` actions in a row; often at the start or the end. With ``microbatches``, about as many over a longer
-        stretch."""
+        """Choose about ``size`` actions in a row; often at the start or the end. With ``microbatches``, about as many over
+        a longer stretch."""
         rng, p, actions = self.random, self.actions.num_ranks, self.actions
         ranks = range(p)
         if kind == "ranks":  # a quarter to a half of them, one beside the other

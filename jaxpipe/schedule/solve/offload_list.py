@@ -77,7 +77,7 @@ class Policy:
 def offload_candidates(
     task: SolveTask, target: float, deadline: Callable[[], bool], *, seed: int = 0, most: int = MOST
 ) -> Iterator[Schedule]:
-    """Valid schedules of ``task`` that keep its limits, each better than the one before.
+    """Yield valid schedules of ``task`` that keep its limits, each better than the one before.
 
     Better: less of the task's objective (for ``lexicographic`` the makespan), or as much with less of the other of makespan and
     longest span. Ends when ``target`` seconds are reached, after ``most`` policies, or when ``deadline()`` says so; it is asked
@@ -311,7 +311,7 @@ class _Simulation:
         return at if fits else NEVER
 
     def _reserve(self, r: int) -> float:
-        """Room that the next microbatch to turn back needs, if it is away."""
+        """Return the room that the next microbatch to turn back needs, if it is away."""
         if not self.policy.near:
             return 0.0
         turning = ((k, self.begun_b[k]) for k in self.model.mine[r] if self.begun_b[k] < self.begun_f[k])
@@ -414,8 +414,8 @@ class _PolicySampler:
         )
 
     def _mutate(self) -> Policy:
-        """One of the best with a few changes on some neighbouring replicas: caps; microbatches that leave, or stay, or change
-        places with the next; now and then another preference."""
+        """Return one of the best with a few changes on some neighbouring replicas: caps; microbatches that leave, or stay,
+        or change places with the next; now and then another preference."""
         rng, pick = self.rng, self.rng.choice
         # mostly one of the very best, now and then a worse one
         policy = self.elite[min(int(rng.expovariate(4 / len(self.elite))), len(self.elite) - 1)][2]
@@ -444,7 +444,7 @@ class _PolicySampler:
         return count if self.model.chain is None else min(count, MOST_IN_FLIGHT)
 
     def _caps(self, factor: float) -> Whole:
-        """Microbatches in flight: as many as keep the rank busy for a trip with F's and B's, times ``factor``."""
+        """Return microbatches in flight: as many as keep the rank busy for a trip with F's and B's, times ``factor``."""
         model, caps = self.model, np.full(self.model.problem.num_replicas, self.most)
         for mine, stays in zip(model.mine, model.stays, strict=True):
             busy = sum(x.f_s + x.b_s for x in stays)

@@ -85,8 +85,8 @@ _Inbox = queue.Queue[tuple[_Member, dict[str, Any]]]
 
 
 def child_environment() -> dict[str, str]:
-    """Ours, with this very package first on the path and then what we import from: the caller may have found the package, and
-    modules that register families, in another way than by installing them."""
+    """Return our environment with this very package first on the path and then what we import from: the caller may have
+    found the package, and modules that register families, in another way than by installing them."""
     path = (Path(__file__).resolve().parents[3], *map(os.path.abspath, sys.path))
     return {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path))}
 
@@ -117,16 +117,16 @@ class WorkerPool:
 
     @property
     def idle(self) -> int:
-        """Workers without a job."""
+        """Count the workers without a job."""
         return sum(m.job is None for m in self._members)
 
     @property
     def busy(self) -> int:
-        """Workers with a job."""
+        """Count the workers with a job."""
         return len(self._members) - self.idle
 
     def submit(self, job: Job) -> int:
-        """Give a job to an idle worker; its number, from 0."""
+        """Give a job to an idle worker and return its number, from 0."""
         member = next(m for m in self._members if m.job is None)
         member.job, self._jobs = self._jobs, self._jobs + 1
         member.outbox.put(job_line(member.job, job))
@@ -164,7 +164,7 @@ class Worker:
         self.unknown = ""  # why a module of the caller's can't be imported here; told once
 
     def run(self, lines: Iterable[bytes]) -> None:
-        """Until the input ends."""
+        """Serve until the input ends."""
         for text in lines:
             message = json.loads(text)
             if "tasks" in message:

@@ -254,7 +254,8 @@ def solve_any(
     *,
     starts: Sequence[Schedule] = (),
 ) -> Solution:
-    """:func:`solve` over several placements: the best schedule of all of ``tasks``, which differ in placement and costs only.
+    """Run :func:`solve` over several placements: the best schedule of all of ``tasks``, which differ in placement and costs
+    only.
 
     ``starts``: schedules to start from, of any of the placements; those that don't keep the limit are ignored. The lower bound
     is that of the best placement.
@@ -279,7 +280,7 @@ def solve_cached(
     use_cache: bool = True,
     notice: Callable[[str], None] | None = None,
 ) -> Solution:
-    """:func:`~jaxpipe.schedule.solve.solver.solve_any` with the cache in the user's folder: a proven optimum is the answer,
+    """Run :func:`~jaxpipe.schedule.solve.solver.solve_any` with the cache in the user's folder: a proven optimum is the answer,
     anything else is where the search starts.
 
     ``starts``: as :func:`solve_any`. ``notice``: told of trouble with the folder, one line each.
@@ -452,7 +453,7 @@ class Portfolio:
             yield self._families(number, families_of(self.tasks[number]))
 
     def _cycles(self) -> Iterator[Job]:
-        """Steady states of placements with several chunks."""
+        """Yield jobs for steady states of placements with several chunks."""
         for number, task in enumerate(self.tasks):
             placement = task.placement
             if placement.is_plain_chain and placement.num_flows == 1 < placement.num_chunks:
@@ -497,7 +498,7 @@ class Portfolio:
     # -- running them -------------------------------------------------------------------------------------------------
 
     def _search(self, pool: WorkerPool) -> None:
-        """Jobs as workers become idle; with ``reproducible`` in rounds."""
+        """Hand out jobs as workers become idle; with ``reproducible`` in rounds."""
         first, openers, in_rounds = self._first(), self._openers(), self.options.reproducible
         grace_s = _GRACE_S if self.options.time_limit_s >= _FIRST_S and not in_rounds else 0.0
         spent, underway = 0.0, set[int]()  # jobs of first families

@@ -196,7 +196,7 @@ class Solution:
 
     @property
     def offloaded(self) -> int:
-        """Number of (stage, microbatch) pairs that are offloaded."""
+        """Return the number of (stage, microbatch) pairs that are offloaded."""
         return count_offloads(self.schedule)
 
     @property

@@ -170,13 +170,13 @@ class Retimer:
 def peaks(problem: Problem, rows: CodeRows) -> tuple[float, ...]:
     """Return, per rank, the peak of live activations of an order, in units of one rank's share of one microbatch."""
     m, n = problem.num_microbatches, problem.num_replicas
-    held, residues = problem.held, problem.kept
+    held, w_held = problem.held, problem.kept
     at_start = [*held, *([0.0] * (3 * n))]
     # what the end of an action adds: a B leaves w-residuals, which may be more than it gives back
     left = [
         *([0.0] * n),
-        *(k - h for h, k in zip(held, residues, strict=True)),
-        *(-k for k in residues),
+        *(k - h for h, k in zip(held, w_held, strict=True)),
+        *(-k for k in w_held),
         *(-h for h in held),
     ]
     rank_peaks = []

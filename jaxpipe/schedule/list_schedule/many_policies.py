@@ -149,9 +149,9 @@ class _State:
     def _end(self) -> None:
         now, chain = self.now, self.chain
         ended = (self.free <= now) & (self.op != _IDLE)
-        f_ended = ended & (self.op == F)
+        forward = ended & (self.op == F)
         self.here |= np.where(
-            f_ended, _ONE << (self.begun[F] - 1 - self.begun[B]).clip(0).astype(np.uint64), np.uint64(0)
+            forward, _ONE << (self.begun[F] - 1 - self.begun[B]).clip(0).astype(np.uint64), np.uint64(0)
         )
         for op in (F, B, W):
             self.memory -= np.where(ended & (self.op == op), chain.gives[op], 0.0)

@@ -83,19 +83,17 @@ def _prompt(row: Row, moves: Callable[[Slot], bool]) -> Row:
 def _late(row: Row, moves: Callable[[Slot], bool]) -> list[tuple[Action, Slot, Slot]]:
     """Each action to move that stands behind another compute slot than its source: itself, that slot, its source."""
     late = []
-    slot_of_action: dict[Action, Slot] = {}
+    slots: dict[Action, Slot] = {}
     last: Slot | None = None
     for slot in row:
         if type(slot) is Action and moves(slot):
             ops = [op for wait in op_spec(slot.op).waits if wait.where == "self" for op in wait.ops]
-            sources = [
-                slot_of_action[a] for op in ops if (a := Action(op, slot.stage, slot.microbatch)) in slot_of_action
-            ]
+            sources = [slots[a] for op in ops if (a := Action(op, slot.stage, slot.microbatch)) in slots]
             if last is not None and sources and last not in sources:
                 late.append((slot, last, sources[-1]))
         elif _is_compute(slot):
             last = slot
-            slot_of_action |= dict.fromkeys(slot.actions, slot)
+            slots |= dict.fromkeys(slot.actions, slot)
     return late
 
 

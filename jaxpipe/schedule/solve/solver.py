@@ -225,15 +225,13 @@ def lexicographic(best: Solution, options: Options, again: Callable[[SolveTask, 
     return best
 
 
-def _replaced(best: Solution, candidate: Solution) -> Solution:
-    """Return ``candidate``, no slower, as an answer to the task of ``best``."""
-    wall_s, improvements = best.wall_s + candidate.wall_s, best.improvements
-    if not at_most(best.value, candidate.value):
-        last = replace(candidate.improvements[-1], wall_s=wall_s, lower_bound=best.lower_bound)
+def _replaced(best: Solution, other: Solution) -> Solution:
+    """Return ``other``, no slower, as an answer to the task of ``best``."""
+    wall_s, improvements = best.wall_s + other.wall_s, best.improvements
+    if not at_most(best.value, other.value):
+        last = replace(other.improvements[-1], wall_s=wall_s, lower_bound=best.lower_bound)
         improvements = (*improvements, last)
-    return replace(
-        best, schedule=candidate.schedule, timeline=candidate.timeline, wall_s=wall_s, improvements=improvements
-    )
+    return replace(best, schedule=other.schedule, timeline=other.timeline, wall_s=wall_s, improvements=improvements)
 
 
 def solve(task: SolveTask, options: Options | None = None, on_progress: OnProgress | None = None) -> Solution:

@@ -301,7 +301,7 @@ def test_data_are_the_batches_of_a_run(text: Path, tmp_path: Path) -> None:
         ({"holdout": 2.0}, ConfigError, "holdout"),
         ({"path": "nowhere.txt"}, DataError, "nowhere.txt"),
         ({"batch": 10**9}, DataError, "batch"),
-        ({"model": GPT(vocab_size=256, mask="document", **SIZES)}, DataError, "segments"),
+        ({"model": GPT(vocab_size=256, mask="document", **SIZES), "mask": "causal"}, DataError, "segments"),
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
 )

@@ -301,7 +301,7 @@ def _rows(q: jax.Array, G: int) -> jax.Array:
 
 
 def _heads(rows: jax.Array, n: int) -> jax.Array:
-    """The inverse of :func:`_rows`."""
+    """Return the inverse of :func:`_rows`."""
     B, G, _, M, K = rows.shape
     return rows.reshape(B, G, 2, n, M // n, K).transpose(0, 2, 3, 1, 4, 5).reshape(B, 2 * n, M // n * G, K)
 

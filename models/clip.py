@@ -85,7 +85,7 @@ class CLIPConfig:
 
 
 def CLIP(**options: Any) -> Model:  # noqa: N802 - named as the model is
-    """A CLIP of the given :class:`CLIPConfig` options: layers ``image_patches``, ``image_00`` …, ``image_head``,
+    """Make a CLIP of the given :class:`CLIPConfig` options: layers ``image_patches``, ``image_00`` …, ``image_head``,
     ``text_embed``, … ``text_head``, ``loss``. Evaluation reports ``retrieval``: the part of the pictures whose own text is the
     nearest of those of the same loss."""
     config = build_options(CLIPConfig, options, "models.clip:CLIP")

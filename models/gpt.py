@@ -92,7 +92,7 @@ class GPTConfig(DecoderConfig):
 
 
 def GPT(**options: Any) -> Model:  # noqa: N802 - named as the model is
-    """A GPT-2 of the given :class:`GPTConfig` options: layers ``embed``, ``block_00`` …, ``head``, ``loss``."""
+    """Make a GPT-2 of the given :class:`GPTConfig` options: layers ``embed``, ``block_00`` …, ``head``, ``loss``."""
     config = build_options(GPTConfig, options, "models.gpt:GPT")
     return language_model(config, (embed_layer(config), *block_layers(config), head_layer(config)))
 

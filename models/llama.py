@@ -197,7 +197,7 @@ class LlamaConfig(DecoderConfig):
 
 
 def Llama(**options: Any) -> Model:  # noqa: N802 - named as the model is
-    """A Llama of the given :class:`LlamaConfig` options: layers ``embed``, ``block_00`` …, ``head``, ``loss``."""
+    """Make a Llama of the given :class:`LlamaConfig` options: layers ``embed``, ``block_00`` …, ``head``, ``loss``."""
     config = build_options(LlamaConfig, options, "models.llama:Llama")
     fields: dict[str, Any] = {"example": (config.tokens,), "reads": ("tokens",), "kind": "llama.embed"}
     embed = from_linen("embed", Embed(config), shards=partial(embed_shards, config), **fields)

@@ -103,8 +103,8 @@ class VLMConfig:
 
 
 def VLM(**options: Any) -> Model:  # noqa: N802 - named as the model is
-    """A vision-language model of the given :class:`VLMConfig` options: layers ``patches``, ``vit_00`` …, ``merger``, ``embed``,
-    ``block_00`` …, ``head``, ``loss``."""
+    """Make a vision-language model of the given :class:`VLMConfig` options: layers ``patches``, ``vit_00`` …, ``merger``,
+    ``embed``, ``block_00`` …, ``head``, ``loss``."""
     config = build_options(VLMConfig, options, "models.vlm:VLM")
     language, vision = config.language, config.vision
     features = jax.ShapeDtypeStruct((1, vision.seq_len // 4, config.d_model), config.dtype)

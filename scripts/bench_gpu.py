@@ -310,7 +310,7 @@ def _k(
 
 
 def _steps(args: argparse.Namespace, pipe: Any, link: Any) -> list[dict[str, Any]]:
-    """One rank's program under each schedule, from the smallest predicted peak to the largest."""
+    """Rehearse one rank's program under each schedule, from the smallest predicted peak to the largest."""
     from jaxpipe.rehearsal.rank import Rehearsal
     from jaxpipe.schedule import generate
 
@@ -346,7 +346,7 @@ def _steps(args: argparse.Namespace, pipe: Any, link: Any) -> list[dict[str, Any
 
 
 def _target(args: argparse.Namespace, device: Any) -> Any:
-    """The figures of the device: those asked for, or those of its name; None if it has none."""
+    """Return the figures of the device: those asked for, or those of its name; None if it has none."""
     from jaxpipe.planning.targets import TARGETS, find_target
 
     if args.target is not None:

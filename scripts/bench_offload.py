@@ -63,7 +63,7 @@ def main() -> None:
 
 
 def middle_stage(d_model: int, seq_len: int, microbatch: int, layers: int) -> StageFunctions:
-    """A stage of ``layers`` transformer blocks."""
+    """Return a stage of ``layers`` transformer blocks."""
     model = GPT(vocab_size=256, d_model=d_model, num_layers=layers, num_heads=max(1, d_model // 64), seq_len=seq_len)
     avals = {layer.name: jax.eval_shape(layer.init, jax.random.key(0)) for layer in model.layers}
     cut = [model.layers[:1], model.layers[1:-1], model.layers[-1:]]

@@ -123,7 +123,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def middle_stage(variant: Variant, size: Size, mesh: Any, shards: int) -> StageFunctions:
-    """A stage of ``size.L`` blocks between two others."""
+    """Return a stage of ``size.L`` blocks between two others."""
     import jax
 
     from jaxpipe.context_parallel import shard_avals
@@ -223,7 +223,7 @@ def _argument(part: int, port: Any) -> tuple[int, Any]:
 
 
 def submesh(target: str, shards: int, *, tiny: bool) -> Any:
-    """The devices of one rank, or the reason why there are none."""
+    """Return the devices of one rank, or the reason why there are none."""
     import jax
     import numpy as np
 
@@ -241,7 +241,7 @@ def submesh(target: str, shards: int, *, tiny: bool) -> Any:
 
 
 def along_time(mesh: Any) -> Any:
-    """The same devices along the axis ``cp``."""
+    """Return the same devices along the axis ``cp``."""
     import jax
 
     return jax.sharding.Mesh(mesh.devices.reshape(1, -1, 1), mesh.axis_names)

@@ -110,7 +110,7 @@ class Group:
         ]
 
     def ask(self, what: str) -> dict[str, float]:
-        """The answer of process 0."""
+        """Return the answer of process 0."""
         first = self._children[0]
         assert first.stdin is not None and first.stdout is not None
         print(what, file=first.stdin, flush=True)
@@ -144,7 +144,7 @@ def work(args: argparse.Namespace, port: int, number: int, mine: int) -> int:
 
 
 def trained(args: argparse.Namespace, processes: Processes) -> tuple[Callable[[], Any], Any, tuple[int, ...]]:
-    """A function that runs one more step, the pipeline, and the shape of an activation."""
+    """Return a function that runs one more step, the pipeline, and the shape of an activation."""
     import jax
     import numpy as np
     import optax

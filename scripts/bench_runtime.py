@@ -213,7 +213,7 @@ def _zeros(params: Any) -> Any:
 
 
 def _unpipelined(model: Any) -> Any:
-    """The same microbatches unpipelined in one jitted step on one device: a compiled loop."""
+    """Time the same microbatches unpipelined in one jitted step on one device: a compiled loop."""
     import jax
 
     one = _microbatch_step(model)
@@ -237,7 +237,7 @@ def _one_by_one(model: Any) -> Any:
 
 
 def _at_once(model: Any) -> Any:
-    """The same gradient of all sequences together."""
+    """Time the same gradient of all sequences together."""
     import jax
 
     one = _microbatch_step(model)

@@ -94,7 +94,7 @@ def figures(s: Solution) -> dict[str, Any]:
 
 
 def text(row: dict[str, Any]) -> str:
-    """A line for people."""
+    """Return a line for people."""
     head = f"p{row['p']} m{row['m']} v{row['v']} {row['costs']} comm {row['comm']:g} k {row['k']:g} limit {row['limit']:.3g}p"
     if "error" in row:
         return f"{head}: {row['error']}"

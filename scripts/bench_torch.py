@@ -422,7 +422,7 @@ def _alone(sizes: Mapping[str, int]) -> Callable[[bool], Mapping[str, Any]]:
     data = {**gpt.batch_spec(b), "x": jax.ShapeDtypeStruct((b, t, d), np.float32)}
 
     def of_one(layer: Layer, data: Mapping[str, Any]) -> StageFunctions:
-        """A stage of ``layer``, which gets what another makes of the array x."""
+        """Return a stage of ``layer``, which gets what another makes of the array x."""
         input_layer = Layer(
             "given", lambda key: {"by": np.ones(())}, lambda p, x, c: c.data["x"] * p["by"], reads=("x",)
         )

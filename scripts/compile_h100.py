@@ -114,7 +114,7 @@ def _cases(form: str, args: argparse.Namespace, size: Size, mesh: Any) -> list[d
 
 
 def measure(stage: Any, size: Size, args: argparse.Namespace, name: str) -> dict[str, Any]:
-    """The four functions of a stage, compiled, and what it saves."""
+    """Compile the four functions of a stage, and report them and its residuals."""
     from jaxpipe.stage.flops import jaxpr_flops
 
     options = {} if args.tiny else {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": args.triton}
@@ -144,7 +144,7 @@ def measure(stage: Any, size: Size, args: argparse.Namespace, name: str) -> dict
 
 
 def _older(checkout: Path, arguments: Sequence[str]) -> dict[str, Any]:
-    """The report of another checkout, by this script in a process of its own."""
+    """Return the report of another checkout, by this script in a process of its own."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "report.json"
         options = [*arguments, "--checkout", str(checkout), "--out", str(out)]

@@ -69,7 +69,7 @@ class _Instruction:
 
 
 def overlaps(text: str) -> list[Overlap]:
-    """The collectives of the entry computation, in the order in which they end."""
+    """Return the collectives of the entry computation, in the order in which they end."""
     products = _product_computations(text)
     flying: dict[str, list[int]] = {}
     started: dict[str, _Instruction] = {}
@@ -164,7 +164,7 @@ def _entry(text: str) -> Iterator[_Instruction]:
 
 
 def _computations(text: str) -> dict[str, list[_Instruction]]:
-    """The instructions of each computation, by its name."""
+    """Return the instructions of each computation, by its name."""
     bodies: dict[str, list[_Instruction]] = {}
     for line in text.splitlines():
         head, match = re.match(r"(?:ENTRY )?%?([\w.\-]+) \(.*\{$", line), _INSTRUCTION.match(line)
@@ -176,7 +176,8 @@ def _computations(text: str) -> dict[str, list[_Instruction]]:
 
 
 def _collective_kind(line: _Instruction) -> str:
-    """The collective that a line starts, ends or is; "" for others. Some are wrapped: ``async-start(...) calls=%wrapped``."""
+    """Return the collective that a line starts, ends or is; "" for others. Some are wrapped: ``async-start(...)
+    calls=%wrapped``."""
     where = line.op if not line.op.startswith("async-") else f"{line.name} {line.rest}"
     return next((kind for kind in _KINDS if kind in where), "")
 

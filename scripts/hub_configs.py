@@ -128,7 +128,7 @@ def _whole(config: Any) -> Any:
 
 
 def recorded(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A record of the golden file."""
+    """Return a record of the golden file."""
     try:
         return {"config": config, "meaning": meaning(config)}
     except Exception as error:

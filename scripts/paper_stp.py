@@ -163,14 +163,14 @@ class Setting:
 
 
 def link_bytes_per_s(efficiency: float) -> float:
-    """The rate at which figure 1's part of a layer's forward is communication."""
+    """Return the rate at which figure 1's part of a layer's forward is communication."""
     tp, sequence, part = STP_EXPOSED
     setting = Setting("12.1B", sequence, tp, 2)
     return setting.all_reduce_bytes() / (setting.layer_flops()[0] / (efficiency * PEAK_FLOPS) * part / (1 - part))
 
 
 def transfer_bytes_per_s(tp: int, efficiency: float) -> float:
-    """The rate at which an activation reaches another rank: its part over the network, the others' over NVLink."""
+    """Return the rate at which an activation reaches another rank: its part over the network, the others' over NVLink."""
     return 1 / (1 / (tp * NETWORK_BYTES_PER_S) + (tp - 1) / tp / link_bytes_per_s(efficiency))
 
 
@@ -211,7 +211,7 @@ def costs_of(setting: Setting, efficiency: float, *, transfers: bool = True) -> 
 
 
 def timeline_of(family: str, setting: Setting, microbatches: int, costs: CostProfile) -> Timeline:
-    """The simulation of a family; of ZB-V as described above."""
+    """Return the simulation of a family; of ZB-V as described above."""
     equal = (1.0,) * costs.num_stages
     even = replace(costs, residual_bytes=equal, w_residual_bytes=equal, offloadable_bytes=equal)
     schedule = generate(family, setting.pp, microbatches, costs=even)
@@ -238,7 +238,7 @@ def fuse_neighbours(schedule: Schedule) -> Schedule:
 
 
 def efficiency_of(quick: bool) -> float:
-    """The part of the peak with which 1F1B-I is, in the geometric mean over table 6, as fast as the paper's.
+    """Return the part of the peak with which 1F1B-I is, in the geometric mean over table 6, as fast as the paper's.
 
     Throughput is proportional to it but for transfers, whose share of 1F1B-I's time is below 1%; so one simulation does.
     """
@@ -317,7 +317,7 @@ def table_10(quick: bool) -> list[Row]:
 
 
 def gain(throughputs: tuple[float, ...], over: int, of: int = 2) -> float:
-    """The gain in percent of STP, or of the published order (``of`` 3), over another schedule of ``SCHEDULES``."""
+    """Return the gain in percent of STP, or of the published order (``of`` 3), over another schedule of ``SCHEDULES``."""
     return 100 * (throughputs[of] / throughputs[over] - 1)
 
 

@@ -43,7 +43,7 @@ Row = dict[str, Any]
 
 
 def timeline_of(name: str, p: int, m: int, costs: CostProfile, **options: Any) -> Timeline:
-    """The simulation of a family."""
+    """Return the simulation of a family."""
     return simulate(generate(name, p, m, costs=costs, **options), costs)
 
 
@@ -238,7 +238,7 @@ def missed(report: Row) -> list[str]:
 
 
 def make_report(quick: bool, only: str = "") -> Row:
-    """The tables whose title contains ``only`` (all by default) as plain values; the others as they were saved."""
+    """Return the tables whose title contains ``only`` (all by default) as plain values; the others as they were saved."""
     tables = {}
     for title, make in TABLES.items():
         if only not in title:

@@ -59,7 +59,7 @@ def quiet(text: str) -> None:
 
 
 def setting(name: str, tp: int, pp: int) -> TrainConfig:
-    """The plan file of a model, on other ranks where the table has them."""
+    """Return the plan file of a model, on other ranks where the table has them."""
     config = load_config(ROOT / "scripts" / "plans" / f"vlm-{name.lower()}.toml")
     if (config.pipeline.tp, config.pipeline.ranks) == (tp, pp):
         return config
@@ -67,7 +67,7 @@ def setting(name: str, tp: int, pp: int) -> TrainConfig:
 
 
 def machine(tp: int, efficiency: Efficiency) -> Target:
-    """The A800 with a network that an activation crosses as in Megatron."""
+    """Return the A800 with a network that an activation crosses as in Megatron."""
     a800 = TARGETS["a800"]
     near = a800.link_bytes_per_s * efficiency.link
     rate = 1 / (1 / (tp * a800.network_bytes_per_s) + (tp - 1) / tp / near)
@@ -75,7 +75,7 @@ def machine(tp: int, efficiency: Efficiency) -> Target:
 
 
 def planned(base: TrainConfig, bench: Workbench, schedule: str, microbatches: int) -> Prediction:
-    """The prediction of one schedule; of ZB-V as described above."""
+    """Return the prediction of one schedule; of ZB-V as described above."""
     config = base.override(
         [f"pipeline.schedule={schedule}", f"pipeline.microbatches={microbatches}", f"run.batch={microbatches}"]
     )

@@ -26,7 +26,7 @@ COSTS = [(1.0, 1.0, 1.0, 0.0), (1.0, 1.2, 0.8, 0.1)]
 
 
 def dump_schedules(out: Path) -> None:
-    """One file a family and size: the rows, then makespan, spans and peaks at each of the costs."""
+    """Write a file for each family and size: the rows, then makespan, spans and peaks at each of the costs."""
     from jaxpipe.schedule import FAMILIES, CostProfile, generate, simulate
 
     for name, family in FAMILIES.items():

@@ -329,7 +329,7 @@ def _solved_row(case: dict[str, Any]) -> str:
 
 
 def paper_tables(report: dict[str, Any]) -> str:
-    """The tables of ``paper_tables.py``, paper → ours, compact."""
+    """Return the tables of ``paper_tables.py``, paper → ours, compact."""
     tables = report["tables"]
     origin = f"`{report['command']}`, commit {report['commit']}, {report['date']}; simulated, no hardware involved."
     later = {(o["command"], o["commit"], o["date"]) for o in report.get("again", {}).values()}
@@ -469,7 +469,7 @@ def _number(x: float | None) -> str:
 
 
 def compared() -> str:
-    """The saved output of ``jaxpipe compare``, the command in its first line."""
+    """Return the saved output of ``jaxpipe compare``, the command in its first line."""
     command, _, text = (RESULTS / "compare.txt").read_text(encoding="utf-8").partition("\n")
     return f"All families beside each other (`{command}`; equal stages, no transfer time):\n\n```\n{text.rstrip()}\n```"
 

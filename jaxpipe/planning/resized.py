@@ -23,10 +23,12 @@ PROBE = 131071
 
 
 def resized(stage: StageFunctions, sizes: Sequence[int]) -> Sequence[tuple[StageFunctions, View]]:
-    """A stage traced with :data:`PROBE` sequences as it is with each of ``sizes``, and how its equations look then; of these
-    its functions have exchanges and attention kernels only, and what enters and leaves stays as it was. Nothing where that
-    can't be told: of an axis as long as no parameter's, neither short nor a multiple of :data:`PROBE`, of an array with
-    sequences along several, and of loops and branches over them."""
+    """Resize a stage traced with :data:`PROBE` sequences to each of ``sizes``, and return it with a view of its equations.
+
+    The resized functions keep only exchanges and attention kernels, and their inputs and outputs as traced. Empty where shapes
+    are ambiguous: an axis is as long as no parameter's, neither short nor a multiple of :data:`PROBE`; an array has sequences
+    along several axes; or loops and branches run over sequences.
+    """
     layout = stage.layout
     shapes = *(x.shape for x in layout.slots), *(x.shape for x in (*layout.buffers, *stage.acc_avals))
     dimensions = frozenset(n for shape in shapes for n in shape)

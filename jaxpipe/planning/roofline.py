@@ -82,8 +82,9 @@ class Work:
         return cls(total_flops, total_moved, total_s, kernels, float(levels.max()), parts, levels)
 
     def towards(self, other: Work, share: float) -> Work | None:
-        """The work of the same function on arrays whose sizes lie ``share`` of the way from those of this to those of ``other``
-        (beyond it, if more than 1): of every kernel and level what is linear in between. None if the kernels are others."""
+        """Return the work of the same function on arrays whose sizes lie ``share`` of the way from those of this to those
+        of ``other`` (beyond it, if more than 1): of every kernel and level what is linear in between. None if the kernels
+        are others."""
         one, two = self.parts, other.parts
         if len(self.levels) != len(other.levels) or not np.array_equal(one[:, :_FIXED], two[:, :_FIXED]):
             return None
@@ -103,7 +104,7 @@ class View:
 
 
 def work_of(jaxpr: Any, target: Target, efficiency: Efficiency) -> Work:
-    """The work of a ``Jaxpr`` or ``ClosedJaxpr`` whose calls are inlined (bodies of loops and branches are followed)."""
+    """Return the work of a ``Jaxpr`` or ``ClosedJaxpr`` whose calls are inlined (bodies of loops and branches are followed)."""
     view = View()
     return Walk(getattr(jaxpr, "jaxpr", jaxpr), target, efficiency, (view,)).seen(view)
 

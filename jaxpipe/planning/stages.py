@@ -181,7 +181,7 @@ class Workbench:
     def stages(
         self, cut: Cut, recompute: str | Sequence[str], size: int, offload_fraction: float = 1.0
     ) -> tuple[PlannedStage, ...]:
-        """The stages of a cut for microbatches of ``size`` sequences, in order.
+        """Return the stages of a cut for microbatches of ``size`` sequences, in order.
 
         Raises:
             StageError: a stage can't be traced or split, or no such policy.
@@ -478,7 +478,7 @@ def _cut_to(stage: StageKey, runs: Sequence[Sequence[int]], lengths: Sequence[in
 def workbench(
     config: TrainConfig, target: Target, efficiency: Efficiency, progress: Callable[[str], None], **options: Any
 ) -> Workbench:
-    """The workbench of a config. Reads no data: the vocabulary is ``model.options.vocab_size`` or the tokenizer's.
+    """Return the workbench of a config. Reads no data: the vocabulary is ``model.options.vocab_size`` or the tokenizer's.
 
     Raises:
         ConfigError, DataError: no such model, bad options, or no such tokenizer.

@@ -39,7 +39,7 @@ MOST = 1e-6
 
 
 def window(ids: Sequence[int], prompt_length: int, seq_len: int) -> Batch:
-    """The last ``seq_len + 1`` of ``ids`` as a batch of one sequence, whose targets from ``ids[given]`` on count."""
+    """Return the last ``seq_len + 1`` of ``ids`` as a batch of one sequence, whose targets from ``ids[given]`` on count."""
     first = max(0, len(ids) - seq_len - 1)
     inputs, targets = np.asarray(ids[first:-1], np.int32), np.asarray(ids[first + 1 :], np.int32)
     counts = np.arange(first + 1, len(ids)) >= prompt_length
@@ -49,14 +49,14 @@ def window(ids: Sequence[int], prompt_length: int, seq_len: int) -> Batch:
 
 
 def rolling(ids: Sequence[int], prefix: int, seq_len: int) -> list[Batch]:
-    """The windows in which lm-eval scores a document."""
+    """Return the windows in which lm-eval scores a document."""
     stream = [prefix, *ids]
     ends = [*range(seq_len, len(ids), seq_len), len(ids)]
     return [window(stream[: end + 1], seq_len * k + 1, seq_len) for k, end in enumerate(ends)]
 
 
 def documents(trained: Trained, count: int, windows: float) -> list[str]:
-    """The beginning of up to ``count`` spans of the run's held-out text, of about so many windows each."""
+    """Return the beginning of up to ``count`` spans of the run's held-out text, of about so many windows each."""
     dataset, _ = load_data(trained)
     if not isinstance(dataset, TokenDataset):
         sys.exit("the run's data are no text")

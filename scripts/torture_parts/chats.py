@@ -48,7 +48,7 @@ _PROMPTS = ("", "", "<think>\n", "<think>\n\n</think>\n\n")
 
 
 def template_source(rng: random.Random, *, blocks: bool) -> str:
-    """A template in the manner of those of the hub."""
+    """Return a template in the manner of those of the hub."""
     head, content, end, thought = (rng.choice(x) for x in (_HEADS, _CONTENTS, _ENDS, _THOUGHTS))
     body = f"{thought}{{{{ {content} }}}}{end}"
     body = "{% generation %}" + body + "{% endgeneration %}" if blocks else body

@@ -133,7 +133,7 @@ def _check_seen(copy: Path, what: str) -> None:
 
 
 def _loaded(copy: Path) -> str | None:
-    """Why step 20 does not load; None if it does, and is what was saved.
+    """Return why step 20 does not load; None if it does, and is what was saved.
 
     Raises:
         FailedError: it loads as something else.

@@ -191,7 +191,7 @@ def _settings(rng: random.Random) -> dict[str, Any]:
 
 
 def _rate_at(settings: dict[str, Any], updates: int) -> float:
-    """The rate after so many updates, from the guide's words alone."""
+    """Return the rate after so many updates, from the guide's words alone."""
     steps, lr, warmup, schedule, least, fraction = settings.values()
     warmup = min(warmup, steps)
     if updates < warmup:

@@ -43,7 +43,7 @@ class Read:
 
 
 def read(name: str, text: str) -> Read:
-    """The schedule in a file called ``name``. Raises RefusedError."""
+    """Return the schedule in a file called ``name``. Raises RefusedError."""
     reader = {"sched": read_text, "json": read_json, "csv": read_csv}[name.rpartition(".")[2]]
     return reader(text)
 
@@ -298,7 +298,7 @@ def _play(s: Read) -> Iterator[str]:
         return all(need in finished for action in slot for need in _needs(s, action, rank, on))
 
     def together(rank: int, slot: Slot) -> set[int] | None:
-        """The ranks whose heads start with this slot; None if one of them is not there yet."""
+        """Return the ranks whose heads start with this slot; None if one of them is not there yet."""
         ranks, todo = {rank}, [slot]
         while todo:
             for action in todo.pop():
@@ -350,7 +350,7 @@ def timeline_problems(text: str) -> list[str]:
 
 
 def random_text(rng: random.Random) -> str:
-    """A valid schedule in text form: a random order of everything that respects all waits, dealt out to the rows."""
+    """Return a valid schedule in text form: a random order of everything that respects all waits, dealt out to the rows."""
     p, m = rng.randint(1, 4), rng.randint(1, 5)
     n = p * rng.randint(1, 2) + rng.randint(0, 1)
     num_flows = 2 if rng.random() < 0.25 else 1
@@ -405,7 +405,7 @@ def _items(s: Read, stage: int, i: int, rng: random.Random) -> Iterator[tuple[Ac
 
 
 def as_text(s: Read) -> str:
-    """The text form."""
+    """Return the text form."""
     flows = " ".join("flow=" + ",".join("+".join(map(str, g)) for g in flow) for flow in s.flows)
     edges = (
         "chain" if s.edges == _chain(len(s.flows[0])) else " ".join(f"{a}->{b}" for a, b in sorted(s.edges)) or "none"

@@ -85,7 +85,7 @@ class Yard:
         return Child(self.bench, arguments, trial_folder / "output.txt", **limits)  # type: ignore[arg-type]
 
     def straight(self, recipe: str) -> Path:
-        """The folder of the recipe's undisturbed run, which is made when first asked for."""
+        """Return the folder of the recipe's undisturbed run, which is made when first asked for."""
         folder = self.bench.folder / f"straight-{recipe}"
         with self.bench.lock:
             if not folder.exists():
@@ -104,7 +104,7 @@ def yard_of(bench: Bench) -> Yard:
 
 
 def records(out_dir: Path) -> list[dict[str, Any]]:
-    """The metrics, without a half-written last line."""
+    """Return the metrics, without a half-written last line."""
     try:
         lines = (out_dir / "metrics.jsonl").read_text(encoding="utf-8").split("\n")[:-1]
     except FileNotFoundError:
@@ -113,14 +113,14 @@ def records(out_dir: Path) -> list[dict[str, Any]]:
 
 
 def last_step(out_dir: Path) -> int:
-    """The step of the newest record; -1 without any."""
+    """Return the step of the newest record; -1 without any."""
     with contextlib.suppress(ValueError, KeyError, IndexError):
         return int(records(out_dir)[-1]["step"])
     return -1
 
 
 def checkpoints(out_dir: Path) -> list[Path]:
-    """The folders of complete checkpoints, oldest first."""
+    """Return the folders of complete checkpoints, oldest first."""
     try:
         return sorted(path for path in (out_dir / "checkpoints").iterdir() if path.name.isdecimal())
     except FileNotFoundError:
@@ -151,8 +151,8 @@ def files_of(folder: Path) -> list[Path]:
 
 
 def measured_apart(out_dir: Path) -> dict[tuple[int, str], Any]:
-    """The metrics by step and name, without what is measured. Left out is the evaluation of step 0 that a run makes when it was
-    stopped there and goes on."""
+    """Return the metrics by step and name, without what is measured. Left out is the evaluation of step 0 that a run makes
+    when it was stopped there and goes on."""
     values = ((r["step"], name, r[name]) for r in records(out_dir) for name in _SAME if name in r)
     return {(step, name): value for step, name, value in values if (step, name) != (0, "eval_loss")}
 

@@ -46,7 +46,7 @@ def damaged(bench: Bench) -> Iterator[Case]:
 
 
 def _family(folder: Path, k: int, suffix: str) -> Path | None:
-    """A file of a family, made once; None for a random schedule."""
+    """Return a file of a family, made once; None for a random schedule."""
     name = _FAMILIES[k % len(_FAMILIES)]
     if k % 2 and suffix != "csv":
         return None

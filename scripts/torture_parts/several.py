@@ -64,7 +64,7 @@ class Launched:
         return self._log.read_text(encoding="utf-8", errors="replace")
 
     def said_by(self, process: int) -> list[str]:
-        """The lines of a process by which it ends."""
+        """Return the lines of a process by which it ends."""
         with suppress(FileNotFoundError):
             text = (self._logs / f"process-{process}.log").read_text(encoding="utf-8", errors="replace")
             return [line for line in text.splitlines() if line.startswith("jaxpipe: ")]
@@ -102,7 +102,7 @@ class Launched:
         return time.monotonic() - began
 
     def end(self) -> int:
-        """The launcher's exit code.
+        """Return the launcher's exit code.
 
         Raises:
             FailedError: it does not end.
@@ -114,7 +114,7 @@ class Launched:
 
 
 def _number(pid: int) -> int | None:
-    """Which process of its run it is; None until it has begun."""
+    """Return which process of its run it is; None until it has begun."""
     with suppress(OSError, ValueError, IndexError):
         environ = Path(f"/proc/{pid}/environ").read_bytes()
         return int(environ.split(b"JAXPIPE_PROCESS=")[1].split(b"\0")[0])

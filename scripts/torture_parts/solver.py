@@ -40,7 +40,7 @@ def cases(bench: Bench) -> Iterator[Case]:
 
 
 def _schedule(rng: random.Random, names: tuple[str, ...], most: int) -> tuple[Any, Any]:
-    """A schedule of a family at random sizes, and random costs of its stages."""
+    """Return a schedule of a family at random sizes, and random costs of its stages."""
     from jaxpipe.errors import JaxpipeError
     from jaxpipe.schedule import FAMILIES, CostProfile, HostLink, Link, generate
 
@@ -86,7 +86,7 @@ def _links(trial: Trial) -> None:
 
 
 def fixed_point(schedule: Any, costs: Any) -> float:
-    """The makespan, by sweeps over all actions until no time changes."""
+    """Return the makespan, by sweeps over all actions until no time changes."""
     placement, n = schedule.placement, schedule.num_stages
     rank = {(s, i): placement.ranks(s, i)[0] for s in range(n) for i in range(schedule.num_microbatches)}
     backward = {(a.stage, a.microbatch): a.op for a in schedule.actions() if a.op in ("B", "BW")}

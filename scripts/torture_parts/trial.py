@@ -144,7 +144,7 @@ def check_told(answer: Answer, what: str) -> None:
 
 
 def shown(arguments: Sequence[str]) -> str:
-    """The arguments as Python reads them, in ASCII, not too long."""
+    """Return the arguments as Python reads them, in ASCII, not too long."""
     text = ascii(list(arguments))
     return text if len(text) <= 700 else f"{text[:600]} … {text[-60:]}"
 

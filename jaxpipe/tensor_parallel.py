@@ -297,9 +297,14 @@ class VocabParallelEmbed(nn.Embed):  # type: ignore[misc]  # flax is not typed
         if self.tp.size == 1 and not _checks_ids.get():
             return super().__call__(tokens)  # type: ignore[no-any-return]
         (table,) = self.promote_dtype(self.embedding, dtype=self.dtype, inexact=False)
+        if self.tp.size == 1:
+            # A gather whose index is the tokens themselves: W reads them from the batch, where a masked index would be handed
+            # from B to W. nn.Embed counts negative tokens from the end; here they are out of range and read NaN.
+            words = self.num_embeddings if self.words is None else self.words
+            index = tokens if words == self.num_embeddings else jnp.where(tokens < words, tokens, -1)
+            rows: jax.Array = table.at[index].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
+            return rows
         is_valid = _is_word(tokens, self.words, self.num_embeddings)
-        if self.tp.size == 1:  # nn.Embed would count a negative token from the end
-            return jnp.take(table, jnp.where(is_valid, tokens, len(table)), axis=0, mode="fill", fill_value=jnp.nan)
         return sum_parts(jnp.where(is_valid[..., None], _found(table, tokens, self.tp), jnp.nan), self.tp)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 from jaxpipe.schedule.costs import CostProfile
-from jaxpipe.schedule.ir import BW, Action, B, Braid, Schedule, Slot, W
+from jaxpipe.schedule.ir import BW, Action, B, Braid, Row, Schedule, Slot, W
 
 _CLEARLY = 1.1
 _WORTH_S = 1e-3
@@ -24,8 +24,15 @@ def split_backwards(schedule: Schedule) -> Schedule:
 
 
 def backwards_like(schedule: Schedule, like: Schedule) -> Schedule:
-    """Return ``schedule`` with each backward split or fused as it is in ``like``."""
-    return with_fused(schedule, fused_backwards(like))
+    """Return ``schedule`` with each backward split or fused as it is in ``like``.
+
+    Where that splits a BW of a stage behind a B whose W still waits, the W's of the stage go in the order of its B's: gradients
+    are added in one order then, so that sums have the same bits.
+    """
+    changed = with_fused(schedule, fused_backwards(like))
+    if changed.rows == schedule.rows:
+        return schedule
+    return replace(changed, rows=tuple(map(_in_order_of_backwards, changed.rows)))
 
 
 def fused_backwards(schedule: Schedule) -> frozenset[tuple[int, int]]:
@@ -73,6 +80,25 @@ def slot_of(actions: Iterable[Action]) -> tuple[Slot, ...]:
     """Return the one slot of these actions: an action, a braid, or no slot where there are none."""
     held = tuple(actions)
     return held if len(held) < 2 else (Braid(held),)
+
+
+def _in_order_of_backwards(row: Row) -> Row:
+    """Return ``row`` with the W's of each stage, in the places where there are any, in the order of the stage's B's.
+
+    The k-th W of a stage then stands behind its B, as at least k B's stand before it. W's in braids stay where they are.
+    """
+    waiting: dict[int, list[Action]] = {}
+    for slot in row:
+        if isinstance(slot, Action) and slot.op == B.name:
+            waiting.setdefault(slot.stage, []).append(replace(slot, op=W.name))
+    alone = {slot for slot in row if isinstance(slot, Action)}
+    orders = {stage: iter(w for w in actions if w in alone) for stage, actions in waiting.items()}
+    return tuple(
+        next(orders[slot.stage], slot)
+        if isinstance(slot, Action) and slot.op == W.name and slot.stage in orders
+        else slot
+        for slot in row
+    )
 
 
 def _parts(action: Action, fused: frozenset[tuple[int, int]]) -> Iterator[Action]:

@@ -101,7 +101,8 @@ def test_train_prints_progress_and_a_summary(
     assert err == ""
     lines = out.splitlines()
     assert lines[0].startswith("on a CPU: malloc ")
-    assert "tokens; " in lines[1]  # the data
+    assert lines[1].startswith("weight decay 0.1 acts on ")
+    assert "tokens; " in lines[2]  # the data
     assert [line.split()[1] for line in lines if line.startswith("step ") and "/4" in line] == ["2/4", "4/4"]
     assert lines[-3].startswith("done at step 4: loss ")
     assert lines[-2].startswith("bubble ")
@@ -367,7 +368,7 @@ def test_bad_data(fails: Callable[..., str], tiny: Callable[..., list[str]], tmp
 
 
 @pytest.mark.parametrize(
-    ("ranks", "microbatches", "expected"), [(4, 4, "pipeline.ranks=2"), (2, 8, "pipeline.microbatches=4")]
+    ("ranks", "microbatches", "expected"), [(4, 4, "pipeline.ranks is 2"), (2, 8, "pipeline.microbatches is 4")]
 )
 def test_schedule_files_that_do_not_match(
     fails: Callable[..., str],
@@ -492,7 +493,7 @@ def test_checkpoints_of_something_else(
         store.save(2, {"a": np.zeros(3, np.float32)}, {}, {"by": "hand"})
     before = contents(tmp_path)
     for argv in (["eval", tmp_path / "run"], ["generate", tmp_path / "run"], ["train", *tiny()]):
-        assert "not written by jaxpipe train" in fails(*argv, code=UNUSABLE)
+        assert "does not say which model it is of" in fails(*argv, code=UNUSABLE)
     for argv in (["eval", finished, "--step", "3"], ["generate", finished, "--step", "99"]):
         assert "it has those of steps 2, 4" in fails(*argv, code=UNUSABLE)
     (tmp_path / "empty").mkdir()

@@ -324,7 +324,7 @@ def test_bad_sizes_are_one_line() -> None:
         ({"tower": 2}, "has no option 'tower'"),
     ):
         with pytest.raises(ConfigError) as caught:
-            CLIP(**{**SMALL, **sizes})
+            CLIP(**{**SMALL, "dtype": "float32", **sizes})
         assert message in str(caught.value) and "\n" not in str(caught.value)
     with pytest.raises(ConfigError, match="use sequence_parallel=false"):
         tiny().layers[-1].shards(TensorParallel(2, sequence=True))  # type: ignore[misc]

@@ -608,7 +608,7 @@ def test_plan_prints_json_and_writes_files(
 
 def test_plan_that_does_not_fit_suggests(config_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--compile-seconds", "0", "--suggest-seconds", "2", "--schedules", str(tmp_path)]
-    code = main(["plan", config_file, "--memory-limit-gb", "0.00076", *flags])
+    code = main(["plan", config_file, "--memory-limit-gb", "0.00072", *flags])
     out, err = capsys.readouterr()
     assert code == 0, err
     assert "DOES NOT FIT: rank" in out

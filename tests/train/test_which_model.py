@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 import io
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -279,7 +280,7 @@ def test_a_projects_own_models_are_taken_or_refused(
         del sys.modules[name]
     (project / "models" / "gpt.py").unlink()
     (project / "models" / "__init__.py").unlink()
-    (project / "models").rmdir()
+    shutil.rmtree(project / "models")
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2]))
     assert call("eval", out, "--batches", 1, "--model", "models.gpt:GPT")[0] == 3
     with pytest.raises(CheckpointError, match=r"of another model: model\.target is .*gpt\.py"):

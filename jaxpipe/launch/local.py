@@ -152,11 +152,15 @@ class Launch:
                 child.send_signal(number)
 
     def _pass_output(self, stream: Any, log: BinaryIO) -> None:
-        """Copy the standard output of process 0 to the log, and to ours while somebody reads it."""
-        lost = False
+        """Copy the standard output of process 0 to the log, and to ours while somebody reads it.
+
+        The log gets whole lines, as the lines of standard error go there from another thread.
+        """
+        lost, line = False, b""
         with stream, log:
             while chunk := stream.read1(_BLOCK):
-                log.write(chunk)
+                lines, end, line = (line + chunk).rpartition(b"\n")
+                log.write(lines + end)
                 log.flush()
                 try:
                     while chunk and not lost:
@@ -164,6 +168,7 @@ class Launch:
                 except OSError as error:
                     lost = True
                     _write(f"jaxpipe: the output can't be written ({error.strerror}); going on without it\n".encode())
+            log.write(line)
 
     def _listen(self, process: int, stream: Any, log: BinaryIO) -> None:
         fatal = False

@@ -380,7 +380,7 @@ def test_simulate_several_steps(cli: Callable[..., str], fails: Callable[..., st
         3,
         False,
     )
-    assert "say how many with --steps" in fails("simulate", path, "--update", 1)
+    assert "number with --steps" in fails("simulate", path, "--update", 1)
 
 
 def test_plot_predicted_over_measured(cli: Callable[..., str], tmp_path: Path) -> None:

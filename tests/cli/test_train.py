@@ -493,7 +493,7 @@ def test_checkpoints_of_something_else(
         store.save(2, {"a": np.zeros(3, np.float32)}, {}, {"by": "hand"})
     before = contents(tmp_path)
     for argv in (["eval", tmp_path / "run"], ["generate", tmp_path / "run"], ["train", *tiny()]):
-        assert "does not say which model it is of" in fails(*argv, code=UNUSABLE)
+        assert "not written by jaxpipe" in fails(*argv, code=UNUSABLE)
     for argv in (["eval", finished, "--step", "3"], ["generate", finished, "--step", "99"]):
         assert "it has those of steps 2, 4" in fails(*argv, code=UNUSABLE)
     (tmp_path / "empty").mkdir()

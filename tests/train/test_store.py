@@ -273,5 +273,5 @@ def test_the_command_builds_checks_and_refuses(
     assert "40 documents" in capsys.readouterr().out
     os.truncate(Path(store, IDS), 7)
     assert main(["data", "check", store]) == 2 and f"{store}/ids.bin: 7 bytes" in capsys.readouterr().err
-    assert main(["data", "build", store]) == 2 and "wants -o STORE" in capsys.readouterr().err
+    assert main(["data", "build", store]) == 2 and "-o STORE" in capsys.readouterr().err
     assert main(["data", "biuld", store]) == 2 and "did you mean 'build'" in capsys.readouterr().err

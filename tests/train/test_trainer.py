@@ -403,7 +403,7 @@ def test_a_module_is_no_model() -> None:
 
 def test_a_policy_that_does_nothing_warns() -> None:
     with pytest.warns(UserWarning, match="recompute.*attention"):
-        trainer_of(recompute=["attention", "none"], cut=["block_00"])
+        trainer_of(recompute=["none", "attention"], cut=["head"])
 
 
 def test_another_order_of_the_same_stages(trainer: Trainer) -> None:

@@ -1,6 +1,6 @@
 """jaxpipe against PyTorch's pipelining on the cores of one machine: the same GPT, the same cuts, in one run. Prints JSON.
 
-    python -m venv V && V/bin/pip install torch        # of its own, a build for CPUs is enough
+    python -m venv V && V/bin/pip install torch numpy  # of its own, a build for CPUs is enough
     python scripts/bench_torch.py --torch V/bin/python --rounds 5
     python scripts/bench_torch.py --torch V/bin/python --rounds 5 --alone
 

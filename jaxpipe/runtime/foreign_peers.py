@@ -51,22 +51,22 @@ def foreign_peers(addresses: Collection[str], pids: Collection[int], proc: Path 
     return []
 
 
-def words_of(found: Collection[str]) -> str:
+def words_of(addresses: Collection[str]) -> str:
     """The foreign peers in words; nothing if there are none."""
-    few = ", ".join(list(found)[:_MOST_NAMED])
-    return few + (f" and {len(found) - _MOST_NAMED} more" if len(found) > _MOST_NAMED else "")
+    few = ", ".join(list(addresses)[:_MOST_NAMED])
+    return few + (f" and {len(addresses) - _MOST_NAMED} more" if len(addresses) > _MOST_NAMED else "")
 
 
 def _inodes(proc: Path, process: str) -> set[str]:
-    """Of the sockets that a process has open."""
-    found = set()
+    """Return the inodes of the sockets that a process has open."""
+    inodes = set()
     with suppress(OSError):
         for descriptor in (proc / process / "fd").iterdir():
             with suppress(OSError):
                 target = str(descriptor.readlink())
                 if target.startswith("socket:["):
-                    found.add(target[8:-1])
-    return found
+                    inodes.add(target[8:-1])
+    return inodes
 
 
 def _read(table: Path) -> Iterator[_Socket]:

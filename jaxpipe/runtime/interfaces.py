@@ -1,4 +1,4 @@
-"""By which address the other processes of a run reach this one. Imports no JAX.
+"""Finds the address by which the other processes of a run reach this one. Imports no JAX.
 
 Names don't tell: the own name of a host is often 127.0.1.1 in its /etc/hosts (Debian and Ubuntu install it so). What tells is
 the connections that the processes already have to process 0. Process 0 takes its end of one that came from another host; a
@@ -82,5 +82,5 @@ def _address_of_interface(name: str) -> str:
 
 
 def same_host(own: str, other: str) -> bool:
-    """Whether a connection between these addresses is within a host."""
+    """Return whether a connection between these addresses is within a host."""
     return own == other or all(ipaddress.ip_address(end).is_loopback for end in (own, other))

@@ -132,7 +132,7 @@ def _torchrun(environ: Mapping[str, str]) -> _Said:
 
 
 def _slurm(environ: Mapping[str, str]) -> _Said:
-    """Of a step: the job's own variables are there for a batch script and a shell, too."""
+    """Read a Slurm step's variables: those of the job are set for a batch script and a shell, too."""
     names = ("SLURM_STEP_NODELIST", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID")
     nodes = environ.get(names[0], "")
     if not nodes:

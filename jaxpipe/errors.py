@@ -23,7 +23,7 @@ import re
 from collections.abc import Sequence
 from typing import ClassVar
 
-from jaxpipe.wording import clipped
+from jaxpipe.text import truncate
 
 
 class JaxpipeError(Exception):
@@ -94,7 +94,7 @@ class CheckpointError(JaxpipeError):
 _ON_THE_WAY = re.compile(r"(Error (dispatching computation|while transferring): )+")
 
 
-def gist(error: BaseException) -> str:
+def short_message(error: BaseException) -> str:
     """Return the cause that an error of XLA's or of a callback gives, on one line of at most 250 characters.
 
     Of a message that holds Python tracebacks, what the innermost exception says; of a long one the first and the last line, as
@@ -108,5 +108,5 @@ def gist(error: BaseException) -> str:
     lines = [_ON_THE_WAY.sub("", line) for line in lines]
     text = " ".join(" ".join(lines).split())
     if len(text) <= 250 or len(lines) == 1:
-        return clipped(text, 250)
-    return f"{clipped(lines[0], 130)} … {clipped(lines[-1].strip(), 117)}"
+        return truncate(text, 250)
+    return f"{truncate(lines[0], 130)} … {truncate(lines[-1].strip(), 117)}"

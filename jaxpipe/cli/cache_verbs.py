@@ -14,7 +14,7 @@ from jaxpipe.errors import ConfigError
 from jaxpipe.plot.units import number
 from jaxpipe.schedule.solve.cache import VARIABLE, CacheEntry, ScheduleCache, default_folder, entry_name
 from jaxpipe.schedule.solve.task import gap_of
-from jaxpipe.wording import aligned, closest
+from jaxpipe.text import aligned, closest
 
 ACTIONS = ("ls", "clear")
 _TOLD = ("value", "lower_bound", "offloaded", "wall_s", "time_limit_s", "stored", "jaxpipe")

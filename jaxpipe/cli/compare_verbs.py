@@ -30,7 +30,7 @@ from jaxpipe.schedule.search_orders import NO_TIME, Candidate, best_for, best_of
 from jaxpipe.schedule.settings import Setting, Task
 from jaxpipe.schedule.time_limit import within
 from jaxpipe.schedule.tolerance import at_most
-from jaxpipe.wording import clipped
+from jaxpipe.text import truncate
 
 _LONGEST_REASON = 100
 _PROGRESS_S = 1.0
@@ -135,7 +135,7 @@ def _entry(
 
 def _shortened(message: str, name: str) -> str:
     """Return the first sentence of an error, without the family's name before it."""
-    return clipped(" ".join(message.split()).removeprefix(f"{name}: ").removeprefix(f"{name} "), _LONGEST_REASON)
+    return truncate(" ".join(message.split()).removeprefix(f"{name}: ").removeprefix(f"{name} "), _LONGEST_REASON)
 
 
 def _best_row(family: Family, arguments: argparse.Namespace, costs: CostChoice, most: int | None) -> Record | Failure:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from jaxpipe.cli.outputs import notice, print_json
 from jaxpipe.cli.parser import add_json_flag, add_switch, add_value, whole_number
 from jaxpipe.errors import ConfigError
-from jaxpipe.wording import closest
+from jaxpipe.text import closest
 
 if TYPE_CHECKING:
     from jaxpipe.train.corpora.store import Store

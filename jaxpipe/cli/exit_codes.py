@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from jaxpipe.errors import ConfigError, JaxpipeError
 from jaxpipe.interrupts import INTERRUPTED as INTERRUPTED
 from jaxpipe.runtime.lines import LOST as LOST
+from jaxpipe.text import truncate
 from jaxpipe.train.run.stop import STOPPED as STOPPED
-from jaxpipe.wording import clipped
 
 READER_GONE = 141  # what a shell shows of a tool that SIGPIPE ended
 
@@ -52,8 +52,8 @@ def _one_line(error: JaxpipeError) -> str:
     text = " ".join(str(error).split())
     problems: tuple[str, ...] = getattr(error, "problems", ())
     if len(text) <= _LONGEST_LINE or len(problems) <= 1:
-        return clipped(text, _LONGEST_LINE)
+        return truncate(text, _LONGEST_LINE)
     shown_problems = problems[: _MOST_PROBLEMS if isinstance(error, ConfigError) else 1]
     rest = len(problems) - len(shown_problems)
     remainder = f" (and {rest} more problem{'s' * (rest > 1)})" if rest else ""
-    return "; ".join(clipped(" ".join(problem.split()), _LONGEST_LINE) for problem in shown_problems) + remainder
+    return "; ".join(truncate(" ".join(problem.split()), _LONGEST_LINE) for problem in shown_problems) + remainder

@@ -10,7 +10,7 @@ from jaxpipe.cli.machine_flags import without_devices
 from jaxpipe.cli.outputs import notice
 from jaxpipe.cli.parser import add_value, amount, whole_number
 from jaxpipe.cli.train_verbs import add_checkpoint_flags
-from jaxpipe.wording import format_count
+from jaxpipe.text import format_count
 
 
 def configure_import(parser: argparse.ArgumentParser) -> None:

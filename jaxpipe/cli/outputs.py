@@ -14,7 +14,7 @@ from pathlib import Path
 
 from jaxpipe.cli.parser import add_repeated, add_value
 from jaxpipe.errors import ConfigError
-from jaxpipe.wording import closest
+from jaxpipe.text import closest
 
 SCHEDULE_SUFFIXES = (".sched", ".json", ".csv")
 PICTURE_SUFFIXES = (".svg", ".png", ".html", ".trace.json")

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from jaxpipe.errors import ConfigError
-from jaxpipe.wording import closest
+from jaxpipe.text import closest
 
 _NUMBER_LIKE = re.compile(r"-(\d|\.\d|inf|nan)", re.IGNORECASE)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from jaxpipe.cli.parser import Parser, add_repeated
 from jaxpipe.errors import ConfigError
-from jaxpipe.wording import closest
+from jaxpipe.text import closest
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from jaxpipe.schedule.picture import draw
 from jaxpipe.schedule.search_orders import bounds_within, offloaded_share
 from jaxpipe.schedule.steps import StepsTimeline
 from jaxpipe.schedule.tolerance import TIME, at_most, nine_digits
-from jaxpipe.wording import aligned
+from jaxpipe.text import aligned
 
 _MOST_STEPS = 400
 _MOST_RANKS = 16

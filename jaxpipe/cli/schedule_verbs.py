@@ -41,7 +41,7 @@ from jaxpipe.schedule.passes.prompt import late_offload
 from jaxpipe.schedule.retime import Objective
 from jaxpipe.schedule.steps import StepsTimeline, simulate_steps
 from jaxpipe.schedule.tolerance import at_most
-from jaxpipe.wording import closest
+from jaxpipe.text import closest
 
 
 def run_schedules(arguments: argparse.Namespace) -> None:

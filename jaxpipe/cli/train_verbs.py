@@ -19,7 +19,7 @@ from jaxpipe.cli.exit_codes import EXIT_CODES, INTERRUPTED, STOPPED, explained
 from jaxpipe.cli.outputs import add_costs_flag, check_output, notice
 from jaxpipe.cli.parallel_flags import add_parallel_flags, with_parallel_flags
 from jaxpipe.cli.parser import add_json_flag, add_switch, add_value, amount, whole_number
-from jaxpipe.errors import AgreedError, gist
+from jaxpipe.errors import AgreedError, short_message
 from jaxpipe.launch.local import follow_launcher
 from jaxpipe.runtime.peers import find_peers
 from jaxpipe.runtime.processes import Alone, Joined, Processes
@@ -118,7 +118,7 @@ def ending_together(processes: Processes) -> Iterator[None]:
         processes.leave()
         raise
     except BaseException as error:
-        line, code = explained(error) or (f"{type(error).__name__}: {gist(error)}", 1)
+        line, code = explained(error) or (f"{type(error).__name__}: {short_message(error)}", 1)
         if code == 1 and processes.number > 1:
             traceback.print_exc()
         processes.end("was interrupted" if code == INTERRUPTED else f"failed: {line}", code)

@@ -49,7 +49,7 @@ from jaxpipe.program.order import messages_arrived, offloads_ended
 from jaxpipe.schedule import Action, Timeline
 from jaxpipe.stage.compiled.footprint import Footprint, device_bytes, footprint, total_device_bytes
 from jaxpipe.stage.functions import IN_PLACE, AnyFunction, Braids, StageFunction, StageFunctions, function_of
-from jaxpipe.wording import aligned, format_bytes
+from jaxpipe.text import aligned, format_bytes
 
 Kind = Literal[
     "parameters", "gradients", "masters", "optimizer", "data", "residuals", "w-residuals", "boundaries", "communication",

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from jaxpipe.errors import ConfigError
-from jaxpipe.wording import clipped
+from jaxpipe.text import truncate
 
 _T = TypeVar("_T")
 MOST_LAYERS = 10_000
@@ -23,13 +23,13 @@ MOST_LAYERS = 10_000
 def refused(key: str, value: Any, allowed: str) -> ConfigError:
     """Return the error about a value that a model does not support."""
     return ConfigError(
-        f"config.json: {key} is {clipped(repr(value), 60)}, and this model has {allowed}; choose another"
+        f"config.json: {key} is {truncate(repr(value), 60)}, and this model has {allowed}; choose another"
     )
 
 
 def conflict(values: Mapping[str, Any]) -> ConfigError:
     """Return the error about two keys whose values contradict each other."""
-    listed = " and ".join(f"{name} is {clipped(repr(value), 80)}" for name, value in values.items())
+    listed = " and ".join(f"{name} is {truncate(repr(value), 80)}" for name, value in values.items())
     return ConfigError(f"config.json: {listed}; take the wrong one away")
 
 
@@ -50,7 +50,7 @@ class Keys:
             value = int(value)
         value = self._of(name, value, int, "a whole number", default)
         if not least <= value <= most:
-            raise ConfigError(f"config.json: {self.where}{name} is {clipped(str(value), 60)}; want {least} to {most}")
+            raise ConfigError(f"config.json: {self.where}{name} is {truncate(str(value), 60)}; want {least} to {most}")
         return value
 
     def number(self, name: str, *, above: float = -math.inf, below: float = math.inf) -> float:
@@ -112,7 +112,7 @@ class Keys:
         value = default if value is None else value
         if type(value) is not kind:
             is_null = "null" if name in self.config else "missing"
-            shown = is_null if value is None else clipped(repr(value), 60)
+            shown = is_null if value is None else truncate(repr(value), 60)
             raise ConfigError(f"config.json: {self.where}{name} is {shown}; want {what}")
         return value
 

@@ -15,7 +15,7 @@ from jaxpipe.planning.stages import Workbench
 from jaxpipe.planning.suggest import Suggestion, Suggestions
 from jaxpipe.planning.targets import target_json
 from jaxpipe.planning.tune import Tried, Tuned
-from jaxpipe.wording import aligned, format_bytes, format_seconds
+from jaxpipe.text import aligned, format_bytes, format_seconds
 
 _KINDS: tuple[Kind, ...] = ("parameters", "gradients", "optimizer", "residuals", "boundaries", "temporaries")
 _SHOWN = 8

@@ -20,10 +20,10 @@ from jaxpipe.schedule import FAMILIES, Placement
 from jaxpipe.schedule.families import VOCABULARY_FAMILIES, Family
 from jaxpipe.schedule.placement import one_to_one, placement_named, with_vocabulary
 from jaxpipe.schedule.search_orders import cheap_first
+from jaxpipe.text import closest, divisors_of
 from jaxpipe.train.assemble import barriers
 from jaxpipe.train.config import TrainConfig
 from jaxpipe.train.settings.sections import TraverseConfig
-from jaxpipe.wording import closest, divisors_of
 
 Settings = Mapping[str, Any]
 """Values by dotted key, as overrides of a config give them."""

@@ -25,8 +25,8 @@ from types import MappingProxyType
 from typing import Annotated, Any
 
 from jaxpipe.errors import ConfigError
+from jaxpipe.text import closest
 from jaxpipe.train.settings.typed import Collected, not_empty, positive, read_mapping, within
-from jaxpipe.wording import closest
 
 _GB = 1e9
 _TFLOP = 1e12

@@ -27,7 +27,7 @@ from jaxpipe.schedule import Action, Braid, Schedule, Slot, check_schedule, op_s
 from jaxpipe.stage.compiled.footprint import device_bytes
 from jaxpipe.stage.functions import SHARED, AnyFunction, Braids, Parts, Port, StageFunctions
 from jaxpipe.stage.model.links import stage_edges
-from jaxpipe.wording import arrows
+from jaxpipe.text import arrows
 
 _READ, _MADE = ("x", "dy", "user"), ("y", "dx", "user")
 """Kinds of ports that read and write what may travel from rank to rank."""

@@ -15,7 +15,7 @@ from jaxpipe.program.ir import Free, Instruction, Offload, Program, Recv, Reload
 from jaxpipe.schedule import Action
 from jaxpipe.stage.compiled.footprint import device_bytes, footprint
 from jaxpipe.stage.functions import Braids, StageFunctions, function_of
-from jaxpipe.wording import format_bytes
+from jaxpipe.text import format_bytes
 
 ADVICE = "use a smaller microbatch, more ranks, recomputation, offload, or a schedule with a lower peak"
 

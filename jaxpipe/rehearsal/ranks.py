@@ -19,10 +19,10 @@ from jaxpipe.rehearsal.report import RankReport, rehearsed_costs
 from jaxpipe.runtime.host_memory import check_host_memory
 from jaxpipe.schedule import CostProfile, HostLink, Link, Timeline, simulate
 from jaxpipe.schedule.json_form import to_costs
+from jaxpipe.text import format_bytes
 from jaxpipe.train.assemble import Progress
 from jaxpipe.train.setup import Prepared, compile_pipeline, offload_options, step_over
 from jaxpipe.train.update.step_memory import resident_avals
-from jaxpipe.wording import format_bytes
 
 _NO_LIMIT_GB = 1e9
 

@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxpipe.errors import RunError, gist
+from jaxpipe.errors import RunError, short_message
 from jaxpipe.mesh import replicated
 from jaxpipe.program.ir import Free, Offload, Program, Recv, Reload, Run, Send, Sync, Value, drops, reads
 from jaxpipe.runtime.offload import Copy, host_copies, wait_for_copies
@@ -374,7 +374,7 @@ class Executor:
 
 
 def _run_error(rank: int, slot: Slot, error: Exception, epilogue: bool = False) -> RunError:
-    return RunError(f"{place_of(rank, slot, 'epilogue after ' * epilogue)} failed: {gist(error)}", str(slot))
+    return RunError(f"{place_of(rank, slot, 'epilogue after ' * epilogue)} failed: {short_message(error)}", str(slot))
 
 
 def place_of(rank: int, slot: Slot, kind: str = "") -> str:

@@ -19,7 +19,7 @@ from jaxpipe.errors import ScheduleError, ScheduleParseError
 from jaxpipe.files import located
 from jaxpipe.schedule.infer import schedule_of
 from jaxpipe.schedule.ir import Action, Braid, Schedule, Slot
-from jaxpipe.wording import clipped
+from jaxpipe.text import truncate
 
 LETTERS = {"F": "F", "I": "B", "W": "W", "B": "BW"}
 _TO_LETTER = {op: letter for letter, op in LETTERS.items()}
@@ -85,7 +85,7 @@ def _slots(cells: list[str], where: str, traffic: Counter[str]) -> Iterator[Slot
             actions = tuple(Action(LETTERS[x[2]], int(x[1]), int(x[3])) for x in parts if x)
             if len(actions) < len(parts) or (braid and len(actions) < 2):
                 raise ScheduleParseError(
-                    f"{where}, cell {column}: {clipped(cell, 40)!r} is not an action; write stage, F, I, W or B, microbatch, "
+                    f"{where}, cell {column}: {truncate(cell, 40)!r} is not an action; write stage, F, I, W or B, microbatch, "
                     "for example 0F1, or two of them as one slot, (0F1;1B0)OVERLAP_F_B (PyTorch's format)"
                 )
             yield Braid(actions) if braid else actions[0]

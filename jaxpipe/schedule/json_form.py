@@ -22,7 +22,7 @@ from jaxpipe.schedule.ir import Action, Braid, Schedule, Slot
 from jaxpipe.schedule.placement import Placement
 from jaxpipe.schedule.text import parse_slot
 from jaxpipe.schedule.timeline import Event, MemoryCurve, Timeline
-from jaxpipe.wording import clipped, closest
+from jaxpipe.text import closest, truncate
 
 Json = dict[str, Any]
 T = TypeVar("T")
@@ -265,7 +265,7 @@ def _table(data: object, where: str) -> tuple[tuple[str, tuple[float, ...]], ...
 
 
 def _shown(data: object) -> str:
-    return "an object" if isinstance(data, dict) else "a list" if isinstance(data, list) else clipped(repr(data), 40)
+    return "an object" if isinstance(data, dict) else "a list" if isinstance(data, list) else truncate(repr(data), 40)
 
 
 _READERS: Mapping[Any, Callable[[object, str], Any]] = {

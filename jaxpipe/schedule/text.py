@@ -32,7 +32,7 @@ from jaxpipe.files import located
 from jaxpipe.schedule.infer import MAX_STAGES, schedule_of
 from jaxpipe.schedule.ir import FIRST_LINE, Action, Braid, Row, Schedule, Slot, is_op, registered_ops
 from jaxpipe.schedule.placement import CONSTRUCTORS, Edges, Placement, chain
-from jaxpipe.wording import clipped, closest
+from jaxpipe.text import closest, truncate
 
 _FEW_STAGES = 10_000  # up to which a placement may have more stages than the rows have actions
 
@@ -82,7 +82,7 @@ def _suggestion(word: str, names: Iterable[str]) -> str:
 
 
 def _clip(text: str) -> str:
-    return clipped(text, _EXCERPT)
+    return truncate(text, _EXCERPT)
 
 
 # Placements.

@@ -20,12 +20,12 @@ import jax
 import jax.numpy as jnp
 
 from jaxpipe._jax_compat import eval_jaxpr
-from jaxpipe.errors import JaxpipeError, StageError, gist
+from jaxpipe.errors import JaxpipeError, StageError, short_message
 from jaxpipe.mesh import AnyMesh, replicated
 from jaxpipe.stage.compiled.compile import compiled
 from jaxpipe.stage.flops import jaxpr_flops
 from jaxpipe.stage.functions import IN_PLACE, Port, PortKind, StageFunction, StageFunctions
-from jaxpipe.wording import closest
+from jaxpipe.text import closest
 
 Build = Callable[[StageFunctions, AnyMesh], StageFunction]
 """Makes the function of an op for one stage on the devices of one rank."""
@@ -71,7 +71,7 @@ def with_instructions(stage: StageFunctions, ops: Iterable[str], mesh: AnyMesh) 
         except JaxpipeError:
             raise
         except Exception as error:
-            raise StageError(f"{where}: building it failed: {gist(error)}") from error
+            raise StageError(f"{where}: building it failed: {short_message(error)}") from error
         if not isinstance(function, StageFunction) or function.op != op:
             got = (
                 f"the function of op {function.op!r}"

@@ -46,10 +46,10 @@ from jaxpipe.stage.identity import Same
 from jaxpipe.stage.model.layer import Model, taken_by
 from jaxpipe.stage.model.plan import LayerCosts, StagePlan, analytic_layer_costs, cut, cut_at, cut_edges, plan_stages
 from jaxpipe.stage.model.vocabulary import SpreadModel, spread
+from jaxpipe.text import arrows
 from jaxpipe.train.own_schedules import made_by_function, towers_of, traversed
 from jaxpipe.train.settings.rules import joint_problem
 from jaxpipe.train.settings.sections import PipelineConfig
-from jaxpipe.wording import arrows
 
 Progress = Callable[[str], None]
 Planner = Callable[..., StagePlan]

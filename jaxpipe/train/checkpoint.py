@@ -31,6 +31,7 @@ from typing import Any, TypeAlias
 from jaxpipe.errors import CheckpointError
 from jaxpipe.files import Closing, check_local
 from jaxpipe.runtime.processes import Alone, Processes
+from jaxpipe.text import format_bytes
 from jaxpipe.train.checkpoints import directory as shelf
 from jaxpipe.train.checkpoints import format as form
 from jaxpipe.train.checkpoints import tree
@@ -39,7 +40,6 @@ from jaxpipe.train.checkpoints.load import find, load_group, load_params, pick, 
 from jaxpipe.train.checkpoints.manifest import GROUPS, NEEDED, strict_json
 from jaxpipe.train.checkpoints.together import newest_intact, together
 from jaxpipe.train.checkpoints.tree import Placement, PyTree, Snapshot
-from jaxpipe.wording import format_bytes
 
 __all__ = ["Checkpoint", "CheckpointStore", "Intact", "find", "load_params", "read_manifest"]
 

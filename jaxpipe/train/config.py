@@ -23,12 +23,12 @@ from jaxpipe.errors import ConfigError, ScheduleError
 from jaxpipe.schedule import read_schedule
 from jaxpipe.schedule.families import FAMILIES
 from jaxpipe.schedule.files import SUFFIXES
+from jaxpipe.text import aligned
 from jaxpipe.train.settings import typed as settings
 from jaxpipe.train.settings.retired import Accepted, modernize
 from jaxpipe.train.settings.rules import broken_rules
 from jaxpipe.train.settings.sections import PipelineConfig, Sections
 from jaxpipe.train.settings.typed import Collected
-from jaxpipe.wording import aligned
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Literal
 
-from jaxpipe.errors import ConfigError, JaxpipeError, RunError, gist
-from jaxpipe.wording import format_bytes
+from jaxpipe.errors import ConfigError, JaxpipeError, RunError, short_message
+from jaxpipe.text import format_bytes
 
 if TYPE_CHECKING:
     import jax
@@ -163,7 +163,7 @@ def device_errors(doing: str, memory: Callable[[], MemoryReport] | None = None) 
     except Exception as error:
         if not of_device(error):
             raise
-        raise RunError(f"{doing}: a device failed: {gist(error)}{memory_advice(error, memory)}") from error
+        raise RunError(f"{doing}: a device failed: {short_message(error)}{memory_advice(error, memory)}") from error
 
 
 def of_device(error: Exception) -> bool:

@@ -26,7 +26,7 @@ import jax
 import numpy as np
 
 from jaxpipe.cost import with_measured_times
-from jaxpipe.errors import CheckpointError, DataError, JaxpipeError, NotFiniteError, RunError, gist
+from jaxpipe.errors import CheckpointError, DataError, JaxpipeError, NotFiniteError, RunError, short_message
 from jaxpipe.plot import plot_timelines
 from jaxpipe.runtime.executor import place_of
 from jaxpipe.runtime.lines import Place, Standing
@@ -495,7 +495,7 @@ class _Run:
 
     def _failed(self, error: Exception) -> RunError:
         """What went wrong, and what is left. An error of a device may turn up only where a later step needs its result."""
-        what = str(error) if isinstance(error, RunError) else f"a device failed: {gist(error)}"
+        what = str(error) if isinstance(error, RunError) else f"a device failed: {short_message(error)}"
         try:
             if self.pending is not None:
                 with self.watchdog.watch(self.pending[0]):
@@ -564,7 +564,7 @@ class _Run:
         try:
             yield
         except Exception as error:
-            self.line.note(f"warning: {what} can't be written: {gist(error)}; the run goes on without")
+            self.line.note(f"warning: {what} can't be written: {short_message(error)}; the run goes on without")
 
     def _draw(self) -> None:
         """The last recorded step under what its own mean action times predict: one scale, also where devices share cores."""

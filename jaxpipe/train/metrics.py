@@ -19,7 +19,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from jaxpipe.errors import DataError, gist
+from jaxpipe.errors import DataError, short_message
 from jaxpipe.files import Closing, no_constant
 from jaxpipe.train.run.trackers import Tracker
 
@@ -113,7 +113,7 @@ class MetricsLog(Closing):
                 yield
         except Exception as error:  # whatever another package raises
             self._trackers.pop(name, None)
-            self._warn(f"warning: tracker {name} failed: {gist(error)}; training goes on without it")
+            self._warn(f"warning: tracker {name} failed: {short_message(error)}; training goes on without it")
 
     def _complain(self, error: OSError) -> None:
         if not self._warned:

@@ -37,10 +37,10 @@ from jaxpipe.schedule.passes.backwards import backwards_like, fused_backwards
 from jaxpipe.schedule.solve import Options, SolveTask
 from jaxpipe.schedule.solve.solver import BackgroundSolve, Failed, Finished, Found
 from jaxpipe.schedule.tolerance import TIME
+from jaxpipe.text import format_seconds
 from jaxpipe.train.config import TrainConfig
 from jaxpipe.train.interchange import offloads, takes_time, why_not
 from jaxpipe.train.metrics import format_gain
-from jaxpipe.wording import format_seconds
 
 Seconds = Mapping[tuple[str, int], float]
 """Mean seconds by (op, stage)."""

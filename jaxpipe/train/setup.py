@@ -25,6 +25,7 @@ from jaxpipe.schedule.tolerance import at_most
 from jaxpipe.stage.model.layer import Model
 from jaxpipe.stage.model.plan import StagePlan, analytic_layer_costs
 from jaxpipe.stage.model.reference import resolve_model
+from jaxpipe.text import format_bytes
 from jaxpipe.train.assemble import Progress, assemble, choose, spread_over, stage_planner
 from jaxpipe.train.checkpoints.stored import model_digest
 from jaxpipe.train.config import TrainConfig
@@ -44,7 +45,6 @@ from jaxpipe.train.update.decay import DecayRule, decay_mask, decay_remark
 from jaxpipe.train.update.muon import Muon, described, matrices_of
 from jaxpipe.train.update.optimizer import adamw, learning_rate, lion
 from jaxpipe.train.which_model import provenance
-from jaxpipe.wording import format_bytes
 
 
 @dataclass(frozen=True)

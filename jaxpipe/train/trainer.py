@@ -40,6 +40,7 @@ from jaxpipe.stage.model.params import by_path, nested
 from jaxpipe.stage.model.plan import StagePlan, param_avals
 from jaxpipe.stage.model.reference import init_params
 from jaxpipe.stage.model.vocabulary import SpreadModel
+from jaxpipe.text import format_bytes, format_count
 from jaxpipe.train.assemble import (
     assemble,
     build_schedule,
@@ -72,7 +73,6 @@ from jaxpipe.train.state import StepMetrics, TrainState
 from jaxpipe.train.step import TrainStep
 from jaxpipe.train.update.optimizer import ema_of, with_ema
 from jaxpipe.train.which_model import not_compared
-from jaxpipe.wording import format_bytes, format_count
 
 
 class Trainer(Closing):

@@ -24,11 +24,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxpipe.errors import ConfigError, DataError, JaxpipeError
+from jaxpipe.text import format_bytes, format_count, format_seconds
 from jaxpipe.train.metrics import MetricsLog, read_metrics
 from jaxpipe.train.run import trackers
 from jaxpipe.train.run.progress import LiveLine, ProgressStream
 from jaxpipe.train.run.trackers import find_trackers
-from jaxpipe.wording import format_bytes, format_count, format_seconds
 
 
 def refusal(kind: type[JaxpipeError], call: Any, *args: Any, **kwargs: Any) -> str:

@@ -24,7 +24,15 @@ import pytest
 from jaxpipe.cli import main
 from jaxpipe.cli.exit_codes import EXIT_CODES
 from jaxpipe.cost.memory import KINDS, MemoryReport, RankMemory
-from jaxpipe.errors import CheckpointError, ConfigError, DataError, JaxpipeError, NotFiniteError, RunError, gist
+from jaxpipe.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    JaxpipeError,
+    NotFiniteError,
+    RunError,
+    short_message,
+)
 from jaxpipe.schedule import generate
 from jaxpipe.train.checkpoint import CheckpointStore
 from jaxpipe.train.checkpoints import format as checkpoint_format
@@ -474,16 +482,18 @@ def test_an_error_of_a_device_keeps_its_cause_and_advice(
 def test_the_gist_of_long_messages() -> None:
     frames = "".join(f'  File "/a/very/long/path/{n}.py", line {n}, in call\n' for n in range(40))
     callback = f"INTERNAL: CpuCallback error calling callback: Traceback (most recent call last):\n{frames}ValueError: no\nluck"
-    assert gist(RuntimeError(callback)) == "ValueError: no luck"
+    assert short_message(RuntimeError(callback)) == "ValueError: no luck"
     memory_map = (
         "RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.\n" + "  buffer 1: 3 bytes\n" * 99 + "see the log"
     )
-    assert gist(RuntimeError(memory_map)) == "RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes. … see the log"
-    assert gist(RuntimeError("a\nshort one")) == "a short one"
+    assert (
+        short_message(RuntimeError(memory_map)) == "RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes. … see the log"
+    )
+    assert short_message(RuntimeError("a\nshort one")) == "a short one"
     nested = "INTERNAL: " + "Error dispatching computation: " * 9 + "Error while transferring: Connection closed"
-    assert gist(RuntimeError(nested)) == "INTERNAL: Connection closed"
-    assert gist(ValueError()) == "ValueError"
-    assert len(gist(RuntimeError("x" * 999))) == 250
+    assert short_message(RuntimeError(nested)) == "INTERNAL: Connection closed"
+    assert short_message(ValueError()) == "ValueError"
+    assert len(short_message(RuntimeError("x" * 999))) == 250
 
 
 def _report(**kinds: int) -> MemoryReport:

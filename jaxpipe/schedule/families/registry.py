@@ -29,7 +29,7 @@ from jaxpipe.schedule.families.family import (
 from jaxpipe.schedule.ir import Schedule
 from jaxpipe.schedule.lanes import collectives_exposed
 from jaxpipe.schedule.retime import Objective
-from jaxpipe.wording import closest
+from jaxpipe.text import closest
 
 
 def found_here() -> frozenset[str]:

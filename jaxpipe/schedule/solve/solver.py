@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
-from jaxpipe.errors import ScheduleError, gist
+from jaxpipe.errors import ScheduleError, short_message
 from jaxpipe.schedule.bounds import lower_bound, span_lower_bound
 from jaxpipe.schedule.check import check_schedule
 from jaxpipe.schedule.ir import Schedule
@@ -53,7 +53,7 @@ from jaxpipe.schedule.solve.pool import COMMAND, WorkerPool
 from jaxpipe.schedule.solve.task import OnProgress, Options, Progress, Solution, SolveTask, count_offloads
 from jaxpipe.schedule.timeline import Timeline
 from jaxpipe.schedule.tolerance import MEMORY, at_most, nine_digits
-from jaxpipe.wording import clipped
+from jaxpipe.text import truncate
 
 _EXACT_ACTIONS = (320, 800)
 """Up to which the exact model gets most of the time, and any: 192 actions (p=4, m=16) are proved in 0.4 s, 384 (p=8, m=16) in
@@ -576,7 +576,7 @@ class Solve(Job):
         try:
             tell(None, "", solve(task, self.options, better).lower_bound)
         except ScheduleError as error:
-            tell(None, gist(error))
+            tell(None, short_message(error))
 
 
 class BackgroundSolve:
@@ -598,13 +598,13 @@ class BackgroundSolve:
                 if answer.gone:
                     return [*answers, Failed(answer.gone)]
                 if answer.error:
-                    return [*answers, Failed(f"failed ({clipped(' '.join(answer.error.split()), _LONGEST)})")]
+                    return [*answers, Failed(f"failed ({truncate(' '.join(answer.error.split()), _LONGEST)})")]
                 if answer.schedule is not None:
                     answers.append(Found(answer.schedule, answer.source))
                 elif not answer.done:
                     return [*answers, Finished(answer.bound, answer.source)]
         except Exception as error:  # whatever it wrote
-            answers.append(Failed(f"wrote what is no answer ({type(error).__name__}: {gist(error)})"))
+            answers.append(Failed(f"wrote what is no answer ({type(error).__name__}: {short_message(error)})"))
         return answers
 
     def close(self) -> None:

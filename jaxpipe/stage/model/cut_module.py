@@ -31,7 +31,7 @@ from jaxpipe.stage.model.layer import Layer, LayerContext, Model, Params, Path
 from jaxpipe.stage.model.outline import Outline, Wire
 from jaxpipe.stage.model.params import nested, required_leaf
 from jaxpipe.stage.model.wiring import TRAIN, CuttableModule, Home, Tracing, Wiring, structure_key
-from jaxpipe.wording import closest
+from jaxpipe.text import closest
 
 
 @dataclass(frozen=True, slots=True, repr=False)

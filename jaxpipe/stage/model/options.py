@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpipe.errors import ConfigError
-from jaxpipe.wording import closest, divisors_of
+from jaxpipe.text import closest, divisors_of
 
 T = TypeVar("T")
 

@@ -30,7 +30,7 @@ from jaxpipe.stage.leaves import array_leaves, fill
 from jaxpipe.stage.model.layer import Layer, LayerContext, Model, Path, every_init_avals, given_to, key_aval, taken_by
 from jaxpipe.stage.model.params import leaves_of, with_tied_leaves
 from jaxpipe.stage.model.reference import calling
-from jaxpipe.wording import aligned, arrows
+from jaxpipe.text import aligned, arrows
 
 _MOST_DIVISIONS = 20_000
 """Of stages among branches, that are tried."""

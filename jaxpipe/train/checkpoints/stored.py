@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from jaxpipe.errors import CheckpointError, JaxpipeError, StageError, gist
+from jaxpipe.errors import CheckpointError, JaxpipeError, StageError, short_message
 from jaxpipe.stage.identity import program_digest
 from jaxpipe.stage.model.layer import Layer, Model
 from jaxpipe.stage.model.params import trained_params
@@ -57,7 +57,9 @@ def model_digest(model: Model, *, training: bool = True) -> dict[str, str]:
     except JaxpipeError:
         raise
     except Exception as error:
-        raise StageError(f"model {model.name} can't be traced: {type(error).__name__}: {gist(error)}") from error
+        raise StageError(
+            f"model {model.name} can't be traced: {type(error).__name__}: {short_message(error)}"
+        ) from error
 
 
 def _digests(model: Model, training: bool) -> dict[str, str]:

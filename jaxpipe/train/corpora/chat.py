@@ -23,8 +23,8 @@ from typing import Any
 
 from jaxpipe.errors import DataError
 from jaxpipe.interop.folder import read_json
+from jaxpipe.text import truncate
 from jaxpipe.train.corpora.documents import BadRecordError, kind_of, package, text_in, without_nulls
-from jaxpipe.wording import clipped
 
 Messages = Sequence[Mapping[str, Any]]
 Tools = Sequence[Any] | None
@@ -90,10 +90,10 @@ class _Chat:
         try:
             text: str = self.template.jinja.render(messages=messages, add_generation_prompt=prompt, **names)
         except package("jinja2", Path(self.path)).TemplateError as error:
-            raise BadRecordError(f"{self.path}: {clipped(' '.join(str(error).split()), 300)}") from None
+            raise BadRecordError(f"{self.path}: {truncate(' '.join(str(error).split()), 300)}") from None
         except Exception as error:  # whatever expressions of the template raise
             why = f"{type(error).__name__}: {' '.join(str(error).split())}"
-            raise BadRecordError(f"{self.path}: {clipped(why, 300)}") from None
+            raise BadRecordError(f"{self.path}: {truncate(why, 300)}") from None
         return text
 
     def unknown(self, k: int) -> BadRecordError:
@@ -245,7 +245,7 @@ def find_template(tokenizer: str, spec: str, date: str = "auto") -> ChatTemplate
             datetime.strptime(date, "%Y-%m-%d")
         except ValueError:
             raise DataError(
-                f"data.chat_date is {clipped(date, 40)!r}, expected auto or a date such as {DATE}"
+                f"data.chat_date is {truncate(date, 40)!r}, expected auto or a date such as {DATE}"
             ) from None
     names = ("bos_token", "eos_token", "pad_token", "unk_token")
     given = {name: settings.get(name) for name in names}
@@ -255,7 +255,7 @@ def find_template(tokenizer: str, spec: str, date: str = "auto") -> ChatTemplate
     try:
         _compiled(template.source, template.path)
     except jinja2.TemplateError as error:
-        raise DataError(f"{path}: no Jinja template ({clipped(' '.join(str(error).split()), 160)})") from None
+        raise DataError(f"{path}: no Jinja template ({truncate(' '.join(str(error).split()), 160)})") from None
     return template
 
 

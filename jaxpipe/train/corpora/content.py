@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal, TypeAlias, cast
 
 from jaxpipe.errors import DataError
-from jaxpipe.wording import clipped
+from jaxpipe.text import truncate
 
 Form: TypeAlias = Literal["text", "raw", "lines", "list", "rows", "npy", "npz"]
 """``text``: a file that is one document, or can't be read; ``raw``: one that ``data.format`` calls text, so JSON is text too;
@@ -292,4 +292,4 @@ def reading(path: Path) -> Iterator[None]:
             raise DataError(f"data {path}: can't be read ({error.strerror})") from None
         raise DataError(f"data {path}: damaged ({' '.join(str(error).split())})") from None
     except Exception as error:  # of gzip, zlib, zstandard and pyarrow
-        raise DataError(f"data {path}: damaged ({clipped(' '.join(str(error).split()), 160)})") from None
+        raise DataError(f"data {path}: damaged ({truncate(' '.join(str(error).split()), 160)})") from None

@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 
 from jaxpipe.errors import DataError
 from jaxpipe.files import check_local, hub_advice
+from jaxpipe.text import truncate
 from jaxpipe.train.corpora.content import (
     RECORD_FORMS,
     TEXT_SUFFIXES,
@@ -36,7 +37,6 @@ from jaxpipe.train.corpora.content import (
 from jaxpipe.train.corpora.content import (
     package as package,
 )
-from jaxpipe.wording import clipped
 
 T = TypeVar("T")
 SUFFIXES = (*TEXT_SUFFIXES, ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
@@ -161,10 +161,10 @@ def _counted(left_out: Mapping[Path, str]) -> str:
     if not left_out:
         return ""
     reasons = [reason for reason, _ in Counter(left_out.values()).most_common()]
-    listed = ", ".join(clipped(ascii(r)[1:-1], 40) for r in reasons[:_MOST_REASONS]) + ", …" * (
+    listed = ", ".join(truncate(ascii(r)[1:-1], 40) for r in reasons[:_MOST_REASONS]) + ", …" * (
         len(reasons) > _MOST_REASONS
     )
-    first = clipped(ascii(str(next(iter(left_out))))[1:-1], 100)
+    first = truncate(ascii(str(next(iter(left_out))))[1:-1], 100)
     return f"left out: {len(left_out):,} file{'s' * (len(left_out) > 1)} ({listed}; first: {first})"
 
 
@@ -258,7 +258,7 @@ def _field(record: Any, field: str) -> Any:
     if not isinstance(record, dict):
         raise BadRecordError(f'{kind_of(record)}, expected an object such as {{"{field}": …}}')
     if field not in record:
-        has = clipped(", ".join(record), 100)
+        has = truncate(", ".join(record), 100)
         raise BadRecordError(f"no field {field!r}{f' (it has {has})' if has else ''}; set data.field")
     return record[field]
 
@@ -269,7 +269,7 @@ def _wrong(error: Exception) -> str:
     if isinstance(error, UnicodeDecodeError):
         return f"not UTF-8 (byte 0x{error.object[error.start]:02x} at {error.start})"
     why = f"{error.msg} at character {error.pos}" if isinstance(error, json.JSONDecodeError) else str(error)
-    return f"not JSON ({clipped(why, 120)})"
+    return f"not JSON ({truncate(why, 120)})"
 
 
 def _size(path: Path) -> int:
@@ -366,7 +366,7 @@ def _rows(path: Path, group: int, field: str, beside: str) -> Iterator[list[Any]
         file = _parquet(path)
         there = file.schema_arrow.names
         if field not in there:
-            has = clipped(", ".join(there), 100)
+            has = truncate(", ".join(there), 100)
             raise DataError(f"data {path}: no column {field!r} (it has {has}); set data.field")
         names = [field, *([beside] if beside else [])]
         for batch in file.iter_batches(batch_size=_ROWS, row_groups=[group], columns=[n for n in names if n in there]):

@@ -36,12 +36,12 @@ from jaxpipe.errors import DataError
 from jaxpipe.files import check_local, write_atomically
 from jaxpipe.interop.tokenizer import FILES, JSON, TEMPLATE, copy_files
 from jaxpipe.interrupts import starting_children
+from jaxpipe.text import format_bytes
 from jaxpipe.train.corpora.content import reading as readable
 from jaxpipe.train.corpora.documents import PIECE_BYTES, Piece, files_at, formed, pieces
 from jaxpipe.train.corpora.encoding import Encoder, Reading
 from jaxpipe.train.corpora.store import ANSWERS, EDGES, IDS, JOURNAL, MANIFEST, SIZES, Part, Store, digest, sizes_digest
 from jaxpipe.train.corpora.tokenizers import Tokenizer
-from jaxpipe.wording import format_bytes
 
 _PIECES = ".pieces-"
 _OURS = (IDS, EDGES, ANSWERS, SIZES, JOURNAL, *FILES)

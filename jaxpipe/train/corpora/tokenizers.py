@@ -31,9 +31,9 @@ from jaxpipe.files import check_local, hub_advice, read_file
 from jaxpipe.interop.folder import CONFIG, read_json
 from jaxpipe.interop.tokenizer import GENERATION, SETTINGS, TOKENS_MAP
 from jaxpipe.interop.tokenizer import JSON as JSON
+from jaxpipe.text import truncate
 from jaxpipe.train.corpora.documents import package
 from jaxpipe.train.corpora.tokenizer_json import TokenizerJson, check_survives
-from jaxpipe.wording import clipped
 
 Ids = npt.NDArray[Any]  # 1-D, integer
 _OLD_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<|end▁of▁sentence|>")
@@ -232,7 +232,7 @@ class HFTokenizer(Tokenizer):
         except (MemoryError, KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:
-            reason = clipped(" ".join(str(error).split()), 160)
+            reason = truncate(" ".join(str(error).split()), 160)
             raise DataError(f"tokenizer {self.name}: {what} ({reason}); use another, or mend the file") from None
 
     def encode(self, text: str) -> Ids:
@@ -272,7 +272,7 @@ class HFTokenizer(Tokenizer):
             raise DataError(
                 f"tokenizer {self.name}: the text is not valid UTF-8 ({_surrogate_place(text, error)})"
             ) from None
-        with self._refusing(f"can't encode {clipped(text, 40)!r}"):
+        with self._refusing(f"can't encode {truncate(text, 40)!r}"):
             return self._backend.encode(text, add_special_tokens=False)
 
     def _ids(self, encoding: Any) -> Ids:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TextIO
 
-from jaxpipe.wording import format_bytes, format_count, format_seconds
+from jaxpipe.text import format_bytes, format_count, format_seconds
 
 
 class ProgressStream:

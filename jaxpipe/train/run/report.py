@@ -11,9 +11,9 @@ from typing import Any
 from jaxpipe.cost import StageMeasurements
 from jaxpipe.schedule import CostProfile
 from jaxpipe.schedule.json_form import to_costs
+from jaxpipe.text import aligned, format_bytes, format_count, format_seconds
 from jaxpipe.train.corpora.ngram import Score
 from jaxpipe.train.metrics import format_gain, plain
-from jaxpipe.wording import aligned, format_bytes, format_count, format_seconds
 
 _NAN = float("nan")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import jax
 
-from jaxpipe.errors import gist
+from jaxpipe.errors import short_message
 
 
 class TraceWindow:
@@ -41,7 +41,7 @@ class TraceWindow:
         except Exception as error:
             self._first, self._last = 0, -1
             self._warn(
-                f"warning: the trace of run.profile_steps can't be written: {gist(error)}; the run goes on without"
+                f"warning: the trace of run.profile_steps can't be written: {short_message(error)}; the run goes on without"
             )
             return False
         return True

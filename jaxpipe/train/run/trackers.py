@@ -16,7 +16,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, Protocol
 
-from jaxpipe.errors import ConfigError, gist
+from jaxpipe.errors import ConfigError, short_message
 
 GROUP = "jaxpipe.trackers"
 
@@ -63,7 +63,7 @@ def _find(name: str) -> TrackerFactory:
         made: TrackerFactory = installed[name].load()
     except Exception as error:
         raise ConfigError(
-            f"run.trackers names {name}, which can't be loaded: {gist(error)}; mend it or leave it out"
+            f"run.trackers names {name}, which can't be loaded: {short_message(error)}; mend it or leave it out"
         ) from error
     return made
 

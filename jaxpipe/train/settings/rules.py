@@ -11,9 +11,9 @@ from dataclasses import fields
 
 from jaxpipe.errors import ConfigError, ScheduleError
 from jaxpipe.schedule.families import FAMILIES
+from jaxpipe.text import divisors_of
 from jaxpipe.train.own_schedules import rules_of, towers_of
 from jaxpipe.train.settings.sections import DataConfig, PipelineConfig, Sections, TraverseConfig, names_function
-from jaxpipe.wording import divisors_of
 
 _MOST_PAIRS = 500_000  # of stages and microbatches in a schedule
 _Rule = Callable[[Sections], Iterator[str]]

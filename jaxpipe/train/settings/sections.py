@@ -19,9 +19,9 @@ from typing import Annotated, Any, Literal
 from jaxpipe.files import not_url
 from jaxpipe.schedule.families import FAMILIES, VOCABULARY_FAMILIES
 from jaxpipe.stage.split.policies import POLICIES
+from jaxpipe.text import nearest
 from jaxpipe.train.corpora.documents import SUFFIXES
 from jaxpipe.train.settings.typed import Section, in_float32, not_empty, positive, within
-from jaxpipe.wording import nearest
 
 _SCHEDULE_FILES = (".sched", ".json", ".csv")
 _FUNCTION = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")

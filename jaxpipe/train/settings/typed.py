@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, Union, get_a
 
 from jaxpipe.errors import ConfigError
 from jaxpipe.files import read_file, unique_keys
-from jaxpipe.wording import clipped, nearest
+from jaxpipe.text import nearest, truncate
 
 Hint = Any  # a type annotation
 Test = Callable[[Any], str]  # what is wrong with a value, such as "must be at least 1"; empty: nothing
@@ -81,7 +81,7 @@ class _MisfitError(Exception):
 def _refuse(key: str, value: Any, wrong: str) -> None:
     """Raises ConfigError if anything is ``wrong`` with a value."""
     if wrong:
-        raise ConfigError(f"{clipped(key, _SHOWN)} is {_shown(value)}, {wrong}")
+        raise ConfigError(f"{truncate(key, _SHOWN)} is {_shown(value)}, {wrong}")
 
 
 def fit(value: Any, hint: Hint, key: str, *, text: bool = False) -> Any:
@@ -209,7 +209,7 @@ def _unstorable(value: Any, levels: int = _DEEPEST) -> str:
 
 def _shown(value: Any) -> str:
     try:
-        return clipped(json.dumps(value, ensure_ascii=False, default=repr), _SHOWN)
+        return truncate(json.dumps(value, ensure_ascii=False, default=repr), _SHOWN)
     except (RecursionError, ValueError):  # nested too deeply, more digits than Python prints
         return "a value too long to print"
 
@@ -350,7 +350,7 @@ class Collected:
 
     def add_override(self, override: str) -> None:
         """Check one ``section.key=value``; ``section.table.name=value`` sets inside an open table."""
-        place = f"override {clipped(override, _SHOWN)!r}"
+        place = f"override {truncate(override, _SHOWN)!r}"
         key, equals, text = override.partition("=")
         key = key.strip()
         section, *path = key.split(".")
@@ -421,7 +421,7 @@ def decode(record: type[_T], table: Mapping[str, Any], prefix: str = "") -> _T:
 def _with_nested(table: Mapping[str, Any], path: Sequence[str], value: Any) -> dict[str, Any]:
     """``table`` with ``value`` at ``path``; tables on the way are made, other values there are replaced."""
     if len(path) > _DEEPEST:
-        raise ConfigError(f"{clipped('.'.join(path), _SHOWN)} is nested more than {_DEEPEST} levels deep")
+        raise ConfigError(f"{truncate('.'.join(path), _SHOWN)} is nested more than {_DEEPEST} levels deep")
     head, rest = path[0], path[1:]
     inner = table.get(head)
     new = _with_nested(inner if isinstance(inner, Mapping) else {}, rest, value) if rest else value

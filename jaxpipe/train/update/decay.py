@@ -17,7 +17,7 @@ import jax
 
 from jaxpipe.stage.model.layer import Layer, Model, Path, every_init_avals
 from jaxpipe.stage.model.params import Place, is_trained, named_leaves
-from jaxpipe.wording import format_count
+from jaxpipe.text import format_count
 
 DecayRule = Literal["role", "axes"]
 """By what parameters are chosen; ``axes``: those of two axes and more."""

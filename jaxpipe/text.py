@@ -1,4 +1,4 @@
-"""Words that messages share: the nearest known name, bytes, seconds, counts. Imports nothing of ours."""
+"""Text that messages share: the nearest known name, bytes, seconds, counts. Imports nothing of ours."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def divisors_of(number: int) -> list[int]:
     return sorted({d for k in range(1, math.isqrt(number) + 1) if number % k == 0 for d in (k, number // k)})
 
 
-def clipped(text: str, most: int) -> str:
+def truncate(text: str, most: int) -> str:
     """Return ``text``, or its first ``most`` - 1 characters and …."""
     return text if len(text) <= most else text[: most - 1].rstrip() + "…"
 

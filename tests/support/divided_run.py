@@ -121,6 +121,7 @@ def trained(processes: Processes, *, overrides: list[str], finds: list[str]) -> 
     from jaxpipe.train.config import load_config
     from jaxpipe.train.loop import train
     from jaxpipe.train.run import run_directory
+    from tests.support.train_runs import equal_seconds
 
     class Finds:
         def __init__(self, task: Any, options: Any) -> None:
@@ -144,6 +145,7 @@ def trained(processes: Processes, *, overrides: list[str], finds: list[str]) -> 
 
     pipeline.lower = lower  # type: ignore[assignment]
     replan.BackgroundSolve = Finds  # type: ignore[assignment, misc]
+    replan.seconds_by_op = equal_seconds
     replan.Replanner.gains = property(lambda self: (0.0, -1.0) if self._before else (math.nan,) * 2)  # type: ignore[method-assign, assignment]
     run_directory.PICTURES = run_directory.PICTURES[:1]
     printed = io.StringIO()

@@ -67,7 +67,7 @@ def run_data(arguments: argparse.Namespace) -> None:
     else:
         stores = [Store.read(path) for path in paths]
         for store in stores:
-            store.check(whole=True)
+            store.check(every_piece=True)
             if (tokenizer_path := store.folder / JSON).is_file():
                 load_tokenizer(str(tokenizer_path)).check_store(store.folder, store.spec["tokenizer"])
     seconds = time.perf_counter() - started

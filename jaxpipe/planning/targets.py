@@ -218,4 +218,4 @@ def find_target(name_or_path: str) -> Target:
     if base is None:
         target_fields.add_missing(place, "without a base it needs")
     target_fields.refuse()
-    return target_fields.made(Target) if base is None else replace(TARGETS[base], **target_fields.values)
+    return target_fields.build(Target) if base is None else replace(TARGETS[base], **target_fields.values)

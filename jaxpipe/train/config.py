@@ -44,10 +44,10 @@ class TrainConfig(Sections):
     given_keys: frozenset[str] | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        found = Collected(Sections)
-        found.add_table(self.to_dict(), "")
-        found.problems += broken_rules(self, found.bad_keys)
-        found.refuse()
+        parsed = Collected(Sections)
+        parsed.add_table(self.to_dict(), "")
+        parsed.problems += broken_rules(self, parsed.bad_keys)
+        parsed.refuse()
 
     @classmethod
     def from_dict(cls, mapping: Mapping[str, Any], place: str = "config") -> TrainConfig:
@@ -83,13 +83,14 @@ class TrainConfig(Sections):
 
     def changed(self, values: Mapping[str, Any]) -> TrainConfig:
         """This config with these values by dotted key."""
-        found = Collected(Sections)
-        found.values |= {key: attrgetter(key)(self) for key in settings.leaf_hints(Sections)}
+        parsed = Collected(Sections)
+        parsed.values |= {key: attrgetter(key)(self) for key in settings.leaf_hints(Sections)}
         for key, value in values.items():
-            found.add(key, value, "")
-        given = self.given_keys
+            parsed.add(key, value, "")
+        explicit = self.given_keys
         return _checked(
-            found, None if given is None else given.union(settings.full_key(Sections, key) for key in values)
+            parsed,
+            None if explicit is None else explicit.union(settings.full_key(Sections, key) for key in values),
         )
 
     def describe(self) -> str:
@@ -113,7 +114,7 @@ def explain_settings() -> str:
         indent = " " * 4 * len(path)
         if key in hints:
             value = reduce(getitem, path, default[section])
-            lines.append(f"{indent[4:]}{path[-1]} = {_show(value)}   ({settings.wanted(hints[key])})")
+            lines.append(f"{indent[4:]}{path[-1]} = {_show(value)}   ({settings.describe_hint(hints[key])})")
             lines += textwrap.wrap(text, 120, initial_indent=indent, subsequent_indent=indent)
         else:
             lines += ["", f"[{key}]  {text}"] if not path else [f"{path[-1]}   (a table)", f"{indent}{text}"]
@@ -134,8 +135,8 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -
         try:
             os.fsencode(name or "")
         except UnicodeEncodeError:
-            here = f"file names here are {sys.getfilesystemencoding()}: set PYTHONUTF8=1, or use other characters"
-            raise ConfigError(f"{key} is {name!r}, and {here}") from None
+            advice = f"file names here are {sys.getfilesystemencoding()}: set PYTHONUTF8=1, or use other characters"
+            raise ConfigError(f"{key} is {name!r}, and {advice}") from None
     return config
 
 
@@ -143,12 +144,12 @@ def known_settings(stored: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]]
     """The settings of a stored config, which another version may have written, that there are today, by section; and the
     dotted keys of the others. Values are not checked."""
     hints, values = settings.leaf_hints(Accepted), dict(settings.leaves_of(Accepted, stored))
-    known = {key: value for key, value in values.items() if key in hints}
-    modernize(known)
-    if "data.reading.mask" in known and "data.reading.pack" not in known:  # written before there was a choice
-        known["data.reading.pack"] = "windows"
+    current = {key: value for key, value in values.items() if key in hints}
+    modernize(current)
+    if "data.reading.mask" in current and "data.reading.pack" not in current:  # written before there was a choice
+        current["data.reading.pack"] = "windows"
     nested: dict[str, Any] = {}
-    for key, value in known.items():
+    for key, value in current.items():
         *path, leaf = key.split(".")
         reduce(lambda table, name: table.setdefault(name, {}), path, nested)[leaf] = value
     return nested, tuple(sorted(values.keys() - hints.keys()))
@@ -161,34 +162,36 @@ def _config(
     mapping: Mapping[str, Any],
     place: str,
     overrides: Sequence[str] = (),
-    given: frozenset[str] | None = frozenset(),
+    explicit: frozenset[str] | None = frozenset(),
     read_sizes: Callable[[str], Mapping[str, int]] | None = None,
 ) -> TrainConfig:
-    """The config of sections and keys found at ``place``, after overrides. ``given``: the keys that somebody gave, where
+    """The config of sections and keys found at ``place``, after overrides. ``explicit``: the keys that somebody gave, where
     ``mapping`` is of a config, which has all of them; None where that is not known. ``read_sizes``: of a schedule file.
 
     Raises:
         ConfigError: one line with all problems, each with its place.
     """
-    found = Collected(Accepted)
-    found.add_table(mapping, place)
+    parsed = Collected(Accepted)
+    parsed.add_table(mapping, place)
     if place:
-        given = frozenset(found.values)
+        explicit = frozenset(parsed.values)
     for override in overrides:
-        found.add_override(override)
-    modernize(found.values)
-    if "pipeline.schedule" in found.overridden:
-        asked = found.values.get("pipeline.schedule")
+        parsed.add_override(override)
+    modernize(parsed.values)
+    if "pipeline.schedule" in parsed.overridden:
+        schedule = parsed.values.get("pipeline.schedule")
         for name in ("traverse", "towers"):
-            for key in [k for k in found.values if k.startswith(f"pipeline.{name}") and k not in found.overridden]:
-                if name != asked:
-                    del found.values[key]  # rules for the schedule that is not asked for any more
-    if given is not None:
-        given = (given | found.overridden) & found.values.keys()
-        found.values |= {
-            key: size for key, size in _sizes_of(found.values, read_sizes).items() if key not in given | found.bad_keys
+            for key in [k for k in parsed.values if k.startswith(f"pipeline.{name}") and k not in parsed.overridden]:
+                if name != schedule:
+                    del parsed.values[key]  # rules for the schedule that is not asked for any more
+    if explicit is not None:
+        explicit = (explicit | parsed.overridden) & parsed.values.keys()
+        parsed.values |= {
+            key: size
+            for key, size in _sizes_of(parsed.values, read_sizes).items()
+            if key not in explicit | parsed.bad_keys
         }
-    return _checked(found, given)
+    return _checked(parsed, explicit)
 
 
 def _sizes_of(values: Mapping[str, Any], read: Callable[[str], Mapping[str, int]] | None) -> dict[str, int]:
@@ -211,20 +214,20 @@ def _file_sizes(path: str) -> dict[str, int]:
     return sizes | ({"chunks": schedule.num_chunks} if schedule.placement.is_chain else {})
 
 
-def _checked(found: Collected, given: frozenset[str] | None) -> TrainConfig:
-    """The config of what was found. ``given``: the keys that somebody gave.
+def _checked(parsed: Collected, explicit: frozenset[str] | None) -> TrainConfig:
+    """The config of what was found. ``explicit``: the keys that somebody gave.
 
     Raises:
         ConfigError: one line with all problems.
     """
-    sections = found.made(Sections)
-    found.problems += broken_rules(sections, found.bad_keys)
-    found.refuse()
-    made = object.__new__(TrainConfig)  # each value was checked as it was found
+    sections = parsed.build(Sections)
+    parsed.problems += broken_rules(sections, parsed.bad_keys)
+    parsed.refuse()
+    config = object.__new__(TrainConfig)  # each value was checked as it was found
     for name in _SECTIONS:
-        object.__setattr__(made, name, getattr(sections, name))
-    object.__setattr__(made, "given_keys", given)
-    return made
+        object.__setattr__(config, name, getattr(sections, name))
+    object.__setattr__(config, "given_keys", explicit)
+    return config
 
 
 def _show(value: Any) -> str:

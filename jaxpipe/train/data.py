@@ -1,14 +1,15 @@
-"""Training batches in a fixed order, and held-out batches that never change.
+"""Give training batches in a fixed order, and held-out batches that never change.
 
 A :class:`Dataset` is a corpus of tokens (:class:`TokenDataset`: train and held-out spans that share no token) or several arrays
 (:class:`~jaxpipe.train.corpora.arrays.ArrayDataset`). :class:`Batches` numbers the train sequences and gives the batch of any
-step directly: epoch e visits them in the order of a permutation chosen by (seed, e), and step k holds the sequences
-``[k·batch, (k+1)·batch)`` of that endless order. So the position of a run is one integer, and a run resumed on another number
-of ranks, schedule or chunk count sees the same data in the same order.
-A window is ``seq_len + 1`` tokens, the targets being the tokens shifted by one; windows of an epoch overlap by that one
-token only. Up to ``seq_len`` tokens at the end of each span are left out where documents have neither end nor mask; else what
-is left is a window too, filled up with weight 0, and every token is seen once an epoch. With a document mask, windows say which
-document each token is of, and no document's first token is a target. Does not model: packing that cuts no document.
+step directly: epoch e visits them in the order of a permutation chosen by (seed, e), and step k holds the sequences ``[k·batch,
+(k+1)·batch)`` of that endless order. So the position of a run is one integer, and a run resumed on another number of ranks,
+schedule or chunk count sees the same data in the same order.
+
+A window is ``seq_len + 1`` tokens, the targets being the tokens shifted by one; windows of an epoch overlap by that one token
+only. Up to ``seq_len`` tokens at the end of each span are left out where documents have neither end nor mask; else what is left
+is a window too, filled up with weight 0, and every token is seen once an epoch. With a document mask, windows say which
+document each token is of, and no document's first token is a target.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from jaxpipe.train.settings.typed import decode, within
 Batch = dict[str, npt.NDArray[Any]]
 """Arrays by name, sequences along axis 0. Of text: ``tokens``, ``targets`` int32 and ``weights`` float32, [batch, seq_len];
 with a document mask ``segments`` int32, [batch, seq_len]: equal for tokens of one document."""
-Kind = tuple[tuple[int, ...], Any]
+ArraySpec = tuple[tuple[int, ...], Any]
 """Shape, without the axis of sequences, and dtype of an array."""
 Mask = Literal["auto", "causal", "document"]
 Pack = Literal["auto", "whole", "concat", "windows"]
@@ -48,7 +49,7 @@ _CHUNK = 1024  # windows looked at in one go
 
 @dataclass(frozen=True, slots=True)
 class DataState:
-    """Where a run is in its data, for checkpoints: ``position`` sequences were consumed when ``step`` steps were done."""
+    """The place of a run in its data, for checkpoints: ``position`` sequences were consumed when ``step`` steps were done."""
 
     step: Annotated[int, within(0, _MOST_SEQUENCES - 1)]
     position: Annotated[int, within(0, _MOST_SEQUENCES - 1)]
@@ -57,12 +58,12 @@ class DataState:
     fingerprint: str
 
     def to_dict(self) -> dict[str, int | str]:
-        """Plain values that JSON can hold."""
+        """Return plain values that JSON can hold."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, mapping: Mapping[str, Any]) -> DataState:
-        """The state of what :meth:`to_dict` gave.
+        """Restore what :meth:`to_dict` returned.
 
         Raises:
             DataError: keys are missing, unknown, or of the wrong type.
@@ -73,13 +74,13 @@ class DataState:
             raise DataError(f"data state: {error}; the checkpoint is damaged or older") from None
 
 
-class Rows(Protocol):
+class DataRows(Protocol):
     """Sequences of a dataset at one sequence length, by number."""
 
     def __len__(self) -> int: ...
 
     def batch(self, indices: npt.NDArray[np.int64]) -> Batch:
-        """The sequences with these numbers."""
+        """Return the sequences with these numbers."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -97,7 +98,7 @@ class Windows:
 
     @classmethod
     def of(cls, ids: Ids, spans: tuple[Span, ...], seq_len: int, *, partial: bool = False) -> Windows:
-        """``partial``: what is left at the end of a span is a window too."""
+        """Cut spans into windows. ``partial``: what is left at the end of a span is a window too."""
         counts = [(stop - start - 1 + (seq_len - 1 if partial else 0)) // seq_len for start, stop in spans]
         before = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
         return cls(ids, seq_len, np.array(spans, dtype=np.int64).reshape(-1, 2), before)
@@ -106,14 +107,14 @@ class Windows:
         return int(self.before[-1]) if self.numbers is None else len(self.numbers)
 
     def with_targets(self) -> Windows:
-        """Those of these windows in which there is a target."""
+        """Return those of these windows in which there is a target."""
         chunks = (np.arange(at, min(at + _CHUNK, len(self))) for at in range(0, len(self), _CHUNK))
-        found = [chunk[self.batch(chunk)["weights"].any(1)] for chunk in chunks]
-        return replace(self, numbers=np.concatenate([np.zeros(0, np.int64), *found]))
+        kept_chunks = [chunk[self.batch(chunk)["weights"].any(1)] for chunk in chunks]
+        return replace(self, numbers=np.concatenate([np.zeros(0, np.int64), *kept_chunks]))
 
     def batch(self, indices: npt.NDArray[np.int64]) -> Batch:
-        """Windows as ``tokens``, ``targets`` and ``weights``: ones, but zeros beyond the end of a span, for what is no answer,
-        and with a document mask for the first token of a document.
+        """Return windows as ``tokens``, ``targets`` and ``weights``: ones, but zeros beyond the end of a span, for what is no
+        answer, and with a document mask for the first token of a document.
 
         Raises:
             DataError: the file that holds the ids has become shorter.
@@ -124,22 +125,24 @@ class Windows:
         start, stop = self.edges[span].T[..., None]
         positions = start + (indices - self.before[span])[:, None] * self.seq_len + np.arange(self.seq_len + 1)
         real = positions < stop
+        # Beyond the end of a span lies the other part, or the end of the file: zeros stand there.
         positions = np.minimum(positions, stop - 1)
         window = np.where(real, self.ids[positions], 0).astype(np.int32)
         counts = real[:, 1:] if self.answers is None else real[:, 1:] & (self.answers[positions[:, 1:]] > 0)
-        made: Batch = {"tokens": window[:, :-1].copy(), "targets": window[:, 1:].copy()}
+        arrays: Batch = {"tokens": window[:, :-1].copy(), "targets": window[:, 1:].copy()}
         if self.documents is not None:
             document = np.searchsorted(self.documents, positions, side="right")
             counts = counts & (document[:, 1:] == document[:, :-1])
-            made["segments"] = (document - document[:, :1]).astype(np.int32)[:, :-1]
-        return {**made, "weights": counts.astype(np.float32)}
+            # Counted from the first document in the window: equal windows give equal arrays wherever they stand in the corpus.
+            arrays["segments"] = (document - document[:, :1]).astype(np.int32)[:, :-1]
+        return {**arrays, "weights": counts.astype(np.float32)}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batches:
     """Train batches at a fixed seed, batch size and sequence length; see :meth:`Dataset.batches`."""
 
-    rows: Rows
+    rows: DataRows
     seed: int
     batch: int
     seq_len: int
@@ -147,18 +150,18 @@ class Batches:
     origin: tuple[int, int] = (0, 0)  # (step, position) from which steps are counted
 
     def position_at(self, step: int) -> int:
-        """Sequences consumed before ``step``."""
+        """Return the number of sequences consumed before ``step``."""
         first_step, first_position = self.origin
         assert step >= first_step
         return first_position + (step - first_step) * self.batch
 
     def indices_at(self, step: int) -> npt.NDArray[np.int64]:
-        """Numbers of the sequences of ``step``'s batch, int64 ``[batch]``."""
+        """Return the numbers of the sequences of ``step``'s batch, int64 ``[batch]``."""
         positions = self.position_at(step) + np.arange(self.batch, dtype=np.int64)
         return in_epochs(len(self.rows), self.seed, positions)
 
     def batch_at(self, step: int) -> Batch:
-        """The batch of ``step``, arrays ``[batch, …]``.
+        """Return the batch of ``step``, arrays ``[batch, …]``.
 
         Raises:
             DataError: a file that holds the data has become shorter.
@@ -166,11 +169,11 @@ class Batches:
         return self.rows.batch(self.indices_at(step))
 
     def state_at(self, step: int) -> DataState:
-        """What a checkpoint keeps when ``step`` steps are done."""
+        """Return what a checkpoint keeps when ``step`` steps are done."""
         return DataState(step, self.position_at(step), self.seed, self.seq_len, self.fingerprint)
 
     def resumed(self, source: str, state: DataState | None) -> Batches:
-        """These batches from where ``state`` (of a checkpoint) stands.
+        """Return these batches from where ``state`` (of a checkpoint) stands.
 
         Raises:
             DataError: it is of other data, seed or sequence length.
@@ -192,7 +195,7 @@ class Batches:
 
 
 class Stream(Protocol):
-    """Batches in a fixed order, as :class:`Batches` are."""
+    """Batches in a fixed order, such as :class:`Batches`."""
 
     def batch_at(self, step: int) -> Batch:
         """See :meth:`Batches.batch_at`."""
@@ -202,8 +205,11 @@ class Stream(Protocol):
 
 
 class Dataset(Protocol):
-    """``source`` names it in messages; ``fingerprint`` changes when its content or its division does. ``tokenizer``: of its
-    tokens."""
+    """Data split in two: what is trained on, and what is held out.
+
+    ``source`` names it in messages; ``fingerprint`` changes when its content or its division does. ``tokenizer``: of its
+    tokens.
+    """
 
     @property
     def source(self) -> str: ...
@@ -215,20 +221,20 @@ class Dataset(Protocol):
     def fingerprint(self) -> str: ...
 
     def describe(self) -> str:
-        """One line: what it is, and how it is split."""
+        """Return one line: what it is, and how it is split."""
 
     def bytes_per_token(self) -> float | None:
-        """Bytes of text behind one target, or None where there are none."""
+        """Return the bytes of text behind one target, or None where there are none."""
 
-    def for_model(self, wanted: Mapping[str, Kind], seq_len: int) -> Dataset:
-        """This dataset as a model reads it: the arrays ``wanted``.
+    def for_model(self, model_inputs: Mapping[str, ArraySpec], seq_len: int) -> Dataset:
+        """Return this dataset as a model reads it: the arrays ``model_inputs``.
 
         Raises:
             DataError: it lacks an array, or has one of another shape or kind of numbers.
         """
 
     def batches(self, seed: int, batch: int, seq_len: int, state: DataState | None = None) -> Stream:
-        """Train batches of ``batch`` sequences of ``seq_len`` tokens, in the order that ``seed`` selects.
+        """Return train batches of ``batch`` sequences of ``seq_len`` tokens, in the order that ``seed`` selects.
 
         With ``state`` (from a checkpoint) they go on where it stands, also if ``batch`` is another than then.
 
@@ -237,8 +243,8 @@ class Dataset(Protocol):
         """
 
     def held_out_batches(self, batch: int, seq_len: int, limit: int | None = None) -> tuple[Batch, ...]:
-        """Held-out batches, the same ones each time, arrays as those of :meth:`Batches.batch_at`; with ``limit``, at most so
-        many, spread evenly. What is missing in the last batch is padded with weight 0.
+        """Return held-out batches, the same ones each time, arrays as those of :meth:`Batches.batch_at`; with ``limit``, at
+        most so many, spread evenly. What is missing in the last batch is padded with weight 0.
 
         Raises:
             DataError: nothing is held out.
@@ -246,12 +252,12 @@ class Dataset(Protocol):
 
 
 def in_epochs(n: int, seed: int, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Which of ``n`` sequences stand at these positions, where each epoch visits all of them in an order of its own."""
+    """Return which of ``n`` sequences stand at these positions, where each epoch visits all of them in an order of its own."""
     epochs, within = np.divmod(positions, n)
     indices = np.empty_like(within)
     for epoch in np.unique(epochs).tolist():
-        chosen = epochs == epoch
-        indices[chosen] = _epoch_order(n, seed, epoch)(within[chosen])
+        in_epoch = epochs == epoch
+        indices[in_epoch] = _epoch_order(n, seed, epoch)(within[in_epoch])
     return indices
 
 
@@ -314,6 +320,7 @@ class TokenDataset:
     @property
     def fingerprint(self) -> str:
         """See :class:`Dataset`."""
+        # Each clause is added only where it differs from what versions before it did, so that their checkpoints still fit.
         described = f"{self.corpus.fingerprint} {self.tokenizer.fingerprint} {self.train}"
         if self.by_document:
             described += " by document"
@@ -341,53 +348,54 @@ class TokenDataset:
         return sum(stop - start for start, stop in self.held_out)
 
     def describe(self) -> str:
-        """One line: the corpus, how it is split, and how chats, or documents that stay whole, become sequences."""
+        """Return one line: the corpus, how it is split, and how chats, or documents that stay whole, become sequences."""
         text = f"{self.corpus.describe()}; {self.train_tokens:,} to train, {self.held_out_tokens:,} held out"
         if not self.seq_len or (self.pack != "whole" and self.corpus.answers is None):
             return text
         rows = self.windows("train", self.seq_len)
         if isinstance(rows, PackedRows):
-            alone = self.by_document or self.mask != "auto" or not self.has_chats
-            remark = "" if alone else "; the model has no mask for documents: a chat sees those before it in its row"
+            masked = self.by_document or self.mask != "auto" or not self.has_chats
+            remark = "" if masked else "; the model has no mask for documents: a chat sees those before it in its row"
             return f"{text}; {rows.describe()}{remark}"
         empty = "" if rows.numbers is None else f", {int(rows.before[-1]) - len(rows):,} without an answer left out"
         return f"{text}; chats end to end in {len(rows):,} windows of {self.seq_len}{empty}"
 
     def pieces(self, part: Literal["train", "held_out"]) -> Iterator[Ids]:
-        """The ids of each span of one part (views, no copies)."""
+        """Yield the ids of each span of one part (views, no copies)."""
         for start, stop in getattr(self, part):
             yield self.corpus.ids[start:stop]
 
     def bytes_per_token(self) -> float | None:
-        """Bytes of text behind one held-out target token (train tokens without held-out ones), for bits per byte; None if
-        ids have no text, or only answers count, or the text was not counted. What begins and ends documents has none."""
+        """Return the bytes of text behind one held-out target token (train tokens without held-out ones), for bits per byte;
+        None if ids have no text, or only answers count, or the text was not counted. What begins and ends documents has none.
+        """
         if self.corpus.answers is not None:
             return None
         spans = [(start + 1, stop) for start, stop in self.held_out or self.train]
         counts = [self.corpus.bytes_in(*span, self.tokenizer) for span in spans]
-        known = [count for count in counts if count is not None]
+        text_bytes = [count for count in counts if count is not None]
         targets = sum(max(stop - start, 0) for start, stop in spans)
         if self.by_document:  # the first token of a document is none
             targets -= int(np.diff(np.searchsorted(self.corpus.edges[:-1], spans)).sum())
-        return sum(known) / targets if len(known) == len(counts) and targets > 0 else None
+        return sum(text_bytes) / targets if len(text_bytes) == len(counts) and targets > 0 else None
 
-    def for_model(self, wanted: Mapping[str, Kind], seq_len: int) -> TokenDataset:
-        """As :class:`Dataset` says; tokens fit only models that read nothing else. With the mask ``auto`` tokens see their own
-        document only where the model reads ``segments``."""
+    def for_model(self, model_inputs: Mapping[str, ArraySpec], seq_len: int) -> TokenDataset:
+        """Return this dataset as a model reads it, see :class:`Dataset`; tokens fit only models that read nothing else. With
+        the mask ``auto`` tokens see their own document only where the model reads ``segments``."""
         dtypes = {"tokens": np.int32, "targets": np.int32, "weights": np.float32}
-        by_document = "segments" in wanted if self.mask == "auto" else self.by_document
+        by_document = "segments" in model_inputs if self.mask == "auto" else self.by_document
         if by_document:
             dtypes["segments"] = np.int32
-            if "segments" not in wanted:
+            if "segments" not in model_inputs:
                 raise DataError(
                     f"data {self.source}: data.mask=document, and the model reads no 'segments'; use data.mask=causal, or a "
                     "model that takes the option mask"
                 )
-        check_kinds(self.source, wanted, {name: ((seq_len,), dtype) for name, dtype in dtypes.items()})
+        check_kinds(self.source, model_inputs, {name: ((seq_len,), dtype) for name, dtype in dtypes.items()})
         return replace(self, by_document=by_document, seq_len=seq_len, rows={})
 
     def windows(self, part: Literal["train", "held_out"], seq_len: int) -> Windows | PackedRows:
-        """The sequences of one part."""
+        """Return the sequences of one part, made once for each length."""
         if (part, seq_len) not in self.rows:
             self.rows[part, seq_len] = self._windows(part, seq_len)
         return self.rows[part, seq_len]
@@ -396,34 +404,36 @@ class TokenDataset:
         corpus = self.corpus
         if self.pack == "whole":
             return PackedRows.of(corpus, getattr(self, part), seq_len, by_document=self.by_document)
+        # Rests are left out where documents have neither end nor mask, as before there were ends: how many windows there
+        # are decides their order, so the bits of a run.
         partial = part == "held_out" or self.by_document or corpus.eos is not None or corpus.answers is not None
         rows = Windows.of(corpus.ids, getattr(self, part), seq_len, partial=partial)
         rows = replace(rows, answers=corpus.answers, documents=corpus.edges[:-1] if self.by_document else None)
         return rows.with_targets() if self.pack == "concat" and corpus.answers is not None else rows
 
     def batches(self, seed: int, batch: int, seq_len: int, state: DataState | None = None) -> Batches:
-        """As :class:`Dataset` says."""
+        """See :class:`Dataset`."""
         rows = self.windows("train", seq_len)
         if len(rows) < batch:
             raise DataError(self._too_small(len(rows), batch, seq_len))
         return Batches(rows, seed, batch, seq_len, self.fingerprint).resumed(self.source, state)
 
-    def _too_small(self, have: int, batch: int, seq_len: int) -> str:
+    def _too_small(self, num_rows: int, batch: int, seq_len: int) -> str:
         if self.pack == "whole":
             packed = PackedRows.of(self.corpus, self.train, seq_len, by_document=False)
-            advice = f"or run.batch={have}" if have else "or raise data.seq_len"
+            advice = f"or run.batch={num_rows}" if num_rows else "or raise data.seq_len"
             return f"data {self.corpus.source}: {packed.describe()}, fewer than one batch of {batch}: use more data, {advice}"
         longest = bisect.bisect_left(range(1, seq_len), True, key=lambda n: len(self.windows("train", n)) < batch)
-        options = ([f"run.batch={have}"] if have else []) + ([f"data.seq_len={longest}"] if longest else [])
+        options = ([f"run.batch={num_rows}"] if num_rows else []) + ([f"data.seq_len={longest}"] if longest else [])
         advice = " or ".join(["use more text", *options])
-        what = f"{self.train_tokens} tokens to train on make {have} sequences of {seq_len}, fewer than one batch of {batch}"
+        what = f"{self.train_tokens} tokens to train on make {num_rows} sequences of {seq_len}, fewer than one batch of {batch}"
         return f"data {self.corpus.source}: {what}: {advice}"
 
     def held_out_batches(self, batch: int, seq_len: int, limit: int | None = None) -> tuple[Batch, ...]:
-        """Held-out batches, the same ones each time, arrays as those of :meth:`Batches.batch_at`.
+        """Return held-out batches, the same ones each time, arrays as those of :meth:`Batches.batch_at`.
 
-        All of them together cover every held-out target once: windows at the end of a span and the last batch are padded
-        with weight 0. With ``limit``, at most so many batches, of windows spread evenly.
+        All of them together cover every held-out target once: windows at the end of a span and the last batch are padded with
+        weight 0. With ``limit``, at most so many batches, of windows spread evenly.
 
         Raises:
             DataError: there is no held-out token to predict.
@@ -437,20 +447,20 @@ class TokenDataset:
         return padded_batches(rows, len(rows), batch, limit)
 
 
-def padded_batches(rows: Rows, count: int, batch: int, limit: int | None) -> tuple[Batch, ...]:
-    """The first ``count`` rows in batches, the last one filled with rows of zeros; with ``limit``, rows for at most so many
-    batches, spread evenly."""
+def padded_batches(rows: DataRows, count: int, batch: int, limit: int | None) -> tuple[Batch, ...]:
+    """Return the first ``count`` rows in batches, the last one filled with rows of zeros; with ``limit``, rows for at most so
+    many batches, spread evenly."""
     indices = np.arange(count)
     if limit is not None and limit * batch < count:
         indices = np.linspace(0, count - 1, limit * batch).astype(np.int64)
-    found = (rows.batch(indices[i : i + batch]) for i in range(0, len(indices), batch))
+    batches = (rows.batch(indices[i : i + batch]) for i in range(0, len(indices), batch))
     return tuple(
-        {k: np.pad(x, [(0, batch - len(x)), *[(0, 0)] * (x.ndim - 1)]) for k, x in each.items()} for each in found
+        {k: np.pad(x, [(0, batch - len(x)), *[(0, 0)] * (x.ndim - 1)]) for k, x in each.items()} for each in batches
     )
 
 
 def check_weights(where: str, batch: Mapping[str, npt.NDArray[Any]]) -> None:
-    """Raises DataError where the array ``weights`` has a negative number: its row."""
+    """Raise DataError where the array ``weights`` has a negative number: its row."""
     weights = batch.get("weights")
     if weights is None or not np.issubdtype(weights.dtype, np.floating) or not (weights < 0).any():
         return
@@ -459,28 +469,31 @@ def check_weights(where: str, batch: Mapping[str, npt.NDArray[Any]]) -> None:
     raise DataError(f"data {where}: 'weights' has {low:g} in row {row}; give targets that do not count the weight 0")
 
 
-def check_kinds(source: str, wanted: Mapping[str, Kind], have: Mapping[str, Kind]) -> None:
-    """Raises DataError where the arrays that a dataset has are not those that a model wants: one is missing, has another shape,
+def check_kinds(source: str, model_inputs: Mapping[str, ArraySpec], arrays: Mapping[str, ArraySpec]) -> None:
+    """Raise DataError where the arrays that a dataset has are not those that a model reads: one is missing, has another shape,
     or whole numbers in place of real ones."""
-    for name, want in wanted.items():
-        if name not in have:
-            raise DataError(f"data {source}: has {', '.join(have)}, and the model reads {name!r} {shown(want)}")
-        got = have[name]
-        alike = any(all(np.issubdtype(x[1], kind) for x in (got, want)) for kind in (np.floating, np.integer))
-        if got[0] != want[0] or not alike:
-            advice = f"; set data.seq_len={got[0][0]}" if alike and len(got[0]) == len(want[0]) == 1 else ""
+    for name, expected in model_inputs.items():
+        if name not in arrays:
+            raise DataError(f"data {source}: has {', '.join(arrays)}, and the model reads {name!r} {shown(expected)}")
+        got = arrays[name]
+        alike = any(all(np.issubdtype(x[1], kind) for x in (got, expected)) for kind in (np.floating, np.integer))
+        if got[0] != expected[0] or not alike:
+            advice = f"; set data.seq_len={got[0][0]}" if alike and len(got[0]) == len(expected[0]) == 1 else ""
             raise DataError(
-                f"data {source}: {name!r} is {shown(got)} a sequence, and the model reads {shown(want)}{advice}"
+                f"data {source}: {name!r} is {shown(got)} a sequence, and the model reads {shown(expected)}{advice}"
             )
 
 
-def shown(kind: Kind) -> str:
-    """As ``int32[128]``."""
+def shown(kind: ArraySpec) -> str:
+    """Show an array without its rows, such as ``int32[128]``."""
     return f"{np.dtype(kind[1])}{list(kind[0])}"
 
 
 def held_blocks(n: int, holdout: float, least: int) -> tuple[Span, ...]:
-    """Of ``range(n)`` the last ``holdout`` of each of up to 64 equal blocks, ``least`` or more each where there are so many."""
+    """Return the last ``holdout`` of each of up to 64 equal blocks of ``range(n)``, ``least`` or more each where there are so
+    many."""
+    # Held-out blocks are spread, since neighbouring documents are alike; each is large enough that windows cut at its ends are
+    # few.
     blocks = min(_MAX_BLOCKS, max(1, int(n * holdout) // least))
     edges = [n * i // blocks for i in range(blocks + 1)]
     spans = ((stop - int((stop - start) * holdout), stop) for start, stop in itertools.pairwise(edges))
@@ -488,38 +501,39 @@ def held_blocks(n: int, holdout: float, least: int) -> tuple[Span, ...]:
 
 
 def _whole_documents(spans: tuple[Span, ...], edges: npt.NDArray[np.int64]) -> tuple[Span, ...]:
-    """``spans`` from and up to the nearest of ``edges``; the last document where that leaves nothing of them."""
+    """Move the ends of ``spans`` to the nearest of ``edges``; return the last document where that leaves nothing of them."""
     middles = (edges[:-1] + edges[1:]) / 2
     nearest = ((int(edges[np.searchsorted(middles, at)]) for at in span) for span in spans)
-    found = tuple((start, stop) for start, stop in nearest if start < stop)
+    moved = tuple((start, stop) for start, stop in nearest if start < stop)
     last = (int(edges[-2]), int(edges[-1]))
-    return found or ((last,) if spans and len(edges) > 2 else ())
+    return moved or ((last,) if spans and len(edges) > 2 else ())
 
 
 def _held_files(corpus: Corpus, holdout: float) -> tuple[Span, ...]:
-    """Whole documents in the order of a hash of their names (of their numbers where they have none) until they hold ``holdout``
-    of the tokens; neighbours merged.
+    """Return whole documents in the order of a hash of their names (of their numbers where they have none) until they hold
+    ``holdout`` of the tokens; neighbours merged.
 
-    A document that would bring the total above 1.1 times what is wanted is passed over; if all would, the smallest is kept.
+    A document that would bring the total above 1.1 times the target is passed over; if all would, the smallest is kept.
     """
     sizes, names = np.diff(corpus.edges), corpus.names
     if len(sizes) < 2:
         raise DataError(f"data {corpus.source}: one document can't be split by files; set data.split=blocks")
-    wanted, total = len(corpus.ids) * holdout, 0
-    kept: list[int] = []
+    target, total = len(corpus.ids) * holdout, 0
+    chosen: list[int] = []
     order: Sequence[int] | npt.NDArray[np.int64] = Permutation(len(sizes), 0)(np.arange(len(sizes)))
     if names is not None:
+        # A hash of the name alone: a file that is added to the folder does not shuffle the others.
         hashed = [hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest() for name in names]
         order = sorted(range(len(sizes)), key=hashed.__getitem__)
     for k in order:
-        if total >= wanted:
+        if total >= target:
             break
-        if total + sizes[k] <= 1.1 * wanted:
-            kept.append(int(k))
+        if total + sizes[k] <= 1.1 * target:
+            chosen.append(int(k))
             total += int(sizes[k])
-    kept = kept or [int(sizes.argmin())]
+    chosen = chosen or [int(sizes.argmin())]
     spans: list[Span] = []
-    for k in sorted(kept):
+    for k in sorted(chosen):
         start, stop = int(corpus.edges[k]), int(corpus.edges[k + 1])
         follows = bool(spans) and spans[-1][1] == start
         spans.append((spans.pop()[0] if follows else start, stop))
@@ -527,6 +541,6 @@ def _held_files(corpus: Corpus, holdout: float) -> tuple[Span, ...]:
 
 
 def complement(spans: tuple[Span, ...], n: int) -> tuple[Span, ...]:
-    """The spans of ``range(n)`` that ``spans`` (sorted, disjoint) leave."""
+    """Return the spans of ``range(n)`` that ``spans`` (sorted, disjoint) leave."""
     edges = [0, *(edge for span in spans for edge in span), n]
     return tuple((a, b) for a, b in zip(edges[::2], edges[1::2], strict=True) if a < b)

@@ -1,4 +1,4 @@
-"""The data of a script: what :func:`jaxpipe.data` gives, :meth:`jaxpipe.Trainer.step` takes and checkpoints remember."""
+"""Give a script its data: what :func:`jaxpipe.data` returns, :meth:`jaxpipe.Trainer.step` takes and checkpoints remember."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class Data:
 
     @property
     def vocab_size(self) -> int:
-        """How many different ids the tokenizer makes."""
+        """The number of different ids that the tokenizer makes."""
         return self.dataset.tokenizer.vocab_size
 
     def batch_at(self, step: int) -> Batch:
-        """The batch of ``step``, arrays ``[batch, …]`` by name, as :meth:`jaxpipe.Trainer.step` takes them. Epochs follow one
-        another, each in an order of its own; the same step gives the same batch in any process.
+        """Return the batch of ``step``, arrays ``[batch, …]`` by name, as :meth:`jaxpipe.Trainer.step` takes them. Epochs
+        follow one another, each in an order of its own; the same step gives the same batch in any process.
 
         Raises:
             DataError: a file that holds the data has become shorter.
@@ -38,8 +38,8 @@ class Data:
         return self.stream.batch_at(step)
 
     def held_out(self, batch: int | None = None, limit: int | None = None) -> Sequence[Batch]:
-        """All batches of ``batch`` sequences (by default as many as a step's) that are never trained on, or ``limit`` of them,
-        spread evenly. What is missing in the last one has weight 0.
+        """Return all batches of ``batch`` sequences (by default as many as a step's) that are never trained on, or ``limit`` of
+        them, spread evenly. What is missing in the last one has weight 0.
 
         Raises:
             DataError: nothing is held out.

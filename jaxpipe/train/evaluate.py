@@ -32,7 +32,7 @@ from jaxpipe.train.checkpoints.stored import stored_params
 from jaxpipe.train.config import TrainConfig, known_settings
 from jaxpipe.train.corpora import ngram
 from jaxpipe.train.corpora.encoding import ends_of
-from jaxpipe.train.corpora.tokenizers import IdTokenizer, Tokenizer, kept_tokenizer, load_tokenizer
+from jaxpipe.train.corpora.tokenizers import IdTokenizer, Tokenizer, checkpoint_tokenizer, load_tokenizer
 from jaxpipe.train.data import Batch, Dataset
 from jaxpipe.train.origin import names_model
 from jaxpipe.train.settings.sections import ModelConfig, names_function
@@ -143,7 +143,7 @@ def described(
     manifest = read_manifest(folder)
     config, ignored = _config(manifest.meta, folder)
     copy = folder.parent.parent / TOKENIZER / "tokenizer.json"
-    kept = kept_tokenizer(manifest.meta.get("tokenizer"), str(copy) if copy.is_file() else config.data.tokenizer)
+    kept = checkpoint_tokenizer(manifest.meta.get("tokenizer"), str(copy) if copy.is_file() else config.data.tokenizer)
     text = kept
     if tokenizer is not None:
         text = _named_tokenizer(tokenizer, kept, folder)

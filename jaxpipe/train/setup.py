@@ -29,10 +29,10 @@ from jaxpipe.text import format_bytes
 from jaxpipe.train.assemble import Progress, assemble, choose, spread_over, stage_planner
 from jaxpipe.train.checkpoints.stored import model_digest
 from jaxpipe.train.config import TrainConfig
-from jaxpipe.train.corpora.arrays import ArrayDataset, made_by_function
+from jaxpipe.train.corpora.arrays import ArrayDataset, dataset_from_function
 from jaxpipe.train.corpora.corpus import load_corpus, several_arrays
 from jaxpipe.train.corpora.mixture import MixedDataset
-from jaxpipe.train.corpora.own_data import OwnDataset
+from jaxpipe.train.corpora.own_data import UserDataset
 from jaxpipe.train.corpora.store import is_store
 from jaxpipe.train.corpora.tokenizers import Tokenizer, continued_tokenizer, load_tokenizer
 from jaxpipe.train.data import Dataset, TokenDataset
@@ -86,12 +86,12 @@ def load_dataset(config: TrainConfig, tokenizer: Tokenizer | None = None) -> Dat
     data = config.data
     tokenizer = tokenizer or load_tokenizer(data.tokenizer)
     if data.target is not None:
-        return OwnDataset(data.target, data.options, tokenizer)
+        return UserDataset(data.target, data.options, tokenizer)
     if data.sources:
         parts = {name: _tokens_at(data, source.path, tokenizer) for name, source in data.sources.items()}
         return MixedDataset.of(parts, {name: source.weight for name, source in data.sources.items()})
     if names_function(data.path):
-        return made_by_function(data.path, data.options, tokenizer, data.seq_len, data.holdout)
+        return dataset_from_function(data.path, data.options, tokenizer, data.seq_len, data.holdout)
     if (arrays := several_arrays(data.path)) is not None:
         return ArrayDataset.split(data.path, tokenizer, arrays, data.holdout)
     return _tokens_at(data, data.path, tokenizer)

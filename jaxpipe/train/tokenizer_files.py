@@ -47,9 +47,9 @@ def learnt(data: DataConfig, tokenizer: Tokenizer, began_in: str = "") -> tuple[
     for path in (Path(began_in, path) for path in _paths(data)):
         with suppress(DataError, ConfigError):
             if is_store(path):
-                spec, own = Store.read(path).spec, path / hub.TEMPLATE
+                spec, template_path = Store.read(path).spec, path / hub.TEMPLATE
                 is_chat, end = spec["documents_are"] == "chat", spec["eos"]
-                files = str(path / hub.JSON), str(own) if own.is_file() else "auto"
+                files = str(path / hub.JSON), str(template_path) if template_path.is_file() else "auto"
             else:
                 is_chat, end = data.reading.format == "chat", ends_of(tokenizer, data.reading)[1]
                 files = tokenizer.name, data.reading.chat_template
@@ -95,9 +95,11 @@ def write_tokenizer_files(
     before = ids["eos_token_id"] if isinstance(ids["eos_token_id"], list) else [ids["eos_token_id"]]
     if tokenizer.content is not None and (new := [end for end in ends if end not in before]):
         all_ends = [*new, *(end for end in before if end is not None)]
-        said = read_json(to / hub.GENERATION) if (to / hub.GENERATION).is_file() else {}
+        settings_ = read_json(to / hub.GENERATION) if (to / hub.GENERATION).is_file() else {}
         ids["eos_token_id"] = all_ends if len(all_ends) > 1 else all_ends[0]
-        write_json(to / hub.GENERATION, {**said, **{key: value for key, value in ids.items() if value is not None}})
+        write_json(
+            to / hub.GENERATION, {**settings_, **{key: value for key, value in ids.items() if value is not None}}
+        )
 
 
 def special_ids(folder: Path, tokenizer: Tokenizer) -> dict[str, Any]:

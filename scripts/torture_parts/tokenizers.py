@@ -196,7 +196,7 @@ def _ids(trial: Trial) -> None:
     names = []
     for each in (body, plain):
         form.seed(0)
-        names.append(load_tokenizer(str(_write(trial.folder, each, texts, form)[0])).makes)
+        names.append(load_tokenizer(str(_write(trial.folder, each, texts, form)[0])).identity)
     if names[0] != names[1]:
         raise FailedError(f"two names of one tokenizer: {body}")
 

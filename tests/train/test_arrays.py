@@ -13,8 +13,8 @@ import pytest
 from jaxpipe.errors import DataError, JaxpipeError
 from jaxpipe.stage.model.reference import resolve_model
 from jaxpipe.train.config import load_config
-from jaxpipe.train.corpora.arrays import ArrayDataset, made_by_function
-from jaxpipe.train.corpora.own_data import OwnBatches, OwnDataset
+from jaxpipe.train.corpora.arrays import ArrayDataset, dataset_from_function
+from jaxpipe.train.corpora.own_data import UserBatches, UserDataset
 from jaxpipe.train.corpora.tokenizers import ByteTokenizer
 from jaxpipe.train.data import DataState
 from jaxpipe.train.setup import build_model, load_dataset, read_by
@@ -138,9 +138,9 @@ def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_a_function_makes_arrays(outside: str) -> None:
-    arrays = made_by_function(f"{outside}:pair", {"n": 4}, BYTES, 5, 0.1)
+    arrays = dataset_from_function(f"{outside}:pair", {"n": 4}, BYTES, 5, 0.1)
     assert arrays.train["tokens"].shape == arrays.held_out["tokens"].shape == (4, 5)
-    assert len(made_by_function(f"{outside}:one", {}, BYTES, 5, 0.2).held_out["tokens"]) == 2
+    assert len(dataset_from_function(f"{outside}:one", {}, BYTES, 5, 0.2).held_out["tokens"]) == 2
     config = load_config(None, [f"data.path={outside}:pair", "data.options.n=3"])
     assert load_dataset(config).describe() == f"{outside}:pair: tokens int32[128]; 3 rows to train, 3 held out"
 
@@ -153,9 +153,9 @@ def test_bad_functions_and_arrays_are_one_line(outside: str) -> None:
         "different": "differ from those to train on",
     }
     for name, message in messages.items():
-        assert message in refusal(made_by_function, f"{outside}:{name}", {}, BYTES, 5, 0.1)
-    assert "has no option 'm'" in refusal(made_by_function, f"{outside}:pair", {"m": 1}, BYTES, 5, 0.1)
-    assert "too few to keep" in refusal(made_by_function, f"{outside}:one", {"n": 1}, BYTES, 5, 0.1)
+        assert message in refusal(dataset_from_function, f"{outside}:{name}", {}, BYTES, 5, 0.1)
+    assert "has no option 'm'" in refusal(dataset_from_function, f"{outside}:pair", {"m": 1}, BYTES, 5, 0.1)
+    assert "too few to keep" in refusal(dataset_from_function, f"{outside}:one", {"n": 1}, BYTES, 5, 0.1)
     assert "data.options are for a function" in refusal(load_config, None, ["data.options.n=3"])
 
 
@@ -196,7 +196,7 @@ def test_negative_weights_are_refused_at_the_door() -> None:
     kinds = {"weights": ((3,), np.float32)}
     with pytest.raises(DataError, match=r"data a: 'weights' has -0.5 in row 5"):
         ArrayDataset("a", BYTES, {"weights": weights}, {"weights": weights}).for_model(kinds, 3)
-    batches = OwnBatches(OwnDataset("m:f", {}, BYTES, kinds), 0, 8, 3, {})
+    batches = UserBatches(UserDataset("m:f", {}, BYTES, kinds), 0, 8, 3, {})
     assert batches.checked({"weights": abs(weights)}, 0)
     with pytest.raises(DataError, match=r"data m:f: the batch of step 7: 'weights' has -0.5 in row 5"):
         batches.checked({"weights": weights}, 7)

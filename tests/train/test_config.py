@@ -35,7 +35,7 @@ from jaxpipe.train.settings.sections import (
     Sections,
     ShardingConfig,
 )
-from jaxpipe.train.settings.typed import Collected, leaf_docs, leaf_hints, leaves_of, plain, to_toml, wanted
+from jaxpipe.train.settings.typed import Collected, describe_hint, leaf_docs, leaf_hints, leaves_of, plain, to_toml
 from tests.support.paths import ROOT
 
 
@@ -502,7 +502,7 @@ def test_every_setting_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
         of_section = printed[printed.index(f"[{section}]") :]
         of_table = of_section[of_section.index(f"\n{table[0]}   (a table)\n") :] if table else of_section
         assert f"\n{'    ' * len(table)}{leaf} = " in of_table
-        assert wanted(hint)
+        assert describe_hint(hint)
     assert "\nschedule = 1f1b   (a string)\n    The name of a family, a schedule file" in printed
     assert "\ndtype = float32   (float32 | bfloat16)\n" in printed
     assert max(map(len, printed.splitlines())) < 160

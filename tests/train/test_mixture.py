@@ -14,7 +14,7 @@ from jaxpipe.errors import ConfigError, DataError, JaxpipeError
 from jaxpipe.train.config import TrainConfig
 from jaxpipe.train.corpora.corpus import Corpus
 from jaxpipe.train.corpora.mixture import BLOCK, MixedDataset
-from jaxpipe.train.corpora.own_data import OwnDataset
+from jaxpipe.train.corpora.own_data import UserDataset
 from jaxpipe.train.corpora.tokenizers import ByteTokenizer, IdTokenizer
 from jaxpipe.train.data import DataState, TokenDataset
 from jaxpipe.train.setup import load_dataset
@@ -112,10 +112,10 @@ def module_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "own_batches"
 
 
-def dataset(target: str, **options: Any) -> OwnDataset:
+def dataset(target: str, **options: Any) -> UserDataset:
     overrides = [f"data.options.{name}={value}" for name, value in options.items()]
     data = load_dataset(TrainConfig().override([f"data.target={target}", *overrides]))
-    assert isinstance(data, OwnDataset)
+    assert isinstance(data, UserDataset)
     return data.for_model({"tokens": ((4,), np.int32)}, 4)
 
 

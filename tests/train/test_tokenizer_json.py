@@ -33,8 +33,8 @@ from jaxpipe.train.corpora.tokenizers import (
     ByteTokenizer,
     HFTokenizer,
     _digest,
+    checkpoint_tokenizer,
     continued_tokenizer,
-    kept_tokenizer,
     stored_tokenizer,
 )
 from jaxpipe.train.data import TokenDataset
@@ -140,7 +140,7 @@ def test_files_that_differ_in_their_use_are_one_tokenizer(
     ]
     plain = HFTokenizer(write(folder, without(body), "plain.json", indent=indent))
     tokenizer = HFTokenizer(path := write(folder, body, "t.json", indent=indent))
-    assert tokenizer.makes == tokenizer.fingerprint == plain.fingerprint
+    assert tokenizer.identity == tokenizer.fingerprint == plain.fingerprint
     assert tokenizer.content == path.read_text(encoding="utf-8")
     ignored = {"truncation": use["truncation"], "padding": use["padding"], "dropout": dropout}
     remarks = "".join(tokenizer.remarks)
@@ -345,14 +345,14 @@ def test_a_run_goes_on_with_the_ends_that_it_began_with(tmp_path: Path) -> None:
     assert (now.bos, now.eos) == (BEGIN, END)
     older = {key: value for key, value in began.items() if key not in ("bos", "eos")}
     for stored in (began, older):
-        for tokenizer in (kept_tokenizer(stored, str(path)), continued_tokenizer(stored, str(path))):
+        for tokenizer in (checkpoint_tokenizer(stored, str(path)), continued_tokenizer(stored, str(path))):
             assert (tokenizer.bos, tokenizer.eos) == (None, TEXT_END)
     record = stored_tokenizer(now)
     (tmp_path / SETTINGS).unlink()
-    assert (kept_tokenizer(record, str(path)).bos, continued_tokenizer(record, str(path)).eos) == (BEGIN, END)
+    assert (checkpoint_tokenizer(record, str(path)).bos, continued_tokenizer(record, str(path)).eos) == (BEGIN, END)
     other = continued_tokenizer({**record, "fingerprint": "hf:0"}, str(path))  # the file has changed
     assert (other.bos, other.eos) == (None, TEXT_END)
-    damaged = kept_tokenizer({**record, "bos": -3, "eos": "x"}, str(path))
+    damaged = checkpoint_tokenizer({**record, "bos": -3, "eos": "x"}, str(path))
     assert (damaged.bos, damaged.eos) == (None, None)
 
 
@@ -363,7 +363,7 @@ def test_a_run_on_arrays_goes_on_under_the_old_name_of_its_tokenizer(tmp_path: P
     tokenizer = HFTokenizer(path)
     settings = load_config(None, [f"data.path={tmp_path / 'ids.npy'}", f"data.tokenizer={path}"])
     older = {"name": str(path), "fingerprint": whole_file(tokenizer), "json": tokenizer.content}
-    tokenizers = [continued_tokenizer(older, str(path)), kept_tokenizer(older, str(path))]
+    tokenizers = [continued_tokenizer(older, str(path)), checkpoint_tokenizer(older, str(path))]
     assert [each.fingerprint for each in tokenizers] == [older["fingerprint"]] * 2
     corpus = load_corpus(settings.data.path, tokenizer)
     fingerprint = TokenDataset.split(corpus, tokenizers[0]).fingerprint
@@ -617,7 +617,7 @@ def test_an_encoder_makes_the_same_in_another_process(tmp_path: Path) -> None:
         copy = pickle.loads(pickle.dumps(encoder))
         text = "The quick brown fox, naïve café 日本"
         np.testing.assert_array_equal(copy.tokenizer.encode(text), encoder.tokenizer.encode(text))
-        assert copy.tokenizer.makes == encoder.tokenizer.makes and copy.eos == encoder.eos
+        assert copy.tokenizer.identity == encoder.tokenizer.identity and copy.eos == encoder.eos
 
 
 def test_resume_and_eval_take_the_ends_of_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""Where data comes from: documents, tokenizers, token stores, mixtures, arrays, and the order of the sequences."""
+"""Data sources: documents, tokenizers, token stores, mixtures, arrays, and the order of the sequences."""
 
 from jaxpipe.lazy import exported
 
@@ -9,7 +9,7 @@ __all__, __getattr__ = exported(
     encoding="Reading",
     mixture="MixedDataset",
     ngram="baselines bits_per_byte",
-    own_data="OwnDataset",
+    own_data="UserDataset",
     store="Store",
     store_build="build_store",
     tokenizers="Tokenizer load_tokenizer",

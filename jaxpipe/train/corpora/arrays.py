@@ -1,7 +1,7 @@
-"""Data of several arrays: pictures and their captions, say. Row i of each array belongs together.
+"""Read data of several arrays: pictures and their captions, say. Row i of each array belongs together.
 
-They come from a ``.npz`` file, of which a part is held out, or from a function ``module:function`` that gives train and
-held-out arrays by name (``models.words:pairs``). Everything is held in memory. A model says which arrays it reads
+The arrays come from a ``.npz`` file, of which a part is held out, or from a function ``module:function`` that gives train and
+held-out arrays by name (``models.words:pairs``). Everything is held in memory. A model names the arrays it reads
 (:attr:`~jaxpipe.stage.model.layer.Model.batch_spec`); others are left alone.
 """
 
@@ -21,10 +21,10 @@ from jaxpipe.runtime.batches import checked_batch
 from jaxpipe.stage.model.reference import resolved
 from jaxpipe.train.corpora.tokenizers import Tokenizer
 from jaxpipe.train.data import (
+    ArraySpec,
     Batch,
     Batches,
     DataState,
-    Kind,
     check_kinds,
     check_weights,
     held_blocks,
@@ -37,7 +37,7 @@ Arrays = Mapping[str, npt.NDArray[Any]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ArrayRows:
-    """The rows of arrays."""
+    """Rows of arrays as :class:`~jaxpipe.train.data.DataRows`."""
 
     arrays: Arrays
 
@@ -45,7 +45,7 @@ class ArrayRows:
         return len(next(iter(self.arrays.values())))
 
     def batch(self, indices: npt.NDArray[np.int64]) -> Batch:
-        """These rows."""
+        """Return these rows."""
         return {name: array[indices] for name, array in self.arrays.items()}
 
 
@@ -80,7 +80,7 @@ class ArrayDataset:
         Raises:
             DataError: nothing would be left on one side, or arrays have different numbers of rows.
         """
-        whole = cls(source, tokenizer, arrays, arrays)
+        unsplit = cls(source, tokenizer, arrays, arrays)
         n = len(ArrayRows(arrays))
         held = held_blocks(n, holdout, 1)
         out = np.zeros(n, dtype=bool)
@@ -89,10 +89,10 @@ class ArrayDataset:
         if out.all() or (holdout and not out.any()):
             raise DataError(f"data {source}: {n} rows are too few to keep {holdout:g} for evaluation")
         train, rest = (ArrayRows(arrays).batch(np.flatnonzero(rows)) for rows in (~out, out))
-        return replace(whole, train=train, held_out=rest, fingerprint="")
+        return replace(unsplit, train=train, held_out=rest, fingerprint="")
 
     def describe(self) -> str:
-        """One line: the arrays of a row, and how many rows there are."""
+        """Return one line: the arrays of a row, and how many rows there are."""
         row = ", ".join(f"{name} {shown(kind)}" for name, kind in _kinds(self.train).items())
         train, held = len(ArrayRows(self.train)), len(ArrayRows(self.held_out))
         return f"{self.source}: {row}; {train:,} rows to train, {held:,} held out"
@@ -100,16 +100,16 @@ class ArrayDataset:
     def bytes_per_token(self) -> None:
         return None
 
-    def for_model(self, wanted: Mapping[str, Kind], seq_len: int) -> ArrayDataset:
-        """Only the arrays that a model reads, in its dtypes; see :class:`~jaxpipe.train.data.Dataset`."""
-        check_kinds(self.source, wanted, _kinds(self.train))
-        spec = {name: jax.ShapeDtypeStruct(*kind) for name, kind in wanted.items()}
+    def for_model(self, model_inputs: Mapping[str, ArraySpec], seq_len: int) -> ArrayDataset:
+        """Return only the arrays that a model reads, in its dtypes; see :class:`~jaxpipe.train.data.Dataset`."""
+        check_kinds(self.source, model_inputs, _kinds(self.train))
+        spec = {name: jax.ShapeDtypeStruct(*kind) for name, kind in model_inputs.items()}
 
         def cast(arrays: Arrays) -> Arrays:
-            made = checked_batch(arrays, spec, len(ArrayRows(arrays)))
-            found = {name: np.asarray(array) for name, array in made.items()}
-            check_weights(self.source, found)
-            return found
+            batch = checked_batch(arrays, spec, len(ArrayRows(arrays)))
+            host_arrays = {name: np.asarray(array) for name, array in batch.items()}
+            check_weights(self.source, host_arrays)
+            return host_arrays
 
         try:
             return replace(self, train=cast(self.train), held_out=cast(self.held_out))
@@ -137,28 +137,28 @@ class ArrayDataset:
         return padded_batches(rows, count, batch, limit)
 
 
-def made_by_function(
+def dataset_from_function(
     name: str, options: Mapping[str, Any], tokenizer: Tokenizer, seq_len: int, holdout: float
 ) -> ArrayDataset:
-    """The arrays of the function ``module:function``, which is called with ``options`` and what it takes of ``seq_len`` and
-    ``vocab_size``. It returns train and held-out arrays, or one mapping, which is split.
+    """Return the arrays of the function ``module:function``, which is called with ``options`` and what it takes of ``seq_len``
+    and ``vocab_size``. It returns train and held-out arrays, or one mapping, which is split.
 
     Raises:
         ConfigError: there is no such function, or it fails, or gives something else.
         DataError: arrays have different numbers of rows.
     """
-    found = resolved("data", name, options, {"seq_len": seq_len, "vocab_size": tokenizer.vocab_size})
-    parts = (found,) if isinstance(found, Mapping) else found
+    result = resolved("data", name, options, {"seq_len": seq_len, "vocab_size": tokenizer.vocab_size})
+    parts = (result,) if isinstance(result, Mapping) else result
     if not isinstance(parts, tuple) or len(parts) not in (1, 2) or not all(isinstance(part, Mapping) for part in parts):
-        kind = type(found).__name__
+        kind = type(result).__name__
         raise ConfigError(f"data {name} returned a {kind}; want a dict of arrays, or two: to train on, and held out")
-    made = [{str(key): np.asarray(array) for key, array in part.items()} for part in parts]
-    if len(made) == 1:
-        return ArrayDataset.split(name, tokenizer, made[0], holdout)
-    return ArrayDataset(name, tokenizer, made[0], made[1])
+    named_arrays = [{str(key): np.asarray(array) for key, array in part.items()} for part in parts]
+    if len(named_arrays) == 1:
+        return ArrayDataset.split(name, tokenizer, named_arrays[0], holdout)
+    return ArrayDataset(name, tokenizer, named_arrays[0], named_arrays[1])
 
 
-def _kinds(arrays: Arrays) -> dict[str, Kind]:
+def _kinds(arrays: Arrays) -> dict[str, ArraySpec]:
     return {name: (array.shape[1:], array.dtype) for name, array in arrays.items()}
 
 

@@ -1,12 +1,12 @@
-"""Chats to text by the template of a tokenizer, and what of that text is an answer.
+"""Render chats as text by the template of a tokenizer, and find what of that text is an answer.
 
 A template is a file of Jinja (``chat_template.jinja``) or ``chat_template`` in ``tokenizer_config.json``, beside the
 ``tokenizer.json``. It is rendered by ``jinja2``, sandboxed, in the environment that Hugging Face's documentation describes
-("Chat templates", "Writing a chat template"). ``strftime_now`` tells a fixed date: the same chat gives the same text on any
-day. Answers are what stands in ``{% generation %}`` blocks; in templates without them, what a message of the role
-``assistant`` adds to the text, its prompt left out. Templates that write an earlier message otherwise once others follow
-(reasoning that is stripped) are rendered with a mark in place of a message's content, which tells where the message ends in
-the final text. Does not model: pictures.
+("Chat templates", "Writing a chat template"). ``strftime_now`` returns a fixed date: the same chat gives the same text on any
+day. Answers are what stands in ``{% generation %}`` blocks; in templates without them, what a message of the role ``assistant``
+adds to the text, its prompt left out. Templates that write an earlier message otherwise once others follow (reasoning that is
+stripped) are rendered with a mark in place of a message's content, which shows where the message ends in the final text. Does
+not model: pictures.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from jaxpipe.train.corpora.documents import BadRecordError, kind_of, package, te
 Messages = Sequence[Mapping[str, Any]]
 Tools = Sequence[Any] | None
 DATE = "2026-01-01"
-"""The day that ``strftime_now`` tells unless a template has a date of its own, or ``data.chat_date`` says another."""
+"""The day that ``strftime_now`` returns unless a template has a date of its own, or ``data.chat_date`` says another."""
 _ASSISTANT = "assistant"
 _MARKS = "jaxpipe_marks"  # the variable by which generation blocks get the characters to put around them
 _NO_DATE = re.compile(r"strftime_now\s+is\s+(not\s+)?defined")
@@ -37,9 +37,12 @@ _NO_DATE = re.compile(r"strftime_now\s+is\s+(not\s+)?defined")
 
 @dataclass(frozen=True, slots=True)
 class ChatTemplate:
-    """``source``: Jinja; ``path``: where it is from; ``tokens``: names that it may use, such as ``eos_token``; ``date``: what
-    ``strftime_now`` tells, as ``YYYY-MM-DD``. With ``auto`` it is :data:`DATE`, and templates that ask whether there is a
-    ``strftime_now`` have none, and use their own date."""
+    """A template of chats, with what it may use.
+
+    ``source``: Jinja; ``path``: the file it was read from; ``tokens``: names that it may use, such as ``eos_token``; ``date``:
+    what ``strftime_now`` returns, as ``YYYY-MM-DD``. With ``auto`` it is :data:`DATE`, and templates that ask whether there is
+    a ``strftime_now`` have none, and use their own date.
+    """
 
     source: str
     path: str
@@ -48,11 +51,11 @@ class ChatTemplate:
 
     @property
     def identity(self) -> str:
-        """Equal for templates that write equal texts."""
+        """A text that is equal for templates that write equal texts."""
         return repr(self) if self.date == "auto" or "strftime_now" not in self.source else f"{self!r} {self.date}"
 
     def render(self, messages: Messages, tools: Tools = None) -> tuple[str, list[tuple[int, int]]]:
-        """The text of a chat, and the spans ``[start, stop)`` of its characters that are answers, in their order.
+        """Return the text of a chat, and the spans ``[start, stop)`` of its characters that are answers, in their order.
 
         Raises:
             BadRecordError: the template refuses it, or it is not known where in the text an answer stands.
@@ -61,6 +64,7 @@ class ChatTemplate:
         if chat.template.has_blocks and (spans := chat.blocks()):
             return chat.text, spans
         spans = [chat.answer(k) for k, message in enumerate(messages) if message["role"] == _ASSISTANT]
+        # Spans that overlap would learn a prompt as an answer: better no training than training on the wrong words.
         for before, after in itertools.pairwise(spans):
             if after[0] < before[1]:
                 raise chat.unknown(len(messages) - 1)
@@ -68,11 +72,11 @@ class ChatTemplate:
 
 
 class _Chat:
-    """One chat in the words of a template: its ``text``, and what can be found out of it by rendering it otherwise."""
+    """One chat rendered by a template: its ``text``, and what rendering it otherwise shows about it."""
 
     def __init__(self, template: ChatTemplate, messages: Messages, tools: Tools) -> None:
         self.path, self.messages, self.tools = template.path, messages, tools
-        self.template = _compiled(template.source, template.path)
+        self.template = _compile(template.source, template.path)
         self.names: dict[str, Any] = {**template.tokens}
         if template.date != "auto" or not _NO_DATE.search(template.source):
             date = DATE if template.date == "auto" else template.date
@@ -85,7 +89,7 @@ class _Chat:
                 )
 
     def rendered(self, messages: Messages, *, prompt: bool = False, marks: str = "") -> str:
-        """``marks``: the two characters around each generation block."""
+        """Render messages. ``marks``: the two characters around each generation block."""
         names = {**self.names, _MARKS: marks, "tools": self.tools, "documents": None}
         try:
             text: str = self.template.jinja.render(messages=messages, add_generation_prompt=prompt, **names)
@@ -97,16 +101,18 @@ class _Chat:
         return text
 
     def unknown(self, k: int) -> BadRecordError:
+        """Return the error for an answer, message ``k``, whose place in the text can't be found."""
         return BadRecordError(
             f"{self.path} writes message {k + 1} otherwise when others follow, so where answers stand is not known; "
             "put {% generation %} … {% endgeneration %} around them in the template"
         )
 
     def blocks(self) -> list[tuple[int, int]]:
-        """What stands in generation blocks. They are told by two characters that the chat's text does not have."""
+        """Return what stands in generation blocks. Two characters that the chat's text does not have are put around them."""
         present = set(self.text)
         free = (character for character in map(chr, range(0xE000, 0x110000)) if character not in present)
         marks = "".join(itertools.islice(free, 2))
+        # Characters of private use: filters that trim or change case leave them alone.
         parts = re.split(f"([{marks}])", self.rendered(self.messages, marks=marks)) if len(marks) == 2 else [""]
         if "".join(parts[::2]) != self.text or "".join(parts[1::2]) != marks * (len(parts) // 4):
             raise BadRecordError(
@@ -116,7 +122,9 @@ class _Chat:
         return list(zip(edges[1::2], edges[2::2], strict=False))
 
     def answer(self, k: int) -> tuple[int, int]:
-        """Where in the text message ``k`` stands, without the prompt for it."""
+        """Return the span of message ``k`` in the text, without the prompt for it."""
+        # The plain case: chats cut off before and after the message are prefixes of the whole text. Rendering once more with a
+        # mark in the message that follows guards against content that happens to read like this message's end.
         before, after = self.rendered(self.messages[:k], prompt=True), self.rendered(self.messages[: k + 1])
         if after.startswith(before) and self.text.startswith(after) and self._followed(k).startswith(after):
             return len(before), len(after)
@@ -133,16 +141,17 @@ class _Chat:
         return first + len(prompt), stop
 
     def _followed(self, k: int) -> str:
-        """The text with a mark in place of the content that follows message ``k``, which could read like the message's end."""
+        """Render the chat with a mark in place of the content that follows message ``k``, which could read like the message's
+        end."""
         following = [_with_content(m, self._mark()) for m in self.messages[k + 1 : k + 2]]
         return self.rendered([*self.messages[: k + 1], *following, *self.messages[k + 2 :]]) if following else self.text
 
-    def _mark(self, *others: str) -> str:
-        """Digits that the chat does not hold, nor are among ``others``."""
-        return _mark_not_in(" ".join((self.text, repr(self.messages), repr(self.tools), *others)))
+    def _mark(self, *texts: str) -> str:
+        """Return digits that the chat does not hold, nor are among ``texts``."""
+        return _mark_not_in(" ".join((self.text, repr(self.messages), repr(self.tools), *texts)))
 
     def _end(self, k: int) -> tuple[int, str]:
-        """Where in the text message ``k`` ends, and what stands before a mark in place of its content.
+        """Return the place in the text where message ``k`` ends, and what stands before a mark in place of its content.
 
         What follows the mark, and is not how the message ends when it is the last one, is of later messages. The next one is
         marked too, so that its content is not taken for such an end.
@@ -162,19 +171,19 @@ class _Chat:
 
 
 def _common_start(a: str, b: str) -> str:
-    """The longest text with which both begin."""
+    """Return the longest text with which both begin."""
     return "".join(x for x, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
 
 
 def _mark_not_in(text: str) -> str:
-    """Digits that ``text`` does not hold: no template trims them or changes their case. The first one does not come again, so
-    text beside them makes no second occurrence that overlaps the first."""
+    """Return digits that ``text`` does not hold: no template trims them or changes their case. The first one does not come
+    again, so text beside them makes no second occurrence that overlaps the first."""
     marks = ("7" + f"{number:08o}".replace("7", "8") for number in itertools.count())
     return next(mark for mark in marks if mark not in text)
 
 
 def _with_content(message: Mapping[str, Any], content: str) -> dict[str, Any]:
-    """A message with another text; of a list of parts, in the last one that has a text."""
+    """Return a message with another text; of a list of parts, in the last one that has a text."""
     parts = message.get("content")
     if isinstance(parts, list):
         texts = [at for at, part in enumerate(parts) if isinstance(part, dict) and "text" in part]
@@ -187,8 +196,8 @@ def _with_content(message: Mapping[str, Any], content: str) -> dict[str, Any]:
 
 
 def chat_in(value: Any, tools: Any = None) -> tuple[Messages, Tools]:
-    """A chat, for :func:`~jaxpipe.train.corpora.documents.records`: messages with ``role`` and ``content``, one of an
-    assistant, and the tools that it may call (a list, or a string of JSON). Keys that are null count as absent."""
+    """Return ``value`` as a chat, for :func:`~jaxpipe.train.corpora.documents.records`: messages with ``role`` and ``content``,
+    one of an assistant, and the tools that it may call (a list, or a string of JSON). Keys that are null count as absent."""
     if not isinstance(value, list) or not value:
         what = "an empty list" if value == [] else kind_of(value)
         raise BadRecordError(f'the chat is {what}, expected messages such as [{{"role": "user", "content": …}}]')
@@ -215,20 +224,21 @@ def chat_in(value: Any, tools: Any = None) -> tuple[Messages, Tools]:
 
 
 def find_template(tokenizer: str, spec: str, date: str = "auto") -> ChatTemplate:
-    """The template at the path ``spec``; ``auto``: beside the file of the tokenizer. ``date``: see :class:`ChatTemplate`.
+    """Return the template at the path ``spec``; ``auto``: beside the file of the tokenizer. ``date``: see
+    :class:`ChatTemplate`.
 
     Raises:
         DataError: there is none, or it can't be read; or the date is none.
         ConfigError: the settings beside it are no JSON.
     """
     folder = Path(tokenizer).parent
-    config, own = folder / "tokenizer_config.json", Path(tokenizer).is_file()
-    settings = read_json(config) if own and config.is_file() else {}
+    config, has_file = folder / "tokenizer_config.json", Path(tokenizer).is_file()
+    settings = read_json(config) if has_file and config.is_file() else {}
     path = folder / "chat_template.jinja" if spec == "auto" else Path(spec)
     source = settings.get("chat_template")
     if isinstance(source, list):
         source = next((each.get("template") for each in source if each.get("name") == "default"), None)
-    if spec != "auto" or (own and path.is_file()):
+    if spec != "auto" or (has_file and path.is_file()):
         try:
             source = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
@@ -248,27 +258,27 @@ def find_template(tokenizer: str, spec: str, date: str = "auto") -> ChatTemplate
                 f"data.chat_date is {truncate(date, 40)!r}, expected auto or a date such as {DATE}"
             ) from None
     names = ("bos_token", "eos_token", "pad_token", "unk_token")
-    given = {name: settings.get(name) for name in names}
-    tokens = {k: v["content"] if isinstance(v, dict) else v for k, v in given.items() if v}
+    special_tokens = {name: settings.get(name) for name in names}
+    tokens = {k: v["content"] if isinstance(v, dict) else v for k, v in special_tokens.items() if v}
     template = ChatTemplate(source, str(path), tokens, date)
     jinja2 = package("jinja2", path)
     try:
-        _compiled(template.source, template.path)
+        _compile(template.source, template.path)
     except jinja2.TemplateError as error:
         raise DataError(f"{path}: no Jinja template ({truncate(' '.join(str(error).split()), 160)})") from None
     return template
 
 
 @dataclass(frozen=True, slots=True)
-class _Compiled:
-    """``jinja``: what renders; ``has_blocks``: whether there are generation blocks in it."""
+class _JinjaTemplate:
+    """A compiled template. ``jinja``: what renders; ``has_blocks``: whether there are generation blocks in it."""
 
     jinja: Any
     has_blocks: bool
 
 
 @lru_cache(maxsize=4)
-def _compiled(source: str, path: str) -> _Compiled:
+def _compile(source: str, path: str) -> _JinjaTemplate:
     jinja2 = package("jinja2", Path(path))
     sandbox, loops = package("jinja2.sandbox", Path(path)), package("jinja2.ext", Path(path))
 
@@ -298,7 +308,7 @@ def _compiled(source: str, path: str) -> _Compiled:
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = refuse
-    return _Compiled(environment.from_string(source), bool(blocks))
+    return _JinjaTemplate(environment.from_string(source), bool(blocks))
 
 
 def _to_json(

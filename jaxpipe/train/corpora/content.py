@@ -1,4 +1,4 @@
-"""Which form the content of a data file has, told by its first bytes.
+"""Decide by its first bytes which form the content of a data file has.
 
 A name decides only what content can't. JSON lines are read under any name but one that says text, compressed or not, whatever
 the name says of that; Parquet and arrays are read under any name; an archive is never read as text; and a file that is called
@@ -80,7 +80,7 @@ _AS_TEXT = "data.format=text (data build: --format text) reads it as it is"
 
 
 def form_of(path: Path, format: str = "auto") -> Form:
-    """The form of a file. ``format``: ``data.format``.
+    """Return the form of a file. ``format``: ``data.format``.
 
     Raises:
         DataError: its name says that it holds records, and it holds something else.
@@ -89,6 +89,7 @@ def form_of(path: Path, format: str = "auto") -> Form:
     for suffix, form in ((".npy", "npy"), (".npz", "npz"), (".parquet", "rows")):
         if path.name.lower().endswith(suffix):
             return cast(Form, form)
+    # Text may begin with PAR1; Parquet ends with it, too.
     if start.startswith(_PARQUET) and _end(path) == _PARQUET:
         return "rows"
     if start.startswith(_NUMPY):
@@ -106,7 +107,7 @@ def form_of(path: Path, format: str = "auto") -> Form:
 
 
 def _form_of_records(path: Path, name: str) -> Form:
-    """The form of a file whose name says that it holds records of JSON."""
+    """Return the form of a file whose name says that it holds records of JSON."""
     line = _first_line(path)
     if wrong := _container(next(blocks(path), b"")):
         raise DataError(f"data {path}: {wrong}")
@@ -118,7 +119,7 @@ def _form_of_records(path: Path, name: str) -> Form:
 
 
 def read_text(path: Path, form: Form) -> str:
-    """A file that is one document, of the form ``text`` or ``raw``; bytes that are no UTF-8 become lone surrogates.
+    """Read a file that is one document, of the form ``text`` or ``raw``; bytes that are no UTF-8 become lone surrogates.
 
     Raises:
         DataError: it can't be read, is empty or binary, or, unless ``raw``, a table or JSON.
@@ -138,7 +139,7 @@ def read_text(path: Path, form: Form) -> str:
 
 
 def _to_a_zero(unpacked: Iterator[bytes]) -> Iterator[bytes]:
-    """The blocks up to one with a zero byte: that is no text, and may go on for gigabytes."""
+    """Yield the blocks up to one with a zero byte: that is no text, and may go on for gigabytes."""
     for block in unpacked:
         yield block
         if b"\0" in block:
@@ -146,7 +147,7 @@ def _to_a_zero(unpacked: Iterator[bytes]) -> Iterator[bytes]:
 
 
 def _not_text(name: str, content: bytes) -> str:
-    """Why a file is not read as one document until somebody says that it is; empty if it is."""
+    """Return why a file is not read as one document until somebody says that it is; empty if it is."""
     for suffix, kind in _TABLES.items():
         if name.endswith(suffix):
             return f"a table ({kind}); {_TO_PARQUET}, or {_AS_TEXT}"
@@ -161,11 +162,10 @@ def _not_text(name: str, content: bytes) -> str:
 
 
 def _container(content: bytes) -> str:
-    """What content is that is no text by its first bytes, and what to do; empty if nothing is known of it."""
+    """Return what content is that is no text by its first bytes, and what to do; empty if nothing is known of it."""
     for start, kind, advice in _CONTAINERS:
-        if content.startswith(start) and (
-            not start.isalnum() or b"\0" in content[:512]
-        ):  # text may begin with ORC or RIFF
+        # Text may begin with ORC or RIFF; with letters alone a zero byte has to follow soon.
+        if content.startswith(start) and (not start.isalnum() or b"\0" in content[:512]):
             return f"{kind}; {advice}"
     if content[257:262] == b"ustar":
         return f"a tar archive; {_UNPACK}"
@@ -179,15 +179,14 @@ def is_compressed(path: Path) -> bool:
 
 
 def _compression(content: bytes) -> str:
-    """``gzip`` or ``zstd``, by the first bytes; empty for what is compressed by neither."""
-    skipped = (
-        content[1:4] == b"\x2a\x4d\x18" and content[0] >> 4 == 5
-    )  # a frame that zstd skips, with which pzstd begins
+    """Return ``gzip`` or ``zstd``, by the first bytes; empty for what is compressed by neither."""
+    # pzstd begins its files with a frame that zstd skips.
+    skipped = content[1:4] == b"\x2a\x4d\x18" and content[0] >> 4 == 5
     return "gzip" if content.startswith(_GZIP) else "zstd" if content.startswith(_ZSTD) or skipped else ""
 
 
 def blocks(path: Path) -> Iterator[bytes]:
-    """What a file holds, unpacked, some of it at a time.
+    """Yield what a file holds, unpacked, some of it at a time.
 
     Raises:
         DataError: it can't be read, or is damaged.
@@ -217,7 +216,7 @@ def _unpacked_zstd(file: BinaryIO, zstandard: Any) -> Iterator[bytes]:
 
 
 def plain_name(path: Path) -> str:
-    """The name in lower case, without what it says of compression."""
+    """Return the name in lower case, without what it says of compression."""
     name = path.name.lower()
     return next((name.removesuffix(suffix) for suffix in _COMPRESSED if name.endswith(suffix)), name)
 
@@ -243,13 +242,14 @@ def _has_arrays(path: Path) -> bool:
 
 
 def _first_line(path: Path) -> bytes:
-    """The first line that is not blank, without blanks before it; at most a block of what begins neither an object nor a
+    """Return the first line that is not blank, without blanks before it; at most a block of what begins neither an object nor a
     list."""
     held = bytearray()
     for block in blocks(path):
         if not held:
             block = block.removeprefix(UTF8_MARK).lstrip()
         held += block
+        # A record may be longer than a block, so what begins one is read to the end of its line.
         if held and (held[0] not in b"{[" or b"\n" in block):
             break
     line, _, rest = bytes(held).partition(b"\n")
@@ -268,7 +268,7 @@ def _begins_with_record(line: bytes) -> bool:
 
 
 def package(name: str, path: Path) -> Any:
-    """The optional package that reads ``path``.
+    """Import the optional package that reads ``path``.
 
     Raises:
         DataError: it is not installed.
@@ -282,7 +282,7 @@ def package(name: str, path: Path) -> Any:
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Raises DataError for what is wrong with a file that is read in the block."""
+    """Raise DataError for what is wrong with a file that is read in the block."""
     try:
         yield
     except (DataError, MemoryError):

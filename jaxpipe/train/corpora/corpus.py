@@ -1,6 +1,6 @@
-"""Where token ids come from: JSONL, Parquet, text, a directory of these, a token store, or an array of ids.
+"""Load token ids from JSONL, Parquet, text, a directory of these, a token store, or an array of ids.
 
-:func:`load_corpus` gives a :class:`Corpus`: one stream of ids with the documents it is made of. Files are read in sorted
+:func:`load_corpus` returns a :class:`Corpus`: one stream of ids with the documents it is made of. Files are read in sorted
 order, so the stream is the same on every machine that has the same files. Files of documents are tokenised at each start and
 held in memory; token stores (:mod:`jaxpipe.train.corpora.store`) and arrays in ``.npy`` files are memory-mapped and may be
 larger than memory. Does not model: downloads, several processes that read different parts.
@@ -34,12 +34,15 @@ _HASH_WHOLE_BYTES = 1 << 26  # larger arrays are fingerprinted by samples
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Corpus:
-    """``ids``: 1-D, unsigned, all below the tokeniser's vocabulary size; may be a memory map. ``edges``: int64
-    [documents + 1], where each document starts, and the end. ``names``: of documents that are a file each; others have none.
-    ``skipped``: files of a directory that could not be used, with the reason. ``fingerprint``: changes when ids do.
-    ``answers``: of chats, uint8, 1 where an id belongs to an answer. ``bos``, ``eos``: the ids that begin and end a document,
-    if some do. ``sizes``: int64 [documents], bytes of the text that each was, where they were counted. ``marks``: how documents
-    begin and end, for people; ``remarks``: what they may not expect, in lines."""
+    """One stream of token ids, and where its documents begin.
+
+    ``ids``: 1-D, unsigned, all below the tokeniser's vocabulary size; may be a memory map. ``edges``: int64 [documents + 1],
+    where each document starts, and the end. ``names``: of documents that are a file each; others have none. ``skipped``: files
+    of a directory that could not be used, with the reason. ``fingerprint``: changes when ids do. ``answers``: of chats, uint8,
+    1 where an id belongs to an answer. ``bos``, ``eos``: the ids that begin and end a document, if some do. ``sizes``: int64
+    [documents], bytes of the text that each was, where they were counted. ``marks``: how documents begin and end, for people;
+    ``remarks``: what they may not expect, in lines.
+    """
 
     source: str
     ids: Ids
@@ -55,42 +58,44 @@ class Corpus:
     remarks: tuple[str, ...] = ()
 
     def describe(self) -> str:
-        """One line: source, documents, tokens, how documents begin and end, files skipped."""
+        """Return one line: source, documents, tokens, how documents begin and end, files skipped."""
         skipped = f", {len(self.skipped)} files skipped (first: {self.skipped[0]})" if self.skipped else ""
         marks = self.marks and f", {self.marks}"
         return f"{self.source}: {len(self.edges) - 1:,} documents, {len(self.ids):,} tokens{marks}{skipped}"
 
     def bytes_in(self, start: int, stop: int, tokenizer: Tokenizer) -> float | None:
-        """How many bytes of text the ids ``[start, stop)`` stand for, or None where that is not known. A document of which some
-        ids are elsewhere is divided as the lengths of its tokens are."""
+        """Return how many bytes of text the ids ``[start, stop)`` stand for, or None where that is not known. A document of
+        which some ids are elsewhere is divided as the lengths of its tokens are."""
         lengths = tokenizer.lengths
         if lengths is None or (self.sizes is None and not tokenizer.keeps_bytes):
             return None
         lengths = lengths.copy()
+        # What begins and ends a document was put there by us: no byte of the text is behind it.
         lengths[[end for end in (self.bos, self.eos) if end is not None]] = 0
 
-        def told(start: int, stop: int) -> int:
+        def token_bytes(start: int, stop: int) -> int:
             spans = ((a, min(a + _CHUNK, stop)) for a in range(start, stop, _CHUNK))
             return sum(int(lengths[self.ids[a:b]].sum()) for a, b in spans)
 
         if self.sizes is None or start >= stop:
-            return told(start, stop)
+            return token_bytes(start, stop)
+        # Whole documents have a counted size. The span may cut its first and its last one; from those two the share of what
+        # lies outside is taken off again, so that adjacent spans add up to the size of what they cover.
         first = int(np.searchsorted(self.edges, start, "right")) - 1
         last = int(np.searchsorted(self.edges, stop, "left"))
         total = float(self.sizes[first:last].sum())
         cuts = {first: [(int(self.edges[first]), start)]}
         cuts.setdefault(last - 1, []).append((stop, int(self.edges[last])))
         for document, spans in cuts.items():
-            if outside := sum(told(*span) for span in spans):
-                whole = told(int(self.edges[document]), int(self.edges[document + 1]))
-                total -= float(self.sizes[document]) * outside / whole
+            if outside := sum(token_bytes(*span) for span in spans):
+                document_bytes = token_bytes(int(self.edges[document]), int(self.edges[document + 1]))
+                total -= float(self.sizes[document]) * outside / document_bytes
         return total
 
 
 def load_corpus(path: str | Path, tokenizer: Tokenizer, reading: Reading | None = None) -> Corpus:
-    """The corpus at ``path``: ``"stdlib"``, a token store, a ``.npy`` or ``.npz`` array of ids, a file of documents, or a
-    directory of such files. Files of text, byte by byte, get no end of document unless
-    ``reading`` names one.
+    """Return the corpus at ``path``: ``"stdlib"``, a token store, a ``.npy`` or ``.npz`` array of ids, a file of documents, or
+    a directory of such files. Files of text, byte by byte, get no end of document unless ``reading`` names one.
 
     Raises:
         ConfigError: the path is a URL.
@@ -112,7 +117,7 @@ def load_corpus(path: str | Path, tokenizer: Tokenizer, reading: Reading | None 
 
 
 def stdlib_files(root: Path) -> tuple[Path, ...]:
-    """The ``.py`` files of the standard library at ``root``, sorted by path, without its tests and installed packages."""
+    """Return the ``.py`` files of the standard library at ``root``, sorted, without its tests and installed packages."""
     files, _ = files_under(root, (".py",), without=_NOT_STDLIB, links=False)
     if not files:
         raise DataError(f"data stdlib: no .py files below {root}; give data.path a text file or directory instead")
@@ -122,48 +127,53 @@ def stdlib_files(root: Path) -> tuple[Path, ...]:
 def _from_files(
     source: str, root: Path | None, files: Sequence[tuple[Path, Form]], tokenizer: Tokenizer, how: Reading
 ) -> Corpus:
-    """``root``: of a directory. Of its files those that can't be used are skipped and reported, unless none can, and empty ones
-    silently."""
+    """Tokenise files. ``root``: the directory they are in, if they are of one; then files that can't be used are skipped and
+    reported, unless none can, and empty ones silently."""
     encoder = Encoder.of(tokenizer, how)
     of_records = any(form in RECORD_FORMS for _, form in files)
+    # Byte 0 may stand in a text, so between files of text it marks nothing; in records it ends a document.
     if isinstance(tokenizer, ByteTokenizer) and how.eos == "auto" and not of_records:
         encoder = replace(encoder, eos=None)
-    made = [encoder.encode(piece) for piece in pieces(files)]
-    problems = [problem for each in made for problem in each.problems]
+    encoded = [encoder.encode(piece) for piece in pieces(files)]
+    problems = [problem for each in encoded for problem in each.problems]
     if problems and root is None:
         raise DataError(f"data {problems[0]}")
     skipped = tuple(problem for problem in problems if not problem.endswith("the file is empty"))
     if len(problems) == len(files):
         why = f"; the first: {skipped[0]}" if skipped else " (all are empty)"
         raise DataError(f"data {source}: none of its {len(files)} files can be used{why}")
-    edges = np.cumsum(np.concatenate([[0], *(each.lengths for each in made)]), dtype=np.int64)
+    edges = np.cumsum(np.concatenate([[0], *(each.lengths for each in encoded)]), dtype=np.int64)
     if not edges[-1]:
         raise DataError(f"data {source}: the tokenizer {tokenizer.name} made no tokens of it")
-    ids = np.concatenate([each.ids for each in made])
-    found = [path for each in made for path in each.files]
-    names = tuple(path.name if root is None else path.relative_to(root).as_posix() for path in found)
-    marked = [each.answers for each in made if each.answers is not None]
+    ids = np.concatenate([each.ids for each in encoded])
+    paths = [path for each in encoded for path in each.files]
+    names = tuple(path.name if root is None else path.relative_to(root).as_posix() for path in paths)
+    marked = [each.answers for each in encoded if each.answers is not None]
     answers = np.concatenate(marked) if marked else None
+    # Where a record begins and which of it is an answer decides what is learnt, so that counts; of files of text ids alone do.
     fingerprint = digest(ids, np.diff(edges), answers)[:16] if of_records else fingerprint_ids(ids)
-    counted = [each.sizes for each in made if each.sizes is not None]
+    counted = [each.sizes for each in encoded if each.sizes is not None]
     sizes = np.concatenate(counted) if counted else None
-    remarks = encoder.remark(len(edges) - 1), next((each.loss for each in made if each.loss), "")
-    told = encoder.describe(), tuple(filter(None, remarks))
+    loss = next((each.loss for each in encoded if each.loss), "")
+    remarks = tuple(filter(None, (encoder.remark(len(edges) - 1), loss)))
     file_names = None if of_records else names
-    return Corpus(source, ids, edges, file_names, skipped, fingerprint, answers, encoder.eos, encoder.bos, sizes, *told)
+    ends = encoder.eos, encoder.bos
+    return Corpus(
+        source, ids, edges, file_names, skipped, fingerprint, answers, *ends, sizes, encoder.describe(), remarks
+    )
 
 
 def _from_store(path: Path, tokenizer: Tokenizer, reading: Reading) -> Corpus:
     store = Store.read(path)
     tokenizer.check_store(path, store.spec["tokenizer"])
-    store.check(whole=False)
+    store.check(every_piece=False)
     maps = store.maps()
     bos, eos = store.spec.get("bos"), store.spec["eos"]
-    for key, said, there in (("bos", reading.bos, bos), ("eos", reading.eos, eos)):
-        if said != "auto" and marker(tokenizer, key, said) != there:
-            has = "none" if there is None else tokenizer.name_of(there)
+    for key, setting, stored in (("bos", reading.bos, bos), ("eos", reading.eos, eos)):
+        if setting != "auto" and marker(tokenizer, key, setting) != stored:
+            has = "none" if stored is None else tokenizer.name_of(stored)
             raise DataError(
-                f"data {path}: built with data.{key}={has}, and data.{key} is {said}; leave it out, or build anew"
+                f"data {path}: built with data.{key}={has}, and data.{key} is {setting}; leave it out, or build anew"
             )
     answers, sizes = maps.get(ANSWERS), maps.get(SIZES)
     marks, remarks = Encoder(tokenizer, "", eos, None, bos).describe(), []
@@ -175,7 +185,7 @@ def _from_store(path: Path, tokenizer: Tokenizer, reading: Reading) -> Corpus:
 
 
 def several_arrays(path: str | Path) -> dict[str, npt.NDArray[Any]] | None:
-    """The arrays of a ``.npz`` file that are no token ids: several, none of them called ``ids``. None of anything else.
+    """Return the arrays of a ``.npz`` file that are no token ids: several, none of them called ``ids``. None of anything else.
 
     Raises:
         DataError: a ``.npz`` file that can't be read.
@@ -190,7 +200,7 @@ def several_arrays(path: str | Path) -> dict[str, npt.NDArray[Any]] | None:
 
 
 def _read_array(path: Path, form: Form) -> Ids:
-    """The array of ids in a ``.npy`` (memory-mapped) or ``.npz`` file (its only array, or the one called ``ids``)."""
+    """Return the array of ids in a ``.npy`` (memory-mapped) or ``.npz`` file (its only array, or the one called ``ids``)."""
     with _reading(path, form):
         if form == "npy":
             return np.lib.format.open_memmap(path, mode="r")
@@ -205,7 +215,7 @@ def _read_array(path: Path, form: Form) -> Ids:
 
 @contextmanager
 def _reading(path: Path, form: Form) -> Iterator[None]:
-    """Raises DataError for whatever is wrong with an array file that is read in the block."""
+    """Raise DataError for whatever is wrong with an array file that is read in the block."""
     try:
         yield
     except DataError:
@@ -231,17 +241,18 @@ def _from_array(path: Path, ids: Ids, tokenizer: Tokenizer) -> Corpus:
 
 
 def check_extent(ids: Ids) -> None:
-    """Look whether a mapped file still holds its ids: reading beyond its end would kill the process (SIGBUS).
+    """Check that a mapped file still holds its ids: reading beyond its end would kill the process (SIGBUS).
 
     Raises:
         DataError: it has become shorter.
     """
     if not isinstance(ids, np.memmap) or not isinstance(ids.base, mmap.mmap):
         return
-    needed, there = ids.offset + ids.nbytes, ids.base.size()  # of the file that was opened, whatever its name is now
-    if there < needed:
+    # ``base`` asks the file that was opened: its name may be another file's by now.
+    end, size = ids.offset + ids.nbytes, ids.base.size()
+    if size < end:
         raise DataError(
-            f"data {ids.filename}: the file was cut to {there} bytes while it was in use, and its ids need {needed}; restore it"
+            f"data  {ids.filename}: the file was cut to {size} bytes while it was in use, and its ids need {end}; restore it"
         )
 
 
@@ -255,11 +266,12 @@ def _check_vocabulary(path: Path, ids: Ids, tokenizer: Tokenizer) -> None:
 
 
 def fingerprint_ids(ids: Ids) -> str:
-    """A short hash of the ids' values (not of their dtype). Above 2^24 ids, of their number and 257 evenly spread samples."""
+    """Return a short hash of the ids' values (not of their dtype). Above 2^24 ids, of their number and 257 evenly spread
+    samples."""
     digest = hashlib.sha256(str(len(ids)).encode())
-    whole = len(ids) * 4 <= _HASH_WHOLE_BYTES
-    starts = range(0, len(ids), _CHUNK) if whole else np.linspace(0, len(ids) - (1 << 14), 257, dtype=np.int64)
-    length = _CHUNK if whole else 1 << 14
+    is_small = len(ids) * 4 <= _HASH_WHOLE_BYTES
+    starts = range(0, len(ids), _CHUNK) if is_small else np.linspace(0, len(ids) - (1 << 14), 257, dtype=np.int64)
+    length = _CHUNK if is_small else 1 << 14
     for start in starts:
         digest.update(np.ascontiguousarray(ids[int(start) : int(start) + length], dtype="<u4").data)
     return digest.hexdigest()[:16]

@@ -1,10 +1,10 @@
-"""Documents in files: one a line of JSON or an element of a list of JSON (plain, gzip, zstd), one a row of Parquet, one a file
-of text.
+"""Read documents from files: one a line of JSON or an element of a list of JSON (plain, gzip, zstd), one a row of Parquet, one
+a file of text.
 
-The one reader for training and for token stores. Files are cut into pieces (:func:`pieces`) in a way that depends on nothing
+Training and token stores read by this module alone. Files are cut into pieces (:func:`pieces`) in a way that depends on nothing
 else, so that any number of processes reads the same documents in the same order: a piece is some megabytes of lines, a row
-group, or some files of text. Parquet is read by ``pyarrow``, zstd by ``zstandard``, imported when such a file is read.
-Does not model: downloads, Arrow files, archives.
+group, or some files of text. Parquet is read by ``pyarrow``, zstd by ``zstandard``, imported when such a file is read. Does not
+model: downloads, Arrow files, archives.
 """
 
 from __future__ import annotations
@@ -49,14 +49,17 @@ _MOST_REASONS = 4  # in the line on files that are left out
 
 
 class BadRecordError(ValueError):
-    """A record is no document. Its text says why."""
+    """A record is no document. The text says why."""
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """Some documents, one after another. ``files``: one, or several files of text. Of a file of lines those that begin in bytes
-    ``[start, stop)``; of a compressed one or a list ``content``, its lines after the first ``start``; of Parquet row group
-    ``start``."""
+class SourcePiece:
+    """Some documents of the source files, one after another: what one process tokenises at a time.
+
+    ``files``: one, or several files of text. In a file of lines the piece is the lines that begin in bytes ``[start, stop)``;
+    in a compressed one or a list it is ``content``, whose lines follow the first ``start``; in Parquet it is row group
+    ``start``.
+    """
 
     files: tuple[Path, ...]
     form: Form = "text"
@@ -66,7 +69,8 @@ class Piece:
 
 
 def files_at(path: Path, suffixes: Sequence[str], note: Callable[[str], None] = lambda line: None) -> tuple[Path, ...]:
-    """The file at ``path``, or those of a folder, sorted. ``note`` is told what of a folder is left out, in one line.
+    """Return the file at ``path``, or those of a folder, sorted. ``note`` is called with one line on what is left out of a
+    folder.
 
     Raises:
         ConfigError: the path is a URL.
@@ -77,14 +81,14 @@ def files_at(path: Path, suffixes: Sequence[str], note: Callable[[str], None] = 
         advice = hub_advice(path, "dataset")
         raise DataError(f"data {path}: no such file or directory (data.path may also be stdlib){advice}")
     if path.is_dir():
-        found, left_out = files_under(path, suffixes)
+        files, left_out = files_under(path, suffixes)
         line = _counted(left_out)
-        if not found:
+        if not files:
             why = line and f" ({line})"
             raise DataError(f"data {path}: no files ending in {' '.join(suffixes)} below it; set data.suffixes{why}")
         if line:
             note(line)
-        return found
+        return files
     if not path.is_file():
         raise DataError(f"data {path}: a pipe, socket or device; copy it to a file first")
     return (path,)
@@ -93,8 +97,8 @@ def files_at(path: Path, suffixes: Sequence[str], note: Callable[[str], None] = 
 def files_under(
     root: Path, suffixes: Iterable[str], without: Collection[str] = (), *, links: bool = True
 ) -> tuple[tuple[Path, ...], Mapping[Path, str]]:
-    """Files below ``root`` with one of ``suffixes`` in any case, sorted by their parts, and, likewise relative to ``root``, why
-    others are left out. Hidden files and folders, and folders called as ``without`` says, are not looked at.
+    """Return files below ``root`` with one of ``suffixes`` in any case, sorted by their parts, and, likewise relative to
+    ``root``, why others are left out. Hidden files and folders, and folders called as ``without`` says, are not looked at.
 
     With ``links``, links to folders are followed. A file that is reached several ways counts once: by its own path, if that is
     below ``root``, else by the first of its paths.
@@ -103,22 +107,24 @@ def files_under(
         DataError: a folder below can't be read.
     """
     ends = tuple(suffix.lower() for suffix in suffixes)
-    found: dict[str, Path] = {}  # by real path
+    by_real_path: dict[str, Path] = {}
     left_out: dict[Path, str] = {}
-    folders, linked_files, seen = [root], [], set[str]()
+    folders, linked_files, done = [root], [], set[str]()
     while folders:
         linked_folders: list[Path] = []
         for start in folders:
             real_start = os.path.realpath(start)
+            # Such a link would bring in all that lies beside the data, and lead back here.
             if Path(real_start) in Path(os.path.realpath(root)).parents:
                 left_out[start] = "a link to a folder above"
                 continue
             for folder, inner, names in os.walk(start, onerror=_refuse_folder):
                 real = str(Path(real_start, os.path.relpath(folder, start)))
-                inner[:] = [n for n in inner if not n.startswith(".") and n not in without] if real not in seen else []
-                if real in seen:
+                if real in done:
+                    inner.clear()
                     continue
-                seen.add(real)
+                inner[:] = [name for name in inner if not name.startswith(".") and name not in without]
+                done.add(real)
                 linked_folders += [path for name in inner if (path := Path(folder, name)).is_symlink()]
                 for path in (Path(folder, name) for name in names if not name.startswith(".")):
                     if path.is_symlink():
@@ -126,16 +132,18 @@ def files_under(
                     elif why := _why_left_out(path, ends):
                         left_out[path] = why
                     else:
-                        found[str(Path(real, path.name))] = path
+                        by_real_path[str(Path(real, path.name))] = path
         folders = sorted(linked_folders) if links else []
+    # Files come before links to files: a file is named by its own path wherever the walk comes by it, in whatever order the
+    # system lists a folder.
     for path in sorted(linked_files):
         real = os.path.realpath(path)
-        if why := "reached twice" if real in found else _why_left_out(path, ends):
+        if why := "reached twice" if real in by_real_path else _why_left_out(path, ends):
             left_out[path] = why
         else:
-            found[real] = path
+            by_real_path[real] = path
     in_order = sorted(left_out, key=lambda path: path.relative_to(root).parts)
-    files = sorted(found.values(), key=lambda path: path.relative_to(root).parts)
+    files = sorted(by_real_path.values(), key=lambda path: path.relative_to(root).parts)
     return tuple(files), {path.relative_to(root): left_out[path] for path in in_order}
 
 
@@ -144,7 +152,7 @@ def _refuse_folder(error: OSError) -> None:
 
 
 def _why_left_out(path: Path, ends: tuple[str, ...]) -> str:
-    """Why a file of a folder is no data: its suffix, or what it is; empty if it is data."""
+    """Return why a file of a folder is no data: its suffix, or what it is; empty if it is data."""
     if not path.exists():
         return "a link to nothing"
     if not path.is_file():
@@ -157,7 +165,7 @@ def _why_left_out(path: Path, ends: tuple[str, ...]) -> str:
 
 
 def _counted(left_out: Mapping[Path, str]) -> str:
-    """One line on the files of a folder that are left out; empty if there are none."""
+    """Return one line on the files of a folder that are left out; empty if there are none."""
     if not left_out:
         return ""
     reasons = [reason for reason, _ in Counter(left_out.values()).most_common()]
@@ -169,12 +177,12 @@ def _counted(left_out: Mapping[Path, str]) -> str:
 
 
 def formed(files: Iterable[Path], format: str = "auto") -> list[tuple[Path, Form]]:
-    """Files with the form of each, :func:`~jaxpipe.train.corpora.content.form_of`."""
+    """Return files with the form of each, see :func:`~jaxpipe.train.corpora.content.form_of`."""
     return [(path, form_of(path, format)) for path in files]
 
 
-def pieces(files: Iterable[tuple[Path, Form]]) -> Iterator[Piece]:
-    """The pieces of these files, in their order.
+def pieces(files: Iterable[tuple[Path, Form]]) -> Iterator[SourcePiece]:
+    """Yield the pieces of these files, in their order.
 
     Raises:
         DataError: a file can't be read, or what reads it is not installed.
@@ -185,12 +193,12 @@ def pieces(files: Iterable[tuple[Path, Form]]) -> Iterator[Piece]:
                 yield from _pieces_of(path, form)
             continue
         texts = list(group)
-        for some in in_groups([path for path, _ in texts], _size, PIECE_BYTES):
-            yield Piece(tuple(some), texts[0][1])
+        for paths in in_groups([path for path, _ in texts], _size, PIECE_BYTES):
+            yield SourcePiece(tuple(paths), texts[0][1])
 
 
 def in_groups(items: Iterable[T], size: Callable[[T], int], least: int) -> Iterator[list[T]]:
-    """Consecutive items together: each group ends with the item that brings its size to ``least``, the last as it comes."""
+    """Yield consecutive items together: each group ends with the item that brings its size to ``least``, but the last."""
     group: list[T] = []
     total = 0
     for item in items:
@@ -203,9 +211,9 @@ def in_groups(items: Iterable[T], size: Callable[[T], int], least: int) -> Itera
         yield group
 
 
-def records(piece: Piece, field: str, read: Callable[..., T], beside: str = "") -> Iterator[T]:
-    """What ``read`` makes of the ``field`` of each record of a piece, and of the field ``beside`` it, which may be missing; it
-    raises BadRecordError for what is no document.
+def records(piece: SourcePiece, field: str, read: Callable[..., T], beside: str = "") -> Iterator[T]:
+    """Yield what ``read`` makes of the ``field`` of each record of a piece, and of the field ``beside`` it, which may be
+    missing. ``read`` raises BadRecordError for what is no document.
 
     Raises:
         DataError: a line or row that is no document; says which, and what is wrong with it.
@@ -216,22 +224,22 @@ def records(piece: Piece, field: str, read: Callable[..., T], beside: str = "") 
     for number, value in enumerate(values, 1):
         try:
             if of_rows:
-                made = read(*value)
+                document = read(*value)
             else:
                 line = value.removeprefix(UTF8_MARK) if number == 1 and not piece.start else value
                 if not line or line.isspace():
                     continue
                 record = json.loads(line.decode("utf-8"))
-                made = read(_field(record, field), *([record.get(beside)] if beside else []))
+                document = read(_field(record, field), *([record.get(beside)] if beside else []))
         except (ValueError, RecursionError) as error:
             before = piece.start if piece.content is not None else _before(path, piece)
             place = f"{path}, {_PLACES[piece.form]} {before + number}"
             raise DataError(f"data {place}: {_wrong(error)}") from None
-        yield made
+        yield document
 
 
 def text_in(value: Any) -> str:
-    """A document of text, for :func:`records`."""
+    """Return ``value`` as a document of text, for :func:`records`."""
     if not isinstance(value, str):
         raise BadRecordError(f"the document is {kind_of(value)}, expected a string")
     try:
@@ -242,14 +250,14 @@ def text_in(value: Any) -> str:
 
 
 def without_nulls(value: Any, but: str = "") -> Any:
-    """``value`` without the keys of its objects that are null; what is under the key ``but`` stays as it is."""
+    """Return ``value`` without the keys of its objects that are null; what is under the key ``but`` stays as it is."""
     if isinstance(value, dict):
         return {k: x if k == but else without_nulls(x, but) for k, x in value.items() if x is not None}
     return [without_nulls(x, but) for x in value] if isinstance(value, list) else value
 
 
 def kind_of(value: Any) -> str:
-    """What a JSON value is, for messages."""
+    """Name what a JSON value is, for messages."""
     names = {dict: "an object", list: "a list", str: "a string", bool: "true or false", type(None): "null"}
     return names.get(type(value), "a number" if isinstance(value, int | float) else f"of type {type(value).__name__}")
 
@@ -277,34 +285,36 @@ def _size(path: Path) -> int:
         return path.stat().st_size
 
 
-def _pieces_of(path: Path, form: Form) -> Iterator[Piece]:
-    """Of a file of records."""
+def _pieces_of(path: Path, form: Form) -> Iterator[SourcePiece]:
+    """Yield the pieces of a file of records."""
     if form == "rows":
         with reading(path):
             groups = _parquet(path).num_row_groups
-        yield from (Piece((path,), form, group) for group in range(groups))
+        yield from (SourcePiece((path,), form, group) for group in range(groups))
     elif form == "list":
         count = 0
-        for some in in_groups(_listed(path), len, PIECE_BYTES):
-            yield Piece((path,), form, count, content=b"".join(some))
-            count += len(some)
+        for chunk in in_groups(_listed(path), len, PIECE_BYTES):
+            yield SourcePiece((path,), form, count, content=b"".join(chunk))
+            count += len(chunk)
     elif not is_compressed(path):
         size = _size(path)
-        yield from (Piece((path,), form, at, min(at + PIECE_BYTES, size)) for at in range(0, size, PIECE_BYTES))
+        yield from (SourcePiece((path,), form, at, min(at + PIECE_BYTES, size)) for at in range(0, size, PIECE_BYTES))
     else:
+        # A compressed file can't be entered in its middle, so its pieces carry their bytes. They end with a line: cutting by
+        # size alone would tear a record, and where the blocks end must not matter.
         held, lines = bytearray(), 0
         for block in blocks(path):
             held += block
             while (end := held.find(b"\n", PIECE_BYTES - 1) + 1) > 0:
-                yield Piece((path,), form, lines, content=bytes(held[:end]))
+                yield SourcePiece((path,), form, lines, content=bytes(held[:end]))
                 lines += held.count(b"\n", 0, end)
                 del held[:end]
         if held:
-            yield Piece((path,), form, lines, content=bytes(held))
+            yield SourcePiece((path,), form, lines, content=bytes(held))
 
 
 def _listed(path: Path) -> Iterator[bytes]:
-    """The records in a list of JSON, each as a line."""
+    """Yield the records in a list of JSON, each as a line."""
     decoder, number = json.JSONDecoder(), 0
     try:
         text = b"".join(blocks(path)).removeprefix(UTF8_MARK).decode("utf-8")
@@ -312,6 +322,7 @@ def _listed(path: Path) -> Iterator[bytes]:
         while not text.startswith("]", at):
             number += 1
             record, at = decoder.raw_decode(text, at)
+            # Written anew on one line, so that a piece of a list reads like a piece of JSON lines.
             yield json.dumps(record).encode() + b"\n"
             at = _after_blanks(text, at)
             if text.startswith(",", at):
@@ -325,14 +336,14 @@ def _listed(path: Path) -> Iterator[bytes]:
 
 
 def _after_blanks(text: str, at: int) -> int:
-    """The first place from ``at`` on where JSON has no blank."""
+    """Return the first place from ``at`` on where JSON has no blank."""
     blank = _BLANKS.match(text, at)
     assert blank is not None
     return blank.end()
 
 
-def _lines(path: Path, piece: Piece) -> Iterator[bytes]:
-    """The lines of a piece of JSONL."""
+def _lines(path: Path, piece: SourcePiece) -> Iterator[bytes]:
+    """Yield the lines of a piece of JSONL."""
     if piece.content is not None:
         yield from io.BytesIO(piece.content)
         return
@@ -346,30 +357,33 @@ def _lines(path: Path, piece: Piece) -> Iterator[bytes]:
             yield line
 
 
-def _before(path: Path, piece: Piece) -> int:
-    """How many lines or rows of a file are before a piece."""
+def _before(path: Path, piece: SourcePiece) -> int:
+    """Count the lines or rows of a file that are before a piece."""
     position = piece.start
     if piece.form == "rows":
         metadata = _parquet(path).metadata
         return sum(metadata.row_group(k).num_rows for k in range(position))
     with path.open("rb") as file:
-        at = found = 0
+        at = count = 0
         while at < position:
-            at, found = at + len(file.readline()), found + 1
-    return found
+            at, count = at + len(file.readline()), count + 1
+    return count
 
 
 def _rows(path: Path, group: int, field: str, beside: str) -> Iterator[list[Any]]:
-    """Of each row the ``field``, and the one ``beside`` it if that is named. Arrow gives every object all fields, and those
-    that it does not have are null."""
+    """Yield the ``field`` of each row, and the one ``beside`` it if that is named.
+
+    Arrow gives every object all fields, and those that it does not have are null: they are taken out, so that a chat reads as
+    in JSON.
+    """
     with reading(path):
         file = _parquet(path)
-        there = file.schema_arrow.names
-        if field not in there:
-            has = truncate(", ".join(there), 100)
+        fields = file.schema_arrow.names
+        if field not in fields:
+            has = truncate(", ".join(fields), 100)
             raise DataError(f"data {path}: no column {field!r} (it has {has}); set data.field")
         names = [field, *([beside] if beside else [])]
-        for batch in file.iter_batches(batch_size=_ROWS, row_groups=[group], columns=[n for n in names if n in there]):
+        for batch in file.iter_batches(batch_size=_ROWS, row_groups=[group], columns=[n for n in names if n in fields]):
             for row in batch.to_pylist():
                 yield [without_nulls(row.get(name)) for name in names]
 

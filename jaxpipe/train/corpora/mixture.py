@@ -1,4 +1,4 @@
-"""Several sources with weights, mixed in an order that is a function of (seed, position) alone.
+"""Mix several sources with weights, in an order that is a function of (seed, position) alone.
 
 Of every 4,096 sequences each source gives as many as its weight says, rounded; which places are its own is a permutation chosen
 by (seed, block). Within a source sequences follow its own epochs: each is seen once before any is seen again. So a run goes on
@@ -21,7 +21,7 @@ from jaxpipe.errors import DataError
 from jaxpipe.train.corpora.packing import PackedRows
 from jaxpipe.train.corpora.permutation import Permutation, mix
 from jaxpipe.train.corpora.tokenizers import Tokenizer
-from jaxpipe.train.data import Batch, Batches, DataState, Kind, TokenDataset, Windows, in_epochs, padded_batches
+from jaxpipe.train.data import ArraySpec, Batch, Batches, DataState, TokenDataset, Windows, in_epochs, padded_batches
 
 BLOCK = 4096
 
@@ -43,12 +43,12 @@ class MixedRows:
     def batch(self, indices: npt.NDArray[np.int64]) -> Batch:
         """See :class:`~jaxpipe.train.data.Windows`."""
         source = np.searchsorted(self.before, indices, side="right") - 1
-        made: Batch = {}
+        arrays: Batch = {}
         for k in np.unique(source):
-            mine = source == k
-            for name, array in self.parts[k].batch(indices[mine] - self.before[k]).items():
-                made.setdefault(name, np.zeros((len(indices), *array.shape[1:]), array.dtype))[mine] = array
-        return made
+            of_source = source == k
+            for name, array in self.parts[k].batch(indices[of_source] - self.before[k]).items():
+                arrays.setdefault(name, np.zeros((len(indices), *array.shape[1:]), array.dtype))[of_source] = array
+        return arrays
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,25 +58,26 @@ class MixedBatches(Batches):
     shares: tuple[int, ...] = ()
 
     def indices_at(self, step: int) -> npt.NDArray[np.int64]:
-        """As :meth:`~jaxpipe.train.data.Batches.indices_at`."""
+        """Return the numbers of the sequences of ``step``'s batch, int64 ``[batch]``."""
         assert isinstance(self.rows, MixedRows)
         before = self.rows.before
         blocks, places = np.divmod(self.position_at(step) + np.arange(self.batch, dtype=np.int64), BLOCK)
         indices = np.empty_like(places)
         for block in np.unique(blocks).tolist():
-            here = np.flatnonzero(blocks == block)
+            in_block = np.flatnonzero(blocks == block)
             sources, earlier = _block(self.shares, self.seed, block)
-            for k in np.unique(sources[places[here]]).tolist():
-                mine = here[sources[places[here]] == k]
-                seen = block * self.shares[k] + earlier[places[mine]]
+            for k in np.unique(sources[places[in_block]]).tolist():
+                of_source = in_block[sources[places[in_block]] == k]
+                # Every block has the same share of a source, so the position in the source needs no count of earlier blocks.
+                source_positions = block * self.shares[k] + earlier[places[of_source]]
                 size = int(before[k + 1] - before[k])
-                indices[mine] = before[k] + in_epochs(size, mix(self.seed, k), seen)
+                indices[of_source] = before[k] + in_epochs(size, mix(self.seed, k), source_positions)
         return indices
 
 
 @lru_cache(maxsize=8)
 def _block(shares: tuple[int, ...], seed: int, block: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Of each place of a block, which source it is of, and how many places before it are of that source."""
+    """Return, for each place of a block, its source, and how many places before it are of that source."""
     edges = np.cumsum(shares)
     sources = np.searchsorted(edges, Permutation(BLOCK, mix(seed, block))(np.arange(BLOCK)), side="right")
     earlier = np.empty(BLOCK, np.int64)
@@ -95,10 +96,11 @@ class MixedDataset:
 
     @classmethod
     def of(cls, parts: Mapping[str, TokenDataset], weights: Mapping[str, float]) -> MixedDataset:
-        """Raises DataError for a weight too small to get a share."""
+        """Turn weights into shares. Raises DataError for a weight too small to get a share."""
         exact = np.array([weights[name] for name in parts])
         exact = exact / exact.sum() * BLOCK
         shares = np.floor(exact).astype(int)
+        # The places that rounding down left over go to the sources that lost most by it.
         shares[np.argsort(shares - exact, kind="stable")[: BLOCK - shares.sum()]] += 1
         for name, share in zip(parts, shares, strict=True):
             if share == 0:
@@ -129,26 +131,26 @@ class MixedDataset:
         return hashlib.sha256(described.encode()).hexdigest()[:16]
 
     def describe(self) -> str:
-        """One line: each source, and its share."""
+        """Return one line: each source, and its share."""
         parts = zip(self.parts.items(), self.shares, strict=True)
         return "; ".join(f"{name} {share / BLOCK:.1%} of {part.describe()}" for (name, part), share in parts)
 
     def bytes_per_token(self) -> float | None:
         """See :class:`~jaxpipe.train.data.Dataset`."""
         sizes = [part.held_out_tokens or part.train_tokens for part in self.parts.values()]
-        found = [part.bytes_per_token() for part in self.parts.values()]
-        known = [bytes_ * size for bytes_, size in zip(found, sizes, strict=True) if bytes_ is not None]
-        return sum(known) / sum(sizes) if len(known) == len(sizes) else None
+        rates = [part.bytes_per_token() for part in self.parts.values()]
+        text_bytes = [bytes_ * size for bytes_, size in zip(rates, sizes, strict=True) if bytes_ is not None]
+        return sum(text_bytes) / sum(sizes) if len(text_bytes) == len(sizes) else None
 
-    def for_model(self, wanted: Mapping[str, Kind], seq_len: int) -> MixedDataset:
+    def for_model(self, model_inputs: Mapping[str, ArraySpec], seq_len: int) -> MixedDataset:
         """See :class:`~jaxpipe.train.data.Dataset`."""
-        return replace(self, parts={name: part.for_model(wanted, seq_len) for name, part in self.parts.items()})
+        return replace(self, parts={name: part.for_model(model_inputs, seq_len) for name, part in self.parts.items()})
 
     def batches(self, seed: int, batch: int, seq_len: int, state: DataState | None = None) -> Batches:
         """See :class:`~jaxpipe.train.data.Dataset`."""
         rows = self._rows("train", seq_len)
-        made = MixedBatches(rows, seed, batch, seq_len, self.fingerprint, shares=self.shares)
-        return made.resumed(self.source, state)
+        batches = MixedBatches(rows, seed, batch, seq_len, self.fingerprint, shares=self.shares)
+        return batches.resumed(self.source, state)
 
     def held_out_batches(self, batch: int, seq_len: int, limit: int | None = None) -> tuple[Batch, ...]:
         """See :class:`~jaxpipe.train.data.Dataset`; of each source as many as it has."""
@@ -157,8 +159,8 @@ class MixedDataset:
 
     def _rows(self, part: Literal["train", "held_out"], seq_len: int) -> MixedRows:
         rows = {name: each.windows(part, seq_len) for name, each in self.parts.items()}
-        for name, found in rows.items():
-            if not len(found):
+        for name, source_rows in rows.items():
+            if not len(source_rows):
                 what = "to train on" if part == "train" else "held out"
                 raise DataError(
                     f"data.sources.{name}: nothing {what} fills a sequence; use more text, or change data.holdout"

@@ -1,4 +1,4 @@
-"""Whole documents in rows of one length, so that no answer is seen without its question.
+"""Pack whole documents into rows of one length, so that no answer is seen without its question.
 
 Documents are placed longest first, each into the fullest row that has room for it (best fit decreasing), in the order that they
 have in the corpus where they are of one length. Documents of one length are placed together, so that the time depends on how
@@ -44,14 +44,16 @@ class PackedRows:
 
     @classmethod
     def of(cls, corpus: Corpus, spans: tuple[tuple[int, int], ...], seq_len: int, *, by_document: bool) -> PackedRows:
-        """The documents of ``spans``, which begin and end where documents do. Chats that are too long are cut at their end;
-        text goes on in further pieces, each beginning with the token that ended the one before."""
+        """Pack the documents of ``spans``, which begin and end where documents do. Chats that are too long are cut at their
+        end; text goes on in further pieces, each beginning with the token that ended the one before."""
         edges, room = corpus.edges, seq_len + 1
         inside = [slice(*np.searchsorted(edges, span)) for span in spans]
         first = np.concatenate([edges[:-1][part] for part in inside]) if inside else np.zeros(0, np.int64)
         sizes = np.concatenate([np.diff(edges)[part] for part in inside]) if inside else first
         too_long = int((sizes > room).sum())
         if corpus.answers is None:
+            # A piece begins with the token that the one before it ended with: a row has one token more than targets, so no
+            # target is lost at a cut and none is learnt twice.
             pieces = np.maximum(-(-(sizes - 1) // seq_len), 1)
             at = ranges(pieces) * seq_len
             first, sizes = np.repeat(first, pieces) + at, np.repeat(sizes, pieces) - at
@@ -68,7 +70,7 @@ class PackedRows:
         return len(self.before) - 1
 
     def describe(self) -> str:
-        """How full the rows are, and which documents are cut or left out."""
+        """Describe how full the rows are, and which documents are cut or left out."""
         room, what = self.seq_len + 1, "documents" if self.answers is None else "chats"
         filled = self.sizes.sum() / (room * len(self)) if len(self) else 0.0
         parts = [f"whole {what} in {len(self):,} rows of {self.seq_len}, {filled:.0%} filled"]
@@ -81,7 +83,7 @@ class PackedRows:
         return ", ".join(parts)
 
     def batch(self, indices: Numbers) -> dict[str, npt.NDArray[Any]]:
-        """As :meth:`~jaxpipe.train.data.Windows.batch`; no document's first token is a target.
+        """Return rows as :meth:`~jaxpipe.train.data.Windows.batch` does; no document's first token is a target.
 
         Raises:
             DataError: the file that holds the ids has become shorter.
@@ -104,23 +106,25 @@ class PackedRows:
         document[places] = np.repeat(ranges(counts), sizes)
         learnt[places] = (inside > 0) & (True if self.answers is None else self.answers[positions] > 0)
         window, document, learnt = (array.reshape(-1, room) for array in (window, document, learnt))
-        made = {"tokens": window[:, :-1].copy(), "targets": window[:, 1:].copy()}
+        arrays = {"tokens": window[:, :-1].copy(), "targets": window[:, 1:].copy()}
         if self.by_document:
-            made["segments"] = document[:, :-1].copy()
-        return {**made, "weights": learnt[:, 1:].astype(np.float32)}
+            arrays["segments"] = document[:, :-1].copy()
+        return {**arrays, "weights": learnt[:, 1:].astype(np.float32)}
 
 
 def ranges(counts: Numbers) -> Numbers:
-    """``0 … counts[0] - 1``, ``0 … counts[1] - 1`` and so on, one after another."""
+    """Return ``0 … counts[0] - 1``, ``0 … counts[1] - 1`` and so on, one after another."""
     ends = np.cumsum(counts)
     return np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - counts, counts)
 
 
 def pack(sizes: Numbers, room: int) -> tuple[Numbers, Numbers]:
-    """Which of some documents of these sizes, ``room`` at most, share a row of that size: their numbers, row after row, and
-    where each row begins among them, with the end."""
+    """Decide which of some documents of these sizes, ``room`` at most, share a row of that size: their numbers, row after row,
+    and where each row begins among them, with the end."""
     order = np.argsort(-sizes, kind="stable")
     row_of = np.empty(len(sizes), np.int64)  # of the documents in this order
+    # Rows that are equally full are interchangeable, so ranges of them are kept in place of single rows: a million chats of a
+    # few thousand lengths take thousands of steps, not millions.
     spare: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)  # ranges of rows by what is free in them
     rooms: list[int] = []  # the keys of that, sorted
     count = done = 0
@@ -137,9 +141,10 @@ def pack(sizes: Numbers, room: int) -> tuple[Numbers, Numbers]:
                 free, start, stop = room, count, count + -(-left // (room // size))
                 count = stop
             each = free // size
-            taken = min(left, each * (stop - start))
-            row_of[done : done + taken] = start + np.arange(taken) // each
-            full, rest = divmod(taken, each)
+            num_placed = min(left, each * (stop - start))
+            row_of[done : done + num_placed] = start + np.arange(num_placed) // each
+            # The range splits in three: rows that got ``each`` documents, one that got the rest, and those that got none.
+            full, rest = divmod(num_placed, each)
             end = start + full
             for low, high, now in (
                 (start, end, free - each * size),
@@ -150,13 +155,13 @@ def pack(sizes: Numbers, room: int) -> tuple[Numbers, Numbers]:
                     if not spare[now]:
                         bisect.insort(rooms, now)
                     spare[now].append((low, high))
-            done, left = done + taken, left - taken
+            done, left = done + num_placed, left - num_placed
     members = order[np.argsort(row_of, kind="stable")]
     return members, np.concatenate([[0], np.cumsum(np.bincount(row_of, minlength=count))]).astype(np.int64)
 
 
 def _answers_in(answers: npt.NDArray[np.uint8], starts: Numbers, stops: Numbers) -> Numbers:
-    """How many ids of answers are in each of these ranges, which are sorted."""
+    """Count the ids of answers in each of these ranges, which are sorted."""
     counts = np.zeros(len(starts), np.int64)
     k = 0
     while k < len(starts):

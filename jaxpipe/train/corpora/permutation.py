@@ -1,9 +1,9 @@
-"""A seeded permutation of ``range(n)`` with random access: no list, the same on every machine and NumPy version.
+"""Permute ``range(n)`` by a seed, with random access: no list, the same on every machine and NumPy version.
 
-A balanced Feistel network over pairs of h-bit halves permutes ``range(4^h)``, the smallest such range that holds n; values
-of n and above are sent through again until they fall below it (cycle walking; Black and Rogaway, "Ciphers with arbitrary
-finite domains", 2002). Fewer than four passes on average. Mixing is the finaliser of SplitMix64 (Steele, Lea and Flood,
-2014). Good enough to shuffle training data; not a cipher.
+A balanced Feistel network over pairs of h-bit halves permutes ``range(4^h)``, the smallest such range that holds n; values of n
+and above are sent through again until they fall below it (cycle walking; Black and Rogaway, "Ciphers with arbitrary finite
+domains", 2002). Fewer than four passes on average. Mixing is the finaliser of SplitMix64 (Steele, Lea and Flood, 2014). Good
+enough to shuffle training data; not a cipher.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _MASK64 = (1 << 64) - 1
 
 
 def mix(*values: int) -> int:
-    """64 well-mixed bits of some integers, each taken modulo 2^64; the order of the values counts."""
+    """Return 64 well-mixed bits of some integers, each taken modulo 2^64; the order of the values counts."""
     state = 0
     for value in values:
         state = (state ^ (value & _MASK64)) + 0x9E3779B97F4A7C15 & _MASK64
@@ -42,7 +42,7 @@ class Permutation:
         self._round_keys = np.array([mix(key, i) for i in range(_ROUNDS)], dtype=np.uint64)
 
     def __call__(self, indices: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
-        """Where ``indices`` (any integers in ``range(n)``) go, int64, same shape."""
+        """Return the images of ``indices`` (any integers in ``range(n)``), int64, same shape."""
         values = self._pass(np.asarray(indices).astype(np.uint64))
         outside = values >= self.n
         while outside.any():

@@ -1,10 +1,10 @@
-"""Token stores: corpora tokenised once, larger than memory, checked before they are trained on.
+"""Read token stores: corpora tokenised once, larger than memory, checked before they are trained on.
 
-A folder with ``ids.bin`` (token ids, little-endian, of the smallest unsigned type that holds the vocabulary), ``edges.bin``
-(int64: where each document starts, and the end), where ids do not tell it ``sizes.bin`` (int64: bytes of the text of each
-document), for chats ``answers.bin`` (uint8, :class:`~jaxpipe.train.corpora.encoding.Encoded`), what came with the tokenizer
-(``tokenizer.json`` and the files beside it, the template of chats), and ``store.json``, written last: how it was made, and the
-SHA-256 of each piece. All files are memory-mapped. :mod:`jaxpipe.train.corpora.store_build` makes stores.
+A store is a folder with ``ids.bin`` (token ids, little-endian, of the smallest unsigned type that holds the vocabulary),
+``edges.bin`` (int64: where each document starts, and the end), where ids do not tell it ``sizes.bin`` (int64: bytes of the text
+of each document), for chats ``answers.bin`` (uint8, :class:`~jaxpipe.train.corpora.encoding.Encoded`), what came with the
+tokenizer (``tokenizer.json`` and the files beside it, the template of chats), and ``store.json``, written last: how it was
+made, and the SHA-256 of each piece. All files are memory-mapped. :mod:`jaxpipe.train.corpora.store_build` makes stores.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ _CHECKED_PIECES = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """One piece of a store: how many documents and tokens, and the SHA-256 of its ids, its documents' lengths as int64, and its
-    answers; and that of its sizes."""
+class StoredPiece:
+    """What one piece of a store holds: how many documents and tokens, and the SHA-256 of its ids, its documents' lengths as
+    int64, and its answers; and that of its sizes."""
 
     documents: int
     tokens: int
@@ -46,15 +46,15 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """What ``store.json`` says. ``spec``: how the store was made; ``parts``: its pieces."""
+    """The content of ``store.json``. ``spec``: how the store was made; ``parts``: its pieces."""
 
     folder: Path
     spec: Mapping[str, Any]
-    parts: tuple[Part, ...]
+    parts: tuple[StoredPiece, ...]
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """What ``store.json`` says.
+        """Read ``store.json``.
 
         Raises:
             ConfigError: the folder is a URL.
@@ -72,12 +72,13 @@ class Store:
             raise DataError(f"data {path}: can't be read ({error}); {_REBUILD}") from None
         try:
             spec = json.loads(text)
-            said = spec.pop("sha256")
-            if _signed(spec) != text or not isinstance(said, str):
+            sha256 = spec.pop("sha256")
+            # The text must come out the same to the byte: a manifest that somebody edited fails here even if it parses.
+            if _signed(spec) != text or not isinstance(sha256, str):
                 raise ValueError
-            if (of := spec.pop("format")) not in READ:
-                raise DataError(f"data {path}: of format {of}, and this jaxpipe reads {FORMAT}; build the store anew")
-            return cls(folder, spec, tuple(Part(*part) for part in spec.pop("parts")))
+            if (kind := spec.pop("format")) not in READ:
+                raise DataError(f"data {path}: of format {kind}, and this jaxpipe reads {FORMAT}; build the store anew")
+            return cls(folder, spec, tuple(StoredPiece(*part) for part in spec.pop("parts")))
         except (ValueError, KeyError, TypeError, AttributeError):
             raise DataError(f"data {path}: damaged; {_REBUILD}") from None
 
@@ -91,43 +92,43 @@ class Store:
 
     @property
     def fingerprint(self) -> str:
-        """Changes when a token, a document's length or an answer does."""
+        """A hash that changes when a token, a document's length or an answer does."""
         return hashlib.sha256(" ".join(part.sha256 for part in self.parts).encode()).hexdigest()[:16]
 
     def to_json(self) -> str:
-        """The text of ``store.json``; equal stores have equal texts."""
+        """Return the text of ``store.json``; equal stores have equal texts."""
         parts = [astuple(part) for part in self.parts]
         return _signed({"format": FORMAT, **self.spec, "parts": parts})
 
     def arrays(self) -> dict[str, tuple[np.dtype[Any], int]]:
-        """Dtype and length of the array in each file."""
-        found = {IDS: (id_dtype(self.spec["vocab_size"]).newbyteorder("<"), self.tokens)}
-        found[EDGES] = (np.dtype("<i8"), self.documents + 1)
+        """Return dtype and length of the array in each file."""
+        layout = {IDS: (id_dtype(self.spec["vocab_size"]).newbyteorder("<"), self.tokens)}
+        layout[EDGES] = (np.dtype("<i8"), self.documents + 1)
         if self.spec.get("sizes"):
-            found[SIZES] = (np.dtype("<i8"), self.documents)
-        return found | ({ANSWERS: (np.dtype("u1"), self.tokens)} if self.spec["documents_are"] == "chat" else {})
+            layout[SIZES] = (np.dtype("<i8"), self.documents)
+        return layout | ({ANSWERS: (np.dtype("u1"), self.tokens)} if self.spec["documents_are"] == "chat" else {})
 
     def maps(self) -> dict[str, npt.NDArray[Any]]:
-        """The arrays, memory-mapped.
+        """Return the arrays, memory-mapped.
 
         Raises:
             DataError: a file is missing, or has not the size that it must have.
         """
-        found: dict[str, npt.NDArray[Any]] = {}
+        maps: dict[str, npt.NDArray[Any]] = {}
         for name, (dtype, count) in self.arrays().items():
             path = self.folder / name
             try:
-                there = path.stat().st_size
-                if there == dtype.itemsize * count:
-                    found[name] = np.memmap(path, dtype, "r")
+                size = path.stat().st_size
+                if size == dtype.itemsize * count:
+                    maps[name] = np.memmap(path, dtype, "r")
             except OSError as error:
                 raise DataError(f"data {path}: can't be read ({error.strerror}); {_REBUILD}") from None
-            if name not in found:
-                raise DataError(f"data {path}: {there} bytes, and it must have {dtype.itemsize * count}; {_REBUILD}")
-        return found
+            if name not in maps:
+                raise DataError(f"data {path}: {size} bytes, and it must have {dtype.itemsize * count}; {_REBUILD}")
+        return maps
 
-    def check(self, *, whole: bool) -> None:
-        """Compare checksums: of every piece, or, unless ``whole``, of some of a store above 1 GiB.
+    def check(self, *, every_piece: bool) -> None:
+        """Compare checksums: of every piece, or, unless ``every_piece``, of some of a store above 1 GiB.
 
         Raises:
             DataError: a file is damaged or missing; names it.
@@ -137,7 +138,7 @@ class Store:
         at = [0, *itertools.accumulate(part.tokens for part in self.parts)]
         first = [0, *itertools.accumulate(part.documents for part in self.parts)]
         count = len(self.parts)
-        few = not whole and maps[IDS].nbytes > _CHECKED_BYTES and count > _CHECKED_PIECES
+        few = not every_piece and maps[IDS].nbytes > _CHECKED_BYTES and count > _CHECKED_PIECES
         for k in np.linspace(0, count - 1, _CHECKED_PIECES).astype(int).tolist() if few else range(count):
             lengths = np.diff(edges[first[k] : first[k + 1] + 1])
             answers = maps[ANSWERS][at[k] : at[k + 1]] if ANSWERS in maps else None
@@ -146,6 +147,7 @@ class Store:
             if (ids_digest, sizes_digest(sizes)) != (self.parts[k].sha256, self.parts[k].sizes_sha256):
                 where = f"piece {k + 1} of {count} (documents {first[k] + 1:,} to {first[k + 1]:,})"
                 raise DataError(f"data {self.folder}: {where} is damaged: its checksum differs; {_REBUILD}")
+        # Checksums are of lengths, differences of edges, so a shift of all edges shows in none of them.
         if edges[0] != 0 or edges[-1] != self.tokens:
             raise DataError(f"data {self.folder / EDGES}: damaged: its first or last number is wrong; {_REBUILD}")
 
@@ -159,7 +161,7 @@ def is_store(path: Path) -> bool:
 
 
 def digest(ids: npt.NDArray[Any], lengths: npt.NDArray[np.int64], answers: npt.NDArray[np.uint8] | None) -> str:
-    """The checksum of a piece."""
+    """Return the checksum of a piece."""
     hashed = hashlib.sha256()
     for array in (ids, lengths, answers):
         if array is not None:
@@ -168,11 +170,11 @@ def digest(ids: npt.NDArray[Any], lengths: npt.NDArray[np.int64], answers: npt.N
 
 
 def sizes_digest(sizes: npt.NDArray[np.int64] | None) -> str:
-    """The checksum of the sizes of a piece: one of its own, so that a store is the same data with them as without."""
+    """Return the checksum of the sizes of a piece: one of its own, so that a store is the same data with them as without."""
     return "" if sizes is None else hashlib.sha256(np.ascontiguousarray(sizes, "<i8").data).hexdigest()
 
 
 def _signed(spec: Mapping[str, Any]) -> str:
-    """JSON with its own checksum."""
+    """Return JSON with its own checksum."""
     plain = json.dumps(spec, ensure_ascii=True, sort_keys=True)
     return json.dumps({**spec, "sha256": hashlib.sha256(plain.encode()).hexdigest()}, sort_keys=True) + "\n"

@@ -1,10 +1,10 @@
-"""Making a token store: documents tokenised once, by any number of processes, to the same bytes.
+"""Build a token store: documents tokenised once, by any number of processes, to the same bytes.
 
 Sources are cut into pieces that depend on the files alone; processes tokenise pieces, each into a file of its own, and this one
-appends them in their order. After each piece a line goes to ``building.jsonl``. A build that was killed is taken up
-by the same command: what stands behind the last whole line is cut off. A few pieces a process are held at a time.
+appends them in their order. After each piece a line goes to ``building.jsonl``. A build that was killed is taken up by the same
+command: what stands behind the last whole line is cut off. A few pieces a process are held at a time.
 
-Whether a source is still the one that a store is of is told by the SHA-256 of all its bytes, not by its time or size: tools
+Whether a source is still the one that a store is of is decided by the SHA-256 of all its bytes, not by its time or size: tools
 that copy keep times, and others set them without a change. That reads each source once more, at 1.2 GB a second of CPU time.
 """
 
@@ -38,9 +38,20 @@ from jaxpipe.interop.tokenizer import FILES, JSON, TEMPLATE, copy_files
 from jaxpipe.interrupts import starting_children
 from jaxpipe.text import format_bytes
 from jaxpipe.train.corpora.content import reading as readable
-from jaxpipe.train.corpora.documents import PIECE_BYTES, Piece, files_at, formed, pieces
+from jaxpipe.train.corpora.documents import PIECE_BYTES, SourcePiece, files_at, formed, pieces
 from jaxpipe.train.corpora.encoding import Encoder, Reading
-from jaxpipe.train.corpora.store import ANSWERS, EDGES, IDS, JOURNAL, MANIFEST, SIZES, Part, Store, digest, sizes_digest
+from jaxpipe.train.corpora.store import (
+    ANSWERS,
+    EDGES,
+    IDS,
+    JOURNAL,
+    MANIFEST,
+    SIZES,
+    Store,
+    StoredPiece,
+    digest,
+    sizes_digest,
+)
 from jaxpipe.train.corpora.tokenizers import Tokenizer
 
 _PIECES = ".pieces-"
@@ -59,8 +70,8 @@ def build_store(
     workers: int = 1,
     note: Callable[[str], None] = lambda line: None,
 ) -> Store:
-    """Tokenise ``sources``, files and folders, into a store at ``folder``, or go on with what was begun there. ``note`` is told
-    how far it is, and of files that can't be used.
+    """Tokenise ``sources``, files and folders, into a store at ``folder``, or go on with what was begun there. ``note`` is
+    called with lines on progress, and on files that can't be used.
 
     Raises:
         ConfigError: a path is a URL.
@@ -69,11 +80,13 @@ def build_store(
     """
     encoder = Encoder.of(tokenizer, reading)
     check_local(folder, "store")
-    found = [(root, path) for root in sources for path in files_at(root, reading.suffixes, note)]
-    files = [path for _, path in found]
-    named = tuple(f"{root}: " for root, path in found if root == path)  # these are to be read, not only to be looked at
+    rooted = [(root, path) for root in sources for path in files_at(root, reading.suffixes, note)]
+    files = [path for _, path in rooted]
+    named = tuple(
+        f"{root}: " for root, path in rooted if root == path
+    )  # these are to be read, not only to be looked at
     try:
-        names = [str(Path(root.name, path.relative_to(root))) for root, path in found]
+        names = [str(Path(root.name, path.relative_to(root))) for root, path in rooted]
         before = [_state(path) for path in files]
         spec = _spec(encoder, names, files, note)
         folder.mkdir(parents=True, exist_ok=True)
@@ -91,7 +104,7 @@ def build_store(
             for output in outputs.values():
                 output.seek(0, os.SEEK_END)
             rest = itertools.islice(pieces(formed(files, reading.format)), len(parts), None)
-            tokens, told = sum(part.tokens for part in parts), time.monotonic()
+            tokens, noted_s = sum(part.tokens for part in parts), time.monotonic()
             pieces_at = Path(opened.enter_context(TemporaryDirectory(dir=folder, prefix=_PIECES)))
             for line in filter(None, (*tokenizer.remarks, encoder.describe())):
                 note(line)
@@ -106,11 +119,13 @@ def build_store(
                 _append(done, tokens, outputs, journal)
                 parts.append(done.part)
                 tokens += done.part.tokens
-                if time.monotonic() - told > _NOTE_S:
-                    told = time.monotonic()
+                if time.monotonic() - noted_s > _NOTE_S:
+                    noted_s = time.monotonic()
                     note(f"{len(parts)} pieces, {tokens:,} tokens")
             for output in outputs.values():
                 os.fsync(output.fileno())
+        # Checksums in ``spec`` were taken before the first piece was read; a source written to since would make a store that
+        # claims to be of another content.
         for path, state in zip(files, before, strict=True):
             if _state(path) != state:
                 raise DataError(f"data {path}: changed while the store was built; delete {folder} and build it again")
@@ -139,19 +154,19 @@ def _keep_tokenizer(folder: Path, encoder: Encoder) -> None:
 
 
 def _state(path: Path) -> tuple[int, ...]:
-    """What of a file changes when its content does, on a machine whose clock is not set back."""
+    """Return what changes about a file when its content does, on a machine whose clock is not set back."""
     about = path.stat()
     return about.st_ino, about.st_size, about.st_mtime_ns, about.st_ctime_ns
 
 
 def _spec(encoder: Encoder, names: Sequence[str], files: Sequence[Path], note: Callable[[str], None]) -> dict[str, Any]:
-    """What the bytes of a store depend on."""
+    """Return what the bytes of a store depend on."""
     template = encoder.template
     sizes = [path.stat().st_size for path in files]
     if sum(sizes) > _LONG_BYTES:
         note(f"reading the checksums of {len(files)} sources ({format_bytes(sum(sizes))})")
     return {
-        "tokenizer": encoder.tokenizer.makes,
+        "tokenizer": encoder.tokenizer.identity,
         "vocab_size": encoder.tokenizer.vocab_size,
         "eos": encoder.eos,
         "bos": encoder.bos,
@@ -171,7 +186,7 @@ def _content_digest(path: Path) -> str:
 
 
 def _equal(store: Store, spec: Mapping[str, Any], tokenizer: Tokenizer, note: Callable[[str], None]) -> Store:
-    """Raises DataError where the store was made otherwise, or of other content."""
+    """Return the store, or raise DataError where it was made otherwise, or of other content."""
     tokenizer.check_store(store.folder, store.spec["tokenizer"])
     if "contents" not in store.spec:
         note(f"{store.folder} has no checksums of its sources, which an older jaxpipe did not keep: sizes are compared")
@@ -190,17 +205,17 @@ def _equal(store: Store, spec: Mapping[str, Any], tokenizer: Tokenizer, note: Ca
 
 
 def _first_change(stored: object, contents: Sequence[str], sources: Sequence[Sequence[Any]]) -> str:
-    """The name of the first source with another checksum; empty if there is none."""
+    """Return the name of the first source with another checksum; empty if there is none."""
     pairs = zip(stored, contents, sources, strict=False) if isinstance(stored, list) else ()
     return next((str(name) for old, new, (name, _) in pairs if old != new), "")
 
 
 def _journal(folder: Path) -> BinaryIO:
-    """The journal, locked."""
-    there = {path.name for path in folder.iterdir() if not path.name.startswith(_PIECES)}
-    others = sorted(there - set(_OURS))
-    if others:
-        raise DataError(f"data {folder}: holds other files, such as {others[0]}; name a new folder for the store")
+    """Open the journal and lock it."""
+    names = {path.name for path in folder.iterdir() if not path.name.startswith(_PIECES)}
+    foreign = sorted(names - set(_OURS))
+    if foreign:
+        raise DataError(f"data {folder}: holds other files, such as {foreign[0]}; name a new folder for the store")
     journal = (folder / JOURNAL).open("a+b")
     try:
         fcntl.flock(journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -210,8 +225,8 @@ def _journal(folder: Path) -> BinaryIO:
     return journal
 
 
-def _begun(folder: Path, journal: BinaryIO, spec: Mapping[str, Any]) -> list[Part]:
-    """The pieces that are done, of which each file then holds exactly the bytes.
+def _begun(folder: Path, journal: BinaryIO, spec: Mapping[str, Any]) -> list[StoredPiece]:
+    """Return the pieces that are done, and cut each file to exactly their bytes.
 
     Raises:
         DataError: they are of other sources or settings, or damaged.
@@ -223,7 +238,9 @@ def _begun(folder: Path, journal: BinaryIO, spec: Mapping[str, Any]) -> list[Par
         raise DataError(
             f"data {folder}: holds an unfinished store of other sources or settings; name another folder, or delete this one"
         )
-    parts = [Part(int(d), int(t), *sums) for d, t, *sums in (line.decode().split() for line in lines[1:])]
+    # A killed build may have written data whose line is missing, never a line whose data is missing: the line goes last. So
+    # lines say how long each file must be, and what lies beyond is cut off.
+    parts = [StoredPiece(int(d), int(t), *sums) for d, t, *sums in (line.decode().split() for line in lines[1:])]
     if not lines:
         lines = [header]
         journal.truncate(0)
@@ -237,7 +254,7 @@ def _begun(folder: Path, journal: BinaryIO, spec: Mapping[str, Any]) -> list[Par
         with (folder / name).open("ab") as file:
             file.truncate(dtype.itemsize * count if parts else 0)
     if parts:
-        store.check(whole=True)
+        store.check(every_piece=True)
     else:
         (folder / EDGES).write_bytes(bytes(8))
     return parts
@@ -245,9 +262,9 @@ def _begun(folder: Path, journal: BinaryIO, spec: Mapping[str, Any]) -> list[Par
 
 @dataclass(frozen=True, slots=True)
 class _Done:
-    """A piece in ``file``: its ids, then its answers. ``lengths``, ``sizes``: of its documents."""
+    """A piece that is encoded in ``file``: its ids, then its answers. ``lengths``, ``sizes``: of its documents."""
 
-    part: Part
+    part: StoredPiece
     lengths: npt.NDArray[np.int64]
     sizes: npt.NDArray[np.int64] | None
     problems: tuple[str, ...]
@@ -255,14 +272,14 @@ class _Done:
     file: Path
 
 
-def _encode(encoder: Encoder, piece: Piece, file: Path) -> _Done:
+def _encode(encoder: Encoder, piece: SourcePiece, file: Path) -> _Done:
     encoded = encoder.encode(piece)
     with file.open("wb") as output:
         for array in (encoded.ids, encoded.answers):
             if array is not None:
                 output.write(np.ascontiguousarray(array, array.dtype.newbyteorder("<")).data)
     sums = digest(encoded.ids, encoded.lengths, encoded.answers), sizes_digest(encoded.sizes)
-    part = Part(len(encoded.lengths), len(encoded.ids), *sums)
+    part = StoredPiece(len(encoded.lengths), len(encoded.ids), *sums)
     return _Done(part, encoded.lengths, encoded.sizes, encoded.problems, encoded.loss, file)
 
 
@@ -278,15 +295,16 @@ def _append(done: _Done, tokens: int, outputs: Mapping[str, BinaryIO], journal: 
         for name, stop in ((IDS, size - answers), (ANSWERS, size)):
             while at < stop:
                 at += os.sendfile(outputs[name].fileno(), file.fileno(), at, stop - at)
+    # All arrays are with the system before the line of the journal is, which declares them complete.
     done.file.unlink()
     outputs[EDGES].flush()
     journal.write(f"{' '.join(map(str, astuple(done.part)))}\n".encode())
     journal.flush()
 
 
-def _encoded(encoder: Encoder, workers: int, folder: Path, found: Iterable[Piece]) -> Generator[_Done]:
-    """The pieces in their order, encoded by processes, or by this one."""
-    numbered = ((piece, folder / str(k)) for k, piece in enumerate(found))
+def _encoded(encoder: Encoder, workers: int, folder: Path, source_pieces: Iterable[SourcePiece]) -> Generator[_Done]:
+    """Yield the pieces in their order, encoded by processes, or by this one."""
+    numbered = ((piece, folder / str(k)) for k, piece in enumerate(source_pieces))
     if workers == 1:
         yield from (_encode(encoder, *each) for each in numbered)
         return
@@ -316,7 +334,7 @@ _encoder: Encoder
 
 
 def _begin(encoder: Encoder) -> None:
-    """In a process of the pool: end with the one that started it."""
+    """Prepare a process of the pool, which ends with the one that started it."""
     global _encoder
     _encoder = encoder
     threading.Thread(target=_end_with_parent, daemon=True).start()
@@ -329,5 +347,5 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _encode_here(piece: Piece, file: Path) -> _Done:
+def _encode_here(piece: SourcePiece, file: Path) -> _Done:
     return _encode(_encoder, piece, file)

@@ -1,8 +1,9 @@
-"""A ``tokenizer.json`` as jaxpipe uses it: what turns text into ids, and nothing of how somebody once called it.
+"""Read a ``tokenizer.json`` as jaxpipe uses it: what turns text into ids, and nothing of how somebody once called it.
 
 Whoever saved the file may have left ``truncation``, ``padding`` or a BPE model's ``dropout`` in it. They are settings of a call
 and not of the vocabulary, so they are switched off, by writing ``null`` in their place and leaving every other character: two
 files that differ in nothing else then have the same text, and a file without the three keeps its own.
+
 The package ``tokenizers`` is Rust. It panics on some files, and ends or stalls the process on a few: what may do that is first
 tried in a child process (:func:`check_survives`).
 """
@@ -41,7 +42,8 @@ for text in ("", "a", "Hello world, na\\u00efve caf\\u00e9 \\u65e5\\u672c\\u8a9e
 
 @dataclass(frozen=True, slots=True)
 class TokenizerJson:
-    """``used``: the text that the package reads. ``ignored``: what was switched off, for people. ``body``: the whole file."""
+    """The parts of a ``tokenizer.json``. ``used``: the text that the package reads. ``ignored``: what was switched off, for
+    people. ``body``: the whole file."""
 
     used: str
     ignored: tuple[str, ...]
@@ -49,7 +51,8 @@ class TokenizerJson:
 
     @classmethod
     def of(cls, content: str) -> Self:
-        """Raises ValueError or RecursionError unless ``content`` is a JSON object, of a model that long words do not stall."""
+        """Read the text of a file. Raises ValueError or RecursionError unless ``content`` is a JSON object, of a model that
+        long words do not stall."""
         body = json.loads(content)
         if not isinstance(body, dict):
             raise ValueError("not a JSON object")
@@ -74,6 +77,7 @@ class TokenizerJson:
         if dropout:
             ignored.append(f"dropout ({dropout})")
         used = content
+        # Backwards, so that the places still to be written keep theirs.
         for start, stop in reversed(places):
             used = f"{used[:start]}null{used[stop:]}"
         return cls(used, tuple(ignored), body)
@@ -89,11 +93,8 @@ class TokenizerJson:
                 elif step.get("type") == "TemplateProcessing":
                     for piece in itertools.takewhile(lambda x: "SpecialToken" in x, step["single"]):
                         ids += step["special_tokens"][piece["SpecialToken"]["id"]]["ids"]
-        except (
-            KeyError,
-            TypeError,
-            IndexError,
-        ):  # a template of tokens that it does not explain; the package reads it all the same
+        except (KeyError, TypeError, IndexError):
+            # A template names tokens that the file does not explain; the package reads it all the same.
             return ()
         return tuple(ids)
 
@@ -112,6 +113,7 @@ class TokenizerJson:
         keep = all(x.get("type") in ("Split", "Digits") and x.get("behavior") != "Removed" for x in splits)
         by_byte = last.get("type") == "ByteLevel" and not last.get("add_prefix_space", True)
         affixes = model.get("continuing_subword_prefix") or model.get("end_of_word_suffix")
+        # An added token that strips takes the blanks around it into itself, and they do not come back.
         strip = any(token.get("lstrip") or token.get("rstrip") for token in self.body.get("added_tokens") or ())
         return keep and by_byte and not affixes and not strip and set(alphabet) <= model["vocab"].keys()
 
@@ -127,7 +129,7 @@ class TokenizerJson:
 
 
 def _parts(step: Any, name: str) -> list[dict[str, Any]]:
-    """A step of the pipeline, or the steps of a sequence of them, which it lists under ``name``."""
+    """Return a step of the pipeline, or the steps of a sequence of them, which it lists under ``name``."""
     if not isinstance(step, dict):
         return []
     if step.get("type") != "Sequence":
@@ -137,14 +139,14 @@ def _parts(step: Any, name: str) -> list[dict[str, Any]]:
 
 
 def _blank(text: str, at: int) -> int:
-    """Where the blanks at ``at`` end."""
+    """Return the place after the blanks at ``at``."""
     match = _BLANKS.match(text, at)
     assert match is not None
     return match.end()
 
 
 def _values(text: str, at: int) -> Iterator[tuple[str, int, int]]:
-    """Key, start and stop of each value of the JSON object at ``at``, in a text that is known to be JSON."""
+    """Yield key, start and stop of each value of the JSON object at ``at``, in a text that is known to be JSON."""
     read = json.JSONDecoder().raw_decode
     at = _blank(text, at + 1)
     while text[at] != "}":

@@ -1,15 +1,16 @@
-"""Tokenisers: text to token ids and back.
+"""Tokenise text: ids and back.
 
 :class:`ByteTokenizer` (one id a byte), :class:`HFTokenizer` (a ``tokenizer.json`` read by Hugging Face's ``tokenizers``
-package, imported only when asked for) and :class:`IdTokenizer` (a vocabulary size for arrays that come as ids, no text).
-Text travels as ``str`` in which bytes that are not UTF-8 are lone surrogates (PEP 383, ``surrogateescape``), so that any
-file survives a round trip through bytes. Special tokens are not added: the text is the text. What ends a document is ``eos``,
-and what begins one ``bos``.
+package, imported only when asked for) and :class:`IdTokenizer` (a vocabulary size for arrays that come as ids, no text). Text
+travels as ``str`` in which bytes that are not UTF-8 are lone surrogates (PEP 383, ``surrogateescape``), so that any file
+survives a round trip through bytes. Special tokens are not added: the text is the text. What ends a document is ``eos``, and
+what begins one ``bos``.
 
-Which token ends documents (``data.eos=auto``) is said by the files beside a ``tokenizer.json``: ``eos_token`` of
+The token that ends documents (``data.eos=auto``) is named by the files beside a ``tokenizer.json``: ``eos_token`` of
 ``tokenizer_config.json`` or ``special_tokens_map.json``, then ``eos_token_id`` of ``generation_config.json`` or ``config.json``
-(of a list, whose ids all end an answer, the first), then by the names in :data:`_ENDS`. Which begins them (``data.bos=auto``):
-``bos_token`` where ``add_bos_token`` is true, none where it is false; where it is not said, what the post-processor puts there.
+(of a list, whose ids all end an answer, the first), then by the names in :data:`_ENDS`. The one that begins them
+(``data.bos=auto``) is ``bos_token`` where ``add_bos_token`` is true, none where it is false; without that setting, what the
+post-processor puts there.
 """
 
 from __future__ import annotations
@@ -40,23 +41,24 @@ _OLD_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[E
 _ENDS = (*_OLD_ENDS, "<｜end▁of▁sentence｜>")
 """Tokens that end a document, as models of the hub have them, for a ``tokenizer.json`` that stands alone. Versions that
 recorded no end in their checkpoints knew the old ones only."""
-_SPARSE = (
-    16  # times as many ids as tokens, above 2^20 of them: a mistake, for which arrays of that length would be made
-)
+# Above 2^20 ids so many to a token are a mistake in the file, for which arrays of that length would be made.
+_SPARSE = 16
 
 
 class Tokenizer(ABC):
-    """``vocab_size``: ids are in ``range(vocab_size)``. ``fingerprint``: its name in runs. ``makes``: equal for tokenisers that
-    give equal ids; its name in stores. ``bos``, ``eos``: the ids that begin and end a document, if some do; ``eos_from``: where
-    that is said. ``content``: the text of its ``tokenizer.json``; None where ``name`` says all. ``remarks``: what a user may
-    not expect of it, in lines; ``ignored``: settings in its file that are. ``lengths``: about how many bytes of text each id
-    stands for; None where ids have no text.
-    ``keeps_bytes``: they are exact."""
+    """Turns text into ids and back.
+
+    ``vocab_size``: ids are in ``range(vocab_size)``. ``fingerprint``: its name in runs. ``identity``: equal for tokenisers that
+    give equal ids; its name in stores. ``bos``, ``eos``: the ids that begin and end a document, if some do; ``eos_from``: the
+    file that names the latter. ``content``: the text of its ``tokenizer.json``; None where ``name`` says all. ``remarks``: what
+    a user may not expect of it, in lines; ``ignored``: settings in its file that are. ``lengths``: about how many bytes of text
+    each id stands for; None where ids have no text. ``keeps_bytes``: they are exact.
+    """
 
     name: str
     vocab_size: int
     fingerprint: str
-    makes: str
+    identity: str
     bos: int | None = None
     eos: int | None = None
     eos_from: str = ""
@@ -68,22 +70,22 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def encode(self, text: str) -> Ids:
-        """Ids of ``text``, 1-D, of the smallest unsigned dtype that holds the vocabulary."""
+        """Return the ids of ``text``, 1-D, of the smallest unsigned dtype that holds the vocabulary."""
 
     def encode_all(self, texts: Sequence[str]) -> Sequence[Ids]:
-        """:meth:`encode` of each."""
+        """Return what :meth:`encode` makes of each text."""
         return [self.encode(text) for text in texts]
 
     def name_of(self, number: int) -> str:
-        """An id as people know it."""
+        """Name an id for people."""
         return str(number)
 
     @abstractmethod
     def encode_with_places(self, text: str) -> tuple[Ids, npt.NDArray[np.int64]]:
-        """Ids of ``text``, and the character that each begins at."""
+        """Return the ids of ``text``, and the character that each begins at."""
 
     def id_of(self, token: str) -> int | None:
-        """The id of a token by its name, if there is one."""
+        """Return the id of a token by its name, if there is one."""
         return None
 
     def has_token(self) -> npt.NDArray[np.bool_]:
@@ -92,32 +94,34 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def decode(self, ids: Sequence[int] | Ids) -> str:
-        """Text of ``ids``; ids that are not in the vocabulary raise DataError."""
+        """Return the text of ``ids``; ids that are not in the vocabulary raise DataError."""
 
     def num_bytes(self, ids: Sequence[int] | Ids) -> int | None:
-        """Bytes of text that ``ids`` stand for (bits per byte needs it), or None where ids do not tell."""
+        """Return the bytes of text that ``ids`` stand for (bits per byte needs it), or None where ids do not tell."""
         return None if self.lengths is None or not self.keeps_bytes else int(self.lengths[np.asarray(ids)].sum())
 
     def with_ends(self, bos: int | None, eos: int | None) -> Self:
-        """This tokenizer where documents begin and end so."""
+        """Return this tokenizer with these ids at the beginning and the end of documents."""
         same = copy.copy(self)
         same.bos, same.eos = bos, eos
         return same
 
-    def check_store(self, folder: Path, made: str) -> None:
-        """Raise DataError unless this tokenizer makes the ids of the store at ``folder``, which those of ``made`` are."""
-        if made != self.makes:
-            own = folder / JSON
-            advice = f"set data.tokenizer={own if own.is_file() else made}"
-            raise DataError(f"data {folder}: tokenised by {made}, and data.tokenizer is {self.name}: {advice}")
+    def check_store(self, folder: Path, store_identity: str) -> None:
+        """Raise DataError unless this tokenizer makes the ids of the store at ``folder``, made by one of ``store_identity``."""
+        if store_identity != self.identity:
+            store_json = folder / JSON
+            advice = f"set data.tokenizer={store_json if store_json.is_file() else store_identity}"
+            raise DataError(
+                f"data {folder}: tokenised by {store_identity}, and data.tokenizer is {self.name}: {advice}"
+            )
 
     def loss_of(self, text: str) -> str:
-        """How a text comes back changed from its tokens, for people; empty if it comes back as it was."""
+        """Describe how a text comes back changed from its tokens; empty if it comes back as it was."""
         return ""
 
 
 def id_dtype(vocab_size: int) -> np.dtype[Any]:
-    """The smallest unsigned dtype that holds ids below ``vocab_size``."""
+    """Return the smallest unsigned dtype that holds ids below ``vocab_size``."""
     return np.min_scalar_type(max(vocab_size - 1, 0))
 
 
@@ -127,7 +131,7 @@ class ByteTokenizer(Tokenizer):
 
     name = "byte"
     vocab_size = 256
-    fingerprint = makes = "byte"
+    fingerprint = identity = "byte"
     eos = 0
     lengths = np.ones(256, np.int64)
     keeps_bytes = True
@@ -151,7 +155,7 @@ class IdTokenizer(Tokenizer):
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
-        self.name = self.fingerprint = self.makes = f"ids:{vocab_size}"
+        self.name = self.fingerprint = self.identity = f"ids:{vocab_size}"
 
     def encode(self, text: str) -> Ids:
         raise DataError(
@@ -193,13 +197,13 @@ class HFTokenizer(Tokenizer):
             raise DataError(
                 f"tokenizer {path}: {len(vocabulary)} tokens with ids up to {self.vocab_size - 1}; give them ids without gaps"
             )
-        self.makes = _digest(file.used)
-        self.fingerprint = self.makes
+        self.identity = _digest(file.used)
+        self.fingerprint = self.identity
         alphabet = package("tokenizers.pre_tokenizers", path).ByteLevel.alphabet()
         self.keeps_bytes = file.keeps_bytes(alphabet)
         self.lengths = self._lengths(vocabulary, file.is_byte_level)
-        self.eos, self.eos_from = self._said_end(path.parent)
-        self.bos, several = self._said_begin(path.parent, file.prefix)
+        self.eos, self.eos_from = self._end_token(path.parent)
+        self.bos, several = self._begin_token(path.parent, file.prefix)
         self.ignored = " and ".join(filter(None, [", ".join(file.ignored[:-1]), *file.ignored[-1:]]))
         lines = {
             f"tokenizer {path}: {self.ignored} {'is' if len(file.ignored) == 1 else 'are'} ignored": bool(file.ignored),
@@ -208,15 +212,17 @@ class HFTokenizer(Tokenizer):
         self.remarks = tuple(line for line, applies in lines.items() if applies)
 
     def _load(self) -> TokenizerJson:
-        """Make the backend of the content."""
+        """Make the backend from the content."""
         assert self.content is not None
         with self._refusing("not a Hugging Face tokenizer.json"):
             file = TokenizerJson.of(self.content)
+            # A panic can be caught here, a kill of the process can't: such files go through a child first.
             if file.may_kill:
                 check_survives(file.used)
             self._backend = package("tokenizers", Path(self.name)).Tokenizer.from_str(file.used)
         return file
 
+    # The backend is Rust and may not survive a pickle; worker processes load it anew from the content.
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in self.__dict__.items() if key != "_backend"}
 
@@ -229,6 +235,7 @@ class HFTokenizer(Tokenizer):
         """Raise DataError for whatever the package raises: Exception itself, and PanicException, which is none."""
         try:
             yield
+        # A Rust panic arrives as a BaseException of its own, so everything but these three is taken for one.
         except (MemoryError, KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:
@@ -242,7 +249,8 @@ class HFTokenizer(Tokenizer):
         try:
             with self._refusing("can't encode"):
                 encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
-        except DataError:  # of one text, perhaps: say which
+        except DataError:
+            # One text may be at fault: encoding them one by one names it.
             return [self.encode(text) for text in texts]
         return [self._ids(encoding) for encoding in encodings]
 
@@ -298,16 +306,17 @@ class HFTokenizer(Tokenizer):
         at = next((k for k, (a, b) in enumerate(zip(text, back, strict=False)) if a != b), min(len(text), len(back)))
         if at == len(text) == len(back):
             return ""
+        # Characters that no token covers are dropped ones; blanks between words lie in no token either and are no loss.
         covered = np.zeros(len(text), bool)
         for start, stop in encoding.offsets:
             covered[start:stop] = True
         dropped = [text[k] for k in np.flatnonzero(~covered) if not text[k].isspace()]
         near = slice(max(at - 8, 0), at + 16)
-        told = f"{text[near]!r} comes back as {back[near]!r}"
+        change = f"{text[near]!r} comes back as {back[near]!r}"
         return (
-            f"{told}, and {len(dropped)} of {len(text)} characters are dropped, such as {dropped[0]!r}"
+            f"{change}, and {len(dropped)} of {len(text)} characters are dropped, such as {dropped[0]!r}"
             if dropped
-            else told
+            else change
         )
 
     def _lengths(self, vocabulary: Mapping[str, int], is_byte_level: bool) -> npt.NDArray[np.int64]:
@@ -322,30 +331,30 @@ class HFTokenizer(Tokenizer):
                 lengths[number] = len(token.replace("▁", " ").removeprefix("##").encode())
         return lengths
 
-    def _said_end(self, folder: Path) -> tuple[int | None, str]:
-        """The token that ends documents, and where that is said."""
+    def _end_token(self, folder: Path) -> tuple[int | None, str]:
+        """Return the token that ends documents, and where it is named."""
         for name in (SETTINGS, TOKENS_MAP):
             if (number := self._special(folder / name, "eos_token")) is not None:
                 return number, name
         for name in (GENERATION, CONFIG):
-            said = _settings(folder / name).get("eos_token_id")
-            for number in said if isinstance(said, list) else [said]:
+            setting = _settings(folder / name).get("eos_token_id")
+            for number in setting if isinstance(setting, list) else [setting]:
                 if (
                     type(number) is int
                     and 0 <= number < self.vocab_size
                     and self._backend.id_to_token(number) is not None
                 ):
                     return number, name
-        return self._known_end(_ENDS), "by its name"
+        return self._end_by_name(_ENDS), "by its name"
 
-    def _known_end(self, names: Sequence[str]) -> int | None:
+    def _end_by_name(self, names: Sequence[str]) -> int | None:
         return next((number for name in names if (number := self.id_of(name)) is not None), None)
 
-    def _said_begin(self, folder: Path, prefix: Sequence[int]) -> tuple[int | None, bool]:
-        """The token that begins documents, and whether several would."""
-        said = _settings(folder / SETTINGS).get("add_bos_token")
-        if isinstance(said, bool):
-            return (self._special(folder / SETTINGS, "bos_token") if said else None), False
+    def _begin_token(self, folder: Path, prefix: Sequence[int]) -> tuple[int | None, bool]:
+        """Return the token that begins documents, and whether several would."""
+        setting = _settings(folder / SETTINGS).get("add_bos_token")
+        if isinstance(setting, bool):
+            return (self._special(folder / SETTINGS, "bos_token") if setting else None), False
         return (prefix[0] if len(prefix) == 1 and 0 <= prefix[0] < self.vocab_size else None), len(prefix) > 1
 
     def _special(self, path: Path, key: str) -> int | None:
@@ -353,23 +362,23 @@ class HFTokenizer(Tokenizer):
         token = token.get("content") if isinstance(token, dict) else token
         return self.id_of(token) if isinstance(token, str) else None
 
-    def check_store(self, folder: Path, made: str) -> None:
-        if self.ignored and self.content is not None and made == _digest(self.content):
+    def check_store(self, folder: Path, store_identity: str) -> None:
+        if self.ignored and self.content is not None and store_identity == _digest(self.content):
             raise DataError(
                 f"data {folder}: built by an older version, which obeyed the {self.ignored} of its tokenizer.json, so that its "
                 "ids are not those of the text; delete it and run 'jaxpipe data build' again"
             )
-        super().check_store(folder, made)
+        super().check_store(folder, store_identity)
 
     def recorded(self, stored: Mapping[str, Any]) -> Self:
-        """This tokenizer with the ends that a checkpoint recorded: a run goes on as it began. Checkpoints from before they were
-        recorded knew the old names alone, no beginnings, and a tokenizer by its whole file."""
+        """Return this tokenizer with the ends that a checkpoint recorded: a run goes on as it began. Checkpoints from before
+        they were recorded knew the old names alone, no beginnings, and a tokenizer by its whole file."""
         same = copy.copy(self)
         assert self.content is not None
         if stored.get("fingerprint") == _digest(self.content):
             same.fingerprint = _digest(self.content)
         if "eos" not in stored:
-            same.bos, same.eos, same.eos_from = None, self._known_end(_OLD_ENDS), "as the run began"
+            same.bos, same.eos, same.eos_from = None, self._end_by_name(_OLD_ENDS), "as the run began"
         elif (ends := [stored.get(key) for key in ("bos", "eos")]) != [self.bos, self.eos]:
             valid = [end if type(end) is int and 0 <= end < self.vocab_size else None for end in ends]
             same.bos, same.eos, same.eos_from = *valid, "as the run began"
@@ -377,7 +386,7 @@ class HFTokenizer(Tokenizer):
 
 
 def _settings(path: Path) -> dict[str, Any]:
-    """A file beside a tokenizer; empty where there is none."""
+    """Read a file beside a tokenizer; empty where there is none."""
     return read_json(path) if path.is_file() else {}
 
 
@@ -386,7 +395,7 @@ def _digest(content: str) -> str:
 
 
 def load_tokenizer(spec: str) -> Tokenizer:
-    """The tokeniser that ``spec`` names: ``byte``, ``ids:N``, or the path of a ``tokenizer.json``.
+    """Return the tokeniser that ``spec`` names: ``byte``, ``ids:N``, or the path of a ``tokenizer.json``.
 
     Raises:
         DataError: no such tokeniser, or its file is bad.
@@ -404,15 +413,16 @@ def load_tokenizer(spec: str) -> Tokenizer:
 
 
 def stored_tokenizer(tokenizer: Tokenizer) -> dict[str, Any]:
-    """What a checkpoint keeps of it: JSON that :func:`kept_tokenizer` makes the same tokeniser of."""
+    """Return what a checkpoint keeps of it: JSON of which :func:`checkpoint_tokenizer` makes the same tokeniser."""
     named = {"name": tokenizer.name, "fingerprint": tokenizer.fingerprint}
     if tokenizer.content is None:
         return named
     return {**named, "bos": tokenizer.bos, "eos": tokenizer.eos, "json": tokenizer.content}
 
 
-def kept_tokenizer(stored: object, spec: str) -> Tokenizer:
-    """The tokeniser that a checkpoint keeps; of an older one, the one that ``spec`` names, as :func:`load_tokenizer`."""
+def checkpoint_tokenizer(stored: object, spec: str) -> Tokenizer:
+    """Return the tokeniser that a checkpoint keeps; of an older one, the one that ``spec`` names, as :func:`load_tokenizer`
+    does."""
     content = stored.get("json") if isinstance(stored, dict) else None
     tokenizer = HFTokenizer(spec, content) if isinstance(content, str) else load_tokenizer(spec)
     return (
@@ -423,12 +433,12 @@ def kept_tokenizer(stored: object, spec: str) -> Tokenizer:
 
 
 def continued_tokenizer(stored: object, spec: str) -> Tokenizer:
-    """The tokenizer that ``spec`` names, for a run that goes on: with the ends that its checkpoint recorded, if it is the same
-    tokenizer."""
+    """Return the tokenizer that ``spec`` names, for a run that goes on: with the ends that its checkpoint recorded, if it is
+    the same tokenizer."""
     tokenizer = load_tokenizer(spec)
     if isinstance(tokenizer, HFTokenizer) and isinstance(stored, dict):
         same = tokenizer.recorded(stored)
-        return same if stored.get("fingerprint") in (tokenizer.makes, same.fingerprint) else tokenizer
+        return same if stored.get("fingerprint") in (tokenizer.identity, same.fingerprint) else tokenizer
     return tokenizer
 
 
@@ -443,7 +453,7 @@ def check_ids(ids: Ids, tokenizer: Tokenizer, first: int = 0) -> None:
 
 
 def _checked(ids: Sequence[int] | Ids, tokenizer: Tokenizer) -> Ids:
-    """``ids`` as an array, all in the vocabulary."""
+    """Return ``ids`` as an array, all in the vocabulary."""
     array = np.asarray(ids, dtype=np.int64)
     check_ids(array, tokenizer)
     return array

@@ -10,14 +10,14 @@ from jaxpipe.train.settings.sections import PipelineConfig, RunConfig, Sections
 
 
 @dataclass(frozen=True, slots=True)
-class _Pipeline(PipelineConfig):
+class _RetiredPipeline(PipelineConfig):
     """And what is ``braid = "adjacent"`` today."""
 
     braid_adjacent: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class _Run(RunConfig):
+class _RetiredRun(RunConfig):
     """And what is one of the ``trackers``, or ``max_skipped = 1``, today."""
 
     tensorboard: bool = False
@@ -28,8 +28,8 @@ class _Run(RunConfig):
 class Accepted(Sections):
     """All settings that a config may have."""
 
-    pipeline: _Pipeline = field(default_factory=_Pipeline)
-    run: _Run = field(default_factory=_Run)
+    pipeline: _RetiredPipeline = field(default_factory=_RetiredPipeline)
+    run: _RetiredRun = field(default_factory=_RetiredRun)
 
 
 def modernize(values: MutableMapping[str, Any]) -> None:

@@ -52,9 +52,9 @@ def _batch(config: Sections) -> Iterator[str]:
     yield f"run.batch={batch} is not divisible by {parts}: use {', or '.join(ways)}"
 
 
-def _nearest_divisors(number: int, wanted: int) -> str:
-    """The two divisors of ``number`` nearest to ``wanted``, as ``4 or 8``."""
-    nearest = sorted(divisors_of(number), key=lambda d: abs(d - wanted))[:2]
+def _nearest_divisors(number: int, target: int) -> str:
+    """The two divisors of ``number`` nearest to ``target``, as ``4 or 8``."""
+    nearest = sorted(divisors_of(number), key=lambda d: abs(d - target))[:2]
     return " or ".join(map(str, sorted(nearest)))
 
 
@@ -85,16 +85,16 @@ _STAGES = ("pipeline.ranks", "pipeline.chunks", "pipeline.schedule")
 def _cut(config: Sections) -> Iterator[str]:
     cut, stages = config.pipeline.cut, _stages(config.pipeline)
     if isinstance(cut, tuple) and stages and len(cut) != stages - 1:
-        made = f"{_sizes(config.pipeline)} make {stages} stages, which need {stages - 1}"
-        yield f"pipeline.cut has {len(cut)} layers at which a stage starts, but {made}"
+        needed = f"{_sizes(config.pipeline)} make {stages} stages, which need {stages - 1}"
+        yield f"pipeline.cut has {len(cut)} layers at which a stage starts, but {needed}"
 
 
 @_about("pipeline.recompute", *_STAGES)
 def _recompute(config: Sections) -> Iterator[str]:
     policies, stages = config.pipeline.recompute, _stages(config.pipeline)
     if isinstance(policies, tuple) and stages and len(policies) != stages:
-        made = f"{_sizes(config.pipeline)} make {stages} stages: list {stages}, or give one for all"
-        yield f"pipeline.recompute lists {len(policies)} policies, but {made}"
+        counts = f"{_sizes(config.pipeline)} make {stages} stages: list {stages}, or give one for all"
+        yield f"pipeline.recompute lists {len(policies)} policies, but {counts}"
 
 
 def _stages(pipeline: PipelineConfig) -> int:
@@ -163,8 +163,8 @@ def _towers(config: Sections) -> Iterator[str]:
     pipe = config.pipeline
     if pipe.schedule != "towers":
         if pipe.towers:
-            given = f"pipeline.towers are given, and pipeline.schedule is {pipe.schedule!r}"
-            yield f"{given}: set that to 'towers', or leave them out"
+            problem = f"pipeline.towers are given, and pipeline.schedule is {pipe.schedule!r}"
+            yield f"{problem}: set that to 'towers', or leave them out"
         return
     try:
         placement, _ = towers_of(pipe.towers)
@@ -193,21 +193,21 @@ def _vocabulary(config: Sections) -> Iterator[str]:
     pipe = config.pipeline
     if pipe.vocabulary == "ends":
         return
-    given = f"pipeline.vocabulary={pipe.vocabulary}"
+    setting = f"pipeline.vocabulary={pipe.vocabulary}"
     if pipe.schedule not in (*FAMILIES, "traverse"):
-        yield f"{given} with pipeline.schedule={pipe.schedule!r}: vocabulary layers are spread over the orders of families"
+        yield f"{setting} with pipeline.schedule={pipe.schedule!r}: vocabulary layers are spread over the orders of families"
     if problem := joint_problem(pipe):
         yield problem
     if pipe.memory_limit is not None:
-        yield f"{given} takes no pipeline.memory_limit: leave it out, or set pipeline.vocabulary=ends"
+        yield f"{setting} takes no pipeline.memory_limit: leave it out, or set pipeline.vocabulary=ends"
     if isinstance(pipe.recompute, tuple):
-        yield f"{given} takes one pipeline.recompute policy for all stages, not a list"
+        yield f"{setting} takes one pipeline.recompute policy for all stages, not a list"
     if pipe.sharding.sequence_parallel and pipe.tp > 1:
-        yield f"{given} is not there with pipeline.sequence_parallel=true: set one of them otherwise"
+        yield f"{setting} is not there with pipeline.sequence_parallel=true: set one of them otherwise"
     if pipe.cp > 1:
-        yield f"{given} is not there with pipeline.cp={pipe.cp}: set one of them otherwise"
+        yield f"{setting} is not there with pipeline.cp={pipe.cp}: set one of them otherwise"
     if config.run.replan.enabled:
-        yield f"{given} is not there with replan.enabled=true: set one of them otherwise"
+        yield f"{setting} is not there with replan.enabled=true: set one of them otherwise"
 
 
 def joint_problem(pipe: PipelineConfig) -> str:
@@ -253,34 +253,34 @@ def _made_data(config: Sections) -> Iterator[str]:
 def _one_origin(config: Sections) -> Iterator[str]:
     """Data come from one place."""
     data = config.data
-    given = [key for key in ("path", "sources", "target") if getattr(data, key) != getattr(DataConfig(), key)]
-    if len(given) > 1:
-        yield f"{' and '.join(f'data.{key}' for key in given)} are given: data come from one of them; leave the others out"
+    keys = [key for key in ("path", "sources", "target") if getattr(data, key) != getattr(DataConfig(), key)]
+    if len(keys) > 1:
+        yield f"{' and '.join(f'data.{key}' for key in keys)} are given: data come from one of them; leave the others out"
 
 
 @_about("model.options", "data.seq_len")
 def _seq_len(config: Sections) -> Iterator[str]:
     """Models get their sequence length from the data."""
-    given, wanted = config.model.options.get("seq_len"), config.data.seq_len
-    if given not in (None, wanted):
-        yield f"model.options.seq_len={given} differs from data.seq_len={wanted}: leave model.options.seq_len out"
+    model_len, data_len = config.model.options.get("seq_len"), config.data.seq_len
+    if model_len not in (None, data_len):
+        yield f"model.options.seq_len={model_len} differs from data.seq_len={data_len}: leave model.options.seq_len out"
 
 
 @_about("run.output.profile_steps", "run.steps")
 def _profiled(config: Sections) -> Iterator[str]:
     first, last = config.run.output.profile_steps or (1, 1)
     if not first <= last <= config.run.steps:
-        given = f"run.profile_steps=[{first}, {last}] with run.steps={config.run.steps}"
-        yield f"{given}: give the first and the last step to trace, such as [20, 25]"
+        setting = f"run.profile_steps=[{first}, {last}] with run.steps={config.run.steps}"
+        yield f"{setting}: give the first and the last step to trace, such as [20, 25]"
 
 
 @_about("run.replan.enabled", "run.steps", "run.output.log_every")
 def _recorded(config: Sections) -> Iterator[str]:
     """The solver is given what a recorded step measured; the first step compiles."""
-    steps, every = config.run.steps, config.run.output.log_every
-    if config.run.replan.enabled and max(2, every) >= steps:
+    steps, interval = config.run.steps, config.run.output.log_every
+    if config.run.replan.enabled and max(2, interval) >= steps:
         message = (
             f"replan.enabled=true needs a recorded step after the first and before the last, and run.steps={steps}"
         )
         less = f", or run.log_every={max(1, steps // 4)}" if steps > 2 else ""
-        yield f"{message} with run.log_every={every} has none: use more steps{less}"
+        yield f"{message} with run.log_every={interval} has none: use more steps{less}"

@@ -46,18 +46,18 @@ def _is_schedule(text: str) -> str:
         return "which pipeline.vocabulary makes: set that to 'spread', and pipeline.schedule to '1f1b' or another"
     if text in names or text.endswith(_SCHEDULE_FILES) or names_function(text):
         return ""
-    known = f"known: {', '.join(names)}, module:function, or a file ({' '.join(_SCHEDULE_FILES)})"
-    return f"which is no schedule: {_advice(text, names, known)}"
+    otherwise = f"known: {', '.join(names)}, module:function, or a file ({' '.join(_SCHEDULE_FILES)})"
+    return f"which is no schedule: {_advice(text, names, otherwise)}"
 
 
 def _is_policy(text: str) -> str:
     unknown = [part for part in text.split("+") if part.strip() not in POLICIES]
-    known = f"known: {', '.join(POLICIES)}, or several joined by +"
-    return f"and {unknown[0]!r} is no policy: {_advice(unknown[0], POLICIES, known)}" if unknown else ""
+    otherwise = f"known: {', '.join(POLICIES)}, or several joined by +"
+    return f"and {unknown[0]!r} is no policy: {_advice(unknown[0], POLICIES, otherwise)}" if unknown else ""
 
 
-def _advice(word: str, known: Iterable[str], otherwise: str) -> str:
-    near = nearest(word, known)
+def _advice(word: str, names: Iterable[str], otherwise: str) -> str:
+    near = nearest(word, names)
     return f"did you mean {near!r}?" if near else otherwise
 
 

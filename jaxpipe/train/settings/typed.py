@@ -95,8 +95,8 @@ def fit(value: Any, hint: Hint, key: str, *, text: bool = False) -> Any:
     """
     try:
         return _fit(value, hint, key, text)
-    except _MisfitError as wanted:
-        _refuse(key, value, f"expected {wanted}")
+    except _MisfitError as misfit:
+        _refuse(key, value, f"expected {misfit}")
 
 
 def _fit(value: Any, hint: Hint, key: str, text: bool) -> Any:
@@ -117,7 +117,7 @@ def _fit(value: Any, hint: Hint, key: str, text: bool) -> Any:
             raise _MisfitError("a list" if args[-1] is Ellipsis else f"a list of {len(args)} values")
         return tuple(fit(item, args[0], f"{key}[{k}]", text=text) for k, item in enumerate(value))
     if text:
-        value = _said(value, hint, key)
+        value = _parse_text(value, hint, key)
     if origin is Literal:
         if isinstance(value, str) and value in args:
             return value
@@ -142,7 +142,7 @@ def _fit(value: Any, hint: Hint, key: str, text: bool) -> Any:
 
 def _first_fit(value: Any, hints: Sequence[Hint], key: str, text: bool) -> Any:
     """By the first hint that fits; strings last, since they fit any text."""
-    wanted = []
+    expected = []
     one_word = text and not re.search(r"^\s*(\[|\d+\s*$)|,", value)  # a misspelt one would be a list of one string
     for hint in sorted(hints, key=lambda h: _bare(h) is str):
         try:
@@ -150,8 +150,8 @@ def _first_fit(value: Any, hints: Sequence[Hint], key: str, text: bool) -> Any:
                 raise _MisfitError("a list")
             return _fit(value, hint, key, text)
         except _MisfitError as misfit:
-            wanted.append(str(misfit))
-    raise _MisfitError(" or ".join(wanted))
+            expected.append(str(misfit))
+    raise _MisfitError(" or ".join(expected))
 
 
 def _bare(hint: Hint) -> Hint:
@@ -159,7 +159,7 @@ def _bare(hint: Hint) -> Hint:
     return get_args(hint)[0] if _origin(hint) is Annotated else hint
 
 
-def _said(text: str, hint: Hint, key: str) -> Any:
+def _parse_text(text: str, hint: Hint, key: str) -> Any:
     """What the text of an override says to this hint; the text itself if nothing."""
     if hint is str or _origin(hint) is Literal:
         return text
@@ -278,17 +278,17 @@ def leaves_of(record: type, table: Mapping[str, Any], prefix: str = "") -> Itera
             yield full_key(record, key), value
 
 
-def wanted(hint: Hint) -> str:
+def describe_hint(hint: Hint) -> str:
     """What a value of this type may be, in words."""
     origin, args = _origin(hint), get_args(hint)
     if origin is Annotated:
-        return wanted(args[0])
+        return describe_hint(args[0])
     if origin in (Union, UnionType):
-        return " or ".join(dict.fromkeys(map(wanted, args)))
+        return " or ".join(dict.fromkeys(map(describe_hint, args)))
     if origin is Literal:
         return " | ".join(args)
     if origin is tuple:
-        return f"a list, each {wanted(args[0])}" if args[-1] is Ellipsis else f"a list of {len(args)} values"
+        return f"a list, each {describe_hint(args[0])}" if args[-1] is Ellipsis else f"a list of {len(args)} values"
     return _SCALARS.get(hint, "a table")
 
 
@@ -381,12 +381,12 @@ class Collected:
         while section and not any(f".{section}." in f".{k}" for k in hints):
             section = section.rpartition(".")[0]
         inside = [k.rpartition(".")[2] for k in hints if section and f".{section}." in f".{k}"]
-        known = inside or list(dict.fromkeys(k.partition(".")[0] for k in hints))
-        meant = [k for k in hints if k.endswith(f".{leaf}")]
+        names_there = inside or list(dict.fromkeys(k.partition(".")[0] for k in hints))
+        candidates = [k for k in hints if k.endswith(f".{leaf}")]
         names = inside or dict.fromkeys(name for k in hints for name in k.split(".")[:-1] or [k])
-        if not meant and (near := nearest(leaf if inside else key.partition(".")[0], names, 0.6)):
-            meant = [f"{section}.{near}" if inside else near]
-        advice = f"did you mean {self.prefix}{meant[0]}?" if meant else f"there are {', '.join(known)}"
+        if not candidates and (near := nearest(leaf if inside else key.partition(".")[0], names, 0.6)):
+            candidates = [f"{section}.{near}" if inside else near]
+        advice = f"did you mean {self.prefix}{candidates[0]}?" if candidates else f"there are {', '.join(names_there)}"
         self.problem(place, f"unknown key {self.prefix}{key}: {advice}", key)
 
     def refuse(self) -> None:
@@ -394,15 +394,15 @@ class Collected:
         if self.problems:
             raise ConfigError("; ".join(self.problems), self.problems)
 
-    def made(self, record: type[_T], section: str = "") -> _T:
+    def build(self, record: type[_T], section: str = "") -> _T:
         """A record like the one that the values are for."""
-        given = {}
+        values = {}
         for name, hint in _hints(record).items():  # type: ignore[arg-type]  # a class
             if is_dataclass(hint):
-                given[name] = self.made(hint, f"{section}{name}.")  # type: ignore[arg-type]  # a class
+                values[name] = self.build(hint, f"{section}{name}.")  # type: ignore[arg-type]  # a class
             elif section + name in self.values:
-                given[name] = self.values[section + name]
-        return record(**given)
+                values[name] = self.values[section + name]
+        return record(**values)
 
 
 def decode(record: type[_T], table: Mapping[str, Any], prefix: str = "") -> _T:
@@ -411,11 +411,11 @@ def decode(record: type[_T], table: Mapping[str, Any], prefix: str = "") -> _T:
     Raises:
         ConfigError: all that is wrong with it, on one line.
     """
-    found = Collected(record, prefix)
-    found.add_table(table, "")
-    found.add_missing("")
-    found.refuse()
-    return found.made(record)
+    collected = Collected(record, prefix)
+    collected.add_table(table, "")
+    collected.add_missing("")
+    collected.refuse()
+    return collected.build(record)
 
 
 def _with_nested(table: Mapping[str, Any], path: Sequence[str], value: Any) -> dict[str, Any]:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from jaxpipe.train.trainer import Trainer
     from jaxpipe.train.verbs import data, evaluate, export, generate, import_folder, load_params
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "Data",
     "Layer",

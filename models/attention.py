@@ -123,7 +123,7 @@ def attention(
 
 
 _Pair = tuple[jax.Array, jax.Array]
-"""Of queries and of keys."""
+"""Two arrays: for the queries and for the keys."""
 
 
 @dataclass(frozen=True, slots=True)

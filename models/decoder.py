@@ -36,7 +36,7 @@ from .loss import loss_layer
 from .vocabulary import head_words
 
 EMBEDDING: Path = ("tokens", "embedding")
-"""Of the words' rows, in the layer that reads tokens."""
+"""Path of the embedding table in the layer that reads tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class DecoderConfig(ABC):
     parameters are created in."""
 
     model: ClassVar[str]
-    """As messages call it; in small letters, what kinds of layers begin with."""
+    """The model's name in messages; in small letters, labels of layers begin with it."""
     norm_leaves: ClassVar[tuple[str, ...]]
 
     vocab_size: int = 256

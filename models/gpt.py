@@ -132,7 +132,7 @@ MATRICES: Mapping[Path, Matrix] = {
     ("up", "kernel"): Matrix(),
     ("down", "kernel"): Matrix(),
 }
-"""Of a block."""
+"""Matrices of a block, for optimizers and decay that go by matrix."""
 
 
 class Embed(nn.Module):

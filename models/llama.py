@@ -354,7 +354,7 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "num_attention_heads": 16, "num_key_value_heads": 4, "tie_word_embeddings": True, "rope_theta": 2e6,
     },
 }  # fmt: skip
-"""By model_type, what an absent key means to transformers 5.24, where that is not :data:`_COMMON`."""
+"""The meaning of an absent key by model_type in transformers 5.24, where that is not :data:`_COMMON`."""
 _COMMON: Mapping[str, Any] = {
     "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32,
     "num_attention_heads": 32, "hidden_act": "silu", "max_position_embeddings": 32768, "rms_norm_eps": 1e-6,
@@ -366,7 +366,7 @@ _SCALINGS = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "yarn": ("factor", "beta_fast", "beta_slow", "attention_factor"),
 }
-"""By kind of rope scaling, the numbers in ``config.json`` that it has, under the names that they have here too."""
+"""The numbers of ``config.json`` that each kind of rope scaling has; they have the same names here."""
 
 
 def _options_of(config: Mapping[str, Any]) -> dict[str, Any]:

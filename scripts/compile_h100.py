@@ -47,7 +47,7 @@ from scripts.provenance import commit_id
 OPS = ("F", "B", "W", "BW")
 AS_WRITTEN, BEFORE = "as written", "before"
 ATTENTION = {"xla": "xla", "cudnn": "cudnn", AS_WRITTEN: "xla", BEFORE: ""}
-"""By form, the model's option; older models have none."""
+"""The model's option ``attention`` for each form; older models have none."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

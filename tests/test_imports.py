@@ -228,7 +228,7 @@ def test_every_room_has_a_readme(room: Path) -> None:
 
 def test_wheel_holds_jaxpipe_and_all_of_it() -> None:
     tool = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
-    assert set(tool) == {"packages", "package-data"}
+    assert set(tool) == {"dynamic", "packages", "package-data"}
     assert tool["packages"] == {"find": {"include": ["jaxpipe*"]}}
     assert set(tool["package-data"]) == {"jaxpipe"}
     package = ROOT / "jaxpipe"

@@ -20,7 +20,7 @@ from torture_parts.trial import Bench, Case, FailedError, Trial
 
 ROOT = Path(__file__).resolve().parents[2]
 WITHIN_S = 2.0
-"""Of a machine that has a core for the command: waits are counted, other processes are not ours."""
+"""Longest time between Ctrl-C and the end on a machine that has a core for the command: waits count, other processes don't."""
 _STARTED_CPU_S = 0.1
 """After which Python itself has started: before that it ends in its own way."""
 _STOPPED = 75

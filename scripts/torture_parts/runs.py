@@ -26,7 +26,7 @@ from torture_parts.trial import Bench, Case, Child, FailedError, SkippedError, T
 STEPS = 40
 _EVERY = 6  # steps between evaluations
 _SAME = ("loss", "grad_norm", "tokens", "applied", "eval_loss")
-"""Of a record of the metrics, what does not depend on the clock."""
+"""Keys of a record of metrics whose values do not depend on the clock."""
 _NOBODY = 65534
 
 _MODEL = ["d_model=16", "num_layers=2", "num_heads=2", "mlp_ratio=2"]

@@ -100,7 +100,7 @@ def built(where: str) -> Pipeline:
 
 
 _WOVEN: dict[str, Pipeline] = {}
-"""By placement, the pipeline that knows the braids compiled so far."""
+"""The pipeline for each placement that knows the braids compiled so far."""
 
 
 def both(where: str, schedule: Schedule) -> tuple[Pipeline, Pipeline]:

@@ -25,7 +25,7 @@ from tests.runtime.test_processes import run_in_threads
 from tests.support.pipelines import pipeline_for
 
 Calls = list[tuple[Any, ...]]
-"""Of one process: of each array its shape, dtype, and where it lies and goes."""
+"""What one process sends: shape, dtype, source and destination of each array."""
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from jaxpipe.schedule.problem import B, F, Problem, W
 from jaxpipe.schedule.retime import SLACK
 
 TABLE_5 = {"f": 25.92, "b": 26.44, "w": 19.52}
-"""Of `controllable-memory.txt`."""
+"""Costs of table 5 of `controllable-memory.txt`, in ms."""
 
 
 def v_problem(p: int, m: int, **costs: float) -> Problem:

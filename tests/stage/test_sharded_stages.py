@@ -144,7 +144,7 @@ def _pipeline(
 
 
 _SOAK = pytest.mark.soak
-"""Of shapes that only repeat others."""
+"""The mark of shapes that only repeat others."""
 
 
 @pytest.mark.parametrize("sequence", [False, True])

@@ -17,7 +17,7 @@ from jaxpipe.program.ir import Free, Message, Program, Recv, Run, Send, Sync, re
 
 IN_FLIGHT, STREAMS = 32, 4
 Orders = Mapping[int, Sequence[tuple[int, int]]]
-"""By process, (rank, instruction) as its thread issues them."""
+"""(rank, instruction) for each process, in the order in which its thread issues them."""
 
 
 @dataclass(eq=False)

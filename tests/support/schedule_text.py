@@ -16,7 +16,7 @@ edges: chain
 rank 0: F0.0 F0.1 BW0.0 BW0.1
 rank 1: F1.0 BW1.0 F1.1 BW1.1
 """
-"""As :func:`~tests.support.schedule_strategies.one_f_one_b_rows` of 2 and 2 is written."""
+"""The text of :func:`~tests.support.schedule_strategies.one_f_one_b_rows` of 2 and 2."""
 
 register_op(
     OpSpec(

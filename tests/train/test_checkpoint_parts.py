@@ -32,7 +32,7 @@ pytestmark = pytest.mark.compiles
 """A little, in threads, with jax 0.12."""
 
 OWNERS = {"embed": (0,), "h.0": (1,), "dropout": (2,), "head": (0, 2)}
-"""By layer, the processes that have it."""
+"""The processes that have each layer."""
 
 
 def make_all_params(step: float) -> dict[str, Any]:

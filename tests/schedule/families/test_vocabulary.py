@@ -171,7 +171,7 @@ METHODS = {  # the schedule, how near, and what it holds
     "interlaced": ("vocab-1f1b-joint", 0.04, 12),
 }
 MEGABYTES = {"2048": 909.1125, "4096": 1818.225}
-"""Of a microbatch's activations on a rank."""
+"""Megabytes of a microbatch's activations on a rank."""
 
 
 def soaked_but_first(k: int) -> object:

@@ -1,11 +1,12 @@
 """Checkpoints of a run: save without stopping it, keep the last few and the best, and load only what is intact.
 
-A run's directory holds one folder per step, ``00000100/``, described in ``checkpoint_format``; ``checkpoint_directory`` says
-which folders count. Parameters and optimizer state are stored by *layer* name, so a run may resume on another number of
-stages or ranks, and ``load_params`` needs no pipeline at all. ``CheckpointStore.save`` copies the arrays to host memory and
-returns; a thread writes them to a temporary folder ``00000100.tmp-<number>``, reads them back, and renames the folder when
-all of it is on disk. A kill at any moment leaves either the whole checkpoint or a temporary folder, which is ignored and
-removed by the next save. Nothing else is ever deleted but older checkpoints of the run, by a save that has succeeded.
+A run's directory holds one folder per step, ``00000100/``, described in :mod:`~jaxpipe.train.checkpoints.contents`;
+:mod:`~jaxpipe.train.checkpoints.directory` says which folders count. Parameters and optimizer state are stored by *layer*
+name, so a run may resume on another number of stages or ranks, and ``load_params`` needs no pipeline at all.
+``CheckpointStore.save`` copies the arrays to host memory and returns; a thread writes them to a temporary folder
+``00000100.tmp-<number>``, reads them back, and renames the folder when all of it is on disk. A kill at any moment leaves
+either the whole checkpoint or a temporary folder, which is ignored and removed by the next save. Nothing else is ever
+deleted but older checkpoints of the run, by a save that has succeeded.
 
 Several processes of a run save together, each the layers whose arrays it has, on a file system that all see: each writes its
 part, and the first one does the rest. Any number of processes reads what any number has written, and each may read some layers.
@@ -32,14 +33,41 @@ from jaxpipe.errors import CheckpointError
 from jaxpipe.files import Closing, check_local
 from jaxpipe.runtime.processes import Alone, Processes
 from jaxpipe.text import format_bytes
-from jaxpipe.train.checkpoints import directory as shelf
-from jaxpipe.train.checkpoints import format as form
-from jaxpipe.train.checkpoints import tree
-from jaxpipe.train.checkpoints.directory import Intact
-from jaxpipe.train.checkpoints.load import find, load_group, load_params, pick, read_manifest, reading
-from jaxpipe.train.checkpoints.manifest import GROUPS, NEEDED, strict_json
-from jaxpipe.train.checkpoints.together import newest_intact, together
-from jaxpipe.train.checkpoints.tree import Placement, PyTree, Snapshot
+from jaxpipe.train.checkpoints.contents import (
+    GROUPS,
+    NEEDED,
+    Placement,
+    PyTree,
+    Snapshot,
+    join_parts,
+    part_of,
+    read_manifest_of,
+    short_reason,
+    strict_json,
+    take_snapshot,
+    write_checkpoint,
+)
+from jaxpipe.train.checkpoints.directory import (
+    Intact,
+    find,
+    find_damage,
+    folder_of,
+    list_checkpoints,
+    load_group,
+    load_params,
+    lock_folder,
+    newest_intact,
+    pick,
+    put_in_place,
+    read_manifest,
+    reading,
+    remove_folder,
+    remove_leftovers,
+    run_on_all_processes,
+    set_aside,
+    step_of,
+    steps_by_loss,
+)
 
 __all__ = ["Checkpoint", "CheckpointStore", "Intact", "find", "load_params", "read_manifest"]
 
@@ -97,28 +125,28 @@ class CheckpointStore(Closing):
         self._failure: CheckpointError | None = None  # of a save that is over; not told yet
 
     def steps(self) -> tuple[int, ...]:
-        """Steps with a checkpoint, ascending, damaged or not."""
-        return tuple(found.step for found in shelf.checkpoints(self.directory))
+        """Return steps with a checkpoint, ascending, damaged or not."""
+        return tuple(folder.step for folder in list_checkpoints(self.directory))
 
     def path(self, step: int) -> Path:
-        """The folder of ``step``, which need not exist."""
-        return shelf.folder_of(self.directory, step)
+        """Return the folder of ``step``, which need not exist."""
+        return folder_of(self.directory, step)
 
     def latest(self) -> int | None:
-        """The newest step with a checkpoint, damaged or not; None if there is none."""
+        """Return the newest step with a checkpoint, damaged or not; None if there is none."""
         return max(self.steps(), default=None)
 
     def latest_intact(self, before: int | None = None) -> Intact:
-        """The newest checkpoint (of a step below ``before``) whose files match their checksums, for automatic resume. Reads
-        the files whole. Raises CheckpointError if a newer one can't be read now, though it may be intact.
+        """Return the newest checkpoint (of a step below ``before``) whose files match their checksums, for automatic resume.
+        Reads the files whole. Raises CheckpointError if a newer one can't be read now, though it may be intact.
 
         A run that goes on from it calls ``discard_after(step)`` first, so that newer damaged checkpoints give way.
         """
         return newest_intact(self.processes, self.directory, before)
 
     def best(self) -> int | None:
-        """The step of lowest finite evaluation loss (the newest of equals); None if no checkpoint has one."""
-        return next(iter(shelf.by_loss(shelf.checkpoints(self.directory))), None)
+        """Return the step of lowest finite evaluation loss (the newest of equals); None if no checkpoint has one."""
+        return next(iter(steps_by_loss(list_checkpoints(self.directory))), None)
 
     def save(
         self,
@@ -162,7 +190,7 @@ class CheckpointStore(Closing):
             self.wait()
 
     def poll(self) -> CheckpointError | None:
-        """The error of a save that has failed, given once; None while saves go well or are under way. Never waits.
+        """Return the error of a save that has failed, given once; None while saves go well or are under way. Never waits.
 
         A failed save has changed nothing: the same step, or a later one, may be saved again.
         """
@@ -201,17 +229,17 @@ class CheckpointStore(Closing):
 
         def discard(_: Any) -> list[str]:
             lines = []
-            for found in shelf.checkpoints(self.directory, after=step):
+            for folder in list_checkpoints(self.directory, after=step):
                 try:
-                    aside = shelf.set_aside(found.path, found.error or shelf.damage(found.path))
+                    aside = set_aside(folder.path, folder.error or find_damage(folder.path))
                 except OSError as error:
                     raise CheckpointError(
-                        f"{found.path} is in the way and can't be renamed: {error.strerror}"
+                        f"{folder.path} is in the way and can't be renamed: {error.strerror}"
                     ) from error
-                lines.append(f"the checkpoint of step {found.step} was set aside as {aside}")
+                lines.append(f"the checkpoint of step {folder.step} was set aside as {aside}")
             return lines
 
-        return tuple(together(self.processes, "discard", first=discard))
+        return tuple(run_on_all_processes(self.processes, "discard", conclude=discard))
 
     def load(
         self,
@@ -234,14 +262,14 @@ class CheckpointStore(Closing):
         """
         self.wait()
         if self.processes.number > 1:
-            step = together(self.processes, "step", first=lambda _: shelf.step_of(pick(self.directory, step)))
+            step = run_on_all_processes(self.processes, "step", conclude=lambda _: step_of(pick(self.directory, step)))
         loaded: list[Checkpoint] = []
 
         def read() -> None:
             read_one = partial(_load, like=like, sharding=sharding, layers=layers)
             loaded.append(reading(partial(pick, self.directory, step), read_one))
 
-        together(self.processes, "load", read)
+        run_on_all_processes(self.processes, "load", read)
         return loaded[0]
 
     def _content(
@@ -249,17 +277,17 @@ class CheckpointStore(Closing):
     ) -> _Content:
         if step < 0:
             raise CheckpointError(f"can't save step {step}; steps count from 0")
-        if self.processes.mine == 0 and (newer := shelf.checkpoints(self.directory, after=step)):
+        if self.processes.mine == 0 and (newer := list_checkpoints(self.directory, after=step)):
             raise CheckpointError(
                 f"step {step} is older than the newest checkpoint ({newer[-1].step}) in {self.directory}; resume from it, use "
                 f"another directory, or give up the later steps with discard_after({step})"
             )
-        groups = {group: tree.snapshot(group, content) for group, content in trees.items()}
+        groups = {group: take_snapshot(group, content) for group, content in trees.items()}
         return loss, strict_json(meta), groups
 
     def _commit(self, step: int, content: _Content | CheckpointError, spare: frozenset[int] | None) -> None:
-        """In the writer's thread of every process."""
-        talk = self.processes
+        """Write the checkpoint; runs in the writer's thread of every process."""
+        processes = self.processes
 
         def size() -> int:
             if isinstance(content, CheckpointError):
@@ -268,49 +296,53 @@ class CheckpointStore(Closing):
 
         def begin(sizes: Sequence[int]) -> str:
             self.directory.mkdir(parents=True, exist_ok=True)
-            held.enter_context(shelf.locked(self.directory, fcntl.LOCK_EX))  # one writer at a time
-            shelf.remove_leftovers(self.directory)
+            held.enter_context(lock_folder(self.directory, fcntl.LOCK_EX))  # one writer at a time
+            remove_leftovers(self.directory)
             self._check_room(sum(sizes))
             return f"{step:08d}.tmp-{secrets.randbelow(10**9)}"  # process numbers repeat over hosts
 
         def write() -> None:
             assert not isinstance(content, CheckpointError)
-            form.write(temporary if talk.number == 1 else form.part_of(temporary, talk.mine), step, *content)
+            write_checkpoint(temporary if processes.number == 1 else part_of(temporary, processes.mine), step, *content)
 
         def finish(_: Any) -> None:
-            if talk.number > 1:
-                form.join(temporary, talk.number)
-            shelf.put_in_place(temporary, self.path(step))
+            if processes.number > 1:
+                join_parts(temporary, processes.number)
+            put_in_place(temporary, self.path(step))
             if spare is not None:
                 self._prune(spare)
 
         try:
             with ExitStack() as held:
-                temporary = self.directory / together(talk, "checkpoint: begin", size, begin)
+                temporary = self.directory / run_on_all_processes(processes, "checkpoint: begin", size, begin)
                 try:
-                    together(talk, "checkpoint: finish", write, finish)
+                    run_on_all_processes(processes, "checkpoint: finish", write, finish)
                 except BaseException:
-                    if talk.mine == 0:
-                        shelf.remove(temporary)
+                    if processes.mine == 0:
+                        remove_folder(temporary)
                     raise
         except Exception as error:
             raise CheckpointError(
-                f"can't save step {step} in {self.directory}: {form.reason(error)}; earlier checkpoints are as they were"
+                f"can't save step {step} in {self.directory}: {short_reason(error)}; earlier checkpoints are as they were"
             ) from error
 
-    def _check_room(self, needed: int) -> None:
+    def _check_room(self, size: int) -> None:
         free = shutil.disk_usage(self.directory).free
-        if free < needed:
-            raise OSError(f"it needs {format_bytes(needed)} and the disk has {format_bytes(free)} free; make room")
+        if free < size:
+            raise OSError(f"it needs {format_bytes(size)} and the disk has {format_bytes(free)} free; make room")
 
     def _prune(self, spare: frozenset[int]) -> None:
         """Delete the checkpoints that are not to be kept, nor in ``spare``. What is damaged, or can't be read now, is
         neither counted nor deleted."""
-        whole = [found for found in shelf.checkpoints(self.directory) if found.manifest is not None]
-        kept = {*spare, *(found.step for found in whole[-self.keep_last :]), *shelf.by_loss(whole)[: self.keep_best]}
-        for found in whole:
-            if found.step not in kept:
-                shelf.remove(found.path)
+        readable = [folder for folder in list_checkpoints(self.directory) if folder.manifest is not None]
+        steps_to_keep = {
+            *spare,
+            *(folder.step for folder in readable[-self.keep_last :]),
+            *steps_by_loss(readable)[: self.keep_best],
+        }
+        for folder in readable:
+            if folder.step not in steps_to_keep:
+                remove_folder(folder.path)
 
 
 def _load(
@@ -319,7 +351,7 @@ def _load(
     sharding: Placement | Mapping[str, Placement] | None,
     layers: Collection[str] | None,
 ) -> Checkpoint:
-    manifest = form.read_manifest(folder)
+    manifest = read_manifest_of(folder)
     only = dict.fromkeys(NEEDED, layers)  # extra trees are not of layers
     trees = {group: load_group(folder, group, manifest, like, sharding, only.get(group)) for group in GROUPS}
     return Checkpoint(manifest.step, **trees, meta=manifest.meta, eval_loss=manifest.eval_loss, path=folder)

@@ -25,9 +25,8 @@ from jaxpipe.errors import CheckpointError, ConfigError, DataError, StageError
 from jaxpipe.interop.tokenizer import TOKENIZER
 from jaxpipe.stage.model.layer import Model, Params, taken_by
 from jaxpipe.stage.model.reference import init_params, logits, named_metrics
-from jaxpipe.train.checkpoints.format import read_manifest
-from jaxpipe.train.checkpoints.load import StepName, find, load_group, reading
-from jaxpipe.train.checkpoints.manifest import Manifest
+from jaxpipe.train.checkpoints.contents import Manifest, read_manifest_of
+from jaxpipe.train.checkpoints.directory import StepName, find, load_group, reading
 from jaxpipe.train.checkpoints.stored import stored_params
 from jaxpipe.train.config import TrainConfig, known_settings
 from jaxpipe.train.corpora import ngram
@@ -140,7 +139,7 @@ def described(
 ) -> tuple[Manifest, Trained]:
     """What one checkpoint says of itself, and its model (the one ``named`` or else the one that it names) without parameters;
     raises as :func:`load_trained`. ``advice``: what names a model, and what takes another one."""
-    manifest = read_manifest(folder)
+    manifest = read_manifest_of(folder)
     config, ignored = _config(manifest.meta, folder)
     copy = folder.parent.parent / TOKENIZER / "tokenizer.json"
     kept = checkpoint_tokenizer(manifest.meta.get("tokenizer"), str(copy) if copy.is_file() else config.data.tokenizer)

@@ -19,11 +19,9 @@ from jaxpipe.interop.folder import CONFIG, DTYPES, Planned, new_folder, write_js
 from jaxpipe.interop.table import Tensor, hugging_face_of, leaf_shapes, rows_by_leaf
 from jaxpipe.stage.model.layer import Model, Params
 from jaxpipe.stage.model.params import get_leaf
-from jaxpipe.train.checkpoints import format as form
-from jaxpipe.train.checkpoints.load import StepName, find, reading
-from jaxpipe.train.checkpoints.manifest import Manifest
+from jaxpipe.train.checkpoints.contents import Manifest, build_trees, list_differences, read_arrays, verify_files
+from jaxpipe.train.checkpoints.directory import StepName, find, reading
 from jaxpipe.train.checkpoints.stored import stored_params
-from jaxpipe.train.checkpoints.tree import build, differences
 from jaxpipe.train.evaluate import Trained, described
 from jaxpipe.train.origin import known_origin
 from jaxpipe.train.tokenizer_files import learnt, places_of, special_ids, write_tokenizer_files
@@ -85,12 +83,12 @@ def _write(
     options = {"vocab_size": found.tokenizer.vocab_size, "seq_len": config.data.seq_len, **config.model.options}
     made = exchange.config(options)
     want = stored_params(found.model)
-    if problems := differences(manifest.layers["params"], manifest.leaves["params"], want):
+    if problems := list_differences(manifest.layers["params"], manifest.leaves["params"], want):
         raise ConfigError(f"checkpoint {folder} does not fit its model: {problems[0]}")
     shapes = leaf_shapes(want)
     table = exchange.tensors(options)
     rows_by_leaf(table, shapes)
-    form.verify(folder, ("params",))
+    verify_files(folder, ("params",))
     layers = _Layers(folder, manifest)
     tensors = [Planned(row.name, row.shape(shapes[row.leaf]), partial(layers.tensor, row)) for row in table]
     files = write_tensors(to, tensors, dtype, shard_bytes)
@@ -118,8 +116,8 @@ class _Layers:
 
     def _read(self, layer: str) -> Params:
         leaves = [leaf for leaf in self._leaves if leaf.layer == layer]
-        arrays = form.read_arrays(self._folder, "params", leaves, some=True)
-        params: Params = build([layer], leaves, arrays)[layer]
+        arrays = read_arrays(self._folder, "params", leaves, partial=True)
+        params: Params = build_trees([layer], leaves, arrays)[layer]
         return params
 
 

@@ -27,11 +27,17 @@ from jaxpipe.interop.tokenizer import TOKENIZER, copy_files
 from jaxpipe.stage.model.layer import Model, Params
 from jaxpipe.stage.model.params import by_path
 from jaxpipe.stage.model.reference import ours
-from jaxpipe.train.checkpoints import directory as shelf
-from jaxpipe.train.checkpoints import format as form
-from jaxpipe.train.checkpoints.load import StepName, find, load_group, read_manifest, reading
+from jaxpipe.train.checkpoints.contents import (
+    Leaf,
+    Snapshot,
+    join_parts,
+    part_of,
+    read_manifest_of,
+    short_reason,
+    write_checkpoint,
+)
+from jaxpipe.train.checkpoints.directory import StepName, find, folder_of, load_group, read_manifest, reading
 from jaxpipe.train.checkpoints.stored import Likeness, likeness, model_digest, stored_params
-from jaxpipe.train.checkpoints.tree import Leaf, Snapshot
 from jaxpipe.train.config import TrainConfig, known_settings
 from jaxpipe.train.corpora.documents import in_groups
 from jaxpipe.train.corpora.tokenizers import load_tokenizer, stored_tokenizer
@@ -77,7 +83,7 @@ def import_hub(folder: Path, out: Path, *, target: str | None = None, seq_len: i
             "imported": str(folder.absolute()),
             **provenance(config),
         }
-        _write(shelf.folder_of(made / "checkpoints", 0), weights, meta)
+        _write(folder_of(made / "checkpoints", 0), weights, meta)
         text = f"# Written by jaxpipe import, of {str(folder.absolute())!a}\n{config.to_toml()}"  # a line break ends a comment
         (made / "config.toml").write_text(text, encoding="utf-8")
     return Imported(out, config, sum(int(np.prod(shape)) for shape in weights.shapes.values()), weights.remarks)
@@ -116,14 +122,14 @@ def _write(folder: Path, weights: Weights, meta: dict[str, Any]) -> None:
             tuple(Leaf(name, tuple(("key", k) for k in path), a.shape, a.dtype.name) for name, path, a in leaves),
             tuple(array for *_, array in leaves),
         )
-        part = form.part_of(folder, count - 1)
+        part = part_of(folder, count - 1)
         try:
-            form.write(part, 0, None, meta, {"params": snapshot, "optimizer": Snapshot((), (), ())})
+            write_checkpoint(part, 0, None, meta, {"params": snapshot, "optimizer": Snapshot((), (), ())})
         except Exception as error:  # of Orbax, a full disk too
             raise ConfigError(
-                f"the run can't be written: {form.reason(error)}; make room, or choose another folder"
+                f"the run can't be written: {short_reason(error)}; make room, or choose another folder"
             ) from error
-    form.join(folder, count)
+    join_parts(folder, count)
 
 
 def _bytes(params: Params) -> int:
@@ -203,7 +209,7 @@ def initial_params(
         return {layer: weights.read(layer) for layer in weights.layers if layers is None or layer in layers}
 
     def read(folder: Path) -> dict[str, Params]:
-        manifest = form.read_manifest(folder)
+        manifest = read_manifest_of(folder)
         if likeness(manifest.meta, model_digest(model, training=False)) is not Likeness.SAME:
             _check_origin(folder, config, note)
         return load_group(folder, "params", manifest, {"params": want}, None, layers)

@@ -14,7 +14,7 @@ from typing import Any
 from jaxpipe.errors import ConfigError
 from jaxpipe.interop.hub import is_hub
 from jaxpipe.stage.model.layer import Model, Params
-from jaxpipe.train.checkpoints.load import StepName
+from jaxpipe.train.checkpoints.directory import StepName
 from jaxpipe.train.config import TrainConfig
 from jaxpipe.train.data_in_order import Data
 from jaxpipe.train.evaluate import Trained, held_out_score, load_data, load_trained

@@ -239,7 +239,7 @@ def _target(trial: Trial) -> None:
     """Stored with the model that is trained, and not with a changed one; and makes it again."""
     from jaxpipe.models.gpt import GPT
     from jaxpipe.models.llama import Llama
-    from jaxpipe.train.checkpoints.manifest import strict_json
+    from jaxpipe.train.checkpoints.contents import strict_json
     from jaxpipe.train.checkpoints.stored import model_digest
     from jaxpipe.train.config import TrainConfig
     from jaxpipe.train.origin import known_origin, stored_meta

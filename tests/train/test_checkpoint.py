@@ -19,8 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpipe.errors import CheckpointError
 from jaxpipe.train.checkpoint import CheckpointStore, find, load_params, read_manifest
-from jaxpipe.train.checkpoints import format as form
-from jaxpipe.train.checkpoints import tree
+from jaxpipe.train.checkpoints.contents import SUMS, build_trees, take_snapshot
 from tests.support.checkpoint_cases import (
     META,
     assert_same,
@@ -86,9 +85,9 @@ def test_nothing_to_store(store: CheckpointStore) -> None:
 def test_any_names_round_trip(names: dict[str, dict[str, int]]) -> None:
     """Whatever layers and keys are called, they stay apart in Orbax and come back."""
     params = {layer: {key: np.zeros(size) for key, size in pytree.items()} for layer, pytree in names.items()}
-    snapshot = tree.snapshot("params", params)
+    snapshot = take_snapshot("params", params)
     assert len({leaf.storage_keys for leaf in snapshot.leaves}) == len(snapshot.leaves)
-    assert_same(tree.build(snapshot.layers, snapshot.leaves, snapshot.arrays), params)
+    assert_same(build_trees(snapshot.layers, snapshot.leaves, snapshot.arrays), params)
 
 
 def test_extra_trees(store: CheckpointStore) -> None:
@@ -177,7 +176,7 @@ def test_checksums_are_those_of_sha256sum(saved: Path) -> None:
     tool = shutil.which("sha256sum")
     if tool is None:
         pytest.skip("no sha256sum here")
-    subprocess.run([tool, "-c", "--status", form.SUMS], cwd=saved / "00000020", check=True)
+    subprocess.run([tool, "-c", "--status", SUMS], cwd=saved / "00000020", check=True)
 
 
 def test_a_global_mesh_changes_nothing(store: CheckpointStore) -> None:

@@ -28,8 +28,7 @@ import pytest
 
 from jaxpipe.errors import CheckpointError
 from jaxpipe.train.checkpoint import Checkpoint, CheckpointStore, load_params, read_manifest
-from jaxpipe.train.checkpoints import format as form
-from jaxpipe.train.checkpoints import tree
+from jaxpipe.train.checkpoints import contents
 from tests.support.checkpoint_cases import (
     assert_same,
     make_params,
@@ -108,14 +107,14 @@ def test_truncated_and_missing_files(saved: Path, tmp_path: Path, files: list[st
         path.unlink()
         assert_damage_is_seen(store, f"{name} missing")
         path.write_bytes(original)
-    sums = store.path(20) / form.SUMS
+    sums = store.path(20) / contents.SUMS
     lines = sums.read_text().splitlines(keepends=True)
     for suffix in ("x", "\n", lines[0].rstrip("\n")):
         sums.write_text("".join([*lines, suffix]))
-        assert_damage_is_seen(store, f"{suffix!r} after {form.SUMS}")
+        assert_damage_is_seen(store, f"{suffix!r} after {contents.SUMS}")
     for count in range(len(lines)):
         sums.write_text("".join(lines[:count]))
-        assert_damage_is_seen(store, f"{count} lines of {form.SUMS}")
+        assert_damage_is_seen(store, f"{count} lines of {contents.SUMS}")
 
 
 def test_files_of_others_are_ignored(saved: Path, tmp_path: Path) -> None:
@@ -139,7 +138,7 @@ def test_arrays_that_do_not_decode_leave_no_traceback(
 ) -> None:
     """Reads that Orbax had under way when its first one failed end later, on threads of its own."""
     store = damage_copy(saved, tmp_path)
-    sums = store.path(20) / form.SUMS
+    sums = store.path(20) / contents.SUMS
     for path in [p for p in store.path(20).rglob("*") if p.parent.name == "d"]:
         path.write_bytes(path.read_bytes()[:-20] + bytes(20))
         digest = hashlib.sha256(path.read_bytes()).hexdigest()
@@ -170,7 +169,7 @@ def test_what_is_no_file_is_damage(saved: Path, tmp_path: Path, files: list[str]
 def test_no_intact_checkpoint_left(saved: Path, tmp_path: Path) -> None:
     store = damage_copy(saved, tmp_path)
     for step in (10, 20):
-        (store.path(step) / form.MANIFEST).unlink()
+        (store.path(step) / contents.MANIFEST).unlink()
     with pytest.raises(CheckpointError, match="no other checkpoint beside it is intact") as info:
         store.load()
     one_line(info)
@@ -258,14 +257,14 @@ def test_a_leaf_that_is_nowhere(saved: Path, tmp_path: Path) -> None:
 def test_a_loss_that_is_not_finite_as_0_1_0_wrote_it(saved: Path, tmp_path: Path) -> None:
     store = damage_copy(saved, tmp_path)
     rewrite_manifest(store.path(20), lambda body: body.update(eval_loss=float("nan")))
-    assert "NaN" in (store.path(20) / form.MANIFEST).read_text()
+    assert "NaN" in (store.path(20) / contents.MANIFEST).read_text()
     assert store.load(20).eval_loss is None
 
 
 # What is not ours, or can't be read now.
 
 
-def contents(directory: Path) -> dict[str, bytes]:
+def files_of(directory: Path) -> dict[str, bytes]:
     return {p.relative_to(directory).as_posix(): p.read_bytes() for p in sorted(directory.rglob("*")) if p.is_file()}
 
 
@@ -280,7 +279,7 @@ def test_folders_of_others_are_left_alone(saved: Path, tmp_path: Path) -> None:
         shutil.copytree(store.path(20), store.directory / name, dirs_exist_ok=True)
     (store.directory / "20240102").write_text("a file")
     (store.directory / "20240103").symlink_to("nowhere")
-    before = {name: contents(store.directory / name) for name in foreign}
+    before = {name: files_of(store.directory / name) for name in foreign}
     assert store.steps() == (10, 20)
     intact = store.latest_intact()
     assert (intact.step, len(intact.warnings)) == (20, 1)
@@ -290,7 +289,7 @@ def test_folders_of_others_are_left_alone(saved: Path, tmp_path: Path) -> None:
         for step in (30, 31, 32, 33):
             store.save(step, {}, {}, {})
     assert store.steps() == (31, 32, 33)
-    assert {name: contents(store.directory / name) for name in foreign} == before
+    assert {name: files_of(store.directory / name) for name in foreign} == before
     assert (store.directory / "20240102").read_text() == "a file"
     assert (store.directory / "20240103").is_symlink()
     assert_same(load_params(store.directory / "20251122"), make_params(20))  # by its path it can be read
@@ -332,7 +331,7 @@ def test_what_can_not_be_read_now_is_not_passed_over(saved: Path, tmp_path: Path
 
 def test_pruning_deletes_only_what_it_can_read(saved: Path, tmp_path: Path) -> None:
     store = damage_copy(saved, tmp_path)
-    (store.path(10) / form.SUMS).write_text("?")
+    (store.path(10) / contents.SUMS).write_text("?")
     store.path(20).chmod(0)
     with without_privileges(), store:
         save_losses(store, {30: None, 31: None, 32: None, 33: None})
@@ -415,7 +414,7 @@ def test_a_named_checkpoint_that_is_removed_meanwhile(
     saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replaced: bool
 ) -> None:
     store = damage_copy(saved, tmp_path)
-    restore, calls = form._restore, itertools.count()
+    restore, calls = contents._restore, itertools.count()
 
     def remove_first(folder: Path, *args: Any) -> Any:
         if folder == store.path(20) and next(calls) == 0:
@@ -423,10 +422,10 @@ def test_a_named_checkpoint_that_is_removed_meanwhile(
             if replaced:
                 shutil.copytree(store.path(10), folder)
                 rewrite_manifest(folder, lambda body: body.update(step=20))
-            raise form.DamagedCheckpointError("some file is missing")
+            raise contents.DamagedCheckpointError("some file is missing")
         return restore(folder, *args)
 
-    monkeypatch.setattr(form, "_restore", remove_first)
+    monkeypatch.setattr(contents, "_restore", remove_first)
     if replaced:
         assert_same(store.load(20).params, make_params(10))
         return
@@ -473,13 +472,13 @@ def test_a_save_that_is_not_what_was_saved_costs_nothing(
     """A checkpoint is read back before an older one is removed for it."""
     save_losses(store, {1: 1.0, 2: 2.0})
     store.keep_last, store.keep_best = 1, 0
-    write_arrays = form._write_arrays
+    write_arrays = contents._write_arrays
 
-    def with_a_flipped_bit(folder: Path, content: tree.Snapshot) -> None:
+    def with_a_flipped_bit(folder: Path, content: contents.Snapshot) -> None:
         write_arrays(folder, replace(content, arrays=tuple(array + 1 for array in content.arrays)))
 
     with monkeypatch.context() as patch:
-        patch.setattr(form, "_write_arrays", with_a_flipped_bit)
+        patch.setattr(contents, "_write_arrays", with_a_flipped_bit)
         for step in (2, 3):
             with pytest.raises(
                 CheckpointError, match=rf"can't save step {step} in .*a is not the array that was"

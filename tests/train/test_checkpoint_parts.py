@@ -24,7 +24,8 @@ from jaxpipe.launch.local import Launch
 from jaxpipe.runtime.lines import LOST
 from jaxpipe.runtime.processes import Processes
 from jaxpipe.train.checkpoint import CheckpointStore, load_params, read_manifest
-from jaxpipe.train.checkpoints import format as form
+from jaxpipe.train.checkpoints import contents
+from jaxpipe.train.checkpoints.contents import write_checkpoint
 from tests.runtime.test_processes import HOST, free_port, run_in_threads
 from tests.support.checkpoint_cases import META, assert_same, make_optimizer, make_params, save_two
 
@@ -79,7 +80,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def same_error(errors: list[Any]) -> str:
     """Return the one line that all processes got."""
-    assert {type(error) for error in errors} <= {CheckpointError, form.DamagedCheckpointError}
+    assert {type(error) for error in errors} <= {CheckpointError, contents.DamagedCheckpointError}
     assert len({str(error) for error in errors}) == 1
     assert "\n" not in str(errors[0])
     return str(errors[0])
@@ -123,14 +124,14 @@ def test_any_number_of_processes_reads_some_layers_each(saved: Path, tmp_path: P
 
 
 def test_layers_that_are_not_asked_for_are_not_read(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    read, layers_read = form.read_tree, dict[str, Any]()
+    read, layers_read = contents.read_tree, dict[str, Any]()
 
     def read_tree(folder: Path, only: Any) -> Any:
         tree = read(folder, only)
         layers_read[folder.relative_to(saved / "00000020").as_posix()] = list(tree)
         return tree
 
-    monkeypatch.setattr(form, "read_tree", read_tree)
+    monkeypatch.setattr(contents, "read_tree", read_tree)
     CheckpointStore(saved).load(20, layers=["head"])
     extra = {f"part{k}/extra": ["averages", "seen"] for k in (0, 1)}
     assert layers_read == {"part0/params": ["head"], "part0/optimizer": ["head"], **extra}
@@ -198,15 +199,14 @@ def test_a_save_that_fails_in_one_process_fails_in_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, do: Callable[[CheckpointStore], None], reason: str
 ) -> None:
     CheckpointStore(tmp_path).save(1, {}, {}, {}, wait=True)
-    write = form.write
 
     def full(folder: Path, *args: Any) -> None:
-        write(folder, *args)
+        write_checkpoint(folder, *args)
         if folder.name == "part1":
             raise OSError("No space left on device")
 
     if do is _fails_to_write:
-        monkeypatch.setattr(form, "write", full)
+        monkeypatch.setattr("jaxpipe.train.checkpoint.write_checkpoint", full)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=2_000_000))
     error = same_error(saved_by(2, tmp_path, do))
     assert error == f"can't save step 2 in {tmp_path}: {reason}; earlier checkpoints are as they were"

@@ -25,7 +25,6 @@ from jaxpipe.runtime.executor import Executor
 from jaxpipe.schedule import read_schedule
 from jaxpipe.train import loop
 from jaxpipe.train.checkpoint import CheckpointStore, load_params
-from jaxpipe.train.checkpoints import format as checkpoint_format
 from jaxpipe.train.config import load_config
 from jaxpipe.train.devices import peak_bytes_in_use
 from jaxpipe.train.evaluate import held_out_score, load_trained
@@ -389,7 +388,7 @@ def test_a_full_disk_is_told_and_loses_nothing(
     def full(*_: Any, **__: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(checkpoint_format, "write", full)
+    monkeypatch.setattr("jaxpipe.train.checkpoint.write_checkpoint", full)
     with pytest.raises(CheckpointError, match=r"can't save step 20.*[Nn]o space left on device"):
         run(config(text, out_dir))
     assert CheckpointStore(out_dir / "checkpoints").latest_intact().step == HALF

@@ -35,7 +35,7 @@ from jaxpipe.errors import (
 )
 from jaxpipe.schedule import generate
 from jaxpipe.train.checkpoint import CheckpointStore
-from jaxpipe.train.checkpoints import format as checkpoint_format
+from jaxpipe.train.checkpoints.contents import write_checkpoint
 from jaxpipe.train.config import TrainConfig, load_config
 from jaxpipe.train.devices import device_errors, find_devices
 from jaxpipe.train.metrics import MetricsLog, read_metrics
@@ -245,15 +245,14 @@ def failing_writes(monkeypatch: pytest.MonkeyPatch, fails: Callable[[int], bool]
     """Return a list that collects the steps of all attempts to save; those whose number ``fails`` selects end in a full
     disk."""
     attempts: list[int] = []
-    write = checkpoint_format.write
 
     def maybe(folder: Path, step: int, *args: Any) -> None:
         attempts.append(step)
         if fails(len(attempts)):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        write(folder, step, *args)
+        write_checkpoint(folder, step, *args)
 
-    monkeypatch.setattr(checkpoint_format, "write", maybe)
+    monkeypatch.setattr("jaxpipe.train.checkpoint.write_checkpoint", maybe)
     return attempts
 
 

@@ -25,7 +25,7 @@ from jaxpipe.errors import CheckpointError, ConfigError, JaxpipeError, StageErro
 from jaxpipe.schedule import generate, write_schedule
 from jaxpipe.stage.model.reference import offered, resolve_model, source_of
 from jaxpipe.train.checkpoint import CheckpointStore
-from jaxpipe.train.checkpoints.format import read_manifest
+from jaxpipe.train.checkpoints.contents import read_manifest_of
 from jaxpipe.train.checkpoints.stored import Likeness, likeness, model_digest
 from jaxpipe.train.config import load_config
 from jaxpipe.train.evaluate import load_trained
@@ -261,7 +261,7 @@ def test_a_projects_own_models_are_taken_or_refused(
 ) -> None:
     out = project / "run"
     train(config(text, out, *TINY, "model.options.mlp_ratio=1"), io.StringIO())
-    assert read_manifest(out / "checkpoints" / "00000002").meta["sources"]["model"]["home"] == "models"
+    assert read_manifest_of(out / "checkpoints" / "00000002").meta["sources"]["model"]["home"] == "models"
     for verb, *flags in DOORS.values():
         code, line = call(verb, out, *flags)
         assert code == 2 and "--model models.gpt:GPT" in line and "gpt.py" in line

@@ -4,9 +4,7 @@ from jaxpipe.lazy import exported
 
 __all__, __getattr__ = exported(
     __name__,
-    directory="Intact",
-    load="StepName find load_group reading",
-    manifest="Manifest",
+    contents="Manifest Placement PyTree",
+    directory="Intact StepName find load_group reading",
     stored="Likeness likeness load_state model_digest stored_params",
-    tree="Placement PyTree",
 )

@@ -28,8 +28,8 @@ def write_tree(folder: Path, tree: Mapping[str, Any]) -> None:
 
 
 def read_tree(folder: Path, only: Mapping[str, Any] | None = None) -> Any:
-    """What :func:`write_tree` has written; of ``only``, if given, a tree with anything in the place of an array, those arrays.
-    Raises what Orbax raises."""
+    """Return what :func:`write_tree` has written; of ``only``, if given, a tree with anything in the place of an array, those
+    arrays. Raises what Orbax raises."""
     ocp = _orbax()
     with _checkpointer() as checkpointer:
         if only is None:
@@ -42,13 +42,13 @@ def _checkpointer(**options: Any) -> Any:
     if jax.process_count() == 1:
         return ocp.Checkpointer(ocp.PyTreeCheckpointHandler(**options))
     mine = jax.process_index()
-    alone = ocp.options.MultiprocessingOptions(
+    single_process = ocp.options.MultiprocessingOptions(
         primary_host=mine, active_processes={mine}, barrier_sync_key_prefix=f"part{mine}"
     )
     handler = ocp.PyTreeCheckpointHandler(
-        multiprocessing_options=alone, type_handler_registry=_arrays_of_any_process(), **options
+        multiprocessing_options=single_process, type_handler_registry=_arrays_of_any_process(), **options
     )
-    return ocp.Checkpointer(handler, multiprocessing_options=alone)
+    return ocp.Checkpointer(handler, multiprocessing_options=single_process)
 
 
 def _arrays_of_any_process() -> Any:
@@ -108,6 +108,6 @@ class _WithoutLateCallbacks:
 def _worth_a_line(record: logging.LogRecord) -> bool:
     text = record.getMessage()
     if "exception was never retrieved" in text:  # of several writes that failed, one is raised
-        told = text + "".join(traceback.format_exception(*record.exc_info) if record.exc_info else ())
-        return not ("tensorstore" in told or "orbax" in told)
+        trace = text + "".join(traceback.format_exception(*record.exc_info) if record.exc_info else ())
+        return not ("tensorstore" in trace or "orbax" in trace)
     return not ("_SignalingThread.run() raised" in text or "ArrayMetadata persistence is disabled" in text)

@@ -18,14 +18,15 @@ from jaxpipe.stage.model.params import trained_params
 from jaxpipe.stage.model.reference import apply_model, init_params
 from jaxpipe.tensor_parallel import ids_as_before
 from jaxpipe.train.checkpoint import Checkpoint, CheckpointStore
-from jaxpipe.train.checkpoints.format import DamagedCheckpointError
+from jaxpipe.train.checkpoints.contents import DamagedCheckpointError
 from jaxpipe.train.update.optimizer_state import fitted, state_leaves
 
 _Read = TypeVar("_Read")
 
 
 def stored_params(model: Model, master: Any = jnp.float32) -> dict[str, Any]:
-    """Shapes and dtypes of a model's parameters in a checkpoint: floats are those of masters, whatever the model creates."""
+    """Return shapes and dtypes of a model's parameters in a checkpoint: floats are those of masters, whatever the model
+    creates."""
 
     def stored(a: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(a.shape, master if jnp.issubdtype(a.dtype, jnp.floating) else a.dtype)
@@ -43,9 +44,10 @@ class Likeness(Enum):
 
 
 def model_digest(model: Model, *, training: bool = True) -> dict[str, str]:
-    """What a checkpoint keeps as ``meta["program"]`` to know its model again: digests, constants by value, of what evaluation
-    computes and of loss and gradient in ``training``; that of evaluation with callbacks by name, by which checkpoints from
-    before there were others compare; and the versions of JAX and Python, as digests of others can't be compared.
+    """Return what a checkpoint keeps as ``meta["program"]`` to know its model again: digests, constants by value, of what
+    evaluation computes and of loss and gradient in ``training``; that of evaluation with callbacks by name, by which
+    checkpoints from before there were others compare; and the versions of JAX and Python, as digests of others can't be
+    compared.
 
     Raises:
         StageError: the model's code fails.
@@ -83,8 +85,8 @@ def _digests(model: Model, training: bool) -> dict[str, str]:
 
 
 def likeness(meta: Mapping[str, Any], now: Mapping[str, str]) -> Likeness:
-    """What the model of the checkpoint with this ``meta`` is to the model with the digest ``now``: the one comparison, which
-    every door makes. A digest without training does not say whether a model trains otherwise."""
+    """Return what the model of the checkpoint with this ``meta`` is to the model with the digest ``now``: the one comparison,
+    which every door makes. A digest without training does not say whether a model trains otherwise."""
     stored = meta.get("program")
     if not isinstance(stored, dict) or stored.get("jax") != now["jax"]:
         return Likeness.UNKNOWN
@@ -99,7 +101,7 @@ def likeness(meta: Mapping[str, Any], now: Mapping[str, str]) -> Likeness:
 
 
 def placed_layers(layers: Iterable[Layer]) -> set[str]:
-    """Layers whose parameters are placed where ``layers`` are: they, and the owners of what is tied there."""
+    """Return layers whose parameters are placed where ``layers`` are: they, and the owners of what is tied there."""
     return {name for layer in layers for name in (layer.name, *(owner for owner, _ in layer.tied.values()))}
 
 
@@ -111,8 +113,8 @@ def load_state(
     master: Any = jnp.float32,
     layers: Collection[str] | None = None,
 ) -> Checkpoint:
-    """The checkpoint of ``step``, checked against the model and the optimizer (None: it has no state of one), before anything
-    is placed or compiled. ``layers``: only these are read, and of the optimizer's state only theirs is checked.
+    """Return the checkpoint of ``step``, checked against the model and the optimizer (None: it has no state of one), before
+    anything is placed or compiled. ``layers``: only these are read, and of the optimizer's state only theirs is checked.
 
     Raises:
         CheckpointError: it is damaged (DamagedCheckpointError), or of another model or optimizer.
@@ -130,8 +132,8 @@ def load_state(
 
 
 def newest(store: CheckpointStore, warn: Callable[[str], None], before: int | None = None) -> int | None:
-    """The newest intact step, of those below ``before``; None if there is no checkpoint. ``warn`` is told of each damaged one
-    passed over.
+    """Return the newest intact step, of those below ``before``; None if there is no checkpoint. ``warn`` is told of each
+    damaged one passed over.
 
     Raises:
         CheckpointError: none is intact, or a newer one can't be read now.

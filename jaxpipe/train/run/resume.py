@@ -25,7 +25,7 @@ from jaxpipe.stage.model.layer import Params
 from jaxpipe.stage.model.plan import Cut
 from jaxpipe.stage.model.reference import ours
 from jaxpipe.train.checkpoint import CheckpointStore, read_manifest
-from jaxpipe.train.checkpoints.manifest import Manifest
+from jaxpipe.train.checkpoints.contents import Manifest
 from jaxpipe.train.checkpoints.stored import (
     Likeness,
     likeness,

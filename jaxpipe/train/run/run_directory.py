@@ -22,7 +22,7 @@ from jaxpipe.runtime.processes import Alone, Processes
 from jaxpipe.schedule import Schedule, Timeline, write_schedule
 from jaxpipe.stage.model.plan import StagePlan
 from jaxpipe.train.checkpoint import CheckpointStore
-from jaxpipe.train.checkpoints.directory import locked
+from jaxpipe.train.checkpoints.directory import lock_folder
 from jaxpipe.train.config import TrainConfig
 from jaxpipe.train.corpora.tokenizers import Tokenizer
 from jaxpipe.train.metrics import read_metrics
@@ -166,7 +166,7 @@ class RunDirectory:
     def _take(self) -> None:
         """Lock the directory."""
         try:
-            self._lock.enter_context(locked(self.path, fcntl.LOCK_EX | fcntl.LOCK_NB))
+            self._lock.enter_context(lock_folder(self.path, fcntl.LOCK_EX | fcntl.LOCK_NB))
         except BlockingIOError:
             raise ConfigError(
                 f"run.out_dir={self.path}: another process is training in it; wait for it, or choose another directory"

@@ -1,0 +1,705 @@
+"""One checkpoint on disk: a folder of arrays by layer name, a JSON file that describes them, and checksums of both.
+
+A checkpoint folder holds::
+
+    params/           Orbax (OCDBT) tree {layer: {name: array}}; readable with Orbax alone
+    optimizer/        the same for the optimizer state
+    extra/            the same for more trees by name, if any were given
+    checkpoint.json   step, evaluation loss, the caller's ``meta``, and per leaf its path, shape, dtype and SHA-256
+    SHA256SUMS        one line per file, as ``sha256sum -c SHA256SUMS`` reads it
+
+Of several processes each writes all this, with its own layers, into ``part0/``, ``part1/``, …; the first then adds a
+``checkpoint.json`` of all leaves, which says of each in which part it is, and a ``SHA256SUMS`` of all files.
+
+Orbax 0.12 loads flipped bits without noticing, so files are verified before Orbax decodes them (corrupt input never
+reaches its decoders), and every array is verified again after decoding, against what was in memory when it was saved.
+Nothing is pickled, and nothing in ``checkpoint.json`` is believed: what is read has the types and shapes that
+:func:`manifest_text` writes, or is refused.
+
+Trees are stored by key path, not by class: dictionaries, lists, tuples, named tuples (optax states) and registered
+dataclasses are all flattened by ``jax.tree_util``. With ``like`` they come back with the classes of ``like``; without it
+dictionaries and named tuples come back as dictionaries, and lists and tuples as lists. Empty containers inside a layer
+have no leaf and come back only with ``like``. Arrays that span several processes are not stored (each must be addressable
+from the process that saves), nor typed PRNG keys (store ``jax.random.key_data``).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import re
+import stat
+import urllib.parse
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from io import BufferedReader
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from jax.sharding import Sharding
+
+from jaxpipe import __version__
+from jaxpipe.errors import CheckpointError
+from jaxpipe.train.checkpoints.orbax_trees import read_tree, write_tree
+
+PyTree: TypeAlias = Any
+PathStep: TypeAlias = tuple[Literal["key", "index", "field"], str | int]
+Placement: TypeAlias = jax.Device | Sharding
+"""A place for loaded arrays: one device, or a sharding over several."""
+LeafKey: TypeAlias = tuple[str, tuple[PathStep, ...]]
+"""Layer and key path."""
+
+_PYTHON_SCALARS: Mapping[str, Callable[[Any], bool | int | float]] = {"bool": bool, "int": int, "float": float}
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """One stored array: ``layer`` and key path, shape, NumPy dtype name, and SHA-256 of its bytes in C order.
+
+    ``python`` names the type of a leaf that was a Python number ("bool", "int", "float"), else it is None. ``part``: the number
+    of the process that has written it, None if there was one.
+    """
+
+    layer: str
+    path: tuple[PathStep, ...]
+    shape: tuple[int, ...]
+    dtype: str
+    python: str | None = None
+    sha256: str = ""
+    part: int | None = None
+
+    @property
+    def key(self) -> LeafKey:
+        return self.layer, self.path
+
+    @property
+    def name(self) -> str:
+        """The leaf as messages print it, e.g. ``h.0/attention/kernel``."""
+        return "/".join([self.layer, *(str(key) for _, key in self.path)])
+
+    @property
+    def storage_keys(self) -> tuple[str, ...]:
+        """Keys in the Orbax tree; Orbax joins keys with dots, so dots and slashes inside a name are escaped."""
+        pieces = (self.layer, *(str(key) for _, key in self.path))
+        return tuple(urllib.parse.quote(piece, safe="").replace(".", "%2E") or "%" for piece in pieces)
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A group of layers copied to host memory: ``arrays[i]`` belongs to ``leaves[i]``; ``layers`` may have none."""
+
+    layers: tuple[str, ...]
+    leaves: tuple[Leaf, ...]
+    arrays: tuple[np.ndarray, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(array.nbytes for array in self.arrays)
+
+    def pairs(self) -> Iterator[tuple[Leaf, np.ndarray]]:
+        return zip(self.leaves, self.arrays, strict=True)
+
+
+def take_snapshot(group: str, tree: Mapping[str, PyTree]) -> Snapshot:
+    """Copy ``{layer: pytree}`` of JAX arrays, NumPy arrays and Python numbers to host memory.
+
+    The copy is the caller's no longer: donating or changing the originals afterwards does not touch it.
+    Raises CheckpointError for a leaf that can't be stored, and for two leaves with the same name.
+    """
+    named_leaves = [(layer, path, leaf) for layer, pytree in tree.items() for path, leaf in flatten_layer(pytree)]
+    for _, _, leaf in named_leaves:
+        if isinstance(leaf, jax.Array) and leaf.is_fully_addressable:
+            leaf.copy_to_host_async()
+    arrays: dict[Leaf, np.ndarray] = {}
+    stored_names: set[tuple[str, ...]] = set()
+    for layer, path, value in named_leaves:
+        leaf = Leaf(layer, path, (), "")
+        if leaf.storage_keys in stored_names:
+            raise CheckpointError(
+                f"{group}: two leaves are called {leaf.name}; keys of one dictionary must differ as text"
+            )
+        stored_names.add(leaf.storage_keys)
+        array = _to_host(value, f"{group}: {leaf.name}")
+        python = type(value).__name__ if isinstance(value, bool | int | float) else None
+        arrays[Leaf(layer, path, array.shape, array.dtype.name, python)] = array
+    return Snapshot(tuple(tree), tuple(arrays), tuple(arrays.values()))
+
+
+def flatten_layer(pytree: PyTree) -> list[tuple[tuple[PathStep, ...], Any]]:
+    """Return leaves of one layer with their key paths; None and empty containers have none. Raises CheckpointError."""
+    try:
+        leaves = jax.tree_util.tree_flatten_with_path(pytree)[0]
+    except ValueError as error:  # a dictionary whose keys can't be sorted
+        reason = str(error).split("\n")[0]
+        raise CheckpointError(f"can't store a tree: {reason}; use keys of one type in each dictionary") from error
+    return [(tuple(_path_step(key) for key in path), leaf) for path, leaf in leaves]
+
+
+def build_trees(layers: Sequence[str], leaves: Sequence[Leaf], values: Sequence[Any]) -> dict[str, PyTree]:
+    """``{layer: pytree}`` of dictionaries and lists from leaves and their values."""
+    by_layer: dict[str, list[tuple[tuple[PathStep, ...], Any]]] = {layer: [] for layer in layers}
+    for leaf, value in zip(leaves, values, strict=True):
+        by_layer[leaf.layer].append((leaf.path, value))
+    return {layer: _nest(items) for layer, items in by_layer.items()}
+
+
+def leaves_by_key(targets: Mapping[str, PyTree]) -> dict[LeafKey, Any]:
+    """Return the leaves of ``{layer: pytree}`` by layer and path."""
+    return {(layer, path): leaf for layer, tree in targets.items() for path, leaf in flatten_layer(tree)}
+
+
+def list_differences(layers: Sequence[str], leaves: Sequence[Leaf], targets: Mapping[str, PyTree]) -> list[str]:
+    """Return what keeps saved ``layers`` and ``leaves`` from filling ``targets``, a line each; empty if they fit."""
+    problems = [f"it has no layer {layer}" for layer in targets if layer not in layers]
+    problems += [f"it has the layer {layer}, the model does not" for layer in layers if layer not in targets]
+    saved = {leaf.key: leaf for leaf in leaves if leaf.layer in targets}
+    for (layer, path), target in leaves_by_key(targets).items():
+        leaf = saved.pop((layer, path), None)
+        dtype = np.dtype(target.dtype).name if hasattr(target, "dtype") else None
+        if layer not in layers:
+            continue
+        if leaf is None:
+            problems.append(f"it has no {Leaf(layer, path, (), '').name}")
+        elif leaf.shape != np.shape(target):
+            problems.append(f"{leaf.name} has shape {leaf.shape}, the model wants {np.shape(target)}")
+        elif dtype not in (None, leaf.dtype) and leaf.python is None:
+            problems.append(f"{leaf.name} has dtype {leaf.dtype}, the model wants {dtype}")
+    return problems + [f"it has {leaf.name}, the model does not" for leaf in saved.values()]
+
+
+def fill_trees(targets: Mapping[str, PyTree], leaves: Sequence[Leaf], values: Sequence[Any]) -> dict[str, PyTree]:
+    """``{layer: pytree}`` with the classes of ``targets``, which the leaves must fit, and the values of the leaves."""
+    by_key = {leaf.key: value for leaf, value in zip(leaves, values, strict=True)}
+    return {
+        layer: jax.tree.unflatten(jax.tree.structure(tree), [by_key[layer, path] for path, _ in flatten_layer(tree)])
+        for layer, tree in targets.items()
+    }
+
+
+def place_array(leaf: Leaf, array: np.ndarray, target: Any, placement: Placement | None) -> Any:
+    """Return a loaded array as the caller wants it.
+
+    A Python number if one was saved or ``target`` is one; else a JAX array on ``placement``, or where ``target`` is; else
+    ``array``. Raises CheckpointError where JAX would round (64-bit data without ``jax_enable_x64``).
+    """
+    if isinstance(target, bool | int | float):
+        return type(target)(array.item())
+    if leaf.python is not None:
+        if target is None:
+            return _PYTHON_SCALARS[leaf.python](array.item())
+        array = array.astype(target.dtype)
+    if placement is None:
+        placement = getattr(target, "sharding", None)
+    if placement is None:
+        return array
+    if jax.dtypes.canonicalize_dtype(array.dtype) != array.dtype:
+        raise CheckpointError(
+            f"{leaf.name} was saved as {leaf.dtype}, which JAX would round; set JAX_ENABLE_X64=1, as when it was saved"
+        )
+    return jax.device_put(array, placement)
+
+
+def _nest(items: Sequence[tuple[tuple[PathStep, ...], Any]]) -> PyTree:
+    if len(items) == 1 and not items[0][0]:
+        return items[0][1]
+    children: dict[PathStep, list[tuple[tuple[PathStep, ...], Any]]] = {}
+    for path, value in items:
+        children.setdefault(path[0], []).append((path[1:], value))
+    if children and all(kind == "index" for kind, _ in children):
+        by_index = {int(index): _nest(child) for (_, index), child in children.items()}
+        return [by_index.get(index) for index in range(max(by_index) + 1)]  # a gap was None or an empty container
+    return {key: _nest(child) for (_, key), child in children.items()}
+
+
+def _path_step(key: Any) -> PathStep:
+    match key:
+        case jax.tree_util.DictKey(key=name) if isinstance(name, str | int):
+            return ("key", name)
+        case jax.tree_util.SequenceKey(idx=index):
+            return ("index", index)
+        case jax.tree_util.FlattenedIndexKey(key=index):
+            return ("index", index)
+        case jax.tree_util.GetAttrKey(name=name):
+            return ("field", name)
+    raise CheckpointError(f"can't store a tree with the key {key!r}; dictionary keys must be strings or integers")
+
+
+def _to_host(value: Any, where: str) -> np.ndarray:
+    if isinstance(value, jax.Array):
+        if jnp.issubdtype(value.dtype, jax.dtypes.extended):
+            raise CheckpointError(f"{where} is a typed {value.dtype}; store jax.random.key_data(key) instead")
+        if not value.is_fully_addressable:
+            raise CheckpointError(f"{where} spans devices of several processes; gather it before saving")
+    array = np.array(value, copy=True, order="C")
+    if array.dtype.hasobject or (array.dtype.kind in "SUMmV" and not hasattr(ml_dtypes, array.dtype.name)):
+        raise CheckpointError(f"{where} is a {type(value).__name__}, not an array of numbers")
+    return array
+
+
+FORMATS = (1, 2)
+"""Format numbers: a checkpoint that one process has written, and one of the parts of several."""
+NEEDED = ("params", "optimizer")
+GROUPS = (*NEEDED, "extra")
+
+_LARGEST = 10**18
+_MOST_ELEMENTS = 2**48
+_SHA256 = re.compile("[0-9a-f]{64}")
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What ``checkpoint.json`` says. ``layers`` and ``leaves`` are by group: "params", "optimizer", perhaps "extra".
+
+    ``eval_loss`` is finite or None. ``version``: of the jaxpipe that wrote it.
+    """
+
+    step: int
+    eval_loss: float | None
+    meta: dict[str, Any]
+    version: str
+    layers: Mapping[str, tuple[str, ...]]
+    leaves: Mapping[str, tuple[Leaf, ...]]
+
+
+class OtherFormatError(CheckpointError):
+    """The manifest is of a format that this version does not read."""
+
+
+def manifest_text(manifest: Manifest) -> str:
+    """Return the text of ``checkpoint.json``."""
+    body = {
+        "format": FORMATS[any(leaf.part is not None for leaves in manifest.leaves.values() for leaf in leaves)],
+        "jaxpipe": manifest.version,
+        "step": manifest.step,
+        "eval_loss": manifest.eval_loss,
+        "meta": manifest.meta,
+        "layers": manifest.layers,
+        "leaves": {group: [_leaf_to_json(leaf) for leaf in leaves] for group, leaves in manifest.leaves.items()},
+    }
+    return json.dumps(body, indent=1, allow_nan=False) + "\n"
+
+
+def parse_manifest(data: bytes) -> Manifest:
+    """Return the manifest in the bytes of ``checkpoint.json``.
+
+    Raises:
+        ValueError: they are not what jaxpipe writes; says in a few words what is wrong.
+        OtherFormatError: another version wrote them.
+    """
+    odd: list[str] = []
+
+    def constant(name: str) -> float:
+        odd.append(name)
+        return math.nan
+
+    try:
+        body: Any = json.loads(data, parse_constant=constant)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    except ValueError as error:
+        raise ValueError(f"it is not JSON ({error})") from None
+    if type(body) is not dict or type(body.get("format")) is not int:
+        raise ValueError("it has no format number")
+    if body["format"] not in FORMATS:
+        raise OtherFormatError(
+            f"has format {body['format']}, written by jaxpipe {body.get('jaxpipe')}; this is jaxpipe {__version__}, which "
+            f"reads formats {' and '.join(map(str, FORMATS))}; install the version that wrote it"
+        )
+    fields: list[Any] = [body.get(key) for key in ("step", "eval_loss", "meta", "jaxpipe")]
+    step, loss, meta, version = fields
+    for key, fits in {
+        "step": type(step) is int and 0 <= step < _LARGEST,
+        "eval_loss": loss is None or type(loss) is float or (type(loss) is int and abs(loss) < _LARGEST),
+        "meta": type(meta) is dict,
+        "jaxpipe": type(version) is str,
+    }.items():
+        if not fits:
+            raise ValueError(f"its {key} is {body.get(key, 'missing')!r:.60}")
+    finite = loss is not None and math.isfinite(loss)
+    if odd[1 if loss is not None and not finite else 0 :]:  # jaxpipe 0.1.0 wrote the loss so where it was not finite
+        raise ValueError(f"it holds {odd[-1]}, which is not JSON")
+    return Manifest(step, loss if finite else None, meta, version, *_groups(body))
+
+
+def merged(parts: Sequence[Manifest]) -> Manifest:
+    """Return the manifest of a whole checkpoint, from those of the parts that processes have written. Of arrays that several
+    have, the first counts.
+
+    Raises:
+        ValueError: two have different arrays under one name.
+    """
+    layers: dict[str, tuple[str, ...]] = {}
+    leaves: dict[str, tuple[Leaf, ...]] = {}
+    for group in {group: None for part in parts for group in part.layers}:
+        layers[group] = tuple({layer: None for part in parts for layer in part.layers.get(group, ())})
+        leaf_of: dict[LeafKey, Leaf] = {}
+        for number, part in enumerate(parts):
+            for leaf in part.leaves.get(group, ()):
+                first = leaf_of.setdefault(leaf.key, replace(leaf, part=number))
+                if replace(first, part=None) != leaf:
+                    raise ValueError(f"{group}: {leaf.name} of process {number} is not that of process {first.part}")
+        leaves[group] = tuple(leaf_of.values())
+    return replace(parts[0], layers=layers, leaves=leaves)
+
+
+def strict_json(meta: Mapping[str, Any]) -> dict[str, Any]:
+    """``meta`` as JSON gives it back, a deep copy; raises CheckpointError for what JSON can't hold, NaN among it."""
+    try:
+        values: dict[str, Any] = json.loads(json.dumps(dict(meta), allow_nan=False))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise CheckpointError(
+            f"meta can't be stored as JSON: {error}; convert it to finite numbers, strings, lists and dicts"
+        ) from error
+    return values
+
+
+def dtype_of(name: str) -> np.dtype[Any]:
+    """Return the NumPy dtype of this name, ``bfloat16`` and its like included."""
+    return np.dtype(getattr(ml_dtypes, name, name))
+
+
+def _groups(body: Mapping[str, Any]) -> tuple[dict[str, tuple[str, ...]], dict[str, tuple[Leaf, ...]]]:
+    try:
+        layers = {group: tuple(names) for group, names in body["layers"].items()}
+        leaves = {group: tuple(_leaf_from_json(x) for x in records) for group, records in body["leaves"].items()}
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ValueError(f"its layers or leaves can't be read ({type(error).__name__}: {error})") from None
+    are_names = all(type(name) is str for names in layers.values() for name in names)
+    if not (are_names and layers.keys() == leaves.keys() >= set(NEEDED)):
+        raise ValueError(f"its layers or leaves are not by {', '.join(NEEDED)}")
+    for group, group_leaves in leaves.items():
+        if stray := [leaf.name for leaf in group_leaves if leaf.layer not in layers[group]]:
+            raise ValueError(f"its {group} have a leaf {stray[0]:.60} of no layer")
+    return layers, leaves
+
+
+def _leaf_to_json(leaf: Leaf) -> dict[str, Any]:
+    record: dict[str, Any] = {"layer": leaf.layer, "path": leaf.path, "shape": leaf.shape, "dtype": leaf.dtype}
+    if leaf.python is not None:
+        record["python"] = leaf.python
+    if leaf.part is not None:
+        record["part"] = leaf.part
+    return {**record, "sha256": leaf.sha256}
+
+
+def _leaf_from_json(record: Mapping[str, Any]) -> Leaf:
+    path = tuple((kind, key) for kind, key in record["path"])
+    shape = tuple(record["shape"])
+    part = record.get("part")
+    leaf = Leaf(record["layer"], path, shape, record["dtype"], record.get("python"), record["sha256"], part)
+    named = type(leaf.layer) is str and leaf.python in (None, "bool", "int", "float")
+    sized = all(type(size) is int and size >= 0 for size in shape) and _SHA256.fullmatch(leaf.sha256)
+    steps = all(kind in ("key", "index", "field") and type(key) in (str, int) for kind, key in path)
+    written = part is None or (type(part) is int and 0 <= part < _LARGEST)
+    if not (
+        named and sized and steps and written and leaf.storage_keys
+    ):  # which are text that UTF-8 can hold, or raise
+        raise ValueError(f"a leaf is {record!r:.60}")
+    if math.prod(size for size in shape if size) > _MOST_ELEMENTS or dtype_of(leaf.dtype).name != leaf.dtype:
+        raise ValueError(f"a leaf has shape {shape!r:.60} and dtype {leaf.dtype!r:.20}")
+    return leaf
+
+
+MANIFEST = "checkpoint.json"
+SUMS = "SHA256SUMS"
+
+_SUM_LINE = re.compile(r"([0-9a-f]{64})  (\S[^\n]*)")
+_IN_PART = re.compile(r"part([0-9]{1,9})/([^/]+)(/.*)?")
+
+
+class DamagedCheckpointError(CheckpointError):
+    """A checkpoint folder is incomplete, truncated or altered; another step may be intact."""
+
+
+class UnreadableCheckpointError(CheckpointError):
+    """The system can't read a file of a checkpoint now; the checkpoint may be intact."""
+
+
+class RemovedCheckpointError(CheckpointError):
+    """A checkpoint was removed or replaced while it was being read."""
+
+
+def write_checkpoint(
+    folder: Path, step: int, eval_loss: float | None, meta: dict[str, Any], groups: Mapping[str, Snapshot]
+) -> None:
+    """Write one checkpoint into the new folder ``folder``, flush it to disk, and compare what Orbax reads back with what was
+    to be written. Raises OSError, DamagedCheckpointError and what Orbax raises."""
+    folder.mkdir(parents=True)
+    for group, content in groups.items():
+        _write_arrays(folder / group, content)
+    manifest = Manifest(
+        step,
+        eval_loss,
+        meta,
+        __version__,
+        {group: content.layers for group, content in groups.items()},
+        {
+            group: tuple(replace(leaf, sha256=_array_sha256(array)) for leaf, array in content.pairs())
+            for group, content in groups.items()
+        },
+    )
+    # Read back before the manifest says that they are there: what Orbax has written wrongly must never count, as older
+    # checkpoints are removed for this one.
+    for group in groups:
+        read_arrays(folder, group, manifest.leaves[group])
+    (folder / MANIFEST).write_text(manifest_text(manifest), encoding="utf-8")
+    _write_sums(folder, {name: _file_sha256(folder / name, flush=True) for name in _file_names(folder)})
+    for directory in (folder, *(path for path in folder.rglob("*") if path.is_dir())):
+        flush_directory(directory)
+
+
+def part_of(folder: Path, process: int) -> Path:
+    """Return the folder that a process writes its part of a checkpoint into, with :func:`write_checkpoint`."""
+    return folder / f"part{process}"
+
+
+def join_parts(folder: Path, number: int) -> None:
+    """Make one checkpoint of ``number`` parts, which have been written and flushed.
+
+    Raises:
+        ValueError: they don't fit together.
+        CheckpointError: one can't be read.
+    """
+    parts = [part_of(folder, process) for process in range(number)]
+    sums: dict[str, str] = {}
+    for part in parts:
+        sums |= {f"{part.name}/{name}": digest for name, digest in _read_sums(part).items()}
+        sums[f"{part.name}/{SUMS}"] = _file_sha256(part / SUMS)
+    manifest = merged([read_manifest_of(part) for part in parts])
+    (folder / MANIFEST).write_text(manifest_text(manifest), encoding="utf-8")
+    _write_sums(folder, sums | {MANIFEST: _file_sha256(folder / MANIFEST, flush=True)})
+    flush_directory(folder)
+
+
+def verify_files(
+    folder: Path,
+    groups: Sequence[str] = GROUPS,
+    parts: Collection[int | None] | None = None,
+    share: tuple[int, int] = (0, 1),
+) -> None:
+    """Compare the files of ``groups`` (in ``parts``, if given) and the manifest with their checksums; decodes nothing. A file
+    missing anywhere in the folder is damage; files of others are ignored. ``share``: (k, n) for the k-th of n shares of them.
+
+    Raises:
+        DamagedCheckpointError: a file is missing or does not match.
+        UnreadableCheckpointError: the system refuses to read one.
+    """
+    mine, number = share
+    for name, expected in list(_read_sums(folder).items())[mine::number]:
+        part, group = _place(name)
+        with _opened(folder, name) as file:
+            if group not in (*groups, MANIFEST, SUMS) or (parts is not None and part is not None and part not in parts):
+                continue
+            digest, size = hashlib.file_digest(file, "sha256").hexdigest(), file.tell()
+        if digest != expected:
+            raise _mismatch(folder, name, size)
+
+
+def read_manifest_of(folder: Path) -> Manifest:
+    """Read ``checkpoint.json`` after comparing it with its checksum. Raises CheckpointError, as :func:`verify_files` does."""
+    expected = _read_sums(folder)[MANIFEST]
+    with _opened(folder, MANIFEST) as file:
+        data = file.read()
+    if hashlib.sha256(data).hexdigest() != expected:
+        raise _mismatch(folder, MANIFEST, len(data))
+    try:
+        return parse_manifest(data)
+    except OtherFormatError as error:
+        raise OtherFormatError(f"checkpoint {folder} {error}") from None
+    except ValueError as error:
+        raise DamagedCheckpointError(f"checkpoint {folder} is damaged: {MANIFEST}: {error}") from None
+
+
+def read_arrays(folder: Path, group: str, leaves: Sequence[Leaf], *, partial: bool = False) -> list[np.ndarray]:
+    """Return the arrays of leaves of one group, each compared with its checksum. ``partial``: there may be others, which are
+    not read.
+
+    Call ``verify_files`` first. Raises DamagedCheckpointError.
+    """
+    leaves_by_part: dict[int | None, list[Leaf]] = {}
+    for leaf in leaves:
+        if np.prod(leaf.shape):
+            leaves_by_part.setdefault(leaf.part, []).append(leaf)
+    trees: dict[int | None, Any] = {
+        part: _restore(folder, _name_of(part, group), _nested((leaf, 0) for leaf in part_leaves) if partial else None)
+        for part, part_leaves in leaves_by_part.items()
+    }
+    arrays = []
+    for leaf in leaves:
+        if not np.prod(leaf.shape):  # Orbax refuses arrays without elements; the manifest says all there is to say
+            arrays.append(np.zeros(leaf.shape, dtype_of(leaf.dtype)))
+            continue
+        node = trees[leaf.part]
+        for key in leaf.storage_keys:
+            node = node.get(key) if isinstance(node, dict) else None
+        array = np.asarray(node)
+        fits = (array.shape, array.dtype.name) == (leaf.shape, leaf.dtype)
+        if not fits or _array_sha256(array) != leaf.sha256:
+            raise DamagedCheckpointError(
+                f"checkpoint {folder} is damaged: {_name_of(leaf.part, group)}: {leaf.name} is not the array that was saved"
+            )
+        arrays.append(array)
+    return arrays
+
+
+@contextmanager
+def watched(folder: Path) -> Iterator[None]:
+    """Around reading ``folder``: what looks like damage because it was removed or replaced meanwhile (by the run that saves
+    there) is a RemovedCheckpointError."""
+    before = _identity(folder)
+    try:
+        yield
+    except DamagedCheckpointError as error:
+        if before is None or _identity(folder) != before:
+            raise RemovedCheckpointError(
+                f"checkpoint {folder} was removed while being read, as a run removes old ones; read a newer one, or raise "
+                "run.keep_last"
+            ) from error
+        raise
+
+
+def short_reason(error: BaseException) -> str:
+    """Return an error in one line of at most 300 characters; of TensorStore's, the part that says what happened."""
+    text = str(error).strip().split("\n")[0].split(" [tensorstore_spec=")[0] or type(error).__name__
+    if "No space left on device" in text:
+        return "no space left on device"
+    return text if len(text) <= 300 else f"{text[:100]} ... {text[-195:]}"
+
+
+def flush_directory(directory: Path) -> None:
+    """Make new names in ``directory`` survive a power cut."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _identity(folder: Path) -> tuple[int, int] | None:
+    try:
+        about = folder.stat()
+    except OSError:
+        return None
+    return about.st_dev, about.st_ino
+
+
+@contextmanager
+def _opened(folder: Path, name: str) -> Iterator[BufferedReader]:
+    """A file of a checkpoint, to be read."""
+    with _system_errors(folder, name):
+        if not stat.S_ISREG((folder / name).stat().st_mode):  # reading a pipe would never end
+            raise FileNotFoundError
+        with (folder / name).open("rb") as file:
+            yield file
+
+
+@contextmanager
+def _system_errors(folder: Path, name: str) -> Iterator[None]:
+    """Errors of the system as ours: what is not there is damage, what can't be read now is not."""
+    try:
+        yield
+    except (FileNotFoundError, NotADirectoryError, ValueError) as error:  # ValueError: no file can have such a name
+        raise DamagedCheckpointError(f"checkpoint {folder} is incomplete: {name} is missing") from error
+    except OSError as error:
+        raise UnreadableCheckpointError(
+            f"checkpoint {folder} can't be read now: {name}: {error.strerror}; make it readable and try again, or move the "
+            "folder away to do without it"
+        ) from error
+
+
+def _mismatch(folder: Path, name: str, size: int) -> DamagedCheckpointError:
+    return DamagedCheckpointError(
+        f"checkpoint {folder} is damaged: {name} ({size} bytes) does not match its checksum (truncated or altered since it "
+        "was saved)"
+    )
+
+
+def _array_sha256(array: np.ndarray) -> str:
+    return hashlib.sha256(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data).hexdigest()
+
+
+def _file_sha256(path: Path, flush: bool = False) -> str:
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        if flush:
+            os.fsync(file.fileno())
+    return digest
+
+
+def _file_names(folder: Path) -> list[str]:
+    """Return every file below ``folder`` but its SHA256SUMS, relative and with forward slashes; the manifest comes last."""
+    files = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    return sorted((name for name in files if name != SUMS), key=lambda name: (name == MANIFEST, name))
+
+
+def names_in(folder: Path) -> set[str]:
+    """Return names of what lies directly in a checkpoint. Raises CheckpointError."""
+    with _system_errors(folder, "the folder"):
+        return {path.name for path in folder.iterdir()}
+
+
+def _read_sums(folder: Path) -> dict[str, str]:
+    """Return checksums by file name."""
+    with _opened(folder, SUMS) as file:
+        data = file.read()
+    *lines, rest = data.decode("utf-8", "replace").split("\n")
+    sums = {}
+    for line in lines:
+        match = _SUM_LINE.fullmatch(line)
+        if match is None:
+            raise DamagedCheckpointError(f"checkpoint {folder} is damaged: {SUMS} has the line {line[:90]!r}")
+        sums[match[2]] = match[1]
+    if rest or next(reversed(sums), None) != MANIFEST:
+        raise DamagedCheckpointError(f"checkpoint {folder} is damaged: {SUMS} has lost its end")
+    return sums
+
+
+def _write_sums(folder: Path, sums: Mapping[str, str]) -> None:
+    """``sums``: checksums by file name, the manifest's last."""
+    (folder / SUMS).write_text("".join(f"{digest}  {name}\n" for name, digest in sums.items()), encoding="utf-8")
+    _file_sha256(folder / SUMS, flush=True)
+
+
+def _name_of(part: int | None, group: str) -> str:
+    return group if part is None else f"part{part}/{group}"
+
+
+def _place(name: str) -> tuple[int | None, str]:
+    """Part and group that a file is in, by its name."""
+    match = _IN_PART.fullmatch(name)
+    return (int(match[1]), match[2]) if match else (None, name.split("/")[0])
+
+
+def _nested(values: Iterable[tuple[Leaf, Any]]) -> dict[str, Any]:
+    """Return the Orbax tree with these values."""
+    tree: dict[str, Any] = {}
+    for leaf, value in values:
+        node = tree
+        *parents, last = leaf.storage_keys
+        for key in parents:
+            node = node.setdefault(key, {})
+        node[last] = value
+    return tree
+
+
+def _write_arrays(folder: Path, content: Snapshot) -> None:
+    if tree := _nested((leaf, array) for leaf, array in content.pairs() if array.size):
+        write_tree(folder, tree)
+
+
+def _restore(folder: Path, name: str, only: Mapping[str, Any] | None) -> Any:
+    try:
+        return read_tree(folder / name, only)
+    except MemoryError:
+        raise
+    except Exception as error:
+        raise DamagedCheckpointError(
+            f"checkpoint {folder} is damaged: Orbax can't read {name}: {short_reason(error)}"
+        ) from error

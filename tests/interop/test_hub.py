@@ -124,7 +124,7 @@ def test_numbers_too_large_for_float16_are_refused(tmp_path: Path) -> None:
     """They were written as infinity."""
     tensors = [Planned("w", (2,), lambda: np.array([1.0, 7e4], np.float32))]
     write_tensors(tmp_path, tensors, "bfloat16", 100)
-    with pytest.raises(ConfigError, match=r"w has values up to 7e\+04, too large for float16; use"):
+    with pytest.raises(ConfigError, match=r"7e\+04.*float16"):
         write_tensors(tmp_path, tensors, "float16", 100)
 
 
@@ -226,7 +226,7 @@ def test_a_tied_head_that_only_the_index_has_is_a_remark(
         read(folder)
     index.write_text(json.dumps({"weight_map": {**index_body["weight_map"], NORM: "model-00001-of-00002.safetensors"}}))
     edit(folder / "config.json", tie_word_embeddings=True)
-    with pytest.raises(ConfigError, match=r"names a file for model.norm.weight that does not"):
+    with pytest.raises(ConfigError, match=r"model.norm.weight"):
         read(folder)
 
 
@@ -309,9 +309,9 @@ def test_what_a_run_can_not_begin_with(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "given", "qwen2")
     run = import_hub(folder, tmp_path / "run", seq_len=24).path
     ids = ("data.tokenizer=ids:37", "data.path=x.npy")
-    with pytest.raises(ConfigError, match=r"is of jaxpipe.models.llama:Llama, and model.target is models.vlm:VLM"):
+    with pytest.raises(ConfigError, match=r"jaxpipe.models.llama:Llama.*model.target.*models.vlm:VLM"):
         completed(begins_with(run, "model.target=models.vlm:VLM", *ids))
-    with pytest.raises(ConfigError, match=r"has no function or class 'hugging_face'"):
+    with pytest.raises(ConfigError, match="'hugging_face'"):
         completed(begins_with(folder, "model.target=models.vlm:VLM", *ids))
     with pytest.raises(CheckpointError, match=r"no checkpoint of step 7"):
         completed(begins_with(f"{run}:7", *ids))

@@ -411,7 +411,7 @@ def test_a_function_too_large_to_run_alone_is_left_to_the_program() -> None:
     costs = rehearsed_costs(pipe, [report])
     assert costs.bw_s[1] > 0
     pipe = _failing(pipeline(generate("1f1b", 3, 4)), 1, "BW", "RESOURCE_EXHAUSTED: no more")
-    with pytest.raises(RunError, match=r"BW1\.0 \(stage 1, microbatch 0\), which wanted"):
+    with pytest.raises(RunError, match=r"BW1\.0 \(stage 1.*0\)"):
         Rehearsal(pipe, 1).run(steps=1)
 
 

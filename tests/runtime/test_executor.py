@@ -207,7 +207,7 @@ def test_an_asynchronous_failure_is_named_too(record: bool) -> None:
     )
     params = pipe.place({"first": {"w": np.ones((8, 8))}, "second": {"w": np.ones((8, 8))}, "loss": {}})
     batch = {"x": np.ones((2, 4, 8))}
-    with pytest.raises(RunError, match=r"rank 1, action F1\.0 \(stage 1, microbatch 0\) failed: .*exploded"):
+    with pytest.raises(RunError, match=r"1.*F1\.0 \(stage 1.*0\) failed: .*exploded"):
         out = pipe.run(params, {at: pipe.zeros(at) for at in pipe.own_instances}, batch, record=record)
         out.wait()
 
@@ -218,17 +218,15 @@ def test_batches_must_fit() -> None:
     batch = random_batch(4)
     with pytest.raises(ProgramError, match="the batch has no 'targets'"):
         pipe.run(params, acc, {k: v for k, v in batch.items() if k != "targets"})
-    with pytest.raises(ProgramError, match=r"batch\['tokens'\] has shape \(3, 2, 8\); this pipeline wants \(4, 2, 8\)"):
+    with pytest.raises(ProgramError, match=r"batch\['tokens'\].*\(3, 2, 8\).*\(4, 2, 8\)"):
         pipe.run(params, acc, {k: v[:3] for k, v in batch.items()})
-    with pytest.raises(ProgramError, match=r"batch\['tokens'\] is a list; want an array of shape \(4, 2, 8\)"):
+    with pytest.raises(ProgramError, match=r"batch\['tokens'\].*\(4, 2, 8\)"):
         pipe.run(params, acc, {k: v.tolist() for k, v in batch.items()})
-    with pytest.raises(ProgramError, match=r"batch\['tokens'\] holds float64; the model reads int32"):
+    with pytest.raises(ProgramError, match=r"batch\['tokens'\].*float64.*int32"):
         pipe.evaluate(params, {k: v.astype(np.float64) for k, v in batch.items()})
-    with pytest.raises(
-        ProgramError, match=r"batch\['tokens'\] holds 8589934592; the model reads int32, from -2147483648 to"
-    ):
+    with pytest.raises(ProgramError, match=r"batch\['tokens'\].*8589934592.*int32.*-2147483648"):
         pipe.evaluate(params, batch | {"tokens": np.full((4, 2, 8), 2**33)})  # JAX would keep the lower 32 bits
-    with pytest.raises(ProgramError, match=r"batch\['weights'\] holds complex64; the model reads float32"):
+    with pytest.raises(ProgramError, match=r"batch\['weights'\].*complex64.*float32"):
         pipe.evaluate(params, batch | {"weights": batch["weights"].astype(np.complex64)})
 
 
@@ -245,9 +243,9 @@ def test_parameters_must_be_placed_and_keys_be_keys() -> None:
     pipe = pipeline_for("gpt", generate("1f1b", 2, 4), dropout=0.1)
     params, batch = parameters("gpt"), random_batch(4)
     for run in (pipe.loss_and_grads, pipe.evaluate):
-        with pytest.raises(ProgramError, match=r"not on the ranks yet: pass what pipeline.place\(params\) returns"):
+        with pytest.raises(ProgramError, match=r"pipeline.place\(params\)"):
             run(params, batch)
-    with pytest.raises(ProgramError, match=r"the PRNG key is a int; make one of a seed with jax.random.key\(seed\)"):
+    with pytest.raises(ProgramError, match=r"jax.random.key\(seed\)"):
         pipe.loss_and_grads(pipe.place(params), batch, 7)
     wrong: dict[str, Any] = {
         "rbg": jax.random.key(0, impl="rbg"),
@@ -291,7 +289,7 @@ def test_submeshes_take_consecutive_devices() -> None:
     ids = [[d.id for d in m.devices.flat] for m in meshes]
     assert ids == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert meshes[0].axis_names == ("dp", "cp", "tp") and meshes[0].devices.shape == (2, 1, 2)
-    with pytest.raises(ConfigError, match="16 devices, this process sees 8"):
+    with pytest.raises(ConfigError, match=r"16 devices.*8"):
         pipeline_submeshes(4, dp=2, tp=2)
     with pytest.raises(ConfigError, match="dp is 0"):
         pipeline_submeshes(1, dp=0)

@@ -346,7 +346,7 @@ def test_a_budget_below_the_minimum_names_the_minimum() -> None:
     pipe = pipeline_for("gpt", _po_f())
     minimum = host_bytes(pipe.programs)
     pipe.with_offload(OffloadOptions(host_memory_bytes=minimum))
-    with pytest.raises(ProgramError, match=r"offload\.host_memory_gb=.* raise it to at least") as caught:
+    with pytest.raises(ProgramError, match=r"offload\.host_memory_gb=") as caught:
         pipe.with_offload(OffloadOptions(host_memory_bytes=minimum - 1))
     (enough,) = re.findall(r"at least ([\d.e-]+)", str(caught.value))
     (fraction,) = re.findall(r"offload\.fraction below ([\d.e-]+)", str(caught.value))
@@ -397,7 +397,7 @@ def test_without_pinned_memory_offload_is_refused_or_falls_back(monkeypatch: pyt
     pipe = pipeline_for("gpt", without_offloads(schedule))
     expected = _run(pipe, "gpt")
     monkeypatch.setattr(offload, "PINNED_HOST", "nowhere")
-    with pytest.raises(ProgramError, match=r"cpu devices have no 'nowhere' memory .*--offload-fallback"):
+    with pytest.raises(ProgramError, match=r"'nowhere'.*--offload-fallback"):
         pipe.with_schedule(schedule)
     slow = pipe.with_offload(OffloadOptions(fallback=True)).with_schedule(schedule)
     for record in (False, True):

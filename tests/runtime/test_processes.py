@@ -185,9 +185,7 @@ def test_processes_that_do_not_fit_together(numbers: list[tuple[int, int]], mess
 def test_a_port_that_is_taken_and_strangers() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        with pytest.raises(
-            ConfigError, match=r"^process 0 can't listen at .* \(Address already in use\): choose another"
-        ):
+        with pytest.raises(ConfigError, match=r"^process.*0 can't.*\(Address.*use\)"):
             Joined(Peers("127.0.0.1", port, 2, 0), 5)
         threading.Thread(target=lambda: server.accept()[0].close()).start()
         with pytest.raises(ConfigError, match="did not answer, or ended: look at its output"):

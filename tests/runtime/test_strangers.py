@@ -248,9 +248,7 @@ def test_the_other_side_waits_no_longer_either(monkeypatch: pytest.MonkeyPatch) 
         thread = threading.Thread(target=drip)
         thread.start()
         began = time.monotonic()
-        with pytest.raises(
-            ConfigError, match=r"^waited 0.5 s at .*: process 0 answers, but not all of 2 processes came"
-        ):
+        with pytest.raises(ConfigError, match=r"^waited.*0.5.*0 answers.*2 processes"):
             meet(Peers("127.0.0.1", server.getsockname()[1], 2, 1), 0.5)
         assert time.monotonic() - began < 3
         over.set()
@@ -383,7 +381,7 @@ def test_the_setting_names_an_interface_or_an_address() -> None:
     for setting in ("ib7", "192.0.2.77", "2001:db8::77", "0.0.0.0", "::", "eth0/24", ""):
         with pytest.raises(ValueError, match=r"interface|address"):
             interfaces.address_of(setting)
-    with pytest.raises(AgreedError, match=r"JAXPIPE_INTERFACE is 'ib7': this host has no such interface; it has .*lo"):
+    with pytest.raises(AgreedError, match=r"JAXPIPE_INTERFACE.*'ib7'.*lo"):
         agree_on_interface(Alone(), ["a"], {}, {interfaces.SETTING: "ib7"})
 
 

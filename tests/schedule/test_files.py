@@ -151,7 +151,7 @@ def test_failed_write_keeps_the_old_file(tmp_path: Path) -> None:
     write_schedule(one_f_one_b_rows(2, 2), path)
     before = path.read_bytes()
     offloading = Schedule("o", one_to_one(1), 1, (tuple(Action(op, 0, 0) for op in ("F", "O", "L", "BW")),))
-    with pytest.raises(ScheduleError, match=r"can't hold O0\.0 .*write \.sched or \.json"):
+    with pytest.raises(ScheduleError, match=r"O0\.0 .*write \.sched.*\.json"):
         write_schedule(offloading, path)
     with pytest.raises(ScheduleError, match="can't write"):
         write_schedule(one_f_one_b_rows(2, 2), tmp_path / "no" / "s.sched")
@@ -168,7 +168,7 @@ def test_failed_write_keeps_the_old_file(tmp_path: Path) -> None:
     ids=["user op", "dag"],
 )
 def test_csv_refuses_what_it_would_lose(schedule: Schedule) -> None:
-    with pytest.raises(ScheduleError, match=r"CSV .* write \.sched or \.json"):
+    with pytest.raises(ScheduleError, match=r"\.sched.*\.json"):
         format_csv(schedule)
 
 

@@ -49,13 +49,13 @@ def test_op_names_that_would_not_parse_are_refused(name: str) -> None:
 
 
 def test_lanes_and_senders() -> None:
-    with pytest.raises(ScheduleError, match="lane 'gpu'; want one of compute, d2h, h2d"):
+    with pytest.raises(ScheduleError, match=r"'gpu'.*d2h, h2d"):
         register_op(OpSpec("Gpu", "gpu", (), "f_s"))  # type: ignore[arg-type]
-    with pytest.raises(ScheduleError, match="'Mail' sends to 'next'; want one of succ, pred, peer, none"):
+    with pytest.raises(ScheduleError, match=r"'Mail'.*'next'"):
         register_op(OpSpec("Mail", "compute", (), "f_s", sends="next"))  # type: ignore[arg-type]
-    with pytest.raises(ScheduleError, match="'Mail' waits for 'before'; want one of self, group, pred, succ, peer"):
+    with pytest.raises(ScheduleError, match=r"'Mail'.*'before'"):
         register_op(OpSpec("Mail", "compute", (Wait(("F",), "before"),), "f_s"))  # type: ignore[arg-type]
-    with pytest.raises(ScheduleError, match=r"'Mail' waits for 'BW'; want a tuple of names: \('BW',\)"):
+    with pytest.raises(ScheduleError, match=r"'Mail'.*'BW'.*\('BW',\)"):
         register_op(OpSpec("Mail", "compute", (Wait("BW", "self"),), "f_s"))  # type: ignore[arg-type]
     with pytest.raises(ScheduleError, match="only compute ops send"):
         register_op(OpSpec("Mail", "d2h", (), "f_s", sends="succ"))

@@ -172,7 +172,7 @@ def test_json_round_trips() -> None:
 
 
 def test_wrong_costs_are_named() -> None:
-    with pytest.raises(ScheduleError, match=r"tp_collectives\[1\] is 0; want a whole number of at least 1"):
+    with pytest.raises(ScheduleError, match=r"tp_collectives\[1\].*0.*1"):
         replace(COSTS, tp_collectives=(1, 0))
-    with pytest.raises(ScheduleError, match="tp_comm_s has 1 entries for 2 stages"):
+    with pytest.raises(ScheduleError, match=r"tp_comm_s.*1 entries.*2 stages"):
         replace(COSTS, tp_comm_s=(1.0,))

@@ -122,9 +122,7 @@ def test_a_placement_of_more_stages_than_actions_is_refused_before_it_is_made() 
     """D16: 36 kB said 800,000 stages."""
     rows = "".join(f"rank {r}: F{r}.0\n" for r in range(20))
     text = f"# jaxpipe schedule 1\nname: x\nmicrobatches: 1\nplacement: circular ranks=20 chunks=40000\n{rows}"
-    with pytest.raises(
-        ScheduleParseError, match="line 4: the placement has 800000 stages, but the rows hold 20 actions"
-    ):
+    with pytest.raises(ScheduleParseError, match=r"4.*800000 stages.*20 actions"):
         parse_schedule(text, "x.sched")
 
 

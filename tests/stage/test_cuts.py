@@ -112,7 +112,7 @@ def test_a_cut_may_be_a_plan_or_left_out() -> None:
     assert Pipeline.build(MODEL, schedule, microbatch_size=B, boundaries=plan).boundaries == ((0, 4), (4, 7))
     balanced = Pipeline.build(MODEL, schedule, microbatch_size=B)
     assert_trains(balanced, MODEL)
-    with pytest.raises(ProgramError, match="has 2 stages, the cut has 3: cut the model into 2"):
+    with pytest.raises(ProgramError, match=r"2 stages.*3.*2"):
         Pipeline.build(MODEL, schedule, microbatch_size=B, boundaries=plan_stages(MODEL, 3))
     other = model_of([_block("another", 1.0, "")], tied_head=False)
     with pytest.raises(

@@ -310,7 +310,7 @@ def test_each_branch_is_cut_by_itself() -> None:
     assert cut(TOWERS.layers, 5) == ((0, 3), (3, 6), (6, 8), (8, 10), (10, 12))
     assert cut(TOWERS.layers, 2) == ((0, 6), (6, 12))
     assert cut(TOWERS.layers, 4, edges=((0, 3), (1, 2), (2, 3))) == ((0, 6), (6, 8), (8, 10), (10, 12))
-    with pytest.raises(StageError, match=r"no cut .* 4 stages has the edges 0->3 1->3 2->3; say where") as raised:
+    with pytest.raises(StageError, match=r"4 stages.*0->3 1->3 2->3") as raised:
         cut(TOWERS.layers, 4, edges=((0, 3), (1, 3), (2, 3)))
     assert "\n" not in str(raised.value)
 
@@ -393,5 +393,5 @@ def test_a_stage_of_span_two_may_hold_more_than_the_loss(start: int) -> None:
     measured = measured_peaks(pipe, placed, batch, None)
     for predicted, actual in zip(pipe.memory_report(workspace=False, curves=True).ranks, measured.ranks, strict=True):
         assert predicted.live_bytes == actual.live_bytes
-    with pytest.raises(ProgramError, match="the loss takes 2 microbatches at once; 3 are no multiple of that"):
+    with pytest.raises(ProgramError, match=r"2 microbatches.*3"):
         pipe.evaluate(placed, batch_of((3,)))

@@ -197,9 +197,9 @@ def test_a_config_asks_for_a_model_that_tells_documents_apart(tmp_path: Path) ->
     causal = config.override(["data.mask=causal"])
     with pytest.raises(DataError, match="the model reads 'segments'"):
         read_by(model, load_dataset(causal), causal)
-    with pytest.raises(DataError, match=r"data.mask=document, and the model reads no 'segments'"):
+    with pytest.raises(DataError, match=r"data.mask=document.*'segments'"):
         read_by(build_model(causal, 256), dataset, config)
-    with pytest.raises(ConfigError, match="attention is 'cudnn', which can't tell documents apart"):
+    with pytest.raises(ConfigError, match="'cudnn'"):
         build_model(config.override(["model.options.attention=cudnn"]), 256)
     with pytest.raises(ConfigError, match="mask is 'full'; use causal or document"):
         Llama(mask="full")

@@ -354,7 +354,7 @@ def test_a_second_meaning_of_an_instruction_is_refused() -> None:
     assert register_instruction("Mine", build) is build
     with pytest.raises(StageError, match="'Mine' is already registered"):
         register_instruction("Mine", lambda s, m: 4)  # type: ignore[arg-type,return-value]
-    with pytest.raises(ScheduleError, match=r"op 'Mine' in 'Mine0\.0' is not registered"):
+    with pytest.raises(ScheduleError, match=r"'Mine'.*'Mine0\.0'"):
         parse_schedule(str(one_f_one_b(2, 1)).replace("F0.0", "F0.0 Mine0.0"))
 
 
@@ -368,5 +368,5 @@ def test_ranks_that_wait_for_each_other_by_values_alone_are_refused() -> None:
 
     register_instruction("Mine", build)
     schedule = after(one_f_one_b(2, 1), lambda a: ["Mine"] if a.op == "F" else [])
-    with pytest.raises(ProgramError, match=r"waits for ever for what Mine\d\.0 of rank \d sends"):
+    with pytest.raises(ProgramError, match=r"Mine\d\.0"):
         _ = compiled().with_schedule(schedule).order

@@ -378,9 +378,7 @@ def test_policies_may_differ_between_stages() -> None:
     meshes = pipeline_submeshes(1) * 3
     functions = build_all(MIDDLE, params, toy.batch_avals(), meshes, ["none", "full", "none"])
     assert len(saved_shapes(functions[1])) == 1
-    with pytest.raises(
-        StageError, match="2 recompute policies for 3 stages; give one name for all stages, or a list of 3"
-    ):
+    with pytest.raises(StageError, match=r"2 recompute.*3 stages.*3"):
         build_all(MIDDLE, params, toy.batch_avals(), meshes, ["none", "full"])
 
 

@@ -135,13 +135,13 @@ def test_missing_data_and_parameters_are_named() -> None:
     model = GPT(**TINY)
     params = init_params(model, 0)
     batch = {name: jnp.zeros(s.shape, s.dtype) for name, s in model.batch_spec(2).items()}
-    with pytest.raises(StageError, match="layer loss reads 'weights'; the batch has tokens, targets"):
+    with pytest.raises(StageError, match="'weights'"):
         apply_model(model, params, {name: batch[name] for name in ("tokens", "targets")})
     with pytest.raises(StageError, match="no parameters for layer head of gpt"):
         apply_model(model, {name: p for name, p in params.items() if name != "head"}, batch)
     head = dataclasses.replace(model.layers[2], tied={("kernel",): ("embed", ("words",))})
     adrift = dataclasses.replace(model, layers=(*model.layers[:2], head, model.layers[3]))
-    with pytest.raises(StageError, match="layer 'head' ties kernel to embed/words, which does not exist"):
+    with pytest.raises(StageError, match=r"'head'.*embed/words"):
         apply_model(adrift, params, batch)
 
 

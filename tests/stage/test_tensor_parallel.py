@@ -175,9 +175,7 @@ def test_rows_of_time() -> None:
     np.testing.assert_array_equal(split, rows)
     assert own_time(rows, PLAIN) is rows
     for fn in (lambda r: own_time(r, SEQUENCE), lambda r: sum_parts(vary(r[None], (TP,)), SEQUENCE)):
-        with pytest.raises(
-            ConfigError, match=r"6 tokens do not divide over the 4 shards.*use 4, or another multiple of 4"
-        ):
+        with pytest.raises(ConfigError, match=r"6 tokens.*4 shards.*use 4.*4"):
             traced(SEQUENCE, fn, P(), jnp.ones((6, 3)))
 
 
@@ -392,9 +390,9 @@ def test_what_shards_must_divide() -> None:
 def test_layers_refuse_what_does_not_divide() -> None:
     with pytest.raises(ConfigError, match=r"column-parallel layer up: features is 6, .* use tp of 1, 2, 3, 6, or"):
         column_parallel((3, 6), PLAIN, split=1, name="up")
-    with pytest.raises(ConfigError, match=r"embedding: num_embeddings is 10, .* use tp of 1, 2, 5, 10, or"):
+    with pytest.raises(ConfigError, match=r"num_embeddings.*10.*1, 2, 5, 10"):
         VocabParallelEmbed(10, D, tp=PLAIN).init(jax.random.key(0), words(B, T))
-    with pytest.raises(ConfigError, match=r"grouped-query attention: num_heads is 6, .* use tp of 1, 2, 6, or"):
+    with pytest.raises(ConfigError, match=r"num_heads.*6.*1, 2, 6"):
         own_query_heads(jnp.ones((D, 2, 5, 4)), PLAIN)
-    with pytest.raises(ConfigError, match="8 key/value heads are not shared by 4 shards; split the projection"):
+    with pytest.raises(ConfigError, match=r"8 key/value.*4 shards"):
         own_query_heads(jnp.ones((D, 8, 3, 4)), PLAIN)

@@ -224,15 +224,13 @@ def test_bad_layers_are_named(case: str) -> None:
 
 def test_batch_must_divide_over_data_parallel_shards() -> None:
     layers = [toy.embedding(), toy.head(), toy.loss()]
-    with pytest.raises(
-        StageError, match=r"batch array 'tokens' of shape \(3, 6\) has 3 on axis 0, .* use a multiple of 2"
-    ):
+    with pytest.raises(StageError, match=r"'tokens'.*\(3, 6\).*3.*0.*2"):
         build_all([layers], toy.init_params(layers), toy.batch_avals(3), pipeline_submeshes(1, dp=2))
 
 
 def test_lengths_of_arguments_must_agree() -> None:
     layers = [toy.embedding(), toy.loss()]
-    with pytest.raises(StageError, match="2 stages, 1 meshes; want as many of each"):
+    with pytest.raises(StageError, match="2 stages, 1 meshes"):
         build_all([layers[:1], layers[1:]], toy.init_params(layers), toy.batch_avals(), pipeline_submeshes(1))
 
 

@@ -101,7 +101,7 @@ def test_joint_layers_take_the_order_of_any_family_with_two_barriers() -> None:
     ]
     with pytest.raises(ProgramError, match="has the edges"):
         trainer.with_schedule("vocab-1f1b")
-    with pytest.raises(ConfigError, match=r"vocabulary=joint goes with .*schedule=1f1b, not 'gpipe': use spread"):
+    with pytest.raises(ConfigError, match=r"vocabulary=joint.*schedule=1f1b.*'gpipe'"):
         trainer_of(model, "joint", schedule="gpipe", dtype="float32")
 
 
@@ -253,5 +253,5 @@ def test_models_and_orders_that_can_not_be_spread() -> None:
         TrainConfig().override(split)
     model = tiny()
     plain = replace(model, layers=(replace(model.layers[0], words=None), *model.layers[1:]))
-    with pytest.raises(ConfigError, match=r"layer embed does not say how it is divided by words \(Layer.words\)"):
+    with pytest.raises(ConfigError, match=r"\(Layer.words\)"):
         spread(plain, 2)

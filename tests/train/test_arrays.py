@@ -194,9 +194,9 @@ def test_negative_weights_are_refused_at_the_door() -> None:
     weights = np.ones((8, 3), np.float32)
     weights[5, 2] = -0.5
     kinds = {"weights": ((3,), np.float32)}
-    with pytest.raises(DataError, match=r"data a: 'weights' has -0.5 in row 5"):
+    with pytest.raises(DataError, match=r"'weights'.*-0.5.*5"):
         ArrayDataset("a", BYTES, {"weights": weights}, {"weights": weights}).for_model(kinds, 3)
     batches = UserBatches(UserDataset("m:f", {}, BYTES, kinds), 0, 8, 3, {})
     assert batches.checked({"weights": abs(weights)}, 0)
-    with pytest.raises(DataError, match=r"data m:f: the batch of step 7: 'weights' has -0.5 in row 5"):
+    with pytest.raises(DataError, match=r"7: 'weights'.*-0.5.*5"):
         batches.checked({"weights": weights}, 7)

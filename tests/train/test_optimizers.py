@@ -210,7 +210,7 @@ def test_pieces_are_updated_as_the_whole_on_one_device(name: str, dp: int, tp: i
 @pytest.mark.parametrize("name", ACROSS)
 def test_what_looks_across_elements_is_refused_where_there_are_pieces(name: str) -> None:
     for zero1 in (False, True):
-        with pytest.raises(ConfigError, match=r"across a parameter's elements.*zero1=false and tp=1") as caught:
+        with pytest.raises(ConfigError, match=r"elements.*zero1=false.*tp=1") as caught:
             TrainStep(pipeline(2, 2), EXACT[name](), zero1=zero1)
         assert "\n" not in str(caught.value)
     if name != "noise":
@@ -328,7 +328,7 @@ def test_metrics_tell_the_learning_rate() -> None:
 
 
 def test_a_schedule_that_the_optimizer_does_not_follow_is_refused() -> None:
-    with pytest.raises(ConfigError, match="learning_rate is a schedule, and the optimizer's state counts for none"):
+    with pytest.raises(ConfigError, match="learning_rate"):
         TrainStep(pipeline(), optax.sgd(0.1), learning_rate=rate())
 
 

@@ -186,13 +186,11 @@ def test_the_data_line_counts_what_is_cut_or_left_out() -> None:
     windows = TokenDataset.split(corpus, BYTES, 0.0, pack="windows").for_model(arrays, 16)
     assert windows.describe().endswith("; chats end to end in 6 windows of 16")
     assert len({d.fingerprint for d in (data, end_to_end, windows)}) == 3
-    with pytest.raises(
-        DataError, match=r"whole chats in 2 rows.*fewer than one batch of 3: use more data, or run.batch=2"
-    ):
+    with pytest.raises(DataError, match=r"2 rows.*fewer.*3.*run.batch=2"):
         data.batches(0, 3, 16)
     with pytest.raises(DataError, match=r"or raise data\.seq_len"):
         TokenDataset.split(chat_corpus([100, 90], [1, 1]), BYTES, 0.0).batches(0, 1, 16)
-    with pytest.raises(DataError, match="1 documents are too few to keep"):
+    with pytest.raises(DataError, match="1 documents"):
         TokenDataset.split(chat_corpus([100], [1]), BYTES, 0.1)
 
 

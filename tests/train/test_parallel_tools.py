@@ -89,7 +89,7 @@ def test_flags_are_short_for_settings() -> None:
         "pipeline.ranks=2", "pipeline.tp=4", "pipeline.dp=1", "run.steps=3",
     ]  # fmt: skip
     assert _parsed("pipeline.tp=4", "--tp", "4") == ["pipeline.tp=4", "pipeline.tp=4"]
-    with pytest.raises(ConfigError, match=r"--tp 4 and 'pipeline.tp=2' contradict each other"):
+    with pytest.raises(ConfigError, match=r"--tp 4.*'pipeline.tp=2'"):
         _parsed("--tp", "4", "pipeline.tp=2")
 
 

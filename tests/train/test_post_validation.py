@@ -338,7 +338,7 @@ def test_memory(case: Case) -> None:
 
 
 def test_refusals() -> None:
-    with pytest.raises(ConfigError, match="post_validation is 'maybe'; want one of off, on, auto"):
+    with pytest.raises(ConfigError, match=r"post_validation.*'maybe'"):
         TrainStep(pipeline(SMALL), optimizer(), post_validation="maybe")
     with pytest.raises(ConfigError, match=r"pipeline\.post_validation"):
         load_config(None, ["pipeline.post_validation=maybe"])

@@ -259,9 +259,9 @@ def test_the_tokenizer_stays_and_another_is_refused(tmp_path: Path, own_lm: Any)
     trainer.save(trainer.init(), tmp_path / "b")
     for name in "ab":
         assert read_manifest(tmp_path / name).meta["tokenizer"]["name"] == "byte"
-    with pytest.raises(ConfigError, match="was trained with another tokenizer, byte, than ids:256"):
+    with pytest.raises(ConfigError, match="ids:256"):
         jaxpipe.generate(tmp_path / "a", "a", tokenizer="ids:256")
-    with pytest.raises(ConfigError, match="makes 300 different ids, and gpt has 256"):
+    with pytest.raises(ConfigError, match=r"300 different.*256"):
         trainer.save(trainer.init(), tmp_path / "c", tokenizer="ids:300")
     trainer._tokenizer = None  # the trainer is of other tests too
 

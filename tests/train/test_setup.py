@@ -52,9 +52,7 @@ def test_a_schedule_file_keeps_the_memory_limit_or_is_refused(tmp_path: Path) ->
     write_schedule(one_f_one_b(ranks=2, microbatches=4), tmp_path / "mine.sched")
     text = write_text(tmp_path / "text.txt")
     overrides = (f"pipeline.schedule={tmp_path / 'mine.sched'}", "pipeline.memory_limit=1")
-    with pytest.raises(
-        ScheduleError, match="schedule '1f1b' holds up to 2 activations on a rank, more than the memory limit of 1"
-    ):
+    with pytest.raises(ScheduleError, match=r"'1f1b'.*2 activations.*1"):
         compile_setup(
             prepare(config(text, tmp_path / "run", *overrides)), find_devices(2), lambda note: None, repeats=1
         )

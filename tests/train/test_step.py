@@ -221,7 +221,7 @@ def test_parameters_of_another_model_are_refused() -> None:
     del params["block_01"]
     with pytest.raises(CheckpointError, match="block_01"):
         step.init(params)
-    with pytest.raises(CheckpointError, match="no optimizer state for layer block_00; there is one for embed"):
+    with pytest.raises(CheckpointError, match="block_00"):
         step.init(parameters("gpt"), {"embed": {}})
 
 

@@ -148,9 +148,7 @@ def test_changed_settings_are_named(text: Path, finished: Path) -> None:
 
 def test_a_constant_of_the_model_counts(text: Path, finished: Path) -> None:
     """The traced program prints the same; the values of a table in it differ."""
-    with pytest.raises(
-        CheckpointError, match=r"of another model: model\.options\.scale is 50\.0, was not set; restore"
-    ):
+    with pytest.raises(CheckpointError, match=r"model\.options\.scale.*50\.0"):
         start(text, finished, "model.options.scale=50.0")
     assert start(text, finished, "model.options.scale=1.0")[1] == [
         "resuming with changes: model.options.scale not set → 1.0"
@@ -169,7 +167,7 @@ def test_settings_decide_where_programs_can_not_be_compared(text: Path, copy: Pa
     unknown, *changes = start(text, copy, "optimizer.weight_decay=2")[1]
     assert "can't be told" in unknown and ("0.0.1" if program else "no digest") in unknown
     assert changes == ["resuming with changes: optimizer.weight_decay 0.1 → 2.0"]
-    with pytest.raises(CheckpointError, match=r"of another model: model\.options\.dropout is 0\.5, was not set"):
+    with pytest.raises(CheckpointError, match=r"model\.options\.dropout.*0\.5"):
         start(text, copy, "model.options.dropout=0.5")
 
 

@@ -140,7 +140,7 @@ def test_a_step_that_changes_nothing_says_why(trainer: Trainer) -> None:
 def test_importing_the_package_imports_no_jax() -> None:
     code = "import sys, jaxpipe; dir(jaxpipe); assert not {'jax', 'numpy'} & set(sys.modules), sorted(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
-    with pytest.raises(AttributeError, match="module 'jaxpipe' has no attribute 'Trainr'"):
+    with pytest.raises(AttributeError, match=r"'jaxpipe'.*'Trainr'"):
         _ = jaxpipe.Trainr
     assert {"Trainer", "Layer", "Model", "__version__"} <= set(dir(jaxpipe))
 
@@ -192,7 +192,7 @@ def test_a_batch_that_does_not_fit_is_refused(trainer: Trainer, name: str) -> No
         trainer.step(state, {**batch, name: batch[name][:7]})
     with pytest.raises(ProgramError, match=f"the batch has no '{name}'; the model reads tokens, targets, weights"):
         trainer.step(state, {k: v for k, v in batch.items() if k != name})
-    with pytest.raises(ProgramError, match=r"want \(microbatches · 2, 6\) or \(microbatches, 2, 6\)"):
+    with pytest.raises(ProgramError, match=r"\(microbatches.*2, 6\).*\(microbatches, 2, 6\)"):
         trainer.evaluate(state, {**batch, "tokens": batch["tokens"][:, :5]})
 
 
@@ -276,7 +276,7 @@ def test_extra_arguments_reach_the_optimizer() -> None:
     state, _ = other.step(state, batch_at(0))
     differ = jax.tree.map(lambda a, b: not np.array_equal(a, b), other.params(state), before)
     assert any(jax.tree.leaves(differ))
-    with pytest.raises(ConfigError, match="'factor'; arguments that it needs go into Trainer"):
+    with pytest.raises(ConfigError, match="'factor'"):
         trainer_of(optimizer=by_factor)
 
 
@@ -395,9 +395,7 @@ def test_loss_and_grads_of_a_trainer_on_several_devices_a_rank(division: dict[st
 
 
 def test_a_module_is_no_model() -> None:
-    with pytest.raises(
-        ConfigError, match=r"the model is a Dense; want a jaxpipe\.Model, which jaxpipe\.layers_from_nnx and"
-    ):
+    with pytest.raises(ConfigError, match=r"jaxpipe\.Model.*jaxpipe\.layers_from_nnx"):
         Trainer(linen.Dense(3), optimizer=optax.sgd(0.1), microbatch_size=1)  # type: ignore[arg-type]
 
 
@@ -473,15 +471,15 @@ def test_a_restored_run_goes_on_in_the_same_bits(trainer: Trainer, tmp_path: Pat
 
 
 def test_restoring_says_what_is_wrong(trainer: Trainer, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"no checkpoint in .*; give default=trainer\.init"):
+    with pytest.raises(CheckpointError, match=r"default=trainer\.init"):
         trainer.restore(tmp_path / "none")
     with pytest.raises(CheckpointError, match="give a directory"):
         trainer_of().save(trainer.init())
-    with pytest.raises(ConfigError, match=r"extra\['loader'\] can't be kept: Object of type object is not JSON"):
+    with pytest.raises(ConfigError, match=r"extra\['loader'\]"):
         trainer.save(trainer.init(), tmp_path / "run", extra={"loader": object()})
     with pytest.raises(ConfigError, match="extra is a list; want a dict"):
         trainer.save(trainer.init(), tmp_path / "run", extra=[1])  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="eval_loss is a dict; want a number, such as"):
+    with pytest.raises(ConfigError, match="eval_loss"):
         trainer.save(trainer.init(), tmp_path / "run", eval_loss={"loss": 1.0})  # type: ignore[arg-type]
     trainer.save(trainer.init(), tmp_path / "run")
     with pytest.raises(CheckpointError, match="no checkpoint of step 7"):

@@ -273,7 +273,7 @@ def test_a_projects_own_models_are_taken_or_refused(
     # a run of jaxpipe's own model is evaluated with that, though the project has one of the same name
     assert call("eval", gpt, "--batches", 1) == (0, "")
     assert call("eval", gpt, "--batches", 1, "--model", "models.gpt:GPT")[0] == 3
-    with pytest.raises(CheckpointError, match=r"of another model: model\.target is .*gpt\.py"):
+    with pytest.raises(CheckpointError, match=r"model\.target.*gpt\.py"):
         starting(text, gpt)
     # and the project's own is no other module elsewhere
     for name in [name for name in sys.modules if f"{name}.".startswith("models.")]:
@@ -283,13 +283,13 @@ def test_a_projects_own_models_are_taken_or_refused(
     shutil.rmtree(project / "models")
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2]))
     assert call("eval", out, "--batches", 1, "--model", "models.gpt:GPT")[0] == 3
-    with pytest.raises(CheckpointError, match=r"of another model: model\.target is .*gpt\.py"):
+    with pytest.raises(CheckpointError, match=r"model\.target.*gpt\.py"):
         starting(text, out, "model.options.mlp_ratio=1")
     rewrite_manifest(out / "checkpoints" / "00000002", lambda body: body["meta"]["program"].update(jax="0.0.1"))
     assert (
         call("eval", out, "--batches", 1, "--model", "models.gpt:GPT")[0] == 3
     )  # where digests can't be compared, too
-    with pytest.raises(CheckpointError, match=r"of another model: model\.target is .*gpt\.py"):
+    with pytest.raises(CheckpointError, match=r"model\.target.*gpt\.py"):
         starting(text, out, "model.options.mlp_ratio=1")
 
 
@@ -376,7 +376,7 @@ def test_keys_are_threefry_whatever_the_default_is(folder: Path) -> None:
 
 def test_a_target_that_is_said_is_no_default(custom_run: Path, gpt: Path, text: Path) -> None:
     overrides = ["data.seq_len=8", f"data.path={text}"]
-    with pytest.raises(ConfigError, match=r"is of whichmodel:Model, and model\.target is models\.gpt:GPT"):
+    with pytest.raises(ConfigError, match=r"model\.target.*models\.gpt:GPT"):
         completed(load_config(None, [f"run.init_from={custom_run}", "model.target=models.gpt:GPT", *overrides]))
     assert (
         completed(load_config(None, [f"run.init_from={custom_run}", f"model.target={OWN}", *overrides])).model.target

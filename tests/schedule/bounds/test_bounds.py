@@ -163,7 +163,7 @@ def test_a_cheaper_user_op_lowers_the_bound() -> None:
 
 
 def test_refusals() -> None:
-    with pytest.raises(ScheduleError, match="the costs are for 3 stages, the placement has 2"):
+    with pytest.raises(ScheduleError, match=r"3 stages.*2"):
         lower_bound(one_to_one(2), 1, CostProfile.uniform(3))
     with pytest.raises(ScheduleError, match="number of microbatches is 0"):
         span_lower_bound(one_to_one(2), 0, CostProfile.uniform(2))
@@ -425,7 +425,7 @@ def test_limits_that_nothing_fits_and_limits_per_rank() -> None:
     assert rank_lower_bounds(v_shape(2), 3, costs, memory_limit=[2, 0.5])[1] == inf
     one = lower_bound(one_to_one(4), 12, CostProfile.uniform(4), memory_limit=2)
     assert lower_bound(one_to_one(4), 12, CostProfile.uniform(4), memory_limit=[2, 9, 9, 9]) == one
-    with pytest.raises(ScheduleError, match="3 memory limits for 2 ranks"):
+    with pytest.raises(ScheduleError, match=r"3 memory.*2 ranks"):
         lower_bound(v_shape(2), 3, costs, memory_limit=[1, 1, 1])
     with pytest.raises(ScheduleError, match="memory limits are -1, -1"):
         lower_bound(v_shape(2), 3, costs, memory_limit=-1)

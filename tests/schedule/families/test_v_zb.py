@@ -234,7 +234,7 @@ def test_same_input_same_schedule() -> None:
 
 
 def test_bad_requests() -> None:
-    with pytest.raises(ScheduleError, match="the costs are for 4 stages, v-zb on 4 ranks with 2 per rank has 8"):
+    with pytest.raises(ScheduleError, match=r"4 stages.*4 ranks.*2.*8"):
         v_zb(4, 8, CostProfile.uniform(4))
     with pytest.raises(ScheduleError, match="microbatches is 0"):
         v_zb(4, 0)

@@ -144,9 +144,9 @@ def test_detached_stages() -> None:
     attached = replace(schedule, placement=replace(placement, detached=()))
     assert find_problems(attached) == ["BW1.0 stands before BW2.0, which it waits for, on rank 0 (slots 5 and 6)"]
     assert find_problems(replace(schedule, rows=(row[:-2] + row[-1:],))) != []
-    with pytest.raises(ScheduleParseError, match=r"line 6: .*detached stages are 7; want some of 0\.\.3, ascending"):
+    with pytest.raises(ScheduleParseError, match=r"6: .*detached.*7.*0\.\.3"):
         parse_schedule(str(schedule).replace("detached: 2", "detached: 7"))
-    with pytest.raises(ScheduleError, match="4 stages on 2 ranks are too few"):
+    with pytest.raises(ScheduleError, match=r"4 stages.*2 ranks"):
         replace(placement, num_ranks=2, flows=(((0,), (1,), (0,), (0,)),))
 
 

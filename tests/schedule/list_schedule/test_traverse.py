@@ -276,7 +276,7 @@ def test_microbatches_are_counted(microbatches: Any) -> None:
 
 
 def test_costs_are_for_the_stages() -> None:
-    with pytest.raises(ScheduleError, match="the costs are for 3 stages, the placement has 2"):
+    with pytest.raises(ScheduleError, match=r"3 stages.*2"):
         traverse(one_to_one(2), 4, Traversal("forward"), unit(3, 1))
 
 
@@ -415,7 +415,7 @@ def test_an_op_without_its_costs(ops: Callable[[OpSpec], OpSpec]) -> None:
             "Norm", "compute", (Wait(("F",), "self"),), "norm_s", (MemoryEffect("end", 1, "norm_bytes"),), required=True
         )
     )
-    with pytest.raises(ScheduleError, match="the cost profile has no 'norm_s'"):
+    with pytest.raises(ScheduleError, match="'norm_s'"):
         traverse(one_to_one(2), 2, Traversal("forward"), unit(2, 1))
     traverse(one_to_one(2), 2, Traversal("forward"))
 

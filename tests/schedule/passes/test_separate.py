@@ -93,7 +93,7 @@ def test_more_memory_where_it_makes_it_shorter() -> None:
 
 
 def test_a_schedule_above_the_limit_is_refused() -> None:
-    with pytest.raises(ScheduleError, match="gpipe holds 8 activations on a rank, limit 3"):
+    with pytest.raises(ScheduleError, match=r"8 activations.*3"):
         separate_gradients(generate("gpipe", 4, 8), CostProfile.uniform(4), memory_limit=3)
 
 

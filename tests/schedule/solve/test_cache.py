@@ -365,7 +365,7 @@ def test_extreme_costs_are_problems_like_others(cache: ScheduleCache, x: float) 
 
 
 def test_costs_for_other_stages_are_refused(cache: ScheduleCache) -> None:
-    with pytest.raises(ScheduleError, match="5 stages, the placement has 4"):
+    with pytest.raises(ScheduleError, match=r"5 stages.*4"):
         cache.lookup(task_of(CostProfile.uniform(5), placement=one_to_one(4)))
 
 

@@ -201,7 +201,7 @@ def test_limits_in_bytes_of_the_profile_hold() -> None:
 @pytest.mark.parametrize("offload", [False, True])
 def test_infeasible_limits_say_the_smallest_that_works(offload: bool) -> None:
     task = task_of(v_shape(3), 4, 0.4, k=0.5 if offload else 0.0)
-    with pytest.raises(ScheduleError, match=r"smallest found to work is 1 without offload and 0\.5 with it"):
+    with pytest.raises(ScheduleError, match=r"1 without.*0\.5"):
         solve(task, QUICK)
     smallest = dataclasses.replace(task, memory_limit=0.5 if offload else 1.0)
     assert_sound(solve(smallest, Options(time_limit_s=1)))

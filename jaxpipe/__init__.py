@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from jaxpipe.stage.model.cut_linen import layers_from_linen
     from jaxpipe.stage.model.cut_nnx import layers_from_nnx, module_params, update_module
     from jaxpipe.stage.model.layer import Layer, Model
-    from jaxpipe.train.data_in_order import Data
+    from jaxpipe.train.data import Data
     from jaxpipe.train.devices import request_devices
     from jaxpipe.train.trainer import Trainer
     from jaxpipe.train.verbs import data, evaluate, export, generate, import_folder, load_params
@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Data": "train.data_in_order",
+    "Data": "train.data",
     "Layer": "stage.model.layer",
     "Model": "stage.model.layer",
     "Trainer": "train.trainer",

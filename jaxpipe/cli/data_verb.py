@@ -58,7 +58,6 @@ def run_data(arguments: argparse.Namespace) -> None:
             "data build needs -o STORE, the folder to create" if action == "build" else "data check takes no -o"
         )
     from jaxpipe.train.corpora.store import Store
-    from jaxpipe.train.corpora.tokenizers import JSON, load_tokenizer
 
     paths = [Path(path) for path in arguments.paths]
     started = time.perf_counter()
@@ -68,8 +67,7 @@ def run_data(arguments: argparse.Namespace) -> None:
         stores = [Store.read(path) for path in paths]
         for store in stores:
             store.check(every_piece=True)
-            if (tokenizer_path := store.folder / JSON).is_file():
-                load_tokenizer(str(tokenizer_path)).check_store(store.folder, store.spec["tokenizer"])
+            store.check_tokenizer()
     seconds = time.perf_counter() - started
     store_records = [
         {"store": str(s.folder), "documents": s.documents, "tokens": s.tokens, "fingerprint": s.fingerprint}
@@ -86,7 +84,7 @@ def _built(arguments: argparse.Namespace, sources: list[Path]) -> Store:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are what runs side by side
     from jaxpipe.train.corpora.documents import SUFFIXES
     from jaxpipe.train.corpora.encoding import Reading
-    from jaxpipe.train.corpora.store_build import build_store
+    from jaxpipe.train.corpora.store import build_store
     from jaxpipe.train.corpora.tokenizers import load_tokenizer
 
     suffixes = SUFFIXES if arguments.suffixes is None else tuple(arguments.suffixes.split(","))

@@ -1,7 +1,7 @@
 """Give training batches in a fixed order, and held-out batches that never change.
 
 A :class:`Dataset` is a corpus of tokens (:class:`TokenDataset`: train and held-out spans that share no token) or several arrays
-(:class:`~jaxpipe.train.corpora.arrays.ArrayDataset`). :class:`Batches` numbers the train sequences and gives the batch of any
+(:class:`~jaxpipe.train.corpora.datasets.ArrayDataset`). :class:`Batches` numbers the train sequences and gives the batch of any
 step directly: epoch e visits them in the order of a permutation chosen by (seed, e), and step k holds the sequences ``[k·batch,
 (k+1)·batch)`` of that endless order. So the position of a run is one integer, and a run resumed on another number of ranks,
 schedule or chunk count sees the same data in the same order.
@@ -28,9 +28,62 @@ import numpy.typing as npt
 from jaxpipe.errors import ConfigError, DataError
 from jaxpipe.train.corpora.corpus import Corpus, check_extent
 from jaxpipe.train.corpora.packing import PackedRows
-from jaxpipe.train.corpora.permutation import Permutation, mix
 from jaxpipe.train.corpora.tokenizers import Ids, Tokenizer
 from jaxpipe.train.settings.typed import decode, within
+
+_ROUNDS = 6
+_MASK64 = (1 << 64) - 1
+
+
+def mix(*values: int) -> int:
+    """Return 64 well-mixed bits of some integers, each taken modulo 2^64; the order of the values counts.
+
+    The finaliser of SplitMix64 mixes them (Steele, Lea and Flood, 2014).
+    """
+    state = 0
+    for value in values:
+        state = (state ^ (value & _MASK64)) + 0x9E3779B97F4A7C15 & _MASK64
+        state = int(_mix64(np.array([state], dtype=np.uint64))[0])
+    return state
+
+
+def _mix64(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+class Permutation:
+    """The permutation of ``range(n)`` that ``key`` selects; call it with an array of indices.
+
+    It needs no list, and is the same on every machine and NumPy version: a balanced Feistel network over pairs of h-bit halves
+    permutes ``range(4^h)``, the smallest such range that holds n; values of n and above are sent through again until they fall
+    below it (cycle walking; Black and Rogaway, "Ciphers with arbitrary finite domains", 2002). Fewer than four passes on
+    average. Good enough to shuffle training data; not a cipher.
+    """
+
+    def __init__(self, n: int, key: int) -> None:
+        assert n > 0
+        self.n = n
+        self._half = max(1, ((n - 1).bit_length() + 1) // 2)
+        self._round_keys = np.array([mix(key, i) for i in range(_ROUNDS)], dtype=np.uint64)
+
+    def __call__(self, indices: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+        """Return the images of ``indices`` (any integers in ``range(n)``), int64, same shape."""
+        values = self._pass(np.asarray(indices).astype(np.uint64))
+        outside = values >= self.n
+        while outside.any():
+            values[outside] = self._pass(values[outside])
+            outside = values >= self.n
+        return values.astype(np.int64)
+
+    def _pass(self, values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+        half, low_bits = np.uint64(self._half), np.uint64((1 << self._half) - 1)
+        left, right = values >> half, values & low_bits
+        for key in self._round_keys:
+            left, right = right, left ^ (_mix64(right + key) & low_bits)
+        return (left << half) | right
+
 
 Batch = dict[str, npt.NDArray[Any]]
 """Arrays by name, sequences along axis 0. Of text: ``tokens``, ``targets`` int32 and ``weights`` float32, [batch, seq_len];
@@ -544,3 +597,41 @@ def complement(spans: tuple[Span, ...], n: int) -> tuple[Span, ...]:
     """Return the spans of ``range(n)`` that ``spans`` (sorted, disjoint) leave."""
     edges = [0, *(edge for span in spans for edge in span), n]
     return tuple((a, b) for a, b in zip(edges[::2], edges[1::2], strict=True) if a < b)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Data:
+    """Batches of a dataset in a fixed order, made by :func:`jaxpipe.data`. ``settings``: as section ``data`` of a config holds
+    them. ``dataset``: what was read, split in two."""
+
+    settings: Mapping[str, Any]
+    dataset: Dataset
+    batch: int
+    seq_len: int
+    stream: Stream = field(repr=False)
+
+    def __str__(self) -> str:
+        return self.dataset.describe()
+
+    @property
+    def vocab_size(self) -> int:
+        """The number of different ids that the tokenizer makes."""
+        return self.dataset.tokenizer.vocab_size
+
+    def batch_at(self, step: int) -> Batch:
+        """Return the batch of ``step``, arrays ``[batch, …]`` by name, as :meth:`jaxpipe.Trainer.step` takes them. Epochs
+        follow one another, each in an order of its own; the same step gives the same batch in any process.
+
+        Raises:
+            DataError: a file that holds the data has become shorter.
+        """
+        return self.stream.batch_at(step)
+
+    def held_out(self, batch: int | None = None, limit: int | None = None) -> Sequence[Batch]:
+        """Return all batches of ``batch`` sequences (by default as many as a step's) that are never trained on, or ``limit`` of
+        them, spread evenly. What is missing in the last one has weight 0.
+
+        Raises:
+            DataError: nothing is held out.
+        """
+        return self.dataset.held_out_batches(batch or self.batch, self.seq_len, limit)

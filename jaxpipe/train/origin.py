@@ -16,7 +16,7 @@ from jaxpipe.stage.model.layer import Model
 from jaxpipe.stage.model.reference import resolve_model, source_of
 from jaxpipe.train.checkpoints.stored import model_digest
 from jaxpipe.train.corpora.tokenizers import IdTokenizer, Tokenizer, stored_tokenizer
-from jaxpipe.train.data_in_order import Data
+from jaxpipe.train.data import Data
 from jaxpipe.train.devices import number_settings
 from jaxpipe.train.settings.sections import ModelConfig, names_function
 

@@ -29,10 +29,8 @@ from jaxpipe.text import format_bytes
 from jaxpipe.train.assemble import Progress, assemble, choose, spread_over, stage_planner
 from jaxpipe.train.checkpoints.stored import model_digest
 from jaxpipe.train.config import TrainConfig
-from jaxpipe.train.corpora.arrays import ArrayDataset, dataset_from_function
 from jaxpipe.train.corpora.corpus import load_corpus, several_arrays
-from jaxpipe.train.corpora.mixture import MixedDataset
-from jaxpipe.train.corpora.own_data import UserDataset
+from jaxpipe.train.corpora.datasets import ArrayDataset, MixedDataset, UserDataset, dataset_from_function
 from jaxpipe.train.corpora.store import is_store
 from jaxpipe.train.corpora.tokenizers import Tokenizer, continued_tokenizer, load_tokenizer
 from jaxpipe.train.data import Dataset, TokenDataset

@@ -1,5 +1,5 @@
-"""Tokenizer files of a run: those of the hub that its tokenizer came with, the chat template that it trains, and the token that
-ends an answer.
+"""Keep the tokenizer files of a run: those of the hub that its tokenizer came with, the chat template that it trains, and the
+token that ends an answer.
 
 A run keeps them when it starts, since their sources may go; ``jaxpipe export`` writes them beside the model. They are looked
 for in several places, and those beside another ``tokenizer.json`` than the run's are not taken.
@@ -17,9 +17,8 @@ from jaxpipe.errors import ConfigError, DataError
 from jaxpipe.files import write_atomically
 from jaxpipe.interop import tokenizer as hub
 from jaxpipe.interop.folder import read_json, write_json
-from jaxpipe.train.corpora.chat import ChatTemplate, find_template
 from jaxpipe.train.corpora.documents import BadRecordError
-from jaxpipe.train.corpora.encoding import ends_of
+from jaxpipe.train.corpora.encoding import ChatTemplate, ends_of, find_template
 from jaxpipe.train.corpora.store import Store, is_store
 from jaxpipe.train.corpora.tokenizers import Tokenizer
 from jaxpipe.train.imported import split_step
@@ -29,7 +28,7 @@ _CONTENT = "xyzzy"  # an answer that no template has words of
 
 
 def places_of(data: DataConfig, init_from: str | None, began_in: str = "") -> list[Path]:
-    """Folders that may hold the tokenizer's other files, the likeliest first. ``began_in``: the run's working directory."""
+    """Return folders that may hold the tokenizer's other files, the likeliest first. ``began_in``: where the run started."""
     at = Path(began_in)
     places = [at / data.tokenizer] if data.tokenizer != "byte" and not data.tokenizer.startswith("ids:") else []
     places = [path.parent for path in places] + [at / path for path in _paths(data)]
@@ -55,6 +54,7 @@ def learnt(data: DataConfig, tokenizer: Tokenizer, began_in: str = "") -> tuple[
                 files = tokenizer.name, data.reading.chat_template
             ends.append(end)
             templates += [find_template(*files)] if is_chat else []
+    # Sources with different templates train several forms; an export with one of them would claim what was not trained.
     template = templates[0] if len({template.source for template in templates}) == 1 else None
     if template is not None:
         ends.insert(0, end_of_answers(template, tokenizer))
@@ -62,7 +62,7 @@ def learnt(data: DataConfig, tokenizer: Tokenizer, began_in: str = "") -> tuple[
 
 
 def _paths(data: DataConfig) -> list[str]:
-    """The files and folders of the data."""
+    """Return the files and folders of the data."""
     paths = [source.path for source in data.sources.values()] if data.sources else [data.path]
     return [path for path in paths if data.target is None and not names_function(path)]
 
@@ -103,7 +103,8 @@ def write_tokenizer_files(
 
 
 def special_ids(folder: Path, tokenizer: Tokenizer) -> dict[str, Any]:
-    """``bos_token_id``, ``eos_token_id`` and ``pad_token_id`` as the files in ``folder`` have them; None where they don't."""
+    """Return ``bos_token_id``, ``eos_token_id`` and ``pad_token_id`` as the files in ``folder`` have them; None where they
+    don't."""
     tokens: dict[str, Any] = {}
     for name in (hub.TOKENS_MAP, hub.SETTINGS):
         tokens |= read_json(folder / name) if (folder / name).is_file() else {}
@@ -117,7 +118,7 @@ def special_ids(folder: Path, tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def end_of_answers(template: ChatTemplate, tokenizer: Tokenizer) -> int | None:
-    """The id of the added token that stands behind the text of an answer, if there is one."""
+    """Return the id of the added token that stands behind the text of an answer, if there is one."""
     messages = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": _CONTENT}]
     try:
         text, spans = template.render(messages)
@@ -126,6 +127,7 @@ def end_of_answers(template: ChatTemplate, tokenizer: Tokenizer) -> int | None:
     rest = text[slice(*spans[-1])].partition(_CONTENT)[2] if spans else ""
     added = json.loads(tokenizer.content).get("added_tokens") or [] if tokenizer.content is not None else []
     ends = [(rest.find(token["content"]), -len(token["content"]), token["id"]) for token in added]
+    # The first token behind the answer; of those that begin at one place the longest, as a tokenizer would find it.
     return min((end for end in ends if end[0] >= 0), default=(0, 0, None))[2]
 
 

@@ -62,7 +62,7 @@ from jaxpipe.train.checkpoints.stored import (
     undamaged,
 )
 from jaxpipe.train.corpora.tokenizers import Tokenizer, load_tokenizer
-from jaxpipe.train.data_in_order import Data
+from jaxpipe.train.data import Data
 from jaxpipe.train.devices import device_errors, find_devices, request_devices
 from jaxpipe.train.origin import known_origin, stored_meta, told_origin
 from jaxpipe.train.own_schedules import made_by_function

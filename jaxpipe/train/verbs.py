@@ -16,7 +16,7 @@ from jaxpipe.interop.hub import is_hub
 from jaxpipe.stage.model.layer import Model, Params
 from jaxpipe.train.checkpoints.directory import StepName
 from jaxpipe.train.config import TrainConfig
-from jaxpipe.train.data_in_order import Data
+from jaxpipe.train.data import Data
 from jaxpipe.train.evaluate import Trained, held_out_score, load_data, load_trained
 from jaxpipe.train.evaluate import generate as pieces_of
 from jaxpipe.train.exported import Exported, export_hub

@@ -71,8 +71,8 @@ def template_source(rng: random.Random, *, blocks: bool) -> str:
 
 def _answers(trial: Trial) -> None:
     """Each span is where that answer stands, and holds nothing of another message."""
-    from jaxpipe.train.corpora.chat import ChatTemplate, chat_in
     from jaxpipe.train.corpora.documents import BadRecordError
+    from jaxpipe.train.corpora.encoding import ChatTemplate, chat_in
     from tests.support.chats import chat
 
     rng = trial.rng

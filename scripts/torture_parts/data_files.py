@@ -65,7 +65,7 @@ def _documents(path: Path, **reading: str) -> list[bytes] | str:
     from jaxpipe.errors import JaxpipeError
     from jaxpipe.train.corpora.corpus import load_corpus
     from jaxpipe.train.corpora.encoding import Reading
-    from jaxpipe.train.corpora.store_build import build_store
+    from jaxpipe.train.corpora.store import build_store
     from jaxpipe.train.corpora.tokenizers import ByteTokenizer
 
     tokenizer, how = ByteTokenizer(), Reading(eos="0", **reading)
@@ -201,7 +201,7 @@ def _source(trial: Trial) -> None:
     """A store is of its sources' content, whatever happens to their times."""
     from jaxpipe.errors import DataError
     from jaxpipe.train.corpora.encoding import Reading
-    from jaxpipe.train.corpora.store_build import build_store
+    from jaxpipe.train.corpora.store import build_store
     from jaxpipe.train.corpora.tokenizers import ByteTokenizer
 
     rng = trial.rng

@@ -159,7 +159,7 @@ def _ids(trial: Trial) -> None:
     from jaxpipe.errors import DataError
     from jaxpipe.train.corpora.corpus import load_corpus
     from jaxpipe.train.corpora.encoding import Reading
-    from jaxpipe.train.corpora.store_build import build_store
+    from jaxpipe.train.corpora.store import build_store
     from jaxpipe.train.corpora.tokenizers import load_tokenizer
 
     body, texts = _body(trial.rng), _texts(trial.rng)

@@ -17,7 +17,7 @@ from jaxpipe.cli import main
 from jaxpipe.interop.tokenizer import FILES
 from jaxpipe.stage.model.reference import resolve_model
 from jaxpipe.train.config import load_config
-from jaxpipe.train.corpora.chat import ChatTemplate, find_template
+from jaxpipe.train.corpora.encoding import ChatTemplate, find_template
 from jaxpipe.train.corpora.tokenizers import HFTokenizer, load_tokenizer
 from jaxpipe.train.evaluate import generate, load_trained
 from jaxpipe.train.imported import import_hub

@@ -13,8 +13,7 @@ import pytest
 from jaxpipe.errors import DataError, JaxpipeError
 from jaxpipe.stage.model.reference import resolve_model
 from jaxpipe.train.config import load_config
-from jaxpipe.train.corpora.arrays import ArrayDataset, dataset_from_function
-from jaxpipe.train.corpora.own_data import UserBatches, UserDataset
+from jaxpipe.train.corpora.datasets import ArrayDataset, UserBatches, UserDataset, dataset_from_function
 from jaxpipe.train.corpora.tokenizers import ByteTokenizer
 from jaxpipe.train.data import DataState
 from jaxpipe.train.setup import build_model, load_dataset, read_by

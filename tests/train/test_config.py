@@ -20,8 +20,7 @@ from hypothesis import strategies as st
 from jaxpipe.cli import main
 from jaxpipe.errors import ConfigError
 from jaxpipe.schedule.families import FAMILIES
-from jaxpipe.train.config import TrainConfig, known_settings, load_config
-from jaxpipe.train.settings.retired import Accepted
+from jaxpipe.train.config import Accepted, TrainConfig, known_settings, load_config
 from jaxpipe.train.settings.sections import (
     DataConfig,
     ModelConfig,

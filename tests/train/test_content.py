@@ -31,7 +31,7 @@ from jaxpipe.train.config import load_config
 from jaxpipe.train.corpora import documents
 from jaxpipe.train.corpora.corpus import Corpus, load_corpus
 from jaxpipe.train.corpora.encoding import Reading
-from jaxpipe.train.corpora.store_build import build_store
+from jaxpipe.train.corpora.store import build_store
 from jaxpipe.train.corpora.tokenizers import ByteTokenizer, IdTokenizer
 from jaxpipe.train.setup import load_dataset
 
@@ -264,7 +264,7 @@ def test_the_command_takes_the_format(tmp_path: Path, capsys: pytest.CaptureFixt
 
 def test_a_packed_file_that_is_no_text_is_not_unpacked_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress(bytes(1 << 24)))
-    content = importlib.import_module("jaxpipe.train.corpora.content")
+    content = importlib.import_module("jaxpipe.train.corpora.documents")
     unpacked, blocks = [], content.blocks
     monkeypatch.setattr(content, "blocks", lambda path: (unpacked.append(len(b)) or b for b in blocks(path)))
     assert "binary, not text" in refusal(load_corpus, tmp_path / "a.txt.gz", BYTES)

@@ -24,9 +24,8 @@ from tokenizers import models, pre_tokenizers
 from jaxpipe.errors import DataError
 from jaxpipe.train.corpora.corpus import Corpus, fingerprint_ids, load_corpus
 from jaxpipe.train.corpora.encoding import Reading
-from jaxpipe.train.corpora.permutation import Permutation, mix
 from jaxpipe.train.corpora.tokenizers import ByteTokenizer, HFTokenizer, IdTokenizer, Tokenizer, load_tokenizer
-from jaxpipe.train.data import DataState, TokenDataset, Windows
+from jaxpipe.train.data import DataState, Permutation, TokenDataset, Windows, mix
 
 BYTES = ByteTokenizer()
 WORDS = ["[UNK]", "the", "cat", "sat", "on", "mat", "."]

@@ -13,8 +13,7 @@ import pytest
 from jaxpipe.errors import ConfigError, DataError, JaxpipeError
 from jaxpipe.train.config import TrainConfig
 from jaxpipe.train.corpora.corpus import Corpus
-from jaxpipe.train.corpora.mixture import BLOCK, MixedDataset
-from jaxpipe.train.corpora.own_data import UserDataset
+from jaxpipe.train.corpora.datasets import BLOCK, MixedDataset, UserDataset
 from jaxpipe.train.corpora.tokenizers import ByteTokenizer, IdTokenizer
 from jaxpipe.train.data import DataState, TokenDataset
 from jaxpipe.train.setup import load_dataset

@@ -23,8 +23,7 @@ from jaxpipe.train.corpora import documents
 from jaxpipe.train.corpora.corpus import load_corpus
 from jaxpipe.train.corpora.documents import files_at, formed, pieces
 from jaxpipe.train.corpora.encoding import Encoder, Reading
-from jaxpipe.train.corpora.store import EDGES, IDS, JOURNAL, MANIFEST, Store
-from jaxpipe.train.corpora.store_build import build_store
+from jaxpipe.train.corpora.store import EDGES, IDS, JOURNAL, MANIFEST, Store, build_store
 from jaxpipe.train.corpora.tokenizers import ByteTokenizer
 from jaxpipe.train.data import TokenDataset
 

@@ -24,11 +24,10 @@ from jaxpipe.models.gpt import GPT
 from jaxpipe.stage.model.reference import init_params
 from jaxpipe.train import evaluate
 from jaxpipe.train.config import TrainConfig, load_config
-from jaxpipe.train.corpora import tokenizer_json
+from jaxpipe.train.corpora import tokenizers
 from jaxpipe.train.corpora.corpus import Corpus, load_corpus
 from jaxpipe.train.corpora.encoding import Encoder, Reading
-from jaxpipe.train.corpora.store import MANIFEST, SIZES, Store, _signed
-from jaxpipe.train.corpora.store_build import build_store
+from jaxpipe.train.corpora.store import MANIFEST, SIZES, Store, _signed, build_store
 from jaxpipe.train.corpora.tokenizers import (
     ByteTokenizer,
     HFTokenizer,
@@ -535,9 +534,10 @@ BAD: Mapping[str, Body] = {
 @pytest.fixture
 def quick_probe(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Provide a probe that runs out of time sooner; what it found is forgotten afterwards."""
-    monkeypatch.setattr(tokenizer_json, "_PROBE_S", 3.0)
+    probe = tokenizers.check_survives  # which the test may replace
+    monkeypatch.setattr(tokenizers, "_PROBE_S", 3.0)
     yield
-    tokenizer_json.check_survives.cache_clear()
+    probe.cache_clear()
 
 
 @pytest.mark.parametrize("kind", BAD)

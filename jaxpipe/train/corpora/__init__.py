@@ -4,13 +4,10 @@ from jaxpipe.lazy import exported
 
 __all__, __getattr__ = exported(
     __name__,
-    arrays="ArrayDataset",
     corpus="Corpus load_corpus",
+    datasets="ArrayDataset MixedDataset UserDataset",
     encoding="Reading",
-    mixture="MixedDataset",
     ngram="baselines bits_per_byte",
-    own_data="UserDataset",
-    store="Store",
-    store_build="build_store",
+    store="Store build_store",
     tokenizers="Tokenizer load_tokenizer",
 )

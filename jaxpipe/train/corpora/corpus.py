@@ -21,8 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jaxpipe.errors import DataError
-from jaxpipe.train.corpora.content import RECORD_FORMS, Form, form_of
-from jaxpipe.train.corpora.documents import files_at, files_under, formed, pieces
+from jaxpipe.train.corpora.documents import RECORD_FORMS, Form, files_at, files_under, form_of, formed, pieces
 from jaxpipe.train.corpora.encoding import Encoder, Reading, marker
 from jaxpipe.train.corpora.store import ANSWERS, EDGES, IDS, SIZES, Store, digest, is_store
 from jaxpipe.train.corpora.tokenizers import ByteTokenizer, Ids, Tokenizer, check_ids, id_dtype

@@ -1,7 +1,8 @@
-"""What the values of a training config must satisfy together; what each must alone, their annotations in :mod:`.sections` say.
+"""Check what the values of a training config must satisfy together; what each must alone, their annotations in :mod:`.sections`
+say.
 
-A rule yields a message that names the numbers and what would work; it is left out when one of its values is already wrong.
-Only names are compared with the schedule families: what a family says about sizes in detail, it says when it generates.
+A rule yields a message that names the numbers and what would work; it is left out when one of its values is already wrong. Only
+names are compared with the schedule families: what a family says about sizes in detail, it says when it generates.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ from jaxpipe.train.settings.sections import DataConfig, PipelineConfig, Sections
 
 _MOST_PAIRS = 500_000  # of stages and microbatches in a schedule
 _Rule = Callable[[Sections], Iterator[str]]
+# In the order of definition, which is the order in which users see the messages.
 _RULES: list[tuple[frozenset[str], _Rule]] = []
 
 
 def _about(*keys: str) -> Callable[[_Rule], _Rule]:
-    """A rule on the values of these keys."""
+    """Register a rule on the values of these keys."""
 
     def register(rule: _Rule) -> _Rule:
         _RULES.append((frozenset(keys), rule))
@@ -31,7 +33,7 @@ def _about(*keys: str) -> Callable[[_Rule], _Rule]:
 
 
 def broken_rules(config: Sections, bad_keys: set[str]) -> list[str]:
-    """Messages about combinations of values, leaving out those that involve a key in ``bad_keys``."""
+    """Return messages about combinations of values, leaving out those that involve a key in ``bad_keys``."""
     return [message for keys, rule in _RULES if not keys & bad_keys for message in rule(config)]
 
 
@@ -53,14 +55,14 @@ def _batch(config: Sections) -> Iterator[str]:
 
 
 def _nearest_divisors(number: int, target: int) -> str:
-    """The two divisors of ``number`` nearest to ``target``, as ``4 or 8``."""
+    """Return the two divisors of ``number`` nearest to ``target``, such as ``4 or 8``."""
     nearest = sorted(divisors_of(number), key=lambda d: abs(d - target))[:2]
     return " or ".join(map(str, sorted(nearest)))
 
 
 @_about("pipeline.sharding.sequence_parallel", "data.seq_len", "pipeline.tp")
 def _sequence(config: Sections) -> Iterator[str]:
-    """With sequence parallelism each tp shard holds an equal part of the time axis."""
+    """Each tp shard holds an equal part of the time axis where sequence parallelism is on."""
     length, tp = config.data.seq_len, config.pipeline.tp
     if config.pipeline.sharding.sequence_parallel and length % tp:
         below = length // tp * tp
@@ -85,8 +87,8 @@ _STAGES = ("pipeline.ranks", "pipeline.chunks", "pipeline.schedule")
 def _cut(config: Sections) -> Iterator[str]:
     cut, stages = config.pipeline.cut, _stages(config.pipeline)
     if isinstance(cut, tuple) and stages and len(cut) != stages - 1:
-        needed = f"{_sizes(config.pipeline)} make {stages} stages, which need {stages - 1}"
-        yield f"pipeline.cut has {len(cut)} layers at which a stage starts, but {needed}"
+        sizes = f"{_sizes(config.pipeline)} make {stages} stages, which need {stages - 1}"
+        yield f"pipeline.cut has {len(cut)} layers at which a stage starts, but {sizes}"
 
 
 @_about("pipeline.recompute", *_STAGES)
@@ -98,7 +100,7 @@ def _recompute(config: Sections) -> Iterator[str]:
 
 
 def _stages(pipeline: PipelineConfig) -> int:
-    """How many stages the schedule has, by its name; 0 for those that say so only when they are there."""
+    """Return how many stages the schedule has, by its name; 0 for those that say so only when they are there."""
     return pipeline.ranks * pipeline.chunks if pipeline.schedule in (*FAMILIES, "traverse") else 0
 
 
@@ -120,7 +122,7 @@ def _pairs(config: Sections) -> Iterator[str]:
 
 @_about("pipeline.schedule", "pipeline.chunks")
 def _chunks(config: Sections) -> Iterator[str]:
-    """Chunks against what the family takes; schedule files and the generators' finer rules are checked when they are read."""
+    """The family takes so many chunks; schedule files and the generators' finer rules are checked when they are read."""
     family, chunks = FAMILIES.get(config.pipeline.schedule), config.pipeline.chunks
     if family is not None and "chunks" not in family.options and chunks != family.default_chunks:
         default = family.default_chunks
@@ -189,7 +191,7 @@ def _towers(config: Sections) -> Iterator[str]:
     "pipeline.cp",
 )
 def _vocabulary(config: Sections) -> Iterator[str]:
-    """What goes with vocabulary layers that are spread."""
+    """Only some settings go with vocabulary layers that are spread."""
     pipe = config.pipeline
     if pipe.vocabulary == "ends":
         return
@@ -211,7 +213,8 @@ def _vocabulary(config: Sections) -> Iterator[str]:
 
 
 def joint_problem(pipe: PipelineConfig) -> str:
-    """What is wrong with joint vocabulary layers, which have one order: another schedule would be without effect."""
+    """Return what is wrong with joint vocabulary layers, which have one order: another schedule would be without effect; empty
+    if nothing is."""
     if pipe.vocabulary != "joint" or pipe.schedule in ("1f1b", "vocab-1f1b-joint"):
         return ""
     return f"pipeline.vocabulary=joint goes with pipeline.schedule=1f1b, not {pipe.schedule!r}: use spread"
@@ -278,6 +281,7 @@ def _profiled(config: Sections) -> Iterator[str]:
 def _recorded(config: Sections) -> Iterator[str]:
     """The solver is given what a recorded step measured; the first step compiles."""
     steps, interval = config.run.steps, config.run.output.log_every
+    # Step 1 compiles, so the first step whose times count is 2, or the first recorded one after it.
     if config.run.replan.enabled and max(2, interval) >= steps:
         message = (
             f"replan.enabled=true needs a recorded step after the first and before the last, and run.steps={steps}"

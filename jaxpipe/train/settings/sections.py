@@ -1,10 +1,10 @@
-"""The five sections of a training config, and all of them together, unchecked. The annotations say what each value must
-satisfy, :mod:`.rules` what several must together; what ``#:`` says above a setting ``jaxpipe train --help-config``
-prints.
+"""Define the five sections of a training config, and all of them together, unchecked.
 
-A setting is a value or a table of what belongs to one matter, which who does not care for the matter need not read. The name
-of the table may be left out, or that of its section: ``run.keep_last`` and ``output.keep_last`` are
-``run.output.keep_last``.
+The annotations say what each value must satisfy, :mod:`.rules` what several must together; what ``#:`` says above a setting
+``jaxpipe train --help-config`` prints.
+
+A setting is a value or a table of what belongs to one matter, which who does not care for the matter need not read. The name of
+the table may be left out, or that of its section: ``run.keep_last`` and ``output.keep_last`` are ``run.output.keep_last``.
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ _Name = Annotated[str, not_empty]
 _Path = Annotated[str, not_empty, not_url]
 _Policy = Annotated[str, _is_policy]
 _Positive = Annotated[float, positive]
-_Beta = Annotated[float, within(0, 1 - 2**-24)]  # what is nearer to 1 is 1 in float32
+# A float32 nearer to 1 is 1, and a moment that decays by 1 never forgets.
+_Beta = Annotated[float, within(0, 1 - 2**-24)]
 
 
 @dataclass(frozen=True, slots=True)

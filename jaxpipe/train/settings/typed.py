@@ -49,7 +49,7 @@ _SCALARS = {bool: "true or false", int: "an integer", float: "a number", str: "a
 
 
 def within(low: float, high: float = 2**31 - 1) -> Test:
-    """A test of numbers from ``low`` to ``high``; by default what JAX counts steps and positions with."""
+    """Make a test of numbers from ``low`` to ``high``; by default what JAX counts steps and positions with."""
 
     def test(value: float) -> str:
         return f"must be at least {low}" if value < low else f"must be at most {high}" if value > high else ""
@@ -58,19 +58,19 @@ def within(low: float, high: float = 2**31 - 1) -> Test:
 
 
 def positive(value: float) -> str:
-    """A test of numbers."""
+    """Test that a number is greater than 0."""
     return "" if value > 0 else "must be greater than 0"
 
 
 def in_float32(value: float) -> str:
-    """A test of numbers."""
+    """Test that float32 holds a number without loss of its magnitude."""
     return (
         "" if value == 0 or 1.2e-38 <= abs(value) <= 3.4e38 else "which float32 does not hold: use 1.2e-38 to 3.4e+38"
     )
 
 
 def not_empty(text: str) -> str:
-    """A test of strings."""
+    """Test that a string is not empty."""
     return "" if text.strip() else "must not be empty"
 
 
@@ -79,13 +79,13 @@ class _MisfitError(Exception):
 
 
 def _refuse(key: str, value: Any, wrong: str) -> None:
-    """Raises ConfigError if anything is ``wrong`` with a value."""
+    """Raise ConfigError if anything is ``wrong`` with a value."""
     if wrong:
         raise ConfigError(f"{truncate(key, _SHOWN)} is {_shown(value)}, {wrong}")
 
 
 def fit(value: Any, hint: Hint, key: str, *, text: bool = False) -> Any:
-    """``value`` (as TOML, JSON or Python gives it) as the hint wants it; integers pass as numbers, lists become tuples.
+    """Return ``value`` (as TOML, JSON or Python gives it) as the hint requires; integers pass as numbers, lists become tuples.
 
     ``key``: what messages call it. ``text``: it is the text of an override, in which lists are ``1,2,3`` or ``[1, 2, 3]``, and
     ``none`` is None.
@@ -100,7 +100,7 @@ def fit(value: Any, hint: Hint, key: str, *, text: bool = False) -> Any:
 
 
 def _fit(value: Any, hint: Hint, key: str, text: bool) -> Any:
-    """As :func:`fit`, but for a value of another type, which raises _MisfitError."""
+    """Fit a value as :func:`fit` does; raise _MisfitError for one of another type, so that a union may try its next part."""
     origin, args = _origin(hint), get_args(hint)
     if origin is Annotated:
         fitted = _fit(value, args[0], key, text)
@@ -124,8 +124,10 @@ def _fit(value: Any, hint: Hint, key: str, text: bool) -> Any:
         near = nearest(str(value), args, 0.6)
         raise _MisfitError(f"one of {', '.join(map(repr, args))}" + (f" (did you mean {near!r}?)" if near else ""))
     if hint in _SCALARS:
+        # An int too large for a double must not raise here: as infinity it is refused by its key like any other.
         if hint is float and type(value) is int:
             value = float(value) if abs(value) <= sys.float_info.max else math.inf
+        # Not isinstance: True is an int to Python, and no number to a user.
         if type(value) is not hint:
             raise _MisfitError(_SCALARS[hint])
         _refuse(key, value, "" if value is None else _unstorable(value))
@@ -141,7 +143,7 @@ def _fit(value: Any, hint: Hint, key: str, text: bool) -> Any:
 
 
 def _first_fit(value: Any, hints: Sequence[Hint], key: str, text: bool) -> Any:
-    """By the first hint that fits; strings last, since they fit any text."""
+    """Fit a value to the first hint that takes it; strings come last, since they fit any text."""
     expected = []
     one_word = text and not re.search(r"^\s*(\[|\d+\s*$)|,", value)  # a misspelt one would be a list of one string
     for hint in sorted(hints, key=lambda h: _bare(h) is str):
@@ -155,12 +157,12 @@ def _first_fit(value: Any, hints: Sequence[Hint], key: str, text: bool) -> Any:
 
 
 def _bare(hint: Hint) -> Hint:
-    """The hint without tests."""
+    """Return the hint without tests."""
     return get_args(hint)[0] if _origin(hint) is Annotated else hint
 
 
 def _parse_text(text: str, hint: Hint, key: str) -> Any:
-    """What the text of an override says to this hint; the text itself if nothing."""
+    """Parse the text of an override by its hint; return the text itself where it says nothing to it."""
     if hint is str or _origin(hint) is Literal:
         return text
     text = text.strip()
@@ -175,7 +177,7 @@ def _parse_text(text: str, hint: Hint, key: str) -> Any:
 
 
 def _parse_open(text: str, key: str) -> Any:
-    """A value for an open table: what TOML makes of it, or the text itself."""
+    """Parse a value for an open table: what TOML makes of it, or the text itself."""
     try:
         document = tomllib.loads(f"x = {text}")
     except tomllib.TOMLDecodeError:
@@ -188,7 +190,7 @@ def _parse_open(text: str, key: str) -> Any:
 
 
 def _unstorable(value: Any, levels: int = _DEEPEST) -> str:
-    """Why TOML, strict JSON or file names can't hold a value nested at most ``levels`` deep; empty if they can."""
+    """Return why TOML, strict JSON or file names can't hold a value nested at most ``levels`` deep; empty if they can."""
     if isinstance(value, (Mapping, list, tuple)):
         if not levels:
             return f"nested more than {_DEEPEST} levels deep"
@@ -216,14 +218,14 @@ def _shown(value: Any) -> str:
 
 @cache
 def _hints(record: type) -> Mapping[str, Hint]:
-    """Type hints by field; one that is not compared is no setting."""
+    """Return type hints by field; one that is not compared is no setting."""
     hints = get_type_hints(record, include_extras=True)
     return {f.name: hints[f.name] for f in fields(record) if f.compare}
 
 
 @cache
 def leaf_hints(record: type) -> Mapping[str, Hint]:
-    """Type hints, with their tests, of a record's leaves by dotted key, in order of declaration."""
+    """Return type hints, with their tests, of a record's leaves by dotted key, in order of declaration."""
     hints: dict[str, Hint] = {}
     for name, hint in _hints(record).items():
         if is_dataclass(hint):
@@ -249,7 +251,8 @@ class Section:
 
 @cache
 def _short_keys(record: type) -> Mapping[str, str]:
-    """Keys of leaves in tables by what they may be called: without the table, or without the section."""
+    """Return the keys of leaves in tables by what they may be called: without the table, or without the section."""
+    # A section may have what several tables have under one name; the later one would win, so names are unique (a test).
     parts = {key: key.split(".") for key in leaf_hints(record)}
     tables = {key: path for key, path in parts.items() if len(path) == 3}
     return {f"{name}.{leaf}": key for key, (*names, leaf) in tables.items() for name in names}
@@ -257,18 +260,18 @@ def _short_keys(record: type) -> Mapping[str, str]:
 
 @cache
 def _tables(record: type) -> frozenset[str]:
-    """Of sections and tables, all that they may be called in a key."""
+    """Return all names by which a key may call sections and tables."""
     paths = [key.split(".")[:-1] for key in leaf_hints(record)]
     return frozenset(".".join(x[a:b]) for x in paths for a in range(len(x)) for b in range(a + 1, len(x) + 1))
 
 
 def full_key(record: type, key: str) -> str:
-    """The key of a leaf of ``record`` that ``key`` may leave a name out of; ``key`` itself where there is none."""
+    """Return the key of a leaf of ``record`` that ``key`` may leave a name out of; ``key`` itself where there is none."""
     return key if key in leaf_hints(record) else _short_keys(record).get(key, key)
 
 
 def leaves_of(record: type, table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The values in ``table`` by their full keys, of leaves that ``record`` does not have, too."""
+    """Yield the values in ``table`` by their full keys, also those of leaves that ``record`` does not have."""
     for name, value in table.items():
         key = f"{prefix}{name}"
         inside = not prefix or key in _tables(record)
@@ -279,7 +282,7 @@ def leaves_of(record: type, table: Mapping[str, Any], prefix: str = "") -> Itera
 
 
 def describe_hint(hint: Hint) -> str:
-    """What a value of this type may be, in words."""
+    """Describe in words what a value of this type may be."""
     origin, args = _origin(hint), get_args(hint)
     if origin is Annotated:
         return describe_hint(args[0])
@@ -293,8 +296,8 @@ def describe_hint(hint: Hint) -> str:
 
 
 def leaf_docs(record: type, prefix: str = "") -> Mapping[str, str]:
-    """By dotted key, what ``#:`` says above each leaf of a record; by the key of each section and table, the first line of its
-    docstring."""
+    """Return, by dotted key, what ``#:`` says above each leaf of a record; by the key of each section and table, the first line
+    of its docstring."""
     documented = _DOCUMENTED.findall(inspect.getsource(record))
     docs = {prefix + name: " ".join(text.replace("#:", "").split()) for text, name in documented}
     for name, hint in _hints(record).items():
@@ -390,12 +393,12 @@ class Collected:
         self.problem(place, f"unknown key {self.prefix}{key}: {advice}", key)
 
     def refuse(self) -> None:
-        """Raises ConfigError with all problems on one line, if there are any."""
+        """Raise ConfigError with all problems on one line, if there are any."""
         if self.problems:
             raise ConfigError("; ".join(self.problems), self.problems)
 
     def build(self, record: type[_T], section: str = "") -> _T:
-        """A record like the one that the values are for."""
+        """Build a record like the one that the values are for."""
         values = {}
         for name, hint in _hints(record).items():  # type: ignore[arg-type]  # a class
             if is_dataclass(hint):
@@ -406,7 +409,7 @@ class Collected:
 
 
 def decode(record: type[_T], table: Mapping[str, Any], prefix: str = "") -> _T:
-    """The record that ``table`` describes. ``prefix``: what messages put before its keys.
+    """Return the record that ``table`` describes. ``prefix``: what messages put before its keys.
 
     Raises:
         ConfigError: all that is wrong with it, on one line.
@@ -419,7 +422,7 @@ def decode(record: type[_T], table: Mapping[str, Any], prefix: str = "") -> _T:
 
 
 def _with_nested(table: Mapping[str, Any], path: Sequence[str], value: Any) -> dict[str, Any]:
-    """``table`` with ``value`` at ``path``; tables on the way are made, other values there are replaced."""
+    """Return ``table`` with ``value`` at ``path``; tables on the way are made, other values there are replaced."""
     if len(path) > _DEEPEST:
         raise ConfigError(f"{truncate('.'.join(path), _SHOWN)} is nested more than {_DEEPEST} levels deep")
     head, rest = path[0], path[1:]
@@ -429,7 +432,7 @@ def _with_nested(table: Mapping[str, Any], path: Sequence[str], value: Any) -> d
 
 
 def read_mapping(path: Path, what: str = "config file") -> Mapping[str, Any]:
-    """The parsed content of a ``.toml`` or ``.json`` file, which messages call ``what``.
+    """Return the parsed content of a ``.toml`` or ``.json`` file, which messages call ``what``.
 
     Raises:
         ConfigError: it is missing, of another kind, or malformed; names the file and, where known, the line.
@@ -457,7 +460,7 @@ def read_mapping(path: Path, what: str = "config file") -> Mapping[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """Records, mappings and tuples inside one another as what JSON can hold."""
+    """Return records, mappings and tuples inside one another as what JSON can hold."""
     if is_dataclass(value):
         return {f.name: plain(getattr(value, f.name)) for f in fields(value)}
     if isinstance(value, Mapping):
@@ -466,7 +469,7 @@ def plain(value: Any) -> Any:
 
 
 def to_toml(mapping: Mapping[str, Mapping[str, Any]]) -> str:
-    """TOML text of sections and leaves. None is left out, as TOML has no word for it: such leaves must default to None."""
+    """Write sections and leaves as TOML. None is left out, as TOML has no word for it: such leaves must default to None."""
     parts = []
     for section, leaves in mapping.items():
         lines = [f"{key} = {_toml(value)}" for key, value in leaves.items() if value is not None]
@@ -475,7 +478,7 @@ def to_toml(mapping: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def _toml(value: Any) -> str:
-    """As JSON writes it, but for ``=`` in tables, None in them, and a character that TOML wants escaped."""
+    """Write a value as JSON does, but for ``=`` in tables, None in them, and a character that TOML wants escaped."""
     if isinstance(value, Mapping):
         value = {key: x for key, x in value.items() if x is not None}
     return json.dumps(value, ensure_ascii=False, separators=(", ", " = ")).replace("\x7f", "\\u007f")

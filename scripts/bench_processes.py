@@ -28,7 +28,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from jaxpipe.runtime.peers import Peers
-from jaxpipe.runtime.processes import Alone, Joined, Processes
+from jaxpipe.runtime.processes import Processes, ProcessGroup, SingleProcess
 from jaxpipe.train.config import load_config
 from jaxpipe.train.devices import keep_heap, request_devices
 from scripts.provenance import commit_id, describe_machine
@@ -129,7 +129,7 @@ class Group:
 
 
 def work(args: argparse.Namespace, port: int, number: int, mine: int) -> int:
-    processes: Processes = Joined(Peers("127.0.0.1", port, number, mine), 60) if number > 1 else Alone()
+    processes: Processes = ProcessGroup(Peers("127.0.0.1", port, number, mine), 60) if number > 1 else SingleProcess()
     request_devices(len(processes.ranks(args.ranks)[mine]), "cpu", processes=number)
     keep_heap()
     processes.start_jax()
@@ -212,12 +212,12 @@ def messages(processes: Processes, pipe: Any, shape: tuple[int, ...]) -> dict[st
     import jax.numpy as jnp
 
     from jaxpipe.mesh import replicated
-    from jaxpipe.runtime.transfer import InProcess
+    from jaxpipe.runtime.transfer import LocalTransport
 
     ownership, send_s, receive_s, trips, arrays = pipe.ownership, [], [], [], []
     homes = [replicated(mesh) for mesh in pipe.submeshes]
     if not ownership.divided:
-        local = InProcess({n: [homes[1]] for n in range(_MESSAGES)})
+        local = LocalTransport({n: [homes[1]] for n in range(_MESSAGES)})
         array = jax.block_until_ready(jax.device_put(jnp.zeros(shape), homes[0]))
         for n in range(_MESSAGES):
             began = time.perf_counter()

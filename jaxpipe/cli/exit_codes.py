@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from jaxpipe.errors import ConfigError, JaxpipeError
 from jaxpipe.interrupts import INTERRUPTED as INTERRUPTED
-from jaxpipe.runtime.lines import LOST as LOST
+from jaxpipe.runtime.connections import LOST as LOST
 from jaxpipe.text import truncate
 from jaxpipe.train.run.stop import STOPPED as STOPPED
 

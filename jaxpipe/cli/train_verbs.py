@@ -22,7 +22,7 @@ from jaxpipe.cli.parser import add_json_flag, add_switch, add_value, amount, who
 from jaxpipe.errors import AgreedError, short_message
 from jaxpipe.launch.local import follow_launcher
 from jaxpipe.runtime.peers import find_peers
-from jaxpipe.runtime.processes import Alone, Joined, Processes
+from jaxpipe.runtime.processes import Processes, ProcessGroup, SingleProcess
 
 if TYPE_CHECKING:
     from jaxpipe.train.config import TrainConfig
@@ -77,11 +77,11 @@ def run_train(args: argparse.Namespace) -> int:
     from jaxpipe.train.run.stop import EndingEarly
 
     with ExitStack() as stack:
-        processes: Processes = Alone()
+        processes: Processes = SingleProcess()
         with EndingEarly(lambda how, code: processes.end(how, code)):
             follow_launcher()
             if peers := find_peers((args.coordinator, args.processes, args.process)):
-                processes = Joined(peers, args.join_wait)
+                processes = ProcessGroup(peers, args.join_wait)
                 dump.own_folder(peers.mine)
             stack.enter_context(ending_together(processes))
             config = config_of(args)

@@ -1,4 +1,4 @@
-"""Seconds and bytes of each stage function → :class:`~jaxpipe.schedule.costs.CostProfile`; see README.md."""
+"""Turns seconds and bytes of each stage function into a :class:`~jaxpipe.schedule.costs.CostProfile`; see README.md."""
 
 from jaxpipe.cost.host_link import HostLinkMeasurement, measure_host_link
 from jaxpipe.cost.profile import (

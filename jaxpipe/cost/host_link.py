@@ -1,4 +1,4 @@
-"""The link between a device and the host, measured: seconds = latency + bytes ÷ bandwidth, fitted over several sizes.
+"""Measures the link between a device and the host: seconds = latency + bytes ÷ bandwidth, fitted over several sizes.
 
 Copies go through ``jax.device_put`` to and from pinned host memory, as the runtime's do. Each is timed until its result is
 ready. *One stream*: one copy at a time, each direction. *Two*: a copy out and a copy in of the same size, started together:
@@ -6,7 +6,7 @@ if both take about as long as the longer one alone, the directions have a lane e
 share one (``shared``). *Two devices*: a copy out of each of two neighbours (devices 0 and 1, 2 and 3, …) at once: if that
 takes twice as long as one, the two share their lanes (a PCIe switch), and become a group.
 
-On a CPU "pinned host memory" is the same memory: rates are those of ``memcpy``, and what shares what is not asked.
+On a CPU "pinned host memory" is the same memory: rates are those of ``memcpy``, and shared lanes are not looked for.
 """
 
 from __future__ import annotations
@@ -108,6 +108,7 @@ def measure_host_link(
         on_host = jax.block_until_ready(jax.device_put(array, host_home))
         alone_s.append((copies((array, host_home)).median_s, copies((on_host, device_home)).median_s))
     largest = sizes[-1]
+    # Only the largest size: at small ones latencies hide whether two copies share a lane.
     both_s = copies((array, host_home), (on_host, device_home)).median_s
     pairs = []
     for k, (a, b) in enumerate(pairwise(devices)):
@@ -125,7 +126,7 @@ def measure_host_link(
 
 
 def fit(points: Sequence[tuple[int, float]]) -> Fit:
-    """The line through (bytes, seconds) points by least squares of relative errors, its latency at least 0.
+    """Fit the line through (bytes, seconds) points by least squares of relative errors, its latency at least 0.
 
     A single point gives a bandwidth without latency, and so do points through which no rising line goes.
     """
@@ -133,7 +134,8 @@ def fit(points: Sequence[tuple[int, float]]) -> Fit:
     t = np.array([max(p[1], 1e-9) for p in points], np.float64)
     latency, slope = 0.0, 0.0
     if len(points) > 1:
-        unit = n.max()  # both unknowns in seconds: better conditioned
+        # With bytes in units of the largest size both unknowns are seconds, and the matrix is well conditioned.
+        unit = n.max()
         latency, slope = np.linalg.lstsq(np.stack([1 / t, n / unit / t], 1), np.ones(len(t)), rcond=None)[0] / [1, unit]
     if latency < 0 or slope <= 0:
         latency, slope = 0.0, float((n / t).sum() / ((n / t) ** 2).sum())
@@ -141,7 +143,7 @@ def fit(points: Sequence[tuple[int, float]]) -> Fit:
 
 
 def _homes(device: jax.Device) -> tuple[jax.sharding.Sharding, jax.sharding.Sharding]:
-    """Shardings in device memory and in pinned host memory."""
+    """Return shardings in device memory and in pinned host memory."""
     return (
         jax.sharding.SingleDeviceSharding(device, memory_kind=DEVICE),
         jax.sharding.SingleDeviceSharding(device, memory_kind=PINNED_HOST),
@@ -149,7 +151,7 @@ def _homes(device: jax.Device) -> tuple[jax.sharding.Sharding, jax.sharding.Shar
 
 
 def _array(size: int, home: jax.sharding.Sharding) -> jax.Array:
-    """``size`` bytes, made on the device."""
+    """Make an array of ``size`` bytes on the device."""
     array: jax.Array = jax.jit(lambda: jnp.ones((max(1, size // 4),), jnp.float32), out_shardings=home)()
     array.block_until_ready()
     return array

@@ -1,4 +1,4 @@
-"""How many bytes each rank holds at every instruction, and of what kind: the predicted peak of a step.
+"""Predicts how many bytes each rank holds at every instruction, and of what kind: the peak of a step.
 
 The programs of all ranks are walked in the order in which they are dispatched (:func:`jaxpipe.program.order.issue_order`),
 with the buffers that the runtime allocates: a result that is an argument handed on shares its buffer, an accumulator is
@@ -20,7 +20,7 @@ w-residuals     what B saved for W
 boundaries      x and dy on the rank that reads them (x stays for the backward pass where that reads it), y and dx until sent
 communication   x and dy that were sent and that the receiver has not taken yet
 losses          loss sums, and a scalar per action that the runtime waits on
-user values     what instructions of one's own write for themselves and for the caller
+user values     what custom instructions write for themselves and for the caller
 temporaries     workspace of the function that runs
 code            compiled functions (0 on backends that do not say)
 ==============  ======================================================================================================
@@ -110,7 +110,7 @@ class MemoryReport:
         return tuple(r.host_peak_bytes for r in self.ranks)
 
     def __str__(self) -> str:
-        """A table: a row a rank, what is held at its peak; kinds that no rank has are left out."""
+        """Format a table: a row a rank, what is held at its peak; kinds that no rank has are left out."""
         kinds = [k for k in KINDS if any(r.by_kind.get(k) for r in self.ranks)]
         host = ["host"] if any(self.host_peak_bytes) else []
         rows = [["rank", "peak", *kinds, *host, "at"]]
@@ -135,7 +135,7 @@ def account(
     braids: Braids = MappingProxyType({}),
     all_programs: Sequence[Program] | None = None,
 ) -> MemoryReport:
-    """The predicted memory of the ranks of ``programs``.
+    """Predict the memory of the ranks of ``programs``.
 
     Args:
         programs: of all ranks that this process dispatches.
@@ -160,7 +160,7 @@ def account(
         if footprint_of is not None:
             used = {id(f.jitted): f for i in p.instructions if isinstance(i, Run) for f in [called(p, i)]}
             placed["code"] = placed.get("code", 0) + sum(footprint_of(f).code_bytes for f in used.values())
-        ranks.append(_Rank(p, placed, align, timeline))
+        ranks.append(_RankAccount(p, placed, align, timeline))
     by_rank = {r.program.rank: r for r in ranks}
     arrived = messages_arrived(programs if all_programs is None else all_programs)
     messages: dict[Message, list[int]] = {}
@@ -168,12 +168,14 @@ def account(
     for k, at in order:
         rank, program = ranks[k], programs[k]
         instruction = program.instructions[at]
-        if isinstance(instruction, Free):  # the executor folds it into what it stands behind
+        # The executor folds a free into the instruction before it; so does ``drop`` below.
+        if isinstance(instruction, Free):
             continue
         for offload in rank.ended.get(at, ()):
-            rank.left(offload.action)
+            rank.finish_copy(offload.action)
         for message in arrived.get((program.rank, at), ()):
-            rank.left(message)
+            rank.finish_copy(message)
+        # Within an instruction as on a device: results and workspace are there before anything is dropped.
         workspace = 0
         match instruction:
             case Run():
@@ -186,13 +188,14 @@ def account(
                     workspace = workspace_bytes(function, xla_footprint)
                 rank.add("temporaries", workspace)
             case Send(place=place) if place >= 0:
-                rank.keep(instruction)
+                rank.keep_until_arrival(instruction)
+            # Within a process the copy is allocated when it is sent, whenever its receiver reads it.
             case Send(action, slots, dst=dst):
                 if (receiver := by_rank.get(dst)) is not None:
                     n = sum(b.bytes for slot in slots if (b := rank.slots[slot]) is not None)
                     messages.setdefault((program.rank, dst, action), []).append(n)
                     receiver.add("communication", n)
-                    receiver.look(f"{action} arriving")
+                    receiver.note_peak(f"{action} arriving")
             case Recv(action, _, slots, src):
                 if sent := messages.get((src, program.rank, action)):
                     rank.add("communication", -sent.pop(0))
@@ -207,7 +210,7 @@ def account(
                     rank.fill(to_slot, source.bytes, source.kind)
             case Sync():
                 pass
-        rank.look(f"{instruction.action}")
+        rank.note_peak(f"{instruction.action}")
         rank.add("temporaries", -workspace)
         for other in ranks if curves else ():
             other.curve.append(other.live)
@@ -225,8 +228,8 @@ class _Buffer:
     slots: int = 1
 
 
-class _Rank:
-    """What one rank holds, slot by slot and by kind, and its peak so far."""
+class _RankAccount:
+    """Accounts for what one rank holds, slot by slot and by kind, and for its peak so far."""
 
     def __init__(self, program: Program, placed: Mapping[Kind, int], align: int, timeline: Timeline | None) -> None:
         self.program, self.align = program, align
@@ -242,7 +245,7 @@ class _Rank:
         self.timed = timeline is not None
         self.ended = offloads_ended(program, timeline) if timeline is not None else {}
         self.leaving: dict[Action | Message, list[_Buffer]] = {}
-        self.look("before the first instruction")
+        self.note_peak("before the first instruction")
 
     @property
     def live(self) -> int:
@@ -252,7 +255,7 @@ class _Rank:
         self.bytes[kind] += n
         self.peaks[kind] = max(self.peaks[kind], self.bytes[kind])
 
-    def look(self, at: str) -> None:
+    def note_peak(self, at: str) -> None:
         total = sum(self.bytes.values())
         if total > self.peak:
             self.peak, self.at, self.by_kind = total, at, dict(self.bytes)
@@ -277,6 +280,8 @@ class _Rank:
 
     def results(self, run: Run, function: AnyFunction) -> None:
         for n, (slot, port, aval) in enumerate(zip(run.outputs, function.outputs, function.avals_out, strict=True)):
+            # A result that is an argument handed on is no new buffer; it counts as what it is from now on (a dy kept for W is
+            # a w-residual).
             if n in function.forwarded:
                 self.slots[slot] = shared = self.slots[run.inputs[function.forwarded[n]]]
                 if shared is not None:
@@ -296,7 +301,7 @@ class _Rank:
             self.slots[host] = _Buffer(source.bytes, source.kind)
             self.host += source.bytes
 
-    def keep(self, send: Send) -> None:
+    def keep_until_arrival(self, send: Send) -> None:
         """Keep the buffers of a message until the other process has received them."""
         self.leaving[message_of(self.program.rank, send)] = buffers = [
             b for s in send.inputs if (b := self.slots[s]) is not None
@@ -304,18 +309,19 @@ class _Rank:
         for buffer in buffers:
             buffer.slots += 1
 
-    def left(self, copied: Action | Message) -> None:
+    def finish_copy(self, copied: Action | Message) -> None:
         """Drop what an offload has copied to the host, or a message has brought to its receiver."""
         for buffer in self.leaving.pop(copied):
             self.release(buffer)
 
     def drop(self, instruction: Instruction, at: int) -> None:
-        """What the instruction itself empties (device slots of an offload, host slots of a reload), and the frees behind it."""
+        """Drop what the instruction itself empties (device slots of an offload, host slots of a reload), and the frees behind
+        it."""
         match instruction:
             case Offload(action, device, _):
                 self.leaving[action] = [b for slot in device if (b := self.slots.pop(slot)) is not None]
                 if not self.timed:
-                    self.left(action)
+                    self.finish_copy(action)
             case Reload(_, host, _):
                 self.host -= sum(b.bytes for slot in host if (b := self.slots.pop(slot)) is not None)
         for later in self.program.instructions[at + 1 :]:
@@ -338,25 +344,24 @@ def compiled_bytes(
     ops: Collection[str] | None = None,
     footprints: Mapping[tuple[str, int], Footprint] = MappingProxyType({}),
 ) -> tuple[dict[str, tuple[int, ...]], tuple[int, ...]]:
-    """Workspace by op, an entry a stage, and compiled code by stage. ``known``: by (op, stage). Compiles the rest of these ops
-    (of all), unless they are already."""
+    """Return the workspace by op, an entry a stage, and compiled code by stage. ``footprints``: those known already, by (op,
+    stage). Compiles the rest of these ops (all by default), unless they are already."""
     ops = ops if ops is not None else dict.fromkeys(op for s in stages for op in s.functions)
 
     def of(op: str, count: Callable[[StageFunction, Footprint], int]) -> tuple[int, ...]:
         functions = [(s.functions.get(op), footprints.get((op, s.stage))) for s in stages]
         return tuple(0 if f is None else count(f, xla_footprint or footprint(f)) for f, xla_footprint in functions)
 
-    code = zip(*(of(op, lambda _, found: found.code_bytes) for op in ops), strict=True)
+    code = zip(*(of(op, lambda _, xla_footprint: xla_footprint.code_bytes) for op in ops), strict=True)
     return {op: of(op, workspace_bytes) for op in ops}, tuple(map(sum, code))
 
 
 def passing_bytes(stage: StageFunctions, function: StageFunction) -> int:
-    """Bytes of the boundaries that a function reads or makes and that are no residual, gone when it has run and sent: x where
-    no backward pass reads it, y, dy and dx."""
+    """Return the bytes of the boundaries that a function reads or makes and that are no residual, gone when it has run and
+    sent: x where no backward pass reads it, y, dy and dx."""
     stored = {p for op in ("B", "W") if op in stage.functions for p in stage.functions[op].inputs if p.kind == "x"}
-    shared = {
-        k for n, k in function.forwarded.items() if function.outputs[n].kind == "wres"
-    }  # a dy that is handed to W counts as a cotangent
+    # A dy that is handed to W counts as a cotangent already.
+    shared = {k for n, k in function.forwarded.items() if function.outputs[n].kind == "wres"}
     read = [
         aval
         for k, (port, aval) in enumerate(zip(function.inputs, function.avals_in, strict=True))
@@ -371,9 +376,9 @@ def passing_bytes(stage: StageFunctions, function: StageFunction) -> int:
 
 
 def batch_bytes(stage: StageFunctions, programs: Sequence[Program], num_microbatches: int) -> int:
-    """Bytes of a stage that grow with the number of microbatches and stay until the step ends, on one device: batch arrays
-    and keys, losses, and a scalar per call: of the program that makes the most for it (a braid is a call for the stage of its
-    first action)."""
+    """Return the bytes of a stage that grow with the number of microbatches and stay until the step ends, on one device: batch
+    arrays and keys, losses, and a scalar per call, for the program that makes the most calls (a braid is a call for the stage
+    of its first action)."""
     data = total_device_bytes(list(stage.data_avals.values())) + (_KEY_BYTES if stage.uses_key else 0)
     forward = stage.functions["F"]
     losses = [a for p, a in zip(forward.outputs, forward.avals_out, strict=True) if p.kind == "loss"]

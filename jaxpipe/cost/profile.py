@@ -40,17 +40,16 @@ DEFAULT_FLOPS_PER_S = 1e11
 _BYTES = (
     "residual_bytes", "w_residual_bytes", "cotangent_bytes", "offloadable_bytes", "boundary_bytes", "param_bytes"
 )  # fmt: skip
-"""Of a profile, of stage functions and of :class:`StageSizes`."""
-
+"""Attributes that a profile, stage functions and :class:`StageSizes` have in common."""
 
 Exchanges = Mapping[tuple[str, float, int], float]
-"""Collectives of a function: of each (primitive, whole bytes, devices among which), how many."""
+"""Collectives of a function: how many there are of each (primitive, bytes of the whole array, devices among which)."""
 
 
 @dataclass(frozen=True, slots=True)
 class StageSizes:
-    """What a profile takes of a stage beside seconds. Bytes per device, as in :class:`StageFunctions`; ``acc_bytes``: of
-    gradient accumulators; ``passing``: of the boundaries that an op passes on, by op. ``exchanges``: the collectives of F, B
+    """The sizes of a stage that a profile takes beside seconds. Bytes per device, as in :class:`StageFunctions`; ``acc_bytes``:
+    of gradient accumulators; ``passing``: of the boundaries that an op passes on, by op. ``exchanges``: the collectives of F, B
     and W."""
 
     residual_bytes: float
@@ -65,7 +64,7 @@ class StageSizes:
 
     @classmethod
     def of(cls, stage: StageFunctions) -> StageSizes:
-        """Those of a stage's functions."""
+        """Take the sizes of a stage's functions."""
         functions = {op: f for op, f in stage.functions.items() if op in ("F", "B", "W")}
         return cls(
             **{name: float(getattr(stage, name)) for name in _BYTES},
@@ -75,7 +74,7 @@ class StageSizes:
         )
 
     def exchange_s(self, op: str, rates: UnitCosts) -> float:
-        """Seconds of the collectives of one function, as rings."""
+        """Estimate the seconds of the collectives of one function, as rings."""
         return sum((n * rates.collective_s(*kind) for kind, n in self.exchanges.get(op, {}).items()), 0.0)
 
 
@@ -89,8 +88,9 @@ def _exchanges(function: StageFunction) -> Iterator[tuple[str, int, int]]:
 
 
 def sizes_of(stages: Sequence[StageFunctions]) -> tuple[StageSizes, ...]:
-    """Those of each stage."""
-    kinds = {id(s): StageSizes.of(s) for s in stages}  # stages may be many, and few of them different
+    """Return the sizes of each stage."""
+    # A plan may name many stages and few different ones: each jaxpr is walked once.
+    kinds = {id(s): StageSizes.of(s) for s in stages}
     return tuple(kinds[id(s)] for s in stages)
 
 
@@ -104,13 +104,14 @@ def cost_profile(
     extra: Sequence[tuple[str, tuple[float, ...]]] = (),
     **profile_fields: Any,
 ) -> CostProfile:
-    """A profile of these ``seconds`` and every byte of the stages, so that the simulator's peak bounds what the runtime holds.
+    """Make a profile of these ``seconds`` and every byte of the stages, so that the simulator's peak bounds what the runtime
+    holds.
 
     ``temp_bytes`` of an op: ``workspace`` (bytes by op, an entry a stage; 0 without) and what the runtime holds while the op
     runs beside residuals and cotangents. Between actions ``boundary_buffers`` count what was sent and not read.
-    ``optimizer_bytes``: gradient accumulators and ``state_bytes`` (by stage: masters, optimizer state, compiled code).
-    Left to the caller, as it depends on the number of microbatches: batch arrays, keys and losses. ``extra``: more of the
-    profile's, beside those of ops that ``seconds`` tell. ``others``: more fields of the profile (links, ``tp_comm_s``: of the
+    ``optimizer_bytes``: gradient accumulators and ``state_bytes`` (by stage: masters, optimizer state, compiled code). Left to
+    the caller, as it depends on the number of microbatches: batch arrays, keys and losses. ``extra``: entries of the profile's
+    field beside those of ops in ``seconds``. ``profile_fields``: further fields of the profile (links, ``tp_comm_s``: of the
     tensor-parallel collectives of F, which ``seconds`` leave out).
     """
     fields: dict[str, Any] = {name: tuple(getattr(s, name) for s in stages) for name in _BYTES}
@@ -137,9 +138,10 @@ def cost_profile(
 
 
 def analytic_profile(stages: Sequence[StageFunctions]) -> CostProfile:
-    """Costs from shapes alone: seconds = FLOPs / :data:`DEFAULT_FLOPS_PER_S`, no workspace. Needs no device, and tells enough
-    to choose an order. Tensor-parallel collectives take what they would beside an H100 slowed down to that rate, latencies left
-    out."""
+    """Make costs from shapes alone: seconds = FLOPs / :data:`DEFAULT_FLOPS_PER_S`, no workspace. Needs no device, and tells
+    enough to choose an order. Tensor-parallel collectives take what they would beside an H100 slowed down to that rate,
+    latencies left out."""
+    # Orders depend on ratios, so collectives must be slowed down as computation is.
     rates = replace(UnitCosts(), link_latency_s=0.0)
     slowed, sizes = rates.flops_per_s / DEFAULT_FLOPS_PER_S, sizes_of(stages)
     return cost_profile(
@@ -185,7 +187,7 @@ class StageMeasurements:
         )
         return replace(costs, crowding=self.crowding)
 
-    def told(self) -> dict[int, Any]:
+    def as_json(self) -> dict[int, Any]:
         """Return everything but the host link as JSON values, by stage."""
         values_of: dict[int, Any] = {}
         for stage in self.stages:
@@ -198,8 +200,8 @@ class StageMeasurements:
         return values_of
 
     @classmethod
-    def of_all(cls, stages: Sequence[StageFunctions], json_values: Mapping[int, Any]) -> StageMeasurements:
-        """Join measurements of ``stages``, each made in its own process; ``json_values``: what :meth:`told` returned, by
+    def from_json(cls, stages: Sequence[StageFunctions], json_values: Mapping[int, Any]) -> StageMeasurements:
+        """Join measurements of ``stages``, each made in its own process; ``json_values``: what :meth:`as_json` returned, by
         stage."""
         return cls(
             tuple(stages),
@@ -236,6 +238,7 @@ def measure_stages(
     """
     timings, footprints, exchanged = {}, {}, {}
     functions = {(op, x.stage): f for x in stages for op, f in x.functions.items() if fused or not op_spec(op).parts}
+    # Devices emulated on one machine share its cores: timed alone, each rank would have the cores of all.
     shared, crowding = _times_at_once(functions, repeats, warm_up)
     for stage in stages:
         s = stage.stage
@@ -260,8 +263,8 @@ def measure_stages(
 def _times_at_once(
     functions: Mapping[tuple[str, int], StageFunction], repeats: int, warm_up: int
 ) -> tuple[dict[tuple[str, int], Timing], float]:
-    """Of functions on emulated devices of several ranks, with how much longer they take than those of one rank alone; of
-    others nothing."""
+    """Time functions on emulated devices of several ranks all at once, and return with it how much longer they take than those
+    of one rank alone; nothing for other devices."""
     ranks: dict[frozenset[Any], list[tuple[str, int]]] = {}
     for at, function in functions.items():
         ranks.setdefault(devices_of(function), []).append(at)
@@ -275,7 +278,7 @@ def _times_at_once(
 
 
 def at_ranks_share(costs: CostProfile, schedule: Schedule) -> CostProfile:
-    """``costs`` without ``crowding``: while some ranks of ``schedule`` wait, the others have their cores. Seconds of
+    """Return ``costs`` without ``crowding``: while some ranks of ``schedule`` wait, the others have their cores. Seconds of
     computation are scaled alike, so that all of them together take what they do on cores that are never idle, and a function
     no less than alone."""
     if costs.crowding == 1:
@@ -290,8 +293,8 @@ def at_ranks_share(costs: CostProfile, schedule: Schedule) -> CostProfile:
 
 
 def with_measured_times(costs: CostProfile, seconds: Mapping[tuple[str, int], float]) -> CostProfile:
-    """``costs`` with the seconds of some (op, stage) replaced, as averaged from a recorded run of these actions alone: what
-    ``costs`` say that one waits for tensor-parallel collectives is taken off."""
+    """Replace the seconds of some (op, stage) in ``costs`` by averages of a recorded run, in which these actions ran alone: the
+    seconds that ``costs`` have for waiting on tensor-parallel collectives are taken off."""
 
     def compute_s(op: str, stage: int, now_s: float) -> float:
         measured = seconds.get((op, stage))
@@ -307,7 +310,7 @@ def with_measured_times(costs: CostProfile, seconds: Mapping[tuple[str, int], fl
 
 
 def with_missing_ops(costs: CostProfile, stages: Sequence[StageFunctions]) -> CostProfile:
-    """``costs`` with those of ops that ``stages`` have functions for and ``costs`` do not know: by FLOPs, as
+    """Add to ``costs`` the ops that ``stages`` have functions for and ``costs`` do not know: by FLOPs, as
     :func:`analytic_profile` has them."""
     names = {*PER_STAGE_FIELDS, *(name for name, _ in costs.extra)}
     missing = {name: op for op in ops_of(stages) if (name := op_spec(op).cost) and name not in names}
@@ -318,8 +321,9 @@ def with_missing_ops(costs: CostProfile, stages: Sequence[StageFunctions]) -> Co
 
 
 def with_offloadable_bytes(costs: CostProfile, offloadable_bytes: tuple[float, ...]) -> CostProfile:
-    """``costs`` of stages that offload other bytes: seconds of O and L in proportion, or as the host link says where nothing
+    """Return ``costs`` for stages that offload other bytes: seconds of O and L in proportion, or by the host link where nothing
     was offloaded before."""
+    # In proportion, as measured seconds hold what the link's rate does not (many small leaves).
     linked = replace(costs, offloadable_bytes=offloadable_bytes, offload_s=(), load_s=())
 
     def scaled(name: str) -> tuple[float, ...]:

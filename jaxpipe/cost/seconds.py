@@ -41,13 +41,13 @@ from jaxpipe.stage.model.layer import Model
 from jaxpipe.stage.model.params import compute_avals
 
 Seconds = Mapping[str, Sequence[float]]
-"""By op, an entry a stage."""
+"""Seconds by op, an entry a stage."""
 LEAST_S = 1e-6
-"""Of any function: one without matmuls takes time, too."""
+"""The least seconds of any function: one without matmuls takes time, too."""
+# Samples on an accelerator. Long against the microseconds that their ends are uncertain by; with fewer calls than the 32
+# computations that a device lets be in flight before dispatch blocks; and with few bytes of results, which are all there at
+# once (on an H200 a device was fuller before the first step of a training, when stages were timed, than in it).
 _SAMPLE_S, _MOST_CALLS, _MOST_BYTES = 0.05, 30, 1 << 30
-"""Of a sample on an accelerator: what it should take, long against the microseconds that its ends are uncertain by; calls, at
-most, fewer than the 32 computations that a device lets be in flight before dispatch blocks; bytes of their results, which are
-all there at once (on an H200 a device was fuller before the first step of a training, when stages were timed, than in it)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class Timing:
         return (self.high_s - self.low_s) / self.median_s if self.median_s > 0 else 0.0
 
     def __str__(self) -> str:
-        """``12.34 ms ±3%`` (half the distance of the quartiles)."""
+        """Format as ``12.34 ms ±3%`` (half the distance of the quartiles)."""
         half = f"{50 * self.spread:.0f}%" if math.isfinite(self.spread) else "?"
         return f"{self.median_s * 1e3:.3f} ms ±{half}"
 
@@ -83,23 +83,27 @@ def medians(timings: Mapping[Any, Timing]) -> dict[Any, float]:
 
 
 def flop_seconds(stages: Sequence[StageFunctions], flops_per_s: float) -> Seconds:
-    """FLOPs ÷ ``flops_per_s``."""
+    """Estimate seconds as FLOPs ÷ ``flops_per_s``."""
     return {op: tuple(max(LEAST_S, s.flops.get(op, 0) / flops_per_s) for s in stages) for op in ops_of(stages)}
 
 
 def ops_of(stages: Sequence[StageFunctions]) -> tuple[str, ...]:
-    """The ops that any of ``stages`` has a function for."""
+    """Return the ops that any of ``stages`` has a function for."""
     return tuple(dict.fromkeys(op for s in stages for op in s.functions))
 
 
 def measured_seconds(
     stages: Sequence[StageFunctions], measured: Mapping[tuple[str, int], float], comm_s: Sequence[float] = ()
 ) -> Seconds:
-    """What is ``known`` by (op, stage), of functions or copies that ran alone. The rest: of an op that does the work of several
-    (BW) what these take, of others FLOPs at the rate of the same op where it is known (of all ops, if it is known nowhere).
+    """Complete measured seconds to all ops and stages.
 
-    ``comm_s``: by stage, the tensor-parallel collectives of F, and as much of B, which are taken off these; where there are
-    any, BW takes no longer than B and W.
+    An op that does the work of several (BW) and was not measured takes what these take; any other takes its FLOPs at the rate
+    of the same op where that was measured (of all ops, if it was nowhere).
+
+    Args:
+        measured: by (op, stage), of functions or copies that ran alone.
+        comm_s: by stage, the tensor-parallel collectives of F, and as much of B, which are taken off these; where there are
+            any, BW takes no longer than B and W.
     """
     all_ops = ops_of(stages)
 
@@ -132,13 +136,14 @@ def timed(run: Callable[[], Any], repeats: int, warm_up: int = 1) -> Timing:
 
 
 def time_function(function: StageFunction, repeats: int, warm_up: int = 1, *, calls: int | None = None) -> Timing:
-    """Seconds of one call on arrays of ones.
+    """Time one call on arrays of ones.
 
     ``calls`` back to back between two waits: on an accelerator as many as make a sample of 50 ms (30 at most, and two where
     the results are large), one on a CPU.
     """
     sample = _sampler(function)
-    sample(1)  # compiles
+    # The first call compiles; it is neither a sample nor a warm-up.
+    sample(1)
     warm = [sample(1) for _ in range(warm_up)]
     if calls is None:
         on_cpu = all(device.platform == "cpu" for device in devices_of(function))
@@ -148,13 +153,14 @@ def time_function(function: StageFunction, repeats: int, warm_up: int = 1, *, ca
 
 
 def time_at_once(ranks: Sequence[Sequence[StageFunction]], repeats: int, warm_up: int = 1) -> list[list[Timing]]:
-    """Seconds of one call of each function, those of a rank one after another, while all other ranks run theirs: a thread a
-    rank, which goes on until the last one has ``repeats`` samples of everything. For devices that share a machine."""
+    """Time one call of each function, those of a rank one after another, while all other ranks run theirs: a thread a rank,
+    which goes on until the last one has ``repeats`` samples of everything. For devices that share a machine."""
     samplers = [[_sampler(function) for function in functions] for functions in ranks]
     for sample in chain.from_iterable(samplers):
         sample(1)  # compiles
     behind = set(range(len(ranks)))
-    wide = bool(jax.config.jax_enable_x64)  # type: ignore[attr-defined,unused-ignore]  # of this thread
+    # Tests set x64 for this thread alone; functions that run in others must see the same.
+    wide = bool(jax.config.jax_enable_x64)  # type: ignore[attr-defined,unused-ignore]
 
     def run(rank: int) -> list[list[float]]:
         seconds: list[list[float]] = [[] for _ in samplers[rank]]
@@ -165,8 +171,9 @@ def time_at_once(ranks: Sequence[Sequence[StageFunction]], repeats: int, warm_up
                         samples.append(sample(1))
                     if len(seconds[0]) == warm_up + repeats:
                         behind.discard(rank)
+        # Else the threads of other ranks would run for ever, waiting for this one's samples.
         except BaseException:
-            behind.clear()  # nobody waits for this rank
+            behind.clear()
             raise
         return seconds
 
@@ -179,7 +186,8 @@ def time_at_once(ranks: Sequence[Sequence[StageFunction]], repeats: int, warm_up
 
 
 def _sampler(function: StageFunction) -> Callable[[int], float]:
-    """Seconds of a call, the mean of so many back to back, on arrays of ones. Accumulators go round and round."""
+    """Return a function that times a number of calls back to back, on arrays of ones: seconds of one. Accumulators, which a
+    call donates, go round and round."""
     inputs = [_ones(aval) for aval in function.avals_in]
     updated = [(k, function.outputs.index(function.inputs[k])) for k in function.donated]
 
@@ -196,13 +204,13 @@ def _sampler(function: StageFunction) -> Callable[[int], float]:
 
 
 def time_collectives(function: StageFunction, repeats: int, warm_up: int = 1) -> Timing | None:
-    """Seconds of all collectives over ``tp`` of one call of ``function``; None if it has none."""
+    """Time all collectives over ``tp`` of one call of ``function``; None if it has none."""
     exchange = collectives_alone(function)
     return None if exchange is None else timed(lambda: exchange[0](*exchange[1]), repeats, 1 + warm_up)
 
 
 def devices_of(function: StageFunction) -> frozenset[jax.Device]:
-    """The devices of a function's rank."""
+    """Return the devices of a function's rank."""
     sharding = (*function.avals_in, *function.avals_out)[0].sharding
     assert sharding is not None, "stage functions know their devices"
     return frozenset(sharding.device_set)
@@ -215,8 +223,8 @@ def _ones(aval: jax.ShapeDtypeStruct) -> jax.Array:
 
 
 def measured_layer_costs(model: Model, microbatch_size: int, *, repeats: int = 3) -> tuple[float, ...]:
-    """Seconds of forward and backward of each layer alone on the first device (F and BW of a stage of its own, in float32),
-    median of ``repeats``. Layers of the same functions and shapes are timed once."""
+    """Measure the seconds of forward and backward of each layer alone on the first device (F and BW of a stage of its own, in
+    float32), median of ``repeats``. Layers of the same functions and shapes are timed once."""
     mesh, layers = pipeline_submeshes(1, devices=jax.devices()[:1])[0], [[layer] for layer in model.layers]
     avals, batch = compute_avals(model.layers, jnp.dtype(jnp.float32)), model.batch_spec(microbatch_size)
     seconds_of: dict[Hashable, float] = {}

@@ -22,7 +22,7 @@ from types import FrameType
 from typing import Any, BinaryIO
 
 from jaxpipe.errors import ConfigError, RunError
-from jaxpipe.runtime.lines import LOST
+from jaxpipe.runtime.connections import LOST
 from jaxpipe.train.run.stop import INTERRUPTED, STOPPED, Stop
 
 _LAUNCHER = "JAXPIPE_LAUNCHER"

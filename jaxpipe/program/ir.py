@@ -1,14 +1,24 @@
-"""One instruction list per rank over integer slots: what the executor runs, with nothing left to infer.
+"""A program: one rank's list of instructions over integer slots, which the executor runs with nothing left to infer.
 
-A slot holds one array. Lowering decides which value sits in which slot and when it is dropped; the executor moves arrays
-between slots. Arrays that travel between ranks are tagged with the action that produced them.
+A slot holds one array. Lowering decides which value sits in which slot and when it is dropped (:func:`assign_slots`); the
+executor moves arrays between slots. Arrays that travel between ranks are tagged with the action that produced them. Slots are
+reused as soon as their value is dropped, so a program needs about as many slots as values are live at once. Device memory is
+predicted by :mod:`~jaxpipe.cost.memory`, from what a program writes and drops.
+
+:func:`check_programs` is the one checker of programs: slots hold what is read, messages pair up, nothing leaks. Lowering runs
+it on everything it makes.
 """
 
 from __future__ import annotations
 
+import heapq
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Literal
 
+from jaxpipe.errors import ProgramError
 from jaxpipe.schedule.ir import Action, Slot
 
 ValueKind = Literal["param", "acc", "data", "key", "y", "dx", "res", "wres", "loss", "user", "state"]
@@ -18,7 +28,7 @@ ValueKind = Literal["param", "acc", "data", "key", "y", "dx", "res", "wres", "lo
 class Value:
     """An array of one stage: the ``index``-th of its kind. ``microbatch`` is −1 for parameters and accumulators. What crosses
     from stage to stage is named by who makes it: ``y`` by the leaf of what leaves, ``dx`` by that of what enters. ``name``: of
-    what instructions of one's own write."""
+    the arrays that custom instructions write."""
 
     kind: ValueKind
     stage: int
@@ -59,7 +69,7 @@ class Run(_OfAction):
 
 @dataclass(frozen=True, slots=True)
 class _Move(_OfAction):
-    """Arrays in ``inputs`` go elsewhere, arrays from elsewhere into ``outputs``."""
+    """A transfer: arrays in ``inputs`` go to another rank or memory, arrays from there into ``outputs``."""
 
     action: Action
 
@@ -69,7 +79,7 @@ class Send(_Move):
     """Copy ``inputs``, which hold arrays of ``avals``, to rank ``dst``; the message is named by the action that produced it.
 
     ``place``: of a message to another process, where it is started in the one order of all that all processes do
-    (:mod:`jaxpipe.program.messages`); −1 where both ranks are in one process.
+    (:mod:`jaxpipe.program.order`); −1 where both ranks are in one process.
     """
 
     dst: int = -1
@@ -113,7 +123,7 @@ class Free:
 
 Instruction = Run | Send | Recv | Offload | Reload | Sync | Free
 Message = tuple[int, int, Action]
-"""Sender, receiver, and the action that makes it."""
+"""Sender, receiver, and the action that makes the arrays."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,23 +153,23 @@ class Program:
 
 
 def message_of(rank: int, transfer: Send | Recv) -> Message:
-    """The message that ``rank`` sends or receives."""
+    """Return the message that ``rank`` sends or receives."""
     ends = (rank, transfer.dst) if isinstance(transfer, Send) else (transfer.src, rank)
     return *ends, transfer.action
 
 
 def reads(instruction: Instruction) -> tuple[int, ...]:
-    """Slots whose arrays the instruction uses."""
+    """Return the slots whose arrays the instruction uses."""
     return () if isinstance(instruction, Free) else instruction.inputs
 
 
 def writes(instruction: Instruction) -> tuple[int, ...]:
-    """Slots that the instruction fills."""
+    """Return the slots that the instruction fills."""
     return () if isinstance(instruction, Free) else tuple(s for s in instruction.outputs if s >= 0)
 
 
 def drops(instruction: Instruction) -> tuple[int, ...]:
-    """Slots that are empty after the instruction."""
+    """Return the slots that are empty after the instruction."""
     if isinstance(instruction, Free):
         return instruction.slots
     return instruction.inputs if isinstance(instruction, Offload | Reload) else ()
@@ -167,3 +177,166 @@ def drops(instruction: Instruction) -> tuple[int, ...]:
 
 def _slots(slots: tuple[int, ...]) -> str:
     return " ".join("_" if s < 0 else str(s) for s in slots)
+
+
+def check_programs(programs: Sequence[Program]) -> None:
+    """Check the programs of all ranks together.
+
+    Raises:
+        ProgramError: a slot is read or dropped while empty, filled while full, out of range, or still full at the end without
+            being a result; an array on the host is computed on, sent or offloaded, or one on the device is loaded or awaited
+            as a copy; or a message is sent and not received, received and not sent, of other shapes, or sent twice.
+    """
+    # All problems, not the first: a lowering that goes wrong breaks several rules at once, and one of them shows the cause.
+    problems = [p for program in programs for p in _slot_problems(program)]
+    problems += _message_problems(programs)
+    if problems:
+        raise ProgramError("; ".join(problems))
+
+
+def _slot_problems(program: Program) -> Iterator[str]:
+    full = {slot for _, slot in program.bound}
+    on_host: set[int] = set()
+    for k, instruction in enumerate(program.instructions):
+        where = f"rank {program.rank}, instruction {k} ({instruction})"
+        read, written, dropped = reads(instruction), writes(instruction), drops(instruction)
+        for slot in (*read, *written, *dropped):
+            if not 0 <= slot < program.num_slots:
+                yield f"{where}: slot {slot} is outside 0..{program.num_slots - 1}"
+        yield from (f"{where}: reads slot {s}, which is empty" for s in read if s not in full)
+        wants_host = isinstance(instruction, Reload | Sync)
+        for slot in full.intersection(read):
+            if (slot in on_host) is not wants_host:
+                yield f"{where}: reads slot {slot}, which is on the {'device' if wants_host else 'host'}"
+        # A donated accumulator is written in place: the only slot that may be full when it is filled.
+        replaced = set(read) if isinstance(instruction, Run) else set()
+        yield from (f"{where}: fills slot {s}, which is full" for s in written if s in full and s not in replaced)
+        full.update(written)
+        (on_host.update if isinstance(instruction, Offload) else on_host.difference_update)(written)
+        yield from (f"{where}: drops slot {s}, which is empty" for s in dropped if s not in full)
+        full.difference_update(dropped)
+    result_slots = {slot for _, slot in program.results} | {slot for v, slot in program.bound if v.kind == "param"}
+    if full - result_slots:
+        yield f"rank {program.rank}: slots {sorted(full - result_slots)} are still full at the end"
+    if result_slots - full:
+        yield f"rank {program.rank}: result slots {sorted(result_slots - full)} are empty at the end"
+
+
+def _message_problems(programs: Sequence[Program]) -> Iterator[str]:
+    ends = [(p.rank, i) for p in programs for i in p.instructions if isinstance(i, Send | Recv)]
+    sent = Counter((message_of(r, i), len(i.inputs), _shapes(i)) for r, i in ends if isinstance(i, Send))
+    received = Counter((message_of(r, i), len(i.outputs), _shapes(i)) for r, i in ends if isinstance(i, Recv))
+    for (src, dst, action), n, shapes in sorted((sent - received).keys(), key=str):
+        yield f"rank {src} sends {n} arrays of {action}{_text(shapes)} to rank {dst}, which does not receive them"
+    for (src, dst, action), n, shapes in sorted((received - sent).keys(), key=str):
+        yield f"rank {dst} receives {n} arrays of {action}{_text(shapes)} from rank {src}, which does not send them"
+    yield from (
+        f"rank {src} sends {action} to rank {dst} {n} times" for ((src, dst, action), *_), n in sent.items() if n > 1
+    )
+
+
+def _shapes(transfer: Send | Recv) -> tuple[Any, ...]:
+    return tuple((a.shape, a.dtype) for a in transfer.avals)
+
+
+def _text(shapes: tuple[Any, ...]) -> str:
+    return "".join(f" {dtype}{list(shape)}" for shape, dtype in shapes)
+
+
+BOUND_KINDS = ("param", "acc", "data", "key", "state")
+RESULT_KINDS = ("acc", "loss")
+UNREAD_KINDS = (*RESULT_KINDS, "user")
+"""Kinds of values that stay in their slots if nothing reads them."""
+
+
+@dataclass(frozen=True, slots=True)
+class ValueInstruction:
+    """An instruction over values, before slots exist. ``message``: the other rank of a send or receive, and the shapes of what
+    it carries."""
+
+    kind: Callable[..., Instruction]
+    action: Slot
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value | None, ...]
+    message: tuple[Any, ...] = ()
+
+
+class _Slots:
+    """Gives out integer slots, lowest free one first, which keeps them few. ``slot_of``: by memory and value; a value that is
+    being copied has a slot in both memories."""
+
+    def __init__(self) -> None:
+        self.free: list[int] = []
+        self.count = 0
+        self.slot_of: dict[tuple[str, Value], int] = {}
+
+    def take(self, value: Value, memory: str = "device") -> int:
+        key = (memory, value)
+        if key not in self.slot_of:
+            if self.free:
+                self.slot_of[key] = heapq.heappop(self.free)
+            else:
+                self.slot_of[key] = self.count
+                self.count += 1
+        return self.slot_of[key]
+
+    def drop(self, value: Value, memory: str = "device") -> int:
+        slot = self.slot_of.pop((memory, value))
+        heapq.heappush(self.free, slot)
+        return slot
+
+
+def assign_slots(rank: int, steps: Sequence[ValueInstruction], value_bytes: Mapping[Value, int]) -> Program:
+    """Give every value a slot, drop it after its last reader, and return the program."""
+    last_read = {v: k for k, step in enumerate(steps) for v in step.inputs}
+    slots = _Slots()
+    bound_values = sorted(
+        {v for step in steps for v in step.inputs if v.kind in BOUND_KINDS},
+        key=lambda v: (v.kind, v.stage, v.microbatch, v.index, v.name),
+    )
+    bound = tuple((v, slots.take(v)) for v in bound_values)
+    instructions: list[Instruction] = []
+    written: list[tuple[int, ...]] = []
+    for k, step in enumerate(steps):
+        instructions.append(_instruction(slots, step))
+        written.append(tuple(value_bytes[v] for v in step.outputs if v is not None))
+        # Right behind the last reader, as its own instruction: the accounting of memory sees when bytes go, and the executor
+        # folds it into the instruction before.
+        dead = [v for v in dict.fromkeys(step.inputs) if _is_dead(v, k, last_read, slots)]
+        dead += [v for v in step.outputs if v is not None and v not in last_read and v.kind not in UNREAD_KINDS]
+        if dead:
+            instructions.append(Free(tuple(slots.drop(v) for v in dead)))
+            written.append(())
+    results = tuple(
+        (v, slot) for (_, v), slot in sorted(slots.slot_of.items(), key=lambda item: item[1]) if v.kind in UNREAD_KINDS
+    )
+    bound_bytes = tuple(value_bytes[v] for v in bound_values)
+    return Program(rank, tuple(instructions), slots.count, bound, results, bound_bytes, tuple(written))
+
+
+def _is_dead(value: Value, k: int, last_read: Mapping[Value, int], slots: _Slots) -> bool:
+    persistent = value.kind in RESULT_KINDS or value.kind == "param"
+    # An offload has dropped its inputs already, so they have no slot on the device any more.
+    return not persistent and last_read[value] == k and ("device", value) in slots.slot_of
+
+
+def _instruction(slots: _Slots, step: ValueInstruction) -> Instruction:
+    source = "host" if step.kind in (Reload, Sync) else "device"
+    target = "host" if step.kind is Offload else "device"
+    # Outputs first: were the inputs' slots free already, a copy could be given the slot that it reads from.
+    outputs = tuple(-1 if v is None else slots.take(v, target) for v in step.outputs)
+    moves = step.kind in (Offload, Reload)
+    inputs = tuple(slots.drop(v, source) if moves else slots.slot_of[(source, v)] for v in step.inputs)
+    return step.kind(step.action, inputs, outputs, *step.message)
+
+
+def host_bytes(programs: Sequence[Program]) -> int:
+    """Return the host bytes that the process that runs ``programs`` needs for offloads: each rank at its peak, whenever that
+    is."""
+
+    def changes(program: Program) -> Iterator[int]:
+        for instruction, moved in zip(program.instructions, program.written_bytes, strict=True):
+            if isinstance(instruction, Offload | Reload):
+                yield sum(moved) if isinstance(instruction, Offload) else -sum(moved)
+
+    return sum(max(accumulate(changes(program)), default=0) for program in programs)

@@ -1,10 +1,10 @@
-"""Schedule + stage functions → one :class:`~jaxpipe.program.ir.Program` per rank.
+"""Lowers a schedule over stage functions to one :class:`~jaxpipe.program.ir.Program` per rank.
 
 Each action becomes a ``Run`` with its ports bound to values; a value that a neighbour stage needs stays where it is when that
 stage lives on the same rank, and is sent right after the ``Run`` otherwise; it is received right before its first reader.
 A braid becomes one ``Run`` where there is a function for it, else one a part; a braid with a sync in it always does.
 Offload and load actions move the residuals that the stage has chosen (``StageFunctions.offloaded``); S waits for the copy.
-Slots are assigned, and dropped after the last reader, by :mod:`jaxpipe.program.liveness`. Not lowered here: stages spread over
+Slots are assigned, and dropped after the last reader, by :mod:`jaxpipe.program.ir`. Not lowered here: stages spread over
 several ranks.
 """
 
@@ -18,19 +18,29 @@ import jax
 
 from jaxpipe import dump
 from jaxpipe.errors import ProgramError
-from jaxpipe.program.check import check_programs
-from jaxpipe.program.deadlock import Crossing
-from jaxpipe.program.ir import Offload, Program, Recv, Reload, Run, Send, Sync, Value
-from jaxpipe.program.liveness import BOUND_KINDS, Step, assign_slots
-from jaxpipe.program.messages import RankSteps, lower_apart
+from jaxpipe.program.ir import (
+    BOUND_KINDS,
+    Offload,
+    Program,
+    Recv,
+    Reload,
+    Run,
+    Send,
+    Sync,
+    Value,
+    ValueInstruction,
+    assign_slots,
+    check_programs,
+)
+from jaxpipe.program.order import Crossing, RankSteps, lower_apart
 from jaxpipe.schedule import Action, Braid, Schedule, Slot, check_schedule, op_spec
 from jaxpipe.stage.compiled.footprint import device_bytes
 from jaxpipe.stage.functions import SHARED, AnyFunction, Braids, Parts, Port, StageFunctions
 from jaxpipe.stage.model.links import stage_edges
 from jaxpipe.text import arrows
 
-_READ, _MADE = ("x", "dy", "user"), ("y", "dx", "user")
-"""Kinds of ports that read and write what may travel from rank to rank."""
+_READ_KINDS, _WRITTEN_KINDS = ("x", "dy", "user"), ("y", "dx", "user")
+"""Kinds of ports that read and write values which may travel from rank to rank."""
 
 
 def lower(
@@ -39,14 +49,14 @@ def lower(
     braids: Braids = MappingProxyType({}),
     crossing: Crossing | None = None,
 ) -> tuple[Program, ...]:
-    """The programs of all ranks, checked.
+    """Return the programs of all ranks, checked.
 
     Args:
         schedule: any valid schedule whose stages follow each other as the model's do, one rank a stage (of a chain several
             flows too).
         stages: the functions of each stage, in order.
         braids: by rank and parts; a braid that is not among them runs as separate calls, one after another.
-        crossing: where the ranks are in several processes, which and how (:mod:`jaxpipe.program.messages`).
+        crossing: where the ranks are in several processes, which and how (:mod:`jaxpipe.program.order`).
 
     Raises:
         ScheduleError: the schedule is invalid.
@@ -54,8 +64,8 @@ def lower(
     """
     check_schedule(schedule)
     _check_fit(schedule, stages)
-    traffic = _Traffic(schedule, stages)
-    ranks = [_RankLowering(schedule, stages, braids, traffic, rank).walk() for rank in range(schedule.num_ranks)]
+    data_flow = _DataFlow(schedule, stages)
+    ranks = [_RankLowering(schedule, stages, braids, data_flow, rank).walk() for rank in range(schedule.num_ranks)]
     if crossing is None:
         programs = tuple(assign_slots(rank, *steps) for rank, steps in enumerate(ranks))
         check_programs(programs)
@@ -68,7 +78,7 @@ def lower(
 
 
 def braided_slots(schedule: Schedule, stages: Sequence[StageFunctions]) -> tuple[tuple[int, Parts], ...]:
-    """(rank, parts) of the braids that can run as one function: all but those that hold a sync, or an instruction of one's own.
+    """Return (rank, parts) of the braids that can run as one function: all but those that hold a sync, or a custom instruction.
 
     Raises:
         ScheduleError, ProgramError: there are braids, and the schedule is one that :func:`lower` refuses.
@@ -143,14 +153,15 @@ def _check_sync(rank: int, action: Action) -> None:
 
 @dataclass
 class _RankLowering:
-    """Walks one row and writes steps over values."""
+    """Walks one row of the schedule and writes instructions over values. ``present``: the values that the rank holds by
+    then."""
 
     schedule: Schedule
     stages: Sequence[StageFunctions]
     braids: Braids
-    traffic: _Traffic
+    data_flow: _DataFlow
     rank: int
-    steps: list[Step] = field(default_factory=list)
+    steps: list[ValueInstruction] = field(default_factory=list)
     value_bytes: dict[Value, int] = field(default_factory=dict)
     present: set[Value] = field(default_factory=set)
 
@@ -170,18 +181,20 @@ class _RankLowering:
             function = self.stages[action.stage].functions[action.op]
             self._run(action, function, [0] * len(function.inputs), [0] * len(function.outputs))
             return
+        # What an offload takes is not present until its load: an action that reads it in between is refused when lowering.
         moved = tuple(Value("res", action.stage, action.microbatch, k) for k in self.stages[action.stage].offloaded)
         if spec.is_sync:
-            self.steps.append(Step(Sync, action, moved, ()))
+            self.steps.append(ValueInstruction(Sync, action, moved, ()))
         elif spec.lane == "d2h":
-            self.steps.append(Step(Offload, action, moved, moved))
+            self.steps.append(ValueInstruction(Offload, action, moved, moved))
             self.present.difference_update(moved)
         else:
-            self.steps.append(Step(Reload, action, moved, moved))
+            self.steps.append(ValueInstruction(Reload, action, moved, moved))
             self.present.update(moved)
 
     def _run(self, slot: Slot, function: AnyFunction, reads: Sequence[int], makes: Sequence[int]) -> None:
-        """One call. ``reads``, ``makes``: which of the slot's actions each input and output port belongs to."""
+        """Write one call with its messages. ``reads``, ``makes``: which of the slot's actions each input and output port
+        belongs to."""
         actions = slot.actions
         inputs = [
             _value(self.stages[actions[k].stage], port, actions[k].microbatch)
@@ -194,40 +207,47 @@ class _RankLowering:
             for port, k in zip(function.outputs, makes, strict=True)
         ]
         avals = (*function.avals_in, *function.avals_out)
-        self._add(Step(Run, slot, tuple(inputs), tuple(outputs)), zip((*inputs, *outputs), avals, strict=True))
+        self._add(
+            ValueInstruction(Run, slot, tuple(inputs), tuple(outputs)), zip((*inputs, *outputs), avals, strict=True)
+        )
         self.present.update(v for v in outputs if v is not None)
         for action in actions:
             self._send(action)
 
     def _receive(self, action: Action, inputs: Sequence[Value]) -> None:
-        """Take what other ranks made of ``inputs`` out of their messages; check that the rest is there."""
+        """Receive those of ``inputs`` that other ranks make; check that the rest is present."""
         for value in inputs:
             if value.kind in BOUND_KINDS or value in self.present:
                 continue
-            src, sender = self.traffic.makers.get(value, (self.rank, None))
+            # One message carries all that an action sends to a rank, so receiving it for one value brings the others, too.
+            src, sender = self.data_flow.makers.get(value, (self.rank, None))
             if sender is None or src == self.rank:
                 raise ProgramError(
                     f"rank {self.rank}, action {action}: reads {value}, which is not there: nothing has made it by then, or it "
                     "is offloaded"
                 )
-            carried = self.traffic.message(sender, self.rank)
-            self._add(Step(Recv, sender, (), tuple(carried), (src, tuple(carried.values()))), carried.items())
-            self.present.update(carried)
+            arrays = self.data_flow.message(sender, self.rank)
+            self._add(ValueInstruction(Recv, sender, (), tuple(arrays), (src, tuple(arrays.values()))), arrays.items())
+            self.present.update(arrays)
 
     def _send(self, action: Action) -> None:
-        """A message to each other rank that reads of what an action made."""
-        for dst in sorted(self.traffic.destinations(action) - {self.rank}):
-            carried = self.traffic.message(action, dst)
-            self._add(Step(Send, action, tuple(carried), (), (dst, tuple(carried.values()))), carried.items())
+        """Send a message to each other rank that reads what an action makes."""
+        # Sorted, so that all processes make the same programs.
+        for dst in sorted(self.data_flow.destinations(action) - {self.rank}):
+            arrays = self.data_flow.message(action, dst)
+            self._add(ValueInstruction(Send, action, tuple(arrays), (), (dst, tuple(arrays.values()))), arrays.items())
 
-    def _add(self, step: Step, shapes: Iterable[tuple[Value | None, jax.ShapeDtypeStruct]]) -> None:
+    def _add(self, step: ValueInstruction, shapes: Iterable[tuple[Value | None, jax.ShapeDtypeStruct]]) -> None:
         self.value_bytes.update({value: device_bytes(aval) for value, aval in shapes if value is not None})
         self.steps.append(step)
 
 
 def _value(stage: StageFunctions, port: Port, number: int) -> Value:
-    """The value that a port of a stage's action reads or writes. What crosses stages, batch arrays and keys (of a group: the
-    first one's) are of a microbatch, all else of the action's number."""
+    """Return the value that a port of a stage's action reads or writes.
+
+    A stage of span g runs once for g microbatches, as action ``number``. What crosses stages, batch arrays and keys (the first
+    one's of the g) are numbered by microbatch, all else by the action.
+    """
     s, kind, first = stage.stage, port.kind, number * stage.links.span
     if kind == "x":
         member, at = divmod(port.index, len(stage.x_from))
@@ -245,24 +265,24 @@ def _value(stage: StageFunctions, port: Port, number: int) -> Value:
     return Value(kind, s if port.stage < 0 else port.stage, -1 if kind in SHARED else number, port.index, port.name)
 
 
-class _Traffic:
-    """Who makes the values that may travel, and which ranks read them.
+class _DataFlow:
+    """Knows who makes the values that may travel, and which ranks read them.
 
-    ``makers``: by value, the rank and action. ``readers``: by value, the ranks.
+    ``makers``: rank and action by value. ``readers``: ranks by value.
     """
 
     def __init__(self, schedule: Schedule, stages: Sequence[StageFunctions]) -> None:
         self.makers: dict[Value, tuple[int, Action]] = {}
         self.readers: dict[Value, set[int]] = {}
         self._stages = stages
-        self._made: dict[tuple[str, int], list[tuple[Port, jax.ShapeDtypeStruct]]] = {}
+        self._written: dict[tuple[str, int], list[tuple[Port, jax.ShapeDtypeStruct]]] = {}
         reads: dict[tuple[str, int], list[tuple[Port, jax.ShapeDtypeStruct]]] = {}
         for stage in stages:
             for op, f in stage.functions.items():
-                self._made[(op, stage.stage)] = [
-                    x for x in zip(f.outputs, f.avals_out, strict=True) if x[0].kind in _MADE
-                ]
-                reads[(op, stage.stage)] = [x for x in zip(f.inputs, f.avals_in, strict=True) if x[0].kind in _READ]
+                outputs = zip(f.outputs, f.avals_out, strict=True)
+                inputs = zip(f.inputs, f.avals_in, strict=True)
+                self._written[(op, stage.stage)] = [x for x in outputs if x[0].kind in _WRITTEN_KINDS]
+                reads[(op, stage.stage)] = [x for x in inputs if x[0].kind in _READ_KINDS]
         expected: dict[Value, tuple[Action, jax.ShapeDtypeStruct]] = {}
         for rank in range(schedule.num_ranks):
             for action in schedule.actions(rank):
@@ -282,6 +302,8 @@ class _Traffic:
                             raise ProgramError(
                                 f"{action} reads {value}, of a stage that runs for another number of microbatches"
                             )
+        # Only custom values can differ in shape: those of stages come from one trace. A value without a maker is found later,
+        # by the rank that reads it.
         for value, (action, aval) in expected.items():
             if value in self.makers:
                 sent = self.message(self.makers[value][1], None)[value]
@@ -292,14 +314,14 @@ class _Traffic:
                     )
 
     def _values(self, action: Action) -> Iterator[Value]:
-        for port, _ in self._made.get((action.op, action.stage), ()):
+        for port, _ in self._written.get((action.op, action.stage), ()):
             yield _value(self._stages[action.stage], port, action.microbatch)
 
     def destinations(self, action: Action) -> set[int]:
-        """The ranks that read of what an action made."""
+        """Return the ranks that read what an action makes."""
         return {rank for value in self._values(action) for rank in self.readers.get(value, ())}
 
     def message(self, sender: Action, dst: int | None) -> dict[Value, jax.ShapeDtypeStruct]:
         """Return the values that an action makes and rank ``dst`` reads (None: all of them), in order, with shapes."""
-        outputs = zip(self._values(sender), self._made[(sender.op, sender.stage)], strict=True)
+        outputs = zip(self._values(sender), self._written[(sender.op, sender.stage)], strict=True)
         return {v: aval for v, (_, aval) in outputs if dst is None or dst in self.readers.get(v, ())}

@@ -1,27 +1,78 @@
-"""The order in which one host thread issues the programs of several ranks, and how far it may run ahead of offloads.
+"""The order in which processes issue instructions and messages, and the proof that it can't deadlock.
 
-XLA lets about 32 computations per device be in flight; the next dispatch blocks the thread. A thread that fills one rank's
-queue while others starve would idle them, so instructions are issued in the global order of their simulated start times.
+1. **Instructions of one process** (:func:`issue_order`). XLA lets about 32 computations per device be in flight; the next
+   dispatch blocks the thread. A thread that fills one rank's queue while others starve would idle them, so instructions are
+   issued in the global order of their simulated start times. :func:`holds` says how far the thread may run ahead of offloads.
+2. **Proof, before anything runs, that processes which exchange messages never wait for each other for ever**
+   (:func:`check_transfers`), by the rules of the transport in the table below.
+3. **Messages between processes** (:func:`message_order`, :func:`place_receives`) stand in one order in all processes.
+
+The proof. A schedule is free of deadlock if whoever receives has a place for what arrives. Between processes that may not be
+so: a message may be a rendezvous, which ends when both sides have started it, and what a side starts on one stream,
+communicator or thread runs in that order. So a graph is built of everything that waits: the thread of each process handing out
+one instruction after another, the instructions, and the messages, each of them one node for both of its ends. A circle in it is
+a deadlock.
+
+=============  ======================================================================================================
+always         an instruction waits for the thread to hand it out, and for those of its rank before it; a message for the run
+               that makes it; who reads it for the message; the thread, for copies to the host that it waits for, and where
+               ``IN_FLIGHT`` runs of a rank have not ended
+``directed``   messages from one process to another run one after another
+``pair``       messages between two processes, either way (one NCCL communicator a pair)
+``four``       those of a rank, on four streams in turn (XLA's device-to-device streams on GPUs); matched by order, not number
+``gate``       a receive waits for the runs of its rank that were handed out before it: it is given memory that they may still
+               use (XLA's allocator on GPUs)
+``fifo``       the thread waits for each instruction to end before it goes on: the strictest, which covers all others, and a
+               transport whose sends or receives block
+=============  ======================================================================================================
+
+Not modelled: collectives between processes within a step, transports that hold up one message for want of memory.
+
+The order of messages. Ranks of one process hand arrays over, and a receive stands right before its first reader. Between
+processes that would not do: two ranks that both send before they receive wait for each other, where a message ends only when
+both sides have started it. If all processes start all messages in one order in which each comes after those that it depends on,
+they never do: of the messages that have not ended, the first is the next one of both its processes. So receives move forward to
+the place that this order gives them. From there they may move further, to be posted early, where the transport allows it.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections import deque
-from collections.abc import Sequence
-from typing import Any
+from bisect import bisect_left
+from collections import defaultdict, deque
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any, Literal
 
 from jaxpipe.errors import ProgramError
-from jaxpipe.program.ir import Message, Offload, Program, Recv, Reload, Run, Send, Sync, message_of, reads, writes
+from jaxpipe.program.ir import (
+    Free,
+    Message,
+    Offload,
+    Program,
+    Recv,
+    Reload,
+    Run,
+    Send,
+    Sync,
+    Value,
+    ValueInstruction,
+    assign_slots,
+    check_programs,
+    message_of,
+    reads,
+    writes,
+)
 from jaxpipe.schedule import Action, Event, Slot, Timeline
 
 
 def issue_order(programs: Sequence[Program], timeline: Timeline) -> tuple[tuple[int, int], ...]:
-    """(position in ``programs``, instruction) pairs: each program in its own order, receives after their sends.
+    """Return (position in ``programs``, instruction) pairs: each program in its own order, receives after their sends.
 
     Among the ranks that can go on, the one whose next compute action starts first in ``timeline`` goes. Programs may be a
-    subset of the ranks, those of this process. What comes from elsewhere is not waited for; what goes there or comes from there
-    is started in the order of its places.
+    subset of the ranks, those of this process. Messages from other processes are not waited for; messages from and to them are
+    started in the order of their places.
 
     Raises:
         ProgramError: ranks wait for each other, for values that a checked schedule does not know of.
@@ -31,6 +82,8 @@ def issue_order(programs: Sequence[Program], timeline: Timeline) -> tuple[tuple[
     local = {p.rank for p in programs}
     sent: set[Message] = set()
     waiting: dict[Message, int] = {}
+    # Places of messages to and from other processes: all processes start theirs in this order, which is what keeps them from
+    # waiting for each other in a circle.
     turns = deque(
         sorted(i.place for p in programs for i in p.instructions if isinstance(i, Send | Recv) and i.place >= 0)
     )
@@ -48,6 +101,7 @@ def issue_order(programs: Sequence[Program], timeline: Timeline) -> tuple[tuple[
         _, k = heapq.heappop(ready)
         program = programs[k]
         instruction = program.instructions[at[k]]
+        # A rank that can't go on leaves the heap; what it waits for puts it back. So no rank is looked at in vain.
         if isinstance(instruction, Send | Recv):
             message, place = message_of(program.rank, instruction), instruction.place
             if isinstance(instruction, Recv) and instruction.src in local and message not in sent:
@@ -84,17 +138,16 @@ def issue_order(programs: Sequence[Program], timeline: Timeline) -> tuple[tuple[
 def messages_arrived(programs: Sequence[Program]) -> dict[tuple[int, int], list[Message]]:
     """Return, by (rank, instruction), the rank's messages to other processes that have certainly arrived when it can run.
 
-    The instruction is the first of which this is known: it reads what was made after they had been read there. ``programs``: of
-    all ranks.
+    The instruction is the first of which this is known: it reads what was made after they had been read there. A buffer that
+    was sent is held until then, so predicted memory counts it that long. ``programs``: of all ranks.
     """
     if not any(isinstance(i, Send) and i.place >= 0 for p in programs for i in p.instructions):
         return {}
     first = {p.rank: _first_reads(p) for p in programs}
     read_at = {m: (rank, k) for rank, reads in first.items() for k, messages in reads.items() for m in messages}
-    ran: dict[int, dict[int, int]] = {
-        p.rank: {} for p in programs
-    }  # how far others have come, for all that a rank knows
-    read_before: dict[Message, dict[int, int]] = {}  # the same, for who reads a message
+    # As vector clocks: how far each rank knows the others to have come, and the same for who reads a message.
+    ran: dict[int, dict[int, int]] = {p.rank: {} for p in programs}
+    read_before: dict[Message, dict[int, int]] = {}
     under_way: dict[int, list[Message]] = {p.rank: [] for p in programs}
     arrived: dict[tuple[int, int], list[Message]] = {}
     todo = {p.rank: deque(enumerate(p.instructions)) for p in programs}
@@ -136,8 +189,9 @@ def _first_reads(program: Program) -> dict[int, list[Message]]:
 def offloads_ended(program: Program, timeline: Timeline) -> dict[int, tuple[Offload, ...]]:
     """Return, by instruction, the offloads whose memory is free when it is issued, and was not before.
 
-    These are the offloads that end in ``timeline``
-    before it starts (a function or a reload), and the one whose copy it waits for or loads back."""
+    These are the offloads that end in ``timeline`` before it starts (a function or a reload), and the one whose copy it waits
+    for or loads back.
+    """
     times = _times(program, timeline)
     running: list[Offload] = []
     offloads: dict[int, tuple[Offload, ...]] = {}
@@ -154,7 +208,7 @@ def offloads_ended(program: Program, timeline: Timeline) -> dict[int, tuple[Offl
 
 
 def holds(program: Program, timeline: Timeline) -> dict[int, tuple[tuple[Action, tuple[int, ...]], ...]]:
-    """Which offloads must have ended before an instruction is issued: per instruction, O's and their host slots.
+    """Return, by instruction, the offloads that must have ended before it is issued, and their host slots.
 
     A device allocates when it is given work, and an offload gives its bytes back when it has ended. So that a host that runs
     ahead takes no more memory than ``timeline`` says, what starts there after an offload's end waits for that offload. Those
@@ -177,16 +231,18 @@ def _times(program: Program, timeline: Timeline) -> dict[Slot, Event]:
 
 
 def _instruction_times(program: Program, start: dict[tuple[int, Slot], float]) -> list[float]:
-    """Per instruction, when it should be issued: a send or free right behind its run, a receive right before its reader, or
+    """Return when each instruction should be issued: a send or free right behind its run, a receive right before its reader, or
     as soon as it may where its message comes from another process.
 
-    A sync blocks the thread, so it is issued when it is due."""
+    A sync blocks the thread, so it is issued when it is due.
+    """
     times: list[float] = []
     last = float("-inf")
     for instruction in program.instructions:
         if isinstance(instruction, Run | Sync):
             last = max(last, start[(program.rank, instruction.action)])
         times.append(last)
+    # Backwards, as a receive takes the time of the run that follows it.
     following = float("inf")
     for k in range(len(times) - 1, -1, -1):
         if isinstance(program.instructions[k], Run | Sync):
@@ -194,3 +250,330 @@ def _instruction_times(program: Program, start: dict[tuple[int, Slot], float]) -
         elif isinstance(i := program.instructions[k], Recv) and i.place < 0:
             times[k] = min(following, max(times[k], following))
     return times
+
+
+Rule = Literal["directed", "pair", "four", "gate", "fifo"]
+Lanes = tuple[Rule, ...]
+"""The rules by which a transport makes messages wait, all of them at once: see the table of the module."""
+
+TAGGED: Lanes = ()
+"""Messages are matched by number and wait for nothing but their makers (JAX's transfer server)."""
+NATIVE: Lanes = ("pair", "four", "gate")
+"""``jax.device_put`` to devices of another process, on GPUs."""
+STRICT: Lanes = ("fifo",)
+"""Whatever a transport may do."""
+
+IN_FLIGHT = 32
+"""Computations of a device that have not ended, at which JAX lets the thread that starts another one wait."""
+STREAMS = 4
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """Which messages cross from process to process, and how.
+
+    ``process_of``: by rank. ``timeline``: of the schedule, simulated; all processes must have the same. ``lanes``: of the
+    transport between processes. ``early``: how many runs before its turn a receive is posted, where ``lanes`` allow it.
+    """
+
+    process_of: tuple[int, ...]
+    timeline: Timeline
+    lanes: Lanes = STRICT
+    early: int = 0
+
+    def crosses(self, message: Message) -> bool:
+        return self.process_of[message[0]] != self.process_of[message[1]]
+
+
+Node = tuple[object, ...]
+"""``("hand out", process, n)``, ``("do", rank, instruction)``, or a message."""
+Graph = Mapping[Node, Mapping[Node, int]]
+"""The nodes that wait for each node, each with the process in which it does so."""
+
+
+def check_transfers(programs: Sequence[Program], crossing: Crossing) -> None:
+    """Check that the programs of all ranks, in the order in which each process issues its own, always come to an end.
+
+    Raises:
+        ProgramError: as :func:`~jaxpipe.program.ir.check_programs`; or messages can wait for each other for ever, with the
+            shortest circle.
+    """
+    check_programs(programs)
+    graph = waiting_graph(programs, crossing)
+    circles = sorted(find_circles(graph), key=len)
+    # A depth-first circle may wander through the whole step; the shortest through one of its nodes is what people can follow.
+    if circles:
+        circle = circles[0]
+        for node in dict.fromkeys(node for nodes in circles for node in nodes):
+            circle = _shorter(graph, node, circle)
+        rules = ", ".join(crossing.lanes) or "tagged"
+        raise ProgramError(
+            f"messages between processes can wait for each other for ever (lanes: {rules}): "
+            f"{_in_words(graph, circle, crossing)}; start them in one order in all processes (early=0)"
+        )
+
+
+def waiting_graph(programs: Sequence[Program], crossing: Crossing) -> Graph:
+    """Return the graph of what waits for what; the module's docstring lists its edges."""
+    graph: dict[Node, dict[Node, int]] = {}
+    process_of, lanes = crossing.process_of, crossing.lanes
+
+    def edge(before: Node | None, after: Node, process: int) -> None:
+        if before is not None:
+            graph.setdefault(before, {}).setdefault(after, process)
+
+    for process in dict.fromkeys(process_of):
+        local_programs = [p for p in programs if process_of[p.rank] == process]
+        thread: Node | None = None
+        # The last node of each lane, and of what each rank does: whatever comes next on it waits for that one.
+        last: dict[Node, Node] = {}
+        runs: dict[int, list[Node]] = defaultdict(list)
+        started: dict[int, int] = defaultdict(int)
+        held: dict[tuple[int, int], Node] = {}  # the message that a slot of a rank holds
+        ended = {(p.rank, k): waits for p in local_programs for k, waits in holds(p, crossing.timeline).items()}
+        copies: dict[tuple[int, Action], Node] = {}
+        for n, (k, at) in enumerate(issue_order(local_programs, crossing.timeline)):
+            rank, instruction = local_programs[k].rank, local_programs[k].instructions[at]
+            if isinstance(instruction, Free):
+                continue
+            # An instruction is two nodes: the thread hands it out, and it runs. The thread goes on to the next as soon as it
+            # has handed one out, unless the transport blocks it (``fifo``) or it is a sync.
+            turn: Node = ("hand out", process, n)
+            edge(thread, turn, process)
+            for action, _ in ended.get((rank, at), ()):
+                edge(copies[(rank, action)], turn, process)
+            thread = turn
+            node: Node = ("do", rank, at)
+            if isinstance(instruction, Send | Recv):
+                # One node for both ends: it runs when both have started it, the stricter assumption about any transport.
+                node = message = message_of(rank, instruction)
+                crosses, sends = crossing.crosses(message), isinstance(instruction, Send)
+                if sends or (crosses and "gate" in lanes):
+                    edge(last.get(("do", rank)), node, process)
+                # A copy within a process is the sender's alone: the receive only looks up what has been dispatched.
+                if sends or crosses:
+                    edge(turn, node, process)
+                    started[rank] += 1
+                    for lane in _lanes(message, rank, started[rank], crossing) if crosses or "four" in lanes else ():
+                        edge(last.get(lane), node, process)
+                        last[lane] = node
+                    if "fifo" in lanes:
+                        thread = node
+            else:
+                edge(turn, node, process)
+                edge(last.get(("do", rank)), node, process)
+                last[("do", rank)] = node
+                if isinstance(instruction, Offload):
+                    copies[(rank, instruction.action)] = node
+                if isinstance(instruction, Run):
+                    runs[rank].append(node)
+                    # JAX blocks the thread that dispatches one more than this to a device.
+                    if len(runs[rank]) > IN_FLIGHT:
+                        edge(runs[rank][-1 - IN_FLIGHT], turn, process)
+                if isinstance(instruction, Sync) or "fifo" in lanes:
+                    thread = node
+            for slot in reads(instruction):
+                edge(held.get((rank, slot)), node, process)
+            for slot in writes(instruction):
+                held.pop((rank, slot), None)
+                if isinstance(instruction, Recv):
+                    held[(rank, slot)] = node
+    return graph
+
+
+def _lanes(message: Message, rank: int, nth: int, crossing: Crossing) -> Iterator[Node]:
+    """Yield the lanes on which ``rank`` starts a message, its ``nth``."""
+    if "four" in crossing.lanes:
+        yield "four", rank, nth % STREAMS
+    if crossing.crosses(message):
+        src, dst = (crossing.process_of[r] for r in message[:2])
+        if "directed" in crossing.lanes or "four" in crossing.lanes:
+            yield "directed", src, dst
+        if "pair" in crossing.lanes:
+            yield "pair", min(src, dst), max(src, dst)
+
+
+def find_circles(graph: Graph) -> Iterator[list[Node]]:
+    """Yield circles, one for each edge by which a depth-first walk comes back to a node of its path; none if there is none."""
+    # Iterative, as paths are as long as a step has instructions, far beyond Python's limit of recursion.
+    done: set[Node] = set()
+    for root in graph:
+        path: list[Node] = []
+        place: dict[Node, int] = {}
+        following = [iter((root,))]
+        while following:
+            node = next(following[-1], None)
+            if node is None:
+                following.pop()
+                if path:
+                    done.add(path[-1])
+                    del place[path.pop()]
+            elif node in place:
+                yield path[place[node] :]
+            elif node not in done:
+                place[node] = len(path)
+                path.append(node)
+                following.append(iter(graph.get(node, ())))
+
+
+def _shorter(graph: Graph, start: Node, circle: list[Node]) -> list[Node]:
+    """Return the shortest circle through ``start``, if it is shorter than ``circle``; else that."""
+    came_from: dict[Node, Node] = {}
+    front = [start]
+    for _ in range(len(circle) - 1):
+        following = []
+        for node in front:
+            for after in graph.get(node, ()):
+                if after == start:
+                    path = [node]
+                    while path[-1] != start:
+                        path.append(came_from[path[-1]])
+                    return path[::-1]
+                if after not in came_from:
+                    came_from[after] = node
+                    following.append(after)
+        front = following
+    return circle
+
+
+def _in_words(graph: Graph, circle: list[Node], crossing: Crossing) -> str:
+    """Say who waits to send or receive what, once around the circle. Only messages that hold up one process on behalf of
+    another are named: where one is waited for and what it waits for are in two processes."""
+    edges = [graph[a][b] for a, b in pairwise([*circle, circle[0]])]
+    held: list[tuple[int, int, str]] = []
+    for node, behind, before in reversed(list(zip(circle, [edges[-1], *edges], edges, strict=False))):
+        if len(node) == 3 and isinstance(node[0], int) and behind != before:
+            src, dst, action = node
+            assert isinstance(src, int) and isinstance(dst, int)
+            sends = crossing.process_of[src] == before
+            held.append((src, dst, f"send {action} to") if sends else (dst, src, f"receive {action} from"))
+    first = held.index(min(held))
+    words, peer = "", -1
+    for rank, other, what in held[first:] + held[:first]:
+        who = f"rank {rank}" if not words else ", which" if rank == peer else f", in whose process rank {rank}"
+        words += f"{who} waits to {what} rank {other}"
+        peer = other
+    return words
+
+
+RankSteps = tuple[Sequence[ValueInstruction], Mapping[Value, int]]
+"""The instructions of a rank over values, in order, and the bytes of the values."""
+
+Started = Message | tuple[int, Slot]
+"""A message, or a rank and what it runs."""
+
+
+def message_order(programs: Sequence[Program], timeline: Timeline) -> tuple[Started, ...]:
+    """Return all runs and messages of all ranks in one order, each after what it depends on: a run stands where it starts, a
+    message where the run that makes it ends; ties stand as one thread would issue them.
+
+    Args:
+        programs: of all ranks, as in one process.
+        timeline: of their schedule, simulated.
+
+    Raises:
+        ProgramError: ranks wait for each other, for values that a checked schedule does not know of.
+    """
+    times = {(e.rank, a): e for e in timeline.events if e.lane == "compute" for a in (e.action, *e.action.actions)}
+    # A rank's time only goes forward: a braid that runs as separate calls sends between them what the timeline makes at its
+    # end, and a message must stand behind the run before it all the same.
+    now_s = [float("-inf")] * len(programs)
+    starts: list[tuple[float, int, Started]] = []
+    for n, (k, at) in enumerate(issue_order(programs, timeline)):
+        rank, instruction = programs[k].rank, programs[k].instructions[at]
+        if isinstance(instruction, Run):
+            now_s[k] = max(now_s[k], times[(rank, instruction.action)].start_s)
+            starts.append((now_s[k], n, (rank, instruction.action)))
+        elif isinstance(instruction, Send):
+            now_s[k] = max(now_s[k], times[(rank, instruction.action)].end_s)
+            starts.append((now_s[k], n, message_of(rank, instruction)))
+    return tuple(node for _, _, node in sorted(starts, key=lambda item: item[:2]))
+
+
+def place_receives(
+    rank: int,
+    steps: Sequence[ValueInstruction],
+    places: Mapping[Any, int],
+    early: int = 0,
+    in_turn: Collection[int] = (),
+) -> list[ValueInstruction]:
+    """Return the steps of ``rank`` with the receives from other processes where ``places`` say.
+
+    Args:
+        rank: whose ``steps`` they are, as in one process.
+        places: of all runs, and of the messages between processes.
+        early: how many runs each receive moves forward from there, past what the rank sends between them, but not past other
+            receives.
+        in_turn: places of messages that stay.
+    """
+    unmoved: list[tuple[int, ValueInstruction]] = []
+    received: list[tuple[int, ValueInstruction]] = []
+    for step in steps:
+        place = places.get((rank, step.action) if step.kind is Run else _message(rank, step), -1)
+        (received if step.kind is Recv and place >= 0 else unmoved).append((place, step))
+    ordered = [(place, at) for at, (place, _) in enumerate(unmoved) if place >= 0]
+    runs = [(at, place) for at, (place, step) in enumerate(unmoved) if step.kind is Run]
+    posted: dict[int, list[ValueInstruction]] = {}
+    last = (0, 0)
+    for place, step in sorted(received, key=lambda item: item[0]):
+        # The first run or send whose place is later; there is one, as the reader follows every message.
+        at = ordered[bisect_left(ordered, (place, 0))][1]
+        if early and place not in in_turn:
+            k = bisect_left(runs, (at, 0)) - early
+            at, place = runs[k] if k >= 0 else (0, 0)
+        # In front of receives from this process, too: the sender of such a one may itself wait for this message.
+        while at and unmoved[at - 1][1].kind is Recv:
+            at -= 1
+        # Never in front of a receive with an earlier place: messages keep their one order however early they are posted.
+        last = max(last, (at, place))
+        posted.setdefault(last[0], []).append(_placed(step, last[1]))
+    result: list[ValueInstruction] = []
+    for at, (place, step) in enumerate(unmoved):
+        result += posted.get(at, ())
+        result.append(_placed(step, place) if step.kind is Send and place >= 0 else step)
+    return result
+
+
+def _placed(step: ValueInstruction, place: int) -> ValueInstruction:
+    return replace(step, message=(*step.message, place))
+
+
+def _message(rank: int, step: ValueInstruction) -> Any:
+    if not step.message:
+        return None
+    peer = step.message[0]
+    return (rank, peer, step.action) if step.kind is Send else (peer, rank, step.action)
+
+
+def lower_apart(ranks: Sequence[RankSteps], crossing: Crossing) -> tuple[Program, ...]:
+    """Return the programs of all ranks, with messages from process to process in one order; no processes wait for each other in
+    a circle.
+
+    A receive that could not be posted early without a deadlock is posted in its turn.
+
+    Raises:
+        ProgramError: ranks wait for each other, for values that a checked schedule does not know of.
+    """
+    unordered = [assign_slots(rank, *steps) for rank, steps in enumerate(ranks)]
+    order = message_order(unordered, crossing.timeline)
+    places: dict[Any, int] = {node: n for n, node in enumerate(order) if len(node) == 2 or crossing.crosses(node)}
+    in_turn: set[int] = set()
+    # Each round puts the last early receive of every circle back in its turn; with all in turn there is no circle, so it ends.
+    while True:
+        placed = [place_receives(r, steps, places, crossing.early, in_turn) for r, (steps, _) in enumerate(ranks)]
+        programs = tuple(assign_slots(r, placed[r], sizes) for r, (_, sizes) in enumerate(ranks))
+        moved = {
+            message: places[message]
+            for p in programs
+            for i in p.instructions
+            if isinstance(i, Recv) and 0 <= i.place < places[message := message_of(p.rank, i)]
+        }
+        blamed = {
+            max(indices)
+            for circle in (find_circles(waiting_graph(programs, crossing)) if moved else ())
+            if (indices := [moved[node] for node in circle if node in moved])
+        }
+        if not blamed:
+            check_transfers(programs, crossing)
+            return programs
+        in_turn |= blamed

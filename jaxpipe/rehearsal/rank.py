@@ -39,9 +39,9 @@ from jaxpipe.rehearsal.report import MemoryCheck, RankReport, copy_reports, cost
 from jaxpipe.rehearsal.stand_ins import PARAMETER, StandIns, batches, maker
 from jaxpipe.runtime.batches import THREEFRY, microbatch_keys
 from jaxpipe.runtime.executor import StepInputs, StepOutputs
-from jaxpipe.runtime.measured import lengths_by_op
 from jaxpipe.runtime.memory_probe import RankMeasured, probe_step
 from jaxpipe.runtime.pipeline import ALLOCATOR_BYTES, Pipeline
+from jaxpipe.runtime.recorder import lengths_by_op
 from jaxpipe.schedule import Event, HostLink, Timeline
 from jaxpipe.stage.compiled.footprint import device_bytes, footprint
 from jaxpipe.stage.functions import function_of

@@ -16,7 +16,7 @@ import jax
 from jaxpipe.cost import Timing
 from jaxpipe.rehearsal.rank import Rehearsal
 from jaxpipe.rehearsal.report import RankReport, rehearsed_costs
-from jaxpipe.runtime.host_memory import check_host_memory
+from jaxpipe.runtime.offload import check_host_memory
 from jaxpipe.schedule import CostProfile, HostLink, Link, Timeline, simulate
 from jaxpipe.schedule.json_form import to_costs
 from jaxpipe.text import format_bytes

@@ -13,5 +13,5 @@ __all__, __getattr__ = exported(
     offload="OffloadOptions",
     peers="Peers find_peers",
     pipeline="Pipeline",
-    processes="Joined Processes",
+    processes="Joined ProcessGroup Processes",
 )

@@ -31,8 +31,8 @@ from jaxpipe.runtime.batches import (
     place_data,
 )
 from jaxpipe.runtime.offload import OFFLOAD_ALL, OffloadOptions
-from jaxpipe.runtime.ownership import Ownership
 from jaxpipe.runtime.processes import Processes
+from jaxpipe.runtime.transfer import Ownership
 from jaxpipe.schedule import CostProfile, Placement, Schedule
 from jaxpipe.stage.compiled.compile import BuildCache, build_all, build_output
 from jaxpipe.stage.compiled.offloadable import with_offload
@@ -64,14 +64,18 @@ class Tie:
 
 @dataclass(frozen=True, slots=True)
 class Reported:
-    """Positions among the ``loss`` ports of all stages, in order: ``heads``, of each loss its sum and weight; ``metrics``, by
-    name the same of each metric, and of several losses of each by its layer's name."""
+    """Positions among the ``loss`` ports of all stages, in order.
+
+    Attributes:
+        heads: of the sum and the weight of each loss.
+        metrics: of the sum and the weight of each metric, by name; of several losses each is a metric by its layer's name.
+    """
 
     heads: tuple[tuple[int, int], ...]
     metrics: Metrics
 
     def loss(self, sums: Sequence[Any]) -> tuple[Any, Any]:
-        """Loss sum and weight (:func:`~jaxpipe.stage.model.reference.combined`), of the sums by position."""
+        """Return loss sum and weight (:func:`~jaxpipe.stage.model.reference.combined`), given the sums by position."""
         return combined([(sums[a], sums[b]) for a, b in self.heads])
 
 
@@ -92,7 +96,7 @@ class AssemblyOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, repr=False)
 class Assembly:
-    """See the module. Make with :meth:`of`; the fields are read-only.
+    """Compiled stages on the devices of their ranks (see the module). Make with :meth:`of`; the fields are read-only.
 
     ``boundaries[stage]``: first and one-past-last layer; ``functions[(rank, stage)]``; ``offload``: what O and L move, and
     where to; ``braid``: whether braided slots run as one function; ``ownership``: which ranks are this process's (all are
@@ -150,7 +154,7 @@ class Assembly:
                 the first, without options).
             braid: run each braided slot as one woven function; if not, as separate calls, with bit-equal results.
             processes: of the run, between which the ranks are divided; by default there is this one.
-            transport: between them: ``tagged``, or on GPUs ``nccl`` (:class:`~jaxpipe.runtime.ownership.Ownership`).
+            transport: between them: ``tagged``, or on GPUs ``nccl`` (:class:`~jaxpipe.runtime.transfer.Ownership`).
 
         Raises:
             StageError, ProgramError, ConfigError: what is wrong, and what would work.
@@ -166,6 +170,7 @@ class Assembly:
         instances = _instances(placement)
         master = jnp.dtype(jnp.float64) if compute == jnp.float64 else jnp.dtype(jnp.float32)
         functions: dict[Instance, StageFunctions] = {}
+        # One cache for all flows: replicas of a stage have the same functions, traced once and placed on other devices.
         cache = BuildCache()
         for flow in range(max(len(r) for r in instances.values())):
             ranks = [instances[s][min(flow, len(instances[s]) - 1)] for s in range(len(layers))]
@@ -203,7 +208,7 @@ class Assembly:
 
     @cached_property
     def instances(self) -> Mapping[int, tuple[int, ...]]:
-        """The ranks that run each stage, the primary first."""
+        """Return the ranks that run each stage, the primary first."""
         return _instances(self.placement)
 
     @cached_property
@@ -233,17 +238,17 @@ class Assembly:
 
     @cached_property
     def flop_costs(self) -> CostProfile:
-        """Costs as far as they are known before anything runs."""
+        """Return costs as far as they are known before anything runs."""
         return analytic_profile(self.stages)
 
     @cached_property
     def stages(self) -> tuple[StageFunctions, ...]:
-        """Per stage, the functions on its primary rank."""
+        """Return the functions of each stage on its primary rank."""
         return tuple(self.functions[self.primary(s)] for s in range(len(self.boundaries)))
 
     @property
     def own_instances(self) -> tuple[Instance, ...]:
-        """Every (rank, stage) whose rank is this process's."""
+        """Return every (rank, stage) whose rank is this process's."""
         return tuple((r, s) for s, ranks in self.instances.items() for r in ranks if r in self.ownership.ranks)
 
     @cached_property
@@ -251,7 +256,7 @@ class Assembly:
         return {at: f for at, f in self.functions.items() if at[0] in self.ownership.ranks}
 
     def primary(self, stage: int) -> Instance:
-        """(rank, stage) of the instance that owns the update."""
+        """Return (rank, stage) of the instance that owns the update."""
         return self.instances[stage][0], stage
 
     def layout(self, stage: int) -> ParamLayout:
@@ -286,7 +291,7 @@ class Assembly:
     # -- parameters ---------------------------------------------------------------------------------------------------
 
     def place(self, params: Mapping[str, Params]) -> dict[Instance, Buffers]:
-        """Parameters by layer name → buffers on every rank that needs them, in the dtypes that are computed with.
+        """Place parameters, by layer name, as buffers on every rank that needs them, in the dtypes that are computed with.
 
         Raises:
             CheckpointError: a layer or leaf is missing, or a shape differs from the model's.
@@ -298,7 +303,7 @@ class Assembly:
         return placed
 
     def packed(self, stage: int, params: Mapping[str, Params], dtype: Any = None) -> Buffers:
-        """The buffers of a stage's parameters, out of the whole model's by layer name, floats in ``dtype`` or as they are
+        """Pack the buffers of a stage's parameters, out of the whole model's by layer name, floats in ``dtype`` or as they are
         computed with.
 
         Raises:
@@ -315,7 +320,7 @@ class Assembly:
         return [_home(a) for a in self.functions[instance].param_avals]
 
     def zeros(self, instance: Instance) -> Buffers:
-        """Gradient accumulators of one (rank, stage)."""
+        """Make gradient accumulators for one (rank, stage)."""
         return [jax.device_put(np.zeros(a.shape, a.dtype), a.sharding) for a in self.functions[instance].acc_avals]
 
     def placed_data(
@@ -332,8 +337,9 @@ class Assembly:
         return place_data(batch, self._own_functions, self.submeshes)
 
     def sum_replicas(self, gradients: Mapping[Instance, Sequence[jax.Array]]) -> dict[Instance, Buffers]:
-        """Gradients, reduced or not, with those of a stage's replicas added to its primary's, the replicas' at zero."""
+        """Add the gradients of a stage's replicas, reduced or not, to its primary's, and return all, the replicas' at zero."""
         acc = {at: list(buffers) for at, buffers in gradients.items()}
+        # Every process walks all stages in the same order: a move must be called in both of its processes.
         for s, ranks in self.instances.items():
             first = (ranks[0], s)
             for other in ranks[1:]:
@@ -350,7 +356,8 @@ class Assembly:
             for other in ranks[1:]:
                 n, avals = self.layout(s).num_trained, self.functions[(other, s)].param_avals
                 trained = buffers.get((ranks[0], s), [])[:n]
-                if self.ownership.apart(ranks[0], other):  # the next step donates them, whether they have gone or not
+                # The next step donates them, whether they have gone or not.
+                if self.ownership.in_different_processes(ranks[0], other):
                     trained = [jnp.copy(a) for a in trained]
                 new = self.ownership.move(trained, ranks[0], other, avals[:n])
                 if (other, s) in buffers:
@@ -359,8 +366,8 @@ class Assembly:
     # -- evaluation ---------------------------------------------------------------------------------------------------
 
     def evaluate(self, params: Mapping[Instance, Buffers], batch: Batch) -> tuple[float, float]:
-        """Loss sum and weight sum over ``batch`` (leading axis: microbatches), forward only, without dropout. Of several
-        losses, as :func:`~jaxpipe.stage.model.reference.combined`."""
+        """Return loss sum and weight sum over ``batch`` (leading axis: microbatches), forward only, without dropout; several
+        losses are combined as in :func:`~jaxpipe.stage.model.reference.combined`."""
         sums = self.evaluate_sums(params, batch)
         loss_sum, weight = self.eval_reported.loss(sums)
         return float(loss_sum), float(weight)
@@ -371,18 +378,19 @@ class Assembly:
         runs_of_stages = self._forward(params, batch, [f.evaluation for f in self.stages], self.model.span)
         runs = [{at: x for at, x in results.items() if at[2].kind == "loss"} for results in runs_of_stages]
         sums: dict[int, list[float]] = {}
+        # Summed over microbatches as Python floats: float32 would lose digits over many of them.
         for at in sorted(runs[0]):
             sums.setdefault(at[0], []).append(sum(float(jnp.sum(run[at])) for run in runs))
         return [x for _, values in sorted(self.ownership.shared("losses", sums).items()) for x in values]
 
     @cached_property
     def reported(self) -> Reported:
-        """The positions of what a step reports among the ``loss`` ports of all stages."""
+        """Return the positions of what a step reports among the ``loss`` ports of all stages."""
         return self._reported(False)
 
     @cached_property
     def eval_reported(self) -> Reported:
-        """The positions of what an evaluation reports, like :attr:`reported`."""
+        """Return the positions of what an evaluation reports, like :attr:`reported`."""
         return self._reported(True)
 
     def _reported(self, evaluation: bool) -> Reported:
@@ -423,6 +431,7 @@ class Assembly:
             raise ProgramError("predictions are made in one process: load the checkpoint in one")
         function, tree, output_avals = self._output
         count = len(next(iter(batch.values())))
+        # The loss is not run, but its data must have the right shapes to be placed.
         unread = {
             n: np.zeros((count, *a.shape), a.dtype) for n, a in self.model.batch_spec(self.microbatch_size).items()
         }
@@ -437,7 +446,8 @@ class Assembly:
 
     @cached_property
     def _output(self) -> tuple[StageFunction, Any, Sequence[jax.ShapeDtypeStruct]]:
-        """The last stage's function without the loss, what it returns as a pytree, and the whole shapes of its arrays."""
+        """Return the last stage's function without the loss, what it returns as a pytree, and the global shapes of its
+        arrays."""
         last = len(self.boundaries) - 1
         spec = self.model.batch_spec(self.microbatch_size)
         params = compute_avals(self.model.layers, self.compute_dtype, self.master_dtype)
@@ -482,26 +492,29 @@ class Assembly:
     def _entering(
         self,
         stage: int,
-        sources_wanted: Sequence[tuple[int, int, Port]],
+        sources: Sequence[tuple[int, int, Port]],
         results_of: Mapping[tuple[int, int, Port], jax.Array],
     ) -> Sequence[jax.Array]:
         """Return the arrays that a stage reads out of ``results_of`` other stages, on its devices; empty if its rank is
         elsewhere."""
         to = self.primary(stage)
-        sources = [self.primary(t)[0] for t, _, _ in sources_wanted]
-        avals = self.functions[to].x_avals[: len(sources_wanted)]
+        source_ranks = [self.primary(t)[0] for t, _, _ in sources]
+        avals = self.functions[to].x_avals[: len(sources)]
         array_at: dict[int, jax.Array] = {}
-        for src in dict.fromkeys(sources):
-            places = [n for n, source in enumerate(sources) if source == src]
-            arrays = [results_of[sources_wanted[n]] for n in places if sources_wanted[n] in results_of]
+        # One move for each rank that arrays come from, in an order that is the same in all processes.
+        for src in dict.fromkeys(source_ranks):
+            places = [n for n, rank in enumerate(source_ranks) if rank == src]
+            arrays = [results_of[sources[n]] for n in places if sources[n] in results_of]
             array_at |= zip(places, self.ownership.move(arrays, src, to[0], [avals[n] for n in places]), strict=False)
         return [array_at[n] for n in sorted(array_at)]
 
     def _with_factors(self, batch: Batch) -> Batch:
-        """``batch`` with what the gradient of each loss is multiplied by, where there are several: the first one's weight in
+        """Add to ``batch`` what the gradient of each loss is multiplied by, where there are several: the first one's weight in
         all microbatches over its own (0 without weight)."""
         if len(self.model.losses) == 1:
             return batch
+        # A microbatch's backward needs the weights of all microbatches, long before those have run. They follow from the batch
+        # alone, so the host computes them beforehand.
         with jax.default_device(jax.local_devices(backend="cpu")[0]):
             totals = [float(w) for w in self._weights({name: np.asarray(x) for name, x in batch.items()})]
         shape = (len(next(iter(batch.values()))), self.microbatch_size)
@@ -514,7 +527,7 @@ class Assembly:
 
     @cached_property
     def _weights(self) -> Any:
-        """The weight of each loss in a batch, by the batch alone."""
+        """Return a function from a batch to the weight of each loss in it."""
         params = compute_avals(self.model.layers, self.compute_dtype, self.master_dtype)
         one = weights_of(self.model, params, self.model.batch_spec(self.microbatch_size))
         return jax.jit(lambda batch: [jnp.sum(w) for w in jax.vmap(one)(batch)])
@@ -523,7 +536,7 @@ class Assembly:
 def _cut(
     model: Model, placement: Placement, ranges: Sequence[tuple[int, int]] | StagePlan | None, device_batch: int
 ) -> Cut:
-    """First and one-past-last layer of each stage.
+    """Return the first and one-past-last layer of each stage.
 
     Raises:
         ProgramError: there are more or fewer than the placement has stages.

@@ -1,4 +1,4 @@
-"""A step's data and random keys on the ranks that read them."""
+"""Puts a step's data and random keys on the ranks that read them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ THREEFRY = "threefry2x32"
 
 
 def check_microbatch(microbatch_size: int, dp: int) -> None:
-    """Raises ProgramError, with sizes that would work, where a microbatch does not divide over ``dp``."""
+    """Raise ProgramError, with sizes that would work, where a microbatch does not divide over ``dp``."""
     if dp > 1 and microbatch_size % dp:
         below, above = microbatch_size // dp * dp, -(-microbatch_size // dp) * dp
         sizes = f"{below} or {above}" if below else f"{above}"
@@ -39,7 +39,7 @@ def check_microbatch(microbatch_size: int, dp: int) -> None:
 
 
 def checked_batch(batch: Batch, spec: Mapping[str, jax.ShapeDtypeStruct], microbatches: int) -> Batch:
-    """The arrays of ``batch`` that ``spec`` (those of a microbatch) names, in the dtypes that it says.
+    """Return the arrays of ``batch`` that ``spec`` (those of a microbatch) names, in its dtypes.
 
     Raises:
         ProgramError: one is missing, is no array, has another shape, or holds numbers that its dtype can't.
@@ -59,10 +59,10 @@ def checked_batch(batch: Batch, spec: Mapping[str, jax.ShapeDtypeStruct], microb
 
 
 def _cast(name: str, array: Any, dtype: Any) -> Any:
-    """``array`` in ``dtype``: real numbers as floating-point ones, whole numbers as whole ones that are in range.
+    """Cast ``array`` to ``dtype``: real numbers to floating-point ones, integers to integers that hold them.
 
     Raises:
-        ProgramError: they are others.
+        ProgramError: it holds other numbers.
     """
     if jnp.issubdtype(dtype, jnp.floating):
         fits = jnp.issubdtype(array.dtype, jnp.number) and not jnp.issubdtype(array.dtype, jnp.complexfloating)
@@ -70,6 +70,7 @@ def _cast(name: str, array: Any, dtype: Any) -> Any:
             return array.astype(dtype)
     elif jnp.issubdtype(dtype, jnp.integer) and jnp.issubdtype(array.dtype, jnp.integer):
         ours, theirs = jnp.iinfo(dtype), jnp.iinfo(array.dtype)  # type: ignore[no-untyped-call]
+        # Only where the dtypes leave it open are the numbers looked at: that waits for an array on a device.
         if theirs.min < ours.min or theirs.max > ours.max:
             low, high = (int(array.min()), int(array.max())) if array.size else (0, 0)
             if low < ours.min or high > ours.max:
@@ -82,7 +83,7 @@ def _cast(name: str, array: Any, dtype: Any) -> Any:
 
 
 def check_placed(params: Any, functions: Mapping[Instance, StageFunctions]) -> None:
-    """Raises ProgramError where ``params`` are not buffers by (rank, stage)."""
+    """Raise ProgramError where ``params`` are not buffers by (rank, stage)."""
     if not isinstance(params, Mapping) or any(at not in params for at in functions):
         raise ProgramError("these parameters are not on the ranks yet: pass what pipeline.place(params) returns")
 
@@ -90,8 +91,8 @@ def check_placed(params: Any, functions: Mapping[Instance, StageFunctions]) -> N
 def in_microbatches(
     batch: Mapping[str, Any], spec: Mapping[str, jax.ShapeDtypeStruct], microbatches: int | None
 ) -> dict[str, np.ndarray | jax.Array]:
-    """The arrays of ``batch`` that ``spec`` (those of a microbatch) names, each ``[microbatches, microbatch size, …]``; so they
-    are given, or flat: ``[microbatches · microbatch size, …]``. ``microbatches``: None for any number, the same for all.
+    """Return the arrays of ``batch`` that ``spec`` (those of a microbatch) names, each ``[microbatches, microbatch size, …]``.
+    They may come so, or flat: ``[microbatches · microbatch size, …]``. ``microbatches``: None for any number, the same for all.
 
     Raises:
         ProgramError: an array is missing, or its shape fits neither way.
@@ -130,6 +131,7 @@ def place_data(
     names = {at: f.data_names for at, f in functions.items() if f.data_names}
     slices = [batch[n][i] for at in names for i in range(count) for n in names[at]]
     homes = [batch_sharded(submeshes[r]) for r, s in names for _ in range(count) for _ in names[(r, s)]]
+    # One call for all: a call costs more than one more array, and there is an array a stage and microbatch.
     arrays = iter(jax.device_put(slices, homes))
     return {at: [[next(arrays) for _ in names[at]] for _ in range(count)] for at in names}
 
@@ -156,11 +158,11 @@ def place_keys(
 
 
 def _threefry(key: Any) -> Any:
-    """A key that is typed, or raw data, as a typed one of the implementation that stages are traced with, whatever JAX's
-    default is.
+    """Return a key, typed or raw data, as a typed one of the implementation that stages are traced with, whatever JAX's default
+    is.
 
     Raises:
-        ProgramError: it is of another.
+        ProgramError: it is of another implementation.
     """
     if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         kind = str(jax.random.key_impl(key))
@@ -174,12 +176,15 @@ def _threefry(key: Any) -> Any:
 
 
 def joined_shards(stacked: np.ndarray, whole_shape: Sequence[int], dp: int, tp: TensorParallel) -> np.ndarray:
-    """An array that a rank's devices hold parts of, their parts one after another on axis 0 (``tp`` innermost), as the array of
-    ``whole_shape`` that they are parts of: axis 0 is split over ``dp``, axis 1 over ``cp``, and over ``tp`` the axis that its
-    shape tells, if it differs between these shards.
+    """Join the parts that a rank's devices hold of an array.
+
+    Args:
+        stacked: the parts one after another on axis 0 (``tp`` innermost).
+        whole_shape: the shape of the array. Its axis 0 is split over ``dp``, axis 1 over ``cp``, and over ``tp`` the axis by
+            which the parts are smaller, if there is one.
 
     Raises:
-        ProgramError: its shape tells of no such axis.
+        ProgramError: the shapes leave open which axis is split over ``tp``.
     """
     if stacked.shape == tuple(whole_shape):
         return stacked
@@ -198,5 +203,5 @@ def joined_shards(stacked: np.ndarray, whole_shape: Sequence[int], dp: int, tp: 
 
 @partial(jax.jit, static_argnames="count")
 def microbatch_keys(key: jax.Array, count: int) -> list[jax.Array]:
-    """Microbatch i's key, ``fold_in(key, i)``, as threefry key data uint32 [2]; the same for any cut and schedule."""
+    """Return each microbatch's key, ``fold_in(key, i)``, as threefry key data uint32 [2]; the same for any cut and schedule."""
     return [jax.random.key_data(jax.random.fold_in(key, i)) for i in range(count)]

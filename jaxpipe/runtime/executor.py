@@ -31,7 +31,7 @@ from jaxpipe.mesh import replicated
 from jaxpipe.program.ir import Free, Offload, Program, Recv, Reload, Run, Send, Sync, Value, drops, reads
 from jaxpipe.runtime.offload import Copy, host_copies, wait_for_copies
 from jaxpipe.runtime.recorder import Recorder
-from jaxpipe.runtime.transfer import InProcess, Transport, message_homes, message_numbers
+from jaxpipe.runtime.transfer import LocalTransport, Transport, message_homes, message_numbers
 from jaxpipe.schedule import Action, Event, Slot, op_spec
 from jaxpipe.stage.functions import AnyFunction, Braids, Port, StageFunctions, function_of
 
@@ -41,12 +41,12 @@ Token = tuple[int, Slot, jax.Array]
 Probe = Callable[[int, Sequence[jax.Array]], None]
 
 Epilogues = Mapping[tuple[int, int], Callable[[list[jax.Array]], Sequence[jax.Array]]]
-"""By (rank, stage): what to do with the gradient accumulators once nothing adds to them any more (reduce them over shards). It
-must dispatch and not wait; it may donate them."""
+"""Functions by (rank, stage), each called with the gradient accumulators once nothing adds to them any more (it reduces them
+over shards). It must dispatch and not wait; it may donate them."""
 
 Late = Callable[[int], Mapping[tuple[int, int], Sequence[jax.Array]]]
-"""The gradient accumulators of a rank by (rank, stage), asked for before its first backward is dispatched. May wait, and may
-raise :class:`StepDropped`."""
+"""A function that returns the gradient accumulators of a rank by (rank, stage), called before its first backward is dispatched.
+It may wait, and may raise :class:`StepDropped`."""
 
 
 class StepDropped(Exception):  # noqa: N818
@@ -69,13 +69,20 @@ class StepInputs:
 
 @dataclass(frozen=True, slots=True)
 class StepOutputs:
-    """``acc``: accumulators by (rank, stage), gradients added (the ones put in are donated). ``losses``: per microbatch, the
-    loss ports of all stages: loss sum, weight sum, those of metrics. ``tokens``: per action (or braid that is one
-    function), in order of dispatch, a scalar that is ready when it has run. ``events``: what was measured, if the step was
-    recorded. ``stamps``: the host's clock before each instruction and after the last. ``step_s``: seconds until all results
-    were ready (recorded steps only). ``clock_error_s``: by how much events of other processes may be off. ``reduced``: what the
-    epilogues returned, by (rank, stage). ``user``: by name and (stage, microbatch), what instructions of one's own wrote and
-    nothing read (:mod:`jaxpipe.stage.instructions`)."""
+    """The results of a step, as arrays that may not be ready yet.
+
+    Attributes:
+        acc: accumulators by (rank, stage), gradients added (the ones put in are donated).
+        losses: per microbatch, the loss ports of all stages: loss sum, weight sum, those of metrics.
+        tokens: per action (or braid that is one function), in order of dispatch, a scalar that is ready when it has run.
+        events: what was measured, if the step was recorded.
+        stamps: the host's clock before each instruction and after the last.
+        step_s: seconds until all results were ready (recorded steps only).
+        clock_error_s: by how much events of other processes may be off.
+        reduced: what the epilogues returned, by (rank, stage).
+        user: by name and (stage, microbatch), what custom instructions wrote and nothing read
+            (:mod:`jaxpipe.stage.instructions`).
+    """
 
     acc: Mapping[tuple[int, int], Sequence[jax.Array]]
     losses: Sequence[tuple[jax.Array, ...]]
@@ -89,7 +96,7 @@ class StepOutputs:
 
     @property
     def instruction_s(self) -> tuple[float, ...]:
-        """Host seconds of each instruction, in order of dispatch."""
+        """Return the host seconds of each instruction, in order of dispatch."""
         return tuple(b - a for a, b in pairwise(self.stamps))
 
     def wait(self) -> None:
@@ -106,7 +113,9 @@ class StepOutputs:
 
 
 class _Linked(NamedTuple):
-    """One instruction, ready to run. ``run(*get(bank))`` fills ``outs``; ``clear`` is emptied afterwards."""
+    """One instruction, ready to run. ``run(*get(bank))`` fills the slots ``outs`` of the ``bank``; ``clear`` is emptied
+    afterwards. A tuple, because the loop unpacks it: looking up attributes would take longer than dispatching a small
+    function."""
 
     kind: int
     run: Callable[..., Any]
@@ -120,9 +129,9 @@ class _Linked(NamedTuple):
     lane: str
 
 
+# The order matters: kinds below ``_SEND`` are recorded, and only those stand for an action of the schedule.
 _RUN, _RECV, _COPY, _SYNC, _SEND, _EPILOGUE = range(6)
 _KINDS = ("run", "recv", "copy", "sync", "send", "epilogue")
-"""Up to ``_SYNC`` they are recorded."""
 
 Holds = Mapping[tuple[int, int], Sequence[tuple[Action, tuple[int, ...]]]]
 """Offloads, and their host slots, that must have ended before an instruction: by position in programs and instruction."""
@@ -167,8 +176,9 @@ class Executor:
         self._programs = tuple(programs)
         numbers = message_numbers(self._programs if all_programs is None else all_programs)
         if transport is None:
-            transport = InProcess(message_homes(programs, meshes, numbers))
+            transport = LocalTransport(message_homes(programs, meshes, numbers))
         self._transport = transport
+        # One slot more than the program has: results that nothing reads go to it, so the loop needs no case for them.
         self._banks: list[Bank] = [[None] * (p.num_slots + 1) for p in programs]
         self._states = [_states(p, functions) for p in self._programs]
         self._num_ranks = len(meshes)
@@ -177,6 +187,7 @@ class Executor:
         linker = _Linker(self._programs, functions, braids, self._banks)
         copies = cache(lambda rank, stage: host_copies(replicated(meshes[rank]), fallback=offload_fallback))
         linker.link(order, copies, transport, numbers, holds or {})
+        # After linking: an epilogue's place follows from the last of the linked instructions that adds to its accumulators.
         self._reduced = linker.add_epilogues(epilogues)
         self._code = linker.code
         self.sequence = tuple(linker.sequence)
@@ -186,29 +197,33 @@ class Executor:
         """Return, by instruction, the receives whose arrays it is the first to read: those of other processes are posted
         early."""
         programs = {p.rank: p for p in self._programs}
-        held: dict[tuple[int, int], int] = {}
+        unread: dict[tuple[int, int], int] = {}
         receives: dict[int, list[int]] = {}
         for n, (rank, at) in enumerate(self.sequence):
             instruction, kind = programs[rank].instructions[at], self._code[n].kind
-            if kind < _SEND and (first := {held[rank, slot] for slot in reads(instruction) if (rank, slot) in held}):
-                receives[n] = sorted(first)
-                held = {where: k for where, k in held.items() if k not in first}
+            # A receive is recorded when its first reader is dispatched, not when it is posted: its lane is the reader's, and
+            # would wait for a message while actions before the reader already run.
+            arrived = {unread[rank, slot] for slot in reads(instruction) if (rank, slot) in unread}
+            if kind < _SEND and arrived:
+                receives[n] = sorted(arrived)
+                unread = {place: k for place, k in unread.items() if k not in arrived}
             if isinstance(instruction, Recv):
-                held |= {(rank, slot): n for slot in instruction.outputs}
+                unread |= {(rank, slot): n for slot in instruction.outputs}
         return receives
 
     @property
     def num_instructions(self) -> int:
-        """Instructions of one step that the loop visits (frees are folded into the instruction before them)."""
+        """Count the instructions of one step that the loop visits (frees are folded into the instruction before them)."""
         return len(self._code)
 
     @property
     def instruction_kinds(self) -> tuple[str, ...]:
-        """``run``, ``send``, ``recv``, ``copy``, ``sync`` or ``epilogue`` of each of them, in order of dispatch."""
+        """Return the kind of each instruction, in order of dispatch: ``run``, ``send``, ``recv``, ``copy``, ``sync`` or
+        ``epilogue``."""
         return tuple(_KINDS[i.kind] for i in self._code)
 
     def unfinished(self, tokens: Sequence[Token]) -> tuple[int, Slot] | None:
-        """Rank and slot of the first action of a step that has not run; None if all have.
+        """Return rank and slot of the first action of a step that has not run; None if all have.
 
         ``tokens``: of that step, as far as it has been dispatched. Waits for nothing, and may be called from any thread.
         """
@@ -220,9 +235,13 @@ class Executor:
     def run(
         self, inputs: StepInputs, *, record: bool = False, probe: Probe | None = None, late: Late | None = None
     ) -> StepOutputs:
-        """Run one step. Returns without waiting unless ``record``. ``probe(n, results)`` is called after the ``n``-th
-        instruction of :attr:`sequence` has put its results into slots, before it drops anything. ``late`` gives the
-        accumulators, and those of ``inputs`` do not count; not with the other two.
+        """Run one step, and return without waiting for the devices unless ``record``.
+
+        Args:
+            record: measure when each action runs; waits for all results.
+            probe: ``probe(n, results)`` is called after the ``n``-th instruction of :attr:`sequence` has put its results into
+                slots, before it drops anything.
+            late: gives the accumulators, in place of those of ``inputs``; not with the other two.
 
         Raises:
             RunError: an instruction failed; names rank, action and stage.
@@ -237,6 +256,8 @@ class Executor:
             code = self._late_code(late, acc) if late else self._code
             tokens, stamps = self._dispatch(code, None, probe)
             return self._collect(inputs, tokens, (), stamps, 0.0)
+        # Whatever ends a step, the next one starts clean: no message that nobody received, and no array that a slot keeps alive
+        # between steps, when the optimizer needs the memory.
         except BaseException:
             self._transport.clear()
             raise
@@ -268,13 +289,14 @@ class Executor:
         return by_rank
 
     def _late_code(self, late: Late, acc: dict[tuple[int, int], Sequence[jax.Array]]) -> list[_Linked]:
-        """The list that the loop visits, with instructions that bind what ``late`` gives, and put it into ``acc``."""
+        """Return the list that the loop visits, with instructions that bind what ``late`` gives, and put it into ``acc``."""
 
         def bind(rank: int, places: Sequence[Value], _: Any) -> list[jax.Array]:
             acc.update(late(rank))
             return [acc[rank, v.stage][v.index] for v in places]
 
         code = list(self._code)
+        # From the back, so that each insertion leaves the positions before it as they are.
         for rank, (program, n) in sorted(self._first_backwards.items(), key=lambda item: -item[1][1]):
             bound = [(v, slot) for v, slot in program.bound if v.kind == "acc"]
             run, outs = partial(bind, rank, [v for v, _ in bound]), tuple(slot for _, slot in bound)
@@ -284,14 +306,24 @@ class Executor:
     def _dispatch(
         self, code: Sequence[_Linked], recorder: Recorder | None, probe: Probe | None
     ) -> tuple[list[Token], list[float]]:
-        """The flat loop. Returns a token per action, and the clock before each instruction and after the last."""
+        """Run the flat loop: hand every instruction of ``code`` to its device, in order, and wait for none.
+
+        The order of ``code`` may be changed as far as :mod:`jaxpipe.program.order` proves it; the order of the four parts of
+        an iteration may not: results go into slots, the probe sees them, slots are cleared, the recorder is told.
+
+        Returns:
+            A token per action, and the host's clock before each instruction and after the last.
+        """
         at = 0
         tokens: list[Token] = []
         stamps: list[float] = []
         arriving: dict[int, jax.Array | None] = {}  # what is received, until something reads it: recorded steps only
+        # The same list, not a copy: a watchdog's thread reads how far the step has come while this one fills it.
         self.dispatched = tokens
         clock = time.perf_counter
         try:
+            # Every microsecond here is one that devices of small stages may wait for: no attribute lookups, no function that
+            # does not dispatch, and nothing that is the same every step (it is done when linking).
             for at, (kind, run, get, bank, outs, clear, rank, action, marker, lane) in enumerate(code):
                 stamps.append(clock())
                 if kind == _RUN:
@@ -308,6 +340,8 @@ class Executor:
                     bank[slot] = array
                 if probe is not None:
                     probe(at, results)
+                # Dropping the last reference is how memory is freed: the runtime keeps the buffer until what was dispatched
+                # with it has run. Donated slots are among these, too; reading one again would raise.
                 for slot in clear:
                     bank[slot] = None
                 if recorder is not None and kind < _SEND:
@@ -320,6 +354,7 @@ class Executor:
                     recorder.dispatched(rank, lane, action, done, stamps[-1])
         except StepDropped:
             raise
+        # Only errors that dispatching raises; those of devices come later, and are found by their tokens.
         except Exception as error:
             failed = code[at]
             raise _run_error(failed.rank, failed.action, error, failed.kind == _EPILOGUE) from error
@@ -408,6 +443,7 @@ class _Linker:
         for k, at in order:
             program, bank = self.programs[k], self.banks[k]
             rank, instruction = program.rank, program.instructions[at]
+            # A free costs no iteration: the instruction before it in its program clears the slots as well.
             if isinstance(instruction, Free):
                 before = last_of[k]
                 self.code[before] = self.code[before]._replace(clear=(*self.code[before].clear, *instruction.slots))
@@ -421,6 +457,7 @@ class _Linker:
                     kind, run, lane, marker = _RUN, function.call, "compute", _marker(function)
                 case Send(action, dst=dst):
                     kind, run, lane = _SEND, partial(transport.send, numbers[(rank, dst, action)], dst), "send"
+                # A message is named by its sender's action, so a receive looks up (src, rank) where a send has (rank, dst).
                 case Recv(action, src=src):
                     kind, run, lane = _RECV, partial(transport.recv, numbers[(src, rank, action)]), "recv"
                 case Offload(action):
@@ -458,9 +495,11 @@ class _Linker:
                     if used & set(reads(program.instructions[self.sequence[n][1]]))
                 )
                 action = self.code[local_sequence[at]].action
+                # A neighbour waits for what the last run sends, and a collective takes long.
                 while at + 1 < len(local_sequence) and self.code[local_sequence[at + 1]].kind == _SEND:
                     at += 1
-                bank.insert(-1, None)  # the last is where results go that nobody wants
+                # Before the last slot, where results go that nothing reads (slot −1 of linked instructions).
+                bank.insert(-1, None)
                 places[(rank, stage)] = (bank, len(bank) - 2)
                 insertions.append(
                     (
@@ -470,6 +509,7 @@ class _Linker:
                         ),
                     )
                 )
+        # From the back, so that each insertion leaves the positions before it as they are.
         for n, linked in sorted(insertions, key=lambda item: -item[0]):
             self.code.insert(n + 1, linked)
             self.sequence.insert(n + 1, self.sequence[n])
@@ -477,14 +517,15 @@ class _Linker:
 
 
 def _boxed(reduce: Callable[[list[jax.Array]], Sequence[jax.Array]]) -> Callable[[Sequence[jax.Array]], tuple[Any]]:
-    """``reduce`` with its results as one thing, for one slot."""
+    """Wrap ``reduce`` so that it returns its results as one list, for one slot."""
     return lambda arrays: (list(reduce(list(arrays))),)
 
 
 def _states(
     program: Program, functions: Mapping[tuple[int, int], StageFunctions]
 ) -> tuple[Sequence[int], Callable[[], Sequence[jax.Array]]]:
-    """The slots of what instructions keep from microbatch to microbatch, and what makes it anew for a step: zeros."""
+    """Return the slots of what instructions keep from microbatch to microbatch, and a function that makes it anew for a step:
+    zeros."""
     bound = {Port("state", v.index, v.name, v.stage): slot for v, slot in program.bound if v.kind == "state"}
     avals = {
         replace(port, stage=s): aval
@@ -503,6 +544,7 @@ def _states(
 
 
 def _getter(slots: tuple[int, ...]) -> Callable[[Bank], Any]:
+    # ``itemgetter`` runs in C, but returns a bare item for one slot, and takes no empty list.
     if not slots:
         return lambda bank: ()
     if len(slots) == 1:
@@ -512,7 +554,8 @@ def _getter(slots: tuple[int, ...]) -> Callable[[Bank], Any]:
 
 
 def _holding(get: Callable[[Bank], Any], copies: Callable[[Bank], Any]) -> Callable[[Bank], Any]:
-    """``get``, once the arrays of ``copies`` are complete."""
+    """Return ``get`` preceded by a wait until the arrays of ``copies`` are complete: their device memory is free then, and what
+    is dispatched next may take it."""
 
     def held(bank: Bank) -> Any:
         wait_for_copies(copies(bank))
@@ -522,5 +565,5 @@ def _holding(get: Callable[[Bank], Any], copies: Callable[[Bank], Any]) -> Calla
 
 
 def _marker(function: AnyFunction) -> int:
-    """Which result to wait for: the token, which no later call donates."""
+    """Return which result tells that the function has run: the token, which no later call donates."""
     return next(k for k, port in enumerate(function.outputs) if port.kind == "token")

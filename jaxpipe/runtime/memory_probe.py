@@ -112,9 +112,11 @@ def probe_step(
         RunError: an instruction failed.
     """
     read = statistics if statistics is not None else allocator_statistics
+    # By identity: a buffer that a foreign array shares with one of ours is ours.
     ours = {id(a) for a in jax.tree.leaves((inputs.params, inputs.acc, inputs.data, inputs.keys, resident))}
     counter = _Counter()
-    foreign_arrays = [a for a in jax.live_arrays() if id(a) not in ours]  # kept alive, so that no address is used again
+    # The list keeps them alive to the end: an address that was freed and used again would be taken for foreign.
+    foreign_arrays = [a for a in jax.live_arrays() if id(a) not in ours]
     foreign = {at for a in foreign_arrays for at, _ in counter.buffers(a)} - {
         at for a in jax.live_arrays() if id(a) in ours for at, _ in counter.buffers(a)
     }
@@ -148,14 +150,15 @@ def probe_step(
 
 
 class _Counter:
-    """Buffers of live arrays: where each is and how large, looked up once per array."""
+    """Finds the buffers of live arrays, where each is and how large, once per array."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[weakref.ref[Any], tuple[tuple[tuple[int, bool, int], int], ...]]] = {}
+        # With a weak reference, as an id is used again once its array is gone.
+        self._buffers: dict[int, tuple[weakref.ref[Any], tuple[tuple[tuple[int, bool, int], int], ...]]] = {}
 
     def buffers(self, array: jax.Array) -> tuple[tuple[tuple[int, bool, int], int], ...]:
-        """((device, in host memory, address), bytes) of each shard."""
-        cached = self._known.get(id(array))
+        """Return ((device, in host memory, address), bytes) of each shard."""
+        cached = self._buffers.get(id(array))
         if cached is not None and cached[0]() is array:
             return cached[1]
         on_host = array.sharding.memory_kind in HOST_KINDS
@@ -167,11 +170,11 @@ class _Counter:
                 ((shard.device.id, on_host, shard.data.unsafe_buffer_pointer()), shard.data.nbytes)
                 for shard in array.addressable_shards
             )
-        self._known[id(array)] = (weakref.ref(array), shards)
+        self._buffers[id(array)] = (weakref.ref(array), shards)
         return shards
 
     def count(self, foreign: set[tuple[int, bool, int]]) -> dict[tuple[int, bool], int]:
-        """Bytes by (device, in host memory) of all live buffers but ``foreign``."""
+        """Return the bytes by (device, in host memory) of all live buffers but ``foreign``."""
         size_of: dict[tuple[int, bool, int], int] = {}
         for array in jax.live_arrays():
             if not array.is_deleted():
@@ -188,6 +191,6 @@ def _on_device(held: Mapping[tuple[int, bool], int], device: jax.Device) -> int:
 
 
 def allocator_statistics(device: jax.Device) -> tuple[int, int]:
-    """Bytes in use and the peak of the device's allocator; zeros if it keeps no statistics."""
+    """Return the bytes in use and the peak of the device's allocator; zeros if it keeps no statistics."""
     stats = device.memory_stats() or {}
     return int(stats.get("bytes_in_use", 0)), int(stats.get("peak_bytes_in_use", 0))

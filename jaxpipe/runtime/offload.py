@@ -1,15 +1,21 @@
-"""Moving arrays between device memory and host memory.
+"""Moves arrays between device memory and host memory, and checks that the host has room for them.
 
 A copy to ``pinned_host`` memory is asynchronous; dropping the source afterwards frees it once the copy is done. (Donating
 across memory kinds is not implemented in XLA, and computing on a pinned array runs on the host: FACTS.md.) All leaves of an
 action go in one call, each into a buffer of its own: packing them first measured slower (README). Where a backend has no
 pinned host memory, copies go to NumPy arrays if the caller allows it: correct, but the dispatching thread waits for each.
+
+:func:`check_host_memory` runs before anything else. Per rank of the process it takes the most bytes that its program keeps on
+the host (:mod:`jaxpipe.program.ir`), and allows a budget, or what is available. It does not model the fragmentation of
+XLA's pool of pinned memory, nor a buffer that is being loaded back while the next offload already takes another.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,6 +23,7 @@ import numpy as np
 
 from jaxpipe._jax_compat import copier
 from jaxpipe.errors import ProgramError
+from jaxpipe.program.ir import Program, host_bytes
 
 PINNED_HOST = "pinned_host"
 
@@ -48,7 +55,7 @@ def _memory_kinds(device: jax.Device) -> set[str]:
 
 
 def host_copies(sharding: jax.sharding.Sharding, *, fallback: bool) -> tuple[Copy, Copy]:
-    """Two functions that start copying arrays to the host, and back to where they were.
+    """Return two functions that start copying arrays to the host, and back to where they were.
 
     Each is for one list of leaves on the devices of ``sharding``, always placed alike: how they are placed is found out at the
     first call. (A function that gets its arguments back elsewhere, if only by another name, would be compiled again.)
@@ -75,6 +82,8 @@ def _copy_both_ways(out: Callable[[Homes], Copy], back: Callable[[Homes], Copy])
     copies: list[Copy] = []
 
     def to_host(arrays: Sequence[Any]) -> Sequence[Any]:
+        # The shardings of the first arrays are those of all. Back on the device they must be the same objects by value and by
+        # name, or XLA compiles the function that reads them once more.
         if not copies:
             homes = [a.sharding for a in arrays]
             copies.extend((out(homes), back(homes)))
@@ -87,7 +96,8 @@ def _copy_both_ways(out: Callable[[Homes], Copy], back: Callable[[Homes], Copy])
 
 
 def _to_numpy(arrays: Sequence[jax.Array]) -> Sequence[Any]:
-    return [np.array(a) for a in arrays]  # a copy: np.asarray may be a view that keeps the device buffer
+    # Not np.asarray: on CPU that is a view, which keeps the device buffer alive.
+    return [np.array(a) for a in arrays]
 
 
 def wait_for_copies(arrays: Sequence[Any]) -> Sequence[Any]:
@@ -96,3 +106,80 @@ def wait_for_copies(arrays: Sequence[Any]) -> Sequence[Any]:
         if isinstance(array, jax.Array):
             array.block_until_ready()
     return arrays
+
+
+GPU_POOL_VARIABLE = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
+GPU_POOL_GB = 64.0
+"""XLA's pool of pinned memory per process with GPUs, unless the environment variable says otherwise (FACTS.md)."""
+
+
+def check_host_memory(programs: Sequence[Program], options: OffloadOptions, platform: str, processes: int = 1) -> None:
+    """Check that what ``programs`` (of one process) offload fits into host memory. ``processes``: how many share this host.
+
+    Raises:
+        ProgramError: it does not; names what is needed at least, and what would help.
+    """
+    needed_bytes = host_bytes(programs)
+    if not needed_bytes:
+        return
+    if options.host_memory_bytes is not None:
+        room, what = options.host_memory_bytes, f"offload.host_memory_gb={options.host_memory_bytes / 1e9:g}"
+        advice = f"raise it to at least {_rounded_up(needed_bytes)}"
+    else:
+        room, what = available_host_bytes(platform, processes)
+        advice = "set offload.host_memory_gb to override this check"
+        if what.startswith(GPU_POOL_VARIABLE):
+            advice = f"set the environment variable to at least {_rounded_up(needed_bytes)}"
+    if needed_bytes <= room:
+        return
+    fraction = options.fraction * room / needed_bytes
+    raise ProgramError(
+        f"the schedule offloads up to {needed_bytes / 1e9:.4g} GB to host memory at a time, but {what} allows "
+        f"{room / 1e9:.4g} GB: {advice}, offload less (offload.fraction below {fraction:.2g}), or choose another schedule"
+    )
+
+
+def _rounded_up(num_bytes: float) -> str:
+    """Format gigabytes, not below ``num_bytes``: a reader who sets exactly this must not be refused again."""
+    text = f"{num_bytes / 1e9:.3g}"
+    return text if float(text) * 1e9 >= num_bytes else f"{num_bytes / 1e9 * 1.01:.3g}"
+
+
+def available_host_bytes(platform: str, processes: int = 1) -> tuple[float, str]:
+    """Return the bytes of host memory that a process may still take, and what says so; infinite where nothing is known.
+
+    The least of the machine's available memory, the limit of the control group, both divided by the ``processes`` that share
+    them, and on GPUs XLA's pool of pinned memory.
+    """
+    share = f", shared by {processes} processes" * (processes > 1)
+    # Both versions of control groups, as a container shows the one its host has. Files that are not there read as no limit.
+    rooms = [(_available_memory() / processes, f"the memory available on this machine{share}")]
+    for limit, usage in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
+        left = _number(limit) - _number(usage, 0.0)
+        rooms.append((left / processes, f"the memory limit of this container{share}"))
+    if platform in ("gpu", "cuda", "rocm"):
+        pool = os.environ.get(GPU_POOL_VARIABLE, "")
+        gb = float(pool) if pool.replace(".", "", 1).isdigit() else GPU_POOL_GB
+        rooms.append((gb * 1e9, f"{GPU_POOL_VARIABLE} ({gb:g})"))
+    return min(rooms)
+
+
+def _available_memory() -> float:
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return float("inf")
+    sizes = [float(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+    return sizes[0] if sizes else float("inf")
+
+
+def _number(name: str, otherwise: float = float("inf")) -> float:
+    """Read a number in a file of the control group; ``otherwise`` if there is none."""
+    try:
+        text = (Path("/sys/fs/cgroup") / name).read_text(encoding="ascii").strip()
+    except OSError:
+        return otherwise
+    return float(text) if text.isdigit() else otherwise

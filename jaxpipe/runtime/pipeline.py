@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
+from itertools import chain
 from types import MappingProxyType
 from typing import Any, Unpack
 
@@ -35,19 +36,19 @@ from jaxpipe.cost import (
 from jaxpipe.cost.memory import Kind, MemoryReport, account, batch_bytes
 from jaxpipe.errors import ProgramError
 from jaxpipe.mesh import replicated
-from jaxpipe.program.deadlock import Crossing
 from jaxpipe.program.ir import Offload, Program
 from jaxpipe.program.lower import braided_slots, lower
-from jaxpipe.program.order import holds, issue_order
+from jaxpipe.program.order import Crossing, holds, issue_order
 from jaxpipe.runtime.assembly import Assembly, AssemblyOptions, Buffers
 from jaxpipe.runtime.batches import THREEFRY, Batch, Instance, place_keys
 from jaxpipe.runtime.executor import Epilogues, Executor, Late, StepInputs, StepOutputs
-from jaxpipe.runtime.host_memory import check_host_memory
-from jaxpipe.runtime.measured import gathered, measured_timeline, replay_ratio
-from jaxpipe.runtime.offload import OffloadOptions, host_copies
+from jaxpipe.runtime.offload import OffloadOptions, check_host_memory, host_copies
+from jaxpipe.runtime.processes import Processes
+from jaxpipe.runtime.recorder import measured_timeline, replay_ratio
 from jaxpipe.runtime.reduction import reduction
 from jaxpipe.runtime.transfer import Transport
-from jaxpipe.schedule import CostProfile, HostLink, Schedule, Timeline, op_spec, simulate
+from jaxpipe.schedule import CostProfile, Event, HostLink, Schedule, Timeline, op_spec, simulate
+from jaxpipe.schedule.text import parse_slot
 from jaxpipe.stage.compiled.braid import build_braids
 from jaxpipe.stage.compiled.footprint import footprint
 from jaxpipe.stage.compiled.offloadable import with_offload
@@ -58,7 +59,8 @@ from jaxpipe.stage.model.params import get_leaf, with_leaf
 ALLOCATOR_BYTES = {"gpu": 256, "cuda": 256, "rocm": 256}
 """To what the allocator of a platform rounds every buffer up; elsewhere bytes are those of the arrays."""
 _EARLY = 1
-"""Runs before its turn at which a receive from another process is posted."""
+"""How many runs before its turn a receive from another process is posted: one lets the transfer overlap that run, at the memory
+of one message."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -66,8 +68,8 @@ class Pipeline(Assembly):
     """An assembly with an order: see the module. Make with :meth:`build`, or by :meth:`over` from an assembly; the fields are
     read-only.
 
-    ``programs``: the schedule, lowered, of which ``own`` run here, over ``transport`` (None: between devices of this process,
-    and of others);
+    ``programs``: the schedule, lowered, of which ``local_programs`` run here, over ``transport`` (None: between devices of this
+    process, and of others);
     ``costs``: what the order of dispatch and the predicted timeline are based on;
     ``braids``: those that run as one function; ``epilogues``: what is done with a stage's accumulators as soon as nothing adds
     to them.
@@ -75,7 +77,7 @@ class Pipeline(Assembly):
 
     schedule: Schedule
     programs: tuple[Program, ...]
-    own: tuple[Program, ...]
+    local_programs: tuple[Program, ...]
     costs: CostProfile
     braids: Braids
     epilogues: Epilogues
@@ -124,17 +126,17 @@ class Pipeline(Assembly):
         costs: CostProfile | None = None,
         epilogues: Epilogues = MappingProxyType({}),
     ) -> Pipeline:
-        """``schedule`` over stages that are there. Compiles nothing: a function that no schedule has used yet is compiled when
-        it first runs.
+        """Make a pipeline of ``schedule`` over compiled stages. Compiles nothing: a function that no schedule has used yet is
+        compiled when it first runs.
 
         Raises:
             ScheduleError, ProgramError: as :meth:`build`; the schedule places its stages elsewhere.
             AgreedError: that in one of several processes; in all of them.
         """
         owned = assembly.ownership
-        made = owned.processes.together("pipeline", lambda: cls._over(assembly, schedule, costs, epilogues))
-        owned.agree_on_programs(made.programs)
-        return made
+        pipeline = owned.processes.run_on_all("pipeline", lambda: cls._over(assembly, schedule, costs, epilogues))
+        owned.agree_on_programs(pipeline.programs)
+        return pipeline
 
     @classmethod
     def _over(cls, assembly: Assembly, schedule: Schedule, costs: CostProfile | None, epilogues: Epilogues) -> Pipeline:
@@ -144,16 +146,18 @@ class Pipeline(Assembly):
                 f"schedule {schedule.name!r} places stages differently from how they were compiled; build a new pipeline for it"
             )
         assembly = assembly.with_ops(schedule)
-        wanted = braided_slots(schedule, assembly.stages) if assembly.braid else ()
-        braids = build_braids(wanted, assembly.functions, assembly.cache)
+        slots = braided_slots(schedule, assembly.stages) if assembly.braid else ()
+        braids = build_braids(slots, assembly.functions, assembly.cache)
         dump.dump("schedule", schedule.name, str(schedule))
         costs = assembly.flop_costs if costs is None else with_missing_ops(costs, assembly.stages)
         owned, crossing = assembly.ownership, None
         if owned.divided:
             crossing = Crossing(owned.process_of, _simulated(schedule, costs), owned.lanes, _EARLY)
         programs = lower(schedule, assembly.stages, braids, crossing)
-        platform, own = str(assembly.submeshes[0].devices.flat[0].platform), [programs[rank] for rank in owned.ranks]
-        check_host_memory(own, assembly.offload, platform, owned.processes.on_this_host)
+        platform = str(assembly.submeshes[0].devices.flat[0].platform)
+        local_programs = [programs[rank] for rank in owned.ranks]
+        check_host_memory(local_programs, assembly.offload, platform, owned.processes.on_this_host)
+        # Made here only to raise now, and not in the first step, where devices have no pinned host memory.
         if _offloads(programs):
             for mesh in assembly.submeshes:
                 host_copies(replicated(mesh), fallback=assembly.offload.fallback)
@@ -162,33 +166,35 @@ class Pipeline(Assembly):
             **stages,
             schedule=schedule,
             programs=programs,
-            own=tuple(own),
+            local_programs=tuple(local_programs),
             costs=costs,
             braids=braids,
             epilogues=epilogues,
         )
 
     def alone(self, rank: int, transport: Transport) -> Pipeline:
-        """The same pipeline, running one rank's program here: ``transport`` carries its messages. Compiles nothing."""
-        return replace(self, own=(self.programs[rank],), transport=transport)
+        """Return the same pipeline, running one rank's program here: ``transport`` carries its messages. Compiles nothing."""
+        return replace(self, local_programs=(self.programs[rank],), transport=transport)
 
     def with_costs(self, costs: CostProfile) -> Pipeline:
-        """The same pipeline, dispatching in the order and predicting the times that ``costs`` give. Compiles nothing."""
-        if self.ownership.divided:  # the order of messages follows them
+        """Return the same pipeline, dispatching in the order and predicting the times that ``costs`` give. Compiles nothing."""
+        # Between processes the order of messages follows the costs, so the programs are lowered anew.
+        if self.ownership.divided:
             return self.over(self, self.schedule, costs, self.epilogues)
         return replace(self, costs=with_missing_ops(costs, self.stages))
 
     def with_epilogues(self, epilogues: Epilogues) -> Pipeline:
-        """The same pipeline, handing the accumulators of each (rank, stage) in ``epilogues`` to a function as soon as nothing
-        adds to them: what it returns is in :attr:`StepOutputs.reduced`. Compiles nothing."""
+        """Return the same pipeline, handing the accumulators of each (rank, stage) in ``epilogues`` to a function as soon as
+        nothing adds to them: what it returns is in :attr:`StepOutputs.reduced`. Compiles nothing."""
         return replace(self, epilogues=epilogues)
 
     def with_schedule(self, schedule: Schedule, costs: CostProfile | None = None) -> Pipeline:
-        """Another order over the same stages on the same ranks, and other costs if given; as :meth:`over`."""
+        """Return a pipeline of another order over the same stages on the same ranks, and other costs if given; see
+        :meth:`over`."""
         return self.over(self, schedule, self.costs if costs is None else costs, self.epilogues)
 
     def with_offload(self, offload: OffloadOptions) -> Pipeline:
-        """The same stages and order, moving another part of the residuals or moving it elsewhere. Compiles nothing.
+        """Return the same stages and order, moving another part of the residuals or moving it elsewhere. Compiles nothing.
 
         Raises:
             StageError, ProgramError: the fraction is outside 0..1, or this machine can't do it.
@@ -201,20 +207,24 @@ class Pipeline(Assembly):
     @cached_property
     def order(self) -> tuple[tuple[int, int], ...]:
         """(rank, instruction) in the order of dispatch."""
-        return issue_order(self.own, self._predicted)
+        return issue_order(self.local_programs, self._predicted)
 
     @cached_property
     def executor(self) -> Executor:
-        held = {(k, at): ended for k, p in enumerate(self.own) for at, ended in holds(p, self._predicted).items()}
+        waits = {
+            (k, at): offloads
+            for k, program in enumerate(self.local_programs)
+            for at, offloads in holds(program, self._predicted).items()
+        }
         return Executor(
-            self.own,
+            self.local_programs,
             self.order,
             self.functions,
             self.submeshes,
             self.transport or self.ownership.transport(self.programs),
             all_programs=self.programs,
             offload_fallback=self.offload.fallback,
-            holds=held,
+            holds=waits,
             braids=self.braids,
             epilogues=self.epilogues,
         )
@@ -231,7 +241,7 @@ class Pipeline(Assembly):
         record: bool = False,
         late: Late | None = None,
     ) -> StepOutputs:
-        """One pass over ``batch`` (arrays ``[microbatches, microbatch size, …]`` by name): gradients are added to ``acc``,
+        """Run one pass over ``batch`` (arrays ``[microbatches, microbatch size, …]`` by name): gradients are added to ``acc``,
         which is donated. ``key``: this step's PRNG key, needed if a layer draws random numbers. ``record``: all processes
         start together, and process 0 gets the events of all. ``late``: gives accumulators in place of ``acc``.
 
@@ -244,7 +254,7 @@ class Pipeline(Assembly):
         if not record:
             return self.executor.run(inputs, late=late)
         clock = processes.clock()
-        return gathered(self.executor.run(inputs, record=True), processes, clock)
+        return _with_all_events(self.executor.run(inputs, record=True), processes, clock)
 
     def step_inputs(
         self,
@@ -262,7 +272,7 @@ class Pipeline(Assembly):
     def loss_and_grads(
         self, params: Mapping[Instance, Buffers], batch: Batch, key: jax.Array | None = None
     ) -> tuple[jax.Array, dict[str, Params]]:
-        """Mean loss and its gradient by layer name (tied copies added to their owner), for tests and small uses.
+        """Return the mean loss and its gradient by layer name (tied copies added to their owner), for tests and small uses.
 
         Raises:
             ProgramError: stages are other processes'.
@@ -272,17 +282,18 @@ class Pipeline(Assembly):
         sums = [sum(float(jnp.sum(x)) for x in port) for port in zip(*out.losses, strict=True)]
         loss_sum, weight = self.reported.loss(sums)
         acc = self.sum_replicas({at: self._reductions[at](list(buffers)) for at, buffers in out.acc.items()})
-        whole: dict[int, dict[str, Params]] = {}
+        stage_gradients: dict[int, dict[str, Params]] = {}
         grads: dict[str, Params] = {}
         for s, f in enumerate(self.stages):
             untrained = (np.zeros(b.shape, b.dtype) for b in f.param_avals[f.layout.num_trained :])
             buffers = [*jax.device_get(acc[self.primary(s)]), *untrained]
-            whole[s] = f.layout.unpack(buffers)
+            stage_gradients[s] = f.layout.unpack(buffers)
             grads |= f.layout.unpack(buffers, copies=False)
         for tie in self.tied:
-            extra = get_leaf(whole[tie.copy_stage], tie.copy_path)
+            extra = get_leaf(stage_gradients[tie.copy_stage], tie.copy_path)
             grads = with_leaf(grads, tie.owner_path, get_leaf(grads, tie.owner_path) + extra)
-        with np.errstate(all="ignore"):  # what is not finite is the caller's to see
+        # A loss without weight divides by zero; what is not finite is the caller's to see.
+        with np.errstate(all="ignore"):
             mean = jax.tree.map(lambda g: jnp.asarray(g / weight, jnp.result_type(g.dtype, 1.0)), grads)
         return jnp.asarray(loss_sum / weight), self.model.joined(mean)
 
@@ -321,7 +332,7 @@ class Pipeline(Assembly):
         return replace(self.costs, optimizer_bytes=static)
 
     def replay_ratio(self, outputs: StepOutputs) -> float:
-        """Wall time of a recorded step ÷ replay of its order with its own durations (:mod:`jaxpipe.runtime.measured`)."""
+        """Wall time of a recorded step ÷ replay of its order with its own durations (:mod:`jaxpipe.runtime.recorder`)."""
         return replay_ratio(self.schedule, self.measured_timeline(outputs), outputs.step_s)
 
     @cached_property
@@ -346,7 +357,7 @@ class Pipeline(Assembly):
             curves: keep what is held after each instruction.
         """
         return account(
-            self.own,
+            self.local_programs,
             self.order,
             self.functions,
             num_microbatches=self.schedule.num_microbatches,
@@ -367,11 +378,12 @@ class Pipeline(Assembly):
         owned, stages = self.ownership, [f for f in self.stages if self.primary(f.stage)[0] in self.ownership.ranks]
         if owned.divided:
             for function in (f for x in stages for op, f in x.functions.items() if fused or not op_spec(op).parts):
-                footprint(function)  # compiled while nobody measures
+                footprint(function)
+            # All compile before anyone measures: a compiler next door takes cores away from emulated devices.
             owned.processes.barrier("timing")
         measured = measure_stages(stages, repeats=repeats, fused=fused)
         if owned.divided:
-            measured = StageMeasurements.of_all(self.stages, owned.shared("timings", measured.told()))
+            measured = StageMeasurements.from_json(self.stages, owned.shared("timings", measured.as_json()))
         costs = measured.costs()
         return (
             replace(costs, host=self._host_link(repeats), offload_s=(), load_s=())
@@ -382,13 +394,13 @@ class Pipeline(Assembly):
     def _host_link(self, repeats: int) -> HostLink:
         """Measure the host link in process 0; ranks that share lanes as each finds its own."""
         owned = self.ownership
-        own = [self.submeshes[rank].devices.flat[0] for rank in owned.ranks]
-        measured = measure_host_link(own, repeats=repeats)
+        devices = [self.submeshes[rank].devices.flat[0] for rank in owned.ranks]
+        measured = measure_host_link(devices, repeats=repeats)
         link = HostLink() if measured is None else measured.host_link()
-        groups = [[owned.ranks[position] for position in group] for group in link.groups]
-        told = owned.shared("host link", {owned.processes.mine: [asdict(replace(link, groups=())), groups]})
-        shared = tuple(tuple(group) for _, found in told.values() for group in found)
-        return HostLink(**{**told[0][0], "groups": shared})
+        local_groups = [[owned.ranks[position] for position in group] for group in link.groups]
+        links = owned.shared("host link", {owned.processes.mine: [asdict(replace(link, groups=())), local_groups]})
+        groups = tuple(tuple(group) for _, process_groups in links.values() for group in process_groups)
+        return HostLink(**{**links[0][0], "groups": groups})
 
     def warm_up(self) -> None:
         """Compile everything before the first step: every function runs once, and every link carries a message."""
@@ -401,14 +413,30 @@ class Pipeline(Assembly):
             at: [jax.device_put(jnp.zeros(a.shape, a.dtype), a.sharding) for a in self.functions[at].param_avals]
             for at in self.own_instances
         }
-        self.run(
-            params, acc, batch, jax.random.key(0, impl=THREEFRY)
-        ).wait()  # accumulators may be donated to what follows
+        # Waits, as the accumulators that the step was given may be donated to what follows.
+        self.run(params, acc, batch, jax.random.key(0, impl=THREEFRY)).wait()
+
+
+def _with_all_events(outputs: StepOutputs, processes: Processes, clock: tuple[float, float]) -> StepOutputs:
+    """Add to a recorded step the events of all other processes, in process 0; elsewhere return it as it is. ``clock``: from
+    :meth:`~jaxpipe.runtime.processes.Processes.clock`, before the step."""
+    if processes.number == 1:
+        return outputs
+    ahead, error = clock
+    began = outputs.stamps[0] + ahead
+    local_events = [(e.rank, e.lane, str(e.action), began + e.start_s, began + e.end_s) for e in outputs.events]
+    parts = processes.gather("events", (began, began + outputs.step_s, error, local_events))
+    if not parts:
+        return outputs
+    starts, ends, errors, events_of = zip(*parts, strict=True)
+    first = min(starts)
+    events = [Event(r, lane, parse_slot(a), start - first, end - first) for r, lane, a, start, end in chain(*events_of)]
+    return replace(outputs, events=tuple(events), step_s=max(ends) - first, clock_error_s=max(errors))
 
 
 def _simulated(schedule: Schedule, costs: CostProfile) -> Timeline:
-    """The timeline that the order of dispatch follows, and that of messages between processes; bytes that stay change no
-    time."""
+    """Simulate the timeline that the order of dispatch follows, and that of messages between processes. Bytes that stay change
+    no time."""
     return simulate(schedule, at_ranks_share(costs, schedule))
 
 

@@ -1,8 +1,12 @@
 """The processes of a run, as the rest of jaxpipe sees them: what they agree on, tell each other, and how they end together.
 
-Texts go over :mod:`jaxpipe.runtime.lines`, not over JAX's key-value store: they are there before JAX is, and tell at once who
-ended. JAX's distributed runtime is joined after that, for its devices and transfers (:meth:`Processes.start_jax`).
-Importing this imports no JAX, and one process alone never calls it.
+Messages go over :mod:`jaxpipe.runtime.connections`, not over JAX's key-value store: the connections are there before JAX is,
+and tell at once who ended. JAX's distributed runtime is joined after that, for its devices and transfers
+(:meth:`Processes.start_jax`). Importing this imports no JAX, and a single process never calls it.
+
+Four collectives keep processes in step; each is called by all of them with the same name, and raises in all or in none:
+:meth:`~Processes.run_on_all` (a function that may fail anywhere), :meth:`~Processes.raise_if_any` (a problem of any process),
+:meth:`~Processes.require_equal` (values that must not differ), :meth:`~Processes.validate_on_leader` (a rule over all values).
 """
 
 from __future__ import annotations
@@ -15,56 +19,62 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
 from jaxpipe.errors import AgreedError, ConfigError, JaxpipeError, RunError
-from jaxpipe.runtime import interfaces
-from jaxpipe.runtime.foreign_peers import foreign_peers, words_of
-from jaxpipe.runtime.lines import Lines, Standing
-from jaxpipe.runtime.meeting import meet
-from jaxpipe.runtime.peers import Peers
+from jaxpipe.runtime import peers
+from jaxpipe.runtime.connections import Connections, ProcessStatus, connect
+from jaxpipe.runtime.peers import Peers, foreign_peers, words_of
 
 _JAX_JOIN_S = 60
-_JAX_HEARTBEAT_S = 100  # ours is earlier
+# Longer than our own silence limit (30 s), so that a lost process is reported by our line, not by JAX's SIGABRT.
+_JAX_HEARTBEAT_S = 100
 _JAX_SHUTDOWN_S = 10
 _CAUSE_S = 1.0
+"""Seconds that a process whose instruction failed waits for the line of another, whose end may be the cause."""
 _ROUND_TRIPS = 8
 
-Made = TypeVar("Made")
+Result = TypeVar("Result")
 
 
 class Processes:
-    """``number`` processes, of which this is ``mine``. All of them call the same methods with the same names in the same order;
-    where one ends, the others do. By itself this is one process; :class:`Joined` are several."""
+    """The ``number`` processes of a run, of which this is ``mine``. All of them call the same methods with the same names in
+    the same order; where one ends, the others do. This class is a single process; :class:`ProcessGroup` are several."""
 
     number, mine = 1, 0
     on_this_host = 1
-    """How many of them."""
+    """The number of processes that share this host."""
 
     def who(self, process: int) -> str:
-        """What messages call a process."""
+        """Return what messages call a process."""
         return f"process {process}"
 
     def gather(self, name: str, value: Any) -> Sequence[Any]:
-        """The values of all processes, by process, in process 0; empty elsewhere. Of JSON, as all that they tell each other."""
+        """Return the values of all processes, by process, in process 0; nothing elsewhere. Values are JSON, as in all
+        messages."""
         return (value,)
 
     def broadcast(self, name: str, value: Any) -> Any:
-        """The value of process 0, in all."""
+        """Return the value of process 0 in all processes."""
         return value
 
     def clock(self) -> tuple[float, float]:
-        """Wait until all have come here: how many seconds ``time.perf_counter`` of process 0 is ahead of this one's, and by
-        how many that may be wrong: half of the shortest of some round trips."""
+        """Wait until all have come here, and compare clocks.
+
+        Returns:
+            The seconds that ``time.perf_counter`` of process 0 is ahead of this one's, and by how many that may be wrong: half
+            of the shortest of some round trips.
+        """
         return 0.0, 0.0
 
     def interface(self) -> str:
-        """The address by which the others reach this process. All processes call it together.
+        """Return the address by which the others reach this process. All processes call it together.
 
         Raises:
-            AgreedError: there is none, see :mod:`jaxpipe.runtime.interfaces`.
+            AgreedError: there is none, see :func:`agree_on_interface`.
         """
         return "127.0.0.1"
 
     def start_jax(self) -> None:
-        """Join JAX's distributed runtime, so that ``jax.devices()`` are those of all processes. Before JAX looks for devices.
+        """Join JAX's distributed runtime, so that ``jax.devices()`` are those of all processes. Call it before JAX looks for
+        devices.
 
         Raises:
             RunError: it could not be joined.
@@ -72,14 +82,14 @@ class Processes:
 
     def end(self, how: str, code: int) -> None:
         """End this process with one line on standard error, and all others with the same line and exit code. ``how``: goes on
-        after the name of the process, such as ``failed: …``. Alone it returns: a process ends as ever."""
+        after the name of the process, such as ``failed: …``. A single process returns, and ends as ever."""
 
-    def tell_standing(self, standing: Standing) -> None:
-        """What is to be known of this process when a process is lost, or one of them has waited for too long."""
+    def set_status(self, standing: ProcessStatus) -> None:
+        """Set what others may ask of this process when a process is lost, or one of them has waited for too long."""
 
-    def end_late(self, late: str) -> None:
+    def time_out(self, late: str) -> None:
         """End all processes, as another thread has waited for too long: with a line that names the one that has come least far,
-        or does not answer. ``late``: what took too long. Alone it returns."""
+        or does not answer. ``late``: what took too long. A single process returns."""
 
     def leave(self) -> None:
         """Wait until all have come here, and take everything down; process 0 returns last."""
@@ -89,72 +99,76 @@ class Processes:
         self.gather(name, "")
         self.broadcast(name, "")
 
-    def judge(self, name: str, value: Any, wrong: Callable[[Sequence[Any]], str]) -> None:
-        """Process 0 says what is ``wrong`` with the values of all, by process; empty: nothing.
+    def validate_on_leader(self, name: str, value: Any, problem_of: Callable[[Sequence[Any]], str]) -> None:
+        """Have process 0 judge the values of all. ``problem_of``: values by process to what is wrong with them, or "".
 
         Raises:
-            AgreedError: anything is; in all processes.
+            AgreedError: anything is wrong; in all processes, with the same words.
         """
         values = self.gather(name, value)
-        if found := self.broadcast(name, wrong(values) if self.mine == 0 else ""):
-            raise AgreedError(found)
+        # The verdict is broadcast even when there is none: the others wait for it.
+        if problem := self.broadcast(name, problem_of(values) if self.mine == 0 else ""):
+            raise AgreedError(problem)
 
-    def agree(self, name: str, values: Mapping[str, str], advice: str) -> None:
-        """Check that all say the same. ``advice``: what to do where they don't.
+    def require_equal(self, name: str, values: Mapping[str, str], advice: str) -> None:
+        """Check that all processes have the same values. ``advice``: what to do where they don't.
 
         Raises:
             AgreedError: two differ; names the process and what it differs in.
         """
 
-        def wrong(values: Sequence[Mapping[str, str]]) -> str:
-            first, *others = values
-            for process, other in enumerate(others, 1):
-                for key in sorted(first.keys() | other.keys()):
-                    have, want = other.get(key, "none"), first.get(key, "none")
-                    if have != want:
-                        return f"{self.who(process)} has {key}={have}, {self.who(0)} has {want}: {advice}"
+        def first_difference(values: Sequence[Mapping[str, str]]) -> str:
+            leader, *followers = values
+            for process, follower in enumerate(followers, 1):
+                for key in sorted(leader.keys() | follower.keys()):
+                    actual, expected = follower.get(key, "none"), leader.get(key, "none")
+                    if actual != expected:
+                        return f"{self.who(process)} has {key}={actual}, {self.who(0)} has {expected}: {advice}"
             return ""
 
-        self.judge(name, dict(values), wrong)
+        self.validate_on_leader(name, dict(values), first_difference)
 
-    def check(self, name: str, wrong: str) -> None:
-        """``wrong``: what is wrong in this process; empty: nothing.
+    def raise_if_any(self, name: str, problem: str) -> None:
+        """Raise in all processes if one has a problem. ``problem``: this process's, in words, or "".
 
         Raises:
-            AgreedError: anything is wrong in any process; in all of them.
+            AgreedError: there is a problem in any process; in all of them.
         """
 
-        def first(texts: Sequence[str]) -> str:
-            if self.number > 1 and len(set(texts)) == 1:
-                return texts[0]
-            return next((f"{self.who(k)}: {text}" for k, text in enumerate(texts) if text), "")
+        def first_problem(problems: Sequence[str]) -> str:
+            # What all say alike is no one process's problem, and named none.
+            if self.number > 1 and len(set(problems)) == 1:
+                return problems[0]
+            return next((f"{self.who(k)}: {text}" for k, text in enumerate(problems) if text), "")
 
-        self.judge(name, wrong, first)
+        self.validate_on_leader(name, problem, first_problem)
 
-    def together(self, name: str, make: Callable[[], Made]) -> Made:
-        """What ``make`` makes, if it fails nowhere.
+    def run_on_all(self, name: str, make: Callable[[], Result]) -> Result:
+        """Return what ``make`` returns, if it fails in no process.
 
         Raises:
             AgreedError: it failed in one of several processes; in all of them.
         """
         if self.number == 1:
             return make()
-        made: list[Made] = []
-        wrong = ""
+        results: list[Result] = []
+        problem = ""
+        # The error is held back until all have come here: raised at once, it would leave the others waiting in their next
+        # collective. Anything but an error of ours is a bug; it ends this process, and the lost connection ends the others.
         try:
-            made.append(make())
+            results.append(make())
         except JaxpipeError as error:
-            wrong = str(error)
-        self.check(name, wrong)
-        return made[0]
+            problem = str(error)
+        self.raise_if_any(name, problem)
+        return results[0]
 
     def ranks(self, count: int) -> tuple[range, ...]:
-        """The ranks of each process: see :func:`divided`."""
+        """Return the ranks of each process: see :func:`divided`."""
         return divided(count, self.number)
 
 
 def divided(count: int, number: int) -> tuple[range, ...]:
-    """The ranks of each of ``number`` processes: consecutive ones of ``count``, as evenly as can be.
+    """Divide ``count`` ranks among ``number`` processes: consecutive ones each, as evenly as can be.
 
     Raises:
         AgreedError: there are fewer ranks than processes.
@@ -172,7 +186,7 @@ def agree_on_interface(
     ends: Mapping[int, tuple[str, str]],
     environ: Mapping[str, str] = os.environ,
 ) -> str:
-    """The address by which the others reach this process. All processes call it together.
+    """Return the address by which the others reach this process. All processes call it together.
 
     Args:
         hosts: their names, by process.
@@ -181,106 +195,112 @@ def agree_on_interface(
     Raises:
         AgreedError: JAXPIPE_INTERFACE names no interface of a host, or the others can't reach an address.
     """
-    said, wrong = interfaces.said_address(environ)
-    processes.check("interface", wrong)
-    own = said or (interfaces.address_of_first(ends.values()) if processes.mine == 0 else "")
-    first = processes.broadcast("address of process 0", own)
-    own = own or (first if interfaces.same_host(*ends[0]) else ends[0][0])
+    setting, problem = peers.address_from_setting(environ)
+    processes.raise_if_any("interface", problem)
+    address = setting or (peers.address_of_first(ends.values()) if processes.mine == 0 else "")
+    first = processes.broadcast("address of process 0", address)
+    # The connection of a process on process 0's host may have loopback ends; process 0 has seen the address that others use.
+    address = address or (first if peers.same_host(*ends[0]) else ends[0][0])
 
-    def wrong_address(addresses: Sequence[str]) -> str:
+    def unreachable_address(addresses: Sequence[str]) -> str:
         several = len(set(hosts)) > 1
-        problems = [(k, interfaces.unreachable(address, several)) for k, address in enumerate(addresses)]
+        problems = [(k, peers.unreachable(address, several)) for k, address in enumerate(addresses)]
         return next((f"{processes.who(k)} {problem}" for k, problem in problems if problem), "")
 
-    processes.judge("addresses", own, wrong_address)
-    return own
+    processes.validate_on_leader("addresses", address, unreachable_address)
+    return address
 
 
-Alone = Processes
-"""One process."""
+SingleProcess = Processes
 
 
-class Joined(Processes):
-    """Several processes, which have met.
+class ProcessGroup(Processes):
+    """Several processes, connected to process 0.
 
     Args:
         wait_s: how long to wait for the others.
 
     Raises:
-        ConfigError: they did not come, or do not fit together (:func:`~jaxpipe.runtime.meeting.meet`).
+        ConfigError: they did not come, or do not fit together (:func:`~jaxpipe.runtime.connections.connect`).
     """
 
     def __init__(self, peers: Peers, wait_s: float) -> None:
         self.number, self.mine = peers.number, peers.mine
         self._peers, self._jax, self._address = peers, False, ""
-        self._lines: Lines = meet(peers, wait_s)
-        self.on_this_host = self._lines.hosts.count(self._lines.hosts[self.mine])
+        self._connections: Connections = connect(peers, wait_s)
+        self.on_this_host = self._connections.hosts.count(self._connections.hosts[self.mine])
 
     def who(self, process: int) -> str:
-        return self._lines.who(process)
+        return self._connections.who(process)
 
     def gather(self, name: str, value: Any) -> Sequence[Any]:
         if self.mine:
-            self._lines.send(0, name, value)
+            self._connections.send(0, name, value)
             return ()
-        return (value, *(self._lines.receive(k, name) for k in range(1, self.number)))
+        return (value, *(self._connections.receive(k, name) for k in range(1, self.number)))
 
     def broadcast(self, name: str, value: Any) -> Any:
         if self.mine:
-            return self._lines.receive(0, name)
-        self._lines.send_all(name, value)
+            return self._connections.receive(0, name)
+        self._connections.send_all(name, value)
         return value
 
     def clock(self) -> tuple[float, float]:
-        lines, now = self._lines, time.perf_counter
+        connections, now = self._connections, time.perf_counter
         if self.mine:
             for _ in range(_ROUND_TRIPS):
-                lines.receive(0, "clock")
-                lines.send(0, "clock", now())
-            ahead, error = lines.receive(0, "clock")
+                connections.receive(0, "clock")
+                connections.send(0, "clock", now())
+            ahead, error = connections.receive(0, "clock")
             return ahead, error
-        others = range(1, self.number)
-        trips: dict[int, list[tuple[float, float]]] = {process: [] for process in others}
+        followers = range(1, self.number)
+        trips: dict[int, list[tuple[float, float]]] = {process: [] for process in followers}
         for _ in range(_ROUND_TRIPS):
-            asked = {}
-            for process in others:
-                asked[process] = now()
-                lines.send(process, "clock", "")
-            for process in others:
-                there, came = lines.receive_timed(process, "clock")
-                half = (came - asked[process]) / 2
-                trips[process].append((half, asked[process] + half - there))
-        for process in others:  # all go on together
+            sent_at = {}
+            for process in followers:
+                sent_at[process] = now()
+                connections.send(process, "clock", "")
+            for process in followers:
+                remote_time, received_at = connections.receive_timed(process, "clock")
+                half = (received_at - sent_at[process]) / 2
+                # As in NTP: the other read its clock in the middle of the trip, give or take half of it.
+                trips[process].append((half, sent_at[process] + half - remote_time))
+        # Nobody is answered before all are measured, so that all go on together.
+        for process in followers:
             half, ahead = min(trips[process])
-            lines.send(process, "clock", (ahead, half))
+            connections.send(process, "clock", (ahead, half))
         return 0.0, 0.0
 
     def interface(self) -> str:
         if not self._address:
-            self._address = agree_on_interface(self, self._lines.hosts, self._lines.ends())
-            who = (self._address, self._lines.hosts[self.mine], os.getpid())
-            everybody = self.broadcast("everybody", self.gather("everybody", who))
+            self._address = agree_on_interface(self, self._connections.hosts, self._connections.ends())
+            identity = (self._address, self._connections.hosts[self.mine], os.getpid())
+            everybody = self.broadcast("everybody", self.gather("everybody", identity))
             addresses = {address for address, _, _ in everybody}
-            here = [pid for _, host, pid in everybody if host == self._lines.hosts[self.mine]]
-            self._lines.tell_foreign(lambda: words_of(foreign_peers(addresses, here)))
+            local_pids = [pid for _, host, pid in everybody if host == self._connections.hosts[self.mine]]
+            self._connections.report_strangers(lambda: words_of(foreign_peers(addresses, local_pids)))
         return self._address
 
     def start_jax(self) -> None:
         import jax
 
         peers = self._peers
-        self.interface()  # what is wrong with it is said before anything is compiled
+        # First, so that a wrong interface is reported before anything is compiled.
+        self.interface()
         port = self.broadcast("port of JAX", _free_port(peers) if self.mine == 0 else 0)
-        late = threading.Timer(
+        # It fires before JAX's own timeout, names the port, and ends all processes with that line.
+        timer = threading.Timer(
             _JAX_JOIN_S,
             self.end,
             (f"did not reach JAX's service at {peers.at(port)} within {_JAX_JOIN_S} s: open that port", 2),
         )
-        late.daemon = True
-        late.start()
-        os.environ.setdefault("no_grpc_proxy", peers.host)  # or it may wait for ever
+        timer.daemon = True
+        timer.start()
+        # Through a proxy that the environment names, gRPC may wait for ever.
+        os.environ.setdefault("no_grpc_proxy", peers.host)
         jax.config.update("jax_check_proxy_envs", False)
-        jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM away
+        # It would take SIGTERM away, with which a scheduler asks for a last checkpoint.
+        jax.config.update("jax_enable_preemption_service", False)
         own_machine = peers.host in ("127.0.0.1", "localhost")
         try:
             jax.distributed.initialize(
@@ -296,19 +316,20 @@ class Joined(Processes):
             )
         except RuntimeError as error:
             raise RunError(f"JAX's distributed runtime can't be joined: {error}") from None
-        late.cancel()
+        timer.cancel()
         self._jax = True
 
     def end(self, how: str, code: int) -> NoReturn:
+        # A failed instruction may only be the sign that another process ended: then that one's line arrives and ends this one.
         if code == RunError.exit_code:
-            time.sleep(_CAUSE_S)  # the cause may be that another ended: then its line ends this process
-        self._lines.end(f"{self.who(self.mine)} {how}", code)
+            time.sleep(_CAUSE_S)
+        self._connections.end(f"{self.who(self.mine)} {how}", code)
 
-    def tell_standing(self, standing: Standing) -> None:
-        self._lines.tell_standing(standing)
+    def set_status(self, standing: ProcessStatus) -> None:
+        self._connections.set_status(standing)
 
-    def end_late(self, late: str) -> NoReturn:
-        self._lines.end_late(late)
+    def time_out(self, late: str) -> NoReturn:
+        self._connections.time_out(late)
 
     def leave(self) -> None:
         self.barrier("leave")
@@ -316,11 +337,11 @@ class Joined(Processes):
             import jax
 
             jax.distributed.shutdown()
-        self._lines.leave()
+        self._connections.leave()
 
 
 def _free_port(peers: Peers) -> int:
-    """The one after that of the run, or any other, for JAX's service."""
+    """Return the port after that of the run, or any other that is free, for JAX's service."""
     for port in (peers.port + 1, 0):
         with socket.socket() as probe:
             try:
@@ -329,3 +350,7 @@ def _free_port(peers: Peers) -> int:
                 continue
             return int(probe.getsockname()[1])
     raise ConfigError("no port is free for JAX's service")
+
+
+Joined = ProcessGroup
+"""The earlier name of :class:`ProcessGroup`."""

@@ -5,6 +5,10 @@ last; it ends when its result is ready. Devices run what they are given in order
 the action took on its device, up to the latency of waking a thread. Copies to and from the host have lanes of their own, as
 they overlap compute; an offload starts no earlier than what it copies is ready, a load no earlier than its offload has ended.
 The dispatching thread never waits. A braid that runs as one function is one action here.
+
+:func:`measured_timeline` makes a :class:`Timeline` of the events, and :func:`replay_ratio` compares it with a replay of its own
+durations: the wall time of the step over the makespan of the same order with the same measured durations and no communication.
+That shows what the runtime loses to dispatch, transfers and waiting; noise in the durations themselves cancels.
 """
 
 from __future__ import annotations
@@ -14,20 +18,24 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
 import jax
 
-from jaxpipe.schedule import Event, Slot
+from jaxpipe.schedule import CostProfile, Event, Schedule, Slot, Timeline, build_graph, replay
 from jaxpipe.schedule.deps import HOST_LANES
+from jaxpipe.schedule.memory import memory_curves, static_bytes
 
+# Python's default of 5 ms would let the dispatching thread keep the interpreter while a thread that was woken waits for it, and
+# put that on the action's time.
 _SWITCH_S = 5e-5
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class FailedAction:
     """An action whose result could not be computed. ``number``: its place in the order of dispatch."""
 
     number: int
@@ -60,8 +68,9 @@ class Recorder:
         self._queues: dict[tuple[int, str], queue.SimpleQueue[_Watched | None]] = {}
         self._threads: list[threading.Thread] = []
         self._readings: list[list[_Reading]] = [[] for _ in range(num_ranks)]
-        self._last: dict[tuple[int, int, int], jax.Array | None] = {}  # marker by (rank, stage, microbatch)
-        self._failures: list[Failure] = []
+        # The marker of the last action, by (rank, stage, microbatch): what a host copy that follows it copies from.
+        self._last: dict[tuple[int, int, int], jax.Array | None] = {}
+        self._failures: list[FailedAction] = []
         self._origin = 0.0
         self._count = 0
         self._switch = sys.getswitchinterval()
@@ -80,7 +89,7 @@ class Recorder:
         sys.setswitchinterval(self._switch)
 
     def dispatched(self, rank: int, lane: str, action: Slot, marker: jax.Array | None, began: float) -> None:
-        """``action`` was given to the device (lane ``compute``, ``d2h`` or ``h2d``), or its message was (``recv``).
+        """Note that ``action`` was given to the device (lane ``compute``, ``d2h`` or ``h2d``), or its message was (``recv``).
 
         ``marker``: an array that is ready when it is done; None or no array if the host did it, between ``began`` and now.
         """
@@ -92,6 +101,7 @@ class Recorder:
         if lane != "recv":
             for a in action.actions:
                 at = (rank, a.stage, a.microbatch)
+                # A copy waits in its own queue for its source; without the source's time it would seem to run all the while.
                 source = self._last.get(at) if lane in HOST_LANES and marker is not None else None
                 self._last[at] = marker
         earliest = began if marker is None else now
@@ -119,17 +129,17 @@ class Recorder:
                     marker.block_until_ready()
                     reading = reading._replace(ended=time.perf_counter())
             except Exception as error:
-                self._failures.append(Failure(reading.number, rank, reading.action, error))
+                self._failures.append(FailedAction(reading.number, rank, reading.action, error))
             else:
                 self._readings[rank].append(reading)
 
     @property
-    def failure(self) -> Failure | None:
-        """The failure to blame, if any: the one that others depend on was dispatched first."""
+    def failure(self) -> FailedAction | None:
+        """The failure to blame, or None. The one that others depend on was dispatched first."""
         return min(self._failures, key=lambda f: f.number, default=None)
 
     def events(self) -> tuple[Event, ...]:
-        """All events, rank by rank in issue order."""
+        """Return all events, rank by rank in issue order."""
         return tuple(
             Event(rank, r.lane, r.action, start - self._origin, end - self._origin)
             for rank, readings in enumerate(self._readings)
@@ -139,7 +149,7 @@ class Recorder:
 
 
 def _reconciled(readings: Sequence[_Reading], origin: float) -> list[tuple[_Reading, float, float]]:
-    """Start and end of one rank's readings, in order of dispatch, consistent over its lanes.
+    """Return each reading of one rank with its start and end, in order of dispatch, consistent over its lanes.
 
     Threads of different lanes wake up with different delays, but an action has ended when a later one of its lane has, or when
     the next one of its stage and microbatch could start or has ended: the earliest of these readings is its end.
@@ -147,6 +157,7 @@ def _reconciled(readings: Sequence[_Reading], origin: float) -> list[tuple[_Read
     ends = [0.0] * len(readings)
     lane_end: dict[str, float] = {}
     chain_end: dict[tuple[int, int], float] = {}
+    # Backwards: a reading's end is bounded by those after it, never by those before.
     for k in range(len(readings) - 1, -1, -1):
         _, action, lane, _, sourced, ended = readings[k]
         queued, chains = _queue_of(lane), _chains(action)
@@ -155,6 +166,7 @@ def _reconciled(readings: Sequence[_Reading], origin: float) -> list[tuple[_Read
             ended = min(ended, *(chain_end.get(chain, math.inf) for chain in chains))
             chain_end.update(dict.fromkeys(chains, min(ended, sourced)))
         ends[k] = lane_end[queued] = ended
+    # Forwards: a start follows from the ends before it, which stand now.
     spans = []
     free: dict[str, float] = {}
     done: dict[tuple[int, int], float] = {}
@@ -169,10 +181,65 @@ def _reconciled(readings: Sequence[_Reading], origin: float) -> list[tuple[_Read
 
 
 def _chains(slot: Slot) -> tuple[tuple[int, int], ...]:
-    """(stage, microbatch) of what the slot holds: what belongs to one of them runs one after another."""
+    """Return (stage, microbatch) of each action of the slot: actions of one such pair run one after another."""
     return tuple((a.stage, a.microbatch) for a in slot.actions)
 
 
 def _queue_of(lane: str) -> str:
-    """The lane whose thread waits for it: what is received is waited for where it is computed on."""
+    """Return the lane whose thread waits for it: what is received is waited for where it is computed on."""
     return lane if lane in HOST_LANES else "compute"
+
+
+def measured_timeline(schedule: Schedule, costs: CostProfile, events: Sequence[Event]) -> Timeline:
+    """Make the timeline of recorded ``events`` (one per slot of the schedule), with memory from the bytes in ``costs``.
+
+    Braided slots that ran as several calls become one event from the first start to the last end.
+    """
+    merged = _slot_events(schedule, events)
+    graph = build_graph(schedule)
+    where = [merged[(graph.rank_of[n], slot)] for n, slot in enumerate(graph.slots)]
+    memory, peaks = memory_curves(graph, costs, [e.start_s for e in where], [e.end_s for e in where])
+    return Timeline(
+        name=schedule.name,
+        num_ranks=schedule.num_ranks,
+        events=tuple(merged[(rank, slot)] for rank in range(schedule.num_ranks) for slot in schedule.rows[rank]),
+        memory=memory,
+        peak_activations=peaks,
+        static_bytes=static_bytes(schedule.placement, costs),
+        source="measured",
+    )
+
+
+def replay_ratio(schedule: Schedule, timeline: Timeline, step_s: float) -> float:
+    """Divide ``step_s`` by the makespan of the same order with ``timeline``'s durations and no communication."""
+    durations: dict[tuple[int, Slot], float] = {(e.rank, e.action): e.end_s - e.start_s for e in timeline.events}
+    return step_s / replay(schedule, durations).makespan
+
+
+def seconds_by_op(timelines: Sequence[Timeline]) -> dict[tuple[str, int], float]:
+    """Return the mean seconds of each (op, stage) over all microbatches of some measured timelines."""
+    return {at: sum(lengths_s) / len(lengths_s) for at, lengths_s in lengths_by_op(t.events for t in timelines).items()}
+
+
+def lengths_by_op(steps: Iterable[Iterable[Event]]) -> dict[tuple[str, int], list[float]]:
+    """Return the seconds of each (op, stage) in all microbatches of some recorded steps. What ran in a braid does not count:
+    its time is not its own."""
+    lengths_s: dict[tuple[str, int], list[float]] = {}
+    for event in chain.from_iterable(steps):
+        if len(event.action.actions) == 1:
+            (action,) = event.action.actions
+            lengths_s.setdefault((action.op, action.stage), []).append(event.end_s - event.start_s)
+    return lengths_s
+
+
+def _slot_events(schedule: Schedule, events: Sequence[Event]) -> dict[tuple[int, Slot], Event]:
+    event_of = {(e.rank, e.action): e for e in events}
+    merged: dict[tuple[int, Slot], Event] = {}
+    for rank, row in enumerate(schedule.rows):
+        for slot in row:
+            slot_event = event_of.get((rank, slot))
+            parts = [slot_event] if slot_event is not None else [event_of[(rank, action)] for action in slot.actions]
+            merged[(rank, slot)] = Event(
+                rank, parts[0].lane, slot, min(e.start_s for e in parts), max(e.end_s for e in parts)
+            )
+    return merged

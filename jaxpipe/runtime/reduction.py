@@ -21,7 +21,7 @@ Reduction = Callable[[list[jax.Array]], list[jax.Array]]
 
 
 def reduction(mesh: Mesh, stage: StageFunctions) -> Reduction:
-    """A function from the accumulators of a stage on ``mesh`` to its gradients, placed like its parameters.
+    """Make a function from the accumulators of a stage on ``mesh`` to its gradients, placed like its parameters.
 
     On one device, and generally where there is nothing to add up, the accumulators are the gradients.
     """
@@ -41,14 +41,14 @@ def reduction(mesh: Mesh, stage: StageFunctions) -> Reduction:
 
 
 def reduced_axes(mesh: Mesh, kind: str) -> tuple[str, ...]:
-    """The axes of more than one device over which the gradients of a parameter buffer of this kind are summed."""
+    """Return the axes of more than one device over which the gradients of a parameter buffer of this kind are summed."""
     return tuple(a for a in (AXES if kind == "partial" else DATA) if mesh.shape[a] > 1)
 
 
 def on_rank(
     function: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: Any, donate: tuple[int, ...] = ()
 ) -> Any:
-    """``function`` of local arrays, compiled over the devices of a rank; with one device just compiled."""
+    """Compile ``function`` of local arrays over the devices of a rank; with one device just compile it."""
     if mesh.size == 1:
         return jax.jit(function, donate_argnums=donate)
     mapped = jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)

@@ -11,7 +11,7 @@ Rules, all read from the registered :class:`~jaxpipe.schedule.ir.OpSpec` and the
 6. The ranks never wait for each other in a circle.
 
 The order of transfers is not a rule. Where they are tagged, as within a process, it can't deadlock; where a transport between
-processes runs them in the order in which they were started, lowering gives them one, with proof (``jaxpipe.program.deadlock``).
+processes runs them in the order in which they were started, lowering gives them one, with proof (``jaxpipe.program.order``).
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from jaxpipe.mesh import TensorParallel
 from jaxpipe.runtime.assembly import Assembly
 from jaxpipe.runtime.offload import OffloadOptions
 from jaxpipe.runtime.pipeline import Pipeline
-from jaxpipe.runtime.processes import Alone, Processes
+from jaxpipe.runtime.processes import Processes, SingleProcess
 from jaxpipe.schedule import (
     FAMILIES,
     CostProfile,
@@ -94,7 +94,7 @@ def stage_planner(
     cut, model = pipe.cut, spread_over(pipe, model)
     size = microbatch_size // pipe.dp  # what one device sees, as far as costs go
     if cut == "measured":
-        processes = processes or Alone()
+        processes = processes or SingleProcess()
         own = measured_layer_costs(model, size) if processes.mine == 0 else ()
         costs, source = tuple(processes.broadcast("layer costs", own)), "measured"
     else:

@@ -31,7 +31,7 @@ from typing import Any, TypeAlias
 
 from jaxpipe.errors import CheckpointError
 from jaxpipe.files import Closing, check_local
-from jaxpipe.runtime.processes import Alone, Processes
+from jaxpipe.runtime.processes import Processes, SingleProcess
 from jaxpipe.text import format_bytes
 from jaxpipe.train.checkpoints.contents import (
     GROUPS,
@@ -73,7 +73,7 @@ __all__ = ["Checkpoint", "CheckpointStore", "Intact", "find", "load_params", "re
 
 _Content: TypeAlias = tuple[float | None, dict[str, Any], Mapping[str, Snapshot]]
 """Evaluation loss, ``meta``, and the groups of trees."""
-_ALONE = Alone()
+_ALONE = SingleProcess()
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,11 +28,11 @@ import numpy as np
 from jaxpipe.cost import with_measured_times
 from jaxpipe.errors import CheckpointError, DataError, JaxpipeError, NotFiniteError, RunError, short_message
 from jaxpipe.plot import plot_timelines
+from jaxpipe.runtime.connections import Position, ProcessStatus
 from jaxpipe.runtime.executor import place_of
-from jaxpipe.runtime.lines import Place, Standing
-from jaxpipe.runtime.measured import seconds_by_op
 from jaxpipe.runtime.pipeline import Pipeline
-from jaxpipe.runtime.processes import Alone, Processes
+from jaxpipe.runtime.processes import Processes, SingleProcess
+from jaxpipe.runtime.recorder import seconds_by_op
 from jaxpipe.schedule import Timeline, simulate
 from jaxpipe.schedule.json_form import from_json, to_json
 from jaxpipe.train.config import TrainConfig
@@ -91,7 +91,7 @@ def train(
         JaxpipeError: the config, data, checkpoint or schedule is wrong, an instruction failed, steps were not finite, or the
             last checkpoint could not be written. Checkpoints written before stay.
     """
-    processes = processes or Alone()
+    processes = processes or SingleProcess()
     agree_on_devices(processes, config)
     started = time.perf_counter()
     out = stream if isinstance(stream, ProgressStream) else ProgressStream(sys.stdout if stream is None else stream)
@@ -182,9 +182,9 @@ class _Run:
         )
         self.begun = start.step  # the last step that was
         self.last: TrainState | None = None  # the state that the step under way began with
-        standing = Standing(self._place, lambda: go_on(folder.store.latest()), self._whole_step, self._rescue)
-        processes.tell_standing(standing)
-        self.watchdog = Watchdog(run.machine.watchdog_s, self._explain, processes.end_late)
+        standing = ProcessStatus(self._place, lambda: go_on(folder.store.latest()), self._whole_step, self._rescue)
+        processes.set_status(standing)
+        self.watchdog = Watchdog(run.machine.watchdog_s, self._explain, processes.time_out)
         self.evaluated: tuple[int, float] | None = None
         self.evaluating = False
         self.first_loss = start.first_loss  # of the run; a later loss above it means that something went wrong
@@ -519,7 +519,7 @@ class _Run:
         again = f"; if that fails, too, move away its checkpoints after step {self.sound}" if doubtful else ""
         return go_on(step, first) + again
 
-    def _place(self) -> Place:
+    def _place(self) -> Position:
         """How far this process has come. Called in another thread, while the one that runs steps waits."""
         executor = self.pipe.executor
         if self.evaluating:

@@ -28,8 +28,8 @@ from dataclasses import dataclass, field, replace
 
 from jaxpipe.cost import with_measured_times
 from jaxpipe.errors import JaxpipeError, ScheduleError
-from jaxpipe.runtime.measured import seconds_by_op
 from jaxpipe.runtime.pipeline import Pipeline
+from jaxpipe.runtime.recorder import seconds_by_op
 from jaxpipe.schedule import CostProfile, HostLink, Schedule, Timeline, simulate
 from jaxpipe.schedule.ir import Row
 from jaxpipe.schedule.memory import static_bytes

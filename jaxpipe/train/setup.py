@@ -14,7 +14,7 @@ import numpy as np
 import optax
 
 from jaxpipe.errors import ConfigError
-from jaxpipe.program.liveness import host_bytes
+from jaxpipe.program.ir import host_bytes
 from jaxpipe.runtime.offload import OffloadOptions
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.runtime.processes import Processes

@@ -159,8 +159,8 @@ def _escapes(rng: Random) -> bytes:
 
 def _meet(trial: Trial, *, come: bool) -> None:
     from jaxpipe.errors import ConfigError
-    from jaxpipe.runtime import meeting
-    from jaxpipe.runtime.lines import Lines
+    from jaxpipe.runtime import connections
+    from jaxpipe.runtime.connections import Connections
     from jaxpipe.runtime.peers import Peers
 
     rng, number = trial.rng, trial.rng.randint(2, 4)
@@ -168,18 +168,18 @@ def _meet(trial: Trial, *, come: bool) -> None:
     with socket.create_server((_HOST, 0)) as probe:
         port = probe.getsockname()[1]
     wait_s = 20.0 if come else HELLO_S * rng.choice((0.5, 2, 3))
-    results: dict[int, Lines | Exception] = {}
+    results: dict[int, Connections | Exception] = {}
     messages: list[str] = []
     over = threading.Event()
 
     def process(mine: int) -> None:
         try:
-            results[mine] = meeting.meet(Peers(_HOST, port, number, mine), wait_s)
+            results[mine] = connections.connect(Peers(_HOST, port, number, mine), wait_s)
         except Exception as error:  # what it is is looked at below
             results[mine] = error
 
     def play(one: Stranger) -> None:
-        with suppress(OSError), _connected(port) as connection:
+        with suppress(OSError), _open_connection(port) as connection:
             for at in range(0, len(one.sends), one.at_once):
                 if over.is_set():
                     break
@@ -190,7 +190,7 @@ def _meet(trial: Trial, *, come: bool) -> None:
 
     # a machine that is busy must not make strangers of the processes
     hello_s = _SLACK_S if come else HELLO_S
-    with mock.patch.multiple(meeting, _HELLO_S=hello_s, say=messages.append):
+    with mock.patch.multiple(connections, _HELLO_S=hello_s, say=messages.append):
         began = time.monotonic()
         first = threading.Thread(target=process, args=(0,))
         first.start()
@@ -207,7 +207,7 @@ def _meet(trial: Trial, *, come: bool) -> None:
         raise FailedError(f"joining has not ended after {took_s:.1f} s of {wait_s}: {what}")
     for thread in players:
         thread.join()
-    joined = [lines for lines in results.values() if isinstance(lines, Lines)]
+    joined = [lines for lines in results.values() if isinstance(lines, Connections)]
     for leaving in [threading.Thread(target=lines.leave) for lines in joined]:
         leaving.start()
     trial.tried["hellos of strangers"] += len(strangers)
@@ -221,7 +221,7 @@ def _meet(trial: Trial, *, come: bool) -> None:
         raise FailedError(f"waiting for {wait_s:.2f} s took {took_s:.2f} s: {what}")
 
 
-def _connected(port: int) -> socket.socket:
+def _open_connection(port: int) -> socket.socket:
     for _ in range(100):
         with suppress(ConnectionRefusedError):
             return socket.create_connection((_HOST, port), timeout=10)

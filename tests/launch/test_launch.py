@@ -32,9 +32,9 @@ from tests.support.paths import ROOT
 JOIN = """
 import os, signal, sys, time
 from jaxpipe.runtime.peers import find_peers
-from jaxpipe.runtime.processes import Joined
+from jaxpipe.runtime.processes import ProcessGroup
 from jaxpipe.train.run.stop import Stop
-processes = Joined(find_peers((None, None, None)), 20)
+processes = ProcessGroup(find_peers((None, None, None)), 20)
 mine = processes.mine
 processes.barrier("all here")
 """

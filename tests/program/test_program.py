@@ -12,8 +12,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxpipe.errors import ProgramError
-from jaxpipe.program.check import check_programs
-from jaxpipe.program.ir import Free, Offload, Program, Recv, Reload, Run, Send, Sync, drops, reads, writes
+from jaxpipe.program.ir import (
+    Free,
+    Offload,
+    Program,
+    Recv,
+    Reload,
+    Run,
+    Send,
+    Sync,
+    check_programs,
+    drops,
+    reads,
+    writes,
+)
 from jaxpipe.program.lower import lower
 from jaxpipe.program.order import issue_order
 from jaxpipe.schedule import (

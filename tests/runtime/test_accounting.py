@@ -27,9 +27,8 @@ from jaxpipe.cost.memory import KINDS, MemoryReport, account, compiled_bytes
 from jaxpipe.cost.profile import sizes_of
 from jaxpipe.cost.seconds import flop_seconds
 from jaxpipe.mesh import batch_sharded, pipeline_submeshes, replicated
-from jaxpipe.program.deadlock import Crossing
 from jaxpipe.program.lower import lower
-from jaxpipe.program.order import issue_order
+from jaxpipe.program.order import Crossing, issue_order
 from jaxpipe.runtime.executor import Executor, StepInputs
 from jaxpipe.runtime.memory_probe import MeasuredMemory, measured_peaks, probe_step
 from jaxpipe.runtime.offload import OffloadOptions
@@ -218,7 +217,7 @@ def test_messages_to_other_processes_count_on_both_sides(name: str, where: str, 
     plain = pipe.with_schedule(generate(family, pipe.schedule.num_ranks, 8))
     crossing = Crossing(tuple(range(plain.schedule.num_ranks)), plain.predicted_timeline())
     programs = lower(plain.schedule, plain.stages, plain.braids, crossing)
-    separate = replace(plain, programs=programs, own=programs)
+    separate = replace(plain, programs=programs, local_programs=programs)
     separate = replace(separate, transport=_Pulled(separate))
     measured = measured_peaks(separate, placed(name, where), batch_of(plain), jax.random.key(0))
     report = separate.memory_report(workspace=False, curves=True)

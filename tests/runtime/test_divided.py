@@ -17,7 +17,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxpipe.runtime.processes import Alone
+from jaxpipe.runtime.processes import SingleProcess
 from jaxpipe.schedule import CostProfile, generate, write_schedule
 from jaxpipe.schedule.passes.backwards import split_backwards
 from jaxpipe.schedule.placement import one_to_one
@@ -37,7 +37,7 @@ SHARED = ("mean loss", "norm", "held out")
 def run(number: int, cases: list[dict[str, Any]]) -> list[list[dict[str, str]]]:
     """Return the digests that each of ``number`` processes has in each case; one process is this one."""
     if number == 1:
-        return [[divided_run.steps(Alone(), **case) for case in cases]]
+        return [[divided_run.steps(SingleProcess(), **case) for case in cases]]
     port = free_port()
     children = [
         subprocess.Popen(

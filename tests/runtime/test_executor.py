@@ -20,8 +20,8 @@ from jaxpipe.mesh import batch_sharded, pipeline_submeshes
 from jaxpipe.program.order import issue_order
 from jaxpipe.runtime import offload
 from jaxpipe.runtime.executor import Executor, StepInputs, StepOutputs
-from jaxpipe.runtime.measured import seconds_by_op
 from jaxpipe.runtime.pipeline import Pipeline
+from jaxpipe.runtime.recorder import seconds_by_op
 from jaxpipe.schedule import CostProfile, circular, generate, one_to_one, op_spec, simulate
 from jaxpipe.schedule.passes.offload import without_offloads
 from jaxpipe.stage.model.layer import Layer, Model

@@ -22,14 +22,13 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from jaxpipe.errors import ProgramError, RunError, ScheduleError
-from jaxpipe.program import deadlock
-from jaxpipe.program.deadlock import NATIVE, STRICT, TAGGED, Crossing, Lanes, check_transfers
+from jaxpipe.program import order
 from jaxpipe.program.ir import Free, Instruction, Program, Recv, Run, Send, Value, message_of, writes
 from jaxpipe.program.lower import lower
-from jaxpipe.program.order import issue_order
+from jaxpipe.program.order import NATIVE, STRICT, TAGGED, Crossing, Lanes, check_transfers, issue_order
 from jaxpipe.runtime.executor import Executor, StepInputs, StepOutputs
 from jaxpipe.runtime.pipeline import Pipeline
-from jaxpipe.runtime.transfer import InProcess, message_homes, message_numbers
+from jaxpipe.runtime.transfer import LocalTransport, message_homes, message_numbers
 from jaxpipe.schedule import (
     FAMILIES,
     Action,
@@ -159,7 +158,7 @@ def test_the_checker_refuses_what_deadlocks_and_nothing_else(schedule: Schedule,
 def _in_flight(data: st.DataObject) -> Iterator[None]:
     """Let fewer computations be in flight, as if JAX did."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(deadlock, "IN_FLIGHT", count := data.draw(st.sampled_from([1, 2, 32])))
+        patch.setattr(order, "IN_FLIGHT", count := data.draw(st.sampled_from([1, 2, 32])))
         patch.setattr(rendezvous, "IN_FLIGHT", count)
         yield
 
@@ -331,7 +330,7 @@ class _Rendezvous:
     """The transport of one process: both ends of a message from process to process block until the other comes."""
 
     def __init__(
-        self, process: int, crossing: Crossing, numbers: Any, mail: InProcess, meeting: Meeting, sleeps_s: float
+        self, process: int, crossing: Crossing, numbers: Any, mail: LocalTransport, meeting: Meeting, sleeps_s: float
     ) -> None:
         self._message = {n: m for m, n in numbers.items()}
         self._process, self._crossing, self._mail, self._meeting = process, crossing, mail, meeting
@@ -362,7 +361,7 @@ def _run_apart(
 ) -> Found:
     """Run one step with a thread a process; each sleeps for a random time before each message."""
     numbers = message_numbers(programs)
-    mail, processes = InProcess(message_homes(programs, pipe.submeshes, numbers)), sorted(set(crossing.process_of))
+    mail, processes = LocalTransport(message_homes(programs, pipe.submeshes, numbers)), sorted(set(crossing.process_of))
     meeting = Meeting(len(processes))
     inputs = pipe.step_inputs(
         pipe.place(parameters(name)),

@@ -12,14 +12,11 @@ import pytest
 
 from jaxpipe.errors import AgreedError
 from jaxpipe.mesh import pipeline_submeshes
-from jaxpipe.program.deadlock import NATIVE, Crossing
 from jaxpipe.program.ir import Recv, Run, Send, reads
 from jaxpipe.program.lower import lower
-from jaxpipe.program.order import issue_order
-from jaxpipe.runtime import native
-from jaxpipe.runtime.native import Native
-from jaxpipe.runtime.ownership import Ownership
-from jaxpipe.runtime.transfer import message_numbers
+from jaxpipe.program.order import NATIVE, Crossing, issue_order
+from jaxpipe.runtime import transfer
+from jaxpipe.runtime.transfer import DevicePutTransport, Ownership, message_numbers
 from jaxpipe.schedule import generate, simulate
 from tests.runtime.test_processes import run_in_threads
 from tests.support.pipelines import pipeline_for
@@ -42,7 +39,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
         return [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=to) for a, to in zip(arrays, homes, strict=True)]
 
     stand_in = {"device_put": device_put, "make_array_from_single_device_arrays": absent, "block_until_ready": list}
-    monkeypatch.setattr(native, "jax", SimpleNamespace(**{**vars(jax), **stand_in}))
+    monkeypatch.setattr(transfer, "jax", SimpleNamespace(**{**vars(jax), **stand_in}))
     return puts
 
 
@@ -63,7 +60,10 @@ def test_both_sides_make_the_same_calls_in_one_order(family: str, calls: Calls) 
     numbers, calls_by_rank, early = message_numbers(programs), [], 0
     for program in programs:
         owned: Any = SimpleNamespace(
-            ranks=[program.rank], divided=True, carrier=partial(Native, meshes, [program.rank]), _meshes=meshes
+            ranks=[program.rank],
+            divided=True,
+            remote_transport=partial(DevicePutTransport, meshes, [program.rank]),
+            _meshes=meshes,
         )
         transport, instructions = Ownership.transport(owned, programs), program.instructions
         for _, at in issue_order([program], crossing.timeline):
@@ -92,7 +92,7 @@ def test_links_are_made_both_ways_in_one_order(calls: Calls) -> None:
     meshes = pipeline_submeshes(4)
     pairs, links_by_rank = [(2, 1), (1, 2), (3, 0), (1, 0)], []
     for rank in range(4):
-        transport = Native(meshes, [rank])
+        transport = DevicePutTransport(meshes, [rank])
         for _ in range(2):  # those that are there are not made again
             transport.link(pairs if rank % 2 else reversed(pairs))
         links_by_rank.append([(meshes.index(x[2].mesh), meshes.index(x[3].mesh)) for (x,) in calls])

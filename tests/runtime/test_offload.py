@@ -24,10 +24,10 @@ from hypothesis import strategies as st
 
 from jaxpipe.cost import with_offloadable_bytes
 from jaxpipe.errors import ProgramError, ScheduleError, StageError
-from jaxpipe.program.liveness import host_bytes
+from jaxpipe.program.ir import host_bytes
 from jaxpipe.program.lower import lower
 from jaxpipe.program.order import holds
-from jaxpipe.runtime import executor, host_memory, offload
+from jaxpipe.runtime import executor, offload
 from jaxpipe.runtime.executor import StepOutputs
 from jaxpipe.runtime.offload import OffloadOptions
 from jaxpipe.runtime.pipeline import Pipeline
@@ -361,32 +361,32 @@ def test_a_budget_below_the_minimum_names_the_minimum() -> None:
 
 def test_without_a_budget_the_machine_is_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     pipe = pipeline_for("gpt", _po_f())
-    room, what = host_memory.available_host_bytes("cpu")
+    room, what = offload.available_host_bytes("cpu")
     assert room > 0 and what
-    monkeypatch.setattr(host_memory, "_available_memory", lambda: 1000.0)
+    monkeypatch.setattr(offload, "_available_memory", lambda: 1000.0)
     with pytest.raises(ProgramError, match="the memory available on this machine allows 1e-06 GB: set offload"):
         pipe.with_offload(OffloadOptions())
     pipe.with_schedule(without_offloads(_po_f()))
 
 
 def test_the_pool_of_pinned_memory_limits_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_memory, "_available_memory", lambda: 1e15)
-    monkeypatch.setattr(host_memory, "_number", lambda name, otherwise=float("inf"): otherwise)
-    monkeypatch.delenv(host_memory.GPU_POOL_VARIABLE, raising=False)
-    assert host_memory.available_host_bytes("gpu")[0] == 64e9
-    monkeypatch.setenv(host_memory.GPU_POOL_VARIABLE, "1e-5")
-    assert host_memory.available_host_bytes("cuda")[0] == 64e9, "garbage is ignored"
-    monkeypatch.setenv(host_memory.GPU_POOL_VARIABLE, "200")
-    assert host_memory.available_host_bytes("gpu")[0] == 200e9
-    assert host_memory.available_host_bytes("cpu")[0] == 1e15
-    room, reason = host_memory.available_host_bytes("gpu", 10**4)
+    monkeypatch.setattr(offload, "_available_memory", lambda: 1e15)
+    monkeypatch.setattr(offload, "_number", lambda name, otherwise=float("inf"): otherwise)
+    monkeypatch.delenv(offload.GPU_POOL_VARIABLE, raising=False)
+    assert offload.available_host_bytes("gpu")[0] == 64e9
+    monkeypatch.setenv(offload.GPU_POOL_VARIABLE, "1e-5")
+    assert offload.available_host_bytes("cuda")[0] == 64e9, "garbage is ignored"
+    monkeypatch.setenv(offload.GPU_POOL_VARIABLE, "200")
+    assert offload.available_host_bytes("gpu")[0] == 200e9
+    assert offload.available_host_bytes("cpu")[0] == 1e15
+    room, reason = offload.available_host_bytes("gpu", 10**4)
     assert room == 1e11 and reason.endswith("shared by 10000 processes"), (
         "processes share a host's memory; the pool is of each"
     )
     programs = pipeline_for("gpt", _po_f()).programs
-    monkeypatch.setenv(host_memory.GPU_POOL_VARIABLE, "0.00001")
+    monkeypatch.setenv(offload.GPU_POOL_VARIABLE, "0.00001")
     with pytest.raises(ProgramError, match="set the environment variable to at least"):
-        host_memory.check_host_memory(programs, OffloadOptions(), "gpu")
+        offload.check_host_memory(programs, OffloadOptions(), "gpu")
 
 
 # -- backends without pinned memory ----------------------------------------------------------------------------------

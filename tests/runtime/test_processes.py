@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 
 from jaxpipe.errors import AgreedError, ConfigError
-from jaxpipe.runtime.lines import LOST
+from jaxpipe.runtime.connections import LOST
 from jaxpipe.runtime.peers import Peers, find_peers
-from jaxpipe.runtime.processes import Alone, Joined, Processes, divided
+from jaxpipe.runtime.processes import Processes, ProcessGroup, SingleProcess, divided
 from jaxpipe.train.config import TrainConfig
 from jaxpipe.train.run import agreement
 from jaxpipe.train.settings.sections import PipelineConfig
@@ -34,13 +34,13 @@ NONE = (None, None, None)
 START = """
 import os, signal, sys, time
 from jaxpipe.errors import ConfigError
-from jaxpipe.runtime import lines
+from jaxpipe.runtime import connections
 from jaxpipe.runtime.peers import Peers
-from jaxpipe.runtime.processes import Joined
+from jaxpipe.runtime.processes import ProcessGroup
 port, number, mine, wait = map(int, sys.argv[1:])
-lines._BEAT_S, lines._LAST_WORDS_S = 0.05, 0.5
+connections._BEAT_S, connections._LAST_WORDS_S = 0.05, 0.5
 try:
-    processes = Joined(Peers("127.0.0.1", port, number, mine), wait)
+    processes = ProcessGroup(Peers("127.0.0.1", port, number, mine), wait)
 except ConfigError as error:
     print(error, file=sys.stderr)
     sys.exit(2)
@@ -186,10 +186,10 @@ def test_a_port_that_is_taken_and_strangers() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         with pytest.raises(ConfigError, match=r"^process.*0 can't.*\(Address.*use\)"):
-            Joined(Peers("127.0.0.1", port, 2, 0), 5)
+            ProcessGroup(Peers("127.0.0.1", port, 2, 0), 5)
         threading.Thread(target=lambda: server.accept()[0].close()).start()
         with pytest.raises(ConfigError, match="did not answer, or ended: look at its output"):
-            Joined(Peers("127.0.0.1", port, 2, 1), 5)
+            ProcessGroup(Peers("127.0.0.1", port, 2, 1), 5)
     port = free_port()
     first = start("processes.leave()", port, 2, 0)
     for payload in (b"GET / HTTP/1.1\r\n\r\n", b'["jaxpipe", 7, 2, "host"]\n', b""):
@@ -247,10 +247,10 @@ def test_threads_talk_beside_each_other() -> None:
 
 def test_what_differs_is_said_alike_in_all() -> None:
     def differ(processes: Processes) -> None:
-        processes.agree("all the same", {"a": "1"}, "never said")
-        processes.check("all well", "")
+        processes.require_equal("all the same", {"a": "1"}, "never said")
+        processes.raise_if_any("all well", "")
         values = {"a": "1", "pipeline.microbatches": "16" if processes.mine == 2 else "8"}
-        processes.agree("settings", values, "start all with one config")
+        processes.require_equal("settings", values, "start all with one config")
 
     errors = run_in_threads(3, differ)
     assert {type(error) for error in errors} == {AgreedError}
@@ -260,15 +260,15 @@ def test_what_differs_is_said_alike_in_all() -> None:
 
 
 def test_one_process_talks_to_itself() -> None:
-    process = Alone()
+    process = SingleProcess()
     process.barrier("x")
-    process.agree("x", {"a": "1"}, "never said")
+    process.require_equal("x", {"a": "1"}, "never said")
     assert (process.number, process.mine, *process.gather("x", "a"), process.broadcast("x", "b")) == (1, 0, "a", "b")
     process.end("said by who calls", 2)
     process.start_jax()
     process.leave()
     with pytest.raises(AgreedError, match=r"^process 0: too few$"):
-        process.check("x", "too few")
+        process.raise_if_any("x", "too few")
     code = "import sys, jaxpipe.cli.train_verbs, jaxpipe.train.run.agreement; print('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, cwd=ROOT).stdout == b"False\n"
 
@@ -281,7 +281,7 @@ def test_ranks_of_processes() -> None:
             assert max(map(len, ranks)) - min(map(len, ranks)) <= 1
         with pytest.raises(ConfigError, match=f"^{number} processes for {number - 1} pipeline ranks; each needs one"):
             divided(number - 1, number)
-    assert Alone().ranks(3) == (range(3),)
+    assert SingleProcess().ranks(3) == (range(3),)
 
 
 # -- ending ---------------------------------------------------------------------------------------------------------------
@@ -328,8 +328,8 @@ def test_a_cause_is_waited_for() -> None:
 
 
 LATE = """
-lines._ANSWER_S, lines._SILENT_BEATS = 0.5, 1000
-processes.tell_standing(lines.Standing(lambda: (7, 3 - mine % 2, f"words of {mine}")))
+connections._ANSWER_S, connections._SILENT_BEATS = 0.5, 1000
+processes.set_status(connections.ProcessStatus(lambda: (7, 3 - mine % 2, f"words of {mine}")))
 HOW
 time.sleep(30)
 """
@@ -340,7 +340,7 @@ def test_who_is_late_is_named(late: tuple[int, ...], stopped: int | None) -> Non
     """The one that has come least far, or one that stands still."""
     port = free_port()
     stop = "os.kill(os.getpid(), signal.SIGSTOP)"
-    how = dict.fromkeys(late, "time.sleep(0.5); processes.end_late('step 7')") | {stopped: stop}
+    how = dict.fromkeys(late, "time.sleep(0.5); processes.time_out('step 7')") | {stopped: stop}
     children = [start(LATE.replace("HOW", how.get(k, "")), port, 3, k) for k in range(3)]
     survivors = ends([child for k, child in enumerate(children) if k != stopped])
     for child in children:
@@ -353,16 +353,16 @@ def test_who_is_late_is_named(late: tuple[int, ...], stopped: int | None) -> Non
 
 
 WHOLE = """
-lines._ANSWER_S, lines._SILENT_BEATS = 0.5, 1000
+connections._ANSWER_S, connections._SILENT_BEATS = 0.5, 1000
 saved = []
 def save(step):
     processes.broadcast("checkpoint: saved", str(step))
     saved.append(step)
 left = lambda: f"saved {saved}"
-processes.tell_standing(lines.Standing(lambda: (7, mine, f"words of {mine}"), left, lambda: STEPS[mine], save))
-processes._lines.tell_foreign(lambda: "10.0.0.9:77" if mine == 2 else "")
+processes.set_status(connections.ProcessStatus(lambda: (7, mine, f"words of {mine}"), left, lambda: STEPS[mine], save))
+processes._connections.report_strangers(lambda: "10.0.0.9:77" if mine == 2 else "")
 processes.barrier("told")
-if mine in (1, 2): time.sleep(0.2); processes.end_late("step 7")
+if mine in (1, 2): time.sleep(0.2); processes.time_out("step 7")
 time.sleep(30)
 """
 
@@ -381,7 +381,7 @@ def test_what_all_have_whole_is_saved(steps: list[int], saved: str) -> None:
 
 def test_a_lost_process_is_told_with_what_to_do() -> None:
     port = free_port()
-    tell = "processes.tell_standing(lines.Standing(left=lambda: 'go on from step 6')); "
+    tell = "processes.set_status(connections.ProcessStatus(advice=lambda: 'go on from step 6')); "
     children = [start(tell + how, port, 2, k) for k, how in enumerate((SLEEP, "os._exit(1)"))]
     message = f"jaxpipe: process 1 (host {HOST}) was lost: it ended without a word; go on from step 6\n"
     assert ends(children)[0] == (LOST, message)
@@ -429,14 +429,14 @@ def _train(tmp_path: Path, *overrides: Sequence[str], number: int = 2) -> list[t
 
 @pytest.fixture
 def shared_error(tmp_path: Path) -> Iterator[Callable[..., str]]:
-    def lines(*overrides: Sequence[str], number: int = 2) -> str:
+    def connections(*overrides: Sequence[str], number: int = 2) -> str:
         exits = _train(tmp_path, *overrides, number=number)
         assert [code for code, _ in exits] == [2] * len(overrides), exits
         (message,) = {text for _, text in exits}
         assert message.startswith("jaxpipe: ") and message.count("\n") == 1
         return message.removeprefix("jaxpipe: ").rstrip()
 
-    yield lines
+    yield connections
 
 
 def test_settings_that_differ_are_refused_by_all(shared_error: Callable[..., str]) -> None:
@@ -483,7 +483,7 @@ def test_what_can_t_be_made_in_one_process_is_made_in_none() -> None:
                 raise ConfigError("there is no room")
             return "made"
 
-        return processes.together("thing", one)
+        return processes.run_on_all("thing", one)
 
     for error in run_in_threads(2, make):
         assert isinstance(error, AgreedError)

@@ -24,12 +24,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxpipe.errors import AgreedError, ConfigError
-from jaxpipe.runtime import interfaces, lines, meeting
-from jaxpipe.runtime.foreign_peers import foreign_peers, words_of
-from jaxpipe.runtime.lines import plain_address, printable
-from jaxpipe.runtime.meeting import Hello, allow_files, meet, parse_hello
-from jaxpipe.runtime.peers import Peers
-from jaxpipe.runtime.processes import Alone, agree_on_interface
+from jaxpipe.runtime import connections, peers
+from jaxpipe.runtime.connections import Hello, allow_files, connect, parse_hello, plain_address, printable
+from jaxpipe.runtime.peers import Peers, foreign_peers, words_of
+from jaxpipe.runtime.processes import SingleProcess, agree_on_interface
 from tests.support.paths import ROOT
 from tests.support.processes import free_port, run_in_threads
 
@@ -111,7 +109,7 @@ def test_generated_strangers_keep_nobody_from_meeting(strangers: ModuleType, tmp
 @pytest.fixture
 def messages(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     lines: list[str] = []
-    monkeypatch.setattr(meeting, "say", lines.append)
+    monkeypatch.setattr(connections, "say", lines.append)
     return lines
 
 
@@ -121,7 +119,7 @@ def first_of(number: int, wait_s: float, port: int) -> tuple[threading.Thread, l
 
     def wait() -> None:
         try:
-            outcomes.append(meet(Peers("127.0.0.1", port, number, 0), wait_s))
+            outcomes.append(connect(Peers("127.0.0.1", port, number, 0), wait_s))
         except ConfigError as error:
             outcomes.append(error)
 
@@ -146,7 +144,7 @@ def test_waiting_ends_however_slowly_a_stranger_speaks(
     messages: list[str], monkeypatch: pytest.MonkeyPatch, hello_s: float, wait_s: float, is_named: bool, silent: bool
 ) -> None:
     """A byte now and then is no reason to wait longer than a hello may take, or the caller says; nor is nothing at all."""
-    monkeypatch.setattr(meeting, "_HELLO_S", hello_s)
+    monkeypatch.setattr(connections, "_HELLO_S", hello_s)
     port, over = free_port(), threading.Event()
     thread, outcomes = first_of(2, wait_s, port)
 
@@ -172,11 +170,11 @@ def test_a_long_line_is_not_waited_for(messages: list[str]) -> None:
     port = free_port()
     thread, outcomes = first_of(2, 20, port)
     with connected(port) as endless:
-        endless.settimeout(meeting._HELLO_S / 2)
+        endless.settimeout(connections._HELLO_S / 2)
         with suppress(ConnectionError):
             endless.sendall(b'["jaxpipe",1,2,"' + b"h" * 20_000)
             assert endless.recv(4096).startswith(b'["end"')
-    other = meet(Peers("127.0.0.1", port, 2, 1), 20)
+    other = connect(Peers("127.0.0.1", port, 2, 1), 20)
     thread.join(10)
     leave(outcomes[0], other)
     assert len(messages) == 1
@@ -188,15 +186,15 @@ def test_silent_strangers_do_not_hold_up_processes(messages: list[str]) -> None:
     began = time.monotonic()
     thread, outcomes = first_of(2, 20, port)
     silent = [connected(port) for _ in range(10)]
-    other = meet(Peers("127.0.0.1", port, 2, 1), 20)
+    other = connect(Peers("127.0.0.1", port, 2, 1), 20)
     thread.join(10)
-    assert time.monotonic() - began < meeting._HELLO_S
+    assert time.monotonic() - began < connections._HELLO_S
     for connection in silent:
         connection.close()
     leave(outcomes[0], other)
 
 
-def leave(*both: lines.Lines) -> None:
+def leave(*both: connections.Connections) -> None:
     threads = [threading.Thread(target=one.leave) for one in both]
     for thread in threads:
         thread.start()
@@ -213,7 +211,7 @@ def test_strangers_are_named_once_and_few_of_them(messages: list[str]) -> None:
                 stranger.sendall(b'["jaxpipe", true, 2, "\\u001b[2J"]\n')
                 stranger.settimeout(10)
                 assert json.loads(stranger.recv(4096))[0] == "end"
-    other = meet(Peers("127.0.0.1", port, 2, 1), 20)
+    other = connect(Peers("127.0.0.1", port, 2, 1), 20)
     thread.join(10)
     leave(outcomes[0], other)
     assert [line.split()[7].rstrip(":") for line in messages[:8]] == [f"127.0.0.{k + 2}" for k in range(8)]
@@ -233,7 +231,7 @@ def test_mistakes_are_told_within_the_time_for_joining(messages: list[str], monk
 
 def test_the_other_side_waits_no_longer_either(monkeypatch: pytest.MonkeyPatch) -> None:
     """Something else listens at the address, and speaks slowly."""
-    monkeypatch.setattr(meeting, "_WELCOME_S", 0.2)
+    monkeypatch.setattr(connections, "_WELCOME_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as server:
         over = threading.Event()
 
@@ -249,7 +247,7 @@ def test_the_other_side_waits_no_longer_either(monkeypatch: pytest.MonkeyPatch) 
         thread.start()
         began = time.monotonic()
         with pytest.raises(ConfigError, match=r"^waited.*0.5.*0 answers.*2 processes"):
-            meet(Peers("127.0.0.1", server.getsockname()[1], 2, 1), 0.5)
+            connect(Peers("127.0.0.1", server.getsockname()[1], 2, 1), 0.5)
         assert time.monotonic() - began < 3
         over.set()
         thread.join()
@@ -269,7 +267,7 @@ def test_a_welcome_that_is_none(answer: bytes) -> None:
         thread = threading.Thread(target=reply)
         thread.start()
         with pytest.raises(ConfigError, match="did not answer, or ended: look at its output"):
-            meet(Peers("127.0.0.1", server.getsockname()[1], 2, 1), 5)
+            connect(Peers("127.0.0.1", server.getsockname()[1], 2, 1), 5)
         thread.join()
 
 
@@ -288,10 +286,10 @@ def test_the_limit_on_open_files() -> None:
 import resource, sys
 resource.setrlimit(resource.RLIMIT_NOFILE, (100, 200))
 from jaxpipe.errors import ConfigError
-from jaxpipe.runtime.meeting import meet
+from jaxpipe.runtime.connections import connect
 from jaxpipe.runtime.peers import Peers
 try:
-    meet(Peers("127.0.0.1", {port}, 100, int(sys.argv[1])), 3)
+    connect(Peers("127.0.0.1", {port}, 100, int(sys.argv[1])), 3)
 except ConfigError as error:
     print(error, file=sys.stderr)
     sys.exit(2)
@@ -320,12 +318,12 @@ def addresses(
 ) -> list[Any]:
     """Return the address that each of several processes takes. ``ends`` holds, by process but the first, the two
     addresses of its connection to the first."""
-    monkeypatch.setattr(interfaces, "address_of", lambda setting: {"ib0": "10.9.0.1"}.get(setting, setting))
+    monkeypatch.setattr(peers, "address_of", lambda setting: {"ib0": "10.9.0.1"}.get(setting, setting))
 
     def agree(processes: Any) -> str:
         k = processes.mine
         connection_ends = {j: (far, near) for j, (near, far) in ends.items()} if k == 0 else {0: ends[k]}
-        environ = {interfaces.SETTING: setting[k]} if k in setting else {}
+        environ = {peers.SETTING: setting[k]} if k in setting else {}
         return agree_on_interface(processes, hosts, connection_ends, environ)
 
     return run_in_threads(len(hosts), agree)
@@ -377,12 +375,12 @@ def test_an_address_within_a_host_is_refused_for_several(
 
 
 def test_the_setting_names_an_interface_or_an_address() -> None:
-    assert interfaces.address_of("lo") == interfaces.address_of("127.0.0.1") == "127.0.0.1"
+    assert peers.address_of("lo") == peers.address_of("127.0.0.1") == "127.0.0.1"
     for setting in ("ib7", "192.0.2.77", "2001:db8::77", "0.0.0.0", "::", "eth0/24", ""):
         with pytest.raises(ValueError, match=r"interface|address"):
-            interfaces.address_of(setting)
+            peers.address_of(setting)
     with pytest.raises(AgreedError, match=r"JAXPIPE_INTERFACE.*'ib7'.*lo"):
-        agree_on_interface(Alone(), ["a"], {}, {interfaces.SETTING: "ib7"})
+        agree_on_interface(SingleProcess(), ["a"], {}, {peers.SETTING: "ib7"})
 
 
 TWO_HOSTS = """
@@ -409,8 +407,8 @@ written there; the network; its bits."""
 WHERE = """
 import json, sys
 from jaxpipe.runtime.peers import Peers
-from jaxpipe.runtime.processes import Joined
-processes = Joined(Peers("node-0", 61500, 2, int(sys.argv[1])), 30)
+from jaxpipe.runtime.processes import ProcessGroup
+processes = ProcessGroup(Peers("node-0", 61500, 2, int(sys.argv[1])), 30)
 print(json.dumps([processes.who(0), processes.interface()]))
 processes.leave()
 """

@@ -19,9 +19,9 @@ import pytest
 from jaxpipe import Trainer
 from jaxpipe.errors import JaxpipeError, ProgramError, ScheduleError, StageError
 from jaxpipe.plot.cells import colour_of
-from jaxpipe.program.deadlock import Crossing
 from jaxpipe.program.ir import Send
 from jaxpipe.program.lower import lower
+from jaxpipe.program.order import Crossing
 from jaxpipe.runtime.memory_probe import probe_step
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.schedule import (
@@ -218,7 +218,7 @@ def test_values_travel_between_processes() -> None:
     crossing = Crossing((0, 1), pipe.predicted_timeline())
     programs = lower(pipe.schedule, pipe.stages, crossing=crossing)
     assert sum(isinstance(i, Send) and i.action.op == "Tell" and i.place >= 0 for i in programs[0].instructions) == M
-    assert_same_arrays(dict(run(replace(pipe, programs=programs, own=programs)).user), dict(run(pipe).user))
+    assert_same_arrays(dict(run(replace(pipe, programs=programs, local_programs=programs)).user), dict(run(pipe).user))
 
 
 def test_predicted_bytes_are_those_of_the_run() -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 from jaxpipe.cli.train_verbs import ending_together
 from jaxpipe.runtime.peers import Peers
-from jaxpipe.runtime.processes import Alone, Joined, Processes
+from jaxpipe.runtime.processes import Processes, ProcessGroup, SingleProcess
 from jaxpipe.train.devices import request_devices
 
 M, SIZE, STEPS = 4, 2, 3
@@ -158,14 +158,14 @@ def put_between_cpus() -> None:
     JAX's transfers between data centres. In more processes each would have to make every call."""
     import jax
 
-    from jaxpipe.runtime import ownership
+    from jaxpipe.runtime import transfer
 
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
     jax.config.update("jax_cross_host_transfer_socket_address", address)
     jax.config.update("jax_cross_host_transport_addresses", "127.0.0.1:0,127.0.0.1:0")
     jax.config.update("jax_cross_host_transfer_transfer_size", 1 << 20)
-    vars(ownership)["puts_between_processes"] = lambda device: True
+    vars(transfer)["puts_between_processes"] = lambda device: True
 
 
 def main(port: int, number: int, process: int, cases: list[dict[str, Any]]) -> int:
@@ -174,7 +174,7 @@ def main(port: int, number: int, process: int, cases: list[dict[str, Any]]) -> i
     small_programs.collect_seldom()
     each = [math.prod(case.get(axis, 1) for axis in ("dp", "cp", "tp")) for case in cases]
     devices = max(-(-case.get("ranks", 2) // number) * n for case, n in zip(cases, each, strict=True))
-    processes = Joined(Peers("127.0.0.1", port, number, process), 60) if number > 1 else Alone()
+    processes = ProcessGroup(Peers("127.0.0.1", port, number, process), 60) if number > 1 else SingleProcess()
     with ending_together(processes):
         request_devices(devices, "cpu", processes=number)
         small_programs.share_context()

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxpipe.runtime.peers import Peers
-from jaxpipe.runtime.processes import Joined, Processes
+from jaxpipe.runtime.processes import Processes, ProcessGroup
 
 
 def free_port() -> int:
@@ -21,7 +21,7 @@ def run_in_threads(number: int, do: Callable[[Processes], Any]) -> list[Any]:
     port, outcomes = free_port(), [None] * number
 
     def one(process: int) -> None:
-        processes = Joined(Peers("127.0.0.1", port, number, process), 10)
+        processes = ProcessGroup(Peers("127.0.0.1", port, number, process), 10)
         try:
             outcomes[process] = do(processes)
         except Exception as error:

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxpipe.runtime.measured import seconds_by_op
+from jaxpipe.runtime.recorder import seconds_by_op
 from jaxpipe.schedule import Timeline
 from jaxpipe.train.checkpoint import CheckpointStore
 from jaxpipe.train.config import TrainConfig, load_config

@@ -21,7 +21,7 @@ import pytest
 
 from jaxpipe.errors import CheckpointError
 from jaxpipe.launch.local import Launch
-from jaxpipe.runtime.lines import LOST
+from jaxpipe.runtime.connections import LOST
 from jaxpipe.runtime.processes import Processes
 from jaxpipe.train.checkpoint import CheckpointStore, load_params, read_manifest
 from jaxpipe.train.checkpoints import contents
@@ -221,9 +221,9 @@ import sys
 import numpy as np
 from jaxpipe.runtime.peers import find_peers
 from jaxpipe.launch.local import Launch
-from jaxpipe.runtime.lines import LOST
-from jaxpipe.runtime.processes import Joined
-processes = Joined(find_peers((None, None, None)), 20)
+from jaxpipe.runtime.connections import LOST
+from jaxpipe.runtime.processes import ProcessGroup
+processes = ProcessGroup(find_peers((None, None, None)), 20)
 if sys.argv[2] == "jax":
     processes.start_jax()
 from jaxpipe.train.checkpoint import CheckpointStore

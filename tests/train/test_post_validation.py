@@ -20,7 +20,7 @@ import optax
 import pytest
 
 from jaxpipe.errors import ConfigError, RunError
-from jaxpipe.runtime.processes import Alone
+from jaxpipe.runtime.processes import SingleProcess
 from jaxpipe.schedule import generate
 from jaxpipe.train.checkpoint import CheckpointStore
 from jaxpipe.train.config import load_config
@@ -343,7 +343,7 @@ def test_refusals() -> None:
     with pytest.raises(ConfigError, match=r"pipeline\.post_validation"):
         load_config(None, ["pipeline.post_validation=maybe"])
 
-    class Two(Alone):
+    class Two(SingleProcess):
         number = 2
 
     config = load_config(None, ["pipeline.post_validation=auto"])

@@ -48,9 +48,9 @@ def agree_on_settings(processes: Processes, config: TrainConfig) -> None:
     for name in _PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
-    processes.agree("versions", versions, "install one version on all hosts")
+    processes.require_equal("versions", versions, "install one version on all hosts")
     settings = {key: str(value) for key, value in config.by_key().items() if key not in _MAY_DIFFER}
-    processes.agree("settings", settings, "start all with one config")
+    processes.require_equal("settings", settings, "start all with one config")
     _agree_on_folder(processes, Path(config.run.out_dir))
 
 
@@ -67,13 +67,13 @@ def agree_on_devices(processes: Processes, config: TrainConfig) -> None:
     devices = jax.local_devices()
     kind = devices[0].device_kind
     have = {"devices": kind if devices[0].platform == "cpu" else f"{len(devices)} × {kind}"}
-    processes.agree("devices", have, "use equal hosts, and see that all have their drivers")
-    processes.agree("JAX settings", number_settings(), "set JAX and XLA alike in all, as numbers depend on it")
+    processes.require_equal("devices", have, "use equal hosts, and see that all have their drivers")
+    processes.require_equal("JAX settings", number_settings(), "set JAX and XLA alike in all, as numbers depend on it")
     mine = processes.ranks(config.pipeline.ranks)[processes.mine]
     need = len(mine) * config.pipeline.rank_devices
     few = f"{len(mine)} ranks need {need} devices and JAX sees {len(devices)} there"
     more = "start more processes, or lower --pp, --tp, --cp or --dp"
-    processes.check("enough devices", f"{few}; {more}" if len(devices) < need else "")
+    processes.raise_if_any("enough devices", f"{few}; {more}" if len(devices) < need else "")
 
 
 def devices_of(config: TrainConfig, processes: Processes) -> Sequence[jax.Device]:
@@ -99,7 +99,7 @@ def devices_of(config: TrainConfig, processes: Processes) -> Sequence[jax.Device
 def agree_on_data(processes: Processes, fingerprint: str) -> None:
     """Raises AgreedError if the data that the processes have read differ."""
     if processes.number > 1:
-        processes.agree("data", {"data": fingerprint}, "give all the same data.path and data.tokenizer")
+        processes.require_equal("data", {"data": fingerprint}, "give all the same data.path and data.tokenizer")
 
 
 def agree_on_model(processes: Processes, target: str, program: Callable[[], Mapping[str, str]]) -> None:
@@ -107,7 +107,7 @@ def agree_on_model(processes: Processes, target: str, program: Callable[[], Mapp
     (:func:`~jaxpipe.train.checkpoints.stored.model_digest`) of the one here."""
     if processes.number > 1:
         digests = {f"{target}: digest of {name}": digest[:12] for name, digest in program().items()}
-        processes.agree("model", digests, "give all the same code of the model")
+        processes.require_equal("model", digests, "give all the same code of the model")
 
 
 def agree_on_batch(processes: Processes, what: str, batch: Mapping[str, Any]) -> None:
@@ -118,7 +118,9 @@ def agree_on_batch(processes: Processes, what: str, batch: Mapping[str, Any]) ->
         arrays = {
             f"{what}: {name}": hashlib.sha256(repr(array_key(x)).encode()).hexdigest()[:12] for name, x in batch.items()
         }
-        processes.agree("batch", arrays, "data.target and data.path must give all processes the same, by seed and step")
+        processes.require_equal(
+            "batch", arrays, "data.target and data.path must give all processes the same, by seed and step"
+        )
 
 
 def _agree_on_folder(processes: Processes, folder: Path) -> None:
@@ -135,9 +137,9 @@ def _agree_on_folder(processes: Processes, folder: Path) -> None:
                 (folder / name).touch()
             except OSError as error:
                 wrong = f"{here} can't be written ({error.strerror}); choose another directory"
-        processes.check("written", wrong)
+        processes.raise_if_any("written", wrong)
         elsewhere = f"{here} is not the directory that process 0 sees: choose one on a file system that all hosts share"
-        processes.check("folder", "" if _appears(folder / name) else elsewhere)
+        processes.raise_if_any("folder", "" if _appears(folder / name) else elsewhere)
     finally:
         if processes.mine == 0:
             with suppress(OSError):

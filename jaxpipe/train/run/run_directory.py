@@ -18,7 +18,7 @@ from jaxpipe.errors import ConfigError, JaxpipeError
 from jaxpipe.files import write_atomically
 from jaxpipe.interop.tokenizer import TOKENIZER
 from jaxpipe.plot import plot_timelines
-from jaxpipe.runtime.processes import Alone, Processes
+from jaxpipe.runtime.processes import Processes, SingleProcess
 from jaxpipe.schedule import Schedule, Timeline, write_schedule
 from jaxpipe.stage.model.plan import StagePlan
 from jaxpipe.train.checkpoint import CheckpointStore
@@ -47,7 +47,7 @@ class RunDirectory:
 
     def __init__(self, run: RunConfig, processes: Processes | None = None) -> None:
         self.path = Path(run.out_dir)
-        processes = processes or Alone()
+        processes = processes or SingleProcess()
         self._writes = processes.mine == 0
         self.store = CheckpointStore(
             self.path / "checkpoints",

@@ -16,7 +16,7 @@ from typing import Any
 
 from jaxpipe.interrupts import INTERRUPTED as INTERRUPTED
 from jaxpipe.interrupts import last_words
-from jaxpipe.runtime.lines import say
+from jaxpipe.runtime.connections import say
 
 STOPPED = 75
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # USR1: what Slurm can send before time is up

@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 
 from jaxpipe.errors import JaxpipeError, RunError
-from jaxpipe.runtime.lines import say
+from jaxpipe.runtime.connections import say
 
 _FACTOR = 20
 _KEPT = 33  # steps that the usual length is the median of

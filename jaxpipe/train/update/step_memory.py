@@ -62,7 +62,7 @@ def step_memory(
         states: by stage, what its update takes.
         updates: by stage, the compiled update; None to count no temporaries.
     """
-    resident: dict[int, dict[Kind, int]] = {r.rank: {} for r in pipeline.own}
+    resident: dict[int, dict[Kind, int]] = {r.rank: {} for r in pipeline.local_programs}
     for rank, held in resident.items():
         held |= {kind: total_device_bytes(avals) for kind, avals in resident_avals(pipeline, states, rank).items()}
         rank_stages = [s for s in states if pipeline.primary(s)[0] == rank]

@@ -7,8 +7,8 @@ other placements the limit is ignored): :mod:`~jaxpipe.schedule.bounds.memory` (
 generalised; memory × time; release by release) and :mod:`~jaxpipe.schedule.bounds.crossing` (microbatches that meet). With
 offload activations may leave for host memory, as fast as each rank's own host lane allows. Proofs stand with the functions.
 
-Two bounds take seconds and are asked for by ``solve`` only (:mod:`~jaxpipe.schedule.bounds.orders`, ``host_orders``,
-``host_steps``): all orders of one rank or a few.
+Two bounds take seconds and are asked for by ``solve`` only (:mod:`~jaxpipe.schedule.bounds.orders`, ``host_orders``): all
+orders of one rank or a few.
 
 Assumed: ops hold what F, B, W and BW hold (a user op that recomputes may hold less); workspace is not counted.
 """

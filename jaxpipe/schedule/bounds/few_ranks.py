@@ -3,8 +3,7 @@
 Each set is asked for more and more: is there an order that ends within a quarter of the gap above the bound, half of it,
 three quarters? What can't end in time is left out of the search, so a small step costs little, and each no is a bound.
 
-With offload one rank at a time, with its host lane (:mod:`~jaxpipe.schedule.bounds.host_orders`); the one with the longest trip
-in steps first, if all durations are equal (:mod:`~jaxpipe.schedule.bounds.host_steps`).
+With offload one rank at a time, with its host lane (:mod:`~jaxpipe.schedule.bounds.host_orders`).
 
 For plain chains in one direction. Where durations have no common step they are rounded down (``grids.py``).
 """
@@ -13,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 from jaxpipe.schedule.bounds.flows import Flow, Flows
 from jaxpipe.schedule.bounds.host_orders import HostOrders
@@ -26,14 +24,10 @@ from jaxpipe.schedule.grids import Ticks, time_grid
 from jaxpipe.schedule.placement import Placement
 from jaxpipe.schedule.tolerance import how_many
 
-if TYPE_CHECKING:
-    from jaxpipe.schedule.bounds.host_steps import HostSteps
-
 _PARTS_OF_GAP = 4
 _WIDTH = 400  # states with the same counts: more become fewer; not tuned
 _PART_OF_TIME = 2  # of what is left, for one set of ranks
 _STATES_PER_S = 60_000  # that follow one another, roughly: what a reproducible search counts instead of seconds
-MOVES_PER_S = 40_000_000  # in the same way, of a search in steps
 
 
 class FewRanks:
@@ -75,14 +69,6 @@ class FewRanks:
         if len(self.rank_of) > len(self.stays):
             order.sort(key=lambda rank: (min(rank, last - rank), -rank))
         ranks: tuple[int, ...] = ()
-        if self.offload and (exact := self.host_steps(order[0])):
-            (steps, step, offset), late, proven = exact, late_for(budget, MOVES_PER_S, 1.0), least
-            for steps_bound in steps.bounds(-(-(least - offset) // step), -(-(top - offset) // step), late):
-                if steps_bound * step + offset > least:
-                    least = steps_bound * step + offset
-                    yield self._seconds(least)
-            if least > proven and not late(0):
-                return  # nothing better is to be had from the rank that has the least room
         while len(ranks) <= last:
             sets = [tuple(sorted((*ranks, rank))) for rank in order if rank not in ranks]
             scores = []
@@ -156,15 +142,6 @@ class FewRanks:
             count=self.count,
         )
 
-    def host_steps(self, rank: int) -> tuple[HostSteps, int, int] | None:
-        """The same where F, B and W take equally long, in steps; ticks of a step, and those after the rank's end."""
-        from jaxpipe.schedule.bounds.host_steps import HostSteps  # NumPy is for those who solve
-
-        x = self.host_orders(rank)
-        if x is None or not x.f == x.b == x.w > 0 or x.o < x.f or x.back < x.f or x.trip < x.f or x.ends.after_all < 0:
-            return None
-        return HostSteps(x.o // x.f, x.back // x.f, x.trip // x.f, x.room, x.count), x.f, int(x.ends.after_all)
-
     def _stages(self, rank: int) -> list[int]:
         return [s for s, r in enumerate(self.rank_of) if r == rank]
 
@@ -181,7 +158,7 @@ class FewRanks:
 def _raised(orders: Orders | HostOrders, least: int, top: int, budget: Budget) -> Iterator[int]:
     """Yield the ticks that no order's objective is below: one step after the other from ``least`` to ``top``, or what it
     can't exceed."""
-    late = late_for(budget, _STATES_PER_S)
+    late = _late_for(budget)
     for part in range(1, _PARTS_OF_GAP + 1):
         most = least + (top - least) * part // _PARTS_OF_GAP - 1
         objective = orders.least(most, _WIDTH, late)
@@ -193,14 +170,14 @@ def _raised(orders: Orders | HostOrders, least: int, top: int, budget: Budget) -
         return
 
 
-def late_for(budget: Budget, per_s: int, part: float = 1 / _PART_OF_TIME) -> Callable[[int], bool]:
-    """Return a predicate of the moves that a search made: whether they spent their share of the remaining budget."""
-    end = budget.left * (1 - part)
+def _late_for(budget: Budget) -> Callable[[int], bool]:
+    """Return a predicate of the states that a search made: whether they spent their share of the remaining budget."""
+    end = budget.left * (1 - 1 / _PART_OF_TIME)
 
     def late(states: int) -> bool:
         # states stand for seconds, so that no clock decides
         if budget.reproducible:
-            budget.spent += states / per_s
+            budget.spent += states / _STATES_PER_S
         return budget.left <= end
 
     return late

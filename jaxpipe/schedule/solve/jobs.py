@@ -24,7 +24,6 @@ from jaxpipe.schedule.passes.braid import unbraid
 from jaxpipe.schedule.problem import OPS, Problem
 from jaxpipe.schedule.search_orders import Candidate, best_of_family, cheap_first, quick_candidates
 from jaxpipe.schedule.settings import Task
-from jaxpipe.schedule.solve.actions import Actions, fitting, starts_at
 from jaxpipe.schedule.solve.cycles import cycles
 from jaxpipe.schedule.solve.task import SolveTask, count_offloads
 from jaxpipe.schedule.tolerance import at_most, nine_digits
@@ -108,23 +107,6 @@ class OffloadLists(Job):
 
         for schedule in offload_candidates(task, self.bound, late, seed=self.seed):
             tell(schedule, "list with offload")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankByRank(Job):
-    """Schedules with offload where all ops take equally long. ``value``: seconds of the best schedule that is known."""
-
-    value: float
-
-    def run(self, task: SolveTask, tell: Tell) -> None:
-        from jaxpipe.schedule.rank_by_rank import begun_rank_by_rank  # NumPy is for those who solve
-
-        few, actions = few_ranks(task), Actions(task)
-        for begun in begun_rank_by_rank(few, self.bound, self.value, self.budget(), self.seed):
-            starts = starts_at(actions, begun)
-            if starts is None or (solved := fitting(actions, starts, "solved")) is None:
-                return  # there is a limit that this search does not know
-            tell(solved[0], "rank by rank with offload")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

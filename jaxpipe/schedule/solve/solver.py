@@ -42,7 +42,6 @@ from jaxpipe.schedule.solve.jobs import (
     Neighbourhoods,
     OffloadLists,
     RankBounds,
-    RankByRank,
     Tell,
     families_of,
     family_schedules,
@@ -65,9 +64,7 @@ _CYCLE_PARTS = 2  # jobs that share the shapes of a V's cycles: one for each of 
 _FEW_ACTIONS, _LISTS_SHARE = 4000, (0.9, 0.2)
 """Actions up to which neighbourhoods with offload gain more than list schedules, and the part of the time for these beyond and
 below: with k=2 at p=16 and 32 the best came from lists, after 5 to 33 s, and neighbourhoods gained nothing."""
-# Of the time: bounds, elsewhere and where ranks are searched one after the other (at p=16, p/4 they take 7 to 30 s); there
-# lists at first, and ranks, each of so many jobs, beyond what the exact model gets and up to it.
-_BOUNDS_SHARE, _FIRST_LISTS_SHARE, _RANKS_SHARE, _RANKS_SEEDS = (0.2, 0.5), 0.1, (0.85, 0.15), 2
+_BOUNDS_SHARE = 0.2  # of the time, for bounds from a few ranks
 _FIRST_S, _GRACE_S = 2.0, 15.0
 """From which time limit on the first families are looked at to their end, and by how much that may exceed the limit: one takes
 about a second, and there may be fifteen placements on a busy machine."""
@@ -325,13 +322,6 @@ def bound_of(task: SolveTask) -> float:
     return find(task.placement, task.num_microbatches, task.costs, memory_limit=limit, offload=task.offload)
 
 
-def _in_steps(task: SolveTask) -> bool:
-    """Return whether F, B and W of a chain take equally long and copies no less, where offload is searched rank by rank."""
-    costs, one = task.costs, task.placement.is_plain_chain and task.placement.num_chunks == 1
-    equal = len({*costs.f_s, *costs.b_s, *costs.w_s}) == 1 and min((*costs.offload_s, *costs.load_s)) >= costs.f_s[0]
-    return task.offload and one and equal and costs.host.mode == "shared"
-
-
 def _actions(task: SolveTask) -> int:
     """Return how many start times a solve decides."""
     return (5 if task.offload else 3) * sum(map(len, chain(*task.placement.flows))) * task.num_microbatches
@@ -416,39 +406,28 @@ class Portfolio:
         total = self.options.time_limit_s
         quick = [quick_families(task) for task in self.tasks]
         chains = [(number, task) for number, task in enumerate(self.tasks) if task.placement.is_plain_chain]
-        steps = [number for number, task in chains if _in_steps(task)]  # families come last: 40 s at p=32, for nothing
         tiny = [number for number, task in enumerate(self.tasks) if _actions(task) <= _TINY_ACTIONS]
         for number in tiny:
             yield from self._exact(number, total * _TINY_SHARE / len(tiny))
         for number, names in enumerate(quick):
-            if number not in steps:
-                yield self._families(number, names)
+            yield self._families(number, names)
         for number, task in (x for x in chains if x[1].offload):
-            share = _FIRST_LISTS_SHARE if number in steps else _LISTS_SHARE[_actions(task) <= _FEW_ACTIONS]
-            yield self._job(number, OffloadLists, total * share)
+            yield self._job(number, OffloadLists, total * _LISTS_SHARE[_actions(task) <= _FEW_ACTIONS])
         cycles = self._cycles()
         if (
             self.options.workers > 1 and not self.options.reproducible
         ):  # beside families that take as long: 15 s at p=12
             yield from islice(cycles, 1)
         for number, task in enumerate(self.tasks):
-            for name in (n for n in families_of(task) if n not in quick[number] and number not in steps):
+            for name in (n for n in families_of(task) if n not in quick[number]):
                 yield self._families(number, (name,))
         yield from cycles
         for number, task in chains:
             if task.placement.num_flows == 1 and self.incumbent.value < float("inf"):
-                yield self._job(number, RankBounds, total * _BOUNDS_SHARE[number in steps], value=self.incumbent.value)
-        for number in steps:
-            share = _RANKS_SHARE[_actions(self.tasks[number]) <= _EXACT_ACTIONS[1]]
-            for seed in range(self.options.seed, self.options.seed + _RANKS_SEEDS):
-                yield self._job(number, RankByRank, total * share, value=self.incumbent.value, seed=seed)
-            if share == _RANKS_SHARE[0]:  # the first rank may have had too many states
-                yield self._job(number, OffloadLists, total * _LISTS_SHARE[0], seed=self.options.seed + 1)
+                yield self._job(number, RankBounds, total * _BOUNDS_SHARE, value=self.incumbent.value)
         for number, task in enumerate(self.tasks):
             if (actions := _actions(task)) <= _EXACT_ACTIONS[1]:
                 yield from self._exact(number, total * (0.6 if actions <= _EXACT_ACTIONS[0] else 0.25))
-        for number in steps:
-            yield self._families(number, families_of(self.tasks[number]))
 
     def _cycles(self) -> Iterator[Job]:
         """Yield jobs for steady states of placements with several chunks."""

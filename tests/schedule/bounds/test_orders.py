@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 
 import pytest
 
@@ -99,34 +98,6 @@ def test_one_rank_with_its_host_lane() -> None:
     task = SolveTask(one_to_one(4), 16, costs, 2.0, offload=True, objective="span")
     assert bound_of(task) == 73
     assert 74 <= proven(task, 78) <= 78
-
-
-@pytest.mark.parametrize("seed", range(DEFAULT))
-def test_no_optimum_with_equal_durations_is_below_steps(seed: int) -> None:
-    case = random_offload(seed)
-    equal = (random.Random(seed).randint(1, 2),) * case.ranks
-    case = replace(case, f=equal, b=equal, w=equal)
-    best = optimum(case, at_most=100)
-    exact = few_ranks(problem_of(case)).host_steps(0)
-    if best is None or exact is None:
-        return
-    steps, step, extra = exact
-    bounds = [0, *steps.bounds(0, best, lambda _: False)]
-    assert bounds == list(range(len(bounds)))
-    orders = few_ranks(problem_of(case)).host_orders(0)
-    assert orders is not None
-    assert bounds[-1] * step + extra <= orders.least(ALL, ALL, lambda _: False) <= best
-
-
-@pytest.mark.parametrize(("limit", "optimum", "least"), [(4.0, 119, 111), (2.0, 192, 179)])
-def test_steps_prove_more_of_eight_ranks(limit: float, optimum: float, least: float) -> None:
-    """k=2, m=32: memory × time says 107 and 173."""
-    costs = CostProfile.uniform(8, offload_time=6.0, host_mode="shared")
-    task = SolveTask(one_to_one(8), 32, costs, limit, offload=True, objective="span")
-    exact = few_ranks(task).host_steps(0)
-    assert exact is not None
-    *_, last = exact[0].bounds(round(bound_of(task)), optimum, lambda _: False)
-    assert last == least
 
 
 def proven(task: SolveTask, value: float) -> float:

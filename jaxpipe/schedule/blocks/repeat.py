@@ -48,3 +48,47 @@ def rows_of(problem: Problem, cells: Mapping[int, int]) -> list[list[int]]:
     for code in sorted(cells, key=lambda code: (cells[code], code)):
         rows[problem.rank[code // problem.num_microbatches % problem.num_replicas]].append(code)
     return rows
+
+
+def repeated(problem: Problem, rows: Sequence[Sequence[int]], microbatches: int) -> list[list[int]] | None:
+    """Return ``rows`` of ``problem`` with the steady phase repeated until there are ``microbatches``; None if a rank has none.
+
+    Whether the result deadlocks, how long it takes and what it holds is the retimer's business.
+    """
+    few, extra = problem.num_microbatches, microbatches - problem.num_microbatches
+    assert extra >= 0
+    longer = []
+    for row in rows:
+        # actions of one microbatch on the rank
+        period = len(row) // few
+        cut = _steady(row, period)
+        if cut is None:
+            return None
+        moved = [_moved(code, few, microbatches, 0) for code in row[: cut + period]]
+        for k in range(1, extra + 1):
+            moved += [_moved(code, few, microbatches, k) for code in row[cut : cut + period]]
+        moved += [_moved(code, few, microbatches, extra) for code in row[cut + period :]]
+        longer.append(moved)
+    return longer
+
+
+def _moved(code: int, few: int, many: int, by: int) -> int:
+    kind, microbatch = divmod(code, few)
+    return kind * many + microbatch + by
+
+
+def _steady(row: Sequence[int], period: int) -> int | None:
+    """Return a position from which a period and the one after are the same but for the microbatch; the one nearest the
+    middle."""
+    # codes of one op and stage go up by 1 a microbatch
+    same = [a + 1 == b for a, b in zip(row, row[period:], strict=False)]
+    middle = len(row) // 2
+    steady_start = None
+    run = 0
+    for at, ok in enumerate(same):
+        run = run + 1 if ok else 0
+        if run >= period:
+            start = at - period + 1
+            if steady_start is None or abs(start - middle) < abs(steady_start - middle):
+                steady_start = start
+    return steady_start

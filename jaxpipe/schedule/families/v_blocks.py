@@ -40,12 +40,6 @@ def v_half_block(ranks: int) -> BuildingBlock:
     return BuildingBlock.of_chain(v_shape(ranks), 6, forward=[*down, 1, *up], turn=turn, backward=[*down, 2, *up])
 
 
-def v_zb_block(ranks: int) -> BuildingBlock:
-    """δ⁰ = 4, δ¹ = 2 (figure 3d): lifespans of 1F1B's."""
-    offsets = [*[4] * (ranks - 1), 1, *[2] * (ranks - 1)]
-    return BuildingBlock.of_chain(v_shape(ranks), 6, forward=offsets, turn=1, backward=offsets)
-
-
 def one_f_one_b_v_block(ranks: int) -> BuildingBlock:
     """δ = 1 for F, and each BW at the first cell where it fits: every three ranks take 2, 2 and 5 cells.
 

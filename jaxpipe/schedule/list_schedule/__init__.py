@@ -6,9 +6,9 @@ __all__, __getattr__ = exported(
     __name__,
     clock="Choose Clock Feed Tables",
     choosers="Chooser Policy by_turn full_limit least_limit run",
-    policies="chain_drafts chunk_drafts",
+    policies="chain_drafts",
     fillers="Finisher Phases Rule improved merit",
-    weights="Filled WeightFilling balanced order_of refilled",
+    weights="Filled WeightFilling order_of refilled",
     actions="Actions Kind",
     traversal="Check Traversal View",
 )

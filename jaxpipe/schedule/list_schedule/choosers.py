@@ -32,10 +32,10 @@ class Policy:
 
     ``round_trips``: a stage may have this many times as many microbatches between F and B as it needs to be busy when its
     first one comes back (:func:`depths`). ``turn``: which of F and B goes first when both can; ``alternate``: the one that
-    did not go last. Of F that can start the latest chunk's goes first; ``backward``: which chunk's B does. ``w_gap``: start W
+    did not go last. Of F and of B that can start the
+    latest chunk's goes first. ``w_gap``: start W
     when at least this fraction of it fits before the next F or B arrives. ``balance``: also start it if waiting would make
-    this rank the idlest. ``f_gap``: start F when at least this fraction of it fits before the next B arrives. ``costs``: what
-    the order is made for: real costs, those without transfers, or F = B = W = 1 without transfers.
+    this rank the idlest. ``f_gap``: start F when at least this fraction of it fits before the next B arrives.
     """
 
     round_trips: float
@@ -43,8 +43,6 @@ class Policy:
     w_gap: float
     balance: bool
     f_gap: float = 0.0
-    backward: Literal["late", "early"] = "late"
-    costs: Literal["real", "no transfers", "equal"] = "real"
 
 
 def run(problem: Problem, chooser: Chooser, limit: float = NEVER) -> Draft | None:
@@ -86,7 +84,6 @@ def by_turn(policy: Policy, problem: Problem, clock: Clock, limit: float) -> Cho
     all_f = n * m  # what lies between the codes of F, B and W of one stage and microbatch
     tiny, ready, memory, idle, seconds = clock.tiny, clock.ready, clock.memory, clock.idle, clock.tables.seconds
     forwards = [problem.replicas_of(r)[::-1] for r in ranks]
-    backwards = forwards if policy.backward == "late" else [stages[::-1] for stages in forwards]
     needs = [sum(problem.reserved[k] for k in forwards[problem.rank[q]] if k >= q) for q in range(n)]
     lead, room = [depth - all_f for depth in depths(problem, policy.round_trips)], limit + ROUNDING
     f, b, end = ([(q + k) * m for q in range(n)] for k in (0, n, 1))  # the next F and B of each stage; where its F end
@@ -100,7 +97,7 @@ def by_turn(policy: Policy, problem: Problem, clock: Clock, limit: float) -> Cho
         b_at = f_at = NEVER
         b_stage = f_stage = -1
         full = False
-        for q in backwards[r]:
+        for q in forwards[r]:
             if b[q] - f[q] < all_f and (at := ready[b[q]]) < b_at:
                 b_at, b_stage = at, q
                 if at <= soon:

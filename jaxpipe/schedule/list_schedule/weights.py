@@ -2,13 +2,10 @@
 
 Input: F and B of all ranks as *one* list in which everything stands after what it waits for. :meth:`WeightFilling.fill`
 walks it once. Before an action that can't start yet, W that fit into the gap are run; where a W is longer than the gap, either
-the rank idles or the W runs and delays what follows. A :class:`Rule` decides that by the seconds a rank has idled so far:
-
-* *even*: a rank may idle as long as it does not become the idlest (Qi et al. 2023, section 3.1, for one chunk; the authors of
-  `controllable-memory.txt` do the same on V). A second pass knows which ranks have idle seconds to spare at the end.
-* *profile*: a rank may idle, up to each action, what it idled in an earlier pass, plus what a target for its span and its end
-  leaves to spare. Ranks above the target fill more gaps, ranks below it fewer, so repeated passes move idle seconds between
-  ranks. The longest span *and* the makespan are targets.
+the rank idles or the W runs and delays what follows. A :class:`Rule` decides that by the seconds a rank has idled so far: it
+may idle, up to each action, what it idled in an earlier pass, plus what a target for its span and its end leaves to spare.
+Ranks above the target fill more gaps, ranks below it fewer, so repeated passes move idle seconds between ranks. The longest
+span *and* the makespan are targets.
 
 Source: `controllable-memory.txt` section 3 and appendix C (W fills what F and B leave). Not modelled: workspace of a running
 function, and ``cotangent_bytes``. W of one rank run in the order of their B.
@@ -19,13 +16,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from jaxpipe.schedule.list_schedule.clock import NEVER, ROUNDING
 from jaxpipe.schedule.problem import Problem
 from jaxpipe.schedule.retime import Draft, Extents, Retimer
 
-Ties = Literal["idle", "run", "as computed"]
 _STEPS = (0.02, 0.05, 0.1, 0.2, 0.5)
 
 
@@ -33,17 +28,11 @@ _STEPS = (0.02, 0.05, 0.1, 0.2, 0.5)
 class Rule:
     """When a W that is longer than the gap runs in it: when the rank would otherwise have idled more than it may.
 
-    ``spare_s[r]``: seconds. With ``profile_s`` (one entry an action of the order) the rank may idle
-    ``profile_s[k] + spare_s[r]`` up to action k; without, as long as the idlest rank so far, or ``spare_s[r]`` if more.
-    ``before``: per kind (F of each stage, then B), whether a W may delay it at all. ``ties``: what a rank does at exactly
-    what it may: ``idle``, ``run`` the W, or whatever rounding makes of it (``as computed``; then W that fit exactly are as
-    open, and equal ranks don't all do the same).
+    Rank r may idle ``profile_s[k] + spare_s[r]`` seconds up to action k of the order.
     """
 
     spare_s: Sequence[float]
-    profile_s: Sequence[float] = ()
-    before: Sequence[bool] = ()
-    ties: Ties = "idle"
+    profile_s: Sequence[float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,15 +88,14 @@ class WeightFilling:
         """Return rows with every W of ``order``'s B; None if F and B alone exceed the memory limit."""
         t, n, m = self.problem.tables, self.problem.num_replicas, self.problem.num_microbatches
         kinds, seconds, change = self._kinds, t.seconds, t.change
-        room, tiny = self.limit + ROUNDING, 0.0 if rule.ties == "as computed" else self._tiny
-        spare, earlier, before = rule.spare_s, rule.profile_s, rule.before
+        room, tiny = self.limit + ROUNDING, self._tiny
+        spare, earlier = rule.spare_s, rule.profile_s
         ready, link_free = [0.0] * (2 * n * m), [0.0] * t.num_links
         free, first, idle = [0.0] * t.num_ranks, [NEVER] * t.num_ranks, self._less_work.copy()
         memory = [0.0] * t.num_ranks
         rows: list[list[int]] = [[] for _ in free]
         pending: list[deque[int]] = [deque() for _ in free]
         profile: list[float] = []
-        most, tie = 0.0, -tiny if rule.ties == "run" else tiny
 
         def run(code: int, r: int, now: float) -> float:
             rows[r].append(code)
@@ -130,17 +118,15 @@ class WeightFilling:
                 now = first[r] = arrival
             elif arrival > now:
                 if waiting:
-                    may = earlier[at] + spare[r] if earlier else (most if most > spare[r] else spare[r])
+                    may = earlier[at] + spare[r]
                 while waiting and now + tiny < arrival:
                     # a W longer than the gap waits while the rank may still idle
                     longer = arrival + tiny < now + seconds[waiting[0] // m]
-                    if longer and (arrival - now <= may - idle[r] + tie or (before and not before[kind])):
+                    if longer and arrival - now <= may - idle[r] + tiny:
                         break
                     now = run(waiting.popleft(), r, now)
                 if arrival > now:
                     idle[r] += (arrival + spent) - (now + spent)
-                    if idle[r] > most:
-                        most = idle[r]
                     now = arrival
             profile.append(idle[r])
             row.append(code)
@@ -164,22 +150,6 @@ class WeightFilling:
         """Return the draft of rows with W, timed by the retimer; None if they deadlock or exceed the limit."""
         draft = self.retimer.draft(rows)
         return draft if draft and draft.peak <= self.limit + ROUNDING else None
-
-
-def balanced(
-    filling: WeightFilling, order: Sequence[int], before: Sequence[bool] = (), ties: Ties = "idle", passes: int = 8
-) -> Filled | None:
-    """Run passes of the *even* rule, each knowing what the ranks had to spare in the one before, while the span gets
-    shorter."""
-    best = filling.fill(order, Rule((0.0,) * filling.problem.num_ranks, (), before, ties))
-    for _ in range(passes if best else 0):
-        assert best is not None
-        idlest = max(best.idle_s)
-        filled = filling.fill(order, Rule([idlest - idle for idle in best.idle_s], (), before, ties))
-        if filled is None or max(filled.idle_s) >= idlest:
-            break
-        best = filled
-    return best
 
 
 def order_of(problem: Problem, rows: Sequence[Sequence[int]], retimer: Retimer) -> list[int]:

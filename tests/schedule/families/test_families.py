@@ -300,15 +300,25 @@ def test_functions_check_sizes_themselves(name: str) -> None:
 # --- docstrings and pictures ----------------------------------------------------------------------------------------------
 
 
+def figures(picture: list[str]) -> tuple[int, list[int]]:
+    """Return the columns of a picture and how many actions each of its ranks runs."""
+    return max(map(len, picture)), [len(re.findall(r"[A-Z]+[0-9]", line)) for line in picture]
+
+
 @pytest.mark.parametrize("name", sorted(FAMILIES))
 def test_docstring_draws_the_family(name: str) -> None:
+    """The picture of a family that weighs costs is as long as its schedule; of several such orders either may be found. One
+    that is a row of another's table has no picture."""
     family = FAMILIES[name]
-    schedule = family.function(**family.picture)
-    v = schedule.num_chunks
-    picture = draw(simulate(schedule, uniform(schedule, f=v, b=v, w=v)))
-    assert picture in inspect.getdoc(family.function).replace("\n    ", "\n")  # type: ignore[union-attr]
-    assert "Raises" in (family.function.__doc__ or "")
+    docstring = inspect.getdoc(family.function) or ""
+    assert "Raises" in docstring
     assert family.description
+    if family.picture:
+        schedule = family.function(**family.picture)
+        v = schedule.num_chunks
+        picture = draw(simulate(schedule, uniform(schedule, f=v, b=v, w=v))).splitlines()
+        drawn = re.findall(r"rank +\d+ \|.*", docstring)
+        assert (figures(drawn) == figures(picture)) if "costs" in family.options else (drawn == picture)
     assert "\n" not in family.description
     assert family.source
 

@@ -56,6 +56,7 @@ class Accepted(Sections):
 
 def modernize(values: MutableMapping[str, Any]) -> None:
     """Replace retired settings among ``values``, by dotted key, by those that took their place. Nothing else need be valid."""
+    # Values may be wrong here (they are checked later, with all others), so each is compared with what it may be.
     trackers = values.get("run.output.trackers", ("jsonl",))
     if values.pop("run.tensorboard", False) is True and isinstance(trackers, (list, tuple)):
         values["run.output.trackers"] = tuple(dict.fromkeys(map(str, (*trackers, "tensorboard"))))
@@ -177,7 +178,8 @@ def known_settings(stored: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]]
     hints, values = typed.leaf_hints(Accepted), dict(typed.leaves_of(Accepted, stored))
     current = {key: value for key, value in values.items() if key in hints}
     modernize(current)
-    if "data.reading.mask" in current and "data.reading.pack" not in current:  # written before there was a choice
+    # A config without pack was written before there was a choice: its run goes on with the windows it began with.
+    if "data.reading.mask" in current and "data.reading.pack" not in current:
         current["data.reading.pack"] = "windows"
     nested: dict[str, Any] = {}
     for key, value in current.items():

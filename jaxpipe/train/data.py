@@ -323,7 +323,7 @@ def _epoch_order(n: int, seed: int, epoch: int) -> Permutation:
 class TokenDataset:
     """A corpus in two parts. ``train`` and ``held_out`` are spans of token positions, sorted, disjoint, covering all.
     ``by_document``: tokens see their own document only; with the mask ``auto`` the model decides that (:meth:`for_model`).
-    ``seq_len``: for which :meth:`describe` tells how documents are packed, or 0. ``rows``: those that were made, by part and
+    ``seq_len``: for which :meth:`describe` counts the packed rows, or 0. ``rows``: those that were made, by part and
     length."""
 
     corpus: Corpus
@@ -444,7 +444,7 @@ class TokenDataset:
                     f"data {self.source}: data.mask=document, and the model reads no 'segments'; use data.mask=causal, or a "
                     "model that takes the option mask"
                 )
-        check_kinds(self.source, model_inputs, {name: ((seq_len,), dtype) for name, dtype in dtypes.items()})
+        check_specs(self.source, model_inputs, {name: ((seq_len,), dtype) for name, dtype in dtypes.items()})
         return replace(self, by_document=by_document, seq_len=seq_len, rows={})
 
     def windows(self, part: Literal["train", "held_out"], seq_len: int) -> Windows | PackedRows:
@@ -522,22 +522,24 @@ def check_weights(where: str, batch: Mapping[str, npt.NDArray[Any]]) -> None:
     raise DataError(f"data {where}: 'weights' has {low:g} in row {row}; give targets that do not count the weight 0")
 
 
-def check_kinds(source: str, model_inputs: Mapping[str, ArraySpec], arrays: Mapping[str, ArraySpec]) -> None:
+def check_specs(source: str, model_inputs: Mapping[str, ArraySpec], arrays: Mapping[str, ArraySpec]) -> None:
     """Raise DataError where the arrays that a dataset has are not those that a model reads: one is missing, has another shape,
     or whole numbers in place of real ones."""
     for name, expected in model_inputs.items():
         if name not in arrays:
-            raise DataError(f"data {source}: has {', '.join(arrays)}, and the model reads {name!r} {shown(expected)}")
+            raise DataError(
+                f"data {source}: has {', '.join(arrays)}, and the model reads {name!r} {show_spec(expected)}"
+            )
         got = arrays[name]
         alike = any(all(np.issubdtype(x[1], kind) for x in (got, expected)) for kind in (np.floating, np.integer))
         if got[0] != expected[0] or not alike:
             advice = f"; set data.seq_len={got[0][0]}" if alike and len(got[0]) == len(expected[0]) == 1 else ""
             raise DataError(
-                f"data {source}: {name!r} is {shown(got)} a sequence, and the model reads {shown(expected)}{advice}"
+                f"data {source}: {name!r} is {show_spec(got)} a sequence, and the model reads {show_spec(expected)}{advice}"
             )
 
 
-def shown(kind: ArraySpec) -> str:
+def show_spec(kind: ArraySpec) -> str:
     """Show an array without its rows, such as ``int32[128]``."""
     return f"{np.dtype(kind[1])}{list(kind[0])}"
 

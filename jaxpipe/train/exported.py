@@ -24,7 +24,7 @@ from jaxpipe.train.checkpoints.directory import StepName, find, reading
 from jaxpipe.train.checkpoints.stored import stored_params
 from jaxpipe.train.evaluate import Trained, described
 from jaxpipe.train.origin import known_origin
-from jaxpipe.train.tokenizer_files import learnt, places_of, special_ids, write_tokenizer_files
+from jaxpipe.train.tokenizer_files import places_of, special_ids, training_form, write_tokenizer_files
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,7 @@ def _write_tokenizer(folder: Path, manifest: Manifest, found: Trained, to: Path,
         hub.copy_files(kept, to, [hub.TEMPLATE])
     run = manifest.meta["config"].get("run")
     init_from = run.get("init_from") if isinstance(run, dict) else None
-    template, ends = (None, []) if "imported" in manifest.meta else learnt(data, tokenizer, found.began_in)
+    template, ends = (None, []) if "imported" in manifest.meta else training_form(data, tokenizer, found.began_in)
     template = None if (kept / hub.TEMPLATE).is_file() else template
     places = [kept, *places_of(data, init_from if isinstance(init_from, str) else None, found.began_in)]
     write_tokenizer_files(to, tokenizer, places, template, ends)

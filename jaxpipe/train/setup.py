@@ -29,7 +29,7 @@ from jaxpipe.text import format_bytes
 from jaxpipe.train.assemble import Progress, assemble, choose, spread_over, stage_planner
 from jaxpipe.train.checkpoints.stored import model_digest
 from jaxpipe.train.config import TrainConfig
-from jaxpipe.train.corpora.corpus import load_corpus, several_arrays
+from jaxpipe.train.corpora.corpus import load_corpus, read_named_arrays
 from jaxpipe.train.corpora.datasets import ArrayDataset, MixedDataset, UserDataset, dataset_from_function
 from jaxpipe.train.corpora.store import is_store
 from jaxpipe.train.corpora.tokenizers import Tokenizer, continued_tokenizer, load_tokenizer
@@ -90,7 +90,7 @@ def load_dataset(config: TrainConfig, tokenizer: Tokenizer | None = None) -> Dat
         return MixedDataset.of(parts, {name: source.weight for name, source in data.sources.items()})
     if names_function(data.path):
         return dataset_from_function(data.path, data.options, tokenizer, data.seq_len, data.holdout)
-    if (arrays := several_arrays(data.path)) is not None:
+    if (arrays := read_named_arrays(data.path)) is not None:
         return ArrayDataset.split(data.path, tokenizer, arrays, data.holdout)
     return _tokens_at(data, data.path, tokenizer)
 

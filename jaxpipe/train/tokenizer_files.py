@@ -15,8 +15,18 @@ from typing import Any
 
 from jaxpipe.errors import ConfigError, DataError
 from jaxpipe.files import write_atomically
-from jaxpipe.interop import tokenizer as hub
 from jaxpipe.interop.folder import read_json, write_json
+from jaxpipe.interop.tokenizer import (
+    FILES,
+    GENERATION,
+    JSON,
+    SETTINGS,
+    SPECIAL_IDS,
+    TEMPLATE,
+    TOKENIZER,
+    TOKENS_MAP,
+    copy_files,
+)
 from jaxpipe.train.corpora.documents import BadRecordError
 from jaxpipe.train.corpora.encoding import ChatTemplate, ends_of, find_template
 from jaxpipe.train.corpora.store import Store, is_store
@@ -34,11 +44,11 @@ def places_of(data: DataConfig, init_from: str | None, began_in: str = "") -> li
     places = [path.parent for path in places] + [at / path for path in _paths(data)]
     if init_from:
         source = at / split_step(init_from)[0]
-        places += [source, *(folder / hub.TOKENIZER for folder in (source, source.parent, source.parent.parent))]
+        places += [source, *(folder / TOKENIZER for folder in (source, source.parent, source.parent.parent))]
     return places
 
 
-def learnt(data: DataConfig, tokenizer: Tokenizer, began_in: str = "") -> tuple[ChatTemplate | None, list[int]]:
+def training_form(data: DataConfig, tokenizer: Tokenizer, began_in: str = "") -> tuple[ChatTemplate | None, list[int]]:
     """Find what a run learns of the form of its texts: the chat template of the data, if they are chats, it can be read, and
     sources do not have several; and the ids that end answers and documents."""
     templates: list[ChatTemplate] = []
@@ -46,9 +56,9 @@ def learnt(data: DataConfig, tokenizer: Tokenizer, began_in: str = "") -> tuple[
     for path in (Path(began_in, path) for path in _paths(data)):
         with suppress(DataError, ConfigError):
             if is_store(path):
-                spec, template_path = Store.read(path).spec, path / hub.TEMPLATE
+                spec, template_path = Store.read(path).spec, path / TEMPLATE
                 is_chat, end = spec["documents_are"] == "chat", spec["eos"]
-                files = str(path / hub.JSON), str(template_path) if template_path.is_file() else "auto"
+                files = str(path / JSON), str(template_path) if template_path.is_file() else "auto"
             else:
                 is_chat, end = data.reading.format == "chat", ends_of(tokenizer, data.reading)[1]
                 files = tokenizer.name, data.reading.chat_template
@@ -80,41 +90,40 @@ def write_tokenizer_files(
     """
     if tokenizer.content is not None:
         to.mkdir(exist_ok=True)
-        write_atomically(to / hub.JSON, tokenizer.content)  # it may be the one that the run reads
+        # The folder may be the one that the run reads its tokenizer from.
+        write_atomically(to / JSON, tokenizer.content)
     places = [place for place in places if _is_of(place, tokenizer)]
-    settings = [place for place in places if any((place / x).is_file() for x in (hub.SETTINGS, hub.TOKENS_MAP))][:1]
+    settings = [place for place in places if any((place / x).is_file() for x in (SETTINGS, TOKENS_MAP))][:1]
     if settings and settings[0].resolve() != to.resolve():
-        hub.copy_files(settings[0], to, [name for name in hub.FILES if name not in (hub.JSON, hub.GENERATION)])
+        copy_files(settings[0], to, [name for name in FILES if name not in (JSON, GENERATION)])
     for place in places:
-        if not (to / hub.GENERATION).is_file():
-            hub.copy_files(place, to, [hub.GENERATION])
+        if not (to / GENERATION).is_file():
+            copy_files(place, to, [GENERATION])
     if template is not None:
         to.mkdir(exist_ok=True)
-        (to / hub.TEMPLATE).write_text(template.source, encoding="utf-8")
+        (to / TEMPLATE).write_text(template.source, encoding="utf-8")
     ids = special_ids(to, tokenizer)
     before = ids["eos_token_id"] if isinstance(ids["eos_token_id"], list) else [ids["eos_token_id"]]
     if tokenizer.content is not None and (new := [end for end in ends if end not in before]):
         all_ends = [*new, *(end for end in before if end is not None)]
-        settings_ = read_json(to / hub.GENERATION) if (to / hub.GENERATION).is_file() else {}
+        generation = read_json(to / GENERATION) if (to / GENERATION).is_file() else {}
         ids["eos_token_id"] = all_ends if len(all_ends) > 1 else all_ends[0]
-        write_json(
-            to / hub.GENERATION, {**settings_, **{key: value for key, value in ids.items() if value is not None}}
-        )
+        write_json(to / GENERATION, {**generation, **{key: value for key, value in ids.items() if value is not None}})
 
 
 def special_ids(folder: Path, tokenizer: Tokenizer) -> dict[str, Any]:
     """Return ``bos_token_id``, ``eos_token_id`` and ``pad_token_id`` as the files in ``folder`` have them; None where they
     don't."""
     tokens: dict[str, Any] = {}
-    for name in (hub.TOKENS_MAP, hub.SETTINGS):
+    for name in (TOKENS_MAP, SETTINGS):
         tokens |= read_json(folder / name) if (folder / name).is_file() else {}
     ids: dict[str, Any] = {}
-    for key in hub.SPECIAL_IDS:
+    for key in SPECIAL_IDS:
         token = tokens.get(key.removesuffix("_id"))
         token = token.get("content") if isinstance(token, dict) else token
         ids[key] = tokenizer.id_of(token) if isinstance(token, str) else None
-    generation = read_json(folder / hub.GENERATION) if (folder / hub.GENERATION).is_file() else {}
-    return ids | {key: generation[key] for key in hub.SPECIAL_IDS if generation.get(key) is not None}
+    generation = read_json(folder / GENERATION) if (folder / GENERATION).is_file() else {}
+    return ids | {key: generation[key] for key in SPECIAL_IDS if generation.get(key) is not None}
 
 
 def end_of_answers(template: ChatTemplate, tokenizer: Tokenizer) -> int | None:
@@ -133,7 +142,7 @@ def end_of_answers(template: ChatTemplate, tokenizer: Tokenizer) -> int | None:
 
 def _is_of(place: Path, tokenizer: Tokenizer) -> bool:
     """Whether the folder is of this tokenizer, by the content of its ``tokenizer.json``."""
-    path = place / hub.JSON
+    path = place / JSON
     if tokenizer.content is None or not path.is_file():
         return tokenizer.content is None and tokenizer.name != "byte" and not path.is_file()
     with suppress(ValueError, RecursionError):

@@ -21,7 +21,7 @@ from jaxpipe.cli import main
 from jaxpipe.errors import DataError
 from jaxpipe.train.corpora import documents
 from jaxpipe.train.corpora.corpus import load_corpus
-from jaxpipe.train.corpora.documents import files_at, formed, pieces
+from jaxpipe.train.corpora.documents import files_at, pieces, with_forms
 from jaxpipe.train.corpora.encoding import Encoder, Reading
 from jaxpipe.train.corpora.store import EDGES, IDS, JOURNAL, MANIFEST, Store, build_store
 from jaxpipe.train.corpora.tokenizers import ByteTokenizer
@@ -74,7 +74,7 @@ KINDS = ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.parquet"]
 def test_records_are_documents_with_an_end_whatever_holds_them(tmp_path: Path, name: str) -> None:
     path = write(tmp_path / name, lines())
     corpus = load_corpus(path, BYTES)
-    assert corpus.ids.tobytes() == KEPT and len(list(pieces(formed([path])))) > 1
+    assert corpus.ids.tobytes() == KEPT and len(list(pieces(with_forms([path])))) > 1
     ends = np.flatnonzero(corpus.ids == 0) + 1
     np.testing.assert_array_equal(corpus.edges, [0, *ends])
     assert load_corpus(path, BYTES, Reading(eos="10")).ids.tobytes() == KEPT.replace(b"\0", b"\n")
@@ -174,7 +174,7 @@ def test_a_store_holds_what_its_sources_do_with_any_number_of_processes(tmp_path
     assert len([note for note in notes if "d.txt: binary" in note]) == 2
     encoder = Encoder.of(BYTES, Reading())
     paths = [p for root in sources for p in files_at(root, Reading().suffixes)]
-    expected = np.concatenate([encoder.encode(piece).ids for piece in pieces(formed(paths))])
+    expected = np.concatenate([encoder.encode(piece).ids for piece in pieces(with_forms(paths))])
     corpus = load_corpus(stores[0].folder, BYTES)
     np.testing.assert_array_equal(corpus.ids, expected)
     assert corpus.ids.tobytes().count(KEPT) == 7 and len(corpus.edges) - 1 == 7 * 5 + 5 == stores[0].documents

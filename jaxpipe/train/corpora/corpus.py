@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jaxpipe.errors import DataError
-from jaxpipe.train.corpora.documents import RECORD_FORMS, Form, files_at, files_under, form_of, formed, pieces
+from jaxpipe.train.corpora.documents import RECORD_FORMS, Form, files_at, files_under, form_of, pieces, with_forms
 from jaxpipe.train.corpora.encoding import Encoder, Reading, marker
 from jaxpipe.train.corpora.store import ANSWERS, EDGES, IDS, SIZES, Store, digest, is_store
 from jaxpipe.train.corpora.tokenizers import ByteTokenizer, Ids, Tokenizer, check_ids, id_dtype
@@ -108,7 +108,7 @@ def load_corpus(path: str | Path, tokenizer: Tokenizer, reading: Reading | None 
     path, left_out = Path(path), list[str]()
     if path.is_dir() and is_store(path):
         return _from_store(path, tokenizer, how)
-    files = formed(files_at(path, how.suffixes, left_out.append), how.format)
+    files = with_forms(files_at(path, how.suffixes, left_out.append), how.format)
     if not path.is_dir() and files[0][1] in ("npy", "npz"):
         return _from_array(path, _read_array(path, files[0][1]), tokenizer)
     corpus = _from_files(str(path), path if path.is_dir() else None, files, tokenizer, how)
@@ -183,7 +183,7 @@ def _from_store(path: Path, tokenizer: Tokenizer, reading: Reading) -> Corpus:
     )
 
 
-def several_arrays(path: str | Path) -> dict[str, npt.NDArray[Any]] | None:
+def read_named_arrays(path: str | Path) -> dict[str, npt.NDArray[Any]] | None:
     """Return the arrays of a ``.npz`` file that are no token ids: several, none of them called ``ids``. None of anything else.
 
     Raises:

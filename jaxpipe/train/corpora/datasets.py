@@ -45,13 +45,13 @@ from jaxpipe.train.data import (
     Permutation,
     TokenDataset,
     Windows,
-    check_kinds,
+    check_specs,
     check_weights,
     held_blocks,
     in_epochs,
     mix,
     padded_batches,
-    shown,
+    show_spec,
 )
 
 Arrays = Mapping[str, npt.NDArray[Any]]
@@ -115,7 +115,7 @@ class ArrayDataset:
 
     def describe(self) -> str:
         """Return one line: the arrays of a row, and how many rows there are."""
-        row = ", ".join(f"{name} {shown(kind)}" for name, kind in _array_specs(self.train).items())
+        row = ", ".join(f"{name} {show_spec(spec)}" for name, spec in _array_specs(self.train).items())
         train, held = len(ArrayRows(self.train)), len(ArrayRows(self.held_out))
         return f"{self.source}: {row}; {train:,} rows to train, {held:,} held out"
 
@@ -124,19 +124,12 @@ class ArrayDataset:
 
     def for_model(self, model_inputs: Mapping[str, ArraySpec], seq_len: int) -> ArrayDataset:
         """Return only the arrays that a model reads, in its dtypes; see :class:`~jaxpipe.train.data.Dataset`."""
-        check_kinds(self.source, model_inputs, _array_specs(self.train))
-        spec = {name: jax.ShapeDtypeStruct(*kind) for name, kind in model_inputs.items()}
-
-        def cast(arrays: Arrays) -> Arrays:
-            batch = checked_batch(arrays, spec, len(ArrayRows(arrays)))
-            host_arrays = {name: np.asarray(array) for name, array in batch.items()}
-            check_weights(self.source, host_arrays)
-            return host_arrays
-
-        try:
-            return replace(self, train=cast(self.train), held_out=cast(self.held_out))
-        except ProgramError as error:  # whole numbers out of range
-            raise DataError(f"data {self.source}: {error}") from None
+        check_specs(self.source, model_inputs, _array_specs(self.train))
+        train, held_out = (
+            _checked_arrays(self.source, arrays, model_inputs, len(ArrayRows(arrays)))
+            for arrays in (self.train, self.held_out)
+        )
+        return replace(self, train=train, held_out=held_out)
 
     def batches(self, seed: int, batch: int, seq_len: int, state: DataState | None = None) -> Batches:
         """See :class:`~jaxpipe.train.data.Dataset`; rows are as long as they are."""
@@ -178,6 +171,21 @@ def dataset_from_function(
     if len(named_arrays) == 1:
         return ArrayDataset.split(name, tokenizer, named_arrays[0], holdout)
     return ArrayDataset(name, tokenizer, named_arrays[0], named_arrays[1])
+
+
+def _checked_arrays(where: str, arrays: Mapping[str, Any], model_inputs: Mapping[str, ArraySpec], rows: int) -> Batch:
+    """Return the arrays that a model reads, in its dtypes, ``rows`` of them.
+
+    Raises:
+        DataError: one is missing, has another shape, or numbers that its dtype can't hold; or a weight is negative.
+    """
+    specs = {name: jax.ShapeDtypeStruct(*spec) for name, spec in model_inputs.items()}
+    try:
+        batch = {name: jax.device_get(array) for name, array in checked_batch(arrays, specs, rows).items()}
+    except ProgramError as error:
+        raise DataError(f"data {where}: {error}") from None
+    check_weights(where, batch)
+    return batch
 
 
 def _array_specs(arrays: Arrays) -> dict[str, ArraySpec]:
@@ -459,15 +467,10 @@ class UserBatches:
 
     def checked(self, item: Any, step: int) -> Batch:
         """Return the arrays that the model reads, in its dtypes."""
-        spec = {name: jax.ShapeDtypeStruct(*kind) for name, kind in self.data.model_inputs.items()}
-        try:
-            if not isinstance(item, Mapping):
-                raise ProgramError(f"it is a {type(item).__name__}; want a dict of arrays: {', '.join(spec)}")
-            arrays = {name: jax.device_get(array) for name, array in checked_batch(item, spec, self.batch).items()}
-        except ProgramError as error:
-            raise DataError(f"data {self.data.source}: the batch of step {step}: {error}") from None
-        check_weights(f"{self.data.source}: the batch of step {step}", arrays)
-        return arrays
+        inputs, where = self.data.model_inputs, f"{self.data.source}: the batch of step {step}"
+        if not isinstance(item, Mapping):
+            raise DataError(f"data {where}: it is a {type(item).__name__}; want a dict of arrays: {', '.join(inputs)}")
+        return _checked_arrays(where, item, inputs, self.batch)
 
     def state_at(self, step: int) -> DataState:
         """Return what a checkpoint keeps when ``step`` steps are done."""

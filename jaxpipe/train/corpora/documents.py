@@ -89,6 +89,14 @@ _LIST = re.compile(rb"\[\s*[{\]]")
 _JSON = re.compile(rb'(\[\s*)?\{\s*"')
 _ONE_A_LINE = "write one record a line (jq -c .; of a list: jq -c '.[]')"
 _AS_TEXT = "data.format=text (data build: --format text) reads it as it is"
+T = TypeVar("T")
+SUFFIXES = (*TEXT_SUFFIXES, ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
+"""How the names of files end that are read in a directory."""
+PIECE_BYTES = 1 << 23
+_ROWS = 1024  # of Parquet, held at a time
+_BLANKS = re.compile("[ \\t\\n\\r]*")
+_PLACES = {"lines": "line", "list": "record", "rows": "row"}
+_MOST_REASONS = 4  # in the line on files that are left out
 
 
 def form_of(path: Path, format: str = "auto") -> Form:
@@ -159,7 +167,7 @@ def _to_a_zero(unpacked: Iterator[bytes]) -> Iterator[bytes]:
 
 
 def _not_text(name: str, content: bytes) -> str:
-    """Return why a file is not read as one document until somebody says that it is; empty if it is."""
+    """Return why a file is not read as one document unless ``data.format`` demands it; empty if it is."""
     for suffix, kind in _TABLES.items():
         if name.endswith(suffix):
             return f"a table ({kind}); {_TO_PARQUET}, or {_AS_TEXT}"
@@ -234,7 +242,7 @@ def plain_name(path: Path) -> str:
 
 
 def _start(path: Path) -> bytes:
-    with suppress(OSError), path.open("rb") as file:  # who reads it then tells of the error
+    with suppress(OSError), path.open("rb") as file:  # the reader that follows reports it
         return file.read(512)
     return b""
 
@@ -305,16 +313,6 @@ def read_errors(path: Path) -> Iterator[None]:
         raise DataError(f"data {path}: damaged ({' '.join(str(error).split())})") from None
     except Exception as error:  # of gzip, zlib, zstandard and pyarrow
         raise DataError(f"data {path}: damaged ({truncate(' '.join(str(error).split()), 160)})") from None
-
-
-T = TypeVar("T")
-SUFFIXES = (*TEXT_SUFFIXES, ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
-"""How the names of files end that are read in a directory."""
-PIECE_BYTES = 1 << 23
-_ROWS = 1024  # of Parquet, held at a time
-_BLANKS = re.compile("[ \\t\\n\\r]*")
-_PLACES = {"lines": "line", "list": "record", "rows": "row"}
-_MOST_REASONS = 4  # in the line on files that are left out
 
 
 class BadRecordError(ValueError):
@@ -445,7 +443,7 @@ def _counted(left_out: Mapping[Path, str]) -> str:
     return f"left out: {len(left_out):,} file{'s' * (len(left_out) > 1)} ({listed}; first: {first})"
 
 
-def formed(files: Iterable[Path], format: str = "auto") -> list[tuple[Path, Form]]:
+def with_forms(files: Iterable[Path], format: str = "auto") -> list[tuple[Path, Form]]:
     """Return files with the form of each, see :func:`~jaxpipe.train.corpora.documents.form_of`."""
     return [(path, form_of(path, format)) for path in files]
 
@@ -587,24 +585,24 @@ def _listed(path: Path) -> Iterator[bytes]:
     decoder, number = json.JSONDecoder(), 0
     try:
         text = b"".join(blocks(path)).removeprefix(UTF8_MARK).decode("utf-8")
-        at = _after_blanks(text, _after_blanks(text, 0) + 1)
+        at = after_blanks(text, after_blanks(text, 0) + 1)
         while not text.startswith("]", at):
             number += 1
             record, at = decoder.raw_decode(text, at)
             # Written anew on one line, so that a piece of a list reads like a piece of JSON lines.
             yield json.dumps(record).encode() + b"\n"
-            at = _after_blanks(text, at)
+            at = after_blanks(text, at)
             if text.startswith(",", at):
-                at = _after_blanks(text, at + 1)
+                at = after_blanks(text, at + 1)
             elif not text.startswith("]", at):
                 raise json.JSONDecodeError("Expecting , or ]", text, at)
-        if (end := _after_blanks(text, at + 1)) < len(text):
+        if (end := after_blanks(text, at + 1)) < len(text):
             raise json.JSONDecodeError("more after the end of the list", text, end)
     except (ValueError, RecursionError) as error:
         raise DataError(f"data {path}, record {number}: {_wrong(error)}") from None
 
 
-def _after_blanks(text: str, at: int) -> int:
+def after_blanks(text: str, at: int) -> int:
     """Return the first place from ``at`` on where JSON has no blank."""
     blank = _BLANKS.match(text, at)
     assert blank is not None

@@ -350,8 +350,8 @@ class Encoded:
     """The documents of a piece as ids, one after another.
 
     ``lengths`` int64: tokens of each. ``answers`` uint8, of chats: 1 where a token is one of an answer. ``files``: of documents
-    that are a file each. ``problems``: files that can't be used, and why. ``sizes`` int64, where ids do not tell: bytes of the
-    text that each document was. ``loss``: how text comes back changed, if it does.
+    that are a file each. ``problems``: files that can't be used, and why. ``sizes`` int64, where ids do not give it: bytes of
+    the text that each document was. ``loss``: how text comes back changed, if it does.
     """
 
     ids: Ids
@@ -476,7 +476,7 @@ class Encoder:
 
     @property
     def sizes(self) -> bool:
-        """Whether the bytes of each text are counted: not where ids tell them, nor of chats, whose answers alone count."""
+        """Whether the bytes of each text are counted: not where ids give them, nor of chats, whose answers alone count."""
         return self.tokenizer.content is not None and self.template is None
 
     def describe(self) -> str:

@@ -1,7 +1,7 @@
 """Build and read token stores: corpora tokenised once, larger than memory, checked before they are trained on.
 
 A store is a folder with ``ids.bin`` (token ids, little-endian, of the smallest unsigned type that holds the vocabulary),
-``edges.bin`` (int64: where each document starts, and the end), where ids do not tell it ``sizes.bin`` (int64: bytes of the text
+``edges.bin`` (int64: where each document starts, and the end), where ids do not give it ``sizes.bin`` (int64: bytes of the text
 of each document), for chats ``answers.bin`` (uint8, :class:`~jaxpipe.train.corpora.encoding.Encoded`), what came with the
 tokenizer (``tokenizer.json`` and the files beside it, the template of chats), and ``store.json``, written last: how it was
 made, and the SHA-256 of each piece. All files are memory-mapped.
@@ -44,7 +44,7 @@ from jaxpipe.files import check_local, write_atomically
 from jaxpipe.interop.tokenizer import FILES, JSON, TEMPLATE, copy_files
 from jaxpipe.interrupts import starting_children
 from jaxpipe.text import format_bytes
-from jaxpipe.train.corpora.documents import PIECE_BYTES, SourcePiece, files_at, formed, pieces, read_errors
+from jaxpipe.train.corpora.documents import PIECE_BYTES, SourcePiece, files_at, pieces, read_errors, with_forms
 from jaxpipe.train.corpora.encoding import Encoder, Reading
 from jaxpipe.train.corpora.tokenizers import Tokenizer, id_dtype, load_tokenizer
 
@@ -258,7 +258,7 @@ def build_store(
             outputs = {name: opened.enter_context((folder / name).open("r+b", buffering=0)) for name in arrays}
             for output in outputs.values():
                 output.seek(0, os.SEEK_END)
-            rest = itertools.islice(pieces(formed(files, reading.format)), len(parts), None)
+            rest = itertools.islice(pieces(with_forms(files, reading.format)), len(parts), None)
             tokens, noted_s = sum(part.tokens for part in parts), time.monotonic()
             pieces_at = Path(opened.enter_context(TemporaryDirectory(dir=folder, prefix=_PIECES)))
             for line in filter(None, (*tokenizer.remarks, encoder.describe())):

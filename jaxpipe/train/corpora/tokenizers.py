@@ -47,9 +47,8 @@ from jaxpipe.files import check_local, hub_advice, read_file
 from jaxpipe.interop.folder import CONFIG, read_json
 from jaxpipe.interop.tokenizer import GENERATION, JSON, SETTINGS, TOKENS_MAP
 from jaxpipe.text import truncate
-from jaxpipe.train.corpora.documents import package
+from jaxpipe.train.corpora.documents import after_blanks, package
 
-_BLANKS = re.compile(r"[ \t\n\r]*")
 _PROBE_S = 30.0
 _LONGEST_WORD = 5000  # characters of a WordPiece word: one of 10,000 takes 20 s, and one of 20,000 four times that
 _MOST_GROWTH = 64  # times that replacements in a normalizer may make a text longer before it is tried in a child
@@ -90,7 +89,7 @@ class TokenizerJson:
         keys = [key for key in ("truncation", "padding") if body.get(key)]
         dropout = model.get("dropout")
         ignored, places = [], []
-        for key, start, stop in _values(content, _blank(content, 0)) if keys or dropout else ():
+        for key, start, stop in _values(content, after_blanks(content, 0)) if keys or dropout else ():
             if key in keys:
                 places.append((start, stop))
             elif dropout and key == "model":
@@ -164,24 +163,17 @@ def _parts(step: Any, name: str) -> list[dict[str, Any]]:
     return [part for each in inner for part in _parts(each, name)] if isinstance(inner, list) else []
 
 
-def _blank(text: str, at: int) -> int:
-    """Return the place after the blanks at ``at``."""
-    match = _BLANKS.match(text, at)
-    assert match is not None
-    return match.end()
-
-
 def _values(text: str, at: int) -> Iterator[tuple[str, int, int]]:
     """Yield key, start and stop of each value of the JSON object at ``at``, in a text that is known to be JSON."""
     read = json.JSONDecoder().raw_decode
-    at = _blank(text, at + 1)
+    at = after_blanks(text, at + 1)
     while text[at] != "}":
         key, at = read(text, at)
-        start = _blank(text, _blank(text, at) + 1)
+        start = after_blanks(text, after_blanks(text, at) + 1)
         _, stop = read(text, start)
         yield key, start, stop
-        at = _blank(text, stop)
-        at = _blank(text, at + 1) if text[at] == "," else at
+        at = after_blanks(text, stop)
+        at = after_blanks(text, at + 1) if text[at] == "," else at
 
 
 @lru_cache(maxsize=8)
@@ -261,7 +253,7 @@ class Tokenizer(ABC):
         """Return the text of ``ids``; ids that are not in the vocabulary raise DataError."""
 
     def num_bytes(self, ids: Sequence[int] | Ids) -> int | None:
-        """Return the bytes of text that ``ids`` stand for (bits per byte needs it), or None where ids do not tell."""
+        """Return the bytes of text that ``ids`` stand for (bits per byte needs it), or None where ids do not give them."""
         return None if self.lengths is None or not self.keeps_bytes else int(self.lengths[np.asarray(ids)].sum())
 
     def with_ends(self, bos: int | None, eos: int | None) -> Self:

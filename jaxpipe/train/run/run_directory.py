@@ -27,7 +27,7 @@ from jaxpipe.train.config import TrainConfig
 from jaxpipe.train.corpora.tokenizers import Tokenizer
 from jaxpipe.train.metrics import read_metrics
 from jaxpipe.train.settings.sections import RunConfig
-from jaxpipe.train.tokenizer_files import learnt, places_of, write_tokenizer_files
+from jaxpipe.train.tokenizer_files import places_of, training_form, write_tokenizer_files
 
 CONTENT = ("config.toml", "plan.json", "schedule.sched", "metrics.jsonl", "pictures", TOKENIZER)
 """What a run writes beside ``checkpoints``, ``profile`` and what trackers write, and would overwrite."""
@@ -103,7 +103,7 @@ class RunDirectory:
         if self._writes:
             folder = self.path.absolute() / TOKENIZER
             places = [folder, *places_of(config.data, config.run.init_from)]
-            write_tokenizer_files(folder, tokenizer, places, *learnt(config.data, tokenizer))
+            write_tokenizer_files(folder, tokenizer, places, *training_form(config.data, tokenizer))
 
     def draw(self, schedule: Schedule, timelines: list[Timeline]) -> None:
         """Pictures of the timelines, one over the other, in every form there is."""

@@ -1,4 +1,4 @@
-"""What a run is told: typed settings, the sections they stand in, and the rules that hold between them."""
+"""Define the settings of a run: typed values, the sections they stand in, and the rules that hold between them."""
 
 from jaxpipe.lazy import exported
 

@@ -114,6 +114,7 @@ def _pairs(config: Sections) -> Iterator[str]:
     pipe = config.pipeline
     stages = pipe.ranks * pipe.chunks
     if stages * pipe.microbatches > _MOST_PAIRS:
+        # Refused here, before a family spends minutes.
         most = _MOST_PAIRS // stages
         use = f"use at most {most} microbatches" if most else "use fewer ranks or chunks"
         sizes = f"{_sizes(pipe)} times pipeline.microbatches={pipe.microbatches}"

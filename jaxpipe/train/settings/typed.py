@@ -10,11 +10,12 @@ adds tests of the value: functions that say what is wrong with it, such as :func
 A value that TOML, strict JSON or a file name can't hold is refused: integers beyond 64 bits, NaN and infinity, text with null
 characters or bytes that are no UTF-8, tables nested more than 32 levels deep.
 Does not model: environment variables, includes, interpolation, several files.
-By hand: msgspec 0.22 tells the first problem only, cattrs reads ``"3"`` as a number. pydantic 2.14 in strict mode tells all,
-but wants values as JSON text (it refuses lists for tuples otherwise), tells a problem once for each part of a union, takes
-infinity, integers of 70 bits and lists 40 deep unless told otherwise, and reads the text of an override its own way (``3.0``
-is an integer, ``on`` is true, ``1,2,3`` no list). It could replace :func:`_fit` and :func:`_first_fit` alone, and takes 0.23 s
-of CPU time to import, half of what this room takes.
+
+Written by hand: msgspec 0.22 reports the first problem only, cattrs reads ``"3"`` as a number. pydantic 2.14 in strict mode
+reports all, but wants values as JSON text (it refuses lists for tuples otherwise), reports a problem once for each part of a
+union, takes infinity, integers of 70 bits and lists 40 deep unless configured, and reads the text of an override its own way
+(``3.0`` is an integer, ``on`` is true, ``1,2,3`` no list). It could replace :func:`_fit` and :func:`_first_fit` alone, and
+takes 0.23 s of CPU time to import, half of what this room takes.
 """
 
 from __future__ import annotations
@@ -145,7 +146,8 @@ def _fit(value: Any, hint: Hint, key: str, text: bool) -> Any:
 def _first_fit(value: Any, hints: Sequence[Hint], key: str, text: bool) -> Any:
     """Fit a value to the first hint that takes it; strings come last, since they fit any text."""
     expected = []
-    one_word = text and not re.search(r"^\s*(\[|\d+\s*$)|,", value)  # a misspelt one would be a list of one string
+    # One word is not taken for a list of one string, or every misspelt word of a union would fit.
+    one_word = text and not re.search(r"^\s*(\[|\d+\s*$)|,", value)
     for hint in sorted(hints, key=lambda h: _bare(h) is str):
         try:
             if one_word and _origin(_bare(hint)) is tuple:
@@ -186,6 +188,7 @@ def _parse_open(text: str, key: str) -> Any:
         raise ConfigError(f"{key} is nested more than {_DEEPEST} levels deep") from None
     except ValueError:  # more digits than Python reads
         raise ConfigError(f"{key} is too large: integers have 64 bits") from None
+    # Text with a line break could go on with keys of its own; then it is a string, not TOML.
     return document["x"] if len(document) == 1 else text
 
 
@@ -240,7 +243,8 @@ class Section:
     ``run.output.keep_last``."""
 
     __slots__ = ()
-    if not TYPE_CHECKING:  # our own code says it in full
+    # Hidden from type checkers: our own code uses full names, and a misspelt one must not pass as Any.
+    if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
             inside = [key for key, hint in _hints(type(self)).items() if is_dataclass(hint) and name in _hints(hint)]
@@ -328,6 +332,7 @@ class Collected:
 
     def add_table(self, table: Mapping[str, Any], place: str) -> None:
         """Check all sections and leaves of a mapping."""
+        # Counted before values are checked: a short and a full key may name one leaf, and the later one would win in silence.
         for key, times in Counter(key for key, _ in leaves_of(self.record, table)).items():
             if times > 1:
                 self.problem(place, f"{key} is given {times} times", key)
@@ -373,6 +378,7 @@ class Collected:
     def add_missing(self, place: str, needs: str = "needs") -> None:
         """Note the record's own fields that have no default and are not given."""
         required = [f for f in fields(self.record) if f.default is MISSING and f.default_factory is MISSING]
+        # A field with a wrong value is not missing as well: one mistake, one message.
         missing = [f"{self.prefix}{f.name}" for f in required if f.name not in self.values.keys() | self.bad_keys]
         if missing:
             self.problem(place, f"{needs} {', '.join(missing)}")
@@ -381,6 +387,7 @@ class Collected:
         """Note a key that does not exist, and the key meant, or those that there are."""
         hints = leaf_hints(self.record)
         section, _, leaf = key.rpartition(".")
+        # Climb to the nearest section that exists: a key deep in an unknown table is answered with the keys around it.
         while section and not any(f".{section}." in f".{k}" for k in hints):
             section = section.rpartition(".")[0]
         inside = [k.rpartition(".")[2] for k in hints if section and f".{section}." in f".{k}"]

@@ -13,7 +13,6 @@ A step may begin *late*: a rank's accumulators are asked for before its first ba
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
@@ -30,7 +29,7 @@ from jaxpipe.errors import RunError, short_message
 from jaxpipe.mesh import replicated
 from jaxpipe.program.ir import Free, Offload, Program, Recv, Reload, Run, Send, Sync, Value, drops, reads
 from jaxpipe.runtime.offload import Copy, host_copies, wait_for_copies
-from jaxpipe.runtime.recorder import Recorder
+from jaxpipe.runtime.recorder import Clock, Recorder
 from jaxpipe.runtime.transfer import LocalTransport, Transport, message_homes, message_numbers
 from jaxpipe.schedule import Action, Event, Slot, op_spec
 from jaxpipe.stage.functions import AnyFunction, Braids, Port, StageFunctions, function_of
@@ -151,6 +150,8 @@ class Executor:
         holds: from :func:`jaxpipe.program.order.holds`; without them the host may run ahead of all offloads but those with S.
         braids: those that ``programs`` run as one function.
         epilogues: of some of ``functions``.
+        copies: how O and L of (rank, stage) copy; by default to and from pinned host memory.
+        clock: what recorded steps are timed by.
 
     ``order``: as given. ``sequence``: (rank, index in its program) of each instruction that the loop visits, in that order; an
     epilogue stands for the last instruction that adds to its accumulators. ``dispatched``: the tokens of the last step, or of
@@ -172,8 +173,12 @@ class Executor:
         holds: Holds | None = None,
         braids: Braids = MappingProxyType({}),
         epilogues: Epilogues = MappingProxyType({}),
+        copies: Callable[[int, int], tuple[Copy, Copy]] | None = None,
+        clock: Clock | None = None,
     ) -> None:
         self._programs = tuple(programs)
+        on_gpu = any(device.platform == "gpu" for mesh in meshes[:1] for device in mesh.devices.flat)
+        self._clock = Clock(loads_follow_compute=on_gpu) if clock is None else clock
         numbers = message_numbers(self._programs if all_programs is None else all_programs)
         if transport is None:
             transport = LocalTransport(message_homes(programs, meshes, numbers))
@@ -185,7 +190,8 @@ class Executor:
         self.order = tuple(order)
         self.dispatched: Sequence[Token] = ()
         linker = _Linker(self._programs, functions, braids, self._banks)
-        copies = cache(lambda rank, stage: host_copies(replicated(meshes[rank]), fallback=offload_fallback))
+        if copies is None:
+            copies = cache(lambda rank, stage: host_copies(replicated(meshes[rank]), fallback=offload_fallback))
         linker.link(order, copies, transport, numbers, holds or {})
         # After linking: an epilogue's place follows from the last of the linked instructions that adds to its accumulators.
         self._reduced = linker.add_epilogues(epilogues)
@@ -266,13 +272,13 @@ class Executor:
                 bank[:] = [None] * len(bank)
 
     def _run_recorded(self, inputs: StepInputs, probe: Probe | None) -> StepOutputs:
-        start = time.perf_counter()
-        with Recorder(self._num_ranks) as recorder:
+        start = self._clock.now()
+        with Recorder(self._num_ranks, self._clock) as recorder:
             tokens, stamps = self._dispatch(self._code, recorder, probe)
-        step_s = time.perf_counter() - start
         if recorder.failure is not None:
             f = recorder.failure
             raise _run_error(f.rank, f.action, f.error) from f.error
+        step_s = self._clock.when_ready([token for *_, token in tokens]) - start
         return self._collect(inputs, tokens, recorder.events(), stamps, step_s)
 
     @cached_property
@@ -317,17 +323,18 @@ class Executor:
         at = 0
         tokens: list[Token] = []
         stamps: list[float] = []
-        arriving: dict[int, jax.Array | None] = {}  # what is received, until something reads it: recorded steps only
+        arriving: dict[int, Sequence[Any]] = {}  # what is received, until something reads it: recorded steps only
         # The same list, not a copy: a watchdog's thread reads how far the step has come while this one fills it.
         self.dispatched = tokens
-        clock = time.perf_counter
+        clock = self._clock.now
         try:
             # Every microsecond here is one that devices of small stages may wait for: no attribute lookups, no function that
             # does not dispatch, and nothing that is the same every step (it is done when linking).
             for at, (kind, run, get, bank, outs, clear, rank, action, marker, lane) in enumerate(code):
                 stamps.append(clock())
                 if kind == _RUN:
-                    results = run(*get(bank))
+                    arguments = get(bank)
+                    results = run(*arguments)
                     tokens.append((rank, action, results[marker]))
                 elif kind == _SEND:
                     run(get(bank))
@@ -345,13 +352,14 @@ class Executor:
                 for slot in clear:
                     bank[slot] = None
                 if recorder is not None and kind < _SEND:
-                    done = results[marker] if results else None
+                    # A copy is done when its last array has arrived: they travel on several streams, in no known order.
+                    done = results if kind == _COPY else (results[marker],) if results else ()
                     if kind == _RECV:
                         arriving[at] = done
                         continue
                     for n in self._received_for.get(at, ()):
                         recorder.dispatched(rank, "recv", self._code[n].action, arriving.pop(n), stamps[-1])
-                    recorder.dispatched(rank, lane, action, done, stamps[-1])
+                    recorder.dispatched(rank, lane, action, done, stamps[-1], arguments if kind == _RUN else ())
         except StepDropped:
             raise
         # Only errors that dispatching raises; those of devices come later, and are found by their tokens.

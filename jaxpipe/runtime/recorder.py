@@ -3,7 +3,8 @@
 An action starts when its predecessor on its lane has ended, its inputs have arrived and it has been dispatched, whichever is
 last; it ends when its result is ready. Devices run what they are given in order (seen on CPU and GPU), so this is the time
 the action took on its device, up to the latency of waking a thread. Copies to and from the host have lanes of their own, as
-they overlap compute; an offload starts no earlier than what it copies is ready, a load no earlier than its offload has ended.
+they overlap compute, and have ended when their last array has arrived. An offload starts no earlier than what it copies is
+ready, a load no earlier than its offload has ended, and a backward no earlier than the loaded arrays that it reads are there.
 The dispatching thread never waits. A braid that runs as one function is one action here.
 
 :func:`measured_timeline` makes a :class:`Timeline` of the events, and :func:`replay_ratio` compares it with a replay of its own
@@ -21,7 +22,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
@@ -44,10 +45,30 @@ class FailedAction:
     error: Exception
 
 
+class Clock:
+    """The host's clock, in seconds, and when arrays are ready by it. A subclass may tell another time, of arrays of its own:
+    then a recorded step is one of virtual devices (``tests/support/virtual_gpu.py``).
+
+    ``loads_follow_compute``: a load starts after the compute that was dispatched before it, as on GPUs: XLA allocates what it
+    copies to in the order of the compute stream."""
+
+    def __init__(self, *, loads_follow_compute: bool) -> None:
+        self.loads_follow_compute = loads_follow_compute
+
+    def now(self) -> float:
+        """Return the time."""
+        return time.perf_counter()
+
+    def when_ready(self, arrays: Sequence[Any]) -> float:
+        """Wait until all arrays are ready and return the time then."""
+        jax.block_until_ready(arrays)
+        return time.perf_counter()
+
+
 class _Reading(NamedTuple):
     """One piece of work that a lane was given, which started at the ``earliest`` then. The thread that waits for it reads
-    the clock when it wakes up, so ``sourced`` (what it copies was ready) and ``ended`` are late rather than early. What the
-    host did has ended."""
+    the clock when it wakes up, so ``sourced`` (what it reads was copied or computed) and ``ended`` are late rather than early.
+    What the host did has ended."""
 
     number: int
     action: Slot
@@ -57,26 +78,30 @@ class _Reading(NamedTuple):
     ended: float
 
 
-_Watched = tuple[_Reading, jax.Array | None, jax.Array | None]
-"""Something with the array it copies, and the one that is ready when it is done, if any."""
+Markers = tuple[jax.Array, ...]
+"""Arrays that are all ready when an action is done."""
+_Watched = tuple[_Reading, Markers, Markers]
+"""Something with the arrays that it must wait for, where that takes long enough to show, and its own."""
 
 
 class Recorder:
     """Use as a context around the dispatch of one step; then :meth:`events` has what happened, in seconds from the start."""
 
-    def __init__(self, num_ranks: int) -> None:
+    def __init__(self, num_ranks: int, clock: Clock) -> None:
+        self._clock = clock
         self._queues: dict[tuple[int, str], queue.SimpleQueue[_Watched | None]] = {}
         self._threads: list[threading.Thread] = []
         self._readings: list[list[_Reading]] = [[] for _ in range(num_ranks)]
-        # The marker of the last action, by (rank, stage, microbatch): what a host copy that follows it copies from.
-        self._last: dict[tuple[int, int, int], jax.Array | None] = {}
+        # By (rank, stage, microbatch): the markers of the last action, which a copy copies from, and the arrays of the load.
+        self._last: dict[tuple[int, int, int], Markers] = {}
+        self._loaded: dict[tuple[int, int, int], Markers] = {}
         self._failures: list[FailedAction] = []
         self._origin = 0.0
         self._count = 0
         self._switch = sys.getswitchinterval()
 
     def __enter__(self) -> Recorder:
-        self._origin = time.perf_counter()
+        self._origin = self._clock.now()
         sys.setswitchinterval(_SWITCH_S)
         return self
 
@@ -86,26 +111,34 @@ class Recorder:
         for thread in self._threads:
             thread.join()
         self._last.clear()
+        self._loaded.clear()
         sys.setswitchinterval(self._switch)
 
-    def dispatched(self, rank: int, lane: str, action: Slot, marker: jax.Array | None, began: float) -> None:
+    def dispatched(
+        self, rank: int, lane: str, action: Slot, markers: Sequence[Any], began: float, arguments: Sequence[Any] = ()
+    ) -> None:
         """Note that ``action`` was given to the device (lane ``compute``, ``d2h`` or ``h2d``), or its message was (``recv``).
 
-        ``marker``: an array that is ready when it is done; None or no array if the host did it, between ``began`` and now.
+        ``markers``: all are ready when it is done; without arrays among them the host did it, between ``began`` and now.
+        ``arguments``: what a function was called with.
         """
-        now = time.perf_counter()
+        now = self._clock.now()
         self._count += 1
-        if not isinstance(marker, jax.Array):
-            marker = None
-        source = None
-        if lane != "recv":
-            for a in action.actions:
-                at = (rank, a.stage, a.microbatch)
-                # A copy waits in its own queue for its source; without the source's time it would seem to run all the while.
-                source = self._last.get(at) if lane in HOST_LANES and marker is not None else None
-                self._last[at] = marker
-        earliest = began if marker is None else now
-        self._queue(rank, lane).put((_Reading(self._count, action, lane, earliest, math.inf, now), source, marker))
+        arrays = tuple(marker for marker in markers if hasattr(marker, "block_until_ready"))
+        sources: Markers = ()
+        for a in action.actions if lane != "recv" else ():
+            at = (rank, a.stage, a.microbatch)
+            # A lane's threads see its order, so only work behind another lane's can wait unseen: a copy for all of what it
+            # copies, a backward for those loaded arrays that it reads (W may read others). It would count as their own time.
+            if lane in HOST_LANES:
+                sources += self._last.get(at, ()) if arrays else ()
+                self._loaded[at] = arrays if lane == "h2d" else ()
+            elif at in self._loaded:
+                read = {id(argument) for argument in arguments}
+                sources += tuple(array for array in self._loaded[at] if id(array) in read)
+            self._last[at] = arrays
+        reading = _Reading(self._count, action, lane, now if arrays else began, math.inf, now)
+        self._queue(rank, lane).put((reading, sources, arrays))
 
     def _queue(self, rank: int, lane: str) -> queue.SimpleQueue[_Watched | None]:
         at = (rank, _queue_of(lane))
@@ -120,14 +153,12 @@ class Recorder:
 
     def _watch(self, rank: int, results: queue.SimpleQueue[_Watched | None]) -> None:
         while (watched := results.get()) is not None:
-            reading, source, marker = watched
+            reading, sources, markers = watched
             try:
-                if source is not None:
-                    source.block_until_ready()
-                    reading = reading._replace(sourced=time.perf_counter())
-                if marker is not None:
-                    marker.block_until_ready()
-                    reading = reading._replace(ended=time.perf_counter())
+                if sources:
+                    reading = reading._replace(sourced=self._clock.when_ready(sources))
+                if markers:
+                    reading = reading._replace(ended=self._clock.when_ready(markers))
             except Exception as error:
                 self._failures.append(FailedAction(reading.number, rank, reading.action, error))
             else:
@@ -143,16 +174,19 @@ class Recorder:
         return tuple(
             Event(rank, r.lane, r.action, start - self._origin, end - self._origin)
             for rank, readings in enumerate(self._readings)
-            for r, start, end in _reconciled(sorted(readings), self._origin)
+            for r, start, end in _reconciled(sorted(readings), self._origin, self._clock.loads_follow_compute)
             if r.lane != "recv"
         )
 
 
-def _reconciled(readings: Sequence[_Reading], origin: float) -> list[tuple[_Reading, float, float]]:
+def _reconciled(
+    readings: Sequence[_Reading], origin: float, loads_follow_compute: bool
+) -> list[tuple[_Reading, float, float]]:
     """Return each reading of one rank with its start and end, in order of dispatch, consistent over its lanes.
 
     Threads of different lanes wake up with different delays, but an action has ended when a later one of its lane has, or when
-    the next one of its stage and microbatch could start or has ended: the earliest of these readings is its end.
+    the next one of its stage and microbatch could start or has ended: the earliest of these readings is its end. (Not that of
+    a load: B may end before arrays have arrived that only W reads.)
     """
     ends = [0.0] * len(readings)
     lane_end: dict[str, float] = {}
@@ -162,19 +196,29 @@ def _reconciled(readings: Sequence[_Reading], origin: float) -> list[tuple[_Read
         _, action, lane, _, sourced, ended = readings[k]
         queued, chains = _queue_of(lane), _chains(action)
         ended = min(ended, lane_end.get(queued, math.inf))
-        if lane != "recv":
+        if lane not in ("recv", "h2d"):
             ended = min(ended, *(chain_end.get(chain, math.inf) for chain in chains))
+        if lane != "recv":
             chain_end.update(dict.fromkeys(chains, min(ended, sourced)))
         ends[k] = lane_end[queued] = ended
     # Forwards: a start follows from the ends before it, which stand now.
     spans = []
     free: dict[str, float] = {}
     done: dict[tuple[int, int], float] = {}
+    computed = origin
     for r, ended in zip(readings, ends, strict=True):
         queued, chains = _queue_of(r.lane), _chains(r.action)
-        after = max(done.get(chain, origin) for chain in chains) if r.lane in HOST_LANES else origin
+        after = origin
+        if r.lane in HOST_LANES:
+            after = max(done.get(chain, origin) for chain in chains)
+        elif r.sourced < math.inf:
+            after = r.sourced
+        if r.lane == "h2d" and loads_follow_compute:
+            after = max(after, computed)
         spans.append((r, min(max(free.get(queued, origin), after, r.earliest), ended), ended))
         free[queued] = ended
+        if r.lane == "compute":
+            computed = ended
         if r.lane != "recv":
             done.update(dict.fromkeys(chains, ended))
     return spans

@@ -1,0 +1,98 @@
+"""Recorded steps on GPUs of a virtual clock: what was measured on a card, and what the recorder makes of known durations.
+
+Costs and steps are those of an H200 (scripts/results/gpu-h200.json; rank 1 of 4 alone, m=8, two stages a rank).
+F, B and W are scaled so that a step without offload takes what was measured: alone they were timed on ones.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+
+from jaxpipe.runtime.offload import OffloadOptions
+from jaxpipe.runtime.pipeline import Pipeline
+from jaxpipe.runtime.recorder import measured_timeline, replay_ratio
+from jaxpipe.schedule import CostProfile, Schedule, generate, simulate
+from models.gpt import GPT
+from tests.support.virtual_gpu import VirtualGPUs
+
+RANKS, M = 4, 8
+SECONDS = {4096: (2.415e-3, 3.061e-3, 2.485e-3, 10.84e-3), 8192: (8.87e-3, 9.82e-3, 9.385e-3, 21.67e-3)}
+"""F, B, W, and a copy of what a microbatch of a stage leaves, at 46.5 GB/s."""
+PLAIN = {4096: 0.1510, 8192: 0.5569}
+"""The measured step of ``po``, which offloads nothing."""
+MEASURED = {(4096, "po-h"): 0.2373, (4096, "po-f"): 0.3531, (8192, "po-h"): 0.6817, (8192, "po-f"): 0.8721}
+FAMILIES: dict[str, dict[str, Any]] = {"po-h": {}, "po-f": {}, "ada-offload": {"chunks": 2, "memory_limit": 2.0}}
+
+
+def costs_of(hidden: int) -> CostProfile:
+    *seconds, copy_s = SECONDS[hidden]
+    f, b, w = (x * PLAIN[hidden] / (2 * M * sum(seconds)) for x in seconds)
+    costs = CostProfile.uniform(2 * RANKS, f=f, b=b, w=w)
+    return dataclasses.replace(costs, offload_s=(copy_s,) * costs.num_stages, load_s=(copy_s,) * costs.num_stages)
+
+
+@pytest.fixture(scope="module")
+def pipe() -> Iterator[Pipeline]:
+    yield Pipeline.build(
+        GPT(vocab_size=17, d_model=16, num_layers=2 * RANKS, num_heads=2, seq_len=8, mlp_ratio=2),
+        generate("po", RANKS, M),
+        microbatch_size=2,
+        compute_dtype=jnp.float32,
+        recompute="flash",
+        offload=OffloadOptions(fallback=True),
+    )
+
+
+def step_s(pipe: Pipeline, schedule: Schedule, costs: CostProfile) -> float:
+    """Return the seconds of a step of rank 1 alone."""
+    return VirtualGPUs(pipe.with_schedule(schedule, costs), costs, rank=1, shared_streams=False).run().step_s
+
+
+@pytest.mark.parametrize("hidden", SECONDS)
+def test_steps_take_what_they_took_on_a_card(pipe: Pipeline, hidden: int) -> None:
+    costs = costs_of(hidden)
+    assert step_s(pipe, generate("po", RANKS, M), costs) == pytest.approx(PLAIN[hidden], rel=0.01)
+    for family in ("po-h", "po-f"):
+        order_of_free_copies = generate(family, RANKS, M)
+        assert step_s(pipe, order_of_free_copies, costs) == pytest.approx(MEASURED[hidden, family], rel=0.1)
+
+
+@pytest.mark.parametrize("hidden", SECONDS)
+def test_an_order_that_knows_the_link_hides_its_copies(pipe: Pipeline, hidden: int) -> None:
+    costs = costs_of(hidden)
+    for family in ("po-h", "po-f"):
+        seconds = step_s(pipe, generate(family, RANKS, M, costs=costs), costs)
+        assert seconds <= 1.05 * PLAIN[hidden] < 0.9 * MEASURED[hidden, family]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("hidden", SECONDS)
+def test_recorded_durations_are_those_of_functions_and_copies(pipe: Pipeline, hidden: int, family: str) -> None:
+    """A load is given no wait for its memory, a backward none for its load."""
+    costs = costs_of(hidden)
+    schedule = generate(family, RANKS, M, costs=costs, **FAMILIES[family])
+    running = pipe.with_schedule(schedule, costs)
+    outputs = VirtualGPUs(running, costs, shared_streams=False, host_s=1e-6).run()
+    durations: dict[str, list[float]] = defaultdict(list)
+    for event in outputs.events:
+        durations[event.action.actions[0].op].append(event.end_s - event.start_s)
+    assert set(durations) == {"F", "B", "W", "O", "L"}
+    fields = {"F": costs.f_s, "B": costs.b_s, "W": costs.w_s, "O": costs.offload_s, "L": costs.load_s}
+    for op, seconds in fields.items():
+        assert durations[op] == pytest.approx([seconds[0]] * len(durations[op]), rel=0.01), op
+    timeline = measured_timeline(schedule, costs, outputs.events)
+    assert replay_ratio(schedule, timeline, outputs.step_s) == pytest.approx(1, abs=5e-3)
+    assert outputs.step_s == pytest.approx(simulate(schedule, costs).makespan, rel=0.01)
+
+
+def test_shared_streams_only_delay(pipe: Pipeline) -> None:
+    costs = costs_of(4096)
+    running = pipe.with_schedule(generate("po-h", RANKS, M, costs=costs), costs)
+    alone_s, shared_s = (VirtualGPUs(running, costs, shared_streams=shared).run().step_s for shared in (False, True))
+    assert shared_s >= alone_s

@@ -54,7 +54,7 @@ def run(config: TrainConfig) -> int:
     from jaxpipe.train.corpora import ngram
     from jaxpipe.train.evaluate import generate, held_out_score, load_trained
     from jaxpipe.train.loop import train
-    from jaxpipe.train.run.report import result_text, score_table
+    from jaxpipe.train.run.run_directory import result_text, score_table
     from jaxpipe.train.setup import load_dataset
 
     out = ProgressStream(sys.stdout)

@@ -9,7 +9,7 @@ from jaxpipe.errors import ConfigError, JaxpipeError
 from jaxpipe.interrupts import INTERRUPTED as INTERRUPTED
 from jaxpipe.runtime.connections import LOST as LOST
 from jaxpipe.text import truncate
-from jaxpipe.train.run.stop import STOPPED as STOPPED
+from jaxpipe.train.run.ending import STOPPED as STOPPED
 
 READER_GONE = 141  # what a shell shows of a tool that SIGPIPE ended
 

@@ -25,7 +25,7 @@ def configure_import(parser: argparse.ArgumentParser) -> None:
 
 def run_import(args: argparse.Namespace) -> None:
     without_devices()
-    from jaxpipe.train.imported import import_hub
+    from jaxpipe.train.import_export import import_hub
 
     imported = import_hub(Path(args.folder), Path(args.output), target=args.model, seq_len=args.seq_len)
     for remark in imported.remarks:
@@ -50,7 +50,7 @@ def configure_export(parser: argparse.ArgumentParser) -> None:
 
 def run_export(args: argparse.Namespace) -> None:
     without_devices()
-    from jaxpipe.train.exported import export_hub
+    from jaxpipe.train.import_export import export_hub
 
     source, to, shard_bytes = Path(args.checkpoint), Path(args.output), int(args.shard_size * 1e9)
     which = {"step": args.step, "model": args.model, "tokenizer": args.tokenizer, "other_model": args.other_model}

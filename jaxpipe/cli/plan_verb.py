@@ -49,7 +49,7 @@ def run_plan(args: argparse.Namespace) -> None:
     from jaxpipe.planning.report import assumptions
     from jaxpipe.planning.stages import Compiler, workbench
     from jaxpipe.planning.suggest import suggest
-    from jaxpipe.train.imported import completed
+    from jaxpipe.train.import_export import completed
 
     config = completed(config)
     bench, compiler = workbench(config, target, efficiency, notice), None

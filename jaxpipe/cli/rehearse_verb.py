@@ -60,7 +60,7 @@ def run_rehearse(args: argparse.Namespace) -> None:
     from jaxpipe.cost import measure_host_link
     from jaxpipe.rehearsal.ranks import rehearse, rehearsed_json, rehearsed_text
     from jaxpipe.schedule import Link, write_costs
-    from jaxpipe.train.imported import completed
+    from jaxpipe.train.import_export import completed
     from jaxpipe.train.setup import prepare
 
     progress = partial(print, file=sys.stderr if args.json else sys.stdout, flush=True)

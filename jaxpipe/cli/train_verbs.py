@@ -74,7 +74,7 @@ def run_train(args: argparse.Namespace) -> int:
     if args.print_config:
         print(config_of(args).describe())
         return 0
-    from jaxpipe.train.run.stop import EndingEarly
+    from jaxpipe.train.run.ending import EndingEarly
 
     with ExitStack() as stack:
         processes: Processes = SingleProcess()
@@ -98,7 +98,7 @@ def run_train(args: argparse.Namespace) -> int:
             from jaxpipe.planning.targets import peak_of
             from jaxpipe.train.loop import train
             from jaxpipe.train.run.progress import ProgressStream
-            from jaxpipe.train.run.report import result_json, result_text
+            from jaxpipe.train.run.run_directory import result_json, result_text
 
         out = ProgressStream(sys.stdout)
         progress_out = sys.stderr if args.json else out
@@ -201,7 +201,7 @@ def run_eval(args: argparse.Namespace) -> None:
     scores: dict[str, Any] = dict(ngram.baselines(dataset, batches)) if args.baselines else {}
     with device_errors("eval"):
         scores["model"] = held_out_score(trained, batches, dataset.bytes_per_token())
-    from jaxpipe.train.run.report import score_table, scores_json
+    from jaxpipe.train.run.run_directory import score_table, scores_json
 
     if args.json:
         print(json.dumps({"step": trained.step, "other_data": other, **scores_json(scores)}, allow_nan=False))
@@ -276,8 +276,8 @@ def run_profile(args: argparse.Namespace) -> None:
     from jaxpipe.schedule import write_costs
     from jaxpipe.schedule.json_form import to_costs
     from jaxpipe.stage.compiled.recompute_report import policy_tables
-    from jaxpipe.train.imported import completed
-    from jaxpipe.train.run.report import measurement_json, measurement_table
+    from jaxpipe.train.import_export import completed
+    from jaxpipe.train.run.run_directory import measurement_json, measurement_table
     from jaxpipe.train.setup import compile_pipeline, prepare, step_over
 
     progress = partial(print, file=sys.stderr if args.json else sys.stdout, flush=True)

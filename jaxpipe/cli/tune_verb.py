@@ -43,7 +43,7 @@ def run_tune(args: argparse.Namespace) -> None:
     from jaxpipe.planning.space import Space
     from jaxpipe.planning.stages import workbench
     from jaxpipe.planning.tune import SIZES, tune
-    from jaxpipe.train.imported import completed
+    from jaxpipe.train.import_export import completed
 
     space = Space.of(completed(config), args.devices, args.only)
     how = {"sizes": SIZES} if args.measure is None else {"seconds_of": _stopwatch(args.measure)}

@@ -18,7 +18,7 @@ from jaxpipe.errors import CheckpointError, ConfigError, NotFiniteError
 from jaxpipe.files import check_one_line
 from jaxpipe.launch.local import RESTARTABLE
 from jaxpipe.train.config import TrainConfig
-from jaxpipe.train.run.stop import INTERRUPTED, STOPPED
+from jaxpipe.train.run.ending import INTERRUPTED, STOPPED
 from jaxpipe.train.settings.sections import PipelineConfig
 
 _PORT = 61440

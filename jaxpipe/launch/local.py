@@ -23,7 +23,7 @@ from typing import Any, BinaryIO
 
 from jaxpipe.errors import ConfigError, RunError
 from jaxpipe.runtime.connections import LOST
-from jaxpipe.train.run.stop import INTERRUPTED, STOPPED, Stop
+from jaxpipe.train.run.ending import INTERRUPTED, STOPPED, Stop
 
 _LAUNCHER = "JAXPIPE_LAUNCHER"
 RESTARTABLE = (RunError.exit_code, LOST)

@@ -196,11 +196,11 @@ def predict(
         ScheduleError, StageError, ConfigError: the config's schedule, cut or policy can't be.
     """
     pipe = config.pipeline
-    schedule, plan = choose(pipe, bench.model, planned or planner(config, bench.model))
-    ops = {a.op for a in schedule.actions()}
+    draft, plan = choose(pipe, bench.model, planned or planner(config, bench.model))
+    ops = {a.op for a in draft.schedule.actions()}
     ops |= {"B", "W"} if pipe.passes.separate_gradients else set()
     priced_plan = ground(config, bench, plan, limit_bytes, ops, compile_stages)
-    schedule = final_order(pipe, schedule, priced_plan.costs, [s.cost for s in plan.stages], lambda text: None)
+    schedule = final_order(pipe, draft, priced_plan.costs, lambda text: None)
     if transform is not None:
         schedule = transform(schedule, priced_plan.costs)
     return predicted(config, bench, priced_plan, schedule, simulate(schedule, priced_plan.costs), limit_bytes)

@@ -21,8 +21,8 @@ from jaxpipe.schedule.families import VOCABULARY_FAMILIES, Family
 from jaxpipe.schedule.placement import one_to_one, placement_named, with_vocabulary
 from jaxpipe.schedule.search_orders import cheap_first
 from jaxpipe.text import closest, divisors_of
-from jaxpipe.train.assemble import barriers
 from jaxpipe.train.config import TrainConfig
+from jaxpipe.train.schedule_source import barriers
 from jaxpipe.train.settings.sections import TraverseConfig
 
 Settings = Mapping[str, Any]

@@ -505,4 +505,4 @@ def planner(config: TrainConfig, model: Model, known: dict[Any, Any] | None = No
     of layers, shared with other planners."""
     pipe = config.pipeline
     counted = replace(pipe, cut="analytic") if pipe.cut == "measured" else pipe
-    return stage_planner(counted, model, microbatch_size(config), known=known)
+    return stage_planner(counted, model, microbatch_size(config), flops_cache=known)

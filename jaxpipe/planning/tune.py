@@ -58,8 +58,9 @@ from jaxpipe.schedule.search_orders import offloaded_share
 from jaxpipe.schedule.tolerance import TIME, nine_digits
 from jaxpipe.stage.compiled.compile import BuildCache
 from jaxpipe.stage.model.plan import StagePlan
-from jaxpipe.train.assemble import Planner, barriers, choose, final_order, shards_of
+from jaxpipe.train.assemble import Draft, Planner, choose, final_order, shards_of
 from jaxpipe.train.config import TrainConfig
+from jaxpipe.train.schedule_source import barriers
 from jaxpipe.train.settings.sections import TraverseConfig
 from jaxpipe.train.setup import microbatch_size
 
@@ -208,7 +209,7 @@ class _Search:
     _benches: dict[Any, Workbench] = field(default_factory=dict)
     _planners: dict[Any, Planner] = field(default_factory=dict)
     _flops: dict[Any, Any] = field(default_factory=dict)
-    _drafts: dict[Any, Schedule] = field(default_factory=dict)
+    _drafts: dict[Any, Draft] = field(default_factory=dict)
     _work: dict[Any, np.ndarray[Any, Any]] = field(default_factory=dict)
     _residuals: dict[tuple[str, int], float] = field(default_factory=dict)
     _began: float = field(default_factory=time.monotonic)
@@ -516,7 +517,7 @@ class _Search:
             if key not in self._drafts:
                 model = self._bench_of(config).model
                 self._drafts[key], _ = choose(pipe, model, self._planner(config))
-            return final_order(pipe, self._drafts[key], node.costs, costs, lambda text: None)
+            return final_order(pipe, self._drafts[key], node.costs, lambda text: None)
         except JaxpipeError as error:
             self._note(settings, "refused", bound_s=bound, reason=" ".join(str(error).split()))
             return None

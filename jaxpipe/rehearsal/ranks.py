@@ -22,7 +22,7 @@ from jaxpipe.schedule.json_form import to_costs
 from jaxpipe.text import format_bytes
 from jaxpipe.train.assemble import Progress
 from jaxpipe.train.setup import Prepared, compile_pipeline, offload_options, step_over
-from jaxpipe.train.update.step_memory import resident_avals
+from jaxpipe.train.step import resident_avals
 
 _NO_LIMIT_GB = 1e9
 

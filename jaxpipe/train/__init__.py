@@ -1,4 +1,4 @@
-"""Again: config, data, step, loop, checkpoint, metrics. The only room that knows a step number or a learning rate.
+"""Trains: config, data, step, loop, checkpoint, metrics. The only room that knows a step number or a learning rate.
 
 Importing this package imports no JAX; the modules that need it import it themselves.
 """
@@ -12,8 +12,7 @@ __all__, __getattr__ = exported(
     data="Dataset TokenDataset",
     devices="find_devices request_devices",
     evaluate="generate held_out_score load_data load_trained",
-    exported="export_hub",
-    imported="import_hub",
+    import_export="export_hub import_hub",
     loop="TrainResult train",
     state="StepMetrics TrainState",
     step="TrainStep",

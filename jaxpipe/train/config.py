@@ -32,6 +32,41 @@ from jaxpipe.train.settings.typed import Collected
 
 
 @dataclass(frozen=True, slots=True)
+class _RetiredPipeline(PipelineConfig):
+    """The section ``pipeline`` with what is ``braid = "adjacent"`` today."""
+
+    braid_adjacent: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _RetiredRun(RunConfig):
+    """The section ``run`` with what is one of the ``trackers``, or ``max_skipped = 1``, today."""
+
+    tensorboard: bool = False
+    on_nonfinite: Literal["skip", "abort"] = "skip"
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted(Sections):
+    """All settings that a config may have."""
+
+    pipeline: _RetiredPipeline = field(default_factory=_RetiredPipeline)
+    run: _RetiredRun = field(default_factory=_RetiredRun)
+
+
+def modernize(values: MutableMapping[str, Any]) -> None:
+    """Replace retired settings among ``values``, by dotted key, by those that took their place. Nothing else need be valid."""
+    # Values may be wrong here (they are checked later, with all others), so each is compared with what it may be.
+    trackers = values.get("run.output.trackers", ("jsonl",))
+    if values.pop("run.tensorboard", False) is True and isinstance(trackers, (list, tuple)):
+        values["run.output.trackers"] = tuple(dict.fromkeys(map(str, (*trackers, "tensorboard"))))
+    if values.pop("run.on_nonfinite", "skip") == "abort":
+        values["run.max_skipped"] = 1
+    if values.pop("pipeline.braid_adjacent", False) is True and values.get("pipeline.passes.braid", True) is True:
+        values["pipeline.passes.braid"] = "adjacent"
+
+
+@dataclass(frozen=True, slots=True)
 class TrainConfig(Sections):
     """A whole run. Construction checks every value and their combinations.
 
@@ -135,41 +170,6 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -
             advice = f"file names here are {sys.getfilesystemencoding()}: set PYTHONUTF8=1, or use other characters"
             raise ConfigError(f"{key} is {name!r}, and {advice}") from None
     return config
-
-
-@dataclass(frozen=True, slots=True)
-class _RetiredPipeline(PipelineConfig):
-    """The section ``pipeline`` with what is ``braid = "adjacent"`` today."""
-
-    braid_adjacent: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class _RetiredRun(RunConfig):
-    """The section ``run`` with what is one of the ``trackers``, or ``max_skipped = 1``, today."""
-
-    tensorboard: bool = False
-    on_nonfinite: Literal["skip", "abort"] = "skip"
-
-
-@dataclass(frozen=True, slots=True)
-class Accepted(Sections):
-    """All settings that a config may have."""
-
-    pipeline: _RetiredPipeline = field(default_factory=_RetiredPipeline)
-    run: _RetiredRun = field(default_factory=_RetiredRun)
-
-
-def modernize(values: MutableMapping[str, Any]) -> None:
-    """Replace retired settings among ``values``, by dotted key, by those that took their place. Nothing else need be valid."""
-    # Values may be wrong here (they are checked later, with all others), so each is compared with what it may be.
-    trackers = values.get("run.output.trackers", ("jsonl",))
-    if values.pop("run.tensorboard", False) is True and isinstance(trackers, (list, tuple)):
-        values["run.output.trackers"] = tuple(dict.fromkeys(map(str, (*trackers, "tensorboard"))))
-    if values.pop("run.on_nonfinite", "skip") == "abort":
-        values["run.max_skipped"] = 1
-    if values.pop("pipeline.braid_adjacent", False) is True and values.get("pipeline.passes.braid", True) is True:
-        values["pipeline.passes.braid"] = "adjacent"
 
 
 def known_settings(stored: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]], tuple[str, ...]]:

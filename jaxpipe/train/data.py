@@ -31,6 +31,60 @@ from jaxpipe.train.corpora.packing import PackedRows
 from jaxpipe.train.corpora.tokenizers import Ids, Tokenizer
 from jaxpipe.train.settings.typed import decode, within
 
+_ROUNDS = 6
+_MASK64 = (1 << 64) - 1
+
+
+def mix(*values: int) -> int:
+    """Return 64 well-mixed bits of some integers, each taken modulo 2^64; the order of the values counts.
+
+    The finaliser of SplitMix64 mixes them (Steele, Lea and Flood, 2014).
+    """
+    state = 0
+    for value in values:
+        state = (state ^ (value & _MASK64)) + 0x9E3779B97F4A7C15 & _MASK64
+        state = int(_mix64(np.array([state], dtype=np.uint64))[0])
+    return state
+
+
+def _mix64(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+class Permutation:
+    """The permutation of ``range(n)`` that ``key`` selects; call it with an array of indices.
+
+    It needs no list, and is the same on every machine and NumPy version: a balanced Feistel network over pairs of h-bit halves
+    permutes ``range(4^h)``, the smallest such range that holds n; values of n and above are sent through again until they fall
+    below it (cycle walking; Black and Rogaway, "Ciphers with arbitrary finite domains", 2002). Fewer than four passes on
+    average. Good enough to shuffle training data; not a cipher.
+    """
+
+    def __init__(self, n: int, key: int) -> None:
+        assert n > 0
+        self.n = n
+        self._half = max(1, ((n - 1).bit_length() + 1) // 2)
+        self._round_keys = np.array([mix(key, i) for i in range(_ROUNDS)], dtype=np.uint64)
+
+    def __call__(self, indices: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+        """Return the images of ``indices`` (any integers in ``range(n)``), int64, same shape."""
+        values = self._pass(np.asarray(indices).astype(np.uint64))
+        outside = values >= self.n
+        while outside.any():
+            values[outside] = self._pass(values[outside])
+            outside = values >= self.n
+        return values.astype(np.int64)
+
+    def _pass(self, values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+        half, low_bits = np.uint64(self._half), np.uint64((1 << self._half) - 1)
+        left, right = values >> half, values & low_bits
+        for key in self._round_keys:
+            left, right = right, left ^ (_mix64(right + key) & low_bits)
+        return (left << half) | right
+
+
 Batch = dict[str, npt.NDArray[Any]]
 """Arrays by name, sequences along axis 0. Of text: ``tokens``, ``targets`` int32 and ``weights`` float32, [batch, seq_len];
 with a document mask ``segments`` int32, [batch, seq_len]: equal for tokens of one document."""
@@ -44,8 +98,6 @@ _MOST_SEQUENCES = 1 << 60
 _MAX_BLOCKS = 64
 _MIN_BLOCK_TOKENS = 4096
 _CHUNK = 1024  # windows looked at in one go
-_ROUNDS = 6  # of a permutation
-_MASK64 = (1 << 64) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,56 +317,6 @@ def in_epochs(n: int, seed: int, positions: npt.NDArray[np.int64]) -> npt.NDArra
 @lru_cache(maxsize=64)
 def _epoch_order(n: int, seed: int, epoch: int) -> Permutation:
     return Permutation(n, mix(seed, epoch))
-
-
-class Permutation:
-    """The permutation of ``range(n)`` that ``key`` selects; call it with an array of indices.
-
-    It needs no list, and is the same on every machine and NumPy version: a balanced Feistel network over pairs of h-bit halves
-    permutes ``range(4^h)``, the smallest such range that holds n; values of n and above are sent through again until they fall
-    below it (cycle walking; Black and Rogaway, "Ciphers with arbitrary finite domains", 2002). Fewer than four passes on
-    average. Good enough to shuffle training data; not a cipher.
-    """
-
-    def __init__(self, n: int, key: int) -> None:
-        assert n > 0
-        self.n = n
-        self._half = max(1, ((n - 1).bit_length() + 1) // 2)
-        self._round_keys = np.array([mix(key, i) for i in range(_ROUNDS)], dtype=np.uint64)
-
-    def __call__(self, indices: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
-        """Return the images of ``indices`` (any integers in ``range(n)``), int64, same shape."""
-        values = self._pass(np.asarray(indices).astype(np.uint64))
-        outside = values >= self.n
-        while outside.any():
-            values[outside] = self._pass(values[outside])
-            outside = values >= self.n
-        return values.astype(np.int64)
-
-    def _pass(self, values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-        half, low_bits = np.uint64(self._half), np.uint64((1 << self._half) - 1)
-        left, right = values >> half, values & low_bits
-        for key in self._round_keys:
-            left, right = right, left ^ (_mix64(right + key) & low_bits)
-        return (left << half) | right
-
-
-def mix(*values: int) -> int:
-    """Return 64 well-mixed bits of some integers, each taken modulo 2^64; the order of the values counts.
-
-    The finaliser of SplitMix64 mixes them (Steele, Lea and Flood, 2014).
-    """
-    state = 0
-    for value in values:
-        state = (state ^ (value & _MASK64)) + 0x9E3779B97F4A7C15 & _MASK64
-        state = int(_mix64(np.array([state], dtype=np.uint64))[0])
-    return state
-
-
-def _mix64(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 _FLAG = "--xla_force_host_platform_device_count"
 _NO_FUSED_SUMS = "--xla_cpu_experimental_ynn_fusion_type="
-"""With jaxlib 0.10, unless XLA_FLAGS names the flag: its fused reductions give wrong sums for some shapes (jax#39103); without
-them a step takes about 10% more."""
+"""Switches off fused reductions, which give wrong sums for some shapes with jaxlib 0.10 (jax#39103), unless XLA_FLAGS names the
+flag; without them a step takes about 10% more."""
 _NUMBERS = (
     "jax_enable_x64", "jax_default_prng_impl", "jax_threefry_partitionable", "jax_threefry_gpu_kernel_lowering",
     "jax_default_matmul_precision", "jax_numpy_dtype_promotion", "jax_random_seed_offset", "jax_softmax_custom_jvp",
@@ -37,7 +37,7 @@ _NUMBERS = (
 _NUMBERS_OF = ("NVIDIA_TF32_OVERRIDE",)
 """Variables that libraries behind XLA read."""
 _THREADS = "NPROC"
-"""Of XLA's pools on a CPU: as many as cores or emulated devices, where the environment has none."""
+"""The threads of XLA's pools on a CPU: as many as cores or emulated devices, where the environment has none."""
 _MALLOC = {-4: 0, -1: -1, -2: 256 << 20}
 """Options of mallopt(3) and values: M_MMAP_MAX, M_TRIM_THRESHOLD, M_TOP_PAD."""
 _MAX_EMULATED = 512
@@ -56,11 +56,11 @@ def request_devices(count: int, platform: Literal["auto", "cpu", "gpu"] = "auto"
     if not 1 <= count <= _MAX_EMULATED:
         raise ConfigError(f"{count} devices asked for; want 1 to {_MAX_EMULATED}")
     flags = os.environ.get("XLA_FLAGS", "")
-    given = re.search(rf"{_FLAG}=(\d+)", flags)
-    if given is None:
+    flag_count = re.search(rf"{_FLAG}=(\d+)", flags)
+    if flag_count is None:
         os.environ["XLA_FLAGS"] = f"{flags} {_FLAG}={count}".strip()
-    elif int(given[1]) < count:
-        os.environ["XLA_FLAGS"] = flags.replace(given[0], f"{_FLAG}={count}")
+    elif int(flag_count[1]) < count:
+        os.environ["XLA_FLAGS"] = flags.replace(flag_count[0], f"{_FLAG}={count}")
     if importlib.metadata.version("jaxlib").startswith("0.10.") and _NO_FUSED_SUMS not in flags:
         os.environ["XLA_FLAGS"] += f" {_NO_FUSED_SUMS}"
     if processes > 1:  # a call keeps a thread per device while too many are under way; what others send needs one, too
@@ -93,9 +93,9 @@ def keep_heap() -> bool:
     return mallopt is not None and all(mallopt(option, value) for option, value in _MALLOC.items())
 
 
-def cpu_settings(kept: bool) -> str:
-    """What a run on emulated devices has set, in a line; ``kept``: as :func:`keep_heap` says."""
-    heap = "malloc keeps what is freed" if kept else "malloc as the environment has it"
+def cpu_settings(keeps_heap: bool) -> str:
+    """Return what a run on emulated devices has set, in a line; ``keeps_heap``: as :func:`keep_heap` says."""
+    heap = "malloc keeps what is freed" if keeps_heap else "malloc as the environment has it"
     threads = f"; {_THREADS}={os.environ[_THREADS]}" if _THREADS in os.environ else ""
     return f"on a CPU: {heap}; XLA_FLAGS={os.environ.get('XLA_FLAGS', '')}{threads}"
 
@@ -131,11 +131,11 @@ def find_devices(
     )
 
 
-def _factorings(have: int, tp: int, cp: int) -> str:
-    """Advice: the ways to use all of ``have`` devices, those with ``tp`` first; at most four. With ``cp`` where that divides
+def _factorings(count: int, tp: int, cp: int) -> str:
+    """Advice: the ways to use all of ``count`` devices, those with ``tp`` first; at most four. With ``cp`` where that divides
     them, and without context parallelism where not."""
-    with_cp = cp if have % cp == 0 else 1
-    each = have // with_cp
+    with_cp = cp if count % cp == 0 else 1
+    each = count // with_cp
     sizes = range(1, each + 1)
     ways = [(each // (t * d), t, d) for t in sizes for d in sizes if each % (t * d) == 0]
     nearest = sorted(ways, key=lambda way: (way[1] != tp, way[1], way[2]))[:4]
@@ -144,8 +144,8 @@ def _factorings(have: int, tp: int, cp: int) -> str:
 
 
 def peak_bytes_in_use(devices: Iterable[jax.Device], more_than: int = 0) -> int | None:
-    """The most that arrays and programs have filled on one of the devices since this process began; None where that is not
-    ``more_than`` so many bytes, or the backend does not count (CPUs)."""
+    """Return the most that arrays and programs have filled on one of the devices since this process began; None where that is
+    not ``more_than`` so many bytes, or the backend does not count (CPUs)."""
     peaks = ((device.memory_stats() or {}).get("peak_bytes_in_use", 0) for device in devices)
     return max((x for x in peaks if x > more_than), default=None)
 
@@ -167,7 +167,7 @@ def device_errors(doing: str, memory: Callable[[], MemoryReport] | None = None) 
 
 
 def of_device(error: Exception) -> bool:
-    """Whether JAX raised it for what happened on a device; memory that ran out may be told as any type of error."""
+    """Return whether JAX raised it for what happened on a device; memory that ran out may be told as any type of error."""
     import jax
 
     return isinstance(error, jax.errors.JaxRuntimeError) or (

@@ -1,7 +1,9 @@
 """Evaluation and generation from a checkpoint, without any pipeline: the model's layers one after another, on one device or,
-where that does not hold them, on several (:mod:`jaxpipe.train.spread`).
+where that does not hold them, consecutive layers on each of several.
 
-This is what an evaluator does who gets a checkpoint and the model's name: nothing here knows of ranks, stages or schedules.
+This is what an evaluator does who gets a checkpoint and the model's name: nothing here knows of ranks, stages or schedules. On
+several devices the cut is by bytes of parameters alone. Calls are dispatched and nothing is waited for, so that several batches
+are on their way at once, each on another device.
 
 A checkpoint is data: of what it names, only models that come with jaxpipe are imported and called. Any other model must be
 named by whoever evaluates it.
@@ -23,21 +25,95 @@ import numpy as np
 
 from jaxpipe.errors import CheckpointError, ConfigError, DataError, StageError
 from jaxpipe.interop.tokenizer import TOKENIZER
+from jaxpipe.stage.leaves import is_array
 from jaxpipe.stage.model.layer import Model, Params, taken_by
-from jaxpipe.stage.model.reference import init_params, logits, named_metrics
+from jaxpipe.stage.model.plan import cut
+from jaxpipe.stage.model.reference import init_params, last_readers, logits, named_metrics, run_layers
 from jaxpipe.train.checkpoints.contents import Manifest, read_manifest_of
 from jaxpipe.train.checkpoints.directory import StepName, find, load_group, reading
-from jaxpipe.train.checkpoints.stored import stored_params
+from jaxpipe.train.checkpoints.stored import placed_layers, stored_params
 from jaxpipe.train.config import TrainConfig, known_settings
 from jaxpipe.train.corpora import ngram
 from jaxpipe.train.corpora.encoding import ends_of
 from jaxpipe.train.corpora.tokenizers import IdTokenizer, Tokenizer, checkpoint_tokenizer, load_tokenizer
 from jaxpipe.train.data import Batch, Dataset
-from jaxpipe.train.origin import names_model
 from jaxpipe.train.settings.sections import ModelConfig, names_function
 from jaxpipe.train.setup import build_model, check_tokens, load_dataset, read_by
-from jaxpipe.train.spread import devices_for, placement_over, results_over
-from jaxpipe.train.which_model import check_model, importable
+from jaxpipe.train.which_model import check_model, importable, names_model
+
+_SHARE = 0.8
+"""The fraction of a device's memory that parameters may take."""
+
+
+def devices_for(model: Model, count: int | None = None) -> tuple[jax.Device, ...]:
+    """``count`` devices of this process; by default as few as hold the parameters, or all (one where a device's memory is not
+    known, as on CPUs).
+
+    Raises:
+        ConfigError: there are fewer.
+    """
+    local = jax.local_devices()
+    if count is not None:
+        if count > len(local):
+            raise ConfigError(f"--devices {count}: JAX sees {len(local)} here; use at most that many")
+        return tuple(local[:count])
+    room = (local[0].memory_stats() or {}).get("bytes_limit")
+    sizes = _bytes_of(model)
+    for n in range(1, len(local) if room else 1):
+        if max(sum(sizes[i] for i in part) for part in _parts(model, n)) <= _SHARE * (room or 0):
+            return tuple(local[:n])
+    return tuple(local if room else local[:1])
+
+
+def placement_over(model: Model, devices: Sequence[jax.Device]) -> dict[str, jax.Device]:
+    """Return the device of each layer, by name."""
+    parts = zip(_parts(model, len(devices)), devices, strict=False)
+    return {model.layers[i].name: device for part, device in parts for i in part}
+
+
+def results_over(
+    model: Model, params: Mapping[str, Params], devices: Sequence[jax.Device], layers: Sequence[int]
+) -> Callable[[Mapping[str, Any]], list[Any]]:
+    """Return a function of a batch: what the layers at ``layers`` return in evaluation mode. ``params``: as
+    :func:`placement_over` of ``devices`` places them; of tied leaves a device gets a copy."""
+    readers = last_readers(model, layers)
+    calls: list[tuple[Callable[..., Any], Mapping[str, Params], jax.Device]] = []
+    for part, device in zip(_parts(model, len(devices)), devices, strict=False):
+        part_params = {
+            name: jax.device_put(params[name], device) for name in placed_layers(model.layers[i] for i in part)
+        }
+        calls.append(
+            (jax.jit(partial(_run, model, readers, part, part.stop == len(model.layers))), part_params, device)
+        )
+
+    def run(batch: Mapping[str, Any]) -> list[Any]:
+        results: dict[int, Any] = {}
+        for call, part_params, device in calls:
+            results = call(jax.device_put(results, device), part_params, jax.device_put(dict(batch), device))
+        return [results[i] for i in layers]
+
+    return run
+
+
+def _run(
+    model: Model, readers: Mapping[int, int], part: range, last: bool, results: Any, params: Any, batch: Any
+) -> Any:
+    outputs = run_layers(model, readers, part, results, params, batch)
+    if not last and not all(map(is_array, jax.tree.leaves(outputs))):
+        raise StageError(f"{model.name}: a layer returns values that are no arrays; use one device")
+    return outputs
+
+
+def _parts(model: Model, count: int) -> Iterator[range]:
+    sizes = [1 + size for size in _bytes_of(model)]
+    return (range(*part) for part in cut(model.layers, min(count, len(sizes)), sizes))
+
+
+def _bytes_of(model: Model) -> list[int]:
+    """Return the bytes of each layer's parameters, as a checkpoint has them."""
+    stored = stored_params(model)
+    return [sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(stored[layer.name])) for layer in model.layers]
+
 
 _FLAGS = ("--model ", "--other-model")
 
@@ -61,9 +137,9 @@ class Trained:
     remark: str = ""
     meta: Mapping[str, Any] = field(default_factory=dict)
 
-    def results(self, wanted: Sequence[int]) -> Callable[[Mapping[str, Any]], list[Any]]:
-        """A function of a batch: what the layers at ``wanted`` return."""
-        return results_over(self.model, self.params, self.devices or jax.local_devices()[:1], wanted)
+    def results(self, layers: Sequence[int]) -> Callable[[Mapping[str, Any]], list[Any]]:
+        """Return a function of a batch: what the layers at ``layers`` return."""
+        return results_over(self.model, self.params, self.devices or jax.local_devices()[:1], layers)
 
 
 def load_trained(
@@ -75,7 +151,7 @@ def load_trained(
     devices: int | None = None,
     other_model: bool = False,
 ) -> Trained:
-    """The model of a run directory, a ``checkpoints`` folder, or one checkpoint; the newest step unless one is named
+    """Return the model of a run directory, a ``checkpoints`` folder, or one checkpoint; the newest step unless one is named
     ("best": the lowest evaluation loss). Parameters are the float32 master ones, whatever the run computed in.
 
     ``model``: ``module:function`` that makes the model, in place of the one that the checkpoint names; or the model.
@@ -92,8 +168,8 @@ def load_trained(
 
 
 def load_data(trained: Trained, *, other: bool = False, path: str | None = None) -> tuple[Dataset, bool | None]:
-    """The data of a trained model's config, and whether they are other data than it was trained on (None: the checkpoint does
-    not say which those were). ``path``: in place of the config's ``data.path``.
+    """Return the data of a trained model's config, and whether they are other data than it was trained on (None: the checkpoint
+    does not say which those were). ``path``: in place of the config's ``data.path``.
 
     Raises:
         ConfigError: they are of a function outside of the package models, which must be named by ``path``.
@@ -107,12 +183,12 @@ def load_data(trained: Trained, *, other: bool = False, path: str | None = None)
             "--data PATH"
         )
     if path is None and names_function(stored):
-        found = importable(trained.meta, "data", stored, f"step {trained.step}", "--data ")
-        data = replace(data, path=found) if data.target is None else replace(data, target=found)
+        function = importable(trained.meta, "data", stored, f"step {trained.step}", "--data ")
+        data = replace(data, path=function) if data.target is None else replace(data, target=function)
     elif path is not None and path != data.target:
         data = replace(data, path=path, sources={}, target=None)
-    elif (there := Path(trained.began_in, data.path)).exists() and not Path(data.path).exists():
-        data = replace(data, path=str(there))  # the run has the path as it was from there
+    elif (first_path := Path(trained.began_in, data.path)).exists() and not Path(data.path).exists():
+        data = replace(data, path=str(first_path))  # the run has the path as it was from there
     config = replace(trained.config, data=data)
     try:
         dataset = read_by(trained.model, load_dataset(config, trained.tokenizer), config)
@@ -137,15 +213,17 @@ def described(
     other_model: bool = False,
     advice: tuple[str, str] = _FLAGS,
 ) -> tuple[Manifest, Trained]:
-    """What one checkpoint says of itself, and its model (the one ``named`` or else the one that it names) without parameters;
-    raises as :func:`load_trained`. ``advice``: what names a model, and what takes another one."""
+    """Return what one checkpoint says of itself, and its model (the one ``named`` or else the one that it names) without
+    parameters; raises as :func:`load_trained`. ``advice``: what names a model, and what takes another one."""
     manifest = read_manifest_of(folder)
     config, ignored = _config(manifest.meta, folder)
     copy = folder.parent.parent / TOKENIZER / "tokenizer.json"
-    kept = checkpoint_tokenizer(manifest.meta.get("tokenizer"), str(copy) if copy.is_file() else config.data.tokenizer)
-    text = kept
+    stored_tokenizer = checkpoint_tokenizer(
+        manifest.meta.get("tokenizer"), str(copy) if copy.is_file() else config.data.tokenizer
+    )
+    text = stored_tokenizer
     if tokenizer is not None:
-        text = _named_tokenizer(tokenizer, kept, folder)
+        text = _named_tokenizer(tokenizer, stored_tokenizer, folder)
         config = replace(config, data=replace(config.data, tokenizer=tokenizer))
     config = replace(config, model=_named_model(config.model, named, manifest.meta, folder, advice[0]))
     if isinstance(named, Model):
@@ -163,7 +241,7 @@ def described(
 def _named_model(
     stored: ModelConfig, named: str | Model | None, meta: Mapping[str, Any], folder: Path, advice: str
 ) -> ModelConfig:
-    """What makes the model: ``named``, or else what the checkpoint names, if that comes with jaxpipe."""
+    """Return what makes the model: ``named``, or else what the checkpoint names, if that comes with jaxpipe."""
     if isinstance(named, Model):
         return ModelConfig(named.target, named.options) if named.target else stored
     if named is not None:
@@ -176,32 +254,32 @@ def _named_model(
     return replace(stored, target=importable(meta, "model", stored.target, folder, advice))
 
 
-def _named_tokenizer(spec: str, kept: Tokenizer, folder: Path) -> Tokenizer:
-    """The tokeniser that is given for a checkpoint that has ids only, or the same one again."""
+def _named_tokenizer(spec: str, stored: Tokenizer, folder: Path) -> Tokenizer:
+    """Return the tokeniser that is given for a checkpoint that has ids only, or the same one again."""
     named = load_tokenizer(spec)
-    if isinstance(kept, IdTokenizer) or named.fingerprint == kept.fingerprint:
+    if isinstance(stored, IdTokenizer) or named.fingerprint == stored.fingerprint:
         return named
-    raise ConfigError(f"{folder} was trained with another tokenizer, {kept.name}, than {spec}; leave --tokenizer out")
+    raise ConfigError(f"{folder} was trained with another tokenizer, {stored.name}, than {spec}; leave --tokenizer out")
 
 
 def _trained(
     folder: Path, named: str | Model | None, tokenizer: str | None, count: int | None, other_model: bool
 ) -> Trained:
-    manifest, found = described(folder, named, tokenizer=tokenizer, other_model=other_model)
-    devices = devices_for(found.model, count)
-    want = {"params": stored_params(found.model)}
-    params = load_group(folder, "params", manifest, want, placement_over(found.model, devices))
-    return replace(found, params=params, devices=devices)
+    manifest, trained = described(folder, named, tokenizer=tokenizer, other_model=other_model)
+    devices = devices_for(trained.model, count)
+    like = {"params": stored_params(trained.model)}
+    params = load_group(folder, "params", manifest, like, placement_over(trained.model, devices))
+    return replace(trained, params=params, devices=devices)
 
 
 def _config(meta: Mapping[str, Any], folder: Path) -> tuple[TrainConfig, tuple[str, ...]]:
-    """The model and data of a stored config, and the settings that this version does not know."""
+    """Return the model and data of a stored config, and the settings that this version does not know."""
     stored = meta.get("config")
     if not isinstance(stored, dict):
         raise CheckpointError(f"{folder} does not say which model it is of; it was not written by jaxpipe")
-    known, unknown = known_settings(stored)
+    settings, unknown = known_settings(stored)
     try:
-        return TrainConfig.from_dict({name: known[name] for name in ("model", "data") if name in known}), unknown
+        return TrainConfig.from_dict({name: settings[name] for name in ("model", "data") if name in settings}), unknown
     except ConfigError as error:
         raise CheckpointError(f"{folder}: its config can't be used: {error}") from error
 
@@ -214,8 +292,8 @@ def held_out_score(trained: Trained, batches: Sequence[Batch], bytes_per_token: 
     for n, batch in enumerate(batches, 1):
         under_way.append(run(batch))
         while len(under_way) > (len(trained.devices) if n < len(batches) else 0):
-            found = named_metrics(trained.model, jax.device_get(under_way.popleft()))
-            sums = {name: np.add(np.asarray(pair, np.float64), sums.get(name, 0)) for name, pair in found.items()}
+            metrics = named_metrics(trained.model, jax.device_get(under_way.popleft()))
+            sums = {name: np.add(np.asarray(pair, np.float64), sums.get(name, 0)) for name, pair in metrics.items()}
     means = {name: float(total / weight) for name, (total, weight) in sums.items()}
     loss = means.pop("loss")
     return ngram.Score(loss, ngram.bits_per_byte(loss, bytes_per_token), means)
@@ -230,8 +308,8 @@ def generate(
     top_k: int = 0,
     seed: int = 0,
 ) -> Iterator[str]:
-    """The prompt's continuation, a piece of text per token (pieces may be empty until a character is complete). The prompt
-    begins as the documents that were trained on.
+    """Return the prompt's continuation, a piece of text per token (pieces may be empty until a character is complete). The
+    prompt begins as the documents that were trained on.
 
     Args:
         tokens: how many to add.
@@ -270,13 +348,13 @@ def _check_language(model: Model) -> None:
     tokens = jax.ShapeDtypeStruct((1, model.seq_len), jnp.int32)
     try:
         params = jax.eval_shape(partial(init_params, model), 0)
-        made = jax.eval_shape(partial(logits, model), params, tokens)
+        output = jax.eval_shape(partial(logits, model), params, tokens)
     except StageError as error:
         raise StageError(f"generate: {model.name} is no language model: {error}") from None
-    shape: tuple[int, ...] = getattr(made, "shape", ())
+    shape: tuple[int, ...] = getattr(output, "shape", ())
     if shape[:2] != (1, model.seq_len) or len(shape) != 3 or shape[2] < model.vocab_size:
-        want = (1, model.seq_len, model.vocab_size)
-        raise StageError(f"generate: {model.name} is no language model: its output is not of shape {want}")
+        expected_shape = (1, model.seq_len, model.vocab_size)
+        raise StageError(f"generate: {model.name} is no language model: its output is not of shape {expected_shape}")
 
 
 def printable(text: str) -> str:
@@ -306,11 +384,11 @@ def _continue(
 
 
 def _pick(
-    found: jax.Array, has_token: jax.Array, last: jax.Array, key: jax.Array, temperature: jax.Array, *, top_k: int
+    logits: jax.Array, has_token: jax.Array, last: jax.Array, key: jax.Array, temperature: jax.Array, *, top_k: int
 ) -> jax.Array:
-    """Draw the next token id, by the logits ``found`` [1, T, V], after position ``last``. Rows past the tokenizer's
+    """Draw the next token id, by the logits ``logits`` [1, T, V], after position ``last``. Rows past the tokenizer's
     vocabulary, and ids for which ``has_token`` is false, are never drawn: a model of the hub has more of them than tokens."""
-    scores = found[0, last].astype(jnp.float32)
+    scores = logits[0, last].astype(jnp.float32)
     scores = jnp.where(jnp.pad(has_token, (0, len(scores) - len(has_token))), scores, -jnp.inf)
     if top_k:
         threshold = jax.lax.top_k(scores, top_k)[0][-1]

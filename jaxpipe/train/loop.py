@@ -38,8 +38,8 @@ from jaxpipe.schedule.json_form import from_json, to_json
 from jaxpipe.train.config import TrainConfig
 from jaxpipe.train.corpora.tokenizers import stored_tokenizer
 from jaxpipe.train.devices import cpu_settings, keep_heap, memory_advice, of_device, peak_bytes_in_use
-from jaxpipe.train.imported import completed
-from jaxpipe.train.metrics import MetricsLog
+from jaxpipe.train.import_export import completed
+from jaxpipe.train.metrics import MetricsLog, TrackerFactory, find_trackers
 from jaxpipe.train.replan import Offer, Replanner
 from jaxpipe.train.run import resume
 from jaxpipe.train.run.agreement import (
@@ -49,18 +49,12 @@ from jaxpipe.train.run.agreement import (
     agree_on_model,
     devices_of,
 )
-from jaxpipe.train.run.compile_cache import use_compile_cache
-from jaxpipe.train.run.pace import Pace
+from jaxpipe.train.run.compiling import use_compile_cache
+from jaxpipe.train.run.ending import EndingEarly, Stop, Watchdog
 from jaxpipe.train.run.progress import LiveLine, ProgressStream
-from jaxpipe.train.run.report import TrainResult
 from jaxpipe.train.run.resume import Start
-from jaxpipe.train.run.run_directory import RunDirectory
-from jaxpipe.train.run.saving import Saving, go_on
-from jaxpipe.train.run.skipping import Skipping
-from jaxpipe.train.run.stop import EndingEarly, Stop
-from jaxpipe.train.run.trace_window import TraceWindow
-from jaxpipe.train.run.trackers import TrackerFactory, find_trackers
-from jaxpipe.train.run.watchdog import Watchdog
+from jaxpipe.train.run.run_directory import RunDirectory, TrainResult
+from jaxpipe.train.run.step_events import Pace, Saving, Skipping, TraceWindow, go_on
 from jaxpipe.train.setup import Prepared, compile_setup, held_out_microbatches, prepare, step_flops
 from jaxpipe.train.state import StepMetrics, TrainState, cause_of
 from jaxpipe.train.trainer import Trainer
@@ -69,7 +63,7 @@ __all__ = ["TrainResult", "train"]
 
 _ENDED = 1 << 30  # behind all actions of a step
 _SCALARS = ("loss", "grad_norm", "learning_rate", "applied", "weight", "finite", "metrics", "stop", "switch")
-"""Of a step's metrics, what its record is made of."""
+"""The metrics of a step that its record is made of."""
 
 
 def train(
@@ -169,7 +163,7 @@ class _Run:
         self.predicted, self.memory = self.pipe.predicted_timeline(), self.trainer.train_step.memory_report()
         self.peak_bytes = self._peak_bytes()
         self.filled_before = self._peak_measured() or 0
-        self.line = LiveLine(run.steps, out, every=run.output.log_every, start=start.step)
+        self.line = LiveLine(run.steps, out, print_every=run.output.log_every, start=start.step)
         self.replanner = Replanner(self.config, self.pipe, self.line.note, start.step)
         self.pending: tuple[int, StepMetrics] | None = None  # dispatched, not yet in the log
         self.step = self.logged = start.step
@@ -248,10 +242,10 @@ class _Run:
         return self.trainer.pipeline
 
     def _peak_bytes(self) -> int:
-        """Of the fullest rank of all."""
+        """Return the predicted bytes of the fullest rank of all processes."""
         owned = self.pipe.ownership
-        own = dict(zip(owned.ranks, self.memory.peak_bytes, strict=True))
-        return int(max(owned.shared("peak bytes", own).values()))
+        own_peaks = dict(zip(owned.ranks, self.memory.peak_bytes, strict=True))
+        return int(max(owned.shared("peak bytes", own_peaks).values()))
 
     @property
     def stopping(self) -> str:
@@ -298,8 +292,8 @@ class _Run:
         self._settle()
         state.committed()
         self.switching = False
-        told = self.processes.broadcast("switch", to_json(self.offer) if self.offer else None)
-        offer = from_json(Offer, told, "offer")
+        message = self.processes.broadcast("switch", to_json(self.offer) if self.offer else None)
+        offer = from_json(Offer, message, "offer")
         self.offer = None
         if (pipe := self.replanner.adopt(self.step, offer)) is None:
             return
@@ -310,8 +304,8 @@ class _Run:
         with self._less_important("the schedule"):
             self.folder.write_schedule(pipe.schedule)
 
-    def _due(self, every: int, step: int) -> bool:
-        return every > 0 and (step % every == 0 or step == self.config.run.steps)
+    def _due(self, interval: int, step: int) -> bool:
+        return interval > 0 and (step % interval == 0 or step == self.config.run.steps)
 
     def _advance(self, state: TrainState, batch: Mapping[str, np.ndarray]) -> TrainState:
         """One more step; its scalars are waited for when the next one is under way."""
@@ -338,7 +332,7 @@ class _Run:
         self.watchdog.took(time.perf_counter() - began)
         compiled = state.step == self.start.step + 1  # the first step took so long that nothing overlaps anyway
         # what comes next does
-        waits = any(self._due(every, state.step) for every in (run.eval_every, run.checkpoint_every))
+        waits = any(self._due(interval, state.step) for interval in (run.eval_every, run.checkpoint_every))
         if shown or traced or compiled or waits or state.step == run.steps:
             self._settle()
         self.line.update(
@@ -395,25 +389,25 @@ class _Run:
             return
         step, metrics = self.pending
         with self.watchdog.watch(step), self.pace.waiting():
-            found = jax.device_get({name: getattr(metrics, name) for name in _SCALARS})
+            scalars = jax.device_get({name: getattr(metrics, name) for name in _SCALARS})
         self.pending = None
-        if found["stop"]:
+        if scalars["stop"]:
             self.agreed_stop = self.stop.requested or "a signal to another process"
-        self.switching = self.switching or bool(found["switch"])
-        cause = cause_of(*(found[name] for name in ("applied", "loss", "grad_norm", "weight")))
-        weight, loss = found["weight"], float("nan") if cause == "no target" else float(found["loss"])
+        self.switching = self.switching or bool(scalars["switch"])
+        cause = cause_of(*(scalars[name] for name in ("applied", "loss", "grad_norm", "weight")))
+        weight, loss = scalars["weight"], float("nan") if cause == "no target" else float(scalars["loss"])
         self.loss = self.loss if cause == "no target" else loss
-        self.grad_norm, self.rate = float(found["grad_norm"]), found["learning_rate"]
+        self.grad_norm, self.rate = float(scalars["grad_norm"]), scalars["learning_rate"]
         if self.first_loss is None and math.isfinite(loss):
             self.first_loss = self.loss
         if self.unproven is not None and self.unproven < step and math.isfinite(loss) and not self._is_worse():
             self.sound, self.unproven = self.unproven, None
-        record: dict[str, Any] = {"loss": loss, **{name: found[name] for name in ("grad_norm", "learning_rate")}}
+        record: dict[str, Any] = {"loss": loss, **{name: scalars[name] for name in ("grad_norm", "learning_rate")}}
         record["tokens"] = int(weight) if math.isfinite(weight) else None
         record |= {
             "applied": cause is None,
             **({} if cause is None else {"cause": cause}),
-            **{f"metrics/{name}": value for name, value in found["metrics"].items()},
+            **{f"metrics/{name}": value for name, value in scalars["metrics"].items()},
         }
         record["schedule"] = self.pipe.schedule.name
         if metrics.timeline is not None:
@@ -427,26 +421,26 @@ class _Run:
                 "bubble_measured": self.bubbles[-1],
                 "replay_ratio": self.ratios[-1],
             }
-            known = {"mfu": self.mfu_per_rate and rate * self.mfu_per_rate, "peak_bytes": self._peak_measured()}
-            known["clock_error_s"] = metrics.outputs.clock_error_s if self.processes.number > 1 else None
-            record |= {name: value for name, value in known.items() if value is not None}
+            optional = {"mfu": self.mfu_per_rate and rate * self.mfu_per_rate, "peak_bytes": self._peak_measured()}
+            optional["clock_error_s"] = metrics.outputs.clock_error_s if self.processes.number > 1 else None
+            record |= {name: value for name, value in optional.items() if value is not None}
             self.replanner.observe(step, metrics.timeline, metrics.outputs.step_s)
         self.log.write(step, record)
         self.logged = step
-        self.skipped.judge(step, cause=cause, finite=bool(found["finite"]))
+        self.skipped.judge(step, cause=cause, finite=bool(scalars["finite"]))
 
     def _evaluate(self, state: TrainState) -> None:
         self._settle()
         self.evaluating, self.last = True, state
         with self.watchdog.watch(state.step, self.config.run.output.eval_batches * self.pipe.schedule.num_ranks):
-            found = self.trainer.evaluate(state, self.held_out)
+            means = self.trainer.evaluate(state, self.held_out)
         self.evaluating = False
-        loss = found.pop("loss")
-        del found["weight"]
+        loss = means.pop("loss")
+        del means["weight"]
         self.evaluated = (state.step, loss)
-        self.log.write(state.step, {"eval_loss": loss, **{f"eval_metrics/{name}": x for name, x in found.items()}})
-        others = "".join(f", {name} {x:.4f}" for name, x in found.items())
-        self.line.note(f"step {state.step}  held-out loss {loss:.4f}{others}")
+        self.log.write(state.step, {"eval_loss": loss, **{f"eval_metrics/{name}": x for name, x in means.items()}})
+        metrics_text = "".join(f", {name} {x:.4f}" for name, x in means.items())
+        self.line.note(f"step {state.step}  held-out loss {loss:.4f}{metrics_text}")
         self.line.restart_clock()
 
     def _save(self, state: TrainState) -> None:
@@ -461,7 +455,7 @@ class _Run:
         self.line.restart_clock()
 
     def _is_worse(self) -> bool:
-        """Whether the last step's loss is above that of the first one: no checkpoint gives way to one made then."""
+        """Return whether the last step's loss is above that of the first one: no checkpoint gives way to one made then."""
         return self.first_loss is not None and self.loss > self.first_loss
 
     def _finish(self, state: TrainState) -> None:
@@ -494,7 +488,8 @@ class _Run:
     # -- ending -------------------------------------------------------------------------------------------------------
 
     def _failed(self, error: Exception) -> RunError:
-        """What went wrong, and what is left. An error of a device may turn up only where a later step needs its result."""
+        """Return what went wrong, and what is left. An error of a device may turn up only where a later step needs its
+        result."""
         what = str(error) if isinstance(error, RunError) else f"a device failed: {short_message(error)}"
         try:
             if self.pending is not None:
@@ -507,7 +502,7 @@ class _Run:
         return RunError(f"after step {self.logged}: {what}{memory_advice(error, lambda: self.memory)}; {self._left()}")
 
     def _left(self, first: str = "") -> str:
-        """What to do next, and ``first`` before that. Waits for the save under way."""
+        """Return what to do next, and ``first`` before that. Waits for the save under way."""
         step = None
         if self.processes.number > 1:  # this one may have failed alone
             return go_on(self.folder.store.latest(), first)
@@ -520,7 +515,7 @@ class _Run:
         return go_on(step, first) + again
 
     def _place(self) -> Position:
-        """How far this process has come. Called in another thread, while the one that runs steps waits."""
+        """Return how far this process has come. Called in another thread, while the one that runs steps waits."""
         executor = self.pipe.executor
         if self.evaluating:
             return self.step, _ENDED + 1, "its evaluation has not"
@@ -539,7 +534,7 @@ class _Run:
         return self.begun, _ENDED, waits
 
     def _explain(self) -> str:
-        """Where this process stands, and what to do. Called in another thread, as :meth:`_place`; what can be saved is."""
+        """Say where this process stands, and what to do. Called in another thread, as :meth:`_place`; what can be saved is."""
         words, step = self._place()[2], self._whole_step()
         with suppress(JaxpipeError):
             if step >= 0:
@@ -547,8 +542,9 @@ class _Run:
         return f"{words}; {go_on(self.folder.store.latest())}"
 
     def _whole_step(self) -> int:
-        """The last finished step, if all its arrays are here and no checkpoint is newer, or -1. Called as :meth:`_place`. The
-        update of the step under way consumes them: they are here in evaluations and steps that are recorded, which wait."""
+        """Return the last finished step, if all its arrays are here and no checkpoint is newer, or -1. Called as
+        :meth:`_place`. The update of the step under way consumes them: they are here in evaluations and steps that are
+        recorded, which wait."""
         state, newest = self.last, self.folder.store.latest() or 0
         finished = state and self.logged == state.step > newest and not self.skipped.row and state.whole
         return self.logged if finished else -1

@@ -1,27 +1,134 @@
-"""What a run writes down about itself: JSONL records, and what trackers are told. Also numbers as people read them.
+"""What a run writes down about itself: JSONL records, and the numbers that trackers get. Also numbers as people read them.
 
 :class:`MetricsLog` appends one JSON object a line at once, so a killed run loses nothing but a half-written line; resuming
 drops what lies beyond the checkpoint, so each step is in the file once. Numbers that are not finite are written as null, since
 JSON has no word for them. A disk that takes no more ends no run: records are left out, and the file stays readable.
+
+Trackers are TensorBoard, Weights & Biases, trackio, or a user's own: an installed package adds one by an entry point of the
+group ``jaxpipe.trackers``, a name and a function like :data:`TrackerFactory`. Libraries are imported when their tracker is
+named. Their variables hold (``WANDB_MODE``, ``WANDB_PROJECT``, ``TRACKIO_DIR``, …); the project is jaxpipe, and the run has the
+name of its directory. A run that goes on from an earlier step hands on the steps in between once more: TensorBoard drops the
+old ones, wandb and trackio keep theirs.
 """
 
 from __future__ import annotations
 
 import errno
+import importlib
 import io
 import json
 import math
 import os
+import secrets
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
+from importlib.metadata import entry_points
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
-from jaxpipe.errors import DataError, short_message
+from jaxpipe.errors import ConfigError, DataError, short_message
 from jaxpipe.files import Closing, no_constant
-from jaxpipe.train.run.trackers import Tracker
+
+GROUP = "jaxpipe.trackers"
+
+
+class Tracker(Protocol):
+    """Is told numbers by name after a step; steps increase. What it raises costs the run a line, and the tracker."""
+
+    def log(self, step: int, values: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+TrackerFactory = Callable[[Path, Mapping[str, Any], int | None], Tracker]
+"""A function of the run directory, the settings by section, and the step that the run goes on from, if it does."""
+
+
+def find_trackers(names: Iterable[str]) -> dict[str, TrackerFactory]:
+    """Return what makes each tracker. ``jsonl`` is left out: ``metrics.jsonl`` is written in any case.
+
+    Raises:
+        ConfigError: there is no such tracker, or its package is not installed.
+    """
+    return {name: _find(name) for name in dict.fromkeys(names) if name != "jsonl"}
+
+
+def _find(name: str) -> TrackerFactory:
+    if name in _OURS:
+        package, factory = _OURS[name]
+        try:
+            importlib.import_module(package)
+        except ImportError:
+            raise ConfigError(
+                f"run.trackers names {name}, which needs the package {package}: pip install {package}, or leave it out "
+                "(metrics.jsonl is written either way)"
+            ) from None
+        return factory
+    installed = {entry.name: entry for entry in entry_points(group=GROUP)}
+    if name not in installed:
+        names = ", ".join(["jsonl", *_OURS, *sorted(installed)])
+        raise ConfigError(
+            f"run.trackers names {name!r}; there are {names}; a package adds its own by an entry point {GROUP}"
+        )
+    try:
+        loaded: TrackerFactory = installed[name].load()
+    except Exception as error:
+        raise ConfigError(
+            f"run.trackers names {name}, which can't be loaded: {short_message(error)}; mend it or leave it out"
+        ) from error
+    return loaded
+
+
+class _TensorBoard:
+    def __init__(self, folder: Path, settings: Mapping[str, Any], resume_step: int | None) -> None:
+        purge = None if resume_step is None else resume_step + 1
+        self._writer = importlib.import_module("tensorboardX").SummaryWriter(
+            str(folder / "tensorboard"), purge_step=purge
+        )
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class _Session:
+    """What wandb and trackio have in common: functions of the run that ``init`` began."""
+
+    def __init__(self, package: str, folder: Path, settings: Mapping[str, Any], **options: Any) -> None:
+        self._library = importlib.import_module(package)
+        project = os.environ.get(f"{package.upper()}_PROJECT", "jaxpipe")
+        self._library.init(project=project, name=folder.name, config=dict(settings), **options)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._library.log(dict(values), step=step)
+
+    def close(self) -> None:
+        self._library.finish()
+
+
+def _wandb(folder: Path, settings: Mapping[str, Any], resume_step: int | None) -> Tracker:
+    """Return the id in the run directory is that of the wandb run which later starts go on with."""
+    id_file = folder / "wandb.id"
+    if resume_step is None or not id_file.exists():
+        id_file.write_text(secrets.token_hex(8), encoding="utf-8")
+    run_id = id_file.read_text(encoding="utf-8")
+    return _Session("wandb", folder, settings, dir=str(folder), id=run_id, resume="allow")
+
+
+def _trackio(folder: Path, settings: Mapping[str, Any], resume_step: int | None) -> Tracker:
+    return _Session("trackio", folder, settings, resume="never" if resume_step is None else "allow")
+
+
+_OURS: Mapping[str, tuple[str, TrackerFactory]] = {
+    "tensorboard": ("tensorboardX", _TensorBoard),
+    "wandb": ("wandb", _wandb),
+    "trackio": ("trackio", _trackio),
+}
 
 
 def format_gain(fraction: float) -> str:
@@ -125,7 +232,7 @@ class MetricsLog(Closing):
 
 
 def read_metrics(path: str | Path) -> Iterator[dict[str, Any]]:
-    """The records of a metrics file, in order; none if there is no file. A half-written last line is left out.
+    """Return the records of a metrics file, in order; none if there is no file. A half-written last line is left out.
 
     Raises:
         DataError: a line before the last is not a record.
@@ -134,7 +241,7 @@ def read_metrics(path: str | Path) -> Iterator[dict[str, Any]]:
 
 
 def _read(path: Path) -> Iterator[tuple[dict[str, Any], bytes]]:
-    """Each record with its line. Holds one line at a time."""
+    """Yield each record with its line. Holds one line at a time."""
     if not path.exists():
         return
     with path.open("rb") as file:
@@ -151,7 +258,7 @@ def _read(path: Path) -> Iterator[tuple[dict[str, Any], bytes]]:
 
 
 def _begin(path: Path, resume_step: int | None) -> io.FileIO:
-    """The file, open behind the records up to ``resume_step``. A crash leaves the old file or the new one."""
+    """Return the file, open behind the records up to ``resume_step``. A crash leaves the old file or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + ".new")
     temporary.unlink(missing_ok=True)  # of a process that was killed, or a link

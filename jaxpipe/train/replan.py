@@ -3,7 +3,7 @@
 Source: `optpipe.txt` section 4.3. The run starts at once with the schedule of its config. Its first recorded step gives the
 seconds of every function in the run itself; with these a child process (:mod:`jaxpipe.schedule.solve.solver`) searches.
 What it finds splits or fuses each backward here as the first schedule does, and is checked, never believed: it must be able to
-take the running schedule's place (:mod:`.interchange`: no bit changes, nothing is compiled), keep to the memory limit, and be
+take the running schedule's place (:func:`why_not`: no bit changes, nothing is compiled), keep to the memory limit, and be
 shorter by ``replan.min_gain`` when simulated. An order that measures slower by as much as it should have been faster is taken
 back. When the measured costs drift, the search starts anew.
 
@@ -15,7 +15,10 @@ each.
 
 Drift compares shapes: a device that becomes slower in everything needs no other order. Not looked at: transfers between ranks
 (their time is not recorded), and other placements, which would have to be compiled.
-"""
+
+A schedule may take another's place if it is valid, places the same stages on the same ranks, runs the same stage functions
+there (so every function is compiled, and every backward is rounded as before), and adds up each stage's weight gradients in the
+same order. It may offload only if the other does."""
 
 from __future__ import annotations
 
@@ -30,8 +33,8 @@ from jaxpipe.cost import with_measured_times
 from jaxpipe.errors import JaxpipeError, ScheduleError
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.runtime.recorder import seconds_by_op
-from jaxpipe.schedule import CostProfile, HostLink, Schedule, Timeline, simulate
-from jaxpipe.schedule.ir import Row
+from jaxpipe.schedule import Action, CostProfile, HostLink, Schedule, Timeline, find_problems, op_spec, simulate
+from jaxpipe.schedule.ir import Row, W
 from jaxpipe.schedule.memory import static_bytes
 from jaxpipe.schedule.passes.backwards import backwards_like, fused_backwards
 from jaxpipe.schedule.solve import Options, SolveTask
@@ -39,8 +42,56 @@ from jaxpipe.schedule.solve.solver import BackgroundSolve, Failed, Finished, Fou
 from jaxpipe.schedule.tolerance import TIME
 from jaxpipe.text import format_seconds
 from jaxpipe.train.config import TrainConfig
-from jaxpipe.train.interchange import offloads, takes_time, why_not
 from jaxpipe.train.metrics import format_gain
+
+
+def why_not(schedule: Schedule, running: Schedule) -> str:
+    """Return why ``schedule`` can't take the place of ``running``; empty if it can."""
+    if (schedule.placement.flows, schedule.placement.edges) != (running.placement.flows, running.placement.edges):
+        return "it places stages elsewhere"
+    if schedule.num_microbatches != running.num_microbatches:
+        return f"it has {schedule.num_microbatches} microbatches, the run has {running.num_microbatches}"
+    if len(schedule.rows) != len(running.rows):
+        return f"it has {len(schedule.rows)} rows for {len(running.rows)} ranks"
+    return _other_actions(schedule, running) or next(iter(find_problems(schedule)), "")
+
+
+def _other_actions(schedule: Schedule, running: Schedule) -> str:
+    if offloads(schedule) and not offloads(running):
+        return "it offloads, which this run does not"
+    for rank in range(running.num_ranks):
+        new, old = _functions(schedule, rank), _functions(running, rank)
+        if new != old:
+            odd = min((new - old) or (old - new))
+            return f"rank {rank} {'runs' if odd in new - old else 'lacks'} {odd}; other actions are compiled or rounded apart"
+        if _weight_order(schedule, rank) != _weight_order(running, rank):
+            return f"rank {rank} would add up weight gradients in another order"
+    return ""
+
+
+def takes_time(op: str) -> bool:
+    """Return whether an op runs a function of its stage. (O and L copy, S waits for an O.)"""
+    spec = op_spec(op)
+    return spec.lane == "compute" and bool(spec.cost)
+
+
+def offloads(schedule: Schedule) -> bool:
+    """Return whether anything is copied to the host."""
+    return any(not takes_time(a.op) for a in schedule.actions())
+
+
+def _functions(schedule: Schedule, rank: int) -> Counter[Action]:
+    return Counter(a for a in schedule.actions(rank) if takes_time(a.op))
+
+
+def _weight_order(schedule: Schedule, rank: int) -> dict[int, list[int]]:
+    """Per stage, the microbatches in the order in which their weight gradients are added."""
+    order: dict[int, list[int]] = {}
+    for action in schedule.actions(rank):
+        if W.name in op_spec(action.op).performs():
+            order.setdefault(action.stage, []).append(action.microbatch)
+    return order
+
 
 Seconds = Mapping[tuple[str, int], float]
 """Mean seconds by (op, stage)."""
@@ -53,8 +104,8 @@ _MOST_DOUBLINGS = 6
 
 
 def drift(then: Seconds, now: Seconds) -> float:
-    """The largest change of one function's seconds, as a fraction of the mean work on a microbatch in a stage, after both are
-    scaled to the same total."""
+    """Return the largest change of one function's seconds, as a fraction of the mean work on a microbatch in a stage, after
+    both are scaled to the same total."""
     ops = [key for key in then.keys() & now.keys() if takes_time(key[0])]
     totals = [sum(seconds[key] for key in ops) for seconds in (then, now)]
     if min(totals, default=0.0) <= 0:
@@ -65,13 +116,13 @@ def drift(then: Seconds, now: Seconds) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """A schedule to go on with, under ``costs`` that give it a step of ``makespan_s``. ``said``: of it, when it is adopted.
-    ``back``: it is the one before the one that runs."""
+    """A schedule to go on with, under ``costs`` that give it a step of ``makespan_s``. ``message``: what is noted when it is
+    adopted. ``back``: it is the one before the one that runs."""
 
     schedule: Schedule
     costs: CostProfile
     makespan_s: float
-    said: str
+    message: str
     back: bool = False
 
 
@@ -94,7 +145,7 @@ class _Running:
 
 
 @dataclass(slots=True)
-class _Search:
+class _SearchUnderWay:
     """One under way. ``task``: what a schedule must keep to. ``costs``: as measured; the task has tensor-parallel collectives
     as part of the actions, which a schedule with braids does not wait for. ``began``: by the clock. ``complained``: whether the
     user was told of a schedule refused."""
@@ -106,7 +157,7 @@ class _Search:
     complained: bool = False
 
     def makespan(self, schedule: Schedule) -> float:
-        """Of a schedule that has run, under the costs."""
+        """Return the makespan of a schedule that has run, under the costs."""
         return simulate(schedule, self.costs).makespan
 
 
@@ -135,7 +186,7 @@ class Replanner:
         self._start = pipeline.schedule
         self._running = _Running(pipeline)
         self._before: _Running | None = None
-        self._search: _Search | None = None
+        self._search: _SearchUnderWay | None = None
         self._answers: Sequence[Found | Finished | Failed] = ()  # whose end is to be looked at
         self._solved: Seconds | None = None  # what the last search was given
         self._next = -math.inf  # no search before this time
@@ -144,7 +195,8 @@ class Replanner:
 
     @property
     def gains(self) -> tuple[float, float]:
-        """Of the schedule that runs over the one before it: predicted and measured, as fractions; NaN where unknown."""
+        """The gain of the schedule that runs over the one before it: predicted and measured, as fractions; NaN where
+        unknown."""
         if self._before is None:
             return math.nan, math.nan
         return self._running.predicted, 1 - self._running.step_s / self._before.step_s
@@ -192,7 +244,7 @@ class Replanner:
         self._note(
             f"step {step}: re-planning: {why} (up to {format_seconds(limit_s)}, {task.memory_limit:.3g} activations)"
         )
-        self._search, self._solved = _Search(solver, task, costs, self._clock()), seconds
+        self._search, self._solved = _SearchUnderWay(solver, task, costs, self._clock()), seconds
 
     def _costs(self, seconds: Seconds, timeline: Timeline) -> CostProfile:
         """Seconds as the run measured them; where it offloads, the rates of the link to the host too."""
@@ -205,7 +257,8 @@ class Replanner:
         return replace(costs, host=host, offload_s=(), load_s=())
 
     def _task(self, costs: CostProfile) -> SolveTask:
-        """The limit is what the config says, or what the schedule that the run started with needs: activations and bytes."""
+        """Return the limit is what the config says, or what the schedule that the run started with needs: activations and
+        bytes."""
         placement, m = self._start.placement, self._start.num_microbatches
         offload = offloads(self._start)
         limit = self.config.memory_limit if self.config.memory_limit is not None else self._limit
@@ -235,29 +288,32 @@ class Replanner:
     def adopt(self, step: int, offer: Offer) -> Pipeline | None:
         """After step number ``step``: the pipeline of ``offer``, for the steps to come; None, and a line, if it can't be made.
         All processes make it together."""
-        made: Pipeline | None = None
+        pipeline: Pipeline | None = None
         try:
-            made = self._running.pipeline.with_schedule(offer.schedule, offer.costs)
+            pipeline = self._running.pipeline.with_schedule(offer.schedule, offer.costs)
         except JaxpipeError as error:
             self._complain(str(error))
         if offer.back:
             assert self._before is not None, "a schedule ran before the one that is taken back"
             self._rejected.add(self._running.pipeline.schedule.rows)
-            self._running, self._before = self._running if made is None else replace(self._before, pipeline=made), None
-        elif made is not None:
+            self._running, self._before = (
+                self._running if pipeline is None else replace(self._before, pipeline=pipeline),
+                None,
+            )
+        elif pipeline is not None:
             self._adopted += 1
             if self._before is None or self._running.steps_s:  # else what ran before was never measured
                 self._before = self._running
             past_s = simulate(self._before.pipeline.schedule, offer.costs).makespan
-            self._running = _Running(made, 1 - offer.makespan_s / past_s)
-        if made is not None:
-            self._note(f"step {step}: {offer.said}")
+            self._running = _Running(pipeline, 1 - offer.makespan_s / past_s)
+        if pipeline is not None:
+            self._note(f"step {step}: {offer.message}")
         if self._search is not None:
             self._look_at_end(self._search)
-        return made
+        return pipeline
 
-    def _look_at_end(self, search: _Search) -> None:
-        """Of a search, if its last answers tell it or it takes too long."""
+    def _look_at_end(self, search: _SearchUnderWay) -> None:
+        """End a search if its last answers say so or it takes too long."""
         answers, self._answers = self._answers, []
         match answers[-1:]:
             case [Finished() as finished]:
@@ -267,10 +323,10 @@ class Replanner:
             case _ if self._clock() > search.began + 2 * self.config.time_limit_s + PATIENCE_S:
                 self._failed(f"took longer than {format_seconds(self._clock() - search.began)}")
 
-    def _judge(self, found: Sequence[Found], search: _Search) -> Offer | None:
-        """The newest of what was found that can run at all, if it is worth it."""
+    def _judge(self, schedules: Sequence[Found], search: _SearchUnderWay) -> Offer | None:
+        """Return the newest of what was found that can run at all, if it is worth it."""
         running = self._running.pipeline
-        for newest in reversed(found):
+        for newest in reversed(schedules):
             schedule = backwards_like(newest.schedule, self._start)
             if not (why := why_not(schedule, self._start)):
                 break
@@ -289,32 +345,32 @@ class Replanner:
             self._complain(str(error))
             return None
         named = replace(schedule, name=f"solved-{self._adopted + 1}")
-        said = (
+        message = (
             f"schedule {self._running.name} (makespan {format_seconds(now_s)}) -> {named.name} "
             f"({format_seconds(timeline.makespan)} predicted, {format_gain(gain)}; by {newest.source})"
         )
-        return Offer(named, search.costs, timeline.makespan, said)
+        return Offer(named, search.costs, timeline.makespan, message)
 
     def _take_back(self) -> Offer | None:
-        """The schedule before this one, if this one has turned out slower by as much as it should have been faster."""
+        """Return the schedule before this one, if this one has turned out slower by as much as it should have been faster."""
         predicted, measured = self.gains
         if self._before is None or len(self._running.steps_s) != _TRIED or not measured < -predicted:
             return None
-        said = f"schedule {self._running.name} -> {self._before.name} again: it was {format_gain(measured)} measured"
+        message = f"schedule {self._running.name} -> {self._before.name} again: it was {format_gain(measured)} measured"
         pipe = self._before.pipeline
-        return Offer(pipe.schedule, pipe.costs, math.nan, said, back=True)
+        return Offer(pipe.schedule, pipe.costs, math.nan, message, back=True)
 
     # -- ends of a search ---------------------------------------------------------------------------------------------
 
-    def _finish(self, search: _Search, finished: Finished) -> None:
+    def _finish(self, search: _SearchUnderWay, finished: Finished) -> None:
         took = format_seconds(self._clock() - search.began)
         self._failures = 0
         self._end()
         running = self._running.pipeline.schedule
-        said = finished.remark
+        remark = finished.remark
         if finished.lower_bound_s > 0:
-            said = f"none is more than {max(0.0, 1 - finished.lower_bound_s / search.makespan(running)):.1%} shorter"
-        self._note(f"re-planning: searched for {took}; schedule {running.name} goes on{said and f' ({said})'}")
+            remark = f"none is more than {max(0.0, 1 - finished.lower_bound_s / search.makespan(running)):.1%} shorter"
+        self._note(f"re-planning: searched for {took}; schedule {running.name} goes on{remark and f' ({remark})'}")
 
     def _failed(self, what: str) -> None:
         self._failures += 1

@@ -1,4 +1,4 @@
-"""From a :class:`~jaxpipe.train.config.TrainConfig` to the things a run is made of: data, model, schedule, pipeline, step."""
+"""Makes what a run needs of its :class:`~jaxpipe.train.config.TrainConfig`: data, model, schedule, pipeline, step."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from jaxpipe.stage.model.layer import Model
 from jaxpipe.stage.model.plan import StagePlan, analytic_layer_costs
 from jaxpipe.stage.model.reference import resolve_model
 from jaxpipe.text import format_bytes
-from jaxpipe.train.assemble import Progress, assemble, choose, spread_over, stage_planner
+from jaxpipe.train.assemble import Draft, Progress, assemble, choose, spread_over, stage_planner
 from jaxpipe.train.checkpoints.stored import model_digest
 from jaxpipe.train.config import TrainConfig
 from jaxpipe.train.corpora.corpus import load_corpus, read_named_arrays
@@ -39,22 +39,34 @@ from jaxpipe.train.metrics import format_gain
 from jaxpipe.train.settings.sections import DataConfig, OptimizerConfig, PipelineConfig, names_function
 from jaxpipe.train.step import TrainStep
 from jaxpipe.train.trainer import Trainer
-from jaxpipe.train.update.decay import DecayRule, decay_mask, decay_remark
-from jaxpipe.train.update.muon import Muon, described, matrices_of
-from jaxpipe.train.update.optimizer import adamw, learning_rate, lion
+from jaxpipe.train.update.optimizer import (
+    DecayRule,
+    Muon,
+    adamw,
+    decay_mask,
+    decay_remark,
+    described,
+    learning_rate,
+    lion,
+    matrices_of,
+)
 from jaxpipe.train.which_model import provenance
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A run of which nothing is compiled yet; what a user can get wrong in a config has been checked. ``plan`` says which
-    layers are on which stage."""
+    """A run of which nothing is compiled yet; what a user can get wrong in a config has been checked. ``draft`` is the order
+    before stages are traced, ``plan`` says which layers are on which stage."""
 
     config: TrainConfig
     dataset: Dataset
     model: Model
-    schedule: Schedule
+    draft: Draft
     plan: StagePlan
+
+    @property
+    def schedule(self) -> Schedule:
+        return self.draft.schedule
 
     @cached_property
     def program(self) -> dict[str, str]:
@@ -68,14 +80,14 @@ class Prepared:
 
 
 def data_remarks(dataset: Dataset) -> Iterator[str]:
-    """What a user may not expect of the tokenizer and the documents, in lines."""
+    """Yield what a user may not expect of the tokenizer and the documents, in lines."""
     parts = dataset.parts.values() if isinstance(dataset, MixedDataset) else [dataset]
     corpora = [part.corpus for part in parts if isinstance(part, TokenDataset)]
     yield from dict.fromkeys([*dataset.tokenizer.remarks, *(line for corpus in corpora for line in corpus.remarks)])
 
 
 def load_dataset(config: TrainConfig, tokenizer: Tokenizer | None = None) -> Dataset:
-    """The data of ``config``, tokenised and split. ``tokenizer``: in place of the one that the config names.
+    """Return the data of ``config``, tokenised and split. ``tokenizer``: in place of the one that the config names.
 
     Raises:
         ConfigError: it is of a function that does not exist, or fails.
@@ -116,8 +128,9 @@ def with_mask(config: TrainConfig, vocab_size: int, *, has_chats: bool) -> Train
 
 
 def build_model(config: TrainConfig, vocab_size: int) -> Model:
-    """The model of ``config``. Its function gets what it takes of the data's ``seq_len`` and ``vocab_size``, unless the options
-    set a larger vocabulary, and ``mask`` where that is ``document``. A model without tokens has neither length nor vocabulary.
+    """Return the model of ``config``. Its function gets what it takes of the data's ``seq_len`` and ``vocab_size``, unless the
+    options set a larger vocabulary, and ``mask`` where that is ``document``. A model without tokens has neither length nor
+    vocabulary.
 
     Raises:
         ConfigError: the target or an option is wrong, or the model can't take the data's tokens.
@@ -146,8 +159,8 @@ def read_by(model: Model, dataset: Dataset, config: TrainConfig) -> Dataset:
     Raises:
         DataError: it lacks an array, or has one of another shape or dtype.
     """
-    wanted = {name: (aval.shape[1:], aval.dtype) for name, aval in model.batch_spec(1).items()}
-    return dataset.for_model(wanted, config.data.seq_len)
+    specs = {name: (aval.shape[1:], aval.dtype) for name, aval in model.batch_spec(1).items()}
+    return dataset.for_model(specs, config.data.seq_len)
 
 
 def microbatch_size(config: TrainConfig) -> int:
@@ -173,13 +186,13 @@ def prepare(
     model = spread_over(config.pipeline, build_model(config, vocab_size))
     dataset = read_by(model, dataset, config)
     planner = stage_planner(config.pipeline, model, microbatch_size(config), processes)
-    given = None
+    chosen = None
     if processes is not None and processes.mine:
-        given = from_schedule(processes.broadcast("schedule", ""))
-    schedule, plan = choose(config.pipeline, model, planner, given)
+        chosen = from_schedule(processes.broadcast("schedule", ""))
+    draft, plan = choose(config.pipeline, model, planner, chosen)
     if processes is not None and processes.mine == 0:
-        processes.broadcast("schedule", to_schedule(schedule))
-    return Prepared(config, dataset, model, schedule, plan)
+        processes.broadcast("schedule", to_schedule(draft.schedule))
+    return Prepared(config, dataset, model, draft, plan)
 
 
 def compile_setup(
@@ -214,17 +227,19 @@ def _with_cheaper_backwards(
     """B and then W in place of BW on the stages where that takes clearly less time, or on those that are not ``fused``; nowhere
     if the memory limit does not allow it."""
     now, costs = trainer.schedule, trainer.pipeline.costs
-    have = fused_stages(now)
-    split = costly_backwards(now, costs) if fused is None else [s for s in have if s not in fused]
+    fused_now = fused_stages(now)
+    split = costly_backwards(now, costs) if fused is None else [s for s in fused_now if s not in fused]
     if pipe.passes.split_backwards != "auto" or not split:
         return trainer
-    made = with_fused_stages(now, set(have).difference(split))
-    if pipe.memory_limit is not None and not at_most(max(simulate(made, costs).peak_activations), pipe.memory_limit):
+    schedule = with_fused_stages(now, set(fused_now).difference(split))
+    if pipe.memory_limit is not None and not at_most(
+        max(simulate(schedule, costs).peak_activations), pipe.memory_limit
+    ):
         return trainer
     saved = sum(costs.bw_s[s] - costs.b_s[s] - costs.w_s[s] for s in split) / sum(costs.bw_s[s] for s in split)
     why = f"{format_gain(saved)} time" if fused is None else "as in the run so far"
     progress(f"stage {', '.join(map(str, split))}: B and then W in place of BW: {why}")
-    return trainer.with_schedule(made)
+    return trainer.with_schedule(schedule)
 
 
 def compile_pipeline(
@@ -239,7 +254,7 @@ def compile_pipeline(
     with device_errors("setting up"):
         return assemble(
             prepared.model,
-            schedule,
+            prepared.draft,
             prepared.plan,
             config.pipeline,
             microbatch_size=microbatch_size(config),
@@ -254,7 +269,7 @@ def compile_pipeline(
 
 
 def step_over(config: TrainConfig, pipeline: Pipeline, decay: DecayRule = "role") -> TrainStep:
-    """The step of ``config`` over ``pipeline``. Compiles nothing yet."""
+    """Return the step of ``config`` over ``pipeline``. Compiles nothing yet."""
     return TrainStep(
         pipeline,
         optimizer_of(config, pipeline.model, decay),
@@ -266,7 +281,7 @@ def step_over(config: TrainConfig, pipeline: Pipeline, decay: DecayRule = "role"
 
 
 def step_flops(prepared: Prepared) -> float:
-    """What the matrix products of a step count, the forward's three times (forward and backward, recomputation not)."""
+    """Return what the matrix products of a step count, the forward's three times (forward and backward, recomputation not)."""
     pipe, plan = prepared.config.pipeline, prepared.plan
     costs = plan.layer_costs
     if plan.costs_from != "analytic" or prepared.model is not prepared.model.stored:
@@ -275,27 +290,27 @@ def step_flops(prepared: Prepared) -> float:
 
 
 def offload_options(config: TrainConfig) -> OffloadOptions:
-    """What ``pipeline.offload`` says, in bytes."""
+    """Return what ``pipeline.offload`` says, in bytes."""
     o = config.pipeline.offload
     return OffloadOptions(o.fraction, None if o.host_memory_gb is None else o.host_memory_gb * 1e9, o.fallback)
 
 
 def optimizer_of(config: TrainConfig, model: Model, decay: DecayRule = "role") -> Any:
-    """The optax transformation that ``config`` describes, for ``model``. Its state is the same whatever decays.
+    """Return the optax transformation that ``config`` describes, for ``model``. Its state is the same whatever decays.
 
     Raises:
         ConfigError: it is Muon, and the model has no matrices, or says wrongly which.
     """
     o, rate = config.optimizer, rate_of(config.optimizer, config.run.steps)
-    more, mask = o.options, decay_mask(model, decay)
+    options, mask = o.options, decay_mask(model, decay)
     if o.name == "lion":
-        return lion(rate, betas=more.betas, weight_decay=o.weight_decay, mask=mask)
-    rest = adamw(rate, betas=more.betas, eps=more.eps, weight_decay=o.weight_decay, mask=mask)
-    return Muon(rate, matrices_of(model), rest, more.momentum, o.weight_decay) if o.name == "muon" else rest
+        return lion(rate, betas=options.betas, weight_decay=o.weight_decay, mask=mask)
+    rest = adamw(rate, betas=options.betas, eps=options.eps, weight_decay=o.weight_decay, mask=mask)
+    return Muon(rate, matrices_of(model), rest, options.momentum, o.weight_decay) if o.name == "muon" else rest
 
 
 def optimizer_remarks(config: TrainConfig, model: Model, decay: DecayRule = "role") -> Iterator[str]:
-    """What a user may not expect of the optimizer, in lines."""
+    """Yield what a user may not expect of the optimizer, in lines."""
     warmup, steps = config.optimizer.warmup_steps, config.run.steps
     if warmup > steps:
         yield f"optimizer.warmup_steps={warmup} is more than run.steps={steps}: the rate rises over all {steps} steps"
@@ -306,7 +321,7 @@ def optimizer_remarks(config: TrainConfig, model: Model, decay: DecayRule = "rol
 
 
 def rate_of(o: OptimizerConfig, steps: int) -> optax.Schedule:
-    """The learning rate of each update, of ``steps`` in all."""
+    """Return the learning rate of each update, of ``steps`` in all."""
     warmup, fall = min(o.warmup_steps, steps), o.options
     return learning_rate(o.lr, warmup, steps, fall.min_lr_ratio, fall.schedule, fall.decay_fraction)
 

@@ -13,9 +13,8 @@ from jaxpipe.errors import RunError
 from jaxpipe.runtime.executor import StepOutputs
 from jaxpipe.schedule import Timeline
 from jaxpipe.stage.model.layer import Params
-from jaxpipe.train.update.reduction import Reduced
 from jaxpipe.train.update.scalars import Combined
-from jaxpipe.train.update.stage_update import StageUpdate
+from jaxpipe.train.update.stage_update import Reduced, StageUpdate
 
 Instance = tuple[int, int]
 Buffers = list[jax.Array]
@@ -39,7 +38,7 @@ class Commit(Protocol):
 class TrainState:
     """Everything that a step changes. ``compute`` and ``acc`` by (rank, stage): parameters, as they are computed with, and
     accumulators, all zeros between steps. ``master`` by (primary rank, stage): of the parameters that are computed with in a
-    narrower dtype, those that are updated, with ZeRO-1 as buckets (:mod:`jaxpipe.train.update.shards`). ``optimizer``: by
+    narrower dtype, those that are updated, with ZeRO-1 as buckets (:mod:`jaxpipe.train.update.stage_update`). ``optimizer``: by
     stage, the state of its layers. ``fixed``: the parameters that are not trained, by layer, on the host and in full precision.
 
     A state is consumed by the step that takes it (its buffers are donated). ``late``: what is left of the last step's update,
@@ -81,7 +80,8 @@ class TrainState:
             )
 
     def committed(self) -> TrainState:
-        """The same state, all of it: parameters, masters and optimizer state after the step. Waits for the step if it must."""
+        """Return the same state, all of it: parameters, masters and optimizer state after the step. Waits for the step if it
+        must."""
         return self if self.late is None else self.late.settled()
 
 
@@ -99,7 +99,7 @@ counts, or the weights of its targets add up to less than zero."""
 
 
 def cause_of(applied: Any, loss: Any, grad_norm: Any, weight: Any) -> Cause | None:
-    """Why a step with these scalars was not ``applied``; None if it was."""
+    """Return why a step with these scalars was not ``applied``; None if it was."""
     if applied:
         return None
     if weight < 0:
@@ -136,7 +136,7 @@ class StepMetrics(Combined):
 class Unapplied:
     """A step before its update. By stage: ``params``, the parameter buffers that the update reads, ``reduced`` gradients, and
     ``updates``; ``compute``: the buffers that get new ones; ``acc``: accumulators that are zero. The rest as in
-    :class:`TrainState`. ``found``: of the whole step; ``extra``: arguments of the optimizer's update."""
+    :class:`TrainState`. ``combined``: the scalars of the whole step; ``extra``: arguments of the optimizer's update."""
 
     step: int
     params: dict[int, Buffers]
@@ -146,10 +146,10 @@ class Unapplied:
     compute: dict[Instance, Buffers]
     acc: dict[Instance, Buffers]
     fixed: Mapping[str, Any]
-    found: Combined
+    combined: Combined
     extra: Mapping[str, Any]
     updates: Mapping[int, StageUpdate]
 
     def state(self) -> TrainState:
-        """The state that the step leaves, once all is updated."""
+        """Return the state that the step leaves, once all is updated."""
         return TrainState(self.step, self.master, self.compute, self.acc, self.optimizer, self.fixed)

@@ -1,12 +1,19 @@
-"""One training step: the pipeline's gradients, one reduction of each, one global norm, an optax update per stage.
+"""One training step: the pipeline's gradients, one reduction of each, one global norm, an optax update per stage; its memory.
 
 Parameters are updated in float32 (float64 under x64) on the rank that runs the stage; with bfloat16 compute, they are kept as
 masters there, and the update also emits the cast buffers, so no stage function ever casts a parameter. Each device sums its own
 gradients over the microbatches; after the pipeline tied copies and replicas are added to their owner, and each parameter is
-reduced once over the devices of its rank (:mod:`jaxpipe.train.update.reduction`). The norm for clipping is taken over all
+reduced once over the devices of its rank (:mod:`jaxpipe.train.update.stage_update`). The norm for clipping is taken over all
 ranks and devices, each parameter once. The optimizer is one of the whole model, of which each stage runs its layers' part
 (:mod:`jaxpipe.train.update.layerwise`); with ZeRO-1 the update and its state are divided over dp. A step whose norm is not
 finite leaves parameters and optimizer state as they were. Nothing here waits for a device.
+
+Predicted memory is that of the pipeline with the optimizer's state beside it, or of the update after it, whichever is more. The
+update of a stage works in place on masters, accumulators and optimizer state; with a smaller compute dtype the new compute
+copies are made while the old ones are still there. Replicas of a stage (bidirectional placements) add their accumulators up
+before it, and get the new parameters while they hold the old; tied leaves travel between their ranks. The update's peak counts
+all of that as if it happened at once, so it is an upper bound; the pipeline's is exact (:mod:`jaxpipe.cost.memory`). Not
+modelled: the optimizer's norm, and what the last step's metrics still hold (a scalar per action).
 """
 
 from __future__ import annotations
@@ -15,7 +22,7 @@ import copy
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -25,7 +32,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxpipe.cost.memory import MemoryReport
+from jaxpipe.cost.memory import Kind, MemoryReport, RankMemory
 from jaxpipe.errors import ConfigError
 from jaxpipe.mesh import replicated
 from jaxpipe.runtime.batches import Batch
@@ -33,19 +40,132 @@ from jaxpipe.runtime.executor import StepDropped, StepOutputs
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.runtime.reduction import on_rank
 from jaxpipe.schedule import CostProfile
-from jaxpipe.stage.compiled.footprint import Footprint, compiled_footprint, total_device_bytes
+from jaxpipe.stage.compiled.footprint import Footprint, compiled_footprint, device_bytes, total_device_bytes
 from jaxpipe.stage.model.layer import Params
 from jaxpipe.stage.model.params import by_path, get_leaf, insert_leaf, nested
 from jaxpipe.train.state import Buffers, Instance, StepMetrics, TrainState, Unapplied, Updated
 from jaxpipe.train.update.optimizer import LearningRate
 from jaxpipe.train.update.post_validation import LateUpdate, PostValidation
-from jaxpipe.train.update.reduction import GradientReduction, Reduced
-from jaxpipe.train.update.scalars import Scalars
-from jaxpipe.train.update.shards import StageShards
-from jaxpipe.train.update.stage_optimizer import StageOptimizer, stage_optimizers
-from jaxpipe.train.update.stage_update import StageUpdate, compile_update, fresh_state, taken
-from jaxpipe.train.update.step_memory import StageState, step_memory
-from jaxpipe.train.update.ties import TiedLeaves
+from jaxpipe.train.update.scalars import StepReduction, TiedLeaves
+from jaxpipe.train.update.stage_update import (
+    GradientReduction,
+    Reduced,
+    StageOptimizer,
+    StageShards,
+    StageUpdate,
+    compile_update,
+    fresh_state,
+    stage_optimizers,
+    taken,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class StageState:
+    """What the update of one stage takes, as shapes on the stage's primary rank. ``params``: parameter buffers that it reads
+    and replaces; ``master``: masters, and ``new_params``, the parameter buffers that it makes of them; ``grads``: what
+    gradients take beside the accumulators once they are reduced. ``divided``: over dp (ZeRO-1). ``twice``: of ``params``, those
+    that are there old and new from an update ahead to its commit."""
+
+    params: Sequence[jax.ShapeDtypeStruct]
+    master: Sequence[jax.ShapeDtypeStruct]
+    new_params: Sequence[jax.ShapeDtypeStruct]
+    acc: Sequence[jax.ShapeDtypeStruct]
+    optimizer: Any
+    grads: Sequence[jax.ShapeDtypeStruct] = ()
+    divided: bool = False
+    twice: Sequence[jax.ShapeDtypeStruct] = ()
+
+    @property
+    def master_bytes(self) -> int:
+        return total_device_bytes(self.master)
+
+    @property
+    def optimizer_bytes(self) -> int:
+        return sum(device_bytes(leaf) for leaf in jax.tree.leaves(self.optimizer))
+
+    def workspace_bytes(self, update: Footprint) -> int:
+        """Return what the update allocates beside new parameter buffers: XLA's temporaries, and what it does not write in
+        place."""
+        donated = self.master_bytes + self.optimizer_bytes + total_device_bytes(self.params)
+        return update.temp_bytes + max(
+            0, donated + total_device_bytes([] if self.divided else self.acc) - update.alias_bytes
+        )
+
+
+def step_memory(
+    pipeline: Pipeline, states: Mapping[int, StageState], updates: Mapping[int, Footprint] | None
+) -> MemoryReport:
+    """Return the memory of a step, per rank: of the pipeline's instructions or of the update, whichever is more.
+
+    Args:
+        states: by stage, what its update takes.
+        updates: by stage, the compiled update; None to count no temporaries.
+    """
+    resident: dict[int, dict[Kind, int]] = {r.rank: {} for r in pipeline.local_programs}
+    for rank, held in resident.items():
+        held |= {kind: total_device_bytes(avals) for kind, avals in resident_avals(pipeline, states, rank).items()}
+        rank_stages = [s for s in states if pipeline.primary(s)[0] == rank]
+        held["code"] = sum(updates[s].code_bytes for s in rank_stages) if updates else 0
+    # O's bytes leave when the copy ends: the bound for a run that does not stop after each instruction
+    report = pipeline.memory_report(resident, workspace=updates is not None, timeline=pipeline.predicted_timeline())
+    ranks = []
+    for before in report.ranks:
+        held = {**resident[before.rank], **_update(pipeline, before, states)}
+        held_stages = (s for s, ranks in pipeline.instances.items() if before.rank in ranks)
+        held["temporaries"] = max((states[s].workspace_bytes(updates[s]) for s in held_stages if updates), default=0)
+        ranks.append(_larger(before, {k: n for k, n in held.items() if n}))
+    return replace(report, ranks=tuple(ranks))
+
+
+def resident_avals(
+    pipeline: Pipeline, states: Mapping[int, StageState], rank: int
+) -> dict[Kind, list[jax.ShapeDtypeStruct]]:
+    """Return shapes of what a training step keeps on ``rank`` beside its compute parameters and accumulators."""
+    rank_states = [states[s] for s in states if pipeline.primary(s)[0] == rank]
+    return {
+        "masters": [a for state in rank_states for a in (*state.master, *state.twice)],
+        "optimizer": [a for state in rank_states for a in jax.tree.leaves(state.optimizer)],
+    }
+
+
+def _update(pipeline: Pipeline, before: RankMemory, states: Mapping[int, StageState]) -> dict[Kind, int]:
+    """Bytes by kind on a rank while its stages are updated, without what the optimizer keeps."""
+    held: dict[Kind, int] = {kind: before.peaks.get(kind, 0) for kind in ("parameters", "gradients", "losses", "code")}
+    sent = 0
+    for s, ranks in pipeline.instances.items():
+        if before.rank not in ranks:
+            continue
+        acc, trained = total_device_bytes(states[s].acc), pipeline.functions[before.rank, s]
+        held["gradients"] += acc if len(ranks) > 1 else 0  # of all replicas, to be added up
+        if ranks[0] == before.rank:
+            sent = max(sent, acc if len(ranks) > 1 else 0)
+            held["gradients"] += total_device_bytes(states[s].grads)
+            held["parameters"] += total_device_bytes(states[s].new_params)  # new buffers beside the old
+        else:
+            held["parameters"] += total_device_bytes(trained.param_avals[: trained.layout.num_trained])
+    held["gradients"] += sent
+    held["communication"] = _tied_bytes(pipeline, before.rank)
+    return held
+
+
+def _tied_bytes(pipeline: Pipeline, rank: int) -> int:
+    """Return leaves that are carried between this rank and others, so that tied copies stay equal: gradients, then values."""
+    total = 0
+    for tie in pipeline.tied:
+        layout = pipeline.layout(tie.owner_stage)
+        slot = next(slot for slot in layout.slots if (slot.layer, *slot.path) == tie.owner_path)
+        ends = sum(pipeline.primary(s)[0] == rank for s in (tie.owner_stage, tie.copy_stage))
+        total += ends * slot.size * pipeline.master_dtype.itemsize if layout.trains(slot) else 0
+    return total
+
+
+def _larger(rank: RankMemory, update: Mapping[Kind, int]) -> RankMemory:
+    total = sum(update.values())
+    peaks: dict[Kind, int] = {k: max(rank.peaks.get(k, 0), update.get(k, 0)) for k in {**rank.peaks, **update}}
+    if total <= rank.peak_bytes:
+        return replace(rank, peaks=peaks)
+    return replace(rank, peak_bytes=total, at="the update", by_kind=dict(update), peaks=peaks)
 
 
 class TrainStep:
@@ -57,7 +177,7 @@ class TrainStep:
             applied layer by layer (no clipping by norm: that is global and done here). Its update gets the mean loss as
             ``value``, if it takes that.
         clip_norm: bound on the global gradient norm; 0 for none.
-        zero1: divide optimizer state and update over the dp devices of each rank (:mod:`jaxpipe.train.update.shards`).
+        zero1: divide optimizer state and update over the dp devices of each rank (:mod:`jaxpipe.train.update.stage_update`).
         post_validation: ``"off"``, ``"on"`` or ``"auto"``: whether the next step begins before it is known that this one is
             finite and not clipped (:mod:`jaxpipe.train.update.post_validation`). The same bits; not for several processes.
         learning_rate: of ``optimizer``, to be reported: a number, or a schedule of the count that its state keeps. That of
@@ -107,13 +227,14 @@ class TrainStep:
         self._fresh = {s: self._compile_fresh(s) for s in self._own}
         self._rate = LearningRate(learning_rate, self.states[0].optimizer)
         squares = {s: _square_aval(x, self.states[s].acc) for s, x in self._shards.items()}
-        self._scalars = Scalars(pipeline, squares, clip_norm)
+        self._scalars = StepReduction(pipeline, squares, clip_norm)
         self._ties = TiedLeaves(pipeline)
         self.pipeline = self._with_epilogues(pipeline)
         self._footprints: dict[int, Footprint] = {}
 
     def with_pipeline(self, pipeline: Pipeline) -> TrainStep:
-        """The same step over ``pipeline``, which has the same stages on the same ranks in another order. Compiles nothing."""
+        """Return the same step over ``pipeline``, which has the same stages on the same ranks in another order. Compiles
+        nothing."""
         other = copy.copy(self)
         other.pipeline = self._with_epilogues(pipeline)
         return other
@@ -171,8 +292,8 @@ class TrainStep:
         acc = self._ties.gather(pipe.sum_replicas({**state.acc, **outputs.acc}))
         reduced = {s: self._reduced(s, outputs, acc.pop((r, s))) for s, r in self._own.items()}
         losses, outputs = outputs.losses, replace(outputs, acc={}, reduced={})  # what would be kept with the metrics
-        found = self._scalars.combine({s: x.square for s, x in reduced.items()}, losses, stop, switch)
-        whole = Unapplied(
+        combined = self._scalars.combine({s: x.square for s, x in reduced.items()}, losses, stop, switch)
+        unapplied = Unapplied(
             state.step + 1,
             {s: self._taken(s, state.compute[r, s]) for s, r in self._own.items()},
             dict(state.master),
@@ -181,20 +302,20 @@ class TrainStep:
             dict(state.compute),
             acc,
             state.fixed,
-            found,
+            combined,
             extra,
             updates,
         )
         timeline = pipe.measured_timeline(outputs) if record and pipe.ownership.processes.mine == 0 else None
-        state, updated = self._updated(whole, losses)
-        scalars = {f.name: getattr(found, f.name) for f in fields(found)}
+        state, updated = self._updated(unapplied, losses)
+        scalars = {f.name: getattr(combined, f.name) for f in fields(combined)}
         metrics = StepMetrics(**scalars, updated=updated, timeline=timeline, outputs=outputs)
         return state, metrics
 
     def _run(
         self, state: TrainState, batch: Batch, key: jax.Array | None, record: bool
     ) -> tuple[TrainState, StepOutputs]:
-        """The pipeline on ``batch``, and ``state`` with all of the step before: committed while that runs, if it can."""
+        """Return the pipeline on ``batch``, and ``state`` with all of the step before: committed while that runs, if it can."""
         late = state.late
         if late is not None and not record and late.open:
             with suppress(StepDropped):
@@ -206,59 +327,66 @@ class TrainStep:
     # -- the update ---------------------------------------------------------------------------------------------------
 
     def _updated(
-        self, whole: Unapplied, losses: Sequence[tuple[jax.Array, ...]]
+        self, unapplied: Unapplied, losses: Sequence[tuple[jax.Array, ...]]
     ) -> tuple[TrainState, Callable[[], Updated]]:
-        """The state after the step, if need be without what can be committed later, and what is known of it."""
+        """Return the state after the step, if need be without what can be committed later, and what is known of it."""
         if self.post_validation.mode != "off":
-            scale, loss, valid = self._scalars.guess(losses, whole.found)
+            scale, loss, valid = self._scalars.guess(losses, unapplied.combined)
             if self.post_validation.goes_ahead(valid):
-                return self._ahead(whole, scale, loss, valid)
-        updated = self._applied(whole)
-        return whole.state(), lambda: updated
+                return self._ahead(unapplied, scale, loss, valid)
+        updated = self._applied(unapplied)
+        return unapplied.state(), lambda: updated
 
     def _ahead(
-        self, whole: Unapplied, scale: jax.Array, loss: jax.Array, valid: jax.Array
+        self, unapplied: Unapplied, scale: jax.Array, loss: jax.Array, valid: jax.Array
     ) -> tuple[TrainState, Callable[[], Updated]]:
-        rate = self._rate.before(whole.optimizer[min(self._own)])
-        given, finite = {}, {}
+        rate = self._rate.before(unapplied.optimizer[min(self._own)])
+        late_arguments, finite = {}, {}
         for s, r in self._own.items():
-            at, reduced = (r, s), whole.reduced[s]
-            given[s] = self._given(s, scale, np.True_, loss, whole.extra)
-            taken = whole.params[s], whole.master[at], reduced.grads, whole.optimizer[s]
-            buffers, finite[s] = whole.updates[s].ahead(*taken, *given[s])
-            whole.compute[at] = _with_buffers(whole.compute[at], self._writes[s], buffers)
-            masters, reads = self._shards[s].mastered, zip(self._reads[s], whole.params[s], strict=True)
-            whole.params[s] = [whole.compute[at][i] if i in masters else old for i, old in reads]
-            whole.reduced[s] = replace(reduced, acc=[])  # made anew when it is needed
-        self._hand_round(whole.compute)
+            at, reduced = (r, s), unapplied.reduced[s]
+            late_arguments[s] = self._given(s, scale, np.True_, loss, unapplied.extra)
+            inputs = unapplied.params[s], unapplied.master[at], reduced.grads, unapplied.optimizer[s]
+            buffers, finite[s] = unapplied.updates[s].ahead(*inputs, *late_arguments[s])
+            unapplied.compute[at] = _with_buffers(unapplied.compute[at], self._writes[s], buffers)
+            masters, reads = self._shards[s].mastered, zip(self._reads[s], unapplied.params[s], strict=True)
+            unapplied.params[s] = [unapplied.compute[at][i] if i in masters else old for i, old in reads]
+            unapplied.reduced[s] = replace(reduced, acc=[])  # made anew when it is needed
+        self._broadcast_params(unapplied.compute)
         updated = Updated(self._scalars.all_true(finite), rate)
-        late = LateUpdate(whole, given, valid, updated, self._rate_after, self._applied, self.post_validation)
-        return replace(whole.state(), acc={}, late=late), late.known
+        late = LateUpdate(
+            unapplied, late_arguments, valid, updated, self._rate_after, self._applied, self.post_validation
+        )
+        return replace(unapplied.state(), acc={}, late=late), late.result
 
-    def _applied(self, whole: Unapplied) -> Updated:
+    def _applied(self, unapplied: Unapplied) -> Updated:
         """Update all of it."""
-        found, finite = whole.found, {}
-        rate = self._rate.before(whole.optimizer[min(self._own)])
+        combined, finite = unapplied.combined, {}
+        rate = self._rate.before(unapplied.optimizer[min(self._own)])
         for s, r in self._own.items():
-            at, reduced = (r, s), whole.reduced[s]
-            given = self._given(s, found.scale, found.applied, found.loss, whole.extra)
-            taken, update = (whole.params[s], whole.master[at], reduced.grads, whole.optimizer[s]), whole.updates[s]
-            buffers, whole.master[at], whole.optimizer[s], zeros, finite[s] = update.whole(*taken, *given)
-            whole.compute[at] = _with_buffers(whole.compute[at], self._writes[s], buffers)
-            whole.acc[at] = zeros or reduced.acc or update.zeros()
-        self._hand_round(whole.compute)
-        return Updated(self._scalars.all_true(finite), self._rate_after(whole.optimizer) if rate is None else rate)
+            at, reduced = (r, s), unapplied.reduced[s]
+            late_arguments = self._given(s, combined.scale, combined.applied, combined.loss, unapplied.extra)
+            inputs, update = (
+                (unapplied.params[s], unapplied.master[at], reduced.grads, unapplied.optimizer[s]),
+                unapplied.updates[s],
+            )
+            buffers, unapplied.master[at], unapplied.optimizer[s], zeros, finite[s] = update.full(
+                *inputs, *late_arguments
+            )
+            unapplied.compute[at] = _with_buffers(unapplied.compute[at], self._writes[s], buffers)
+            unapplied.acc[at] = zeros or reduced.acc or update.zeros()
+        self._broadcast_params(unapplied.compute)
+        return Updated(self._scalars.all_true(finite), self._rate_after(unapplied.optimizer) if rate is None else rate)
 
     def _rate_after(self, optimizer: Mapping[int, Any]) -> jax.Array | None:
         return self._rate.after(optimizer[min(self._own)])
 
     def _given(self, stage: int, scale: Any, ok: Any, loss: jax.Array, extra: Mapping[str, Any]) -> tuple[Any, ...]:
-        """The last arguments of an update, on the devices of its rank."""
+        """Return the last arguments of an update, on the devices of its rank."""
         home = replicated(self.pipeline.submeshes[self._primary[stage]])
-        given: tuple[Any, ...] = jax.device_put((scale, ok, {"value": loss, **extra}), home)
-        return given
+        arguments: tuple[Any, ...] = jax.device_put((scale, ok, {"value": loss, **extra}), home)
+        return arguments
 
-    def _hand_round(self, compute: dict[Instance, Buffers]) -> None:
+    def _broadcast_params(self, compute: dict[Instance, Buffers]) -> None:
         """New parameters to tied copies and replicas."""
         self._ties.spread(compute)
         self.pipeline.copy_to_replicas(compute)
@@ -284,11 +412,12 @@ class TrainStep:
         return model.joined(params), model.joined(optimizer)
 
     def _taken(self, stage: int, params: Buffers) -> Buffers:
-        """Of a stage's parameter buffers, those that its update reads."""
+        """Return those of a stage's parameter buffers that its update reads."""
         return [params[i] for i in self._reads[stage]]
 
     def _whole_buffers(self, stage: int, state: TrainState) -> Buffers:
-        """The buffers that a stage updates, masters in place of what is computed with unless they are divided over dp."""
+        """Return the buffers that a stage updates, masters in place of what is computed with unless they are divided over
+        dp."""
         at, shards = (self._primary[stage], stage), self._shards[stage]
         masters = {} if shards.chunked else dict(zip(shards.mastered, state.master[at], strict=True))
         return [masters.get(i, state.compute[at][i]) for i in shards.updated]
@@ -303,9 +432,9 @@ class TrainStep:
 
     def with_state(self, costs: CostProfile) -> CostProfile:
         """``costs`` with masters and optimizer state among the bytes that stay (``optimizer_bytes``)."""
-        more = [s.optimizer_bytes + s.master_bytes + total_device_bytes(s.twice) for s in self.states.values()]
+        state_bytes = [s.optimizer_bytes + s.master_bytes + total_device_bytes(s.twice) for s in self.states.values()]
         return replace(
-            costs, optimizer_bytes=tuple(a + float(b) for a, b in zip(costs.optimizer_bytes, more, strict=True))
+            costs, optimizer_bytes=tuple(a + float(b) for a, b in zip(costs.optimizer_bytes, state_bytes, strict=True))
         )
 
     def _stage_state(self, stage: int) -> StageState:
@@ -314,13 +443,13 @@ class TrainStep:
 
         def master(i: int) -> jax.ShapeDtypeStruct:
             b = functions.param_avals[i]
-            whole = jax.ShapeDtypeStruct(b.shape, shards.master, sharding=b.sharding)
-            return shards.bucket_aval(i) if shards.chunked else whole
+            aval = jax.ShapeDtypeStruct(b.shape, shards.master, sharding=b.sharding)
+            return shards.bucket_aval(i) if shards.chunked else aval
 
         return StageState(
             params=[functions.param_avals[i] for i in self._reads[stage]],
             master=[master(i) for i in shards.mastered],
-            made=[functions.param_avals[i] for i in shards.mastered],
+            new_params=[functions.param_avals[i] for i in shards.mastered],
             acc=functions.acc_avals,
             optimizer=self._optimizers[stage].avals,
             grads=[shards.bucket_aval(i) for i in shards.updated] if shards.chunked else [],
@@ -329,7 +458,7 @@ class TrainStep:
         )
 
     def _update_footprint(self, stage: int) -> Footprint:
-        """Of the update, with the reduction before it where that is a program of its own."""
+        """Return the footprint of an update, with the reduction before it where that is a program of its own."""
         if stage in self._footprints:
             return self._footprints[stage]
         state, shards = self.states[stage], self._shards[stage]
@@ -338,14 +467,14 @@ class TrainStep:
         extra = jax.tree.map(shards.same_aval, _shapes(self._extra))
         grads = list(state.grads) if shards.chunked else list(state.acc)
         update = self._updates[_kinds(self._extra)][stage]
-        given = list(state.params), list(state.master), grads, state.optimizer, scale, ok, extra
+        arguments = list(state.params), list(state.master), grads, state.optimizer, scale, ok, extra
         halves = (update.ahead, update.commit) if self._late else ()
-        lowered = [program.lower(*given) for program in (update.whole, *halves)]
+        lowered = [program.lower(*arguments) for program in (update.full, *halves)]
         if shards.mesh.size > 1:
             lowered.append(self._reduce[stage].function.lower(list(state.acc)))
-        found = [compiled_footprint(program.compile()) for program in lowered]
-        temp, code = max(x.temp_bytes for x in found), sum(x.code_bytes for x in found)
-        self._footprints[stage] = replace(found[0], temp_bytes=temp, code_bytes=code)
+        footprints = [compiled_footprint(program.compile()) for program in lowered]
+        temp, code = max(x.temp_bytes for x in footprints), sum(x.code_bytes for x in footprints)
+        self._footprints[stage] = replace(footprints[0], temp_bytes=temp, code_bytes=code)
         return self._footprints[stage]
 
     # -- parts --------------------------------------------------------------------------------------------------------
@@ -362,7 +491,7 @@ class TrainStep:
         return pipeline if pipeline.epilogues == early else pipeline.with_epilogues(early)
 
     def _reduced(self, stage: int, outputs: StepOutputs, acc: Buffers) -> Reduced:
-        """The reduced gradients of a stage: dispatched in the pipeline, or now."""
+        """Return the reduced gradients of a stage: dispatched in the pipeline, or now."""
         at = (self._primary[stage], stage)
         return self._reduce[stage].read(outputs.reduced[at]) if at in outputs.reduced else self._reduce[stage](acc)
 
@@ -372,11 +501,11 @@ class TrainStep:
         for s, r in self._own.items():
             shards, avals = self._shards[s], self.states[s].master
             if shards.chunked:
-                made: Any = [shards.host_bucket(params, i).astype(shards.master) for i in shards.mastered]
+                masters: Any = [shards.host_bucket(params, i).astype(shards.master) for i in shards.mastered]
             else:
-                whole = self.pipeline.packed(s, params, shards.master) if shards.mastered else []
-                made = [whole[i] for i in shards.mastered]
-            placed[(r, s)] = [jax.device_put(b, a.sharding) for b, a in zip(made, avals, strict=True)]
+                buffers = self.pipeline.packed(s, params, shards.master) if shards.mastered else []
+                masters = [buffers[i] for i in shards.mastered]
+            placed[(r, s)] = [jax.device_put(b, a.sharding) for b, a in zip(masters, avals, strict=True)]
         return placed
 
     def _fixed(self, params: Mapping[str, Params]) -> dict[str, Params]:
@@ -390,7 +519,7 @@ class TrainStep:
         return fixed
 
     def _updates_for(self, extra: Mapping[str, Any]) -> Mapping[int, StageUpdate]:
-        """The compiled updates for arguments like ``extra``."""
+        """Return the compiled updates for arguments like ``extra``."""
         kinds = _kinds(extra)
         if kinds not in self._updates:
             optimizers = stage_optimizers(self.optimizer, self._shards, _shapes(extra))
@@ -406,28 +535,28 @@ class TrainStep:
         return compile_update(self._shards[stage], optimizer.part, acc, optimizer.specs)
 
     def _compile_unpack(self, stage: int) -> Any:
-        """From the buffers that a stage updates to whole leaves, split ones still on their shards."""
+        """Compile what makes whole leaves of the buffers that a stage updates, split ones still on their shards."""
         shards, layout = self._shards[stage], self.pipeline.layout(stage)
 
         def unpack(buffers: Buffers) -> list[jax.Array]:
-            given = dict(zip(shards.updated, buffers, strict=True))
-            leaves = layout.unpack_leaves([given.get(i) for i in range(len(layout.buffers))])
+            buffer_of = dict(zip(shards.updated, buffers, strict=True))
+            leaves = layout.unpack_leaves([buffer_of.get(i) for i in range(len(layout.buffers))])
             return [leaf for leaf, slot in zip(leaves, layout.slots, strict=True) if shards.updates(slot)]
 
-        given = [shards.buffer_spec(i) for i in shards.updated]
-        return on_rank(unpack, shards.mesh, (given,), [shards.whole_spec(slot) for slot in shards.updated_slots])
+        specs = [shards.buffer_spec(i) for i in shards.updated]
+        return on_rank(unpack, shards.mesh, (specs,), [shards.whole_spec(slot) for slot in shards.updated_slots])
 
     def _compile_fresh(self, stage: int) -> Any:
-        """From parameters and masters, as the update takes them, to the optimizer's state."""
+        """Compile what makes the optimizer's state of parameters and masters, as the update takes them."""
         shards, optimizer = self._shards[stage], self._optimizers[stage]
         masters = [(shards.bucket_spec if shards.chunked else shards.buffer_spec)(i) for i in shards.mastered]
-        given = ([shards.buffer_spec(i) for i in self._reads[stage]], masters)
+        specs = ([shards.buffer_spec(i) for i in self._reads[stage]], masters)
         fresh = partial(fresh_state, shards, optimizer.part)
-        return on_rank(fresh, shards.mesh, given, optimizer.specs)
+        return on_rank(fresh, shards.mesh, specs, optimizer.specs)
 
 
 def _square_aval(shards: StageShards, acc: Sequence[jax.ShapeDtypeStruct]) -> jax.ShapeDtypeStruct:
-    """Of a stage's :func:`~jaxpipe.train.update.reduction.square_sum`."""
+    """Return shape and dtype of a stage's :func:`~jaxpipe.train.update.stage_update.square_sum`."""
     dtype = acc[shards.updated[0]].dtype if shards.updated else jnp.float32
     return jax.ShapeDtypeStruct((2,), dtype)
 
@@ -439,7 +568,7 @@ def _with_buffers(buffers: Buffers, at: Sequence[int], new: Sequence[jax.Array])
 
 
 def _shapes(extra: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shapes of the arguments that an update gets, the mean loss with them.
+    """Return shapes of the arguments that an update gets, the mean loss with them.
 
     Raises:
         ConfigError: one is not a number or an array.

@@ -27,11 +27,11 @@ from jaxpipe.interop.tokenizer import (
     TOKENS_MAP,
     copy_files,
 )
+from jaxpipe.train.checkpoints.directory import split_step
 from jaxpipe.train.corpora.documents import BadRecordError
 from jaxpipe.train.corpora.encoding import ChatTemplate, ends_of, find_template
 from jaxpipe.train.corpora.store import Store, is_store
 from jaxpipe.train.corpora.tokenizers import Tokenizer
-from jaxpipe.train.imported import split_step
 from jaxpipe.train.settings.sections import DataConfig, names_function
 
 _CONTENT = "xyzzy"  # an answer that no template has words of

@@ -43,10 +43,7 @@ from jaxpipe.stage.model.vocabulary import SpreadModel
 from jaxpipe.text import format_bytes, format_count
 from jaxpipe.train.assemble import (
     assemble,
-    build_schedule,
     choose,
-    is_schedule_file,
-    read_checked,
     spread_over,
     stage_planner,
     with_edges,
@@ -64,15 +61,13 @@ from jaxpipe.train.checkpoints.stored import (
 from jaxpipe.train.corpora.tokenizers import Tokenizer, load_tokenizer
 from jaxpipe.train.data import Data
 from jaxpipe.train.devices import device_errors, find_devices, request_devices
-from jaxpipe.train.origin import known_origin, stored_meta, told_origin
-from jaxpipe.train.own_schedules import made_by_function
-from jaxpipe.train.run.compile_cache import use_compile_cache
-from jaxpipe.train.run.waiting import saying, to_stderr
+from jaxpipe.train.run.compiling import saying, to_stderr, use_compile_cache
+from jaxpipe.train.schedule_source import is_schedule_file, made_by_function, read_checked, relative_costs, source_of
 from jaxpipe.train.settings.sections import ModelConfig, PassesConfig, PipelineConfig, ShardingConfig
 from jaxpipe.train.state import StepMetrics, TrainState
 from jaxpipe.train.step import TrainStep
 from jaxpipe.train.update.optimizer import ema_of, with_ema
-from jaxpipe.train.which_model import not_compared
+from jaxpipe.train.which_model import checked_origin, known_origin, not_compared, stored_meta
 
 
 class Trainer(Closing):
@@ -123,7 +118,7 @@ class Trainer(Closing):
         ConfigError, ScheduleError, StageError, ProgramError: what is wrong, and what would work.
     """
 
-    _told: ModelConfig | None = None  # what makes the model, as the user says
+    _named_origin: ModelConfig | None = None  # what makes the model, as the user says
 
     def __init__(
         self,
@@ -170,13 +165,13 @@ class Trainer(Closing):
                 "layers_from_linen make of a Flax module"
             )
         sizes = {"ranks": ranks, "microbatches": microbatches, "chunks": chunks}
-        asked = {name: n for name, n in sizes.items() if n is not None}
+        explicit_sizes = {name: n for name, n in sizes.items() if n is not None}
         for name, value in {
             "microbatch_size": microbatch_size,
             "dp": dp,
             "cp": cp,
             "keep_last": keep_last,
-            **asked,
+            **explicit_sizes,
         }.items():
             _whole(name, value)
         for name, value in {"seed": seed, "keep_best": keep_best}.items():
@@ -191,16 +186,16 @@ class Trainer(Closing):
             model = with_leaf_rules(model, trainable=trainable, float32=float32)
         shards = TensorParallel(tp) if isinstance(tp, int) else tp
         shards = shards if cp == 1 else replace(shards, cp=cp, cp_method=cp_method)
-        given = _given_schedule(schedule)
-        known = _sizes(schedule, given, asked)
+        schedule_value = _given_schedule(schedule)
+        all_sizes = _sizes(schedule, schedule_value, explicit_sizes)
         pipe = PipelineConfig(
-            ranks=known["ranks"],
+            ranks=all_sizes["ranks"],
             tp=shards.size,
             cp=shards.cp,
             dp=dp,
-            microbatches=known["microbatches"],
-            chunks=known["chunks"],
-            schedule=str(schedule) if given is None else "",
+            microbatches=all_sizes["microbatches"],
+            chunks=all_sizes["chunks"],
+            schedule=str(schedule) if schedule_value is None else "",
             vocabulary=vocabulary,
             memory_limit=memory_limit,
             recompute=recompute if isinstance(recompute, str) else tuple(recompute),
@@ -211,14 +206,14 @@ class Trainer(Closing):
         if devices is None:
             devices = _devices(pipe.num_devices, platform, shards)
         with saying(progress, f"cutting and tracing {model.name}"):
-            self._told = None if target is None else told_origin(source, target, target_options)
+            self._named_origin = None if target is None else checked_origin(source, target, target_options)
             model = spread_over(pipe, model)
             planner = (lambda *_: cut) if isinstance(cut, StagePlan) else stage_planner(pipe, model, microbatch_size)
-            chosen, plan = choose(pipe, model, planner, given=given)
+            draft, plan = choose(pipe, model, planner, schedule=schedule_value)
             with device_errors("setting up"):
                 pipeline = assemble(
                     model,
-                    chosen,
+                    draft,
                     plan,
                     pipe,
                     microbatch_size=microbatch_size,
@@ -241,7 +236,7 @@ class Trainer(Closing):
 
     @classmethod
     def over(cls, train_step: TrainStep, seed: int = 0) -> Trainer:
-        """A trainer that takes these steps, over the pipeline that is theirs."""
+        """Return a trainer that takes these steps, over the pipeline that is theirs."""
         trainer = object.__new__(cls)
         trainer._set_up(train_step, seed)
         return trainer
@@ -298,7 +293,7 @@ class Trainer(Closing):
     @cached_property
     def origin(self) -> ModelConfig | None:
         """The function and the options that make the model, which checkpoints keep; None where that is not known."""
-        return self._told or known_origin(self._source)
+        return self._named_origin or known_origin(self._source)
 
     def _saying(self, doing: str) -> AbstractContextManager[None]:
         """Says while the block lasts that it is ``doing`` something, if that is for the first time, which compiles."""
@@ -308,7 +303,8 @@ class Trainer(Closing):
 
     @property
     def timeline(self) -> Timeline:
-        """Of the last recorded step, as measured (``timeline.source`` says so); before there is one, the predicted one."""
+        """The timeline of the last recorded step, as measured (``timeline.source`` says so); before there is one, the predicted
+        one."""
         return self._recorded if self._recorded is not None else self.pipeline.predicted_timeline()
 
     def __repr__(self) -> str:
@@ -334,21 +330,21 @@ class Trainer(Closing):
         )
 
     def with_schedule(self, schedule: str | Path | Schedule) -> Trainer:
-        """The same stages on the same ranks in another order: compiles nothing, and states can be handed on.
+        """Return the same stages on the same ranks in another order: compiles nothing, and states can be handed on.
 
         Raises:
             ScheduleError, ProgramError: the schedule places the stages otherwise.
         """
-        given = _given_schedule(schedule)
+        order = _given_schedule(schedule)
         now = self.schedule
-        if given is None and ":" in str(schedule):
+        if order is None and ":" in str(schedule):
             pipe = PipelineConfig(ranks=now.num_ranks, microbatches=now.num_microbatches, chunks=now.num_chunks)
-            given = made_by_function(str(schedule), pipe, self.pipeline.costs)
-        elif given is None:
-            given = self._order_of(family_named(str(schedule)))
-        if given.placement.is_chain and given.num_stages == now.num_stages:
-            given = with_edges(given, now.placement.edges)
-        return self.with_pipeline(self.pipeline.with_schedule(given))
+            order = made_by_function(str(schedule), pipe, self.pipeline.costs)
+        elif order is None:
+            order = self._order_of(family_named(str(schedule)))
+        if order.placement.is_chain and order.num_stages == now.num_stages:
+            order = with_edges(order, now.placement.edges)
+        return self.with_pipeline(self.pipeline.with_schedule(order))
 
     def _order_of(self, family: Family) -> Schedule:
         """For these stages, with these costs; where a family has other stages, the pipeline says so."""
@@ -359,20 +355,22 @@ class Trainer(Closing):
             pipe = PipelineConfig(
                 ranks=ranks, microbatches=microbatches, chunks=chunks, schedule=family.name, vocabulary=spread
             )
-            return build_schedule(pipe, lambda n, *_: costs.f_s if n == now.num_stages else (1.0,) * n)
-        asked = chunks if "chunks" in family.options else None
-        fits = family.placement(ranks, asked or family.default_chunks).num_stages == now.num_stages
-        return generate(family.name, ranks, microbatches, asked, costs if fits else None)
+            source = source_of(pipe)
+            fits = source.num_stages == now.num_stages  # where it does not, the pipeline says so
+            return source.order(relative_costs(costs.f_s if fits else (1.0,) * source.num_stages))
+        family_chunks = chunks if "chunks" in family.options else None
+        fits = family.placement(ranks, family_chunks or family.default_chunks).num_stages == now.num_stages
+        return generate(family.name, ranks, microbatches, family_chunks, costs if fits else None)
 
     def with_pipeline(self, pipeline: Pipeline) -> Trainer:
-        """The same over ``pipeline``, which has the same stages on the same ranks. Compiles nothing."""
+        """Return the same over ``pipeline``, which has the same stages on the same ranks. Compiles nothing."""
         other = copy.copy(self)
         other.train_step = self.train_step.with_pipeline(pipeline)
         other._recorded, other._begun = None, set()
         return other
 
     def measured(self, repeats: int = 3) -> Trainer:
-        """The same with every function that the schedule runs compiled and timed, the median of ``repeats`` calls each:
+        """Return the same with every function that the schedule runs compiled and timed, the median of ``repeats`` calls each:
         predictions rest on these times then, and no longer on FLOP counts."""
         with self._saying("compiling and timing each stage"):
             costs = self.train_step.with_state(self.pipeline.measure_costs(repeats=repeats))
@@ -383,8 +381,8 @@ class Trainer(Closing):
     # -- training -----------------------------------------------------------------------------------------------------
 
     def init(self, params: Mapping[str, Params] | None = None) -> TrainState:
-        """The state before the first step: ``params`` (whole, by layer name, as :func:`jaxpipe.load_params` reads them), or
-        fresh ones of :attr:`seed`.
+        """Return the state before the first step: ``params`` (whole, by layer name, as :func:`jaxpipe.load_params` reads them),
+        or fresh ones of :attr:`seed`.
 
         Raises:
             CheckpointError: layers or leaves are missing, or shapes differ.
@@ -439,26 +437,26 @@ class Trainer(Closing):
         batch = in_microbatches(batch, self._spec, None)
         with self._saying("compiling the first evaluation"):
             sums = self.pipeline.evaluate_sums(self._params(state, ema), batch)
-        found = self.pipeline.eval_reported
-        pairs = {"loss": found.loss(sums), **{name: (sums[a], sums[b]) for name, (a, b) in found.metrics.items()}}
+        reported = self.pipeline.eval_reported
+        pairs = {"loss": reported.loss(sums), **{name: (sums[a], sums[b]) for name, (a, b) in reported.metrics.items()}}
         means = {name: float(total / weight) if weight else float("nan") for name, (total, weight) in pairs.items()}
         if pairs["loss"][1] < 0:
             means["loss"] = float("nan")
         return {**means, "weight": float(pairs["loss"][1])}
 
     def predict(self, state: TrainState, batch: Mapping[str, Any], *, ema: bool = False) -> Any:
-        """What the layer before the loss returns for ``batch`` (any number of microbatches; what only the loss reads may be
-        left out), without dropout: a pytree of NumPy arrays ``[sequences, …]``. ``ema`` as in :meth:`evaluate`."""
-        given = {name: aval for name, aval in self._spec.items() if name in batch}
-        batch = in_microbatches(batch, given, None)
+        """Return what the layer before the loss returns for ``batch`` (any number of microbatches; what only the loss reads may
+        be left out), without dropout: a pytree of NumPy arrays ``[sequences, …]``. ``ema`` as in :meth:`evaluate`."""
+        specs = {name: aval for name, aval in self._spec.items() if name in batch}
+        batch = in_microbatches(batch, specs, None)
         with self._saying("compiling the first prediction"):
             return self.pipeline.predict(self._params(state, ema), batch)
 
     def params(self, state: TrainState, *, ema: bool = False) -> dict[str, Params]:
         """Master parameters by layer name, whole, as NumPy arrays; or their moving average."""
         params, optimizer = self.train_step.by_layer(_require_state(state))
-        found: dict[str, Params] = jax.device_get(self._averaged(params, optimizer) if ema else params)
-        return found
+        host_params: dict[str, Params] = jax.device_get(self._averaged(params, optimizer) if ema else params)
+        return host_params
 
     def _averaged(self, params: Mapping[str, Params], optimizer: Mapping[str, Any]) -> dict[str, Params]:
         """``params`` with the moving averages in place of what is trained."""
@@ -523,7 +521,8 @@ class Trainer(Closing):
         store.save(state.step, params, optimizer, meta, eval_loss=eval_loss, wait=wait, extra=trees or None)
 
     def contents(self, state: TrainState) -> tuple[dict[str, Params], dict[str, Any], dict[str, Any]]:
-        """What a checkpoint holds: parameters and optimizer state by layer, whole, and the values that every ``meta`` has."""
+        """Return what a checkpoint holds: parameters and optimizer state by layer, whole, and the values that every ``meta``
+        has."""
         meta = {"jaxpipe": __version__, "schedule": self.schedule.name, "program": self.program}
         return *self.train_step.by_layer(state), meta
 
@@ -535,8 +534,9 @@ class Trainer(Closing):
         step: int | Literal["best"] | None = None,
         same_model: bool = True,
     ) -> TrainState:
-        """The state of a checkpoint in the directory ``path`` (of checkpoints, or of a run of ``jaxpipe train``): the newest
-        intact one, or that of ``step``. Later saves go there; the first one sets aside what is newer there than this one.
+        """Return the state of a checkpoint in the directory ``path`` (of checkpoints, or of a run of ``jaxpipe train``): the
+        newest intact one, or that of ``step``. Later saves go there; the first one sets aside what is newer there than this
+        one.
 
         Args:
             default: the state, or what makes it (:meth:`init`), where there is no checkpoint yet.
@@ -591,7 +591,7 @@ class Trainer(Closing):
             self._store.close()
 
     def _open(self, path: str | Path | None) -> CheckpointStore:
-        """The store of the checkpoints in ``path``, or the one used last."""
+        """Return the store of the checkpoints in ``path``, or the one used last."""
         if path is None:
             if self._store is None:
                 raise CheckpointError("save: give a directory; nothing was restored or saved before")
@@ -623,7 +623,7 @@ def _require_state(state: Any) -> TrainState:
 
 
 def _given_schedule(schedule: str | Path | Schedule) -> Schedule | None:
-    """The schedule that is given, by value or in a file; None for the name of a family or a function."""
+    """Return the schedule that is given, by value or in a file; None for the name of a family or a function."""
     if isinstance(schedule, Schedule):
         return schedule
     return read_checked(schedule) if isinstance(schedule, Path) or is_schedule_file(schedule) else None
@@ -640,24 +640,24 @@ def _cut_setting(cut: Literal["analytic", "measured"] | Sequence[int | str] | St
     return cut if isinstance(cut, str) else tuple(cut)
 
 
-def _sizes(schedule: Any, given: Schedule | None, asked: Mapping[str, int]) -> dict[str, int]:
+def _sizes(schedule: Any, value: Schedule | None, explicit: Mapping[str, int]) -> dict[str, int]:
     """``ranks``, ``microbatches`` and ``chunks``: as asked, which must agree with a schedule that is given.
 
     Raises:
         ConfigError: they don't, or sizes are missing.
     """
-    if given is not None:
-        have = {"ranks": given.num_ranks, "microbatches": given.num_microbatches, "chunks": given.num_chunks}
-        wrong = [f"{name}={n}, it has {have[name]}" for name, n in asked.items() if n != have[name]]
+    if value is not None:
+        sizes = {"ranks": value.num_ranks, "microbatches": value.num_microbatches, "chunks": value.num_chunks}
+        wrong = [f"{name}={n}, it has {sizes[name]}" for name, n in explicit.items() if n != sizes[name]]
         if wrong:
-            raise ConfigError(f"schedule {given.name!r}: {'; '.join(wrong)}; leave these arguments out")
-        return have
+            raise ConfigError(f"schedule {value.name!r}: {'; '.join(wrong)}; leave these arguments out")
+        return sizes
     name = str(schedule)
     default_chunks = 1 if ":" in name else family_named(name).default_chunks
-    missing = [size for size in ("ranks", "microbatches") if size not in asked]
+    missing = [size for size in ("ranks", "microbatches") if size not in explicit]
     if missing:
         raise ConfigError(f"schedule {name!r} fits any sizes: say {' and '.join(f'{size}=…' for size in missing)}")
-    return {"chunks": default_chunks, **asked}
+    return {"chunks": default_chunks, **explicit}
 
 
 def _devices(count: int, platform: Literal["auto", "cpu", "gpu"], tp: TensorParallel) -> Sequence[jax.Device]:
@@ -674,7 +674,7 @@ def _layer_words(layers: Sequence[Layer]) -> str:
 
 
 def _divided(extra: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What JSON can hold, and pytrees of arrays.
+    """Return what JSON can hold, and pytrees of arrays.
 
     Raises:
         ConfigError: it is no mapping of names, or a value is neither.

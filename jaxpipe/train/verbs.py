@@ -1,4 +1,5 @@
-"""What ``jaxpipe import``, ``export``, ``eval`` and ``generate`` do, and the data of ``jaxpipe train``, as Python functions.
+"""What ``jaxpipe import``, ``export``, ``eval`` and ``generate`` do, and the data of ``jaxpipe train``, as Python
+functions.
 
 They work on what :meth:`jaxpipe.Trainer.save` writes as on runs of ``jaxpipe train``. :file:`GUIDE.md` beside this file has a
 script that uses each.
@@ -14,15 +15,13 @@ from typing import Any
 from jaxpipe.errors import ConfigError
 from jaxpipe.interop.hub import is_hub
 from jaxpipe.stage.model.layer import Model, Params
-from jaxpipe.train.checkpoints.directory import StepName
+from jaxpipe.train.checkpoints.directory import StepName, split_step
 from jaxpipe.train.config import TrainConfig
 from jaxpipe.train.data import Data
 from jaxpipe.train.evaluate import Trained, held_out_score, load_data, load_trained
-from jaxpipe.train.evaluate import generate as pieces_of
-from jaxpipe.train.exported import Exported, export_hub
-from jaxpipe.train.imported import Imported, import_hub, initial_params, split_step
-from jaxpipe.train.origin import known_origin
+from jaxpipe.train.import_export import Exported, Imported, export_hub, import_hub, initial_params
 from jaxpipe.train.setup import load_dataset, read_by
+from jaxpipe.train.which_model import known_origin
 
 _GIGABYTE = 10**9
 
@@ -35,7 +34,8 @@ def data(
     model: Model | None = None,
     **settings: Any,
 ) -> Data:
-    """The data in ``path`` as batches for :meth:`jaxpipe.Trainer.step`: text, JSON lines, Parquet, chats, token stores, arrays.
+    """Return the data in ``path`` as batches for :meth:`jaxpipe.Trainer.step`: text, JSON lines, Parquet, chats, token stores,
+    arrays.
 
     Args:
         path: as ``data.path`` of a config; left out where ``sources`` or ``target`` is given.
@@ -52,10 +52,10 @@ def data(
     """
     if isinstance(batch, bool) or not isinstance(batch, int) or batch < 1:
         raise ConfigError(f"batch is {batch!r}; want how many sequences a step takes, from 1")
-    given = {**({} if path is None else {"path": str(path)}), "seq_len": seq_len, **settings}
-    if "tokenizer" in given:
-        given["tokenizer"] = str(given["tokenizer"])
-    config = TrainConfig.from_dict({"data": given}, "jaxpipe.data")
+    section = {**({} if path is None else {"path": str(path)}), "seq_len": seq_len, **settings}
+    if "tokenizer" in section:
+        section["tokenizer"] = str(section["tokenizer"])
+    config = TrainConfig.from_dict({"data": section}, "jaxpipe.data")
     dataset = load_dataset(config)
     if model is not None:
         dataset = read_by(model, dataset, config)
@@ -64,7 +64,7 @@ def data(
 
 
 def load_params(path: str | Path, model: Model, *, other_model: bool = False) -> Mapping[str, Params]:
-    """The parameters in a run, a checkpoint or a folder of the Hugging Face hub, by layer, for ``jaxpipe.Trainer.init``.
+    """Return the parameters in a run, a checkpoint or a folder of the Hugging Face hub, by layer, for ``jaxpipe.Trainer.init``.
     ``path`` may end in ``:STEP`` or ``:best``.
 
     Args:
@@ -133,10 +133,10 @@ def export(
     shard_bytes = int(shard_gigabytes * _GIGABYTE)
     text = None if tokenizer is None else str(tokenizer)
     which: dict[str, Any] = {"step": step, "model": model, "tokenizer": text, "other_model": other_model}
-    made = export_hub(Path(run), Path(folder), **which, dtype=dtype, shard_bytes=shard_bytes)
-    if made.remark:
-        warnings.warn(made.remark, stacklevel=2)
-    return made
+    exported = export_hub(Path(run), Path(folder), **which, dtype=dtype, shard_bytes=shard_bytes)
+    if exported.remark:
+        warnings.warn(exported.remark, stacklevel=2)
+    return exported
 
 
 def evaluate(
@@ -152,8 +152,8 @@ def evaluate(
     other_model: bool = False,
     devices: int | None = None,
 ) -> dict[str, float]:
-    """The mean ``loss`` of a checkpoint over held-out data (in the model's unit, mostly nats a token), the metrics of its loss
-    layer, and ``bits_per_byte`` where the tokens are of text.
+    """Return the mean ``loss`` of a checkpoint over held-out data (in the model's unit, mostly nats a token), the metrics of
+    its loss layer, and ``bits_per_byte`` where the tokens are of text.
 
     Args:
         data: as ``data.path``; by default what the run was trained on, where the checkpoint says.
@@ -169,8 +169,8 @@ def evaluate(
     dataset, _ = load_data(trained, other=other_data, path=None if data is None else str(data))
     held_out = dataset.held_out_batches(batch, trained.config.data.seq_len, batches)
     score = held_out_score(trained, held_out, dataset.bytes_per_token())
-    found = {"loss": score.loss, **score.metrics}
-    return found if score.bits_per_byte is None else {**found, "bits_per_byte": score.bits_per_byte}
+    scores = {"loss": score.loss, **score.metrics}
+    return scores if score.bits_per_byte is None else {**scores, "bits_per_byte": score.bits_per_byte}
 
 
 def generate(
@@ -187,7 +187,7 @@ def generate(
     other_model: bool = False,
     devices: int | None = None,
 ) -> str:
-    """The text that the language model of a checkpoint continues ``prompt`` with.
+    """Return the text that the language model of a checkpoint continues ``prompt`` with.
 
     Args:
         tokens: how many to add.
@@ -200,8 +200,10 @@ def generate(
         CheckpointError, ConfigError, DataError: what is wrong, and what would work.
         StageError: the model is none of language.
     """
+    from jaxpipe.train.evaluate import generate  # this function has its name
+
     trained = _loaded(run, step, model, tokenizer, devices, other_model)
-    return "".join(pieces_of(trained, prompt, tokens, temperature=temperature, top_k=top_k, seed=seed))
+    return "".join(generate(trained, prompt, tokens, temperature=temperature, top_k=top_k, seed=seed))
 
 
 def _loaded(
@@ -212,7 +214,7 @@ def _loaded(
     devices: int | None,
     other_model: bool,
 ) -> Trained:
-    """What :func:`load_trained` gives; what is to be said of it becomes a warning."""
+    """Return what :func:`load_trained` gives; what is to be said of it becomes a warning."""
     text = None if tokenizer is None else str(tokenizer)
     trained = load_trained(run, step=step, model=model, tokenizer=text, devices=devices, other_model=other_model)
     if trained.remark:

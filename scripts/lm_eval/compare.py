@@ -29,7 +29,7 @@ import numpy as np
 from jaxpipe.train.corpora.ngram import bits_per_byte
 from jaxpipe.train.data import Batch, TokenDataset
 from jaxpipe.train.evaluate import Trained, generate, held_out_score, load_data, load_trained, printable
-from jaxpipe.train.exported import export_hub
+from jaxpipe.train.import_export import export_hub
 from scripts.provenance import commit_id
 
 TASKS = Path(__file__).resolve().parent

@@ -217,7 +217,7 @@ def _poisoned(trial: Trial) -> None:
     from jaxpipe.errors import JaxpipeError
     from jaxpipe.train.config import load_config
     from jaxpipe.train.evaluate import described
-    from jaxpipe.train.imported import completed
+    from jaxpipe.train.import_export import completed
 
     rng, ran = trial.rng, trial.folder / "ran"
     name = f"poison{rng.randrange(10**9)}"

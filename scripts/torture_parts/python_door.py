@@ -56,7 +56,7 @@ def _roles(trial: Trial) -> None:
 
     from jaxpipe.stage.model.layer import Layer, Matrix, Model
     from jaxpipe.stage.model.params import nested
-    from jaxpipe.train.update.decay import decay_mask
+    from jaxpipe.train.update.optimizer import decay_mask
 
     rng, leaves, expected = trial.rng, dict[Any, Any](), dict[Any, bool]()
     stacked = (2,) * rng.choice((0, 0, 1, 2))
@@ -110,7 +110,7 @@ def _dtypes(trial: Trial) -> None:
     from jaxpipe.models.gpt import GPT
     from jaxpipe.stage.model.options import check_dtype
     from jaxpipe.train.config import TrainConfig
-    from jaxpipe.train.exported import export_hub
+    from jaxpipe.train.import_export import export_hub
 
     rng = trial.rng
     name = (
@@ -242,8 +242,8 @@ def _target(trial: Trial) -> None:
     from jaxpipe.train.checkpoints.contents import strict_json
     from jaxpipe.train.checkpoints.stored import model_digest
     from jaxpipe.train.config import TrainConfig
-    from jaxpipe.train.origin import known_origin, stored_meta
     from jaxpipe.train.setup import build_model
+    from jaxpipe.train.which_model import known_origin, stored_meta
 
     rng = trial.rng
     kind = rng.choice(("gpt", "llama"))

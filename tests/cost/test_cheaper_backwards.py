@@ -14,8 +14,9 @@ import pytest
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.schedule import CostProfile, check_schedule, generate, read_schedule, simulate, write_schedule
 from jaxpipe.schedule.passes.backwards import costly_backwards, fused_stages, split_backwards, with_fused_stages
-from jaxpipe.train.assemble import final_order
+from jaxpipe.train.assemble import Draft, final_order
 from jaxpipe.train.checkpoint import CheckpointStore
+from jaxpipe.train.schedule_source import relative_costs, source_of
 from jaxpipe.train.settings.sections import PassesConfig, PipelineConfig
 from tests.support.train_runs import config, copy_run, final, run, write_text
 
@@ -113,7 +114,10 @@ def test_always() -> None:
     for setting, expected in (("always", ()), ("auto", (0, 1)), ("never", (0, 1))):
         passes = PassesConfig(split_backwards=setting)  # type: ignore[arg-type]
         pipe = PipelineConfig(ranks=2, microbatches=4, passes=passes)
-        assert fused_stages(final_order(pipe, schedule, costs, (1.0, 1.0), print)) == expected
+        assert (
+            fused_stages(final_order(pipe, Draft(schedule, source_of(pipe), relative_costs((1.0, 1.0))), costs, print))
+            == expected
+        )
 
 
 def test_the_memory_limit_comes_first(text: Path, tmp_path: Path, measured: Callable[..., None]) -> None:

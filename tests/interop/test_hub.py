@@ -33,8 +33,7 @@ from jaxpipe.train.config import TrainConfig, load_config
 from jaxpipe.train.corpora.tokenizers import load_tokenizer
 from jaxpipe.train.evaluate import generate as generate_text
 from jaxpipe.train.evaluate import load_trained
-from jaxpipe.train.exported import export_hub
-from jaxpipe.train.imported import completed, import_hub, initial_params
+from jaxpipe.train.import_export import completed, export_hub, import_hub, initial_params
 from jaxpipe.train.loop import train
 from jaxpipe.train.setup import build_model
 from tests.support.hub_folders import KINDS, TOKENS, V, tensors, write_folder

@@ -33,7 +33,7 @@ JOIN = """
 import os, signal, sys, time
 from jaxpipe.runtime.peers import find_peers
 from jaxpipe.runtime.processes import ProcessGroup
-from jaxpipe.train.run.stop import Stop
+from jaxpipe.train.run.ending import Stop
 processes = ProcessGroup(find_peers((None, None, None)), 20)
 mine = processes.mine
 processes.barrier("all here")

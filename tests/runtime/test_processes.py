@@ -288,7 +288,7 @@ def test_ranks_of_processes() -> None:
 
 SLEEP = "time.sleep(30)"
 SIGNALLED = """
-from jaxpipe.train.run.stop import EndingEarly
+from jaxpipe.train.run.ending import EndingEarly
 with EndingEarly(processes.end):
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(30)

@@ -23,7 +23,7 @@ from jaxpipe.train.checkpoint import CheckpointStore
 from jaxpipe.train.config import TrainConfig, load_config
 from jaxpipe.train.loop import train
 from jaxpipe.train.metrics import read_metrics
-from jaxpipe.train.run.report import TrainResult
+from jaxpipe.train.run.run_directory import TrainResult
 from tests.support.paths import ROOT
 
 STEPS = 20

@@ -14,7 +14,7 @@ from jax._src import compiler
 from jaxpipe.runtime.assembly import Assembly
 from jaxpipe.schedule import circular
 from jaxpipe.train import devices
-from jaxpipe.train.run.compile_cache import use_compile_cache
+from jaxpipe.train.run.compiling import use_compile_cache
 from models.gpt import GPT
 
 _OPTIONS = (

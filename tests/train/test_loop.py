@@ -30,9 +30,8 @@ from jaxpipe.train.devices import peak_bytes_in_use
 from jaxpipe.train.evaluate import held_out_score, load_trained
 from jaxpipe.train.metrics import read_metrics
 from jaxpipe.train.run import run_directory
-from jaxpipe.train.run.pace import Pace
-from jaxpipe.train.run.report import TrainResult, result_text
-from jaxpipe.train.run.run_directory import PICTURES, RunDirectory
+from jaxpipe.train.run.run_directory import PICTURES, RunDirectory, TrainResult, result_text
+from jaxpipe.train.run.step_events import Pace
 from jaxpipe.train.setup import load_dataset
 from tests.support.pipelines import assert_same_arrays
 from tests.support.train_runs import (
@@ -181,7 +180,7 @@ def test_a_killed_process_and_a_terminated_run_resume_bit_for_bit(
 
 STOP_LOOP = """
 import time
-from jaxpipe.train.run.stop import Stop
+from jaxpipe.train.run.ending import Stop
 with Stop() as stop:
     print("ready", flush=True)
     while True:

@@ -25,10 +25,9 @@ from hypothesis import strategies as st
 
 from jaxpipe.errors import ConfigError, DataError, JaxpipeError
 from jaxpipe.text import format_bytes, format_count, format_seconds
-from jaxpipe.train.metrics import MetricsLog, read_metrics
-from jaxpipe.train.run import trackers
+from jaxpipe.train import metrics
+from jaxpipe.train.metrics import MetricsLog, find_trackers, read_metrics
 from jaxpipe.train.run.progress import LiveLine, ProgressStream
-from jaxpipe.train.run.trackers import find_trackers
 
 
 def refusal(kind: type[JaxpipeError], call: Any, *args: Any, **kwargs: Any) -> str:
@@ -274,8 +273,8 @@ def test_a_tracker_that_fails_costs_a_line(fails: str, tmp_path: Path) -> None:
 
 
 def test_a_package_brings_its_own_tracker(monkeypatch: pytest.MonkeyPatch) -> None:
-    point = EntryPoint("mine", "builtins:dict", trackers.GROUP)
-    monkeypatch.setattr(trackers, "entry_points", lambda group: [point] if group == trackers.GROUP else [])
+    point = EntryPoint("mine", "builtins:dict", metrics.GROUP)
+    monkeypatch.setattr(metrics, "entry_points", lambda group: [point] if group == metrics.GROUP else [])
     assert find_trackers(["mine"]) == {"mine": dict}
 
 
@@ -297,7 +296,7 @@ class Clock:
 
 def run_line(stream: io.StringIO, steps: int = 20, seconds: float = 2.0, **kwargs: Any) -> None:
     clock = Clock()
-    line = LiveLine(steps, ProgressStream(stream), every=5, clock=clock)
+    line = LiveLine(steps, ProgressStream(stream), print_every=5, clock=clock)
     clock.now += 60  # the first step compiles
     for step in range(1, steps + 1):
         clock.now += seconds

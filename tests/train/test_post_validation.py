@@ -28,8 +28,7 @@ from jaxpipe.train.run.agreement import agree_on_settings
 from jaxpipe.train.state import TrainState
 from jaxpipe.train.step import TrainStep
 from jaxpipe.train.trainer import Trainer
-from jaxpipe.train.update.muon import Muon, matrices_of
-from jaxpipe.train.update.optimizer import learning_rate, lion, with_ema
+from jaxpipe.train.update.optimizer import Muon, learning_rate, lion, matrices_of, with_ema
 from jaxpipe.train.update.post_validation import CLEAN_STEPS, LateUpdate, PostValidation
 from tests.support.parallel_cases import Case, batches, model_for, optimizer, params_for, pipeline, two_axes
 from tests.support.pipelines import assert_same_arrays
@@ -252,7 +251,7 @@ def test_whoever_looks_sees_what_is_committed() -> None:
 def test_forwards_run_before_it_is_asked_and_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     step, state = small("on"), small("on").init(params_for(SMALL))
     data = batches(2)
-    monkeypatch.setattr(step.post_validation, "unproven", 0)
+    monkeypatch.setattr(step.post_validation, "steps_to_compare", 0)
     state, first = step(state, data[0])
     late = state.late
     assert late is not None
@@ -324,7 +323,7 @@ def test_memory(case: Case) -> None:
         live[mode] = sum(s.data.nbytes for a in live_arrays.values() for s in a.addressable_shards)
         predicted[mode] = step.memory_report(workspace=False)
     twice = sum(a.size * 4 for s in step.states.values() for a in s.twice)
-    total = sum(a.size * a.dtype.itemsize for s in step.states.values() for a in (*s.params, *s.made))
+    total = sum(a.size * a.dtype.itemsize for s in step.states.values() for a in (*s.params, *s.new_params))
     assert twice == (total if dtype == "float32" else 0)
     assert live["on"] - live["off"] <= twice if zero1 else live["on"] - live["off"] == twice
     for with_it, without_it in zip(predicted["on"].ranks, predicted["off"].ranks, strict=True):
@@ -369,7 +368,7 @@ def killed(late, rank):
         os.kill(os.getpid(), signal.SIGKILL)
     return accumulators(late, rank)
 post_validation.LateUpdate.accumulators = killed
-post_validation.PROVED_STEPS = 0
+post_validation.COMPARED_STEPS = 0
 main(sys.argv[1:])
 """
 

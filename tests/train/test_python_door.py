@@ -25,8 +25,8 @@ from jaxpipe.errors import CheckpointError, ConfigError, DataError
 from jaxpipe.stage.model.reference import init_params
 from jaxpipe.train.checkpoint import load_params, read_manifest
 from jaxpipe.train.config import TrainConfig
-from jaxpipe.train.imported import completed
-from jaxpipe.train.run import waiting
+from jaxpipe.train.import_export import completed
+from jaxpipe.train.run import compiling
 from jaxpipe.train.setup import load_dataset
 from models.gpt import GPT
 from models.llama import Llama, RopeScaling
@@ -335,15 +335,15 @@ def test_a_second_start_compiles_nothing(tmp_path: Path) -> None:
         """Return how many programs are compiled, and how many loaded."""
         jax.clear_caches()
         compilation_cache.reset_cache()  # as in a new process
-        waiting.made_programs()
-        compiled, loaded = waiting.made_programs()
+        compiling.made_programs()
+        compiled, loaded = compiling.made_programs()
         sizes = {"ranks": 1, "microbatches": 1, "microbatch_size": 1}
         trainer = Trainer(model, optimizer=optax.sgd(0.1), compile_cache=tmp_path / "cache", **sizes)  # type: ignore[arg-type]
         state, metrics = trainer.step(trainer.init(), batch)
         float(metrics.loss)
         trainer.evaluate(state, batch)
         trainer.save(state, tmp_path / "run")
-        now = waiting.made_programs()
+        now = compiling.made_programs()
         return now[0] - compiled, now[1] - loaded
 
     assert start()[0] > 5
@@ -365,7 +365,7 @@ def test_the_compile_cache_can_be_left_alone(tmp_path: Path) -> None:
 def test_a_start_says_what_it_does(
     text: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(waiting, "FIRST_S", 0.0)
+    monkeypatch.setattr(compiling, "FIRST_S", 0.0)
     model, data = GPT(vocab_size=256, **SIZES), jaxpipe.data(text, batch=4, seq_len=T)
 
     def lines_of(trainer: Trainer) -> list[str]:
@@ -383,4 +383,4 @@ def test_a_start_says_what_it_does(
 
 
 def test_a_line_comes_at_least_every_ten_seconds() -> None:
-    assert waiting.FIRST_S <= 10 and waiting.EVERY_S <= 10
+    assert compiling.FIRST_S <= 10 and compiling.EVERY_S <= 10

@@ -41,13 +41,13 @@ from jaxpipe.schedule.solve.pool import COMMAND
 from jaxpipe.schedule.solve.solver import BackgroundSolve, Failed, Finished, Found
 from jaxpipe.stage.compiled.compile import BuildCache
 from jaxpipe.train import replan
-from jaxpipe.train.assemble import final_order
+from jaxpipe.train.assemble import Draft, final_order
 from jaxpipe.train.checkpoint import CheckpointStore
 from jaxpipe.train.config import TrainConfig, load_config
-from jaxpipe.train.interchange import why_not
 from jaxpipe.train.metrics import read_metrics
-from jaxpipe.train.replan import Offer, Replanner, costs_as_in, drift
-from jaxpipe.train.run.report import result_text
+from jaxpipe.train.replan import Offer, Replanner, costs_as_in, drift, why_not
+from jaxpipe.train.run.run_directory import result_text
+from jaxpipe.train.schedule_source import relative_costs, source_of
 from jaxpipe.train.setup import compile_setup, prepare
 from tests.support import train_runs
 from tests.support.pipelines import assert_same_arrays
@@ -757,9 +757,10 @@ def test_a_split_start_keeps_the_limit(pipe: Pipeline) -> None:
     fused = generate("gpipe", 2, 4)
     heavy = dataclasses.replace(pipe.costs, w_residual_bytes=tuple(9 * x for x in pipe.costs.residual_bytes))
     limited = load_config(None, ["pipeline.schedule=zb", "pipeline.memory_limit=4"]).pipeline
+    draft = Draft(fused, source_of(limited), relative_costs((1.0, 1.0)))
 
     def order(costs: CostProfile, split: bool) -> Schedule:
-        return final_order(limited, fused, costs, (1.0, 1.0), lambda _: None, split)
+        return final_order(limited, draft, costs, lambda _: None, split)
 
     assert order(heavy, split=True) == fused
     assert not fused_backwards(order(pipe.costs, split=True))

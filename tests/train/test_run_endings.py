@@ -40,8 +40,7 @@ from jaxpipe.train.config import TrainConfig, load_config
 from jaxpipe.train.devices import device_errors, find_devices
 from jaxpipe.train.metrics import MetricsLog, read_metrics
 from jaxpipe.train.run import run_directory
-from jaxpipe.train.run.report import result_json
-from jaxpipe.train.run.run_directory import RunDirectory
+from jaxpipe.train.run.run_directory import RunDirectory, result_json
 from jaxpipe.train.setup import load_dataset
 from jaxpipe.train.step import TrainStep
 from tests.support.train_runs import (
@@ -205,7 +204,7 @@ def hearing_sighup() -> Iterator[None]:
 
 STOP_LOOP = """
 import signal, sys, time
-from jaxpipe.train.run.stop import Stop
+from jaxpipe.train.run.ending import Stop
 for name in sys.argv[1:]:
     signal.signal(signal.Signals[name], signal.SIG_IGN)
 with Stop() as stop:

@@ -15,7 +15,7 @@ from jaxpipe.errors import ScheduleError
 from jaxpipe.runtime import pipeline
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.schedule import generate, one_f_one_b, write_schedule
-from jaxpipe.train import assemble, loop, trainer
+from jaxpipe.train import assemble, loop, schedule_source, trainer
 from jaxpipe.train.config import TrainConfig
 from jaxpipe.train.devices import find_devices
 from jaxpipe.train.setup import compile_setup, optimizer_remarks, prepare
@@ -72,7 +72,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
         monkeypatch.setattr(module, name, counted)
 
-    for module in (assemble, pipeline, trainer, loop):
+    for module in (assemble, schedule_source, pipeline, trainer, loop):
         for name in ("generate", "simulate", "lower", "Executor"):
             if hasattr(module, name):
                 count(module, name)

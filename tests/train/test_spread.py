@@ -10,8 +10,7 @@ from jaxpipe.errors import ConfigError
 from jaxpipe.stage.model.reference import init_params
 from jaxpipe.train.config import TrainConfig
 from jaxpipe.train.corpora.tokenizers import ByteTokenizer
-from jaxpipe.train.evaluate import Trained, generate, held_out_score
-from jaxpipe.train.spread import devices_for, placement_over
+from jaxpipe.train.evaluate import Trained, devices_for, generate, held_out_score, placement_over
 from models.llama import Llama
 
 

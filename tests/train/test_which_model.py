@@ -29,7 +29,7 @@ from jaxpipe.train.checkpoints.contents import read_manifest_of
 from jaxpipe.train.checkpoints.stored import Likeness, likeness, model_digest
 from jaxpipe.train.config import load_config
 from jaxpipe.train.evaluate import load_trained
-from jaxpipe.train.imported import completed
+from jaxpipe.train.import_export import completed
 from jaxpipe.train.loop import train
 from jaxpipe.train.run import resume
 from jaxpipe.train.setup import prepare

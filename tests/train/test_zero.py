@@ -23,10 +23,7 @@ from jaxpipe.stage.model.params import ParamLayout
 from jaxpipe.stage.model.reference import init_params
 from jaxpipe.train.state import TrainState
 from jaxpipe.train.step import TrainStep
-from jaxpipe.train.update.reduction import GradientReduction
-from jaxpipe.train.update.shards import StageShards
-from jaxpipe.train.update.stage_optimizer import stage_optimizers
-from jaxpipe.train.update.stage_update import compile_update
+from jaxpipe.train.update.stage_update import GradientReduction, StageShards, compile_update, stage_optimizers
 from tests.support.parallel_cases import Case, batches, model_for, optimizer, params_for, pipeline
 
 # -- collectives, read from jaxprs ----------------------------------------------------------------------------------------
@@ -97,7 +94,7 @@ def test_an_update_has_no_collective_but_the_gathering_of_buckets(sharded: Pipel
         grads = list(state.grads) if zero1 else list(state.acc)
         scalars = [jax.ShapeDtypeStruct((2,), jnp.float32), jax.ShapeDtypeStruct((), jnp.bool_)]
         inputs = list(state.params), list(state.master), grads, state.optimizer, *scalars, {}
-        for gathers in (update.whole, update.ahead):
+        for gathers in (update.full, update.ahead):
             collectives = _over_dp(gathers, *inputs)
             assert [name for name, _ in collectives] == ["all_gather"] * (len(shards[s].updated) if zero1 else 0)
         if zero1 and s == 0:

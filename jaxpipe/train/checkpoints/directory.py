@@ -310,6 +310,14 @@ def find(path: str | os.PathLike[str], step: StepName = None) -> Path:
     return pick(folder, step)
 
 
+def split_step(init_from: str) -> tuple[Path, StepName]:
+    """Take ``PATH[:step]`` apart; a step is a number or ``best``."""
+    match = re.fullmatch(r"(.+):([0-9]{1,12}|best)", init_from)
+    if match is None or Path(init_from).exists():
+        return Path(init_from), None
+    return Path(match[1]), "best" if match[2] == "best" else int(match[2])
+
+
 def pick(directory: Path, step: StepName) -> Path:
     """Return the folder of one of the checkpoints in ``directory``. Raises CheckpointError if there is none."""
     folders = scan_folders(directory)

@@ -19,7 +19,7 @@ from jaxpipe.stage.model.reference import apply_model, init_params
 from jaxpipe.tensor_parallel import ids_as_before
 from jaxpipe.train.checkpoint import Checkpoint, CheckpointStore
 from jaxpipe.train.checkpoints.contents import DamagedCheckpointError
-from jaxpipe.train.update.optimizer_state import fitted, state_leaves
+from jaxpipe.train.update.layerwise import fitted, state_leaves
 
 _Read = TypeVar("_Read")
 

@@ -55,12 +55,6 @@ MANIFEST, JOURNAL = "store.json", "building.jsonl"
 IDS, EDGES, ANSWERS, SIZES = "ids.bin", "edges.bin", "answers.bin", "sizes.bin"
 _CHECKED_BYTES = 1 << 30  # of larger stores 64 pieces are looked at, spread evenly
 _CHECKED_PIECES = 64
-_PIECES = ".pieces-"
-_OURS = (IDS, EDGES, ANSWERS, SIZES, JOURNAL, *FILES)
-_AHEAD = 2  # pieces a process may be ahead
-_NOTE_S = 5.0
-_LONG_BYTES = 4 << 30  # of sources, whose checksums take seconds
-_REBUILD = "restore it, or delete the folder and run 'jaxpipe data build' again"
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +181,9 @@ class Store:
             load_tokenizer(str(path)).check_store(self.folder, self.spec["tokenizer"])
 
 
+_REBUILD = "restore it, or delete the folder and run 'jaxpipe data build' again"
+
+
 def is_store(path: Path) -> bool:
     """Whether a folder is a token store, or one that is not finished."""
     return any((path / name).is_file() for name in (MANIFEST, JOURNAL, IDS))
@@ -210,6 +207,13 @@ def _signed(spec: Mapping[str, Any]) -> str:
     """Return JSON with its own checksum."""
     plain = json.dumps(spec, ensure_ascii=True, sort_keys=True)
     return json.dumps({**spec, "sha256": hashlib.sha256(plain.encode()).hexdigest()}, sort_keys=True) + "\n"
+
+
+_PIECES = ".pieces-"
+_OURS = (IDS, EDGES, ANSWERS, SIZES, JOURNAL, *FILES)
+_AHEAD = 2  # pieces a process may be ahead
+_NOTE_S = 5.0
+_LONG_BYTES = 4 << 30  # of sources, whose checksums take seconds
 
 
 def build_store(

@@ -4,10 +4,7 @@ from jaxpipe.lazy import exported
 
 __all__, __getattr__ = exported(
     __name__,
+    ending="STOPPED EndingEarly Stop Watchdog",
     progress="LiveLine ProgressStream",
-    report="TrainResult result_json result_text",
-    run_directory="RunDirectory",
-    stop="STOPPED EndingEarly Stop",
-    trackers="Tracker TrackerFactory find_trackers",
-    watchdog="Watchdog",
+    run_directory="RunDirectory TrainResult result_json result_text",
 )

@@ -66,18 +66,18 @@ def agree_on_devices(processes: Processes, config: TrainConfig) -> None:
 
     devices = jax.local_devices()
     kind = devices[0].device_kind
-    have = {"devices": kind if devices[0].platform == "cpu" else f"{len(devices)} × {kind}"}
-    processes.require_equal("devices", have, "use equal hosts, and see that all have their drivers")
+    local_devices = {"devices": kind if devices[0].platform == "cpu" else f"{len(devices)} × {kind}"}
+    processes.require_equal("devices", local_devices, "use equal hosts, and see that all have their drivers")
     processes.require_equal("JAX settings", number_settings(), "set JAX and XLA alike in all, as numbers depend on it")
     mine = processes.ranks(config.pipeline.ranks)[processes.mine]
     need = len(mine) * config.pipeline.rank_devices
     few = f"{len(mine)} ranks need {need} devices and JAX sees {len(devices)} there"
-    more = "start more processes, or lower --pp, --tp, --cp or --dp"
-    processes.raise_if_any("enough devices", f"{few}; {more}" if len(devices) < need else "")
+    advice = "start more processes, or lower --pp, --tp, --cp or --dp"
+    processes.raise_if_any("enough devices", f"{few}; {advice}" if len(devices) < need else "")
 
 
 def devices_of(config: TrainConfig, processes: Processes) -> Sequence[jax.Device]:
-    """The devices of all ranks, in order.
+    """Return the devices of all ranks, in order.
 
     Raises:
         ConfigError: as :func:`~jaxpipe.train.devices.find_devices`.
@@ -93,7 +93,7 @@ def devices_of(config: TrainConfig, processes: Processes) -> Sequence[jax.Device
     for device in jax.devices():
         by_process.setdefault(device.process_index, []).append(device)
     ranks = enumerate(processes.ranks(pipe.ranks))
-    return [device for k, some in ranks for device in by_process[k][: len(some) * pipe.rank_devices]]
+    return [device for k, own_ranks in ranks for device in by_process[k][: len(own_ranks) * pipe.rank_devices]]
 
 
 def agree_on_data(processes: Processes, fingerprint: str) -> None:
@@ -126,30 +126,32 @@ def agree_on_batch(processes: Processes, what: str, batch: Mapping[str, Any]) ->
 def _agree_on_folder(processes: Processes, folder: Path) -> None:
     """Process 0 writes a file, and the others look for it."""
     name = processes.broadcast("file", f".jaxpipe-{uuid.uuid4().hex}" if processes.mine == 0 else "")
-    made: list[Path] = []
-    here = f"run.out_dir={folder}"
+    new_folders: list[Path] = []
+    setting = f"run.out_dir={folder}"
     try:
         wrong = ""
         if processes.mine == 0:
-            made = [p for p in (folder, *folder.parents) if not p.exists()]
+            new_folders = [p for p in (folder, *folder.parents) if not p.exists()]
             try:
                 folder.mkdir(parents=True, exist_ok=True)
                 (folder / name).touch()
             except OSError as error:
-                wrong = f"{here} can't be written ({error.strerror}); choose another directory"
+                wrong = f"{setting} can't be written ({error.strerror}); choose another directory"
         processes.raise_if_any("written", wrong)
-        elsewhere = f"{here} is not the directory that process 0 sees: choose one on a file system that all hosts share"
+        elsewhere = (
+            f"{setting} is not the directory that process 0 sees: choose one on a file system that all hosts share"
+        )
         processes.raise_if_any("folder", "" if _appears(folder / name) else elsewhere)
     finally:
         if processes.mine == 0:
             with suppress(OSError):
                 (folder / name).unlink()
-                for path in made:
+                for path in new_folders:
                     path.rmdir()
 
 
 def _appears(file: Path) -> bool:
-    """Whether it does soon; another host's file system may show it late."""
+    """Return whether it does soon; another host's file system may show it late."""
     until = time.monotonic() + _SEEN_WITHIN_S
     while not file.exists():
         if time.monotonic() > until:

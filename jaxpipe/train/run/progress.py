@@ -29,7 +29,7 @@ class ProgressStream:
         self.lost = "" if stream is not None else "there is no stream"
 
     def isatty(self) -> bool:
-        """Whether a person looks at it."""
+        """Return whether a person looks at it."""
         with suppress(OSError, ValueError):
             return self._stream is not None and self._stream.isatty()
         return False
@@ -69,26 +69,25 @@ class LiveLine:
     """Progress for a person: step, loss, learning rate, gradient norm, tokens/s, MFU, bubble and peak memory as predicted and
     measured, time left.
 
-    On a terminal one line is rewritten at each update; elsewhere a line is printed every ``every`` steps, and at the last.
-    Step time is a moving average that leaves out the first step, which compiles.
-    """
+    On a terminal one line is rewritten at each update; elsewhere a line is printed every ``print_every`` steps, and at the
+    last. Step time is a moving average that leaves out the first step, which compiles."""
 
     def __init__(
         self,
         steps: int,
         out: ProgressStream,
         *,
-        every: int = 10,
+        print_every: int = 10,
         start: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._steps, self._out, self._every, self._clock = steps, out, every, clock
+        self._steps, self._out, self._every, self._clock = steps, out, print_every, clock
         self._live = out.isatty() and os.environ.get("TERM") != "dumb"
         self._done, self._last_s, self._step_s, self._drawn = start, clock(), math.nan, 0
         self._first = start
 
     def draws(self, step: int) -> bool:
-        """Whether :meth:`update` shows this step."""
+        """Return whether :meth:`update` shows this step."""
         return self._live or step % self._every == 0 or step == self._steps
 
     def update(

@@ -1,4 +1,4 @@
-"""Where a run starts: at step 0 with fresh parameters, or at a checkpoint that this config may go on from.
+"""Finds where a run starts: at step 0 with fresh parameters, or at a checkpoint that this config may go on from.
 
 A run may go on over another number of ranks, schedule, chunk count or batch size. The model and the data must be the
 same: another model in the same directory is refused, with the settings that differ. Whether it is another is decided by what
@@ -36,11 +36,11 @@ from jaxpipe.train.checkpoints.stored import (
 )
 from jaxpipe.train.config import TrainConfig, known_settings
 from jaxpipe.train.data import DataState, Stream
-from jaxpipe.train.imported import initial_params
+from jaxpipe.train.import_export import initial_params
 from jaxpipe.train.settings.sections import Sections
 from jaxpipe.train.settings.typed import leaves_of
 from jaxpipe.train.setup import Prepared, optimizer_of, rate_of
-from jaxpipe.train.update.decay import DECAY_RULES, DecayRule
+from jaxpipe.train.update.optimizer import DECAY_RULES, DecayRule
 from jaxpipe.train.which_model import changed_settings, not_compared, stored_source
 
 Note = Callable[[str], None]
@@ -75,7 +75,7 @@ class Start:
 
 
 def choose(config: TrainConfig, store: CheckpointStore, note: Note) -> Manifest | None:
-    """The checkpoint to go on from, None to start anew. ``note`` gets a warning for each damaged one passed over.
+    """Return the checkpoint to go on from, None to start anew. ``note`` gets a warning for each damaged one passed over.
 
     Raises:
         CheckpointError: what ``run.resume`` asks for can't be had, or a newer checkpoint can't be read now.
@@ -162,7 +162,7 @@ def _resumed(prepared: Prepared, origin: Manifest, store: CheckpointStore, note:
 
 
 def _updates_done(optimizer: Mapping[str, Any], step: int) -> int:
-    """How many updates optimizer state has counted: one for each step that was not skipped."""
+    """Return how many updates optimizer state has counted: one for each step that was not skipped."""
     counts = [
         int(leaf) for leaf in jax.tree.leaves(optimizer) if leaf.ndim == 0 and jnp.issubdtype(leaf.dtype, jnp.integer)
     ]
@@ -170,8 +170,8 @@ def _updates_done(optimizer: Mapping[str, Any], step: int) -> int:
 
 
 def moved_rate(stored: Mapping[str, Any], config: TrainConfig, updates: int) -> str:
-    """A remark on the learning rate of the next step, where it is not what the settings so far would have made it; empty where
-    it is, or where these can't be read. ``updates``: that have been made."""
+    """Return a remark on the learning rate of the next step, where it is not what the settings so far would have made it; empty
+    where it is, or where these can't be read. ``updates``: that have been made."""
     then = known_settings(stored)[0]
     changes = {key: change for key, change in _changes(then, config).items() if key in RATE}
     if not changes:
@@ -191,7 +191,7 @@ def moved_rate(stored: Mapping[str, Any], config: TrainConfig, updates: int) -> 
 
 
 def _decay_rule(meta: Mapping[str, Any], folder: Path) -> DecayRule:
-    """What the run's weight decay has gone by; the number of axes in a checkpoint from before that was kept."""
+    """Return what the run's weight decay has gone by; the number of axes in a checkpoint from before that was kept."""
     rule = meta.get("decay", "axes")
     if rule not in DECAY_RULES:
         raise CheckpointError(
@@ -201,7 +201,7 @@ def _decay_rule(meta: Mapping[str, Any], folder: Path) -> DecayRule:
 
 
 def _own_layers(prepared: Prepared, processes: Processes) -> set[str] | None:
-    """The layers whose parameters are placed in this process; None for all."""
+    """Return the layers whose parameters are placed in this process; None for all."""
     if processes.number == 1:
         return None
     placement, cut = prepared.schedule.placement, prepared.plan.cut
@@ -211,12 +211,12 @@ def _own_layers(prepared: Prepared, processes: Processes) -> set[str] | None:
 
 
 def backwards_of(schedule: Schedule, cut: Cut) -> dict[str, Any]:
-    """What a checkpoint keeps of how backwards run: the stages, and which of them have a BW."""
+    """Return what a checkpoint keeps of how backwards run: the stages, and which of them have a BW."""
     return {"cut": [list(stage) for stage in cut], "fused": list(fused_stages(schedule))}
 
 
 def _fused(meta: Mapping[str, Any], cut: Cut) -> tuple[int, ...] | None:
-    """The stages that ran BW, out of :func:`backwards_of`; every one in a checkpoint from before it was kept."""
+    """Return the stages that ran BW, out of :func:`backwards_of`; every one in a checkpoint from before it was kept."""
     match meta.get("backwards"):
         case None:
             return tuple(range(len(cut)))
@@ -242,8 +242,11 @@ def _compare(prepared: Prepared, origin: Manifest) -> list[str]:
     changed otherwise, a line for each kind."""
     then, unknown = known_settings(origin.meta["config"])
     changes = _changes(then, prepared.config)
-    kept = origin.meta.get("tokenizer")
-    if isinstance(kept, dict) and kept.get("fingerprint") == prepared.dataset.tokenizer.fingerprint:
+    stored_tokenizer = origin.meta.get("tokenizer")
+    if (
+        isinstance(stored_tokenizer, dict)
+        and stored_tokenizer.get("fingerprint") == prepared.dataset.tokenizer.fingerprint
+    ):
         changes.pop("data.tokenizer", None)  # the same one under another path
     model = {key: change for key, change in changes.items() if key.startswith("model.") or key == "data.tokenizer"}
     like = likeness(origin.meta, prepared.program)
@@ -275,7 +278,7 @@ def _compare(prepared: Prepared, origin: Manifest) -> list[str]:
 
 
 def _changes(then: Mapping[str, Mapping[str, Any]], now: TrainConfig) -> dict[str, tuple[str, str]]:
-    """Settings that differ by dotted key, as (then, now). What ``then`` leaves out is at its default."""
+    """Return settings that differ by dotted key, as (then, now). What ``then`` leaves out is at its default."""
     default = _leaves(TrainConfig().to_dict())
     old, new = default | _leaves(then), default | _leaves(now.to_dict())
     pairs = {key: (old.get(key, "not set"), new.get(key, "not set")) for key in sorted(old.keys() | new.keys())}
@@ -283,13 +286,13 @@ def _changes(then: Mapping[str, Mapping[str, Any]], now: TrainConfig) -> dict[st
 
 
 def _is_alias(key: str, then: Any, now: Any) -> bool:
-    """Whether both name one of the models that come with jaxpipe: ``models.gpt:GPT`` is ``jaxpipe.models.gpt:GPT``. That the
-    module is the same is compared apart."""
+    """Return whether both name one of the models that come with jaxpipe: ``models.gpt:GPT`` is ``jaxpipe.models.gpt:GPT``. That
+    the module is the same is compared apart."""
     return key == "model.target" and isinstance(then, str) and ours(then) is not None and ours(then) == ours(now)
 
 
 def _leaves(config: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Settings by dotted key, options of the model one by one."""
+    """Return settings by dotted key, options of the model one by one."""
     leaves = dict(leaves_of(Sections, config))
     options = leaves.pop("model.options", None)
     if not isinstance(options, Mapping):

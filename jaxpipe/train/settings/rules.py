@@ -13,7 +13,7 @@ from dataclasses import fields
 from jaxpipe.errors import ConfigError, ScheduleError
 from jaxpipe.schedule.families import FAMILIES
 from jaxpipe.text import divisors_of
-from jaxpipe.train.own_schedules import rules_of, towers_of
+from jaxpipe.train.schedule_source import joint_problem, rules_of, towers_of
 from jaxpipe.train.settings.sections import DataConfig, PipelineConfig, Sections, TraverseConfig, names_function
 
 _MOST_PAIRS = 500_000  # of stages and microbatches in a schedule
@@ -211,14 +211,6 @@ def _vocabulary(config: Sections) -> Iterator[str]:
         yield f"{setting} is not there with pipeline.cp={pipe.cp}: set one of them otherwise"
     if config.run.replan.enabled:
         yield f"{setting} is not there with replan.enabled=true: set one of them otherwise"
-
-
-def joint_problem(pipe: PipelineConfig) -> str:
-    """Return what is wrong with joint vocabulary layers, which have one order: another schedule would be without effect; empty
-    if nothing is."""
-    if pipe.vocabulary != "joint" or pipe.schedule in ("1f1b", "vocab-1f1b-joint"):
-        return ""
-    return f"pipeline.vocabulary=joint goes with pipeline.schedule=1f1b, not {pipe.schedule!r}: use spread"
 
 
 @_about("run.machine.devices", "pipeline.ranks", "pipeline.dp", "pipeline.cp", "pipeline.tp")

@@ -9,9 +9,8 @@ and the next one begins anew. So every bit is as without post-validation. What a
 weights, comes from the ranks of the loss long before its last gradient.
 
 The update's arithmetic is done twice, and parameters that are their own masters are there twice until the commit. That a part
-of the update compiles to the bits of the whole is nothing that XLA promises: the first :data:`PROVED_STEPS` that are made ahead
-are made whole, too, and if a bit differs there is no post-validation from then on.
-"""
+of the update compiles to the bits of the whole is nothing that XLA promises: the first :data:`COMPARED_STEPS` that are made
+ahead are made whole, too, and if a bit differs there is no post-validation from then on."""
 
 from __future__ import annotations
 
@@ -31,13 +30,13 @@ MODES = ("off", "on", "auto")
 CLEAN_STEPS = 10
 """So many steps in a row must have been neither clipped nor skipped before ``auto`` guesses that the next one is not."""
 
-PROVED_STEPS = 3
+COMPARED_STEPS = 3
 """So many times the parameters made ahead are compared with those of the whole update, before the next step begins."""
 
 
 class PostValidation:
     """When a step is updated ahead: never (``off``), always (``on``), or after :data:`CLEAN_STEPS` (``auto``). ``rollbacks``:
-    how often that was in vain. ``unproven``: how many are to be compared yet; one that differed makes ``mode`` ``off``.
+    how often that was in vain. ``steps_to_compare``: how many are to be compared yet; one that differed makes ``mode`` ``off``.
 
     Raises:
         ConfigError: there is no such mode.
@@ -47,12 +46,13 @@ class PostValidation:
         if mode not in MODES:
             raise ConfigError(f"post_validation is {mode!r}; want one of {', '.join(MODES)}")
         self.mode, self.rollbacks = mode, 0
-        self.unproven = PROVED_STEPS
+        self.steps_to_compare = COMPARED_STEPS
         self._clean = 0
         self._unread: deque[jax.Array] = deque()
 
     def goes_ahead(self, valid: jax.Array) -> bool:
-        """Whether to update ahead the step that may be if ``valid``. Waits for the step before, which runs still, at most."""
+        """Return whether to update ahead the step that may be if ``valid``. Waits for the step before, which runs still, at
+        most."""
         if self.mode == "on":
             return True
         self._unread.append(valid)
@@ -60,16 +60,16 @@ class PostValidation:
             self._clean = self._clean + 1 if self._unread.popleft() else 0
         return self._clean >= CLEAN_STEPS
 
-    def proved(self, same: bool) -> None:
+    def record_comparison(self, same: bool) -> None:
         """Parameters made ahead are the ``same`` as those of the whole update in every bit, or not."""
-        self.unproven -= 1
+        self.steps_to_compare -= 1
         if not same:
             self.mode = "off"
 
     @property
     def remark(self) -> str:
         """What has come of it, in a few words."""
-        if self.mode == "off" and self.unproven < PROVED_STEPS:
+        if self.mode == "off" and self.steps_to_compare < COMPARED_STEPS:
             return "no post-validation: bits differ"
         return f"{self.rollbacks} rollback{'s' * (self.rollbacks > 1)}" if self.rollbacks else ""
 
@@ -80,8 +80,8 @@ class PostValidation:
         self._unread.clear()
 
 
-class Known:
-    """What is known of an update that was made ahead, once it is settled; whoever keeps it keeps no state."""
+class LateResult:
+    """The result of an update that was made ahead, once it is complete; whoever keeps it keeps no state."""
 
     def __init__(self, late: LateUpdate) -> None:
         self._late: LateUpdate | None = late
@@ -124,12 +124,12 @@ class LateUpdate:
         self._valid: bool | None = None
         self._settled: TrainState | None = None
         self._begun = False
-        self.known = Known(self)
+        self.result = LateResult(self)
 
     @property
     def open(self) -> bool:
         """Whether the next step may begin before anything is committed."""
-        return self._settled is None and not self._begun and not self._policy.unproven
+        return self._settled is None and not self._begun and not self._policy.steps_to_compare
 
     @property
     def used(self) -> bool:
@@ -137,7 +137,7 @@ class LateUpdate:
         return self._begun or (self._settled is not None and self._settled.used)
 
     def accumulators(self, rank: int) -> dict[Instance, Buffers]:
-        """Of a rank, whose stages are committed. Waits until the update is known to be valid.
+        """Commit the stages of a rank and return its accumulators. Waits until the update is known to be valid.
 
         Raises:
             StepDropped: it is not.
@@ -150,20 +150,20 @@ class LateUpdate:
         return {at: buffers for at, buffers in self._unapplied.acc.items() if at[0] == rank}
 
     def settled(self) -> TrainState:
-        """The state after the step, all of it. Waits as :meth:`accumulators`."""
+        """Return the state after the step, all of it. Waits as :meth:`accumulators`."""
         if self._settled is None:
-            if self._is_valid() and not self._policy.unproven:
+            if self._is_valid() and not self._policy.steps_to_compare:
                 for at in [at for at in self._unapplied.master if at[1] in self._early_results]:
                     self._commit(at)
             else:
                 ahead = {at: list(buffers) for at, buffers in self._unapplied.compute.items()}
                 self._updated = self._anew(self._unapplied)
                 if self._is_valid():
-                    self._policy.proved(_agree(ahead, self._unapplied.compute))
+                    self._policy.record_comparison(_agree(ahead, self._unapplied.compute))
             self._settled = self._unapplied.state()
             self._unapplied.params.clear()
             self._unapplied.reduced.clear()
-            self.known.settle(self._updated)
+            self.result.settle(self._updated)
         return self._settled
 
     def _is_valid(self) -> bool:
@@ -185,7 +185,7 @@ class LateUpdate:
 
 
 def _agree(old: Mapping[Instance, Buffers], new: Mapping[Instance, Buffers]) -> bool:
-    """Whether buffers that have been replaced have the same bits as before."""
+    """Return whether buffers that have been replaced have the same bits as before."""
     pairs = [(a, b) for at, buffers in old.items() for a, b in zip(buffers, new[at], strict=True)]
     same = [_same_bits(a, b) for a, b in pairs if a is not b and not a.is_deleted()]
     return all(same)

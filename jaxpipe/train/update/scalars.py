@@ -1,12 +1,17 @@
-"""The scalars of a step: what the ranks know each becomes one loss, norm and factor, and whether all is finite.
+"""What a step exchanges between ranks outside the pipeline: its scalars, and leaves that two stages use.
 
-Rank 0 makes them, as ever by the same functions of the same numbers, so that their bits do not depend on how ranks are divided
-between processes. Nothing here waits for a device, nor for another process.
+Scalars of all ranks become one loss, norm and factor, and whether all is finite. Rank 0 computes them, always by the same
+functions of the same numbers, so that their bits do not depend on how ranks are divided between processes. Nothing here waits
+for a device, nor for another process.
+
+Of tied leaves the gradients of the copies are added to their owner's, and the owner's new value goes to the copies, shard by
+shard: device k of the owner's rank exchanges with device k of the copy's. Gradients are added before the reduction, while each
+device still has its own sum, so that a tied parameter is reduced once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -17,11 +22,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
+from jaxpipe.errors import StageError
 from jaxpipe.mesh import replicated, spec_of
-from jaxpipe.runtime.assembly import Reported
+from jaxpipe.runtime.assembly import Reported, Tie
 from jaxpipe.runtime.pipeline import Pipeline
-from jaxpipe.train.update.reduction import SHRUNK
+from jaxpipe.runtime.reduction import on_rank
+from jaxpipe.stage.model.params import LeafSlot
+from jaxpipe.train.update.stage_update import SHRUNK
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +53,8 @@ class Combined:
 jax.tree_util.register_dataclass(Combined)
 
 
-class Scalars:
-    """Of the steps of ``pipeline``'s stages; ``squares``: shapes of what each stage's reduction gives."""
+class StepReduction:
+    """Reduces scalars of the steps of ``pipeline``'s stages; ``squares``: shapes of what each stage's reduction gives."""
 
     def __init__(self, pipeline: Pipeline, squares: Mapping[int, jax.ShapeDtypeStruct], clip_norm: float) -> None:
         self._owned, self._homes = pipeline.ownership, [replicated(mesh) for mesh in pipeline.submeshes]
@@ -73,7 +82,7 @@ class Scalars:
         self._sums = jax.eval_shape(self._sum_losses, [tuple(ports)])
         loss_sum, weight, reported = self._sums
         combined: Any = jax.eval_shape(self._combine, list(squares.values()), loss_sum, weight)
-        self._combined = _with(combined, weight, reported, [jax.ShapeDtypeStruct((), jnp.bool_)] * 2)
+        self._combined = with_flags(combined, weight, reported, [jax.ShapeDtypeStruct((), jnp.bool_)] * 2)
 
     def combine(
         self,
@@ -82,15 +91,15 @@ class Scalars:
         stop: bool = False,
         switch: bool = False,
     ) -> Combined:
-        """Of the ``squares`` and ``losses`` that are here, and whether this process wants to ``stop`` or ``switch``; on rank 0,
-        or on the first rank of this process."""
+        """Combine the ``squares`` and ``losses`` that this process has, and whether this process wants to ``stop`` or
+        ``switch``; on rank 0, or on the first rank of this process."""
         first = self._homes[0]
         combined_scalars: Any
         combined: Any = None
         if not self._owned.divided:
             loss_sum, weight, reported = self._summed(losses)
             combined_scalars = self._combine(*jax.device_put((list(squares.values()), loss_sum, weight), first))
-            return _with(combined_scalars, weight, reported, [stop, switch])
+            return with_flags(combined_scalars, weight, reported, [stop, switch])
         sums: Any = ()
         if self._apart:
             losses = self._all_losses(losses)
@@ -109,7 +118,7 @@ class Scalars:
         if self._owned.first:
             loss_sum, weight, reported = jax.tree.unflatten(jax.tree.structure(self._sums), sums)
             combined_scalars = self._combine([square for one in squares_by_stage for square in one], loss_sum, weight)
-            combined = _with(combined_scalars, weight, reported, self._any(requests))
+            combined = with_flags(combined_scalars, weight, reported, self._any(requests))
         everywhere: Combined = self._from_first(combined, self._combined)
         return everywhere
 
@@ -127,7 +136,7 @@ class Scalars:
         return self._sum_losses(jax.device_put(losses, self._homes[0]) if self._several else losses)
 
     def all_true(self, flags: Mapping[int, jax.Array]) -> jax.Array:
-        """Whether all of the scalars, by stage, are true."""
+        """Return whether all of the scalars, by stage, are true."""
         first = self._homes[0]
         if not self._owned.divided:
             all_flags: jax.Array = self._all(jax.device_put(list(flags.values()), first))
@@ -144,20 +153,20 @@ class Scalars:
         return [self._owned.process_of.index(k) for k in range(self._owned.processes.number)]
 
     def _all_losses(self, losses: Sequence[tuple[jax.Array, ...]]) -> list[tuple[jax.Array, ...]]:
-        """Of all microbatches, in their order, on rank 0; ``losses``: of those that are here, in theirs."""
+        """Return the losses of all microbatches, in their order, on rank 0; ``losses``: those of this process, in theirs."""
         local_keys = [at for at in self._losses if at[-1] in self._owned.ranks]
         local_losses = dict(zip(local_keys, (x for ports in losses for x in ports), strict=True))
         losses_by_key: dict[tuple[int, ...], jax.Array] = {}
         for rank in sorted({rank for *_, rank in self._losses}):
             these = [at for at in self._losses if at[-1] == rank]
             ports = [self._ports[stage, index] for _, stage, index, _ in these]
-            avals = [_at(a, NamedSharding(self._homes[0].mesh, spec_of(a))) for a in ports]
+            avals = [on_sharding(a, NamedSharding(self._homes[0].mesh, spec_of(a))) for a in ports]
             moved = self._owned.move([local_losses[at] for at in these if at in local_losses], rank, 0, avals)
             losses_by_key |= zip(these, moved, strict=False)
         return [tuple(losses_by_key[at] for at in of) for _, of in groupby(sorted(losses_by_key), key=itemgetter(0))]
 
     def _to_first(self, arrays: Sequence[Any], src: int, avals: Sequence[Any]) -> Sequence[jax.Array]:
-        return self._owned.move(arrays, src, 0, [_at(a, self._homes[0]) for a in avals])
+        return self._owned.move(arrays, src, 0, [on_sharding(a, self._homes[0]) for a in avals])
 
     def _from_first(self, tree: Any, avals: Any) -> Any:
         """``tree`` of rank 0, as ``avals`` say, on the first rank of this process."""
@@ -165,17 +174,17 @@ class Scalars:
         first_rank = self._owned.ranks[0]
         leaves: Sequence[Any] = jax.tree.leaves(tree)
         for rank in self._leaders[1:]:
-            got = self._owned.move(jax.tree.leaves(tree), 0, rank, [_at(a, self._homes[rank]) for a in shapes])
+            got = self._owned.move(jax.tree.leaves(tree), 0, rank, [on_sharding(a, self._homes[rank]) for a in shapes])
             leaves = got if rank == first_rank else leaves
         return jax.tree.unflatten(structure, leaves)
 
 
-def _with(combined: Any, weight: Any, reported: Any, flags: Sequence[Any]) -> Combined:
+def with_flags(combined: Any, weight: Any, reported: Any, flags: Sequence[Any]) -> Combined:
     loss, norm, scale, ok = combined
     return Combined(loss, norm, scale, ok, weight, reported, *flags)
 
 
-def _at(aval: Any, home: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
+def on_sharding(aval: Any, home: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=home)
 
 
@@ -215,3 +224,94 @@ def _combine(
     ok = jnp.isfinite(norm) & jnp.isfinite(loss_sum) & (weight > 0) & jnp.isfinite(weight) & normal
     loss = jnp.where(weight < 0, jnp.nan, loss_sum / total)
     return loss, norm, jnp.where(ok, jnp.stack([first, second]), 0.0), ok
+
+
+Instance = tuple[int, int]
+Buffers = list[jax.Array]
+End = tuple[int, LeafSlot]
+"""A stage, and where the leaf lies there."""
+
+
+class TiedLeaves:
+    """Exchanges between the primary instances of the stages that share a leaf that is trained.
+
+    Raises:
+        StageError: a leaf lies differently on the shards of its two stages.
+    """
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self._pipe = pipeline
+        ends = [_ends(pipeline, tie) for tie in pipeline.tied]
+        ends = [(owner, copy) for owner, copy in ends if pipeline.layout(owner[0]).trains(owner[1])]
+        self._gather = [self._moving(copy, owner, "acc") for owner, copy in ends]
+        self._spread = [self._moving(owner, copy, "param") for owner, copy in ends]
+
+    def gather(self, acc: dict[Instance, Buffers]) -> dict[Instance, Buffers]:
+        """Accumulators with those of copies added to their owner's. The owner's are donated."""
+        for move in self._gather:
+            move(acc)
+        return acc
+
+    def spread(self, buffers: dict[Instance, Buffers]) -> None:
+        """Put the owners' values into the copies' parameter buffers, which are donated."""
+        for move in self._spread:
+            move(buffers)
+
+    def _moving(self, source: End, target: End, kind: str) -> Callable[[dict[Instance, Buffers]], None]:
+        """Compile the move of the leaf at ``source`` to that at ``target``: added to an accumulator, put in a parameter's
+        place."""
+        start, end = self._pipe.primary(source[0]), self._pipe.primary(target[0])
+        meshes = [self._pipe.submeshes[rank] for rank, _ in (start, end)]
+        source_specs, into = (self._specs(at, kind) for at in (start, end))
+        source_spec, put = _flat(source_specs[source[1].buffer]), _flat(into[target[1].buffer])
+        take = on_rank(partial(_take, source[1]), meshes[0], (source_specs,), source_spec)
+        change = on_rank(partial(_put, target[1], add=kind == "acc"), meshes[1], (into, put), into, donate=(0,))
+
+        functions = self._pipe.functions[start]
+        leaf = jax.eval_shape(take, list(functions.acc_avals if kind == "acc" else functions.param_avals))
+        home = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(meshes[1], source_spec))
+        move_to = self._pipe.ownership.move
+
+        def move(buffers: dict[Instance, Buffers]) -> None:
+            carried = move_to([take(buffers[start])] if start in buffers else [], start[0], end[0], [home])
+            if end in buffers:
+                buffers[end] = list(change(buffers[end], carried[0]))
+
+        return move
+
+    def _specs(self, at: Instance, kind: str) -> list[P]:
+        functions = self._pipe.functions[at]
+        return [spec_of(a) for a in (functions.acc_avals if kind == "acc" else functions.param_avals)]
+
+
+def _flat(spec: P) -> P:
+    """Return the spec of a leaf that lies as its buffer does, flattened: only axis 0 can be split."""
+    return P(*tuple(spec)[:1])
+
+
+def _take(slot: LeafSlot, buffers: Buffers) -> jax.Array:
+    """Return the local leaf, flat (a scalar has no axis that devices could be stacked on)."""
+    start = slot.offset or 0
+    return buffers[slot.buffer].reshape(-1)[start : start + slot.size]
+
+
+def _put(slot: LeafSlot, buffers: Buffers, leaf: jax.Array, *, add: bool) -> Buffers:
+    old, start = buffers[slot.buffer], slot.offset or 0
+    new = _take(slot, buffers) + leaf if add else leaf
+    buffer = new if new.size == old.size else old.ravel().at[start : start + slot.size].set(new)
+    return [buffer.reshape(old.shape) if k == slot.buffer else b for k, b in enumerate(buffers)]
+
+
+def _ends(pipeline: Pipeline, tie: Tie) -> tuple[End, End]:
+    """Return the owner and the copy of a tied leaf."""
+    owner, copy = (
+        (stage, next(s for s in pipeline.layout(stage).slots if (s.layer, *s.path) == path))
+        for stage, path in ((tie.owner_stage, tie.owner_path), (tie.copy_stage, tie.copy_path))
+    )
+    lie = {str(slot): (pipeline.layout(stage).kinds[slot.buffer], slot.axis) for stage, slot in (owner, copy)}
+    if len(set(lie.values())) > 1:
+        placements = " and ".join(f"{name} ({kind}, axis {axis})" for name, (kind, axis) in lie.items())
+        raise StageError(
+            f"tied leaves lie differently on tensor-parallel shards: {placements}; give both the same in Layer.shards"
+        )
+    return owner, copy

@@ -1,38 +1,400 @@
-"""The optimizer's update of one stage, on the devices of its rank.
+"""The update of one stage on the devices of its rank: how its state lies there, the reduction before it, the optimizer's part.
 
-Without ZeRO-1 every device updates its ``tp`` shard of every leaf. With it a device updates its chunks
-(:mod:`jaxpipe.train.update.shards`) and the new parameters are gathered, in the dtype that is computed with; masters, where
-they are kept beside, stay in chunks. Either way the transformation may see pieces of leaves
-(:mod:`jaxpipe.train.update.pieces`).
-"""
+Masters, reduced gradients and optimizer state of a stage lie on a rank's ``dp × cp × tp`` devices, the same along cp. Without
+ZeRO-1 each device holds what it computes with: its ``tp`` shard of each leaf, the same on all ``dp``. Optimizer state is an
+array of each leaf's whole shape, split along the leaf's own axis; a leaf that is like no divided parameter is whole on each
+device.
+
+With ZeRO-1 (Rajbhandari et al. 2020, stage 1) over ``dp`` devices, each holds a *chunk* of every leaf of its shard: the leaf
+flattened, padded with zeros to a multiple of dp and cut in dp pieces ``[k, 1, …]`` of as many axes as the leaf has (so that
+what an optimizer decides by ``ndim``, such as weight decay, stays as it is; a scalar becomes ``[1]``). A *bucket* ``[K]`` is
+the chunks of a buffer one after another: one collective moves it. Leaves tied to another stage's and those that are not trained
+are in no bucket: their owner's stage updates the first, nothing the second. A device updates its chunks, and the new parameters
+are gathered in the dtype that is computed with.
+
+A trained buffer that is computed with in a narrower dtype than ``master`` has a *master* beside it, which the update changes
+and casts (with ZeRO-1 a bucket, which stays in chunks); other buffers are updated themselves.
+
+F, B and W add to each device's own accumulators and sum nothing over ``dp`` or ``cp``. After the pipeline each parameter is
+reduced once: over both, and over ``tp`` too where the shards made parts of one gradient (buffers of kind ``partial``). Without
+ZeRO-1 one all-reduce takes all buffers that want the same axes; with it a reduce-scatter a bucket over ``dp``, an all-reduce of
+the pieces over the other axes, and after the update an all-gather a bucket. Copies of tied leaves are left out: they have been
+added to their owner's accumulator. A stage's reduction depends on nothing but its rank's accumulators, so it runs as soon as
+the rank has run its last W, while other ranks still work. With one device a rank there are no collectives, and nothing is
+compiled for them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate, pairwise
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxpipe.mesh import TP, spec_of
-from jaxpipe.runtime.reduction import on_rank
-from jaxpipe.train.update.layerwise import OptimizerPart
-from jaxpipe.train.update.reduction import gathered, gradient_tree, own_bucket
-from jaxpipe.train.update.shards import StageShards
+from jaxpipe.mesh import DP, TP, replicated, spec_of
+from jaxpipe.runtime.reduction import on_rank, reduced_axes
+from jaxpipe.stage.model.params import LeafSlot, ParamLayout, Place, by_layer, get_leaf
+from jaxpipe.train.update.layerwise import (
+    Division,
+    LayerwiseOptimizer,
+    OptimizerPart,
+    StateLeaf,
+    check_pieces,
+    divided_like,
+    fitted,
+    of_layers,
+)
 
-Buffers = Sequence[jax.Array]
+Tree = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class StageShards:
+    """See the module. ``zero``: divide over dp too. ``master``: dtype that parameters are updated in. *Local*: of one device,
+    inside ``shard_map`` over ``mesh``."""
+
+    layout: ParamLayout
+    mesh: Mesh
+    zero: bool = False
+    master: Any = jnp.float32
+
+    @property
+    def dp(self) -> int:
+        return int(self.mesh.shape[DP])
+
+    @property
+    def tp(self) -> int:
+        return int(self.mesh.shape[TP])
+
+    @property
+    def chunked(self) -> bool:
+        """Whether state is divided over dp."""
+        return self.zero and self.dp > 1
+
+    # -- which leaves -------------------------------------------------------------------------------------------------
+
+    def updates(self, slot: LeafSlot) -> bool:
+        """Return whether this stage updates the leaf: it is trained, and not tied to another stage's."""
+        return self.layout.trains(slot) and (slot.layer, slot.path) not in self.layout.shared
+
+    def divides(self, slot: LeafSlot) -> bool:
+        """Return whether a device updates only a piece of the leaf."""
+        return self.updates(slot) and (self.chunked or slot.axis is not None)
+
+    def tree(self, leaves: Sequence[Any]) -> dict[str, Any]:
+        """Return those of leaves in slot order that this stage updates, by layer; layers without any are there too."""
+        leaves_by_slot = zip(self.layout.slots, leaves, strict=True)
+        return by_layer(self.layout.layers, ((slot, leaf) for slot, leaf in leaves_by_slot if self.updates(slot)))
+
+    def leaves(self, tree: Tree, fallback: Sequence[Any]) -> list[Any]:
+        """Return leaves in slot order: those of ``tree``, and ``fallback`` where this stage updates none."""
+        return [
+            get_leaf(tree[slot.layer], slot.path) if self.updates(slot) else other
+            for slot, other in zip(self.layout.slots, fallback, strict=True)
+        ]
+
+    @property
+    def updated_slots(self) -> tuple[LeafSlot, ...]:
+        """The leaves that this stage updates."""
+        return tuple(slot for slot in self.layout.slots if self.updates(slot))
+
+    @property
+    def updated(self) -> tuple[int, ...]:
+        """The buffers that this stage updates, in order: of no buffer does it update a part."""
+        return tuple(sorted({slot.buffer for slot in self.updated_slots}))
+
+    @property
+    def mastered(self) -> tuple[int, ...]:
+        """Those of :attr:`updated` that have a master beside them."""
+        return tuple(i for i in self.updated if self.layout.buffers[i].dtype != self.master)
+
+    def members(self, buffer: int) -> list[LeafSlot]:
+        """Return the leaves of a buffer that this stage updates, as they lie in it."""
+        return [slot for slot in self.updated_slots if slot.buffer == buffer]
+
+    # -- shardings ----------------------------------------------------------------------------------------------------
+
+    def buffer_spec(self, buffer: int) -> P:
+        """Return the spec of a parameter buffer: the shards of a split one are stacked on axis 0."""
+        return P(TP) if self._is_split(buffer) else P()
+
+    def bucket_spec(self, buffer: int) -> P:
+        """Return the spec of a buffer's bucket, and of chunks in it: devices stacked on axis 0, dp innermost."""
+        return P((TP, DP)) if self._is_split(buffer) else P(DP)
+
+    def whole_spec(self, slot: LeafSlot) -> P:
+        """Return the spec of a whole leaf, split along its own axis."""
+        return P() if slot.axis is None else P(*[None] * slot.axis, TP)
+
+    def leaf_spec(self, slot: LeafSlot) -> P:
+        """Return the spec of a leaf of optimizer state: whole, or chunks."""
+        return self.bucket_spec(slot.buffer) if self.chunked else self.whole_spec(slot)
+
+    def _is_split(self, buffer: int) -> bool:
+        return self.tp > 1 and self.layout.kinds[buffer] == "split"
+
+    # -- shapes over the rank -----------------------------------------------------------------------------------------
+
+    def whole_avals(self) -> dict[str, Any]:
+        """Return shapes of the whole leaves that this stage updates, by layer."""
+        return self.tree([jax.ShapeDtypeStruct(s.whole_shape(self.tp), self.master) for s in self.layout.slots])
+
+    def local_avals(self) -> dict[str, Any]:
+        """Return shapes of what the update on a device sees of them."""
+        shapes = [self.chunk_shape(s) if self.chunked else s.shape for s in self.layout.slots]
+        return self.tree([jax.ShapeDtypeStruct(shape, self.master) for shape in shapes])
+
+    def leaf_aval(self, leaf: Any, slot: LeafSlot) -> jax.ShapeDtypeStruct:
+        """Return what a rank holds of a leaf of optimizer state of ``leaf``'s dtype."""
+        shape = slot.whole_shape(self.tp)
+        if self.chunked:
+            k, *ones = self.chunk_shape(slot)
+            shape = (k * self.dp * (self.tp if self._is_split(slot.buffer) else 1), *ones)
+        return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=NamedSharding(self.mesh, self.leaf_spec(slot)))
+
+    def bucket_aval(self, index: int) -> jax.ShapeDtypeStruct:
+        """Return what a rank holds of a buffer's bucket of masters or gradients."""
+        k = sum(self.chunk_shape(slot)[0] for slot in self.members(index))
+        shape = (k * self.dp * (self.tp if self._is_split(index) else 1),)
+        return jax.ShapeDtypeStruct(shape, self.master, sharding=NamedSharding(self.mesh, self.bucket_spec(index)))
+
+    def same_aval(self, leaf: Any) -> jax.ShapeDtypeStruct:
+        """Return what a rank holds of an array that is the same on all devices."""
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=replicated(self.mesh))
+
+    # -- chunks -------------------------------------------------------------------------------------------------------
+
+    def chunk_shape(self, slot: LeafSlot) -> tuple[int, ...]:
+        """Local shape of a leaf's chunk."""
+        return (-(-slot.size // self.dp), *[1] * (len(slot.shape) - 1))
+
+    def cut(self, buffer: Any, index: int) -> jax.Array:
+        """Return a local buffer as ``[dp, K]``: row d is device d's bucket."""
+        rows = []
+        for slot in self.members(index):
+            flat = jnp.ravel(buffer) if slot.offset is None else buffer[slot.offset : slot.offset + slot.size]
+            k = self.chunk_shape(slot)[0]
+            rows.append(jnp.pad(flat, (0, k * self.dp - slot.size)).reshape(self.dp, k))
+        return jnp.concatenate(rows, axis=1)
+
+    def _apart(self, buckets: Any, index: int) -> dict[LeafSlot, Any]:
+        """Return a buffer's bucket, or rows that are such buckets, leaf by leaf."""
+        ends = accumulate((self.chunk_shape(slot)[0] for slot in self.members(index)), initial=0)
+        return {slot: buckets[..., a:b] for slot, (a, b) in zip(self.members(index), pairwise(ends), strict=True)}
+
+    def join(self, rows: Any, index: int) -> jax.Array:
+        """Return the local buffer of ``[dp, K]``: the inverse of :meth:`cut`."""
+        flat = [part.reshape(-1)[: slot.size] for slot, part in self._apart(rows, index).items()]
+        return jnp.concatenate(flat).reshape(self.layout.buffers[index].shape)
+
+    def chunks(self, buckets: Sequence[Any]) -> dict[str, Any]:
+        """Return the tree of chunks in local ``buckets``, which are in the order of :attr:`updated`."""
+        chunk_of: dict[LeafSlot, Any] = {}
+        for bucket, index in zip(buckets, self.updated, strict=True):
+            chunk_of |= {slot: c.reshape(self.chunk_shape(slot)) for slot, c in self._apart(bucket, index).items()}
+        return self.tree([chunk_of.get(slot) for slot in self.layout.slots])
+
+    def buckets(self, tree: Tree) -> list[Any]:
+        """Return the local buckets of a tree of chunks."""
+        return [
+            jnp.concatenate([jnp.ravel(get_leaf(tree[slot.layer], slot.path)) for slot in self.members(index)])
+            for index in self.updated
+        ]
+
+    # -- on the host --------------------------------------------------------------------------------------------------
+
+    def host_rows(self, leaf: Any, slot: LeafSlot) -> np.ndarray:
+        """Return a whole leaf as the rank's chunks ``[tp or 1, dp, k]``."""
+        array = np.asarray(leaf)
+        shards = slot.parts(array, 1 if slot.axis is None else self.tp)
+        k = self.chunk_shape(slot)[0]
+        padded = [np.pad(part.reshape(-1), (0, k * self.dp - slot.size)) for part in shards]
+        return np.stack(padded).reshape(len(shards), self.dp, k)
+
+    def host_chunk(self, leaf: Any, slot: LeafSlot) -> np.ndarray:
+        """Return a whole leaf as a rank's array of chunks, all devices together."""
+        return self.host_rows(leaf, slot).reshape(-1, *self.chunk_shape(slot)[1:])
+
+    def host_bucket(self, params: Tree, index: int) -> np.ndarray:
+        """Return the rank's array of a bucket, all devices together, of whole parameters by layer."""
+        rows = [self.host_rows(get_leaf(params[slot.layer], slot.path), slot) for slot in self.members(index)]
+        return np.concatenate(rows, axis=2).reshape(-1)
+
+    def host_leaves(self, buckets: Mapping[int, Any]) -> dict[LeafSlot, np.ndarray]:
+        """Whole leaves of a rank's buckets, by buffer: the inverse of :meth:`host_bucket`."""
+        leaf_of: dict[LeafSlot, np.ndarray] = {}
+        for index, bucket in buckets.items():
+            rows = np.asarray(bucket).reshape(self.dp * (self.tp if self._is_split(index) else 1), -1)
+            leaf_of |= {slot: self.host_whole(chunks, slot) for slot, chunks in self._apart(rows, index).items()}
+        return leaf_of
+
+    def host_whole(self, chunks: Any, slot: LeafSlot) -> np.ndarray:
+        """Return the whole leaf of a rank's array of chunks: the inverse of :meth:`host_chunk`."""
+        shards = np.asarray(chunks).reshape(1 if slot.axis is None else self.tp, -1)[:, : slot.size]
+        parts = [shard.reshape(slot.shape) for shard in shards]
+        return parts[0] if slot.axis is None else np.concatenate(parts, axis=slot.axis)
+
+
+Buffers = list[jax.Array]
+
+SHRUNK = 2.0**-66
+"""Gradients times this have squares that do not overflow, up to a norm of 3e38: their sum counts where the plain one does."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reduced:
+    """The reduction of one stage: ``grads``, the summed gradients as the update takes them; ``square``: ``[2]``, the sum of
+    their squares and that of the gradients · :data:`SHRUNK`, each parameter counted once; ``acc``: accumulators for the next
+    step, empty where the update makes them of ``grads``."""
+
+    grads: Buffers
+    square: jax.Array
+    acc: Buffers
+
+
+class GradientReduction:
+    """``reduced = reduction(acc)`` for the accumulators of a stage, which are donated.
+
+    Args:
+        shards: how the stage's state lies on its rank.
+        acc_avals: shapes and shardings of the accumulators.
+    """
+
+    def __init__(self, shards: StageShards, acc_avals: Sequence[jax.ShapeDtypeStruct]) -> None:
+        self.shards = shards
+        specs = [spec_of(a) for a in acc_avals]
+        if shards.mesh.size == 1:
+            self.function = jax.jit(lambda acc: square_sum(shards, gradient_tree(shards, acc)))
+        elif shards.chunked:
+            buckets = [shards.bucket_spec(i) for i in shards.updated]
+            self.function = on_rank(self._scattered, shards.mesh, (specs,), (buckets, P(), specs), donate=(0,))
+        else:
+            self.function = on_rank(self._summed, shards.mesh, (specs,), (specs, P()), donate=(0,))
+
+    def __call__(self, acc: Buffers) -> Reduced:
+        return self.read(self.dispatch(acc))
+
+    def dispatch(self, acc: Buffers) -> Buffers:
+        """Return what :meth:`read` takes, as a flat list: an epilogue of the executor."""
+        if self.shards.mesh.size == 1:
+            return [self.function(acc), *acc]
+        parts = self.function(acc)
+        return [parts[1], *parts[0], *(parts[2] if self.shards.chunked else ())]
+
+    def read(self, flat: Sequence[jax.Array]) -> Reduced:
+        """Return what was dispatched."""
+        square, *arrays = flat
+        count = len(self.shards.updated) if self.shards.chunked else len(arrays)
+        return Reduced(arrays[:count], square, arrays[count:])
+
+    def _summed(self, acc: Buffers) -> tuple[Buffers, jax.Array]:
+        sums = summed(self.shards, acc)
+        return sums, square_sum(self.shards, gradient_tree(self.shards, sums))
+
+    def _scattered(self, acc: Buffers) -> tuple[Buffers, jax.Array, Buffers]:
+        buckets = scattered(self.shards, acc)
+        square = square_sum(self.shards, self.shards.chunks(buckets))
+        return buckets, square, [jnp.zeros_like(a) for a in acc]
+
+
+def summed(shards: StageShards, acc: Sequence[jax.Array]) -> Buffers:
+    """Local accumulators with what this stage updates of them added up over the rank."""
+    kinds = shards.layout.kinds
+    return _summed_over(
+        acc, [reduced_axes(shards.mesh, kinds[i]) if i in shards.updated else () for i in range(len(acc))]
+    )
+
+
+def _summed_over(arrays: Sequence[jax.Array], axes: Sequence[tuple[str, ...]]) -> Buffers:
+    """``arrays``, each summed over its axes: one collective for all that have the same."""
+    sums = list(arrays)
+    for over in dict.fromkeys(axes):
+        members = [k for k, leaf_axes in enumerate(axes) if leaf_axes == over]
+        if over:
+            for k, total in zip(members, jax.lax.psum([arrays[k] for k in members], over), strict=True):
+                sums[k] = total
+    return sums
+
+
+def scattered(shards: StageShards, acc: Sequence[jax.Array]) -> Buffers:
+    """Local accumulators added up over the rank, as this device's buckets."""
+    assert shards.chunked, "without ZeRO-1 there are no buckets"
+    buckets = [jax.lax.psum_scatter(shards.cut(acc[i], i), DP, scatter_dimension=0) for i in shards.updated]
+    axes = [tuple(a for a in reduced_axes(shards.mesh, shards.layout.kinds[i]) if a != DP) for i in shards.updated]
+    return _summed_over(buckets, axes)
+
+
+def gathered(shards: StageShards, buckets: Sequence[jax.Array]) -> Buffers:
+    """Updated local buffers of the buckets of all dp devices."""
+    return [shards.join(jax.lax.all_gather(bucket, DP), i) for bucket, i in zip(buckets, shards.updated, strict=True)]
+
+
+def own_bucket(shards: StageShards, buffer: jax.Array, index: int) -> jax.Array:
+    """This device's bucket of a local parameter buffer. No collective."""
+    me = jax.lax.axis_index(DP)
+    bucket: jax.Array = jax.lax.dynamic_index_in_dim(shards.cut(buffer, index), me, axis=0, keepdims=False)
+    return bucket
+
+
+def whole_leaf(shards: StageShards, slot: LeafSlot, piece: jax.Array) -> jax.Array:
+    """Return the whole leaf of what each device has of it: its shard, or with ZeRO-1 its chunk."""
+    if shards.chunked:
+        flat = jax.lax.all_gather(jnp.ravel(piece), DP, tiled=True)
+        piece = flat[: slot.size].reshape(slot.shape)
+    return piece if slot.axis is None else jax.lax.all_gather(piece, TP, axis=slot.axis, tiled=True)
+
+
+def own_piece(shards: StageShards, slot: LeafSlot, leaf: jax.Array) -> jax.Array:
+    """This device's piece of a whole leaf: the inverse of :func:`whole_leaf`. No collective."""
+    if slot.axis is not None:
+        width = slot.shape[slot.axis]
+        leaf = jax.lax.dynamic_slice_in_dim(leaf, jax.lax.axis_index(TP) * width, width, slot.axis)
+    if not shards.chunked:
+        return leaf
+    chunk = shards.chunk_shape(slot)
+    flat = jnp.pad(jnp.ravel(leaf), (0, chunk[0] * shards.dp - slot.size))
+    return jax.lax.dynamic_slice_in_dim(flat, jax.lax.axis_index(DP) * chunk[0], chunk[0]).reshape(chunk)
+
+
+def square_sum(shards: StageShards, tree: Any) -> jax.Array:
+    """``[2]``: the sum of squares of reduced gradients (local leaves or chunks), plain and :data:`SHRUNK`. Each parameter is
+    counted once: every shard of split leaves, one of the others."""
+    leaves = jax.tree.leaves(tree)
+    kinds = [shards.layout.kinds[slot.buffer] for slot in jax.tree.leaves(shards.tree(shards.layout.slots))]
+    dtype = leaves[0].dtype if leaves else jnp.float32
+    over_dp = (DP,) if shards.chunked else ()
+
+    def total(split: bool) -> jax.Array:
+        mine = [g for g, kind in zip(leaves, kinds, strict=True) if (kind == "split") == split]
+        sums = [sum((jnp.sum(jnp.square(g * f)) for g in mine), start=jnp.zeros((), dtype)) for f in (1, SHRUNK)]
+        axes = (*over_dp, TP) if split and shards.tp > 1 else over_dp
+        return jnp.stack(jax.lax.psum(sums, axes) if axes else sums)
+
+    return total(split=False) + total(split=True) if "split" in kinds else total(split=False)
+
+
+def gradient_tree(shards: StageShards, acc: Sequence[Any]) -> dict[str, Any]:
+    """Local leaves of accumulators, by layer, of the parameters that this stage updates."""
+    layout = shards.layout
+    return shards.tree(layout.unpack_leaves([*acc, *[None] * (len(layout.buffers) - len(acc))]))
+
+
+_Arrays = Sequence[jax.Array]
 
 
 @dataclass(frozen=True, slots=True)
 class StageUpdate:
-    """``whole``: see :func:`compile_update`; ``ahead``: of the same arguments only ``params`` and ``finite``, and nothing is
+    """``full``: see :func:`compile_update`; ``ahead``: of the same arguments only ``params`` and ``finite``, and nothing is
     donated; ``commit``: the other three, and all but parameters and buckets is donated. ``zeros()``: accumulators."""
 
-    whole: Any
+    full: Any
     ahead: Any
     commit: Any
     zeros: Callable[[], list[jax.Array]]
@@ -45,7 +407,7 @@ def compile_update(
     halves, compiled when they first run.
 
     ``params``: the buffers that :func:`taken` names, then all of :attr:`StageShards.updated`. ``masters``: of
-    :attr:`StageShards.mastered`. ``grads``: as :class:`~jaxpipe.train.update.reduction.GradientReduction` gives them.
+    :attr:`StageShards.mastered`. ``grads``: as :class:`~jaxpipe.train.update.stage_update.GradientReduction` gives them.
     ``state``: of the layers in ``part``. ``scale``: ``[2]``, factors of the gradients, one after the other; ``ok``: whether
     to change anything; ``extra``: arguments of the transformation by name. ``acc``: accumulators at zero, in place of
     ``grads``; empty with ZeRO-1. ``finite``: whether all new parameters are. What is replaced is donated.
@@ -69,7 +431,7 @@ def compile_update(
     )
     in_place = (1, 3) if shards.chunked else (1, 2, 3)
 
-    def made_of(results: slice, donate: tuple[int, ...]) -> Any:
+    def compile_results(results: slice, donate: tuple[int, ...]) -> Any:
         return on_rank(
             lambda *old: update(*old)[results],
             shards.mesh,
@@ -79,30 +441,30 @@ def compile_update(
         )
 
     return StageUpdate(
-        whole=made_of(slice(None), (0, *in_place)),
-        ahead=made_of(slice(0, None, 4), ()),
-        commit=made_of(slice(1, 4), in_place),
+        full=compile_results(slice(None), (0, *in_place)),
+        ahead=compile_results(slice(0, None, 4), ()),
+        commit=compile_results(slice(1, 4), in_place),
         zeros=lambda: [jnp.zeros(a.shape, a.dtype, device=a.sharding) for a in acc_avals],
     )
 
 
 def taken(shards: StageShards) -> tuple[int, ...]:
-    """The parameter buffers that the update reads: not those that it makes anew of whole masters."""
+    """Return the parameter buffers that the update reads: not those that it makes anew of whole masters."""
     return shards.updated if shards.chunked else tuple(i for i in shards.updated if i not in shards.mastered)
 
 
 def _update(
     shards: StageShards,
     part: OptimizerPart,
-    params: Buffers,
-    masters: Buffers,
-    grads: Buffers,
+    params: _Arrays,
+    masters: _Arrays,
+    grads: _Arrays,
     state: Any,
     scale: jax.Array,
     ok: jax.Array,
     extra: Mapping[str, Any],
 ) -> Any:
-    """What :func:`compile_update` compiles, on one device; parameters and state stay the old ones where not ``ok``."""
+    """Return what :func:`compile_update` compiles, on one device; parameters and state stay the old ones where not ``ok``."""
     old = _held(shards, params, masters)
     gradients = shards.chunks(grads) if shards.chunked else gradient_tree(shards, grads)
     scaled = jax.tree.map(lambda g, p: (g * scale[0] * scale[1]).astype(p.dtype), gradients, old)
@@ -121,13 +483,13 @@ def _update(
     return computed, new_masters, jax.tree.map(keep, new_state, state), zeros, _all_finite(shards, computed)
 
 
-def fresh_state(shards: StageShards, part: OptimizerPart, params: Buffers, masters: Buffers) -> Any:
-    """The optimizer's state of fresh parameters, given as to the update."""
+def fresh_state(shards: StageShards, part: OptimizerPart, params: _Arrays, masters: _Arrays) -> Any:
+    """Return the optimizer's state of fresh parameters, given as to the update."""
     return part.init(_held(shards, params, masters))
 
 
-def _held(shards: StageShards, params: Buffers, masters: Buffers) -> dict[str, Any]:
-    """What this device updates, by layer: its leaves, or with ZeRO-1 its chunks."""
+def _held(shards: StageShards, params: _Arrays, masters: _Arrays) -> dict[str, Any]:
+    """Return what this device updates, by layer: its leaves, or with ZeRO-1 its chunks."""
     if not shards.chunked:
         return shards.tree(_leaves(shards, params, masters))
     beside = dict(zip(shards.mastered, masters, strict=True))
@@ -135,13 +497,115 @@ def _held(shards: StageShards, params: Buffers, masters: Buffers) -> dict[str, A
     return shards.chunks([beside[i] if i in beside else own_bucket(shards, b, i) for i, b in params_by_buffer])
 
 
-def _leaves(shards: StageShards, params: Buffers, masters: Buffers) -> list[Any]:
+def _leaves(shards: StageShards, params: _Arrays, masters: _Arrays) -> list[Any]:
     """Local leaves in slot order, None for those of buffers that are not updated."""
     buffer_of = {**dict(zip(taken(shards), params, strict=True)), **dict(zip(shards.mastered, masters, strict=True))}
     return shards.layout.unpack_leaves([buffer_of.get(i) for i in range(len(shards.layout.buffers))])
 
 
-def _all_finite(shards: StageShards, buffers: Buffers) -> jax.Array:
-    """Whether every number in the buffers is finite, on all devices of the rank: ZeRO-1 leaves the same on those of dp."""
+def _all_finite(shards: StageShards, buffers: _Arrays) -> jax.Array:
+    """Return whether every number in the buffers is finite, on all devices of the rank: ZeRO-1 leaves the same on those of
+    dp."""
     bad = sum((jnp.sum(~jnp.isfinite(b)) for b in buffers), start=jnp.zeros((), jnp.int32))
     return (jax.lax.psum(bad, TP) if shards.tp > 1 else bad) == 0
+
+
+@dataclass(frozen=True, slots=True)
+class StageOptimizer:
+    """``part``: the programs for what a device holds. ``leaves``: of the state, whole; ``slots``: the parameter that each is
+    divided like, or None."""
+
+    shards: StageShards
+    part: OptimizerPart
+    leaves: tuple[StateLeaf, ...]
+    slots: tuple[LeafSlot | None, ...]
+
+    @property
+    def avals(self) -> Any:
+        """What the rank holds."""
+        return self._tree(
+            self.shards.same_aval(leaf.aval) if slot is None else self.shards.leaf_aval(leaf.aval, slot)
+            for leaf, slot in zip(self.leaves, self.slots, strict=True)
+        )
+
+    @property
+    def specs(self) -> Any:
+        """How it lies."""
+        return self._tree(P() if slot is None else self.shards.leaf_spec(slot) for slot in self.slots)
+
+    def place(self, states: Mapping[str, Any]) -> Any:
+        """States by layer, whole, on the devices.
+
+        Raises:
+            CheckpointError: they are of another optimizer or model.
+        """
+        values = fitted(self.leaves, self.shards.layout.layers, states)
+        divided = [
+            self.shards.host_chunk(value, slot) if slot is not None and self.shards.chunked else value
+            for value, slot in zip(values, self.slots, strict=True)
+        ]
+        return jax.device_put(self._tree(divided), jax.tree.map(lambda a: a.sharding, self.avals))
+
+    def by_layer(self, state: Any) -> dict[str, Any]:
+        """Return the state of each layer alone, whole: as ``optimizer.init({layer: leaves})`` makes it."""
+        leaves = [
+            self.shards.host_whole(value, slot) if slot is not None and self.shards.chunked else value
+            for value, slot in zip(jax.tree.leaves(state), self.slots, strict=True)
+        ]
+        layers = self.shards.layout.layers
+        numbers, owners = self._tree(range(len(leaves))), [leaf.layer for leaf in self.leaves]
+        return {name: jax.tree.map(leaves.__getitem__, of_layers(numbers, [name], layers, owners)) for name in layers}
+
+    def _tree(self, leaves: Iterable[Any]) -> Any:
+        return jax.tree.unflatten(self.part.structure, leaves)
+
+
+def stage_optimizers(
+    optimizer: Any, shards: Mapping[int, StageShards], extra: Mapping[str, jax.ShapeDtypeStruct]
+) -> dict[int, StageOptimizer]:
+    """Return the optimizer of each stage; ``extra``: shapes of the arguments that its update gets.
+
+    Raises:
+        ConfigError: it can't be applied layer by layer, or devices would see pieces of parameters and it neither treats
+            elements alone nor knows what to do on pieces (``on_pieces``).
+    """
+    undivided = LayerwiseOptimizer.trace(optimizer, _joined(s.whole_avals() for s in shards.values()), extra)
+    division: Division = {
+        (slot.layer, slot.path): (s.chunked, slot.axis)
+        for s in shards.values()
+        for slot in s.layout.slots
+        if s.divides(slot)
+    }
+    local = undivided
+    divided: tuple[Place | None, ...] = (None,) * len(undivided.leaves)
+    if division:
+        on_pieces = getattr(optimizer, "on_pieces", None)
+        pieces = optimizer if on_pieces is None else on_pieces(partial(_gathered, shards))
+        axes = next(iter(shards.values())).mesh.shape  # the same on each rank
+        avals = _joined(s.local_avals() for s in shards.values())
+        local = LayerwiseOptimizer.trace(pieces, avals, extra, tuple(axes.items()))
+        if on_pieces is None:
+            check_pieces(undivided, local, division)
+        divided = divided_like(undivided, local, division)
+    by_stage = {}
+    for s, x in shards.items():
+        part, slots = local.part(x.layout.layers), {(slot.layer, slot.path): slot for slot in x.layout.slots}
+        like = tuple(None if (at := divided[k]) is None else slots[at] for k in part.numbers)
+        by_stage[s] = StageOptimizer(x, part, tuple(undivided.leaves[k] for k in part.numbers), like)
+    return by_stage
+
+
+def _gathered(
+    shards: Mapping[int, StageShards], place: Place, function: Callable[[jax.Array], jax.Array], piece: jax.Array
+) -> jax.Array:
+    """Return a device's piece of ``function`` of a whole leaf, of which every device of the rank has a piece."""
+    layer, path = place
+    candidates = (
+        (x, slot) for x in shards.values() for slot in x.updated_slots if (slot.layer, slot.path) == (layer, path)
+    )
+    mine, slot = next(candidates)
+    return own_piece(mine, slot, function(whole_leaf(mine, slot, piece)))
+
+
+def _joined(trees: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    return {name: leaves for tree in trees for name, leaves in tree.items()}

@@ -1,13 +1,17 @@
-"""Models that begin with given parameters: a folder of the Hugging Face hub as a run of ours, and ``run.init_from``.
+"""Models in and out: a folder of the Hugging Face hub as a run, ``run.init_from``, and a trained model as such a folder.
 
 Tensors are read one at a time and written layer by layer, each group of layers as a part of the checkpoint, as several
 processes would; so the whole model is never in memory. A run that begins with ``run.init_from`` holds, in each process, the
 layers of its own ranks.
+
+``transformers``, vLLM and lm-eval open an exported folder as it is. One layer of the checkpoint is read at a time, and one
+tensor written at a time; the optimizer's state is not read.
 """
 
 from __future__ import annotations
 
-import re
+import math
+import shutil
 import warnings
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
@@ -21,29 +25,45 @@ import numpy as np
 from jaxpipe import __version__
 from jaxpipe.errors import CheckpointError, ConfigError
 from jaxpipe.files import hub_advice
-from jaxpipe.interop.folder import new_folder
+from jaxpipe.interop import tokenizer as hub
+from jaxpipe.interop.folder import CONFIG, DTYPES, Planned, new_folder, write_json, write_tensors
 from jaxpipe.interop.hub import Hub, Weights, is_hub, open_hub, weights_of
+from jaxpipe.interop.table import Tensor, hugging_face_of, leaf_shapes, rows_by_leaf
 from jaxpipe.interop.tokenizer import TOKENIZER, copy_files
 from jaxpipe.stage.model.layer import Model, Params
-from jaxpipe.stage.model.params import by_path
+from jaxpipe.stage.model.params import by_path, get_leaf
 from jaxpipe.stage.model.reference import ours
 from jaxpipe.train.checkpoints.contents import (
     Leaf,
+    Manifest,
     Snapshot,
+    build_trees,
     join_parts,
+    list_differences,
     part_of,
+    read_arrays,
     read_manifest_of,
     short_reason,
+    verify_files,
     write_checkpoint,
 )
-from jaxpipe.train.checkpoints.directory import StepName, find, folder_of, load_group, read_manifest, reading
+from jaxpipe.train.checkpoints.directory import (
+    StepName,
+    find,
+    folder_of,
+    load_group,
+    read_manifest,
+    reading,
+    split_step,
+)
 from jaxpipe.train.checkpoints.stored import Likeness, likeness, model_digest, stored_params
 from jaxpipe.train.config import TrainConfig, known_settings
 from jaxpipe.train.corpora.documents import in_groups
 from jaxpipe.train.corpora.tokenizers import load_tokenizer, stored_tokenizer
-from jaxpipe.train.evaluate import described
+from jaxpipe.train.evaluate import Trained, described
 from jaxpipe.train.setup import build_model
-from jaxpipe.train.which_model import importable, provenance
+from jaxpipe.train.tokenizer_files import places_of, special_ids, training_form, write_tokenizer_files
+from jaxpipe.train.which_model import importable, known_origin, provenance
 
 _PART_BYTES = 2**27
 _SEQ_LEN = 1024
@@ -73,8 +93,8 @@ def import_hub(folder: Path, out: Path, *, target: str | None = None, seq_len: i
     model = build_model(config, tokenizer.vocab_size)
     options = {"seq_len": config.data.seq_len, **config.model.options}
     weights = weights_of(hub, options, stored_params(model))
-    with new_folder(out) as made:
-        copy_files(hub.folder, made / TOKENIZER)
+    with new_folder(out) as temporary:
+        copy_files(hub.folder, temporary / TOKENIZER)
         meta = {
             "jaxpipe": __version__,
             "program": model_digest(model),
@@ -83,9 +103,9 @@ def import_hub(folder: Path, out: Path, *, target: str | None = None, seq_len: i
             "imported": str(folder.absolute()),
             **provenance(config),
         }
-        _write(folder_of(made / "checkpoints", 0), weights, meta)
+        _write_run(folder_of(temporary / "checkpoints", 0), weights, meta)
         text = f"# Written by jaxpipe import, of {str(folder.absolute())!a}\n{config.to_toml()}"  # a line break ends a comment
-        (made / "config.toml").write_text(text, encoding="utf-8")
+        (temporary / "config.toml").write_text(text, encoding="utf-8")
     return Imported(out, config, sum(int(np.prod(shape)) for shape in weights.shapes.values()), weights.remarks)
 
 
@@ -93,28 +113,28 @@ def _config_of(hub: Hub, out: Path, seq_len: int | None) -> TrainConfig:
     most = hub.options.get("max_seq_len", _SEQ_LEN)
     length = min(most, _SEQ_LEN) if seq_len is None else seq_len
     tokenizer = _tokenizer_of(hub)
-    here = str(out.absolute() / TOKENIZER / "tokenizer.json") if tokenizer.endswith(".json") else tokenizer
+    tokenizer_path = str(out.absolute() / TOKENIZER / "tokenizer.json") if tokenizer.endswith(".json") else tokenizer
     path = _DEFAULT.data.path if tokenizer.endswith(".json") else "tokens.npy"
     return replace(
         _DEFAULT,
         model=replace(_DEFAULT.model, target=hub.target, options=dict(hub.options)),
-        data=replace(_DEFAULT.data, path=path, tokenizer=here, seq_len=length),
+        data=replace(_DEFAULT.data, path=path, tokenizer=tokenizer_path, seq_len=length),
         run=replace(_DEFAULT.run, out_dir=str(out)),
     )
 
 
 def _tokenizer_of(hub: Hub) -> str:
-    """As ``data.tokenizer`` names it; ids alone where the folder has no ``tokenizer.json``."""
+    """Return the tokenizer as ``data.tokenizer`` names it; ids alone where the folder has no ``tokenizer.json``."""
     file = hub.folder / "tokenizer.json"
     return str(file) if file.is_file() else f"ids:{hub.options['vocab_size']}"
 
 
-def _write(folder: Path, weights: Weights, meta: dict[str, Any]) -> None:
+def _write_run(folder: Path, weights: Weights, meta: dict[str, Any]) -> None:
     """One checkpoint, in parts of a few layers."""
     folder.mkdir(parents=True)
     count = 0
-    found = ((layer, weights.read(layer)) for layer in weights.layers)
-    for count, group in enumerate(in_groups(found, lambda item: _bytes(item[1]), _PART_BYTES), 1):
+    layer_params = ((layer, weights.read(layer)) for layer in weights.layers)
+    for count, group in enumerate(in_groups(layer_params, lambda item: _bytes(item[1]), _PART_BYTES), 1):
         layers = dict(group)
         leaves = [(layer, path, array) for layer, tree in layers.items() for path, array in by_path(tree).items()]
         snapshot = Snapshot(
@@ -200,10 +220,10 @@ def initial_params(
         ConfigError, CheckpointError: they can't be read, or are of another model.
     """
     path, step = split_step(config.run.init_from or "")
-    want = stored_params(model)
+    like = stored_params(model)
     if is_hub(path):
         options = {"vocab_size": model.vocab_size, "seq_len": config.data.seq_len, **config.model.options}
-        weights = weights_of(open_hub(path, config.model.target), options, want)
+        weights = weights_of(open_hub(path, config.model.target), options, like)
         for remark in weights.remarks:
             note(remark)
         return {layer: weights.read(layer) for layer in weights.layers if layers is None or layer in layers}
@@ -212,7 +232,7 @@ def initial_params(
         manifest = read_manifest_of(folder)
         if likeness(manifest.meta, model_digest(model, training=False)) is not Likeness.SAME:
             _check_origin(folder, config, note)
-        return load_group(folder, "params", manifest, {"params": want}, None, layers)
+        return load_group(folder, "params", manifest, {"params": like}, None, layers)
 
     return reading(partial(find, path, step), read)
 
@@ -231,9 +251,115 @@ def _check_origin(folder: Path, config: TrainConfig, note: Callable[[str], None]
         note(f"model.options other than in {config.run.init_from}: {', '.join(changed)}")
 
 
-def split_step(init_from: str) -> tuple[Path, StepName]:
-    """Take ``PATH[:step]`` apart; a step is a number or ``best``."""
-    match = re.fullmatch(r"(.+):([0-9]{1,12}|best)", init_from)
-    if match is None or Path(init_from).exists():
-        return Path(init_from), None
-    return Path(match[1]), "best" if match[2] == "best" else int(match[2])
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """A folder that :func:`export_hub` has written. ``files``: of tensors. ``remark``: what is to be told of the model."""
+
+    path: Path
+    step: int
+    parameters: int
+    files: tuple[Path, ...]
+    remark: str = ""
+
+
+def export_hub(
+    run: Path,
+    out: Path,
+    *,
+    step: StepName = None,
+    model: str | Model | None = None,
+    tokenizer: str | None = None,
+    other_model: bool = False,
+    dtype: str = "float32",
+    shard_bytes: int = 5 * 10**9,
+) -> Exported:
+    """Write the model of a run, or of one checkpoint, into the new folder ``out``. ``step``, ``model``, ``tokenizer``,
+    ``other_model``: as in :func:`jaxpipe.train.evaluate.load_trained`. ``dtype``: a key of
+    :data:`jaxpipe.interop.folder.DTYPES`. ``shard_bytes``: the most of a file.
+
+    Raises:
+        CheckpointError: there is no intact checkpoint, or it does not fit its model.
+        ConfigError: ``out`` exists, ``dtype`` is none of those, or transformers has no such model; nothing is left behind.
+    """
+    if dtype not in DTYPES:
+        raise ConfigError(f"dtype is {dtype!r}; want {', '.join(DTYPES)}")
+    if isinstance(model, Model) and known_origin(model) is None:
+        raise ConfigError(
+            f"{model.name} does not say what makes it, and the file of that says how it lies in folders of the hub; give "
+            "model='module:function'"
+        )
+    with new_folder(out) as temporary:
+
+        def write(folder: Path) -> Exported:
+            shutil.rmtree(temporary)  # of a try before
+            temporary.mkdir()
+            manifest, trained = described(folder, model, tokenizer=tokenizer, other_model=other_model)
+            return _write_folder(folder, manifest, trained, temporary, out, dtype, shard_bytes)
+
+        return reading(partial(find, run, step), write)
+
+
+def _write_folder(
+    folder: Path, manifest: Manifest, trained: Trained, to: Path, out: Path, dtype: str, shard_bytes: int
+) -> Exported:
+    config = trained.config
+    exchange = hugging_face_of(config.model.target)
+    options = {"vocab_size": trained.tokenizer.vocab_size, "seq_len": config.data.seq_len, **config.model.options}
+    hub_config = exchange.config(options)
+    like = stored_params(trained.model)
+    if problems := list_differences(manifest.layers["params"], manifest.leaves["params"], like):
+        raise ConfigError(f"checkpoint {folder} does not fit its model: {problems[0]}")
+    shapes = leaf_shapes(like)
+    table = exchange.tensors(options)
+    rows_by_leaf(table, shapes)
+    verify_files(folder, ("params",))
+    layers = _LayerReader(folder, manifest)
+    tensors = [Planned(row.name, row.shape(shapes[row.leaf]), partial(layers.tensor, row)) for row in table]
+    files = write_tensors(to, tensors, dtype, shard_bytes)
+    positions = hub_config.get("max_position_embeddings", hub_config.get("n_positions", config.data.seq_len))
+    ids = _write_tokenizer(folder, manifest, trained, to, positions)
+    write_json(to / CONFIG, {**hub_config, "torch_dtype": dtype, "use_cache": True, "initializer_range": 0.02, **ids})
+    if not (to / hub.GENERATION).is_file():
+        write_json(to / hub.GENERATION, {name: ids[name] for name in hub.SPECIAL_IDS if ids[name] is not None})
+    parameters = sum(map(math.prod, shapes.values()))
+    return Exported(out, manifest.step, parameters, tuple(out / file.name for file in files), trained.remark)
+
+
+class _LayerReader:
+    """The layers of a checkpoint, the last one that was asked for in memory."""
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self._folder, self._leaves = folder, manifest.leaves["params"]
+        self._name, self._params = "", dict[str, Any]()
+
+    def tensor(self, row: Tensor) -> Any:
+        if row.layer != self._name:
+            self._params = {}  # before the next is read
+            self._name, self._params = row.layer, self._read(row.layer)
+        return row.to_theirs(get_leaf(self._params, row.path))
+
+    def _read(self, layer: str) -> Params:
+        leaves = [leaf for leaf in self._leaves if leaf.layer == layer]
+        arrays = read_arrays(self._folder, "params", leaves, partial=True)
+        params: Params = build_trees([layer], leaves, arrays)[layer]
+        return params
+
+
+def _write_tokenizer(folder: Path, manifest: Manifest, trained: Trained, to: Path, positions: int) -> Mapping[str, Any]:
+    """Write the files that the run has kept, or else those that it would keep if it began now; returns the ids of the special
+    tokens. ``positions``: the most tokens that the model takes."""
+    tokenizer, data = trained.tokenizer, trained.config.data
+    run_files = folder.parent.parent / hub.TOKENIZER  # of the run that the checkpoint is in
+    if data.tokenizer == "byte":
+        hub.write_byte_tokenizer(to, positions)
+        hub.copy_files(run_files, to, [hub.TEMPLATE])
+    run = manifest.meta["config"].get("run")
+    init_from = run.get("init_from") if isinstance(run, dict) else None
+    template, ends = (None, []) if "imported" in manifest.meta else training_form(data, tokenizer, trained.began_in)
+    template = None if (run_files / hub.TEMPLATE).is_file() else template
+    places = [run_files, *places_of(data, init_from if isinstance(init_from, str) else None, trained.began_in)]
+    write_tokenizer_files(to, tokenizer, places, template, ends)
+    if tokenizer.content is not None and not (to / hub.SETTINGS).is_file():
+        end = next(iter(ends), tokenizer.eos)
+        hub.write_tokenizer_config(to, positions, None if end is None else tokenizer.decode([end]))
+    return special_ids(to, tokenizer) | ({"bos_token_id": 0, "eos_token_id": 0} if data.tokenizer == "byte" else {})

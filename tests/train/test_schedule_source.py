@@ -1,4 +1,4 @@
-"""Schedules of one's own in a config: by the rules of ``[traverse]``, or from a function that it names."""
+"""Schedules of a config that are no family's: by the rules of ``[traverse]``, or from a function that it names."""
 
 from __future__ import annotations
 
@@ -9,16 +9,22 @@ from typing import Any
 import pytest
 
 from jaxpipe.errors import ConfigError, JaxpipeError
-from jaxpipe.schedule import Traversal, bidirectional, circular, generate, one_to_one, traverse
-from jaxpipe.train.assemble import build_schedule, relative_costs
+from jaxpipe.schedule import CostProfile, Schedule, Traversal, bidirectional, circular, generate, one_to_one, traverse
 from jaxpipe.train.config import TrainConfig, load_config
+from jaxpipe.train.schedule_source import relative_costs, source_of
 from jaxpipe.train.settings.sections import PipelineConfig, TraverseConfig
 
 PIPE = PipelineConfig(ranks=4, microbatches=6, schedule="traverse")
 
 
-def even(num_stages: int) -> list[float]:
-    return [1.0] * num_stages
+def drafted(pipe: PipelineConfig) -> Schedule:
+    """Return the schedule of ``pipe`` for stages of equal costs."""
+    source = source_of(pipe)
+    return source.order(even(source.num_stages))
+
+
+def even(num_stages: int) -> CostProfile:
+    return relative_costs([1.0] * num_stages)
 
 
 def config(*overrides: str) -> TrainConfig:
@@ -26,16 +32,16 @@ def config(*overrides: str) -> TrainConfig:
 
 
 def test_rules_of_a_config() -> None:
-    schedule = build_schedule(replace(PIPE, traverse=TraverseConfig(in_flight=(4, 3, 2, 1))), even)
+    schedule = drafted(replace(PIPE, traverse=TraverseConfig(in_flight=(4, 3, 2, 1))))
     assert schedule.rows == generate("1f1b", 4, 6).rows
     loops = TraverseConfig("circular", "interleaved", "breadth:4", "depth:4")
     rules = Traversal("interleaved", forward="breadth:4", backward="depth:4")
-    costs = relative_costs(even(8))
-    assert build_schedule(replace(PIPE, chunks=2, traverse=loops), even) == traverse(circular(4, 2), 6, rules, costs)
+    costs = even(8)
+    assert drafted(replace(PIPE, chunks=2, traverse=loops)) == traverse(circular(4, 2), 6, rules, costs)
     flows = replace(PIPE, traverse=TraverseConfig("bidirectional", in_flight_per_stage=2))
-    both = build_schedule(flows, even)
+    both = drafted(flows)
     assert both.placement == bidirectional(4)
-    assert both == build_schedule(flows, even)
+    assert both == drafted(flows)
 
 
 def test_rules_are_read_from_a_file_and_written_back(tmp_path: Path) -> None:
@@ -96,12 +102,12 @@ def test_rules_that_nothing_follows(rule: str) -> None:
 )
 def test_rules_that_do_not_fit(rules: TraverseConfig, message: str) -> None:
     with pytest.raises(JaxpipeError) as caught:
-        build_schedule(replace(PIPE, traverse=rules), even)
+        drafted(replace(PIPE, traverse=rules))
     assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
 MODULE = """
-from jaxpipe.schedule import Traversal, circular, one_to_one, traverse
+from jaxpipe.schedule import CostProfile, Schedule, Traversal, circular, one_to_one, traverse
 
 def towers(ranks, microbatches):
     return traverse(one_to_one(ranks), microbatches, Traversal("backward", in_flight=2))
@@ -143,7 +149,7 @@ def module_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def test_a_function_makes_the_schedule(module_name: str) -> None:
     def build(function: str, **changes: Any) -> Any:
-        return build_schedule(replace(PIPE, schedule=f"{module_name}:{function}", **changes), even)
+        return drafted(replace(PIPE, schedule=f"{module_name}:{function}", **changes))
 
     assert build("towers") == build("towers")
     assert build("towers").rows == traverse(one_to_one(4), 6, Traversal("backward", in_flight=2)).rows
@@ -165,11 +171,11 @@ def test_a_function_makes_the_schedule(module_name: str) -> None:
 )
 def test_a_function_that_makes_none(module_name: str, function: str, message: str) -> None:
     with pytest.raises(JaxpipeError) as caught:
-        build_schedule(replace(PIPE, schedule=f"{module_name}:{function}"), even)
+        drafted(replace(PIPE, schedule=f"{module_name}:{function}"))
     assert message in str(caught.value) and "\n" not in str(caught.value)
     assert f"{module_name}:{function}" in str(caught.value)
 
 
 def test_a_module_that_is_not_there() -> None:
     with pytest.raises(ConfigError, match=r"^schedule nowhere_at_all:f: no module 'nowhere_at_all'"):
-        build_schedule(replace(PIPE, schedule="nowhere_at_all:f"), even)
+        drafted(replace(PIPE, schedule="nowhere_at_all:f"))

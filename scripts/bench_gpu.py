@@ -30,8 +30,8 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -164,7 +164,7 @@ def _size(args: argparse.Namespace, device: Any, target: Any, link: Any, hidden:
         report["slowdown"] = {op: _slowdown(args, stage, op, seconds[op], link, device) for op in "FBW"}
         report["k"] = _k(args, stage, seconds, model_flops, link, hidden)
     gc.collect()
-    report["steps"] = _steps(args, pipe, link)
+    report["steps"] = _steps(args, pipe, link, seconds)
     return report
 
 
@@ -204,7 +204,9 @@ def _split(
     from jaxpipe.cost import time_function
     from jaxpipe.stage.compiled.footprint import footprint
 
-    timings = {op: time_function(stage.functions[op], args.repeats, 2) for op in ("F", "B", "W", "BW")}
+    timings = {
+        op: time_function(stage.functions[op], args.repeats, 2, vocab_size=args.vocab) for op in ("F", "B", "W", "BW")
+    }
     seconds = {op: t.median_s for op, t in timings.items()}
     peak = target.peak_flops_per_s("bfloat16") if target is not None else None
     functions = {
@@ -230,15 +232,17 @@ def _slowdown(args: argparse.Namespace, stage: Any, op: str, seconds: float, lin
     import jax
     import jax.numpy as jnp
 
+    from jaxpipe.cost.random_arrays import arguments_of, random_array
+
     function = stage.functions[op]
-    inputs = [jnp.ones(a.shape, a.dtype, device=a.sharding) for a in function.avals_in]
+    inputs = arguments_of(function, args.vocab)
     acc_in = [k for k, port in enumerate(function.inputs) if port.kind == "acc"]
     acc_out = [k for k, port in enumerate(function.outputs) if port.kind == "acc"]
     device_sharding = jax.sharding.SingleDeviceSharding(device, memory_kind="device")
     host_sharding = jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
     copy_bytes = max(4096, int(seconds * min(link.d2h.bytes_per_s, link.h2d.bytes_per_s)))  # busy as long as a call
     each = min(copy_bytes, COPY_BYTES)
-    leaving = jnp.ones((each // 4,), jnp.float32, device=device_sharding)
+    leaving = random_array(jax.ShapeDtypeStruct((each // 4,), jnp.float32, sharding=device_sharding))
     coming = jax.device_put(leaving, host_sharding)
     jax.block_until_ready((inputs, leaving, coming))
     calls = 2 if args.tiny else 8
@@ -269,14 +273,14 @@ def _k(
 ) -> dict[str, float]:
     """Round trip ÷ compute of the block: measured with its own leaves, and by the formula."""
     import jax
-    import jax.numpy as jnp
 
+    from jaxpipe.cost.random_arrays import random_array
     from jaxpipe.runtime.offload import host_copies
     from scripts.round_trip import BYTES_PER_TOKEN_AND_CHANNEL, k_of_layer
 
     forward = stage.functions["F"]
     avals = {p.index: a for p, a in zip(forward.outputs, forward.avals_out, strict=True) if p.kind == "res"}
-    leaves = [jnp.ones(avals[k].shape, avals[k].dtype, device=avals[k].sharding) for k in stage.offloaded]
+    leaves = [random_array(avals[k]) for k in stage.offloaded]
     to_host, to_device = host_copies(forward.avals_out[0].sharding, fallback=False)
     jax.block_until_ready(leaves)
 
@@ -309,17 +313,21 @@ def _k(
     }
 
 
-def _steps(args: argparse.Namespace, pipe: Any, link: Any) -> list[dict[str, Any]]:
-    """Rehearse one rank's program under each schedule, from the smallest predicted peak to the largest."""
+def _steps(args: argparse.Namespace, pipe: Any, link: Any, seconds: Mapping[str, float]) -> list[dict[str, Any]]:
+    """Rehearse one rank's program under each schedule, made with the measured ``seconds`` and link, from the smallest predicted
+    peak to the largest."""
     from jaxpipe.rehearsal.rank import Rehearsal
     from jaxpipe.schedule import generate
 
     rank = 1
     host = link.host_link() if link is not None else None
     names = SCHEDULES if link is not None else SCHEDULES[:1]
-    rehearsals = [
-        Rehearsal(pipe.with_schedule(generate(name, args.ranks, args.microbatches)), rank, host=host) for name in names
-    ]
+    measured = {f"{op.lower()}_s": (x,) * pipe.schedule.num_stages for op, x in seconds.items()}
+    costs = replace(pipe.costs, **measured, source="measured")
+    if host is not None:
+        costs = replace(costs, host=host, offload_s=(), load_s=())
+    schedules = [generate(name, args.ranks, args.microbatches, costs=costs) for name in names]
+    rehearsals = [Rehearsal(pipe.with_schedule(schedule, costs), rank, host=host) for schedule in schedules]
     results = []
     for rehearsal in sorted(rehearsals, key=lambda r: r.predicted_peak_bytes):
         _note(f"rehearsing {rehearsal.pipeline.schedule.name}")
@@ -339,6 +347,7 @@ def _steps(args: argparse.Namespace, pipe: Any, link: Any) -> list[dict[str, Any
                 "by_kind": dict(r.memory.predicted.by_kind),
                 "copies": [{**asdict(c), "bytes_per_s": c.bytes_per_s} for c in r.copies],
                 "slowdown_while_copying": r.slowdown,
+                "functions": {f"{op}{stage}": asdict(timing) for (op, stage), timing in r.timings.items()},
             }
         )
     off = next(s["step"]["median_s"] for s in results if s["schedule"] == SCHEDULES[0])

@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import jax
 import jax.numpy as jnp
 
+from jaxpipe.cost.random_arrays import arguments_of
 from jaxpipe.mesh import pipeline_submeshes
 from jaxpipe.runtime.offload import PINNED_HOST, host_copies
 from jaxpipe.stage.compiled.compile import build_all
@@ -32,6 +33,9 @@ from jaxpipe.stage.functions import StageFunctions
 from models.gpt import GPT
 
 Move = Callable[[Sequence[jax.Array]], tuple[Any, Callable[[], Sequence[jax.Array]]]]
+
+
+VOCAB_SIZE = 256
 
 
 def main() -> None:
@@ -64,7 +68,9 @@ def main() -> None:
 
 def middle_stage(d_model: int, seq_len: int, microbatch: int, layers: int) -> StageFunctions:
     """Return a stage of ``layers`` transformer blocks."""
-    model = GPT(vocab_size=256, d_model=d_model, num_layers=layers, num_heads=max(1, d_model // 64), seq_len=seq_len)
+    model = GPT(
+        vocab_size=VOCAB_SIZE, d_model=d_model, num_layers=layers, num_heads=max(1, d_model // 64), seq_len=seq_len
+    )
     avals = {layer.name: jax.eval_shape(layer.init, jax.random.key(0)) for layer in model.layers}
     cut = [model.layers[:1], model.layers[1:-1], model.layers[-1:]]
     meshes = list(pipeline_submeshes(1)) * 3
@@ -74,7 +80,7 @@ def middle_stage(d_model: int, seq_len: int, microbatch: int, layers: int) -> St
 def residuals(stage: StageFunctions) -> list[jax.Array]:
     """Return the arrays that the stage offloads, as its F makes them."""
     forward = stage.functions["F"]
-    outputs = forward.call(*(jax.device_put(jnp.ones(a.shape, a.dtype), a.sharding) for a in forward.avals_in))
+    outputs = forward.call(*arguments_of(forward, VOCAB_SIZE))
     at = {port.index: k for k, port in enumerate(forward.outputs) if port.kind == "res"}
     return [outputs[at[index]] for index in stage.offloaded]
 

@@ -287,7 +287,9 @@ def run_profile(args: argparse.Namespace) -> None:
     pipeline = compile_pipeline(prepare(config), devices, progress)
     progress("timing each stage alone")
     with device_errors("profile"):
-        measured = measure_stages(pipeline.stages, repeats=args.repeats, warm_up=args.warm_up)
+        measured = measure_stages(
+            pipeline.stages, repeats=args.repeats, warm_up=args.warm_up, vocab_size=pipeline.model.vocab_size
+        )
         if not args.no_host_link:
             progress("timing copies to the host and back")
             measured = replace(measured, host=measure_host_link(devices, repeats=args.repeats))

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxpipe.cost.random_arrays import random_array
 from jaxpipe.cost.seconds import Timing, timed
 from jaxpipe.schedule import HostLink
 
@@ -152,6 +153,5 @@ def _homes(device: jax.Device) -> tuple[jax.sharding.Sharding, jax.sharding.Shar
 
 def _array(size: int, home: jax.sharding.Sharding) -> jax.Array:
     """Make an array of ``size`` bytes on the device."""
-    array: jax.Array = jax.jit(lambda: jnp.ones((max(1, size // 4),), jnp.float32), out_shardings=home)()
-    array.block_until_ready()
-    return array
+    aval = jax.ShapeDtypeStruct((max(1, size // 4),), jnp.float32, sharding=home)
+    return random_array(aval).block_until_ready()

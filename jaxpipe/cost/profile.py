@@ -224,6 +224,7 @@ def measure_stages(
     memory: bool = True,
     fused: bool = True,
     too_large: Callable[[str], None] | None = None,
+    vocab_size: int = 2,
 ) -> StageMeasurements:
     """Run every function of every stage alone; on emulated devices with the other ranks as busy.
 
@@ -235,18 +236,21 @@ def measure_stages(
         memory: also ask XLA for each function's workspace.
         too_large: called with a line for a function that memory does not suffice for, which is left out; without it, JAX's
             error ends this.
+        vocab_size: integers of the batch are below it.
     """
     timings, footprints, exchanged = {}, {}, {}
     functions = {(op, x.stage): f for x in stages for op, f in x.functions.items() if fused or not op_spec(op).parts}
     # Devices emulated on one machine share its cores: timed alone, each rank would have the cores of all.
-    shared, crowding = _times_at_once(functions, repeats, warm_up)
+    shared, crowding = _times_at_once(functions, repeats, warm_up, vocab_size)
     for stage in stages:
         s = stage.stage
         for op, function in stage.functions.items():
             if (op, s) not in functions:
                 continue
             try:
-                timings[(op, s)] = shared.get((op, s)) or time_function(function, repeats, warm_up)
+                timings[(op, s)] = shared.get((op, s)) or time_function(
+                    function, repeats, warm_up, vocab_size=vocab_size
+                )
             except jax.errors.JaxRuntimeError as error:
                 if too_large is None or "RESOURCE_EXHAUSTED" not in str(error):
                     raise
@@ -261,7 +265,7 @@ def measure_stages(
 
 
 def _times_at_once(
-    functions: Mapping[tuple[str, int], StageFunction], repeats: int, warm_up: int
+    functions: Mapping[tuple[str, int], StageFunction], repeats: int, warm_up: int, vocab_size: int
 ) -> tuple[dict[tuple[str, int], Timing], float]:
     """Time functions on emulated devices of several ranks all at once, and return with it how much longer they take than those
     of one rank alone; nothing for other devices."""
@@ -270,9 +274,11 @@ def _times_at_once(
         ranks.setdefault(devices_of(function), []).append(at)
     if len(ranks) < 2 or any(device.platform != "cpu" for device in frozenset().union(*ranks)):
         return {}, 1.0
-    timings = time_at_once([[functions[at] for at in keys] for keys in ranks.values()], repeats, warm_up)
+    timings = time_at_once(
+        [[functions[at] for at in keys] for keys in ranks.values()], repeats, warm_up, vocab_size=vocab_size
+    )
     first = next(iter(ranks.values()))
-    alone_s = sum(time_function(functions[at], repeats, 0).median_s for at in first)
+    alone_s = sum(time_function(functions[at], repeats, 0, vocab_size=vocab_size).median_s for at in first)
     crowding = max(1.0, sum(t.median_s for t in timings[0]) / alone_s)
     return dict(zip(chain.from_iterable(ranks.values()), chain.from_iterable(timings), strict=True)), crowding
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -29,8 +30,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
+from jaxpipe.cost.random_arrays import arguments_of
 from jaxpipe.mesh import pipeline_submeshes
 from jaxpipe.schedule import op_spec
 from jaxpipe.stage.compiled.compile import build_all
@@ -44,10 +45,10 @@ Seconds = Mapping[str, Sequence[float]]
 """Seconds by op, an entry a stage."""
 LEAST_S = 1e-6
 """The least seconds of any function: one without matmuls takes time, too."""
-# Samples on an accelerator. Long against the microseconds that their ends are uncertain by; with fewer calls than the 32
-# computations that a device lets be in flight before dispatch blocks; and with few bytes of results, which are all there at
-# once (on an H200 a device was fuller before the first step of a training, when stages were timed, than in it).
-_SAMPLE_S, _MOST_CALLS, _MOST_BYTES = 0.05, 30, 1 << 30
+# Samples on an accelerator are so long that the chip is as warm as in a step: in 50 ms it clocks higher. Fewer calls are in
+# flight than the 32 computations that a device takes before dispatch blocks, and with few bytes of results, which are all
+# there at once (on an H200 a device was fuller before the first step of a training, when stages were timed, than in it).
+_SAMPLE_S, _MOST_CALLS, _MOST_IN_FLIGHT, _MOST_BYTES = 0.5, 10_000, 30, 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,27 +136,30 @@ def timed(run: Callable[[], Any], repeats: int, warm_up: int = 1) -> Timing:
     return Timing.of(samples)
 
 
-def time_function(function: StageFunction, repeats: int, warm_up: int = 1, *, calls: int | None = None) -> Timing:
-    """Time one call on arrays of ones.
+def time_function(
+    function: StageFunction, repeats: int, warm_up: int = 1, *, calls: int | None = None, vocab_size: int = 2
+) -> Timing:
+    """Time one call on random values.
 
-    ``calls`` back to back between two waits: on an accelerator as many as make a sample of 50 ms (30 at most, and two where
-    the results are large), one on a CPU.
+    ``calls`` back to back between two waits: on an accelerator as many as make a sample of half a second, one on a CPU.
+    ``vocab_size``: integers of the batch are below it.
     """
-    sample = _sampler(function)
+    sample = _sampler(function, vocab_size)
     # The first call compiles; it is neither a sample nor a warm-up.
     sample(1)
     warm = [sample(1) for _ in range(warm_up)]
     if calls is None:
         on_cpu = all(device.platform == "cpu" for device in devices_of(function))
-        fit = _MOST_BYTES // max(1, total_device_bytes(function.avals_out))
-        calls = 1 if on_cpu else max(2, min(_MOST_CALLS, fit, math.ceil(_SAMPLE_S / min(warm or [sample(1)]))))
+        calls = 1 if on_cpu else max(2, min(_MOST_CALLS, math.ceil(_SAMPLE_S / min(warm or [sample(1)]))))
     return Timing.of([sample(calls) for _ in range(repeats)])
 
 
-def time_at_once(ranks: Sequence[Sequence[StageFunction]], repeats: int, warm_up: int = 1) -> list[list[Timing]]:
+def time_at_once(
+    ranks: Sequence[Sequence[StageFunction]], repeats: int, warm_up: int = 1, *, vocab_size: int = 2
+) -> list[list[Timing]]:
     """Time one call of each function, those of a rank one after another, while all other ranks run theirs: a thread a rank,
     which goes on until the last one has ``repeats`` samples of everything. For devices that share a machine."""
-    samplers = [[_sampler(function) for function in functions] for functions in ranks]
+    samplers = [[_sampler(function, vocab_size) for function in functions] for functions in ranks]
     for sample in chain.from_iterable(samplers):
         sample(1)  # compiles
     behind = set(range(len(ranks)))
@@ -185,18 +189,25 @@ def time_at_once(ranks: Sequence[Sequence[StageFunction]], repeats: int, warm_up
     ]
 
 
-def _sampler(function: StageFunction) -> Callable[[int], float]:
-    """Return a function that times a number of calls back to back, on arrays of ones: seconds of one. Accumulators, which a
-    call donates, go round and round."""
-    inputs = [_ones(aval) for aval in function.avals_in]
+def _sampler(function: StageFunction, vocab_size: int) -> Callable[[int], float]:
+    """Return a function that times a number of calls back to back: seconds of one. Accumulators, which a call donates, go round
+    and round."""
+    inputs = arguments_of(function, vocab_size)
     updated = [(k, function.outputs.index(function.inputs[k])) for k in function.donated]
+    donated = {o for _, o in updated}
+    last = next((k for k in range(len(function.outputs)) if k not in donated), 0)  # no later call donates it
+    in_flight = max(2, min(_MOST_IN_FLIGHT, _MOST_BYTES // max(1, total_device_bytes(function.avals_out))))
 
     def sample(count: int) -> float:
+        markers: deque[jax.Array] = deque()
         start = time.perf_counter()
         for _ in range(count):
             results = function.call(*inputs)
             for i, o in updated:
                 inputs[i] = results[o]
+            markers.append(results[last])
+            if len(markers) == in_flight:
+                markers.popleft().block_until_ready()
         jax.block_until_ready(results)
         return (time.perf_counter() - start) / count
 
@@ -216,12 +227,6 @@ def devices_of(function: StageFunction) -> frozenset[jax.Device]:
     return frozenset(sharding.device_set)
 
 
-def _ones(aval: jax.ShapeDtypeStruct) -> jax.Array:
-    key = jnp.issubdtype(aval.dtype, jax.dtypes.prng_key)
-    array: jax.Array = jax.device_put(jax.random.key(0) if key else np.ones(aval.shape, aval.dtype), aval.sharding)
-    return array
-
-
 def measured_layer_costs(model: Model, microbatch_size: int, *, repeats: int = 3) -> tuple[float, ...]:
     """Measure the seconds of forward and backward of each layer alone on the first device (F and BW of a stage of its own, in
     float32), median of ``repeats``. Layers of the same functions and shapes are timed once."""
@@ -233,6 +238,6 @@ def measured_layer_costs(model: Model, microbatch_size: int, *, repeats: int = 3
         functions = [stage.functions[op] for op in ("F", "BW") if op in stage.functions]
         same = (layer.code, *(f.avals_in for f in functions))
         if same not in seconds_of:
-            seconds_of[same] = sum(time_function(f, repeats).median_s for f in functions)
+            seconds_of[same] = sum(time_function(f, repeats, vocab_size=model.vocab_size).median_s for f in functions)
         costs.append(seconds_of[same])
     return tuple(costs)

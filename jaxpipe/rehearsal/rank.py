@@ -132,7 +132,11 @@ class Rehearsal:
             tell(f"rank {self.rank}: each function alone")
         mine = [f for _, f in sorted(self.functions.items())] if complete else []
         measurements = measure_stages(
-            mine, repeats=steps, memory=False, too_large=lambda text: tell(f"rank {self.rank}: {text}")
+            mine,
+            repeats=steps,
+            memory=False,
+            too_large=lambda text: tell(f"rank {self.rank}: {text}"),
+            vocab_size=self._vocab,
         )
         executor = self._timed(measurements).executor
         tell(f"rank {self.rank}: {steps} steps, {steps} recorded")

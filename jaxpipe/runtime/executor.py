@@ -323,6 +323,7 @@ class Executor:
         at = 0
         tokens: list[Token] = []
         stamps: list[float] = []
+        arguments: Sequence[Any] = ()
         arriving: dict[int, Sequence[Any]] = {}  # what is received, until something reads it: recorded steps only
         # The same list, not a copy: a watchdog's thread reads how far the step has come while this one fills it.
         self.dispatched = tokens
@@ -335,6 +336,9 @@ class Executor:
                 if kind == _RUN:
                     arguments = get(bank)
                     results = run(*arguments)
+                    # A reference that outlived ``clear`` would keep the memory of a whole action until the next one.
+                    if recorder is None:
+                        arguments = ()
                     tokens.append((rank, action, results[marker]))
                 elif kind == _SEND:
                     run(get(bank))
@@ -359,7 +363,8 @@ class Executor:
                         continue
                     for n in self._received_for.get(at, ()):
                         recorder.dispatched(rank, "recv", self._code[n].action, arriving.pop(n), stamps[-1])
-                    recorder.dispatched(rank, lane, action, done, stamps[-1], arguments if kind == _RUN else ())
+                    recorder.dispatched(rank, lane, action, done, stamps[-1], arguments)
+                    arguments = ()
         except StepDropped:
             raise
         # Only errors that dispatching raises; those of devices come later, and are found by their tokens.

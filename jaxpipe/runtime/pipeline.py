@@ -381,7 +381,7 @@ class Pipeline(Assembly):
                 footprint(function)
             # All compile before anyone measures: a compiler next door takes cores away from emulated devices.
             owned.processes.barrier("timing")
-        measured = measure_stages(stages, repeats=repeats, fused=fused)
+        measured = measure_stages(stages, repeats=repeats, fused=fused, vocab_size=self.model.vocab_size)
         if owned.divided:
             measured = StageMeasurements.from_json(self.stages, owned.shared("timings", measured.as_json()))
         costs = measured.costs()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import itertools
 import json
 import os
 import random
@@ -31,6 +33,7 @@ from jaxpipe.cost import (
     time_function,
 )
 from jaxpipe.cost.host_link import Fit, fit
+from jaxpipe.cost.random_arrays import random_array
 from jaxpipe.cost.seconds import time_at_once
 from jaxpipe.mesh import TensorParallel
 from jaxpipe.runtime.pipeline import Pipeline
@@ -112,24 +115,69 @@ def test_calls_are_counted(op: str) -> None:
     assert len(calls) == 1 + 3  # a CPU gets one call a sample
 
 
+class Result:
+    """A result that notes when it is waited for."""
+
+    def __init__(self, waits: list[int], number: int) -> None:
+        self.waits, self.number = waits, number
+
+    def block_until_ready(self) -> Result:
+        self.waits.append(self.number)
+        return self
+
+
 @pytest.mark.usefixtures("x64")
-def test_an_accelerator_gets_fewer_calls_a_sample_where_results_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All calls of a sample have their results in memory at once; at least two, so that one is dispatched under the other."""
-
-    class Accelerator:
-        platform = "gpu"
-
-    monkeypatch.setattr("jaxpipe.cost.seconds.devices_of", lambda function: [Accelerator()])
+@pytest.mark.parametrize(("times", "in_flight"), [(0, 2), (5, 5), (1000, 30)])
+def test_few_calls_are_in_flight_where_results_are_large(
+    monkeypatch: pytest.MonkeyPatch, times: int, in_flight: int
+) -> None:
+    """At least two, so that one is dispatched under the other."""
     function = _pipe().stages[0].functions["F"]
-    size, counts = total_device_bytes(function.avals_out), dict[int, int]()
-    for times in (0, 5, 1000):
-        calls: list[int] = []
-        counting = replace(function, call=lambda *x, calls=calls: (calls.append(1), function.call(*x))[1])
-        monkeypatch.setattr("jaxpipe.cost.seconds._MOST_BYTES", times * size)
-        monkeypatch.setattr("jaxpipe.cost.seconds._SAMPLE_S", 1e9)
-        time_function(counting, 1, 1)
-        counts[times] = len(calls) - 2
-    assert counts == {0: 2, 5: 5, 1000: 30}
+    waits: list[int] = []
+    numbers = itertools.count()
+    monkeypatch.setattr("jaxpipe.cost.seconds._MOST_BYTES", times * total_device_bytes(function.avals_out))
+
+    def call(*_: Any) -> Any:
+        number = next(numbers)
+        return tuple(Result(waits, number) for _ in function.outputs)
+
+    time_function(replace(function, call=call), 1, 0, calls=40)
+    # The call that compiles is number 0; the sample waits for the oldest call in flight, then for the last one.
+    assert waits[len(function.outputs) :][: 41 - in_flight] == list(range(1, 42 - in_flight))
+
+
+@pytest.mark.usefixtures("x64")
+def test_everything_is_timed_on_random_values() -> None:
+    """Constant inputs draw less power: a GPU is faster on them, and not equally for all functions."""
+    constant, calls = list[str](), collections.Counter[str]()
+
+    def watched(op: str, function: StageFunction) -> StageFunction:
+        def call(*arrays: Any) -> Any:
+            calls[op] += 1
+            for port, array in zip(function.inputs, map(np.asarray, arrays), strict=True):
+                if array.dtype.kind == "f" and array.size > 1 and len(np.unique(array)) < min(array.size, 1000) / 2:
+                    constant.append(f"{op} {port}")
+            return function.call(*arrays)
+
+        return replace(function, call=call)
+
+    stages = [
+        replace(stage, functions={op: watched(op, f) for op, f in stage.functions.items()}) for stage in _pipe().stages
+    ]
+    measure_stages(stages, repeats=2, memory=False, vocab_size=17)
+    assert calls.keys() == {"F", "B", "W", "BW"} and not constant
+
+
+@given(st.lists(st.integers(1, 40), max_size=3), st.sampled_from(["float32", "bfloat16", "int32", "uint8", "bool"]))
+def test_random_arrays_differ_and_stay_in_range(shape: list[int], dtype: str) -> None:
+    aval = jax.ShapeDtypeStruct(tuple(shape), dtype, sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+    array = random_array(aval, 0.5, 300)
+    assert (array.shape, array.dtype) == (aval.shape, aval.dtype)
+    values = np.asarray(array).astype(np.float64)
+    if dtype in ("float32", "bfloat16"):
+        assert np.all(abs(values) <= 0.5) and (values.size < 2 or np.ptp(values) > 0)
+    else:
+        assert np.all((values >= 0) & (values < 300))
 
 
 @pytest.mark.usefixtures("x64")

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxpipe._jax_compat import close_jaxpr, dtype_of, eval_jaxpr, shape_of, variables
@@ -38,8 +37,9 @@ def collectives_alone(function: StageFunction) -> tuple[Callable[..., Any], list
 
     mapped = jax.shard_map(run, mesh=mesh, in_specs=home.spec, out_specs=home.spec, check_vma=False)
     shapes = [shape_of(eqn.invars[0]) for eqn in eqns]
+    rng = np.random.default_rng(0)
     arrays = [
-        jax.device_put(np.zeros((mesh.size * shape[0], *shape[1:]), jnp.dtype(dtype_of(eqn.invars[0]))), home)
+        jax.device_put(rng.uniform(size=(mesh.size * shape[0], *shape[1:])).astype(dtype_of(eqn.invars[0])), home)
         for eqn, shape in zip(eqns, shapes, strict=True)
     ]
     return jax.jit(mapped), arrays

@@ -21,8 +21,7 @@ from flax import linen as nn
 
 from jaxpipe.context_parallel import own_positions, own_times, whole_times
 from jaxpipe.errors import ConfigError, StageError
-from jaxpipe.interop.config import MOST_LAYERS, Keys, conflict, refused
-from jaxpipe.interop.table import HuggingFace, Tensor
+from jaxpipe.interop.table import MOST_LAYERS, HuggingFace, Keys, Tensor, conflict, refused
 from jaxpipe.stage.model.adapters import from_linen
 from jaxpipe.stage.model.layer import Layer, Matrix, Model, Path, Shard
 from jaxpipe.stage.model.options import build_options, divisors

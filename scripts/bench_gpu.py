@@ -306,8 +306,8 @@ def _k(
         "bytes_per_token_and_channel": bytes_per_element,
         "round_trip_s": statistics.median(trips[1:]),
         "measured": statistics.median(trips[1:]) / compute_s,
-        "formula": k_of_layer(hidden, args.sequence, kept=BYTES_PER_TOKEN_AND_CHANNEL, **rates),
-        "formula_own_bytes": k_of_layer(hidden, args.sequence, kept=bytes_per_element, **rates)
+        "formula": k_of_layer(hidden, args.sequence, residual_bytes=BYTES_PER_TOKEN_AND_CHANNEL, **rates),
+        "formula_own_bytes": k_of_layer(hidden, args.sequence, residual_bytes=bytes_per_element, **rates)
         if bytes_per_element
         else 0.0,
     }

@@ -161,7 +161,7 @@ def measure(
         "collectives": len(large),
         "covered": sum(o.covered for o in large),
         "products_under_each": [o.products for o in large],
-        "others_under_each": [o.others for o in large],
+        "others_under_each": [o.other_kernels for o in large],
         "kinds": [o.kind for o in large],
         "products": count_products(text),
         "temp_bytes": memory.temp_size_in_bytes,

@@ -100,23 +100,23 @@ def fastest_plain(args: argparse.Namespace, devices: int, equal: bool) -> dict[s
     from jaxpipe.planning.predict import predict
     from jaxpipe.planning.roofline import Efficiency
     from jaxpipe.planning.space import Space
-    from jaxpipe.planning.stages import workbench
+    from jaxpipe.planning.stages import stage_costs_of
     from jaxpipe.planning.targets import find_target
-    from jaxpipe.planning.tune import SIZES
+    from jaxpipe.planning.tune import TRACED_SIZES
     from jaxpipe.train.config import load_config
 
     space = Space.of(load_config(ROOT / PLAN), devices, ["pipeline.tp=1", "pipeline.schedule=1f1b"])
     target = find_target(args.target)
     limit = args.memory_limit_gb * 1e9 if args.memory_limit_gb else target.memory_bytes * Efficiency().memory
-    bench = workbench(space.base, target, Efficiency(), lambda text: None, sizes=SIZES)
-    blocks, best = len(bench.model.layers) - 3, None
+    stage_costs = stage_costs_of(space.base, target, Efficiency(), lambda text: None, sizes=TRACED_SIZES)
+    blocks, best = len(stage_costs.model.layers) - 3, None
     for layout in space.layouts():
         ranks = layout["pipeline.ranks"]
         if ranks == 1 or layout.get("pipeline.vocabulary", "ends") != "ends":
             continue
         cut = {"pipeline.cut": tuple(1 + k * blocks // ranks for k in range(1, ranks))} if equal else {}
         config = space.config({**layout, "pipeline.schedule": "1f1b", **cut})
-        p = predict(config, bench, limit)
+        p = predict(config, stage_costs, limit)
         if p.fits and (best is None or p.step_s < best["step_s"]):
             best = {"step_s": p.step_s, "tokens_per_s": p.tokens_per_s, "settings": layout}
     return best

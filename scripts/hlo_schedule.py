@@ -36,14 +36,14 @@ _BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, 
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """A collective: ``products`` and ``others`` (fusions, other kernels) that run under it. ``whole_bytes``: of the largest
+    """A collective: ``products`` and ``other_kernels`` (fusions and so on) that run under it. ``whole_bytes``: of the largest
     array that it reads or makes."""
 
     name: str
     kind: str
     whole_bytes: int
     products: int
-    others: int
+    other_kernels: int
     is_sync: bool
 
     @property

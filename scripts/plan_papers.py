@@ -37,7 +37,7 @@ from paper_numbers import ACTIVATION_GB, STP_CHUNK_GB, STP_PEAK_GB  # noqa: E402
 
 from jaxpipe.planning.predict import Prediction, predict  # noqa: E402
 from jaxpipe.planning.roofline import Efficiency  # noqa: E402
-from jaxpipe.planning.stages import Workbench, workbench  # noqa: E402
+from jaxpipe.planning.stages import StageCosts, stage_costs_of  # noqa: E402
 from jaxpipe.planning.targets import TARGETS  # noqa: E402
 from jaxpipe.train.config import TrainConfig, load_config  # noqa: E402
 
@@ -51,8 +51,8 @@ def quiet(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def planned(config: TrainConfig, bench: Workbench) -> Prediction:
-    return predict(config, bench, bench.target.memory_bytes)
+def planned(config: TrainConfig, stage_costs: StageCosts) -> Prediction:
+    return predict(config, stage_costs, stage_costs.target.memory_bytes)
 
 
 def controllable_memory() -> list[Row]:
@@ -61,12 +61,12 @@ def controllable_memory() -> list[Row]:
     for name, by_schedule in ACTIVATION_GB.items():
         start = time.monotonic()
         base = load_config(PLANS / f"gpt-{name.lower()}.toml")
-        bench = workbench(base, TARGETS["a100"], Efficiency(), quiet)
-        layers = len(bench.model.layers)
+        stage_costs = stage_costs_of(base, TARGETS["a100"], Efficiency(), quiet)
+        layers = len(stage_costs.model.layers)
         for schedule, paper in by_schedule.items():
             v = [f"pipeline.cut={list(range(1, layers - 1))}", "pipeline.chunks=2", f"pipeline.schedule={schedule}"]
             config = base if schedule == base.pipeline.schedule else base.override(v)
-            p = planned(config, bench)
+            p = planned(config, stage_costs)
             rows.append(
                 row(name, schedule, "activation memory", paper, max(p.activation_bytes) / 1e9,
                     "bfloat16, scores kept (no flash attention), dropout 0.1, sequence 1024, recompute=fused", "")
@@ -84,10 +84,10 @@ def stp() -> list[Row]:
         per_stage = 32 // (2 * pp)
         cut = [1 + per_stage * s for s in range(1, 2 * pp)]
         base = paper_config.override([f"pipeline.tp={tp}", f"pipeline.ranks={pp}", f"pipeline.cut={cut}"])
-        bench = workbench(base, TARGETS["a800"], Efficiency(), quiet)
+        stage_costs = stage_costs_of(base, TARGETS["a800"], Efficiency(), quiet)
         for schedule, paper in by_schedule.items():
             config = base.override([f"pipeline.schedule={schedule}"])
-            p = planned(config, bench)
+            p = planned(config, stage_costs)
             ours = max(m.peak_bytes - m.by_kind["temporaries"] for m in p.memory) / 1e9
             note = "a rank's total (18 bytes a parameter and activations), without workspace"
             rows.append(row(f"12.1B TP {tp} PP {pp}", schedule, "peak memory", paper, ours, assumed, note))

@@ -37,10 +37,9 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 from paper_numbers import STP_EXPOSED, VLM_THROUGHPUT  # noqa: E402
 
-from jaxpipe.planning.costs import planned_costs  # noqa: E402
-from jaxpipe.planning.predict import Prediction, predict  # noqa: E402
+from jaxpipe.planning.predict import Prediction, planned_costs, predict  # noqa: E402
 from jaxpipe.planning.roofline import Efficiency  # noqa: E402
-from jaxpipe.planning.stages import Workbench, workbench  # noqa: E402
+from jaxpipe.planning.stages import StageCosts, stage_costs_of  # noqa: E402
 from jaxpipe.planning.targets import TARGETS, Target  # noqa: E402
 from jaxpipe.schedule import Action, CostProfile, Schedule  # noqa: E402
 from jaxpipe.schedule.passes import prompt_weights  # noqa: E402
@@ -74,7 +73,7 @@ def machine(tp: int, efficiency: Efficiency) -> Target:
     return replace(a800, network_bytes_per_s=rate / efficiency.link)
 
 
-def planned(base: TrainConfig, bench: Workbench, schedule: str, microbatches: int) -> Prediction:
+def planned(base: TrainConfig, stage_costs: StageCosts, schedule: str, microbatches: int) -> Prediction:
     """Return the prediction of one schedule; of ZB-V as described above."""
     config = base.override(
         [f"pipeline.schedule={schedule}", f"pipeline.microbatches={microbatches}", f"run.batch={microbatches}"]
@@ -85,7 +84,7 @@ def planned(base: TrainConfig, bench: Workbench, schedule: str, microbatches: in
         lambda schedule, _: fuse_neighbours(prompt_weights(schedule)),
     ]
     predictions = [
-        predict(config, bench, bench.target.memory_bytes, transform)
+        predict(config, stage_costs, stage_costs.target.memory_bytes, transform)
         for transform in (fused if schedule == "v-zb" else as_it_is)
     ]
     return min(predictions, key=lambda p: p.step_s)
@@ -111,8 +110,8 @@ def rates() -> Efficiency:
         f"pipeline.tp={tp}", "pipeline.ranks=2", "pipeline.cut=[1, 2, 3]", f"data.seq_len={sequence}",
     ])  # fmt: skip
     target, efficiency = TARGETS["a800"], Efficiency(bandwidth=1e3)
-    bench = workbench(config, target, efficiency, quiet)
-    layer = bench.stages(((0, 1), (1, 2), (2, len(bench.model.layers))), config.pipeline.recompute, 1)[1]
+    stage_costs = stage_costs_of(config, target, efficiency, quiet)
+    layer = stage_costs.stages(((0, 1), (1, 2), (2, len(stage_costs.model.layers))), config.pipeline.recompute, 1)[1]
     costs = planned_costs([layer], replace(config.pipeline, ranks=1), target, efficiency, target.memory_bytes)
     link = efficiency.link * costs.tp_comm_s[0] / (costs.f_s[0] * part / (1 - part))
     quiet(
@@ -124,10 +123,10 @@ def rates() -> Efficiency:
 def rows_of(name: str, tp: int, pp: int, efficiency: Efficiency) -> list[Row]:
     """A setting at its three numbers of microbatches."""
     base, rows = setting(name, tp, pp), []
-    bench = workbench(base, machine(tp, efficiency), efficiency, quiet)
+    stage_costs = stage_costs_of(base, machine(tp, efficiency), efficiency, quiet)
     by_microbatches, peaks = VLM_THROUGHPUT[name, tp, pp]
     for m, paper in by_microbatches.items():
-        predictions = {schedule: planned(base, bench, schedule, m) for schedule in SCHEDULES}
+        predictions = {schedule: planned(base, stage_costs, schedule, m) for schedule in SCHEDULES}
         ours = {schedule: m / p.step_s for schedule, p in predictions.items()}
         theirs = dict(zip(SCHEDULES, (*paper, paper[-1]), strict=True))
         gains = {

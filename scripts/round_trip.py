@@ -34,13 +34,13 @@ def k_of_layer(
     flops_per_s: float,
     d2h_bytes_per_s: float,
     h2d_bytes_per_s: float | None = None,
-    kept: float = BYTES_PER_TOKEN_AND_CHANNEL,
+    residual_bytes: float = BYTES_PER_TOKEN_AND_CHANNEL,
 ) -> float:
     """Equation 1: round trip ÷ (F + B + W) of one transformer layer; at most 1 means that all of it can be hidden.
 
     ``hidden`` channels, ``sequence`` tokens. ``flops_per_s``: operations per second that the device reaches.
     ``d2h_bytes_per_s`` ``h2d_bytes_per_s``: what one device gets of the host link in each direction (default: the same).
-    ``kept``: bytes kept per token and channel.
+    ``residual_bytes``: kept per token and channel.
 
     Raises:
         ScheduleError: a number is not positive.
@@ -52,11 +52,11 @@ def k_of_layer(
         "flops_per_s": flops_per_s,
         "d2h_bytes_per_s": d2h_bytes_per_s,
         "h2d_bytes_per_s": back,
-        "kept": kept,
+        "residual_bytes": residual_bytes,
     }
     problems = [f"k: {name} is {value}; want a number above 0" for name, value in numbers.items() if not value > 0]
     if problems:
         raise ScheduleError("; ".join(problems), problems)
-    round_trip_s = kept * (1 / d2h_bytes_per_s + 1 / back)
+    round_trip_s = residual_bytes * (1 / d2h_bytes_per_s + 1 / back)
     compute_s = (72 * hidden + 12 * sequence) / flops_per_s
     return round_trip_s / compute_s

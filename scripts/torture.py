@@ -58,38 +58,42 @@ _SIDE_BY_SIDE = 2  # cases at a time of parts whose work is in other processes
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """``cases(bench)``: what is tried. ``processes``: cases only wait for processes, so some may run at a time."""
+class Requirement:
+    """A requirement and the cases that test it. ``processes``: cases only wait for processes, so some may run at a time."""
 
     what: str
     cases: Callable[[Bench], Iterator[Case]]
     processes: bool = False
 
 
-PARTS: dict[str, Part] = {
-    "R1": Part("killed runs go on to the same end", runs.kills, processes=True),
-    "R2": Part("signals stop a run, which goes on to the same end", runs.stops, processes=True),
-    "R3": Part("damaged checkpoints are reported and not loaded", checkpoints.damage),
-    "R4": Part("valid schedules are accepted", schedules.valid),
-    "R5": Part("damaged schedule and timeline files are refused", schedules.damaged),
-    "R8": Part("odd settings, flags and files get one line", fuzz.inputs),
-    "R10": Part("data files made to harm", hostile_data.files),
-    "R11": Part("bad disks cost no checkpoint", runs.disks, processes=True),
-    "R13": Part("runs go on over other ranks and schedules", runs.topologies, processes=True),
-    "R14": Part("checkpoints of other versions", checkpoints.versions),
-    "R15": Part("processes that are killed take the others along, and the run goes on to the same end", several.kills),
-    "R16": Part("signals to one process or the launcher stop all after the same step", several.stops),
-    "R17": Part("processes that stand still are named", several.stuck),
-    "R18": Part("tokenizer files give the ids of the package, or one line", tokenizers.files),
-    "R19": Part("data files are read by what they hold", data_files.files),
-    "R20": Part("answers are found in chats, or these are refused; whole chats are seen once an epoch", chats.chats),
-    "R21": Part("variants of config.json mean what they mean to transformers", hub_configs.variants),
-    "R22": Part("another model, rate, checkpoint or size is told from the same", identity.everything),
-    "R23": Part("what comes in and goes out by Python means what it says", python_door.cases),
-    "R24": Part("strangers keep no processes from meeting", strangers.cases),
-    "R24b": Part("values in job files stay values", job_files.values),
-    "R25": Part("solves, links and limits mean what they say", solver.cases),
-    "R26": Part("Ctrl-C ends every verb in one line, at any time", interrupts.cases, processes=True),
+PARTS: dict[str, Requirement] = {
+    "R1": Requirement("killed runs go on to the same end", runs.kills, processes=True),
+    "R2": Requirement("signals stop a run, which goes on to the same end", runs.stops, processes=True),
+    "R3": Requirement("damaged checkpoints are reported and not loaded", checkpoints.damage),
+    "R4": Requirement("valid schedules are accepted", schedules.valid),
+    "R5": Requirement("damaged schedule and timeline files are refused", schedules.damaged),
+    "R8": Requirement("odd settings, flags and files get one line", fuzz.inputs),
+    "R10": Requirement("data files made to harm", hostile_data.files),
+    "R11": Requirement("bad disks cost no checkpoint", runs.disks, processes=True),
+    "R13": Requirement("runs go on over other ranks and schedules", runs.topologies, processes=True),
+    "R14": Requirement("checkpoints of other versions", checkpoints.versions),
+    "R15": Requirement(
+        "processes that are killed take the others along, and the run goes on to the same end", several.kills
+    ),
+    "R16": Requirement("signals to one process or the launcher stop all after the same step", several.stops),
+    "R17": Requirement("processes that stand still are named", several.stuck),
+    "R18": Requirement("tokenizer files give the ids of the package, or one line", tokenizers.files),
+    "R19": Requirement("data files are read by what they hold", data_files.files),
+    "R20": Requirement(
+        "answers are found in chats, or these are refused; whole chats are seen once an epoch", chats.chats
+    ),
+    "R21": Requirement("variants of config.json mean what they mean to transformers", hub_configs.variants),
+    "R22": Requirement("another model, rate, checkpoint or size is told from the same", identity.everything),
+    "R23": Requirement("what comes in and goes out by Python means what it says", python_door.cases),
+    "R24": Requirement("strangers keep no processes from meeting", strangers.cases),
+    "R24b": Requirement("values in job files stay values", job_files.values),
+    "R25": Requirement("solves, links and limits mean what they say", solver.cases),
+    "R26": Requirement("Ctrl-C ends every verb in one line, at any time", interrupts.cases, processes=True),
 }
 
 

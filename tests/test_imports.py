@@ -72,7 +72,7 @@ ALLOWED: Mapping[str, frozenset[str]] = {
             "stage.model.options",
         }
     )
-    | {"interop.table", "interop.config"},  # of tensors on the hub
+    | {"interop.table"},  # of tensors on the hub, and its config.json
 }
 
 NO_JAX = ("schedule", "plot")

@@ -16,13 +16,14 @@ __all__ = ["main"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one verb with the given arguments and return the exit code. Without arguments those of the command (``sys.argv``) are
-    run, which has the process to itself: Ctrl-C ends it (:mod:`jaxpipe.interrupts`).
+    """Run one verb with the given arguments and return the exit code. Without arguments it runs those of the command
+    (``sys.argv``), which has the process to itself: Ctrl-C ends it (:mod:`jaxpipe.interrupts`).
 
     Never raises for what a user can cause: prints ``jaxpipe: `` and one line to stderr and returns the error's exit code.
     """
     if argv is not None:
         return _run(list(argv))
+    # before anything slow is imported: from here on one Ctrl-C ends the process with one line, wherever it is
     interrupts = Interrupts()
     try:
         interrupts.listen()
@@ -38,6 +39,7 @@ def _run(argv: list[str], interrupts: Interrupts | None = None) -> int:
     with contextlib.suppress(AttributeError, ValueError):
         sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]  # a terminal that can't show '·' gets '?'
     code = _answer(argv, interrupts)
+    # a full disk or a closed pipe may show only now, as output is buffered; at the interpreter's exit it would be a traceback
     try:
         if sys.stdout is not None:  # None when the caller closed it
             sys.stdout.flush()
@@ -49,6 +51,7 @@ def _run(argv: list[str], interrupts: Interrupts | None = None) -> int:
 def _answer(argv: list[str], interrupts: Interrupts | None) -> int:
     """Run one verb and return its exit code."""
     try:
+        # inside, so that an import that fails or is interrupted is answered like any other error
         from jaxpipe.cli import registry
 
         return registry.run(argv)

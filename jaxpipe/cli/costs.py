@@ -1,4 +1,4 @@
-"""Flags that several schedule verbs share: sizes, costs, memory limit; and the cost profile they describe.
+"""Read the flags that several schedule verbs share: sizes, costs, memory limit; and build the cost profile they describe.
 
 Costs given as ``--cost F,B,W`` are one rank's share of one microbatch and are divided by the chunks of the schedule; a file
 given as ``--costs`` has an entry per stage and is used as it is.
@@ -15,7 +15,7 @@ from typing import Any
 
 from jaxpipe.cli.schedule_flags import DEFAULT_SIZES, FREE_CHUNKS, MOST_ACTIONS
 from jaxpipe.errors import ConfigError
-from jaxpipe.plot.units import Units
+from jaxpipe.plot.figure import Units
 from jaxpipe.schedule import CostProfile, Placement, Schedule, Timeline, read_costs
 from jaxpipe.schedule.search_orders import UNPRICED, offloaded_share
 from jaxpipe.schedule.tolerance import at_most
@@ -47,7 +47,7 @@ def chunks_are_free(arguments: argparse.Namespace, costs: CostChoice) -> bool:
 
 
 _UNIFORM = ("cost", "head", "comm", "w_residual", "offload_time", "tp_comm", "tp_collectives")
-"""What a file given as ``--costs`` replaces."""
+"""Flags that a file given as ``--costs`` replaces."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +92,7 @@ class CostChoice:
         """
 
         if self.profile is None:
+            # flags that were not given are absent here, so that CostProfile.on has the only table of defaults
             uniform_costs = {name: value for name, value in self.flags.items() if name != "cost"}
             uniform_costs |= zip("fbw", self.flags.get("cost", ()), strict=False)
             if "head" in uniform_costs and len(placement.trunk) == placement.num_stages:
@@ -123,6 +124,7 @@ def chosen_costs(arguments: argparse.Namespace) -> CostChoice:
 
     require_file(arguments.costs)
     profile = read_costs(arguments.costs)
+    # --host-link is no replacement of the file's costs but a question about them: what if the lanes were shared?
     if link is not None:
         profile = replace(profile, host=replace(profile.host, mode=link))
     return CostChoice(arguments.costs, profile, flags)
@@ -184,6 +186,7 @@ def check_copies(schedule: Schedule, profile: CostProfile, costs: CostChoice) ->
     if costs.offload_time is not None or any(profile.offload_s) or any(profile.load_s):
         return
 
+    # a silent 0 would let schedules that offload win every comparison
     if offloaded_share(schedule, profile) > 0:
         raise ConfigError(f"{schedule.name} {UNPRICED}")
 

@@ -1,4 +1,4 @@
-"""The exit codes of verbs, and the line that a user reads about an error. Errors carry their code
+"""Define the exit codes of verbs, and the line that a user reads about an error. Errors carry their code
 (:attr:`jaxpipe.errors.JaxpipeError.exit_code`)."""
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from jaxpipe.runtime.connections import LOST as LOST
 from jaxpipe.text import truncate
 from jaxpipe.train.run.ending import STOPPED as STOPPED
 
-READER_GONE = 141  # what a shell shows of a tool that SIGPIPE ended
+READER_GONE = 141
+"""The exit code that a shell shows of a tool that SIGPIPE ended (128 + 13)."""
 
 EXIT_CODES: Mapping[int, str] = {
     0: "finished",
@@ -24,8 +25,8 @@ EXIT_CODES: Mapping[int, str] = {
     INTERRUPTED: "interrupted by Ctrl-C: any verb, training before its first step or by a second signal while stopping",
     READER_GONE: "output closed early by its reader, as by | head (SIGPIPE)",
 }
-"""All there are. Documented in README.md, and by ``jaxpipe train --help``. Where one process of several fails, the others end
-with its code."""
+"""All exit codes, as README.md and ``jaxpipe train --help`` document them. If one process of several fails, the others end with
+its code."""
 _LONGEST_LINE = 600
 _MOST_PROBLEMS = 20
 
@@ -47,8 +48,9 @@ def explained(error: BaseException) -> tuple[str, int] | None:
 
 
 def _one_line(error: JaxpipeError) -> str:
-    """Return the message on one line: excerpts over several lines are joined. Of a long list of problems the first is told,
-    as it may have caused the others, but of a config's, each a mistake of its own, all."""
+    """Return the message on one line: excerpts over several lines are joined, and a long list of problems is cut."""
+    # a schedule's first problem may have caused the others, so it stands for all; a config's are separate mistakes, which
+    # a user wants to mend in one go
     text = " ".join(str(error).split())
     problems: tuple[str, ...] = getattr(error, "problems", ())
     if len(text) <= _LONGEST_LINE or len(problems) <= 1:

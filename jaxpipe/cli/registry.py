@@ -1,4 +1,4 @@
-"""The table of verbs. A verb's module is imported when the verb is used, so one verb's imports never slow another.
+"""List the verbs and run one. A verb's module is imported when the verb is used, so one verb's imports never slow another.
 
 To add a verb: add a row to :data:`VERBS`, and to the module named there the two functions that :class:`Verb` asks for.
 """
@@ -11,17 +11,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxpipe.cli.parser import Parser, add_repeated
+from jaxpipe.cli.flags import Parser, add_repeated
 from jaxpipe.errors import ConfigError
 from jaxpipe.text import closest
 
 
 @dataclass(frozen=True, slots=True)
 class Verb:
-    """``name`` and one-line ``summary`` as listed by ``jaxpipe --help``. The ``module`` of this folder has two functions:
-    ``configure_NAME(parser)`` adds the verb's flags, ``run_NAME(arguments)`` does it and returns an exit code, or None for 0.
-    ``flags``: the module of the first, if that is another. ``passes_on``: what follows ``--`` is not its own, and
-    ``arguments.rest``."""
+    """A verb: its ``name`` and one-line ``summary`` as ``jaxpipe --help`` lists them. The ``module`` of this folder has two
+    functions: ``configure_NAME(parser)`` adds the verb's flags, ``run_NAME(arguments)`` does it and returns an exit code, or
+    None for 0. ``flags``: the module of the first, if that is another. ``passes_on``: arguments behind ``--`` belong to
+    another command; the verb gets them as ``arguments.rest``."""
 
     name: str
     summary: str
@@ -41,31 +41,31 @@ VERBS: tuple[Verb, ...] = (
     Verb(
         "launch",
         "start the processes of a training run here, or write what starts them on a cluster",
-        "launch_verb",
+        "train_verbs",
         passes_on=True,
     ),
-    Verb("data", "tokenise sources into a token store, or check one", "data_verb"),
+    Verb("data", "tokenise sources into a token store, or check one", "train_verbs"),
     Verb("eval", "held-out loss of a checkpoint, on one device, without a pipeline", "train_verbs"),
     Verb("generate", "continue a text with a checkpoint's model", "train_verbs"),
-    Verb("import", "make a run of a folder of the Hugging Face hub", "hub_verbs"),
-    Verb("export", "write a checkpoint's model as a folder of the Hugging Face hub", "hub_verbs"),
+    Verb("import", "make a run of a folder of the Hugging Face hub", "train_verbs"),
+    Verb("export", "write a checkpoint's model as a folder of the Hugging Face hub", "train_verbs"),
     Verb("profile", "time every stage function alone and report its bytes", "train_verbs"),
-    Verb("rehearse", "one rank's real program alone on one device: memory, seconds, overlap", "rehearse_verb"),
-    Verb("plan", "does a config fit on a machine that is not here, and how fast would it be", "plan_verb"),
-    Verb("tune", "the fastest layout and schedule of a config on so many devices of a machine", "tune_verb"),
+    Verb("rehearse", "one rank's real program alone on one device: memory, seconds, overlap", "plan_verbs"),
+    Verb("plan", "does a config fit on a machine that is not here, and how fast would it be", "plan_verbs"),
+    Verb("tune", "the fastest layout and schedule of a config on so many devices of a machine", "plan_verbs"),
     Verb("schedules", "list the schedule families", "schedule_verbs", "schedule_flags"),
     Verb("schedule", "generate a schedule; simulate, show, write or draw it", "schedule_verbs", "schedule_flags"),
     Verb("simulate", "check and simulate a schedule file", "schedule_verbs", "schedule_flags"),
-    Verb("compare", "all families at the same sizes and costs, in one table", "compare_verbs", "schedule_flags"),
+    Verb("compare", "all families at the same sizes and costs, in one table", "search_verbs", "schedule_flags"),
     Verb(
         "best",
         "the best schedule of all families and parameters within a memory limit",
-        "compare_verbs",
+        "search_verbs",
         "schedule_flags",
     ),
-    Verb("cache", "list or clear the schedules that were solved", "cache_verbs", "schedule_flags"),
-    Verb("solve", "search for an optimal schedule, with a proven gap", "solve_verb", "schedule_flags"),
-    Verb("plot", "draw schedule files and recorded timelines", "plot_verb", "schedule_flags"),
+    Verb("cache", "list or clear the schedules that were solved", "search_verbs", "schedule_flags"),
+    Verb("solve", "search for an optimal schedule, with a proven gap", "search_verbs", "schedule_flags"),
+    Verb("plot", "draw schedule files and recorded timelines", "schedule_verbs", "schedule_flags"),
 )
 
 
@@ -96,6 +96,7 @@ def run(argv: list[str]) -> int:
         verb_argv, rest = verb_argv[: verb_argv.index("--")], verb_argv[verb_argv.index("--") + 1 :]
     arguments = parsed(verb.name, verb_argv)
     arguments.rest = rest
+    # after the flags are read, so that --help runs no code of the user's; before the verb, which looks families up
     if arguments.imports:
         from jaxpipe.schedule.plugins import import_module
 

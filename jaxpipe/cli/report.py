@@ -1,4 +1,4 @@
-"""The record that schedule verbs print about a schedule, as JSON or as text.
+"""Print what schedule verbs say of a schedule, as JSON or as text.
 
 The JSON keys are fixed: benchmarks and checks outside the repository read them.
 """
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from jaxpipe.plot.units import Units, memory_scale, number, time_scale
+from jaxpipe.plot.figure import Units, memory_scale, number, time_scale
 from jaxpipe.schedule import CostProfile, Schedule, Timeline
 from jaxpipe.schedule.memory import rank_share
 from jaxpipe.schedule.picture import draw
@@ -22,16 +22,17 @@ from jaxpipe.text import aligned
 
 _MOST_STEPS = 400
 _MOST_RANKS = 16
-_FINER = (3, 2, 1)  # columns that the shortest action gets in a rounded picture, the best first
+_FINER = (3, 2, 1)
+"""Columns that the shortest action gets in a rounded picture, the best first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A schedule simulated under given costs, and what is said of it. Times are in the unit of the costs.
+    """A schedule simulated under some costs, with the figures that are printed of it. Times are in the unit of the costs.
 
-    ``lower_bound`` ``span_lower_bound``: what no schedule of the same placement within ``memory_limit`` can be below.
-    ``offloaded_share``: fraction of all residuals that are copied to the host. ``group`` and ``family_limit``: what the family
-    was told, where it takes them. ``file``: where the schedule was read, if it was.
+    ``lower_bound`` and ``span_lower_bound``: no schedule of the same placement within ``memory_limit`` is shorter.
+    ``offloaded_share``: fraction of all residuals that are copied to the host. ``group`` and ``family_limit``: options of the
+    family, if it takes them. ``file``: where the schedule was read, if it was.
     """
 
     schedule: Schedule
@@ -114,10 +115,10 @@ def _above(value: float, bound: float) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class Infeasible:
     """A family that has no schedule at these sizes: ``error`` says why at length, ``reason`` in a few words.
 
-    ``record``: what it would take, where it is only the memory limit that forbids it. ``file``: as in :class:`Record`.
+    ``record``: the schedule's figures, if it is only the memory limit that forbids it. ``file``: as in :class:`Record`.
     """
 
     name: str
@@ -159,6 +160,7 @@ def print_summary(record: Record, units: Units, steps: StepsTimeline | None = No
         ("bubble", f"{timeline.bubble_rate:.1%}, by longest span {timeline.span_bubble_rate:.1%}"),
         ("peak activations", f"{number(record.peak)} (by rank: {_each(timeline.peak_activations)})"),
     ]
+    # one activation is each rank's own share: where shares differ, equal counts are not equal bytes, which is said
     largest = max(record.rank_shares)
     if not at_most(largest, min(record.rank_shares)):
         memory = memory_scale(largest, units)
@@ -189,7 +191,7 @@ def _each(values: Sequence[float], most: int = 16) -> str:
     return shown if len(values) <= most else f"{shown} …"
 
 
-def print_table(entries: Sequence[Record | Failure], units: Units) -> None:
+def print_table(entries: Sequence[Record | Infeasible], units: Units) -> None:
     """Print all entries as an aligned table without empty columns; failures come last, with the reason.
 
     ``front`` marks what no other row beats in bubble and peak both.
@@ -212,7 +214,7 @@ def print_table(entries: Sequence[Record | Failure], units: Units) -> None:
         ("offloaded", [f"{r.offloaded_share:.0%}" if r.offloaded_share else "" for r in records]),
         ("front", ["*" if id(r) in best else "" for r in records]),
     ]
-    failures = [e for e in entries if isinstance(e, Failure)]
+    failures = [e for e in entries if isinstance(e, Infeasible)]
     names = max((len(e.label) for e in entries), default=0)
     shown = [(head.ljust(names * (k == 0)), *cells) for k, (head, cells) in enumerate(columns) if any(cells)]
     for line in aligned([*zip(*shown, strict=True)], left=(0,)) if records else ():
@@ -263,6 +265,8 @@ def _common_step(times: Sequence[float]) -> float | None:
     longest = max(times, default=0.0)
     if longest <= 0:
         return None
+    # sums of decimal costs are no exact multiples: shares of the longest are read as fractions with small denominators,
+    # and their common step is accepted only if all times lie on it within the tolerance of equal times
     shares = {time / longest for time in times}
     steps = math.lcm(*(Fraction(share).limit_denominator(_MOST_STEPS).denominator for share in shares))
     even = steps <= _MOST_STEPS and all(abs(share * steps - round(share * steps)) <= steps * TIME for share in shares)

@@ -1,17 +1,27 @@
-"""Flags that several schedule verbs share. Imports no schedules: ``--help`` is fast."""
+"""Add the flags of the schedule verbs. Imports no schedules, so that ``--help`` is fast."""
 
 from __future__ import annotations
 
 import argparse
 
-from jaxpipe.cli.outputs import PICTURE_SUFFIXES, SCHEDULE_SUFFIXES, add_output_flag
-from jaxpipe.cli.parser import add_json_flag, add_switch, add_value, amount, cost_pair, cost_triple, whole_number
+from jaxpipe.cli.flags import (
+    PICTURE_SUFFIXES,
+    SCHEDULE_SUFFIXES,
+    add_json_flag,
+    add_output_flag,
+    add_switch,
+    add_value,
+    amount,
+    cost_pair,
+    cost_triple,
+    whole_number,
+)
 
 MOST_RANKS, MOST_MICROBATCHES, MOST_CHUNKS, MOST_ACTIONS = 4096, 1_000_000, 1024, 2_000_000
 MOST_LAYERS = MOST_RANKS * MOST_CHUNKS
 DEFAULT_SIZES = {"ranks": 4, "microbatches": 8}
 FREE_CHUNKS = 4
-"""Chunks per rank that are tried where chunks cost nothing: 32 layers on 8 ranks have four."""
+"""Chunks per rank that are tried where chunks cost nothing: 32 layers on 8 ranks make four."""
 TRAVERSE = "traverse"
 PLACEMENTS = ("one-to-one", "circular", "v", "wave", "bidirectional")
 """The names of :data:`~jaxpipe.schedule.placement.CONSTRUCTORS`, so that ``--help`` need not import them."""
@@ -28,10 +38,10 @@ _FILE_RULES = (
 )
 
 
-_OWN = "the family's own"
+_FAMILY_DEFAULT = "the family's own"
 
 
-def _add_size_flags(parser: argparse.ArgumentParser, *, from_file: bool = False, chunks: str = _OWN) -> None:
+def _add_size_flags(parser: argparse.ArgumentParser, *, from_file: bool = False, chunks: str = _FAMILY_DEFAULT) -> None:
     """Add ``--ranks --microbatches --chunks``; with ``from_file`` they have no default and only confirm what the file says.
     ``chunks``: the help's word for the default of that flag."""
     group = parser.add_argument_group("sizes", "must agree with the file" if from_file else "")
@@ -52,7 +62,7 @@ def _add_chunk_limit_flags(parser: argparse.ArgumentParser) -> None:
     add_value(group, "--max-chunks", "V", whole_number("chunks", MOST_CHUNKS), text)
 
 
-def _add_group_flag(parser: argparse.ArgumentParser, default: str = _OWN) -> None:
+def _add_group_flag(parser: argparse.ArgumentParser, default: str = _FAMILY_DEFAULT) -> None:
     """Add ``--group``."""
     text = f"microbatches that run in turn through one chunk, for families that take it (default: {default})"
     add_value(parser, "--group", "G", whole_number("group", MOST_MICROBATCHES), text)

@@ -1,11 +1,17 @@
-"""The verbs ``schedules``, ``schedule`` and ``simulate``: each handles one schedule, without importing JAX."""
+"""Run ``schedules``, ``schedule``, ``simulate`` and ``plot``, without importing JAX.
+
+``schedule traverse`` makes an order by rules, from a line or a Python file. ``plot`` draws schedule files (simulated here) and
+recorded timelines in one picture.
+"""
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import shutil
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from jaxpipe.cli.costs import (
@@ -17,31 +23,101 @@ from jaxpipe.cli.costs import (
     chosen_costs,
     require_file,
 )
-from jaxpipe.cli.outputs import check_outputs, is_picture, notice, print_json
-from jaxpipe.cli.report import FREE_COPIES, Record, print_summary, sketch
-from jaxpipe.cli.rules import refuse_traverse_flags, traversed
-from jaxpipe.cli.schedule_flags import OUTPUTS, TRAVERSE
-from jaxpipe.errors import ConfigError
-from jaxpipe.plot.units import number, time_scale
+from jaxpipe.cli.flags import check_outputs, is_picture, notice, print_json, suffix_of
+from jaxpipe.cli.report import FREE_COPIES, Record, copies_are_free, print_summary, sketch
+from jaxpipe.cli.schedule_flags import OUTPUTS, PLOT_OUTPUTS, TIMELINE_SUFFIX, TRAVERSE
+from jaxpipe.errors import ConfigError, JaxpipeError
+from jaxpipe.plot import plot_timelines
+from jaxpipe.plot.figure import Units, number, time_scale
 from jaxpipe.schedule import (
     FAMILIES,
     VOCABULARY_FAMILIES,
     CostProfile,
     Family,
+    Placement,
     Schedule,
     Timeline,
+    Traversal,
     check_schedule,
     generate,
     read_schedule,
+    read_timeline,
     simulate,
+    traverse,
     write_schedule,
 )
 from jaxpipe.schedule.passes import braid, offload, separate_gradients
 from jaxpipe.schedule.passes.prompt import late_offload
+from jaxpipe.schedule.placement import placement_named
 from jaxpipe.schedule.retime import Objective
 from jaxpipe.schedule.steps import StepsTimeline, simulate_steps
 from jaxpipe.schedule.tolerance import at_most
 from jaxpipe.text import closest
+
+
+def refuse_traverse_flags(arguments: argparse.Namespace) -> None:
+    """Refuse the flags of ``traverse`` for families, which have a placement and rules of their own.
+
+    Raises:
+        ConfigError: names the flag.
+    """
+    for flag in ("placement", "rules", "unit-steps"):
+        if getattr(arguments, flag.replace("-", "_")):
+            raise ConfigError(f"{arguments.name} takes no --{flag}; it is for 'jaxpipe schedule {TRAVERSE}'")
+
+
+def traversed(arguments: argparse.Namespace, costs: CostChoice) -> tuple[Schedule, CostProfile]:
+    """Return the schedule that the flags describe, and its costs.
+
+    Raises:
+        JaxpipeError: flags that contradict each other, rules that can't be read, or nothing can go on under them.
+    """
+    if arguments.rules is None:
+        raise ConfigError("traverse needs --rules, such as --rules 'backward in-flight=4,3,2,1'")
+    if arguments.group is not None:
+        raise ConfigError("traverse takes no --group; give an interval, such as forward=breadth:4")
+    placement = placement_named(arguments.placement or "one-to-one", arguments.ranks, arguments.chunks)
+    check_size(arguments.ranks, arguments.microbatches, placement.num_chunks)
+    profile = costs.for_placement(placement, TRAVERSE)
+    rules = _rules(arguments.rules, placement, arguments.microbatches)
+    return traverse(placement, arguments.microbatches, rules, None if arguments.unit_steps else profile), profile
+
+
+def _rules(text: str, placement: Placement, microbatches: int) -> Any:
+    """Parse rules from one line, or take those of that name from a Python file."""
+    path, _, name = text.rpartition(":")
+    if text.endswith(".py"):
+        raise ConfigError(f"--rules {text} names a file; say which of its names: {text}:NAME")
+    if not path.endswith(".py"):
+        return Traversal.parse(text)
+    rule = _from_file(path, name)
+    if not callable(rule):
+        return rule
+    try:
+        return rule(placement, microbatches)
+    except Exception as error:
+        raise ConfigError(f"--rules {text}: {_said(error)}") from error
+
+
+def _from_file(path: str, name: str) -> Any:
+    """Run the Python file ``path`` and return its attribute ``name``."""
+    require_file(path)
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # dataclasses and pickle look their module up by name; setdefault, so that a file math.py does not replace math
+    sys.modules.setdefault(spec.name, module)
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"--rules {path}: it can't be run: {_said(error)}") from error
+    if not hasattr(module, name):
+        raise ConfigError(f"--rules {path}:{name}: the file has no {name!r}")
+    return getattr(module, name)
+
+
+def _said(error: BaseException) -> str:
+    return str(error) if isinstance(error, JaxpipeError) else " ".join(f"{type(error).__name__}: {error}".split())
 
 
 def run_schedules(arguments: argparse.Namespace) -> None:
@@ -71,6 +147,7 @@ def run_schedule(arguments: argparse.Namespace) -> None:
         )
         family_limit = arguments.memory_limit if "memory_limit" in family.options else None
     heading = ""
+    # offload is the last pass: it looks for time under compute slots, which the passes before it still move
     if arguments.offload is not None:
         offloaded = offload(schedule, profile, fraction=arguments.offload, memory_limit=arguments.memory_limit)
         check_copies(offloaded.schedule, profile, costs)
@@ -129,6 +206,7 @@ def simulated(
     check_copies(schedule, profile, costs)
     schedule = after_passes(schedule, profile, arguments)
     timeline = simulate(schedule, profile)
+    # a file is kept as it is, but its author may not know that an O waits for the compute slot before it in its row
     _warn_of_late_offloads(schedule, profile, timeline, costs)
     return schedule, profile, timeline
 
@@ -181,6 +259,7 @@ def make(
         raise ConfigError(f"{family.name} takes no --chunks; it always has {family.default_chunks} per rank")
     if group is not None and "group" not in family.options:
         raise ConfigError(f"{family.name} takes no --group")
+    # the profile must exist before the schedule: families that order by costs get it
     per_rank = chunks or family.default_chunks
     check_size(arguments.ranks, arguments.microbatches, per_rank)
     profile = costs.for_placement(family.placement(arguments.ranks, per_rank), family.name)
@@ -251,3 +330,60 @@ def _terminal_width() -> int:
     """Return the columns of the terminal; a generous fixed number when the output goes to a file or another program."""
     terminal = sys.stdout is not None and sys.stdout.isatty()
     return shutil.get_terminal_size().columns if terminal else 160
+
+
+_MOST_FILES = 8
+
+
+def run_plot(arguments: argparse.Namespace) -> None:
+    """Draw all files into each output."""
+
+    if len(arguments.files) > _MOST_FILES:
+        raise ConfigError(f"{len(arguments.files)} files are too many for one picture; give at most {_MOST_FILES}")
+    check_outputs(arguments.output, PLOT_OUTPUTS)
+    costs = chosen_costs(arguments)
+    drawings = [_drawing(path, costs) for path in arguments.files]
+    timelines = [timeline for timeline, _ in drawings]
+    # one time axis for all: units of cost beside seconds would draw one of them as a line
+    measured = [p for p, t in zip(arguments.files, timelines, strict=True) if t.source == "measured"]
+    drawn = [p for p in arguments.files if not _holds_timeline(p)]
+    if measured and drawn and costs.profile is None:
+        raise ConfigError(
+            f"{measured[0]} was measured in seconds and {drawn[0]} has unit costs; "
+            "give --costs FILE so that both share a time axis"
+        )
+    units: Units | None = "si" if measured or costs.profile is not None else None
+    title = arguments.title
+    if any(free for _, free in drawings):
+        title = " · ".join([title or " · ".join(dict.fromkeys(t.name for t in timelines)), FREE_COPIES])
+    for path in arguments.output:
+        plot_timelines(timelines, path, title=title, units=units)
+        print(f"wrote {path}")
+
+
+def _drawing(path: str, costs: CostChoice) -> tuple[Timeline, bool]:
+    """Return the timeline of a file, and whether its copies to the host take no time because the costs say so."""
+
+    require_file(path)
+    if _holds_timeline(path):
+        return read_timeline(path), False
+    if suffix_of(path) == ".trace.json":
+        raise ConfigError(
+            f"{path!r} is a trace, which is written but not read; give the schedule or {TIMELINE_SUFFIX} file"
+        )
+
+    schedule = load_schedule(path)
+    profile = costs.for_placement(schedule.placement, schedule.name)
+    check_copies(schedule, profile, costs)
+    return simulate(schedule, profile), copies_are_free(schedule, profile)
+
+
+def _holds_timeline(path: str) -> bool:
+    """Return whether a file is a timeline rather than a schedule: by its suffix, or the format named at the top of the JSON."""
+    if path.lower().endswith(TIMELINE_SUFFIX):
+        return True
+    if suffix_of(path) != ".json":
+        return False
+    # both kinds are JSON with the format's name first: the first bytes tell them without decoding a large file twice
+    with Path(path).open("rb") as file:
+        return b'"jaxpipe timeline' in file.read(200)

@@ -1,11 +1,21 @@
-"""The verbs about models: ``train``, ``eval``, ``generate``, ``profile``. JAX is imported only once flags have been read."""
+"""Run the verbs about models and their data: ``train eval generate profile``, ``launch``, ``data``, ``import`` and ``export``.
+
+``launch`` starts the processes of ``train`` here, or writes the file that starts them on a cluster; ``data`` builds and
+checks token stores; ``import`` and ``export`` read and write folders of the Hugging Face hub. JAX is imported once flags have
+been read.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
+import shlex
+import shutil
 import sys
+import tempfile
+import time
 import traceback
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -16,17 +26,33 @@ from typing import TYPE_CHECKING, Any
 
 from jaxpipe import dump
 from jaxpipe.cli.exit_codes import EXIT_CODES, INTERRUPTED, STOPPED, explained
-from jaxpipe.cli.outputs import add_costs_flag, check_output, notice
-from jaxpipe.cli.parallel_flags import add_parallel_flags, with_parallel_flags
-from jaxpipe.cli.parser import add_json_flag, add_switch, add_value, amount, whole_number
-from jaxpipe.errors import AgreedError, short_message
+from jaxpipe.cli.flags import (
+    add_costs_flag,
+    add_json_flag,
+    add_parallel_flags,
+    add_repeated,
+    add_switch,
+    add_value,
+    amount,
+    check_output,
+    notice,
+    print_json,
+    whole_number,
+    with_parallel_flags,
+)
+from jaxpipe.cli.plan_verbs import without_devices
+from jaxpipe.cli.registry import parsed
+from jaxpipe.errors import AgreedError, ConfigError, short_message
 from jaxpipe.launch.local import follow_launcher
 from jaxpipe.runtime.peers import find_peers
 from jaxpipe.runtime.processes import Processes, ProcessGroup, SingleProcess
+from jaxpipe.text import closest, format_count
 
 if TYPE_CHECKING:
     from jaxpipe.train.config import TrainConfig
+    from jaxpipe.train.corpora.store import Store
     from jaxpipe.train.evaluate import Trained
+
 
 _MOST = 10**9
 _MOST_PROCESSES = 65536
@@ -78,12 +104,15 @@ def run_train(args: argparse.Namespace) -> int:
 
     with ExitStack() as stack:
         processes: Processes = SingleProcess()
+        # a signal before the first step must end all processes, those included that are still waiting to connect; the
+        # lambda reads ``processes`` late, as it is replaced below
         with EndingEarly(lambda how, code: processes.end(how, code)):
             follow_launcher()
             if peers := find_peers((args.coordinator, args.processes, args.process)):
                 processes = ProcessGroup(peers, args.join_wait)
                 dump.own_folder(peers.mine)
             stack.enter_context(ending_together(processes))
+            # only now: a config that is wrong for one process must end the others, too, not leave them waiting
             config = config_of(args)
             from jaxpipe.train.devices import request_devices
             from jaxpipe.train.run.agreement import agree_on_settings
@@ -93,6 +122,7 @@ def run_train(args: argparse.Namespace) -> int:
             if processes.number > 1:
                 local_ranks = processes.ranks(config.pipeline.ranks)[processes.mine]
                 devices = len(local_ranks) * config.pipeline.rank_devices
+            # this order: JAX reads its flags when it is imported, and connects processes before it first looks for devices
             request_devices(devices, config.run.machine.platform, processes=processes.number)
             processes.start_jax()
             from jaxpipe.planning.targets import peak_of
@@ -114,7 +144,8 @@ def ending_together(processes: Processes) -> Iterator[None]:
     for the others."""
     try:
         yield
-    except AgreedError:  # in all of them
+    except AgreedError:
+        # all processes raise it together, so nobody has to be told
         processes.leave()
         raise
     except BaseException as error:
@@ -302,3 +333,230 @@ def run_profile(args: argparse.Namespace) -> None:
     if args.details:
         Path(args.details).write_text(json.dumps(measurement_json(measured), indent=1) + "\n", encoding="utf-8")
     print(json.dumps(to_costs(costs)) if args.json else measurement_table(measured))
+
+
+_FLAGS = {
+    "local": ("number", "max_restarts", "logs"),
+    "slurm": ("output", "nodes", "gpus", "per_node", "max_restarts", "name", "sbatch"),
+    "k8s": ("output", "nodes", "gpus", "max_restarts", "name", "image", "claim"),
+}
+"""Flags that each place takes."""
+_NEEDED = {
+    "local": ("number",),
+    "slurm": ("output", "nodes", "gpus"),
+    "k8s": ("output", "nodes", "gpus", "image", "claim"),
+}
+
+
+def configure_launch(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "jaxpipe launch local|slurm|k8s FLAGS -- train …"
+    parser.add_argument(
+        "where", choices=list(_FLAGS), help="start processes here, or write a file for sbatch or kubectl"
+    )
+    text = "restart the run up to N times after it is lost"
+    add_value(parser, "--max-restarts", "N", whole_number("restarts", 10**6, least=0), text)
+    local_flags = parser.add_argument_group("local")
+    add_value(local_flags, "-n", "N", whole_number("processes", 4096), "number of processes", dest="number")
+    add_value(local_flags, "--logs", "DIR", str, "log folder (default: temporary, removed on success)")
+    cluster = parser.add_argument_group("slurm, k8s")
+    add_value(cluster, "-o", "FILE", str, "the file to write", dest="output")
+    add_value(cluster, "--nodes", "N", whole_number("nodes", 65536), "number of hosts")
+    add_value(cluster, "--gpus-per-node", "N", whole_number("GPUs", 4096), "GPUs per node", dest="gpus")
+    add_value(cluster, "--name", "NAME", str, "job name (default: jaxpipe)")
+    per = whole_number("processes", 4096)
+    add_value(cluster, "--processes-per-node", "N", per, "slurm: processes per node (default: one)", dest="per_node")
+    add_repeated(cluster, "--sbatch", "OPTION=VALUE", "slurm: option such as time=12:00:00 (repeatable)", default=None)
+    add_value(cluster, "--image", "IMAGE", str, "k8s: container image with jaxpipe installed")
+    add_value(cluster, "--claim", "NAME:PATH", str, "k8s: volume claim that all pods share, and its mount path")
+
+
+def run_launch(args: argparse.Namespace) -> int:
+    for flag in sorted({flag for flags in _FLAGS.values() for flag in flags} - set(_FLAGS[args.where])):
+        if getattr(args, flag) is not None:
+            raise ConfigError(
+                f"{_FLAG_NAMES[flag]} is not a flag of 'jaxpipe launch {args.where}' (see 'jaxpipe launch --help')"
+            )
+    if missing := [_FLAG_NAMES[flag] for flag in _NEEDED[args.where] if getattr(args, flag) is None]:
+        raise ConfigError(f"jaxpipe launch {args.where} needs {', '.join(missing)} (see 'jaxpipe launch --help')")
+    if args.rest[:1] != ["train"]:
+        raise ConfigError(
+            "give the command to launch after --, such as: jaxpipe launch local -n 2 -- train --config run.toml"
+        )
+
+    # the command is parsed here as it will be there: a mistake shows before a job waits hours for its nodes
+    config = config_of(parsed("train", args.rest[1:]))
+    return _launch_here(args, config) if args.where == "local" else _write_job_file(args, config)
+
+
+_FLAG_NAMES = {"number": "-n", "output": "-o", "gpus": "--gpus-per-node", "per_node": "--processes-per-node"} | {
+    flag: f"--{flag.replace('_', '-')}"
+    for flag in ("max_restarts", "logs", "nodes", "name", "sbatch", "image", "claim")
+}
+
+
+def _launch_here(args: argparse.Namespace, config: TrainConfig) -> int:
+    from jaxpipe.files import check_local
+    from jaxpipe.launch.local import SAID, Launch
+    from jaxpipe.runtime.processes import divided
+
+    divided(config.pipeline.ranks, args.number)
+    check_local(args.logs or "", "--logs")
+    logs = Path(args.logs or tempfile.mkdtemp(prefix="jaxpipe-launch-"))
+    logs.mkdir(parents=True, exist_ok=True)
+    with Launch([sys.executable, "-m", "jaxpipe", *args.rest], args.number, logs) as launch:
+        code = launch.run(args.max_restarts or 0)
+    if args.logs is None and code in SAID:
+        shutil.rmtree(logs, ignore_errors=True)
+    return code
+
+
+def _write_job_file(args: argparse.Namespace, config: TrainConfig) -> int:
+    from jaxpipe.files import write_atomically
+    from jaxpipe.launch.cluster import ClusterJob, jobset, sbatch
+
+    name, restarts = args.name or "jaxpipe", args.max_restarts or 0
+    job = ClusterJob(name, config, args.rest, args.nodes, args.gpus, args.per_node or 1, restarts)
+    if args.where == "slurm":
+        text, start = sbatch(job, args.sbatch or (), Path.cwd()), "sbatch"
+    else:
+        text, start = jobset(job, args.image, args.claim), "kubectl apply -f"
+    write_atomically(Path(args.output), text)
+    print(f"{job.summary}; start it with: {start} {shlex.quote(args.output)}")
+    return 0
+
+
+ACTIONS = ("build", "check")
+
+
+def configure_data(parser: argparse.ArgumentParser) -> None:
+    text = (
+        "'build' tokenises sources into a store, or goes on with one that was begun; 'check' compares all its checksums"
+    )
+    parser.add_argument("action", metavar="ACTION", help=text)
+    text = "build: files and folders of JSONL, Parquet and text; check: stores"
+    parser.add_argument("paths", metavar="PATH", nargs="+", help=text)
+    add_value(parser, "-o --output", "STORE", str, "build: the folder to create")
+    add_value(parser, "--tokenizer", "NAME", str, "as data.tokenizer", "byte")
+    add_value(parser, "--chat-template", "FILE", str, "as data.chat_template", "auto")
+    add_value(parser, "--chat-date", "DATE", str, "as data.chat_date", "auto")
+    add_value(parser, "--field", "NAME", str, "as data.field", "auto")
+    add_value(parser, "--eos", "TOKEN", str, "as data.eos; with tokenizer byte, text files end with 0, too", "auto")
+    add_value(parser, "--bos", "TOKEN", str, "as data.bos", "auto")
+    add_value(parser, "--suffixes", "LIST", str, "as data.suffixes, joined by commas")
+    text = "processes that tokenise; by default one a core"
+    add_value(parser, "--workers", "N", whole_number("processes", 1024), text)
+    add_switch(parser, "--chat", "short for --format chat: records are chats")
+    parser.add_argument("--format", choices=("auto", "text", "chat"), help="as data.format (default auto)")
+    add_json_flag(parser)
+
+
+def run_data(arguments: argparse.Namespace) -> None:
+    """Build a store, or check some.
+
+    Raises:
+        ConfigError: another action, or no folder to build.
+        DataError: what is wrong with a source or a store.
+    """
+    action = arguments.action
+    if arguments.chat and arguments.format not in (None, "chat"):
+        raise ConfigError(f"data build takes --chat or --format {arguments.format}, not both")
+    if action not in ACTIONS:
+        raise ConfigError(f"data {action!r}{closest(action, ACTIONS)}; want one of: {', '.join(ACTIONS)}")
+    if (action == "build") == (arguments.output is None):
+        raise ConfigError(
+            "data build needs -o STORE, the folder to create" if action == "build" else "data check takes no -o"
+        )
+    from jaxpipe.train.corpora.store import Store
+
+    paths = [Path(path) for path in arguments.paths]
+    started = time.perf_counter()
+    if action == "build":
+        stores = [_build_store(arguments, paths)]
+    else:
+        stores = [Store.read(path) for path in paths]
+        for store in stores:
+            store.check(every_piece=True)
+            store.check_tokenizer()
+    seconds = time.perf_counter() - started
+    store_records = [
+        {"store": str(s.folder), "documents": s.documents, "tokens": s.tokens, "fingerprint": s.fingerprint}
+        for s in stores
+    ]
+    if arguments.json:
+        print_json({"stores": store_records, "seconds": seconds})
+        return
+    for each in store_records:
+        print(f"{each['store']}: {each['documents']:,} documents, {each['tokens']:,} tokens, intact ({seconds:.1f} s)")
+
+
+def _build_store(arguments: argparse.Namespace, sources: list[Path]) -> Store:
+    # before the package is imported: our worker processes run side by side, and its threads would fight for their cores
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    from jaxpipe.train.corpora.documents import SUFFIXES
+    from jaxpipe.train.corpora.encoding import Reading
+    from jaxpipe.train.corpora.store import build_store
+    from jaxpipe.train.corpora.tokenizers import load_tokenizer
+
+    suffixes = SUFFIXES if arguments.suffixes is None else tuple(arguments.suffixes.split(","))
+    reading = Reading(
+        format=arguments.format or ("chat" if arguments.chat else "auto"),
+        chat_template=arguments.chat_template,
+        chat_date=arguments.chat_date,
+        field=arguments.field,
+        eos=arguments.eos,
+        bos=arguments.bos,
+        suffixes=suffixes,
+    )
+    workers = arguments.workers or len(os.sched_getaffinity(0))
+    tokenizer = load_tokenizer(arguments.tokenizer)
+    return build_store(sources, Path(arguments.output), tokenizer, reading, workers=workers, note=notice)
+
+
+def configure_import(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", metavar="HF_DIR", help="folder of the hub: config.json, safetensors, tokenizer.json")
+    add_value(parser, "-o --output", "RUN", str, "the run directory to create, at step 0", required=True)
+    add_value(
+        parser, "--model", "MODULE:FUNCTION", str, "the model that reads it; by default the one of its model_type"
+    )
+    length = whole_number("tokens", 2**31 - 1)
+    add_value(parser, "--seq-len", "T", length, "data.seq_len of the run; by default the model's, at most 1024")
+
+
+def run_import(args: argparse.Namespace) -> None:
+    without_devices()
+    from jaxpipe.train.import_export import import_hub
+
+    imported = import_hub(Path(args.folder), Path(args.output), target=args.model, seq_len=args.seq_len)
+    for remark in imported.remarks:
+        notice(remark)
+    print(
+        f"{imported.config.model.target}, {format_count(imported.parameters)} parameters, in {imported.path} at step 0"
+    )
+    print(f"evaluate it with: jaxpipe eval {imported.path} --other-data --data PATH")
+    print(f"train it with: jaxpipe train --config {imported.path / 'config.toml'} data.path=PATH")
+
+
+def configure_export(parser: argparse.ArgumentParser) -> None:
+    add_checkpoint_flags(parser)
+    add_value(parser, "-o --output", "DIR", str, "the folder to create", required=True)
+    dtypes = ("float32", "bfloat16", "float16")
+    parser.add_argument(
+        "--dtype", choices=dtypes, default="float32", help="dtype of the written tensors (default float32)"
+    )
+    size = amount("gigabytes", zero=False)
+    add_value(parser, "--shard-size", "GB", size, "largest size of a file in gigabytes (10⁹ bytes)", 5.0)
+
+
+def run_export(args: argparse.Namespace) -> None:
+    without_devices()
+    from jaxpipe.train.import_export import export_hub
+
+    source, to, shard_bytes = Path(args.checkpoint), Path(args.output), int(args.shard_size * 1e9)
+    which = {"step": args.step, "model": args.model, "tokenizer": args.tokenizer, "other_model": args.other_model}
+    export = export_hub(source, to, **which, dtype=args.dtype, shard_bytes=shard_bytes)
+    if export.remark:
+        print(f"warning: {export.remark}", file=sys.stderr)
+    files = f"{len(export.files)} file{'s' * (len(export.files) > 1)}"
+    print(
+        f"step {export.step}, {format_count(export.parameters)} parameters as {args.dtype} in {export.path} ({files})"
+    )

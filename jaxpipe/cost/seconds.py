@@ -13,7 +13,7 @@ What a function takes without its tensor-parallel collectives is its own time le
 which holds for F and B (`stp.txt` section 4.3).
 
 Every source of seconds ends as :data:`Seconds`: :func:`flop_seconds`, :func:`measured_seconds` (functions alone, or in a
-rehearsed program), the roofline of a machine that is not here (:mod:`jaxpipe.planning.costs`).
+rehearsed program), the roofline of a machine that is not here (:mod:`jaxpipe.planning.predict`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Folders of the hub: ``config.json`` read strictly, safetensors read one tensor at a time, and written the same way.
+"""Read and write the files of a hub folder: ``config.json`` strictly, safetensors one tensor at a time, tokenizers as they are.
 
 Nothing in a folder is believed before it is checked, and nothing in it is run. Reading is the package ``safetensors``'s.
 Writing is not: its functions want all tensors of a file in memory at once (twice), while a file is a length, a header in JSON,
@@ -49,7 +49,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A tensor in a file: ``dtype`` as safetensors names it."""
+    """A tensor in a file, by its header; ``dtype`` as safetensors names it."""
 
     file: Path
     name: str
@@ -83,6 +83,7 @@ def stored_tensors(folder: Path, optional: Collection[str] = ()) -> tuple[dict[s
             raise ConfigError(f"{folder} has neither {WEIGHTS} nor {INDEX}: {advice}")
     tensors: dict[str, Stored] = {}
     for name in files:
+        # a downloaded index must not make us open files elsewhere (../../x)
         if Path(name).name != name:
             raise ConfigError(f"{folder / INDEX} names the file {name!r} outside of its folder; download it again")
         with opened(folder / name) as file:
@@ -110,6 +111,7 @@ def new_folder(out: Path) -> Iterator[Path]:
     check_local(out, "the folder")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} exists; give -o a folder that does not")
+    # beside ``out`` and so on its file system, where a rename is atomic: nobody ever sees half a folder
     temporary = out.absolute().with_name(f".{out.name}.tmp-{secrets.randbelow(10**9)}")
     missing = [folder for folder in temporary.parents if not folder.exists()]
     try:
@@ -150,7 +152,8 @@ def read_tensor(file: Any, stored: Stored) -> np.ndarray:
         ConfigError: it is not finite everywhere.
     """
     array: np.ndarray = file.get_tensor(stored.name).astype(np.float32, copy=False)
-    if array.size and not (np.isfinite(array.min()) and np.isfinite(array.max())):  # NaN is the least and the largest
+    # NaN is both the least and the largest, so two reductions find it without a mask as large as the tensor
+    if array.size and not (np.isfinite(array.min()) and np.isfinite(array.max())):
         raise ConfigError(f"{stored.file}: {stored.name} is not finite everywhere; the model is broken")
     return array
 
@@ -166,7 +169,7 @@ def check_dtype(stored: Stored) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A tensor that is to be written: ``make()`` gives it."""
+    """A tensor to write. ``make()`` returns it, so that only one is in memory at a time."""
 
     name: str
     shape: tuple[int, ...]
@@ -204,6 +207,7 @@ def _write_file(path: Path, tensors: Iterable[Planned], dtype: str, size: int) -
     for tensor in tensors:
         start, end = end, end + math.prod(tensor.shape) * size
         header[tensor.name] = {"dtype": _STORED[dtype], "shape": tensor.shape, "data_offsets": [start, end]}
+    # blanks bring the tensors to a multiple of 8 bytes, which readers that map the file rely on
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     with path.open("wb") as file:
@@ -227,3 +231,70 @@ def _narrowed(name: str, wide: np.ndarray, dtype: str) -> np.ndarray:
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
+
+
+TOKENIZER = "tokenizer"
+"""The folder in a run that keeps the files of :data:`FILES` that the model came with."""
+JSON, SETTINGS, TOKENS_MAP = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
+TEMPLATE, GENERATION = "chat_template.jinja", "generation_config.json"
+FILES = (
+    JSON, SETTINGS, TOKENS_MAP, "added_tokens.json", "tokenizer.model", "vocab.json", "merges.txt", TEMPLATE, GENERATION,
+)  # fmt: skip
+SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+_PLAIN = [*range(33, 127), *range(161, 173), *range(174, 256)]
+"""Bytes that stand for themselves in GPT-2's vocabulary (printable Latin-1); others are moved to 256 and above, in order."""
+
+
+def copy_files(source: Path, to: Path, names: Iterable[str] = FILES) -> None:
+    """Copy those of ``names`` that the folder ``source`` has; ``to`` is made if there is any. Without a
+    ``generation_config.json`` one is made of the special ids in ``config.json``, as transformers does. Raises OSError."""
+    for name in names:
+        if (source / name).is_file():
+            to.mkdir(exist_ok=True)
+            shutil.copyfile(source / name, to / name)
+        elif name == GENERATION and (source / CONFIG).is_file():
+            config = read_json(source / CONFIG)
+            if ids := {key: config[key] for key in SPECIAL_IDS if config.get(key) is not None}:
+                to.mkdir(exist_ok=True)
+                write_json(to / GENERATION, {"_from_model_config": True, **ids})
+
+
+def write_byte_tokenizer(folder: Path, positions: int) -> None:
+    """Write ``tokenizer.json`` and ``tokenizer_config.json`` whose ids are bytes: byte-pair encoding without merges, over the
+    characters by which GPT-2's stands for bytes. Byte 0 is the token that begins and ends a text."""
+    # the order of GPT-2's table, so that any reader of byte-level tokenizers decodes these ids as the bytes they are
+    characters = [chr(byte) for byte in range(256)]
+    for n, byte in enumerate(b for b in range(256) if b not in _PLAIN):
+        characters[byte] = chr(256 + n)
+    by_byte = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+    model: dict[str, Any] = {
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": None,
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+        "fuse_unk": False,
+        "byte_fallback": False,
+        "ignore_merges": False,
+        "vocab": {character: byte for byte, character in enumerate(characters)},
+        "merges": [],
+    }
+    body: dict[str, Any] = {
+        "version": "1.0",
+        "added_tokens": [],
+        "pre_tokenizer": by_byte,
+        "decoder": by_byte,
+        "model": model,
+    }
+    body |= dict.fromkeys(("truncation", "padding", "normalizer", "post_processor"))
+    write_json(folder / JSON, body)
+    write_tokenizer_config(folder, positions, characters[0])
+
+
+def write_tokenizer_config(folder: Path, positions: int, end: str | None) -> None:
+    """Write ``tokenizer_config.json``. ``positions``: the most tokens that the model takes. ``end``: the token that ends a
+    text, and begins one, if there is one."""
+    ends = {} if end is None else {"bos_token": end, "eos_token": end}
+    plain = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    write_json(folder / SETTINGS, {**plain, "model_max_length": positions, **ends})

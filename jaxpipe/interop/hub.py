@@ -24,8 +24,8 @@ _ROWS = 4096  # of two tensors that are compared
 
 @dataclass(frozen=True, slots=True)
 class Hub:
-    """A folder, its ``config.json``, the model of ours that it is (``module:function``), and that model's options but for
-    ``seq_len``."""
+    """An opened folder of the hub: its ``config.json``, the model of ours that reads it (``module:function``), and that model's
+    options but for ``seq_len``."""
 
     folder: Path
     config: Mapping[str, Any]
@@ -61,7 +61,8 @@ def open_hub(folder: Path, target: str | None = None) -> Hub:
         raise ConfigError(
             f"{folder / CONFIG}: model_type is {kind!r}; known are {model_types}: name a model of yours with --model"
         )
-    target = target or ours(TARGETS[str(kind)]) or TARGETS[str(kind)]  # no module of the user's that is called so
+    # ours: a folder ``models`` in the user's working directory must not stand in for the one of this package
+    target = target or ours(TARGETS[str(kind)]) or TARGETS[str(kind)]
     exchange = hugging_face_of(target)
     try:
         options = exchange.options(config)
@@ -72,7 +73,7 @@ def open_hub(folder: Path, target: str | None = None) -> Hub:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """The parameters of a model, in the files of a folder. ``leaves``: where in the files each is made of. ``remarks``: what
+    """The parameters of a model, in the files of a folder. ``leaves``: the tensors that make each leaf. ``remarks``: what
     the files have that is not read, and does no harm."""
 
     leaves: Mapping[Leaf, list[tuple[Tensor, Stored]]]
@@ -91,6 +92,7 @@ class Weights:
 
     def _leaf(self, leaf: Leaf, rows: list[tuple[Tensor, Stored]]) -> np.ndarray:
         shape = self.shapes[leaf]
+        # a leaf of several tensors is filled part by part; zeros remain only where its table says ``padded``
         array = np.zeros(shape, np.float32) if rows[0][0].part is not None else None
         for row, stored in rows:
             with opened(stored.file) as file:
@@ -116,6 +118,7 @@ def weights_of(hub: Hub, options: Mapping[str, Any], avals: Mapping[str, Any]) -
     stored = {_full(hub.exchange, name): tensor for name, tensor in files.items()}
     names = {row.name for leaf_rows in rows.values() for row in leaf_rows}
     remarks = [f"{hub.folder / INDEX} lists {name}, which no file has; {tied[name]} is in its place" for name in stale]
+    # names by headers alone: a folder of another model is refused before gigabytes are read
     if lost := sorted(names - stored.keys()):
         wrapper = _wrapper(lost, files, hub.exchange.prefix)
         raise ConfigError(f"{hub.folder} has no tensor {lost[0]}{_more(lost)}; {wrapper or 'download it again'}")

@@ -1,9 +1,9 @@
-"""Starts the processes of a run: here, or by files for Slurm and Kubernetes. Imports no JAX."""
+"""Start the processes of a run: here, or by files for Slurm and Kubernetes. Imports no JAX."""
 
 from jaxpipe.lazy import exported
 
 __all__, __getattr__ = exported(
     __name__,
-    cluster="Job jobset sbatch",
+    cluster="ClusterJob jobset sbatch",
     local="Launch follow_launcher",
 )

@@ -1,7 +1,7 @@
-"""Files that start a run on a cluster: a batch script for Slurm, a JobSet for Kubernetes. To be read, and changed by hand.
+"""Write files that start a run on a cluster: a batch script for Slurm, a JobSet for Kubernetes. Users read and change them.
 
-One process a node (or several) drives that node's GPUs. A rank lies within one process. A value that a user names reaches its
-reader as it is: bash, sbatch, YAML and Kubernetes each have quotes of their own, and no value with a line break is written.
+One process a node (or several) drives that node's GPUs. A rank lies within one process. A user's value reaches its reader
+unchanged: bash, sbatch, YAML and Kubernetes each have their own quotes, and no value with a line break is written.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _CLAIM = re.compile(r"([a-z0-9]([-.a-z0-9]{0,251}[a-z0-9])?):(/[^:]*)", re.DOTAL
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
-    """``jaxpipe ARGUMENTS`` on ``nodes`` hosts with ``gpus`` each, which share them among ``processes``.
+class ClusterJob:
+    """A run of ``jaxpipe ARGUMENTS`` on ``nodes`` hosts with ``gpus`` each, which share them among ``processes``.
 
     Raises:
         ConfigError: ``config`` needs another number of devices, a rank does not lie within a process, or an argument holds a
@@ -75,7 +75,7 @@ def _axes(pipe: PipelineConfig) -> str:
     return f"tp {pipe.tp} × " + (f"cp {pipe.cp} × " if pipe.cp > 1 else "") + f"dp {pipe.dp}"
 
 
-def sbatch(job: Job, options: Sequence[str], folder: Path) -> str:
+def sbatch(job: ClusterJob, options: Sequence[str], folder: Path) -> str:
     """Return a batch script for Slurm. ``options``: more of sbatch, such as ``time=12:00:00``; ``folder``: where the run
     starts.
 
@@ -127,7 +127,7 @@ def _yaml_quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def jobset(job: Job, image: str, claim: str) -> str:
+def jobset(job: ClusterJob, image: str, claim: str) -> str:
     """Return a JobSet (``jobset.x-k8s.io/v1alpha2``) of one Job with a pod a node. ``claim``, ``NAME:PATH``: the
     PersistentVolumeClaim that all pods share, and where.
 

@@ -38,8 +38,8 @@ _LIBRARY_LOG = re.compile(rb"([EF])\d{4} \d\d:\d\d:\d\d|\d{4}-\d\d-\d\d \d\d:\d\
 
 
 class Launch:
-    """``number`` processes of a command. Use as a context: meanwhile every signal that ends a run is passed on to all of them,
-    once. ``logs``: a folder for what they write."""
+    """Runs a command in ``number`` processes. Use as a context: meanwhile every signal that ends a run is passed on to all of
+    them, once. ``logs``: a folder for their output."""
 
     def __init__(self, command: Sequence[str], number: int, logs: Path) -> None:
         self._command, self._number, self._logs = list(command), number, logs

@@ -7,12 +7,10 @@ from jaxpipe.lazy import exported
 
 __all__, __getattr__ = exported(
     __name__,
-    measured="Stopwatch",
     predict="Prediction",
     roofline="Efficiency Work work_of",
-    space="Space",
-    stages="Workbench workbench",
+    space="Space TuneResult TuneTrial",
+    stages="StageCosts Stopwatch stage_costs_of",
     suggest="Suggestion Suggestions",
     targets="TARGETS Chip Target find_target",
-    tune="Tried Tuned",
 )

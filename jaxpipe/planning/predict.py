@@ -4,16 +4,19 @@ Assumed: AdamW with float32 moments; float32 master parameters and gradient accu
 (with float32 compute there are no separate masters): 18 bytes a parameter in bfloat16, 16 in float32, as the runtime keeps
 them and as Megatron-LM does. No data parallelism, so no sharded optimizer. Batch arrays, keys and losses are left out
 (megabytes). The update reads and writes its state once at the memory's bandwidth. Gradients are reduced over dp once a step,
-by a ring, and after the pipeline: what of it runs under the tail of the pipeline is not counted as hidden. Of post-validation,
-taken to be right always: a step takes the longest span of a rank (:mod:`jaxpipe.schedule.steps`), the update reads its state
-once more, and parameters in float32 are there twice.
+by a ring, and after the pipeline: what of it runs under the tail of the pipeline is not counted as hidden. With
+post-validation, which is taken to be right always, a step takes the longest span of a rank (:mod:`jaxpipe.schedule.steps`),
+the update reads its state once more, and parameters in float32 exist twice.
 
 MFU counts the products of the forward three times (forward and backward, recomputation not), as Narayanan et al. 2021 do,
 over the step and the dense peak of the compute dtype.
+
+The file begins with the costs of stages on a target, and goes on with the prediction.
 """
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
@@ -21,30 +24,124 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from jaxpipe.cost.memory import Kind, RankMemory
-from jaxpipe.planning.costs import link_between, link_of, planned_costs
-from jaxpipe.planning.roofline import Efficiency
-from jaxpipe.planning.stages import PlannedStage, Workbench, planner
+from jaxpipe.cost.profile import cost_profile
+from jaxpipe.cost.seconds import LEAST_S, ops_of
+from jaxpipe.planning.roofline import Efficiency, Work
+from jaxpipe.planning.stages import PlannedStage, StageCosts, planner
 from jaxpipe.planning.targets import Target
-from jaxpipe.schedule import CostProfile, MemoryCurve, Placement, Schedule, Timeline, op_spec, simulate
+from jaxpipe.schedule import (
+    CostProfile,
+    HostLink,
+    Link,
+    MemoryCurve,
+    Placement,
+    Schedule,
+    Timeline,
+    build_graph,
+    op_spec,
+    simulate,
+)
 from jaxpipe.schedule.costs import PER_STAGE_FIELDS, k_of
 from jaxpipe.schedule.deps import HOST_LANES
-from jaxpipe.schedule.memory import static_bytes
+from jaxpipe.schedule.memory import memory_curves, static_bytes
 from jaxpipe.schedule.search_orders import offloaded_share
 from jaxpipe.stage.compiled.recompute_report import remarks
 from jaxpipe.stage.model.plan import StagePlan
+from jaxpipe.stage.weave.units import UnitCosts
 from jaxpipe.train.assemble import Planner, choose, final_order
 from jaxpipe.train.config import TrainConfig
 from jaxpipe.train.settings.sections import PipelineConfig
 from jaxpipe.train.setup import microbatch_size
 
 
+def planned_costs(
+    stages: Sequence[PlannedStage], pipe: PipelineConfig, target: Target, efficiency: Efficiency, limit_bytes: float
+) -> CostProfile:
+    """Return the cost profile of planned stages: seconds by roofline, bytes from shapes, links of the target.
+    ``limit_bytes``: what arrays may fill on a device. Collectives over ``tp`` and ``cp`` are rings; F and B are taken to
+    need equally long ones, which they do but for an embedding and a head. ``optimizer_bytes``: gradient accumulators,
+    master parameters and optimizer state."""
+    sizes, rates = [s.sizes for s in stages], unit_costs(target, efficiency, pipe.tp * pipe.cp)
+    f, b, w = ([x.exchange_s(op, rates) for x in sizes] for op in ("F", "B", "W"))
+    work = {op: [s.work.get(op, Work()) for s in stages] for op in ops_of([s.functions for s in stages])}
+    seconds = {op: [max(LEAST_S, x.seconds) for x in row] for op, row in work.items()}
+    # collectives of F and B are in ``tp_comm_s``, which braids can hide; nothing hides the gathers of what W recomputes
+    for op in ("W", "BW"):
+        seconds[op] = [x + gathers for x, gathers in zip(seconds[op], w, strict=True)]
+    return cost_profile(
+        sizes,
+        seconds,
+        workspace={op: [s.workspace.get(op, 0.0) for s in stages] for op in work},
+        state_bytes=[s.state_bytes / (pipe.dp if pipe.sharding.zero1 else 1) for s in stages],
+        link=link_of(target, efficiency),
+        links=near_links(target, efficiency, pipe),
+        host=host_link(target, efficiency, pipe),
+        memory_limit_bytes=(limit_bytes,) * pipe.ranks,
+        tp_comm_s=tuple((x + y) / 2 for x, y in zip(f, b, strict=True)),
+        source=f"roofline of {target.name}, {efficiency.matmul:g} of peak, {efficiency.bandwidth:g} of memory bandwidth",
+    )
+
+
+def host_link(target: Target, efficiency: Efficiency, pipe: PipelineConfig) -> HostLink:
+    """Return the share of the host link that one device gets. Devices of one rank that share a link copy at once and halve
+    it; devices of different ranks take turns (a PCIe group)."""
+    inside = min(target.gpus_per_host_link, pipe.tp * pipe.cp)
+    across = target.gpus_per_host_link // inside
+    groups = [tuple(range(r, min(r + across, pipe.ranks))) for r in range(0, pipe.ranks, across)]
+    return HostLink(
+        d2h_bytes_per_s=target.d2h_bytes_per_s * efficiency.host / inside,
+        h2d_bytes_per_s=target.h2d_bytes_per_s * efficiency.host / inside,
+        latency_s=target.host_latency_s,
+        mode="duplex" if target.host_duplex else "shared",
+        groups=tuple(g for g in groups if len(g) > 1),
+    )
+
+
+def link_of(target: Target, efficiency: Efficiency, devices: float = math.inf) -> Link:
+    """Return the link between so many neighbouring devices: NVLink where they fit into a node, else the network."""
+    inside = devices <= target.node_size
+    latency_s = target.link_latency_s if inside else target.network_latency_s
+    return Link(latency_s, (target.link_bytes_per_s if inside else target.network_bytes_per_s) * efficiency.link)
+
+
+def near_links(
+    target: Target, efficiency: Efficiency, pipe: PipelineConfig
+) -> tuple[tuple[tuple[int, int], Link], ...]:
+    """Return the links between cyclic neighbours that lie in one node."""
+    near = link_of(target, efficiency, 1)
+    pairs = {(a, (a + step) % pipe.ranks) for a in range(pipe.ranks) for step in (1, -1)}
+    return tuple(
+        ((a, b), near) for a, b in sorted(pairs) if a != b and link_between(a, b, target, efficiency, pipe) == near
+    )
+
+
+def link_between(a: int, b: int, target: Target, efficiency: Efficiency, pipe: PipelineConfig) -> Link:
+    """Return the link between devices of two ranks; ranks fill nodes in order."""
+    per_node = max(1, target.node_size // pipe.rank_devices)
+    return link_of(target, efficiency, 1 if a // per_node == b // per_node else math.inf)
+
+
+def unit_costs(target: Target, efficiency: Efficiency, devices: int) -> UnitCosts:
+    """Return the target's rates as the cost model of units takes them; ``devices``: that collectives go between."""
+    link = link_of(target, efficiency, devices)
+    return UnitCosts(
+        flops_per_s=target.peak_flops_per_s("bfloat16") * efficiency.matmul,
+        bytes_per_s=target.memory_bytes_per_s * efficiency.bandwidth,
+        link_bytes_per_s=link.bytes_per_s,
+        link_latency_s=link.latency_s,
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """The prediction for one config on ``target``. ``memory``: of a device of each rank at its peak; ``residuals`` are what
-    F keeps for B and W and B for W. ``activation_bytes``: per rank, the most that residuals and boundaries take at any
-    time. ``limit_bytes``: what arrays may fill on a device. ``fused_attention``: cuDNN's, in any stage. ``remarks``: on
-    stages, such as a recompute policy that finds nothing to do. ``update_s``: of the config; ``late_update_s``: with
-    post-validation."""
+    """The prediction for one config on ``target``.
+
+    ``memory``: one device of each rank at its peak, by kind; ``residuals`` are what F keeps for B and W, and B for W.
+    ``activation_bytes``: per rank, the most that residuals and boundaries take at any time. ``limit_bytes``: what arrays may
+    fill on a device. ``fused_attention``: whether any stage runs cuDNN's kernel. ``remarks``: lines about stages, such as a
+    recompute policy that finds nothing to do. ``update_s``: seconds of the update as configured; ``late_update_s``: with
+    post-validation.
+    """
 
     config: TrainConfig
     target: Target
@@ -114,30 +211,33 @@ class Prediction:
 
 
 @dataclass(frozen=True, slots=True)
-class Ground:
-    """A priced plan, whatever the order of actions: the cut, its stages and their costs. ``own_ops``: custom ops, which
-    take no time."""
+class PricedPlan:
+    """A cut of the model with the prices of its stages, whatever the order of actions. ``custom_ops``: ops that a user
+    registered with a cost of their own, which is taken as no time."""
 
     plan: StagePlan
     stages: tuple[PlannedStage, ...]
     costs: CostProfile
-    own_ops: tuple[str, ...] = ()
+    custom_ops: tuple[str, ...] = ()
 
-    def update_s(self, config: TrainConfig, bench: Workbench, placement: Placement, late: bool | None = None) -> float:
-        """Return the seconds of a step beside the pipeline's: gradients reduced, also to the rank that owns a stage of
-        several flows, parameters updated, and handed back to the other ranks of such a stage. ``late``: with
-        post-validation, by default as ``config`` says."""
+    def update_s(
+        self, config: TrainConfig, stage_costs: StageCosts, placement: Placement, late: bool | None = None
+    ) -> float:
+        """Return the seconds of a step after its pipeline: gradients are reduced, also to the rank that owns a stage of several
+        flows, parameters are updated, and sent to the other ranks of such a stage. ``late``: with post-validation, by default
+        as ``config`` says."""
+        # each static byte is read and written once; the late commit of post-validation reads it a second time
         passes = 3 if (config.pipeline.passes.post_validation != "off" if late is None else late) else 2
         gradients = [
             sum(self.stages[s].sizes.acc_bytes for s in placement.stages_of(r)) for r in range(placement.num_ranks)
         ]
-        twice = gradients if _twice(config) else [0.0] * placement.num_ranks
+        twice = gradients if _keeps_old_params(config) else [0.0] * placement.num_ranks
         static = max(n - m for n, m in zip(static_bytes(placement, self.costs), twice, strict=True))
-        updated_s = passes * static / (bench.target.memory_bytes_per_s * bench.efficiency.bandwidth)
-        reduced_s = reduction_s(max(gradients), bench.target, bench.efficiency, config.pipeline)
-        return updated_s + reduced_s + self._replicas_s(config, bench, placement)
+        updated_s = passes * static / (stage_costs.target.memory_bytes_per_s * stage_costs.efficiency.bandwidth)
+        reduced_s = reduction_s(max(gradients), stage_costs.target, stage_costs.efficiency, config.pipeline)
+        return updated_s + reduced_s + self._replicas_s(config, stage_costs, placement)
 
-    def _replicas_s(self, config: TrainConfig, bench: Workbench, placement: Placement) -> float:
+    def _replicas_s(self, config: TrainConfig, stage_costs: StageCosts, placement: Placement) -> float:
         """Return the longest exchange between two ranks that hold the same stages: gradients there, parameters back."""
         gradients, parameters = Counter[tuple[int, int]](), Counter[tuple[int, int]]()
         for s, (primary, *replicas) in enumerate(zip(*placement.flows, strict=True)):
@@ -146,91 +246,91 @@ class Ground:
                 parameters[(primary[0], rank)] += round(self.costs.param_bytes[s])
 
         def seconds(a: int, b: int, n: int) -> float:
-            return link_between(a, b, bench.target, bench.efficiency, config.pipeline).seconds(n)
+            return link_between(a, b, stage_costs.target, stage_costs.efficiency, config.pipeline).seconds(n)
 
         ways = (gradients, parameters)
         return sum(max((seconds(*pair, n) for pair, n in way.items()), default=0.0) for way in ways)
 
 
-def ground(
+def price_plan(
     config: TrainConfig,
-    bench: Workbench,
+    stage_costs: StageCosts,
     plan: StagePlan,
     limit_bytes: float,
     ops: Collection[str] = (),
     compile_stages: bool = False,
-) -> Ground:
+) -> PricedPlan:
     """Price the stages of ``plan``. ``ops``: that schedules will run; ``compile_stages``: as :func:`predict`.
 
     Raises:
         StageError: a stage can't be traced or split, or no such policy.
     """
-    pipe, bench = config.pipeline, bench.over(config.pipeline)
-    stages = bench.stages(
+    pipe, stage_costs = config.pipeline, stage_costs.over(config.pipeline)
+    stages = stage_costs.stages(
         plan.cut, pipe.recompute, microbatch_size(config) // pipe.dp, config.pipeline.offload.fraction
     )
-    stages = bench.compiled(stages, ops if compile_stages else ())
-    costs = planned_costs(stages, pipe, bench.target, bench.efficiency, limit_bytes)
-    if _twice(config):
+    stages = stage_costs.compiled(stages, ops if compile_stages else ())
+    costs = planned_costs(stages, pipe, stage_costs.target, stage_costs.efficiency, limit_bytes)
+    if _keeps_old_params(config):
         twice = [n + s.sizes.acc_bytes for n, s in zip(costs.optimizer_bytes, stages, strict=True)]
         costs = replace(costs, optimizer_bytes=tuple(twice))
     custom_ops = sorted(op for op in ops if op_spec(op).cost not in ("", *PER_STAGE_FIELDS))
     for op in custom_ops:
         costs = costs.with_values(op_spec(op).cost, (0.0,) * costs.num_stages)
-    return Ground(plan, stages, costs, tuple(custom_ops))
+    return PricedPlan(plan, stages, costs, tuple(custom_ops))
 
 
 def predict(
     config: TrainConfig,
-    bench: Workbench,
+    stage_costs: StageCosts,
     limit_bytes: float,
     transform: Callable[[Schedule, CostProfile], Schedule] | None = None,
     compile_stages: bool = False,
     planned: Planner | None = None,
 ) -> Prediction:
     """Predict ``config`` with its own schedule, or with ``transform`` of it. ``compile_stages``: compile what the
-    schedule uses, as far as the workbench can, to know its workspace; what was compiled before is used in any case.
-    ``planned``: the config's planner, where it is there already.
+    schedule uses, as far as ``stage_costs`` can, to know its workspace; earlier compilations are used in any case.
+    ``planned``: the config's planner, if the caller has one.
 
     Raises:
         ScheduleError, StageError, ConfigError: the config's schedule, cut or policy can't be.
     """
     pipe = config.pipeline
-    draft, plan = choose(pipe, bench.model, planned or planner(config, bench.model))
+    draft, plan = choose(pipe, stage_costs.model, planned or planner(config, stage_costs.model))
     ops = {a.op for a in draft.schedule.actions()}
     ops |= {"B", "W"} if pipe.passes.separate_gradients else set()
-    priced_plan = ground(config, bench, plan, limit_bytes, ops, compile_stages)
+    priced_plan = price_plan(config, stage_costs, plan, limit_bytes, ops, compile_stages)
     schedule = final_order(pipe, draft, priced_plan.costs, lambda text: None)
     if transform is not None:
         schedule = transform(schedule, priced_plan.costs)
-    return predicted(config, bench, priced_plan, schedule, simulate(schedule, priced_plan.costs), limit_bytes)
+    return predicted(config, stage_costs, priced_plan, schedule, simulate(schedule, priced_plan.costs), limit_bytes)
 
 
 def predicted(
     config: TrainConfig,
-    bench: Workbench,
-    priced_plan: Ground,
+    stage_costs: StageCosts,
+    priced_plan: PricedPlan,
     schedule: Schedule,
     timeline: Timeline,
     limit_bytes: float,
 ) -> Prediction:
     """Predict ``config``, whose final ``schedule`` gives ``timeline`` under the costs of ``priced_plan``."""
-    pipe, stages, costs, custom_ops = config.pipeline, priced_plan.stages, priced_plan.costs, priced_plan.own_ops
+    pipe, stages, costs, custom_ops = config.pipeline, priced_plan.stages, priced_plan.costs, priced_plan.custom_ops
     memory, activations = _memory(schedule, timeline, stages, costs)
     detached = schedule.placement.detached  # their F makes a part of the backward; W is one product, as the forward is
     forward = sum(s.work["W" if k in detached else "F"].flops for k, s in enumerate(stages))
     flops = 3 * forward * pipe.microbatches * pipe.rank_devices
     return Prediction(
         config=config,
-        target=bench.target,
+        target=stage_costs.target,
         schedule=schedule,
         costs=costs,
         timeline=timeline,
         memory=memory,
         activation_bytes=activations,
         limit_bytes=limit_bytes,
-        update_s=priced_plan.update_s(config, bench, schedule.placement),
-        late_update_s=priced_plan.update_s(config, bench, schedule.placement, late=True),
+        update_s=priced_plan.update_s(config, stage_costs, schedule.placement),
+        late_update_s=priced_plan.update_s(config, stage_costs, schedule.placement, late=True),
         model_flops=flops,
         num_params=sum(s.num_params for s in priced_plan.plan.stages),
         fused_attention=any(s.fuses_attention for s in stages),
@@ -241,7 +341,7 @@ def predicted(
     )
 
 
-def _twice(config: TrainConfig) -> bool:
+def _keeps_old_params(config: TrainConfig) -> bool:
     """Return whether old and new parameters coexist during the update."""
     return config.pipeline.passes.post_validation != "off" and config.run.dtype == "float32"
 
@@ -254,14 +354,19 @@ def pipeline_s(timeline: Timeline, pipe: PipelineConfig) -> float:
 def _memory(
     schedule: Schedule, timeline: Timeline, stages: Sequence[PlannedStage], costs: CostProfile
 ) -> tuple[tuple[RankMemory, ...], tuple[float, ...]]:
-    """Return each rank's memory at its peak, and the peak of residuals and boundaries. Kinds are separated by simulating
-    the same times without workspace, and without boundaries."""
+    """Return each rank's memory at its peak, and the peak of residuals and boundaries."""
+    # a curve adds all kinds up: curves of the same events without workspace, and then without boundaries, tell them apart
     passing = tuple(
         (op, tuple(n - s.workspace.get(op, 0.0) for n, s in zip(row, stages, strict=True)))
         for op, row in costs.temp_bytes
     )
-    curves = simulate(schedule, replace(costs, temp_bytes=passing)).memory
-    residual_memory = simulate(schedule, replace(costs, temp_bytes=(), boundary_buffers=False)).memory
+    graph = build_graph(schedule)
+    events = {(e.rank, e.action): e for e in timeline.events if e.lane not in ("send", "tp")}
+    slots = [events[graph.rank_of[n], slot] for n, slot in enumerate(graph.slots)]
+    starts_s, ends_s = [e.start_s for e in slots], [e.end_s for e in slots]
+    curves, _ = memory_curves(graph, replace(costs, temp_bytes=passing), starts_s, ends_s)
+    bare_costs = replace(costs, temp_bytes=(), boundary_buffers=False)
+    residual_memory, _ = memory_curves(graph, bare_costs, starts_s, ends_s)
     acc = [s.sizes.acc_bytes for s in stages]
     memory = []
     for rank, (full, on_host) in enumerate(zip(timeline.memory, _host_peaks(timeline, costs), strict=True)):
@@ -277,6 +382,7 @@ def _memory(
             "boundaries": max(0.0, activations - residuals),
             "temporaries": max(0.0, full.peak - activations),
         }
+        # the total is that of the rounded kinds, so that a table of them adds up to what it says
         by_kind: dict[Kind, int] = {kind: round(n) for kind, n in held_then.items()}
         total = sum(by_kind.values())
         static = by_kind["parameters"] + by_kind["gradients"] + by_kind["optimizer"]

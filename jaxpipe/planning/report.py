@@ -10,17 +10,16 @@ from typing import Any
 from jaxpipe.cost.memory import Kind, RankMemory
 from jaxpipe.planning.predict import Prediction
 from jaxpipe.planning.roofline import Efficiency
-from jaxpipe.planning.space import Space, shown
-from jaxpipe.planning.stages import Workbench
+from jaxpipe.planning.space import Space, TuneResult, TuneTrial, shown
+from jaxpipe.planning.stages import StageCosts
 from jaxpipe.planning.suggest import Suggestion, Suggestions
 from jaxpipe.planning.targets import target_json
-from jaxpipe.planning.tune import Tried, Tuned
 from jaxpipe.text import aligned, format_bytes, format_seconds
 
 _KINDS: tuple[Kind, ...] = ("parameters", "gradients", "optimizer", "residuals", "boundaries", "temporaries")
 _SHOWN = 8
 _WORTH_SAYING = 0.005
-"""A gain."""
+"""The smallest gain in step time, as a fraction, that is worth a mention."""
 
 
 def assumptions(p: Prediction, e: Efficiency, workspace: str) -> tuple[str, ...]:
@@ -162,12 +161,12 @@ def _reached(p: Prediction) -> dict[str, Any]:
     return {"peak_bytes": p.worst.peak_bytes, **{name: getattr(p, name) for name in names}}
 
 
-def tuned_text(tuned: Tuned, space: Space) -> str:
+def tuned_text(tuned: TuneResult, space: Space) -> str:
     """Describe the best candidate, then list those that fit, the fastest first. ``tuned`` must have a best."""
     p = tuned.best
     assert p is not None
     counts = Counter[str]()
-    for tried in tuned.tried:
+    for tried in tuned.trials:
         counts[tried.status] += tried.candidates
     status_counts = ", ".join(f"{n:,} {status}" for status, n in counts.items())
     early = f" ({tuned.stopped}: {counts['not reached']:,} candidates were not reached)" if tuned.stopped else ""
@@ -197,26 +196,26 @@ def tuned_text(tuned: Tuned, space: Space) -> str:
     return "\n".join([*head, "", *aligned(rows, left=(len(columns) + 3,))])
 
 
-def tuned_json(tuned: Tuned, space: Space, bench: Workbench, limit_bytes: float) -> dict[str, Any]:
+def tuned_json(tuned: TuneResult, space: Space, stage_costs: StageCosts, limit_bytes: float) -> dict[str, Any]:
     """Return every candidate that was tried. A record's ``settings`` are overrides of ``base``; ``candidates`` of them
     share it."""
     best = tuned.best
     return {
         "base": space.base.to_dict(),
         "devices": space.devices,
-        "target": target_json(bench.target),
-        "efficiency": asdict(bench.efficiency),
+        "target": target_json(stage_costs.target),
+        "efficiency": asdict(stage_costs.efficiency),
         "limit_bytes": limit_bytes,
         "axes": {axis.key: list(axis.values) for axis in space.axes},
         "only": {key: list(values) for key, values in space.only.items()},
         "best": None if best is None else {"config": best.config.to_dict(), **_reached(best)},
         "seconds": tuned.seconds,
         "stopped": tuned.stopped,
-        "tried": [_tried_json(t) for t in tuned.tried],
+        "tried": [_trial_json(t) for t in tuned.trials],
     }
 
 
-def _tried_json(t: Tried) -> dict[str, Any]:
+def _trial_json(t: TuneTrial) -> dict[str, Any]:
     facts = {field.name: getattr(t, field.name) for field in fields(t)}
     return {name: x for name, x in facts.items() if x not in (None, (), "", False)}
 

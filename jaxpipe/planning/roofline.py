@@ -91,7 +91,7 @@ class Work:
         return Work.of(one + share * (two - one), self.levels + share * (other.levels - self.levels), self.kernels)
 
 
-class View:
+class SizeView:
     """A view of a jaxpr that changes nothing; subclasses show it with other sizes."""
 
     def atom(self, atom: Any) -> Any:
@@ -105,8 +105,8 @@ class View:
 
 def work_of(jaxpr: Any, target: Target, efficiency: Efficiency) -> Work:
     """Return the work of a ``Jaxpr`` or ``ClosedJaxpr`` whose calls are inlined (bodies of loops and branches are followed)."""
-    view = View()
-    return Walk(getattr(jaxpr, "jaxpr", jaxpr), target, efficiency, (view,)).seen(view)
+    view = SizeView()
+    return KernelWalk(getattr(jaxpr, "jaxpr", jaxpr), target, efficiency, (view,)).at(view)
 
 
 class _Kernel(NamedTuple):
@@ -121,11 +121,11 @@ class _Kernel(NamedTuple):
     table: tuple[Var, tuple[Var, ...]] | None = None
 
 
-class Walk:
+class KernelWalk:
     """One pass over the equations of one body, for all ``views``. ``kernels``: one after another; ``changes``: of workspace, by
     an array that is made or dropped."""
 
-    def __init__(self, body: Any, target: Target, efficiency: Efficiency, views: Sequence[View]) -> None:
+    def __init__(self, body: Any, target: Target, efficiency: Efficiency, views: Sequence[SizeView]) -> None:
         self.body, self.target, self.efficiency, self.views = body, target, efficiency, views
         self.kernels: list[_Kernel] = []
         self.launches = 0
@@ -138,7 +138,7 @@ class Walk:
         self._run()
         self.changes = self._workspace()
 
-    def seen(self, view: View) -> Work:
+    def at(self, view: SizeView) -> Work:
         """Return the work of the body in a view."""
         bytes_of: dict[Var, int] = {}
 
@@ -170,6 +170,7 @@ class Walk:
 
     def _stored(self) -> set[Var]:
         """Return the values that are stored in memory."""
+        # what a product, a collective or a loop reads must exist; elementwise work would be fused into any other reader
         stored = set(self.outside)
         for eqn in self.body.eqns:
             if id(eqn) in self.own or _reduces(eqn):
@@ -188,6 +189,7 @@ class Walk:
             elif _reduces(eqn) or any(v in self.stored for v in eqn.outvars):
                 sources = self._sources(eqn)
                 read = (*eqn.outvars, *sources)
+                # equal sources alone do not make one kernel: XLA joins results of one shape, and each view has its shapes
                 size = tuple(max(math.prod(shape_of(view.atom(v))) for v in read) for view in self.views)
                 shared = (sources, size) in fused and bool(sources)  # one kernel may write several results
                 fused.add((sources, size))
@@ -198,6 +200,7 @@ class Walk:
         bodies = [work_of(b, self.target, self.efficiency) for b in sub_jaxprs(eqn)]
         sources = {self.base(v) for v in variables(eqn.invars)}
         if bodies:
+            # a branch costs what its longest arm does; ``while`` has its condition first, and one iteration of its body
             chosen = max(bodies, key=lambda w: w.seconds) if eqn.primitive.name == "cond" else bodies[-1]
             times = scan.length if scan is not None else 1
             self.launches += times * chosen.kernels
@@ -268,7 +271,7 @@ class Walk:
         result = [id(eqn) not in self.own and all(v in self.outside for v in eqn.outvars) for eqn, _ in self.launched]
         when = list(range(len(self.launched)))
         needed_at: dict[int, int] = {}
-        # backwards, so that a reader has its place before its sources look for it
+        # from the last kernel to the first, so that a reader has its place before its sources look for it
         for k in range(len(self.launched) - 1, -1, -1):
             eqn, sources = self.launched[k]
             if not result[k] and k in needed_at and not any(v in self.outside for v in eqn.outvars):

@@ -13,13 +13,15 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
 from jaxpipe.errors import ConfigError, ScheduleError
+from jaxpipe.planning.predict import Prediction
 from jaxpipe.schedule import FAMILIES, Placement
 from jaxpipe.schedule.families import VOCABULARY_FAMILIES, Family
 from jaxpipe.schedule.placement import one_to_one, placement_named, with_vocabulary
 from jaxpipe.schedule.search_orders import cheap_first
+from jaxpipe.schedule.tolerance import nine_digits
 from jaxpipe.text import closest, divisors_of
 from jaxpipe.train.config import TrainConfig
 from jaxpipe.train.schedule_source import barriers
@@ -31,13 +33,13 @@ Settings = Mapping[str, Any]
 DEVICE_KEYS = ("pipeline.ranks", "pipeline.dp", "pipeline.cp", "pipeline.tp")
 """The axes whose product is the number of devices."""
 LEAST_POSITIONS = 1024
-"""Of a sequence, on a device: finer than this, cp is tried only if asked for."""
+"""Positions of a sequence that a device must have for cp to be tried; a user may ask for fewer with ``--only``."""
 RECOMPUTE = ("none", "cheap", "full")
 VOCABULARY = ("ends", "spread", "spread-2", "joint")
 CHUNKS = (2,)
 """Chunks a rank of families and placements that take any number of them."""
 SPREAD = frozenset(("1f1b", "zb-h1", "interleaved-1f1b", "gis", "gis-h", "v-half", "v-zb", "dualpipe-v"))
-"""Families tried under spread vocabulary layers; others, and traversal rules, only if asked for."""
+"""Families tried under spread vocabulary layers; others, and traversal rules, only if a user asks for them."""
 SEARCHES = frozenset({"v-adaptive", "ada-offload"})
 """Families that search, and take many seconds at large sizes: left out there."""
 MOST_PAIRS = 256
@@ -54,7 +56,7 @@ class Axis:
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class OrderSettings:
     """The settings that make a schedule of a layout, and its placement."""
 
     settings: Settings
@@ -63,7 +65,8 @@ class Order:
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """``base``: the config, with what the axes set at its default. ``only``: by key, the values that an order may have."""
+    """Holds all candidates of a search. ``base``: the config, with the settings that axes set at their defaults. ``only``: the
+    texts of the values that an order may have, by key."""
 
     base: TrainConfig
     devices: int
@@ -131,8 +134,9 @@ class Space:
             if math.prod(layout[key] for key in DEVICE_KEYS) == self.devices and self.base.run.batch % parts == 0:
                 yield layout
 
-    def orders(self, layout: Settings) -> tuple[Order, ...]:
+    def orders(self, layout: Settings) -> tuple[OrderSettings, ...]:
         """Return the orders of a layout. A single rank has one order."""
+        # traversals that do all forwards first need memory for all microbatches, as GPipe does: only if asked for by name
         ranks, microbatches = layout["pipeline.ranks"], layout["pipeline.microbatches"]
         orders = _orders(ranks, ranks * microbatches <= MOST_PAIRS, layout["pipeline.vocabulary"])
         named = any(key.startswith(("pipeline.schedule", "traverse.")) for key in self.only)
@@ -150,24 +154,71 @@ class Space:
         return self.base.changed(settings)
 
 
+Status = Literal["fits", "too large", "same", "refused", "slower", "not reached"]
+
+
+@dataclass(frozen=True, slots=True)
+class TuneTrial:
+    """The result of one candidate, or of ``candidates`` that share ``settings`` and were rejected for one ``reason``.
+
+    ``status``: it ``fits``; is ``too large``; makes the ``same`` schedule as another; is ``refused`` (sizes don't suit it);
+    can't be but ``slower`` than the best by ``bound_s``; or was ``not reached`` in time. ``bound_s``: no schedule of the
+    placement takes a step in less. ``peak_bytes``: by rank. ``offloaded``: the offload pass went over the schedule.
+    """
+
+    settings: Settings
+    status: Status
+    candidates: int = 1
+    bound_s: float | None = None
+    step_s: float | None = None
+    tokens_per_s: float | None = None
+    peak_bytes: tuple[int, ...] = ()
+    offloaded: bool = False
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TuneResult:
+    """The result of a search. ``best``: the fastest of all that fit, or None; no setting makes its ``schedule`` if ``to_file``
+    (the offload pass made it), so it needs a file. ``trials`` in the order they were made. ``stopped``: why the search ended
+    early, or an empty string."""
+
+    best: Prediction | None
+    to_file: bool
+    trials: tuple[TuneTrial, ...]
+    seconds: float
+    stopped: str = ""
+
+    @property
+    def leading(self) -> tuple[TuneTrial, ...]:
+        """Candidates that fit, the fastest first."""
+        return tuple(sorted((t for t in self.trials if t.status == "fits"), key=trial_key))
+
+
+def trial_key(trial: TuneTrial) -> tuple[float, int]:
+    """Return the sort key of a candidate; smaller is better."""
+    return nine_digits(trial.step_s or 0.0), max(trial.peak_bytes)
+
+
 def shown(value: Any) -> str:
     """Format a value of a setting as an override writes it."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 @lru_cache(maxsize=64)
-def _orders(ranks: int, small: bool, vocabulary: str) -> tuple[Order, ...]:
+def _orders(ranks: int, small: bool, vocabulary: str) -> tuple[OrderSettings, ...]:
     """Return the orders of all families, the cheap ones first, and then the grid of traversal rules."""
     if ranks == 1:
-        return (Order({"pipeline.schedule": "1f1b"}, one_to_one(1)),)
+        return (OrderSettings({"pipeline.schedule": "1f1b"}, one_to_one(1)),)
     orders = (*_families(ranks, small), *_traversals(ranks))
     return tuple(placed for order in orders if (placed := _with_vocabulary(order, vocabulary)) is not None)
 
 
-def _with_vocabulary(order: Order, vocabulary: str) -> Order | None:
+def _with_vocabulary(order: OrderSettings, vocabulary: str) -> OrderSettings | None:
     """Return the order on its placement with vocabulary layers placed so; None if there is no such placement."""
     if vocabulary == "ends":
         return order
+    # only a chain of one flow can have its vocabulary spread (placement.with_vocabulary)
     if "pipeline.memory_limit" in order.settings or order.placement.num_flows > 1:
         return None
     if vocabulary != "joint":
@@ -181,7 +232,7 @@ def _spread(placement: Placement, barriers: int) -> Placement:
     return with_vocabulary(placement, barriers=barriers)
 
 
-def _families(ranks: int, small: bool) -> Iterator[Order]:
+def _families(ranks: int, small: bool) -> Iterator[OrderSettings]:
     for family in cheap_first(FAMILIES.values()):
         if family.name in SEARCHES and not small:
             continue
@@ -192,7 +243,7 @@ def _families(ranks: int, small: bool) -> Iterator[Order]:
             except ScheduleError:  # none of these sizes
                 continue
             settings: dict[str, Any] = {"pipeline.schedule": family.name, "pipeline.chunks": chunks}
-            yield Order(settings | ({} if limit is None else {"pipeline.memory_limit": limit}), placement)
+            yield OrderSettings(settings | ({} if limit is None else {"pipeline.memory_limit": limit}), placement)
 
 
 def _chunks(family: Family) -> tuple[int, ...]:
@@ -200,7 +251,7 @@ def _chunks(family: Family) -> tuple[int, ...]:
     return tuple(dict.fromkeys((family.default_chunks, *CHUNKS))) if takes else (family.default_chunks,)
 
 
-def _traversals(ranks: int) -> Iterator[Order]:
+def _traversals(ranks: int) -> Iterator[OrderSettings]:
     for kind in _TRAVERSED:
         for chunks in CHUNKS if kind in ("circular", "wave") else (None,):
             placement = placement_named(kind, ranks, chunks)
@@ -218,7 +269,9 @@ def _traversals(ranks: int) -> Iterator[Order]:
                     "traverse.forward": forward,
                     "traverse.backward": backward,
                 }
-                yield Order(settings | ({} if in_flight is None else {"traverse.in_flight": in_flight}), placement)
+                yield OrderSettings(
+                    settings | ({} if in_flight is None else {"traverse.in_flight": in_flight}), placement
+                )
 
 
 def _read(only: Sequence[str]) -> dict[str, tuple[str, ...]]:

@@ -1,9 +1,9 @@
-"""Trace the stages of a config without data, parameters or devices, each distinct kind once.
+"""Trace and price the stages of a config without data, parameters or devices, each distinct kind once.
 
-A :class:`Workbench` belongs to one model, dtype, sequence length and number of shards. Stages whose layers are the same
-functions, get the same shapes and keep the same residuals are one :class:`PlannedStage`. Of a long run of equal layers one is
-traced with its neighbours; each further one costs what the second of two such layers alone adds to the first: a model of 60
-equal layers on 32 ranks costs five traces.
+A :class:`StageCosts` belongs to one model, dtype, sequence length and number of shards. Stages whose layers are the same
+functions, get the same shapes and keep the same residuals are one :class:`PlannedStage`. Only one layer of a long run of
+equal ones is traced with its neighbours; each further layer costs what the second of two such layers adds to the first: a
+model of 60 equal layers on 32 ranks costs five traces.
 
 Stages are traced as one of the rank's devices runs them, on devices that need not exist, with cuDNN if they are GPUs: bytes,
 work and collectives are read from its jaxprs.
@@ -12,17 +12,29 @@ A :class:`Compiler` returns exact workspace: that of functions compiled by XLA f
 machine's CPU. A stage of more than three equal layers is compiled with one and with two of them; the workspace of n is
 taken to grow linearly (with unrolled layers it mostly stays). Autotuning is off, since it would have to run kernels: real
 runs may choose algorithms with other workspace.
+
+*Other sizes* (:func:`resized`). A trace with :data:`PROBE` sequences, a prime, shows of each axis of each array whether
+sequences lie along it: its length is a multiple of the prime then. So one trace gives the shapes, and with them bytes and
+operations, for any number of sequences. Resized functions can be priced, not run.
+
+*Measured times* (:class:`Stopwatch`), kept in a file and reused (FlexPipe, section 3, "profiling"). They are keyed by what was
+run: the programs of F, B, W and BW, the devices and the version of JAX. Tensor-parallel collectives are subtracted, as the
+target's links say what they take.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import json
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import groupby, islice, pairwise
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -31,25 +43,36 @@ import numpy as np
 import optax
 from jax.sharding import AbstractDevice, AbstractMesh, Mesh
 
-from jaxpipe._jax_compat import aval_bytes, compile_only_devices, cudnn_assumed
+from jaxpipe._jax_compat import (
+    Jaxpr,
+    JaxprEqn,
+    Var,
+    aval_bytes,
+    close_jaxpr,
+    compile_only_devices,
+    cudnn_assumed,
+    fresh_var,
+    scan_parts,
+    sub_jaxprs,
+)
 from jaxpipe.context_parallel import shard_avals
+from jaxpipe.cost import measure_stages
 from jaxpipe.cost.profile import Exchanges, StageSizes
-from jaxpipe.errors import StageError
+from jaxpipe.errors import ConfigError, StageError
+from jaxpipe.files import write_atomically
 from jaxpipe.mesh import AXES, AnyMesh, TensorParallel
-from jaxpipe.planning.measured import Stopwatch
-from jaxpipe.planning.resized import PROBE, resized
-from jaxpipe.planning.roofline import Efficiency, View, Walk, Work
+from jaxpipe.planning.roofline import Efficiency, KernelWalk, SizeView, Work
 from jaxpipe.planning.targets import Target, device_text
-from jaxpipe.stage.compiled.compile import BuildCache, build_stage_functions
+from jaxpipe.stage.compiled.compile import BuildCache, build_stage_functions, held_bytes
 from jaxpipe.stage.compiled.footprint import compiled_footprint
 from jaxpipe.stage.compiled.offloadable import with_offload
-from jaxpipe.stage.functions import StageFunctions
+from jaxpipe.stage.functions import StageFunction, StageFunctions
 from jaxpipe.stage.identity import function_key
 from jaxpipe.stage.model.layer import Layer, Model
 from jaxpipe.stage.model.links import StageLinks, links_of
 from jaxpipe.stage.model.params import compute_avals
 from jaxpipe.stage.model.plan import Cut
-from jaxpipe.stage.primitives import is_attention_kernel
+from jaxpipe.stage.primitives import is_attention_kernel, is_exchange
 from jaxpipe.stage.split.policies import per_stage
 from jaxpipe.train.assemble import Planner, shards_of, spread_over, stage_planner
 from jaxpipe.train.config import TrainConfig
@@ -57,14 +80,176 @@ from jaxpipe.train.corpora.tokenizers import load_tokenizer
 from jaxpipe.train.settings.sections import PipelineConfig
 from jaxpipe.train.setup import build_model, microbatch_size, optimizer_of, with_mask
 
+PROBE = 131071
+"""Sequences in the traced microbatch: a prime (2¹⁷ − 1), so that only axes along sequences are multiples of it."""
+
+
+def resized(stage: StageFunctions, sizes: Sequence[int]) -> Sequence[tuple[StageFunctions, SizeView]]:
+    """Resize a stage traced with :data:`PROBE` sequences to each of ``sizes``, and return it with a view of its equations.
+
+    The resized functions keep only exchanges and attention kernels, and their inputs and outputs as traced. Returns nothing
+    where shapes are ambiguous: an axis is as long as no parameter's, neither short nor a multiple of :data:`PROBE`; an array
+    has sequences along several axes; or loops and branches run over sequences.
+    """
+    layout = stage.layout
+    shapes = *(x.shape for x in layout.slots), *(x.shape for x in (*layout.buffers, *stage.acc_avals))
+    dimensions = frozenset(n for shape in shapes for n in shape)
+    views = [_ProbeView(dimensions, size) for size in sizes]
+    views[0].check_shapes(f.jaxpr.jaxpr for f in stage.functions.values())
+    resized_stages = [(_sized(stage, view), view) for view in views]
+    return [] if any(view.ambiguous for view in views) else resized_stages
+
+
+def _sized(stage: StageFunctions, view: _ProbeView) -> StageFunctions:
+    functions = {op: view.function(f) for op, f in stage.functions.items()}
+    forward = functions["F"]
+    results = zip(forward.outputs, forward.jaxpr.jaxpr.outvars, strict=True)
+    bytes_by_field = held_bytes({op: (f.inputs, f.jaxpr.jaxpr.invars) for op, f in functions.items()})
+    boundary_bytes = sum(aval_bytes(a.aval) for port, a in results if port.kind == "y")
+    return replace(stage, functions=functions, evaluation=forward, boundary_bytes=boundary_bytes, **bytes_by_field)
+
+
+class _ProbeView(SizeView):
+    """Shows a stage traced with :data:`PROBE` sequences as if it had ``size`` of them. ``ambiguous``: some shape did not show
+    whether sequences lie along it. Functions of a stage share variables (residuals), so each variable is resized once."""
+
+    def __init__(self, dimensions: Iterable[int], size: int) -> None:
+        self.dimensions, self.size = frozenset(dimensions), size
+        self.ambiguous = any(n and n % PROBE == 0 for n in self.dimensions)
+        self.variables: dict[Var, Var] = {}
+        self.shapes: dict[tuple[int, ...], tuple[int, ...]] = {}
+
+    def check_shapes(self, bodies: Iterable[Jaxpr]) -> None:
+        """Set ``ambiguous`` if a shape does not show which axes hold sequences."""
+        eqns = {id(eqn): eqn for body in bodies for eqn in body.eqns}
+        for shape in {shape for eqn in eqns.values() for shape in _shapes(eqn)}:
+            self.shape(shape)
+        # a view shows equations of the outer body only: inside of loops and branches nothing may depend on the size
+        inside = (n for eqn in eqns.values() for sub in sub_jaxprs(eqn) for n in _inside(sub))
+        loops = (loop.length for loop in map(scan_parts, eqns.values()) if loop is not None)
+        self.ambiguous = self.ambiguous or any(n >= PROBE // 2 for n in (*inside, *loops))
+
+    def function(self, function: StageFunction) -> StageFunction:
+        body = function.jaxpr.jaxpr
+        eqns = [self.eqn(eqn) for eqn in body.eqns if is_exchange(eqn) or is_attention_kernel(eqn)]
+        consts = zip(map(self.atom, body.constvars), function.jaxpr.consts, strict=True)
+        invars, outvars = ([self.atom(a) for a in atoms] for atoms in (body.invars, body.outvars))
+        closed = close_jaxpr(list(consts), invars, eqns, outvars)
+        avals_in, avals_out = (tuple(map(self._aval, avals)) for avals in (function.avals_in, function.avals_out))
+        return replace(function, jaxpr=closed, avals_in=avals_in, avals_out=avals_out)
+
+    def eqn(self, eqn: JaxprEqn) -> JaxprEqn:
+        operands, results = ([self.atom(a) for a in atoms] for atoms in (eqn.invars, eqn.outvars))
+        resized_eqn: JaxprEqn = eqn.replace(invars=operands, outvars=results)
+        return resized_eqn
+
+    def atom(self, atom: Any) -> Any:
+        if not isinstance(atom, Var) or not (shape := getattr(atom.aval, "shape", ())):
+            return atom
+        if atom not in self.variables:
+            same = (new_shape := self.shape(shape)) == shape
+            self.variables[atom] = atom if same else fresh_var(atom.aval.update(shape=new_shape))
+        return self.variables[atom]
+
+    def _aval(self, aval: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(tuple(map(self._length, aval.shape)), aval.dtype, sharding=aval.sharding)
+
+    def _length(self, n: int) -> int:
+        return n // PROBE * self.size if n % PROBE == 0 else n
+
+    def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of an array that has this one with :data:`PROBE` sequences."""
+        if shape not in self.shapes:
+            # a long axis that is no parameter's and no multiple may hold sequences all the same (PROBE − 1 behind a shift)
+            along = [n for n in shape if n and n % PROBE == 0]
+            others_known = all(n in along or n < PROBE // 2 or n in self.dimensions for n in shape)
+            if len(along) > 1 or any(n % PROBE**2 == 0 for n in along) or not others_known:
+                self.ambiguous = True
+            self.shapes[shape] = tuple(map(self._length, shape))
+        return self.shapes[shape]
+
+
+def _shapes(eqn: JaxprEqn) -> Iterator[tuple[int, ...]]:
+    return (getattr(a.aval, "shape", ()) for a in (*eqn.invars, *eqn.outvars))
+
+
+def _inside(body: Jaxpr) -> Iterator[int]:
+    """Yield the lengths of all axes in a body and its nested bodies, such as a scatter's update."""
+    for eqn in body.eqns:
+        yield from (n for shape in _shapes(eqn) for n in shape)
+        for sub in sub_jaxprs(eqn):
+            yield from _inside(sub)
+
+
+@dataclass
+class Stopwatch:
+    """Times stages on ``devices`` and keeps the seconds in the file ``path``. ``measured`` and ``reused``: stages so far.
+
+    Raises:
+        ConfigError: the file is none of these.
+    """
+
+    devices: Sequence[jax.Device]
+    path: Path
+    progress: Callable[[str], None] = lambda text: None
+    repeats: int = 3
+    measured: int = 0
+    reused: int = 0
+    _known: dict[str, dict[str, float]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            try:
+                read = json.loads(self.path.read_text(encoding="utf-8"))
+                self._known = {key: {op: float(x) for op, x in row.items()} for key, row in read["seconds"].items()}
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise ConfigError(f"{self.path}: no file of measured times ({error}); remove it") from None
+
+    def mesh(self, shards: TensorParallel) -> Mesh:
+        """Return the first devices as the mesh of a rank.
+
+        Raises:
+            StageError: there are fewer.
+        """
+        need = shards.size * shards.cp
+        if need > len(self.devices):
+            raise StageError(f"a rank of {need} devices can't be measured on {len(self.devices)}")
+        return Mesh(np.array(self.devices[:need], dtype=object).reshape(1, shards.cp, shards.size), AXES)
+
+    def __call__(self, stage: StageFunctions) -> Mapping[str, float]:
+        """Return the measured seconds by operation."""
+        device = self.devices[0]
+        # the text of a jaxpr names variables in order, so equal programs of two processes have equal texts
+        where = f"{jax.__version__} {device.platform} {device.device_kind} {stage.layout.shards}"
+        programs = "\n".join(f"{op} {f.jaxpr}" for op, f in stage.functions.items())
+        key = hashlib.sha256(f"{where}\n{programs}".encode()).hexdigest()[:24]
+        if key in self._known:
+            self.reused += 1
+            return self._known[key]
+        try:
+            costs = measure_stages([stage], repeats=self.repeats, memory=False).costs()
+        except jax.errors.JaxRuntimeError as error:
+            raise StageError(f"a stage can't be measured here: {str(error).splitlines()[0][:120]}") from None
+        fields = {"F": costs.f_s, "B": costs.b_s, "W": costs.w_s, "BW": costs.bw_s}
+        self._known[key] = {op: row[0] for op, row in fields.items()}
+        self.measured += 1
+        self.progress(f"measured {self.measured} stages ({self.reused} times were there already)")
+        # written after each stage: minutes of measuring survive Ctrl-C
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(self.path, json.dumps({"format": "jaxpipe measured times 1", "seconds": self._known}))
+        return self._known[key]
+
+
 _OPTIONS = {"xla_gpu_autotune_level": "0"}
-_KEPT = 1  # layers of a long run that a trace has: each further one adds what the second adds to the first
+_TRACED_LAYERS = 1
+"""Layers that a trace keeps of a long run of equal ones; each further layer adds what the second adds to the first."""
 
 
 @dataclass(frozen=True)
 class StageKey:
-    """The key under which a stage is traced once: layers, the first one's index in the model, what enters, its links to
-    others, its recompute policy, sequences in a microbatch, and the fraction of its residuals that offloads move."""
+    """Names a stage to trace: its ``layers``, of which the first is the model's ``offset``-th, the avals ``x`` that enter, its
+    ``links`` to other stages, recompute ``policy``, ``size`` (sequences in a microbatch), and the fraction of its residuals
+    that offloads move."""
 
     layers: tuple[Layer, ...]
     offset: int
@@ -76,7 +261,8 @@ class StageKey:
 
     @cached_property
     def kind(self) -> Hashable:
-        """Equal for stages that cost the same."""
+        """A key that is equal for stages that cost the same."""
+        # without ``offset``: where in the model a layer stands changes its parameters' names and nothing that is priced
         layers = tuple(layer.code for layer in self.layers)
         return (layers, str(self.x), self.links.kind, self.policy, self.size, self.offload_fraction)
 
@@ -87,9 +273,9 @@ class StageKey:
 
 @dataclass(frozen=True, slots=True)
 class PlannedStage:
-    """A stage on one of the rank's ``cp × tp`` devices. ``functions``: of the stage with long runs of equal layers cut
-    short; all other fields are the whole stage's. ``work`` by operation; ``state_bytes``: master parameters and optimizer
-    state, undivided; ``temps``: workspace in bytes by operation, of those that were compiled."""
+    """A priced stage, as one of the rank's ``cp × tp`` devices runs it. ``functions`` are those of the stage with long runs of
+    equal layers cut short; all other fields are the whole stage's. ``work`` by operation; ``state_bytes``: master parameters
+    and optimizer state, before ZeRO-1 divides them; ``temps``: workspace in bytes of the operations that were compiled."""
 
     key: StageKey
     functions: StageFunctions
@@ -116,12 +302,15 @@ class PlannedStage:
 
 
 @dataclass
-class Workbench:
-    """Makes planned stages, each distinct kind once. ``temp_of``: workspace by compiling, estimated without it; ``progress``
-    is told what takes time. ``sizes``: for a quick look at many sizes, two numbers of sequences from which any other follows,
-    kernel by kernel and array by array where their kernels are the same; one trace tells both where it can
-    (:mod:`jaxpipe.planning.resized`), else each is traced. ``seconds_of``: seconds
-    measured on devices that are here, in place of the roofline's."""
+class StageCosts:
+    """Prices the stages of a model on ``target``, each distinct kind once.
+
+    ``temp_of`` finds workspace by compiling; without it workspace is estimated. ``progress`` gets a line for each step that
+    takes seconds. ``sizes``, for a search over many microbatch sizes: two numbers of sequences, from whose prices those of any
+    other number follow, kernel by kernel and array by array; one trace tells both where it can
+    (:mod:`jaxpipe.planning.stages`), else each is traced. ``seconds_of`` measures seconds on local devices, which then stand
+    in place of the roofline's.
+    """
 
     model: Model
     compute_dtype: Any
@@ -134,22 +323,22 @@ class Workbench:
     cache: BuildCache = field(default_factory=BuildCache)
     sizes: tuple[int, int] | None = None
     seconds_of: Stopwatch | None = None
-    _stored: Workbench | None = None
-    _known: dict[Hashable, PlannedStage] = field(default_factory=dict)
-    _traced: dict[Hashable, StageFunctions] = field(default_factory=dict)
-    _priced: dict[Hashable, tuple[PlannedStage, ...]] = field(default_factory=dict)
-    _cuts: dict[Hashable, list[list[StageKey]]] = field(default_factory=dict)
-    _steps: dict[Hashable, tuple[PlannedStage | None, PlannedStage | None]] = field(default_factory=dict)
+    _base: StageCosts | None = None
+    _stages_by_kind: dict[Hashable, PlannedStage] = field(default_factory=dict)
+    _functions_by_kind: dict[Hashable, StageFunctions] = field(default_factory=dict)
+    _priced_by_kind: dict[Hashable, tuple[PlannedStage, ...]] = field(default_factory=dict)
+    _keys_by_cut: dict[Hashable, list[list[StageKey]]] = field(default_factory=dict)
+    _increments: dict[Hashable, tuple[PlannedStage | None, PlannedStage | None]] = field(default_factory=dict)
 
-    def over(self, pipe: PipelineConfig) -> Workbench:
-        """Return the workbench of the model with vocabulary layers where ``pipe`` puts them; what is known already is
-        shared."""
+    def over(self, pipe: PipelineConfig) -> StageCosts:
+        """Return the stage costs of the model with vocabulary layers where ``pipe`` puts them; traces and prices are shared."""
         model = spread_over(pipe, self.model)
-        return self if model is self.model else replace(self, model=model, _stored=self._stored or self, _cuts={})
+        # cuts name layers by position, and parts of the vocabulary are layers too: only the keys of cuts start anew
+        return self if model is self.model else replace(self, model=model, _base=self._base or self, _keys_by_cut={})
 
     @cached_property
     def mesh(self) -> AnyMesh:
-        """The ``cp × tp`` devices of a rank: where traces are made. Nothing runs on them, unless times are measured."""
+        """The mesh of a rank's ``cp × tp`` devices, for which stages are traced; it runs nothing unless times are measured."""
         if self.seconds_of is not None:
             return self.seconds_of.mesh(self.tp)
         if self.temp_of is not None and self.temp_of.mesh is not None:
@@ -166,9 +355,11 @@ class Workbench:
     def least_state_bytes(self) -> float:
         """Bytes of optimizer state for one parameter, in the layer that needs the fewest; 0 where no layer has parameters."""
         layers = [jax.tree.leaves(tree) for tree in self.avals.values()]
-        return min((self._moments(leaves) / sum(a.size for a in leaves) for leaves in layers if leaves), default=0.0)
+        return min(
+            (self._optimizer_bytes(leaves) / sum(a.size for a in leaves) for leaves in layers if leaves), default=0.0
+        )
 
-    def _moments(self, leaves: Sequence[Any]) -> float:
+    def _optimizer_bytes(self, leaves: Sequence[Any]) -> float:
         """Bytes of optimizer state of these parameters, without counts of steps, which take a few."""
         masters = [jax.ShapeDtypeStruct(a.shape, jnp.promote_types(self._master_dtype, a.dtype)) for a in leaves]
         state = jax.tree.leaves(jax.eval_shape(self.optimizer.init, masters))
@@ -186,13 +377,15 @@ class Workbench:
         Raises:
             StageError: a stage can't be traced or split, or no such policy.
         """
-        for traced in self._ways(size, offload_fraction):
-            with suppress(*([StageError] if traced == (PROBE,) else [])):  # layers may refuse so many sequences
+        # cheapest first: one probe for all sizes, then two traces for all sizes, then a trace of this very size. A user's
+        # layer may refuse PROBE sequences, which says nothing of the sizes that run, so only the probe's errors are dropped.
+        for traced in self._traced_sizes(size, offload_fraction):
+            with suppress(*([StageError] if traced == (PROBE,) else [])):
                 if priced_stages := self._stages(cut, recompute, size, traced, offload_fraction):
                     return priced_stages
         return self._stages(cut, recompute, size, (size,), offload_fraction)
 
-    def _ways(self, size: int, offload_fraction: float = 1.0) -> Iterator[tuple[int, ...]]:
+    def _traced_sizes(self, size: int, offload_fraction: float = 1.0) -> Iterator[tuple[int, ...]]:
         """Yield the tuples of sizes from whose traces ``size`` can be computed, the fewest traces first."""
         if self.sizes is not None:
             if self.seconds_of is None and offload_fraction in (0, 1):
@@ -204,22 +397,25 @@ class Workbench:
     ) -> tuple[PlannedStage, ...]:
         """Return stages priced from traces at the sizes ``traced``, or () if those traces use different kernels."""
         stages = list[PlannedStage]()
+        # keys are kept, as making them traces each stage's predecessors for the shapes that enter it
         cut_key = tuple(cut), tuple(per_stage(recompute, len(cut))), traced, offload_fraction
-        if cut_key not in self._cuts:
-            self._cuts[cut_key] = list(self._keys(*cut_key))
-        for keys in self._cuts[cut_key]:
+        if cut_key not in self._keys_by_cut:
+            self._keys_by_cut[cut_key] = list(self._stage_keys(*cut_key))
+        for keys in self._keys_by_cut[cut_key]:
+            # with ``sizes`` the keys hold the sizes that were traced, and one trace gives stages of many sizes
             kind = keys[0].kind if self.sizes is None else (keys[0].kind, traced, size)
-            if kind not in self._known and (grown := self._grown(keys, size)) is not None:
-                self._known[kind] = grown
-            if kind not in self._known:
+            if kind not in self._stages_by_kind and (priced_stage := self._extrapolated(keys, size)) is not None:
+                self._stages_by_kind[kind] = priced_stage
+            if kind not in self._stages_by_kind:
                 return ()
-            stages.append(self._known[kind])
+            stages.append(self._stages_by_kind[kind])
         return tuple(stages)
 
-    def _keys(
+    def _stage_keys(
         self, cut: Cut, recompute: str | Sequence[str], traced: tuple[int, ...], offload_fraction: float
     ) -> Iterator[list[StageKey]]:
-        """Yield each stage's keys, one for each size; the stages before it are traced for that."""
+        """Yield the keys of each stage in turn, one a size of ``traced``. A stage's inputs are what earlier stages return, so
+        these are traced on the way; a caller that stops early saves the traces of the rest."""
         layers = [self.model.layers[a:b] for a, b in cut]
         leaving = [list[tuple[Any, ...]]() for _ in traced]
         for s, (links, policy) in enumerate(
@@ -231,17 +427,17 @@ class Workbench:
             ]
             yield keys
             for key, leaving_avals in zip(keys, leaving, strict=True):
-                leaving_avals.append(links.exits(self._traced_once(_cut_to(key, *self._short(key))).y))
+                leaving_avals.append(links.exits(self._traced_functions(_shortened(key, *self._traced_lengths(key))).y))
 
-    def further(self, recompute: str, size: int) -> Mapping[Hashable, tuple[int, PlannedStage, PlannedStage]]:
-        """Return, by the code of each long run of equal layers, their number and two stages of ``size`` sequences, the
-        second with one layer more: their difference is what a layer adds. Empty where every size is traced."""
-        stages_by_code, cut = dict[Hashable, tuple[int, PlannedStage, PlannedStage]](), self._apart
+    def run_increments(self, recompute: str, size: int) -> Mapping[Hashable, tuple[int, PlannedStage, PlannedStage]]:
+        """Return how many equal layers each long run has, and two stages of ``size`` sequences, the second with one layer more,
+        by the code of the run's layer: their difference is what a layer adds. Empty where every size is traced."""
+        stages_by_code, cut = dict[Hashable, tuple[int, PlannedStage, PlannedStage]](), self._run_cut
         last = max((k for k, (a, b) in enumerate(cut) if b - a > 1), default=-1)
-        for traced in self._ways(size) if self.seconds_of is None else ():
+        for traced in self._traced_sizes(size) if self.seconds_of is None else ():
             with suppress(*([StageError] if traced == (PROBE,) else [])):
-                for keys in islice(self._keys(cut, recompute, traced, 1.0), last + 1):
-                    one, two = self._step(keys, 0, size) if self._short(keys[0])[0] else (None, None)
+                for keys in islice(self._stage_keys(cut, recompute, traced, 1.0), last + 1):
+                    one, two = self._increment(keys, 0, size) if self._traced_lengths(keys[0])[0] else (None, None)
                     if one is not None and two is not None:
                         stages_by_code[keys[0].layers[0].code] = len(keys[0].layers), one, two
             if stages_by_code:
@@ -249,10 +445,11 @@ class Workbench:
         return stages_by_code
 
     @cached_property
-    def _apart(self) -> Cut:
+    def _run_cut(self) -> Cut:
         """Cut the model into long runs of equal layers and single layers; the first layer is a stage of its own."""
         layers, links = tuple(self.model.layers), links_of([self.model.layers], self.avals)[0]
         runs = _long_runs(StageKey(layers, 0, None, links, "none", 1, 1.0))
+        # the model's first layer reads the batch and no activation: as the first of a run it would be another kind of stage
         until = {max(run[0], 1): run[-1] + 1 for run in runs}
         starts, at = list[int](), 0
         while at < len(layers):
@@ -265,16 +462,17 @@ class Workbench:
         unchanged where nothing compiles."""
         if self.temp_of is None:
             return tuple(stages)
+        # the budget of seconds may end at any compilation: the kind that most ranks run must not be the one left out
         for kind, _ in Counter(s.key.kind for s in stages).most_common():
-            stage = self._known[kind]
+            stage = self._stages_by_kind[kind]
             for op in stage.work:
                 if op in ops and op not in stage.temps and (temp := self.temp_of(self, stage.key, op)) is not None:
                     stage = replace(stage, temps={**stage.temps, op: temp})
-            self._known[kind] = stage
-        return tuple(self._known[s.key.kind] for s in stages)
+            self._stages_by_kind[kind] = stage
+        return tuple(self._stages_by_kind[s.key.kind] for s in stages)
 
     def functions_of(self, key: StageKey) -> StageFunctions:
-        """Stage functions on :attr:`mesh`; traces and compiled code are shared."""
+        """Build the stage's functions on :attr:`mesh`; stages with equal layers share traces and compiled code."""
         cache = replace(self.cache, calls=replace(self.cache.calls, repeated=self._repeated))
         batch = shard_avals(self.model.name, self.model.batch_spec(key.size), self.model.over_time, self.tp)
         with cudnn_assumed() if self.seconds_of is None else nullcontext():
@@ -289,76 +487,84 @@ class Workbench:
         counts = Counter(function_key(layer.apply) for layer in self.model.layers)
         return frozenset(key for key, n in counts.items() if n > 1)
 
-    def _grown(self, keys: Sequence[StageKey], size: int) -> PlannedStage | None:
-        """Extrapolate the stage from traces with few layers in each long run of equal layers; None as for :meth:`_make`."""
-        runs, short_lengths = self._short(keys[0])
-        grown_stage = self._make([_cut_to(key, runs, short_lengths) for key in keys], size)
+    def _extrapolated(self, keys: Sequence[StageKey], size: int) -> PlannedStage | None:
+        """Extrapolate the stage from traces with few layers of each long run; None as for :meth:`_priced_at`."""
+        runs, lengths = self._traced_lengths(keys[0])
+        stage = self._priced_at([_shortened(key, runs, lengths) for key in keys], size)
         # costs are linear in the number of equal layers: each further one adds ``longer`` − ``base``
         for k, run in enumerate(runs):
-            base, longer = self._step(keys, k, size)
-            if grown_stage is None or base is None or longer is None:
+            base, longer = self._increment(keys, k, size)
+            if stage is None or base is None or longer is None:
                 return None
-            grown_stage = _plus(grown_stage, longer, base, len(run) - short_lengths[k])
-        return None if grown_stage is None else replace(grown_stage, key=replace(keys[0], size=size))
+            stage = _extrapolate(stage, longer, base, len(run) - lengths[k])
+        return None if stage is None else replace(stage, key=replace(keys[0], size=size))
 
-    def _step(self, keys: Sequence[StageKey], k: int, size: int) -> tuple[PlannedStage | None, PlannedStage | None]:
-        """Return two stages, of which the second has one layer more of the ``k``-th long run: of the run alone, the same
-        for all stages that have such layers; those of ``keys`` themselves if there is none."""
-        runs, short = self._short(keys[0])
-        code, sizes, bench = keys[0].layers[runs[k][0]].code, tuple(x.size for x in keys), self._stored or self
+    def _increment(
+        self, keys: Sequence[StageKey], k: int, size: int
+    ) -> tuple[PlannedStage | None, PlannedStage | None]:
+        """Return two stages, the second with one layer more of the ``k``-th long run of ``keys``. They hold the run alone, so
+        that all stages with such layers share them; where the model has no such run by itself, they are cut from ``keys``."""
+        runs, lengths = self._traced_lengths(keys[0])
+        code, sizes, ends = keys[0].layers[runs[k][0]].code, tuple(x.size for x in keys), self._base or self
         kind = (code, keys[0].policy, keys[0].offload_fraction, sizes, size)
-        if kind not in self._steps:
-            for run_keys in bench._keys(bench._apart, keys[0].policy, sizes, keys[0].offload_fraction):
-                if run_keys[0].layers[0].code == code and bench._short(run_keys[0])[0]:
-                    keys, (runs, short), k = run_keys, bench._short(run_keys[0]), 0
+        if kind not in self._increments:
+            # ``ends``, the model with its vocabulary at the ends: its runs serve every way to spread the vocabulary
+            for run_keys in ends._stage_keys(ends._run_cut, keys[0].policy, sizes, keys[0].offload_fraction):
+                if run_keys[0].layers[0].code == code and ends._traced_lengths(run_keys[0])[0]:
+                    keys, (runs, lengths), k = run_keys, ends._traced_lengths(run_keys[0]), 0
                     break
-            longer = [n + (i == k) for i, n in enumerate(short)]
-            one, two = (self._make([_cut_to(key, runs, n) for key in keys], size) for n in (short, longer))
-            self._steps[kind] = one, two
-        return self._steps[kind]
+            longer = [n + (i == k) for i, n in enumerate(lengths)]
+            one, two = (self._priced_at([_shortened(key, runs, n) for key in keys], size) for n in (lengths, longer))
+            self._increments[kind] = one, two
+        return self._increments[kind]
 
-    def _short(self, stage: StageKey) -> tuple[list[list[int]], list[int]]:
-        """Return the long runs, and how many layers of each must be traced. Where a part of the residuals is offloaded, the
-        largest go, which is not linear in their number."""
+    def _traced_lengths(self, stage: StageKey) -> tuple[list[list[int]], list[int]]:
+        """Return the long runs of equal layers, and how many layers of each must be traced; no runs where costs are not linear
+        in the number of layers."""
+        # a fraction of the residuals is offloaded largest first, so a layer more changes which of the others are moved
         runs = _long_runs(stage) if stage.offload_fraction in (0, 1) else []
-        return runs, [_KEPT] * len(runs)
+        return runs, [_TRACED_LAYERS] * len(runs)
 
-    def _make(self, keys: Sequence[StageKey], size: int) -> PlannedStage | None:
+    def _priced_at(self, keys: Sequence[StageKey], size: int) -> PlannedStage | None:
         """Price the stage from traces of all ``keys``, which differ in size; each kind is traced once. None if the traces
         use different kernels."""
-        priced_stages = [stage for key in keys for stage in self._priced_once(key)]
+        priced_stages = [stage for key in keys for stage in self._priced_traces(key)]
         if len(priced_stages) < 2:
             return priced_stages[0] if priced_stages else None
-        # bytes and work are linear in the number of sequences, so two sizes give all others
+        # bytes and work of every kernel are linear in the number of sequences, so two sizes give all others; seconds are
+        # not (a kernel is bound by arithmetic or by memory), so ``towards`` computes them anew from each kernel's work
         one, two = priced_stages
         share = (size - one.key.size) / (two.key.size - one.key.size)
         work = {op: x.towards(two.work[op], share) for op, x in one.work.items()}
-        exchanges = {op: _towards(x, two.sizes.exchanges[op], share) for op, x in one.sizes.exchanges.items()}
+        exchanges = {
+            op: _interpolated_exchanges(x, two.sizes.exchanges[op], share) for op, x in one.sizes.exchanges.items()
+        }
         work_by_op = {op: x for op, x in work.items() if x is not None}
         if len(work_by_op) < len(work) or None in exchanges.values():
             return None
-        sizes = replace(_plus(one.sizes, two.sizes, one.sizes, share), exchanges=exchanges)
+        sizes = replace(_extrapolate(one.sizes, two.sizes, one.sizes, share), exchanges=exchanges)
         return replace(one, sizes=sizes, work=work_by_op)
 
-    def _traced_once(self, key: StageKey) -> StageFunctions:
-        if key.kind not in self._traced:
+    def _traced_functions(self, key: StageKey) -> StageFunctions:
+        if key.kind not in self._functions_by_kind:
             self.progress(f"tracing {key}")
-            self._traced[key.kind] = self.functions_of(key)
-        return self._traced[key.kind]
+            self._functions_by_kind[key.kind] = self.functions_of(key)
+        return self._functions_by_kind[key.kind]
 
-    def _priced_once(self, key: StageKey) -> tuple[PlannedStage, ...]:
+    def _priced_traces(self, key: StageKey) -> tuple[PlannedStage, ...]:
         """Trace and price the stage; a probe gives one stage for each of :attr:`sizes`, or none if its shapes are ambiguous."""
-        if key.kind not in self._priced:
-            stage, sizes = self._traced_once(key), self.sizes if key.size == PROBE else None
-            stages = [(stage, View())] if sizes is None else resized(stage, sizes)
+        if key.kind not in self._priced_by_kind:
+            stage, sizes = self._traced_functions(key), self.sizes if key.size == PROBE else None
+            stages = [(stage, SizeView())] if sizes is None else resized(stage, sizes)
             views, state_bytes = [view for _, view in stages], self._state_bytes(stage)
+            # one walk for all views, so that kernels correspond one to one; an ambiguous probe has no views, and no walk
             bodies = {op: f.jaxpr.jaxpr for op, f in stage.functions.items()}
-            walks = {op: Walk(body, self.target, self.efficiency, views) for op, body in bodies.items() if stages}
-            self._priced[key.kind] = tuple(
-                self._planned(replace(key, size=n), f, {op: x.seen(view) for op, x in walks.items()}, state_bytes)
+            walks = {op: KernelWalk(body, self.target, self.efficiency, views) for op, body in bodies.items() if stages}
+            self._priced_by_kind[key.kind] = tuple(
+                self._planned(replace(key, size=n), f, {op: x.at(view) for op, x in walks.items()}, state_bytes)
                 for (f, view), n in zip(stages, sizes or (key.size,), strict=False)
             )
-        return self._priced[key.kind]
+        return self._priced_by_kind[key.kind]
 
     def _planned(
         self, key: StageKey, functions: StageFunctions, work: dict[str, Work], state_bytes: float
@@ -372,12 +578,12 @@ class Workbench:
         """Return the bytes of master parameters and optimizer state."""
         acc = functions.layout.acc_avals(self._master_dtype)
         masters = [a for a, b in zip(acc, functions.layout.buffers, strict=False) if a.dtype != b.dtype]
-        return sum(map(aval_bytes, masters)) + self._moments(acc)
+        return sum(map(aval_bytes, masters)) + self._optimizer_bytes(acc)
 
 
-def _towards(one: Exchanges, two: Exchanges, share: float) -> Exchanges | None:
-    """Interpolate the array sizes of collectives, ``share`` of the way from ``one`` to ``two``; None if the collectives
-    differ."""
+def _interpolated_exchanges(one: Exchanges, two: Exchanges, share: float) -> Exchanges | None:
+    """Interpolate the sizes of the arrays that collectives move, ``share`` of the way from ``one`` to ``two``; None if the
+    collectives differ."""
     if [(name, among, n) for (name, _, among), n in one.items()] != [
         (name, among, n) for (name, _, among), n in two.items()
     ]:
@@ -386,27 +592,27 @@ def _towards(one: Exchanges, two: Exchanges, share: float) -> Exchanges | None:
     return {(name, size, among): n for ((name, _, among), n), size in zip(one.items(), sizes, strict=True)}
 
 
-def _plus(total: Any, longer: Any, base: Any, times: float) -> Any:
-    """Add ``times`` the difference ``longer`` − ``base`` to ``total``, number by number; other values are those of
-    ``total``."""
+def _extrapolate(total: Any, longer: Any, base: Any, times: float) -> Any:
+    """Add ``times`` the difference ``longer`` − ``base`` to ``total``, number by number. Other values stay ``total``'s."""
     if isinstance(total, int | float):
         return total + times * (longer - base)
     if isinstance(total, PlannedStage | StageSizes | Work):
         names = [f.name for f in fields(total) if f.name not in ("key", "functions", "parts", "levels")]
         return replace(
-            total, **{x: _plus(getattr(total, x), getattr(longer, x), getattr(base, x), times) for x in names}
+            total, **{x: _extrapolate(getattr(total, x), getattr(longer, x), getattr(base, x), times) for x in names}
         )
     if isinstance(total, Mapping):
         kinds = {**base, **total, **longer}
-        return {k: _plus(total.get(k, 0), longer.get(k, 0), base.get(k, 0), times) for k in kinds}
+        return {k: _extrapolate(total.get(k, 0), longer.get(k, 0), base.get(k, 0), times) for k in kinds}
     return total
 
 
 class Compiler:
-    """``temp_of`` of a :class:`Workbench`: workspace in bytes of one of the rank's ``cp × tp`` devices.
+    """Finds workspace by compiling: bytes on one of the rank's ``cp × tp`` devices, as ``temp_of`` of :class:`StageCosts`.
 
-    ``notice`` is told once why no more is compiled, if so; from then on workspace is estimated. ``budget_s``: no compilation
-    starts after as many seconds of it. ``count``: functions compiled, in ``spent_s`` seconds.
+    After ``budget_s`` seconds of compiling no compilation starts any more. When compiling ends, for this or another reason,
+    ``notice`` gets it as one line, and workspace is estimated from then on. ``count``: functions compiled so far, in
+    ``spent_s`` seconds.
     """
 
     def __init__(
@@ -431,54 +637,56 @@ class Compiler:
         self.works = False
         self.notice(f"workspace is estimated from the jaxprs where it was not compiled: {reason}")
 
-    def __call__(self, bench: Workbench, stage: StageKey, op: str) -> float | None:
+    def __call__(self, stage_costs: StageCosts, stage: StageKey, op: str) -> float | None:
         runs = _long_runs(stage)
-        short = self._compiled(bench, _cut_to(stage, runs, [1] * len(runs)), op)
+        short = self._compiled(stage_costs, _shortened(stage, runs, [1] * len(runs)), op)
         if short is None or not runs:
             return short
-        long = self._compiled(bench, _cut_to(stage, runs, [2] * len(runs)), op)
+        # unrolled layers mostly reuse each other's workspace, so a second layer may even lower XLA's figure: never subtract
+        long = self._compiled(stage_costs, _shortened(stage, runs, [2] * len(runs)), op)
         return None if long is None else short + (max(map(len, runs)) - 1) * max(0.0, long - short)
 
-    def _compiled(self, bench: Workbench, stage: StageKey, op: str) -> float | None:
+    def _compiled(self, stage_costs: StageCosts, stage: StageKey, op: str) -> float | None:
         if not self.works:
             return None
         if self.spent_s > self.budget_s:
             self._stop(f"{self.budget_s:g} s were spent on compiling {self.count} functions; the rest is estimated")
             return None
-        start, function = time.monotonic(), bench.functions_of(stage).functions[op]
+        start, function = time.monotonic(), stage_costs.functions_of(stage).functions[op]
         if len(function.forwarded) == len(function.outputs):
-            return 0.0
+            return 0.0  # every output is an input: there is nothing to run
         try:
             lowered = function.jitted.lower(*function.avals_in)
             temp = float(compiled_footprint(lowered.compile(compiler_options=self._options)).temp_bytes)
-        except Exception as error:
+        except Exception as error:  # any compiler error: a prediction with an estimate is worth more than none
             self._stop(f"XLA says {str(error).splitlines()[0][:160]}")
             return None
         took = time.monotonic() - start
         self.count += 1
         self.spent_s += took
-        bench.progress(f"compiled {op} of {stage}: {temp / 1e6:,.1f} MB workspace, {took:.1f} s")
+        stage_costs.progress(f"compiled {op} of {stage}: {temp / 1e6:,.1f} MB workspace, {took:.1f} s")
         return temp
 
 
-def _long_runs(stage: StageKey, most: int = _KEPT + 1) -> list[list[int]]:
+def _long_runs(stage: StageKey, most: int = _TRACED_LAYERS + 1) -> list[list[int]]:
     """Return the positions of each run of more than ``most`` equal layers that each take one result."""
     runs = [list(run) for _, run in groupby(range(len(stage.layers)), key=lambda i: stage.layers[i].code)]
     long = [run for run in runs if len(run) > most]
+    # whoever reads a dropped layer reads its one input instead; with a second input (a skip link) nothing stands in
     return long if all(len(stage.links.takes[i]) == 1 for run in long for i in run[1:]) else []
 
 
-def _cut_to(stage: StageKey, runs: Sequence[Sequence[int]], lengths: Sequence[int]) -> StageKey:
-    """Return the stage with so many layers of each of ``runs``."""
+def _shortened(stage: StageKey, runs: Sequence[Sequence[int]], lengths: Sequence[int]) -> StageKey:
+    """Return the stage with only the first ``lengths[k]`` layers of the ``k``-th of ``runs``."""
     dropped = {i for run, n in zip(runs, lengths, strict=True) for i in run[n:]}
     layers = tuple(layer for i, layer in enumerate(stage.layers) if i not in dropped)
     return replace(stage, layers=layers, links=stage.links.without(dropped)) if dropped else stage
 
 
-def workbench(
+def stage_costs_of(
     config: TrainConfig, target: Target, efficiency: Efficiency, progress: Callable[[str], None], **options: Any
-) -> Workbench:
-    """Return the workbench of a config. Reads no data: the vocabulary is ``model.options.vocab_size`` or the tokenizer's.
+) -> StageCosts:
+    """Return the stage costs of a config. Reads no data: the vocabulary is ``model.options.vocab_size`` or the tokenizer's.
 
     Raises:
         ConfigError, DataError: no such model, bad options, or no such tokenizer.
@@ -488,7 +696,7 @@ def workbench(
     reading = config.data.reading
     config = with_mask(config, vocab, has_chats=reading.format == "chat" and reading.pack in ("auto", "whole"))
     model = spread_over(pipe, build_model(config, vocab))
-    return Workbench(
+    return StageCosts(
         model,
         jnp.dtype(config.run.dtype),
         target,
@@ -500,9 +708,9 @@ def workbench(
     )
 
 
-def planner(config: TrainConfig, model: Model, known: dict[Any, Any] | None = None) -> Planner:
-    """Return the planner that training cuts ``model`` with; it counts FLOPs where training would time layers. ``known``: costs
-    of layers, shared with other planners."""
+def planner(config: TrainConfig, model: Model, layer_costs: dict[Any, Any] | None = None) -> Planner:
+    """Return the planner that training cuts ``model`` with; it counts FLOPs where training would time layers, as nothing is
+    run here. ``layer_costs``: a cache that planners may share."""
     pipe = config.pipeline
     counted = replace(pipe, cut="analytic") if pipe.cut == "measured" else pipe
-    return stage_planner(counted, model, microbatch_size(config), flops_cache=known)
+    return stage_planner(counted, model, microbatch_size(config), flops_cache=layer_costs)

@@ -72,7 +72,7 @@ def suggest(
             if time.process_time() - start > budget_s:
                 left_out += 1
                 continue
-            suggestion = _tried(current, change, predict)
+            suggestion = _suggestion_of(current, change, predict)
             if suggestion is not None:
                 progress(
                     f"{suggestion.change}: {suggestion.prediction.worst.peak_bytes / 1e9:.1f} GB, "
@@ -80,6 +80,7 @@ def suggest(
                 )
                 tried.append(suggestion)
 
+    # a pair of changes is dearer to predict and to take than one: only where no single change fits
     trials(_single(current))
     if not any(s.prediction.fits for s in tried) and not current.fits:
         trials(_pairs(current))
@@ -96,7 +97,7 @@ class _Change:
     transform: Transform | None = None
 
 
-def _tried(current: Prediction, change: _Change, predict: Predict) -> Suggestion | None:
+def _suggestion_of(current: Prediction, change: _Change, predict: Predict) -> Suggestion | None:
     """Predict a change; None if the change can't be made."""
     try:
         config = current.config.override(change.overrides)
@@ -209,6 +210,7 @@ def _room(current: Prediction) -> float:
 
 def limit_in_activations(placement: Placement, costs: CostProfile, limit_bytes: float) -> float:
     """Return the memory limit in units of a rank's share of one microbatch, on the rank where it is tightest."""
+    # the most of any op's workspace is set aside: whichever op runs at the peak, the limit then holds
     rooms = []
     for rank, static in enumerate(static_bytes(placement, costs)):
         stages = placement.stages_of(rank)

@@ -1,4 +1,4 @@
-"""Pictures of timelines: Gantt charts with memory curves, an HTML viewer, a Perfetto trace; and of schedules beside each other.
+"""Draw timelines: Gantt charts with memory curves, an HTML viewer, a Perfetto trace; and schedules beside each other.
 
 One function, :func:`plot_timelines`, chooses the form by the suffix of the file it writes. Simulated and measured timelines
 are drawn alike, one over the other on a common time axis. Nothing here knows an op by name: colours and descriptions come

@@ -1,36 +1,214 @@
-"""Gantt chart over memory curves, as SVG or PNG, with matplotlib's Agg and SVG canvases (no display, no pyplot).
+"""Draw a Gantt chart over memory curves, as SVG or PNG; the cells and units here serve the other forms, too.
 
-One panel a timeline, one row a rank, a microbatch number in every cell that has room for it; below, one row a rank with
-live memory over time, all timelines overlaid. Sizes are worked out in inches from the number of ranks and the length of a
-typical cell, so a long schedule gives a wide picture rather than an unreadable one. Cells are polygon collections and the
-numbers are glyph paths, one collection a label: thousands of cells draw in a second or two.
+The chart is drawn with matplotlib's Agg and SVG canvases (no display, no pyplot). One panel a
+timeline, one row a rank, a microbatch number in every cell that has room for it; below, one row a rank with live memory over
+time, all timelines overlaid. Sizes are worked out in inches from the number of ranks and the length of a typical cell, so a
+long schedule gives a wide picture rather than an unreadable one. Cells are polygon collections and the numbers are glyph paths,
+one collection a label: thousands of cells draw in a second or two.
+
+A
+:class:`~jaxpipe.schedule.timeline.Timeline` holds bare floats; whether they are seconds and bytes is known by whoever made it.
+Measured timelines always are; simulated ones only if their cost profile was.
 """
 
 from __future__ import annotations
 
 import io
 import math
+import re
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Literal
 
-from jaxpipe.errors import ConfigError
-from jaxpipe.plot.cells import Cell, cells_of, colour_of, extent, ink_on, lanes_of, op_title, origin, tint
-from jaxpipe.plot.units import Scale, Units, memory_scale, number, summary, time_scale
+from jaxpipe.errors import ConfigError, ScheduleError
+from jaxpipe.schedule.ir import OpSpec, op_spec
+from jaxpipe.schedule.timeline import Timeline, chunks_in
 
-if TYPE_CHECKING:
-    from jaxpipe.schedule.timeline import Timeline
+LANES = ("compute", "tp", "d2h", "h2d", "send")
+LANE_TITLES = {
+    "compute": "compute",
+    "tp": "TP collectives",
+    "d2h": "device → host",
+    "h2d": "host → device",
+    "send": "send to another rank",
+}
+_LANE_COLOURS = {"send": "#8a8f98", "tp": "#7b5ea7"}
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """The rectangle of one action. ``band`` of ``bands``: its share of the slot's height (a braided slot has several)."""
+
+    rank: int
+    lane: str
+    op: str
+    stage: int
+    microbatch: int
+    chunk: int
+    start: float
+    end: float
+    band: int = 0
+    bands: int = 1
+
+
+def cells_of(timeline: Timeline) -> tuple[Cell, ...]:
+    """Return the cells of a timeline by start time; a braid has one cell on the TP lane. Times count from the first start."""
+    # the TP lane shows a braid once: a cell of its second action would hide under that of the first
+    chunks = chunk_numbers(timeline)
+    begin = origin(timeline)
+    cells = [
+        Cell(e.rank, e.lane, a.op, a.stage, a.microbatch, chunks.get((e.rank, a.stage), 0),
+             e.start_s - begin, e.end_s - begin, band, len(actions))
+        for e in timeline.events
+        for actions in (e.action.actions[:1] if e.lane == "tp" else e.action.actions,)
+        for band, a in enumerate(actions)
+    ]  # fmt: skip
+    cells.sort(key=lambda c: (c.start, c.rank, c.band))
+    return tuple(cells)
+
+
+def origin(timeline: Timeline) -> float:
+    """Return the start of the first event; 0 for an empty timeline."""
+    return min((e.start_s for e in timeline.events), default=0.0)
+
+
+def extent(timeline: Timeline) -> float:
+    """Return the last end of any event, transfers included, counted from the first start."""
+    return max((e.end_s for e in timeline.events), default=0.0) - origin(timeline)
+
+
+def chunk_numbers(timeline: Timeline) -> dict[tuple[int, int], int]:
+    """Return which chunk of a rank a stage is, by (rank, stage); chunks count by ascending stage."""
+    return chunks_in(event for event in timeline.events if event.lane == "compute")
+
+
+def lanes_of(cells: Iterable[Cell]) -> tuple[str, ...]:
+    """Return the lanes in use: the known ones in their usual order, then any others by name. Compute is always there."""
+    used = {c.lane for c in cells}
+    return tuple(lane for lane in LANES if lane in used or lane == "compute") + tuple(sorted(used - set(LANES)))
+
+
+def spec_of(op: str) -> OpSpec | None:
+    """Return the op's spec, or None for an op that is not registered here (a timeline of another program's file)."""
+    try:
+        return op_spec(op)
+    except ScheduleError:
+        return None
+
+
+def op_title(op: str) -> str:
+    """Return the op and what it does, such as ``F  forward``."""
+    spec = spec_of(op)
+    return f"{op}  {spec.description}" if spec and spec.description else op
+
+
+def colour_of(op: str, lane: str, chunk: int, num_chunks: int) -> str:
+    """Return the fill of a cell: the op's colour, paler for later chunks; one colour for all transfers to another rank, and
+    one for all TP collectives."""
+    if lane in _LANE_COLOURS:
+        return _LANE_COLOURS[lane]
+    spec = spec_of(op)
+    return tint(spec.colour if spec else "#9aa0a6", chunk, num_chunks)
+
+
+def tint(colour: str, chunk: int, num_chunks: int) -> str:
+    """Return ``colour`` (``#rrggbb``) mixed with white: not at all for chunk 0, 55% for the last of many, evenly between."""
+    if num_chunks < 2:
+        return colour
+    # two chunks need less white to be told apart, and the less white, the better an op is recognised by its colour
+    share = (0.45 if num_chunks == 2 else 0.55) * chunk / (num_chunks - 1)
+    channels = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+    return "#" + "".join(f"{round(c + (255 - c) * share):02x}" for c in channels)
+
+
+def ink_on(colour: str) -> str:
+    """Return black or white, whichever reads better on ``colour`` (WCAG relative luminance, equal contrast at 0.179)."""
+    channels = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+    luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+    return "#000000" if luminance > 0.22 else "#ffffff"
+
+
+Units = Literal["si", "plain"]
+_NOT_IN_XML = re.compile("[^\t\n\r -\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """Shows a number ``x`` as ``x * factor`` followed by ``name`` (empty for plain numbers)."""
+
+    factor: float
+    name: str
+
+    def show(self, x: float) -> str:
+        """Format ``x`` with four significant digits and its unit."""
+        return f"{number(x * self.factor)} {self.name}".rstrip()
+
+
+_TIMES = ((1e-3, Scale(1e6, "µs")), (1.0, Scale(1e3, "ms")), (float("inf"), Scale(1.0, "s")))
+_BYTES = (
+    (1e3, Scale(1.0, "B")),
+    (1e6, Scale(1e-3, "kB")),
+    (1e9, Scale(1e-6, "MB")),
+    (float("inf"), Scale(1e-9, "GB")),
+)
+
+
+def units_of(timelines: Sequence[Timeline]) -> Units:
+    """Return ``"si"`` if any of the timelines was measured."""
+    return "si" if any(t.source == "measured" for t in timelines) else "plain"
+
+
+def time_scale(longest: float, units: Units) -> Scale:
+    """Return how to show times up to ``longest``."""
+    return Scale(1.0, "") if units == "plain" else next(s for limit, s in _TIMES if longest < limit)
+
+
+def memory_scale(largest: float, units: Units) -> Scale:
+    """Return how to show amounts of memory up to ``largest``."""
+    return Scale(1.0, "") if units == "plain" else next(s for limit, s in _BYTES if largest < limit)
+
+
+def printable(text: str) -> str:
+    """Return ``text`` as SVG can hold it: control characters and halves of surrogate pairs (bytes of a file name that are not
+    UTF-8) become ``?``."""
+    return _NOT_IN_XML.sub("?", text)
+
+
+def number(x: float) -> str:
+    """Format ``x`` with at most four significant digits, never in exponent form for 1e-4 <= |x| < 1e9."""
+    if x == 0:
+        return "0"
+    if abs(x) >= 1000:
+        return f"{x:.0f}" if abs(x) < 1e9 else f"{x:.3e}"
+    return f"{x:.4g}"
+
+
+def summary(timeline: Timeline, units: Units) -> str:
+    """Format makespan, both bubble rates and the peak of a timeline on one line."""
+    parts = [
+        f"makespan {time_scale(timeline.makespan, units).show(timeline.makespan)}",
+        f"bubble {timeline.bubble_rate:.1%}",
+        f"bubble by longest span {timeline.span_bubble_rate:.1%}",
+        f"peak {number(max(timeline.peak_activations, default=0.0))} activations",
+    ]
+    if timeline.tp_exposed_s:
+        parts.insert(3, f"TP exposed {timeline.tp_exposed_rate:.1%}")
+    if units == "si":
+        most = max(timeline.peak_bytes, default=0.0)
+        parts.append(f"{memory_scale(most, units).show(most)} a rank")
+    return " · ".join(parts)
+
 
 _LEFT_IN, _RIGHT_IN, _HEAD_IN = 0.75, 1.2, 0.55
 _ROW_COLOURS = ("#5b6472", "#c2410c", "#7c3aed", "#0f766e")
-_RASTER_CELLS = 20_000  # above this an SVG holds its cells as an image
+_RASTER_CELLS = 20_000
+"""Cells above which an SVG holds them as an image instead of one polygon each."""
 _GRID, _IDLE = "#d7dbe0", "#eef0f3"
-_NAMED = {
-    "tp": "TP collectives",
-    "send": "transfer to another rank",
-}  # lanes whose cells have one colour whatever the op
+_NAMED = {"tp": "TP collectives", "send": "transfer to another rank"}
+"""Lanes whose cells have one colour whatever the op, and their text in the legend."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +251,7 @@ def save_figure(timelines: Sequence[Timeline], path: Path, form: str, title: str
 
 
 def rendered(path: str | Path, form: str, draw: Callable[[Any], None]) -> bytes:
-    """What ``draw`` puts on a figure, as ``form`` (``svg`` or ``png``), the same bytes each time. ``path``: where it is to go.
+    """Return what ``draw`` puts on a figure, as ``form`` (``svg`` or ``png``). ``path``: the file it is for, named in errors.
 
     Raises:
         ConfigError: matplotlib is not installed.
@@ -86,6 +264,8 @@ def rendered(path: str | Path, form: str, draw: Callable[[Any], None]) -> bytes:
         raise ConfigError(
             f"can't draw {str(path)!r}: matplotlib is missing ({error}); pip install matplotlib"
         ) from None
+    # the same bytes each time, so that a picture in a repository changes only with its schedule: a fixed salt for ids and
+    # no date; text stays text (fonttype none), so that an SVG can be searched
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "jaxpipe", "font.family": ["DejaVu Sans"]}):
         figure = Figure(dpi=144, facecolor="white")
         FigureCanvasAgg(figure)
@@ -103,7 +283,9 @@ def _layout(panels: Sequence[Panel], units: Units) -> Layout:
     ranks = max(p.timeline.num_ranks for p in panels)
     length = max(p.length for p in panels) or 1.0
     durations = sorted(c.end - c.start for c in cells if c.lane == "compute" and c.end > c.start) or [length]
-    typical = durations[len(durations) // 5]  # a shorter one: F beside BW
+    # the 20th percentile is a short action that is common, such as F beside BW: its number must fit into its cell, and one
+    # still shorter action alone must not make the picture huge
+    typical = durations[len(durations) // 5]
     digits = len(str(max((c.microbatch for c in cells), default=0)))
     width_in = length / typical * (0.052 * digits + 0.035)
     width = min(46.0, max(10.0, width_in + _LEFT_IN + _RIGHT_IN))
@@ -167,7 +349,7 @@ def _label_time(axes: Any, layout: Layout, note: str = "") -> None:
 
 
 def _left_out(panels: Sequence[Panel], units: Units) -> str:
-    """What the headlines' bytes count and the rows of memory don't."""
+    """Say what the headlines' bytes count and the rows of memory don't."""
     static = max((x for p in panels for x in p.timeline.static_bytes), default=0.0)
     if not static:
         return ""
@@ -175,6 +357,7 @@ def _left_out(panels: Sequence[Panel], units: Units) -> str:
 
 
 def _label_ranks(axes: Any, ranks: int, row_in: float, middle: float = 0.5) -> None:
+    # names of neighbouring ranks must not overlap, so many ranks are named in steps of a power of two
     step = next(s for s in (1, 2, 4, 8, 16, 32, 64, 128, ranks) if s * row_in >= 0.13 or s == ranks)
     ticks = list(range(0, ranks, step))
     axes.set_yticks([r + middle for r in ticks], [f"rank {r}" for r in ticks])
@@ -183,7 +366,7 @@ def _label_ranks(axes: Any, ranks: int, row_in: float, middle: float = 0.5) -> N
 
 
 def _bands(layout: Layout) -> dict[str, tuple[float, float]]:
-    """Lane → (top, height) within a row of height 1: compute on top, the other lanes as strips below it."""
+    """Return (top, height) of each lane within a row of height 1: compute on top, the other lanes as strips below it."""
     strips = layout.lanes[1:]
     if not strips:
         return {"compute": (0.06, 0.88)}
@@ -264,7 +447,7 @@ def _add_labels(axes: Any, labels: dict[tuple[str, str], list[tuple[float, float
 
 
 def _draw_memory(axes: Any, panels: Sequence[Panel], layout: Layout, units: Units, ranks: int) -> None:
-    """One row a rank; the first timeline filled, the others as lines; all rows share one scale."""
+    """Draw memory over time, one row a rank; the first timeline filled, the others as lines; all rows share one scale."""
     import numpy as np
 
     highest = max((m.peak for p in panels for m in p.timeline.memory), default=0.0) or 1.0
@@ -294,7 +477,7 @@ def _draw_memory(axes: Any, panels: Sequence[Panel], layout: Layout, units: Unit
 
 
 def _legend_entries(panels: Sequence[Panel], layout: Layout) -> list[tuple[str, str]]:
-    """(fill, text) of each legend entry: ops, transfers, chunks, idle."""
+    """Return (fill, text) of each legend entry: ops, transfers, chunks, idle."""
     cells = [c for p in panels for c in p.cells]
     drawn = {c.lane for c in cells}
     ops = dict.fromkeys(c.op for c in cells if c.lane not in _NAMED)
@@ -308,7 +491,7 @@ def _legend_entries(panels: Sequence[Panel], layout: Layout) -> list[tuple[str, 
 
 
 def _legend_columns(entries: Sequence[tuple[str, str]], layout: Layout) -> int:
-    """The most columns (filled downwards) that fit beside each other, by an estimate of the widths of their texts."""
+    """Return the most columns (filled downwards) that fit beside each other, by an estimate of the widths of their texts."""
     room = layout.plot_width + _RIGHT_IN - 0.1
     for rows in range(1, len(entries)):
         columns = [entries[k : k + rows] for k in range(0, len(entries), rows)]

@@ -1,4 +1,4 @@
-"""Peak memory against bubble: one point a schedule, the Pareto front as a staircase, the memory limit as a line.
+"""Draw peak memory against bubble: one point a schedule, the Pareto front as a staircase, the memory limit as a line.
 
 As SVG or PNG (matplotlib), or as HTML: a page of its own with the SVG and a table. Schedules at one place share one label.
 Labels are set by a small search: each takes the nearest free place around its point, the front's labels first, and never
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxpipe.errors import ConfigError
-from jaxpipe.plot.units import number, printable
+from jaxpipe.plot.figure import number, printable
 
 SUFFIXES = (".svg", ".png", ".html")
 _WIDTH_IN, _HEIGHT_IN = 10.0, 6.4
@@ -30,7 +30,7 @@ _NAMES_A_LINE = 2
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A schedule: ``peak`` activations, ``bubble`` as a fraction; ``feasible``: within the memory limit."""
+    """A schedule in the picture: ``peak`` activations, ``bubble`` as a fraction; ``feasible``: within the memory limit."""
 
     name: str
     peak: float
@@ -39,7 +39,8 @@ class Point:
 
 
 def front_of(points: Iterable[Point]) -> list[Point]:
-    """The feasible points that no other beats in peak or bubble without losing in the other; by rising peak."""
+    """Return the feasible points that no other beats in peak or bubble without losing in the other; by rising peak."""
+    # by rising peak, a point is on the front if its bubble is below that of all before it
     front: list[Point] = []
     for point in sorted((p for p in points if p.feasible), key=lambda p: (_rounded(p.peak), _rounded(p.bubble))):
         if not front or _rounded(point.bubble) < _rounded(front[-1].bubble):
@@ -81,7 +82,7 @@ def _drawn(points: Sequence[Point], form: str, title: str, limit: float | None, 
 
 
 def _frame(axes: Any, points: Sequence[Point], title: str, limit: float | None) -> None:
-    """Axes with room around the points; memory on a logarithmic axis where it ranges over more than a factor of 4."""
+    """Set up axes with room around the points; memory on a logarithmic axis where it ranges over more than a factor of 4."""
     axes.set_title(title, fontsize=12, weight="bold", loc="left", parse_math=False)
     key = "blue: Pareto front" + ("   hollow: above the limit" if any(not p.feasible for p in points) else "")
     axes.text(1.0, 1.012, key, transform=axes.transAxes, ha="right", va="bottom", fontsize=8.5, color=_POINT)
@@ -128,7 +129,7 @@ def _label(axes: Any, points: Sequence[Point], limit: float | None) -> tuple[lis
     """Set the labels of all points, the front's first and then the rest from the top, so that none covers anything.
 
     Returns:
-        What is covered, the labels last, and the frame: boxes (x0, y0, x1, y1) in 1/72 inch of the page.
+        The obstacles, labels last, and the frame: boxes (x0, y0, x1, y1) in 1/72 inch of the page.
     """
     import numpy as np
     from matplotlib.text import Text
@@ -183,10 +184,12 @@ def _label(axes: Any, points: Sequence[Point], limit: float | None) -> tuple[lis
 
 
 def _free_place(point: Any, size: Any, obstacles: Any, frame: Any) -> tuple[Any, Any]:
-    """How far from its ``point`` the middle of a label of this ``size`` is best, and its box: the nearest place where nothing
-    is covered, or the least bad one."""
+    """Return how far from its ``point`` the middle of a label of this ``size`` is best, and the label's box: the nearest place
+    where nothing is covered, or the least bad one."""
     import numpy as np
 
+    # candidates come nearest first and argmin takes the first of equals, so the nearest free place wins; a label rather
+    # covers another one than leaves the frame, where nobody could read it
     ways = np.array([(math.cos(a), math.sin(a)) for a in _ANGLES])
     offsets = (np.multiply.outer(_RADII_PT, ways) + size / 2 * np.clip(2 * ways, -1, 1)).reshape(-1, 2)
     boxes = np.hstack([point + offsets - size / 2, point + offsets + size / 2])
@@ -205,7 +208,7 @@ def _rounded(x: float) -> float:
 
 
 def _page(points: Sequence[Point], title: str, limit: float | None, svg: bytes) -> str:
-    """A page with the picture and the points as a table."""
+    """Return an HTML page with the picture and the points as a table."""
     best = {_place(p) for p in front_of(points)}
     ordered = sorted(points, key=lambda p: (not p.feasible, p.bubble, p.peak))
     rows = "\n".join(

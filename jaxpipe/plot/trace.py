@@ -1,4 +1,4 @@
-"""A timeline as a trace in the Chrome trace event format, which Perfetto (ui.perfetto.dev) and chrome://tracing open.
+"""Write a timeline as a trace in the Chrome trace event format, which Perfetto (ui.perfetto.dev) and chrome://tracing open.
 
 Processes are ranks, threads are lanes, counters are memory. Slices of one thread must nest, so overlapping transfers are
 put on further threads of the same lane. Times are in µs; one unit of a simulation with unit costs is shown as 1 ms.
@@ -10,8 +10,7 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from jaxpipe.plot.cells import LANE_TITLES, LANES, chunk_numbers, origin, spec_of
-from jaxpipe.plot.units import Units, summary
+from jaxpipe.plot.figure import LANE_TITLES, LANES, Units, chunk_numbers, origin, spec_of, summary
 
 if TYPE_CHECKING:
     from jaxpipe.schedule.timeline import Event, Timeline
@@ -20,7 +19,7 @@ _LANE_THREADS = 100  # thread ids of lane k begin at k * this
 
 
 def trace_text(timelines: Sequence[Timeline], title: str, units: Units) -> str:
-    """The JSON text of the trace of all ``timelines``, in order, each shifted to begin at 0."""
+    """Return the JSON text of the trace of all ``timelines``, in order, each shifted to begin at 0."""
     scale = 1e6 if units == "si" else 1e3
     events: list[dict[str, Any]] = []
     first_pid = 0
@@ -47,6 +46,7 @@ def _events(timeline: Timeline, first_pid: int, scale: float, units: Units) -> I
         pid = first_pid + rank
         yield _meta("process_name", pid, 0, name=f"rank {rank} ({timeline.name}, {timeline.source})")
         yield _meta("process_sort_index", pid, 0, sort_index=pid)
+    # of events that start together the longest first: slices of a thread must nest, and a shorter one lies within it
     for event in sorted(timeline.events, key=lambda e: (e.start_s, -e.end_s)):
         pid = first_pid + event.rank
         tid, new_name = threads.place(event)
@@ -98,7 +98,7 @@ class _Threads:
         self._others: list[str] = []
 
     def place(self, event: Event) -> tuple[int, str]:
-        """Thread id, and the thread's name if it is new (else empty). Events must come by start time."""
+        """Return a thread id, and the thread's name if it is new (else empty). Events must come by start time."""
         ends = self._ends.setdefault((event.rank, event.lane), [])
         slot = next((k for k, end in enumerate(ends) if end <= event.start_s), len(ends))
         new = slot == len(ends)

@@ -1,4 +1,4 @@
-"""A self-contained HTML page that shows timelines: zoom, pan, hover. No network, no libraries.
+"""Make a self-contained HTML page that shows timelines: zoom, pan, hover. No network, no libraries.
 
 The page is ``viewer.html`` with ``viewer.js`` and the data put in. Data are columns (one array a field), so that a hundred
 thousand events stay a few megabytes and load at once; the script draws only what is in view, on one canvas.
@@ -13,31 +13,39 @@ from collections.abc import Sequence
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
-from jaxpipe.plot.cells import LANE_TITLES, cells_of, colour_of, extent, ink_on, lanes_of, op_title, origin
-from jaxpipe.plot.units import Units, summary
+from jaxpipe.plot.figure import (
+    LANE_TITLES,
+    Units,
+    cells_of,
+    colour_of,
+    extent,
+    ink_on,
+    lanes_of,
+    op_title,
+    origin,
+    summary,
+)
 
 if TYPE_CHECKING:
-    from jaxpipe.plot.cells import Cell
+    from jaxpipe.plot.figure import Cell
     from jaxpipe.schedule.timeline import Timeline
 
 
 def viewer_page(timelines: Sequence[Timeline], title: str, units: Units) -> str:
-    """The HTML text of the page."""
+    """Return the HTML text of the page."""
     files = resources.files("jaxpipe.plot")
     page = (files / "viewer.html").read_text(encoding="utf-8")
     script = (files / "viewer.js").read_text(encoding="utf-8")
     data = json.dumps(viewer_data(timelines, title, units), ensure_ascii=False, separators=(",", ":"))
-    texts = {
-        "/*SCRIPT*/": script,
-        "<!--TITLE-->": html.escape(title),
-        "{/*DATA*/}": data.replace("<", "\\u003c"),
-    }
+    # names of ops and schedules come from files: </script> in one must not end the script
+    texts = {"/*SCRIPT*/": script, "<!--TITLE-->": html.escape(title), "{/*DATA*/}": data.replace("<", "\\u003c")}
     # in one pass: a title may hold one of the marks
     return re.sub("|".join(map(re.escape, texts)), lambda mark: texts[mark[0]], page)
 
 
 def viewer_data(timelines: Sequence[Timeline], title: str, units: Units) -> dict[str, Any]:
-    """What the page is given: a table of op kinds (op, lane and chunk with colours), and the timelines in columns."""
+    """Return the page's data: a table of op kinds (op, lane and chunk with colours), and the timelines in columns."""
+    # columns name kinds by number: a hundred thousand events repeat neither colours nor titles
     cells = [cells_of(t) for t in timelines]
     everything = [c for group in cells for c in group]
     num_chunks = 1 + max((c.chunk for c in everything), default=0)
@@ -88,5 +96,5 @@ def _columns(
 
 
 def _short(x: float) -> float:
-    """``x`` rounded to 12 significant digits: sums of costs lose their tails, the file half its size."""
+    """Round ``x`` to 12 significant digits: sums of costs lose their tails, the file half its size."""
     return float(f"{x:.12g}")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxpipe.errors import ConfigError
-from jaxpipe.plot.units import Units, printable, units_of
+from jaxpipe.plot.figure import Units, printable, units_of
 
 if TYPE_CHECKING:
     from jaxpipe.schedule.timeline import Timeline
@@ -18,11 +18,12 @@ SUFFIXES = (".svg", ".png", ".html", ".trace.json", ".json")
 
 
 def check_suffix(path: str | Path) -> str:
-    """The entry of :data:`SUFFIXES` that ``path`` ends with.
+    """Return the entry of :data:`SUFFIXES` that ``path`` ends with.
 
     Raises:
         ConfigError: none of them does.
     """
+    # .trace.json comes before .json in SUFFIXES, so the longer one is found
     name = Path(path).name.lower()
     for suffix in SUFFIXES:
         if name.endswith(suffix):

@@ -1,7 +1,7 @@
-"""One rank's real program alone on its device (or dp × tp devices): does it fit, and how long does each action take?
+"""Run one rank's real program alone on its device (or dp × tp devices): does it fit, and how long does each action take?
 
 A :class:`Rehearsal` takes a pipeline whose ranks all sit on one device (so nothing but this rank's functions is ever compiled),
-gives the rank's program to the real executor, and puts stand-ins in place of neighbours (:mod:`jaxpipe.rehearsal.stand_ins`).
+gives the rank's program to the real executor, and puts stand-ins in place of neighbours (:class:`StandIns`).
 Kernels, buffers, copies to the host and dispatch are the real ones; waiting for neighbours is what is missing, so the step
 time is the rank's own work. :func:`rehearsed_costs` turns reports of some or all ranks into a cost profile, and the simulator
 turns that into the step time of the whole cluster.
@@ -15,6 +15,15 @@ instructions, and marked as inexact.
 all microbatches and steps, the first step discarded. With several devices a rank (dp × tp) memory is that of the device that
 holds most, and collectives over ``tp`` are real. Not modelled: contention of several ranks for one host link, and the reduction
 of gradients after the pipeline.
+
+*Stand-ins.* Shapes and dtypes are the real ones, values are pseudo-random (a hash of the position), finite, and small enough
+that a few layers leave them finite: power draw and speed of a GPU depend on its data, so zeros would flatter it. Everything
+is made on the device by one compiled function a kind, so that neither the host link nor the peak of memory notices.
+
+*Several ranks* (:func:`rehearse`). The pipeline is the one that training would build, except that every rank sits on the same
+devices; so the memory limit, recompute policy, offload and re-planning of the config are in the program that is rehearsed.
+What a training step keeps on a rank beside the program (master parameters where the compute dtype is smaller, optimizer
+state) is there too.
 """
 
 from __future__ import annotations
@@ -23,32 +32,116 @@ import gc
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
+from functools import cache
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
+from jaxpipe._jax_compat import is_key_dtype
 from jaxpipe.cost import StageMeasurements, Timing, measure_stages
 from jaxpipe.cost.memory import Kind, RankMemory
 from jaxpipe.cost.seconds import medians
 from jaxpipe.errors import ConfigError, RunError
 from jaxpipe.mesh import replicated
-from jaxpipe.program.ir import Program, Run
-from jaxpipe.rehearsal.out_of_memory import Watch, out_of_memory
-from jaxpipe.rehearsal.report import MemoryCheck, RankReport, copy_reports, costs_from, slowdown
-from jaxpipe.rehearsal.stand_ins import PARAMETER, StandIns, batches, maker
+from jaxpipe.program.ir import Program, Recv, Run
+from jaxpipe.rehearsal.report import (
+    MemoryCheck,
+    RankReport,
+    Watch,
+    copy_reports,
+    costs_from,
+    out_of_memory,
+    rehearsed_costs,
+    slowdown,
+)
 from jaxpipe.runtime.batches import THREEFRY, microbatch_keys
 from jaxpipe.runtime.executor import StepInputs, StepOutputs
 from jaxpipe.runtime.memory_probe import RankMeasured, probe_step
+from jaxpipe.runtime.offload import check_host_memory
 from jaxpipe.runtime.pipeline import ALLOCATOR_BYTES, Pipeline
 from jaxpipe.runtime.recorder import lengths_by_op
-from jaxpipe.schedule import Event, HostLink, Timeline
+from jaxpipe.runtime.transfer import message_numbers
+from jaxpipe.schedule import CostProfile, Event, HostLink, Link, Timeline, op_spec, simulate
+from jaxpipe.schedule.json_form import to_costs
 from jaxpipe.stage.compiled.footprint import device_bytes, footprint
-from jaxpipe.stage.functions import function_of
+from jaxpipe.stage.functions import StageFunctions, function_of
+from jaxpipe.text import format_bytes
+from jaxpipe.train.assemble import Progress
+from jaxpipe.train.setup import Prepared, compile_pipeline, offload_options, step_over
+from jaxpipe.train.step import resident_avals
+
+ACTIVATION, COTANGENT, PARAMETER = 1.0, 1e-2, 0.05
+"""Largest absolute values of stand-ins."""
+
+
+class StandIns:
+    """Replaces the transport of a rank without neighbours: a receive makes arrays of the message's shapes, a send is dropped.
+
+    Args:
+        program: of the rank that is rehearsed.
+        all_programs: of all ranks.
+    """
+
+    def __init__(self, program: Program, all_programs: Sequence[Program]) -> None:
+        numbers = message_numbers(all_programs)
+        self._make: dict[int, Callable[[], list[jax.Array]]] = {}
+        for instruction in program.instructions:
+            if isinstance(instruction, Recv):
+                # gradients are much smaller than activations, and at their own scale a few layers leave them finite
+                scale = COTANGENT if op_spec(instruction.action.op).sends == "pred" else ACTIVATION
+                number = numbers[(instruction.src, program.rank, instruction.action)]
+                self._make[number] = maker(instruction.avals, scale)
+
+    def send(self, message: int, dst: int, arrays: Sequence[jax.Array]) -> None:
+        """Drop the arrays."""
+
+    def recv(self, message: int) -> Sequence[jax.Array]:
+        return self._make[message]()
+
+    def clear(self) -> None:
+        """Do nothing, as no message is kept."""
+
+
+@cache
+def maker(avals: tuple[jax.ShapeDtypeStruct, ...], scale: float, limit: int = 2) -> Callable[[], list[jax.Array]]:
+    """Return a function that makes arrays of these shapes on the devices of their shardings: floats within ``±scale``, integers
+    from 0 to ``limit − 1``, booleans, PRNG keys. Equal arguments share one compiled function."""
+    return jax.jit(lambda: [_values(a, scale, limit) for a in avals], out_shardings=[a.sharding for a in avals])
+
+
+def _values(aval: jax.ShapeDtypeStruct, scale: float, limit: int) -> jax.Array:
+    if is_key_dtype(aval.dtype):
+        keys: jax.Array = jax.random.split(jax.random.key(0), aval.shape)
+        return keys
+    # a hash of the position (Knuth's multiplier, and two rounds of shifts), fused into the one kernel that writes the array
+    bits = jax.lax.iota(jnp.uint32, aval.size) * jnp.uint32(2654435761)
+    bits = (bits ^ (bits >> 15)) * jnp.uint32(2246822519)
+    bits = (bits ^ (bits >> 13)).reshape(aval.shape)
+    if jnp.issubdtype(aval.dtype, jnp.inexact):
+        unit = (bits >> 8).astype(jnp.float32) * jnp.float32(2.0**-23) - jnp.float32(1.0)
+        values = unit * jnp.float32(scale)
+    else:
+        largest = 1 if aval.dtype == np.bool_ else min(int(np.iinfo(aval.dtype).max), 2**31 - 1)
+        values = bits % jnp.uint32(min(limit, largest + 1))
+    array: jax.Array = values.astype(aval.dtype)
+    return array
+
+
+def batches(stage: StageFunctions, microbatches: int, vocab_size: int) -> list[list[jax.Array]]:
+    """Return, per microbatch, the batch arrays that ``stage`` reads: integers below ``vocab_size``, floats within ±1."""
+    read = stage.data_avals
+    if not read:
+        return []
+    unread = next(iter(read.values()))  # an array that no function reads is never bound: any will do
+    avals = tuple(read.get(k, unread) for k in range(len(stage.data_names)))
+    return [maker(avals, ACTIVATION, vocab_size)() for _ in range(microbatches)]
 
 
 class Rehearsal:
-    """One rank, ready to run.
+    """Holds the program of one rank, ready to run without its neighbours.
 
     Args:
         pipeline: built with the same devices for every rank: one, or dp × tp.
@@ -97,7 +190,7 @@ class Rehearsal:
 
     @property
     def predicted_peak_bytes(self) -> int:
-        """The accounting's peak, without compiling anything and so without workspace."""
+        """Peak bytes by the accounting, which compiles nothing here and so leaves out workspace."""
         return self.predicted(footprints=False).peak_bytes
 
     def predicted(self, *, footprints: bool = True, timeline: Timeline | None = None) -> RankMemory:
@@ -120,26 +213,28 @@ class Rehearsal:
         Raises:
             RunError: an instruction failed; out of memory, it says which one and what it wanted.
         """
-        tell = progress if progress is not None else lambda text: None
-        tell(f"rank {self.rank}: compiling")
+        report = progress if progress is not None else lambda text: None
+        report(f"rank {self.rank}: compiling")
         used = dict.fromkeys(i.parts for i in self.program.instructions if isinstance(i, Run))
         compiled = [footprint(function_of(self.rank, x, self.functions, self.pipeline.braids)) for x in used]
         footprints = {
             parts[0]: xla_footprint for parts, xla_footprint in zip(used, compiled, strict=True) if len(parts) == 1
         }
         watch = Watch(self.program, self.functions, self._limit, self.pipeline.braids)
+        # functions alone come first: their times decide the order of dispatch that the timed steps then use
         if complete:
-            tell(f"rank {self.rank}: each function alone")
-        mine = [f for _, f in sorted(self.functions.items())] if complete else []
+            report(f"rank {self.rank}: each function alone")
+        functions = [f for _, f in sorted(self.functions.items())] if complete else []
         measurements = measure_stages(
-            mine,
+            functions,
             repeats=steps,
             memory=False,
-            too_large=lambda text: tell(f"rank {self.rank}: {text}"),
+            too_large=lambda text: report(f"rank {self.rank}: {text}"),
             vocab_size=self._vocab,
         )
         executor = self._timed(measurements).executor
-        tell(f"rank {self.rank}: {steps} steps, {steps} recorded")
+        report(f"rank {self.rank}: {steps} steps, {steps} recorded")
+        # arrays of the measurements that only a cycle keeps alive would count as memory of the step
         gc.collect()
         before = self.device.memory_stats() or {}
         host: list[float] = []
@@ -150,7 +245,9 @@ class Rehearsal:
             inputs, resident = self._placed()
             probed = probe_step(executor, inputs, [self.devices], resident=resident, look=watch)
             out = _finished(probed.outputs)
+            # unrecorded steps first: the recorder reads the clock around each action, which the step time must not hold
             for n in range(2 * steps):
+                # a step donates its accumulators, so the next one must begin with those that it returned
                 inputs = replace(inputs, acc=out.acc)
                 began = time.perf_counter()
                 out = _finished(executor.run(inputs, record=n >= steps))
@@ -165,6 +262,7 @@ class Rehearsal:
                 raise
             raise explained from error
         memory = self._memory(probed.ranks[0], events[-1], before)
+        # the next rank is rehearsed on this device: free its memory before the report, which lives on, is made
         del out, inputs, resident, probed
         timings = {at: Timing.of(lengths) for at, lengths in lengths_by_op(events).items()}
         return RankReport(
@@ -177,7 +275,7 @@ class Rehearsal:
             if len(self.devices) == 1
             else f"{len(self.devices)} × {self.device.device_kind}",
             timings=timings,
-            alone=measurements.timings,
+            standalone=measurements.timings,
             collectives=measurements.collectives,
             step=Timing.of(walls),
             host_us=statistics.median(host) * 1e6,
@@ -189,7 +287,7 @@ class Rehearsal:
         )
 
     def _timed(self, measurements: StageMeasurements) -> Pipeline:
-        """The pipeline in the order that the times of its functions alone give, where there are any."""
+        """Return the pipeline in the order that the times of its functions alone give, if there are any."""
         if not measurements.timings:
             return self.pipeline
         seconds, collectives = medians(measurements.timings), medians(measurements.collectives)
@@ -215,27 +313,28 @@ class Rehearsal:
         return inputs, resident
 
     def _memory(self, measured: RankMeasured, events: Sequence[Event], before: Mapping[str, int]) -> MemoryCheck:
-        """Prediction and measurement. An allocator counts workspace, and a buffer on its way to the host until the copy has
-        ended; the recorded times say when that was. ``before``: its statistics before anything was placed."""
+        """Compare predicted and measured memory. An allocator counts workspace, and a buffer on its way to the host until the
+        copy has ended; the recorded times say when that was. ``before``: its statistics before anything was placed."""
         if not before:
             predicted = self.predicted()
             return MemoryCheck(
                 predicted, predicted.live_peak_bytes, measured.live_peak_bytes, "live buffers", exact=True
             )
         predicted = self.predicted(timeline=replace(self.pipeline.predicted_timeline(), events=tuple(events)))
+        # an allocator's peak never falls: only one above that of before was made by this rank
         peak = self.device.memory_stats()["peak_bytes_in_use"]
         exact = peak > before["peak_bytes_in_use"]
         most = peak - before["bytes_in_use"] if exact else max(measured.in_use_bytes)
         return MemoryCheck(predicted, predicted.peak_bytes, most, "memory statistics", exact=exact)
 
     def _explained(self, error: Exception, watch: Watch) -> RunError | None:
-        """An error that means that memory ran out, as one line; None for any other."""
+        """Return an error that means that memory ran out as one line; None for any other error."""
         stats = self.device.memory_stats() or {}
         limit = self._limit if self._limit is not None else stats.get("bytes_limit")
         return out_of_memory(error, watch, self.program, self._placed_bytes(), limit)
 
     def _placed_bytes(self) -> int:
-        """Parameters, accumulators, batch and what else stays: on the device before the first instruction."""
+        """Return the bytes on the device before the first instruction: parameters, accumulators, optimizer state, batch."""
         kinds: tuple[Kind, ...] = ("parameters", "gradients", "masters", "optimizer", "data")
         placed = self.predicted(footprints=False).peaks
         return sum(placed.get(k, 0) for k in kinds)
@@ -245,3 +344,162 @@ def _finished(out: StepOutputs) -> StepOutputs:
     out.wait()
     jax.block_until_ready((dict(out.acc), list(out.losses)))
     return out
+
+
+_NO_LIMIT_GB = 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class Rehearsed:
+    """The result of a rehearsal: reports of some ranks, in order; ``costs`` that follow from them; ``timeline``, a whole step
+    simulated with these costs."""
+
+    reports: tuple[RankReport, ...]
+    costs: CostProfile
+    timeline: Timeline
+
+
+def rehearse(
+    prepared: Prepared,
+    devices: Sequence[jax.Device],
+    ranks: Sequence[int],
+    progress: Progress,
+    *,
+    steps: int = 5,
+    optimizer: bool = True,
+    memory_limit_bytes: float | None = None,
+    link: Link | None = None,
+    host: HostLink | None = None,
+) -> Rehearsed:
+    """Rehearse ``ranks`` of the config's pipeline, each on ``devices`` (dp × tp), the one that needs least memory first (an
+    allocator's peak never falls).
+
+    Args:
+        steps: timed steps of each.
+        optimizer: keep masters and optimizer state on the device, as a training step does.
+        memory_limit_bytes: of a smaller device than the real one.
+        link: between ranks, for the prediction; free by default.
+        host: the link to the host as measured.
+
+    Raises:
+        ConfigError, ScheduleError, StageError, ProgramError: what is wrong, and what would work; no such rank; the host has no
+            room for what a rank offloads.
+        RunError: an instruction failed, or memory ran out.
+    """
+    config = prepared.config
+    # the host's room is checked below, a rank at a time: only one rank's offloads are on this host at once
+    roomy = config.changed({"offload.host_memory_gb": _NO_LIMIT_GB})
+    everywhere = list(devices) * prepared.schedule.num_ranks
+    pipeline = compile_pipeline(replace(prepared, config=roomy), everywhere, progress)
+    step, rehearsals = step_over(config, pipeline), []
+    for rank in ranks:
+        check_host_memory([pipeline.programs[rank]], offload_options(config), devices[0].platform)
+        rehearsal = Rehearsal(
+            pipeline,
+            rank,
+            vocab_size=prepared.dataset.tokenizer.vocab_size,
+            resident=resident_avals(step.pipeline, step.states, rank) if optimizer else None,
+            memory_limit_bytes=memory_limit_bytes,
+            host=host,
+        )
+        rehearsals.append(rehearsal)
+    # an allocator's peak never falls, so a rank that needs more must not run before one that needs less
+    reports = [r.run(steps=steps, progress=progress) for r in sorted(rehearsals, key=lambda r: r.predicted_peak_bytes)]
+    reports.sort(key=lambda r: r.rank)
+    costs = step.with_state(rehearsed_costs(pipeline, reports, link=link, host=host))
+    return Rehearsed(tuple(reports), costs, simulate(pipeline.schedule, costs))
+
+
+def rehearsed_json(rehearsed: Rehearsed) -> dict[str, Any]:
+    """Return the reports, the costs and the predicted step as plain values for JSON."""
+    timeline, complete = rehearsed.timeline, _complete(rehearsed)
+    return {
+        "ranks": [_rank_json(r) for r in rehearsed.reports],
+        "predicted_step_s": timeline.makespan if complete else None,
+        "predicted_bubble_rate": timeline.bubble_rate if complete else None,
+        "costs": to_costs(rehearsed.costs),
+    }
+
+
+def _rank_json(r: RankReport) -> dict[str, Any]:
+    def functions(timings: Mapping[tuple[str, int], Timing]) -> list[dict[str, Any]]:
+        return [{"op": op, "stage": s, **asdict(t)} for (op, s), t in sorted(timings.items(), key=lambda x: x[0][::-1])]
+
+    predicted = r.memory.predicted
+    return {
+        "rank": r.rank,
+        "num_ranks": r.num_ranks,
+        "schedule": r.schedule,
+        "stages": list(r.stages),
+        "device": r.device,
+        "instructions": r.num_instructions,
+        "step": asdict(r.step),
+        "host_us": r.host_us,
+        "functions": functions(r.timings),
+        "functions_alone": functions(r.standalone),
+        "memory": {
+            "predicted_bytes": r.memory.predicted_bytes,
+            "measured_bytes": r.memory.measured_bytes,
+            "predicted_over_measured": r.memory.ratio,
+            "source": r.memory.source,
+            "exact": r.memory.exact,
+            "at": predicted.at,
+            "by_kind": dict(predicted.by_kind),
+        },
+        "copies": [{**asdict(c), "bytes_per_s": c.bytes_per_s} for c in r.copies],
+        "slowdown_while_copying": r.slowdown,
+        "workspace": [
+            {"op": op, "stage": s, "temp_bytes": f.temp_bytes} for (op, s), f in sorted(r.footprints.items())
+        ],
+    }
+
+
+def rehearsed_text(rehearsed: Rehearsed) -> str:
+    """Format a block per rank, then the step of the whole cluster if all ranks were rehearsed."""
+    blocks = [_rank_text(r) for r in rehearsed.reports]
+    if _complete(rehearsed):
+        t = rehearsed.timeline
+        span = max(r.step.median_s for r in rehearsed.reports)
+        blocks.append(
+            f"all ranks: predicted step {t.makespan * 1e3:.2f} ms without the optimizer's update, bubble "
+            f"{t.bubble_rate:.1%}; the busiest rank alone takes {span * 1e3:.2f} ms"
+        )
+    return "\n\n".join(blocks)
+
+
+def _complete(rehearsed: Rehearsed) -> bool:
+    return len(rehearsed.reports) == rehearsed.reports[0].num_ranks
+
+
+def _rank_text(r: RankReport) -> str:
+    stages = ", ".join(map(str, r.stages))
+    m = r.memory
+    kinds = ", ".join(
+        f"{kind} {format_bytes(n, binary=True)}" for kind, n in sorted(m.predicted.by_kind.items(), key=lambda x: -x[1])
+    )
+    lines = [
+        f"rank {r.rank} of {r.num_ranks} (stage{'s' * (len(r.stages) > 1)} {stages}), schedule {r.schedule}, "
+        f"{r.num_instructions} instructions on {'' if '×' in r.device else 'one '}{r.device}",
+        f"  memory  predicted {format_bytes(m.predicted_bytes, binary=True)}, measured {'' if m.exact else 'at least '}"
+        f"{format_bytes(m.measured_bytes, binary=True)} ({m.source}): predicted ÷ measured {m.ratio:.3f}",
+        f"          with workspace {format_bytes(m.predicted.peak_bytes, binary=True)}, at {m.predicted.at}: {kinds}",
+        f"  step    {r.step} without waiting for other ranks; {r.host_us:.0f} µs of the host per instruction",
+        "  op  stage        ms  spread  samples  alone ms",
+    ]
+    for op, s in sorted({*r.timings, *r.standalone}, key=lambda at: at[::-1]):
+        t, alone_timing = r.timings.get((op, s)), r.standalone.get((op, s))
+        cells = (
+            f"{t.median_s * 1e3:>8.3f}  {t.spread:>6.0%}  {t.count:>7}" if t is not None else f"{'-':>8}{'-':>8}{0:>9}"
+        )
+        lines.append(
+            f"  {op:<2}  {s:>5}  {cells}"
+            + (f"  {alone_timing.median_s * 1e3:>8.3f}" if alone_timing is not None else "")
+        )
+    lines += [
+        f"  {'out' if c.lane == 'd2h' else 'in':<3} {c.count} copies of {format_bytes(c.bytes / c.count, binary=True)}, "
+        f"{c.bytes_per_s / 1e9:.2f} GB/s, {c.hidden:.0%} of their time under compute"
+        for c in r.copies
+    ]
+    if r.slowdown is not None:
+        lines.append(f"  compute takes {r.slowdown:.3f} × as long while copies run")
+    return "\n".join(lines)

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpipe.errors import CheckpointError, ConfigError, DataError, StageError
-from jaxpipe.interop.tokenizer import TOKENIZER
+from jaxpipe.interop.folder import TOKENIZER
 from jaxpipe.stage.leaves import is_array
 from jaxpipe.stage.model.layer import Model, Params, taken_by
 from jaxpipe.stage.model.plan import cut

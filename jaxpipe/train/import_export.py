@@ -25,11 +25,10 @@ import numpy as np
 from jaxpipe import __version__
 from jaxpipe.errors import CheckpointError, ConfigError
 from jaxpipe.files import hub_advice
-from jaxpipe.interop import tokenizer as hub
-from jaxpipe.interop.folder import CONFIG, DTYPES, Planned, new_folder, write_json, write_tensors
+from jaxpipe.interop import folder as hub
+from jaxpipe.interop.folder import CONFIG, DTYPES, TOKENIZER, Planned, copy_files, new_folder, write_json, write_tensors
 from jaxpipe.interop.hub import Hub, Weights, is_hub, open_hub, weights_of
 from jaxpipe.interop.table import Tensor, hugging_face_of, leaf_shapes, rows_by_leaf
-from jaxpipe.interop.tokenizer import TOKENIZER, copy_files
 from jaxpipe.stage.model.layer import Model, Params
 from jaxpipe.stage.model.params import by_path, get_leaf
 from jaxpipe.stage.model.reference import ours

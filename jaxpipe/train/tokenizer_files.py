@@ -15,8 +15,7 @@ from typing import Any
 
 from jaxpipe.errors import ConfigError, DataError
 from jaxpipe.files import write_atomically
-from jaxpipe.interop.folder import read_json, write_json
-from jaxpipe.interop.tokenizer import (
+from jaxpipe.interop.folder import (
     FILES,
     GENERATION,
     JSON,
@@ -26,6 +25,8 @@ from jaxpipe.interop.tokenizer import (
     TOKENIZER,
     TOKENS_MAP,
     copy_files,
+    read_json,
+    write_json,
 )
 from jaxpipe.train.checkpoints.directory import split_step
 from jaxpipe.train.corpora.documents import BadRecordError

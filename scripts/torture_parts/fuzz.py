@@ -207,7 +207,7 @@ def _plan(trial: Trial) -> None:
 
 def _flags(trial: Trial) -> None:
     from jaxpipe.cli import registry
-    from jaxpipe.cli.parser import Parser
+    from jaxpipe.cli.flags import Parser
 
     of = trial.rng.choice(registry.VERBS)
     verb = of.name

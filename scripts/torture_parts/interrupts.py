@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 WITHIN_S = 2.0
 """Longest time between Ctrl-C and the end on a machine that has a core for the command: waits count, other processes don't."""
 _STARTED_CPU_S = 0.1
-"""After which Python itself has started: before that it ends in its own way."""
+"""CPU seconds after which Python itself has started: before that it ends in its own way."""
 _STOPPED = 75
 _MARK = "JAXPIPE_TORTURE_MARK"
 _TINY = (

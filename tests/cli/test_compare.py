@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from jaxpipe.cli import compare_verbs, main
+from jaxpipe.cli import main, search_verbs
 from jaxpipe.schedule import FAMILIES, CostProfile, generate, one_f_one_b, write_costs, write_schedule
 
 OFFLOADING = {"po-h", "po-f", "stp-offload"}
@@ -26,7 +26,7 @@ def run(
 ) -> Callable[..., tuple[int, str, str]]:
     """Run a verb in ``tmp_path``; return its exit code, stdout and stderr, without lines of progress."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(compare_verbs, "_PROGRESS_S", float("inf"))
+    monkeypatch.setattr(search_verbs, "_PROGRESS_S", float("inf"))
 
     def call(*argv: object) -> tuple[int, str, str]:
         code = main([str(a) for a in argv])
@@ -245,7 +245,7 @@ def test_contradicting_limits(run: Run, argv: str, words: str) -> None:
 
 
 def test_best_shows_progress(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compare_verbs, "_PROGRESS_S", 0.0)
+    monkeypatch.setattr(search_verbs, "_PROGRESS_S", 0.0)
     assert main(["best", "--ranks", "2", "--microbatches", "2", "--json"]) == 0
     out, err = capsys.readouterr()
     lines = err.splitlines()
@@ -263,13 +263,13 @@ def test_best_ends_in_time(capsys: pytest.CaptureFixture[str], monkeypatch: pyte
     """The search ends with the best so far, or with a line. Time is up at the fifth setting."""
     calls = itertools.count(1)
 
-    class Watched(compare_verbs._Progress):
+    class Watched(search_verbs._Progress):
         def __call__(self, *args: Any) -> None:
             super().__call__(*args)
             if next(calls) == 5:
                 signal.raise_signal(signal.SIGALRM)
 
-    monkeypatch.setattr(compare_verbs, "_Progress", Watched)
+    monkeypatch.setattr(search_verbs, "_Progress", Watched)
     sizes = ["best", "--ranks", "4", "--microbatches", "8"]
     assert main([*sizes, "--time-limit", "3600", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)

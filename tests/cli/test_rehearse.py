@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from jaxpipe.cli import main
-from jaxpipe.cli.rehearse_verb import memory_size
+from jaxpipe.cli.plan_verbs import memory_size
 from jaxpipe.schedule import generate, read_costs, simulate
 from jaxpipe.train.config import load_config
 from tests.support.train_runs import settings, write_text

@@ -14,7 +14,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxpipe.cli import main
-from jaxpipe.interop.tokenizer import FILES
+from jaxpipe.interop.folder import FILES
 from jaxpipe.stage.model.reference import resolve_model
 from jaxpipe.train.config import load_config
 from jaxpipe.train.corpora.encoding import ChatTemplate, find_template

@@ -398,8 +398,8 @@ def test_a_jobset_has_the_published_fields(tmp_path: Path, capsys: pytest.Captur
 VALUES = st.lists(st.sampled_from(ODD) | st.characters(exclude_categories=("Cs",)), max_size=6).map("".join)
 
 
-def _job(words: Sequence[str]) -> cluster.Job:
-    return cluster.Job("packjob", load_config(None, ["run.out_dir=/runs/a"]), ["train", *words], 4, 1)
+def _job(words: Sequence[str]) -> cluster.ClusterJob:
+    return cluster.ClusterJob("packjob", load_config(None, ["run.out_dir=/runs/a"]), ["train", *words], 4, 1)
 
 
 @given(

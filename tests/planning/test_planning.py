@@ -26,7 +26,7 @@ from jaxpipe.errors import ConfigError
 from jaxpipe.planning.predict import Prediction, predict
 from jaxpipe.planning.report import assumptions, prediction_text
 from jaxpipe.planning.roofline import Efficiency, Work, work_of
-from jaxpipe.planning.stages import Compiler, PlannedStage, Workbench, planner, workbench
+from jaxpipe.planning.stages import Compiler, PlannedStage, StageCosts, planner, stage_costs_of
 from jaxpipe.planning.suggest import suggest
 from jaxpipe.planning.targets import TARGETS, Target, device_text, find_target, target_json
 from jaxpipe.runtime.pipeline import Pipeline
@@ -69,25 +69,25 @@ def small(**pipeline: Any) -> TrainConfig:
     )
 
 
-def bench_of(config: TrainConfig, target: Target = H100, **options: Any) -> Workbench:
-    """Return one workbench for all configs that differ in nothing that it knows; with ``options`` a new one."""
+def stage_costs_for(config: TrainConfig, target: Target = H100, **options: Any) -> StageCosts:
+    """Return the same stage costs for all configs that differ in nothing they use; with ``options`` new ones."""
     if options:
-        return workbench(config, target, Efficiency(), silent, **options)
+        return stage_costs_of(config, target, Efficiency(), silent, **options)
     sequence = config.pipeline.sharding.sequence_parallel
     pipe = PipelineConfig(tp=config.pipeline.tp, sharding=ShardingConfig(sequence_parallel=sequence))
-    return _shared_bench(replace(config, pipeline=pipe).to_json(), target.name)
+    return _shared_stage_costs(replace(config, pipeline=pipe).to_json(), target.name)
 
 
 @cache
-def _shared_bench(config: str, target: str) -> Workbench:
-    return workbench(TrainConfig.from_dict(json.loads(config)), TARGETS[target], Efficiency(), silent)
+def _shared_stage_costs(config: str, target: str) -> StageCosts:
+    return stage_costs_of(TrainConfig.from_dict(json.loads(config)), TARGETS[target], Efficiency(), silent)
 
 
 def prediction_of(
-    config: TrainConfig, bench: Workbench | None = None, limit: float = 80e9, **options: Any
+    config: TrainConfig, stage_costs: StageCosts | None = None, limit: float = 80e9, **options: Any
 ) -> Prediction:
-    bench = bench if bench is not None else bench_of(config)
-    return predict(config, bench, limit, **options)
+    stage_costs = stage_costs if stage_costs is not None else stage_costs_for(config)
+    return predict(config, stage_costs, limit, **options)
 
 
 STATIC: tuple[Kind, ...] = ("parameters", "gradients", "optimizer")
@@ -207,8 +207,8 @@ def test_plans_for_gpus_have_the_attention_that_runs_there() -> None:
     config = small(recompute="flash").override(["run.dtype=bfloat16"])
     p = prediction_of(config)
     assert p.fused_attention and not p.remarks and "cuDNN" in assumptions(p, Efficiency(), "")[1]
-    assert not bench_of(config, TARGETS["cpu"]).stages(((0, 2), (2, 7)), "none", 1)[0].fuses_attention
-    back = bench_of(config.override(["data.seq_len=16384"])).stages(((0, 2), (2, 7)), "none", 1)[0].work["B"]
+    assert not stage_costs_for(config, TARGETS["cpu"]).stages(((0, 2), (2, 7)), "none", 1)[0].fuses_attention
+    back = stage_costs_for(config.override(["data.seq_len=16384"])).stages(((0, 2), (2, 7)), "none", 1)[0].work["B"]
     assert back.seconds - 3e-6 * back.kernels < 2.5 * back.flops / 989.4e12
 
 
@@ -272,29 +272,29 @@ def test_workspace_is_what_is_made_and_read_inside() -> None:
 
 
 @pytest.fixture(scope="module")
-def table_2() -> tuple[TrainConfig, Workbench]:
+def table_2() -> tuple[TrainConfig, StageCosts]:
     """Provide the 9.6B model of `controllable-memory.txt`."""
     config = load_config(PLANS / "gpt-9.6b.toml")
-    return config, bench_of(config, TARGETS["a100"])
+    return config, stage_costs_for(config, TARGETS["a100"])
 
 
-def layer_of(config: TrainConfig, bench: Workbench, recompute: str) -> PlannedStage:
+def layer_of(config: TrainConfig, stage_costs: StageCosts, recompute: str) -> PlannedStage:
     """Return a stage of one block."""
     config = config.override(["pipeline.schedule=v-zb", "pipeline.chunks=2", f"pipeline.cut={list(range(1, 32))}"])
-    cut = planner(config, bench.model)(32).cut
-    return bench.stages(cut, recompute, 4)[5]
+    cut = planner(config, stage_costs.model)(32).cut
+    return stage_costs.stages(cut, recompute, 4)[5]
 
 
 @pytest.mark.parametrize(("recompute", "scores"), [("fused", 5), ("flash", 0)])
 def test_a_gpt_layer_keeps_what_megatron_does(
-    recompute: str, scores: int, table_2: tuple[TrainConfig, Workbench]
+    recompute: str, scores: int, table_2: tuple[TrainConfig, StageCosts]
 ) -> None:
     """34 bsh + 5 abs² bytes with 16-bit values and dropout (Korthikanti et al. 2023); flash attention keeps no score."""
     b, s, h, a = 4, 1024, 5120, 40
     assert layer_of(*table_2, recompute).functions.residual_bytes == 34 * b * s * h + scores * a * b * s * s
 
 
-def test_parameters_take_18_bytes_in_bfloat16_and_16_in_float32(table_2: tuple[TrainConfig, Workbench]) -> None:
+def test_parameters_take_18_bytes_in_bfloat16_and_16_in_float32(table_2: tuple[TrainConfig, StageCosts]) -> None:
     layer = layer_of(*table_2, "fused")
     assert persistent_bytes(layer) == 18 * sum(a.size for a in layer.functions.param_avals)
     p = prediction_of(small())
@@ -304,8 +304,8 @@ def test_parameters_take_18_bytes_in_bfloat16_and_16_in_float32(table_2: tuple[T
 def test_equal_stages_are_traced_once() -> None:
     config = small(ranks=4, microbatches=4, cut=[2, 3, 4])
     notes: list[str] = []
-    bench = workbench(config, H100, Efficiency(), notes.append)
-    stages = bench.stages(planner(config, bench.model)(4).cut, "none", 2)
+    stage_costs = stage_costs_of(config, H100, Efficiency(), notes.append)
+    stages = stage_costs.stages(planner(config, stage_costs.model)(4).cut, "none", 2)
     assert stages[1] is stages[2]
     assert len([line for line in notes if line.startswith("tracing")]) == 3
 
@@ -313,9 +313,9 @@ def test_equal_stages_are_traced_once() -> None:
 def test_a_long_run_of_equal_layers_costs_what_it_does_traced_whole() -> None:
     """But for what kernels of the residual stream read of layers further back, which the roofline has them read again."""
     config = small(tp=2).override(["model.options.num_layers=6"])
-    bench = bench_of(config)
-    stage = bench.stages([(0, 7), (7, 9)], "cheap", 2)[0]
-    full_trace = bench.functions_of(stage.key)
+    stage_costs = stage_costs_for(config)
+    stage = stage_costs.stages([(0, 7), (7, 9)], "cheap", 2)[0]
+    full_trace = stage_costs.functions_of(stage.key)
     assert stage.functions.residual_bytes < full_trace.residual_bytes
     assert stage.sizes == StageSizes.of(full_trace)
     for op, function in full_trace.functions.items():
@@ -330,8 +330,8 @@ def test_tensor_parallel_stages_are_those_of_one_device() -> None:
     stream = 2 * 16 * 32 * 4
 
     def stage(tp: int, sequence: bool = False, policy: str = "fused") -> PlannedStage:
-        bench = bench_of(small(recompute=policy, tp=tp, sequence_parallel=sequence))
-        return bench.stages([(0, 1), (1, 3), (3, 7)], policy, 2)[1]
+        stage_costs = stage_costs_for(small(recompute=policy, tp=tp, sequence_parallel=sequence))
+        return stage_costs.stages([(0, 1), (1, 3), (3, 7)], policy, 2)[1]
 
     def exchanged(stage: PlannedStage, op: str) -> list[str]:
         return [c.primitive for c in collectives(stage.functions.functions[op].jaxpr)]
@@ -353,7 +353,7 @@ def test_tensor_parallel_stages_are_those_of_one_device() -> None:
 
 def test_collectives_take_what_a_ring_takes() -> None:
     config = small(tp=4, recompute="fused")
-    p = prediction_of(config, bench_of(config))
+    p = prediction_of(config, stage_costs_for(config))
     stream, e = 2 * 16 * 32 * 4, Efficiency()
     one = 2 * 3 / 4 * stream / (H100.link_bytes_per_s * e.link) + H100.link_latency_s
     assert p.costs.tp_comm_s[0] == pytest.approx((5 + 4) / 2 * one)  # F: the embedding's, and two of each of two blocks
@@ -363,7 +363,7 @@ def test_collectives_take_what_a_ring_takes() -> None:
 
 def test_gradients_are_separated_where_it_pays() -> None:
     plain, separated, braided = (
-        prediction_of(config, bench_of(config))
+        prediction_of(config, stage_costs_for(config))
         for config in (
             small(tp=4),
             small(tp=4, separate_gradients=True),
@@ -378,7 +378,7 @@ def test_gradients_are_separated_where_it_pays() -> None:
 
 def test_adjacent_actions_are_braided_where_it_pays() -> None:
     plain, braided = (
-        prediction_of(config, bench_of(config))
+        prediction_of(config, stage_costs_for(config))
         for config in (small(tp=4, schedule="zb-h1"), small(tp=4, schedule="zb-h1", braid_adjacent=True))
     )
     slots = [slot for row in braided.schedule.rows for slot in row]
@@ -397,12 +397,12 @@ def test_memory_is_what_the_programs_hold(schedule: str, chunks: int) -> None:
     """The account of the lowered programs walks what the runtime executes; a plan knows the schedule and shapes only."""
     config = small(schedule=schedule, chunks=chunks)
     p = prediction_of(config)
-    bench = bench_of(config)
+    stage_costs = stage_costs_for(config)
     pipeline = Pipeline.build(
-        bench.model,
+        stage_costs.model,
         p.schedule,
         microbatch_size=2,
-        boundaries=planner(config, bench.model)(p.schedule.num_stages).cut,
+        boundaries=planner(config, stage_costs.model)(p.schedule.num_stages).cut,
         costs=p.costs,
     )
     report = pipeline.memory_report(workspace=False, timeline=pipeline.predicted_timeline())
@@ -441,21 +441,23 @@ def test_post_validation_takes_the_longest_span_and_reads_the_state_once_more() 
     "name",
     ["gpt-9.6b", pytest.param("gpt-21b", marks=pytest.mark.soak), pytest.param("gpt-38.5b", marks=pytest.mark.soak)],
 )
-def test_activation_memory_of_the_paper(name: str, schedule: str, table_2: tuple[TrainConfig, Workbench]) -> None:
+def test_activation_memory_of_the_paper(name: str, schedule: str, table_2: tuple[TrainConfig, StageCosts]) -> None:
     """Within 10% of `controllable-memory.txt` table 4: bfloat16, attention scores kept, sequence 1024."""
-    config, bench = table_2 if name == "gpt-9.6b" else (config := load_config(PLANS / f"{name}.toml"), bench_of(config))
+    config, stage_costs = (
+        table_2 if name == "gpt-9.6b" else (config := load_config(PLANS / f"{name}.toml"), stage_costs_for(config))
+    )
     if schedule != "1f1b":
-        blocks = len(bench.model.layers) - 3
+        blocks = len(stage_costs.model.layers) - 3
         v = (f"pipeline.schedule={schedule}", "pipeline.chunks=2", f"pipeline.cut={list(range(1, blocks + 2))}")
         config = config.override(v)
-    got = max(prediction_of(config, bench).activation_bytes) / 1e9
+    got = max(prediction_of(config, stage_costs).activation_bytes) / 1e9
     assert got == pytest.approx(ACTIVATION_GB[name][schedule], rel=0.1)
 
 
 def test_offload_is_priced_at_the_shared_host_link() -> None:
     config = small(schedule="po-h", chunks=2)
     unshared = prediction_of(config)
-    shared = prediction_of(config, bench_of(config, TARGETS["a100"]))
+    shared = prediction_of(config, stage_costs_for(config, TARGETS["a100"]))
     assert unshared.costs.host.groups == ()
     assert shared.costs.host.groups == ((0, 1),)
     assert unshared.offloaded > 0
@@ -468,19 +470,19 @@ def test_offload_is_priced_at_the_shared_host_link() -> None:
 
 
 @pytest.fixture(scope="module")
-def tight() -> tuple[Prediction, Workbench, float]:
+def tight() -> tuple[Prediction, StageCosts, float]:
     config = small(microbatches=8, ranks=2)
-    bench = bench_of(config)
-    roomy = prediction_of(config, bench)
+    stage_costs = stage_costs_for(config)
+    roomy = prediction_of(config, stage_costs)
     limit = 0.95 * roomy.worst.peak_bytes
-    return prediction_of(config, bench, limit), bench, limit
+    return prediction_of(config, stage_costs, limit), stage_costs, limit
 
 
 @pytest.mark.soak
-def test_suggestions_fit_and_are_what_their_overrides_give(tight: tuple[Prediction, Workbench, float]) -> None:
-    current, bench, limit = tight
+def test_suggestions_fit_and_are_what_their_overrides_give(tight: tuple[Prediction, StageCosts, float]) -> None:
+    current, stage_costs, limit = tight
     assert not current.fits
-    suggestions = suggest(current, lambda c, t: prediction_of(c, bench, limit, transform=t), silent, 1e9)
+    suggestions = suggest(current, lambda c, t: prediction_of(c, stage_costs, limit, transform=t), silent, 1e9)
     assert suggestions.fitting
     assert suggestions.left_out == 0
     speeds = [s.prediction.tokens_per_s_per_device for s in suggestions.fitting]
@@ -488,15 +490,15 @@ def test_suggestions_fit_and_are_what_their_overrides_give(tight: tuple[Predicti
     for s in suggestions.fitting[:5]:
         assert s.prediction.worst.peak_bytes <= limit
         if s.schedule is None:
-            repeat = prediction_of(current.config.override(s.overrides), bench, limit)
+            repeat = prediction_of(current.config.override(s.overrides), stage_costs, limit)
             assert (repeat.step_s, repeat.worst.peak_bytes) == (s.prediction.step_s, s.prediction.worst.peak_bytes)
     assert any(o.startswith("pipeline.recompute=") for s in suggestions.fitting for o in s.overrides)
     assert any(o.startswith("pipeline.schedule=") for s in suggestions.fitting for o in s.overrides)
 
 
-def test_no_time_for_suggestions_is_said(tight: tuple[Prediction, Workbench, float]) -> None:
-    current, bench, limit = tight
-    suggestions = suggest(current, lambda c, t: prediction_of(c, bench, limit, transform=t), silent, 0.0)
+def test_no_time_for_suggestions_is_said(tight: tuple[Prediction, StageCosts, float]) -> None:
+    current, stage_costs, limit = tight
+    suggestions = suggest(current, lambda c, t: prediction_of(c, stage_costs, limit, transform=t), silent, 0.0)
     assert suggestions.fitting == ()
     assert suggestions.left_out > 10
     assert suggestions.smallest.prediction is current
@@ -508,12 +510,16 @@ def test_no_time_for_suggestions_is_said(tight: tuple[Prediction, Workbench, flo
 def test_workspace_by_compiling_for_this_cpu() -> None:
     config, notices = small(recompute="full"), list[str]()
     compiler = Compiler(TARGETS["cpu"], notices.append, 1e9)
-    bench = bench_of(config, TARGETS["cpu"], temp_of=compiler)
-    p = prediction_of(config, bench, compile_stages=True)
+    stage_costs = stage_costs_for(config, TARGETS["cpu"], temp_of=compiler)
+    p = prediction_of(config, stage_costs, compile_stages=True)
     assert notices == []
     assert compiler.count == 4  # F and BW of two different stages: 1F1B has no B and W
     pipeline = Pipeline.build(
-        bench.model, p.schedule, microbatch_size=2, boundaries=planner(config, bench.model)(2).cut, recompute="full"
+        stage_costs.model,
+        p.schedule,
+        microbatch_size=2,
+        boundaries=planner(config, stage_costs.model)(2).cut,
+        recompute="full",
     )
     exact = pipeline.memory_report().ranks
     assert [m.by_kind["temporaries"] > 0 for m in p.memory] == [True, True]
@@ -528,8 +534,8 @@ def test_workspace_by_compiling_for_this_cpu() -> None:
 
 def test_a_compile_budget_is_kept_and_told() -> None:
     config, notices = small(), list[str]()
-    bench = bench_of(config, TARGETS["cpu"], temp_of=Compiler(TARGETS["cpu"], notices.append, 0.0))
-    p = prediction_of(config, bench, compile_stages=True)
+    stage_costs = stage_costs_for(config, TARGETS["cpu"], temp_of=Compiler(TARGETS["cpu"], notices.append, 0.0))
+    p = prediction_of(config, stage_costs, compile_stages=True)
     assert len(notices) == 1
     assert "the rest is estimated" in notices[0]
     assert p.worst.by_kind["temporaries"] > 0
@@ -548,7 +554,7 @@ def test_compiling_for_a_gpu_that_is_not_here(name: str) -> None:
         pytest.skip(reason)
     config, notices = small().override(["run.dtype=bfloat16"]), list[str]()
     compiler = Compiler(TARGETS[name], notices.append, 1e9)
-    p = prediction_of(config, bench_of(config, TARGETS[name], temp_of=compiler), compile_stages=True)
+    p = prediction_of(config, stage_costs_for(config, TARGETS[name], temp_of=compiler), compile_stages=True)
     assert notices == [] and p.fused_attention
     assert compiler.count == 4
     assert p.worst.by_kind["temporaries"] > 0
@@ -559,7 +565,7 @@ def test_without_the_wheels_the_reason_is_a_notice(monkeypatch: pytest.MonkeyPat
     notices: list[str] = []
     compiler = Compiler(H100, notices.append)
     config = small()
-    p = prediction_of(config, bench_of(config, temp_of=compiler), compile_stages=True)
+    p = prediction_of(config, stage_costs_for(config, temp_of=compiler), compile_stages=True)
     assert notices == ["workspace is estimated from the jaxprs where it was not compiled: no wheels here"]
     assert compiler.count == 0
     assert p.worst.by_kind["temporaries"] > 0
@@ -568,7 +574,7 @@ def test_without_the_wheels_the_reason_is_a_notice(monkeypatch: pytest.MonkeyPat
 def test_a_long_stage_is_compiled_short_and_scaled() -> None:
     config = small(ranks=1, microbatches=2)
     compiler = Compiler(TARGETS["cpu"], silent, 1e9)
-    p = prediction_of(config, bench_of(config, TARGETS["cpu"], temp_of=compiler), compile_stages=True)
+    p = prediction_of(config, stage_costs_for(config, TARGETS["cpu"], temp_of=compiler), compile_stages=True)
     assert compiler.count == 4  # F and BW, with one block and with two
     assert p.worst.by_kind["temporaries"] > 0
 
@@ -674,11 +680,11 @@ def test_host_memory_is_what_is_out_at_once() -> None:
 def test_a_policy_only_where_it_is_needed() -> None:
     """1F1B's first ranks hold the most: recomputing there alone fits, and is faster than recomputing everywhere."""
     config = small(ranks=4, microbatches=8)
-    bench = bench_of(config)
-    totals = sorted(m.peak_bytes for m in prediction_of(config, bench).memory)
+    stage_costs = stage_costs_for(config)
+    totals = sorted(m.peak_bytes for m in prediction_of(config, stage_costs).memory)
     limit = (totals[-1] + totals[-2]) / 2
-    current = prediction_of(config, bench, limit)
-    suggestions = suggest(current, lambda c, t: prediction_of(c, bench, limit, transform=t), silent, 1e9)
+    current = prediction_of(config, stage_costs, limit)
+    suggestions = suggest(current, lambda c, t: prediction_of(c, stage_costs, limit, transform=t), silent, 1e9)
     speed = {s.change: s.prediction.step_s for s in suggestions.fitting}
     tight = [m.rank for m in current.memory if m.peak_bytes > limit]
     assert len(tight) == 1

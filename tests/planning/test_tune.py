@@ -17,14 +17,12 @@ import pytest
 from jaxpipe.cli import main
 from jaxpipe.errors import ConfigError
 from jaxpipe.planning import tune as tuning
-from jaxpipe.planning.measured import Stopwatch
 from jaxpipe.planning.predict import predict
-from jaxpipe.planning.resized import PROBE, _Resizing
 from jaxpipe.planning.roofline import Efficiency
 from jaxpipe.planning.space import Space
-from jaxpipe.planning.stages import Workbench, planner, workbench
+from jaxpipe.planning.stages import PROBE, StageCosts, Stopwatch, _ProbeView, planner, stage_costs_of
 from jaxpipe.planning.targets import TARGETS
-from jaxpipe.planning.tune import SIZES, tune
+from jaxpipe.planning.tune import TRACED_SIZES, tune
 from jaxpipe.train.config import TrainConfig, load_config
 from tests.support.paths import ROOT
 
@@ -45,34 +43,34 @@ def small() -> TrainConfig:
 
 
 @pytest.fixture(scope="module")
-def bench() -> Workbench:
+def stage_costs() -> StageCosts:
     """Traces are shared by all tests."""
-    return workbench(small(), A800, Efficiency(), lambda text: None, sizes=SIZES)
+    return stage_costs_of(small(), A800, Efficiency(), lambda text: None, sizes=TRACED_SIZES)
 
 
 @pytest.mark.parametrize("limit", [4.4e6, pytest.param(80e9, marks=pytest.mark.soak)])
-def test_the_answer_is_that_of_the_whole_grid(limit: float, bench: Workbench) -> None:
+def test_the_answer_is_that_of_the_whole_grid(limit: float, stage_costs: StageCosts) -> None:
     only = (*FEW, *(f"pipeline.{x}" for x in ("tp=1", "recompute=none,full", "microbatches=2,8", "vocabulary=ends")))
     space = Space.of(small(), 8, only)
-    pruned, full = tune(space, bench, limit), tune(space, bench, limit, prune=False)
+    pruned, full = tune(space, stage_costs, limit), tune(space, stage_costs, limit, prune=False)
     assert pruned.best is not None and full.best is not None
     assert pruned.best.step_s == full.best.step_s
     assert pruned.best.fits and pruned.best.devices == 8
-    simulated = [t for t in full.tried if t.step_s is not None]
-    assert len([t for t in pruned.tried if t.step_s is not None]) < len(simulated)
-    assert not any(t.status in ("slower", "not reached") for t in full.tried)
+    simulated = [t for t in full.trials if t.step_s is not None]
+    assert len([t for t in pruned.trials if t.step_s is not None]) < len(simulated)
+    assert not any(t.status in ("slower", "not reached") for t in full.trials)
     for t in simulated[:: len(simulated) // 6]:  # what plan predicts, but for traces in two sizes
         if not t.offloaded:
-            p = predict(space.config(t.settings), replace(bench, sizes=None), limit)
+            p = predict(space.config(t.settings), replace(stage_costs, sizes=None), limit)
             assert (p.step_s, p.tokens_per_s) == pytest.approx((t.step_s, t.tokens_per_s), rel=1e-3)
             assert [m.peak_bytes for m in p.memory] == pytest.approx(t.peak_bytes, rel=1e-2)
             assert t.bound_s is not None and t.bound_s <= p.step_s * (1 + 1e-9)
     orders = {json.dumps({**layout, **order.settings}) for layout in space.layouts() for order in space.orders(layout)}
-    extra = [t for t in full.tried if t.offloaded or "pipeline.separate_gradients" in t.settings]
-    assert sum(t.candidates for t in full.tried) - len(extra) == len(orders)
+    extra = [t for t in full.trials if t.offloaded or "pipeline.separate_gradients" in t.settings]
+    assert sum(t.candidates for t in full.trials) - len(extra) == len(orders)
 
 
-def test_no_step_is_shorter_than_its_bound(bench: Workbench) -> None:
+def test_no_step_is_shorter_than_its_bound(stage_costs: StageCosts) -> None:
     """Bounds by work, by placement and with separated gradients hold on every axis that traces differ by."""
     only = (
         "ranks=2",
@@ -83,14 +81,14 @@ def test_no_step_is_shorter_than_its_bound(bench: Workbench) -> None:
         "schedule=1f1b,v-zb",
     )
     space = Space.of(small(), 4, [f"pipeline.{x}" for x in only])
-    pruned, full = tune(space, bench, 80e9), tune(space, bench, 80e9, prune=False)
+    pruned, full = tune(space, stage_costs, 80e9), tune(space, stage_costs, 80e9, prune=False)
     assert pruned.best is not None and full.best is not None and pruned.best.step_s == full.best.step_s
-    reached = [t for t in full.tried if t.step_s is not None and t.bound_s is not None]
+    reached = [t for t in full.trials if t.step_s is not None and t.bound_s is not None]
     assert len(reached) > 20 and any("pipeline.separate_gradients" in t.settings for t in reached)
     assert not [t for t in reached if (t.bound_s or 0.0) > (t.step_s or 0.0) * (1 + 1e-9)]
 
 
-def test_a_second_process_finds_what_one_does(bench: Workbench, tmp_path: Path) -> None:
+def test_a_second_process_finds_what_one_does(stage_costs: StageCosts, tmp_path: Path) -> None:
     """It takes the layouts of two shards; the process is a new one, since JAX has threads in this one."""
     only = [
         f"pipeline.{x}" for x in ("dp=1", "vocabulary=ends", "recompute=none", "microbatches=4", "schedule=1f1b,v-zb")
@@ -100,15 +98,15 @@ def test_a_second_process_finds_what_one_does(bench: Workbench, tmp_path: Path) 
     command = [sys.executable, "-m", "jaxpipe", "tune", "small.toml", *flags]
     subprocess.run(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True, capture_output=True)
     document = json.loads((tmp_path / "all.json").read_text())
-    single = tune(Space.of(small(), 4, only), bench, document["limit_bytes"])
+    single = tune(Space.of(small(), 4, only), stage_costs, document["limit_bytes"])
     assert single.best is not None and document["best"]["step_s"] == single.best.step_s
-    assert sum(t["candidates"] for t in document["tried"]) == sum(t.candidates for t in single.tried)
+    assert sum(t["candidates"] for t in document["tried"]) == sum(t.candidates for t in single.trials)
     assert {t["settings"]["pipeline.tp"] for t in document["tried"]} == {1, 2, 4}
 
 
-def test_no_order_needs_less_than_its_placement(bench: Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_order_needs_less_than_its_placement(stage_costs: StageCosts, monkeypatch: pytest.MonkeyPatch) -> None:
     """The layout has vocabulary-parallel layers, whose first backward waits for one more forward for each barrier."""
-    least_by_placement, least_bytes, simulate = dict[Any, float](), tuning._least_bytes, tuning._Search._simulate
+    least_by_placement, least_bytes, simulate = dict[Any, float](), tuning._least_bytes, tuning._LayoutSearch._simulate
     above = list[float]()
 
     def least(placement: Any, costs: Any, forwards: int) -> float:
@@ -121,13 +119,13 @@ def test_no_order_needs_less_than_its_placement(bench: Workbench, monkeypatch: p
         return candidate
 
     monkeypatch.setattr(tuning, "_least_bytes", least)
-    monkeypatch.setattr(tuning._Search, "_simulate", simulated)
+    monkeypatch.setattr(tuning._LayoutSearch, "_simulate", simulated)
     only = ("ranks=2", "tp=1", "vocabulary=spread,spread-2", "recompute=none", "microbatches=1,4")
-    tune(Space.of(small(), 2, [f"pipeline.{x}" for x in only]), bench, 80e9, prune=False)
+    tune(Space.of(small(), 2, [f"pipeline.{x}" for x in only]), stage_costs, 80e9, prune=False)
     assert len(above) > 20 and 1 - 1e-9 < min(above) < 1.05
 
 
-def test_what_is_left_out_is_tried_if_asked_for(bench: Workbench) -> None:
+def test_what_is_left_out_is_tried_if_asked_for(stage_costs: StageCosts) -> None:
     """Recomputation that saves little, and under spread vocabulary layers all but a few families."""
     layout = ("ranks=2", "tp=1", "dp=1", "microbatches=4", "vocabulary=spread")
     only = [f"pipeline.{x}" for x in (*layout, "recompute=none,cheap", "schedule=1f1b")]
@@ -137,7 +135,9 @@ def test_what_is_left_out_is_tried_if_asked_for(bench: Workbench) -> None:
     for override, name in (("pipeline.schedule=gpipe", "gpipe"), ("traverse.placement=v", "traverse")):
         space = Space.of(small(), 2, [*only[:-1], override])
         assert {o.settings["pipeline.schedule"] for x in space.layouts() for o in space.orders(x)} == {name}
-    both, cheap_only = (tune(Space.of(small(), 2, [*only[:-2], x, only[-1]]), bench, 80e9) for x in (only[-2], _CHEAP))
+    both, cheap_only = (
+        tune(Space.of(small(), 2, [*only[:-2], x, only[-1]]), stage_costs, 80e9) for x in (only[-2], _CHEAP)
+    )
     assert both.best is not None and cheap_only.best is not None
     assert (both.best.config.pipeline.recompute, cheap_only.best.config.pipeline.recompute) == ("none", "cheap")
 
@@ -171,7 +171,7 @@ def test_times_are_measured_once(tmp_path: Path) -> None:
     results, watches = [], []
     for _ in range(2):
         watches.append(Stopwatch(jax.devices(), tmp_path / "times.json", repeats=1))
-        how = workbench(space.base, TARGETS["cpu"], Efficiency(), lambda text: None, seconds_of=watches[-1])
+        how = stage_costs_of(space.base, TARGETS["cpu"], Efficiency(), lambda text: None, seconds_of=watches[-1])
         results.append(tune(space, how, 1e12))
     first, second = watches
     assert (first.measured, second.measured, second.reused) == (2, 0, 2)
@@ -181,12 +181,12 @@ def test_times_are_measured_once(tmp_path: Path) -> None:
     assert set(results[0].best.costs.f_s) == {row["F"] for row in seconds}
 
 
-def test_time_ends_the_search_with_the_best_so_far(bench: Workbench) -> None:
-    result = tune(Space.of(small(), 8, FEW), bench, 80e9, time_limit_s=1e-9)
+def test_time_ends_the_search_with_the_best_so_far(stage_costs: StageCosts) -> None:
+    result = tune(Space.of(small(), 8, FEW), stage_costs, 80e9, time_limit_s=1e-9)
     assert (result.best, result.stopped) == (None, "out of time")
 
 
-def test_ctrl_c_ends_the_search_with_the_best_so_far(bench: Workbench) -> None:
+def test_ctrl_c_ends_the_search_with_the_best_so_far(stage_costs: StageCosts) -> None:
     notes: list[str] = []
 
     def interrupt(text: str) -> None:
@@ -195,9 +195,9 @@ def test_ctrl_c_ends_the_search_with_the_best_so_far(bench: Workbench) -> None:
             raise KeyboardInterrupt
 
     only = [f"pipeline.{x}" for x in ("schedule=1f1b,gpipe", "tp=1", "recompute=none", "vocabulary=ends")]
-    result = tune(Space.of(small(), 8, only), bench, 80e9, interrupt, progress_s=0.0)
+    result = tune(Space.of(small(), 8, only), stage_costs, 80e9, interrupt, progress_s=0.0)
     assert result.best is not None and result.stopped == "interrupted"
-    assert any(t.status == "not reached" for t in result.tried)
+    assert any(t.status == "not reached" for t in result.trials)
 
 
 @pytest.mark.parametrize(
@@ -221,8 +221,8 @@ def test_nothing_that_fits_is_one_line(capsys: pytest.CaptureFixture[str]) -> No
 
 def test_layers_that_do_other_work_with_few_sequences_are_searched_again() -> None:
     notes: list[str] = []
-    bench = workbench(small(), A800, Efficiency(), lambda text: None, sizes=SIZES)
-    blocks = {layer.apply for layer in bench.model.layers if layer.name.startswith("block")}
+    stage_costs = stage_costs_of(small(), A800, Efficiency(), lambda text: None, sizes=TRACED_SIZES)
+    blocks = {layer.apply for layer in stage_costs.model.layers if layer.name.startswith("block")}
     (block,) = blocks
 
     def longer(params: Any, x: Any, context: Any) -> Any:
@@ -230,16 +230,16 @@ def test_layers_that_do_other_work_with_few_sequences_are_searched_again() -> No
             x = block(params, x, context)
         return x
 
-    layers = [replace(x, apply=longer) if x.apply in blocks else x for x in bench.model.layers]
-    bench.model = replace(bench.model, layers=tuple(layers))
+    layers = [replace(x, apply=longer) if x.apply in blocks else x for x in stage_costs.model.layers]
+    stage_costs.model = replace(stage_costs.model, layers=tuple(layers))
     only = [
         f"pipeline.{x}" for x in ("ranks=2", "vocabulary=ends", "recompute=none", "microbatches=8,16", "schedule=1f1b")
     ]
     space = Space.of(small(), 2, only)
-    result, exact = tune(space, bench, 80e9, notes.append), tune(space, replace(bench, sizes=None), 80e9)
+    result, exact = tune(space, stage_costs, 80e9, notes.append), tune(space, replace(stage_costs, sizes=None), 80e9)
     assert [text for text in notes if "searching again" in text] and result.best is not None and exact.best is not None
     assert result.best.step_s == exact.best.step_s
-    assert min(t.step_s for t in result.tried if t.step_s is not None) == pytest.approx(result.best.step_s)
+    assert min(t.step_s for t in result.trials if t.step_s is not None) == pytest.approx(result.best.step_s)
 
 
 @pytest.mark.parametrize(
@@ -253,10 +253,10 @@ def test_layers_that_do_other_work_with_few_sequences_are_searched_again() -> No
 def test_one_trace_tells_what_a_trace_of_each_size_does(shards: str, recompute: str) -> None:
     cut_in_two = ["model.options.num_layers=2", "pipeline.ranks=2"]
     config = small().override([*cut_in_two, f"pipeline.{shards}", f"pipeline.recompute={recompute}"])
-    quick = workbench(config, A800, Efficiency(), lambda text: None, sizes=(2, 4))
+    quick = stage_costs_of(config, A800, Efficiency(), lambda text: None, sizes=(2, 4))
     cut = planner(config, quick.model)(2).cut
     for size in (2, 4):
-        full = workbench(config, A800, Efficiency(), lambda text: None)
+        full = stage_costs_of(config, A800, Efficiency(), lambda text: None)
         for derived, real in zip(quick.stages(cut, recompute, size), full.stages(cut, recompute, size), strict=True):
             assert derived.functions.functions["F"].jaxpr is not real.functions.functions["F"].jaxpr
             assert derived.sizes == real.sizes
@@ -266,17 +266,17 @@ def test_one_trace_tells_what_a_trace_of_each_size_does(shards: str, recompute: 
                 other = real.work[op]
                 traced_numbers = (other.flops, other.moved_bytes, other.seconds, other.kernels, other.workspace_bytes)
                 assert derived_numbers == pytest.approx(traced_numbers, rel=1e-9)
-    assert {len(stages) for stages in quick._priced.values()} == {2}  # no size was traced by itself
+    assert {len(stages) for stages in quick._priced_by_kind.values()} == {2}  # no size was traced by itself
 
 
 def test_shapes_that_do_not_tell_of_sequences_are_traced() -> None:
     """An axis with one entry more than there are sequences is no multiple of them."""
     for shape in ((PROBE + 1, 7), (PROBE - 1,), (PROBE, 2 * PROBE), (PROBE**2,), (7, PROBE // 2)):
-        resizing = _Resizing((), 2)
-        resizing.shape(shape)
-        assert resizing.unsure, shape
-    resizing = _Resizing((100_000,), 2)
-    assert resizing.shape((5 * PROBE, 100_000, 12)) == (10, 100_000, 12) and not resizing.unsure
+        probe_view = _ProbeView((), 2)
+        probe_view.shape(shape)
+        assert probe_view.ambiguous, shape
+    probe_view = _ProbeView((100_000,), 2)
+    assert probe_view.shape((5 * PROBE, 100_000, 12)) == (10, 100_000, 12) and not probe_view.ambiguous
 
 
 def test_forwards_first_are_tried_where_they_are_asked_for() -> None:
@@ -317,11 +317,13 @@ def test_no_more_optimizer_state_is_taken_for_granted_than_there_is(name: str) -
         "adamw": optax.adamw(1e-3), "sgd": optax.sgd(1e-3), "muon": optax.contrib.muon(1e-3),
         "adafactor": optax.adafactor(1e-3), "lion": optax.lion(1e-3),
     }  # fmt: skip
-    bench = replace(workbench(small(), A800, Efficiency(), lambda text: None, sizes=SIZES), optimizer=optimizers[name])
-    leaves = jax.tree.leaves(dict(bench.avals))
+    stage_costs = replace(
+        stage_costs_of(small(), A800, Efficiency(), lambda text: None, sizes=TRACED_SIZES), optimizer=optimizers[name]
+    )
+    leaves = jax.tree.leaves(dict(stage_costs.avals))
     masters = [jax.ShapeDtypeStruct(a.shape, jax.numpy.float32) for a in leaves]
-    state = jax.tree.leaves(jax.eval_shape(bench.optimizer.init, masters))
+    state = jax.tree.leaves(jax.eval_shape(stage_costs.optimizer.init, masters))
     floats = [a for a in state if jax.numpy.issubdtype(a.dtype, jax.numpy.inexact)]
     count = sum(a.size for a in leaves)
-    assert bench.least_state_bytes * count <= sum(a.size * a.dtype.itemsize for a in floats) * (1 + 1e-12)
-    assert bench.least_state_bytes == {"adamw": 8, "sgd": 0, "lion": 4}.get(name, bench.least_state_bytes)
+    assert stage_costs.least_state_bytes * count <= sum(a.size * a.dtype.itemsize for a in floats) * (1 + 1e-12)
+    assert stage_costs.least_state_bytes == {"adamw": 8, "sgd": 0, "lion": 4}.get(name, stage_costs.least_state_bytes)

@@ -20,9 +20,19 @@ from hypothesis import strategies as st
 
 from jaxpipe.errors import ConfigError
 from jaxpipe.plot import SUFFIXES, plot_timelines
-from jaxpipe.plot.cells import cells_of, chunk_numbers, colour_of, ink_on, lanes_of, tint
+from jaxpipe.plot.figure import (
+    cells_of,
+    chunk_numbers,
+    colour_of,
+    ink_on,
+    lanes_of,
+    memory_scale,
+    number,
+    summary,
+    time_scale,
+    tint,
+)
 from jaxpipe.plot.trace import trace_text
-from jaxpipe.plot.units import memory_scale, number, summary, time_scale
 from jaxpipe.plot.viewer import viewer_data, viewer_page
 from jaxpipe.schedule import (
     Action,

@@ -16,9 +16,8 @@ import pytest
 
 from jaxpipe.errors import ConfigError, RunError
 from jaxpipe.program.ir import Free, Offload, Recv, Reload, Run, Send, Sync
-from jaxpipe.rehearsal.rank import Rehearsal
+from jaxpipe.rehearsal.rank import Rehearsal, StandIns, maker
 from jaxpipe.rehearsal.report import RankReport, copy_reports, rehearsed_costs, slowdown
-from jaxpipe.rehearsal.stand_ins import StandIns, maker
 from jaxpipe.runtime.executor import Executor
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.runtime.transfer import message_numbers
@@ -283,7 +282,7 @@ def test_costs_of_all_ranks_are_what_was_measured() -> None:
     timings = {("BW", s): replace(reports[0].step, median_s=4.0) for s in range(pipe.schedule.num_stages)}
     costs = rehearsed_costs(
         pipe,
-        [replace(r, alone=timings) for r in reports],
+        [replace(r, standalone=timings) for r in reports],
         link=Link(0.125),
         host=HostLink(d2h_bytes_per_s=1e6, h2d_bytes_per_s=1e6, latency_s=1.0),
     )
@@ -318,8 +317,8 @@ def test_every_function_is_timed_alone_too() -> None:
     schedule = generate("1f1b", 2, 2)
     report = Rehearsal(pipeline(schedule), 1).run(steps=1)
     assert report.timings.keys() == {("F", 1), ("BW", 1)}
-    assert report.alone.keys() == {(op, 1) for op in ("F", "B", "W", "BW")}
-    assert all(t.median_s > 0 for t in report.alone.values())
+    assert report.standalone.keys() == {(op, 1) for op in ("F", "B", "W", "BW")}
+    assert all(t.median_s > 0 for t in report.standalone.values())
 
 
 # -- overlap, by hand -------------------------------------------------------------------------------------------------
@@ -406,7 +405,7 @@ def test_a_function_too_large_to_run_alone_is_left_to_the_program() -> None:
     pipe = _failing(pipeline(generate("zb-h1", 3, 4)), 1, "BW", "RESOURCE_EXHAUSTED: no more")
     lines: list[str] = []
     report = Rehearsal(pipe, 1).run(steps=1, progress=lines.append)
-    assert report.alone.keys() == {("F", 1), ("B", 1), ("W", 1)}
+    assert report.standalone.keys() == {("F", 1), ("B", 1), ("W", 1)}
     assert "rank 1: no memory for BW of stage 1 alone: not timed" in lines
     costs = rehearsed_costs(pipe, [report])
     assert costs.bw_s[1] > 0

@@ -50,7 +50,7 @@ def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_schedules_are_read() -> None:
     collectives = overlaps(SCHEDULE)
-    assert [(o.kind, o.products, o.others, o.is_sync, o.covered) for o in collectives] == [
+    assert [(o.kind, o.products, o.other_kernels, o.is_sync, o.covered) for o in collectives] == [
         ("all-reduce", 1, 1, False, True),
         ("reduce-scatter", 0, 1, False, False),
         ("all-gather", 0, 0, True, False),

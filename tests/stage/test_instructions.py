@@ -18,7 +18,7 @@ import pytest
 
 from jaxpipe import Trainer
 from jaxpipe.errors import JaxpipeError, ProgramError, ScheduleError, StageError
-from jaxpipe.plot.cells import colour_of
+from jaxpipe.plot.figure import colour_of
 from jaxpipe.program.ir import Send
 from jaxpipe.program.lower import lower
 from jaxpipe.program.order import Crossing

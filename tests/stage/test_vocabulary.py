@@ -16,7 +16,7 @@ from jaxpipe import Trainer
 from jaxpipe.errors import ConfigError, ProgramError
 from jaxpipe.planning.predict import predict
 from jaxpipe.planning.roofline import Efficiency
-from jaxpipe.planning.stages import workbench
+from jaxpipe.planning.stages import stage_costs_of
 from jaxpipe.planning.targets import find_target
 from jaxpipe.stage.model.layer import LayerContext, Model
 from jaxpipe.stage.model.reference import apply_model, init_params
@@ -215,7 +215,7 @@ def test_memory_is_balanced_at_256k_words() -> None:
         + ["pipeline.recompute=fused"]
     )
     target = find_target("a100")
-    bench = workbench(config, target, Efficiency(), lambda text: None)
+    bench = stage_costs_of(config, target, Efficiency(), lambda text: None)
     ratio_and_speed = {}
     for vocabulary in ("ends", "spread"):
         prediction = predict(config.override([f"pipeline.vocabulary={vocabulary}"]), bench, 80e9)

@@ -10,11 +10,10 @@ from typing import Any
 import jax
 import pytest
 
-from jaxpipe.cli.parallel_flags import add_parallel_flags, with_parallel_flags
-from jaxpipe.cli.parser import Parser
+from jaxpipe.cli.flags import Parser, add_parallel_flags, with_parallel_flags
 from jaxpipe.cost import with_measured_times
 from jaxpipe.errors import ConfigError
-from jaxpipe.rehearsal.ranks import rehearse
+from jaxpipe.rehearsal.rank import rehearse
 from jaxpipe.runtime.memory_probe import measured_peaks
 from jaxpipe.schedule import CostProfile
 from jaxpipe.schedule.lanes import slot_lanes

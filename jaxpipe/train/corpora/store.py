@@ -41,7 +41,7 @@ import numpy.typing as npt
 
 from jaxpipe.errors import DataError
 from jaxpipe.files import check_local, write_atomically
-from jaxpipe.interop.tokenizer import FILES, JSON, TEMPLATE, copy_files
+from jaxpipe.interop.folder import FILES, JSON, TEMPLATE, copy_files
 from jaxpipe.interrupts import starting_children
 from jaxpipe.text import format_bytes
 from jaxpipe.train.corpora.documents import PIECE_BYTES, SourcePiece, files_at, pieces, read_errors, with_forms

@@ -44,8 +44,7 @@ import numpy.typing as npt
 
 from jaxpipe.errors import DataError
 from jaxpipe.files import check_local, hub_advice, read_file
-from jaxpipe.interop.folder import CONFIG, read_json
-from jaxpipe.interop.tokenizer import GENERATION, JSON, SETTINGS, TOKENS_MAP
+from jaxpipe.interop.folder import CONFIG, GENERATION, JSON, SETTINGS, TOKENS_MAP, read_json
 from jaxpipe.text import truncate
 from jaxpipe.train.corpora.documents import after_blanks, package
 

@@ -20,7 +20,7 @@ from typing import Any, Self
 from jaxpipe.cost import StageMeasurements
 from jaxpipe.errors import ConfigError, JaxpipeError
 from jaxpipe.files import write_atomically
-from jaxpipe.interop.tokenizer import TOKENIZER
+from jaxpipe.interop.folder import TOKENIZER
 from jaxpipe.plot import plot_timelines
 from jaxpipe.runtime.processes import Processes, SingleProcess
 from jaxpipe.schedule import CostProfile, Schedule, Timeline, write_schedule

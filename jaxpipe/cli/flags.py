@@ -1,14 +1,20 @@
-"""An argument parser that answers mistakes with one line and a suggestion, and the types of our flags.
+"""Parse arguments, convert the values of flags, and print results: what all verbs share.
 
-argparse prints usage and exits on an error; here it raises :class:`~jaxpipe.errors.ConfigError`, which ``main`` prints.
+argparse prints usage and exits on a mistake; :class:`Parser` raises :class:`~jaxpipe.errors.ConfigError` with one line and a
+suggestion, which ``main`` prints. All paths of ``-o FILE`` are checked before any work is done, so a typing error in the second
+does not cost the first. Importing this must not import JAX: ``--help`` is fast.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
+import os
 import re
+import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from jaxpipe.errors import ConfigError
@@ -31,11 +37,13 @@ class Parser(argparse.ArgumentParser):
             SystemExit: after ``--help``.
         """
         joined = self._join_negative_values(argv)
-        for argument in joined:  # before argparse complains of a flag that is missing because this one is misspelt
+        # unknown flags first: argparse would complain of a required flag that is missing because this one is misspelt
+        for argument in joined:
             flag = argument.split("=", 1)[0] if argument.startswith("--") else argument[:2]
             if argument.startswith("-") and len(argument) > 1 and flag not in self._option_string_actions:
                 self._refuse(argument)
-        arguments, extra = self.parse_known_intermixed_args(joined)  # overrides may follow flags
+        # intermixed, as overrides (section.key=value) may stand before, between and after flags
+        arguments, extra = self.parse_known_intermixed_args(joined)
         if extra:
             self._refuse(extra[0])
         return arguments
@@ -95,6 +103,7 @@ def whole_number(name: str, most: int, *, least: int = 1) -> Callable[[str], int
     """Return the type of a flag that counts ``name``: an integer from ``least`` to ``most``."""
 
     def convert(text: str) -> int:
+        # int() alone would also read 1_000, blanks and digits of other scripts
         if not re.fullmatch(r"[+-]?[0-9]+", text):
             raise argparse.ArgumentTypeError(f"{text!r} is not a whole number; want {least} to {most} {name}")
         if len(text) > 18 or not least <= int(text) <= most:
@@ -122,7 +131,7 @@ def amount(name: str, *, most: float = math.inf, zero: bool = True) -> Callable[
 
 
 def cost_triple(text: str) -> tuple[float, ...]:
-    """Type of ``--cost``: three numbers F,B,W, each at least 0 and not all 0."""
+    """Convert ``--cost``: three numbers F,B,W, each at least 0 and not all 0."""
     costs = _costs(text, "FBW", "three as F,B,W, such as 1,1,1")
     if sum(costs) == 0:
         raise argparse.ArgumentTypeError("all three costs are 0; at least one must take time")
@@ -130,7 +139,7 @@ def cost_triple(text: str) -> tuple[float, ...]:
 
 
 def cost_pair(text: str) -> tuple[float, ...]:
-    """Type of ``--head``: two numbers S,T, each at least 0."""
+    """Convert ``--head``: two numbers S,T, each at least 0."""
     return _costs(text, "ST", "two as S,T, such as 0.5,0.5")
 
 
@@ -139,3 +148,102 @@ def _costs(text: str, ops: str, expected: str) -> tuple[float, ...]:
     if len(parts) != len(ops):
         raise argparse.ArgumentTypeError(f"{text!r} has {len(parts)} value{'s' * (len(parts) != 1)}; want {expected}")
     return tuple(amount(f"cost of {op}")(part.strip()) for op, part in zip(ops, parts, strict=True))
+
+
+SCHEDULE_SUFFIXES = (".sched", ".json", ".csv")
+PICTURE_SUFFIXES = (".svg", ".png", ".html", ".trace.json")
+
+
+def add_output_flag(parser: argparse.ArgumentParser, suffixes: Sequence[str], *, required: bool = False) -> None:
+    """Add ``-o``/``--output``."""
+    text = f"write FILE, in the form its suffix names: {' '.join(suffixes)} (repeatable)"
+    add_repeated(parser, "-o --output", "FILE", text, required=required)
+
+
+def add_costs_flag(parser: argparse.ArgumentParser) -> None:
+    """Add ``-o``/``--output`` to a verb that measures costs."""
+    add_value(parser, "-o --output", "FILE", str, "write the cost profile as JSON (for --costs of the schedule verbs)")
+
+
+def check_output(path: str | None, suffixes: Sequence[str], flag: str = "-o") -> None:
+    """Run :func:`check_outputs` on one optional path."""
+    check_outputs([path] if path else [], suffixes, flag)
+
+
+def check_outputs(paths: Sequence[str], suffixes: Sequence[str], flag: str = "-o") -> None:
+    """Refuse paths, given as ``flag``, that can't be written.
+
+    Raises:
+        ConfigError: an unknown suffix, a directory, a missing or unwritable folder, a null byte, or a path given twice.
+    """
+    for k, path in enumerate(paths):
+        if "\0" in path:
+            raise ConfigError(f"{flag} {path!r}: a path can't hold a null byte")
+        suffix = suffix_of(path)
+        if suffix not in suffixes:
+            raise ConfigError(
+                f"{flag} {path!r}: unknown suffix {suffix!r}{closest(suffix, suffixes)}; use one of {' '.join(suffixes)}"
+            )
+        where = Path(path)
+        # os.access answers for the moment only, but catches what users do: the write itself may still fail
+        if where.is_dir():
+            raise ConfigError(f"{flag} {path!r} is a directory; name a file in it")
+        if not where.parent.is_dir():
+            raise ConfigError(f"{flag} {path!r}: there is no directory {str(where.parent)!r}; create it first")
+        if not os.access(where if where.exists() else where.parent, os.W_OK):
+            raise ConfigError(f"{flag} {path!r} can't be written: permission denied")
+        if path in paths[:k]:
+            raise ConfigError(f"{flag} {path!r} is given twice")
+
+
+def suffix_of(path: str) -> str:
+    """Return the suffix that decides the format: ``.trace.json`` counts as one."""
+    name = Path(path).name.lower()
+    return ".trace.json" if name.endswith(".trace.json") else Path(name).suffix
+
+
+def is_picture(path: str) -> bool:
+    """Return whether ``path`` names a picture (or trace) rather than a schedule."""
+    return suffix_of(path) in PICTURE_SUFFIXES
+
+
+def notice(text: str) -> None:
+    """Print a line to stderr, where it never mixes with results."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def print_json(document: object) -> None:
+    """Print one JSON document; nothing else goes to stdout with ``--json``."""
+    # NaN and Infinity are no JSON: better an error here than in the reader's parser
+    print(json.dumps(document, allow_nan=False))
+
+
+_MOST = 65536
+_FLAGS = {
+    "pp": ("pipeline.ranks", "pipeline ranks"),
+    "tp": ("pipeline.tp", "tensor-parallel devices of each rank"),
+    "cp": ("pipeline.cp", "devices of each rank that share each sequence"),
+    "dp": ("pipeline.dp", "data-parallel devices of each rank"),
+}
+
+
+def add_parallel_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags; each is None unless given."""
+    for flag, (key, text) in _FLAGS.items():
+        parser.add_argument(f"--{flag}", type=whole_number(text, _MOST), metavar="N", help=f"{text}: short for {key}=N")
+
+
+def with_parallel_flags(args: argparse.Namespace, overrides: Sequence[str]) -> list[str]:
+    """Return the overrides of the flags, followed by ``overrides``.
+
+    Raises:
+        ConfigError: a flag and an override say different things about one setting.
+    """
+    # compared as texts, as neither has been decoded: 04 for 4 is refused, which is odd but safe
+    flag_values = {key: (f"--{flag}", getattr(args, flag)) for flag, (key, _) in _FLAGS.items() if getattr(args, flag)}
+    for override in overrides:
+        key, _, text = override.partition("=")
+        flag, number = flag_values.get(key.strip(), ("", None))
+        if number is not None and text.strip() != str(number):
+            raise ConfigError(f"{flag} {number} and {override!r} contradict each other: give one of them")
+    return [f"{key}={number}" for key, (_, number) in flag_values.items()] + list(overrides)

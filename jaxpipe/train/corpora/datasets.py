@@ -249,6 +249,7 @@ class MixedBatches(Batches):
                 # Every block has the same share of a source, so the position in the source needs no count of earlier blocks.
                 source_positions = block * self.shares[k] + earlier[places[of_source]]
                 size = int(before[k + 1] - before[k])
+                # The source's number is in the seed: without it two sources of one size would be shuffled alike.
                 indices[of_source] = before[k] + in_epochs(size, mix(self.seed, k), source_positions)
         return indices
 
@@ -394,6 +395,7 @@ class UserDataset:
                 f"data {self.source}: the checkpoint is of another function, options, data.seed or data.seq_len; restore them, "
                 "or start anew in another run.out_dir"
             )
+        # An iterator is counted in batches: with another batch size its step k begins at other sequences.
         if not isinstance(result, Mapping) and state.position != state.step * batch:
             raise DataError(
                 f"data {self.source}: an iterator goes on with the batch size that it began with, and run.batch={batch} is "

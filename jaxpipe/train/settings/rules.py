@@ -101,6 +101,7 @@ def _recompute(config: Sections) -> Iterator[str]:
 
 def _stages(pipeline: PipelineConfig) -> int:
     """Return how many stages the schedule has, by its name; 0 for those that say so only when they are there."""
+    # A file or a function would have to be opened or called for it, and a rule looks at nothing but the config.
     return pipeline.ranks * pipeline.chunks if pipeline.schedule in (*FAMILIES, "traverse") else 0
 
 
@@ -249,6 +250,7 @@ def _made_data(config: Sections) -> Iterator[str]:
 def _one_origin(config: Sections) -> Iterator[str]:
     """Data come from one place."""
     data = config.data
+    # Sections that Python made do not record what was given, so what equals the default counts as not given.
     keys = [key for key in ("path", "sources", "target") if getattr(data, key) != getattr(DataConfig(), key)]
     if len(keys) > 1:
         yield f"{' and '.join(f'data.{key}' for key in keys)} are given: data come from one of them; leave the others out"

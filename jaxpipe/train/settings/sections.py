@@ -41,6 +41,7 @@ def _is_suffix(text: str) -> str:
 
 
 def _is_schedule(text: str) -> str:
+    # Listed at each call: plug-ins register families after this module is imported.
     names = (*FAMILIES, "traverse", "towers")
     if text in VOCABULARY_FAMILIES:
         return "which pipeline.vocabulary makes: set that to 'spread', and pipeline.schedule to '1f1b' or another"

@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from jaxpipe.errors import ScheduleError
 from jaxpipe.schedule import CostProfile
 from jaxpipe.schedule.placement import one_to_one, v_shape
-from jaxpipe.schedule.solve import Options, Solution, SolveTask, solve
+from jaxpipe.search.solve import Options, Solution, SolveTask, solve
 
 COSTS = {"unit": (1.0, 1.0, 1.0), "table5": (25.92, 26.44, 19.52)}
 

@@ -30,12 +30,12 @@ import paper_stp  # noqa: E402
 from paper_numbers import MODELS, TABLE_1_MEMORY, TABLE_4, Model  # noqa: E402
 
 from jaxpipe.schedule import FAMILIES, CostProfile, Timeline, circular, generate, simulate  # noqa: E402
-from jaxpipe.schedule.families.pipeoffload import po_rows  # noqa: E402
 from jaxpipe.schedule.passes import offload  # noqa: E402
 from jaxpipe.schedule.placement import one_to_one, v_shape  # noqa: E402
 from jaxpipe.schedule.problem import Problem  # noqa: E402
-from jaxpipe.schedule.solve import Options, SolveTask  # noqa: E402
-from jaxpipe.schedule.solve.solver import solve_any  # noqa: E402
+from jaxpipe.search.families.pipeoffload import po_rows  # noqa: E402
+from jaxpipe.search.solve import Options, SolveTask  # noqa: E402
+from jaxpipe.search.solve.solver import solve_any  # noqa: E402
 
 RESULT = ROOT / "scripts" / "results" / "paper-tables.json"
 TOLERANCE = 0.3  # points

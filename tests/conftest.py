@@ -253,10 +253,11 @@ def generated_once() -> Iterator[Callable[[], object]]:
 
             def cached_family(name: str) -> Any:
                 family = family_named(name)
-                if name not in registry._OURS:
+                if not registry.is_shipped(family):
                     return family
                 ops = sys.modules["jaxpipe.schedule.ir"].registered_ops()
-                return dataclasses.replace(family, function=functools.partial(generate, ops, name))
+                function = functools.wraps(family.function)(functools.partial(generate, ops, name))
+                return dataclasses.replace(family, function=function)
 
             patch.setattr(registry, "family_named", cached_family)
             forget = generate.cache_clear

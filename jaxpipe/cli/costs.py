@@ -17,7 +17,7 @@ from jaxpipe.cli.schedule_flags import DEFAULT_SIZES, FREE_CHUNKS, MOST_ACTIONS
 from jaxpipe.errors import ConfigError
 from jaxpipe.plot.figure import Units
 from jaxpipe.schedule import CostProfile, Placement, Schedule, Timeline, read_costs
-from jaxpipe.schedule.search_orders import UNPRICED, offloaded_share
+from jaxpipe.schedule.memory import UNPRICED, offloaded_share
 from jaxpipe.schedule.tolerance import at_most
 
 

@@ -13,9 +13,8 @@ from typing import Any
 
 from jaxpipe.plot.figure import Units, memory_scale, number, time_scale
 from jaxpipe.schedule import CostProfile, Schedule, Timeline
-from jaxpipe.schedule.memory import rank_share
+from jaxpipe.schedule.memory import offloaded_share, rank_share
 from jaxpipe.schedule.picture import draw
-from jaxpipe.schedule.search_orders import bounds_within, offloaded_share
 from jaxpipe.schedule.steps import StepsTimeline
 from jaxpipe.schedule.tolerance import TIME, at_most, nine_digits
 from jaxpipe.text import aligned
@@ -54,6 +53,8 @@ class Record:
 
         offloaded = offloaded_share(schedule, costs)
         sizes = schedule.placement, schedule.num_microbatches
+        from jaxpipe.search.best import bounds_within
+
         bounds = bounds_within(*sizes, costs, memory_limit, offload=offloaded > 0)
         return cls(schedule, costs, timeline, *bounds, offloaded, memory_limit, **facts)
 

@@ -49,9 +49,8 @@ from jaxpipe.schedule import (
 from jaxpipe.schedule.passes import braid, offload, separate_gradients
 from jaxpipe.schedule.passes.prompt import late_offload
 from jaxpipe.schedule.placement import placement_named
-from jaxpipe.schedule.retime import Objective
 from jaxpipe.schedule.steps import StepsTimeline, simulate_steps
-from jaxpipe.schedule.tolerance import at_most
+from jaxpipe.schedule.tolerance import Objective, at_most
 from jaxpipe.text import closest
 
 

@@ -22,16 +22,16 @@ from jaxpipe.cli.schedule_verbs import after_passes, conclude, load_schedule, ma
 from jaxpipe.errors import ConfigError, JaxpipeError, ScheduleError
 from jaxpipe.plot.figure import number
 from jaxpipe.schedule import FAMILIES, CostProfile, Family, Placement, Schedule, Timeline, simulate
+from jaxpipe.schedule.families.registry import cheap_first
 from jaxpipe.schedule.placement import circular, one_to_one, placement_named, v_shape, wave
-from jaxpipe.schedule.retime import Objective, order_key
-from jaxpipe.schedule.search_orders import NO_TIME, Candidate, best_for, best_of_family, cheap_first
-from jaxpipe.schedule.settings import CHUNKS, Setting, Task
-from jaxpipe.schedule.solve import Options, Progress, Solution, SolveTask
-from jaxpipe.schedule.solve.cache import VARIABLE, CacheEntry, ScheduleCache, default_folder, entry_name
-from jaxpipe.schedule.solve.solver import solve_cached
-from jaxpipe.schedule.solve.task import gap_of, most_offloaded
-from jaxpipe.schedule.time_limit import within
-from jaxpipe.schedule.tolerance import at_most
+from jaxpipe.schedule.tolerance import Objective, at_most, order_key
+from jaxpipe.search.best import NO_TIME, Candidate, best_for, best_of_family
+from jaxpipe.search.settings import CHUNKS, Setting, Task
+from jaxpipe.search.solve import Options, Progress, Solution, SolveTask
+from jaxpipe.search.solve.cache import VARIABLE, CacheEntry, ScheduleCache, default_folder, entry_name
+from jaxpipe.search.solve.solver import solve_cached
+from jaxpipe.search.solve.task import gap_of, most_offloaded
+from jaxpipe.search.time_limit import within
 from jaxpipe.text import aligned, closest, truncate
 
 _LONGEST_REASON = 100

@@ -43,8 +43,7 @@ from jaxpipe.schedule import (
 )
 from jaxpipe.schedule.costs import PER_STAGE_FIELDS, k_of
 from jaxpipe.schedule.deps import HOST_LANES
-from jaxpipe.schedule.memory import memory_curves, static_bytes
-from jaxpipe.schedule.search_orders import offloaded_share
+from jaxpipe.schedule.memory import memory_curves, offloaded_share, static_bytes
 from jaxpipe.stage.compiled.recompute_report import remarks
 from jaxpipe.stage.model.plan import StagePlan
 from jaxpipe.stage.weave.units import UnitCosts

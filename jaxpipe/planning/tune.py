@@ -49,13 +49,12 @@ from jaxpipe.planning.space import OrderSettings, Settings, Space, Status, TuneR
 from jaxpipe.planning.stages import StageCosts, planner
 from jaxpipe.planning.suggest import limit_in_activations
 from jaxpipe.schedule import CostProfile, Placement, Schedule, simulate
-from jaxpipe.schedule.bounds import lower_bound, span_lower_bound
 from jaxpipe.schedule.ir import W
-from jaxpipe.schedule.memory import least_peaks, static_bytes
+from jaxpipe.schedule.memory import least_peaks, offloaded_share, static_bytes
 from jaxpipe.schedule.passes import offload
 from jaxpipe.schedule.placement import Edges, one_to_one, with_vocabulary
-from jaxpipe.schedule.search_orders import offloaded_share
 from jaxpipe.schedule.tolerance import TIME, nine_digits
+from jaxpipe.search.bounds import lower_bound, span_lower_bound
 from jaxpipe.stage.compiled.compile import BuildCache
 from jaxpipe.stage.model.plan import StagePlan
 from jaxpipe.train.assemble import Draft, Planner, choose, final_order, shards_of

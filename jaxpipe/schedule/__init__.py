@@ -1,6 +1,7 @@
-"""When: schedules as plain values, their checker, simulator and generators. Imports neither JAX nor NumPy.
+"""This package says when: schedules as plain values, their checker, simulator and generators. It imports neither JAX nor NumPy.
 
-Families, and what searches among them, are loaded when first asked for; everything else is light and imported here.
+What finds when is :mod:`jaxpipe.search`. Its public names are names of this package too, found when they are first asked for,
+as families are; everything else is light and imported here.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from jaxpipe.schedule.bounds import lower_bound, rank_lower_bounds, span_lower_bound
+from jaxpipe.schedule import plugins
 from jaxpipe.schedule.check import check_schedule, find_problems
 from jaxpipe.schedule.costs import CostProfile, HostLink, Link
 from jaxpipe.schedule.deps import DependencyGraph, Transfer, build_graph
@@ -25,8 +26,6 @@ from jaxpipe.schedule.ir import (
     register_op,
     registered_ops,
 )
-from jaxpipe.schedule.list_schedule.traversal import Traversal
-from jaxpipe.schedule.list_schedule.traverse import traverse
 from jaxpipe.schedule.placement import (
     Placement,
     bidirectional,
@@ -41,6 +40,8 @@ from jaxpipe.schedule.placement import (
     with_span,
     with_vocabulary,
 )
+from jaxpipe.schedule.rules.traversal import Traversal
+from jaxpipe.schedule.rules.traverse import traverse
 from jaxpipe.schedule.simulate import replay, simulate
 from jaxpipe.schedule.steps import StepsTimeline, simulate_steps
 from jaxpipe.schedule.text import parse_schedule
@@ -49,11 +50,8 @@ from jaxpipe.schedule.timeline import Event, MemoryCurve, Timeline
 if TYPE_CHECKING:
     from jaxpipe.schedule.families import FAMILIES, VOCABULARY_FAMILIES, Family, generate, register_family
     from jaxpipe.schedule.families.family import family
-    from jaxpipe.schedule.families.interleaved import interleaved_one_f_one_b
     from jaxpipe.schedule.families.one_f_one_b import eager_one_f_one_b, gpipe, one_f_one_b
     from jaxpipe.schedule.families.zb_h import zb_h1, zb_h2
-    from jaxpipe.schedule.families.zb_heuristic import zero_bubble
-    from jaxpipe.schedule.search_orders import best_schedule
 
 __all__ = ["Action", "Braid", "MemoryEffect", "OpSpec", "Schedule", "Slot", "Wait"]
 __all__ += ["op_spec", "register_op", "registered_ops"]
@@ -63,14 +61,24 @@ __all__ += ["CostProfile", "DependencyGraph", "HostLink", "Link", "Transfer", "b
 __all__ += ["check_schedule", "find_problems", "parse_schedule"]
 __all__ += ["read_costs", "read_schedule", "read_timeline", "write_costs", "write_schedule", "write_timeline"]
 __all__ += ["Event", "MemoryCurve", "StepsTimeline", "Timeline", "replay", "simulate", "simulate_steps"]
-__all__ += ["lower_bound", "rank_lower_bounds", "span_lower_bound"]
 __all__ += ["Traversal", "traverse"]
-__all__ += ["FAMILIES", "VOCABULARY_FAMILIES", "Family", "best_schedule", "family", "generate", "register_family"]
-__all__ += ["eager_one_f_one_b", "gpipe", "interleaved_one_f_one_b", "one_f_one_b", "zb_h1", "zb_h2", "zero_bubble"]
+__all__ += ["FAMILIES", "VOCABULARY_FAMILIES", "Family", "family", "generate", "register_family"]
+__all__ += ["eager_one_f_one_b", "gpipe", "one_f_one_b", "zb_h1", "zb_h2"]
+
+_SEARCH = (
+    "best_schedule",
+    "interleaved_one_f_one_b",
+    "lower_bound",
+    "rank_lower_bounds",
+    "span_lower_bound",
+    "zero_bubble",
+)
+"""Names of :mod:`jaxpipe.search` that are found here, too."""
+__all__ += _SEARCH
 
 
 def __getattr__(name: str) -> Any:
     """Import a name of ``__all__`` that is not imported above."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{'search_orders' if name == 'best_schedule' else 'families'}"), name)
+    return getattr(import_module(plugins.SEARCH if name in _SEARCH else f"{__name__}.families"), name)

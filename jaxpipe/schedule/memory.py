@@ -210,3 +210,15 @@ def _accumulate(grid: _Grid, changes: Sequence[tuple[float, int, int]]) -> tuple
         levels[time] = live, units
     curve = MemoryCurve(tuple(levels), tuple(live / grid.scale for live, _ in levels.values()))
     return curve, max([0, *(units for _, units in levels.values())]) / UNIT
+
+
+UNPRICED = "offloads, and the costs don't say how long that takes: give --offload-time, or offload_s and load_s"
+"""What is wrong with a schedule that copies to the host under costs without a time for it."""
+
+
+def offloaded_share(schedule: Schedule, costs: CostProfile) -> float:
+    """Return the fraction of all residuals (bytes, or activations without bytes) that the schedule copies to the host."""
+    actions = [*schedule.actions()]
+    moved = sum(costs.offloadable_bytes[a.stage] for a in actions if op_spec(a.op).lane == "d2h")
+    total = sum(costs.residual_bytes[a.stage] for a in actions if a.op == "F")
+    return moved / total if total > 0 else 0.0

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from importlib import import_module as import_by_name
 from pathlib import Path
 from typing import TypeVar
 
@@ -23,6 +24,16 @@ from jaxpipe.errors import ConfigError, JaxpipeError, ScheduleError
 from jaxpipe.lazy import import_from_here
 
 _Kind = TypeVar("_Kind")
+
+SEARCH = "jaxpipe.search"
+"""The package that finds when, as this one says when. Its families register as those of any plug-in do; nothing here imports it
+but by this name, when someone asks for a family that is not of fixed order, or lists them."""
+
+
+@cache
+def load_search() -> None:
+    """Import the families of :data:`SEARCH`, which registers them; the second call does nothing."""
+    import_by_name(f"{SEARCH}.families")
 
 
 @cache

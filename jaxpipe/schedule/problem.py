@@ -6,7 +6,7 @@ and everything about it is an entry of a table. Codes count *replicas*: flow k's
 
     code = (op * num_replicas + replica) * num_microbatches + microbatch        op: F 0, B 1, W 2, BW 3
 
-Works for placements whose stages form a chain and run on one rank each. Times of an order: :mod:`~jaxpipe.schedule.retime`.
+Works for placements whose stages form a chain and run on one rank each. Times of an order: :mod:`~jaxpipe.search.retime`.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 
 from jaxpipe.errors import ScheduleError
+from jaxpipe.schedule.clock import Feed, Tables
 from jaxpipe.schedule.costs import CostProfile
 from jaxpipe.schedule.ir import Action, Schedule
 from jaxpipe.schedule.lanes import collectives_exposed
-from jaxpipe.schedule.list_schedule.clock import Feed, Tables
 from jaxpipe.schedule.memory import rank_share
 from jaxpipe.schedule.placement import Placement
 

@@ -9,6 +9,9 @@ here. Both are relative, so units don't matter.
 from __future__ import annotations
 
 from math import floor
+from typing import Literal
+
+Objective = Literal["makespan", "span"]
 
 TIME = 1e-9
 """Of a time: what two orders of the same work may differ by."""
@@ -34,3 +37,9 @@ def how_many(size: float, limit: float) -> int:
 def nine_digits(x: float) -> float:
     """Return ``x`` as it is compared: equal but for rounding is equal. For sorting, where :func:`close` is not transitive."""
     return float(f"{x:.9g}")
+
+
+def order_key(objective: Objective, makespan: float, span: float, peak: float) -> tuple[float, float, float]:
+    """Return what is minimised: the objective, the other of makespan and span, the peak."""
+    first, second = (makespan, span) if objective == "makespan" else (span, makespan)
+    return nine_digits(first), nine_digits(second), nine_digits(peak)

@@ -1,7 +1,7 @@
 """Re-planning while training: a child process looks for a better order, and the loop adopts it between two steps.
 
 Source: `optpipe.txt` section 4.3. The run starts at once with the schedule of its config. Its first recorded step gives the
-seconds of every function in the run itself; with these a child process (:mod:`jaxpipe.schedule.solve.solver`) searches.
+seconds of every function in the run itself; with these a child process (:mod:`jaxpipe.search.solve.solver`) searches.
 What it finds splits or fuses each backward here as the first schedule does, and is checked, never believed: it must be able to
 take the running schedule's place (:func:`why_not`: no bit changes, nothing is compiled), keep to the memory limit, and be
 shorter by ``replan.min_gain`` when simulated. An order that measures slower by as much as it should have been faster is taken
@@ -28,6 +28,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from jaxpipe.cost import with_measured_times
 from jaxpipe.errors import JaxpipeError, ScheduleError
@@ -37,12 +38,14 @@ from jaxpipe.schedule import Action, CostProfile, HostLink, Schedule, Timeline, 
 from jaxpipe.schedule.ir import Row, W
 from jaxpipe.schedule.memory import static_bytes
 from jaxpipe.schedule.passes.backwards import backwards_like, fused_backwards
-from jaxpipe.schedule.solve import Options, SolveTask
-from jaxpipe.schedule.solve.solver import BackgroundSolve, Failed, Finished, Found
 from jaxpipe.schedule.tolerance import TIME
 from jaxpipe.text import format_seconds
 from jaxpipe.train.config import TrainConfig
 from jaxpipe.train.metrics import format_gain
+
+if TYPE_CHECKING:  # a run that does not re-plan never imports the search
+    from jaxpipe.search.solve import SolveTask
+    from jaxpipe.search.solve.solver import BackgroundSolve, Failed, Finished, Found
 
 
 def why_not(schedule: Schedule, running: Schedule) -> str:
@@ -224,6 +227,9 @@ class Replanner:
 
     def _consider(self, step: int, timeline: Timeline) -> None:
         """Start a search if there was none, if the last one failed, or if costs have drifted."""
+        from jaxpipe.search.solve import Options
+        from jaxpipe.search.solve.solver import BackgroundSolve
+
         seconds = seconds_by_op([timeline])
         if self._solved is None:
             why = "looking for a better schedule"
@@ -259,6 +265,8 @@ class Replanner:
     def _task(self, costs: CostProfile) -> SolveTask:
         """Return the limit is what the config says, or what the schedule that the run started with needs: activations and
         bytes."""
+        from jaxpipe.search.solve import SolveTask
+
         placement, m = self._start.placement, self._start.num_microbatches
         offload = offloads(self._start)
         limit = self.config.memory_limit if self.config.memory_limit is not None else self._limit
@@ -276,6 +284,8 @@ class Replanner:
 
     def poll(self) -> Offer | None:
         """After a step: what to go on with, None to leave it. What was offered is to be adopted before the next question."""
+        from jaxpipe.search.solve.solver import Found
+
         back = self._take_back()
         if back is not None or (search := self._search) is None:
             return back
@@ -314,6 +324,8 @@ class Replanner:
 
     def _look_at_end(self, search: _SearchUnderWay) -> None:
         """End a search if its last answers say so or it takes too long."""
+        from jaxpipe.search.solve.solver import Failed, Finished
+
         answers, self._answers = self._answers, []
         match answers[-1:]:
             case [Finished() as finished]:

@@ -68,9 +68,10 @@ def _schedule(rng: random.Random, names: tuple[str, ...], most: int) -> tuple[An
 
 def _links(trial: Trial) -> None:
     """Simulator against the fixed point; the retimer agrees, and no bound is above it."""
-    from jaxpipe.schedule import lower_bound, simulate
+    from jaxpipe.schedule import simulate
     from jaxpipe.schedule.problem import Problem
-    from jaxpipe.schedule.retime import Retimer
+    from jaxpipe.search.bounds import lower_bound
+    from jaxpipe.search.retime import Retimer
 
     schedule, costs = _schedule(trial.rng, _ANY, 5)
     makespan, slow = simulate(schedule, costs).makespan, fixed_point(schedule, costs)
@@ -146,8 +147,8 @@ def _limit(trial: Trial) -> None:
 def _solve(trial: Trial) -> None:
     """No worse than each of six families on each placement, alone or through the offload pass."""
     from jaxpipe.errors import JaxpipeError
-    from jaxpipe.schedule.solve import Options
-    from jaxpipe.schedule.solve.solver import solve_any
+    from jaxpipe.search.solve import Options
+    from jaxpipe.search.solve.solver import solve_any
 
     tasks = random_tasks(trial.rng)
     best, who = best_family(tasks)
@@ -163,7 +164,7 @@ def random_tasks(rng: random.Random, most: int = 8) -> list[Any]:
     """One offload task of at most so many ranks, on five placements."""
     from jaxpipe.schedule import CostProfile
     from jaxpipe.schedule.placement import circular, one_to_one, v_shape
-    from jaxpipe.schedule.solve import SolveTask
+    from jaxpipe.search.solve import SolveTask
 
     p = rng.randint(3, most)
     m, limit, comm = rng.randint(2, 4 * p), rng.uniform(0.25, 1) * p, rng.choice((0.0, 0.05, 0.3))

@@ -20,16 +20,15 @@ from jaxpipe.schedule import (
     CostProfile,
     check_schedule,
     generate,
-    lower_bound,
     one_f_one_b,
     read_schedule,
     simulate,
-    span_lower_bound,
     write_costs,
     write_schedule,
     write_timeline,
 )
-from jaxpipe.schedule.search_orders import offloaded_share
+from jaxpipe.schedule.memory import offloaded_share
+from jaxpipe.search.bounds import lower_bound, span_lower_bound
 
 KEYS = [
     "name",

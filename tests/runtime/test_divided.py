@@ -21,7 +21,7 @@ from jaxpipe.runtime.processes import SingleProcess
 from jaxpipe.schedule import CostProfile, generate, write_schedule
 from jaxpipe.schedule.passes.backwards import split_backwards
 from jaxpipe.schedule.placement import one_to_one
-from jaxpipe.schedule.solve import Options, SolveTask, solve
+from jaxpipe.search.solve import Options, SolveTask, solve
 from jaxpipe.train.config import load_config
 from jaxpipe.train.metrics import read_metrics
 from tests.runtime.test_processes import free_port

@@ -45,9 +45,9 @@ from jaxpipe.schedule import (
 )
 from jaxpipe.schedule.passes import offload as with_offloads
 from jaxpipe.schedule.passes.offload import without_offloads
-from jaxpipe.schedule.search_orders import bounds_within
-from jaxpipe.schedule.solve.offload_list import offload_candidates
-from jaxpipe.schedule.solve.task import SolveTask
+from jaxpipe.search.best import bounds_within
+from jaxpipe.search.solve.offload_list import offload_candidates
+from jaxpipe.search.solve.task import SolveTask
 from jaxpipe.stage.compiled.offloadable import TINY, leaves_that_may_leave, with_offload
 from tests.support.pipelines import assert_same_arrays, compiled, parameters, pipeline_for, random_batch, sized
 from tests.support.schedule_strategies import random_schedule

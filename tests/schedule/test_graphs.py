@@ -18,7 +18,6 @@ from jaxpipe.schedule import (
     Schedule,
     Traversal,
     Wait,
-    best_schedule,
     bidirectional,
     build_graph,
     check_schedule,
@@ -26,13 +25,11 @@ from jaxpipe.schedule import (
     explicit,
     find_problems,
     generate,
-    lower_bound,
     one_to_one,
     parse_schedule,
     read_schedule,
     register_op,
     simulate,
-    span_lower_bound,
     towers,
     traverse,
     with_shared,
@@ -43,6 +40,8 @@ from jaxpipe.schedule.ir import _REGISTRY
 from jaxpipe.schedule.json_form import from_costs, to_costs, to_placement
 from jaxpipe.schedule.passes import braid, insert, offload, separate_gradients
 from jaxpipe.schedule.problem import Problem
+from jaxpipe.search.best import best_schedule
+from jaxpipe.search.bounds import lower_bound, span_lower_bound
 from tests.support.schedule_strategies import random_schedule
 
 

@@ -9,19 +9,11 @@ from dataclasses import replace
 import pytest
 
 from jaxpipe.errors import ScheduleError, ScheduleParseError
-from jaxpipe.schedule import (
-    FAMILIES,
-    CostProfile,
-    check_schedule,
-    generate,
-    lower_bound,
-    parse_schedule,
-    simulate,
-    span_lower_bound,
-)
+from jaxpipe.schedule import FAMILIES, CostProfile, check_schedule, generate, parse_schedule, simulate
 from jaxpipe.schedule.json_form import from_costs, from_timeline, to_costs, to_timeline
 from jaxpipe.schedule.lanes import Strand, collectives_exposed, slot_lanes, weave
 from jaxpipe.schedule.passes import braid
+from jaxpipe.search.bounds import lower_bound, span_lower_bound
 
 COSTS = CostProfile.uniform(2, f=4, b=4.8, w=3.2, tp_comm=2, tp_collectives=4)
 

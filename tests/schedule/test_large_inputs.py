@@ -24,17 +24,16 @@ from jaxpipe.schedule import (
     circular,
     explicit,
     find_problems,
-    lower_bound,
     one_f_one_b,
     one_to_one,
     parse_schedule,
-    rank_lower_bounds,
     simulate,
     write_schedule,
     write_timeline,
 )
 from jaxpipe.schedule.ir import Action
 from jaxpipe.schedule.problem import Problem
+from jaxpipe.search.bounds import lower_bound, rank_lower_bounds
 
 # Work, counted in bytecodes.
 

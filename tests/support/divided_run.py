@@ -116,7 +116,8 @@ def trained(processes: Processes, *, overrides: list[str], finds: list[str]) -> 
     from jaxpipe.runtime import pipeline
     from jaxpipe.schedule import Schedule, generate
     from jaxpipe.schedule.passes.backwards import split_backwards
-    from jaxpipe.schedule.solve.solver import Found
+    from jaxpipe.search.solve import solver
+    from jaxpipe.search.solve.solver import Found
     from jaxpipe.train import replan
     from jaxpipe.train.config import load_config
     from jaxpipe.train.loop import train
@@ -144,7 +145,7 @@ def trained(processes: Processes, *, overrides: list[str], finds: list[str]) -> 
         return real(schedule, *args)
 
     pipeline.lower = lower  # type: ignore[assignment]
-    replan.BackgroundSolve = Finds  # type: ignore[assignment, misc]
+    solver.BackgroundSolve = Finds  # type: ignore[assignment, misc]
     replan.seconds_by_op = equal_seconds
     replan.Replanner.gains = property(lambda self: (0.0, -1.0) if self._before else (math.nan,) * 2)  # type: ignore[method-assign, assignment]
     run_directory.PICTURES = run_directory.PICTURES[:1]

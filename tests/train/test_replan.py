@@ -36,9 +36,9 @@ from jaxpipe.schedule import (
 from jaxpipe.schedule.families import FAMILIES
 from jaxpipe.schedule.json_form import from_json, to_json, to_schedule
 from jaxpipe.schedule.passes.backwards import backwards_like, fused_backwards, split_backwards
-from jaxpipe.schedule.solve import Options, SolveTask
-from jaxpipe.schedule.solve.pool import COMMAND
-from jaxpipe.schedule.solve.solver import BackgroundSolve, Failed, Finished, Found
+from jaxpipe.search.solve import Options, SolveTask
+from jaxpipe.search.solve.pool import COMMAND
+from jaxpipe.search.solve.solver import BackgroundSolve, Failed, Finished, Found
 from jaxpipe.stage.compiled.compile import BuildCache
 from jaxpipe.train import replan
 from jaxpipe.train.assemble import Draft, final_order
@@ -184,7 +184,7 @@ def test_a_run_that_switches_gives_the_same_bits(
     text: Path, tmp_path: Path, plain: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(assembly, "BuildCache", BuildCache)  # nothing that another run compiled
-    monkeypatch.setattr(replan, "BackgroundSolve", prompt(split_backwards(generate("gpipe", 2, 4))))
+    monkeypatch.setattr("jaxpipe.search.solve.solver.BackgroundSolve", prompt(split_backwards(generate("gpipe", 2, 4))))
     counts: list[tuple[str, int]] = []
     out_dir = tmp_path / "run"
     result, printed = run(
@@ -214,7 +214,7 @@ def test_a_run_that_switches_gives_the_same_bits(
 def test_an_interrupted_run_with_switches_resumes_to_the_same_bits(
     text: Path, tmp_path: Path, plain: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replan, "BackgroundSolve", prompt(split_backwards(generate("gpipe", 2, 4))))
+    monkeypatch.setattr("jaxpipe.search.solve.solver.BackgroundSolve", prompt(split_backwards(generate("gpipe", 2, 4))))
 
     def interrupt(printed: str) -> None:
         if printed.startswith("step 5/"):
@@ -236,7 +236,7 @@ def test_fused_backwards_stay_fused_where_that_is_asked_for(
 ) -> None:
     """Bits are those of a run without re-planning. One microbatch after another is slow in any run."""
     start = generate("gpipe", 2, 4)
-    monkeypatch.setattr(replan, "BackgroundSolve", prompt(serial(start)))
+    monkeypatch.setattr("jaxpipe.search.solve.solver.BackgroundSolve", prompt(serial(start)))
     path = tmp_path / "serial.sched"
     write_schedule(serial(start), path)
     overrides = (f"pipeline.schedule={path}", "replan.split=false", "replan.memory_limit=2", "run.steps=4")
@@ -274,7 +274,7 @@ def test_kills_change_nothing_but_notices(
                 finished.append(self.pid)
             return answers
 
-    monkeypatch.setattr(replan, "BackgroundSolve", Killed)
+    monkeypatch.setattr("jaxpipe.search.solve.solver.BackgroundSolve", Killed)
     monkeypatch.setattr(replan, "_MOST_DOUBLINGS", 0)
     eager = ("replan.enabled=true", "replan.min_gain=1", "replan.time_limit_s=0.001", "replan.drift=1e-9")
     result, printed = run(settings(text, tmp_path / "run", *eager))
@@ -345,7 +345,7 @@ class Bench:
                 super().__init__(task, options, command)
                 bench.pid = _pid(self)
 
-        self.patch.setattr(replan, "BackgroundSolve", Fake)
+        self.patch.setattr("jaxpipe.search.solve.solver.BackgroundSolve", Fake)
 
     def finds(self, schedule: Schedule) -> None:
         """Let solvers find ``schedule``, and nothing else, from now on."""
@@ -537,7 +537,9 @@ def test_a_solver_that_cannot_be_started_is_a_line(
     bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     b = bench()
-    monkeypatch.setattr(replan, "BackgroundSolve", lambda *args: BackgroundSolve(*args, ["/nowhere/python"]))
+    monkeypatch.setattr(
+        "jaxpipe.search.solve.solver.BackgroundSolve", lambda *args: BackgroundSolve(*args, ["/nowhere/python"])
+    )
     b.record(2)
     assert b.notes == [
         "re-planning: the solver can't be started (No such file or directory); training goes on with schedule gpipe"
@@ -606,7 +608,7 @@ def test_what_the_worker_finds_can_take_the_place_of_fused_backwards_and_other_p
 
 
 def test_the_worker_imports_no_jax() -> None:
-    code = "import sys, jaxpipe.schedule.solve.solver; sys.exit('jax' in sys.modules)"
+    code = "import sys, jaxpipe.search.solve.solver; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 
 
@@ -614,8 +616,8 @@ def test_the_worker_ends_with_its_parent() -> None:
     """The parent is killed; the worker's task would keep it, and the solver's own processes, busy for long."""
     code = (
         "import json, sys, time\nfrom jaxpipe.schedule.json_form import from_json\n"
-        "from jaxpipe.schedule.solve import Options, SolveTask\n"
-        "from jaxpipe.schedule.solve.solver import BackgroundSolve\n"
+        "from jaxpipe.search.solve import Options, SolveTask\n"
+        "from jaxpipe.search.solve.solver import BackgroundSolve\n"
         "solver = BackgroundSolve(from_json(SolveTask, json.load(sys.stdin), 'task'), Options(600.0))\n"
         "while not solver.take(): time.sleep(0.01)\nprint('at work', flush=True)\ntime.sleep(600)"
     )

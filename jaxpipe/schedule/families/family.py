@@ -65,26 +65,27 @@ TABLE: dict[str, Family] = {}
 """What :data:`FAMILIES` and :data:`VOCABULARY_FAMILIES` show."""
 
 
-def _load_installed() -> None:
+def _load_others() -> None:
+    plugins.load_search()
     plugins.load_installed("jaxpipe.families", Family, register_family)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Families(Mapping[str, Family]):
     """View of the table: the families with or without passes of vocabulary layers, read only, by name. Listing them, or
-    looking for a name that the table lacks, first loads what installed packages add."""
+    looking for a name that the table lacks, first loads the families that search, and what installed packages add."""
 
     vocabulary: bool
 
     def __getitem__(self, name: str) -> Family:
         if name not in TABLE and _NAME.fullmatch(name):  # not the name of a file
-            _load_installed()
+            _load_others()
         if (entry := TABLE[name]).vocabulary != self.vocabulary:
             raise KeyError(name)
         return entry
 
     def __iter__(self) -> Iterator[str]:
-        _load_installed()
+        _load_others()
         return iter(sorted(name for name, family in TABLE.items() if family.vocabulary == self.vocabulary))
 
     def __len__(self) -> int:
@@ -92,7 +93,7 @@ class _Families(Mapping[str, Family]):
 
 
 FAMILIES: Mapping[str, Family] = _Families(vocabulary=False)
-"""All families of a chain of stages by name: those of this folder, of installed packages, and registered ones."""
+"""All families of a chain of stages by name: of fixed order, those that search, of installed packages, and registered ones."""
 VOCABULARY_FAMILIES: Mapping[str, Family] = _Families(vocabulary=True)
 """Those that spread vocabulary layers over the ranks, more work and more stages: they don't compare with the others."""
 

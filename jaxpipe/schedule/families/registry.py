@@ -1,4 +1,4 @@
-"""Finds the families of this folder, and :func:`generate` makes a schedule by name.
+"""Find the families of this folder, and make a schedule by name (:func:`generate`).
 
 To add a family to jaxpipe: write its file beside this one, a function under :func:`~jaxpipe.schedule.families.family.family`
 (or a :class:`Family` value). From outside: the same in a module that is imported, or an entry point
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import pkgutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from importlib import import_module
 from typing import Any, get_args
 
@@ -28,21 +28,26 @@ from jaxpipe.schedule.families.family import (
 )
 from jaxpipe.schedule.ir import Schedule
 from jaxpipe.schedule.lanes import collectives_exposed
-from jaxpipe.schedule.retime import Objective
+from jaxpipe.schedule.tolerance import Objective
 from jaxpipe.text import closest
 
 
-def found_here() -> frozenset[str]:
-    """Return the names of all families, once every module of this folder is imported, which registers those that it holds."""
-    assert __package__
-    for module in pkgutil.iter_modules(sys.modules[__package__].__path__, f"{__package__}."):
+def register_modules(package: str) -> frozenset[str]:
+    """Import every module of ``package``, which registers the families that it holds; return the names of all families."""
+    for module in pkgutil.iter_modules(sys.modules[package].__path__, f"{package}."):
         for value in vars(import_module(module.name)).values():
             if isinstance(value, Family):
                 register_family(value)
     return frozenset(TABLE)
 
 
-_OURS = found_here()
+assert __package__
+register_modules(__package__)
+
+
+def is_shipped(family: Family) -> bool:
+    """Return whether a family is jaxpipe's own: what it makes is checked by tests, not each time."""
+    return getattr(family.function, "__module__", "").startswith("jaxpipe.")
 
 
 def family_named(name: str) -> Family:
@@ -102,7 +107,7 @@ def generate(
         raise ScheduleError(f"unknown objective {objective!r}; there are {', '.join(get_args(Objective))}")
     if "objective" in family.options:
         options["objective"] = objective
-    if name in _OURS:
+    if is_shipped(family):
         return family.function(ranks, microbatches, **options)
     return _made_outside(family, ranks, microbatches, chunks, options)
 
@@ -129,3 +134,8 @@ def _made_outside(
         )
     check_schedule(schedule)
     return schedule
+
+
+def cheap_first(families: Iterable[Family]) -> list[Family]:
+    """Sort fixed orders before those that search, those that search under a limit last."""
+    return sorted(families, key=lambda f: (("memory_limit" in f.options), ("costs" in f.options)))

@@ -28,9 +28,8 @@ from jaxpipe.schedule.ir import Schedule
 from jaxpipe.schedule.passes.offload import offload
 from jaxpipe.schedule.passes.plans import figures
 from jaxpipe.schedule.placement import v_shape
-from jaxpipe.schedule.retime import Objective, order_key
 from jaxpipe.schedule.simulate import simulate
-from jaxpipe.schedule.tolerance import MEMORY, at_most
+from jaxpipe.schedule.tolerance import MEMORY, Objective, at_most, order_key
 
 _FACTS: dict[str, Any] = {"placement": v_shape, "sees_collectives": True, "picture": {"ranks": 2, "microbatches": 4}}
 

@@ -28,9 +28,8 @@ from typing import Any
 
 from jaxpipe.errors import ScheduleError
 from jaxpipe.schedule.costs import CostProfile
-from jaxpipe.schedule.families.family import family
+from jaxpipe.schedule.families.family import FAMILIES, family
 from jaxpipe.schedule.families.one_f_one_b import one_f_one_b
-from jaxpipe.schedule.families.v_blocks import v_half
 from jaxpipe.schedule.ir import Action, Schedule
 from jaxpipe.schedule.placement import Placement, one_to_one, v_shape, with_vocabulary
 from jaxpipe.schedule.simulate import simulate
@@ -208,7 +207,7 @@ def vocab_v_half(ranks: int, microbatches: int, costs: CostProfile | None = None
     """
     return spread_vocabulary(
         "vocab-v-half",
-        lambda m, trunk_costs: v_half(ranks, m, trunk_costs),
+        lambda m, trunk_costs: FAMILIES["v-half"].function(ranks, m, trunk_costs),
         _spread(1, v_shape)(ranks),
         microbatches,
         costs,

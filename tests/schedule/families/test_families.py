@@ -28,7 +28,6 @@ from jaxpipe.schedule import (
     families,
     family,
     generate,
-    lower_bound,
     parse_schedule,
     simulate,
     v_shape,
@@ -36,6 +35,7 @@ from jaxpipe.schedule import (
 from jaxpipe.schedule.families import registry
 from jaxpipe.schedule.families.family import TABLE
 from jaxpipe.schedule.picture import draw
+from jaxpipe.search.bounds import lower_bound
 
 Options = dict[str, float]
 CASES = [(p, m) for p in (1, 2, 3, 4, 5, 8) for m in sorted({1, 2, p - 1, p, p + 1, 2 * p, 2 * p + 3} - {0})]
@@ -410,7 +410,7 @@ def test_a_file_of_the_folder_is_found(table: None, tmp_path: Path, monkeypatch:
         "FOUND = Family('found-2', found, 'two', 'a test')\n"
     )
     monkeypatch.setattr(families, "__path__", [*families.__path__, str(tmp_path)])
-    assert registry.found_here() >= {"found-1", "found-2", "gpipe"}
+    assert registry.register_modules(families.__name__) >= {"found-1", "found-2", "gpipe"}
     del sys.modules["jaxpipe.schedule.families.found_here"]
     assert list(FAMILIES) == sorted(FAMILIES)
     assert generate("found-2", 2, 3).rows == generate("found-1", 2, 3).rows

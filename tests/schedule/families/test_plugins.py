@@ -20,7 +20,6 @@ from jaxpipe.schedule import (
     FAMILIES,
     CostProfile,
     Schedule,
-    best_schedule,
     families,
     generate,
     ir,
@@ -33,9 +32,10 @@ from jaxpipe.schedule import (
     v_shape,
 )
 from jaxpipe.schedule.families.family import TABLE
-from jaxpipe.schedule.solve import Options, SolveTask, solve
-from jaxpipe.schedule.solve.jobs import Families, job_line, tasks_line
-from jaxpipe.schedule.solve.pool import Worker
+from jaxpipe.search.best import best_schedule
+from jaxpipe.search.solve import Options, SolveTask, solve
+from jaxpipe.search.solve.jobs import Families, job_line, tasks_line
+from jaxpipe.search.solve.pool import Worker
 from tests.support.paths import ROOT
 
 PATIENT, TEST_OF_PATIENT, RECOMPUTED = (

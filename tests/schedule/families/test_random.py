@@ -26,13 +26,12 @@ from jaxpipe.schedule import (
     Timeline,
     check_schedule,
     generate,
-    lower_bound,
     simulate,
-    span_lower_bound,
 )
 from jaxpipe.schedule.passes import offload, unbraid
 from jaxpipe.schedule.problem import Problem
-from jaxpipe.schedule.retime import peaks
+from jaxpipe.search.bounds import lower_bound, span_lower_bound
+from jaxpipe.search.retime import peaks
 from tests.schedule.families.test_families import most_activations
 
 SLACK = 1 + 1e-9

@@ -14,16 +14,16 @@ from jaxpipe.schedule import (
     CostProfile,
     Link,
     Schedule,
-    best_schedule,
     check_schedule,
     generate,
-    lower_bound,
     op_spec,
     simulate,
     v_shape,
 )
 from jaxpipe.schedule.families.stp_rows import Shape, stp_rows
 from jaxpipe.schedule.lanes import collectives_exposed
+from jaxpipe.search.best import best_schedule
+from jaxpipe.search.bounds import lower_bound
 from tests.support.paths import ROOT
 
 SIZES = [(1, 1), (1, 5), (2, 1), (2, 3), (2, 8), (3, 2), (3, 11), (4, 4), (4, 12), (5, 9), (8, 24)]

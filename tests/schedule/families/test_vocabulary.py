@@ -21,10 +21,8 @@ from jaxpipe.schedule import (
     check_schedule,
     find_problems,
     generate,
-    lower_bound,
     one_to_one,
     parse_schedule,
-    rank_lower_bounds,
     simulate,
     v_shape,
     with_vocabulary,
@@ -34,6 +32,7 @@ from jaxpipe.schedule.families.vocabulary import spread_vocabulary
 from jaxpipe.schedule.families.zb_h import zb_h1
 from jaxpipe.schedule.json_form import from_placement, to_placement
 from jaxpipe.schedule.picture import draw
+from jaxpipe.search.bounds import lower_bound, rank_lower_bounds
 from tests.support.paths import GOLDEN
 
 SIZES = [(1, 1), (1, 2), (2, 1), (3, 2), (4, 4), (4, 11), (5, 6)]

@@ -1,0 +1,591 @@
+"""The driver: an answer at once, then families, cycles, neighbourhoods and the exact model, one budget and one proven bound.
+
+Worker processes (:mod:`~jaxpipe.search.solve.pool`) do the work, this one keeps the score: whatever comes back is simulated,
+held to the limits and checked by the :class:`Incumbent`. Where activations may leave for the host, a few families go first,
+once each and to their end, so that no answer is worse than they are. Then every *opener* runs once: the families of the
+placement, list schedules with offload, bounds from a few ranks, cyclic steady states, the exact model where the problem is
+small. Then neighbourhoods of the best order so far are improved until time is up or the bound is reached.
+
+With ``reproducible`` jobs go out in rounds, answers are looked at in the order of the jobs, and budgets are deterministic, so
+that no clock decides anything; else each worker gets its next job when it is free.
+
+A :class:`BackgroundSolve` is a solve in a process of its own, for a caller that must not wait: a training run, say. That
+process is a worker of lowest priority, which starts workers of its own. All of them end when their input does: with the caller,
+however that ends.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass, replace
+from itertools import chain, islice
+from typing import Any, NamedTuple
+
+from jaxpipe.errors import ScheduleError, short_message
+from jaxpipe.schedule.check import check_schedule
+from jaxpipe.schedule.ir import Schedule
+from jaxpipe.schedule.problem import Problem
+from jaxpipe.schedule.simulate import simulate
+from jaxpipe.schedule.timeline import Timeline
+from jaxpipe.schedule.tolerance import MEMORY, at_most, nine_digits
+from jaxpipe.search.bounds import lower_bound, span_lower_bound
+from jaxpipe.search.retime import Draft, Retimer
+from jaxpipe.search.solve.cache import ScheduleCache
+from jaxpipe.search.solve.first import away_schedule, explain, graph_starts, group_size, grouped_rows
+from jaxpipe.search.solve.jobs import (
+    Answer,
+    Cycles,
+    Exact,
+    Families,
+    Job,
+    Neighbourhoods,
+    OffloadLists,
+    RankBounds,
+    Tell,
+    families_of,
+    family_schedules,
+    first_families,
+    quick_families,
+)
+from jaxpipe.search.solve.pool import COMMAND, WorkerPool
+from jaxpipe.search.solve.task import OnProgress, Options, Progress, Solution, SolveTask, count_offloads
+from jaxpipe.text import truncate
+
+_EXACT_ACTIONS = (320, 800)
+"""Up to which the exact model gets most of the time, and any: 192 actions (p=4, m=16) are proved in 0.4 s, 384 (p=8, m=16) in
+1.4 s, and as a cumulative, which offload needs, not in 20 s."""
+_TINY_ACTIONS, _TINY_SHARE = 100, 0.3
+"""Up to which the exact model goes before the families, and its part of the time then: circular 2 x 3, m=2 takes 0.4 s."""
+_EXACT_WORKERS = 2  # CP-SAT's own: with one it proves far less
+_CYCLE_PARTS = 2  # jobs that share the shapes of a V's cycles: one for each of two workers, the default
+_FEW_ACTIONS, _LISTS_SHARE = 4000, (0.9, 0.2)
+"""Actions up to which neighbourhoods with offload gain more than list schedules, and the part of the time for these beyond and
+below: with k=2 at p=16 and 32 the best came from lists, after 5 to 33 s, and neighbourhoods gained nothing."""
+_BOUNDS_SHARE = 0.2  # of the time, for bounds from a few ranks
+_FIRST_S, _GRACE_S = 2.0, 15.0
+"""From which time limit on the first families are looked at to their end, and by how much that may exceed the limit: one takes
+about a second, and there may be fifteen placements on a busy machine."""
+_STARTS_SHARE = 0.2  # of the time, for schedules by rules of graphs of stages
+_LOWEST = 19  # niceness of a solve in the background
+_LONGEST = 200
+_POLL_S = 0.25  # how soon the end of the time is noticed
+
+
+class Known(NamedTuple):
+    """The best answer to task ``number``, or to all. ``key``: what it minimises, in order. ``timeline``: None if it has yet to
+    be simulated."""
+
+    key: tuple[float, ...]
+    number: int
+    schedule: Schedule
+    timeline: Timeline | None
+
+
+class Incumbent:
+    """Answers to ``tasks``, which differ in placement only; the best of all counts."""
+
+    def __init__(self, tasks: Sequence[SolveTask], bounds: Sequence[float], on_progress: OnProgress | None) -> None:
+        self.tasks, self.bounds = tasks, list(bounds)
+        self.on_progress = on_progress
+        self.began = time.perf_counter()
+        self.best: Known | None = None
+        self.known: dict[int, Known] = {}  # by task
+        self.improvements: list[Progress] = []
+        self.family: tuple[str, float] | None = None
+        self.failures: list[str] = []  # of workers
+
+    @property
+    def wall_s(self) -> float:
+        return time.perf_counter() - self.began
+
+    @property
+    def lower_bound(self) -> float:
+        """Return a lower bound for the problem: the least of the placements' bounds."""
+        return min(self.bounds)
+
+    @property
+    def value(self) -> float:
+        """Return the seconds of the objective's time; infinite before the first answer."""
+        return float("inf") if self.best is None else self.best.key[0]
+
+    @property
+    def solved(self) -> bool:
+        return at_most(self.value, self.lower_bound)
+
+    def offer(self, number: int, schedule: Schedule, source: str, draft: Draft | None = None) -> None:
+        """Take a schedule that answers task ``number`` if it is valid, keeps the limits, and is better than what is known.
+
+        ``draft``: its re-timing by who made it, which is believed: simulating can wait.
+        """
+        task, timeline = self.tasks[number], None
+        if draft is None:
+            with suppress(ScheduleError):
+                timeline = task.timeline_of(schedule)
+            if timeline is None:
+                return
+            times = timeline.makespan, timeline.max_span
+            key = self._key(*times, max(timeline.peak_activations, default=0.0), count_offloads(schedule))
+            seconds = task.seconds(timeline)
+            if source.startswith("family") and (self.family is None or seconds < self.family[1]):
+                self.family = (source.removeprefix("family "), seconds)
+        elif at_most(draft.peak, min(task.safe_limits())):
+            key = self._key(draft.makespan, draft.span, draft.peak, 0)
+        else:
+            return
+        if number in self.known and self.known[number].key <= key:
+            return
+        self.known[number] = Known(key, number, schedule, timeline)
+        if self.best is not None and self.best.key <= key:
+            return
+        past_s, self.best = self.value, self.known[number]
+        progress = Progress(self.wall_s, self.value, self.lower_bound, source)
+        # what is better in a lesser key only is no improvement to report
+        if not at_most(past_s, self.value):
+            self.improvements.append(progress)
+        if self.on_progress is not None:
+            self.on_progress(progress, schedule)
+
+    def _key(self, makespan: float, span: float, peak: float, offloads: int) -> tuple[float, ...]:
+        """Return what is minimised, in order: as the objective says, then what any user would rather have less of."""
+        first, then = self.tasks[0].order(makespan, span)
+        least = nine_digits(peak), float(offloads)
+        return (first, *least, then) if self.tasks[0].objective == "lexicographic" else (first, then, *least)
+
+    def prove(self, number: int, bound: float, source: str) -> None:
+        """Take a proven bound of task ``number``, in seconds."""
+        if at_most(bound, self.bounds[number]):
+            return
+        self.bounds[number] = bound
+        if self.on_progress is not None and self.best is not None:
+            self.on_progress(Progress(self.wall_s, self.value, self.lower_bound, source), None)
+
+    def solution(self) -> Solution:
+        """Return the answer, simulated.
+
+        Raises:
+            ScheduleError: the answer breaks a rule, which is a defect here.
+        """
+        assert self.best is not None, "no answer yet"
+        _, number, schedule, timeline = self.best
+        task, own_bound = self.tasks[number], self.bounds[number]
+        if timeline is None:
+            check_schedule(schedule)
+            timeline = simulate(schedule, task.costs)
+        seconds = task.seconds(timeline)
+        solved = self.solved or at_most(seconds, self.lower_bound)
+        return Solution(
+            task=task,
+            schedule=schedule,
+            timeline=timeline,
+            lower_bound=seconds if solved else self.lower_bound,  # equal up to rounding
+            wall_s=self.wall_s,
+            improvements=tuple(self.improvements),
+            family=self.family,
+            failures=tuple(self.failures),
+            placement_bound=seconds if at_most(seconds, own_bound) else own_bound,
+        )
+
+
+TIME_SHARE = 0.6
+"""Part of the budget that the time is minimised in; like ``_EACH``, the part of what is left that one more solve may take, not
+tuned."""
+_EACH = 0.35
+_LEAST_S = 0.2
+_LESS = 1 - 1e-6  # of a peak is a limit that the next lower peak keeps
+
+
+def lexicographic(best: Solution, options: Options, again: Callable[[SolveTask, Options], Solution]) -> Solution:
+    """Return ``best`` or one as fast with a lower peak or fewer offloads. ``again`` solves for the makespan.
+
+    Memory first: solve again with a limit below the peak, as long as the time stays. Then without offload at all. Each of these
+    is a solve of its own with a part of the time, so what they don't find is not proven not to exist.
+    """
+    left = options.time_limit_s * (1 - TIME_SHARE)
+    peak, offload = max(best.timeline.peak_activations), best.task.offload
+    while peak > 0 and left > _LEAST_S:
+        limit, seconds = (peak * _LESS, left * _EACH) if offload == best.task.offload else (peak, left)
+        task = replace(best.task, memory_limit=limit, offload=offload, objective="makespan")
+        candidate = None
+        with suppress(ScheduleError):
+            candidate = again(task, replace(options, time_limit_s=seconds))
+        left -= seconds
+        if candidate is not None and at_most(candidate.value, best.value):
+            best, peak = _replaced(best, candidate), max(candidate.timeline.peak_activations)
+        # the peak can't be lowered further: now the same time without offload
+        elif offload and best.offloaded:
+            offload = False
+        else:
+            break
+    return best
+
+
+def _replaced(best: Solution, other: Solution) -> Solution:
+    """Return ``other``, no slower, as an answer to the task of ``best``."""
+    wall_s, improvements = best.wall_s + other.wall_s, best.improvements
+    if not at_most(best.value, other.value):
+        last = replace(other.improvements[-1], wall_s=wall_s, lower_bound=best.lower_bound)
+        improvements = (*improvements, last)
+    return replace(best, schedule=other.schedule, timeline=other.timeline, wall_s=wall_s, improvements=improvements)
+
+
+def solve(task: SolveTask, options: Options | None = None, on_progress: OnProgress | None = None) -> Solution:
+    """Return the best schedule found for ``task`` within ``options``, with a proven lower bound.
+
+    ``KeyboardInterrupt`` while solving ends it with the best answer so far, if there is one.
+
+    Raises:
+        ScheduleError: the sizes and costs don't match, or no schedule keeps the limit (says the smallest found to work).
+    """
+    return solve_any([task], options, on_progress)
+
+
+def solve_any(
+    tasks: Sequence[SolveTask],
+    options: Options | None = None,
+    on_progress: OnProgress | None = None,
+    *,
+    starts: Sequence[Schedule] = (),
+) -> Solution:
+    """Run :func:`solve` over several placements: the best schedule of all of ``tasks``, which differ in placement and costs
+    only.
+
+    ``starts``: schedules to start from, of any of the placements; those that don't keep the limit are ignored. The lower bound
+    is that of the best placement.
+
+    Raises:
+        ScheduleError: as :func:`solve`; nothing keeps the limit only if no task has an answer.
+    """
+    options = options or Options()
+    if tasks[0].objective != "lexicographic":
+        return Portfolio(tasks, options, on_progress).run(starts)
+    for_time = replace(options, time_limit_s=options.time_limit_s * TIME_SHARE)
+    fastest = Portfolio(tasks, for_time, on_progress).run(starts)
+    return lexicographic(fastest, options, lambda task, spend: Portfolio([task], spend, None).run(()))
+
+
+def solve_cached(
+    tasks: Sequence[SolveTask],
+    options: Options,
+    on_progress: OnProgress | None = None,
+    *,
+    starts: Sequence[Schedule] = (),
+    use_cache: bool = True,
+    notice: Callable[[str], None] | None = None,
+) -> Solution:
+    """Run :func:`~jaxpipe.search.solve.solver.solve_any` with the cache in the user's folder: a proven optimum is the answer,
+    anything else is where the search starts.
+
+    ``starts``: as :func:`solve_any`. ``notice``: told of trouble with the folder, one line each.
+
+    Raises:
+        ScheduleError: as :func:`~jaxpipe.search.solve.solver.solve_any`.
+    """
+    if not use_cache:
+        return solve_any(tasks, options, on_progress, starts=starts)
+    cache = ScheduleCache(notice=notice)
+    hits = [hit for task in tasks if (hit := cache.lookup(task)) is not None]
+    if len(tasks) == 1 and hits and _is_answer(hits[0], cache.tell):
+        if on_progress is not None:
+            on_progress(hits[0].improvements[0], hits[0].schedule)
+        return hits[0]
+    solution = solve_any(tasks, options, on_progress, starts=[*starts, *(hit.schedule for hit in hits)])
+    if len(tasks) == 1:
+        cache.store(solution, options)
+    return solution
+
+
+def _is_answer(hit: Solution, tell: Callable[[str, object], None]) -> bool:
+    """Return whether a hit is proven optimal: anew and at once, or by a stored bound that no family contradicts."""
+    task, bound = hit.task, hit.lower_bound
+    if hit.status != "optimal" or task.objective == "lexicographic":
+        return False
+    # a stored bound can't be proved anew in no time, so families get the chance to contradict it
+    if not at_most(hit.value, bound_of(task)):
+        incumbent = Incumbent([task], [bound], None)
+        family_schedules(task, quick_families(task), lambda schedule, source: incumbent.offer(0, schedule, source))
+        if not at_most(bound, incumbent.value):
+            who = incumbent.improvements[-1].source
+            tell("ignored a bound", f"it is {bound:g}, and {who} takes {incumbent.value:g}")
+            return False
+    return True
+
+
+def bound_of(task: SolveTask) -> float:
+    """Return the seconds that no schedule of the task is below; infinite if none keeps the limits."""
+    find = span_lower_bound if task.objective == "span" else lower_bound
+    # a schedule may exceed a limit by rounding, and the bound must hold for it, too
+    limits = [x * (1 + MEMORY) for x in task.limits()]
+    limit = limits if min(limits) < float("inf") else None
+    return find(task.placement, task.num_microbatches, task.costs, memory_limit=limit, offload=task.offload)
+
+
+def _actions(task: SolveTask) -> int:
+    """Return how many start times a solve decides."""
+    return (5 if task.offload else 3) * sum(map(len, chain(*task.placement.flows))) * task.num_microbatches
+
+
+class Portfolio:
+    """One solve."""
+
+    def __init__(self, tasks: Sequence[SolveTask], options: Options, on_progress: OnProgress | None) -> None:
+        assert tasks, "no task to solve"
+        self.tasks, self.options = tasks, options
+        self.incumbent = Incumbent(tasks, [0.0] * len(tasks), on_progress)
+        self.neighbourhoods = 0
+
+    def run(self, starts: Sequence[Schedule]) -> Solution:
+        try:
+            self._quick(starts)
+            if not self.incumbent.solved and min(self.incumbent.bounds) < float("inf") and not self._is_late():
+                with closing(WorkerPool(max(1, self.options.workers), self.tasks)) as pool:
+                    self._search(pool)
+        except KeyboardInterrupt:
+            if self.incumbent.best is None:
+                raise
+        if self.incumbent.best is None:
+            raise ScheduleError(explain(self.tasks))
+        return self.incumbent.solution()
+
+    def _quick(self, starts: Sequence[Schedule]) -> None:
+        """Do what needs no worker: bounds, an immediate answer, and the caller's schedules."""
+        self.incumbent.bounds = [bound_of(task) for task in self.tasks]
+        for number, task in enumerate(self.tasks):
+            if self.incumbent.bounds[number] == float("inf"):
+                continue
+            if self.incumbent.best is not None and self._is_late():
+                break
+            if not task.placement.is_plain_chain:
+                for schedule, source in graph_starts(task):
+                    self.incumbent.offer(number, schedule, source)
+                    if self._is_late(_STARTS_SHARE):
+                        break
+                continue
+            problem = Problem.of(task.placement, task.num_microbatches, task.costs)
+            size = group_size(problem, task.safe_limits())
+            if size:
+                rows = grouped_rows(problem, size)
+                draft = Retimer(problem).draft(rows)
+                assert draft is not None, "microbatches one group after the other deadlock"
+                self.incumbent.offer(number, problem.schedule("first", rows), "first", draft)
+            elif task.offload:
+                self.incumbent.offer(number, away_schedule(problem), "first")
+        for number in range(len(self.tasks)):
+            for schedule in starts:
+                self.incumbent.offer(number, schedule, "start")
+
+    def _is_late(self, share: float = 1.0) -> bool:
+        """Return whether this share of the time is up before any worker was started: at thousands of ranks."""
+        return not self.options.reproducible and self.incumbent.wall_s >= self.options.time_limit_s * share
+
+    # -- jobs ---------------------------------------------------------------------------------------------------------
+
+    def _job(self, number: int, kind: type[Job], seconds: float, **options: Any) -> Job:
+        return kind(
+            task=number,
+            seconds=seconds,
+            **{"seed": self.options.seed, **options},
+            reproducible=self.options.reproducible,
+            bound=self.incumbent.bounds[number],
+        )
+
+    def _first(self) -> Iterator[Job]:
+        """Yield the first families where activations may leave, the placement with the least bound first."""
+        for number in sorted(range(len(self.tasks)), key=self.incumbent.bounds.__getitem__):
+            if self.tasks[number].offload and (names := tuple(first_families(self.tasks[number]))):
+                yield self._families(number, names, once=True)
+
+    def _families(self, number: int, names: Sequence[str], once: bool = False) -> Job:
+        best = self.incumbent.family[1] if self.incumbent.family is not None else float("inf")
+        return self._job(number, Families, self.options.time_limit_s, names=tuple(names), once=once, value=best)
+
+    def _openers(self) -> Iterator[Job]:
+        """Yield the jobs that run once, cheap ones first. Every kind of all tasks before the next kind."""
+        total = self.options.time_limit_s
+        quick = [quick_families(task) for task in self.tasks]
+        chains = [(number, task) for number, task in enumerate(self.tasks) if task.placement.is_plain_chain]
+        tiny = [number for number, task in enumerate(self.tasks) if _actions(task) <= _TINY_ACTIONS]
+        for number in tiny:
+            yield from self._exact(number, total * _TINY_SHARE / len(tiny))
+        for number, names in enumerate(quick):
+            yield self._families(number, names)
+        for number, task in (x for x in chains if x[1].offload):
+            yield self._job(number, OffloadLists, total * _LISTS_SHARE[_actions(task) <= _FEW_ACTIONS])
+        cycles = self._cycles()
+        if (
+            self.options.workers > 1 and not self.options.reproducible
+        ):  # beside families that take as long: 15 s at p=12
+            yield from islice(cycles, 1)
+        for number, task in enumerate(self.tasks):
+            for name in (n for n in families_of(task) if n not in quick[number]):
+                yield self._families(number, (name,))
+        yield from cycles
+        for number, task in chains:
+            if task.placement.num_flows == 1 and self.incumbent.value < float("inf"):
+                yield self._job(number, RankBounds, total * _BOUNDS_SHARE, value=self.incumbent.value)
+        for number, task in enumerate(self.tasks):
+            if (actions := _actions(task)) <= _EXACT_ACTIONS[1]:
+                yield from self._exact(number, total * (0.6 if actions <= _EXACT_ACTIONS[0] else 0.25))
+
+    def _cycles(self) -> Iterator[Job]:
+        """Yield jobs for steady states of placements with several chunks."""
+        for number, task in enumerate(self.tasks):
+            placement = task.placement
+            if placement.is_plain_chain and placement.num_flows == 1 < placement.num_chunks:
+                for part in range(parts := _CYCLE_PARTS if placement.is_v else 1):
+                    seconds = min(25.0, self.options.time_limit_s * 0.4)
+                    yield self._job(number, Cycles, seconds, part=part, parts=parts)
+
+    def _exact(self, number: int, seconds: float) -> Iterator[Job]:
+        """Yield the exact model from what is known, which a graph of stages needs."""
+        incumbent = self.incumbent.known.get(number)
+        if incumbent is not None or self.tasks[number].placement.is_plain_chain:
+            start = incumbent.schedule if incumbent else None
+            yield self._job(number, Exact, seconds, start=start, workers=_EXACT_WORKERS)
+
+    def _neighbourhood(self) -> Job | None:
+        """Return the next neighbourhood job: mostly on the best schedule, now and then on the best of another placement."""
+        self.neighbourhoods += 1
+        bounds = self.incumbent.bounds
+        improvable = (x for x in self.incumbent.known.values() if not at_most(x.key[0], bounds[x.number]))
+        order = sorted(improvable, key=lambda x: (x.key, x.number))
+        if not order:
+            return None
+        start = order[self.neighbourhoods // 4 % len(order) if self.neighbourhoods % 4 == 0 else 0]
+        longest_s, share = (20.0, 0.25) if count_offloads(start.schedule) else (8.0, 0.1)
+        seconds = max(1.0, min(longest_s, self.options.time_limit_s * share))
+        # a prime above any number of jobs, so that solves with neighbouring seeds share no job's seed
+        seed = self.options.seed * 1_000_003 + self.neighbourhoods
+        return self._job(start.number, Neighbourhoods, seconds, start=start.schedule, seed=seed)
+
+    def _is_hopeless(self, job: Job) -> bool:
+        """Return whether no schedule of the job's placement is better than what is known."""
+        return at_most(self.incumbent.value, self.incumbent.bounds[job.task])
+
+    def _note(self, answer: Answer) -> None:
+        if answer.error:
+            self.incumbent.failures.append(answer.error)
+        if answer.bound:
+            self.incumbent.prove(answer.task, answer.bound, answer.source)
+        if answer.schedule is not None:
+            self.incumbent.offer(answer.task, answer.schedule, answer.source)
+
+    # -- running them -------------------------------------------------------------------------------------------------
+
+    def _search(self, pool: WorkerPool) -> None:
+        """Hand out jobs as workers become idle; with ``reproducible`` in rounds."""
+        first, openers, in_rounds = self._first(), self._openers(), self.options.reproducible
+        grace_s = _GRACE_S if self.options.time_limit_s >= _FIRST_S and not in_rounds else 0.0
+        spent, underway = 0.0, set[int]()  # jobs of first families
+        while not self.incumbent.solved:
+            left = self.options.time_limit_s - (spent if in_rounds else self.incumbent.wall_s)
+            if left <= -grace_s:
+                return
+            # these run past the limit by the grace, so that no answer is worse than the first families
+            jobs: list[Job] = list(islice((j for j in first if not self._is_hopeless(j)), pool.idle))
+            underway.update(pool.submit(job) for job in jobs)
+            if left <= 0 and not underway:
+                return
+            if left > 0:
+                jobs = list(islice((j for j in openers if not self._is_hopeless(j)), pool.idle))
+                jobs = jobs or [j for _ in range(pool.idle) if (j := self._neighbourhood()) is not None]
+                for job in jobs:
+                    pool.submit(job if in_rounds else replace(job, seconds=min(job.seconds, max(0.1, left))))
+                # a round takes as long as its longest job
+                spent += max((job.seconds for job in jobs if job.timed), default=0.0)
+            if not pool.busy:
+                return
+            for answer in (
+                self._round(pool) if in_rounds else [pool.receive(_POLL_S if left <= 0 else min(left, _POLL_S))]
+            ):
+                if answer is not None:
+                    self._note(answer)
+                    if answer.done:
+                        underway.discard(answer.job)
+
+    def _round(self, pool: WorkerPool) -> list[Answer]:
+        """Return all answers to the jobs under way, job by job."""
+        answers: list[Answer] = []
+        while pool.busy and (answer := pool.receive(None)) is not None:
+            if answer.gone:
+                raise ScheduleError("a solver process ended before its job; run again, or without reproducible mode")
+            answers.append(answer)
+        return sorted(answers, key=lambda x: x.job)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A schedule, better than those found before. ``source``: what found it."""
+
+    schedule: Schedule
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The end of a search, after which nothing comes. ``lower_bound_s``: no schedule of the task is shorter (0: nothing is
+    known). ``remark``: why nothing was found, or empty."""
+
+    lower_bound_s: float = 0.0
+    remark: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The end of a search that went wrong. ``what``: happened to the solver, in one line."""
+
+    what: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Solve(Job):
+    """A whole solve: tells of every better schedule, and at last the bound, or why there is none."""
+
+    options: Options
+
+    def run(self, task: SolveTask, tell: Tell) -> None:
+        os.nice(_LOWEST)
+
+        def better(progress: Progress, schedule: Schedule | None) -> None:
+            if schedule is not None:
+                tell(schedule, progress.source)
+
+        try:
+            tell(None, "", solve(task, self.options, better).lower_bound)
+        except ScheduleError as error:
+            tell(None, short_message(error))
+
+
+class BackgroundSolve:
+    """:func:`~jaxpipe.search.solve.solve` of ``task``, under way. Whoever asked checks what is found.
+
+    Raises:
+        OSError: its process can't be started.
+    """
+
+    def __init__(self, task: SolveTask, options: Options, command: Sequence[str] = COMMAND) -> None:
+        self._pool = WorkerPool(1, [task], command)
+        self._pool.submit(Solve(task=0, seconds=options.time_limit_s, options=options))
+
+    def take(self) -> list[Found | Finished | Failed]:
+        """Return the messages since the last call, in order; nothing after the end, whatever becomes of the process."""
+        answers: list[Found | Finished | Failed] = []
+        try:
+            while (answer := self._pool.receive(0.0)) is not None:
+                if answer.gone:
+                    return [*answers, Failed(answer.gone)]
+                if answer.error:
+                    return [*answers, Failed(f"failed ({truncate(' '.join(answer.error.split()), _LONGEST)})")]
+                if answer.schedule is not None:
+                    answers.append(Found(answer.schedule, answer.source))
+                elif not answer.done:
+                    return [*answers, Finished(answer.bound, answer.source)]
+        except Exception as error:  # whatever it wrote
+            answers.append(Failed(f"wrote what is no answer ({type(error).__name__}: {short_message(error)})"))
+        return answers
+
+    def close(self) -> None:
+        """End its processes."""
+        self._pool.close()

@@ -82,7 +82,8 @@ def test_fillings_keep_the_same_time(schedule: Schedule, data: st.DataObject) ->
     costs = data.draw(random_costs(schedule.num_stages, schedule.num_ranks))
     problem = Problem.of(schedule.placement, schedule.num_microbatches, costs)
     filling, rows = WeightFilling(problem, 1e9), problem.codes(with_fused(schedule, frozenset()))
-    filled = filling.fill(order_of(problem, rows, filling.retimer), Rule((0.0,) * problem.num_ranks, ()))
+    order = order_of(problem, rows, filling.retimer)
+    filled = filling.fill(order, Rule((0.0,) * problem.num_ranks, (0.0,) * len(order)))
     assert filled is not None
     assert filled.last_s == pytest.approx(filling.retimer.times(filled.rows).last_s)
 

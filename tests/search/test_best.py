@@ -10,8 +10,7 @@ import pytest
 from jaxpipe.errors import ScheduleError
 from jaxpipe.schedule import FAMILIES, CostProfile, Placement, check_schedule, generate, simulate
 from jaxpipe.schedule.memory import offloaded_share
-from jaxpipe.search.best import best_of_family, best_schedule, make
-from jaxpipe.search.settings import Setting, Task, settings_of
+from jaxpipe.search.best import Setting, Task, best_of_family, best_schedule, make, settings_of
 from tests.support.paths import GOLDEN
 
 UNEVEN = CostProfile(

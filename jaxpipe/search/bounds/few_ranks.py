@@ -18,9 +18,9 @@ from jaxpipe.schedule.placement import Placement
 from jaxpipe.schedule.tolerance import how_many
 from jaxpipe.search.bounds.flows import Flow, Flows
 from jaxpipe.search.bounds.host_orders import HostOrders
+from jaxpipe.search.bounds.memory import Resident
 from jaxpipe.search.bounds.orders import Ends, Kept, Orders, Step
 from jaxpipe.search.bounds.ranks import residents
-from jaxpipe.search.bounds.resident import Resident
 from jaxpipe.search.budget import Budget
 from jaxpipe.search.grids import Ticks, time_grid
 

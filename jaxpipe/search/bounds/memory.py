@@ -12,6 +12,8 @@ relaxation, and below every schedule that keeps to the limit. Four arguments; th
 the same microbatch still has its way up. Activations are counted from F's start to B's end (``held``) and from B's end to
 W's end (``kept``), in units of one rank's share of a microbatch. Not modelled: workspace; several ranks on one host lane.
 
+Records of a rank's work and memory for the microbatches of one stage, and of bounds on a rank's time.
+
 Chunks of one microbatch that a rank holds at the same time: few microbatches may do so, so they take turns.
 
 A rank runs the stages s_1 < … < s_c < … of a chain. From F of s_c to B of s_c a microbatch holds what s_1 … s_c left on the
@@ -42,15 +44,92 @@ R (O + L), idles the lane for s times that at least (2 s ≤ 1 pays for r = c). 
     T ≥ (m − R)(O + L) + F + B + W + s (R (stay − O − L) − F − c (B + W) − (c − 2) T')
 
 which bounds T, as it stands on the right with a minus sign only.
+
+Microbatches that meet: why a chain with one stage per rank can't run every microbatch at its least round trip.
+
+Take the ranks from e down to the last, and let at most K microbatches be between F's start and their release on rank e (the
+limit allows no more). All microbatches are alike, so let the j-th F, B and W of each rank be those of microbatch j; then F of
+j + K starts after the release of j, and the microbatches j, j + K, j + 2K, … are one *lane*: down, up, down again.
+
+Two lanes A and B meet again and again: while one goes down the other comes up. Say they meet at cut x if on x ranks the F of
+the one runs before the B of the other, on the ranks below after it. Both leave the meeting no earlier than both reached it
+(at the cut each waits for the other's action on the same rank). Let them meet at x and next at y. In between the one runs
+up the x ranks, is released, and runs down y ranks; the other runs down to the last rank and up to the cut y. The time is at
+least the longer of both, and the two together pass each rank once each way: with unit costs and n ranks they take
+x + y + 1 and 2n − x − y, so n + 1 at least, where the mean is n + ½. So a lane's cycle is 2n + 2, not the round trip's 2n + 1.
+
+The least time over all sequences of cuts is found by dynamic programming. Start: F's of the first two start as
+:func:`~jaxpipe.search.bounds.memory.releases` says. End: the last two must come home, and with them every later one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import ceil, floor, inf
 
-from jaxpipe.schedule.tolerance import MEMORY, at_most, how_many
-from jaxpipe.search.bounds.resident import Confined, Resident
+from jaxpipe.schedule.tolerance import MEMORY, TIME, at_most, how_many
+
+
+@dataclass(frozen=True, slots=True)
+class Resident:
+    """Work and memory of a rank for each of ``count`` microbatches of one stage and flow.
+
+    ``f_s``, ``b_s`` (up to the cotangent), ``back_s`` (B and W, or a cheaper BW); ``trip_s``: least time from F's start to
+    B's. ``in_s``, ``out_s``: when F and B can start, counted from F of the flow's first stage on this rank. ``leaves``: units
+    that may be offloaded, in ``d2h_s``, and back in ``h2d_s``; ``together_s``: lane time of both.
+    """
+
+    flow: int
+    count: int
+    f_s: float
+    b_s: float
+    back_s: float
+    trip_s: float
+    in_s: float
+    out_s: float
+    held: float
+    kept: float
+    leaves: float = 0.0
+    d2h_s: float = 0.0
+    h2d_s: float = 0.0
+    together_s: float = 0.0
+
+    @property
+    def w_s(self) -> float:
+        return self.back_s - self.b_s
+
+    def area(self) -> float:
+        """Return the least memory × time of one microbatch that stays: held to B's end, kept to W's. With BW, at least as
+        much."""
+        return self.held * (self.trip_s + self.b_s) + min(self.held, self.kept) * self.w_s
+
+    def lane(self, away: int) -> float:
+        """Return the least seconds of a rank that sends ``away`` of these out and back: its first F must end before the
+        first O, and after the last L the B and W of that microbatch follow. With one lane a direction, that of L's waits
+        for the first O and that of O's ends before the last L."""
+        if away <= 0:
+            return 0.0
+        out, back = self.d2h_s, self.h2d_s
+        one_lane = self.together_s >= out + back
+        copies = away * (out + back) if one_lane else max(away * out + back, out + away * back)
+        return self.f_s + copies + self.back_s
+
+    def saved(self) -> float:
+        """Return the most memory × time that one offload saves: away from the end of O to the start of L, which ends before
+        B starts."""
+        return self.leaves * max(0.0, self.trip_s - self.f_s - self.d2h_s - self.h2d_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Confined:
+    """Least seconds of a rank's whole work, and of the part up to the end of its last B."""
+
+    own: float
+    through: float
+
+    def or_longer(self, other: Confined) -> Confined:
+        return Confined(max(self.own, other.own), max(self.through, other.through))
 
 
 def confine(stays: Sequence[Resident], limit: float, offload: bool) -> Confined:
@@ -371,3 +450,125 @@ class _Crowd:
         idle = stay * (self.stay_s - self.copies) - x.f_s - self.fit * x.back_s
         copies = away * self.copies
         return ends + max(copies, (copies + self.share * idle) / (1 + self.share * (self.fit - 2)))
+
+
+_CHOICES = 4
+"""How many distances between the two lanes, and how many last microbatches, are tried at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A chain from rank e down: seconds per rank of F, B, transfers down and up to the next rank; on e: release after B."""
+
+    f_s: Sequence[float]
+    b_s: Sequence[float]
+    down_s: Sequence[float]
+    up_s: Sequence[float]
+    release_s: float
+
+
+def meet(run: Run, top: Resident, limit: float, starts: Sequence[float]) -> Confined:
+    """Return the least time of rank e's work when no more than ``limit`` may be held there; ``starts``: least start of its
+    j-th F."""
+    m = top.count
+    lanes = how_many(top.held, limit) if top.held > 0 else m
+    bound = Confined(0.0, 0.0)
+    if not 2 <= lanes < m:
+        return bound
+    legs = _Legs(run, includes_release=at_most(top.held, top.kept))
+    # each pair of lanes is a bound by itself, so some of them suffice
+    step = -(-lanes // _CHOICES)
+    for distance in range(1, lanes, step):
+        for last in range(m - 1, max(m - 1 - lanes, lanes), -step):
+            bound = bound.or_longer(_pair(legs, top, starts, lanes, distance, last))
+    return bound
+
+
+class _Legs:
+    """Times of the ways to and from a cut, and between meetings. Transfers over the cut itself are left out."""
+
+    def __init__(self, run: Run, includes_release: bool) -> None:
+        n = len(run.f_s)
+        self.cuts = range(n + 1)
+        # ranks above the cut: from rank e's F start to the cut, from the cut to rank e's B end; below: the same to the turn
+        self.down_to = _sums(run.f_s, run.down_s)
+        self.up_from = _sums(run.b_s, run.up_s)
+        self.to_turn = _sums(run.f_s[::-1], run.down_s[::-1])[::-1]
+        self.from_turn = _sums(run.b_s[::-1], run.up_s[::-1])[::-1]
+        self.down, self.up = self.down_to[n], self.up_from[n]
+        self.release = run.release_s if includes_release else 0.0
+        # the cut from which on the way over the top is the longer, by the cut of the meeting before
+        over = [(self.up_from[x] + self.release, self.to_turn[x]) for x in self.cuts]
+        self.turns = [
+            next((y for y in self.cuts if a + self.down_to[y] >= b + self.from_turn[y]), n + 1) for a, b in over
+        ]
+        self.over = over
+
+    def earlier(self, after: Sequence[float]) -> list[float]:
+        """Return the least time that follows the meeting before, given the one that follows a meeting at each cut.
+
+        It is min over y of max(over the top to y, around the turn to y) + after[y]. The former grows with y and the latter
+        falls, so one running minimum from each side does it.
+        """
+        low, high = [inf], [inf]
+        for t, way in zip(after, self.from_turn, strict=True):
+            low.append(min(low[-1], way + t))
+        for t, way in zip(reversed(after), reversed(self.down_to), strict=True):
+            high.append(min(high[-1], way + t))
+        high.reverse()
+        return [min(b + low[y], a + high[y]) for (a, b), y in zip(self.over, self.turns, strict=True)]
+
+
+def _sums(seconds: Sequence[float], hops: Sequence[float]) -> list[float]:
+    """Return prefix sums; ``[k]``: the first k of ``seconds`` with the transfers between them."""
+    sums = [0.0]
+    for k, s in enumerate(seconds):
+        sums.append(sums[-1] + s + (hops[k - 1] if k else 0.0))
+    return sums
+
+
+def _pair(legs: _Legs, top: Resident, starts: Sequence[float], lanes: int, distance: int, last: int) -> Confined:
+    """Bound the lanes of ``last`` and of ``last − distance``, from their last meeting back to any of their first."""
+    m = top.count
+    span, through = [0.0] * len(legs.cuts), [0.0] * len(legs.cuts)
+    i, k = last - distance, last
+    for x in legs.cuts:
+        home = legs.to_turn[x] + legs.up - top.b_s  # until B of k starts on rank e
+        other = legs.up_from[x] - (top.b_s if x else 0.0)
+        span[x] = max(home + (m - k) * top.back_s, other + (m - i - (x == 0)) * top.back_s)
+        through[x] = max(home + (m - k) * top.b_s, other + (m - i - (x == 0)) * top.b_s)
+    bound = Confined(0.0, 0.0)
+    while i >= 0:
+        if i < 2 * lanes:
+            begin = [max(starts[i] + legs.down + legs.from_turn[x], starts[k] + legs.down_to[x]) for x in legs.cuts]
+            bound = bound.or_longer(Confined(_plus(begin, span), _plus(begin, through)))
+        cycles = (i - 2 * lanes) // lanes
+        # near the start one meeting at a time, since each may be the first
+        if cycles < 1:
+            span, through = legs.earlier(span), legs.earlier(through)
+            i, k = k - lanes, i
+            continue
+        before = [legs.earlier(legs.earlier(after)) for after in (span, through)]
+        # a cycle that adds the same at every cut does so up to the start
+        if all(_steady(old, new) for old, new in zip((span, through), before, strict=True)):
+            span, through = (_repeat(old, new, cycles) for old, new in zip((span, through), before, strict=True))
+        else:
+            span, through = before
+            cycles = 1
+        i, k = i - cycles * lanes, k - cycles * lanes
+    return bound
+
+
+def _plus(begin: Sequence[float], after: Sequence[float]) -> float:
+    return min(map(float.__add__, begin, after))
+
+
+def _steady(old: Sequence[float], new: Sequence[float]) -> bool:
+    added = list(map(float.__sub__, new, old))
+    return max(added) - min(added) <= TIME * max(new)
+
+
+def _repeat(old: Sequence[float], new: Sequence[float], cycles: int) -> list[float]:
+    """Return ``old`` after so many cycles: what one cycle adds everywhere, each further one adds at least."""
+    added = min(map(float.__sub__, new, old))
+    return [t + cycles * added for t in old]

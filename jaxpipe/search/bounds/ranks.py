@@ -6,10 +6,8 @@ from collections.abc import Sequence
 from math import inf
 
 from jaxpipe.schedule.tolerance import how_many
-from jaxpipe.search.bounds.crossing import Run, meet
 from jaxpipe.search.bounds.flows import Flow, Flows, Visit
-from jaxpipe.search.bounds.memory import chunk_turns, confine, releases
-from jaxpipe.search.bounds.resident import Confined, Resident
+from jaxpipe.search.bounds.memory import Confined, Resident, Run, chunk_turns, confine, meet, releases
 
 _TOP_RANKS = 1
 """From how many ranks down the crossing argument is made: those where the limit costs most."""

@@ -32,8 +32,8 @@ from jaxpipe.schedule.placement import circular
 from jaxpipe.schedule.problem import CodeRows, Problem
 from jaxpipe.search.blocks.repeat import repeat
 from jaxpipe.search.families.pipeoffload import po_block, po_rows
-from jaxpipe.search.list_schedule.choosers import full_limit
 from jaxpipe.search.list_schedule.fillers import AS_GIVEN, Finisher, Phases, Recipes, Rule
+from jaxpipe.search.list_schedule.policies import full_limit
 from jaxpipe.search.retime import SLACK, Draft, peaks
 
 _RULES = [Rule(backward=False, w_gap=0.0, lazy=most > 0, backlog=most) for most in (0, 1, 2, 4, 8, float("inf"))]

@@ -36,13 +36,12 @@ from jaxpipe.schedule.placement import v_shape
 from jaxpipe.schedule.problem import CodeRows, Problem
 from jaxpipe.schedule.tolerance import Objective
 from jaxpipe.search.blocks.block import BuildingBlock, with_weight_gradients
-from jaxpipe.search.blocks.compact import compact
-from jaxpipe.search.blocks.repeat import repeat, repeated
+from jaxpipe.search.blocks.repeat import compact, repeat, repeated
 from jaxpipe.search.blocks.v_shape import T, cells_with_ends, searched
 from jaxpipe.search.bounds import lower_bound, span_lower_bound
 from jaxpipe.search.families.v_blocks import v_min_block
-from jaxpipe.search.list_schedule.choosers import full_limit, least_limit
 from jaxpipe.search.list_schedule.fillers import Finisher, merit
+from jaxpipe.search.list_schedule.policies import full_limit, least_limit
 from jaxpipe.search.list_schedule.weights import WeightFilling, refilled
 from jaxpipe.search.retime import SLACK, Draft, within
 

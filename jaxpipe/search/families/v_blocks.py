@@ -18,8 +18,7 @@ from jaxpipe.schedule.ir import Schedule
 from jaxpipe.schedule.placement import v_shape
 from jaxpipe.schedule.problem import Problem
 from jaxpipe.search.blocks.block import BuildingBlock
-from jaxpipe.search.blocks.compact import compact
-from jaxpipe.search.blocks.repeat import cells_of, repeat
+from jaxpipe.search.blocks.repeat import cells_of, compact, repeat
 from jaxpipe.search.list_schedule.fillers import Finisher, affordable, merit
 
 _ACTIONS = 80_000

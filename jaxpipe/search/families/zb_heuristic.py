@@ -37,9 +37,8 @@ from jaxpipe.schedule.tolerance import Objective
 from jaxpipe.search.blocks.block import BuildingBlock, with_weight_gradients
 from jaxpipe.search.blocks.repeat import repeat
 from jaxpipe.search.bounds import lower_bound, span_lower_bound
-from jaxpipe.search.list_schedule.choosers import full_limit, least_limit
 from jaxpipe.search.list_schedule.fillers import RECIPES, Finisher
-from jaxpipe.search.list_schedule.policies import chain_drafts
+from jaxpipe.search.list_schedule.policies import chain_drafts, full_limit, least_limit
 from jaxpipe.search.list_schedule.weights import WeightFilling, refilled
 from jaxpipe.search.retime import Draft, Retimer, best_of
 

@@ -22,10 +22,9 @@ from jaxpipe.schedule.json_form import from_json, to_json
 from jaxpipe.schedule.passes.braid import unbraid
 from jaxpipe.schedule.problem import OPS, Problem
 from jaxpipe.schedule.tolerance import at_most, nine_digits
-from jaxpipe.search.best import Candidate, best_of_family, quick_candidates
+from jaxpipe.search.best import Candidate, Task, best_of_family, quick_candidates
 from jaxpipe.search.bounds.few_ranks import FewRanks
 from jaxpipe.search.budget import Budget
-from jaxpipe.search.settings import Task
 from jaxpipe.search.solve.cycles import cycles
 from jaxpipe.search.solve.task import SolveTask, count_offloads
 

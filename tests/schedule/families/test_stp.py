@@ -20,7 +20,7 @@ from jaxpipe.schedule import (
     simulate,
     v_shape,
 )
-from jaxpipe.schedule.families.stp_rows import Shape, stp_rows
+from jaxpipe.schedule.families.stp import Shape, stp_rows
 from jaxpipe.schedule.lanes import collectives_exposed
 from jaxpipe.search.best import best_schedule
 from jaxpipe.search.bounds import lower_bound

@@ -14,7 +14,7 @@ from jaxpipe.schedule.problem import Problem
 from jaxpipe.search.blocks.repeat import repeated
 from jaxpipe.search.bounds import lower_bound
 from jaxpipe.search.families.v_adaptive import v_zb
-from jaxpipe.search.list_schedule.choosers import full_limit
+from jaxpipe.search.list_schedule.policies import full_limit
 from jaxpipe.search.list_schedule.weights import Rule, WeightFilling, order_of
 from jaxpipe.search.retime import Draft, Retimer
 from tests.support.paths import GOLDEN

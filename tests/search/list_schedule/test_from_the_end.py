@@ -13,8 +13,7 @@ from jaxpipe.schedule.placement import Placement, bidirectional, circular, one_t
 from jaxpipe.schedule.problem import B, F, Problem, W
 from jaxpipe.search.blocks import BuildingBlock, repeat
 from jaxpipe.search.families.v_blocks import v_half_block, v_min_block
-from jaxpipe.search.list_schedule.fillers import Finisher, merit
-from jaxpipe.search.list_schedule.from_the_end import filled_from_the_end
+from jaxpipe.search.list_schedule.fillers import Finisher, filled_from_the_end, merit
 from jaxpipe.search.retime import peaks
 
 

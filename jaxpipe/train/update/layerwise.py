@@ -90,6 +90,8 @@ def _through(eqn: JaxprEqn, operand_sources: Sequence[Sources]) -> list[Sources]
         operand_sources[: scan.num_consts],
         list(operand_sources[scan.num_consts : scan.num_consts + scan.num_carry]),
     )
+    # What one iteration mixes into the carry, the next one reads: to the fixed point. Masks only grow, so it is
+    # reached.
     while True:
         results = sources(scan.body, [*consts, *carry, *operand_sources[scan.num_consts + scan.num_carry :]])
         again = [_joined(eqn, pair) for pair in zip(carry, results[: scan.num_carry], strict=True)]
@@ -253,7 +255,10 @@ class LayerwiseOptimizer:
         """
         arguments = dict(extra or {})
         init, update = functions_of(optimizer, arguments)
-        impls: list[Any] = []  # of the typed PRNG keys in the state, known once it is traced; None for other leaves
+        # Typed PRNG keys have no place in checkpoints: the traced program takes and gives their words. Which leaves
+        # were keys is known once ``init`` is traced, so ``started`` fills this list, None for other leaves, before
+        # ``updated`` reads it.
+        impls: list[Any] = []
 
         def started(params: Any) -> Any:
             state = jax.tree.map(jnp.asarray, init(params))
@@ -264,6 +269,7 @@ class LayerwiseOptimizer:
             updates, new = update(grads, _keys(state, impls), params, **extra)
             return updates, _words(jax.tree.map(jnp.asarray, new))
 
+        # Grads have the avals of params; state and params enter the update in this order, which ``part`` counts on.
         start, first_state = _traced("init", started, axes, params)
         step, (updates, after) = _traced("update", updated, axes, params, first_state, params, arguments)
         _check_same("updates", params, updates, dtypes=False)
@@ -277,6 +283,9 @@ class LayerwiseOptimizer:
         numbers = of_layers(self.numbers, layers, self.params, [leaf.layer for leaf in self.leaves])
         chosen = jax.tree.leaves(numbers)
         mine = [k for k, (layer, _) in enumerate(places_of(self.params)) if layer in layers]
+        # The update's inputs lie flat as n gradients, m leaves of state, n parameters, then the extra arguments; its
+        # results as n updates and m leaves of state. So gradients and state have the same numbers among inputs as
+        # updates and state among results.
         n, m = len(jax.tree.leaves(self.params)), len(self.leaves)
         grads_and_state = [*mine, *(n + k for k in chosen)]
         shared_inputs = [*(n + m + k for k in mine), *range(2 * n + m, len(self.update.in_avals))]
@@ -297,6 +306,8 @@ class OptimizerPart:
 
     def init(self, params: Tree) -> Any:
         """Return the state of fresh parameters of these layers. No array of it is one of the parameters. Traceable."""
+        # Copied: an optimizer that keeps the parameters themselves (averages) would otherwise share a buffer that the
+        # next step donates.
         leaves = eval_jaxpr(self.start_program.jaxpr, self.start_program.consts, *jax.tree.leaves(params))
         return jax.tree.unflatten(self.structure, [jnp.copy(a) for a in leaves])
 
@@ -314,6 +325,8 @@ class OptimizerPart:
 
 def _part(closed: ClosedJaxpr, inputs: Sequence[int], results: Sequence[int]) -> ClosedJaxpr:
     """Return what makes these results of these inputs, all that they depend on."""
+    # ``inputs`` stay in the signature though no equation reads them; any other input that is read would be another
+    # layer's, which `_owned` has refused before.
     part, is_read = only_results(closed, results, inputs)
     assert [k for k, yes in enumerate(is_read) if yes] == inputs, "an input is read that is not given"
     return part
@@ -332,6 +345,8 @@ def _traced(
         advice = "; arguments that it needs go into Trainer(update_arguments=…)" if "argument" in reason else ""
         advice = _TREES if any(word in reason for word in ("tree", "structure", "Dict key")) else advice
         raise ConfigError(f"the optimizer's {what} fails: {type(error).__name__}: {short}{advice}") from error
+    # Calls (jit, custom rules) are inlined: a call as one equation would tie all its results to all its operands, and
+    # so mix layers that it keeps apart.
     flat = flatten(closed.jaxpr, closed.consts, at_calls=True)
     for eqn in flat.eqns:
         if eqn.effects:
@@ -391,6 +406,9 @@ def _owned(
     bits = {name: Sources(1 << k) for k, name in enumerate(names)}
     mine = [layer for layer, _ in places_of(params)]
     layer_sources = [bits[name] for name in mine]
+    # One bit a layer; a value that belongs to none has no bit and may be read by all. A leaf of state found to depend
+    # on a layer gets that layer's bit, which may reach further leaves at the next update: hence the loop. It ends, as
+    # each round but the last gives a layer to one leaf at least and none ever loses it.
     start_sources = sources(start.jaxpr, layer_sources)
     while True:  # until no leaf is found to depend on a layer through another one
         held = [NOTHING if leaf.layer is None else bits[leaf.layer] for leaf in leaves]
@@ -432,6 +450,8 @@ def blamed(eqn: JaxprEqn | None) -> tuple[str, str]:
     """Return the function that made the transformation which an equation belongs to, and where it is."""
     if eqn is None:
         return "its state", ""
+    # Innermost frame first. optax's transformations are closures: the part of a qualified name before ``.<locals>.`` is
+    # the public function that a user has written down, the rest a helper that nobody knows.
     frames = [
         (name.split(".<locals>.")[0], name, place.split("site-packages/")[-1]) for name, place in source_functions(eqn)
     ]

@@ -144,6 +144,7 @@ class LateUpdate:
         """
         if not self._is_valid():
             raise StepDropped
+        # From here on buffers of the old state are donated, so the state counts as taken even if a later rank fails.
         self._begun = True
         for at in [at for at in self._unapplied.master if at[0] == rank and at[1] in self._early_results]:
             self._commit(at)
@@ -152,6 +153,8 @@ class LateUpdate:
     def settled(self) -> TrainState:
         """Return the state after the step, all of it. Waits as :meth:`accumulators`."""
         if self._settled is None:
+            # While comparing, the whole update runs although the early one was right: that XLA compiles a part to the
+            # bits of the whole is tried, not promised.
             if self._is_valid() and not self._policy.steps_to_compare:
                 for at in [at for at in self._unapplied.master if at[1] in self._early_results]:
                     self._commit(at)

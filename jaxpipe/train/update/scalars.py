@@ -100,6 +100,8 @@ class StepReduction:
             loss_sum, weight, reported = self._summed(losses)
             combined_scalars = self._combine(*jax.device_put((list(squares.values()), loss_sum, weight), first))
             return with_flags(combined_scalars, weight, reported, [stop, switch])
+        # Every process runs the same sequence of moves, also those that neither send nor receive: transports match
+        # messages by their order.
         sums: Any = ()
         if self._apart:
             losses = self._all_losses(losses)
@@ -213,11 +215,14 @@ def _combine(
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Mean loss, norm of the mean gradient, the factors (first one, then the other) of the summed gradient, and whether the
     step is finite. Of a gradient whose squares overflow, norm and factors come from :data:`SHRUNK` ones."""
+    # A weight of 0 (no target) would make NaN of a loss of 0; what such a step gives is dropped by ``ok``.
     total = jnp.where(weight > 0, weight, 1.0)
     plain, shrunk = jnp.sqrt(sum(squares, start=jnp.zeros(2, squares[0].dtype)))
     large = jnp.isinf(plain)
     norm = jnp.where(large, shrunk / total / SHRUNK, plain / total)
     shrink = jnp.minimum(1.0, clip_norm / jnp.maximum(norm, 1e-30)) if clip_norm > 0 else jnp.ones_like(norm)
+    # Two factors where one would underflow: first the gradient becomes as small as SHRUNK, then it gets the norm that
+    # is wanted.
     twice = large & (shrink < 1)
     first, second = jnp.where(twice, SHRUNK, 1.0), jnp.where(twice, clip_norm / shrunk, shrink / total)
     normal = second >= np.finfo(second.dtype).tiny  # a smaller one may count as zero

@@ -315,6 +315,8 @@ def summed(shards: StageShards, acc: Sequence[jax.Array]) -> Buffers:
 def _summed_over(arrays: Sequence[jax.Array], axes: Sequence[tuple[str, ...]]) -> Buffers:
     """``arrays``, each summed over its axes: one collective for all that have the same."""
     sums = list(arrays)
+    # One psum for all buffers that want the same axes, as XLA makes one all-reduce of it: a collective for each would
+    # cost a latency each.
     for over in dict.fromkeys(axes):
         members = [k for k, leaf_axes in enumerate(axes) if leaf_axes == over]
         if over:
@@ -366,6 +368,8 @@ def own_piece(shards: StageShards, slot: LeafSlot, leaf: jax.Array) -> jax.Array
 def square_sum(shards: StageShards, tree: Any) -> jax.Array:
     """``[2]``: the sum of squares of reduced gradients (local leaves or chunks), plain and :data:`SHRUNK`. Each parameter is
     counted once: every shard of split leaves, one of the others."""
+    # Leaves that are not split are the same on all tp devices, so only split ones are summed over tp; chunks of ZeRO-1
+    # are everyone's own, so all are summed over dp.
     leaves = jax.tree.leaves(tree)
     kinds = [shards.layout.kinds[slot.buffer] for slot in jax.tree.leaves(shards.tree(shards.layout.slots))]
     dtype = leaves[0].dtype if leaves else jnp.float32
@@ -429,6 +433,8 @@ def compile_update(
         [] if shards.chunked else acc,
         P(),
     )
+    # Gradients are donated only where a result can take their place, the zeroed accumulators; with ZeRO-1 none has
+    # their shape.
     in_place = (1, 3) if shards.chunked else (1, 2, 3)
 
     def compile_results(results: slice, donate: tuple[int, ...]) -> Any:
@@ -465,6 +471,8 @@ def _update(
     extra: Mapping[str, Any],
 ) -> Any:
     """Return what :func:`compile_update` compiles, on one device; parameters and state stay the old ones where not ``ok``."""
+    # The two factors are multiplied one after the other: their product may be below the least normal number where each
+    # is not.
     old = _held(shards, params, masters)
     gradients = shards.chunks(grads) if shards.chunked else gradient_tree(shards, grads)
     scaled = jax.tree.map(lambda g, p: (g * scale[0] * scale[1]).astype(p.dtype), gradients, old)

@@ -12,32 +12,26 @@ changes nothing, and no checkpoint is saved before a finite one follows.
 
 from __future__ import annotations
 
-import math
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 import jax
 import numpy as np
 
-from jaxpipe.cost import with_measured_times
-from jaxpipe.errors import CheckpointError, DataError, JaxpipeError, NotFiniteError, RunError, short_message
+from jaxpipe.errors import DataError, JaxpipeError, NotFiniteError, RunError, short_message
 from jaxpipe.plot import plot_timelines
 from jaxpipe.runtime.connections import Position, ProcessStatus
 from jaxpipe.runtime.executor import place_of
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.runtime.processes import Processes, SingleProcess
-from jaxpipe.runtime.recorder import seconds_by_op
-from jaxpipe.schedule import Timeline, simulate
 from jaxpipe.schedule.json_form import from_json, to_json
 from jaxpipe.train.config import TrainConfig
-from jaxpipe.train.corpora.tokenizers import stored_tokenizer
-from jaxpipe.train.devices import cpu_settings, keep_heap, memory_advice, of_device, peak_bytes_in_use
+from jaxpipe.train.devices import cpu_settings, keep_heap, memory_advice, of_device
 from jaxpipe.train.import_export import completed
 from jaxpipe.train.metrics import MetricsLog, TrackerFactory, find_trackers
 from jaxpipe.train.replan import Offer, Replanner
@@ -51,11 +45,12 @@ from jaxpipe.train.run.agreement import (
 )
 from jaxpipe.train.run.compiling import use_compile_cache
 from jaxpipe.train.run.ending import EndingEarly, Stop, Watchdog
-from jaxpipe.train.run.progress import LiveLine, ProgressStream
+from jaxpipe.train.run.progress import ProgressStream
 from jaxpipe.train.run.resume import Start
 from jaxpipe.train.run.run_directory import RunDirectory, TrainResult
-from jaxpipe.train.run.step_events import Pace, Saving, Skipping, TraceWindow, go_on
-from jaxpipe.train.setup import Prepared, compile_setup, held_out_microbatches, prepare, step_flops
+from jaxpipe.train.run.saving import RunCheckpoints, go_on
+from jaxpipe.train.run.step_log import StepLog, TraceWindow
+from jaxpipe.train.setup import Prepared, compile_setup, held_out_microbatches, prepare
 from jaxpipe.train.state import StepMetrics, TrainState, cause_of
 from jaxpipe.train.trainer import Trainer
 
@@ -89,6 +84,7 @@ def train(
     agree_on_devices(processes, config)
     started = time.perf_counter()
     out = stream if isinstance(stream, ProgressStream) else ProgressStream(sys.stdout if stream is None else stream)
+    # Only process 0 speaks: all would say the same.
     if processes.mine:
         out = ProgressStream(None)
     with RunDirectory(config.run, processes) as folder:
@@ -97,6 +93,8 @@ def train(
             folder.__exit__()
             processes.end(how, code)
 
+        # Until the first step nothing is there to save, so a signal may end the process at once; from then on ``Stop``
+        # lets the step end and saves.
         with EndingEarly(ended):
             origin = resume.choose(config, folder.store, out.print)
             if origin is None and folder.began_before:
@@ -131,14 +129,16 @@ def train(
             out.print(f"built in {time.perf_counter() - started:.1f} s")
         with folder.store, Stop() as stop:
             peak = peak_flops_per_s(devices[0].device_kind, config.run.dtype)
-            return _Run(prepared, trainer, start, held_out, folder, out, stop, processes, trackers, peak).run(started)
+            return TrainingLoop(prepared, trainer, start, held_out, folder, out, stop, processes, trackers, peak).run(
+                started
+            )
 
 
-class _Run:
-    """One process's part of a run, from its first step to its last."""
+class TrainingLoop:
+    """The steps of a run in one process, from its first to its last: what follows what, and in which ways it may end.
 
-    log: MetricsLog
-    filled_before = 0  # bytes, before the first step
+    :class:`~jaxpipe.train.run.step_log.StepLog` has the figures, :class:`~jaxpipe.train.run.saving.RunCheckpoints` what is saved.
+    """
 
     def __init__(
         self,
@@ -155,71 +155,57 @@ class _Run:
     ) -> None:
         self.prepared, self.start, self.held_out, self.folder, self.stop = prepared, start, held_out, folder, stop
         self.config, self.trainer = prepared.config, trainer
-        self.processes, self.agreed_stop, self.trackers = processes, "", trackers
-        self.offer: Offer | None = None  # which the other processes have not heard of yet
-        self.switching = False
+        self.processes, self.trackers = processes, trackers
         run = self.config.run
         self.trainer.program = prepared.program  # traced now, and not at the first checkpoint
-        self.predicted, self.memory = self.pipe.predicted_timeline(), self.trainer.train_step.memory_report()
-        self.peak_bytes = self._peak_bytes()
-        self.filled_before = self._peak_measured() or 0
-        self.line = LiveLine(run.steps, out, print_every=run.output.log_every, start=start.step)
-        self.replanner = Replanner(self.config, self.pipe, self.line.note, start.step)
-        self.pending: tuple[int, StepMetrics] | None = None  # dispatched, not yet in the log
-        self.step = self.logged = start.step
-        self.resumed = start.resumed
-        self.saving = Saving(
+        self.figures = StepLog(prepared, trainer, start, out, processes.number > 1, peak_flops_per_s)
+        self.line = self.figures.line
+        self.checkpoints = RunCheckpoints(
+            prepared,
+            start,
             folder.store,
+            processes,
+            lambda: self.figures.records.sync(),
             lambda step: self._due(run.checkpoint_every, step),
-            start.step if self.resumed else -1,
             self.line.note,
         )
-        self.begun = start.step  # the last step that was
-        self.last: TrainState | None = None  # the state that the step under way began with
-        standing = ProcessStatus(self._place, lambda: go_on(folder.store.latest()), self._whole_step, self._rescue)
-        processes.set_status(standing)
-        self.watchdog = Watchdog(run.machine.watchdog_s, self._explain, processes.time_out)
-        self.evaluated: tuple[int, float] | None = None
+        self.replanner = Replanner(self.config, self.pipe, self.line.note, start.step)
+        self.offer: Offer | None = None  # which the other processes have not heard of yet
+        self.switching = False  # whether all have heard that one of them has an offer
+        self.agreed_stop = ""  # the signal that all have heard of
+        self.pending: tuple[int, StepMetrics] | None = None  # dispatched, not yet in the log
+        self.step = self.begun = start.step  # the last one dispatched, and the last one that was begun
+        self.before: TrainState | None = None  # the state that the step under way began with
         self.evaluating = False
-        self.first_loss = start.first_loss  # of the run; a later loss above it means that something went wrong
-        self.sound: int | None = None  # the newest checkpoint after which such a loss did not follow
-        self.unproven = start.step if self.resumed else None  # saved since
-        self.loss, self.grad_norm, self.rate = float("nan"), float("nan"), None
-        self.skipped = Skipping(self.config, self.line.note)
-        self.bubbles: list[float] = []  # of recorded steps, as are the ratios
-        self.ratios: list[float] = []
-        self.timeline: Timeline | None = None  # of the last recorded step
-        self.pace = Pace(run.batch * self.config.data.seq_len)
-        self.mfu_per_rate: float | None = None  # of one token a second
-        if peak_flops_per_s:
-            per_token = step_flops(prepared) / self.pace.tokens_per_step
-            self.mfu_per_rate = per_token / (peak_flops_per_s * self.config.pipeline.num_devices)
+        status = ProcessStatus(self._place, lambda: go_on(folder.store.latest()), self._whole_step, self._rescue)
+        processes.set_status(status)
+        self.watchdog = Watchdog(run.machine.watchdog_s, self._explain, processes.time_out)
         traces = folder.path / "profile"
         traces = traces / f"process{processes.mine}" if processes.number > 1 else traces
         self.window = TraceWindow(run.output.profile_steps, traces, self.line.note)
 
     def run(self, started: float) -> TrainResult:
         run = self.config.run
-        if self.resumed:
+        if self.start.resumed:
             for moved in self.folder.store.discard_after(self.start.step):
                 self.line.note(moved)
             self.line.note(f"resumed from step {self.start.step} ({self.folder.store.path(self.start.step)})")
         with self._less_important("settings and plan"):
             self.folder.write_plan(self.config, self.prepared.plan, self.trainer.schedule)
             self.folder.keep_tokenizer(self.prepared.dataset.tokenizer, self.prepared.config)
-        first = self.start.step if self.resumed else None
+        first = self.start.step if self.start.resumed else None
         evaluated = first is not None and self.folder.was_evaluated(first)
         self.processes.barrier("metrics")  # all have read what process 0 goes on with
         path = None if self.processes.mine else self.folder.metrics
         starts = {
             name: partial(make, self.folder.path, self.config.to_dict(), first) for name, make in self.trackers.items()
         }
-        log = MetricsLog(path, warn=self.line.note, resume_step=first, trackers=starts)
-        with log as self.log, self.watchdog:
+        records = MetricsLog(path, warn=self.line.note, resume_step=first, trackers=starts)
+        with records as self.figures.records, self.watchdog:
             try:
                 self._steps(self._first_state(), evaluated)
             except NotFiniteError as error:
-                raise NotFiniteError(f"{error}; {self._left('change that and ')}") from error
+                raise NotFiniteError(f"{error}; {self.checkpoints.advice('change that and ')}") from error
             except Exception as error:
                 if not (isinstance(error, RunError) or of_device(error)):
                     raise
@@ -234,18 +220,12 @@ class _Run:
                 "same command again to go on"
             )
         with self._less_important("pictures"):
-            self._draw()
-        return self._result(started)
+            self.figures.draw(self.folder)
+        return self.figures.result(self.folder, self.step, self.stopped, self.replanner.gains, started)
 
     @property
     def pipe(self) -> Pipeline:
         return self.trainer.pipeline
-
-    def _peak_bytes(self) -> int:
-        """Return the predicted bytes of the fullest rank of all processes."""
-        owned = self.pipe.ownership
-        own_peaks = dict(zip(owned.ranks, self.memory.peak_bytes, strict=True))
-        return int(max(owned.shared("peak bytes", own_peaks).values()))
 
     @property
     def stopping(self) -> str:
@@ -266,7 +246,7 @@ class _Run:
 
     def _steps(self, state: TrainState, evaluated: bool) -> None:
         run, first = self.config.run, self.start.step
-        if self.resumed and self._due(run.eval_every, first) and not evaluated:
+        if self.start.resumed and self._due(run.eval_every, first) and not evaluated:
             self._evaluate(state)  # a signal came between the step and its evaluation
         while state.step < run.steps and not self.stopping:
             self._replan(state)
@@ -278,7 +258,7 @@ class _Run:
             state = self._advance(state, batch)
             if self._due(run.eval_every, state.step) and not self.stopping:
                 self._evaluate(state)
-            if self.saving.due(state.step):
+            if self.checkpoints.due(state.step):
                 self._save(state)
         self._finish(state)
 
@@ -289,6 +269,8 @@ class _Run:
             self.offer = self.replanner.poll()
         if not (self.switching if self.processes.number > 1 else self.offer):
             return
+        # Nothing of the old order may be under way: its records belong to it, and an update ahead is its own
+        # pipeline's.
         self._settle()
         state.committed()
         self.switching = False
@@ -298,9 +280,7 @@ class _Run:
         if (pipe := self.replanner.adopt(self.step, offer)) is None:
             return
         self.trainer = self.trainer.with_pipeline(pipe)
-        self.predicted, self.timeline, self.bubbles, self.ratios = pipe.predicted_timeline(), None, [], []
-        self.memory = self.trainer.train_step.memory_report()
-        self.peak_bytes = self._peak_bytes()
+        self.figures.adopt(self.trainer)
         with self._less_important("the schedule"):
             self.folder.write_schedule(pipe.schedule)
 
@@ -315,69 +295,46 @@ class _Run:
         traced = state.step + 1 == last  # also where this process could not begin to: all record the same steps
         record = shown or traced
         stop, switch = bool(self.stop.requested), self.offer is not None
-        self.begun, self.last = state.step + 1, state
+        self.begun, self.before = state.step + 1, state
         with self.watchdog.watch(self.begun):
             if record or state.step == self.start.step:
                 agree_on_batch(self.processes, f"the batch of step {self.begun}", batch)
-            if record:  # what runs still would count as this step's
+            # A recorded step is measured from idle devices to idle devices: what ran still would count as this step's.
+            if record:
                 self._settle()
-                state = self.last = state.committed()
-                with self.pace.waiting():
+                state = self.before = state.committed()
+                with self.figures.pace.waiting():
                     jax.block_until_ready((dict(state.master), dict(state.compute)))
-            with self.window.step(state.step + 1), self.pace.step():
+            with self.window.step(state.step + 1), self.figures.pace.step():
                 state, metrics = self.trainer.step(state, batch, record=record, stop=stop, switch=switch)
         self._settle()
         self.pending = (state.step, metrics)
         self.step = state.step
         self.watchdog.took(time.perf_counter() - began)
-        compiled = state.step == self.start.step + 1  # the first step took so long that nothing overlaps anyway
-        # what comes next does
+        # Scalars are read one step late so that the host runs ahead, except where it waits anyway: after a recorded
+        # step, before an evaluation or a save, and after the first step, which compiled for so long that nothing
+        # overlaps.
+        compiled = state.step == self.start.step + 1
         waits = any(self._due(interval, state.step) for interval in (run.eval_every, run.checkpoint_every))
         if shown or traced or compiled or waits or state.step == run.steps:
             self._settle()
-        self.line.update(
-            state.step,
-            loss=self.loss,
-            tokens=self.pace.tokens_per_step,
-            learning_rate=self.rate,
-            grad_norm=self.grad_norm,
-            mfu_per_rate=self.mfu_per_rate,
-            bubble_predicted=self.predicted.bubble_rate,
-            bubble_measured=self.bubbles[-1] if self.bubbles else None,
-            peak_predicted=self.peak_bytes,
-            peak_measured=self._peak_measured() if self.line.draws(state.step) else None,
-            extra="  ".join(self._remarks()),
-        )
+        self.figures.show(state.step)
         if traced:
             self._keep_trace()
         return state
-
-    def _peak_measured(self) -> int | None:
-        """Bytes of the fullest device; None where the backend does not count, or what came before the steps filled more:
-        stages that were timed alone, with the results of many calls at once."""
-        submeshes = (self.pipe.submeshes[rank] for rank in self.pipe.ownership.ranks)
-        return peak_bytes_in_use((d for submesh in submeshes for d in submesh.devices.flat), self.filled_before)
 
     def _keep_trace(self) -> None:
         """End the profiler's trace, and put the timeline of its last step beside it."""
         if not self.window.close():
             return
         self.line.note(f"the trace of run.profile_steps is in {self.window.folder}")
-        if self.timeline is not None:
+        if self.figures.timeline is not None:
             with self._less_important("the timeline beside the trace"):
                 for name in ("timeline.html", "timeline.trace.json"):
-                    plot_timelines([self.timeline], self.window.folder / name, title=f"step {self.step}", units="si")
+                    plot_timelines(
+                        [self.figures.timeline], self.window.folder / name, title=f"step {self.step}", units="si"
+                    )
         self.line.restart_clock()
-
-    def _remarks(self) -> Iterator[str]:
-        if self.skipped.steps:
-            yield f"{self.skipped.steps} skipped"
-        if self.skipped.empty:
-            yield f"{self.skipped.empty} without a target"
-        if remark := self.trainer.train_step.post_validation.remark:
-            yield remark
-        if self.config.run.replan.enabled:
-            yield f"schedule {self.pipe.schedule.name}"
 
     def _settle(self) -> None:
         """Wait for the pending step's scalars, write its record, and judge it.
@@ -388,102 +345,43 @@ class _Run:
         if self.pending is None:
             return
         step, metrics = self.pending
-        with self.watchdog.watch(step), self.pace.waiting():
+        with self.watchdog.watch(step), self.figures.pace.waiting():
             scalars = jax.device_get({name: getattr(metrics, name) for name in _SCALARS})
         self.pending = None
         if scalars["stop"]:
             self.agreed_stop = self.stop.requested or "a signal to another process"
         self.switching = self.switching or bool(scalars["switch"])
         cause = cause_of(*(scalars[name] for name in ("applied", "loss", "grad_norm", "weight")))
-        weight, loss = scalars["weight"], float("nan") if cause == "no target" else float(scalars["loss"])
-        self.loss = self.loss if cause == "no target" else loss
-        self.grad_norm, self.rate = float(scalars["grad_norm"]), scalars["learning_rate"]
-        if self.first_loss is None and math.isfinite(loss):
-            self.first_loss = self.loss
-        if self.unproven is not None and self.unproven < step and math.isfinite(loss) and not self._is_worse():
-            self.sound, self.unproven = self.unproven, None
-        record: dict[str, Any] = {"loss": loss, **{name: scalars[name] for name in ("grad_norm", "learning_rate")}}
-        record["tokens"] = int(weight) if math.isfinite(weight) else None
-        record |= {
-            "applied": cause is None,
-            **({} if cause is None else {"cause": cause}),
-            **{f"metrics/{name}": value for name, value in scalars["metrics"].items()},
-        }
-        record["schedule"] = self.pipe.schedule.name
+        loss = float("nan") if cause == "no target" else float(scalars["loss"])
+        self.checkpoints.observe(step, loss, counts=cause != "no target")
+        self.figures.write(step, metrics, scalars, loss, cause)
         if metrics.timeline is not None:
-            self.timeline = metrics.timeline
-            self.bubbles.append(metrics.timeline.bubble_rate)
-            self.ratios.append(self.pipe.replay_ratio(metrics.outputs))
-            rate = self.pace.lap()
-            record |= {
-                "tokens_per_s": rate,
-                "step_s": metrics.outputs.step_s,
-                "bubble_measured": self.bubbles[-1],
-                "replay_ratio": self.ratios[-1],
-            }
-            optional = {"mfu": self.mfu_per_rate and rate * self.mfu_per_rate, "peak_bytes": self._peak_measured()}
-            optional["clock_error_s"] = metrics.outputs.clock_error_s if self.processes.number > 1 else None
-            record |= {name: value for name, value in optional.items() if value is not None}
             self.replanner.observe(step, metrics.timeline, metrics.outputs.step_s)
-        self.log.write(step, record)
-        self.logged = step
-        self.skipped.judge(step, cause=cause, finite=bool(scalars["finite"]))
+        self.figures.skipped.judge(step, cause=cause, finite=bool(scalars["finite"]))
 
     def _evaluate(self, state: TrainState) -> None:
         self._settle()
-        self.evaluating, self.last = True, state
+        self.evaluating, self.before = True, state
         with self.watchdog.watch(state.step, self.config.run.output.eval_batches * self.pipe.schedule.num_ranks):
             means = self.trainer.evaluate(state, self.held_out)
         self.evaluating = False
         loss = means.pop("loss")
         del means["weight"]
-        self.evaluated = (state.step, loss)
-        self.log.write(state.step, {"eval_loss": loss, **{f"eval_metrics/{name}": x for name, x in means.items()}})
-        metrics_text = "".join(f", {name} {x:.4f}" for name, x in means.items())
-        self.line.note(f"step {state.step}  held-out loss {loss:.4f}{metrics_text}")
-        self.line.restart_clock()
+        self.checkpoints.observe_evaluation(state.step, loss)
+        self.figures.write_evaluation(state.step, loss, means)
 
     def _save(self, state: TrainState) -> None:
         """Start to save, unless the last step was skipped."""
         self._settle()
-        if self.skipped.row:
-            self.saving.put_off(state.step)
-            return
-        spare = () if self.sound is None or state.step == self.config.run.steps else (self.sound,)
-        self.saving.save(state.step, partial(self._put, state, prune=not self._is_worse(), spare=spare))
-        self.unproven = state.step
-        self.line.restart_clock()
-
-    def _is_worse(self) -> bool:
-        """Return whether the last step's loss is above that of the first one: no checkpoint gives way to one made then."""
-        return self.first_loss is not None and self.loss > self.first_loss
+        skipped = self.figures.skipped.row > 0
+        self.checkpoints.save(self.trainer, state, skipped=skipped)
+        if not skipped:
+            self.line.restart_clock()
 
     def _finish(self, state: TrainState) -> None:
-        """Bring the last step to the disk. In a row of skipped steps nothing gives way to it.
-
-        Raises:
-            CheckpointError: it can't be saved.
-        """
+        """Bring the last step to the disk. Raises CheckpointError if it can't be saved."""
         self._settle()
-        try:
-            prune = not (self.skipped.row or self._is_worse())
-            self.saving.finish(state.step, partial(self._put, state, prune=prune))
-        except CheckpointError as error:
-            raise CheckpointError(f"after step {state.step}: {error}; {self._left()}") from error
-
-    def _put(self, state: TrainState, *, prune: bool, spare: Collection[int] = ()) -> None:
-        """Start to save. The metrics up to here are on the disk first: a run that goes on from it finds them all. ``prune``:
-        delete what need not be kept, but ``spare``."""
-        self.log.sync()
-        params, optimizer, meta = self.trainer.contents(state)
-        meta |= {"data": self.start.batches.state_at(state.step).to_dict(), "config": self.config.to_dict()}
-        meta["tokenizer"] = stored_tokenizer(self.prepared.dataset.tokenizer)
-        meta |= {"first_loss": self.first_loss, "began_in": str(Path.cwd()), "decay": self.start.decay}
-        meta |= self.prepared.provenance
-        meta["backwards"] = resume.backwards_of(self.trainer.schedule, self.pipe.boundaries)
-        step, loss = self.evaluated or (-1, math.nan)
-        eval_loss = loss if step == state.step else None
-        self.folder.store.save(state.step, params, optimizer, meta, eval_loss, prune=prune, spare=spare)
+        self.checkpoints.finish(self.trainer, state, skipped=self.figures.skipped.row > 0)
 
     # -- ending -------------------------------------------------------------------------------------------------------
 
@@ -497,22 +395,11 @@ class _Run:
                     self.pending[1].outputs.wait()
         except RunError as first:
             what = str(first)
-        with suppress(Exception):  # it is being told
+        # The record of the last step that did finish is still wanted; that settling fails too is told already.
+        with suppress(Exception):
             self._settle()
-        return RunError(f"after step {self.logged}: {what}{memory_advice(error, lambda: self.memory)}; {self._left()}")
-
-    def _left(self, first: str = "") -> str:
-        """Return what to do next, and ``first`` before that. Waits for the save under way."""
-        step = None
-        if self.processes.number > 1:  # this one may have failed alone
-            return go_on(self.folder.store.latest(), first)
-        with suppress(CheckpointError):
-            self.folder.store.close()
-        with suppress(CheckpointError):
-            step = self.folder.store.latest_intact().step
-        doubtful = first and step is not None and self.sound in self.folder.store.steps() and step != self.sound
-        again = f"; if that fails, too, move away its checkpoints after step {self.sound}" if doubtful else ""
-        return go_on(step, first) + again
+        advice = memory_advice(error, lambda: self.figures.memory)
+        return RunError(f"after step {self.figures.last_step}: {what}{advice}; {self.checkpoints.advice()}")
 
     def _place(self) -> Position:
         """Return how far this process has come. Called in another thread, while the one that runs steps waits."""
@@ -523,7 +410,7 @@ class _Run:
         before = [] if pending is None else [(pending[0], pending[1].outputs.tokens)]
         for step, tokens in [*before, (self.begun, executor.dispatched)]:
             if at := executor.unfinished(tokens):
-                events = sorted((e for e in self.predicted.events if e.lane != "send"), key=lambda e: e.start_s)
+                events = sorted((e for e in self.figures.predicted.events if e.lane != "send"), key=lambda e: e.start_s)
                 order = [(e.rank, a) for e in events for a in (e.action, *e.action.actions)]
                 return (
                     step,
@@ -545,13 +432,15 @@ class _Run:
         """Return the last finished step, if all its arrays are here and no checkpoint is newer, or -1. Called as
         :meth:`_place`. The update of the step under way consumes them: they are here in evaluations and steps that are
         recorded, which wait."""
-        state, newest = self.last, self.folder.store.latest() or 0
-        finished = state and self.logged == state.step > newest and not self.skipped.row and state.whole
-        return self.logged if finished else -1
+        state, newest = self.before, self.folder.store.latest() or 0
+        finished = (
+            state and self.figures.last_step == state.step > newest and not self.figures.skipped.row and state.whole
+        )
+        return self.figures.last_step if finished else -1
 
     def _rescue(self, step: int) -> None:
         """Save ``step``, the last finished one, from another thread, in all processes. Raises CheckpointError."""
-        self._put(replace(self.last, acc={}), prune=False)  # type: ignore[arg-type, type-var]  # of the next step
+        self.checkpoints.put(self.trainer, replace(self.before, acc={}), prune=False)  # type: ignore[arg-type, type-var]  # of the next step
         self.folder.store.wait()
 
     @contextmanager
@@ -561,36 +450,3 @@ class _Run:
             yield
         except Exception as error:
             self.line.note(f"warning: {what} can't be written: {short_message(error)}; the run goes on without")
-
-    def _draw(self) -> None:
-        """The last recorded step under what its own mean action times predict: one scale, also where devices share cores."""
-        if self.timeline is None:
-            self.folder.draw(self.pipe.schedule, [self.predicted])
-            return
-        costs = with_measured_times(self.pipe.costs, seconds_by_op([self.timeline]))
-        self.folder.draw(self.pipe.schedule, [simulate(self.pipe.schedule, costs), self.timeline])
-
-    def _result(self, started: float) -> TrainResult:
-        gain_predicted, gain_measured = self.replanner.gains
-        return TrainResult(
-            out_dir=self.folder.path,
-            step=self.step,
-            steps_run=self.step - self.start.step,
-            stopped=self.stopped,
-            loss=self.loss,
-            eval_loss=self.evaluated[1] if self.evaluated else self.folder.last_values(self.step).get("eval_loss"),
-            tokens_per_s=self.pace.tokens_per_s,
-            bubble_predicted=self.predicted.bubble_rate,
-            bubble_measured=float(np.median(self.bubbles)) if self.bubbles else float("nan"),
-            replay_ratio=float(np.median(self.ratios)) if self.ratios else float("nan"),
-            peak_bytes=self.peak_bytes,
-            skipped_steps=self.skipped.steps,
-            empty_steps=self.skipped.empty,
-            rollbacks=self.trainer.train_step.post_validation.rollbacks,
-            seconds=time.perf_counter() - started,
-            schedule=self.pipe.schedule.name,
-            gain_predicted=gain_predicted,
-            gain_measured=gain_measured,
-            mfu=self.pace.tokens_per_s * (self.mfu_per_rate or float("nan")),
-            peak_measured_bytes=self._peak_measured(),
-        )

@@ -31,7 +31,7 @@ from jaxpipe.train.evaluate import held_out_score, load_trained
 from jaxpipe.train.metrics import read_metrics
 from jaxpipe.train.run import run_directory
 from jaxpipe.train.run.run_directory import PICTURES, RunDirectory, TrainResult, result_text
-from jaxpipe.train.run.step_events import Pace
+from jaxpipe.train.run.step_log import Pace
 from jaxpipe.train.setup import load_dataset
 from tests.support.pipelines import assert_same_arrays
 from tests.support.train_runs import (

@@ -152,11 +152,12 @@ def _agree_on_folder(processes: Processes, folder: Path) -> None:
 
 def _appears(file: Path) -> bool:
     """Return whether it does soon; another host's file system may show it late."""
+    # Listing the folder makes an NFS client ask its server again, where it would answer from its cache for seconds.
     until = time.monotonic() + _SEEN_WITHIN_S
     while not file.exists():
         if time.monotonic() > until:
             return False
         time.sleep(0.05)
         with suppress(OSError):
-            list(file.parent.iterdir())  # NFS looks again
+            list(file.parent.iterdir())
     return True

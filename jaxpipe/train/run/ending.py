@@ -60,7 +60,8 @@ class Stop:
             for number in self.signals:
                 if number not in _UNLESS_IGNORED or signal.getsignal(number) is not signal.SIG_IGN:
                     self._before[number] = signal.signal(number, self._request)
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, self.signals)  # a launcher blocks them until somebody listens
+            # A launcher blocks the signals in its children until somebody listens, so that none is lost in between.
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, self.signals)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -196,6 +197,8 @@ class Watchdog:
         watched, spent_s = None, 0.0
         slice_s = min(_SLICE_S, self._floor_s / 4)
         while not self._closed.wait(slice_s):
+            # Compared by identity: a step of the same number may be watched anew, and its time begins anew. A debugger
+            # that traces the thread may hold it for as long as it likes.
             if self._watched is not watched or watched is None or _traced(self._owner):
                 watched, spent_s = self._watched, 0.0
                 continue
@@ -204,10 +207,10 @@ class Watchdog:
                 self._end(watched.step, watched.lasting)
 
     def _end(self, step: int, lasting: float) -> None:
+        # The words below ask other parts of the process, which may hang as the step does: a timer in C ends it all the
+        # same.
         with suppress(OSError, ValueError):
-            faulthandler.dump_traceback_later(
-                _LAST_WORDS_S, exit=True, file=_STDERR
-            )  # whatever the words below wait for
+            faulthandler.dump_traceback_later(_LAST_WORDS_S, exit=True, file=_STDERR)
             faulthandler.dump_traceback(_STDERR)
         late = f"step {step} has not ended after {self.limit_s(lasting):.3g} s (run.watchdog_s)"
         self._tell(late)

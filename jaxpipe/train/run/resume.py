@@ -163,6 +163,8 @@ def _resumed(prepared: Prepared, origin: Manifest, store: CheckpointStore, note:
 
 def _updates_done(optimizer: Mapping[str, Any], step: int) -> int:
     """Return how many updates optimizer state has counted: one for each step that was not skipped."""
+    # optax counts updates in scalars of integers; skipped steps leave them as they were, so they may be behind the step
+    # number.
     counts = [
         int(leaf) for leaf in jax.tree.leaves(optimizer) if leaf.ndim == 0 and jnp.issubdtype(leaf.dtype, jnp.integer)
     ]
@@ -279,6 +281,8 @@ def _compare(prepared: Prepared, origin: Manifest) -> list[str]:
 
 def _changes(then: Mapping[str, Mapping[str, Any]], now: TrainConfig) -> dict[str, tuple[str, str]]:
     """Return settings that differ by dotted key, as (then, now). What ``then`` leaves out is at its default."""
+    # An older version's config lacks settings that came later: they were at today's defaults, or the run could not go
+    # on.
     default = _leaves(TrainConfig().to_dict())
     old, new = default | _leaves(then), default | _leaves(now.to_dict())
     pairs = {key: (old.get(key, "not set"), new.get(key, "not set")) for key in sorted(old.keys() | new.keys())}

@@ -1,4 +1,4 @@
-"""From a model and ``[pipeline]`` settings to a pipeline: the schedule chosen, the model cut, the stages traced and split, the
+"""Makes a pipeline of a model and ``[pipeline]`` settings: the model cut, the schedule chosen, the stages traced and split, the
 order made anew where their collectives or bytes ask for it.
 
 The one way from settings to a :class:`~jaxpipe.runtime.pipeline.Pipeline`, for configs and for :class:`jaxpipe.Trainer`.
@@ -253,6 +253,7 @@ def final_order(
     def peak(schedule: Schedule) -> float:
         return max(simulate(schedule, costs).peak_activations)
 
+    # Collectives first: an order chosen by their durations is then held to the limit, and passes keep to it.
     if any(costs.tp_comm_s) and source.takes_costs:
         schedule = order_by(_TIMED)
     if limit < math.inf and not at_most(peak_activations := peak(schedule), limit):

@@ -182,7 +182,9 @@ class CheckpointStore(Closing):
         except CheckpointError as error:
             if self.processes.number == 1:
                 raise
-            content = error  # the others are to hear of it
+            # Raising here would leave the others waiting in the writer's exchange: the error goes there, and comes of
+            # it in all.
+            content = error
         if self._writer is None:
             self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending = self._writer.submit(self._commit, step, content, frozenset(spare) if prune else None)
@@ -194,6 +196,8 @@ class CheckpointStore(Closing):
 
         A failed save has changed nothing: the same step, or a later one, may be saved again.
         """
+        # A process would hear of its own failure at another step than the others: with several only a method that all
+        # call tells.
         if self._pending is not None and self._pending.done() and self.processes.number == 1:
             self._outlast()
         failure, self._failure = self._failure, None
@@ -334,6 +338,7 @@ class CheckpointStore(Closing):
     def _prune(self, spare: frozenset[int]) -> None:
         """Delete the checkpoints that are not to be kept, nor in ``spare``. What is damaged, or can't be read now, is
         neither counted nor deleted."""
+        # A damaged checkpoint is not among those that are kept: it would push out one that is intact.
         readable = [folder for folder in list_checkpoints(self.directory) if folder.manifest is not None]
         steps_to_keep = {
             *spare,

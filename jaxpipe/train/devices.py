@@ -59,11 +59,14 @@ def request_devices(count: int, platform: Literal["auto", "cpu", "gpu"] = "auto"
     flag_count = re.search(rf"{_FLAG}=(\d+)", flags)
     if flag_count is None:
         os.environ["XLA_FLAGS"] = f"{flags} {_FLAG}={count}".strip()
+    # Never lowered: other code of the process may count on what its environment says.
     elif int(flag_count[1]) < count:
         os.environ["XLA_FLAGS"] = flags.replace(flag_count[0], f"{_FLAG}={count}")
     if importlib.metadata.version("jaxlib").startswith("0.10.") and _NO_FUSED_SUMS not in flags:
         os.environ["XLA_FLAGS"] += f" {_NO_FUSED_SUMS}"
-    if processes > 1:  # a call keeps a thread per device while too many are under way; what others send needs one, too
+    # A call keeps a thread per device while too many are under way; what other processes send needs threads too, or all
+    # wait.
+    if processes > 1:
         os.environ.setdefault(_THREADS, str(max(count, len(os.sched_getaffinity(0))) + count))
     if platform == "cpu":
         os.environ["JAX_PLATFORMS"] = "cpu"

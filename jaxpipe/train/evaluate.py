@@ -291,6 +291,7 @@ def held_out_score(trained: Trained, batches: Sequence[Batch], bytes_per_token: 
     under_way: deque[list[Any]] = deque()
     for n, batch in enumerate(batches, 1):
         under_way.append(run(batch))
+        # As many batches under way as devices, so that each has one to work on; more would only fill memory.
         while len(under_way) > (len(trained.devices) if n < len(batches) else 0):
             metrics = named_metrics(trained.model, jax.device_get(under_way.popleft()))
             sums = {name: np.add(np.asarray(pair, np.float64), sums.get(name, 0)) for name, pair in metrics.items()}

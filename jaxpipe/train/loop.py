@@ -137,7 +137,7 @@ def train(
 class TrainingLoop:
     """The steps of a run in one process, from its first to its last: what follows what, and in which ways it may end.
 
-    :class:`~jaxpipe.train.run.step_log.StepLog` has the figures, :class:`~jaxpipe.train.run.saving.RunCheckpoints` what is saved.
+    :class:`~jaxpipe.train.run.step_log.StepLog` has the figures, :class:`~jaxpipe.train.run.saving.RunCheckpoints` the saves.
     """
 
     def __init__(

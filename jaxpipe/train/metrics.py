@@ -209,7 +209,9 @@ class MetricsLog(Closing):
             try:
                 self._file.truncate(end)
                 self._file.seek(end)
-            except OSError:  # half a line stays, and nothing may follow it
+            # Half a line stays, and nothing may follow it: a reader takes a last line without its end for one being
+            # written.
+            except OSError:
                 self._file = None
 
     @contextmanager

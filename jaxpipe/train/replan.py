@@ -101,8 +101,10 @@ Seconds = Mapping[tuple[str, int], float]
 
 PATIENCE_S = 10.0
 """A solver may take twice its time limit and this before it is killed."""
-_TRIED = 3  # recorded steps after which a new schedule is judged
-_KEPT = 9  # recorded steps that the time of a step is the median of
+# Recorded steps after which a new schedule is judged, and of how many the time of a step is the median; the first
+# recorded step after a switch alone may be an outlier.
+_TRIED, _KEPT = 3, 9
+# After failures searches begin ever later, up to 2^6 time limits apart.
 _MOST_DOUBLINGS = 6
 
 
@@ -255,7 +257,8 @@ class Replanner:
     def _costs(self, seconds: Seconds, timeline: Timeline) -> CostProfile:
         """Seconds as the run measured them; where it offloads, the rates of the link to the host too."""
         costs = with_measured_times(self._running.pipeline.costs, seconds)
-        costs = replace(costs, boundary_buffers=False)  # the search does not know them
+        # The search does not know boundary buffers.
+        costs = replace(costs, boundary_buffers=False)
         rates = {lane: _bytes_per_s(timeline, lane, costs) for lane in ("d2h", "h2d")}
         if not all(rates.values()):
             return costs
@@ -286,6 +289,7 @@ class Replanner:
         """After a step: what to go on with, None to leave it. What was offered is to be adopted before the next question."""
         from jaxpipe.search.solve.solver import Found
 
+        # An order that runs is judged before another is looked at: a new one would be compared with what may go.
         back = self._take_back()
         if back is not None or (search := self._search) is None:
             return back
@@ -312,7 +316,9 @@ class Replanner:
             )
         elif pipeline is not None:
             self._adopted += 1
-            if self._before is None or self._running.steps_s:  # else what ran before was never measured
+            # Gains are told of schedules that were measured: one that was replaced before its first recorded step is
+            # skipped.
+            if self._before is None or self._running.steps_s:
                 self._before = self._running
             past_s = simulate(self._before.pipeline.schedule, offer.costs).makespan
             self._running = _Running(pipeline, 1 - offer.makespan_s / past_s)

@@ -186,6 +186,7 @@ def prepare(
     model = spread_over(config.pipeline, build_model(config, vocab_size))
     dataset = read_by(model, dataset, config)
     planner = stage_planner(config.pipeline, model, microbatch_size(config), processes)
+    # Followers wait for the schedule before they plan: they cut the model as process 0 did, for the same stages.
     chosen = None
     if processes is not None and processes.mine:
         chosen = from_schedule(processes.broadcast("schedule", ""))

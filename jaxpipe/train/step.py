@@ -261,7 +261,8 @@ class TrainStep:
             fresh = self._fresh[s](self._taken(s, compute[rank, s]), master[rank, s])
             states[s] = jax.device_put(fresh, jax.tree.map(lambda a: a.sharding, self.states[s].optimizer))
         state = TrainState(step, master, compute, acc, states, self._fixed(params))
-        for s in self._own:  # compiles it now, and not at the first checkpoint
+        # Compiles it now: at the first checkpoint the devices would wait for it.
+        for s in self._own:
             self._unpack[s](self._whole_buffers(s, state))
         return state
 
@@ -289,9 +290,13 @@ class TrainStep:
         extra = {**self._extra, **extra}
         updates = self._updates_for(extra)
         state, outputs = self._run(state, batch, key, record)
+        # Tied copies and replicas first, as long as each device still has its own sum: the reduction then takes each
+        # parameter once.
         acc = self._ties.gather(pipe.sum_replicas({**state.acc, **outputs.acc}))
         reduced = {s: self._reduced(s, outputs, acc.pop((r, s))) for s, r in self._own.items()}
-        losses, outputs = outputs.losses, replace(outputs, acc={}, reduced={})  # what would be kept with the metrics
+        # Metrics keep ``outputs`` until they are read, a step later: accumulators and gradients must not live that
+        # long.
+        losses, outputs = outputs.losses, replace(outputs, acc={}, reduced={})
         combined = self._scalars.combine({s: x.square for s, x in reduced.items()}, losses, stop, switch)
         unapplied = Unapplied(
             state.step + 1,
@@ -316,6 +321,7 @@ class TrainStep:
         self, state: TrainState, batch: Batch, key: jax.Array | None, record: bool
     ) -> tuple[TrainState, StepOutputs]:
         """Return the pipeline on ``batch``, and ``state`` with all of the step before: committed while that runs, if it can."""
+        # A recorded step begins with idle devices, so there is nothing to begin early for.
         late = state.late
         if late is not None and not record and late.open:
             with suppress(StepDropped):

@@ -181,6 +181,8 @@ class Trainer(Closing):
             raise ConfigError(f"platform is {platform!r}; want 'auto', 'cpu' or 'gpu'")
         if compile_cache != "off" and (remark := use_compile_cache(str(compile_cache))) and progress is not None:
             progress(f"warning: {remark}")
+        # Before the rules of leaves: what makes the model, and so what a checkpoint is of, does not depend on what is
+        # trained.
         source = model
         if trainable is not None or float32 is not None:
             model = with_leaf_rules(model, trainable=trainable, float32=float32)
@@ -505,6 +507,7 @@ class Trainer(Closing):
         self._tokenizer = self._tokenizer if tokenizer is None else load_tokenizer(str(tokenizer))
         with self._saying("tracing the model for its checkpoints"):
             _, meta_of_model = self.program, stored_meta(self.model, self.origin, self._tokenizer, self._data)
+        # Said once, and not at every save: the checkpoint is whole, only the verbs need a name for its model.
         if self.origin is None and self.progress is not None and "save" not in self._begun:
             self._begun.add("save")
             self.progress(

@@ -29,7 +29,7 @@ from jaxpipe.train.config import load_config
 from jaxpipe.train.devices import peak_bytes_in_use
 from jaxpipe.train.evaluate import held_out_score, load_trained
 from jaxpipe.train.metrics import read_metrics
-from jaxpipe.train.run import run_directory
+from jaxpipe.train.run import run_directory, step_log
 from jaxpipe.train.run.run_directory import PICTURES, RunDirectory, TrainResult, result_text
 from jaxpipe.train.run.step_log import Pace
 from jaxpipe.train.setup import load_dataset
@@ -125,7 +125,7 @@ def test_the_peak_is_of_steps_not_of_what_came_before(
         def memory_stats(self) -> dict[str, int]:
             return {"peak_bytes_in_use": next(peaks)}
 
-    monkeypatch.setattr(loop, "peak_bytes_in_use", lambda _, baseline: peak_bytes_in_use([Counting()], baseline))
+    monkeypatch.setattr(step_log, "peak_bytes_in_use", lambda _, baseline: peak_bytes_in_use([Counting()], baseline))
     result, printed = run(config(text, tmp_path / "run", "run.steps=2", "run.log_every=1"))
     assert result.peak_measured_bytes == measured
     assert ("KiB measured" in printed) == (measured is not None)

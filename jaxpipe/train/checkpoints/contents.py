@@ -114,6 +114,7 @@ def take_snapshot(group: str, tree: Mapping[str, PyTree]) -> Snapshot:
     Raises CheckpointError for a leaf that can't be stored, and for two leaves with the same name.
     """
     named_leaves = [(layer, path, leaf) for layer, pytree in tree.items() for path, leaf in flatten_layer(pytree)]
+    # All copies are started before the first is waited for: transfers from several devices overlap.
     for _, _, leaf in named_leaves:
         if isinstance(leaf, jax.Array) and leaf.is_fully_addressable:
             leaf.copy_to_host_async()
@@ -445,8 +446,9 @@ def write_checkpoint(
             for group, content in groups.items()
         },
     )
-    # Read back before the manifest says that they are there: what Orbax has written wrongly must never count, as older
-    # checkpoints are removed for this one.
+    # The order matters: arrays, then what they are, then checksums of all, each flushed; a kill in between leaves no
+    # SHA256SUMS. Read back before the manifest says that they are there: what Orbax has written wrongly must never
+    # count, as older checkpoints are removed for this one.
     for group in groups:
         read_arrays(folder, group, manifest.leaves[group])
     (folder / MANIFEST).write_text(manifest_text(manifest), encoding="utf-8")
@@ -533,7 +535,8 @@ def read_arrays(folder: Path, group: str, leaves: Sequence[Leaf], *, partial: bo
     }
     arrays = []
     for leaf in leaves:
-        if not np.prod(leaf.shape):  # Orbax refuses arrays without elements; the manifest says all there is to say
+        # Orbax refuses arrays without elements; the manifest says all there is to say.
+        if not np.prod(leaf.shape):
             arrays.append(np.zeros(leaf.shape, dtype_of(leaf.dtype)))
             continue
         node = trees[leaf.part]
@@ -594,7 +597,8 @@ def _identity(folder: Path) -> tuple[int, int] | None:
 def _opened(folder: Path, name: str) -> Iterator[BufferedReader]:
     """A file of a checkpoint, to be read."""
     with _system_errors(folder, name):
-        if not stat.S_ISREG((folder / name).stat().st_mode):  # reading a pipe would never end
+        # Reading a pipe would never end.
+        if not stat.S_ISREG((folder / name).stat().st_mode):
             raise FileNotFoundError
         with (folder / name).open("rb") as file:
             yield file
@@ -656,6 +660,7 @@ def _read_sums(folder: Path) -> dict[str, str]:
         if match is None:
             raise DamagedCheckpointError(f"checkpoint {folder} is damaged: {SUMS} has the line {line[:90]!r}")
         sums[match[2]] = match[1]
+    # The manifest's line is written last: without it, or with half a line behind it, the file is not all there.
     if rest or next(reversed(sums), None) != MANIFEST:
         raise DamagedCheckpointError(f"checkpoint {folder} is damaged: {SUMS} has lost its end")
     return sums

@@ -185,8 +185,8 @@ def put_in_place(temporary: Path, final: Path) -> None:
             final.rename(stale)
         else:
             set_aside(final, present.error)
-    # The rename is what makes a checkpoint count. What it replaces goes only once the new name is on the disk, so a kill
-    # between any two lines leaves the old one or the new one whole.
+    # The rename is what makes a checkpoint count. What it replaces goes only once the new name is on the disk, so a
+    # kill between any two lines leaves the old one or the new one whole.
     temporary.rename(final)
     flush_directory(final.parent)
     remove_folder(stale)
@@ -347,6 +347,8 @@ def reading(where: Callable[[], Path], read: Callable[[Path], _Read]) -> _Read:
         RemovedCheckpointError: the one that was named is gone, or they go faster than they can be read.
         DamagedCheckpointError: names one beside it that is intact.
     """
+    # A run that saves may remove the newest checkpoint between finding it and locking it; the next try finds a newer
+    # one.
     folder = where()
     for _ in range(_READ_TRIES):
         try:

@@ -87,6 +87,7 @@ def _digests(model: Model, training: bool) -> dict[str, str]:
 def likeness(meta: Mapping[str, Any], now: Mapping[str, str]) -> Likeness:
     """Return what the model of the checkpoint with this ``meta`` is to the model with the digest ``now``: the one comparison,
     which every door makes. A digest without training does not say whether a model trains otherwise."""
+    # Other versions of JAX print another jaxpr for the same model, so their digests say nothing.
     stored = meta.get("program")
     if not isinstance(stored, dict) or stored.get("jax") != now["jax"]:
         return Likeness.UNKNOWN

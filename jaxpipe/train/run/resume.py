@@ -281,8 +281,7 @@ def _compare(prepared: Prepared, origin: Manifest) -> list[str]:
 
 def _changes(then: Mapping[str, Mapping[str, Any]], now: TrainConfig) -> dict[str, tuple[str, str]]:
     """Return settings that differ by dotted key, as (then, now). What ``then`` leaves out is at its default."""
-    # An older version's config lacks settings that came later: they were at today's defaults, or the run could not go
-    # on.
+    # An older version's config lacks settings that came later; their defaults are what it did then.
     default = _leaves(TrainConfig().to_dict())
     old, new = default | _leaves(then), default | _leaves(now.to_dict())
     pairs = {key: (old.get(key, "not set"), new.get(key, "not set")) for key in sorted(old.keys() | new.keys())}

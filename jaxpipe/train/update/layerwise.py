@@ -471,45 +471,47 @@ _SAME, _UNIFORM, _DIFFERENT = "same", "uniform", "different"
 _ELEMENTWISE = frozenset({Kind.ELEMENTWISE, Kind.CAST, Kind.SAME})
 
 
-def check_pieces(whole: LayerwiseOptimizer, local: LayerwiseOptimizer, division: Division) -> None:
+def check_pieces(undivided: LayerwiseOptimizer, local: LayerwiseOptimizer, division: Division) -> None:
     """Refuse a transformation of which devices that hold pieces would compute something else.
 
     Args:
-        whole: traced on whole parameters.
+        undivided: traced on whole parameters.
         local: traced on what a device holds of each.
         division: the parameters that are divided.
 
     Raises:
         ConfigError: names the operation.
     """
-    params = [division.get(at, _SAME) for at in places_of(whole.params)]
-    state = [_SAME if at is None else division[at] for at in divided_like(whole, local, division)]
-    extra = [_SAME] * len(jax.tree.leaves(whole.extra))
-    _check(whole.start, local.start, params, state)
-    _check(whole.update, local.update, [*params, *state, *params, *extra], [*params, *state])
+    params = [division.get(at, _SAME) for at in places_of(undivided.params)]
+    state = [_SAME if at is None else division[at] for at in divided_like(undivided, local, division)]
+    extra = [_SAME] * len(jax.tree.leaves(undivided.extra))
+    _check(undivided.start, local.start, params, state)
+    _check(undivided.update, local.update, [*params, *state, *params, *extra], [*params, *state])
 
 
-def divided_like(whole: LayerwiseOptimizer, local: LayerwiseOptimizer, division: Division) -> tuple[Place | None, ...]:
+def divided_like(
+    undivided: LayerwiseOptimizer, local: LayerwiseOptimizer, division: Division
+) -> tuple[Place | None, ...]:
     """Return for each leaf of the state the parameter that it is divided like, or None; arguments as of
     :func:`check_pieces`."""
-    leaves = zip(jax.tree.leaves(whole.params), jax.tree.leaves(local.params), strict=True)
-    shapes = {at: (a.shape, b.shape) for at, (a, b) in zip(places_of(whole.params), leaves, strict=True)}
+    leaves = zip(jax.tree.leaves(undivided.params), jax.tree.leaves(local.params), strict=True)
+    shapes = {at: (a.shape, b.shape) for at, (a, b) in zip(places_of(undivided.params), leaves, strict=True)}
 
     def like(leaf: StateLeaf, piece: StateLeaf) -> Place | None:
         at = (leaf.layer or "", leaf.param or ())
         return at if at in division and (leaf.aval.shape, piece.aval.shape) == shapes[at] else None
 
-    return tuple(like(a, b) for a, b in zip(whole.leaves, local.leaves, strict=True))
+    return tuple(like(a, b) for a, b in zip(undivided.leaves, local.leaves, strict=True))
 
 
 def _check(
-    whole: ClosedJaxpr, local: ClosedJaxpr, input_kinds: Sequence[Hashable], result_kinds: Sequence[Hashable]
+    undivided: ClosedJaxpr, local: ClosedJaxpr, input_kinds: Sequence[Hashable], result_kinds: Sequence[Hashable]
 ) -> None:
     """Compare two programs whose inputs are of ``input_kinds``, and whose results must be of ``result_kinds``."""
-    whole, local = (only_results(x, range(len(x.out_avals)), range(len(x.in_avals)))[0] for x in (whole, local))
-    pair = _ProgramPair(whole, local, input_kinds)
+    undivided, local = (only_results(x, range(len(x.out_avals)), range(len(x.in_avals)))[0] for x in (undivided, local))
+    pair = _ProgramPair(undivided, local, input_kinds)
     for a, b, kind, result_kind in zip(
-        whole.jaxpr.outvars, local.jaxpr.outvars, pair.results(), result_kinds, strict=True
+        undivided.jaxpr.outvars, local.jaxpr.outvars, pair.results(), result_kinds, strict=True
     ):
         number = kind == _UNIFORM or (kind == _SAME and not shape_of(a))
         if kind != result_kind and not (number and (result_kind != _SAME or shape_of(a) == shape_of(b))):
@@ -520,19 +522,19 @@ class _ProgramPair:
     """A jaxpr of whole values and the same of pieces. ``kinds``: of the first one's variables; ``twin``: what stands for them
     in the second. A number that is only spread over a shape counts as the number."""
 
-    def __init__(self, whole: ClosedJaxpr, local: ClosedJaxpr, input_kinds: Sequence[Hashable]) -> None:
-        self.whole, self.local = whole, local
-        self.kinds: dict[Var, Hashable] = dict(zip(whole.jaxpr.invars, input_kinds, strict=True))
-        self.twin: dict[Var, Atom] = dict(zip(whole.jaxpr.invars, local.jaxpr.invars, strict=True))
-        self.maker = {v: eqn for eqn in whole.jaxpr.eqns for v in eqn.outvars}
+    def __init__(self, undivided: ClosedJaxpr, local: ClosedJaxpr, input_kinds: Sequence[Hashable]) -> None:
+        self.undivided, self.local = undivided, local
+        self.kinds: dict[Var, Hashable] = dict(zip(undivided.jaxpr.invars, input_kinds, strict=True))
+        self.twin: dict[Var, Atom] = dict(zip(undivided.jaxpr.invars, local.jaxpr.invars, strict=True))
+        self.maker = {v: eqn for eqn in undivided.jaxpr.eqns for v in eqn.outvars}
         self._spread: dict[Var, Atom] = {}
-        for (v, c), (w, d) in zip(_consts(whole), _consts(local), strict=False):
+        for (v, c), (w, d) in zip(_consts(undivided), _consts(local), strict=False):
             if array_key(c) == array_key(d):
                 self.kinds[v], self.twin[v] = _SAME, w
 
     def results(self) -> list[Hashable]:
         """Return the kinds of the results, which must be those of the second program."""
-        eqns = [self._without_spreading(p.jaxpr.eqns) for p in (self.whole, self.local)]
+        eqns = [self._without_spreading(p.jaxpr.eqns) for p in (self.undivided, self.local)]
         for a, b in zip(*eqns, strict=False):
             alike = a.primitive is b.primitive and len(a.invars) == len(b.invars)
             if not alike or not all(map(self._stands_for, a.invars, b.invars)):
@@ -541,7 +543,7 @@ class _ProgramPair:
             self.twin.update(zip(a.outvars, b.outvars, strict=True))
         if len(eqns[0]) != len(eqns[1]):
             _refuse(max(eqns, key=len)[min(map(len, eqns))])
-        outvars = zip(self.whole.jaxpr.outvars, self.local.jaxpr.outvars, strict=True)
+        outvars = zip(self.undivided.jaxpr.outvars, self.local.jaxpr.outvars, strict=True)
         return [self._kind(a) if self._stands_for(a, b) else _DIFFERENT for a, b in outvars]
 
     def _without_spreading(self, eqns: Sequence[JaxprEqn]) -> list[JaxprEqn]:
@@ -561,8 +563,8 @@ class _ProgramPair:
             return _UNIFORM
         return _UNIFORM if atom in self._spread else self.kinds.get(atom, _DIFFERENT)
 
-    def _stands_for(self, whole: Atom, local: Atom) -> bool:
-        a, b = self._number(whole), self._number(local)
+    def _stands_for(self, undivided: Atom, local: Atom) -> bool:
+        a, b = self._number(undivided), self._number(local)
         if isinstance(a, Literal) or isinstance(b, Literal):
             return isinstance(a, Literal) and isinstance(b, Literal) and value_key(a.val) == value_key(b.val)
         return self.twin.get(a) is b

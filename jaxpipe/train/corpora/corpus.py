@@ -251,7 +251,7 @@ def check_extent(ids: Ids) -> None:
     end, size = ids.offset + ids.nbytes, ids.base.size()
     if size < end:
         raise DataError(
-            f"data  {ids.filename}: the file was cut to {size} bytes while it was in use, and its ids need {end}; restore it"
+            f"data {ids.filename}: the file was cut to {size} bytes while it was in use, and its ids need {end}; restore it"
         )
 
 

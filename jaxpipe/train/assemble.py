@@ -22,11 +22,7 @@ from jaxpipe.runtime.assembly import Assembly
 from jaxpipe.runtime.offload import OffloadOptions
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.runtime.processes import Processes, SingleProcess
-from jaxpipe.schedule import (
-    CostProfile,
-    Schedule,
-    simulate,
-)
+from jaxpipe.schedule import CostProfile, Schedule, simulate
 from jaxpipe.schedule.passes import braid, separate_gradients
 from jaxpipe.schedule.passes.backwards import fused_backwards, split_backwards
 from jaxpipe.schedule.placement import Edges
@@ -36,13 +32,7 @@ from jaxpipe.stage.model.layer import Model, taken_by
 from jaxpipe.stage.model.plan import LayerCosts, StagePlan, analytic_layer_costs, cut, cut_at, cut_edges, plan_stages
 from jaxpipe.stage.model.vocabulary import SpreadModel, spread
 from jaxpipe.text import arrows
-from jaxpipe.train.schedule_source import (
-    ScheduleSource,
-    barriers,
-    edges_to_cut,
-    relative_costs,
-    source_of,
-)
+from jaxpipe.train.schedule_source import ScheduleSource, barriers, edges_to_cut, relative_costs, source_of
 from jaxpipe.train.settings.sections import PipelineConfig
 
 Progress = Callable[[str], None]

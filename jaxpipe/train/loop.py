@@ -36,13 +36,7 @@ from jaxpipe.train.import_export import completed
 from jaxpipe.train.metrics import MetricsLog, TrackerFactory, find_trackers
 from jaxpipe.train.replan import Offer, Replanner
 from jaxpipe.train.run import resume
-from jaxpipe.train.run.agreement import (
-    agree_on_batch,
-    agree_on_data,
-    agree_on_devices,
-    agree_on_model,
-    devices_of,
-)
+from jaxpipe.train.run.agreement import agree_on_batch, agree_on_data, agree_on_devices, agree_on_model, devices_of
 from jaxpipe.train.run.compiling import use_compile_cache
 from jaxpipe.train.run.ending import EndingEarly, Stop, Watchdog
 from jaxpipe.train.run.progress import ProgressStream

@@ -41,13 +41,7 @@ from jaxpipe.stage.model.plan import StagePlan, param_avals
 from jaxpipe.stage.model.reference import init_params
 from jaxpipe.stage.model.vocabulary import SpreadModel
 from jaxpipe.text import format_bytes, format_count
-from jaxpipe.train.assemble import (
-    assemble,
-    choose,
-    spread_over,
-    stage_planner,
-    with_edges,
-)
+from jaxpipe.train.assemble import assemble, choose, spread_over, stage_planner, with_edges
 from jaxpipe.train.checkpoint import Checkpoint, CheckpointStore, read_manifest
 from jaxpipe.train.checkpoints.stored import (
     Likeness,

@@ -26,14 +26,7 @@ from jaxpipe.stage.model.plan import Cut
 from jaxpipe.stage.model.reference import ours
 from jaxpipe.train.checkpoint import CheckpointStore, read_manifest
 from jaxpipe.train.checkpoints.contents import Manifest
-from jaxpipe.train.checkpoints.stored import (
-    Likeness,
-    likeness,
-    load_state,
-    newest,
-    placed_layers,
-    undamaged,
-)
+from jaxpipe.train.checkpoints.stored import Likeness, likeness, load_state, newest, placed_layers, undamaged
 from jaxpipe.train.config import TrainConfig, known_settings
 from jaxpipe.train.data import DataState, Stream
 from jaxpipe.train.import_export import initial_params

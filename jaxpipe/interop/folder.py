@@ -230,6 +230,7 @@ def _narrowed(name: str, wide: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Write a JSON object, indented as the hub's files are."""
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
 
 

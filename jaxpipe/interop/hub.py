@@ -35,6 +35,7 @@ class Hub:
 
 
 def is_hub(folder: Path) -> bool:
+    """Return whether the folder looks like one of the hub: it has a ``config.json``."""
     return (folder / CONFIG).is_file()
 
 

@@ -166,8 +166,8 @@ def tuned_text(tuned: TuneResult, space: Space) -> str:
     p = tuned.best
     assert p is not None
     counts = Counter[str]()
-    for tried in tuned.trials:
-        counts[tried.status] += tried.candidates
+    for trial in tuned.trials:
+        counts[trial.status] += trial.candidates
     status_counts = ", ".join(f"{n:,} {status}" for status, n in counts.items())
     early = f" ({tuned.stopped}: {counts['not reached']:,} candidates were not reached)" if tuned.stopped else ""
     head = [
@@ -180,17 +180,17 @@ def tuned_text(tuned: TuneResult, space: Space) -> str:
     ]
     columns = [axis.key for axis in space.axes]
     rows = [(*(key.rpartition(".")[2] for key in columns), "peak", "step", "tokens/s", "order")]
-    for tried in tuned.leading[:_SHOWN]:
+    for trial in tuned.leading[:_SHOWN]:
         order = " ".join(
-            f"{key.rpartition('.')[2]}={shown(x)}" for key, x in tried.settings.items() if key not in columns
+            f"{key.rpartition('.')[2]}={shown(x)}" for key, x in trial.settings.items() if key not in columns
         )
         rows.append(
             (
-                *(shown(tried.settings[key]) for key in columns),
-                format_bytes(max(tried.peak_bytes)),
-                format_seconds(tried.step_s or 0.0),
-                f"{tried.tokens_per_s:,.0f}",
-                order.removeprefix("schedule=") + " and the offload pass" * tried.offloaded,
+                *(shown(trial.settings[key]) for key in columns),
+                format_bytes(max(trial.peak_bytes)),
+                format_seconds(trial.step_s or 0.0),
+                f"{trial.tokens_per_s:,.0f}",
+                order.removeprefix("schedule=") + " and the offload pass" * trial.offloaded,
             )
         )
     return "\n".join([*head, "", *aligned(rows, left=(len(columns) + 3,))])

@@ -2,7 +2,7 @@
 
 A middle stage of four blocks of GPT and of Llama (hidden 4096, sequence 2048, microbatch 1, bfloat16 with float32 gradients) is
 built by the pipeline's own code, and its F, B, W and BW are compiled for one H100. Four forms: ``xla`` and ``cudnn``, by the
-attention's kernel; ``as written``, xla with weight gradients left as products over batch and time (``jaxpipe/stage/inline.py``
+attention's kernel; ``as written``, xla with weight gradients left as products over batch and time (``jaxpipe/stage/jaxprs.py``
 makes matrices of them); and with ``--before DIR``, a checkout of an older commit, ``before``. Per function:
 
 * ``temp_bytes``, ``argument_bytes``, ``output_bytes``: XLA's buffer assignment (cuDNN asks for workspace of its own when its
@@ -90,11 +90,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _cases(form: str, args: argparse.Namespace, size: Size, mesh: Any) -> list[dict[str, Any]]:
-    from jaxpipe.stage import inline
+    from jaxpipe.stage import jaxprs
 
-    flatten = getattr(inline, "_of_matrices", None)
+    flatten = getattr(jaxprs, "_of_matrices", None)
     if form == AS_WRITTEN:
-        setattr(inline, "_of_matrices", lambda eqn: None)  # noqa: B010 - private, and absent in older commits
+        setattr(jaxprs, "_of_matrices", lambda eqn: None)  # noqa: B010 - private, and absent in older commits
     cases: list[dict[str, Any]] = []
     for model in args.model or ("gpt", "llama"):
         for recompute in args.recompute or ("none",):
@@ -109,13 +109,13 @@ def _cases(form: str, args: argparse.Namespace, size: Size, mesh: Any) -> list[d
             cases.append(case)
             print(_line(case), file=sys.stderr, flush=True)
     if flatten is not None:
-        setattr(inline, "_of_matrices", flatten)  # noqa: B010
+        setattr(jaxprs, "_of_matrices", flatten)  # noqa: B010
     return cases
 
 
 def measure(stage: Any, size: Size, args: argparse.Namespace, name: str) -> dict[str, Any]:
     """Compile the four functions of a stage, and report them and its residuals."""
-    from jaxpipe.stage.flops import jaxpr_flops
+    from jaxpipe.stage.jaxprs import jaxpr_flops
 
     options = {} if args.tiny else {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": args.triton}
     record: dict[str, Any] = {

@@ -3,7 +3,7 @@
     python scripts/policy_table.py [--hidden 4096 --seq 4096 --dropout 0.1]
 
 Traced only: nothing is compiled or run, no device of that size is needed. Bytes are per token and channel ("bsh", the unit of
-the papers), in bfloat16, microbatch 1; FLOPs count elementwise work (jaxpipe/stage/flops.py).
+the papers), in bfloat16, microbatch 1; FLOPs count elementwise work (jaxpipe/stage/jaxprs.py).
 """
 
 from __future__ import annotations

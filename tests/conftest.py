@@ -182,7 +182,7 @@ def users_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compile this test's programs as XLA does for users: bits of different programs must agree."""
     import jax
 
-    import jaxpipe.stage.split.calls  # noqa: F401  # its jitted functions are parts of others, which no compiler sees alone
+    import jaxpipe.stage.split.trace  # noqa: F401  # its jitted functions are parts of others, which no compiler sees alone
 
     jit = jax.jit
 

@@ -29,8 +29,7 @@ import numpy as np
 
 from jaxpipe._jax_compat import JaxprEqn, Var, aval_bytes, dtype_of, scan_parts, shape_of, sub_jaxprs, variables
 from jaxpipe.planning.targets import Target
-from jaxpipe.stage.dataflow import reachable
-from jaxpipe.stage.flops import eqn_flops
+from jaxpipe.stage.jaxprs import eqn_flops, reachable
 from jaxpipe.stage.primitives import Kind, has_body, is_exchange, kind, row
 
 _OWN = frozenset({Kind.PRODUCT, Kind.CUSTOM, Kind.KERNEL, Kind.WINDOW, Kind.EXCHANGE})

@@ -32,7 +32,7 @@ import jax
 
 from jaxpipe._jax_compat import ClosedJaxpr
 from jaxpipe.mesh import AXES, DATA, TP, AnyMesh, device_sharded, replicated
-from jaxpipe.stage.leaves import array_leaves
+from jaxpipe.stage.jaxprs import array_leaves
 from jaxpipe.stage.model.links import StageLinks
 from jaxpipe.stage.model.params import ParamLayout
 from jaxpipe.stage.weave.weaver import CoveredCollective
@@ -167,7 +167,7 @@ class StageFunctions:
     reads it); ``w_residual_bytes`` from B's end to W's end, of which B made ``cotangent_bytes``; ``boundary_bytes`` is sent to
     the next stage. ``param_bytes`` per device. ``flops``: per operation, of matrix products and convolutions.
     ``offloaded``: indices of the ``res`` ports that O and L move, ``offloadable_bytes`` their bytes
-    (:func:`jaxpipe.stage.compiled.offloadable.with_offload`).
+    (:func:`jaxpipe.stage.compiled.footprint.with_offload`).
     ``notes``: remarks for people, such as a scan that could not be divided between B and W. ``metrics``: of the last stage's F;
     ``eval_metrics``: of its E.
     """

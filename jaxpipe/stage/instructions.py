@@ -23,8 +23,8 @@ from jaxpipe._jax_compat import eval_jaxpr
 from jaxpipe.errors import JaxpipeError, StageError, short_message
 from jaxpipe.mesh import AnyMesh, replicated
 from jaxpipe.stage.compiled.compile import compiled
-from jaxpipe.stage.flops import jaxpr_flops
 from jaxpipe.stage.functions import IN_PLACE, Port, PortKind, StageFunction, StageFunctions
+from jaxpipe.stage.jaxprs import jaxpr_flops
 from jaxpipe.text import closest
 
 Build = Callable[[StageFunctions, AnyMesh], StageFunction]

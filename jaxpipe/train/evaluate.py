@@ -25,7 +25,7 @@ import numpy as np
 
 from jaxpipe.errors import CheckpointError, ConfigError, DataError, StageError
 from jaxpipe.interop.folder import TOKENIZER
-from jaxpipe.stage.leaves import is_array
+from jaxpipe.stage.jaxprs import is_array
 from jaxpipe.stage.model.layer import Model, Params, taken_by
 from jaxpipe.stage.model.plan import cut
 from jaxpipe.stage.model.reference import init_params, last_readers, logits, named_metrics, run_layers

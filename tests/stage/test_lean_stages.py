@@ -15,11 +15,11 @@ import pytest
 from flax import linen as nn
 
 from jaxpipe.mesh import pipeline_submeshes
-from jaxpipe.stage import inline
+from jaxpipe.stage import jaxprs
 from jaxpipe.stage.compiled.compile import build_all
 from jaxpipe.stage.compiled.cpu import OPTIONS, for_cpu
-from jaxpipe.stage.flops import jaxpr_flops
 from jaxpipe.stage.functions import StageFunctions
+from jaxpipe.stage.jaxprs import jaxpr_flops
 from jaxpipe.stage.model.adapters import from_linen
 from jaxpipe.stage.model.layer import Layer, LayerContext, Model
 from models.gpt import GPT
@@ -42,7 +42,7 @@ def arrays_like(avals: Any) -> list[jax.Array]:
 def test_weight_gradients_are_those_of_products_over_two_axes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiled, but for rounding: flattening batch and time changes no sum, though on some CPUs its order."""
     flat = middle()
-    monkeypatch.setattr(inline, "_of_matrices", lambda eqn: None)
+    monkeypatch.setattr(jaxprs, "_of_matrices", lambda eqn: None)
     plain = middle()
     for op in ("W", "BW"):
         assert "dimension_numbers=(([0, 1], [0, 1]), ([], []))" in str(plain.functions[op].jaxpr)
@@ -74,7 +74,7 @@ def test_products_in_other_axes_stay_as_they_are() -> None:
 
     avals = [jax.ShapeDtypeStruct((2, 3, 4), jnp.float32)] * 2
     closed = jax.make_jaxpr(products)(*avals)
-    flat = inline.flatten(closed.jaxpr, closed.consts).close()
+    flat = jaxprs.flatten(closed.jaxpr, closed.consts).close()
     operands = [jnp.arange(24.0).reshape(2, 3, 4), jnp.ones((2, 3, 4))]
     for got, expected in zip(jax.core.eval_jaxpr(flat.jaxpr, flat.consts, *operands), products(*operands), strict=True):
         np.testing.assert_array_equal(np.asarray(got), np.asarray(expected))

@@ -11,7 +11,7 @@ import pytest
 from jax.extend.core import Primitive
 
 from jaxpipe._jax_compat import JaxprEqn
-from jaxpipe.stage.flops import jaxpr_flops
+from jaxpipe.stage.jaxprs import jaxpr_flops
 from jaxpipe.stage.primitives import PRIMITIVES, Kind, has_body, is_cheap, is_product, kind, row, row_of
 from jaxpipe.stage.weave.units import is_heavy
 

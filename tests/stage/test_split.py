@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from jaxpipe.mesh import pipeline_submeshes
 from jaxpipe.stage.compiled.compile import build_all
-from jaxpipe.stage.flops import jaxpr_flops
 from jaxpipe.stage.functions import StageFunctions
+from jaxpipe.stage.jaxprs import jaxpr_flops
 from jaxpipe.stage.model.layer import Layer
 from tests.support import toy_stages as toy
 

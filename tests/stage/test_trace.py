@@ -16,8 +16,8 @@ from jaxpipe import dump
 from jaxpipe.errors import StageError
 from jaxpipe.mesh import pipeline_submeshes
 from jaxpipe.stage.compiled.compile import BuildCache, build_all, build_stage_functions
-from jaxpipe.stage.flops import RANDOM_WORD, jaxpr_flops
 from jaxpipe.stage.functions import Port, StageFunctions
+from jaxpipe.stage.jaxprs import RANDOM_WORD, jaxpr_flops
 from jaxpipe.stage.model.layer import Layer
 from jaxpipe.stage.model.links import links_of
 from jaxpipe.stage.primitives import TRANSCENDENTAL

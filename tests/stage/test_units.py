@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from jaxpipe._jax_compat import ClosedJaxpr
 from jaxpipe.mesh import TP, TensorParallel, pipeline_submeshes
 from jaxpipe.stage.compiled.compile import build_all
-from jaxpipe.stage.flops import jaxpr_flops
 from jaxpipe.stage.functions import StageFunctions
-from jaxpipe.stage.inline import flatten
+from jaxpipe.stage.jaxprs import flatten, jaxpr_flops
 from jaxpipe.stage.model.reference import resolve_model
 from jaxpipe.stage.weave.units import PartGraph, Unit, UnitCosts, collectives, cut_threshold, is_heavy, units_of
 

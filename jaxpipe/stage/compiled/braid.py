@@ -22,8 +22,8 @@ from jaxpipe import dump
 from jaxpipe._jax_compat import Atom, ClosedJaxpr, JaxprEqn, Var, close_jaxpr, fresh_var, variables
 from jaxpipe.mesh import CP, TP
 from jaxpipe.stage.compiled.compile import BuildCache, compiled, jit_per_shard
-from jaxpipe.stage.dataflow import Dataflow, called, reachable
 from jaxpipe.stage.functions import SHARED, BraidedFunction, Parts, Port, StageFunction, StageFunctions
+from jaxpipe.stage.jaxprs import Dataflow, called, reachable
 from jaxpipe.stage.weave.weaver import weave
 
 

@@ -28,20 +28,18 @@ from jaxpipe._jax_compat import ClosedJaxpr, Var, aval_bytes, dtype_of, eval_jax
 from jaxpipe.errors import StageError
 from jaxpipe.mesh import CP, ONE_SHARD, TP, AnyMesh, TensorParallel, spec_of, varies_over_tp
 from jaxpipe.stage.compiled.cpu import OPTIONS, for_cpu
-from jaxpipe.stage.compiled.offloadable import with_offload
-from jaxpipe.stage.flops import jaxpr_flops
+from jaxpipe.stage.compiled.footprint import with_offload
 from jaxpipe.stage.functions import IN_PLACE, SHARED, Homes, Port, StageFunction, StageFunctions
 from jaxpipe.stage.identity import Same, function_key, value_key
-from jaxpipe.stage.leaves import array_leaves, fill, is_array
+from jaxpipe.stage.jaxprs import array_leaves, fill, is_array, jaxpr_flops
 from jaxpipe.stage.model.layer import Layer, Params
 from jaxpipe.stage.model.links import StageLinks, links_of, loss_factor
 from jaxpipe.stage.model.params import ParamLayout, stage_params
-from jaxpipe.stage.split.calls import Calls
 from jaxpipe.stage.split.graph import Part
 from jaxpipe.stage.split.policies import ingredients, per_stage
 from jaxpipe.stage.split.recompute import policy
 from jaxpipe.stage.split.splitter import Split, split
-from jaxpipe.stage.split.trace import StageTrace, TraceSpec, leaves_read, trace_eval, trace_joint
+from jaxpipe.stage.split.trace import Calls, StageTrace, TraceSpec, leaves_read, trace_eval, trace_joint
 from jaxpipe.stage.weave.weaver import GPU_OVERLAP_OPTIONS, weave
 
 

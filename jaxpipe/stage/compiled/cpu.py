@@ -35,8 +35,7 @@ from jaxpipe._jax_compat import (
     shape_of,
     variables,
 )  # fmt: skip
-from jaxpipe.stage.dataflow import Dataflow, called
-from jaxpipe.stage.inline import flatten
+from jaxpipe.stage.jaxprs import Dataflow, called, flatten
 from jaxpipe.stage.primitives import Kind, is_product, kind
 
 OPTIONS: Mapping[str, str] = {"xla_disable_hlo_passes": "cse_barrier_expander,tree_reduction_rewriter"}

@@ -1,7 +1,7 @@
 """What each recompute policy saves and costs on the stages at hand, and the cheapest one that fits.
 
 Everything is read off traced programs: nothing is compiled or run, so stages of any size can be compared on any machine. FLOPs
-count elementwise work too (:mod:`jaxpipe.stage.flops`), or ``cheap`` would seem to cost nothing.
+count elementwise work too (:mod:`jaxpipe.stage.jaxprs`), or ``cheap`` would seem to cost nothing.
 
 Bytes saved count between F and B: what a schedule holds once per microbatch in flight. What W waits for (the operands of its
 matrix products) is the same under every policy that recomputes no product for W, so a schedule that delays W much gains less.
@@ -21,8 +21,8 @@ from jax.sharding import Mesh
 
 from jaxpipe.mesh import ONE_SHARD, TensorParallel
 from jaxpipe.stage.compiled.compile import BuildCache, build_all
-from jaxpipe.stage.flops import jaxpr_flops
 from jaxpipe.stage.functions import StageFunctions
+from jaxpipe.stage.jaxprs import jaxpr_flops
 from jaxpipe.stage.model.layer import Layer, Params
 from jaxpipe.stage.split.policies import STANDARD
 

@@ -28,7 +28,7 @@ from jaxpipe.stage.model.layer import Layer, LayerContext, Params, Path, Shard, 
 from jaxpipe.stage.model.params import by_path, find_leaf, nested
 
 if TYPE_CHECKING:
-    from jaxpipe.stage.model.nnx_modules import SplitModule
+    from jaxpipe.stage.model.cut_nnx import SplitModule
 
 
 def from_linen(
@@ -101,7 +101,7 @@ def from_nnx(
     """
     from flax import nnx  # imports as long as linen, and most models are of linen
 
-    from jaxpipe.stage.model.nnx_modules import blueprint
+    from jaxpipe.stage.model.cut_nnx import blueprint
 
     label = f"layer {name!r}"
     plan = blueprint(label, module)

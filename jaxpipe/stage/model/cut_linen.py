@@ -18,11 +18,10 @@ from jaxpipe.errors import StageError
 from jaxpipe.stage.identity import Same, value_key
 from jaxpipe.stage.model.adapters import as_stage_error, linen_params, not_linen, streams, typed_key
 from jaxpipe.stage.model.cut_module import CutModel, batch_types, check_leaves, cut_module
+from jaxpipe.stage.model.cut_nnx import drawn
 from jaxpipe.stage.model.layer import Params, Path, key_aval, mode_keyword
-from jaxpipe.stage.model.nnx_modules import drawn
-from jaxpipe.stage.model.outline import Stubs
+from jaxpipe.stage.model.outline import Home, Stubs
 from jaxpipe.stage.model.params import by_path, nested
-from jaxpipe.stage.model.wiring import Home
 
 
 def layers_from_linen(
@@ -56,7 +55,7 @@ def layers_from_linen(
 
 
 class _LinenCut:
-    """A :class:`~jaxpipe.stage.model.wiring.CuttableModule`. ``_copies``: by block and mode, the block as the call made it."""
+    """A :class:`~jaxpipe.stage.model.outline.CuttableModule`. ``_copies``: by block and mode, the block as the call made it."""
 
     def __init__(
         self,

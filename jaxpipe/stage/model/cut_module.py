@@ -26,11 +26,10 @@ import numpy as np
 
 from jaxpipe._jax_compat import Atom, Literal, Var, shape_of
 from jaxpipe.errors import StageError
-from jaxpipe.stage.leaves import array_leaves, fill, is_array
+from jaxpipe.stage.jaxprs import array_leaves, fill, is_array
 from jaxpipe.stage.model.layer import Layer, LayerContext, Model, Params, Path
-from jaxpipe.stage.model.outline import Outline, Wire
+from jaxpipe.stage.model.outline import TRAIN, CuttableModule, Home, Outline, Tracing, Wire, Wiring, structure_key
 from jaxpipe.stage.model.params import nested, required_leaf
-from jaxpipe.stage.model.wiring import TRAIN, CuttableModule, Home, Tracing, Wiring, structure_key
 from jaxpipe.text import closest
 
 

@@ -25,8 +25,7 @@ import numpy as np
 
 from jaxpipe._jax_compat import aval_bytes, only_results
 from jaxpipe.errors import StageError
-from jaxpipe.stage.flops import jaxpr_flops
-from jaxpipe.stage.leaves import array_leaves, fill
+from jaxpipe.stage.jaxprs import array_leaves, fill, jaxpr_flops
 from jaxpipe.stage.model.layer import Layer, LayerContext, Model, Path, every_init_avals, given_to, key_aval, taken_by
 from jaxpipe.stage.model.params import leaves_of, with_tied_leaves
 from jaxpipe.stage.model.reference import calling

@@ -18,8 +18,8 @@ from jaxpipe._jax_compat import (
     is_key_dtype,
     variables,
 )
-from jaxpipe.stage.dataflow import Dataflow
 from jaxpipe.stage.functions import Port
+from jaxpipe.stage.jaxprs import Dataflow
 from jaxpipe.stage.primitives import Kind, kind, row
 from jaxpipe.stage.split.trace import StageTrace
 

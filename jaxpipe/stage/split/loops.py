@@ -40,8 +40,7 @@ from jaxpipe._jax_compat import (
     variables,
     with_outer_names,
 )
-from jaxpipe.stage.dataflow import Dataflow, called, reachable
-from jaxpipe.stage.inline import flatten
+from jaxpipe.stage.jaxprs import Dataflow, called, flatten, reachable
 from jaxpipe.stage.primitives import has_body
 
 Operand = tuple[Var, Atom]
@@ -115,7 +114,7 @@ def hoist_fixed(
     """Equations with fixed results of scans taken out of them.
 
     Args:
-        eqns: a flat program. recomputed: positions marked by :func:`jaxpipe.stage.inline.flatten`.
+        eqns: a flat program. recomputed: positions marked by :func:`jaxpipe.stage.jaxprs.flatten`.
         is_fixed: whether a free variable depends on parameters and constants only.
 
     Returns the new equations, the marked positions among them, and substitutions to apply to the program's results.

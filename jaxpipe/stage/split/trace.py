@@ -1,4 +1,9 @@
-"""Trace one stage: layers → one flat jaxpr of forward pass, gradients and accumulation.
+"""Layers as jitted functions, so that JAX traces, differentiates and transposes each once, however many layers have it.
+
+A model's layers are mostly one function. What JAX finds of a jitted function for arguments of some shapes and types it keeps;
+flattening (:mod:`jaxpipe.stage.jaxprs`) puts the equations where the calls are, in the order in which they would be without.
+
+Trace one stage: layers → one flat jaxpr of forward pass, gradients and accumulation.
 
 The joint function ``(param buffers, x, data, key, dy, acc) -> (y, new acc, dx)`` is traced per shard inside ``shard_map`` on
 the rank's submesh, with varying-axis types on where layers are divided over ``tp`` or ``cp``. Parameters are cast to varying
@@ -25,13 +30,14 @@ Not modelled here: complex-valued losses, side effects that must stay ordered.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import jit
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
@@ -48,16 +54,52 @@ from jaxpipe._jax_compat import (
 )
 from jaxpipe.errors import StageError
 from jaxpipe.mesh import AXES, CP, DATA, DP, ONE_SHARD, TP, AnyMesh, TensorParallel, spec_of, varies_over_tp
-from jaxpipe.stage.dataflow import called
 from jaxpipe.stage.functions import Homes, Metrics, Port, PortKind
-from jaxpipe.stage.identity import AtomKeys, equations_key, value_key
-from jaxpipe.stage.inline import FlatJaxpr, flatten
-from jaxpipe.stage.leaves import array_leaves, fill, is_array, is_inexact
+from jaxpipe.stage.identity import AtomKeys, equations_key, function_key, value_key
+from jaxpipe.stage.jaxprs import FlatJaxpr, array_leaves, called, fill, flatten, is_array, is_inexact
 from jaxpipe.stage.model.layer import Layer, LayerContext, Params, given_to
 from jaxpipe.stage.model.links import StageLinks, loss_factor
 from jaxpipe.stage.model.params import ParamLayout
-from jaxpipe.stage.split.calls import Calls
+from jaxpipe.stage.model.reference import calling
 from jaxpipe.stage.split.loops import hoist_fixed
+
+
+@dataclass(slots=True)
+class Calls:
+    """Jitted functions of layers by what decides their traces, with the pytrees that they return. ``repeated``: keys of the
+    functions that are worth it; the others are called as they are. None: all are."""
+
+    known: dict[Hashable, tuple[Callable[..., list[Any]], list[Any]]] = field(default_factory=dict)
+    repeated: Collection[Hashable] | None = None
+
+    def __call__(self, layer: Layer, params: Params, x: Any, context: LayerContext, where: str) -> Any:
+        """Call ``layer`` and return its result.
+
+        Raises:
+            StageError: as :func:`~jaxpipe.stage.model.reference.calling`.
+        """
+        if self.repeated is not None and function_key(layer.apply) not in self.repeated:
+            return calling(layer, params, x, context, where)
+        arguments = (params, x, dict(context.data), context.key)
+        leaves, structure = jax.tree.flatten(arguments)
+        types = tuple((v.shape, v.dtype, varying_axes(v)) if is_array(v) else value_key(v) for v in leaves)
+        kind = (function_key(layer.apply), structure, types, context.train, context.tp)
+        if kind not in self.known:
+            skeleton: list[Any] = []
+            still = fill(arguments, [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in array_leaves(arguments)])
+
+            def arrays_of(arrays: list[Any]) -> list[Any]:
+                params, x, data, key = fill(still, arrays)
+                y = calling(layer, params, x, LayerContext(data, key, context.train, context.tp), where)
+                outputs = array_leaves(y)
+                skeleton[:] = [fill(y, [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in outputs])]
+                return outputs
+
+            self.known[kind] = jit(arrays_of), skeleton
+        jitted, returned = self.known[kind]
+        arrays = jitted(array_leaves(arguments))
+        return fill(returned[0], arrays)
+
 
 KEY_AVAL = jax.ShapeDtypeStruct((2,), jnp.uint32)
 """A microbatch's random key: raw threefry key data."""

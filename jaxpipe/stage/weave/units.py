@@ -25,8 +25,7 @@ from dataclasses import dataclass, replace
 
 from jaxpipe._jax_compat import ClosedJaxpr, JaxprEqn, Var, aval_bytes, sub_jaxprs, variables
 from jaxpipe.mesh import CP, TP
-from jaxpipe.stage.dataflow import Dataflow
-from jaxpipe.stage.flops import eqn_flops
+from jaxpipe.stage.jaxprs import Dataflow, eqn_flops
 from jaxpipe.stage.primitives import Kind, kind, mesh_axes, row, row_of
 
 LEAST_SHARE = 1 / 8
@@ -112,7 +111,7 @@ class Unit:
 class PartGraph(Dataflow):
     """Dataflow of one jaxpr, and what each collective needs. Built once, not changed.
 
-    ``closed``: flat (no calls left in it, see :mod:`jaxpipe.stage.inline`). ``least_bytes``: collectives that move less are
+    ``closed``: flat (no calls left in it, see :mod:`jaxpipe.stage.jaxprs`). ``least_bytes``: collectives that move less are
     ordinary equations (:func:`cut_threshold`).
     """
 

@@ -9,7 +9,7 @@ stands before a chunk, and whose result is read behind it, has that chunk under 
 weight gradients of a BW go under its own collectives.
 
 The equations are those of the parts, unchanged, so the results are the same numbers. Parts must be flat and without
-varying-axis types (:mod:`jaxpipe.stage.inline`); the result is evaluated with ``check_vma=False``. GPU programs want
+varying-axis types (:mod:`jaxpipe.stage.jaxprs`); the result is evaluated with ``check_vma=False``. GPU programs want
 :data:`GPU_OVERLAP_OPTIONS`; on CPU XLA drops the barriers and runs collectives in line.
 """
 
@@ -34,7 +34,7 @@ from jaxpipe._jax_compat import (
     variables,
 )
 from jaxpipe.mesh import CP, TP
-from jaxpipe.stage.dataflow import called, reachable
+from jaxpipe.stage.jaxprs import called, reachable
 from jaxpipe.stage.weave.lanes import Node, Order, best_order, covers
 from jaxpipe.stage.weave.units import Chunk, Collective, PartGraph, UnitCosts, cut_threshold, units_of
 

@@ -1,0 +1,345 @@
+"""Who makes and who reads the values of a flat list of equations.
+
+Floating-point operations of a jaxpr, counted from shapes.
+
+Matrix products and convolutions are exact: 2 · (multiply-adds), and so are cuDNN's attention kernels: of the pairs of positions
+that their mask leaves, two products forwards and five backwards. Bodies of calls and branches are followed;
+``scan`` counts its body once per iteration, ``cond`` the most expensive branch, ``while`` one iteration (the trip count is not
+in the jaxpr).
+
+With ``elementwise=True`` other equations count too: one operation per result element (a cast, comparison or selection as
+well as an addition), reductions and cumulative sums one per operand element, transcendental functions, roots and divisions
+:data:`TRANSCENDENTAL` each, random bits :data:`RANDOM_WORD` per 32 bits (threefry: 20 rounds of 5 integer operations and the
+key schedule, for two words). Moving data counts nothing. These are operations, not seconds: on a GPU elementwise work is bound
+by memory, and costs more than its share of operations where XLA can't fuse it.
+
+The leaves of what crosses a boundary: arrays, which have ports, and static values.
+
+Flatten a jaxpr: replace every call-like equation (jit, custom derivative, checkpoint) by the equations of its body.
+
+The cut into F, B and W needs single equations: a jitted helper may hold work of all three. ``scan``, ``while`` and ``cond``
+stay, their bodies flattened. Variables are renamed at each use, since JAX shares bodies between calls; name stacks are extended
+by the caller's, so an equation still tells its layer.
+
+Varying-axis types are dropped from all variables and bodies: they have done their work when the gradients are traced, and the
+cut programs run with ``check_vma=False``; sums over shards become plain sums. Identities disappear: casts to varying, copies,
+and ``checkpoint_name``, whose names are returned beside the equations as ``names``.
+
+A checkpoint body that depends on a cotangent is the transposed one: what it computes from saved values is recomputation, and
+belongs to the backward pass although it does not depend on the cotangent. Its equations are returned as ``recomputed``.
+
+A product over leading axes of both operands (a weight gradient over batch and time) becomes one of two matrices: given more
+axes, XLA's CPU backend copies an operand transposed, and computes in each copy all that leads to it. The numbers are the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from jaxpipe._jax_compat import (
+    Atom,
+    ClosedJaxpr,
+    Jaxpr,
+    JaxprEqn,
+    Var,
+    called_jaxpr,
+    checkpoint_name_of,
+    close_jaxpr,
+    dtype_of,
+    fresh_var,
+    is_checkpoint,
+    map_bodies,
+    plain_collective,
+    scan_parts,
+    shape_of,
+    sub_jaxprs,
+    variables,
+    with_outer_names,
+    without_varying,
+)
+from jaxpipe.stage.primitives import TRANSCENDENTAL, Kind, is_attention_kernel, is_identity, is_product, row
+
+_Node = TypeVar("_Node", bound=Hashable)
+
+
+class Dataflow:
+    """``maker``: the equation that makes a value, by position. ``readers``: those that read it. Built once, not changed."""
+
+    def __init__(self, eqns: Sequence[JaxprEqn]) -> None:
+        self.eqns = eqns
+        self.maker: dict[Var, int] = {v: i for i, eqn in enumerate(eqns) for v in eqn.outvars}
+        self.readers: dict[Var, list[int]] = {}
+        for i, eqn in enumerate(eqns):
+            for v in variables(eqn.invars):
+                self.readers.setdefault(v, []).append(i)
+
+    def inputs(self, i: int) -> Iterable[int]:
+        """The equations whose results equation ``i`` reads."""
+        return (self.maker[v] for v in variables(self.eqns[i].invars) if v in self.maker)
+
+    def outputs(self, i: int) -> Iterable[int]:
+        """The equations that read results of equation ``i``."""
+        return (r for v in self.eqns[i].outvars for r in self.readers.get(v, ()))
+
+    def needed(self, roots: Iterable[Atom], among: Callable[[int], bool]) -> set[int]:
+        """Equations that ``roots`` depend on, walking only through those accepted by ``among``."""
+        makers = (self.maker[v] for v in variables(roots) if v in self.maker)
+        return reachable(filter(among, makers), lambda i: filter(among, self.inputs(i)))
+
+
+def reachable(start: Iterable[_Node], near: Callable[[_Node], Iterable[_Node]]) -> set[_Node]:
+    """``start`` and all that can be reached from there, going from each to those ``near`` it."""
+    nodes: set[_Node] = set()
+    stack = list(start)
+    while stack:
+        node = stack.pop()
+        if node not in nodes:
+            nodes.add(node)
+            stack.extend(near(node))
+    return nodes
+
+
+def called(names: Mapping[Var, Atom], atom: Atom) -> Atom:
+    """Return the name that ``names`` give a value; the value itself, if they give none."""
+    return names.get(atom, atom) if isinstance(atom, Var) else atom
+
+
+RANDOM_WORD = 60
+"""Operations for 32 random bits."""
+
+
+def jaxpr_flops(jaxpr: Any, *, elementwise: bool = False) -> int:
+    """Operations of a ``Jaxpr`` or ``ClosedJaxpr``."""
+    return sum(eqn_flops(eqn, elementwise=elementwise) for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns)
+
+
+def eqn_flops(eqn: JaxprEqn, *, elementwise: bool = False) -> int:
+    """Operations of one equation."""
+    name = eqn.primitive.name
+    if is_product(eqn):
+        if is_attention_kernel(eqn):
+            return _attention_flops(eqn)
+        return _conv_flops(eqn) if name == "conv_general_dilated" else _dot_flops(eqn)
+    bodies = [jaxpr_flops(sub, elementwise=elementwise) for sub in sub_jaxprs(eqn)]
+    if name == "cond":
+        return max(bodies, default=0)
+    if name.startswith("custom_") and bodies:
+        return bodies[0]
+    if bodies:
+        scan = scan_parts(eqn)
+        return sum(bodies) * (scan.length if scan is not None else 1)
+    return _elementwise_flops(eqn) if elementwise else 0
+
+
+def _dot_flops(eqn: JaxprEqn) -> int:
+    """A product in groups (ragged) is as much work as one: a row belongs to one group. Scaled ones contract the last axis."""
+    lhs, out = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
+    ragged = eqn.params.get("ragged_dot_dimension_numbers")
+    dims = ragged.dot_dimension_numbers if ragged is not None else eqn.params.get("dimension_numbers")
+    contracted = dims[0][0] if dims is not None else (len(lhs) - 1,)
+    groups = out[0] if ragged is not None and set(ragged.lhs_ragged_dimensions) & set(contracted) else 1
+    return 2 * math.prod(out) * math.prod(lhs[i] for i in contracted) // groups
+
+
+def _conv_flops(eqn: JaxprEqn) -> int:
+    """Each output element sums over the kernel's window and its input channels (already per group in the kernel's shape)."""
+    numbers = eqn.params["dimension_numbers"]
+    kernel = shape_of(eqn.invars[1])
+    out_features: int = kernel[numbers.rhs_spec[0]]
+    batch_groups = int(eqn.params.get("batch_group_count", 1))
+    per_output = math.prod(kernel) // max(out_features, 1)
+    return 2 * math.prod(shape_of(eqn.outvars[0])) * per_output // batch_groups
+
+
+def _attention_flops(eqn: JaxprEqn) -> int:
+    """q [B, T, H, K] over k, v [B, S, G, K]. ``mask_type`` is one of ``CAUSAL`` or not; padding is not known here."""
+    B, T, H, K = shape_of(eqn.invars[0])
+    S = shape_of(eqn.invars[1])[1]
+    window = eqn.params["sliding_window_length"] or S
+    pairs = sum(min(t + 1, window, S) for t in range(T)) if "CAUSAL" in eqn.params["mask_type"].name else T * S
+    return 2 * B * H * K * pairs * (5 if "_bwd" in eqn.primitive.name else 2)
+
+
+def _elementwise_flops(eqn: JaxprEqn) -> int:
+    name = eqn.primitive.name
+    each = row(eqn)
+    operands = eqn.invars if each.kind in (Kind.REDUCTION, Kind.CUMULATIVE) else eqn.outvars
+    elements = max((math.prod(shape_of(a)) for a in operands), default=0)
+    if name == "random_bits":
+        return elements * max(1, int(eqn.params.get("bit_width", 32)) // 32) * RANDOM_WORD
+    if name == "threefry2x32":
+        return elements * 2 * RANDOM_WORD
+    if name == "integer_pow":
+        return elements * _multiplications(int(eqn.params["y"]))
+    is_integer = any(getattr(dtype_of(v), "kind", "") in ("i", "u") for v in eqn.outvars)
+    return elements * (min(each.flops, 1) if is_integer else each.flops)
+
+
+def _multiplications(power: int) -> int:
+    """Count the multiplications of an integer power by repeated squaring; a negative power divides as well."""
+    n = abs(power)
+    return max(1, n.bit_length() - 1 + n.bit_count() - 1) + (TRANSCENDENTAL if power < 0 else 0)
+
+
+def is_array(leaf: Any) -> bool:
+    """Whether a boundary leaf is an array (or the type of one) rather than a static value."""
+    return isinstance(leaf, jax.ShapeDtypeStruct | jax.Array) or (hasattr(leaf, "shape") and hasattr(leaf, "dtype"))
+
+
+def is_inexact(leaf: Any) -> bool:
+    """Whether a leaf carries a gradient."""
+    return is_array(leaf) and bool(jnp.issubdtype(leaf.dtype, jnp.inexact))
+
+
+def array_leaves(tree: Any) -> list[Any]:
+    """The array leaves of a boundary pytree, in port order."""
+    return [leaf for leaf in jax.tree.leaves(tree) if is_array(leaf)]
+
+
+def fill(tree: Any, arrays: Sequence[Any]) -> Any:
+    """``tree`` with its array leaves replaced, in port order; static leaves stay."""
+    leaves, treedef = jax.tree.flatten(tree)
+    rest = iter(arrays)
+    return jax.tree.unflatten(treedef, [next(rest) if is_array(leaf) else leaf for leaf in leaves])
+
+
+@dataclass(frozen=True, slots=True)
+class FlatJaxpr:
+    """Equations without calls. ``outvars`` may be inputs or literals. ``consts``: values of free variables.
+
+    ``recomputed``: positions of the equations of transposed checkpoint bodies. ``names``: what ``checkpoint_name`` called a
+    value, in program order.
+    """
+
+    invars: tuple[Var, ...]
+    outvars: tuple[Atom, ...]
+    eqns: tuple[JaxprEqn, ...]
+    consts: Mapping[Var, Any]
+    recomputed: frozenset[int]
+    names: tuple[tuple[str, Atom], ...]
+
+    def close(self) -> ClosedJaxpr:
+        return close_jaxpr(list(self.consts.items()), self.invars, self.eqns, self.outvars)
+
+
+BodyOf = Callable[[JaxprEqn], tuple[Jaxpr, Sequence[Any]] | None]
+"""What to put in place of an equation: a jaxpr and its constants, or None for the equation itself."""
+
+
+def flatten(
+    jaxpr: Jaxpr,
+    consts: Sequence[Any],
+    sources: str = "",
+    *,
+    at_calls: bool = False,
+    body_of: BodyOf | None = None,
+) -> FlatJaxpr:
+    """``jaxpr`` without call-like equations.
+
+    ``sources``: prefix of names; a value named so is cut off from what computes it and becomes a free variable (found in
+    ``names``): how cotangents, whose types are known only once the forward pass has been traced, enter as inputs.
+    ``at_calls``: equations of a body tell the place of the call as their source. Their own may be another caller's: JAX traces
+    a jitted function once. ``body_of``: for equations that are no calls; by default products become products of matrices.
+    """
+    flat = _Flattening(sources, at_calls, body_of or _of_matrices)
+    env: dict[Var, Atom] = {v: flat.const(v, c) for v, c in zip(jaxpr.constvars, consts, strict=True)}
+    invars = tuple(_bind(env, v) for v in jaxpr.invars)
+    for eqn in jaxpr.eqns:
+        flat.add(eqn, None, env, in_checkpoint=False)
+    outvars = tuple(called(env, a) for a in jaxpr.outvars)
+    return FlatJaxpr(invars, outvars, tuple(flat.eqns), flat.consts, frozenset(flat.recomputed), tuple(flat.names))
+
+
+class _Flattening:
+    """The equations gathered so far. ``tainted``: variables that depend on a source."""
+
+    def __init__(self, sources: str, at_calls: bool, body_of: BodyOf) -> None:
+        self.sources, self.at_calls, self.body_of = sources, at_calls, body_of
+        self.eqns: list[JaxprEqn] = []
+        self.consts: dict[Var, Any] = {}
+        self.recomputed: set[int] = set()
+        self.names: list[tuple[str, Atom]] = []
+        self.tainted: set[Var] = set()
+        self._const_vars: dict[int, Var] = {}
+
+    def const(self, var: Var, value: Any) -> Var:
+        """The variable that stands for a constant, one per array."""
+        if id(value) not in self._const_vars:
+            self._const_vars[id(value)] = fresh_var(without_varying(var.aval))
+            self.consts[self._const_vars[id(value)]] = value
+        return self._const_vars[id(value)]
+
+    def add(self, eqn: JaxprEqn, outer: JaxprEqn | None, env: dict[Var, Atom], *, in_checkpoint: bool) -> None:
+        invars = [called(env, a) for a in eqn.invars]
+        if is_identity(eqn):
+            env[eqn.outvars[0]] = self._identity(eqn, invars[0])
+            return
+        tainted = any(isinstance(a, Var) and a in self.tainted for a in invars)
+        call = called_jaxpr(eqn) or self.body_of(eqn)
+        if call is None:
+            outvars = [_bind(env, v) for v in eqn.outvars]
+            plain = plain_collective(map_bodies(eqn, self._flat_body))
+            self.eqns.append(self._placed(with_outer_names(plain, outer, invars, outvars), outer))
+            if in_checkpoint:
+                self.recomputed.add(len(self.eqns) - 1)
+            if tainted:
+                self.tainted.update(outvars)
+            return
+        body, consts = call
+        caller = self._placed(with_outer_names(eqn, outer, invars, eqn.outvars), outer)
+        inner: dict[Var, Atom] = dict(zip(body.invars, invars, strict=True))
+        inner.update((v, self.const(v, c)) for v, c in zip(body.constvars, consts, strict=True))
+        for sub in body.eqns:
+            self.add(sub, caller, inner, in_checkpoint=in_checkpoint or (tainted and is_checkpoint(eqn)))
+        env.update((v, called(inner, a)) for v, a in zip(eqn.outvars, body.outvars, strict=True))
+
+    def _flat_body(self, jaxpr: Jaxpr, consts: Sequence[Any]) -> ClosedJaxpr:
+        return flatten(jaxpr, consts, at_calls=self.at_calls, body_of=self.body_of).close()
+
+    def _placed(self, eqn: JaxprEqn, outer: JaxprEqn | None) -> JaxprEqn:
+        placed: JaxprEqn = eqn.replace(source_info=outer.source_info) if self.at_calls and outer is not None else eqn
+        return placed
+
+    def _identity(self, eqn: JaxprEqn, value: Atom) -> Atom:
+        name = checkpoint_name_of(eqn)
+        if name is None:
+            return value
+        if self.sources and name.startswith(self.sources):
+            value = fresh_var(without_varying(value.aval))
+            self.tainted.add(value)
+        self.names.append((name, value))
+        return value
+
+
+def _of_matrices(eqn: JaxprEqn) -> tuple[Jaxpr, Sequence[Any]] | None:
+    """A product over leading axes, as a body that flattens its operands; None for others, and if they are matrices."""
+    if eqn.primitive.name != "dot_general" or all(len(shape_of(a)) <= 2 for a in eqn.invars):
+        return None
+    (left, right), (batch, _) = eqn.params["dimension_numbers"]
+    leading = tuple(range(len(left)))
+    if not leading or batch or tuple(left) != leading or tuple(right) != leading:
+        return None
+    params = eqn.params | {"dimension_numbers": (((0,), (0,)), ((), ())), "out_sharding": None}
+    rows = math.prod(shape_of(eqn.invars[0])[: len(left)])
+    shapes = [(rows, math.prod(shape_of(a)[len(left) :])) for a in eqn.invars]
+
+    def product(*operands: jax.Array) -> jax.Array:
+        matrix = eqn.primitive.bind(*map(jax.lax.reshape, operands, shapes), **params)
+        return jax.lax.reshape(matrix, shape_of(eqn.outvars[0]))
+
+    avals = [jax.ShapeDtypeStruct(shape_of(a), dtype_of(a)) for a in eqn.invars]
+    body = jax.make_jaxpr(product)(*avals).jaxpr
+    traceback = eqn.source_info.traceback
+    return body.replace(eqns=[e.replace(source_info=e.source_info.replace(traceback=traceback)) for e in body.eqns]), ()
+
+
+def _bind(env: dict[Var, Atom], var: Var) -> Var:
+    new = fresh_var(without_varying(var.aval))
+    env[var] = new
+    return new

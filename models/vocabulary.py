@@ -1,4 +1,4 @@
-"""Divide embedding, head and loss of a language model by words (:class:`~jaxpipe.stage.model.layer.Words`).
+"""Divide embedding, head and loss of a language model by words (:class:`~jaxpipe.stage.model.layer.VocabSplit`).
 
     B batch   T time   D width of the residual stream   V words of a part   p parts   t tensor-parallel shards
 
@@ -20,29 +20,29 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpipe.stage.model.layer import Layer, LayerContext, Params, Path, Shard, Words
+from jaxpipe.stage.model.layer import Layer, LayerContext, Params, Path, Shard, VocabSplit
 from jaxpipe.tensor_parallel import TensorParallel, partial_cross_entropy, rows_of, sum_parts, vocab_parallel_logits
 
 
-def embedding_words(path: Path, count: int, rest: Layer) -> Words:
+def embedding_words(path: Path, count: int, rest: Layer) -> VocabSplit:
     """Divide a layer that looks up ``tokens`` in the rows at ``path``, of which ``count`` are of words; ``rest`` takes the rows
     found for them [B, T, D]."""
     merged = replace(rest, apply=partial(_put_together, rest.apply))
-    return Words(path, partial(_bound, partial(_look_up, count), path), lambda barriers: merged, ("tokens",))
+    return VocabSplit(path, partial(_bound, partial(_look_up, count), path), lambda barriers: merged, ("tokens",))
 
 
-def head_words(path: Path, count: int, rest: Layer) -> Words:
+def head_words(path: Path, count: int, rest: Layer) -> VocabSplit:
     """Divide a head that multiplies the output of ``rest`` with the rows at ``path``, of which ``count`` are of words."""
-    return Words(path, partial(_bound, partial(_predict, count), path), lambda barriers: rest, ("targets",))
+    return VocabSplit(path, partial(_bound, partial(_predict, count), path), lambda barriers: rest, ("targets",))
 
 
-def loss_words() -> Words:
+def loss_words() -> VocabSplit:
     """Divide weighted and summed cross entropy."""
     layers = {
         barriers: Layer("loss", no_params, partial(_merge, barriers), ("weights",), kind="loss", shards=no_shards)
         for barriers in (1, 2)
     }
-    return Words((), _bound, layers.__getitem__)
+    return VocabSplit((), _bound, layers.__getitem__)
 
 
 def _bound(

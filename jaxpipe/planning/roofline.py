@@ -30,10 +30,10 @@ import numpy as np
 from jaxpipe._jax_compat import JaxprEqn, Var, aval_bytes, dtype_of, scan_parts, shape_of, sub_jaxprs, variables
 from jaxpipe.planning.targets import Target
 from jaxpipe.stage.jaxprs import eqn_flops, reachable
-from jaxpipe.stage.primitives import Kind, has_body, is_exchange, kind, row
+from jaxpipe.stage.primitives import EqnKind, has_body, is_exchange, kind, row
 
-_OWN = frozenset({Kind.PRODUCT, Kind.CUSTOM, Kind.KERNEL, Kind.WINDOW, Kind.EXCHANGE})
-_FREE = frozenset({Kind.RESHAPE, Kind.SAME, Kind.BARRIER})
+_OWN = frozenset({EqnKind.PRODUCT, EqnKind.CUSTOM, EqnKind.KERNEL, EqnKind.WINDOW, EqnKind.EXCHANGE})
+_FREE = frozenset({EqnKind.RESHAPE, EqnKind.SAME, EqnKind.BARRIER})
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,7 +285,7 @@ class KernelWalk:
 
 
 def _reduces(eqn: JaxprEqn) -> bool:
-    return kind(eqn) in (Kind.REDUCTION, Kind.CUMULATIVE)
+    return kind(eqn) in (EqnKind.REDUCTION, EqnKind.CUMULATIVE)
 
 
 def _sized(v: Any) -> bool:

@@ -182,13 +182,13 @@ _HASHED_WHOLE = (
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Same:
+class ById:
     """Equal to what holds the very same object, which lives as long as this."""
 
     value: Any
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Same) and other.value is self.value
+        return isinstance(other, ById) and other.value is self.value
 
     def __hash__(self) -> int:
         return id(self.value)
@@ -197,8 +197,8 @@ class Same:
 def function_key(function: Callable[..., Any]) -> Hashable:
     """A key that is equal for one function object, or one method of one object."""
     if isinstance(function, MethodType):
-        return Same(function.__func__), Same(function.__self__)
-    return Same(function)
+        return ById(function.__func__), ById(function.__self__)
+    return ById(function)
 
 
 def jaxpr_key(closed: ClosedJaxpr) -> Hashable:
@@ -222,12 +222,12 @@ def _lasting(key: Any, by_name: bool) -> str:
         return f"({','.join(_lasting(part, by_name) for part in key)})"
     if isinstance(key, frozenset):
         return f"{{{','.join(sorted(_lasting(part, by_name) for part in key))}}}"
-    value = key.value if isinstance(key, Same) else key
+    value = key.value if isinstance(key, ById) else key
     if isinstance(value, type):
         return f"<{value.__module__}.{value.__qualname__}>"
     if isinstance(value, FunctionType) and by_name:
         return f"<{value.__module__}.{value.__qualname__}>"
-    if isinstance(key, Same) and not by_name:
+    if isinstance(key, ById) and not by_name:
         return function_content(value, _printed)
     return _printed(value)
 
@@ -310,7 +310,7 @@ def value_key(value: Any) -> Hashable:
         return function_key(value)
     if isinstance(value, _HASHED_WHOLE):
         return type(value).__name__, value
-    return Same(value)
+    return ById(value)
 
 
 def array_key(value: Any) -> Hashable:

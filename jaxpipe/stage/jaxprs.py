@@ -63,7 +63,7 @@ from jaxpipe._jax_compat import (
     with_outer_names,
     without_varying,
 )
-from jaxpipe.stage.primitives import TRANSCENDENTAL, Kind, is_attention_kernel, is_identity, is_product, row
+from jaxpipe.stage.primitives import TRANSCENDENTAL, EqnKind, is_attention_kernel, is_identity, is_product, row
 
 _Node = TypeVar("_Node", bound=Hashable)
 
@@ -169,7 +169,7 @@ def _attention_flops(eqn: JaxprEqn) -> int:
 def _elementwise_flops(eqn: JaxprEqn) -> int:
     name = eqn.primitive.name
     each = row(eqn)
-    operands = eqn.invars if each.kind in (Kind.REDUCTION, Kind.CUMULATIVE) else eqn.outvars
+    operands = eqn.invars if each.kind in (EqnKind.REDUCTION, EqnKind.CUMULATIVE) else eqn.outvars
     elements = max((math.prod(shape_of(a)) for a in operands), default=0)
     if name == "random_bits":
         return elements * max(1, int(eqn.params.get("bit_width", 32)) // 32) * RANDOM_WORD

@@ -1,7 +1,8 @@
 """What each JAX primitive does: one table, which everything that classifies equations reads.
 
-A name that is not in it is :attr:`Kind.CUSTOM`: it may do anything, so it is never recomputed for little, moved between B and W
-or fused with its neighbours. Which primitives call a jaxpr, and how loops are taken apart, tells :mod:`jaxpipe._jax_compat`.
+A name that is not in it is :attr:`EqnKind.CUSTOM`: it may do anything, so it is never recomputed for little, moved between B
+and W or fused with its neighbours. Which primitives call a jaxpr, and how loops are taken apart, tells
+:mod:`jaxpipe._jax_compat`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from types import MappingProxyType
 from jaxpipe._jax_compat import JaxprEqn, sub_jaxprs
 
 
-class Kind(Enum):
+class EqnKind(Enum):
     """What a primitive does with the elements of its operands."""
 
     PRODUCT = auto()
@@ -51,8 +52,8 @@ class Kind(Enum):
 
 
 _CHEAP = frozenset(
-    {Kind.REDUCTION, Kind.ELEMENTWISE, Kind.CAST, Kind.MOVE, Kind.WINDOW, Kind.RESHAPE, Kind.SAME, Kind.BARRIER, Kind.MAKE,
-     Kind.KEY}
+    {EqnKind.REDUCTION, EqnKind.ELEMENTWISE, EqnKind.CAST, EqnKind.MOVE, EqnKind.WINDOW, EqnKind.RESHAPE, EqnKind.SAME,
+     EqnKind.BARRIER, EqnKind.MAKE, EqnKind.KEY}
 )  # fmt: skip
 
 TRANSCENDENTAL = 10
@@ -65,54 +66,54 @@ class Row:
     shrink. ``picks``: reads as much of its first operand as it returns. ``exchange``: which one, as GPUs call it; "" for those
     of statistics."""
 
-    kind: Kind
+    kind: EqnKind
     flops: int = 1
     view: bool = False
     picks: bool = False
     exchange: str = ""
 
 
-_UNKNOWN = Row(Kind.CUSTOM)
+_UNKNOWN = Row(EqnKind.CUSTOM)
 _ROWS: tuple[tuple[Row, str], ...] = (
-    (Row(Kind.PRODUCT), "dot_general conv_general_dilated ragged_dot ragged_dot_general scaled_dot scaled_matmul"
+    (Row(EqnKind.PRODUCT), "dot_general conv_general_dilated ragged_dot ragged_dot_general scaled_dot scaled_matmul"
                         " scaled_matmul_wrapper dot_product_attention_fwd_wrapper dot_product_attention_bwd_wrapper"),
-    (Row(Kind.KERNEL), "scatter scatter-add scatter-sub scatter-mul scatter-min scatter-max scatter_add scatter_mul sort top_k"
-                       " approx_top_k fft select_and_scatter select_and_scatter_add cholesky cholesky_update triangular_solve"
-                       " tridiagonal tridiagonal_solve symmetric_product lu lu_pivots_to_permutation qr geqrf geqp3"
-                       " householder_product ormqr eig eigh svd schur hessenberg"),
-    (Row(Kind.KERNEL, 0, picks=True), "gather"),
-    (Row(Kind.BODY), "scan while cond pallas_call"),
-    (Row(Kind.CUMULATIVE), "cumsum cumprod cummax cummin cumlogsumexp"),
-    (Row(Kind.REDUCTION), "reduce reduce_sum reduce_prod reduce_max reduce_min reduce_and reduce_or reduce_xor argmax argmin"
+    (Row(EqnKind.KERNEL), "scatter scatter-add scatter-sub scatter-mul scatter-min scatter-max scatter_add scatter_mul sort"
+                       " top_k approx_top_k fft select_and_scatter select_and_scatter_add cholesky cholesky_update"
+                       " triangular_solve tridiagonal tridiagonal_solve symmetric_product lu lu_pivots_to_permutation qr geqrf"
+                       " geqp3 householder_product ormqr eig eigh svd schur hessenberg"),
+    (Row(EqnKind.KERNEL, 0, picks=True), "gather"),
+    (Row(EqnKind.BODY), "scan while cond pallas_call"),
+    (Row(EqnKind.CUMULATIVE), "cumsum cumprod cummax cummin cumlogsumexp"),
+    (Row(EqnKind.REDUCTION), "reduce reduce_sum reduce_prod reduce_max reduce_min reduce_and reduce_or reduce_xor argmax argmin"
                           " reduce_window reduce_window_sum reduce_window_max reduce_window_min select_and_gather_add"),
-    (Row(Kind.ELEMENTWISE), "abs add add_any and bessel_i0e bessel_i1e ceil clamp clz complex conj eq eq_to floor ge gt imag"
+    (Row(EqnKind.ELEMENTWISE), "abs add add_any and bessel_i0e bessel_i1e ceil clamp clz complex conj eq eq_to floor ge gt imag"
                             " integer_pow is_finite le le_to lt lt_to max min mul mulhi ne neg nextafter not or"
                             " one_minus_square polynomial population_count real round select_n shift_left"
                             " shift_right_arithmetic shift_right_logical sign square sub xor"),
-    (Row(Kind.ELEMENTWISE, TRANSCENDENTAL), "acos acosh asin asinh atan atan2 atanh cbrt cos cosh digamma div erf erf_inv erfc"
-                                            " exp exp2 expm1 lgamma log log1p log2 logistic pow rem rsqrt sin sinh sqrt tan"
-                                            " tanh"),
-    (Row(Kind.CAST, view=True), "convert_element_type"),
-    (Row(Kind.CAST), "reduce_precision"),
-    (Row(Kind.MOVE), "bitcast_convert_type"),
-    (Row(Kind.MOVE, 0, view=True), "broadcast_in_dim"),
-    (Row(Kind.MOVE, 0), "broadcast_to tile transpose slice rev concatenate split stack unstack pad"),
-    (Row(Kind.WINDOW, 0, picks=True), "dynamic_slice"),
-    (Row(Kind.WINDOW, 0), "dynamic_update_slice"),
-    (Row(Kind.RESHAPE, 0, view=True), "reshape squeeze expand_dims"),
-    (Row(Kind.SAME, 0), "name pvary pcast copy copy_p"),
-    (Row(Kind.BARRIER, 0), "stop_gradient optimization_barrier sharding_constraint layout_constraint preduced"
+    (Row(EqnKind.ELEMENTWISE, TRANSCENDENTAL), "acos acosh asin asinh atan atan2 atanh cbrt cos cosh digamma div erf erf_inv"
+                                            " erfc exp exp2 expm1 lgamma log log1p log2 logistic pow rem rsqrt sin sinh sqrt"
+                                            " tan tanh"),
+    (Row(EqnKind.CAST, view=True), "convert_element_type"),
+    (Row(EqnKind.CAST), "reduce_precision"),
+    (Row(EqnKind.MOVE), "bitcast_convert_type"),
+    (Row(EqnKind.MOVE, 0, view=True), "broadcast_in_dim"),
+    (Row(EqnKind.MOVE, 0), "broadcast_to tile transpose slice rev concatenate split stack unstack pad"),
+    (Row(EqnKind.WINDOW, 0, picks=True), "dynamic_slice"),
+    (Row(EqnKind.WINDOW, 0), "dynamic_update_slice"),
+    (Row(EqnKind.RESHAPE, 0, view=True), "reshape squeeze expand_dims"),
+    (Row(EqnKind.SAME, 0), "name pvary pcast copy copy_p"),
+    (Row(EqnKind.BARRIER, 0), "stop_gradient optimization_barrier sharding_constraint layout_constraint preduced"
                            " vary_unreduced_cast vary_unreduced_cast_p reduced_vary_cast_p"),
-    (Row(Kind.MAKE), "iota axis_index platform_index empty empty2 zeros_like random_bits threefry2x32 threefry4x32 philox2x32"
-                     " philox4x32 rng_bit_generator rng_uniform iota_2x32_shape"),
-    (Row(Kind.KEY), "random_seed random_split random_fold_in random_clone"),
-    (Row(Kind.KEY, 0), "random_wrap random_unwrap"),
-    (Row(Kind.EXCHANGE, exchange="all-reduce"), "psum psum_invariant unreduced_psum"),
-    (Row(Kind.EXCHANGE, exchange="reduce-scatter"), "reduce_scatter unreduced_reduce_scatter"),
-    (Row(Kind.EXCHANGE, exchange="all-gather"), "all_gather all_gather_invariant all_gather_reduced"),
-    (Row(Kind.EXCHANGE, exchange="all-to-all"), "all_to_all ragged_all_to_all"),
-    (Row(Kind.EXCHANGE, exchange="permute"), "ppermute pbroadcast pbroadcast_dynamic psend precv"),
-    (Row(Kind.EXCHANGE), "pmax pmin unreduced_pmax unreduced_pmin"),
+    (Row(EqnKind.MAKE), "iota axis_index platform_index empty empty2 zeros_like random_bits threefry2x32 threefry4x32"
+                     " philox2x32 philox4x32 rng_bit_generator rng_uniform iota_2x32_shape"),
+    (Row(EqnKind.KEY), "random_seed random_split random_fold_in random_clone"),
+    (Row(EqnKind.KEY, 0), "random_wrap random_unwrap"),
+    (Row(EqnKind.EXCHANGE, exchange="all-reduce"), "psum psum_invariant unreduced_psum"),
+    (Row(EqnKind.EXCHANGE, exchange="reduce-scatter"), "reduce_scatter unreduced_reduce_scatter"),
+    (Row(EqnKind.EXCHANGE, exchange="all-gather"), "all_gather all_gather_invariant all_gather_reduced"),
+    (Row(EqnKind.EXCHANGE, exchange="all-to-all"), "all_to_all ragged_all_to_all"),
+    (Row(EqnKind.EXCHANGE, exchange="permute"), "ppermute pbroadcast pbroadcast_dynamic psend precv"),
+    (Row(EqnKind.EXCHANGE), "pmax pmin unreduced_pmax unreduced_pmin"),
 )  # fmt: skip
 PRIMITIVES: Mapping[str, Row] = MappingProxyType({name: row for row, names in _ROWS for name in names.split()})
 """Name → what the primitive does."""
@@ -129,7 +130,7 @@ def row(eqn: JaxprEqn) -> Row:
     return row_of(eqn.primitive.name)
 
 
-def kind(eqn: JaxprEqn) -> Kind:
+def kind(eqn: JaxprEqn) -> EqnKind:
     """What an equation does with the elements of its operands."""
     return row(eqn).kind
 
@@ -141,7 +142,7 @@ def has_body(eqn: JaxprEqn) -> bool:
 
 def is_product(eqn: JaxprEqn) -> bool:
     """Whether an equation is a matrix product or a convolution."""
-    return kind(eqn) is Kind.PRODUCT
+    return kind(eqn) is EqnKind.PRODUCT
 
 
 def is_attention_kernel(eqn: JaxprEqn) -> bool:
@@ -151,7 +152,7 @@ def is_attention_kernel(eqn: JaxprEqn) -> bool:
 
 def is_exchange(eqn: JaxprEqn) -> bool:
     """Whether an equation needs other shards."""
-    return kind(eqn) is Kind.EXCHANGE
+    return kind(eqn) is EqnKind.EXCHANGE
 
 
 def is_cheap(eqn: JaxprEqn) -> bool:
@@ -161,7 +162,7 @@ def is_cheap(eqn: JaxprEqn) -> bool:
 
 def is_identity(eqn: JaxprEqn) -> bool:
     """Whether the result is the operand, once varying-axis types no longer matter."""
-    return kind(eqn) is Kind.SAME and eqn.params.get("to", "varying") == "varying"
+    return kind(eqn) is EqnKind.SAME and eqn.params.get("to", "varying") == "varying"
 
 
 def mesh_axes(eqn: JaxprEqn) -> tuple[str, ...]:

@@ -27,10 +27,10 @@ from jaxpipe.schedule.passes import braid, separate_gradients
 from jaxpipe.schedule.passes.backwards import fused_backwards, split_backwards
 from jaxpipe.schedule.placement import Edges
 from jaxpipe.schedule.tolerance import at_most
-from jaxpipe.stage.identity import Same
+from jaxpipe.stage.identity import ById
 from jaxpipe.stage.model.layer import Model, taken_by
 from jaxpipe.stage.model.plan import LayerCosts, StagePlan, analytic_layer_costs, cut, cut_at, cut_edges, plan_stages
-from jaxpipe.stage.model.vocabulary import SpreadModel, spread
+from jaxpipe.stage.model.vocabulary import VocabParallelModel, spread
 from jaxpipe.text import arrows
 from jaxpipe.train.schedule_source import ScheduleSource, barriers, edges_to_cut, relative_costs, source_of
 from jaxpipe.train.settings.sections import PipelineConfig
@@ -48,11 +48,11 @@ def spread_over(pipe: PipelineConfig, model: Model) -> Model:
     """
     if pipe.vocabulary == "ends":
         return model.stored
-    return _spread(Same(model.stored), pipe.ranks, pipe.tp, barriers(pipe.vocabulary))
+    return _spread(ById(model.stored), pipe.ranks, pipe.tp, barriers(pipe.vocabulary))
 
 
 @lru_cache(maxsize=16)
-def _spread(model: Same, ranks: int, tp: int, barriers: int) -> SpreadModel:
+def _spread(model: ById, ranks: int, tp: int, barriers: int) -> VocabParallelModel:
     """One object for one question: what is known of its layers is known by their functions."""
     return spread(model.value, ranks, tp=tp, barriers=barriers)
 
@@ -76,7 +76,7 @@ def stage_planner(
         costs, source = analytic_layer_costs(model, size, flops_cache), "analytic"
 
     def plan(num_stages: int, edges: Edges | None = None) -> StagePlan:
-        if isinstance(model, SpreadModel):
+        if isinstance(model, VocabParallelModel):
             return plan_stages(
                 model, boundaries=_around_trunk(model, num_stages, cut, costs), costs=costs, costs_from=source
             )
@@ -96,7 +96,7 @@ def stage_planner(
     return plan
 
 
-def _around_trunk(model: SpreadModel, num_stages: int, trunk_cut: Any, costs: Sequence[float]) -> list[int]:
+def _around_trunk(model: VocabParallelModel, num_stages: int, trunk_cut: Any, costs: Sequence[float]) -> list[int]:
     """Return the layers at which the second and later of ``num_stages`` stages start: each part of a vocabulary layer is one,
     and the loss; those of the layers between are cut as ``trunk_cut`` or by costs."""
     trunk = model.trunk

@@ -39,7 +39,7 @@ from jaxpipe.stage.model.options import check_dtype
 from jaxpipe.stage.model.params import by_path, nested
 from jaxpipe.stage.model.plan import StagePlan, param_avals
 from jaxpipe.stage.model.reference import init_params
-from jaxpipe.stage.model.vocabulary import SpreadModel
+from jaxpipe.stage.model.vocabulary import VocabParallelModel
 from jaxpipe.text import format_bytes, format_count
 from jaxpipe.train.assemble import assemble, choose, spread_over, stage_planner, with_edges
 from jaxpipe.train.checkpoint import Checkpoint, CheckpointStore, read_manifest
@@ -346,7 +346,7 @@ class Trainer(Closing):
         """For these stages, with these costs; where a family has other stages, the pipeline says so."""
         now, costs = self.schedule, self.pipeline.costs
         ranks, microbatches, chunks = now.num_ranks, now.num_microbatches, now.num_chunks
-        if isinstance(self.pipeline.model, SpreadModel) and not family.vocabulary:
+        if isinstance(self.pipeline.model, VocabParallelModel) and not family.vocabulary:
             spread: Literal["spread", "spread-2"] = "spread" if now.placement.detached else "spread-2"
             pipe = PipelineConfig(
                 ranks=ranks, microbatches=microbatches, chunks=chunks, schedule=family.name, vocabulary=spread

@@ -12,7 +12,7 @@ from jax.extend.core import Primitive
 
 from jaxpipe._jax_compat import JaxprEqn
 from jaxpipe.stage.jaxprs import jaxpr_flops
-from jaxpipe.stage.primitives import PRIMITIVES, Kind, has_body, is_cheap, is_product, kind, row, row_of
+from jaxpipe.stage.primitives import PRIMITIVES, EqnKind, has_body, is_cheap, is_product, kind, row, row_of
 from jaxpipe.stage.weave.units import is_heavy
 
 NO_EXCHANGE = {"axis_index", "preduced", "vary_unreduced_cast", "vary_unreduced_cast_p"}
@@ -38,9 +38,9 @@ def primitives_of(module: str) -> set[str]:
 def test_every_collective_of_jax_is_an_exchange() -> None:
     names = primitives_of(jax.lax.psum.__module__) - NO_EXCHANGE
     assert {"psum", "all_gather", "all_gather_invariant", "reduce_scatter", "all_to_all", "ppermute", "pmax"} <= names
-    missing = {name for name in names if row_of(name).kind is not Kind.EXCHANGE}
+    missing = {name for name in names if row_of(name).kind is not EqnKind.EXCHANGE}
     assert not missing, "new collectives: give them rows in jaxpipe/stage/primitives.py"
-    assert all(row_of(name).kind is not Kind.CUSTOM for name in NO_EXCHANGE)
+    assert all(row_of(name).kind is not EqnKind.CUSTOM for name in NO_EXCHANGE)
 
 
 def test_every_elementwise_primitive_of_jax_is_known() -> None:
@@ -65,12 +65,12 @@ def test_every_elementwise_primitive_of_jax_is_known() -> None:
         "to_edtype",
     }
     special |= {"from_edtype", "device_put", "tie", "stage"}
-    assert not {n for n in names if n not in PRIMITIVES and row_of(n).kind is Kind.CUSTOM} - special
+    assert not {n for n in names if n not in PRIMITIVES and row_of(n).kind is EqnKind.CUSTOM} - special
 
 
 def test_an_unknown_primitive_is_not_cheap() -> None:
     eqn = unknown()
-    assert kind(eqn) is Kind.CUSTOM
+    assert kind(eqn) is EqnKind.CUSTOM
     assert not is_cheap(eqn)
     assert not row(eqn).view
     assert not is_product(eqn)
@@ -79,12 +79,20 @@ def test_an_unknown_primitive_is_not_cheap() -> None:
 
 @pytest.mark.parametrize("name", ["scaled_matmul_wrapper", "ragged_dot_general", "conv_general_dilated", "dot_general"])
 def test_products_are_products_everywhere(name: str) -> None:
-    assert row_of(name).kind is Kind.PRODUCT
+    assert row_of(name).kind is EqnKind.PRODUCT
 
 
 @pytest.mark.parametrize("name", ["pmax", "all_gather_invariant", "cummax", "gather", "scatter-mul", "pure_callback"])
 def test_what_only_some_tables_knew_is_not_cheap(name: str) -> None:
-    cheap = {Kind.ELEMENTWISE, Kind.REDUCTION, Kind.CAST, Kind.MOVE, Kind.WINDOW, Kind.RESHAPE, Kind.MAKE}
+    cheap = {
+        EqnKind.ELEMENTWISE,
+        EqnKind.REDUCTION,
+        EqnKind.CAST,
+        EqnKind.MOVE,
+        EqnKind.WINDOW,
+        EqnKind.RESHAPE,
+        EqnKind.MAKE,
+    }
     assert row_of(name).kind not in cheap
 
 

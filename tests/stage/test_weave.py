@@ -21,7 +21,7 @@ from jaxpipe.stage.functions import StageFunctions
 from jaxpipe.stage.model.reference import resolve_model
 from jaxpipe.stage.weave.lanes import Node, best_order, covers, uncovered
 from jaxpipe.stage.weave.units import Chunk, Collective, PartGraph, cut_threshold, is_heavy, units_of
-from jaxpipe.stage.weave.weaver import GPU_OVERLAP_OPTIONS, Woven, weave
+from jaxpipe.stage.weave.weaver import GPU_OVERLAP_OPTIONS, WovenJaxpr, weave
 
 GPT, LLAMA = "models.gpt:GPT", "models.llama:Llama"
 SMALL = {"d_model": 16, "num_heads": 4, "num_layers": 1, "seq_len": 8, "vocab_size": 16}
@@ -154,7 +154,7 @@ def test_dataflow_keeps_the_planned_products_under_their_collectives(
     assert sorted(c.products for c in woven.collectives) == sorted(products_held_under(woven))
 
 
-def products_held_under(woven: Woven) -> list[int]:
+def products_held_under(woven: WovenJaxpr) -> list[int]:
     """Return for each collective the products that the equations' dependencies keep between its start and its end."""
     eqns = woven.jaxpr.jaxpr.eqns
     maker = {v: i for i, eqn in enumerate(eqns) for v in eqn.outvars}

@@ -30,12 +30,12 @@ from jaxpipe.mesh import CP, ONE_SHARD, TP, AnyMesh, TensorParallel, spec_of, va
 from jaxpipe.stage.compiled.cpu import OPTIONS, for_cpu
 from jaxpipe.stage.compiled.footprint import with_offload
 from jaxpipe.stage.functions import IN_PLACE, SHARED, Homes, Port, StageFunction, StageFunctions
-from jaxpipe.stage.identity import Same, function_key, value_key
+from jaxpipe.stage.identity import ById, function_key, value_key
 from jaxpipe.stage.jaxprs import array_leaves, fill, is_array, jaxpr_flops
 from jaxpipe.stage.model.layer import Layer, Params
 from jaxpipe.stage.model.links import StageLinks, links_of, loss_factor
 from jaxpipe.stage.model.params import ParamLayout, stage_params
-from jaxpipe.stage.split.graph import Part
+from jaxpipe.stage.split.graph import StagePart
 from jaxpipe.stage.split.policies import ingredients, per_stage
 from jaxpipe.stage.split.recompute import policy
 from jaxpipe.stage.split.splitter import Split, split
@@ -112,7 +112,7 @@ def build_stage_functions(
     name = "+".join(ingredients(recompute))
     if name not in traced.splits:
         traced.splits[name] = split(traced.joint, saveable)
-    return _assemble(spec, traced, traced.splits[name], mesh, (Same(traced), name), cache)
+    return _assemble(spec, traced, traced.splits[name], mesh, (ById(traced), name), cache)
 
 
 def build_all(
@@ -254,7 +254,7 @@ def _assemble(
     homes = Homes(mesh, spec.layout, spec.x_varies, joint.y_varies, joint.dy_of, _handed_on(cut.parts))
     key = (program, mesh, spec.layer_offset if spec.uses_key else None)
 
-    def compiled(op: str, part: Part, consts: Mapping[Var, Any]) -> StageFunction:
+    def compiled(op: str, part: StagePart, consts: Mapping[Var, Any]) -> StageFunction:
         closed = part.close(consts)
         dump.dump("jaxpr", f"stage{spec.stage}-{op}", lambda: str(closed))
         return _function(op, part, closed, homes, f"{op}_stage{traced.stage}", (*key, op), cache)
@@ -289,11 +289,11 @@ def _assemble(
     return built
 
 
-def _eval_part(trace: StageTrace) -> Part:
+def _eval_part(trace: StageTrace) -> StagePart:
     ports, results = zip(*trace.outputs, strict=True)
     read = set(variables([*(a for eqn in trace.eqns for a in eqn.invars), *results]))
     used = {v: p for v, p in trace.inputs.items() if v in read}
-    return Part(tuple(used.values()), tuple(used), ports, results, trace.eqns)
+    return StagePart(tuple(used.values()), tuple(used), ports, results, trace.eqns)
 
 
 def _portable(const: Any) -> Any:
@@ -317,7 +317,7 @@ def held_bytes(inputs: Mapping[str, tuple[Sequence[Port], Sequence[Var]]]) -> di
     }
 
 
-def _handed_on(parts: Mapping[str, Part]) -> dict[Port, Port]:
+def _handed_on(parts: Mapping[str, StagePart]) -> dict[Port, Port]:
     """Residuals that are arguments of the function that saves them, with those: they stay where they are."""
     source_of: dict[Port, Port] = {}
     for part in parts.values():
@@ -331,7 +331,7 @@ def _handed_on(parts: Mapping[str, Part]) -> dict[Port, Port]:
 
 def _function(
     op: str,
-    part: Part,
+    part: StagePart,
     closed: ClosedJaxpr,
     homes: Homes,
     name: str,
@@ -357,7 +357,7 @@ def _function(
     return StageFunction(part.inputs, part.outputs, avals_in, avals_out, *calls, op=op)
 
 
-class _Compiled(NamedTuple):
+class _CompiledFields(NamedTuple):
     """The fields of a function (:class:`~jaxpipe.stage.functions.AnyFunction`) that follow from what it is compiled to."""
 
     donated: tuple[int, ...]
@@ -372,7 +372,7 @@ def compiled(
     inputs: Sequence[Port],
     outputs: Sequence[Port],
     jit: Callable[[tuple[int, ...], Sequence[int]], Any],
-) -> _Compiled:
+) -> _CompiledFields:
     """``closed`` as a function between ports: what it updates is donated, and arguments that are results are handed on, not
     copied, unless they are shared by microbatches. ``jit(donated, results)`` compiles the other results."""
     at = {v: k for k, v in enumerate(closed.jaxpr.invars)}
@@ -385,7 +385,7 @@ def compiled(
     rest = [k for k in range(len(outputs)) if k not in forwarded]
     jitted = jit(donated, rest)
     call = jitted if not forwarded else _forwarding(jitted, forwarded, rest)
-    return _Compiled(donated, closed, call, jitted, forwarded)
+    return _CompiledFields(donated, closed, call, jitted, forwarded)
 
 
 def _forwarding(

@@ -36,7 +36,7 @@ from jaxpipe._jax_compat import (
     variables,
 )  # fmt: skip
 from jaxpipe.stage.jaxprs import Dataflow, called, flatten
-from jaxpipe.stage.primitives import Kind, is_product, kind
+from jaxpipe.stage.primitives import EqnKind, is_product, kind
 
 OPTIONS: Mapping[str, str] = {"xla_disable_hlo_passes": "cse_barrier_expander,tree_reduction_rewriter"}
 """Compiler options for this: barriers stay until elementwise work is fused, and there are no trees of windows."""
@@ -62,11 +62,11 @@ def _made_once(closed: ClosedJaxpr) -> ClosedJaxpr:
     def is_written(v: Var) -> bool:
         readers = [flow.eqns[i] for i in flow.readers.get(v, ())]
         return v in results or any(
-            is_product(eqn) or (kind(eqn) is Kind.RESHAPE and is_written(eqn.outvars[0])) for eqn in readers
+            is_product(eqn) or (kind(eqn) is EqnKind.RESHAPE and is_written(eqn.outvars[0])) for eqn in readers
         )
 
     def is_held(eqn: JaxprEqn, v: Var) -> bool:
-        if kind(eqn) in (Kind.ELEMENTWISE, Kind.CAST):
+        if kind(eqn) in (EqnKind.ELEMENTWISE, EqnKind.CAST):
             return len(flow.readers.get(v, ())) + (v in results) > 1 and is_written(v)
         return (
             _is_over_rows(eqn) and shape_of(v)[0] != shape_of(v)[1]

@@ -15,7 +15,7 @@ import jax
 from flax import linen
 
 from jaxpipe.errors import StageError
-from jaxpipe.stage.identity import Same, value_key
+from jaxpipe.stage.identity import ById, value_key
 from jaxpipe.stage.model.adapters import as_stage_error, linen_params, not_linen, streams, typed_key
 from jaxpipe.stage.model.cut_module import CutModel, batch_types, check_leaves, cut_module
 from jaxpipe.stage.model.cut_nnx import drawn
@@ -115,7 +115,7 @@ class _LinenCut:
 
     def alike(self, block: int) -> Hashable:
         copies = [self._copies.get((self._first[block], train)) for train in (True, False)]
-        return tuple((Same(type(m)), value_key(_fields(m))) for m in copies if m is not None)
+        return tuple((ById(type(m)), value_key(_fields(m))) for m in copies if m is not None)
 
     def draw(self, key: jax.Array, paths: Sequence[Path]) -> Mapping[Path, jax.Array]:
         if self._given is not None:

@@ -129,7 +129,7 @@ def cut_module(
     tracing = Tracing(module, tuple(reads))
     data = [batch[n] for n in reads]
     outlines = tracing.outlines(data)
-    layers, homes = _Layers(tracing, Wiring(module, outlines)).made()
+    layers, homes = _LayerFactory(tracing, Wiring(module, outlines)).made()
     layers.append(Layer("loss", lambda key: {}, lambda params, x, context: loss(x, context.data), tuple(batch)))
     homes["loss"] = {}
     output = outlines[TRAIN].output
@@ -159,7 +159,7 @@ class _Step:
     hands_on: tuple[Wire, ...] = ()
 
 
-class _Layers:
+class _LayerFactory:
     """Makes the layers of a wiring."""
 
     def __init__(self, tracing: Tracing, wiring: Wiring) -> None:

@@ -27,7 +27,7 @@ from flax import linen, nnx
 
 from jaxpipe._jax_compat import ClosedJaxpr, eval_jaxpr, is_key_dtype, only_results
 from jaxpipe.errors import StageError
-from jaxpipe.stage.identity import Same, value_key
+from jaxpipe.stage.identity import ById, value_key
 from jaxpipe.stage.jaxprs import array_leaves, fill, flatten
 from jaxpipe.stage.model.adapters import typed_key
 from jaxpipe.stage.model.cut_module import CutModel, batch_types, check_leaves, cut_module
@@ -558,5 +558,5 @@ def _kind(split: SplitModule) -> Hashable:
     try:
         hash(kind)
     except TypeError:
-        return Same(split)
+        return ById(split)
     return kind

@@ -41,9 +41,9 @@ class Matrix:
     def fits(self, shape: Sequence[int]) -> bool:
         """Whether a parameter of this shape can be such a matrix."""
         axes = (*self.rows, *self.columns)
-        apart = self.rows and self.columns and len(set(axes)) == len(axes) and set(axes) <= set(range(len(shape)))
-        if self.split is None or not apart:
-            return bool(apart)
+        is_matrix = self.rows and self.columns and len(set(axes)) == len(axes) and set(axes) <= set(range(len(shape)))
+        if self.split is None or not is_matrix:
+            return bool(is_matrix)
         axis, sizes = self.split
         return axis in range(len(shape)) and sum(sizes) == shape[axis] and min(sizes) > 0
 
@@ -110,7 +110,7 @@ class Layer:
     span: int = 1
     matrices: Mapping[Path, Matrix] | None = None
     detached: bool = False
-    words: Words | None = None
+    words: VocabSplit | None = None
     alike: Hashable = None
 
     @property
@@ -133,7 +133,7 @@ class Layer:
 
 
 @dataclass(frozen=True, slots=True)
-class Words:
+class VocabSplit:
     """How an embedding, a head or the loss behind it falls apart by words (:mod:`jaxpipe.stage.model.vocabulary`).
 
     ``path``: of the leaf [V, D] with a row for each word, split over ``tp`` along that axis or not; ``()``: a loss has none,
@@ -219,8 +219,8 @@ class Model:
     @property
     def losses(self) -> tuple[int, ...]:
         """Positions of the losses: layers that no other takes."""
-        taken = {k for sources in taken_by(self.layers) for k in sources}
-        return tuple(i for i in range(len(self.layers)) if i not in taken)
+        taken_positions = {k for sources in taken_by(self.layers) for k in sources}
+        return tuple(i for i in range(len(self.layers)) if i not in taken_positions)
 
 
 def taken_by(layers: Sequence[Layer]) -> tuple[tuple[int, ...], ...]:
@@ -260,32 +260,34 @@ def with_leaf_rules(model: Model, *, trainable: LeafRule | None = None, float32:
         StageError: ``trainable`` picks no leaf or every leaf, or ``float32`` picks none: then it says nothing.
     """
     paths = {layer.name: leaf_paths(layer) for layer in model.layers}
-    every = [(name, path) for name, own in paths.items() for path in own]
+    leaves = [(name, path) for name, layer_paths in paths.items() for path in layer_paths]
 
     def picked(what: str, rule: LeafRule, most: int) -> dict[str, _OneOf]:
-        found = {name: _OneOf(frozenset(p for p in own if rule(name, p))) for name, own in paths.items()}
-        count = sum(len(f.paths) for f in found.values())
+        rules_of_layer = {
+            name: _OneOf(frozenset(p for p in layer_paths if rule(name, p))) for name, layer_paths in paths.items()
+        }
+        count = sum(len(f.paths) for f in rules_of_layer.values())
         if not 0 < count <= most:
-            example = f", such as {every[0]}" if every else ""
+            example = f", such as {leaves[0]}" if leaves else ""
             raise StageError(
-                f"{what} picks {'every one' if count else 'none'} of the {len(every)} parameters of model {model.name}; it is "
+                f"{what} picks {'every one' if count else 'none'} of the {len(leaves)} parameters of model {model.name}; it is "
                 f"called with a layer's name and a path in it{example}"
             )
-        return found
+        return rules_of_layer
 
     rules: dict[str, dict[str, _OneOf]] = {}
     if trainable is not None:
-        rules["trainable"] = picked("trainable", trainable, len(every) - 1)
+        rules["trainable"] = picked("trainable", trainable, len(leaves) - 1)
     if float32 is not None:
-        rules["float32"] = picked("float32", float32, len(every))
+        rules["float32"] = picked("float32", float32, len(leaves))
     layers = [replace(layer, **{k: v[layer.name] for k, v in rules.items()}) for layer in model.layers]  # type: ignore[arg-type]
     return replace(model, layers=tuple(layers))
 
 
 def leaf_paths(layer: Layer) -> tuple[Path, ...]:
     """The paths of the floating-point leaves that ``layer`` creates."""
-    made = jax.tree_util.tree_leaves_with_path(init_avals(layer))
-    floats = [keys for keys, leaf in made if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+    leaves = jax.tree_util.tree_leaves_with_path(init_avals(layer))
+    floats = [keys for keys, leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.inexact)]
     return tuple(tuple(str(getattr(k, "key", k)) for k in keys) for keys in floats)
 
 
@@ -305,24 +307,24 @@ def init_avals(layer: Layer) -> Any:
     Raises:
         StageError: it makes something else than a dict.
     """
-    made = jax.eval_shape(layer.init, key_aval())
-    if not isinstance(made, Mapping):
-        what = "an array" if isinstance(made, jax.ShapeDtypeStruct) else f"a {type(made).__name__}"
+    avals = jax.eval_shape(layer.init, key_aval())
+    if not isinstance(avals, Mapping):
+        what = "an array" if isinstance(avals, jax.ShapeDtypeStruct) else f"a {type(avals).__name__}"
         raise StageError(f"layer {layer.name!r}: init returns {what}; want a dict of arrays, such as {{'kernel': …}}")
-    return made
+    return avals
 
 
 def every_init_avals(layers: Iterable[Layer]) -> dict[str, Any]:
     """Return :func:`init_avals` of each layer by name; layers that are alike or have the same ``init`` are looked at
     once."""
-    known: dict[Hashable, Any] = {}
-    found = {}
+    avals_of: dict[Hashable, Any] = {}
+    avals_by_layer = {}
     for layer in layers:
         key = function_key(layer.init) if layer.alike is None else layer.alike
-        if key not in known:
-            known[key] = init_avals(layer)
-        found[layer.name] = known[key]
-    return found
+        if key not in avals_of:
+            avals_of[key] = init_avals(layer)
+        avals_by_layer[layer.name] = avals_of[key]
+    return avals_by_layer
 
 
 def _model_problems(model: Model) -> list[str]:
@@ -346,8 +348,8 @@ def _model_problems(model: Model) -> list[str]:
         for path, (owner, owner_path) in layer.tied.items():
             tie = f"layer {layer.name} ties {'/'.join(path)} to {owner}/{'/'.join(owner_path)}"
             if owner not in by_name or owner == layer.name:
-                others = ", ".join(name for name in by_name if name != layer.name)
-                problems.append(f"{tie}; the owner must be another layer: {others}")
+                candidates = ", ".join(name for name in by_name if name != layer.name)
+                problems.append(f"{tie}; the owner must be another layer: {candidates}")
             elif owner_path in by_name[owner].tied:
                 true_owner, true_path = by_name[owner].tied[owner_path]
                 problems.append(f"{tie}, itself tied; name its owner {true_owner}/{'/'.join(true_path)} instead")
@@ -362,14 +364,14 @@ def _span_problems(model: Model) -> Iterator[str]:
             yield f"layer {layer.name} has span {layer.span}; only a model's one loss can take several microbatches at once"
 
 
-def _taking_problems(layer: Layer, earlier: Sequence[str], known: Mapping[str, Layer]) -> Iterator[str]:
+def _taking_problems(layer: Layer, earlier: Sequence[str], by_name: Mapping[str, Layer]) -> Iterator[str]:
     if isinstance(layer.takes, str):
         yield f"layer {layer.name} takes {layer.takes!r}; want a tuple of names: ({layer.takes!r},)"
         return
     for name in layer.takes or ():
         if name == layer.name:
             yield f"layer {name} takes its own result"
-        elif name in known and name not in earlier:
+        elif name in by_name and name not in earlier:
             yield f"layer {layer.name} takes {name!r}, which comes after it; list layers in an order in which they can run"
         elif name not in earlier:
             yield f"layer {layer.name} takes {name!r}; layers before it are {', '.join(earlier) or 'none'}"

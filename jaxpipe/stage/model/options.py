@@ -38,27 +38,27 @@ def build_options(cls: type[T], options: Mapping[str, Any], what: str) -> T:
 def options_of(config: Any) -> dict[str, Any]:
     """The options that :func:`build_options` makes an equal ``config`` of, as values that TOML and JSON can hold: all of them,
     so that later defaults change nothing, but those that are None, as they are by default."""
-    made = {f.name: getattr(config, f.name) for f in fields(config)}
-    nested = {name: options_of(value) if is_dataclass(value) else value for name, value in made.items()}
+    values = {f.name: getattr(config, f.name) for f in fields(config)}
+    nested = {name: options_of(value) if is_dataclass(value) else value for name, value in values.items()}
     return {name: value for name, value in nested.items() if value is not None}
 
 
-def check_names(what: str, options: Iterable[str], needed: Mapping[str, bool]) -> None:
-    """Raise ConfigError, with the nearest name that exists, unless ``options`` are among the names in ``needed``, and all that
-    are needed are there."""
+def check_names(what: str, options: Iterable[str], required: Mapping[str, bool]) -> None:
+    """Raise ConfigError, with the nearest name that exists, unless ``options`` are among the names in ``required``, and all
+    that are needed are there."""
     options = list(options)
     for name in options:
-        if name not in needed:
-            raise ConfigError(f"{what} has no option {name!r}{suggestion(name, needed)}")
-    for name, must in needed.items():
+        if name not in required:
+            raise ConfigError(f"{what} has no option {name!r}{suggestion(name, required)}")
+    for name, must in required.items():
         if must and name not in options:
             raise ConfigError(f"{what} needs the option {name}; give {name}=…")
 
 
-def suggestion(name: str, known: Iterable[str]) -> str:
+def suggestion(name: str, names: Iterable[str]) -> str:
     """The end of an error message about an unknown name: the nearest known one, then all of them."""
-    known = list(known)
-    return f"{closest(name, known, ';')} Known: {', '.join(known)}" if known else ""
+    names = list(names)
+    return f"{closest(name, names, ';')} Known: {', '.join(names)}" if names else ""
 
 
 def divisors(n: int) -> str:
@@ -91,20 +91,20 @@ def check_dtype(what: str, dtype: Any) -> np.dtype[Any]:
             another one without a word (float64 unless x64 is enabled).
     """
     try:
-        found: np.dtype[Any] = jnp.dtype(dtype)
+        resolved: np.dtype[Any] = jnp.dtype(dtype)
     except (TypeError, ValueError, SyntaxError):  # the last two of odd strings
         raise ConfigError(f"{what} is {dtype!r}, which is no dtype; use float32, bfloat16 or float64") from None
-    if found.name == "float16":
+    if resolved.name == "float16":
         raise ConfigError(
             f"{what} is float16, which needs loss scaling, and there is none: gradients below 6e-8 would be 0; use bfloat16"
         )
-    if found.name not in ("float32", "bfloat16", "float64"):
-        raise ConfigError(f"{what} is {found.name}; use float32, bfloat16 or float64")
-    if found.name == "float64" and jax.dtypes.canonicalize_dtype(np.float64) != np.float64:
+    if resolved.name not in ("float32", "bfloat16", "float64"):
+        raise ConfigError(f"{what} is {resolved.name}; use float32, bfloat16 or float64")
+    if resolved.name == "float64" and jax.dtypes.canonicalize_dtype(np.float64) != np.float64:
         raise ConfigError(
             f"{what} is float64, which JAX computes in float32 unless x64 is enabled; set JAX_ENABLE_X64=1, or use float32"
         )
-    return found.newbyteorder("=")
+    return resolved.newbyteorder("=")
 
 
 def _typed(value: Any, hint: Any, what: str) -> Any:

@@ -65,10 +65,10 @@ def apply_model(
     return combined(_heads(model, params, batch, key, train).values())
 
 
-def named_metrics(model: Model, found: Sequence[Any]) -> dict[str, tuple[Any, Any]]:
+def named_metrics(model: Model, results: Sequence[Any]) -> dict[str, tuple[Any, Any]]:
     """``loss`` and the metrics of the loss layer, by what the losses return for one microbatch: what is summed and what that is
     divided by. Of several losses each stands there under its layer's name too (but one named ``loss``)."""
-    heads = _named_heads(model, found)
+    heads = _named_heads(model, results)
     named: dict[str, Any] = {"loss": combined(heads.values())}
     for layer, (loss_sum, weight_sum, *rest) in heads.items():
         if len(heads) > 1 and layer != "loss":
@@ -81,8 +81,8 @@ def named_metrics(model: Model, found: Sequence[Any]) -> dict[str, tuple[Any, An
 def combined(heads: Iterable[Sequence[Any]]) -> tuple[Any, Any]:
     """The losses of ``heads``, each a pair (loss sum, weight sum), as one pair: its quotient is the sum of theirs, and its
     weight that of the first. Of one it is the pair as it stands. A loss without weight counts nothing."""
-    (loss_sum, weight_sum, *_), *others = heads
-    for other_sum, other_weight, *_ in others:
+    (loss_sum, weight_sum, *_), *further_heads = heads
+    for other_sum, other_weight, *_ in further_heads:
         share = jnp.where(other_weight > 0, weight_sum / jnp.where(other_weight > 0, other_weight, 1), 0)
         loss_sum = loss_sum + other_sum * jax.lax.stop_gradient(share)
     return loss_sum, weight_sum
@@ -96,35 +96,37 @@ def weights_of(
     Raises:
         StageError: one depends on more than the batch; a step could not know it before its first backward pass.
     """
-    taken: list[Any] = []
+    loss_names: list[Any] = []
 
     def weights(params: Any, batch: Any) -> list[Any]:
         heads = _heads(model, params, batch, None, False)
-        taken.extend(heads)
+        loss_names.extend(heads)
         return [jnp.asarray(head[1]) for head in heads.values()]
 
     closed = jax.make_jaxpr(weights)(params, batch)
     count = len(jax.tree.leaves(params))
-    for k, name in enumerate(taken):
+    for k, name in enumerate(loss_names):
         if any(only_results(closed, [k])[1][:count]):
             raise StageError(
                 f"the weight of the loss layer {name!r} depends on parameters; of several losses each must tell its weight by "
                 "the batch alone"
             )
-    alone, kept = only_results(closed, range(len(taken)))
+    pruned, is_read = only_results(closed, range(len(loss_names)))
 
-    def found(batch: Mapping[str, Any]) -> list[Any]:
+    def loss_weights(batch: Mapping[str, Any]) -> list[Any]:
         leaves = jax.tree.leaves(dict(batch))
-        return eval_jaxpr(alone.jaxpr, alone.consts, *(x for x, yes in zip(leaves, kept[count:], strict=True) if yes))
+        return eval_jaxpr(
+            pruned.jaxpr, pruned.consts, *(x for x, yes in zip(leaves, is_read[count:], strict=True) if yes)
+        )
 
-    return found
+    return loss_weights
 
 
 def model_output(model: Model, params: Mapping[str, Params], batch: Mapping[str, jax.Array]) -> Any:
     """What the last loss takes for one microbatch (a tuple of several results), in evaluation mode, in the compute dtype. The
     batch need not hold what only losses read."""
-    found = _results(model, taken_by(model.layers)[-1], params, batch, None, False)
-    return found[0] if len(found) == 1 else tuple(found)
+    results = _results(model, taken_by(model.layers)[-1], params, batch, None, False)
+    return results[0] if len(results) == 1 else tuple(results)
 
 
 def logits(model: Model, params: Mapping[str, Params], tokens: jax.Array) -> jax.Array:
@@ -195,8 +197,10 @@ def resolved(what: str, name: str, options: Mapping[str, Any], offered: Mapping[
     home = _OURS if f"{module.__name__}.".startswith(f"{_OURS}.") else package
     factory: Any = getattr(module, attribute, None)
     if not _is_function_or_class(factory):
-        own = [n for n, x in vars(module).items() if _is_function_or_class(x) and x.__module__ == module.__name__]
-        hint = suggestion(attribute, [n for n in own if n[0] != "_"][:_MOST_KNOWN])
+        local_names = [
+            n for n, x in vars(module).items() if _is_function_or_class(x) and x.__module__ == module.__name__
+        ]
+        hint = suggestion(attribute, [n for n in local_names if n[0] != "_"][:_MOST_KNOWN])
         raise ConfigError(f"{what} {name}: {module_name} has no function or class {attribute!r}{hint}")
     origin = str(factory.__module__)
     if not f"{origin}.".startswith(f"{home}."):
@@ -206,8 +210,8 @@ def resolved(what: str, name: str, options: Mapping[str, Any], offered: Mapping[
     except ValueError:
         raise ConfigError(f"{what} {name}: {attribute} does not say what arguments it takes; name a function") from None
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    taken = parameters.keys() | (offered or {}).keys() if takes_any and what == "model" else parameters.keys()
-    options = {**{key: value for key, value in (offered or {}).items() if key in taken}, **options}
+    accepted = parameters.keys() | (offered or {}).keys() if takes_any and what == "model" else parameters.keys()
+    options = {**{key: value for key, value in (offered or {}).items() if key in accepted}, **options}
     if not takes_any:
         check_names(name, options, {n: p.default is p.empty for n, p in parameters.items()})
     try:
@@ -257,8 +261,8 @@ def _heads(
     return _named_heads(model, _results(model, model.losses, params, batch, key, train))
 
 
-def _named_heads(model: Model, found: Sequence[Any]) -> dict[str, tuple[Any, ...]]:
-    heads = {model.layers[i].name: head for i, head in zip(model.losses, found, strict=True)}
+def _named_heads(model: Model, results: Sequence[Any]) -> dict[str, tuple[Any, ...]]:
+    heads = {model.layers[i].name: head for i, head in zip(model.losses, results, strict=True)}
     for name, head in heads.items():
         if not (isinstance(head, tuple) and len(head) in (2, 3)):
             raise StageError(
@@ -267,52 +271,52 @@ def _named_heads(model: Model, found: Sequence[Any]) -> dict[str, tuple[Any, ...
     return heads
 
 
-def read_by(model: Model, wanted: Sequence[int]) -> tuple[str, ...]:
-    """The batch arrays that the layers at ``wanted``, and those behind them, read."""
-    return tuple(dict.fromkeys(name for i in sorted(last_readers(model, wanted)) for name in model.layers[i].reads))
+def read_by(model: Model, positions: Sequence[int]) -> tuple[str, ...]:
+    """The batch arrays that the layers at ``positions``, and those behind them, read."""
+    return tuple(dict.fromkeys(name for i in sorted(last_readers(model, positions)) for name in model.layers[i].reads))
 
 
-def last_readers(model: Model, wanted: Sequence[int]) -> dict[int, int]:
-    """The layers that those at ``wanted`` need, with the last that takes each: past the end for those."""
-    taken = taken_by(model.layers)
-    found = dict.fromkeys(wanted, len(model.layers))
+def last_readers(model: Model, positions: Sequence[int]) -> dict[int, int]:
+    """The layers that those at ``positions`` need, with the last that takes each: past the end for those."""
+    sources = taken_by(model.layers)
+    readers = dict.fromkeys(positions, len(model.layers))
     for i in range(len(model.layers) - 1, -1, -1):
-        if i in found:
-            found = dict.fromkeys(taken[i], i) | found
-    return found
+        if i in readers:
+            readers = dict.fromkeys(sources[i], i) | readers
+    return readers
 
 
 def _results(
     model: Model,
-    wanted: Sequence[int],
+    positions: Sequence[int],
     params: Mapping[str, Params],
     batch: Mapping[str, jax.Array],
     key: jax.Array | None,
     train: bool,
 ) -> list[Any]:
-    """What the layers at ``wanted`` return; runs those that they need and holds no result longer than that."""
-    needed = last_readers(model, wanted)
-    made = run_layers(model, needed, needed, {}, params, batch, key, train)
-    return [made[i] for i in wanted]
+    """What the layers at ``positions`` return; runs those that they need and holds no result longer than that."""
+    last_reader = last_readers(model, positions)
+    results = run_layers(model, last_reader, last_reader, {}, params, batch, key, train)
+    return [results[i] for i in positions]
 
 
 def run_layers(
     model: Model,
-    needed: Mapping[int, int],
+    last_reader: Mapping[int, int],
     among: Iterable[int],
-    made: Mapping[int, Any],
+    results: Mapping[int, Any],
     params: Mapping[str, Params],
     batch: Mapping[str, jax.Array],
     key: jax.Array | None = None,
     train: bool = False,
 ) -> dict[int, Any]:
-    """Run the layers ``among`` those ``needed`` (:func:`last_readers`). ``made``: results of layers before them by index; with
-    theirs added and without those that no later layer takes, they are returned. ``params``: of these layers, and of the owners
-    of what is tied there."""
+    """Run the layers ``among`` those ``last_reader`` (:func:`last_readers`). ``results``: results of layers before them by
+    index; with theirs added and without those that no later layer takes, they are returned. ``params``: of these layers, and of
+    the owners of what is tied there."""
     if key is not None and not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         key = jax.random.wrap_key_data(key, impl="threefry2x32")
-    taken, made = taken_by(model.layers), dict(made)
-    for index in sorted(needed.keys() & set(among)):
+    sources, results = taken_by(model.layers), dict(results)
+    for index in sorted(last_reader.keys() & set(among)):
         layer = model.layers[index]
         absent = [name for name in layer.reads if name not in batch]
         if absent:
@@ -327,10 +331,10 @@ def run_layers(
             key=jax.random.fold_in(key, index) if draws and key is not None else None,
             train=train,
         )
-        x = given_to(layer, [made[k] for k in taken[index]])
-        made[index] = layer.apply(with_tied_leaves(layer, params), x, context)
-        made = {k: y for k, y in made.items() if needed[k] > index}
-    return made
+        x = given_to(layer, [results[k] for k in sources[index]])
+        results[index] = layer.apply(with_tied_leaves(layer, params), x, context)
+        results = {k: y for k, y in results.items() if last_reader[k] > index}
+    return results
 
 
 def _import(module_name: str, name: str) -> ModuleType:
@@ -359,14 +363,14 @@ def _siblings(package: str) -> list[str]:
 
 
 def _is_function_or_class(value: Any) -> bool:
-    made = inspect.unwrap(value) if callable(value) else value
-    return inspect.isfunction(made) or inspect.isclass(made)
+    function = inspect.unwrap(value) if callable(value) else value
+    return inspect.isfunction(function) or inspect.isclass(function)
 
 
 def _told(error: BaseException) -> str:
     """What was raised, and the line of the user's code that it came from."""
     frames = traceback.extract_tb(error.__traceback__)
-    others = (__file__, lazy.__file__, "<", sysconfig.get_path("stdlib"))
-    own = [f for f in frames if not f.filename.startswith(others) and "site-packages" not in f.filename]
-    place = f" ({FilePath(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
+    library_files = (__file__, lazy.__file__, "<", sysconfig.get_path("stdlib"))
+    user_frames = [f for f in frames if not f.filename.startswith(library_files) and "site-packages" not in f.filename]
+    place = f" ({FilePath(user_frames[-1].filename).name}, line {user_frames[-1].lineno})" if user_frames else ""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}{place}"

@@ -11,7 +11,8 @@ returned. With one (algorithm 2) it computes its share ahead, as if its words we
 shares and adds them up in the order of the ranks, and the parts, detached, have only their rows' gradient left to make. All of
 it are messages from rank to rank: a star around the last one, where a chain would wait for its turn on each rank.
 
-A checkpoint knows nothing of this: :meth:`SpreadModel.divided` and :meth:`SpreadModel.joined` go between it and the parts.
+A checkpoint knows nothing of this: :meth:`VocabParallelModel.divided` and :meth:`VocabParallelModel.joined` go between it and
+the parts.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ import numpy as np
 
 from jaxpipe.errors import ConfigError
 from jaxpipe.stage.identity import function_key
-from jaxpipe.stage.model.layer import Layer, Model, Params, Path, Words, init_avals
+from jaxpipe.stage.model.layer import Layer, Model, Params, Path, VocabSplit, init_avals
 from jaxpipe.stage.model.params import by_path, find_leaf, named_leaves, nested
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class VocabTable:
     """The rows of ``layer``, at ``path`` in its parameters: ``words`` of them, ``each`` in a part."""
 
     layer: str
@@ -43,13 +44,13 @@ class Rows:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class SpreadModel(Model):
+class VocabParallelModel(Model):
     """Make with :func:`spread`. ``source``: :attr:`stored`. ``parts``: of each of ``tables``. Layers, in order: the parts of
     the embedding; all others, with what is left of embedding and head; the parts of the head; the loss."""
 
     source: Model
     parts: int
-    tables: tuple[Rows, ...]
+    tables: tuple[VocabTable, ...]
 
     @property
     def stored(self) -> Model:
@@ -104,7 +105,7 @@ class SpreadModel(Model):
             stored[table.layer] = _merged(stored[table.layer], [trees[name] for name in names], names, table)
         return stored
 
-    def _divided(self, table: Rows, rows: Any) -> list[Any]:
+    def _divided(self, table: VocabTable, rows: Any) -> list[Any]:
         """The rows of each part, those past the vocabulary zero."""
         rows = np.asarray(rows)
         padding_rows = self.parts * table.each - rows.shape[0]
@@ -118,7 +119,7 @@ class SpreadModel(Model):
         return [name for layer in self._divided_layers() for name in _parts(layer, self.parts)]
 
 
-def spread(model: Model, parts: int, *, tp: int = 1, barriers: int = 1) -> SpreadModel:
+def spread(model: Model, parts: int, *, tp: int = 1, barriers: int = 1) -> VocabParallelModel:
     """``model`` with embedding and head in ``parts``, their rows a multiple of ``parts`` × ``tp``.
 
     Raises:
@@ -148,10 +149,10 @@ def spread(model: Model, parts: int, *, tp: int = 1, barriers: int = 1) -> Sprea
     )
     field_values = {field.name: getattr(model, field.name) for field in fields(Model)}
     layers = (*looking_up, left, *inner, hidden, *predicting, merged)
-    return SpreadModel(**{**field_values, "layers": layers}, source=model, parts=parts, tables=tables)
+    return VocabParallelModel(**{**field_values, "layers": layers}, source=model, parts=parts, tables=tables)
 
 
-def _words_of(model: Model, layer: Layer) -> Words:
+def _words_of(model: Model, layer: Layer) -> VocabSplit:
     if layer.words is None:
         raise ConfigError(
             f"model {model.name}: layer {layer.name} does not say how it is divided by words (Layer.words)"
@@ -163,18 +164,18 @@ def _parts(layer: str, count: int) -> list[str]:
     return [f"{layer}@{k}" for k in range(count)]
 
 
-def _rows(layer: Layer, path: Path, multiple: int, tp: int) -> Rows:
+def _rows(layer: Layer, path: Path, multiple: int, tp: int) -> VocabTable:
     words = find_leaf(init_avals(layer), path).shape[0]
-    return Rows(layer.name, path, words, tp * -(-words // multiple))
+    return VocabTable(layer.name, path, words, tp * -(-words // multiple))
 
 
-def _rest(layer: Layer, words: Words, barriers: int) -> Layer:
+def _rest(layer: Layer, words: VocabSplit, barriers: int) -> Layer:
     """What is left of a layer, with its rules."""
     rules = {name: getattr(layer, name) for name in ("name", "trainable", "float32", "frozen", "matrices")}
     return replace(words.rest(barriers), **rules)
 
 
-def _part(layer: Layer, words: Words, table: Rows, number: int, barriers: int) -> Layer:
+def _part(layer: Layer, words: VocabSplit, table: VocabTable, number: int, barriers: int) -> Layer:
     """Part ``number`` of a layer."""
 
     def init(key: jax.Array) -> Params:
@@ -203,7 +204,7 @@ def _part(layer: Layer, words: Words, table: Rows, number: int, barriers: int) -
 _ABSENT: Any = object()
 
 
-def _merged(node: Any, parts: Sequence[Any], names: Sequence[str], table: Rows) -> Any:
+def _merged(node: Any, parts: Sequence[Any], names: Sequence[str], table: VocabTable) -> Any:
     """A node of a layer's tree with those of its parts in it: keys that are the names of parts mean the layer, and what is in
     the parts alone are rows."""
     if all(part is _ABSENT for part in parts):

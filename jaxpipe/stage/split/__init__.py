@@ -4,7 +4,7 @@ from jaxpipe.lazy import exported
 
 __all__, __getattr__ = exported(
     __name__,
-    graph="Part",
+    graph="StagePart",
     policies="POLICIES",
     splitter="Split split",
     trace="StageTrace TraceSpec trace_joint",

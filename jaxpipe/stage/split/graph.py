@@ -20,7 +20,7 @@ from jaxpipe._jax_compat import (
 )
 from jaxpipe.stage.functions import Port
 from jaxpipe.stage.jaxprs import Dataflow
-from jaxpipe.stage.primitives import Kind, kind, row
+from jaxpipe.stage.primitives import EqnKind, kind, row
 from jaxpipe.stage.split.trace import StageTrace
 
 Saveable = Callable[[Var], bool]
@@ -36,7 +36,7 @@ class Level(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class StagePart:
     """The program of one operation: equations between ports."""
 
     inputs: tuple[Port, ...]
@@ -46,7 +46,7 @@ class Part:
     eqns: tuple[JaxprEqn, ...]
 
     def close(self, consts: Mapping[Var, Any]) -> ClosedJaxpr:
-        """A jaxpr with these constants bound (those it uses)."""
+        """Return a jaxpr with these constants bound (those it uses)."""
         read = {a for eqn in self.eqns for a in eqn.invars if isinstance(a, Var)}
         read.update(a for a in self.outvars if isinstance(a, Var))
         return close_jaxpr([(v, c) for v, c in consts.items() if v in read], self.invars, self.eqns, self.outvars)
@@ -69,9 +69,11 @@ class Graph(Dataflow):
             (self.level.get(v, Level.FIXED) for v in variables(eqn.invars) if self.port_kind(v) != "key"),
             default=Level.FIXED,
         )
-        plumbing = kind(eqn) is Kind.KEY or all(is_key(v) for v in eqn.outvars)
+        # Folding keys costs nothing and is repeated where bits are drawn; only drawing makes a value of the microbatch.
+        plumbing = kind(eqn) is EqnKind.KEY or all(is_key(v) for v in eqn.outvars)
         if keys and not plumbing:
             level = max(level, Level.FORWARD)
+        # A model's own jax.checkpoint: its recomputation belongs to the backward pass, though it reads no cotangent.
         if i in self.trace.recomputed and level is Level.FORWARD:
             level = Level.BACKWARD
         for v in eqn.outvars:
@@ -79,7 +81,7 @@ class Graph(Dataflow):
         return level
 
     def port_kind(self, v: Var) -> str:
-        """The kind of the port through which a value enters the stage; "" for others."""
+        """Return the kind of the port through which a value enters the stage; "" for others."""
         port = self.trace.inputs.get(v)
         return "" if port is None else port.kind
 
@@ -87,7 +89,7 @@ class Graph(Dataflow):
         return Level.FIXED if isinstance(atom, Literal) else self.level.get(atom, Level.FIXED)
 
     def early(self, eqns: Sequence[JaxprEqn]) -> set[int]:
-        """Positions of those among backward equations, in the order of a program, that depend on no cotangent."""
+        """Return the positions of those among backward equations, in the order of a program, that depend on no cotangent."""
         late = {v for v, p in self.trace.inputs.items() if p.kind == "dy"} | {self.trace.seed}
         positions = set()
         for k, eqn in enumerate(eqns):
@@ -105,7 +107,8 @@ class Graph(Dataflow):
         return self.view_base(v) is not None
 
     def view_base(self, v: Var) -> Var | None:
-        """The operand of which ``v`` is a view that takes no fewer bytes, if it is one."""
+        """Return the operand of which ``v`` is a view, None if it is none, or takes fewer bytes than the operand: then it pays
+        to keep the view."""
         i = self.maker.get(v)
         if i is None or not row(self.eqns[i]).view:
             return None

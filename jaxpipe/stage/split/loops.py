@@ -1,4 +1,4 @@
-"""Divide ``scan`` equations, so that a loop over layers is cut into F, B and W like layers written out.
+"""Divides ``scan`` equations, so that a loop over layers is cut into F, B and W like layers written out.
 
 Two rewrites of a flat list of equations, both exact:
 
@@ -62,7 +62,7 @@ class Loop:
 
     @classmethod
     def of(cls, eqn: JaxprEqn) -> Loop | None:
-        """The loop of a scan equation with a flattened body, None for other equations."""
+        """Return the loop of a scan equation with a flattened body, None for other equations."""
         parts = scan_parts(eqn)
         if parts is None or parts.body_consts:
             return None
@@ -72,7 +72,10 @@ class Loop:
         return cls(eqn, parts, ins[:c], ins[c : c + k], ins[c + k :], outs[:k], outs[k:])
 
     def needed(self, is_read: Callable[[Var], bool]) -> tuple[set[int], set[int]]:
-        """Body equations and carry positions that the scan's results that are ``wanted`` depend on, over all iterations."""
+        """Return the body equations and carry positions on which those results of the scan depend that are read, over all
+        iterations."""
+        # A carry leads back from where an iteration reads it to where the one before made it, so one walk covers all
+        # iterations.
         flow = Dataflow(self.parts.body.eqns)
         again = {v: out for (v, _), (out, _) in zip(self.carries, self.carry_outs, strict=True)}
 
@@ -92,7 +95,7 @@ class Loop:
         ys: Sequence[tuple[Atom, Atom]],
         more_xs: Sequence[Operand] = (),
     ) -> tuple[list[JaxprEqn], dict[Var, Atom]]:
-        """A scan of these body equations with these carries. ``ys``: body result and the variable that names it stacked.
+        """Build a scan of these body equations with these carries. ``ys``: body result and the variable that names it stacked.
 
         Returns the new equations and what each result of the old scan is now called.
         """
@@ -111,7 +114,7 @@ class Loop:
 def hoist_fixed(
     eqns: Sequence[JaxprEqn], recomputed: frozenset[int], is_fixed: Callable[[Var], bool]
 ) -> tuple[list[JaxprEqn], frozenset[int], dict[Var, Atom]]:
-    """Equations with fixed results of scans taken out of them.
+    """Take fixed results of scans out of them.
 
     Args:
         eqns: a flat program. recomputed: positions marked by :func:`jaxpipe.stage.jaxprs.flatten`.
@@ -121,10 +124,10 @@ def hoist_fixed(
     """
     fixed: dict[Var, bool] = {}
     names: dict[Var, Atom] = {}
-    out: list[JaxprEqn] = []
+    result: list[JaxprEqn] = []
     marked: set[int] = set()
 
-    def known(a: Atom) -> bool:
+    def fixed_atom(a: Atom) -> bool:
         return isinstance(a, Literal) or (fixed[a] if a in fixed else is_fixed(a))
 
     for i, eqn in enumerate(eqns):
@@ -132,27 +135,29 @@ def hoist_fixed(
         loop = Loop.of(eqn)
         replacements: list[JaxprEqn] = [eqn]
         renamed: dict[Var, Atom] = {}
-        if loop is not None and not eqn.effects and not all(known(a) for a in eqn.invars):
-            replacements, renamed = _without_fixed(loop, known)
+        # A loop that is fixed as a whole needs no cutting: it is recomputed where it is read.
+        if loop is not None and not eqn.effects and not all(fixed_atom(a) for a in eqn.invars):
+            replacements, renamed = _without_fixed(loop, fixed_atom)
         names.update(renamed)
         names.update(_handed_on(eqn))
         for new in replacements:
-            level = all(known(a) for a in new.invars) and not new.effects
+            level = all(fixed_atom(a) for a in new.invars) and not new.effects
             fixed.update(dict.fromkeys(new.outvars, level))
             if i in recomputed:
-                marked.add(len(out))
-            out.append(new)
-    return out, frozenset(marked), names
+                marked.add(len(result))
+            result.append(new)
+    return result, frozenset(marked), names
 
 
 def _without_fixed(loop: Loop, is_fixed: Callable[[Atom], bool]) -> tuple[list[JaxprEqn], dict[Var, Atom]]:
-    """The loop as one that makes what is fixed and one that makes the rest, and what it hands on."""
+    """Divide the loop into one that makes what is fixed and one that makes the rest; return them, and what it hands on."""
     eqn, names = loop.eqn, _handed_through(loop, {})
 
     def only(is_read: Callable[[Var], bool]) -> list[JaxprEqn]:
         used = [is_read(v) for v in eqn.outvars]
         return [pruned(eqn, used)] if any(used) else []
 
+    # Fixed is a result whose own slice of the loop reads fixed operands only; pruning finds that slice.
     stacked = [v for a, v in loop.ys if v not in names and isinstance(a, Var)]
     fixed = {v for v in stacked if all(is_fixed(a) for part in only({v}.__contains__) for a in part.invars)}
     if not fixed and not names:
@@ -161,8 +166,8 @@ def _without_fixed(loop: Loop, is_fixed: Callable[[Atom], bool]) -> tuple[list[J
 
 
 def handed_on(eqns: Sequence[JaxprEqn], results: Sequence[Atom]) -> list[Atom]:
-    """``results`` of a flat program, each as the value that it is: loops and branches that hand an operand on unchanged, on
-    whatever level, are seen through."""
+    """Return ``results`` of a flat program, each as the value that it is: loops and branches that hand an operand on unchanged,
+    on whatever level, are seen through."""
     names: dict[Var, Atom] = {}
     for eqn in eqns:
         renamed = _handed_on(eqn)
@@ -176,7 +181,7 @@ def handed_on(eqns: Sequence[JaxprEqn], results: Sequence[Atom]) -> list[Atom]:
 
 
 def _handed_through(loop: Loop, names: Mapping[Var, Atom]) -> dict[Var, Atom]:
-    """Results of a loop that are its operands: slices stacked again in their order, carries that no iteration changes.
+    """Find results of a loop that are its operands: slices stacked again in their order, carries that no iteration changes.
     ``names``: what body values are, where that is known."""
     xs: dict[Atom, Atom] = dict(loop.xs)
     operand_of = {v: xs[b] for a, v in loop.ys if isinstance(b := called(names, a), Var) and b in xs}
@@ -185,7 +190,7 @@ def _handed_through(loop: Loop, names: Mapping[Var, Atom]) -> dict[Var, Atom]:
 
 
 def _handed_on(eqn: JaxprEqn) -> dict[Var, Atom]:
-    """Results of a branch equation that each branch takes from the same operand or leaves unset, and that operand."""
+    """Find results of a branch equation that each branch takes from the same operand or leaves unset, and that operand."""
     if eqn.primitive.name != "cond":
         return {}
     branches = list(sub_jaxprs(eqn))
@@ -211,7 +216,7 @@ def _is_unset(body: Jaxpr, atom: Atom) -> bool:
 def divide(
     loop: Loop, for_b: Callable[[Var], bool], for_w: Callable[[Var], bool]
 ) -> tuple[list[JaxprEqn], dict[Var, Atom]] | None:
-    """A scan as two: one for the results that B needs, one for those that only W reads.
+    """Divide a scan in two: one for the results that B needs, one for those that only W reads.
 
     None where it can't be divided or nothing is left for the second. Returns the new equations and what each result of the old
     scan is now called.
@@ -222,12 +227,15 @@ def divide(
     ys_w = [(a, v) for a, v in loop.ys if for_w(v)]
     results_w = [*(loop.carry_outs[j][0] for j in carries_w), *(a for a, _ in ys_w)]
     read_w = {v for i in eqns_w for v in variables(eqns[i].invars)}
+    # A nested loop of B whose results W reads would have to run in both, or be cut itself: then the whole stays in B.
     if not eqns_w or any(has_body(eqns[i]) and not read_w.isdisjoint(eqns[i].outvars) for i in eqns_b):
         return None
+    # What depends on constants alone is the same in every iteration: run again rather than stacked once an iteration.
     again = _from_consts(loop, eqns_b)
     made_b = [*(loop.carries[j][0] for j in sorted(carries_b)), *(v for i in sorted(eqns_b) for v in eqns[i].outvars)]
     crossing, redo = _crossing(loop, read_w.union(variables(results_w)), made_b, again)
-    stacked = {v: fresh_var(v.aval) for v in crossing}  # replaced by what the first loop calls it
+    # Placeholders until the first loop is traced and names what it stacks.
+    stacked = {v: fresh_var(v.aval) for v in crossing}
     ys_b = [(a, v) for a, v in loop.ys if for_b(v)]
     first, names = loop.loop_over(eqns_b, sorted(carries_b), [*ys_b, *stacked.items()])
     feed = [(v, called(names, s)) for v, s in stacked.items()]
@@ -246,8 +254,8 @@ def is_mixed(eqn: JaxprEqn, for_b: Callable[[Var], bool], for_w: Callable[[Var],
 
 
 def _crossing(loop: Loop, read: Iterable[Var], made_b: Iterable[Var], again: set[int]) -> tuple[list[Var], set[int]]:
-    """Body values that the first loop must stack for the second, which reads ``read``, and equations over constants that both
-    run."""
+    """Return the body values that the first loop must stack for the second, which reads ``read``, and equations over constants
+    that both run."""
     eqns = loop.parts.body.eqns
     maker = {v: i for i in again for v in eqns[i].outvars}
 
@@ -271,7 +279,8 @@ def _from_consts(loop: Loop, eqns: set[int]) -> set[int]:
 
 
 def _trace_scan(body: ClosedJaxpr, consts: int, carries: int, xs: Sequence[Atom], parts: ScanParts) -> ClosedJaxpr:
-    """The jaxpr of ``lax.scan`` over ``body``, whose inputs are constants, carries and slices of ``xs``."""
+    """Trace the jaxpr of ``lax.scan`` over ``body``, whose inputs are constants, carries and slices of ``xs``."""
+    # Traced through JAX rather than assembled: the parameters of a scan equation change between versions of JAX.
 
     def scan(*operands: Any) -> Any:
         fixed, start, stacked = operands[:consts], operands[consts : consts + carries], operands[consts + carries :]
@@ -290,7 +299,7 @@ def _trace_scan(body: ClosedJaxpr, consts: int, carries: int, xs: Sequence[Atom]
 def _splice(
     traced: ClosedJaxpr, outer: JaxprEqn, operands: Sequence[Atom], results: Sequence[Atom]
 ) -> tuple[list[JaxprEqn], dict[Var, Atom]]:
-    """The traced equations on these operands, and what each of ``results`` is called among them."""
+    """Return the traced equations on these operands, and what each of ``results`` is called among them."""
     flat = flatten(traced.jaxpr, traced.consts)
     assert not flat.consts, "a loop body closes over nothing"
     names: dict[Var, Atom] = dict(zip(flat.invars, operands, strict=True))

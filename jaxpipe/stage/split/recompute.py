@@ -1,4 +1,4 @@
-"""Recompute policies: what F may save for the backward pass.
+"""The rules of recompute policies: what F may save for the backward pass.
 
 A policy decides, per value of the forward pass, whether it may be kept. What may not be kept is computed again from what is,
 once: in B if ``dx`` needs it, in W if only parameter gradients do; what both need, B hands to W. The decision is made on the
@@ -54,7 +54,7 @@ import numpy as np
 from jaxpipe._jax_compat import JaxprEqn, Var, aval_bytes, dtype_of, shape_of, variables
 from jaxpipe.mesh import CP
 from jaxpipe.stage.jaxprs import reachable
-from jaxpipe.stage.primitives import Kind, has_body, is_attention_kernel, is_cheap, is_product, kind, row
+from jaxpipe.stage.primitives import EqnKind, has_body, is_attention_kernel, is_cheap, is_product, kind, row
 from jaxpipe.stage.split.graph import Graph, Level, Saveable
 from jaxpipe.stage.split.policies import POLICIES, ingredients
 
@@ -66,15 +66,16 @@ ATTENTION_RESULTS = "attn_results"
 """The name by which a layer marks what its attention wants kept: what it gathers, and what a backward pass of its own reads.
 Every policy but ``full`` may save it."""
 
-_UNWORKED = frozenset({Kind.CAST, Kind.MOVE, Kind.RESHAPE, Kind.SAME, Kind.BARRIER})
-"""What works on no number: a value between two products that only goes through these is no attention score."""
+_UNWORKED = frozenset({EqnKind.CAST, EqnKind.MOVE, EqnKind.RESHAPE, EqnKind.SAME, EqnKind.BARRIER})
+"""Kinds of equations that change no number: a value between two products that only goes through these is no attention score."""
 
 
 def _dots(graph: Graph) -> Saveable:
+    # Inputs of layers are sums, which it would recompute: through them the whole stage would run again.
     keep = frozenset(variables(graph.trace.layer_inputs))
 
     def saveable(v: Var) -> bool:
-        return v in keep or _made_by(graph, v) in (Kind.PRODUCT, Kind.EXCHANGE) or _is_narrowed_product(graph, v)
+        return v in keep or _made_by(graph, v) in (EqnKind.PRODUCT, EqnKind.EXCHANGE) or _is_narrowed_product(graph, v)
 
     return saveable
 
@@ -95,12 +96,12 @@ def _fused(graph: Graph) -> Saveable:
             keep.update(eqn.outvars)
             for operand in variables(eqn.invars):
                 keep.update(_views(graph, operand))
-    return lambda v: v in keep or dtype_of(v) == np.bool_ or _made_by(graph, v) is Kind.EXCHANGE
+    return lambda v: v in keep or dtype_of(v) == np.bool_ or _made_by(graph, v) is EqnKind.EXCHANGE
 
 
 def _score_region(graph: Graph) -> frozenset[Var]:
-    """Values of the size of attention scores, marked or found; with marked ones, all that is made from them before the next
-    products."""
+    """Return values of the size of attention scores, marked or found; with marked ones, all that is made from them before the
+    next products."""
     marked = _marked(graph)
 
     def onwards(v: Var) -> Iterator[Var]:
@@ -125,7 +126,7 @@ def _marked(graph: Graph, mark: str = ATTENTION_SCORES) -> list[Var]:
 
 
 def _views(graph: Graph, v: Var) -> Iterator[Var]:
-    """A value and what it is a view of; only the last can be saved."""
+    """Yield a value and what it is a view of; only the last can be saved."""
     view: Var | None = v
     while view is not None:
         yield view
@@ -134,6 +135,7 @@ def _views(graph: Graph, v: Var) -> Iterator[Var]:
 
 def _gathered(graph: Graph, axis: str | None = None) -> frozenset[Var]:
     """Return the values that were gathered (over this mesh axis), and the same numbers in other places, shapes or dtypes."""
+    # In program order, so operands are classified before what moves them.
     gathered: set[Var] = set()
     for eqn in graph.eqns:
         operands = set(variables(eqn.invars))
@@ -145,8 +147,9 @@ def _gathered(graph: Graph, axis: str | None = None) -> frozenset[Var]:
 
 
 def _found_scores(graph: Graph) -> set[Var]:
-    """Results of products of two activations that reach another such product with the size they have, worked on, and all of
-    that size that is connected with them by anything but products."""
+    """Find results of products of two activations that reach another such product with the size they have, worked on, and all
+    of that size that is connected with them by anything but products."""
+    # By structure, not by name: softmax may be a library's, a kernel's fallback, or written out with masks and biases.
     scores: set[Var] = set()
     for eqn, level in zip(graph.eqns, graph.eqn_level, strict=True):
         if level is Level.FORWARD and _is_of_activations(graph, eqn) and not scores.intersection(eqn.outvars):
@@ -156,8 +159,8 @@ def _found_scores(graph: Graph) -> set[Var]:
 
 
 def _same_size(graph: Graph, start: Var) -> tuple[set[Var], bool]:
-    """Values of one size connected with a product's result by equations that are no products, loops or exchanges; and whether
-    they are worked on and go to a product of two activations."""
+    """Return values of one size connected with a product's result by equations that are no products, loops or exchanges; and
+    whether they are worked on and go to a product of two activations."""
     size = math.prod(shape_of(start))
 
     def connecting(v: Var) -> list[JaxprEqn]:
@@ -165,7 +168,7 @@ def _same_size(graph: Graph, start: Var) -> tuple[set[Var], bool]:
         return [
             eqn
             for eqn in (*_readers(graph, v), *makers)
-            if kind(eqn) not in (Kind.PRODUCT, Kind.EXCHANGE) and not has_body(eqn)
+            if kind(eqn) not in (EqnKind.PRODUCT, EqnKind.EXCHANGE) and not has_body(eqn)
         ]
 
     def near(v: Var) -> Iterator[Var]:
@@ -178,12 +181,13 @@ def _same_size(graph: Graph, start: Var) -> tuple[set[Var], bool]:
 
 
 def _readers(graph: Graph, v: Var) -> list[JaxprEqn]:
-    """The equations of the forward pass that read a value."""
+    """Return the equations of the forward pass that read a value."""
     return [graph.eqns[i] for i in graph.readers.get(v, ()) if graph.eqn_level[i] is Level.FORWARD]
 
 
 def _works(eqn: JaxprEqn) -> bool:
     """Whether an equation does more than move or scale its operand."""
+    # Scaling q·k by 1/√d, before or after the product, makes no score of a plain product chain.
     if eqn.primitive.name in ("mul", "div", "neg"):
         return sum(math.prod(shape_of(a)) > 1 for a in eqn.invars) > 1
     return kind(eqn) not in _UNWORKED
@@ -195,8 +199,10 @@ def _is_of_activations(graph: Graph, eqn: JaxprEqn) -> bool:
 
 
 def _hidden_values(graph: Graph) -> frozenset[Var]:
-    """Results of products with parameters from which everything goes into products with parameters, and what is made on the
-    way there."""
+    """Return results of products with parameters from which everything goes into products with parameters, and what is made on
+    the way there."""
+    # The residual stream also lies between such products, but it leaves its layer: whatever reaches a layer's end is no hidden
+    # value.
     leaving = {a for port, a in graph.trace.outputs if port.kind in ("y", "loss") and isinstance(a, Var)}
     leaving.update(variables(graph.trace.layer_inputs))
     hidden: set[Var] = set()
@@ -207,7 +213,7 @@ def _hidden_values(graph: Graph) -> frozenset[Var]:
 
 
 def _reach(graph: Graph, start: list[Var], leaving: set[Var]) -> set[Var]:
-    """``start`` and all made from it before the next products with parameters; nothing if it gets anywhere else."""
+    """Return ``start`` and all made from it before the next products with parameters; nothing if it gets anywhere else."""
 
     def is_end(eqn: JaxprEqn) -> bool:
         return is_product(eqn) or bool(eqn.effects) or has_body(eqn)
@@ -236,13 +242,13 @@ def _is_narrowed_product(graph: Graph, v: Var) -> bool:
     return (
         isinstance(wide, Var)
         and wide in graph.maker
-        and _made_by(graph, wide) is Kind.PRODUCT
+        and _made_by(graph, wide) is EqnKind.PRODUCT
         and graph.readers[wide] == [i]
         and aval_bytes(v.aval) < aval_bytes(wide.aval)
     )
 
 
-def _made_by(graph: Graph, v: Var) -> Kind:
+def _made_by(graph: Graph, v: Var) -> EqnKind:
     return kind(graph.eqns[graph.maker[v]])
 
 
@@ -259,7 +265,7 @@ _RULES: Mapping[str, Callable[[Graph], Saveable]] = MappingProxyType(
         "mlp": lambda graph: _all_but(_hidden_values(graph)),
         "full": lambda graph: frozenset(variables(graph.trace.layer_inputs)).__contains__,
         "fused": _fused,
-        "flash": lambda graph: Policy(("fused", "attention"))(graph),
+        "flash": lambda graph: RecomputePolicy(("fused", "attention"))(graph),
         "gather": lambda graph: _all_but(_gathered(graph)),
     }
 )
@@ -267,8 +273,8 @@ assert _RULES.keys() == POLICIES.keys()
 
 
 @dataclass(frozen=True, slots=True)
-class Policy:
-    """What F may save in a graph: what each of ``parts`` allows."""
+class RecomputePolicy:
+    """A rule for what F may save in a graph: what each of ``parts`` allows."""
 
     parts: tuple[str, ...]
 
@@ -285,16 +291,16 @@ class Policy:
         return bool({"fused", "flash"} & set(self.parts))
 
     def alone(self, graph: Graph) -> Mapping[str, Saveable]:
-        """The same part by part; of ``flash``, what it adds to ``fused``: nothing where a kernel keeps no scores."""
+        """Return the same part by part; for ``flash`` what it adds to ``fused``: nothing where a kernel keeps no scores."""
         added = "none" if any(map(is_attention_kernel, graph.eqns)) else "attention"
         parts = [added if part == "flash" else part for part in self.parts]
-        return {part: Policy((part,))(graph) for part in parts if part != "none"}
+        return {part: RecomputePolicy((part,))(graph) for part in parts if part != "none"}
 
 
-def policy(name: str) -> Policy:
-    """The policy of this name, or of several joined by ``+``.
+def policy(name: str) -> RecomputePolicy:
+    """Return the policy of this name, or of several joined by ``+``.
 
     Raises:
         StageError: there is none.
     """
-    return Policy(ingredients(name))
+    return RecomputePolicy(ingredients(name))

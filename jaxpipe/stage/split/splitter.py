@@ -1,19 +1,4 @@
-"""Recomputation that waits for its cotangent, and gradients that are summed before it: one layer at a time is worked on.
-
-What a backward program computes from residuals alone could all run at its start, and XLA's scheduler does let it: compiled for
-H100, the workspace of BW of 1, 2 and 4 GPT layers under ``full`` was 78, 162 and 286 bytes per token and channel, where
-``none`` takes 38. So the equations of B and BW that depend on no cotangent are grouped by the layer whose backward pass needs
-them, moved behind the cotangent that enters it, and made to depend on it through an ``optimization_barrier`` (as
-``jax.checkpoint`` does when it is lowered; inlining the ones of the model drops theirs). The arithmetic stays the same.
-
-The scheduler also leaves products of weight gradients to the end, and what they read is held until then. So each such barrier
-takes along the accumulators to which later layers have added all they add: the workspace of BW of 8 Llama layers under ``none``
-with cuDNN's attention went from 2,178 to 415 MB (hidden 4096, 2048 tokens), and no longer grows with the layers.
-
-A group made only of views (reshape, broadcast, widening cast) is left where it is; so is the group of the stage's last layer,
-whose cotangent is there from the start.
-
-Cut a traced stage into F, B and W by dataflow.
+"""Cuts a traced stage into F, B and W by dataflow.
 
 Equations that no cotangent reaches are F. Of the others, those that ``dx`` depends on are B and the rest W; the values that
 cross are the w-residuals. No equation of F runs again in B or W, except
@@ -21,14 +6,27 @@ cross are the w-residuals. No equation of F runs again in B or W, except
 * what depends on parameters and constants alone (casts, transposed weights, masks, folded keys): recomputed where it is needed,
   so that no residual holds a parameter or a function of parameters;
 * views (reshape, broadcast, widening cast) of a value that is kept anyway: cheaper to redo than to keep;
-* elementwise work whose operands take fewer bytes than what it makes (``split/residuals.py``);
+* elementwise work whose operands take fewer bytes than what it makes (``split/cuts.py``);
 * what a recompute policy forbids to save (``split/recompute.py``), recomputed once, in B if B needs it and in W if only
   W does.
 
 Then :mod:`jaxpipe.stage.split.cuts` moves cheap equations from W to B where fewer bytes cross (reductions to bias and scale
-gradients). A
-``scan`` is divided like layers written out (``split/loops.py``); ``cond``, ``while`` and nested scans that yield both
-``dx`` and parameter gradients go whole to B.
+gradients). A ``scan`` is divided like layers written out (``split/loops.py``); ``cond``, ``while`` and nested scans that yield
+both ``dx`` and parameter gradients go whole to B.
+
+:func:`delayed` reorders B and BW so that one layer at a time is worked on. What a backward program computes from residuals
+alone could all run at its start, and XLA's scheduler does let it: compiled for H100, the workspace of BW of 1, 2 and 4 GPT
+layers under ``full`` was 78, 162 and 286 bytes per token and channel, where ``none`` takes 38. So the equations that depend on
+no cotangent are grouped by the layer whose backward pass needs them, moved behind the cotangent that enters it, and made to
+depend on it through an ``optimization_barrier`` (as ``jax.checkpoint`` does when it is lowered; inlining the ones of the model
+drops theirs). The arithmetic stays the same.
+
+The scheduler also leaves products of weight gradients to the end, and what they read is held until then. So each such barrier
+takes along the accumulators to which later layers have added all they add: the workspace of BW of 8 Llama layers under ``none``
+with cuDNN's attention went from 2,178 to 415 MB (hidden 4096, 2048 tokens), and no longer grows with the layers.
+
+A group made only of views (reshape, broadcast, widening cast) is left where it is; so is the group of the stage's last layer,
+whose cotangent is there from the start.
 """
 
 from __future__ import annotations
@@ -56,18 +54,18 @@ from jaxpipe._jax_compat import (
 from jaxpipe.stage.functions import Port
 from jaxpipe.stage.jaxprs import called, reachable
 from jaxpipe.stage.split.cuts import cheapest_moves, leanest
-from jaxpipe.stage.split.graph import Graph, Level, Part, Saveable
+from jaxpipe.stage.split.graph import Graph, Level, Saveable, StagePart
 from jaxpipe.stage.split.loops import Loop, divide, is_mixed
 from jaxpipe.stage.split.policies import FINDS
-from jaxpipe.stage.split.recompute import Policy
+from jaxpipe.stage.split.recompute import RecomputePolicy
 from jaxpipe.stage.split.trace import StageTrace, layer_of
 
 _NEVER = -1
 """Group of what nothing needs yet; any layer comes before it."""
 
 
-def delayed(part: Part, graph: Graph) -> Part:
-    """``part``, a B or BW cut from ``graph``, with recomputation moved behind cotangents."""
+def delayed(part: StagePart, graph: Graph) -> StagePart:
+    """Return ``part``, a B or BW cut from ``graph``, with recomputation moved behind cotangents."""
     cotangents: dict[int, list[Var]] = {}
     for layer, a in graph.trace.layer_cotangents:
         cotangents.setdefault(layer, []).extend(variables([a]))
@@ -78,6 +76,7 @@ def delayed(part: Part, graph: Graph) -> Part:
             waiting.setdefault(g, []).append(k)
     views = {k for k, eqn in enumerate(part.eqns) if all(map(graph.is_view, eqn.outvars))}
     waiting = {g: ks for g, ks in waiting.items() if not views.issuperset(ks)}
+    # Where a group can't be placed, the part stays as it is: slower at worst, never wrong.
     order = _Reordering(part, waiting, cotangents, graph)
     eqns = order.run() if waiting else None
     if eqns is None:
@@ -85,13 +84,15 @@ def delayed(part: Part, graph: Graph) -> Part:
     return replace(part, eqns=tuple(eqns), outvars=tuple(called(order.names, a) for a in part.outvars))
 
 
-def _groups(part: Part, graph: Graph) -> dict[int, int]:
-    """For each early equation the last layer that needs it; absent where that is not known."""
+def _groups(part: StagePart, graph: Graph) -> dict[int, int]:
+    """Return the last layer that needs each early equation; absent where that is not known."""
     unknown = 1 << 30
     early = {k for k in graph.early(part.eqns) if not all(map(graph.is_fixed, part.eqns[k].outvars))}
     need: dict[Var, int] = {}
     group: dict[int, int] = {}
     results = set(variables(part.outvars))
+    # From the end, as an equation's layer follows from its readers'. The last layer counts: the backward pass comes to it
+    # first.
     for k in reversed(range(len(part.eqns))):
         eqn = part.eqns[k]
         layer = layer_of(eqn)
@@ -106,11 +107,11 @@ def _groups(part: Part, graph: Graph) -> dict[int, int]:
 
 
 class _Reordering:
-    """Equations in a new order. ``waiting``: positions of each group's equations, until it is placed; ``sums``: new values of
-    accumulators, until a barrier takes them; ``names``: values behind a barrier."""
+    """Puts equations in a new order. ``waiting``: positions of each group's equations, until it is placed; ``sums``: new values
+    of accumulators, until a barrier takes them; ``names``: the variables of values behind a barrier."""
 
     def __init__(
-        self, part: Part, waiting: dict[int, list[int]], cotangents: Mapping[int, Sequence[Var]], graph: Graph
+        self, part: StagePart, waiting: dict[int, list[int]], cotangents: Mapping[int, Sequence[Var]], graph: Graph
     ) -> None:
         self.part, self.waiting, self.cotangents, self.graph = part, waiting, cotangents, graph
         self.group_of = {v: g for g, ks in waiting.items() for k in ks for v in part.eqns[k].outvars}
@@ -125,7 +126,7 @@ class _Reordering:
         self.names: dict[Var, Var] = {}
 
     def run(self) -> list[JaxprEqn] | None:
-        """None where a group is needed before its cotangents are there."""
+        """Return the equations in the new order; None where a group is needed before its cotangents are there."""
         delayed = {k for ks in self.waiting.values() for k in ks}
         for k, eqn in enumerate(self.part.eqns):
             if k in delayed or k in self.early:
@@ -133,6 +134,7 @@ class _Reordering:
             if not self._ready(eqn.invars):
                 return None
             self._emit(eqn, self.names)
+        # Groups that nothing else waited for come last, in the order in which the backward pass walks the layers.
         return self.out if all(self._placed(g) for g in sorted(self.waiting, reverse=True)) else None
 
     def _ready(self, atoms: Iterable[Atom]) -> bool:
@@ -148,6 +150,8 @@ class _Reordering:
         ends = self.cotangents[g]
         if not self._ready(reads) or not self._brought(eqns) or not self.done.issuperset(ends):
             return False
+        # Behind the barrier: what the group reads, so that it can't run earlier; the cotangents, so that the layer's own
+        # backward does not overtake it; and finished accumulators, so that their products are not left to the end.
         named = [*ends, *self._summed(g)]
         operands = [*reads, *(self.names.get(v, v) for v in named)]
         results = [fresh_var(v.aval) for v in operands]
@@ -159,7 +163,7 @@ class _Reordering:
         return True
 
     def _brought(self, eqns: Sequence[JaxprEqn]) -> bool:
-        """Emits what these equations of one group read that is in none and stands further back: a group's equations may stand
+        """Emit what these equations of one group read that is in none and stands further back: a group's equations may stand
         between others, which use their results one after another."""
         read = [v for eqn in eqns for v in variables(eqn.invars)]
         missing = reachable(read, self._missing) - self.done
@@ -172,7 +176,7 @@ class _Reordering:
         return True
 
     def _summed(self, g: int) -> list[Var]:
-        """The accumulators that need nothing of layer ``g`` and those before it. What still was to be done for them is."""
+        """Return the accumulators that need nothing of layer ``g`` and those before it, after emitting what they still need."""
         finished_sums = []
         for v in self.sums:
             missing = reachable([v], self._missing) - self.done
@@ -194,6 +198,7 @@ class _Reordering:
         return variables(self.part.eqns[self.maker[v]].invars) if v in self.maker and v not in self.done else ()
 
     def _held(self, v: Var) -> bool:
+        # Fixed values stay outside the barrier, but keys: random bits drawn from them are part of what a group recomputes.
         return not self.graph.is_fixed(v) or is_key_dtype(dtype_of(v))
 
     def _emit(self, eqn: JaxprEqn, names: Mapping[Var, Var]) -> None:
@@ -205,12 +210,12 @@ class _Reordering:
 class Split:
     """The parts by operation name. ``notes``: remarks on what could not be divided."""
 
-    parts: Mapping[str, Part]
+    parts: Mapping[str, StagePart]
     notes: tuple[str, ...] = ()
 
 
-def split(trace: StageTrace, policy: Policy | None = None) -> Split:
-    """F, B, W and BW of a traced stage. By default F may save anything."""
+def split(trace: StageTrace, policy: RecomputePolicy | None = None) -> Split:
+    """Cut F, B, W and BW of a traced stage. By default F may save anything."""
     graph = _divide_loops(Graph(trace))
     trace = graph.trace
     results = dict(trace.outputs)
@@ -218,21 +223,25 @@ def split(trace: StageTrace, policy: Policy | None = None) -> Split:
     dx = [(p, a) for p, a in trace.outputs if p.kind == "dx"]
     acc = [(p, a) for p, a in trace.outputs if p.kind == "acc"]
 
+    # Equations with effects (callbacks) run exactly once, needed or not.
     effectful = [i for i, eqn in enumerate(graph.eqns) if eqn.effects]
     everything = graph.needed(results.values(), lambda i: True).union(effectful)
     backward = {i for i in everything if graph.eqn_level[i] is Level.BACKWARD}
     targets = [a for _, a in (*dx, *acc)]
     may_save = policy(graph) if policy is not None else (lambda v: True)
+    # First the cut F|B: what F saves decides which of its equations are backward ones too.
     if policy is None or not policy.exact:
         may_save = leanest(graph, _read(graph, backward, targets), may_save)
     saved, again = _save(graph, backward, targets, may_save)
     idle = _idle_parts(graph, backward, targets, policy) if policy is not None else ()
     backward |= again
 
+    # Then B: what dx needs. A first stage has no dx; without roots of its own its B would be empty, and all work would be in W.
     roots: list[Atom] = [a for _, a in dx] if dx else list(trace.roots)
     effects_b = [v for i in effectful if i in backward for v in variables(graph.eqns[i].invars)]
     b = graph.needed([*roots, *effects_b], backward.__contains__) | (backward & set(effectful))
     w = backward - b
+    # Last the cut B|W. Recomputed equations that depend on no cotangent may move whatever they cost: they are F's, not W's.
     free = _free_for_w(graph, again)
     order = sorted(backward)
     b |= cheapest_moves(graph, w, free, {order[k] for k in graph.early([graph.eqns[i] for i in order])})
@@ -260,7 +269,7 @@ def split(trace: StageTrace, policy: Policy | None = None) -> Split:
 
 
 def _divide_loops(graph: Graph) -> Graph:
-    """The trace with each backward scan that B and W share cut in two; several rounds, as one cut may free another loop."""
+    """Cut each backward scan that B and W share in two; in several rounds, as one cut may free another loop."""
     trace = graph.trace
     outputs = [a for _, a in trace.outputs]
     roots = [a for p, a in trace.outputs if p.kind == "dx"] or list(trace.roots)
@@ -268,6 +277,7 @@ def _divide_loops(graph: Graph) -> Graph:
     b = graph.needed(roots, lambda i: graph.eqn_level[i] is Level.BACKWARD)
     for_b = {v for i in b for v in variables(graph.eqns[i].invars)}.union(variables(roots))
     used = {v for i in live for v in variables(graph.eqns[i].invars)}.union(variables(outputs))
+    # Results of a scan that was cut have new variables, so everything behind it, and every field of the trace, is renamed.
     eqns: list[JaxprEqn] = []
     recomputed: set[int] = set()
     names: dict[Var, Atom] = {}
@@ -316,13 +326,14 @@ def _save(graph: Graph, backward: set[int], targets: Sequence[Atom], may_save: S
         return () if v not in graph.maker or kept(v) else forward(graph.eqns[graph.maker[v]].invars)
 
     read = reachable(forward(_read(graph, backward, targets)), operands)
-    values = [v for v in graph.maker if v in read]  # x, data and keys have their own ports
+    # Only what equations make: x, data and keys come back through ports of their own.
+    values = [v for v in graph.maker if v in read]
     return list(filter(kept, values)), {graph.maker[v] for v in values if not kept(v)}
 
 
-def _idle_parts(graph: Graph, backward: set[int], targets: Sequence[Atom], policy: Policy) -> tuple[str, ...]:
-    """Remarks on parts of a policy under which F saves all that it would save without."""
-    everything, _ = _save(graph, backward, targets, Policy(("none",))(graph))
+def _idle_parts(graph: Graph, backward: set[int], targets: Sequence[Atom], policy: RecomputePolicy) -> tuple[str, ...]:
+    """Write remarks on parts of a policy under which F saves all that it would save without."""
+    everything, _ = _save(graph, backward, targets, RecomputePolicy(("none",))(graph))
     if not everything:
         return ()
     loops = {graph.eqns[graph.maker[v]].primitive.name for v in everything} & {"scan", "while"}
@@ -335,7 +346,7 @@ def _idle_parts(graph: Graph, backward: set[int], targets: Sequence[Atom], polic
 
 
 def _free_for_w(graph: Graph, again: set[int]) -> Callable[[Var], bool]:
-    """Whether W has a value at no cost in memory: fixed values, batch arrays, keys, accumulators."""
+    """Return a test whether W has a value at no cost in memory: fixed values, batch arrays, keys, accumulators."""
     kinds = {"param", "data", "key", "acc"}
 
     def free(v: Var) -> bool:
@@ -348,7 +359,7 @@ def _free_for_w(graph: Graph, again: set[int]) -> Callable[[Var], bool]:
 def _crossing(
     graph: Graph, b: set[int], w: set[int], targets: Sequence[Atom], free: Callable[[Var], bool]
 ) -> tuple[list[Var], set[int]]:
-    """Values that B hands to W, and views that W makes again from them."""
+    """Return the values that B hands to W, and the equations of views that W makes again from them."""
 
     def missing(vs: Iterable[Var]) -> Iterator[Var]:
         return (v for v in vs if not free(v) and graph.maker.get(v) not in w)
@@ -371,8 +382,9 @@ def _part(
     mine: Callable[[int], bool],
     crossing_ports: Mapping[Var, Port],
     always: Iterable[int] = (),
-) -> Part:
-    """The part that computes ``outputs`` from ``given`` ports, inputs of the stage and fixed values."""
+) -> StagePart:
+    """Make the part that computes ``outputs`` from ``crossing_ports``, inputs of the stage and fixed values, of the equations
+    that are ``mine`` and the fixed ones, which any part may repeat."""
     ports = {**graph.trace.inputs, **crossing_ports}
 
     def among(i: int) -> bool:
@@ -385,11 +397,12 @@ def _part(
     eqns = tuple(graph.eqns[i] for i in chosen)
     computed = {v for eqn in eqns for v in eqn.outvars}
     read = {v for eqn in eqns for v in variables(eqn.invars)} | set(variables(a for _, a in outputs))
+    # In the order of the ports, as a set has none: equal parts must have equal signatures to be compiled once.
     invars = sorted((v for v in read - computed if v in ports), key=lambda v: _port_order(ports[v]))
     unknown = [v for v in read - computed if v not in ports and v not in graph.trace.consts]
     layer_inputs = {graph.trace.offset, graph.trace.seed}
     assert all(v in layer_inputs for v in unknown), "a part reads a value that no port carries"
-    return Part(
+    return StagePart(
         tuple(ports[v] for v in invars),
         tuple(invars),
         tuple(p for p, _ in outputs),
@@ -410,7 +423,7 @@ def _zero() -> Literal:
 
 
 def _notes(graph: Graph, b: set[int], roots: Sequence[Atom], acc: Sequence[tuple[Port, Atom]]) -> tuple[str, ...]:
-    """Remarks on loops and branches in B that also make what only W reads."""
+    """Write remarks on loops and branches in B that also make what only W reads."""
     only_w = graph.needed([a for _, a in acc], lambda i: i not in b)
     for_b = {v for i in b for v in variables(graph.eqns[i].invars)}.union(variables(roots))
     for_w = {v for i in only_w for v in variables(graph.eqns[i].invars)} - for_b

@@ -1,9 +1,4 @@
-"""Layers as jitted functions, so that JAX traces, differentiates and transposes each once, however many layers have it.
-
-A model's layers are mostly one function. What JAX finds of a jitted function for arguments of some shapes and types it keeps;
-flattening (:mod:`jaxpipe.stage.jaxprs`) puts the equations where the calls are, in the order in which they would be without.
-
-Trace one stage: layers → one flat jaxpr of forward pass, gradients and accumulation.
+"""Traces one stage: its layers become one flat jaxpr of forward pass, gradients and accumulation.
 
 The joint function ``(param buffers, x, data, key, dy, acc) -> (y, new acc, dx)`` is traced per shard inside ``shard_map`` on
 the rank's submesh, with varying-axis types on where layers are divided over ``tp`` or ``cp``. Parameters are cast to varying
@@ -24,6 +19,10 @@ of (``partial``) are cast to varying over ``tp`` as well, so that the sum waits 
 
 A stage that takes several microbatches at once (``StageLinks.span``) has ``x``, ``dx`` and ``data`` ports for each, those of
 the first before those of the second; their rows are put together inside the function, so that a shard's are its own.
+
+A model's layers are mostly one function, so each is called as a jitted function (:class:`Calls`) that JAX traces,
+differentiates and transposes once, however many layers have it. Flattening (:mod:`jaxpipe.stage.jaxprs`) puts the equations
+where the calls are, in the order in which they would be without.
 
 Not modelled here: complex-valued losses, side effects that must stay ordered.
 """
@@ -69,7 +68,7 @@ class Calls:
     """Jitted functions of layers by what decides their traces, with the pytrees that they return. ``repeated``: keys of the
     functions that are worth it; the others are called as they are. None: all are."""
 
-    known: dict[Hashable, tuple[Callable[..., list[Any]], list[Any]]] = field(default_factory=dict)
+    traced: dict[Hashable, tuple[Callable[..., list[Any]], list[Any]]] = field(default_factory=dict)
     repeated: Collection[Hashable] | None = None
 
     def __call__(self, layer: Layer, params: Params, x: Any, context: LayerContext, where: str) -> Any:
@@ -84,10 +83,11 @@ class Calls:
         leaves, structure = jax.tree.flatten(arguments)
         types = tuple((v.shape, v.dtype, varying_axes(v)) if is_array(v) else value_key(v) for v in leaves)
         kind = (function_key(layer.apply), structure, types, context.train, context.tp)
-        if kind not in self.known:
+        if kind not in self.traced:
             skeleton: list[Any] = []
             still = fill(arguments, [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in array_leaves(arguments)])
 
+            # Inside ``jit`` only arrays may flow; whatever else a layer returns is kept beside the function that returned it.
             def arrays_of(arrays: list[Any]) -> list[Any]:
                 params, x, data, key = fill(still, arrays)
                 y = calling(layer, params, x, LayerContext(data, key, context.train, context.tp), where)
@@ -95,8 +95,8 @@ class Calls:
                 skeleton[:] = [fill(y, [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in outputs])]
                 return outputs
 
-            self.known[kind] = jit(arrays_of), skeleton
-        jitted, returned = self.known[kind]
+            self.traced[kind] = jit(arrays_of), skeleton
+        jitted, returned = self.traced[kind]
         arrays = jitted(array_leaves(arguments))
         return fill(returned[0], arrays)
 
@@ -147,7 +147,7 @@ class TraceSpec:
         return fill(first, [jnp.concatenate(column) for column in columns]) if rest else first
 
     def whole_data(self, data: Sequence[Any]) -> list[Any]:
-        """Batch arrays in port order, with the rows of all microbatches as one."""
+        """Return batch arrays in port order, with the rows of all microbatches as one."""
         n = len(self.data)
         return [jnp.concatenate(data[i::n]) for i in range(n)] if self.links.span > 1 else list(data)
 
@@ -180,7 +180,7 @@ class StageTrace:
     seed: Var | None = None
 
     def key(self) -> Hashable:
-        """Equal for traces of the same program with the same ports, constants compared by value."""
+        """Return a key that is equal for traces of the same program with the same ports, constants compared by value."""
         keys = AtomKeys()
         constants = tuple((keys.define(v), value_key(c)) for v, c in self.consts.items())
         free = tuple(
@@ -213,7 +213,8 @@ class StageTrace:
 
 
 def layer_key(key: jax.Array, layer_index: int | jax.Array) -> jax.Array:
-    """The key that layer ``layer_index`` (counted over the whole model) draws from; ``key``: uint32[2] of the microbatch."""
+    """Return the key that layer ``layer_index`` (counted over the whole model) draws from; ``key``: uint32[2] of the
+    microbatch."""
     return jax.random.fold_in(jax.random.wrap_key_data(key, impl="threefry2x32"), layer_index)
 
 
@@ -245,6 +246,8 @@ def trace_joint(spec: TraceSpec, mesh: AnyMesh) -> StageTrace:
             ys = [traced["values"][p] for p in traced["learning"]]
             return ys, [jax.lax.stop_gradient(traced["values"][p]) for p in traced["rest"]]
 
+        # Only what learns is differentiated: integers and leaves whose reader hands no cotangent back go along as auxiliary
+        # values.
         ys, pullback, aux = jax.vjp(forward, theta, floats, has_aux=True)
         ends = dict(zip(traced["learning"], ys, strict=True))
         dtheta, dx = pullback(_cotangents(spec, ends, traced["leaving"]["dy_of"], data))
@@ -274,7 +277,8 @@ def trace_eval(spec: TraceSpec, mesh: AnyMesh) -> StageTrace:
 
 
 def _varying_params(spec: TraceSpec, buffers: Sequence[Any]) -> list[Any]:
-    """Parameter buffers cast to varying where the gradients of the shards are to stay apart."""
+    """Cast parameter buffers to varying where the gradients of the shards are to stay apart."""
+    # The transpose of this cast is the sum over the axes; casting before differentiation keeps that sum out of the stage.
     kinds = spec.layout.kinds
     return [vary(b, AXES if kind == "partial" else DATA) for b, kind in zip(buffers, kinds, strict=True)]
 
@@ -282,7 +286,7 @@ def _varying_params(spec: TraceSpec, buffers: Sequence[Any]) -> list[Any]:
 def _trace(
     spec: TraceSpec, mesh: AnyMesh, fn: Callable[..., Any], acc: Sequence[jax.ShapeDtypeStruct]
 ) -> tuple[FlatJaxpr, dict[Var, Port], Var]:
-    """``fn`` per shard, the ports of its inputs, and the input that is the layer offset."""
+    """Trace ``fn`` per shard; return it with the ports of its inputs and the input that is the layer offset."""
     captured: list[ClosedJaxpr] = []
     homes, offset = Homes(mesh, spec.layout, spec.x_varies), Port("key", 1)
     sources: Mapping[PortKind, tuple[Any, Sequence[Any]]] = {
@@ -326,7 +330,7 @@ def _check_divisible(spec: TraceSpec, mesh: AnyMesh) -> None:
 
 
 def _partition(leaves: Sequence[Any], chosen: Sequence[bool]) -> tuple[list[Any], Callable[..., list[Any]]]:
-    """The chosen leaves, and how to put others in their places between the remaining leaves."""
+    """Return the chosen leaves, and a function that puts others in their places between the remaining leaves."""
     rest = [None if c else leaf for c, leaf in zip(chosen, leaves, strict=True)]
 
     def merge(values: Sequence[Any], missing: Any = rest) -> list[Any]:
@@ -384,14 +388,15 @@ def leaves_read(links: StageLinks, y: Any) -> list[tuple[int, int]]:
 
 
 def _cotangents(spec: TraceSpec, ys: Mapping[Port, Any], dy_of: Sequence[int], data: Sequence[Any]) -> list[Any]:
-    """The cotangent of each of ``ys``: of what leaves, those of all who read it, summed in their order; of a loss, one times
-    the factor that the batch gives for it where the model has several."""
+    """Return the cotangent of each of ``ys``: for what leaves, those of all who read it, summed in their order; for a loss, one
+    times the factor that the batch gives for it where the model has several."""
     arrays = dict(zip(spec.data, data, strict=True))
     cotangents: list[Any] = []
     seed: Any = None
     for port, v in ys.items():
         if port.kind == "y":
             parts = [k for k, leaf in enumerate(dy_of) if leaf == port.index]
+            # Zeros by name: flattening cuts the program there, and what was a constant becomes the dy port.
             terms = [checkpoint_name(_zeros(v), f"{_SOURCE}/{k}") for k in parts]
             cotangents.append(sum_in_order(terms) if terms else _zeros(v))
             continue
@@ -405,7 +410,7 @@ def _cotangents(spec: TraceSpec, ys: Mapping[Port, Any], dy_of: Sequence[int], d
 
 
 def sum_in_order(parts: Sequence[Any]) -> Any:
-    """The sum of one or more arrays, from the first on."""
+    """Sum one or more arrays, from the first on: bits must not depend on where the readers are placed."""
     total = parts[0]
     for part in parts[1:]:
         total = total + part
@@ -433,6 +438,7 @@ def _run_layers(
         layer_key_value = layer_key(key, offset + jnp.uint32(i)) if train and layer.uses_key else None
         context = LayerContext({name: arrays[name] for name in layer.reads}, layer_key_value, train, spec.tp)
         layer_input = given_to(layer, [results[k] if k >= 0 else entries[~k] for k in takes])
+        # The scope ends up in the names of all equations, backward ones too: that is how :func:`layer_of` finds their layer.
         with jax.named_scope(f"layer{i}"):
             y = spec.calls(layer, dict(params[layer.name]), layer_input, context, f" (stage {spec.stage})")
         if train and i + 1 < len(spec.layers) and i not in spec.links.losses:
@@ -444,6 +450,7 @@ def _run_layers(
 def _mark(value: Any, layer: int, leaf: int) -> Any:
     """Name a value between two layers, and its cotangent."""
 
+    # ``checkpoint_name`` is transparent to differentiation, so the cotangent needs a rule of its own to get a name, too.
     @jax.custom_vjp
     def marked(v: Any) -> Any:
         return checkpoint_name(v, f"{_PREFIX}.h/{layer}/{leaf}")
@@ -490,7 +497,7 @@ def _described(out: Any) -> str:
 
 
 def _scalar(layer: str, what: str, value: Any) -> Any:
-    """One result of the loss layer as a float scalar that each ``dp`` shard has its own part of."""
+    """Cast one result of the loss layer to a float scalar that each ``dp`` shard has its own part of."""
     value = jnp.asarray(value)
     if value.shape != ():
         raise StageError(
@@ -513,13 +520,13 @@ def _refuse_ordered_effects(spec: TraceSpec, flat: FlatJaxpr) -> None:
 
 
 def where(layers: Sequence[Layer], eqn: JaxprEqn) -> str:
-    """The layer an equation came from, for messages."""
+    """Name the layer an equation came from, for messages."""
     i = layer_of(eqn)
     return f"layer {layers[i].name!r}" if i is not None and i < len(layers) else "the stage"
 
 
 def layer_of(eqn: JaxprEqn) -> int | None:
-    """Position in the stage of the layer that an equation (forward or backward) came from."""
+    """Return the position in the stage of the layer that an equation (forward or backward) came from."""
     for part in str(eqn.source_info.name_stack).replace("(", "/").replace(")", "/").split("/"):
         if part.startswith("layer") and part[5:].isdigit():
             return int(part[5:])
@@ -530,6 +537,7 @@ def _joint_trace(
     spec: TraceSpec, traced: Mapping[str, Any], flat: FlatJaxpr, inputs: dict[Var, Port], offset: Var
 ) -> StageTrace:
     fixed = {*flat.consts, offset, *(v for v, p in inputs.items() if p.kind == "param")}
+    # Before anything is cut: a scan that returns its weights as residuals would tie parameters to the microbatch.
     eqns, recomputed, renamed = hoist_fixed(flat.eqns, flat.recomputed, fixed.__contains__)
     outvars = [called(renamed, a) for a in flat.outvars]
     names = [(name, called(renamed, a)) for name, a in flat.names]
@@ -557,7 +565,7 @@ def _joint_trace(
 
 
 def _first_trained(spec: TraceSpec) -> list[int]:
-    """Positions in the stage of the layers with a parameter that is trained (or tied) behind which there is none."""
+    """Return the positions in the stage of the layers with a parameter that is trained (or tied) and none before them."""
     slots = {slot.layer for slot in spec.layout.slots if spec.layout.trains(slot)}
     trained = slots | {a for a, _ in spec.layout.aliases}
     behind: list[bool] = []
@@ -571,6 +579,6 @@ def _first_trained(spec: TraceSpec) -> list[int]:
 
 
 def _first_cotangents(marks: Sequence[tuple[int, Atom]], starts: Sequence[int]) -> tuple[Atom, ...]:
-    """The cotangents of what the first layers from each of ``starts`` on return."""
+    """Return the cotangents of what the first layers from each of ``starts`` on return."""
     first = {min((layer for layer, _ in marks if layer >= start), default=None) for start in starts}
     return tuple(a for layer, a in marks if layer in first and not isinstance(a, Literal))

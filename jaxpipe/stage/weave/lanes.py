@@ -1,4 +1,4 @@
-"""An order for the chunks of several functions on two lanes, compute and collectives, that leaves compute waiting least.
+"""Orders the chunks of several functions on two lanes, compute and collectives, so that compute waits least.
 
 The compute lane runs one chunk at a time. One collective flies at a time, and starts between two chunks: XLA starts it where it
 stands in the program and keeps one in flight. A list scheduler places the chunks by several rules, filler in two ways, and the
@@ -43,7 +43,7 @@ class Node:
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class LaneOrder:
     """``nodes``: chunks in the order they run, each collective where it starts. Times of the two-lane model in seconds:
     ``starts`` by position, ``makespan_s``, and ``exposed_s``, in which compute waits for a collective."""
 
@@ -53,18 +53,19 @@ class Order:
     exposed_s: float
 
 
-Rule: TypeAlias = Callable[[int, "_Lanes"], tuple[float, ...]]
+Rule: TypeAlias = Callable[[int, "_ListScheduler"], tuple[float, ...]]
 
 
-def best_order(nodes: Sequence[Node]) -> Order:
-    """The best of the rules' orders. ``nodes`` must list what a node depends on before it."""
-    best: tuple[tuple[float, int], Order] | None = None
+def best_order(nodes: Sequence[Node]) -> LaneOrder:
+    """Return the best of the rules' orders. ``nodes`` must list what a node depends on before it."""
+    best: tuple[tuple[float, int], LaneOrder] | None = None
     for rule in _RULES:
         for fitting in (False, True):
-            order = _Lanes(nodes, rule, fitting).run()
+            order = _ListScheduler(nodes, rule, fitting).run()
             spare = _left_over(nodes, order)
-            orders = [_Lanes(nodes, rule, fitting, early_s=spare).run(), order] if spare > 0 else [order]
+            orders = [_ListScheduler(nodes, rule, fitting, early_s=spare).run(), order] if spare > 0 else [order]
             for order in orders:
+                # Rounded to 0.1 µs, so that orders that are equal but for rounding errors compare by their covers.
                 score = (round(order.makespan_s, 7), len(uncovered(nodes, order)))
                 if best is None or score < best[0]:
                     best = (score, order)
@@ -72,9 +73,9 @@ def best_order(nodes: Sequence[Node]) -> Order:
     return best[1]
 
 
-def covers(nodes: Sequence[Node], order: Order) -> dict[int, tuple[int, ...]]:
-    """For each collective the chunks that run between its start and its end: the first chunk or collective that reads its
-    result, or the next collective."""
+def covers(nodes: Sequence[Node], order: LaneOrder) -> dict[int, tuple[int, ...]]:
+    """Return the chunks that run under each collective: between its start and its end, which is the first chunk or collective
+    that reads its result, or the next collective."""
     under: dict[int, list[int]] = {}
     flying: int | None = None
     for n in order.nodes:
@@ -89,13 +90,13 @@ def covers(nodes: Sequence[Node], order: Order) -> dict[int, tuple[int, ...]]:
     return {c: tuple(chunks) for c, chunks in under.items()}
 
 
-def uncovered(nodes: Sequence[Node], order: Order) -> list[int]:
-    """The collectives without a product under them."""
+def uncovered(nodes: Sequence[Node], order: LaneOrder) -> list[int]:
+    """Return the collectives without a product under them."""
     return [c for c, under in covers(nodes, order).items() if not any(nodes[n].has_product for n in under)]
 
 
-def _left_over(nodes: Sequence[Node], order: Order) -> float:
-    """Seconds of filler that run at the end, when no collective is left to hide."""
+def _left_over(nodes: Sequence[Node], order: LaneOrder) -> float:
+    """Return the seconds of filler that run at the end, when no collective is left to hide."""
     spare = 0.0
     done = 0.0
     for n, start in zip(order.nodes, order.starts, strict=True):
@@ -109,7 +110,7 @@ def _left_over(nodes: Sequence[Node], order: Order) -> float:
 
 
 @dataclass(slots=True)
-class _Lanes:
+class _ListScheduler:
     """One run of the list scheduler. ``fitting``: under a collective goes the shortest filler that outlasts it, or the longest,
     rather than the first. ``early_s``: seconds of filler that may run although other work is ready."""
 
@@ -130,6 +131,7 @@ class _Lanes:
         for n, node in enumerate(self.nodes):
             for d in node.deps:
                 readers[d].append(n)
+        # Critical paths to the end and to the next collective, from the back. Filler is left out: nothing waits for it.
         self.after = [0.0] * len(self.nodes)
         self.to_collective = [0.0] * len(self.nodes)
         for n in reversed(range(len(self.nodes))):
@@ -139,12 +141,14 @@ class _Lanes:
             near = [0.0 if self.nodes[r].is_collective else self.to_collective[r] for r in ahead]
             self.to_collective[n] = node.seconds + max(near, default=0.0)
 
-    def run(self) -> Order:
+    def run(self) -> LaneOrder:
         open_ = set(range(len(self.nodes)))
         while open_:
+            # A collective first: its lane is free, and every chunk before its start delays all that waits for it.
             n = self._collective(open_)
             if n is None:
                 n = self._chunk(open_)
+            # Nothing can run before the collective in flight ends: exposed time.
             if n is None:
                 self.now_s = self.flying_until_s
                 continue
@@ -158,21 +162,23 @@ class _Lanes:
                 self.last_part = self.nodes[n].part
         makespan = max(self.now_s, self.flying_until_s)
         compute = sum(self.nodes[n].seconds for n, _ in self.placed if not self.nodes[n].is_collective)
-        return Order(tuple(n for n, _ in self.placed), tuple(s for _, s in self.placed), makespan, makespan - compute)
+        return LaneOrder(
+            tuple(n for n, _ in self.placed), tuple(s for _, s in self.placed), makespan, makespan - compute
+        )
 
     def _done(self, n: int) -> bool:
         """Whether everything that node ``n`` reads is there."""
         return all(self.ends.get(d, float("inf")) <= self.now_s for d in self.nodes[n].deps)
 
     def _collective(self, open_: set[int]) -> int | None:
-        """The collective that starts now: one flies at a time."""
+        """Choose the collective that starts now; None while one flies, as one flies at a time."""
         if self.flying_until_s > self.now_s:
             return None
         ready = [n for n in sorted(open_) if self.nodes[n].is_collective and self._done(n)]
         return max(ready, key=self.after.__getitem__, default=None)
 
     def _chunk(self, open_: set[int]) -> int | None:
-        """The chunk that runs now."""
+        """Choose the chunk that runs now; None if none is ready."""
         ready = [n for n in sorted(open_) if not self.nodes[n].is_collective and self._done(n)]
         main = [n for n in ready if not self.nodes[n].filler]
         filler = [n for n in ready if self.nodes[n].filler]
@@ -184,7 +190,8 @@ class _Lanes:
         return self._filler(filler) if filler else None
 
     def _filler(self, ready: Sequence[int]) -> int:
-        """The filler that runs now, since nothing else can."""
+        """Choose the filler that runs now, since nothing else can."""
+        # The shortest that outlasts the collective: a longer one would delay what waits for it, a shorter one expose the rest.
         missing = self.flying_until_s - self.now_s
         if not self.fitting or missing <= 0:
             return ready[0]

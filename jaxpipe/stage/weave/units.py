@@ -1,11 +1,11 @@
-"""Units of a stage function: its per-shard jaxpr cut at the collectives over ``tp`` and ``cp`` (`stp.txt` section 3, figure 3).
+"""Cuts a stage function's per-shard jaxpr into units at the collectives over ``tp`` and ``cp`` (`stp.txt` section 3, figure 3).
 
 An equation belongs to the unit of the first collective, in program order, that needs its result; what no collective needs is
 filler: weight gradients, and what follows the last collective. So the units of one function run in order, each ends by
 starting its collective, and filler may run any time after what it reads. Units are named as the paper names them, by
 structure: one with an attention product (a ``dot_general`` with batch dimensions, or a fused attention kernel) is ``Attn``,
-another one with products ``MLP``; what stands before the first product of a unit
-(residual sum, norm) is ``Pre-Attn`` or ``Pre-MLP``. In a backward pass the norm's own derivative so counts as the beginning
+another one with products ``MLP``; what stands before the first product of a unit (residual sum, norm) is ``Pre-Attn`` or
+``Pre-MLP``. In a backward pass the norm's own derivative so counts as the beginning
 of the following unit, since the collective lies between it and the products that it belongs to.
 
 Units are made of chunks, the least that ``weave/weaver.py`` moves: one product (or loop, or kernel) with the cheap
@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 from jaxpipe._jax_compat import ClosedJaxpr, JaxprEqn, Var, aval_bytes, sub_jaxprs, variables
 from jaxpipe.mesh import CP, TP
 from jaxpipe.stage.jaxprs import Dataflow, eqn_flops
-from jaxpipe.stage.primitives import Kind, kind, mesh_axes, row, row_of
+from jaxpipe.stage.primitives import EqnKind, kind, mesh_axes, row, row_of
 
 LEAST_SHARE = 1 / 8
 """A collective that moves less than this share of the largest one's bytes is not cut at."""
@@ -48,12 +48,13 @@ class UnitCosts:
     link_latency_s: float = 10e-6
 
     def work_s(self, flops: int, moved_bytes: int) -> float:
-        """Seconds of a chunk: arithmetic or memory traffic, whichever is longer."""
+        """Estimate the seconds of a chunk: arithmetic or memory traffic, whichever is longer."""
         return max(flops / self.flops_per_s, moved_bytes / self.bytes_per_s)
 
     def collective_s(self, primitive: str, whole_bytes: float, shards: int) -> float:
-        """Seconds of a ring over ``shards``; ``whole_bytes``: of the array before a scatter or after a gather. A permute is one
-        step of it, with all of the array."""
+        """Estimate the seconds of a ring over ``shards``; ``whole_bytes``: of the array before a scatter or after a gather. A
+        permute is one step of it, with all of the array."""
+        # An all-reduce is a reduce-scatter and an all-gather: twice around the ring.
         exchange = row_of(primitive).exchange
         passes = 1.0 if exchange == "permute" else (2 if exchange == "all-reduce" else 1) * (shards - 1) / shards
         return self.link_latency_s + passes * whole_bytes / self.link_bytes_per_s
@@ -100,7 +101,7 @@ class Unit:
 
     @property
     def works(self) -> tuple[Chunk | Collective, ...]:
-        """The equations of the unit, in order."""
+        """Return the chunks of the unit and its collective, in order."""
         return (*self.chunks, self.collective) if self.collective is not None else self.chunks
 
     @property
@@ -123,7 +124,8 @@ class PartGraph(Dataflow):
         self.need = self._needs()
 
     def _needs(self) -> list[int | None]:
-        """For each equation the first collective (by number) that depends on it, itself included."""
+        """Return the first collective (by number) that depends on each equation, itself included; None for filler."""
+        # In program order, so that what two collectives need belongs to the first.
         need: list[int | None] = [None] * len(self.eqns)
         for number, collective in enumerate(self.collectives):
             for i in self.needed(self.eqns[collective.eqn].outvars, lambda i: need[i] is None):
@@ -138,7 +140,7 @@ class PartGraph(Dataflow):
         return [v for v in read if v not in outputs], left
 
     def chunk(self, eqns: Sequence[int]) -> Chunk:
-        """The chunk of these equations."""
+        """Make the chunk of these equations."""
         heavy = next((i for i in eqns if is_heavy(self.eqns[i])), None)
         flops = sum(eqn_flops(self.eqns[i]) for i in eqns)
         read_bytes, left_bytes = (sum(aval_bytes(v.aval) for v in values) for values in self.ends(eqns))
@@ -161,7 +163,7 @@ def cut_threshold(parts: Sequence[ClosedJaxpr]) -> float:
 
 
 def units_of(graph: PartGraph) -> tuple[Unit, ...]:
-    """The units of a stage function in program order, those of filler last."""
+    """Cut a stage function into units in program order, those of filler last."""
     members: Mapping[int | None, list[int]] = {k: [] for k in (*range(len(graph.collectives)), None)}
     ends = {c.eqn for c in graph.collectives}
     for i in range(len(graph.eqns)):
@@ -177,14 +179,16 @@ def units_of(graph: PartGraph) -> tuple[Unit, ...]:
 def is_heavy(eqn: JaxprEqn) -> bool:
     """Whether an equation is a kernel of its own with much work: a product, convolution or custom call, or a loop
     with one."""
-    if kind(eqn) is Kind.BODY:
+    if kind(eqn) is EqnKind.BODY:
         return any(is_heavy(inner) for sub in sub_jaxprs(eqn) for inner in sub.eqns)
-    return kind(eqn) in (Kind.PRODUCT, Kind.CUSTOM)
+    return kind(eqn) in (EqnKind.PRODUCT, EqnKind.CUSTOM)
 
 
 def _chunks(graph: PartGraph, members: Sequence[int]) -> tuple[Chunk, ...]:
-    """``members`` cut into chunks: each product behind what it still needs, and followed by what it makes possible. Equations
+    """Cut ``members`` into chunks: each product behind what it still needs, and followed by what it makes possible. Equations
     that touch no product make chunks of their own, one for each connected piece."""
+    # Cheap work goes to the product whose result it reads, so that XLA can fuse it there: a barrier between them would write
+    # the product's result to memory and read it again.
     mine = set(members)
     heavies = [i for i in members if is_heavy(graph.eqns[i])]
     before: set[int] = set()
@@ -200,6 +204,7 @@ def _chunks(graph: PartGraph, members: Sequence[int]) -> tuple[Chunk, ...]:
         for i in tails:
             if i not in placed and not reached.isdisjoint(graph.inputs(i)):
                 missing = _missing(graph, i, mine, placed)
+                # What a later product needs waits for that product, or this chunk would hold it up.
                 if all(j == i or j not in before for j in missing):
                     group += missing
                     placed.update(missing)
@@ -210,7 +215,8 @@ def _chunks(graph: PartGraph, members: Sequence[int]) -> tuple[Chunk, ...]:
 
 
 def _pieces(graph: PartGraph, members: Sequence[int]) -> list[list[int]]:
-    """The connected pieces of ``members``, each in program order."""
+    """Return the connected pieces of ``members``, each in program order."""
+    # Members of a piece share one list; reading another piece joins the two, and all of both get the joined list.
     piece: dict[int, list[int]] = {}
     for i in members:
         joined = [i]
@@ -222,12 +228,12 @@ def _pieces(graph: PartGraph, members: Sequence[int]) -> list[list[int]]:
 
 
 def _missing(graph: PartGraph, root: int, mine: set[int], placed: set[int]) -> list[int]:
-    """``root`` and what it needs of ``mine`` that has no place yet, in program order."""
+    """Return ``root`` and what it needs of ``mine`` that has no place yet, in program order."""
     return sorted({root} | graph.needed(graph.eqns[root].invars, lambda i: i in mine and i not in placed))
 
 
 def _kind(graph: PartGraph, members: Sequence[int]) -> str:
-    """``Attn``, ``MLP``, or "" for a unit without products."""
+    """Name the unit of these equations: ``Attn``, ``MLP``, or "" without products."""
     if not any(is_heavy(graph.eqns[i]) for i in members):
         return ""
     return "Attn" if any(_is_attention(graph.eqns[i]) for i in members) else "MLP"
@@ -244,7 +250,7 @@ def _is_attention(eqn: JaxprEqn) -> bool:
 
 
 def _named_before_gathers(units: Sequence[Unit]) -> Iterable[Unit]:
-    """Units without products, which end at a gather of sequence shards, get the name of what follows: Pre-Attn, Pre-MLP."""
+    """Give units without products, which end at a gather of sequence shards, the name of what follows: Pre-Attn, Pre-MLP."""
     following, named = "", []
     for unit in reversed(units):
         following = unit.name or following
@@ -254,13 +260,14 @@ def _named_before_gathers(units: Sequence[Unit]) -> Iterable[Unit]:
 
 
 def _without_head(graph: PartGraph, unit: Unit) -> Iterable[Unit]:
-    """A unit, what stands before its first product apart."""
+    """Split what stands before the first product of a unit off into a unit of its own (the paper's Pre-Attn, Pre-MLP)."""
     first = unit.chunks[0] if unit.chunks else None
     if first is None or first.heavy is None:
         return [unit]
     at = first.eqns.index(first.heavy)
     operands = set(_missing(graph, first.heavy, set(first.eqns), set()))
     head = [i for i in first.eqns[:at] if i in operands]
+    # Casts and reshapes alone are no norm: they stay with their product.
     if not any(eqn_flops(graph.eqns[i], elementwise=True) for i in head):
         return [unit]
     rest = [i for i in first.eqns if i not in set(head)]

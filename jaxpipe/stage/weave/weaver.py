@@ -1,4 +1,4 @@
-"""Weave stage functions into one jaxpr so that each collective of its shards has compute under it (`stp.txt` section 3).
+"""Weaves stage functions into one jaxpr so that each collective of its shards has compute under it (`stp.txt` section 3).
 
 F of one microbatch and B, W or BW of another, of the same stage or of two, depend on nothing of each other; put into one
 program as they are, XLA still runs them one after the other. :func:`weave` orders their chunks (``weave/units.py``) on
@@ -35,7 +35,7 @@ from jaxpipe._jax_compat import (
 )
 from jaxpipe.mesh import CP, TP
 from jaxpipe.stage.jaxprs import called, reachable
-from jaxpipe.stage.weave.lanes import Node, Order, best_order, covers
+from jaxpipe.stage.weave.lanes import LaneOrder, Node, best_order, covers
 from jaxpipe.stage.weave.units import Chunk, Collective, PartGraph, UnitCosts, cut_threshold, units_of
 
 GPU_OVERLAP_OPTIONS: Mapping[str, bool | int | str] = MappingProxyType(
@@ -88,7 +88,7 @@ class CoveredCollective:
 
 
 @dataclass(frozen=True, slots=True)
-class Woven:
+class WovenJaxpr:
     """Several functions in one jaxpr: inputs and outputs of the parts one after another.
 
     ``collectives``: by part, in program order. ``makespan_s``, ``exposed_s``: of the two-lane model, the second in which
@@ -109,8 +109,8 @@ class Woven:
         return "\n".join([head, *(f"  {c}" for c in self.collectives)])
 
 
-def weave(parts: Sequence[ClosedJaxpr], *, shards: int = 8, cp: int = 1) -> Woven:
-    """One jaxpr that computes what ``parts`` compute, their collectives hidden under each other's compute.
+def weave(parts: Sequence[ClosedJaxpr], *, shards: int = 8, cp: int = 1) -> WovenJaxpr:
+    """Make one jaxpr that computes what ``parts`` compute, their collectives hidden under each other's compute.
 
     Args:
         parts: flat per-shard jaxprs; none reads what another one makes. They may hold the same variables.
@@ -118,6 +118,7 @@ def weave(parts: Sequence[ClosedJaxpr], *, shards: int = 8, cp: int = 1) -> Wove
             under what are an H100's.
     """
     assert parts, "nothing to weave"
+    # One threshold for all parts: what is small beside the largest collective of any gains nothing by a cut.
     least = cut_threshold(parts)
     renamed, consts = _apart(parts)
     graphs = [PartGraph(part, least) for part in renamed]
@@ -126,11 +127,12 @@ def weave(parts: Sequence[ClosedJaxpr], *, shards: int = 8, cp: int = 1) -> Wove
     eqns, names = _Emission(graphs, nodes).run(order)
     outvars = [called(names, a) for g in graphs for a in g.jaxpr.outvars]
     closed = close_jaxpr(consts, [v for part in renamed for v in part.jaxpr.invars], eqns, outvars)
-    return Woven(closed, _report(nodes, order), order.makespan_s, order.exposed_s)
+    return WovenJaxpr(closed, _report(nodes, order), order.makespan_s, order.exposed_s)
 
 
 def _apart(parts: Sequence[ClosedJaxpr]) -> tuple[list[ClosedJaxpr], list[tuple[Var, Any]]]:
-    """The parts on variables of their own, without constants; and the constants, each once."""
+    """Rename the parts' variables apart; return them without constants, and the constants, each once."""
+    # F and B of one stage come from one trace and share variables; two microbatches must not.
     consts: dict[int, tuple[Var, Any]] = {}
     jaxprs: list[ClosedJaxpr] = []
     for part in parts:
@@ -150,7 +152,7 @@ def _apart(parts: Sequence[ClosedJaxpr]) -> tuple[list[ClosedJaxpr], list[tuple[
 
 
 def _nodes(graphs: Sequence[PartGraph], costs: UnitCosts, sizes: Mapping[str, int]) -> list[Node]:
-    """Chunks and collectives of all parts, each after what it depends on."""
+    """List the chunks and collectives of all parts, each after what it depends on."""
     nodes: list[Node] = []
     for p, graph in enumerate(graphs):
         works = [(unit, work) for unit in units_of(graph) for work in unit.works]
@@ -170,34 +172,35 @@ def _seconds(work: Chunk | Collective, costs: UnitCosts, sizes: Mapping[str, int
 
 @dataclass(frozen=True, slots=True)
 class _Ends:
-    """The values at the ends of a node. ``reads``: what others make; ``feeds``: of these, what its product needs. ``made``: its
-    results; ``left``: of these, what others read; ``late``: what needs its product. Of a chunk without a product the last
-    equation feeds, and all is late."""
+    """The values at the ends of a node. ``reads``: what others make; ``feeds``: of these, what its product needs. ``results``:
+    all that it makes; ``left``: of these, what others read; ``late``: what needs its product. In a chunk without a product the
+    last equation stands for it, and all results are late."""
 
     reads: list[Var]
     feeds: list[Var]
-    made: list[Var]
+    results: list[Var]
     left: list[Var]
     late: set[Var]
 
     @classmethod
     def of(cls, node: Node, graph: PartGraph) -> _Ends:
-        mine = set(node.work.eqns)
+        own_eqns = set(node.work.eqns)
         product = node.work.heavy if isinstance(node.work, Chunk) else None
         reads, left = graph.ends(node.work.eqns)
         last = node.work.eqns[-1] if product is None else product
-        before = graph.needed(graph.eqns[last].invars, mine.__contains__)
+        before = graph.needed(graph.eqns[last].invars, own_eqns.__contains__)
         near = [v for i in (last, *sorted(before, reverse=True)) for v in variables(graph.eqns[i].invars)]
-        behind = mine
+        behind = own_eqns
         if product is not None:
-            behind = reachable([product], lambda i: mine.intersection(graph.outputs(i)))
+            behind = reachable([product], lambda i: own_eqns.intersection(graph.outputs(i)))
         late = {v for i in behind for v in graph.eqns[i].outvars}
         outputs = [v for i in node.work.eqns for v in graph.eqns[i].outvars]
         return cls(reads, [v for v in dict.fromkeys(near) if v in reads], outputs, left, late)
 
 
 class _Emission:
-    """The equations in the chosen order, with barriers. ``names``: what a value is called from here on."""
+    """Emits the equations in the chosen order, with barriers. ``names``: what a value is called from here on; ``last``: the
+    last chunk with a product; ``flying``: the collective in flight."""
 
     def __init__(self, graphs: Sequence[PartGraph], nodes: Sequence[Node]) -> None:
         self.graphs = graphs
@@ -208,7 +211,8 @@ class _Emission:
         self.last: int | None = None
         self.flying: int | None = None
 
-    def run(self, order: Order) -> tuple[list[JaxprEqn], dict[Var, Var]]:
+    def run(self, order: LaneOrder) -> tuple[list[JaxprEqn], dict[Var, Var]]:
+        # Barriers only while a collective flies or is still to start: behind the last one XLA may order as it likes.
         to_start = sum(self.nodes[n].is_collective for n in order.nodes)
         for k, n in enumerate(order.nodes):
             if self.nodes[n].is_collective:
@@ -237,8 +241,9 @@ class _Emission:
         return next(n for n in window if n in leading)
 
     def _order(self, n: int) -> None:
-        """Puts a chunk's product behind the last one, where it does not need what that made, and the end of the collective in
+        """Put a chunk's product behind the last one, where it does not need what that made, and the end of the collective in
         flight behind the last product, where the chunk reads it."""
+        # Without the second, XLA may wait for the collective before the chunk that is meant to hide it.
         gates = self._landing(n)
         if self.nodes[n].has_product and self.last is not None and not self._runs_behind_last(n):
             gates += self._gates(n)
@@ -246,13 +251,14 @@ class _Emission:
             self._tie(self._token([]), gates)
 
     def _start(self, collective: int, under: int | None) -> None:
-        """Emits a collective, behind the end of the one that flies and before the chunk ``under`` it, if there is one."""
+        """Emit a collective, behind the end of the one that flies and before the chunk ``under`` it, if there is one."""
         operands = self.ends[collective].reads
         behind = [*operands]
         if under is not None and not self._follows(under, collective):
             behind += [*self._landing(under), *self._gates(under)]
-        landed = self.ends[self.flying].made if self.flying is not None else []
+        landed = self.ends[self.flying].results if self.flying is not None else []
         after_last = self.ends[self.last].late if self.last is not None else set()
+        # Where dataflow orders collective and chunk already, a barrier would only cost fusions.
         ordered = after_last.issuperset(operands) and (under is None or self._runs_behind_last(under))
         if landed or not ordered:
             self._tie(self._token(operands), [*landed, *behind])
@@ -261,18 +267,19 @@ class _Emission:
 
     def _follows(self, n: int, other: int) -> bool:
         """Whether ``n`` reads what ``other`` makes."""
-        return not set(self.ends[other].made).isdisjoint(self.ends[n].reads)
+        return not set(self.ends[other].results).isdisjoint(self.ends[n].reads)
 
     def _runs_behind_last(self, n: int) -> bool:
         """Whether the chunk's product needs that of the last chunk."""
         return self.last is not None and not self.ends[self.last].late.isdisjoint(self.ends[n].feeds)
 
     def _landing(self, n: int) -> list[Var]:
-        """The results of the collective in flight, if the chunk reads them."""
-        return [*self.ends[self.flying].made] if self.flying is not None and self._follows(n, self.flying) else []
+        """Return the results of the collective in flight, if the chunk reads them."""
+        return [*self.ends[self.flying].results] if self.flying is not None and self._follows(n, self.flying) else []
 
     def _tie(self, token: Var | None, values: Sequence[Var]) -> None:
         """Make these values available no earlier than ``token`` and each other."""
+        # One value alone ties nothing: the barrier would only keep XLA from fusing across it.
         tied = list(dict.fromkeys(v for v in (token, *values) if v is not None))
         if len(tied) < 2:
             return
@@ -282,8 +289,8 @@ class _Emission:
         self.names.update(zip(tied, results, strict=True))
 
     def _token(self, operands: Sequence[Var]) -> Var | None:
-        """A result of the last chunk that something still reads (XLA drops others from a barrier): the operand of a collective
-        that starts now, else the smallest that depends on the product."""
+        """Return a result of the last chunk that something still reads (XLA drops others from a barrier): the operand of a
+        collective that starts now, else the smallest that depends on the product."""
         if self.last is None:
             return None
         left, late = self.ends[self.last].left, self.ends[self.last].late
@@ -308,7 +315,7 @@ class _Emission:
             self.out.append(eqn.replace(invars=[called(self.names, a) for a in eqn.invars]))
 
 
-def _report(nodes: Sequence[Node], order: Order) -> tuple[CoveredCollective, ...]:
+def _report(nodes: Sequence[Node], order: LaneOrder) -> tuple[CoveredCollective, ...]:
     report = []
     for c, under in sorted(covers(nodes, order).items()):
         node = nodes[c]

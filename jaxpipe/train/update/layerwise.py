@@ -51,7 +51,7 @@ from jaxpipe.stage.identity import array_key, value_key
 from jaxpipe.stage.jaxprs import flatten
 from jaxpipe.stage.model.layer import Path
 from jaxpipe.stage.model.params import Place, key_name, named_leaves
-from jaxpipe.stage.primitives import Kind, row
+from jaxpipe.stage.primitives import EqnKind, row
 from jaxpipe.train.update.optimizer import functions_of
 
 
@@ -468,7 +468,7 @@ Division = Mapping[Place, Hashable]
 """A value for each parameter that is divided: equal for those of one shape that are divided alike."""
 
 _SAME, _UNIFORM, _DIFFERENT = "same", "uniform", "different"
-_ELEMENTWISE = frozenset({Kind.ELEMENTWISE, Kind.CAST, Kind.SAME})
+_ELEMENTWISE = frozenset({EqnKind.ELEMENTWISE, EqnKind.CAST, EqnKind.SAME})
 
 
 def check_pieces(undivided: LayerwiseOptimizer, local: LayerwiseOptimizer, division: Division) -> None:

@@ -1,18 +1,16 @@
-"""Text that describes what a Python function does, equal in any process: for callbacks, which no jaxpr looks into.
-
-Two functions have equal texts if they have the same bytecode, constants, default values, closures and globals, and so do the
-functions that they call by a global name. Line numbers, docstrings and the names of functions do not count. Bytecode differs
-between Python versions. Left out is what a function may change while it runs: variables and attributes that its code assigns
-to, and what lists, dicts and sets hold. Functions of installed packages count by their names, other than those of the
-package that the described function is from.
-
-When two programs are the same: keys that are equal for jaxprs that compute the same, and differ otherwise.
+"""When two programs are the same: keys that are equal for jaxprs that compute the same, and differ otherwise.
 
 Stages share compiled code, and optimizers are taken apart by layer, only where these keys agree: names, labels and the identity
 of arrays do not count. Variables are numbered as they appear; constants and literals are compared by dtype, shape and bytes;
-functions among the parameters of an equation (callbacks) are the same only if they are one object (digests, which outlive
-the process, compare what they do: :mod:`jaxpipe.stage.identity`). Equal keys mean the same
+functions among the parameters of an equation (callbacks) are the same only if they are one object. Equal keys mean the same
 equations in the same order: two spellings of one computation may differ, never two computations agree.
+
+Digests (:func:`program_digest`) outlive the process, so they compare functions by what they do (:func:`function_content`). Two
+functions have equal texts if they have the same bytecode, constants, default values, closures and globals, and so do the
+functions that they call by a global name. Line numbers, docstrings and the names of functions do not count. Bytecode differs
+between Python versions. Left out is what a function may change while it runs: variables and attributes that its code assigns
+to, and what lists, dicts and sets hold. Functions of installed packages count by their names, other than those of the package
+that the described function is from.
 """
 
 from __future__ import annotations
@@ -43,14 +41,14 @@ _STATELESS = ("__init__", "__post_init__", "__new__")
 
 
 def function_content(function: Any, describe: Callable[[Any], str]) -> str:
-    """The text of a function, a method, a partial, or an object that can be called. ``describe``: the text of a value that is
-    neither a function nor an object of a class outside of installed packages."""
+    """Return the text of a function, a method, a partial, or an object that can be called. ``describe``: the text of a value
+    that is neither a function nor an object of a class outside of installed packages."""
     return _Content(_package(function), describe).of(function)
 
 
 class _Content:
-    """``package``: whose functions count by what they do, wherever they are installed. Functions met before count by their
-    number."""
+    """Writes the text of a function. ``package``: whose functions count by what they do, wherever they are installed. Functions
+    met before count by their number."""
 
     def __init__(self, package: str, describe: Callable[[Any], str]) -> None:
         self._package, self._describe = package, describe
@@ -82,6 +80,7 @@ class _Content:
         return ",".join(sorted(texts) if isinstance(values, frozenset) else texts)
 
     def _numbered(self, value: Any, content: Callable[[Any], str]) -> str:
+        # Recursion, and functions that call each other, would never end.
         if id(value) in self._numbers:
             return f"again {self._numbers[id(value)]}"
         self._numbers[id(value)] = len(self._numbers)
@@ -91,6 +90,7 @@ class _Content:
         if not self._is_own(function):
             return f"<{function.__module__}.{function.__qualname__}>"
         code = function.__code__
+        # A counter that the function increments would give it another text after each call.
         written = _written(code, _WRITES)
         cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
         bound = {name: cell.cell_contents for name, cell in cells if name not in written and not _is_empty(cell)}
@@ -111,16 +111,16 @@ class _Content:
     def _object(self, value: Any) -> str:
         kind = type(value)
         methods = {name: x for name, x in inspect.getmembers_static(kind) if isinstance(x, FunctionType)}
-        own = {name: x for name, x in methods.items() if self._is_own(x)}
+        own_methods = {name: x for name, x in methods.items() if self._is_own(x)}
         written = {
             name
-            for method, x in own.items()
+            for method, x in own_methods.items()
             if method not in _STATELESS
             for name in _written(x.__code__, ("STORE_ATTR",))
         }
         held = {f.name: getattr(value, f.name) for f in fields(value)} if is_dataclass(value) else vars_of(value)
         attributes = ",".join(f"{name}={self.of(x)}" for name, x in sorted(held.items()) if name not in written)
-        texts = ",".join(f"{name}={self._numbered(x, self._function)}" for name, x in sorted(own.items()))
+        texts = ",".join(f"{name}={self._numbered(x, self._function)}" for name, x in sorted(own_methods.items()))
         return f"object({kind.__qualname__},{attributes},{texts})"
 
     def _is_own(self, value: Any) -> bool:
@@ -134,7 +134,7 @@ class _Content:
 
 
 def vars_of(value: Any) -> Mapping[str, Any]:
-    """The attributes of an object, those in slots too."""
+    """Return the attributes of an object, those in slots too."""
     slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ()) if hasattr(value, name)]
     return {**{name: getattr(value, name) for name in slots if name != "__dict__"}, **getattr(value, "__dict__", {})}
 
@@ -146,7 +146,7 @@ def _package(value: Any) -> str:
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:
-    """``code``, and that of the functions inside."""
+    """Yield ``code``, and that of the functions inside."""
     yield code
     for x in code.co_consts:
         if isinstance(x, CodeType):
@@ -158,7 +158,7 @@ def _names(code: CodeType) -> set[str]:
 
 
 def _written(code: CodeType, operations: tuple[str, ...]) -> set[str]:
-    """The names that the code assigns to by these operations."""
+    """Return the names that the code assigns to by these operations."""
     return {i.argval for each in _codes(code) for i in dis.get_instructions(each) if i.opname in operations}
 
 
@@ -183,7 +183,7 @@ _HASHED_WHOLE = (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ById:
-    """Equal to what holds the very same object, which lives as long as this."""
+    """A key that is equal for the very same object only. It keeps the object alive, so that its id is not used again."""
 
     value: Any
 
@@ -195,19 +195,20 @@ class ById:
 
 
 def function_key(function: Callable[..., Any]) -> Hashable:
-    """A key that is equal for one function object, or one method of one object."""
+    """Return a key that is equal for one function object, or one method of one object."""
+    # Each access to a method makes a new object, so the function and the instance are compared.
     if isinstance(function, MethodType):
         return ById(function.__func__), ById(function.__self__)
     return ById(function)
 
 
 def jaxpr_key(closed: ClosedJaxpr) -> Hashable:
-    """The key of a closed jaxpr, constants compared by value."""
+    """Return the key of a closed jaxpr, constants compared by value."""
     return _body_key(closed.jaxpr, closed.consts)
 
 
 def program_digest(closed: ClosedJaxpr, *, by_name: bool = False) -> str:
-    """Hexadecimal digits that are equal, in any process under one JAX version, for closed jaxprs that compute the same.
+    """Return hexadecimal digits that are equal, in any process under one JAX version, for closed jaxprs that compute the same.
 
     Weaker than :func:`jaxpr_key` where that compares objects: functions (callbacks) count by what they do
     (:func:`~jaxpipe.stage.identity.function_content`), other objects by class and what they print without addresses.
@@ -217,7 +218,7 @@ def program_digest(closed: ClosedJaxpr, *, by_name: bool = False) -> str:
 
 
 def _lasting(key: Any, by_name: bool) -> str:
-    """A key as text that is the same in another process."""
+    """Write a key as text that is the same in another process."""
     if isinstance(key, tuple):
         return f"({','.join(_lasting(part, by_name) for part in key)})"
     if isinstance(key, frozenset):
@@ -247,14 +248,15 @@ def _body_key(jaxpr: Jaxpr, consts: Sequence[Any]) -> Hashable:
 
 
 def equations_key(eqns: Iterable[JaxprEqn], keys: AtomKeys) -> Hashable:
-    """The key of equations whose free variables ``keys`` knows; it knows their results afterwards."""
+    """Return the key of equations whose free variables ``keys`` knows; it knows their results afterwards."""
     return tuple(_equation_key(eqn, keys) for eqn in eqns)
 
 
 def _equation_key(eqn: JaxprEqn, keys: AtomKeys) -> Hashable:
     operands = tuple(keys.of(a) for a in eqn.invars)
     call = called_jaxpr(eqn)
-    if call is not None:  # what it is called, and how it would be differentiated, changes no value
+    # What a call is named, and how it would be differentiated, changes no value.
+    if call is not None:
         meaning: Hashable = ("call", _body_key(*call))
     else:
         meaning = (eqn.primitive.name, value_key(eqn.params))
@@ -262,18 +264,18 @@ def _equation_key(eqn: JaxprEqn, keys: AtomKeys) -> Hashable:
 
 
 class AtomKeys:
-    """Numbers for variables, in the order in which they are defined; keys of literals by value."""
+    """Numbers variables in the order in which they are defined; literals have keys by value."""
 
     def __init__(self) -> None:
         self._numbers: dict[Var, int] = {}
 
     def define(self, var: Var) -> Hashable:
-        """Number a variable; the key of its type."""
+        """Number a variable, and return the key of its type."""
         self._numbers[var] = len(self._numbers)
         return _type_key(var.aval)
 
     def of(self, atom: Atom) -> Hashable:
-        """The key of an operand."""
+        """Return the key of an operand."""
         if isinstance(atom, Literal):
             return value_key(atom.val), _type_key(atom.aval)
         return self._numbers[atom]
@@ -284,8 +286,8 @@ def _type_key(aval: Any) -> Hashable:
 
 
 def value_key(value: Any) -> Hashable:
-    """A key that is equal for equal values: arrays by dtype, shape and bytes, containers by their items, jaxprs by what they
-    compute; of anything else, whose equality may leave something out, only for one object."""
+    """Return a key that is equal for equal values: arrays by dtype, shape and bytes, containers by their items, jaxprs by what
+    they compute; for anything else, whose equality may leave something out, only for one object."""
     if isinstance(value, ClosedJaxpr):
         return "jaxpr", jaxpr_key(value)
     if isinstance(value, Jaxpr):
@@ -293,7 +295,8 @@ def value_key(value: Any) -> Hashable:
     if value is None or isinstance(value, _BY_VALUE):
         return type(value).__name__, value
     if isinstance(value, bool | int | float | complex | Enum):
-        return type(value).__name__, repr(value)  # 1, 1.0 and True are equal as numbers, 0.0 and -0.0 too
+        # By text: 1, 1.0 and True are equal as numbers, 0.0 and -0.0 too, and NaN is not equal to itself.
+        return type(value).__name__, repr(value)
     if isinstance(value, np.ndarray | np.generic | jax.Array) and not isinstance(value, jax.core.Tracer):
         return array_key(value)
     if isinstance(value, Mapping):
@@ -314,7 +317,7 @@ def value_key(value: Any) -> Hashable:
 
 
 def array_key(value: Any) -> Hashable:
-    """The key of an array: typed PRNG keys by their words and implementation."""
+    """Return the key of an array: typed PRNG keys by their words and implementation."""
     if is_key_dtype(value.dtype):
         return "key", str(value.dtype), array_key(jax.random.key_data(value))
     array = np.asarray(value)

@@ -1,25 +1,9 @@
-"""Who makes and who reads the values of a flat list of equations.
+"""Flat programs: pytrees as lists of array leaves, jaxprs without calls, their dataflow, and their FLOPs.
 
-Floating-point operations of a jaxpr, counted from shapes.
-
-Matrix products and convolutions are exact: 2 · (multiply-adds), and so are cuDNN's attention kernels: of the pairs of positions
-that their mask leaves, two products forwards and five backwards. Bodies of calls and branches are followed;
-``scan`` counts its body once per iteration, ``cond`` the most expensive branch, ``while`` one iteration (the trip count is not
-in the jaxpr).
-
-With ``elementwise=True`` other equations count too: one operation per result element (a cast, comparison or selection as
-well as an addition), reductions and cumulative sums one per operand element, transcendental functions, roots and divisions
-:data:`TRANSCENDENTAL` each, random bits :data:`RANDOM_WORD` per 32 bits (threefry: 20 rounds of 5 integer operations and the
-key schedule, for two words). Moving data counts nothing. These are operations, not seconds: on a GPU elementwise work is bound
-by memory, and costs more than its share of operations where XLA can't fuse it.
-
-The leaves of what crosses a boundary: arrays, which have ports, and static values.
-
-Flatten a jaxpr: replace every call-like equation (jit, custom derivative, checkpoint) by the equations of its body.
-
-The cut into F, B and W needs single equations: a jitted helper may hold work of all three. ``scan``, ``while`` and ``cond``
-stay, their bodies flattened. Variables are renamed at each use, since JAX shares bodies between calls; name stacks are extended
-by the caller's, so an equation still tells its layer.
+**Flattening** (:func:`flatten`) replaces every call-like equation (jit, custom derivative, checkpoint) by the equations of its
+body. The cut into F, B and W needs single equations: a jitted helper may hold work of all three. ``scan``, ``while`` and
+``cond`` stay, their bodies flattened. Variables are renamed at each use, since JAX shares bodies between calls; name stacks are
+extended by the caller's, so an equation still tells its layer.
 
 Varying-axis types are dropped from all variables and bodies: they have done their work when the gradients are traced, and the
 cut programs run with ``check_vma=False``; sums over shards become plain sums. Identities disappear: casts to varying, copies,
@@ -30,6 +14,17 @@ belongs to the backward pass although it does not depend on the cotangent. Its e
 
 A product over leading axes of both operands (a weight gradient over batch and time) becomes one of two matrices: given more
 axes, XLA's CPU backend copies an operand transposed, and computes in each copy all that leads to it. The numbers are the same.
+
+**FLOPs** (:func:`jaxpr_flops`) are counted from shapes. Matrix products and convolutions are exact: 2 · (multiply-adds), and so
+are cuDNN's attention kernels: of the pairs of positions that their mask leaves, two products forwards and five backwards.
+Bodies of calls and branches are followed; ``scan`` counts its body once per iteration, ``cond`` the most expensive branch,
+``while`` one iteration (the trip count is not in the jaxpr).
+
+With ``elementwise=True`` other equations count too: one operation per result element (a cast, comparison or selection as
+well as an addition), reductions and cumulative sums one per operand element, transcendental functions, roots and divisions
+:data:`TRANSCENDENTAL` each, random bits :data:`RANDOM_WORD` per 32 bits (threefry: 20 rounds of 5 integer operations and the
+key schedule, for two words). Moving data counts nothing. These are operations, not seconds: on a GPU elementwise work is bound
+by memory, and costs more than its share of operations where XLA can't fuse it.
 """
 
 from __future__ import annotations
@@ -69,7 +64,8 @@ _Node = TypeVar("_Node", bound=Hashable)
 
 
 class Dataflow:
-    """``maker``: the equation that makes a value, by position. ``readers``: those that read it. Built once, not changed."""
+    """Who makes and who reads the values of a flat list of equations. ``maker``: position of the equation that makes a value;
+    ``readers``: of those that read it. Built once, not changed."""
 
     def __init__(self, eqns: Sequence[JaxprEqn]) -> None:
         self.eqns = eqns
@@ -80,21 +76,21 @@ class Dataflow:
                 self.readers.setdefault(v, []).append(i)
 
     def inputs(self, i: int) -> Iterable[int]:
-        """The equations whose results equation ``i`` reads."""
+        """Return the equations whose results equation ``i`` reads."""
         return (self.maker[v] for v in variables(self.eqns[i].invars) if v in self.maker)
 
     def outputs(self, i: int) -> Iterable[int]:
-        """The equations that read results of equation ``i``."""
+        """Return the equations that read results of equation ``i``."""
         return (r for v in self.eqns[i].outvars for r in self.readers.get(v, ()))
 
     def needed(self, roots: Iterable[Atom], among: Callable[[int], bool]) -> set[int]:
-        """Equations that ``roots`` depend on, walking only through those accepted by ``among``."""
+        """Return the equations that ``roots`` depend on, walking only through those accepted by ``among``."""
         makers = (self.maker[v] for v in variables(roots) if v in self.maker)
         return reachable(filter(among, makers), lambda i: filter(among, self.inputs(i)))
 
 
 def reachable(start: Iterable[_Node], near: Callable[[_Node], Iterable[_Node]]) -> set[_Node]:
-    """``start`` and all that can be reached from there, going from each to those ``near`` it."""
+    """Return ``start`` and all that can be reached from there, going from each to those ``near`` it."""
     nodes: set[_Node] = set()
     stack = list(start)
     while stack:
@@ -115,12 +111,12 @@ RANDOM_WORD = 60
 
 
 def jaxpr_flops(jaxpr: Any, *, elementwise: bool = False) -> int:
-    """Operations of a ``Jaxpr`` or ``ClosedJaxpr``."""
+    """Count the operations of a ``Jaxpr`` or ``ClosedJaxpr``."""
     return sum(eqn_flops(eqn, elementwise=elementwise) for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns)
 
 
 def eqn_flops(eqn: JaxprEqn, *, elementwise: bool = False) -> int:
-    """Operations of one equation."""
+    """Count the operations of one equation."""
     name = eqn.primitive.name
     if is_product(eqn):
         if is_attention_kernel(eqn):
@@ -129,6 +125,7 @@ def eqn_flops(eqn: JaxprEqn, *, elementwise: bool = False) -> int:
     bodies = [jaxpr_flops(sub, elementwise=elementwise) for sub in sub_jaxprs(eqn)]
     if name == "cond":
         return max(bodies, default=0)
+    # A custom derivative has its function first, then the rules, which do not run.
     if name.startswith("custom_") and bodies:
         return bodies[0]
     if bodies:
@@ -198,12 +195,12 @@ def is_inexact(leaf: Any) -> bool:
 
 
 def array_leaves(tree: Any) -> list[Any]:
-    """The array leaves of a boundary pytree, in port order."""
+    """Return the array leaves of a boundary pytree, in port order."""
     return [leaf for leaf in jax.tree.leaves(tree) if is_array(leaf)]
 
 
 def fill(tree: Any, arrays: Sequence[Any]) -> Any:
-    """``tree`` with its array leaves replaced, in port order; static leaves stay."""
+    """Replace the array leaves of ``tree``, in port order; static leaves stay."""
     leaves, treedef = jax.tree.flatten(tree)
     rest = iter(arrays)
     return jax.tree.unflatten(treedef, [next(rest) if is_array(leaf) else leaf for leaf in leaves])
@@ -229,7 +226,7 @@ class FlatJaxpr:
 
 
 BodyOf = Callable[[JaxprEqn], tuple[Jaxpr, Sequence[Any]] | None]
-"""What to put in place of an equation: a jaxpr and its constants, or None for the equation itself."""
+"""A function from an equation to what takes its place: a jaxpr and its constants, or None for the equation itself."""
 
 
 def flatten(
@@ -240,7 +237,7 @@ def flatten(
     at_calls: bool = False,
     body_of: BodyOf | None = None,
 ) -> FlatJaxpr:
-    """``jaxpr`` without call-like equations.
+    """Flatten ``jaxpr``: return it without call-like equations.
 
     ``sources``: prefix of names; a value named so is cut off from what computes it and becomes a free variable (found in
     ``names``): how cotangents, whose types are known only once the forward pass has been traced, enter as inputs.
@@ -269,7 +266,7 @@ class _Flattening:
         self._const_vars: dict[int, Var] = {}
 
     def const(self, var: Var, value: Any) -> Var:
-        """The variable that stands for a constant, one per array."""
+        """Return the variable that stands for a constant, one per array."""
         if id(value) not in self._const_vars:
             self._const_vars[id(value)] = fresh_var(without_varying(var.aval))
             self.consts[self._const_vars[id(value)]] = value
@@ -280,6 +277,7 @@ class _Flattening:
         if is_identity(eqn):
             env[eqn.outvars[0]] = self._identity(eqn, invars[0])
             return
+        # Only a checkpoint body that a cotangent enters is recomputation; the same body in the forward pass is F's.
         tainted = any(isinstance(a, Var) and a in self.tainted for a in invars)
         call = called_jaxpr(eqn) or self.body_of(eqn)
         if call is None:
@@ -291,6 +289,7 @@ class _Flattening:
             if tainted:
                 self.tainted.update(outvars)
             return
+        # A fresh environment for each call: JAX shares one body between all callers of a jitted function.
         body, consts = call
         caller = self._placed(with_outer_names(eqn, outer, invars, eqn.outvars), outer)
         inner: dict[Var, Atom] = dict(zip(body.invars, invars, strict=True))
@@ -311,6 +310,7 @@ class _Flattening:
         if name is None:
             return value
         if self.sources and name.startswith(self.sources):
+            # The old value is dropped: what computed it (zeros) becomes dead, and the new variable is an input of the program.
             value = fresh_var(without_varying(value.aval))
             self.tainted.add(value)
         self.names.append((name, value))
@@ -318,7 +318,7 @@ class _Flattening:
 
 
 def _of_matrices(eqn: JaxprEqn) -> tuple[Jaxpr, Sequence[Any]] | None:
-    """A product over leading axes, as a body that flattens its operands; None for others, and if they are matrices."""
+    """Write a product over leading axes as a body that flattens its operands; None for others, and if they are matrices."""
     if eqn.primitive.name != "dot_general" or all(len(shape_of(a)) <= 2 for a in eqn.invars):
         return None
     (left, right), (batch, _) = eqn.params["dimension_numbers"]

@@ -1,4 +1,4 @@
-"""Braided slots: functions of several (op, stage) of one rank as one compiled function.
+"""Compiles braided slots: functions of several (op, stage) of one rank as one.
 
 Source: ``stp.txt`` section 3. The parts compute independent things, so their equations are woven (``weave/weaver.py``),
 and each collective of one part finds compute of another to hide behind. What the parts share is passed once: the parameters of
@@ -30,7 +30,7 @@ from jaxpipe.stage.weave.weaver import weave
 def build_braids(
     braids: Iterable[tuple[int, Parts]], functions: Mapping[tuple[int, int], StageFunctions], cache: BuildCache
 ) -> dict[tuple[int, Parts], BraidedFunction]:
-    """The braided functions of ``wanted`` (rank, parts). They compile when they first run, once for all whose parts share
+    """Make the braided functions of ``braids`` (rank, parts). They compile when they first run, once for all whose parts share
     compiled code (``cache``)."""
     return {
         (rank, parts): braid([(s, functions[(rank, s)].functions[op]) for op, s in parts], cache)
@@ -39,10 +39,11 @@ def build_braids(
 
 
 def braid(parts: Sequence[tuple[int, StageFunction]], cache: BuildCache) -> BraidedFunction:
-    """One function of several ``(stage, function)`` that live on one submesh, in the order of the slot."""
+    """Make one function of several ``(stage, function)`` that live on one submesh, in the order of the slot."""
     assert len(parts) > 1, "a braid has at least two parts"
     names: Parts = tuple((f.op, stage) for stage, f in parts)
     stages = [stage for stage, _ in parts]
+    # Which stages are the same matters, not which they are: those share parameters and accumulators.
     key = ("braid", tuple(f.jitted for _, f in parts), tuple(stages.index(s) for s in stages))
     function: BraidedFunction | None = cache.jitted.get(key)
     if function is None:
@@ -76,7 +77,7 @@ def _compiled(names: Parts, composition: _Composition, mesh: Mesh) -> BraidedFun
 
 
 def mesh_of(functions: Sequence[StageFunction]) -> Mesh:
-    """The devices on which functions run."""
+    """Return the submesh on which functions run."""
     meshes = {a.sharding.mesh for f in functions for a in f.avals_out if isinstance(a.sharding, NamedSharding)}
     assert len(meshes) == 1, "the parts of a braid live on one submesh"
     (mesh,) = meshes
@@ -85,7 +86,7 @@ def mesh_of(functions: Sequence[StageFunction]) -> Mesh:
 
 
 class _Composition:
-    """The parts woven, with shared arguments unified and accumulators handed from part to part.
+    """Weaves the parts, with shared arguments unified and accumulators handed from part to part.
 
     ``inputs``, ``outputs``: (part, port, aval) of each argument and result of ``closed``. ``woven``: what was put under what.
     """
@@ -111,6 +112,7 @@ class _Composition:
 
     def _heads(self) -> list[_Head]:
         """Return what is woven of each part: everything but additions to accumulators that an earlier part adds to."""
+        # Woven, a second part's addition would read the accumulator as it was before the first: so it is left out, and follows.
         heads, adding = [], set()
         for stage, f in self.parts:
             adds = any(p.kind == "acc" for p in f.outputs)
@@ -139,7 +141,7 @@ class _Composition:
         return (stage, port) if port.kind in SHARED else (-1 - part, port)
 
     def _finish(self, k: int, head: _Head, atoms: Sequence[Atom], eqns: list[JaxprEqn]) -> dict[Port, Atom]:
-        """The results of a part by port; additions that were left out of the weave are appended to ``eqns``."""
+        """Return the results of a part by port, after appending to ``eqns`` the additions that were left out of the weave."""
         stage, _ = self.parts[k]
         atom_of = dict(zip(head.outputs, atoms, strict=False))
         local = dict(zip(head.crossing, atoms[len(head.outputs) :], strict=True))
@@ -155,6 +157,7 @@ class _Composition:
 
     def _results(self, results: Sequence[Mapping[Port, Atom]]) -> list[Atom]:
         """Return the results of all parts in order; of accumulators only the last sum, of tokens the last."""
+        # Each intermediate sum is donated to the next addition, so nobody else may see it.
         last = {(stage, port): k for k, (stage, f) in enumerate(self.parts) for port in f.outputs if port.kind == "acc"}
         outvars = []
         for k, (stage, f) in enumerate(self.parts):
@@ -184,7 +187,7 @@ class _Head:
 
 
 def _without_additions(function: StageFunction) -> _Head:
-    """A part without the equations that depend on its accumulators."""
+    """Return a part without the equations that depend on its accumulators, and those."""
     jaxpr = function.jaxpr.jaxpr
     arguments = list(zip(function.inputs, jaxpr.invars, strict=True))
     results = list(zip(function.outputs, jaxpr.outvars, strict=True))

@@ -45,9 +45,9 @@ from jaxpipe.stage.weave.weaver import GPU_OVERLAP_OPTIONS, weave
 
 @dataclass(frozen=True, slots=True)
 class _Traced:
-    """What stages that compute the same share, whatever the recompute policy; ``splits`` by policy, made on demand. ``stage``:
-    the first of them, by which their programs are called: equal ones under equal names are found in JAX's compilation cache
-    on devices of other ranks too (where its keys leave the devices out, which is on GPUs)."""
+    """The traces that stages which compute the same share, whatever the recompute policy; ``splits`` by policy, made on demand.
+    ``stage``: the first of them, by which their programs are called: equal ones under equal names are found in JAX's
+    compilation cache on devices of other ranks too (where its keys leave the devices out, which is on GPUs)."""
 
     stage: int
     joint: StageTrace
@@ -80,7 +80,7 @@ def build_stage_functions(
     tp: TensorParallel = ONE_SHARD,
     evaluated: bool = True,
 ) -> StageFunctions:
-    """The functions of one stage.
+    """Build the functions of one stage.
 
     Args:
         layers: of the stage, in order.
@@ -126,8 +126,8 @@ def build_all(
     tp: TensorParallel = ONE_SHARD,
     first: int = 0,
 ) -> tuple[StageFunctions, ...]:
-    """The functions of all stages of a model; ``meshes`` and (if not one name) ``recompute`` have an entry a stage. ``first``:
-    the number of the first layer.
+    """Build the functions of all stages of a model; ``meshes`` and (if not one name) ``recompute`` have an entry a stage.
+    ``first``: the number of the first layer.
 
     Raises:
         StageError: as :func:`build_stage_functions`, or the lengths differ.
@@ -150,6 +150,7 @@ def build_all(
         )  # fmt: skip
         leaving.append(links.exits(built[-1].y))
         offset += len(layers)
+    # Known only when all are built: what a stage's readers take follows from their layers, and its leaves from its own trace.
     read = [leaves_read(f.links, f.y) for f in built]
     x_from = [
         tuple((t, leaf) for t, reads in enumerate(read) for reader, leaf in reads if reader == s)
@@ -166,8 +167,8 @@ def build_output(
     data_avals: Mapping[str, jax.ShapeDtypeStruct],
     tp: TensorParallel = ONE_SHARD,
 ) -> tuple[StageFunction, Any]:
-    """The function ``Y`` of the last stage: what the loss takes in evaluation; and that as a pytree of per-shard shapes and
-    static values. ``last``: the stage's functions; the rest as in :func:`build_stage_functions`."""
+    """Build the function ``Y`` of the last stage, which returns what the loss takes in evaluation; and return that as a pytree
+    of per-shard shapes and static values. ``last``: the stage's functions; the rest as in :func:`build_stage_functions`."""
     data = {name: data_avals[name] for name in last.data_names if name in data_avals}
     links = last.links.without_loss
     x = last.links.members(last.x)[0]
@@ -185,7 +186,7 @@ def with_factors(
     data_avals: Mapping[str, jax.ShapeDtypeStruct],
     dtype: Any,
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    """The arrays of a microbatch, and where a model has several losses a factor for the gradient of each that has one
+    """Add to the arrays of a microbatch, where a model has several losses, a factor for the gradient of each that has one
     (:func:`~jaxpipe.stage.model.links.loss_factor`), once a sequence."""
     losses = [
         (layers[k], learns)
@@ -212,14 +213,16 @@ def _data_read(
 
 
 def _traced(spec: TraceSpec, mesh: AnyMesh, cache: BuildCache, evaluated: bool) -> _Traced:
-    """The stage's traces, without evaluation if it is not ``evaluated``. They are those of an earlier stage where the layers'
-    functions are the same objects, or where what was traced is the same program; what layers are called, or are said to be,
-    does not count."""
+    """Return the stage's traces, without evaluation if it is not ``evaluated``. They are those of an earlier stage where the
+    layers' functions are the same objects, or where what was traced is the same program; what layers are called, or are said to
+    be, does not count."""
     signature = _signature(spec, mesh)
     functions = (signature, tuple(function_key(layer.apply) for layer in spec.layers))
     if functions not in cache.traced:
         traced = _Traced(spec.stage, trace_joint(spec, mesh), trace_eval(spec, mesh) if evaluated else None)
-        if traced.evaluation is not None:  # else nobody will run it: nothing is compiled that others could share
+        # Two lookups: by functions saves the trace, by program saves splitting and compiling. A stage that nobody will run
+        # (no evaluation) compiles nothing that others could share.
+        if traced.evaluation is not None:
             program = (signature, traced.joint.key(), traced.evaluation.key())
             traced = cache.traced.setdefault(program, traced)
         cache.traced[functions] = traced
@@ -227,7 +230,7 @@ def _traced(spec: TraceSpec, mesh: AnyMesh, cache: BuildCache, evaluated: bool) 
 
 
 def _signature(spec: TraceSpec, mesh: AnyMesh) -> Hashable:
-    """All but the layers' functions that decides a stage's trace and how its arrays lie."""
+    """Return a key of all but the layers' functions that decides a stage's trace and how its arrays lie."""
     leaves, treedef = jax.tree.flatten(spec.x)
     statics = tuple((v.shape, np.dtype(v.dtype), varies_over_tp(v)) if is_array(v) else value_key(v) for v in leaves)
     position = {layer.name: i for i, layer in enumerate(spec.layers)}
@@ -246,12 +249,14 @@ def _assemble(
     spec: TraceSpec, traced: _Traced, cut: Split, mesh: AnyMesh, program: Hashable, cache: BuildCache
 ) -> StageFunctions:
     joint = traced.joint
+    # Seed and offset are constants only now: the same trace serves stages at other places in the model.
     consts = {v: _portable(c) for v, c in joint.consts.items()}
     if joint.seed is not None:
         consts[joint.seed] = np.ones((), dtype_of(joint.seed))
     if joint.offset is not None:
         consts[joint.offset] = np.uint32(spec.layer_offset % 2**32)
     homes = Homes(mesh, spec.layout, spec.x_varies, joint.y_varies, joint.dy_of, _handed_on(cut.parts))
+    # The offset is compiled in, but only read where layers draw: other stages share code wherever they stand.
     key = (program, mesh, spec.layer_offset if spec.uses_key else None)
 
     def compiled(op: str, part: StagePart, consts: Mapping[Var, Any]) -> StageFunction:
@@ -297,7 +302,7 @@ def _eval_part(trace: StageTrace) -> StagePart:
 
 
 def _portable(const: Any) -> Any:
-    """A closed-over array as NumPy, so that it is tied to no device."""
+    """Convert a closed-over array to NumPy, so that it is tied to no device."""
     if isinstance(const, jax.core.Tracer):
         raise StageError("a layer closes over a traced value; pass it through params, x or the batch instead")
     if isinstance(const, jax.Array) and not jnp.issubdtype(const.dtype, jax.dtypes.prng_key):
@@ -306,7 +311,8 @@ def _portable(const: Any) -> Any:
 
 
 def held_bytes(inputs: Mapping[str, tuple[Sequence[Port], Sequence[Var]]]) -> dict[str, Any]:
-    """Bytes held between the operations, per device, by field of :class:`StageFunctions`; ``inputs``: of each operation."""
+    """Return the bytes held between the operations, per device, by field of :class:`StageFunctions`; ``inputs``: of each
+    operation."""
     held = {op: {p: aval_bytes(v.aval) for p, v in zip(*inputs[op], strict=True)} for op in ("B", "W")}
     residual_kinds = ("x", "res")
     for_w = {p: n for p, n in held["W"].items() if p.kind in (*residual_kinds, "wres")}
@@ -318,7 +324,7 @@ def held_bytes(inputs: Mapping[str, tuple[Sequence[Port], Sequence[Var]]]) -> di
 
 
 def _handed_on(parts: Mapping[str, StagePart]) -> dict[Port, Port]:
-    """Residuals that are arguments of the function that saves them, with those: they stay where they are."""
+    """Return the residuals that are arguments of the function that saves them, with those: they stay where they are."""
     source_of: dict[Port, Port] = {}
     for part in parts.values():
         ports = dict(zip(part.invars, part.inputs, strict=True))
@@ -373,8 +379,9 @@ def compiled(
     outputs: Sequence[Port],
     jit: Callable[[tuple[int, ...], Sequence[int]], Any],
 ) -> _CompiledFields:
-    """``closed`` as a function between ports: what it updates is donated, and arguments that are results are handed on, not
+    """Make ``closed`` a function between ports: what it updates is donated, and arguments that are results are handed on, not
     copied, unless they are shared by microbatches. ``jit(donated, results)`` compiles the other results."""
+    # A result that is an argument would be a copy out of XLA; handed on in Python it is the same buffer.
     at = {v: k for k, v in enumerate(closed.jaxpr.invars)}
     donated = tuple(k for k, p in enumerate(inputs) if p.kind in IN_PLACE and p in outputs)
     forwarded = {
@@ -391,7 +398,7 @@ def compiled(
 def _forwarding(
     jitted: Callable[..., tuple[jax.Array, ...]], forwarded: Mapping[int, int], rest: Sequence[int]
 ) -> Callable[..., tuple[jax.Array, ...]]:
-    """A call that hands arguments on as results without copying them."""
+    """Return a call that hands arguments on as results without copying them."""
     count = len(rest) + len(forwarded)
     if not rest:
         return lambda *arrays: tuple(arrays[forwarded[k]] for k in range(count))
@@ -405,7 +412,7 @@ def _forwarding(
 
 
 def options_for(mesh: AnyMesh) -> Mapping[str, bool | int | str]:
-    """Compiler options by what ``mesh`` is made of: on GPUs for functions with collectives."""
+    """Return the compiler options for the devices of ``mesh``: on GPUs for functions with collectives."""
     if _platform(mesh) == "cpu":
         return OPTIONS
     return GPU_OVERLAP_OPTIONS if mesh.shape[TP] * mesh.shape[CP] > 1 and _platform(mesh) in ("gpu", "cuda") else {}
@@ -425,12 +432,13 @@ def jit_per_shard(
     name: str,
     reordered: Callable[[], ClosedJaxpr] | None = None,
 ) -> Any:
-    """``closed``, a program of one shard, jitted over ``mesh``; of its results, which lie as ``avals_out`` say, only
-    ``results``. ``reordered``: makes the program that does the same in another order, asked for when it is compiled."""
+    """Jit ``closed``, a program of one shard, over ``mesh``; of its results, which lie as ``avals_out`` say, return only
+    ``results``. ``reordered``: makes the program that does the same in another order, called when it is compiled."""
     shapes = [shape_of(v) for v in closed.jaxpr.invars]
     leaving = [avals_out[k] for k in results]
 
     def run(*arrays: Any) -> tuple[Any, ...]:
+        # Inside the traced function, so that programs that never run are neither woven nor rewritten.
         program = closed if reordered is None else reordered()
         program = for_cpu(program) if _platform(mesh) == "cpu" else program
         local = [a if a.shape == shape else a.reshape(shape) for a, shape in zip(arrays, shapes, strict=True)]

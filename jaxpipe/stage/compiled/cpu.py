@@ -1,4 +1,4 @@
-"""Programs of stages as XLA's CPU backend runs them fast.
+"""Rewrites programs of stages so that XLA's CPU backend runs them fast.
 
 **Reductions.** By itself it makes a tree of windows of each reduction over more than 32 elements, which is slow along the last
 axis. With that pass off a reduction along the last axis is one vectorised loop, and one along others strides through memory
@@ -39,19 +39,20 @@ from jaxpipe.stage.jaxprs import Dataflow, called, flatten
 from jaxpipe.stage.primitives import EqnKind, is_product, kind
 
 OPTIONS: Mapping[str, str] = {"xla_disable_hlo_passes": "cse_barrier_expander,tree_reduction_rewriter"}
-"""Compiler options for this: barriers stay until elementwise work is fused, and there are no trees of windows."""
+"""Compiler options that the rewriting needs: barriers stay until elementwise work is fused, and there are no trees of
+windows."""
 _JOINS: Mapping[str, Any] = {"reduce_sum": lax.add, "reduce_max": lax.max, "reduce_min": lax.min}
 _ROWS, _PART = 8, 1024
-"""What a loop reduces where there are several: along other axes than the last, and along the last."""
+"""Elements that a loop reduces where there are several: along other axes than the last, and along the last."""
 _FEW_ROWS, _LONG = 16, 8192
-"""What one loop reduces at most."""
+"""The most elements that a single loop reduces: along other axes than the last, and along the last."""
 
 _MANY_ROWS = 128
-"""From here on the transposed copy of a matrix pays."""
+"""The least number of rows for which the transposed copy of a matrix pays."""
 
 
 def for_cpu(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """``closed`` with its reductions and products, and those of its loops, so, and barriers behind what several read."""
+    """Rewrite the reductions and products of ``closed``, and those of its loops, and put barriers behind what several read."""
     return _made_once(flatten(closed.jaxpr, closed.consts, body_of=lambda eqn: _parts(eqn) or _turned(eqn)).close())
 
 
@@ -68,9 +69,8 @@ def _made_once(closed: ClosedJaxpr) -> ClosedJaxpr:
     def is_held(eqn: JaxprEqn, v: Var) -> bool:
         if kind(eqn) in (EqnKind.ELEMENTWISE, EqnKind.CAST):
             return len(flow.readers.get(v, ())) + (v in results) > 1 and is_written(v)
-        return (
-            _is_over_rows(eqn) and shape_of(v)[0] != shape_of(v)[1]
-        )  # XLA would swap it, and leave out a transposition
+        # Without a barrier XLA would swap the product's operands again, to leave out a transposition.
+        return _is_over_rows(eqn) and shape_of(v)[0] != shape_of(v)[1]
 
     names: dict[Var, Var] = {}
     eqns: list[JaxprEqn] = []
@@ -84,7 +84,7 @@ def _made_once(closed: ClosedJaxpr) -> ClosedJaxpr:
 
 
 def _parts(eqn: JaxprEqn) -> tuple[Jaxpr, Sequence[Any]] | None:
-    """A reduction as a body of smaller ones; None where it is one loop, and for other equations."""
+    """Write a reduction as a body of smaller ones; None where it is one loop, and for other equations."""
     if eqn.primitive.name not in _JOINS:
         return None
     shape = shape_of(eqn.invars[0])
@@ -101,7 +101,8 @@ def _parts(eqn: JaxprEqn) -> tuple[Jaxpr, Sequence[Any]] | None:
 
 
 def _turned(eqn: JaxprEqn) -> tuple[Jaxpr, Sequence[Any]] | None:
-    """A product with a matrix, as a body that transposes the matrix or the result where that is faster; None for others."""
+    """Write a product with a matrix as a body that transposes the matrix or the result where that is faster; None for
+    others."""
     if eqn.primitive.name != "dot_general":
         return None
     params, (over, batch) = eqn.params, eqn.params["dimension_numbers"]
@@ -133,7 +134,7 @@ def _is_over_rows(eqn: JaxprEqn) -> bool:
 
 
 def _runs(shape: Sequence[int], axes: Sequence[int]) -> list[tuple[int, int]]:
-    """Neighbouring reduced axes from the last on: the elements along them, and the kept ones along the axes behind them."""
+    """Return neighbouring reduced axes from the last on: the elements along them, and those along the kept axes behind them."""
     runs, width = [], 1
     for is_reduced, run in groupby(reversed(range(len(shape))), key=lambda a: a in axes):
         size = math.prod(shape[a] for a in run)
@@ -149,7 +150,7 @@ def _is_one_loop(eqn: JaxprEqn, rows: int, width: int) -> bool:
 
 
 def _joined(eqn: JaxprEqn, x: jax.Array) -> jax.Array:
-    """``x`` [A, R, C] reduced along R."""
+    """Reduce ``x`` [A, R, C] along R."""
 
     def one_loop(x: jax.Array, axis: int) -> jax.Array:
         result: jax.Array = eqn.primitive.bind(x, **eqn.params | {"axes": (axis,)})
@@ -162,5 +163,6 @@ def _joined(eqn: JaxprEqn, x: jax.Array) -> jax.Array:
     parts, rest = divmod(rows, part)
     grouped = x if rest == 0 else lax.slice_in_dim(x, 0, rows - rest, axis=1)
     groups = one_loop(lax.reshape(grouped, (before, parts, part, width)), 2)
+    # Without the barrier XLA would make one reduction of both levels again.
     joined = _joined(eqn, lax.optimization_barrier(groups))
     return joined if rest == 0 else _JOINS[eqn.primitive.name](joined, one_loop(x[:, rows - rest :], 1))

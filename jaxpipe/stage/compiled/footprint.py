@@ -1,21 +1,19 @@
-"""What the compiler says a stage function needs in memory while it runs: arguments, results, workspace, code.
+"""The bytes of compiled stage functions: what XLA needs while one runs, and what of its residuals an offload moves.
 
-Read from XLA's buffer assignment (``memory_analysis()`` of the compiled function), so it knows about fusion, buffer reuse and
-donation, which shapes alone do not tell. Works where nothing can run: compiling for described devices is enough. Compiling
-is shared with the runtime: a function that has run for these shapes is not compiled again, nor is one that runs later.
+**Footprints** (arguments, results, workspace, code) are read from XLA's buffer assignment (``memory_analysis()`` of the
+compiled function), so they know about fusion, buffer reuse and donation, which shapes alone do not tell. That works where
+nothing can run: compiling for described devices is enough. Compiling is shared with the runtime: a function that has run for
+these shapes is not compiled again, nor is one that runs later. Bytes are those of one device. Not in them: the allocator's
+rounding, memory that libraries (cuBLAS, NCCL) take for themselves, and constants that a backend places with the code without
+counting them.
 
-Bytes are those of one device. Not in them: the allocator's rounding, memory that libraries (cuBLAS, NCCL) take for
-themselves, and constants that a backend places with the code without counting them.
-
-Which residuals of a stage an offload moves: a choice over the ``res`` ports of F, made once per stage.
-
-A residual may leave if B or W (and BW) read it later and F made it: parameters, batch arrays, keys and the stage input are
-never ``res`` ports, and what F only hands on would free nothing. Scalars, and leaves 256 times smaller than the largest, stay:
-each costs a transfer and frees next to nothing. Largest first, and of equal size what W reads after B before what dies with B,
-until a fraction of the bytes is reached (`pipeoffload.txt` section 2 offloads by lifespan; all residuals of a microbatch are
-held from F to B, so within one stage size decides first).
-
-Not modelled: that W alone may read a residual, so that it could come back later than B; a load brings everything back.
+**Offload** is a choice over the ``res`` ports of F, made once per stage (:func:`with_offload`). A residual may leave if B or W
+(and BW) read it later and F made it: parameters, batch arrays, keys and the stage input are never ``res`` ports, and what F
+only hands on would free nothing. Scalars, and leaves 256 times smaller than the largest, stay: each costs a transfer and frees
+next to nothing. Largest first, and of equal size what W reads after B before what dies with B, until a fraction of the bytes is
+reached (`pipeoffload.txt` section 2 offloads by lifespan; all residuals of a microbatch are held from F to B, so within one
+stage size decides first). Not modelled: that W alone may read a residual, so that it could come back later than B; a load
+brings everything back.
 """
 
 from __future__ import annotations
@@ -51,7 +49,7 @@ class Footprint:
 
     @property
     def peak_bytes(self) -> int:
-        """All that is live while the function runs, its code left out."""
+        """Return the bytes that are live while the function runs, its code left out."""
         return self.argument_bytes + self.output_bytes - self.alias_bytes + self.temp_bytes
 
     def __str__(self) -> str:
@@ -65,24 +63,27 @@ class Footprint:
 
 UNKNOWN = Footprint(note="the backend does not report the memory of compiled functions; workspace counts as 0")
 
-_known: weakref.WeakKeyDictionary[Any, dict[tuple[jax.ShapeDtypeStruct, ...], Footprint]] = weakref.WeakKeyDictionary()
+# Weak, so that a cache of footprints keeps no compiled function alive.
+_footprints_of: weakref.WeakKeyDictionary[Any, dict[tuple[jax.ShapeDtypeStruct, ...], Footprint]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def footprint(function: AnyFunction) -> Footprint:
-    """The footprint of a stage function or braid, compiled for its shapes unless it is already. Remembered per compiled
+    """Return the footprint of a stage function or braid, compiled for its shapes unless it is already. Cached per compiled
     function.
 
     The first compilation takes seconds for a large stage. What the compiler raises (an out-of-memory plan, an unknown
     target) is passed on.
     """
-    footprints = _known.setdefault(function.jitted, {})
+    footprints = _footprints_of.setdefault(function.jitted, {})
     if function.avals_in not in footprints:
         footprints[function.avals_in] = compiled_footprint(function.jitted.lower(*function.avals_in).compile())
     return footprints[function.avals_in]
 
 
 def compiled_footprint(compiled: Any) -> Footprint:
-    """The footprint of any ``jax.stages.Compiled``."""
+    """Return the footprint of any ``jax.stages.Compiled``."""
     stats = compiled.memory_analysis()
     if stats is None:
         return UNKNOWN
@@ -97,7 +98,8 @@ def compiled_footprint(compiled: Any) -> Footprint:
 
 
 def device_bytes(aval: jax.ShapeDtypeStruct | jax.Array, align: int = 1) -> int:
-    """Bytes that an array takes on each of its devices: of one shard if it is split, of the whole if it is replicated.
+    """Return the bytes that an array takes on each of its devices: of one shard if it is split, of the whole if it is
+    replicated.
 
     ``align``: the allocator's granularity, to which every buffer is rounded up.
     """
@@ -108,7 +110,7 @@ def device_bytes(aval: jax.ShapeDtypeStruct | jax.Array, align: int = 1) -> int:
 
 
 def total_device_bytes(avals: Sequence[jax.ShapeDtypeStruct], align: int = 1) -> int:
-    """Sum of :func:`device_bytes`."""
+    """Sum :func:`device_bytes` over ``avals``."""
     return sum(device_bytes(a, align) for a in avals)
 
 
@@ -117,7 +119,8 @@ TINY = 256
 
 
 def with_offload(stage: StageFunctions, fraction: float = 1.0) -> StageFunctions:
-    """``stage`` whose O and L move about ``fraction`` of the bytes that may leave: at least that, and no leaf more than needed.
+    """Have O and L of ``stage`` move about ``fraction`` of the bytes that may leave: at least that, and no leaf more than
+    needed.
 
     Args:
         stage: any; an earlier choice is replaced.
@@ -140,7 +143,7 @@ def with_offload(stage: StageFunctions, fraction: float = 1.0) -> StageFunctions
 
 
 def leaves_that_may_leave(stage: StageFunctions) -> dict[int, int]:
-    """Bytes per device of every leaf that may be offloaded, by ``res`` index."""
+    """Return the bytes per device of every leaf that may be offloaded, by ``res`` index."""
     functions = stage.functions.values()
     read = _read(functions)
     sizes = {

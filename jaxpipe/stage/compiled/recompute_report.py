@@ -47,7 +47,7 @@ class PolicyCost:
 
     @property
     def saved_fraction(self) -> float:
-        """The fraction of the residual bytes of ``none`` that this policy saves."""
+        """Return the fraction of the residual bytes of ``none`` that this policy saves."""
         return self.saved_bytes / max(1, self.saved_bytes + self.residual_bytes)
 
 
@@ -60,7 +60,7 @@ def compare_policies(
     acc_dtype: Any = jnp.float32,
     tp: TensorParallel = ONE_SHARD,
 ) -> tuple[tuple[PolicyCost, ...], ...]:
-    """For each stage of a chain, what each of ``policies`` costs, in their order. Arguments as for
+    """Cost each of ``policies``, in their order, on each stage of a chain. Arguments as for
     :func:`~jaxpipe.stage.compiled.compile.build_all`; each stage is traced once.
 
     Raises:
@@ -97,7 +97,8 @@ def _cost(name: str, stage: StageFunctions, base: StageFunctions) -> PolicyCost:
 
 
 def policy_table(costs: Sequence[PolicyCost]) -> str:
-    """The policies of one stage, a line each: MiB held from F to B and from B to W, bytes saved and FLOPs added in percent."""
+    """Format the policies of one stage, a line each: MiB held from F to B and from B to W, bytes saved and FLOPs added in
+    percent."""
     mib = 1 << 20
     lines = [f"{'policy':<22}{'F to B, MiB':>13}{'saved':>9}{'B to W, MiB':>13}{'FLOPs added':>13}"]
     lines += [
@@ -109,7 +110,7 @@ def policy_table(costs: Sequence[PolicyCost]) -> str:
 
 
 def policy_tables(stages: Sequence[Sequence[PolicyCost]]) -> str:
-    """The table of each stage under a heading, equal stages together."""
+    """Format the table of each stage under a heading, equal stages together."""
     alike: dict[str, list[int]] = {}
     for s, costs in enumerate(stages):
         alike.setdefault(policy_table(costs), []).append(s)
@@ -121,7 +122,7 @@ def _stages(which: Sequence[int]) -> str:
 
 
 def remarks(stages: Sequence[StageFunctions]) -> tuple[str, ...]:
-    """The notes on a model's stages, each once with the stages that have it."""
+    """List the notes on a model's stages, each once with the stages that have it."""
     where: dict[str, list[int]] = {}
     for s, stage in enumerate(stages):
         for note in stage.notes:

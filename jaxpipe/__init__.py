@@ -8,8 +8,7 @@ the names below are looked up when they are first used, and the rooms are import
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from jaxpipe.stage.model.adapters import from_linen, from_nnx
-    from jaxpipe.stage.model.cut_linen import layers_from_linen
+    from jaxpipe.stage.model.adapters import from_linen, from_nnx, layers_from_linen
     from jaxpipe.stage.model.cut_nnx import layers_from_nnx, module_params, update_module
     from jaxpipe.stage.model.layer import Layer, Model
     from jaxpipe.train.data import Data
@@ -51,7 +50,7 @@ _HOMES = {
     "from_nnx": "stage.model.adapters",
     "generate": "train.verbs",
     "import_folder": "train.verbs",
-    "layers_from_linen": "stage.model.cut_linen",
+    "layers_from_linen": "stage.model.adapters",
     "layers_from_nnx": "stage.model.cut_nnx",
     "load_params": "train.verbs",
     "module_params": "stage.model.cut_nnx",

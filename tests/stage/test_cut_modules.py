@@ -15,7 +15,7 @@ from flax import nnx
 from jaxpipe.errors import StageError
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.schedule import generate
-from jaxpipe.stage.model.cut_linen import layers_from_linen
+from jaxpipe.stage.model.adapters import layers_from_linen
 from jaxpipe.stage.model.cut_module import CutModel
 from jaxpipe.stage.model.cut_nnx import layers_from_nnx, module_params, update_module
 from jaxpipe.stage.model.layer import LayerContext

@@ -15,8 +15,7 @@ import numpy as np
 from flax import linen as nn
 from flax import nnx
 
-from jaxpipe.stage.model.adapters import from_linen, from_nnx
-from jaxpipe.stage.model.cut_linen import layers_from_linen
+from jaxpipe.stage.model.adapters import from_linen, from_nnx, layers_from_linen
 from jaxpipe.stage.model.cut_nnx import layers_from_nnx
 from jaxpipe.stage.model.layer import Layer, LayerContext, Model, Params
 

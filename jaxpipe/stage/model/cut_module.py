@@ -1,4 +1,4 @@
-"""A Flax module cut into layers at its blocks, whatever its call does around them.
+"""Cuts a Flax module into layers at its blocks, whatever its call does around them.
 
 The call is traced with its blocks left out (``model/outline.py``). Then it is known what each block receives, and the
 layers follow: ``embed`` computes what the first block receives, ``block_00`` … are the blocks in the order of their calls,
@@ -35,12 +35,13 @@ from jaxpipe.text import closest
 
 @dataclass(frozen=True, slots=True, repr=False)
 class CutModel(Model):
-    """A module's layers. ``homes``: by layer and path in it, where each leaf lies in the module's own parameters."""
+    """A module's layers. ``homes``: the place of each leaf in the module's own parameters, by layer and path in it."""
 
     homes: Mapping[str, Mapping[Path, Home]]
 
     def by_layer(self, params: Params) -> dict[str, Params]:
-        """The module's own parameters (a nested dict with string keys) by layer name: what :meth:`Pipeline.place` takes.
+        """Sort the module's own parameters (a nested dict with string keys) by layer name, as :meth:`Pipeline.place` takes
+        them.
 
         Raises:
             StageError: one is missing.
@@ -53,8 +54,8 @@ class CutModel(Model):
         }
 
     def whole(self, params: Mapping[str, Params]) -> Params:
-        """Parameters by layer name, on whatever devices, as the module's own: arrays of NumPy, except while JAX traces. Those
-        that its call never reads are left out.
+        """Join parameters by layer name, on whatever devices, into the module's own: arrays of NumPy, except while JAX traces.
+        Those that its call never reads are left out.
 
         Raises:
             StageError: one is missing.
@@ -74,7 +75,7 @@ class CutModel(Model):
 
 
 def batch_types(label: str, batch: Any, reads: Sequence[str]) -> dict[str, jax.ShapeDtypeStruct]:
-    """The types of the arrays of an example microbatch; of nested lists, those of the arrays that NumPy makes of them.
+    """Return the types of the arrays of an example microbatch; for nested lists, those of the arrays that NumPy makes of them.
 
     Raises:
         StageError: the batch is no mapping, lacks what is read, or holds what is no array with a batch axis first.
@@ -120,8 +121,8 @@ def cut_module(
     reads: Sequence[str],
     loss: Callable[[Any, Mapping[str, jax.Array]], Any],
 ) -> CutModel:
-    """The model of a module. ``batch``: arrays of an example microbatch, as :func:`batch_types` gives them. ``reads``: what of
-    them the module's call takes, in its order. ``loss(output, batch)``: as :class:`Model` wants it of the last layer.
+    """Make the model of a module. ``batch``: arrays of an example microbatch, as :func:`batch_types` gives them. ``reads``:
+    those that the module's call takes, in its order. ``loss(output, batch)``: as :class:`Model` wants it of the last layer.
 
     Raises:
         StageError: the module can't be cut; says what was found.
@@ -144,9 +145,10 @@ def cut_module(
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """A layer to be. ``entry``: what it computes stands before this entry (blocks: in it). ``block``: None for what is around
-    blocks. ``wires``: what it computes. ``takes``: what it reads of what flows. ``leaves``: parameters, by path in it.
-    ``enters``, ``hands_on``: what flows into it and out of it, in order."""
+    """A layer to be. ``entry``: the entry before which it computes (blocks: in which). ``block``: None for what is around
+    blocks.
+    ``wires``: the wires that it computes. ``takes``: those that it reads. ``leaves``: parameters, by path in it. ``enters``,
+    ``hands_on``: the wires that flow into it and out of it, in order."""
 
     name: str
     entry: int
@@ -172,7 +174,8 @@ class _LayerFactory:
         self._applies: dict[Hashable, Callable[..., Any]] = {}
 
     def made(self) -> tuple[list[Layer], dict[str, dict[Path, Home]]]:
-        """The layers, and by name where the leaves that each owns lie."""
+        """Return the layers, and by name the places of the leaves that each owns."""
+        # In order, so that a leaf belongs to the first layer that reads it, and the later ones are tied to that.
         owner: dict[Home, tuple[str, Path]] = {}
         layers: list[Layer] = []
         homes: dict[str, dict[Path, Home]] = {}
@@ -204,6 +207,7 @@ class _LayerFactory:
 
     def _around_step(self, name: str, c: int, wires: tuple[Wire, ...]) -> _Step:
         """Describe the step before entry ``c``: ``wires``, or what the module returns."""
+        # The union over all modes: the layer must have what evaluation reads, and training.
         takes: set[Wire] = set()
         leaves: dict[Path, Home] = {}
         draws = False
@@ -241,7 +245,7 @@ class _LayerFactory:
         return init
 
     def _around(self, step: _Step) -> Callable[[Params, Any, LayerContext], Any]:
-        """The function of a layer around blocks."""
+        """Make the function of a layer around blocks."""
 
         def apply(params: Params, x: Any, context: LayerContext) -> Any:
             entered = dict(zip(step.enters, x or (), strict=True))
@@ -251,6 +255,8 @@ class _LayerFactory:
             key = jax.random.key(0) if context.key is None else context.key
             params_by_path = {path: required_leaf(params, path, f"layer {step.name!r}") for path in step.leaves}
             leaves = {**self.module.leaves, **params_by_path}
+            # Traced again at each call: shapes of a shard, or of a microbatch of another size, may take another way through the
+            # module. Only its own part of the outline is evaluated.
             outline = self.tracing.outline(leaves, data, (context.train, None), key, flowing)
             self._check_calls(outline)
             inputs = [*(params_by_path.get(path) for path in leaves), *data, key]
@@ -282,7 +288,7 @@ class _LayerFactory:
         return any(isinstance(v, int | float) and not isinstance(v, bool) for v in leaves)
 
     def _block(self, step: _Step, block: int) -> Callable[[Params, Any, LayerContext], Any]:
-        """The function of a block's layer; the same for blocks that are alike and in like places."""
+        """Make the function of a block's layer; the same for blocks that are alike and in like places."""
         entries = {train: self.wiring.outlines[(train, None)].entries[step.entry] for train in (True, False)}
         sources = [self.wiring.sources[(block, i)] for i in range(len(entries[True].entering))]
         places = [step.enters.index(w) if w in step.enters else w for w in sources]
@@ -349,7 +355,7 @@ def _unboxed(value: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 
 def _as_written(atom: Atom, value: jax.Array) -> Any:
-    """A scalar that was written in Python as such: its dtype gives way to others."""
+    """Return a scalar that was written in Python as such: its dtype gives way to others."""
     return (
         np.asarray(atom.val).item() if isinstance(atom, Literal) and getattr(atom.aval, "weak_type", False) else value
     )

@@ -1,16 +1,13 @@
-"""An nnx module taken apart: its structure in both modes, its parameters, constants and random streams by path.
+"""Takes nnx modules apart (:func:`split_module`) and cuts them into layers (:func:`layers_from_nnx`); their weights in and out.
 
-``nnx.Param`` leaves (of any subclass) are parameters. Arrays and variables of other kinds are constants: computed once, so that
-every stage has the same bits, and read but not changed by a call. Nor are Python attributes; of an object whose class is not
-Python's own it is only told whether it is the same. Each call starts from a fresh module. Variables of kind
-``nnx.Intermediate`` may be written: what they hold is dropped. Random streams are refilled for each call.
+A module is split into its structure in both modes, its parameters, constants and random streams by path. ``nnx.Param`` leaves
+(of any subclass) are parameters. Arrays and variables of other kinds are constants: computed once, so that every stage has the
+same bits, and read but not changed by a call. Nor are Python attributes; an object whose class is not Python's own is only
+checked to be the same. Each call starts from a fresh module. Variables of kind ``nnx.Intermediate`` may be written: what they
+hold is dropped. Random streams are refilled for each call. A module that does not exist yet is built while JAX traces:
+parameters take no memory, and what does not depend on the random key is computed once.
 
-A module that does not exist yet is built while JAX traces: parameters take no memory, and what does not depend on the random
-key is computed once.
-
-An nnx module cut into layers: :func:`layers_from_nnx`, and its weights in and out.
-
-While its call is outlined, the blocks of a copy of the module have a subclass of their class whose ``__call__`` is a stub: so
+While a module's call is outlined, the blocks of a copy of it have a subclass of their class whose ``__call__`` is a stub: so
 attributes, ``isinstance`` and nnx's transformations see what they expect.
 """
 
@@ -25,30 +22,37 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen, nnx
 
-from jaxpipe._jax_compat import ClosedJaxpr, eval_jaxpr, is_key_dtype, only_results
+from jaxpipe._jax_compat import is_key_dtype
 from jaxpipe.errors import StageError
 from jaxpipe.stage.identity import ById, value_key
 from jaxpipe.stage.jaxprs import array_leaves, fill, flatten
 from jaxpipe.stage.model.adapters import typed_key
 from jaxpipe.stage.model.cut_module import CutModel, batch_types, check_leaves, cut_module
 from jaxpipe.stage.model.layer import Params, Path, key_aval, mode_keyword
-from jaxpipe.stage.model.outline import Home, Stubs
+from jaxpipe.stage.model.outline import Home, Stubs, initial_values
 from jaxpipe.stage.model.params import by_path, nested, required_leaf
 from jaxpipe.stage.split.loops import handed_on
 
 KeyPath = tuple[Any, ...]
-"""Where a leaf lies in a module: attribute names, positions in lists, keys of dicts."""
+"""The place of a leaf in a module: attribute names, positions in lists, keys of dicts."""
 
 _STATE = (nnx.Variable, nnx.Pytree, jax.Array, np.ndarray)
-"""What a module's state tells of, and its attributes therefore not."""
+"""Types of attributes that belong to a module's state, and are left out where its Python attributes are compared."""
 
 
 @dataclass(frozen=True, slots=True)
 class SplitModule:
-    """``definitions``: the structure by whether it trains. ``leaves``: by path an empty variable (None: a bare array) of the
-    parameters and constants; ``constants``: values of the latter. ``streams``: empty variables of the random streams.
-    ``rewritten``: parameters that a call may assign to, as ``nnx.WeightNorm`` does with what it normalises: the result is the
-    same whether or not it is kept, and it is not. ``mode``: keywords that tell the module whether it trains."""
+    """A module taken apart.
+
+    Attributes:
+        definitions: the structure by whether it trains.
+        leaves: by path an empty variable (None: a bare array) of the parameters and constants.
+        constants: values of the latter.
+        streams: empty variables of the random streams.
+        rewritten: parameters that a call may assign to, as ``nnx.WeightNorm`` does with what it normalises: the result is the
+            same whether or not it is kept, and it is not.
+        mode: keywords that tell the module whether it trains.
+    """
 
     label: str
     definitions: Mapping[bool, Any]
@@ -63,7 +67,7 @@ class SplitModule:
         return tuple(path for path in self.leaves if path not in self.constants)
 
     def nested(self, values: Mapping[KeyPath, Any]) -> Params:
-        """A nested dict with string keys of leaves by path."""
+        """Make a nested dict with string keys of leaves by path."""
         words = [tuple(map(str, path)) for path in values]
         if len(set(words)) < len(words):
             twice = next(path for path in words if words.count(path) > 1)
@@ -71,7 +75,7 @@ class SplitModule:
         return nested(dict(zip(words, values.values(), strict=True)))
 
     def skeleton(self) -> nnx.Module:
-        """The module, in training mode, with types of arrays in place of parameters and random streams."""
+        """Build the module, in training mode, with types of arrays in place of parameters and random streams."""
         constants = {path: _filled(self.leaves[path], value) for path, value in self.constants.items()}
         return nnx.merge(self.definitions[True], nnx.from_flat_state({**self.leaves, **constants, **self.streams}))
 
@@ -84,7 +88,8 @@ class SplitModule:
         train: bool,
         prepare: Callable[[Any], None] = lambda module: None,
     ) -> Any:
-        """What the module returns. ``params``: as :meth:`nested` makes them. ``prepare``: what is done to it before.
+        """Call the module and return its result. ``params``: as :meth:`nested` makes them. ``prepare``: called with the module
+        before.
 
         Raises:
             StageError: a parameter is missing; the call changes a parameter, a constant or an attribute.
@@ -123,7 +128,7 @@ class SplitModule:
             )
             return [left[path] for path in traced]
 
-        # Or handed back as another tracer, by a transformation of nnx: the jaxpr tells.
+        # A transformation of nnx hands an unchanged value back as another tracer, so identity does not tell; the jaxpr does.
         closed = jax.make_jaxpr(left_behind)(list(traced.values()), array_leaves((args, kwargs)), key)
         flat = flatten(closed.jaxpr, closed.consts)
         paths = [path for path, value in traced.items() for _ in jax.tree.leaves(value)]
@@ -133,8 +138,9 @@ class SplitModule:
         return y
 
     def _filled(self, values: Mapping[KeyPath, Any], key: jax.Array | None) -> dict[KeyPath, Any]:
-        """The variables of a call by path."""
-        base = jax.random.key(0) if key is None else key  # evaluation mode draws nothing
+        """Fill the variables of a call, by path."""
+        # Streams need some key; evaluation mode draws nothing from it.
+        base = jax.random.key(0) if key is None else key
         streams = {
             path: _filled(stream, _stream_value(stream, jax.random.fold_in(base, index)))
             for index, (path, stream) in enumerate(self.streams.items())
@@ -177,7 +183,7 @@ class Blueprint:
 
 
 def blueprint(label: str, source: Any, **options: Any) -> Blueprint:
-    """``source``: a module, whose parameters are those it has, whatever the key; or a function of ``nnx.Rngs`` (and
+    """Take ``source`` apart: a module, whose parameters are those it has, whatever the key; or a function of ``nnx.Rngs`` (and
     ``options``) that builds one.
 
     Raises:
@@ -212,7 +218,7 @@ def blueprint(label: str, source: Any, **options: Any) -> Blueprint:
     module, paths = builds[-1]
 
     def draw(key: jax.Array | None, chosen: Sequence[KeyPath]) -> dict[KeyPath, jax.Array]:
-        values_by_path = drawn(program, paths, chosen, key)
+        values_by_path = initial_values(program, paths, chosen, key)
         if values_by_path is None:
             raise StageError(
                 f"{module.label} draws its constant {joined(chosen[0])} at random, and would draw another in each layer; make "
@@ -225,21 +231,8 @@ def blueprint(label: str, source: Any, **options: Any) -> Blueprint:
     return Blueprint(replace(module, constants=constants), draw)
 
 
-def drawn(
-    program: ClosedJaxpr, paths: Sequence[KeyPath], chosen: Sequence[KeyPath], key: jax.Array | None
-) -> dict[KeyPath, jax.Array] | None:
-    """The values at ``chosen``, of those at ``paths`` that ``program`` makes of a key, and no others; None where they depend on
-    the key and there is none."""
-    part, (takes_key,) = only_results(program, map(paths.index, chosen))
-    if takes_key and key is None:
-        return None
-    results = eval_jaxpr(part.jaxpr, part.consts, *([key] if takes_key else []))
-    arrays = map(jnp.asarray, results)  # scalars that are written in the jaxpr come as arrays of NumPy
-    return dict(zip(sorted(chosen, key=paths.index), arrays, strict=True))
-
-
 def split_module(label: str, module: nnx.Module) -> tuple[SplitModule, dict[KeyPath, Any]]:
-    """The structure of a module, which is not changed, and the values of its parameters by path."""
+    """Return the structure of a module, which is not changed, and the values of its parameters by path."""
     leaves, values, streams, constants = {}, {}, {}, {}
     graph, state = nnx.split(module)
     for path, leaf in nnx.to_flat_state(state):
@@ -251,6 +244,7 @@ def split_module(label: str, module: nnx.Module) -> tuple[SplitModule, dict[KeyP
             values[path] = _value(leaf)
         else:
             constants[path] = _fixed(leaf)
+    # Modes are attributes of submodules, so each mode is a structure of its own; switching the user's module would change it.
     definitions = {}
     for train in (True, False):
         copy = nnx.merge(graph, state)
@@ -262,7 +256,7 @@ def split_module(label: str, module: nnx.Module) -> tuple[SplitModule, dict[KeyP
 
 
 def joined(path: KeyPath) -> str:
-    """A path in words."""
+    """Format a path."""
     return "/".join(map(str, path))
 
 
@@ -271,7 +265,7 @@ def _value(leaf: Any) -> Any:
 
 
 def _fixed(leaf: Any) -> Any:
-    """The value of a constant, which nobody else can change in place."""
+    """Return the value of a constant as one that nobody else can change in place."""
     value = _value(leaf)
     if isinstance(value, np.ndarray):
         return jnp.array(value) if isinstance(leaf, nnx.Variable) else value.copy()
@@ -290,7 +284,7 @@ def _may_be_traced(value: Any, left: Any) -> bool:
 
 
 def _unshared(value: Any) -> Any:
-    """A copy of what could be changed in place; other values as they are."""
+    """Copy what could be changed in place; return other values as they are."""
     if isinstance(value, np.ndarray):
         return value.copy()
     if type(value) in (list, tuple, set):
@@ -301,21 +295,21 @@ def _unshared(value: Any) -> Any:
 
 
 def _unshare(module: nnx.Module) -> None:
-    """Give a module lists, dicts and sets of its own; merged, it has those of its definition."""
+    """Give a module separate lists, dicts and sets; merged, it shares those of its definition."""
     for _, node, name, value in list(_own(module)):
         if type(value) in (list, tuple, set, dict):
             object.__setattr__(node, name, _unshared(value))
 
 
 def _own(module: nnx.Module) -> Iterator[tuple[KeyPath, Any, str, Any]]:
-    """The attributes of a module and of those in it: the path of the one that has it, this, name and value."""
+    """Yield the attributes of a module and of those in it: the path of the one that has it, this, name and value."""
     for path, node in nnx.iter_graph(module):
         if isinstance(node, nnx.Pytree):
             yield from ((path, node, name, value) for name, value in vars(node).items())
 
 
 def _attributes(module: nnx.Module) -> dict[KeyPath, Hashable]:
-    """A key of each Python value among the attributes of a module and of those in it, by path."""
+    """Return a key of each Python value among the attributes of a module and of those in it, by path."""
     return {
         (*path, name): _python_key(value)
         for path, _, name, value in _own(module)
@@ -324,7 +318,7 @@ def _attributes(module: nnx.Module) -> dict[KeyPath, Hashable]:
 
 
 def _python_key(value: Any) -> Hashable:
-    """A key of a value without the arrays, variables and modules in it."""
+    """Return a key of a value without the arrays, variables and modules in it."""
     if isinstance(value, _STATE):
         return None
     if isinstance(value, Mapping):
@@ -336,7 +330,7 @@ def _python_key(value: Any) -> Hashable:
 
 
 def _emptied(leaf: Any) -> Any:
-    """A variable that holds the shape and dtype of its value, None for a bare array."""
+    """Return a variable that holds the shape and dtype of its value, None for a bare array."""
     if not isinstance(leaf, nnx.Variable):
         return None
     value = leaf.get_value()
@@ -348,7 +342,7 @@ def _filled(empty: Any, value: Any) -> Any:
 
 
 def _stream_value(stream: Any, key: jax.Array) -> jax.Array:
-    """The key of a stream (or of each of its parts, where modules are stacked), or its counters at zero."""
+    """Return the key of a stream (or of each of its parts, where modules are stacked), or its counters at zero."""
     aval = stream.get_value()
     if not is_key_dtype(aval.dtype):
         return jnp.zeros(aval.shape, aval.dtype)
@@ -369,7 +363,7 @@ def _refuse_traced(label: str, definition: Any) -> None:
 
 
 def _normalised(module: nnx.Module) -> frozenset[KeyPath]:
-    """Parameters of what ``nnx.WeightNorm`` normalises."""
+    """Return the parameters of what ``nnx.WeightNorm`` normalises."""
     wrapped = {path for path, node in nnx.iter_graph(module) if isinstance(node, nnx.WeightNorm)}
     params = (path for path, _ in nnx.to_flat_state(nnx.state(module, nnx.Param)))
     return frozenset(path for path in params if any(path[: len(w)] == w for w in wrapped))
@@ -387,7 +381,8 @@ def layers_from_nnx(
     loss: Callable[[Any, Mapping[str, jax.Array]], Any],
     name: str = "",
 ) -> CutModel:
-    """The model that trains ``module``: an nnx module, whose weights become the initial ones, or a function ``rngs -> module``.
+    """Make the model that trains ``module``: an nnx module, whose weights become the initial ones, or a function ``rngs ->
+    module``.
 
     ``blocks``: path of the attribute that holds the blocks, or several: a list or ``nnx.Sequential`` of modules, or one module
     whose parameters are stacked on axis 0 and that the call scans over. ``batch``: an example microbatch, arrays or their types
@@ -408,7 +403,7 @@ def layers_from_nnx(
 
 
 def module_params(module: Any) -> Params:
-    """The parameters of an nnx module as a nested dict with string keys."""
+    """Return the parameters of an nnx module as a nested dict with string keys."""
     split, values = split_module(f"nnx module {type(module).__name__}", module)
     return split.nested(values)
 
@@ -443,9 +438,8 @@ class _NnxCut:
         self._paths = {_words(path): path for path in variables}
         home = {id(node): _words(path) for path, node in nnx.iter_graph(skeleton) if isinstance(node, nnx.Param)}
         blocks = [(path, block) for place in paths for path, block in _blocks(self.label, skeleton, place)]
-        self._calls: list[
-            tuple[KeyPath, int]
-        ] = []  # where a block's stub goes, and the number of the first block there
+        # Where a block's stub goes, and the number of the first block there.
+        self._calls: list[tuple[KeyPath, int]] = []
         self.names: list[str] = []
         self._splits: list[SplitModule] = []
         self.homes: list[Mapping[Path, Home]] = []
@@ -459,6 +453,7 @@ class _NnxCut:
                 self.names.append(joined(path) if index is None else f"{joined(path)}[{index}]")
                 self._splits.append(split if index is None else _unstacked(split, index))
                 self.homes.append({_words(p): (at[p], index) for p in split.params})
+        # On the skeleton, which is ours; once for each object, as one module may stand at several places.
         for block in {id(block): block for _, block in blocks}.values():
             object.__setattr__(block, "__class__", _stub_class(type(block)))
         self._outlined, _ = split_module(self.label, skeleton)
@@ -496,7 +491,7 @@ def _at(module: Any, path: KeyPath) -> Any:
 
 
 def _blocks(label: str, module: Any, place: str) -> list[tuple[KeyPath, nnx.Module]]:
-    """The modules in the list at ``place``, or the one that is there, by path."""
+    """Return the modules in the list at ``place``, or the one that is there, by path."""
     node, path = module, cast(KeyPath, ())
     for part in place.split("."):
         names = sorted(n for n, v in vars(node).items() if isinstance(v, nnx.Pytree) and not n.startswith("_"))
@@ -516,7 +511,7 @@ def _blocks(label: str, module: Any, place: str) -> list[tuple[KeyPath, nnx.Modu
 
 
 def _stack_size(split: SplitModule) -> int:
-    """How many blocks are stacked on axis 0 of a module's parameters."""
+    """Return how many blocks are stacked on axis 0 of a module's parameters."""
     sizes = {split.leaves[path].get_value().shape[:1] for path in split.params}
     if len(sizes) != 1 or () in sizes:
         raise StageError(
@@ -528,7 +523,7 @@ def _stack_size(split: SplitModule) -> int:
 
 
 def _unstacked(split: SplitModule, index: int) -> SplitModule:
-    """One block of a stack."""
+    """Return one block of a stack."""
 
     def part(variable: Any) -> Any:
         value = variable.get_value()
@@ -541,7 +536,8 @@ def _unstacked(split: SplitModule, index: int) -> SplitModule:
 
 
 def _stub_class(cls: type) -> type:
-    """A class like ``cls`` whose call is a stub's: an instance's is in its attribute ``_STUB``, with the block's number."""
+    """Make a class like ``cls`` whose call is a stub's: an instance's is in its attribute ``_STUB``, with the block's
+    number."""
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         stubs, block = getattr(self, _STUB)
@@ -551,7 +547,8 @@ def _stub_class(cls: type) -> type:
 
 
 def _kind(split: SplitModule) -> Hashable:
-    """Equal for blocks of which a call computes the same; for no other where that can't be hashed."""
+    """Return a key that is equal for blocks of which a call computes the same; for no other block where that can't be
+    hashed."""
     leaves = tuple((path, v and (v.get_value().shape, str(v.get_value().dtype))) for path, v in split.leaves.items())
     definitions = tuple(split.definitions[train] for train in (True, False))
     kind = definitions, leaves, value_key(dict(enumerate(split.constants.values())))

@@ -30,9 +30,9 @@ a part of its gradient. A parameter of which nothing is said is whole on each, a
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """How a parameter is a matrix, or several. ``rows``: the axes that the product with it sums over; ``columns``: those of the
-    result. Along any other axis it is a matrix at each index. ``split``: an axis and sizes along it; each part is a matrix of
-    its own, as queries, keys and values are that one product makes."""
+    """The axes along which a parameter is a matrix, or several. ``rows``: the axes that the product with it sums over;
+    ``columns``: those of the result. Along any other axis it is a matrix at each index. ``split``: an axis and sizes along it;
+    each part is a matrix of its own, as queries, keys and values are that one product makes."""
 
     rows: tuple[int, ...] = (0,)
     columns: tuple[int, ...] = (1,)
@@ -85,8 +85,9 @@ class Layer:
     ``span``: of a loss, of how many consecutive microbatches it gets the rows at once, one after another: other numbers are
     another loss where rows count for each other. With several dp shards each has groups of its own rows.
 
-    ``detached``: what it takes gets no gradient from it, and its backward nothing waits for. ``words``: how it is divided by
-    words over the ranks of a pipeline; None: it can't be. ``alike``: equal for layers that do the same to other rows.
+    ``detached``: what it takes gets no gradient from it, and nothing waits for its backward. ``words``: how it is divided by
+    words over the ranks of a pipeline (vocabulary-parallel); None: it can't be. ``alike``: equal for layers that do the same to
+    other rows.
 
     ``matrices``: the leaves that are matrices, for optimizers that treat those apart (Muon); None: those of two axes are,
     unless the layer reads batch arrays, as embeddings do, or a loss takes from it, as from heads.
@@ -115,8 +116,8 @@ class Layer:
 
     @property
     def code(self) -> Hashable:
-        """Equal for layers that make, compute, read, tie and train the same: their functions are the same objects; or they say
-        that they are ``alike``."""
+        """Return a key of the layer's program, equal for layers that make, compute, read, tie and train the same: their
+        functions are the same objects; or they say that they are ``alike``."""
         if self.alike is not None:
             return self.alike
         functions = (function_key(self.init), function_key(self.apply))
@@ -134,7 +135,7 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class VocabSplit:
-    """How an embedding, a head or the loss behind it falls apart by words (:mod:`jaxpipe.stage.model.vocabulary`).
+    """The division of an embedding, a head or the loss behind it by words (:mod:`jaxpipe.stage.model.vocabulary`).
 
     ``path``: of the leaf [V, D] with a row for each word, split over ``tp`` along that axis or not; ``()``: a loss has none,
     and no parts. ``part(first, barriers)``: ``apply`` of the part whose rows are those of the words from ``first`` on; it
@@ -177,7 +178,7 @@ class Model:
     options: Mapping[str, Any] = field(default_factory=dict, kw_only=True, compare=False)
 
     def __post_init__(self) -> None:
-        """Raises StageError when layer names clash, a read names no batch array, a tie has no proper owner, or a layer takes
+        """Raise StageError when layer names clash, a read names no batch array, a tie has no proper owner, or a layer takes
         what is no earlier layer."""
         problems = _model_problems(self)
         if problems:
@@ -191,16 +192,16 @@ class Model:
 
     @property
     def stored(self) -> Model:
-        """The model that a checkpoint is of: this one, unless its vocabulary layers are spread."""
+        """Return the model that a checkpoint is of: this one, unless it is vocabulary-parallel."""
         return self
 
     @property
     def first(self) -> int:
-        """The number of its first layer."""
+        """Return the number that random keys count the first layer by (:func:`~jaxpipe.stage.split.trace.layer_key`)."""
         return 0
 
     def divided(self, params: Mapping[str, Params]) -> Mapping[str, Params]:
-        """Parameters of :attr:`stored` by layer → of this one's layers."""
+        """Divide parameters of :attr:`stored` by layer into those of this model's layers."""
         return params
 
     def divided_state(self, states: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -208,23 +209,23 @@ class Model:
         return states
 
     def joined(self, trees: Mapping[str, Any]) -> dict[str, Any]:
-        """Parameters or optimizer states of this model's layers → of those of :attr:`stored`."""
+        """Join parameters or optimizer states of this model's layers into those of :attr:`stored`."""
         return dict(trees)
 
     @property
     def span(self) -> int:
-        """How many consecutive microbatches its loss takes at once (:attr:`Layer.span`)."""
+        """Return how many consecutive microbatches its loss takes at once (:attr:`Layer.span`)."""
         return self.layers[-1].span
 
     @property
     def losses(self) -> tuple[int, ...]:
-        """Positions of the losses: layers that no other takes."""
+        """Return the positions of the losses: layers that no other takes."""
         taken_positions = {k for sources in taken_by(self.layers) for k in sources}
         return tuple(i for i in range(len(self.layers)) if i not in taken_positions)
 
 
 def taken_by(layers: Sequence[Layer]) -> tuple[tuple[int, ...], ...]:
-    """Per layer of a model, the positions of those whose results it takes, as :attr:`Layer.takes` lists them."""
+    """Return, for each layer of a model, the positions of those whose results it takes, as :attr:`Layer.takes` lists them."""
     at = {layer.name: i for i, layer in enumerate(layers)}
     return tuple(
         ((i - 1,) if i else ()) if layer.takes is None else tuple(at[name] for name in layer.takes)
@@ -240,12 +241,13 @@ def given_to(layer: Layer, results: Sequence[Any]) -> Any:
 
 
 LeafRule = Callable[[str, Path], bool]
-"""Of a layer's name and a path in its parameters."""
+"""A test of a layer's name and a path in its parameters."""
 
 
 @dataclass(frozen=True, slots=True)
 class _OneOf:
-    """A rule for a layer's leaves that is equal to others for the same paths."""
+    """A rule for a layer's leaves that is equal to others for the same paths, so that layers with equal rules share
+    programs."""
 
     paths: frozenset[Path]
 
@@ -254,7 +256,7 @@ class _OneOf:
 
 
 def with_leaf_rules(model: Model, *, trainable: LeafRule | None = None, float32: LeafRule | None = None) -> Model:
-    """``model`` with :attr:`Layer.trainable` and :attr:`Layer.float32` as these rules say; None leaves them as they are.
+    """Set :attr:`Layer.trainable` and :attr:`Layer.float32` of a model's layers by these rules; None leaves them as they are.
 
     Raises:
         StageError: ``trainable`` picks no leaf or every leaf, or ``float32`` picks none: then it says nothing.
@@ -285,14 +287,15 @@ def with_leaf_rules(model: Model, *, trainable: LeafRule | None = None, float32:
 
 
 def leaf_paths(layer: Layer) -> tuple[Path, ...]:
-    """The paths of the floating-point leaves that ``layer`` creates."""
+    """Return the paths of the floating-point leaves that ``layer`` creates."""
     leaves = jax.tree_util.tree_leaves_with_path(init_avals(layer))
     floats = [keys for keys, leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.inexact)]
     return tuple(tuple(str(getattr(k, "key", k)) for k in keys) for keys in floats)
 
 
 def key_aval() -> Any:
-    """The type of a PRNG key."""
+    """Return the type of a PRNG key."""
+    # By the implementation that is set now: a cached type would outlive a change of the setting.
     return _key_aval(jax.config.jax_default_prng_impl)  # type: ignore[attr-defined,unused-ignore]
 
 
@@ -302,7 +305,7 @@ def _key_aval(implementation: str) -> Any:
 
 
 def init_avals(layer: Layer) -> Any:
-    """Shapes and dtypes of what ``init`` makes, without making it.
+    """Return shapes and dtypes of what ``init`` makes, without making it.
 
     Raises:
         StageError: it makes something else than a dict.
@@ -378,7 +381,8 @@ def _taking_problems(layer: Layer, earlier: Sequence[str], by_name: Mapping[str,
 
 
 def mode_keyword(call: Callable[..., Any]) -> Callable[[bool], dict[str, bool]]:
-    """How to tell ``call`` whether it trains: a function from ``train`` to keyword arguments."""
+    """Find how to tell ``call`` whether it trains: return a function from ``train`` to keyword arguments."""
+    # The spellings in use among Flax modules.
     names = inspect.signature(call).parameters
     for name, sign in (("train", True), ("training", True), ("deterministic", False)):
         if name in names:

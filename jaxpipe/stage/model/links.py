@@ -1,4 +1,4 @@
-"""Who takes whose results once a model is cut: inside each stage, and from stage to stage.
+"""Links the layers of a model once it is cut: who takes whose results, inside each stage and from stage to stage.
 
 What enters a stage is what its layers take of earlier stages' layers, each result once, in the order of the model's layers, and
 so in ascending order of the stages that make them. What leaves is what later stages take, in the same order. A stage of a chain
@@ -20,7 +20,7 @@ from jaxpipe.stage.model.params import find_leaf, is_trained
 
 @dataclass(frozen=True, slots=True)
 class StageLinks:
-    """How the layers of one stage get their inputs, and what becomes of their results.
+    """The sources of the inputs of one stage's layers, and what becomes of their results.
 
     ``takes``: per layer, where each result comes from: the position of a layer of the stage, or ``~k`` for the k-th result that
     enters. ``before``: per result that enters, the stage that makes it and which it is of those that leave there. ``leaving``:
@@ -65,7 +65,7 @@ class StageLinks:
 
     @property
     def kind(self) -> Hashable:
-        """Equal for stages that are linked the same, whatever the numbers of their neighbours."""
+        """Return a key that is equal for stages that are linked the same, whatever the numbers of their neighbours."""
         before, readers = ((0, k) for k in range(len(self.before))), ((0, entries) for _, entries in self.readers)
         return replace(self, before=tuple(before), readers=tuple(readers))
 
@@ -90,12 +90,12 @@ class StageLinks:
         return values[0] if len(values) == 1 else values or None
 
     def entries(self, x: Any) -> tuple[Any, ...]:
-        """What enters for one microbatch, or for all as one, result by result."""
+        """Split what enters, for one microbatch or for all as one, into results."""
         return (x,) if len(self.before) == 1 else x or ()
 
 
 def links_of(stages: Sequence[Sequence[Layer]], params: Mapping[str, Params]) -> tuple[StageLinks, ...]:
-    """The links of a model's stages, all of them in order. ``params``: shapes by layer, as
+    """Link a model's stages, all of them in order. ``params``: shapes by layer, as
     :func:`~jaxpipe.stage.model.params.compute_avals` gives them; they tell what is trained.
 
     Raises:
@@ -107,6 +107,8 @@ def links_of(stages: Sequence[Sequence[Layer]], params: Mapping[str, Params]) ->
     home = [s for s, stage in enumerate(stages) for _ in stage]
     start = [home.index(s) for s in range(len(stages))]
     sources_of = taken_by(layers)
+    # A layer's result has a cotangent if anything trained stands behind it: a stage before the first trained layer has no
+    # backward.
     learns: list[bool] = []
     for layer, sources in zip(layers, sources_of, strict=True):
         learns.append(_has_trained(layer, params) or any(learns[k] for k in sources))
@@ -139,13 +141,14 @@ def links_of(stages: Sequence[Sequence[Layer]], params: Mapping[str, Params]) ->
 
 
 def loss_factor(layer: Layer) -> str:
-    """The name of the batch array that holds what a loss's gradient is multiplied by, where a model has several losses: the
-    first one's weight in the step over its own. The runtime makes it."""
+    """Name the batch array that holds what a loss's gradient is multiplied by, where a model has several losses: the first
+    one's weight in the step over its own. The runtime makes it."""
+    # With a blank: no batch array of a user's is called so.
     return f"factor of {layer.name}"
 
 
 def stage_edges(links: Sequence[StageLinks]) -> tuple[tuple[int, int], ...]:
-    """(from, to) of the stages that take results of each other."""
+    """Return (from, to) of the stages that take results of each other."""
     return tuple(sorted({(t, s) for s, link in enumerate(links) for t, _ in link.before}))
 
 

@@ -56,13 +56,13 @@ def check_names(what: str, options: Iterable[str], required: Mapping[str, bool])
 
 
 def suggestion(name: str, names: Iterable[str]) -> str:
-    """The end of an error message about an unknown name: the nearest known one, then all of them."""
+    """Return the end of an error message about an unknown name: the nearest known one, then all of them."""
     names = list(names)
     return f"{closest(name, names, ';')} Known: {', '.join(names)}" if names else ""
 
 
 def divisors(n: int) -> str:
-    """The divisors of ``n`` as an error message lists them."""
+    """List the divisors of ``n`` as an error message does."""
     return ", ".join(map(str, divisors_of(n)))
 
 
@@ -84,7 +84,8 @@ def check_positions(what: str, seq_len: int, most: int | None) -> None:
 
 
 def check_dtype(what: str, dtype: Any) -> np.dtype[Any]:
-    """The dtype that parameters are created in or computed with, by its name or as JAX has it. ``what`` names the option.
+    """Return the dtype that parameters are created in or computed with, by its name or as JAX has it. ``what`` names the
+    option.
 
     Raises:
         ConfigError: jaxpipe can't train in it: it is no dtype, has no loss scaling here (float16), or JAX would compute in
@@ -108,7 +109,7 @@ def check_dtype(what: str, dtype: Any) -> np.dtype[Any]:
 
 
 def _typed(value: Any, hint: Any, what: str) -> Any:
-    """``value`` if it fits the annotation ``hint``; an int becomes a float where a float is wanted, a table options."""
+    """Return ``value`` if it fits the annotation ``hint``; an int becomes a float where a float is wanted, a table options."""
     allowed = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     record = next((t for t in allowed if isinstance(t, type) and is_dataclass(t)), None)
     if record is not None and isinstance(value, Mapping):

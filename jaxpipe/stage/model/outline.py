@@ -6,17 +6,16 @@ over a stack of blocks, whose body does nothing but call the block, becomes one 
 equations between the blocks: which of them a value needs is exact, and any part of them can be computed alone
 (:meth:`Outline.evaluate`).
 
-Which arrays go where in a module's call: what each of its blocks receives, and where that comes from.
-
-Read off outlines of the call (``model/outline.py``) in training and evaluation, and with parameters in bfloat16 if it
-works so: in float32 a cast to float32 leaves no trace, and a block would seem to receive what the one before it returned.
+:class:`Wiring` says what each block receives, and where that comes from. It is read off outlines of the call in training and
+evaluation, and with parameters in bfloat16 if it works so: in float32 a cast to float32 leaves no trace, and a block would seem
+to receive what the one before it returned.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +24,7 @@ from jax.interpreters import batching
 
 from jaxpipe._jax_compat import (
     Atom,
+    ClosedJaxpr,
     Jaxpr,
     JaxprEqn,
     Literal,
@@ -55,7 +55,7 @@ Wire = tuple[str, int, int]
 """An array that layers may exchange: ``("in", block, position)`` among the arguments of a block, ``("out", …)`` its results."""
 
 Results = Callable[[int, Any], Any]
-"""What a block returns for ``(args, kwargs)``, arrays as ``ShapeDtypeStruct``."""
+"""A function from a block and its ``(args, kwargs)`` to what it returns, arrays as ``ShapeDtypeStruct``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,23 +78,23 @@ class Entry:
 
     @property
     def results(self) -> dict[Wire, Var]:
-        """The results that are there."""
+        """Return the results that are there, by wire."""
         last = self.first + self.count - 1
         return {("out", last, j): v for j, v in enumerate(self.leaving) if v is not None}
 
 
 class Stubs:
-    """Stands in for the blocks of a module while its call is traced. ``results_by_wire``: what is known of their results.
-    ``arguments``: by block, what it was called with."""
+    """Stands in for the blocks of a module while its call is traced. ``results_by_wire``: the results that are known already.
+    ``arguments``: those of the call of each block."""
 
     def __init__(self, label: str, results: Results, results_by_wire: Mapping[Wire, Any]) -> None:
         self.label = label
         self.results = results
-        self.given = results_by_wire
+        self.results_by_wire = results_by_wire
         self.arguments: dict[int, Any] = {}
 
     def __call__(self, block: int, *args: Any, **kwargs: Any) -> Any:
-        """Stand-ins for what the block returns."""
+        """Return stand-ins for what the block returns."""
         arguments = (args, kwargs)
         arrays = array_leaves(arguments)
         if any(is_key_dtype(leaf.dtype) for leaf in arrays):
@@ -104,8 +104,9 @@ class Stubs:
             )
         self.arguments[block] = fill(arguments, [type_of(leaf) for leaf in arrays])
         results = self.results(block, arguments)
+        # Results that are known keep their exact types: a weak type gives way to other dtypes in what follows.
         zeros = [jnp.zeros(v.shape, v.dtype) for v in array_leaves(results)]
-        avals = tuple(jax.typeof(self.given.get(("out", block, j), zero)) for j, zero in enumerate(zeros))
+        avals = tuple(jax.typeof(self.results_by_wire.get(("out", block, j), zero)) for j, zero in enumerate(zeros))
         return fill(results, _BLOCK.bind(*map(jnp.asarray, arrays), stubs=self, block=block, avals=avals))
 
     def refuse(self, block: int, what: str) -> NoReturn:
@@ -124,9 +125,9 @@ batching.primitive_batchers[_BLOCK] = _vmapped
 
 @dataclass(frozen=True, slots=True)
 class Outline:
-    """``invars``: of the traced call. ``output``: what it returns, arrays as atoms. ``lost``: values that a scan over blocks
-    collects, and that blocks by themselves do not make. ``wires``: what goes into the first block of each entry, and what comes
-    out of the last."""
+    """A traced call without its blocks. ``invars``: of the call. ``output``: what it returns, arrays as atoms. ``lost``: values
+    that a scan over blocks collects, and that blocks by themselves do not make. ``wires``: what goes into the first block of
+    each entry, and what comes out of the last."""
 
     label: str
     invars: tuple[Var, ...]
@@ -139,16 +140,17 @@ class Outline:
 
     @property
     def results(self) -> list[Atom]:
-        """The arrays that the call returns."""
+        """Return the arrays that the call returns."""
         return [leaf for leaf in jax.tree.leaves(self.output) if isinstance(leaf, Var | Literal)]
 
     def returned(self, values: Sequence[Any]) -> Any:
-        """What the call returns, from the values of :attr:`results`."""
+        """Rebuild what the call returns from the values of :attr:`results`."""
         rest = iter(values)
         return jax.tree.map(lambda leaf: next(rest) if isinstance(leaf, Var | Literal) else leaf, self.output)
 
     def needed(self, targets: Iterable[Atom], sources: Iterable[Var] = ()) -> tuple[list[int], set[Var]]:
-        """The equations that ``targets`` depend on, in order, and the variables they start from: inputs, or ``sources``."""
+        """Return the equations that ``targets`` depend on, in order, and the variables they start from: inputs, or
+        ``sources``."""
         maker = {v: i for i, eqn in enumerate(self.eqns) for v in eqn.outvars}
         computed = maker.keys() - set(sources)
         reached = reachable(
@@ -181,8 +183,8 @@ class Outline:
 
 
 def trace_outline(stubs: Stubs, call: Callable[[list[Any]], Any], inputs: Sequence[Any]) -> Outline:
-    """The outline of ``call``, the module's with ``stubs`` for its blocks, which takes ``inputs`` (arrays, or types of arrays)
-    as a list.
+    """Trace the outline of ``call``, the module's with ``stubs`` for its blocks, which takes ``inputs`` (arrays, or types of
+    arrays) as a list.
 
     Raises:
         StageError: a block is called twice, or within something that is no plain call nor a plain loop.
@@ -227,6 +229,7 @@ class _Lifting:
             self._call(eqn, invars, env)
         elif not _blocks_in(eqn):
             self.eqns.append(eqn.replace(invars=invars, outvars=[_renamed(env, v) for v in eqn.outvars]))
+        # Inlined, as a block inside ``jit`` or ``checkpoint`` is one of the module's; a custom derivative may not be opened.
         elif call is not None and not eqn.primitive.name.startswith("custom"):
             results = self.take(*call, dict(zip(call[0].invars, invars, strict=True)))
             env.update(zip(eqn.outvars, results, strict=True))
@@ -236,7 +239,7 @@ class _Lifting:
             self.stubs.refuse(min(_blocks_in(eqn)), f"is called inside {eqn.primitive.name}")
 
     def _call(self, eqn: JaxprEqn, invars: Sequence[Atom], env: dict[Var, Atom]) -> None:
-        """A call of one block."""
+        """Record a call of one block."""
         block = eqn.params["block"]
         if eqn.params["stubs"] is not self.stubs:
             self.stubs.refuse(block, "is called by a function that keeps an earlier trace (nn.jit)")
@@ -246,7 +249,7 @@ class _Lifting:
         self.entries[block] = Entry(block, 1, tuple(invars), leaving, {}, self.stubs.arguments[block], len(self.eqns))
 
     def _loop(self, eqn: JaxprEqn, scan: ScanParts, invars: Sequence[Atom], env: dict[Var, Atom]) -> None:
-        """A scan over a stack of blocks: an entry of as many blocks as it has iterations."""
+        """Record a scan over a stack of blocks: an entry of as many blocks as it has iterations."""
         inner = _Lifting(self.stubs)
         ends = inner.take(scan.body, scan.body_consts, {})
         (entry, *other_entries) = inner.entries.values()
@@ -260,6 +263,8 @@ class _Lifting:
         xs = set(scan.body.invars[scan.num_consts + scan.num_carry :])
         result = {v: j for j, v in enumerate(entry.leaving)}
         end_of = dict(zip(carries, ends, strict=False))
+        # Written out, iteration k + 1 receives what k returned in a carry, and in a constant what all receive. Anything else
+        # (a carry that the body computes, a slice of an array) has no place outside the loop.
         flow: dict[int, int] = {}
         entering: list[Atom] = []
         for i, a in enumerate(entry.entering):
@@ -276,7 +281,8 @@ class _Lifting:
             if k < scan.num_carry and isinstance(end, Var) and end in result:
                 leaving[result[end]] = _renamed(env, v)
             elif isinstance(end, Var) and (end is carries[k] if k < scan.num_carry else end in xs):
-                env[v] = operand[end]  # handed on unchanged
+                # A carry or a slice that the loop hands on unchanged.
+                env[v] = operand[end]
             else:
                 self.lost.add(_renamed(env, v))
         self.entries[entry.first] = replace(
@@ -285,7 +291,7 @@ class _Lifting:
 
 
 def type_of(leaf: Any) -> jax.ShapeDtypeStruct:
-    """The type of an array, or of a type of one; a scalar written in Python gives way to other dtypes, which is kept."""
+    """Return the type of an array, or of a type of one; a scalar written in Python gives way to other dtypes, which is kept."""
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=bool(getattr(leaf, "weak_type", False)))
 
 
@@ -300,7 +306,7 @@ def _renamed(env: dict[Var, Atom], var: Var) -> Var:
 
 
 def _blocks_in(eqn: JaxprEqn) -> set[int]:
-    """Blocks that are called inside an equation."""
+    """Return the blocks that are called inside an equation."""
     blocks: set[int] = set()
     for body in sub_jaxprs(eqn):
         for inner in body.eqns:
@@ -309,7 +315,7 @@ def _blocks_in(eqn: JaxprEqn) -> set[int]:
 
 
 Home = tuple[Path, int | None]
-"""Where a leaf lies in the module's own parameters: its path, and its place on axis 0 if blocks are stacked there."""
+"""The place of a leaf in the module's own parameters: its path, and its index on axis 0 if blocks are stacked there."""
 
 
 class CuttableModule(Protocol):
@@ -326,16 +332,16 @@ class CuttableModule(Protocol):
     def homes(self) -> Sequence[Mapping[Path, Home]]: ...
 
     def run(self, leaves: Mapping[Path, Any], data: Sequence[Any], key: jax.Array, train: bool, stubs: Stubs) -> Any:
-        """The module's call on batch arrays, with stubs for its blocks."""
+        """Call the module on batch arrays, with stubs for its blocks."""
 
     def call(self, block: int, params: Params, arguments: Any, key: jax.Array | None, train: bool) -> Any:
-        """A block's call on ``(args, kwargs)``."""
+        """Call a block on ``(args, kwargs)``."""
 
     def alike(self, block: int) -> Hashable:
-        """Equal for blocks of which :meth:`call` computes the same."""
+        """Return a key that is equal for blocks of which :meth:`call` computes the same."""
 
     def draw(self, key: jax.Array, paths: Sequence[Path]) -> Mapping[Path, jax.Array]:
-        """Initial values of these parameters."""
+        """Draw the initial values of these parameters."""
 
 
 Mode = tuple[bool, Any]
@@ -345,7 +351,7 @@ TRAIN: Mode = (True, None)
 
 
 class Tracing:
-    """Outlines of a module's call at whatever shapes, and what its blocks return."""
+    """Traces outlines of a module's call at whatever shapes, and what its blocks return."""
 
     def __init__(self, module: CuttableModule, reads: tuple[str, ...]) -> None:
         self.module = module
@@ -354,7 +360,7 @@ class Tracing:
         self._outlines: dict[Hashable, Outline] = {}
 
     def outlines(self, data: Sequence[jax.ShapeDtypeStruct]) -> dict[Mode, Outline]:
-        """The outlines for a batch of these types, by mode.
+        """Trace the outlines for a batch of these types, by mode.
 
         Raises:
             StageError: the call can't be traced, or does not treat blocks as blocks.
@@ -365,6 +371,7 @@ class Tracing:
                 by_mode[mode] = self.outline(self.leaves(mode[1]), data, mode)
             except StageError:
                 raise
+            # A module that refuses bfloat16 is cut by its float32 outlines alone.
             except Exception as error:
                 if mode[1] is None:
                     reason = " ".join(str(error).split()) or type(error).__name__
@@ -374,7 +381,7 @@ class Tracing:
         return by_mode
 
     def leaves(self, dtype: Any) -> Mapping[Path, jax.ShapeDtypeStruct]:
-        """Types of the parameters, floating-point ones in ``dtype``."""
+        """Return the types of the parameters, floating-point ones in ``dtype``."""
         if dtype is None:
             return self.module.leaves
         cast = {path: jnp.issubdtype(v.dtype, jnp.floating) for path, v in self.module.leaves.items()}
@@ -398,14 +405,14 @@ class Tracing:
         return trace_outline(stubs, call, [*leaves.values(), *data, key_aval() if key is None else key])
 
     def from_data(self, data: Sequence[Any], train: bool) -> Outline:
-        """The outline for values that depend on the batch alone; traced once for arrays of these types."""
+        """Return the outline for values that depend on the batch alone; traced once for arrays of these types."""
         key = (train, tuple(map(jax.typeof, data)))
         if key not in self._outlines:
             self._outlines[key] = self.outline(self.module.leaves, data, (train, None))
         return self._outlines[key]
 
     def probe(self, block: int, arguments: Any, mode: Mode) -> tuple[Any, bool]:
-        """What a block returns for arguments of these types, and whether it draws random numbers."""
+        """Return what a block returns for arguments of these types, and whether it draws random numbers."""
         shapes = [type_of(leaf) for leaf in array_leaves(arguments)]
         types = tuple((v.shape, str(v.dtype), v.weak_type) for v in shapes)
         signature = (self.module.alike(block), structure_key(arguments), types, mode)
@@ -425,10 +432,10 @@ class Tracing:
 
 
 class Wiring:
-    """Where each argument of each block comes from, read off the outlines in both modes.
+    """The source of each argument of each block, read off the outlines in all modes.
 
-    ``sources``: by block and position, the wire. ``computed``: by entry, the wires that a layer before it must compute.
-    ``free``: wires that depend on the batch alone.
+    ``sources``: the wire of each argument, by block and position. ``computed``: the wires that a layer before an entry must
+    compute. ``free``: wires that depend on the batch alone.
     """
 
     def __init__(self, module: CuttableModule, outlines: Mapping[Mode, Outline]) -> None:
@@ -452,6 +459,7 @@ class Wiring:
         atoms = {mode: outline.entries[c].entering[i] for mode, outline in self.outlines.items()}
         aliases = {wire_of[mode].get(a) if isinstance(a, Var) else None for mode, a in atoms.items()}
         wire: Wire = ("in", entry.first, i)
+        # An earlier wire only where all modes agree: in one of them two values may be the same by chance (no dropout, no cast).
         (source,) = aliases if len(aliases) == 1 else (None,)
         if source is None:
             source = wire
@@ -490,8 +498,26 @@ class Wiring:
         raise StageError(f"{self.module.label} {what}; write the layers by hand")
 
 
+AnyPath = TypeVar("AnyPath", bound=tuple[Any, ...])
+
+
+def initial_values(
+    program: ClosedJaxpr, paths: Sequence[AnyPath], chosen: Sequence[AnyPath], key: jax.Array | None
+) -> dict[AnyPath, jax.Array] | None:
+    """Compute the values at ``chosen``, of those at ``paths`` that ``program`` makes of a key, and no others; None where they
+    depend on the key and there is none."""
+    # A layer draws its own parameters only: a model too large for one device is never drawn whole.
+    part, (takes_key,) = only_results(program, map(paths.index, chosen))
+    if takes_key and key is None:
+        return None
+    results = eval_jaxpr(part.jaxpr, part.consts, *([key] if takes_key else []))
+    # Scalars that are written in the jaxpr come as arrays of NumPy.
+    arrays = map(jnp.asarray, results)
+    return dict(zip(sorted(chosen, key=paths.index), arrays, strict=True))
+
+
 def structure_key(arguments: Any) -> Hashable:
-    """The structure of a call's arguments and what among them is no array."""
+    """Return a key of the structure of a call's arguments and of what among them is no array."""
     leaves, structure = jax.tree.flatten(arguments)
     return structure, tuple(None if is_array(leaf) else value_key(leaf) for leaf in leaves)
 

@@ -1,4 +1,4 @@
-"""Parameters as few flat buffers: what a stage function takes instead of a pytree.
+"""Packs parameters into few flat buffers, which a stage function takes instead of a pytree.
 
 A call costs about 1 µs per argument on top of a fixed price, and a transformer layer has a dozen small leaves. So leaves of up
 to 64 KiB of one stage are concatenated into flat buffers: per dtype one for vectors (biases and scales, whose gradients B makes
@@ -39,7 +39,7 @@ BufferKind = Literal["same", "split", "partial"]
 
 
 Place = tuple[str, Path]
-"""Of a parameter: its layer, and its path there."""
+"""The place of a parameter: its layer, and its path there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class ParamAval:
 
 
 def compute_avals(layers: Sequence[Layer], compute: Any, master: Any = jnp.float32) -> dict[str, Any]:
-    """What the layers create, by layer name: floats in ``compute``, those that stay float32 in ``master``."""
+    """Return what the layers create, by layer name: floats in ``compute``, those that stay float32 in ``master``."""
 
     def aval(layer: Layer, keys: Any, leaf: Any) -> ParamAval:
         path = tuple(getattr(k, "key", k) for k in keys)
@@ -69,7 +69,7 @@ def compute_avals(layers: Sequence[Layer], compute: Any, master: Any = jnp.float
 
 
 def trained_params(layers: Sequence[Layer], params: Mapping[str, Params]) -> dict[str, Params]:
-    """Of parameters by layer (or shapes of them), those that are trained: what an optimizer gets."""
+    """Select from parameters by layer (or shapes of them) those that are trained: what an optimizer gets."""
 
     def trained(layer: Layer) -> Params:
         floats = [(path, leaf) for path, leaf in leaves_of(layer.name, params) if is_trained(leaf)]
@@ -85,7 +85,7 @@ def is_trained(leaf: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class LeafSlot:
-    """Where one leaf lives: in ``buffer``, from element ``offset`` on; with ``offset`` None it is the whole buffer.
+    """The place of one leaf: in ``buffer``, from element ``offset`` on; with ``offset`` None it is the whole buffer.
 
     ``shape``: a shard's. ``axis``: along which the leaf is split over ``tp`` shards, or None.
     """
@@ -103,11 +103,11 @@ class LeafSlot:
         return int(np.prod(self.shape, dtype=np.int64))
 
     def whole_shape(self, shards: int) -> tuple[int, ...]:
-        """The shape of the leaf, all shards together."""
+        """Return the shape of the leaf, all shards together."""
         return tuple(n * shards if k == self.axis else n for k, n in enumerate(self.shape))
 
     def parts(self, leaf: Any, shards: int) -> Sequence[Any]:
-        """The whole leaf as each shard has it."""
+        """Divide the whole leaf as the shards have it."""
         return [leaf] * shards if self.axis is None else np.split(leaf, shards, self.axis)
 
     def __str__(self) -> str:
@@ -166,7 +166,7 @@ class ParamLayout:
         return cls(names, slots, buffers, num_trained, aliases, shared, kinds, tp.size)
 
     def cast(self, params: Mapping[str, Params], dtype: Any = None) -> dict[str, Params]:
-        """A stage's whole parameters as NumPy arrays: floats in ``dtype``, by default the one they are computed with."""
+        """Cast a stage's whole parameters to NumPy arrays: floats in ``dtype``, by default the one they are computed with."""
 
         def cast(slot: LeafSlot) -> np.ndarray:
             leaf = np.asarray(self._find(params, slot))
@@ -180,7 +180,7 @@ class ParamLayout:
         return slot.buffer < self.num_trained
 
     def pack(self, params: Mapping[str, Params]) -> list[jax.Array]:
-        """What a rank holds of a stage's whole parameters, or of anything shaped like them (gradients, another dtype).
+        """Pack what a rank holds of a stage's whole parameters, or of anything shaped like them (gradients, another dtype).
         Traceable.
 
         Raises:
@@ -195,7 +195,7 @@ class ParamLayout:
         ]
 
     def pack_leaves(self, leaves: Sequence[Any]) -> list[jax.Array]:
-        """A shard's buffers of its leaves in slot order; of leaves that are None there is no buffer. Traceable."""
+        """Pack a shard's leaves, in slot order, into its buffers; for leaves that are None there is no buffer. Traceable."""
         members: list[list[Any]] = [[] for _ in self.buffers]
         for slot, leaf in zip(self.slots, leaves, strict=True):
             if leaf is not None:
@@ -203,7 +203,7 @@ class ParamLayout:
         return [m[0] if len(m) == 1 else _joined(m) for m in members if m]
 
     def unpack_leaves(self, buffers: Sequence[Any]) -> list[Any]:
-        """A shard's leaves in slot order, from its buffers; None for those of a buffer that is None. Traceable."""
+        """Unpack a shard's leaves, in slot order, from its buffers; None for those of a buffer that is None. Traceable."""
         assert len(buffers) == len(self.buffers), f"{len(buffers)} buffers for a layout of {len(self.buffers)}"
         return [
             buffers[s.buffer]
@@ -213,13 +213,14 @@ class ParamLayout:
         ]
 
     def unpack(self, buffers: Sequence[Any], *, copies: bool = True) -> dict[str, Params]:
-        """The whole parameters by layer name, each once, from what a rank holds; ``copies``: those of other stages' too.
+        """Unpack the whole parameters by layer name, each once, from what a rank holds; ``copies``: those of other stages' too.
         Traceable."""
         slots = [slot for slot in self.slots if copies or (slot.layer, slot.path) not in self.shared]
         return by_layer(self.layers, ((slot, self._whole(buffers[slot.buffer], slot)) for slot in slots))
 
     def _whole(self, buffer: Any, slot: LeafSlot) -> Any:
-        """A whole leaf out of what a rank holds of its buffer."""
+        """Take a whole leaf out of what a rank holds of its buffer."""
+        # A split buffer holds the shards' buffers one after another, so the leaf's parts lie a buffer's length apart.
         if slot.axis is None:
             return buffer if slot.offset is None else buffer[slot.offset : slot.offset + slot.size].reshape(slot.shape)
         each = buffer.reshape(self.shards, -1)
@@ -228,14 +229,15 @@ class ParamLayout:
         return np.moveaxis(parts, 0, slot.axis).reshape(slot.whole_shape(self.shards))
 
     def tree(self, leaves: Sequence[Any]) -> dict[str, Params]:
-        """The parameters by layer name, from the leaves in slot order; leaves tied within the stage at both places."""
+        """Build the parameters by layer name from the leaves in slot order; leaves tied within the stage stand at both
+        places."""
         params = by_layer(self.layers, zip(self.slots, leaves, strict=True))
         for (layer, path), (owner, owner_path) in self.aliases.items():
             insert_leaf(params[layer], path, get_leaf(params[owner], owner_path))
         return params
 
     def acc_avals(self, dtype: Any = jnp.float32) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Shapes of a shard's gradient accumulators: the trained buffers, in ``dtype`` or wider."""
+        """Return the shapes of a shard's gradient accumulators: the trained buffers, in ``dtype`` or wider."""
         return tuple(
             jax.ShapeDtypeStruct(b.shape, jnp.promote_types(dtype, b.dtype)) for b in self.buffers[: self.num_trained]
         )
@@ -251,20 +253,20 @@ class ParamLayout:
 
 
 def _joined(arrays: Sequence[Any]) -> Any:
-    """One array after the other, on the host where all are NumPy's: nothing is compiled then."""
+    """Join arrays one after the other, on the host where all are NumPy's: nothing is compiled then."""
     join: Any = np.concatenate if all(isinstance(a, np.ndarray) for a in arrays) else jnp.concatenate
     return join(arrays)
 
 
 def by_layer(layers: Iterable[str], leaves: Iterable[tuple[LeafSlot, Any]]) -> dict[str, Params]:
-    """Leaves in nested dicts by the name of each of ``layers``, also of those without any."""
+    """Nest leaves by the name of each of ``layers``, also of those without any."""
     none: dict[str, Params] = {name: {} for name in layers}
     return none | nested({(slot.layer, *slot.path): leaf for slot, leaf in leaves})
 
 
 def stage_params(layers: Sequence[Layer], params: Mapping[str, Params]) -> dict[str, Params]:
-    """The parameters a stage of these layers holds, out of the whole model's: its layers' own leaves, and copies of leaves
-    tied to layers of other stages (kept as they are where the owner is absent but the copy is there already).
+    """Select the parameters a stage of these layers holds, out of the whole model's: its layers' own leaves, and copies of
+    leaves tied to layers of other stages (kept as they are where the owner is absent but the copy is there already).
 
     Works on arrays and on ``ShapeDtypeStruct``.
 
@@ -291,7 +293,7 @@ def stage_params(layers: Sequence[Layer], params: Mapping[str, Params]) -> dict[
 
 
 def with_tied_leaves(layer: Layer, params: Mapping[str, Params]) -> Params:
-    """The parameters of ``layer`` with its tied leaves, taken from their owners, put in. Raises as :func:`stage_params`."""
+    """Put the tied leaves of ``layer``, taken from their owners, into its parameters. Raises as :func:`stage_params`."""
     return stage_params([layer], params)[layer.name]
 
 
@@ -320,7 +322,7 @@ def _check_ties(places: Collection[Place], lie: Mapping[Place, Shard], aliases: 
 
 
 def leaves_of(name: str, params: Mapping[str, Params]) -> list[tuple[Path, Any]]:
-    """The leaves of a layer's parameters by path.
+    """List the leaves of a layer's parameters by path.
 
     Raises:
         StageError: there are none of that layer, or they are not arrays in nested dicts.
@@ -342,7 +344,7 @@ def leaves_of(name: str, params: Mapping[str, Params]) -> list[tuple[Path, Any]]
 
 
 def _sharding(layers: Sequence[Layer], tp: TensorParallel) -> dict[Place, Shard]:
-    """How each leaf lies on the shards, by layer and path; leaves that are the same on each are left out."""
+    """Return how each leaf lies on the shards, by layer and path; leaves that are the same on each are left out."""
     if tp.size == 1:
         return {}
     shard_of: dict[Place, Shard] = {}
@@ -361,7 +363,7 @@ def _kind(shard: Shard | None) -> BufferKind:
 
 
 def _shard_of(name: str, path: Path, leaf: Any, lie: Mapping[Place, Shard], shards: int) -> Any:
-    """The shape and dtype of a shard of ``leaf``."""
+    """Return the shape and dtype of a shard of ``leaf``."""
     axis, shape = lie.get((name, path)), list(leaf.shape)
     if isinstance(axis, int):
         if axis >= len(shape) or shape[axis] % shards:
@@ -377,7 +379,10 @@ def _shard_of(name: str, path: Path, leaf: Any, lie: Mapping[Place, Shard], shar
 def _assign(
     leaves: Sequence[tuple[str, Path, Any]], lie: Mapping[Place, Shard], shared: Collection[Place], small_bytes: int
 ) -> tuple[tuple[LeafSlot, ...], tuple[jax.ShapeDtypeStruct, ...], int, tuple[BufferKind, ...]]:
-    """Slots, buffers (the trained ones first, of these the large ones first), how many are trained, and how each lies."""
+    """Return slots, buffers (the trained ones first, of these the large ones first), how many are trained, and how each
+    lies."""
+    # Leaves share a buffer only if everything that treats buffers treats them alike: casts, reduction over shards, updates, and
+    # whether B makes their gradient (vectors) or W (matrices): joined, W would wait for B's part.
     groups: dict[tuple[bool, bool, Hashable], list[int]] = {}
     for i, (name, path, leaf) in enumerate(leaves):
         dtype = np.dtype(leaf.dtype)
@@ -402,14 +407,14 @@ def _assign(
 
 
 def get_leaf(tree: Any, path: Path) -> Any:
-    """The leaf of a nested dict at ``path``."""
+    """Return the leaf of a nested dict at ``path``; KeyError where there is none."""
     for key in path:
         tree = tree[key]
     return tree
 
 
 def find_leaf(tree: Any, path: Path) -> Any:
-    """The same, None where there is none."""
+    """Return the leaf of a nested dict at ``path``, None where there is none."""
     for key in path:
         if not isinstance(tree, Mapping) or key not in tree:
             return None
@@ -418,7 +423,8 @@ def find_leaf(tree: Any, path: Path) -> Any:
 
 
 def required_leaf(tree: Any, path: Path, whose: str) -> Any:
-    """The same; where there is none, StageError, which says that it is a parameter of ``whose``."""
+    """Return the leaf of a nested dict at ``path``; where there is none, raise StageError, which calls it a parameter of
+    ``whose``."""
     leaf = find_leaf(tree, path)
     if leaf is None:
         raise StageError(f"{whose} has no parameter {'/'.join(path)} in what was given")
@@ -426,14 +432,14 @@ def required_leaf(tree: Any, path: Path, whose: str) -> Any:
 
 
 def by_path(tree: Any, path: Path = ()) -> dict[Path, Any]:
-    """The leaves of a nested dict by path, keys as strings: the inverse of :func:`nested`."""
+    """Return the leaves of a nested dict by path, keys as strings: the inverse of :func:`nested`."""
     if not isinstance(tree, Mapping):
         return {path: tree}
     return {p: leaf for name, child in tree.items() for p, leaf in by_path(child, (*path, str(name))).items()}
 
 
 def nested(leaves: Mapping[Path, Any]) -> Params:
-    """A nested dict of leaves by path."""
+    """Make a nested dict of leaves by path."""
     tree: Params = {}
     for path, leaf in leaves.items():
         insert_leaf(tree, path, leaf)
@@ -441,7 +447,7 @@ def nested(leaves: Mapping[Path, Any]) -> Params:
 
 
 def with_leaf(tree: Params, path: Path, leaf: Any) -> Params:
-    """A copy of a nested dict with another leaf at ``path``."""
+    """Copy a nested dict with another leaf at ``path``."""
     head, *rest = path
     return {**tree, head: with_leaf(tree.get(head, {}), tuple(rest), leaf) if rest else leaf}
 
@@ -454,11 +460,11 @@ def insert_leaf(tree: Params, path: Path, leaf: Any) -> None:
 
 
 def named_leaves(tree: Any) -> list[tuple[Path, Any]]:
-    """The leaves of a pytree with their paths as strings; a named tuple's fields are called like a dict's keys."""
+    """List the leaves of a pytree with their paths as strings; a named tuple's fields are called like a dict's keys."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return [(tuple(key_name(key) for key in keys), leaf) for keys, leaf in leaves]
 
 
 def key_name(key: Any) -> str:
-    """Of a step of a path in a pytree."""
+    """Return the name of a step of a path in a pytree."""
     return str(next(getattr(key, attribute) for attribute in ("key", "name", "idx") if hasattr(key, attribute)))

@@ -1,4 +1,4 @@
-"""How a model is cut into stages: balanced by cost, or by hand; and the plan as a value, a table and JSON.
+"""Cuts a model into stages, balanced by cost or by hand; the plan as a value, a table and JSON.
 
 :func:`cut` minimises the largest stage cost exactly, and among those cuts takes one with the least Σ cost², so that the rest is
 even too, and among those one that sends the fewest bytes between stages. The loss stays in the stage of the layer before it
@@ -32,7 +32,7 @@ from jaxpipe.stage.model.reference import calling
 from jaxpipe.text import aligned, arrows
 
 _MOST_DIVISIONS = 20_000
-"""Of stages among branches, that are tried."""
+"""The most ways of dividing stages among branches that are tried."""
 
 Cut = tuple[tuple[int, int], ...]
 """Half-open ranges of layer indices, one a stage, in order and without gaps."""
@@ -96,7 +96,7 @@ class StagePlan:
         return max(costs) * len(costs) / sum(costs) if sum(costs) > 0 else 1.0
 
     def __str__(self) -> str:
-        """A table for people, a row each stage."""
+        """Format a table for people, a row each stage."""
         rows = [("stage", "layers", "parameters", "MB", f"cost ({self.costs_from})", "share", "tied to")]
         for s in self.stages:
             span = s.layers[0] if len(s.layers) == 1 else f"{s.layers[0]} … {s.layers[-1]} ({len(s.layers)})"
@@ -109,12 +109,12 @@ class StagePlan:
         return "\n".join([title, *aligned(rows, left=range(len(rows[0])))])
 
     def to_json(self) -> str:
-        """Text that :meth:`from_json` reads back to an equal plan."""
+        """Write text that :meth:`from_json` reads back to an equal plan."""
         return json.dumps(asdict(self), indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> StagePlan:
-        """Raises StageError, with the reason, when ``text`` is not what :meth:`to_json` writes."""
+        """Read a plan. Raises StageError, with the reason, when ``text`` is not what :meth:`to_json` writes."""
         try:
             data = json.loads(text)
             stages = tuple(_stage_from(stage) for stage in data.pop("stages"))
@@ -150,6 +150,8 @@ def cut(
     straight = {i for i in follows if sources_of[i] == (i - 1,) and counts[i - 1] == 1}
     evenly = cache(lambda a, b, count: _evenly(a, b, count, units, crossing, ends_alone=counts[b - 1] == 0))
     candidates: list[tuple[int, int, Cut]] = []
+    # From the strictest rule of what may share a stage to the loosest; the first that gives a cut counts, so branches are
+    # joined only where there are fewer stages than branches.
     for joined in (straight, set(follows), set(range(1, n))):
         ends = [*(i for i in range(1, n) if i not in joined), n]
         if math.comb(num_stages - 1, len(ends) - 1) > _MOST_DIVISIONS:
@@ -171,7 +173,8 @@ def cut(
 
 
 def cut_edges(sources_of: Sequence[Sequence[int]], ranges: Cut | Sequence[tuple[int, int]]) -> Edges:
-    """(from, to) of the stages of a cut, ascending, by what each layer takes (:func:`~jaxpipe.stage.model.layer.taken_by`)."""
+    """Return (from, to) of the stages of a cut, ascending, by what each layer takes
+    (:func:`~jaxpipe.stage.model.layer.taken_by`)."""
     home = [s for s, (start, stop) in enumerate(ranges) for _ in range(start, stop)]
     return tuple(
         sorted({(home[k], home[i]) for i, sources in enumerate(sources_of) for k in sources if home[k] != home[i]})
@@ -179,7 +182,7 @@ def cut_edges(sources_of: Sequence[Sequence[int]], ranges: Cut | Sequence[tuple[
 
 
 def _divided(total: int, most: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """The ways to give each of some branches 1 to ``most`` stages, ``total`` in all."""
+    """Yield the ways to give each of some branches 1 to ``most`` stages, ``total`` in all."""
     for ends in combinations(range(1, total), len(most) - 1):
         parts = tuple(b - a for a, b in pairwise([0, *ends, total]))
         if all(map(operator.le, parts, most)):
@@ -189,8 +192,9 @@ def _divided(total: int, most: Sequence[int]) -> Iterator[tuple[int, ...]]:
 def _evenly(
     start: int, stop: int, count: int, units: Sequence[int], crossing: Sequence[int], ends_alone: bool
 ) -> list[tuple[int, int]]:
-    """Layers ``start`` to ``stop`` in ``count`` stages. A loss at the end (nothing takes it: ``ends_alone``) stays with the
-    layer before it, unless every layer is a stage."""
+    """Divide layers ``start`` to ``stop`` into ``count`` stages. A loss at the end (nothing takes it: ``ends_alone``) stays
+    with the layer before it, unless every layer is a stage."""
+    # Done by making the two one layer for the search.
     layer_units, sent = list(units[start:stop]), list(crossing[start:stop])
     joined = 1 if ends_alone and 1 < count < len(layer_units) else 0
     if joined:
@@ -202,7 +206,7 @@ def _evenly(
 
 
 def cut_at(layers: Sequence[Layer], boundaries: Sequence[int | str]) -> Cut:
-    """The cut whose stages, from the second on, start at ``boundaries``: layer indices or names, in order.
+    """Return the cut whose stages, from the second on, start at ``boundaries``: layer indices or names, in order.
 
     Raises StageError for a layer that does not exist and for boundaries out of order.
     """
@@ -226,7 +230,7 @@ def cut_at(layers: Sequence[Layer], boundaries: Sequence[int | str]) -> Cut:
 
 
 def checked_cut(layers: Sequence[Layer], ranges: Sequence[tuple[int, int]]) -> Cut:
-    """``ranges``, one ``(first, one past last)`` a stage, if they are a cut: all layers in order, each once.
+    """Return ``ranges``, one ``(first, one past last)`` a stage, if they are a cut: all layers in order, each once.
 
     Raises StageError, naming the stage, for gaps, overlaps, another order, empty stages, layers that do not exist, and what is
     no range.
@@ -264,7 +268,7 @@ def plan_stages(
     boundaries: Sequence[int | str] | None = None,
     edges: Edges | None = None,
 ) -> StagePlan:
-    """The plan of ``model`` in ``num_stages`` balanced stages, or cut at ``boundaries``; give one of the two.
+    """Plan ``model`` in ``num_stages`` balanced stages, or cut at ``boundaries``; give one of the two.
 
     ``costs`` and ``edges`` as in :func:`cut`, and ``costs_from`` their name for the table. Shapes come from ``init`` by
     abstract evaluation: nothing is allocated. Raises StageError as :func:`cut` and :func:`cut_at` do.
@@ -280,8 +284,9 @@ def plan_stages(
         ranges = cut(layers, num_stages, costs, edges)
     stage_of = {layers[i].name: s for s, (start, stop) in enumerate(ranges) for i in range(start, stop)}
     avals = param_avals(model)
+    # For its error: an owner may lack the leaf that is tied to it.
     for layer in layers:
-        with_tied_leaves(layer, avals)  # raises if an owner lacks the leaf
+        with_tied_leaves(layer, avals)
     total = math.fsum(values)
     stages = []
     for index, (start, stop) in enumerate(ranges):
@@ -310,12 +315,12 @@ def plan_stages(
 
 
 def param_avals(model: Model) -> dict[str, Any]:
-    """``{layer name: pytree of ShapeDtypeStruct}`` of what ``init`` makes. Raises StageError, as :func:`init_avals`."""
+    """Return ``{layer name: pytree of ShapeDtypeStruct}`` of what ``init`` makes. Raises StageError, as :func:`init_avals`."""
     return every_init_avals(model.layers)
 
 
 class LayerCosts(tuple[float, ...]):
-    """The cost of each layer, as a tuple; and ``boundary_bytes``: what each sends on, if a stage ends with it."""
+    """The cost of each layer, as a tuple; and ``boundary_bytes``: those that each sends on, if a stage ends with it."""
 
     boundary_bytes: tuple[int, ...]
 
@@ -327,7 +332,7 @@ class LayerCosts(tuple[float, ...]):
 
 
 def analytic_layer_costs(model: Model, microbatch_size: int, cache: dict[Any, Any] | None = None) -> LayerCosts:
-    """Forward FLOPs of each layer on one microbatch: multiplications and additions of its matrix products.
+    """Count the forward FLOPs of each layer on one microbatch: multiplications and additions of its matrix products.
 
     Counted from the layer's jaxpr in training mode, what nothing returned depends on left out. Layers that are alike or
     share an ``apply`` function, and shapes, are traced once, also over calls that share a ``cache``. An embedding look-up
@@ -357,7 +362,8 @@ def analytic_layer_costs(model: Model, microbatch_size: int, cache: dict[Any, An
 
 
 def _forward_flops(layer: Layer, arguments: tuple[Any, ...]) -> tuple[float, Any]:
-    """FLOPs of one layer, and what it returns with arrays as ShapeDtypeStruct. Leaves that are no arrays pass as they are."""
+    """Count the FLOPs of one layer; return them with what it returns, arrays as ShapeDtypeStruct. Leaves that are no arrays
+    pass as they are."""
     outputs: list[Any] = []
 
     def forward(arrays: list[jax.Array]) -> list[Any]:
@@ -378,13 +384,14 @@ def _shape(leaf: Any) -> Any:
 
 
 def _whole_numbers(costs: Sequence[float]) -> list[int]:
-    """Costs in a unit so small that they are whole numbers: equal sums are equal then."""
+    """Express costs as whole numbers of a unit of about 2^-60 of the largest: sums of floats would depend on their order, and cuts
+    that are equal would not compare as equal."""
     exponent = 60 - math.frexp(max(costs))[1]
     return [int(math.ldexp(cost, exponent)) for cost in costs]
 
 
 def _least_largest(prefix: Sequence[int], num_stages: int) -> int:
-    """The least possible largest stage cost, by bisection. ``prefix``: summed costs of the first i layers."""
+    """Find the least possible largest stage cost, by bisection. ``prefix``: summed costs of the first i layers."""
     low, high = max(b - a for a, b in pairwise(prefix)), prefix[-1]
     while low < high:
         limit = (low + high) // 2
@@ -396,7 +403,7 @@ def _least_largest(prefix: Sequence[int], num_stages: int) -> int:
 
 
 def _furthest(prefix: Sequence[int], num_stages: int, limit: int) -> list[int]:
-    """How many layers fit into the first s stages, for s = 0 …, none above ``limit``."""
+    """Count how many layers fit into the first s stages, for s = 0 …, none above ``limit``."""
     ends = [0]
     for _ in range(num_stages):
         ends.append(bisect_right(prefix, prefix[ends[-1]] + limit) - 1)
@@ -404,7 +411,7 @@ def _furthest(prefix: Sequence[int], num_stages: int, limit: int) -> list[int]:
 
 
 def _most_even(prefix: Sequence[int], num_stages: int, limit: int, crossing: Sequence[int]) -> list[int]:
-    """Ends of the stages with the least Σ cost² among cuts with no stage above ``limit``; then with the fewest bytes
+    """Find the ends of the stages with the least Σ cost² among cuts with no stage above ``limit``; then with the fewest bytes
     ``crossing`` between stages (``crossing[i]``: after layer i); then with the first stages long.
 
     Where the next stage best begins moves up with where it ends (squares of sums satisfy the quadrangle inequality), so each
@@ -420,6 +427,7 @@ def _most_even(prefix: Sequence[int], num_stages: int, limit: int, crossing: Seq
         ends = range(max(first[s], s), min(last[s], n - num_stages + s) + 1)
         begin: dict[int, int] = {}
         row: dict[int, tuple[int, int]] = {}
+        # Divide and conquer: the middle end's best begin bounds the begins of all ends before it and behind it.
         spans = [(ends.start, ends.stop, min(best), max(best))]
         while spans:
             start, stop, low, high = spans.pop()

@@ -79,10 +79,11 @@ def named_metrics(model: Model, results: Sequence[Any]) -> dict[str, tuple[Any, 
 
 
 def combined(heads: Iterable[Sequence[Any]]) -> tuple[Any, Any]:
-    """The losses of ``heads``, each a pair (loss sum, weight sum), as one pair: its quotient is the sum of theirs, and its
-    weight that of the first. Of one it is the pair as it stands. A loss without weight counts nothing."""
+    """Combine the losses of ``heads``, each a pair (loss sum, weight sum), into one pair: its quotient is the sum of theirs,
+    and its weight that of the first. A single one stays as it is. A loss without weight counts nothing."""
     (loss_sum, weight_sum, *_), *further_heads = heads
     for other_sum, other_weight, *_ in further_heads:
+        # The inner ``where`` keeps the gradient finite: that of a division by zero would be NaN even where it is not chosen.
         share = jnp.where(other_weight > 0, weight_sum / jnp.where(other_weight > 0, other_weight, 1), 0)
         loss_sum = loss_sum + other_sum * jax.lax.stop_gradient(share)
     return loss_sum, weight_sum
@@ -91,7 +92,7 @@ def combined(heads: Iterable[Sequence[Any]]) -> tuple[Any, Any]:
 def weights_of(
     model: Model, params: Mapping[str, Params], batch: Mapping[str, jax.ShapeDtypeStruct]
 ) -> Callable[[Mapping[str, Any]], list[Any]]:
-    """A function of a microbatch: the weight of each loss. ``params``, ``batch``: shapes.
+    """Return a function from a microbatch to the weight of each loss. ``params``, ``batch``: shapes.
 
     Raises:
         StageError: one depends on more than the batch; a step could not know it before its first backward pass.
@@ -123,15 +124,15 @@ def weights_of(
 
 
 def model_output(model: Model, params: Mapping[str, Params], batch: Mapping[str, jax.Array]) -> Any:
-    """What the last loss takes for one microbatch (a tuple of several results), in evaluation mode, in the compute dtype. The
-    batch need not hold what only losses read."""
+    """Return what the last loss takes for one microbatch (a tuple of several results), in evaluation mode, in the compute
+    dtype. The batch need not hold what only losses read."""
     results = _results(model, taken_by(model.layers)[-1], params, batch, None, False)
     return results[0] if len(results) == 1 else tuple(results)
 
 
 def logits(model: Model, params: Mapping[str, Params], tokens: jax.Array) -> jax.Array:
-    """``[batch, time, vocabulary]`` logits for ``tokens`` [batch, time] int32: :func:`model_output` of a model that reads them,
-    each row one document.
+    """Return ``[batch, time, vocabulary]`` logits for ``tokens`` [batch, time] int32: :func:`model_output` of a model that
+    reads them, each row one document.
 
     The time axis may be shorter than the model's sequence length if its layers allow that (GPT and Llama here do).
     """
@@ -140,7 +141,7 @@ def logits(model: Model, params: Mapping[str, Params], tokens: jax.Array) -> jax
 
 
 def calling(layer: Layer, params: Params, x: Any, context: LayerContext, where: str = "") -> Any:
-    """What a layer returns.
+    """Call a layer and return its result.
 
     Raises:
         StageError: it fails, or returns what can't go to another layer; one line that names it, and ``where`` it is.
@@ -163,8 +164,8 @@ def calling(layer: Layer, params: Params, x: Any, context: LayerContext, where: 
 
 
 def resolve_model(name: str, options: Mapping[str, Any], offered: Mapping[str, Any] | None = None) -> Model:
-    """The model that ``module:attribute`` makes of ``options``, for example ``resolve_model("models.gpt:GPT", {...})``, and of
-    what it takes of ``offered``.
+    """Make the model that ``module:attribute`` makes of ``options``, for example ``resolve_model("models.gpt:GPT", {...})``,
+    and of what it takes of ``offered``.
 
     Raises:
         ConfigError: as :func:`resolved`; or what comes out is no :class:`~jaxpipe.stage.model.layer.Model`.
@@ -176,8 +177,8 @@ def resolve_model(name: str, options: Mapping[str, Any], offered: Mapping[str, A
 
 
 def resolved(what: str, name: str, options: Mapping[str, Any], offered: Mapping[str, Any] | None = None) -> Any:
-    """What the function or class ``module:attribute`` makes of ``options``, and of what it takes of ``offered``. ``what`` it
-    is to be: ``model``.
+    """Call the function or class ``module:attribute`` with ``options``, and with what it takes of ``offered``. ``what``: the
+    kind of thing that it makes, such as ``model``.
 
     Modules are looked for on ``sys.path``, then in the working directory, and those called ``models.…`` last among the models
     that come with jaxpipe. Nothing of the standard library is imported or called, nor what the module has only imported from
@@ -190,6 +191,8 @@ def resolved(what: str, name: str, options: Mapping[str, Any], offered: Mapping[
     module_name, colon, attribute = name.partition(":")
     if not (colon and module_name and attribute):
         raise ConfigError(f"{what} name {name!r}; want module:attribute, as in models.gpt:GPT")
+    # Names come from configs and checkpoints, which may be a stranger's: ``os:system`` must not be one, nor what a module of
+    # the user's has imported.
     package = module_name.partition(".")[0]
     if package in sys.stdlib_module_names:
         raise ConfigError(f"{what} {name}: {package} is part of Python; name a function of yours that makes a {what}")
@@ -223,7 +226,7 @@ def resolved(what: str, name: str, options: Mapping[str, Any], offered: Mapping[
 
 
 def ours(name: str) -> str | None:
-    """``name`` (``module:attribute``) among the models that come with jaxpipe, as ``jaxpipe.models.gpt:GPT``; None if its
+    """Find ``name`` (``module:attribute``) among the models that come with jaxpipe, as ``jaxpipe.models.gpt:GPT``; None if its
     module is not there. Imports nothing but their package."""
     module, colon, attribute = name.removeprefix("jaxpipe.").partition(":")
     if not module.startswith("models."):
@@ -235,8 +238,8 @@ def ours(name: str) -> str | None:
 
 
 def source_of(name: str) -> dict[str, str]:
-    """The file that the function ``module:attribute`` is looked for in, and its SHA-256. ``home``: the package that it is of,
-    ``jaxpipe.models`` for the models that come with jaxpipe, however they are called. Imports the module.
+    """Return the file that the function ``module:attribute`` is looked for in, and its SHA-256. ``home``: the package that it
+    is of, ``jaxpipe.models`` for the models that come with jaxpipe, however they are called. Imports the module.
 
     Raises:
         ConfigError: as :func:`resolved`, for the module.
@@ -249,15 +252,15 @@ def source_of(name: str) -> dict[str, str]:
 
 
 def offered(name: str, source: Mapping[str, Any] | None) -> str | None:
-    """What a checkpoint calls ``name``, under the name by which it may be imported though nobody but the checkpoint names it:
-    :func:`ours`, but of a module that ``source`` (:func:`source_of`, as the checkpoint has it) says to be the user's None."""
+    """Return the name by which ``name`` of a checkpoint may be imported though nobody but the checkpoint names it:
+    :func:`ours`; None for a module that ``source`` (:func:`source_of`, as the checkpoint has it) says to be the user's."""
     return None if source is not None and source.get("home") != _OURS else ours(name)
 
 
 def _heads(
     model: Model, params: Mapping[str, Params], batch: Mapping[str, jax.Array], key: jax.Array | None, train: bool
 ) -> dict[str, tuple[Any, ...]]:
-    """What the losses return, by name of the layer."""
+    """Return what the losses return, by name of the layer."""
     return _named_heads(model, _results(model, model.losses, params, batch, key, train))
 
 
@@ -338,7 +341,7 @@ def run_layers(
 
 
 def _import(module_name: str, name: str) -> ModuleType:
-    """The module, also from the working directory, where ``models/`` lies when the command runs in a checkout, or from
+    """Import the module, also from the working directory, where ``models/`` lies when the command runs in a checkout, or from
     ``jaxpipe.models``."""
     try:
         return lazy.import_from_here(module_name)
@@ -368,7 +371,7 @@ def _is_function_or_class(value: Any) -> bool:
 
 
 def _told(error: BaseException) -> str:
-    """What was raised, and the line of the user's code that it came from."""
+    """Describe what was raised, and the line of the user's code that it came from."""
     frames = traceback.extract_tb(error.__traceback__)
     library_files = (__file__, lazy.__file__, "<", sysconfig.get_path("stdlib"))
     user_frames = [f for f in frames if not f.filename.startswith(library_files) and "site-packages" not in f.filename]

@@ -1,4 +1,4 @@
-"""A model whose embedding and head are divided by words over the ranks of a pipeline.
+"""Vocabulary parallelism: a model whose embedding and head are divided by words over the ranks of a pipeline.
 
 Part r of a layer is a layer of its own, ``embed@0``, ``embed@1``, …, with the rows of R words: a stage that any schedule can
 place (``with_vocabulary`` of the schedules puts part r on rank r). What is left of the embedding puts the parts' look-ups
@@ -45,8 +45,9 @@ class VocabTable:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class VocabParallelModel(Model):
-    """Make with :func:`spread`. ``source``: :attr:`stored`. ``parts``: of each of ``tables``. Layers, in order: the parts of
-    the embedding; all others, with what is left of embedding and head; the parts of the head; the loss."""
+    """A model in vocabulary-parallel form; make it with :func:`spread`. ``source``: :attr:`stored`. ``parts``: how many each of
+    ``tables`` has. Layers, in order: the parts of the embedding; all others, with what is left of embedding and head; the parts
+    of the head; the loss."""
 
     source: Model
     parts: int
@@ -58,20 +59,21 @@ class VocabParallelModel(Model):
 
     @property
     def first(self) -> int:
-        """So that layers keep their numbers, and draw what they drew."""
+        """Return a number so that the layers behind the parts keep theirs, and draw what they drew."""
         return -self.parts
 
     @property
     def trunk(self) -> range:
-        """Positions of the layers that are no parts, without the loss."""
+        """Return the positions of the transformer's stages: layers that are no parts, without the loss."""
         return range(self.parts, len(self.layers) - self.parts - 1)
 
     def divided(self, params: Mapping[str, Params]) -> Mapping[str, Params]:
-        """Parameters of :attr:`stored` by layer → of this model's layers."""
+        """Divide parameters of :attr:`stored` by layer into those of this model's layers."""
         layers = {**{name: {} for name in self._parts_of_all()}, **params}
         for table in self.tables:
             rows = find_leaf(params, (table.layer, *table.path))
-            if rows is None:  # they are divided already; or missing, and whoever takes the parts says so
+            # Divided already; or missing, and whoever takes the parts says so.
+            if rows is None:
                 continue
             leaves = by_path(params[table.layer])
             layers[table.layer] = nested({path: leaf for path, leaf in leaves.items() if path != table.path})
@@ -80,7 +82,8 @@ class VocabParallelModel(Model):
         return layers
 
     def divided_state(self, states: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Optimizer states of :attr:`stored` by layer, as a checkpoint has them → of this model's layers, as nested dicts."""
+        """Divide optimizer states of :attr:`stored` by layer, as a checkpoint has them, into those of this model's layers, as
+        nested dicts."""
         by_layer = dict(states)
         for layer in filter(states.__contains__, self._divided_layers()):
             table = next((t for t in self.tables if t.layer == layer), None)
@@ -97,7 +100,7 @@ class VocabParallelModel(Model):
         return by_layer
 
     def joined(self, trees: Mapping[str, Any]) -> dict[str, Any]:
-        """Parameters or optimizer states of this model's layers → of those of :attr:`stored`, rows on the host."""
+        """Join parameters or optimizer states of this model's layers into those of :attr:`stored`, rows on the host."""
         part_names = set(self._parts_of_all())
         stored = {name: tree for name, tree in trees.items() if name not in part_names}
         for table in self.tables:
@@ -106,7 +109,7 @@ class VocabParallelModel(Model):
         return stored
 
     def _divided(self, table: VocabTable, rows: Any) -> list[Any]:
-        """The rows of each part, those past the vocabulary zero."""
+        """Divide rows among the parts, those past the vocabulary zero."""
         rows = np.asarray(rows)
         padding_rows = self.parts * table.each - rows.shape[0]
         filled = np.concatenate([rows, np.zeros((padding_rows, *rows.shape[1:]), rows.dtype)]) if padding_rows else rows
@@ -120,7 +123,7 @@ class VocabParallelModel(Model):
 
 
 def spread(model: Model, parts: int, *, tp: int = 1, barriers: int = 1) -> VocabParallelModel:
-    """``model`` with embedding and head in ``parts``, their rows a multiple of ``parts`` × ``tp``.
+    """Divide embedding and head of ``model`` into ``parts``, their rows padded to a multiple of ``parts`` × ``tp``.
 
     Raises:
         ConfigError: its first layer, the last but one or the loss does not say how it is divided by words; or layers form no
@@ -170,14 +173,15 @@ def _rows(layer: Layer, path: Path, multiple: int, tp: int) -> VocabTable:
 
 
 def _rest(layer: Layer, words: VocabSplit, barriers: int) -> Layer:
-    """What is left of a layer, with its rules."""
+    """Return what is left of a layer, with its rules."""
     rules = {name: getattr(layer, name) for name in ("name", "trainable", "float32", "frozen", "matrices")}
     return replace(words.rest(barriers), **rules)
 
 
 def _part(layer: Layer, words: VocabSplit, table: VocabTable, number: int, barriers: int) -> Layer:
-    """Part ``number`` of a layer."""
+    """Make part ``number`` of a layer."""
 
+    # All rows are drawn and one part kept: the rows are then those of the undivided model, to the bit.
     def init(key: jax.Array) -> Params:
         if words.path in layer.tied:
             return {}
@@ -205,7 +209,7 @@ _ABSENT: Any = object()
 
 
 def _merged(node: Any, parts: Sequence[Any], names: Sequence[str], table: VocabTable) -> Any:
-    """A node of a layer's tree with those of its parts in it: keys that are the names of parts mean the layer, and what is in
+    """Merge into a node of a layer's tree those of its parts: keys that are the names of parts mean the layer, and what is in
     the parts alone are rows."""
     if all(part is _ABSENT for part in parts):
         return node

@@ -7,23 +7,38 @@ in order; all that leads up to them is woven. So the results are those of separa
 
 A call takes the arguments of all parts, and one scalar tells that it has run. Not modelled: parts that read what another part
 of the slot makes (an invalid schedule), and parts on different submeshes.
+
+:func:`collectives_alone` makes what braids hide a function of its own, to be timed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jaxpipe import dump
-from jaxpipe._jax_compat import Atom, ClosedJaxpr, JaxprEqn, Var, close_jaxpr, fresh_var, variables
-from jaxpipe.mesh import CP, TP
+from jaxpipe._jax_compat import (
+    Atom,
+    ClosedJaxpr,
+    JaxprEqn,
+    Var,
+    close_jaxpr,
+    dtype_of,
+    eval_jaxpr,
+    fresh_var,
+    shape_of,
+    variables,
+)
+from jaxpipe.mesh import AXES, CP, TP, device_sharded
 from jaxpipe.stage.compiled.compile import BuildCache, compiled, jit_per_shard
 from jaxpipe.stage.functions import SHARED, BraidedFunction, Parts, Port, StageFunction, StageFunctions
 from jaxpipe.stage.jaxprs import Dataflow, called, reachable
+from jaxpipe.stage.weave.units import collectives
 from jaxpipe.stage.weave.weaver import weave
 
 
@@ -211,3 +226,33 @@ def _without_additions(function: StageFunction) -> _Head:
         tuple(additions),
         tuple((p, a) for p, a in results if isinstance(a, Var) and p in late),
     )
+
+
+def collectives_alone(function: StageFunction) -> tuple[Callable[..., Any], list[jax.Array]] | None:
+    """Return a jitted function of nothing but the collectives of ``function``, and arrays for it; None if it has none.
+
+    Same shapes, same devices, one after another, nothing beside them: T_AR of `stp.txt` section 4.3, what braids hide.
+    """
+    eqns = [function.jaxpr.jaxpr.eqns[c.eqn] for c in collectives(function.jaxpr)]
+    if not eqns:
+        return None
+    mesh = mesh_of([function])
+    home = device_sharded(mesh, AXES)
+
+    def run(*shards: Any) -> list[Any]:
+        results: list[Any] = []
+        for eqn, shard in zip(eqns, shards, strict=True):
+            if results:  # one after another
+                shard, results[-1] = jax.lax.optimization_barrier((shard, results[-1]))
+            one = close_jaxpr([], list(variables(eqn.invars[:1])), [eqn], eqn.outvars)
+            results += eval_jaxpr(one.jaxpr, one.consts, shard)
+        return results
+
+    mapped = jax.shard_map(run, mesh=mesh, in_specs=home.spec, out_specs=home.spec, check_vma=False)
+    shapes = [shape_of(eqn.invars[0]) for eqn in eqns]
+    rng = np.random.default_rng(0)
+    arrays = [
+        jax.device_put(rng.uniform(size=(mesh.size * shape[0], *shape[1:])).astype(dtype_of(eqn.invars[0])), home)
+        for eqn, shape in zip(eqns, shapes, strict=True)
+    ]
+    return jax.jit(mapped), arrays

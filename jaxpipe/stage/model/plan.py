@@ -384,8 +384,8 @@ def _shape(leaf: Any) -> Any:
 
 
 def _whole_numbers(costs: Sequence[float]) -> list[int]:
-    """Express costs as whole numbers of a unit of about 2^-60 of the largest: sums of floats would depend on their order, and cuts
-    that are equal would not compare as equal."""
+    """Express costs as whole numbers of a unit of about 2^-60 of the largest: sums of floats would depend on their order, and
+    cuts that are equal would not compare as equal."""
     exponent = 60 - math.frexp(max(costs))[1]
     return [int(math.ldexp(cost, exponent)) for cost in costs]
 

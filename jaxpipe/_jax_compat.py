@@ -63,7 +63,8 @@ from jax._src.interpreters import partial_eval as _partial_eval
 from jax._src.lib import xla_client as _xla_client  # type: ignore[attr-defined]
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var  # type: ignore[attr-defined,unused-ignore]
 
-__all__ = ["ClosedJaxpr", "Jaxpr", "JaxprEqn", "Literal", "Var"]  # those of JAX; of the rest, what has no underscore
+# Those of JAX; of the rest, what has no underscore.
+__all__ = ["ClosedJaxpr", "Jaxpr", "JaxprEqn", "Literal", "Var"]
 
 Atom: TypeAlias = Var | Literal
 

@@ -227,7 +227,8 @@ def masked(
 
 _Masks = tuple[jax.Array | None, jax.Array | None]
 """``lengths``, and ``segments`` of whole sequences."""
-_KEPT = "attn_results"  # the name of what the backward pass reads
+# The name of what the backward pass reads.
+_KEPT = "attn_results"
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,6 +39,7 @@ def dump(kind: str, name: str, text: str | Callable[[], str]) -> Path | None:
     root.mkdir(parents=True, exist_ok=True)
     body = text if isinstance(text, str) else text()
     stem = re.sub(r"[^A-Za-z0-9._-]+", "_", f"{kind}-{name}")
+    # Other processes may write to the folder at the same time; "x" fails where one has taken the number.
     while True:
         path = root / f"{_next_number(root):04d}-{stem}.txt"
         try:

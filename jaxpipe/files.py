@@ -18,15 +18,15 @@ from typing import Any, ParamSpec, Self, TypeVar
 from jaxpipe.errors import ConfigError, JaxpipeError, ScheduleError, ScheduleParseError
 
 _T = TypeVar("_T")
-_Given = ParamSpec("_Given")
+_Arguments = ParamSpec("_Arguments")
 _URL = re.compile(r"\s*[A-Za-z][A-Za-z0-9+.-]+:/")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 
 
-def located(where: object, make: Callable[_Given, _T], *given: _Given.args, **named: _Given.kwargs) -> _T:
+def located(where: object, make: Callable[_Arguments, _T], *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _T:
     """Call ``make(…)``, whose ScheduleError becomes a ScheduleParseError that begins with ``where``."""
     try:
-        return make(*given, **named)
+        return make(*args, **kwargs)
     except ScheduleError as error:
         raise ScheduleParseError(f"{where}: {error}", error.problems) from None
 
@@ -74,9 +74,11 @@ def write_atomically(path: Path, text: str) -> None:
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
         temporary = Path(name)
         try:
-            # a name's half of a surrogate pair is written as JSON writes it, backslash and all
+            # Half of a surrogate pair, as in names of files, is written as JSON writes it, backslash and all.
             with os.fdopen(handle, "w", encoding="utf-8", errors="backslashreplace", newline="") as file:
                 file.write(text)
+            # mkstemp lets only this user read; a plain ``open`` would have followed the umask, which can only be read by
+            # setting it.
             mask = os.umask(0)
             os.umask(mask)
             temporary.chmod(0o666 & ~mask)
@@ -169,7 +171,8 @@ def user_cache() -> Path:
     Without a home folder: one in the folder for temporary files, which this user alone can enter.
     """
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    if not base.is_absolute():  # the XDG specification: ignore a relative path
+    # The XDG specification: ignore a relative path.
+    if not base.is_absolute():
         try:
             base = Path.home() / ".cache"
         except RuntimeError:
@@ -183,6 +186,7 @@ def _private_temporary() -> Path:
     with suppress(OSError):
         folder.mkdir(mode=0o700, exist_ok=True)
         about = folder.lstat()
+        # Anybody may make a folder of this name: one of another user's, or open to others, could hold anything.
         if stat.S_ISDIR(about.st_mode) and about.st_uid == os.getuid() and not about.st_mode & 0o077:
             return folder
     return Path(tempfile.mkdtemp(prefix="jaxpipe-"))

@@ -88,7 +88,8 @@ class Interrupts:
 
     def _end(self) -> NoReturn:
         if not self._ending.acquire(blocking=False):
-            threading.Event().wait()  # another thread ends the process
+            # Another thread ends the process.
+            threading.Event().wait()
         kill_children()
         for tell in reversed(last_words):
             with suppress(Exception):
@@ -100,7 +101,8 @@ class Interrupts:
 
 def kill_children() -> None:
     """End the processes that this one has started and not waited for yet. Only where Linux's /proc tells of them."""
-    from pathlib import Path  # which takes a while, and at the start nobody listens
+    # Imported here: it takes a while, and at the start nobody listens.
+    from pathlib import Path
 
     for listing in Path("/proc/self/task").glob("*/children"):
         with suppress(OSError):

@@ -26,6 +26,7 @@ def exported(package: str, **homes: str) -> tuple[list[str], Callable[[str], Any
 
 def import_from_here(name: str) -> ModuleType:
     """Import the module ``name`` from ``sys.path`` or else the working directory, which stays on the path unless that fails."""
+    # Last on the path, so that nothing there shadows an installed package.
     working_directory = str(Path.cwd())
     added = not {"", working_directory} & set(sys.path)
     if added:

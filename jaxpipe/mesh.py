@@ -27,7 +27,7 @@ AnyMesh = Mesh | AbstractMesh
 
 
 CP_METHODS = ("gather", "heads", "ring")
-"""How attention is computed where sequences are divided: every shard gathers all keys and values; shards exchange times for
+"""The ways to compute attention where sequences are divided: every shard gathers all keys and values; shards exchange times for
 heads; keys and values go round a ring of shards."""
 
 
@@ -92,6 +92,7 @@ def pipeline_submeshes(
             f"{ranks} ranks × {axes} need {need} devices, this process sees {len(all_devices)}; use fewer ranks, or "
             f"on a CPU set XLA_FLAGS=--xla_force_host_platform_device_count={need} before JAX starts"
         )
+    # tp innermost: its shards exchange most, and consecutive devices are mostly the closest.
     grid = np.array(all_devices[:need], dtype=object).reshape(ranks, dp, cp, tp)
     return tuple(Mesh(grid[r], AXES) for r in range(ranks))
 

@@ -317,7 +317,8 @@ def rows_of(table: jax.Array, words: jax.Array, tp: TensorParallel) -> jax.Array
 def _found(table: jax.Array, words: jax.Array, tp: TensorParallel) -> jax.Array:
     """Look up this shard's rows for ``words``; zeros for those of others."""
     local, is_local = _own_rows(words, table.shape[0], tp)
-    row = jnp.where(is_local, local, table.shape[0])  # past the end: reads 0, and its gradient is written nowhere
+    # Past the end: reads 0, and its gradient is written nowhere.
+    row = jnp.where(is_local, local, table.shape[0])
     return jnp.take(table, row, axis=0, mode="fill", fill_value=0)
 
 

@@ -64,7 +64,8 @@ class CLIPConfig:
     def __post_init__(self) -> None:
         check_sizes("CLIP", embed_size=self.embed_size, patch=self.patch, group=self.group)
         num_patches("CLIP", (self.image_height, self.image_width, 1), self.patch)
-        self.tower("image"), self.tower("text")  # raises what a tower can't have
+        # Raises what a tower can't have.
+        self.tower("image"), self.tower("text")
 
     def tower(self, which: str) -> GPTConfig:
         """Return the decoder config of the blocks of the tower ``image`` or ``text``."""

@@ -256,7 +256,8 @@ class Block(DecoderBlock):
         B, K = x.shape[0], c.head_size
         H, G = c.num_heads // tp.size, max(c.kv_heads // tp.size, 1)  # of this shard
         R = H // G
-        num_groups = G * tp.size  # key/value heads of all shards, a shared one counted by each
+        # Key/value heads of all shards, a shared one counted by each.
+        num_groups = G * tp.size
         qkv = column_parallel((num_groups, R + 2, K), tp, name="qkv", **dense(c, bias=c.qkv_bias))(
             x
         )  # [B, T, G, R + 2, K]
@@ -406,7 +407,8 @@ def _head_dim_of(keys: Keys, kind: str) -> dict[str, int]:
     width, heads = keys.whole("hidden_size"), keys.whole("num_attention_heads")
     if kind == "llama" and width % heads:
         raise refused("hidden_size", width, f"a multiple of num_attention_heads, {heads}")
-    fixed = "head_dim" in keys.config and kind not in ("llama", "mistral")  # null there is an error of transformers
+    # Null there is an error of transformers.
+    fixed = "head_dim" in keys.config and kind not in ("llama", "mistral")
     size = keys.whole("head_dim", None if fixed else width // heads)
     if size % 2:
         raise refused("head_dim", size, "rotary positions, which need an even number")

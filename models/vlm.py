@@ -74,7 +74,8 @@ class VLMConfig:
 
     def __post_init__(self) -> None:
         check_sizes("VLM", channels=self.channels, patch=self.patch)
-        _ = self.language, self.vision  # raises what they can't have
+        # Raises what they can't have.
+        _ = self.language, self.vision
 
     @property
     def picture(self) -> tuple[int, int, int]:

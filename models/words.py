@@ -142,7 +142,8 @@ def _drawn(words: Sequence[str], shape: tuple[int, int], font: str, rng: np.rand
     for image, word in zip(images, words, strict=True):
         face.set_text(word, 0.0)
         face.draw_glyphs_to_bitmap(antialiased=True)
-        ink = np.asarray(face.get_image())[1:-1]  # without the border above and below
+        # Without the border above and below.
+        ink = np.asarray(face.get_image())[1:-1]
         indent = int(rng.integers(0, 4)) if word in drawn_words else 0
         drawn_words.add(word)
         bottom = height - 3 + -(-face.get_descent() // 64)

@@ -329,7 +329,8 @@ def waiting_graph(programs: Sequence[Program], crossing: Crossing) -> Graph:
         last: dict[Node, Node] = {}
         runs: dict[int, list[Node]] = defaultdict(list)
         started: dict[int, int] = defaultdict(int)
-        held: dict[tuple[int, int], Node] = {}  # the message that a slot of a rank holds
+        # The message that a slot of a rank holds.
+        held: dict[tuple[int, int], Node] = {}
         ended = {(p.rank, k): waits for p in local_programs for k, waits in holds(p, crossing.timeline).items()}
         copies: dict[tuple[int, Action], Node] = {}
         for n, (k, at) in enumerate(issue_order(local_programs, crossing.timeline)):

@@ -38,7 +38,7 @@ from jaxpipe.stage.model.params import ParamLayout
 from jaxpipe.stage.weave.weaver import CoveredCollective
 
 Metrics = Mapping[str, tuple[int, int]]
-"""What the loss layer reports besides the loss, by name: the ``loss`` ports of its sum and of what that is divided by."""
+"""Metrics that the loss layer reports besides the loss, by name: the ``loss`` ports of the sum and of what it is divided by."""
 
 PortKind = Literal["param", "x", "data", "key", "y", "loss", "res", "dy", "dx", "wres", "acc", "token", "user", "state"]
 
@@ -62,13 +62,13 @@ SHARED = ("param", "acc", "state")
 """Kinds of ports that mean the same array for every microbatch of a stage."""
 
 IN_PLACE = ("acc", "state")
-"""Those that functions update; what updates one donates it."""
+"""Kinds of ports that functions update; what updates one donates it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Homes:
-    """How the arrays of a stage's ports lie on the devices of its rank. ``x_varies``, ``y_varies``: by array leaf of what
-    enters and leaves, whether it differs between ``tp`` shards. ``dy_of``: by ``dy`` port, the leaf of what leaves.
+    """The placement of the arrays of a stage's ports on the devices of its rank. ``x_varies``, ``y_varies``: by array leaf of
+    what enters and leaves, whether it differs between ``tp`` shards. ``dy_of``: by ``dy`` port, the leaf of what leaves.
     ``handed_on``: results that are arguments → those."""
 
     mesh: AnyMesh
@@ -79,7 +79,7 @@ class Homes:
     handed_on: Mapping[Port, Port] = field(default_factory=dict)
 
     def axes(self, port: Port) -> tuple[str, ...]:
-        """The mesh axes along which an array differs."""
+        """Return the mesh axes along which an array differs."""
         match port.kind:
             case "param":
                 return (TP,) if self.layout.kinds[port.index] == "split" else ()
@@ -93,19 +93,22 @@ class Homes:
                 return AXES if self.y_varies[port.index] else DATA
             case "dy":
                 return self.axes(Port("y", self.dy_of[port.index]))
+            # Each device sums its own microbatch shard; of a split or partial parameter also its own part over tp.
             case "acc":
                 return DATA if self.layout.kinds[port.index] == "same" else AXES
+            # What F only hands on lies as its argument does. All else may differ between any two devices, and is stacked so.
             case "res" | "wres" | "user" | "state":
                 source = self.handed_on.get(port)
                 return AXES if source is None else self.axes(source)
 
     def entering(self, port: Port, array: Any) -> jax.ShapeDtypeStruct:
-        """An array that is ``whole`` outside, as it lies on this rank; scalars are the same on all devices."""
+        """Place a global array on this rank; scalars are the same on all devices."""
         home = device_sharded(self.mesh, self.axes(port)) if array.shape else replicated(self.mesh)
         return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=home)
 
     def aval(self, port: Port, local: Any) -> jax.ShapeDtypeStruct:
-        """Shape and sharding over the rank of what is ``local`` on each device."""
+        """Return shape and sharding over the rank of what is ``local`` on each device."""
+        # Stacked on axis 0, whatever an array's own axes mean: the runtime never looks inside, and a scalar gets an axis.
         axes, shape = self.axes(port), tuple(local.shape)
         devices = math.prod(self.mesh.shape[a] for a in axes)
         if not axes or (not shape and devices == 1):
@@ -137,7 +140,7 @@ class AnyFunction:
 
 @dataclass(frozen=True, slots=True)
 class StageFunction(AnyFunction):
-    """One of a stage. If not ``per_shard``, ``jaxpr`` is of whole arrays: such a function is not woven."""
+    """A function of a stage. If not ``per_shard``, ``jaxpr`` is of global arrays: such a function is not woven."""
 
     op: str = field(kw_only=True)
     per_shard: bool = True
@@ -199,17 +202,17 @@ class StageFunctions:
 
     @property
     def x_avals(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """The array leaves of ``x``, in port order."""
+        """Return the array leaves of ``x``, in port order."""
         return tuple(array_leaves(self.x))
 
     @property
     def y_avals(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """The array leaves of ``y``, in port order."""
+        """Return the array leaves of ``y``, in port order."""
         return tuple(array_leaves(self.y))
 
     @property
     def data_avals(self) -> Mapping[int, jax.ShapeDtypeStruct]:
-        """The batch arrays of a microbatch that some function reads, by position in ``data_names``."""
+        """Return the batch arrays of a microbatch that some function reads, by position in ``data_names``."""
         return {
             port.index % len(self.data_names): aval
             for f in (*self.functions.values(), self.evaluation)
@@ -278,7 +281,7 @@ Braids = Mapping[tuple[int, Parts], BraidedFunction]
 def function_of(
     rank: int, parts: Parts, functions: Mapping[tuple[int, int], StageFunctions], braids: Braids
 ) -> AnyFunction:
-    """The function that a rank calls for these parts."""
+    """Return the function that a rank calls for these parts."""
     if len(parts) > 1:
         return braids[(rank, parts)]
     ((op, stage),) = parts

@@ -1,4 +1,4 @@
-"""Instructions of one's own: functions that a schedule runs on a stage's arrays, beside F, B and W.
+"""Custom instructions: functions that a schedule runs on a stage's arrays, beside F, B and W.
 
 An op is data for the schedule (``register_op``): its lane, what it waits for, its cost, its colour. Registered here under the
 same name, it runs: ``build(stage, mesh)`` makes its function of a stage, on the devices of the rank. Such a function reads
@@ -28,7 +28,7 @@ from jaxpipe.stage.jaxprs import jaxpr_flops
 from jaxpipe.text import closest
 
 Build = Callable[[StageFunctions, AnyMesh], StageFunction]
-"""Makes the function of an op for one stage on the devices of one rank."""
+"""A function that makes the function of an op for one stage on the devices of one rank."""
 Avals = jax.ShapeDtypeStruct | Sequence[jax.ShapeDtypeStruct]
 
 _NAMED = ("user", "state")
@@ -57,7 +57,7 @@ def register_instruction(op: str, build: Build) -> Build:
 
 
 def with_instructions(stage: StageFunctions, ops: Iterable[str], mesh: AnyMesh) -> StageFunctions:
-    """``stage`` with the functions of those of ``ops`` that are registered and that it lacks, built in this order.
+    """Add to ``stage`` the functions of those of ``ops`` that are registered and that it lacks, built in this order.
 
     Raises:
         StageError: one can't be built, or is not what was asked for.
@@ -94,7 +94,7 @@ def stage_function(
     writes: Sequence[str] = (),
     state: Mapping[str, Avals] = MappingProxyType({}),
 ) -> StageFunction:
-    """The function of ``op`` out of a plain function of arrays, jitted.
+    """Make the function of ``op`` out of a plain function of arrays, jitted.
 
     Args:
         call: takes an argument for each entry of ``reads`` and returns a result for each of ``writes`` (one: itself; several: a
@@ -114,6 +114,8 @@ def stage_function(
 
 
 class _Instruction:
+    """Makes the function of one op for one stage. ``avals``: the arrays of the stage that it may read, by port."""
+
     def __init__(self, op: str, stage: StageFunctions, mesh: AnyMesh, state: Mapping[str, Avals]) -> None:
         self.op, self.stage, self.mesh, self.state = op, stage, mesh, state
         self.avals: dict[Port, jax.ShapeDtypeStruct] = {}
@@ -146,6 +148,7 @@ class _Instruction:
             returned[:] = [list(x) if isinstance(x, list | tuple) else [x] for x in results]
             return (*(jnp.asarray(x) for leaves in returned for x in leaves), jnp.zeros((), jnp.float32))
 
+        # Traced once, here, so that mistakes are found when the pipeline is built; what is jitted replays the jaxpr.
         closed = jax.make_jaxpr(run)(*avals_in)
         self._check(ports_of, [len(leaves) for leaves in returned], closed.out_avals)
         outputs = [p for name in writes for p in ports_of[name]] + [Port("token")]
@@ -156,6 +159,7 @@ class _Instruction:
                 out = eval_jaxpr(closed.jaxpr, closed.consts, *arrays)
                 chosen = [(out[k], closed.jaxpr.outvars[k]) for k in results]
                 entered = closed.jaxpr.invars
+                # A result that is an argument is copied: the argument may be donated later, or offloaded.
                 return tuple(jnp.copy(x) if any(v is a for a in entered) else jnp.asarray(x) for x, v in chosen)
 
             replay.__name__ = replay.__qualname__ = f"{self.op}_stage{self.stage.stage}"

@@ -199,7 +199,8 @@ def _handed_on(eqn: JaxprEqn) -> dict[Var, Atom]:
         ends = [(body.invars, body.outvars[k]) for body in branches if not _is_unset(body, body.outvars[k])]
         sources = {entering.index(out) if out in entering else -1 for entering, out in ends}
         if len(sources) == 1 and -1 not in sources:
-            names[v] = eqn.invars[1 + sources.pop()]  # the first operand selects the branch
+            # The first operand selects the branch.
+            names[v] = eqn.invars[1 + sources.pop()]
     return names
 
 

@@ -89,7 +89,7 @@ def attention(
     key: jax.Array | None = None,
     tp: TensorParallel = ONE_SHARD,
 ) -> jax.Array:
-    """Attention of ``q`` [B, T, H, K] over ``k``, ``v`` [B, T, G, K]; returns [B, T, H, K] in the dtype of ``q``.
+    """Compute attention of ``q`` [B, T, H, K] over ``k``, ``v`` [B, T, G, K]; returns [B, T, H, K] in the dtype of ``q``.
 
     Query head h reads key/value head h // R. Position t sees 0..t with ``causal``, of them the last ``window``, itself
     included; all without. ``lengths`` [B] int32, at least 1: what comes after is padding, which nobody sees and for which the
@@ -112,6 +112,7 @@ def attention(
         )
     visible = _Seen(causal, window, lengths, None if segments is None else (segments, segments), dropout=dropout)
     B, T, H, _ = q.shape
+    # Drawn for whole sequences, of which a shard takes its part: the mask does not depend on how sequences are divided.
     if key is not None and dropout > 0:
         G, length = k.shape[2], T * tp.cp
         visible = replace(visible, keep=jax.random.bernoulli(key, 1 - dropout, (B, G, length * H // G, length)))
@@ -142,6 +143,7 @@ class _Seen:
 
 def _by_kernel(q: jax.Array, k: jax.Array, v: jax.Array, kernel: str, visible: _Seen) -> jax.Array:
     """Compute attention of whole sequences with the chosen kernel."""
+    # ``auto`` falls back on whatever cuDNN refuses; ``cudnn`` too where no devices are known yet, as when layers are weighed.
     if kernel != "xla":
         try:
             return _by_cudnn(q, k, v, visible)
@@ -169,9 +171,8 @@ def _by_heads(q: jax.Array, k: jax.Array, v: jax.Array, kernel: str, visible: _S
 def _by_gathering(q: jax.Array, k: jax.Array, v: jax.Array, visible: _Seen, tp: TensorParallel) -> jax.Array:
     B, T, H, _ = q.shape
     G, length = k.shape[2], T * tp.cp
-    kv = gathered(
-        checkpoint_name(jnp.concatenate([k, v], axis=2), KEPT), tp
-    )  # [B, T·c, 2G, K], one shard after another
+    # One collective for both; named before it is gathered, so that policies keep a shard's part and gather again.
+    kv = gathered(checkpoint_name(jnp.concatenate([k, v], axis=2), KEPT), tp)  # [B, T·c, 2G, K], shard after shard
     visible = replace(visible, places=(own_positions(T, tp), jnp.asarray(gathered_positions(length, tp))))
     if visible.segments is not None:
         visible = replace(visible, segments=(visible.segments[0], gathered(visible.segments[1], tp)))
@@ -182,14 +183,16 @@ def _by_gathering(q: jax.Array, k: jax.Array, v: jax.Array, visible: _Seen, tp: 
 
 
 def places(segments: jax.Array) -> jax.Array:
-    """Positions [B, T] int32 that start from 0 again where a segment of ``segments`` [B, T] starts."""
+    """Return positions [B, T] int32 that start from 0 again where a segment of ``segments`` [B, T] starts."""
+    # The running maximum of the places where a segment starts is the start of each position's own segment.
     position = jnp.arange(segments.shape[1], dtype=jnp.int32)[None, :]
     before = jnp.concatenate([segments[:, :1], segments[:, :-1]], axis=1)
     return position - jax.lax.cummax(jnp.where(segments == before, 0, position), axis=1)
 
 
 def _by_cudnn(q: jax.Array, k: jax.Array, v: jax.Array, visible: _Seen) -> jax.Array:
-    """Raises what JAX raises, and NotImplementedError for what it does not check before it compiles."""
+    """Compute attention by cuDNN. Raises what JAX raises, and NotImplementedError for what JAX does not check before it
+    compiles."""
     if visible.segments is not None:
         raise NotImplementedError("it can't tell documents apart")
     device = jax.sharding.get_abstract_mesh().abstract_device
@@ -206,7 +209,8 @@ def _by_cudnn(q: jax.Array, k: jax.Array, v: jax.Array, visible: _Seen) -> jax.A
         k,
         v,
         is_causal=visible.causal,
-        query_seq_lengths=visible.lengths,  # a query of padding that sees nothing would divide by zero
+        # Given for queries too: one of padding that sees nothing would divide by zero.
+        query_seq_lengths=visible.lengths,
         key_value_seq_lengths=visible.lengths,
         local_window_size=None if visible.window is None else (visible.window - 1, 0),
         implementation="cudnn",
@@ -219,6 +223,7 @@ def _by_xla(q: jax.Array, k: jax.Array, v: jax.Array, visible: _Seen) -> jax.Arr
     G = k.shape[2]
     R = H // G
     k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)  # [B, G, T, K]
+    # Queries are scaled, not scores: T·K multiplications in place of T², and no T² value to keep.
     scores = checkpoint_name(jnp.einsum("bgmk,bgsk->bgms", _rows(q * (K**-0.5), G), k), SCORES)
     probs = _softmax(scores, (visible.lengths, visible.segments, visible.places), visible.causal, visible.window)
     if visible.keep is not None:
@@ -245,6 +250,7 @@ _Masks = tuple[jax.Array | None, _Pair | None, _Pair | None]
 """``lengths``, ``segments`` and ``places`` of :class:`_Seen`."""
 
 
+# A derivative of its own: JAX's would keep the float32 scores as well, this one reads the probabilities alone.
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def _softmax(scores: jax.Array, masks: _Masks, causal: bool, window: int | None) -> jax.Array:
     """Softmax over the last axis of ``scores`` [B, G, T·R, S], same dtype out. Row m is of query m // R."""

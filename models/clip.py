@@ -64,7 +64,7 @@ class CLIPConfig:
     def __post_init__(self) -> None:
         check_sizes("CLIP", embed_size=self.embed_size, patch=self.patch, group=self.group)
         num_patches("CLIP", (self.image_height, self.image_width, 1), self.patch)
-        # Raises what a tower can't have.
+        # For their errors: the configurations of both towers refuse what they can't have.
         self.tower("image"), self.tower("text")
 
     def tower(self, which: str) -> GPTConfig:

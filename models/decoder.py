@@ -71,10 +71,10 @@ class DecoderConfig(ABC):
 
     @abstractmethod
     def check_shards(self, tp: TensorParallel, *, words: bool = True) -> None:
-        """Raises ConfigError where the sizes, that of the vocabulary too if ``words``, do not divide."""
+        """Raise ConfigError where the sizes, that of the vocabulary too if ``words``, do not divide."""
 
     def check(self, *names: str) -> None:
-        """Raises ConfigError for an option above, or one of the sizes ``names``, that can't be."""
+        """Raise ConfigError for an option above, or one of the sizes ``names``, that can't be."""
         sizes = "vocab_size", "d_model", "num_layers", "num_heads", "seq_len", "max_seq_len", "vocab_multiple", *names
         check_sizes(self.model, **{name: getattr(self, name) for name in sizes})
         check_positions(self.model, self.seq_len, self.max_seq_len)
@@ -161,6 +161,7 @@ def head_layer(config: DecoderConfig) -> Layer:
     fields: dict[str, Any] = {"example": (config.hidden,), "kind": config.kind("head")}
     tied = {("kernel",): ("embed", EMBEDDING)} if config.tied else {}
     head = from_linen("head", Head(config), tied=tied, shards=partial(_head_shards, config), **fields)
+    # Without a tie: in vocabulary-parallel form the parts hold the rows, and are tied themselves.
     rest = from_linen("head", Head(config, False), shards=partial(norm_shards, config, "norm"), **fields)
     return replace(head, words=head_words(("kernel",), config.vocab_size, rest))
 
@@ -176,6 +177,8 @@ class DecoderBlock(nn.Module):
     def __call__(self, x: jax.Array, segments: jax.Array | None = None, *, train: bool) -> jax.Array:
         """[B, T, D] → [B, T, D]; both [B, T/t, D] with sequence parallelism"""
         c = self.config
+        # The branch is passed as a function: on shards ``add_branch`` decides whether the residual is added before the
+        # all-reduce.
         h = c.norm("norm_attn")(x)
         x = add_branch(x, partial(self.attention, h, segments, train), Dropout(c.dropout, tp=self.tp), train=train)
         h = c.norm("norm_mlp")(x)
@@ -183,18 +186,18 @@ class DecoderBlock(nn.Module):
 
 
 class Head(nn.Module):
-    """The last norm and, if ``whole``, the product with the vocabulary's rows; else it returns that product's input, [B, T,
-    D]."""
+    """The last norm and, if ``has_product``, the product with the vocabulary's rows; else it returns that product's input, [B,
+    T, D]."""
 
     config: DecoderConfig
-    whole: bool = True
+    has_product: bool = True
     tp: TensorParallel = ONE_SHARD
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """[B, T, D] → logits [B, T, V/t]. The kernel is [V/t, D], as the embedding's, so that it may be tied to it."""
         c = self.config
-        if not self.whole:
+        if not self.has_product:
             return c.norm("norm")(x)
         kernel = self.param("kernel", normal(0.02), (c.vocab_rows // self.tp.size, c.d_model), c.dtype)
         return vocab_parallel_logits(c.norm("norm")(x), kernel, self.tp, words=c.vocab_size)
@@ -213,6 +216,7 @@ def normal(std: float) -> Any:
 
 def dense(c: DecoderConfig, *, bias: bool = True, residual: bool = False) -> dict[str, Any]:
     """Return the options of a linear layer; ``residual``: the layer writes to the residual stream."""
+    # GPT-2's scaling: 2L branches add to the stream, and its variance is to stay that of one.
     std = float(0.02 / (2 * c.num_layers) ** 0.5) if residual else 0.02
     return {"use_bias": bias, "param_dtype": c.dtype, "kernel_init": normal(std)}
 
@@ -235,4 +239,5 @@ def norm_shards(c: DecoderConfig, name: str, tp: TensorParallel) -> Mapping[Path
 def partial_leaves(tp: TensorParallel, *paths: Path) -> dict[Path, Shard]:
     """Return how leaves that act on the residual stream lie on shards: each shard sees all of it, or with sequence
     parallelism a part."""
+    # With a part of the time axis each shard makes a part of the gradient; else all make the same, and nothing is to be summed.
     return dict.fromkeys(paths, "partial") if tp.splits_time else {}

@@ -135,27 +135,29 @@ MATRICES: Mapping[Path, Matrix] = {
 
 
 class Embed(nn.Module):
-    """Token and position embeddings; unless ``whole``, the input is embedded tokens, [B, T, D], in place of ids."""
+    """Token and position embeddings; unless it ``looks_up`` ids, the input is embedded tokens, [B, T, D], in place of ids."""
 
     config: GPTConfig
-    whole: bool = True
+    looks_up: bool = True
     tp: TensorParallel = ONE_SHARD
 
     @nn.compact
     def __call__(self, tokens: jax.Array, segments: jax.Array | None = None, *, train: bool) -> jax.Array:
         """tokens [B, T] int32, T at most c.positions → [B, T, D], or [B, T/t, D] with sequence parallelism"""
         c, T = self.config, tokens.shape[1]
+        # T is a shard's where sequences are divided.
         if c.positions < T * self.tp.cp:
             advice = f"got {T * self.tp.cp} tokens; give {c.positions} or fewer"
             raise StageError(f"GPT has {c.positions} positions, {advice}")
-        if self.whole:
+        if self.looks_up:
             words = words_of(c, self.tp)
         positions = self.param("positions", normal(0.02), (c.positions, c.d_model), c.dtype)
+        # Documents start from position 0 each, wherever they stand in the sequence.
         if segments is not None:
             placed = positions[own_times(places(whole_times(segments, self.tp)), self.tp, 1)]  # [B, T, D]
         else:
             placed = positions[None, :T] if self.tp.cp == 1 else positions[own_positions(T, self.tp)][None]  # [1, T, D]
-        x = (words(tokens) if self.whole else tokens) + own_time(placed, self.tp, axis=1)
+        x = (words(tokens) if self.looks_up else tokens) + own_time(placed, self.tp, axis=1)
         return Dropout(c.dropout, tp=self.tp)(x, deterministic=not train)
 
 
@@ -172,6 +174,7 @@ class Block(DecoderBlock):
         qkv = column_parallel((3, c.num_heads, K), tp, split=1, name="qkv", **dense(c))(x)  # [B, T, 3, H/t, K]
         q, k, v = (qkv[:, :, i] for i in range(3))  # each [B, T, H/t, K]
         key = shard_key(self.make_rng("dropout"), tp) if train and c.dropout > 0 else None
+        # Shapes of parameters do not depend on the kernel, and ``init`` may run where there is no GPU.
         kernel = "xla" if self.is_initializing() else c.attention
         heads = attention(
             q, k, v, kernel=kernel, causal=self.causal, segments=segments, dropout=c.dropout, key=key, tp=tp
@@ -191,6 +194,7 @@ def _block_shards(c: GPTConfig, tp: TensorParallel) -> Mapping[Path, Shard]:
     c.check_shards(tp, words=False)
     split: dict[Path, Shard] = {("qkv", "kernel"): 2, ("qkv", "bias"): 1, ("out", "kernel"): 0}
     split |= {("up", "kernel"): 1, ("up", "bias"): 0, ("down", "kernel"): 0}
+    # Biases behind a row-parallel product are added once, to the sum: they act on the residual stream.
     split |= partial_leaves(tp, ("out", "bias"), ("down", "bias"))
     return {**split, **norm_shards(c, "norm_attn", tp), **norm_shards(c, "norm_mlp", tp)}
 

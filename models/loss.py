@@ -33,4 +33,5 @@ def loss_layer(vocab_size: int) -> Layer:
 def _apply(vocab_size: int, params: Params, x: Any, context: LayerContext) -> tuple[jax.Array, jax.Array]:
     losses = cross_entropy(x, context.data["targets"], context.tp, vocab_size)
     weights = context.data["weights"].astype(losses.dtype)
+    # ``where``, as 0 · NaN is NaN: what stands at positions without weight is not looked at.
     return jnp.sum(jnp.where(weights != 0, weights * losses, 0)), jnp.sum(weights)

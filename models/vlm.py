@@ -74,7 +74,7 @@ class VLMConfig:
 
     def __post_init__(self) -> None:
         check_sizes("VLM", channels=self.channels, patch=self.patch)
-        # Raises what they can't have.
+        # For their errors: the configurations of both towers refuse what they can't have.
         _ = self.language, self.vision
 
     @property
@@ -164,6 +164,7 @@ class Embed(nn.Module):
             features = whole_time(features, tp)
         words = words_of(c, tp)(tokens)
         stands = tokens == self.image_token
+        # The k-th image token of a sequence stands for the k-th feature; further ones stay words.
         slot = jnp.cumsum(stands, axis=1) - 1
         stands &= slot < features.shape[1]
         slot = own_time(jnp.where(stands, slot, 0), tp, axis=1)

@@ -75,6 +75,7 @@ def _is_own(local: jax.Array, table: jax.Array, tp: TensorParallel, words: int) 
 
 def _put_together(apply: Callable[..., Any], params: Params, parts: Any, context: LayerContext) -> Any:
     """Select for each token the row of the part that has its word; NaN if no part has it."""
+    # Selected, not summed: the rows are then to the bit those of one table, and an id outside of all parts shows.
     x = jnp.full_like(parts[0][0], jnp.nan)
     for rows, is_local in parts:
         x = jnp.where(is_local[:, :, None], rows, x)
@@ -104,10 +105,12 @@ def _merge(barriers: int, params: Params, parts: Any, context: LayerContext) -> 
     of_parts = jnp.stack([part[0] for part in parts])  # [p, B, T]
     lse = jax.nn.logsumexp(of_parts, axis=0)
     losses = lse - sum(part[1] for part in parts)
+    # A target that is no part's word has no logit: NaN, unless its position has no weight.
     is_word = sum(part[2].astype(jnp.int32) for part in parts) > 0
     weights = context.data["weights"].astype(losses.dtype)
     total = jnp.sum(jnp.where(weights != 0, weights * jnp.where(is_word, losses, jnp.nan), 0))
     if x is not None:
+        # exp(lse of the part − lse of all) turns the part's own softmax into its share of the whole.
         scales = lax.stop_gradient(jnp.exp(of_parts - lse[None]))
         gradient = jnp.zeros(x.shape, losses.dtype)
         for scale, part in zip(scales, parts, strict=True):

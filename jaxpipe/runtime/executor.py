@@ -29,7 +29,7 @@ from jaxpipe.errors import RunError, short_message
 from jaxpipe.mesh import replicated
 from jaxpipe.program.ir import Free, Offload, Program, Recv, Reload, Run, Send, Sync, Value, drops, reads
 from jaxpipe.runtime.offload import Copy, host_copies, wait_for_copies
-from jaxpipe.runtime.recorder import Clock, Recorder
+from jaxpipe.runtime.recorder import DeviceClock, Recorder
 from jaxpipe.runtime.transfer import LocalTransport, Transport, message_homes, message_numbers
 from jaxpipe.schedule import Action, Event, Slot, op_spec
 from jaxpipe.stage.functions import AnyFunction, Braids, Port, StageFunctions, function_of
@@ -174,11 +174,11 @@ class Executor:
         braids: Braids = MappingProxyType({}),
         epilogues: Epilogues = MappingProxyType({}),
         copies: Callable[[int, int], tuple[Copy, Copy]] | None = None,
-        clock: Clock | None = None,
+        clock: DeviceClock | None = None,
     ) -> None:
         self._programs = tuple(programs)
         on_gpu = any(device.platform == "gpu" for mesh in meshes[:1] for device in mesh.devices.flat)
-        self._clock = Clock(loads_follow_compute=on_gpu) if clock is None else clock
+        self._clock = DeviceClock(loads_follow_compute=on_gpu) if clock is None else clock
         numbers = message_numbers(self._programs if all_programs is None else all_programs)
         if transport is None:
             transport = LocalTransport(message_homes(programs, meshes, numbers))

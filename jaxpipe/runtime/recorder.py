@@ -45,7 +45,7 @@ class FailedAction:
     error: Exception
 
 
-class Clock:
+class DeviceClock:
     """The host's clock, in seconds, and when arrays are ready by it. A subclass may tell another time, of arrays of its own:
     then a recorded step is one of virtual devices (``tests/support/virtual_gpu.py``).
 
@@ -87,7 +87,7 @@ _Watched = tuple[_Reading, Markers, Markers]
 class Recorder:
     """Use as a context around the dispatch of one step; then :meth:`events` has what happened, in seconds from the start."""
 
-    def __init__(self, num_ranks: int, clock: Clock) -> None:
+    def __init__(self, num_ranks: int, clock: DeviceClock) -> None:
         self._clock = clock
         self._queues: dict[tuple[int, str], queue.SimpleQueue[_Watched | None]] = {}
         self._threads: list[threading.Thread] = []

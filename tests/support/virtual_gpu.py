@@ -25,7 +25,7 @@ from typing import Any
 from jaxpipe.program.order import holds
 from jaxpipe.runtime.executor import Executor, StepInputs, StepOutputs
 from jaxpipe.runtime.pipeline import Pipeline
-from jaxpipe.runtime.recorder import Clock
+from jaxpipe.runtime.recorder import DeviceClock
 from jaxpipe.runtime.transfer import message_numbers
 from jaxpipe.schedule import CostProfile, op_spec
 from jaxpipe.stage.functions import StageFunction, StageFunctions
@@ -77,7 +77,7 @@ class Device:
     links: dict[int, Engine] = field(default_factory=dict)
 
 
-class VirtualGPUs(Clock):
+class VirtualGPUs(DeviceClock):
     """Devices of the ranks of ``pipeline``, on which its functions and copies take what ``costs`` say.
 
     Args:

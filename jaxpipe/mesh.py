@@ -114,6 +114,7 @@ def device_sharded(mesh: AnyMesh, axes: Sequence[str]) -> NamedSharding:
 
     An axis of size 1 is not named (but ``dp``), so that one device's arrays always lie the same way.
     """
+    # Specs that differ in an axis of size 1 mean the same placement, and would compile a function twice.
     named = tuple(a for a in axes if a == DP or mesh.shape[a] > 1)
     spec = PartitionSpec(named if len(named) > 1 else named[0]) if named else PartitionSpec()
     return NamedSharding(mesh, spec)

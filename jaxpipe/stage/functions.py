@@ -257,6 +257,7 @@ class BraidedFunction(AnyFunction):
     collectives: tuple[CoveredCollective, ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
+        # Parts of one stage share its parameters and accumulators; everything else belongs to a part.
         named = [
             (self.parts[k][1] if p.kind in SHARED else k, p) for k, p in zip(self.input_parts, self.inputs, strict=True)
         ]

@@ -221,6 +221,7 @@ def _lasting(key: Any, by_name: bool) -> str:
     """Write a key as text that is the same in another process."""
     if isinstance(key, tuple):
         return f"({','.join(_lasting(part, by_name) for part in key)})"
+    # The order of a set differs from process to process.
     if isinstance(key, frozenset):
         return f"{{{','.join(sorted(_lasting(part, by_name) for part in key))}}}"
     value = key.value if isinstance(key, ById) else key

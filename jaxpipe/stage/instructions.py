@@ -180,6 +180,7 @@ class _Instruction:
             if isinstance(avals, jax.ShapeDtypeStruct):
                 return False, [Port("state", 0, entry)], [self._placed(avals)]
             return True, [Port("state", k, entry) for k in range(len(avals))], [self._placed(a) for a in avals]
+        # Names before kinds of ports: a value that an op wrote may be called as it likes, kinds can't be written.
         user_port = Port("user", 0, entry)
         if user_port in self.avals:
             return False, [user_port], [self.avals[user_port]]

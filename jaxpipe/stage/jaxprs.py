@@ -335,6 +335,7 @@ def _of_matrices(eqn: JaxprEqn) -> tuple[Jaxpr, Sequence[Any]] | None:
 
     avals = [jax.ShapeDtypeStruct(shape_of(a), dtype_of(a)) for a in eqn.invars]
     body = jax.make_jaxpr(product)(*avals).jaxpr
+    # With the product's own place in the model, or every message about it would name this file.
     traceback = eqn.source_info.traceback
     return body.replace(eqns=[e.replace(source_info=e.source_info.replace(traceback=traceback)) for e in body.eqns]), ()
 

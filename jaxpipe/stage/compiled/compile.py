@@ -355,6 +355,7 @@ def _function(
                 """Weight gradients go under collectives; the function's jaxpr stays plain, for braids to weave."""
                 return weave([closed], shards=shards, cp=cp).jaxpr
 
+            # What donates adds weight gradients (W, BW), and only those can fill a wait for a collective of the same function.
             order = woven if donated and shards * cp > 1 else None
             cache.jitted[key] = jit_per_shard(closed, avals_in, avals_out, results, homes.mesh, donated, name, order)
         return cache.jitted[key]
@@ -400,6 +401,7 @@ def _forwarding(
 ) -> Callable[..., tuple[jax.Array, ...]]:
     """Return a call that hands arguments on as results without copying them."""
     count = len(rest) + len(forwarded)
+    # A function all of whose results are arguments has nothing to compile.
     if not rest:
         return lambda *arrays: tuple(arrays[forwarded[k]] for k in range(count))
     source = tuple((True, forwarded[k]) if k in forwarded else (False, rest.index(k)) for k in range(count))

@@ -135,6 +135,7 @@ def with_offload(stage: StageFunctions, fraction: float = 1.0) -> StageFunctions
     late = _read([f for f in stage.functions.values() if any(p.kind == "wres" for p in f.inputs)])
     target = fraction * sum(sizes.values())
     chosen: dict[int, int] = {}
+    # Few large transfers rather than many small ones; the index last, so that all processes choose the same.
     for index in sorted(sizes, key=lambda i: (-sizes[i], i not in late, i)):
         if sum(chosen.values()) >= target:
             break

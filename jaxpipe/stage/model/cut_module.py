@@ -224,6 +224,7 @@ class _LayerFactory:
                 )
             leaves.update((p, (p, None)) for p in read)
             draws = draws or outline.invars[-1] in starts
+            # The layers before have drawn from their own keys, so drawing again here would give other numbers.
             if mode[0] and c and outline.draws_before(eqns, c - 1):
                 raise StageError(
                     f"{self.module.label}: random numbers drawn before block {outline.entries[c - 1].first} are used after it "

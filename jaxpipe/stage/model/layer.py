@@ -337,6 +337,7 @@ def _model_problems(model: Model) -> list[str]:
     problems = []
     if len(model.layers) < 2:
         problems.append(f"{len(model.layers)} layers; the least is 2, one that returns logits and the loss")
+    # Parameters, checkpoints and ties go by name.
     if len(by_name) < len(model.layers):
         names = [layer.name for layer in model.layers]
         twice = sorted({name for name in names if names.count(name) > 1})

@@ -114,6 +114,7 @@ def links_of(stages: Sequence[Sequence[Layer]], params: Mapping[str, Params]) ->
         learns.append(_has_trained(layer, params) or any(learns[k] for k in sources))
     read = {k for sources in sources_of for k in sources}
     entering = [sorted({k for i in _of(home, s) for k in sources_of[i] if home[k] < s}) for s in range(len(stages))]
+    # Detached layers hand no gradient back for what they take, so an entry that only they read has no cotangent.
     attached = [{k for i in _of(home, s) if not layers[i].detached for k in sources_of[i]} for s in range(len(stages))]
     leaving = [
         sorted({k for entering_results in entering for k in entering_results if home[k] == s})

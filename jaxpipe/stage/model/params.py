@@ -188,6 +188,7 @@ class ParamLayout:
         """
         leaves = [self._find(params, slot) for slot in self.slots]
         parts = [slot.parts(leaf, self.shards) for slot, leaf in zip(self.slots, leaves, strict=True)]
+        # Shard by shard, then side by side for split buffers; buffers that are the same on all shards are held once.
         packed = [self.pack_leaves([part[k] for part in parts]) for k in range(self.shards)]
         return [
             _joined(buffers) if kind == "split" else buffers[0]
@@ -349,6 +350,7 @@ def _sharding(layers: Sequence[Layer], tp: TensorParallel) -> dict[Place, Shard]
         return {}
     shard_of: dict[Place, Shard] = {}
     for layer in layers:
+        # Silence would be wrong: a layer that sums nothing over tp would train on its shard's part alone.
         if layer.shards is None:
             raise StageError(
                 f"layer {layer.name!r} has no tensor-parallel form (Layer.shards is None); use tp=1, or write it with "

@@ -142,6 +142,7 @@ def cut(
     n = len(layers)
     if not 1 <= num_stages <= n:
         raise StageError(f"{num_stages} stages of {n} layers; every stage needs a layer, so use 1 to {n} stages")
+    # Integers make "the least" exact, and the cut the same on every machine.
     units = _whole_numbers(_checked_costs(layers, costs))
     crossing = list(costs.boundary_bytes) if isinstance(costs, LayerCosts) else [0] * n
     sources_of = taken_by(layers)

@@ -104,6 +104,7 @@ def weights_of(
         loss_names.extend(heads)
         return [jnp.asarray(head[1]) for head in heads.values()]
 
+    # Asked of the jaxpr, as a weight may pass through a layer's ``apply`` that also reads parameters.
     closed = jax.make_jaxpr(weights)(params, batch)
     count = len(jax.tree.leaves(params))
     for k, name in enumerate(loss_names):
@@ -283,6 +284,7 @@ def last_readers(model: Model, positions: Sequence[int]) -> dict[int, int]:
     """The layers that those at ``positions`` need, with the last that takes each: past the end for those."""
     sources = taken_by(model.layers)
     readers = dict.fromkeys(positions, len(model.layers))
+    # Backwards, so that the first who is seen to take a layer's result is the last to read it.
     for i in range(len(model.layers) - 1, -1, -1):
         if i in readers:
             readers = dict.fromkeys(sources[i], i) | readers
@@ -336,6 +338,7 @@ def run_layers(
         )
         x = given_to(layer, [results[k] for k in sources[index]])
         results[index] = layer.apply(with_tied_leaves(layer, params), x, context)
+        # Dropped after the last reader: the activations of a whole model need not fit at once.
         results = {k: y for k, y in results.items() if last_reader[k] > index}
     return results
 

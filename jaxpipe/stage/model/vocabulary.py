@@ -88,6 +88,7 @@ class VocabParallelModel(Model):
         for layer in filter(states.__contains__, self._divided_layers()):
             table = next((t for t in self.tables if t.layer == layer), None)
             leaves = dict(named_leaves(states[layer]))
+            # Moments lie under their parameter's path; all else, such as counts, is the same for every part.
             rows = {path for path in leaves if table is not None and path[-len(table.path) :] == table.path}
             by_layer[layer] = nested({path: leaf for path, leaf in leaves.items() if path not in rows})
             divided = {path: self._divided(table, leaves[path]) for path in rows if table is not None}
@@ -133,6 +134,7 @@ def spread(model: Model, parts: int, *, tp: int = 1, barriers: int = 1) -> Vocab
     of_embed, of_head, of_loss = (_words_of(model, layer) for layer in (embed, head, loss))
     if any(layer.takes is not None for layer in model.layers):
         raise ConfigError(f"model {model.name}: only vocabulary layers at the ends of a chain of layers are spread")
+    # A head tied to the embedding is divided as it is: part r of both lies on rank r, and the tie holds part by part.
     tied = head.tied.get(of_head.path)
     if tied not in (None, (embed.name, of_embed.path)):
         raise ConfigError(f"model {model.name}: layer {head.name} is tied to other leaves than the embedding's rows")

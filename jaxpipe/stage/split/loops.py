@@ -206,6 +206,7 @@ def _handed_on(eqn: JaxprEqn) -> dict[Var, Atom]:
 
 def _is_unset(body: Jaxpr, atom: Atom) -> bool:
     """Whether a value is a broadcast of uninitialised memory."""
+    # Differentiating a ``cond`` fills the residuals of the branches not taken with it.
     for eqn in body.eqns:
         if atom in eqn.outvars:
             if eqn.primitive.name.startswith("empty"):

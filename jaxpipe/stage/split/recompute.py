@@ -94,6 +94,7 @@ def _fused(graph: Graph) -> Saveable:
     for eqn, level in zip(graph.eqns, graph.eqn_level, strict=True):
         if level is Level.FORWARD and is_product(eqn):
             keep.update(eqn.outvars)
+            # An operand that is a view is saved as what it is a view of.
             for operand in variables(eqn.invars):
                 keep.update(_views(graph, operand))
     return lambda v: v in keep or dtype_of(v) == np.bool_ or _made_by(graph, v) is EqnKind.EXCHANGE

@@ -318,6 +318,7 @@ def _save(graph: Graph, backward: set[int], targets: Sequence[Atom], may_save: S
     def forward(atoms: Iterable[Atom]) -> Iterator[Var]:
         return (v for v in variables(atoms) if graph.of(v) is Level.FORWARD)
 
+    # An equation with effects must not run twice, whatever a policy says of its results.
     @cache
     def kept(v: Var) -> bool:
         return bool(graph.eqns[graph.maker[v]].effects) or (graph.view_base(v) is None and may_save(v))

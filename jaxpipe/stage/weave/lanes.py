@@ -102,6 +102,7 @@ def _left_over(nodes: Sequence[Node], order: LaneOrder) -> float:
     for n, start in zip(order.nodes, order.starts, strict=True):
         if nodes[n].is_collective:
             done = max(done, start + nodes[n].seconds)
+    # From the back, as far as nothing but filler runs and no collective flies.
     for n, start in zip(reversed(order.nodes), reversed(order.starts), strict=True):
         if not nodes[n].filler or start < done:
             break
@@ -182,6 +183,7 @@ class _ListScheduler:
         ready = [n for n in sorted(open_) if not self.nodes[n].is_collective and self._done(n)]
         main = [n for n in ready if not self.nodes[n].filler]
         filler = [n for n in ready if self.nodes[n].filler]
+        # Early filler goes first while its seconds last: it would run at the end, and so frees sooner what it reads.
         if filler and self.nodes[filler[0]].seconds <= self.early_s:
             self.early_s -= self.nodes[filler[0]].seconds
             return filler[0]

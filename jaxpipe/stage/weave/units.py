@@ -179,6 +179,7 @@ def units_of(graph: PartGraph) -> tuple[Unit, ...]:
 def is_heavy(eqn: JaxprEqn) -> bool:
     """Whether an equation is a kernel of its own with much work: a product, convolution or custom call, or a loop
     with one."""
+    # A loop is one equation here, and can't be interleaved with anything: as a whole it hides a collective.
     if kind(eqn) is EqnKind.BODY:
         return any(is_heavy(inner) for sub in sub_jaxprs(eqn) for inner in sub.eqns)
     return kind(eqn) in (EqnKind.PRODUCT, EqnKind.CUSTOM)

@@ -233,6 +233,7 @@ class _Emission:
 
         It is the first chunk with a product before the next collective, or the first that makes what that product reads.
         """
+        # Not further than the next collective: that one will tie the chunks behind it.
         window = list(itertools.takewhile(lambda n: not self.nodes[n].is_collective, following))
         product = next((n for n in window if self.nodes[n].has_product), None)
         if product is None:

@@ -458,7 +458,7 @@ def test_a_rank_with_braids_is_rehearsed() -> None:
     assert [e.action for e in report.events] == list(pipe.schedule.rows[0])
     assert report.memory.measured_bytes == report.memory.predicted_bytes
     assert set(report.timings) == {("F", 0)}, "the time of a braid is not that of its parts"
-    assert {op for op, _ in report.alone} == {"F", "B", "W", "BW"}
+    assert {op for op, _ in report.standalone} == {"F", "B", "W", "BW"}
     with pytest.raises(RunError, match=r"out of memory at instruction \d+ of \d+, braid F0\.3\+BW0\.1, which wanted"):
         peak = pipe.peak_bytes[0]
         Rehearsal(pipe, 0, memory_limit_bytes=peak - 1).run(steps=1)

@@ -27,12 +27,11 @@ import jax
 import jax.numpy as jnp
 from flax import linen
 
-from jaxpipe._jax_compat import is_key_dtype
 from jaxpipe.errors import StageError
 from jaxpipe.mesh import TensorParallel
 from jaxpipe.stage.identity import ById, value_key
 from jaxpipe.stage.model.cut_module import CutModel, batch_types, check_leaves, cut_module
-from jaxpipe.stage.model.layer import Layer, LayerContext, Params, Path, Shard, key_aval, mode_keyword
+from jaxpipe.stage.model.layer import Layer, LayerContext, Params, Path, Shard, key_aval, mode_keyword, typed_key
 from jaxpipe.stage.model.outline import Home, Stubs, initial_values
 from jaxpipe.stage.model.params import by_path, find_leaf, nested
 
@@ -145,11 +144,6 @@ def from_nnx(
     # A module's own weights are constants; jitted, they would be copied into the program.
     initialize = init if isinstance(module, nnx.Module) else jax.jit(init)
     return Layer(name, initialize, apply, tuple(reads), draws, ties, kind, shards)
-
-
-def typed_key(key: jax.Array) -> jax.Array:
-    """Return ``key`` as a typed PRNG key; raw ``uint32`` keys are wrapped."""
-    return key if is_key_dtype(key.dtype) else jax.random.wrap_key_data(key)
 
 
 def _arguments(x: Any, context: LayerContext, reads: Sequence[str]) -> tuple[Any, ...]:

@@ -26,9 +26,8 @@ from jaxpipe._jax_compat import is_key_dtype
 from jaxpipe.errors import StageError
 from jaxpipe.stage.identity import ById, value_key
 from jaxpipe.stage.jaxprs import array_leaves, fill, flatten
-from jaxpipe.stage.model.adapters import typed_key
 from jaxpipe.stage.model.cut_module import CutModel, batch_types, check_leaves, cut_module
-from jaxpipe.stage.model.layer import Params, Path, key_aval, mode_keyword
+from jaxpipe.stage.model.layer import Params, Path, key_aval, mode_keyword, typed_key
 from jaxpipe.stage.model.outline import Home, Stubs, initial_values
 from jaxpipe.stage.model.params import by_path, nested, required_leaf
 from jaxpipe.stage.split.loops import handed_on

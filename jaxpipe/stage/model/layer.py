@@ -17,6 +17,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
+from jaxpipe._jax_compat import is_key_dtype
 from jaxpipe.errors import StageError
 from jaxpipe.mesh import ONE_SHARD, TensorParallel
 from jaxpipe.stage.identity import function_key
@@ -297,6 +298,11 @@ def key_aval() -> Any:
     """Return the type of a PRNG key."""
     # By the implementation that is set now: a cached type would outlive a change of the setting.
     return _key_aval(jax.config.jax_default_prng_impl)  # type: ignore[attr-defined,unused-ignore]
+
+
+def typed_key(key: jax.Array) -> jax.Array:
+    """Return ``key`` as a typed PRNG key; raw ``uint32`` keys are wrapped."""
+    return key if is_key_dtype(key.dtype) else jax.random.wrap_key_data(key)
 
 
 @cache

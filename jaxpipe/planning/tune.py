@@ -57,7 +57,7 @@ from jaxpipe.schedule.tolerance import TIME, nine_digits
 from jaxpipe.search.bounds import lower_bound, span_lower_bound
 from jaxpipe.stage.compiled.compile import BuildCache
 from jaxpipe.stage.model.plan import StagePlan
-from jaxpipe.train.assemble import Draft, Planner, choose, final_order, shards_of
+from jaxpipe.train.assemble import Planner, ScheduleDraft, choose, final_order, shards_of
 from jaxpipe.train.config import TrainConfig
 from jaxpipe.train.schedule_source import barriers
 from jaxpipe.train.settings.sections import TraverseConfig
@@ -170,7 +170,7 @@ class _LayoutSearch:
     _stage_costs_by_shards: dict[Any, StageCosts] = field(default_factory=dict)
     _planners: dict[Any, Planner] = field(default_factory=dict)
     _layer_costs: dict[Any, Any] = field(default_factory=dict)
-    _drafts: dict[Any, Draft] = field(default_factory=dict)
+    _drafts: dict[Any, ScheduleDraft] = field(default_factory=dict)
     _work: dict[Any, np.ndarray[Any, Any]] = field(default_factory=dict)
     _residual_bytes_by_size: dict[tuple[str, int], float] = field(default_factory=dict)
     _began: float = field(default_factory=time.monotonic)

@@ -112,7 +112,7 @@ def _around_trunk(model: VocabParallelModel, num_stages: int, trunk_cut: Any, co
 
 
 @dataclass(frozen=True, slots=True)
-class Draft:
+class ScheduleDraft:
     """An order chosen before stages are traced: ``schedule``, what ``source`` makes of their relative ``costs``."""
 
     schedule: Schedule
@@ -122,7 +122,7 @@ class Draft:
 
 def choose(
     pipe: PipelineConfig, model: Model, planner: Planner, schedule: Schedule | None = None
-) -> tuple[Draft, StagePlan]:
+) -> tuple[ScheduleDraft, StagePlan]:
     """Return the schedule of ``pipe``, or ``schedule``, and the plan of its stages.
 
     Whatever has stages in a chain takes a model of any graph: its order has each stage after all before it in the chain, more
@@ -147,13 +147,13 @@ def choose(
                 f"layers take, {arrows(edges)}: "
                 "start stages where branches start"
             )
-        return Draft(schedule, source, costs), plan
+        return ScheduleDraft(schedule, source, costs), plan
     if placement.num_flows > 1 and edges != placement.edges:
         raise ScheduleError(
             f"schedule {schedule.name!r} has {placement.num_flows} flows, which chains of stages can have, and this model's "
             "stages are none: use one with a single flow, such as 1f1b"
         )
-    return Draft(with_edges(schedule, edges), source, costs), plan
+    return ScheduleDraft(with_edges(schedule, edges), source, costs), plan
 
 
 def with_edges(schedule: Schedule, edges: Edges) -> Schedule:
@@ -163,7 +163,7 @@ def with_edges(schedule: Schedule, edges: Edges) -> Schedule:
 
 def assemble(
     model: Model,
-    draft: Draft,
+    draft: ScheduleDraft,
     plan: StagePlan,
     pipe: PipelineConfig,
     *,
@@ -214,7 +214,7 @@ def shards_of(pipe: PipelineConfig) -> TensorParallel:
 
 
 def final_order(
-    pipe: PipelineConfig, draft: Draft, costs: CostProfile, progress: Progress, split: bool = False
+    pipe: PipelineConfig, draft: ScheduleDraft, costs: CostProfile, progress: Progress, split: bool = False
 ) -> Schedule:
     """Return the order of ``pipe`` for stages of these ``costs``, where ``draft`` was chosen by relative costs, before they
     were there. It is the draft's own schedule, unless

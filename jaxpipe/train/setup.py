@@ -26,7 +26,7 @@ from jaxpipe.stage.model.layer import Model
 from jaxpipe.stage.model.plan import StagePlan, analytic_layer_costs
 from jaxpipe.stage.model.reference import resolve_model
 from jaxpipe.text import format_bytes
-from jaxpipe.train.assemble import Draft, Progress, assemble, choose, spread_over, stage_planner
+from jaxpipe.train.assemble import Progress, ScheduleDraft, assemble, choose, spread_over, stage_planner
 from jaxpipe.train.checkpoints.stored import model_digest
 from jaxpipe.train.config import TrainConfig
 from jaxpipe.train.corpora.corpus import load_corpus, read_named_arrays
@@ -61,7 +61,7 @@ class Prepared:
     config: TrainConfig
     dataset: Dataset
     model: Model
-    draft: Draft
+    draft: ScheduleDraft
     plan: StagePlan
 
     @property

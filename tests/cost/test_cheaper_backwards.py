@@ -14,7 +14,7 @@ import pytest
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.schedule import CostProfile, check_schedule, generate, read_schedule, simulate, write_schedule
 from jaxpipe.schedule.passes.backwards import costly_backwards, fused_stages, split_backwards, with_fused_stages
-from jaxpipe.train.assemble import Draft, final_order
+from jaxpipe.train.assemble import ScheduleDraft, final_order
 from jaxpipe.train.checkpoint import CheckpointStore
 from jaxpipe.train.schedule_source import relative_costs, source_of
 from jaxpipe.train.settings.sections import PassesConfig, PipelineConfig
@@ -115,7 +115,9 @@ def test_always() -> None:
         passes = PassesConfig(split_backwards=setting)  # type: ignore[arg-type]
         pipe = PipelineConfig(ranks=2, microbatches=4, passes=passes)
         assert (
-            fused_stages(final_order(pipe, Draft(schedule, source_of(pipe), relative_costs((1.0, 1.0))), costs, print))
+            fused_stages(
+                final_order(pipe, ScheduleDraft(schedule, source_of(pipe), relative_costs((1.0, 1.0))), costs, print)
+            )
             == expected
         )
 

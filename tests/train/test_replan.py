@@ -41,7 +41,7 @@ from jaxpipe.search.solve.pool import COMMAND
 from jaxpipe.search.solve.solver import BackgroundSolve, Failed, Finished, Found
 from jaxpipe.stage.compiled.compile import BuildCache
 from jaxpipe.train import replan
-from jaxpipe.train.assemble import Draft, final_order
+from jaxpipe.train.assemble import ScheduleDraft, final_order
 from jaxpipe.train.checkpoint import CheckpointStore
 from jaxpipe.train.config import TrainConfig, load_config
 from jaxpipe.train.metrics import read_metrics
@@ -759,7 +759,7 @@ def test_a_split_start_keeps_the_limit(pipe: Pipeline) -> None:
     fused = generate("gpipe", 2, 4)
     heavy = dataclasses.replace(pipe.costs, w_residual_bytes=tuple(9 * x for x in pipe.costs.residual_bytes))
     limited = load_config(None, ["pipeline.schedule=zb", "pipeline.memory_limit=4"]).pipeline
-    draft = Draft(fused, source_of(limited), relative_costs((1.0, 1.0)))
+    draft = ScheduleDraft(fused, source_of(limited), relative_costs((1.0, 1.0)))
 
     def order(costs: CostProfile, split: bool) -> Schedule:
         return final_order(limited, draft, costs, lambda _: None, split)

@@ -61,6 +61,7 @@ class BuildingBlock:
         Meant for blocks whose F and B don't collide; if they do, W stands directly after B.
         """
         f = tuple(accumulate(forward, initial=0))
+        # B's run from the last stage to the first, and rows go by stage
         b = tuple(accumulate(backward, initial=f[-1] + turn))[::-1]
         block = cls(placement, interval, (f,), (b,))
         return block if fused else with_weight_gradients(block)
@@ -137,6 +138,7 @@ def with_weight_gradients(block: BuildingBlock) -> BuildingBlock:
     occupied = {*block.places(block.forward), *block.places(block.backward)}
     weight = [[cell + 1 for cell in row] for row in block.backward]
     for b, j, s in sorted((cell, j, s) for j, row in enumerate(block.backward) for s, cell in enumerate(row)):
+        # one period has every residue: past it no cell is free that was not before
         for cell in range(b + 1, b + 1 + block.period):
             copies = block.copies(block.rank(s, j), cell)
             if occupied.isdisjoint(copies):

@@ -206,6 +206,7 @@ class Beam:
         meet = self.mirror - lattice.size[F]  # the sum of starts of two F's whose B's follow each other's ends
         pairs = [(y, (meet - y) % self.period) for y in range(self.period)]
         fixpoints = [y for y, other in pairs if y == other]
+        # F's of the last chunk are in pairs, or alone their own image, so that B's follow at once
         groups = [
             [*singles, *chain(*couples)]
             for singles in chain(*(combinations(fixpoints, n) for n in range(g % 2, min(g, len(fixpoints)) + 1, 2)))
@@ -247,6 +248,7 @@ class Beam:
 
     def _fit_beside(self, occupied: Array, at: Array) -> tuple[Array, Array]:
         """Return whether F's and their images that start there have room beside what is taken, and all of these cells."""
+        # a bit a cell: whether two sets of cells meet is one AND a word
         addition = self.cells[at]
         return self.free[at] & ((occupied & addition) == 0).all(-1), occupied | addition
 
@@ -381,9 +383,11 @@ def mirrored_cycles(
             for block in _blocks(lattice, g, period, waits, wide, seed + again, budget) if g <= most else ():
                 longest = min(longest, share)
                 for first in range(g):
+                    # without its first microbatches a cycle starts elsewhere, and has other ramps
                     rows = repeat(block, problem, [-1] * first + [*range(problem.num_microbatches)])
                     budget.spent += actions / _ACTIONS_PER_S
                     draft = finisher.retimer.draft(rows)
+                    # orders with the same times and peak are taken for one, which is finished once
                     if draft is not None and (key := (*merit(draft), draft.span)) not in tried:
                         rows_by_key[key] = rows
             tried |= rows_by_key.keys()

@@ -72,6 +72,7 @@ def repeated(problem: Problem, rows: Sequence[Sequence[int]], microbatches: int)
         cut = _steady(row, period)
         if cut is None:
             return None
+        # the period at the cut comes once more for each new microbatch, numbered one higher each time
         moved = [_moved(code, few, microbatches, 0) for code in row[: cut + period]]
         for k in range(1, extra + 1):
             moved += [_moved(code, few, microbatches, k) for code in row[cut : cut + period]]
@@ -118,6 +119,7 @@ def compact(problem: Problem, cell_of: Mapping[int, int]) -> list[list[int]]:
     for row in live:
         for c in range(1, width):
             row[c] += row[c - 1]
+    # one peak for all ranks: those that hold less may fill up to it
     peak = max(map(max, live))
     end: dict[int, int] = {}  # of actions that have found their place
     latest: dict[int, int] = {}  # per kind, end of its latest action
@@ -125,6 +127,7 @@ def compact(problem: Problem, cell_of: Mapping[int, int]) -> list[list[int]]:
     for code in sorted(cell_of, key=lambda code: (cell_of[code], problem.rank[code // m % n], code)):
         op, k, _ = problem.decode(code)
         cell, length, rank = cell_of[code], 1 + (op == BW), problem.rank[k]
+        # what is of one kind keeps its order, in which gradients add up
         place = latest.get(code // m, 0)
         if op == F and k % stages:
             place = max(place, end[code - m])
@@ -144,6 +147,7 @@ def compact(problem: Problem, cell_of: Mapping[int, int]) -> list[list[int]]:
         while any(occupied[rank][place : place + length]):
             place += 1
         occupied[rank][place : place + length] = b"\1" * length
+        # what it takes or gives back now happens that much earlier
         for c in range(place + length - 1, cell + length - 1):
             live[rank][c] += change[op]
         cells[code], end[code], latest[code // m] = place, place + length, place + length

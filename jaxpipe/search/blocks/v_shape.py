@@ -64,12 +64,14 @@ def _offsets(ranks: int) -> Iterator[tuple[int, ...]]:
     for first in range(1, _LARGEST + 1):
         for k in range(1, ranks):
             for second in range(1, _LARGEST + 1) if k < ranks - 1 else (first,):
+                # one value for all ranks is what the last k stands for
                 if k < ranks - 1 and second == first:
                     continue
                 yield (first,) * k + (second,) * (ranks - 1 - k)
 
 
 def _turn(cells: int) -> int:
+    # a flow turns after one cell at least; later by whole periods would only hold more
     return (cells - 1) % T + 1
 
 
@@ -91,6 +93,7 @@ def cells_with_ends(block: BuildingBlock, problem: Problem) -> dict[int, int] | 
         for s in range(n)
         for i in range(m)
     }
+    # the last F turns at rank 0; from there the last B's are counted, two cells apart
     turn, up = cells[problem.code(F, n - 1, m - 1)], min((most + 1) // 2, m)
     for r in range(p):
         down = min(most - up, r + 1, m)
@@ -102,6 +105,7 @@ def cells_with_ends(block: BuildingBlock, problem: Problem) -> dict[int, int] | 
         )
         occupied, place = {cells[code] for code in (*forward, *backward)}, -1
         w_cells = [*sorted(cells[code] for code in weight)[: 2 * m - len(last)], *[0] * len(last)]
+        # W's in the order of their B's, each no earlier than the cell that the squeezed order had for it
         for earliest, code in zip(w_cells, sorted(backward, key=lambda code: (cells[code], code)), strict=True):
             place = max(cells[code] + 1, place + 1, earliest)
             while place in occupied:

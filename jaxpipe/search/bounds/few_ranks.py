@@ -82,8 +82,10 @@ class FewRanks:
                 scores.append(score)
                 if least >= top or budget.left <= 0:
                     return
+            # the search with a host lane is for one rank: there are no larger sets
             if self.offload:
                 return
+            # grown by the best one, for there are too many sets to search them all
             ranks = sets[scores.index(max(scores))]
 
     def _seconds(self, ticks: int) -> float:
@@ -127,6 +129,7 @@ class FewRanks:
         if len(stays) != 1 or limit == float("inf"):
             return None
         (x,) = stays
+        # that search counts activations that leave and come back whole
         offloads_everything = 0 < x.held <= min(x.kept, x.leaves)
         if not offloads_everything or not self.shared_lane:
             return None

@@ -146,6 +146,7 @@ class Flow:
                 occupied_s = self.costs.occupied_s(*pair, a)
                 rest = self.costs.transfer_s(*pair, a) - occupied_s + self.forward[b] + self.after_forward(b)
                 traffic = down.get((pair, a))
+                # one activation may feed several stages there; sure is only the least that follows
                 rest = rest if traffic is None else min(rest, traffic.rest)
                 down[pair, a] = _Traffic(self.head[a] + self.forward[a], occupied_s / span[a], rest)
             for pair in self._routes(b, a) if b not in self.placement.detached else ():
@@ -159,6 +160,7 @@ def _cheapest(costs: CostProfile, stage: int, parts: frozenset[str]) -> float:
     """Return the least seconds in which registered ops can perform ``parts`` of ``stage``."""
     if not parts:
         return 0.0
+    # the least over all registered ops: a bound holds for schedules with ops of the user's own, too
     first = min(parts)
     specs = [spec for spec in registered_ops() if first in spec.performs() and _has_cost(costs, spec)]
     return min(

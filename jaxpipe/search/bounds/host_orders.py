@@ -66,6 +66,7 @@ class HostOrders:
         latest = most - passes - waits - self.ends.after_all
         if n.b < self.count:
             latest = min(latest, most - passes - max(0, waits - self.room * self.w) - self.ends.after_b)
+        # what is away must come back before its B, so the lane's work bounds the end as well
         away = n.o - n.back
         lane = most - away * self.back - max(self.b + self.w + self.ends.after_all, self.b + self.ends.after_b)
         return [x for x in states if x[0] <= most and x[1] <= latest and (not away or x[2] <= lane)]
@@ -82,6 +83,7 @@ class HostOrders:
             yield n._replace(b=n.b + 1, rank_gives=False), [self._after_b(x, away, last) for x in states]
         if held and n.o < self.count:
             then = n._replace(o=n.o + 1, lane_gives=True)
+            # the last to be ready, or the one before it if the last one's F still runs
             which = range(max(3, away - 2), away)
             yield then, [self._after_o(x, away, i) for x in states for i in which]
         if n.b > n.w:
@@ -107,6 +109,7 @@ class HostOrders:
 
     def _after_o(self, x: State, away: int, i: int) -> State:
         sure, rank, lane = x[:3]
+        # once raised to when the rank is free, x[i] no longer tells when its F ended: then only the lane counts
         start = max(lane, x[i] - self.trip + self.f) if x[i] > rank else lane
         gone = list(x[away:])
         insort(gone, x[i])

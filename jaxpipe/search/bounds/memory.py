@@ -189,6 +189,7 @@ def _windows(stays: Sequence[Resident], limit: float, work: Confined, offload: b
     bounded and the rest was done before t, and so was the idle time of the warm-up if not all F fit before the first B. From
     t, i must come back to its first stage here.
     """
+    # no B comes before that: until then the rank has F's alone, as many as the limit allows
     arrival = min(x.out_s for x in stays)
     room = limit
     if offload:
@@ -262,6 +263,7 @@ def _reachable(stays: Sequence[Resident], limit: float, offload: bool) -> float:
     sizes = {size for x in stays for size in (x.held, x.kept) if size > 0}
     if offload:
         sizes |= {x.held - x.leaves for x in stays if x.leaves > 0 and not at_most(x.held, x.leaves)}
+    # of one size only whole ones are held: the rest of the limit is never used
     if len(sizes) == 1:
         (size,) = sizes
         return how_many(size, limit) * size
@@ -401,6 +403,7 @@ def _turns(stays: Sequence[Resident], limit: float) -> Confined:
     if not 1 <= lanes < last.count:
         return Confined(0.0, 0.0)
     w_frees_all = at_most(last.held, last.kept)
+    # where B gives nothing back, room comes with W or with the next stage's B, whichever is sooner
     way = last.trip_s + last.b_s + (min(last.w_s, before.b_s) if w_frees_all else 0.0)
     back, passed = sum(x.back_s for x in stays), sum(x.b_s for x in stays)
     starts: list[float] = []
@@ -419,6 +422,7 @@ def _turns(stays: Sequence[Resident], limit: float) -> Confined:
 def with_whole_trips(x: Resident, area: float, full: float, limit: float) -> float:
     """Return the least T over all numbers that leave: the more leave, the less of ``area`` is needed of ``full`` × T, the
     longer the lane takes."""
+    # a schedule may choose how many leave, so the least over all numbers bounds it
     crowd = _Crowd(x, limit)
     saved = x.saved()
     return min(max(x.lane(n), crowd.seconds(n), (area - n * saved) / full) for n in range(x.count + 1))

@@ -134,6 +134,7 @@ class _Search:
         steps, stages = orders.steps, orders.stages
         self.ranks = range(len(orders.limits))
         rank_of = {step.stage: step.rank for step in steps}
+        # W's of one length and size are exchangeable: counted together they make fewer states
         kinds = [(rank_of[s], x.w, x.kept) for s, x in enumerate(stages)]
         self.kinds = sorted(set(kinds))  # W's that are alike on a rank
         self.kind_of = [self.kinds.index(x) for x in kinds]
@@ -146,6 +147,7 @@ class _Search:
         """Return the most ticks of W's that can wait when the last B of ``rank`` ends."""
         mine = [(w, residue) for r, w, residue in self.kinds if r == rank]
         limit = self.orders.limits[rank]
+        # W's that hold nothing may all wait
         if limit == inf or any(w and not residue for w, residue in mine):
             return inf
         if len(mine) == 1:
@@ -246,6 +248,7 @@ def _busy_until(x: list[int], mine: Sequence[int], end: int) -> State:
 def _undominated(states: Sequence[State]) -> list[State]:
     """Return those that no other dominates."""
     best: list[State] = []
+    # what dominates a state has no larger sum, so it was looked at before
     for x in sorted(set(states), key=sum):
         if not any(all(map(le, y, x)) for y in best):
             best.append(x)

@@ -20,6 +20,7 @@ def confine_ranks(flows: Flows, limits: Sequence[float] | None, offload: bool) -
     if limits is None:
         return [confine(stays, inf, offload) for stays in residents_of]
     bounds = [confine(stays, limit, offload) for stays, limit in zip(residents_of, limits, strict=True)]
+    # a microbatch on its way may be on the host, so with offload its chunks need not take turns
     if not offload:
         turns = (chunk_turns(stays, limit) for stays, limit in zip(residents_of, limits, strict=True))
         bounds = [bound.or_longer(turn) for bound, turn in zip(bounds, turns, strict=True)]

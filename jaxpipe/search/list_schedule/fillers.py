@@ -48,6 +48,7 @@ def backward_tables(problem: Problem) -> Tables:
     ``problem``, without BW."""
     forwards, n, m = problem.tables, problem.num_replicas, problem.num_microbatches
     sent = [(kind, kind + x.gaps[0] // m, x) for kind in range(W * n) for x in forwards.feeds[kind]]
+    # forwards a row has each W behind its B; backwards B must be made to wait for it
     sent += [(B * n + k, W * n + k, Feed(problem.rank[k], -1, 0.0, 0.0, ())) for k in range(n)]
     feeds: list[tuple[Feed, ...]] = [()] * (3 * n)
     needs = [0] * (3 * n)
@@ -245,6 +246,7 @@ class _FixedOrder:
             queues: dict[tuple[int, int], int] = {}
             for code in row:
                 kind = code // m
+                # W's keep no place here: they wait from their B on, and rules say when they run
                 if not W * n <= kind < BW * n:
                     where = (0, kind) if kind < n else (1, kind % n % stages)
                     queue = self.queue_of[kind] = queues.setdefault(where, kind)
@@ -428,6 +430,7 @@ def improved(problem: Problem, orders: Sequence[CodeRows]) -> Draft:
     finisher = Finisher(problem)
     anchor = finisher.retimer.draft(orders[0])
     assert anchor is not None, "the known order deadlocks"
+    # a filling takes time by actions, so all orders together take about the same at any size
     tries = max(_LEAST, _ACTIONS // sum(map(len, orders[0])))
     drafts = (draft for rows in orders for draft in finisher.drafts(rows, anchor.peak, tries, DOMINATING))
     return best_of(drafts, anchor) or anchor

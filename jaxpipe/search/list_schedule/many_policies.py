@@ -131,6 +131,7 @@ class _State:
         times = np.concatenate([self.free, self.lane_free, *self._arrivals()], axis=1)
         times[times <= self.now] = np.inf
         soonest = times.min(axis=1, keepdims=True)
+        # what is apart by rounding alone happens at once, as on the clock that plays one policy
         times[times > soonest + self.chain.tiny] = -np.inf
         following = times.max(axis=1, keepdims=True)
         stuck = (following > until) | (following == np.inf)
@@ -210,6 +211,7 @@ class _State:
         p, s = np.nonzero(b)
         i, on = self.begun[B][p, s], s > 0
         self.b_in[p[on], s[on] - 1, i[on]] = arrivals[p[on], s[on]]
+        # bit 0 is always the next to turn back, so its B shifts all others
         for bits in (self.here, self.back, self.gone, self.may):
             bits >>= b.astype(np.uint64)
         self.copied -= b

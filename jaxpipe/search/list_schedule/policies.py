@@ -56,6 +56,7 @@ def run(problem: Problem, chooser: Chooser, limit: float = NEVER) -> Draft | Non
     if sum(map(len, clock.rows)) < 3 * problem.num_replicas * problem.num_microbatches:
         return None
     span = max(end - first for end, first in zip(clock.free, clock.first, strict=True))
+    # the clock counts what is reserved, which is more than what is held where w-residuals are larger
     peak = clock.peak if problem.reserved == problem.held else max(peaks(problem, clock.rows))
     return Draft(clock.rows, max(clock.free), span, peak)
 
@@ -87,6 +88,7 @@ def by_turn(policy: Policy, problem: Problem, clock: Clock, limit: float) -> Cho
     all_f = n * m  # what lies between the codes of F, B and W of one stage and microbatch
     tiny, ready, memory, idle, seconds = clock.tiny, clock.ready, clock.memory, clock.idle, clock.tables.seconds
     forwards = [problem.replicas_of(r)[::-1] for r in ranks]
+    # with room for an F of each later chunk the oldest microbatch always gets through
     needs = [sum(problem.reserved[k] for k in forwards[problem.rank[q]] if k >= q) for q in range(n)]
     lead, room = [depth - all_f for depth in depths(problem, policy.round_trips)], limit + ROUNDING
     f, b, end = ([(q + k) * m for q in range(n)] for k in (0, n, 1))  # the next F and B of each stage; where its F end

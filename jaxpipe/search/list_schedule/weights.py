@@ -192,6 +192,7 @@ def improved(
         span = best.span - share * (best.span - least_span)
         makespan = best.makespan - share * (best.makespan - least_makespan)
         filled = filling.fill(order, Rule(filling.spare(now, span, makespan), now.profile_s))
+        # the target was too near to move any W: the next one is farther
         if filled is not None and filled.rows == now.rows:
             step += 1
         now = filled

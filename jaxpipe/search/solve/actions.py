@@ -252,6 +252,7 @@ class Actions:
         """Return ``order`` with backwards apart, all of them or those that gain nothing by being whole, and with all copies."""
         if order is None:
             problem = Problem.of(self.placement, self.task.num_microbatches, self.costs)
+            # it says which actions there are and what waits for what, so any order does
             order = problem.schedule("serial", grouped_rows(problem, 1))
         separates = [fusing or not self._gains(stage) for stage in range(self.placement.num_stages)]
 
@@ -288,6 +289,7 @@ class Actions:
         for r, lanes in enumerate(self.graph.lanes):
             yield tuple(lanes["compute"])
             for name in HOST_LANES:
+                # ranks of a PCIe group take turns on one lane, whoever's copies they are
                 of = r in groups, groups.get(r, r), name if self.costs.host.mode == "duplex" else "shared"
                 host.setdefault(of, []).extend(lanes[name])
         yield from (tuple(lane) for lane in host.values() if lane)
@@ -348,8 +350,10 @@ class Actions:
             yield costs.cotangent_bytes[stage], 0.0, _while(back, choice, False)
         for op, values in costs.temp_bytes:
             if op in ops:
+                # workspace of what may not take place is held only if it does
                 literal = ops["O"] if op in ("O", "L") else choice if op in ("B", "W") else -1
                 yield values[stage], 0.0, _while(ops[op], literal, op in ("O", "L"))
+            # a BW to choose has no number of its own: it runs where its B stands
             elif op == "BW" and choice >= 0:
                 yield values[stage], 0.0, _while(back, choice, True)
 
@@ -486,6 +490,7 @@ class _Row:
         loads = {copies.load: o for o, copies in self.copies.items()}
         backs = {copies.b: copies.load for copies in self.copies.values()}
         waits = {n for n in loads if actions.task.costs.host.mode == "duplex"} | self.place.keys()
+        # at one tick what is given back sorts before what is taken, as limits are judged
         for _, units, n in sorted(self._changes(limit)):
             level += units
             if n in loads:

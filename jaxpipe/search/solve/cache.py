@@ -211,6 +211,7 @@ class ScheduleCache:
             timeline = task.timeline_of(schedule)
             if timeline is None:
                 return None
+            # another version may have proved by rules that were wrong, and a bound can't be checked
             proves = entry.jaxpipe == __version__ and _unnamed(entry.task) == _unnamed(task)
             value, bound = task.seconds(timeline), entry.lower_bound if proves else 0.0
             if not at_most(bound, value):
@@ -226,6 +227,7 @@ class ScheduleCache:
             if about.st_size > MAX_BYTES:
                 raise ScheduleParseError(f"{about.st_size} bytes are too many for a cached schedule")
             head, _, body = read_file(path).decode(errors="replace").partition("\n")
+            # before any JSON is read: a file that was cut short may still parse
             if head != _head(body):
                 raise ScheduleParseError("damaged, or not a cached schedule")
             entry = from_json(CacheEntry, json.loads(body, parse_constant=no_constant), "entry")

@@ -26,6 +26,7 @@ def run(model: Any, *parameters: Mapping[str, Any]) -> tuple[Any, bool, bool]:
         for name, value in values.items():
             setattr(solver.parameters, name, value)
     status = solver.solve(model)
+    # an invalid model is a defect here; it would read as "no answer in time"
     assert status != cp_model.MODEL_INVALID, model.validate()
     has_answer = status in (cp_model.OPTIMAL, cp_model.FEASIBLE)
     return solver, has_answer, status in (cp_model.OPTIMAL, cp_model.INFEASIBLE)

@@ -136,6 +136,7 @@ class _Model:
         self.start = {key: self.cp.new_int_var(0, self.longest, "") for key in keys}
         self.split: dict[tuple[int, int], tuple[Any, Any]] = {}  # into periods and cells
         self.ended: dict[tuple[int, int], tuple[Any, Any]] = {}  # ends likewise
+        # a cycle may begin anywhere: one of its rotations is enough
         self.cp.add(self.start[F, 0] == 0)
         for op, k, then, later, cells in grid.chain():
             self.cp.add(self.start[then, later] >= self.start[op, k] + cells)
@@ -207,6 +208,7 @@ def cycles(problem: Problem, limits: Sequence[float], budget: Budget, seed: int)
             if budget.left <= 0:
                 return
             cycle, none = find_cycle(grid, period, budget.parameters(seconds, seed))
+            # more time changes nothing where there is a cycle, or surely none
             if cycle is not None or none:
                 settled.add(period)
             if cycle is None:

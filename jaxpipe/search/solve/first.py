@@ -36,6 +36,7 @@ def group_size(problem: Problem, limits: Sequence[float]) -> int:
     for rank, limit in enumerate(limits):
         shares = [0.0] * flows
         for k in problem.replicas_of(rank):
+            # B may leave more for W than F kept, so the larger of both must fit
             shares[k // stages] += max(problem.held[k], problem.kept[k])
         if max(shares) > 0 and limit < float("inf"):
             fits = max(0, min(fits, how_many(max(shares), limit)))

@@ -101,19 +101,23 @@ class Formulation:
         self.ends = {n: self.cp.new_int_var(self.begin, self.latest, "") for n in self.length}
         # what holds between them, and what is sought
         self.prefer = prefer or {}
+        # windows leave queues on links out: their answers are simulated, so at worst a proposal is lost
         self.links = list(self._queueing()) if window is None else []
         self.sends = {x: self.cp.new_int_var(0, self.latest, "") for link in self.links for x in link}
         self._waits()
         self.idle: dict[int, int | None] = {}
         self.chained: set[tuple[int, int]] = set()
+        # microbatches are all alike: without an order every answer comes again with numbers exchanged
         for alike in self._alike() if ordered else ():
             self._in_order(alike)
+        # before the lanes, which hold a gap for each take, and before memory, which counts from them
         self.takes = dict(self._takes()) if strict and actions.task.costs.host.mode == "duplex" else {}
         for lane, (_, middle, late) in enumerate(self.parts):
             self._lane(lane, middle, late)
         for link in self.links:
             self._link(link)
         for limit in actions.limits:
+            # where order alone says what is held, a rank that keeps its order holds what it held
             if window is None or not self.by_order or limit.rank in window.ranks:
                 self._memory(limit)
         self.far = FAR if upper is None else upper  # no end is later
@@ -138,6 +142,7 @@ class Formulation:
         return in_order[:i], in_order[i:j], in_order[j:]
 
     def _horizon(self, upper: int | None) -> int:
+        # when ranks begin may depend on the order: then a bound on spans bounds no time
         if upper is None or (self.spans and self.first is None):
             return self.actions.horizon
         # a span counts from its rank's first start, so ends may lie that much past a bound on spans
@@ -162,6 +167,7 @@ class Formulation:
     def _may_change(self, o: int, copies: Copies) -> bool:
         start, size = self.start, self.actions.size
         if start[o] >= 0:
+            # the choice takes both away: one that is fixed or late would be left over without the other
             return o in self.inside and copies.load in self.inside
         # an offload is offered only where O and L fit between F and B
         ready = max(self.begin, start[copies.f] + size[copies.f]) + size[o] + size[copies.load]
@@ -187,6 +193,7 @@ class Formulation:
                 bounds += [(n, start[s] + size[s] + lag) for n, lag in actions.followers[s] if n in self.late]
             for n, least in bounds:
                 room[actions.rank[n]] = min(room[actions.rank[n]], start[n] - least)
+        # one variable for all ranks: late actions keep their distances, so no wait between them can break
         if self.by_order and room:
             return dict.fromkeys(room, self.cp.new_int_var(0, min(room.values()), "shift"))
         shift = {rank: self.cp.new_int_var(0, most, "") for rank, most in room.items()}
@@ -203,6 +210,7 @@ class Formulation:
         waits += [(one, two, 0) for _, _, late in self.parts for one, two in pairwise(late)]
         for one, two, lag in waits:
             pair = actions.rank[one], actions.rank[two]
+            # within a rank all that is late moves by one shift
             if pair[0] != pair[1]:
                 slacks[pair] = min(slacks.get(pair, FAR), start[two] - start[one] - size[one] - lag)
         return slacks
@@ -226,6 +234,7 @@ class Formulation:
         for n in self.absent:
             least.setdefault(n, self.begin)
         at = {joint: self.cp.new_int_var(low, self.latest, "") for joint, low in sorted(least.items())}
+        # a rank's begin becomes a number, without which spans are hard to prove (Actions.first_starts)
         for n, t in (self.first or {}).items():
             self.cp.add(at[n] == t)
         return {n: at[actions.joint[n]] for n in sorted(self.inside | self.absent.keys())}
@@ -236,6 +245,7 @@ class Formulation:
         for b, fusing in self.actions.fusing.items():
             is_fused = self.choices[fusing.choice]
             yield b, size[b] + (fusing.ticks - size[b]) * is_fused
+            # the W of a BW stays in the model without length: memory is given back at its end either way
             yield fusing.w, size[fusing.w] * (1 - is_fused)
 
     def at_of(self, n: int) -> Any:
@@ -261,8 +271,10 @@ class Formulation:
         actions = self.actions
         for n in self.at:
             for x, (s, lag) in zip(actions.graph.waits[n], actions.sources(n), strict=True):
+                # where links queue, a result starts its way with its transfer, not when its producer ends
                 if s in self.at or (n in self.absent and self.start[s] >= 0):
                     self._add(self.at[n] >= self.sends.get(x, self.end_of(s)) + lag, n, s)
+            # late actions have no entry in ``at``, and must not move past what they wait for
             for then, lag in actions.followers[n] if self.late else ():
                 if then in self.late:
                     self._add(self.at_of(then) >= self.end_of(n) + lag, n)
@@ -279,6 +291,7 @@ class Formulation:
             yield from self.actions.alike.values()
             return
         by_kind: dict[Any, list[int]] = defaultdict(list)
+        # what is away may come back last, so windows with copies ask for no order
         for n in self.at if self.by_order else ():
             if self.frees(n):
                 by_kind[self.actions.kind[n]].append(n)
@@ -297,6 +310,7 @@ class Formulation:
                     self.chained.add((last, n))
                 free = self.end_of(n)
             else:
+                # whether it takes place or not, so that order is passed on across copies that don't
                 self.cp.add(self.at[n] >= free)
                 self.cp.add(self.at[n] == free).only_enforce_if(stays)
                 self.idle[n] = last
@@ -320,8 +334,10 @@ class Formulation:
         # what the window covers but does not free keeps its order
         for one, two in pairwise(n for n in middle if not self.frees(n)):
             self._add(self.at[two] >= self.end_of(one), one, two)
+        # a lane that keeps its order is told by the pairs above; NoOverlap would only cost time
         if any(map(self.frees, numbers)):
             intervals = [self._interval(n) for n in numbers]
+            # an interval without length may not lie inside another: so NoOverlap says that no slot runs then
             intervals += [
                 self.cp.new_optional_fixed_size_interval_var(gap, 0, ~self.absent[load], "")
                 for load, (gap, _) in self.takes.items()
@@ -397,11 +413,13 @@ class Formulation:
             if closed is not None and 0 <= start[closed[0]] <= self.begin - self.actions.size[closed[0]]:
                 return None
         literal = self.choices.get(piece.choice)
+        # what the window does not free is as in the schedule at hand
         if literal is None and piece.choice >= 0 and (start[piece.choice] >= 0) != piece.holds:
             return None
         if literal is not None and not piece.holds:
             literal = ~literal
         opens = self._when(opened)
+        # late actions start behind all that is inside: no level in the window sees what they give back
         closes = None if closed is not None and self.by_order and closed[0] in self.late else self._when(closed)
         return piece, max(opens, self.begin) if isinstance(opens, int) else opens, closes, literal
 
@@ -451,6 +469,7 @@ class Formulation:
         for before, middle, late in self.parts[: self.actions.num_ranks]:
             if not (before or middle or late):
                 continue
+            # only what may be a rank's last: fewer rows bound the objective, and they propagate better
             lasts = [self.end_of(n) for n in late[-1:] or self._outer(middle, first=False) or before[-1:]]
             if sums_ends:
                 ends.append(cp.new_int_var(0, self.far, ""))
@@ -474,6 +493,7 @@ class Formulation:
 
     def _begin(self, before: Sequence[int], middle: Sequence[int], late: Sequence[int]) -> Any:
         """Return a time no later than a rank's first action."""
+        # what is fixed begins the rank; where all of it is late, the first of that stays the first
         if before or not middle:
             return self.at_of((*before, *late)[0])
         begin = self.cp.new_int_var(self.begin, self.latest, "")
@@ -520,6 +540,7 @@ class Formulation:
                 self.cp.add_hint(self.at[n], hints[n])
         for choice, literal in self.choices.items():
             self.cp.add_hint(literal, self.actions.chosen(choice, starts))
+        # where the hint comes from nothing has moved; ranks may share one variable
         for shift in {id(x): x for x in self.shift.values()}.values():
             self.cp.add_hint(shift, 0)
 

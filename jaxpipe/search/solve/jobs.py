@@ -99,6 +99,7 @@ class OffloadLists(Job):
 
         budget = self.budget()
         lot_s = 3 * task.placement.num_stages * task.num_microbatches / _ACTIONS_PER_S
+        # a dozen policies, fixed ones first, are played whatever the budget is
         budget.spent -= lot_s * _FEWEST_POLICIES
 
         def late() -> bool:
@@ -232,6 +233,7 @@ def family_schedules(
 ) -> None:
     """Try every family of the task's placement among ``names``, and report each schedule that beats those before it: with
     all settings, or ``once`` each. Only what may take less than ``beat`` seconds goes through the offload pass."""
+    # families look at activations alone, so workspace comes off the limit before they see it
     limits = task.safe_limits()
     family_task = Task(
         task.placement.num_ranks,

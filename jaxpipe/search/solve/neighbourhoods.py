@@ -98,6 +98,8 @@ class NeighbourhoodSearch:
 
     def __init__(self, task: SolveTask, start: Schedule, seed: int) -> None:
         self.task, start = task, unbraid(start)
+        # a coarse grid, since answers are simulated anyway, and many small models are solved;
+        # backwards stay as they are in ``start``: to choose BW's is for the exact model
         self.actions = Actions(task, start, _PARTS, fusing=False)
         self.random, self.seed = random.Random(seed), seed
         self.timeline = simulate(start, task.costs)
@@ -282,6 +284,7 @@ class _Search:
         lower, cost = ticks.at_least(self.result.lower_bound), None
         if starts is not None:
             cost = self._cost(actions, starts)
+            # rounding may put a bound above the hint, and between them nothing would be left to find
             lower = min(lower, cost)
             self._take(actions, starts)
         bound: float = lower
@@ -302,6 +305,7 @@ class _Search:
         if schedule is None or (schedule.placement.flows, schedule.num_microbatches) != size:
             return None
         choice = {(actions.action[b].stage, actions.action[b].microbatch) for b in actions.fusing}
+        # fused backwards that gain nothing are B and W in the model, so they are timed as such
         timeline = simulate(with_fused(schedule, fused_backwards(schedule) & choice), task.costs)
         starts = starts_of(actions, timeline) if task.fits(timeline) else None
         if starts is not None and self.ordered:
@@ -329,6 +333,7 @@ class _Search:
         spent, reservoirs = budget.spent, {} if actions.copies else WHOLE_RESERVOIRS
         several = {"num_workers": self.workers, "interleave_search": budget.reproducible and self.workers > 1}
         solver, has_answer, done = run(model.cp, reservoirs, budget.parameters(budget.left, self.seed), several)
+        # parameters() took all that was left; what the solver did not need goes back
         budget.spent = spent + solver.response_proto.deterministic_time / DETERMINISTIC_SECOND
         if not has_answer:
             return False, float("inf") if done else lower

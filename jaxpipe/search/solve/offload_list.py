@@ -292,6 +292,7 @@ class _Simulation:
             return self._next(BW if policy.fused else B, self.begun_b, back, now)
         if ahead >= 0:
             return self._next(F, self.begun_f, ahead, now)
+        # nobody waits for a W: it comes last, and only where it keeps nobody waiting
         if weight >= 0 and not self._better_wait(r, now + self.q.w_s[weight], now):
             return self._next(W, self.begun_w, weight, now)
         return -1
@@ -330,6 +331,7 @@ class _Simulation:
     def _copy(self, lane: int, now: float) -> int:
         """Return the code of what idle host lane ``lane`` does next for one of its ranks; -1 for nothing."""
         for r in self.model.ranks_of_lane[lane // 2]:
+            # back before out: the next B waits for what comes back, nothing waits for what leaves
             code = self._copy_back(r, now) if self.model.shared or lane % 2 else -1
             if code < 0 and not lane % 2:
                 code = self._copy_out(r, now)
@@ -467,7 +469,9 @@ class _PolicySampler:
     def _share(self, r: int, period_s: float, filled: float) -> float:
         model, stays = self.model, self.model.stays[r]
         saved = sum(x.saved() for x in stays)
+        # ranks that share a lane get equal parts of it
         lane = sum(x.together_s for x in stays) * len(model.ranks_of_lane[model.lanes[r][0] // 2])
         most = min(1.0, period_s / lane) if lane > 0 else 1.0
+        # Little's law: memory × time of a microbatch, less what the limit has for it in a period
         short = sum(x.area() for x in stays) - filled * model.room[r] * period_s
         return min(most, max(0.0, short / saved)) if saved > 0 else 0.0

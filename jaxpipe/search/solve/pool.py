@@ -47,6 +47,7 @@ class _Member:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
+            # Ctrl-C in a terminal is for the caller, who then ends its workers in order
             start_new_session=True,
         )
         self.outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
@@ -70,6 +71,7 @@ class _Member:
         self.inbox.put((self, {"job": 0, "gone": _fate(self.process.wait())}))
 
     def stop(self) -> None:
+        # killed before threads are joined: one that writes to a full pipe ends only with its reader
         self.process.kill()
         self.process.wait()
         self.outbox.put(None)

@@ -131,6 +131,7 @@ class Incumbent:
             seconds = task.seconds(timeline)
             if source.startswith("family") and (self.family is None or seconds < self.family[1]):
                 self.family = (source.removeprefix("family "), seconds)
+        # a draft knows activations only: they must fit whatever workspace comes on top
         elif at_most(draft.peak, min(task.safe_limits())):
             key = self._key(draft.makespan, draft.span, draft.peak, 0)
         else:

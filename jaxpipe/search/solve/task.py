@@ -47,6 +47,7 @@ class SolveTask:
         costs = collectives_exposed(self.costs)
         if costs.boundary_buffers:
             costs = replace(costs, boundary_buffers=False)
+        # bounds, families and the simulator get these costs, so all of them price one problem
         if costs is not self.costs:
             object.__setattr__(self, "costs", costs)
 
@@ -83,6 +84,7 @@ class SolveTask:
 
     def order(self, makespan: float, span: float) -> tuple[float, float]:
         """Return what is minimised, then the other of the two times; smaller is better, and equal but for rounding is equal."""
+        # else two answers that differ by rounding would lead a search two ways
         times = nine_digits(makespan), nine_digits(span)
         return times[::-1] if self.objective == "span" else times
 
@@ -127,6 +129,7 @@ def most_offloaded(timeline: Timeline) -> int:
             changes.setdefault(event.rank, []).append((nine_digits(event.start_s), 1))
         elif event.lane == "h2d":
             changes.setdefault(event.rank, []).append((nine_digits(event.end_s), -1))
+    # at one instant -1 sorts first: what has come back makes room for what leaves
     return max((max(accumulate(change for _, change in sorted(each))) for each in changes.values()), default=0)
 
 

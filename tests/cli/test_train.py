@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -153,13 +152,11 @@ def test_print_config_trains_nothing(cli: Callable[..., Any], tmp_path: Path, mo
 
 
 @pytest.mark.parametrize("verb", ["train", "eval", "generate", "profile"])
-def test_help_is_fast_and_imports_no_jax(verb: str) -> None:
+def test_help_imports_no_jax(verb: str) -> None:
     code = f"import sys; from jaxpipe.cli import main; main(['{verb}', '--help']); sys.exit(3 if 'jax' in sys.modules else 0)"
-    began = time.perf_counter()
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert (result.returncode, result.stderr) == (0, "")
     assert result.stdout.startswith(f"usage: jaxpipe {verb} ")
-    assert time.perf_counter() - began < 5  # a second is usual; machines are busy
 
 
 def test_eval(cli: Callable[..., Any], finished: Path) -> None:

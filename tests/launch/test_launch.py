@@ -119,7 +119,7 @@ def test_who_does_not_end_is_killed(
     stuck = "os.kill(os.getpid(), signal.SIGSTOP) if mine else os._exit(5)"
     began = time.monotonic()
     code, _, err = launch(stuck)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 20, "it stands still for ever"
     assert (code, *err)[:1] == (5,)
     assert err[-1].startswith("jaxpipe: process 0 ended with exit code 5; all ended; their logs: ")
 

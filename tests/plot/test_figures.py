@@ -253,9 +253,9 @@ def test_numbers_drop_out_where_cells_are_too_narrow(tmp_path: Path) -> None:
 def test_large_schedule_is_drawn_wide_and_in_seconds(tmp_path: Path) -> None:
     timeline = simulated("zb-h1", ranks=16, microbatches=64)
     path = tmp_path / "a.png"
-    started = time.perf_counter()
+    began_cpu_s = time.process_time()
     plot_timelines([timeline], path)
-    assert time.perf_counter() - started < 10
+    assert time.process_time() - began_cpu_s < 10
     head = path.read_bytes()[:24]
     assert head[:8] == PNG_SIGNATURE
     width, height = int.from_bytes(head[16:20], "big"), int.from_bytes(head[20:24], "big")

@@ -158,7 +158,7 @@ def test_waiting_ends_however_slowly_a_stranger_speaks(
         dripping = threading.Thread(target=over.wait if silent else drip, args=() if silent else (slow,))
         dripping.start()
         thread.join(10)
-        assert not thread.is_alive() and time.monotonic() - began < wait_s + 1.5
+        assert not thread.is_alive() and time.monotonic() - began < wait_s + 8
         over.set()
         dripping.join()
     assert str(outcomes[0]).startswith(f"waited {wait_s:.3g} s at 127.0.0.1:{port} for process 1 of 2")
@@ -248,7 +248,7 @@ def test_the_other_side_waits_no_longer_either(monkeypatch: pytest.MonkeyPatch) 
         began = time.monotonic()
         with pytest.raises(ConfigError, match=r"^waited.*0.5.*0 answers.*2 processes"):
             connect(Peers("127.0.0.1", server.getsockname()[1], 2, 1), 0.5)
-        assert time.monotonic() - began < 3
+        assert time.monotonic() - began < 10
         over.set()
         thread.join()
 

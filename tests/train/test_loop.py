@@ -522,8 +522,8 @@ def test_progress_goes_nowhere_but_to_the_stream(
     text: Path, straight: tuple[Path, TrainResult, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     stream = io.StringIO()
-    began = time.perf_counter()
+    began_cpu_s = time.process_time()
     loop.train(config(text, straight[0]), stream)
-    assert time.perf_counter() - began < 5, "a finished run builds nothing"
+    assert time.process_time() - began_cpu_s < 5, "a finished run builds nothing"
     assert stream.getvalue()
     assert capsys.readouterr().out == ""

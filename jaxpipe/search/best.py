@@ -206,7 +206,7 @@ NO_TIME = "out of time before anything was found: raise the time limit"
 
 
 @dataclass(slots=True)
-class _Search:
+class _SettingSearch:
     """The best candidate so far, and what was learned on the way. ``on_better`` is told of each that beats all before.
     ``beat``: seconds of makespan or span, as the task's objective says, that a candidate must be below to be worth a pass."""
 
@@ -364,7 +364,7 @@ def best_of_family(
     Raises:
         ScheduleError: none of its settings works; says why the first one doesn't.
     """
-    search = _Search(task, on_better, beat=beat)
+    search = _SettingSearch(task, on_better, beat=beat)
     if (best := search.run([family])) is not None:
         return best
     why = f"{family.name} has no placement with as many stages as the costs"
@@ -383,7 +383,7 @@ def quick_candidates(
 ) -> None:
     """Tell ``on_better`` of schedules of ``placement``, each better than the one before: every family with its own defaults,
     through the offload pass where it needs too much memory, if it may take less than ``beat`` seconds then."""
-    _Search(task, on_better, beat=beat).run_once(families, placement)
+    _SettingSearch(task, on_better, beat=beat).run_once(families, placement)
 
 
 def best_schedule(
@@ -419,7 +419,7 @@ def best_for(
         ScheduleError: as :func:`best_schedule`, or there was no time to find anything.
     """
     chosen = cheap_first(FAMILIES[name] for name in FAMILIES if families is None or name in families)
-    search = _Search(task, on_trial=on_trial)
+    search = _SettingSearch(task, on_trial=on_trial)
     try:
         search.run(chosen)
         if search.best is None:

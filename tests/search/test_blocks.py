@@ -15,7 +15,7 @@ from jaxpipe.search.blocks import BuildingBlock, repeat
 from jaxpipe.search.blocks.repeat import rows_of
 from jaxpipe.search.blocks.v_shape import cells_with_ends, searched
 from jaxpipe.search.families.v_blocks import one_f_one_b_v_block, v_half_block, v_min_block
-from jaxpipe.search.list_schedule.fillers import AS_GIVEN, DOMINATING, RECIPES, Finisher, Phases, Rule
+from jaxpipe.search.list_schedule.fillers import AS_GIVEN, DOMINATING, RECIPES, GapFiller, Phases, Rule
 from jaxpipe.search.retime import Retimer
 
 
@@ -119,16 +119,16 @@ def test_reordering_keeps_rows_valid_and_within_memory(seed: int) -> None:
     p, m = rng.choice([2, 3, 5, 6]), rng.choice([1, 3, 7, 12])
     blocks = [v_min_block(p), v_half_block(p), one_f_one_b_v_block(p)]
     problem = Problem.of(v_shape(p), m, uneven(p, seed))
-    finisher = Finisher(problem)
+    gap_filler = GapFiller(problem)
     for block in blocks:
         rows = repeat(block, problem)
-        before = finisher.retimer.draft(rows)
+        before = gap_filler.retimer.draft(rows)
         assert before is not None
         for view, rule in (*RECIPES, *DOMINATING, ("real", Phases(Rule(backlog=1), AS_GIVEN, Rule()))):
-            after = finisher.retimer.draft(finisher.filled(rows, before.peak, rule, view))
+            after = gap_filler.retimer.draft(gap_filler.filled(rows, before.peak, rule, view))
             assert after is not None and after.peak <= before.peak + 1e-9
             check_schedule(problem.schedule("reordered", after.rows))
-        best = finisher.best(rows, before.peak, 12)
+        best = gap_filler.best(rows, before.peak, 12)
         assert best is not None and best.makespan <= before.makespan + 1e-9
 
 

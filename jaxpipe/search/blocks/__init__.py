@@ -4,10 +4,10 @@
     assert not block.collisions()                       # it can be repeated; block.steady_peaks() is what it then holds
     problem = Problem.of(block.placement, 8, costs)     # real, uneven costs
     rows = repeat(block, problem)                       # the order; uniform or in groups
-    finisher = Finisher(problem)                        # of list_schedule/fillers.py
-    draft = finisher.retimer.draft(rows)                     # makespan, span, peak
-    draft = finisher.best(rows, limit, tries=40)        # waits filled by many recipes, the best kept
-    drafts = finisher.settled(rows, limit)              # from its end, too, while that makes it better
+    gap_filler = GapFiller(problem)                     # of list_schedule/fillers.py
+    draft = gap_filler.retimer.draft(rows)              # makespan, span, peak
+    draft = gap_filler.best(rows, limit, tries=40)      # waits filled by many recipes, the best kept
+    drafts = gap_filler.improve_until_stable(rows, limit)   # from its end, too, while that makes it better
 
 Reading order: ``block.py``, ``repeat.py``; ``compact.py`` reorders on the grid, ``v_shape.py`` lists the blocks on the V
 placement that the adaptive search looks at and lays their warm-up and cool-down by rule. ``mirrored.py`` searches blocks of

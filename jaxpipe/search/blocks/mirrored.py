@@ -42,7 +42,7 @@ from jaxpipe.schedule.problem import B, F, Problem, W
 from jaxpipe.search.blocks.block import BuildingBlock
 from jaxpipe.search.blocks.repeat import repeat
 from jaxpipe.search.budget import Budget
-from jaxpipe.search.list_schedule.fillers import SETTLED, Finisher, merit
+from jaxpipe.search.list_schedule.fillers import ORDERS_UNTIL_STABLE, GapFiller, score
 from jaxpipe.search.retime import Draft
 
 Array = Any
@@ -357,12 +357,12 @@ def mirrored_cycles(
     """Yield orders from mirrored cycles, every ``parts``-th kind from ``part`` on: short periods first, until there is a
     cycle; then all up to a little more, again and again with wider beams, other seeds and another part, until the budget
     ends."""
-    limit, finisher = min(limits), Finisher(problem)
+    limit, gap_filler = min(limits), GapFiller(problem)
     lattice = Lattice.of(problem, limit) if limit < inf else None
     if lattice is None:
         return
     actions, turn, w = 3 * problem.num_microbatches * problem.num_replicas, lattice.turn, lattice.size[W]
-    finished_s, best = SETTLED * actions / _ACTIONS_PER_S, inf
+    finished_s, best = ORDERS_UNTIL_STABLE * actions / _ACTIONS_PER_S, inf
     kinds = sorted(
         (period / g, g, period)
         for g in range(1, min(max(_MICROBATCHES), problem.num_microbatches - 1) + 1)
@@ -386,17 +386,17 @@ def mirrored_cycles(
                     # without its first microbatches a cycle starts elsewhere, and has other ramps
                     rows = repeat(block, problem, [-1] * first + [*range(problem.num_microbatches)])
                     budget.spent += actions / _ACTIONS_PER_S
-                    draft = finisher.retimer.draft(rows)
+                    draft = gap_filler.retimer.draft(rows)
                     # orders with the same times and peak are taken for one, which is finished once
-                    if draft is not None and (key := (*merit(draft), draft.span)) not in tried:
+                    if draft is not None and (key := (*score(draft), draft.span)) not in tried:
                         rows_by_key[key] = rows
             tried |= rows_by_key.keys()
             for key in nsmallest(max(wide, int(budget.seconds * _FINISHING / finished_s)), rows_by_key):
                 if budget.left <= 0 or key[0] > best * _PROMISING:
                     break
                 budget.spent += finished_s
-                for draft in finisher.settled(rows_by_key[key], limit):
-                    best = min(best, merit(draft)[0])
+                for draft in gap_filler.improve_until_stable(rows_by_key[key], limit):
+                    best = min(best, score(draft)[0])
                     yield draft, f"mirrored cycle of {g}"
             if rows_by_key and again == 0:
                 break

@@ -9,7 +9,7 @@ memory allow.
 Source: `controllable-memory.txt` appendix C, here over the whole schedule, and for fused BW too. One walk over the repeated
 block, in order of cells. B, BW and W move as early as they can; an F moves up only through cells where the rank holds
 less than the block's peak over all ranks. Looking at cells, not seconds, it keeps the rhythm of the block where costs are near
-one another; use it as another start for :class:`~jaxpipe.search.list_schedule.fillers.Finisher`.
+one another; use it as another start for :class:`~jaxpipe.search.list_schedule.fillers.GapFiller`.
 """
 
 from __future__ import annotations

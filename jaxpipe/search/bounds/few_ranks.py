@@ -16,9 +16,9 @@ from itertools import pairwise
 from jaxpipe.schedule.costs import CostProfile
 from jaxpipe.schedule.placement import Placement
 from jaxpipe.schedule.tolerance import how_many
-from jaxpipe.search.bounds.flows import Flow, Flows
+from jaxpipe.search.bounds.flows import Flows, FlowTimes
 from jaxpipe.search.bounds.host_orders import HostOrders
-from jaxpipe.search.bounds.memory import Resident
+from jaxpipe.search.bounds.memory import StageWork
 from jaxpipe.search.bounds.orders import Ends, Kept, Orders, Step
 from jaxpipe.search.bounds.ranks import residents
 from jaxpipe.search.budget import Budget
@@ -51,7 +51,7 @@ class FewRanks:
         self.count, self.limits, self.offload, self.span = num_microbatches, limits, offload, span
         self.shared_lane = costs.host.mode == "shared"
         flows = Flows(placement, num_microbatches, costs)
-        self.flow: Flow = flows.all[0]
+        self.flow: FlowTimes = flows.all[0]
         self.stays = [residents(flows, rank) for rank in range(placement.num_ranks)]
         self.rank_of = [group[0] for group in self.flow.groups]
         n = len(self.rank_of)
@@ -95,7 +95,7 @@ class FewRanks:
         """Return the orders of ``ranks`` (ascending)."""
         flow, of = self.flow, self.ticks.of
         stages = [s for s, rank in enumerate(self.rank_of) if rank in ranks]
-        stay: dict[int, Resident] = {
+        stay: dict[int, StageWork] = {
             s: x for rank in ranks for s, x in zip(self._stages(rank), self.stays[rank], strict=True)
         }
         back = flow.way_back()

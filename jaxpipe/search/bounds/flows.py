@@ -23,7 +23,7 @@ class Visit:
     """A stage on a rank, in one flow, for ``count`` microbatches."""
 
     stage: int
-    flow: Flow
+    flow: FlowTimes
     count: int
 
 
@@ -33,7 +33,7 @@ class Flows:
     def __init__(self, placement: Placement, num_microbatches: int, costs: CostProfile) -> None:
         self.placement, self.costs = placement, costs
         used = min(placement.num_flows, num_microbatches)
-        self.all = [Flow(placement, costs, k) for k in range(used)]
+        self.all = [FlowTimes(placement, costs, k) for k in range(used)]
         self.counts = [len(range(k, num_microbatches, placement.num_flows)) for k in range(used)]
 
     def chunks(self, rank: int) -> list[Visit]:
@@ -69,7 +69,7 @@ class _Traffic(NamedTuple):
     rest: float
 
 
-class Flow:
+class FlowTimes:
     """One microbatch of one flow, every stage at its earliest; seconds per stage.
 
     ``head``: earliest start of the forward. ``back_start``: earliest start of the backward. ``round_trip``: from the

@@ -72,7 +72,7 @@ from jaxpipe.schedule.tolerance import MEMORY, TIME, at_most, how_many
 
 
 @dataclass(frozen=True, slots=True)
-class Resident:
+class StageWork:
     """Work and memory of a rank for each of ``count`` microbatches of one stage and flow.
 
     ``f_s``, ``b_s`` (up to the cotangent), ``back_s`` (B and W, or a cheaper BW); ``trip_s``: least time from F's start to
@@ -132,7 +132,7 @@ class Confined:
         return Confined(max(self.own, other.own), max(self.through, other.through))
 
 
-def confine(stays: Sequence[Resident], limit: float, offload: bool) -> Confined:
+def confine(stays: Sequence[StageWork], limit: float, offload: bool) -> Confined:
     """Return bounds of one rank that does ``stays`` (stages of a flow ascending) and never holds more than ``limit``;
     infinite if that can't be."""
     work = Confined(sum(x.count * (x.f_s + x.back_s) for x in stays), sum(x.count * (x.f_s + x.b_s) for x in stays))
@@ -147,7 +147,7 @@ def confine(stays: Sequence[Resident], limit: float, offload: bool) -> Confined:
     return bound
 
 
-def _least_room(stays: Sequence[Resident], offload: bool) -> float:
+def _least_room(stays: Sequence[StageWork], offload: bool) -> float:
     """Return the memory without which nothing can run: when a microbatch turns on this rank, all its stages here are held.
 
     With offload, only the stage that runs. What is held for no time at all does not count.
@@ -174,7 +174,7 @@ def _most(items: Sequence[tuple[float, float, int]], room: float) -> float:
     return total
 
 
-def _windows(stays: Sequence[Resident], limit: float, work: Confined, offload: bool) -> Confined:
+def _windows(stays: Sequence[StageWork], limit: float, work: Confined, offload: bool) -> Confined:
     """Bound a rank by windows in which the limit leaves too little to do.
 
     Warm-up: a B starts at least ``out_s`` after the microbatch's first F here, hence after the rank's first action. In that
@@ -210,7 +210,7 @@ def _windows(stays: Sequence[Resident], limit: float, work: Confined, offload: b
     return bound.or_longer(Confined(span, through))
 
 
-def _moved_out(stays: Sequence[Resident], seconds: float, slowest: float) -> float:
+def _moved_out(stays: Sequence[StageWork], seconds: float, slowest: float) -> float:
     """Return the most that leaves in the first ``seconds`` of a rank. ``slowest``: least seconds a unit."""
     if len(stays) > 1:
         return seconds / slowest
@@ -218,11 +218,11 @@ def _moved_out(stays: Sequence[Resident], seconds: float, slowest: float) -> flo
     return floor(max(0.0, seconds - x.f_s) / x.d2h_s * (1 + MEMORY) + MEMORY) * x.leaves
 
 
-def _backs(stays: Sequence[Resident]) -> tuple[list[float], list[float]]:
+def _backs(stays: Sequence[StageWork]) -> tuple[list[float], list[float]]:
     return [x.back_s for x in stays], [x.b_s for x in stays]
 
 
-def _cool_down(stays: Sequence[Resident], limit: float, flow: int) -> tuple[float, float]:
+def _cool_down(stays: Sequence[StageWork], limit: float, flow: int) -> tuple[float, float]:
     """Return, if the last F is of ``flow``, the seconds from its start to the end (own, through) less the work that remains
     then."""
     mine = [x for x in stays if x.flow == flow]
@@ -235,7 +235,7 @@ def _cool_down(stays: Sequence[Resident], limit: float, flow: int) -> tuple[floa
     return way + first.back_s - remaining, way + first.b_s - remaining
 
 
-def _areas(stays: Sequence[Resident], limit: float, work: float, offload: bool) -> Confined:
+def _areas(stays: Sequence[StageWork], limit: float, work: float, offload: bool) -> Confined:
     """Bound a rank by memory × time (Little's law): what all microbatches need is at most the limit × the time.
 
     From the start, memory fills no faster than F's run; before the end, whatever is held still needs W, or B and W, so it
@@ -256,7 +256,7 @@ def _areas(stays: Sequence[Resident], limit: float, work: float, offload: bool) 
     return Confined((area + ends) / full, before_last_b / full)
 
 
-def _reachable(stays: Sequence[Resident], limit: float, offload: bool) -> float:
+def _reachable(stays: Sequence[StageWork], limit: float, offload: bool) -> float:
     """Return the most that can really be held: a multiple of the size if all sizes are equal; never more than everything. An
     activation of which a part leaves holds the rest meanwhile."""
     limit = min(limit, sum(x.count * max(x.held, x.kept) for x in stays))
@@ -287,7 +287,7 @@ def _unused(full: float, kinds: Sequence[tuple[float, float]]) -> tuple[float, f
     return missing * missing / rate / 2, missing / rate
 
 
-def _with_lane(stays: Sequence[Resident], area: float, ends: float, full: float, limit: float) -> float:
+def _with_lane(stays: Sequence[StageWork], area: float, ends: float, full: float, limit: float) -> float:
     """Return the least T with area + ends − (what T seconds of the host lane can save) ≤ full × T: offloads that save most
     go first.
 
@@ -311,7 +311,7 @@ def _with_lane(stays: Sequence[Resident], area: float, ends: float, full: float,
     return max(time, lane)
 
 
-def releases(x: Resident, limit: float) -> list[float]:
+def releases(x: StageWork, limit: float) -> list[float]:
     """Return the least start of the j-th F of a rank with one chunk, counted from its first.
 
     Order the F's by start. When the j-th (from 0) has started, ``(j + 1) held − (held − kept) b − kept w`` units are there if b
@@ -331,7 +331,7 @@ def releases(x: Resident, limit: float) -> list[float]:
     return starts
 
 
-def _released(x: Resident, starts: Sequence[float], j: int, excess: float, idle: float) -> float:
+def _released(x: StageWork, starts: Sequence[float], j: int, excess: float, idle: float) -> float:
     """Return the least time by which j F's ran and ``excess`` units were given back, over all numbers b of B's that ended.
 
     More B's need fewer W's: the first two terms rise with b, the third falls, and the fourth (W's not rounded) does one of
@@ -367,7 +367,7 @@ def _released(x: Resident, starts: Sequence[float], j: int, excess: float, idle:
     return min(at, max(terms(low - 1))) if low > 1 else at
 
 
-def after_releases(x: Resident, starts: Sequence[float]) -> Confined:
+def after_releases(x: StageWork, starts: Sequence[float]) -> Confined:
     """Bound a rank's work from its j-th F on: the F's j, j + 1, … have their B's start no earlier than a trip later, one
     after the other."""
     span = through = 0.0
@@ -378,7 +378,7 @@ def after_releases(x: Resident, starts: Sequence[float]) -> Confined:
     return Confined(span, through)
 
 
-def chunk_turns(stays: Sequence[Resident], limit: float) -> Confined:
+def chunk_turns(stays: Sequence[StageWork], limit: float) -> Confined:
     """Return bounds of one rank that does ``stays`` (stages of one flow, ascending), from what its chunks hold together."""
     bound = Confined(0.0, 0.0)
     if len({x.flow for x in stays}) > 1:
@@ -388,7 +388,7 @@ def chunk_turns(stays: Sequence[Resident], limit: float) -> Confined:
     return bound
 
 
-def _turns(stays: Sequence[Resident], limit: float) -> Confined:
+def _turns(stays: Sequence[StageWork], limit: float) -> Confined:
     """Bound a rank where the last of ``stays`` takes turns.
 
     Order its F's by start. When the j-th (from 0) starts, at most q − 1 of those before it are still on their way; so of
@@ -419,7 +419,7 @@ def _turns(stays: Sequence[Resident], limit: float) -> Confined:
     return Confined(span, through)
 
 
-def with_whole_trips(x: Resident, area: float, full: float, limit: float) -> float:
+def with_whole_trips(x: StageWork, area: float, full: float, limit: float) -> float:
     """Return the least T over all numbers that leave: the more leave, the less of ``area`` is needed of ``full`` × T, the
     longer the lane takes."""
     # a schedule may choose how many leave, so the least over all numbers bounds it
@@ -431,7 +431,7 @@ def with_whole_trips(x: Resident, area: float, full: float, limit: float) -> flo
 class _Crowd:
     """The argument of this module for one rank."""
 
-    def __init__(self, x: Resident, limit: float) -> None:
+    def __init__(self, x: StageWork, limit: float) -> None:
         self.x = x
         self.fit = how_many(x.held, limit) if x.held > 0 else 0
         self.copies = x.d2h_s + x.h2d_s
@@ -461,7 +461,7 @@ _CHOICES = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class ChainTimes:
     """A chain from rank e down: seconds per rank of F, B, transfers down and up to the next rank; on e: release after B."""
 
     f_s: Sequence[float]
@@ -471,7 +471,7 @@ class Run:
     release_s: float
 
 
-def meet(run: Run, top: Resident, limit: float, starts: Sequence[float]) -> Confined:
+def meet(run: ChainTimes, top: StageWork, limit: float, starts: Sequence[float]) -> Confined:
     """Return the least time of rank e's work when no more than ``limit`` may be held there; ``starts``: least start of its
     j-th F."""
     m = top.count
@@ -491,7 +491,7 @@ def meet(run: Run, top: Resident, limit: float, starts: Sequence[float]) -> Conf
 class _Legs:
     """Times of the ways to and from a cut, and between meetings. Transfers over the cut itself are left out."""
 
-    def __init__(self, run: Run, includes_release: bool) -> None:
+    def __init__(self, run: ChainTimes, includes_release: bool) -> None:
         n = len(run.f_s)
         self.cuts = range(n + 1)
         # ranks above the cut: from rank e's F start to the cut, from the cut to rank e's B end; below: the same to the turn
@@ -531,7 +531,7 @@ def _sums(seconds: Sequence[float], hops: Sequence[float]) -> list[float]:
     return sums
 
 
-def _pair(legs: _Legs, top: Resident, starts: Sequence[float], lanes: int, distance: int, last: int) -> Confined:
+def _pair(legs: _Legs, top: StageWork, starts: Sequence[float], lanes: int, distance: int, last: int) -> Confined:
     """Bound the lanes of ``last`` and of ``last − distance``, from their last meeting back to any of their first."""
     m = top.count
     span, through = [0.0] * len(legs.cuts), [0.0] * len(legs.cuts)

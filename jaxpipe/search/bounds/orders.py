@@ -82,7 +82,7 @@ class Orders:
 
         0, which proves nothing, if ``late`` said so.
         """
-        search = _Search(self)
+        search = _OrderSearch(self)
         layer: dict[_Counts, list[State]] = {search.nothing: [(0,) * (1 + len(self.limits))]}
         return least_objective(search, layer, most, width, late)
 
@@ -126,7 +126,7 @@ _Counts = tuple[int, ...]
 """How often each step, then each kind of W, has started."""
 
 
-class _Search:
+class _OrderSearch:
     """Successors of a state: the next F, B or W of any rank."""
 
     def __init__(self, orders: Orders) -> None:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from math import inf
 
 from jaxpipe.schedule.tolerance import how_many
-from jaxpipe.search.bounds.flows import Flow, Flows, Visit
-from jaxpipe.search.bounds.memory import Confined, Resident, Run, chunk_turns, confine, meet, releases
+from jaxpipe.search.bounds.flows import Flows, FlowTimes, Visit
+from jaxpipe.search.bounds.memory import ChainTimes, Confined, StageWork, chunk_turns, confine, meet, releases
 
 _TOP_RANKS = 1
 """From how many ranks down the crossing argument is made: those where the limit costs most."""
@@ -36,14 +36,14 @@ def confine_ranks(flows: Flows, limits: Sequence[float] | None, offload: bool) -
     return bounds
 
 
-def _slowness(top: Resident, limit: float) -> float:
+def _slowness(top: StageWork, limit: float) -> float:
     lanes = how_many(top.held, limit) if top.held > 0 else top.count
     return top.trip_s / max(1, lanes)
 
 
-def _run(flow: Flow, stage: int, top: Resident) -> Run:
+def _run(flow: FlowTimes, stage: int, top: StageWork) -> ChainTimes:
     stages = range(stage, len(flow.groups))
-    return Run(
+    return ChainTimes(
         f_s=[flow.forward[s] for s in stages],
         b_s=[flow.passed[s] for s in stages],
         down_s=[flow.hop(s, s + 1, s) for s in stages[:-1]],
@@ -52,7 +52,7 @@ def _run(flow: Flow, stage: int, top: Resident) -> Run:
     )
 
 
-def residents(flows: Flows, rank: int) -> list[Resident]:
+def residents(flows: Flows, rank: int) -> list[StageWork]:
     """Return what ``rank`` does and holds, flow by flow, stages ascending."""
     visits, stays = flows.chunks(rank), []
     for number, flow in enumerate(flows.all):
@@ -63,11 +63,11 @@ def residents(flows: Flows, rank: int) -> list[Resident]:
     return stays
 
 
-def _resident(flows: Flows, v: Visit, number: int, share: float, start: float) -> Resident:
+def _resident(flows: Flows, v: Visit, number: int, share: float, start: float) -> StageWork:
     """``share``: residuals of all visits of the same flow on the same rank; ``start``: the first of them at its earliest."""
     flow, s, costs = v.flow, v.stage, flows.costs
     d2h, h2d = costs.offload_s[s], costs.load_s[s]
-    return Resident(
+    return StageWork(
         flow=number,
         count=v.count,
         f_s=flow.forward[s],

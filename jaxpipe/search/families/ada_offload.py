@@ -32,7 +32,7 @@ from jaxpipe.schedule.placement import circular
 from jaxpipe.schedule.problem import CodeRows, Problem
 from jaxpipe.search.blocks.repeat import repeat
 from jaxpipe.search.families.pipeoffload import po_block, po_rows
-from jaxpipe.search.list_schedule.fillers import AS_GIVEN, Finisher, Phases, Recipes, Rule
+from jaxpipe.search.list_schedule.fillers import AS_GIVEN, GapFiller, Phases, Recipes, Rule
 from jaxpipe.search.list_schedule.policies import full_limit
 from jaxpipe.search.retime import SLACK, Draft, peaks
 
@@ -45,7 +45,7 @@ _STEADY_FILLS = [  # and the part of PipeOffload's memory that they may hold
 _INTERVALS = (1.2, 1.5, 2.0, 2.5, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0, float("inf"))
 _TRIES = 16
 _SMALL = 20_000
-_finisher = lru_cache(maxsize=4)(Finisher)
+_gap_filler = lru_cache(maxsize=4)(GapFiller)
 """What it fills does not depend on the limit: a search asks for many."""
 
 
@@ -87,7 +87,7 @@ class _Search:
 
     def __init__(self, problem: Problem, costs: CostProfile, limit: float) -> None:
         self.problem, self.costs, self.limit, self.most = problem, costs, limit, limit * SLACK
-        self.finisher, self.plain = _finisher(problem), po_rows(problem)
+        self.gap_filler, self.plain = _gap_filler(problem), po_rows(problem)
         self.block = po_block(problem.num_ranks, problem.placement.num_chunks)
         self.alone = max(map(max, self.block.weight)) + 1
         self.small = sum(map(len, self.plain)) <= _SMALL
@@ -101,11 +101,11 @@ class _Search:
 
     def dense(self) -> Iterator[Draft]:
         """PipeOffload's order, and the same with waits filled: more F in flight, more or fewer W outstanding."""
-        plain = self.finisher.retimer.draft(self.plain)
+        plain = self.gap_filler.retimer.draft(self.plain)
         assert plain is not None, "PipeOffload's order deadlocks"
         yield plain
         for fill, recipes in ((1.0, _ONLY_W), (1.0, _FILLS), (1.5, _FILLS), (2.0, _FILLS)):
-            yield from self.finisher.drafts(self.plain, plain.peak * fill, len(recipes), recipes)
+            yield from self.gap_filler.drafts(self.plain, plain.peak * fill, len(recipes), recipes)
 
     def sparse(self) -> Schedule:
         """Return the shortest with microbatches at longer intervals, or PipeOffload's order with B's that wait for L or F's
@@ -135,8 +135,8 @@ class _Search:
         fills = _STEADY_FILLS if self.small else _STEADY_FILLS[:1]
         for interval in sorted({round(min(self.block.interval * x, self.alone)) for x in _INTERVALS}):
             rows = self.at_interval(interval)
-            orders = [rows, *(self.finisher.filled(rows, in_flight * part, rule) for rule, part in fills)]
-            drafts = [draft for draft in map(self.finisher.retimer.draft, orders) if draft is not None]
+            orders = [rows, *(self.gap_filler.filled(rows, in_flight * part, rule) for rule, part in fills)]
+            drafts = [draft for draft in map(self.gap_filler.retimer.draft, orders) if draft is not None]
             yield from sorted((draft for draft in drafts if self.fits(draft.rows)), key=Draft.key)
             after += drafts[0].peak <= self.most
             if after == 2:

@@ -26,7 +26,7 @@ from jaxpipe.schedule.problem import CodeRows, Problem
 from jaxpipe.search.blocks.block import BuildingBlock
 from jaxpipe.search.blocks.repeat import repeat
 from jaxpipe.search.families.gis import interleaved_block, smallest_group
-from jaxpipe.search.list_schedule.fillers import AS_GIVEN, Finisher, Phases, Recipes, Rule, improved
+from jaxpipe.search.list_schedule.fillers import AS_GIVEN, GapFiller, Phases, Recipes, Rule, improved
 
 _RECIPES: Recipes = (  # W soon after its B: what a W needs stays on the device
     ("real", Rule(lazy=False, w_gap=0.0)),
@@ -155,11 +155,11 @@ def _offloaded(name: str, problem: Problem, costs: CostProfile | None, fraction:
 
 def _shorter(problem: Problem) -> list[CodeRows]:
     """Return orders with gaps filled that are shorter than PipeOffload's in makespan or longest span and longer in neither."""
-    finisher, start = Finisher(problem), po_rows(problem)
-    anchor = finisher.retimer.draft(start)
+    gap_filler, start = GapFiller(problem), po_rows(problem)
+    anchor = gap_filler.retimer.draft(start)
     assert anchor is not None, "PipeOffload's order deadlocks"
     rows_by_key: dict[tuple[float, float, float], CodeRows] = {}
-    for draft in (*finisher.drafts(start, anchor.peak, len(_RECIPES), _RECIPES), improved(problem, [start])):
+    for draft in (*gap_filler.drafts(start, anchor.peak, len(_RECIPES), _RECIPES), improved(problem, [start])):
         # as short with less memory is no reason to leave the paper's order
         if draft.no_worse_than(anchor) and draft.key()[:2] < anchor.key()[:2]:
             rows_by_key.setdefault(draft.key(), draft.rows)

@@ -40,7 +40,7 @@ from jaxpipe.search.blocks.repeat import compact, repeat, repeated
 from jaxpipe.search.blocks.v_shape import T, cells_with_ends, searched
 from jaxpipe.search.bounds import lower_bound, span_lower_bound
 from jaxpipe.search.families.v_blocks import v_min_block
-from jaxpipe.search.list_schedule.fillers import Finisher, merit
+from jaxpipe.search.list_schedule.fillers import GapFiller, score
 from jaxpipe.search.list_schedule.policies import full_limit, least_limit
 from jaxpipe.search.list_schedule.weights import WeightFilling, refilled
 from jaxpipe.search.retime import SLACK, Draft, within
@@ -138,12 +138,12 @@ def best_adaptive_draft(
     """Return the best order for a V placement with a peak of at most ``limit`` (at least what one microbatch needs).
 
     ``enough``: makespan and span that can't be beaten; the search stops at both. For ``makespan``, the result is behind the
-    laid block of shortest span in neither: choosing by :func:`merit` alone gives 0.3% longer spans in some authors' rows.
+    laid block of shortest span in neither: choosing by :func:`score` alone gives 0.3% longer spans in some authors' rows.
     """
     # orders are searched on few microbatches, whose steady phase is then repeated
     few = min(problem.num_microbatches, 2 * problem.num_ranks + 4)
-    short = Finisher(replace(problem, num_microbatches=few))
-    full = short if few == problem.num_microbatches else Finisher(problem)
+    short = GapFiller(replace(problem, num_microbatches=few))
+    full = short if few == problem.num_microbatches else GapFiller(problem)
     blocks = list(_fitting(short.problem, limit))
     laid = list(_laid(blocks, short, full, limit))
     drafts = [draft for draft, _ in laid]
@@ -155,7 +155,7 @@ def best_adaptive_draft(
                 return draft
     if objective == "span":
         return min(drafts, key=_by_span)
-    return min((d for d in drafts if anchor is None or _beats(d, (anchor.makespan, anchor.span))), key=merit)
+    return min((d for d in drafts if anchor is None or _beats(d, (anchor.makespan, anchor.span))), key=score)
 
 
 def _beats(draft: Draft, enough: tuple[float, float]) -> bool:
@@ -172,7 +172,7 @@ def _fitting(problem: Problem, limit: float) -> Iterator[BuildingBlock]:
 
 
 def _laid(
-    blocks: Sequence[BuildingBlock], short: Finisher, full: Finisher, limit: float
+    blocks: Sequence[BuildingBlock], short: GapFiller, full: GapFiller, limit: float
 ) -> Iterator[tuple[Draft, CodeRows]]:
     """Yield the best blocks with ends by rule: drafts for all microbatches, and their rows for few."""
     cells = (cells_with_ends(block, short.problem) for block in blocks)
@@ -183,25 +183,25 @@ def _laid(
 
 
 def _starts(
-    blocks: Sequence[BuildingBlock], laid: Sequence[tuple[Draft, CodeRows]], short: Finisher, limit: float
+    blocks: Sequence[BuildingBlock], laid: Sequence[tuple[Draft, CodeRows]], short: GapFiller, limit: float
 ) -> Iterator[CodeRows]:
     """Yield rows worth finishing: the best laid, and the repeated blocks that look best after a few recipes."""
-    best = {merit(draft): rows for draft, rows in laid}
+    best = {score(draft): rows for draft, rows in laid}
     yield from (best[key] for key in sorted(best)[:_LAID_FINISHED])
     plain = [repeat(block, short.problem) for block in blocks[:_SCREENED] or [_stretched(short.problem, limit)]]
-    looked = [min(map(merit, short.drafts(rows, limit, _A_FEW)), default=(float("inf"), 0.0)) for rows in plain]
+    looked = [min(map(score, short.drafts(rows, limit, _A_FEW)), default=(float("inf"), 0.0)) for rows in plain]
     yield from (plain[k] for k in nsmallest(_SCREENED_FINISHED, range(len(plain)), key=looked.__getitem__))
 
 
-def _finished(rows: CodeRows, short: Finisher, full: Finisher, limit: float) -> Iterator[Draft]:
+def _finished(rows: CodeRows, short: GapFiller, full: GapFiller, limit: float) -> Iterator[Draft]:
     """Return ``rows`` by all recipes, W laid anew on the best, for all microbatches."""
     tried = [*within([short.retimer.draft(rows)], limit), *short.drafts(rows, limit, _ALL)]
     filling = WeightFilling(short.problem, limit, short.retimer)
-    tried += within([refilled(filling, draft, _PASSES) for draft in nsmallest(_REFILLED, tried, key=merit)], limit)
+    tried += within([refilled(filling, draft, _PASSES) for draft in nsmallest(_REFILLED, tried, key=score)], limit)
     return _longer(iter(tried), short, full, limit)
 
 
-def _longer(drafts: Iterator[Draft], short: Finisher, full: Finisher, limit: float) -> Iterator[Draft]:
+def _longer(drafts: Iterator[Draft], short: GapFiller, full: GapFiller, limit: float) -> Iterator[Draft]:
     """Return drafts for few microbatches as drafts for all of them; those that keep within the limit."""
     if full is short:
         return drafts

@@ -19,7 +19,7 @@ from jaxpipe.schedule.placement import v_shape
 from jaxpipe.schedule.problem import Problem
 from jaxpipe.search.blocks.block import BuildingBlock
 from jaxpipe.search.blocks.repeat import cells_of, compact, repeat
-from jaxpipe.search.list_schedule.fillers import Finisher, affordable, merit
+from jaxpipe.search.list_schedule.fillers import GapFiller, recipe_budget, score
 
 _ACTIONS = 80_000
 
@@ -131,10 +131,10 @@ def one_f_one_b_v(ranks: int, microbatches: int, costs: CostProfile | None = Non
 def _repeated(name: str, block: BuildingBlock, microbatches: int, costs: CostProfile | None) -> Schedule:
     problem = Problem.of(block.placement, microbatches, costs)
     rows = repeat(block, problem)
-    finisher = Finisher(problem)
-    squeezed = finisher.retimer.draft(rows)
+    gap_filler = GapFiller(problem)
+    squeezed = gap_filler.retimer.draft(rows)
     assert squeezed is not None, "a repeated block deadlocks"
-    tries = affordable(problem, _ACTIONS)
+    tries = recipe_budget(problem, _ACTIONS)
     starts = rows, compact(problem, cells_of(block, problem))
-    drafts = [finisher.best(start, squeezed.peak, tries) for start in starts]
-    return problem.schedule(name, min((d for d in drafts if d is not None), key=merit).rows)
+    drafts = [gap_filler.best(start, squeezed.peak, tries) for start in starts]
+    return problem.schedule(name, min((d for d in drafts if d is not None), key=score).rows)

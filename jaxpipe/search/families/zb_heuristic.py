@@ -37,7 +37,7 @@ from jaxpipe.schedule.tolerance import Objective
 from jaxpipe.search.blocks.block import BuildingBlock, with_weight_gradients
 from jaxpipe.search.blocks.repeat import repeat
 from jaxpipe.search.bounds import lower_bound, span_lower_bound
-from jaxpipe.search.list_schedule.fillers import RECIPES, Finisher
+from jaxpipe.search.list_schedule.fillers import RECIPES, GapFiller
 from jaxpipe.search.list_schedule.policies import chain_drafts, full_limit, least_limit
 from jaxpipe.search.list_schedule.weights import WeightFilling, refilled
 from jaxpipe.search.retime import Draft, Retimer, best_of
@@ -235,9 +235,9 @@ def two_thirds_block(ranks: int, distance: int = 2) -> BuildingBlock:
 
 def block_drafts(problem: Problem, limit: float) -> Iterator[Draft]:
     """Yield the repeated block reordered with real costs within ``limit``; nothing if the block needs more."""
-    finisher = Finisher(problem)
+    gap_filler = GapFiller(problem)
     tries = min(len(RECIPES), _BLOCK_ACTIONS // max(1, 3 * problem.num_ranks * problem.num_microbatches))
     for distance in (2, 4):
-        draft = finisher.best(repeat(two_thirds_block(problem.num_ranks, distance), problem), limit, tries)
+        draft = gap_filler.best(repeat(two_thirds_block(problem.num_ranks, distance), problem), limit, tries)
         if draft is not None:
             yield draft

@@ -5,6 +5,6 @@ from jaxpipe.lazy import exported
 __all__, __getattr__ = exported(
     __name__,
     policies="Chooser Policy by_turn chain_drafts full_limit least_limit run",
-    fillers="Finisher Phases Rule improved merit",
+    fillers="Finisher GapFiller Phases Rule improved merit score",
     weights="Filled WeightFilling order_of refilled",
 )

@@ -9,7 +9,7 @@ Memory: an F moves up only if the row, with each W directly after its B, stays w
 before an F that would not fit. So the result holds at most the limit, or what the given order needs at least if that is more,
 and it never gets stuck. Each replica keeps its order of microbatches, and gradients add up in the order of the row.
 
-Which rule fills best depends on costs, transfers and memory, and no rule wins everywhere, so a :class:`Finisher` tries several
+Which rule fills best depends on costs, transfers and memory, and no rule wins everywhere, so a :class:`GapFiller` tries several
 *recipes* (:data:`RECIPES`) and re-times each result with the real costs.
 
 The same is done from the end (:func:`filled_from_the_end`): time runs backwards, and what can be later is. Read backwards
@@ -74,11 +74,11 @@ def filled_from_the_end(problem: Problem, rows: CodeRows, limit: float) -> Itera
     for pull_gap, w_gap in GAPS:
         clock = Clock(tables)
         gaps = [w_gap if kind >= W * problem.num_replicas else pull_gap for kind in range(3 * problem.num_replicas)]
-        clock.run(_filling(clock, reversed_rows, limit * SLACK, gaps))
+        clock.run(_fill_gaps_backwards(clock, reversed_rows, limit * SLACK, gaps))
         yield [[*reversed(row)] for row in clock.rows]
 
 
-def _filling(clock: Clock, rows: CodeRows, room: float, gaps: list[float]) -> Choose:
+def _fill_gaps_backwards(clock: Clock, rows: CodeRows, room: float, gaps: list[float]) -> Choose:
     """Return the chooser that fills ``rows``, an order read backwards."""
     m, change = clock.tables.num_microbatches, clock.tables.change
     ready, memory, tiny = clock.ready, clock.memory, clock.tiny
@@ -131,9 +131,9 @@ _STARTS, _FEWEST, _LEAST = 2, 10, 3
 _ACTIONS = 45_000  # placed for the first order, over all recipes; a recipe takes about 4 µs for each
 _AGAIN = 8  # recipes for an order that was filled from its end; 20 found the same in the few cases that were tried
 _MOST_DRAFTS = 500  # drafts that are remembered: bounds memory
-SETTLED = 42
-"""Orders that :meth:`Finisher.settled` makes, roughly: by all recipes, then twice from the end and by some of them."""
-View = Literal["real", "free transfers", "cells"]
+ORDERS_UNTIL_STABLE = 42
+"""Orders that :meth:`GapFiller.improve_until_stable` makes, roughly: by all recipes, then twice from the end and by some."""
+CostView = Literal["real", "free transfers", "cells"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +169,7 @@ class Phases:
     cool_down: Rule
 
 
-Recipes = Sequence[tuple[View, Rule | Phases]]
+Recipes = Sequence[tuple[CostView, Rule | Phases]]
 
 
 def _ends(warm_up: Rule, cool_down: Rule) -> Phases:
@@ -258,7 +258,7 @@ class _FixedOrder:
             self.profile.append(profile)
 
 
-def filling(clock: Clock, problem: Problem, fixed: _FixedOrder, limit: float, rules: Rule | Phases) -> Choose:
+def fill_gaps(clock: Clock, problem: Problem, fixed: _FixedOrder, limit: float, rules: Rule | Phases) -> Choose:
     """Return the chooser that fills the ``fixed`` order by ``rules`` within ``limit`` (units of a rank's share)."""
     m, n, stages = problem.num_microbatches, problem.num_replicas, problem.placement.num_stages
     first_b, first_w, first_bw, to_w, to_b = B * n * m, W * n * m, BW * n * m, (W - B) * n * m, (B - BW) * n * m
@@ -354,7 +354,7 @@ def filling(clock: Clock, problem: Problem, fixed: _FixedOrder, limit: float, ru
     return choose
 
 
-class Finisher:
+class GapFiller:
     """Recipes for one problem; its tables are made once."""
 
     def __init__(self, problem: Problem) -> None:
@@ -364,13 +364,13 @@ class Finisher:
         self._drafts_by_recipe: dict[tuple[object, ...], Draft | None] = {}
 
     @cached_property
-    def _views(self) -> dict[View, Problem]:
+    def _views(self) -> dict[CostView, Problem]:
         free, one = self.problem.without_transfers(), (1.0,) * self.problem.num_replicas
         cells = replace(free, f_s=one, b_s=one, w_s=one, bw_s=tuple(2.0 for _ in one))
         same = free == self.problem
         return {"real": self.problem, "free transfers": self.problem if same else free, "cells": cells}
 
-    def filled(self, rows: CodeRows, limit: float, rules: Rule | Phases, view: View = "real") -> list[list[int]]:
+    def filled(self, rows: CodeRows, limit: float, rules: Rule | Phases, view: CostView = "real") -> list[list[int]]:
         """Return ``rows`` (complete, free of deadlock) with waits filled by one rule, within ``limit`` (units of a rank's
         share)."""
         # recipes for one order come in a row, so identity suffices
@@ -378,30 +378,30 @@ class Finisher:
             self._fixed = _FixedOrder(self.problem, rows)
         problem = self._views[view]
         clock = Clock(problem.tables)
-        clock.run(filling(clock, problem, self._fixed, limit, rules))
+        clock.run(fill_gaps(clock, problem, self._fixed, limit, rules))
         return clock.rows
 
     def best(self, rows: CodeRows, limit: float, tries: int) -> Draft | None:
         """Return the best of ``rows`` squeezed, ``tries`` recipes on them, and on the best of what these gave; None if none
-        is within ``limit`` (units of a rank's share). Best: by :func:`merit`."""
+        is within ``limit`` (units of a rank's share). Best: by :func:`score`."""
         drafts = [*within([self.retimer.draft(rows)], limit), *self.drafts(rows, limit, tries)]
         left = tries - len(RECIPES)
-        for draft in sorted(drafts, key=merit)[:_STARTS]:
+        for draft in sorted(drafts, key=score)[:_STARTS]:
             if left > 0:
                 drafts += self.drafts(draft.rows, limit, left)
                 left -= len(RECIPES)
-        return min(drafts, key=merit, default=None)
+        return min(drafts, key=score, default=None)
 
-    def settled(self, rows: CodeRows, limit: float) -> Iterator[Draft]:
+    def improve_until_stable(self, rows: CodeRows, limit: float) -> Iterator[Draft]:
         """Yield the best of ``rows`` by all recipes; then, while that makes it better, of that filled from its end, and by some
-        recipes again. Nothing if none is within ``limit`` (units of a rank's share). Best: by :func:`merit`."""
+        recipes again. Nothing if none is within ``limit`` (units of a rank's share). Best: by :func:`score`."""
         best, now = None, self.best(rows, limit, len(RECIPES))
-        while now is not None and (best is None or merit(now) < merit(best)):
+        while now is not None and (best is None or score(now) < score(best)):
             yield (best := now)
             back = map(self.retimer.draft, filled_from_the_end(self.problem, best.rows, limit))
             drafts = [*within(back, limit)]
-            drafts += self.drafts(min(drafts, key=merit, default=best).rows, limit, _AGAIN)
-            now = min(drafts, key=merit, default=None)
+            drafts += self.drafts(min(drafts, key=score, default=best).rows, limit, _AGAIN)
+            now = min(drafts, key=score, default=None)
 
     def drafts(self, rows: CodeRows, limit: float, tries: int, recipes: Recipes = RECIPES) -> Iterator[Draft]:
         """Return ``rows`` by the first ``tries`` recipes, those that keep within ``limit`` (units of a rank's share)."""
@@ -409,7 +409,7 @@ class Finisher:
         distinct = {(id(self._views[view]), rules): view for view, rules in recipes}
         order = tuple(map(tuple, rows))
 
-        def draft_by(rules: Rule | Phases, view: View) -> Draft | None:
+        def draft_by(rules: Rule | Phases, view: CostView) -> Draft | None:
             at = order, limit, rules, view
             if len(self._drafts_by_recipe) > _MOST_DRAFTS:
                 self._drafts_by_recipe.clear()
@@ -427,21 +427,25 @@ def improved(problem: Problem, orders: Sequence[CodeRows]) -> Draft:
 
     Fewer recipes are tried on large problems.
     """
-    finisher = Finisher(problem)
-    anchor = finisher.retimer.draft(orders[0])
+    gap_filler = GapFiller(problem)
+    anchor = gap_filler.retimer.draft(orders[0])
     assert anchor is not None, "the known order deadlocks"
     # a filling takes time by actions, so all orders together take about the same at any size
     tries = max(_LEAST, _ACTIONS // sum(map(len, orders[0])))
-    drafts = (draft for rows in orders for draft in finisher.drafts(rows, anchor.peak, tries, DOMINATING))
+    drafts = (draft for rows in orders for draft in gap_filler.drafts(rows, anchor.peak, tries, DOMINATING))
     return best_of(drafts, anchor) or anchor
 
 
-def merit(draft: Draft) -> tuple[float, float]:
+def score(draft: Draft) -> tuple[float, float]:
     """Score a draft, smaller is better: makespan plus longest span, then peak. Both count: the span where no rank waits for
     the others' last actions before it steps, the makespan otherwise."""
     return nine_digits(draft.makespan + draft.span), draft.peak
 
 
-def affordable(problem: Problem, actions: int) -> int:
+def recipe_budget(problem: Problem, actions: int) -> int:
     """Return how many recipes may be tried if ``actions`` actions may be ordered in all; at least a few."""
     return max(_FEWEST, actions // max(1, 3 * problem.num_replicas * problem.num_microbatches))
+
+
+Finisher, merit = GapFiller, score
+"""Earlier names of :class:`GapFiller` and :func:`score`."""

@@ -2,8 +2,8 @@
 
 Input: F and B of all ranks as *one* list in which everything stands after what it waits for. :meth:`WeightFilling.fill`
 walks it once. Before an action that can't start yet, W that fit into the gap are run; where a W is longer than the gap, either
-the rank idles or the W runs and delays what follows. A :class:`Rule` decides that by the seconds a rank has idled so far: it
-may idle, up to each action, what it idled in an earlier pass, plus what a target for its span and its end leaves to spare.
+the rank idles or the W runs and delays what follows. An :class:`IdleRule` decides that by the seconds a rank has idled so far:
+it may idle, up to each action, what it idled in an earlier pass, plus what a target for its span and its end leaves to spare.
 Ranks above the target fill more gaps, ranks below it fewer, so repeated passes move idle seconds between ranks. The longest
 span *and* the makespan are targets.
 
@@ -25,7 +25,7 @@ _STEPS = (0.02, 0.05, 0.1, 0.2, 0.5)
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class IdleRule:
     """When a W that is longer than the gap runs in it: when the rank would otherwise have idled more than it may.
 
     Rank r may idle ``profile_s[k] + spare_s[r]`` seconds up to action k of the order.
@@ -84,7 +84,7 @@ class WeightFilling:
             for first, last in zip(filled.first_s, filled.last_s, strict=True)
         ]
 
-    def fill(self, order: Sequence[int], rule: Rule) -> Filled | None:
+    def fill(self, order: Sequence[int], rule: IdleRule) -> Filled | None:
         """Return rows with every W of ``order``'s B; None if F and B alone exceed the memory limit."""
         t, n, m = self.problem.tables, self.problem.num_replicas, self.problem.num_microbatches
         kinds, seconds, change = self._kinds, t.seconds, t.change
@@ -177,7 +177,7 @@ def improved(
     ``start``: a filling of ``order`` to begin with; by default every W runs in the first gap there is.
     """
     least_span, least_makespan = least(filling.problem)
-    now = start or filling.fill(order, Rule((-NEVER,) * filling.problem.num_ranks, (0.0,) * len(order)))
+    now = start or filling.fill(order, IdleRule((-NEVER,) * filling.problem.num_ranks, (0.0,) * len(order)))
     step, states = 0, set[tuple[object, ...]]()
     for _ in range(passes):
         if now is None:
@@ -191,7 +191,7 @@ def improved(
         share = _STEPS[step % len(_STEPS)]
         span = best.span - share * (best.span - least_span)
         makespan = best.makespan - share * (best.makespan - least_makespan)
-        filled = filling.fill(order, Rule(filling.spare(now, span, makespan), now.profile_s))
+        filled = filling.fill(order, IdleRule(filling.spare(now, span, makespan), now.profile_s))
         # the target was too near to move any W: the next one is farther
         if filled is not None and filled.rows == now.rows:
             step += 1
@@ -218,5 +218,5 @@ def refilled(filling: WeightFilling, draft: Draft, passes: int) -> Draft | None:
     order = order_of(filling.problem, draft.rows, filling.retimer)
     if len(order) < 2 * filling.problem.num_replicas * filling.problem.num_microbatches:
         return None
-    start = filling.fill(order, Rule((-NEVER,) * filling.problem.num_ranks, (0.0,) * len(order)))
+    start = filling.fill(order, IdleRule((-NEVER,) * filling.problem.num_ranks, (0.0,) * len(order)))
     return filling.draft(improved(filling, order, start, passes, start).rows) if start else None

@@ -57,7 +57,7 @@ Event = tuple[int, bool]
 """The start of an action, or (True) its end."""
 
 
-class Piece(NamedTuple):
+class MemoryInterval(NamedTuple):
     """``units`` of memory held from ``opens`` to ``closes`` (None: from the start, for ever). If there is a ``choice``, only
     where it is as ``holds`` says."""
 
@@ -68,11 +68,11 @@ class Piece(NamedTuple):
     holds: bool = True
 
 
-_Sized = tuple[float, float, Piece]
-"""A piece of the one amount less the other, each rounded to units by itself, so that what adds up still does."""
+_Sized = tuple[float, float, MemoryInterval]
+"""An interval of the one amount less the other, each rounded to units by itself, so that what adds up still does."""
 
 
-class Sent(NamedTuple):
+class TransferEdge(NamedTuple):
     """A transfer: the action whose end it follows, the directed pair of ranks, ticks until it has arrived, and those in which
     it occupies the pair."""
 
@@ -82,7 +82,7 @@ class Sent(NamedTuple):
     occupied: int
 
 
-class Fusing(NamedTuple):
+class FusedBackward(NamedTuple):
     """Choice to run a B and its W as one BW of so many ``ticks``. ``choice``: shared by the ranks of a group."""
 
     choice: int
@@ -90,7 +90,7 @@ class Fusing(NamedTuple):
     ticks: int
 
 
-class Copies(NamedTuple):
+class OffloadPair(NamedTuple):
     """The actions around what an O may take away: the O's number is the choice."""
 
     f: int
@@ -104,10 +104,10 @@ class MemoryLimit:
 
     rank: int
     capacity: int
-    pieces: tuple[Piece, ...]
+    intervals: tuple[MemoryInterval, ...]
 
 
-class Actions:
+class ActionTable:
     """The actions of ``order``, any schedule of the task (None: of a chain, one microbatch after the other), each O and L that
     there could be, and with ``fusing`` every backward as B and W with BW to choose; ``parts`` of a mean duration to a tick
     where costs have no common step.
@@ -149,16 +149,16 @@ class Actions:
         self.ticks = ticks = time_grid(durations, 2 * sum(durations), parts)
         self.size = tuple(map(ticks.of, seconds))
         self.transfers = tuple(
-            Sent(t.producer, (t.src, t.dst), ticks.of(x), ticks.of(y))
+            TransferEdge(t.producer, (t.src, t.dst), ticks.of(x), ticks.of(y))
             for t, x, y in zip(graph.transfers, sent, occupied, strict=True)
         )
-        self.fusing: dict[int, Fusing] = {}
+        self.fusing: dict[int, FusedBackward] = {}
         for n, x in bw_seconds.items():
             w = self.ops[self.rank[n]][self.action[n].stage, self.action[n].microbatch]["W"]
             # ranks of a group fuse together: the choice is that of the first of them
-            self.fusing[n] = Fusing(self.joint[n], w, ticks.of(x))
+            self.fusing[n] = FusedBackward(self.joint[n], w, ticks.of(x))
         copied = (ops for ops_of in self.ops for ops in ops_of.values() if "O" in ops)
-        self.copies = {ops["O"]: Copies(ops["F"], ops["L"], ops["BW" if "BW" in ops else "B"]) for ops in copied}
+        self.copies = {ops["O"]: OffloadPair(ops["F"], ops["L"], ops["BW" if "BW" in ops else "B"]) for ops in copied}
         self.lanes = tuple(self._lanes())
         self.limits = tuple(self._limits())
 
@@ -305,7 +305,7 @@ class Actions:
         if self.task.offloads_in_flight is not None:
             for r in range(self.num_ranks):
                 offloads = [ops for ops in self.ops[r].values() if "O" in ops]
-                held = tuple(Piece(1, (ops["O"], False), (ops["L"], True), ops["O"]) for ops in offloads)
+                held = tuple(MemoryInterval(1, (ops["O"], False), (ops["L"], True), ops["O"]) for ops in offloads)
                 yield MemoryLimit(r, self.task.offloads_in_flight, held)
 
     def _of_kind(self, limits: Sequence[float], activations: bool) -> Iterator[MemoryLimit]:
@@ -318,7 +318,7 @@ class Actions:
             capacity = units.limit(limits[r]) if limits[r] >= 0 else -1
             held = tuple(x._replace(units=units_of[most] - units_of[less]) for most, less, x in each if most > less)
             # a limit that everything together would keep can't be felt
-            if capacity < sum(piece.units for piece in held if piece.opens):
+            if capacity < sum(interval.units for interval in held if interval.opens):
                 yield MemoryLimit(r, capacity, held)
 
     def _pieces(self, rank: int, activations: bool) -> Iterator[_Sized]:
@@ -341,7 +341,11 @@ class Actions:
                     if not activations or effect.field in ACTIVATION_FIELDS:
                         at = n, effect.at == "end"
                         amount = costs.values(effect.field)[stage]
-                        yield amount, 0.0, Piece(0, at, None) if effect.sign > 0 else Piece(0, None, at)
+                        yield (
+                            amount,
+                            0.0,
+                            MemoryInterval(0, at, None) if effect.sign > 0 else MemoryInterval(0, None, at),
+                        )
         if activations:
             return
         back = ops.get("B", -1)
@@ -358,9 +362,9 @@ class Actions:
                 yield values[stage], 0.0, _while(back, choice, True)
 
 
-def _while(n: int, choice: int, holds: bool) -> Piece:
-    """Return a piece that is held while an action runs."""
-    return Piece(0, (n, False), (n, True), choice, holds)
+def _while(n: int, choice: int, holds: bool) -> MemoryInterval:
+    """Return what is held while an action runs."""
+    return MemoryInterval(0, (n, False), (n, True), choice, holds)
 
 
 def _residuals(ops: Mapping[str, int], held: float, may_leave: float, w_held: float) -> Iterator[_Sized]:
@@ -373,9 +377,9 @@ def _residuals(ops: Mapping[str, int], held: float, may_leave: float, w_held: fl
     def stay(held: float, residue: float, opens: Event, choice: int = -1, holds: bool = True) -> Iterator[_Sized]:
         # what F and W both hold is one piece, so that B's end does not seem to give it back and take it again
         shared = min(held, residue)
-        yield shared, 0.0, Piece(0, opens, w, choice, holds)
-        yield held, shared, Piece(0, opens, b, choice, holds)
-        yield residue, shared, Piece(0, b, w, choice, holds)
+        yield shared, 0.0, MemoryInterval(0, opens, w, choice, holds)
+        yield held, shared, MemoryInterval(0, opens, b, choice, holds)
+        yield residue, shared, MemoryInterval(0, b, w, choice, holds)
 
     if "O" not in ops:
         yield from stay(held, w_held, f)
@@ -383,14 +387,14 @@ def _residuals(ops: Mapping[str, int], held: float, may_leave: float, w_held: fl
     leaves = min(may_leave, held)
     # w-residuals are part of what leaves if they are no larger
     o, rest = ops["O"], w_held if w_held <= leaves else 0.0
-    yield held - leaves, 0.0, Piece(0, f, b)
-    yield leaves, 0.0, Piece(0, f, ends["O"], o)
+    yield held - leaves, 0.0, MemoryInterval(0, f, b)
+    yield leaves, 0.0, MemoryInterval(0, f, ends["O"], o)
     yield from stay(leaves, rest, f, o, False)
     yield from stay(leaves, rest, (ops["L"], False), o, True)
-    yield w_held, rest, Piece(0, b, w)
+    yield w_held, rest, MemoryInterval(0, b, w)
 
 
-def schedule_of(actions: Actions, starts: Starts, name: str) -> tuple[Schedule, Timeline]:
+def schedule_of(actions: ActionTable, starts: Starts, name: str) -> tuple[Schedule, Timeline]:
     """Return the schedule that issues everything in the order of ``starts``, and when that happens.
 
     Raises:
@@ -403,7 +407,7 @@ def schedule_of(actions: Actions, starts: Starts, name: str) -> tuple[Schedule, 
     return schedule, simulate(schedule, task.costs)
 
 
-def fitting(actions: Actions, starts: Starts, name: str) -> tuple[Schedule, Timeline] | None:
+def fitting(actions: ActionTable, starts: Starts, name: str) -> tuple[Schedule, Timeline] | None:
     """Return what :func:`schedule_of` does, or None where the order is not valid or breaks a limit."""
     with suppress(ScheduleError):
         solved = schedule_of(actions, starts, name)
@@ -412,7 +416,7 @@ def fitting(actions: Actions, starts: Starts, name: str) -> tuple[Schedule, Time
     return None
 
 
-def starts_of(actions: Actions, timeline: Timeline) -> Starts | None:
+def starts_of(actions: ActionTable, timeline: Timeline) -> Starts | None:
     """Return the times of a simulated schedule in ticks; None if it has slots that are not among ``actions``."""
     begun: list[tuple[Action, int, float]] = []
     for event in timeline.events:
@@ -425,7 +429,7 @@ def starts_of(actions: Actions, timeline: Timeline) -> Starts | None:
     return starts_at(actions, begun)
 
 
-def starts_at(actions: Actions, begun: Iterable[tuple[Action, int, float]]) -> Starts | None:
+def starts_at(actions: ActionTable, begun: Iterable[tuple[Action, int, float]]) -> Starts | None:
     """Convert starts by rank, in seconds, into ticks by action; None if some of it is not among ``actions``.
 
     A full backward that is not there is taken apart: B, and W right behind it.
@@ -444,7 +448,7 @@ def starts_at(actions: Actions, begun: Iterable[tuple[Action, int, float]]) -> S
 class _Row:
     """The actions of one rank in the order of their times."""
 
-    def __init__(self, actions: Actions, starts: Starts, rank: int) -> None:
+    def __init__(self, actions: ActionTable, starts: Starts, rank: int) -> None:
         self.actions, self.starts, self.rank = actions, starts, rank
         compute = [n for n in actions.lanes[rank] if starts[n] >= 0]
         self.compute = sorted(compute, key=lambda n: (starts[n], self._end(n), n))
@@ -476,7 +480,7 @@ class _Row:
         a, actions = self.actions.action[n], self.actions
         return replace(a, op="BW") if n in actions.fusing and actions.chosen(n, self.starts) else a
 
-    def _gap(self, n: int, copies: Copies) -> int:
+    def _gap(self, n: int, copies: OffloadPair) -> int:
         """Return how many compute slots stand before this O or L: those that have ended when it starts."""
         after = bisect_right(self.ends, self.starts[n])
         # rounding must move no copy before its F or behind its B
@@ -510,9 +514,9 @@ class _Row:
         """Yield (tick, units, action): what is given back and taken."""
         start = self.starts
         b_of_w = {fusing.w: b for b, fusing in self.actions.fusing.items()}
-        for piece in limit.pieces:
-            if piece.choice < 0 or self.actions.chosen(piece.choice, start) == piece.holds:
-                for event, units in ((piece.opens, piece.units), (piece.closes, -piece.units)):
+        for interval in limit.intervals:
+            if interval.choice < 0 or self.actions.chosen(interval.choice, start) == interval.holds:
+                for event, units in ((interval.opens, interval.units), (interval.closes, -interval.units)):
                     n, at_end = event or (-1, False)
                     n = b_of_w[n] if n in b_of_w and start[n] < 0 else n
                     if n >= 0 or units > 0:

@@ -27,7 +27,7 @@ from jaxpipe.search.blocks.block import BuildingBlock
 from jaxpipe.search.blocks.repeat import repeat
 from jaxpipe.search.budget import Budget
 from jaxpipe.search.grids import memory_units
-from jaxpipe.search.list_schedule.fillers import Finisher
+from jaxpipe.search.list_schedule.fillers import GapFiller
 from jaxpipe.search.retime import Draft, peaks
 from jaxpipe.search.solve.cp_sat import LITE, run
 
@@ -114,7 +114,7 @@ def find_cycle(grid: Grid, period: int, budget: dict[str, Any]) -> tuple[Buildin
     for rank in range(grid.problem.num_ranks):
         model.lane(rank)
         for k in grid.problem.replicas_of(rank):
-            # levels rise when F's start (w-residuals that are larger are left to the finisher)
+            # levels rise when F's start (w-residuals that are larger are left to the gap filler)
             model.hold(rank, (F, k))
     solver, has_answer, done = run(model.cp, LITE, budget)
     if not has_answer:
@@ -197,27 +197,27 @@ _TRY_S = (1.5, 6.0)  # seconds for one period, at the first try and the second; 
 def cycles(problem: Problem, limits: Sequence[float], budget: Budget, seed: int) -> Iterator[tuple[Draft, str]]:
     """Yield orders from cycles of one microbatch: short periods first, until one keeps to the limit; then back to short
     ones with more time. Limits are uniform over ranks; a chain in one direction only."""
-    grid, finisher, limit = Grid.of(problem, limits), Finisher(problem), min(limits)
-    settled: set[int] = set()
+    grid, gap_filler, limit = Grid.of(problem, limits), GapFiller(problem), min(limits)
+    decided: set[int] = set()
     stretches: Sequence[float] = _STRETCHES if problem.num_microbatches > 1 else ()
     for seconds in _TRY_S:
         for number, stretch in enumerate(stretches):
             period = max(grid.least_period(), round(grid.work() * stretch))
-            if period in settled:
+            if period in decided:
                 continue
             if budget.left <= 0:
                 return
             cycle, none = find_cycle(grid, period, budget.parameters(seconds, seed))
             # more time changes nothing where there is a cycle, or surely none
             if cycle is not None or none:
-                settled.add(period)
+                decided.add(period)
             if cycle is None:
                 continue
             rows = repeat(cycle, problem)
             within_limit = False
-            for draft in finisher.settled(rows, limit):
+            for draft in gap_filler.improve_until_stable(rows, limit):
                 within_limit = True
                 yield draft, "cycle of 1"
             if within_limit and seconds == _TRY_S[0] and at_most(max(peaks(problem, rows)), limit):
-                stretches = stretches[number::-1]  # then, from there, what was not settled
+                stretches = stretches[number::-1]  # then, from there, what is undecided
                 break

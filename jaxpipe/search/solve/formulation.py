@@ -28,7 +28,15 @@ from dataclasses import dataclass
 from itertools import combinations, pairwise, takewhile
 from typing import Any
 
-from jaxpipe.search.solve.actions import Actions, Copies, Event, MemoryLimit, Piece, Sent, Starts
+from jaxpipe.search.solve.actions import (
+    ActionTable,
+    Event,
+    MemoryInterval,
+    MemoryLimit,
+    OffloadPair,
+    Starts,
+    TransferEdge,
+)
 
 FAR = 1 << 40
 """Ticks beyond any."""
@@ -47,7 +55,7 @@ class Window:
     microbatches: frozenset[int] | None = None
 
 
-_WindowPiece = tuple[Piece, Any, Any, Any]
+_WindowInterval = tuple[MemoryInterval, Any, Any, Any]
 
 
 class Formulation:
@@ -63,7 +71,7 @@ class Formulation:
 
     def __init__(
         self,
-        actions: Actions,
+        actions: ActionTable,
         now: Starts | None = None,
         window: Window | None = None,
         *,
@@ -164,7 +172,7 @@ class Formulation:
                 choices.add(o)
         return choices
 
-    def _may_change(self, o: int, copies: Copies) -> bool:
+    def _may_change(self, o: int, copies: OffloadPair) -> bool:
         start, size = self.start, self.actions.size
         if start[o] >= 0:
             # the choice takes both away: one that is fixed or late would be left over without the other
@@ -234,7 +242,7 @@ class Formulation:
         for n in self.absent:
             least.setdefault(n, self.begin)
         at = {joint: self.cp.new_int_var(low, self.latest, "") for joint, low in sorted(least.items())}
-        # a rank's begin becomes a number, without which spans are hard to prove (Actions.first_starts)
+        # a rank's begin becomes a number, without which spans are hard to prove (ActionTable.first_starts)
         for n, t in (self.first or {}).items():
             self.cp.add(at[n] == t)
         return {n: at[actions.joint[n]] for n in sorted(self.inside | self.absent.keys())}
@@ -360,10 +368,10 @@ class Formulation:
             self.cp.add(take <= self.at[copies.load]).only_enforce_if(self.choices[o])
             yield copies.load, (gap, take)
 
-    def _queueing(self) -> Iterator[Mapping[int, Sent]]:
+    def _queueing(self) -> Iterator[Mapping[int, TransferEdge]]:
         """Yield the transfers of each pair of ranks where they may have to wait for one another, as they are waited for."""
         actions, size, fusing = self.actions, self.actions.size, self.actions.fusing
-        links: dict[tuple[int, int], dict[int, Sent]] = defaultdict(dict)
+        links: dict[tuple[int, int], dict[int, TransferEdge]] = defaultdict(dict)
         for x, sent in enumerate(actions.transfers, len(actions.action)):
             links[sent.link][x] = sent
         for link in links.values():
@@ -373,7 +381,7 @@ class Formulation:
             if max(sent.occupied for sent in link.values()) > shortest:
                 yield link
 
-    def _link(self, link: Mapping[int, Sent]) -> None:
+    def _link(self, link: Mapping[int, TransferEdge]) -> None:
         """Let transfers of a pair of ranks go in the order in which they are issued."""
         action, kind, sends = self.actions.action, self.actions.kind, self.sends
         last: dict[Any, int] = {}
@@ -397,31 +405,31 @@ class Formulation:
     # Memory.
 
     def _memory(self, limit: MemoryLimit) -> None:
-        held = [x for piece in limit.pieces if (x := self._piece_in_window(piece)) is not None]
+        held = [x for interval in limit.intervals if (x := self._interval_in_window(interval)) is not None]
         if self.by_order:
             self._reservoir(limit.capacity, held)
         elif held:
             self._cumulative(limit.capacity, held)
 
-    def _piece_in_window(self, piece: Piece) -> _WindowPiece | None:
-        """Return the part of a piece that falls into the window: from when, to when, and the literal on which it depends."""
-        start, opened, closed = self.start, piece.opens, piece.closes
+    def _interval_in_window(self, interval: MemoryInterval) -> _WindowInterval | None:
+        """Return the part of an interval inside the window: from when, to when, and the literal on which it depends."""
+        start, opened, closed = self.start, interval.opens, interval.closes
         if self.window is not None:
-            # a piece that opens behind the window or closes before it holds nothing inside
+            # an interval that opens behind the window or closes before it holds nothing inside
             if opened is not None and start[opened[0]] >= (self.end if self.by_order else self.end + self.longest):
                 return None
             if closed is not None and 0 <= start[closed[0]] <= self.begin - self.actions.size[closed[0]]:
                 return None
-        literal = self.choices.get(piece.choice)
+        literal = self.choices.get(interval.choice)
         # what the window does not free is as in the schedule at hand
-        if literal is None and piece.choice >= 0 and (start[piece.choice] >= 0) != piece.holds:
+        if literal is None and interval.choice >= 0 and (start[interval.choice] >= 0) != interval.holds:
             return None
-        if literal is not None and not piece.holds:
+        if literal is not None and not interval.holds:
             literal = ~literal
         opens = self._when(opened)
         # late actions start behind all that is inside: no level in the window sees what they give back
         closes = None if closed is not None and self.by_order and closed[0] in self.late else self._when(closed)
-        return piece, max(opens, self.begin) if isinstance(opens, int) else opens, closes, literal
+        return interval, max(opens, self.begin) if isinstance(opens, int) else opens, closes, literal
 
     def _when(self, event: Event | None) -> Any:
         if event is None:
@@ -431,13 +439,16 @@ class Formulation:
             return self.takes[n][1]
         return self.end_of(n) if end else self.at_of(n)
 
-    def _reservoir(self, capacity: int, held: Iterable[_WindowPiece]) -> None:
+    def _reservoir(self, capacity: int, held: Iterable[_WindowInterval]) -> None:
         """Limit memory by a reservoir; takes and gives at one time under one literal are merged."""
         events: dict[tuple[Any, Any], list[Any]] = {}
-        for piece, opens, closes, literal in held:
-            for event, time, amount in ((piece.opens, opens, piece.units), (piece.closes, closes, -piece.units)):
+        for interval, opens, closes, literal in held:
+            for event, time, amount in (
+                (interval.opens, opens, interval.units),
+                (interval.closes, closes, -interval.units),
+            ):
                 if time is not None:
-                    key = time if isinstance(time, int) else event, literal is None or (piece.choice, piece.holds)
+                    key = time if isinstance(time, int) else event, literal is None or (interval.choice, interval.holds)
                     events.setdefault(key, [time, 0, 1 if literal is None else literal])[1] += amount
         changes = [x for x in events.values() if x[1]]
         most = sum(amount for _, amount, _ in changes if amount > 0)
@@ -446,16 +457,16 @@ class Formulation:
             times, amounts, actives = zip(*changes, strict=True)
             self.cp.add_reservoir_constraint_with_active(times, amounts, actives, -most, capacity)
 
-    def _cumulative(self, capacity: int, held: Iterable[_WindowPiece]) -> None:
+    def _cumulative(self, capacity: int, held: Iterable[_WindowInterval]) -> None:
         intervals, demands = [], []
-        for piece, opens, closes, literal in held:
+        for interval, opens, closes, literal in held:
             start, end = self.begin if opens is None else opens, self.latest if closes is None else closes
             size = end - start if isinstance(start, int) and isinstance(end, int) else self.cp.new_int_var(0, FAR, "")
             if literal is None:
                 intervals.append(self.cp.new_interval_var(start, size, end, ""))
             else:
                 intervals.append(self.cp.new_optional_interval_var(start, size, end, literal, ""))
-            demands.append(piece.units)
+            demands.append(interval.units)
         self.cp.add_cumulative(intervals, demands, capacity)
 
     # What is sought.

@@ -60,7 +60,7 @@ from jaxpipe.schedule.timeline import Timeline
 from jaxpipe.schedule.tolerance import at_most
 from jaxpipe.search.budget import DETERMINISTIC_SECOND, Budget
 from jaxpipe.search.grids import COARSE
-from jaxpipe.search.solve.actions import Actions, Starts, fitting, schedule_of, starts_of
+from jaxpipe.search.solve.actions import ActionTable, Starts, fitting, schedule_of, starts_of
 from jaxpipe.search.solve.cp_sat import LITE, WHOLE_RESERVOIRS, run
 from jaxpipe.search.solve.formulation import Formulation, Window
 from jaxpipe.search.solve.task import SolveTask
@@ -100,7 +100,7 @@ class NeighbourhoodSearch:
         self.task, start = task, unbraid(start)
         # a coarse grid, since answers are simulated anyway, and many small models are solved;
         # backwards stay as they are in ``start``: to choose BW's is for the exact model
-        self.actions = Actions(task, start, _PARTS, fusing=False)
+        self.actions = ActionTable(task, start, _PARTS, fusing=False)
         self.random, self.seed = random.Random(seed), seed
         self.timeline = simulate(start, task.costs)
         self.manner = _WITH_OFFLOAD if self.actions.copies else _PLAIN
@@ -257,10 +257,10 @@ def solve_exact(
             solver.
     """
     budget, order = Budget(time_limit_s, deterministic), None if task.placement.is_plain_chain else hint
-    fine = Actions(task, order)
+    fine = ActionTable(task, order)
     nothing = ExactResult(None, None, float("inf"), lower_bound, every_order or not fine.copies)
-    search = _Search(task, seed, workers, not every_order, hint, nothing)
-    for actions in (fine,) if fine.ticks.exact else (Actions(task, order, COARSE), fine):
+    search = _ExactSearch(task, seed, workers, not every_order, hint, nothing)
+    for actions in (fine,) if fine.ticks.exact else (ActionTable(task, order, COARSE), fine):
         part = Budget(budget.left * (1.0 if actions is fine else _COARSE_SHARE), deterministic)
         search.on(actions, part)
         budget.spent += part.spent
@@ -269,7 +269,7 @@ def solve_exact(
     return search.result
 
 
-class _Search:
+class _ExactSearch:
     """One :func:`solve_exact`, and what is known so far."""
 
     def __init__(
@@ -278,7 +278,7 @@ class _Search:
         self.task, self.seed, self.workers, self.ordered, self.hint = task, seed, workers, ordered, hint
         self.result = result
 
-    def on(self, actions: Actions, budget: Budget) -> None:
+    def on(self, actions: ActionTable, budget: Budget) -> None:
         """Search on one grid: for a bound, and if what that finds has no rows, for something that has."""
         ticks, starts = actions.ticks, self._starts(actions)
         lower, cost = ticks.at_least(self.result.lower_bound), None
@@ -296,7 +296,7 @@ class _Search:
         bound_s = min(max(bound_s, self.result.lower_bound), self.result.value)
         self.result = replace(self.result, lower_bound=bound_s)
 
-    def _starts(self, actions: Actions) -> Starts | None:
+    def _starts(self, actions: ActionTable) -> Starts | None:
         """Return the times of the best schedule, at first the hint; None if there is none or the model can't express it: it
         is of another placement or size, breaks a limit, has braided slots or microbatches out of order, or offloads what
         may not leave."""
@@ -315,7 +315,7 @@ class _Search:
                     return None
         return starts
 
-    def _cost(self, actions: Actions, starts: Starts) -> int:
+    def _cost(self, actions: ActionTable, starts: Starts) -> int:
         """Return the ticks of the objective of given times."""
         begins, ends = actions.extent(starts)
         if self.task.objective != "span":
@@ -323,7 +323,7 @@ class _Search:
         return max(end - begin for begin, end in zip(begins, ends, strict=True))
 
     def _solve(
-        self, actions: Actions, budget: Budget, hint: Starts | None, lower: int, upper: int | None, strict: bool
+        self, actions: ActionTable, budget: Budget, hint: Starts | None, lower: int, upper: int | None, strict: bool
     ) -> tuple[bool, float]:
         """Return whether CP-SAT found a solution, and its bound in ticks: infinite if there is nothing."""
         model = Formulation(actions, ordered=self.ordered, strict=strict, lower=lower, upper=upper)
@@ -340,7 +340,7 @@ class _Search:
         self._take(actions, model.answer(solver))
         return True, max(round(solver.best_objective_bound), lower)
 
-    def _take(self, actions: Actions, starts: Starts) -> None:
+    def _take(self, actions: ActionTable, starts: Starts) -> None:
         """Keep the schedule of an answer if it keeps the limits and is better."""
         schedule, timeline = schedule_of(actions, starts, "cp-sat")
         value = self.task.seconds(timeline)

@@ -39,7 +39,7 @@ from jaxpipe.schedule.tolerance import MEMORY, at_most
 from jaxpipe.search.bounds.flows import Flows
 from jaxpipe.search.bounds.ranks import residents
 from jaxpipe.search.list_schedule.many_policies import MOST_IN_FLIGHT, ChainWithHost, Flags, Policies, Whole, play
-from jaxpipe.search.solve.actions import Actions, Starts, fitting, starts_at
+from jaxpipe.search.solve.actions import ActionTable, Starts, fitting, starts_at
 from jaxpipe.search.solve.task import SolveTask
 
 O, L = 4, 5  # noqa: E741
@@ -57,12 +57,12 @@ TOGETHER = 4096
 _FEW_TICKS, _FEW_MICROBATCHES = 48, 300
 """Of a microbatch's work on a rank, and in all times ranks, up to which lots gain: p=8, m=32 with Table 5's costs takes 6 ms a
 policy for 34, but p=32, m=128 20 s a lot."""
-_ELITE, _FIRST_LOTS = 32, 4  # how many of the best are changed, after how many lots of drawn ones; not tuned
+_MOST_KEPT, _FIRST_LOTS = 32, 4  # how many of the best are changed, after how many lots of drawn ones; not tuned
 _LOOSE = 1 + 1e-6  # more than what rounding to nine digits takes
 
 
 @dataclass(frozen=True, slots=True)
-class Policy:
+class OffloadPolicy:
     """Preferences of the ranks in a list schedule with offload.
 
     ``caps``: per replica, the most microbatches between the start of F and the start of B. ``away``: per replica and microbatch
@@ -131,7 +131,7 @@ class _OffloadModel:
     """
 
     def __init__(self, task: SolveTask) -> None:
-        self.task, self.actions = task, Actions(task)
+        self.task, self.actions = task, ActionTable(task)
         self.problem = problem = Problem.of(task.placement, task.num_microbatches, task.costs)
         costs, p, n, host = task.costs, problem.num_ranks, problem.num_replicas, task.costs.host
         self.codes = [[problem.code(F, k, i) for i in problem.microbatches(k)] for k in range(n)]
@@ -177,7 +177,7 @@ class _OffloadModel:
         plays_at_once = is_chain and each and quick and self.shared and self.split
         self.chain = ChainWithHost.of(problem, self.tables, self.leaves, room, out) if plays_at_once else None
 
-    def scores(self, policies: Sequence[Policy], give_up: float) -> list[_Score]:
+    def scores(self, policies: Sequence[OffloadPolicy], give_up: float) -> list[_Score]:
         """Return the score of each policy; inf for one that gets stuck or takes longer than ``give_up`` seconds."""
         if self.chain is None:
             played = [_Simulation(self, x).run(give_up * _LOOSE) for x in policies]
@@ -213,7 +213,7 @@ class _Simulation:
     ``fresh``: of that, what O's gave back since the rank was last idle. ``out``: microbatches on the host or under way.
     """
 
-    def __init__(self, model: _OffloadModel, policy: Policy) -> None:
+    def __init__(self, model: _OffloadModel, policy: OffloadPolicy) -> None:
         q = self.q = model.problem
         self.model, self.policy = model, policy
         self.caps, self.away = policy.caps.tolist(), policy.away.tolist()
@@ -369,7 +369,7 @@ class _Simulation:
 
 
 class _PolicySampler:
-    """Policies for one task: a fixed few, then drawn ones, and changes to those that were best (``elite``)."""
+    """Policies for one task: a fixed few, then drawn ones, and changes to those in ``best``."""
 
     def __init__(self, model: _OffloadModel, target: float, rng: random.Random) -> None:
         self.model, self.rng = model, rng
@@ -378,19 +378,21 @@ class _PolicySampler:
         self.period_s = max(work_s, target / q.num_microbatches if 0 < target < inf else 0.0)
         self.fused = (False,) if model.split else (False, True)
         self.every = np.ones((q.num_replicas, q.num_microbatches), bool)
-        self.elite: list[tuple[_Score, int, Policy]] = []
-        self.size, self.most_elite, self.drawn = 1, 1, 0.5
+        self.best: list[tuple[_Score, int, OffloadPolicy]] = []
+        self.size, self.most_kept, self.drawn = 1, 1, 0.5
         if model.chain is not None:
-            self.size, self.most_elite, self.drawn = max(16, TOGETHER // q.num_ranks), _ELITE, 0.125
+            self.size, self.most_kept, self.drawn = max(16, TOGETHER // q.num_ranks), _MOST_KEPT, 0.125
         self.kept = 0
         settings = product((1, 2, 3, 0), self.fused, (99.0, 1.0, 0.7))
-        self.fixed = (Policy(self._caps(factor), self.every, near, fused=fused) for near, fused, factor in settings)
+        self.fixed = (
+            OffloadPolicy(self._caps(factor), self.every, near, fused=fused) for near, fused, factor in settings
+        )
 
-    def next_policies(self, most: int) -> list[Policy]:
+    def next_policies(self, most: int) -> list[OffloadPolicy]:
         """Yield policies to play next: a few fixed ones, which suffice where the lane keeps up; then drawn ones and
         changes, without end."""
         size = min(self.size, most)
-        drawn = 1.0 if not self.elite or self.kept < _FIRST_LOTS * (self.size - 1) else self.drawn
+        drawn = 1.0 if not self.best or self.kept < _FIRST_LOTS * (self.size - 1) else self.drawn
         return list(islice(self.fixed, size)) or [
             self._draw() if self.rng.random() < drawn else self._mutate() for _ in range(size)
         ]
@@ -398,20 +400,20 @@ class _PolicySampler:
     @property
     def give_up(self) -> float:
         """Return the seconds after which a policy is given up."""
-        return self.elite[-1][0].order[0] if len(self.elite) == self.most_elite else inf
+        return self.best[-1][0].order[0] if len(self.best) == self.most_kept else inf
 
-    def keep(self, scores: Sequence[_Score], policies: Sequence[Policy]) -> None:
+    def keep(self, scores: Sequence[_Score], policies: Sequence[OffloadPolicy]) -> None:
         """Keep the best policies, of equal ones the latest."""
         for score, policy in zip(scores, policies, strict=True):
             self.kept += 1
             if score.order[0] < inf:
-                self.elite.append((score, -self.kept, policy))
-        self.elite.sort(key=lambda x: (x[0].order[0], x[0].mean, x[1]))
-        del self.elite[self.most_elite :]
+                self.best.append((score, -self.kept, policy))
+        self.best.sort(key=lambda x: (x[0].order[0], x[0].mean, x[1]))
+        del self.best[self.most_kept :]
 
-    def _draw(self) -> Policy:
+    def _draw(self) -> OffloadPolicy:
         pick, few = self.rng.choice, self.rng.random() < 0.6
-        return Policy(
+        return OffloadPolicy(
             self._caps(pick((0.7, 0.85, 1.0, 1.2, 1.4, 1.6, 2.0, 99.0))),
             self._away(self.period_s * pick((1.0, 1.05, 1.1, 1.15)), pick((0.7, 0.8, 0.9, 1.0))) if few else self.every,
             near=pick((0, 1, 2, 3)),
@@ -419,12 +421,12 @@ class _PolicySampler:
             fused=pick(self.fused),
         )
 
-    def _mutate(self) -> Policy:
+    def _mutate(self) -> OffloadPolicy:
         """Return one of the best with a few changes on some neighbouring replicas: caps; microbatches that leave, or stay,
         or change places with the next; now and then another preference."""
         rng, pick = self.rng, self.rng.choice
         # mostly one of the very best, now and then a worse one
-        policy = self.elite[min(int(rng.expovariate(4 / len(self.elite))), len(self.elite) - 1)][2]
+        policy = self.best[min(int(rng.expovariate(4 / len(self.best))), len(self.best) - 1)][2]
         caps, away, near, first = policy.caps.copy(), policy.away.copy(), policy.near, policy.forward_first
         replicas, count = away.shape
         for _ in range(pick((1, 1, 2, 3))):
@@ -441,7 +443,7 @@ class _PolicySampler:
                 away[neighbours, i : i + 2] = away[neighbours, i : i + 2][:, ::-1].copy()
             else:
                 away[neighbours, rng.sample(range(count), min(count, pick((1, 1, 2, 4))))] = rng.random() < 0.5
-        return Policy(caps, away, near, first, policy.fused)
+        return OffloadPolicy(caps, away, near, first, policy.fused)
 
     @property
     def most(self) -> int:

@@ -74,7 +74,7 @@ _LONGEST = 200
 _POLL_S = 0.25  # how soon the end of the time is noticed
 
 
-class Known(NamedTuple):
+class BestSchedule(NamedTuple):
     """The best answer to task ``number``, or to all. ``key``: what it minimises, in order. ``timeline``: None if it has yet to
     be simulated."""
 
@@ -91,8 +91,8 @@ class Incumbent:
         self.tasks, self.bounds = tasks, list(bounds)
         self.on_progress = on_progress
         self.began = time.perf_counter()
-        self.best: Known | None = None
-        self.known: dict[int, Known] = {}  # by task
+        self.best: BestSchedule | None = None
+        self.best_by_task: dict[int, BestSchedule] = {}  # by task
         self.improvements: list[Progress] = []
         self.family: tuple[str, float] | None = None
         self.failures: list[str] = []  # of workers
@@ -136,12 +136,12 @@ class Incumbent:
             key = self._key(draft.makespan, draft.span, draft.peak, 0)
         else:
             return
-        if number in self.known and self.known[number].key <= key:
+        if number in self.best_by_task and self.best_by_task[number].key <= key:
             return
-        self.known[number] = Known(key, number, schedule, timeline)
+        self.best_by_task[number] = BestSchedule(key, number, schedule, timeline)
         if self.best is not None and self.best.key <= key:
             return
-        past_s, self.best = self.value, self.known[number]
+        past_s, self.best = self.value, self.best_by_task[number]
         progress = Progress(self.wall_s, self.value, self.lower_bound, source)
         # what is better in a lesser key only is no improvement to report
         if not at_most(past_s, self.value):
@@ -441,7 +441,7 @@ class Portfolio:
 
     def _exact(self, number: int, seconds: float) -> Iterator[Job]:
         """Yield the exact model from what is known, which a graph of stages needs."""
-        incumbent = self.incumbent.known.get(number)
+        incumbent = self.incumbent.best_by_task.get(number)
         if incumbent is not None or self.tasks[number].placement.is_plain_chain:
             start = incumbent.schedule if incumbent else None
             yield self._job(number, Exact, seconds, start=start, workers=_EXACT_WORKERS)
@@ -450,7 +450,7 @@ class Portfolio:
         """Return the next neighbourhood job: mostly on the best schedule, now and then on the best of another placement."""
         self.neighbourhoods += 1
         bounds = self.incumbent.bounds
-        improvable = (x for x in self.incumbent.known.values() if not at_most(x.key[0], bounds[x.number]))
+        improvable = (x for x in self.incumbent.best_by_task.values() if not at_most(x.key[0], bounds[x.number]))
         order = sorted(improvable, key=lambda x: (x.key, x.number))
         if not order:
             return None

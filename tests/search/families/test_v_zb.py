@@ -15,7 +15,7 @@ from jaxpipe.search.blocks.repeat import repeated
 from jaxpipe.search.bounds import lower_bound
 from jaxpipe.search.families.v_adaptive import v_zb
 from jaxpipe.search.list_schedule.policies import full_limit
-from jaxpipe.search.list_schedule.weights import Rule, WeightFilling, order_of
+from jaxpipe.search.list_schedule.weights import IdleRule, WeightFilling, order_of
 from jaxpipe.search.retime import Draft, Retimer
 from tests.support.paths import GOLDEN
 
@@ -148,7 +148,7 @@ def test_filling_is_timed_as_the_retimer_does() -> None:
     filling = WeightFilling(problem, 5)
     order = order_of(problem, problem.codes(v_zb(5, 14, costs)), filling.retimer)
     for spare in (-NEVER, 0.0, NEVER):
-        rule = Rule((spare,) * 5, (0.0,) * len(order))
+        rule = IdleRule((spare,) * 5, (0.0,) * len(order))
         filled = filling.fill(order, rule)
         assert filled is not None
         draft = filling.draft(filled.rows)
@@ -161,7 +161,7 @@ def test_too_little_memory_gives_none() -> None:
     problem = v_problem(4, 8)
     filling = WeightFilling(problem, 2)
     order = order_of(problem, problem.codes(v_zb(4, 8)), filling.retimer)
-    assert filling.fill(order, Rule((-NEVER,) * 4, (0.0,) * len(order))) is None
+    assert filling.fill(order, IdleRule((-NEVER,) * 4, (0.0,) * len(order))) is None
 
 
 def test_the_steady_phase_repeated() -> None:

@@ -13,7 +13,7 @@ from jaxpipe.schedule.placement import Placement, bidirectional, circular, one_t
 from jaxpipe.schedule.problem import B, F, Problem, W
 from jaxpipe.search.blocks import BuildingBlock, repeat
 from jaxpipe.search.families.v_blocks import v_half_block, v_min_block
-from jaxpipe.search.list_schedule.fillers import Finisher, filled_from_the_end, merit
+from jaxpipe.search.list_schedule.fillers import GapFiller, filled_from_the_end, score
 from jaxpipe.search.retime import peaks
 
 
@@ -58,10 +58,10 @@ def test_any_order_stays_one(placement: Placement, costs: dict[str, float]) -> N
 @pytest.mark.parametrize("block", [v_half_block, v_min_block])
 def test_settled_is_no_worse_than_recipes(block: Callable[[int], BuildingBlock]) -> None:
     problem = Problem.of(v_shape(6), 18, CostProfile.uniform(12, chunks=2, f=25.92, b=26.44, w=19.52))
-    finisher, rows = Finisher(problem), repeat(block(6), problem)
+    gap_filler, rows = GapFiller(problem), repeat(block(6), problem)
     limit = max(peaks(problem, rows))
-    best, settled = finisher.best(rows, limit, 20), [*finisher.settled(rows, limit)]
-    assert best is not None and merit(settled[0]) == merit(best)
-    assert all(merit(later) < merit(draft) for draft, later in pairwise(settled))
+    best, settled = gap_filler.best(rows, limit, 20), [*gap_filler.improve_until_stable(rows, limit)]
+    assert best is not None and score(settled[0]) == score(best)
+    assert all(score(later) < score(draft) for draft, later in pairwise(settled))
     assert all(draft.peak <= limit * (1 + 1e-9) for draft in settled)
-    assert not [*finisher.settled(rows, 0.1)]
+    assert not [*gap_filler.improve_until_stable(rows, 0.1)]

@@ -9,7 +9,7 @@ import pytest
 
 from jaxpipe.schedule import HostLink, Schedule, check_schedule, one_to_one, simulate, v_shape
 from jaxpipe.search.budget import Budget
-from jaxpipe.search.solve.actions import Actions, schedule_of, starts_of
+from jaxpipe.search.solve.actions import ActionTable, schedule_of, starts_of
 from jaxpipe.search.solve.cp_sat import run
 from jaxpipe.search.solve.formulation import Formulation, Window
 from jaxpipe.search.solve.neighbourhoods import NeighbourhoodSearch, solve_exact
@@ -78,7 +78,7 @@ def test_times_become_the_same_schedule_again(p: int) -> None:
     """A neighbourhood in which nothing may move gives back what it was given."""
     task = task_of(p, 8, 2, 1)
     timeline = simulate(first_of(task), task.costs)
-    actions = Actions(task)
+    actions = ActionTable(task)
     starts = starts_of(actions, timeline)
     assert starts is not None
     model = Formulation(actions, starts, Window(3, 12, frozenset()))
@@ -95,7 +95,7 @@ def test_a_preference_leaves_the_objective_within_64_bits(p: int) -> None:
     """CP-SAT calls a model invalid whose objective could be more, and then finds nothing."""
     task = task_of(p, 2 * p, p / 2, 2, (12.96, 13.22, 9.76))
     timeline = simulate(first_of(task, 1), task.costs)
-    actions = Actions(task, parts=200)
+    actions = ActionTable(task, parts=200)
     starts = starts_of(actions, timeline)
     assert starts is not None
     window = Window(0, actions.ticks.of(timeline.makespan) // 2, frozenset(range(p)))

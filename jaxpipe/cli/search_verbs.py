@@ -26,11 +26,11 @@ from jaxpipe.schedule.families.registry import cheap_first
 from jaxpipe.schedule.placement import circular, one_to_one, placement_named, v_shape, wave
 from jaxpipe.schedule.tolerance import Objective, at_most, order_key
 from jaxpipe.search.best import CHUNKS, NO_TIME, Candidate, Setting, Task, best_for, best_of_family
+from jaxpipe.search.budget import within
 from jaxpipe.search.solve import Options, Progress, Solution, SolveTask
 from jaxpipe.search.solve.cache import VARIABLE, CacheEntry, ScheduleCache, default_folder, entry_name
 from jaxpipe.search.solve.solver import solve_cached
 from jaxpipe.search.solve.task import gap_of, most_offloaded
-from jaxpipe.search.time_limit import within
 from jaxpipe.text import aligned, closest, truncate
 
 _LONGEST_REASON = 100

@@ -33,7 +33,7 @@ from jaxpipe.schedule.simulate import simulate
 from jaxpipe.schedule.timeline import Timeline
 from jaxpipe.schedule.tolerance import MEMORY, Objective, at_most, close, how_many, nine_digits, order_key
 from jaxpipe.search.bounds import lower_bound, span_lower_bound
-from jaxpipe.search.time_limit import OutOfTimeError
+from jaxpipe.search.budget import OutOfTimeError
 
 Costs = CostProfile | Callable[[Placement], CostProfile] | None
 

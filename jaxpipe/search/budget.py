@@ -1,10 +1,15 @@
-"""Budgets that limit a search: seconds of the clock, or deterministic ones."""
+"""How a search ends in time: by a budget that it asks, in seconds of the clock or deterministic ones, or by an alarm, wherever
+it is, which interrupts the main thread between two instructions of Python.
+"""
 
 from __future__ import annotations
 
+import signal
+import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 DETERMINISTIC_SECOND = 0.1  # CP-SAT's deterministic time in a second of the development machine, roughly
 
@@ -34,3 +39,37 @@ class Budget:
             ("max_deterministic_time", DETERMINISTIC_SECOND) if self.reproducible else ("max_time_in_seconds", 1.0)
         )
         return {name: seconds * scale, "num_workers": 1, "random_seed": seed}
+
+
+Found = TypeVar("Found")
+
+
+class OutOfTimeError(Exception):
+    """The search is to end with the best so far."""
+
+
+def within(seconds: float | None, search: Callable[[], Found]) -> tuple[Found | None, bool]:
+    """Return what ``search`` returns, in which OutOfTimeError is raised after so many seconds (None: never), and whether it
+    was. None if time was up before the search began."""
+    if seconds is None or threading.current_thread() is not threading.main_thread():
+        return search(), False
+    result, searching, ended = None, [True], []
+
+    def ring(*_: object) -> None:
+        if searching:
+            ended.append(True)
+            raise OutOfTimeError
+
+    before, began = signal.signal(signal.SIGALRM, ring), time.monotonic()
+    left_s, every_s = signal.getitimer(signal.ITIMER_REAL)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        result = search()
+        searching.clear()
+    except OutOfTimeError:
+        pass
+    finally:
+        searching.clear()
+        signal.setitimer(signal.ITIMER_REAL, max(left_s - (time.monotonic() - began), 0.001) if left_s else 0, every_s)
+        signal.signal(signal.SIGALRM, before)
+    return result, bool(ended)

@@ -9,12 +9,11 @@
     draft = gap_filler.best(rows, limit, tries=40)      # waits filled by many recipes, the best kept
     drafts = gap_filler.improve_until_stable(rows, limit)   # from its end, too, while that makes it better
 
-Reading order: ``block.py``, ``repeat.py``; ``compact.py`` reorders on the grid, ``v_shape.py`` lists the blocks on the V
-placement that the adaptive search looks at and lays their warm-up and cool-down by rule. ``mirrored.py`` searches blocks of
-a V of several microbatches, in cells of real proportions.
+Reading order: ``block.py``, blocks, how they are repeated and reordered on the grid, those on the V placement that the
+adaptive search looks at, and their warm-up and cool-down by rule; ``mirrored.py`` searches blocks of a V of several
+microbatches, in cells of real proportions.
 """
 
-from jaxpipe.search.blocks.block import BuildingBlock, with_weight_gradients
-from jaxpipe.search.blocks.repeat import repeat
+from jaxpipe.search.blocks.block import BuildingBlock, repeat, with_weight_gradients
 
 __all__ = ["BuildingBlock", "repeat", "with_weight_gradients"]

@@ -39,8 +39,7 @@ import numpy as np
 
 from jaxpipe.schedule.placement import v_shape
 from jaxpipe.schedule.problem import B, F, Problem, W
-from jaxpipe.search.blocks.block import BuildingBlock
-from jaxpipe.search.blocks.repeat import repeat
+from jaxpipe.search.blocks.block import BuildingBlock, repeat
 from jaxpipe.search.budget import Budget
 from jaxpipe.search.list_schedule.fillers import ORDERS_UNTIL_STABLE, GapFiller, score
 from jaxpipe.search.retime import Draft

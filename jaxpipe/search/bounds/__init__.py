@@ -4,10 +4,10 @@ Each bound is a reason why time must pass, and the largest reason wins. Without 
 activation that can reach it and the last cotangent that must leave it; the way of one microbatch down and up; a link's own
 traffic. With a limit on the activations a rank holds, and stages that form a plain chain (on single ranks, without spans; for
 other placements the limit is ignored): :mod:`~jaxpipe.search.bounds.memory` (appendix E.2 of `controllable-memory.txt`
-generalised; memory × time; release by release) and :mod:`~jaxpipe.search.bounds.memory` (microbatches that meet). With
+generalised; memory × time; release by release; microbatches that meet). With
 offload activations may leave for host memory, as fast as each rank's own host lane allows. Proofs stand with the functions.
 
-Two bounds take seconds and are asked for by ``solve`` only (:mod:`~jaxpipe.search.bounds.orders`, ``host_orders``): all
+Two bounds take seconds and are asked for by ``solve`` only (:mod:`~jaxpipe.search.bounds.orders`): all
 orders of one rank or a few.
 
 Assumed: ops hold what F, B, W and BW hold (a user op that recomputes may hold less); workspace is not counted.
@@ -21,9 +21,8 @@ from math import inf
 from jaxpipe.errors import ScheduleError
 from jaxpipe.schedule.costs import CostProfile
 from jaxpipe.schedule.placement import Placement
-from jaxpipe.search.bounds.flows import Flows, Visit
 from jaxpipe.search.bounds.memory import Confined
-from jaxpipe.search.bounds.ranks import confine_ranks
+from jaxpipe.search.bounds.ranks import Flows, Visit, confine_ranks
 
 Limit = float | Sequence[float] | None
 

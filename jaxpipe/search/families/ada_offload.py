@@ -30,7 +30,7 @@ from jaxpipe.schedule.ir import Schedule
 from jaxpipe.schedule.passes.plans import Plans, peak_of
 from jaxpipe.schedule.placement import circular
 from jaxpipe.schedule.problem import CodeRows, Problem
-from jaxpipe.search.blocks.repeat import repeat
+from jaxpipe.search.blocks.block import repeat
 from jaxpipe.search.families.pipeoffload import po_block, po_rows
 from jaxpipe.search.list_schedule.fillers import AS_GIVEN, GapFiller, Phases, Recipes, Rule
 from jaxpipe.search.list_schedule.policies import full_limit

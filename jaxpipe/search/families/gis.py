@@ -26,8 +26,7 @@ from jaxpipe.schedule.families.family import family
 from jaxpipe.schedule.ir import Schedule
 from jaxpipe.schedule.placement import circular
 from jaxpipe.schedule.problem import CodeRows, Problem
-from jaxpipe.search.blocks.block import BuildingBlock
-from jaxpipe.search.blocks.repeat import repeat
+from jaxpipe.search.blocks.block import BuildingBlock, repeat
 from jaxpipe.search.list_schedule.fillers import improved
 
 

@@ -23,8 +23,7 @@ from jaxpipe.schedule.passes.offload import offload
 from jaxpipe.schedule.passes.plans import Plans
 from jaxpipe.schedule.placement import circular
 from jaxpipe.schedule.problem import CodeRows, Problem
-from jaxpipe.search.blocks.block import BuildingBlock
-from jaxpipe.search.blocks.repeat import repeat
+from jaxpipe.search.blocks.block import BuildingBlock, repeat
 from jaxpipe.search.families.gis import interleaved_block, smallest_group
 from jaxpipe.search.list_schedule.fillers import AS_GIVEN, GapFiller, Phases, Recipes, Rule, improved
 

@@ -1,10 +1,10 @@
 """The adaptive V scheduler: a search over building blocks under any memory limit, with real costs.
 
-Source: `controllable-memory.txt` appendix A. The blocks are those of :func:`~jaxpipe.search.blocks.v_shape.searched`.
+Source: `controllable-memory.txt` appendix A. The blocks are those of :func:`~jaxpipe.search.blocks.block.searched`.
 Hundreds fit a limit, and few are worth a full evaluation:
 
 1. those whose lifespans are the longest come first: within the limit, a longer life shortens warm-up and cool-down;
-2. each gets warm-up and cool-down by rule (:mod:`~jaxpipe.search.blocks.v_shape`); the best of these are kept;
+2. each gets warm-up and cool-down by rule (:mod:`~jaxpipe.search.blocks.block`); the best of these are kept;
 3. others are repeated, squeezed with the real costs and their waits filled by a few recipes;
 4. the best of both get all recipes, W laid anew, and the best of all is kept.
 
@@ -35,9 +35,16 @@ from jaxpipe.schedule.ir import Schedule
 from jaxpipe.schedule.placement import v_shape
 from jaxpipe.schedule.problem import CodeRows, Problem
 from jaxpipe.schedule.tolerance import Objective
-from jaxpipe.search.blocks.block import BuildingBlock, with_weight_gradients
-from jaxpipe.search.blocks.repeat import compact, repeat, repeated
-from jaxpipe.search.blocks.v_shape import T, cells_with_ends, searched
+from jaxpipe.search.blocks.block import (
+    BuildingBlock,
+    T,
+    cells_with_ends,
+    compact,
+    repeat,
+    repeated,
+    searched,
+    with_weight_gradients,
+)
 from jaxpipe.search.bounds import lower_bound, span_lower_bound
 from jaxpipe.search.families.v_blocks import v_min_block
 from jaxpipe.search.list_schedule.fillers import GapFiller, score

@@ -17,8 +17,7 @@ from jaxpipe.schedule.families.family import family
 from jaxpipe.schedule.ir import Schedule
 from jaxpipe.schedule.placement import v_shape
 from jaxpipe.schedule.problem import Problem
-from jaxpipe.search.blocks.block import BuildingBlock
-from jaxpipe.search.blocks.repeat import cells_of, compact, repeat
+from jaxpipe.search.blocks.block import BuildingBlock, cells_of, compact, repeat
 from jaxpipe.search.list_schedule.fillers import GapFiller, recipe_budget, score
 
 _ACTIONS = 80_000

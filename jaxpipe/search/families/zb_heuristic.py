@@ -34,8 +34,7 @@ from jaxpipe.schedule.ir import Schedule
 from jaxpipe.schedule.placement import one_to_one
 from jaxpipe.schedule.problem import BW, B, Problem, W
 from jaxpipe.schedule.tolerance import Objective
-from jaxpipe.search.blocks.block import BuildingBlock, with_weight_gradients
-from jaxpipe.search.blocks.repeat import repeat
+from jaxpipe.search.blocks.block import BuildingBlock, repeat, with_weight_gradients
 from jaxpipe.search.bounds import lower_bound, span_lower_bound
 from jaxpipe.search.list_schedule.fillers import RECIPES, GapFiller
 from jaxpipe.search.list_schedule.policies import chain_drafts, full_limit, least_limit

@@ -23,9 +23,9 @@ from jaxpipe.schedule.passes.braid import unbraid
 from jaxpipe.schedule.problem import OPS, Problem
 from jaxpipe.schedule.tolerance import at_most, nine_digits
 from jaxpipe.search.best import Candidate, Task, best_of_family, quick_candidates
-from jaxpipe.search.bounds.few_ranks import FewRanks
+from jaxpipe.search.bounds.orders import FewRanks
 from jaxpipe.search.budget import Budget
-from jaxpipe.search.solve.cycles import cycles
+from jaxpipe.search.solve.first import cycles
 from jaxpipe.search.solve.task import SolveTask, count_offloads
 
 _OPS = frozenset((*OPS, "O", "L", "S"))  # that the search knows

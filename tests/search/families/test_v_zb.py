@@ -11,7 +11,7 @@ from jaxpipe.errors import ScheduleError
 from jaxpipe.schedule import CostProfile, check_schedule, generate, simulate, v_shape
 from jaxpipe.schedule.costs import Link
 from jaxpipe.schedule.problem import Problem
-from jaxpipe.search.blocks.repeat import repeated
+from jaxpipe.search.blocks.block import repeated
 from jaxpipe.search.bounds import lower_bound
 from jaxpipe.search.families.v_adaptive import v_zb
 from jaxpipe.search.list_schedule.policies import full_limit

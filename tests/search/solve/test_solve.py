@@ -28,8 +28,7 @@ from jaxpipe.search.blocks import repeat
 from jaxpipe.search.budget import Budget
 from jaxpipe.search.retime import peaks
 from jaxpipe.search.solve import Options, Progress, Solution, SolveTask, solve
-from jaxpipe.search.solve.cycles import Grid, find_cycle
-from jaxpipe.search.solve.first import group_size, grouped_rows
+from jaxpipe.search.solve.first import Grid, find_cycle, group_size, grouped_rows
 from jaxpipe.search.solve.neighbourhoods import NeighbourhoodSearch
 from jaxpipe.search.solve.solver import lexicographic, solve_any
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,16 @@ from jaxpipe.schedule.tolerance import at_most
 from jaxpipe.stage.model.layer import Model
 from jaxpipe.stage.model.plan import StagePlan, analytic_layer_costs
 from jaxpipe.stage.model.reference import resolve_model
-from jaxpipe.text import format_bytes
-from jaxpipe.train.assemble import Progress, ScheduleDraft, assemble, choose, spread_over, stage_planner
+from jaxpipe.text import format_bytes, format_seconds
+from jaxpipe.train.assemble import (
+    Progress,
+    ScheduleDraft,
+    assemble,
+    choose,
+    order_for_link,
+    spread_over,
+    stage_planner,
+)
 from jaxpipe.train.checkpoints.stored import model_digest
 from jaxpipe.train.config import TrainConfig
 from jaxpipe.train.corpora.corpus import load_corpus, read_named_arrays
@@ -36,6 +44,7 @@ from jaxpipe.train.corpora.tokenizers import Tokenizer, continued_tokenizer, loa
 from jaxpipe.train.data import Dataset, TokenDataset
 from jaxpipe.train.devices import device_errors
 from jaxpipe.train.metrics import format_gain
+from jaxpipe.train.replan import offloads
 from jaxpipe.train.settings.sections import DataConfig, OptimizerConfig, PipelineConfig, names_function
 from jaxpipe.train.step import TrainStep
 from jaxpipe.train.trainer import Trainer
@@ -217,8 +226,33 @@ def compile_setup(
         if moved := host_bytes(trainer.pipeline.programs):
             progress(f"offloads at most {format_bytes(moved, binary=True)} at a time to host memory")
         progress("timing each stage alone")
-        trainer = _with_cheaper_backwards(trainer.measured(repeats), prepared.config.pipeline, progress, fused)
+        trainer = _with_known_link(trainer.measured(repeats), prepared, progress, processes)
+        trainer = _with_cheaper_backwards(trainer, prepared.config.pipeline, progress, fused)
         progress(f"{trainer.train_step.memory_report()}")
+    return trainer
+
+
+def _with_known_link(trainer: Trainer, prepared: Prepared, progress: Progress, processes: Processes | None) -> Trainer:
+    """Return the trainer with O and L where the measured link to the host wants them, and say what copies still cost."""
+    now, costs = trainer.schedule, trainer.pipeline.costs
+    if not offloads(now):
+        return trainer
+    schedule = order_for_link(prepared.config.pipeline, prepared.draft, now, costs)
+    # A search may end elsewhere in each process.
+    if processes is not None and processes.number > 1:
+        schedule = from_schedule(processes.broadcast("order", to_schedule(schedule)))
+    free = replace(costs, offload_s=(0.0,) * costs.num_stages, load_s=(0.0,) * costs.num_stages)
+    before, after, without_copies = (
+        simulate(order, profile) for order, profile in ((now, costs), (schedule, costs), (schedule, free))
+    )
+    step_s, free_s = after.makespan, without_copies.makespan
+    if schedule.rows != now.rows:
+        peaks = f"{max(after.peak_activations):.3g} activations at most, not {max(before.peak_activations):.3g}"
+        times = f"a step of {format_seconds(step_s)}, not {format_seconds(before.makespan)}"
+        progress(f"O and L moved for the measured link: {times}; {peaks}")
+        trainer = trainer.with_schedule(schedule)
+    if step_s > 1.01 * free_s:
+        progress(f"copies to and from the host are predicted to take {1 - free_s / step_s:.0%} of a step")
     return trainer
 
 

@@ -41,7 +41,15 @@ from jaxpipe.stage.model.plan import StagePlan, param_avals
 from jaxpipe.stage.model.reference import init_params
 from jaxpipe.stage.model.vocabulary import VocabParallelModel
 from jaxpipe.text import format_bytes, format_count
-from jaxpipe.train.assemble import assemble, choose, spread_over, stage_planner, with_edges
+from jaxpipe.train.assemble import (
+    ScheduleDraft,
+    assemble,
+    choose,
+    order_for_link,
+    spread_over,
+    stage_planner,
+    with_edges,
+)
 from jaxpipe.train.checkpoint import Checkpoint, CheckpointStore, read_manifest
 from jaxpipe.train.checkpoints.stored import (
     Likeness,
@@ -113,6 +121,9 @@ class Trainer(Closing):
     """
 
     _named_origin: ModelConfig | None = None  # what makes the model, as the user says
+
+    _choice: tuple[PipelineConfig, ScheduleDraft, Schedule] | None
+    """How the first schedule was chosen, and that schedule."""
 
     def __init__(
         self,
@@ -228,7 +239,7 @@ class Trainer(Closing):
                     extra=update_arguments,
                 )
         self._set_up(train_step, seed, plan=plan, ema=ema, keep_last=keep_last, keep_best=keep_best, progress=progress)
-        self._source = source
+        self._source, self._choice = source, (pipe, draft, self.schedule)
 
     @classmethod
     def over(cls, train_step: TrainStep, seed: int = 0) -> Trainer:
@@ -256,6 +267,7 @@ class Trainer(Closing):
         self._store: CheckpointStore | None = None
         self._restored: int | None = None  # the step that later checkpoints in the store make way for
         self._source = self.model  # without rules for leaves
+        self._choice = None
         self.progress = progress
         self._begun: set[str] = set()  # what has been done once, and so is compiled
         self._tokenizer: Tokenizer | None = None
@@ -367,10 +379,15 @@ class Trainer(Closing):
 
     def measured(self, repeats: int = 3) -> Trainer:
         """Return the same with every function that the schedule runs compiled and timed, the median of ``repeats`` calls each:
-        predictions rest on these times then, and no longer on FLOP counts."""
+        predictions rest on these times then, and no longer on FLOP counts. Where the schedule offloads, its copies are placed
+        for the measured link."""
         with self._saying("compiling and timing each stage"):
             costs = self.train_step.with_state(self.pipeline.measure_costs(repeats=repeats))
             measured = self.with_pipeline(self.pipeline.with_costs(costs))
+            if self._choice is not None and self._choice[2] is self.schedule:
+                pipe, draft, schedule = self._choice
+                order = order_for_link(pipe, draft, schedule, measured.pipeline.costs)
+                measured = measured if order is schedule else measured.with_schedule(order)
             measured.pipeline.warm_up()
         return measured
 

@@ -1,0 +1,109 @@
+"""Orders that offload, once the seconds of functions and of the link to the host are measured."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import optax
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxpipe.runtime.offload import OffloadOptions
+from jaxpipe.schedule import CostProfile, HostLink, Schedule, generate, simulate
+from jaxpipe.train.assemble import ScheduleDraft, order_for_link
+from jaxpipe.train.replan import why_not
+from jaxpipe.train.schedule_source import relative_costs, source_of
+from jaxpipe.train.settings.sections import PipelineConfig
+from jaxpipe.train.trainer import Trainer
+from models.gpt import GPT
+
+
+def draft_of(family: str, ranks: int, microbatches: int) -> tuple[PipelineConfig, ScheduleDraft]:
+    """Return what a start chooses before anything is measured: copies seem to take no time."""
+    pipe = PipelineConfig(schedule=family, ranks=ranks, chunks=2, microbatches=microbatches)
+    source = source_of(pipe)
+    costs = relative_costs((1.0,) * source.num_stages)
+    return pipe, ScheduleDraft(source.order(costs), source, costs)
+
+
+@given(
+    st.sampled_from(("po-h", "po-f")),
+    st.integers(2, 4),
+    st.integers(4, 12),
+    st.floats(0.3, 3),
+    st.floats(0.7, 1.4),
+)
+def test_an_order_is_what_its_family_makes_with_the_measured_link(
+    family: str, ranks: int, microbatches: int, k: float, first: float
+) -> None:
+    """``k``: round trip over compute of a microbatch in a stage; ``first``: what the first stage takes of the others' time."""
+    pipe, draft = draft_of(family, ranks, microbatches)
+    n = 2 * ranks
+    costs = CostProfile.uniform(n, f=2.4e-3, b=3.0e-3, w=2.5e-3)
+    copy_s = k * (2.4e-3 + 3.0e-3 + 2.5e-3) / 2
+    costs = replace(
+        costs,
+        f_s=(first * costs.f_s[0], *costs.f_s[1:]),
+        offload_s=(copy_s,) * n,
+        load_s=(copy_s,) * n,
+    )
+    schedule = order_for_link(pipe, draft, draft.schedule, costs)
+    assert not why_not(schedule, draft.schedule), "nothing is compiled, and no bit changes"
+    expected = generate(family, ranks, microbatches, 2, costs)
+    assert simulate(schedule, costs).makespan <= 1.02 * simulate(expected, costs).makespan
+
+
+def test_offload_is_nearly_free_where_the_link_is_fast_enough() -> None:
+    """README: half of the activations leave; the order of free copies took 1.6 times as long."""
+    pipe, draft = draft_of("po-h", 4, 16)
+    costs = CostProfile.uniform(8, f=2.4e-3, b=3.0e-3, w=2.5e-3)
+    costs = replace(costs, offload_s=(3.5e-3,) * 8, load_s=(3.5e-3,) * 8)
+    schedule = order_for_link(pipe, draft, draft.schedule, costs)
+    plain = simulate(generate("po", 4, 16, 2, costs), costs).makespan
+    assert simulate(schedule, costs).makespan <= 1.03 * plain
+
+
+@pytest.mark.parametrize("family", ["1f1b", "po"])
+def test_what_does_not_offload_stays(family: str) -> None:
+    pipe = PipelineConfig(schedule=family, ranks=4, microbatches=8)
+    source = source_of(pipe)
+    costs = CostProfile.uniform(source.num_stages, f=1, b=2, w=3)
+    schedule: Schedule = source.order(costs)
+    assert order_for_link(pipe, ScheduleDraft(schedule, source, costs), schedule, costs) is schedule
+
+
+def test_an_order_of_a_file_stays() -> None:
+    pipe, draft = draft_of("po-h", 2, 4)
+    fixed = source_of(replace(pipe, schedule=""), schedule=draft.schedule)
+    costs = CostProfile.uniform(4, f=1, b=1, w=1, offload_time=3)
+    assert order_for_link(pipe, replace(draft, source=fixed), draft.schedule, costs) is draft.schedule
+
+
+def test_a_trainer_places_copies_for_the_link_that_it_measures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And leaves an order that was chosen since."""
+    link = HostLink(1e3, 1e3, 0.0)
+
+    class Measured:
+        def host_link(self) -> HostLink:
+            return link
+
+    monkeypatch.setattr("jaxpipe.runtime.pipeline.measure_host_link", lambda devices, repeats: Measured())
+    model = GPT(vocab_size=17, d_model=16, num_layers=4, num_heads=2, seq_len=8, mlp_ratio=2)
+    trainer = Trainer(
+        model,
+        optimizer=optax.adamw(1e-2),
+        schedule="po-h",
+        ranks=2,
+        chunks=2,
+        microbatches=6,
+        microbatch_size=2,
+        offload=OffloadOptions(fallback=True),
+    )
+    measured = trainer.measured(1)
+    costs = measured.pipeline.costs
+    assert costs.host == link and min(costs.load_s) > 0
+    before_s, after_s = (simulate(schedule, costs).makespan for schedule in (trainer.schedule, measured.schedule))
+    assert after_s < before_s
+    other = trainer.with_schedule(replace(trainer.schedule, name="mine"))
+    assert other.measured(1).schedule == other.schedule

@@ -32,7 +32,7 @@ class Budget:
         return self.seconds - used
 
     def parameters(self, seconds: float, seed: int) -> dict[str, Any]:
-        """CP-SAT parameters for a search of up to so many seconds, which it counts as spent."""
+        """Return CP-SAT parameters for a search of up to so many seconds, which it counts as spent."""
         seconds = max(0.05, min(seconds, self.left))
         self.spent += seconds
         name, scale = (

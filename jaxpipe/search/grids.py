@@ -111,12 +111,12 @@ class MemoryUnits:
     exact: bool
 
     def size(self, amount: float) -> int:
-        """Units that surely hold ``amount``."""
+        """Return the units that surely hold ``amount``."""
         units = amount / self.unit
         return round(units) if self.exact else ceil(units - _SAME * units)
 
     def limit(self, amount: float) -> int:
-        """Units that surely fit into ``amount``, up to the 1e-9 that the checks of limits forgive."""
+        """Return the units that surely fit into ``amount``, up to the 1e-9 that the checks of limits forgive."""
         units = amount / self.unit
         return floor(units * (1 + MEMORY) if self.exact else units)
 

@@ -105,7 +105,7 @@ class BuildingBlock:
 
     @property
     def fused(self) -> bool:
-        """B and W run as one BW."""
+        """Return whether B and W run as one BW."""
         return not self.weight
 
     @property

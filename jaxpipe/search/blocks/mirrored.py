@@ -45,7 +45,7 @@ from jaxpipe.search.list_schedule.fillers import ORDERS_UNTIL_STABLE, GapFiller,
 from jaxpipe.search.retime import Draft
 
 Array = Any
-"""Of whole numbers, a row a path of the beam."""
+"""Whole numbers, a row a path of the beam."""
 _CELLS = 6
 """An F or B is at most so many cells; waits are up to two of them."""
 _ALIKE = 1.08
@@ -57,16 +57,28 @@ _MOST = 100_000  # rows that are looked at together: bounds memory, not tuned
 _CELLS_PER_S, _ROWS_PER_S, _ACTIONS_PER_S = 100_000, 8_000_000, 150_000
 """Cells that a beam is prepared for, rows that are looked at, actions that are finished in a second of the development machine,
 roughly."""
-_MICROBATCHES, _WIDTHS = (3, 2, 4, 3), (300, 1500)
-"""In a period at most, the first times that all kinds are tried, then the last two in turn; and paths that are followed, the
-first time and then. Every other time any waits, else those that F's and W's take."""
 _STRETCH = 1.35  # periods that are tried, × the work, at most; the best known at 3p/8 need 1.11
 _BEYOND = 1.03  # × the shortest period that was found: some longer ones have shorter ramps
 _HOPELESS = 4  # times that all kinds are tried before there is any cycle
 _PATHS = 6  # of a beam that become cycles; they and their rotations become orders
-_ONE_BEAM, _LEAST_S, _FINISHING = (0.04, 0.2), 0.5, 0.2
-"""Of the time for a beam of either width, its least seconds, and of the time for the orders of one kind of cycle."""
+_LEAST_S, _FINISHING = 0.5, 0.2
+"""Seconds for a beam at least, and the part of the time for finishing the orders of one kind of cycle."""
 _PROMISING = 1.03  # × the best finished order is an order that is finished: it gains 1 to 2%
+
+
+@dataclass(frozen=True, slots=True)
+class _Round:
+    """A try of all kinds of cycle: ``microbatches`` in a period at most, ``width`` paths followed, ``share`` of the time for a
+    beam."""
+
+    microbatches: int
+    width: int
+    share: float
+
+
+# narrow first, so that every kind is looked at soon; then the last two in turn. Odd rounds have any waits, even ones those that
+# F's and W's take.
+_ROUNDS = (_Round(3, 300, 0.04), _Round(2, 1500, 0.2), _Round(4, 1500, 0.2), _Round(3, 1500, 0.2))
 # None of these numbers was tuned beyond the cases of scripts/results/solver.md.
 
 
@@ -111,7 +123,7 @@ class Lattice:
         return 2 * sum(self.size)
 
     def least(self, g: int) -> float:
-        """Memory × cells that g microbatches take on a rank without waits."""
+        """Return the memory × cells that g microbatches take on a rank without waits."""
         f, b, w = self.size
         lives = 2 * (f + b) + 2 * ((2 * self.ranks - 2) * self.step + self.turn)
         return g * (self.held * lives + self.kept * 2 * w)
@@ -200,7 +212,8 @@ class Beam:
             yield path[::-1]
 
     def _start_on_first_rank(self) -> tuple[Array, Array, Array]:
-        """Rank 0: starts [paths, g, 2], the waits of each microbatch over all ranks [paths, g], memory × cells [paths]."""
+        """Return, for rank 0: starts [paths, g, 2], the waits of each microbatch over all ranks [paths, g], memory × cells
+        [paths]."""
         p, lattice, g = self.lattice.ranks, self.lattice, self.g
         meet = self.mirror - lattice.size[F]  # the sum of starts of two F's whose B's follow each other's ends
         pairs = [(y, (meet - y) % self.period) for y in range(self.period)]
@@ -342,7 +355,7 @@ class Beam:
         return BuildingBlock(v_shape(p), self.period, forward, backward, weight)
 
     def _place_weights(self, start: dict[tuple[int, int, int], int], replicas: Sequence[int], starts: Array) -> None:
-        """W's of a rank, whose F's are at ``starts``."""
+        """Place the W's of a rank, whose F's are at ``starts``."""
         end, _, served, waiting = (x[0].tolist() for x in self._weights_in_gaps(starts[None]))
         cells = [at + self.lattice.size[W] * k for at, length in zip(end, served, strict=True) for k in range(length)]
         ordered = sorted((start[B, j, k] % self.period, j, k) for j in range(self.g) for k in replicas)
@@ -364,7 +377,7 @@ def mirrored_cycles(
     finished_s, best = ORDERS_UNTIL_STABLE * actions / _ACTIONS_PER_S, inf
     kinds = sorted(
         (period / g, g, period)
-        for g in range(1, min(max(_MICROBATCHES), problem.num_microbatches - 1) + 1)
+        for g in range(1, min(max(x.microbatches for x in _ROUNDS), problem.num_microbatches - 1) + 1)
         for period in range(g * lattice.work, int(g * lattice.work * _STRETCH) + 1)
     )
     longest, tried = inf, set[tuple[float, float, float]]()
@@ -372,14 +385,16 @@ def mirrored_cycles(
         if not kinds or (longest == inf and again == _HOPELESS):
             return
         waits = range(2 * turn + 1) if again % 2 else sorted({0, w, turn, turn + w, 2 * turn})
-        most, wide = _MICROBATCHES[min(again, 2 + again % 2)], again > 0
+        effort = _ROUNDS[min(again, 2 + again % 2)]
         for share, g, period in islice(kinds, (part + again) % parts, None, parts):
             if share > longest * _BEYOND:
                 break
             if budget.left <= 0:
                 return
             rows_by_key: dict[tuple[float, float, float], list[list[int]]] = {}
-            for block in _blocks(lattice, g, period, waits, wide, seed + again, budget) if g <= most else ():
+            for block in (
+                _blocks(lattice, g, period, waits, effort, seed + again, budget) if g <= effort.microbatches else ()
+            ):
                 longest = min(longest, share)
                 for first in range(g):
                     # without its first microbatches a cycle starts elsewhere, and has other ramps
@@ -390,7 +405,7 @@ def mirrored_cycles(
                     if draft is not None and (key := (*score(draft), draft.span)) not in tried:
                         rows_by_key[key] = rows
             tried |= rows_by_key.keys()
-            for key in nsmallest(max(wide, int(budget.seconds * _FINISHING / finished_s)), rows_by_key):
+            for key in nsmallest(max(again > 0, int(budget.seconds * _FINISHING / finished_s)), rows_by_key):
                 if budget.left <= 0 or key[0] > best * _PROMISING:
                     break
                 budget.spent += finished_s
@@ -402,11 +417,11 @@ def mirrored_cycles(
 
 
 def _blocks(
-    lattice: Lattice, g: int, period: int, waits: Sequence[int], wide: bool, seed: int, budget: Budget
+    lattice: Lattice, g: int, period: int, waits: Sequence[int], effort: _Round, seed: int, budget: Budget
 ) -> Iterator[BuildingBlock]:
-    """Blocks of one kind, mirrored at a cell and between two. What a beam may look at is the same on a busy machine."""
+    """Yield blocks of one kind, mirrored at a cell and between two. What a beam may look at is the same on a busy machine."""
     for mirror in range(2 - period % 2):
-        spend = Budget(min(budget.left, max(_LEAST_S, budget.seconds * _ONE_BEAM[wide])), reproducible=True)
-        beam = Beam(lattice, g, period, mirror, width=_WIDTHS[wide], waits=waits, seed=seed, budget=spend)
+        spend = Budget(min(budget.left, max(_LEAST_S, budget.seconds * effort.share)), reproducible=True)
+        beam = Beam(lattice, g, period, mirror, width=effort.width, waits=waits, seed=seed, budget=spend)
         yield from [*map(beam.block, beam.paths(_PATHS))]
         budget.spent += spend.spent

@@ -29,10 +29,10 @@ ready leaves first, and the first to be ready comes back first. (The last may be
 yet, so the one before it is tried too.) Swapping may let an activation leave twice, which no schedule does: that only makes
 the bound lower; O's are as many as microbatches at most.
 
-**Which ranks** (:class:`FewRanks`): the set of ranks grows by the one that proves most; with offload it is one rank at a time,
-with its host lane. Each set is asked for more and more: is there an order that ends within a quarter of the gap above the
-bound, half of it, three quarters? What can't end in time is left out of the search, so a small step costs little, and each no
-is a bound.
+**Which ranks** (:class:`FewRankBounds`): the set of ranks grows by the one that proves most; with offload it is one rank at a
+time, with its host lane. Each set is asked for more and more: is there an order that ends within a quarter of the gap above
+the bound, half of it, three quarters? What can't end in time is left out of the search, so a small step costs little, and each
+no is a bound.
 
 For plain chains in one direction. Where durations have no common step they are rounded down (``grids.py``).
 """
@@ -74,7 +74,7 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class StageMemory:
     """A stage on a rank that is kept: units ``held`` from F's start to B's end, ``kept`` from there to the end of its W, which
     takes ``w`` ticks."""
 
@@ -84,7 +84,7 @@ class Kept:
 
 
 @dataclass(frozen=True, slots=True)
-class Ends:
+class RankTail:
     """Ticks that a rank adds to the objective: from the end of its last B, and from the end of its last action, to the
     objective's; −inf where it is not measured by that."""
 
@@ -97,9 +97,9 @@ class Orders:
     """``count`` microbatches through ``steps`` (the F's of ``stages`` in order, then their B's) on ranks with ``limits``."""
 
     steps: tuple[Step, ...]
-    stages: tuple[Kept, ...]
+    stages: tuple[StageMemory, ...]
     limits: tuple[float, ...]
-    ends: tuple[Ends, ...]
+    ends: tuple[RankTail, ...]
     count: int
 
     def least(self, most: float, width: int, late: Late) -> float:
@@ -314,7 +314,7 @@ class HostOrders:
     back: int
     trip: int
     room: int
-    ends: Ends
+    ends: RankTail
     count: int
 
     def least(self, most: float, width: int, late: Late) -> float:
@@ -405,7 +405,7 @@ _PART_OF_TIME = 2  # of what is left, for one set of ranks
 _STATES_PER_S = 60_000  # that follow one another, roughly: what a reproducible search counts instead of seconds
 
 
-class FewRanks:
+class FewRankBounds:
     """A problem in ticks. ``limits``: per rank, activations in units of its share of one microbatch. ``span``: the longest
     span is bounded, not the makespan.
 
@@ -492,14 +492,15 @@ class FewRanks:
         ]
         return Orders(
             steps=tuple(steps),
-            stages=tuple(Kept(stay[s].held, stay[s].kept, of(stay[s].w_s)) for s in stages),
+            stages=tuple(StageMemory(stay[s].held, stay[s].kept, of(stay[s].w_s)) for s in stages),
             limits=tuple(self.limits[rank] for rank in ranks),
             ends=tuple(self._ends(rank, stages[0], back) for rank in ranks),
             count=self.count,
         )
 
     def host_orders(self, rank: int) -> HostOrders | None:
-        """The orders of one rank with its host lane; none where it has several stages, or moves parts, or both ways at once."""
+        """Return the orders of one rank with its host lane; none where it has several stages, or moves parts, or both
+        ways at once."""
         stays, limit, of = self.stays[rank], self.limits[rank], self.ticks.of
         if len(stays) != 1 or limit == float("inf"):
             return None
@@ -523,14 +524,14 @@ class FewRanks:
     def _stages(self, rank: int) -> list[int]:
         return [s for s, r in enumerate(self.rank_of) if r == rank]
 
-    def _ends(self, rank: int, first: int, back: Sequence[float]) -> Ends:
+    def _ends(self, rank: int, first: int, back: Sequence[float]) -> RankTail:
         """Return what follows the work of ``rank`` in a search that starts with the F of stage ``first``."""
         flow, of, s = self.flow, self.ticks.of, self._stages(rank)[0]
         if not self.span:
-            return Ends(of(flow.head[first] + flow.tail[s]), of(flow.head[first]))
+            return RankTail(of(flow.head[first] + flow.tail[s]), of(flow.head[first]))
         before = flow.head[first] - flow.head[0]
         home = of(before + back[s] + flow.backward[0] - flow.passed[0])
-        return Ends(home, 0 if rank == self.rank_of[first] else -float("inf"))
+        return RankTail(home, 0 if rank == self.rank_of[first] else -float("inf"))
 
 
 def _raised(orders: Orders | HostOrders, least: int, top: int, budget: Budget) -> Iterator[int]:

@@ -178,7 +178,7 @@ def _has_cost(costs: CostProfile, spec: OpSpec) -> bool:
 
 
 _TOP_RANKS = 1
-"""From how many ranks down the crossing argument is made: those where the limit costs most."""
+"""The number of ranks from which down the crossing argument is made: those where the limit costs most."""
 
 
 def confine_ranks(flows: Flows, limits: Sequence[float] | None, offload: bool) -> list[Confined]:
@@ -232,7 +232,8 @@ def residents(flows: Flows, rank: int) -> list[StageWork]:
 
 
 def _resident(flows: Flows, v: Visit, number: int, share: float, start: float) -> StageWork:
-    """``share``: residuals of all visits of the same flow on the same rank; ``start``: the first of them at its earliest."""
+    """Return what a rank does and holds for one visit. ``share``: residuals of all visits of the same flow on the same rank;
+    ``start``: the first of them at its earliest."""
     flow, s, costs = v.flow, v.stage, flows.costs
     d2h, h2d = costs.offload_s[s], costs.load_s[s]
     return StageWork(

@@ -23,7 +23,7 @@ from jaxpipe.schedule.passes.braid import unbraid
 from jaxpipe.schedule.problem import OPS, Problem
 from jaxpipe.schedule.tolerance import at_most, nine_digits
 from jaxpipe.search.best import Candidate, Task, best_of_family, quick_candidates
-from jaxpipe.search.bounds.orders import FewRanks
+from jaxpipe.search.bounds.orders import FewRankBounds
 from jaxpipe.search.budget import Budget
 from jaxpipe.search.solve.first import cycles
 from jaxpipe.search.solve.task import SolveTask, count_offloads
@@ -217,10 +217,10 @@ def job_in(message: Mapping[str, Any]) -> tuple[int, Job]:
     return message["number"], from_json(getattr(importlib.import_module(module), name), message["job"], "job")
 
 
-def few_ranks(task: SolveTask) -> FewRanks:
+def few_ranks(task: SolveTask) -> FewRankBounds:
     """Return a task as the bounds from a few ranks take it."""
     span, limits = task.objective == "span", task.limits()
-    return FewRanks(task.placement, task.num_microbatches, task.costs, limits, offload=task.offload, span=span)
+    return FewRankBounds(task.placement, task.num_microbatches, task.costs, limits, offload=task.offload, span=span)
 
 
 def family_schedules(

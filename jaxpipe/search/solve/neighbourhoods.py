@@ -208,7 +208,8 @@ class NeighbourhoodSearch:
 
 ExactStatus = Literal["optimal", "feasible", "infeasible", "unknown"]
 _COARSE_SHARE = 0.6
-"""Of the time, where costs have no common step: first ticks of 1/200 of a mean duration, then 1/20,000."""
+"""The part of the time, where costs have no common step, for the first of two grids: ticks of 1/200 of a mean duration, then
+1/20,000."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,8 +54,8 @@ TOGETHER = 4096
 """Policies × ranks that are played at once, with equal durations in the time of a few policies alone
 (:mod:`~jaxpipe.search.list_schedule.many_policies`)."""
 _FEW_TICKS, _FEW_MICROBATCHES = 48, 300
-"""Of a microbatch's work on a rank, and in all times ranks, up to which lots gain: p=8, m=32 with Table 5's costs takes 6 ms a
-policy for 34, but p=32, m=128 20 s a lot."""
+"""Ticks of a microbatch's work on a rank, and microbatches times ranks, up to which lots gain: p=8, m=32 with Table 5's costs
+takes 6 ms a policy for 34, but p=32, m=128 20 s a lot."""
 _MOST_KEPT, _FIRST_LOTS = 32, 4  # how many of the best are changed, after how many lots of drawn ones; not tuned
 _LOOSE = 1 + 1e-6  # more than what rounding to nine digits takes
 
@@ -125,7 +125,7 @@ class _OffloadModel:
     """The tables of a task, by replica and rank; codes are those of :mod:`~jaxpipe.schedule.problem`, with O and L as ops 4 and
     5. Each host lane is a rank of its own, number p + lane.
 
-    ``codes``: of a replica's F's. ``mine``: a rank's replicas that have some; ``stays``: what it holds for them.
+    ``codes``: of a replica's F's. ``replicas``: a rank's, those that have some; ``stays``: what it holds for them.
     ``lanes``: a rank's host lanes; ``ranks_of_lane``: by two lanes, the ranks that have them.
     """
 
@@ -134,11 +134,11 @@ class _OffloadModel:
         self.problem = problem = Problem.of(task.placement, task.num_microbatches, task.costs)
         costs, p, n, host = task.costs, problem.num_ranks, problem.num_replicas, task.costs.host
         self.codes = [[problem.code(F, k, i) for i in problem.microbatches(k)] for k in range(n)]
-        self.mine = [[k for k in problem.replicas_of(r) if self.codes[k]] for r in range(p)]
+        self.replicas = [[k for k in problem.replicas_of(r) if self.codes[k]] for r in range(p)]
         flows = Flows(task.placement, task.num_microbatches, costs)
         self.stays = [residents(flows, r) for r in range(p)]
         may_leave, self.leaves = {self.actions.action[o].stage for o in self.actions.copies}, [0.0] * n
-        for k, stays in ((k, x) for r in range(p) for k, x in zip(self.mine[r], self.stays[r], strict=True)):
+        for k, stays in ((k, x) for r in range(p) for k, x in zip(self.replicas[r], self.stays[r], strict=True)):
             if k % task.placement.num_stages in may_leave:
                 self.leaves[k] = stays.leaves
         self.room = [x * (1 + MEMORY) for x in task.safe_limits()]
@@ -194,7 +194,7 @@ class _OffloadModel:
         ]
 
     def starts(self, begun: dict[int, float]) -> Starts:
-        """Start times by code, as those of actions."""
+        """Convert start times by code into those of actions."""
         begun_at = []
         for code, seconds in begun.items():
             op, k, i = self.problem.decode(code)
@@ -282,11 +282,11 @@ class _Simulation:
 
     def _compute(self, r: int, now: float) -> int:
         """Return the code of what the policy takes next on idle rank ``r``, if anything can start."""
-        mine, policy = self.model.mine[r], self.policy
+        replicas, policy = self.model.replicas[r], self.policy
         # the latest stage first: it gives memory back soonest
-        back = next((k for k in reversed(mine) if self._b_at(k) <= now), -1)
-        ahead = next((k for k in reversed(mine) if self._f_at(r, k) <= now), -1)
-        weight = -1 if policy.fused else next((k for k in mine if self.begun_w[k] < self.begun_b[k]), -1)
+        back = next((k for k in reversed(replicas) if self._b_at(k) <= now), -1)
+        ahead = next((k for k in reversed(replicas) if self._f_at(r, k) <= now), -1)
+        weight = -1 if policy.fused else next((k for k in replicas if self.begun_w[k] < self.begun_b[k]), -1)
         if back >= 0 and not (policy.forward_first and ahead >= 0):
             return self._next(BW if policy.fused else B, self.begun_b, back, now)
         if ahead >= 0:
@@ -318,12 +318,12 @@ class _Simulation:
         """Return the room that the next microbatch to turn back needs, if it is away."""
         if not self.policy.near:
             return 0.0
-        turning = ((k, self.begun_b[k]) for k in self.model.mine[r] if self.begun_b[k] < self.begun_f[k])
+        turning = ((k, self.begun_b[k]) for k in self.model.replicas[r] if self.begun_b[k] < self.begun_f[k])
         return max((self.model.leaves[k] for k, i in turning if self.where[k][i][0] == O), default=0.0)
 
     def _better_wait(self, r: int, end: float, now: float) -> bool:
         """Return whether something that could run arrives before ``end``."""
-        return any(now < at < end for k in self.model.mine[r] for at in (self._b_at(k), self._f_at(r, k)))
+        return any(now < at < end for k in self.model.replicas[r] for at in (self._b_at(k), self._f_at(r, k)))
 
     # Copies.
 
@@ -340,7 +340,7 @@ class _Simulation:
 
     def _copy_back(self, r: int, now: float) -> int:
         model, near, away = self.model, max(1, self.policy.near), []
-        for k in model.mine[r]:
+        for k in model.replicas[r]:
             turning = range(self.begun_b[k], min(self.begun_b[k] + near, self.begun_f[k]))
             away += [(i, k) for i in turning if self.where[k][i] == _AWAY]
         i, k = min(away, default=(-1, -1))
@@ -354,7 +354,7 @@ class _Simulation:
         model, policy, candidates = self.model, self.policy, []
         if self.out[r] == model.task.offloads_in_flight:
             return -1
-        for k in model.mine[r]:
+        for k in model.replicas[r]:
             # with room for two more of these none has to leave
             if not model.leaves[k] or self.memory[r] + 2 * self.q.held[k] <= model.room[r]:
                 continue
@@ -453,9 +453,9 @@ class _PolicySampler:
     def _caps(self, factor: float) -> Whole:
         """Return microbatches in flight: as many as keep the rank busy for a trip with F's and B's, times ``factor``."""
         model, caps = self.model, np.full(self.model.problem.num_replicas, self.most)
-        for mine, stays in zip(model.mine, model.stays, strict=True):
+        for replicas, stays in zip(model.replicas, model.stays, strict=True):
             busy = sum(x.f_s + x.b_s for x in stays)
-            for k, x in zip(mine, stays, strict=True) if busy > 0 else ():
+            for k, x in zip(replicas, stays, strict=True) if busy > 0 else ():
                 caps[k] = max(1, min(self.most, ceil((x.trip_s / busy + 1) * factor)))
         return caps
 

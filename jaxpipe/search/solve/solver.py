@@ -54,20 +54,41 @@ from jaxpipe.search.solve.pool import COMMAND, WorkerPool
 from jaxpipe.search.solve.task import OnProgress, Options, Progress, Solution, SolveTask, count_offloads
 from jaxpipe.text import truncate
 
-_EXACT_ACTIONS = (320, 800)
-"""Up to which the exact model gets most of the time, and any: 192 actions (p=4, m=16) are proved in 0.4 s, 384 (p=8, m=16) in
-1.4 s, and as a cumulative, which offload needs, not in 20 s."""
-_TINY_ACTIONS, _TINY_SHARE = 100, 0.3
-"""Up to which the exact model goes before the families, and its part of the time then: circular 2 x 3, m=2 takes 0.4 s."""
-_EXACT_WORKERS = 2  # CP-SAT's own: with one it proves far less
+
+@dataclass(frozen=True, slots=True)
+class _ExactModelShare:
+    """When the exact model runs, by the actions of a task, and its part of the time limit."""
+
+    # before the families: circular 2 x 3, m=2 takes 0.4 s
+    tiny_actions: int = 100
+    tiny: float = 0.3
+    # most of the time: 192 actions (p=4, m=16) are proved in 0.4 s, 384 (p=8, m=16) in 1.4 s
+    small_actions: int = 320
+    small: float = 0.6
+    # beyond these not at all; as a cumulative, which offload needs, 384 are not proved in 20 s
+    most_actions: int = 800
+    large: float = 0.25
+    # CP-SAT's own threads: with one it proves far less
+    workers: int = 2
+
+
+@dataclass(frozen=True, slots=True)
+class _ListsShare:
+    """The part of the time limit for list schedules with offload, by the actions of a task."""
+
+    # up to these neighbourhoods gain more
+    small_actions: int = 4000
+    small: float = 0.2
+    # with k=2 at p=16 and 32 the best came from lists, after 5 to 33 s, and neighbourhoods gained nothing
+    large: float = 0.9
+
+
+_EXACT, _LISTS = _ExactModelShare(), _ListsShare()
 _CYCLE_PARTS = 2  # jobs that share the shapes of a V's cycles: one for each of two workers, the default
-_FEW_ACTIONS, _LISTS_SHARE = 4000, (0.9, 0.2)
-"""Actions up to which neighbourhoods with offload gain more than list schedules, and the part of the time for these beyond and
-below: with k=2 at p=16 and 32 the best came from lists, after 5 to 33 s, and neighbourhoods gained nothing."""
 _BOUNDS_SHARE = 0.2  # of the time, for bounds from a few ranks
 _FIRST_S, _GRACE_S = 2.0, 15.0
-"""From which time limit on the first families are looked at to their end, and by how much that may exceed the limit: one takes
-about a second, and there may be fifteen placements on a busy machine."""
+"""The time limit from which on the first families are looked at to their end, and by how much that may exceed the limit: one
+takes about a second, and there may be fifteen placements on a busy machine."""
 _STARTS_SHARE = 0.2  # of the time, for schedules by rules of graphs of stages
 _LOWEST = 19  # niceness of a solve in the background
 _LONGEST = 200
@@ -92,7 +113,7 @@ class Incumbent:
         self.on_progress = on_progress
         self.began = time.perf_counter()
         self.best: BestSchedule | None = None
-        self.best_by_task: dict[int, BestSchedule] = {}  # by task
+        self.best_by_task: dict[int, BestSchedule] = {}
         self.improvements: list[Progress] = []
         self.family: tuple[str, float] | None = None
         self.failures: list[str] = []  # of workers
@@ -407,13 +428,14 @@ class Portfolio:
         total = self.options.time_limit_s
         quick = [quick_families(task) for task in self.tasks]
         chains = [(number, task) for number, task in enumerate(self.tasks) if task.placement.is_plain_chain]
-        tiny = [number for number, task in enumerate(self.tasks) if _actions(task) <= _TINY_ACTIONS]
+        tiny = [number for number, task in enumerate(self.tasks) if _actions(task) <= _EXACT.tiny_actions]
         for number in tiny:
-            yield from self._exact(number, total * _TINY_SHARE / len(tiny))
+            yield from self._exact(number, total * _EXACT.tiny / len(tiny))
         for number, names in enumerate(quick):
             yield self._families(number, names)
         for number, task in (x for x in chains if x[1].offload):
-            yield self._job(number, OffloadLists, total * _LISTS_SHARE[_actions(task) <= _FEW_ACTIONS])
+            share = _LISTS.small if _actions(task) <= _LISTS.small_actions else _LISTS.large
+            yield self._job(number, OffloadLists, total * share)
         cycles = self._cycles()
         if (
             self.options.workers > 1 and not self.options.reproducible
@@ -427,8 +449,10 @@ class Portfolio:
             if task.placement.num_flows == 1 and self.incumbent.value < float("inf"):
                 yield self._job(number, RankBounds, total * _BOUNDS_SHARE, value=self.incumbent.value)
         for number, task in enumerate(self.tasks):
-            if (actions := _actions(task)) <= _EXACT_ACTIONS[1]:
-                yield from self._exact(number, total * (0.6 if actions <= _EXACT_ACTIONS[0] else 0.25))
+            if (actions := _actions(task)) <= _EXACT.most_actions:
+                yield from self._exact(
+                    number, total * (_EXACT.small if actions <= _EXACT.small_actions else _EXACT.large)
+                )
 
     def _cycles(self) -> Iterator[Job]:
         """Yield jobs for steady states of placements with several chunks."""
@@ -444,7 +468,7 @@ class Portfolio:
         incumbent = self.incumbent.best_by_task.get(number)
         if incumbent is not None or self.tasks[number].placement.is_plain_chain:
             start = incumbent.schedule if incumbent else None
-            yield self._job(number, Exact, seconds, start=start, workers=_EXACT_WORKERS)
+            yield self._job(number, Exact, seconds, start=start, workers=_EXACT.workers)
 
     def _neighbourhood(self) -> Job | None:
         """Return the next neighbourhood job: mostly on the best schedule, now and then on the best of another placement."""

@@ -15,7 +15,7 @@ from jaxpipe.plot.figure import Units, memory_scale, number, time_scale
 from jaxpipe.schedule import CostProfile, Schedule, Timeline
 from jaxpipe.schedule.memory import offloaded_share, rank_share
 from jaxpipe.schedule.picture import draw
-from jaxpipe.schedule.steps import StepsTimeline
+from jaxpipe.schedule.simulate import StepsTimeline
 from jaxpipe.schedule.tolerance import TIME, at_most, nine_digits
 from jaxpipe.text import aligned
 

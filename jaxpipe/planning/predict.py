@@ -5,7 +5,7 @@ Assumed: AdamW with float32 moments; float32 master parameters and gradient accu
 them and as Megatron-LM does. No data parallelism, so no sharded optimizer. Batch arrays, keys and losses are left out
 (megabytes). The update reads and writes its state once at the memory's bandwidth. Gradients are reduced over dp once a step,
 by a ring, and after the pipeline: what of it runs under the tail of the pipeline is not counted as hidden. With
-post-validation, which is taken to be right always, a step takes the longest span of a rank (:mod:`jaxpipe.schedule.steps`),
+post-validation, which is taken to be right always, a step takes the longest span of a rank (:mod:`jaxpipe.schedule.simulate`),
 the update reads its state once more, and parameters in float32 exist twice.
 
 MFU counts the products of the forward three times (forward and backward, recomputation not), as Narayanan et al. 2021 do,

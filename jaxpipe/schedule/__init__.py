@@ -42,16 +42,14 @@ from jaxpipe.schedule.placement import (
 )
 from jaxpipe.schedule.rules.traversal import Traversal
 from jaxpipe.schedule.rules.traverse import traverse
-from jaxpipe.schedule.simulate import replay, simulate
-from jaxpipe.schedule.steps import StepsTimeline, simulate_steps
+from jaxpipe.schedule.simulate import StepsTimeline, replay, simulate, simulate_steps
 from jaxpipe.schedule.text import parse_schedule
 from jaxpipe.schedule.timeline import Event, MemoryCurve, Timeline
 
 if TYPE_CHECKING:
     from jaxpipe.schedule.families import FAMILIES, VOCABULARY_FAMILIES, Family, generate, register_family
     from jaxpipe.schedule.families.family import family
-    from jaxpipe.schedule.families.one_f_one_b import eager_one_f_one_b, gpipe, one_f_one_b
-    from jaxpipe.schedule.families.zb_h import zb_h1, zb_h2
+    from jaxpipe.schedule.families.one_f_one_b import eager_one_f_one_b, gpipe, one_f_one_b, zb_h1, zb_h2
 
 __all__ = ["Action", "Braid", "MemoryEffect", "OpSpec", "Schedule", "Slot", "Wait"]
 __all__ += ["op_spec", "register_op", "registered_ops"]

@@ -26,7 +26,7 @@ from jaxpipe.schedule.deps import HOST_LANES, DependencyGraph
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class EngineRun:
     """``start_s[n]`` and ``end_s[n]`` of slot n, then of the transfers; both are None for what never ran.
 
     ``blocked``: per rank and lane that did not finish, the slot at its head.
@@ -47,7 +47,9 @@ class Passage(NamedTuple):
 AT_ONCE = Passage(0.0, 0.0)
 
 
-def run_graph(graph: DependencyGraph, duration_s: Sequence[float], passages: Sequence[Passage], host: HostLink) -> Run:
+def run_graph(
+    graph: DependencyGraph, duration_s: Sequence[float], passages: Sequence[Passage], host: HostLink
+) -> EngineRun:
     """Start every slot as early as its row, lanes and waits allow.
 
     ``duration_s[n]``: seconds of slot n. ``passages[k]``: of ``graph.transfers[k]``.
@@ -57,7 +59,7 @@ def run_graph(graph: DependencyGraph, duration_s: Sequence[float], passages: Seq
     """
     engine = _Engine(graph, duration_s, passages, host)
     engine.run()
-    return Run(engine.start, engine.end, engine.blocked())
+    return EngineRun(engine.start, engine.end, engine.blocked())
 
 
 def host_groups(host: HostLink, num_ranks: int) -> dict[int, int]:

@@ -1,7 +1,7 @@
 """The JSON form of schedules, placements, cost profiles and timelines.
 
 Each is an object with a ``format`` key (``jaxpipe schedule 1``); unknown and missing keys are refused. Infinity, which JSON
-lacks, is the string ``"inf"``. ``from_…(to_…(x)) == x``. Of a schedule, ``rows`` alone will do (:mod:`.infer`).
+lacks, is the string ``"inf"``. ``from_…(to_…(x)) == x``. Of a schedule, ``rows`` alone will do (:mod:`.text`).
 Keys are the fields of the records, and what a value must be is their type; :func:`to_json` and :func:`from_json` do the same
 with any record of such fields.
 """
@@ -17,10 +17,9 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 from jaxpipe.errors import ScheduleParseError
 from jaxpipe.files import located
 from jaxpipe.schedule.costs import CostProfile, Link
-from jaxpipe.schedule.infer import infer_microbatches, infer_placement
 from jaxpipe.schedule.ir import Action, Braid, Schedule, Slot
 from jaxpipe.schedule.placement import Placement
-from jaxpipe.schedule.text import parse_slot
+from jaxpipe.schedule.text import infer_microbatches, infer_placement, parse_slot
 from jaxpipe.schedule.timeline import Event, MemoryCurve, Timeline
 from jaxpipe.text import closest, truncate
 

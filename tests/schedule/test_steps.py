@@ -9,7 +9,7 @@ import pytest
 from jaxpipe.errors import ScheduleError
 from jaxpipe.schedule import Action, CostProfile, Link, Schedule, bidirectional, explicit, generate, simulate
 from jaxpipe.schedule.families import FAMILIES
-from jaxpipe.schedule.steps import simulate_steps
+from jaxpipe.schedule.simulate import simulate_steps
 
 
 def schedule_and_costs(name: str, p: int, m: int) -> tuple[Schedule, CostProfile]:

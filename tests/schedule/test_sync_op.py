@@ -20,7 +20,7 @@ from jaxpipe.schedule import (
     simulate,
 )
 from jaxpipe.schedule.costs import HostLink
-from jaxpipe.schedule.csv_form import format_csv
+from jaxpipe.schedule.files import format_csv
 from jaxpipe.schedule.ir import OpSpec
 from jaxpipe.schedule.json_form import from_schedule, to_schedule
 from jaxpipe.schedule.passes import offload

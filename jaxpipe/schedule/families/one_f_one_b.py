@@ -1,4 +1,6 @@
-"""GPipe: all forwards, then all backwards. 1F1B, eager 1F1B: after a warm-up of forwards, one forward and one backward in turn.
+"""The textbook's fixed orders on one stage a rank: GPipe, 1F1B, eager 1F1B, ZB-H1 and ZB-H2.
+
+GPipe: all forwards, then all backwards. 1F1B, eager 1F1B: after a warm-up of forwards, one forward and one backward in turn.
 
 Sources: 1F1B is Fan et al. 2021 (DAPPLE) and Narayanan et al. 2021 (Megatron-LM, section 2.2.1, "PipeDream-Flush").
 Eager 1F1B is Zhuang et al. 2023, "On Optimizing the Communication of Model Parallelism"; `controllable-memory.txt` §2.1 and
@@ -7,6 +9,15 @@ warm-up.
 
 GPipe is Huang et al. 2019, figure 2c. The paper's figure runs the backwards last microbatch first; here they run in the order
 of the forwards (as PyTorch's ``ScheduleGPipe`` does), so that every family accumulates gradients in one order.
+
+ZB-H1 and ZB-H2 are 1F1B with the backward split, weight gradients postponed by a fixed number of microbatches per rank.
+
+Source: Qi et al. 2023 (Zero Bubble Pipeline Parallelism), sections 2.1-2.2; `controllable-memory.txt` appendix G draws both.
+Both are fixed orders that look at no costs; :mod:`~jaxpipe.search.families.zb_heuristic` orders by real costs. Rank r runs
+k_r forwards before its first B, then B, W, F in turn, where W lags B by d_r microbatches and k_r + d_r is the same on all
+ranks: H1 has k_r = p − r, d_r = r; H2 has k_r = 2(p − r) − 1, d_r = 2r. The paper's table gives H1's bubble as
+(p − 1)(F + B − W) and H2's as (p − 1)(F + B − 2W) per span; the forms below also cover a W that is longer than F, and H2's
+makespan, which includes the staggered start.
 """
 
 from __future__ import annotations
@@ -92,3 +103,71 @@ def fused_row(in_flight: int, microbatches: int) -> list[str]:
     """Return ``in_flight`` forwards, then a backward and a forward in turn, then the remaining backwards."""
     lead = min(in_flight, microbatches)
     return ["F"] * lead + ["BW", "F"] * (microbatches - lead) + ["BW"] * lead
+
+
+@family(
+    "zb-h1",
+    "B and W split, W fills bubbles: a third of 1F1B's bubble if F = B = W, at its memory",
+    "Qi et al. 2023 (Zero Bubble) §2.1",
+    peak_activations=lambda p, m, v: min(p, m),
+    makespan=lambda p, m, v, f, b, w: m * (f + b + w) + (p - 1) * (b + max(0.0, f - w)) if m >= p else None,
+    picture={"ranks": 4, "microbatches": 6},
+)
+def zb_h1(ranks: int, microbatches: int) -> Schedule:
+    """ZB-H1 for any ``ranks`` p >= 1 and ``microbatches`` m >= 1::
+
+        rank 0 |F0 F1 F2 F3          B0 W0 F4 B1 W1 F5 B2 W2 B3 W3 B4 W4 B5 W5
+        rank 1 |   F0 F1 F2       B0 F3 B1 W0 F4 B2 W1 F5 B3 W2 B4 W3 B5 W4 W5
+        rank 2 |      F0 F1    B0 F2 B1 F3 B2 W0 F4 B3 W1 F5 B4 W2 B5 W3 W4 W5
+        rank 3 |         F0 B0 F1 B1 F2 B2 F3 B3 W0 F4 B4 W1 F5 B5 W2 W3 W4 W5
+
+    Every rank holds at most min(p, m) activations, 1F1B's peak. With m >= p, equal stages and no transfer time the makespan
+    is m(F + B + W) + (p − 1)(B + max(0, F − W)).
+
+    Raises:
+        ScheduleError: a size is not a whole number of at least 1.
+    """
+    return in_order("zb-h1", microbatches, h1_rows(ranks, microbatches))
+
+
+@family(
+    "zb-h2",
+    "ZB-H1 with a deeper warm-up: no bubble within spans if F = B = W; at most 2p-1 activations",
+    "Qi et al. 2023 (Zero Bubble) §2.2",
+    peak_activations=lambda p, m, v: min(2 * p - 1, m),
+    makespan=lambda p, m, v, f, b, w: m * (f + b + w) + (p - 1) * max(f, f + b - 2 * w) if m >= 2 * p - 1 else None,
+    picture={"ranks": 4, "microbatches": 8},
+)
+def zb_h2(ranks: int, microbatches: int) -> Schedule:
+    """ZB-H2 for any ``ranks`` p >= 1 and ``microbatches`` m >= 1::
+
+        rank 0 |F0 F1 F2 F3 F4 F5 F6 B0 W0 F7 B1 W1 B2 W2 B3 W3 B4 W4 B5 W5 B6 W6 B7 W7
+        rank 1 |   F0 F1 F2 F3 F4 B0 F5 B1 F6 B2 W0 F7 B3 W1 B4 W2 B5 W3 B6 W4 B7 W5 W6 W7
+        rank 2 |      F0 F1 F2 B0 F3 B1 F4 B2 F5 B3 F6 B4 W0 F7 B5 W1 B6 W2 B7 W3 W4 W5 W6 W7
+        rank 3 |         F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5 F6 B6 W0 F7 B7 W1 W2 W3 W4 W5 W6 W7
+
+    Every rank holds at most min(2p − 1, m) activations. With m >= 2p − 1, equal stages and no transfer time the longest span
+    is m(F + B + W) + (p − 1) max(0, F + B − 2W), without a bubble when F = B = W, and the makespan
+    m(F + B + W) + (p − 1) max(F, F + B − 2W).
+
+    Raises:
+        ScheduleError: a size is not a whole number of at least 1.
+    """
+    return in_order("zb-h2", microbatches, h2_rows(ranks, microbatches))
+
+
+def h1_rows(ranks: int, microbatches: int) -> list[list[str]]:
+    """Op names of ZB-H1, per rank."""
+    return [split_row(ranks - r, r, microbatches) for r in range(ranks)]
+
+
+def h2_rows(ranks: int, microbatches: int) -> list[list[str]]:
+    """Op names of ZB-H2, per rank."""
+    return [split_row(2 * (ranks - r) - 1, 2 * r, microbatches) for r in range(ranks)]
+
+
+def split_row(lead: int, lag: int, m: int) -> list[str]:
+    """Return ``lead`` forwards; then B, W (``lag`` microbatches behind) and F in turn; then the remaining W."""
+    lead, lag = min(lead, m), min(lag, m)
+    turns = (["B"] + ["W"] * (i >= lag) + ["F"] * (lead + i < m) for i in range(m))
+    return ["F"] * lead + [op for turn in turns for op in turn] + ["W"] * lag

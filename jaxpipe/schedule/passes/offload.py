@@ -21,9 +21,8 @@ from jaxpipe.schedule.check import check_schedule
 from jaxpipe.schedule.costs import CostProfile, k_of
 from jaxpipe.schedule.ir import Schedule, Slot
 from jaxpipe.schedule.passes.backwards import slot_of, with_slots
+from jaxpipe.schedule.passes.host_lane import GRID, RankLife, Resident, prompt_weights
 from jaxpipe.schedule.passes.plans import Plans, peak_of
-from jaxpipe.schedule.passes.prompt import prompt_weights
-from jaxpipe.schedule.passes.residency import GRID, RankLife, Resident
 from jaxpipe.schedule.simulate import simulate
 from jaxpipe.schedule.timeline import Timeline
 from jaxpipe.schedule.tolerance import TIME, at_most

@@ -16,9 +16,7 @@ from operator import itemgetter
 from jaxpipe.schedule.costs import CostProfile
 from jaxpipe.schedule.engine import host_groups
 from jaxpipe.schedule.ir import Action, Schedule
-from jaxpipe.schedule.passes.host_lane import LanePlan, Move, View
-from jaxpipe.schedule.passes.paging import paged
-from jaxpipe.schedule.passes.residency import GRID, RankLife, Resident, rank_lives
+from jaxpipe.schedule.passes.host_lane import GRID, LanePlan, LaneRank, Move, RankLife, Resident, paged, rank_lives
 from jaxpipe.schedule.simulate import simulate
 from jaxpipe.schedule.timeline import Timeline
 from jaxpipe.schedule.tolerance import at_most
@@ -53,7 +51,7 @@ class Plans:
     def plan(self, ranks: Iterable[int], targets: Iterable[float], stretch: float) -> list[Move]:
         """O and L of one lane. ``targets``: level per rank above which it pays to offload."""
         lives = [self.lives[r] for r in ranks]
-        views = [View(x, self.candidates[x.rank], t, list(x.level)) for x, t in zip(lives, targets, strict=True)]
+        views = [LaneRank(x, self.candidates[x.rank], t, list(x.level)) for x, t in zip(lives, targets, strict=True)]
         return LanePlan(views, self.costs.host.mode == "shared", stretch).run()
 
     def lowest(self, stretch: float) -> list[Move]:
@@ -141,7 +139,7 @@ class Plans:
         return min(fits, key=lambda x: x[1].makespan)
 
     def paged(self, limit: float) -> tuple[Schedule, Timeline] | None:
-        """Return the shortest schedule that meets the limit by order alone (:mod:`~jaxpipe.schedule.passes.paging`), or
+        """Return the shortest schedule that meets the limit by order alone (:mod:`~jaxpipe.schedule.passes.offload`), or
         None."""
         tried = ((x, simulate(x, self.costs)) for x in paged(self.schedule, self.lives, self.candidates, limit))
         met = (x for x in tried if at_most(peak_of(x[1]), limit))

@@ -1,7 +1,6 @@
 """Schedules by rules: what a free rank runs next, as a value that prints and parses."""
 
-from jaxpipe.schedule.rules.actions import Actions, Kind
-from jaxpipe.schedule.rules.traversal import Check, Traversal, View
+from jaxpipe.schedule.rules.traversal import Actions, Check, Kind, Traversal, View
 from jaxpipe.schedule.rules.traverse import traverse
 
 __all__ = ["Actions", "Check", "Kind", "Traversal", "View", "traverse"]

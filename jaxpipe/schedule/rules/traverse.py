@@ -26,8 +26,7 @@ from jaxpipe.schedule.clock import NEVER, Clock
 from jaxpipe.schedule.costs import CostProfile
 from jaxpipe.schedule.ir import Action, Schedule
 from jaxpipe.schedule.placement import Placement
-from jaxpipe.schedule.rules.actions import BACKWARD, FORWARD, Actions
-from jaxpipe.schedule.rules.traversal import Traversal, View, joined, name_of
+from jaxpipe.schedule.rules.traversal import BACKWARD, FORWARD, Actions, Traversal, View, joined, name_of
 
 _OTHER = {FORWARD: BACKWARD, BACKWARD: FORWARD}
 Rules = Traversal | Mapping[int | tuple[int, ...] | range, Traversal]

@@ -1,4 +1,6 @@
-"""Generalized interleaved schedules: interleaved 1F1B with B and W apart, a shorter warm-up, and groups of any size.
+"""GIS, PipeOffload and AdaOffload: interleaved blocks with less memory, by smaller groups or by offloads to the host.
+
+Generalized interleaved schedules (GIS): interleaved 1F1B with B and W apart, a shorter warm-up, and groups of any size.
 
 Source: `pipeoffload.txt` section 3 (GIS, G(T), GIS-H), figures 5 and 6. A rank's time is cut into turns of F, B, W. The
 microbatches of a *group* go through a rank's chunks in turn, as in interleaved 1F1B; the smaller the group, the sooner its B
@@ -13,21 +15,59 @@ halves GIS's idle time of p − 1 F and p − 1 B of a chunk.
 
 The authors leave the last group short when m is not a multiple of it. Here the first or the second may be short instead, or
 all groups smaller and even; real costs decide.
+
+PipeOffload: GIS-H's building block repeated uniformly, with none, half (PO-H) or all (PO-F) of each rank's chunks offloaded.
+
+Source: `pipeoffload.txt` sections 2, 3.2 and 4.2. Each microbatch comes v turns (of F, B, W) after the one before, where GIS
+runs a group chunk by chunk. Its chunks are ⌈p/2⌉ turns apart on a rank, as in GIS-H (more where the costs need it), and one
+turn more where two chunks would otherwise want the same turn, modulo v: the paper's "minor modifications to prevent
+collisions".
+
+What a chunk adds to the peak is then proportional to its lifespan: chunk c lives about (v − 1 − c)p + p turns. The longer-lived
+half holds three quarters of the peak when v is large, so offloading it leaves a quarter.
+O and L are placed by :mod:`~jaxpipe.schedule.passes.offload`, at no cost in time.
+
+Differs from the paper: slots on the host lane follow the real costs, and what does not fit stays on the device (their code
+stops there); gaps of the order are filled where that makes it shorter and leaves the peak (after offloading, if there is any)
+as it is.
+
+AdaOffload: PipeOffload with as many F before the first B as memory allows once activations leave for the host.
+
+Source: `optpipe.txt` section 4.1.3 and appendix D (algorithm 1). The listing there contradicts itself (the loop breaks before
+its body; F waits for the whole stage before it; the end of an F is used before it is set). The reading taken here:
+
+1. *Fill*. Where a rank waits, F's from later in PipeOffload's order move up, more of them or fewer. F's in the fill phase are
+   not held back until their predecessor's O has ended, as the listing has it: an order can't say that. Instead a fill that
+   needs more memory than the limit, with O and L in place, is not taken.
+2. *Then PipeOffload's rules*: its order, B and W apart ("allow overlap between B and W"): W's fill later waits, with at most
+   some number of them outstanding, since what W needs does not leave.
+3. *Tight memory or a slow host*: the plain order; and if that is too much, microbatches come at longer intervals, down to one
+   at a time, with F moved up once the B's have begun.
+
+All of these are made, re-timed with the real costs, and tried from the shortest on; the first within the limit on every rank is
+taken. Their O and L cost no time. Where only long intervals fit, PipeOffload's order with B's that wait for their L, or with
+F's that wait for an O, is the rival: the listing's tolerance T of delays, as much as is needed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from dataclasses import replace
+from functools import lru_cache
+from itertools import islice, pairwise
 
 from jaxpipe.errors import ScheduleError
 from jaxpipe.schedule.costs import CostProfile
 from jaxpipe.schedule.families.family import family
 from jaxpipe.schedule.ir import Schedule
+from jaxpipe.schedule.passes.offload import offload
+from jaxpipe.schedule.passes.plans import Plans, peak_of
 from jaxpipe.schedule.placement import circular
 from jaxpipe.schedule.problem import CodeRows, Problem
 from jaxpipe.search.blocks.block import BuildingBlock, repeat
-from jaxpipe.search.list_schedule.fillers import improved
+from jaxpipe.search.list_schedule.fillers import AS_GIVEN, GapFiller, Phases, Recipes, Rule, improved
+from jaxpipe.search.list_schedule.policies import full_limit
+from jaxpipe.search.retime import SLACK, Draft, peaks
 
 
 @family(
@@ -157,3 +197,263 @@ def _orders(problem: Problem, group: int) -> Iterator[CodeRows]:
         even = -(-m // -(-m // group))
         if smallest_group(p) <= even < group:
             yield repeat(group_block(p, chunks, even), problem)
+
+
+_RECIPES: Recipes = (  # W soon after its B: what a W needs stays on the device
+    ("real", Rule(lazy=False, w_gap=0.0)),
+    ("real", Rule(lazy=False, backward=False, w_gap=0.0)),
+    ("real", Rule(lazy=False, forward=False, w_gap=0.0)),
+    ("real", Rule(lazy=False)),
+    ("real", Rule(lazy=False, backward=False)),
+    ("real", Phases(AS_GIVEN, AS_GIVEN, Rule(forward=False, backward=False, w_gap=0.0, backlog=1))),
+)
+_TRIES = 4
+
+
+@family(
+    "po",
+    "PipeOffload's order without offload: GIS-H's block, one microbatch after the other",
+    "pipeoffload.txt §2, §3.2",
+    placement=circular,
+    picture={"ranks": 3, "microbatches": 4, "chunks": 2},
+)
+def pipeoffload(ranks: int, microbatches: int, chunks: int = 2, costs: CostProfile | None = None) -> Schedule:
+    """PipeOffload without offload, for any ``ranks`` p, ``microbatches`` m and ``chunks`` v per rank, all >= 1::
+
+        rank 0 |F0- F1- F2- F0b F1b F2b         B0b W0b F3- B1b B0- B2b W1b F3b B1- W0- B2- W2b B3b W1- W2- B3- W3b W3-
+        rank 1 |    F0- F1- F2- F0b F1b F2b B0b W0b B1b B0- F3- B2b W1b W0- B1- F3b B2- W2b B3b W1- W2- B3- W3b W3-
+        rank 2 |        F0- F1- F2- F0b B0b F1b B1b B0- F2b B2b W0b F3- B1- B2- W1b F3b B3b W0- W2b B3- W1- W2- W3b W3-
+
+    Raises:
+        ScheduleError: a size is not a whole number of at least 1, or the costs are for another number of stages.
+    """
+    problem = Problem.of(circular(ranks, chunks), microbatches, costs)
+    return problem.schedule("po", improved(problem, [po_rows(problem)]).rows)
+
+
+@family(
+    "po-h",
+    "PipeOffload with the longest-lived half of the chunks offloaded",
+    "pipeoffload.txt §2, §3.2, §4.2",
+    placement=circular,
+    picture={"ranks": 2, "microbatches": 4, "chunks": 2},
+)
+def pipeoffload_half(ranks: int, microbatches: int, chunks: int = 2, costs: CostProfile | None = None) -> Schedule:
+    """PO-H: the longest-lived half of each rank's chunks is offloaded; any ``ranks``, ``microbatches``, ``chunks`` >= 1::
+
+        rank 0 |F0- F1- F0b         B0b W0b F1b B0- W0- F2- B1b W1b F2b B1- W1- F3- B2b W2b F3b B2- W2- B3b W3b B3- W3-
+        rank 1 |    F0- F1- F0b B0b W0b B0- W0- F1b B1b W1b F2- B1- W1- F2b B2b W2b F3- B2- W2- F3b B3b W3b B3- W3-
+
+    Of an odd number of chunks, every other microbatch of the middle one leaves. ``costs``: seconds of O and L, and whether
+    the host lane is shared (default: no time at all).
+
+    Raises:
+        ScheduleError: a size is not a whole number of at least 1, or the costs are for another number of stages.
+    """
+    return _offloaded("po-h", Problem.of(circular(ranks, chunks), microbatches, costs), costs, 0.5)
+
+
+@family(
+    "po-f",
+    "PipeOffload with every chunk offloaded that the host lane can take",
+    "pipeoffload.txt §2, §3.2, §4.2",
+    placement=circular,
+    picture={"ranks": 2, "microbatches": 4, "chunks": 2},
+)
+def pipeoffload_full(ranks: int, microbatches: int, chunks: int = 2, costs: CostProfile | None = None) -> Schedule:
+    """PO-F: every chunk is offloaded where its lifespan and the host lane allow it; sizes as :func:`pipeoffload_half`::
+
+        rank 0 |F0- F1- F0b         B0b W0b F1b B0- W0- F2- B1b W1b F2b B1- W1- F3- B2b W2b F3b B2- W2- B3b W3b B3- W3-
+        rank 1 |    F0- F1- F0b B0b W0b B0- W0- F1b B1b W1b F2- B1- W1- F2b B2b W2b F3- B2- W2- F3b B3b W3b B3- W3-
+
+    The peak does not grow with the number of ranks while the round trip takes at most half of F + B + W.
+
+    Raises:
+        ScheduleError: a size is not a whole number of at least 1, or the costs are for another number of stages.
+    """
+    return _offloaded("po-f", Problem.of(circular(ranks, chunks), microbatches, costs), costs, None)
+
+
+def po_rows(problem: Problem) -> list[list[int]]:
+    """Return the uniform order itself, each W right after its B and gaps left open: what offloads are placed on.
+
+    ``problem``: on :func:`~jaxpipe.schedule.placement.circular`. Filling gaps makes activations live longer, which is free at
+    the peak of this order but not at the peak that is left after offloading.
+    """
+    chunks = problem.num_replicas // problem.num_ranks
+    return repeat(po_block(problem.num_ranks, chunks, shortest_distance(problem)), problem)
+
+
+def po_block(ranks: int, chunks: int, distance: int | None = None) -> BuildingBlock:
+    """Return the building block of one microbatch, whose chunks are ``distance`` turns apart or a few more (default: ⌈p/2⌉)."""
+    turns = [0]
+    while len(turns) < chunks:
+        turn = turns[-1] + (smallest_group(ranks) if distance is None else distance)
+        # two chunks of one residue would take the same turns of different microbatches
+        while any((turn - other) % chunks == 0 for other in turns):
+            turn += 1
+        turns.append(turn)
+    return interleaved_block(ranks, turns)
+
+
+def shortest_distance(problem: Problem) -> int:
+    """Return the fewest turns between the chunks of a microbatch for which F and B come round all ranks in time, with real
+    costs.
+
+    ⌈p/2⌉, or more (up to p) where F or B is so large a part of F + B + W that p of them take longer than that many turns of
+    the busiest rank: then a shorter distance costs more time than 1F1B takes. Transfers are left out.
+    """
+    p = problem.num_ranks
+    turn_s = [0.0] * p
+    for r, f, b, w in zip(problem.rank, problem.f_s, problem.b_s, problem.w_s, strict=True):
+        turn_s[r] += f + b + w
+    distance = smallest_group(p)
+    round_s = max(sum(problem.f_s), sum(problem.b_s)) * (1 - 1e-9)
+    while distance < p and distance * max(turn_s) < round_s:
+        distance += 1
+    return distance
+
+
+def _offloaded(name: str, problem: Problem, costs: CostProfile | None, fraction: float | None) -> Schedule:
+    """PipeOffload's order offloaded, or the shortest of others whose peak is no higher once they are offloaded; ``po``'s is one
+    of them, which counts where the host is so slow that nothing leaves."""
+    costs = costs or CostProfile.uniform(problem.num_replicas, chunks=problem.placement.num_chunks)
+    offloaded = offload(problem.schedule(name, po_rows(problem)), costs, fraction=fraction)
+    plans = (Plans(problem.schedule(name, rows), costs, fraction) for rows in _shorter(problem))
+    within_peak = (plan.free_within(max(offloaded.peak_after)) for plan in plans)
+    return next((x for x in within_peak if x is not None), offloaded.schedule)
+
+
+def _shorter(problem: Problem) -> list[CodeRows]:
+    """Return orders with gaps filled that are shorter than PipeOffload's in makespan or longest span and longer in neither."""
+    gap_filler, start = GapFiller(problem), po_rows(problem)
+    anchor = gap_filler.retimer.draft(start)
+    assert anchor is not None, "PipeOffload's order deadlocks"
+    rows_by_key: dict[tuple[float, float, float], CodeRows] = {}
+    for draft in (*gap_filler.drafts(start, anchor.peak, len(_RECIPES), _RECIPES), improved(problem, [start])):
+        # as short with less memory is no reason to leave the paper's order
+        if draft.no_worse_than(anchor) and draft.key()[:2] < anchor.key()[:2]:
+            rows_by_key.setdefault(draft.key(), draft.rows)
+    return [rows_by_key[key] for key in sorted(rows_by_key)[:_TRIES]]
+
+
+_RULES = [Rule(backward=False, w_gap=0.0, lazy=most > 0, backlog=most) for most in (0, 1, 2, 4, 8, float("inf"))]
+_FILLS: Recipes = [("real", rule) for rule in _RULES]
+_ONLY_W: Recipes = [("real", replace(rule, forward=False)) for rule in _RULES]
+_STEADY_FILLS = [  # and the part of PipeOffload's memory that they may hold
+    (Phases(AS_GIVEN, rule, rule), part) for rule in _RULES[1::-1] for part in (1.0, 0.75, 0.5)
+]
+_INTERVALS = (1.2, 1.5, 2.0, 2.5, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0, float("inf"))
+_MOST_PLANNED = 16
+_SMALL = 20_000
+_gap_filler = lru_cache(maxsize=4)(GapFiller)
+"""What it fills does not depend on the limit: a search asks for many."""
+
+
+@family(
+    "ada-offload",
+    "PipeOffload with the densest fill phase that a memory limit allows (--memory-limit, default p)",
+    "optpipe.txt §4.1.3, appendix D",
+    placement=circular,
+    picture={"ranks": 3, "microbatches": 5, "memory_limit": 2},
+)
+def ada_offload(
+    ranks: int, microbatches: int, chunks: int = 1, costs: CostProfile | None = None, memory_limit: float | None = None
+) -> Schedule:
+    """AdaOffload under ``memory_limit`` (default p, 1F1B's peak), in units of one rank's share of one microbatch::
+
+        rank 0 |F0 F1 F2       B0 W0 F3 B1 W1 F4 B2 W2 B3 W3    B4 W4
+        rank 1 |   F0 F1 F2 B0 W0 B1 W1 F3 B2 W2 F4 B3 W3    B4 W4
+        rank 2 |      F0 B0 F1 B1 W0 F2 B2 W1 F3 B3 W2 F4 B4 W3 W4
+
+    ``costs``: seconds of O and L, and whether the host lane is shared (default: no time at all).
+
+    Raises:
+        ScheduleError: a size is not a whole number of at least 1, the costs are for another number of stages, or nothing
+            fits the limit; names one that works.
+    """
+    problem = Problem.of(circular(ranks, chunks), microbatches, costs)
+    limit = full_limit(problem) if memory_limit is None else memory_limit
+    if not limit > 0:
+        raise ScheduleError(f"ada-offload: memory limit of {limit:g}; want activations per rank, above 0")
+    costs = costs or CostProfile.uniform(problem.num_replicas, chunks=chunks)
+    return _OffloadSearch(problem, costs, limit).schedule()
+
+
+class _OffloadSearch:
+    """Orders from dense to sparse, tried under a memory limit.
+
+    ``alone``: the interval at which one microbatch ends before the next begins.
+    """
+
+    def __init__(self, problem: Problem, costs: CostProfile, limit: float) -> None:
+        self.problem, self.costs, self.limit, self.most = problem, costs, limit, limit * SLACK
+        self.gap_filler, self.plain = _gap_filler(problem), po_rows(problem)
+        self.block = po_block(problem.num_ranks, problem.placement.num_chunks)
+        self.alone = max(map(max, self.block.weight)) + 1
+        self.small = sum(map(len, self.plain)) <= _SMALL
+
+    def schedule(self) -> Schedule:
+        dense = {draft.key(): draft.rows for draft in self.dense()}
+        # shortest first, and only those that could fit: planning offloads is what takes long
+        fitting = (rows for _, rows in sorted(dense.items()) if self.fits(rows))
+        tried = map(self.offloaded, islice(fitting, _MOST_PLANNED))
+        return next((schedule for schedule in tried if schedule is not None), None) or self.sparse()
+
+    def dense(self) -> Iterator[Draft]:
+        """PipeOffload's order, and the same with waits filled: more F in flight, more or fewer W outstanding."""
+        plain = self.gap_filler.retimer.draft(self.plain)
+        assert plain is not None, "PipeOffload's order deadlocks"
+        yield plain
+        for fill, recipes in ((1.0, _ONLY_W), (1.0, _FILLS), (1.5, _FILLS), (2.0, _FILLS)):
+            yield from self.gap_filler.drafts(self.plain, plain.peak * fill, len(recipes), recipes)
+
+    def sparse(self) -> Schedule:
+        """Return the shortest with microbatches at longer intervals, or PipeOffload's order with B's that wait for L or F's
+        for O."""
+        shortest, best = float("inf"), None
+        for draft in self.spread():
+            if draft.makespan < shortest and (offloaded := self.offloaded(draft.rows)) is not None:
+                shortest, best = draft.makespan, offloaded
+        plans = self.plans(self.plain)
+        for waiting in (plans.delayed(self.limit), plans.paged(self.limit)) if self.small else ():
+            if waiting is not None and waiting[1].makespan < shortest:
+                best, shortest = waiting[0], waiting[1].makespan
+        if best is not None:
+            return best
+        # the leanest order, one microbatch at a time, says which limit would do
+        plans = self.plans(self.at_interval(self.alone))
+        lowest = peak_of(plans.free(plans.lowest)[1])
+        raise ScheduleError(
+            f"ada-offload: no order of {self.problem.num_microbatches} microbatches on {self.problem.num_ranks} ranks "
+            f"was found within a memory limit of {self.limit:g}; use {lowest:g} or more"
+        )
+
+    def spread(self) -> Iterator[Draft]:
+        """Yield orders with ever longer intervals, as they are and with the steady phase filled; ends two intervals after the
+        first that could fit without any offload."""
+        in_flight, after = max(peaks(self.problem, self.plain)), 0
+        fills = _STEADY_FILLS if self.small else _STEADY_FILLS[:1]
+        for interval in sorted({round(min(self.block.interval * x, self.alone)) for x in _INTERVALS}):
+            rows = self.at_interval(interval)
+            orders = [rows, *(self.gap_filler.filled(rows, in_flight * part, rule) for rule, part in fills)]
+            drafts = [draft for draft in map(self.gap_filler.retimer.draft, orders) if draft is not None]
+            yield from sorted((draft for draft in drafts if self.fits(draft.rows)), key=Draft.key)
+            after += drafts[0].peak <= self.most
+            if after == 2:
+                return
+
+    def at_interval(self, interval: int) -> CodeRows:
+        return repeat(replace(self.block, interval=interval), self.problem)
+
+    def plans(self, rows: CodeRows) -> Plans:
+        return Plans(self.problem.schedule("ada-offload", rows), self.costs)
+
+    def offloaded(self, rows: CodeRows) -> Schedule | None:
+        return self.plans(rows).free_within(self.limit, sparing=True)
+
+    def fits(self, rows: CodeRows) -> bool:
+        """Return whether an order fits if all that may leave is away as soon as it is made: what is held are the W's
+        outstanding."""
+        nothing = tuple(0.0 for _ in self.problem.held)
+        return max(peaks(replace(self.problem, held=nothing), rows), default=0.0) <= self.most

@@ -1,4 +1,6 @@
-"""Interleaved 1F1B: each rank runs v chunks, stages dealt round-robin, so the pipeline fills v times faster.
+"""Known orders of several chunks a rank, improved with real costs: interleaved 1F1B, looped pipelines, Chimera and Hanayo.
+
+Interleaved 1F1B: each rank runs v chunks, stages dealt round-robin, so the pipeline fills v times faster.
 
 Source: Narayanan et al. 2021 (Megatron-LM, section 2.2.2); `controllable-memory.txt` appendix H, figure 15a (the official,
 non-uniform repeat). Microbatches go through in groups of p: a rank runs a group on its first chunk, then on its second, …
@@ -18,6 +20,32 @@ F keeps the first cell of a rank's turns, BW the other two, and nothing ever mee
 
 A rank holds vp chunks at most, p shares, where interleaved 1F1B holds (v + 1)p − 1 chunks. Less is not possible at this
 makespan: with one chunk less every schedule is 3 cells longer (:func:`~jaxpipe.search.bounds.lower_bound`; a test).
+
+Looped pipelines have stages dealt round-robin over the ranks, microbatches sent round the loop breadth-first or depth-first.
+Source: Lamy-Poirier 2023 ("Breadth-first pipeline parallelism", arXiv 2211.05953), section 4; depth-first is his name for the
+interleaving of Narayanan et al. 2021. Breadth-first sends all microbatches through a chunk before the next chunk starts:
+every activation is kept, but a chunk's parameters are needed in one go (good with sharded parameters), its gradients are
+complete early, and any m works without groups. Depth-first prefers the microbatch that is furthest.
+
+Chimera and Hanayo are made of basic units: p microbatches that fill all ranks without a gap, one unit after another.
+
+Li & Hoefler 2021 (section 3, "direct concatenation") draw a unit on a grid where F and BW of a chunk take one column each.
+Microbatches of a chain start 2 columns apart, and a unit starts 2pv columns after the one before, exactly when its columns
+are free. That holds for two chains of even length in opposite directions (Chimera) and for one chain that runs down and up v
+times (Hanayo); with odd p two chains do meet in a column, and the grid then gives only the order. By column, everything that
+an action waits for comes before it, so the order runs at any size. Units may be short.
+
+Where BW takes longer than F a gap stays between units; it is closed as far as
+:func:`~jaxpipe.search.list_schedule.fillers.improved` finds a way. Forward doubling (pairs of microbatches) is not made here.
+
+Chimera (Li & Hoefler 2021, arXiv 2107.06925, section 3): even microbatches go down the ranks, odd ones up, so every rank holds
+two stages and the parameters are held twice: the replicas' gradients are summed at the end of the step (not in the schedule).
+The paper asks for even p and m. Any p works here; with odd p the two directions meet in the same columns of the grid and
+wait for each other. With odd m the direction down has one microbatch more.
+
+Hanayo (Liu et al. 2023, SC '23): one pipeline that runs down the ranks and up again, wave after wave; Chimera's gain without
+its second copy. v chunks per rank make v/2 waves. The paper takes even v; odd v works too (the last chunk ends on the last
+rank; v = 1 is 1F1B). Where a wave turns, both stages are on one rank and nothing is sent.
 """
 
 from __future__ import annotations
@@ -27,13 +55,13 @@ from itertools import count, zip_longest
 
 from jaxpipe.schedule.costs import CostProfile
 from jaxpipe.schedule.families.family import family
-from jaxpipe.schedule.ir import Schedule
-from jaxpipe.schedule.placement import circular
+from jaxpipe.schedule.ir import Action, Schedule
+from jaxpipe.schedule.placement import bidirectional, circular, wave
 from jaxpipe.schedule.problem import BW, CodeRows, F, Problem
 from jaxpipe.search.blocks import BuildingBlock, repeat
 from jaxpipe.search.families.gis import interleaved_block
 from jaxpipe.search.list_schedule.fillers import improved
-from jaxpipe.search.retime import Retimer, best_of
+from jaxpipe.search.retime import Draft, Retimer, best_of
 
 
 @family(
@@ -135,3 +163,147 @@ def _row(problem: Problem, rank: int, v: int, places: list[int]) -> list[int]:
         turns += [(F, *forward)] if forward else []
         turns.append((BW, v - 1 - backward[0], backward[1]))
     return [problem.code(op, chunk * p + rank, i) for op, chunk, i in turns if i >= 0]
+
+
+@family(
+    "looped-bfs",
+    "all microbatches through a chunk before the next (--chunks, default 2): GPipe's bubble divided by v",
+    "Lamy-Poirier 2023 §4 (breadth-first pipeline parallelism)",
+    placement=circular,
+    peak_activations=lambda p, m, v: m,
+    makespan=lambda p, m, v, f, b, w: (m + (p - 1 + (v - 1) * max(0, p - m)) / v) * (f + b + w),
+    picture={"ranks": 2, "microbatches": 3, "chunks": 2},
+)
+def looped_bfs(ranks: int, microbatches: int, chunks: int = 2) -> Schedule:
+    """Breadth-first looped pipeline for any ``ranks`` p, ``microbatches`` m and ``chunks`` v per rank, all >= 1::
+
+        rank 0 |F0- F1- F2- F0b F1b F2b             BW0b--- BW1b--- BW2b--- BW0---- BW1---- BW2----
+        rank 1 |    F0- F1- F2- F0b F1b F2b BW0b--- BW1b--- BW2b--- BW0---- BW1---- BW2----
+
+    With equal stages and no transfer time the makespan is m(F + B + W) + (p − 1 + (v − 1) max(0, p − m))(F + B + W)/v: a loop
+    waits for the first microbatch to come round when m < p. All m activations are held. One chunk gives GPipe.
+
+    Raises:
+        ScheduleError: a size is not a whole number of at least 1.
+    """
+    rows = []
+    for rank in range(ranks):
+        stages = range(rank, ranks * chunks, ranks)
+        row = [Action("F", stage, i) for stage in stages for i in range(microbatches)]
+        row += [Action("BW", stage, i) for stage in reversed(stages) for i in range(microbatches)]
+        rows.append(tuple(row))
+    return Schedule("looped-bfs", circular(ranks, chunks), microbatches, tuple(rows))
+
+
+@family(
+    "looped-dfs",
+    "the furthest microbatch first, with real costs (--chunks, default 2); at least interleaved-1f1b",
+    "Lamy-Poirier 2023 §4 (depth-first); Narayanan et al. 2021 §2.2.2",
+    placement=circular,
+    picture={"ranks": 2, "microbatches": 3, "chunks": 2},
+)
+def looped_dfs(ranks: int, microbatches: int, chunks: int = 2, costs: CostProfile | None = None) -> Schedule:
+    """Depth-first looped pipeline for any ``ranks`` p, ``microbatches`` m and ``chunks`` v per rank, all >= 1::
+
+        rank 0 |F0- F1- F0b F2- F1b     BW0b--- F2b     BW0---- BW1b---     BW2b--- BW1---- BW2----
+        rank 1 |    F0- F1- F0b BW0b--- F2- F1b BW0---- BW1b--- F2b BW2b--- BW1---- BW2----
+
+    It differs from ``interleaved-1f1b`` in that no groups of p are fixed: with the real ``costs`` (one entry per stage, p·v), a
+    rank fills its waits with what is ready later in its row, as far as the memory of interleaved 1F1B goes; the best such order
+    that is no worse than interleaved 1F1B in makespan, span and peak is taken.
+
+    Raises:
+        ScheduleError: a size is not a whole number of at least 1, or the costs are for another number of stages.
+    """
+    problem = Problem.of(circular(ranks, chunks), microbatches, costs)
+    interleaved_rows = problem.codes(interleaved_one_f_one_b(ranks, microbatches, chunks, costs))
+    return problem.schedule("looped-dfs", improved(problem, [interleaved_rows]).rows)
+
+
+@family(
+    "chimera",
+    "two pipelines in opposite directions: half of 1F1B's bubble at m = p, parameters held twice",
+    "Li & Hoefler 2021 (Chimera) §3; controllable-memory.txt §2.2",
+    placement=bidirectional,
+    peak_activations=lambda p, m, v: min(p, m) if p % 2 == 0 and (m < p or m % p == 0) else None,
+    makespan=lambda p, m, v, f, b, w: m * (f + b + w) + (p - 2) * max(f, b + w) if p % 2 == 0 and m == p else None,
+)
+def chimera(ranks: int, microbatches: int, costs: CostProfile | None = None) -> Schedule:
+    """Chimera for any ``ranks`` p and ``microbatches`` m >= 1; ``costs`` has one entry per stage (p stages)::
+
+        rank 0 |F0- F2-     F1b BW1b--- F3b BW3b---     BW0----         BW2----
+        rank 1 |    F0- F1b F2- F3b     BW1b--- BW0---- BW3b--- BW2----
+        rank 2 |    F1- F0b F3- F2b     BW0b--- BW1---- BW2b--- BW3----
+        rank 3 |F1- F3-     F0b BW0b--- F2b BW2b---     BW1----         BW3----
+
+    (``b`` marks the later of a rank's two stages; even microbatches go down.) With even p, equal stages and no transfer time,
+    m = p idles (p − 2) max(F, B + W), as in Li & Hoefler's table 2. A rank holds between p/2 + 1 and p activations: 1F1B's
+    peak, spread more evenly.
+
+    Raises:
+        ScheduleError: a size is not a whole number of at least 1, or the costs are for another number of stages.
+    """
+    problem = Problem.of(bidirectional(ranks), microbatches, costs)
+    return problem.schedule("chimera", units_in_a_row(problem).rows)
+
+
+@family(
+    "hanayo",
+    "waves down and up the ranks (--chunks: two a wave): 1F1B's memory, the bubble divided by v",
+    "Liu et al. 2023 (Hanayo)",
+    placement=wave,
+    peak_activations=lambda p, m, v: min(p, m) if m < p or m % p == 0 else None,
+    makespan=lambda p, m, v, f, b, w: (
+        m * (f + b + w) + (p - 1) * 2 / v * max(f, b + w) if v % 2 == 0 and m == p else None
+    ),
+    picture={"ranks": 3, "microbatches": 3},
+)
+def hanayo(ranks: int, microbatches: int, chunks: int = 2, costs: CostProfile | None = None) -> Schedule:
+    """Hanayo for any ``ranks`` p, ``microbatches`` m and ``chunks`` v per rank (v/2 waves), all >= 1::
+
+        rank 0 |F0- F1- F2-         F0b BW0b--- F1b BW1b--- F2b BW2b---         BW0----         BW1----         BW2----
+        rank 1 |    F0- F1-     F0b F2- F1b     BW0b--- F2b BW1b---     BW0---- BW2b--- BW1----         BW2----
+        rank 2 |        F0- F0b F1- F1b F2- F2b         BW0b--- BW0---- BW1b--- BW1---- BW2b--- BW2----
+
+    With even v, equal stages and no transfer time, m = p idles (p − 1)(2/v) max(F, B + W): for W waves and B + W = 2F a bubble
+    of (2p − 2)/(3pW + 2p − 2). A rank holds at most min(p, m) activations, as in 1F1B. ``costs``: one entry per stage (p·v).
+
+    Raises:
+        ScheduleError: a size is not a whole number of at least 1, or the costs are for another number of stages.
+    """
+    problem = Problem.of(wave(ranks, chunks), microbatches, costs)
+    return problem.schedule("hanayo", units_in_a_row(problem).rows)
+
+
+def units_in_a_row(problem: Problem) -> Draft:
+    """Basic units with the costs of ``problem``: for each way to size them, the best order that dominates theirs; the best
+    of all. At most p activations are held on a rank."""
+    best = best_of(improved(problem, [unit_rows(problem, sizes)]) for sizes in unit_sizes(problem))
+    assert best is not None
+    return best
+
+
+def unit_sizes(problem: Problem) -> list[tuple[int, ...]]:
+    """Return ways to cut m into units of at most p microbatches: all full but the first, all but the last, or all about
+    equal."""
+    p, m = problem.num_ranks, problem.num_microbatches
+    units, full = -(-m // p), (p,) * (m // p)
+    if m % p == 0:
+        return [full]
+    about_equal = tuple(m // units + (k >= units - m % units) for k in range(units))
+    return sorted({(m % p, *full), (*full, m % p), about_equal})
+
+
+def unit_rows(problem: Problem, sizes: Sequence[int]) -> list[list[int]]:
+    """Each rank's F and BW in the order of their columns, with units of ``sizes`` microbatches."""
+    stages, flows, p = problem.placement.num_stages, problem.placement.num_flows, problem.num_ranks
+    period = 2 * p * problem.placement.num_chunks
+    # columns: a microbatch of a flow enters every second one
+    starts = [unit * period + 2 * (k // flows) for unit, size in enumerate(sizes) for k in range(size)]
+    rows: list[list[tuple[int, int, int]]] = [[] for _ in range(p)]
+    for replica, rank in enumerate(problem.rank):
+        stage = replica % stages
+        for i in problem.microbatches(replica):
+            rows[rank].append((starts[i] + stage, i, problem.code(F, replica, i)))
+            rows[rank].append((starts[i] + 2 * stages - 1 - stage, i, problem.code(BW, replica, i)))
+    return [[code for _, _, code in sorted(row)] for row in rows]

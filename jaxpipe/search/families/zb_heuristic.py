@@ -28,8 +28,7 @@ from jaxpipe.errors import ScheduleError
 from jaxpipe.schedule.clock import ROUNDING
 from jaxpipe.schedule.costs import CostProfile
 from jaxpipe.schedule.families.family import family, in_order
-from jaxpipe.schedule.families.one_f_one_b import fused_row
-from jaxpipe.schedule.families.zb_h import h1_rows, h2_rows, split_row
+from jaxpipe.schedule.families.one_f_one_b import fused_row, h1_rows, h2_rows, split_row
 from jaxpipe.schedule.ir import Schedule
 from jaxpipe.schedule.placement import one_to_one
 from jaxpipe.schedule.problem import BW, B, Problem, W

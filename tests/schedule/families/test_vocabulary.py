@@ -27,9 +27,8 @@ from jaxpipe.schedule import (
     v_shape,
     with_vocabulary,
 )
-from jaxpipe.schedule.families.one_f_one_b import gpipe
+from jaxpipe.schedule.families.one_f_one_b import gpipe, zb_h1
 from jaxpipe.schedule.families.vocabulary import spread_vocabulary
-from jaxpipe.schedule.families.zb_h import zb_h1
 from jaxpipe.schedule.json_form import from_placement, to_placement
 from jaxpipe.schedule.picture import draw
 from jaxpipe.search.bounds import lower_bound, rank_lower_bounds

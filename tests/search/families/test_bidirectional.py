@@ -29,7 +29,7 @@ from jaxpipe.schedule import (
 )
 from jaxpipe.schedule.problem import Problem
 from jaxpipe.search.bounds import lower_bound
-from jaxpipe.search.families.basic_units import unit_rows, unit_sizes
+from jaxpipe.search.families.interleaved import unit_rows, unit_sizes
 from jaxpipe.search.list_schedule.fillers import improved
 from jaxpipe.search.retime import Retimer
 

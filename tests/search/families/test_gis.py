@@ -17,8 +17,14 @@ from jaxpipe.schedule.costs import Link
 from jaxpipe.schedule.placement import circular
 from jaxpipe.schedule.problem import F, Problem, W
 from jaxpipe.search.blocks.block import repeat
-from jaxpipe.search.families.gis import group_block, interleaved_block, smallest_group
-from jaxpipe.search.families.pipeoffload import po_block, po_rows, shortest_distance
+from jaxpipe.search.families.gis import (
+    group_block,
+    interleaved_block,
+    po_block,
+    po_rows,
+    shortest_distance,
+    smallest_group,
+)
 from jaxpipe.search.retime import Draft, Retimer
 from tests.support.paths import GOLDEN
 

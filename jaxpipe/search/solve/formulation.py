@@ -104,35 +104,35 @@ class Formulation:
         self.choices: dict[int, Any] = {choice: self.cp.new_bool_var("") for choice in sorted(self._free_choices())}
         self.absent = dict(self._literals())
         self.shift = self._shifts()
-        self.at = self._variables()
+        self.at = self._start_variables()
         self.length = dict(self._lengths())
         self.ends = {n: self.cp.new_int_var(self.begin, self.latest, "") for n in self.length}
         # what holds between them, and what is sought
         self.prefer = prefer or {}
         # windows leave queues on links out: their answers are simulated, so at worst a proposal is lost
-        self.links = list(self._queueing()) if window is None else []
+        self.links = list(self._queueing_links()) if window is None else []
         self.sends = {x: self.cp.new_int_var(0, self.latest, "") for link in self.links for x in link}
-        self._waits()
+        self._add_waits()
         self.idle: dict[int, int | None] = {}
         self.chained: set[tuple[int, int]] = set()
         # microbatches are all alike: without an order every answer comes again with numbers exchanged
-        for alike in self._alike() if ordered else ():
-            self._in_order(alike)
+        for alike in self._alike_actions() if ordered else ():
+            self._keep_order(alike)
         # before the lanes, which hold a gap for each take, and before memory, which counts from them
-        self.takes = dict(self._takes()) if strict and actions.task.costs.host.mode == "duplex" else {}
+        self.takes = dict(self._counted_takes()) if strict and actions.task.costs.host.mode == "duplex" else {}
         for lane, (_, middle, late) in enumerate(self.parts):
-            self._lane(lane, middle, late)
+            self._add_lane(lane, middle, late)
         for link in self.links:
-            self._link(link)
+            self._add_link(link)
         for limit in actions.limits:
             # where order alone says what is held, a rank that keeps its order holds what it held
             if window is None or not self.by_order or limit.rank in window.ranks:
-                self._memory(limit)
+                self._add_memory_limit(limit)
         self.far = FAR if upper is None else upper  # no end is later
         if window is not None:
             self.far = self.latest - self.begin + max(map(int.__add__, self.start, actions.size))
         self.cost: Any = self.cp.new_int_var(lower, self.far, "cost")
-        self._objective()
+        self._set_objective()
 
     # When.
 
@@ -156,7 +156,8 @@ class Formulation:
         # a span counts from its rank's first start, so ends may lie that much past a bound on spans
         return upper + max(self.first.values()) if self.first else upper
 
-    def frees(self, n: int) -> bool:
+    def is_free(self, n: int) -> bool:
+        """Return whether the solver chooses when an action starts, if it is inside the window."""
         window = self.window
         if window is None:
             return True
@@ -168,7 +169,7 @@ class Formulation:
         could be."""
         choices = {fusing.choice for fusing in self.actions.fusing.values()}
         for o, copies in self.actions.copies.items():
-            if self.window is None or (self.frees(o) and self._may_change(o, copies)):
+            if self.window is None or (self.is_free(o) and self._may_change(o, copies)):
                 choices.add(o)
         return choices
 
@@ -195,7 +196,7 @@ class Formulation:
         actions, start, size = self.actions, self.start, self.actions.size
         room = dict.fromkeys(sorted({actions.rank[n] for n in self.late}), self.end - self.begin)
         for floor, (before, _, late) in zip(self.floors, self.parts, strict=True):
-            bounds = [(n, floor) for n in self.firsts(late)]
+            bounds = [(n, floor) for n in self.first_per_rank(late)]
             # results of what started earlier than that are everywhere: they hold nothing late back
             for s in takewhile(lambda s: start[s] > self.begin - actions.reach, reversed(before)):
                 bounds += [(n, start[s] + size[s] + lag) for n, lag in actions.followers[s] if n in self.late]
@@ -223,11 +224,11 @@ class Formulation:
                 slacks[pair] = min(slacks.get(pair, FAR), start[two] - start[one] - size[one] - lag)
         return slacks
 
-    def firsts(self, late: Sequence[int]) -> list[int]:
+    def first_per_rank(self, late: Sequence[int]) -> list[int]:
         """Return the first of each rank; lanes beyond the ranks' own may serve several."""
         return list({self.actions.rank[n]: n for n in reversed(late)}.values())
 
-    def _variables(self) -> dict[int, Any]:
+    def _start_variables(self) -> dict[int, Any]:
         """Create the starts of what is inside or could be; those that start together share one."""
         actions, start, size = self.actions, self.start, self.actions.size
         least: dict[int, int] = {}
@@ -256,14 +257,15 @@ class Formulation:
             # the W of a BW stays in the model without length: memory is given back at its end either way
             yield fusing.w, size[fusing.w] * (1 - is_fused)
 
-    def at_of(self, n: int) -> Any:
+    def start_of(self, n: int) -> Any:
         """Return when an action starts: a variable, a number, or a number less the shift."""
         if n in self.at:
             return self.at[n]
         return self.start[n] - self.shift[self.actions.rank[n]] if n in self.late else self.start[n]
 
     def end_of(self, n: int) -> Any:
-        return self.ends[n] if n in self.ends else self.at_of(n) + self.actions.size[n]
+        """Return when an action ends, likewise."""
+        return self.ends[n] if n in self.ends else self.start_of(n) + self.actions.size[n]
 
     # What holds.
 
@@ -274,7 +276,7 @@ class Formulation:
         if literals:
             handle.only_enforce_if([~x for x in literals.values()])
 
-    def _waits(self) -> None:
+    def _add_waits(self) -> None:
         """Add every wait that touches what is inside; see :meth:`_shifts` for those past it."""
         actions = self.actions
         for n in self.at:
@@ -285,7 +287,7 @@ class Formulation:
             # late actions have no entry in ``at``, and must not move past what they wait for
             for then, lag in actions.followers[n] if self.late else ():
                 if then in self.late:
-                    self._add(self.at_of(then) >= self.end_of(n) + lag, n)
+                    self._add(self.start_of(then) >= self.end_of(n) + lag, n)
         for b, fusing in actions.fusing.items():
             # the W of a BW has no length and stands at its end
             self.cp.add(self.at[fusing.w] == self.ends[b]).only_enforce_if(self.choices[fusing.choice])
@@ -293,7 +295,7 @@ class Formulation:
         for o in self.choices if self.window is not None else ():
             self.cp.add(self.at[o] == self.begin).only_enforce_if(self.absent[o])
 
-    def _alike(self) -> Iterator[Sequence[int]]:
+    def _alike_actions(self) -> Iterator[Sequence[int]]:
         """Yield those of one op and stage in the order that they keep: of microbatches, in a window the one they have."""
         if self.window is None:
             yield from self.actions.alike.values()
@@ -301,13 +303,13 @@ class Formulation:
         by_kind: dict[Any, list[int]] = defaultdict(list)
         # what is away may come back last, so windows with copies ask for no order
         for n in self.at if self.by_order else ():
-            if self.frees(n):
+            if self.is_free(n):
                 by_kind[self.actions.kind[n]].append(n)
         for alike in by_kind.values():
             yield sorted(alike, key=self.start.__getitem__)
 
-    def _in_order(self, alike: Sequence[int]) -> None:
-        """Run these one after the other. Copies that don't take place stand where the one before ends."""
+    def _keep_order(self, alike: Sequence[int]) -> None:
+        """Run ``alike`` one after the other. Copies that don't take place stand where the one before ends."""
         free: Any = self.begin
         last: int | None = None
         for n in alike:
@@ -327,24 +329,24 @@ class Formulation:
 
     # Lanes and links.
 
-    def _lane(self, lane: int, middle: Sequence[int], late: Sequence[int]) -> None:
+    def _add_lane(self, lane: int, middle: Sequence[int], late: Sequence[int]) -> None:
         """Run a lane's actions one at a time: what is fixed, then what is inside, then what is late."""
         floor, members = self.floors[lane], set(self.actions.lanes[lane])
         numbers = [*middle, *(n for n in self.absent if n in members and n not in self.inside)]
-        firsts = self.firsts(late)
+        firsts = self.first_per_rank(late)
         for n in numbers:
             if n in self.absent and floor > self.begin:
                 self._add(self.at[n] >= floor, n)
             for first in firsts:
-                self._add(self.end_of(n) <= self.at_of(first), n)
+                self._add(self.end_of(n) <= self.start_of(first), n)
             if not self.by_order and self.actions.rank[n] in self.shift:
                 self._add(self.at[n] <= self.end - self.shift[self.actions.rank[n]], n)
         # what the window covers but does not free keeps its order
-        for one, two in pairwise(n for n in middle if not self.frees(n)):
+        for one, two in pairwise(n for n in middle if not self.is_free(n)):
             self._add(self.at[two] >= self.end_of(one), one, two)
         # a lane that keeps its order is told by the pairs above; NoOverlap would only cost time
-        if any(map(self.frees, numbers)):
-            intervals = [self._interval(n) for n in numbers]
+        if any(map(self.is_free, numbers)):
+            intervals = [self._make_interval(n) for n in numbers]
             # an interval without length may not lie inside another: so NoOverlap says that no slot runs then
             intervals += [
                 self.cp.new_optional_fixed_size_interval_var(gap, 0, ~self.absent[load], "")
@@ -353,14 +355,15 @@ class Formulation:
             ]
             self.cp.add_no_overlap(intervals)
 
-    def _interval(self, n: int) -> Any:
+    def _make_interval(self, n: int) -> Any:
+        """Return the interval of an action: of chosen length, optional, or neither."""
         if n in self.ends:
             return self.cp.new_interval_var(self.at[n], self.length[n], self.ends[n], "")
         if n in self.absent:
             return self.cp.new_optional_fixed_size_interval_var(self.at[n], self.actions.size[n], ~self.absent[n], "")
         return self.cp.new_fixed_size_interval_var(self.at[n], self.actions.size[n], "")
 
-    def _takes(self) -> Iterator[tuple[int, tuple[Any, Any]]]:
+    def _counted_takes(self) -> Iterator[tuple[int, tuple[Any, Any]]]:
         """Return, by L, a moment when no compute slot runs, and from when on it is counted."""
         for o, copies in self.actions.copies.items():
             gap, take = (self.cp.new_int_var(0, self.latest, "") for _ in range(2))
@@ -368,7 +371,7 @@ class Formulation:
             self.cp.add(take <= self.at[copies.load]).only_enforce_if(self.choices[o])
             yield copies.load, (gap, take)
 
-    def _queueing(self) -> Iterator[Mapping[int, TransferEdge]]:
+    def _queueing_links(self) -> Iterator[Mapping[int, TransferEdge]]:
         """Yield the transfers of each pair of ranks where they may have to wait for one another, as they are waited for."""
         actions, size, fusing = self.actions, self.actions.size, self.actions.fusing
         links: dict[tuple[int, int], dict[int, TransferEdge]] = defaultdict(dict)
@@ -381,7 +384,7 @@ class Formulation:
             if max(sent.occupied for sent in link.values()) > shortest:
                 yield link
 
-    def _link(self, link: Mapping[int, TransferEdge]) -> None:
+    def _add_link(self, link: Mapping[int, TransferEdge]) -> None:
         """Let transfers of a pair of ranks go in the order in which they are issued."""
         action, kind, sends = self.actions.action, self.actions.kind, self.sends
         last: dict[Any, int] = {}
@@ -404,12 +407,12 @@ class Formulation:
 
     # Memory.
 
-    def _memory(self, limit: MemoryLimit) -> None:
+    def _add_memory_limit(self, limit: MemoryLimit) -> None:
         held = [x for interval in limit.intervals if (x := self._interval_in_window(interval)) is not None]
         if self.by_order:
-            self._reservoir(limit.capacity, held)
+            self._add_reservoir(limit.capacity, held)
         elif held:
-            self._cumulative(limit.capacity, held)
+            self._add_cumulative(limit.capacity, held)
 
     def _interval_in_window(self, interval: MemoryInterval) -> _WindowInterval | None:
         """Return the part of an interval inside the window: from when, to when, and the literal on which it depends."""
@@ -426,20 +429,21 @@ class Formulation:
             return None
         if literal is not None and not interval.holds:
             literal = ~literal
-        opens = self._when(opened)
+        opens = self._time_of(opened)
         # late actions start behind all that is inside: no level in the window sees what they give back
-        closes = None if closed is not None and self.by_order and closed[0] in self.late else self._when(closed)
+        closes = None if closed is not None and self.by_order and closed[0] in self.late else self._time_of(closed)
         return interval, max(opens, self.begin) if isinstance(opens, int) else opens, closes, literal
 
-    def _when(self, event: Event | None) -> Any:
+    def _time_of(self, event: Event | None) -> Any:
+        """Return when an event takes place, by the model; None for no event."""
         if event is None:
             return None
         n, end = event
         if not end and n in self.takes:
             return self.takes[n][1]
-        return self.end_of(n) if end else self.at_of(n)
+        return self.end_of(n) if end else self.start_of(n)
 
-    def _reservoir(self, capacity: int, held: Iterable[_WindowInterval]) -> None:
+    def _add_reservoir(self, capacity: int, held: Iterable[_WindowInterval]) -> None:
         """Limit memory by a reservoir; takes and gives at one time under one literal are merged."""
         events: dict[tuple[Any, Any], list[Any]] = {}
         for interval, opens, closes, literal in held:
@@ -457,7 +461,8 @@ class Formulation:
             times, amounts, actives = zip(*changes, strict=True)
             self.cp.add_reservoir_constraint_with_active(times, amounts, actives, -most, capacity)
 
-    def _cumulative(self, capacity: int, held: Iterable[_WindowInterval]) -> None:
+    def _add_cumulative(self, capacity: int, held: Iterable[_WindowInterval]) -> None:
+        """Limit memory by a cumulative: an interval for everything held, from when to when."""
         intervals, demands = [], []
         for interval, opens, closes, literal in held:
             start, end = self.begin if opens is None else opens, self.latest if closes is None else closes
@@ -471,7 +476,7 @@ class Formulation:
 
     # What is sought.
 
-    def _objective(self) -> None:
+    def _set_objective(self) -> None:
         """Minimise the end or the longest span; in windows, where pieces move apart, then the sum of ranks' ends; then
         ``prefer``."""
         cp = self.cp
@@ -481,13 +486,13 @@ class Formulation:
             if not (before or middle or late):
                 continue
             # only what may be a rank's last: fewer rows bound the objective, and they propagate better
-            lasts = [self.end_of(n) for n in late[-1:] or self._outer(middle, first=False) or before[-1:]]
+            lasts = [self.end_of(n) for n in late[-1:] or self._outermost(middle, first=False) or before[-1:]]
             if sums_ends:
                 ends.append(cp.new_int_var(0, self.far, ""))
                 for end in lasts:
                     cp.add(ends[-1] >= end)
                 lasts = ends[-1:]
-            begin = self._begin(before, middle, late) if self.spans else 0
+            begin = self._begin_of(before, middle, late) if self.spans else 0
             for end in lasts:
                 cp.add(self.cost >= end - begin)
         aim: Any = self.cost
@@ -495,26 +500,26 @@ class Formulation:
         weight = max(1, len(ends) * (self.latest - self.begin + 1))
         if sums_ends:
             aim = aim * weight + sum(ends)
-        total, spread = self._preferred()
+        total, spread = self._weigh_preferences()
         if self.far * weight * spread < _LARGEST:  # else without
             aim = aim * spread + total
         if self.spans and self.by_order and self.shift:
             aim = aim - next(iter(self.shift.values()))
         cp.minimize(aim)
 
-    def _begin(self, before: Sequence[int], middle: Sequence[int], late: Sequence[int]) -> Any:
+    def _begin_of(self, before: Sequence[int], middle: Sequence[int], late: Sequence[int]) -> Any:
         """Return a time no later than a rank's first action."""
         # what is fixed begins the rank; where all of it is late, the first of that stays the first
         if before or not middle:
-            return self.at_of((*before, *late)[0])
+            return self.start_of((*before, *late)[0])
         begin = self.cp.new_int_var(self.begin, self.latest, "")
-        for n in self._outer(middle, first=True):
+        for n in self._outermost(middle, first=True):
             if self.first and n in self.first:
                 return self.first[n]
             self.cp.add(begin <= self.at[n])
         return begin
 
-    def _outer(self, middle: Sequence[int], first: bool) -> list[int]:
+    def _outermost(self, middle: Sequence[int], first: bool) -> list[int]:
         """Return those of a rank's actions inside that no other of them is known to precede, or to follow."""
         rank, inner = self.actions.rank, set()
         waits = ((s, n) for n in middle for s, _ in self.actions.sources(n) if s in self.at and rank[s] == rank[n])
@@ -523,7 +528,7 @@ class Formulation:
                 inner.add(two if first else one)
         return [n for n in middle if n not in inner]
 
-    def _preferred(self) -> tuple[Any, int]:
+    def _weigh_preferences(self) -> tuple[Any, int]:
         """Return what is minimised among equals, and a number that is more than all that it can differ by."""
         if not self.prefer:
             return 0, 1
@@ -560,5 +565,5 @@ class Formulation:
         start = list(self.start) if self.window is not None else [-1] * len(self.actions.action)
         for n in (*self.late, *self.at):
             absent = n in self.absent and solver.boolean_value(self.absent[n])
-            start[n] = -1 if absent else solver.value(self.at_of(n))
+            start[n] = -1 if absent else solver.value(self.start_of(n))
         return start

@@ -73,7 +73,7 @@ _PATIENCE = 8  # neighbourhoods without progress for each further second
 
 
 @dataclass(frozen=True, slots=True)
-class _Manner:
+class _Sizing:
     """``size``, ``smallest``, ``largest``: actions of a neighbourhood, at first, at least and at most. ``edge``: the part of
     them that is at the start, and as much at the end. ``seconds``: for one: at first, and after many that brought nothing. Not
     tuned further."""
@@ -85,8 +85,8 @@ class _Manner:
     seconds: tuple[float, float]
 
 
-_PLAIN = _Manner(240.0, 50.0, 3000.0, 0.15, (2.0, 2.0))
-_WITH_OFFLOAD = _Manner(70.0, 40.0, 250.0, 0.2, (1.0, 6.0))
+_PLAIN = _Sizing(240.0, 50.0, 3000.0, 0.15, (2.0, 2.0))
+_WITH_OFFLOAD = _Sizing(70.0, 40.0, 250.0, 0.2, (1.0, 6.0))
 
 
 class NeighbourhoodSearch:
@@ -103,8 +103,8 @@ class NeighbourhoodSearch:
         self.actions = ActionTable(task, start, _PARTS, fusing=False)
         self.random, self.seed = random.Random(seed), seed
         self.timeline = simulate(start, task.costs)
-        self.manner = _WITH_OFFLOAD if self.actions.copies else _PLAIN
-        self.size = dict.fromkeys(("time", "ranks", "microbatches"), self.manner.size)
+        self.sizing = _WITH_OFFLOAD if self.actions.copies else _PLAIN
+        self.size = dict.fromkeys(("time", "ranks", "microbatches"), self.sizing.size)
         self.tried = self.stale = 0
 
     def run(self, budget: Budget, bound_s: float) -> Iterator[Schedule]:
@@ -146,7 +146,7 @@ class NeighbourhoodSearch:
         prefer = self._preference() if self.random.random() < _PREFERENCES else None
         model = Formulation(self.actions, starts, window, prefer=prefer)
         model.hint(starts)
-        least_s, most_s = self.manner.seconds
+        least_s, most_s = self.sizing.seconds
         spent_before = budget.spent
         parameters = budget.parameters(min(least_s + self.stale / _PATIENCE, most_s), self.seed + self.tried)
         solver, has_answer, done = run(model.cp, LITE, {} if self.actions.copies else WHOLE_RESERVOIRS, parameters)
@@ -155,7 +155,7 @@ class NeighbourhoodSearch:
             budget.spent = min(budget.spent, spent_before + max(_LEAST_S, needed_s))
         # larger where the search came to its end, smaller where it did not, most of all where it has nothing
         factor = 1.15 if done else 0.9 if has_answer else 0.75
-        self.size[kind] = min(self.manner.largest, max(self.manner.smallest, self.size[kind] * factor))
+        self.size[kind] = min(self.sizing.largest, max(self.sizing.smallest, self.size[kind] * factor))
         return model.answer(solver) if has_answer else None
 
     # Which neighbourhoods.
@@ -185,7 +185,7 @@ class NeighbourhoodSearch:
         times = sorted(starts[n] for rank in ranks for n in actions.lanes[rank])
         length = min(len(times), int(self.size[kind] * rng.uniform(0.7, 1.2)) * (4 if kind == "microbatches" else 1))
         last, place = len(times) - length, rng.random()
-        at = 0 if place < self.manner.edge else last if place < 2 * self.manner.edge else rng.randint(0, last)
+        at = 0 if place < self.sizing.edge else last if place < 2 * self.sizing.edge else rng.randint(0, last)
         begin = times[at]
         end = max(begin + 1, times[at + length] if at < last else times[-1] + 1)
         return Window(
@@ -263,7 +263,7 @@ def solve_exact(
     search = _ExactSearch(task, seed, workers, not every_order, hint, nothing)
     for actions in (fine,) if fine.ticks.exact else (ActionTable(task, order, COARSE), fine):
         part = Budget(budget.left * (1.0 if actions is fine else _COARSE_SHARE), deterministic)
-        search.on(actions, part)
+        search.search_grid(actions, part)
         budget.spent += part.spent
         if search.result.status in ("optimal", "infeasible"):
             break
@@ -279,7 +279,7 @@ class _ExactSearch:
         self.task, self.seed, self.workers, self.ordered, self.hint = task, seed, workers, ordered, hint
         self.result = result
 
-    def on(self, actions: ActionTable, budget: Budget) -> None:
+    def search_grid(self, actions: ActionTable, budget: Budget) -> None:
         """Search on one grid: for a bound, and if what that finds has no rows, for something that has."""
         ticks, starts = actions.ticks, self._starts(actions)
         lower, cost = ticks.at_least(self.result.lower_bound), None
@@ -287,7 +287,7 @@ class _ExactSearch:
             cost = self._cost(actions, starts)
             # rounding may put a bound above the hint, and between them nothing would be left to find
             lower = min(lower, cost)
-            self._take(actions, starts)
+            self._keep_if_better(actions, starts)
         bound: float = lower
         if cost is None or cost > lower:
             has_answer, bound = self._solve(actions, budget, starts, lower, cost, strict=False)
@@ -338,10 +338,10 @@ class _ExactSearch:
         budget.spent = spent + solver.response_proto.deterministic_time / DETERMINISTIC_SECOND
         if not has_answer:
             return False, float("inf") if done else lower
-        self._take(actions, model.answer(solver))
+        self._keep_if_better(actions, model.answer(solver))
         return True, max(round(solver.best_objective_bound), lower)
 
-    def _take(self, actions: ActionTable, starts: Starts) -> None:
+    def _keep_if_better(self, actions: ActionTable, starts: Starts) -> None:
         """Keep the schedule of an answer if it keeps the limits and is better."""
         schedule, timeline = schedule_of(actions, starts, "cp-sat")
         value = self.task.seconds(timeline)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -245,15 +246,32 @@ def _with_known_link(trainer: Trainer, prepared: Prepared, progress: Progress, p
     before, after, without_copies = (
         simulate(order, profile) for order, profile in ((now, costs), (schedule, costs), (schedule, free))
     )
-    step_s, free_s = after.makespan, without_copies.makespan
     if schedule.rows != now.rows:
-        peaks = f"{max(after.peak_activations):.3g} activations at most, not {max(before.peak_activations):.3g}"
-        times = f"a step of {format_seconds(step_s)}, not {format_seconds(before.makespan)}"
-        progress(f"O and L moved for the measured link: {times}; {peaks}")
-        trainer = trainer.with_schedule(schedule)
+        moved = trainer.with_schedule(schedule)
+        if not _fits_device(moved):
+            schedule, after = now, before
+        else:
+            trainer = moved
+            peaks = f"{max(after.peak_activations):.3g} activations at most, not {max(before.peak_activations):.3g}"
+            times = f"a step of {format_seconds(after.makespan)}, not {format_seconds(before.makespan)}"
+            progress(f"O and L moved for the measured link: {times}; {peaks}")
+    step_s, free_s = after.makespan, without_copies.makespan
     if step_s > 1.01 * free_s:
         progress(f"copies to and from the host are predicted to take {1 - free_s / step_s:.0%} of a step")
     return trainer
+
+
+def _fits_device(trainer: Trainer) -> bool:
+    """Return whether a step fits in the memory that JAX has on each device, where the backend tells it; all processes get the
+    same answer."""
+    pipeline, report = trainer.pipeline, trainer.train_step.memory_report(workspace=False)
+    owned = pipeline.ownership
+    limits = [
+        (pipeline.submeshes[rank].devices.flat[0].memory_stats() or {}).get("bytes_limit", math.inf)
+        for rank in owned.ranks
+    ]
+    fits_here = all(peak <= limit for peak, limit in zip(report.peak_bytes, limits, strict=True))
+    return all(owned.shared("order fits", {owned.processes.mine: fits_here}).values())
 
 
 def _with_cheaper_backwards(

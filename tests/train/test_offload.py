@@ -12,7 +12,7 @@ import pytest
 
 from jaxpipe.cli import main
 from jaxpipe.runtime import offload
-from jaxpipe.schedule import generate, read_schedule, write_schedule
+from jaxpipe.schedule import generate, write_schedule
 from jaxpipe.schedule.passes.offload import without_offloads
 from jaxpipe.train.config import load_config
 from jaxpipe.train.run import run_directory
@@ -55,26 +55,29 @@ def _fails(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
 def test_training_with_offload_has_the_bits_of_training_without(
     tiny: Overrides, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_schedule(without_offloads(generate("po-f", 2, 4)), tmp_path / "bare.sched")
+    schedule = generate("po-f", 2, 4)
+    # From files, whose orders stay: the family would offload nothing over a link as slow as this machine's.
+    write_schedule(without_offloads(schedule), tmp_path / "bare.sched")
+    write_schedule(schedule, tmp_path / "all.sched")
+    offloading = f"pipeline.schedule={tmp_path / 'all.sched'}"
     runs = {
         "bare": [f"pipeline.schedule={tmp_path / 'bare.sched'}"],
-        "all": ["pipeline.schedule=po-f", "offload.host_memory_gb=0.001"],
+        "all": [offloading, "offload.host_memory_gb=0.001"],
     }
     for name, overrides in runs.items():
         assert main(["train", *tiny(name, *overrides)]) == 0, capsys.readouterr().err
     monkeypatch.setattr(offload, "PINNED_HOST", "nowhere")
-    assert main(["train", *tiny("half", "pipeline.schedule=po-f", "offload.fraction=0.5"), "--offload-fallback"]) == 0
+    assert main(["train", *tiny("half", offloading, "offload.fraction=0.5"), "--offload-fallback"]) == 0
 
     expected = final(tmp_path / "bare", STEPS)
     logged = [{k: v for k, v in r.items() if k != "schedule"} for r in deterministic(tmp_path / "bare")]
     for name in ("all", "half"):
         assert_same_arrays(final(tmp_path / name, STEPS)[:2], expected[:2])
         assert [{k: v for k, v in r.items() if k != "schedule"} for r in deterministic(tmp_path / name)] == logged
-        schedule = read_schedule(tmp_path / name / "schedule.sched")  # made with the link that this run measured
         measured = trace_rows(tmp_path / name / "pictures" / "timeline.trace.json", "measured")
         for rank, row in measured.items():
             assert sorted(row) == sorted(map(str, schedule.actions(rank)))
-        assert {action[0] for row in measured.values() for action in row} >= {"O", "L"}
+            assert any(a.startswith("O") for a in row) and any(a.startswith("L") for a in row)
 
 
 def test_what_the_machine_cannot_do_is_one_line(

@@ -132,30 +132,30 @@ class Confined:
         return Confined(max(self.own, other.own), max(self.through, other.through))
 
 
-def confine(stays: Sequence[StageWork], limit: float, offload: bool) -> Confined:
-    """Return bounds of one rank that does ``stays`` (stages of a flow ascending) and never holds more than ``limit``;
+def confine(stages: Sequence[StageWork], limit: float, offload: bool) -> Confined:
+    """Return bounds of one rank that does ``stages`` (of a flow, ascending) and never holds more than ``limit``;
     infinite if that can't be."""
-    work = Confined(sum(x.count * (x.f_s + x.back_s) for x in stays), sum(x.count * (x.f_s + x.b_s) for x in stays))
-    if limit == inf or not stays:
+    work = Confined(sum(x.count * (x.f_s + x.back_s) for x in stages), sum(x.count * (x.f_s + x.b_s) for x in stages))
+    if limit == inf or not stages:
         return work
-    if not at_most(_least_room(stays, offload), limit):
+    if not at_most(_least_room(stages, offload), limit):
         return Confined(inf, inf)
-    bound = work.or_longer(_windows(stays, limit, work, offload)).or_longer(_areas(stays, limit, work.own, offload))
+    bound = work.or_longer(_windows(stages, limit, work, offload)).or_longer(_areas(stages, limit, work.own, offload))
     # with several chunks it is open which of them gives memory back next
-    if len(stays) == 1 and not offload:
-        bound = bound.or_longer(after_releases(stays[0], releases(stays[0], limit)))
+    if len(stages) == 1 and not offload:
+        bound = bound.or_longer(after_releases(stages[0], releases(stages[0], limit)))
     return bound
 
 
-def _least_room(stays: Sequence[StageWork], offload: bool) -> float:
+def _least_room(stages: Sequence[StageWork], offload: bool) -> float:
     """Return the memory without which nothing can run: when a microbatch turns on this rank, all its stages here are held.
 
     With offload, only the stage that runs. What is held for no time at all does not count.
     """
     if offload:
-        return max((x.held for x in stays if x.f_s + x.b_s > 0), default=0.0)
-    turning = {x.flow: x.trip_s + x.b_s for x in stays}  # of each flow's last stage
-    return max(sum(x.held for x in stays if x.flow == k) if s > 0 else 0.0 for k, s in turning.items())
+        return max((x.held for x in stages if x.f_s + x.b_s > 0), default=0.0)
+    turning = {x.flow: x.trip_s + x.b_s for x in stages}  # of each flow's last stage
+    return max(sum(x.held for x in stages if x.flow == k) if s > 0 else 0.0 for k, s in turning.items())
 
 
 def _most(items: Sequence[tuple[float, float, int]], room: float) -> float:
@@ -174,7 +174,7 @@ def _most(items: Sequence[tuple[float, float, int]], room: float) -> float:
     return total
 
 
-def _windows(stays: Sequence[StageWork], limit: float, work: Confined, offload: bool) -> Confined:
+def _windows(stages: Sequence[StageWork], limit: float, work: Confined, offload: bool) -> Confined:
     """Bound a rank by windows in which the limit leaves too little to do.
 
     Warm-up: a B starts at least ``out_s`` after the microbatch's first F here, hence after the rank's first action. In that
@@ -190,79 +190,79 @@ def _windows(stays: Sequence[StageWork], limit: float, work: Confined, offload: 
     t, i must come back to its first stage here.
     """
     # no B comes before that: until then the rank has F's alone, as many as the limit allows
-    arrival = min(x.out_s for x in stays)
+    arrival = min(x.out_s for x in stages)
     room = limit
     if offload:
-        slowest = min((x.d2h_s / x.leaves for x in stays if x.leaves > 0), default=inf)
-        room = inf if slowest <= 0 else limit + _moved_out(stays, arrival, slowest)
-    warm = max(0.0, arrival - _most([(x.f_s, x.held, x.count) for x in stays], room))
-    after = [sum(x.count * t for x, t in zip(stays, back, strict=True)) for back in _backs(stays)]
+        slowest = min((x.d2h_s / x.leaves for x in stages if x.leaves > 0), default=inf)
+        room = inf if slowest <= 0 else limit + _moved_out(stages, arrival, slowest)
+    warm = max(0.0, arrival - _most([(x.f_s, x.held, x.count) for x in stages], room))
+    after = [sum(x.count * t for x, t in zip(stages, back, strict=True)) for back in _backs(stages)]
     bound = Confined(work.own + warm, work.through + warm).or_longer(Confined(arrival + after[0], arrival + after[1]))
-    pending = max(x.w_s + _most([(y.w_s, y.kept, y.count) for y in stays], max(0.0, limit - x.held)) for x in stays)
+    pending = max(x.w_s + _most([(y.w_s, y.kept, y.count) for y in stages], max(0.0, limit - x.held)) for x in stages)
     bound = bound.or_longer(Confined(0.0, work.own + warm - pending))
     if offload:
         return bound
     # all F's may run before the first B, so the last of them need not come after an idle warm-up
-    if at_most(sum(x.count * x.held for x in stays), limit):
+    if at_most(sum(x.count * x.held for x in stages), limit):
         warm = 0.0
-    ends = [_cool_down(stays, limit, k) for k in sorted({x.flow for x in stays})]
+    ends = [_cool_down(stages, limit, k) for k in sorted({x.flow for x in stages})]
     span, through = (min(end[k] for end in ends) + work.own + warm for k in (0, 1))
     return bound.or_longer(Confined(span, through))
 
 
-def _moved_out(stays: Sequence[StageWork], seconds: float, slowest: float) -> float:
+def _moved_out(stages: Sequence[StageWork], seconds: float, slowest: float) -> float:
     """Return the most that leaves in the first ``seconds`` of a rank. ``slowest``: least seconds a unit."""
-    if len(stays) > 1:
+    if len(stages) > 1:
         return seconds / slowest
-    (x,) = stays
+    (x,) = stages
     return floor(max(0.0, seconds - x.f_s) / x.d2h_s * (1 + MEMORY) + MEMORY) * x.leaves
 
 
-def _backs(stays: Sequence[StageWork]) -> tuple[list[float], list[float]]:
-    return [x.back_s for x in stays], [x.b_s for x in stays]
+def _backs(stages: Sequence[StageWork]) -> tuple[list[float], list[float]]:
+    return [x.back_s for x in stages], [x.b_s for x in stages]
 
 
-def _cool_down(stays: Sequence[StageWork], limit: float, flow: int) -> tuple[float, float]:
+def _cool_down(stages: Sequence[StageWork], limit: float, flow: int) -> tuple[float, float]:
     """Return, if the last F is of ``flow``, the seconds from its start to the end (own, through) less the work that remains
     then."""
-    mine = [x for x in stays if x.flow == flow]
+    mine = [x for x in stages if x.flow == flow]
     first, last = mine[0], mine[-1]
     remaining = last.f_s + sum(x.back_s for x in mine)
     room = limit - sum(x.held for x in mine)
-    backwards = [(x.back_s, x.held, x.count) for x in stays] + [(x.w_s, x.kept, x.count) for x in stays]
+    backwards = [(x.back_s, x.held, x.count) for x in stages] + [(x.w_s, x.kept, x.count) for x in stages]
     remaining += _most(backwards, max(0.0, room))
     way = first.out_s - last.in_s
     return way + first.back_s - remaining, way + first.b_s - remaining
 
 
-def _areas(stays: Sequence[StageWork], limit: float, work: float, offload: bool) -> Confined:
+def _areas(stages: Sequence[StageWork], limit: float, work: float, offload: bool) -> Confined:
     """Bound a rank by memory × time (Little's law): what all microbatches need is at most the limit × the time.
 
     From the start, memory fills no faster than F's run; before the end, whatever is held still needs W, or B and W, so it
     empties no faster than those run: both leave area unused. Up to the last B's end, only what then waits for its W, at most
     the limit, lacks W's share. With offload, every round trip on the host lane saves at most ``saved`` and takes lane time.
     """
-    full = _reachable(stays, limit, offload)
+    full = _reachable(stages, limit, offload)
     if full <= 0:
         return Confined(0.0, 0.0)
-    area = sum(x.count * x.area() for x in stays)
-    fill, fill_s = _unused(full, [(max(x.held, x.kept), x.f_s) for x in stays])
-    drain, drain_s = _unused(full, [(x.held, x.back_s) for x in stays] + [(x.kept, x.w_s) for x in stays])
+    area = sum(x.count * x.area() for x in stages)
+    fill, fill_s = _unused(full, [(max(x.held, x.kept), x.f_s) for x in stages])
+    drain, drain_s = _unused(full, [(x.held, x.back_s) for x in stages] + [(x.kept, x.w_s) for x in stages])
     # where the two ends may overlap, only the larger is sure
     ends = fill + drain if fill_s + drain_s <= work else max(fill, drain)
     if offload:
-        return Confined(_with_lane(stays, area, ends, full, limit), 0.0)
-    before_last_b = area + fill - full * max(x.w_s for x in stays)
+        return Confined(_with_lane(stages, area, ends, full, limit), 0.0)
+    before_last_b = area + fill - full * max(x.w_s for x in stages)
     return Confined((area + ends) / full, before_last_b / full)
 
 
-def _reachable(stays: Sequence[StageWork], limit: float, offload: bool) -> float:
+def _reachable(stages: Sequence[StageWork], limit: float, offload: bool) -> float:
     """Return the most that can really be held: a multiple of the size if all sizes are equal; never more than everything. An
     activation of which a part leaves holds the rest meanwhile."""
-    limit = min(limit, sum(x.count * max(x.held, x.kept) for x in stays))
-    sizes = {size for x in stays for size in (x.held, x.kept) if size > 0}
+    limit = min(limit, sum(x.count * max(x.held, x.kept) for x in stages))
+    sizes = {size for x in stages for size in (x.held, x.kept) if size > 0}
     if offload:
-        sizes |= {x.held - x.leaves for x in stays if x.leaves > 0 and not at_most(x.held, x.leaves)}
+        sizes |= {x.held - x.leaves for x in stages if x.leaves > 0 and not at_most(x.held, x.leaves)}
     # of one size only whole ones are held: the rest of the limit is never used
     if len(sizes) == 1:
         (size,) = sizes
@@ -287,17 +287,17 @@ def _unused(full: float, kinds: Sequence[tuple[float, float]]) -> tuple[float, f
     return missing * missing / rate / 2, missing / rate
 
 
-def _with_lane(stays: Sequence[StageWork], area: float, ends: float, full: float, limit: float) -> float:
+def _with_lane(stages: Sequence[StageWork], area: float, ends: float, full: float, limit: float) -> float:
     """Return the least T with area + ends − (what T seconds of the host lane can save) ≤ full × T: offloads that save most
     go first.
 
     On a rank with one stage a whole number of microbatches leaves, and the lane is not always busy
     (:func:`with_whole_trips`).
     """
-    if len(stays) == 1:
-        return with_whole_trips(stays[0], area + ends, full, limit)
+    if len(stages) == 1:
+        return with_whole_trips(stages[0], area + ends, full, limit)
     time = (area + ends) / full
-    best = sorted((x for x in stays if x.saved() > 0), key=lambda x: x.together_s / x.saved())
+    best = sorted((x for x in stages if x.saved() > 0), key=lambda x: x.together_s / x.saved())
     demand, lane = area + ends, 0.0
     for x in best:
         saved, seconds = x.count * x.saved(), x.count * x.together_s
@@ -378,18 +378,18 @@ def after_releases(x: StageWork, starts: Sequence[float]) -> Confined:
     return Confined(span, through)
 
 
-def chunk_turns(stays: Sequence[StageWork], limit: float) -> Confined:
-    """Return bounds of one rank that does ``stays`` (stages of one flow, ascending), from what its chunks hold together."""
+def chunk_turns(stages: Sequence[StageWork], limit: float) -> Confined:
+    """Return bounds of one rank that does ``stages`` (of one flow, ascending), from what its chunks hold together."""
     bound = Confined(0.0, 0.0)
-    if len({x.flow for x in stays}) > 1:
+    if len({x.flow for x in stages}) > 1:
         return bound
-    for c in range(1, len(stays)):
-        bound = bound.or_longer(_turns(stays[: c + 1], limit))
+    for c in range(1, len(stages)):
+        bound = bound.or_longer(_turns(stages[: c + 1], limit))
     return bound
 
 
-def _turns(stays: Sequence[StageWork], limit: float) -> Confined:
-    """Bound a rank where the last of ``stays`` takes turns.
+def _turns(stages: Sequence[StageWork], limit: float) -> Confined:
+    """Bound a rank where the last of ``stages`` takes turns.
 
     Order its F's by start. When the j-th (from 0) starts, at most q − 1 of those before it are still on their way; so of
     j + 1 − q that are not, one has an F no earlier than the (j − q)-th, and a way lies between. A way ends when the first of
@@ -397,15 +397,15 @@ def _turns(stays: Sequence[StageWork], limit: float) -> Confined:
     left to do from the j-th F on: after a trip, the backwards of its microbatch and of all later ones, of this stage and those
     before it.
     """
-    last, before = stays[-1], stays[-2]
-    held = sum(x.held for x in stays)
+    last, before = stages[-1], stages[-2]
+    held = sum(x.held for x in stages)
     lanes = how_many(held, limit) if held > 0 else last.count
     if not 1 <= lanes < last.count:
         return Confined(0.0, 0.0)
     w_frees_all = at_most(last.held, last.kept)
     # where B gives nothing back, room comes with W or with the next stage's B, whichever is sooner
     way = last.trip_s + last.b_s + (min(last.w_s, before.b_s) if w_frees_all else 0.0)
-    back, passed = sum(x.back_s for x in stays), sum(x.b_s for x in stays)
+    back, passed = sum(x.back_s for x in stages), sum(x.b_s for x in stages)
     starts: list[float] = []
     span = through = 0.0
     for j in range(last.count):

@@ -51,7 +51,7 @@ from jaxpipe.schedule.costs import CostProfile
 from jaxpipe.schedule.placement import Placement
 from jaxpipe.schedule.tolerance import MEMORY, at_most, how_many
 from jaxpipe.search.bounds.memory import StageWork
-from jaxpipe.search.bounds.ranks import Flows, FlowTimes, residents
+from jaxpipe.search.bounds.ranks import Flows, FlowTimes, work_by_stage
 from jaxpipe.search.budget import Budget
 from jaxpipe.search.grids import Ticks, time_grid
 
@@ -427,7 +427,7 @@ class FewRankBounds:
         self.shared_lane = costs.host.mode == "shared"
         flows = Flows(placement, num_microbatches, costs)
         self.flow: FlowTimes = flows.all[0]
-        self.stays = [residents(flows, rank) for rank in range(placement.num_ranks)]
+        self.stage_works = [work_by_stage(flows, rank) for rank in range(placement.num_ranks)]
         self.rank_of = [group[0] for group in self.flow.groups]
         n = len(self.rank_of)
         hops = [self.flow.hop(s, s + 1, s) for s in range(n - 1)] + [self.flow.hop(s + 1, s, s) for s in range(n - 1)]
@@ -439,9 +439,9 @@ class FewRankBounds:
     def bounds(self, bound: float, value: float, budget: Budget) -> Iterator[float]:
         """Yield better and better bounds, in seconds, from one that is known up to the ``value`` of a known schedule."""
         least, top = self.ticks.at_least(bound), self.ticks.of(value)
-        last = len(self.stays) - 1
+        last = len(self.stage_works) - 1
         order = list(range(last + 1))  # the longest trip first, or the turns
-        if len(self.rank_of) > len(self.stays):
+        if len(self.rank_of) > len(self.stage_works):
             order.sort(key=lambda rank: (min(rank, last - rank), -rank))
         ranks: tuple[int, ...] = ()
         while len(ranks) <= last:
@@ -471,7 +471,7 @@ class FewRankBounds:
         flow, of = self.flow, self.ticks.of
         stages = [s for s, rank in enumerate(self.rank_of) if rank in ranks]
         stay: dict[int, StageWork] = {
-            s: x for rank in ranks for s, x in zip(self._stages(rank), self.stays[rank], strict=True)
+            s: x for rank in ranks for s, x in zip(self._stages(rank), self.stage_works[rank], strict=True)
         }
         back = flow.way_back()
         down = [0.0]  # from F's start of stage 0 to that of each stage
@@ -501,10 +501,10 @@ class FewRankBounds:
     def host_orders(self, rank: int) -> HostOrders | None:
         """Return the orders of one rank with its host lane; none where it has several stages, or moves parts, or both
         ways at once."""
-        stays, limit, of = self.stays[rank], self.limits[rank], self.ticks.of
-        if len(stays) != 1 or limit == float("inf"):
+        stage_works, limit, of = self.stage_works[rank], self.limits[rank], self.ticks.of
+        if len(stage_works) != 1 or limit == float("inf"):
             return None
-        (x,) = stays
+        (x,) = stage_works
         # that search counts activations that leave and come back whole
         offloads_everything = 0 < x.held <= min(x.kept, x.leaves)
         if not offloads_everything or not self.shared_lane:

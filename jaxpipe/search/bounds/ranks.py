@@ -184,21 +184,21 @@ _TOP_RANKS = 1
 def confine_ranks(flows: Flows, limits: Sequence[float] | None, offload: bool) -> list[Confined]:
     """Return, per rank, bounds on its own span and on the time to its last B. Without limits, its work."""
     p = flows.placement.num_ranks
-    residents_of = [residents(flows, rank) for rank in range(p)]
+    works_of = [work_by_stage(flows, rank) for rank in range(p)]
     if limits is None:
-        return [confine(stays, inf, offload) for stays in residents_of]
-    bounds = [confine(stays, limit, offload) for stays, limit in zip(residents_of, limits, strict=True)]
+        return [confine(stage_works, inf, offload) for stage_works in works_of]
+    bounds = [confine(stage_works, limit, offload) for stage_works, limit in zip(works_of, limits, strict=True)]
     # a microbatch on its way may be on the host, so with offload its chunks need not take turns
     if not offload:
-        turns = (chunk_turns(stays, limit) for stays, limit in zip(residents_of, limits, strict=True))
+        turns = (chunk_turns(stage_works, limit) for stage_works, limit in zip(works_of, limits, strict=True))
         bounds = [bound.or_longer(turn) for bound, turn in zip(bounds, turns, strict=True)]
     if flows.placement.num_flows == 1 and flows.placement.num_stages == p > 1 and not offload:
         # the crossing argument is for one flow and one stage per rank
         stage_of = {group[0]: s for s, group in enumerate(flows.all[0].groups)}
-        costly = sorted(range(p), key=lambda r: -_slowness(residents_of[r][0], limits[r]))
+        costly = sorted(range(p), key=lambda r: -_slowness(works_of[r][0], limits[r]))
         for rank in costly[:_TOP_RANKS]:
             if bounds[rank].own < inf:
-                top = residents_of[rank][0]
+                top = works_of[rank][0]
                 run = _run(flows.all[0], stage_of[rank], top)
                 bounds[rank] = bounds[rank].or_longer(meet(run, top, limits[rank], releases(top, limits[rank])))
     return bounds
@@ -220,18 +220,18 @@ def _run(flow: FlowTimes, stage: int, top: StageWork) -> ChainTimes:
     )
 
 
-def residents(flows: Flows, rank: int) -> list[StageWork]:
+def work_by_stage(flows: Flows, rank: int) -> list[StageWork]:
     """Return what ``rank`` does and holds, flow by flow, stages ascending."""
-    visits, stays = flows.chunks(rank), []
+    visits, stage_works = flows.chunks(rank), []
     for number, flow in enumerate(flows.all):
         mine = [v for v in visits if v.flow is flow]
         share = sum(flows.costs.residual_bytes[v.stage] for v in mine)
         start = min((flow.head[v.stage] for v in mine), default=0.0)
-        stays += [_resident(flows, v, number, share, start) for v in mine]
-    return stays
+        stage_works += [_stage_work(flows, v, number, share, start) for v in mine]
+    return stage_works
 
 
-def _resident(flows: Flows, v: Visit, number: int, share: float, start: float) -> StageWork:
+def _stage_work(flows: Flows, v: Visit, number: int, share: float, start: float) -> StageWork:
     """Return what a rank does and holds for one visit. ``share``: residuals of all visits of the same flow on the same rank;
     ``start``: the first of them at its earliest."""
     flow, s, costs = v.flow, v.stage, flows.costs

@@ -36,7 +36,7 @@ from jaxpipe.schedule.ir import Action, Schedule
 from jaxpipe.schedule.problem import BW, B, F, Problem, W
 from jaxpipe.schedule.timeline import Timeline
 from jaxpipe.schedule.tolerance import MEMORY, at_most
-from jaxpipe.search.bounds.ranks import Flows, residents
+from jaxpipe.search.bounds.ranks import Flows, work_by_stage
 from jaxpipe.search.list_schedule.many_policies import MOST_IN_FLIGHT, ChainWithHost, Flags, Policies, Whole, play
 from jaxpipe.search.solve.actions import ActionTable, Starts, fitting, starts_at
 from jaxpipe.search.solve.task import SolveTask
@@ -125,7 +125,7 @@ class _OffloadModel:
     """The tables of a task, by replica and rank; codes are those of :mod:`~jaxpipe.schedule.problem`, with O and L as ops 4 and
     5. Each host lane is a rank of its own, number p + lane.
 
-    ``codes``: of a replica's F's. ``replicas``: a rank's, those that have some; ``stays``: what it holds for them.
+    ``codes``: of a replica's F's. ``replicas``: a rank's, those that have some; ``stage_works``: what it holds for them.
     ``lanes``: a rank's host lanes; ``ranks_of_lane``: by two lanes, the ranks that have them.
     """
 
@@ -136,11 +136,13 @@ class _OffloadModel:
         self.codes = [[problem.code(F, k, i) for i in problem.microbatches(k)] for k in range(n)]
         self.replicas = [[k for k in problem.replicas_of(r) if self.codes[k]] for r in range(p)]
         flows = Flows(task.placement, task.num_microbatches, costs)
-        self.stays = [residents(flows, r) for r in range(p)]
+        self.stage_works = [work_by_stage(flows, r) for r in range(p)]
         may_leave, self.leaves = {self.actions.action[o].stage for o in self.actions.copies}, [0.0] * n
-        for k, stays in ((k, x) for r in range(p) for k, x in zip(self.replicas[r], self.stays[r], strict=True)):
+        for k, stage_works in (
+            (k, x) for r in range(p) for k, x in zip(self.replicas[r], self.stage_works[r], strict=True)
+        ):
             if k % task.placement.num_stages in may_leave:
-                self.leaves[k] = stays.leaves
+                self.leaves[k] = stage_works.leaves
         self.room = [x * (1 + MEMORY) for x in task.safe_limits()]
         self.shared, groups = host.mode == "shared", host_groups(host, p)
         lane = [min((x for x in groups if groups[x] == groups[r]), default=r) if r in groups else r for r in range(p)]
@@ -373,7 +375,10 @@ class _PolicySampler:
     def __init__(self, model: _OffloadModel, target: float, rng: random.Random) -> None:
         self.model, self.rng = model, rng
         q = model.problem
-        work_s = max(sum(x.f_s + x.back_s for x in stays) for stays in model.stays) / model.task.placement.num_flows
+        work_s = (
+            max(sum(x.f_s + x.back_s for x in stage_works) for stage_works in model.stage_works)
+            / model.task.placement.num_flows
+        )
         self.period_s = max(work_s, target / q.num_microbatches if 0 < target < inf else 0.0)
         self.fused = (False,) if model.split else (False, True)
         self.every = np.ones((q.num_replicas, q.num_microbatches), bool)
@@ -453,9 +458,9 @@ class _PolicySampler:
     def _caps(self, factor: float) -> Whole:
         """Return microbatches in flight: as many as keep the rank busy for a trip with F's and B's, times ``factor``."""
         model, caps = self.model, np.full(self.model.problem.num_replicas, self.most)
-        for replicas, stays in zip(model.replicas, model.stays, strict=True):
-            busy = sum(x.f_s + x.b_s for x in stays)
-            for k, x in zip(replicas, stays, strict=True) if busy > 0 else ():
+        for replicas, stage_works in zip(model.replicas, model.stage_works, strict=True):
+            busy = sum(x.f_s + x.b_s for x in stage_works)
+            for k, x in zip(replicas, stage_works, strict=True) if busy > 0 else ():
                 caps[k] = max(1, min(self.most, ceil((x.trip_s / busy + 1) * factor)))
         return caps
 
@@ -468,11 +473,11 @@ class _PolicySampler:
         return leaves
 
     def _share(self, r: int, period_s: float, filled: float) -> float:
-        model, stays = self.model, self.model.stays[r]
-        saved = sum(x.saved() for x in stays)
+        model, stage_works = self.model, self.model.stage_works[r]
+        saved = sum(x.saved() for x in stage_works)
         # ranks that share a lane get equal parts of it
-        lane = sum(x.together_s for x in stays) * len(model.ranks_of_lane[model.lanes[r][0] // 2])
+        lane = sum(x.together_s for x in stage_works) * len(model.ranks_of_lane[model.lanes[r][0] // 2])
         most = min(1.0, period_s / lane) if lane > 0 else 1.0
         # Little's law: memory × time of a microbatch, less what the limit has for it in a period
-        short = sum(x.area() for x in stays) - filled * model.room[r] * period_s
+        short = sum(x.area() for x in stage_works) - filled * model.room[r] * period_s
         return min(most, max(0.0, short / saved)) if saved > 0 else 0.0

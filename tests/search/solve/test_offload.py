@@ -27,7 +27,7 @@ from jaxpipe.schedule import (
     v_shape,
 )
 from jaxpipe.schedule.costs import HostMode
-from jaxpipe.schedule.passes.offload import paged
+from jaxpipe.schedule.passes.host_lane import paged
 from jaxpipe.schedule.passes.plans import Plans
 from jaxpipe.schedule.placement import with_shared
 from jaxpipe.schedule.tolerance import at_most, nine_digits

@@ -217,7 +217,7 @@ def _warn_of_late_offloads(schedule: Schedule, profile: CostProfile, timeline: T
         return
     time = time_scale(timeline.makespan, costs.units)
     shorter = not at_most(timeline.makespan, late.timeline.makespan)
-    remainder = f" (and {late.others} more likewise)" if late.others else ""
+    remainder = f" (and {late.num_others} more likewise)" if late.num_others else ""
     peaks = [number(max(t.peak_activations)) for t in (late.timeline, timeline)]
     gain = (
         f"the makespan would be {time.show(late.timeline.makespan)}, not {time.show(timeline.makespan)}"

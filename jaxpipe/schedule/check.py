@@ -168,6 +168,7 @@ def _incomplete(graph: DependencyGraph) -> tuple[list[str], set[Place], set[tupl
                 continue
             if len(problems) >= _MOST:
                 return problems, places, parts
+            # remembered, so that what follows from this is not reported a second time
             places.add((stage, i, rank))
             where = f"{part} of stage {stage}, microbatch {i} on rank {rank}"
             if ops:
@@ -205,6 +206,7 @@ def _unmet(graph: DependencyGraph, missing: set[tuple[str, int, int]]) -> Iterat
     """Report waits that nothing satisfies, unless the action waited for is already reported as missing."""
     parts = {spec.name: spec.performs() for spec in registered_ops()}
     for unmet in graph.unmet:
+        # BW stands for B and W: a wait for either is explained by the part that is missing
         awaited_parts = {part for op in unmet.ops for part in parts.get(op, ())}
         if not any((part, unmet.stage, unmet.microbatch) in missing for part in awaited_parts):
             yield describe_unmet(graph, unmet)

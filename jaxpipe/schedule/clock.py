@@ -80,6 +80,7 @@ class Clock:
         self.tables = tables
         self.tiny = ROUNDING * max(tables.seconds, default=0.0)
         self.ready = [NEVER if needs else 0.0 for needs in tables.needs for _ in range(m)]
+        # where every action has one input at most, its arrival is all there is to know
         self._left = [needs for needs in tables.needs for _ in range(m)] if max(tables.needs) > 1 else []
         self._arrived: dict[int, float] = {}
         self.rows: list[list[int]] = [[] for _ in range(p)]
@@ -108,11 +109,13 @@ class Clock:
                 while events and events[0][0] <= now + tiny:
                     pop(events)
             for rank in range(p) if ask_all else (first,):
+                # busy: the end of what it runs is an event of its own, at which it is asked again
                 if free[rank] > now + tiny:
                     continue
                 if free[rank] > now:
                     now = free[rank]
                 self.now = now
+                # a promise binds: nothing else may run first, or two groups could each wait for the other
                 if has_groups and promised[rank]:
                     self._start_together(promised[rank][0], now)
                     continue
@@ -166,7 +169,9 @@ class Clock:
             if link >= 0:
                 free = self._link_free[link]
                 sent = free if free > end else end
+                # latency delays the arrival alone; the next transfer waits only for the occupied part
                 arrival, self._link_free[link] = sent + seconds, sent + occupied_s
+            # the rank itself is asked anyhow when its action ends
             if dst != rank:
                 push(events, (arrival, dst))
             for gap in gaps:

@@ -126,6 +126,7 @@ class CostProfile:
         ):
             self._default(name, zeros)
         self._default("tp_collectives", (1,) * n)
+        # before the seconds of O and L, which are made of these bytes
         self._default("offloadable_bytes", self.residual_bytes)
         for name, rate in (("offload_s", self.host.d2h_bytes_per_s), ("load_s", self.host.h2d_bytes_per_s)):
             self._default(name, tuple(self.host.latency_s + x / rate for x in self.offloadable_bytes))
@@ -145,6 +146,7 @@ class CostProfile:
                 yield f"{name} has {len(values)} entries for {n} stages"
         for name, values in tables:
             for s, x in enumerate(values):
+                # NaN fails here, too; the upper end leaves room to add up without overflow
                 if not 0 <= x < 1e300:
                     yield f"{name}[{s}] is {x}; want a finite number >= 0"
         for s, count in enumerate(self.tp_collectives):

@@ -257,6 +257,7 @@ class _Builder:
         try:
             spec = op_spec(action.op)
         except ScheduleError as error:
+            # reported once: every further action of the op would say the same
             self.unknown.add(action.op)
             self.problems.append(f"{action} on rank {rank}: {error}")
             return None
@@ -273,6 +274,7 @@ class _Builder:
         return spec.lane
 
     def _out_of_range(self, action: Action, rank: int) -> None:
+        # what has no place can't be resolved either, and its waits would only repeat the problem
         self.outside.add(action)
         s = self.schedule
         span = s.placement.span[action.stage] if 0 <= action.stage < s.num_stages else 1

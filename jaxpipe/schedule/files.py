@@ -59,6 +59,7 @@ def format_csv(schedule: Schedule) -> str:
 
 
 def _cell(slot: Slot, rank: int) -> str:
+    # refused rather than left out: a file without its offloads would read back as another schedule
     if any(a.op not in _TO_LETTER for a in slot.actions):
         raise ScheduleError(
             f"CSV in PyTorch's format can't hold {slot} (rank {rank}), only F, B, W and BW; write .sched or .json"
@@ -79,6 +80,7 @@ def parse_csv(text: str, name: str, path: str = "<csv>", notice: Callable[[str],
         rows = [tuple(_slots(cells, f"{path}: line {reader.line_num}", traffic)) for cells in reader]
     except csv.Error as error:
         raise ScheduleParseError(f"{path}: line {reader.line_num}: not CSV: {error}") from None
+    # rows alone: the format names neither placement nor number of microbatches
     schedule = located(path, schedule_of, name, rows)
     if traffic and notice is not None:
         kinds = ", ".join(f"{kind} {count}" for kind, count in sorted(traffic.items()))

@@ -83,6 +83,7 @@ def from_placement(data: object, where: str = "placement") -> Placement:
     """Raises ScheduleParseError, naming the key."""
     values = _values(Placement, data, where)
     ranks, named = values["num_ranks"], {rank for flow in values["flows"] for group in flow for rank in group}
+    # before the placement is made: a huge number here would fill the memory with rows for nobody
     if ranks > len(named):
         raise ScheduleParseError(
             f"placement.ranks is {ranks}, but the flows name only {len(named)} ranks; every rank needs a stage"
@@ -94,6 +95,7 @@ def to_costs(costs: CostProfile) -> Json:
     """Write fields by name, those of ``_QUIET`` where they say something."""
     data = {"format": COSTS_FORMAT, **_write_fields(costs)}
     data |= {name: dict(data[name]) for name in ("temp_bytes", "extra")}
+    # pairs are no keys in JSON, so a link names its ends itself
     data["links"] = [_write(_PairLink(src=a, dst=b, **asdict(link))) for (a, b), link in costs.links]
     return data
 
@@ -122,6 +124,7 @@ def from_timeline(data: object) -> Timeline:
         if size != ranks and (size or key in ("memory", "peak_activations")):
             raise ScheduleParseError(f"{key} has {size} entries for {ranks} ranks")
     for k, event in enumerate(values["events"]):
+        # drawing and figures index ranks by it, and would fail far from the file
         if event.rank >= ranks:
             raise ScheduleParseError(f"events[{k}] is on rank {event.rank}, but ranks are 0..{ranks - 1}")
     return Timeline(**values)
@@ -160,6 +163,7 @@ def _write(value: Any) -> Any:
         return to_schedule(value)
     if is_dataclass(value):
         return _write_fields(value)
+    # JSON has no infinity, and readers in other languages refuse Python's
     return "inf" if value == float("inf") else value
 
 
@@ -242,6 +246,7 @@ _text = _of_type(str, "a string")
 
 
 def _whole(data: object, where: str) -> int:
+    # True is an int to Python, and a damaged file must not count as 1
     if not isinstance(data, int) or isinstance(data, bool) or data < 0:
         raise ScheduleParseError(f"{where} is {_shown(data)}; want a whole number >= 0")
     return data

@@ -97,6 +97,7 @@ def rank_share(placement: Placement, costs: CostProfile, rank: int, flow: int) -
 
 def activation_units(costs: CostProfile, op: str, stage: int, share: float) -> tuple[int, int]:
     """Activations that an action takes when it starts and when it ends, in units of ``share`` bytes, times ``2**50``."""
+    # a rank without residuals has no unit to count in
     if share <= 0:
         return 0, 0
     return _change(

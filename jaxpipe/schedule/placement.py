@@ -60,6 +60,7 @@ class Placement:
 
     def __post_init__(self) -> None:
         if not self.span and self.flows:
+            # frozen: equal placements must have equal spans, given or not
             object.__setattr__(self, "span", (1,) * self.num_stages)
         problems = list(self._problems())
         if problems:
@@ -71,6 +72,7 @@ class Placement:
         object.__setattr__(self, "_stages", _grouped(self.num_ranks, sorted(runs)))
         object.__setattr__(self, "_before", _grouped(self.num_stages, [(b, a) for a, b in self.edges]))
         object.__setattr__(self, "_after", _grouped(self.num_stages, self.edges))
+        # a detached stage gets no gradient to hand on, so no backward before it may wait for one
         attached = [(a, b) for a, b in self.edges if b not in self.detached]
         object.__setattr__(self, "_returning", _grouped(self.num_stages, attached))
 
@@ -155,6 +157,7 @@ class Placement:
     @property
     def trunk(self) -> range:
         """Return the stages that are no parts of vocabulary layers (:func:`with_vocabulary`)."""
+        # parts of the embedding stand before the chain; those of the head and the loss after it
         ends = self.num_ranks if self.kind.endswith(_VOCABULARY) else 0
         return range(ends, self.num_stages - (ends + 1 if ends else 0))
 
@@ -197,6 +200,7 @@ def _topological_order(n: int, edges: Iterable[tuple[int, int]]) -> tuple[int, .
     after, waits = _grouped(n, edges), Counter(b for _, b in edges)
     ready, order = [s for s in range(n) if not waits[s]], []
     while ready:
+        # by number among those that are ready, so that the order does not depend on that of the edges
         order.append(s := heappop(ready))
         for t in after[s]:
             waits[t] -= 1

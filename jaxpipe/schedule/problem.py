@@ -63,6 +63,7 @@ class Problem:
         """
         if costs is None:
             costs = CostProfile.uniform(placement.num_stages, chunks=placement.num_chunks)
+        # before anything is read off the costs: f_s and the rest would lack the collectives
         costs = collectives_exposed(costs)
         n = placement.num_stages
         costs.require_stages(n, "the placement")
@@ -75,10 +76,12 @@ class Problem:
         share = shares(placement, costs)
 
         def units(num_bytes: Sequence[float]) -> tuple[float, ...]:
+            # costs without bytes for a share leave nothing to count: such a replica takes no room
             return tuple(num_bytes[s] / x if x > 0 else 0.0 for s, x in zip(stages, share, strict=True))
 
         def transfers(seconds: Callable[[int, int, int], float], step: int) -> tuple[float, ...]:
             return tuple(
+                # a boundary has the number of the stage before it, whichever way it is crossed
                 seconds(rank[k], rank[k + step], min(s, s + step)) if 0 <= s + step < n else 0.0
                 for k, s in enumerate(stages)
             )
@@ -120,6 +123,7 @@ class Problem:
         for k in reversed(range(self.num_replicas)):
             way += self.f_s[k] + self.b_s[k]
             trips.append(way)
+            # for k = 0 this reads another replica's transfer, but no trip uses it any more
             way += self.up_s[k] + self.down_s[k - 1]
         return tuple(reversed(trips))
 
@@ -142,8 +146,10 @@ class Problem:
             else:
                 feed(F * n + k, B * n + k)
             if k % stages:
+                # whichever of the two an order holds makes the stage before ready under the code of its B
                 for op in (B, BW):
                     feed(op * n + k, B * n + k - 1, self.up_s[k], self.up_occupied_s[k])
+        # B gives back what F took beyond what its W still needs, so the sum over F, B and W is 0
         back = (k - r for k, r in zip(self.kept, self.reserved, strict=True))
         return Tables(
             num_ranks=self.num_ranks,

@@ -64,6 +64,7 @@ class Timeline:
         first = [float("inf")] * self.num_ranks
         last = [float("-inf")] * self.num_ranks
         for e in self.events:
+            # a transfer belongs to no rank's span: the rank may be done while it is on its way
             if e.lane != "send":
                 rank = e.rank
                 if e.start_s < first[rank]:
@@ -91,6 +92,7 @@ class Timeline:
     @property
     def compute_s(self) -> tuple[float, ...]:
         """Return, per rank, seconds spent on the compute lane, waits for TP collectives left out: those count as bubble."""
+        # waits inside compute events count as bubble, so they come off here
         total = [-x for x in self.tp_exposed_s] or [0.0] * self.num_ranks
         for e in self.events:
             if e.lane == "compute":

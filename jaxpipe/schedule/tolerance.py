@@ -14,13 +14,14 @@ from typing import Literal
 Objective = Literal["makespan", "span"]
 
 TIME = 1e-9
-"""Of a time: what two orders of the same work may differ by."""
+"""Two orders of the same work may differ by this part of their time."""
 MEMORY = 1e-9
-"""Of a limit: what a level may lie above it and still keep it."""
+"""A level may lie above its limit by this part of it and still keep it."""
 
 
 def close(a: float, b: float) -> bool:
     """Return whether two times are the same up to rounding."""
+    # the first part is for infinities, whose difference is no number
     return a == b or abs(a - b) <= TIME * max(abs(a), abs(b))
 
 

@@ -92,6 +92,7 @@ def generate(
     explicit_options = {"chunks": chunks, "memory_limit": memory_limit, "group": group}
     options: dict[str, Any] = {option: value for option, value in explicit_options.items() if value is not None}
     require_sizes(name, ranks=ranks, microbatches=microbatches, **{k: options[k] for k in SIZES if k in options})
+    # the one number of chunks that a family has may be said aloud: configs and the CLI pass it for every family
     if "chunks" not in family.options and chunks == family.default_chunks:
         options.pop("chunks", None)
     for option, value in options.items():
@@ -119,12 +120,14 @@ def _made_outside(
     placement = family.placement(ranks, chunks or family.default_chunks)
     try:
         schedule = family.function(ranks, microbatches, **options)
+    # its own words about its input go to whoever asked, as they are
     except JaxpipeError:
         raise
     except Exception as error:
         raise ScheduleError(f"{family.name} failed with {type(error).__name__}: {error}") from error
     if not isinstance(schedule, Schedule):
         raise ScheduleError(f"{family.name} makes a {type(schedule).__name__}; want a Schedule")
+    # kind is a name for people, so it may differ; what runs where and what feeds what may not
     made_on = schedule.placement
     if (made_on.flows, made_on.edges, schedule.num_microbatches) != (placement.flows, placement.edges, microbatches):
         raise ScheduleError(

@@ -102,8 +102,8 @@ def _in_order_of_backwards(row: Row) -> Row:
     for slot in row:
         if isinstance(slot, Action) and slot.op == B.name:
             waiting.setdefault(slot.stage, []).append(replace(slot, op=W.name))
-    alone = {slot for slot in row if isinstance(slot, Action)}
-    orders = {stage: iter(w for w in actions if w in alone) for stage, actions in waiting.items()}
+    unbraided = {slot for slot in row if isinstance(slot, Action)}
+    orders = {stage: iter(w for w in actions if w in unbraided) for stage, actions in waiting.items()}
     return tuple(
         next(orders[slot.stage], slot)
         if isinstance(slot, Action) and slot.op == W.name and slot.stage in orders

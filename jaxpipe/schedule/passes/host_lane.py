@@ -53,7 +53,8 @@ from jaxpipe.schedule.tolerance import MEMORY, TIME, nine_digits
 
 @dataclass(frozen=True, slots=True)
 class LateOffload:
-    """``action`` on ``rank`` stands behind compute slot ``after`` and needs only ``source``; so do ``others`` of the schedule.
+    """A needless wait of an offload: ``action`` on ``rank`` stands behind compute slot ``after`` and needs only
+    ``source``; so do ``num_others`` more of the schedule.
 
     ``timeline``: with each of them right behind its source.
     """
@@ -62,7 +63,7 @@ class LateOffload:
     action: Action
     after: Slot
     source: Slot
-    others: int
+    num_others: int
     timeline: Timeline
 
 

@@ -64,8 +64,8 @@ class _Walk:
         self.held = [0] * len(self.kinds)
         # Without functions the microbatches of a flow pass every stage in order, so the first one decides.
         self.looked_at = None if any(rule.checks or rule.choose for rule in self.rules) else 1
-        self.others = list(dict.fromkeys(kind.op for kind in self.kinds if kind.op not in (FORWARD, BACKWARD)))
-        self.stages = [{op: self._in_order(rank, op) for op in (*self.others, FORWARD, BACKWARD)} for rank in ranks]
+        self.other_ops = list(dict.fromkeys(kind.op for kind in self.kinds if kind.op not in (FORWARD, BACKWARD)))
+        self.stages = [{op: self._in_order(rank, op) for op in (*self.other_ops, FORWARD, BACKWARD)} for rank in ranks]
         self.last = [(BACKWARD, NEVER) for _ in ranks]  # the type taken last, and how many of it in a row
         self.interval: list[dict[str, tuple[int, int]]] = [{} for _ in ranks]  # where, and how many were taken there
         shared = (actions, self.clock, self.held, Counter[Any]())
@@ -85,8 +85,10 @@ class _Walk:
         """
         while left := sum(map(len, self.waiting)):
             self.clock.run(self.choose, ask_all=True)
+            # A run in which nobody chose anything, intervals just reset: asking again would give the same answers.
             if left == sum(map(len, self.waiting)):
                 raise ScheduleError(self._why_stuck())
+            # An interval may hold a rank to a stage whose actions can't come; when all wait, each counts anew.
             self.interval = [{} for _ in self.rules]
             self.clock.wake()
 
@@ -107,12 +109,14 @@ class _Walk:
     def _ready(self, rank: int) -> Iterator[int]:
         """Yield codes that may start now, by type, by stage, and smaller microbatches first. Choosers need no intervals."""
         rule, (last, row), now = self.rules[rank], self.last[rank], self.clock.now + self.clock.tiny
+        # Units come first: a rank in the middle of its row of one type compares nothing.
         going_on = row < rule.units[last == BACKWARD]
         first = last if going_on else {"forward": FORWARD, "backward": BACKWARD}.get(rule.first, _OTHER[last])
-        for op in (*self.others, first, _OTHER[first]):
+        for op in (*self.other_ops, first, _OTHER[first]):
             order, interval = self.stages[rank][op]
             at, streak = self.interval[rank].get(op, (0, 0))
             if interval and streak and rule.choose is None:
+                # The stage in turn is the only one to be looked at, even if it is not ready: so intervals work.
                 at += streak >= interval
                 order = [kinds for kinds in order[at:] + order[:at] if any(self.waiting[k] for k in kinds)][:1]
             for kinds in order:
@@ -125,6 +129,7 @@ class _Walk:
         for rank in self.kinds[k].ranks:
             if self.kinds[k].op == FORWARD:
                 mine = [x for kinds in self.stages[rank][FORWARD][0] for x in kinds]
+                # Each stage keeps room for its next microbatch if that is no later: later ones could fill the rank.
                 heads = (self.waiting[x][0] for x in mine if self.waiting[x])
                 need = sum([self.held[x] for x in mine]) + sum(c % self.m <= i for c in heads if c != code) + 1
                 if need > self.limits[rank]:
@@ -138,7 +143,7 @@ class _Walk:
     def _take(self, code: int) -> None:
         k, op = code // self.m, self.kinds[code // self.m].op
         self.waiting[k].remove(code)
-        if op in self.others:
+        if op in self.other_ops:
             return
         self.held[k if op == FORWARD else k - self.flows] += 1 if op == FORWARD else -1
         for rank in self.kinds[k].ranks:

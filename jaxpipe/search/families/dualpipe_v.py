@@ -51,6 +51,7 @@ def dualpipe_v(ranks: int, microbatches: int, costs: CostProfile | None = None) 
     """
     problem = Problem.of(v_shape(ranks), microbatches, costs)
     retimer = Retimer(problem)
+    # with fewer than 2p microbatches the order of 2p lacks its first or its last ones; costs say which
     missing = max(0, 2 * ranks - microbatches)
     plain = best_of(
         retimer.draft([_row(problem, rank, skipped) for rank in range(ranks)]) for skipped in sorted({0, missing})
@@ -65,6 +66,7 @@ def _row(problem: Problem, rank: int, skipped: int) -> list[int]:
     The phases name ops and legs: 0 runs down the V, 1 up. W is the one put off longest.
     """
     p, m = problem.num_ranks, problem.num_microbatches
+    # the phases of all ranks fit together from 2p microbatches on; with fewer, some of these are left out below
     below, main = p - 1 - rank, max(m, 2 * p) - 2 * p + rank + 1
     phases = [
         *["F0"] * (2 * below),
@@ -82,12 +84,14 @@ def _row(problem: Problem, rank: int, skipped: int) -> list[int]:
     for name in phases:
         op = OPS.index(name.rstrip("01"))
         if op == W:
+            # first put off, first done, so that gradients of a stage add up in the order of their B's
             leg, microbatch = put_off.popleft()
         else:
             leg = int(name[-1])
             microbatch = next(numbers[op == F, leg])
         if op == B:
             put_off.append((leg, microbatch))
+        # codes of microbatches that do not exist are left out as wholes, which breaks no wait
         if 0 <= microbatch < m:
             row.append(problem.code(op, problem.replicas_of(rank)[leg], microbatch))
     return row

@@ -160,6 +160,7 @@ def interleaved_block(ranks: int, turns: Sequence[int], *, group: int = 0, fused
     turn. This needs chunks at least ⌈p/2⌉ turns apart.
     """
     p, v = ranks, len(turns)
+    # the closest pair of chunks decides how late ranks may start and still have F round in time
     distance = min((b - a for a, b in pairwise(turns)), default=p)
     late = 0 if fused else min(p - 1, 3 * distance - p)
     cells = [r + min(r, late) for r in range(p)]

@@ -131,6 +131,7 @@ def interleaved_low_memory(
 
 def best_order(problem: Problem, orders: Iterable[CodeRows]) -> CodeRows:
     """Return the first order, or the best of those that are no worse in makespan, span and peak."""
+    # the first is the published order: what replaces it may lose nowhere, so that closed forms stay upper bounds
     first, *drafts = map(Retimer(problem).draft, orders)
     best = best_of(drafts, anchor=first)
     assert best is not None
@@ -149,6 +150,7 @@ def slots(m: int, p: int, v: int) -> Iterator[list[int]]:
         ways.append([(groups - 1 - group) * p + turn for turn, group in turns])
     for empty in ways:
         numbers = count()
+        # one numbering for all ranks: a place that is empty on one must be empty on all
         yield [-1 if place in empty else next(numbers) for place in range(groups * p)]
 
 
@@ -161,6 +163,7 @@ def _row(problem: Problem, rank: int, v: int, places: list[int]) -> list[int]:
     turns = [(F, *unit) for unit in units[:lead]]
     for forward, backward in zip_longest(units[lead:], units):
         turns += [(F, *forward)] if forward else []
+        # B meets the chunks from the last to the first
         turns.append((BW, v - 1 - backward[0], backward[1]))
     return [problem.code(op, chunk * p + rank, i) for op, chunk, i in turns if i >= 0]
 
@@ -189,6 +192,7 @@ def looped_bfs(ranks: int, microbatches: int, chunks: int = 2) -> Schedule:
     rows = []
     for rank in range(ranks):
         stages = range(rank, ranks * chunks, ranks)
+        # all of a chunk before the next one, both ways: a chunk's parameters are needed in one go
         row = [Action("F", stage, i) for stage in stages for i in range(microbatches)]
         row += [Action("BW", stage, i) for stage in reversed(stages) for i in range(microbatches)]
         rows.append(tuple(row))
@@ -306,4 +310,5 @@ def unit_rows(problem: Problem, sizes: Sequence[int]) -> list[list[int]]:
         for i in problem.microbatches(replica):
             rows[rank].append((starts[i] + stage, i, problem.code(F, replica, i)))
             rows[rank].append((starts[i] + 2 * stages - 1 - stage, i, problem.code(BW, replica, i)))
+    # two actions meet in a column only with odd p and two flows; the smaller microbatch then goes first on every rank
     return [[code for _, _, code in sorted(row)] for row in rows]

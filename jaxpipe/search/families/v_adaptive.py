@@ -174,6 +174,7 @@ def _repeated(name: str, block: BuildingBlock, microbatches: int, costs: CostPro
     squeezed = gap_filler.retimer.draft(rows)
     assert squeezed is not None, "a repeated block deadlocks"
     tries = recipe_budget(problem, _ACTIONS)
+    # squeezed rank by rank and cell by cell: neither start gives the better result everywhere
     starts = rows, compact(problem, cells_of(block, problem))
     drafts = [gap_filler.best(start, squeezed.peak, tries) for start in starts]
     return problem.schedule(name, min((d for d in drafts if d is not None), key=score).rows)

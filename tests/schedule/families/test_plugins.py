@@ -47,6 +47,8 @@ PATIENT, TEST_OF_PATIENT, RECOMPUTED = (
 @pytest.fixture(autouse=True)
 def nothing_registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Undo what the test registers, imports or installs."""
+    # else the first test that asks for them would have them undone, and nothing loads them twice
+    plugins.load_search()
     modules, path = set(sys.modules), sys.path.copy()
     families_before = TABLE.copy()
     monkeypatch.setattr(ir, "_REGISTRY", ir._REGISTRY.copy())

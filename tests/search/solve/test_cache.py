@@ -427,7 +427,7 @@ JSON_VALUES = st.recursive(
 def test_nonsense_behind_a_good_checksum_is_noticed(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
-    """As a buggy jaxpipe, or another version, would have written it: fields of other kinds, or none, or no JSON."""
+    """Write entries as a buggy jaxpipe, or another version, would: fields of other kinds, or none, or no JSON."""
     notices = Notices()
     cache = ScheduleCache(tmp_path_factory.mktemp("cache"), notices.append)
     path = cache.store(solved(task_of(), one_f_one_b_rows(4, 8)))

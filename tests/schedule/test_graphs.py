@@ -38,7 +38,7 @@ from jaxpipe.schedule import (
 )
 from jaxpipe.schedule.ir import _REGISTRY
 from jaxpipe.schedule.json_form import from_costs, to_costs, to_placement
-from jaxpipe.schedule.passes import backwards, braid, offload, separate_gradients
+from jaxpipe.schedule.passes import braid, insert, offload, separate_gradients
 from jaxpipe.schedule.problem import Problem
 from jaxpipe.search.best import best_schedule
 from jaxpipe.search.bounds import lower_bound, span_lower_bound
@@ -376,26 +376,24 @@ def test_rules_wait_for_all_members() -> None:
 def test_insert_stands_right_behind_what_it_follows() -> None:
     register_op(OpSpec("Norm", "compute", (Wait(("F",), "self"),), "norm_s"))
     schedule = generate("1f1b", 2, 3)
-    extended = backwards(schedule, "Norm", after="F", stages=(1,))
+    extended = insert(schedule, "Norm", after="F", stages=(1,))
     assert [" ".join(map(str, row)) for row in extended.rows] == [
         " ".join(map(str, schedule.rows[0])),
         "F1.0 Norm1.0 BW1.0 F1.1 Norm1.1 BW1.1 F1.2 Norm1.2 BW1.2",
     ]
-    late = backwards(schedule, "Norm", after="BW", stages=[0, 1])
+    late = insert(schedule, "Norm", after="BW", stages=[0, 1])
     assert sum(a.op == "Norm" for r in range(2) for a in late.actions(r)) == 6
     simulate(extended, replace(CostProfile.uniform(2), extra=(("norm_s", (0.1, 0.1)),)))
 
 
 def test_insert_behind_a_braid_a_span_and_on_every_rank_of_a_group() -> None:
     register_op(OpSpec("Norm", "compute", (Wait(("F",), "self"),), "f_s"))
-    braided = backwards(generate("stp", 2, 4), "Norm", after="F", stages=range(4))
+    braided = insert(generate("stp", 2, 4), "Norm", after="F", stages=range(4))
     assert sum(a.op == "Norm" for r in range(2) for a in braided.actions(r)) == 16
-    spanned = backwards(rows(*PAIRS, placement=LOSS_OVER_TWO, m=2), "Norm", after="F", stages=[2])
+    spanned = insert(rows(*PAIRS, placement=LOSS_OVER_TWO, m=2), "Norm", after="F", stages=[2])
     assert str(spanned.rows[1][3]) == "Norm2.0"
     shared = traverse(with_shared(one_to_one(2), [1]), 2, Traversal("forward"))
-    assert [
-        sum(a.op == "Norm" for a in backwards(shared, "Norm", after="F", stages=[1]).actions(r)) for r in (0, 1)
-    ] == [
+    assert [sum(a.op == "Norm" for a in insert(shared, "Norm", after="F", stages=[1]).actions(r)) for r in (0, 1)] == [
         2,
         2,
     ]
@@ -405,7 +403,7 @@ def test_insert_waits_in_its_row_for_what_other_ranks_make() -> None:
     """The exchange of two towers: behind the F of the last stage of one, when that of the other has ended as well."""
     register_op(OpSpec("Sync", "compute", (Wait(("F",), "self"), Wait(("BW",), "succ")), "f_s"))
     schedule = generate("1f1b", 4, 8)
-    extended = backwards(schedule, "Sync", after="F", stages=range(3))
+    extended = insert(schedule, "Sync", after="F", stages=range(3))
     check_schedule(extended)
     for before, after in zip(schedule.rows, extended.rows, strict=True):
         assert tuple(x for x in after if x.actions[0].op != "Sync") == before
@@ -421,7 +419,7 @@ def test_what_peers_wait_for() -> None:
     assert [placement.peers(s) for s in range(4)] == [(), (2,), (1,), ()]
     costs = replace(_free_loss(placement), link=Link(0.25), extra=(("share_s", (0.0,) * 4), ("meet_s", (0.0,) * 4)))
     schedule = traverse(placement, 4, Traversal("backward", in_flight=(3, 2, 4)), costs)
-    extended = backwards(backwards(schedule, "Share", after="F", stages=(1, 2)), "Meet", after="Share", stages=(1, 2))
+    extended = insert(insert(schedule, "Share", after="F", stages=(1, 2)), "Meet", after="Share", stages=(1, 2))
     events = {str(e.action): e for e in simulate(extended, costs).events if e.lane == "compute"}
     for i in range(4):
         both = {s: events[f"Share{s}.{i}"].end_s for s in (1, 2)}
@@ -434,10 +432,10 @@ def test_what_peers_wait_for() -> None:
 def test_inserted_ops_may_wait_for_each_other() -> None:
     register_op(OpSpec("Send", "compute", (Wait(("F",), "self"),), "f_s", sends="succ"))
     register_op(OpSpec("Take", "compute", (Wait(("Send",), "pred"),), "f_s"))
-    schedule = backwards(generate("1f1b", 2, 4), "Send", after="F", stages=[0])
-    check_schedule(backwards(schedule, "Take", after="F", stages=[1]))
+    schedule = insert(generate("1f1b", 2, 4), "Send", after="F", stages=[0])
+    check_schedule(insert(schedule, "Take", after="F", stages=[1]))
     register_op(OpSpec("Down", "compute", (Wait(("F",), "self"), Wait(("Down",), "pred")), "f_s", sends="succ"))
-    check_schedule(backwards(generate("1f1b", 4, 4), "Down", after="F", stages=range(4)))
+    check_schedule(insert(generate("1f1b", 4, 4), "Down", after="F", stages=range(4)))
 
 
 @pytest.mark.parametrize(
@@ -456,4 +454,4 @@ def test_insert_refuses_in_words(op: str, after: str, stages: tuple[int, ...], m
     register_op(OpSpec("Lost", "compute", (Wait(("Norm",), "self"),), "norm_s"))
     register_op(OpSpec("Ring", "compute", (Wait(("Ring",), "self"),), "norm_s"))
     with pytest.raises(ScheduleError, match=message):
-        backwards(generate("1f1b", 2, 4), op, after=after, stages=stages)
+        insert(generate("1f1b", 2, 4), op, after=after, stages=stages)

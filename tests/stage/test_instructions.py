@@ -37,7 +37,7 @@ from jaxpipe.schedule import (
     parse_schedule,
     register_op,
 )
-from jaxpipe.schedule.passes import backwards
+from jaxpipe.schedule.passes import insert
 from jaxpipe.stage import instructions
 from jaxpipe.stage.functions import StageFunction, StageFunctions
 from jaxpipe.stage.instructions import From, register_instruction, stage_function
@@ -132,7 +132,7 @@ def test_the_worked_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         each = gradients()
         total = jax.tree.map(lambda *g: sum(g), *each)
         for family, last in (("1f1b", "BW"), ("zb-h1", "W")):
-            schedule = backwards(generate(family, 2, M), "Norm", after=last, stages=(0, 1))
+            schedule = insert(generate(family, 2, M), "Norm", after=last, stages=(0, 1))
             assert parse_schedule(str(schedule)) == schedule
             pipe = compiled().with_schedule(schedule)
             out = run(pipe, record=True)

@@ -282,10 +282,9 @@ def order_for_link(pipe: PipelineConfig, draft: ScheduleDraft, now: Schedule, co
     try:
         schedule = with_edges(draft.source.order(costs), now.placement.edges)
         schedule = final_order(pipe, replace(draft, schedule=schedule, costs=costs), costs, lambda line: None)
+    # With real bytes the source may have no order within the limit; the one that runs was found otherwise.
     except ScheduleError:
-        return (
-            now  # with its real bytes the source has no order within the limit; the one that runs was found otherwise
-        )
+        return now
     schedule = replace(backwards_like(schedule, now), name=now.name)
     is_shorter = simulate(schedule, costs).makespan < simulate(now, costs).makespan
     return schedule if is_shorter and not why_not(schedule, now) else now

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -248,7 +247,7 @@ def _with_known_link(trainer: Trainer, prepared: Prepared, progress: Progress, p
     )
     if schedule.rows != now.rows:
         moved = trainer.with_schedule(schedule)
-        if not _fits_device(moved):
+        if not moved.fits_devices():
             schedule, after = now, before
         else:
             trainer = moved
@@ -259,19 +258,6 @@ def _with_known_link(trainer: Trainer, prepared: Prepared, progress: Progress, p
     if step_s > 1.01 * free_s:
         progress(f"copies to and from the host are predicted to take {1 - free_s / step_s:.0%} of a step")
     return trainer
-
-
-def _fits_device(trainer: Trainer) -> bool:
-    """Return whether a step fits in the memory that JAX has on each device, where the backend tells it; all processes get the
-    same answer."""
-    pipeline, report = trainer.pipeline, trainer.train_step.memory_report(workspace=False)
-    owned = pipeline.ownership
-    limits = [
-        (pipeline.submeshes[rank].devices.flat[0].memory_stats() or {}).get("bytes_limit", math.inf)
-        for rank in owned.ranks
-    ]
-    fits_here = all(peak <= limit for peak, limit in zip(report.peak_bytes, limits, strict=True))
-    return all(owned.shared("order fits", {owned.processes.mine: fits_here}).values())
 
 
 def _with_cheaper_backwards(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import itertools
 import json
+import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -387,9 +388,21 @@ class Trainer(Closing):
             if self._choice is not None and self._choice[2] is self.schedule:
                 pipe, draft, schedule = self._choice
                 order = order_for_link(pipe, draft, schedule, measured.pipeline.costs)
-                measured = measured if order is schedule else measured.with_schedule(order)
+                if order is not schedule and (moved := measured.with_schedule(order)).fits_devices():
+                    measured = moved
             measured.pipeline.warm_up()
         return measured
+
+    def fits_devices(self) -> bool:
+        """Return whether a step fits in the memory that JAX has on each device, where the backend tells it; all processes get
+        the same answer."""
+        owned, report = self.pipeline.ownership, self.train_step.memory_report(workspace=False)
+        limits = [
+            (self.pipeline.submeshes[rank].devices.flat[0].memory_stats() or {}).get("bytes_limit", math.inf)
+            for rank in owned.ranks
+        ]
+        fits_here = all(peak <= limit for peak, limit in zip(report.peak_bytes, limits, strict=True))
+        return all(owned.shared("order fits", {owned.processes.mine: fits_here}).values())
 
     # -- training -----------------------------------------------------------------------------------------------------
 

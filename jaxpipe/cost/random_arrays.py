@@ -14,8 +14,9 @@ import numpy as np
 
 from jaxpipe.stage.functions import AnyFunction
 
-_SCALES = {"param": 0.05, "dy": 1e-2, "dx": 1e-2}
-"""Largest absolute values by kind of port, so that a few layers leave activations and cotangents finite; 1 for others."""
+ACTIVATION, COTANGENT, PARAMETER = 1.0, 1e-2, 0.05
+"""Largest absolute values, so that a few layers leave activations and cotangents finite."""
+_SCALES = {"param": PARAMETER, "dy": COTANGENT, "dx": COTANGENT}
 # Values repeat after so many. A prime: rows of a matrix, whose lengths are powers of two, are different ones.
 _PERIOD = 65521
 
@@ -51,7 +52,7 @@ def arguments_of(function: AnyFunction, vocab_size: int) -> list[jax.Array]:
     return [
         random_array(
             aval,
-            _SCALES.get(port.kind, 1.0),
+            _SCALES.get(port.kind, ACTIVATION),
             vocab_size if port.kind == "data" else 2,
             positive=port.kind in ("res", "wres"),
         )

@@ -43,6 +43,7 @@ import numpy as np
 from jaxpipe._jax_compat import is_key_dtype
 from jaxpipe.cost import StageMeasurements, Timing, measure_stages
 from jaxpipe.cost.memory import Kind, RankMemory
+from jaxpipe.cost.random_arrays import ACTIVATION, COTANGENT, PARAMETER
 from jaxpipe.cost.seconds import medians
 from jaxpipe.errors import ConfigError, RunError
 from jaxpipe.mesh import replicated
@@ -72,9 +73,6 @@ from jaxpipe.text import format_bytes
 from jaxpipe.train.assemble import Progress
 from jaxpipe.train.setup import Prepared, compile_pipeline, offload_options, step_over
 from jaxpipe.train.step import resident_avals
-
-ACTIVATION, COTANGENT, PARAMETER = 1.0, 1e-2, 0.05
-"""Largest absolute values of stand-ins."""
 
 
 class StandIns:

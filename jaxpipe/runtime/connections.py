@@ -53,7 +53,7 @@ words."""
 
 @dataclass(frozen=True, slots=True)
 class ProcessStatus:
-    """What others may ask of a process while it runs steps; all fields are called in other threads.
+    """Answers what others may ask of a process while it runs steps; all fields are called in other threads.
 
     Attributes:
         position: returns how far it has come.

@@ -274,12 +274,12 @@ class Ownership:
 
     @property
     def divided(self) -> bool:
-        """Whether there is more than one process."""
+        """Return whether there is more than one process."""
         return self.processes.number > 1
 
     @property
     def first(self) -> bool:
-        """Whether rank 0 is here."""
+        """Return whether rank 0 is here."""
         return 0 in self.ranks
 
     def refuse_divided(self, what: str) -> None:
@@ -294,7 +294,7 @@ class Ownership:
             )
 
     def in_different_processes(self, one: int, other: int) -> bool:
-        """Whether two ranks are in two processes."""
+        """Return whether two ranks are in two processes."""
         return self.process_of[one] != self.process_of[other]
 
     def remote_transport(self) -> RemoteTransport:

@@ -214,7 +214,7 @@ def _accumulate(grid: _Grid, changes: Sequence[tuple[float, int, int]]) -> tuple
 
 
 UNPRICED = "offloads, and the costs don't say how long that takes: give --offload-time, or offload_s and load_s"
-"""What is wrong with a schedule that copies to the host under costs without a time for it."""
+"""The message for a schedule that copies to the host under costs without a time for it."""
 
 
 def offloaded_share(schedule: Schedule, costs: CostProfile) -> float:

@@ -471,7 +471,7 @@ class _Acceptor:
             while len(self._joined) < self._peers.number - 1:
                 if (arrival_and_hello := next(hellos, None)) is None:
                     missing = [k for k in range(1, self._peers.number) if k not in self._joined]
-                    self._refuse(_waited(self._wait_s, missing, self._peers), late_s=0)
+                    self._refuse(_waited(self._wait_s, missing, self._peers), is_over=True)
                 self._admit(*arrival_and_hello)
         finally:
             for arrival in self._arrivals:
@@ -497,8 +497,8 @@ class _Acceptor:
         self._joined[hello.process], hosts[hello.process] = connection, hello.host
         self._watched.register(connection, selectors.EVENT_READ, hello.process)
 
-    def _refuse(self, words: str, *rejected: Connection, late_s: float = _HELLO_S) -> NoReturn:
-        """Send ``words`` to all who have come, and to those who come within ``late_s`` seconds, and raise them here."""
+    def _refuse(self, words: str, *rejected: Connection, is_over: bool = False) -> NoReturn:
+        """Send ``words`` to all who have come, and soon come unless waiting ``is_over``, and raise them here."""
         for connection in self._joined.values():
             self._watched.unregister(connection)
         recipients = [*self._joined.values(), *rejected]
@@ -506,8 +506,8 @@ class _Acceptor:
             connection.shut_down_peer(words)
         # Those that are still starting would wait for process 0 until their own time is up, and then say something less useful.
         missing = self._peers.number - 1 - len(recipients)
-        if missing > 0:
-            for arrival, _ in self._hellos(min(self._until, time.monotonic() + late_s)):
+        if missing > 0 and not is_over:
+            for arrival, _ in self._hellos(min(self._until, time.monotonic() + _HELLO_S)):
                 Connection(arrival.connection).shut_down_peer(words)
                 missing -= 1
                 if not missing:

@@ -22,7 +22,7 @@ from unittest import mock
 from torture_parts.trial import Bench, Case, FailedError, Trial
 
 HELLO_S = 0.1
-_SLACK_S = 3.0  # for a machine that is busy
+_SLACK_S = 60.0  # for a machine that is busy
 _HOST = "127.0.0.1"
 _MOST_LINES = 9
 
@@ -167,7 +167,7 @@ def _meet(trial: Trial, *, come: bool) -> None:
     strangers = [stranger(rng) for _ in range(rng.randint(1, 8))]
     with socket.create_server((_HOST, 0)) as probe:
         port = probe.getsockname()[1]
-    wait_s = 20.0 if come else HELLO_S * rng.choice((0.5, 2, 3))
+    wait_s = 600.0 if come else HELLO_S * rng.choice((0.5, 2, 3))
     results: dict[int, Connections | Exception] = {}
     messages: list[str] = []
     over = threading.Event()

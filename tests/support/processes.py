@@ -5,15 +5,24 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Callable
+from contextlib import suppress
+from random import SystemRandom
 from typing import Any
 
 from jaxpipe.runtime.peers import Peers
 from jaxpipe.runtime.processes import Processes, ProcessGroup
 
+LONG_S = 600
+"""Seconds that no process has to wait for another, however slow the machine; a test that hangs ends after them."""
+
 
 def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
+    """Return a port at which nobody listens. Linux gives no such low one to who asks for any, or connects from one: it would be
+    taken before it is listened at, by another test."""
+    while True:
+        port = SystemRandom().randrange(16_384, 32_768)
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 def run_in_threads(number: int, do: Callable[[Processes], Any]) -> list[Any]:
@@ -21,7 +30,7 @@ def run_in_threads(number: int, do: Callable[[Processes], Any]) -> list[Any]:
     port, outcomes = free_port(), [None] * number
 
     def one(process: int) -> None:
-        processes = ProcessGroup(Peers("127.0.0.1", port, number, process), 10)
+        processes = ProcessGroup(Peers("127.0.0.1", port, number, process), LONG_S)
         try:
             outcomes[process] = do(processes)
         except Exception as error:
@@ -32,5 +41,5 @@ def run_in_threads(number: int, do: Callable[[Processes], Any]) -> list[Any]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join()
     return outcomes

@@ -271,13 +271,13 @@ def one_build() -> Iterator[None]:
     tested by child processes. Not for tests of what is compiled when, or with ``users_compiler``."""
     from jaxpipe.runtime import assembly
     from jaxpipe.stage.compiled.compile import BuildCache
-    from jaxpipe.train import assemble, setup, trainer
+    from jaxpipe.train import assemble, import_export, setup, trainer, which_model
 
     cache, flops, models, digests, steps = (
         BuildCache(),
         dict[Any, Any](),
         dict[str, Any](),
-        dict[int, Any](),
+        dict[tuple[int, bool], Any](),
         dict[Any, Any](),
     )
     make, costs, digest, step_over = (
@@ -293,10 +293,11 @@ def one_build() -> Iterator[None]:
             models[key] = make(name, options, offered)
         return models[key]
 
-    def digest_once(model: Any) -> Any:
-        if id(model) not in digests:
-            digests[id(model)] = digest(model), model
-        return digests[id(model)][0]
+    def digest_once(model: Any, *, training: bool = True) -> Any:
+        at = id(model.stored), training
+        if at not in digests:
+            digests[at] = digest(model, training=training), model.stored
+        return digests[at][0]
 
     def step_once(config: Any, pipeline: Any, decay: Any = "role") -> Any:
         """Return a step over the same compiled stages, in the order at hand."""
@@ -322,7 +323,8 @@ def one_build() -> Iterator[None]:
         patch.setattr(setup, "step_over", step_once)
         patch.setattr(assembly, "BuildCache", lambda: cache)
         patch.setattr(assemble, "analytic_layer_costs", lambda model, size, _=None: costs(model, size, flops))
-        patch.setattr(trainer, "model_digest", digest_once)
+        for module in (import_export, setup, trainer, which_model):
+            patch.setattr(module, "model_digest", digest_once)
         yield
 
 

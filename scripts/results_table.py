@@ -37,6 +37,8 @@ def table() -> str:
     gpus = [json.loads(f.read_text(encoding="utf-8")) for f in sorted(RESULTS.glob("gpu-*.json"))]
     if gpus:
         lines += ["", gpu_table(gpus)]
+    if any(RESULTS.glob("gpu/truth-*.json")):
+        lines += ["", truth_table()]
     overlaps = [json.loads(f.read_text(encoding="utf-8")) for f in sorted(RESULTS.glob("overlap-*.json"))]
     lines += [line for report in overlaps for line in ("", *overlap_table(report))]
     compiled = [json.loads(f.read_text(encoding="utf-8")) for f in sorted(RESULTS.glob("*-compile.json"))]
@@ -120,7 +122,7 @@ def speed() -> str:
 
 
 def gpu_summary() -> str:
-    """The README's table: one row per device and hidden size of what ``bench_gpu.py`` measured."""
+    """The README's table: one row per device and hidden size of what was measured before ``gpu_truth.py``."""
     lines = [
         "| device, hidden | (F + B + W) ÷ (F + BW) | MFU: functions alone, in a step | step that offloads half, all ÷ none "
         "| compute slower while copying | predicted ÷ measured peak |",
@@ -194,8 +196,26 @@ def overlap_table(report: dict[str, Any]) -> list[str]:
     return [*lines, "", f"- `{report['command']}`, commit {report['commit']}, {versions}."]
 
 
+def truth_table() -> str:
+    """Tabulate what ``gpu_truth.py`` measured: a row per check of each experiment and card."""
+    lines = ["| card | question | number | value | wanted | so? |", "|---|---|---|---|---|---|"]
+    origins = {}
+    for file in sorted(RESULTS.glob("gpu/truth-*.json")):
+        for result in json.loads(file.read_text(encoding="utf-8")):
+            head = f"| {result['card']} | {result['id']}: {result['question']} |"
+            if result["status"] != "done":
+                lines.append(f"{head} {result['status']}: {result['note']} | – | – | – |")
+            for check in result.get("checks", ()):
+                value, holds = check["value"], {True: "yes", False: "no", None: "–"}[check["ok"]]
+                shown = f"{value:.4g}" if isinstance(value, (int, float)) else value or "–"
+                lines.append(f"{head} {check['name']} | {shown} | {check['want']} | {holds} |")
+            origin = f"{result['card']}: jax {result['versions'].get('jax')}, {result['versions'].get('platform')}"
+            origins.setdefault(origin, set()).add(f"{result['id']} at {result['commit']}")
+    return "\n".join([*lines, "", *(f"- {origin}; {', '.join(sorted(ids))}." for origin, ids in origins.items())])
+
+
 def gpu_table(reports: list[dict[str, Any]]) -> str:
-    """Tabulate what ``bench_gpu.py`` measured: a row per device and hidden size, then a row per rehearsed program."""
+    """Tabulate what was measured before ``gpu_truth.py``: a row per device and hidden size, then one per program."""
     lines = [
         "| device | hidden | (F + B + W) ÷ (F + BW) | MFU F, B, W | out, in GB/s (of the link) | compute while copying "
         "| k measured, formula, with own bytes |",

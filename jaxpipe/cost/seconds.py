@@ -144,7 +144,7 @@ def time_function(
     ``calls`` back to back between two waits: on an accelerator as many as make a sample of half a second, one on a CPU.
     ``vocab_size``: integers of the batch are below it.
     """
-    sample = _sampler(function, vocab_size)
+    sample = call_timer(function, arguments_of(function, vocab_size))
     # The first call compiles; it is neither a sample nor a warm-up.
     sample(1)
     warm = [sample(1) for _ in range(warm_up)]
@@ -159,7 +159,7 @@ def time_at_once(
 ) -> list[list[Timing]]:
     """Time one call of each function, those of a rank one after another, while all other ranks run theirs: a thread a rank,
     which goes on until the last one has ``repeats`` samples of everything. For devices that share a machine."""
-    samplers = [[_sampler(function, vocab_size) for function in functions] for functions in ranks]
+    samplers = [[call_timer(f, arguments_of(f, vocab_size)) for f in functions] for functions in ranks]
     for sample in chain.from_iterable(samplers):
         sample(1)  # compiles
     behind = set(range(len(ranks)))
@@ -189,10 +189,9 @@ def time_at_once(
     ]
 
 
-def _sampler(function: StageFunction, vocab_size: int) -> Callable[[int], float]:
-    """Return a function that times a number of calls back to back: seconds of one. Accumulators, which a call donates, go round
-    and round."""
-    inputs = arguments_of(function, vocab_size)
+def call_timer(function: StageFunction, inputs: list[jax.Array]) -> Callable[[int], float]:
+    """Return a function that times a number of calls on ``inputs`` back to back: seconds of one. Accumulators, which a call
+    donates, go round and round."""
     updated = [(k, function.outputs.index(function.inputs[k])) for k in function.donated]
     donated = {o for _, o in updated}
     last = next((k for k in range(len(function.outputs)) if k not in donated), 0)  # no later call donates it

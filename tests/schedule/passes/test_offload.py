@@ -14,7 +14,7 @@ from jaxpipe.schedule import CostProfile, HostLink, Schedule, check_schedule, ge
 from jaxpipe.schedule.costs import k_of
 from jaxpipe.schedule.passes import Offloaded, offload, prompt_weights
 from jaxpipe.schedule.passes.offload import without_offloads
-from scripts.round_trip import k_of_layer
+from scripts.gpu_experiments.layer_k import k_of_layer
 from tests.support.schedule_strategies import random_costs, random_valid_schedules
 
 NAMES = ("1f1b", "gpipe", "zb-h1", "interleaved-1f1b", "gis", "gis-h", "po")

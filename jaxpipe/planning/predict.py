@@ -47,7 +47,7 @@ from jaxpipe.schedule.memory import memory_curves, offloaded_share, static_bytes
 from jaxpipe.stage.compiled.recompute_report import remarks
 from jaxpipe.stage.model.plan import StagePlan
 from jaxpipe.stage.weave.units import UnitCosts
-from jaxpipe.train.assemble import Planner, choose, final_order
+from jaxpipe.train.assemble import Planner, choose, planned_order
 from jaxpipe.train.config import TrainConfig
 from jaxpipe.train.settings.sections import PipelineConfig
 from jaxpipe.train.setup import microbatch_size
@@ -299,7 +299,7 @@ def predict(
     ops = {a.op for a in draft.schedule.actions()}
     ops |= {"B", "W"} if pipe.passes.separate_gradients else set()
     priced_plan = price_plan(config, stage_costs, plan, limit_bytes, ops, compile_stages)
-    schedule = final_order(pipe, draft, priced_plan.costs, lambda text: None)
+    schedule = planned_order(pipe, draft, priced_plan.costs)
     if transform is not None:
         schedule = transform(schedule, priced_plan.costs)
     return predicted(config, stage_costs, priced_plan, schedule, simulate(schedule, priced_plan.costs), limit_bytes)

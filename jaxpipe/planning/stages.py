@@ -200,9 +200,13 @@ class Stopwatch:
         with contextlib.suppress(FileNotFoundError):
             try:
                 read = json.loads(self.path.read_text(encoding="utf-8"))
-                self._known = {key: {op: float(x) for op, x in row.items()} for key, row in read["seconds"].items()}
+                seconds = {key: {op: float(x) for op, x in row.items()} for key, row in read["seconds"].items()}
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise ConfigError(f"{self.path}: no file of measured times ({error}); remove it") from None
+            if read.get("format") == _TIMES_FORMAT:
+                self._known = seconds
+            else:  # format 1 held times of calls on ones, which a GPU multiplies in less time than other values
+                self.progress(f"{self.path} has times of another version of jaxpipe: stages are measured anew")
 
     def mesh(self, shards: TensorParallel) -> Mesh:
         """Return the first devices as the mesh of a rank.
@@ -215,18 +219,18 @@ class Stopwatch:
             raise StageError(f"a rank of {need} devices can't be measured on {len(self.devices)}")
         return Mesh(np.array(self.devices[:need], dtype=object).reshape(1, shards.cp, shards.size), AXES)
 
-    def __call__(self, stage: StageFunctions) -> Mapping[str, float]:
-        """Return the measured seconds by operation."""
+    def __call__(self, stage: StageFunctions, vocab_size: int) -> Mapping[str, float]:
+        """Return the measured seconds by operation. ``vocab_size``: integers of a batch are below it."""
         device = self.devices[0]
         # the text of a jaxpr names variables in order, so equal programs of two processes have equal texts
         where = f"{jax.__version__} {device.platform} {device.device_kind} {stage.layout.shards}"
         programs = "\n".join(f"{op} {f.jaxpr}" for op, f in stage.functions.items())
-        key = hashlib.sha256(f"{where}\n{programs}".encode()).hexdigest()[:24]
+        key = hashlib.sha256(f"{where} {vocab_size}\n{programs}".encode()).hexdigest()[:24]
         if key in self._known:
             self.reused += 1
             return self._known[key]
         try:
-            costs = measure_stages([stage], repeats=self.repeats, memory=False).costs()
+            costs = measure_stages([stage], repeats=self.repeats, memory=False, vocab_size=vocab_size).costs()
         except jax.errors.JaxRuntimeError as error:
             raise StageError(f"a stage can't be measured here: {str(error).splitlines()[0][:120]}") from None
         fields = {"F": costs.f_s, "B": costs.b_s, "W": costs.w_s, "BW": costs.bw_s}
@@ -235,10 +239,11 @@ class Stopwatch:
         self.progress(f"measured {self.measured} stages ({self.reused} times were there already)")
         # written after each stage: minutes of measuring survive Ctrl-C
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(self.path, json.dumps({"format": "jaxpipe measured times 1", "seconds": self._known}))
+        write_atomically(self.path, json.dumps({"format": _TIMES_FORMAT, "seconds": self._known}))
         return self._known[key]
 
 
+_TIMES_FORMAT = "jaxpipe measured times 2"
 _OPTIONS = {"xla_gpu_autotune_level": "0"}
 _TRACED_LAYERS = 1
 """Layers that a trace keeps of a long run of equal ones; each further layer adds what the second adds to the first."""
@@ -570,7 +575,8 @@ class StageCosts:
     ) -> PlannedStage:
         functions = with_offload(functions, key.offload_fraction)
         if self.seconds_of is not None:
-            work |= {op: replace(work[op], seconds=s) for op, s in self.seconds_of(functions).items() if op in work}
+            seconds = self.seconds_of(functions, self.model.vocab_size)
+            work |= {op: replace(work[op], seconds=s) for op, s in seconds.items() if op in work}
         return PlannedStage(key, functions, StageSizes.of(functions), work, state_bytes)
 
     def _state_bytes(self, functions: StageFunctions) -> float:

@@ -57,7 +57,7 @@ from jaxpipe.schedule.tolerance import TIME, nine_digits
 from jaxpipe.search.bounds import lower_bound, span_lower_bound
 from jaxpipe.stage.compiled.compile import BuildCache
 from jaxpipe.stage.model.plan import StagePlan
-from jaxpipe.train.assemble import Planner, ScheduleDraft, choose, final_order, shards_of
+from jaxpipe.train.assemble import Planner, ScheduleDraft, choose, planned_order, shards_of
 from jaxpipe.train.config import TrainConfig
 from jaxpipe.train.schedule_source import barriers
 from jaxpipe.train.settings.sections import TraverseConfig
@@ -491,7 +491,7 @@ class _LayoutSearch:
             if key not in self._drafts:
                 model = self._stage_costs_for(config).model
                 self._drafts[key], _ = choose(pipe, model, self._planner(config))
-            return final_order(pipe, self._drafts[key], node.costs, lambda text: None)
+            return planned_order(pipe, self._drafts[key], node.costs)
         except JaxpipeError as error:
             self._reject(settings, "refused", bound_s=bound, reason=" ".join(str(error).split()))
             return None

@@ -290,5 +290,14 @@ def order_for_link(pipe: PipelineConfig, draft: ScheduleDraft, now: Schedule, co
     return schedule if is_shorter and not why_not(schedule, now) else now
 
 
+def planned_order(pipe: PipelineConfig, draft: ScheduleDraft, costs: CostProfile) -> Schedule:
+    """Return the order that a run of ``pipe`` ends with if it measures ``costs``, seconds of copies among them.
+
+    Raises:
+        ScheduleError: as :func:`final_order`.
+    """
+    return order_for_link(pipe, draft, final_order(pipe, draft, costs, lambda line: None), costs)
+
+
 _HELD = ("residual_bytes", "w_residual_bytes", "offloadable_bytes")
 _TIMED = ("f_s", "b_s", "w_s", "bw_s", "tp_comm_s", "tp_collectives", "source")

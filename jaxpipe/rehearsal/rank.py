@@ -31,7 +31,7 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from typing import Any
@@ -65,12 +65,13 @@ from jaxpipe.runtime.offload import check_host_memory
 from jaxpipe.runtime.pipeline import ALLOCATOR_BYTES, Pipeline
 from jaxpipe.runtime.recorder import lengths_by_op
 from jaxpipe.runtime.transfer import message_numbers
-from jaxpipe.schedule import CostProfile, Event, HostLink, Link, Timeline, op_spec, simulate
+from jaxpipe.schedule import CostProfile, Event, HostLink, Link, Schedule, Timeline, op_spec, simulate
 from jaxpipe.schedule.json_form import to_costs
 from jaxpipe.stage.compiled.footprint import device_bytes, footprint
 from jaxpipe.stage.functions import StageFunctions, function_of
 from jaxpipe.text import format_bytes
-from jaxpipe.train.assemble import Progress
+from jaxpipe.train.assemble import Progress, order_for_link
+from jaxpipe.train.replan import offloads
 from jaxpipe.train.setup import Prepared, compile_pipeline, offload_options, step_over
 from jaxpipe.train.step import resident_avals
 
@@ -349,10 +350,11 @@ _NO_LIMIT_GB = 1e9
 
 @dataclass(frozen=True, slots=True)
 class Rehearsed:
-    """The result of a rehearsal: reports of some ranks, in order; ``costs`` that follow from them; ``timeline``, a whole step
-    simulated with these costs."""
+    """The result of a rehearsal: ``reports`` of some ranks; the ``schedule`` that they ran; ``costs`` that follow from them;
+    ``timeline``, a whole step simulated with these costs."""
 
     reports: tuple[RankReport, ...]
+    schedule: Schedule
     costs: CostProfile
     timeline: Timeline
 
@@ -389,6 +391,8 @@ def rehearse(
     roomy = config.changed({"offload.host_memory_gb": _NO_LIMIT_GB})
     everywhere = list(devices) * prepared.schedule.num_ranks
     pipeline = compile_pipeline(replace(prepared, config=roomy), everywhere, progress)
+    if host is not None and offloads(pipeline.schedule):
+        pipeline = _ordered_for_link(pipeline, prepared, ranks, host, progress)
     step, rehearsals = step_over(config, pipeline), []
     for rank in ranks:
         check_host_memory([pipeline.programs[rank]], offload_options(config), devices[0].platform)
@@ -405,7 +409,21 @@ def rehearse(
     reports = [r.run(steps=steps, progress=progress) for r in sorted(rehearsals, key=lambda r: r.predicted_peak_bytes)]
     reports.sort(key=lambda r: r.rank)
     costs = step.with_state(rehearsed_costs(pipeline, reports, link=link, host=host))
-    return Rehearsed(tuple(reports), costs, simulate(pipeline.schedule, costs))
+    return Rehearsed(tuple(reports), pipeline.schedule, costs, simulate(pipeline.schedule, costs))
+
+
+def _ordered_for_link(
+    pipeline: Pipeline, prepared: Prepared, ranks: Collection[int], host: HostLink, progress: Progress
+) -> Pipeline:
+    """Return ``pipeline`` with O and L where a training would put them, by seconds of one stage of the first of ``ranks``; what
+    other stages take follows from their FLOPs, so that nothing else is compiled."""
+    progress("timing a stage for the order of copies")
+    stage = min((f for (rank, _), f in pipeline.functions.items() if rank == min(ranks)), key=lambda f: f.stage)
+    measured = measure_stages([stage], repeats=1, memory=False, vocab_size=prepared.dataset.tokenizer.vocab_size)
+    seconds, collectives = medians(measured.timings), medians(measured.collectives)
+    costs = costs_from(pipeline, seconds, collectives, source="one stage alone", host=host)
+    order = order_for_link(prepared.config.pipeline, prepared.draft, pipeline.schedule, costs)
+    return pipeline.with_schedule(order)
 
 
 def rehearsed_json(rehearsed: Rehearsed) -> dict[str, Any]:

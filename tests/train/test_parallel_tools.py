@@ -15,7 +15,7 @@ from jaxpipe.cost import with_measured_times
 from jaxpipe.errors import ConfigError
 from jaxpipe.rehearsal.rank import rehearse
 from jaxpipe.runtime.memory_probe import measured_peaks
-from jaxpipe.schedule import CostProfile
+from jaxpipe.schedule import CostProfile, HostLink, simulate
 from jaxpipe.schedule.lanes import slot_lanes
 from jaxpipe.train.devices import find_devices
 from jaxpipe.train.setup import prepare
@@ -58,6 +58,18 @@ def test_a_rank_of_four_devices_is_rehearsed(tmp_path: Path) -> None:
     (measured,) = report.collectives.values()
     assert rehearsal.costs.tp_comm_s[1] == measured.median_s
     assert rehearsal.costs.f_s[1] == max(0.0, report.timings["F", 1].median_s - measured.median_s)
+
+
+def test_a_rank_is_rehearsed_in_the_order_that_the_link_asks_for(tmp_path: Path) -> None:
+    """Where copies seem to take no time each load stands right before its backward, which a training would not run."""
+    sizes = ["pipeline.schedule=po-h", "pipeline.chunks=2", "pipeline.microbatches=8", "model.options.num_layers=4"]
+    prepared = prepare(config(write_text(tmp_path / "text.txt"), tmp_path / "run", *sizes, "run.batch=8"))
+    lines: list[str] = []
+    link = HostLink(latency_s=0.02)
+    rehearsal = rehearse(prepared, find_devices(1), [0], lines.append, steps=1, host=link)
+    costs = replace(rehearsal.costs, host=link, offload_s=(), load_s=())
+    assert "timing a stage for the order of copies" in lines
+    assert simulate(rehearsal.schedule, costs).makespan < simulate(prepared.schedule, costs).makespan
 
 
 def test_costs_of_a_run_are_compute_beside_the_collectives() -> None:

@@ -70,6 +70,12 @@ def format_count(count: float) -> str:
     raise AssertionError
 
 
+def mfu_text(own: float, peers: float) -> str:
+    """Return the MFU in words; also by the formula of ``peers``, where that says something else."""
+    differs = f"{own:.1%}" != f"{peers:.1%}"
+    return f"MFU {own:.1%}" + differs * f" ({peers:.1%} with attention counted whole, as Megatron-LM and torchtitan do)"
+
+
 def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = ()) -> list[str]:
     """Return lines of cells as wide as the widest of their column, two blanks between; those of the columns ``left`` to the
     left."""

@@ -21,6 +21,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import accumulate
 
 from jaxpipe.cost.memory import Kind, RankMemory
@@ -45,7 +46,9 @@ from jaxpipe.schedule.costs import PER_STAGE_FIELDS, k_of
 from jaxpipe.schedule.deps import HOST_LANES
 from jaxpipe.schedule.memory import memory_curves, offloaded_share, static_bytes
 from jaxpipe.stage.compiled.recompute_report import remarks
-from jaxpipe.stage.model.plan import StagePlan
+from jaxpipe.stage.identity import ById
+from jaxpipe.stage.jaxprs import PEERS
+from jaxpipe.stage.model.plan import StagePlan, analytic_layer_costs
 from jaxpipe.stage.weave.units import UnitCosts
 from jaxpipe.train.assemble import Planner, choose, planned_order
 from jaxpipe.train.config import TrainConfig
@@ -139,7 +142,8 @@ class Prediction:
     ``activation_bytes``: per rank, the most that residuals and boundaries take at any time. ``limit_bytes``: what arrays may
     fill on a device. ``fused_attention``: whether any stage runs cuDNN's kernel. ``remarks``: lines about stages, such as a
     recompute policy that finds nothing to do. ``update_s``: seconds of the update as configured; ``late_update_s``: with
-    post-validation.
+    post-validation. ``model_flops``: three times the products of the forward, of attention what the mask leaves where a kernel
+    computes it; ``peers_flops``: with attention counted whole (:data:`~jaxpipe.stage.jaxprs.PEERS`).
     """
 
     config: TrainConfig
@@ -153,6 +157,7 @@ class Prediction:
     update_s: float
     late_update_s: float
     model_flops: float
+    peers_flops: float
     num_params: int
     fused_attention: bool
     remarks: tuple[str, ...] = ()
@@ -181,6 +186,11 @@ class Prediction:
     @property
     def mfu(self) -> float:
         return self.model_flops / (self.step_s * self.devices * self.target.peak_flops_per_s(self.config.run.dtype))
+
+    @property
+    def peers_mfu(self) -> float:
+        """The MFU by the formula that Megatron-LM and torchtitan publish."""
+        return self.mfu * self.peers_flops / self.model_flops
 
     @property
     def k(self) -> float:
@@ -319,6 +329,7 @@ def predicted(
     detached = schedule.placement.detached  # their F makes a part of the backward; W is one product, as the forward is
     forward = sum(s.work["W" if k in detached else "F"].flops for k, s in enumerate(stages))
     flops = 3 * forward * pipe.microbatches * pipe.rank_devices
+    fuses_attention = any(s.fuses_attention for s in stages)
     return Prediction(
         config=config,
         target=stage_costs.target,
@@ -331,13 +342,21 @@ def predicted(
         update_s=priced_plan.update_s(config, stage_costs, schedule.placement),
         late_update_s=priced_plan.update_s(config, stage_costs, schedule.placement, late=True),
         model_flops=flops,
+        peers_flops=_peers_flops(ById(stage_costs.model.stored), microbatch_size(config)) * pipe.microbatches
+        if fuses_attention
+        else flops,
         num_params=sum(s.num_params for s in priced_plan.plan.stages),
-        fused_attention=any(s.fuses_attention for s in stages),
+        fused_attention=fuses_attention,
         remarks=(
             *remarks([s.functions for s in stages]),
             *(f"{op}, an op of your own, takes no time" for op in custom_ops),
         ),
     )
+
+
+@lru_cache(maxsize=16)
+def _peers_flops(model: ById, microbatch_size: int) -> float:
+    return 3 * sum(analytic_layer_costs(model.value, microbatch_size, attention=PEERS))
 
 
 def _keeps_old_params(config: TrainConfig) -> bool:

@@ -14,7 +14,7 @@ from jaxpipe.planning.space import Space, TuneResult, TuneTrial, shown
 from jaxpipe.planning.stages import StageCosts
 from jaxpipe.planning.suggest import Suggestion, Suggestions
 from jaxpipe.planning.targets import target_json
-from jaxpipe.text import aligned, format_bytes, format_seconds
+from jaxpipe.text import aligned, format_bytes, format_seconds, mfu_text
 
 _KINDS: tuple[Kind, ...] = ("parameters", "gradients", "optimizer", "residuals", "boundaries", "temporaries")
 _SHOWN = 8
@@ -70,7 +70,7 @@ def prediction_text(p: Prediction, lines: Sequence[str]) -> str:
         f"{'fits' if p.fits else 'DOES NOT FIT'}: rank {worst.rank} needs {format_bytes(worst.peak_bytes)} of "
         f"{format_bytes(p.limit_bytes)}; activations {format_bytes(max(p.activation_bytes))} at most",
         f"step {format_seconds(p.step_s)} (update {format_seconds(p.update_s)}{_late(p)}), {p.tokens_per_s:,.0f} tokens/s, "
-        f"MFU {100 * p.mfu:.1f}%, bubble {100 * p.timeline.bubble_rate:.1f}% "
+        f"{mfu_text(p.mfu, p.peers_mfu)}, bubble {100 * p.timeline.bubble_rate:.1f}% "
         f"(by longest span {100 * p.timeline.span_bubble_rate:.1f}%)",
         f"offload: {100 * p.offloaded:.0f}% of the residuals, {format_bytes(max(p.offload_bytes))} a rank and step each way, "
         f"{format_bytes(max(m.host_peak_bytes for m in p.memory))} of host memory; "
@@ -157,7 +157,7 @@ def suggestion_json(s: Suggestion, path: str | None = None) -> dict[str, Any]:
 
 def _reached(p: Prediction) -> dict[str, Any]:
     """Return the predicted step time and throughput of a config."""
-    names = ("fits", "step_s", "tokens_per_s", "tokens_per_s_per_device", "mfu")
+    names = ("fits", "step_s", "tokens_per_s", "tokens_per_s_per_device", "mfu", "peers_mfu")
     return {"peak_bytes": p.worst.peak_bytes, **{name: getattr(p, name) for name in names}}
 
 
@@ -175,7 +175,7 @@ def tuned_text(tuned: TuneResult, space: Space) -> str:
         f"batch {p.config.run.batch} × {p.config.data.seq_len} tokens, {format_bytes(p.limit_bytes)} a device",
         f"best of {counts.total():,} candidates in {format_seconds(tuned.seconds)}{early}: {status_counts}",
         f"step {format_seconds(p.step_s)}, {p.tokens_per_s:,.0f} tokens/s ({p.tokens_per_s_per_device:,.0f} a device), "
-        f"MFU {100 * p.mfu:.1f}%, bubble {100 * p.timeline.bubble_rate:.1f}%, rank {p.worst.rank} needs "
+        f"{mfu_text(p.mfu, p.peers_mfu)}, bubble {100 * p.timeline.bubble_rate:.1f}%, rank {p.worst.rank} needs "
         f"{format_bytes(p.worst.peak_bytes)}",
     ]
     columns = [axis.key for axis in space.axes]

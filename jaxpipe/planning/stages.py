@@ -200,13 +200,9 @@ class Stopwatch:
         with contextlib.suppress(FileNotFoundError):
             try:
                 read = json.loads(self.path.read_text(encoding="utf-8"))
-                seconds = {key: {op: float(x) for op, x in row.items()} for key, row in read["seconds"].items()}
+                self._known = {key: {op: float(x) for op, x in row.items()} for key, row in read["seconds"].items()}
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise ConfigError(f"{self.path}: no file of measured times ({error}); remove it") from None
-            if read.get("format") == _TIMES_FORMAT:
-                self._known = seconds
-            else:  # format 1 held times of calls on ones, which a GPU multiplies in less time than other values
-                self.progress(f"{self.path} has times of another version of jaxpipe: stages are measured anew")
 
     def mesh(self, shards: TensorParallel) -> Mesh:
         """Return the first devices as the mesh of a rank.
@@ -225,6 +221,7 @@ class Stopwatch:
         # the text of a jaxpr names variables in order, so equal programs of two processes have equal texts
         where = f"{jax.__version__} {device.platform} {device.device_kind} {stage.layout.shards}"
         programs = "\n".join(f"{op} {f.jaxpr}" for op, f in stage.functions.items())
+        # keys of calls on ones had no vocabulary: a GPU multiplies ones in less time than other values
         key = hashlib.sha256(f"{where} {vocab_size}\n{programs}".encode()).hexdigest()[:24]
         if key in self._known:
             self.reused += 1
@@ -239,11 +236,10 @@ class Stopwatch:
         self.progress(f"measured {self.measured} stages ({self.reused} times were there already)")
         # written after each stage: minutes of measuring survive Ctrl-C
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(self.path, json.dumps({"format": _TIMES_FORMAT, "seconds": self._known}))
+        write_atomically(self.path, json.dumps({"format": "jaxpipe measured times 1", "seconds": self._known}))
         return self._known[key]
 
 
-_TIMES_FORMAT = "jaxpipe measured times 2"
 _OPTIONS = {"xla_gpu_autotune_level": "0"}
 _TRACED_LAYERS = 1
 """Layers that a trace keeps of a long run of equal ones; each further layer adds what the second adds to the first."""

@@ -110,19 +110,35 @@ RANDOM_WORD = 60
 """Operations for 32 random bits."""
 
 
-def jaxpr_flops(jaxpr: Any, *, elementwise: bool = False) -> int:
+@dataclass(frozen=True, slots=True)
+class AttentionFormula:
+    """The formula that counts the operations of an attention kernel. ``whole``: pairs of positions that the mask leaves out are
+    counted too, as where attention is made of products; ``backward``: operations of its backward ÷ those of its forward."""
+
+    whole: bool
+    backward: float
+
+
+EXECUTED = AttentionFormula(whole=False, backward=2.5)
+"""Operations that a kernel executes: its backward computes the scores again."""
+PEERS = AttentionFormula(whole=True, backward=2.0)
+"""The formula behind the MFU that Megatron-LM and torchtitan publish."""
+
+
+def jaxpr_flops(jaxpr: Any, *, elementwise: bool = False, attention: AttentionFormula = EXECUTED) -> int:
     """Count the operations of a ``Jaxpr`` or ``ClosedJaxpr``."""
-    return sum(eqn_flops(eqn, elementwise=elementwise) for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns)
+    eqns = getattr(jaxpr, "jaxpr", jaxpr).eqns
+    return sum(eqn_flops(eqn, elementwise=elementwise, attention=attention) for eqn in eqns)
 
 
-def eqn_flops(eqn: JaxprEqn, *, elementwise: bool = False) -> int:
+def eqn_flops(eqn: JaxprEqn, *, elementwise: bool = False, attention: AttentionFormula = EXECUTED) -> int:
     """Count the operations of one equation."""
     name = eqn.primitive.name
     if is_product(eqn):
         if is_attention_kernel(eqn):
-            return _attention_flops(eqn)
+            return _attention_flops(eqn, attention)
         return _conv_flops(eqn) if name == "conv_general_dilated" else _dot_flops(eqn)
-    bodies = [jaxpr_flops(sub, elementwise=elementwise) for sub in sub_jaxprs(eqn)]
+    bodies = [jaxpr_flops(sub, elementwise=elementwise, attention=attention) for sub in sub_jaxprs(eqn)]
     if name == "cond":
         return max(bodies, default=0)
     # A custom derivative has its function first, then the rules, which do not run.
@@ -154,13 +170,14 @@ def _conv_flops(eqn: JaxprEqn) -> int:
     return 2 * math.prod(shape_of(eqn.outvars[0])) * per_output // batch_groups
 
 
-def _attention_flops(eqn: JaxprEqn) -> int:
+def _attention_flops(eqn: JaxprEqn, formula: AttentionFormula) -> int:
     """q [B, T, H, K] over k, v [B, S, G, K]. ``mask_type`` is one of ``CAUSAL`` or not; padding is not known here."""
     B, T, H, K = shape_of(eqn.invars[0])
     S = shape_of(eqn.invars[1])[1]
     window = eqn.params["sliding_window_length"] or S
-    pairs = sum(min(t + 1, window, S) for t in range(T)) if "CAUSAL" in eqn.params["mask_type"].name else T * S
-    return 2 * B * H * K * pairs * (5 if "_bwd" in eqn.primitive.name else 2)
+    is_causal = "CAUSAL" in eqn.params["mask_type"].name and not formula.whole
+    pairs = sum(min(t + 1, window, S) for t in range(T)) if is_causal else T * S
+    return round(2 * B * H * K * pairs * 2 * (formula.backward if "_bwd" in eqn.primitive.name else 1))
 
 
 def _elementwise_flops(eqn: JaxprEqn) -> int:

@@ -22,6 +22,8 @@ from jaxpipe.schedule import Schedule, simulate
 from jaxpipe.schedule.json_form import from_schedule, to_schedule
 from jaxpipe.schedule.passes.backwards import costly_backwards, fused_stages, with_fused_stages
 from jaxpipe.schedule.tolerance import at_most
+from jaxpipe.stage.functions import StageFunctions
+from jaxpipe.stage.jaxprs import PEERS
 from jaxpipe.stage.model.layer import Model
 from jaxpipe.stage.model.plan import StagePlan, analytic_layer_costs
 from jaxpipe.stage.model.reference import resolve_model
@@ -319,13 +321,14 @@ def step_over(config: TrainConfig, pipeline: Pipeline, decay: DecayRule = "role"
     )
 
 
-def step_flops(prepared: Prepared) -> float:
-    """Return what the matrix products of a step count, the forward's three times (forward and backward, recomputation not)."""
-    pipe, plan = prepared.config.pipeline, prepared.plan
-    costs = plan.layer_costs
-    if plan.costs_from != "analytic" or prepared.model is not prepared.model.stored:
-        costs = analytic_layer_costs(prepared.model.stored, microbatch_size(prepared.config) // pipe.dp)
-    return 3 * sum(costs) * pipe.microbatches * pipe.dp
+def step_flops(prepared: Prepared, stages: Sequence[StageFunctions]) -> tuple[float, float]:
+    """Return three times the products of the forward of a step: as ``stages`` compute them, which leaves out what an attention
+    kernel's mask does; and with attention counted whole (:data:`~jaxpipe.stage.jaxprs.PEERS`)."""
+    pipe, detached = prepared.config.pipeline, prepared.schedule.placement.detached
+    # the F of a detached stage makes a part of the backward; its W is one product, as the forward is
+    own = sum(f.flops["W" if s in detached else "F"] for s, f in enumerate(stages)) * pipe.rank_devices
+    layer_costs = analytic_layer_costs(prepared.model.stored, microbatch_size(prepared.config), attention=PEERS)
+    return 3.0 * own * pipe.microbatches, 3 * sum(layer_costs) * pipe.microbatches
 
 
 def offload_options(config: TrainConfig) -> OffloadOptions:

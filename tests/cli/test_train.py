@@ -117,7 +117,7 @@ def test_train_json_is_one_object(cli: Callable[..., Any], tiny: Callable[..., l
     assert list(result) == [
         "out_dir", "step", "steps_run", "stopped", "loss", "eval_loss", "tokens_per_s", "bubble_predicted", "bubble_measured",
         "replay_ratio", "peak_bytes", "skipped_steps", "seconds", "schedule", "gain_predicted", "gain_measured",
-        "mfu", "peak_measured_bytes", "rollbacks", "empty_steps",
+        "mfu", "peers_mfu", "peak_measured_bytes", "rollbacks", "empty_steps",
     ]  # fmt: skip
     assert result["out_dir"] == str(tmp_path / "run")
     assert (result["step"], result["steps_run"], result["stopped"], result["skipped_steps"]) == (4, 4, False, 0)

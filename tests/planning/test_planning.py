@@ -34,6 +34,7 @@ from jaxpipe.schedule import Braid, CostProfile, generate, read_costs, read_sche
 from jaxpipe.schedule.passes import unbraid
 from jaxpipe.stage.compiled.footprint import total_device_bytes
 from jaxpipe.stage.weave.units import collectives
+from jaxpipe.text import mfu_text
 from jaxpipe.train.config import TrainConfig, load_config
 from jaxpipe.train.settings.sections import PipelineConfig, ShardingConfig
 from tests.support.paths import ROOT
@@ -207,6 +208,10 @@ def test_plans_for_gpus_have_the_attention_that_runs_there() -> None:
     config = small(recompute="flash").override(["run.dtype=bfloat16"])
     p = prediction_of(config)
     assert p.fused_attention and not p.remarks and "cuDNN" in assumptions(p, Efficiency(), "")[1]
+    masked = 16 * 16 - 16 * 17 // 2
+    assert p.peers_flops - p.model_flops == 3 * 8 * 4 * (2 * 2 * 32 * masked), "8 sequences, 4 blocks, 2 products"
+    text = "MFU 40.0% (48.0% with attention counted whole, as Megatron-LM and torchtitan do)"
+    assert mfu_text(0.4, 0.4 * 1.2) == text and mfu_text(0.4, 0.4) == "MFU 40.0%"
     assert not stage_costs_for(config, TARGETS["cpu"]).stages(((0, 2), (2, 7)), "none", 1)[0].fuses_attention
     back = stage_costs_for(config.override(["data.seq_len=16384"])).stages(((0, 2), (2, 7)), "none", 1)[0].work["B"]
     assert back.seconds - 3e-6 * back.kernels < 2.5 * back.flops / 989.4e12
@@ -420,7 +425,7 @@ def test_times_and_ratios_follow_their_definitions() -> None:
     assert p.tokens_per_s == pytest.approx(8 * 16 / p.step_s)
     assert p.mfu == pytest.approx(p.model_flops / (p.step_s * 2 * 494.7e12))
     layers = 4 * (24 * 16 * 32**2 + 4 * 16**2 * 32) + 2 * 16 * 32 * 64  # Narayanan et al. 2021, and the head
-    assert p.model_flops == 3 * 8 * layers
+    assert p.model_flops == p.peers_flops == 3 * 8 * layers
 
 
 def test_post_validation_takes_the_longest_span_and_reads_the_state_once_more() -> None:

@@ -181,15 +181,6 @@ def test_times_are_measured_once(tmp_path: Path) -> None:
     assert set(results[0].best.costs.f_s) == {row["F"] for row in seconds}
 
 
-def test_times_of_calls_on_ones_are_measured_anew(tmp_path: Path) -> None:
-    """Format 1 held them."""
-    path, lines = tmp_path / "times.json", list[str]()
-    path.write_text('{"format": "jaxpipe measured times 1", "seconds": {"a": {"F": 1.0}}}', encoding="utf-8")
-    watch = Stopwatch(jax.devices(), path, lines.append)
-    assert not watch._known
-    assert lines == [f"{path} has times of another version of jaxpipe: stages are measured anew"]
-
-
 def test_time_ends_the_search_with_the_best_so_far(stage_costs: StageCosts) -> None:
     result = tune(Space.of(small(), 8, FEW), stage_costs, 80e9, time_limit_s=1e-9)
     assert (result.best, result.stopped) == (None, "out of time")

@@ -18,6 +18,7 @@ from jaxpipe.errors import ConfigError, StageError
 from jaxpipe.mesh import AXES, AnyMesh, TensorParallel, pipeline_submeshes
 from jaxpipe.stage.compiled.compile import build_all
 from jaxpipe.stage.functions import StageFunctions
+from jaxpipe.stage.jaxprs import PEERS, jaxpr_flops
 from jaxpipe.stage.model.layer import Model
 from jaxpipe.stage.model.params import compute_avals
 from jaxpipe.stage.model.reference import apply_model, init_params
@@ -122,6 +123,8 @@ def test_what_the_kernel_saves_and_computes() -> None:
     assert fused.flops["F"] - 2 * 2 * pairs == plain.flops["F"] - 2 * 2 * square
     assert fused.flops["B"] - 5 * 2 * pairs == plain.flops["B"] - 4 * 2 * square, "q kᵀ again"
     assert fused.flops["W"] == plain.flops["W"]
+    for op in ("F", "B", "BW"):
+        assert jaxpr_flops(fused.functions[op].jaxpr, attention=PEERS) == plain.flops[op], "attention counted whole"
     few = block_of(Llama(**SIZES, window=16), gpus()).flops["F"]
     assert block_of(Llama(**SIZES), gpus()).flops["F"] - few == 2 * 2 * B * H * K * (48 * 49 // 2)
 

@@ -61,7 +61,7 @@ def test_a_rank_of_four_devices_is_rehearsed(tmp_path: Path) -> None:
 
 
 def test_a_rank_is_rehearsed_in_the_order_that_the_link_asks_for(tmp_path: Path) -> None:
-    """Where copies seem to take no time each load stands right before its backward, which a training would not run."""
+    """Each load stands right before its backward where copies seem to take no time, which a training would not run."""
     sizes = ["pipeline.schedule=po-h", "pipeline.chunks=2", "pipeline.microbatches=8", "model.options.num_layers=4"]
     prepared = prepare(config(write_text(tmp_path / "text.txt"), tmp_path / "run", *sizes, "run.batch=8"))
     lines: list[str] = []

@@ -25,7 +25,7 @@ import numpy as np
 
 from jaxpipe._jax_compat import aval_bytes, only_results
 from jaxpipe.errors import StageError
-from jaxpipe.stage.jaxprs import array_leaves, fill, jaxpr_flops
+from jaxpipe.stage.jaxprs import EXECUTED, AttentionFormula, array_leaves, fill, jaxpr_flops
 from jaxpipe.stage.model.layer import Layer, LayerContext, Model, Path, every_init_avals, given_to, key_aval, taken_by
 from jaxpipe.stage.model.params import leaves_of, with_tied_leaves
 from jaxpipe.stage.model.reference import calling
@@ -332,12 +332,14 @@ class LayerCosts(tuple[float, ...]):
         return layer_costs
 
 
-def analytic_layer_costs(model: Model, microbatch_size: int, cache: dict[Any, Any] | None = None) -> LayerCosts:
+def analytic_layer_costs(
+    model: Model, microbatch_size: int, cache: dict[Any, Any] | None = None, attention: AttentionFormula = EXECUTED
+) -> LayerCosts:
     """Count the forward FLOPs of each layer on one microbatch: multiplications and additions of its matrix products.
 
     Counted from the layer's jaxpr in training mode, what nothing returned depends on left out. Layers that are alike or
-    share an ``apply`` function, and shapes, are traced once, also over calls that share a ``cache``. An embedding look-up
-    and the loss count nothing.
+    share an ``apply`` function, and shapes, are traced once, also over calls that share a ``cache``. ``attention``: what is
+    counted of an attention kernel. An embedding look-up and the loss count nothing.
 
     Raises:
         StageError: a layer fails; says which.
@@ -352,9 +354,9 @@ def analytic_layer_costs(model: Model, microbatch_size: int, cache: dict[Any, An
         arguments = (with_tied_leaves(layer, params), x, {name: batch[name] for name in layer.reads}, key_aval())
         leaves, structure = jax.tree.flatten(arguments)
         same = layer.apply if layer.alike is None else layer.alike
-        signature = (same, layer.uses_key, structure, *(_shape(leaf) for leaf in leaves))
+        signature = (same, attention, layer.uses_key, structure, *(_shape(leaf) for leaf in leaves))
         if signature not in costs_of:
-            costs_of[signature] = _forward_flops(layer, arguments)
+            costs_of[signature] = _forward_flops(layer, arguments, attention)
         flops, y = costs_of[signature]
         outputs.append(y)
         costs.append(flops)
@@ -362,7 +364,7 @@ def analytic_layer_costs(model: Model, microbatch_size: int, cache: dict[Any, An
     return LayerCosts(costs, sent)
 
 
-def _forward_flops(layer: Layer, arguments: tuple[Any, ...]) -> tuple[float, Any]:
+def _forward_flops(layer: Layer, arguments: tuple[Any, ...], attention: AttentionFormula) -> tuple[float, Any]:
     """Count the FLOPs of one layer; return them with what it returns, arrays as ShapeDtypeStruct. Leaves that are no arrays
     pass as they are."""
     outputs: list[Any] = []
@@ -373,7 +375,7 @@ def _forward_flops(layer: Layer, arguments: tuple[Any, ...]) -> tuple[float, Any
         return array_leaves(outputs[0])
 
     jaxpr, out = jax.make_jaxpr(forward, return_shape=True)(array_leaves(arguments))
-    return float(jaxpr_flops(only_results(jaxpr, range(len(out)))[0])), fill(outputs[0], out)
+    return float(jaxpr_flops(only_results(jaxpr, range(len(out)))[0], attention=attention)), fill(outputs[0], out)
 
 
 def _is_index(value: Any) -> bool:

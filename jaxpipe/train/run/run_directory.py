@@ -26,7 +26,7 @@ from jaxpipe.runtime.processes import Processes, SingleProcess
 from jaxpipe.schedule import CostProfile, Schedule, Timeline, write_schedule
 from jaxpipe.schedule.json_form import to_costs
 from jaxpipe.stage.model.plan import StagePlan
-from jaxpipe.text import aligned, format_bytes, format_count, format_seconds
+from jaxpipe.text import aligned, format_bytes, format_count, format_seconds, mfu_text
 from jaxpipe.train.checkpoint import CheckpointStore
 from jaxpipe.train.checkpoints.directory import lock_folder
 from jaxpipe.train.config import TrainConfig
@@ -46,11 +46,11 @@ class TrainResult:
     ``bubble_measured`` and ``replay_ratio`` (step time ÷ replay of the same order with its own durations): medians over
     recorded steps, NaN if there was none. ``peak_bytes``: of the fullest rank's device, as predicted
     (:meth:`~jaxpipe.train.step.TrainStep.memory_report`); ``peak_measured_bytes``: of the fullest device, None where the
-    backend does not count, or the device was fuller before the first step, when stages were timed alone. ``mfu``: NaN where the
-    device's peak is not known. ``schedule``: the one that ran at the end, to which predictions and medians belong;
-    ``gain_predicted`` and ``gain_measured``: the fraction of the time that it saves over the one before, where re-planning
-    changed it, else NaN. ``rollbacks``: steps that post-validation dropped and did again. ``empty_steps``: steps
-    without a target."""
+    backend does not count, or the device was fuller before the first step, when stages were timed alone. ``mfu``, and
+    ``peers_mfu`` with attention counted whole: NaN where the device's peak is not known. ``schedule``: the one that ran at the
+    end, to which predictions and medians belong; ``gain_predicted`` and ``gain_measured``: the fraction of the time that it
+    saves over the one before, where re-planning changed it, else NaN. ``rollbacks``: steps that post-validation dropped and did
+    again. ``empty_steps``: steps without a target."""
 
     out_dir: Path
     step: int
@@ -69,6 +69,7 @@ class TrainResult:
     gain_predicted: float = _NAN
     gain_measured: float = _NAN
     mfu: float = _NAN
+    peers_mfu: float = _NAN
     peak_measured_bytes: int | None = None
     rollbacks: int = 0
     empty_steps: int = 0
@@ -91,7 +92,7 @@ def result_text(result: TrainResult) -> str:
     held_out = "" if result.eval_loss is None else f", held-out loss {result.eval_loss:.4f}"
     lines = [f"{'stopped' if result.stopped else 'done'} at step {result.step}: loss {result.loss:.4f}{held_out}"]
     if result.steps_run:
-        mfu = "" if math.isnan(result.mfu) else f", MFU {result.mfu:.1%}"
+        mfu = "" if math.isnan(result.mfu) else f", {mfu_text(result.mfu, result.peers_mfu)}"
         lines[0] += f", {format_count(result.tokens_per_s)} tok/s{mfu}, {format_seconds(result.seconds)} in all"
         lines.append(f"bubble {result.bubble_predicted:.1%} predicted")
         if not math.isnan(result.bubble_measured):

@@ -185,9 +185,11 @@ class StepLog:
         self._loss, self._grad_norm, self._rate = math.nan, math.nan, None
         self._eval_loss: float | None = None
         self._mfu_per_rate: float | None = None  # of one token a second
+        self._peers_over_own = 1.0  # the MFU with attention counted whole ÷ this one
         if peak_flops_per_s:
-            per_token = step_flops(prepared) / self.pace.tokens_per_step
-            self._mfu_per_rate = per_token / (peak_flops_per_s * config.pipeline.num_devices)
+            flops, peers_flops = step_flops(prepared, trainer.pipeline.stages)
+            self._mfu_per_rate = flops / self.pace.tokens_per_step / (peak_flops_per_s * config.pipeline.num_devices)
+            self._peers_over_own = peers_flops / flops if flops else 1.0
 
     def adopt(self, trainer: Trainer) -> None:
         """Go on with the steps of ``trainer``; what was recorded before belongs to another schedule."""
@@ -306,6 +308,7 @@ class StepLog:
             schedule=self._trainer.schedule.name,
             gain_predicted=gain_predicted,
             gain_measured=gain_measured,
-            mfu=self.pace.tokens_per_s * (self._mfu_per_rate or float("nan")),
+            mfu=(mfu := self.pace.tokens_per_s * (self._mfu_per_rate or float("nan"))),
+            peers_mfu=mfu * self._peers_over_own,
             peak_measured_bytes=self.peak_measured(),
         )

@@ -45,7 +45,7 @@ class Launch:
         self._command, self._number, self._logs = list(command), number, logs
         self._children: list[subprocess.Popen[bytes]] = []
         self._before: dict[int, Any] = {}
-        self._asked = False
+        self._asked = 0
 
     def __enter__(self) -> Launch:
         for number in Stop.signals:
@@ -87,6 +87,8 @@ class Launch:
             address = f"127.0.0.1:{server.getsockname()[1]}"
         cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
         of = self._number
+        # In the children, until they listen to them; here, until all have started: who starts later would never hear of it.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, Stop.signals)
         self._children = []
         listeners = []
         for k in range(of):
@@ -96,7 +98,6 @@ class Launch:
                 "JAXPIPE_LOCAL_PROCESSES": str(of),
                 _LAUNCHER: str(os.getpid()),
             }
-            mask = signal.pthread_sigmask(signal.SIG_BLOCK, Stop.signals)  # in the child, until it listens to them
             child = subprocess.Popen(
                 self._command,
                 env={**os.environ, **environ},
@@ -106,7 +107,6 @@ class Launch:
                 start_new_session=True,  # a terminal sends Ctrl-C to us alone
             )
             self._children.append(child)
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             if len(cores) >= of:
                 with suppress(OSError):
                     os.sched_setaffinity(child.pid, cores[k * len(cores) // of : (k + 1) * len(cores) // of])
@@ -117,6 +117,9 @@ class Launch:
             listeners.append(
                 threading.Thread(target=self._listen, args=(k, child.stderr or child.stdout, log), daemon=True)
             )
+        if self._asked:  # before this start
+            self._pass_on(self._asked, None)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         for thread in listeners:
             thread.start()
         return listeners
@@ -146,7 +149,7 @@ class Launch:
         return next(iter([*killed, *failed, *sorted(ended.items(), key=lambda item: -item[1])]))
 
     def _pass_on(self, number: int, _frame: FrameType | None) -> None:
-        self._asked = True
+        self._asked = number
         for child in self._children:
             with suppress(OSError):
                 child.send_signal(number)

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
@@ -80,8 +80,9 @@ def prepare(folder: Path, text: Path) -> None:
         subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
 
 
-def interrupt(arguments: Sequence[str], after_s: float, met: Callable[[str], bool] = lambda _: True) -> str:
+def interrupt(arguments: Sequence[str], after_s: float, within_s: float = WITHIN_S) -> str:
     """Run a verb in a process group of its own and send SIGINT to that ``after_s`` seconds later. How it ended, in a word.
+    ``within_s``: when all of it must have ended after that.
 
     Raises:
         FailedError: it did not end as it should.
@@ -110,13 +111,13 @@ def interrupt(arguments: Sequence[str], after_s: float, met: Callable[[str], boo
     began = time.monotonic()
     what = f"{' '.join(arguments)}, interrupted after {after_s:.2f} s"
     try:
-        _, err = child.communicate(timeout=20 * WITHIN_S)
+        _, err = child.communicate(timeout=20 * within_s)
     except subprocess.TimeoutExpired:
         os.killpg(child.pid, signal.SIGKILL)
         raise FailedError(f"does not end: {what}: {child.communicate()[1][-3000:]}") from None
     took_s = time.monotonic() - began
-    time.sleep(0.05)
-    survivors = _marked(mark)
+    while (survivors := _marked(mark)) and time.monotonic() < began + within_s:
+        time.sleep(0.05)
     for pid in survivors:
         with suppress(OSError):
             os.kill(pid, signal.SIGKILL)
@@ -131,7 +132,7 @@ def interrupt(arguments: Sequence[str], after_s: float, met: Callable[[str], boo
         raise FailedError(f"noise: {what}: {err[-3000:]}")
     if survivors:
         raise FailedError(f"{len(survivors)} processes are left: {what}")
-    if took_s > WITHIN_S:
+    if took_s > within_s:
         raise FailedError(f"took {took_s:.1f} s to end: {what}: {err[-1000:]}")
     return "interrupted"
 

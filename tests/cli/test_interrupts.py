@@ -12,6 +12,7 @@ from types import ModuleType
 import pytest
 
 from tests.support.paths import ROOT
+from tests.support.processes import LONG_S
 
 VERBS = ("schedule", "solve", "tune", "data", "train", "launch")
 """Those that have processes of their own, compile, or search; all of them in the soak."""
@@ -51,7 +52,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(("name", "after_s"), [(name, 1.0) for name in VERBS] + [("tune", 3.0), ("data", 2.0)])
 def test_verbs_end(interrupts: ModuleType, text: Path, tmp_path: Path, name: str, after_s: float) -> None:
     (tmp_path / "large.txt").write_text(text.read_text() * 500)
-    interrupts.interrupt(interrupts.verbs(tmp_path, text)[name], after_s)
+    interrupts.interrupt(interrupts.verbs(tmp_path, text)[name], after_s, LONG_S)
 
 
 @pytest.mark.soak
@@ -77,18 +78,18 @@ sys.exit(main())
 """
 
 
-HOLD = "exec('while True:\\n try: time.sleep(30)\\n except BaseException: pass')"
+HOLD = "exec('while True:\\n try: time.sleep(600)\\n except BaseException: pass')"
 
 
 @pytest.mark.parametrize(
     "how",
     [
-        "time.sleep(30)",
-        "signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT}); time.sleep(30)",  # as where no Python runs
+        "time.sleep(600)",
+        "signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT}); time.sleep(600)",  # as where no Python runs
         HOLD,  # what does not let go
-        "exec('try: time.sleep(30)\\nfinally: raise ValueError')",  # what another exception comes of
-        "exec('try: time.sleep(30)\\nexcept KeyboardInterrupt: return_value = 0')",  # what ends well after it
-        "import subprocess; subprocess.run(['sleep', '30'])",
+        "exec('try: time.sleep(600)\\nfinally: raise ValueError')",  # what another exception comes of
+        "exec('try: time.sleep(600)\\nexcept KeyboardInterrupt: return_value = 0')",  # what ends well after it
+        "import subprocess; subprocess.run(['sleep', '600'])",
     ],
 )  # fmt: skip
 def test_whatever_the_main_thread_does(how: str) -> None:
@@ -103,7 +104,7 @@ def test_whatever_the_main_thread_does(how: str) -> None:
     assert child.stdout is not None
     assert child.stdout.readline() == "busy\n"
     child.send_signal(signal.SIGINT)
-    out, err = child.communicate(timeout=20)
+    out, err = child.communicate()
     assert (child.returncode, err) == (130, "jaxpipe: interrupted\n")
     assert out == ("was interrupted 130\n" if last else "")
 

@@ -12,6 +12,8 @@ makes matrices of them); and with ``--before DIR``, a checkout of an older commi
 * ``copies``, ``transposing``: kernels that write an array of at least batch x time x hidden elements and only move data:
   those that keep the order of the axes in memory, and those that change it. ``fused``: kernels that transpose such an array
   while they compute something else. Axes of length 1 have no order.
+* ``added``: kernels that add float32 arrays of a million elements or more, such as weight gradients to their accumulators
+  where the product does not.
 * ``kernels``: names of custom calls, and how many of each.
 
 Nothing runs: these are programs, not times. Autotuning is off, since it would have to run kernels; products are cuBLAS's
@@ -41,7 +43,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from scripts.bench_overlap import TINY, VARIANTS, Size, environment, middle_stage, submesh
-from scripts.hlo_schedule import count_products, custom_calls, moves
+from scripts.hlo_schedule import count_products, custom_calls, float32_adds, moves
 from scripts.provenance import commit_id
 
 OPS = ("F", "B", "W", "BW")
@@ -138,6 +140,7 @@ def measure(stage: Any, size: Size, args: argparse.Namespace, name: str) -> dict
             "flops": jaxpr_flops(function.jaxpr),
             "products": count_products(text),
             **{kind: moved[kind] for kind in ("copies", "transposing", "fused")},
+            "added": len(float32_adds(text, least=1_000_000)),
             "kernels": dict(Counter(custom_calls(text))),
         }
     return record

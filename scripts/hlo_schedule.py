@@ -122,6 +122,22 @@ def moves(text: str, least: int) -> list[Move]:
     return results
 
 
+def float32_adds(text: str, least: int) -> list[str]:
+    """Names of the entry computation's kernels, products aside, that add and write float32 arrays of at least ``least``
+    elements: sums of weight gradients that no product makes in place."""
+    computations, products = _computations(text), _product_computations(text)
+    names: list[str] = []
+    for line in _entry(text):
+        called = re.search(r"calls=%?([\w.\-]+)", line.rest)
+        body = computations[called.group(1)] if line.op == "fusion" and called is not None else [line]
+        sizes = [_most_elements(i.result) for i in body if i.op == "add" and i.result.startswith("f32")]
+        written = re.findall(r"f32\[[\d,]*\]", line.result)
+        is_sum = max(sizes, default=0) >= least and max(map(_most_elements, written), default=0) >= least
+        if is_sum and not _is_product(line, products):
+            names.append(line.name)
+    return names
+
+
 def custom_calls(text: str) -> list[str]:
     """Targets of the entry computation's custom calls."""
     matches = (re.search(r'custom_call_target="([^"]*)"', line.rest) for line in _entry(text))

@@ -4,7 +4,8 @@ The jaxpr is cut into kernels as XLA roughly does on a GPU. Matrix products, con
 are kernels of their own; so are collectives, but their seconds are counted elsewhere (:mod:`jaxpipe.stage.weave.units`).
 Reductions read through the elementwise work that feeds them. Elementwise work costs nothing by itself: where its result must
 exist in memory (it leaves the function, or a product reads it), one kernel reads what the chain started from and writes the
-result. Reshapes and barriers cost nothing. A kernel takes
+result. Reshapes and barriers cost nothing. A product of 16-bit floats that returns float32 adds in place (cuBLAS's beta = 1)
+where it is added to something. A kernel takes
 ``max(operations / (peak · matmul efficiency), bytes / (memory bandwidth · bandwidth efficiency)) + launch`` seconds.
 
 The same walk gives an estimate of workspace: values that exist in memory and neither enter nor leave, at their most. It stands
@@ -131,6 +132,7 @@ class KernelWalk:
         self.inside: list[float] = [0.0]
         self.own = {id(eqn) for eqn in body.eqns if kind(eqn) in _OWN or has_body(eqn)}
         self.maker: dict[Var, JaxprEqn] = {v: eqn for eqn in body.eqns for v in eqn.outvars}
+        self.sums = {id(product): eqn for eqn in body.eqns if (product := self._added_product(eqn)) is not None}
         self.outside = {self.base(v) for v in (*body.invars, *body.constvars, *variables(body.outvars))}
         self.stored = self._stored()
         self.launched: list[tuple[JaxprEqn, frozenset[Var]]] = []
@@ -167,12 +169,24 @@ class KernelWalk:
             v = operand
         return v
 
+    def _added_product(self, eqn: JaxprEqn) -> JaxprEqn | None:
+        """Return the product that adds its result in place of ``eqn``; None where ``eqn`` is no such sum."""
+        if eqn.primitive.name != "add" or dtype_of(eqn.outvars[0]) != np.float32:
+            return None
+        term = self.maker.get(self.base(eqn.invars[1])) if isinstance(eqn.invars[1], Var) else None
+        while term is not None and term.primitive.name == "transpose":
+            term = next((self.maker.get(self.base(v)) for v in variables(term.invars)), None)
+        is_narrow = (
+            term is not None and term.primitive.name == "dot_general" and _dtype(term) in ("bfloat16", "float16")
+        )
+        return term if is_narrow else None
+
     def _stored(self) -> set[Var]:
         """Return the values that are stored in memory."""
         # what a product, a collective or a loop reads must exist; elementwise work would be fused into any other reader
         stored = set(self.outside)
         for eqn in self.body.eqns:
-            if id(eqn) in self.own or _reduces(eqn):
+            if (id(eqn) in self.own or _reduces(eqn)) and id(eqn) not in self.sums:
                 stored.update(eqn.outvars)
             if id(eqn) in self.own:
                 stored.update(self.base(v) for v in variables(eqn.invars))
@@ -180,8 +194,9 @@ class KernelWalk:
 
     def _run(self) -> None:
         fused: set[tuple[frozenset[Var], tuple[int, ...]]] = set()
+        added = set(map(id, self.sums.values()))
         for eqn in self.body.eqns:
-            if kind(eqn) in _FREE:
+            if kind(eqn) in _FREE or id(eqn) in added:
                 continue
             if id(eqn) in self.own:
                 self._own_kernel(eqn)
@@ -214,6 +229,9 @@ class KernelWalk:
             table = self.base(next(variables(eqn.invars)))
             self._kernel(eqn, sources - {table}, table=(table, tuple(eqn.outvars)))
             self._note(eqn, {table})
+        elif (add := self.sums.get(id(eqn))) is not None:
+            sources |= {self.base(v) for v in variables(add.invars[:1])}
+            self._kernel(eqn.replace(outvars=add.outvars), sources, product=eqn)
         else:
             self._kernel(eqn, sources, product=eqn)
 

@@ -273,6 +273,20 @@ def test_workspace_is_what_is_made_and_read_inside() -> None:
     assert work(lambda a, b: a @ b, (n, n), (n, n)).workspace_bytes == 0
 
 
+def test_a_product_adds_to_its_accumulator_in_place() -> None:
+    """One kernel, no workspace: it reads the operands and the sum, and writes the sum."""
+    n = 256
+
+    def w(acc: Any, x: Any, dy: Any) -> Any:
+        grad = jax.lax.dot_general(x, dy, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+        return acc + grad.reshape(n, 2, n // 2)
+
+    avals = [jax.ShapeDtypeStruct((n, 2, n // 2), jnp.float32), *[jax.ShapeDtypeStruct((n, n), jnp.bfloat16)] * 2]
+    in_place = work_of(jax.make_jaxpr(w)(*avals), H100, Efficiency())
+    assert (in_place.kernels, in_place.workspace_bytes) == (1, 0)
+    assert in_place.moved_bytes == n * n * (2 + 2 + 4 + 4)
+
+
 # -- stages -----------------------------------------------------------------------------------------------------------
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from scripts import compile_h100
-from scripts.hlo_schedule import Move, custom_calls, moves
+from scripts.hlo_schedule import Move, custom_calls, float32_adds, moves
 
 PROGRAM = """HloModule jit_BW
 
@@ -59,6 +59,32 @@ def test_copies_are_told_by_the_order_of_axes_in_memory() -> None:
         Move("e", "transposing"),
     ]
     assert custom_calls(PROGRAM) == ["__cudnn$fmhaSoftmax"]
+
+
+SUMS = """HloModule jit_W
+
+%summed (p: f32[8,4], q: bf16[8,4]) -> f32[8,4] {
+  %p = f32[8,4]{1,0} parameter(0)
+  %q = bf16[8,4]{1,0} parameter(1)
+  %c = f32[8,4]{1,0} convert(%q)
+  ROOT %s = f32[8,4]{1,0} add(%p, %c)
+}
+
+ENTRY %main (acc: f32[8,4], small: f32[4], x: bf16[8,4]) -> f32[8,4] {
+  %acc = f32[8,4]{1,0} parameter(0)
+  %small = f32[4]{0} parameter(1)
+  %x = bf16[8,4]{1,0} parameter(2)
+  %gemm = (f32[8,4]{1,0}, s8[32]{0}) custom-call(%x, %x, %acc), custom_call_target="__cublas$gemm"
+  %fused = f32[8,4]{1,0} fusion(%acc, %x), kind=kLoop, calls=%summed
+  %bias = f32[4]{0} add(%small, %small)
+  ROOT %whole = f32[8,4]{1,0} add(%fused, %acc)
+}
+"""
+
+
+def test_sums_that_no_product_makes_are_counted() -> None:
+    assert float32_adds(SUMS, 32) == ["fused", "whole"]
+    assert float32_adds(SUMS, 4) == ["fused", "bias", "whole"]
 
 
 def test_without_wheels_it_says_so_in_one_line(

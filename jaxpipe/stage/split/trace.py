@@ -48,6 +48,7 @@ from jaxpipe._jax_compat import (
     Var,
     has_ordered_effects,
     source_line,
+    variables,
     vary,
     varying_axes,
 )
@@ -61,6 +62,7 @@ from jaxpipe.stage.model.links import StageLinks, loss_factor
 from jaxpipe.stage.model.params import ParamLayout
 from jaxpipe.stage.model.reference import calling
 from jaxpipe.stage.split.loops import hoist_fixed
+from jaxpipe.stage.split.sums import add_in_products
 
 
 @dataclass(slots=True)
@@ -544,6 +546,9 @@ def _joint_trace(
     ports = [*traced["learning"], *traced["rest"]]
     ports += [Port("dx", i) for i, learns in enumerate(spec.x_learns) if learns]
     ports += [Port("acc", i) for i in range(spec.layout.num_trained)]
+    sums = [a for p, a in zip(ports, outvars, strict=True) if p.kind == "acc"]
+    held = set(variables([*outvars, *(a for _, a in names)]))
+    eqns, recomputed = add_in_products(eqns, recomputed, sums, held)
     sources = {name.split("/")[1]: v for name, v in names if name.startswith(_SOURCE) and isinstance(v, Var)}
     seed = sources.pop(_SEED, None)
     inputs |= {v: Port("dy", int(which)) for which, v in sources.items()}

@@ -237,10 +237,10 @@ def test_workers_of_the_solver_import_from_where_the_caller_does(module: str, tm
     """A module that is gone since costs nothing but what it registers, and is told."""
     assert main(["schedules", "--import", module]) == 0
     task = SolveTask(v_shape(2), 4, CostProfile.uniform(4, chunks=2), 2.0)
-    solution = solve(task, Options(time_limit_s=20))
+    solution = solve(task, Options(time_limit_s=600))
     assert (solution.status, solution.failures) == ("optimal", ())
     (tmp_path / f"{module}.py").unlink()
-    solution = solve(task, Options(time_limit_s=20))
+    solution = solve(task, Options(time_limit_s=600))
     assert solution.status == "optimal"
     message = f"no module '{module}' on sys.path or in {Path.cwd()}"
     assert set(solution.failures) <= {f"in a solver process: --import {module}: {message}"}, (

@@ -483,7 +483,7 @@ def test_a_bound_that_a_family_is_below_is_no_proof(
 ) -> None:
     """An entry with a checksum that matches, a poor schedule, and a bound that calls it optimal."""
     monkeypatch.setenv("JAXPIPE_CACHE_DIR", str(tmp_path))
-    task, options = task_of(CostProfile.uniform(3), microbatches=4), Options(time_limit_s=20, workers=1)
+    task, options = task_of(CostProfile.uniform(3), microbatches=4), Options(time_limit_s=600, workers=1)
     poor = solved(task, gpipe_rows(3, 4))
     assert poor.value == 18
     path = ScheduleCache().store(replace(poor, lower_bound=18.0), options)

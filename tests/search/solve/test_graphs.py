@@ -30,6 +30,7 @@ from jaxpipe.search.bounds import lower_bound, span_lower_bound
 from jaxpipe.search.solve import Options, SolveTask, solve
 from jaxpipe.search.solve.first import graph_starts
 from jaxpipe.search.solve.neighbourhoods import solve_exact
+from tests.support.processes import LONG_S
 
 
 def shape(name: str, p: int) -> tuple[Placement, set[int]]:
@@ -65,7 +66,7 @@ def task_of(name: str, p: int, m: int, limit: float = float("inf")) -> SolveTask
     ("name", "seconds", "most"),
     [
         ("mllm", 1, 76),
-        ("kshape", 20, 49),
+        ("kshape", LONG_S, 49),
         *(
             pytest.param(name, 60, most, marks=pytest.mark.soak)
             for name, most in (("mllm", 67.5), ("mshape", 51), ("nnshape", 67.5))
@@ -84,7 +85,7 @@ def test_tessels_shapes(name: str, seconds: float, most: float) -> None:
 
 def test_a_limit_holds_and_rules_are_no_better() -> None:
     task = task_of("kshape", 4, 8, 3.0)
-    solution = solve(task, Options(time_limit_s=10))
+    solution = solve(task, Options(time_limit_s=LONG_S))
     assert max(solution.timeline.peak_activations) <= 3.0
     rules = [simulate(x, task.costs) for x, _ in graph_starts(task)]
     assert solution.value <= min(task.seconds(x) for x in rules if task.fits(x))
@@ -131,10 +132,10 @@ def test_the_exact_model_finds_the_least_of_all_orders(limit: float) -> None:
     )  # fmt: skip
     task = SolveTask(placement, 2, costs, limit)
     start = next(graph_starts(task))[0]
-    result = solve_exact(task, time_limit_s=20, hint=start)
+    result = solve_exact(task, time_limit_s=LONG_S, hint=start)
     assert (result.status, result.value) == ("optimal", pytest.approx(all_orders(start, task)))
     longer = replace(task, costs=replace(costs, w_s=(0.5, 1.0, 0.5)))
-    assert solve_exact(longer, time_limit_s=20, hint=start).value == result.value, "whole backwards can be chosen"
+    assert solve_exact(longer, time_limit_s=LONG_S, hint=start).value == result.value, "whole backwards can be chosen"
 
 
 def test_longest_span_is_minimised_where_that_is_asked_for() -> None:

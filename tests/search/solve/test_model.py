@@ -33,12 +33,13 @@ from jaxpipe.search.grids import common_step, memory_units, time_grid
 from jaxpipe.search.solve.neighbourhoods import ExactResult, NeighbourhoodSearch, solve_exact
 from jaxpipe.search.solve.task import Objective, SolveTask, most_offloaded
 from tests.support.exhaustive_search import Case, optimum
+from tests.support.processes import LONG_S
 from tests.support.schedule_strategies import one_f_one_b_rows
 
 
 def solved(task: SolveTask, **options: Any) -> ExactResult:
     """Return an answer that has passed every check there is."""
-    result = solve_exact(task, **{"time_limit_s": 30.0, "workers": 1, **options})
+    result = solve_exact(task, **{"time_limit_s": LONG_S, "workers": 1, **options})
     if result.schedule is not None:
         check_schedule(result.schedule)
         timeline = simulate(result.schedule, task.costs)
@@ -313,7 +314,7 @@ def test_hint_with_offload_is_a_solution_of_the_model() -> None:
 
 
 def test_nothing_keeps_the_limit() -> None:
-    result = solve_exact(SolveTask(one_to_one(2), 2, CostProfile.uniform(2), 0.5), time_limit_s=5.0)
+    result = solve_exact(SolveTask(one_to_one(2), 2, CostProfile.uniform(2), 0.5), time_limit_s=LONG_S)
     assert result.status == "infeasible"
     assert result.schedule is None
 
@@ -385,10 +386,7 @@ def test_order_of_microbatches_changes_no_optimum_here() -> None:
 
 def test_parallel_search_keeps_reservoirs() -> None:
     """OR-Tools' violation search does not see reservoirs that are kept whole; it is switched off."""
-    assert (
-        solved(SolveTask(one_to_one(4), 16, CostProfile.uniform(4), 1.0), workers=2, time_limit_s=3.0).schedule
-        is not None
-    )
+    assert solved(SolveTask(one_to_one(4), 16, CostProfile.uniform(4), 1.0), workers=2).schedule is not None
 
 
 # Whole numbers.

@@ -40,6 +40,7 @@ from jaxpipe.search.solve.offload_list import offload_candidates
 from jaxpipe.search.solve.solver import solve_any
 from jaxpipe.search.solve.task import Objective, SolveTask, most_offloaded
 from tests.support.paths import ROOT
+from tests.support.processes import LONG_S
 from tests.support.schedule_strategies import random_costs, random_placements, random_valid_schedules
 
 UNIT = (1.0, 1.0, 1.0)
@@ -270,7 +271,7 @@ def sources_until(tasks: Sequence[SolveTask], seconds: float) -> list[str]:
         if at_most(progress.value, nine_digits(seconds)):
             raise KeyboardInterrupt
 
-    assert at_most(solve_any(tasks, Options(120.0, workers=1), stop).value, seconds)
+    assert at_most(solve_any(tasks, Options(LONG_S, workers=1), stop).value, seconds)
     return sources
 
 

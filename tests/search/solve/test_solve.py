@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,9 +32,11 @@ from jaxpipe.search.solve import Options, Progress, Solution, SolveTask, solve
 from jaxpipe.search.solve.first import Grid, find_cycle, group_size, grouped_rows
 from jaxpipe.search.solve.neighbourhoods import NeighbourhoodSearch
 from jaxpipe.search.solve.solver import lexicographic, solve_any
+from tests.support.processes import LONG_S
 
 TABLE_5 = (25.92, 26.44, 19.52)  # a rank's share of the 9.6B model, milliseconds
-QUICK = Options(time_limit_s=8)
+QUICK = Options(time_limit_s=LONG_S)
+"""For what is proved soon, on any machine in less than this."""
 
 
 def task_of(
@@ -103,15 +106,18 @@ def test_what_families_and_bounds_close_is_optimal(placement: Placement, m: int,
     ],
 )
 def test_never_worse_than_the_best_family(placement: Placement, m: int, limit: float, comm: float) -> None:
-    task = task_of(placement, m, limit, TABLE_5, comm)
-    solution = solve(task, QUICK)
-    assert_sound(solution)
-    try:
+    task, enough = task_of(placement, m, limit, TABLE_5, comm), float("inf")
+    with suppress(ScheduleError):
         best = best_schedule(placement.num_ranks, m, task.costs, limit)
-    except ScheduleError:
-        return
-    if best.schedule.placement == placement:
-        assert solution.value <= best.makespan * (1 + 1e-9)
+        enough = best.makespan * (1 + 1e-9) if best.schedule.placement == placement else enough
+
+    def stop(progress: Progress, schedule: Schedule | None) -> None:
+        if progress.value <= enough:
+            raise KeyboardInterrupt
+
+    solution = solve(task, QUICK, stop)
+    assert_sound(solution)
+    assert solution.value <= enough
 
 
 @pytest.mark.soak
@@ -182,7 +188,7 @@ def test_lexicographic_says_what_found_a_better_time() -> None:
     serial = Problem.of(task.placement, 6, task.costs)
     rows = serial.schedule("serial", grouped_rows(serial, 3))
     slow = dataclasses.replace(first, schedule=rows, timeline=simulate(rows, task.costs), improvements=())
-    better = lexicographic(slow, Options(time_limit_s=10), lambda task, options: solve(task, QUICK))
+    better = lexicographic(slow, QUICK, lambda task, options: solve(task, QUICK))
     assert better.value < slow.value
     assert better.improvements[-1].source not in ("", "neighbourhood")
 
@@ -348,7 +354,7 @@ def test_a_cycle_fills_every_rank_where_the_limit_allows() -> None:
     """V-Half's steady state: p/2 + 1 shares, no idle cell; its period is the work, and two fewer chunks are infeasible."""
     p = 4
     problem = Problem.of(v_shape(p), 24, CostProfile.uniform(2 * p, chunks=2))
-    budget = {"max_time_in_seconds": 20.0, "num_workers": 2}
+    budget = {"max_time_in_seconds": LONG_S, "num_workers": 2}
     grid = Grid.of(problem, [3.0] * p)
     assert (grid.work(), grid.limit) == (6, (6,) * p)
     cycle, _ = find_cycle(grid, grid.least_period(), budget)
@@ -435,7 +441,7 @@ def test_ctrl_c_gives_the_best_so_far(tmp_path: Path) -> None:
     process.stderr.readline()  # the first answer
     time.sleep(0.5)
     process.send_signal(signal.SIGINT)
-    out, _ = process.communicate(timeout=60)
+    out, _ = process.communicate()
     assert process.returncode == 0
     assert json.loads(out)["status"] == "feasible"
 
@@ -461,11 +467,8 @@ def test_workers_end_with_the_solver(tmp_path: Path) -> None:
     process.kill()
     process.wait()
     process.stderr.close()
-    for _ in range(600):
-        if not any(Path(f"/proc/{pid}").exists() for pid in workers):
-            return
+    while any(Path(f"/proc/{pid}").exists() for pid in workers):
         time.sleep(0.05)
-    pytest.fail(f"workers {workers} outlive the solver")
 
 
 def children_of(pid: int) -> list[int]:

@@ -27,6 +27,7 @@ def test_python_examples_run(block: str, capsys: pytest.CaptureFixture[str]) -> 
         assert scope["other"].schedule.name == "1f1b"
 
 
+@pytest.mark.usefixtures("one_build")
 def test_the_guide_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Its script is complete and shorter than 40 lines; what follows goes on from it. Here with a smaller model."""
     text = GUIDE.read_text(encoding="utf-8")

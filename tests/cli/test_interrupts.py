@@ -49,7 +49,14 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize(("name", "after_s"), [(name, 1.0) for name in VERBS] + [("tune", 3.0), ("data", 2.0)])
+@pytest.mark.parametrize(
+    ("name", "after_s"),
+    [
+        *((name, 1.0) for name in VERBS),
+        pytest.param("tune", 3.0, marks=pytest.mark.soak),
+        pytest.param("data", 2.0, marks=pytest.mark.soak),
+    ],
+)
 def test_verbs_end(interrupts: ModuleType, text: Path, tmp_path: Path, name: str, after_s: float) -> None:
     (tmp_path / "large.txt").write_text(text.read_text() * 500)
     interrupts.interrupt(interrupts.verbs(tmp_path, text)[name], after_s, LONG_S)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 from collections.abc import Sequence
@@ -24,6 +25,8 @@ from jaxpipe.train.import_export import import_hub
 from jaxpipe.train.run.run_directory import RunDirectory
 from jaxpipe.train.tokenizer_files import end_of_answers
 from tests.support.hub_folders import V, write_folder
+
+pytestmark = pytest.mark.usefixtures("one_build")
 
 pytest.importorskip("jinja2")
 tokenizers = pytest.importorskip("tokenizers")
@@ -235,10 +238,7 @@ def test_what_ends_answers_is_what_the_template_writes_behind_them(template: str
     assert end_id == (None if end is None else WORDS.index(end))
 
 
-@pytest.mark.parametrize(("temperature", "top_k"), [(0.0, 0), (1.0, 0), (50.0, 0), (50.0, 3), (1.0, V)])
-def test_ids_without_a_token_are_never_generated(
-    temperature: float, top_k: int, hub: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ids_without_a_token_are_never_generated(hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows past the tokenizer's vocabulary, gaps in it, and rows of padding; all have large logits."""
     vocab = read(hub / "tokenizer.json")
     vocab["model"]["vocab"] |= {"zebra": 30}
@@ -257,7 +257,8 @@ def test_ids_without_a_token_are_never_generated(
     model, params = resolve_model(trained.config.model.target, {"seq_len": 8, **options}), {**trained.params}
     words = np.asarray(params["embed"]["tokens"]["embedding"])
     params["embed"] = {"tokens": {"embedding": np.concatenate([words, 9 * np.ones((40 - V, words.shape[1]))])}}
-    for each in (trained, replace(trained, model=model, params=params)):
+    ways = [(0.0, 0), (1.0, 0), (50.0, 0), (50.0, 3), (1.0, V)]
+    for each, (temperature, top_k) in itertools.product((trained, replace(trained, model=model, params=params)), ways):
         assert len(list(generate(each, "a b", 40, temperature=temperature, top_k=top_k))) == 40
-        assert ids and not set(ids) & {*gaps, *range(V, 40)}
+        assert ids and not set(ids) & {*gaps, *range(V, 40)}, (temperature, top_k)
         ids.clear()

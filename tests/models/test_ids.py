@@ -27,12 +27,12 @@ pytestmark = pytest.mark.usefixtures("one_build")
 V, ROWS, T, ROWS_OF_BATCH = 10, 16, 6, 4
 SMALL = {"vocab_size": V, "d_model": 8, "num_heads": 2, "seq_len": T, "vocab_multiple": 8}
 TOPOLOGIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "one rank": ("models.llama:Llama", {"ranks": 1}),
     "tp": ("models.llama:Llama", {"ranks": 1, "tp": 2}),
     "spread": ("models.llama:Llama", {"ranks": 2, "vocabulary": "spread"}),
     "gpt": ("models.gpt:GPT", {"ranks": 1}),
 }
 MORE = {
+    "one rank": ("models.llama:Llama", {"ranks": 1}),
     "two ranks": ("models.llama:Llama", {"ranks": 2, "schedule": "zb-h1"}),
     "spread-2": ("models.gpt:GPT", {"ranks": 2, "vocabulary": "spread-2"}),
     "spread and tp": ("models.llama:Llama", {"ranks": 2, "vocabulary": "spread", "tp": 2}),

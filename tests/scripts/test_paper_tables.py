@@ -37,7 +37,7 @@ def test_saved_table_4_has_all_cells_and_none_is_worse(saved: dict[str, Any], ta
     assert set(saved["tables"]) == set(tables.TABLES)
 
 
-@pytest.mark.parametrize("name", ["v-zb", "zb-1p", "v-half", "1f1b", "v-min"])
+@pytest.mark.parametrize("name", [pytest.param("v-zb", marks=pytest.mark.soak), "zb-1p", "v-half", "1f1b", "v-min"])
 def test_table_4_again(saved: dict[str, Any], tables: ModuleType, name: str) -> None:
     model = tables.MODELS[0]
     cell = tables._cell_of_table_4(name, model, 16, tables.TABLE_4[name][0][0])

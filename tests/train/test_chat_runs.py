@@ -15,6 +15,8 @@ from jaxpipe.train.metrics import read_metrics
 from tests.support.chats import CHATML, chat
 from tests.support.train_runs import config, run
 
+pytestmark = pytest.mark.usefixtures("one_build")
+
 LENGTH = 96
 MORE = ("data.format=chat", f"data.seq_len={LENGTH}", "optimizer.schedule=constant", "run.steps=4", "run.eval_every=4",
         "run.checkpoint_every=2", "run.log_every=1", "pipeline.microbatches=2", "run.batch=4")  # fmt: skip

@@ -32,6 +32,8 @@ from models.vlm import VLM
 from tests.support.checkpoint_cases import rewrite_manifest
 from tests.support.train_runs import config, run, write_text
 
+pytestmark = pytest.mark.usefixtures("one_build")
+
 SMALL: dict[str, Any] = {"vocab_size": 16, "d_model": 8, "num_layers": 2, "num_heads": 2, "seq_len": 8}
 BIASES = {"qkv_bias": True, "out_bias": True, "mlp_bias": True}
 MODELS: Mapping[str, Callable[[], Model]] = {

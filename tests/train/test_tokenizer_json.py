@@ -51,6 +51,8 @@ from tests.support.tokenizer_kinds import (
 )
 from tests.support.train_runs import config, run
 
+pytestmark = pytest.mark.usefixtures("one_build")
+
 BARE = Reading(bos="none", eos="none")
 ALPHABET = [
     "The ",

@@ -53,7 +53,7 @@ from tests.support.schedule_strategies import random_schedule, random_valid_sche
 
 SIZES = [(2, 6), (4, 8), (3, 7), (8, 16), (6, 24)]
 RULES: tuple[Lanes, ...] = (TAGGED, ("directed",), ("pair",), ("four",), NATIVE, STRICT)
-OFTEN = ("1f1b", "v-zb", "gis", "po-f", "chimera")
+OFTEN = ("v-zb", "po-f", "chimera")
 
 
 def _orders(programs: Sequence[Program], crossing: Crossing) -> dict[int, list[tuple[int, int]]]:

@@ -84,11 +84,12 @@ def run_rehearse(args: argparse.Namespace) -> None:
     if args.rank is not None and args.rank >= ranks:
         raise ConfigError(f"--rank {args.rank}: {args.config} has ranks 0 to {ranks - 1}")
     check_output(args.output, (".json",))
-    from jaxpipe.train.devices import device_errors, find_devices, request_devices
+    from jaxpipe.train.devices import device_errors, find_devices, request_devices, request_memory
 
     # before JAX is imported, which reads the number of emulated devices from its environment
     size = config.pipeline.rank_devices
     request_devices(size, config.run.machine.platform)
+    request_memory(config.run.machine.memory_fraction)
     from jaxpipe.cost import measure_host_link
     from jaxpipe.rehearsal.rank import rehearse, rehearsed_json, rehearsed_text
     from jaxpipe.schedule import Link, write_costs
@@ -125,7 +126,7 @@ _EFFICIENCIES = {
     "bandwidth": ("--bandwidth-efficiency", "part of the memory bandwidth that other kernels reach (default 0.8)"),
     "link": ("--link-efficiency", "part of NVLink's and the network's bandwidth (default 0.8)"),
     "host": ("--host-efficiency", "part of the host link's bandwidth (default 0.85)"),
-    "memory": ("--memory-fraction", "part of the device's memory that arrays may fill (default 0.92)"),
+    "memory": ("--memory-fraction", "part of the device's memory that arrays may fill (default: what train gets)"),
 }
 
 
@@ -159,14 +160,17 @@ def config_of(args: argparse.Namespace, overrides: Sequence[str] = ()) -> TrainC
     return load_config(files[0] if files else None, overrides)
 
 
-def machine_of(args: argparse.Namespace, *, used: bool = False) -> tuple[Target, Efficiency, float]:
-    """Return the target, its efficiencies, and the bytes that arrays may fill on a device. Without the devices here,
-    unless they are ``used``.
+def machine_of(
+    args: argparse.Namespace, config: TrainConfig, *, used: bool = False
+) -> tuple[Target, Efficiency, float]:
+    """Return the target, its efficiencies, and the bytes that arrays may fill on a device, by default those that a run of
+    ``config`` gets there. Without the devices here, unless they are ``used``.
 
     Raises:
-        ConfigError: there is no such target.
+        ConfigError: there is no such target, or the environment contradicts ``run.memory_fraction``.
     """
     from jaxpipe.planning.targets import find_target
+    from jaxpipe.train.devices import memory_fraction
 
     target = find_target(args.target)
     # JAX reads its platform when it is imported, which the roofline does: this order, or a GPU's driver starts
@@ -175,6 +179,8 @@ def machine_of(args: argparse.Namespace, *, used: bool = False) -> tuple[Target,
     from jaxpipe.planning.roofline import Efficiency
 
     efficiencies = {name: getattr(args, flag.strip("-").replace("-", "_")) for name, (flag, _) in _EFFICIENCIES.items()}
+    if target.name != "cpu" and args.memory_fraction is None:
+        efficiencies["memory"] = memory_fraction(config.run.machine.memory_fraction)
     efficiency = Efficiency(**{name: x for name, x in efficiencies.items() if x is not None})
     return (
         target,
@@ -222,7 +228,7 @@ def run_plan(args: argparse.Namespace) -> None:
     check_output(args.costs_out, (".json",), "--costs-out")
     if args.schedules is not None and not Path(args.schedules).is_dir():
         raise ConfigError(f"--schedules {args.schedules!r}: no such directory; create it first")
-    target, efficiency, limit = machine_of(args)
+    target, efficiency, limit = machine_of(args, config)
     from jaxpipe.planning.predict import predict
     from jaxpipe.planning.report import assumptions
     from jaxpipe.planning.stages import Compiler, stage_costs_of
@@ -323,7 +329,7 @@ def run_tune(args: argparse.Namespace) -> None:
     check_output(args.output, (".toml",), "-o")
     check_output(args.json, (".json",), "--json")
     check_output(args.measure, (".json",), "--measure")
-    target, efficiency, limit = machine_of(args, used=args.measure is not None)
+    target, efficiency, limit = machine_of(args, config, used=args.measure is not None)
     from jaxpipe.planning.report import tuned_json, tuned_text
     from jaxpipe.planning.space import Space
     from jaxpipe.planning.stages import stage_costs_of

@@ -43,7 +43,8 @@ class Efficiency:
 
     ``matmul`` 0.75 of the dense peak and ``bandwidth`` 0.8 of the memory's give 0.60-0.66 of peak for whole transformer passes
     on an A100, near the 61-66% of `controllable-memory.txt` table 5. ``link`` 0.8 of NVLink or network, ``host`` 0.85 of PCIe.
-    ``memory``: part of the device's memory that arrays may fill (context, libraries and fragmentation take the rest).
+    ``memory``: part of the device's memory that arrays may fill (context, libraries and fragmentation take the rest); for a
+    GPU the verbs put in its place what JAX would give itself there (``run.memory_fraction``).
     """
 
     matmul: float = 0.75

@@ -71,6 +71,7 @@ from jaxpipe.stage.compiled.footprint import device_bytes, footprint
 from jaxpipe.stage.functions import StageFunctions, function_of
 from jaxpipe.text import format_bytes
 from jaxpipe.train.assemble import Progress, order_for_link
+from jaxpipe.train.devices import limit_bytes
 from jaxpipe.train.replan import offloads
 from jaxpipe.train.setup import Prepared, compile_pipeline, offload_options, step_over
 from jaxpipe.train.step import resident_avals
@@ -328,8 +329,7 @@ class Rehearsal:
 
     def _explained(self, error: Exception, watch: Watch) -> RunError | None:
         """Return an error that means that memory ran out as one line; None for any other error."""
-        stats = self.device.memory_stats() or {}
-        limit = self._limit if self._limit is not None else stats.get("bytes_limit")
+        limit = self._limit if self._limit is not None else limit_bytes(self.device)
         return out_of_memory(error, watch, self.program, self._placed_bytes(), limit)
 
     def _placed_bytes(self) -> int:

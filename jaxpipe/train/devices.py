@@ -40,6 +40,9 @@ _THREADS = "NPROC"
 """The threads of XLA's pools on a CPU: as many as cores or emulated devices, where the environment has none."""
 _MALLOC = {-4: 0, -1: -1, -2: 256 << 20}
 """Options of mallopt(3) and values: M_MMAP_MAX, M_TRIM_THRESHOLD, M_TOP_PAD."""
+_FRACTIONS = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+"""Variables that say which part of a GPU's memory JAX gives itself, the newer name first; JAX refuses both together."""
+_DEFAULT_FRACTION = 0.75
 _MAX_EMULATED = 512
 _OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
 _LESS_STATE = "more pipeline.ranks or tp, pipeline.zero1 with dp, run.dtype=bfloat16, or a smaller model"
@@ -70,6 +73,64 @@ def request_devices(count: int, platform: Literal["auto", "cpu", "gpu"] = "auto"
         os.environ.setdefault(_THREADS, str(max(count, len(os.sched_getaffinity(0))) + count))
     if platform == "cpu":
         os.environ["JAX_PLATFORMS"] = "cpu"
+
+
+def memory_fraction(setting: float | None = None) -> float:
+    """Return the part of a GPU's memory that JAX gives itself: what the environment says, else ``setting``
+    (``run.memory_fraction``), else JAX's default.
+
+    Raises:
+        ConfigError: the environment says no such part, or another one than ``setting``.
+    """
+    name = next((name for name in _FRACTIONS if os.environ.get(name)), None)
+    if name is None:
+        return _DEFAULT_FRACTION if setting is None else setting
+    try:
+        fraction = float(os.environ[name])
+    except ValueError:
+        fraction = 0.0
+    # Above 1 JAX pages to the host's memory, which no prediction covers.
+    if not 0 < fraction <= 1:
+        raise ConfigError(f"{name}={os.environ[name]!r}: want a part of a GPU's memory, above 0 and at most 1")
+    if setting is not None and fraction != setting:
+        raise ConfigError(
+            f"run.memory_fraction={setting:g}, but the environment says {name}={fraction:g}: set only one"
+        )
+    return fraction
+
+
+def request_memory(setting: float | None) -> None:
+    """Have JAX give itself this part of each GPU's memory (``run.memory_fraction``), unless the environment says one. Call it
+    before JAX looks for devices; CPUs are not concerned.
+
+    Raises:
+        ConfigError: as :func:`memory_fraction`.
+    """
+    fraction = memory_fraction(setting)
+    if setting is not None and not any(os.environ.get(name) for name in _FRACTIONS):
+        os.environ[_FRACTIONS[0]] = f"{fraction:g}"
+
+
+def limit_bytes(device: jax.Device) -> int | None:
+    """Return the bytes that JAX's allocator may fill on a device; None where the backend does not tell (CPUs)."""
+    return (device.memory_stats() or {}).get("bytes_limit")
+
+
+def limit_remark(report: MemoryReport, devices: Sequence[jax.Device]) -> str:
+    """Write that a step is predicted to need more than JAX's allocator may fill, in a line; nothing where it fits, or the
+    backend tells no limit. ``devices``: one of each rank of ``report``."""
+    limits = [limit_bytes(device) for device in devices]
+    pairs = [(rank, most) for rank, most in zip(report.ranks, limits, strict=True) if most is not None]
+    if not pairs:
+        return ""
+    rank, most = max(pairs, key=lambda pair: pair[0].peak_bytes - pair[1])
+    if rank.peak_bytes <= most:
+        return ""
+    peak, room = (format_bytes(n, binary=True) for n in (rank.peak_bytes, most))
+    return (
+        f"warning: rank {rank.rank} is predicted to need {peak} and workspace, and JAX may fill {room} of its device: use "
+        f"{_LESS_WORK}, or a larger run.memory_fraction"
+    )
 
 
 def number_settings() -> dict[str, str]:
@@ -194,4 +255,11 @@ def memory_advice(error: Exception, memory: Callable[[], MemoryReport] | None) -
         what, use = "parameters, gradients and optimizer state", _LESS_STATE
     else:
         what, state, use = "activations and workspace", fullest.peak_bytes - state, _LESS_WORK
-    return f"; out of memory: {what} take {format_bytes(state, binary=True)} {of}: use {use}"
+    return f"; out of memory: {what} take {format_bytes(state, binary=True)} {of}{_allowed()}: use {use}"
+
+
+def _allowed() -> str:
+    import jax
+
+    most = limit_bytes(jax.local_devices()[0])
+    return "" if most is None else f", of {format_bytes(most, binary=True)} that JAX may fill (run.memory_fraction)"

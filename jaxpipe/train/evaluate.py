@@ -37,6 +37,7 @@ from jaxpipe.train.corpora import ngram
 from jaxpipe.train.corpora.encoding import ends_of
 from jaxpipe.train.corpora.tokenizers import IdTokenizer, Tokenizer, checkpoint_tokenizer, load_tokenizer
 from jaxpipe.train.data import Batch, Dataset
+from jaxpipe.train.devices import limit_bytes
 from jaxpipe.train.settings.sections import ModelConfig, names_function
 from jaxpipe.train.setup import build_model, check_tokens, load_dataset, read_by
 from jaxpipe.train.which_model import check_model, importable, names_model
@@ -57,7 +58,7 @@ def devices_for(model: Model, count: int | None = None) -> tuple[jax.Device, ...
         if count > len(local):
             raise ConfigError(f"--devices {count}: JAX sees {len(local)} here; use at most that many")
         return tuple(local[:count])
-    room = (local[0].memory_stats() or {}).get("bytes_limit")
+    room = limit_bytes(local[0])
     sizes = _bytes_of(model)
     for n in range(1, len(local) if room else 1):
         if max(sum(sizes[i] for i in part) for part in _parts(model, n)) <= _SHARE * (room or 0):

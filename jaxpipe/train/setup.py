@@ -44,7 +44,7 @@ from jaxpipe.train.corpora.datasets import ArrayDataset, MixedDataset, UserDatas
 from jaxpipe.train.corpora.store import is_store
 from jaxpipe.train.corpora.tokenizers import Tokenizer, continued_tokenizer, load_tokenizer
 from jaxpipe.train.data import Dataset, TokenDataset
-from jaxpipe.train.devices import device_errors
+from jaxpipe.train.devices import device_errors, limit_remark
 from jaxpipe.train.metrics import format_gain
 from jaxpipe.train.replan import offloads
 from jaxpipe.train.settings.sections import DataConfig, OptimizerConfig, PipelineConfig, names_function
@@ -227,6 +227,9 @@ def compile_setup(
     with device_errors("setting up", lambda: trainer.train_step.memory_report(workspace=False)):
         if moved := host_bytes(trainer.pipeline.programs):
             progress(f"offloads at most {format_bytes(moved, binary=True)} at a time to host memory")
+        here = [trainer.pipeline.submeshes[rank].devices.flat[0] for rank in trainer.pipeline.ownership.ranks]
+        if remark := limit_remark(trainer.train_step.memory_report(workspace=False), here):
+            progress(remark)
         progress("timing each stage alone")
         trainer = _with_known_link(trainer.measured(repeats), prepared, progress, processes)
         trainer = _with_cheaper_backwards(trainer, prepared.config.pipeline, progress, fused)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import itertools
 import json
-import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -63,7 +62,7 @@ from jaxpipe.train.checkpoints.stored import (
 )
 from jaxpipe.train.corpora.tokenizers import Tokenizer, load_tokenizer
 from jaxpipe.train.data import Data
-from jaxpipe.train.devices import device_errors, find_devices, request_devices
+from jaxpipe.train.devices import device_errors, find_devices, limit_remark, request_devices
 from jaxpipe.train.run.compiling import saying, to_stderr, use_compile_cache
 from jaxpipe.train.schedule_source import is_schedule_file, made_by_function, read_checked, relative_costs, source_of
 from jaxpipe.train.settings.sections import ModelConfig, PassesConfig, PipelineConfig, ShardingConfig
@@ -397,11 +396,7 @@ class Trainer(Closing):
         """Return whether a step fits in the memory that JAX has on each device, where the backend tells it; all processes get
         the same answer."""
         owned, report = self.pipeline.ownership, self.train_step.memory_report(workspace=False)
-        limits = [
-            (self.pipeline.submeshes[rank].devices.flat[0].memory_stats() or {}).get("bytes_limit", math.inf)
-            for rank in owned.ranks
-        ]
-        fits_here = all(peak <= limit for peak, limit in zip(report.peak_bytes, limits, strict=True))
+        fits_here = not limit_remark(report, [self.pipeline.submeshes[rank].devices.flat[0] for rank in owned.ranks])
         return all(owned.shared("order fits", {owned.processes.mine: fits_here}).values())
 
     # -- training -----------------------------------------------------------------------------------------------------

@@ -621,7 +621,7 @@ def test_plan_prints_json_and_writes_files(
     plan = json.loads(out)
     assert plan["fits"]
     assert plan["microbatches"] == 8
-    assert plan["limit_bytes"] == pytest.approx(0.92 * H100.memory_bytes)
+    assert plan["limit_bytes"] == pytest.approx(0.75 * H100.memory_bytes)
     assert [m["rank"] for m in plan["memory"]] == [0, 1]
     assert plan["peak_bytes"] == max(m["total_bytes"] for m in plan["memory"])
     assert read_schedule(files[2]) == generate("1f1b", 2, 8)

@@ -346,6 +346,8 @@ class MachineConfig:
     platform: Literal["auto", "cpu", "gpu"] = "auto"
     #: Devices to emulate on a CPU (0: as many as the pipeline needs).
     devices: _Whole = 0
+    #: Fraction of a GPU's memory that JAX gives itself; none: what ``XLA_CLIENT_MEM_FRACTION`` says, or else JAX's own 0.75.
+    memory_fraction: Annotated[float, positive, within(0, 1)] | None = None
     #: Transport of messages between processes: ``tagged`` (TCP and host memory), or ``nccl`` between GPUs, which has not been
     #: run on GPUs yet.
     transport: Literal["tagged", "nccl"] = "tagged"

@@ -84,7 +84,7 @@ def pytest_configure(config: pytest.Config) -> None:
         hypothesis.settings.load_profile("soak")
 
 
-LONG = ("test_divided", "test_loop", "test_vlm", "test_post_validation", "test_context_parallel")
+LONG = ("test_divided", "test_loop", "test_vlm", "test_post_validation", "test_context_parallel", "test_chat_runs")
 """Files of few tests that take long: begun last, one process of several would be waited for."""
 
 

@@ -455,7 +455,7 @@ def test_post_validation_takes_the_longest_span_and_reads_the_state_once_more() 
     assert ["with post-validation)" in text for text in texts] == [True, False]
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "v-half", "v-min", "v-zb"])
+@pytest.mark.parametrize("schedule", ["1f1b", "v-half", "v-min", pytest.param("v-zb", marks=pytest.mark.soak)])
 @pytest.mark.parametrize(
     "name",
     ["gpt-9.6b", pytest.param("gpt-21b", marks=pytest.mark.soak), pytest.param("gpt-38.5b", marks=pytest.mark.soak)],

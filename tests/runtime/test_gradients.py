@@ -36,9 +36,8 @@ FEW_SIZES = [(2, 5, 1), (2, 4, 2)]
 
 FAMILIES_HERE = ("gpipe", "1f1b", "eager-1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zb-1p", "zb-2p", "zb")
 """Real models with a few families; every family with a small model: ``test_runtime_families.py``."""
-ALWAYS = ("1f1b", "interleaved-1f1b", "zb-h1", "zb-2p")
-FEW_MODELS = ("gpt-tied", "llama")
-"""The others, and the sizes not in ``FEW_SIZES``, run in the soak."""
+ALWAYS = {"1f1b": "llama", "interleaved-1f1b": "gpt-tied", "zb-h1": "gpt-tied", "zb-2p": "llama"}
+"""Families and the model of each; the others, and the sizes not in ``FEW_SIZES``, run in the soak."""
 
 
 def _family_schedules() -> list[Any]:
@@ -55,7 +54,7 @@ def _family_schedules() -> list[Any]:
             except Exception:  # sizes that this family refuses (its own tests say which)
                 continue
             for model in MODELS:
-                usual = name in ALWAYS and (p, m, v) in FEW_SIZES and model in FEW_MODELS
+                usual = (p, m, v) in FEW_SIZES and ALWAYS.get(name) == model
                 marks = [] if usual else [pytest.mark.soak]
                 cases.append(pytest.param(schedule, model, id=f"{name}-p{p}-m{m}-v{v}-{model}", marks=marks))
     return cases

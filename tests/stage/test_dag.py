@@ -281,7 +281,7 @@ def _check(seed: int) -> None:
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-10), got, expected)
 
 
-SEEDS = (4, 7, 9)
+SEEDS = (4, 7)
 """One to three ranks, one and three microbatches, one loss or two, frozen layers, dropout, braids, with and without offload;
 the soak takes the others."""
 

@@ -90,12 +90,12 @@ def batches_of(data: TokenDataset, seq_len: int, epochs: int, rng: random.Random
 def corpus(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Corpus:
     folder, rng = tmp_path_factory.mktemp("chats"), random.Random(request.param)
     (folder / "t.jinja").write_text(TEMPLATES[request.param])
-    chats = [chat(rng, rng.randint(1, 3), hostile=k % 3 == 0, words=rng.choice((2, 20)))[0] for k in range(300)]
+    chats = [chat(rng, rng.randint(1, 3), hostile=k % 3 == 0, words=rng.choice((2, 20)))[0] for k in range(150)]
     text = "".join(json.dumps({"messages": messages}) + "\n" for messages in chats)
     (folder / "a.jsonl").write_text(text)
     reading = Reading(format="chat", chat_template=str(folder / "t.jinja"))
     loaded = load_corpus(folder / "a.jsonl", BYTES, reading)
-    assert len(loaded.edges) == 301
+    assert len(loaded.edges) == 151
     return loaded
 
 

@@ -248,7 +248,7 @@ def test_fused_backwards_stay_fused_where_that_is_asked_for(
     assert_same_training(tmp_path / "run", tmp_path / "other", 4)
 
 
-@pytest.mark.parametrize("kills", [5, pytest.param(20, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.soak)])
 def test_kills_change_nothing_but_notices(
     kills: int, text: Path, tmp_path: Path, plain: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

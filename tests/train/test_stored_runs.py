@@ -287,7 +287,15 @@ def test_positions_in_the_data_that_can_not_be(
 # -- data, not code -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("target", ["logging:basicConfig", "evil:Model", "modelsx:GPT", TARGET])
+@pytest.mark.parametrize(
+    "target",
+    [
+        pytest.param("logging:basicConfig", marks=pytest.mark.soak),
+        "evil:Model",
+        pytest.param("modelsx:GPT", marks=pytest.mark.soak),
+        TARGET,
+    ],
+)
 def test_a_checkpoint_is_not_code(
     text: Path, copy: Path, own_module: Path, refused: Callable[..., str], tmp_path: Path, target: str
 ) -> None:

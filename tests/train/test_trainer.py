@@ -363,7 +363,9 @@ def test_what_can_not_be_is_refused_in_one_line(arguments: dict[str, Any], error
 
 
 @pytest.mark.parametrize(
-    "division", [{"dp": 2}, {"cp": 2}, {"dp": 2, "zero1": True}, {"tp": 2}], ids=lambda x: "-".join(x)
+    "division",
+    [pytest.param({"dp": 2}, marks=pytest.mark.soak), {"cp": 2}, {"dp": 2, "zero1": True}, {"tp": 2}],
+    ids=lambda x: "-".join(x),
 )
 def test_loss_and_grads_of_a_trainer_on_several_devices_a_rank(division: dict[str, Any]) -> None:
     """Epilogues of the train step donate the accumulators: "Array has been deleted" with dp and cp."""

@@ -41,7 +41,7 @@ from typing import Any, NoReturn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from scripts.gpu_experiments.card import ClockSampler, card_name, driver, measure_card, measure_noise_product
-from scripts.gpu_experiments.process import ROOT, call_in_process
+from scripts.gpu_experiments.process import ROOT, ForkServer, call_in_process
 from scripts.gpu_experiments.registry import TINY, Experiment, Settings, all_experiments, checks_of
 from scripts.provenance import commit_id
 
@@ -131,11 +131,17 @@ class Call:
         self.settings = TINY if args.tiny else Settings()
         self.environment = _environment(card, args.tiny)
         self.card_now: dict[str, Any] = {}
+        self.server = ForkServer(self.environment) if args.tiny else None
         self.results: list[dict[str, Any]] = []
 
     def run(self, pending: Sequence[Experiment]) -> int:
         preamble = call_in_process(
-            measure_card, self.settings, limit_s=_PREAMBLE_S, environment=self.environment, log=self._log("preamble")
+            measure_card,
+            self.settings,
+            limit_s=_PREAMBLE_S,
+            environment=self.environment,
+            log=self._log("preamble"),
+            server=self.server,
         )
         if preamble.failure:
             raise UsageError(f"the card can't be measured: it {preamble.failure}: {_last_line(preamble.said)}")
@@ -146,6 +152,8 @@ class Call:
         with ThreadPoolExecutor(min(2, os.cpu_count() or 1) if self.args.tiny else 1) as pool:
             for _ in pool.map(self._ask, pending):
                 pass
+        if self.server is not None:
+            self.server.close()
         self._postamble()
         if not self.args.tiny:
             _copy_autotuning(self.card, self.store.folders[-1])
@@ -171,6 +179,7 @@ class Call:
                 limit_s=limit_s,
                 environment={**self.environment, **experiment.environment},
                 log=self._log(experiment.id),
+                server=self.server,
             )
         result |= {"seconds": round(time.monotonic() - began, 3), "clocks": clocks.summary()}
         if outcome.failure:

@@ -1,6 +1,7 @@
 """Calls a function in a process of its own: allocator peaks never fall, flags differ, a crash or a hang costs one call.
 
     python -m scripts.gpu_experiments.process MODULE:FUNCTION REQUEST.json ANSWER.json
+    python -m scripts.gpu_experiments.process --serve    # fork a process for each line of standard input
 
 The function takes :class:`~scripts.gpu_experiments.registry.Settings` and the request's arguments, and returns plain values.
 """
@@ -8,6 +9,7 @@ The function takes :class:`~scripts.gpu_experiments.registry.Settings` and the r
 from __future__ import annotations
 
 import ctypes
+import gc
 import importlib
 import importlib.util
 import json
@@ -16,7 +18,9 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +31,7 @@ from scripts.gpu_experiments.registry import Settings
 ROOT = Path(__file__).resolve().parents[2]
 WITHOUT_ORTOOLS = ROOT / "scripts" / "gpu_experiments" / "without_ortools"
 """A folder with the part of OR-Tools that splitting a stage needs, for machines that have none."""
+_IMPORTED_ONCE = ("jaxpipe.rehearsal.rank", "jaxpipe.stage.compiled.compile", "models.gpt", "models.llama")
 _SAID = 2000
 _DIE_WITH_PARENT = 1
 """PR_SET_PDEATHSIG of prctl(2)."""
@@ -48,33 +53,19 @@ def call_in_process(
     limit_s: float,
     environment: Mapping[str, str] | None = None,
     log: Path | None = None,
+    server: ForkServer | None = None,
 ) -> Outcome:
     """Call ``function(settings, *arguments)`` in a new process, which is killed, with all that it started, after ``limit_s``
-    seconds. ``log``: keeps what it says, also where this process is killed too."""
+    seconds. ``log``: keeps what it says, also where this process is killed too. ``server``: makes the process."""
     with tempfile.TemporaryDirectory() as folder:
         request, answer = Path(folder, "request.json"), Path(folder, "answer.json")
         request.write_text(json.dumps([settings.as_json(), arguments]), encoding="utf-8")
         log = log or Path(folder, "log")
         name = f"{function.__module__}:{function.__qualname__}"
-        folders = [str(ROOT), *([] if importlib.util.find_spec("ortools") else [str(WITHOUT_ORTOOLS)])]
-        path = os.pathsep.join(filter(None, [*folders, os.environ.get("PYTHONPATH")]))
-        with log.open("wb") as output:
-            process = subprocess.Popen(
-                [sys.executable, "-m", __spec__.name, name, str(request), str(answer)],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, "PYTHONPATH": path, **(environment or {})},
-                start_new_session=True,
-            )
-            try:
-                code: int | None = process.wait(limit_s)
-            except subprocess.TimeoutExpired:
-                code = None
-            finally:
-                if process.poll() is None:
-                    os.killpg(process.pid, signal.SIGKILL)
-                    process.wait()
+        if server is not None:
+            code = server.call([name, str(request), str(answer)], dict(environment or {}), log, limit_s)
+        else:
+            code = _call([name, str(request), str(answer)], dict(environment or {}), log, limit_s)
         said = log.read_text(encoding="utf-8", errors="replace")[-_SAID:]
         if code == 0 and answer.exists():
             return Outcome(json.loads(answer.read_text(encoding="utf-8")), "", said)
@@ -82,12 +73,116 @@ def call_in_process(
         return Outcome(None, failure, said)
 
 
-def main() -> None:
+def _call(command: Sequence[str], environment: dict[str, str], log: Path, limit_s: float) -> int | None:
+    """Return the exit code of a new Python that runs ``command``; None if it was killed after ``limit_s`` seconds."""
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", __spec__.name, *command],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=_with_paths(environment),
+            start_new_session=True,
+        )
+        try:
+            return process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
+def _with_paths(environment: Mapping[str, str]) -> dict[str, str]:
+    folders = [str(ROOT), *([] if importlib.util.find_spec("ortools") else [str(WITHOUT_ORTOOLS)])]
+    path = os.pathsep.join(filter(None, [*folders, os.environ.get("PYTHONPATH")]))
+    return {**os.environ, "PYTHONPATH": path, **environment}
+
+
+class ForkServer:
+    """A process that has imported JAX, and forks one for each call: toy sizes take less time than importing. Only for CPUs,
+    as what JAX reads when it is imported is the same for all calls."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", __spec__.name, "--serve"],
+            stdin=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=_with_paths(environment),
+            text=True,
+        )
+
+    def call(self, command: Sequence[str], environment: dict[str, str], log: Path, limit_s: float) -> int | None:
+        """Return like :func:`_call`."""
+        pid, code = (Path(command[-1] + end) for end in (".pid", ".code"))
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps([command, environment, str(log.resolve()), str(pid), str(code)]) + "\n")
+        self._process.stdin.flush()
+        ends = time.monotonic() + limit_s
+        while not code.exists():
+            if time.monotonic() > ends and pid.exists():
+                os.killpg(int(pid.read_text()), signal.SIGKILL)
+                return None
+            if self._process.poll() is not None:
+                return self._process.returncode
+            time.sleep(0.02)
+        return int(code.read_text())
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+
+def _serve() -> None:
+    """Fork twice for each line: a process that waits for the one that runs the call, and writes its exit code."""
+    for module in _IMPORTED_ONCE:
+        importlib.import_module(module)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    gc.freeze()
+    for line in sys.stdin:
+        command, environment, log, pid_file, code_file = json.loads(line)
+        if os.fork():
+            continue
+        _die_with_parent()
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        if pid := os.fork():
+            code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            _replace(Path(code_file), str(code))
+            os._exit(0)
+        os.setsid()
+        _replace(Path(pid_file), str(os.getpid()))
+        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        os.environ.update(environment)
+        code = 1
+        try:
+            main(*command)
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        sys.stdout.flush()
+        os._exit(code)
+
+
+def _replace(file: Path, text: str) -> None:
+    beside = file.with_name(f".{file.name}")
+    beside.write_text(text, encoding="utf-8")
+    beside.replace(file)
+
+
+def _die_with_parent() -> None:
     # An orphan would hold the card's memory while the next call wants it.
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
+
+
+def main(name: str, request: str, answer: str) -> None:
+    """Call the function and write its answer."""
+    _die_with_parent()
     request_devices(1)
-    name, request, answer = sys.argv[1:]
     module, _, function = name.partition(":")
     settings, arguments = json.loads(Path(request).read_text(encoding="utf-8"))
     called = getattr(importlib.import_module(module), function)
@@ -98,4 +193,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:] == ["--serve"]:
+        _die_with_parent()
+        _serve()
+    else:
+        main(*sys.argv[1:])

@@ -20,7 +20,7 @@ import pytest
 
 from scripts import gpu_truth, results_table
 from scripts.gpu_experiments.blocks import block_flops
-from scripts.gpu_experiments.process import WITHOUT_ORTOOLS
+from scripts.gpu_experiments.process import WITHOUT_ORTOOLS, ForkServer
 from scripts.gpu_experiments.registry import Experiment, all_experiments, checks_of, digest_of
 from tests.support import gpu_experiments
 from tests.support.gpu_experiments import absent, crash, fake, hang, quick
@@ -34,6 +34,7 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Work in a folder of the test's own; the card is measured without JAX."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(gpu_truth, "measure_card", gpu_experiments.measure_card)
+    monkeypatch.setattr(gpu_truth, "ForkServer", lambda environment: None)
 
 
 def result(name: str, folder: str = ".gpu-truth/tiny") -> dict[str, Any]:
@@ -216,6 +217,7 @@ def without_fakes(monkeypatch: pytest.MonkeyPatch) -> None:
     from scripts.gpu_experiments.card import measure_card
 
     monkeypatch.setattr(gpu_truth, "measure_card", measure_card)
+    monkeypatch.setattr(gpu_truth, "ForkServer", ForkServer)
 
 
 def test_every_experiment_runs_at_toy_size(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from scripts.gpu_experiments.blocks import pipeline
-from scripts.gpu_experiments.process import call_in_process
+from scripts.gpu_experiments.process import call_apart
 from scripts.gpu_experiments.registry import Settings, experiment
 
 _PATHS = ("jaxpipe/stage", "jaxpipe/cost", "jaxpipe/runtime", "jaxpipe/program", "jaxpipe/rehearsal", "models/gpt.py")
@@ -30,15 +30,13 @@ _FRACTION = {"XLA_CLIENT_MEM_FRACTION": ".95", "XLA_PYTHON_CLIENT_MEM_FRACTION":
 def memory_to_the_byte(settings: Settings) -> dict[str, Any]:
     """Compare predicted and measured bytes per instruction; run what just fits, and what just does not; try other allocators.
     Each in a process, as a peak never falls."""
-    parts: dict[str, Any] = {}
-    calls = {"accounting": (accounting, {}), "edge": (edge, _FRACTION)}
-    if settings.tiny:
-        return {name: function(settings) for name, (function, _) in calls.items()}
-    calls |= {f"accounting, {name}": (accounting, {"XLA_PYTHON_CLIENT_ALLOCATOR": name}) for name in ("cuda_async",)}
-    for name, (function, environment) in calls.items():
-        outcome = call_in_process(function, settings, limit_s=_LIMIT_S, environment=environment)
-        parts[name] = outcome.answer or {"failure": outcome.failure, "said": outcome.said}
-    return parts
+    calls: dict[str, Any] = {"accounting": (accounting, {}), "edge": (edge, _FRACTION)}
+    if not settings.tiny:
+        calls["accounting, cuda_async"] = accounting, {"XLA_PYTHON_CLIENT_ALLOCATOR": "cuda_async"}
+    return {
+        name: call_apart(function, settings, limit_s=_LIMIT_S, environment=environment)
+        for name, (function, environment) in calls.items()
+    }
 
 
 def accounting(settings: Settings) -> dict[str, Any]:

@@ -73,6 +73,22 @@ def call_in_process(
         return Outcome(None, failure, said)
 
 
+def call_apart(
+    function: Callable[..., Any], settings: Settings, *arguments: Any, limit_s: float, environment: Mapping[str, str]
+) -> Any:
+    """Call a part of an experiment in a process of its own, with these variables; here at toy sizes, where they tell nothing.
+    Returns its answer, or why there is none."""
+    if settings.tiny:
+        return function(settings, *arguments)
+    outcome = call_in_process(function, settings, *arguments, limit_s=limit_s, environment=environment)
+    return outcome.answer if not outcome.failure else {"failure": outcome.failure, "said": outcome.said}
+
+
+def with_flags(*flags: str) -> dict[str, str]:
+    """Return the environment with more flags of XLA."""
+    return {"XLA_FLAGS": " ".join([os.environ.get("XLA_FLAGS", ""), *flags]).strip()}
+
+
 def _call(command: Sequence[str], environment: dict[str, str], log: Path, limit_s: float) -> int | None:
     """Return the exit code of a new Python that runs ``command``; None if it was killed after ``limit_s`` seconds."""
     with log.open("wb") as output:

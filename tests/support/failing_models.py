@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxpipe.stage.model.layer import LayerContext, Model
 from models.gpt import GPT
 
 TOKEN = 81
+_HANGING = "JAXPIPE_TEST_HANGING"
+"""The file that is made when something begins to hang, where the environment names one."""
 
 
 def hangs(**options: Any) -> Model:
     """Its loss never ends."""
 
     def wait(hit: jax.Array, loss: jax.Array) -> jax.Array:
-        rounds = jax.lax.while_loop(lambda n: n >= 0, lambda n: jnp.where(hit, n, -1), jnp.where(hit, 0, 0))
+        begin = jnp.int32(0)
+        if _HANGING in os.environ:
+            begin = jax.pure_callback(_note_if, jax.ShapeDtypeStruct((), jnp.int32), hit)
+        rounds = jax.lax.while_loop(lambda n: n >= 0, lambda n: jnp.where(hit, n, -1), jnp.where(hit, begin, 0))
         return loss + (rounds + 1)
 
     return _with_loss(GPT(**options), wait)
@@ -42,6 +50,12 @@ def breaks(**options: Any) -> Model:
         return loss + jax.pure_callback(_raise_if, jax.ShapeDtypeStruct((), loss.dtype), hit)
 
     return _with_loss(GPT(**options), check)
+
+
+def _note_if(hit: Any) -> Any:
+    if hit:
+        Path(os.environ[_HANGING]).touch()
+    return np.int32(0)
 
 
 def _raise_if(hit: Any) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -32,7 +33,11 @@ MEASURED = {"tokens_per_s", "step_s", "bubble_measured", "replay_ratio"}
 _CHILD = (
     "import sys; from jaxpipe.cli import main; from jaxpipe.train.run import run_directory; "
     "from tests.support import small_programs as small; small.collect_seldom(); small.share_context(); "
-    "run_directory.PICTURES = (); sys.exit(main())"
+    "run_directory.PICTURES = (); {then}; sys.exit(main())"
+)
+_STOPPING = (
+    "import os, signal; write = sys.stdout.write; "
+    "sys.stdout.write = lambda text: (write(text), text.startswith({at!r}) and os.kill(os.getpid(), signal.SIGSTOP))[0]"
 )
 
 
@@ -99,16 +104,29 @@ def run(config: TrainConfig, react: Callable[[str], None] = lambda text: None) -
     return result, stream.getvalue()
 
 
-def start(arguments: Sequence[str]) -> subprocess.Popen[str]:
+def start(arguments: Sequence[str], stop_at: str = "") -> subprocess.Popen[str]:
     """Start ``python -m jaxpipe ARGUMENTS``, with this process's devices, flags and compile cache, which are in the
-    environment; but it draws no pictures."""
+    environment; but it draws no pictures. Where it prints what starts with ``stop_at`` it stands still: see
+    :func:`wait_until_stopped`."""
     return subprocess.Popen(
-        [sys.executable, "-u", "-c", _CHILD, *arguments],
+        [
+            sys.executable,
+            "-u",
+            "-c",
+            _CHILD.format(then=_STOPPING.format(at=stop_at) if stop_at else "pass"),
+            *arguments,
+        ],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
+
+
+def wait_until_stopped(child: subprocess.Popen[str]) -> None:
+    """Wait until the child stands still; fails if it ends instead."""
+    state = os.waitid(os.P_PID, child.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+    assert state is not None and state.si_code == os.CLD_STOPPED, child.communicate()
 
 
 def read_until(child: subprocess.Popen[str], begin: str) -> None:

@@ -223,7 +223,7 @@ from jaxpipe.runtime.peers import find_peers
 from jaxpipe.launch.local import Launch
 from jaxpipe.runtime.connections import LOST
 from jaxpipe.runtime.processes import ProcessGroup
-processes = ProcessGroup(find_peers((None, None, None)), 20)
+processes = ProcessGroup(find_peers((None, None, None)), 600)
 if sys.argv[2] == "jax":
     processes.start_jax()
 from jaxpipe.train.checkpoint import CheckpointStore
@@ -260,15 +260,12 @@ def test_a_kill_of_any_process_at_any_moment(tmp_path: Path) -> None:
         run = {**os.environ, "JAXPIPE_COORDINATOR": f"127.0.0.1:{port}", "JAXPIPE_PROCESSES": "2"}
         command = [sys.executable, "-c", SAVE, str(tmp_path), "alone", "100000"]
         children = [subprocess.Popen(command, env={**run, "JAXPIPE_PROCESS": str(k)}) for k in (0, 1)]
-        until = time.monotonic() + 60
-        while (
-            max((int(p.name) for p in tmp_path.glob("[0-9]" * 8)), default=0) < least + 2 and time.monotonic() < until
-        ):
+        while max((int(p.name) for p in tmp_path.glob("[0-9]" * 8)), default=0) < least + 2:
             time.sleep(0.005)
         time.sleep(rng.uniform(0, 0.5))
         assert [child.poll() for child in children] == [None, None]
         rng.choice(children).kill()
-        assert sorted(child.wait(20) for child in children) == [-signal.SIGKILL, LOST]
+        assert sorted(child.wait() for child in children) == [-signal.SIGKILL, LOST]
         intact = CheckpointStore(tmp_path).latest_intact()
         assert (intact.step or 0) >= least
         least = intact.step or 0

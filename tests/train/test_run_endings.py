@@ -52,6 +52,7 @@ from tests.support.train_runs import (
     run,
     settings,
     start,
+    wait_until_stopped,
     write_text,
 )
 
@@ -103,7 +104,7 @@ def steps_in(out_dir: Path) -> tuple[int, ...]:
 def run_jaxpipe(arguments: Sequence[str]) -> tuple[int, str, str]:
     """Run ``jaxpipe ARGUMENTS`` and return its exit code, stdout and stderr."""
     with start(arguments) as child:
-        out, err = child.communicate(timeout=300)
+        out, err = child.communicate()
     return child.returncode, out, err
 
 
@@ -162,7 +163,7 @@ def test_a_dead_stdout_and_ctrl_c_still_save(text: Path, tmp_path: Path) -> None
         child.stdout.close()
         assert "output can't be written (Broken pipe)" in child.stderr.readline()
         child.send_signal(signal.SIGINT)
-        assert child.wait(timeout=300) == 75, child.stderr.read()
+        assert child.wait() == 75, child.stderr.read()
     (step,) = steps_in(tmp_path / "run")
     assert max(losses(tmp_path / "run")) == step > 10
 
@@ -232,7 +233,7 @@ def test_signals_of_terminals_and_slurm(ignored: list[str], signals: list[str], 
         read_until(child, "ready")
         for name in signals:
             child.send_signal(signal.Signals[name])
-        out, err = child.communicate(timeout=60)
+        out, err = child.communicate()
     assert (child.returncode, out) == (0, f"asked by {signal_name}\n")
     assert err == f"{signal_name}: stopping after this step and saving; a second signal ends at once\n"
 
@@ -323,27 +324,31 @@ def test_an_evaluation_that_hangs_ends_the_process(marked_text: Callable[..., Pa
 @pytest.mark.parametrize("name", ["SIGTERM", *(pytest.param(n, marks=pytest.mark.soak) for n in ("SIGHUP", "SIGUSR1"))])
 def test_a_signal_before_the_first_step_ends_at_once(name: str, text: Path, tmp_path: Path) -> None:
     """They ended the process without a word."""
-    with start(["train", *tiny(text, tmp_path / "run")]) as child:
-        read_until(child, "tracing")
+    with start(["train", *tiny(text, tmp_path / "run")], stop_at="tracing") as child:
+        wait_until_stopped(child)
         child.send_signal(signal.Signals[name])
-        _, err = child.communicate(timeout=60)
+        child.send_signal(signal.SIGCONT)
+        _, err = child.communicate()
     message = f"{name}: ended before the first step, nothing was changed; the same command starts again"
     assert (child.returncode, err.strip()) == (75, message)
     assert not (tmp_path / "run").exists()
 
 
-def test_a_second_signal_ends_a_run_that_hangs(marked_text: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_second_signal_ends_a_run_that_hangs(
+    marked_text: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The main thread waits inside XLA, where no Python handler runs."""
     overrides = (f"{BAD}hangs", "run.watchdog_s=0", "run.checkpoint_every=3")
+    monkeypatch.setenv("JAXPIPE_TEST_HANGING", str(tmp_path / "hangs"))
     with start(["train", *tiny(marked_text(7), tmp_path / "run", *overrides)]) as child:
         assert child.stderr is not None
-        while 6 not in steps_in(tmp_path / "run"):
+        while 6 not in steps_in(tmp_path / "run") or not (tmp_path / "hangs").exists():
             assert child.poll() is None
             time.sleep(0.1)
         child.send_signal(signal.SIGHUP)
         assert child.stderr.readline().startswith("SIGHUP: stopping after this step")
         child.send_signal(signal.SIGINT)
-        assert child.wait(timeout=60) == 130
+        assert child.wait() == 130
         assert child.stderr.read() == "SIGINT: ended at once; what was saved before is intact\n"
     assert steps_in(tmp_path / "run") == (3, 6)
 

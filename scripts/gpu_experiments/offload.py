@@ -230,9 +230,9 @@ def shared_streams(settings: Settings) -> dict[str, Any]:
         ]
         jax.block_until_ready(leaves)
         began = 0.0
+        moves = host_copies(home, fallback=False) if copies else None
         # The first pass compiles and makes the copies' functions.
         for _ in range(2):
-            moves = host_copies(home, fallback=False) if copies else None
             x = jax.block_until_ready(weight + 0)
             began = time.perf_counter()
             x = _chain(run, x, weight, leaves, moves, variant)

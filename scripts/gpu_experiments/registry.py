@@ -20,7 +20,7 @@ RANKING = [
     "T19", "T20", "T21",
 ]  # fmt: skip
 """Experiments by truth per minute."""
-MODULES = ("functions", "variants", "correctness", "offload", "pipelines", "memory")
+MODULES = ("functions", "variants", "correctness", "offload", "pipelines", "memory", "training")
 
 
 @dataclass(frozen=True, slots=True)

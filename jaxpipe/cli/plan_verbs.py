@@ -122,7 +122,7 @@ def run_rehearse(args: argparse.Namespace) -> None:
 
 
 _EFFICIENCIES = {
-    "matmul": ("--matmul-efficiency", "part of the dense peak that matrix products reach (default 0.75)"),
+    "matmul": ("--matmul-efficiency", "part of the dense peak that matrix products reach (default: of the target)"),
     "bandwidth": ("--bandwidth-efficiency", "part of the memory bandwidth that other kernels reach (default 0.8)"),
     "link": ("--link-efficiency", "part of NVLink's and the network's bandwidth (default 0.8)"),
     "host": ("--host-efficiency", "part of the host link's bandwidth (default 0.85)"),

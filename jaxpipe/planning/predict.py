@@ -80,7 +80,8 @@ def planned_costs(
         host=host_link(target, efficiency, pipe),
         memory_limit_bytes=(limit_bytes,) * pipe.ranks,
         tp_comm_s=tuple((x + y) / 2 for x, y in zip(f, b, strict=True)),
-        source=f"roofline of {target.name}, {efficiency.matmul:g} of peak, {efficiency.bandwidth:g} of memory bandwidth",
+        source=f"roofline of {target.name}, {efficiency.matmul_of(target):g} of peak, "
+        f"{efficiency.bandwidth:g} of memory bandwidth",
     )
 
 
@@ -127,7 +128,7 @@ def unit_costs(target: Target, efficiency: Efficiency, devices: int) -> UnitCost
     """Return the target's rates as the cost model of units takes them; ``devices``: that collectives go between."""
     link = link_of(target, efficiency, devices)
     return UnitCosts(
-        flops_per_s=target.peak_flops_per_s("bfloat16") * efficiency.matmul,
+        flops_per_s=target.peak_flops_per_s("bfloat16") * efficiency.matmul_of(target),
         bytes_per_s=target.memory_bytes_per_s * efficiency.bandwidth,
         link_bytes_per_s=link.bytes_per_s,
         link_latency_s=link.latency_s,

@@ -47,7 +47,7 @@ def assumptions(p: Prediction, e: Efficiency, workspace: str) -> tuple[str, ...]
         f"precision: {dtype} parameters and activations; {master}gradients and Adam moments in float32",
         f"attention: {attention}",
         *(f"but {remark}" for remark in p.remarks),
-        f"rates: {target.description}, {target.peak_flops_per_s(dtype) / 1e12:g} TFLOP/s × {e.matmul:g}, "
+        f"rates: {target.description}, {target.peak_flops_per_s(dtype) / 1e12:g} TFLOP/s × {e.matmul_of(target):g}, "
         f"{target.memory_bytes_per_s / 1e9:g} GB/s × {e.bandwidth:g}, links × {e.link:g}, host × {e.host:g}{tp}",
         f"workspace: {workspace}",
         *(["post-validation: no step is clipped"] if pipe.passes.post_validation != "off" else []),

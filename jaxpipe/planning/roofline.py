@@ -41,18 +41,22 @@ _FREE = frozenset({EqnKind.RESHAPE, EqnKind.SAME, EqnKind.BARRIER})
 class Efficiency:
     """Fractions of the target's rates that are reached, and the time to launch a kernel.
 
-    ``matmul`` 0.75 of the dense peak and ``bandwidth`` 0.8 of the memory's give 0.60-0.66 of peak for whole transformer passes
-    on an A100, near the 61-66% of `controllable-memory.txt` table 5. ``link`` 0.8 of NVLink or network, ``host`` 0.85 of PCIe.
-    ``memory``: part of the device's memory that arrays may fill (context, libraries and fragmentation take the rest); for a
-    GPU the verbs put in its place what JAX would give itself there (``run.memory_fraction``).
+    ``matmul``: of the dense peak, None for what the target reaches (``Target.matmul_efficiency``); ``bandwidth`` 0.8 of the
+    memory's; ``link`` 0.8 of NVLink or network; ``host`` 0.85 of PCIe. ``memory``: part of the device's memory that arrays may
+    fill (context, libraries and fragmentation take the rest); for a GPU the verbs put in its place what JAX would give itself
+    there (``run.memory_fraction``).
     """
 
-    matmul: float = 0.75
+    matmul: float | None = None
     bandwidth: float = 0.8
     link: float = 0.8
     host: float = 0.85
     memory: float = 0.92
     kernel_s: float = 3e-6
+
+    def matmul_of(self, target: Target) -> float:
+        """Return the part of the dense peak of ``target`` that matrix products reach."""
+        return target.matmul_efficiency if self.matmul is None else self.matmul
 
 
 _FIXED = 4
@@ -238,7 +242,7 @@ class KernelWalk:
 
     def _kernel(self, eqn: JaxprEqn, sources: Iterable[Var], *, launch: bool = True, **counts: Any) -> None:
         e, t = self.efficiency, self.target
-        rates = t.peak_flops_per_s(_dtype(eqn)) * e.matmul, t.memory_bytes_per_s * e.bandwidth
+        rates = t.peak_flops_per_s(_dtype(eqn)) * e.matmul_of(t), t.memory_bytes_per_s * e.bandwidth
         fixed = (1, e.kernel_s if launch else 0.0, *rates)
         self.kernels.append(_Kernel(fixed, arrays=(*eqn.outvars, *set(sources)), **counts))
         self.launches += launch

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxpipe.runtime.offload import OffloadOptions
-from jaxpipe.schedule import CostProfile, HostLink, Schedule, generate, simulate
-from jaxpipe.train.assemble import ScheduleDraft, order_for_link
+from jaxpipe.schedule import CostProfile, HostLink, Link, Schedule, generate, simulate
+from jaxpipe.train.assemble import ScheduleDraft, final_order, order_for_link
 from jaxpipe.train.replan import why_not
 from jaxpipe.train.schedule_source import relative_costs, source_of
 from jaxpipe.train.settings.sections import PipelineConfig
@@ -62,6 +62,28 @@ def test_offload_is_nearly_free_where_the_link_is_fast_enough() -> None:
     schedule = order_for_link(pipe, draft, draft.schedule, costs)
     plain = simulate(generate("po", 4, 16, 2, costs), costs).makespan
     assert simulate(schedule, costs).makespan <= 1.03 * plain
+
+
+@pytest.mark.parametrize("microbatches", [32, 64])
+def test_an_order_beside_collectives_does_not_wait_for_every_transfer(microbatches: int) -> None:
+    """Milliseconds of a 12B Llama at tp=4 on an H100. An order made for transfers that take no time took 1.5% longer where they
+    take 6% of F."""
+    pipe = PipelineConfig(schedule="v-zb", ranks=4, chunks=2, microbatches=microbatches, tp=4)
+    source = source_of(pipe)
+    relative = relative_costs((1.0,) * 8)
+    costs = replace(
+        relative,
+        f_s=(8.188, *(8.079,) * 6, 8.679),
+        b_s=(*(9.947,) * 7, 8.842),
+        w_s=(8.210, *(7.327,) * 6, 7.621),
+        bw_s=(18.157, *(17.274,) * 6, 16.463),
+        tp_comm_s=(2.262, *(2.129,) * 6, 1.202),
+        tp_collectives=(9, *(8,) * 6, 6),
+    )
+    draft = ScheduleDraft(source.order(relative), source, relative)
+    schedule = final_order(pipe, draft, costs, lambda line: None)
+    free, slow = simulate(schedule, costs), simulate(schedule, replace(costs, link=Link(latency_s=0.48)))
+    assert slow.makespan <= 1.005 * free.makespan
 
 
 @pytest.mark.parametrize("family", ["1f1b", "po"])

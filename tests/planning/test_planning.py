@@ -219,7 +219,8 @@ def test_plans_for_gpus_have_the_attention_that_runs_there() -> None:
 
 @pytest.mark.parametrize("hidden", [4096, 8192])
 def test_a_block_takes_what_an_h200_took_in_a_step(hidden: int) -> None:
-    """F + B + W of rank 1, which waits for nothing: 16 of each in the measured step without offload."""
+    """F + B + W of rank 1, which waits for nothing: 16 of each in the measured step without offload. W then added the gradients
+    of two of the four matrices, 4 · hidden² elements, by kernels that read and wrote 10 bytes an element."""
     options = {"vocab_size": 512, "d_model": hidden, "num_layers": 2, "num_heads": hidden // 128, "tied": False}
     config = TrainConfig.from_dict(
         {
@@ -232,8 +233,9 @@ def test_a_block_takes_what_an_h200_took_in_a_step(hidden: int) -> None:
     measured = json.loads((ROOT / "scripts" / "results" / "gpu-h200.json").read_text(encoding="utf-8"))
     (size,) = (size for size in measured["sizes"] if size["hidden"] == hidden)
     (step_s,) = (step["step"]["median_s"] for step in size["steps"] if step["schedule"] == "po")
+    adds_s = 10 * 4 * hidden**2 / (TARGETS["h200"].memory_bytes_per_s * Efficiency().bandwidth)
     block = stage_costs_for(config, TARGETS["h200"]).stages(((0, 1), (1, 2), (2, 5)), "flash", 1)[1]
-    assert sum(block.work[op].seconds for op in "FBW") == pytest.approx(step_s / 16, rel=0.02)
+    assert sum(block.work[op].seconds for op in "FBW") == pytest.approx(step_s / 16 - adds_s, rel=0.02)
 
 
 def test_a_large_product_takes_its_operations_over_the_peak() -> None:

@@ -5,7 +5,7 @@ kernel.
 
 ``kernel="cudnn"`` is ``jax.nn.dot_product_attention``'s: F keeps q, k, v, its output and a float32 a query and head, nothing
 that grows with T². Its backward pass may add in another order each time (openxla/xla#14125): runs give the same bits again with
-``XLA_FLAGS=--xla_gpu_deterministic_ops=true``, or by ``xla``.
+``run.deterministic=true`` (``XLA_FLAGS=--xla_gpu_deterministic_ops=true``), or by ``xla``.
 
 ``kernel="xla"`` is written here: the XLA form of ``jax.nn`` keeps several T×T arrays, some in float32, and gives other bits.
 Here every T×T value that the backward reads is an output of ``checkpoint_name(…, "attn_scores")``, and can be computed again

@@ -84,12 +84,12 @@ def run_rehearse(args: argparse.Namespace) -> None:
     if args.rank is not None and args.rank >= ranks:
         raise ConfigError(f"--rank {args.rank}: {args.config} has ranks 0 to {ranks - 1}")
     check_output(args.output, (".json",))
-    from jaxpipe.train.devices import device_errors, find_devices, request_devices, request_memory
+    from jaxpipe.train.devices import device_errors, find_devices, request_devices, request_gpus
 
     # before JAX is imported, which reads the number of emulated devices from its environment
     size = config.pipeline.rank_devices
     request_devices(size, config.run.machine.platform)
-    request_memory(config.run.machine.memory_fraction)
+    request_gpus(config.run)
     from jaxpipe.cost import measure_host_link
     from jaxpipe.rehearsal.rank import rehearse, rehearsed_json, rehearsed_text
     from jaxpipe.schedule import Link, write_costs

@@ -114,7 +114,7 @@ def run_train(args: argparse.Namespace) -> int:
             stack.enter_context(ending_together(processes))
             # only now: a config that is wrong for one process must end the others, too, not leave them waiting
             config = config_of(args)
-            from jaxpipe.train.devices import request_devices, request_memory
+            from jaxpipe.train.devices import request_devices, request_gpus
             from jaxpipe.train.run.agreement import agree_on_settings
 
             agree_on_settings(processes, config)
@@ -124,7 +124,7 @@ def run_train(args: argparse.Namespace) -> int:
                 devices = len(local_ranks) * config.pipeline.rank_devices
             # this order: JAX reads its flags when it is imported, and connects processes before it first looks for devices
             request_devices(devices, config.run.machine.platform, processes=processes.number)
-            request_memory(config.run.machine.memory_fraction)
+            request_gpus(config.run, processes=processes.number, mine=processes.mine)
             processes.start_jax()
             from jaxpipe.planning.targets import peak_of
             from jaxpipe.train.loop import train
@@ -301,10 +301,10 @@ def run_profile(args: argparse.Namespace) -> None:
     config = load_config(args.config, with_parallel_flags(args, args.overrides))
     check_output(args.output, (".json",))
     check_output(args.details, (".json",), "--details")
-    from jaxpipe.train.devices import device_errors, find_devices, request_devices, request_memory
+    from jaxpipe.train.devices import device_errors, find_devices, request_devices, request_gpus
 
     request_devices(max(config.pipeline.num_devices, config.run.machine.devices), config.run.machine.platform)
-    request_memory(config.run.machine.memory_fraction)
+    request_gpus(config.run)
     from jaxpipe.cost import measure_host_link, measure_stages
     from jaxpipe.schedule import write_costs
     from jaxpipe.schedule.json_form import to_costs

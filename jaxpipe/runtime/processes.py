@@ -11,6 +11,7 @@ Four collectives keep processes in step; each is called by all of them with the 
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import threading
@@ -23,7 +24,9 @@ from jaxpipe.runtime import peers
 from jaxpipe.runtime.connections import Connections, ProcessStatus, connect
 from jaxpipe.runtime.peers import Peers, foreign_peers, words_of
 
-_JAX_JOIN_S = 60
+_JAX_JOIN_S = 60.0
+"""The least seconds in which all join JAX's service; ``--join-wait`` where that is more, for a cold start may read JAX and CUDA
+from a file system that all processes share."""
 # Longer than our own silence limit (30 s), so that a lost process is reported by our line, not by JAX's SIGABRT.
 _JAX_HEARTBEAT_S = 100
 _JAX_SHUTDOWN_S = 10
@@ -227,6 +230,7 @@ class ProcessGroup(Processes):
     def __init__(self, peers: Peers, wait_s: float) -> None:
         self.number, self.mine = peers.number, peers.mine
         self._peers, self._jax, self._address = peers, False, ""
+        self._join_s = max(_JAX_JOIN_S, wait_s)
         self._connections: Connections = connect(peers, wait_s)
         self.on_this_host = self._connections.hosts.count(self._connections.hosts[self.mine])
 
@@ -309,7 +313,7 @@ class ProcessGroup(Processes):
                 peers.mine,
                 local_device_ids=peers.device_ids(),
                 cluster_detection_method="deactivate",
-                initialization_timeout=2 * _JAX_JOIN_S,
+                initialization_timeout=math.ceil(2 * self._join_s),
                 heartbeat_timeout_seconds=_JAX_HEARTBEAT_S,
                 shutdown_timeout_seconds=_JAX_SHUTDOWN_S,
                 coordinator_bind_address=peers.at(port) if own_machine else None,

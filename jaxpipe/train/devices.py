@@ -15,6 +15,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from jaxpipe.errors import ConfigError, JaxpipeError, RunError, short_message
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     import jax
 
     from jaxpipe.cost.memory import MemoryReport
+    from jaxpipe.train.settings.sections import RunConfig
 
 _FLAG = "--xla_force_host_platform_device_count"
 _NO_FUSED_SUMS = "--xla_cpu_experimental_ynn_fusion_type="
@@ -43,6 +45,13 @@ _MALLOC = {-4: 0, -1: -1, -2: 256 << 20}
 _FRACTIONS = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 """Variables that say which part of a GPU's memory JAX gives itself, the newer name first; JAX refuses both together."""
 _DEFAULT_FRACTION = 0.75
+_AUTOTUNING = "autotuning.txt"
+"""The file of a run directory with the kernels that XLA chose; by its suffix XLA writes text."""
+_NO_NUMBERS = (
+    _FLAG, "--xla_dump", "--xla_gpu_shard_autotuning=", "--xla_gpu_dump_autotune_results_to=",
+    "--xla_gpu_load_autotune_results_from=",
+)  # fmt: skip
+"""Flags that name a path, or a number of devices or processes: two runs that give the same bits may differ in them."""
 _MAX_EMULATED = 512
 _OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
 _LESS_STATE = "more pipeline.ranks or tp, pipeline.zero1 with dp, run.dtype=bfloat16, or a smaller model"
@@ -99,16 +108,42 @@ def memory_fraction(setting: float | None = None) -> float:
     return fraction
 
 
-def request_memory(setting: float | None) -> None:
-    """Have JAX give itself this part of each GPU's memory (``run.memory_fraction``), unless the environment says one. Call it
-    before JAX looks for devices; CPUs are not concerned.
+def request_gpus(run: RunConfig, *, processes: int = 1, mine: int = 0) -> None:
+    """Set what XLA and NCCL read of the environment where that is silent, as ``run`` wants it, before JAX looks for devices;
+    it changes nothing for CPUs. ``processes``: of the run, of which this is ``mine``.
 
     Raises:
-        ConfigError: as :func:`memory_fraction`.
+        ConfigError: as :func:`memory_fraction`, or ``run.deterministic`` with a folder whose name XLA_FLAGS can't hold.
     """
-    fraction = memory_fraction(setting)
-    if setting is not None and not any(os.environ.get(name) for name in _FRACTIONS):
+    machine = run.machine
+    fraction = memory_fraction(machine.memory_fraction)
+    if machine.memory_fraction is not None and not any(os.environ.get(name) for name in _FRACTIONS):
         os.environ[_FRACTIONS[0]] = f"{fraction:g}"
+    if machine.platform == "cpu":
+        return
+    if processes > 1:
+        # A rank's devices are of one process, so no program spans several; sharing its tuning would wait for processes that
+        # compile other programs (public post-mortems: a hang).
+        _add_flag("--xla_gpu_shard_autotuning", "false")
+        if machine.transport == "nccl":
+            os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
+    if machine.deterministic:
+        results = Path(run.out_dir, _AUTOTUNING).absolute()
+        if re.search(r"[\s'\"]", str(results)):
+            raise ConfigError(
+                f"run.deterministic names {str(results)!r} in XLA_FLAGS: choose a run.out_dir without spaces"
+            )
+        _add_flag("--xla_gpu_deterministic_ops", "true")
+        if results.exists():
+            _add_flag("--xla_gpu_load_autotune_results_from", str(results))
+        if mine == 0:
+            _add_flag("--xla_gpu_dump_autotune_results_to", str(results))
+
+
+def _add_flag(name: str, value: str) -> None:
+    flags = os.environ.get("XLA_FLAGS", "")
+    if f"{name}=" not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} {name}={value}".strip()
 
 
 def limit_bytes(device: jax.Device) -> int | None:
@@ -139,7 +174,7 @@ def number_settings() -> dict[str, str]:
     import jax
 
     settings = {name: str(getattr(jax.config, name)) for name in _NUMBERS if hasattr(jax.config, name)}
-    flags = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.startswith((_FLAG, "--xla_dump"))]
+    flags = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.startswith(_NO_NUMBERS)]
     return (
         settings
         | {"XLA_FLAGS": " ".join(sorted(set(flags)))}

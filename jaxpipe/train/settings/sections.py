@@ -348,6 +348,9 @@ class MachineConfig:
     devices: _Whole = 0
     #: Fraction of a GPU's memory that JAX gives itself; none: what ``XLA_CLIENT_MEM_FRACTION`` says, or else JAX's own 0.75.
     memory_fraction: Annotated[float, positive, within(0, 1)] | None = None
+    #: On GPUs: only operations that add in one order (``--xla_gpu_deterministic_ops=true``, slower), and each start chooses
+    #: kernels as ``autotuning.txt`` in ``out_dir`` says, which process 0 writes. Without it a start may give other bits.
+    deterministic: bool = False
     #: Transport of messages between processes: ``tagged`` (TCP and host memory), or ``nccl`` between GPUs, which has not been
     #: run on GPUs yet.
     transport: Literal["tagged", "nccl"] = "tagged"

@@ -1,9 +1,11 @@
-"""JAX gives itself a part of a GPU's memory: one answer for plan, the check before a run, and the line after it ran out."""
+"""What a run asks of GPUs before JAX looks for them: a part of their memory, which plan, the check before a run and the line
+after memory ran out know too; the same bits at each start; and what several processes need."""
 
 from __future__ import annotations
 
 import json
 import os
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +18,7 @@ from jaxpipe.errors import ConfigError
 from jaxpipe.planning.targets import TARGETS
 from jaxpipe.train import devices
 from jaxpipe.train.config import TrainConfig
+from jaxpipe.train.settings.sections import RunConfig
 
 NEW, OLD = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
 
@@ -45,14 +48,18 @@ def test_the_environment_comes_first_then_the_setting_then_the_default(monkeypat
     assert devices.memory_fraction() == 0.6
 
 
+def run(*overrides: str) -> RunConfig:
+    return TrainConfig().override([*overrides]).run
+
+
 def test_a_setting_reaches_jax_where_the_environment_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
-    devices.request_memory(None)
+    devices.request_gpus(run())
     assert not os.environ[NEW]
-    devices.request_memory(0.875)
+    devices.request_gpus(run("run.memory_fraction=0.875"))
     assert os.environ[NEW] == "0.875"
     monkeypatch.setenv(NEW, "")
     monkeypatch.setenv(OLD, "0.875")
-    devices.request_memory(0.875)
+    devices.request_gpus(run("run.memory_fraction=0.875"))
     assert not os.environ[NEW], "JAX refuses both"
 
 
@@ -74,7 +81,7 @@ def test_what_contradicts_or_is_no_part_is_refused(
 ) -> None:
     monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError) as caught:
-        devices.request_memory(0.9)
+        devices.request_gpus(run("run.memory_fraction=0.9"))
     assert str(caught.value) == line
 
 
@@ -127,3 +134,74 @@ def test_plan_counts_on_what_train_gets(
     )
     limit = json.loads(capsys.readouterr().out)["limit_bytes"]
     assert limit == pytest.approx(fraction * TARGETS["h100"].memory_bytes)
+
+
+# Bits, and several processes.
+
+
+def flags() -> list[str]:
+    return os.environ["XLA_FLAGS"].split()
+
+
+@pytest.fixture
+def _no_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XLA_FLAGS", "")
+    monkeypatch.setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "")
+    monkeypatch.delenv("NCCL_LAUNCH_ORDER_IMPLICIT")
+
+
+@pytest.mark.usefixtures("_no_flags")
+def test_a_deterministic_run_keeps_what_process_0_tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = run("run.deterministic=true", f"run.out_dir={tmp_path}")
+    ordered = "--xla_gpu_deterministic_ops=true"
+    load = f"--xla_gpu_load_autotune_results_from={tmp_path}/autotuning.txt"
+    dump = f"--xla_gpu_dump_autotune_results_to={tmp_path}/autotuning.txt"
+    devices.request_gpus(config)
+    assert flags() == [ordered, dump]
+    (tmp_path / "autotuning.txt").touch()
+    monkeypatch.setenv("XLA_FLAGS", "")
+    devices.request_gpus(config)
+    assert flags() == [ordered, load, dump]
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_deterministic_ops=false")
+    devices.request_gpus(config, processes=2, mine=1)
+    assert flags() == ["--xla_gpu_deterministic_ops=false", "--xla_gpu_shard_autotuning=false", load]
+
+
+@pytest.mark.usefixtures("_no_flags")
+def test_only_what_changes_numbers_is_compared(tmp_path: Path) -> None:
+    """A resume tells the settings of :func:`number_settings` that differ: determinism, and not where a file lies."""
+    before = devices.number_settings()
+    devices.request_gpus(run(f"run.out_dir={tmp_path}"), processes=2)
+    assert devices.number_settings() == before
+    devices.request_gpus(run("run.deterministic=true", f"run.out_dir={tmp_path}"), processes=2)
+    assert devices.number_settings() == before | {"XLA_FLAGS": "--xla_gpu_deterministic_ops=true"}
+
+
+@pytest.mark.usefixtures("_no_flags")
+def test_a_cpu_gets_no_flags() -> None:
+    devices.request_gpus(run("run.deterministic=true", "run.platform=cpu", "run.transport=nccl"), processes=2)
+    assert flags() == []
+    assert "NCCL_LAUNCH_ORDER_IMPLICIT" not in os.environ
+
+
+def test_a_folder_that_flags_can_not_hold_is_refused() -> None:
+    with pytest.raises(ConfigError, match="without spaces"):
+        devices.request_gpus(run("run.deterministic=true", "run.out_dir=my runs"))
+
+
+@pytest.mark.usefixtures("_no_flags")
+@pytest.mark.parametrize(
+    ("transport", "processes", "value"), [("nccl", 2, "1"), ("nccl", 1, None), ("tagged", 2, None)]
+)
+def test_nccl_launches_in_the_order_of_the_host(transport: str, processes: int, value: str | None) -> None:
+    devices.request_gpus(run(f"run.transport={transport}"), processes=processes)
+    assert os.environ.get("NCCL_LAUNCH_ORDER_IMPLICIT") == value
+    assert flags() == (["--xla_gpu_shard_autotuning=false"] if processes > 1 else [])
+
+
+@pytest.mark.usefixtures("_no_flags")
+def test_the_environment_has_the_last_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_shard_autotuning=true")
+    monkeypatch.setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "0")
+    devices.request_gpus(run("run.transport=nccl"), processes=2)
+    assert (flags(), os.environ["NCCL_LAUNCH_ORDER_IMPLICIT"]) == (["--xla_gpu_shard_autotuning=true"], "0")

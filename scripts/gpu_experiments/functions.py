@@ -68,7 +68,7 @@ def _compile_seconds(function: Any) -> float:
     question="what is F, B, W, BW's real speed, by data and by length of the sample?",
     backs="README's table of GPUs; F + B + W ÷ F + BW",
     paths=_STAGES,
-    estimate_s=150,
+    estimate_s=220,
     predicted={
         "ones ÷ noise": "noise 8-14% slower",
         "2 s ÷ 50 ms": "another 3-8% slower",

@@ -288,9 +288,8 @@ def one_build() -> Iterator[None]:
         trainer.Trainer.measured,
     )
 
-    changeable = set[
-        int
-    ]()  # ids of models, kept in ``models``, whose code is a test's own, which may change under them
+    # Ids of models, all kept in ``models``, whose code is a test's own: it may change under them.
+    changeable = set[int]()
 
     def resolve_once(name: str, options: Any, offered: Any) -> Any:
         key = f"{name} {sorted(options.items())} {offered}"

@@ -151,13 +151,13 @@ def limit_bytes(device: jax.Device) -> int | None:
     return (device.memory_stats() or {}).get("bytes_limit")
 
 
-def limit_remark(report: MemoryReport, devices: Sequence[jax.Device]) -> str:
+def limit_remark(report: Callable[[], MemoryReport], devices: Sequence[jax.Device]) -> str:
     """Write that a step is predicted to need more than JAX's allocator may fill, in a line; nothing where it fits, or the
-    backend tells no limit. ``devices``: one of each rank of ``report``."""
+    backend tells no limit. ``report`` is called if it tells one; ``devices``: one of each of its ranks."""
     limits = [limit_bytes(device) for device in devices]
-    pairs = [(rank, most) for rank, most in zip(report.ranks, limits, strict=True) if most is not None]
-    if not pairs:
+    if all(most is None for most in limits):
         return ""
+    pairs = [(rank, most) for rank, most in zip(report().ranks, limits, strict=True) if most is not None]
     rank, most = max(pairs, key=lambda pair: pair[0].peak_bytes - pair[1])
     if rank.peak_bytes <= most:
         return ""

@@ -228,7 +228,7 @@ def compile_setup(
         if moved := host_bytes(trainer.pipeline.programs):
             progress(f"offloads at most {format_bytes(moved, binary=True)} at a time to host memory")
         here = [trainer.pipeline.submeshes[rank].devices.flat[0] for rank in trainer.pipeline.ownership.ranks]
-        if remark := limit_remark(trainer.train_step.memory_report(workspace=False), here):
+        if remark := limit_remark(lambda: trainer.train_step.memory_report(workspace=False), here):
             progress(remark)
         progress("timing each stage alone")
         trainer = _with_known_link(trainer.measured(repeats), prepared, progress, processes)

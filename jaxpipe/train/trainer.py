@@ -395,8 +395,9 @@ class Trainer(Closing):
     def fits_devices(self) -> bool:
         """Return whether a step fits in the memory that JAX has on each device, where the backend tells it; all processes get
         the same answer."""
-        owned, report = self.pipeline.ownership, self.train_step.memory_report(workspace=False)
-        fits_here = not limit_remark(report, [self.pipeline.submeshes[rank].devices.flat[0] for rank in owned.ranks])
+        owned = self.pipeline.ownership
+        devices = [self.pipeline.submeshes[rank].devices.flat[0] for rank in owned.ranks]
+        fits_here = not limit_remark(lambda: self.train_step.memory_report(workspace=False), devices)
         return all(owned.shared("order fits", {owned.processes.mine: fits_here}).values())
 
     # -- training -----------------------------------------------------------------------------------------------------

@@ -93,13 +93,13 @@ def test_settings_outside_of_0_to_1_are_refused(value: str) -> None:
 
 def test_a_run_that_would_pass_the_limit_says_so() -> None:
     gib = 1 << 30
-    line = devices.limit_remark(report(4 * gib, 7 * gib), [card(5 * gib), card(5 * gib)])
+    line = devices.limit_remark(lambda: report(4 * gib, 7 * gib), [card(5 * gib), card(5 * gib)])
     assert line.startswith(
         "warning: rank 1 is predicted to need 7 GiB and workspace, and JAX may fill 5 GiB of its device: use "
     )
     assert "\n" not in line
-    assert not devices.limit_remark(report(4 * gib, 5 * gib), [card(5 * gib), card(5 * gib)])
-    assert not devices.limit_remark(report(4 * gib, 7 * gib), [card(None), card(None)]), "CPUs tell none"
+    assert not devices.limit_remark(lambda: report(4 * gib, 5 * gib), [card(5 * gib), card(5 * gib)])
+    assert not devices.limit_remark(lambda: report(4 * gib, 7 * gib), [card(None), card(None)]), "CPUs tell none"
 
 
 def test_the_line_after_memory_ran_out_tells_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:

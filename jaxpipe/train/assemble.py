@@ -236,17 +236,25 @@ def final_order(
     limit = math.inf if pipe.memory_limit is None else pipe.memory_limit
     source, schedule = draft.source, draft.schedule
 
+    def costs_with(names: Sequence[str]) -> CostProfile:
+        """Return the costs of the draft with these fields of ``costs``."""
+        return replace(draft.costs, **{name: getattr(costs, name) for name in names})
+
+    def order_by(profile: CostProfile) -> Schedule:
+        return with_edges(source.order(profile), draft.schedule.placement.edges)
+
     def peak(schedule: Schedule) -> float:
         return max(simulate(schedule, costs).peak_activations)
 
     # Collectives first: an order chosen by their durations is then held to the limit, and passes keep to it.
     if any(costs.tp_comm_s) and source.takes_costs:
-        timed = replace(draft.costs, **{name: getattr(costs, name) for name in _TIMED})
+        timed = costs_with(_TIMED)
         if not timed.links and timed.link == Link():
             # Among orders that are equal where transfers take no time, most wait where they take some. One made for transfers
             # of 1% of F costs nothing if they take none, and saves 1.5% of a step if they take 6% (V-ZB, m=64, tp=4).
             timed = replace(timed, link=Link(latency_s=1e-2 * min(timed.f_s)))
-        schedule = with_edges(source.order(timed), draft.schedule.placement.edges)
+        if timed != draft.costs:
+            schedule = order_by(timed)
     if limit < math.inf and not at_most(peak_activations := peak(schedule), limit):
         if not source.keeps_limit:
             raise ScheduleError(
@@ -256,8 +264,7 @@ def final_order(
         progress(
             f"W keeps more than F saved: {peak_activations:.3g} activations would be live, a new order keeps to {limit:g}"
         )
-        held = replace(draft.costs, **{name: getattr(costs, name) for name in _HELD})
-        schedule = with_edges(source.order(held), draft.schedule.placement.edges)
+        schedule = order_by(costs_with(_HELD))
     if pipe.passes.separate_gradients:
         schedule = separate_gradients(schedule, costs, memory_limit=limit)
     if pipe.passes.braid == "adjacent" and any(costs.tp_comm_s):

@@ -40,9 +40,10 @@ from typing import Any, NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from jaxpipe.files import write_atomically
 from scripts.gpu_experiments.card import ClockSampler, card_name, driver, measure_card, measure_noise_product
-from scripts.gpu_experiments.process import ROOT, ForkServer, call_in_process
-from scripts.gpu_experiments.registry import TINY, Experiment, Settings, all_experiments, checks_of
+from scripts.gpu_experiments.process import ForkServer, call_in_process
+from scripts.gpu_experiments.registry import ROOT, TINY, Experiment, Settings, all_experiments, checks_of
 from scripts.provenance import commit_id
 
 RESULTS = ROOT / "scripts" / "results" / "gpu"
@@ -98,9 +99,9 @@ def _seconds(text: str) -> float:
 
 
 def _run(args: argparse.Namespace, experiments: Sequence[Experiment]) -> int:
-    known = [e.id for e in experiments]
-    if unknown := sorted(set(args.only or ()) - set(known)):
-        raise UsageError(f"there is no experiment {', '.join(unknown)}; there are {', '.join(known)}")
+    ids = [e.id for e in experiments]
+    if unknown := sorted(set(args.only or ()) - set(ids)):
+        raise UsageError(f"there is no experiment {', '.join(unknown)}; there are {', '.join(ids)}")
     out = args.out or (KEPT if args.tiny else RESULTS)
     store = ResultStore(list(dict.fromkeys([KEPT, out])))
     if args.merge:
@@ -114,7 +115,7 @@ def _run(args: argparse.Namespace, experiments: Sequence[Experiment]) -> int:
     if card is None:
         raise UsageError("no GPU is seen here (by NVML or nvidia-smi); run it where there is one, or with --tiny")
     chosen = [e for e in experiments if args.only is None or e.id in args.only]
-    retried = set(known if args.again else args.only or ())
+    retried = set(ids if args.again else args.only or ())
     pending = store.pending(chosen, card, retried, again=args.again)
     if not pending:
         print(f"nothing to measure: {len(chosen)} of {len(chosen)} experiments have results for {card}")
@@ -144,7 +145,7 @@ class Call:
             server=self.server,
         )
         if preamble.failure:
-            raise UsageError(f"the card can't be measured: it {preamble.failure}: {_last_line(preamble.said)}")
+            raise UsageError(f"the card can't be measured: it {preamble.failure}: {_last_line(preamble.output)}")
         self.card_now = preamble.answer
         self.settings = replace(self.settings, ceilings=preamble.answer["ceilings"])
         print(f"{self.card}: {_ceilings_line(self.settings.ceilings)}", flush=True)
@@ -183,7 +184,7 @@ class Call:
             )
         result |= {"seconds": round(time.monotonic() - began, 3), "clocks": clocks.summary()}
         if outcome.failure:
-            result |= {"status": "failed", "note": outcome.failure, "said": outcome.said}
+            result |= {"status": "failed", "note": outcome.failure, "said": outcome.output}
         else:
             numbers = dict(outcome.answer)
             note = numbers.pop("note", "")
@@ -310,7 +311,8 @@ class ResultStore:
         """Write down the prediction, before the experiment runs."""
         folder = self.folders[0] / slug(result["card"])
         folder.mkdir(parents=True, exist_ok=True)
-        _write(folder / f"{result['id']}.predicted", result)
+        with self._lock:
+            _write(folder / f"{result['id']}.predicted", result)
 
     def write(self, result: dict[str, Any]) -> None:
         """Keep ``result``; one that failed keeps the last that did not beside it."""
@@ -348,10 +350,7 @@ def _read(file: Path) -> Any:
 
 
 def _write(file: Path, value: Any) -> None:
-    """Replace ``file`` at once: whoever is killed leaves the old one or the new one."""
-    beside = file.with_name(f".{file.name}.new")
-    beside.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
-    beside.replace(file)
+    write_atomically(file, json.dumps(value, indent=1) + "\n")
 
 
 def _environment(card: str, tiny: bool) -> dict[str, str]:

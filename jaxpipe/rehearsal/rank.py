@@ -140,6 +140,32 @@ def batches(stage: StageFunctions, microbatches: int, vocab_size: int) -> list[l
     return [maker(avals, ACTIVATION, vocab_size)() for _ in range(microbatches)]
 
 
+def stand_in_inputs(
+    pipeline: Pipeline, functions: Mapping[tuple[int, int], StageFunctions], vocab_size: int
+) -> StepInputs:
+    """Make what a step of ``functions``, by rank and stage, takes of outside: parameters, accumulators, batches of integers
+    below ``vocab_size``, and keys where layers draw random numbers."""
+    m = pipeline.schedule.num_microbatches
+    params, acc, data = {}, {}, {}
+    for at, f in functions.items():
+        params[at] = maker(f.param_avals, PARAMETER)() if f.param_avals else []
+        acc[at] = pipeline.zeros(at)
+        if values := batches(f, m, vocab_size):
+            data[at] = values
+    keys: dict[int, Sequence[jax.Array]] = {}
+    for rank in sorted({rank for (rank, _), f in functions.items() if f.uses_key}):
+        home = replicated(pipeline.submeshes[rank])
+        keys[rank] = jax.device_put(microbatch_keys(jax.random.key(0, impl=THREEFRY), m), home)
+    jax.block_until_ready((params, acc, data, keys))
+    return StepInputs(params, acc, data, keys)
+
+
+def costs_alone(pipeline: Pipeline, measurements: StageMeasurements, host: HostLink | None) -> CostProfile:
+    """Return the costs that follow from times of functions alone; see :func:`~jaxpipe.rehearsal.report.costs_from`."""
+    seconds, collectives = medians(measurements.timings), medians(measurements.collectives)
+    return costs_from(pipeline, seconds, collectives, source="functions alone", host=host)
+
+
 class Rehearsal:
     """Holds the program of one rank, ready to run without its neighbours.
 
@@ -242,7 +268,7 @@ class Rehearsal:
         events: list[Sequence[Event]] = []
         try:
             watch.begin(self._placed_bytes())
-            inputs, resident = self._placed()
+            inputs, resident = self.place()
             probed = probe_step(executor, inputs, [self.devices], resident=resident, look=watch)
             out = _finished(probed.outputs)
             # unrecorded steps first: the recorder reads the clock around each action, which the step time must not hold
@@ -290,26 +316,13 @@ class Rehearsal:
         """Return the pipeline in the order that the times of its functions alone give, if there are any."""
         if not measurements.timings:
             return self.pipeline
-        seconds, collectives = medians(measurements.timings), medians(measurements.collectives)
-        costs = costs_from(self.pipeline, seconds, collectives, source="functions alone", host=self._host)
-        return self.pipeline.with_costs(costs)
+        return self.pipeline.with_costs(costs_alone(self.pipeline, measurements, self._host))
 
-    def _placed(self) -> tuple[StepInputs, Any]:
+    def place(self) -> tuple[StepInputs, Any]:
         """Place the inputs of a step on the device, and what else a training step keeps there."""
-        m = self.pipeline.schedule.num_microbatches
-        params, acc, data = {}, {}, {}
-        for at, f in self.functions.items():
-            params[at] = maker(f.param_avals, PARAMETER)() if f.param_avals else []
-            acc[at] = self.pipeline.zeros(at)
-            if values := batches(f, m, self._vocab):
-                data[at] = values
-        keys: dict[int, Sequence[jax.Array]] = {}
-        if any(f.uses_key for f in self.functions.values()):
-            home = self.pipeline.submeshes[self.rank]
-            keys[self.rank] = jax.device_put(microbatch_keys(jax.random.key(0, impl=THREEFRY), m), replicated(home))
+        inputs = stand_in_inputs(self.pipeline, self.functions, self._vocab)
         resident = [maker(tuple(avals), PARAMETER)() for avals in self._resident.values() if avals]
-        inputs = StepInputs(params, acc, data, keys)
-        jax.block_until_ready((params, acc, data, keys, resident))
+        jax.block_until_ready(resident)
         return inputs, resident
 
     def _memory(self, measured: RankMeasured, events: Sequence[Event], before: Mapping[str, int]) -> MemoryCheck:
@@ -420,8 +433,7 @@ def _ordered_for_link(
     progress("timing a stage for the order of copies")
     stage = min((f for (rank, _), f in pipeline.functions.items() if rank == min(ranks)), key=lambda f: f.stage)
     measured = measure_stages([stage], repeats=1, memory=False, vocab_size=prepared.dataset.tokenizer.vocab_size)
-    seconds, collectives = medians(measured.timings), medians(measured.collectives)
-    costs = costs_from(pipeline, seconds, collectives, source="one stage alone", host=host)
+    costs = costs_alone(pipeline, measured, host)
     order = order_for_link(prepared.config.pipeline, prepared.draft, pipeline.schedule, costs)
     return pipeline.with_schedule(order)
 

@@ -17,6 +17,7 @@ from typing import Any
 from scripts.gpu_experiments.registry import Settings
 
 BLOCKS_A_RANK = 2
+OPS = ("F", "B", "W", "BW")
 FORMULAS: Mapping[str, tuple[float, float]] = {
     "whole, 3 x": (1.0, 2.0),
     "causal, 3 x": (0.5, 2.0),
@@ -115,17 +116,17 @@ def ones_of(function: Any, settings: Settings) -> list[Any]:
 def real_arguments(stage: Any, settings: Settings) -> dict[str, list[Any]]:
     """Return the arguments of F, B, W and BW as in training: weights and embedded tokens are normal with deviation 0.02, norms'
     scales are 1, cotangents 1e-4; residuals are what F and B make of them."""
-    held: dict[tuple[str, int], Any] = {}
+    values: dict[tuple[str, int], Any] = {}
     arguments: dict[str, list[Any]] = {}
-    for n, op in enumerate(op for op in ("F", "B", "W", "BW") if op in stage.functions):
+    for n, op in enumerate(op for op in OPS if op in stage.functions):
         function = stage.functions[op]
         for k, (port, aval) in enumerate(zip(function.inputs, function.avals_in, strict=True)):
-            if (port.kind, port.index) not in held:
-                held[port.kind, port.index] = _realistic(port.kind, aval, 100 * n + k)
-        arguments[op] = [held[port.kind, port.index] for port in function.inputs]
+            if (port.kind, port.index) not in values:
+                values[port.kind, port.index] = _realistic(port.kind, aval, 100 * n + k)
+        arguments[op] = [values[port.kind, port.index] for port in function.inputs]
         # Accumulators are donated: each function gets its own.
         results = function.call(*_own_accumulators(function, arguments[op]))
-        held |= {
+        values |= {
             (port.kind, port.index): x
             for port, x in zip(function.outputs, results, strict=True)
             if port.kind in ("res", "wres")
@@ -152,22 +153,6 @@ def _realistic(kind: str, aval: Any, seed: int) -> Any:
     return jax.device_put(values.astype(aval.dtype), aval.sharding)
 
 
-def step_inputs(pipe: Any, vocab: int) -> Any:
-    """Return random inputs of a step of all ranks, on their device."""
-    import jax
-
-    from jaxpipe.cost.random_arrays import PARAMETER
-    from jaxpipe.rehearsal.rank import batches, maker
-    from jaxpipe.runtime.executor import StepInputs
-
-    params = {at: maker(f.param_avals, PARAMETER)() if f.param_avals else [] for at, f in pipe.functions.items()}
-    acc = {at: pipe.zeros(at) for at in pipe.functions}
-    made = {at: batches(f, pipe.schedule.num_microbatches, vocab) for at, f in pipe.functions.items()}
-    inputs = StepInputs(params, acc, {at: values for at, values in made.items() if values}, {})
-    jax.block_until_ready((params, acc, inputs.data))
-    return inputs
-
-
 def step_seconds(pipe: Any, inputs: Any, steps: int) -> tuple[list[float], Any]:
     """Return the wall seconds of ``steps`` steps after one that compiles, and inputs for the next."""
     import jax
@@ -181,6 +166,17 @@ def step_seconds(pipe: Any, inputs: Any, steps: int) -> tuple[list[float], Any]:
         walls.append(time.perf_counter() - began)
         inputs = replace(inputs, acc=out.acc)
     return walls[1:], inputs
+
+
+def host_link(settings: Settings) -> Any:
+    """Measure the link to pinned host memory and back; None where there is none."""
+    import jax
+
+    from jaxpipe.cost import measure_host_link
+    from jaxpipe.cost.host_link import CPU_SIZES
+
+    sizes = CPU_SIZES[:2] if settings.tiny else None
+    return measure_host_link([jax.devices()[0]], repeats=settings.repeats, sizes=sizes)
 
 
 def measured_costs(pipe: Any, seconds: Mapping[str, float], link: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What the card is and does today: its name, its ceilings for products and copies, its clocks. Reads NVML, sets nothing."""
+"""Measures the card of today: its name, its ceilings for products and copies, its clocks. Reads NVML, sets nothing."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from functools import cache
 from types import TracebackType
 from typing import Any
 
+from scripts.gpu_experiments.blocks import host_link
 from scripts.gpu_experiments.registry import Settings
 
 _EVERY_S = 0.02
@@ -102,8 +103,6 @@ def measure_card(settings: Settings) -> dict[str, Any]:
     import jax.numpy as jnp
     import jaxlib
 
-    from jaxpipe.cost import measure_host_link
-    from jaxpipe.cost.host_link import CPU_SIZES
     from jaxpipe.cost.random_arrays import random_array
 
     device = jax.devices()[0]
@@ -117,8 +116,7 @@ def measure_card(settings: Settings) -> dict[str, Any]:
     array = random_array(jax.ShapeDtypeStruct((size,), jnp.float32, sharding=home))
     scale = jax.jit(lambda x: x * 1.0001)
     ceilings["device_copy_bytes_per_s"] = 2 * array.nbytes / _seconds_each(lambda: scale(array), 20)
-    link = measure_host_link([device], repeats=settings.repeats, sizes=CPU_SIZES[:2] if settings.tiny else None)
-    if link is not None:
+    if (link := host_link(settings)) is not None:
         ceilings |= {
             "d2h_bytes_per_s": link.d2h.bytes_per_s,
             "h2d_bytes_per_s": link.h2d.bytes_per_s,

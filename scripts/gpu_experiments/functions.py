@@ -10,6 +10,7 @@ from typing import Any
 
 from scripts.gpu_experiments.blocks import (
     FORMULAS,
+    OPS,
     PEERS,
     block_flops,
     middle_block,
@@ -20,7 +21,6 @@ from scripts.gpu_experiments.blocks import (
 from scripts.gpu_experiments.registry import Settings, experiment
 
 _STAGES = ("jaxpipe/stage", "jaxpipe/cost", "models/attention.py", "models/gpt.py")
-_OPS = ("F", "B", "W", "BW")
 
 
 @experiment(
@@ -43,7 +43,7 @@ def card_today(settings: Settings) -> dict[str, Any]:
         jax.config.update("jax_compilation_cache_dir", folder)
         for _ in ("cold", "cached"):
             functions = middle_block(settings, settings.hidden).functions
-            seconds.append({op: _compile_seconds(functions[op]) for op in _OPS})
+            seconds.append({op: _compile_seconds(functions[op]) for op in OPS})
             jax.clear_caches()
     cold, cached = seconds
     return {
@@ -93,7 +93,7 @@ def _speeds(settings: Settings, hidden: int) -> dict[str, Any]:
         "real": lambda op: real[op],
     }
     rows = []
-    for op in _OPS:
+    for op in OPS:
         for data, make in makers.items():
             inputs = make(op)
             for sample_s in settings.sample_s:
@@ -113,14 +113,14 @@ def _speeds(settings: Settings, hidden: int) -> dict[str, Any]:
         "timings": rows,
         "sustained_noise_s": sustained,
         "split_over_fused": total_s / (sustained["F"] + sustained["BW"]),
-        "short_ones_over_sustained_noise": {op: short[op] / sustained[op] for op in _OPS},
+        "short_ones_over_sustained_noise": {op: short[op] / sustained[op] for op in OPS},
         "flops_per_s": {name: _rates(hidden, settings, sustained, name) for name in FORMULAS},
         "share_of_noise_product": {
             op: rate / settings.ceilings["noise_300_flops_per_s"]
             for op, rate in _rates(hidden, settings, sustained, PEERS).items()
         },
         "mfu": {name: mfu(_rates(hidden, settings, sustained, name)["FBW"]) for name in FORMULAS},
-        "temp_bytes": {op: footprint(stage.functions[op]).temp_bytes for op in _OPS},
+        "temp_bytes": {op: footprint(stage.functions[op]).temp_bytes for op in OPS},
     }
 
 
@@ -128,16 +128,14 @@ def _rates(hidden: int, settings: Settings, seconds: dict[str, float], formula: 
     """Return the model FLOP/s of each function, and of F, B and W together (``FBW``)."""
     flops = block_flops(hidden, settings.sequence, formula)
     together = sum(flops[op] for op in "FBW") / sum(seconds[op] for op in "FBW")
-    return {**{op: flops[op] / seconds[op] for op in _OPS}, "FBW": together}
+    return {**{op: flops[op] / seconds[op] for op in OPS}, "FBW": together}
 
 
 def mfu(flops_per_s: float) -> float | None:
     """Return the share of the device's dense bfloat16 peak; None for one whose figures are not known."""
     import jax
 
-    from jaxpipe.planning.targets import TARGETS
+    from jaxpipe.planning.targets import peak_of
 
-    kind = jax.devices()[0].device_kind.lower()
-    named = [t for t in TARGETS.values() if t.description.lower() == kind]
-    named += [t for name, t in TARGETS.items() if name in kind.replace("-", " ").split()]
-    return flops_per_s / named[0].peak_flops_per_s("bfloat16") if named else None
+    peak = peak_of(jax.devices()[0].device_kind, "bfloat16")
+    return flops_per_s / peak if peak else None

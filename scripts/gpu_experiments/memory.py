@@ -6,9 +6,8 @@ from typing import Any
 
 from scripts.gpu_experiments.blocks import pipeline
 from scripts.gpu_experiments.process import call_apart
-from scripts.gpu_experiments.registry import Settings, experiment
+from scripts.gpu_experiments.registry import PROGRAM_PATHS, Settings, experiment
 
-_PATHS = ("jaxpipe/stage", "jaxpipe/cost", "jaxpipe/runtime", "jaxpipe/program", "jaxpipe/rehearsal", "models/gpt.py")
 _LIMIT_S = 100
 _FRACTION = {"XLA_CLIENT_MEM_FRACTION": ".95", "XLA_PYTHON_CLIENT_MEM_FRACTION": ".95"}
 
@@ -18,7 +17,7 @@ _FRACTION = {"XLA_CLIENT_MEM_FRACTION": ".95", "XLA_PYTHON_CLIENT_MEM_FRACTION":
     version=1,
     question="is memory right to the byte, and what happens at the edge?",
     backs="plan, U4; the out-of-memory line",
-    paths=_PATHS,
+    paths=PROGRAM_PATHS,
     estimate_s=150,
     predicted={"predicted ÷ measured": "0.93-0.98: receives are allocated early", "share that JAX takes": "0.75"},
     want={
@@ -49,7 +48,7 @@ def accounting(settings: Settings) -> dict[str, Any]:
 
     pipe = pipeline(settings, settings.hidden, generate("1f1b", settings.ranks, settings.microbatches))
     rehearsal = Rehearsal(pipe, 1)
-    inputs, resident = rehearsal._placed()
+    inputs, resident = rehearsal.place()
     predicted = rehearsal.pipeline.memory_report(curves=True).ranks[0]
     measured = probe_step(rehearsal.pipeline.executor, inputs, [rehearsal.devices], resident=resident).ranks[0]
     names = [str(i) for _, i in rehearsal.pipeline.executor.sequence]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from scripts.gpu_experiments.blocks import block_flops, measured_costs, middle_block, pipeline
+from scripts.gpu_experiments.blocks import block_flops, host_link, measured_costs, middle_block, pipeline
 from scripts.gpu_experiments.layer_k import k_of_layer
 from scripts.gpu_experiments.registry import Settings, experiment
 
@@ -41,15 +41,9 @@ RANK = 1
 )
 def offload_with_costs(settings: Settings) -> dict[str, Any]:
     """Rehearse one rank's program with offload off and on, in orders made with measured seconds and link, A B A B."""
-    import jax
+    from jaxpipe.cost import time_function
 
-    from jaxpipe.cost import measure_host_link, time_function
-    from jaxpipe.cost.host_link import CPU_SIZES
-
-    link = measure_host_link(
-        [jax.devices()[0]], repeats=settings.repeats, sizes=CPU_SIZES[:2] if settings.tiny else None
-    )
-    if link is None:
+    if (link := host_link(settings)) is None:
         return {"note": "no pinned host memory here"}
     numbers: dict[str, Any] = {"link": asdict(link)}
     sizes = sorted(settings.sizes.items(), reverse=True)[: 1 if settings.tiny else None]
@@ -58,10 +52,9 @@ def offload_with_costs(settings: Settings) -> dict[str, Any]:
         timings = {
             op: time_function(f, settings.repeats, 1, vocab_size=settings.vocab) for op, f in stage.functions.items()
         }
-        numbers[name] = _steps(settings, hidden, link, {op: t.median_s for op, t in timings.items()})
-        numbers[name]["functions"] = {op: asdict(t) for op, t in timings.items()}
         seconds = {op: t.median_s for op, t in timings.items()}
-        numbers[name] |= {
+        numbers[name] = _steps(settings, hidden, link, seconds) | {
+            "functions": {op: asdict(t) for op, t in timings.items()},
             "slower_while_copying": {op: _slowdown(settings, stage.functions[op], seconds[op], link) for op in "FBW"},
             "k": _k(settings, stage, seconds, link, hidden),
         }
@@ -157,13 +150,15 @@ def _k(settings: Settings, stage: Any, seconds: dict[str, float], link: Any, hid
         "d2h_bytes_per_s": link.d2h.bytes_per_s,
         "h2d_bytes_per_s": link.h2d.bytes_per_s,
     }
-    own = stage.offloadable_bytes / (settings.sequence * hidden)
+    bytes_per_element = stage.offloadable_bytes / (settings.sequence * hidden)
     return {
         "offloadable_bytes": stage.offloadable_bytes,
         "round_trip_s": statistics.median(trips[1:]),
         "measured": statistics.median(trips[1:]) / compute_s,
         "formula": k_of_layer(hidden, settings.sequence, **rates),
-        "formula_own_bytes": k_of_layer(hidden, settings.sequence, residual_bytes=own, **rates) if own else 0.0,
+        "formula_own_bytes": k_of_layer(hidden, settings.sequence, residual_bytes=bytes_per_element, **rates)
+        if bytes_per_element
+        else 0.0,
     }
 
 

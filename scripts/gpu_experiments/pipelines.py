@@ -7,10 +7,9 @@ import statistics
 from dataclasses import replace
 from typing import Any
 
-from scripts.gpu_experiments.blocks import pipeline, step_inputs, step_seconds
-from scripts.gpu_experiments.registry import Settings, experiment
+from scripts.gpu_experiments.blocks import pipeline, step_seconds
+from scripts.gpu_experiments.registry import PROGRAM_PATHS, Settings, experiment
 
-_PATHS = ("jaxpipe/stage", "jaxpipe/cost", "jaxpipe/runtime", "jaxpipe/program", "jaxpipe/rehearsal", "models/gpt.py")
 _SCHEDULES = ("po-h", "v-half", "zb-h1", "1f1b")
 """Schedules whose peaks rise."""
 
@@ -20,7 +19,7 @@ _SCHEDULES = ("po-h", "v-half", "zb-h1", "1f1b")
     version=1,
     question="does the sum of the ranks, rehearsed, predict the whole pipeline?",
     backs="jaxpipe rehearse (U5), plan",
-    paths=_PATHS,
+    paths=PROGRAM_PATHS,
     estimate_s=160,
     predicted={"busy ÷ whole": "0.97-1.00", "peak": "within 2%"},
     want={f"{name}.busy_over_whole": "0.98 to 1.02" for name in _SCHEDULES},
@@ -33,7 +32,7 @@ def parts_and_whole(settings: Settings) -> dict[str, Any]:
 def _parts_and_whole(settings: Settings, name: str) -> dict[str, Any]:
     import jax
 
-    from jaxpipe.rehearsal.rank import Rehearsal
+    from jaxpipe.rehearsal.rank import Rehearsal, stand_in_inputs
     from jaxpipe.schedule import generate
 
     pipe = pipeline(settings, settings.hidden, generate(name, settings.ranks, settings.microbatches))
@@ -46,7 +45,7 @@ def _parts_and_whole(settings: Settings, name: str) -> dict[str, Any]:
     gc.collect()
     device = jax.devices()[0]
     before = device.memory_stats() or {}
-    walls, inputs = step_seconds(pipe, step_inputs(pipe, settings.vocab), settings.steps)
+    walls, inputs = step_seconds(pipe, stand_in_inputs(pipe, pipe.functions, settings.vocab), settings.steps)
     after = device.memory_stats() or {}
     del inputs
     gc.collect()
@@ -68,7 +67,7 @@ def _parts_and_whole(settings: Settings, name: str) -> dict[str, Any]:
     version=1,
     question="what does the host take for an instruction, and how small may an action be?",
     backs="results: host µs per instruction",
-    paths=_PATHS,
+    paths=PROGRAM_PATHS,
     estimate_s=120,
     predicted={"mean µs of a run": "60-110 with 35 arrays", "device-bound from": "0.5-1 ms an action"},
     want={"least_mean_run_us": "<= 40"},
@@ -94,7 +93,7 @@ def _host_row(settings: Settings, pipe: Any) -> dict[str, Any]:
     report = rehearsal.run(steps=settings.steps)
     executor = rehearsal.pipeline.executor
     samples: dict[str, list[float]] = {}
-    inputs, _ = rehearsal._placed()
+    inputs, _ = rehearsal.place()
     for n in range(settings.steps + 1):
         out = executor.run(inputs)
         out.wait()

@@ -25,25 +25,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jaxpipe.files import write_atomically
 from jaxpipe.train.devices import request_devices
-from scripts.gpu_experiments.registry import Settings
+from scripts.gpu_experiments.registry import ROOT, Settings
 
-ROOT = Path(__file__).resolve().parents[2]
 WITHOUT_ORTOOLS = ROOT / "scripts" / "gpu_experiments" / "without_ortools"
 """A folder with the part of OR-Tools that splitting a stage needs, for machines that have none."""
 _IMPORTED_ONCE = ("jaxpipe.rehearsal.rank", "jaxpipe.stage.compiled.compile", "models.gpt", "models.llama")
-_SAID = 2000
+_MOST_OUTPUT = 2000
 _DIE_WITH_PARENT = 1
 """PR_SET_PDEATHSIG of prctl(2)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a call came to: its ``answer``, or why there is none (``failure``) and the end of what the process said."""
+    """Holds the ``answer`` of a call, or why there is none (``failure``) and the end of the process's ``output``."""
 
     answer: Any
     failure: str
-    said: str
+    output: str
 
 
 def call_in_process(
@@ -66,11 +66,11 @@ def call_in_process(
             code = server.call([name, str(request), str(answer)], dict(environment or {}), log, limit_s)
         else:
             code = _call([name, str(request), str(answer)], dict(environment or {}), log, limit_s)
-        said = log.read_text(encoding="utf-8", errors="replace")[-_SAID:]
+        output = log.read_text(encoding="utf-8", errors="replace")[-_MOST_OUTPUT:]
         if code == 0 and answer.exists():
-            return Outcome(json.loads(answer.read_text(encoding="utf-8")), "", said)
+            return Outcome(json.loads(answer.read_text(encoding="utf-8")), "", output)
         failure = f"took more than {limit_s:.0f} s" if code is None else f"ended with exit code {code}"
-        return Outcome(None, failure, said)
+        return Outcome(None, failure, output)
 
 
 def call_apart(
@@ -81,7 +81,7 @@ def call_apart(
     if settings.tiny:
         return function(settings, *arguments)
     outcome = call_in_process(function, settings, *arguments, limit_s=limit_s, environment=environment)
-    return outcome.answer if not outcome.failure else {"failure": outcome.failure, "said": outcome.said}
+    return outcome.answer if not outcome.failure else {"failure": outcome.failure, "said": outcome.output}
 
 
 def with_flags(*flags: str) -> dict[str, str]:
@@ -165,10 +165,10 @@ def _serve() -> None:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         if pid := os.fork():
             code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-            _replace(Path(code_file), str(code))
+            write_atomically(Path(code_file), str(code))
             os._exit(0)
         os.setsid()
-        _replace(Path(pid_file), str(os.getpid()))
+        write_atomically(Path(pid_file), str(os.getpid()))
         output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(output, 1)
         os.dup2(output, 2)
@@ -181,12 +181,6 @@ def _serve() -> None:
             traceback.print_exc()
         sys.stdout.flush()
         os._exit(code)
-
-
-def _replace(file: Path, text: str) -> None:
-    beside = file.with_name(f".{file.name}")
-    beside.write_text(text, encoding="utf-8")
-    beside.replace(file)
 
 
 def _die_with_parent() -> None:

@@ -20,6 +20,10 @@ RANKING = [
     "T19", "T20", "T21",
 ]  # fmt: skip
 """Experiments by truth per minute."""
+PROGRAM_PATHS = (
+    "jaxpipe/stage", "jaxpipe/cost", "jaxpipe/runtime", "jaxpipe/program", "jaxpipe/rehearsal", "models/gpt.py",
+)  # fmt: skip
+"""The files that a rank's whole program exercises."""
 MODULES = ("functions", "variants", "correctness", "offload", "pipelines", "memory", "training")
 
 

@@ -7,20 +7,19 @@ import re
 import shutil
 import statistics
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from scripts.gpu_experiments.blocks import pipeline
-from scripts.gpu_experiments.process import ROOT, call_apart, with_flags
-from scripts.gpu_experiments.registry import Settings, experiment
+from scripts.gpu_experiments.blocks import pipeline, step_seconds
+from scripts.gpu_experiments.process import call_apart, with_flags
+from scripts.gpu_experiments.registry import ROOT, Settings, experiment
 
 _KINDS = {
     "copies": r"memcpy|memset|copy",
     "attention": r"flash|fmha|sdpa|attention|softmax",
     "products": r"gemm|cublas|nvjet|cutlass|xmma|dot",
 }
-"""What a kernel does, by its name; the first that fits."""
+"""Patterns of names by what a kernel does; the first that fits counts."""
 
 
 @experiment(
@@ -44,11 +43,8 @@ def profiled_step(settings: Settings) -> dict[str, Any]:
     pipe = pipeline(settings, settings.hidden, generate("po", settings.ranks, settings.microbatches))
     rehearsal = Rehearsal(pipe, 1)
     executor = rehearsal.pipeline.executor
-    inputs, _ = rehearsal._placed()
-    for _ in range(2):  # the first compiles
-        out = executor.run(inputs)
-        out.wait()
-        inputs = replace(inputs, acc=out.acc)
+    inputs, _ = rehearsal.place()
+    _, inputs = step_seconds(rehearsal.pipeline, inputs, 1)  # after one that compiles
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             out = executor.run(inputs, record=True)
@@ -104,19 +100,19 @@ def training(settings: Settings) -> dict[str, Any]:
     steps = 4 if settings.tiny else 40
     with tempfile.TemporaryDirectory() as folder:
         environment = with_flags("--xla_gpu_deterministic_ops=true")
-        whole = call_apart(train, settings, folder, steps, limit_s=200, environment=environment)
-        if "failure" in whole:
-            return {"training": whole, "loss_fell": 0}
+        straight = call_apart(train, settings, folder, steps, limit_s=200, environment=environment)
+        if "failure" in straight:
+            return {"training": straight, "loss_fell": 0}
         shutil.rmtree(next(Path(folder).glob(f"checkpoints/*{steps}")))
         resumed = call_apart(train, settings, folder, steps, limit_s=200, environment=environment)
-    rows, again = whole["metrics"], resumed.get("metrics", [])
+    rows, again = straight["metrics"], resumed.get("metrics", [])
     losses, losses_again = ({row["step"]: row["loss"] for row in x if "loss" in row} for x in (rows, again))
     return {
         "metrics": rows[-3:],
         "tokens_per_s": statistics.median(
             row["tokens_per_s"] for row in rows[len(rows) // 2 :] if "tokens_per_s" in row
         ),
-        "exit_codes": [whole["exit_code"], resumed.get("exit_code", resumed.get("failure"))],
+        "exit_codes": [straight["exit_code"], resumed.get("exit_code", resumed.get("failure"))],
         "loss_fell": int(losses[steps] < losses[1]),
         "differing_losses": sum(losses[n] != losses_again.get(n) for n in losses),
     }

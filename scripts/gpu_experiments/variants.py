@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import gc
-import re
 from dataclasses import replace
 from typing import Any
 
-from scripts.gpu_experiments.blocks import middle_block, seconds_of
+from scripts.gpu_experiments.blocks import OPS, middle_block, seconds_of
 from scripts.gpu_experiments.process import call_apart, with_flags
 from scripts.gpu_experiments.registry import Settings, experiment
+from scripts.hlo_schedule import float32_adds
 
 _STAGES = ("jaxpipe/stage", "models/attention.py", "models/gpt.py", "models/llama.py")
-_OPS = ("F", "B", "W", "BW")
 _MODELS = {"gpt": "models.gpt:GPT", "llama": "models.llama:Llama"}
 _SAMPLE_S, _LIMIT_S = 0.5, 90
 _CUBLAS = "--xla_gpu_enable_triton_gemm=false"
@@ -57,27 +56,15 @@ def _weight_gradient(settings: Settings, target: str) -> dict[str, Any]:
     one, two = (
         middle_block(settings, settings.hidden, model=target, microbatch_size=size).functions["W"] for size in (1, 2)
     )
-    text = one.jitted.lower(*one.avals_in).compile()
+    compiled = one.jitted.lower(*one.avals_in).compile()
     one_s, two_s = _timed(settings, one), _timed(settings, two)
     return {
         "w_s": one_s,
         "pair_s": two_s,
         "pair_over_two": two_s / (2 * one_s),
-        "separate_adds": _separate_adds(text.as_text(), least=0 if settings.tiny else 10**6),
-        "temp_bytes": text.memory_analysis().temp_size_in_bytes,
+        "separate_adds": len(float32_adds(compiled.as_text(), least=1 if settings.tiny else 10**6)),
+        "temp_bytes": compiled.memory_analysis().temp_size_in_bytes,
     }
-
-
-def _separate_adds(text: str, least: int) -> int:
-    """Return how many kernels of the entry computation, named after an add, write a float32 array of more elements."""
-    entry = text[text.index("ENTRY") :]
-    count = 0
-    for shape in re.findall(r"%\S*add\S*fusion\S* = f32\[([\d,]+)\]", entry):
-        elements = 1
-        for n in shape.split(","):
-            elements *= int(n)
-        count += elements > least
-    return count
 
 
 @experiment(
@@ -182,4 +169,4 @@ def flags(settings: Settings) -> dict[str, Any]:
 def function_seconds(settings: Settings) -> dict[str, float]:
     """Return the seconds of each function of one block."""
     stage = middle_block(settings, settings.hidden)
-    return {op: _timed(settings, stage.functions[op]) for op in _OPS}
+    return {op: _timed(settings, stage.functions[op]) for op in OPS}

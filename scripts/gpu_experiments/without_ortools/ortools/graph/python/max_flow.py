@@ -22,9 +22,9 @@ class SimpleMaxFlow:
 
     def add_arcs_with_capacity(self, tails: Iterable[int], heads: Iterable[int], capacities: Iterable[int]) -> None:
         for tail, head, capacity in zip(tails, heads, capacities, strict=True):
-            for a, b, left in ((tail, head, capacity), (head, tail, 0)):
+            for a, b, room in ((tail, head, capacity), (head, tail, 0)):
                 self._from.setdefault(int(a), []).append(len(self._arcs))
-                self._arcs.append([int(b), int(left)])
+                self._arcs.append([int(b), int(room)])
 
     def solve(self, source: int, sink: int) -> int:
         while sink in (levels := self._levels(source)):
@@ -45,8 +45,8 @@ class SimpleMaxFlow:
         levels, queue = {source: 0}, deque([source])
         while queue:
             node = queue.popleft()
-            for head, left in (self._arcs[k] for k in self._from[node]):
-                if left and head not in levels:
+            for head, room in (self._arcs[k] for k in self._from[node]):
+                if room and head not in levels:
                     levels[head] = levels[node] + 1
                     queue.append(head)
         return levels
@@ -58,8 +58,8 @@ class SimpleMaxFlow:
         while node != sink:
             arcs = self._from[node]
             while tried[node] < len(arcs):
-                head, left = self._arcs[arcs[tried[node]]]
-                if left and levels.get(head) == levels[node] + 1:
+                head, room = self._arcs[arcs[tried[node]]]
+                if room and levels.get(head) == levels[node] + 1:
                     path.append(arcs[tried[node]])
                     node = head
                     break

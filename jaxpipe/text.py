@@ -70,10 +70,13 @@ def format_count(count: float) -> str:
     raise AssertionError
 
 
-def mfu_text(own: float, peers: float) -> str:
-    """Return the MFU in words; also by the formula of ``peers``, where that says something else."""
-    differs = f"{own:.1%}" != f"{peers:.1%}"
-    return f"MFU {own:.1%}" + differs * f" ({peers:.1%} with attention counted whole, as Megatron-LM and torchtitan do)"
+def mfu_text(mfu: float, peers_mfu: float) -> str:
+    """Return the MFU in words; also by the formula of peers, where that says something else."""
+    differs = f"{mfu:.1%}" != f"{peers_mfu:.1%}"
+    return (
+        f"MFU {mfu:.1%}"
+        + differs * f" ({peers_mfu:.1%} with attention counted whole, as Megatron-LM and torchtitan do)"
+    )
 
 
 def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = ()) -> list[str]:

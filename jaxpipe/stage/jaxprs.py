@@ -112,16 +112,16 @@ RANDOM_WORD = 60
 
 @dataclass(frozen=True, slots=True)
 class AttentionFormula:
-    """The formula that counts the operations of an attention kernel. ``whole``: pairs of positions that the mask leaves out are
-    counted too, as where attention is made of products; ``backward``: operations of its backward ÷ those of its forward."""
+    """The formula that counts the operations of an attention kernel. ``counts_masked``: pairs of positions that the mask leaves
+    out count too, as where attention is made of products; ``backward``: operations of its backward ÷ those of its forward."""
 
-    whole: bool
+    counts_masked: bool
     backward: float
 
 
-EXECUTED = AttentionFormula(whole=False, backward=2.5)
+EXECUTED = AttentionFormula(counts_masked=False, backward=2.5)
 """Operations that a kernel executes: its backward computes the scores again."""
-PEERS = AttentionFormula(whole=True, backward=2.0)
+PEERS = AttentionFormula(counts_masked=True, backward=2.0)
 """The formula behind the MFU that Megatron-LM and torchtitan publish."""
 
 
@@ -175,7 +175,7 @@ def _attention_flops(eqn: JaxprEqn, formula: AttentionFormula) -> int:
     B, T, H, K = shape_of(eqn.invars[0])
     S = shape_of(eqn.invars[1])[1]
     window = eqn.params["sliding_window_length"] or S
-    is_causal = "CAUSAL" in eqn.params["mask_type"].name and not formula.whole
+    is_causal = "CAUSAL" in eqn.params["mask_type"].name and not formula.counts_masked
     pairs = sum(min(t + 1, window, S) for t in range(T)) if is_causal else T * S
     return round(2 * B * H * K * pairs * 2 * (formula.backward if "_bwd" in eqn.primitive.name else 1))
 

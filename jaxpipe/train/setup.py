@@ -227,8 +227,8 @@ def compile_setup(
     with device_errors("setting up", lambda: trainer.train_step.memory_report(workspace=False)):
         if moved := host_bytes(trainer.pipeline.programs):
             progress(f"offloads at most {format_bytes(moved, binary=True)} at a time to host memory")
-        here = [trainer.pipeline.submeshes[rank].devices.flat[0] for rank in trainer.pipeline.ownership.ranks]
-        if remark := limit_remark(lambda: trainer.train_step.memory_report(workspace=False), here):
+        devices_here = [trainer.pipeline.submeshes[rank].devices.flat[0] for rank in trainer.pipeline.ownership.ranks]
+        if remark := limit_remark(lambda: trainer.train_step.memory_report(workspace=False), devices_here):
             progress(remark)
         progress("timing each stage alone")
         trainer = _with_known_link(trainer.measured(repeats), prepared, progress, processes)
@@ -329,9 +329,9 @@ def step_flops(prepared: Prepared, stages: Sequence[StageFunctions]) -> tuple[fl
     kernel's mask does; and with attention counted whole (:data:`~jaxpipe.stage.jaxprs.PEERS`)."""
     pipe, detached = prepared.config.pipeline, prepared.schedule.placement.detached
     # the F of a detached stage makes a part of the backward; its W is one product, as the forward is
-    own = sum(f.flops["W" if s in detached else "F"] for s, f in enumerate(stages)) * pipe.rank_devices
+    forward = sum(f.flops["W" if s in detached else "F"] for s, f in enumerate(stages)) * pipe.rank_devices
     layer_costs = analytic_layer_costs(prepared.model.stored, microbatch_size(prepared.config), attention=PEERS)
-    return 3.0 * own * pipe.microbatches, 3 * sum(layer_costs) * pipe.microbatches
+    return 3.0 * forward * pipe.microbatches, 3 * sum(layer_costs) * pipe.microbatches
 
 
 def offload_options(config: TrainConfig) -> OffloadOptions:

@@ -1,4 +1,4 @@
-"""What a run asks of GPUs before JAX looks for them: a part of their memory, which plan, the check before a run and the line
+"""A run asks this of GPUs before JAX looks for them: a part of their memory, which plan, the check before a run and the line
 after memory ran out know too; the same bits at each start; and what several processes need."""
 
 from __future__ import annotations

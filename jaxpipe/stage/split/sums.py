@@ -29,16 +29,16 @@ _NARROW = (np.dtype(jnp.bfloat16), np.dtype(np.float16))
 
 
 def add_in_products(
-    eqns: Sequence[JaxprEqn], recomputed: frozenset[int], sums: Iterable[Atom], held: Container[Var]
+    eqns: Sequence[JaxprEqn], recomputed: frozenset[int], sums: Iterable[Atom], read_elsewhere: Container[Var]
 ) -> tuple[list[JaxprEqn], frozenset[int]]:
     """Return a flat program whose products of 16-bit floats return float32 where only a sum reads them.
 
     Args:
         eqns: the program; ``recomputed``: positions marked by :func:`jaxpipe.stage.jaxprs.flatten`.
         sums: the new values of accumulators.
-        held: values that something other than an equation reads, or that have a name.
+        read_elsewhere: values that something other than an equation reads, or that have a name.
     """
-    rewriting = _Rewriting(eqns, held)
+    rewriting = _Rewriting(eqns, read_elsewhere)
     for total in variables(sums):
         rewriting.try_sum(total)
     changed: list[JaxprEqn] = []
@@ -54,8 +54,8 @@ def add_in_products(
 class _Rewriting:
     """``replacements``: the equations in place of one, by its position. ``sum_eqns``: those of the sum at hand."""
 
-    def __init__(self, eqns: Sequence[JaxprEqn], held: Container[Var]) -> None:
-        self.flow, self.held = Dataflow(eqns), held
+    def __init__(self, eqns: Sequence[JaxprEqn], read_elsewhere: Container[Var]) -> None:
+        self.flow, self.read_elsewhere = Dataflow(eqns), read_elsewhere
         self.replacements: dict[int, list[JaxprEqn]] = {}
         self.sum_eqns: dict[int, list[JaxprEqn]] = {}
 
@@ -81,7 +81,7 @@ class _Rewriting:
     def _terms(self, atom: Atom, reader: int) -> list[Atom]:
         """Return float32 values whose sum is ``atom``, which equation ``reader`` reads, and note the equations that make
         them."""
-        i = self.flow.maker.get(atom) if isinstance(atom, Var) and atom not in self.held else None
+        i = self.flow.maker.get(atom) if isinstance(atom, Var) and atom not in self.read_elsewhere else None
         if i is not None and sum(1 for _ in self.flow.outputs(i)) == 1:
             eqn = self.flow.eqns[i]
             # Only past a cast from 16 bits: another cast (of float64, say) changes the numbers below it.

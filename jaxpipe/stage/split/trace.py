@@ -547,8 +547,8 @@ def _joint_trace(
     ports += [Port("dx", i) for i, learns in enumerate(spec.x_learns) if learns]
     ports += [Port("acc", i) for i in range(spec.layout.num_trained)]
     sums = [a for p, a in zip(ports, outvars, strict=True) if p.kind == "acc"]
-    held = set(variables([*outvars, *(a for _, a in names)]))
-    eqns, recomputed = add_in_products(eqns, recomputed, sums, held)
+    read_elsewhere = set(variables([*outvars, *(a for _, a in names)]))
+    eqns, recomputed = add_in_products(eqns, recomputed, sums, read_elsewhere)
     sources = {name.split("/")[1]: v for name, v in names if name.startswith(_SOURCE) and isinstance(v, Var)}
     seed = sources.pop(_SEED, None)
     inputs |= {v: Port("dy", int(which)) for which, v in sources.items()}

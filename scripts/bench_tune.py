@@ -102,13 +102,12 @@ def fastest_plain(args: argparse.Namespace, devices: int, equal: bool) -> dict[s
     from jaxpipe.planning.space import Space
     from jaxpipe.planning.stages import stage_costs_of
     from jaxpipe.planning.targets import find_target
-    from jaxpipe.planning.tune import TRACED_SIZES
     from jaxpipe.train.config import load_config
 
     space = Space.of(load_config(ROOT / PLAN), devices, ["pipeline.tp=1", "pipeline.schedule=1f1b"])
     target = find_target(args.target)
     limit = args.memory_limit_gb * 1e9 if args.memory_limit_gb else target.memory_bytes * Efficiency().memory
-    stage_costs = stage_costs_of(space.base, target, Efficiency(), lambda text: None, sizes=TRACED_SIZES)
+    stage_costs = stage_costs_of(space.base, target, Efficiency(), lambda text: None, probes=True)
     blocks, best = len(stage_costs.model.layers) - 3, None
     for layout in space.layouts():
         ranks = layout["pipeline.ranks"]

@@ -333,12 +333,12 @@ def run_tune(args: argparse.Namespace) -> None:
     from jaxpipe.planning.report import tuned_json, tuned_text
     from jaxpipe.planning.space import Space
     from jaxpipe.planning.stages import stage_costs_of
-    from jaxpipe.planning.tune import TRACED_SIZES, tune
+    from jaxpipe.planning.tune import tune
     from jaxpipe.train.import_export import completed
 
     space = Space.of(completed(config), args.devices, args.only)
-    # measured times are those of stages that run: there is nothing to interpolate between two sizes
-    how = {"sizes": TRACED_SIZES} if args.measure is None else {"seconds_of": _stopwatch(args.measure)}
+    # measured times are those of stages that run, and resized stages do not
+    how: dict[str, Any] = {"probes": True} if args.measure is None else {"seconds_of": _stopwatch(args.measure)}
     stage_costs = stage_costs_of(space.base, target, efficiency, lambda text: None, **how)
     tuned = tune(space, stage_costs, limit, notice, args.time_limit or float("inf"), fork=args.measure is None)
     # before a missing result raises: what was tried, and why it failed, is what a user then looks for

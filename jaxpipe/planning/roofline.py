@@ -21,8 +21,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from functools import cache, partial
+from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -59,41 +59,16 @@ class Efficiency:
         return target.matmul_efficiency if self.matmul is None else self.matmul
 
 
-_FIXED = 4
-"""Columns of a kernel that no size changes: times it runs, seconds of a launch, rates of operations and of bytes. Two follow:
-operations and bytes, each time."""
-
-
 @dataclass(frozen=True, slots=True)
 class Work:
     """The work of a function: ``flops`` of matrix products, ``moved_bytes`` through device memory, ``kernels``, ``seconds`` on
-    the target, ``workspace_bytes`` (estimated). ``parts``: the kernels one by one, a row each; ``levels``: live bytes of
-    workspace after each change."""
+    the target, ``workspace_bytes`` (estimated)."""
 
     flops: float = 0.0
     moved_bytes: float = 0.0
     seconds: float = 0.0
     kernels: int = 0
     workspace_bytes: float = 0.0
-    parts: np.ndarray[Any, Any] = field(default_factory=partial(np.zeros, (0, _FIXED + 2)), compare=False, repr=False)
-    levels: np.ndarray[Any, Any] = field(default_factory=partial(np.zeros, 1), compare=False, repr=False)
-
-    @classmethod
-    def of(cls, parts: np.ndarray[Any, Any], levels: np.ndarray[Any, Any], kernels: int) -> Work:
-        """Sum kernels that run one after another; ``kernels`` of them are launched."""
-        times, launch_s, flops_per_s, bytes_per_s, flops, moved = parts.T
-        seconds = times * (np.maximum(flops / flops_per_s, moved / bytes_per_s) + launch_s)
-        total_flops, total_moved, total_s = (float(x.sum()) for x in (times * flops, times * moved, seconds))
-        return cls(total_flops, total_moved, total_s, kernels, float(levels.max()), parts, levels)
-
-    def towards(self, other: Work, share: float) -> Work | None:
-        """Return the work of the same function on arrays whose sizes lie ``share`` of the way from those of this to those
-        of ``other`` (beyond it, if more than 1): of every kernel and level what is linear in between. None if the kernels
-        are others."""
-        one, two = self.parts, other.parts
-        if len(self.levels) != len(other.levels) or not np.array_equal(one[:, :_FIXED], two[:, :_FIXED]):
-            return None
-        return Work.of(one + share * (two - one), self.levels + share * (other.levels - self.levels), self.kernels)
 
 
 class SizeView:
@@ -110,60 +85,89 @@ class SizeView:
 
 def work_of(jaxpr: Any, target: Target, efficiency: Efficiency) -> Work:
     """Return the work of a ``Jaxpr`` or ``ClosedJaxpr`` whose calls are inlined (bodies of loops and branches are followed)."""
-    view = SizeView()
-    return KernelWalk(getattr(jaxpr, "jaxpr", jaxpr), target, efficiency, (view,)).at(view)
+    return KernelWalk(getattr(jaxpr, "jaxpr", jaxpr), target, efficiency).at(SizeView())
 
 
 class _Kernel(NamedTuple):
-    """``fixed``: the first columns of its row. Beside ``flops`` and ``moved`` it does those of the ``product`` if there is
-    one, moves ``arrays``, and of the ``table`` if there is one what is picked: at most the table, at most these arrays."""
+    """A kernel that runs ``times`` times at these ``rates``: operations and bytes a second. It does the operations of
+    ``product``, if there is one, and moves ``results``, ``sources`` and what it picks of the ``table``. ``step``: where
+    elementwise work stands in its body. ``launch``: False if it runs in an earlier kernel, which has read the sources."""
 
-    fixed: tuple[float, ...]
-    flops: float = 0.0
-    moved: float = 0.0
+    rates: tuple[float, float]
+    results: tuple[Var, ...]
+    sources: frozenset[Var]
+    times: int = 1
     product: JaxprEqn | None = None
-    arrays: tuple[Var, ...] = ()
-    table: tuple[Var, tuple[Var, ...]] | None = None
+    table: Var | None = None
+    step: int | None = None
+    launch: bool = True
+
+
+class _Sizes:
+    """Entries and bytes of arrays in a view."""
+
+    def __init__(self, view: SizeView) -> None:
+        self.view = view
+        self.known: dict[Var, tuple[int, int]] = {}
+
+    def of(self, v: Var) -> tuple[int, int]:
+        if v not in self.known:
+            atom = self.view.atom(v)
+            self.known[v] = math.prod(shape_of(atom)), aval_bytes(atom.aval) if _sized(v) else 0
+        return self.known[v]
+
+    def bytes(self, arrays: Iterable[Var]) -> int:
+        return sum(self.of(v)[1] for v in arrays)
 
 
 class KernelWalk:
-    """One pass over the equations of one body, for all ``views``. ``kernels``: one after another; ``changes``: of workspace, by
-    an array that is made or dropped."""
+    """One pass over the equations of one body; :meth:`at` gives its work in any view. ``kernels``: one after another;
+    ``launched``: what stands where in the body, with what it reads; ``inside``: workspace of the bodies of loops."""
 
-    def __init__(self, body: Any, target: Target, efficiency: Efficiency, views: Sequence[SizeView]) -> None:
-        self.body, self.target, self.efficiency, self.views = body, target, efficiency, views
+    def __init__(self, body: Any, target: Target, efficiency: Efficiency) -> None:
+        self.body, self.target, self.efficiency = body, target, efficiency
         self.kernels: list[_Kernel] = []
-        self.launches = 0
-        self.inside: list[float] = [0.0]
+        self.inside = 0.0
         self.own = {id(eqn) for eqn in body.eqns if kind(eqn) in _OWN or has_body(eqn)}
         self.maker: dict[Var, JaxprEqn] = {v: eqn for eqn in body.eqns for v in eqn.outvars}
         self.sums = {id(product): eqn for eqn in body.eqns if (product := self._added_product(eqn)) is not None}
         self.outside = {self.base(v) for v in (*body.invars, *body.constvars, *variables(body.outvars))}
         self.stored = self._stored()
         self.launched: list[tuple[JaxprEqn, frozenset[Var]]] = []
+        self._changes: dict[frozenset[int], list[tuple[int, Var]]] = {}
         self._run()
-        self.changes = self._workspace()
 
     def at(self, view: SizeView) -> Work:
         """Return the work of the body in a view."""
-        bytes_of: dict[Var, int] = {}
+        sizes = _Sizes(view)
+        kernels = self._fused(sizes)
 
-        def size(arrays: Iterable[Var]) -> int:
-            total = 0
-            for v in arrays:
-                if v not in bytes_of:
-                    bytes_of[v] = aval_bytes(view.atom(v).aval) if _sized(v) else 0
-                total += bytes_of[v]
-            return total
-
-        def row_of(k: _Kernel) -> tuple[float, ...]:
-            picked = 0 if k.table is None else min(size(k.table[1]), size((k.table[0],)))
+        def counts(k: _Kernel) -> tuple[float, float]:
+            picked = 0 if k.table is None else min(sizes.bytes(k.results), sizes.bytes((k.table,)))
             flops = 0 if k.product is None else eqn_flops(view.eqn(k.product))
-            return *k.fixed, k.flops + flops, k.moved + picked + size(k.arrays)
+            return flops, picked + sizes.bytes(k.results) + sizes.bytes(k.sources)
 
-        parts = np.reshape(np.array(list(map(row_of, self.kernels)), float), (-1, _FIXED + 2))
-        live = accumulate(sign * size((v,)) for sign, v in self.changes)
-        return Work.of(parts, np.array([*self.inside, *live], float), self.launches)
+        rows = [(k.times, self.efficiency.kernel_s * k.launch, *k.rates, *counts(k)) for k in kernels]
+        times, launch_s, flops_per_s, bytes_per_s, flops, moved = np.reshape(np.array(rows, float), (-1, 6)).T
+        seconds = times * (np.maximum(flops / flops_per_s, moved / bytes_per_s) + launch_s)
+        joined = frozenset(k.step for k in kernels if k.step is not None and not k.launch)
+        live = accumulate(sign * sizes.of(v)[1] for sign, v in self._workspace(joined))
+        total_flops, total_moved, total_s = (float(x.sum()) for x in (times * flops, times * moved, seconds))
+        launches = sum(k.times for k in kernels if k.launch)
+        return Work(total_flops, total_moved, total_s, launches, max(self.inside, *map(float, live), 0.0))
+
+    def _fused(self, sizes: _Sizes) -> list[_Kernel]:
+        """Return the kernels, of which those that read the same sources write their results together."""
+        fused, first = list[_Kernel](), set[tuple[frozenset[Var], int]]()
+        for kernel in self.kernels:
+            if kernel.step is not None and kernel.sources:
+                # equal sources alone do not make one kernel: XLA joins results of one shape
+                key = kernel.sources, max(sizes.of(v)[0] for v in (*kernel.results, *kernel.sources))
+                fused.append(kernel._replace(sources=frozenset(), launch=False) if key in first else kernel)
+                first.add(key)
+            else:
+                fused.append(kernel)
+        return fused
 
     def base(self, v: Var) -> Var:
         """Return the value of which ``v`` is a reshape, or a copy behind a barrier."""
@@ -198,7 +202,6 @@ class KernelWalk:
         return stored
 
     def _run(self) -> None:
-        fused: set[tuple[frozenset[Var], tuple[int, ...]]] = set()
         added = set(map(id, self.sums.values()))
         for eqn in self.body.eqns:
             if kind(eqn) in _FREE or id(eqn) in added:
@@ -206,33 +209,25 @@ class KernelWalk:
             if id(eqn) in self.own:
                 self._own_kernel(eqn)
             elif _reduces(eqn) or any(v in self.stored for v in eqn.outvars):
-                sources = self._sources(eqn)
-                read = (*eqn.outvars, *sources)
-                # equal sources alone do not make one kernel: XLA joins results of one shape, and each view has its shapes
-                size = tuple(max(math.prod(shape_of(view.atom(v))) for v in read) for view in self.views)
-                shared = (sources, size) in fused and bool(sources)  # one kernel may write several results
-                fused.add((sources, size))
-                self._kernel(eqn, () if shared else sources, launch=not shared)
+                self._kernel(eqn, self._sources(eqn), step=len(self.launched))
 
     def _own_kernel(self, eqn: JaxprEqn) -> None:
-        scan = scan_parts(eqn)
-        bodies = [work_of(b, self.target, self.efficiency) for b in sub_jaxprs(eqn)]
+        scan, plain = scan_parts(eqn), SizeView()
+        bodies = [KernelWalk(b, self.target, self.efficiency) for b in sub_jaxprs(eqn)]
         sources = {self.base(v) for v in variables(eqn.invars)}
         if bodies:
             # a branch costs what its longest arm does; ``while`` has its condition first, and one iteration of its body
-            chosen = max(bodies, key=lambda w: w.seconds) if eqn.primitive.name == "cond" else bodies[-1]
+            is_branch = eqn.primitive.name == "cond"
+            chosen = max(bodies, key=lambda walk: walk.at(plain).seconds) if is_branch else bodies[-1]
             times = scan.length if scan is not None else 1
-            self.launches += times * chosen.kernels
-            self.kernels += [
-                _Kernel((times * k[0], *k[1:_FIXED]), *k[_FIXED:]) for k in map(tuple, chosen.parts.tolist())
-            ]
-            self.inside += chosen.levels.tolist()
+            self.kernels += [k._replace(times=times * k.times, step=None) for k in chosen._fused(_Sizes(plain))]
+            self.inside = max(self.inside, chosen.at(plain).workspace_bytes)
             self._note(eqn, sources)
         elif is_exchange(eqn):
             self._note(eqn, sources)
         elif row(eqn).picks:  # of what it reads, only what it picks
             table = self.base(next(variables(eqn.invars)))
-            self._kernel(eqn, sources - {table}, table=(table, tuple(eqn.outvars)))
+            self._kernel(eqn, sources - {table}, table=table)
             self._note(eqn, {table})
         elif (add := self.sums.get(id(eqn))) is not None:
             sources |= {self.base(v) for v in variables(add.invars[:1])}
@@ -240,12 +235,10 @@ class KernelWalk:
         else:
             self._kernel(eqn, sources, product=eqn)
 
-    def _kernel(self, eqn: JaxprEqn, sources: Iterable[Var], *, launch: bool = True, **counts: Any) -> None:
+    def _kernel(self, eqn: JaxprEqn, sources: Iterable[Var], **facts: Any) -> None:
         e, t = self.efficiency, self.target
         rates = t.peak_flops_per_s(_dtype(eqn)) * e.matmul_of(t), t.memory_bytes_per_s * e.bandwidth
-        fixed = (1, e.kernel_s if launch else 0.0, *rates)
-        self.kernels.append(_Kernel(fixed, arrays=(*eqn.outvars, *set(sources)), **counts))
-        self.launches += launch
+        self.kernels.append(_Kernel(rates, tuple(eqn.outvars), frozenset(sources), **facts))
         self._note(eqn, sources)
 
     def _note(self, eqn: JaxprEqn, sources: Iterable[Var]) -> None:
@@ -262,15 +255,19 @@ class KernelWalk:
 
         return frozenset(filter(is_source, reachable(map(self.base, variables(eqn.invars)), made_of)))
 
-    def _workspace(self) -> list[tuple[int, Var]]:
+    def _workspace(self, joined: frozenset[int]) -> list[tuple[int, Var]]:
         """Return allocations (1) and frees (-1) of values that are made and read inside, in the order of :meth:`_order`.
+        ``joined``: steps that run in earlier kernels and read nothing themselves.
 
         A result may take the place of an operand that is read for the last time, except in kernels of their own.
         """
+        if joined in self._changes:
+            return self._changes[joined]
+        launched = [(eqn, frozenset[Var]() if k in joined else read) for k, (eqn, read) in enumerate(self.launched)]
         born_at: dict[Var, int] = {}
         last: dict[Var, tuple[int, int]] = {}
-        for now, k in enumerate(self._order()):
-            eqn, sources = self.launched[k]
+        for now, k in enumerate(self._order(launched)):
+            eqn, sources = launched[k]
             for v in eqn.outvars:
                 born_at.setdefault(v, now)
             for v in sources:
@@ -280,31 +277,32 @@ class KernelWalk:
         for v, born in born_at.items():
             if v not in self.outside and v in last:
                 changes += [(born, 1, 1, v), (*max((born, 2), last[v]), -1, v)]
-        return [(sign, v) for _, _, sign, v in sorted(changes, key=lambda x: x[:3])]
+        self._changes[joined] = [(sign, v) for _, _, sign, v in sorted(changes, key=lambda x: x[:3])]
+        return self._changes[joined]
 
-    def _order(self) -> list[int]:
+    def _order(self, launched: Sequence[tuple[JaxprEqn, frozenset[Var]]]) -> list[int]:
         """Return the order of kernels: that of the program, but a value that is only read later is computed right before its
         first reader (as a backward pass recomputes), and elementwise results for the caller right after their operands (as
         accumulated gradients)."""
         made_by: dict[Var, int] = {}
-        for k, (eqn, _) in enumerate(self.launched):
+        for k, (eqn, _) in enumerate(launched):
             for v in eqn.outvars:
                 made_by.setdefault(v, k)
-        result = [id(eqn) not in self.own and all(v in self.outside for v in eqn.outvars) for eqn, _ in self.launched]
-        when = list(range(len(self.launched)))
+        result = [id(eqn) not in self.own and all(v in self.outside for v in eqn.outvars) for eqn, _ in launched]
+        when = list(range(len(launched)))
         needed_at: dict[int, int] = {}
         # from the last kernel to the first, so that a reader has its place before its sources look for it
-        for k in range(len(self.launched) - 1, -1, -1):
-            eqn, sources = self.launched[k]
+        for k in range(len(launched) - 1, -1, -1):
+            eqn, sources = launched[k]
             if not result[k] and k in needed_at and not any(v in self.outside for v in eqn.outvars):
                 when[k] = needed_at[k]
             if not result[k]:
                 for source in {made_by[v] for v in sources if v in made_by}:
                     needed_at[source] = min(needed_at.get(source, when[k]), when[k])
-        for k, (_, sources) in enumerate(self.launched):
+        for k, (_, sources) in enumerate(launched):
             if result[k]:
                 when[k] = max((when[made_by[v]] for v in sources if v in made_by), default=0)
-        return sorted(range(len(self.launched)), key=lambda k: (when[k], k))
+        return sorted(range(len(launched)), key=lambda k: (when[k], k))
 
 
 def _reduces(eqn: JaxprEqn) -> bool:

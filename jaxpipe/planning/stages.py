@@ -24,7 +24,6 @@ target's links say what they take.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import time
@@ -57,7 +56,7 @@ from jaxpipe._jax_compat import (
 )
 from jaxpipe.context_parallel import shard_avals
 from jaxpipe.cost import measure_stages
-from jaxpipe.cost.profile import Exchanges, StageSizes
+from jaxpipe.cost.profile import StageSizes
 from jaxpipe.errors import ConfigError, StageError
 from jaxpipe.files import write_atomically
 from jaxpipe.mesh import AXES, AnyMesh, TensorParallel
@@ -83,29 +82,24 @@ PROBE = 131071
 """Sequences in the traced microbatch: a prime (2¹⁷ − 1), so that only axes along sequences are multiples of it."""
 
 
-def resized(stage: StageFunctions, sizes: Sequence[int]) -> Sequence[tuple[StageFunctions, SizeView]]:
-    """Resize a stage traced with :data:`PROBE` sequences to each of ``sizes``, and return it with a view of its equations.
+def resized(stage: StageFunctions, size: int) -> tuple[StageFunctions, SizeView] | None:
+    """Resize a stage traced with :data:`PROBE` sequences to ``size``, and return it with a view of its equations.
 
-    The resized functions keep only exchanges and attention kernels, and their inputs and outputs as traced. Returns nothing
+    The resized functions keep only exchanges and attention kernels, and their inputs and outputs as traced. Returns None
     where shapes are ambiguous: an axis is as long as no parameter's, neither short nor a multiple of :data:`PROBE`; an array
     has sequences along several axes; or loops and branches run over sequences.
     """
     layout = stage.layout
     shapes = *(x.shape for x in layout.slots), *(x.shape for x in (*layout.buffers, *stage.acc_avals))
-    dimensions = frozenset(n for shape in shapes for n in shape)
-    views = [_ProbeView(dimensions, size) for size in sizes]
-    views[0].check_shapes(f.jaxpr.jaxpr for f in stage.functions.values())
-    resized_stages = [(_sized(stage, view), view) for view in views]
-    return [] if any(view.ambiguous for view in views) else resized_stages
-
-
-def _sized(stage: StageFunctions, view: _ProbeView) -> StageFunctions:
+    view = _ProbeView((n for shape in shapes for n in shape), size)
+    view.check_shapes(f.jaxpr.jaxpr for f in stage.functions.values())
     functions = {op: view.function(f) for op, f in stage.functions.items()}
     forward = functions["F"]
     results = zip(forward.outputs, forward.jaxpr.jaxpr.outvars, strict=True)
     bytes_by_field = held_bytes({op: (f.inputs, f.jaxpr.jaxpr.invars) for op, f in functions.items()})
     boundary_bytes = sum(aval_bytes(a.aval) for port, a in results if port.kind == "y")
-    return replace(stage, functions=functions, evaluation=forward, boundary_bytes=boundary_bytes, **bytes_by_field)
+    sized = replace(stage, functions=functions, evaluation=forward, boundary_bytes=boundary_bytes, **bytes_by_field)
+    return None if view.ambiguous else (sized, view)
 
 
 class _ProbeView(SizeView):
@@ -197,7 +191,7 @@ class Stopwatch:
     _known: dict[str, dict[str, float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        with contextlib.suppress(FileNotFoundError):
+        with suppress(FileNotFoundError):
             try:
                 read = json.loads(self.path.read_text(encoding="utf-8"))
                 self._known = {key: {op: float(x) for op, x in row.items()} for key, row in read["seconds"].items()}
@@ -301,15 +295,22 @@ class PlannedStage:
         return {**{op: w.workspace_bytes for op, w in self.work.items()}, **self.temps}
 
 
+@dataclass(frozen=True, slots=True)
+class _Trace:
+    """A traced stage, the kernels of each of its functions, and bytes of master parameters and optimizer state."""
+
+    functions: StageFunctions
+    walks: Mapping[str, KernelWalk]
+    state_bytes: float
+
+
 @dataclass
 class StageCosts:
     """Prices the stages of a model on ``target``, each distinct kind once.
 
     ``temp_of`` finds workspace by compiling; without it workspace is estimated. ``progress`` gets a line for each step that
-    takes seconds. ``sizes``, for a search over many microbatch sizes: two numbers of sequences, from whose prices those of any
-    other number follow, kernel by kernel and array by array; one trace tells both where it can
-    (:mod:`jaxpipe.planning.stages`), else each is traced. ``seconds_of`` measures seconds on local devices, which then stand
-    in place of the roofline's.
+    takes seconds. ``probes``, for a search over many microbatch sizes: one trace gives the prices of all where it can
+    (:func:`resized`). ``seconds_of`` measures seconds on local devices, which then stand in place of the roofline's.
     """
 
     model: Model
@@ -321,13 +322,12 @@ class StageCosts:
     temp_of: Compiler | None = None
     progress: Callable[[str], None] = print
     cache: BuildCache = field(default_factory=BuildCache)
-    sizes: tuple[int, int] | None = None
+    probes: bool = False
     seconds_of: Stopwatch | None = None
     _base: StageCosts | None = None
     _stages_by_kind: dict[Hashable, PlannedStage] = field(default_factory=dict)
-    _functions_by_kind: dict[Hashable, StageFunctions] = field(default_factory=dict)
-    _priced_by_kind: dict[Hashable, tuple[PlannedStage, ...]] = field(default_factory=dict)
-    _keys_by_cut: dict[Hashable, list[list[StageKey]]] = field(default_factory=dict)
+    _traces_by_kind: dict[Hashable, _Trace] = field(default_factory=dict)
+    _keys_by_cut: dict[Hashable, list[StageKey]] = field(default_factory=dict)
     _increments: dict[Hashable, tuple[PlannedStage | None, PlannedStage | None]] = field(default_factory=dict)
 
     def over(self, pipe: PipelineConfig) -> StageCosts:
@@ -377,34 +377,30 @@ class StageCosts:
         Raises:
             StageError: a stage can't be traced or split, or no such policy.
         """
-        # cheapest first: one probe for all sizes, then two traces for all sizes, then a trace of this very size. A user's
-        # layer may refuse PROBE sequences, which says nothing of the sizes that run, so only the probe's errors are dropped.
-        for traced in self._traced_sizes(size, offload_fraction):
-            with suppress(*([StageError] if traced == (PROBE,) else [])):
+        for traced in self._traced_sizes(size):
+            # a user's layer may refuse PROBE sequences, which says nothing of the sizes that run
+            with suppress(*[StageError] * (traced == PROBE)):
                 if priced_stages := self._stages(cut, recompute, size, traced, offload_fraction):
                     return priced_stages
-        return self._stages(cut, recompute, size, (size,), offload_fraction)
+        return ()
 
-    def _traced_sizes(self, size: int, offload_fraction: float = 1.0) -> Iterator[tuple[int, ...]]:
-        """Yield the tuples of sizes from whose traces ``size`` can be computed, the fewest traces first."""
-        if self.sizes is not None:
-            if self.seconds_of is None and offload_fraction in (0, 1):
-                yield (PROBE,)
-            yield (size,) if size in self.sizes else self.sizes
+    def _traced_sizes(self, size: int) -> tuple[int, ...]:
+        """Return the numbers of sequences whose traces may tell what ``size`` of them cost, the one that needs fewer traces
+        first."""
+        return (PROBE, size) if self.probes and self.seconds_of is None else (size,)
 
     def _stages(
-        self, cut: Cut, recompute: str | Sequence[str], size: int, traced: tuple[int, ...], offload_fraction: float
+        self, cut: Cut, recompute: str | Sequence[str], size: int, traced: int, offload_fraction: float
     ) -> tuple[PlannedStage, ...]:
-        """Return stages priced from traces at the sizes ``traced``, or () if those traces use different kernels."""
+        """Return stages priced from traces of ``traced`` sequences, or () if those traces do not tell of ``size``."""
         stages = list[PlannedStage]()
         # keys are kept, as making them traces each stage's predecessors for the shapes that enter it
         cut_key = tuple(cut), tuple(per_stage(recompute, len(cut))), traced, offload_fraction
         if cut_key not in self._keys_by_cut:
             self._keys_by_cut[cut_key] = list(self._stage_keys(*cut_key))
-        for keys in self._keys_by_cut[cut_key]:
-            # with ``sizes`` the keys hold the sizes that were traced, and one trace gives stages of many sizes
-            kind = keys[0].kind if self.sizes is None else (keys[0].kind, traced, size)
-            if kind not in self._stages_by_kind and (priced_stage := self._extrapolated(keys, size)) is not None:
+        for key in self._keys_by_cut[cut_key]:
+            kind = key.kind, size
+            if kind not in self._stages_by_kind and (priced_stage := self._extrapolated(key, size)) is not None:
                 self._stages_by_kind[kind] = priced_stage
             if kind not in self._stages_by_kind:
                 return ()
@@ -412,34 +408,31 @@ class StageCosts:
         return tuple(stages)
 
     def _stage_keys(
-        self, cut: Cut, recompute: str | Sequence[str], traced: tuple[int, ...], offload_fraction: float
-    ) -> Iterator[list[StageKey]]:
-        """Yield the keys of each stage in turn, one a size of ``traced``. A stage's inputs are what earlier stages return, so
-        these are traced on the way; a caller that stops early saves the traces of the rest."""
+        self, cut: Cut, recompute: str | Sequence[str], traced: int, offload_fraction: float
+    ) -> Iterator[StageKey]:
+        """Yield the key of each stage in turn. A stage's inputs are what earlier stages return, so these are traced on the
+        way; a caller that stops early saves the traces of the rest."""
         layers = [self.model.layers[a:b] for a, b in cut]
-        leaving = [list[tuple[Any, ...]]() for _ in traced]
+        leaving = list[tuple[Any, ...]]()
         for s, (links, policy) in enumerate(
             zip(links_of(layers, self.avals), per_stage(recompute, len(cut)), strict=True)
         ):
-            keys = [
-                StageKey(layers[s], cut[s][0], links.entering(leaving_avals), links, policy, n, offload_fraction)
-                for n, leaving_avals in zip(traced, leaving, strict=True)
-            ]
-            yield keys
-            for key, leaving_avals in zip(keys, leaving, strict=True):
-                leaving_avals.append(links.exits(self._traced_functions(_shortened(key, *self._traced_lengths(key))).y))
+            yield (
+                key := StageKey(layers[s], cut[s][0], links.entering(leaving), links, policy, traced, offload_fraction)
+            )
+            leaving.append(links.exits(self._traced(_shortened(key, *_traced_lengths(key))).functions.y))
 
     def run_increments(self, recompute: str, size: int) -> Mapping[Hashable, tuple[int, PlannedStage, PlannedStage]]:
         """Return how many equal layers each long run has, and two stages of ``size`` sequences, the second with one layer more,
         by the code of the run's layer: their difference is what a layer adds. Empty where every size is traced."""
         stages_by_code, cut = dict[Hashable, tuple[int, PlannedStage, PlannedStage]](), self._run_cut
         last = max((k for k, (a, b) in enumerate(cut) if b - a > 1), default=-1)
-        for traced in self._traced_sizes(size) if self.seconds_of is None else ():
-            with suppress(*([StageError] if traced == (PROBE,) else [])):
-                for keys in islice(self._stage_keys(cut, recompute, traced, 1.0), last + 1):
-                    one, two = self._increment(keys, 0, size) if self._traced_lengths(keys[0])[0] else (None, None)
+        for traced in self._traced_sizes(size) if self.probes and self.seconds_of is None else ():
+            with suppress(*[StageError] * (traced == PROBE)):
+                for key in islice(self._stage_keys(cut, recompute, traced, 1.0), last + 1):
+                    one, two = self._increment(key, 0, size) if _traced_lengths(key)[0] else (None, None)
                     if one is not None and two is not None:
-                        stages_by_code[keys[0].layers[0].code] = len(keys[0].layers), one, two
+                        stages_by_code[key.layers[0].code] = len(key.layers), one, two
             if stages_by_code:
                 break
         return stages_by_code
@@ -463,13 +456,13 @@ class StageCosts:
         if self.temp_of is None:
             return tuple(stages)
         # the budget of seconds may end at any compilation: the kind that most ranks run must not be the one left out
-        for kind, _ in Counter(s.key.kind for s in stages).most_common():
+        for kind, _ in Counter((s.key.kind, s.key.size) for s in stages).most_common():
             stage = self._stages_by_kind[kind]
             for op in stage.work:
                 if op in ops and op not in stage.temps and (temp := self.temp_of(self, stage.key, op)) is not None:
                     stage = replace(stage, temps={**stage.temps, op: temp})
             self._stages_by_kind[kind] = stage
-        return tuple(self._stages_by_kind[s.key.kind] for s in stages)
+        return tuple(self._stages_by_kind[s.key.kind, s.key.size] for s in stages)
 
     def functions_of(self, key: StageKey) -> StageFunctions:
         """Build the stage's functions on :attr:`mesh`; stages with equal layers share traces and compiled code."""
@@ -487,93 +480,57 @@ class StageCosts:
         counts = Counter(function_key(layer.apply) for layer in self.model.layers)
         return frozenset(key for key, n in counts.items() if n > 1)
 
-    def _extrapolated(self, keys: Sequence[StageKey], size: int) -> PlannedStage | None:
+    def _extrapolated(self, key: StageKey, size: int) -> PlannedStage | None:
         """Extrapolate the stage from traces with few layers of each long run; None as for :meth:`_priced_at`."""
-        runs, lengths = self._traced_lengths(keys[0])
-        stage = self._priced_at([_shortened(key, runs, lengths) for key in keys], size)
+        runs, lengths = _traced_lengths(key)
+        stage = self._priced_at(_shortened(key, runs, lengths), size)
         # costs are linear in the number of equal layers: each further one adds ``longer`` − ``base``
         for k, run in enumerate(runs):
-            base, longer = self._increment(keys, k, size)
+            base, longer = self._increment(key, k, size)
             if stage is None or base is None or longer is None:
                 return None
             stage = _extrapolate(stage, longer, base, len(run) - lengths[k])
-        return None if stage is None else replace(stage, key=replace(keys[0], size=size))
+        return None if stage is None else replace(stage, key=replace(key, size=size))
 
-    def _increment(
-        self, keys: Sequence[StageKey], k: int, size: int
-    ) -> tuple[PlannedStage | None, PlannedStage | None]:
-        """Return two stages, the second with one layer more of the ``k``-th long run of ``keys``. They hold the run alone, so
-        that all stages with such layers share them; where the model has no such run by itself, they are cut from ``keys``."""
-        runs, lengths = self._traced_lengths(keys[0])
-        code, sizes, ends = keys[0].layers[runs[k][0]].code, tuple(x.size for x in keys), self._base or self
-        kind = (code, keys[0].policy, keys[0].offload_fraction, sizes, size)
+    def _increment(self, key: StageKey, k: int, size: int) -> tuple[PlannedStage | None, PlannedStage | None]:
+        """Return two stages, the second with one layer more of the ``k``-th long run of ``key``. They hold the run alone, so
+        that all stages with such layers share them; where the model has no such run by itself, they are cut from ``key``."""
+        runs, lengths = _traced_lengths(key)
+        code, ends = key.layers[runs[k][0]].code, self._base or self
+        kind = (code, key.policy, key.offload_fraction, key.size, size)
         if kind not in self._increments:
             # ``ends``, the model with its vocabulary at the ends: its runs serve every way to spread the vocabulary
-            for run_keys in ends._stage_keys(ends._run_cut, keys[0].policy, sizes, keys[0].offload_fraction):
-                if run_keys[0].layers[0].code == code and ends._traced_lengths(run_keys[0])[0]:
-                    keys, (runs, lengths), k = run_keys, ends._traced_lengths(run_keys[0]), 0
+            for run_key in ends._stage_keys(ends._run_cut, key.policy, key.size, key.offload_fraction):
+                if run_key.layers[0].code == code and _traced_lengths(run_key)[0]:
+                    key, (runs, lengths), k = run_key, _traced_lengths(run_key), 0
                     break
             longer = [n + (i == k) for i, n in enumerate(lengths)]
-            one, two = (self._priced_at([_shortened(key, runs, n) for key in keys], size) for n in (lengths, longer))
+            one, two = (self._priced_at(_shortened(key, runs, n), size) for n in (lengths, longer))
             self._increments[kind] = one, two
         return self._increments[kind]
 
-    def _traced_lengths(self, stage: StageKey) -> tuple[list[list[int]], list[int]]:
-        """Return the long runs of equal layers, and how many layers of each must be traced; no runs where costs are not linear
-        in the number of layers."""
-        # a fraction of the residuals is offloaded largest first, so a layer more changes which of the others are moved
-        runs = _long_runs(stage) if stage.offload_fraction in (0, 1) else []
-        return runs, [_TRACED_LAYERS] * len(runs)
-
-    def _priced_at(self, keys: Sequence[StageKey], size: int) -> PlannedStage | None:
-        """Price the stage from traces of all ``keys``, which differ in size; each kind is traced once. None if the traces
-        use different kernels."""
-        priced_stages = [stage for key in keys for stage in self._priced_traces(key)]
-        if len(priced_stages) < 2:
-            return priced_stages[0] if priced_stages else None
-        # bytes and work of every kernel are linear in the number of sequences, so two sizes give all others; seconds are
-        # not (a kernel is bound by arithmetic or by memory), so ``towards`` computes them anew from each kernel's work
-        one, two = priced_stages
-        share = (size - one.key.size) / (two.key.size - one.key.size)
-        work = {op: x.towards(two.work[op], share) for op, x in one.work.items()}
-        exchanges = {
-            op: _interpolated_exchanges(x, two.sizes.exchanges[op], share) for op, x in one.sizes.exchanges.items()
-        }
-        work_by_op = {op: x for op, x in work.items() if x is not None}
-        if len(work_by_op) < len(work) or None in exchanges.values():
-            return None
-        sizes = replace(_extrapolate(one.sizes, two.sizes, one.sizes, share), exchanges=exchanges)
-        return replace(one, sizes=sizes, work=work_by_op)
-
-    def _traced_functions(self, key: StageKey) -> StageFunctions:
-        if key.kind not in self._functions_by_kind:
+    def _traced(self, key: StageKey) -> _Trace:
+        if key.kind not in self._traces_by_kind:
             self.progress(f"tracing {key}")
-            self._functions_by_kind[key.kind] = self.functions_of(key)
-        return self._functions_by_kind[key.kind]
+            functions = self.functions_of(key)
+            bodies = {op: f.jaxpr.jaxpr for op, f in functions.functions.items()}
+            walks = {op: KernelWalk(body, self.target, self.efficiency) for op, body in bodies.items()}
+            self._traces_by_kind[key.kind] = _Trace(functions, walks, self._state_bytes(functions))
+        return self._traces_by_kind[key.kind]
 
-    def _priced_traces(self, key: StageKey) -> tuple[PlannedStage, ...]:
-        """Trace and price the stage; a probe gives one stage for each of :attr:`sizes`, or none if its shapes are ambiguous."""
-        if key.kind not in self._priced_by_kind:
-            stage, sizes = self._traced_functions(key), self.sizes if key.size == PROBE else None
-            stages = [(stage, SizeView())] if sizes is None else resized(stage, sizes)
-            views, state_bytes = [view for _, view in stages], self._state_bytes(stage)
-            # one walk for all views, so that kernels correspond one to one; an ambiguous probe has no views, and no walk
-            bodies = {op: f.jaxpr.jaxpr for op, f in stage.functions.items()}
-            walks = {op: KernelWalk(body, self.target, self.efficiency, views) for op, body in bodies.items() if stages}
-            self._priced_by_kind[key.kind] = tuple(
-                self._planned(replace(key, size=n), f, {op: x.at(view) for op, x in walks.items()}, state_bytes)
-                for (f, view), n in zip(stages, sizes or (key.size,), strict=False)
-            )
-        return self._priced_by_kind[key.kind]
-
-    def _planned(
-        self, key: StageKey, functions: StageFunctions, work: dict[str, Work], state_bytes: float
-    ) -> PlannedStage:
-        functions = with_offload(functions, key.offload_fraction)
+    def _priced_at(self, key: StageKey, size: int) -> PlannedStage | None:
+        """Price the stage of ``key`` with ``size`` sequences; None if it is a probe whose shapes are ambiguous."""
+        trace = self._traced(key)
+        sized = (trace.functions, SizeView()) if key.size == size else resized(trace.functions, size)
+        if sized is None:
+            return None
+        functions = with_offload(sized[0], key.offload_fraction)
+        work = {op: walk.at(sized[1]) for op, walk in trace.walks.items()}
         if self.seconds_of is not None:
             seconds = self.seconds_of(functions, self.model.vocab_size)
             work |= {op: replace(work[op], seconds=s) for op, s in seconds.items() if op in work}
-        return PlannedStage(key, functions, StageSizes.of(functions), work, state_bytes)
+        key = replace(key, size=size)
+        return PlannedStage(key, functions, StageSizes.of(functions), work, trace.state_bytes)
 
     def _state_bytes(self, functions: StageFunctions) -> float:
         """Return the bytes of master parameters and optimizer state."""
@@ -582,23 +539,12 @@ class StageCosts:
         return sum(map(aval_bytes, masters)) + self._optimizer_bytes(acc)
 
 
-def _interpolated_exchanges(one: Exchanges, two: Exchanges, share: float) -> Exchanges | None:
-    """Interpolate the sizes of the arrays that collectives move, ``share`` of the way from ``one`` to ``two``; None if the
-    collectives differ."""
-    if [(name, among, n) for (name, _, among), n in one.items()] != [
-        (name, among, n) for (name, _, among), n in two.items()
-    ]:
-        return None
-    sizes = ((a + share * (b - a)) for (_, a, _), (_, b, _) in zip(one, two, strict=True))
-    return {(name, size, among): n for ((name, _, among), n), size in zip(one.items(), sizes, strict=True)}
-
-
 def _extrapolate(total: Any, longer: Any, base: Any, times: float) -> Any:
     """Add ``times`` the difference ``longer`` − ``base`` to ``total``, number by number. Other values stay ``total``'s."""
     if isinstance(total, int | float):
         return total + times * (longer - base)
     if isinstance(total, PlannedStage | StageSizes | Work):
-        names = [f.name for f in fields(total) if f.name not in ("key", "functions", "parts", "levels")]
+        names = [f.name for f in fields(total) if f.name not in ("key", "functions")]
         return replace(
             total, **{x: _extrapolate(getattr(total, x), getattr(longer, x), getattr(base, x), times) for x in names}
         )
@@ -675,6 +621,14 @@ def _long_runs(stage: StageKey, most: int = _TRACED_LAYERS + 1) -> list[list[int
     long = [run for run in runs if len(run) > most]
     # whoever reads a dropped layer reads its one input instead; with a second input (a skip link) nothing stands in
     return long if all(len(stage.links.takes[i]) == 1 for run in long for i in run[1:]) else []
+
+
+def _traced_lengths(stage: StageKey) -> tuple[list[list[int]], list[int]]:
+    """Return the long runs of equal layers, and how many layers of each must be traced; no runs where costs are not linear
+    in the number of layers."""
+    # a fraction of the residuals is offloaded largest first, so a layer more changes which of the others are moved
+    runs = _long_runs(stage) if stage.offload_fraction in (0, 1) else []
+    return runs, [_TRACED_LAYERS] * len(runs)
 
 
 def _shortened(stage: StageKey, runs: Sequence[Sequence[int]], lengths: Sequence[int]) -> StageKey:

@@ -5,14 +5,14 @@ Source: FlexPipe (`flexpipe.txt`) section 6, a grid search. Here the grid is wal
 can't be shorter than the best found is left out, so the answer is that of the whole grid:
 
 1. A *layout* (devices, microbatches, recomputation, vocabulary) begins with the work of its layers, divided evenly, as traces
-   of one device run_helper it. Where what stays in memory needs too much, it ends here.
-2. A layout whose turn comes is priced, with each number of stages that orders have, from traces that run_helper two microbatch
+   of one device tell it. Where what stays in memory needs too much, it ends here.
+2. A layout whose turn comes is priced, with each number of stages that orders have, from traces that tell all microbatch
    sizes. Each placement of its stages gets the lower bound of all schedules there, plus the seconds of the update.
 3. A placement whose turn comes gets all its orders, families and rules, simulated under real costs. Of the :data:`LEADERS`
    fastest that fit gradients are separated, where that could be the best, and the fastest that does not fit goes through the
    offload pass.
 
-The best is predicted from exact traces then; where they run_helper another time, the search begins again with such ones alone.
+The best is predicted from exact traces then; where they tell another time, the search begins again with such ones alone.
 
 Two processes may search: a fork takes the layouts that divide layers over shards, which share few traces with others. Each
 knows the time of the best that the other has found.
@@ -67,10 +67,8 @@ LEADERS = 3
 """Orders of a placement whose gradients are separated: the fastest that fit with whole backwards."""
 MIN_SAVED = 0.1
 """Fraction of equal layers' residuals that a recompute policy must save to be tried beside none."""
-TRACED_SIZES = 2, 4
-"""Sequences in a microbatch that stage costs for a search trace, in place of all other numbers."""
 PROBE_TOLERANCE = 0.01
-"""Fraction of a step by which exact traces may differ from interpolated ones before the search begins again without these."""
+"""Fraction of a step by which a trace of its size may differ from a resized one before the search begins again without."""
 
 _REPLY_S = 0.5
 """Seconds that the second process has after an interrupt to send its results."""
@@ -105,7 +103,7 @@ def tune(
         tuned = search.run()
         if search.probe_was_wrong and not tuned.stopped:
             progress("layers do other work with other microbatch sizes: searching again, with a trace of each size")
-            exact, left_s = replace(stage_costs, sizes=None), time_limit_s - tuned.seconds
+            exact, left_s = replace(stage_costs, probes=False), time_limit_s - tuned.seconds
             tuned = _LayoutSearch(space, exact, limit_bytes, progress, left_s, prune, progress_s).run()
         return tuned
     finally:
@@ -329,7 +327,7 @@ class _LayoutSearch:
             if not ends:
                 stages = with_vocabulary(one_to_one(devices), barriers=barriers(pipe.vocabulary)).num_stages
             cut = self._planner(other)(stages).cut
-            priced_stages = () if stage_costs.sizes is None else stage_costs.stages(cut, str(pipe.recompute), size)
+            priced_stages = () if not stage_costs.probes else stage_costs.stages(cut, str(pipe.recompute), size)
             self._work[key] = sum((x.seconds for x in priced_stages), np.zeros(3))
         return self._work[key]
 
@@ -563,8 +561,7 @@ class _LayoutSearch:
                     tp=shards,
                     cache=BuildCache(),
                     _stages_by_kind={},
-                    _functions_by_kind={},
-                    _priced_by_kind={},
+                    _traces_by_kind={},
                     _keys_by_cut={},
                     _increments={},
                 )
@@ -591,7 +588,7 @@ class _LayoutSearch:
         for trial in sorted((t for t in self.trials if t.status == "fits"), key=trial_key):
             config = self.space.config(trial.settings)
             stage_costs, moved = (
-                replace(self._stage_costs_for(config), sizes=None),
+                replace(self._stage_costs_for(config), probes=False),
                 self._offloaded_schedules.get(id(trial)),
             )
             transform = None if moved is None else lambda *_, schedule=moved: schedule

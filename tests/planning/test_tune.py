@@ -22,7 +22,7 @@ from jaxpipe.planning.roofline import Efficiency
 from jaxpipe.planning.space import Space
 from jaxpipe.planning.stages import PROBE, StageCosts, Stopwatch, _ProbeView, planner, stage_costs_of
 from jaxpipe.planning.targets import TARGETS
-from jaxpipe.planning.tune import TRACED_SIZES, tune
+from jaxpipe.planning.tune import tune
 from jaxpipe.train.config import TrainConfig, load_config
 from tests.support.paths import ROOT
 
@@ -45,7 +45,7 @@ def small() -> TrainConfig:
 @pytest.fixture(scope="module")
 def stage_costs() -> StageCosts:
     """Traces are shared by all tests."""
-    return stage_costs_of(small(), A800, Efficiency(), lambda text: None, sizes=TRACED_SIZES)
+    return stage_costs_of(small(), A800, Efficiency(), lambda text: None, probes=True)
 
 
 @pytest.mark.parametrize("limit", [4.4e6, pytest.param(80e9, marks=pytest.mark.soak)])
@@ -61,7 +61,7 @@ def test_the_answer_is_that_of_the_whole_grid(limit: float, stage_costs: StageCo
     assert not any(t.status in ("slower", "not reached") for t in full.trials)
     for t in simulated[:: len(simulated) // 6]:  # what plan predicts, but for traces in two sizes
         if not t.offloaded:
-            p = predict(space.config(t.settings), replace(stage_costs, sizes=None), limit)
+            p = predict(space.config(t.settings), replace(stage_costs, probes=False), limit)
             assert (p.step_s, p.tokens_per_s) == pytest.approx((t.step_s, t.tokens_per_s), rel=1e-3)
             assert [m.peak_bytes for m in p.memory] == pytest.approx(t.peak_bytes, rel=1e-2)
             assert t.bound_s is not None and t.bound_s <= p.step_s * (1 + 1e-9)
@@ -221,7 +221,7 @@ def test_nothing_that_fits_is_one_line(capsys: pytest.CaptureFixture[str]) -> No
 
 def test_layers_that_do_other_work_with_few_sequences_are_searched_again() -> None:
     notes: list[str] = []
-    stage_costs = stage_costs_of(small(), A800, Efficiency(), lambda text: None, sizes=TRACED_SIZES)
+    stage_costs = stage_costs_of(small(), A800, Efficiency(), lambda text: None, probes=True)
     blocks = {layer.apply for layer in stage_costs.model.layers if layer.name.startswith("block")}
     (block,) = blocks
 
@@ -236,7 +236,7 @@ def test_layers_that_do_other_work_with_few_sequences_are_searched_again() -> No
         f"pipeline.{x}" for x in ("ranks=2", "vocabulary=ends", "recompute=none", "microbatches=8,16", "schedule=1f1b")
     ]
     space = Space.of(small(), 2, only)
-    result, exact = tune(space, stage_costs, 80e9, notes.append), tune(space, replace(stage_costs, sizes=None), 80e9)
+    result, exact = tune(space, stage_costs, 80e9, notes.append), tune(space, replace(stage_costs, probes=False), 80e9)
     assert [text for text in notes if "searching again" in text] and result.best is not None and exact.best is not None
     assert result.best.step_s == exact.best.step_s
     assert min(t.step_s for t in result.trials if t.step_s is not None) == pytest.approx(result.best.step_s)
@@ -253,7 +253,7 @@ def test_layers_that_do_other_work_with_few_sequences_are_searched_again() -> No
 def test_one_trace_tells_what_a_trace_of_each_size_does(shards: str, recompute: str) -> None:
     cut_in_two = ["model.options.num_layers=2", "pipeline.ranks=2"]
     config = small().override([*cut_in_two, f"pipeline.{shards}", f"pipeline.recompute={recompute}"])
-    quick = stage_costs_of(config, A800, Efficiency(), lambda text: None, sizes=(2, 4))
+    quick = stage_costs_of(config, A800, Efficiency(), lambda text: None, probes=True)
     cut = planner(config, quick.model)(2).cut
     for size in (2, 4):
         full = stage_costs_of(config, A800, Efficiency(), lambda text: None)
@@ -266,7 +266,7 @@ def test_one_trace_tells_what_a_trace_of_each_size_does(shards: str, recompute: 
                 other = real.work[op]
                 traced_numbers = (other.flops, other.moved_bytes, other.seconds, other.kernels, other.workspace_bytes)
                 assert derived_numbers == pytest.approx(traced_numbers, rel=1e-9)
-    assert {len(stages) for stages in quick._priced_by_kind.values()} == {2}  # no size was traced by itself
+    assert {kind[4] for kind in quick._traces_by_kind} == {PROBE}  # no size was traced by itself
 
 
 def test_shapes_that_do_not_tell_of_sequences_are_traced() -> None:
@@ -318,7 +318,7 @@ def test_no_more_optimizer_state_is_taken_for_granted_than_there_is(name: str) -
         "adafactor": optax.adafactor(1e-3), "lion": optax.lion(1e-3),
     }  # fmt: skip
     stage_costs = replace(
-        stage_costs_of(small(), A800, Efficiency(), lambda text: None, sizes=TRACED_SIZES), optimizer=optimizers[name]
+        stage_costs_of(small(), A800, Efficiency(), lambda text: None, probes=True), optimizer=optimizers[name]
     )
     leaves = jax.tree.leaves(dict(stage_costs.avals))
     masters = [jax.ShapeDtypeStruct(a.shape, jax.numpy.float32) for a in leaves]

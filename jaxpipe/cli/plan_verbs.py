@@ -16,23 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxpipe.cli.flags import (
-    SCHEDULE_SUFFIXES,
-    add_costs_flag,
-    add_json_flag,
-    add_output_flag,
-    add_parallel_flags,
-    add_repeated,
-    add_switch,
-    add_value,
-    amount,
-    check_output,
-    check_outputs,
-    is_picture,
-    notice,
-    whole_number,
-    with_parallel_flags,
-)
+from jaxpipe.cli import flags
 from jaxpipe.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -61,29 +45,31 @@ def memory_size(text: str) -> float:
 def configure_rehearse(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", metavar="CONFIG", help="TOML or JSON settings, as for train")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings that override the file")
-    add_parallel_flags(parser)
+    flags.add_parallel_flags(parser)
     which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument("--rank", type=whole_number("rank", 4096, least=0), metavar="R", help="the rank to rehearse")
+    which.add_argument(
+        "--rank", type=flags.whole_number("rank", 4096, least=0), metavar="R", help="the rank to rehearse"
+    )
     which.add_argument("--all-ranks", action="store_true", help="every rank in turn: predicts the whole cluster's step")
-    add_value(parser, "--steps", "N", whole_number("steps", 10_000), "timed steps, beside the first", 5)
-    add_value(parser, "--memory", "SIZE", memory_size, "rehearse on a device of this size, such as 80GB")
-    add_switch(parser, "--no-optimizer", "leave out master parameters and optimizer state")
-    add_switch(parser, "--no-host-link", "don't measure copies to the host and back")
+    flags.add_value(parser, "--steps", "N", flags.whole_number("steps", 10_000), "timed steps, beside the first", 5)
+    flags.add_value(parser, "--memory", "SIZE", memory_size, "rehearse on a device of this size, such as 80GB")
+    flags.add_switch(parser, "--no-optimizer", "leave out master parameters and optimizer state")
+    flags.add_switch(parser, "--no-host-link", "don't measure copies to the host and back")
     text = "between ranks, for the prediction (default: transfers are free)"
-    add_value(parser, "--link-bandwidth", "GB/S", amount("bandwidth", zero=False), text)
-    add_value(parser, "--link-latency", "US", amount("latency"), "of a transfer, in microseconds", 0.0)
-    add_costs_flag(parser)
-    add_json_flag(parser, "print everything as JSON on stdout, progress on stderr")
+    flags.add_value(parser, "--link-bandwidth", "GB/S", flags.amount("bandwidth", zero=False), text)
+    flags.add_value(parser, "--link-latency", "US", flags.amount("latency"), "of a transfer, in microseconds", 0.0)
+    flags.add_costs_flag(parser)
+    flags.add_json_flag(parser, "print everything as JSON on stdout, progress on stderr")
 
 
 def run_rehearse(args: argparse.Namespace) -> None:
     from jaxpipe.train.config import load_config
 
-    config = load_config(args.config, with_parallel_flags(args, args.overrides))
+    config = load_config(args.config, flags.with_parallel_flags(args, args.overrides))
     ranks = config.pipeline.ranks
     if args.rank is not None and args.rank >= ranks:
         raise ConfigError(f"--rank {args.rank}: {args.config} has ranks 0 to {ranks - 1}")
-    check_output(args.output, (".json",))
+    flags.check_output(args.output, (".json",))
     from jaxpipe.train.devices import device_errors, find_devices, request_devices, request_gpus
 
     # before JAX is imported, which reads the number of emulated devices from its environment
@@ -139,11 +125,11 @@ def add_settings_argument(parser: argparse.ArgumentParser) -> None:
 def add_machine_flags(parser: argparse.ArgumentParser) -> None:
     """Add ``--target --memory-limit-gb`` and the efficiencies."""
     text = "machine: a100 a100-40 a800 h100 h200 h20 b200 cpu, or a file that describes one"
-    add_value(parser, "--target", "NAME|FILE.json", str, text, "h100")
+    flags.add_value(parser, "--target", "NAME|FILE.json", str, text, "h100")
     text = "bytes ÷ 10⁹ that arrays may fill on a device, instead of a part of the target's memory"
-    add_value(parser, "--memory-limit-gb", "GB", amount("memory limit", zero=False), text)
+    flags.add_value(parser, "--memory-limit-gb", "GB", flags.amount("memory limit", zero=False), text)
     for flag, text in _EFFICIENCIES.values():
-        add_value(parser, flag, "X", amount(flag.strip("-"), most=1, zero=False), text)
+        flags.add_value(parser, flag, "X", flags.amount(flag.strip("-"), most=1, zero=False), text)
 
 
 def config_of(args: argparse.Namespace, overrides: Sequence[str] = ()) -> TrainConfig:
@@ -200,32 +186,34 @@ def without_devices() -> None:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 
-_OUTPUTS = (".svg", ".png", ".html", ".trace.json", *SCHEDULE_SUFFIXES)
+_OUTPUTS = (".svg", ".png", ".html", ".trace.json", *flags.SCHEDULE_SUFFIXES)
 
 
 def configure_plan(parser: argparse.ArgumentParser) -> None:
     add_settings_argument(parser)
-    add_parallel_flags(parser)
+    flags.add_parallel_flags(parser)
     text = "the residual stream is split over the tp devices too (pipeline.sequence_parallel=true)"
-    add_switch(parser, "--sequence-parallel", text)
+    flags.add_switch(parser, "--sequence-parallel", text)
     add_machine_flags(parser)
     text = "compile stage functions for the target to get their workspace, for about S seconds (0: estimate it)"
-    add_value(parser, "--compile-seconds", "S", amount("seconds"), text, 60.0)
-    add_switch(parser, "--suggest", "suggest changes that fit, the fastest first, even if the config fits")
-    add_value(parser, "--suggest-seconds", "S", amount("seconds"), "try changes for about S processor seconds", 60.0)
-    add_value(parser, "--schedules", "DIR", str, "write schedules of suggestions that need a file into DIR")
-    add_value(parser, "--costs-out", "FILE", str, "write the cost profile (for --costs of the schedule verbs)")
-    add_output_flag(parser, _OUTPUTS)
-    add_json_flag(parser, "print JSON on stdout")
+    flags.add_value(parser, "--compile-seconds", "S", flags.amount("seconds"), text, 60.0)
+    flags.add_switch(parser, "--suggest", "suggest changes that fit, the fastest first, even if the config fits")
+    flags.add_value(
+        parser, "--suggest-seconds", "S", flags.amount("seconds"), "try changes for about S processor seconds", 60.0
+    )
+    flags.add_value(parser, "--schedules", "DIR", str, "write schedules of suggestions that need a file into DIR")
+    flags.add_value(parser, "--costs-out", "FILE", str, "write the cost profile (for --costs of the schedule verbs)")
+    flags.add_output_flag(parser, _OUTPUTS)
+    flags.add_json_flag(parser, "print JSON on stdout")
 
 
 def run_plan(args: argparse.Namespace) -> None:
     # everything a user can mistype is checked before JAX is imported, which takes longer than all of it
-    overrides = with_parallel_flags(args, [x for x in args.settings if "=" in x])
+    overrides = flags.with_parallel_flags(args, [x for x in args.settings if "=" in x])
     split = ["pipeline.sequence_parallel=true"] if args.sequence_parallel else []
     config = config_of(args, [*overrides, *split])
-    check_outputs(args.output, _OUTPUTS)
-    check_output(args.costs_out, (".json",), "--costs-out")
+    flags.check_outputs(args.output, _OUTPUTS)
+    flags.check_output(args.costs_out, (".json",), "--costs-out")
     if args.schedules is not None and not Path(args.schedules).is_dir():
         raise ConfigError(f"--schedules {args.schedules!r}: no such directory; create it first")
     target, efficiency, limit = machine_of(args, config)
@@ -236,10 +224,12 @@ def run_plan(args: argparse.Namespace) -> None:
     from jaxpipe.train.import_export import completed
 
     config = completed(config)
-    stage_costs, compiler = stage_costs_of(config, target, efficiency, notice), None
+    stage_costs, compiler = stage_costs_of(config, target, efficiency, flags.notice), None
     if args.compile_seconds > 0:
         pipe = config.pipeline
-        compiler = Compiler(target, lambda text: notice(f"notice: {text}"), args.compile_seconds, pipe.tp, pipe.cp)
+        compiler = Compiler(
+            target, lambda text: flags.notice(f"notice: {text}"), args.compile_seconds, pipe.tp, pipe.cp
+        )
         stage_costs.temp_of = compiler
     prediction = predict(config, stage_costs, limit, compile_stages=True)
     workspace = "estimated from the jaxprs (liveness of what fusion leaves)"
@@ -248,7 +238,9 @@ def run_plan(args: argparse.Namespace) -> None:
         workspace = f"of {compiler.count} functions compiled by XLA for {target.name}{estimates}"
     suggestions = None
     if args.suggest or not prediction.fits:
-        suggestions = suggest(prediction, lambda c, t: predict(c, stage_costs, limit, t), notice, args.suggest_seconds)
+        suggestions = suggest(
+            prediction, lambda c, t: predict(c, stage_costs, limit, t), flags.notice, args.suggest_seconds
+        )
     lines = assumptions(prediction, efficiency, workspace)
     paths = _write(args, prediction, suggestions)
     _show(args, prediction, suggestions, lines, paths)
@@ -266,7 +258,7 @@ def _write(args: argparse.Namespace, p: Prediction, suggestions: Suggestions | N
     from jaxpipe.schedule import write_costs, write_schedule
 
     for path in args.output:
-        if is_picture(path):
+        if flags.is_picture(path):
             from jaxpipe.plot import plot_timelines
 
             plot_timelines([p.timeline], path, units="si")
@@ -312,23 +304,25 @@ _MOST_DEVICES = 65536
 
 def configure_tune(parser: argparse.ArgumentParser) -> None:
     add_settings_argument(parser)
-    add_value(parser, "--devices", "N", whole_number("devices", _MOST_DEVICES), "number of devices to use", 8)
+    flags.add_value(
+        parser, "--devices", "N", flags.whole_number("devices", _MOST_DEVICES), "number of devices to use", 8
+    )
     add_machine_flags(parser)
     text = "seconds to search; Ctrl-C ends it earlier with the best so far (default: until nothing can be better)"
-    add_value(parser, "--time-limit", "S", amount("time limit", zero=False), text)
+    flags.add_value(parser, "--time-limit", "S", flags.amount("time limit", zero=False), text)
     text = "try only these values of a setting, such as pipeline.tp=1,2 or pipeline.schedule=1f1b,zb-h1 (repeatable)"
-    add_repeated(parser, "--only", "KEY=VALUE,…", text)
+    flags.add_repeated(parser, "--only", "KEY=VALUE,…", text)
     text = "use stage times measured on local devices, kept in FILE (default: tune-times.json in jaxpipe's cache)"
-    add_value(parser, "--measure", "FILE.json", str, text, nargs="?", const="")
-    add_value(parser, "-o", "FILE.toml", str, "write the config with the best settings", dest="output")
-    add_value(parser, "--json", "FILE.json", str, "write every candidate that was tried")
+    flags.add_value(parser, "--measure", "FILE.json", str, text, nargs="?", const="")
+    flags.add_value(parser, "-o", "FILE.toml", str, "write the config with the best settings", dest="output")
+    flags.add_value(parser, "--json", "FILE.json", str, "write every candidate that was tried")
 
 
 def run_tune(args: argparse.Namespace) -> None:
     config = config_of(args, [x for x in args.settings if "=" in x])
-    check_output(args.output, (".toml",), "-o")
-    check_output(args.json, (".json",), "--json")
-    check_output(args.measure, (".json",), "--measure")
+    flags.check_output(args.output, (".toml",), "-o")
+    flags.check_output(args.json, (".json",), "--json")
+    flags.check_output(args.measure, (".json",), "--measure")
     target, efficiency, limit = machine_of(args, config, used=args.measure is not None)
     from jaxpipe.planning.report import tuned_json, tuned_text
     from jaxpipe.planning.space import Space
@@ -340,7 +334,7 @@ def run_tune(args: argparse.Namespace) -> None:
     # measured times are those of stages that run, and resized stages do not
     how: dict[str, Any] = {"probes": True} if args.measure is None else {"seconds_of": _stopwatch(args.measure)}
     stage_costs = stage_costs_of(space.base, target, efficiency, lambda text: None, **how)
-    tuned = tune(space, stage_costs, limit, notice, args.time_limit or float("inf"), fork=args.measure is None)
+    tuned = tune(space, stage_costs, limit, flags.notice, args.time_limit or float("inf"), fork=args.measure is None)
     # before a missing result raises: what was tried, and why it failed, is what a user then looks for
     if args.json:
         _write_json(args.json, tuned_json(tuned, space, stage_costs, limit))
@@ -361,7 +355,7 @@ def _stopwatch(path: str) -> Stopwatch:
     from jaxpipe.files import user_cache
     from jaxpipe.planning.stages import Stopwatch
 
-    return Stopwatch(jax.devices(), Path(path) if path else user_cache() / "tune-times.json", notice)
+    return Stopwatch(jax.devices(), Path(path) if path else user_cache() / "tune-times.json", flags.notice)
 
 
 def _write_json(path: str, document: dict[str, Any]) -> None:

@@ -53,19 +53,14 @@ VERBS: tuple[Verb, ...] = (
     Verb("rehearse", "one rank's real program alone on one device: memory, seconds, overlap", "plan_verbs"),
     Verb("plan", "does a config fit on a machine that is not here, and how fast would it be", "plan_verbs"),
     Verb("tune", "the fastest layout and schedule of a config on so many devices of a machine", "plan_verbs"),
-    Verb("schedules", "list the schedule families", "schedule_verbs", "schedule_flags"),
-    Verb("schedule", "generate a schedule; simulate, show, write or draw it", "schedule_verbs", "schedule_flags"),
-    Verb("simulate", "check and simulate a schedule file", "schedule_verbs", "schedule_flags"),
-    Verb("compare", "all families at the same sizes and costs, in one table", "search_verbs", "schedule_flags"),
-    Verb(
-        "best",
-        "the best schedule of all families and parameters within a memory limit",
-        "search_verbs",
-        "schedule_flags",
-    ),
-    Verb("cache", "list or clear the schedules that were solved", "search_verbs", "schedule_flags"),
-    Verb("solve", "search for an optimal schedule, with a proven gap", "search_verbs", "schedule_flags"),
-    Verb("plot", "draw schedule files and recorded timelines", "schedule_verbs", "schedule_flags"),
+    Verb("schedules", "list the schedule families", "schedule_verbs", "flags"),
+    Verb("schedule", "generate a schedule; simulate, show, write or draw it", "schedule_verbs", "flags"),
+    Verb("simulate", "check and simulate a schedule file", "schedule_verbs", "flags"),
+    Verb("compare", "all families at the same sizes and costs, in one table", "search_verbs", "flags"),
+    Verb("best", "the best schedule of all families and parameters within a memory limit", "search_verbs", "flags"),
+    Verb("cache", "list or clear the schedules that were solved", "search_verbs", "flags"),
+    Verb("solve", "search for an optimal schedule, with a proven gap", "search_verbs", "flags"),
+    Verb("plot", "draw schedule files and recorded timelines", "schedule_verbs", "flags"),
 )
 
 

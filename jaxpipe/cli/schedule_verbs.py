@@ -1,4 +1,8 @@
-"""Run ``schedules``, ``schedule``, ``simulate`` and ``plot``, without importing JAX.
+"""Run ``schedules``, ``schedule``, ``simulate`` and ``plot``, without importing JAX; and read sizes, costs and the memory
+limit, which the verbs that search share with them.
+
+Costs given as ``--cost F,B,W`` are one rank's share of one microbatch and are divided by the chunks of the schedule; a file
+given as ``--costs`` has an entry per stage and is used as it is.
 
 ``schedule traverse`` makes an order by rules, from a line or a Python file. ``plot`` draws schedule files (simulated here) and
 recorded timelines in one picture.
@@ -8,24 +12,16 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import itertools
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from jaxpipe.cli.costs import (
-    CostChoice,
-    check_agreement,
-    check_copies,
-    check_limit,
-    check_size,
-    chosen_costs,
-    require_file,
-)
-from jaxpipe.cli.flags import check_outputs, is_picture, notice, print_json, suffix_of
+from jaxpipe.cli import flags
 from jaxpipe.cli.report import FREE_COPIES, Record, copies_are_free, print_summary, sketch
-from jaxpipe.cli.schedule_flags import OUTPUTS, PLOT_OUTPUTS, TIMELINE_SUFFIX, TRAVERSE
 from jaxpipe.errors import ConfigError, JaxpipeError
 from jaxpipe.plot import plot_timelines
 from jaxpipe.plot.figure import Units, number, time_scale
@@ -40,18 +36,226 @@ from jaxpipe.schedule import (
     Traversal,
     check_schedule,
     generate,
+    read_costs,
     read_schedule,
     read_timeline,
     simulate,
     traverse,
     write_schedule,
 )
+from jaxpipe.schedule.memory import UNPRICED, offloaded_share
 from jaxpipe.schedule.passes import braid, offload, separate_gradients
 from jaxpipe.schedule.passes.host_lane import late_offload
 from jaxpipe.schedule.placement import placement_named
 from jaxpipe.schedule.simulate import StepsTimeline, simulate_steps
 from jaxpipe.schedule.tolerance import Objective, at_most
 from jaxpipe.text import closest
+
+
+def most_chunks(arguments: argparse.Namespace, costs: CostChoice) -> int | None:
+    """Return the most chunks per rank that may be tried; None: as many as the families try by themselves.
+
+    Raises:
+        ConfigError: fewer layers than ranks, or ``--chunks`` above the limit.
+    """
+    limits = {"--max-chunks": arguments.max_chunks}
+    if arguments.layers is not None:
+        if arguments.layers < arguments.ranks:
+            raise ConfigError(
+                f"--layers {arguments.layers} can't be spread over {arguments.ranks} ranks; lower --ranks"
+            )
+        limits["--layers"] = arguments.layers // arguments.ranks
+    most, flag = min(((limit, flag) for flag, limit in limits.items() if limit is not None), default=(None, ""))
+    if most is not None and arguments.chunks is not None and arguments.chunks > most:
+        raise ConfigError(f"--chunks {arguments.chunks} contradicts {flag}, which allows {most} per rank")
+    return flags.FREE_CHUNKS if most is None and chunks_are_free(arguments, costs) else most
+
+
+def chunks_are_free(arguments: argparse.Namespace, costs: CostChoice) -> bool:
+    """Return whether no flag or profile limits the number of chunks: no transfer time, no limit, no profile."""
+    constraints = (arguments.layers, arguments.max_chunks, arguments.chunks, costs.profile)
+    return not costs.comm and all(x is None for x in constraints)
+
+
+_UNIFORM = ("cost", "head", "comm", "w_residual", "offload_time", "tp_comm", "tp_collectives")
+"""Flags that a file given as ``--costs`` replaces."""
+
+
+@dataclass(frozen=True, slots=True)
+class CostChoice:
+    """The costs that a user chose: a profile read from ``path``, or uniform costs with the values of ``flags``."""
+
+    path: str | None
+    profile: CostProfile | None
+    flags: Mapping[str, Any]
+
+    @property
+    def comm(self) -> float:
+        return float(self.flags.get("comm", 0.0))
+
+    @property
+    def offload_time(self) -> float | None:
+        """The time of an offload in the unit of the costs, or None if no flag describes the host link; see
+        :func:`check_copies`."""
+        return self.flags.get("offload_time")
+
+    @property
+    def units(self) -> Units:
+        """A profile from a file is in seconds and bytes; costs given as flags are in whatever unit their user means."""
+        return "si" if self.profile is not None else "plain"
+
+    def describe(self) -> str:
+        """Describe the costs in a few words, for a heading."""
+        if self.path is not None:
+            return f"costs of {Path(self.path).name}"
+        parts = ["F, B, W = " + ", ".join(f"{x:g}" for x in self.flags.get("cost", (1, 1, 1)))]
+        parts += ["S, T = " + ", ".join(f"{x:g}" for x in self.flags["head"])] if "head" in self.flags else []
+        parts += [f"transfers {self.comm:g}"] if self.comm else []
+        parts += [f"TP collectives {self.flags['tp_comm']:g}"] if self.flags.get("tp_comm") else []
+        parts += [f"offload {self.offload_time:g}"] if self.offload_time is not None else []
+        return ", ".join(parts)
+
+    def for_placement(self, placement: Placement, name: str) -> CostProfile:
+        """Return the profile for a schedule called ``name``.
+
+        Raises:
+            ConfigError: the file has another number of stages.
+        """
+
+        if self.profile is None:
+            # flags that were not given are absent here, so that CostProfile.on has the only table of defaults
+            uniform_costs = {name: value for name, value in self.flags.items() if name != "cost"}
+            uniform_costs |= zip("fbw", self.flags.get("cost", ()), strict=False)
+            if "head" in uniform_costs and len(placement.trunk) == placement.num_stages:
+                raise ConfigError(f"{name} does not divide the head, so --head does not apply; use vocab-1f1b")
+            return CostProfile.on(placement, source="command line", **uniform_costs)
+        if self.profile.num_stages != placement.num_stages:
+            raise ConfigError(
+                f"{self.path}: costs of {self.profile.num_stages} stages, but {name} with {placement.num_ranks} ranks and "
+                f"{placement.num_chunks} chunks per rank has {placement.num_stages} stages"
+            )
+        return self.profile
+
+
+def chosen_costs(arguments: argparse.Namespace) -> CostChoice:
+    """Build the costs from the flags.
+
+    Raises:
+        ConfigError: ``--costs`` together with a flag it replaces.
+        JaxpipeError, OSError: the file can't be read.
+    """
+    flag_values = {name: value for name in _UNIFORM if (value := getattr(arguments, name, None)) is not None}
+    link = arguments.host_link
+    if arguments.costs is None:
+        return CostChoice(None, None, flag_values if link is None else {**flag_values, "host_mode": link})
+    if flag_values:
+        raise ConfigError(
+            f"--costs FILE and --{next(iter(flag_values)).replace('_', '-')} contradict each other; give one of them"
+        )
+
+    require_file(arguments.costs)
+    profile = read_costs(arguments.costs)
+    # --host-link is no replacement of the file's costs but a question about them: what if the lanes were shared?
+    if link is not None:
+        profile = replace(profile, host=replace(profile.host, mode=link))
+    return CostChoice(arguments.costs, profile, flag_values)
+
+
+def check_size(ranks: int, microbatches: int, chunks: int) -> None:
+    """Refuse sizes whose schedule would not fit a picture, a file or this machine.
+
+    Raises:
+        ConfigError: more than ``MOST_ACTIONS`` pairs of stage and microbatch.
+    """
+    pairs = ranks * microbatches * chunks
+    if pairs > flags.MOST_ACTIONS:
+        fitting = flags.MOST_ACTIONS // (ranks * chunks) or 1
+        raise ConfigError(
+            f"too large: {ranks} ranks x {chunks} chunk(s) x {microbatches} microbatches are {pairs} pairs of stage and "
+            f"microbatch, and at most {flags.MOST_ACTIONS} are handled; lower one, for example --microbatches {fitting}"
+        )
+
+
+def check_agreement(
+    arguments: argparse.Namespace, schedules: Mapping[str, Schedule], size_flags: Iterable[str]
+) -> None:
+    """Refuse schedules, keyed by file, that differ in size, and size flags that differ from them.
+
+    Raises:
+        ConfigError: names the flag and both values, or the files.
+    """
+    for flag in size_flags:
+        sizes = {path: getattr(schedule, f"num_{flag}") for path, schedule in schedules.items()}
+        for first, path in itertools.pairwise(sizes):
+            if sizes[first] != sizes[path]:
+                raise ConfigError(
+                    f"{first} has {sizes[first]} {flag} and {path} has {sizes[path]}; compare schedules of one size"
+                )
+        flag_value = getattr(arguments, flag)
+        for path, size in sizes.items():
+            if flag_value not in (None, size):
+                raise ConfigError(f"--{flag} {flag_value} contradicts {path}, which has {size} {flag}")
+
+
+def set_sizes(arguments: argparse.Namespace, schedules: Mapping[str, Schedule]) -> None:
+    """Set ``--ranks`` and ``--microbatches`` to those of the schedules, keyed by file; without schedules the flags or
+    defaults hold.
+
+    Raises:
+        ConfigError: as :func:`check_agreement`.
+    """
+    check_agreement(arguments, schedules, flags.DEFAULT_SIZES)
+    for flag, default in flags.DEFAULT_SIZES.items():
+        sizes = [getattr(schedule, f"num_{flag}") for schedule in schedules.values()] + [getattr(arguments, flag)]
+        setattr(arguments, flag, sizes[0] or default)
+
+
+def check_copies(schedule: Schedule, profile: CostProfile, costs: CostChoice) -> None:
+    """Refuse a schedule that offloads where nothing says how long that takes. ``--offload-time 0`` says it.
+
+    Raises:
+        ConfigError: names the schedule and the flag.
+    """
+    if costs.offload_time is not None or any(profile.offload_s) or any(profile.load_s):
+        return
+
+    # a silent 0 would let schedules that offload win every comparison
+    if offloaded_share(schedule, profile) > 0:
+        raise ConfigError(f"{schedule.name} {UNPRICED}")
+
+
+def check_limit(timeline: Timeline, limit: float | None) -> None:
+    """Refuse a schedule that needs more than ``--memory-limit``.
+
+    Raises:
+        ConfigError: names the rank with the highest peak.
+    """
+
+    peaks: Sequence[float] = timeline.peak_activations
+    if limit is not None and peaks and not at_most(max(peaks), limit):
+        rank = peaks.index(max(peaks))
+        raise ConfigError(
+            f"{timeline.name} holds {max(peaks):g} activations on rank {rank}, above --memory-limit {limit:g}"
+        )
+
+
+def require_file(path: str) -> None:
+    """Refuse a path that is not a readable regular file.
+
+    Raises:
+        ConfigError: it does not exist, is a directory or no regular file (reading a pipe could take for ever).
+    """
+    where = Path(path)
+    if where.is_dir():
+        raise ConfigError(f"{path!r} is a directory; want a file")
+    if not where.exists():
+        from jaxpipe.schedule.families import FAMILIES, VOCABULARY_FAMILIES
+
+        family = path in FAMILIES or path in VOCABULARY_FAMILIES
+        advice = f": 'jaxpipe schedule {path} -o {path}.sched' makes a file of that family" if family else ""
+        raise ConfigError(f"{path!r} does not exist{advice}")
+    if not where.is_file():
+        raise ConfigError(f"{path!r} is not a regular file; want one")
 
 
 def refuse_traverse_flags(arguments: argparse.Namespace) -> None:
@@ -62,7 +266,7 @@ def refuse_traverse_flags(arguments: argparse.Namespace) -> None:
     """
     for flag in ("placement", "rules", "unit-steps"):
         if getattr(arguments, flag.replace("-", "_")):
-            raise ConfigError(f"{arguments.name} takes no --{flag}; it is for 'jaxpipe schedule {TRAVERSE}'")
+            raise ConfigError(f"{arguments.name} takes no --{flag}; it is for 'jaxpipe schedule {flags.TRAVERSE}'")
 
 
 def traversed(arguments: argparse.Namespace, costs: CostChoice) -> tuple[Schedule, CostProfile]:
@@ -77,7 +281,7 @@ def traversed(arguments: argparse.Namespace, costs: CostChoice) -> tuple[Schedul
         raise ConfigError("traverse takes no --group; give an interval, such as forward=breadth:4")
     placement = placement_named(arguments.placement or "one-to-one", arguments.ranks, arguments.chunks)
     check_size(arguments.ranks, arguments.microbatches, placement.num_chunks)
-    profile = costs.for_placement(placement, TRAVERSE)
+    profile = costs.for_placement(placement, flags.TRAVERSE)
     rules = _rules(arguments.rules, placement, arguments.microbatches)
     return traverse(placement, arguments.microbatches, rules, None if arguments.unit_steps else profile), profile
 
@@ -125,7 +329,7 @@ def run_schedules(arguments: argparse.Namespace) -> None:
     families = {**FAMILIES, **VOCABULARY_FAMILIES}
     if arguments.json:
         keys = ("name", "description", "source")
-        print_json({"schedules": [{k: getattr(f, k) for k in keys} for f in families.values()]})
+        flags.print_json({"schedules": [{k: getattr(f, k) for k in keys} for f in families.values()]})
         return
     width = max(map(len, families))
     for name, family in families.items():
@@ -134,9 +338,9 @@ def run_schedules(arguments: argparse.Namespace) -> None:
 
 def run_schedule(arguments: argparse.Namespace) -> None:
     """Generate, simulate, write and show one schedule."""
-    check_outputs(arguments.output, OUTPUTS)
+    flags.check_outputs(arguments.output, flags.OUTPUTS)
     costs, family_limit = chosen_costs(arguments), None
-    if arguments.name == TRAVERSE:
+    if arguments.name == flags.TRAVERSE:
         schedule, profile, timeline = _finished(*traversed(arguments, costs), arguments, costs)
     else:
         family = _family(arguments.name)
@@ -158,7 +362,7 @@ def run_schedule(arguments: argparse.Namespace) -> None:
 
 def run_simulate(arguments: argparse.Namespace) -> None:
     """Read, check and simulate one schedule file."""
-    check_outputs(arguments.output, OUTPUTS)
+    flags.check_outputs(arguments.output, flags.OUTPUTS)
     costs = chosen_costs(arguments)
     schedule = load_schedule(arguments.file)
     check_agreement(arguments, {arguments.file: schedule}, ("ranks", "microbatches", "chunks"))
@@ -186,7 +390,7 @@ def load_schedule(path: str) -> Schedule:
     """
 
     require_file(path)
-    schedule = read_schedule(path, notice)
+    schedule = read_schedule(path, flags.notice)
     check_schedule(schedule, path)
     return schedule
 
@@ -224,7 +428,7 @@ def _warn_of_late_offloads(schedule: Schedule, profile: CostProfile, timeline: T
         if shorter
         else f"the peak would be {peaks[0]} activations, not {peaks[1]}"
     )
-    notice(
+    flags.notice(
         f"warning: {schedule.name}: {late.action} on rank {late.rank} follows {late.after} and waits for its end; "
         f"directly after {late.source}{remainder} {gain}"
     )
@@ -234,7 +438,7 @@ def _family(name: str) -> Family:
 
     family = FAMILIES.get(name) or VOCABULARY_FAMILIES.get(name)
     if family is None:
-        names = (*FAMILIES, *VOCABULARY_FAMILIES, TRAVERSE)
+        names = (*FAMILIES, *VOCABULARY_FAMILIES, flags.TRAVERSE)
         raise ConfigError(f"unknown schedule {name!r}{closest(name, names)}; known: {', '.join(names)}")
     return family
 
@@ -306,7 +510,7 @@ def conclude(
     ``notes``, or for people below ``heading``, with a picture where it fits and ``notes``. Pictures are of ``shown``."""
     schedule, timeline = record.schedule, shown or record.timeline
     for path in arguments.output:
-        if is_picture(path):
+        if flags.is_picture(path):
             from jaxpipe.plot import plot_timelines
 
             title = f"{schedule.name}: {schedule.num_ranks} ranks, {schedule.num_microbatches} microbatches"
@@ -315,7 +519,7 @@ def conclude(
         else:
             write_schedule(schedule, path)
     if arguments.json:
-        print_json({**record.json(), **facts, **({} if notes is None else {"notes": notes})})
+        flags.print_json({**record.json(), **facts, **({} if notes is None else {"notes": notes})})
         return
     if heading:
         print(heading)
@@ -339,7 +543,7 @@ def run_plot(arguments: argparse.Namespace) -> None:
 
     if len(arguments.files) > _MOST_FILES:
         raise ConfigError(f"{len(arguments.files)} files are too many for one picture; give at most {_MOST_FILES}")
-    check_outputs(arguments.output, PLOT_OUTPUTS)
+    flags.check_outputs(arguments.output, flags.PLOT_OUTPUTS)
     costs = chosen_costs(arguments)
     drawings = [_drawing(path, costs) for path in arguments.files]
     timelines = [timeline for timeline, _ in drawings]
@@ -366,9 +570,9 @@ def _drawing(path: str, costs: CostChoice) -> tuple[Timeline, bool]:
     require_file(path)
     if _holds_timeline(path):
         return read_timeline(path), False
-    if suffix_of(path) == ".trace.json":
+    if flags.suffix_of(path) == ".trace.json":
         raise ConfigError(
-            f"{path!r} is a trace, which is written but not read; give the schedule or {TIMELINE_SUFFIX} file"
+            f"{path!r} is a trace, which is written but not read; give the schedule or {flags.TIMELINE_SUFFIX} file"
         )
 
     schedule = load_schedule(path)
@@ -379,9 +583,9 @@ def _drawing(path: str, costs: CostChoice) -> tuple[Timeline, bool]:
 
 def _holds_timeline(path: str) -> bool:
     """Return whether a file is a timeline rather than a schedule: by its suffix, or the format named at the top of the JSON."""
-    if path.lower().endswith(TIMELINE_SUFFIX):
+    if path.lower().endswith(flags.TIMELINE_SUFFIX):
         return True
-    if suffix_of(path) != ".json":
+    if flags.suffix_of(path) != ".json":
         return False
     # both kinds are JSON with the format's name first: the first bytes tell them without decoding a large file twice
     with Path(path).open("rb") as file:

@@ -14,11 +14,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from jaxpipe.cli.costs import CostChoice, check_limit, check_size, chosen_costs, chunks_are_free, most_chunks, set_sizes
-from jaxpipe.cli.flags import check_output, check_outputs, notice, print_json
+from jaxpipe.cli import flags, schedule_verbs
 from jaxpipe.cli.report import FREE_COPIES, Infeasible, Record, print_table
-from jaxpipe.cli.schedule_flags import FREE_CHUNKS, MOST_MICROBATCHES, OUTPUTS, PLOTS
-from jaxpipe.cli.schedule_verbs import after_passes, conclude, load_schedule, make, simulated
 from jaxpipe.errors import ConfigError, JaxpipeError, ScheduleError
 from jaxpipe.plot.figure import number
 from jaxpipe.schedule import FAMILIES, CostProfile, Family, Placement, Schedule, Timeline, simulate
@@ -47,18 +44,18 @@ def _files(arguments: argparse.Namespace) -> Mapping[str, Schedule]:
     twice = next((path for k, path in enumerate(arguments.files) if path in arguments.files[:k]), None)
     if twice is not None:
         raise ConfigError(f"{twice!r} is given twice")
-    schedules = {path: load_schedule(path) for path in arguments.files}
-    set_sizes(arguments, schedules)
+    schedules = {path: schedule_verbs.load_schedule(path) for path in arguments.files}
+    schedule_verbs.set_sizes(arguments, schedules)
     return schedules
 
 
 def run_compare(arguments: argparse.Namespace) -> None:
     """Print every family and file at the same sizes, the fastest first. Flags apply to the families that take them."""
 
-    check_output(arguments.plot, PLOTS, "--plot")
-    costs = chosen_costs(arguments)
+    flags.check_output(arguments.plot, flags.PLOTS, "--plot")
+    costs = schedule_verbs.chosen_costs(arguments)
     files = _files(arguments)
-    most = most_chunks(arguments, costs)
+    most = schedule_verbs.most_chunks(arguments, costs)
     row = _best_row if arguments.explore else _row
     entries = [row(family, arguments, costs, most) for family in FAMILIES.values()]
     entries += [_file_row(path, schedule, arguments, costs) for path, schedule in files.items()]
@@ -68,7 +65,7 @@ def run_compare(arguments: argparse.Namespace) -> None:
     ordered: list[Record | Infeasible] = [*records, *(e for e in entries if isinstance(e, Infeasible))]
     notes = _notes(arguments, costs, records, explored=arguments.explore)
     if arguments.json:
-        print_json({"schedules": [entry.json() for entry in ordered], "notes": notes})
+        flags.print_json({"schedules": [entry.json() for entry in ordered], "notes": notes})
     else:
         print_table(ordered, costs.units)
         for note in notes:
@@ -79,18 +76,22 @@ def run_compare(arguments: argparse.Namespace) -> None:
             print(f"wrote {arguments.plot}")
 
 
-def _notes(arguments: argparse.Namespace, costs: CostChoice, records: Sequence[Record], *, explored: bool) -> list[str]:
+def _notes(
+    arguments: argparse.Namespace, costs: schedule_verbs.CostChoice, records: Sequence[Record], *, explored: bool
+) -> list[str]:
     """List what costs nothing under these costs, one line each."""
     notes = []
-    if chunks_are_free(arguments, costs):
-        tried = f": at most {FREE_CHUNKS} a rank are tried" if explored else ""
+    if schedule_verbs.chunks_are_free(arguments, costs):
+        tried = f": at most {flags.FREE_CHUNKS} a rank are tried" if explored else ""
         notes.append(f"chunks cost nothing here{tried}; --comm prices them, --layers or --max-chunks limits them")
     if any(r.free_copies for r in records):
         notes.append(f"{FREE_COPIES} here, as the costs say")
     return notes
 
 
-def _row(family: Family, arguments: argparse.Namespace, costs: CostChoice, most: int | None) -> Record | Infeasible:
+def _row(
+    family: Family, arguments: argparse.Namespace, costs: schedule_verbs.CostChoice, most: int | None
+) -> Record | Infeasible:
     """Return the row of a family with its defaults and the flags that it takes."""
     takes = "chunks" in family.options
     chunks = arguments.chunks if takes else None
@@ -104,15 +105,19 @@ def _row(family: Family, arguments: argparse.Namespace, costs: CostChoice, most:
             raise ConfigError(
                 f"{family.name} has {family.default_chunks} chunks per rank, more than the {most} allowed"
             )
-        return make(family, arguments, costs, chunks, group)
+        return schedule_verbs.make(family, arguments, costs, chunks, group)
 
     family_limit = arguments.memory_limit if "memory_limit" in family.options else None
     return _entry(family.name, arguments.memory_limit, generate_simulated, group=group, family_limit=family_limit)
 
 
-def _file_row(path: str, schedule: Schedule, arguments: argparse.Namespace, costs: CostChoice) -> Record | Infeasible:
+def _file_row(
+    path: str, schedule: Schedule, arguments: argparse.Namespace, costs: schedule_verbs.CostChoice
+) -> Record | Infeasible:
     """Return the row of a schedule that was read from a file."""
-    return _entry(schedule.name, arguments.memory_limit, lambda: simulated(schedule, arguments, costs), file=path)
+    return _entry(
+        schedule.name, arguments.memory_limit, lambda: schedule_verbs.simulated(schedule, arguments, costs), file=path
+    )
 
 
 def _entry(
@@ -130,7 +135,7 @@ def _entry(
         # a bound within the limit holds for schedules that keep it; one that does not is measured against all others
         within = limit if at_most(max(timeline.peak_activations), limit or 0) else None
         record = Record.of(schedule, profile, timeline, within, **facts)
-        check_limit(timeline, limit)
+        schedule_verbs.check_limit(timeline, limit)
     except JaxpipeError as error:
         reason = f"needs {record.peak:g} activations, limit {limit:g}" if record else _shortened(str(error), name)
         return Infeasible(name, " ".join(str(error).split()), reason, record, facts.get("file"))
@@ -143,7 +148,7 @@ def _shortened(message: str, name: str) -> str:
 
 
 def _best_row(
-    family: Family, arguments: argparse.Namespace, costs: CostChoice, most: int | None
+    family: Family, arguments: argparse.Namespace, costs: schedule_verbs.CostChoice, most: int | None
 ) -> Record | Infeasible:
     """Return the row of a family with its best parameters."""
 
@@ -160,10 +165,10 @@ def _candidate_record(candidate: Candidate, limit: float | None) -> Record:
 
 
 def _task(
-    arguments: argparse.Namespace, costs: CostChoice, most: int | None, objective: Objective = "makespan"
+    arguments: argparse.Namespace, costs: schedule_verbs.CostChoice, most: int | None, objective: Objective = "makespan"
 ) -> Task:
 
-    check_size(arguments.ranks, arguments.microbatches, arguments.chunks or 1)
+    schedule_verbs.check_size(arguments.ranks, arguments.microbatches, arguments.chunks or 1)
     return Task(
         ranks=arguments.ranks,
         microbatches=arguments.microbatches,
@@ -179,7 +184,7 @@ def _task(
     )
 
 
-def _plot(arguments: argparse.Namespace, costs: CostChoice, entries: list[Record | Infeasible]) -> None:
+def _plot(arguments: argparse.Namespace, costs: schedule_verbs.CostChoice, entries: list[Record | Infeasible]) -> None:
     from jaxpipe.plot.pareto import Point, plot_pareto
 
     points = [
@@ -197,15 +202,15 @@ def _plot(arguments: argparse.Namespace, costs: CostChoice, entries: list[Record
 def run_best(arguments: argparse.Namespace) -> None:
     """Explore all families and their parameters, show and write the best schedule among these and the files."""
 
-    check_outputs(arguments.output, OUTPUTS)
-    costs = chosen_costs(arguments)
+    flags.check_outputs(arguments.output, flags.OUTPUTS)
+    costs = schedule_verbs.chosen_costs(arguments)
     files = _files(arguments)
-    most = most_chunks(arguments, costs)
+    most = schedule_verbs.most_chunks(arguments, costs)
     choices = []
     for path, schedule in files.items():
         entry = _file_row(path, schedule, arguments, costs)
         if isinstance(entry, Infeasible):
-            notice(f"{path}: not possible: {entry.error}")
+            flags.notice(f"{path}: not possible: {entry.error}")
         else:
             choices.append((path, entry))
     progress, ended = _Progress(), False
@@ -230,7 +235,7 @@ def run_best(arguments: argparse.Namespace) -> None:
     if ended:
         where = f"at family {progress.at} of {len(progress.order)}"
         notes.append(f"out of time after {arguments.time_limit:g} s, {where}: the best so far; --time-limit raises it")
-    conclude(arguments, costs, best, f"best: {setting}", notes, setting=setting)
+    schedule_verbs.conclude(arguments, costs, best, f"best: {setting}", notes, setting=setting)
 
 
 class _Progress:
@@ -249,7 +254,7 @@ class _Progress:
             self.last_notice = now
             result = f"best so far {best.setting}, {best.makespan:.6g}" if best is not None else "nothing found yet"
             where = f"family {self.at} of {len(self.order)}, {self.tried} settings tried"
-            notice(f"{now - self.began:7.1f} s  {where}, now {setting}; {result}")
+            flags.notice(f"{now - self.began:7.1f} s  {where}, now {setting}; {result}")
         self.tried += 1
 
 
@@ -257,33 +262,37 @@ _MOST_ACTIONS = 200_000
 _MOST_PAIRS = 2_048
 """Pairs of stage and microbatch up to which many chunks are tried."""
 _FREE_CHUNKS = (
-    f"chunks cost nothing here: at most {FREE_CHUNKS} a rank are tried; --comm prices them, --layers limits them"
+    f"chunks cost nothing here: at most {flags.FREE_CHUNKS} a rank are tried; --comm prices them, --layers limits them"
 )
 
 
 def run_solve(arguments: argparse.Namespace) -> None:
     """Solve, show and write the schedule. Progress goes to standard error."""
 
-    check_outputs(arguments.output, OUTPUTS)
-    costs = chosen_costs(arguments)
-    starts = {path: load_schedule(path) for path in (arguments.start,) if path is not None}
-    set_sizes(arguments, starts)
+    flags.check_outputs(arguments.output, flags.OUTPUTS)
+    costs = schedule_verbs.chosen_costs(arguments)
+    starts = {path: schedule_verbs.load_schedule(path) for path in (arguments.start,) if path is not None}
+    schedule_verbs.set_sizes(arguments, starts)
     tasks = _tasks(arguments, costs, _started(arguments, starts.values()) or _placements(arguments, costs))
     options = Options(arguments.time_limit, arguments.seed, arguments.workers, arguments.reproducible)
     # a cached answer may be better than what the flags alone find, and --reproducible promises the same schedule anywhere
     use_cache = not (arguments.no_cache or arguments.reproducible)
-    solution = solve_cached(tasks, options, _progress, starts=[*starts.values()], use_cache=use_cache, notice=notice)
+    solution = solve_cached(
+        tasks, options, _progress, starts=[*starts.values()], use_cache=use_cache, notice=flags.notice
+    )
     for failure in solution.failures:
-        notice(f"part of the search failed: {failure}")
+        flags.notice(f"part of the search failed: {failure}")
     profile = costs.for_placement(solution.task.placement, solution.schedule.name)
     schedule, timeline = solution.schedule, solution.timeline
     if any(profile.tp_comm_s):
-        schedule = after_passes(schedule, profile, arguments)
+        schedule = schedule_verbs.after_passes(schedule, profile, arguments)
         timeline = simulate(schedule, profile)
     record = _with_proof(Record.of(schedule, profile, timeline, arguments.memory_limit), solution)
-    notes = [_FREE_CHUNKS] if tasks[1:] and chunks_are_free(arguments, costs) else []
+    notes = [_FREE_CHUNKS] if tasks[1:] and schedule_verbs.chunks_are_free(arguments, costs) else []
     tried = [{"placement": t.placement.kind, "chunks": t.placement.num_chunks} for t in tasks]
-    conclude(arguments, costs, record, _headline(solution, len(tasks)), notes, **_facts(solution), placements=tried)
+    schedule_verbs.conclude(
+        arguments, costs, record, _headline(solution, len(tasks)), notes, **_facts(solution), placements=tried
+    )
 
 
 def _with_proof(record: Record, solution: Solution) -> Record:
@@ -299,7 +308,7 @@ def _with_proof(record: Record, solution: Solution) -> Record:
 
 def _progress(progress: Progress, _schedule: Schedule | None) -> None:
     bound = f"bound {progress.lower_bound:.6g}  gap {progress.gap:.2%}"
-    notice(f"{progress.wall_s:7.1f} s  {progress.value:.6g}  {bound}  {progress.source}")
+    flags.notice(f"{progress.wall_s:7.1f} s  {progress.value:.6g}  {bound}  {progress.source}")
 
 
 def _headline(solution: Solution, placements: int) -> str:
@@ -354,14 +363,16 @@ def _started(arguments: argparse.Namespace, starts: Iterable[Schedule]) -> Seque
     return placements
 
 
-def _tasks(arguments: argparse.Namespace, costs: CostChoice, placements: Sequence[Placement]) -> list[SolveTask]:
+def _tasks(
+    arguments: argparse.Namespace, costs: schedule_verbs.CostChoice, placements: Sequence[Placement]
+) -> list[SolveTask]:
 
     tasks = []
     for placement in placements:
-        check_size(arguments.ranks, arguments.microbatches, placement.num_chunks)
+        schedule_verbs.check_size(arguments.ranks, arguments.microbatches, placement.num_chunks)
         actions = 3 * placement.num_stages * arguments.microbatches
         if actions > _MOST_ACTIONS:
-            most = max(1, min(MOST_MICROBATCHES, _MOST_ACTIONS // (3 * placement.num_stages)))
+            most = max(1, min(flags.MOST_MICROBATCHES, _MOST_ACTIONS // (3 * placement.num_stages)))
             raise ConfigError(
                 f"too large to solve: {actions} actions, and at most {_MOST_ACTIONS} are handled; lower one of the sizes, for "
                 f"example --microbatches {most}, or use 'jaxpipe best'"
@@ -374,13 +385,13 @@ def _tasks(arguments: argparse.Namespace, costs: CostChoice, placements: Sequenc
     return tasks
 
 
-def _placements(arguments: argparse.Namespace, costs: CostChoice) -> Sequence[Placement]:
+def _placements(arguments: argparse.Namespace, costs: schedule_verbs.CostChoice) -> Sequence[Placement]:
     """Return the requested placements within the limit on chunks.
 
     Raises:
         ConfigError: there are none, or as :func:`_asked`.
     """
-    most = most_chunks(arguments, costs)
+    most = schedule_verbs.most_chunks(arguments, costs)
     placements = [x for x in _asked(arguments, costs) if x.num_chunks <= (most or x.num_chunks)]
     if not placements:
         raise ConfigError(
@@ -389,7 +400,7 @@ def _placements(arguments: argparse.Namespace, costs: CostChoice) -> Sequence[Pl
     return placements
 
 
-def _asked(arguments: argparse.Namespace, costs: CostChoice) -> Sequence[Placement]:
+def _asked(arguments: argparse.Namespace, costs: schedule_verbs.CostChoice) -> Sequence[Placement]:
     """Return the requested placements; with ``auto`` those that suit the chunks, or the stages of a cost profile.
 
     Raises:
@@ -458,7 +469,7 @@ def run_cache(arguments: argparse.Namespace) -> int:
     else:
         _clear(cache, arguments.json)
     for text in notices:
-        notice(f"jaxpipe: {text}")
+        flags.notice(f"jaxpipe: {text}")
     return 2 if notices and arguments.action == "clear" else 0
 
 
@@ -480,7 +491,7 @@ def _folder(directory: str | None) -> Path | None:
 def _list(cache: ScheduleCache, as_json: bool) -> None:
     entries = cache.entries()
     if as_json:
-        print_json({"folder": str(cache.folder), "entries": [_record(e) for e in entries]})
+        flags.print_json({"folder": str(cache.folder), "entries": [_record(e) for e in entries]})
     elif not entries:
         print(f"no schedules in {cache.folder}")
     else:
@@ -529,7 +540,7 @@ def _print_table(entries: Sequence[CacheEntry]) -> None:
 def _clear(cache: ScheduleCache, as_json: bool) -> None:
     removed = cache.clear()
     if as_json:
-        print_json({"folder": str(cache.folder), "removed": removed})
+        flags.print_json({"folder": str(cache.folder), "removed": removed})
     else:
         print(f"removed {_counted(removed)} from {cache.folder}")
 

@@ -25,21 +25,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxpipe import dump
+from jaxpipe.cli import flags
 from jaxpipe.cli.exit_codes import EXIT_CODES, INTERRUPTED, STOPPED, explained
-from jaxpipe.cli.flags import (
-    add_costs_flag,
-    add_json_flag,
-    add_parallel_flags,
-    add_repeated,
-    add_switch,
-    add_value,
-    amount,
-    check_output,
-    notice,
-    print_json,
-    whole_number,
-    with_parallel_flags,
-)
 from jaxpipe.cli.plan_verbs import without_devices
 from jaxpipe.cli.registry import parsed
 from jaxpipe.errors import AgreedError, ConfigError, short_message
@@ -59,26 +46,28 @@ _MOST_PROCESSES = 65536
 
 
 def _configure_config(parser: argparse.ArgumentParser) -> None:
-    add_value(parser, "--config", "FILE", str, "TOML or JSON settings; without it the defaults")
+    flags.add_value(parser, "--config", "FILE", str, "TOML or JSON settings; without it the defaults")
     text = "settings that override the file, such as run.steps=200"
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help=text)
-    add_parallel_flags(parser)
+    flags.add_parallel_flags(parser)
 
 
 def configure_train(parser: argparse.ArgumentParser) -> None:
     _configure_config(parser)
-    add_switch(parser, "--print-config", "print all settings (changed ones marked *) and stop")
-    add_switch(parser, "--help-config", "explain all settings and stop")
+    flags.add_switch(parser, "--print-config", "print all settings (changed ones marked *) and stop")
+    flags.add_switch(parser, "--help-config", "explain all settings and stop")
     text = "where devices have no pinned host memory, offload to ordinary host arrays, slowly (offload.fallback=true)"
-    add_switch(parser, "--offload-fallback", text)
-    add_json_flag(parser, "print the result as JSON on stdout, progress on stderr")
+    flags.add_switch(parser, "--offload-fallback", text)
+    flags.add_json_flag(parser, "print the result as JSON on stdout, progress on stderr")
     group = parser.add_argument_group("several processes", "found in the variables of a launcher, too (jaxpipe launch)")
-    add_value(group, "--coordinator", "HOST:PORT", str, "address of process 0; the same for all processes")
-    count = whole_number("processes", _MOST_PROCESSES)
-    add_value(group, "--processes", "N", count, "number of processes (default: one)")
-    which = whole_number("as a process", _MOST_PROCESSES - 1, least=0)
-    add_value(group, "--process", "K", which, "index of this process, from 0")
-    add_value(group, "--join-wait", "S", amount("seconds", zero=False), "seconds to wait for other processes", 300.0)
+    flags.add_value(group, "--coordinator", "HOST:PORT", str, "address of process 0; the same for all processes")
+    count = flags.whole_number("processes", _MOST_PROCESSES)
+    flags.add_value(group, "--processes", "N", count, "number of processes (default: one)")
+    which = flags.whole_number("as a process", _MOST_PROCESSES - 1, least=0)
+    flags.add_value(group, "--process", "K", which, "index of this process, from 0")
+    flags.add_value(
+        group, "--join-wait", "S", flags.amount("seconds", zero=False), "seconds to wait for other processes", 300.0
+    )
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = "exit codes:\n" + "\n".join(f"  {code:<3}  {meaning}" for code, meaning in EXIT_CODES.items())
 
@@ -88,7 +77,7 @@ def config_of(args: argparse.Namespace) -> TrainConfig:
     from jaxpipe.train.config import load_config
 
     fallback = ["offload.fallback=true"] if args.offload_fallback else []
-    return load_config(args.config, [*with_parallel_flags(args, args.overrides), *fallback])
+    return load_config(args.config, [*flags.with_parallel_flags(args, args.overrides), *fallback])
 
 
 def run_train(args: argparse.Namespace) -> int:
@@ -161,21 +150,23 @@ def ending_together(processes: Processes) -> Iterator[None]:
 def add_checkpoint_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags that name a checkpoint and the function that makes its model."""
     parser.add_argument("checkpoint", metavar="RUN", help="a run directory, its checkpoints folder, or one checkpoint")
-    add_value(parser, "--step", "N", _step, "the checkpoint of step N, or 'best' (lowest loss); the newest by default")
+    flags.add_value(
+        parser, "--step", "N", _step, "the checkpoint of step N, or 'best' (lowest loss); the newest by default"
+    )
     text = (
         "what makes the model, needed where the checkpoint names code outside of models, which runs only if you name it"
     )
-    add_value(parser, "--model", "MODULE:FUNCTION", str, text)
-    add_switch(parser, "--other-model", "accept a model whose computation has changed since the checkpoint")
+    flags.add_value(parser, "--model", "MODULE:FUNCTION", str, text)
+    flags.add_switch(parser, "--other-model", "accept a model whose computation has changed since the checkpoint")
     text = (
         "byte, a tokenizer.json or ids:N, where the checkpoint has no tokenizer, as those of Trainer.save without one"
     )
-    add_value(parser, "--tokenizer", "SPEC", str, text)
+    flags.add_value(parser, "--tokenizer", "SPEC", str, text)
 
 
 def _add_devices_flag(parser: argparse.ArgumentParser) -> None:
     many = "devices to put the layers on, emulated on a CPU; by default as few as hold them"
-    add_value(parser, "--devices", "N", whole_number("devices", 512), many)
+    flags.add_value(parser, "--devices", "N", flags.whole_number("devices", 512), many)
 
 
 def _load(args: argparse.Namespace) -> Trained:
@@ -209,12 +200,14 @@ def _step(text: str) -> int | str:
 def configure_eval(parser: argparse.ArgumentParser) -> None:
     add_checkpoint_flags(parser)
     _add_devices_flag(parser)
-    add_value(parser, "--batch", "N", whole_number("sequences", 65536), "sequences per batch", 16)
-    add_value(parser, "--batches", "N", whole_number("batches", _MOST), "at most N batches; all by default")
-    add_switch(parser, "--baselines", "also score unigram and bigram models of the same text")
-    add_switch(parser, "--other-data", "evaluate on data other than those the model was trained on")
-    add_value(parser, "--data", "PATH", str, "data.path in place of the run's; a module:function must be named so")
-    add_json_flag(parser, "print JSON")
+    flags.add_value(parser, "--batch", "N", flags.whole_number("sequences", 65536), "sequences per batch", 16)
+    flags.add_value(parser, "--batches", "N", flags.whole_number("batches", _MOST), "at most N batches; all by default")
+    flags.add_switch(parser, "--baselines", "also score unigram and bigram models of the same text")
+    flags.add_switch(parser, "--other-data", "evaluate on data other than those the model was trained on")
+    flags.add_value(
+        parser, "--data", "PATH", str, "data.path in place of the run's; a module:function must be named so"
+    )
+    flags.add_json_flag(parser, "print JSON")
 
 
 def run_eval(args: argparse.Namespace) -> None:
@@ -228,7 +221,7 @@ def run_eval(args: argparse.Namespace) -> None:
     trained = _load(args)
     dataset, other = load_data(trained, other=args.other_data, path=args.data)
     for remark in data_remarks(dataset):
-        notice(remark)
+        flags.notice(remark)
     batches = dataset.held_out_batches(args.batch, trained.config.data.seq_len, args.batches)
     scores: dict[str, Any] = dict(ngram.baselines(dataset, batches)) if args.baselines else {}
     with device_errors("eval"):
@@ -253,18 +246,18 @@ def configure_generate(parser: argparse.ArgumentParser) -> None:
     add_checkpoint_flags(parser)
     _add_devices_flag(parser)
     parser.add_argument("--prompt", default="def ", help="text to continue (default: 'def ')")
-    add_value(parser, "--tokens", "N", whole_number("tokens", 10**6), "tokens to add", 200)
-    add_value(
+    flags.add_value(parser, "--tokens", "N", flags.whole_number("tokens", 10**6), "tokens to add", 200)
+    flags.add_value(
         parser,
         "--temperature",
         "T",
-        amount("temperature", most=100),
+        flags.amount("temperature", most=100),
         "temperature of sampling; 0: argmax",
         0.8,
     )
-    top_k, seed = whole_number("tokens", _MOST - 1, least=0), whole_number("as a seed", _MOST - 1, least=0)
-    add_value(parser, "--top-k", "K", top_k, "sample among the K likeliest tokens; 0: all", 0)
-    add_value(parser, "--seed", "N", seed, "seed of sampling", 0)
+    top_k, seed = flags.whole_number("tokens", _MOST - 1, least=0), flags.whole_number("as a seed", _MOST - 1, least=0)
+    flags.add_value(parser, "--top-k", "K", top_k, "sample among the K likeliest tokens; 0: all", 0)
+    flags.add_value(parser, "--seed", "N", seed, "seed of sampling", 0)
 
 
 def run_generate(args: argparse.Namespace) -> None:
@@ -275,7 +268,7 @@ def run_generate(args: argparse.Namespace) -> None:
 
     trained = _load(args)
     for remark in trained.tokenizer.remarks:
-        notice(remark)
+        flags.notice(remark)
     pieces = generate(trained, args.prompt, args.tokens, temperature=args.temperature, top_k=args.top_k, seed=args.seed)
     print(args.prompt, end="", flush=True)
     with device_errors("generate"):
@@ -286,21 +279,23 @@ def run_generate(args: argparse.Namespace) -> None:
 
 def configure_profile(parser: argparse.ArgumentParser) -> None:
     _configure_config(parser)
-    repeats, warm_up = whole_number("repeats", 1000), whole_number("warm-up calls", 1000, least=0)
-    add_value(parser, "--repeats", "N", repeats, "timed samples per function; the median counts", 5)
-    add_value(parser, "--warm-up", "N", warm_up, "untimed calls before the samples, after the one that compiles", 1)
-    add_switch(parser, "--no-host-link", "don't measure copies to pinned host memory and back")
-    add_costs_flag(parser)
-    add_value(parser, "--details", "FILE", str, "write all measurements as JSON: quartiles, memory, host link")
-    add_json_flag(parser, "print the cost profile as JSON")
+    repeats, warm_up = flags.whole_number("repeats", 1000), flags.whole_number("warm-up calls", 1000, least=0)
+    flags.add_value(parser, "--repeats", "N", repeats, "timed samples per function; the median counts", 5)
+    flags.add_value(
+        parser, "--warm-up", "N", warm_up, "untimed calls before the samples, after the one that compiles", 1
+    )
+    flags.add_switch(parser, "--no-host-link", "don't measure copies to pinned host memory and back")
+    flags.add_costs_flag(parser)
+    flags.add_value(parser, "--details", "FILE", str, "write all measurements as JSON: quartiles, memory, host link")
+    flags.add_json_flag(parser, "print the cost profile as JSON")
 
 
 def run_profile(args: argparse.Namespace) -> None:
     from jaxpipe.train.config import load_config
 
-    config = load_config(args.config, with_parallel_flags(args, args.overrides))
-    check_output(args.output, (".json",))
-    check_output(args.details, (".json",), "--details")
+    config = load_config(args.config, flags.with_parallel_flags(args, args.overrides))
+    flags.check_output(args.output, (".json",))
+    flags.check_output(args.details, (".json",), "--details")
     from jaxpipe.train.devices import device_errors, find_devices, request_devices, request_gpus
 
     request_devices(max(config.pipeline.num_devices, config.run.machine.devices), config.run.machine.platform)
@@ -356,24 +351,28 @@ def configure_launch(parser: argparse.ArgumentParser) -> None:
         "where", choices=list(_FLAGS), help="start processes here, or write a file for sbatch or kubectl"
     )
     text = "restart the run up to N times after it is lost"
-    add_value(parser, "--max-restarts", "N", whole_number("restarts", 10**6, least=0), text)
+    flags.add_value(parser, "--max-restarts", "N", flags.whole_number("restarts", 10**6, least=0), text)
     local_flags = parser.add_argument_group("local")
-    add_value(local_flags, "-n", "N", whole_number("processes", 4096), "number of processes", dest="number")
-    add_value(local_flags, "--logs", "DIR", str, "log folder (default: temporary, removed on success)")
+    flags.add_value(local_flags, "-n", "N", flags.whole_number("processes", 4096), "number of processes", dest="number")
+    flags.add_value(local_flags, "--logs", "DIR", str, "log folder (default: temporary, removed on success)")
     cluster = parser.add_argument_group("slurm, k8s")
-    add_value(cluster, "-o", "FILE", str, "the file to write", dest="output")
-    add_value(cluster, "--nodes", "N", whole_number("nodes", 65536), "number of hosts")
-    add_value(cluster, "--gpus-per-node", "N", whole_number("GPUs", 4096), "GPUs per node", dest="gpus")
-    add_value(cluster, "--name", "NAME", str, "job name (default: jaxpipe)")
-    per = whole_number("processes", 4096)
-    add_value(cluster, "--processes-per-node", "N", per, "slurm: processes per node (default: one)", dest="per_node")
-    add_repeated(cluster, "--sbatch", "OPTION=VALUE", "slurm: option such as time=12:00:00 (repeatable)", default=None)
-    add_value(cluster, "--image", "IMAGE", str, "k8s: container image with jaxpipe installed")
-    add_value(cluster, "--claim", "NAME:PATH", str, "k8s: volume claim that all pods share, and its mount path")
+    flags.add_value(cluster, "-o", "FILE", str, "the file to write", dest="output")
+    flags.add_value(cluster, "--nodes", "N", flags.whole_number("nodes", 65536), "number of hosts")
+    flags.add_value(cluster, "--gpus-per-node", "N", flags.whole_number("GPUs", 4096), "GPUs per node", dest="gpus")
+    flags.add_value(cluster, "--name", "NAME", str, "job name (default: jaxpipe)")
+    per = flags.whole_number("processes", 4096)
+    flags.add_value(
+        cluster, "--processes-per-node", "N", per, "slurm: processes per node (default: one)", dest="per_node"
+    )
+    flags.add_repeated(
+        cluster, "--sbatch", "OPTION=VALUE", "slurm: option such as time=12:00:00 (repeatable)", default=None
+    )
+    flags.add_value(cluster, "--image", "IMAGE", str, "k8s: container image with jaxpipe installed")
+    flags.add_value(cluster, "--claim", "NAME:PATH", str, "k8s: volume claim that all pods share, and its mount path")
 
 
 def run_launch(args: argparse.Namespace) -> int:
-    for flag in sorted({flag for flags in _FLAGS.values() for flag in flags} - set(_FLAGS[args.where])):
+    for flag in sorted({flag for names in _FLAGS.values() for flag in names} - set(_FLAGS[args.where])):
         if getattr(args, flag) is not None:
             raise ConfigError(
                 f"{_FLAG_NAMES[flag]} is not a flag of 'jaxpipe launch {args.where}' (see 'jaxpipe launch --help')"
@@ -437,19 +436,21 @@ def configure_data(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("action", metavar="ACTION", help=text)
     text = "build: files and folders of JSONL, Parquet and text; check: stores"
     parser.add_argument("paths", metavar="PATH", nargs="+", help=text)
-    add_value(parser, "-o --output", "STORE", str, "build: the folder to create")
-    add_value(parser, "--tokenizer", "NAME", str, "as data.tokenizer", "byte")
-    add_value(parser, "--chat-template", "FILE", str, "as data.chat_template", "auto")
-    add_value(parser, "--chat-date", "DATE", str, "as data.chat_date", "auto")
-    add_value(parser, "--field", "NAME", str, "as data.field", "auto")
-    add_value(parser, "--eos", "TOKEN", str, "as data.eos; with tokenizer byte, text files end with 0, too", "auto")
-    add_value(parser, "--bos", "TOKEN", str, "as data.bos", "auto")
-    add_value(parser, "--suffixes", "LIST", str, "as data.suffixes, joined by commas")
+    flags.add_value(parser, "-o --output", "STORE", str, "build: the folder to create")
+    flags.add_value(parser, "--tokenizer", "NAME", str, "as data.tokenizer", "byte")
+    flags.add_value(parser, "--chat-template", "FILE", str, "as data.chat_template", "auto")
+    flags.add_value(parser, "--chat-date", "DATE", str, "as data.chat_date", "auto")
+    flags.add_value(parser, "--field", "NAME", str, "as data.field", "auto")
+    flags.add_value(
+        parser, "--eos", "TOKEN", str, "as data.eos; with tokenizer byte, text files end with 0, too", "auto"
+    )
+    flags.add_value(parser, "--bos", "TOKEN", str, "as data.bos", "auto")
+    flags.add_value(parser, "--suffixes", "LIST", str, "as data.suffixes, joined by commas")
     text = "processes that tokenise; by default one a core"
-    add_value(parser, "--workers", "N", whole_number("processes", 1024), text)
-    add_switch(parser, "--chat", "short for --format chat: records are chats")
+    flags.add_value(parser, "--workers", "N", flags.whole_number("processes", 1024), text)
+    flags.add_switch(parser, "--chat", "short for --format chat: records are chats")
     parser.add_argument("--format", choices=("auto", "text", "chat"), help="as data.format (default auto)")
-    add_json_flag(parser)
+    flags.add_json_flag(parser)
 
 
 def run_data(arguments: argparse.Namespace) -> None:
@@ -485,7 +486,7 @@ def run_data(arguments: argparse.Namespace) -> None:
         for s in stores
     ]
     if arguments.json:
-        print_json({"stores": store_records, "seconds": seconds})
+        flags.print_json({"stores": store_records, "seconds": seconds})
         return
     for each in store_records:
         print(f"{each['store']}: {each['documents']:,} documents, {each['tokens']:,} tokens, intact ({seconds:.1f} s)")
@@ -511,17 +512,17 @@ def _build_store(arguments: argparse.Namespace, sources: list[Path]) -> Store:
     )
     workers = arguments.workers or len(os.sched_getaffinity(0))
     tokenizer = load_tokenizer(arguments.tokenizer)
-    return build_store(sources, Path(arguments.output), tokenizer, reading, workers=workers, note=notice)
+    return build_store(sources, Path(arguments.output), tokenizer, reading, workers=workers, note=flags.notice)
 
 
 def configure_import(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", metavar="HF_DIR", help="folder of the hub: config.json, safetensors, tokenizer.json")
-    add_value(parser, "-o --output", "RUN", str, "the run directory to create, at step 0", required=True)
-    add_value(
+    flags.add_value(parser, "-o --output", "RUN", str, "the run directory to create, at step 0", required=True)
+    flags.add_value(
         parser, "--model", "MODULE:FUNCTION", str, "the model that reads it; by default the one of its model_type"
     )
-    length = whole_number("tokens", 2**31 - 1)
-    add_value(parser, "--seq-len", "T", length, "data.seq_len of the run; by default the model's, at most 1024")
+    length = flags.whole_number("tokens", 2**31 - 1)
+    flags.add_value(parser, "--seq-len", "T", length, "data.seq_len of the run; by default the model's, at most 1024")
 
 
 def run_import(args: argparse.Namespace) -> None:
@@ -530,7 +531,7 @@ def run_import(args: argparse.Namespace) -> None:
 
     imported = import_hub(Path(args.folder), Path(args.output), target=args.model, seq_len=args.seq_len)
     for remark in imported.remarks:
-        notice(remark)
+        flags.notice(remark)
     print(
         f"{imported.config.model.target}, {format_count(imported.parameters)} parameters, in {imported.path} at step 0"
     )
@@ -540,13 +541,13 @@ def run_import(args: argparse.Namespace) -> None:
 
 def configure_export(parser: argparse.ArgumentParser) -> None:
     add_checkpoint_flags(parser)
-    add_value(parser, "-o --output", "DIR", str, "the folder to create", required=True)
+    flags.add_value(parser, "-o --output", "DIR", str, "the folder to create", required=True)
     dtypes = ("float32", "bfloat16", "float16")
     parser.add_argument(
         "--dtype", choices=dtypes, default="float32", help="dtype of the written tensors (default float32)"
     )
-    size = amount("gigabytes", zero=False)
-    add_value(parser, "--shard-size", "GB", size, "largest size of a file in gigabytes (10⁹ bytes)", 5.0)
+    size = flags.amount("gigabytes", zero=False)
+    flags.add_value(parser, "--shard-size", "GB", size, "largest size of a file in gigabytes (10⁹ bytes)", 5.0)
 
 
 def run_export(args: argparse.Namespace) -> None:

@@ -26,8 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jaxpipe.errors import ConfigError, DataError
-from jaxpipe.train.corpora.corpus import Corpus, check_extent
-from jaxpipe.train.corpora.packing import PackedRows
+from jaxpipe.train.corpora.corpus import Corpus, PackedRows, check_extent
 from jaxpipe.train.corpora.tokenizers import Ids, Tokenizer
 from jaxpipe.train.settings.typed import decode, within
 

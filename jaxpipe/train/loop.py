@@ -40,9 +40,8 @@ from jaxpipe.train.run.agreement import agree_on_batch, agree_on_data, agree_on_
 from jaxpipe.train.run.compiling import use_compile_cache
 from jaxpipe.train.run.ending import EndingEarly, Stop, Watchdog
 from jaxpipe.train.run.progress import ProgressStream
-from jaxpipe.train.run.resume import Start
+from jaxpipe.train.run.resume import RunCheckpoints, Start, go_on
 from jaxpipe.train.run.run_directory import RunDirectory, TrainResult
-from jaxpipe.train.run.saving import RunCheckpoints, go_on
 from jaxpipe.train.run.step_log import StepLog, TraceWindow
 from jaxpipe.train.setup import Prepared, compile_setup, held_out_microbatches, prepare
 from jaxpipe.train.state import StepMetrics, TrainState, cause_of
@@ -131,7 +130,7 @@ def train(
 class TrainingLoop:
     """The steps of a run in one process, from its first to its last: what follows what, and in which ways it may end.
 
-    :class:`~jaxpipe.train.run.step_log.StepLog` has the figures, :class:`~jaxpipe.train.run.saving.RunCheckpoints` the saves.
+    :class:`~jaxpipe.train.run.step_log.StepLog` has the figures, :class:`~jaxpipe.train.run.resume.RunCheckpoints` the saves.
     """
 
     def __init__(

@@ -616,7 +616,7 @@ def test_interrupt_exits_130(capsys: pytest.CaptureFixture[str], monkeypatch: py
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("jaxpipe.cli.search_verbs.print_json", interrupt)
+    monkeypatch.setattr("jaxpipe.cli.flags.print_json", interrupt)
     assert main(["compare", "--ranks", "2", "--microbatches", "2", "--json"]) == 130
     assert capsys.readouterr() == ("", "jaxpipe: interrupted\n")
 
@@ -625,7 +625,7 @@ def test_out_of_memory_is_one_line(capsys: pytest.CaptureFixture[str], monkeypat
     def exhaust(*_: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr("jaxpipe.cli.search_verbs.print_json", exhaust)
+    monkeypatch.setattr("jaxpipe.cli.flags.print_json", exhaust)
     assert main(["compare", "--json"]) == 2
     assert capsys.readouterr().err == "jaxpipe: out of memory; ask for smaller sizes\n"
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from jaxpipe.cli import main
-from jaxpipe.cli.schedule_flags import PLACEMENTS
+from jaxpipe.cli.flags import PLACEMENTS
 from jaxpipe.schedule import Traversal, circular, generate, one_to_one, read_schedule, traverse, wave
 from jaxpipe.schedule.placement import CONSTRUCTORS
 

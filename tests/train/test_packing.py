@@ -17,10 +17,9 @@ from hypothesis import strategies as st
 
 from jaxpipe.errors import DataError
 from jaxpipe.train.config import TrainConfig
-from jaxpipe.train.corpora.corpus import Corpus, load_corpus
+from jaxpipe.train.corpora.corpus import Corpus, PackedRows, load_corpus, pack
 from jaxpipe.train.corpora.datasets import MixedDataset
 from jaxpipe.train.corpora.encoding import Reading
-from jaxpipe.train.corpora.packing import PackedRows, pack
 from jaxpipe.train.corpora.tokenizers import ByteTokenizer, IdTokenizer
 from jaxpipe.train.data import DataState, TokenDataset
 from jaxpipe.train.evaluate import _config as stored_config

@@ -26,34 +26,11 @@ import jax
 from jaxpipe.errors import CheckpointError
 from jaxpipe.files import check_local
 from jaxpipe.runtime.processes import Processes
-from jaxpipe.train.checkpoints.contents import (
-    GROUPS,
-    MANIFEST,
-    SUMS,
-    DamagedCheckpointError,
-    Leaf,
-    Manifest,
-    Placement,
-    PyTree,
-    RemovedCheckpointError,
-    UnreadableCheckpointError,
-    build_trees,
-    fill_trees,
-    flush_directory,
-    leaves_by_key,
-    list_differences,
-    names_in,
-    place_array,
-    read_arrays,
-    read_manifest_of,
-    short_reason,
-    verify_files,
-    watched,
-)
+from jaxpipe.train.checkpoints import contents
 
 _STEP_NAME = re.compile("[0-9]{8,18}")
 _LEFTOVER = re.compile(_STEP_NAME.pattern + r"\.tmp-([0-9]+|replaced|removed)")
-_CONTENT = re.compile("|".join([*GROUPS, "part[0-9]+", re.escape(MANIFEST), SUMS]))
+_CONTENT = re.compile("|".join([*contents.GROUPS, "part[0-9]+", re.escape(contents.MANIFEST), contents.SUMS]))
 _SCAN_TRIES = 20
 
 
@@ -68,7 +45,7 @@ class CheckpointFolder:
 
     step: int
     path: Path
-    manifest: Manifest | None
+    manifest: contents.Manifest | None
     error: CheckpointError | None = None
 
     @property
@@ -114,13 +91,13 @@ def read_folder(folder: Path) -> CheckpointFolder | None:
     step = step_of(folder)
     assert step is not None
     try:
-        with watched(folder):
+        with contents.watched(folder):
             if os.path.lexists(folder) and not folder.is_dir():
                 return None
-            if not any(_CONTENT.fullmatch(name) for name in names_in(folder)):
+            if not any(_CONTENT.fullmatch(name) for name in contents.names_in(folder)):
                 return None
-            manifest = read_manifest_of(folder)
-    except RemovedCheckpointError:
+            manifest = contents.read_manifest_of(folder)
+    except contents.RemovedCheckpointError:
         raise
     except CheckpointError as error:
         return CheckpointFolder(step, folder, None, error)
@@ -141,8 +118,8 @@ def find_damage(folder: Path, share: tuple[int, int] = (0, 1)) -> CheckpointErro
     """Return why the files of a checkpoint (``share``: as ``verify_files``) can't be read or don't match their checksums; None
     if they do."""
     try:
-        with watched(folder):
-            verify_files(folder, share=share)
+        with contents.watched(folder):
+            contents.verify_files(folder, share=share)
     except CheckpointError as error:
         return error
     return None
@@ -166,9 +143,9 @@ def newest_intact_in(
             return Intact(folder.step, tuple(warnings))
         if isinstance(error, MisnamedCheckpointError):
             warnings.append(f"{error}; it is left alone")
-        elif isinstance(error, DamagedCheckpointError):
+        elif isinstance(error, contents.DamagedCheckpointError):
             warnings.append(f"passed over step {folder.step}: {error}")
-        elif not isinstance(error, RemovedCheckpointError):
+        elif not isinstance(error, contents.RemovedCheckpointError):
             raise error
     return Intact(None, tuple(warnings))
 
@@ -188,14 +165,14 @@ def put_in_place(temporary: Path, final: Path) -> None:
     # The rename is what makes a checkpoint count. What it replaces goes only once the new name is on the disk, so a
     # kill between any two lines leaves the old one or the new one whole.
     temporary.rename(final)
-    flush_directory(final.parent)
+    contents.flush_directory(final.parent)
     remove_folder(stale)
 
 
 def set_aside(folder: Path, error: CheckpointError | None) -> Path:
     """Rename a folder that is in the way of a run: ``NAME.damaged`` if ``error`` says so, else ``NAME.superseded``; with a
     number if there is one already. Its new path."""
-    why = "damaged" if isinstance(error, DamagedCheckpointError) else "superseded"
+    why = "damaged" if isinstance(error, contents.DamagedCheckpointError) else "superseded"
     names = (folder.with_name(f"{folder.name}.{why}{f'-{n}' if n else ''}") for n in range(10_000))
     return folder.rename(next(path for path in names if not path.exists()))
 
@@ -250,7 +227,7 @@ def scan_folders(directory: Path, after: int = -1) -> list[CheckpointFolder]:
             break
         except OSError as error:
             raise CheckpointError(f"checkpoint directory {directory} can't be read: {error.strerror}") from error
-        except RemovedCheckpointError:  # by a run that saves there, which has made a newer one
+        except contents.RemovedCheckpointError:  # by a run that saves there, which has made a newer one
             if not left:
                 raise
             continue
@@ -266,11 +243,11 @@ _READ_TRIES = 20
 
 def load_params(
     path: str | os.PathLike[str],
-    device: Placement | None = None,
+    device: contents.Placement | None = None,
     *,
     step: StepName = None,
-    like: Mapping[str, PyTree] | None = None,
-) -> dict[str, PyTree]:
+    like: Mapping[str, contents.PyTree] | None = None,
+) -> dict[str, contents.PyTree]:
     """Parameters alone, ``{layer: pytree}`` on one device (JAX's default one if None), without a pipeline.
 
     ``path`` is the folder of one checkpoint, or a run's directory; of a run, ``step`` or else the newest is taken. The
@@ -281,14 +258,14 @@ def load_params(
     like_groups = None if like is None else {"params": like}
     return reading(
         partial(find, path, step),
-        lambda folder: load_group(folder, "params", read_manifest_of(folder), like_groups, target),
+        lambda folder: load_group(folder, "params", contents.read_manifest_of(folder), like_groups, target),
     )
 
 
-def read_manifest(path: str | os.PathLike[str], step: StepName = None) -> Manifest:
+def read_manifest(path: str | os.PathLike[str], step: StepName = None) -> contents.Manifest:
     """Return a checkpoint without its arrays: step, ``meta``, evaluation loss, shapes and dtypes. ``path`` as in
     ``load_params``."""
-    return reading(partial(find, path, step), read_manifest_of)
+    return reading(partial(find, path, step), contents.read_manifest_of)
 
 
 def find(path: str | os.PathLike[str], step: StepName = None) -> Path:
@@ -300,7 +277,7 @@ def find(path: str | os.PathLike[str], step: StepName = None) -> Path:
     """
     check_local(path, "checkpoint")
     folder = Path(path).absolute()
-    if step is None and (folder / SUMS).is_file():
+    if step is None and (folder / contents.SUMS).is_file():
         return folder
     if not list_checkpoints(folder):
         if (folder / "checkpoints").is_dir():
@@ -352,9 +329,9 @@ def reading(where: Callable[[], Path], read: Callable[[Path], _Read]) -> _Read:
     folder = where()
     for _ in range(_READ_TRIES):
         try:
-            with _advice(folder), lock_folder(folder, fcntl.LOCK_SH), watched(folder):
+            with _advice(folder), lock_folder(folder, fcntl.LOCK_SH), contents.watched(folder):
                 return read(folder)
-        except RemovedCheckpointError as error:
+        except contents.RemovedCheckpointError as error:
             removed = error
         try:
             folder = where()
@@ -366,23 +343,23 @@ def reading(where: Callable[[], Path], read: Callable[[Path], _Read]) -> _Read:
 def load_group(
     folder: Path,
     group: str,
-    manifest: Manifest,
-    like: Mapping[str, Mapping[str, PyTree]] | None,
-    sharding: Placement | Mapping[str, Placement] | None,
+    manifest: contents.Manifest,
+    like: Mapping[str, Mapping[str, contents.PyTree]] | None,
+    sharding: contents.Placement | Mapping[str, contents.Placement] | None,
     chosen_layers: Collection[str] | None = None,
-) -> dict[str, PyTree]:
+) -> dict[str, contents.PyTree]:
     """Compare one group with ``like[group]``, verify and read it, and place its arrays; of ``chosen_layers`` only, if given.
 
     Raises CheckpointError.
     """
     layers: Sequence[str] = manifest.layers.get(group, ())
-    leaves: Sequence[Leaf] = manifest.leaves.get(group, ())
+    leaves: Sequence[contents.Leaf] = manifest.leaves.get(group, ())
     group_like = None if like is None else like.get(group)
-    if group_like is not None and (problems := list_differences(layers, leaves, group_like)):
+    if group_like is not None and (problems := contents.list_differences(layers, leaves, group_like)):
         rest = f" (and {len(problems) - 4} more)" if len(problems) > 4 else ""
         raise CheckpointError(
             f"checkpoint {folder} does not fit: {group}: {'; '.join(problems[:4])}{rest}; use the model and optimizer "
-            f"settings that it was saved with (under meta in its {MANIFEST}), or another checkpoint"
+            f"settings that it was saved with (under meta in its {contents.MANIFEST}), or another checkpoint"
         )
     # Compared whole before layers are chosen: a process that reads some must refuse what the others refuse.
     if chosen_layers is not None:
@@ -391,13 +368,19 @@ def load_group(
             [leaf for leaf in leaves if leaf.layer in chosen_layers],
         )
         group_like = group_like and {layer: content for layer, content in group_like.items() if layer in chosen_layers}
-    verify_files(folder, (group,), {leaf.part for leaf in leaves})
-    targets = {} if group_like is None else leaves_by_key(group_like)
+    contents.verify_files(folder, (group,), {leaf.part for leaf in leaves})
+    targets = {} if group_like is None else contents.leaves_by_key(group_like)
     values = []
-    for leaf, array in zip(leaves, read_arrays(folder, group, leaves, partial=chosen_layers is not None), strict=True):
+    for leaf, array in zip(
+        leaves, contents.read_arrays(folder, group, leaves, partial=chosen_layers is not None), strict=True
+    ):
         where = sharding.get(leaf.layer) if isinstance(sharding, Mapping) else sharding
-        values.append(place_array(leaf, array, targets.get(leaf.key), where))
-    return build_trees(layers, leaves, values) if group_like is None else fill_trees(group_like, leaves, values)
+        values.append(contents.place_array(leaf, array, targets.get(leaf.key), where))
+    return (
+        contents.build_trees(layers, leaves, values)
+        if group_like is None
+        else contents.fill_trees(group_like, leaves, values)
+    )
 
 
 @contextmanager
@@ -405,7 +388,7 @@ def _advice(folder: Path) -> Iterator[None]:
     """Complete the error about a damaged checkpoint with what to do: name another one beside it that is intact."""
     try:
         yield
-    except DamagedCheckpointError as error:
+    except contents.DamagedCheckpointError as error:
         neighbours = (
             checkpoint for checkpoint in reversed(list_checkpoints(folder.parent)) if checkpoint.path != folder
         )
@@ -415,12 +398,12 @@ def _advice(folder: Path) -> Iterator[None]:
             if intact is None
             else f"step {intact.step} is intact: load {intact.path}"
         )
-        raise DamagedCheckpointError(f"{error}; {advice}") from error
+        raise contents.DamagedCheckpointError(f"{error}; {advice}") from error
 
 
-_ON_DISK = (DamagedCheckpointError, RemovedCheckpointError)
+_ON_DISK = (contents.DamagedCheckpointError, contents.RemovedCheckpointError)
 """Errors that are not of the process that has found them."""
-_KINDS = {kind.__name__: kind for kind in (CheckpointError, UnreadableCheckpointError, *_ON_DISK)}
+_KINDS = {kind.__name__: kind for kind in (CheckpointError, contents.UnreadableCheckpointError, *_ON_DISK)}
 
 
 def run_on_all_processes(
@@ -496,5 +479,5 @@ def newest_intact(processes: Processes, directory: Path, before: int | None) -> 
 
 
 def _error_message(error: Exception, who: str = "") -> dict[str, str]:
-    text = str(error) if isinstance(error, CheckpointError) else short_reason(error)
+    text = str(error) if isinstance(error, CheckpointError) else contents.short_reason(error)
     return {"kind": type(error).__name__, "text": f"{who}{text}"}

@@ -35,7 +35,7 @@ import numpy.typing as npt
 from jaxpipe.errors import ConfigError, DataError, ProgramError
 from jaxpipe.runtime.batches import checked_batch
 from jaxpipe.stage.model.reference import resolved
-from jaxpipe.train.corpora.packing import PackedRows
+from jaxpipe.train.corpora.corpus import PackedRows
 from jaxpipe.train.corpora.tokenizers import Tokenizer
 from jaxpipe.train.data import (
     ArraySpec,

@@ -41,16 +41,7 @@ from jax.sharding import PartitionSpec as P
 from jaxpipe.mesh import DP, TP, replicated, spec_of
 from jaxpipe.runtime.reduction import on_rank, reduced_axes
 from jaxpipe.stage.model.params import LeafSlot, ParamLayout, Place, by_layer, get_leaf
-from jaxpipe.train.update.layerwise import (
-    Division,
-    LayerwiseOptimizer,
-    OptimizerPart,
-    StateLeaf,
-    check_pieces,
-    divided_like,
-    fitted,
-    of_layers,
-)
+from jaxpipe.train.update import layerwise
 
 Tree = Mapping[str, Any]
 
@@ -405,7 +396,7 @@ class StageUpdate:
 
 
 def compile_update(
-    shards: StageShards, part: OptimizerPart, acc_avals: Sequence[jax.ShapeDtypeStruct], state_specs: Any
+    shards: StageShards, part: layerwise.OptimizerPart, acc_avals: Sequence[jax.ShapeDtypeStruct], state_specs: Any
 ) -> StageUpdate:
     """``update(params, masters, grads, state, scale, ok, extra) -> (params, masters, state, acc, finite)``, whole and in two
     halves, compiled when they first run.
@@ -461,7 +452,7 @@ def taken(shards: StageShards) -> tuple[int, ...]:
 
 def _update(
     shards: StageShards,
-    part: OptimizerPart,
+    part: layerwise.OptimizerPart,
     params: _Arrays,
     masters: _Arrays,
     grads: _Arrays,
@@ -491,7 +482,7 @@ def _update(
     return computed, new_masters, jax.tree.map(keep, new_state, state), zeros, _all_finite(shards, computed)
 
 
-def fresh_state(shards: StageShards, part: OptimizerPart, params: _Arrays, masters: _Arrays) -> Any:
+def fresh_state(shards: StageShards, part: layerwise.OptimizerPart, params: _Arrays, masters: _Arrays) -> Any:
     """Return the optimizer's state of fresh parameters, given as to the update."""
     return part.init(_held(shards, params, masters))
 
@@ -524,8 +515,8 @@ class StageOptimizer:
     divided like, or None."""
 
     shards: StageShards
-    part: OptimizerPart
-    leaves: tuple[StateLeaf, ...]
+    part: layerwise.OptimizerPart
+    leaves: tuple[layerwise.StateLeaf, ...]
     slots: tuple[LeafSlot | None, ...]
 
     @property
@@ -547,7 +538,7 @@ class StageOptimizer:
         Raises:
             CheckpointError: they are of another optimizer or model.
         """
-        values = fitted(self.leaves, self.shards.layout.layers, states)
+        values = layerwise.fitted(self.leaves, self.shards.layout.layers, states)
         divided = [
             self.shards.host_chunk(value, slot) if slot is not None and self.shards.chunked else value
             for value, slot in zip(values, self.slots, strict=True)
@@ -562,7 +553,10 @@ class StageOptimizer:
         ]
         layers = self.shards.layout.layers
         numbers, owners = self._tree(range(len(leaves))), [leaf.layer for leaf in self.leaves]
-        return {name: jax.tree.map(leaves.__getitem__, of_layers(numbers, [name], layers, owners)) for name in layers}
+        return {
+            name: jax.tree.map(leaves.__getitem__, layerwise.of_layers(numbers, [name], layers, owners))
+            for name in layers
+        }
 
     def _tree(self, leaves: Iterable[Any]) -> Any:
         return jax.tree.unflatten(self.part.structure, leaves)
@@ -577,8 +571,8 @@ def stage_optimizers(
         ConfigError: it can't be applied layer by layer, or devices would see pieces of parameters and it neither treats
             elements alone nor knows what to do on pieces (``on_pieces``).
     """
-    undivided = LayerwiseOptimizer.trace(optimizer, _joined(s.whole_avals() for s in shards.values()), extra)
-    division: Division = {
+    undivided = layerwise.LayerwiseOptimizer.trace(optimizer, _joined(s.whole_avals() for s in shards.values()), extra)
+    division: layerwise.Division = {
         (slot.layer, slot.path): (s.chunked, slot.axis)
         for s in shards.values()
         for slot in s.layout.slots
@@ -591,10 +585,10 @@ def stage_optimizers(
         pieces = optimizer if on_pieces is None else on_pieces(partial(_gathered, shards))
         axes = next(iter(shards.values())).mesh.shape  # the same on each rank
         avals = _joined(s.local_avals() for s in shards.values())
-        local = LayerwiseOptimizer.trace(pieces, avals, extra, tuple(axes.items()))
+        local = layerwise.LayerwiseOptimizer.trace(pieces, avals, extra, tuple(axes.items()))
         if on_pieces is None:
-            check_pieces(undivided, local, division)
-        divided = divided_like(undivided, local, division)
+            layerwise.check_pieces(undivided, local, division)
+        divided = layerwise.divided_like(undivided, local, division)
     by_stage = {}
     for s, x in shards.items():
         part, slots = local.part(x.layout.layers), {(slot.layer, slot.path): slot for slot in x.layout.slots}

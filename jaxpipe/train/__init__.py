@@ -8,7 +8,7 @@ from jaxpipe.lazy import exported
 __all__, __getattr__ = exported(
     __name__,
     checkpoint="Checkpoint CheckpointStore load_params read_manifest",
-    config="TrainConfig load_config",
+    config="TrainConfig broken_rules load_config",
     data="Dataset TokenDataset",
     devices="find_devices request_devices",
     evaluate="generate held_out_score load_data load_trained",

@@ -65,9 +65,9 @@ def stage_planner(
     processes: Processes | None = None,
     flops_cache: dict[Any, Any] | None = None,
 ) -> Planner:
-    """Plans cut as ``pipe.cut`` says. Costs of layers are taken once; the first of several ``processes`` measures for all.
-    ``flops_cache``: FLOPs of layers, shared with other planners."""
-    cut, model = pipe.cut, spread_over(pipe, model)
+    """Plans of ``model``, as :func:`spread_over` returns it, cut as ``pipe.cut`` says. Costs of layers are taken once; the
+    first of several ``processes`` measures for all. ``flops_cache``: FLOPs of layers, shared with other planners."""
+    cut = pipe.cut
     size = microbatch_size // pipe.dp  # what one device sees, as far as costs go
     if cut == "measured":
         processes = processes or SingleProcess()
@@ -124,7 +124,8 @@ class ScheduleDraft:
 def choose(
     pipe: PipelineConfig, model: Model, planner: Planner, schedule: Schedule | None = None
 ) -> tuple[ScheduleDraft, StagePlan]:
-    """Return the schedule of ``pipe``, or ``schedule``, and the plan of its stages.
+    """Return the schedule of ``pipe``, or ``schedule``, and the plan of its stages, of ``model`` as :func:`spread_over` returns
+    it.
 
     Whatever has stages in a chain takes a model of any graph: its order has each stage after all before it in the chain, more
     than any graph asks for. Its stages then wait for those alone whose results they take.
@@ -140,7 +141,7 @@ def choose(
     # A function may place stages as it likes, which is known only now.
     if (schedule.num_stages, edges_to_cut(placement)) != (source.num_stages, source.edges):
         plan = planner(schedule.num_stages, edges_to_cut(placement))
-    edges = cut_edges(taken_by(spread_over(pipe, model).layers), plan.cut)
+    edges = cut_edges(taken_by(model.layers), plan.cut)
     if not placement.is_chain:
         if edges != tuple(sorted(placement.edges)):
             raise ScheduleError(

@@ -21,9 +21,8 @@ from jaxpipe.train.config import load_config
 from jaxpipe.train.corpora.encoding import ChatTemplate, find_template
 from jaxpipe.train.corpora.tokenizers import HFTokenizer, load_tokenizer
 from jaxpipe.train.evaluate import generate, load_trained
-from jaxpipe.train.import_export import import_hub
+from jaxpipe.train.import_export import end_of_answers, import_hub
 from jaxpipe.train.run.run_directory import RunDirectory
-from jaxpipe.train.tokenizer_files import end_of_answers
 from tests.support.hub_folders import V, write_folder
 
 pytestmark = pytest.mark.usefixtures("one_build")

@@ -67,7 +67,6 @@ def test_data_needs_no_jax() -> None:
         "config",
         "data",
         "metrics",
-        "settings.rules",
         *(f"corpora.{x}" for x in ("tokenizers", "corpus", "ngram")),
     )
     imports = "; ".join(f"import jaxpipe.train.{module}" for module in modules)

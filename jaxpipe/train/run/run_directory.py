@@ -32,9 +32,9 @@ from jaxpipe.train.checkpoints.directory import lock_folder
 from jaxpipe.train.config import TrainConfig
 from jaxpipe.train.corpora.ngram import Score
 from jaxpipe.train.corpora.tokenizers import Tokenizer
+from jaxpipe.train.import_export import places_of, training_form, write_tokenizer_files
 from jaxpipe.train.metrics import format_gain, plain, read_metrics
 from jaxpipe.train.settings.sections import RunConfig
-from jaxpipe.train.tokenizer_files import places_of, training_form, write_tokenizer_files
 
 _NAN = float("nan")
 

@@ -1,4 +1,4 @@
-"""Define the settings of a run: typed values, the sections they stand in, and the rules that hold between them."""
+"""Define the settings of a run: typed values, and the sections they stand in."""
 
 from jaxpipe.lazy import exported
 
@@ -6,5 +6,4 @@ __all__, __getattr__ = exported(
     __name__,
     sections="DataConfig ModelConfig OptimizerConfig PipelineConfig RunConfig Sections",
     typed="Collected decode fit within",
-    rules="broken_rules",
 )

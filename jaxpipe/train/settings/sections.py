@@ -1,7 +1,7 @@
 """Define the five sections of a training config, and all of them together, unchecked.
 
-The annotations say what each value must satisfy, :mod:`.rules` what several must together; what ``#:`` says above a setting
-``jaxpipe train --help-config`` prints.
+The annotations say what each value must satisfy, :mod:`jaxpipe.train.config` what several must together; what ``#:`` says
+above a setting ``jaxpipe train --help-config`` prints.
 
 A setting is a value or a table of what belongs to one matter, which who does not care for the matter need not read. The name of
 the table may be left out, or that of its section: ``run.keep_last`` and ``output.keep_last`` are ``run.output.keep_last``.

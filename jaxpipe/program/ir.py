@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Literal
+from operator import itemgetter
+from typing import Any, Literal, NamedTuple
 
 from jaxpipe.errors import ProgramError
 from jaxpipe.schedule.ir import Action, Slot
@@ -24,8 +25,7 @@ from jaxpipe.schedule.ir import Action, Slot
 ValueKind = Literal["param", "acc", "data", "key", "y", "dx", "res", "wres", "loss", "user", "state"]
 
 
-@dataclass(frozen=True, slots=True)
-class Value:
+class Value(NamedTuple):
     """An array of one stage: the ``index``-th of its kind. ``microbatch`` is −1 for parameters and accumulators. What crosses
     from stage to stage is named by who makes it: ``y`` by the leaf of what leaves, ``dx`` by that of what enters. ``name``: of
     the arrays that custom instructions write."""
@@ -33,7 +33,7 @@ class Value:
     kind: ValueKind
     stage: int
     microbatch: int
-    index: int
+    index: int  # type: ignore[assignment]  # hides a method of tuples
     name: str = ""
 
     def __str__(self) -> str:
@@ -165,14 +165,14 @@ def reads(instruction: Instruction) -> tuple[int, ...]:
 
 def writes(instruction: Instruction) -> tuple[int, ...]:
     """Return the slots that the instruction fills."""
-    return () if isinstance(instruction, Free) else tuple(s for s in instruction.outputs if s >= 0)
+    return () if isinstance(instruction, Free) else tuple([s for s in instruction.outputs if s >= 0])
 
 
 def drops(instruction: Instruction) -> tuple[int, ...]:
     """Return the slots that are empty after the instruction."""
     if isinstance(instruction, Free):
         return instruction.slots
-    return instruction.inputs if isinstance(instruction, Offload | Reload) else ()
+    return instruction.inputs if isinstance(instruction, (Offload, Reload)) else ()
 
 
 def _slots(slots: tuple[int, ...]) -> str:
@@ -198,28 +198,34 @@ def _slot_problems(program: Program) -> Iterator[str]:
     full = {slot for _, slot in program.bound}
     on_host: set[int] = set()
     for k, instruction in enumerate(program.instructions):
-        where = f"rank {program.rank}, instruction {k} ({instruction})"
         read, written, dropped = reads(instruction), writes(instruction), drops(instruction)
         for slot in (*read, *written, *dropped):
             if not 0 <= slot < program.num_slots:
-                yield f"{where}: slot {slot} is outside 0..{program.num_slots - 1}"
-        yield from (f"{where}: reads slot {s}, which is empty" for s in read if s not in full)
-        wants_host = isinstance(instruction, Reload | Sync)
+                yield f"{_where(program, k)}: slot {slot} is outside 0..{program.num_slots - 1}"
+        yield from (f"{_where(program, k)}: reads slot {s}, which is empty" for s in read if s not in full)
+        wants_host = isinstance(instruction, (Reload, Sync))
         for slot in full.intersection(read):
             if (slot in on_host) is not wants_host:
-                yield f"{where}: reads slot {slot}, which is on the {'device' if wants_host else 'host'}"
+                yield f"{_where(program, k)}: reads slot {slot}, which is on the {'device' if wants_host else 'host'}"
         # A donated accumulator is written in place: the only slot that may be full when it is filled.
-        replaced = set(read) if isinstance(instruction, Run) else set()
-        yield from (f"{where}: fills slot {s}, which is full" for s in written if s in full and s not in replaced)
+        replaced = read if isinstance(instruction, Run) else ()
+        yield from (
+            f"{_where(program, k)}: fills slot {s}, which is full" for s in written if s in full and s not in replaced
+        )
         full.update(written)
         (on_host.update if isinstance(instruction, Offload) else on_host.difference_update)(written)
-        yield from (f"{where}: drops slot {s}, which is empty" for s in dropped if s not in full)
+        yield from (f"{_where(program, k)}: drops slot {s}, which is empty" for s in dropped if s not in full)
         full.difference_update(dropped)
     result_slots = {slot for _, slot in program.results} | {slot for v, slot in program.bound if v.kind == "param"}
     if full - result_slots:
         yield f"rank {program.rank}: slots {sorted(full - result_slots)} are still full at the end"
     if result_slots - full:
         yield f"rank {program.rank}: result slots {sorted(result_slots - full)} are empty at the end"
+
+
+def _where(program: Program, k: int) -> str:
+    # Written when something is wrong: the text of every instruction took half of the check's time.
+    return f"rank {program.rank}, instruction {k} ({program.instructions[k]})"
 
 
 def _message_problems(programs: Sequence[Program]) -> Iterator[str]:
@@ -247,10 +253,10 @@ BOUND_KINDS = ("param", "acc", "data", "key", "state")
 RESULT_KINDS = ("acc", "loss")
 UNREAD_KINDS = (*RESULT_KINDS, "user")
 """Kinds of values that stay in their slots if nothing reads them."""
+_READ_AND_LEFT = (*RESULT_KINDS, "param")
 
 
-@dataclass(frozen=True, slots=True)
-class ValueInstruction:
+class ValueInstruction(NamedTuple):
     """An instruction over values, before slots exist. ``message``: the other rank of a send or receive, and the shapes of what
     it carries."""
 
@@ -261,73 +267,58 @@ class ValueInstruction:
     message: tuple[Any, ...] = ()
 
 
-class _Slots:
-    """Gives out integer slots, lowest free one first, which keeps them few. ``slot_of``: by memory and value; a value that is
-    being copied has a slot in both memories."""
-
-    def __init__(self) -> None:
-        self.free: list[int] = []
-        self.count = 0
-        self.slot_of: dict[tuple[str, Value], int] = {}
-
-    def take(self, value: Value, memory: str = "device") -> int:
-        key = (memory, value)
-        if key not in self.slot_of:
-            if self.free:
-                self.slot_of[key] = heapq.heappop(self.free)
-            else:
-                self.slot_of[key] = self.count
-                self.count += 1
-        return self.slot_of[key]
-
-    def drop(self, value: Value, memory: str = "device") -> int:
-        slot = self.slot_of.pop((memory, value))
-        heapq.heappush(self.free, slot)
-        return slot
-
-
 def assign_slots(rank: int, steps: Sequence[ValueInstruction], value_bytes: Mapping[Value, int]) -> Program:
-    """Give every value a slot, drop it after its last reader, and return the program."""
+    """Give every value a slot, drop it after its last reader, and return the program. The lowest free slot goes first, which
+    keeps them few."""
     last_read = {v: k for k, step in enumerate(steps) for v in step.inputs}
-    slots = _Slots()
+    free: list[int] = []
+    # By memory, as a value that is being copied has a slot in both.
+    slot_of: Mapping[str, dict[Value, int]] = {"device": {}, "host": {}}
+    on_device, on_host = slot_of.values()
+
+    def take(values: Iterable[Value | None], memory: str) -> tuple[int, ...]:
+        slots = slot_of[memory]
+        for value in values:
+            if value is not None and value not in slots:
+                # Where none is free, the slots that there are all hold values.
+                slots[value] = heapq.heappop(free) if free else len(on_device) + len(on_host)
+        return tuple([-1 if value is None else slots[value] for value in values])
+
+    def drop(values: Iterable[Value], memory: str) -> tuple[int, ...]:
+        slots = tuple([slot_of[memory].pop(value) for value in values])
+        for slot in slots:
+            heapq.heappush(free, slot)
+        return slots
+
     bound_values = sorted(
         {v for step in steps for v in step.inputs if v.kind in BOUND_KINDS},
         key=lambda v: (v.kind, v.stage, v.microbatch, v.index, v.name),
     )
-    bound = tuple((v, slots.take(v)) for v in bound_values)
+    bound = tuple(zip(bound_values, take(bound_values, "device"), strict=True))
     instructions: list[Instruction] = []
     written: list[tuple[int, ...]] = []
     for k, step in enumerate(steps):
-        instructions.append(_instruction(slots, step))
-        written.append(tuple(value_bytes[v] for v in step.outputs if v is not None))
+        source = "host" if step.kind in (Reload, Sync) else "device"
+        # Outputs first: were the inputs' slots free already, a copy could be given the slot that it reads from.
+        outputs = take(step.outputs, "host" if step.kind is Offload else "device")
+        held = slot_of[source]
+        moves = step.kind in (Offload, Reload)
+        inputs = drop(step.inputs, source) if moves else tuple([held[value] for value in step.inputs])
+        instructions.append(step.kind(step.action, inputs, outputs, *step.message))
+        written.append(tuple([value_bytes[v] for v in step.outputs if v is not None]))
         # Right behind the last reader, as its own instruction: the accounting of memory sees when bytes go, and the executor
-        # folds it into the instruction before.
-        dead = [v for v in dict.fromkeys(step.inputs) if _is_dead(v, k, last_read, slots)]
+        # folds it into the instruction before. An offload has dropped its inputs already: they are not on the device any more.
+        read = [v for v in step.inputs if last_read[v] == k and v.kind not in _READ_AND_LEFT and v in on_device]
+        dead = [*dict.fromkeys(read)]
         dead += [v for v in step.outputs if v is not None and v not in last_read and v.kind not in UNREAD_KINDS]
         if dead:
-            instructions.append(Free(tuple(slots.drop(v) for v in dead)))
+            instructions.append(Free(drop(dead, "device")))
             written.append(())
-    results = tuple(
-        (v, slot) for (_, v), slot in sorted(slots.slot_of.items(), key=lambda item: item[1]) if v.kind in UNREAD_KINDS
-    )
+    left = [item for item in (*on_device.items(), *on_host.items()) if item[0].kind in UNREAD_KINDS]
+    num_slots = len(free) + len(on_device) + len(on_host)
     bound_bytes = tuple(value_bytes[v] for v in bound_values)
-    return Program(rank, tuple(instructions), slots.count, bound, results, bound_bytes, tuple(written))
-
-
-def _is_dead(value: Value, k: int, last_read: Mapping[Value, int], slots: _Slots) -> bool:
-    persistent = value.kind in RESULT_KINDS or value.kind == "param"
-    # An offload has dropped its inputs already, so they have no slot on the device any more.
-    return not persistent and last_read[value] == k and ("device", value) in slots.slot_of
-
-
-def _instruction(slots: _Slots, step: ValueInstruction) -> Instruction:
-    source = "host" if step.kind in (Reload, Sync) else "device"
-    target = "host" if step.kind is Offload else "device"
-    # Outputs first: were the inputs' slots free already, a copy could be given the slot that it reads from.
-    outputs = tuple(-1 if v is None else slots.take(v, target) for v in step.outputs)
-    moves = step.kind in (Offload, Reload)
-    inputs = tuple(slots.drop(v, source) if moves else slots.slot_of[(source, v)] for v in step.inputs)
-    return step.kind(step.action, inputs, outputs, *step.message)
+    results = tuple(sorted(left, key=itemgetter(1)))
+    return Program(rank, tuple(instructions), num_slots, bound, results, bound_bytes, tuple(written))
 
 
 def host_bytes(programs: Sequence[Program]) -> int:

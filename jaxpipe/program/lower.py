@@ -10,7 +10,7 @@ several ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -34,6 +34,7 @@ from jaxpipe.program.ir import (
 )
 from jaxpipe.program.order import Crossing, RankSteps, lower_apart
 from jaxpipe.schedule import Action, Braid, Schedule, Slot, check_schedule, op_spec
+from jaxpipe.schedule.deps import collector_paused
 from jaxpipe.stage.compiled.footprint import device_bytes
 from jaxpipe.stage.functions import SHARED, AnyFunction, Braids, Parts, Port, StageFunctions
 from jaxpipe.stage.model.links import stage_edges
@@ -43,6 +44,7 @@ _READ_KINDS, _WRITTEN_KINDS = ("x", "dy", "user"), ("y", "dx", "user")
 """Kinds of ports that read and write values which may travel from rank to rank."""
 
 
+@collector_paused()
 def lower(
     schedule: Schedule,
     stages: Sequence[StageFunctions],
@@ -73,7 +75,7 @@ def lower(
         assert len(crossing.process_of) == schedule.num_ranks, "every rank has a process"
         programs = lower_apart(ranks, crossing)
     for program in programs:
-        dump.dump("program", f"rank{program.rank}", str(program))
+        dump.dump("program", f"rank{program.rank}", program.__str__)
     return programs
 
 
@@ -273,8 +275,8 @@ class _DataFlow:
 
     def __init__(self, schedule: Schedule, stages: Sequence[StageFunctions]) -> None:
         self.makers: dict[Value, tuple[int, Action]] = {}
-        self.readers: dict[Value, set[int]] = {}
-        self._stages = stages
+        self.readers: dict[Value, tuple[int, ...]] = {}
+        self._made: dict[Action, list[Value]] = {}
         self._written: dict[tuple[str, int], list[tuple[Port, jax.ShapeDtypeStruct]]] = {}
         reads: dict[tuple[str, int], list[tuple[Port, jax.ShapeDtypeStruct]]] = {}
         for stage in stages:
@@ -287,15 +289,20 @@ class _DataFlow:
         for rank in range(schedule.num_ranks):
             for action in schedule.actions(rank):
                 at = (action.op, action.stage)
-                for value in self._values(action):
+                written = self._written.get(at, ())
+                self._made[action] = made = [
+                    _value(stages[action.stage], port, action.microbatch) for port, _ in written
+                ]
+                for value in made:
                     other = self.makers.setdefault(value, (rank, action))[1]
-                    if other != action:
+                    if other is not action and other != action:
                         raise ProgramError(
                             f"{value} has two writers: {other} and {action}; give them names of their own"
                         )
                 for port, aval in reads.get(at, ()):
                     value = _value(stages[action.stage], port, action.microbatch)
-                    self.readers.setdefault(value, set()).add(rank)
+                    ranks = self.readers.get(value, ())
+                    self.readers[value] = ranks if rank in ranks else (*ranks, rank)
                     if port.kind == "user":
                         expected[value] = action, aval
                         if stages[value.stage].links.span != stages[action.stage].links.span:
@@ -313,15 +320,11 @@ class _DataFlow:
                         f"{sent.dtype}{list(sent.shape)}"
                     )
 
-    def _values(self, action: Action) -> Iterator[Value]:
-        for port, _ in self._written.get((action.op, action.stage), ()):
-            yield _value(self._stages[action.stage], port, action.microbatch)
-
     def destinations(self, action: Action) -> set[int]:
         """Return the ranks that read what an action makes."""
-        return {rank for value in self._values(action) for rank in self.readers.get(value, ())}
+        return {rank for value in self._made[action] for rank in self.readers.get(value, ())}
 
     def message(self, sender: Action, dst: int | None) -> dict[Value, jax.ShapeDtypeStruct]:
         """Return the values that an action makes and rank ``dst`` reads (None: all of them), in order, with shapes."""
-        outputs = zip(self._values(sender), self._written[(sender.op, sender.stage)], strict=True)
+        outputs = zip(self._made[sender], self._written[(sender.op, sender.stage)], strict=True)
         return {v: aval for v, (_, aval) in outputs if dst is None or dst in self.readers.get(v, ())}

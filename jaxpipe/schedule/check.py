@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator
 
 from jaxpipe.errors import ScheduleError
 from jaxpipe.schedule.costs import HostLink
-from jaxpipe.schedule.deps import DependencyGraph, Unmet, build_graph
+from jaxpipe.schedule.deps import DependencyGraph, Unmet, build_graph, collector_paused
 from jaxpipe.schedule.engine import AT_ONCE, EngineRun, run_graph
 from jaxpipe.schedule.ir import Action, OpSpec, Schedule, registered_ops
 
@@ -129,6 +129,7 @@ def check_schedule(schedule: Schedule, where: str = "") -> None:
         raise ScheduleError(f"{where}: {text}" if where else text, problems)
 
 
+@collector_paused()
 def find_problems(schedule: Schedule) -> list[str]:
     """Return every problem of ``schedule``, one string each; empty for a valid schedule. A list that is too long ends by
     saying so."""

@@ -23,16 +23,14 @@ modelled: the time that scalars take between ranks, and steps that turn out not 
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from operator import attrgetter
 
 from jaxpipe.errors import ScheduleError
 from jaxpipe.schedule.check import describe_unmet, explain_deadlock
 from jaxpipe.schedule.costs import CostProfile
-from jaxpipe.schedule.deps import DependencyGraph, Transfer, build_graph
+from jaxpipe.schedule.deps import DependencyGraph, Transfer, build_graph, collector_paused
 from jaxpipe.schedule.engine import AT_ONCE, Passage, run_graph
 from jaxpipe.schedule.ir import Action, Braid, Schedule, Slot, op_spec
 from jaxpipe.schedule.lanes import Woven, slot_lanes
@@ -41,6 +39,7 @@ from jaxpipe.schedule.placement import Placement
 from jaxpipe.schedule.timeline import Event, Timeline
 
 
+@collector_paused()
 def simulate(schedule: Schedule, costs: CostProfile) -> Timeline:
     """Return the timeline of ``schedule`` under ``costs``; times are seconds from the start of the step.
 
@@ -51,8 +50,7 @@ def simulate(schedule: Schedule, costs: CostProfile) -> Timeline:
             waits for something that the schedule lacks, or the ranks deadlock.
     """
     costs.require_stages(schedule.num_stages, f"schedule {schedule.name!r}")
-    with _collector_paused():
-        return simulate_graph(runnable(schedule), costs)
+    return simulate_graph(runnable(schedule), costs)
 
 
 def simulate_graph(graph: DependencyGraph, costs: CostProfile, last_passages: Sequence[Passage] = ()) -> Timeline:
@@ -93,6 +91,7 @@ def _with_collectives(timeline: Timeline, lanes: Mapping[object, Woven]) -> Time
     return replace(timeline, events=tuple(events), tp_exposed_s=tuple(exposed))
 
 
+@collector_paused()
 def replay(
     schedule: Schedule, durations: Mapping[tuple[int, Slot], float], costs: CostProfile | None = None
 ) -> Timeline:
@@ -109,22 +108,19 @@ def replay(
     if costs is None:
         costs = CostProfile.on(schedule.placement)
     costs.require_stages(schedule.num_stages, f"schedule {schedule.name!r}")
-    with _collector_paused():
-        graph = runnable(schedule)
-        duration_s = []
-        for number, slot in enumerate(graph.slots):
-            rank = graph.rank_of[number]
-            seconds = durations.get((rank, slot))
-            if seconds is None and all(op_spec(a.op).is_sync for a in slot.actions):
-                seconds = 0.0
-            if seconds is None:
-                raise ScheduleError(
-                    f"replay: no duration for {slot} on rank {rank}; durations are keyed by (rank, slot)"
-                )
-            if not 0 <= seconds < float("inf"):
-                raise ScheduleError(f"replay: {slot} on rank {rank} takes {seconds} s; want a finite number >= 0")
-            duration_s.append(seconds)
-        return _timeline(graph, costs, duration_s, [AT_ONCE] * len(graph.transfers))
+    graph = runnable(schedule)
+    duration_s = []
+    for number, slot in enumerate(graph.slots):
+        rank = graph.rank_of[number]
+        seconds = durations.get((rank, slot))
+        if seconds is None and all(op_spec(a.op).is_sync for a in slot.actions):
+            seconds = 0.0
+        if seconds is None:
+            raise ScheduleError(f"replay: no duration for {slot} on rank {rank}; durations are keyed by (rank, slot)")
+        if not 0 <= seconds < float("inf"):
+            raise ScheduleError(f"replay: {slot} on rank {rank} takes {seconds} s; want a finite number >= 0")
+        duration_s.append(seconds)
+    return _timeline(graph, costs, duration_s, [AT_ONCE] * len(graph.transfers))
 
 
 def runnable(schedule: Schedule) -> DependencyGraph:
@@ -138,19 +134,6 @@ def runnable(schedule: Schedule) -> DependencyGraph:
     if problems:
         raise ScheduleError(f"schedule {schedule.name!r} can't be simulated: " + "; ".join(problems), problems)
     return graph
-
-
-@contextmanager
-def _collector_paused() -> Iterator[None]:
-    """Pause cyclic garbage collection: a simulation makes many small objects and no cycles; scanning them takes a third
-    of its time."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _passages(transfers: Sequence[Transfer], costs: CostProfile) -> list[Passage]:

@@ -6,8 +6,10 @@ Every verdict of the checker is compared with :func:`tests.support.rendezvous.le
 from __future__ import annotations
 
 import random
+import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -447,3 +449,44 @@ def test_random_schedules_on_three_processes_that_sleep(seed: int) -> None:
     costs = CostProfile.uniform(placement.num_stages, f=rng.random(), b=rng.random(), w=rng.random())
     crossing = Crossing((0, 1, 2), simulate(schedule, costs))
     _assert_same_bits(name, pipe, lower(schedule, pipe.stages, pipe.braids, crossing), crossing, 0.01)
+
+
+# -- at scale --------------------------------------------------------------------------------------------------------
+
+
+class _Counted(tuple[Event, ...]):
+    """Events that count how many of them are looked at."""
+
+    visits = 0
+
+    def __iter__(self) -> Iterator[Event]:
+        self.visits += len(self)
+        return super().__iter__()
+
+    def __getitem__(self, at: Any) -> Any:
+        result = super().__getitem__(at)
+        self.visits += len(result) if isinstance(at, slice) else 1
+        return result
+
+
+def test_work_for_an_action_does_not_grow_with_ranks() -> None:
+    work = []
+    for p in (4, 16):
+        schedule = generate("1f1b", p, 4 * p)
+        timeline = simulate(schedule, CostProfile.uniform(p, comm=0.1))
+        events = _Counted(timeline.events)
+        counts: Counter[str] = Counter()
+        crossing, stages = (
+            Crossing(tuple(range(p)), replace(timeline, events=events), TAGGED, 1),
+            bare_stages(schedule.placement),
+        )
+        sys.setprofile(lambda _, kind, __, counts=counts: counts.update([kind]))
+        try:
+            lower(schedule, stages, crossing=crossing)
+        finally:
+            sys.setprofile(None)
+        num_actions = sum(map(len, schedule.rows))
+        work.append((events.visits / num_actions, (counts["call"] + counts["c_call"]) / num_actions))
+    (few_visits, few_calls), (many_visits, many_calls) = work
+    assert many_visits <= 1.1 * few_visits
+    assert many_calls <= 1.15 * few_calls

@@ -230,22 +230,21 @@ class PricedPlan:
     costs: CostProfile
     custom_ops: tuple[str, ...] = ()
 
-    def update_s(
-        self, config: TrainConfig, stage_costs: StageCosts, placement: Placement, late: bool | None = None
-    ) -> float:
-        """Return the seconds of a step after its pipeline: gradients are reduced, also to the rank that owns a stage of several
-        flows, parameters are updated, and sent to the other ranks of such a stage. ``late``: with post-validation, by default
-        as ``config`` says."""
-        # each static byte is read and written once; the late commit of post-validation reads it a second time
-        passes = 3 if (config.pipeline.passes.post_validation != "off" if late is None else late) else 2
+    def update_s(self, config: TrainConfig, stage_costs: StageCosts, placement: Placement) -> tuple[float, float]:
+        """Return the seconds of a step after its pipeline, as ``config`` says and with post-validation: gradients are reduced,
+        also to the rank that owns a stage of several flows, parameters are updated, and sent to the other ranks of such a
+        stage."""
         gradients = [
             sum(self.stages[s].sizes.acc_bytes for s in placement.stages_of(r)) for r in range(placement.num_ranks)
         ]
         twice = gradients if _keeps_old_params(config) else [0.0] * placement.num_ranks
         static = max(n - m for n, m in zip(static_bytes(placement, self.costs), twice, strict=True))
-        updated_s = passes * static / (stage_costs.target.memory_bytes_per_s * stage_costs.efficiency.bandwidth)
+        bytes_per_s = stage_costs.target.memory_bytes_per_s * stage_costs.efficiency.bandwidth
         reduced_s = reduction_s(max(gradients), stage_costs.target, stage_costs.efficiency, config.pipeline)
-        return updated_s + reduced_s + self._replicas_s(config, stage_costs, placement)
+        replicas_s = self._replicas_s(config, stage_costs, placement)
+        # each static byte is read and written once; the late commit of post-validation reads it a second time
+        plain_s, late_s = (passes * static / bytes_per_s + reduced_s + replicas_s for passes in (2, 3))
+        return plain_s if config.pipeline.passes.post_validation == "off" else late_s, late_s
 
     def _replicas_s(self, config: TrainConfig, stage_costs: StageCosts, placement: Placement) -> float:
         """Return the longest exchange between two ranks that hold the same stages: gradients there, parameters back."""
@@ -275,10 +274,9 @@ def price_plan(
     Raises:
         StageError: a stage can't be traced or split, or no such policy.
     """
-    pipe, stage_costs = config.pipeline, stage_costs.over(config.pipeline)
-    stages = stage_costs.stages(
-        plan.cut, pipe.recompute, microbatch_size(config) // pipe.dp, config.pipeline.offload.fraction
-    )
+    pipe, size = config.pipeline, microbatch_size(config) // config.pipeline.dp
+    stage_costs = stage_costs.over(pipe)
+    stages = stage_costs.stages(plan.cut, pipe.recompute, size, pipe.offload.fraction)
     stages = stage_costs.compiled(stages, ops if compile_stages else ())
     costs = planned_costs(stages, pipe, stage_costs.target, stage_costs.efficiency, limit_bytes)
     if _keeps_old_params(config):
@@ -310,23 +308,13 @@ def predict(
     ops = {a.op for a in draft.schedule.actions()}
     ops |= {"B", "W"} if pipe.passes.separate_gradients else set()
     priced_plan = price_plan(config, stage_costs, plan, limit_bytes, ops, compile_stages)
-    schedule = planned_order(pipe, draft, priced_plan.costs)
+    stages, costs = priced_plan.stages, priced_plan.costs
+    schedule = planned_order(pipe, draft, costs)
     if transform is not None:
-        schedule = transform(schedule, priced_plan.costs)
-    return predicted(config, stage_costs, priced_plan, schedule, simulate(schedule, priced_plan.costs), limit_bytes)
-
-
-def predicted(
-    config: TrainConfig,
-    stage_costs: StageCosts,
-    priced_plan: PricedPlan,
-    schedule: Schedule,
-    timeline: Timeline,
-    limit_bytes: float,
-) -> Prediction:
-    """Predict ``config``, whose final ``schedule`` gives ``timeline`` under the costs of ``priced_plan``."""
-    pipe, stages, costs, custom_ops = config.pipeline, priced_plan.stages, priced_plan.costs, priced_plan.custom_ops
+        schedule = transform(schedule, costs)
+    timeline = simulate(schedule, costs)
     memory, activations = _memory(schedule, timeline, stages, costs)
+    update_s, late_update_s = priced_plan.update_s(config, stage_costs, schedule.placement)
     detached = schedule.placement.detached  # their F makes a part of the backward; W is one product, as the forward is
     forward = sum(s.work["W" if k in detached else "F"].flops for k, s in enumerate(stages))
     flops = 3 * forward * pipe.microbatches * pipe.rank_devices
@@ -340,8 +328,8 @@ def predicted(
         memory=memory,
         activation_bytes=activations,
         limit_bytes=limit_bytes,
-        update_s=priced_plan.update_s(config, stage_costs, schedule.placement),
-        late_update_s=priced_plan.update_s(config, stage_costs, schedule.placement, late=True),
+        update_s=update_s,
+        late_update_s=late_update_s,
         model_flops=flops,
         peers_flops=_peers_flops(ById(stage_costs.model.stored), microbatch_size(config)) * pipe.microbatches
         if fuses_attention
@@ -350,7 +338,7 @@ def predicted(
         fused_attention=fuses_attention,
         remarks=(
             *remarks([s.functions for s in stages]),
-            *(f"{op}, an op of your own, takes no time" for op in custom_ops),
+            *(f"{op}, an op of your own, takes no time" for op in priced_plan.custom_ops),
         ),
     )
 

@@ -376,7 +376,7 @@ class _LayoutSearch:
         for placement, orders in by_placement.items():
             ahead = 0 if config.pipeline.vocabulary in ("ends", "joint") else barriers(config.pipeline.vocabulary)
             least = _least_bytes(placement, priced_plan.costs, min(ahead + 1, config.pipeline.microbatches))
-            update_s = priced_plan.update_s(config, stage_costs, placement)
+            update_s, _ = priced_plan.update_s(config, stage_costs, placement)
             placed_node = replace(node, orders=tuple(orders), priced_plan=priced_plan, update_s=update_s)
             if least > self.limit_bytes:
                 self._too_large(placed_node, least)

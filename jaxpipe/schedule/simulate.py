@@ -56,20 +56,13 @@ def simulate(schedule: Schedule, costs: CostProfile) -> Timeline:
 def simulate_graph(graph: DependencyGraph, costs: CostProfile, last_passages: Sequence[Passage] = ()) -> Timeline:
     """Return the timeline of a graph, like :func:`simulate`. ``last_passages``: of its last
     transfers, which costs do not give."""
-    lanes_of: dict[object, Woven] = {}
-    lanes = [_lanes(slot, costs, lanes_of) for slot in graph.slots]
+    # slots of the same ops and stages share their lanes
+    keys = list(map(_key, graph.slots))
+    kinds = dict(zip(keys, graph.slots, strict=True))
+    lanes_of = {key: slot_lanes(costs, [(a.op, a.stage) for a in slot.actions]) for key, slot in kinds.items()}
     passages = [*_passages(graph.transfers[: len(graph.transfers) - len(last_passages)], costs), *last_passages]
-    timeline = _timeline(graph, costs, [x.seconds for x in lanes], passages)
+    timeline = _timeline(graph, costs, [lanes_of[key].seconds for key in keys], passages)
     return _with_collectives(timeline, lanes_of) if any(costs.tp_comm_s) else timeline
-
-
-def _lanes(slot: Slot, costs: CostProfile, cache: dict[object, Woven]) -> Woven:
-    """Return the lanes of a slot; ``cache`` holds those of slots of the same ops and stages."""
-    key = _key(slot)
-    lanes = cache.get(key)
-    if lanes is None:
-        lanes = cache[key] = slot_lanes(costs, [(a.op, a.stage) for a in slot.actions])
-    return lanes
 
 
 def _key(slot: Slot) -> object:

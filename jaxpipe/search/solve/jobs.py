@@ -25,7 +25,6 @@ from jaxpipe.schedule.tolerance import at_most, nine_digits
 from jaxpipe.search.best import Candidate, Task, best_of_family, quick_candidates
 from jaxpipe.search.bounds.orders import FewRankBounds
 from jaxpipe.search.budget import Budget
-from jaxpipe.search.solve.first import cycles
 from jaxpipe.search.solve.task import SolveTask, count_offloads
 
 _OPS = frozenset((*OPS, "O", "L", "S"))  # that the search knows
@@ -112,7 +111,7 @@ class OffloadLists(Job):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cycles(Job):
-    """Steady states; of a V mirrored ones, every ``parts``-th kind from ``part`` on."""
+    """Mirrored steady states of a V, every ``parts``-th kind from ``part`` on."""
 
     part: int = 0
     parts: int = 1
@@ -122,11 +121,7 @@ class Cycles(Job):
 
         problem, limits = Problem.of(task.placement, task.num_microbatches, task.costs), task.safe_limits()
         best: tuple[float, ...] = (float("inf"),)
-        if task.placement.is_v:
-            drafts = mirrored_cycles(problem, limits, self.part, self.parts, self.budget(), self.seed)
-        else:
-            drafts = cycles(problem, limits, self.budget(), self.seed)
-        for draft, source in drafts:
+        for draft, source in mirrored_cycles(problem, limits, self.part, self.parts, self.budget(), self.seed):
             key = *task.order(draft.makespan, draft.span), nine_digits(draft.peak)
             if key < best:
                 best = key

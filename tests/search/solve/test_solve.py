@@ -25,11 +25,9 @@ from jaxpipe.schedule import CostProfile, HostLink, Schedule, check_schedule, si
 from jaxpipe.schedule.placement import Placement, bidirectional, circular, one_to_one, v_shape
 from jaxpipe.schedule.problem import Problem
 from jaxpipe.search.best import best_schedule
-from jaxpipe.search.blocks import repeat
 from jaxpipe.search.budget import Budget
-from jaxpipe.search.retime import peaks
 from jaxpipe.search.solve import Options, Progress, Solution, SolveTask, solve
-from jaxpipe.search.solve.first import Grid, find_cycle, group_size, grouped_rows
+from jaxpipe.search.solve.first import group_size, grouped_rows
 from jaxpipe.search.solve.neighbourhoods import NeighbourhoodSearch
 from jaxpipe.search.solve.solver import lexicographic, solve_any
 from tests.support.processes import LONG_S
@@ -348,22 +346,6 @@ def test_a_full_limit_is_no_fuller_for_being_rounded() -> None:
     (*_, best) = NeighbourhoodSearch(task, start, 0).run(Budget(1.0, reproducible=True), 0.0)
     assert simulate(best, task.costs).makespan < simulate(start, task.costs).makespan
     assert simulate(best, task.costs).peak_activations[0] == 2.0
-
-
-def test_a_cycle_fills_every_rank_where_the_limit_allows() -> None:
-    """V-Half's steady state: p/2 + 1 shares, no idle cell; its period is the work, and two fewer chunks are infeasible."""
-    p = 4
-    problem = Problem.of(v_shape(p), 24, CostProfile.uniform(2 * p, chunks=2))
-    budget = {"max_time_in_seconds": LONG_S, "num_workers": 2}
-    grid = Grid.of(problem, [3.0] * p)
-    assert (grid.work(), grid.limit) == (6, (6,) * p)
-    cycle, _ = find_cycle(grid, grid.least_period(), budget)
-    assert cycle is not None
-    rows = repeat(cycle, problem)
-    assert max(peaks(problem, rows)) <= 3.0
-    check_schedule(problem.schedule("cycle", rows))
-    tight = Grid.of(problem, [1.5] * p)
-    assert find_cycle(tight, 6, budget) == (None, True)
 
 
 # -- command line -------------------------------------------------------------------------------------------------------

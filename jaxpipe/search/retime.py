@@ -72,19 +72,6 @@ SLACK = 1 + 1e-9
 class Retimer:
     """The tables of one problem, made once; call :meth:`times` for each order."""
 
-    __slots__ = (
-        "_after",
-        "_link",
-        "_link_s",
-        "_num_links",
-        "_occupied_s",
-        "_ready",
-        "_seconds",
-        "_slot",
-        "_to",
-        "problem",
-    )
-
     def __init__(self, problem: Problem) -> None:
         self.problem, tables = problem, problem.tables
         n, m = problem.num_replicas, problem.num_microbatches

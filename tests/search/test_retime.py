@@ -11,7 +11,7 @@ from jaxpipe.schedule import CostProfile, Schedule, generate, one_to_one, simula
 from jaxpipe.schedule.clock import Clock
 from jaxpipe.schedule.passes.backwards import with_fused
 from jaxpipe.schedule.problem import B, F, Problem, W
-from jaxpipe.search.list_schedule.weights import IdleRule, WeightFilling, order_of
+from jaxpipe.search.list_schedule.policies import IdleRule, WeightFilling, order_of
 from jaxpipe.search.retime import Draft, Retimer, best_of, peaks
 from tests.support.schedule_strategies import random_costs, random_placements, random_valid_schedules
 

@@ -36,7 +36,7 @@ of it. With a peak of k chunks the best ends of a V schedule are known in advanc
 * *cool-down*: the last B of both chunks run two cells apart, so that those going down and those coming up pass each other
   without waiting.
 
-The result is an order of F and B; where W goes, :mod:`~jaxpipe.search.list_schedule.weights` decides by real costs. Without
+The result is an order of F and B; where W goes, :mod:`~jaxpipe.search.list_schedule.policies` decides by real costs. Without
 these rules the adaptive search is behind the authors' in 31 of 49 cells of `tests/golden/authors_v.json`, by up to 6%.
 """
 

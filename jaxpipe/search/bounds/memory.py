@@ -64,7 +64,7 @@ The least time over all sequences of cuts is found by dynamic programming. Start
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import ceil, floor, inf
 
@@ -196,8 +196,8 @@ def _windows(stages: Sequence[StageWork], limit: float, work: Confined, offload:
         slowest = min((x.d2h_s / x.leaves for x in stages if x.leaves > 0), default=inf)
         room = inf if slowest <= 0 else limit + _moved_out(stages, arrival, slowest)
     warm = max(0.0, arrival - _most([(x.f_s, x.held, x.count) for x in stages], room))
-    after = [sum(x.count * t for x, t in zip(stages, back, strict=True)) for back in _backs(stages)]
-    bound = Confined(work.own + warm, work.through + warm).or_longer(Confined(arrival + after[0], arrival + after[1]))
+    after = Confined(arrival + sum(x.count * x.back_s for x in stages), arrival + sum(x.count * x.b_s for x in stages))
+    bound = Confined(work.own + warm, work.through + warm).or_longer(after)
     pending = max(x.w_s + _most([(y.w_s, y.kept, y.count) for y in stages], max(0.0, limit - x.held)) for x in stages)
     bound = bound.or_longer(Confined(0.0, work.own + warm - pending))
     if offload:
@@ -216,10 +216,6 @@ def _moved_out(stages: Sequence[StageWork], seconds: float, slowest: float) -> f
         return seconds / slowest
     (x,) = stages
     return floor(max(0.0, seconds - x.f_s) / x.d2h_s * (1 + MEMORY) + MEMORY) * x.leaves
-
-
-def _backs(stages: Sequence[StageWork]) -> tuple[list[float], list[float]]:
-    return [x.back_s for x in stages], [x.b_s for x in stages]
 
 
 def _cool_down(stages: Sequence[StageWork], limit: float, flow: int) -> tuple[float, float]:
@@ -423,37 +419,30 @@ def with_whole_trips(x: StageWork, area: float, full: float, limit: float) -> fl
     """Return the least T over all numbers that leave: the more leave, the less of ``area`` is needed of ``full`` × T, the
     longer the lane takes."""
     # a schedule may choose how many leave, so the least over all numbers bounds it
-    crowd = _Crowd(x, limit)
-    saved = x.saved()
-    return min(max(x.lane(n), crowd.seconds(n), (area - n * saved) / full) for n in range(x.count + 1))
+    crowded_s, saved = _crowded_seconds(x, limit), x.saved()
+    return min(max(x.lane(n), crowded_s(n), (area - n * saved) / full) for n in range(x.count + 1))
 
 
-class _Crowd:
-    """The argument of this module for one rank."""
+def _crowded_seconds(x: StageWork, limit: float) -> Callable[[int], float]:
+    """Return the least seconds of a rank by the number of microbatches that leave, from this module's argument about one rank
+    and its host lane; 0 where nothing can be said."""
+    fit = how_many(x.held, limit) if x.held > 0 else 0
+    copies_s = x.d2h_s + x.h2d_s
+    # what gives an activation back: B, and W where that keeps all of it
+    last_s = x.back_s if at_most(x.held, x.kept) else x.b_s
+    ratio = min((gap / copy for gap, copy in ((x.f_s, x.d2h_s), (last_s, x.h2d_s)) if copy > 0), default=0.0)
+    one_lane = x.together_s >= copies_s
+    share = min(0.5, ratio / (1 + ratio)) if one_lane and fit >= 2 else 0.0
 
-    def __init__(self, x: StageWork, limit: float) -> None:
-        self.x = x
-        self.fit = how_many(x.held, limit) if x.held > 0 else 0
-        self.copies = x.d2h_s + x.h2d_s
-        # what gives an activation back: B, and W where that keeps all of it
-        last_s = x.back_s if at_most(x.held, x.kept) else x.b_s
-        self.stay_s = x.trip_s + last_s
-        gaps = [gap / copy for gap, copy in ((x.f_s, x.d2h_s), (last_s, x.h2d_s)) if copy > 0]
-        ratio = min(gaps, default=0.0)
-        one_lane = x.together_s >= self.copies
-        self.share = min(0.5, ratio / (1 + ratio)) if one_lane and self.fit >= 2 else 0.0
-
-    def seconds(self, away: int) -> float:
-        """Return the least seconds of the rank if so many leave; 0 where nothing can be said."""
-        x = self.x
-        if away <= 0 or self.share <= 0:
+    def seconds(away: int) -> float:
+        if away <= 0 or share <= 0:
             return 0.0
-        stay = x.count - away
-        ends = x.f_s + x.back_s
         # T' ≥ copies + share × (idle − (fit − 2) T')
-        idle = stay * (self.stay_s - self.copies) - x.f_s - self.fit * x.back_s
-        copies = away * self.copies
-        return ends + max(copies, (copies + self.share * idle) / (1 + self.share * (self.fit - 2)))
+        idle_s = (x.count - away) * (x.trip_s + last_s - copies_s) - x.f_s - fit * x.back_s
+        lane_s = away * copies_s
+        return x.f_s + x.back_s + max(lane_s, (lane_s + share * idle_s) / (1 + share * (fit - 2)))
+
+    return seconds
 
 
 _CHOICES = 4

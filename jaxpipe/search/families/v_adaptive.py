@@ -34,9 +34,7 @@ from dataclasses import replace
 from functools import partial
 from heapq import nsmallest
 from itertools import islice, pairwise
-from math import isnan
 
-from jaxpipe.errors import ScheduleError
 from jaxpipe.schedule.costs import CostProfile
 from jaxpipe.schedule.families.family import family
 from jaxpipe.schedule.ir import Schedule
@@ -54,10 +52,9 @@ from jaxpipe.search.blocks.block import (
     searched,
     with_weight_gradients,
 )
-from jaxpipe.search.bounds import lower_bound, span_lower_bound
+from jaxpipe.search.families.zb_heuristic import problem_within
 from jaxpipe.search.list_schedule.fillers import GapFiller, recipe_budget, score
-from jaxpipe.search.list_schedule.policies import full_limit, least_limit
-from jaxpipe.search.list_schedule.weights import WeightFilling, refilled
+from jaxpipe.search.list_schedule.policies import WeightFilling, refilled
 from jaxpipe.search.retime import SLACK, Draft, within
 
 _ACTIONS = 80_000
@@ -185,10 +182,11 @@ _by_span = partial(Draft.key, objective="span")
 _BLOCKS, _LAID, _LAID_FINISHED = 60, 24, 2
 _SCREENED, _A_FEW, _SCREENED_FINISHED = 24, 3, 2
 _ALL, _REFILLED, _PASSES = 20, 4, 16
-_FULL_SEARCH = 4_000
-"""Actions up to which all of this is tried (p = 16 has 3,456 with the few microbatches of the search); above, fewer by the
-square of the size. ``v-zb`` at p = 24, m = 96 takes 3.9 CPU seconds instead of 20 and its makespan is 0.2% longer; at p = 32,
-m = 128 it takes 2 instead of 39 and its makespan is 0.07% longer."""
+_FULL_SEARCH, _ALL_STARTS_AT_P = 4_000, 1_000
+"""Actions up to which all tries on a start are made, and for ``v-zb`` all starts are looked at (p = 16 has 3,456 with the few
+microbatches of the search); above, fewer by the square of the size. With fewer starts ``v-zb`` at p = 16, m = 64 takes 2 CPU
+seconds instead of 8, and makespans are 0.04% longer on average, 0.2% at most (4 cells of Table 5's costs, even and ± 10%).
+At limit p/2 fewer tries lose up to 0.8%, so ``v-adaptive`` keeps them."""
 
 
 @family(
@@ -215,7 +213,7 @@ def v_zb(
     Raises:
         ScheduleError: a size is not a whole number of at least 1, or ``costs`` is for another number of stages.
     """
-    return _adaptive("v-zb", ranks, microbatches, costs, None, objective)
+    return _adaptive("v-zb", ranks, microbatches, costs, None, objective, _ALL_STARTS_AT_P)
 
 
 @family(
@@ -254,47 +252,26 @@ def _adaptive(
     costs: CostProfile | None,
     memory_limit: float | None,
     objective: Objective,
+    all_starts: int = _FULL_SEARCH,
 ) -> Schedule:
-    placement = v_shape(ranks)
-    problem = Problem.of(placement, microbatches, costs)
-    limit = full_limit(problem) if memory_limit is None else memory_limit
-    need = least_limit(problem)
-    if isnan(limit) or limit < need / SLACK:
-        raise ScheduleError(
-            f"{name}: a memory limit of {limit:g} is below the {need:g} of one microbatch; use {need:g} or more"
-        )
-    profile = CostProfile.uniform(2 * ranks, chunks=2) if costs is None else costs
-    enough = (
-        lower_bound(placement, microbatches, profile, memory_limit=limit),
-        span_lower_bound(placement, microbatches, profile, memory_limit=limit),
-    )
-    return problem.schedule(name, best_adaptive_draft(problem, limit, enough, objective).rows)
+    """Make the schedule ``name``: the search stops at one that takes no more than the bounds.
 
-
-def best_adaptive_draft(
-    problem: Problem, limit: float, enough: tuple[float, float] = (0.0, 0.0), objective: Objective = "makespan"
-) -> Draft:
-    """Return the best order for a V placement with a peak of at most ``limit`` (at least what one microbatch needs).
-
-    ``enough``: makespan and span that can't be beaten; the search stops at both. For ``makespan``, the result is behind the
-    laid block of shortest span in neither: choosing by :func:`score` alone gives 0.3% longer spans in some authors' rows.
+    For ``makespan``, the result is behind the laid block of shortest span in neither: choosing by :func:`score` alone gives
+    0.3% longer spans in some authors' rows.
     """
-    # orders are searched on few microbatches, whose steady phase is then repeated
-    few = min(problem.num_microbatches, 2 * problem.num_ranks + 4)
-    short = GapFiller(replace(problem, num_microbatches=few))
-    full = short if few == problem.num_microbatches else GapFiller(problem)
-    blocks = list(_fitting(short.problem, limit))
-    laid = list(_laid(blocks, short, full, limit))
+    problem, limit, bounds = problem_within(name, v_shape(ranks), microbatches, costs, memory_limit)
+    search = _BlockSearch(problem, limit, all_starts)
+    laid = list(search.laid())
     drafts = [draft for draft, _ in laid]
-    anchor = min((draft for draft, _ in laid), key=_by_span, default=None)
-    for start in _starts(blocks, laid, short, limit):
-        for draft in _finished(start, short, full, limit):
+    anchor = min(drafts, key=_by_span, default=None)
+    for start in search.starts(laid):
+        for draft in search.finished(start):
             drafts.append(draft)
-            if _beats(draft, enough):
-                return draft
-    if objective == "span":
-        return min(drafts, key=_by_span)
-    return min((d for d in drafts if anchor is None or _beats(d, (anchor.makespan, anchor.span))), key=score)
+            if _beats(draft, bounds):
+                return problem.schedule(name, draft.rows)
+    if objective == "makespan" and anchor is not None:
+        drafts = [draft for draft in drafts if _beats(draft, (anchor.makespan, anchor.span))]
+    return problem.schedule(name, min(drafts, key=_by_span if objective == "span" else score).rows)
 
 
 def _beats(draft: Draft, enough: tuple[float, float]) -> bool:
@@ -302,62 +279,73 @@ def _beats(draft: Draft, enough: tuple[float, float]) -> bool:
     return draft.makespan <= enough[0] * SLACK and draft.span <= enough[1] * SLACK
 
 
-def _scaled(count: int, problem: Problem, power: int = 2) -> int:
-    """Return how many of ``count`` tries the size of ``problem`` leaves, one at least. A size, not a clock: the same input
-    gives the same schedule on any machine."""
-    actions = 3 * problem.num_replicas * problem.num_microbatches
-    return max(1, int(count * min(1.0, _FULL_SEARCH / actions) ** power))
+class _BlockSearch:
+    """Orders of ``problem`` under ``limit``, made for few microbatches, whose steady phase is then repeated.
 
+    How much is tried goes by size and not by a clock: the same input gives the same schedule on any machine. ``all_starts``:
+    actions up to which all starts are looked at.
+    """
 
-def _fitting(problem: Problem, limit: float) -> Iterator[BuildingBlock]:
-    """Return the first blocks of the search whose steady phase keeps the limit."""
-    weights = problem.reserved
-    chunk = sum(weights) / len(weights)
-    blocks = searched(problem.num_ranks, limit / chunk if chunk > 0 else float("inf"))
-    fitting = (b for b in blocks if max(b.steady_peaks(weights)) <= limit * SLACK)
-    return islice(fitting, _scaled(_BLOCKS, problem))
+    def __init__(self, problem: Problem, limit: float, all_starts: int) -> None:
+        few = min(problem.num_microbatches, 2 * problem.num_ranks + 4)
+        self.problem, self.limit = replace(problem, num_microbatches=few), limit
+        self.short = GapFiller(self.problem)
+        self.full = self.short if few == problem.num_microbatches else GapFiller(problem)
+        actions = 3 * problem.num_replicas * few
+        self.part, self.starts_part = (min(1.0, most / actions) for most in (_FULL_SEARCH, all_starts))
+        weights = problem.reserved
+        chunk = sum(weights) / len(weights)
+        blocks = searched(problem.num_ranks, limit / chunk if chunk > 0 else float("inf"))
+        fitting = (b for b in blocks if max(b.steady_peaks(weights)) <= limit * SLACK)
+        self.blocks = list(islice(fitting, self.starts_of(_BLOCKS)))
 
+    def starts_of(self, count: int) -> int:
+        """Return how many of ``count`` starts are looked at, one at least."""
+        return max(1, int(count * self.starts_part**2))
 
-def _laid(
-    blocks: Sequence[BuildingBlock], short: GapFiller, full: GapFiller, limit: float
-) -> Iterator[tuple[Draft, CodeRows]]:
-    """Yield the best blocks with ends by rule: drafts for all microbatches, and their rows for few."""
-    cells = (cells_with_ends(block, short.problem) for block in blocks)
-    drafts = within((short.retimer.draft(compact(short.problem, x)) for x in cells if x is not None), limit)
-    for draft in nsmallest(_scaled(_LAID, short.problem), drafts, key=_by_span):
-        for longer in _longer(iter([draft]), short, full, limit):
-            yield longer, draft.rows
+    def tries_of(self, count: int, power: int = 2) -> int:
+        """Return how many of ``count`` tries are made on a start, one at least."""
+        return max(1, int(count * self.part**power))
 
+    def laid(self) -> Iterator[tuple[Draft, CodeRows]]:
+        """Yield the best blocks with ends by rule: drafts for all microbatches, and their rows for few."""
+        cells = (cells_with_ends(block, self.problem) for block in self.blocks)
+        drafts = within(
+            (self.short.retimer.draft(compact(self.problem, x)) for x in cells if x is not None), self.limit
+        )
+        for draft in nsmallest(self.starts_of(_LAID), drafts, key=_by_span):
+            for longer in self.longer([draft]):
+                yield longer, draft.rows
 
-def _starts(
-    blocks: Sequence[BuildingBlock], laid: Sequence[tuple[Draft, CodeRows]], short: GapFiller, limit: float
-) -> Iterator[CodeRows]:
-    """Yield rows worth finishing: the best laid, and the repeated blocks that look best after a few recipes."""
-    best = {score(draft): rows for draft, rows in laid}
-    yield from (best[key] for key in sorted(best)[: _scaled(_LAID_FINISHED, short.problem)])
-    screened, tries, finished = (_scaled(count, short.problem) for count in (_SCREENED, _A_FEW, _SCREENED_FINISHED))
-    plain = [repeat(block, short.problem) for block in blocks[:screened] or [_stretched(short.problem, limit)]]
-    looked = [min(map(score, short.drafts(rows, limit, tries)), default=(float("inf"), 0.0)) for rows in plain]
-    yield from (plain[k] for k in nsmallest(finished, range(len(plain)), key=looked.__getitem__))
+    def starts(self, laid: Sequence[tuple[Draft, CodeRows]]) -> Iterator[CodeRows]:
+        """Yield rows worth finishing: the best laid, and the repeated blocks that look best after a few recipes."""
+        best = {score(draft): rows for draft, rows in laid}
+        yield from (best[key] for key in sorted(best)[: self.starts_of(_LAID_FINISHED)])
+        blocks = self.blocks[: self.starts_of(_SCREENED)] or [_stretched(self.problem, self.limit)]
+        plain, tries = [repeat(block, self.problem) for block in blocks], self.tries_of(_A_FEW)
+        looked = [
+            min(map(score, self.short.drafts(rows, self.limit, tries)), default=(float("inf"), 0.0)) for rows in plain
+        ]
+        yield from (
+            plain[k] for k in nsmallest(self.starts_of(_SCREENED_FINISHED), range(len(plain)), key=looked.__getitem__)
+        )
 
+    def finished(self, rows: CodeRows) -> Iterator[Draft]:
+        """Return ``rows`` by all recipes, W laid anew on the best, for all microbatches."""
+        short, limit = self.short, self.limit
+        tried = [*within([short.retimer.draft(rows)], limit), *short.drafts(rows, limit, self.tries_of(_ALL))]
+        # W laid anew is what helps most for its time, so it shrinks less
+        refills, passes = self.tries_of(_REFILLED, power=1), self.tries_of(_PASSES, power=1)
+        filling = WeightFilling(self.problem, limit, short.retimer)
+        tried += within([refilled(filling, draft, passes) for draft in nsmallest(refills, tried, key=score)], limit)
+        return self.longer(tried)
 
-def _finished(rows: CodeRows, short: GapFiller, full: GapFiller, limit: float) -> Iterator[Draft]:
-    """Return ``rows`` by all recipes, W laid anew on the best, for all microbatches."""
-    tries = _scaled(_ALL, short.problem)
-    # W laid anew is what helps most for its time, so it shrinks less
-    refills, passes = (_scaled(count, short.problem, power=1) for count in (_REFILLED, _PASSES))
-    tried = [*within([short.retimer.draft(rows)], limit), *short.drafts(rows, limit, tries)]
-    filling = WeightFilling(short.problem, limit, short.retimer)
-    tried += within([refilled(filling, draft, passes) for draft in nsmallest(refills, tried, key=score)], limit)
-    return _longer(iter(tried), short, full, limit)
-
-
-def _longer(drafts: Iterator[Draft], short: GapFiller, full: GapFiller, limit: float) -> Iterator[Draft]:
-    """Return drafts for few microbatches as drafts for all of them; those that keep within the limit."""
-    if full is short:
-        return drafts
-    rows = (repeated(short.problem, draft.rows, full.problem.num_microbatches) for draft in drafts)
-    return within((full.retimer.draft(longer) for longer in rows if longer is not None), limit)
+    def longer(self, drafts: Sequence[Draft]) -> Iterator[Draft]:
+        """Return drafts for few microbatches as drafts for all of them; those that keep within the limit."""
+        if self.full is self.short:
+            return iter(drafts)
+        rows = (repeated(self.problem, draft.rows, self.full.problem.num_microbatches) for draft in drafts)
+        return within((self.full.retimer.draft(longer) for longer in rows if longer is not None), self.limit)
 
 
 def _stretched(problem: Problem, limit: float) -> BuildingBlock:

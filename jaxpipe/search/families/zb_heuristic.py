@@ -30,15 +30,14 @@ from jaxpipe.schedule.costs import CostProfile
 from jaxpipe.schedule.families.family import family, in_order
 from jaxpipe.schedule.families.one_f_one_b import fused_row, h1_rows, h2_rows, split_row
 from jaxpipe.schedule.ir import Schedule
-from jaxpipe.schedule.placement import one_to_one
+from jaxpipe.schedule.placement import Placement, one_to_one
 from jaxpipe.schedule.problem import BW, B, Problem, W
 from jaxpipe.schedule.tolerance import Objective
 from jaxpipe.search.blocks.block import BuildingBlock, repeat, with_weight_gradients
 from jaxpipe.search.bounds import lower_bound, span_lower_bound
 from jaxpipe.search.list_schedule.fillers import RECIPES, GapFiller
-from jaxpipe.search.list_schedule.policies import chain_drafts, full_limit, least_limit
-from jaxpipe.search.list_schedule.weights import WeightFilling, refilled
-from jaxpipe.search.retime import Draft, Retimer, best_of
+from jaxpipe.search.list_schedule.policies import WeightFilling, chain_drafts, full_limit, least_limit, refilled
+from jaxpipe.search.retime import SLACK, Draft, Retimer, best_of
 
 _REFILLED, _PASSES, _ACTIONS, _BLOCK_ACTIONS = 3, 30, 20_000, 40_000
 
@@ -85,20 +84,36 @@ def _zero_bubble(
     objective: Objective,
     activations: int | None = None,
 ) -> Schedule:
-    """Make the schedule ``name`` under ``limit``, by default room for so many ``activations`` (default p)."""
-    if costs is None:
-        costs = CostProfile.uniform(ranks)
-    problem = Problem.of(one_to_one(ranks), microbatches, costs)
+    problem, limit, bounds = problem_within(name, one_to_one(ranks), microbatches, costs, limit, activations)
+    return problem.schedule(name, best_draft(problem, limit, bounds, objective).rows)
+
+
+def problem_within(
+    name: str,
+    placement: Placement,
+    microbatches: int,
+    costs: CostProfile | None,
+    limit: float | None,
+    activations: int | None = None,
+) -> tuple[Problem, float, tuple[float, float]]:
+    """Return what the family ``name`` has to order, its memory limit, by default room for so many ``activations`` (default p),
+    and the makespan and span that no order beats.
+
+    Raises:
+        ScheduleError: the sizes and costs don't match, or the limit is below what one microbatch needs.
+    """
+    costs = costs or CostProfile.uniform(placement.num_stages, chunks=placement.num_chunks)
+    problem = Problem.of(placement, microbatches, costs)
     need = least_limit(problem)
-    if limit is not None and (isnan(limit) or limit < need):
+    limit = need * (activations or placement.num_ranks) if limit is None else limit
+    if isnan(limit) or limit < need / SLACK:
         raise ScheduleError(
             f"{name}: a memory limit of {limit:g} is below the {need:g} of one microbatch; use {need:g} or more"
         )
-    limit = need * (activations or ranks) if limit is None else limit
     makespan, span = (
-        find(problem.placement, microbatches, costs, memory_limit=limit) for find in (lower_bound, span_lower_bound)
+        find(placement, microbatches, costs, memory_limit=limit) for find in (lower_bound, span_lower_bound)
     )
-    return problem.schedule(name, best_draft(problem, limit, makespan, span, objective).rows)
+    return problem, limit, (makespan, span)
 
 
 _AT_LIMITS: tuple[tuple[str, Callable[[int], int], str, str], ...] = (
@@ -143,9 +158,12 @@ for _name, _activations, _description, _source in _AT_LIMITS:
 
 
 def best_draft(
-    problem: Problem, limit: float, makespan: float = 0.0, span: float = 0.0, objective: Objective = "makespan"
+    problem: Problem,
+    limit: float,
+    bounds: tuple[float, float] = (0.0, 0.0),
+    objective: Objective = "makespan",
 ) -> Draft:
-    """Return the best of all drafts, W laid anew; stops early at one that takes no more than ``makespan`` and ``span``.
+    """Return the best of all drafts, W laid anew; stops early at one that takes no more than ``bounds``, a makespan and a span.
 
     The best by makespan and the best by span are finished for either objective: laying W anew into an order of short span may
     give the shortest makespan.
@@ -155,7 +173,7 @@ def best_draft(
     for draft in _drafts(retimer, limit):
         for goal, top in tops.items():
             # as short as the bounds allow
-            if top and top[0].makespan <= makespan * (1 + ROUNDING) and top[0].span <= span * (1 + ROUNDING):
+            if top and top[0].makespan <= bounds[0] * SLACK and top[0].span <= bounds[1] * SLACK:
                 return top[0]
             tops[goal] = nsmallest(_REFILLED, [*top, draft], key=lambda d, goal=goal: d.key(goal))  # type: ignore[misc]
     filling = WeightFilling(problem, limit + ROUNDING, retimer)

@@ -58,10 +58,9 @@ from jaxpipe.schedule.passes.braid import unbraid
 from jaxpipe.schedule.simulate import simulate
 from jaxpipe.schedule.timeline import Timeline
 from jaxpipe.schedule.tolerance import at_most
-from jaxpipe.search.budget import DETERMINISTIC_SECOND, Budget
+from jaxpipe.search.budget import DETERMINISTIC_SECOND, LITE, WHOLE_RESERVOIRS, Budget, run
 from jaxpipe.search.grids import COARSE
 from jaxpipe.search.solve.actions import ActionTable, Starts, fitting, schedule_of, starts_of
-from jaxpipe.search.solve.cp_sat import LITE, WHOLE_RESERVOIRS, run
 from jaxpipe.search.solve.formulation import Formulation, Window
 from jaxpipe.search.solve.task import SolveTask
 

@@ -8,9 +8,8 @@ from dataclasses import replace
 import pytest
 
 from jaxpipe.schedule import HostLink, Schedule, check_schedule, one_to_one, simulate, v_shape
-from jaxpipe.search.budget import Budget
+from jaxpipe.search.budget import Budget, run
 from jaxpipe.search.solve.actions import ActionTable, schedule_of, starts_of
-from jaxpipe.search.solve.cp_sat import run
 from jaxpipe.search.solve.formulation import Formulation, Window
 from jaxpipe.search.solve.neighbourhoods import NeighbourhoodSearch, solve_exact
 from jaxpipe.search.solve.offload_list import offload_candidates

@@ -264,22 +264,36 @@ def generated_once() -> Iterator[Callable[[], object]]:
         yield forget
 
 
+@dataclasses.dataclass
+class _Shared:
+    """What runs of equal models share. Ids are of models that ``models`` holds."""
+
+    cache: Any
+    flops: dict[Any, Any] = dataclasses.field(default_factory=dict)
+    models: dict[str, Any] = dataclasses.field(default_factory=dict)
+    digests: dict[tuple[int, bool], Any] = dataclasses.field(default_factory=dict)
+    steps: dict[Any, Any] = dataclasses.field(default_factory=dict)
+    changeable: set[int] = dataclasses.field(default_factory=set)
+    """Models whose code is a test's own: it may change under them."""
+
+
+_shared: list[_Shared] = []
+"""One for this process, until a module's own models or too many memory maps end it."""
+
+
 @pytest.fixture(scope="module")
 def one_build() -> Iterator[None]:
-    """Runs of this module that train equal models share these, their traces, compiled stages and updates, and what is known of
-    the model, as equal stages of one run do: tracing takes longer than training here. What a new process makes of them is
-    tested by child processes. Not for tests of what is compiled when, or with ``users_compiler``."""
+    """Runs of modules with this fixture that train equal models share these, their traces, compiled stages and updates, and
+    what is known of the model, as equal stages of one run do: tracing takes longer than training here. What a new process
+    makes of them is tested by child processes. Not for tests of what is compiled when, or with ``users_compiler``."""
     from jaxpipe.runtime import assembly
     from jaxpipe.stage.compiled.compile import BuildCache
     from jaxpipe.train import assemble, import_export, setup, trainer, which_model
 
-    cache, flops, models, digests, steps = (
-        BuildCache(),
-        dict[Any, Any](),
-        dict[str, Any](),
-        dict[tuple[int, bool], Any](),
-        dict[Any, Any](),
-    )
+    if not _shared:
+        _shared.append(_Shared(BuildCache()))
+    shared = _shared[0]
+    models, digests, steps, changeable = shared.models, shared.digests, shared.steps, shared.changeable
     make, costs, digest, step_over, measured = (
         setup.resolve_model,
         assemble.analytic_layer_costs,
@@ -287,9 +301,6 @@ def one_build() -> Iterator[None]:
         setup.step_over,
         trainer.Trainer.measured,
     )
-
-    # Ids of models, all kept in ``models``, whose code is a test's own: it may change under them.
-    changeable = set[int]()
 
     def resolve_once(name: str, options: Any, offered: Any) -> Any:
         key = f"{name} {sorted(options.items())} {offered}"
@@ -331,11 +342,13 @@ def one_build() -> Iterator[None]:
         patch.setattr(setup, "step_over", step_once)
         # One sample a function in place of the median of three: what a busy machine measures decides nothing in tests.
         patch.setattr(trainer.Trainer, "measured", lambda self, _=1: measured(self, 1))
-        patch.setattr(assembly, "BuildCache", lambda: cache)
-        patch.setattr(assemble, "analytic_layer_costs", lambda model, size, _=None: costs(model, size, flops))
+        patch.setattr(assembly, "BuildCache", lambda: shared.cache)
+        patch.setattr(assemble, "analytic_layer_costs", lambda model, size, _=None: costs(model, size, shared.flops))
         for module in (import_export, setup, trainer, which_model):
             patch.setattr(module, "model_digest", digest_once)
         yield
+    if changeable:  # another module may have other code of that name
+        _shared.clear()
 
 
 MOST_MAPS = 30_000
@@ -361,6 +374,7 @@ def _few_memory_maps() -> Iterator[None]:
                 if callable(clear):
                     clear()
     _loaded.clear()
+    _shared.clear()
     jax.clear_caches()
     gc.collect()
 

@@ -247,19 +247,14 @@ def _with_known_link(trainer: Trainer, prepared: Prepared, progress: Progress, p
     if processes is not None and processes.number > 1:
         schedule = from_schedule(processes.broadcast("order", to_schedule(schedule)))
     free = replace(costs, offload_s=(0.0,) * costs.num_stages, load_s=(0.0,) * costs.num_stages)
-    before, after, without_copies = (
-        simulate(order, profile) for order, profile in ((now, costs), (schedule, costs), (schedule, free))
-    )
-    if schedule.rows != now.rows:
-        moved = trainer.with_schedule(schedule)
-        if not moved.fits_devices():
-            schedule, after = now, before
-        else:
-            trainer = moved
-            peaks = f"{max(after.peak_activations):.3g} activations at most, not {max(before.peak_activations):.3g}"
-            times = f"a step of {format_seconds(after.makespan)}, not {format_seconds(before.makespan)}"
-            progress(f"O and L moved for the measured link: {times}; {peaks}")
-    step_s, free_s = after.makespan, without_copies.makespan
+    before = after = simulate(now, costs)
+    if schedule.rows != now.rows and (moved := trainer.with_schedule(schedule)).fits_devices():
+        trainer, after = moved, simulate(schedule, costs)
+        peaks = f"{max(after.peak_activations):.3g} activations at most, not {max(before.peak_activations):.3g}"
+        times = f"a step of {format_seconds(after.makespan)}, not {format_seconds(before.makespan)}"
+        progress(f"O and L moved for the measured link: {times}; {peaks}")
+    # Of the order that runs: one that did not fit would compare its own copies with the step of another.
+    step_s, free_s = after.makespan, simulate(trainer.schedule, free).makespan
     if step_s > 1.01 * free_s:
         progress(f"copies to and from the host are predicted to take {1 - free_s / step_s:.0%} of a step")
     return trainer

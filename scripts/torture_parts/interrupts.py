@@ -107,7 +107,9 @@ def interrupt(arguments: Sequence[str], after_s: float, within_s: float = WITHIN
         return "ended before"
     while child.poll() is None and _cpu_s(child.pid) < _STARTED_CPU_S:
         time.sleep(0.005)
-    os.killpg(child.pid, signal.SIGINT)
+    # it may end between the last look at it and the signal
+    with suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGINT)
     began = time.monotonic()
     what = f"{' '.join(arguments)}, interrupted after {after_s:.2f} s"
     try:

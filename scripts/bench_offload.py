@@ -1,7 +1,7 @@
 """How to move a stage's residuals to the host and back: three ways, measured in turn (A B C A B C …), medians as JSON.
 
 ``device_put``: ``jax.device_put`` of all leaves with a memory kind. ``batched``: what the runtime does, one copy of all leaves
-without asking how each time (:mod:`jaxpipe.runtime.offload`). ``packed``: a compiled function concatenates the leaves' bytes,
+without asking how each time (:mod:`jaxpipe.runtime.transfer`). ``packed``: a compiled function concatenates the leaves' bytes,
 one buffer is moved, and another function takes it apart. Per way: host microseconds of the two calls of a round trip, and
 microseconds until the leaves are back.
 
@@ -25,9 +25,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import jax
 import jax.numpy as jnp
 
-from jaxpipe.cost.random_arrays import arguments_of
+from jaxpipe.cost.seconds import arguments_of
 from jaxpipe.mesh import pipeline_submeshes
-from jaxpipe.runtime.offload import PINNED_HOST, host_copies
+from jaxpipe.runtime.transfer import PINNED_HOST, host_copies
 from jaxpipe.stage.compiled.compile import build_all
 from jaxpipe.stage.functions import StageFunctions
 from models.gpt import GPT

@@ -356,7 +356,7 @@ def _stepper(name: str, request: Mapping[str, Any], trainers: dict[Any, Any]) ->
     import optax
 
     from jaxpipe.schedule import generate
-    from jaxpipe.schedule.passes.backwards import costly_backwards, fused_stages, with_fused_stages
+    from jaxpipe.schedule.passes.braid import costly_backwards, fused_stages, with_fused_stages
     from jaxpipe.stage.model.reference import resolve_model
     from jaxpipe.train.trainer import Trainer
 

@@ -58,7 +58,7 @@ from paper_numbers import STP_EXPOSED, STP_MEMORY_GB, STP_TABLE_10, STP_THROUGHP
 from jaxpipe.schedule import CostProfile, Link, Schedule, Timeline, generate, simulate
 from jaxpipe.schedule.ir import Action, B, W
 from jaxpipe.schedule.passes import prompt_weights
-from jaxpipe.schedule.passes.backwards import fused_backwards, with_fused
+from jaxpipe.schedule.passes.braid import fused_backwards, with_fused
 
 Row = dict[str, Any]
 PEAK_FLOPS = 312e12
@@ -227,8 +227,8 @@ def timeline_of(family: str, setting: Setting, microbatches: int, costs: CostPro
 def fuse_neighbours(schedule: Schedule) -> Schedule:
     """``schedule`` with BW in place of each B whose own W is the next slot of its rank.
 
-    The result of B is later by W, and B's TP collectives have W under them (:mod:`~jaxpipe.schedule.lanes`). The published code
-    of ZB-V's authors does so "to overlap grad all-reduce for tensor parallel" (sail-sg/zero-bubble-pipeline-parallelism,
+    The result of B is later by W, and B's TP collectives have W under them (:mod:`~jaxpipe.schedule.engine`). The published
+    code of ZB-V's authors does so "to overlap grad all-reduce for tensor parallel" (sail-sg/zero-bubble-pipeline-parallelism,
     ``zb_schedules.py``).
     """
     fused = frozenset(

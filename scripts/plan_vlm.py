@@ -43,7 +43,7 @@ from jaxpipe.planning.stages import StageCosts, stage_costs_of  # noqa: E402
 from jaxpipe.planning.targets import TARGETS, Target  # noqa: E402
 from jaxpipe.schedule import Action, CostProfile, Schedule  # noqa: E402
 from jaxpipe.schedule.passes import prompt_weights  # noqa: E402
-from jaxpipe.schedule.passes.backwards import fused_backwards, with_fused  # noqa: E402
+from jaxpipe.schedule.passes.braid import fused_backwards, with_fused  # noqa: E402
 from jaxpipe.train.config import TrainConfig, load_config  # noqa: E402
 
 RESULT = ROOT / "scripts" / "results" / "plan-vlm.json"

@@ -244,7 +244,7 @@ def generated_once() -> Iterator[Callable[[], object]]:
     cache, for tests that want schedules made anew."""
     forget: Callable[[], object] = bool
     with pytest.MonkeyPatch.context() as patch:
-        if registry := sys.modules.get("jaxpipe.schedule.families.registry"):
+        if registry := sys.modules.get("jaxpipe.schedule.families.family"):
             family_named = registry.family_named
 
             @functools.lru_cache(maxsize=1000)

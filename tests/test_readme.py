@@ -50,7 +50,9 @@ def test_the_guide_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
 
 def test_the_number_of_families_is_that_of_the_registry() -> None:
     """Families are counted in a process of its own: other tests register some."""
-    program = "from jaxpipe.schedule.families.registry import FAMILIES, VOCABULARY_FAMILIES as V; print(len(FAMILIES), len(V))"
+    program = (
+        "from jaxpipe.schedule.families.family import FAMILIES, VOCABULARY_FAMILIES as V; print(len(FAMILIES), len(V))"
+    )
     output = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
     assert re.findall(r"(\d+) families, (\d+) vocabulary-parallel", TEXT) == [tuple(output.split())]
 

@@ -14,9 +14,9 @@ from typing import Any
 from jaxpipe.plot.figure import Units, memory_scale, number, time_scale
 from jaxpipe.schedule import CostProfile, Schedule, Timeline
 from jaxpipe.schedule.memory import offloaded_share, rank_share
-from jaxpipe.schedule.picture import draw
 from jaxpipe.schedule.simulate import StepsTimeline
-from jaxpipe.schedule.tolerance import TIME, at_most, nine_digits
+from jaxpipe.schedule.text import draw
+from jaxpipe.schedule.timeline import TIME, at_most, nine_digits
 from jaxpipe.text import aligned
 
 _MOST_STEPS = 400
@@ -238,7 +238,7 @@ def front(records: Sequence[Record]) -> list[Record]:
 
 
 def sketch(timeline: Timeline, width: int, units: Units) -> str:
-    """Draw the timeline as text (:func:`jaxpipe.schedule.picture.draw`) in at most ``width`` columns: exactly where its
+    """Draw the timeline as text (:func:`jaxpipe.schedule.text.draw`) in at most ``width`` columns: exactly where its
     times have a common step, else with times rounded, which its last line says. A line that says how to draw it where it
     does not fit."""
 

@@ -48,7 +48,7 @@ from jaxpipe.schedule.passes import braid, offload, separate_gradients
 from jaxpipe.schedule.passes.host_lane import late_offload
 from jaxpipe.schedule.placement import placement_named
 from jaxpipe.schedule.simulate import StepsTimeline, simulate_steps
-from jaxpipe.schedule.tolerance import Objective, at_most
+from jaxpipe.schedule.timeline import Objective, at_most
 from jaxpipe.text import closest
 
 

@@ -19,9 +19,9 @@ from jaxpipe.cli.report import FREE_COPIES, Infeasible, Record, print_table
 from jaxpipe.errors import ConfigError, JaxpipeError, ScheduleError
 from jaxpipe.plot.figure import number
 from jaxpipe.schedule import FAMILIES, CostProfile, Family, Placement, Schedule, Timeline, simulate
-from jaxpipe.schedule.families.registry import cheap_first
+from jaxpipe.schedule.families.family import cheap_first
 from jaxpipe.schedule.placement import circular, one_to_one, placement_named, v_shape, wave
-from jaxpipe.schedule.tolerance import Objective, at_most, order_key
+from jaxpipe.schedule.timeline import Objective, at_most, order_key
 from jaxpipe.search.best import CHUNKS, NO_TIME, Candidate, Setting, Task, best_for, best_of_family
 from jaxpipe.search.budget import within
 from jaxpipe.search.solve import Options, Progress, Solution, SolveTask

@@ -413,7 +413,7 @@ def _launch_here(args: argparse.Namespace, config: TrainConfig) -> int:
 
 def _write_job_file(args: argparse.Namespace, config: TrainConfig) -> int:
     from jaxpipe.files import write_atomically
-    from jaxpipe.launch.cluster import ClusterJob, jobset, sbatch
+    from jaxpipe.launch.local import ClusterJob, jobset, sbatch
 
     name, restarts = args.name or "jaxpipe", args.max_restarts or 0
     job = ClusterJob(name, config, args.rest, args.nodes, args.gpus, args.per_node or 1, restarts)

@@ -1,12 +1,13 @@
 """Turns seconds and bytes of each stage function into a :class:`~jaxpipe.schedule.costs.CostProfile`; see README.md."""
 
-from jaxpipe.cost.host_link import HostLinkMeasurement, measure_host_link
 from jaxpipe.cost.profile import (
     DEFAULT_FLOPS_PER_S,
+    HostLinkMeasurement,
     StageMeasurements,
     analytic_profile,
     at_ranks_share,
     cost_profile,
+    measure_host_link,
     measure_stages,
     with_measured_times,
     with_missing_ops,

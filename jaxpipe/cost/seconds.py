@@ -12,6 +12,10 @@ only its share: so the functions of all ranks are timed at once (:func:`time_at_
 What a function takes without its tensor-parallel collectives is its own time less theirs, as long as nothing in it hides them,
 which holds for F and B (`stp.txt` section 4.3).
 
+Arguments are random (:func:`random_array`): power draw, and with it the speed of a GPU, depends on the data; a product of ones
+took a fifth less on an H200 than the same product in a step (specs/gpu.md 1.1). Values are made on the host, so nothing is
+compiled for them.
+
 Every source of seconds ends as :data:`Seconds`: :func:`flop_seconds`, :func:`measured_seconds` (functions alone, or in a
 rehearsed program), the roofline of a machine that is not here (:mod:`jaxpipe.planning.predict`).
 """
@@ -30,14 +34,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from jaxpipe.cost.random_arrays import arguments_of
 from jaxpipe.mesh import pipeline_submeshes
 from jaxpipe.schedule import op_spec
 from jaxpipe.stage.compiled.braid import collectives_alone
 from jaxpipe.stage.compiled.compile import build_all
 from jaxpipe.stage.compiled.footprint import total_device_bytes
-from jaxpipe.stage.functions import StageFunction, StageFunctions
+from jaxpipe.stage.functions import AnyFunction, StageFunction, StageFunctions
 from jaxpipe.stage.model.layer import Model
 from jaxpipe.stage.model.params import compute_avals
 
@@ -240,3 +244,53 @@ def measured_layer_costs(model: Model, microbatch_size: int, *, repeats: int = 3
             seconds_of[same] = sum(time_function(f, repeats, vocab_size=model.vocab_size).median_s for f in functions)
         costs.append(seconds_of[same])
     return tuple(costs)
+
+
+ACTIVATION, COTANGENT, PARAMETER = 1.0, 1e-2, 0.05
+"""Largest absolute values, so that a few layers leave activations and cotangents finite."""
+
+
+_SCALES = {"param": PARAMETER, "dy": COTANGENT, "dx": COTANGENT}
+
+
+# Values repeat after so many. A prime: rows of a matrix, whose lengths are powers of two, are different ones.
+_PERIOD = 65521
+
+
+def random_array(
+    aval: jax.ShapeDtypeStruct, scale: float = 1.0, limit: int = 2, *, positive: bool = False
+) -> jax.Array:
+    """Return an array of the shape, dtype and sharding of ``aval``: floats within ``±scale``, integers from 0 to
+    ``limit − 1``, booleans, or PRNG keys. ``positive``: floats from a tenth of ``scale``."""
+    if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
+        keys: jax.Array = jax.device_put(jax.random.key(0) if not aval.shape else _keys(aval), aval.sharding)
+        return keys
+    rng = np.random.default_rng(0)
+    period = min(_PERIOD, max(1, aval.size))
+    values: np.ndarray[Any, Any]
+    if jnp.issubdtype(aval.dtype, jnp.inexact):
+        values = rng.uniform(0.1 * scale if positive else -scale, scale, period)
+    else:
+        largest = 1 if aval.dtype == np.bool_ else int(np.iinfo(aval.dtype).max)
+        values = rng.integers(0, min(limit, largest + 1), period)
+    array: jax.Array = jax.device_put(np.resize(values.astype(aval.dtype), aval.shape), aval.sharding)
+    return array
+
+
+def _keys(aval: jax.ShapeDtypeStruct) -> jax.Array:
+    keys: jax.Array = jax.random.split(jax.random.key(0), aval.shape)
+    return keys
+
+
+def arguments_of(function: AnyFunction, vocab_size: int) -> list[jax.Array]:
+    """Return random arguments of a stage function; integers of the batch are below ``vocab_size``, other integers 0 or 1.
+    Residuals are positive: a variance below zero would make everything NaN, which is constant."""
+    return [
+        random_array(
+            aval,
+            _SCALES.get(port.kind, ACTIVATION),
+            vocab_size if port.kind == "data" else 2,
+            positive=port.kind in ("res", "wres"),
+        )
+        for port, aval in zip(function.inputs, function.avals_in, strict=True)
+    ]

@@ -4,7 +4,6 @@ from jaxpipe.lazy import exported
 
 __all__, __getattr__ = exported(
     __name__,
-    folder="Planned new_folder read_json write_json write_tensors",
-    hub="Hub Weights is_hub open_hub weights_of",
+    folder="Hub Planned Weights is_hub new_folder open_hub read_json weights_of write_json write_tensors",
     table="HuggingFace Keys Tensor hugging_face_of refused",
 )

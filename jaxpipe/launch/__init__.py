@@ -2,8 +2,4 @@
 
 from jaxpipe.lazy import exported
 
-__all__, __getattr__ = exported(
-    __name__,
-    cluster="ClusterJob jobset sbatch",
-    local="Launch follow_launcher",
-)
+__all__, __getattr__ = exported(__name__, local="ClusterJob Launch follow_launcher jobset sbatch")

@@ -30,8 +30,7 @@ import numpy as np
 
 from jaxpipe._jax_compat import JaxprEqn, Var, aval_bytes, dtype_of, scan_parts, shape_of, sub_jaxprs, variables
 from jaxpipe.planning.targets import Target
-from jaxpipe.stage.jaxprs import eqn_flops, reachable
-from jaxpipe.stage.primitives import EqnKind, has_body, is_exchange, kind, row
+from jaxpipe.stage.jaxprs import EqnKind, eqn_flops, has_body, is_exchange, kind, reachable, row
 
 _OWN = frozenset({EqnKind.PRODUCT, EqnKind.CUSTOM, EqnKind.KERNEL, EqnKind.WINDOW, EqnKind.EXCHANGE})
 _FREE = frozenset({EqnKind.RESHAPE, EqnKind.SAME, EqnKind.BARRIER})

@@ -19,9 +19,9 @@ from jaxpipe.errors import ConfigError, ScheduleError
 from jaxpipe.planning.predict import Prediction
 from jaxpipe.schedule import FAMILIES, Placement
 from jaxpipe.schedule.families import VOCABULARY_FAMILIES, Family
-from jaxpipe.schedule.families.registry import cheap_first
+from jaxpipe.schedule.families.family import cheap_first
 from jaxpipe.schedule.placement import one_to_one, placement_named, with_vocabulary
-from jaxpipe.schedule.tolerance import nine_digits
+from jaxpipe.schedule.timeline import nine_digits
 from jaxpipe.text import closest, divisors_of
 from jaxpipe.train.config import TrainConfig
 from jaxpipe.train.schedule_source import barriers

@@ -53,7 +53,7 @@ from jaxpipe.schedule.ir import W
 from jaxpipe.schedule.memory import least_peaks, offloaded_share, static_bytes
 from jaxpipe.schedule.passes import offload
 from jaxpipe.schedule.placement import Edges, one_to_one, with_vocabulary
-from jaxpipe.schedule.tolerance import TIME, nine_digits
+from jaxpipe.schedule.timeline import TIME, nine_digits
 from jaxpipe.search.bounds import lower_bound, span_lower_bound
 from jaxpipe.stage.compiled.compile import BuildCache
 from jaxpipe.stage.model.plan import StagePlan

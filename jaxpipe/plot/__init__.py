@@ -3,7 +3,7 @@
 One function, :func:`plot_timelines`, chooses the form by the suffix of the file it writes. Simulated and measured timelines
 are drawn alike, one over the other on a common time axis. Nothing here knows an op by name: colours and descriptions come
 from the :class:`~jaxpipe.schedule.ir.OpSpec`. matplotlib and numpy are imported when the first figure is drawn, not before.
-(:mod:`jaxpipe.schedule.picture` draws small timelines as text.)
+(:mod:`jaxpipe.schedule.text` draws small timelines as text.)
 """
 
 from __future__ import annotations

@@ -43,8 +43,7 @@ import numpy as np
 from jaxpipe._jax_compat import is_key_dtype
 from jaxpipe.cost import StageMeasurements, Timing, measure_stages
 from jaxpipe.cost.memory import Kind, RankMemory
-from jaxpipe.cost.random_arrays import ACTIVATION, COTANGENT, PARAMETER
-from jaxpipe.cost.seconds import medians
+from jaxpipe.cost.seconds import ACTIVATION, COTANGENT, PARAMETER, medians
 from jaxpipe.errors import ConfigError, RunError
 from jaxpipe.mesh import replicated
 from jaxpipe.program.ir import Program, Recv, Run
@@ -61,10 +60,9 @@ from jaxpipe.rehearsal.report import (
 from jaxpipe.runtime.batches import THREEFRY, microbatch_keys
 from jaxpipe.runtime.executor import StepInputs, StepOutputs
 from jaxpipe.runtime.memory_probe import RankMeasured, probe_step
-from jaxpipe.runtime.offload import check_host_memory
 from jaxpipe.runtime.pipeline import ALLOCATOR_BYTES, Pipeline
 from jaxpipe.runtime.recorder import lengths_by_op
-from jaxpipe.runtime.transfer import message_numbers
+from jaxpipe.runtime.transfer import check_host_memory, message_numbers
 from jaxpipe.schedule import CostProfile, Event, HostLink, Link, Schedule, Timeline, op_spec, simulate
 from jaxpipe.schedule.json_form import to_costs
 from jaxpipe.stage.compiled.footprint import device_bytes, footprint

@@ -10,8 +10,8 @@ __all__, __getattr__ = exported(
     assembly="Assembly",
     executor="Executor StepInputs StepOutputs",
     memory_probe="measured_peaks",
-    offload="OffloadOptions",
     peers="Peers find_peers",
     pipeline="Pipeline",
     processes="Joined ProcessGroup Processes",
+    transfer="OffloadOptions",
 )

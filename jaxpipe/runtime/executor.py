@@ -28,9 +28,16 @@ from jax.sharding import Mesh
 from jaxpipe.errors import RunError, short_message
 from jaxpipe.mesh import replicated
 from jaxpipe.program.ir import Free, Offload, Program, Recv, Reload, Run, Send, Sync, Value, drops, reads
-from jaxpipe.runtime.offload import Copy, host_copies, wait_for_copies
 from jaxpipe.runtime.recorder import DeviceClock, Recorder
-from jaxpipe.runtime.transfer import LocalTransport, Transport, message_homes, message_numbers
+from jaxpipe.runtime.transfer import (
+    Copy,
+    LocalTransport,
+    Transport,
+    host_copies,
+    message_homes,
+    message_numbers,
+    wait_for_copies,
+)
 from jaxpipe.schedule import Action, Event, Slot, op_spec
 from jaxpipe.stage.functions import AnyFunction, Braids, Port, StageFunctions, function_of
 

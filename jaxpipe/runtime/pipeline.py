@@ -39,14 +39,12 @@ from jaxpipe.mesh import replicated
 from jaxpipe.program.ir import Offload, Program
 from jaxpipe.program.lower import braided_slots, lower
 from jaxpipe.program.order import Crossing, holds, issue_order
-from jaxpipe.runtime.assembly import Assembly, AssemblyOptions, Buffers
+from jaxpipe.runtime.assembly import Assembly, AssemblyOptions, Buffers, reduction
 from jaxpipe.runtime.batches import THREEFRY, Batch, Instance, place_keys
 from jaxpipe.runtime.executor import Epilogues, Executor, Late, StepInputs, StepOutputs
-from jaxpipe.runtime.offload import OffloadOptions, check_host_memory, host_copies
 from jaxpipe.runtime.processes import Processes
 from jaxpipe.runtime.recorder import measured_timeline, replay_ratio
-from jaxpipe.runtime.reduction import reduction
-from jaxpipe.runtime.transfer import Transport
+from jaxpipe.runtime.transfer import OffloadOptions, Transport, check_host_memory, host_copies
 from jaxpipe.schedule import CostProfile, Event, HostLink, Schedule, Timeline, op_spec, simulate
 from jaxpipe.schedule.text import parse_slot
 from jaxpipe.stage.compiled.braid import build_braids

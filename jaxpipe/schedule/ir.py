@@ -62,7 +62,7 @@ class OpSpec:
     ``required``: every (stage, microbatch) must have this part performed exactly once.
     ``sends``: where what consumes its result is (``succ`` for F's activation, ``pred`` for B's cotangent).
     ``collective``: the property that gives the seconds of the tensor-parallel collectives it waits for
-    (:mod:`~jaxpipe.schedule.lanes`); empty: it has none, or its parts have them.
+    (:mod:`~jaxpipe.schedule.engine`); empty: it has none, or its parts have them.
     ``colour``: fill used by the renderers. ``together``: on a stage spread over ranks, an op that sends starts on all of them
     at once; if False each rank runs it by itself, and other stages wait for all of them and a collective (``group_comm_s``).
     """

@@ -18,8 +18,8 @@ from functools import cache, cached_property, partial
 from jaxpipe.errors import ScheduleError
 from jaxpipe.schedule.clock import Feed, Tables
 from jaxpipe.schedule.costs import CostProfile
+from jaxpipe.schedule.engine import collectives_exposed
 from jaxpipe.schedule.ir import Action, Schedule
-from jaxpipe.schedule.lanes import collectives_exposed
 from jaxpipe.schedule.memory import rank_share
 from jaxpipe.schedule.placement import Placement
 

@@ -2,7 +2,7 @@
 
 Source: ``jaxpipe/README.md``; :mod:`jaxpipe.schedule.engine` holds the rules of time and :mod:`jaxpipe.schedule.memory`
 those of memory. Every slot starts as early as it can. What TP collectives cost a slot, and how a braided slot hides them,
-says :mod:`jaxpipe.schedule.lanes`; without collectives a braid costs the sum of its actions. A braided slot waits for what
+says :mod:`jaxpipe.schedule.engine`; without collectives a braid costs the sum of its actions. A braided slot waits for what
 all its actions wait for, and all its results are there when it ends. O and L start after the compute slot before them in
 their row, so an O further back than right behind its F may cost time (:mod:`~jaxpipe.schedule.passes.host_lane`). Not modelled:
 contention between links, host time between actions.
@@ -31,9 +31,8 @@ from jaxpipe.errors import ScheduleError
 from jaxpipe.schedule.check import describe_unmet, explain_deadlock
 from jaxpipe.schedule.costs import CostProfile
 from jaxpipe.schedule.deps import DependencyGraph, Transfer, build_graph, collector_paused
-from jaxpipe.schedule.engine import AT_ONCE, Passage, run_graph
+from jaxpipe.schedule.engine import AT_ONCE, Passage, Woven, run_graph, slot_lanes
 from jaxpipe.schedule.ir import Action, Braid, Schedule, Slot, op_spec
-from jaxpipe.schedule.lanes import Woven, slot_lanes
 from jaxpipe.schedule.memory import memory_curves, static_bytes
 from jaxpipe.schedule.placement import Placement
 from jaxpipe.schedule.timeline import Event, Timeline

@@ -22,7 +22,7 @@ from itertools import chain
 from jaxpipe.errors import ScheduleError
 from jaxpipe.schedule.costs import CostProfile
 from jaxpipe.schedule.families import FAMILIES, Family, generate
-from jaxpipe.schedule.families.registry import cheap_first
+from jaxpipe.schedule.families.family import cheap_first
 from jaxpipe.schedule.ir import Schedule
 from jaxpipe.schedule.memory import UNPRICED, offloaded_share
 from jaxpipe.schedule.passes import braid as braid_pass
@@ -30,8 +30,7 @@ from jaxpipe.schedule.passes import offload as offload_pass
 from jaxpipe.schedule.passes import separate_gradients
 from jaxpipe.schedule.placement import Placement, one_to_one
 from jaxpipe.schedule.simulate import simulate
-from jaxpipe.schedule.timeline import Timeline
-from jaxpipe.schedule.tolerance import MEMORY, Objective, at_most, close, how_many, nine_digits, order_key
+from jaxpipe.schedule.timeline import MEMORY, Objective, Timeline, at_most, close, how_many, nine_digits, order_key
 from jaxpipe.search.bounds import lower_bound, span_lower_bound
 from jaxpipe.search.budget import OutOfTimeError
 

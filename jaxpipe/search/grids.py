@@ -23,7 +23,7 @@ from fractions import Fraction
 from math import ceil, floor, gcd, lcm
 
 from jaxpipe.errors import ScheduleError
-from jaxpipe.schedule.tolerance import MEMORY
+from jaxpipe.schedule.timeline import MEMORY
 
 _SAME = 1e-11
 _MAX_DENOMINATOR = 10_000

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from jaxpipe.schedule.clock import NEVER, Feed
 from jaxpipe.schedule.problem import BW, B, CodeRows, Problem
-from jaxpipe.schedule.tolerance import Objective, order_key
+from jaxpipe.schedule.timeline import Objective, order_key
 
 
 @dataclass(frozen=True, slots=True)

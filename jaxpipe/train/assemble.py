@@ -19,14 +19,14 @@ from jaxpipe.cost import measured_layer_costs
 from jaxpipe.errors import ConfigError, ScheduleError, StageError
 from jaxpipe.mesh import TensorParallel
 from jaxpipe.runtime.assembly import Assembly
-from jaxpipe.runtime.offload import OffloadOptions
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.runtime.processes import Processes, SingleProcess
+from jaxpipe.runtime.transfer import OffloadOptions
 from jaxpipe.schedule import CostProfile, Link, Schedule, simulate
 from jaxpipe.schedule.passes import braid, separate_gradients
-from jaxpipe.schedule.passes.backwards import backwards_like, fused_backwards, split_backwards
+from jaxpipe.schedule.passes.braid import backwards_like, fused_backwards, split_backwards
 from jaxpipe.schedule.placement import Edges
-from jaxpipe.schedule.tolerance import at_most
+from jaxpipe.schedule.timeline import at_most
 from jaxpipe.stage.identity import ById
 from jaxpipe.stage.model.layer import Model, taken_by
 from jaxpipe.stage.model.plan import LayerCosts, StagePlan, analytic_layer_costs, cut, cut_at, cut_edges, plan_stages

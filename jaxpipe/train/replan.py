@@ -37,8 +37,8 @@ from jaxpipe.runtime.recorder import seconds_by_op
 from jaxpipe.schedule import Action, CostProfile, HostLink, Schedule, Timeline, find_problems, op_spec, simulate
 from jaxpipe.schedule.ir import Row, W
 from jaxpipe.schedule.memory import static_bytes
-from jaxpipe.schedule.passes.backwards import backwards_like, fused_backwards
-from jaxpipe.schedule.tolerance import TIME
+from jaxpipe.schedule.passes.braid import backwards_like, fused_backwards
+from jaxpipe.schedule.timeline import TIME
 from jaxpipe.text import format_seconds
 from jaxpipe.train.config import TrainConfig
 from jaxpipe.train.metrics import format_gain

@@ -15,13 +15,13 @@ import optax
 
 from jaxpipe.errors import ConfigError
 from jaxpipe.program.ir import host_bytes
-from jaxpipe.runtime.offload import OffloadOptions
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.runtime.processes import Processes
+from jaxpipe.runtime.transfer import OffloadOptions
 from jaxpipe.schedule import Schedule, simulate
 from jaxpipe.schedule.json_form import from_schedule, to_schedule
-from jaxpipe.schedule.passes.backwards import costly_backwards, fused_stages, with_fused_stages
-from jaxpipe.schedule.tolerance import at_most
+from jaxpipe.schedule.passes.braid import costly_backwards, fused_stages, with_fused_stages
+from jaxpipe.schedule.timeline import at_most
 from jaxpipe.stage.functions import StageFunctions
 from jaxpipe.stage.jaxprs import PEERS
 from jaxpipe.stage.model.layer import Model

@@ -35,10 +35,10 @@ import optax
 from jaxpipe.cost.memory import Kind, MemoryReport, RankMemory
 from jaxpipe.errors import ConfigError
 from jaxpipe.mesh import replicated
+from jaxpipe.runtime.assembly import on_rank
 from jaxpipe.runtime.batches import Batch
 from jaxpipe.runtime.executor import StepDropped, StepOutputs
 from jaxpipe.runtime.pipeline import Pipeline
-from jaxpipe.runtime.reduction import on_rank
 from jaxpipe.schedule import CostProfile
 from jaxpipe.stage.compiled.footprint import Footprint, compiled_footprint, device_bytes, total_device_bytes
 from jaxpipe.stage.model.layer import Params

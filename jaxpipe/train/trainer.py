@@ -29,11 +29,10 @@ from jaxpipe.errors import CheckpointError, ConfigError
 from jaxpipe.files import Closing
 from jaxpipe.mesh import TensorParallel
 from jaxpipe.runtime.batches import THREEFRY, in_microbatches
-from jaxpipe.runtime.offload import OFFLOAD_ALL, OffloadOptions
 from jaxpipe.runtime.pipeline import Pipeline
+from jaxpipe.runtime.transfer import OFFLOAD_ALL, OffloadOptions
 from jaxpipe.schedule import Schedule, Timeline, generate
-from jaxpipe.schedule.families.family import Family
-from jaxpipe.schedule.families.registry import family_named
+from jaxpipe.schedule.families.family import Family, family_named
 from jaxpipe.stage.model.layer import Layer, LeafRule, Model, Params, with_leaf_rules
 from jaxpipe.stage.model.options import check_dtype
 from jaxpipe.stage.model.params import by_path, nested
@@ -89,7 +88,7 @@ class Trainer(Closing):
             names) at which the second and later stages start; or a stage plan.
         dtype: of parameters and activations in the compute: float32, bfloat16, or under x64 float64; master parameters are
             float32 (float64 if this is).
-        recompute: a policy (:mod:`jaxpipe.stage.split.policies`), or one a stage.
+        recompute: a policy (:mod:`jaxpipe.stage.split.recompute`), or one a stage.
         update_arguments: of the optimizer's update by name, numbers or arrays, beside ``value``, the mean loss, which it gets
             without asking; :meth:`step` may give other values.
         clip_norm: bound on the norm of the whole gradient; 0 for none.

@@ -11,7 +11,7 @@ import optax
 from jaxpipe import Trainer
 from jaxpipe.models.gpt import GPT
 from jaxpipe.schedule import Action, CostProfile, Schedule, check_schedule, family, one_to_one, simulate
-from jaxpipe.schedule.picture import draw
+from jaxpipe.schedule.text import draw
 
 MOST = 2
 

@@ -105,7 +105,7 @@ def ones_of(function: Any, settings: Settings) -> list[Any]:
     import jax
     import jax.numpy as jnp
 
-    from jaxpipe.cost.random_arrays import arguments_of
+    from jaxpipe.cost.seconds import arguments_of
 
     return [
         jax.device_put(jnp.ones(a.shape, a.dtype), a.sharding) if jnp.issubdtype(a.dtype, jnp.floating) else a
@@ -142,7 +142,7 @@ def _realistic(kind: str, aval: Any, seed: int) -> Any:
     import jax
     import jax.numpy as jnp
 
-    from jaxpipe.cost.random_arrays import random_array
+    from jaxpipe.cost.seconds import random_array
 
     if not jnp.issubdtype(aval.dtype, jnp.floating) or kind not in ("param", "x", "dy"):
         return random_array(aval, 1e-4)
@@ -173,7 +173,7 @@ def host_link(settings: Settings) -> Any:
     import jax
 
     from jaxpipe.cost import measure_host_link
-    from jaxpipe.cost.host_link import CPU_SIZES
+    from jaxpipe.cost.profile import CPU_SIZES
 
     sizes = CPU_SIZES[:2] if settings.tiny else None
     return measure_host_link([jax.devices()[0]], repeats=settings.repeats, sizes=sizes)

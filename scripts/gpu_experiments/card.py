@@ -103,7 +103,7 @@ def measure_card(settings: Settings) -> dict[str, Any]:
     import jax.numpy as jnp
     import jaxlib
 
-    from jaxpipe.cost.random_arrays import random_array
+    from jaxpipe.cost.seconds import random_array
 
     device = jax.devices()[0]
     home = jax.sharding.SingleDeviceSharding(device)
@@ -148,7 +148,7 @@ def _product_rates(settings: Settings, data: str, home: Any) -> dict[int, float]
     import jax
     import jax.numpy as jnp
 
-    from jaxpipe.cost.random_arrays import random_array
+    from jaxpipe.cost.seconds import random_array
 
     n = 64 if settings.tiny else 8192
     aval = jax.ShapeDtypeStruct((n, n), jnp.bfloat16, sharding=home)

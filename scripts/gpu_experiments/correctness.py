@@ -140,7 +140,7 @@ def attention_difference(settings: Settings) -> float:
     """Return the largest difference of F's outputs between attention kernels, ÷ the largest output, in bfloat16."""
     import jax.numpy as jnp
 
-    from jaxpipe.cost.random_arrays import arguments_of
+    from jaxpipe.cost.seconds import arguments_of
 
     outputs = []
     for kernel in ("auto", "xla"):

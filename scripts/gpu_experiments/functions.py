@@ -82,7 +82,7 @@ def speed_of_functions(settings: Settings) -> dict[str, Any]:
 
 
 def _speeds(settings: Settings, hidden: int) -> dict[str, Any]:
-    from jaxpipe.cost.random_arrays import arguments_of
+    from jaxpipe.cost.seconds import arguments_of
     from jaxpipe.stage.compiled.footprint import footprint
 
     stage = middle_block(settings, hidden)

@@ -102,8 +102,7 @@ def _slowdown(settings: Settings, function: Any, seconds: float, link: Any) -> f
     import jax
     import jax.numpy as jnp
 
-    from jaxpipe.cost.random_arrays import arguments_of, random_array
-    from jaxpipe.cost.seconds import call_timer
+    from jaxpipe.cost.seconds import arguments_of, call_timer, random_array
 
     copy_bytes = int(seconds * min(link.d2h.bytes_per_s, link.h2d.bytes_per_s))  # busy as long as a call
     pieces = max(1, -(-copy_bytes // _COPY_BYTES))
@@ -130,8 +129,8 @@ def _k(settings: Settings, stage: Any, seconds: dict[str, float], link: Any, hid
     """Return round trip ÷ compute of the block: measured with its own leaves, and by the formula with its own bytes or 20."""
     import jax
 
-    from jaxpipe.cost.random_arrays import random_array
-    from jaxpipe.runtime.offload import host_copies
+    from jaxpipe.cost.seconds import random_array
+    from jaxpipe.runtime.transfer import host_copies
 
     forward = stage.functions["F"]
     avals = {p.index: a for p, a in zip(forward.outputs, forward.avals_out, strict=True) if p.kind == "res"}
@@ -186,8 +185,8 @@ _VARIANTS = {
     "T3b",
     version=1,
     question="what do the streams cost that copies share?",
-    backs="jaxpipe/runtime/offload.py; the virtual device",
-    paths=("jaxpipe/runtime/offload.py",),
+    backs="jaxpipe/runtime/transfer.py; the virtual device",
+    paths=("jaxpipe/runtime/transfer.py",),
     estimate_s=60,
     predicted={"as now": "1.1-1.3 × the runs alone", "4 early": "1.00-1.05"},
     want={"best": "<= 1.02"},
@@ -197,8 +196,8 @@ def shared_streams(settings: Settings) -> dict[str, Any]:
     import jax
     import jax.numpy as jnp
 
-    from jaxpipe.cost.random_arrays import random_array
-    from jaxpipe.runtime.offload import host_copies
+    from jaxpipe.cost.seconds import random_array
+    from jaxpipe.runtime.transfer import host_copies
 
     home = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="device")
     n, rate = (64, 1e9) if settings.tiny else (8192, settings.ceilings["noise_300_flops_per_s"])

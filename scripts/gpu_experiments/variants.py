@@ -19,7 +19,7 @@ _CUBLAS = "--xla_gpu_enable_triton_gemm=false"
 
 def _timed(settings: Settings, function: Any) -> float:
     """Return the seconds of a call on random values, in samples of half a second."""
-    from jaxpipe.cost.random_arrays import arguments_of
+    from jaxpipe.cost.seconds import arguments_of
 
     inputs = arguments_of(function, settings.vocab)
     timing = seconds_of(function, inputs, settings, 0.0 if settings.tiny else _SAMPLE_S)

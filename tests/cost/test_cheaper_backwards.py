@@ -13,7 +13,7 @@ import pytest
 
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.schedule import CostProfile, check_schedule, generate, read_schedule, simulate, write_schedule
-from jaxpipe.schedule.passes.backwards import costly_backwards, fused_stages, split_backwards, with_fused_stages
+from jaxpipe.schedule.passes.braid import costly_backwards, fused_stages, split_backwards, with_fused_stages
 from jaxpipe.train.assemble import ScheduleDraft, final_order
 from jaxpipe.train.checkpoint import CheckpointStore
 from jaxpipe.train.schedule_source import relative_costs, source_of

@@ -32,9 +32,8 @@ from jaxpipe.cost import (
     time_collectives,
     time_function,
 )
-from jaxpipe.cost.host_link import Fit, fit
-from jaxpipe.cost.random_arrays import random_array
-from jaxpipe.cost.seconds import time_at_once
+from jaxpipe.cost.profile import Fit, fit
+from jaxpipe.cost.seconds import random_array, time_at_once
 from jaxpipe.mesh import TensorParallel
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.schedule import CostProfile, Link, circular, generate, read_costs, simulate
@@ -354,7 +353,7 @@ def test_host_link_of_two_devices() -> None:
 
 
 def test_a_backend_without_pinned_memory_has_no_host_link(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jaxpipe.cost.host_link.has_pinned_host", lambda device: False)
+    monkeypatch.setattr("jaxpipe.cost.profile.has_pinned_host", lambda device: False)
     assert measure_host_link(jax.devices()[:1]) is None
 
 

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 
 from jaxpipe.cli import main
 from jaxpipe.errors import ConfigError
-from jaxpipe.launch import cluster
+from jaxpipe.launch import local
 from jaxpipe.launch.local import Launch
 from jaxpipe.train.config import load_config
 from tests.support.job_readers import ODD, STRAY, is_stray, pod_of, sbatch_options, srun_arguments
@@ -294,7 +294,7 @@ def cluster_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Call
         file = tmp_path / "job.sbatch"
         flags = ["--nodes", "2", "--gpus-per-node", "4", "--processes-per-node", "2", "--max-restarts", "2"]
         with monkeypatch.context() as patch:
-            patch.setattr(cluster.sys, "executable", str(tools / "python"))
+            patch.setattr(local.sys, "executable", str(tools / "python"))
             train = ["train", "--pp", "4", "--tp", "2", "run.out_dir=/shared/a run"]
             assert main(["launch", "slurm", "-o", str(file), *flags, "--sbatch", "time=4:00:00", "--", *train]) == 0
         text = file.read_text()
@@ -428,8 +428,8 @@ def test_a_jobset_has_the_published_fields(tmp_path: Path, capsys: pytest.Captur
 VALUES = st.lists(st.sampled_from(ODD) | st.characters(exclude_categories=("Cs",)), max_size=6).map("".join)
 
 
-def _job(words: Sequence[str]) -> cluster.ClusterJob:
-    return cluster.ClusterJob("packjob", load_config(None, ["run.out_dir=/runs/a"]), ["train", *words], 4, 1)
+def _job(words: Sequence[str]) -> local.ClusterJob:
+    return local.ClusterJob("packjob", load_config(None, ["run.out_dir=/runs/a"]), ["train", *words], 4, 1)
 
 
 @given(
@@ -438,7 +438,7 @@ def _job(words: Sequence[str]) -> cluster.ClusterJob:
 )
 def test_values_reach_their_readers_as_they_are(words: list[str], folder: str, value: str) -> None:
     where = Path("/", folder)
-    text = cluster.sbatch(_job(words), [f"comment={value}", "--requeue"], where)
+    text = local.sbatch(_job(words), [f"comment={value}", "--requeue"], where)
     with tempfile.TemporaryDirectory() as scratch:
         script = Path(scratch, "job.sbatch")
         script.write_text(text, encoding="utf-8")
@@ -447,7 +447,7 @@ def test_values_reach_their_readers_as_they_are(words: list[str], folder: str, v
         "--job-name=packjob", "--nodes=4", "--ntasks-per-node=1", "--gpus-per-node=1", f"--chdir={where}",
         "--output=packjob-%j.log", "--open-mode=append", "--signal=USR1@120", f"--comment={value}", "--requeue",
     ]  # fmt: skip
-    document, pod = pod_of(cluster.jobset(_job(words), f"i{value}", "runs:/"))
+    document, pod = pod_of(local.jobset(_job(words), f"i{value}", "runs:/"))
     assert {path for path, _ in leaves(document)} == FIELDS.keys()
     (container,) = pod["containers"]
     assert (container["command"], container["image"]) == (["jaxpipe", "train", *words], f"i{value}")
@@ -461,18 +461,18 @@ def test_no_line_break_is_written(
     text = f"a{stray}touch PWNED"
     for write in (
         lambda: _job([text]),
-        lambda: cluster.sbatch(_job([]), [f"time={text}"], Path("/a")),
-        lambda: cluster.sbatch(_job([]), [], Path("/", text)),
-        lambda: cluster.jobset(_job([]), text, "runs:/runs"),
-        lambda: cluster.jobset(_job([]), "i", f"runs:/{text}"),
-        lambda: cluster.jobset(_job([]), "i", f"ru{text}:/runs"),
+        lambda: local.sbatch(_job([]), [f"time={text}"], Path("/a")),
+        lambda: local.sbatch(_job([]), [], Path("/", text)),
+        lambda: local.jobset(_job([]), text, "runs:/runs"),
+        lambda: local.jobset(_job([]), "i", f"runs:/{text}"),
+        lambda: local.jobset(_job([]), "i", f"ru{text}:/runs"),
     ):
         with pytest.raises(ConfigError, match=r"holds .* at character") as caught:
             write()
         assert is_stray(str(caught.value)) is False
-    monkeypatch.setattr(cluster.sys, "executable", text)
+    monkeypatch.setattr(local.sys, "executable", text)
     with pytest.raises(ConfigError, match="the path of Python"):
-        cluster.sbatch(_job([]), [], Path("/a"))
+        local.sbatch(_job([]), [], Path("/a"))
     monkeypatch.undo()
     config, file = tmp_path / "run.toml", tmp_path / "job"
     out_dir = json.dumps(f"/runs/a{stray}kind: Evil\n#", ensure_ascii=ord(stray) < 0xD800)
@@ -487,4 +487,4 @@ def test_no_line_break_is_written(
 def test_options_of_sbatch_have_a_name(tmp_path: Path) -> None:
     for option in ("", "=1", "-p main", "--", "a b=c", "--\u00e9=1"):
         with pytest.raises(ConfigError, match="want OPTION=VALUE"):
-            cluster.sbatch(_job([]), [option], tmp_path)
+            local.sbatch(_job([]), [option], tmp_path)

@@ -32,8 +32,7 @@ from jaxpipe.plot.figure import (
     time_scale,
     tint,
 )
-from jaxpipe.plot.trace import trace_text
-from jaxpipe.plot.viewer import viewer_data, viewer_page
+from jaxpipe.plot.write import trace_text, viewer_data, viewer_page
 from jaxpipe.schedule import (
     Action,
     Braid,

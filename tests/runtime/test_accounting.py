@@ -31,9 +31,8 @@ from jaxpipe.program.lower import lower
 from jaxpipe.program.order import Crossing, issue_order
 from jaxpipe.runtime.executor import Executor, StepInputs
 from jaxpipe.runtime.memory_probe import MeasuredMemory, measured_peaks, probe_step
-from jaxpipe.runtime.offload import OffloadOptions
 from jaxpipe.runtime.pipeline import Pipeline
-from jaxpipe.runtime.transfer import message_homes, message_numbers
+from jaxpipe.runtime.transfer import OffloadOptions, message_homes, message_numbers
 from jaxpipe.schedule import (
     FAMILIES,
     Action,

@@ -26,10 +26,10 @@ from jaxpipe.mesh import TensorParallel
 from jaxpipe.program.ir import Free, Program, Recv, Run, Send
 from jaxpipe.program.lower import braided_slots, lower
 from jaxpipe.rehearsal.rank import Rehearsal
+from jaxpipe.runtime.assembly import reduction
 from jaxpipe.runtime.executor import StepOutputs
 from jaxpipe.runtime.memory_probe import measured_peaks
 from jaxpipe.runtime.pipeline import Pipeline
-from jaxpipe.runtime.reduction import reduction
 from jaxpipe.runtime.transfer import message_homes, message_numbers
 from jaxpipe.schedule import (
     Schedule,

@@ -19,7 +19,7 @@ import pytest
 
 from jaxpipe.runtime.processes import SingleProcess
 from jaxpipe.schedule import CostProfile, generate, write_schedule
-from jaxpipe.schedule.passes.backwards import split_backwards
+from jaxpipe.schedule.passes.braid import split_backwards
 from jaxpipe.schedule.placement import one_to_one
 from jaxpipe.search.solve import Options, SolveTask, solve
 from jaxpipe.train.config import load_config

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from jaxpipe.errors import CheckpointError, ConfigError, ProgramError, RunError
 from jaxpipe.mesh import batch_sharded, pipeline_submeshes
 from jaxpipe.program.order import issue_order
-from jaxpipe.runtime import offload
+from jaxpipe.runtime import transfer
 from jaxpipe.runtime.executor import Executor, StepInputs, StepOutputs
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.runtime.recorder import seconds_by_op
@@ -279,7 +279,7 @@ def test_a_schedule_for_another_placement_is_refused() -> None:
 def test_offload_needs_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     pipe = compiled("gpt", circular(2, 1))
     schedule = random_schedule(one_to_one(2), 2, random.Random(0), offload=1.0)
-    monkeypatch.setattr(offload, "PINNED_HOST", "nowhere")
+    monkeypatch.setattr(transfer, "PINNED_HOST", "nowhere")
     with pytest.raises(ProgramError, match="have no 'nowhere' memory"):
         pipe.with_schedule(schedule)
 

@@ -27,10 +27,10 @@ from jaxpipe.errors import ProgramError, ScheduleError, StageError
 from jaxpipe.program.ir import host_bytes
 from jaxpipe.program.lower import lower
 from jaxpipe.program.order import holds
-from jaxpipe.runtime import executor, offload
+from jaxpipe.runtime import executor, transfer
 from jaxpipe.runtime.executor import StepOutputs
-from jaxpipe.runtime.offload import OffloadOptions
 from jaxpipe.runtime.pipeline import Pipeline
+from jaxpipe.runtime.transfer import OffloadOptions
 from jaxpipe.schedule import (
     FAMILIES,
     Action,
@@ -317,7 +317,7 @@ def test_steps_keep_live_bytes_constant(model: str, steps: int) -> None:
             out.wait()
             live.add(tuple(sorted(_live_bytes().items())))
     assert len(live) == 1, live
-    assert offload.PINNED_HOST not in dict(*live)
+    assert transfer.PINNED_HOST not in dict(*live)
 
 
 def test_residuals_are_on_the_host_between_o_and_l(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -330,7 +330,7 @@ def test_residuals_are_on_the_host_between_o_and_l(monkeypatch: pytest.MonkeyPat
 
     def watching(*arrays: Any) -> Any:
         jax.block_until_ready(arrays)
-        host_bytes.append(_live_bytes().get(offload.PINNED_HOST, 0))
+        host_bytes.append(_live_bytes().get(transfer.PINNED_HOST, 0))
         return function.call(*arrays)
 
     stage = pipe.functions[(0, 1)]
@@ -361,32 +361,32 @@ def test_a_budget_below_the_minimum_names_the_minimum() -> None:
 
 def test_without_a_budget_the_machine_is_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     pipe = pipeline_for("gpt", _po_f())
-    room, what = offload.available_host_bytes("cpu")
+    room, what = transfer.available_host_bytes("cpu")
     assert room > 0 and what
-    monkeypatch.setattr(offload, "_available_memory", lambda: 1000.0)
+    monkeypatch.setattr(transfer, "_available_memory", lambda: 1000.0)
     with pytest.raises(ProgramError, match="the memory available on this machine allows 1e-06 GB: set offload"):
         pipe.with_offload(OffloadOptions())
     pipe.with_schedule(without_offloads(_po_f()))
 
 
 def test_the_pool_of_pinned_memory_limits_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offload, "_available_memory", lambda: 1e15)
-    monkeypatch.setattr(offload, "_number", lambda name, otherwise=float("inf"): otherwise)
-    monkeypatch.delenv(offload.GPU_POOL_VARIABLE, raising=False)
-    assert offload.available_host_bytes("gpu")[0] == 64e9
-    monkeypatch.setenv(offload.GPU_POOL_VARIABLE, "1e-5")
-    assert offload.available_host_bytes("cuda")[0] == 64e9, "garbage is ignored"
-    monkeypatch.setenv(offload.GPU_POOL_VARIABLE, "200")
-    assert offload.available_host_bytes("gpu")[0] == 200e9
-    assert offload.available_host_bytes("cpu")[0] == 1e15
-    room, reason = offload.available_host_bytes("gpu", 10**4)
+    monkeypatch.setattr(transfer, "_available_memory", lambda: 1e15)
+    monkeypatch.setattr(transfer, "_number", lambda name, otherwise=float("inf"): otherwise)
+    monkeypatch.delenv(transfer.GPU_POOL_VARIABLE, raising=False)
+    assert transfer.available_host_bytes("gpu")[0] == 64e9
+    monkeypatch.setenv(transfer.GPU_POOL_VARIABLE, "1e-5")
+    assert transfer.available_host_bytes("cuda")[0] == 64e9, "garbage is ignored"
+    monkeypatch.setenv(transfer.GPU_POOL_VARIABLE, "200")
+    assert transfer.available_host_bytes("gpu")[0] == 200e9
+    assert transfer.available_host_bytes("cpu")[0] == 1e15
+    room, reason = transfer.available_host_bytes("gpu", 10**4)
     assert room == 1e11 and reason.endswith("shared by 10000 processes"), (
         "processes share a host's memory; the pool is of each"
     )
     programs = pipeline_for("gpt", _po_f()).programs
-    monkeypatch.setenv(offload.GPU_POOL_VARIABLE, "0.00001")
+    monkeypatch.setenv(transfer.GPU_POOL_VARIABLE, "0.00001")
     with pytest.raises(ProgramError, match="set the environment variable to at least"):
-        offload.check_host_memory(programs, OffloadOptions(), "gpu")
+        transfer.check_host_memory(programs, OffloadOptions(), "gpu")
 
 
 # -- backends without pinned memory ----------------------------------------------------------------------------------
@@ -396,7 +396,7 @@ def test_without_pinned_memory_offload_is_refused_or_falls_back(monkeypatch: pyt
     schedule = _po_f()
     pipe = pipeline_for("gpt", without_offloads(schedule))
     expected = _run(pipe, "gpt")
-    monkeypatch.setattr(offload, "PINNED_HOST", "nowhere")
+    monkeypatch.setattr(transfer, "PINNED_HOST", "nowhere")
     with pytest.raises(ProgramError, match=r"'nowhere'.*--offload-fallback"):
         pipe.with_schedule(schedule)
     slow = pipe.with_offload(OffloadOptions(fallback=True)).with_schedule(schedule)
@@ -411,9 +411,9 @@ def test_without_pinned_memory_offload_is_refused_or_falls_back(monkeypatch: pyt
 
 def test_the_fallback_frees_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     sharding = compiled("gpt", circular(1, 2)).stages[0].functions["F"].avals_out[0].sharding
-    monkeypatch.setattr(offload, "PINNED_HOST", "nowhere")
+    monkeypatch.setattr(transfer, "PINNED_HOST", "nowhere")
     assert sharding is not None
-    to_host, to_device = offload.host_copies(sharding, fallback=True)
+    to_host, to_device = transfer.host_copies(sharding, fallback=True)
     array = jax.device_put(np.arange(64.0).reshape(2, 32), sharding)
     (copy,) = to_host([array])
     assert isinstance(copy, np.ndarray) and copy.base is None, "a view would keep the device buffer"
@@ -471,7 +471,7 @@ def test_what_the_prediction_starts_after_an_offload_waits_for_it(monkeypatch: p
 
     def counting(arrays: Any) -> Any:
         waited.append(len(arrays))
-        return offload.wait_for_copies(arrays)
+        return transfer.wait_for_copies(arrays)
 
     monkeypatch.setattr(executor, "wait_for_copies", counting)
     ahead = pipe.with_schedule(schedule, replace(costs, offload_s=(0.0, 0.0), load_s=(0.0, 0.0)))

@@ -14,9 +14,9 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 
-from jaxpipe.runtime.offload import OffloadOptions
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.runtime.recorder import measured_timeline, replay_ratio
+from jaxpipe.runtime.transfer import OffloadOptions
 from jaxpipe.schedule import CostProfile, Schedule, generate, simulate
 from models.gpt import GPT
 from tests.support.virtual_gpu import VirtualGPUs

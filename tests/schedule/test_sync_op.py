@@ -24,8 +24,8 @@ from jaxpipe.schedule.files import format_csv
 from jaxpipe.schedule.ir import OpSpec
 from jaxpipe.schedule.json_form import from_schedule, to_schedule
 from jaxpipe.schedule.passes import offload
-from jaxpipe.schedule.picture import draw
 from jaxpipe.schedule.problem import Problem
+from jaxpipe.schedule.text import draw
 from tests.support.pipelines import (
     assert_same_arrays,
     compiled,

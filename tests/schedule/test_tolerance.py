@@ -8,7 +8,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxpipe.schedule.tolerance import at_most, close, how_many, nine_digits
+from jaxpipe.schedule.timeline import at_most, close, how_many, nine_digits
 
 POSITIVE = st.floats(1e-9, 1e12)
 

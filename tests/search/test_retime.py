@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from jaxpipe.errors import ScheduleError
 from jaxpipe.schedule import CostProfile, Schedule, generate, one_to_one, simulate, with_shared
 from jaxpipe.schedule.clock import Clock
-from jaxpipe.schedule.passes.backwards import with_fused
+from jaxpipe.schedule.passes.braid import with_fused
 from jaxpipe.schedule.problem import B, F, Problem, W
 from jaxpipe.search.list_schedule.policies import IdleRule, WeightFilling, order_of
 from jaxpipe.search.retime import Draft, Retimer, best_of, peaks

@@ -27,7 +27,7 @@ from jaxpipe.stage.model.adapters import from_nnx
 from jaxpipe.stage.model.layer import Layer, LayerContext, Model
 from jaxpipe.stage.model.links import links_of
 from jaxpipe.stage.model.reference import init_params
-from jaxpipe.stage.split.recompute import POLICIES
+from jaxpipe.stage.split.policies import POLICIES
 from models.gpt import GPT
 from models.llama import Llama
 from tests.support import toy_stages as toy

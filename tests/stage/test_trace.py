@@ -17,10 +17,9 @@ from jaxpipe.errors import StageError
 from jaxpipe.mesh import pipeline_submeshes
 from jaxpipe.stage.compiled.compile import BuildCache, build_all, build_stage_functions
 from jaxpipe.stage.functions import Port, StageFunctions
-from jaxpipe.stage.jaxprs import RANDOM_WORD, jaxpr_flops
+from jaxpipe.stage.jaxprs import RANDOM_WORD, TRANSCENDENTAL, jaxpr_flops
 from jaxpipe.stage.model.layer import Layer
 from jaxpipe.stage.model.links import links_of
-from jaxpipe.stage.primitives import TRANSCENDENTAL
 from jaxpipe.stage.split.trace import layer_key
 from tests.support import toy_stages as toy
 

@@ -52,8 +52,8 @@ def steps(
 
     from jaxpipe.errors import ProgramError
     from jaxpipe.mesh import TensorParallel
-    from jaxpipe.runtime.offload import OffloadOptions
     from jaxpipe.runtime.pipeline import Pipeline
+    from jaxpipe.runtime.transfer import OffloadOptions
     from jaxpipe.schedule import generate, parse_schedule
     from jaxpipe.schedule.json_form import to_costs
     from jaxpipe.stage.model.reference import init_params
@@ -115,7 +115,7 @@ def trained(processes: Processes, *, overrides: list[str], finds: list[str]) -> 
     from jaxpipe.errors import ProgramError
     from jaxpipe.runtime import pipeline
     from jaxpipe.schedule import Schedule, generate
-    from jaxpipe.schedule.passes.backwards import split_backwards
+    from jaxpipe.schedule.passes.braid import split_backwards
     from jaxpipe.search.solve import solver
     from jaxpipe.search.solve.solver import Found
     from jaxpipe.train import replan

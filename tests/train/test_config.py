@@ -474,7 +474,7 @@ def test_describe_shows_every_setting_aligned_and_marks_changes() -> None:
 
 
 def test_recompute_policies_are_those_of_the_stage_room() -> None:
-    from jaxpipe.stage.split.recompute import POLICIES
+    from jaxpipe.stage.split.policies import POLICIES
 
     for name in (*POLICIES, "cheap+attention", "attention+mlp+cheap"):
         assert TrainConfig(pipeline=PipelineConfig(recompute=name)).pipeline.recompute == name

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from jaxpipe.runtime.offload import OffloadOptions
+from jaxpipe.runtime.transfer import OffloadOptions
 from jaxpipe.schedule import CostProfile, HostLink, Link, Schedule, generate, simulate
 from jaxpipe.train.assemble import ScheduleDraft, final_order, order_for_link
 from jaxpipe.train.replan import why_not

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from jaxpipe.cli import main
-from jaxpipe.runtime import offload
+from jaxpipe.runtime import transfer
 from jaxpipe.schedule import generate, write_schedule
 from jaxpipe.schedule.passes.offload import without_offloads
 from jaxpipe.train.config import load_config
@@ -66,7 +66,7 @@ def test_training_with_offload_has_the_bits_of_training_without(
     }
     for name, overrides in runs.items():
         assert main(["train", *tiny(name, *overrides)]) == 0, capsys.readouterr().err
-    monkeypatch.setattr(offload, "PINNED_HOST", "nowhere")
+    monkeypatch.setattr(transfer, "PINNED_HOST", "nowhere")
     assert main(["train", *tiny("half", offloading, "offload.fraction=0.5"), "--offload-fallback"]) == 0
 
     expected = final(tmp_path / "bare", STEPS)
@@ -91,7 +91,7 @@ def test_what_the_machine_cannot_do_is_one_line(
         offload_options(load_config(None, [f"offload.host_memory_gb={enough}"])).host_memory_bytes
         == float(enough) * 1e9
     )
-    monkeypatch.setattr(offload, "PINNED_HOST", "nowhere")
+    monkeypatch.setattr(transfer, "PINNED_HOST", "nowhere")
     assert "cpu devices have no 'nowhere' memory" in _fails(capsys, *run)
 
 

@@ -16,7 +16,7 @@ from jaxpipe.errors import ConfigError
 from jaxpipe.rehearsal.rank import rehearse
 from jaxpipe.runtime.memory_probe import measured_peaks
 from jaxpipe.schedule import CostProfile, HostLink, simulate
-from jaxpipe.schedule.lanes import slot_lanes
+from jaxpipe.schedule.engine import slot_lanes
 from jaxpipe.train.devices import find_devices
 from jaxpipe.train.setup import prepare
 from jaxpipe.train.step import TrainStep

@@ -35,7 +35,7 @@ from jaxpipe.schedule import (
 )
 from jaxpipe.schedule.families import FAMILIES
 from jaxpipe.schedule.json_form import from_json, to_json, to_schedule
-from jaxpipe.schedule.passes.backwards import backwards_like, fused_backwards, split_backwards
+from jaxpipe.schedule.passes.braid import backwards_like, fused_backwards, split_backwards
 from jaxpipe.search.solve import Options, SolveTask
 from jaxpipe.search.solve.pool import COMMAND
 from jaxpipe.search.solve.solver import BackgroundSolve, Failed, Finished, Found

@@ -1,4 +1,4 @@
-"""Schedule families, each in its own file, where ``registry.py`` finds it. Reading order: README.md.
+"""Schedule families, each in its own file, where ``family.py`` finds it. Reading order: README.md.
 
 The function of every family is a name of this package, too: ``families.v_zb(4, 8)``.
 """
@@ -6,8 +6,17 @@ The function of every family is a name of this package, too: ``families.v_zb(4, 
 from typing import Any
 
 from jaxpipe.schedule import plugins
-from jaxpipe.schedule.families.family import FAMILIES, TABLE, VOCABULARY_FAMILIES, Family, family, register_family
-from jaxpipe.schedule.families.registry import cheap_first, family_named, generate
+from jaxpipe.schedule.families.family import (
+    FAMILIES,
+    TABLE,
+    VOCABULARY_FAMILIES,
+    Family,
+    cheap_first,
+    family,
+    family_named,
+    generate,
+    register_family,
+)
 
 __all__ = [
     "FAMILIES",

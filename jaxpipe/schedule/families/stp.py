@@ -48,12 +48,11 @@ from jaxpipe.errors import ScheduleError
 from jaxpipe.schedule.costs import CostProfile
 from jaxpipe.schedule.families.family import family
 from jaxpipe.schedule.ir import Action, Row, Schedule, Slot
-from jaxpipe.schedule.passes.backwards import slot_of
-from jaxpipe.schedule.passes.offload import offload
-from jaxpipe.schedule.passes.plans import figures
+from jaxpipe.schedule.passes.braid import slot_of
+from jaxpipe.schedule.passes.offload import figures, offload
 from jaxpipe.schedule.placement import v_shape
 from jaxpipe.schedule.simulate import simulate
-from jaxpipe.schedule.tolerance import MEMORY, Objective, at_most, order_key
+from jaxpipe.schedule.timeline import MEMORY, Objective, at_most, order_key
 
 
 @dataclass(frozen=True, slots=True)

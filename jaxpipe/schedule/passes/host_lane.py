@@ -47,8 +47,7 @@ from jaxpipe.schedule.costs import CostProfile
 from jaxpipe.schedule.ir import Action, Row, Schedule, Slot, op_spec
 from jaxpipe.schedule.memory import UNIT, slot_units
 from jaxpipe.schedule.simulate import simulate
-from jaxpipe.schedule.timeline import Timeline
-from jaxpipe.schedule.tolerance import MEMORY, TIME, nine_digits
+from jaxpipe.schedule.timeline import MEMORY, TIME, Timeline, nine_digits
 
 
 @dataclass(frozen=True, slots=True)

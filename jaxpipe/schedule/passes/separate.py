@@ -29,12 +29,12 @@ from jaxpipe.errors import ScheduleError
 from jaxpipe.schedule.check import check_schedule
 from jaxpipe.schedule.costs import CostProfile
 from jaxpipe.schedule.deps import build_graph
+from jaxpipe.schedule.engine import slot_lanes
 from jaxpipe.schedule.ir import BW, Action, B, Row, Schedule, Slot, W, op_spec
-from jaxpipe.schedule.lanes import slot_lanes
 from jaxpipe.schedule.memory import UNIT, slot_units
-from jaxpipe.schedule.passes.backwards import fused_backwards, with_fused
+from jaxpipe.schedule.passes.braid import fused_backwards, with_fused
 from jaxpipe.schedule.simulate import simulate
-from jaxpipe.schedule.tolerance import MEMORY, TIME, at_most, nine_digits
+from jaxpipe.schedule.timeline import MEMORY, TIME, at_most, nine_digits
 
 _PASSES = 8
 _NEVER = float("inf")

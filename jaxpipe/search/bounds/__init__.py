@@ -30,10 +30,10 @@ from typing import NamedTuple
 
 from jaxpipe.errors import ScheduleError
 from jaxpipe.schedule.costs import PER_STAGE_FIELDS, CostProfile
+from jaxpipe.schedule.engine import collectives_exposed
 from jaxpipe.schedule.ir import OpSpec, registered_ops
-from jaxpipe.schedule.lanes import collectives_exposed
 from jaxpipe.schedule.placement import Placement
-from jaxpipe.schedule.tolerance import how_many
+from jaxpipe.schedule.timeline import how_many
 from jaxpipe.search.bounds.memory import ChainTimes, Confined, StageWork, chunk_turns, confine, meet, releases
 
 Limit = float | Sequence[float] | None

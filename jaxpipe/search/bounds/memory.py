@@ -68,7 +68,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import ceil, floor, inf
 
-from jaxpipe.schedule.tolerance import MEMORY, TIME, at_most, how_many
+from jaxpipe.schedule.timeline import MEMORY, TIME, at_most, how_many
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,7 +49,7 @@ from typing import NamedTuple, Protocol, TypeVar
 
 from jaxpipe.schedule.costs import CostProfile
 from jaxpipe.schedule.placement import Placement
-from jaxpipe.schedule.tolerance import MEMORY, at_most, how_many
+from jaxpipe.schedule.timeline import MEMORY, at_most, how_many
 from jaxpipe.search.bounds import Flows, FlowTimes, work_by_stage
 from jaxpipe.search.bounds.memory import StageWork
 from jaxpipe.search.budget import Budget

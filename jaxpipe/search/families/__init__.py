@@ -4,7 +4,7 @@ They are found as those of fixed order are, in ``jaxpipe.schedule.FAMILIES`` and
 """
 
 from jaxpipe.lazy import exported
-from jaxpipe.schedule.families.registry import register_modules
+from jaxpipe.schedule.families.family import register_modules
 
 __all__, __getattr__ = exported(
     __name__,

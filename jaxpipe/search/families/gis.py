@@ -60,8 +60,7 @@ from jaxpipe.errors import ScheduleError
 from jaxpipe.schedule.costs import CostProfile
 from jaxpipe.schedule.families.family import family
 from jaxpipe.schedule.ir import Schedule
-from jaxpipe.schedule.passes.offload import offload
-from jaxpipe.schedule.passes.plans import Plans, peak_of
+from jaxpipe.schedule.passes.offload import Plans, offload, peak_of
 from jaxpipe.schedule.placement import circular
 from jaxpipe.schedule.problem import CodeRows, Problem
 from jaxpipe.schedule.simulate import simulate

@@ -40,7 +40,7 @@ from jaxpipe.schedule.families.family import family
 from jaxpipe.schedule.ir import Schedule
 from jaxpipe.schedule.placement import v_shape
 from jaxpipe.schedule.problem import CodeRows, Problem
-from jaxpipe.schedule.tolerance import Objective
+from jaxpipe.schedule.timeline import Objective
 from jaxpipe.search.blocks.block import (
     BuildingBlock,
     T,

@@ -32,7 +32,7 @@ from jaxpipe.schedule.families.one_f_one_b import fused_row, h1_rows, h2_rows, s
 from jaxpipe.schedule.ir import Schedule
 from jaxpipe.schedule.placement import Placement, one_to_one
 from jaxpipe.schedule.problem import BW, B, Problem, W
-from jaxpipe.schedule.tolerance import Objective
+from jaxpipe.schedule.timeline import Objective
 from jaxpipe.search.blocks.block import BuildingBlock, repeat, with_weight_gradients
 from jaxpipe.search.bounds import lower_bound, span_lower_bound
 from jaxpipe.search.list_schedule.fillers import RECIPES, GapFiller

@@ -36,7 +36,7 @@ from typing import Literal
 
 from jaxpipe.schedule.clock import NEVER, Choose, Clock, Feed, Tables
 from jaxpipe.schedule.problem import BW, B, CodeRows, Problem, W
-from jaxpipe.schedule.tolerance import nine_digits
+from jaxpipe.schedule.timeline import nine_digits
 from jaxpipe.search.retime import SLACK, Draft, Retimer, best_of, within
 
 GAPS = ((1.0, 1.0), (0.5, 0.5), (1.0, 0.5))

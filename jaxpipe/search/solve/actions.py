@@ -40,11 +40,10 @@ from jaxpipe.schedule.deps import HOST_LANES, build_graph
 from jaxpipe.schedule.engine import host_groups
 from jaxpipe.schedule.ir import Action, Row, Schedule, Slot, op_spec
 from jaxpipe.schedule.memory import ACTIVATION_FIELDS, rank_share, static_bytes
-from jaxpipe.schedule.passes.backwards import with_slots
+from jaxpipe.schedule.passes.braid import with_slots
 from jaxpipe.schedule.problem import Problem
 from jaxpipe.schedule.simulate import simulate
-from jaxpipe.schedule.timeline import Timeline
-from jaxpipe.schedule.tolerance import at_most
+from jaxpipe.schedule.timeline import Timeline, at_most
 from jaxpipe.search.grids import FINE, memory_units, time_grid
 from jaxpipe.search.solve.first import grouped_rows
 from jaxpipe.search.solve.task import SolveTask

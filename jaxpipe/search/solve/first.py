@@ -17,13 +17,12 @@ from typing import Any
 
 from jaxpipe.errors import ScheduleError
 from jaxpipe.schedule.ir import Schedule, Slot
-from jaxpipe.schedule.passes.backwards import with_slots
+from jaxpipe.schedule.passes.braid import with_slots
 from jaxpipe.schedule.passes.separate import separate_gradients
 from jaxpipe.schedule.problem import B, F, Problem, W
-from jaxpipe.schedule.rules.traversal import FIRST, Traversal
-from jaxpipe.schedule.rules.traverse import traverse
+from jaxpipe.schedule.rules.traversal import FIRST, Traversal, traverse
 from jaxpipe.schedule.simulate import simulate
-from jaxpipe.schedule.tolerance import MEMORY, how_many
+from jaxpipe.schedule.timeline import MEMORY, how_many
 from jaxpipe.search.solve.task import SolveTask
 
 _SEPARATED = 6  # of the schedules by rules; not tuned

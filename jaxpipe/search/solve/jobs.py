@@ -16,12 +16,12 @@ from typing import Any, ClassVar, Protocol
 
 from jaxpipe.errors import JaxpipeError
 from jaxpipe.schedule.families import FAMILIES
-from jaxpipe.schedule.families.registry import cheap_first
+from jaxpipe.schedule.families.family import cheap_first
 from jaxpipe.schedule.ir import Schedule
 from jaxpipe.schedule.json_form import from_json, to_json
 from jaxpipe.schedule.passes.braid import unbraid
 from jaxpipe.schedule.problem import OPS, Problem
-from jaxpipe.schedule.tolerance import at_most, nine_digits
+from jaxpipe.schedule.timeline import at_most, nine_digits
 from jaxpipe.search.best import Candidate, Task, best_of_family, quick_candidates
 from jaxpipe.search.bounds.orders import FewRankBounds
 from jaxpipe.search.budget import Budget

@@ -53,11 +53,9 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from jaxpipe.schedule.ir import Schedule
-from jaxpipe.schedule.passes.backwards import fused_backwards, with_fused
-from jaxpipe.schedule.passes.braid import unbraid
+from jaxpipe.schedule.passes.braid import fused_backwards, unbraid, with_fused
 from jaxpipe.schedule.simulate import simulate
-from jaxpipe.schedule.timeline import Timeline
-from jaxpipe.schedule.tolerance import at_most
+from jaxpipe.schedule.timeline import Timeline, at_most
 from jaxpipe.search.budget import DETERMINISTIC_SECOND, LITE, WHOLE_RESERVOIRS, Budget, run
 from jaxpipe.search.grids import COARSE
 from jaxpipe.search.solve.actions import ActionTable, Starts, fitting, schedule_of, starts_of

@@ -34,8 +34,7 @@ from jaxpipe.schedule.clock import NEVER, Clock, Feed
 from jaxpipe.schedule.engine import host_groups
 from jaxpipe.schedule.ir import Action, Schedule
 from jaxpipe.schedule.problem import BW, B, F, Problem, W
-from jaxpipe.schedule.timeline import Timeline
-from jaxpipe.schedule.tolerance import MEMORY, at_most
+from jaxpipe.schedule.timeline import MEMORY, Timeline, at_most
 from jaxpipe.search.bounds import Flows, work_by_stage
 from jaxpipe.search.list_schedule.many_policies import MOST_IN_FLIGHT, ChainWithHost, Flags, Policies, Whole, play
 from jaxpipe.search.solve.actions import ActionTable, Starts, fitting, starts_at

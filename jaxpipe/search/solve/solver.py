@@ -29,8 +29,7 @@ from jaxpipe.schedule.check import check_schedule
 from jaxpipe.schedule.ir import Schedule
 from jaxpipe.schedule.problem import Problem
 from jaxpipe.schedule.simulate import simulate
-from jaxpipe.schedule.timeline import Timeline
-from jaxpipe.schedule.tolerance import MEMORY, at_most, nine_digits
+from jaxpipe.schedule.timeline import MEMORY, Timeline, at_most, nine_digits
 from jaxpipe.search.bounds import lower_bound, span_lower_bound
 from jaxpipe.search.retime import Draft, Retimer
 from jaxpipe.search.solve.cache import ScheduleCache

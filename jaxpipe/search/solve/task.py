@@ -10,13 +10,12 @@ from typing import Literal
 from jaxpipe.errors import ScheduleError
 from jaxpipe.schedule.check import check_schedule
 from jaxpipe.schedule.costs import CostProfile
+from jaxpipe.schedule.engine import collectives_exposed
 from jaxpipe.schedule.ir import Schedule, op_spec
-from jaxpipe.schedule.lanes import collectives_exposed
 from jaxpipe.schedule.memory import rank_share, static_bytes
 from jaxpipe.schedule.placement import Placement
 from jaxpipe.schedule.simulate import simulate
-from jaxpipe.schedule.timeline import Timeline
-from jaxpipe.schedule.tolerance import at_most, nine_digits
+from jaxpipe.schedule.timeline import Timeline, at_most, nine_digits
 
 Objective = Literal["makespan", "span", "lexicographic"]
 Status = Literal["optimal", "feasible"]

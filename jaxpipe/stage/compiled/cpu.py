@@ -35,8 +35,7 @@ from jaxpipe._jax_compat import (
     shape_of,
     variables,
 )  # fmt: skip
-from jaxpipe.stage.jaxprs import Dataflow, called, flatten
-from jaxpipe.stage.primitives import EqnKind, is_product, kind
+from jaxpipe.stage.jaxprs import Dataflow, EqnKind, called, flatten, is_product, kind
 
 OPTIONS: Mapping[str, str] = {"xla_disable_hlo_passes": "cse_barrier_expander,tree_reduction_rewriter"}
 """Compiler options that the rewriting needs: barriers stay until elementwise work is fused, and there are no trees of

@@ -30,8 +30,7 @@ from collections.abc import Callable, Container, Hashable, Iterable
 import numpy as np
 
 from jaxpipe._jax_compat import Var, aval_bytes, variables
-from jaxpipe.stage.jaxprs import reachable
-from jaxpipe.stage.primitives import EqnKind, is_cheap, kind
+from jaxpipe.stage.jaxprs import EqnKind, is_cheap, kind, reachable
 from jaxpipe.stage.split.graph import Graph, Level, Saveable
 
 INFINITE = -1

@@ -19,8 +19,7 @@ from jaxpipe._jax_compat import (
     variables,
 )
 from jaxpipe.stage.functions import Port
-from jaxpipe.stage.jaxprs import Dataflow
-from jaxpipe.stage.primitives import EqnKind, kind, row
+from jaxpipe.stage.jaxprs import Dataflow, EqnKind, kind, row
 from jaxpipe.stage.split.trace import StageTrace
 
 Saveable = Callable[[Var], bool]

@@ -40,8 +40,7 @@ from jaxpipe._jax_compat import (
     variables,
     with_outer_names,
 )
-from jaxpipe.stage.jaxprs import Dataflow, called, flatten, reachable
-from jaxpipe.stage.primitives import has_body
+from jaxpipe.stage.jaxprs import Dataflow, called, flatten, has_body, reachable
 
 Operand = tuple[Var, Atom]
 """A variable of a loop body and what the loop feeds it."""

@@ -53,8 +53,7 @@ import numpy as np
 
 from jaxpipe._jax_compat import JaxprEqn, Var, aval_bytes, dtype_of, shape_of, variables
 from jaxpipe.mesh import CP
-from jaxpipe.stage.jaxprs import reachable
-from jaxpipe.stage.primitives import EqnKind, has_body, is_attention_kernel, is_cheap, is_product, kind, row
+from jaxpipe.stage.jaxprs import EqnKind, has_body, is_attention_kernel, is_cheap, is_product, kind, reachable, row
 from jaxpipe.stage.split.graph import Graph, Level, Saveable
 from jaxpipe.stage.split.policies import POLICIES, ingredients
 

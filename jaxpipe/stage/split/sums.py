@@ -21,8 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpipe._jax_compat import Atom, JaxprEqn, Var, dtype_of, fresh_var, shape_of, variables
-from jaxpipe.stage.jaxprs import Dataflow
-from jaxpipe.stage.primitives import EqnKind, kind
+from jaxpipe.stage.jaxprs import Dataflow, EqnKind, kind
 
 _WIDE = np.dtype(np.float32)
 _NARROW = (np.dtype(jnp.bfloat16), np.dtype(np.float16))

@@ -25,8 +25,7 @@ from dataclasses import dataclass, replace
 
 from jaxpipe._jax_compat import ClosedJaxpr, JaxprEqn, Var, aval_bytes, sub_jaxprs, variables
 from jaxpipe.mesh import CP, TP
-from jaxpipe.stage.jaxprs import Dataflow, eqn_flops
-from jaxpipe.stage.primitives import EqnKind, kind, mesh_axes, row, row_of
+from jaxpipe.stage.jaxprs import Dataflow, EqnKind, eqn_flops, kind, mesh_axes, row, row_of
 
 LEAST_SHARE = 1 / 8
 """A collective that moves less than this share of the largest one's bytes is not cut at."""

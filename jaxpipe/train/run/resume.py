@@ -30,7 +30,7 @@ import jax.numpy as jnp
 from jaxpipe.errors import CheckpointError, ConfigError, DataError
 from jaxpipe.runtime.processes import Processes
 from jaxpipe.schedule import Schedule
-from jaxpipe.schedule.passes.backwards import fused_stages
+from jaxpipe.schedule.passes.braid import fused_stages
 from jaxpipe.stage.model.layer import Params
 from jaxpipe.stage.model.plan import Cut
 from jaxpipe.stage.model.reference import ours

@@ -48,10 +48,9 @@ from jaxpipe._jax_compat import (
 )
 from jaxpipe.errors import CheckpointError, ConfigError, JaxpipeError
 from jaxpipe.stage.identity import array_key, value_key
-from jaxpipe.stage.jaxprs import flatten
+from jaxpipe.stage.jaxprs import EqnKind, flatten, row
 from jaxpipe.stage.model.layer import Path
 from jaxpipe.stage.model.params import Place, key_name, named_leaves
-from jaxpipe.stage.primitives import EqnKind, row
 from jaxpipe.train.update.optimizer import functions_of
 
 

@@ -26,9 +26,8 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpipe.errors import StageError
 from jaxpipe.mesh import replicated, spec_of
-from jaxpipe.runtime.assembly import Reported, Tie
+from jaxpipe.runtime.assembly import Reported, Tie, on_rank
 from jaxpipe.runtime.pipeline import Pipeline
-from jaxpipe.runtime.reduction import on_rank
 from jaxpipe.stage.model.params import LeafSlot
 from jaxpipe.train.update.stage_update import SHRUNK
 

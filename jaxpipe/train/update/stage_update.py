@@ -39,7 +39,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe.mesh import DP, TP, replicated, spec_of
-from jaxpipe.runtime.reduction import on_rank, reduced_axes
+from jaxpipe.runtime.assembly import on_rank, reduced_axes
 from jaxpipe.stage.model.params import LeafSlot, ParamLayout, Place, by_layer, get_leaf
 from jaxpipe.train.update import layerwise
 

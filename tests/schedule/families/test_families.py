@@ -32,9 +32,8 @@ from jaxpipe.schedule import (
     simulate,
     v_shape,
 )
-from jaxpipe.schedule.families import registry
-from jaxpipe.schedule.families.family import TABLE
-from jaxpipe.schedule.picture import draw
+from jaxpipe.schedule.families.family import TABLE, register_modules
+from jaxpipe.schedule.text import draw
 from jaxpipe.search.bounds import lower_bound
 
 Options = dict[str, float]
@@ -410,7 +409,7 @@ def test_a_file_of_the_folder_is_found(table: None, tmp_path: Path, monkeypatch:
         "FOUND = Family('found-2', found, 'two', 'a test')\n"
     )
     monkeypatch.setattr(families, "__path__", [*families.__path__, str(tmp_path)])
-    assert registry.register_modules(families.__name__) >= {"found-1", "found-2", "gpipe"}
+    assert register_modules(families.__name__) >= {"found-1", "found-2", "gpipe"}
     del sys.modules["jaxpipe.schedule.families.found_here"]
     assert list(FAMILIES) == sorted(FAMILIES)
     assert generate("found-2", 2, 3).rows == generate("found-1", 2, 3).rows

@@ -20,8 +20,8 @@ from jaxpipe.schedule import (
     simulate,
     v_shape,
 )
+from jaxpipe.schedule.engine import collectives_exposed
 from jaxpipe.schedule.families.stp import Shape, stp_rows
-from jaxpipe.schedule.lanes import collectives_exposed
 from jaxpipe.search.best import best_schedule
 from jaxpipe.search.bounds import lower_bound
 from tests.support.paths import ROOT

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxpipe.schedule import Schedule, check_schedule, generate, parse_schedule
-from jaxpipe.schedule.passes.backwards import backwards_like, fused_backwards, split_backwards, with_fused
+from jaxpipe.schedule.passes.braid import backwards_like, fused_backwards, split_backwards, with_fused
 
 
 def weight_orders(schedule: Schedule) -> dict[int, list[int]]:

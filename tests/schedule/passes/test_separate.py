@@ -25,7 +25,7 @@ from jaxpipe.schedule import (
     traverse,
 )
 from jaxpipe.schedule.passes import braid, offload, separate_gradients
-from jaxpipe.schedule.passes.backwards import fused_backwards, with_fused
+from jaxpipe.schedule.passes.braid import fused_backwards, with_fused
 from tests.support.schedule_strategies import random_costs, random_placements, random_valid_schedules
 
 

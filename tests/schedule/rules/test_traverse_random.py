@@ -25,8 +25,7 @@ from jaxpipe.schedule import (
     v_shape,
     wave,
 )
-from jaxpipe.schedule.rules.traversal import Check, Choose, View
-from jaxpipe.schedule.rules.traverse import Rules
+from jaxpipe.schedule.rules.traversal import Check, Choose, Rules, View
 
 
 def random_placement(rng: random.Random) -> Placement:

@@ -25,7 +25,7 @@ from jaxpipe.schedule import (
     write_schedule,
 )
 from jaxpipe.schedule.ir import Row
-from jaxpipe.schedule.passes.backwards import split_backwards
+from jaxpipe.schedule.passes.braid import split_backwards
 from jaxpipe.search.bounds import lower_bound, span_lower_bound
 from jaxpipe.search.solve import Options, SolveTask, solve
 from jaxpipe.search.solve.first import graph_starts

@@ -28,9 +28,9 @@ from jaxpipe.schedule import (
 )
 from jaxpipe.schedule.costs import HostMode
 from jaxpipe.schedule.passes.host_lane import paged
-from jaxpipe.schedule.passes.plans import Plans
+from jaxpipe.schedule.passes.offload import Plans
 from jaxpipe.schedule.placement import with_shared
-from jaxpipe.schedule.tolerance import at_most, nine_digits
+from jaxpipe.schedule.timeline import at_most, nine_digits
 from jaxpipe.search.best import best_schedule, bounds_within
 from jaxpipe.search.budget import Budget
 from jaxpipe.search.solve import Options, Progress

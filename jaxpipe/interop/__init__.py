@@ -4,6 +4,7 @@ from jaxpipe.lazy import exported
 
 __all__, __getattr__ = exported(
     __name__,
-    folder="Hub Planned Weights is_hub new_folder open_hub read_json weights_of write_json write_tensors",
+    folder="Planned new_folder read_json write_json write_tensors",
+    hub="Hub Weights is_hub open_hub weights_of",
     table="HuggingFace Keys Tensor hugging_face_of refused",
 )

@@ -32,18 +32,14 @@ from jaxpipe.interop.folder import (
     CONFIG,
     DTYPES,
     TOKENIZER,
-    Hub,
     Planned,
-    Weights,
     copy_files,
-    is_hub,
     new_folder,
-    open_hub,
     read_json,
-    weights_of,
     write_json,
     write_tensors,
 )
+from jaxpipe.interop.hub import Hub, Weights, is_hub, open_hub, weights_of
 from jaxpipe.interop.table import Tensor, hugging_face_of, leaf_shapes, rows_by_leaf
 from jaxpipe.stage.model.layer import Model, Params
 from jaxpipe.stage.model.params import by_path, get_leaf

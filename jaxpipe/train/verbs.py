@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxpipe.errors import ConfigError
-from jaxpipe.interop.folder import is_hub
+from jaxpipe.interop.hub import is_hub
 from jaxpipe.stage.model.layer import Model, Params
 from jaxpipe.train.checkpoints.directory import StepName, split_step
 from jaxpipe.train.config import TrainConfig

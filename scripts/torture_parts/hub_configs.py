@@ -51,7 +51,7 @@ def _compare(trial: Trial, record: dict[str, Any]) -> None:
 def _spoil(trial: Trial, record: dict[str, Any]) -> None:
     """Put a value of another kind in the place of one key; whatever is made of it, nothing but ConfigError may come."""
     from jaxpipe.errors import ConfigError
-    from jaxpipe.interop.folder import open_hub
+    from jaxpipe.interop.hub import open_hub
 
     config = dict(record["config"])
     config[trial.rng.choice(sorted(config))] = trial.rng.choice(_WRONG)

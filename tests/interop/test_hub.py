@@ -18,7 +18,8 @@ from safetensors.numpy import load_file, save_file
 
 from jaxpipe.cli import main
 from jaxpipe.errors import CheckpointError, ConfigError
-from jaxpipe.interop.folder import DTYPES, Planned, open_hub, weights_of, write_byte_tokenizer, write_tensors
+from jaxpipe.interop.folder import DTYPES, Planned, write_byte_tokenizer, write_tensors
+from jaxpipe.interop.hub import open_hub, weights_of
 from jaxpipe.mesh import TensorParallel
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.schedule import generate

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from jaxpipe.errors import ConfigError
-from jaxpipe.interop.folder import open_hub
+from jaxpipe.interop.hub import open_hub
 from tests.support.hub_configs import BASES, YARN, random_variants, single_variants
 from tests.support.hub_meanings import golden_configs, meaning, problem
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxpipe.errors import ConfigError
-from jaxpipe.interop.folder import open_hub
+from jaxpipe.interop.hub import open_hub
 from models.gpt import GPTConfig
 from models.llama import LlamaConfig
 from tests.support.paths import GOLDEN

@@ -322,36 +322,40 @@ def _offloaded(name: str, problem: Problem, costs: CostProfile | None, fraction:
     of them, which counts where the host is so slow that nothing leaves. Where ``po-h`` of m >= 4p would take
     more than 3% longer than ``po``, its peak may be higher, by up to two stages' activations."""
     costs = costs or CostProfile.uniform(problem.num_replicas, chunks=problem.placement.num_chunks)
-    offloaded = offload(problem.schedule(name, po_rows(problem)), costs, fraction=fraction)
-    plans = [Plans(problem.schedule(name, rows), costs, fraction) for rows in _shorter(problem)]
-    peak = max(offloaded.peak_after)
-    schedule = _first_within(plans, peak) or offloaded.schedule
+    start = po_rows(problem)
+    po = improved(problem, [start])
+    offloaded = offload(problem.schedule(name, start), costs, fraction=fraction)
+    orders, peak = _shorter(problem, start, po), max(offloaded.peak_after)
+
+    def first_within(limit: float, candidates: Iterable[CodeRows]) -> Schedule | None:
+        """Return the first order that is offloaded at no cost in time and within the limit."""
+        plans = (Plans(problem.schedule(name, rows), costs, fraction) for rows in candidates)
+        return next((x for plan in plans if (x := plan.free_within(limit)) is not None), None)
+
+    schedule = first_within(peak, orders) or offloaded.schedule
     # PO-F promises memory first. The lowest peak is the paper's claim, in its setting: copies of no time or one shared lane.
     # With fewer microbatches the ramps cost more than 3% at any peak.
     is_paper_setting = fraction is None or costs.host.mode == "shared" or not any(costs.offload_s)
     if is_paper_setting or problem.num_microbatches < 4 * problem.num_ranks:
         return schedule
-    po = Plans(problem.schedule(name, improved(problem, [po_rows(problem)]).rows), costs, fraction)
+    enough_s = _MOST_OVER_PO * simulate(problem.schedule(name, po.rows), costs).makespan
     # p=8, m=32: 1.06 times as long as po with 2.5 stages' activations, 1.03 with 3 (po holds 6.5)
     for halves in (1, 2, 3, 4):
-        if simulate(schedule, costs).makespan <= _MOST_OVER_PO * po.before.makespan:
+        if simulate(schedule, costs).makespan <= enough_s:
             break
-        schedule = _first_within([po, *plans], peak + halves * max(costs.residual_bytes) / 2) or schedule
+        schedule = first_within(peak + halves * max(costs.residual_bytes) / 2, [po.rows, *orders]) or schedule
     return schedule
 
 
-def _first_within(plans: Iterable[Plans], peak: float) -> Schedule | None:
-    """Return the first schedule that is offloaded at no cost in time and within the peak."""
-    return next((x for plan in plans if (x := plan.free_within(peak)) is not None), None)
+def _shorter(problem: Problem, start: CodeRows, po: Draft) -> list[CodeRows]:
+    """Return orders with gaps filled that are shorter than PipeOffload's in makespan or longest span and longer in neither.
 
-
-def _shorter(problem: Problem) -> list[CodeRows]:
-    """Return orders with gaps filled that are shorter than PipeOffload's in makespan or longest span and longer in neither."""
-    gap_filler, start = GapFiller(problem), po_rows(problem)
+    ``start``: PipeOffload's uniform order; ``po``: the family's, improved from it."""
+    gap_filler = GapFiller(problem)
     anchor = gap_filler.retimer.draft(start)
     assert anchor is not None, "PipeOffload's order deadlocks"
     rows_by_key: dict[tuple[float, float, float], CodeRows] = {}
-    for draft in (*gap_filler.drafts(start, anchor.peak, len(_RECIPES), _RECIPES), improved(problem, [start])):
+    for draft in (*gap_filler.drafts(start, anchor.peak, len(_RECIPES), _RECIPES), po):
         # as short with less memory is no reason to leave the paper's order
         if draft.no_worse_than(anchor) and draft.key()[:2] < anchor.key()[:2]:
             rows_by_key.setdefault(draft.key(), draft.rows)

@@ -100,7 +100,7 @@ class HostLinkMeasurement:
 
 
 def has_pinned_host(device: jax.Device) -> bool:
-    """Whether the device can copy to pinned host memory."""
+    """Return whether the device can copy to pinned host memory."""
     return PINNED_HOST in {m.kind for m in device.addressable_memories()}
 
 

@@ -275,7 +275,7 @@ STRICT: Lanes = ("fifo",)
 """Whatever a transport may do."""
 
 Lane = tuple[object, ...]
-"""What a rank does, or a rule of a transport with the two processes, or the rank and its stream, that it is about."""
+"""A lane names what a rank does, or a rule of a transport with the two processes, or the rank and its stream."""
 
 IN_FLIGHT = 32
 """Computations of a device that have not ended, at which JAX lets the thread that starts another one wait."""
@@ -307,8 +307,8 @@ Graph = Mapping[Node, Mapping[Node, int]]
 
 @dataclass(frozen=True, slots=True)
 class WaitingGraph:
-    """What waits for what, edge by edge: node ``after`` for node ``before``, in ``process``. ``messages``: those nodes that are
-    messages, numbered from ``first_message`` on."""
+    """Hold who waits for whom, edge by edge: node ``after`` for node ``before``, in ``process``. ``messages``: the nodes
+    of messages, numbered from ``first_message`` on."""
 
     first_message: Node
     before: list[Node] = field(default_factory=list)

@@ -404,7 +404,7 @@ OFFLOAD_ALL = OffloadOptions()
 
 
 def has_pinned_host(sharding: jax.sharding.Sharding) -> bool:
-    """Whether all devices of ``sharding`` have pinned host memory."""
+    """Return whether all devices of ``sharding`` have pinned host memory."""
     return all(PINNED_HOST in _memory_kinds(d) for d in sharding.addressable_devices)
 
 

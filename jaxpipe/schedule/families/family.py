@@ -38,7 +38,7 @@ from jaxpipe.schedule.timeline import Objective
 from jaxpipe.text import closest
 
 OPTIONS = ("chunks", "memory_limit", "group", "costs", "objective")
-"""What a family's function may take beyond ``ranks`` and ``microbatches``; :func:`generate` hands it on."""
+"""A family's function may take these arguments beyond ``ranks`` and ``microbatches``; :func:`generate` hands it on."""
 SIZES = ("ranks", "microbatches", "chunks", "group")
 _NAME = re.compile(r"[^\W_][\w+-]*")
 _Arguments = ParamSpec("_Arguments")

@@ -52,10 +52,10 @@ def main(overrides: list[str]) -> int:
 def run(config: TrainConfig) -> int:
     # JAX is imported from here on, after the devices were asked for.
     from jaxpipe.train.corpora import ngram
+    from jaxpipe.train.corpora.datasets import load_dataset
     from jaxpipe.train.evaluate import generate, held_out_score, load_trained
     from jaxpipe.train.loop import train
     from jaxpipe.train.run.run_directory import result_text, score_table
-    from jaxpipe.train.setup import load_dataset
 
     out = ProgressStream(sys.stdout)
     out_dir = unfinished(Path(config.run.out_dir), config.run.steps)

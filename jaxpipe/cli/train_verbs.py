@@ -215,8 +215,8 @@ def run_eval(args: argparse.Namespace) -> None:
 
     request_devices(args.devices or 1)
     from jaxpipe.train.corpora import ngram
+    from jaxpipe.train.corpora.datasets import data_remarks
     from jaxpipe.train.evaluate import held_out_score, load_data
-    from jaxpipe.train.setup import data_remarks
 
     trained = _load(args)
     dataset, other = load_data(trained, other=args.other_data, path=args.data)

@@ -76,7 +76,8 @@ from jaxpipe.train.assemble import Planner, shards_of, spread_over, stage_planne
 from jaxpipe.train.config import TrainConfig
 from jaxpipe.train.corpora.tokenizers import load_tokenizer
 from jaxpipe.train.settings.sections import PipelineConfig
-from jaxpipe.train.setup import build_model, microbatch_size, optimizer_of, with_mask
+from jaxpipe.train.setup import build_model, microbatch_size, with_mask
+from jaxpipe.train.update.optimizer import optimizer_of
 
 PROBE = 131071
 """Sequences in the traced microbatch: a prime (2¹⁷ − 1), so that only axes along sequences are multiples of it."""

@@ -21,23 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxpipe.errors import ConfigError
-from jaxpipe.plot.figure import (
-    LANE_TITLES,
-    LANES,
-    Units,
-    cells_of,
-    chunk_numbers,
-    colour_of,
-    extent,
-    ink_on,
-    lanes_of,
-    op_title,
-    origin,
-    printable,
-    spec_of,
-    summary,
-    units_of,
-)
+from jaxpipe.plot import figure
 
 if TYPE_CHECKING:
     from jaxpipe.plot.figure import Cell
@@ -67,7 +51,7 @@ def plot_timelines(
     path: str | Path,
     *,
     title: str | None = None,
-    units: Units | None = None,
+    units: figure.Units | None = None,
 ) -> None:
     """Draw ``timelines``, the first on top, to ``path``: ``.svg``, ``.png``, ``.html``, ``.trace.json`` or ``.json``.
 
@@ -83,9 +67,9 @@ def plot_timelines(
     suffix = check_suffix(path)
     if not timelines or not any(t.events for t in timelines):
         raise ConfigError(f"nothing to draw to {str(path)!r}: there are no events in the timelines given")
-    chosen = units or units_of(timelines)
-    timelines = [replace(t, name=printable(t.name), source=printable(t.source)) for t in timelines]
-    heading = printable(title) if title is not None else " · ".join(dict.fromkeys(t.name for t in timelines))
+    chosen = units or figure.units_of(timelines)
+    timelines = [replace(t, name=figure.printable(t.name), source=figure.printable(t.source)) for t in timelines]
+    heading = figure.printable(title) if title is not None else " · ".join(dict.fromkeys(t.name for t in timelines))
     if suffix == ".html":
         Path(path).write_text(viewer_page(timelines, heading, chosen), encoding="utf-8")
     elif suffix in (".json", ".trace.json"):
@@ -99,7 +83,7 @@ def plot_timelines(
 _LANE_THREADS = 100  # thread ids of lane k begin at k * this
 
 
-def trace_text(timelines: Sequence[Timeline], title: str, units: Units) -> str:
+def trace_text(timelines: Sequence[Timeline], title: str, units: figure.Units) -> str:
     """Return the JSON text of the trace of all ``timelines``, in order, each shifted to begin at 0."""
     scale = 1e6 if units == "si" else 1e3
     events: list[dict[str, Any]] = []
@@ -113,15 +97,15 @@ def trace_text(timelines: Sequence[Timeline], title: str, units: Units) -> str:
         "otherData": {
             "title": title,
             "unit": "seconds" if units == "si" else "1 unit of cost is shown as 1 ms",
-            **{f"timeline {k}": f"{t.name}, {t.source}: {summary(t, units)}" for k, t in enumerate(timelines)},
+            **{f"timeline {k}": f"{t.name}, {t.source}: {figure.summary(t, units)}" for k, t in enumerate(timelines)},
         },
     }
     return json.dumps(document, ensure_ascii=False, separators=(",", ":"))
 
 
-def _events(timeline: Timeline, first_pid: int, scale: float, units: Units) -> Iterator[dict[str, Any]]:
-    begin = origin(timeline)
-    chunks = chunk_numbers(timeline)
+def _events(timeline: Timeline, first_pid: int, scale: float, units: figure.Units) -> Iterator[dict[str, Any]]:
+    begin = figure.origin(timeline)
+    chunks = figure.chunk_numbers(timeline)
     threads = _Threads()
     for rank in range(timeline.num_ranks):
         pid = first_pid + rank
@@ -163,7 +147,7 @@ def _events(timeline: Timeline, first_pid: int, scale: float, units: Units) -> I
 
 
 def _description(op: str) -> str:
-    spec = spec_of(op)
+    spec = figure.spec_of(op)
     return spec.description if spec and spec.description else op
 
 
@@ -187,20 +171,20 @@ class _Threads:
             ends.append(event.end_s)
         else:
             ends[slot] = event.end_s
-        lane_title = LANE_TITLES.get(event.lane, event.lane)
+        lane_title = figure.LANE_TITLES.get(event.lane, event.lane)
         return self._lane(event.lane) * _LANE_THREADS + slot, (
             (lane_title if slot == 0 else f"{lane_title} {slot + 1}") if new else ""
         )
 
     def _lane(self, lane: str) -> int:
-        if lane in LANES:
-            return LANES.index(lane) + 1
+        if lane in figure.LANES:
+            return figure.LANES.index(lane) + 1
         if lane not in self._others:
             self._others.append(lane)
-        return len(LANES) + 1 + self._others.index(lane)
+        return len(figure.LANES) + 1 + self._others.index(lane)
 
 
-def viewer_page(timelines: Sequence[Timeline], title: str, units: Units) -> str:
+def viewer_page(timelines: Sequence[Timeline], title: str, units: figure.Units) -> str:
     """Return the HTML text of the page."""
     files = resources.files("jaxpipe.plot")
     page = (files / "viewer.html").read_text(encoding="utf-8")
@@ -212,10 +196,10 @@ def viewer_page(timelines: Sequence[Timeline], title: str, units: Units) -> str:
     return re.sub("|".join(map(re.escape, texts)), lambda mark: texts[mark[0]], page)
 
 
-def viewer_data(timelines: Sequence[Timeline], title: str, units: Units) -> dict[str, Any]:
+def viewer_data(timelines: Sequence[Timeline], title: str, units: figure.Units) -> dict[str, Any]:
     """Return the page's data: a table of op kinds (op, lane and chunk with colours), and the timelines in columns."""
     # columns name kinds by number: a hundred thousand events repeat neither colours nor titles
-    cells = [cells_of(t) for t in timelines]
+    cells = [figure.cells_of(t) for t in timelines]
     everything = [c for group in cells for c in group]
     num_chunks = 1 + max((c.chunk for c in everything), default=0)
     order = {op: k for k, op in enumerate(dict.fromkeys(c.op for c in everything))}
@@ -224,14 +208,21 @@ def viewer_data(timelines: Sequence[Timeline], title: str, units: Units) -> dict
         key=lambda kind: (kind[1] in ("tp", "send"), order[kind[0]], *kind),
     )
     numbers = {kind: k for k, kind in enumerate(kinds)}
-    colours = [colour_of(op, lane, chunk, num_chunks) for op, lane, chunk in kinds]
+    colours = [figure.colour_of(op, lane, chunk, num_chunks) for op, lane, chunk in kinds]
     return {
         "title": title,
         "units": units,
         "chunks": num_chunks,
-        "lanes": [{"name": lane, "title": LANE_TITLES.get(lane, lane)} for lane in lanes_of(everything)],
+        "lanes": [{"name": lane, "title": figure.LANE_TITLES.get(lane, lane)} for lane in figure.lanes_of(everything)],
         "kinds": [
-            {"op": op, "lane": lane, "chunk": chunk, "title": op_title(op), "fill": fill, "ink": ink_on(fill)}
+            {
+                "op": op,
+                "lane": lane,
+                "chunk": chunk,
+                "title": figure.op_title(op),
+                "fill": fill,
+                "ink": figure.ink_on(fill),
+            }
             for (op, lane, chunk), fill in zip(kinds, colours, strict=True)
         ],
         "timelines": [_columns(t, group, numbers, units) for t, group in zip(timelines, cells, strict=True)],
@@ -239,15 +230,15 @@ def viewer_data(timelines: Sequence[Timeline], title: str, units: Units) -> dict
 
 
 def _columns(
-    timeline: Timeline, cells: tuple[Cell, ...], numbers: dict[tuple[str, str, int], int], units: Units
+    timeline: Timeline, cells: tuple[Cell, ...], numbers: dict[tuple[str, str, int], int], units: figure.Units
 ) -> dict[str, Any]:
-    begin = origin(timeline)
+    begin = figure.origin(timeline)
     return {
         "name": timeline.name,
         "source": timeline.source,
-        "summary": summary(timeline, units),
+        "summary": figure.summary(timeline, units),
         "ranks": timeline.num_ranks,
-        "length": extent(timeline),
+        "length": figure.extent(timeline),
         "static": list(timeline.static_bytes),
         "rank": [c.rank for c in cells],
         "kind": [numbers[c.op, c.lane, c.chunk] for c in cells],

@@ -18,20 +18,7 @@ import jax
 
 from jaxpipe import dump
 from jaxpipe.errors import ProgramError
-from jaxpipe.program.ir import (
-    BOUND_KINDS,
-    Offload,
-    Program,
-    Recv,
-    Reload,
-    Run,
-    Send,
-    Sync,
-    Value,
-    ValueInstruction,
-    assign_slots,
-    check_programs,
-)
+from jaxpipe.program import ir
 from jaxpipe.program.order import Crossing, RankSteps, lower_apart
 from jaxpipe.schedule import Action, Braid, Schedule, Slot, check_schedule, op_spec
 from jaxpipe.schedule.deps import collector_paused
@@ -50,7 +37,7 @@ def lower(
     stages: Sequence[StageFunctions],
     braids: Braids = MappingProxyType({}),
     crossing: Crossing | None = None,
-) -> tuple[Program, ...]:
+) -> tuple[ir.Program, ...]:
     """Return the programs of all ranks, checked.
 
     Args:
@@ -69,8 +56,8 @@ def lower(
     data_flow = _DataFlow(schedule, stages)
     ranks = [_RankLowering(schedule, stages, braids, data_flow, rank).walk() for rank in range(schedule.num_ranks)]
     if crossing is None:
-        programs = tuple(assign_slots(rank, *steps) for rank, steps in enumerate(ranks))
-        check_programs(programs)
+        programs = tuple(ir.assign_slots(rank, *steps) for rank, steps in enumerate(ranks))
+        ir.check_programs(programs)
     else:
         assert len(crossing.process_of) == schedule.num_ranks, "every rank has a process"
         programs = lower_apart(ranks, crossing)
@@ -163,9 +150,9 @@ class _RankLowering:
     braids: Braids
     data_flow: _DataFlow
     rank: int
-    steps: list[ValueInstruction] = field(default_factory=list)
-    value_bytes: dict[Value, int] = field(default_factory=dict)
-    present: set[Value] = field(default_factory=set)
+    steps: list[ir.ValueInstruction] = field(default_factory=list)
+    value_bytes: dict[ir.Value, int] = field(default_factory=dict)
+    present: set[ir.Value] = field(default_factory=set)
 
     def walk(self) -> RankSteps:
         for slot in self.schedule.rows[self.rank]:
@@ -184,14 +171,14 @@ class _RankLowering:
             self._run(action, function, [0] * len(function.inputs), [0] * len(function.outputs))
             return
         # What an offload takes is not present until its load: an action that reads it in between is refused when lowering.
-        moved = tuple(Value("res", action.stage, action.microbatch, k) for k in self.stages[action.stage].offloaded)
+        moved = tuple(ir.Value("res", action.stage, action.microbatch, k) for k in self.stages[action.stage].offloaded)
         if spec.is_sync:
-            self.steps.append(ValueInstruction(Sync, action, moved, ()))
+            self.steps.append(ir.ValueInstruction(ir.Sync, action, moved, ()))
         elif spec.lane == "d2h":
-            self.steps.append(ValueInstruction(Offload, action, moved, moved))
+            self.steps.append(ir.ValueInstruction(ir.Offload, action, moved, moved))
             self.present.difference_update(moved)
         else:
-            self.steps.append(ValueInstruction(Reload, action, moved, moved))
+            self.steps.append(ir.ValueInstruction(ir.Reload, action, moved, moved))
             self.present.update(moved)
 
     def _run(self, slot: Slot, function: AnyFunction, reads: Sequence[int], makes: Sequence[int]) -> None:
@@ -210,16 +197,17 @@ class _RankLowering:
         ]
         avals = (*function.avals_in, *function.avals_out)
         self._add(
-            ValueInstruction(Run, slot, tuple(inputs), tuple(outputs)), zip((*inputs, *outputs), avals, strict=True)
+            ir.ValueInstruction(ir.Run, slot, tuple(inputs), tuple(outputs)),
+            zip((*inputs, *outputs), avals, strict=True),
         )
         self.present.update(v for v in outputs if v is not None)
         for action in actions:
             self._send(action)
 
-    def _receive(self, action: Action, inputs: Sequence[Value]) -> None:
+    def _receive(self, action: Action, inputs: Sequence[ir.Value]) -> None:
         """Receive those of ``inputs`` that other ranks make; check that the rest is present."""
         for value in inputs:
-            if value.kind in BOUND_KINDS or value in self.present:
+            if value.kind in ir.BOUND_KINDS or value in self.present:
                 continue
             # One message carries all that an action sends to a rank, so receiving it for one value brings the others, too.
             src, sender = self.data_flow.makers.get(value, (self.rank, None))
@@ -229,7 +217,9 @@ class _RankLowering:
                     "is offloaded"
                 )
             arrays = self.data_flow.message(sender, self.rank)
-            self._add(ValueInstruction(Recv, sender, (), tuple(arrays), (src, tuple(arrays.values()))), arrays.items())
+            self._add(
+                ir.ValueInstruction(ir.Recv, sender, (), tuple(arrays), (src, tuple(arrays.values()))), arrays.items()
+            )
             self.present.update(arrays)
 
     def _send(self, action: Action) -> None:
@@ -237,14 +227,16 @@ class _RankLowering:
         # Sorted, so that all processes make the same programs.
         for dst in sorted(self.data_flow.destinations(action) - {self.rank}):
             arrays = self.data_flow.message(action, dst)
-            self._add(ValueInstruction(Send, action, tuple(arrays), (), (dst, tuple(arrays.values()))), arrays.items())
+            self._add(
+                ir.ValueInstruction(ir.Send, action, tuple(arrays), (), (dst, tuple(arrays.values()))), arrays.items()
+            )
 
-    def _add(self, step: ValueInstruction, shapes: Iterable[tuple[Value | None, jax.ShapeDtypeStruct]]) -> None:
+    def _add(self, step: ir.ValueInstruction, shapes: Iterable[tuple[ir.Value | None, jax.ShapeDtypeStruct]]) -> None:
         self.value_bytes.update({value: device_bytes(aval) for value, aval in shapes if value is not None})
         self.steps.append(step)
 
 
-def _value(stage: StageFunctions, port: Port, number: int) -> Value:
+def _value(stage: StageFunctions, port: Port, number: int) -> ir.Value:
     """Return the value that a port of a stage's action reads or writes.
 
     A stage of span g runs once for g microbatches, as action ``number``. What crosses stages, batch arrays and keys (the first
@@ -254,17 +246,17 @@ def _value(stage: StageFunctions, port: Port, number: int) -> Value:
     if kind == "x":
         member, at = divmod(port.index, len(stage.x_from))
         producer, leaf = stage.x_from[at]
-        return Value("y", producer, first + member, leaf)
+        return ir.Value("y", producer, first + member, leaf)
     if kind == "dy":
         reader, leaf = stage.dy_from[port.index]
-        return Value("dx", reader, first, leaf)
+        return ir.Value("dx", reader, first, leaf)
     if kind == "key":
-        return Value("key", -1, first, port.index)
+        return ir.Value("key", -1, first, port.index)
     if stage.links.span > 1 and (kind == "dx" or kind == "data"):
         member, at = divmod(port.index, len(stage.x_from if kind == "dx" else stage.data_names))
-        return Value(kind, s, first + member, at)
+        return ir.Value(kind, s, first + member, at)
     assert kind != "token", f"stage {s} reads a token"
-    return Value(kind, s if port.stage < 0 else port.stage, -1 if kind in SHARED else number, port.index, port.name)
+    return ir.Value(kind, s if port.stage < 0 else port.stage, -1 if kind in SHARED else number, port.index, port.name)
 
 
 class _DataFlow:
@@ -274,9 +266,9 @@ class _DataFlow:
     """
 
     def __init__(self, schedule: Schedule, stages: Sequence[StageFunctions]) -> None:
-        self.makers: dict[Value, tuple[int, Action]] = {}
-        self.readers: dict[Value, tuple[int, ...]] = {}
-        self._made: dict[Action, list[Value]] = {}
+        self.makers: dict[ir.Value, tuple[int, Action]] = {}
+        self.readers: dict[ir.Value, tuple[int, ...]] = {}
+        self._made: dict[Action, list[ir.Value]] = {}
         self._written: dict[tuple[str, int], list[tuple[Port, jax.ShapeDtypeStruct]]] = {}
         reads: dict[tuple[str, int], list[tuple[Port, jax.ShapeDtypeStruct]]] = {}
         for stage in stages:
@@ -285,7 +277,7 @@ class _DataFlow:
                 inputs = zip(f.inputs, f.avals_in, strict=True)
                 self._written[(op, stage.stage)] = [x for x in outputs if x[0].kind in _WRITTEN_KINDS]
                 reads[(op, stage.stage)] = [x for x in inputs if x[0].kind in _READ_KINDS]
-        expected: dict[Value, tuple[Action, jax.ShapeDtypeStruct]] = {}
+        expected: dict[ir.Value, tuple[Action, jax.ShapeDtypeStruct]] = {}
         for rank in range(schedule.num_ranks):
             for action in schedule.actions(rank):
                 at = (action.op, action.stage)
@@ -324,7 +316,7 @@ class _DataFlow:
         """Return the ranks that read what an action makes."""
         return {rank for value in self._made[action] for rank in self.readers.get(value, ())}
 
-    def message(self, sender: Action, dst: int | None) -> dict[Value, jax.ShapeDtypeStruct]:
+    def message(self, sender: Action, dst: int | None) -> dict[ir.Value, jax.ShapeDtypeStruct]:
         """Return the values that an action makes and rank ``dst`` reads (None: all of them), in order, with shapes."""
         outputs = zip(self._made[sender], self._written[(sender.op, sender.stage)], strict=True)
         return {v: aval for v, (_, aval) in outputs if dst is None or dst in self.readers.get(v, ())}

@@ -51,28 +51,11 @@ from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
 from jaxpipe.errors import ProgramError
-from jaxpipe.program.ir import (
-    Free,
-    Message,
-    Offload,
-    Program,
-    Recv,
-    Reload,
-    Run,
-    Send,
-    Sync,
-    Value,
-    ValueInstruction,
-    assign_slots,
-    check_programs,
-    message_of,
-    reads,
-    writes,
-)
+from jaxpipe.program import ir
 from jaxpipe.schedule import Action, Event, Slot, Timeline
 
 
-def issue_order(programs: Sequence[Program], timeline: Timeline) -> tuple[tuple[int, int], ...]:
+def issue_order(programs: Sequence[ir.Program], timeline: Timeline) -> tuple[tuple[int, int], ...]:
     """Return (position in ``programs``, instruction) pairs: each program in its own order, receives after their sends.
 
     Among the ranks that can go on, the one whose next compute action starts first in ``timeline`` goes. Programs may be a
@@ -84,12 +67,12 @@ def issue_order(programs: Sequence[Program], timeline: Timeline) -> tuple[tuple[
     """
     keys = [_instruction_times(p, timeline) for p in programs]
     local = {p.rank for p in programs}
-    sent: set[Message] = set()
-    waiting: dict[Message, int] = {}
+    sent: set[ir.Message] = set()
+    waiting: dict[ir.Message, int] = {}
     # Places of messages to and from other processes: all processes start theirs in this order, which is what keeps them from
     # waiting for each other in a circle.
     turns = deque(
-        sorted(i.place for p in programs for i in p.instructions if isinstance(i, (Send, Recv)) and i.place >= 0)
+        sorted(i.place for p in programs for i in p.instructions if isinstance(i, (ir.Send, ir.Recv)) and i.place >= 0)
     )
     next_turn: dict[int, int] = {}
     ready = [(keys[k][0], k) for k, p in enumerate(programs) if p.instructions]
@@ -106,9 +89,9 @@ def issue_order(programs: Sequence[Program], timeline: Timeline) -> tuple[tuple[
         program = programs[k]
         instruction = program.instructions[at[k]]
         # A rank that can't go on leaves the heap; what it waits for puts it back. So no rank is looked at in vain.
-        if isinstance(instruction, (Send, Recv)):
-            place, sends = instruction.place, isinstance(instruction, Send)
-            message = message_of(program.rank, instruction)
+        if isinstance(instruction, (ir.Send, ir.Recv)):
+            place, sends = instruction.place, isinstance(instruction, ir.Send)
+            message = ir.message_of(program.rank, instruction)
             if not sends and message[0] in local and message not in sent:
                 waiting[message] = k
                 continue
@@ -140,21 +123,23 @@ def issue_order(programs: Sequence[Program], timeline: Timeline) -> tuple[tuple[
     return tuple(order)
 
 
-def messages_arrived(programs: Sequence[Program]) -> dict[tuple[int, int], list[Message]]:
+def messages_arrived(programs: Sequence[ir.Program]) -> dict[tuple[int, int], list[ir.Message]]:
     """Return, by (rank, instruction), the rank's messages to other processes that have certainly arrived when it can run.
 
     The instruction is the first of which this is known: it reads what was made after they had been read there. A buffer that
     was sent is held until then, so predicted memory counts it that long. ``programs``: of all ranks.
     """
-    if not any(isinstance(i, Send) and i.place >= 0 for p in programs for i in p.instructions):
+    if not any(isinstance(i, ir.Send) and i.place >= 0 for p in programs for i in p.instructions):
         return {}
     first = {p.rank: _first_reads(p) for p in programs}
-    read_at = {m: (rank, k) for rank, reads in first.items() for k, messages in reads.items() for m in messages}
+    read_at = {
+        m: (rank, k) for rank, by_position in first.items() for k, messages in by_position.items() for m in messages
+    }
     # As vector clocks: how far each rank knows the others to have come, and the same for who reads a message.
     ran: dict[int, dict[int, int]] = {p.rank: {} for p in programs}
-    read_before: dict[Message, dict[int, int]] = {}
-    under_way: dict[int, list[Message]] = {p.rank: [] for p in programs}
-    arrived: dict[tuple[int, int], list[Message]] = {}
+    read_before: dict[ir.Message, dict[int, int]] = {}
+    under_way: dict[int, list[ir.Message]] = {p.rank: [] for p in programs}
+    arrived: dict[tuple[int, int], list[ir.Message]] = {}
     todo = {p.rank: deque(enumerate(p.instructions)) for p in programs}
     stuck = False
     while not stuck:
@@ -169,44 +154,44 @@ def messages_arrived(programs: Sequence[Program]) -> dict[tuple[int, int], list[
                 if ended := [m for m in under_way[rank] if m in read_at and position.get(m[1], -1) >= read_at[m][1]]:
                     arrived[(rank, k)] = ended
                     under_way[rank] = [m for m in under_way[rank] if m not in ended]
-                if isinstance(instruction, Send):
-                    message = message_of(rank, instruction)
+                if isinstance(instruction, ir.Send):
+                    message = ir.message_of(rank, instruction)
                     read_before[message] = position | {rank: k}
                     under_way[rank] += [message] * (instruction.place >= 0)
     return arrived
 
 
-def _first_reads(program: Program) -> dict[int, list[Message]]:
+def _first_reads(program: ir.Program) -> dict[int, list[ir.Message]]:
     """Return, by instruction, the messages that it is the first to read."""
-    held: dict[int, Message] = {}
-    messages_at: dict[int, list[Message]] = {}
+    held: dict[int, ir.Message] = {}
+    messages_at: dict[int, list[ir.Message]] = {}
     for k, instruction in enumerate(program.instructions):
-        for message in dict.fromkeys(held[slot] for slot in reads(instruction) if slot in held):
+        for message in dict.fromkeys(held[slot] for slot in ir.reads(instruction) if slot in held):
             messages_at.setdefault(k, []).append(message)
             held = {slot: m for slot, m in held.items() if m != message}
-        for slot in writes(instruction):
+        for slot in ir.writes(instruction):
             held.pop(slot, None)
-            if isinstance(instruction, Recv):
-                held[slot] = message_of(program.rank, instruction)
+            if isinstance(instruction, ir.Recv):
+                held[slot] = ir.message_of(program.rank, instruction)
     return messages_at
 
 
-def offloads_ended(program: Program, timeline: Timeline) -> dict[int, tuple[Offload, ...]]:
+def offloads_ended(program: ir.Program, timeline: Timeline) -> dict[int, tuple[ir.Offload, ...]]:
     """Return, by instruction, the offloads whose memory is free when it is issued, and was not before.
 
     These are the offloads that end in ``timeline`` before it starts (a function or a reload), and the one whose copy it waits
     for or loads back.
     """
-    if not any(isinstance(i, Offload) for i in program.instructions):
+    if not any(isinstance(i, ir.Offload) for i in program.instructions):
         return {}
     times = _times(program, timeline)
-    running: list[Offload] = []
-    offloads: dict[int, tuple[Offload, ...]] = {}
+    running: list[ir.Offload] = []
+    offloads: dict[int, tuple[ir.Offload, ...]] = {}
     for k, instruction in enumerate(program.instructions):
-        if isinstance(instruction, Offload):
+        if isinstance(instruction, ir.Offload):
             running.append(instruction)
-        elif isinstance(instruction, Run | Reload | Sync):
-            now_s = float("-inf") if isinstance(instruction, Sync) else times[instruction.action].start_s
+        elif isinstance(instruction, ir.Run | ir.Reload | ir.Sync):
+            now_s = float("-inf") if isinstance(instruction, ir.Sync) else times[instruction.action].start_s
             ended = [o for o in running if times[o.action].end_s <= now_s or o.outputs == instruction.inputs]
             if ended:
                 offloads[k] = tuple(ended)
@@ -214,7 +199,7 @@ def offloads_ended(program: Program, timeline: Timeline) -> dict[int, tuple[Offl
     return offloads
 
 
-def holds(program: Program, timeline: Timeline) -> dict[int, tuple[tuple[Action, tuple[int, ...]], ...]]:
+def holds(program: ir.Program, timeline: Timeline) -> dict[int, tuple[tuple[Action, tuple[int, ...]], ...]]:
     """Return, by instruction, the offloads that must have ended before it is issued, and their host slots.
 
     A device allocates when it is given work, and an offload gives its bytes back when it has ended. So that a host that runs
@@ -226,14 +211,14 @@ def holds(program: Program, timeline: Timeline) -> dict[int, tuple[tuple[Action,
     long = {a for a, e in times.items() if e.end_s > e.start_s}
     waits_at = {
         k: tuple(
-            (o.action, o.outputs) for o in ended if o.action in long and o.outputs != reads(program.instructions[k])
+            (o.action, o.outputs) for o in ended if o.action in long and o.outputs != ir.reads(program.instructions[k])
         )
         for k, ended in offloads.items()
     }
     return {k: waits for k, waits in waits_at.items() if waits}
 
 
-def _times(program: Program, timeline: Timeline) -> dict[Slot, Event]:
+def _times(program: ir.Program, timeline: Timeline) -> dict[Slot, Event]:
     # A simulated timeline holds its events rank after rank. To look through all of them for each of p ranks took time that grew
     # with p² · m: two thirds of lowering at 64 ranks.
     first, end = (bisect_left(timeline.events, r, key=attrgetter("rank")) for r in (program.rank, program.rank + 1))
@@ -241,7 +226,7 @@ def _times(program: Program, timeline: Timeline) -> dict[Slot, Event]:
     return {a: e for e in events for a in (e.action, *e.action.actions)}
 
 
-def _instruction_times(program: Program, timeline: Timeline) -> list[float]:
+def _instruction_times(program: ir.Program, timeline: Timeline) -> list[float]:
     """Return when each instruction should be issued: a send or free right behind its run, a receive right before its reader, or
     as soon as it may where its message comes from another process.
 
@@ -250,15 +235,15 @@ def _instruction_times(program: Program, timeline: Timeline) -> list[float]:
     times: list[float] = []
     last, events = float("-inf"), _times(program, timeline)
     for instruction in program.instructions:
-        if isinstance(instruction, (Run, Sync)):
+        if isinstance(instruction, (ir.Run, ir.Sync)):
             last = max(last, events[instruction.action].start_s)
         times.append(last)
     # Backwards, as a receive takes the time of the run that follows it.
     following = float("inf")
     for k in range(len(times) - 1, -1, -1):
-        if isinstance(program.instructions[k], (Run, Sync)):
+        if isinstance(program.instructions[k], (ir.Run, ir.Sync)):
             following = times[k]
-        elif isinstance(i := program.instructions[k], Recv) and i.place < 0:
+        elif isinstance(i := program.instructions[k], ir.Recv) and i.place < 0:
             times[k] = min(following, max(times[k], following))
     return times
 
@@ -295,7 +280,7 @@ class Crossing:
     lanes: Lanes = STRICT
     early: int = 0
 
-    def crosses(self, message: Message) -> bool:
+    def crosses(self, message: ir.Message) -> bool:
         return self.process_of[message[0]] != self.process_of[message[1]]
 
 
@@ -314,7 +299,7 @@ class WaitingGraph:
     before: list[Node] = field(default_factory=list)
     after: list[Node] = field(default_factory=list)
     process: list[int] = field(default_factory=list)
-    messages: dict[Message, Node] = field(default_factory=dict)
+    messages: dict[ir.Message, Node] = field(default_factory=dict)
 
     def has_circle(self) -> bool:
         """Return whether there is a circle, and so a deadlock."""
@@ -331,14 +316,14 @@ class WaitingGraph:
         return graph
 
 
-def check_transfers(programs: Sequence[Program], crossing: Crossing) -> None:
+def check_transfers(programs: Sequence[ir.Program], crossing: Crossing) -> None:
     """Check that the programs of all ranks, in the order in which each process issues its own, always come to an end.
 
     Raises:
         ProgramError: as :func:`~jaxpipe.program.ir.check_programs`; or messages can wait for each other for ever, with the
             shortest circle.
     """
-    check_programs(programs)
+    ir.check_programs(programs)
     _refuse_circles(waiting_graph(programs, crossing), crossing)
 
 
@@ -359,7 +344,7 @@ def _refuse_circles(waits: WaitingGraph, crossing: Crossing) -> None:
         )
 
 
-def waiting_graph(programs: Sequence[Program], crossing: Crossing) -> WaitingGraph:
+def waiting_graph(programs: Sequence[ir.Program], crossing: Crossing) -> WaitingGraph:
     """Return the graph of what waits for what; the module's docstring lists its edges."""
     process_of, lanes = crossing.process_of, crossing.lanes
     *firsts, total = accumulate((len(p.instructions) for p in programs), initial=0)
@@ -385,7 +370,7 @@ def waiting_graph(programs: Sequence[Program], crossing: Crossing) -> WaitingGra
         copies: dict[tuple[int, Action], Node] = {}
         for k, at in issue_order(local_programs, crossing.timeline):
             rank, instruction = local_programs[k].rank, local_programs[k].instructions[at]
-            if isinstance(instruction, Free):
+            if isinstance(instruction, ir.Free):
                 continue
             # An instruction is two nodes: the thread hands it out, and it runs. The thread goes on to the next as soon as it
             # has handed one out, unless the transport blocks it (``fifo``) or it is a sync.
@@ -395,11 +380,11 @@ def waiting_graph(programs: Sequence[Program], crossing: Crossing) -> WaitingGra
             for action, _ in ended.get((rank, at), ()):
                 edge(copies[(rank, action)], turn)
             thread = turn
-            if isinstance(instruction, (Send, Recv)):
+            if isinstance(instruction, (ir.Send, ir.Recv)):
                 # One node for both ends: it runs when both have started it, the stricter assumption about any transport.
-                message = message_of(rank, instruction)
+                message = ir.message_of(rank, instruction)
                 node = graph.messages.setdefault(message, 2 * total + len(graph.messages))
-                crosses, sends = crossing.crosses(message), isinstance(instruction, Send)
+                crosses, sends = crossing.crosses(message), isinstance(instruction, ir.Send)
                 if sends or (crosses and "gate" in lanes):
                     edge(last.get(("do", rank)), node)
                 # A copy within a process is the sender's alone: the receive only looks up what has been dispatched.
@@ -415,25 +400,25 @@ def waiting_graph(programs: Sequence[Program], crossing: Crossing) -> WaitingGra
                 edge(turn, node)
                 edge(last.get(("do", rank)), node)
                 last[("do", rank)] = node
-                if isinstance(instruction, Offload):
+                if isinstance(instruction, ir.Offload):
                     copies[(rank, instruction.action)] = node
-                if isinstance(instruction, Run):
+                if isinstance(instruction, ir.Run):
                     runs[rank].append(node)
                     # JAX blocks the thread that dispatches one more than this to a device.
                     if len(runs[rank]) > IN_FLIGHT:
                         edge(runs[rank][-1 - IN_FLIGHT], turn)
-                if isinstance(instruction, Sync) or "fifo" in lanes:
+                if isinstance(instruction, ir.Sync) or "fifo" in lanes:
                     thread = node
-            for slot in reads(instruction):
+            for slot in ir.reads(instruction):
                 edge(held.get((rank, slot)), node)
-            for slot in writes(instruction):
+            for slot in ir.writes(instruction):
                 held.pop((rank, slot), None)
-                if isinstance(instruction, Recv):
+                if isinstance(instruction, ir.Recv):
                     held[(rank, slot)] = node
     return graph
 
 
-def _lanes(message: Message, rank: int, nth: int, crossing: Crossing) -> Iterator[Lane]:
+def _lanes(message: ir.Message, rank: int, nth: int, crossing: Crossing) -> Iterator[Lane]:
     """Yield the lanes on which ``rank`` starts a message, its ``nth``."""
     if "four" in crossing.lanes:
         yield "four", rank, nth % STREAMS
@@ -488,7 +473,7 @@ def _shorter(graph: Graph, start: Node, circle: list[Node]) -> list[Node]:
     return circle
 
 
-def _in_words(graph: Graph, circle: list[Node], nodes: Mapping[Message, Node], crossing: Crossing) -> str:
+def _in_words(graph: Graph, circle: list[Node], nodes: Mapping[ir.Message, Node], crossing: Crossing) -> str:
     """Say who waits to send or receive what, once around the circle. Only messages that hold up one process on behalf of
     another are named: where one is waited for and what it waits for are in two processes."""
     edges = [graph[a][b] for a, b in pairwise([*circle, circle[0]])]
@@ -508,14 +493,14 @@ def _in_words(graph: Graph, circle: list[Node], nodes: Mapping[Message, Node], c
     return words
 
 
-RankSteps = tuple[Sequence[ValueInstruction], Mapping[Value, int]]
+RankSteps = tuple[Sequence[ir.ValueInstruction], Mapping[ir.Value, int]]
 """The instructions of a rank over values, in order, and the bytes of the values."""
 
-Started = Message | tuple[int, Slot]
+Started = ir.Message | tuple[int, Slot]
 """A message, or a rank and what it runs."""
 
 
-def message_order(programs: Sequence[Program], timeline: Timeline) -> tuple[Started, ...]:
+def message_order(programs: Sequence[ir.Program], timeline: Timeline) -> tuple[Started, ...]:
     """Return all runs and messages of all ranks in one order, each after what it depends on: a run stands where it starts, a
     message where the run that makes it ends; ties stand as one thread would issue them.
 
@@ -533,22 +518,22 @@ def message_order(programs: Sequence[Program], timeline: Timeline) -> tuple[Star
     starts: list[tuple[float, int, Started]] = []
     for n, (k, at) in enumerate(issue_order(programs, timeline)):
         rank, instruction = programs[k].rank, programs[k].instructions[at]
-        if isinstance(instruction, Run):
+        if isinstance(instruction, ir.Run):
             now_s[k] = max(now_s[k], times[(rank, instruction.action)].start_s)
             starts.append((now_s[k], n, (rank, instruction.action)))
-        elif isinstance(instruction, Send):
+        elif isinstance(instruction, ir.Send):
             now_s[k] = max(now_s[k], times[(rank, instruction.action)].end_s)
-            starts.append((now_s[k], n, message_of(rank, instruction)))
+            starts.append((now_s[k], n, ir.message_of(rank, instruction)))
     return tuple(node for _, _, node in sorted(starts, key=lambda item: item[:2]))
 
 
 def place_receives(
     rank: int,
-    steps: Sequence[ValueInstruction],
+    steps: Sequence[ir.ValueInstruction],
     places: Mapping[Any, int],
     early: int = 0,
     in_turn: Collection[int] = (),
-) -> list[ValueInstruction]:
+) -> list[ir.ValueInstruction]:
     """Return the steps of ``rank`` with the receives from other processes where ``places`` say.
 
     Args:
@@ -558,14 +543,14 @@ def place_receives(
             receives.
         in_turn: places of messages that stay.
     """
-    unmoved: list[tuple[int, ValueInstruction]] = []
-    received: list[tuple[int, ValueInstruction]] = []
+    unmoved: list[tuple[int, ir.ValueInstruction]] = []
+    received: list[tuple[int, ir.ValueInstruction]] = []
     for step in steps:
-        place = places.get((rank, step.action) if step.kind is Run else _message(rank, step), -1)
-        (received if step.kind is Recv and place >= 0 else unmoved).append((place, step))
+        place = places.get((rank, step.action) if step.kind is ir.Run else _message(rank, step), -1)
+        (received if step.kind is ir.Recv and place >= 0 else unmoved).append((place, step))
     ordered = [(place, at) for at, (place, _) in enumerate(unmoved) if place >= 0]
-    runs = [(at, place) for at, (place, step) in enumerate(unmoved) if step.kind is Run]
-    posted: dict[int, list[ValueInstruction]] = {}
+    runs = [(at, place) for at, (place, step) in enumerate(unmoved) if step.kind is ir.Run]
+    posted: dict[int, list[ir.ValueInstruction]] = {}
     last = (0, 0)
     for place, step in sorted(received, key=lambda item: item[0]):
         # The first run or send whose place is later; there is one, as the reader follows every message.
@@ -574,30 +559,30 @@ def place_receives(
             k = bisect_left(runs, (at, 0)) - early
             at, place = runs[k] if k >= 0 else (0, 0)
         # In front of receives from this process, too: the sender of such a one may itself wait for this message.
-        while at and unmoved[at - 1][1].kind is Recv:
+        while at and unmoved[at - 1][1].kind is ir.Recv:
             at -= 1
         # Never in front of a receive with an earlier place: messages keep their one order however early they are posted.
         last = max(last, (at, place))
         posted.setdefault(last[0], []).append(_placed(step, last[1]))
-    result: list[ValueInstruction] = []
+    result: list[ir.ValueInstruction] = []
     for at, (place, step) in enumerate(unmoved):
         result += posted.get(at, ())
-        result.append(_placed(step, place) if step.kind is Send and place >= 0 else step)
+        result.append(_placed(step, place) if step.kind is ir.Send and place >= 0 else step)
     return result
 
 
-def _placed(step: ValueInstruction, place: int) -> ValueInstruction:
+def _placed(step: ir.ValueInstruction, place: int) -> ir.ValueInstruction:
     return step._replace(message=(*step.message, place))
 
 
-def _message(rank: int, step: ValueInstruction) -> Any:
+def _message(rank: int, step: ir.ValueInstruction) -> Any:
     if not step.message:
         return None
     peer = step.message[0]
-    return (rank, peer, step.action) if step.kind is Send else (peer, rank, step.action)
+    return (rank, peer, step.action) if step.kind is ir.Send else (peer, rank, step.action)
 
 
-def lower_apart(ranks: Sequence[RankSteps], crossing: Crossing) -> tuple[Program, ...]:
+def lower_apart(ranks: Sequence[RankSteps], crossing: Crossing) -> tuple[ir.Program, ...]:
     """Return the programs of all ranks, with messages from process to process in one order; no processes wait for each other in
     a circle.
 
@@ -608,7 +593,7 @@ def lower_apart(ranks: Sequence[RankSteps], crossing: Crossing) -> tuple[Program
     """
     # Where values lie has no say in the order, so these programs do without slots.
     unordered = [
-        Program(rank, tuple([x.kind(x.action, (), (), *x.message) for x in steps]), 0, (), (), (), ())
+        ir.Program(rank, tuple([x.kind(x.action, (), (), *x.message) for x in steps]), 0, (), (), (), ())
         for rank, (steps, _) in enumerate(ranks)
     ]
     order = message_order(unordered, crossing.timeline)
@@ -617,13 +602,13 @@ def lower_apart(ranks: Sequence[RankSteps], crossing: Crossing) -> tuple[Program
     # Each round puts the last early receive of every circle back in its turn; with all in turn there is no circle, so it ends.
     while True:
         placed = [place_receives(r, steps, places, crossing.early, in_turn) for r, (steps, _) in enumerate(ranks)]
-        programs = tuple(assign_slots(r, placed[r], sizes) for r, (_, sizes) in enumerate(ranks))
+        programs = tuple(ir.assign_slots(r, placed[r], sizes) for r, (_, sizes) in enumerate(ranks))
         waits = waiting_graph(programs, crossing)
         moved = {
             waits.messages[message]: places[message]
             for p in programs
             for i in p.instructions
-            if isinstance(i, Recv) and 0 <= i.place < places[message := message_of(p.rank, i)]
+            if isinstance(i, ir.Recv) and 0 <= i.place < places[message := ir.message_of(p.rank, i)]
         }
         blamed = {
             max(indices)
@@ -631,7 +616,7 @@ def lower_apart(ranks: Sequence[RankSteps], crossing: Crossing) -> tuple[Program
             if (indices := [moved[node] for node in circle if node in moved])
         }
         if not blamed:
-            check_programs(programs)
+            ir.check_programs(programs)
             _refuse_circles(waits, crossing)
             return programs
         in_turn |= blamed

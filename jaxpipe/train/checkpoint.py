@@ -1,7 +1,7 @@
 """Checkpoints of a run: save without stopping it, keep the last few and the best, and load only what is intact.
 
 A run's directory holds one folder per step, ``00000100/``, described in :mod:`~jaxpipe.train.checkpoints.contents`;
-:mod:`~jaxpipe.train.checkpoints.directory` says which folders count. Parameters and optimizer state are stored by *layer*
+:mod:`~jaxpipe.train.checkpoints.folders` says which folders count. Parameters and optimizer state are stored by *layer*
 name, so a run may resume on another number of stages or ranks, and ``load_params`` needs no pipeline at all.
 ``CheckpointStore.save`` copies the arrays to host memory and returns; a thread writes them to a temporary folder
 ``00000100.tmp-<number>``, reads them back, and renames the folder when all of it is on disk. A kill at any moment leaves
@@ -33,41 +33,9 @@ from jaxpipe.errors import CheckpointError
 from jaxpipe.files import Closing, check_local
 from jaxpipe.runtime.processes import Processes, SingleProcess
 from jaxpipe.text import format_bytes
-from jaxpipe.train.checkpoints.contents import (
-    GROUPS,
-    NEEDED,
-    Placement,
-    PyTree,
-    Snapshot,
-    join_parts,
-    part_of,
-    read_manifest_of,
-    short_reason,
-    strict_json,
-    take_snapshot,
-    write_checkpoint,
-)
-from jaxpipe.train.checkpoints.directory import (
-    Intact,
-    find,
-    find_damage,
-    folder_of,
-    list_checkpoints,
-    load_group,
-    load_params,
-    lock_folder,
-    newest_intact,
-    pick,
-    put_in_place,
-    read_manifest,
-    reading,
-    remove_folder,
-    remove_leftovers,
-    run_on_all_processes,
-    set_aside,
-    step_of,
-    steps_by_loss,
-)
+from jaxpipe.train.checkpoints import contents, folders
+from jaxpipe.train.checkpoints.contents import Placement, PyTree, Snapshot
+from jaxpipe.train.checkpoints.folders import Intact, find, load_params, read_manifest
 
 __all__ = ["Checkpoint", "CheckpointStore", "Intact", "find", "load_params", "read_manifest"]
 
@@ -126,11 +94,11 @@ class CheckpointStore(Closing):
 
     def steps(self) -> tuple[int, ...]:
         """Return steps with a checkpoint, ascending, damaged or not."""
-        return tuple(folder.step for folder in list_checkpoints(self.directory))
+        return tuple(folder.step for folder in folders.list_checkpoints(self.directory))
 
     def path(self, step: int) -> Path:
         """Return the folder of ``step``, which need not exist."""
-        return folder_of(self.directory, step)
+        return folders.folder_of(self.directory, step)
 
     def latest(self) -> int | None:
         """Return the newest step with a checkpoint, damaged or not; None if there is none."""
@@ -142,11 +110,11 @@ class CheckpointStore(Closing):
 
         A run that goes on from it calls ``discard_after(step)`` first, so that newer damaged checkpoints give way.
         """
-        return newest_intact(self.processes, self.directory, before)
+        return folders.newest_intact(self.processes, self.directory, before)
 
     def best(self) -> int | None:
         """Return the step of lowest finite evaluation loss (the newest of equals); None if no checkpoint has one."""
-        return next(iter(steps_by_loss(list_checkpoints(self.directory))), None)
+        return next(iter(folders.steps_by_loss(folders.list_checkpoints(self.directory))), None)
 
     def save(
         self,
@@ -233,9 +201,9 @@ class CheckpointStore(Closing):
 
         def discard(_: Any) -> list[str]:
             lines = []
-            for folder in list_checkpoints(self.directory, after=step):
+            for folder in folders.list_checkpoints(self.directory, after=step):
                 try:
-                    aside = set_aside(folder.path, folder.error or find_damage(folder.path))
+                    aside = folders.set_aside(folder.path, folder.error or folders.find_damage(folder.path))
                 except OSError as error:
                     raise CheckpointError(
                         f"{folder.path} is in the way and can't be renamed: {error.strerror}"
@@ -243,7 +211,7 @@ class CheckpointStore(Closing):
                 lines.append(f"the checkpoint of step {folder.step} was set aside as {aside}")
             return lines
 
-        return tuple(run_on_all_processes(self.processes, "discard", conclude=discard))
+        return tuple(folders.run_on_all_processes(self.processes, "discard", conclude=discard))
 
     def load(
         self,
@@ -266,14 +234,16 @@ class CheckpointStore(Closing):
         """
         self.wait()
         if self.processes.number > 1:
-            step = run_on_all_processes(self.processes, "step", conclude=lambda _: step_of(pick(self.directory, step)))
+            step = folders.run_on_all_processes(
+                self.processes, "step", conclude=lambda _: folders.step_of(folders.pick(self.directory, step))
+            )
         loaded: list[Checkpoint] = []
 
         def read() -> None:
             read_one = partial(_load, like=like, sharding=sharding, layers=layers)
-            loaded.append(reading(partial(pick, self.directory, step), read_one))
+            loaded.append(folders.reading(partial(folders.pick, self.directory, step), read_one))
 
-        run_on_all_processes(self.processes, "load", read)
+        folders.run_on_all_processes(self.processes, "load", read)
         return loaded[0]
 
     def _content(
@@ -281,13 +251,13 @@ class CheckpointStore(Closing):
     ) -> _Content:
         if step < 0:
             raise CheckpointError(f"can't save step {step}; steps count from 0")
-        if self.processes.mine == 0 and (newer := list_checkpoints(self.directory, after=step)):
+        if self.processes.mine == 0 and (newer := folders.list_checkpoints(self.directory, after=step)):
             raise CheckpointError(
                 f"step {step} is older than the newest checkpoint ({newer[-1].step}) in {self.directory}; resume from it, use "
                 f"another directory, or give up the later steps with discard_after({step})"
             )
-        groups = {group: take_snapshot(group, content) for group, content in trees.items()}
-        return loss, strict_json(meta), groups
+        groups = {group: contents.take_snapshot(group, content) for group, content in trees.items()}
+        return loss, contents.strict_json(meta), groups
 
     def _commit(self, step: int, content: _Content | CheckpointError, spare: frozenset[int] | None) -> None:
         """Write the checkpoint; runs in the writer's thread of every process."""
@@ -300,34 +270,37 @@ class CheckpointStore(Closing):
 
         def begin(sizes: Sequence[int]) -> str:
             self.directory.mkdir(parents=True, exist_ok=True)
-            held.enter_context(lock_folder(self.directory, fcntl.LOCK_EX))  # one writer at a time
-            remove_leftovers(self.directory)
+            held.enter_context(folders.lock_folder(self.directory, fcntl.LOCK_EX))  # one writer at a time
+            folders.remove_leftovers(self.directory)
             self._check_room(sum(sizes))
             return f"{step:08d}.tmp-{secrets.randbelow(10**9)}"  # process numbers repeat over hosts
 
         def write() -> None:
             assert not isinstance(content, CheckpointError)
-            write_checkpoint(temporary if processes.number == 1 else part_of(temporary, processes.mine), step, *content)
+            contents.write_checkpoint(
+                temporary if processes.number == 1 else contents.part_of(temporary, processes.mine), step, *content
+            )
 
         def finish(_: Any) -> None:
             if processes.number > 1:
-                join_parts(temporary, processes.number)
-            put_in_place(temporary, self.path(step))
+                contents.join_parts(temporary, processes.number)
+            folders.put_in_place(temporary, self.path(step))
             if spare is not None:
                 self._prune(spare)
 
         try:
             with ExitStack() as held:
-                temporary = self.directory / run_on_all_processes(processes, "checkpoint: begin", size, begin)
+                temporary = self.directory / folders.run_on_all_processes(processes, "checkpoint: begin", size, begin)
                 try:
-                    run_on_all_processes(processes, "checkpoint: finish", write, finish)
+                    folders.run_on_all_processes(processes, "checkpoint: finish", write, finish)
                 except BaseException:
                     if processes.mine == 0:
-                        remove_folder(temporary)
+                        folders.remove_folder(temporary)
                     raise
         except Exception as error:
             raise CheckpointError(
-                f"can't save step {step} in {self.directory}: {short_reason(error)}; earlier checkpoints are as they were"
+                f"can't save step {step} in {self.directory}: {contents.short_reason(error)}; earlier checkpoints are as they "
+                "were"
             ) from error
 
     def _check_room(self, size: int) -> None:
@@ -339,15 +312,15 @@ class CheckpointStore(Closing):
         """Delete the checkpoints that are not to be kept, nor in ``spare``. What is damaged, or can't be read now, is
         neither counted nor deleted."""
         # A damaged checkpoint is not among those that are kept: it would push out one that is intact.
-        readable = [folder for folder in list_checkpoints(self.directory) if folder.manifest is not None]
+        readable = [folder for folder in folders.list_checkpoints(self.directory) if folder.manifest is not None]
         steps_to_keep = {
             *spare,
             *(folder.step for folder in readable[-self.keep_last :]),
-            *steps_by_loss(readable)[: self.keep_best],
+            *folders.steps_by_loss(readable)[: self.keep_best],
         }
         for folder in readable:
             if folder.step not in steps_to_keep:
-                remove_folder(folder.path)
+                folders.remove_folder(folder.path)
 
 
 def _load(
@@ -356,7 +329,9 @@ def _load(
     sharding: Placement | Mapping[str, Placement] | None,
     layers: Collection[str] | None,
 ) -> Checkpoint:
-    manifest = read_manifest_of(folder)
-    only = dict.fromkeys(NEEDED, layers)  # extra trees are not of layers
-    trees = {group: load_group(folder, group, manifest, like, sharding, only.get(group)) for group in GROUPS}
+    manifest = contents.read_manifest_of(folder)
+    only = dict.fromkeys(contents.NEEDED, layers)  # extra trees are not of layers
+    trees = {
+        group: folders.load_group(folder, group, manifest, like, sharding, only.get(group)) for group in contents.GROUPS
+    }
     return Checkpoint(manifest.step, **trees, meta=manifest.meta, eval_loss=manifest.eval_loss, path=folder)

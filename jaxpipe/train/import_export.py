@@ -27,46 +27,14 @@ import numpy as np
 from jaxpipe import __version__
 from jaxpipe.errors import CheckpointError, ConfigError, DataError
 from jaxpipe.files import hub_advice, write_atomically
-from jaxpipe.interop import folder as hub
-from jaxpipe.interop.folder import (
-    CONFIG,
-    DTYPES,
-    TOKENIZER,
-    Planned,
-    copy_files,
-    new_folder,
-    read_json,
-    write_json,
-    write_tensors,
-)
+from jaxpipe.interop import folder as hf
 from jaxpipe.interop.hub import Hub, Weights, is_hub, open_hub, weights_of
 from jaxpipe.interop.table import Tensor, hugging_face_of, leaf_shapes, rows_by_leaf
 from jaxpipe.stage.model.layer import Model, Params
 from jaxpipe.stage.model.params import by_path, get_leaf
 from jaxpipe.stage.model.reference import ours
-from jaxpipe.train.checkpoints.contents import (
-    Leaf,
-    Manifest,
-    Snapshot,
-    build_trees,
-    join_parts,
-    list_differences,
-    part_of,
-    read_arrays,
-    read_manifest_of,
-    short_reason,
-    verify_files,
-    write_checkpoint,
-)
-from jaxpipe.train.checkpoints.directory import (
-    StepName,
-    find,
-    folder_of,
-    load_group,
-    read_manifest,
-    reading,
-    split_step,
-)
+from jaxpipe.train.checkpoints import contents, folders
+from jaxpipe.train.checkpoints.contents import Manifest
 from jaxpipe.train.checkpoints.stored import Likeness, likeness, model_digest, stored_params
 from jaxpipe.train.config import TrainConfig, known_settings
 from jaxpipe.train.corpora.documents import BadRecordError, in_groups
@@ -107,8 +75,8 @@ def import_hub(folder: Path, out: Path, *, target: str | None = None, seq_len: i
     model = build_model(config, tokenizer.vocab_size)
     options = {"seq_len": config.data.seq_len, **config.model.options}
     weights = weights_of(hub, options, stored_params(model))
-    with new_folder(out) as temporary:
-        copy_files(hub.folder, temporary / TOKENIZER)
+    with hf.new_folder(out) as temporary:
+        hf.copy_files(hub.folder, temporary / hf.TOKENIZER)
         meta = {
             "jaxpipe": __version__,
             "program": model_digest(model),
@@ -117,7 +85,7 @@ def import_hub(folder: Path, out: Path, *, target: str | None = None, seq_len: i
             "imported": str(folder.absolute()),
             **provenance(config),
         }
-        _write_run(folder_of(temporary / "checkpoints", 0), weights, meta)
+        _write_run(folders.folder_of(temporary / "checkpoints", 0), weights, meta)
         text = f"# Written by jaxpipe import, of {str(folder.absolute())!a}\n{config.to_toml()}"  # a line break ends a comment
         (temporary / "config.toml").write_text(text, encoding="utf-8")
     return Imported(out, config, sum(int(np.prod(shape)) for shape in weights.shapes.values()), weights.remarks)
@@ -127,7 +95,7 @@ def _config_of(hub: Hub, out: Path, seq_len: int | None) -> TrainConfig:
     most = hub.options.get("max_seq_len", _SEQ_LEN)
     length = min(most, _SEQ_LEN) if seq_len is None else seq_len
     tokenizer = _tokenizer_of(hub)
-    tokenizer_path = str(out.absolute() / TOKENIZER / "tokenizer.json") if tokenizer.endswith(".json") else tokenizer
+    tokenizer_path = str(out.absolute() / hf.TOKENIZER / "tokenizer.json") if tokenizer.endswith(".json") else tokenizer
     path = _DEFAULT.data.path if tokenizer.endswith(".json") else "tokens.npy"
     return replace(
         _DEFAULT,
@@ -151,19 +119,23 @@ def _write_run(folder: Path, weights: Weights, meta: dict[str, Any]) -> None:
     for count, group in enumerate(in_groups(layer_params, lambda item: _bytes(item[1]), _PART_BYTES), 1):
         layers = dict(group)
         leaves = [(layer, path, array) for layer, tree in layers.items() for path, array in by_path(tree).items()]
-        snapshot = Snapshot(
+        snapshot = contents.Snapshot(
             tuple(layers),
-            tuple(Leaf(name, tuple(("key", k) for k in path), a.shape, a.dtype.name) for name, path, a in leaves),
+            tuple(
+                contents.Leaf(name, tuple(("key", k) for k in path), a.shape, a.dtype.name) for name, path, a in leaves
+            ),
             tuple(array for *_, array in leaves),
         )
-        part = part_of(folder, count - 1)
+        part = contents.part_of(folder, count - 1)
         try:
-            write_checkpoint(part, 0, None, meta, {"params": snapshot, "optimizer": Snapshot((), (), ())})
+            contents.write_checkpoint(
+                part, 0, None, meta, {"params": snapshot, "optimizer": contents.Snapshot((), (), ())}
+            )
         except Exception as error:  # of Orbax, a full disk too
             raise ConfigError(
-                f"the run can't be written: {short_reason(error)}; make room, or choose another folder"
+                f"the run can't be written: {contents.short_reason(error)}; make room, or choose another folder"
             ) from error
-    join_parts(folder, count)
+    contents.join_parts(folder, count)
 
 
 def _bytes(params: Params) -> int:
@@ -183,14 +155,14 @@ def completed(config: TrainConfig, meta: Mapping[str, Any] | None = None) -> Tra
     if not config.run.init_from:
         return config
     if meta is None:
-        path, step = split_step(config.run.init_from)
+        path, step = folders.split_step(config.run.init_from)
         if not path.exists() and (advice := hub_advice(path)):
             raise CheckpointError(f"run.init_from={path}: it does not exist{advice}")
         if is_hub(path):
             hub = open_hub(path, config.model.target if config.says("model.target") else None)
             target, options, tokenizer = hub.target, hub.options, _tokenizer_of(hub)
         else:
-            meta = read_manifest(path, step).meta
+            meta = folders.read_manifest(path, step).meta
     if meta is not None:
         stored = known_settings(meta["config"])[0] if isinstance(meta.get("config"), dict) else {}
         named = stored.get("model", {}).get("target")
@@ -233,7 +205,7 @@ def initial_params(
     Raises:
         ConfigError, CheckpointError: they can't be read, or are of another model.
     """
-    path, step = split_step(config.run.init_from or "")
+    path, step = folders.split_step(config.run.init_from or "")
     like = stored_params(model)
     if is_hub(path):
         options = {"vocab_size": model.vocab_size, "seq_len": config.data.seq_len, **config.model.options}
@@ -243,12 +215,12 @@ def initial_params(
         return {layer: weights.read(layer) for layer in weights.layers if layers is None or layer in layers}
 
     def read(folder: Path) -> dict[str, Params]:
-        manifest = read_manifest_of(folder)
+        manifest = contents.read_manifest_of(folder)
         if likeness(manifest.meta, model_digest(model, training=False)) is not Likeness.SAME:
             _check_origin(folder, config, note)
-        return load_group(folder, "params", manifest, {"params": like}, None, layers)
+        return folders.load_group(folder, "params", manifest, {"params": like}, None, layers)
 
-    return reading(partial(find, path, step), read)
+    return folders.reading(partial(folders.find, path, step), read)
 
 
 def _check_origin(folder: Path, config: TrainConfig, note: Callable[[str], None]) -> None:
@@ -280,7 +252,7 @@ def export_hub(
     run: Path,
     out: Path,
     *,
-    step: StepName = None,
+    step: folders.StepName = None,
     model: str | Model | None = None,
     tokenizer: str | None = None,
     other_model: bool = False,
@@ -295,14 +267,14 @@ def export_hub(
         CheckpointError: there is no intact checkpoint, or it does not fit its model.
         ConfigError: ``out`` exists, ``dtype`` is none of those, or transformers has no such model; nothing is left behind.
     """
-    if dtype not in DTYPES:
-        raise ConfigError(f"dtype is {dtype!r}; want {', '.join(DTYPES)}")
+    if dtype not in hf.DTYPES:
+        raise ConfigError(f"dtype is {dtype!r}; want {', '.join(hf.DTYPES)}")
     if isinstance(model, Model) and known_origin(model) is None:
         raise ConfigError(
             f"{model.name} does not say what makes it, and the file of that says how it lies in folders of the hub; give "
             "model='module:function'"
         )
-    with new_folder(out) as temporary:
+    with hf.new_folder(out) as temporary:
 
         def write(folder: Path) -> Exported:
             shutil.rmtree(temporary)  # of a try before
@@ -310,7 +282,7 @@ def export_hub(
             manifest, trained = described(folder, model, tokenizer=tokenizer, other_model=other_model)
             return _write_folder(folder, manifest, trained, temporary, out, dtype, shard_bytes)
 
-        return reading(partial(find, run, step), write)
+        return folders.reading(partial(folders.find, run, step), write)
 
 
 def _write_folder(
@@ -321,20 +293,23 @@ def _write_folder(
     options = {"vocab_size": trained.tokenizer.vocab_size, "seq_len": config.data.seq_len, **config.model.options}
     hub_config = exchange.config(options)
     like = stored_params(trained.model)
-    if problems := list_differences(manifest.layers["params"], manifest.leaves["params"], like):
+    if problems := contents.list_differences(manifest.layers["params"], manifest.leaves["params"], like):
         raise ConfigError(f"checkpoint {folder} does not fit its model: {problems[0]}")
     shapes = leaf_shapes(like)
     table = exchange.tensors(options)
     rows_by_leaf(table, shapes)
-    verify_files(folder, ("params",))
+    contents.verify_files(folder, ("params",))
     layers = _LayerReader(folder, manifest)
-    tensors = [Planned(row.name, row.shape(shapes[row.leaf]), partial(layers.tensor, row)) for row in table]
-    files = write_tensors(to, tensors, dtype, shard_bytes)
+    tensors = [hf.Planned(row.name, row.shape(shapes[row.leaf]), partial(layers.tensor, row)) for row in table]
+    files = hf.write_tensors(to, tensors, dtype, shard_bytes)
     positions = hub_config.get("max_position_embeddings", hub_config.get("n_positions", config.data.seq_len))
     ids = _write_tokenizer(folder, manifest, trained, to, positions)
-    write_json(to / CONFIG, {**hub_config, "torch_dtype": dtype, "use_cache": True, "initializer_range": 0.02, **ids})
-    if not (to / hub.GENERATION).is_file():
-        write_json(to / hub.GENERATION, {name: ids[name] for name in hub.SPECIAL_IDS if ids[name] is not None})
+    hf.write_json(
+        to / hf.CONFIG,
+        {**hub_config, "torch_dtype": dtype, "use_cache": True, "initializer_range": 0.02, **ids},
+    )
+    if not (to / hf.GENERATION).is_file():
+        hf.write_json(to / hf.GENERATION, {name: ids[name] for name in hf.SPECIAL_IDS if ids[name] is not None})
     parameters = sum(map(math.prod, shapes.values()))
     return Exported(out, manifest.step, parameters, tuple(out / file.name for file in files), trained.remark)
 
@@ -354,8 +329,8 @@ class _LayerReader:
 
     def _read(self, layer: str) -> Params:
         leaves = [leaf for leaf in self._leaves if leaf.layer == layer]
-        arrays = read_arrays(self._folder, "params", leaves, partial=True)
-        params: Params = build_trees([layer], leaves, arrays)[layer]
+        arrays = contents.read_arrays(self._folder, "params", leaves, partial=True)
+        params: Params = contents.build_trees([layer], leaves, arrays)[layer]
         return params
 
 
@@ -363,19 +338,19 @@ def _write_tokenizer(folder: Path, manifest: Manifest, trained: Trained, to: Pat
     """Write the files that the run has kept, or else those that it would keep if it began now; returns the ids of the special
     tokens. ``positions``: the most tokens that the model takes."""
     tokenizer, data = trained.tokenizer, trained.config.data
-    run_files = folder.parent.parent / hub.TOKENIZER  # of the run that the checkpoint is in
+    run_files = folder.parent.parent / hf.TOKENIZER  # of the run that the checkpoint is in
     if data.tokenizer == "byte":
-        hub.write_byte_tokenizer(to, positions)
-        hub.copy_files(run_files, to, [hub.TEMPLATE])
+        hf.write_byte_tokenizer(to, positions)
+        hf.copy_files(run_files, to, [hf.TEMPLATE])
     run = manifest.meta["config"].get("run")
     init_from = run.get("init_from") if isinstance(run, dict) else None
     template, ends = (None, []) if "imported" in manifest.meta else training_form(data, tokenizer, trained.began_in)
-    template = None if (run_files / hub.TEMPLATE).is_file() else template
+    template = None if (run_files / hf.TEMPLATE).is_file() else template
     places = [run_files, *places_of(data, init_from if isinstance(init_from, str) else None, trained.began_in)]
     write_tokenizer_files(to, tokenizer, places, template, ends)
-    if tokenizer.content is not None and not (to / hub.SETTINGS).is_file():
+    if tokenizer.content is not None and not (to / hf.SETTINGS).is_file():
         end = next(iter(ends), tokenizer.eos)
-        hub.write_tokenizer_config(to, positions, None if end is None else tokenizer.decode([end]))
+        hf.write_tokenizer_config(to, positions, None if end is None else tokenizer.decode([end]))
     return special_ids(to, tokenizer) | ({"bos_token_id": 0, "eos_token_id": 0} if data.tokenizer == "byte" else {})
 
 
@@ -391,8 +366,8 @@ def places_of(data: DataConfig, init_from: str | None, began_in: str = "") -> li
     places = [at / data.tokenizer] if data.tokenizer != "byte" and not data.tokenizer.startswith("ids:") else []
     places = [path.parent for path in places] + [at / path for path in _paths(data)]
     if init_from:
-        source = at / split_step(init_from)[0]
-        places += [source, *(folder / TOKENIZER for folder in (source, source.parent, source.parent.parent))]
+        source = at / folders.split_step(init_from)[0]
+        places += [source, *(folder / hf.TOKENIZER for folder in (source, source.parent, source.parent.parent))]
     return places
 
 
@@ -404,9 +379,9 @@ def training_form(data: DataConfig, tokenizer: Tokenizer, began_in: str = "") ->
     for path in (Path(began_in, path) for path in _paths(data)):
         with suppress(DataError, ConfigError):
             if is_store(path):
-                spec, template_path = Store.read(path).spec, path / hub.TEMPLATE
+                spec, template_path = Store.read(path).spec, path / hf.TEMPLATE
                 is_chat, end = spec["documents_are"] == "chat", spec["eos"]
-                files = str(path / hub.JSON), str(template_path) if template_path.is_file() else "auto"
+                files = str(path / hf.JSON), str(template_path) if template_path.is_file() else "auto"
             else:
                 is_chat, end = data.reading.format == "chat", ends_of(tokenizer, data.reading)[1]
                 files = tokenizer.name, data.reading.chat_template
@@ -439,25 +414,26 @@ def write_tokenizer_files(
     if tokenizer.content is not None:
         to.mkdir(exist_ok=True)
         # The folder may be the one that the run reads its tokenizer from.
-        write_atomically(to / hub.JSON, tokenizer.content)
+        write_atomically(to / hf.JSON, tokenizer.content)
     places = [place for place in places if _is_of(place, tokenizer)]
-    settings = [place for place in places if any((place / x).is_file() for x in (hub.SETTINGS, hub.TOKENS_MAP))][:1]
+    settings = [place for place in places if any((place / x).is_file() for x in (hf.SETTINGS, hf.TOKENS_MAP))][:1]
     if settings and settings[0].resolve() != to.resolve():
-        copy_files(settings[0], to, [name for name in hub.FILES if name not in (hub.JSON, hub.GENERATION)])
+        hf.copy_files(settings[0], to, [name for name in hf.FILES if name not in (hf.JSON, hf.GENERATION)])
     for place in places:
-        if not (to / hub.GENERATION).is_file():
-            copy_files(place, to, [hub.GENERATION])
+        if not (to / hf.GENERATION).is_file():
+            hf.copy_files(place, to, [hf.GENERATION])
     if template is not None:
         to.mkdir(exist_ok=True)
-        (to / hub.TEMPLATE).write_text(template.source, encoding="utf-8")
+        (to / hf.TEMPLATE).write_text(template.source, encoding="utf-8")
     ids = special_ids(to, tokenizer)
     before = ids["eos_token_id"] if isinstance(ids["eos_token_id"], list) else [ids["eos_token_id"]]
     if tokenizer.content is not None and (new := [end for end in ends if end not in before]):
         all_ends = [*new, *(end for end in before if end is not None)]
-        generation = read_json(to / hub.GENERATION) if (to / hub.GENERATION).is_file() else {}
+        generation = hf.read_json(to / hf.GENERATION) if (to / hf.GENERATION).is_file() else {}
         ids["eos_token_id"] = all_ends if len(all_ends) > 1 else all_ends[0]
-        write_json(
-            to / hub.GENERATION, {**generation, **{key: value for key, value in ids.items() if value is not None}}
+        hf.write_json(
+            to / hf.GENERATION,
+            {**generation, **{key: value for key, value in ids.items() if value is not None}},
         )
 
 
@@ -465,15 +441,15 @@ def special_ids(folder: Path, tokenizer: Tokenizer) -> dict[str, Any]:
     """Return ``bos_token_id``, ``eos_token_id`` and ``pad_token_id`` as the files in ``folder`` have them; None where they
     don't."""
     tokens: dict[str, Any] = {}
-    for name in (hub.TOKENS_MAP, hub.SETTINGS):
-        tokens |= read_json(folder / name) if (folder / name).is_file() else {}
+    for name in (hf.TOKENS_MAP, hf.SETTINGS):
+        tokens |= hf.read_json(folder / name) if (folder / name).is_file() else {}
     ids: dict[str, Any] = {}
-    for key in hub.SPECIAL_IDS:
+    for key in hf.SPECIAL_IDS:
         token = tokens.get(key.removesuffix("_id"))
         token = token.get("content") if isinstance(token, dict) else token
         ids[key] = tokenizer.id_of(token) if isinstance(token, str) else None
-    generation = read_json(folder / hub.GENERATION) if (folder / hub.GENERATION).is_file() else {}
-    return ids | {key: generation[key] for key in hub.SPECIAL_IDS if generation.get(key) is not None}
+    generation = hf.read_json(folder / hf.GENERATION) if (folder / hf.GENERATION).is_file() else {}
+    return ids | {key: generation[key] for key in hf.SPECIAL_IDS if generation.get(key) is not None}
 
 
 def end_of_answers(template: ChatTemplate, tokenizer: Tokenizer) -> int | None:
@@ -492,7 +468,7 @@ def end_of_answers(template: ChatTemplate, tokenizer: Tokenizer) -> int | None:
 
 def _is_of(place: Path, tokenizer: Tokenizer) -> bool:
     """Whether the folder is of this tokenizer, by the content of its ``tokenizer.json``."""
-    path = place / hub.JSON
+    path = place / hf.JSON
     if tokenizer.content is None or not path.is_file():
         return tokenizer.content is None and tokenizer.name != "byte" and not path.is_file()
     with suppress(ValueError, RecursionError):

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-import optax
 
 from jaxpipe.errors import ConfigError
 from jaxpipe.program.ir import host_bytes
@@ -28,39 +26,19 @@ from jaxpipe.stage.model.layer import Model
 from jaxpipe.stage.model.plan import StagePlan, analytic_layer_costs
 from jaxpipe.stage.model.reference import resolve_model
 from jaxpipe.text import format_bytes, format_seconds
-from jaxpipe.train.assemble import (
-    Progress,
-    ScheduleDraft,
-    assemble,
-    choose,
-    order_for_link,
-    spread_over,
-    stage_planner,
-)
+from jaxpipe.train.assemble import Progress, ScheduleDraft, assemble, choose, order_for_link, spread_over, stage_planner
 from jaxpipe.train.checkpoints.stored import model_digest
 from jaxpipe.train.config import TrainConfig
-from jaxpipe.train.corpora.corpus import load_corpus, read_named_arrays
-from jaxpipe.train.corpora.datasets import ArrayDataset, MixedDataset, UserDataset, dataset_from_function
-from jaxpipe.train.corpora.store import is_store
-from jaxpipe.train.corpora.tokenizers import Tokenizer, continued_tokenizer, load_tokenizer
+from jaxpipe.train.corpora.datasets import MixedDataset, data_remarks, load_dataset
+from jaxpipe.train.corpora.tokenizers import continued_tokenizer
 from jaxpipe.train.data import Dataset, TokenDataset
 from jaxpipe.train.devices import device_errors, limit_remark
 from jaxpipe.train.metrics import format_gain
 from jaxpipe.train.replan import offloads
-from jaxpipe.train.settings.sections import DataConfig, OptimizerConfig, PipelineConfig, names_function
+from jaxpipe.train.settings.sections import PipelineConfig
 from jaxpipe.train.step import TrainStep
 from jaxpipe.train.trainer import Trainer
-from jaxpipe.train.update.optimizer import (
-    DecayRule,
-    Muon,
-    adamw,
-    decay_mask,
-    decay_remark,
-    described,
-    learning_rate,
-    lion,
-    matrices_of,
-)
+from jaxpipe.train.update.optimizer import DecayRule, optimizer_of, optimizer_remarks, rate_of
 from jaxpipe.train.which_model import provenance
 
 
@@ -88,42 +66,6 @@ class Prepared:
     def provenance(self) -> dict[str, Any]:
         """What checkpoints keep of the code beside it."""
         return provenance(self.config)
-
-
-def data_remarks(dataset: Dataset) -> Iterator[str]:
-    """Yield what a user may not expect of the tokenizer and the documents, in lines."""
-    parts = dataset.parts.values() if isinstance(dataset, MixedDataset) else [dataset]
-    corpora = [part.corpus for part in parts if isinstance(part, TokenDataset)]
-    yield from dict.fromkeys([*dataset.tokenizer.remarks, *(line for corpus in corpora for line in corpus.remarks)])
-
-
-def load_dataset(config: TrainConfig, tokenizer: Tokenizer | None = None) -> Dataset:
-    """Return the data of ``config``, tokenised and split. ``tokenizer``: in place of the one that the config names.
-
-    Raises:
-        ConfigError: it is of a function that does not exist, or fails.
-        DataError: it can't be read or is too small.
-    """
-    data = config.data
-    tokenizer = tokenizer or load_tokenizer(data.tokenizer)
-    if data.target is not None:
-        return UserDataset(data.target, data.options, tokenizer)
-    if data.sources:
-        parts = {name: _tokens_at(data, source.path, tokenizer) for name, source in data.sources.items()}
-        return MixedDataset.of(parts, {name: source.weight for name, source in data.sources.items()})
-    if names_function(data.path):
-        return dataset_from_function(data.path, data.options, tokenizer, data.seq_len, data.holdout)
-    if (arrays := read_named_arrays(data.path)) is not None:
-        return ArrayDataset.split(data.path, tokenizer, arrays, data.holdout)
-    return _tokens_at(data, data.path, tokenizer)
-
-
-def _tokens_at(data: DataConfig, path: str, tokenizer: Tokenizer) -> TokenDataset:
-    corpus = load_corpus(path, tokenizer, data.reading)
-    if corpus.answers is None and Path(path).is_dir() and is_store(Path(path)):
-        tokenizer = tokenizer.with_ends(corpus.bos, corpus.eos)
-    reading = data.reading
-    return TokenDataset.split(corpus, tokenizer, data.holdout, reading.split, reading.mask, reading.pack)
 
 
 def with_mask(config: TrainConfig, vocab_size: int, *, has_chats: bool) -> TrainConfig:
@@ -333,37 +275,6 @@ def offload_options(config: TrainConfig) -> OffloadOptions:
     """Return what ``pipeline.offload`` says, in bytes."""
     o = config.pipeline.offload
     return OffloadOptions(o.fraction, None if o.host_memory_gb is None else o.host_memory_gb * 1e9, o.fallback)
-
-
-def optimizer_of(config: TrainConfig, model: Model, decay: DecayRule = "role") -> Any:
-    """Return the optax transformation that ``config`` describes, for ``model``. Its state is the same whatever decays.
-
-    Raises:
-        ConfigError: it is Muon, and the model has no matrices, or says wrongly which.
-    """
-    o, rate = config.optimizer, rate_of(config.optimizer, config.run.steps)
-    options, mask = o.options, decay_mask(model, decay)
-    if o.name == "lion":
-        return lion(rate, betas=options.betas, weight_decay=o.weight_decay, mask=mask)
-    rest = adamw(rate, betas=options.betas, eps=options.eps, weight_decay=o.weight_decay, mask=mask)
-    return Muon(rate, matrices_of(model), rest, options.momentum, o.weight_decay) if o.name == "muon" else rest
-
-
-def optimizer_remarks(config: TrainConfig, model: Model, decay: DecayRule = "role") -> Iterator[str]:
-    """Yield what a user may not expect of the optimizer, in lines."""
-    warmup, steps = config.optimizer.warmup_steps, config.run.steps
-    if warmup > steps:
-        yield f"optimizer.warmup_steps={warmup} is more than run.steps={steps}: the rate rises over all {steps} steps"
-    if config.optimizer.name == "muon":
-        yield described(model, matrices_of(model))
-    if config.optimizer.weight_decay:
-        yield decay_remark(model.stored, config.optimizer.weight_decay, decay)
-
-
-def rate_of(o: OptimizerConfig, steps: int) -> optax.Schedule:
-    """Return the learning rate of each update, of ``steps`` in all."""
-    warmup, fall = min(o.warmup_steps, steps), o.options
-    return learning_rate(o.lr, warmup, steps, fall.min_lr_ratio, fall.schedule, fall.decay_fraction)
 
 
 def held_out_microbatches(prepared: Prepared) -> Mapping[str, np.ndarray]:

@@ -44,20 +44,10 @@ from jaxpipe.stage.compiled.footprint import Footprint, compiled_footprint, devi
 from jaxpipe.stage.model.layer import Params
 from jaxpipe.stage.model.params import by_path, get_leaf, insert_leaf, nested
 from jaxpipe.train.state import Buffers, Instance, StepMetrics, TrainState, Unapplied, Updated
+from jaxpipe.train.update import stage_update
 from jaxpipe.train.update.optimizer import LearningRate
 from jaxpipe.train.update.post_validation import LateUpdate, PostValidation
 from jaxpipe.train.update.scalars import StepReduction, TiedLeaves
-from jaxpipe.train.update.stage_update import (
-    GradientReduction,
-    Reduced,
-    StageOptimizer,
-    StageShards,
-    StageUpdate,
-    compile_update,
-    fresh_state,
-    stage_optimizers,
-    taken,
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,18 +201,18 @@ class TrainStep:
         self._primary = {s: ranks[0] for s, ranks in pipeline.instances.items()}
         self._own = {s: r for s, r in self._primary.items() if r in pipeline.ownership.ranks}
         self._shards = {
-            s: StageShards(pipeline.layout(s), pipeline.submeshes[r], zero1, pipeline.master_dtype)
+            s: stage_update.StageShards(pipeline.layout(s), pipeline.submeshes[r], zero1, pipeline.master_dtype)
             for s, r in self._primary.items()
         }
         if not any(x.updated for x in self._shards.values()):
             raise ConfigError(f"model {pipeline.model.name} has nothing to train: no parameter of it is trainable")
         self.pipeline = pipeline
-        self._reads = {s: taken(x) for s, x in self._shards.items()}
+        self._reads = {s: stage_update.taken(x) for s, x in self._shards.items()}
         self._writes = {s: x.updated for s, x in self._shards.items()}
-        self._optimizers = stage_optimizers(optimizer, self._shards, _shapes(extra))
+        self._optimizers = stage_update.stage_optimizers(optimizer, self._shards, _shapes(extra))
         self._updates = {_kinds(extra): {s: self._compile_update(s, self._optimizers[s]) for s in self._own}}
         self.states = {s: self._stage_state(s) for s in self._primary}  # shapes of what the updates take
-        self._reduce = {s: GradientReduction(self._shards[s], self.states[s].acc) for s in self._own}
+        self._reduce = {s: stage_update.GradientReduction(self._shards[s], self.states[s].acc) for s in self._own}
         self._unpack = {s: self._compile_unpack(s) for s in self._own}
         self._fresh = {s: self._compile_fresh(s) for s in self._own}
         self._rate = LearningRate(learning_rate, self.states[0].optimizer)
@@ -496,7 +486,7 @@ class TrainStep:
         }
         return pipeline if pipeline.epilogues == early else pipeline.with_epilogues(early)
 
-    def _reduced(self, stage: int, outputs: StepOutputs, acc: Buffers) -> Reduced:
+    def _reduced(self, stage: int, outputs: StepOutputs, acc: Buffers) -> stage_update.Reduced:
         """Return the reduced gradients of a stage: dispatched in the pipeline, or now."""
         at = (self._primary[stage], stage)
         return self._reduce[stage].read(outputs.reduced[at]) if at in outputs.reduced else self._reduce[stage](acc)
@@ -524,11 +514,11 @@ class TrainStep:
                     insert_leaf(fixed[slot.layer], slot.path, np.array(get_leaf(params[slot.layer], slot.path), dtype))
         return fixed
 
-    def _updates_for(self, extra: Mapping[str, Any]) -> Mapping[int, StageUpdate]:
+    def _updates_for(self, extra: Mapping[str, Any]) -> Mapping[int, stage_update.StageUpdate]:
         """Return the compiled updates for arguments like ``extra``."""
         kinds = _kinds(extra)
         if kinds not in self._updates:
-            optimizers = stage_optimizers(self.optimizer, self._shards, _shapes(extra))
+            optimizers = stage_update.stage_optimizers(self.optimizer, self._shards, _shapes(extra))
             if any(x.leaves != self._optimizers[s].leaves for s, x in optimizers.items()):
                 raise ConfigError(
                     f"the optimizer keeps another state with the arguments {', '.join(extra)}; give them to TrainStep"
@@ -536,9 +526,9 @@ class TrainStep:
             self._updates[kinds] = {s: self._compile_update(s, optimizers[s]) for s in self._own}
         return self._updates[kinds]
 
-    def _compile_update(self, stage: int, optimizer: StageOptimizer) -> StageUpdate:
+    def _compile_update(self, stage: int, optimizer: stage_update.StageOptimizer) -> stage_update.StageUpdate:
         acc = self.pipeline.functions[self.pipeline.primary(stage)].acc_avals
-        return compile_update(self._shards[stage], optimizer.part, acc, optimizer.specs)
+        return stage_update.compile_update(self._shards[stage], optimizer.part, acc, optimizer.specs)
 
     def _compile_unpack(self, stage: int) -> Any:
         """Compile what makes whole leaves of the buffers that a stage updates, split ones still on their shards."""
@@ -557,11 +547,11 @@ class TrainStep:
         shards, optimizer = self._shards[stage], self._optimizers[stage]
         masters = [(shards.bucket_spec if shards.chunked else shards.buffer_spec)(i) for i in shards.mastered]
         specs = ([shards.buffer_spec(i) for i in self._reads[stage]], masters)
-        fresh = partial(fresh_state, shards, optimizer.part)
+        fresh = partial(stage_update.fresh_state, shards, optimizer.part)
         return on_rank(fresh, shards.mesh, specs, optimizer.specs)
 
 
-def _square_aval(shards: StageShards, acc: Sequence[jax.ShapeDtypeStruct]) -> jax.ShapeDtypeStruct:
+def _square_aval(shards: stage_update.StageShards, acc: Sequence[jax.ShapeDtypeStruct]) -> jax.ShapeDtypeStruct:
     """Return shape and dtype of a stage's :func:`~jaxpipe.train.update.stage_update.square_sum`."""
     dtype = acc[shards.updated[0]].dtype if shards.updated else jnp.float32
     return jax.ShapeDtypeStruct((2,), dtype)

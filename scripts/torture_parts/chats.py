@@ -193,7 +193,7 @@ _BROKEN = (
 def _load(path: Path, settings: list[str], trial: Trial) -> None:
     from jaxpipe.errors import JaxpipeError
     from jaxpipe.train.config import load_config
-    from jaxpipe.train.setup import load_dataset
+    from jaxpipe.train.corpora.datasets import load_dataset
 
     try:
         dataset = load_dataset(load_config(None, settings))

@@ -164,7 +164,7 @@ def _mutated(trial: Trial) -> None:
 def _load(path: Path) -> None:
     from jaxpipe.errors import JaxpipeError
     from jaxpipe.train.config import load_config
-    from jaxpipe.train.setup import load_dataset
+    from jaxpipe.train.corpora.datasets import load_dataset
 
     try:
         dataset = load_dataset(load_config(None, [f"data.path={path}", "data.seq_len=8"]))

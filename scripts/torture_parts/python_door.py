@@ -160,7 +160,7 @@ def _data(trial: Trial, text: Path) -> None:
     import jaxpipe
     from jaxpipe.errors import ConfigError, DataError
     from jaxpipe.train.config import TrainConfig
-    from jaxpipe.train.setup import load_dataset
+    from jaxpipe.train.corpora.datasets import load_dataset
 
     rng = trial.rng
     settings: dict[str, Any] = {"path": str(text), "seq_len": rng.choice((1, 7, 8, 64, 10**7, 0))}

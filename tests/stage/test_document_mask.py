@@ -21,9 +21,10 @@ from jaxpipe.stage.model.plan import plan_stages
 from jaxpipe.stage.model.reference import apply_model, init_params
 from jaxpipe.train.config import TrainConfig
 from jaxpipe.train.corpora.corpus import Corpus
+from jaxpipe.train.corpora.datasets import load_dataset
 from jaxpipe.train.corpora.tokenizers import IdTokenizer
 from jaxpipe.train.data import Batch, DataState, TokenDataset
-from jaxpipe.train.setup import build_model, load_dataset, read_by
+from jaxpipe.train.setup import build_model, read_by
 from models.gpt import GPT
 from models.llama import Llama
 from tests.support.parallel_cases import MICROBATCHES, ROWS, SEQ, VOCAB, Case, assert_close

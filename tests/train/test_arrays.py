@@ -13,10 +13,10 @@ import pytest
 from jaxpipe.errors import DataError, JaxpipeError
 from jaxpipe.stage.model.reference import resolve_model
 from jaxpipe.train.config import load_config
-from jaxpipe.train.corpora.datasets import ArrayDataset, UserBatches, UserDataset, dataset_from_function
+from jaxpipe.train.corpora.datasets import ArrayDataset, UserBatches, UserDataset, dataset_from_function, load_dataset
 from jaxpipe.train.corpora.tokenizers import ByteTokenizer
 from jaxpipe.train.data import DataState
-from jaxpipe.train.setup import build_model, load_dataset, read_by
+from jaxpipe.train.setup import build_model, read_by
 
 BYTES = ByteTokenizer()
 

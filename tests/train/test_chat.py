@@ -13,12 +13,12 @@ import pytest
 from jaxpipe.errors import DataError
 from jaxpipe.train.config import TrainConfig
 from jaxpipe.train.corpora.corpus import load_corpus
+from jaxpipe.train.corpora.datasets import load_dataset
 from jaxpipe.train.corpora.documents import BadRecordError
 from jaxpipe.train.corpora.encoding import ChatTemplate, Reading, chat_in
 from jaxpipe.train.corpora.store import build_store
 from jaxpipe.train.corpora.tokenizers import ByteTokenizer, HFTokenizer
 from jaxpipe.train.data import TokenDataset
-from jaxpipe.train.setup import load_dataset
 from tests.support.chats import TEMPLATES, TOKENS, chat
 
 pytest.importorskip("jinja2")

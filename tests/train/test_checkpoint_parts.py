@@ -206,7 +206,7 @@ def test_a_save_that_fails_in_one_process_fails_in_all(
             raise OSError("No space left on device")
 
     if do is _fails_to_write:
-        monkeypatch.setattr("jaxpipe.train.checkpoint.write_checkpoint", full)
+        monkeypatch.setattr("jaxpipe.train.checkpoints.contents.write_checkpoint", full)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=2_000_000))
     error = same_error(saved_by(2, tmp_path, do))
     assert error == f"can't save step 2 in {tmp_path}: {reason}; earlier checkpoints are as they were"

@@ -30,10 +30,10 @@ from jaxpipe.train.checkpoint import CheckpointStore, load_params
 from jaxpipe.train.config import load_config
 from jaxpipe.train.corpora import documents
 from jaxpipe.train.corpora.corpus import Corpus, load_corpus
+from jaxpipe.train.corpora.datasets import load_dataset
 from jaxpipe.train.corpora.encoding import Reading
 from jaxpipe.train.corpora.store import build_store
 from jaxpipe.train.corpora.tokenizers import ByteTokenizer, IdTokenizer
-from jaxpipe.train.setup import load_dataset
 
 BYTES = ByteTokenizer()
 MARK = b"\xef\xbb\xbf"

@@ -23,8 +23,7 @@ from jaxpipe.stage.model.params import named_leaves
 from jaxpipe.stage.model.reference import init_params
 from jaxpipe.train.checkpoint import load_params, read_manifest
 from jaxpipe.train.config import TrainConfig
-from jaxpipe.train.setup import optimizer_of
-from jaxpipe.train.update.optimizer import decay_mask, decay_remark, decayed, names_vector
+from jaxpipe.train.update.optimizer import decay_mask, decay_remark, decayed, names_vector, optimizer_of
 from models.clip import CLIP
 from models.gpt import GPT
 from models.llama import Llama

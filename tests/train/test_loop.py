@@ -26,13 +26,13 @@ from jaxpipe.schedule import read_schedule
 from jaxpipe.train import loop
 from jaxpipe.train.checkpoint import CheckpointStore, load_params
 from jaxpipe.train.config import load_config
+from jaxpipe.train.corpora.datasets import load_dataset
 from jaxpipe.train.devices import peak_bytes_in_use
 from jaxpipe.train.evaluate import held_out_score, load_trained
 from jaxpipe.train.metrics import read_metrics
 from jaxpipe.train.run import run_directory, step_log
 from jaxpipe.train.run.run_directory import PICTURES, RunDirectory, TrainResult, result_text
 from jaxpipe.train.run.step_log import Pace
-from jaxpipe.train.setup import load_dataset
 from tests.support.pipelines import assert_same_arrays
 from tests.support.train_runs import (
     MEASURED,
@@ -387,7 +387,7 @@ def test_a_full_disk_is_told_and_loses_nothing(
     def full(*_: Any, **__: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("jaxpipe.train.checkpoint.write_checkpoint", full)
+    monkeypatch.setattr("jaxpipe.train.checkpoints.contents.write_checkpoint", full)
     with pytest.raises(CheckpointError, match=r"can't save step 20.*[Nn]o space left on device"):
         run(config(text, out_dir))
     assert CheckpointStore(out_dir / "checkpoints").latest_intact().step == HALF

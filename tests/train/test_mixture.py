@@ -13,10 +13,9 @@ import pytest
 from jaxpipe.errors import ConfigError, DataError, JaxpipeError
 from jaxpipe.train.config import TrainConfig
 from jaxpipe.train.corpora.corpus import Corpus
-from jaxpipe.train.corpora.datasets import BLOCK, MixedDataset, UserDataset
+from jaxpipe.train.corpora.datasets import BLOCK, MixedDataset, UserDataset, load_dataset
 from jaxpipe.train.corpora.tokenizers import ByteTokenizer, IdTokenizer
 from jaxpipe.train.data import DataState, TokenDataset
-from jaxpipe.train.setup import load_dataset
 
 BYTES = ByteTokenizer()
 

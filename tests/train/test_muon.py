@@ -15,10 +15,9 @@ import pytest
 from jaxpipe.errors import ConfigError
 from jaxpipe.stage.model.layer import Matrix, Model
 from jaxpipe.train.config import TrainConfig
-from jaxpipe.train.setup import optimizer_of
 from jaxpipe.train.step import TrainStep
 from jaxpipe.train.update import optimizer as room
-from jaxpipe.train.update.optimizer import Muon, described, matrices_of
+from jaxpipe.train.update.optimizer import Muon, described, matrices_of, optimizer_of
 from tests.support import optimizer_cases as small
 from tests.support.parallel_cases import Case, assert_close, batches, model_for, on_one_device, params_for, pipeline
 

@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 from jaxpipe.errors import DataError
 from jaxpipe.train.config import TrainConfig
 from jaxpipe.train.corpora.corpus import Corpus, PackedRows, load_corpus, pack
-from jaxpipe.train.corpora.datasets import MixedDataset
+from jaxpipe.train.corpora.datasets import MixedDataset, load_dataset
 from jaxpipe.train.corpora.encoding import Reading
 from jaxpipe.train.corpora.tokenizers import ByteTokenizer, IdTokenizer
 from jaxpipe.train.data import DataState, TokenDataset
 from jaxpipe.train.evaluate import _config as stored_config
-from jaxpipe.train.setup import build_model, load_dataset, read_by, with_mask
+from jaxpipe.train.setup import build_model, read_by, with_mask
 from tests.support.chats import TEMPLATES, chat
 
 BYTES = ByteTokenizer()

@@ -25,9 +25,9 @@ from jaxpipe.errors import CheckpointError, ConfigError, DataError
 from jaxpipe.stage.model.reference import init_params
 from jaxpipe.train.checkpoint import load_params, read_manifest
 from jaxpipe.train.config import TrainConfig
+from jaxpipe.train.corpora.datasets import load_dataset
 from jaxpipe.train.import_export import completed
 from jaxpipe.train.run import compiling
-from jaxpipe.train.setup import load_dataset
 from models.gpt import GPT
 from models.llama import Llama, RopeScaling
 from tests.support.train_runs import config, run, write_text

@@ -37,11 +37,11 @@ from jaxpipe.schedule import generate
 from jaxpipe.train.checkpoint import CheckpointStore
 from jaxpipe.train.checkpoints.contents import write_checkpoint
 from jaxpipe.train.config import TrainConfig, load_config
+from jaxpipe.train.corpora.datasets import load_dataset
 from jaxpipe.train.devices import device_errors, find_devices
 from jaxpipe.train.metrics import MetricsLog, read_metrics
 from jaxpipe.train.run import run_directory
 from jaxpipe.train.run.run_directory import RunDirectory, result_json
-from jaxpipe.train.setup import load_dataset
 from jaxpipe.train.step import TrainStep
 from tests.support.train_runs import (
     ROOT,
@@ -252,7 +252,7 @@ def failing_writes(monkeypatch: pytest.MonkeyPatch, fails: Callable[[int], bool]
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         write_checkpoint(folder, step, *args)
 
-    monkeypatch.setattr("jaxpipe.train.checkpoint.write_checkpoint", maybe)
+    monkeypatch.setattr("jaxpipe.train.checkpoints.contents.write_checkpoint", maybe)
     return attempts
 
 

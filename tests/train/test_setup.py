@@ -18,9 +18,9 @@ from jaxpipe.schedule import generate, one_f_one_b, write_schedule
 from jaxpipe.train import assemble, loop, schedule_source, trainer
 from jaxpipe.train.config import TrainConfig
 from jaxpipe.train.devices import find_devices
-from jaxpipe.train.setup import compile_setup, optimizer_remarks, prepare
+from jaxpipe.train.setup import compile_setup, prepare
 from jaxpipe.train.trainer import Trainer
-from jaxpipe.train.update.optimizer import learning_rate
+from jaxpipe.train.update.optimizer import learning_rate, optimizer_remarks
 from models.gpt import GPT
 from tests.support.pipelines import MICROBATCH, parameters, random_batch, tiny_model
 from tests.support.train_runs import config, write_text

@@ -24,7 +24,8 @@ from jaxpipe.train.evaluate import load_trained
 from jaxpipe.train.metrics import read_metrics
 from jaxpipe.train.run import resume
 from jaxpipe.train.run.resume import RATE, Start
-from jaxpipe.train.setup import prepare, rate_of
+from jaxpipe.train.setup import prepare
+from jaxpipe.train.update.optimizer import rate_of
 from tests.support.checkpoint_cases import rewrite_manifest, swap_arrays
 from tests.support.paths import GOLDEN
 from tests.support.train_runs import ROOT, config, contents, copy_run, losses, run, settings, write_text

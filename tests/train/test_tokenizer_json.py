@@ -26,6 +26,7 @@ from jaxpipe.train import evaluate
 from jaxpipe.train.config import TrainConfig, load_config
 from jaxpipe.train.corpora import tokenizers
 from jaxpipe.train.corpora.corpus import Corpus, load_corpus
+from jaxpipe.train.corpora.datasets import data_remarks, load_dataset
 from jaxpipe.train.corpora.encoding import Encoder, Reading
 from jaxpipe.train.corpora.store import MANIFEST, SIZES, Store, _signed, build_store
 from jaxpipe.train.corpora.tokenizers import (
@@ -38,7 +39,6 @@ from jaxpipe.train.corpora.tokenizers import (
 )
 from jaxpipe.train.data import TokenDataset
 from jaxpipe.train.run import resume
-from jaxpipe.train.setup import data_remarks, load_dataset
 from tests.support.tokenizer_kinds import (
     PADDING,
     TRUNCATION,

@@ -22,17 +22,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from jaxpipe._jax_compat import (
-    Atom,
-    ClosedJaxpr,
-    JaxprEqn,
-    Var,
-    aval_bytes,
-    barrier,
-    close_jaxpr,
-    fresh_var,
-    variables,
-)
+from jaxpipe._jax_compat import Atom, ClosedJaxpr, JaxprEqn, Var, aval_bytes, barrier, close_jaxpr, fresh_var, variables
 from jaxpipe.mesh import CP, TP
 from jaxpipe.stage.jaxprs import called, reachable
 from jaxpipe.stage.weave.lanes import LaneOrder, Node, best_order, covers

@@ -5,6 +5,6 @@ from jaxpipe.lazy import exported
 __all__, __getattr__ = exported(
     __name__,
     contents="Manifest Placement PyTree",
-    directory="Intact StepName find load_group reading",
+    folders="Intact StepName find load_group reading",
     stored="Likeness likeness load_state model_digest stored_params",
 )

@@ -26,6 +26,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, Literal
 
 import jax
@@ -35,12 +36,15 @@ import numpy.typing as npt
 from jaxpipe.errors import ConfigError, DataError, ProgramError
 from jaxpipe.runtime.batches import checked_batch
 from jaxpipe.stage.model.reference import resolved
-from jaxpipe.train.corpora.corpus import PackedRows
-from jaxpipe.train.corpora.tokenizers import Tokenizer
+from jaxpipe.train.config import TrainConfig
+from jaxpipe.train.corpora.corpus import PackedRows, load_corpus, read_named_arrays
+from jaxpipe.train.corpora.store import is_store
+from jaxpipe.train.corpora.tokenizers import Tokenizer, load_tokenizer
 from jaxpipe.train.data import (
     ArraySpec,
     Batch,
     Batches,
+    Dataset,
     DataState,
     Permutation,
     TokenDataset,
@@ -53,6 +57,7 @@ from jaxpipe.train.data import (
     padded_batches,
     show_spec,
 )
+from jaxpipe.train.settings.sections import DataConfig, names_function
 
 Arrays = Mapping[str, npt.NDArray[Any]]
 
@@ -477,3 +482,39 @@ class UserBatches:
     def state_at(self, step: int) -> DataState:
         """Return what a checkpoint keeps when ``step`` steps are done."""
         return DataState(step, step * self.batch, self.seed, self.seq_len, self.data.fingerprint)
+
+
+def data_remarks(dataset: Dataset) -> Iterator[str]:
+    """Yield what a user may not expect of the tokenizer and the documents, in lines."""
+    parts = dataset.parts.values() if isinstance(dataset, MixedDataset) else [dataset]
+    corpora = [part.corpus for part in parts if isinstance(part, TokenDataset)]
+    yield from dict.fromkeys([*dataset.tokenizer.remarks, *(line for corpus in corpora for line in corpus.remarks)])
+
+
+def load_dataset(config: TrainConfig, tokenizer: Tokenizer | None = None) -> Dataset:
+    """Return the data of ``config``, tokenised and split. ``tokenizer``: in place of the one that the config names.
+
+    Raises:
+        ConfigError: it is of a function that does not exist, or fails.
+        DataError: it can't be read or is too small.
+    """
+    data = config.data
+    tokenizer = tokenizer or load_tokenizer(data.tokenizer)
+    if data.target is not None:
+        return UserDataset(data.target, data.options, tokenizer)
+    if data.sources:
+        parts = {name: _tokens_at(data, source.path, tokenizer) for name, source in data.sources.items()}
+        return MixedDataset.of(parts, {name: source.weight for name, source in data.sources.items()})
+    if names_function(data.path):
+        return dataset_from_function(data.path, data.options, tokenizer, data.seq_len, data.holdout)
+    if (arrays := read_named_arrays(data.path)) is not None:
+        return ArrayDataset.split(data.path, tokenizer, arrays, data.holdout)
+    return _tokens_at(data, data.path, tokenizer)
+
+
+def _tokens_at(data: DataConfig, path: str, tokenizer: Tokenizer) -> TokenDataset:
+    corpus = load_corpus(path, tokenizer, data.reading)
+    if corpus.answers is None and Path(path).is_dir() and is_store(Path(path)):
+        tokenizer = tokenizer.with_ends(corpus.bos, corpus.eos)
+    reading = data.reading
+    return TokenDataset.split(corpus, tokenizer, data.holdout, reading.split, reading.mask, reading.pack)

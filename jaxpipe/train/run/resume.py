@@ -43,10 +43,10 @@ from jaxpipe.train.data import DataState, Stream
 from jaxpipe.train.import_export import initial_params
 from jaxpipe.train.settings.sections import Sections
 from jaxpipe.train.settings.typed import leaves_of
-from jaxpipe.train.setup import Prepared, optimizer_of, rate_of
+from jaxpipe.train.setup import Prepared
 from jaxpipe.train.state import TrainState
 from jaxpipe.train.trainer import Trainer
-from jaxpipe.train.update.optimizer import DECAY_RULES, DecayRule
+from jaxpipe.train.update.optimizer import DECAY_RULES, DecayRule, optimizer_of, rate_of
 from jaxpipe.train.which_model import changed_settings, not_compared, stored_source
 
 Note = Callable[[str], None]

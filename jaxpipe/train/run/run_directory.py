@@ -28,7 +28,7 @@ from jaxpipe.schedule.json_form import to_costs
 from jaxpipe.stage.model.plan import StagePlan
 from jaxpipe.text import aligned, format_bytes, format_count, format_seconds, mfu_text
 from jaxpipe.train.checkpoint import CheckpointStore
-from jaxpipe.train.checkpoints.directory import lock_folder
+from jaxpipe.train.checkpoints.folders import lock_folder
 from jaxpipe.train.config import TrainConfig
 from jaxpipe.train.corpora.ngram import Score
 from jaxpipe.train.corpora.tokenizers import Tokenizer

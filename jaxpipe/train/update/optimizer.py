@@ -38,6 +38,8 @@ from jaxpipe.errors import ConfigError
 from jaxpipe.stage.model.layer import Layer, Matrix, Model, Path, every_init_avals, init_avals, taken_by
 from jaxpipe.stage.model.params import Place, is_trained, named_leaves
 from jaxpipe.text import format_count
+from jaxpipe.train.config import TrainConfig
+from jaxpipe.train.settings.sections import OptimizerConfig
 
 
 def learning_rate(
@@ -414,3 +416,34 @@ def _counted(leaves: Iterable[Any]) -> str:
 def _names(paths: Iterable[Path]) -> str:
     """Return the last names of these paths, each once."""
     return ", ".join(sorted({path[-1] for path in paths}))
+
+
+def optimizer_of(config: TrainConfig, model: Model, decay: DecayRule = "role") -> Any:
+    """Return the optax transformation that ``config`` describes, for ``model``. Its state is the same whatever decays.
+
+    Raises:
+        ConfigError: it is Muon, and the model has no matrices, or says wrongly which.
+    """
+    o, rate = config.optimizer, rate_of(config.optimizer, config.run.steps)
+    options, mask = o.options, decay_mask(model, decay)
+    if o.name == "lion":
+        return lion(rate, betas=options.betas, weight_decay=o.weight_decay, mask=mask)
+    rest = adamw(rate, betas=options.betas, eps=options.eps, weight_decay=o.weight_decay, mask=mask)
+    return Muon(rate, matrices_of(model), rest, options.momentum, o.weight_decay) if o.name == "muon" else rest
+
+
+def optimizer_remarks(config: TrainConfig, model: Model, decay: DecayRule = "role") -> Iterator[str]:
+    """Yield what a user may not expect of the optimizer, in lines."""
+    warmup, steps = config.optimizer.warmup_steps, config.run.steps
+    if warmup > steps:
+        yield f"optimizer.warmup_steps={warmup} is more than run.steps={steps}: the rate rises over all {steps} steps"
+    if config.optimizer.name == "muon":
+        yield described(model, matrices_of(model))
+    if config.optimizer.weight_decay:
+        yield decay_remark(model.stored, config.optimizer.weight_decay, decay)
+
+
+def rate_of(o: OptimizerConfig, steps: int) -> optax.Schedule:
+    """Return the learning rate of each update, of ``steps`` in all."""
+    warmup, fall = min(o.warmup_steps, steps), o.options
+    return learning_rate(o.lr, warmup, steps, fall.min_lr_ratio, fall.schedule, fall.decay_fraction)

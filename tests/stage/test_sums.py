@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -326,3 +327,54 @@ def test_what_a_loop_stacks_stays_half_as_wide() -> None:
     products = [eqn for body in bodies for eqn in body.eqns if eqn.primitive.name == "dot_general"]
     assert products
     assert not [eqn for eqn in products if is_product_of(eqn, jnp.bfloat16, jnp.float32)]
+
+
+# Biases.
+
+
+def projected(read: Callable[[jax.Array], jax.Array]) -> StageFunctions:
+    """Return the functions of a stage that reads a biased projection [B, T, 2, H, K] so."""
+    size = toy.D // toy.H
+
+    def apply(p: Params, x: Any) -> Any:
+        return read(jnp.einsum("btd,dnhk->btnhk", x, p["w"]) + p["bias"][None, None]).reshape(x.shape)
+
+    return program(apply, w=(toy.D, 2, toy.H, size), bias=(2, toy.H, size))
+
+
+def biases(f: StageFunctions) -> list[tuple[int, ...]]:
+    return [shaped(eqn.invars[1]).shape for eqn in f.functions["F"].jaxpr.eqns if eqn.primitive.name == "add"]
+
+
+def gated(y: jax.Array) -> jax.Array:
+    return y[:, :, 0] * jnp.tanh(y[:, :, 1])
+
+
+def test_the_bias_of_a_fused_projection_is_added_as_a_vector(monkeypatch: pytest.MonkeyPatch) -> None:
+    f = projected(gated)
+    assert biases(f) == [(1, 1, 2 * toy.D)]
+    monkeypatch.setattr(trace, "add_vectors", lambda eqns, recomputed: (list(eqns), recomputed))
+    before = projected(gated)
+    assert biases(before) == [(1, 1, 2, toy.H, toy.D // toy.H)]
+    rng = np.random.default_rng(0)
+    arrays = [rng.standard_normal(a.shape).astype(a.dtype) for a in f.functions["F"].avals_in]
+    results = [in_float32(g.functions["F"], arrays)[0] for g in (f, before)]
+    np.testing.assert_array_equal(*results)
+
+
+@pytest.mark.parametrize("read", [lambda y: 0.5 * y.sum(2), lambda y: (0.5 * y)[:, :, 0]], ids=["summed", "scaled"])
+def test_a_bias_stays_as_it_is_where_more_than_slices_read_the_sum(read: Callable[[jax.Array], jax.Array]) -> None:
+    """XLA's GPU backend would leave it out of a multiplication by a scalar (openxla/xla#46110)."""
+    assert biases(projected(read)) == [(1, 1, 2, toy.H, toy.D // toy.H)]
+
+
+@pytest.mark.parametrize(
+    ("make", "widths"),
+    [(GPT, {3 * 64}), (partial(Llama, num_kv_heads=2, qkv_bias=True, mlp_bias=True), {2 * 4 * 16, 2 * 192})],
+)
+def test_biases_of_decoders_are_vectors(make: Callable[..., Model], widths: set[int]) -> None:
+    model = make(**_SIZES)
+    first, _ = built([model.layers[:2], model.layers[2:]], avals_of(model.layers, jnp.bfloat16), model.batch_spec(2))
+    shapes = [shape for shape in biases(first) if shape[:2] == (1, 1)]
+    assert widths <= {shape[-1] for shape in shapes}
+    assert {len(shape) for shape in shapes if math.prod(shape) in widths} == {3}

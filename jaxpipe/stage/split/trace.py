@@ -30,7 +30,7 @@ Not modelled here: complex-valued losses, side effects that must stay ordered.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
 
@@ -62,7 +62,7 @@ from jaxpipe.stage.model.links import StageLinks, loss_factor
 from jaxpipe.stage.model.params import ParamLayout
 from jaxpipe.stage.model.reference import calling
 from jaxpipe.stage.split.loops import hoist_fixed
-from jaxpipe.stage.split.sums import add_in_products
+from jaxpipe.stage.split.sums import add_in_products, add_vectors
 
 
 @dataclass(slots=True)
@@ -310,6 +310,8 @@ def _trace(
     mapped = jax.shard_map(body, mesh=mesh.abstract_mesh, in_specs=specs, out_specs=P(), check_vma=typed)
     jax.eval_shape(mapped, *args)
     flat = flatten(captured[0].jaxpr, captured[0].consts, sources=_SOURCE)
+    eqns, recomputed = add_vectors(flat.eqns, flat.recomputed)
+    flat = replace(flat, eqns=tuple(eqns), recomputed=recomputed)
     _refuse_ordered_effects(spec, flat)
     ports = [Port(kind, i) for kind, (_, arrays) in sources.items() for i in range(len(arrays))]
     variable = dict(zip(ports, flat.invars, strict=True))

@@ -24,8 +24,17 @@ from flax import linen as nn
 
 from jaxpipe.errors import ConfigError
 from jaxpipe.stage.model.adapters import from_linen
-from jaxpipe.stage.model.layer import Layer, LayerContext, Model, Params, Path, Shard
-from jaxpipe.stage.model.options import build_options, check_sizes, options_of
+from jaxpipe.stage.model.layer import (
+    Layer,
+    LayerContext,
+    Model,
+    Params,
+    Path,
+    Shard,
+    build_options,
+    check_sizes,
+    options_of,
+)
 from jaxpipe.tensor_parallel import ONE_SHARD, TensorParallel
 
 from .decoder import normal

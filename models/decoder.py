@@ -20,8 +20,7 @@ from flax import linen as nn
 
 from jaxpipe.errors import ConfigError
 from jaxpipe.stage.model.adapters import from_linen
-from jaxpipe.stage.model.layer import Layer, Model, Path, Shard
-from jaxpipe.stage.model.options import check_dtype, check_positions, check_sizes, options_of
+from jaxpipe.stage.model.layer import Layer, Model, Path, Shard, check_dtype, check_positions, check_sizes, options_of
 from jaxpipe.tensor_parallel import (
     ONE_SHARD,
     Dropout,

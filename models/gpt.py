@@ -23,8 +23,7 @@ from jaxpipe.context_parallel import own_positions, own_times, whole_times
 from jaxpipe.errors import ConfigError, StageError
 from jaxpipe.interop.table import MOST_LAYERS, HuggingFace, Keys, Tensor, conflict, refused
 from jaxpipe.stage.model.adapters import from_linen
-from jaxpipe.stage.model.layer import Layer, Matrix, Model, Path, Shard
-from jaxpipe.stage.model.options import build_options, divisors
+from jaxpipe.stage.model.layer import Layer, Matrix, Model, Path, Shard, build_options, divisors
 from jaxpipe.tensor_parallel import (
     ONE_SHARD,
     Dropout,

@@ -33,8 +33,18 @@ from jaxpipe.context_parallel import own_positions
 from jaxpipe.errors import ConfigError
 from jaxpipe.interop.table import MOST_LAYERS, HuggingFace, Keys, Tensor, conflict, refused
 from jaxpipe.stage.model.adapters import from_linen
-from jaxpipe.stage.model.layer import Layer, LayerContext, Matrix, Model, Params, Path, Shard
-from jaxpipe.stage.model.options import build_options, check_sizes, divisors
+from jaxpipe.stage.model.layer import (
+    Layer,
+    LayerContext,
+    Matrix,
+    Model,
+    Params,
+    Path,
+    Shard,
+    build_options,
+    check_sizes,
+    divisors,
+)
 from jaxpipe.tensor_parallel import (
     ONE_SHARD,
     TensorParallel,

@@ -23,8 +23,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from jaxpipe.stage.model.adapters import from_linen
-from jaxpipe.stage.model.layer import Model, Path, Shard
-from jaxpipe.stage.model.options import build_options, check_sizes, options_of
+from jaxpipe.stage.model.layer import Model, Path, Shard, build_options, check_sizes, options_of
 from jaxpipe.tensor_parallel import (
     ONE_SHARD,
     TensorParallel,

@@ -62,7 +62,7 @@ ALLOWED: Mapping[str, frozenset[str]] = {
     "launch": frozenset({"errors", "lazy", "files", "runtime", "train"}),
     "cli": EVERYTHING | {"planning", "rehearsal", "launch"},
     "__main__": frozenset({"cli"}),
-    # the layer protocol is layer.py, the adapters that make Flax modules follow it, and the reading of model options
+    # the layer protocol and the reading of model options, and the adapters that make Flax modules follow it
     "models": frozenset(
         {
             "tensor_parallel",
@@ -70,7 +70,6 @@ ALLOWED: Mapping[str, frozenset[str]] = {
             "errors",
             "stage.model.layer",
             "stage.model.adapters",
-            "stage.model.options",
         }
     )
     | {"interop.table"},  # of tensors on the hub, and its config.json

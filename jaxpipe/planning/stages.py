@@ -68,9 +68,8 @@ from jaxpipe.stage.functions import StageFunction, StageFunctions
 from jaxpipe.stage.identity import function_key
 from jaxpipe.stage.jaxprs import is_attention_kernel, is_exchange
 from jaxpipe.stage.model.layer import Layer, Model
-from jaxpipe.stage.model.links import StageLinks, links_of
 from jaxpipe.stage.model.params import compute_avals
-from jaxpipe.stage.model.plan import Cut
+from jaxpipe.stage.model.plan import Cut, StageLinks, links_of
 from jaxpipe.stage.split.policies import per_stage
 from jaxpipe.train.assemble import Planner, shards_of, spread_over, stage_planner
 from jaxpipe.train.config import TrainConfig

@@ -24,7 +24,7 @@ from jaxpipe.schedule import Action, Braid, Schedule, Slot, check_schedule, op_s
 from jaxpipe.schedule.deps import collector_paused
 from jaxpipe.stage.compiled.footprint import device_bytes
 from jaxpipe.stage.functions import SHARED, AnyFunction, Braids, Parts, Port, StageFunctions
-from jaxpipe.stage.model.links import stage_edges
+from jaxpipe.stage.model.plan import stage_edges
 from jaxpipe.text import arrows
 
 _READ_KINDS, _WRITTEN_KINDS = ("x", "dy", "user"), ("y", "dx", "user")

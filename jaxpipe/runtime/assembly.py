@@ -46,11 +46,9 @@ from jaxpipe.stage.compiled.recompute_report import PolicyCost, compare_policies
 from jaxpipe.stage.functions import Metrics, Port, StageFunction, StageFunctions
 from jaxpipe.stage.instructions import with_instructions
 from jaxpipe.stage.jaxprs import array_leaves, fill
-from jaxpipe.stage.model.layer import Layer, Model, Params, Path, taken_by
-from jaxpipe.stage.model.links import loss_factor
-from jaxpipe.stage.model.options import check_dtype
+from jaxpipe.stage.model.layer import Layer, Model, Params, Path, check_dtype, taken_by
 from jaxpipe.stage.model.params import ParamLayout, compute_avals, stage_params
-from jaxpipe.stage.model.plan import Cut, StagePlan, analytic_layer_costs, checked_cut, cut
+from jaxpipe.stage.model.plan import Cut, StagePlan, analytic_layer_costs, checked_cut, cut, loss_factor
 from jaxpipe.stage.model.reference import combined, model_output, read_by, weights_of
 from jaxpipe.stage.split.policies import STANDARD
 

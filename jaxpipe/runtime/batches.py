@@ -15,7 +15,7 @@ from jaxpipe.context_parallel import joined_times
 from jaxpipe.errors import ProgramError
 from jaxpipe.mesh import TensorParallel, batch_sharded, replicated
 from jaxpipe.stage.functions import StageFunctions
-from jaxpipe.stage.model.options import divisors
+from jaxpipe.stage.model.layer import divisors
 
 Batch = Mapping[str, np.ndarray | jax.Array]
 """Arrays ``[microbatches, microbatch size, …]`` by name."""

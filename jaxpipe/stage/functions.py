@@ -33,8 +33,8 @@ import jax
 from jaxpipe._jax_compat import ClosedJaxpr
 from jaxpipe.mesh import AXES, DATA, TP, AnyMesh, device_sharded, replicated
 from jaxpipe.stage.jaxprs import array_leaves
-from jaxpipe.stage.model.links import StageLinks
 from jaxpipe.stage.model.params import ParamLayout
+from jaxpipe.stage.model.plan import StageLinks
 from jaxpipe.stage.weave.weaver import CoveredCollective
 
 Metrics = Mapping[str, tuple[int, int]]

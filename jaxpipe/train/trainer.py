@@ -33,8 +33,7 @@ from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.runtime.transfer import OFFLOAD_ALL, OffloadOptions
 from jaxpipe.schedule import Schedule, Timeline, generate
 from jaxpipe.schedule.families.family import Family, family_named
-from jaxpipe.stage.model.layer import Layer, LeafRule, Model, Params, with_leaf_rules
-from jaxpipe.stage.model.options import check_dtype
+from jaxpipe.stage.model.layer import Layer, LeafRule, Model, Params, check_dtype, with_leaf_rules
 from jaxpipe.stage.model.params import by_path, nested
 from jaxpipe.stage.model.plan import StagePlan, param_avals
 from jaxpipe.stage.model.reference import init_params

@@ -108,7 +108,7 @@ def _dtypes(trial: Trial) -> None:
     from jaxpipe.errors import ConfigError
     from jaxpipe.interop.folder import DTYPES
     from jaxpipe.models.gpt import GPT
-    from jaxpipe.stage.model.options import check_dtype
+    from jaxpipe.stage.model.layer import check_dtype
     from jaxpipe.train.config import TrainConfig
     from jaxpipe.train.import_export import export_hub
 

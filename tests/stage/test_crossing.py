@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from jaxpipe._jax_compat import Var, aval_bytes
 from jaxpipe.stage.functions import Port
 from jaxpipe.stage.jaxprs import is_cheap
-from jaxpipe.stage.split.cuts import VALUE_BYTES, cheapest_moves
-from jaxpipe.stage.split.graph import Graph
+from jaxpipe.stage.split.graph import VALUE_BYTES, Graph, cheapest_moves
 from jaxpipe.stage.split.trace import StageTrace
 
 

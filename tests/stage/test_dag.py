@@ -22,9 +22,8 @@ from jaxpipe.schedule.passes import unbraid
 from jaxpipe.stage.compiled.braid import braid
 from jaxpipe.stage.compiled.compile import BuildCache
 from jaxpipe.stage.model.layer import Layer, LayerContext, Model
-from jaxpipe.stage.model.links import links_of, stage_edges
 from jaxpipe.stage.model.params import compute_avals
-from jaxpipe.stage.model.plan import cut
+from jaxpipe.stage.model.plan import cut, links_of, stage_edges
 from jaxpipe.stage.model.reference import apply_model, init_params, model_output
 from jaxpipe.train.step import TrainStep
 from tests.support.metrics import metrics_of

@@ -25,7 +25,7 @@ from jaxpipe.stage.compiled.recompute_report import remarks
 from jaxpipe.stage.functions import StageFunctions
 from jaxpipe.stage.model.adapters import from_nnx
 from jaxpipe.stage.model.layer import Layer, LayerContext, Model
-from jaxpipe.stage.model.links import links_of
+from jaxpipe.stage.model.plan import links_of
 from jaxpipe.stage.model.reference import init_params
 from jaxpipe.stage.split.policies import POLICIES
 from models.gpt import GPT

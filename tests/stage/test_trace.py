@@ -19,7 +19,7 @@ from jaxpipe.stage.compiled.compile import BuildCache, build_all, build_stage_fu
 from jaxpipe.stage.functions import Port, StageFunctions
 from jaxpipe.stage.jaxprs import RANDOM_WORD, TRANSCENDENTAL, jaxpr_flops
 from jaxpipe.stage.model.layer import Layer
-from jaxpipe.stage.model.links import links_of
+from jaxpipe.stage.model.plan import links_of
 from jaxpipe.stage.split.trace import layer_key
 from tests.support import toy_stages as toy
 

@@ -19,9 +19,8 @@ from jaxpipe.mesh import TP, TensorParallel, pipeline_submeshes
 from jaxpipe.stage.compiled.compile import build_all
 from jaxpipe.stage.functions import StageFunctions
 from jaxpipe.stage.model.reference import resolve_model
-from jaxpipe.stage.weave.lanes import Node, best_order, covers, uncovered
 from jaxpipe.stage.weave.units import Chunk, Collective, PartGraph, cut_threshold, is_heavy, units_of
-from jaxpipe.stage.weave.weaver import GPU_OVERLAP_OPTIONS, WovenJaxpr, weave
+from jaxpipe.stage.weave.weaver import GPU_OVERLAP_OPTIONS, Node, WovenJaxpr, best_order, covers, uncovered, weave
 
 GPT, LLAMA = "models.gpt:GPT", "models.llama:Llama"
 SMALL = {"d_model": 16, "num_heads": 4, "num_layers": 1, "seq_len": 8, "vocab_size": 16}

@@ -9,8 +9,8 @@ import numpy as np
 
 from jaxpipe.schedule import Placement
 from jaxpipe.stage.functions import Port, StageFunction, StageFunctions
-from jaxpipe.stage.model.links import StageLinks
 from jaxpipe.stage.model.params import ParamLayout
+from jaxpipe.stage.model.plan import StageLinks
 
 AVAL = jax.ShapeDtypeStruct((2,), np.dtype("float32"))
 

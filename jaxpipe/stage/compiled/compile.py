@@ -33,8 +33,8 @@ from jaxpipe.stage.functions import IN_PLACE, SHARED, Homes, Port, StageFunction
 from jaxpipe.stage.identity import ById, function_key, value_key
 from jaxpipe.stage.jaxprs import array_leaves, fill, is_array, jaxpr_flops
 from jaxpipe.stage.model.layer import Layer, Params
-from jaxpipe.stage.model.links import StageLinks, links_of, loss_factor
 from jaxpipe.stage.model.params import ParamLayout, stage_params
+from jaxpipe.stage.model.plan import StageLinks, links_of, loss_factor
 from jaxpipe.stage.split.graph import StagePart
 from jaxpipe.stage.split.policies import ingredients, per_stage
 from jaxpipe.stage.split.recompute import policy
@@ -87,7 +87,7 @@ def build_stage_functions(
         layer_offset: index in the model of the first of them.
         param_avals: parameters by layer name, as shapes (or arrays), in the dtype the stage computes in; may hold the whole
             model's. Leaves tied to layers of other stages are taken from their owners where the layer does not hold a copy.
-        x: what enters (:meth:`~jaxpipe.stage.model.links.StageLinks.entering`). Leaves are ``ShapeDtypeStruct`` (global shapes)
+        x: what enters (:meth:`~jaxpipe.stage.model.plan.StageLinks.entering`). Leaves are ``ShapeDtypeStruct`` (global shapes)
             or static values.
         data_avals: all arrays of a microbatch by name, global shapes; the stage takes those its layers read.
         mesh: the rank's submesh with axes ``dp``, ``cp`` and ``tp``.
@@ -187,7 +187,7 @@ def with_factors(
     dtype: Any,
 ) -> dict[str, jax.ShapeDtypeStruct]:
     """Add to the arrays of a microbatch, where a model has several losses, a factor for the gradient of each that has one
-    (:func:`~jaxpipe.stage.model.links.loss_factor`), once a sequence."""
+    (:func:`~jaxpipe.stage.model.plan.loss_factor`), once a sequence."""
     losses = [
         (layers[k], learns)
         for layers, link in zip(stages, links, strict=True)

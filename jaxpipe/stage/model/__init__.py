@@ -5,8 +5,7 @@ from jaxpipe.lazy import exported
 __all__, __getattr__ = exported(
     __name__,
     layer="Layer LayerContext Matrix Model Params",
-    links="StageLinks links_of",
     params="ParamLayout",
-    plan="Cut StagePlan plan_stages",
+    plan="Cut StageLinks StagePlan links_of plan_stages",
     reference="apply_model init_params resolve_model",
 )

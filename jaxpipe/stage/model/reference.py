@@ -32,8 +32,7 @@ import numpy as np
 from jaxpipe import lazy
 from jaxpipe._jax_compat import eval_jaxpr, only_results
 from jaxpipe.errors import ConfigError, JaxpipeError, StageError
-from jaxpipe.stage.model.layer import Layer, LayerContext, Model, Params, given_to, taken_by
-from jaxpipe.stage.model.options import check_names, suggestion
+from jaxpipe.stage.model.layer import Layer, LayerContext, Model, Params, check_names, given_to, suggestion, taken_by
 from jaxpipe.stage.model.params import with_tied_leaves
 
 _STATIC = (bool, int, float, complex, str, bytes, Enum, np.dtype, type)

@@ -7,7 +7,7 @@ the whole stage.
 
 =============  ==================================================================================================
 ``none``       recompute no product, reduction, mask or exchange; elementwise work where fewer bytes are then saved
-               (``split/cuts.py``)
+               (``split/graph.py``)
 ``cheap``      recompute elementwise work, reductions and random masks (norms, activations, gates, dropout, softmax);
                save results of matrix products, convolutions, gathers, sorts and loops; of a product in float32 that is only
                read in bfloat16, the latter

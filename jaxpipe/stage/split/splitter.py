@@ -6,11 +6,11 @@ cross are the w-residuals. No equation of F runs again in B or W, except
 * what depends on parameters and constants alone (casts, transposed weights, masks, folded keys): recomputed where it is needed,
   so that no residual holds a parameter or a function of parameters;
 * views (reshape, broadcast, widening cast) of a value that is kept anyway: cheaper to redo than to keep;
-* elementwise work whose operands take fewer bytes than what it makes (``split/cuts.py``);
+* elementwise work whose operands take fewer bytes than what it makes (``split/graph.py``);
 * what a recompute policy forbids to save (``split/recompute.py``), recomputed once, in B if B needs it and in W if only
   W does.
 
-Then :mod:`jaxpipe.stage.split.cuts` moves cheap equations from W to B where fewer bytes cross (reductions to bias and scale
+Then :mod:`jaxpipe.stage.split.graph` moves cheap equations from W to B where fewer bytes cross (reductions to bias and scale
 gradients). A ``scan`` is divided like layers written out (``split/loops.py``); ``cond``, ``while`` and nested scans that yield
 both ``dx`` and parameter gradients go whole to B.
 
@@ -53,8 +53,7 @@ from jaxpipe._jax_compat import (
 )
 from jaxpipe.stage.functions import Port
 from jaxpipe.stage.jaxprs import called, reachable
-from jaxpipe.stage.split.cuts import cheapest_moves, leanest
-from jaxpipe.stage.split.graph import Graph, Level, Saveable, StagePart
+from jaxpipe.stage.split.graph import Graph, Level, Saveable, StagePart, cheapest_moves, leanest
 from jaxpipe.stage.split.loops import Loop, divide, is_mixed
 from jaxpipe.stage.split.policies import FINDS
 from jaxpipe.stage.split.recompute import RecomputePolicy

@@ -58,8 +58,8 @@ from jaxpipe.stage.functions import Homes, Metrics, Port, PortKind
 from jaxpipe.stage.identity import AtomKeys, equations_key, function_key, value_key
 from jaxpipe.stage.jaxprs import FlatJaxpr, array_leaves, called, fill, flatten, is_array, is_inexact
 from jaxpipe.stage.model.layer import Layer, LayerContext, Params, given_to
-from jaxpipe.stage.model.links import StageLinks, loss_factor
 from jaxpipe.stage.model.params import ParamLayout
+from jaxpipe.stage.model.plan import StageLinks, loss_factor
 from jaxpipe.stage.model.reference import calling
 from jaxpipe.stage.split.loops import hoist_fixed
 from jaxpipe.stage.split.sums import add_in_products, add_vectors

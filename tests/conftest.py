@@ -288,7 +288,8 @@ def one_build() -> Iterator[None]:
     makes of them is tested by child processes. Not for tests of what is compiled when, or with ``users_compiler``."""
     from jaxpipe.runtime import assembly
     from jaxpipe.stage.compiled.compile import BuildCache
-    from jaxpipe.train import assemble, import_export, setup, trainer, which_model
+    from jaxpipe.train import assemble, setup, trainer
+    from jaxpipe.train.checkpoints import which_model
 
     if not _shared:
         _shared.append(_Shared(BuildCache()))
@@ -297,7 +298,7 @@ def one_build() -> Iterator[None]:
     make, costs, digest, step_over, measured = (
         setup.resolve_model,
         assemble.analytic_layer_costs,
-        trainer.model_digest,
+        which_model.model_digest,
         setup.step_over,
         trainer.Trainer.measured,
     )
@@ -344,8 +345,7 @@ def one_build() -> Iterator[None]:
         patch.setattr(trainer.Trainer, "measured", lambda self, _=1: measured(self, 1))
         patch.setattr(assembly, "BuildCache", lambda: shared.cache)
         patch.setattr(assemble, "analytic_layer_costs", lambda model, size, _=None: costs(model, size, shared.flops))
-        for module in (import_export, setup, trainer, which_model):
-            patch.setattr(module, "model_digest", digest_once)
+        patch.setattr(which_model, "model_digest", digest_once)
         yield
     if changeable:  # another module may have other code of that name
         _shared.clear()

@@ -22,9 +22,8 @@ from jaxpipe.errors import ConfigError
 if TYPE_CHECKING:
     from jaxpipe.planning.predict import Prediction
     from jaxpipe.planning.roofline import Efficiency
-    from jaxpipe.planning.space import TuneResult
+    from jaxpipe.planning.space import Suggestion, Suggestions, TuneResult
     from jaxpipe.planning.stages import Stopwatch
-    from jaxpipe.planning.suggest import Suggestion, Suggestions
     from jaxpipe.planning.targets import Target
     from jaxpipe.train.config import TrainConfig
 
@@ -219,8 +218,8 @@ def run_plan(args: argparse.Namespace) -> None:
     target, efficiency, limit = machine_of(args, config)
     from jaxpipe.planning.predict import predict
     from jaxpipe.planning.report import assumptions
+    from jaxpipe.planning.space import suggest
     from jaxpipe.planning.stages import Compiler, stage_costs_of
-    from jaxpipe.planning.suggest import suggest
     from jaxpipe.train.import_export import completed
 
     config = completed(config)

@@ -9,8 +9,7 @@ __all__, __getattr__ = exported(
     __name__,
     predict="Prediction",
     roofline="Efficiency Work work_of",
-    space="Space TuneResult TuneTrial",
+    space="Space Suggestion Suggestions TuneResult TuneTrial",
     stages="StageCosts Stopwatch stage_costs_of",
-    suggest="Suggestion Suggestions",
     targets="TARGETS Chip Target find_target",
 )

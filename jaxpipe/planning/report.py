@@ -10,9 +10,8 @@ from typing import Any
 from jaxpipe.cost.memory import Kind, RankMemory
 from jaxpipe.planning.predict import Prediction
 from jaxpipe.planning.roofline import Efficiency
-from jaxpipe.planning.space import Space, TuneResult, TuneTrial, shown
+from jaxpipe.planning.space import Space, Suggestion, Suggestions, TuneResult, TuneTrial, shown
 from jaxpipe.planning.stages import StageCosts
-from jaxpipe.planning.suggest import Suggestion, Suggestions
 from jaxpipe.planning.targets import target_json
 from jaxpipe.text import aligned, format_bytes, format_seconds, mfu_text
 

@@ -45,9 +45,17 @@ from jaxpipe._jax_compat import backends_initialized
 from jaxpipe.errors import JaxpipeError
 from jaxpipe.interrupts import starting_children
 from jaxpipe.planning.predict import Prediction, PricedPlan, pipeline_s, predict, price_plan
-from jaxpipe.planning.space import OrderSettings, Settings, Space, Status, TuneResult, TuneTrial, trial_key
+from jaxpipe.planning.space import (
+    OrderSettings,
+    Settings,
+    Space,
+    Status,
+    TuneResult,
+    TuneTrial,
+    limit_in_activations,
+    trial_key,
+)
 from jaxpipe.planning.stages import StageCosts, planner
-from jaxpipe.planning.suggest import limit_in_activations
 from jaxpipe.schedule import CostProfile, Placement, Schedule, simulate
 from jaxpipe.schedule.ir import W
 from jaxpipe.schedule.memory import least_peaks, offloaded_share, static_bytes

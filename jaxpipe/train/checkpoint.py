@@ -21,20 +21,20 @@ import math
 import os
 import secrets
 import shutil
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from jaxpipe.errors import CheckpointError
 from jaxpipe.files import Closing, check_local
 from jaxpipe.runtime.processes import Processes, SingleProcess
 from jaxpipe.text import format_bytes
 from jaxpipe.train.checkpoints import contents, folders
-from jaxpipe.train.checkpoints.contents import Placement, PyTree, Snapshot
+from jaxpipe.train.checkpoints.contents import DamagedCheckpointError, Placement, PyTree, Snapshot
 from jaxpipe.train.checkpoints.folders import Intact, find, load_params, read_manifest
 
 __all__ = ["Checkpoint", "CheckpointStore", "Intact", "find", "load_params", "read_manifest"]
@@ -42,6 +42,7 @@ __all__ = ["Checkpoint", "CheckpointStore", "Intact", "find", "load_params", "re
 _Content: TypeAlias = tuple[float | None, dict[str, Any], Mapping[str, Snapshot]]
 """Evaluation loss, ``meta``, and the groups of trees."""
 _ALONE = SingleProcess()
+_Read = TypeVar("_Read")
 
 
 @dataclass(frozen=True, slots=True)
@@ -335,3 +336,38 @@ def _load(
         group: folders.load_group(folder, group, manifest, like, sharding, only.get(group)) for group in contents.GROUPS
     }
     return Checkpoint(manifest.step, **trees, meta=manifest.meta, eval_loss=manifest.eval_loss, path=folder)
+
+
+def newest(store: CheckpointStore, warn: Callable[[str], None], before: int | None = None) -> int | None:
+    """Return the newest intact step, of those below ``before``; None if there is no checkpoint. ``warn`` is told of each
+    damaged one passed over.
+
+    Raises:
+        CheckpointError: none is intact, or a newer one can't be read now.
+    """
+    intact = store.latest_intact(before)
+    if intact.step is None and intact.warnings:
+        raise CheckpointError(
+            f"{store.directory}: no checkpoint is intact ({'; '.join(intact.warnings)}); choose another directory"
+        )
+    for warning in intact.warnings:
+        warn(warning)
+    return intact.step
+
+
+def undamaged(store: CheckpointStore, step: int, read: Callable[[int], _Read], warn: Callable[[str], None]) -> _Read:
+    """``read(step)``; where the files of a checkpoint match their checksums and its arrays are damaged all the same, that of
+    the newest intact one below its step, of which ``warn`` is told.
+
+    Raises:
+        CheckpointError: as ``read``; DamagedCheckpointError where there is no older one.
+    """
+    while True:
+        try:
+            return read(step)
+        except DamagedCheckpointError as error:
+            before = newest(store, warn, step)
+            if before is None:
+                raise
+            warn(f"passed over step {step}: {error.__cause__ or error}")
+            step = before

@@ -31,7 +31,7 @@ from jaxpipe.stage.model.plan import cut
 from jaxpipe.stage.model.reference import init_params, last_readers, logits, named_metrics, run_layers
 from jaxpipe.train.checkpoints.contents import Manifest, read_manifest_of
 from jaxpipe.train.checkpoints.folders import StepName, find, load_group, reading
-from jaxpipe.train.checkpoints.stored import placed_layers, stored_params
+from jaxpipe.train.checkpoints.which_model import check_model, importable, names_model, placed_layers, stored_params
 from jaxpipe.train.config import TrainConfig, known_settings
 from jaxpipe.train.corpora import ngram
 from jaxpipe.train.corpora.datasets import load_dataset
@@ -41,7 +41,6 @@ from jaxpipe.train.data import Batch, Dataset
 from jaxpipe.train.devices import limit_bytes
 from jaxpipe.train.settings.sections import ModelConfig, names_function
 from jaxpipe.train.setup import build_model, check_tokens, read_by
-from jaxpipe.train.which_model import check_model, importable, names_model
 
 _SHARE = 0.8
 """The fraction of a device's memory that parameters may take."""

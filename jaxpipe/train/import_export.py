@@ -33,9 +33,8 @@ from jaxpipe.interop.table import Tensor, hugging_face_of, leaf_shapes, rows_by_
 from jaxpipe.stage.model.layer import Model, Params
 from jaxpipe.stage.model.params import by_path, get_leaf
 from jaxpipe.stage.model.reference import ours
-from jaxpipe.train.checkpoints import contents, folders
+from jaxpipe.train.checkpoints import contents, folders, which_model
 from jaxpipe.train.checkpoints.contents import Manifest
-from jaxpipe.train.checkpoints.stored import Likeness, likeness, model_digest, stored_params
 from jaxpipe.train.config import TrainConfig, known_settings
 from jaxpipe.train.corpora.documents import BadRecordError, in_groups
 from jaxpipe.train.corpora.encoding import ChatTemplate, ends_of, find_template
@@ -44,7 +43,6 @@ from jaxpipe.train.corpora.tokenizers import Tokenizer, load_tokenizer, stored_t
 from jaxpipe.train.evaluate import Trained, described
 from jaxpipe.train.settings.sections import DataConfig, names_function
 from jaxpipe.train.setup import build_model
-from jaxpipe.train.which_model import importable, known_origin, provenance
 
 _PART_BYTES = 2**27
 _SEQ_LEN = 1024
@@ -74,16 +72,16 @@ def import_hub(folder: Path, out: Path, *, target: str | None = None, seq_len: i
     tokenizer = load_tokenizer(_tokenizer_of(hub))
     model = build_model(config, tokenizer.vocab_size)
     options = {"seq_len": config.data.seq_len, **config.model.options}
-    weights = weights_of(hub, options, stored_params(model))
+    weights = weights_of(hub, options, which_model.stored_params(model))
     with hf.new_folder(out) as temporary:
         hf.copy_files(hub.folder, temporary / hf.TOKENIZER)
         meta = {
             "jaxpipe": __version__,
-            "program": model_digest(model),
+            "program": which_model.model_digest(model),
             "config": config.to_dict(),
             "tokenizer": stored_tokenizer(tokenizer),
             "imported": str(folder.absolute()),
-            **provenance(config),
+            **which_model.provenance(config),
         }
         _write_run(folders.folder_of(temporary / "checkpoints", 0), weights, meta)
         text = f"# Written by jaxpipe import, of {str(folder.absolute())!a}\n{config.to_toml()}"  # a line break ends a comment
@@ -175,7 +173,7 @@ def completed(config: TrainConfig, meta: Mapping[str, Any] | None = None) -> Tra
             )
         target, options = named, stored.get("model", {}).get("options", {})
         if not config.says("model.target"):
-            target = importable(meta, "model", target, config.run.init_from, "model.target=")
+            target = which_model.importable(meta, "model", target, config.run.init_from, "model.target=")
         tokenizer = stored.get("data", {}).get("tokenizer", _DEFAULT.data.tokenizer)
         if meta.get("saved_by") == "Trainer" and tokenizer.startswith("ids:"):
             tokenizer = config.data.tokenizer  # none was given
@@ -206,7 +204,7 @@ def initial_params(
         ConfigError, CheckpointError: they can't be read, or are of another model.
     """
     path, step = folders.split_step(config.run.init_from or "")
-    like = stored_params(model)
+    like = which_model.stored_params(model)
     if is_hub(path):
         options = {"vocab_size": model.vocab_size, "seq_len": config.data.seq_len, **config.model.options}
         weights = weights_of(open_hub(path, config.model.target), options, like)
@@ -216,7 +214,8 @@ def initial_params(
 
     def read(folder: Path) -> dict[str, Params]:
         manifest = contents.read_manifest_of(folder)
-        if likeness(manifest.meta, model_digest(model, training=False)) is not Likeness.SAME:
+        likeness = which_model.likeness(manifest.meta, which_model.model_digest(model, training=False))
+        if likeness is not which_model.Likeness.SAME:
             _check_origin(folder, config, note)
         return folders.load_group(folder, "params", manifest, {"params": like}, None, layers)
 
@@ -269,7 +268,7 @@ def export_hub(
     """
     if dtype not in hf.DTYPES:
         raise ConfigError(f"dtype is {dtype!r}; want {', '.join(hf.DTYPES)}")
-    if isinstance(model, Model) and known_origin(model) is None:
+    if isinstance(model, Model) and which_model.known_origin(model) is None:
         raise ConfigError(
             f"{model.name} does not say what makes it, and the file of that says how it lies in folders of the hub; give "
             "model='module:function'"
@@ -292,7 +291,7 @@ def _write_folder(
     exchange = hugging_face_of(config.model.target)
     options = {"vocab_size": trained.tokenizer.vocab_size, "seq_len": config.data.seq_len, **config.model.options}
     hub_config = exchange.config(options)
-    like = stored_params(trained.model)
+    like = which_model.stored_params(trained.model)
     if problems := contents.list_differences(manifest.layers["params"], manifest.leaves["params"], like):
         raise ConfigError(f"checkpoint {folder} does not fit its model: {problems[0]}")
     shapes = leaf_shapes(like)

@@ -27,7 +27,7 @@ from jaxpipe.stage.model.plan import StagePlan, analytic_layer_costs
 from jaxpipe.stage.model.reference import resolve_model
 from jaxpipe.text import format_bytes, format_seconds
 from jaxpipe.train.assemble import Progress, ScheduleDraft, assemble, choose, order_for_link, spread_over, stage_planner
-from jaxpipe.train.checkpoints.stored import model_digest
+from jaxpipe.train.checkpoints import which_model
 from jaxpipe.train.config import TrainConfig
 from jaxpipe.train.corpora.datasets import MixedDataset, data_remarks, load_dataset
 from jaxpipe.train.corpora.tokenizers import continued_tokenizer
@@ -39,7 +39,6 @@ from jaxpipe.train.settings.sections import PipelineConfig
 from jaxpipe.train.step import TrainStep
 from jaxpipe.train.trainer import Trainer
 from jaxpipe.train.update.optimizer import DecayRule, optimizer_of, optimizer_remarks, rate_of
-from jaxpipe.train.which_model import provenance
 
 
 @dataclass(frozen=True)
@@ -60,12 +59,12 @@ class Prepared:
     @cached_property
     def program(self) -> dict[str, str]:
         """The digest of what the model computes, by which checkpoints know it again."""
-        return model_digest(self.model)
+        return which_model.model_digest(self.model)
 
     @cached_property
     def provenance(self) -> dict[str, Any]:
         """What checkpoints keep of the code beside it."""
-        return provenance(self.config)
+        return which_model.provenance(self.config)
 
 
 def with_mask(config: TrainConfig, vocab_size: int, *, has_chats: bool) -> TrainConfig:

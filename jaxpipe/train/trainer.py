@@ -48,16 +48,8 @@ from jaxpipe.train.assemble import (
     stage_planner,
     with_edges,
 )
-from jaxpipe.train.checkpoint import Checkpoint, CheckpointStore, read_manifest
-from jaxpipe.train.checkpoints.stored import (
-    Likeness,
-    likeness,
-    load_state,
-    model_digest,
-    newest,
-    placed_layers,
-    undamaged,
-)
+from jaxpipe.train.checkpoint import Checkpoint, CheckpointStore, newest, read_manifest, undamaged
+from jaxpipe.train.checkpoints import which_model
 from jaxpipe.train.corpora.tokenizers import Tokenizer, load_tokenizer
 from jaxpipe.train.data import Data
 from jaxpipe.train.devices import device_errors, find_devices, limit_remark, request_devices
@@ -67,7 +59,6 @@ from jaxpipe.train.settings.sections import ModelConfig, PassesConfig, PipelineC
 from jaxpipe.train.state import StepMetrics, TrainState
 from jaxpipe.train.step import TrainStep
 from jaxpipe.train.update.optimizer import ema_of, with_ema
-from jaxpipe.train.which_model import checked_origin, known_origin, not_compared, stored_meta
 
 
 class Trainer(Closing):
@@ -211,7 +202,7 @@ class Trainer(Closing):
         if devices is None:
             devices = _devices(pipe.num_devices, platform, shards)
         with saying(progress, f"cutting and tracing {model.name}"):
-            self._named_origin = None if target is None else checked_origin(source, target, target_options)
+            self._named_origin = None if target is None else which_model.checked_origin(source, target, target_options)
             model = spread_over(pipe, model)
             planner = (lambda *_: cut) if isinstance(cut, StagePlan) else stage_planner(pipe, model, microbatch_size)
             draft, plan = choose(pipe, model, planner, schedule=schedule_value)
@@ -294,12 +285,12 @@ class Trainer(Closing):
     @cached_property
     def program(self) -> dict[str, str]:
         """The digest of what the model computes, by which checkpoints know it again."""
-        return model_digest(self.model)
+        return which_model.model_digest(self.model)
 
     @cached_property
     def origin(self) -> ModelConfig | None:
         """The function and the options that make the model, which checkpoints keep; None where that is not known."""
-        return self._named_origin or known_origin(self._source)
+        return self._named_origin or which_model.known_origin(self._source)
 
     def _saying(self, doing: str) -> AbstractContextManager[None]:
         """Says while the block lasts that it is ``doing`` something, if that is for the first time, which compiles."""
@@ -524,7 +515,10 @@ class Trainer(Closing):
         self._data = data or self._data
         self._tokenizer = self._tokenizer if tokenizer is None else load_tokenizer(str(tokenizer))
         with self._saying("tracing the model for its checkpoints"):
-            _, meta_of_model = self.program, stored_meta(self.model, self.origin, self._tokenizer, self._data)
+            _, meta_of_model = (
+                self.program,
+                which_model.stored_meta(self.model, self.origin, self._tokenizer, self._data),
+            )
         # Said once, and not at every save: the checkpoint is whole, only the verbs need a name for its model.
         if self.origin is None and self.progress is not None and "save" not in self._begun:
             self._begun.add("save")
@@ -580,20 +574,22 @@ class Trainer(Closing):
 
         def read(at: int) -> Checkpoint:
             meta = read_manifest(store.path(at)).meta
-            like = likeness(meta, self.program)
-            if same_model and like is Likeness.OTHER:
+            like = which_model.likeness(meta, self.program)
+            if same_model and like is which_model.Likeness.OTHER:
                 raise CheckpointError(
                     f"{store.path(at)} is of another model: it computes something else than {self.model.name} does now; use "
                     "that model, another directory, or same_model=False if the difference is meant"
                 )
-            if same_model and like is Likeness.TRAINS_OTHERWISE:
+            if same_model and like is which_model.Likeness.TRAINS_OTHERWISE:
                 warn(f"{self.model.name} {like.value} when {store.path(at)} was saved")
-            if same_model and like is Likeness.UNKNOWN:
-                warn(not_compared(meta, self.model.name, store.path(at)))
+            if same_model and like is which_model.Likeness.UNKNOWN:
+                warn(which_model.not_compared(meta, self.model.name, store.path(at)))
             mine = None
             if self.pipeline.ownership.divided:
-                mine = placed_layers(x for _, s in self.pipeline.own_instances for x in self.pipeline.layers(s))
-            return load_state(store, at, self.model, self.optimizer, self.pipeline.master_dtype, mine)
+                mine = which_model.placed_layers(
+                    x for _, s in self.pipeline.own_instances for x in self.pipeline.layers(s)
+                )
+            return which_model.load_state(store, at, self.model, self.optimizer, self.pipeline.master_dtype, mine)
 
         loaded = undamaged(store, at, read, warn) if step is None else read(at)
         extra = loaded.meta.get("extra")

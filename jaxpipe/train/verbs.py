@@ -16,13 +16,13 @@ from jaxpipe.errors import ConfigError
 from jaxpipe.interop.hub import is_hub
 from jaxpipe.stage.model.layer import Model, Params
 from jaxpipe.train.checkpoints.folders import StepName, split_step
+from jaxpipe.train.checkpoints.which_model import known_origin
 from jaxpipe.train.config import TrainConfig
 from jaxpipe.train.corpora.datasets import load_dataset
 from jaxpipe.train.data import Data
 from jaxpipe.train.evaluate import Trained, held_out_score, load_data, load_trained
 from jaxpipe.train.import_export import Exported, Imported, export_hub, import_hub, initial_params
 from jaxpipe.train.setup import read_by
-from jaxpipe.train.which_model import known_origin
 
 _GIGABYTE = 10**9
 

@@ -44,7 +44,7 @@ _Description = tuple[tuple[str, float], ...]
 def _model(trial: Trial) -> None:
     """A model made again from the same description is the same; from another one it is not, and a change that only training
     sees is told from one that evaluation sees."""
-    from jaxpipe.train.checkpoints.stored import likeness, model_digest
+    from jaxpipe.train.checkpoints.which_model import likeness, model_digest
 
     rng = trial.rng
     description = tuple((rng.choice(_OPS), _number(rng)) for _ in range(rng.randint(1, 4)))

@@ -240,10 +240,9 @@ def _target(trial: Trial) -> None:
     from jaxpipe.models.gpt import GPT
     from jaxpipe.models.llama import Llama
     from jaxpipe.train.checkpoints.contents import strict_json
-    from jaxpipe.train.checkpoints.stored import model_digest
+    from jaxpipe.train.checkpoints.which_model import known_origin, model_digest, stored_meta
     from jaxpipe.train.config import TrainConfig
     from jaxpipe.train.setup import build_model
-    from jaxpipe.train.which_model import known_origin, stored_meta
 
     rng = trial.rng
     kind = rng.choice(("gpt", "llama"))

@@ -27,7 +27,7 @@ from jaxpipe.stage.model.layer import Model
 from jaxpipe.stage.model.plan import plan_stages
 from jaxpipe.stage.model.reference import logits, resolve_model
 from jaxpipe.train.checkpoint import load_params, read_manifest
-from jaxpipe.train.checkpoints.stored import stored_params
+from jaxpipe.train.checkpoints.which_model import stored_params
 from jaxpipe.train.config import TrainConfig, load_config
 from jaxpipe.train.corpora.tokenizers import load_tokenizer
 from jaxpipe.train.evaluate import generate as generate_text

@@ -19,7 +19,7 @@ from hypothesis import given
 from jaxpipe import Trainer
 from jaxpipe.stage.model.reference import apply_model, init_params, resolve_model
 from jaxpipe.tensor_parallel import ids_as_before
-from jaxpipe.train.checkpoints.stored import model_digest
+from jaxpipe.train.checkpoints.which_model import model_digest
 from jaxpipe.train.state import TrainState
 
 pytestmark = pytest.mark.usefixtures("one_build")

@@ -26,8 +26,8 @@ from jaxpipe.errors import ConfigError
 from jaxpipe.planning.predict import Prediction, predict
 from jaxpipe.planning.report import assumptions, prediction_text
 from jaxpipe.planning.roofline import Efficiency, Work, work_of
+from jaxpipe.planning.space import suggest
 from jaxpipe.planning.stages import Compiler, PlannedStage, StageCosts, planner, stage_costs_of
-from jaxpipe.planning.suggest import suggest
 from jaxpipe.planning.targets import TARGETS, Target, device_text, find_target, target_json
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.schedule import Braid, CostProfile, generate, read_costs, read_schedule, simulate

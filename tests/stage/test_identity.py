@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxpipe.stage.identity import program_digest
-from jaxpipe.train.checkpoints.stored import model_digest
+from jaxpipe.train.checkpoints.which_model import model_digest
 from models.gpt import GPT
 from tests.support.train_runs import ROOT
 
@@ -64,7 +64,7 @@ def test_digests_tell_what_is_computed(function: Callable[..., Any], other: Call
 
 def test_digests_are_the_same_in_another_process() -> None:
     code = (
-        "from models.gpt import GPT; from jaxpipe.train.checkpoints.stored import model_digest; "
+        "from models.gpt import GPT; from jaxpipe.train.checkpoints.which_model import model_digest; "
         f"print(model_digest(GPT(**{TINY})))"
     )
     child = subprocess.run(

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from jaxpipe.errors import AgreedError
 from jaxpipe.runtime.processes import Processes
 from jaxpipe.train import loop
-from jaxpipe.train.checkpoints.stored import model_digest
+from jaxpipe.train.checkpoints.which_model import model_digest
 from jaxpipe.train.devices import number_settings
 from jaxpipe.train.loop import train
 from jaxpipe.train.run import agreement

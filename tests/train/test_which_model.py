@@ -26,7 +26,7 @@ from jaxpipe.schedule import generate, write_schedule
 from jaxpipe.stage.model.reference import offered, resolve_model, source_of
 from jaxpipe.train.checkpoint import CheckpointStore
 from jaxpipe.train.checkpoints.contents import read_manifest_of
-from jaxpipe.train.checkpoints.stored import Likeness, likeness, model_digest
+from jaxpipe.train.checkpoints.which_model import Likeness, likeness, model_digest
 from jaxpipe.train.config import load_config
 from jaxpipe.train.evaluate import load_trained
 from jaxpipe.train.import_export import completed

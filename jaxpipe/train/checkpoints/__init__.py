@@ -6,5 +6,5 @@ __all__, __getattr__ = exported(
     __name__,
     contents="Manifest Placement PyTree",
     folders="Intact StepName find load_group reading",
-    stored="Likeness likeness load_state model_digest stored_params",
+    which_model="Likeness likeness load_state model_digest stored_params",
 )

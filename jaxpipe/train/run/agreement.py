@@ -104,7 +104,7 @@ def agree_on_data(processes: Processes, fingerprint: str) -> None:
 
 def agree_on_model(processes: Processes, target: str, program: Callable[[], Mapping[str, str]]) -> None:
     """Raises AgreedError if the models that the processes have made compute or learn something else. ``program``: the digest
-    (:func:`~jaxpipe.train.checkpoints.stored.model_digest`) of the one here."""
+    (:func:`~jaxpipe.train.checkpoints.which_model.model_digest`) of the one here."""
     if processes.number > 1:
         digests = {f"{target}: digest of {name}": digest[:12] for name, digest in program().items()}
         processes.require_equal("model", digests, "give all the same code of the model")

@@ -34,9 +34,9 @@ from jaxpipe.schedule.passes.braid import fused_stages
 from jaxpipe.stage.model.layer import Params
 from jaxpipe.stage.model.plan import Cut
 from jaxpipe.stage.model.reference import ours
-from jaxpipe.train.checkpoint import CheckpointStore, read_manifest
+from jaxpipe.train.checkpoint import CheckpointStore, newest, read_manifest, undamaged
+from jaxpipe.train.checkpoints import which_model
 from jaxpipe.train.checkpoints.contents import Manifest
-from jaxpipe.train.checkpoints.stored import Likeness, likeness, load_state, newest, placed_layers, undamaged
 from jaxpipe.train.config import TrainConfig, known_settings
 from jaxpipe.train.corpora.tokenizers import stored_tokenizer
 from jaxpipe.train.data import DataState, Stream
@@ -47,7 +47,6 @@ from jaxpipe.train.setup import Prepared
 from jaxpipe.train.state import TrainState
 from jaxpipe.train.trainer import Trainer
 from jaxpipe.train.update.optimizer import DECAY_RULES, DecayRule, optimizer_of, rate_of
-from jaxpipe.train.which_model import changed_settings, not_compared, stored_source
 
 Note = Callable[[str], None]
 
@@ -154,7 +153,7 @@ def _resumed(prepared: Prepared, origin: Manifest, store: CheckpointStore, note:
     batches = _batches(prepared, state)
     mine = _own_layers(prepared, store.processes)
     optimizer = None if imported else optimizer_of(prepared.config, prepared.model.stored)
-    loaded = load_state(store, origin.step, prepared.model, optimizer, layers=mine)
+    loaded = which_model.load_state(store, origin.step, prepared.model, optimizer, layers=mine)
     if remark := moved_rate(meta["config"], prepared.config, _updates_done(loaded.optimizer, origin.step)):
         remarks.append(remark)
     for remark in remarks:
@@ -215,7 +214,7 @@ def _own_layers(prepared: Prepared, processes: Processes) -> set[str] | None:
     placement, cut = prepared.schedule.placement, prepared.plan.cut
     ranks = processes.ranks(prepared.schedule.num_ranks)[processes.mine]
     stages = [cut[stage] for rank in ranks for stage in placement.stages_of(rank)]
-    return placed_layers(layer for start, stop in stages for layer in prepared.model.layers[start:stop])
+    return which_model.placed_layers(layer for start, stop in stages for layer in prepared.model.layers[start:stop])
 
 
 def backwards_of(schedule: Schedule, cut: Cut) -> dict[str, Any]:
@@ -257,27 +256,28 @@ def _compare(prepared: Prepared, origin: Manifest) -> list[str]:
     ):
         changes.pop("data.tokenizer", None)  # the same one under another path
     model = {key: change for key, change in changes.items() if key.startswith("model.") or key == "data.tokenizer"}
-    like = likeness(origin.meta, prepared.program)
-    then_in, now_in = stored_source(origin.meta, "model"), prepared.provenance["sources"]["model"]
+    like = which_model.likeness(origin.meta, prepared.program)
+    then_in, now_in = which_model.stored_source(origin.meta, "model"), prepared.provenance["sources"]["model"]
     if then_in is not None and then_in.get("home") != now_in["home"]:
         model["model.target"] = (str(then_in.get("file")), now_in["file"])  # one name, and another module
-    if model and (like is Likeness.OTHER or like is Likeness.UNKNOWN):
+    if model and (like is which_model.Likeness.OTHER or like is which_model.Likeness.UNKNOWN):
         listed = ", ".join(f"{key} is {new}, was {old:.60}" for key, (old, new) in model.items())
         raise CheckpointError(
             f"run.out_dir={prepared.config.run.out_dir} holds a checkpoint (step {origin.step}) of another model: {listed}; "
             "restore it, or choose another run.out_dir"
         )
     target, step = prepared.config.model.target, origin.step
-    settings = changed_settings(origin.meta)
+    settings = which_model.changed_settings(origin.meta)
     named = [
         f"{key} {old:.60} → {new}"
         for key, (old, new) in changes.items()
         if key in model or not key.startswith((*_WHERE, *_HOW_OFTEN))
     ]
     remarks = {
-        f"warning: {target} {like.value} when step {step} was saved": like is Likeness.OTHER
-        or (like is Likeness.TRAINS_OTHERWISE and not model),
-        f"warning: {not_compared(origin.meta, target, f'step {step}')}": like is Likeness.UNKNOWN,
+        f"warning: {target} {like.value} when step {step} was saved": like is which_model.Likeness.OTHER
+        or (like is which_model.Likeness.TRAINS_OTHERWISE and not model),
+        f"warning: {which_model.not_compared(origin.meta, target, f'step {step}')}": like
+        is which_model.Likeness.UNKNOWN,
         f"warning: JAX's settings are other than at step {step}: {settings}": bool(settings),
         f"resuming with changes: {', '.join(named)}": bool(named),
         f"settings of step {step} that this version does not know are ignored: {', '.join(unknown)}": bool(unknown),

@@ -31,7 +31,7 @@ from jaxpipe.schedule.passes import separate_gradients
 from jaxpipe.schedule.placement import Placement, one_to_one
 from jaxpipe.schedule.simulate import simulate
 from jaxpipe.schedule.timeline import MEMORY, Objective, Timeline, at_most, close, how_many, nine_digits, order_key
-from jaxpipe.search.bounds import lower_bound, span_lower_bound
+from jaxpipe.search.bounds import lower_bounds
 from jaxpipe.search.budget import OutOfTimeError
 
 Costs = CostProfile | Callable[[Placement], CostProfile] | None
@@ -346,9 +346,7 @@ def bounds_within(
     """
     # schedules above the limit by rounding count as within it, so the bound must hold for them
     limit = None if memory_limit in (None, float("inf")) else memory_limit * (1 + MEMORY)
-    bounds = (lower_bound, span_lower_bound)
-    makespan, span = (find(placement, microbatches, costs, memory_limit=limit, offload=offload) for find in bounds)
-    return makespan, span
+    return lower_bounds(placement, microbatches, costs, memory_limit=limit, offload=offload)
 
 
 def best_of_family(

@@ -322,14 +322,18 @@ _LARGEST = 5
 def searched(ranks: int, most: float) -> Iterator[BuildingBlock]:
     """Yield the blocks that don't collide and whose first rank may live with ``most`` chunks, longest lifespans first."""
     blocks = []
+    # by how much flows drift apart down to each rank, and the residues of that, whatever the first rank's pattern
+    ways = []
+    for down in _offsets(ranks):
+        drifts = [*accumulate((offset + 1 for offset in down), initial=0)]
+        ways.append((down, drifts[-1], {drift % T for drift in drifts}))
     for f1, b1, b0 in permutations(range(1, T), 3):
         offsets = {(x - y) % T for x in (f1, b0) for y in (0, b1)}  # flows that come up, less those that go down
         middle = _turn(b1 - f1)
-        for down in _offsets(ranks):
-            drifts = list(accumulate(down, lambda drift, offset: drift + offset + 1, initial=0))
-            first, last = _turn(f1 - drifts[-1]), _turn(b0 - b1 - drifts[-1])
-            spans = 2 * drifts[-1] + first + middle + last + 1, middle + 1
-            if sum(-(-span // T) for span in spans) - 1 <= most and all(drift % T not in offsets for drift in drifts):
+        for down, drift, residues in ways:
+            first, last = _turn(f1 - drift), _turn(b0 - b1 - drift)
+            spans = 2 * drift + first + middle + last + 1, middle + 1
+            if sum(-(-span // T) for span in spans) - 1 <= most and offsets.isdisjoint(residues):
                 blocks.append((-sum(spans), (f1, b1, b0), down, (first, middle, last)))
     for _, _, down, (first, middle, last) in sorted(blocks):
         up = [1] * (ranks - 1)

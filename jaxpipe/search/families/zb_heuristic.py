@@ -19,22 +19,23 @@ Not modelled: workspace of a running function, and ``cotangent_bytes``, which B 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from heapq import nsmallest
+from itertools import count
 from math import isnan
 
 from jaxpipe.errors import ScheduleError
 from jaxpipe.schedule.clock import ROUNDING
 from jaxpipe.schedule.costs import CostProfile
-from jaxpipe.schedule.families.family import family, in_order
+from jaxpipe.schedule.families.family import family
 from jaxpipe.schedule.families.one_f_one_b import fused_row, h1_rows, h2_rows, split_row
 from jaxpipe.schedule.ir import Schedule
 from jaxpipe.schedule.placement import Placement, one_to_one
-from jaxpipe.schedule.problem import BW, B, Problem, W
+from jaxpipe.schedule.problem import BW, OPS, B, Problem, W
 from jaxpipe.schedule.timeline import Objective
 from jaxpipe.search.blocks.block import BuildingBlock, repeat, with_weight_gradients
-from jaxpipe.search.bounds import lower_bound, span_lower_bound
+from jaxpipe.search.bounds import lower_bounds
 from jaxpipe.search.list_schedule.fillers import RECIPES, GapFiller
 from jaxpipe.search.list_schedule.policies import WeightFilling, chain_drafts, full_limit, least_limit, refilled
 from jaxpipe.search.retime import SLACK, Draft, Retimer, best_of
@@ -110,10 +111,7 @@ def problem_within(
         raise ScheduleError(
             f"{name}: a memory limit of {limit:g} is below the {need:g} of one microbatch; use {need:g} or more"
         )
-    makespan, span = (
-        find(placement, microbatches, costs, memory_limit=limit) for find in (lower_bound, span_lower_bound)
-    )
-    return problem, limit, (makespan, span)
+    return problem, limit, lower_bounds(placement, microbatches, costs, memory_limit=limit)
 
 
 _AT_LIMITS: tuple[tuple[str, Callable[[int], int], str, str], ...] = (
@@ -220,11 +218,11 @@ def _drafts(retimer: Retimer, limit: float) -> Iterator[Draft]:
     # 1F1B's p - r forwards on rank r, as many of them as the limit holds
     in_flight = [int(min(p - r, limit / need + ROUNDING)) if need else p - r for r in range(p)]
     # 1F1B with B and W apart, then ZB-H1 and ZB-H2 (Qi et al. 2023, section 2)
-    fixed = [[split_row(k, 0, m) for k in in_flight], h1_rows(p, m), h2_rows(p, m)]
+    fixed: list[Sequence[Sequence[str]]] = [[split_row(k, 0, m) for k in in_flight], h1_rows(p, m), h2_rows(p, m)]
     if any(bw < b + w for bw, b, w in zip(problem.bw_s, problem.b_s, problem.w_s, strict=True)):
         fixed.append([fused_row(k, m) for k in in_flight])
     for rows in fixed:
-        draft = retimer.draft(problem.codes(in_order("fixed", m, rows)))
+        draft = retimer.draft([_in_order(problem, rank, ops) for rank, ops in enumerate(rows)])
         if draft is not None and draft.peak <= limit + ROUNDING:
             yield draft
     yield from chain_drafts(problem, limit)
@@ -232,6 +230,12 @@ def _drafts(retimer: Retimer, limit: float) -> Iterator[Draft]:
     # does not fit, and from p on it never won in 96 chains.
     if 2 / 3 * full_limit(problem) <= limit < full_limit(problem):
         yield from block_drafts(problem, limit)
+
+
+def _in_order(problem: Problem, rank: int, ops: Sequence[str]) -> list[int]:
+    """Return the codes of a rank that issues ``ops``, each of which takes the microbatches in turn."""
+    codes = {op: count(problem.code(number, rank, 0)) for number, op in enumerate(OPS)}
+    return [next(codes[op]) for op in ops]
 
 
 def two_thirds_block(ranks: int, distance: int = 2) -> BuildingBlock:

@@ -30,7 +30,7 @@ from jaxpipe.schedule.ir import Schedule
 from jaxpipe.schedule.problem import Problem
 from jaxpipe.schedule.simulate import simulate
 from jaxpipe.schedule.timeline import MEMORY, Timeline, at_most, nine_digits
-from jaxpipe.search.bounds import lower_bound, span_lower_bound
+from jaxpipe.search.bounds import lower_bounds
 from jaxpipe.search.retime import Draft, Retimer
 from jaxpipe.search.solve.cache import ScheduleCache
 from jaxpipe.search.solve.first import away_schedule, explain, graph_starts, group_size, grouped_rows
@@ -336,11 +336,11 @@ def _is_answer(hit: Solution, tell: Callable[[str, object], None]) -> bool:
 
 def bound_of(task: SolveTask) -> float:
     """Return the seconds that no schedule of the task is below; infinite if none keeps the limits."""
-    find = span_lower_bound if task.objective == "span" else lower_bound
     # a schedule may exceed a limit by rounding, and the bound must hold for it, too
     limits = [x * (1 + MEMORY) for x in task.limits()]
     limit = limits if min(limits) < float("inf") else None
-    return find(task.placement, task.num_microbatches, task.costs, memory_limit=limit, offload=task.offload)
+    sizes = task.placement, task.num_microbatches, task.costs
+    return lower_bounds(*sizes, memory_limit=limit, offload=task.offload)[task.objective == "span"]
 
 
 def _actions(task: SolveTask) -> int:

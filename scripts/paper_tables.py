@@ -33,7 +33,7 @@ from jaxpipe.schedule import FAMILIES, CostProfile, Timeline, circular, generate
 from jaxpipe.schedule.passes import offload  # noqa: E402
 from jaxpipe.schedule.placement import one_to_one, v_shape  # noqa: E402
 from jaxpipe.schedule.problem import Problem  # noqa: E402
-from jaxpipe.search.families.gis import po_rows  # noqa: E402
+from jaxpipe.search.families.interleaved import po_rows  # noqa: E402
 from jaxpipe.search.solve import Options, SolveTask  # noqa: E402
 from jaxpipe.search.solve.solver import solve_any  # noqa: E402
 

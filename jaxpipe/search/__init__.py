@@ -11,5 +11,5 @@ __all__, __getattr__ = exported(
     best="best_schedule",
     bounds="lower_bound rank_lower_bounds span_lower_bound",
     solve="Options Progress Solution SolveTask solve",
-    **{"families.interleaved": "interleaved_one_f_one_b", "families.zb_heuristic": "zero_bubble"},
+    **{"families.interleaved": "interleaved_one_f_one_b", "families.within_limit": "zero_bubble"},
 )

@@ -13,7 +13,7 @@ from jaxpipe.schedule.placement import circular, one_to_one, v_shape
 from jaxpipe.schedule.problem import Problem
 from jaxpipe.search.blocks import BuildingBlock, repeat
 from jaxpipe.search.blocks.block import cells_with_ends, rows_of, searched
-from jaxpipe.search.families.v_adaptive import one_f_one_b_v_block, v_half_block, v_min_block
+from jaxpipe.search.families.within_limit import one_f_one_b_v_block, v_half_block, v_min_block
 from jaxpipe.search.list_schedule.fillers import AS_GIVEN, DOMINATING, RECIPES, GapFiller, Phases, Rule
 from jaxpipe.search.retime import Retimer
 

@@ -37,7 +37,7 @@ from jaxpipe.schedule.families import FAMILIES
 from jaxpipe.schedule.json_form import from_json, to_json, to_schedule
 from jaxpipe.schedule.passes.braid import backwards_like, fused_backwards, split_backwards
 from jaxpipe.search.solve import Options, SolveTask
-from jaxpipe.search.solve.pool import COMMAND
+from jaxpipe.search.solve.jobs import COMMAND
 from jaxpipe.search.solve.solver import BackgroundSolve, Failed, Finished, Found
 from jaxpipe.stage.compiled.compile import BuildCache
 from jaxpipe.train import replan

@@ -13,7 +13,7 @@ of the forwards (as PyTorch's ``ScheduleGPipe`` does), so that every family accu
 ZB-H1 and ZB-H2 are 1F1B with the backward split, weight gradients postponed by a fixed number of microbatches per rank.
 
 Source: Qi et al. 2023 (Zero Bubble Pipeline Parallelism), sections 2.1-2.2; `controllable-memory.txt` appendix G draws both.
-Both are fixed orders that look at no costs; :mod:`~jaxpipe.search.families.zb_heuristic` orders by real costs. Rank r runs
+Both are fixed orders that look at no costs; :mod:`~jaxpipe.search.families.within_limit` orders by real costs. Rank r runs
 k_r forwards before its first B, then B, W, F in turn, where W lags B by d_r microbatches and k_r + d_r is the same on all
 ranks: H1 has k_r = p − r, d_r = r; H2 has k_r = 2(p − r) − 1, d_r = 2r. The paper's table gives H1's bubble as
 (p − 1)(F + B − W) and H2's as (p − 1)(F + B − 2W) per span; the forms below also cover a W that is longer than F, and H2's

@@ -45,7 +45,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, permutations, zip_longest
+from itertools import accumulate, permutations, product, zip_longest
 
 from jaxpipe.schedule.placement import Placement, v_shape
 from jaxpipe.schedule.problem import BW, B, F, Problem, W
@@ -252,16 +252,8 @@ def _steady(row: Sequence[int], period: int) -> int | None:
     middle."""
     # codes of one op and stage go up by 1 a microbatch
     same = [a + 1 == b for a, b in zip(row, row[period:], strict=False)]
-    middle = len(row) // 2
-    steady_start = None
-    run = 0
-    for at, ok in enumerate(same):
-        run = run + 1 if ok else 0
-        if run >= period:
-            start = at - period + 1
-            if steady_start is None or abs(start - middle) < abs(steady_start - middle):
-                steady_start = start
-    return steady_start
+    starts = (at for at in range(len(same) - period + 1) if all(same[at : at + period]))
+    return min(starts, key=lambda at: abs(at - len(row) // 2), default=None)
 
 
 def compact(problem: Problem, cell_of: Mapping[int, int]) -> list[list[int]]:
@@ -342,17 +334,10 @@ def searched(ranks: int, most: float) -> Iterator[BuildingBlock]:
         )
 
 
-def _offsets(ranks: int) -> Iterator[tuple[int, ...]]:
-    """Yield every δ⁰ from each rank to the next: one value above rank K, a smaller one below."""
-    if ranks == 1:
-        yield ()
-    for first in range(1, _LARGEST + 1):
-        for k in range(1, ranks):
-            for second in range(1, _LARGEST + 1) if k < ranks - 1 else (first,):
-                # one value for all ranks is what the last k stands for
-                if k < ranks - 1 and second == first:
-                    continue
-                yield (first,) * k + (second,) * (ranks - 1 - k)
+def _offsets(ranks: int) -> set[tuple[int, ...]]:
+    """Return every δ⁰ from each rank to the next: one value above rank K, another one below."""
+    pairs = [*product(range(1, _LARGEST + 1), repeat=2)]
+    return {(first,) * k + (second,) * (ranks - 1 - k) for k in range(ranks) for first, second in pairs}
 
 
 def _turn(cells: int) -> int:

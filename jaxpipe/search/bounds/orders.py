@@ -34,7 +34,7 @@ time, with its host lane. Each set is asked for more and more: is there an order
 the bound, half of it, three quarters? What can't end in time is left out of the search, so a small step costs little, and each
 no is a bound.
 
-For plain chains in one direction. Where durations have no common step they are rounded down (``grids.py``).
+For plain chains in one direction. Where durations have no common step they are rounded down (``budget.py``).
 """
 
 from __future__ import annotations
@@ -52,8 +52,7 @@ from jaxpipe.schedule.placement import Placement
 from jaxpipe.schedule.timeline import MEMORY, at_most, how_many
 from jaxpipe.search.bounds import Flows, FlowTimes, work_by_stage
 from jaxpipe.search.bounds.memory import StageWork
-from jaxpipe.search.budget import Budget
-from jaxpipe.search.grids import Ticks, time_grid
+from jaxpipe.search.budget import Budget, Ticks, time_grid
 
 C = TypeVar("C")
 Late = Callable[[int], bool]

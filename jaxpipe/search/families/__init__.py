@@ -9,8 +9,7 @@ from jaxpipe.schedule.families.family import register_modules
 __all__, __getattr__ = exported(
     __name__,
     interleaved="interleaved_one_f_one_b",
-    v_adaptive="v_adaptive v_half v_min v_zb",
-    zb_heuristic="zero_bubble",
+    within_limit="v_adaptive v_half v_min v_zb zero_bubble",
 )
 
 register_modules(__name__)

@@ -5,5 +5,5 @@ from jaxpipe.lazy import exported
 __all__, __getattr__ = exported(
     __name__,
     policies="Chooser Filled Policy WeightFilling by_turn chain_drafts full_limit least_limit order_of refilled run",
-    fillers="Finisher GapFiller Phases Rule improved merit score",
+    fillers="GapFiller Phases Rule improved score",
 )

@@ -445,7 +445,3 @@ def score(draft: Draft) -> tuple[float, float]:
 def recipe_budget(problem: Problem, actions: int) -> int:
     """Return how many recipes may be tried if ``actions`` actions may be ordered in all; at least a few."""
     return max(_FEWEST, actions // max(1, 3 * problem.num_replicas * problem.num_microbatches))
-
-
-Finisher, merit = GapFiller, score
-"""Earlier names of :class:`GapFiller` and :func:`score`."""

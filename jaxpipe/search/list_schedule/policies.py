@@ -334,18 +334,14 @@ def order_of(problem: Problem, rows: Sequence[Sequence[int]], retimer: Retimer) 
     return sorted(codes, key=key)
 
 
-def improved(
-    filling: WeightFilling, order: Sequence[int], best: Filled, passes: int, start: Filled | None = None
-) -> Filled:
-    """Return ``best``, or a filling of ``order`` that dominates it, by passes toward targets between it and what none can beat.
-
-    ``start``: a filling of ``order`` to begin with; by default every W runs in the first gap there is.
-    """
+def _improved(filling: WeightFilling, order: Sequence[int], passes: int) -> Filled | None:
+    """Return every W of ``order`` in the first gap there is, or a filling that dominates that, by passes toward targets between
+    the best so far and what none can beat; None if F and B alone exceed the memory limit."""
     least_span, least_makespan = least(filling.problem)
-    now = start or filling.fill(order, IdleRule((-NEVER,) * filling.problem.num_ranks, (0.0,) * len(order)))
+    best = now = filling.fill(order, IdleRule((-NEVER,) * filling.problem.num_ranks, (0.0,) * len(order)))
     step, states = 0, set[tuple[object, ...]]()
     for _ in range(passes):
-        if now is None:
+        if now is None or best is None:
             break
         if now.dominates(best):
             best = now
@@ -383,5 +379,5 @@ def refilled(filling: WeightFilling, draft: Draft, passes: int) -> Draft | None:
     order = order_of(filling.problem, draft.rows, filling.retimer)
     if len(order) < 2 * filling.problem.num_replicas * filling.problem.num_microbatches:
         return None
-    start = filling.fill(order, IdleRule((-NEVER,) * filling.problem.num_ranks, (0.0,) * len(order)))
-    return filling.draft(improved(filling, order, start, passes, start).rows) if start else None
+    filled = _improved(filling, order, passes)
+    return filling.draft(filled.rows) if filled else None

@@ -44,9 +44,8 @@ from jaxpipe.schedule.passes.braid import with_slots
 from jaxpipe.schedule.problem import Problem
 from jaxpipe.schedule.simulate import simulate
 from jaxpipe.schedule.timeline import Timeline, at_most
-from jaxpipe.search.grids import FINE, memory_units, time_grid
-from jaxpipe.search.solve.first import grouped_rows
-from jaxpipe.search.solve.task import SolveTask
+from jaxpipe.search.budget import FINE, memory_units, time_grid
+from jaxpipe.search.solve.task import SolveTask, grouped_rows
 
 _KNOWN = frozenset(("F", "B", "W", "BW", "O", "L"))  # ops whose memory is said in pairs of events
 _Kind = tuple[str, int, int, int]

@@ -11,7 +11,7 @@ equals, which costs time.
 
 **The exact model** solves a task to optimality, or as far as its time goes, and says what it has proved. Source: `optpipe.txt`
 section 3 and appendix C, a MILP over order variables; here a CP-SAT model over intervals (OR-Tools), in whole ticks and units
-(:mod:`~jaxpipe.search.grids`). Every answer is turned into rows (:mod:`.actions`), checked and simulated; what is reported is
+(:mod:`~jaxpipe.search.budget`). Every answer is turned into rows (:mod:`.actions`), checked and simulated; what is reported is
 what the simulator says. How the two correspond, and what was chosen where the paper's text can't be taken literally:
 
 * E, O, R, W, C: ends of F, B, W; starts of O and L; literal ``away``; ``cost``. P, K, L, H: NoOverlap of a rank's compute
@@ -56,8 +56,7 @@ from jaxpipe.schedule.ir import Schedule
 from jaxpipe.schedule.passes.braid import fused_backwards, unbraid, with_fused
 from jaxpipe.schedule.simulate import simulate
 from jaxpipe.schedule.timeline import Timeline, at_most
-from jaxpipe.search.budget import DETERMINISTIC_SECOND, LITE, WHOLE_RESERVOIRS, Budget, run
-from jaxpipe.search.grids import COARSE
+from jaxpipe.search.budget import COARSE, DETERMINISTIC_SECOND, LITE, WHOLE_RESERVOIRS, Budget, run
 from jaxpipe.search.solve.actions import ActionTable, Starts, fitting, schedule_of, starts_of
 from jaxpipe.search.solve.formulation import Formulation, Window
 from jaxpipe.search.solve.task import SolveTask

@@ -1,6 +1,6 @@
 """The driver: an answer at once, then families, cycles, neighbourhoods and the exact model, one budget and one proven bound.
 
-Worker processes (:mod:`~jaxpipe.search.solve.pool`) do the work, this one keeps the score: whatever comes back is simulated,
+Worker processes (:mod:`~jaxpipe.search.solve.jobs`) do the work, this one keeps the score: whatever comes back is simulated,
 held to the limits and checked by the :class:`Incumbent`. Where activations may leave for the host, a few families go first,
 once each and to their end, so that no answer is worse than they are. Then every *opener* runs once: the families of the
 placement, list schedules with offload, bounds from a few ranks, cyclic steady states, the exact model where the problem is
@@ -27,30 +27,22 @@ from typing import Any, NamedTuple
 from jaxpipe.errors import ScheduleError, short_message
 from jaxpipe.schedule.check import check_schedule
 from jaxpipe.schedule.ir import Schedule
-from jaxpipe.schedule.problem import Problem
 from jaxpipe.schedule.simulate import simulate
 from jaxpipe.schedule.timeline import MEMORY, Timeline, at_most, nine_digits
 from jaxpipe.search.bounds import lower_bounds
-from jaxpipe.search.retime import Draft, Retimer
+from jaxpipe.search.retime import Draft
+from jaxpipe.search.solve import jobs
 from jaxpipe.search.solve.cache import ScheduleCache
-from jaxpipe.search.solve.first import away_schedule, explain, graph_starts, group_size, grouped_rows
-from jaxpipe.search.solve.jobs import (
-    Answer,
-    Cycles,
-    Exact,
-    Families,
-    Job,
-    Neighbourhoods,
-    OffloadLists,
-    RankBounds,
-    Tell,
-    families_of,
-    family_schedules,
-    first_families,
-    quick_families,
+from jaxpipe.search.solve.task import (
+    OnProgress,
+    Options,
+    Progress,
+    Solution,
+    SolveTask,
+    count_offloads,
+    explain,
+    first_schedules,
 )
-from jaxpipe.search.solve.pool import COMMAND, WorkerPool
-from jaxpipe.search.solve.task import OnProgress, Options, Progress, Solution, SolveTask, count_offloads
 from jaxpipe.text import truncate
 
 
@@ -326,7 +318,9 @@ def _is_answer(hit: Solution, tell: Callable[[str, object], None]) -> bool:
     # a stored bound can't be proved anew in no time, so families get the chance to contradict it
     if not at_most(hit.value, bound_of(task)):
         incumbent = Incumbent([task], [bound], None)
-        family_schedules(task, quick_families(task), lambda schedule, source: incumbent.offer(0, schedule, source))
+        jobs.family_schedules(
+            task, jobs.quick_families(task), lambda schedule, source: incumbent.offer(0, schedule, source)
+        )
         if not at_most(bound, incumbent.value):
             who = incumbent.improvements[-1].source
             tell("ignored a bound", f"it is {bound:g}, and {who} takes {incumbent.value:g}")
@@ -361,7 +355,7 @@ class Portfolio:
         try:
             self._quick(starts)
             if not self.incumbent.solved and min(self.incumbent.bounds) < float("inf") and not self._is_late():
-                with closing(WorkerPool(max(1, self.options.workers), self.tasks)) as pool:
+                with closing(jobs.WorkerPool(max(1, self.options.workers), self.tasks)) as pool:
                     self._search(pool)
         except KeyboardInterrupt:
             if self.incumbent.best is None:
@@ -378,21 +372,10 @@ class Portfolio:
                 continue
             if self.incumbent.best is not None and self._is_late():
                 break
-            if not task.placement.is_plain_chain:
-                for schedule, source in graph_starts(task):
-                    self.incumbent.offer(number, schedule, source)
-                    if self._is_late(_STARTS_SHARE):
-                        break
-                continue
-            problem = Problem.of(task.placement, task.num_microbatches, task.costs)
-            size = group_size(problem, task.safe_limits())
-            if size:
-                rows = grouped_rows(problem, size)
-                draft = Retimer(problem).draft(rows)
-                assert draft is not None, "microbatches one group after the other deadlock"
-                self.incumbent.offer(number, problem.schedule("first", rows), "first", draft)
-            elif task.offload:
-                self.incumbent.offer(number, away_schedule(problem), "first")
+            for schedule, source, draft in first_schedules(task):
+                self.incumbent.offer(number, schedule, source, draft)
+                if self._is_late(_STARTS_SHARE):
+                    break
         for number in range(len(self.tasks)):
             for schedule in starts:
                 self.incumbent.offer(number, schedule, "start")
@@ -403,7 +386,7 @@ class Portfolio:
 
     # -- jobs ---------------------------------------------------------------------------------------------------------
 
-    def _job(self, number: int, kind: type[Job], seconds: float, **options: Any) -> Job:
+    def _job(self, number: int, kind: type[jobs.Job], seconds: float, **options: Any) -> jobs.Job:
         return kind(
             task=number,
             seconds=seconds,
@@ -412,20 +395,20 @@ class Portfolio:
             bound=self.incumbent.bounds[number],
         )
 
-    def _first(self) -> Iterator[Job]:
+    def _first(self) -> Iterator[jobs.Job]:
         """Yield the first families where activations may leave, the placement with the least bound first."""
         for number in sorted(range(len(self.tasks)), key=self.incumbent.bounds.__getitem__):
-            if self.tasks[number].offload and (names := tuple(first_families(self.tasks[number]))):
+            if self.tasks[number].offload and (names := tuple(jobs.first_families(self.tasks[number]))):
                 yield self._families(number, names, once=True)
 
-    def _families(self, number: int, names: Sequence[str], once: bool = False) -> Job:
+    def _families(self, number: int, names: Sequence[str], once: bool = False) -> jobs.Job:
         best = self.incumbent.family[1] if self.incumbent.family is not None else float("inf")
-        return self._job(number, Families, self.options.time_limit_s, names=tuple(names), once=once, value=best)
+        return self._job(number, jobs.Families, self.options.time_limit_s, names=tuple(names), once=once, value=best)
 
-    def _openers(self) -> Iterator[Job]:
+    def _openers(self) -> Iterator[jobs.Job]:
         """Yield the jobs that run once, cheap ones first. Every kind of all tasks before the next kind."""
         total = self.options.time_limit_s
-        quick = [quick_families(task) for task in self.tasks]
+        quick = [jobs.quick_families(task) for task in self.tasks]
         chains = [(number, task) for number, task in enumerate(self.tasks) if task.placement.is_plain_chain]
         tiny = [number for number, task in enumerate(self.tasks) if _actions(task) <= _EXACT.tiny_actions]
         for number in tiny:
@@ -434,42 +417,42 @@ class Portfolio:
             yield self._families(number, names)
         for number, task in (x for x in chains if x[1].offload):
             share = _LISTS.small if _actions(task) <= _LISTS.small_actions else _LISTS.large
-            yield self._job(number, OffloadLists, total * share)
+            yield self._job(number, jobs.OffloadLists, total * share)
         cycles = self._cycles()
         if (
             self.options.workers > 1 and not self.options.reproducible
         ):  # beside families that take as long: 15 s at p=12
             yield from islice(cycles, 1)
         for number, task in enumerate(self.tasks):
-            for name in (n for n in families_of(task) if n not in quick[number]):
+            for name in (n for n in jobs.families_of(task) if n not in quick[number]):
                 yield self._families(number, (name,))
         yield from cycles
         for number, task in chains:
             if task.placement.num_flows == 1 and self.incumbent.value < float("inf"):
-                yield self._job(number, RankBounds, total * _BOUNDS_SHARE, value=self.incumbent.value)
+                yield self._job(number, jobs.RankBounds, total * _BOUNDS_SHARE, value=self.incumbent.value)
         for number, task in enumerate(self.tasks):
             if (actions := _actions(task)) <= _EXACT.most_actions:
                 yield from self._exact(
                     number, total * (_EXACT.small if actions <= _EXACT.small_actions else _EXACT.large)
                 )
 
-    def _cycles(self) -> Iterator[Job]:
+    def _cycles(self) -> Iterator[jobs.Job]:
         """Yield jobs for steady states of V placements."""
         for number, task in enumerate(self.tasks):
             # For circular and wave placements CP-SAT looked for cycles of one microbatch: in 8 cases (p=4 and 8, 2 to 4 chunks,
             # limits p/2 to p, 25 s) none beat what was known; without that search values are 2.1% shorter on average.
             for part in range(_CYCLE_PARTS if task.placement.is_v else 0):
                 seconds = min(25.0, self.options.time_limit_s * 0.4)
-                yield self._job(number, Cycles, seconds, part=part, parts=_CYCLE_PARTS)
+                yield self._job(number, jobs.Cycles, seconds, part=part, parts=_CYCLE_PARTS)
 
-    def _exact(self, number: int, seconds: float) -> Iterator[Job]:
+    def _exact(self, number: int, seconds: float) -> Iterator[jobs.Job]:
         """Yield the exact model from what is known, which a graph of stages needs."""
         incumbent = self.incumbent.best_by_task.get(number)
         if incumbent is not None or self.tasks[number].placement.is_plain_chain:
             start = incumbent.schedule if incumbent else None
-            yield self._job(number, Exact, seconds, start=start, workers=_EXACT.workers)
+            yield self._job(number, jobs.Exact, seconds, start=start, workers=_EXACT.workers)
 
-    def _neighbourhood(self) -> Job | None:
+    def _neighbourhood(self) -> jobs.Job | None:
         """Return the next neighbourhood job: mostly on the best schedule, now and then on the best of another placement."""
         self.neighbourhoods += 1
         bounds = self.incumbent.bounds
@@ -482,13 +465,13 @@ class Portfolio:
         seconds = max(1.0, min(longest_s, self.options.time_limit_s * share))
         # a prime above any number of jobs, so that solves with neighbouring seeds share no job's seed
         seed = self.options.seed * 1_000_003 + self.neighbourhoods
-        return self._job(start.number, Neighbourhoods, seconds, start=start.schedule, seed=seed)
+        return self._job(start.number, jobs.Neighbourhoods, seconds, start=start.schedule, seed=seed)
 
-    def _is_hopeless(self, job: Job) -> bool:
+    def _is_hopeless(self, job: jobs.Job) -> bool:
         """Return whether no schedule of the job's placement is better than what is known."""
         return at_most(self.incumbent.value, self.incumbent.bounds[job.task])
 
-    def _note(self, answer: Answer) -> None:
+    def _note(self, answer: jobs.Answer) -> None:
         if answer.error:
             self.incumbent.failures.append(answer.error)
         if answer.bound:
@@ -498,7 +481,7 @@ class Portfolio:
 
     # -- running them -------------------------------------------------------------------------------------------------
 
-    def _search(self, pool: WorkerPool) -> None:
+    def _search(self, pool: jobs.WorkerPool) -> None:
         """Hand out jobs as workers become idle; with ``reproducible`` in rounds."""
         first, openers, in_rounds = self._first(), self._openers(), self.options.reproducible
         grace_s = _GRACE_S if self.options.time_limit_s >= _FIRST_S and not in_rounds else 0.0
@@ -508,17 +491,17 @@ class Portfolio:
             if left <= -grace_s:
                 return
             # these run past the limit by the grace, so that no answer is worse than the first families
-            jobs: list[Job] = list(islice((j for j in first if not self._is_hopeless(j)), pool.idle))
-            underway.update(pool.submit(job) for job in jobs)
+            batch: list[jobs.Job] = list(islice((j for j in first if not self._is_hopeless(j)), pool.idle))
+            underway.update(pool.submit(job) for job in batch)
             if left <= 0 and not underway:
                 return
             if left > 0:
-                jobs = list(islice((j for j in openers if not self._is_hopeless(j)), pool.idle))
-                jobs = jobs or [j for _ in range(pool.idle) if (j := self._neighbourhood()) is not None]
-                for job in jobs:
+                batch = list(islice((j for j in openers if not self._is_hopeless(j)), pool.idle))
+                batch = batch or [j for _ in range(pool.idle) if (j := self._neighbourhood()) is not None]
+                for job in batch:
                     pool.submit(job if in_rounds else replace(job, seconds=min(job.seconds, max(0.1, left))))
                 # a round takes as long as its longest job
-                spent += max((job.seconds for job in jobs if job.timed), default=0.0)
+                spent += max((job.seconds for job in batch if job.timed), default=0.0)
             if not pool.busy:
                 return
             for answer in (
@@ -529,9 +512,9 @@ class Portfolio:
                     if answer.done:
                         underway.discard(answer.job)
 
-    def _round(self, pool: WorkerPool) -> list[Answer]:
+    def _round(self, pool: jobs.WorkerPool) -> list[jobs.Answer]:
         """Return all answers to the jobs under way, job by job."""
-        answers: list[Answer] = []
+        answers: list[jobs.Answer] = []
         while pool.busy and (answer := pool.receive(None)) is not None:
             if answer.gone:
                 raise ScheduleError("a solver process ended before its job; run again, or without reproducible mode")
@@ -564,12 +547,12 @@ class Failed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Solve(Job):
+class Solve(jobs.Job):
     """A whole solve: tells of every better schedule, and at last the bound, or why there is none."""
 
     options: Options
 
-    def run(self, task: SolveTask, tell: Tell) -> None:
+    def run(self, task: SolveTask, tell: jobs.Tell) -> None:
         os.nice(_LOWEST)
 
         def better(progress: Progress, schedule: Schedule | None) -> None:
@@ -589,8 +572,8 @@ class BackgroundSolve:
         OSError: its process can't be started.
     """
 
-    def __init__(self, task: SolveTask, options: Options, command: Sequence[str] = COMMAND) -> None:
-        self._pool = WorkerPool(1, [task], command)
+    def __init__(self, task: SolveTask, options: Options, command: Sequence[str] = jobs.COMMAND) -> None:
+        self._pool = jobs.WorkerPool(1, [task], command)
         self._pool.submit(Solve(task=0, seconds=options.time_limit_s, options=options))
 
     def take(self) -> list[Found | Finished | Failed]:

@@ -34,8 +34,7 @@ from jaxpipe.schedule import (
 from jaxpipe.schedule.families.family import TABLE
 from jaxpipe.search.best import best_schedule
 from jaxpipe.search.solve import Options, SolveTask, solve
-from jaxpipe.search.solve.jobs import Families, job_line, tasks_line
-from jaxpipe.search.solve.pool import Worker
+from jaxpipe.search.solve.jobs import Families, Worker, job_line, tasks_line
 from tests.support.paths import ROOT
 
 PATIENT, TEST_OF_PATIENT, RECOMPUTED = (

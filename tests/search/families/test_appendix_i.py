@@ -10,7 +10,7 @@ from jaxpipe.schedule.problem import Problem
 from jaxpipe.search.blocks import repeat
 from jaxpipe.search.bounds import lower_bound
 from jaxpipe.search.families.interleaved import low_memory_block
-from jaxpipe.search.families.zb_heuristic import two_thirds_block
+from jaxpipe.search.families.within_limit import two_thirds_block
 from jaxpipe.search.retime import Retimer
 
 UNEVEN = [(1, 1, 1, 0), (12.96, 13.22, 9.76, 1.3), (2, 3, 1, 0.2)]

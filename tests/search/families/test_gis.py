@@ -17,7 +17,7 @@ from jaxpipe.schedule.costs import Link
 from jaxpipe.schedule.placement import circular
 from jaxpipe.schedule.problem import F, Problem, W
 from jaxpipe.search.blocks.block import repeat
-from jaxpipe.search.families.gis import (
+from jaxpipe.search.families.interleaved import (
     group_block,
     interleaved_block,
     po_block,

@@ -16,7 +16,7 @@ from jaxpipe.errors import ScheduleError
 from jaxpipe.schedule import CostProfile, check_schedule, generate, simulate
 from jaxpipe.schedule.placement import v_shape
 from jaxpipe.schedule.problem import Problem
-from jaxpipe.search.families.v_adaptive import one_f_one_b_v_block, v_half_block, v_min_block
+from jaxpipe.search.families.within_limit import one_f_one_b_v_block, v_half_block, v_min_block
 from jaxpipe.search.retime import Draft, Retimer
 from tests.support.paths import GOLDEN
 

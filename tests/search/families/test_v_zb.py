@@ -13,7 +13,7 @@ from jaxpipe.schedule.costs import Link
 from jaxpipe.schedule.problem import Problem
 from jaxpipe.search.blocks.block import repeated
 from jaxpipe.search.bounds import lower_bound
-from jaxpipe.search.families.v_adaptive import v_zb
+from jaxpipe.search.families.within_limit import v_zb
 from jaxpipe.search.list_schedule.policies import IdleRule, WeightFilling, full_limit, order_of
 from jaxpipe.search.retime import Draft, Retimer
 from tests.support.paths import GOLDEN

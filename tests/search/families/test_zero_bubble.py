@@ -15,7 +15,7 @@ from jaxpipe.schedule.families.family import in_order
 from jaxpipe.schedule.placement import one_to_one
 from jaxpipe.schedule.problem import Problem
 from jaxpipe.search.bounds import lower_bound, span_lower_bound
-from jaxpipe.search.families.zb_heuristic import best_draft, fuse_backwards, refilled
+from jaxpipe.search.families.within_limit import best_draft, fuse_backwards, refilled
 from jaxpipe.search.list_schedule.policies import ONE_CHUNK, WeightFilling, chain_drafts
 from jaxpipe.search.retime import Retimer
 from tests.support.paths import GOLDEN

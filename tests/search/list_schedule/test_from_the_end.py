@@ -12,7 +12,7 @@ from jaxpipe.schedule import CostProfile, check_schedule
 from jaxpipe.schedule.placement import Placement, bidirectional, circular, one_to_one, v_shape
 from jaxpipe.schedule.problem import B, F, Problem, W
 from jaxpipe.search.blocks import BuildingBlock, repeat
-from jaxpipe.search.families.v_adaptive import v_half_block, v_min_block
+from jaxpipe.search.families.within_limit import v_half_block, v_min_block
 from jaxpipe.search.list_schedule.fillers import GapFiller, filled_from_the_end, score
 from jaxpipe.search.retime import peaks
 

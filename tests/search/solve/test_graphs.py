@@ -28,8 +28,8 @@ from jaxpipe.schedule.ir import Row
 from jaxpipe.schedule.passes.braid import split_backwards
 from jaxpipe.search.bounds import lower_bound, span_lower_bound
 from jaxpipe.search.solve import Options, SolveTask, solve
-from jaxpipe.search.solve.first import graph_starts
 from jaxpipe.search.solve.neighbourhoods import solve_exact
+from jaxpipe.search.solve.task import graph_starts
 from tests.support.processes import LONG_S
 
 

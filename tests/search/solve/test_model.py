@@ -28,8 +28,7 @@ from jaxpipe.schedule.placement import (
 )
 from jaxpipe.schedule.simulate import simulate
 from jaxpipe.schedule.text import parse_schedule
-from jaxpipe.search.budget import Budget
-from jaxpipe.search.grids import common_step, memory_units, time_grid
+from jaxpipe.search.budget import Budget, common_step, memory_units, time_grid
 from jaxpipe.search.solve.neighbourhoods import ExactResult, NeighbourhoodSearch, solve_exact
 from jaxpipe.search.solve.task import Objective, SolveTask, most_offloaded
 from tests.support.exhaustive_search import Case, optimum

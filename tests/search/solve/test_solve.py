@@ -27,9 +27,9 @@ from jaxpipe.schedule.problem import Problem
 from jaxpipe.search.best import best_schedule
 from jaxpipe.search.budget import Budget
 from jaxpipe.search.solve import Options, Progress, Solution, SolveTask, solve
-from jaxpipe.search.solve.first import group_size, grouped_rows
 from jaxpipe.search.solve.neighbourhoods import NeighbourhoodSearch
 from jaxpipe.search.solve.solver import lexicographic, solve_any
+from jaxpipe.search.solve.task import group_size, grouped_rows
 from tests.support.processes import LONG_S
 
 TABLE_5 = (25.92, 26.44, 19.52)  # a rank's share of the 9.6B model, milliseconds

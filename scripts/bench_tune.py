@@ -115,7 +115,7 @@ def fastest_plain(args: argparse.Namespace, devices: int, equal: bool) -> dict[s
             continue
         cut = {"pipeline.cut": tuple(1 + k * blocks // ranks for k in range(1, ranks))} if equal else {}
         config = space.config({**layout, "pipeline.schedule": "1f1b", **cut})
-        p = predict(config, stage_costs, limit)
+        p = predict(config, stage_costs.over(config.pipeline), limit)
         if p.fits and (best is None or p.step_s < best["step_s"]):
             best = {"step_s": p.step_s, "tokens_per_s": p.tokens_per_s, "settings": layout}
     return best

@@ -238,7 +238,10 @@ def run_plan(args: argparse.Namespace) -> None:
     suggestions = None
     if args.suggest or not prediction.fits:
         suggestions = suggest(
-            prediction, lambda c, t: predict(c, stage_costs, limit, t), flags.notice, args.suggest_seconds
+            prediction,
+            lambda c, t: predict(c, stage_costs.over(c.pipeline), limit, t),
+            flags.notice,
+            args.suggest_seconds,
         )
     lines = assumptions(prediction, efficiency, workspace)
     paths = _write(args, prediction, suggestions)

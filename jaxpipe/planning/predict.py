@@ -38,13 +38,12 @@ from jaxpipe.schedule import (
     Placement,
     Schedule,
     Timeline,
-    build_graph,
     op_spec,
-    simulate,
 )
 from jaxpipe.schedule.costs import PER_STAGE_FIELDS, k_of
-from jaxpipe.schedule.deps import HOST_LANES
-from jaxpipe.schedule.memory import memory_curves, offloaded_share, static_bytes
+from jaxpipe.schedule.deps import HOST_LANES, DependencyGraph
+from jaxpipe.schedule.memory import memory_curves, offloaded_share
+from jaxpipe.schedule.simulate import runnable, simulate_graph
 from jaxpipe.stage.compiled.recompute_report import remarks
 from jaxpipe.stage.identity import ById
 from jaxpipe.stage.jaxprs import PEERS
@@ -53,7 +52,6 @@ from jaxpipe.stage.weave.units import UnitCosts
 from jaxpipe.train.assemble import Planner, choose, planned_order
 from jaxpipe.train.config import TrainConfig
 from jaxpipe.train.settings.sections import PipelineConfig
-from jaxpipe.train.setup import microbatch_size
 
 
 def planned_costs(
@@ -230,15 +228,17 @@ class PricedPlan:
     costs: CostProfile
     custom_ops: tuple[str, ...] = ()
 
-    def update_s(self, config: TrainConfig, stage_costs: StageCosts, placement: Placement) -> tuple[float, float]:
+    def update_s(
+        self, config: TrainConfig, stage_costs: StageCosts, placement: Placement, held_bytes: Sequence[float]
+    ) -> tuple[float, float]:
         """Return the seconds of a step after its pipeline, as ``config`` says and with post-validation: gradients are reduced,
         also to the rank that owns a stage of several flows, parameters are updated, and sent to the other ranks of such a
-        stage."""
+        stage. ``held_bytes``: parameters and optimizer state of each rank."""
         gradients = [
             sum(self.stages[s].sizes.acc_bytes for s in placement.stages_of(r)) for r in range(placement.num_ranks)
         ]
         twice = gradients if _keeps_old_params(config) else [0.0] * placement.num_ranks
-        static = max(n - m for n, m in zip(static_bytes(placement, self.costs), twice, strict=True))
+        static = max(n - m for n, m in zip(held_bytes, twice, strict=True))
         bytes_per_s = stage_costs.target.memory_bytes_per_s * stage_costs.efficiency.bandwidth
         reduced_s = reduction_s(max(gradients), stage_costs.target, stage_costs.efficiency, config.pipeline)
         replicas_s = self._replicas_s(config, stage_costs, placement)
@@ -269,13 +269,13 @@ def price_plan(
     ops: Collection[str] = (),
     compile_stages: bool = False,
 ) -> PricedPlan:
-    """Price the stages of ``plan``. ``ops``: that schedules will run; ``compile_stages``: as :func:`predict`.
+    """Price the stages of ``plan``. ``ops``: that schedules will run; ``stage_costs``, ``compile_stages``: as :func:`predict`.
 
     Raises:
         StageError: a stage can't be traced or split, or no such policy.
     """
-    pipe, size = config.pipeline, microbatch_size(config) // config.pipeline.dp
-    stage_costs = stage_costs.over(pipe)
+    assert stage_costs.is_for(config.pipeline), "stage costs of other shards, or of other vocabulary layers"
+    pipe, size = config.pipeline, config.microbatch_size // config.pipeline.dp
     stages = stage_costs.stages(plan.cut, pipe.recompute, size, pipe.offload.fraction)
     stages = stage_costs.compiled(stages, ops if compile_stages else ())
     costs = planned_costs(stages, pipe, stage_costs.target, stage_costs.efficiency, limit_bytes)
@@ -296,15 +296,17 @@ def predict(
     compile_stages: bool = False,
     planned: Planner | None = None,
 ) -> Prediction:
-    """Predict ``config`` with its own schedule, or with ``transform`` of it. ``compile_stages``: compile what the
-    schedule uses, as far as ``stage_costs`` can, to know its workspace; earlier compilations are used in any case.
+    """Predict ``config`` with its own schedule, or with ``transform`` of it. ``stage_costs``: of its model, with vocabulary
+    layers where it puts them (:meth:`~jaxpipe.planning.stages.StageCosts.over`). ``compile_stages``: compile what the schedule
+    uses, as far as ``stage_costs`` can, to know its workspace; earlier compilations are used in any case.
     ``planned``: the config's planner, if the caller has one.
 
     Raises:
         ScheduleError, StageError, ConfigError: the config's schedule, cut or policy can't be.
     """
     pipe = config.pipeline
-    draft, plan = choose(pipe, stage_costs.model, planned or planner(config, stage_costs.model))
+    planned = planned or planner(config, stage_costs.model)
+    draft, plan = choose(pipe, stage_costs.model, planned)
     ops = {a.op for a in draft.schedule.actions()}
     ops |= {"B", "W"} if pipe.passes.separate_gradients else set()
     priced_plan = price_plan(config, stage_costs, plan, limit_bytes, ops, compile_stages)
@@ -312,9 +314,10 @@ def predict(
     schedule = planned_order(pipe, draft, costs)
     if transform is not None:
         schedule = transform(schedule, costs)
-    timeline = simulate(schedule, costs)
-    memory, activations = _memory(schedule, timeline, stages, costs)
-    update_s, late_update_s = priced_plan.update_s(config, stage_costs, schedule.placement)
+    graph = runnable(schedule)
+    timeline = simulate_graph(graph, costs)
+    memory, activations = _memory(graph, timeline, stages, costs)
+    update_s, late_update_s = priced_plan.update_s(config, stage_costs, schedule.placement, timeline.static_bytes)
     detached = schedule.placement.detached  # their F makes a part of the backward; W is one product, as the forward is
     forward = sum(s.work["W" if k in detached else "F"].flops for k, s in enumerate(stages))
     flops = 3 * forward * pipe.microbatches * pipe.rank_devices
@@ -331,7 +334,7 @@ def predict(
         update_s=update_s,
         late_update_s=late_update_s,
         model_flops=flops,
-        peers_flops=_peers_flops(ById(stage_costs.model.stored), microbatch_size(config)) * pipe.microbatches
+        peers_flops=_peers_flops(ById(stage_costs.model.stored), config.microbatch_size) * pipe.microbatches
         if fuses_attention
         else flops,
         num_params=sum(s.num_params for s in priced_plan.plan.stages),
@@ -359,7 +362,7 @@ def pipeline_s(timeline: Timeline, pipe: PipelineConfig) -> float:
 
 
 def _memory(
-    schedule: Schedule, timeline: Timeline, stages: Sequence[PlannedStage], costs: CostProfile
+    graph: DependencyGraph, timeline: Timeline, stages: Sequence[PlannedStage], costs: CostProfile
 ) -> tuple[tuple[RankMemory, ...], tuple[float, ...]]:
     """Return each rank's memory at its peak, and the peak of residuals and boundaries."""
     # a curve adds all kinds up: curves of the same events without workspace, and then without boundaries, tell them apart
@@ -367,7 +370,6 @@ def _memory(
         (op, tuple(n - s.workspace.get(op, 0.0) for n, s in zip(row, stages, strict=True)))
         for op, row in costs.temp_bytes
     )
-    graph = build_graph(schedule)
     events = {(e.rank, e.action): e for e in timeline.events if e.lane not in ("send", "tp")}
     slots = [events[graph.rank_of[n], slot] for n, slot in enumerate(graph.slots)]
     starts_s, ends_s = [e.start_s for e in slots], [e.end_s for e in slots]
@@ -377,7 +379,7 @@ def _memory(
     acc = [s.sizes.acc_bytes for s in stages]
     memory = []
     for rank, (full, on_host) in enumerate(zip(timeline.memory, _host_peaks(timeline, costs), strict=True)):
-        rank_stages = schedule.placement.stages_of(rank)
+        rank_stages = graph.schedule.placement.stages_of(rank)
         at = full.times_s[full.bytes.index(full.peak)] if full.bytes else 0.0
         residuals, activations = _value_at(residual_memory[rank], at), _value_at(curves[rank], at)
         gradients = sum(acc[s] for s in rank_stages)

@@ -70,12 +70,13 @@ from jaxpipe.stage.jaxprs import is_attention_kernel, is_exchange
 from jaxpipe.stage.model.layer import Layer, Model
 from jaxpipe.stage.model.params import compute_avals
 from jaxpipe.stage.model.plan import Cut, StageLinks, links_of
+from jaxpipe.stage.model.vocabulary import VocabParallelModel
 from jaxpipe.stage.split.policies import per_stage
 from jaxpipe.train.assemble import Planner, shards_of, spread_over, stage_planner
 from jaxpipe.train.config import TrainConfig
 from jaxpipe.train.corpora.tokenizers import load_tokenizer
 from jaxpipe.train.settings.sections import PipelineConfig
-from jaxpipe.train.setup import build_model, microbatch_size, with_mask
+from jaxpipe.train.setup import build_model, with_mask
 from jaxpipe.train.update.optimizer import optimizer_of
 
 PROBE = 131071
@@ -329,6 +330,13 @@ class StageCosts:
     _traces_by_kind: dict[Hashable, _Trace] = field(default_factory=dict)
     _keys_by_cut: dict[Hashable, list[StageKey]] = field(default_factory=dict)
     _increments: dict[Hashable, tuple[PlannedStage | None, PlannedStage | None]] = field(default_factory=dict)
+
+    def is_for(self, pipe: PipelineConfig) -> bool:
+        """Return whether these are costs of the shards of ``pipe``, and of vocabulary layers where it puts them."""
+        shards = self.tp.size, self.tp.cp
+        return shards == (pipe.tp, pipe.cp) and isinstance(self.model, VocabParallelModel) == (
+            pipe.vocabulary != "ends"
+        )
 
     def over(self, pipe: PipelineConfig) -> StageCosts:
         """Return the stage costs of the model with vocabulary layers where ``pipe`` puts them; traces and prices are shared."""
@@ -668,4 +676,4 @@ def planner(config: TrainConfig, model: Model, layer_costs: dict[Any, Any] | Non
     run here. ``layer_costs``: a cache that planners may share."""
     pipe = config.pipeline
     counted = replace(pipe, cut="analytic") if pipe.cut == "measured" else pipe
-    return stage_planner(counted, model, microbatch_size(config), flops_cache=layer_costs)
+    return stage_planner(counted, model, config.microbatch_size, flops_cache=layer_costs)

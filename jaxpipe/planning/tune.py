@@ -69,7 +69,6 @@ from jaxpipe.train.assemble import Planner, ScheduleDraft, choose, planned_order
 from jaxpipe.train.config import TrainConfig
 from jaxpipe.train.schedule_source import barriers
 from jaxpipe.train.settings.sections import TraverseConfig
-from jaxpipe.train.setup import microbatch_size
 
 LEADERS = 3
 """Orders of a placement whose gradients are separated: the fastest that fit with whole backwards."""
@@ -311,7 +310,7 @@ class _LayoutSearch:
         arrays by at most their shards, and launches of kernels not at all.
         """
         pipe = config.pipeline
-        size, policy = microbatch_size(config) // pipe.dp, str(pipe.recompute)
+        size, policy = config.microbatch_size // pipe.dp, str(pipe.recompute)
         beside = any(axis.key == "pipeline.recompute" and "none" in axis.values for axis in self.space.axes)
         if (
             policy != "none"
@@ -326,7 +325,7 @@ class _LayoutSearch:
         context parallelism. With the vocabulary at the ends all layers are priced as one stage, which is a bound:
         cutting splits kernels and makes none shorter."""
         pipe, ends = config.pipeline, config.pipeline.vocabulary == "ends"
-        size, devices = microbatch_size(config) // pipe.dp, pipe.ranks * pipe.cp * pipe.tp
+        size, devices = config.microbatch_size // pipe.dp, pipe.ranks * pipe.cp * pipe.tp
         unsharded = replace(pipe, ranks=1 if ends else devices, tp=1, cp=1, schedule="1f1b", chunks=1)
         key = unsharded.ranks, pipe.vocabulary, size, str(pipe.recompute)
         if key not in self._work:
@@ -343,7 +342,7 @@ class _LayoutSearch:
         """Tighten :meth:`_least_s`: shards do not divide all work of a layer, so layers behind an equal one count at their
         cost on so many shards, which takes few traces."""
         config, pipe = node.config, node.config.pipeline
-        size, policy, shards = microbatch_size(config) // pipe.dp, str(pipe.recompute), pipe.cp * pipe.tp
+        size, policy, shards = config.microbatch_size // pipe.dp, str(pipe.recompute), pipe.cp * pipe.tp
         unsharded = self.stage_costs.run_increments(policy, size)
         ends = replace(config, pipeline=replace(pipe, vocabulary="ends"))
         sharded = self._stage_costs_for(ends).run_increments(policy, size)
@@ -384,7 +383,9 @@ class _LayoutSearch:
         for placement, orders in by_placement.items():
             ahead = 0 if config.pipeline.vocabulary in ("ends", "joint") else barriers(config.pipeline.vocabulary)
             least = _least_bytes(placement, priced_plan.costs, min(ahead + 1, config.pipeline.microbatches))
-            update_s, _ = priced_plan.update_s(config, stage_costs, placement)
+            update_s, _ = priced_plan.update_s(
+                config, stage_costs, placement, static_bytes(placement, priced_plan.costs)
+            )
             placed_node = replace(node, orders=tuple(orders), priced_plan=priced_plan, update_s=update_s)
             if least > self.limit_bytes:
                 self._too_large(placed_node, least)

@@ -70,7 +70,6 @@ from jaxpipe.stage.functions import StageFunctions, function_of
 from jaxpipe.text import format_bytes
 from jaxpipe.train.assemble import Progress, order_for_link
 from jaxpipe.train.devices import limit_bytes
-from jaxpipe.train.replan import offloads
 from jaxpipe.train.setup import Prepared, compile_pipeline, offload_options, step_over
 from jaxpipe.train.step import resident_avals
 
@@ -402,7 +401,7 @@ def rehearse(
     roomy = config.changed({"offload.host_memory_gb": _NO_LIMIT_GB})
     everywhere = list(devices) * prepared.schedule.num_ranks
     pipeline = compile_pipeline(replace(prepared, config=roomy), everywhere, progress)
-    if host is not None and offloads(pipeline.schedule):
+    if host is not None and pipeline.schedule.offloads:
         pipeline = _ordered_for_link(pipeline, prepared, ranks, host, progress)
     step, rehearsals = step_over(config, pipeline), []
     for rank in ranks:

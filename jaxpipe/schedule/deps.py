@@ -111,11 +111,13 @@ class DependencyGraph:
     def local_boundaries(self, action: Action, rank: int) -> Iterator[tuple[int, int, float]]:
         """Yield (slot that makes it, upstream stage, how many) of each boundary that ``action`` on ``rank`` reads on the
         spot."""
-        placement = self.schedule.placement
-        for wait in op_spec(action.op).waits:
+        placement, ops = self.schedule.placement, self._ops
+        for wait in ops[action.op].spec.waits:
             if wait.where in ("pred", "succ"):
                 upstream = wait.where == "pred"
-                sending = [op for op in wait.ops if op_spec(op).sends == ("succ" if upstream else "pred")]
+                sending = [
+                    op for op in wait.ops if op in ops and ops[op].spec.sends == ("succ" if upstream else "pred")
+                ]
                 for t in (placement.predecessors if upstream else placement.returning)(action.stage):
                     for i in placement.covering(action.stage, action.microbatch, t):
                         producers = (self.slot_of(op, t, i, rank) for op in sending)
@@ -123,6 +125,28 @@ class DependencyGraph:
                         if producer is not None:
                             stage = t if upstream else action.stage
                             yield producer, stage, placement.span[t] / placement.span[stage]
+
+    def waiting_boundaries(
+        self, start_s: Sequence[float], end_s: Sequence[float]
+    ) -> Iterator[tuple[int, int, float, float, float]]:
+        """Yield (rank, stage, how many, since, until) of each boundary that is on a rank before an action reads it, where slots
+        and transfers start and end so."""
+        first = len(self.slots)
+        read_s: dict[int, float] = {}
+        for number, waits in enumerate(self.waits):
+            for source in waits:
+                if source >= first:
+                    # a boundary that several slots read stays until the last of them starts
+                    read_s[source] = max(start_s[number], read_s.get(source, 0.0))
+            rank = self.rank_of[number]
+            for action in self.slots[number].actions:
+                for producer, stage, parts in self.local_boundaries(action, rank):
+                    if start_s[number] > end_s[producer]:
+                        yield rank, stage, parts, end_s[producer], start_s[number]
+        for number, until_s in read_s.items():
+            moved = self.transfers[number - first]
+            if moved.src != moved.dst and until_s > start_s[moved.producer]:
+                yield moved.dst, moved.stage, moved.parts, start_s[moved.producer], until_s
 
     def ops(self) -> tuple[OpSpec, ...]:
         """Return the ops that the schedule uses."""

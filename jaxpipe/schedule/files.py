@@ -19,7 +19,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -107,7 +107,14 @@ def _slots(cells: list[str], where: str, traffic: Counter[str]) -> Iterator[Slot
 
 StrPath = str | os.PathLike[str]
 T = TypeVar("T")
-SUFFIXES = (".sched", ".json", ".csv")
+
+
+_PARSERS: Mapping[str, Callable[[str, Path, Callable[[str], None] | None], Schedule]] = {
+    ".sched": lambda text, path, notice: parse_schedule(text, str(path)),
+    ".json": lambda text, path, notice: _from_json(path, text, partial(json_form.from_schedule, name=path.stem)),
+    ".csv": lambda text, path, notice: parse_csv(text, path.stem, str(path), notice),
+}
+SUFFIXES = tuple(_PARSERS)
 
 
 def read_schedule(path: StrPath, notice: Callable[[str], None] | None = None) -> Schedule:
@@ -118,13 +125,8 @@ def read_schedule(path: StrPath, notice: Callable[[str], None] | None = None) ->
     Raises:
         ScheduleParseError: the file can't be read, is damaged, or has another suffix.
     """
-    suffix = _suffix(path := Path(path), ScheduleParseError)
-    text = read_text(path)
-    if suffix == ".sched":
-        return parse_schedule(text, str(path))
-    if suffix == ".csv":
-        return parse_csv(text, path.stem, str(path), notice)
-    return _from_json(path, text, partial(json_form.from_schedule, name=path.stem))
+    parse = _PARSERS[_suffix(path := Path(path), ScheduleParseError)]
+    return parse(read_text(path), path, notice)
 
 
 def write_schedule(schedule: Schedule, path: StrPath) -> None:

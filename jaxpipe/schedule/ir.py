@@ -9,6 +9,7 @@ holds no times. Words are those of :file:`jaxpipe/README.md`.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -93,6 +94,11 @@ class OpSpec:
     def is_sync(self) -> bool:
         """Return whether it computes nothing and only waits."""
         return not self.cost
+
+    @property
+    def runs_function(self) -> bool:
+        """Return whether it runs a function of its stage. (O and L copy, S waits for an O.)"""
+        return self.lane == "compute" and not self.is_sync
 
 
 _REGISTRY: dict[str, OpSpec] = {}
@@ -246,6 +252,23 @@ class Schedule:
         other."""
         rows = self.rows if rank is None else [self.rows[rank]]
         return (action for row in rows for slot in row for action in slot.actions)
+
+    @property
+    def offloads(self) -> bool:
+        """Whether anything is copied to the host."""
+        return any(not op_spec(a.op).runs_function for a in self.actions())
+
+    def functions(self, rank: int) -> Counter[Action]:
+        """Return the actions of a rank that run functions of its stages."""
+        return Counter(a for a in self.actions(rank) if op_spec(a.op).runs_function)
+
+    def weight_order(self, rank: int) -> dict[int, list[int]]:
+        """Return, per stage of a rank, the microbatches in the order in which their weight gradients are added."""
+        order: dict[int, list[int]] = {}
+        for action in self.actions(rank):
+            if W.name in op_spec(action.op).performs():
+                order.setdefault(action.stage, []).append(action.microbatch)
+        return order
 
     def __str__(self) -> str:
         """Return the text form (:mod:`~jaxpipe.schedule.text`), ending in a newline."""

@@ -17,7 +17,6 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from functools import cache
-from itertools import chain
 from typing import TypeVar
 
 from jaxpipe.schedule.costs import CostProfile
@@ -46,7 +45,11 @@ def memory_curves(
     a stage spread over a group of ranks, costs are what each rank of the group holds; for one of a span, what an action does.
     """
     grid = _Grid(graph, costs)
-    waiting = _boundaries_waiting(graph, grid, start_s, end_s) if costs.boundary_buffers else {}
+    waiting: dict[int, list[tuple[float, int, int]]] = {}
+    if costs.boundary_buffers:
+        for rank, stage, parts, since_s, until_s in graph.waiting_boundaries(start_s, end_s):
+            if amount := round(costs.boundary_bytes[stage] * parts * grid.scale):
+                waiting.setdefault(rank, []).extend([(since_s, amount, 0), (until_s, -amount, 0)])
     curves = []
     for rank in range(graph.schedule.num_ranks):
         changes = _changes(graph, grid, rank, start_s, end_s)
@@ -136,7 +139,8 @@ class _Grid:
         self.temp = dict(costs.temp_bytes)
         used = {effect.field for spec in graph.ops() for effect in spec.memory}
         waiting = costs.boundary_bytes if costs.boundary_buffers else ()
-        largest = max(chain(*map(costs.values, used), *self.temp.values(), waiting), default=0.0)
+        amounts = [*map(costs.values, used), *self.temp.values(), waiting]
+        largest = max((x for row in amounts for x in row), default=0.0)
         # sums of integers are exact in any order, so equal schedules have equal curves
         exponent = min(_BITS - math.frexp(largest)[1], sys.float_info.max_exp - 1)
         self.scale = 2.0**exponent if largest > 0 else 1.0
@@ -169,35 +173,6 @@ def _changes(
                 changes.append((start_s[number], start_bytes, start_units))
             if end_bytes or end_units:
                 changes.append((end_s[number], end_bytes, end_units))
-    return changes
-
-
-def _boundaries_waiting(
-    graph: DependencyGraph, grid: _Grid, start_s: Sequence[float], end_s: Sequence[float]
-) -> dict[int, list[tuple[float, int, int]]]:
-    """Return, per rank, changes by boundaries that are on it and that no action reads yet."""
-    first = len(graph.slots)
-    read_s: dict[int, float] = {}
-    changes: dict[int, list[tuple[float, int, int]]] = {}
-
-    def wait(rank: int, stage: int, since_s: float, until_s: float, parts: float) -> None:
-        amount = round(grid.costs.boundary_bytes[stage] * parts * grid.scale)
-        if amount and until_s > since_s:
-            changes.setdefault(rank, []).extend([(since_s, amount, 0), (until_s, -amount, 0)])
-
-    for number, waits in enumerate(graph.waits):
-        for source in waits:
-            if source >= first:
-                # a boundary that several slots read stays until the last of them starts
-                read_s[source] = max(start_s[number], read_s.get(source, 0.0))
-        rank = graph.rank_of[number]
-        for action in graph.slots[number].actions:
-            for producer, stage, parts in graph.local_boundaries(action, rank):
-                wait(rank, stage, end_s[producer], start_s[number], parts)
-    for number, until_s in read_s.items():
-        moved = graph.transfers[number - first]
-        if moved.src != moved.dst:
-            wait(moved.dst, moved.stage, start_s[moved.producer], until_s, moved.parts)
     return changes
 
 

@@ -48,13 +48,13 @@ def simulate(schedule: Schedule, costs: CostProfile) -> Timeline:
         ScheduleError: the costs are for another number of stages, an action has no place in the placement or appears twice,
             waits for something that the schedule lacks, or the ranks deadlock.
     """
-    costs.require_stages(schedule.num_stages, f"schedule {schedule.name!r}")
     return simulate_graph(runnable(schedule), costs)
 
 
 def simulate_graph(graph: DependencyGraph, costs: CostProfile, last_passages: Sequence[Passage] = ()) -> Timeline:
     """Return the timeline of a graph, like :func:`simulate`. ``last_passages``: of its last
     transfers, which costs do not give."""
+    costs.require_stages(graph.schedule.num_stages, f"schedule {graph.schedule.name!r}")
     # slots of the same ops and stages share their lanes
     keys = list(map(_key, graph.slots))
     kinds = dict(zip(keys, graph.slots, strict=True))
@@ -146,13 +146,14 @@ def _timeline(
     start_s = [t for t in run.start_s if t is not None]
     end_s = [t for t in run.end_s if t is not None]
     memory, peaks = memory_curves(graph, costs, start_s, end_s)
+    static = static_bytes(schedule.placement, costs)
     return Timeline(
         name=schedule.name,
         num_ranks=schedule.num_ranks,
         events=_events(graph, start_s, end_s),
         memory=memory,
         peak_activations=peaks,
-        static_bytes=static_bytes(schedule.placement, costs),
+        static_bytes=static,
     )
 
 
@@ -204,7 +205,6 @@ def simulate_steps(
         raise ScheduleError(f"simulate_steps of {steps} steps; want at least 2: a period lies between two")
     if not 0 <= update_s < float("inf"):
         raise ScheduleError(f"an update takes {update_s} s; want a finite number >= 0")
-    costs.require_stages(schedule.num_stages, f"schedule {schedule.name!r}")
     runnable(schedule)  # what is wrong with it is told of one step
     graph = runnable(_repeated(schedule, steps))
     computes = [_by_step(graph, rank, steps) for rank in range(schedule.num_ranks)]

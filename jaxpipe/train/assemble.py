@@ -32,7 +32,7 @@ from jaxpipe.stage.model.layer import Model, taken_by
 from jaxpipe.stage.model.plan import LayerCosts, StagePlan, analytic_layer_costs, cut, cut_at, cut_edges, plan_stages
 from jaxpipe.stage.model.vocabulary import VocabParallelModel, spread
 from jaxpipe.text import arrows
-from jaxpipe.train.replan import offloads, why_not
+from jaxpipe.train.replan import why_not
 from jaxpipe.train.schedule_source import ScheduleSource, barriers, edges_to_cut, relative_costs, source_of
 from jaxpipe.train.settings.sections import PipelineConfig
 
@@ -285,7 +285,7 @@ def order_for_link(pipe: PipelineConfig, draft: ScheduleDraft, now: Schedule, co
 
     The new order runs the functions of ``now`` and adds up gradients as it does, so nothing is compiled and no bit changes.
     """
-    if not (offloads(now) and draft.source.takes_costs):
+    if not (now.offloads and draft.source.takes_costs):
         return now
     costs = replace(costs, boundary_buffers=False)  # families do not know them
     try:
@@ -305,7 +305,8 @@ def planned_order(pipe: PipelineConfig, draft: ScheduleDraft, costs: CostProfile
     Raises:
         ScheduleError: as :func:`final_order`.
     """
-    return order_for_link(pipe, draft, final_order(pipe, draft, costs, lambda line: None), costs)
+    schedule = final_order(pipe, draft, costs, lambda line: None)
+    return order_for_link(pipe, draft, schedule, costs)
 
 
 _HELD = ("residual_bytes", "w_residual_bytes", "offloadable_bytes")

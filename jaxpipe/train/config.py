@@ -132,6 +132,12 @@ class TrainConfig(Sections):
         keys = {typed.full_key(Sections, key) for key in values}
         return _checked(parsed, None if self.given_keys is None else self.given_keys | keys)
 
+    @property
+    def microbatch_size(self) -> int:
+        """Sequences in a microbatch, over all data-parallel devices of a rank: consecutive rows of a step's batch. Which
+        sequences a step sees depends on ``run.batch`` alone, not on how the batch is divided."""
+        return self.run.batch // self.pipeline.microbatches
+
     def describe(self) -> str:
         """List all settings, one a line, aligned; those that differ from the default are marked ``*``."""
         default = TrainConfig().to_dict()

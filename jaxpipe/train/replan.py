@@ -34,8 +34,8 @@ from jaxpipe.cost import with_measured_times
 from jaxpipe.errors import JaxpipeError, ScheduleError
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.runtime.recorder import seconds_by_op
-from jaxpipe.schedule import Action, CostProfile, HostLink, Schedule, Timeline, find_problems, op_spec, simulate
-from jaxpipe.schedule.ir import Row, W
+from jaxpipe.schedule import CostProfile, HostLink, Schedule, Timeline, find_problems, op_spec, simulate
+from jaxpipe.schedule.ir import Row
 from jaxpipe.schedule.memory import static_bytes
 from jaxpipe.schedule.passes.braid import backwards_like, fused_backwards
 from jaxpipe.schedule.timeline import TIME
@@ -60,40 +60,16 @@ def why_not(schedule: Schedule, running: Schedule) -> str:
 
 
 def _other_actions(schedule: Schedule, running: Schedule) -> str:
-    if offloads(schedule) and not offloads(running):
+    if schedule.offloads and not running.offloads:
         return "it offloads, which this run does not"
     for rank in range(running.num_ranks):
-        new, old = _functions(schedule, rank), _functions(running, rank)
+        new, old = schedule.functions(rank), running.functions(rank)
         if new != old:
             odd = min((new - old) or (old - new))
             return f"rank {rank} {'runs' if odd in new - old else 'lacks'} {odd}; other actions are compiled or rounded apart"
-        if _weight_order(schedule, rank) != _weight_order(running, rank):
+        if schedule.weight_order(rank) != running.weight_order(rank):
             return f"rank {rank} would add up weight gradients in another order"
     return ""
-
-
-def takes_time(op: str) -> bool:
-    """Return whether an op runs a function of its stage. (O and L copy, S waits for an O.)"""
-    spec = op_spec(op)
-    return spec.lane == "compute" and bool(spec.cost)
-
-
-def offloads(schedule: Schedule) -> bool:
-    """Return whether anything is copied to the host."""
-    return any(not takes_time(a.op) for a in schedule.actions())
-
-
-def _functions(schedule: Schedule, rank: int) -> Counter[Action]:
-    return Counter(a for a in schedule.actions(rank) if takes_time(a.op))
-
-
-def _weight_order(schedule: Schedule, rank: int) -> dict[int, list[int]]:
-    """Per stage, the microbatches in the order in which their weight gradients are added."""
-    order: dict[int, list[int]] = {}
-    for action in schedule.actions(rank):
-        if W.name in op_spec(action.op).performs():
-            order.setdefault(action.stage, []).append(action.microbatch)
-    return order
 
 
 Seconds = Mapping[tuple[str, int], float]
@@ -111,7 +87,7 @@ _MOST_DOUBLINGS = 6
 def drift(then: Seconds, now: Seconds) -> float:
     """Return the largest change of one function's seconds, as a fraction of the mean work on a microbatch in a stage, after
     both are scaled to the same total."""
-    ops = [key for key in then.keys() & now.keys() if takes_time(key[0])]
+    ops = [key for key in then.keys() & now.keys() if op_spec(key[0]).runs_function]
     totals = [sum(seconds[key] for key in ops) for seconds in (then, now)]
     if min(totals, default=0.0) <= 0:
         return 0.0
@@ -271,7 +247,7 @@ class Replanner:
         from jaxpipe.search.solve import SolveTask
 
         placement, m = self._start.placement, self._start.num_microbatches
-        offload = offloads(self._start)
+        offload = self._start.offloads
         limit = self.config.memory_limit if self.config.memory_limit is not None else self._limit
         if limit is not None:
             return SolveTask(placement, m, costs, limit, offload)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -34,6 +35,7 @@ from jaxpipe.schedule.families import family_named
 from jaxpipe.schedule.families.vocabulary import spread_vocabulary
 from jaxpipe.schedule.files import SUFFIXES
 from jaxpipe.schedule.placement import Edges, placement_named, towers, with_vocabulary
+from jaxpipe.schedule.rules.traversal import Rules
 from jaxpipe.train.settings.sections import PipelineConfig, TraverseConfig
 from jaxpipe.train.settings.typed import decode, within
 
@@ -66,18 +68,14 @@ def source_of(pipe: PipelineConfig, span: int = 1, schedule: Schedule | None = N
             refuses the sizes, nothing can go on under the rules, or what a function made breaks a rule.
         ConfigError: what was read is for other sizes. ``order`` raises it for what a function made.
     """
-    if schedule is not None and (not pipe.schedule or is_schedule_file(pipe.schedule)):
-        return fixed_source(schedule)
-    if is_schedule_file(pipe.schedule):
-        return fixed_source(_require_sizes(read_checked(pipe.schedule), pipe))
-    if pipe.schedule == "towers":
-        return _towers_source(pipe, span)
-    if pipe.vocabulary != "ends":
-        return _vocabulary_source(pipe)
-    return _chain_source(pipe, span)
+    if is_schedule_file(pipe.schedule) or not pipe.schedule:
+        return _fixed_source(schedule or _require_sizes(pipe, read_checked(pipe.schedule)))
+    if pipe.schedule != "towers":
+        return _chain_source(pipe, span) if pipe.vocabulary == "ends" else _vocabulary_source(pipe)
+    return _towers_source(pipe, span)
 
 
-def fixed_source(schedule: Schedule) -> ScheduleSource:
+def _fixed_source(schedule: Schedule) -> ScheduleSource:
     """Wrap a schedule that exists: no costs change it."""
     return ScheduleSource(schedule.num_stages, lambda costs: schedule, edges_to_cut(schedule.placement))
 
@@ -133,24 +131,17 @@ def _chain_source(pipe: PipelineConfig, span: int = 1) -> ScheduleSource:
     """Decode what cuts the model into a chain: rules, a function, or a family."""
     num_stages = len(pipe.cut) + 1 if isinstance(pipe.cut, tuple) else pipe.ranks * pipe.chunks
     if pipe.schedule == "traverse":
-        return ScheduleSource(num_stages, lambda costs: traversed(pipe, costs, span))
+        return ScheduleSource(num_stages, partial(_order_by_rules, pipe, span))
     if ":" in pipe.schedule:
-        return ScheduleSource(
-            num_stages, lambda costs: _require_sizes(made_by_function(pipe.schedule, pipe, costs), pipe)
-        )
+        return ScheduleSource(num_stages, partial(_order_of_function, pipe))
     if span > 1:
         raise ScheduleError(
             f"the loss takes {span} microbatches at once, and the stages of {pipe.schedule!r} one: set pipeline.schedule to "
             "'towers' or 'traverse'"
         )
     family = FAMILIES.get(pipe.schedule)
-    chunks = pipe.chunks if family is not None and "chunks" in family.options else None
-
-    def order(costs: CostProfile) -> Schedule:
-        return generate(pipe.schedule, pipe.ranks, pipe.microbatches, chunks, costs, pipe.memory_limit)
-
     takes_costs = family is not None and "costs" in family.options
-    return ScheduleSource(num_stages, order, takes_costs=takes_costs, keeps_limit=family is not None)
+    return ScheduleSource(num_stages, partial(_order_of_family, pipe), None, takes_costs, family is not None)
 
 
 def _vocabulary_source(pipe: PipelineConfig) -> ScheduleSource:
@@ -158,36 +149,56 @@ def _vocabulary_source(pipe: PipelineConfig) -> ScheduleSource:
     if problem := joint_problem(pipe):
         raise ConfigError(problem)
     if pipe.vocabulary == "joint":
-        return fixed_source(generate("vocab-1f1b-joint", pipe.ranks, pipe.microbatches))
+        return _fixed_source(generate("vocab-1f1b-joint", pipe.ranks, pipe.microbatches))
     if pipe.schedule == "traverse":
         chain = placement_named(pipe.traverse.placement, pipe.ranks, pipe.chunks)
     else:
         chain = family_named(pipe.schedule).placement(pipe.ranks, pipe.chunks)
     placement = with_vocabulary(chain, barriers=barriers(pipe.vocabulary))
-
-    def trunk_order(microbatches: int, costs: CostProfile) -> Schedule:
-        return _chain_source(replace(pipe, microbatches=microbatches, memory_limit=None)).order(costs)
-
-    def order(costs: CostProfile) -> Schedule:
-        mean_f_s = sum(costs.f_s[s] for s in placement.trunk) / len(placement.trunk)
-        costs = replace(costs, link=Link(_TRANSFER * mean_f_s))
-        name = f"vocab-{pipe.schedule}" + ("-2" if barriers(pipe.vocabulary) == 2 else "")
-        return spread_vocabulary(name, trunk_order, placement, pipe.microbatches, costs)
-
-    return ScheduleSource(placement.num_stages, order, edges_to_cut(placement))
+    return ScheduleSource(placement.num_stages, partial(_order_around_trunk, pipe, placement), edges_to_cut(placement))
 
 
 def _towers_source(pipe: PipelineConfig, span: int) -> ScheduleSource:
     placement, rules = towers_of(pipe.towers)
     placement = with_span(placement, {placement.num_stages - 1: span})
-
-    def order(costs: CostProfile) -> Schedule:
-        return replace(traverse(placement, pipe.microbatches, rules, costs), name="towers")
-
+    order = partial(_order_of_towers, placement, pipe.microbatches, rules)
     return ScheduleSource(placement.num_stages, order, placement.edges)
 
 
-def _require_sizes(schedule: Schedule, pipe: PipelineConfig) -> Schedule:
+def _order_of_family(pipe: PipelineConfig, costs: CostProfile) -> Schedule:
+    family = FAMILIES.get(pipe.schedule)
+    chunks = pipe.chunks if family is not None and "chunks" in family.options else None
+    return generate(pipe.schedule, pipe.ranks, pipe.microbatches, chunks, costs, pipe.memory_limit)
+
+
+def _order_by_rules(pipe: PipelineConfig, span: int, costs: CostProfile) -> Schedule:
+    """Return the schedule of ``pipeline.traverse``. ``span``: of the last stage."""
+    placement = placement_named(pipe.traverse.placement, pipe.ranks, pipe.chunks)
+    placement = with_span(placement, {placement.num_stages - 1: span})
+    return traverse(placement, pipe.microbatches, rules_of(pipe.traverse), costs)
+
+
+def _order_of_towers(placement: Placement, microbatches: int, rules: Rules, costs: CostProfile) -> Schedule:
+    return replace(traverse(placement, microbatches, rules, costs), name="towers")
+
+
+def _order_of_function(pipe: PipelineConfig, costs: CostProfile) -> Schedule:
+    return _require_sizes(pipe, made_by_function(pipe.schedule, pipe, costs))
+
+
+def _order_around_trunk(pipe: PipelineConfig, placement: Placement, costs: CostProfile) -> Schedule:
+    """Return the order of the transformer stages with the passes of the vocabulary-parallel layers that ``placement`` has."""
+
+    def trunk_order(microbatches: int, costs: CostProfile) -> Schedule:
+        return _chain_source(replace(pipe, microbatches=microbatches, memory_limit=None)).order(costs)
+
+    mean_f_s = sum(costs.f_s[s] for s in placement.trunk) / len(placement.trunk)
+    costs = replace(costs, link=Link(_TRANSFER * mean_f_s))
+    name = f"vocab-{pipe.schedule}" + ("-2" if barriers(pipe.vocabulary) == 2 else "")
+    return spread_vocabulary(name, trunk_order, placement, pipe.microbatches, costs)
+
+
+def _require_sizes(pipe: PipelineConfig, schedule: Schedule) -> Schedule:
     """Return ``schedule``. Raises ConfigError if it is for other sizes than those of ``pipe``."""
     sizes = [
         ("ranks", schedule.num_ranks, pipe.ranks),
@@ -230,18 +241,7 @@ def rules_of(settings: TraverseConfig) -> Traversal:
     return Traversal(**{f.name: getattr(settings, f.name) for f in fields(settings) if f.name != "placement"})
 
 
-def traversed(pipe: PipelineConfig, costs: CostProfile, span: int = 1) -> Schedule:
-    """Return the schedule of ``pipeline.traverse``, chosen by the stages' relative costs. ``span``: of the last stage.
-
-    Raises:
-        ScheduleError: the placement has another number of chunks, or nothing can go on under the limits.
-    """
-    placement = placement_named(pipe.traverse.placement, pipe.ranks, pipe.chunks)
-    placement = with_span(placement, {placement.num_stages - 1: span})
-    return traverse(placement, pipe.microbatches, rules_of(pipe.traverse), costs)
-
-
-def towers_of(settings: Mapping[str, Any]) -> tuple[Placement, dict[int | tuple[int, ...] | range, Traversal]]:
+def towers_of(settings: Mapping[str, Any]) -> tuple[Placement, Rules]:
     """Return the placement of ``pipeline.towers``, and the rules of each tower's ranks.
 
     Raises:

@@ -34,7 +34,6 @@ from jaxpipe.train.corpora.tokenizers import continued_tokenizer
 from jaxpipe.train.data import Dataset, TokenDataset
 from jaxpipe.train.devices import device_errors, limit_remark
 from jaxpipe.train.metrics import format_gain
-from jaxpipe.train.replan import offloads
 from jaxpipe.train.settings.sections import PipelineConfig
 from jaxpipe.train.step import TrainStep
 from jaxpipe.train.trainer import Trainer
@@ -115,12 +114,6 @@ def read_by(model: Model, dataset: Dataset, config: TrainConfig) -> Dataset:
     return dataset.for_model(specs, config.data.seq_len)
 
 
-def microbatch_size(config: TrainConfig) -> int:
-    """Sequences in a microbatch, over all data-parallel devices of a rank: consecutive rows of a step's batch. Which
-    sequences a step sees depends on ``run.batch`` alone, not on how the batch is divided."""
-    return config.run.batch // config.pipeline.microbatches
-
-
 def prepare(
     config: TrainConfig, processes: Processes | None = None, origin: Mapping[str, Any] | None = None
 ) -> Prepared:
@@ -137,7 +130,7 @@ def prepare(
     config = with_mask(config, vocab_size, has_chats=has_chats)
     model = spread_over(config.pipeline, build_model(config, vocab_size))
     dataset = read_by(model, dataset, config)
-    planner = stage_planner(config.pipeline, model, microbatch_size(config), processes)
+    planner = stage_planner(config.pipeline, model, config.microbatch_size, processes)
     # Followers wait for the schedule before they plan: they cut the model as process 0 did, for the same stages.
     chosen = None
     if processes is not None and processes.mine:
@@ -181,7 +174,7 @@ def compile_setup(
 def _with_known_link(trainer: Trainer, prepared: Prepared, progress: Progress, processes: Processes | None) -> Trainer:
     """Return the trainer with O and L where the measured link to the host wants them, and say what copies still cost."""
     now, costs = trainer.schedule, trainer.pipeline.costs
-    if not offloads(now):
+    if not now.offloads:
         return trainer
     schedule = order_for_link(prepared.config.pipeline, prepared.draft, now, costs)
     # A search may end elsewhere in each process.
@@ -237,7 +230,7 @@ def compile_pipeline(
             prepared.draft,
             prepared.plan,
             config.pipeline,
-            microbatch_size=microbatch_size(config),
+            microbatch_size=config.microbatch_size,
             dtype=config.run.dtype,
             offload=offload_options(config),
             devices=devices,
@@ -266,7 +259,7 @@ def step_flops(prepared: Prepared, stages: Sequence[StageFunctions]) -> tuple[fl
     pipe, detached = prepared.config.pipeline, prepared.schedule.placement.detached
     # the F of a detached stage makes a part of the backward; its W is one product, as the forward is
     forward = sum(f.flops["W" if s in detached else "F"] for s, f in enumerate(stages)) * pipe.rank_devices
-    layer_costs = analytic_layer_costs(prepared.model.stored, microbatch_size(prepared.config), attention=PEERS)
+    layer_costs = analytic_layer_costs(prepared.model.stored, prepared.config.microbatch_size, attention=PEERS)
     return 3.0 * forward * pipe.microbatches, 3 * sum(layer_costs) * pipe.microbatches
 
 
@@ -285,7 +278,7 @@ def held_out_microbatches(prepared: Prepared) -> Mapping[str, np.ndarray]:
     config, m = prepared.config, prepared.config.pipeline.microbatches
     if not config.run.eval_every:
         return {}
-    size, span = microbatch_size(config), prepared.model.span
+    size, span = config.microbatch_size, prepared.model.span
     groups = prepared.dataset.held_out_batches(
         size * span, config.data.seq_len, config.run.output.eval_batches * m // span
     )

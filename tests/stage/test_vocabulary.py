@@ -218,7 +218,8 @@ def test_memory_is_balanced_at_256k_words() -> None:
     bench = stage_costs_of(config, target, Efficiency(), lambda text: None)
     ratio_and_speed = {}
     for vocabulary in ("ends", "spread"):
-        prediction = predict(config.override([f"pipeline.vocabulary={vocabulary}"]), bench, 80e9)
+        layout = config.override([f"pipeline.vocabulary={vocabulary}"])
+        prediction = predict(layout, bench.over(layout.pipeline), 80e9)
         peaks = [memory.peak_bytes for memory in prediction.memory]
         ratio_and_speed[vocabulary] = max(peaks) / min(peaks), prediction.tokens_per_s
     assert ratio_and_speed["spread"][0] <= 1.1

@@ -18,7 +18,8 @@ from jaxpipe.cli import main
 from jaxpipe.schedule import generate, read_costs, write_schedule
 from jaxpipe.train.checkpoint import CheckpointStore
 from jaxpipe.train.metrics import read_metrics
-from tests.support.train_runs import ROOT, contents, copy_run, settings, write_text
+from tests.support.paths import ROOT
+from tests.support.train_runs import contents, copy_run, settings, write_text
 
 pytestmark = pytest.mark.usefixtures("one_build")
 

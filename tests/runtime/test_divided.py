@@ -26,6 +26,7 @@ from jaxpipe.train.config import load_config
 from jaxpipe.train.metrics import read_metrics
 from tests.runtime.test_processes import free_port
 from tests.support import divided_run, hub_folders, train_runs
+from tests.support.forks import start_python
 from tests.support.paths import ROOT
 from tests.support.train_runs import config, deterministic, final, settings, write_text
 from tests.train.test_replan import serial
@@ -39,16 +40,8 @@ def run(number: int, cases: list[dict[str, Any]]) -> list[list[dict[str, str]]]:
     if number == 1:
         return [[divided_run.steps(SingleProcess(), **case) for case in cases]]
     port = free_port()
-    children = [
-        subprocess.Popen(
-            [sys.executable, "tests/support/divided_run.py", *map(str, (port, number, process)), json.dumps(cases)],
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for process in range(number)
-    ]
+    code = "import json, sys; from tests.support import divided_run; divided_run.main(*map(json.loads, sys.argv[1:]))"
+    children = [start_python(code, *map(str, (port, number, process)), json.dumps(cases)) for process in range(number)]
     try:
         outputs = [child.communicate() for child in children]
     finally:

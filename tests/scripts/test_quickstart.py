@@ -9,7 +9,8 @@ from types import ModuleType
 import pytest
 
 from jaxpipe.train.config import load_config
-from tests.support.train_runs import ROOT, contents, settings, write_text
+from tests.support.paths import ROOT
+from tests.support.train_runs import contents, settings, write_text
 
 
 @pytest.fixture(scope="module")

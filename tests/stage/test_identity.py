@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from jaxpipe.stage.identity import program_digest
 from jaxpipe.train.checkpoints.which_model import model_digest
 from models.gpt import GPT
-from tests.support.train_runs import ROOT
+from tests.support.paths import ROOT
 
 TINY = {"vocab_size": 11, "seq_len": 4, "d_model": 8, "num_layers": 1, "num_heads": 2}
 

@@ -1,7 +1,4 @@
-"""Some training steps in one of several processes; prints digests of what comes of them. A script:
-
-python tests/support/divided_run.py PORT PROCESSES PROCESS CASES  # CASES: JSON, a list of arguments of `steps` or `trained`
-"""
+"""Some training steps in one of several processes, and digests of what comes of them."""
 
 from __future__ import annotations
 
@@ -11,10 +8,8 @@ import json
 import math
 import os
 import socket
-import sys
 from contextlib import suppress
-from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from jaxpipe.cli.train_verbs import ending_together
 from jaxpipe.runtime.peers import Peers
@@ -169,7 +164,8 @@ def put_between_cpus() -> None:
     vars(transfer)["puts_between_processes"] = lambda device: True
 
 
-def main(port: int, number: int, process: int, cases: list[dict[str, Any]]) -> int:
+def main(port: int, number: int, process: int, cases: list[dict[str, Any]]) -> NoReturn:
+    """Print the digests of each case, whose items are arguments of `steps` or `trained`, and end this process."""
     from tests.support import small_programs
 
     small_programs.collect_seldom()
@@ -182,12 +178,5 @@ def main(port: int, number: int, process: int, cases: list[dict[str, Any]]) -> i
         if number > 1 and any(case.get("transport") == "nccl" for case in cases):
             put_between_cpus()
         processes.start_jax()
-        print(json.dumps([(trained if "finds" in case else steps)(processes, **case) for case in cases]))
-        sys.stdout.flush()
+        print(json.dumps([(trained if "finds" in case else steps)(processes, **case) for case in cases]), flush=True)
     os._exit(0)
-
-
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path.cwd()))
-    port, number, mine = map(int, sys.argv[1:4])
-    sys.exit(main(port, number, mine, json.loads(sys.argv[4])))

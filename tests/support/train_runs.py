@@ -11,7 +11,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from jaxpipe.train.config import TrainConfig, load_config
 from jaxpipe.train.loop import train
 from jaxpipe.train.metrics import read_metrics
 from jaxpipe.train.run.run_directory import TrainResult
-from tests.support.paths import ROOT
+from tests.support.forks import start_python
 
 STEPS = 20
 MEASURED = {"tokens_per_s", "step_s", "bubble_measured", "replay_ratio"}
@@ -108,19 +107,7 @@ def start(arguments: Sequence[str], stop_at: str = "") -> subprocess.Popen[str]:
     """Start ``python -m jaxpipe ARGUMENTS``, with this process's devices, flags and compile cache, which are in the
     environment; but it draws no pictures. Where it prints what starts with ``stop_at`` it stands still: see
     :func:`wait_until_stopped`."""
-    return subprocess.Popen(
-        [
-            sys.executable,
-            "-u",
-            "-c",
-            _CHILD.format(then=_STOPPING.format(at=stop_at) if stop_at else "pass"),
-            *arguments,
-        ],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    return start_python(_CHILD.format(then=_STOPPING.format(at=stop_at) if stop_at else "pass"), *arguments)
 
 
 def wait_until_stopped(child: subprocess.Popen[str]) -> None:

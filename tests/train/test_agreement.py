@@ -23,8 +23,9 @@ from jaxpipe.train.devices import number_settings
 from jaxpipe.train.loop import train
 from jaxpipe.train.run import agreement
 from models.gpt import GPT
+from tests.support.paths import ROOT
 from tests.support.processes import free_port, run_in_threads
-from tests.support.train_runs import ROOT, config, write_text
+from tests.support.train_runs import config, write_text
 from tests.support.train_runs import settings as overrides
 
 OPTIONS = {"vocab_size": 11, "seq_len": 4, "d_model": 8, "num_layers": 1, "num_heads": 2}

@@ -11,8 +11,6 @@ import re
 import resource
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -38,7 +36,7 @@ from tests.support.checkpoint_cases import (
     swap_arrays,
     without_privileges,
 )
-from tests.support.paths import ROOT
+from tests.support.forks import start_python
 
 
 def damage_copy(saved: Path, tmp_path: Path) -> CheckpointStore:
@@ -588,15 +586,14 @@ with CheckpointStore(sys.argv[1], keep_last=2) as store:
 
 def kill_while_saving(directory: Path, delay_s: float) -> Checkpoint:
     """Start a process that saves without pause, kill it ``delay_s`` after its third save began, and load what is left."""
-    process = subprocess.Popen([sys.executable, "-c", SAVER, str(directory)], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    with process.stdout as output:
+    with start_python(SAVER, str(directory)) as process:
+        output = process.stdout
+        assert output is not None
         for _ in range(3):
             assert output.readline(), "the saving process ended early"
         time.sleep(delay_s)
         process.send_signal(signal.SIGKILL)
         started = [int(line) for line in output]
-    process.wait()
     store = CheckpointStore(directory)
     checkpoint = store.latest_intact()
     assert checkpoint.warnings == ()
@@ -644,6 +641,6 @@ with CheckpointStore(sys.argv[1]) as store:
         except CheckpointError:
             print("refused")
 """
-    command = [sys.executable, "-c", script, str(tmp_path / "run")]
-    result = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT)
-    assert (result.stdout, result.stderr) == ("refused\n" * 6, "")
+    with start_python(script, str(tmp_path / "run")) as process:
+        assert process.communicate() == ("refused\n" * 6, "")
+    assert process.returncode == 0

@@ -33,10 +33,10 @@ from jaxpipe.train.metrics import read_metrics
 from jaxpipe.train.run import run_directory, step_log
 from jaxpipe.train.run.run_directory import PICTURES, RunDirectory, TrainResult, result_text
 from jaxpipe.train.run.step_log import Pace
+from tests.support.paths import ROOT
 from tests.support.pipelines import assert_same_arrays
 from tests.support.train_runs import (
     MEASURED,
-    ROOT,
     STEPS,
     config,
     contents,

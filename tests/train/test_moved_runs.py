@@ -16,7 +16,8 @@ from jaxpipe.train.checkpoint import read_manifest
 from jaxpipe.train.corpora.tokenizers import load_tokenizer, stored_tokenizer
 from jaxpipe.train.evaluate import described
 from tests.support.checkpoint_cases import rewrite_manifest
-from tests.support.train_runs import ROOT, config, copy_run, run, write_text
+from tests.support.paths import ROOT
+from tests.support.train_runs import config, copy_run, run, write_text
 
 
 def write_words(path: Path, *extra_words: str) -> Path:

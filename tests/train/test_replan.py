@@ -50,8 +50,9 @@ from jaxpipe.train.run.run_directory import result_text
 from jaxpipe.train.schedule_source import relative_costs, source_of
 from jaxpipe.train.setup import compile_setup, prepare
 from tests.support import train_runs
+from tests.support.paths import ROOT
 from tests.support.pipelines import assert_same_arrays
-from tests.support.train_runs import ROOT, config, deterministic, final, run, write_text
+from tests.support.train_runs import config, deterministic, final, run, write_text
 
 pytestmark = pytest.mark.usefixtures("one_build")
 

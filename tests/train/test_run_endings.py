@@ -43,8 +43,8 @@ from jaxpipe.train.metrics import MetricsLog, read_metrics
 from jaxpipe.train.run import run_directory
 from jaxpipe.train.run.run_directory import RunDirectory, result_json
 from jaxpipe.train.step import TrainStep
+from tests.support.paths import ROOT
 from tests.support.train_runs import (
-    ROOT,
     STEPS,
     contents,
     losses,

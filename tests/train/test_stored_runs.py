@@ -27,8 +27,8 @@ from jaxpipe.train.run.resume import RATE, Start
 from jaxpipe.train.setup import prepare
 from jaxpipe.train.update.optimizer import rate_of
 from tests.support.checkpoint_cases import rewrite_manifest, swap_arrays
-from tests.support.paths import GOLDEN
-from tests.support.train_runs import ROOT, config, contents, copy_run, losses, run, settings, write_text
+from tests.support.paths import GOLDEN, ROOT
+from tests.support.train_runs import config, contents, copy_run, losses, run, settings, write_text
 
 pytestmark = pytest.mark.usefixtures("one_build")
 

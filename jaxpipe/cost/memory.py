@@ -46,7 +46,7 @@ from typing import Any, Literal, get_args
 
 from jaxpipe.program.ir import Free, Instruction, Message, Offload, Program, Recv, Reload, Run, Send, Sync, message_of
 from jaxpipe.program.order import messages_arrived, offloads_ended
-from jaxpipe.schedule import Action, Timeline
+from jaxpipe.schedule import Timeline
 from jaxpipe.stage.compiled.footprint import Footprint, device_bytes, footprint, total_device_bytes
 from jaxpipe.stage.functions import IN_PLACE, AnyFunction, Braids, StageFunction, StageFunctions, function_of
 from jaxpipe.text import aligned, format_bytes
@@ -172,7 +172,7 @@ def account(
         if isinstance(instruction, Free):
             continue
         for offload in rank.ended.get(at, ()):
-            rank.finish_copy(offload.action)
+            rank.finish_copy(offload)
         for message in arrived.get((program.rank, at), ()):
             rank.finish_copy(message)
         # Within an instruction as on a device: results and workspace are there before anything is dropped.
@@ -244,7 +244,7 @@ class _RankAccount:
                 self.fill(slot, n, "user values")
         self.timed = timeline is not None
         self.ended = offloads_ended(program, timeline) if timeline is not None else {}
-        self.leaving: dict[Action | Message, list[_Buffer]] = {}
+        self.leaving: dict[Offload | Message, list[_Buffer]] = {}
         self.note_peak("before the first instruction")
 
     @property
@@ -309,7 +309,7 @@ class _RankAccount:
         for buffer in buffers:
             buffer.slots += 1
 
-    def finish_copy(self, copied: Action | Message) -> None:
+    def finish_copy(self, copied: Offload | Message) -> None:
         """Drop what an offload has copied to the host, or a message has brought to its receiver."""
         for buffer in self.leaving.pop(copied):
             self.release(buffer)
@@ -318,10 +318,10 @@ class _RankAccount:
         """Drop what the instruction itself empties (device slots of an offload, host slots of a reload), and the frees behind
         it."""
         match instruction:
-            case Offload(action, device, _):
-                self.leaving[action] = [b for slot in device if (b := self.slots.pop(slot)) is not None]
+            case Offload(_, device, _):
+                self.leaving[instruction] = [b for slot in device if (b := self.slots.pop(slot)) is not None]
                 if not self.timed:
-                    self.finish_copy(action)
+                    self.finish_copy(instruction)
             case Reload(_, host, _):
                 self.host -= sum(b.bytes for slot in host if (b := self.slots.pop(slot)) is not None)
         for later in self.program.instructions[at + 1 :]:

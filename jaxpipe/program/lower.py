@@ -19,8 +19,8 @@ import jax
 from jaxpipe import dump
 from jaxpipe.errors import ProgramError
 from jaxpipe.program import ir
-from jaxpipe.program.order import Crossing, RankSteps, lower_apart
-from jaxpipe.schedule import Action, Braid, Schedule, Slot, check_schedule, op_spec
+from jaxpipe.program.order import Crossing, RankSteps, copies_in_parts, lower_apart
+from jaxpipe.schedule import Action, Braid, Schedule, Slot, Timeline, check_schedule, op_spec
 from jaxpipe.schedule.deps import collector_paused
 from jaxpipe.stage.compiled.footprint import device_bytes
 from jaxpipe.stage.functions import SHARED, AnyFunction, Braids, Parts, Port, StageFunctions
@@ -37,6 +37,7 @@ def lower(
     stages: Sequence[StageFunctions],
     braids: Braids = MappingProxyType({}),
     crossing: Crossing | None = None,
+    parts_by: Timeline | None = None,
 ) -> tuple[ir.Program, ...]:
     """Return the programs of all ranks, checked.
 
@@ -46,6 +47,7 @@ def lower(
         stages: the functions of each stage, in order.
         braids: by rank and parts; a braid that is not among them runs as separate calls, one after another.
         crossing: where the ranks are in several processes, which and how (:mod:`jaxpipe.program.order`).
+        parts_by: issue O and L in parts, at their times in this simulated timeline; whole where it is None.
 
     Raises:
         ScheduleError: the schedule is invalid.
@@ -55,6 +57,8 @@ def lower(
     _check_fit(schedule, stages)
     data_flow = _DataFlow(schedule, stages)
     ranks = [_RankLowering(schedule, stages, braids, data_flow, rank).walk() for rank in range(schedule.num_ranks)]
+    if parts_by is not None:
+        ranks = [copies_in_parts(rank, steps, parts_by) for rank, steps in enumerate(ranks)]
     if crossing is None:
         programs = tuple(ir.assign_slots(rank, *steps) for rank, steps in enumerate(ranks))
         ir.check_programs(programs)

@@ -6,6 +6,8 @@
 2. **Proof, before anything runs, that processes which exchange messages never wait for each other for ever**
    (:func:`check_transfers`), by the rules of the transport in the table below.
 3. **Messages between processes** (:func:`message_order`, :func:`place_receives`) stand in one order in all processes.
+4. **Copies to the host and back** (:func:`copies_in_parts`) are issued part by part where devices put all they copy on a few
+   streams in order, as XLA does on GPUs: a message behind a whole copy would wait for all of it.
 
 The proof. A schedule is free of deadlock if whoever receives has a place for what arrives. Between processes that may not be
 so: a message may be a rendezvous, which ends when both sides have started it, and what a side starts on one stream,
@@ -184,7 +186,7 @@ def offloads_ended(program: ir.Program, timeline: Timeline) -> dict[int, tuple[i
     """
     if not any(isinstance(i, ir.Offload) for i in program.instructions):
         return {}
-    times = _times(program, timeline)
+    times = _times(program.rank, timeline)
     running: list[ir.Offload] = []
     offloads: dict[int, tuple[ir.Offload, ...]] = {}
     for k, instruction in enumerate(program.instructions):
@@ -192,7 +194,9 @@ def offloads_ended(program: ir.Program, timeline: Timeline) -> dict[int, tuple[i
             running.append(instruction)
         elif isinstance(instruction, ir.Run | ir.Reload | ir.Sync):
             now_s = float("-inf") if isinstance(instruction, ir.Sync) else times[instruction.action].start_s
-            ended = [o for o in running if times[o.action].end_s <= now_s or o.outputs == instruction.inputs]
+            ended = [
+                o for o in running if times[o.action].end_s <= now_s or not {*o.outputs}.isdisjoint(instruction.inputs)
+            ]
             if ended:
                 offloads[k] = tuple(ended)
                 running = [o for o in running if o not in ended]
@@ -207,7 +211,7 @@ def holds(program: ir.Program, timeline: Timeline) -> dict[int, tuple[tuple[Acti
     that take no time there (their costs are not known) hold nothing up, nor does one that is already being loaded back.
     """
     offloads = offloads_ended(program, timeline)
-    times = _times(program, timeline) if offloads else {}
+    times = _times(program.rank, timeline) if offloads else {}
     long = {a for a, e in times.items() if e.end_s > e.start_s}
     waits_at = {
         k: tuple(
@@ -218,10 +222,10 @@ def holds(program: ir.Program, timeline: Timeline) -> dict[int, tuple[tuple[Acti
     return {k: waits for k, waits in waits_at.items() if waits}
 
 
-def _times(program: ir.Program, timeline: Timeline) -> dict[Slot, Event]:
+def _times(rank: int, timeline: Timeline) -> dict[Slot, Event]:
     # A simulated timeline holds its events rank after rank. To look through all of them for each of p ranks took time that grew
     # with p² · m: two thirds of lowering at 64 ranks.
-    first, end = (bisect_left(timeline.events, r, key=attrgetter("rank")) for r in (program.rank, program.rank + 1))
+    first, end = (bisect_left(timeline.events, r, key=attrgetter("rank")) for r in (rank, rank + 1))
     events = (e for e in timeline.events[first:end] if e.lane != "send")
     return {a: e for e in events for a in (e.action, *e.action.actions)}
 
@@ -233,7 +237,7 @@ def _instruction_times(program: ir.Program, timeline: Timeline) -> list[float]:
     A sync blocks the thread, so it is issued when it is due.
     """
     times: list[float] = []
-    last, events = float("-inf"), _times(program, timeline)
+    last, events = float("-inf"), _times(program.rank, timeline)
     for instruction in program.instructions:
         if isinstance(instruction, (ir.Run, ir.Sync)):
             last = max(last, events[instruction.action].start_s)
@@ -495,6 +499,50 @@ def _in_words(graph: Graph, circle: list[Node], nodes: Mapping[ir.Message, Node]
 
 RankSteps = tuple[Sequence[ir.ValueInstruction], Mapping[ir.Value, int]]
 """The instructions of a rank over values, in order, and the bytes of the values."""
+
+
+PARTS = 4
+
+
+def copies_in_parts(rank: int, steps: RankSteps, timeline: Timeline) -> RankSteps:
+    """Return the steps of ``rank`` with each O and L in up to :data:`PARTS` parts of about equal bytes, whole arrays. A part of
+    O stands behind the runs that start in ``timeline`` before the part does, a part of L before the run that it overlaps.
+
+    XLA's GPU client puts what a device copies on four streams, array by array in turn, each in order; and it loads into memory
+    that the compute dispatched before the load may still use. So what is issued later waits for a part rather than for a whole
+    copy, and a load is under way while the run behind it is.
+    """
+    times, value_bytes = _times(rank, timeline), steps[1]
+    placed: list[ir.ValueInstruction] = []
+    waiting: list[tuple[float, int, ir.ValueInstruction]] = []
+    for step in steps[0]:
+        if step.kind in (ir.Offload, ir.Reload):
+            event, total, moved = times[step.action], max(1, sum(value_bytes[v] for v in step.inputs)), 0
+            parts = {0: list[ir.Value]()}
+            for value in step.inputs:
+                parts.setdefault(PARTS * moved // total, []).append(value)
+                moved += value_bytes[value]
+            for n, values in parts.items():
+                start_s = event.start_s + (event.end_s - event.start_s) * n / PARTS
+                part = step._replace(inputs=tuple(values), outputs=tuple(values))
+                waiting.append((start_s, len(placed) + len(waiting), part))
+            continue
+        if step.kind in (ir.Run, ir.Sync):
+            event, read = times[step.action], {*step.inputs}
+            waiting.sort()
+            due = [
+                n + 1
+                for n, (start_s, _, part) in enumerate(waiting)
+                if start_s <= event.start_s
+                or (part.kind is ir.Reload and start_s < event.end_s)
+                or not read.isdisjoint(part.inputs)
+            ]
+            last = max(due, default=0)
+            placed += [part for *_, part in waiting[:last]]
+            waiting = waiting[last:]
+        placed.append(step)
+    return [*placed, *(part for *_, part in sorted(waiting))], value_bytes
+
 
 Started = ir.Message | tuple[int, Slot]
 """A message, or a rank and what it runs."""

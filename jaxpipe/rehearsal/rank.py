@@ -57,10 +57,11 @@ from jaxpipe.rehearsal.report import (
     rehearsed_costs,
     slowdown,
 )
+from jaxpipe.runtime.assembly import ALLOCATOR_BYTES
 from jaxpipe.runtime.batches import THREEFRY, microbatch_keys
 from jaxpipe.runtime.executor import StepInputs, StepOutputs
 from jaxpipe.runtime.memory_probe import RankMeasured, probe_step
-from jaxpipe.runtime.pipeline import ALLOCATOR_BYTES, Pipeline
+from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.runtime.recorder import lengths_by_op
 from jaxpipe.runtime.transfer import check_host_memory, message_numbers
 from jaxpipe.schedule import CostProfile, Event, HostLink, Link, Schedule, Timeline, op_spec, simulate

@@ -83,6 +83,10 @@ class Reported:
         return combined([(sums[a], sums[b]) for a, b in self.heads])
 
 
+ALLOCATOR_BYTES = {"gpu": 256, "cuda": 256, "rocm": 256}
+"""To what the allocator of a platform rounds every buffer up; elsewhere bytes are those of the arrays."""
+
+
 class AssemblyOptions(TypedDict, total=False):
     """Options of :meth:`Assembly.of` beside the model, its stages' places and the size of a microbatch."""
 
@@ -122,6 +126,12 @@ class Assembly:
     braid: bool
     cache: BuildCache
     ownership: Ownership
+
+    @property
+    def copies_in_parts(self) -> bool:
+        """Return whether O and L are issued in parts: what devices copy shares a few streams there."""
+        asked = self.offload.in_parts
+        return self.submeshes[0].devices.flat[0].platform in ALLOCATOR_BYTES if asked is None else asked
 
     @staticmethod
     def of(

@@ -13,6 +13,7 @@ A step may begin *late*: a rank's accumulators are asked for before its first ba
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
@@ -27,7 +28,7 @@ from jax.sharding import Mesh
 
 from jaxpipe.errors import RunError, short_message
 from jaxpipe.mesh import replicated
-from jaxpipe.program.ir import Free, Offload, Program, Recv, Reload, Run, Send, Sync, Value, drops, reads
+from jaxpipe.program.ir import Free, Instruction, Offload, Program, Recv, Reload, Run, Send, Sync, Value, drops, reads
 from jaxpipe.runtime.recorder import DeviceClock, Recorder
 from jaxpipe.runtime.transfer import (
     Copy,
@@ -139,6 +140,9 @@ class _Linked(NamedTuple):
 _RUN, _RECV, _COPY, _SYNC, _SEND, _EPILOGUE = range(6)
 _KINDS = ("run", "recv", "copy", "sync", "send", "epilogue")
 
+Copies = Callable[[int, int, int], tuple[Copy, Copy]]
+"""How a part of the O and L of a stage copies, by rank, stage and part (one of many if they are issued whole)."""
+
 Holds = Mapping[tuple[int, int], Sequence[tuple[Action, tuple[int, ...]]]]
 """Offloads, and their host slots, that must have ended before an instruction: by position in programs and instruction."""
 
@@ -157,7 +161,7 @@ class Executor:
         holds: from :func:`jaxpipe.program.order.holds`; without them the host may run ahead of all offloads but those with S.
         braids: those that ``programs`` run as one function.
         epilogues: of some of ``functions``.
-        copies: how O and L of (rank, stage) copy; by default to and from pinned host memory.
+        copies: how O and L of (rank, stage, part) copy; by default to and from pinned host memory.
         clock: what recorded steps are timed by.
 
     ``order``: as given. ``sequence``: (rank, index in its program) of each instruction that the loop visits, in that order; an
@@ -180,7 +184,7 @@ class Executor:
         holds: Holds | None = None,
         braids: Braids = MappingProxyType({}),
         epilogues: Epilogues = MappingProxyType({}),
-        copies: Callable[[int, int], tuple[Copy, Copy]] | None = None,
+        copies: Copies | None = None,
         clock: DeviceClock | None = None,
     ) -> None:
         self._programs = tuple(programs)
@@ -198,7 +202,7 @@ class Executor:
         self.dispatched: Sequence[Token] = ()
         linker = _Linker(self._programs, functions, braids, self._banks)
         if copies is None:
-            copies = cache(lambda rank, stage: host_copies(replicated(meshes[rank]), fallback=offload_fallback))
+            copies = cache(lambda rank, *_: host_copies(replicated(meshes[rank]), fallback=offload_fallback))
         linker.link(order, copies, transport, numbers, holds or {})
         # After linking: an epilogue's place follows from the last of the linked instructions that adds to its accumulators.
         self._reduced = linker.add_epilogues(epilogues)
@@ -454,12 +458,13 @@ class _Linker:
     def link(
         self,
         order: Sequence[tuple[int, int]],
-        copies: Callable[[int, int], tuple[Copy, Copy]],
+        copies: Copies,
         transport: Transport,
         numbers: Mapping[tuple[int, int, Action], int],
         holds: Holds,
     ) -> None:
         last_of: dict[int, int] = {}
+        parts: Counter[tuple[int, type[Instruction], Action]] = Counter()
         for k, at in order:
             program, bank = self.programs[k], self.banks[k]
             rank, instruction = program.rank, program.instructions[at]
@@ -480,10 +485,11 @@ class _Linker:
                 # A message is named by its sender's action, so a receive looks up (src, rank) where a send has (rank, dst).
                 case Recv(action, src=src):
                     kind, run, lane = _RECV, partial(transport.recv, numbers[(src, rank, action)]), "recv"
-                case Offload(action):
-                    kind, run, lane = _COPY, copies(rank, action.stage)[0], "d2h"
-                case Reload(action):
-                    kind, run, lane = _COPY, copies(rank, action.stage)[1], "h2d"
+                case Offload(action) | Reload(action):
+                    back = isinstance(instruction, Reload)
+                    run = copies(rank, action.stage, parts[rank, type(instruction), action])[back]
+                    parts[rank, type(instruction), action] += 1
+                    kind, lane = _COPY, "h2d" if back else "d2h"
                 case Sync():
                     kind, run, lane = _SYNC, wait_for_copies, "compute"
             get, outs = _getter(instruction.inputs), instruction.outputs

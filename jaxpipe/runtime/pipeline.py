@@ -39,7 +39,7 @@ from jaxpipe.mesh import replicated
 from jaxpipe.program.ir import Offload, Program
 from jaxpipe.program.lower import braided_slots, lower
 from jaxpipe.program.order import Crossing, holds, issue_order
-from jaxpipe.runtime.assembly import Assembly, AssemblyOptions, Buffers, reduction
+from jaxpipe.runtime.assembly import ALLOCATOR_BYTES, Assembly, AssemblyOptions, Buffers, reduction
 from jaxpipe.runtime.batches import THREEFRY, Batch, Instance, place_keys
 from jaxpipe.runtime.executor import Epilogues, Executor, Late, StepInputs, StepOutputs
 from jaxpipe.runtime.processes import Processes
@@ -53,8 +53,6 @@ from jaxpipe.stage.functions import Braids
 from jaxpipe.stage.model.layer import Model, Params
 from jaxpipe.stage.model.params import get_leaf, with_leaf
 
-ALLOCATOR_BYTES = {"gpu": 256, "cuda": 256, "rocm": 256}
-"""To what the allocator of a platform rounds every buffer up; elsewhere bytes are those of the arrays."""
 _EARLY = 1
 """How many runs before its turn a receive from another process is posted: one lets the transfer overlap that run, at the memory
 of one message."""
@@ -147,10 +145,12 @@ class Pipeline(Assembly):
         braids = build_braids(slots, assembly.functions, assembly.cache)
         dump.dump("schedule", schedule.name, str(schedule))
         costs = assembly.flop_costs if costs is None else with_missing_ops(costs, assembly.stages)
-        owned, crossing = assembly.ownership, None
-        if owned.divided:
-            crossing = Crossing(owned.process_of, _simulated(schedule, costs), owned.lanes, _EARLY)
-        programs = lower(schedule, assembly.stages, braids, crossing)
+        owned, crossing, timeline = assembly.ownership, None, None
+        if owned.divided or assembly.copies_in_parts:
+            timeline = _simulated(schedule, costs)
+        if timeline is not None and owned.divided:
+            crossing = Crossing(owned.process_of, timeline, owned.lanes, _EARLY)
+        programs = lower(schedule, assembly.stages, braids, crossing, timeline if assembly.copies_in_parts else None)
         platform = str(assembly.submeshes[0].devices.flat[0].platform)
         local_programs = [programs[rank] for rank in owned.ranks]
         check_host_memory(local_programs, assembly.offload, platform, owned.processes.on_this_host)
@@ -175,8 +175,8 @@ class Pipeline(Assembly):
 
     def with_costs(self, costs: CostProfile) -> Pipeline:
         """Return the same pipeline, dispatching in the order and predicting the times that ``costs`` give. Compiles nothing."""
-        # Between processes the order of messages follows the costs, so the programs are lowered anew.
-        if self.ownership.divided:
+        # The order of messages between processes follows the costs, and so do copies in parts: the programs are lowered anew.
+        if self.ownership.divided or self.copies_in_parts:
             return self.over(self, self.schedule, costs, self.epilogues)
         return replace(self, costs=with_missing_ops(costs, self.stages))
 

@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -132,7 +132,7 @@ class Recorder:
             # copies, a backward for those loaded arrays that it reads (W may read others). It would count as their own time.
             if lane in HOST_LANES:
                 sources += self._last.get(at, ()) if arrays else ()
-                self._loaded[at] = arrays if lane == "h2d" else ()
+                self._loaded[at] = (*self._loaded.get(at, ()), *arrays) if lane == "h2d" else ()
             elif at in self._loaded:
                 read = {id(argument) for argument in arguments}
                 sources += tuple(array for array in self._loaded[at] if id(array) in read)
@@ -170,13 +170,15 @@ class Recorder:
         return min(self._failures, key=lambda f: f.number, default=None)
 
     def events(self) -> tuple[Event, ...]:
-        """Return all events, rank by rank in issue order."""
-        return tuple(
-            Event(rank, r.lane, r.action, start - self._origin, end - self._origin)
-            for rank, readings in enumerate(self._readings)
-            for r, start, end in _reconciled(sorted(readings), self._origin, self._clock.loads_follow_compute)
-            if r.lane != "recv"
-        )
+        """Return all events, rank by rank in issue order. A copy issued in parts is one event from the first start to the last
+        end."""
+        events: dict[tuple[int, str, Slot], Event] = {}
+        for rank, readings in enumerate(self._readings):
+            for r, start, end in _reconciled(sorted(readings), self._origin, self._clock.loads_follow_compute):
+                event = Event(rank, r.lane, r.action, start - self._origin, end - self._origin)
+                first = events.get((rank, r.lane, r.action), event)
+                events[rank, r.lane, r.action] = replace(event, start_s=first.start_s)
+        return tuple(event for event in events.values() if event.lane != "recv")
 
 
 def _reconciled(

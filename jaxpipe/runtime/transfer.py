@@ -392,11 +392,13 @@ Copy = Callable[[Sequence[Any]], Sequence[Any]]
 class OffloadOptions:
     """``fraction``: of the residual bytes that may leave, what O and L move (:mod:`jaxpipe.stage.compiled.footprint`).
     ``host_memory_bytes``: what the offloads of one process may hold (None: what the machine has available).
-    ``fallback``: offload to NumPy arrays where the backend has no pinned host memory."""
+    ``fallback``: offload to NumPy arrays where the backend has no pinned host memory. ``in_parts``: whether O and L are
+    issued in parts (:func:`jaxpipe.program.order.copies_in_parts`; None: on GPUs)."""
 
     fraction: float = 1.0
     host_memory_bytes: float | None = None
     fallback: bool = False
+    in_parts: bool | None = None
 
 
 OFFLOAD_ALL = OffloadOptions()

@@ -28,7 +28,7 @@ RANK = 1
 
 @experiment(
     "T3",
-    version=1,
+    version=2,
     question="is offload free when the order knows the link?",
     backs="COMPASS 3d, row 5; README's table of GPUs",
     paths=(*_OFFLOAD_PATHS, "jaxpipe/rehearsal"),
@@ -65,15 +65,19 @@ def offload_with_costs(settings: Settings) -> dict[str, Any]:
 def _steps(settings: Settings, hidden: int, link: Any, seconds: dict[str, float]) -> dict[str, Any]:
     """Rehearse the programs twice in turn, the smallest first: a peak of the allocator never falls."""
     from jaxpipe.rehearsal.rank import Rehearsal
+    from jaxpipe.runtime.transfer import OffloadOptions
     from jaxpipe.schedule import generate, simulate
 
     ranks, microbatches = settings.ranks, settings.microbatches
     base = pipeline(settings, hidden, generate("po", ranks, microbatches))
     costs = measured_costs(base, seconds, link)
-    names = ("po-f", "po-h", "po")
-    schedules = {name: generate(name, ranks, microbatches, costs=costs) for name in names}
+    whole = base.with_offload(OffloadOptions(in_parts=False))
+    pipes = {"po-f": base, "po-f, issued whole": whole, "po-h": base, "po": base}
+    names = tuple(pipes)
+    schedules = {name: generate(name.split(",")[0], ranks, microbatches, costs=costs) for name in names}
     rehearsals = {
-        name: Rehearsal(base.with_schedule(s, costs), RANK, host=link.host_link()) for name, s in schedules.items()
+        name: Rehearsal(pipe.with_schedule(schedules[name], costs), RANK, host=link.host_link())
+        for name, pipe in pipes.items()
     }
     rounds = [
         {name: r.run(steps=settings.steps, complete=False) for name, r in rehearsals.items()}

@@ -136,7 +136,8 @@ def batch_of(pipe: Pipeline) -> dict[str, np.ndarray]:
 def probed(name: str, where: str, schedule: Schedule, fraction: float) -> tuple[Pipeline, MeasuredMemory]:
     pipe = built(name, where).with_schedule(schedule)
     if fraction < 1:
-        pipe = pipe.with_offload(OffloadOptions(fraction=fraction))
+        # copies issued in parts, as on GPUs
+        pipe = pipe.with_offload(OffloadOptions(fraction=fraction, in_parts=True))
     return pipe, measured_peaks(pipe, placed(name, where), batch_of(pipe), jax.random.key(0))
 
 

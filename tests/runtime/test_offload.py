@@ -272,11 +272,11 @@ def test_answers_of_the_solver_have_the_bits_of_the_order_without_offload(model:
 
 
 @settings(max_examples=8)
-@given(seed=st.integers(0, 2**32), m=st.integers(1, 5), fraction=st.sampled_from([0.0, 0.2, 0.6, 0.9]))
-def test_random_schedules_with_part_of_the_residuals_moved(seed: int, m: int, fraction: float) -> None:
+@given(st.integers(0, 2**32), st.integers(1, 5), st.sampled_from([0.0, 0.2, 0.6, 0.9]), st.booleans())
+def test_random_schedules_with_part_of_the_residuals_moved(seed: int, m: int, fraction: float, in_parts: bool) -> None:
     with jax.enable_x64(True):
         schedule = random_schedule(circular(2, 2), m, random.Random(seed), offload=0.5)
-        pipe = pipeline_for("gpt", schedule).with_offload(OffloadOptions(fraction))
+        pipe = pipeline_for("gpt", schedule).with_offload(OffloadOptions(fraction, in_parts=in_parts))
         out, expected = _run(pipe, "gpt"), _run(pipe.with_schedule(without_offloads(schedule)), "gpt")
         assert_same_arrays(dict(out.acc), dict(expected.acc))
         assert_same_arrays(list(out.losses), list(expected.losses))

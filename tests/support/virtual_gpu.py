@@ -14,12 +14,14 @@ waiting go:
 
 from __future__ import annotations
 
+import json
 import threading
 from bisect import insort
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from jaxpipe.program.order import holds
@@ -31,6 +33,42 @@ from jaxpipe.schedule import CostProfile, op_spec
 from jaxpipe.stage.functions import StageFunction, StageFunctions
 
 IN_FLIGHT, STREAMS = 32, 4
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """What a card took (``scripts/results/gpu-h200.json``): seconds of F, B, W and of a copy,
+    and by family steps of rank 1 of 4 alone with eight microbatches."""
+
+    f_s: float
+    b_s: float
+    w_s: float
+    copy_s: float
+    step_s: Mapping[str, float]
+
+    def costs(self, stages: int = 8, runs: int = 16) -> CostProfile:
+        """Return costs by which rank 1's step without offload takes what was measured: alone functions were timed on ones."""
+        scale = self.step_s["po"] / (runs * (self.f_s + self.b_s + self.w_s))
+        costs = CostProfile.uniform(stages, f=scale * self.f_s, b=scale * self.b_s, w=scale * self.w_s)
+        return replace(costs, offload_s=(self.copy_s,) * stages, load_s=(self.copy_s,) * stages)
+
+
+def _cards() -> dict[int, Card]:
+    path = Path(__file__).resolve().parents[2] / "scripts" / "results" / "gpu-h200.json"
+    report = json.loads(path.read_text(encoding="utf-8"))
+    rate = report["copies"]["h2d"]["bytes_per_s"]
+    return {
+        size["hidden"]: Card(
+            *(size["split"]["functions"][op]["median_s"] for op in "FBW"),
+            size["k"]["offloadable_bytes"] / rate,
+            {step["schedule"]: step["step"]["median_s"] for step in size["steps"]},
+        )
+        for size in report["sizes"]
+    }
+
+
+H200 = _cards()
+"""Measurements of an H200, by hidden size."""
 
 
 @dataclass(slots=True)
@@ -104,6 +142,7 @@ class VirtualGPUs(DeviceClock):
         self.devices = [Device() for _ in range(pipeline.schedule.num_ranks)]
         self.action_of = {number: message for message, number in message_numbers(pipeline.programs).items()}
         self.messages: dict[int, Sequence[VirtualArray]] = {}
+        self.moved_bytes = {at: float(f.offloadable_bytes) for at, f in pipeline.functions.items()}
         self.rank_functions = {at: self._timed(at[0], f) for at, f in pipeline.functions.items()}
 
     def executor(self) -> Executor:
@@ -164,7 +203,7 @@ class VirtualGPUs(DeviceClock):
             self.now_s = max(self.now_s, device.in_flight.popleft())
         device.compute_s = max(device.compute_s, self.now_s, *(a.ready_s for a in arguments)) + seconds
         device.in_flight.append(device.compute_s)
-        results = [VirtualArray(device.compute_s, aval.size, self) for aval in function.avals_out]
+        results = [VirtualArray(device.compute_s, aval.size * aval.dtype.itemsize, self) for aval in function.avals_out]
         for result, argument in function.forwarded.items():
             results[result] = arguments[argument]
         return tuple(results)
@@ -185,12 +224,18 @@ class VirtualGPUs(DeviceClock):
             copies.append(VirtualArray(end_s, array.nbytes, self))
         return copies
 
-    def copies(self, rank: int, stage: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
-        """Return how O and L of a stage copy."""
-        device, costs = self.devices[rank], self.costs
+    def copies(self, rank: int, stage: int, part: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        """Return how O and L of a stage copy, or a part of them: for its share of the bytes."""
+        device, costs, total = self.devices[rank], self.costs, self.moved_bytes[rank, stage] or 1
+
+        def copy(
+            engine: Engine, seconds: float, home: int | None, arrays: Sequence[VirtualArray]
+        ) -> list[VirtualArray]:
+            return self._copy(rank, engine, seconds * sum(a.nbytes for a in arrays) / total, home, arrays)
+
         return (
-            partial(self._copy, rank, device.to_host, costs.offload_s[stage], None),
-            partial(self._copy, rank, device.from_host, costs.load_s[stage], rank),
+            partial(copy, device.to_host, costs.offload_s[stage], None),
+            partial(copy, device.from_host, costs.load_s[stage], rank),
         )
 
     def send(self, message: int, dst: int, arrays: Sequence[VirtualArray]) -> None:
@@ -209,3 +254,24 @@ class VirtualGPUs(DeviceClock):
     def clear(self) -> None:
         """Forget what was not received."""
         self.messages.clear()
+
+
+class FewLeaves(VirtualGPUs):
+    """The same, where the arrays of an offload or load lie in ``leaves`` buffers, as if F wrote them so."""
+
+    def __init__(self, leaves: int, pipeline: Pipeline, costs: CostProfile, **options: Any) -> None:
+        self.leaves = leaves
+        super().__init__(pipeline, costs, **options)
+
+    def copies(self, rank: int, stage: int, part: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        def joined(copy: Callable[..., Any]) -> Callable[..., Any]:
+            def moved(arrays: Sequence[VirtualArray]) -> list[VirtualArray]:
+                ready_s, nbytes = max(a.ready_s for a in arrays), sum(a.nbytes for a in arrays)
+                buffers = copy([VirtualArray(ready_s, nbytes / self.leaves, self)] * self.leaves)
+                end_s = max(buffer.ready_s for buffer in buffers)
+                return [VirtualArray(end_s, a.nbytes, self) for a in arrays]
+
+            return moved
+
+        offload, load = super().copies(rank, stage, part)
+        return joined(offload), joined(load)

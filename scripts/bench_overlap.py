@@ -6,12 +6,20 @@ another side by side in one program; and what the runtime runs: BW woven with it
 (``stage/weave/weaver.py``). The scheduled HLO of each program says how many products stand between the start and the done of
 each collective (``hlo_schedule.py``). Nothing runs: these are schedules, not times. Autotuning is off, since it would have to
 run kernels; ``cublas`` programs call cuBLAS for products where the others use XLA's own kernels, and a run on GPUs chooses
-between the two.
+between the two. ``--cp`` divides the sequence over so many times as many shards.
+
+``written`` is how many collectives the functions' jaxprs hold. A woven program that has fewer after XLA is a failure (exit
+code 1): its combiner merged what the weaver keeps apart. ``--estimate`` adds seconds by two models that do not know each other:
+``xla``, its latency-hiding scheduler with the analytical speed-of-light estimator, and ``ours``, ``UnitCosts``; each of the
+whole program and of the part in which compute waits for a collective. Ours lets nothing run under the collectives of programs
+that are not woven. XLA's takes products for cuBLAS only to be as fast as they are, and of these (jax 0.10.2, H100) those with a
+transposed operand for 60 times slower: its seconds of F, and of collectives there, are the ones to compare.
 
 Needs the wheels jax-cuda12-plugin, jax-cuda12-pjrt and nvidia-cuda-nvcc-cu12, no GPU and no driver. ``--tiny`` runs it all at
 toy sizes for this machine's CPU, whose collectives are never asynchronous.
 
     python scripts/bench_overlap.py --out scripts/results/overlap-h100.json
+    python scripts/bench_overlap.py --tp 4 --cp 2 --estimate --out scripts/results/overlap-tp4-cp2-h100.json
 """
 
 from __future__ import annotations
@@ -20,8 +28,10 @@ import argparse
 import json
 import os
 import platform
+import re
 import shlex
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -32,7 +42,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 if TYPE_CHECKING:
     from jaxpipe.stage.functions import StageFunctions
-    from jaxpipe.stage.weave.weaver import CoveredCollective
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,41 +102,52 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else list(argv)
     parser = argparse.ArgumentParser(description="collectives with products under them, in programs compiled for GPUs")
     parser.add_argument("--tp", type=int, default=4, help="shards (default 4)")
+    parser.add_argument("--cp", type=int, default=1, help="shards of the sequence beside these (default 1)")
     parser.add_argument("--target", default="h100", help="GPU to compile for: a name or .json of `jaxpipe plan`")
     parser.add_argument("--variant", action="append", choices=VARIANTS, help="only this one; may be repeated")
     parser.add_argument("--program", action="append", choices=PROGRAMS, help="only this one; may be repeated")
     parser.add_argument("--cublas", action="store_true", help="everything for cuBLAS as well, not only F+BW woven")
+    parser.add_argument("--estimate", action="store_true", help="seconds by XLA's model and by ours, too")
     parser.add_argument("--tiny", action="store_true", help="toy sizes on the CPU, no wheels needed")
     parser.add_argument("--out", type=Path, help="write the report here, too, after each program")
     args = parser.parse_args(arguments)
-    environment(args.tp)
-    mesh = submesh(args.target, args.tp, tiny=args.tiny)
+    environment(args.tp * args.cp)
+    mesh = submesh(args.target, args.tp * args.cp, tiny=args.tiny)
     cp_mesh = mesh if isinstance(mesh, str) else along_time(mesh)
+    mesh = mesh if isinstance(mesh, str) else along_time(mesh, args.cp)
     if isinstance(mesh, str):
         print(f"bench_overlap: {mesh}; or try --tiny", file=sys.stderr)
         return 2
     size = TINY if args.tiny else Size()
-    report = {**_provenance(args.target, size, args.tp, arguments, tiny=args.tiny), "cases": []}
+    report = {**_provenance(args.target, size, args.tp, args.cp, arguments, tiny=args.tiny), "cases": []}
     for variant in args.variant or VARIANTS:
         case_mesh = cp_mesh if VARIANTS[variant].cp else mesh
-        stage = middle_stage(VARIANTS[variant], size, case_mesh, args.tp)
+        stage = middle_stage(VARIANTS[variant], size, case_mesh, args.tp * args.cp)
         for program in args.program or PROGRAMS:
             for cublas in (False, True) if args.cublas or program == "F+BW woven" else (False,):
-                case = measure(stage, *PROGRAMS[program], case_mesh, cublas=cublas, gpu=not args.tiny)
+                options: dict[str, Any] = {"cublas": cublas, "gpu": not args.tiny, "estimate": args.estimate and cublas}
+                case = measure(stage, *PROGRAMS[program], case_mesh, **options)
                 report["cases"].append({"variant": variant, "program": program, "cublas": cublas, **case})
                 print(_line(report["cases"][-1]), file=sys.stderr, flush=True)
                 if args.out:
                     args.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(report, indent=1))
-    return 0
+    for case in merged(report["cases"]):
+        print(f"bench_overlap: XLA merged collectives that were kept apart: {_line(case)}", file=sys.stderr)
+    return 1 if merged(report["cases"]) else 0
+
+
+def merged(cases: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the woven programs that have fewer collectives after XLA than before."""
+    return [case for case in cases if PROGRAMS[case["program"]][1] and case["collectives"] < case["written"]]
 
 
 def middle_stage(variant: Variant, size: Size, mesh: Any, shards: int) -> StageFunctions:
-    """Return a stage of ``size.L`` blocks between two others."""
+    """Return a stage of ``size.L`` blocks between two others. ``shards``: on all axes together."""
     import jax
 
     from jaxpipe.context_parallel import shard_avals
-    from jaxpipe.mesh import TensorParallel
+    from jaxpipe.mesh import CP, TensorParallel
     from jaxpipe.stage.compiled.compile import build_all
     from jaxpipe.stage.model.reference import resolve_model
 
@@ -135,20 +155,36 @@ def middle_stage(variant: Variant, size: Size, mesh: Any, shards: int) -> StageF
     options |= {"vocab_size": 16 * shards} | ({"attention": variant.attention} if variant.attention else {})
     model = resolve_model(variant.model, options)
     avals = {layer.name: jax.eval_shape(layer.init, jax.random.key(0)) for layer in model.layers}
-    tp = TensorParallel(shards, sequence=variant.sequence, fused_residual=variant.fused_residual)
-    tp = TensorParallel(cp=shards, cp_method=variant.cp) if variant.cp else tp
+    cp = mesh.shape[CP]
+    tp = TensorParallel(
+        shards // cp,
+        sequence=variant.sequence,
+        fused_residual=variant.fused_residual,
+        cp=cp,
+        cp_method=variant.cp or "gather",
+    )
     cut = [model.layers[:1], model.layers[1:-2], model.layers[-2:]]
     data = shard_avals(model.name, model.batch_spec(size.B), model.over_time, tp)
     return build_all(cut, avals, data, [mesh] * 3, variant.recompute, tp=tp)[1]
 
 
 def measure(
-    stage: StageFunctions, ops: Sequence[str], woven: bool, mesh: Any, *, cublas: bool, gpu: bool
+    stage: StageFunctions,
+    ops: Sequence[str],
+    woven: bool,
+    mesh: Any,
+    *,
+    cublas: bool,
+    gpu: bool,
+    estimate: bool = False,
 ) -> dict[str, Any]:
     """Compiles these operations of the stage, on microbatches of their own, as one program, and reads its schedule."""
+    from jaxpipe.mesh import CP, TP
+    from jaxpipe.stage.weave.weaver import weave
     from scripts.hlo_schedule import count_products, overlaps
 
-    jitted, inputs, planned = _woven(stage, ops, mesh) if woven else _side_by_side(stage, ops, mesh)
+    plan = weave([stage.functions[op].jaxpr for op in ops], shards=mesh.shape[TP], cp=mesh.shape[CP])
+    jitted, inputs = _woven(stage, ops) if woven else _side_by_side(stage, ops, mesh)
     options = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": not cublas} if gpu else {}
     start = time.monotonic()
     compiled = jitted.lower(*inputs).compile(compiler_options=options)
@@ -156,8 +192,15 @@ def measure(
     text, memory = compiled.as_text(), compiled.memory_analysis()
     collectives = overlaps(text)
     large = [o for o in collectives if o.whole_bytes >= _LEAST_SHARE * max(x.whole_bytes for x in collectives)]
-    plan = {} if planned is None else {"planned": [asdict(c) for c in planned]}
+    extra: dict[str, Any] = {"planned": [asdict(c) for c in plan.collectives]} if woven else {}
+    if estimate:
+        total_s, exposed_s = plan.makespan_s, plan.exposed_s
+        if not woven:
+            exposed_s = sum(c.seconds for c in plan.collectives)
+            total_s = plan.makespan_s - plan.exposed_s + exposed_s
+        extra |= {"ours": {"seconds": total_s, "exposed_s": exposed_s}, "xla": _estimate(jitted, inputs, options)}
     return {
+        "written": len(plan.collectives),
         "collectives": len(large),
         "covered": sum(o.covered for o in large),
         "products_under_each": [o.products for o in large],
@@ -166,26 +209,39 @@ def measure(
         "products": count_products(text),
         "temp_bytes": memory.temp_size_in_bytes,
         "compile_s": round(took, 2),
-        **plan,
+        **extra,
     }
 
 
-def _woven(stage: StageFunctions, ops: Sequence[str], mesh: Any) -> tuple[Any, Any, Sequence[CoveredCollective]]:
-    """Return the program that the runtime runs, a braid of functions or one function woven with itself, and its plan."""
-    from jaxpipe.mesh import CP, TP
+def _estimate(jitted: Any, inputs: Any, options: Mapping[str, Any]) -> dict[str, float] | None:
+    """Return the seconds of the program by XLA's latency-hiding scheduler; None where there is none, as on CPUs."""
+    with tempfile.TemporaryDirectory() as folder:
+        dumping = {
+            "xla_gpu_enable_analytical_sol_latency_estimator": True,
+            "xla_dump_latency_hiding_schedule": True,
+            "xla_dump_to": folder,
+        }
+        jitted.lower(*inputs).compile(compiler_options={**options, **(dumping if options else {})})
+        texts = [path.read_text(encoding="utf-8") for path in Path(folder).glob("*.schedule.txt")]
+    if not texts:
+        return None
+    figures = dict(re.findall(r"(total_cycles|total_wasted_cycles|cycles_per_microsecond): ([\d.e+]+)", texts[0]))
+    total, wasted = (float(figures.get(name, 0)) for name in ("total_cycles", "total_wasted_cycles"))
+    second = 1e6 * float(figures["cycles_per_microsecond"])
+    return {"seconds": total / second, "exposed_s": wasted / second}
+
+
+def _woven(stage: StageFunctions, ops: Sequence[str]) -> tuple[Any, Any]:
+    """Return the program that the runtime runs: a braid of functions, or one function woven with itself."""
     from jaxpipe.stage.compiled.braid import braid
     from jaxpipe.stage.compiled.compile import BuildCache
-    from jaxpipe.stage.weave.weaver import weave
 
     functions = [stage.functions[op] for op in ops]
-    if len(functions) > 1:
-        braided = braid([(stage.stage, f) for f in functions], BuildCache())
-        return braided.jitted, braided.avals_in, braided.collectives
-    plan = weave([functions[0].jaxpr], shards=mesh.shape[TP], cp=mesh.shape[CP])
-    return functions[0].jitted, functions[0].avals_in, plan.collectives
+    function = functions[0] if len(functions) == 1 else braid([(stage.stage, f) for f in functions], BuildCache())
+    return function.jitted, function.avals_in
 
 
-def _side_by_side(stage: StageFunctions, ops: Sequence[str], mesh: Any) -> tuple[Any, Any, None]:
+def _side_by_side(stage: StageFunctions, ops: Sequence[str], mesh: Any) -> tuple[Any, Any]:
     """The functions one after another in one program, the parameters passed once."""
     import jax
 
@@ -214,7 +270,7 @@ def _side_by_side(stage: StageFunctions, ops: Sequence[str], mesh: Any) -> tuple
     mapped = jax.shard_map(run, mesh=mesh, in_specs=specs[0], out_specs=specs[1], check_vma=False)
     donated = [k for k, (_, port) in enumerate(inputs) if port.kind == "acc"]
     jitted = jax.jit(mapped, donate_argnums=donated, compiler_options=dict(options_for(mesh)) or None)
-    return jitted, list(inputs.values()), None
+    return jitted, list(inputs.values())
 
 
 def _argument(part: int, port: Any) -> tuple[int, Any]:
@@ -240,11 +296,11 @@ def submesh(target: str, shards: int, *, tiny: bool) -> Any:
     return jax.sharding.Mesh(grid, AXES)
 
 
-def along_time(mesh: Any) -> Any:
-    """Return the same devices along the axis ``cp``."""
+def along_time(mesh: Any, cp: int = -1) -> Any:
+    """Return the same devices with ``cp`` along that axis, by default all of them."""
     import jax
 
-    return jax.sharding.Mesh(mesh.devices.reshape(1, -1, 1), mesh.axis_names)
+    return jax.sharding.Mesh(mesh.devices.reshape(1, cp, mesh.size // cp if cp > 0 else 1), mesh.axis_names)
 
 
 def environment(shards: int) -> None:
@@ -256,7 +312,7 @@ def environment(shards: int) -> None:
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}={shards}".strip()
 
 
-def _provenance(target: str, size: Size, shards: int, arguments: Sequence[str], *, tiny: bool) -> dict[str, Any]:
+def _provenance(target: str, size: Size, tp: int, cp: int, arguments: Sequence[str], *, tiny: bool) -> dict[str, Any]:
     import jax
     import jaxlib
 
@@ -265,9 +321,10 @@ def _provenance(target: str, size: Size, shards: int, arguments: Sequence[str], 
     from scripts.provenance import commit_id
 
     return {
-        "device": "cpu" if tiny else f"{shards} x {find_target(target).description}, compiled for without one",
+        "device": "cpu" if tiny else f"{tp * cp} x {find_target(target).description}, compiled for without one",
         "size": asdict(size),
-        "tp": shards,
+        "tp": tp,
+        "cp": cp,
         "options": {} if tiny else {**GPU_OVERLAP_OPTIONS, "xla_gpu_autotune_level": 0},
         "versions": {"python": platform.python_version(), "jax": jax.__version__, "jaxlib": jaxlib.__version__},
         "commit": commit_id(),
@@ -278,9 +335,13 @@ def _provenance(target: str, size: Size, shards: int, arguments: Sequence[str], 
 def _line(case: Mapping[str, Any]) -> str:
     name = case["program"] + (" cuBLAS" if case["cublas"] else "")
     planned = f", planned {sum(c['products'] > 0 for c in case['planned'])}" if "planned" in case else ""
+    models = [(name, case[name]) for name in ("xla", "ours") if case.get(name)]
+    exposed = "".join(
+        f", {name} {m['exposed_s'] * 1e6:.0f} of {m['seconds'] * 1e6:.0f} µs exposed" for name, m in models
+    )
     return (
         f"{case['variant']:22s} {name:20s} {case['covered']:2d} of {case['collectives']:2d} covered{planned}, "
-        f"{case['temp_bytes'] / 1e6:.0f} MB workspace, {case['compile_s']} s"
+        f"{case['temp_bytes'] / 1e6:.0f} MB workspace, {case['compile_s']} s{exposed}"
     )
 
 

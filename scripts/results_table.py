@@ -177,10 +177,11 @@ def overlap_table(report: dict[str, Any]) -> list[str]:
     """Tabulate what ``bench_overlap.py`` read from compiled programs: a row per model, a column per program."""
     programs = list(dict.fromkeys((c["program"], c["cublas"]) for c in report["cases"]))
     cells = {(c["variant"], c["program"], c["cublas"]): c for c in report["cases"]}
-    size = report["size"]
+    size, cp = report["size"], report.get("cp", 1)
+    shards = f"tp {report['tp']}, cp {cp}" if "cp" in report else f"{report['tp']} shards, of time for a ring"
     lines = [
         "Collectives with a matrix product between start and done, in code that XLA scheduled for "
-        f"{report['device']} ({report['tp']} shards, of time for a ring; hidden {size['D']}, {size['L']} layers, sequence "
+        f"{report['device']} ({shards}; hidden {size['D']}, {size['L']} layers, sequence "
         f"{size['T']}, {size['dtype']}); MB of workspace.",
         "",
         "| stage | " + " | ".join(program + ", cuBLAS" * cublas for program, cublas in programs) + " |",
@@ -192,6 +193,13 @@ def overlap_table(report: dict[str, Any]) -> list[str]:
             "–" if c is None else f"{c['covered']} of {c['collectives']}, {c['temp_bytes'] / 1e6:.0f} MB" for c in row
         )
         lines.append(f"| {variant} | " + " | ".join(shown) + " |")
+    estimated = [c for c in report["cases"] if c.get("xla")]
+    if estimated:
+        exposed = (
+            f"{c['variant']} {c['program']} {c['xla']['exposed_s'] * 1e6:.0f}, {c['ours']['exposed_s'] * 1e6:.0f}"
+            for c in estimated
+        )
+        lines += ["", f"µs in which compute waits for a collective, by XLA's model and by ours: {'; '.join(exposed)}."]
     versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
     return [*lines, "", f"- `{report['command']}`, commit {report['commit']}, {versions}."]
 

@@ -69,7 +69,7 @@ def test_tiny(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert report["command"].endswith(f"--out {out}")
     assert report["commit"] and report["versions"].keys() == {"python", "jax", "jaxlib"}
     plain, woven, _ = report["cases"]
-    assert plain["collectives"] == woven["collectives"] == len(woven["planned"]) == 16
+    assert plain["collectives"] == woven["collectives"] == woven["written"] == len(woven["planned"]) == 16
     assert plain["covered"] == 0  # a CPU runs collectives in line
     assert all(case["temp_bytes"] > 0 and case["compile_s"] > 0 for case in report["cases"])
 
@@ -94,10 +94,22 @@ def test_compiled_for_h100_all_collectives_have_products_under_them(variant: str
     assert (case["covered"], case["collectives"]) == (collectives, collectives)
 
 
+def test_woven_programs_whose_collectives_were_merged_are_failures() -> None:
+    cases = [{"program": program, "written": 8, "collectives": n} for program in ("F+BW", "F+BW woven") for n in (7, 8)]
+    assert bench_overlap.merged(cases) == [{"program": "F+BW woven", "written": 8, "collectives": 7}]
+
+
 def test_results_in_the_repository() -> None:
     """The README's numbers of compiled programs come from this file."""
     path = Path(bench_overlap.__file__).parent / "results" / "overlap-h100.json"
     report = json.loads(path.read_text(encoding="utf-8"))
+    for name, shards in (("overlap-tp8-h100", (8, 1)), ("overlap-tp4-cp2-h100", (4, 2))):
+        eight = json.loads(path.with_stem(name).read_text(encoding="utf-8"))
+        assert (eight["tp"], eight["cp"]) == shards
+        assert not bench_overlap.merged(eight["cases"])
+        assert all(c["covered"] >= c["collectives"] - 1 for c in eight["cases"] if c["program"] == "F+BW woven")
+        exposed_s = {(c["variant"], c["program"]): c["xla"]["exposed_s"] for c in eight["cases"] if c["cublas"]}
+        assert all(exposed_s[v, "F+BW woven"] < exposed_s[v, "F+BW"] / 2 for v, _ in exposed_s)
     ring = json.loads(path.with_stem("overlap-ring-h100").read_text(encoding="utf-8"))
     assert {case["covered"] - case["collectives"] for case in ring["cases"]} == {0}
     for case in report["cases"]:

@@ -6,9 +6,9 @@ outermost, so that tensor-parallel neighbours are the closest devices, and then 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -22,6 +22,29 @@ TP = "tp"
 DATA = (DP, CP)
 """The axes over which the positions of a microbatch are divided: devices along them have the same parameters and other data."""
 AXES = (*DATA, TP)
+BufferKind = Literal["same", "split", "partial"]
+"""How a parameter buffer lies on the ``tp`` shards: the same on each; a part on each; the same, but each makes a part of the
+gradient."""
+
+
+class BufferAxes(NamedTuple):
+    """The axes of a rank's mesh that matter to a parameter buffer: ``divided``, along which devices hold other parts of it, and
+    ``summed``, along which they make parts of its gradient, which are added up."""
+
+    divided: tuple[str, ...]
+    summed: tuple[str, ...]
+
+
+BUFFER_AXES: Mapping[BufferKind, BufferAxes] = {
+    "same": BufferAxes((), DATA),
+    "split": BufferAxes((TP,), DATA),
+    "partial": BufferAxes((), AXES),
+}
+"""What reduces, clips, packs, divides (ZeRO-1) or traces parameters reads its axes here, and in no other place."""
+
+DIVIDING = tuple(a for a in AXES if any(a in axes.divided for axes in BUFFER_AXES.values()))
+"""The axes along which any buffer is divided."""
+
 AnyMesh = Mesh | AbstractMesh
 """A rank's devices, or as many that do not exist: stages can be traced for those, not run."""
 
@@ -97,6 +120,11 @@ def pipeline_submeshes(
     return tuple(Mesh(grid[r], AXES) for r in range(ranks))
 
 
+def with_several(mesh: AnyMesh, axes: Sequence[str]) -> tuple[str, ...]:
+    """Return those of ``axes`` along which the rank has more than one device."""
+    return tuple(a for a in axes if mesh.shape[a] > 1)
+
+
 def replicated(mesh: AnyMesh) -> NamedSharding:
     """Return the sharding of scalars and replicated parameters: a copy on every device of the rank."""
     return NamedSharding(mesh, PartitionSpec())
@@ -115,9 +143,12 @@ def device_sharded(mesh: AnyMesh, axes: Sequence[str]) -> NamedSharding:
     An axis of size 1 is not named (but ``dp``), so that one device's arrays always lie the same way.
     """
     # Specs that differ in an axis of size 1 mean the same placement, and would compile a function twice.
-    named = tuple(a for a in axes if a == DP or mesh.shape[a] > 1)
-    spec = PartitionSpec(named if len(named) > 1 else named[0]) if named else PartitionSpec()
-    return NamedSharding(mesh, spec)
+    return NamedSharding(mesh, stacked([a for a in axes if a == DP or mesh.shape[a] > 1]))
+
+
+def stacked(axes: Sequence[str]) -> PartitionSpec:
+    """Return the spec of arrays whose axis 0 is that of the arrays of the devices along ``axes``, one after another."""
+    return PartitionSpec(tuple(axes) if len(axes) > 1 else axes[0]) if axes else PartitionSpec()
 
 
 def spec_of(array: jax.ShapeDtypeStruct | jax.Array) -> PartitionSpec:

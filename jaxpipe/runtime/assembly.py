@@ -27,7 +27,7 @@ from jax.sharding import Mesh
 from jaxpipe.context_parallel import laid_out, shard_avals
 from jaxpipe.cost import analytic_profile
 from jaxpipe.errors import CheckpointError, ProgramError, StageError
-from jaxpipe.mesh import AXES, DATA, ONE_SHARD, TensorParallel, pipeline_submeshes, spec_of
+from jaxpipe.mesh import ONE_SHARD, TensorParallel, pipeline_submeshes, spec_of, with_several
 from jaxpipe.runtime.batches import (
     Batch,
     Instance,
@@ -592,7 +592,7 @@ def reduction(mesh: Mesh, stage: StageFunctions) -> Reduction:
 
     On one device, and generally where there is nothing to add up, the accumulators are the gradients.
     """
-    axes = [reduced_axes(mesh, kind) for kind in stage.layout.kinds[: stage.layout.num_trained]]
+    axes = [with_several(mesh, stage.layout.axes(k).summed) for k in range(stage.layout.num_trained)]
     if not any(axes):
         return lambda acc: acc
 
@@ -605,11 +605,6 @@ def reduction(mesh: Mesh, stage: StageFunctions) -> Reduction:
         reduce, mesh, (into,), [spec_of(a) for a in stage.param_avals[: stage.layout.num_trained]]
     )
     return reduce_stage
-
-
-def reduced_axes(mesh: Mesh, kind: str) -> tuple[str, ...]:
-    """Return the axes of more than one device over which the gradients of a parameter buffer of this kind are summed."""
-    return tuple(a for a in (AXES if kind == "partial" else DATA) if mesh.shape[a] > 1)
 
 
 def on_rank(

@@ -31,7 +31,7 @@ from typing import Any, Literal
 import jax
 
 from jaxpipe._jax_compat import ClosedJaxpr
-from jaxpipe.mesh import AXES, DATA, TP, AnyMesh, device_sharded, replicated
+from jaxpipe.mesh import AXES, DATA, AnyMesh, device_sharded, replicated
 from jaxpipe.stage.jaxprs import array_leaves
 from jaxpipe.stage.model.params import ParamLayout
 from jaxpipe.stage.model.plan import StageLinks
@@ -82,7 +82,7 @@ class Homes:
         """Return the mesh axes along which an array differs."""
         match port.kind:
             case "param":
-                return (TP,) if self.layout.kinds[port.index] == "split" else ()
+                return self.layout.axes(port.index).divided
             case "key" | "token":
                 return ()
             case "data" | "loss":
@@ -93,9 +93,10 @@ class Homes:
                 return AXES if self.y_varies[port.index] else DATA
             case "dy":
                 return self.axes(Port("y", self.dy_of[port.index]))
-            # Each device sums its own microbatch shard; of a split or partial parameter also its own part over tp.
+            # Each device sums what its own shards make.
             case "acc":
-                return DATA if self.layout.kinds[port.index] == "same" else AXES
+                axes = self.layout.axes(port.index)
+                return tuple(a for a in AXES if a in (*axes.divided, *axes.summed))
             # What F only hands on lies as its argument does. All else may differ between any two devices, and is stacked so.
             case "res" | "wres" | "user" | "state":
                 source = self.handed_on.get(port)

@@ -21,22 +21,18 @@ from __future__ import annotations
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxpipe.errors import ConfigError, StageError
-from jaxpipe.mesh import ONE_SHARD, TensorParallel
+from jaxpipe.mesh import BUFFER_AXES, ONE_SHARD, BufferAxes, BufferKind, TensorParallel
 from jaxpipe.stage.model.layer import Layer, Params, Path, Shard, every_init_avals
 
 SMALL_BYTES = 64 * 1024
 """Leaves up to this size share a buffer."""
-
-BufferKind = Literal["same", "split", "partial"]
-"""How a buffer lies on the ``tp`` shards: the same on each; a part on each; the same, but each makes a part of the gradient."""
-
 
 Place = tuple[str, Path]
 """The place of a parameter: its layer, and its path there."""
@@ -175,6 +171,10 @@ class ParamLayout:
 
         return by_layer(self.layers, ((slot, cast(slot)) for slot in self.slots))
 
+    def axes(self, buffer: int) -> BufferAxes:
+        """Return the axes along which a buffer is divided, and its gradient is summed."""
+        return BUFFER_AXES[self.kinds[buffer]]
+
     def trains(self, slot: LeafSlot) -> bool:
         """Whether a leaf has a gradient."""
         return slot.buffer < self.num_trained
@@ -191,8 +191,8 @@ class ParamLayout:
         # Shard by shard, then side by side for split buffers; buffers that are the same on all shards are held once.
         packed = [self.pack_leaves([part[k] for part in parts]) for k in range(self.shards)]
         return [
-            _joined(buffers) if kind == "split" else buffers[0]
-            for kind, buffers in zip(self.kinds, zip(*packed, strict=True), strict=True)
+            _joined(buffers) if self.axes(k).divided else buffers[0]
+            for k, buffers in enumerate(zip(*packed, strict=True))
         ]
 
     def pack_leaves(self, leaves: Sequence[Any]) -> list[jax.Array]:

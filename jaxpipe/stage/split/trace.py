@@ -53,7 +53,7 @@ from jaxpipe._jax_compat import (
     varying_axes,
 )
 from jaxpipe.errors import StageError
-from jaxpipe.mesh import AXES, CP, DATA, DP, ONE_SHARD, TP, AnyMesh, TensorParallel, spec_of, varies_over_tp
+from jaxpipe.mesh import CP, DATA, DP, ONE_SHARD, TP, AnyMesh, TensorParallel, spec_of, varies_over_tp
 from jaxpipe.stage.functions import Homes, Metrics, Port, PortKind
 from jaxpipe.stage.identity import AtomKeys, equations_key, function_key, value_key
 from jaxpipe.stage.jaxprs import FlatJaxpr, array_leaves, called, fill, flatten, is_array, is_inexact
@@ -281,8 +281,7 @@ def trace_eval(spec: TraceSpec, mesh: AnyMesh) -> StageTrace:
 def _varying_params(spec: TraceSpec, buffers: Sequence[Any]) -> list[Any]:
     """Cast parameter buffers to varying where the gradients of the shards are to stay apart."""
     # The transpose of this cast is the sum over the axes; casting before differentiation keeps that sum out of the stage.
-    kinds = spec.layout.kinds
-    return [vary(b, AXES if kind == "partial" else DATA) for b, kind in zip(buffers, kinds, strict=True)]
+    return [vary(b, spec.layout.axes(k).summed) for k, b in enumerate(buffers)]
 
 
 def _trace(

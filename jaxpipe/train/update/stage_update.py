@@ -25,6 +25,7 @@ compiled for them."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -38,8 +39,8 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxpipe.mesh import DP, TP, replicated, spec_of
-from jaxpipe.runtime.assembly import on_rank, reduced_axes
+from jaxpipe.mesh import BUFFER_AXES, DIVIDING, DP, TP, replicated, spec_of, stacked, with_several
+from jaxpipe.runtime.assembly import on_rank
 from jaxpipe.stage.model.params import LeafSlot, ParamLayout, Place, by_layer, get_leaf
 from jaxpipe.train.update import layerwise
 
@@ -114,11 +115,11 @@ class StageShards:
 
     def buffer_spec(self, buffer: int) -> P:
         """Return the spec of a parameter buffer: the shards of a split one are stacked on axis 0."""
-        return P(TP) if self._is_split(buffer) else P()
+        return stacked(self._divided(buffer))
 
     def bucket_spec(self, buffer: int) -> P:
         """Return the spec of a buffer's bucket, and of chunks in it: devices stacked on axis 0, dp innermost."""
-        return P((TP, DP)) if self._is_split(buffer) else P(DP)
+        return stacked((*self._divided(buffer), DP))
 
     def whole_spec(self, slot: LeafSlot) -> P:
         """Return the spec of a whole leaf, split along its own axis."""
@@ -128,8 +129,13 @@ class StageShards:
         """Return the spec of a leaf of optimizer state: whole, or chunks."""
         return self.bucket_spec(slot.buffer) if self.chunked else self.whole_spec(slot)
 
-    def _is_split(self, buffer: int) -> bool:
-        return self.tp > 1 and self.layout.kinds[buffer] == "split"
+    def _divided(self, buffer: int) -> tuple[str, ...]:
+        """Return the axes of several devices along which a buffer is divided, whatever ZeRO-1 does."""
+        return with_several(self.mesh, self.layout.axes(buffer).divided)
+
+    def _parts(self, buffer: int) -> int:
+        """Return into how many parts a buffer is divided, whatever ZeRO-1 does."""
+        return math.prod(self.mesh.shape[a] for a in self._divided(buffer))
 
     # -- shapes over the rank -----------------------------------------------------------------------------------------
 
@@ -147,13 +153,13 @@ class StageShards:
         shape = slot.whole_shape(self.tp)
         if self.chunked:
             k, *ones = self.chunk_shape(slot)
-            shape = (k * self.dp * (self.tp if self._is_split(slot.buffer) else 1), *ones)
+            shape = (k * self.dp * self._parts(slot.buffer), *ones)
         return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=NamedSharding(self.mesh, self.leaf_spec(slot)))
 
     def bucket_aval(self, index: int) -> jax.ShapeDtypeStruct:
         """Return what a rank holds of a buffer's bucket of masters or gradients."""
         k = sum(self.chunk_shape(slot)[0] for slot in self.members(index))
-        shape = (k * self.dp * (self.tp if self._is_split(index) else 1),)
+        shape = (k * self.dp * self._parts(index),)
         return jax.ShapeDtypeStruct(shape, self.master, sharding=NamedSharding(self.mesh, self.bucket_spec(index)))
 
     def same_aval(self, leaf: Any) -> jax.ShapeDtypeStruct:
@@ -222,7 +228,7 @@ class StageShards:
         """Whole leaves of a rank's buckets, by buffer: the inverse of :meth:`host_bucket`."""
         leaf_of: dict[LeafSlot, np.ndarray] = {}
         for index, bucket in buckets.items():
-            rows = np.asarray(bucket).reshape(self.dp * (self.tp if self._is_split(index) else 1), -1)
+            rows = np.asarray(bucket).reshape(self.dp * self._parts(index), -1)
             leaf_of |= {slot: self.host_whole(chunks, slot) for slot, chunks in self._apart(rows, index).items()}
         return leaf_of
 
@@ -297,10 +303,8 @@ class GradientReduction:
 
 def summed(shards: StageShards, acc: Sequence[jax.Array]) -> Buffers:
     """Local accumulators with what this stage updates of them added up over the rank."""
-    kinds = shards.layout.kinds
-    return _summed_over(
-        acc, [reduced_axes(shards.mesh, kinds[i]) if i in shards.updated else () for i in range(len(acc))]
-    )
+    axes = [shards.layout.axes(i).summed if i in shards.updated else () for i in range(len(acc))]
+    return _summed_over(acc, [with_several(shards.mesh, over) for over in axes])
 
 
 def _summed_over(arrays: Sequence[jax.Array], axes: Sequence[tuple[str, ...]]) -> Buffers:
@@ -320,8 +324,8 @@ def scattered(shards: StageShards, acc: Sequence[jax.Array]) -> Buffers:
     """Local accumulators added up over the rank, as this device's buckets."""
     assert shards.chunked, "without ZeRO-1 there are no buckets"
     buckets = [jax.lax.psum_scatter(shards.cut(acc[i], i), DP, scatter_dimension=0) for i in shards.updated]
-    axes = [tuple(a for a in reduced_axes(shards.mesh, shards.layout.kinds[i]) if a != DP) for i in shards.updated]
-    return _summed_over(buckets, axes)
+    axes = [[a for a in shards.layout.axes(i).summed if a != DP] for i in shards.updated]
+    return _summed_over(buckets, [with_several(shards.mesh, over) for over in axes])
 
 
 def gathered(shards: StageShards, buckets: Sequence[jax.Array]) -> Buffers:
@@ -359,20 +363,23 @@ def own_piece(shards: StageShards, slot: LeafSlot, leaf: jax.Array) -> jax.Array
 def square_sum(shards: StageShards, tree: Any) -> jax.Array:
     """``[2]``: the sum of squares of reduced gradients (local leaves or chunks), plain and :data:`SHRUNK`. Each parameter is
     counted once: every shard of split leaves, one of the others."""
-    # Leaves that are not split are the same on all tp devices, so only split ones are summed over tp; chunks of ZeRO-1
-    # are everyone's own, so all are summed over dp.
+    # Leaves that are not divided are the same on all devices, so only divided ones are summed over their axes; chunks of
+    # ZeRO-1 are everyone's own, so all are summed over dp.
     leaves = jax.tree.leaves(tree)
-    kinds = [shards.layout.kinds[slot.buffer] for slot in jax.tree.leaves(shards.tree(shards.layout.slots))]
+    divided = [shards.layout.axes(slot.buffer).divided for slot in jax.tree.leaves(shards.tree(shards.layout.slots))]
     dtype = leaves[0].dtype if leaves else jnp.float32
     over_dp = (DP,) if shards.chunked else ()
 
-    def total(split: bool) -> jax.Array:
-        mine = [g for g, kind in zip(leaves, kinds, strict=True) if (kind == "split") == split]
-        sums = [sum((jnp.sum(jnp.square(g * f)) for g in mine), start=jnp.zeros((), dtype)) for f in (1, SHRUNK)]
-        axes = (*over_dp, TP) if split and shards.tp > 1 else over_dp
+    def total(over: tuple[str, ...]) -> jax.Array:
+        parts = [g for g, axes in zip(leaves, divided, strict=True) if axes == over]
+        sums = [sum((jnp.sum(jnp.square(g * f)) for g in parts), start=jnp.zeros((), dtype)) for f in (1, SHRUNK)]
+        axes = (*over_dp, *with_several(shards.mesh, over))
         return jnp.stack(jax.lax.psum(sums, axes) if axes else sums)
 
-    return total(split=False) + total(split=True) if "split" in kinds else total(split=False)
+    # In the table's order: the sum of floats must not depend on that of the leaves.
+    groups = [over for over in dict.fromkeys(axes.divided for axes in BUFFER_AXES.values()) if over in ((), *divided)]
+    first, *others = map(total, groups)
+    return sum(others, start=first)
 
 
 def gradient_tree(shards: StageShards, acc: Sequence[Any]) -> dict[str, Any]:
@@ -506,7 +513,8 @@ def _all_finite(shards: StageShards, buffers: _Arrays) -> jax.Array:
     """Return whether every number in the buffers is finite, on all devices of the rank: ZeRO-1 leaves the same on those of
     dp."""
     bad = sum((jnp.sum(~jnp.isfinite(b)) for b in buffers), start=jnp.zeros((), jnp.int32))
-    return (jax.lax.psum(bad, TP) if shards.tp > 1 else bad) == 0
+    divided = with_several(shards.mesh, DIVIDING)
+    return (jax.lax.psum(bad, divided) if divided else bad) == 0
 
 
 @dataclass(frozen=True, slots=True)

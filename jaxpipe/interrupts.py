@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from io import FileIO
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -101,14 +102,13 @@ class Interrupts:
 
 def kill_children() -> None:
     """End the processes that this one has started and not waited for yet. Only where Linux's /proc tells of them."""
-    # Imported here: it takes a while, and at the start nobody listens.
-    from pathlib import Path
-
-    for listing in Path("/proc/self/task").glob("*/children"):
-        with suppress(OSError):
-            for child in listing.read_text().split():
-                with suppress(OSError):
-                    os.kill(int(child), signal.SIGKILL)
+    # Imports nothing: the signal may have come during an import, whose lock the main thread then never gives back.
+    with suppress(OSError):
+        for thread in os.scandir("/proc/self/task"):
+            with suppress(OSError), FileIO(f"{thread.path}/children") as listing:
+                for child in listing.readall().split():
+                    with suppress(OSError):
+                        os.kill(int(child), signal.SIGKILL)
 
 
 @contextmanager

@@ -94,6 +94,7 @@ HOLD = "exec('while True:\\n try: time.sleep(600)\\n except BaseException: pass'
         "time.sleep(600)",
         "signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT}); time.sleep(600)",  # as where no Python runs
         HOLD,  # what does not let go
+        f"import _imp; del sys.modules['pathlib']; _imp.acquire_lock(); {HOLD}",  # in an import
         "exec('try: time.sleep(600)\\nfinally: raise ValueError')",  # what another exception comes of
         "exec('try: time.sleep(600)\\nexcept KeyboardInterrupt: return_value = 0')",  # what ends well after it
         "import subprocess; subprocess.run(['sleep', '600'])",

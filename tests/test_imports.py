@@ -52,7 +52,7 @@ ALLOWED: Mapping[str, frozenset[str]] = {
     "tensor_parallel": frozenset({"mesh", "context_parallel", "_jax_compat", "errors"}),
     "stage": frozenset({"mesh", "_jax_compat", "errors", "lazy", "text", "dump"}),
     "interop": frozenset({"stage", "errors", "lazy", "text", "files"}),
-    "cost": frozenset({"stage", "schedule", "program", "mesh", "text"}),
+    "cost": frozenset({"stage", "schedule", "program", "mesh", "lazy", "text"}),
     "program": frozenset({"schedule", "stage", "mesh", "errors", "text", "dump"}),
     "runtime": EVERYTHING - {"runtime", "plot", "train"},
     "plot": frozenset({"schedule", "errors"}),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -18,6 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 from jaxpipe.cli import flags
 from jaxpipe.errors import ConfigError
+from jaxpipe.files import user_cache, write_atomically
+from jaxpipe.train.devices import device_errors, find_devices, memory_fraction, request_devices, request_gpus
 
 if TYPE_CHECKING:
     from jaxpipe.planning.predict import Prediction
@@ -69,13 +72,11 @@ def run_rehearse(args: argparse.Namespace) -> None:
     if args.rank is not None and args.rank >= ranks:
         raise ConfigError(f"--rank {args.rank}: {args.config} has ranks 0 to {ranks - 1}")
     flags.check_output(args.output, (".json",))
-    from jaxpipe.train.devices import device_errors, find_devices, request_devices, request_gpus
-
     # before JAX is imported, which reads the number of emulated devices from its environment
     size = config.pipeline.rank_devices
     request_devices(size, config.run.machine.platform)
     request_gpus(config.run)
-    from jaxpipe.cost import measure_host_link
+    from jaxpipe.cost.profile import measure_host_link
     from jaxpipe.rehearsal.rank import rehearse, rehearsed_json, rehearsed_text
     from jaxpipe.schedule import Link, write_costs
     from jaxpipe.train.import_export import completed
@@ -155,7 +156,6 @@ def machine_of(
         ConfigError: there is no such target, or the environment contradicts ``run.memory_fraction``.
     """
     from jaxpipe.planning.targets import find_target
-    from jaxpipe.train.devices import memory_fraction
 
     target = find_target(args.target)
     # JAX reads its platform when it is imported, which the roofline does: this order, or a GPU's driver starts
@@ -177,10 +177,6 @@ def machine_of(
 def without_devices() -> None:
     """Make JAX use the CPU: nothing runs on a device, and a GPU's driver may be slow to start. Call it before JAX is
     imported."""
-    import os
-
-    from jaxpipe.train.devices import request_devices
-
     request_devices(1, "cpu")
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
@@ -354,23 +350,17 @@ def _stopwatch(path: str) -> Stopwatch:
     """Return a stopwatch on the local devices of JAX."""
     import jax
 
-    from jaxpipe.files import user_cache
     from jaxpipe.planning.stages import Stopwatch
 
     return Stopwatch(jax.devices(), Path(path) if path else user_cache() / "tune-times.json", flags.notice)
 
 
 def _write_json(path: str, document: dict[str, Any]) -> None:
-    import json
-
-    from jaxpipe.files import write_atomically
-
     write_atomically(Path(path), json.dumps(document, allow_nan=False))
 
 
 def _write_config(path: str, tuned: TuneResult) -> None:
     """Write the config, and beside it the schedule if no family name produces it."""
-    from jaxpipe.files import write_atomically
     from jaxpipe.schedule import write_schedule
 
     assert tuned.best is not None

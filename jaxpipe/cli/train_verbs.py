@@ -30,13 +30,17 @@ from jaxpipe.cli.exit_codes import EXIT_CODES, INTERRUPTED, STOPPED, explained
 from jaxpipe.cli.plan_verbs import without_devices
 from jaxpipe.cli.registry import parsed
 from jaxpipe.errors import AgreedError, ConfigError, short_message
-from jaxpipe.launch.local import follow_launcher
+from jaxpipe.files import check_local, write_atomically
+from jaxpipe.launch.local import SAID, ClusterJob, Launch, follow_launcher, jobset, sbatch
 from jaxpipe.runtime.peers import find_peers
-from jaxpipe.runtime.processes import Processes, ProcessGroup, SingleProcess
+from jaxpipe.runtime.processes import Processes, ProcessGroup, SingleProcess, divided
 from jaxpipe.text import closest, format_count
+from jaxpipe.train.config import TrainConfig, explain_settings, load_config
+from jaxpipe.train.devices import device_errors, find_devices, request_devices, request_gpus
+from jaxpipe.train.run.agreement import agree_on_settings
+from jaxpipe.train.run.ending import EndingEarly
 
 if TYPE_CHECKING:
-    from jaxpipe.train.config import TrainConfig
     from jaxpipe.train.corpora.store import Store
     from jaxpipe.train.evaluate import Trained
 
@@ -74,23 +78,17 @@ def configure_train(parser: argparse.ArgumentParser) -> None:
 
 def config_of(args: argparse.Namespace) -> TrainConfig:
     """Build the config from the flags of ``train``."""
-    from jaxpipe.train.config import load_config
-
     fallback = ["offload.fallback=true"] if args.offload_fallback else []
     return load_config(args.config, [*flags.with_parallel_flags(args, args.overrides), *fallback])
 
 
 def run_train(args: argparse.Namespace) -> int:
     if args.help_config:
-        from jaxpipe.train.config import explain_settings
-
         print(explain_settings())
         return 0
     if args.print_config:
         print(config_of(args).describe())
         return 0
-    from jaxpipe.train.run.ending import EndingEarly
-
     with ExitStack() as stack:
         processes: Processes = SingleProcess()
         # a signal before the first step must end all processes, those included that are still waiting to connect; the
@@ -103,9 +101,6 @@ def run_train(args: argparse.Namespace) -> int:
             stack.enter_context(ending_together(processes))
             # only now: a config that is wrong for one process must end the others, too, not leave them waiting
             config = config_of(args)
-            from jaxpipe.train.devices import request_devices, request_gpus
-            from jaxpipe.train.run.agreement import agree_on_settings
-
             agree_on_settings(processes, config)
             devices = max(config.pipeline.num_devices, config.run.machine.devices)
             if processes.number > 1:
@@ -211,8 +206,6 @@ def configure_eval(parser: argparse.ArgumentParser) -> None:
 
 
 def run_eval(args: argparse.Namespace) -> None:
-    from jaxpipe.train.devices import device_errors, request_devices
-
     request_devices(args.devices or 1)
     from jaxpipe.train.corpora import ngram
     from jaxpipe.train.corpora.datasets import data_remarks
@@ -261,8 +254,6 @@ def configure_generate(parser: argparse.ArgumentParser) -> None:
 
 
 def run_generate(args: argparse.Namespace) -> None:
-    from jaxpipe.train.devices import device_errors, request_devices
-
     request_devices(args.devices or 1)
     from jaxpipe.train.evaluate import generate
 
@@ -291,16 +282,12 @@ def configure_profile(parser: argparse.ArgumentParser) -> None:
 
 
 def run_profile(args: argparse.Namespace) -> None:
-    from jaxpipe.train.config import load_config
-
     config = load_config(args.config, flags.with_parallel_flags(args, args.overrides))
     flags.check_output(args.output, (".json",))
     flags.check_output(args.details, (".json",), "--details")
-    from jaxpipe.train.devices import device_errors, find_devices, request_devices, request_gpus
-
     request_devices(max(config.pipeline.num_devices, config.run.machine.devices), config.run.machine.platform)
     request_gpus(config.run)
-    from jaxpipe.cost import measure_host_link, measure_stages
+    from jaxpipe.cost.profile import measure_host_link, measure_stages
     from jaxpipe.schedule import write_costs
     from jaxpipe.schedule.json_form import to_costs
     from jaxpipe.stage.compiled.recompute_report import policy_tables
@@ -396,10 +383,6 @@ _FLAG_NAMES = {"number": "-n", "output": "-o", "gpus": "--gpus-per-node", "per_n
 
 
 def _launch_here(args: argparse.Namespace, config: TrainConfig) -> int:
-    from jaxpipe.files import check_local
-    from jaxpipe.launch.local import SAID, Launch
-    from jaxpipe.runtime.processes import divided
-
     divided(config.pipeline.ranks, args.number)
     check_local(args.logs or "", "--logs")
     logs = Path(args.logs or tempfile.mkdtemp(prefix="jaxpipe-launch-"))
@@ -412,9 +395,6 @@ def _launch_here(args: argparse.Namespace, config: TrainConfig) -> int:
 
 
 def _write_job_file(args: argparse.Namespace, config: TrainConfig) -> int:
-    from jaxpipe.files import write_atomically
-    from jaxpipe.launch.local import ClusterJob, jobset, sbatch
-
     name, restarts = args.name or "jaxpipe", args.max_restarts or 0
     job = ClusterJob(name, config, args.rest, args.nodes, args.gpus, args.per_node or 1, restarts)
     if args.where == "slurm":

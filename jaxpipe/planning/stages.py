@@ -55,8 +55,7 @@ from jaxpipe._jax_compat import (
     sub_jaxprs,
 )
 from jaxpipe.context_parallel import shard_avals
-from jaxpipe.cost import measure_stages
-from jaxpipe.cost.profile import StageSizes
+from jaxpipe.cost.profile import StageSizes, measure_stages
 from jaxpipe.errors import ConfigError, StageError
 from jaxpipe.files import write_atomically
 from jaxpipe.mesh import AXES, AnyMesh, TensorParallel

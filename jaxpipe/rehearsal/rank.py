@@ -41,9 +41,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpipe._jax_compat import is_key_dtype
-from jaxpipe.cost import StageMeasurements, Timing, measure_stages
 from jaxpipe.cost.memory import Kind, RankMemory
-from jaxpipe.cost.seconds import ACTIVATION, COTANGENT, PARAMETER, medians
+from jaxpipe.cost.profile import StageMeasurements, measure_stages
+from jaxpipe.cost.seconds import ACTIVATION, COTANGENT, PARAMETER, Timing, medians
 from jaxpipe.errors import ConfigError, RunError
 from jaxpipe.mesh import replicated
 from jaxpipe.program.ir import Program, Recv, Run

@@ -13,10 +13,9 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Literal
 
-from jaxpipe.cost import Timing, cost_profile
 from jaxpipe.cost.memory import RankMemory, compiled_bytes
-from jaxpipe.cost.profile import sizes_of
-from jaxpipe.cost.seconds import measured_seconds, medians
+from jaxpipe.cost.profile import cost_profile, sizes_of
+from jaxpipe.cost.seconds import Timing, measured_seconds, medians
 from jaxpipe.errors import RunError
 from jaxpipe.program.ir import Free, Instruction, Offload, Program, Recv, Reload, Run, Send, Sync
 from jaxpipe.runtime.pipeline import Pipeline

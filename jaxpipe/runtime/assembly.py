@@ -25,7 +25,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxpipe.context_parallel import laid_out, shard_avals
-from jaxpipe.cost import analytic_profile
+from jaxpipe.cost.profile import analytic_profile
 from jaxpipe.errors import CheckpointError, ProgramError, StageError
 from jaxpipe.mesh import ONE_SHARD, TensorParallel, pipeline_submeshes, spec_of, with_several
 from jaxpipe.runtime.batches import (

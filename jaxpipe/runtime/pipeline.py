@@ -25,7 +25,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpipe import dump
-from jaxpipe.cost import (
+from jaxpipe.cost.memory import Kind, MemoryReport, account, batch_bytes
+from jaxpipe.cost.profile import (
     StageMeasurements,
     at_ranks_share,
     measure_host_link,
@@ -33,7 +34,6 @@ from jaxpipe.cost import (
     with_missing_ops,
     with_offloadable_bytes,
 )
-from jaxpipe.cost.memory import Kind, MemoryReport, account, batch_bytes
 from jaxpipe.errors import ProgramError
 from jaxpipe.mesh import replicated
 from jaxpipe.program.ir import Offload, Program

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxpipe.cost import measured_layer_costs
+from jaxpipe.cost.seconds import measured_layer_costs
 from jaxpipe.errors import ConfigError, ScheduleError, StageError
 from jaxpipe.mesh import TensorParallel
 from jaxpipe.runtime.assembly import Assembly

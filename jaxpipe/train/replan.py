@@ -30,7 +30,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from jaxpipe.cost import with_measured_times
+from jaxpipe.cost.profile import with_measured_times
 from jaxpipe.errors import JaxpipeError, ScheduleError
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.runtime.recorder import seconds_by_op

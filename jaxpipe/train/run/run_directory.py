@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from jaxpipe.cost import StageMeasurements
+from jaxpipe.cost.profile import StageMeasurements
 from jaxpipe.errors import ConfigError, JaxpipeError
 from jaxpipe.files import write_atomically
 from jaxpipe.interop.folder import TOKENIZER

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxpipe.cost import with_measured_times
+from jaxpipe.cost.profile import with_measured_times
 from jaxpipe.errors import NotFiniteError, short_message
 from jaxpipe.runtime.recorder import seconds_by_op
 from jaxpipe.schedule import Timeline, simulate

@@ -207,19 +207,43 @@ def overlap_table(report: dict[str, Any]) -> list[str]:
 def truth_table() -> str:
     """Tabulate what ``gpu_truth.py`` measured: a row per check of each experiment and card."""
     lines = ["| card | question | number | value | wanted | so? |", "|---|---|---|---|---|---|"]
-    origins = {}
+    origins: dict[str, set[str]] = {}
+    composed: list[str] = []
     for file in sorted(RESULTS.glob("gpu/truth-*.json")):
         for result in json.loads(file.read_text(encoding="utf-8")):
             head = f"| {result['card']} | {result['id']}: {result['question']} |"
             if result["status"] != "done":
                 lines.append(f"{head} {result['status']}: {result['note']} | – | – | – |")
+            elif not result["checks"]:
+                lines.append(f"{head} measured, nothing wanted | – | – | – |")
             for check in result.get("checks", ()):
                 value, holds = check["value"], {True: "yes", False: "no", None: "–"}[check["ok"]]
                 shown = f"{value:.4g}" if isinstance(value, (int, float)) else value or "–"
                 lines.append(f"{head} {check['name']} | {shown} | {check['want']} | {holds} |")
             origin = f"{result['card']}: jax {result['versions'].get('jax')}, {result['versions'].get('platform')}"
             origins.setdefault(origin, set()).add(f"{result['id']} at {result['commit']}")
+            if result["id"] == "T18" and result["status"] == "done":
+                composed += _composed_rows(result["card"], result["numbers"])
+    lines += ["", *composed] if composed else []
     return "\n".join([*lines, "", *(f"- {origin}; {', '.join(sorted(ids))}." for origin, ids in origins.items())])
+
+
+def _composed_rows(card: str, numbers: dict[str, Any]) -> list[str]:
+    """Tabulate predictions of many GPUs from ranks rehearsed on one, beside what others have measured on theirs."""
+    lines = [
+        f"Predicted for many {card} from ranks rehearsed on one, attention counted whole and thrice:",
+        "",
+        "| layout | tokens/s a GPU | TFLOP/s a GPU | bubble |",
+        "|---|---|---|---|",
+    ]
+    for name, row in numbers.items():
+        rates = f"{row['tokens_per_s_per_gpu']:.0f} | {row['flops_per_s_per_gpu'] / 1e12:.0f}"
+        lines.append(
+            f"| measured: {row['what']} | {rates} | – |"
+            if name == "peer"
+            else f"| {name}, {row['schedule']}, recompute {row['recompute']} | {rates} | {row['bubble']:.1%} |"
+        )
+    return [*lines, ""]
 
 
 def gpu_table(reports: list[dict[str, Any]]) -> str:

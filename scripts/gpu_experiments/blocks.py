@@ -7,6 +7,7 @@ whole, backward twice: ``whole, 3 x``. Products outside attention are the same i
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -49,17 +50,20 @@ def pipeline(
     recompute: str = "flash",
     microbatch_size: int = 1,
     dtype: str = "bfloat16",
+    blocks_a_rank: int = BLOCKS_A_RANK,
+    shards: int = 1,
     **options: Any,
 ) -> Any:
-    """Build a pipeline of equal ranks of :data:`BLOCKS_A_RANK` blocks, all on the first device; nothing is compiled yet.
-    ``options``: of the model."""
+    """Build a pipeline of equal ranks of ``blocks_a_rank`` blocks, all on the first device, or divided over the first
+    ``shards``; nothing is compiled yet. ``options``: of the model."""
     import jax
     import jax.numpy as jnp
 
+    from jaxpipe.mesh import TensorParallel
     from jaxpipe.runtime.pipeline import Pipeline
     from jaxpipe.stage.model.reference import resolve_model
 
-    blocks = BLOCKS_A_RANK * schedule.num_ranks
+    blocks = blocks_a_rank * schedule.num_ranks
     built = resolve_model(
         model,
         {
@@ -75,7 +79,8 @@ def pipeline(
         schedule,
         microbatch_size=microbatch_size,
         boundaries=list(pairwise(cuts)),
-        devices=[jax.devices()[0]] * schedule.num_ranks,
+        devices=jax.devices()[:shards] * schedule.num_ranks,
+        tp=TensorParallel(shards),
         compute_dtype=jnp.dtype(dtype),
         recompute=recompute,
     )
@@ -96,8 +101,19 @@ def seconds_of(function: Any, inputs: list[Any], settings: Settings, sample_s: f
     sample(1)
     calls = max(1, round(sample_s / sample(1)))
     # Long samples are few: a card's minutes are.
-    repeats = min(settings.repeats, max(2, round(2 / max(sample_s, 1e-3))))
+    repeats = min(settings.repeats, max(1, round(1.5 / max(sample_s, 1e-3))))
     return Timing.of([sample(calls) for _ in range(repeats)])
+
+
+def timed(settings: Settings, function: Any) -> float:
+    """Return the seconds of a call on random values, in samples of half a second."""
+    from jaxpipe.cost.seconds import arguments_of
+
+    inputs = arguments_of(function, settings.vocab)
+    timing = seconds_of(function, inputs, settings, 0.0 if settings.tiny else 0.5)
+    del inputs
+    gc.collect()
+    return timing.median_s
 
 
 def ones_of(function: Any, settings: Settings) -> list[Any]:

@@ -115,7 +115,7 @@ def measure_card(settings: Settings) -> dict[str, Any]:
     size = 1 << (12 if settings.tiny else 28)
     array = random_array(jax.ShapeDtypeStruct((size,), jnp.float32, sharding=home))
     scale = jax.jit(lambda x: x * 1.0001)
-    ceilings["device_copy_bytes_per_s"] = 2 * array.nbytes / _seconds_each(lambda: scale(array), 20)
+    ceilings["device_copy_bytes_per_s"] = 2 * array.nbytes / seconds_each(lambda: scale(array), 20)
     if (link := host_link(settings)) is not None:
         ceilings |= {
             "d2h_bytes_per_s": link.d2h.bytes_per_s,
@@ -156,10 +156,10 @@ def _product_rates(settings: Settings, data: str, home: Any) -> dict[int, float]
     product = jax.jit(lambda x: x @ x)
     product(array).block_until_ready()
     time.sleep(0 if settings.tiny else 1)
-    return {count: 2 * n**3 / _seconds_each(lambda: product(array), count) for count in (10, 300)}
+    return {count: 2 * n**3 / seconds_each(lambda: product(array), count) for count in (10, 300)}
 
 
-def _seconds_each(call: Callable[[], Any], count: int) -> float:
+def seconds_each(call: Callable[[], Any], count: int) -> float:
     """Return the seconds of one of ``count`` calls back to back; few results are there at once."""
     call().block_until_ready()
     began = time.perf_counter()

@@ -29,7 +29,7 @@ _STAGES = ("jaxpipe/stage", "jaxpipe/cost", "models/attention.py", "models/gpt.p
     question="what does this card do today, and what does the compile cache save?",
     backs="all",
     paths=_STAGES,
-    estimate_s=75,
+    estimate_s=60,
     predicted={"noise product": "798 TFLOP/s short, 650-720 sustained", "cached compile": "0.15-0.25 of cold"},
     want={"cached_over_cold": "<= 0.25"},
 )
@@ -68,7 +68,7 @@ def _compile_seconds(function: Any) -> float:
     question="what is F, B, W, BW's real speed, by data and by length of the sample?",
     backs="README's table of GPUs; F + B + W ÷ F + BW",
     paths=_STAGES,
-    estimate_s=220,
+    estimate_s=120,
     predicted={
         "ones ÷ noise": "noise 8-14% slower",
         "2 s ÷ 50 ms": "another 3-8% slower",

@@ -18,7 +18,7 @@ _FRACTION = {"XLA_CLIENT_MEM_FRACTION": ".95", "XLA_PYTHON_CLIENT_MEM_FRACTION":
     question="is memory right to the byte, and what happens at the edge?",
     backs="plan, U4; the out-of-memory line",
     paths=PROGRAM_PATHS,
-    estimate_s=150,
+    estimate_s=120,
     predicted={"predicted ÷ measured": "0.93-0.98: receives are allocated early", "share that JAX takes": "0.75"},
     want={
         "accounting.predicted_over_measured": "0.99 to 1.01",

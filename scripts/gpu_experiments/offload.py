@@ -10,8 +10,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from scripts.gpu_experiments.blocks import block_flops, host_link, measured_costs, middle_block, pipeline
+from scripts.gpu_experiments.here import cannot_ask
 from scripts.gpu_experiments.layer_k import k_of_layer
 from scripts.gpu_experiments.registry import Settings, experiment
+from scripts.gpu_experiments.training import profile_of
 
 _OFFLOAD_PATHS = (
     "jaxpipe/stage",
@@ -32,7 +34,7 @@ RANK = 1
     question="is offload free when the order knows the link?",
     backs="COMPASS 3d, row 5; README's table of GPUs",
     paths=(*_OFFLOAD_PATHS, "jaxpipe/rehearsal"),
-    estimate_s=170,
+    estimate_s=150,
     predicted={
         "po-h ÷ po with lanes of their own": "1.00-1.02",
         "po-h ÷ po with shared streams": "up to 1.01 at 8192, 1.28 at 4096",
@@ -40,11 +42,12 @@ RANK = 1
     want={"8192.po-h.over_po": "<= 1.01", "4096.po-h.over_po": "<= 1.03"},
 )
 def offload_with_costs(settings: Settings) -> dict[str, Any]:
-    """Rehearse one rank's program with offload off and on, in orders made with measured seconds and link, A B A B."""
+    """Rehearse one rank's program with offload off and on, in orders made with measured seconds and link, A B A B; copies
+    as the profiler sees them."""
     from jaxpipe.cost import time_function
 
     if (link := host_link(settings)) is None:
-        return {"note": "no pinned host memory here"}
+        return cannot_ask("there is no pinned host memory")
     numbers: dict[str, Any] = {"link": asdict(link)}
     sizes = sorted(settings.sizes.items(), reverse=True)[: 1 if settings.tiny else None]
     for name, hidden in sizes:
@@ -72,13 +75,21 @@ def _steps(settings: Settings, hidden: int, link: Any, seconds: dict[str, float]
     base = pipeline(settings, hidden, generate("po", ranks, microbatches))
     costs = measured_costs(base, seconds, link)
     whole = base.with_offload(OffloadOptions(in_parts=False))
-    pipes = {"po-f": base, "po-f, issued whole": whole, "po-h": base, "po": base}
-    names = tuple(pipes)
-    schedules = {name: generate(name.split(",")[0], ranks, microbatches, costs=costs) for name in names}
-    rehearsals = {
-        name: Rehearsal(pipe.with_schedule(schedules[name], costs), RANK, host=link.host_link())
-        for name, pipe in pipes.items()
+    names = ("po-f", "po-f, issued whole", "po-h", "ada-offload", "po")
+    names = ("po-f, issued whole", "po-h", "po") if settings.tiny else names
+    schedules = {
+        name: generate(name.split(",")[0], ranks, microbatches, costs=costs) for name in names if name != "ada-offload"
     }
+    if "ada-offload" in names:
+        # As much memory as po-h takes, and the same stages.
+        limit, chunks = max(simulate(schedules["po-h"], costs).peak_activations), base.schedule.num_stages // ranks
+        schedules["ada-offload"] = generate(
+            "ada-offload", ranks, microbatches, chunks=chunks, costs=costs, memory_limit=limit
+        )
+    rehearsals = {}
+    for name in names:
+        pipe = (whole if name.endswith("whole") else base).with_schedule(schedules[name], costs)
+        rehearsals[name] = Rehearsal(pipe, RANK, host=link.host_link())
     rounds = [
         {name: r.run(steps=settings.steps, complete=False) for name, r in rehearsals.items()}
         for _ in range(1 if settings.tiny else 2)
@@ -95,10 +106,18 @@ def _steps(settings: Settings, hidden: int, link: Any, seconds: dict[str, float]
             "measured_peak_bytes": first.memory.measured_bytes,
             "peak_is_exact": first.memory.exact,
             "host_us": first.host_us,
+            "profiled": _copy_streams(rehearsals[name]),
             "copies": [{**asdict(c), "bytes_per_s": c.bytes_per_s} for c in first.copies],
             "functions": {f"{op}{stage}": asdict(t) for (op, stage), t in first.timings.items()},
         }
     return table
+
+
+def _copy_streams(rehearsal: Any) -> dict[str, Any]:
+    """Return, of one profiled step, seconds by stream that hold copies."""
+    inputs, _ = rehearsal.place()
+    streams, _, _ = profile_of(rehearsal.pipeline.executor, inputs)
+    return {name: stream for name, stream in streams.items() if "copies" in stream["by_kind_s"]}
 
 
 def _slowdown(settings: Settings, function: Any, seconds: float, link: Any) -> float:

@@ -21,7 +21,9 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +33,10 @@ from scripts.gpu_experiments.registry import ROOT, Settings
 
 WITHOUT_ORTOOLS = ROOT / "scripts" / "gpu_experiments" / "without_ortools"
 """A folder with the part of OR-Tools that splitting a stage needs, for machines that have none."""
-_IMPORTED_ONCE = ("jaxpipe.rehearsal.rank", "jaxpipe.stage.compiled.compile", "models.gpt", "models.llama")
+_IMPORTED_ONCE = (
+    "jaxpipe.rehearsal.rank", "jaxpipe.stage.compiled.compile", "jaxpipe.train.loop", "models.gpt", "models.llama",
+    "matplotlib.backends.backend_agg", "orbax.checkpoint",
+)  # fmt: skip
 _MOST_OUTPUT = 2000
 _DIE_WITH_PARENT = 1
 """PR_SET_PDEATHSIG of prctl(2)."""
@@ -82,6 +87,18 @@ def call_apart(
         return function(settings, *arguments)
     outcome = call_in_process(function, settings, *arguments, limit_s=limit_s, environment=environment)
     return outcome.answer if not outcome.failure else {"failure": outcome.failure, "said": outcome.output}
+
+
+def call_together(
+    function: Callable[..., Any], settings: Settings, *arguments: Any, number: int, environment: Mapping[str, str]
+) -> list[Any]:
+    """Call ``function(settings, *arguments, k)`` in ``number`` processes at once, the kth with its number; this one must not
+    have begun to use a device. Returns their answers. The limit is that of the experiment."""
+    with ProcessPoolExecutor(
+        number, get_context("fork"), initializer=os.environ.update, initargs=(dict(environment),)
+    ) as pool:
+        calls = [pool.submit(function, settings, *arguments, k) for k in range(number)]
+        return [call.result() for call in calls]
 
 
 def with_flags(*flags: str) -> dict[str, str]:

@@ -24,7 +24,10 @@ PROGRAM_PATHS = (
     "jaxpipe/stage", "jaxpipe/cost", "jaxpipe/runtime", "jaxpipe/program", "jaxpipe/rehearsal", "models/gpt.py",
 )  # fmt: skip
 """The files that a rank's whole program exercises."""
-MODULES = ("functions", "variants", "correctness", "offload", "pipelines", "memory", "training")
+MODULES = (
+    "functions", "variants", "correctness", "offload", "pipelines", "memory", "training", "planned", "fp8", "shards",
+    "against_torch", "processes",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,14 +19,17 @@ import numpy as np
 import pytest
 
 from scripts import gpu_truth, results_table
+from scripts.gpu_experiments import correctness, here, planned, processes
 from scripts.gpu_experiments.blocks import block_flops
 from scripts.gpu_experiments.process import WITHOUT_ORTOOLS, ForkServer
-from scripts.gpu_experiments.registry import Experiment, all_experiments, checks_of, digest_of
+from scripts.gpu_experiments.registry import RANKING, Experiment, all_experiments, checks_of, digest_of
 from tests.support import gpu_experiments
-from tests.support.gpu_experiments import absent, crash, fake, hang, quick
+from tests.support.gpu_experiments import absent, composed, crash, fake, hang, quick
 from tests.support.paths import ROOT
 
 CARD = "nvidia-h100-80gb-hbm3"
+ALLOCATORS = {"predicted_over_measured_peak"}
+"""Numbers that a CPU, whose allocator counts nothing, does not have."""
 
 
 @pytest.fixture(autouse=True)
@@ -204,6 +207,33 @@ def test_cuts_without_ortools_are_those_with_it() -> None:
         assert sides[0] == sides[1]
 
 
+def test_experiments_are_ranked_and_fit_into_half_an_hour() -> None:
+    experiments = all_experiments()
+    assert [e.id for e in experiments] == RANKING
+    first = experiments[: RANKING.index("T7") + 1]
+    assert sum(e.estimate_s for e in first) <= 22 * 60
+    assert all(e.estimate_s <= 180 for e in experiments)
+
+
+def test_what_this_machine_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert here.lacks_module("json") == "" and "no_such_module" in here.lacks_module("no_such_module")
+    assert here.lacks_program(sys.executable) == "" and "no-such-program" in here.lacks_program("no-such-program")
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    assert "GPU" in here.lacks_gpu()
+    monkeypatch.delenv("JAX_PLATFORMS")
+    assert here.lacks_gpu() == ""
+    assert here.cannot_ask("why")["note"] == "cannot be asked here: why"
+
+
+def test_ranks_bits_and_flags_compared() -> None:
+    assert planned.kendall([1, 2, 3], [10, 20, 30]) == 1
+    assert planned.kendall([1, 2, 3], [30, 20, 10]) == -1
+    assert planned.kendall([1, 2, 3], [10, 30, 20]) == pytest.approx(1 / 3)
+    assert processes.differing({"a": 1, "b": 2}, {"a": 1, "b": 3, "c": 4}) == 2
+    flags = "--a=1 --xla_gpu_dump_autotune_results_to=x.txt --xla_gpu_load_autotune_results_from=x.txt --b"
+    assert correctness.without_autotuning(flags) == "--a=1 --b"
+
+
 def test_no_experiment_needs_ortools_or_git() -> None:
     code = (
         "import sys; from scripts.gpu_experiments.registry import all_experiments, digest_of; all_experiments();"
@@ -232,7 +262,7 @@ def test_every_experiment_runs_at_toy_size(
         assert measured["status"] in ("done", "skipped"), experiment.id
         if measured["status"] == "done":
             # Toy sizes leave out sizes and schedules, but no number that is wanted of them.
-            names = {check["name"].rpartition(".")[2] for check in measured["checks"]}
+            names = {check["name"].rpartition(".")[2] for check in measured["checks"]} - ALLOCATORS
             assert names == {c["name"].rpartition(".")[2] for c in measured["checks"] if c["value"] is not None}
     capsys.readouterr()
     assert tiny(experiments) == 0
@@ -244,8 +274,12 @@ def test_tables_of_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     lines = results_table.gpu_table([history]).splitlines()
     for head in (k for k, line in enumerate(lines) if line.startswith("|---")):
         assert lines[head - 1].count("|") == lines[head].count("|") == lines[head + 1].count("|")
-    assert tiny([fake("A", quick), fake("B", crash)], "--out", "gpu") == 1
+    many = replace(fake("T18", composed), want={})
+    assert tiny([fake("A", quick), fake("B", crash), many], "--out", "gpu") == 1
     monkeypatch.setattr(results_table, "RESULTS", tmp_path)
     table = results_table.truth_table()
     assert "| tiny | A: what does A do? | ratio | 0.5 | <= 0.6 | yes |" in table
     assert "failed" in table
+    assert "T18: what does T18 do? | measured, nothing wanted |" in table
+    assert "| 64 of them, zb-h1, recompute full | 1200 | 400 | 25.0% |" in table
+    assert "| measured: theirs | 1602 | 719 | – |" in table

@@ -33,6 +33,14 @@ def hang(settings: Settings) -> dict[str, Any]:
     return {}
 
 
+def composed(settings: Settings) -> dict[str, Any]:
+    rates = {"tokens_per_s_per_gpu": 1200.0, "flops_per_s_per_gpu": 400e12}
+    return {
+        "peer": {"what": "theirs", "tokens_per_s_per_gpu": 1602, "flops_per_s_per_gpu": 719e12},
+        "64 of them": {**rates, "schedule": "zb-h1", "recompute": "full", "bubble": 0.25},
+    }
+
+
 def absent(settings: Settings) -> dict[str, Any]:
     return {"note": "torch is missing"}
 

@@ -14,6 +14,7 @@ makes matrices of them); and with ``--before DIR``, a checkout of an older commi
   while they compute something else. Axes of length 1 have no order.
 * ``added``: kernels that add float32 arrays of a million elements or more, such as weight gradients to their accumulators
   where the product does not.
+* ``launched``, ``moved_bytes``: kernels and library calls, and the bytes that they read and write.
 * ``kernels``: names of custom calls, and how many of each.
 
 Nothing runs: these are programs, not times. Autotuning is off, since it would have to run kernels; products are cuBLAS's
@@ -21,8 +22,14 @@ Nothing runs: these are programs, not times. Autotuning is off, since it would h
 nvidia-cuda-nvcc-cu12, for cuDNN's form nvidia-cudnn-cu12 too, no GPU and no driver. ``--tiny`` runs it at toy sizes for this
 machine's CPU.
 
-    git worktree add /tmp/before 98cda44   # the last commit before weight gradients were products of matrices
-    python scripts/compile_h100.py --before /tmp/before --out scripts/results/h100-compile.json
+``--pairs`` asks instead whether W of two microbatches should be one product, and adds seconds by the roofline of ``jaxpipe
+plan`` to: ``W``; ``W, W``, one after another in one program; ``2W copied``, W of twice the tokens, whose inputs are put
+together first; ``2W``, the same where they lie together already, as those of a microbatch of two sequences do.
+
+    git worktree add /tmp/before 5f4c1c46   # the last commit before biases of several axes were added as vectors
+    sizes="--sequence 4096 --blocks 1"
+    python scripts/compile_h100.py --model gpt $sizes --before /tmp/before --out scripts/results/bias-h100.json
+    python scripts/compile_h100.py --pairs $sizes --out scripts/results/w-pairs-h100.json
 """
 
 from __future__ import annotations
@@ -43,7 +50,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from scripts.bench_overlap import TINY, VARIANTS, Size, environment, middle_stage, submesh
-from scripts.hlo_schedule import count_products, custom_calls, float32_adds, moves
+from scripts.hlo_schedule import count_products, custom_calls, float32_adds, kernels, moves
 from scripts.provenance import commit_id
 
 OPS = ("F", "B", "W", "BW")
@@ -60,6 +67,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--target", default="h100", help="GPU to compile for: a name or .json of `jaxpipe plan`")
     parser.add_argument("--before", type=Path, metavar="DIR", help="a checkout of an older commit, to compare with")
     parser.add_argument("--triton", action="store_true", help="XLA's own products, not cuBLAS's")
+    parser.add_argument("--pairs", action="store_true", help="W of two microbatches as one product, and as two")
+    parser.add_argument("--sequence", type=int, default=Size().T, help="tokens of a sequence (default 2048)")
+    parser.add_argument("--blocks", type=int, default=4, help="blocks of the stage (default 4)")
     parser.add_argument("--tiny", action="store_true", help="toy sizes on the CPU, no wheels needed")
     parser.add_argument("--hlo", type=Path, metavar="DIR", help="write the compiled programs there")
     parser.add_argument("--out", type=Path, help="write the report here, too")
@@ -72,15 +82,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(mesh, str):
         print(f"compile_h100: {mesh}; or try --tiny", file=sys.stderr)
         return 2
-    size = replace(TINY if args.tiny else Size(), L=4)
+    size = TINY if args.tiny else Size(T=args.sequence)
+    size = replace(size, L=args.blocks)
     forms = (
         (BEFORE,)
         if args.checkout is not None
         else [f for f in ATTENTION if f != BEFORE and (f != "cudnn" or not args.tiny)]
     )
+    cases = [_pairs(m, args, size, mesh) for m in args.model or ("gpt", "llama")] if args.pairs else None
     report = {
         **_provenance(args, size, arguments),
-        "cases": [c for form in forms for c in _cases(form, args, size, mesh)],
+        "cases": [c for form in forms for c in _cases(form, args, size, mesh)] if cases is None else cases,
     }
     if args.before is not None:
         older = _older(args.before, arguments)
@@ -115,11 +127,72 @@ def _cases(form: str, args: argparse.Namespace, size: Size, mesh: Any) -> list[d
     return cases
 
 
+def _pairs(model: str, args: argparse.Namespace, size: Size, mesh: Any) -> dict[str, Any]:
+    """Compile W, two of them in one program, and W of two microbatches at once."""
+    import jax
+    import jax.numpy as jnp
+
+    from jaxpipe._jax_compat import eval_jaxpr
+    from jaxpipe.planning.roofline import Efficiency, work_of
+    from jaxpipe.planning.targets import find_target
+
+    variant = replace(VARIANTS[model], attention="xla" if args.tiny else "cudnn")
+    one, two = (middle_stage(variant, replace(size, B=n * size.B), mesh, 1).functions["W"] for n in (1, 2))
+    shared = [k for k, port in enumerate(one.inputs) if port.kind in ("param", "acc")]
+    sums = [k for k in shared if one.inputs[k].kind == "acc"]
+    own = [k for k in range(len(one.inputs)) if k not in shared]
+
+    def run(w: Any, arrays: Mapping[int, Any]) -> list[Any]:
+        results: list[Any] = eval_jaxpr(w.jaxpr.jaxpr, w.jaxpr.consts, *(arrays[k] for k in range(len(w.inputs))))
+        return results
+
+    def after_another(both: Mapping[int, Any], first: Mapping[int, Any], second: Mapping[int, Any]) -> list[Any]:
+        results = zip(one.outputs, run(one, {**both, **first}), strict=True)
+        half_way = dict(zip(sums, [r for port, r in results if port.kind == "acc"], strict=True))
+        return run(one, {**both, **half_way, **second})
+
+    def copied(both: Mapping[int, Any], first: Mapping[int, Any], second: Mapping[int, Any]) -> list[Any]:
+        # Gradients of biases and norms come from B as sums over the microbatch.
+        joined = {k: jnp.concatenate([a, second[k]]) if _rows(one, two, k) else a + second[k] for k, a in first.items()}
+        return run(two, {**both, **joined})
+
+    avals = [{k: one.avals_in[k] for k in keys} for keys in (shared, own, own)]
+    programs = {"W": (one.jitted, one.avals_in, one.jaxpr)}
+    for name, program in (("W, W", after_another), ("2W copied", copied)):
+        specs = jax.tree.map(lambda a: a.sharding.spec, (avals, list(one.avals_out)))
+        mapped = jax.shard_map(program, mesh=mesh, in_specs=tuple(specs[0]), out_specs=specs[1], check_vma=False)
+        local = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), avals)
+        programs[name] = jax.jit(mapped, donate_argnums=0), avals, jax.make_jaxpr(program)(*local)
+    programs["2W"] = two.jitted, two.avals_in, two.jaxpr
+    target, case = find_target(args.target), {"form": "pairs", "model": model, "functions": {}}
+    for name, (jitted, inputs, jaxpr) in programs.items():
+        compiled = jitted.lower(*inputs).compile(compiler_options=_options(args))
+        launched = kernels(compiled.as_text())
+        case["functions"][name] = {
+            "products": count_products(compiled.as_text()),
+            "launched": len(launched),
+            "moved_bytes": sum(k.moved_bytes for k in launched),
+            "temp_bytes": compiled.memory_analysis().temp_size_in_bytes,
+            "roofline_s": work_of(jaxpr, target, Efficiency()).seconds,
+        }
+        print(model, name, case["functions"][name], file=sys.stderr, flush=True)
+    return case
+
+
+def _rows(one: Any, two: Any, k: int) -> bool:
+    """Return whether the k-th input has a row for each sequence."""
+    return bool(one.avals_in[k].shape != two.avals_in[k].shape)
+
+
+def _options(args: argparse.Namespace) -> dict[str, Any]:
+    return {} if args.tiny else {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": args.triton}
+
+
 def measure(stage: Any, size: Size, args: argparse.Namespace, name: str) -> dict[str, Any]:
     """Compile the four functions of a stage, and report them and its residuals."""
     from jaxpipe.stage.jaxprs import jaxpr_flops
 
-    options = {} if args.tiny else {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": args.triton}
+    options = _options(args)
     record: dict[str, Any] = {
         "residual_bytes": stage.residual_bytes,
         "residual_arrays": sum(p.kind == "res" for p in stage.functions["F"].outputs),
@@ -141,6 +214,8 @@ def measure(stage: Any, size: Size, args: argparse.Namespace, name: str) -> dict
             "products": count_products(text),
             **{kind: moved[kind] for kind in ("copies", "transposing", "fused")},
             "added": len(float32_adds(text, least=1_000_000)),
+            "launched": len(kernels(text)),
+            "moved_bytes": sum(k.moved_bytes for k in kernels(text)),
             "kernels": dict(Counter(custom_calls(text))),
         }
     return record

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 _KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
@@ -31,6 +31,7 @@ _MOVING = frozenset(
     )
 ) | {"concatenate", "pad", "tuple", "get-tuple-element"}
 """Operations of a kernel that computes nothing."""
+_NO_KERNELS = frozenset(("parameter", "constant", "bitcast", "tuple", "get-tuple-element", "after-all"))
 _BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8, "f64": 8}
 
 
@@ -58,6 +59,15 @@ class Move:
 
     name: str
     kind: str
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """A kernel or library call of the entry computation. ``moved_bytes``: of the arrays that it reads, of an array that it only
+    slices those of the slices, and of those that it writes; without cuBLAS's scratch."""
+
+    name: str
+    moved_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +130,38 @@ def moves(text: str, least: int) -> list[Move]:
         elif turned:
             results.append(Move(line.name, "fused"))
     return results
+
+
+def kernels(text: str) -> list[Kernel]:
+    """Kernels and library calls of the entry computation, in order."""
+    computations, entry = _computations(text), list(_entry(text))
+    types = {line.name: line.result for line in entry}
+    results: list[Kernel] = []
+    for line in entry:
+        if line.op in _NO_KERNELS:
+            continue
+        operands = _operands(line.rest)
+        called = re.search(r"calls=%?([\w.\-]+)", line.rest)
+        body = computations[called.group(1)] if line.op == "fusion" and called is not None else []
+        read = {operand: _bytes(types.get(operand, "")) for operand in operands}
+        for parameter in (i for i in body if i.op == "parameter"):
+            operand = operands[int(parameter.rest.partition(")")[0])]
+            read[operand] = min(read[operand], _read(parameter, body))
+        written = re.sub(r"s8\[\d+\]", "", line.result) if "cublas" in line.rest else line.result
+        results.append(Kernel(line.name, sum(read.values()) + _bytes(written)))
+    return results
+
+
+def _read(value: _Instruction, body: Sequence[_Instruction]) -> int:
+    """Bytes of ``value`` that a fusion reads: all, unless it only slices it."""
+    readers = [i for i in body if value.name in _operands(i.rest)]
+    if not readers or any(i.op not in ("slice", "dynamic-slice", "bitcast") for i in readers):
+        return _bytes(value.result)
+    return sum(_read(i, body) if i.op == "bitcast" else _bytes(i.result) for i in readers)
+
+
+def _operands(rest: str) -> list[str]:
+    return re.findall(r"%([\w.\-]+)", rest.partition(")")[0])
 
 
 def float32_adds(text: str, least: int) -> list[str]:
@@ -220,10 +262,14 @@ def _is_product(line: _Instruction, products: frozenset[str]) -> bool:
 
 def _largest(types: str) -> int:
     """Bytes of the largest array whose type is written here."""
-    sizes = [0]
-    for dtype, shape in _DTYPE_AND_SHAPE.findall(types):
-        count = 1
-        for n in filter(None, shape.split(",")):
-            count *= int(n)
-        sizes.append(count * _BYTES.get(dtype, 4))
-    return max(sizes)
+    return max(_sizes(types), default=0)
+
+
+def _bytes(types: str) -> int:
+    """Bytes of all arrays whose types are written here."""
+    return sum(_sizes(types))
+
+
+def _sizes(types: str) -> list[int]:
+    shapes = _DTYPE_AND_SHAPE.findall(types)
+    return [math.prod(int(n) for n in shape.split(",") if n) * _BYTES.get(dtype, 4) for dtype, shape in shapes]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from scripts import compile_h100
-from scripts.hlo_schedule import Move, custom_calls, float32_adds, moves
+from scripts.hlo_schedule import Kernel, Move, custom_calls, float32_adds, kernels, moves
 
 PROGRAM = """HloModule jit_BW
 
@@ -85,6 +85,27 @@ ENTRY %main (acc: f32[8,4], small: f32[4], x: bf16[8,4]) -> f32[8,4] {
 def test_sums_that_no_product_makes_are_counted() -> None:
     assert float32_adds(SUMS, 32) == ["fused", "whole"]
     assert float32_adds(SUMS, 4) == ["fused", "bias", "whole"]
+
+
+SLICED = """HloModule jit_F
+
+%halved (p: bf16[8,4]) -> bf16[8,2] {
+  %p = bf16[8,4]{1,0} parameter(0)
+  ROOT %s = bf16[8,2]{1,0} slice(%p), slice={[0:8], [0:2]}
+}
+
+ENTRY %main (x: bf16[8,4]) -> bf16[8,2] {
+  %x = bf16[8,4]{1,0} parameter(0)
+  ROOT %half = bf16[8,2]{1,0} fusion(%x), kind=kLoop, calls=%halved
+}
+"""
+
+
+def test_bytes_are_those_that_kernels_read_and_write() -> None:
+    assert kernels(SLICED) == [Kernel("half", 2 * 8 * 2 * 2)]
+    gemm, fused, bias, whole = kernels(SUMS)
+    assert gemm == Kernel("gemm", 64 + 2 * 128)  # its operand once, its scratch not
+    assert [k.moved_bytes for k in (fused, bias, whole)] == [2 * 128 + 64, 2 * 16, 3 * 128]
 
 
 def test_without_wheels_it_says_so_in_one_line(

@@ -12,7 +12,7 @@ Left as they are: products with another reader, which may count on the rounding;
 take twice the bytes; gradients of leaves that share a buffer (they are small); all of float32 compute, bit for bit.
 
 A bias of several axes (heads and their size) is added to its product as a vector. Left so, XLA's GPU backend writes it out, as
-large as the product, which reads it: at hidden 4096 and 4096 tokens 201 of the 2,048 MB that F of a GPT block moves. cuBLAS
+large as the product, which reads it: at hidden 4096 and 4096 tokens 201 of the 2,081 MB that F of a GPT block moves. cuBLAS
 adds a vector as it writes the product.
 """
 

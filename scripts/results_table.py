@@ -42,7 +42,9 @@ def table() -> str:
     overlaps = [json.loads(f.read_text(encoding="utf-8")) for f in sorted(RESULTS.glob("overlap-*.json"))]
     lines += [line for report in overlaps for line in ("", *overlap_table(report))]
     compiled = [json.loads(f.read_text(encoding="utf-8")) for f in sorted(RESULTS.glob("*-compile.json"))]
-    return "\n".join([*lines, *(line for report in compiled for line in ("", *compiled_table(report)))])
+    lines += [line for report in compiled for line in ("", *compiled_table(report))]
+    public = json.loads((RESULTS / "plan-public.json").read_text(encoding="utf-8"))
+    return "\n".join([*lines, "", *public_table(public)])
 
 
 def torch_table(report: dict[str, Any]) -> list[str]:
@@ -202,6 +204,37 @@ def overlap_table(report: dict[str, Any]) -> list[str]:
         lines += ["", f"µs in which compute waits for a collective, by XLA's model and by ours: {'; '.join(exposed)}."]
     versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
     return [*lines, "", f"- `{report['command']}`, commit {report['commit']}, {versions}."]
+
+
+def public_table(report: dict[str, Any]) -> list[str]:
+    """Tabulate ``plan`` beside public measurements (``plan_public.py``): what is held out per system, then the pipelines."""
+    lines = [
+        "`plan` beside what other systems publish of H100s (`scripts/public_measurements.csv`; most of it in FP8): one number "
+        "a system is fitted on one row, the part of the bfloat16 peak that products reach.",
+        "",
+        "| system | rows | part of peak | held out | median error | largest | rank correlation |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {s['system']} | {rows} | {s['part_of_bfloat16_peak']} | {s[rows]['held_out_rows']} | "
+        f"{s[rows]['median_error']:.0%} | {s[rows]['largest_error']:.0%} | {s[rows]['rank_correlation']:.2f} |"
+        for s in report["systems"]
+        for rows in ("all", "pipelines")
+        if s[rows]
+    ]
+    lines += [
+        "",
+        "| pipeline | GPUs | dp, tp, pp, chunks | measured, a GPU | predicted ÷ measured |",
+        "|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {r['system']} {r['model']} | {r['gpus']} | {r['dp']}, {r['tp']}, {r['pp']}, {r['vp']} "
+        f"| {r['measured']} {r['unit']} | {r['ratio']:.2f}{' (fitted)' if r['note'].startswith('calibration') else ''} |"
+        for s in report["systems"]
+        for r in s["rows"]
+        if r["pp"] > 1 and r["cp"] == 1
+    ]
+    return [*lines, "", f"- `{report['command']}`, commit {report['commit']}."]
 
 
 def truth_table() -> str:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
-from jaxpipe.errors import ScheduleError
+from jaxpipe.errors import JaxpipeError, ScheduleError
 from jaxpipe.schedule.costs import CostProfile
 from jaxpipe.schedule.families import FAMILIES, Family, generate
 from jaxpipe.schedule.families.family import cheap_first
@@ -117,7 +117,8 @@ def _chunks(family: Family, task: Task) -> Iterable[int]:
     if isinstance(task.costs, CostProfile):
         stages = task.costs.num_stages
         candidates = {v, stages // p} if "chunks" in family.options else {v}
-        return [x for x in sorted(candidates) if x >= 1 and _stages(family, p, x) == stages]
+        placements = {x: placement_of(family, p, x) for x in sorted(candidates) if x >= 1}
+        return [x for x, placement in placements.items() if placement and placement.num_stages == stages]
     most = task.max_chunks or max(*CHUNKS, v)
     if "chunks" not in family.options:
         return (v,) if v <= most else ()
@@ -127,12 +128,11 @@ def _chunks(family: Family, task: Task) -> Iterable[int]:
     return [x for x in sorted({*CHUNKS, v, most}) if x <= most and (x == v or p * m * x <= _MOST_PAIRS)]
 
 
-def _stages(family: Family, ranks: int, chunks: int) -> int | None:
-    """Return the number of stages of the placement, or None where the family has none of these sizes."""
-    try:
-        return family.placement(ranks, chunks).num_stages
-    except ScheduleError:
-        return None
+def placement_of(family: Family, ranks: int, chunks: int) -> Placement | None:
+    """Return the family's placement, or None where it has none of these sizes."""
+    with contextlib.suppress(JaxpipeError):
+        return family.placement(ranks, chunks)
+    return None
 
 
 def _groups(task: Task) -> Iterable[int]:

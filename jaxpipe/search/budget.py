@@ -13,7 +13,7 @@ and let every action start at ``floor(start / step)``. An action that ended at e
 free of overlap, and of two events with the release no later than the take, the release is still no later. Takes that fall
 on one tick are judged together, after all releases before the last of them: the level is at most what it really was there.
 So the rounded schedule is feasible in the model and its makespan is at most ``makespan / step``. A *span* has two rounded
-ends: less than one tick more than ``span / step``. Hence :meth:`Ticks.makespan_bound_s` and :meth:`Ticks.span_bound_s`.
+ends: less than one tick more than ``span / step``. Hence :meth:`Ticks.bound_s`.
 
 **Memory in units.** Exact multiples of a common unit if there is one, else sizes rounded up and limits down: what fits in
 units fits in real numbers.
@@ -152,13 +152,9 @@ class Ticks:
     def seconds(self, ticks: float) -> float:
         return ticks * self.step_s
 
-    def makespan_bound_s(self, ticks: float) -> float:
-        """Return the seconds that no makespan is below, if no makespan of the model is below ``ticks``."""
-        return max(0.0, ticks * self.step_s)
-
-    def span_bound_s(self, ticks: float) -> float:
-        """Return the seconds that no longest span is below, if none of the model is below ``ticks``."""
-        return max(0.0, (ticks if self.exact else ticks - 1) * self.step_s)
+    def bound_s(self, ticks: float, span: bool) -> float:
+        """Return the seconds that no makespan, or no longest ``span``, is below if none of the model is below ``ticks``."""
+        return max(0.0, (ticks - 1 if span and not self.exact else ticks) * self.step_s)
 
 
 def time_grid(durations_s: Iterable[float], horizon_s: float, parts: int = FINE) -> Ticks:

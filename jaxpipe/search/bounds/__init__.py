@@ -242,13 +242,10 @@ class FlowTimes:
         self.placement, self.costs = placement, costs
         self.groups = placement.flows[k]
         n = placement.num_stages
-        self.forward = [_cheapest(costs, s, frozenset("F")) for s in range(n)]
-        self.passed = [_cheapest(costs, s, frozenset("B")) for s in range(n)]
-        self.backward = [_cheapest(costs, s, frozenset("BW")) for s in range(n)]
-        exposed = collectives_exposed(costs)
-        self.waits_f = [_cheapest(exposed, s, frozenset("F")) for s in range(n)]
-        self.waits_b = [_cheapest(exposed, s, frozenset("B")) for s in range(n)]
-        self.waits_bw = [_cheapest(exposed, s, frozenset("BW")) for s in range(n)]
+        (self.forward, self.passed, self.backward), (self.waits_f, self.waits_b, self.waits_bw) = (
+            [[_cheapest(x, s, frozenset(parts)) for s in range(n)] for parts in ("F", "B", "BW")]
+            for x in (costs, collectives_exposed(costs))
+        )
         self.head, self.back_start, self.round_trip, self.tail = [0.0] * n, [0.0] * n, [0.0] * n, [0.0] * n
         order = placement.topological_order()
         for s in order:

@@ -143,7 +143,8 @@ def confine(stages: Sequence[StageWork], limit: float, offload: bool) -> Confine
     bound = work.or_longer(_windows(stages, limit, work, offload)).or_longer(_areas(stages, limit, work.own, offload))
     # with several chunks it is open which of them gives memory back next
     if len(stages) == 1 and not offload:
-        bound = bound.or_longer(after_releases(stages[0], releases(stages[0], limit)))
+        x = stages[0]
+        bound = bound.or_longer(after_releases(releases(x, limit), x.trip_s, x.back_s, x.b_s))
     return bound
 
 
@@ -363,15 +364,11 @@ def _released(x: StageWork, starts: Sequence[float], j: int, excess: float, idle
     return min(at, max(terms(low - 1))) if low > 1 else at
 
 
-def after_releases(x: StageWork, starts: Sequence[float]) -> Confined:
-    """Bound a rank's work from its j-th F on: the F's j, j + 1, … have their B's start no earlier than a trip later, one
-    after the other."""
-    span = through = 0.0
-    for j, start in enumerate(starts):
-        left = x.count - j
-        span = max(span, start + x.trip_s + left * x.back_s)
-        through = max(through, start + x.trip_s + left * x.b_s)
-    return Confined(span, through)
+def after_releases(starts: Sequence[float], trip_s: float, back_s: float, b_s: float) -> Confined:
+    """Bound a rank's work from each of its F's on, the last of which is no earlier than ``starts[-1]``: those from the j-th on
+    have their backwards start no earlier than a trip later, one after the other."""
+    ends = ([start + trip_s + (len(starts) - j) * s for j, start in enumerate(starts)] for s in (back_s, b_s))
+    return Confined(*map(max, ends))
 
 
 def chunk_turns(stages: Sequence[StageWork], limit: float) -> Confined:
@@ -401,18 +398,11 @@ def _turns(stages: Sequence[StageWork], limit: float) -> Confined:
     w_frees_all = at_most(last.held, last.kept)
     # where B gives nothing back, room comes with W or with the next stage's B, whichever is sooner
     way = last.trip_s + last.b_s + (min(last.w_s, before.b_s) if w_frees_all else 0.0)
-    back, passed = sum(x.back_s for x in stages), sum(x.b_s for x in stages)
-    starts: list[float] = []
-    span = through = 0.0
-    for j in range(last.count):
-        start = starts[-1] + last.f_s if j else 0.0
-        if j >= lanes:
-            start = max(start, starts[j - lanes] + way)
-        starts.append(start)
-        home = last.in_s + start + last.trip_s
-        span = max(span, home + (last.count - j) * back)
-        through = max(through, home + (last.count - j) * passed)
-    return Confined(span, through)
+    starts = [0.0]
+    for j in range(1, last.count):
+        starts.append(max(starts[-1] + last.f_s, starts[j - lanes] + way if j >= lanes else 0.0))
+    arrivals = [last.in_s + start for start in starts]
+    return after_releases(arrivals, last.trip_s, sum(x.back_s for x in stages), sum(x.b_s for x in stages))
 
 
 def with_whole_trips(x: StageWork, area: float, full: float, limit: float) -> float:

@@ -91,15 +91,8 @@ class RankTail:
     after_all: float
 
 
-@dataclass(frozen=True, slots=True)
-class Orders:
-    """``count`` microbatches through ``steps`` (the F's of ``stages`` in order, then their B's) on ranks with ``limits``."""
-
-    steps: tuple[Step, ...]
-    stages: tuple[StageMemory, ...]
-    limits: tuple[float, ...]
-    ends: tuple[RankTail, ...]
-    count: int
+class OrderSearch(Protocol[C]):
+    """A search of all orders, one action after the other; states are told apart by counts of what has started."""
 
     def least(self, most: float, width: int, late: Late) -> float:
         """Return the ticks from the first start that no order's objective is below: the least of what is at most ``most``,
@@ -107,13 +100,24 @@ class Orders:
 
         0, which proves nothing, if ``late`` said so.
         """
-        search = _OrderSearch(self)
-        layer: dict[_Counts, list[State]] = {search.nothing: [(0,) * (1 + len(self.limits))]}
-        return least_objective(search, layer, most, width, late)
+        best, layer = inf, dict([self.first()])
+        while layer:
+            after: dict[C, list[State]] = {}
+            for counts, states in layer.items():
+                if self.ended(counts):
+                    best = min(best, *map(self.objective, states))
+                    continue
+                if late(len(states)):
+                    return 0.0
+                for then, successors in self.next(counts, states):
+                    after.setdefault(then, []).extend(successors)
+            # states that end too late are dropped before others are merged, which then lose less
+            hopeful = {counts: self.hopeful(counts, states, most) for counts, states in after.items()}
+            layer = {counts: _narrowed(_undominated(states), width) for counts, states in hopeful.items() if states}
+        return best
 
-
-class _Follows(Protocol[C]):
-    """Successors of the states of a search; states are told apart by counts of what has started."""
+    def first(self) -> tuple[C, list[State]]:
+        """Return what has started before any action, nothing, and the states then."""
 
     def ended(self, counts: C, /) -> bool:
         """Return whether no action is left to start."""
@@ -128,50 +132,39 @@ class _Follows(Protocol[C]):
         """Return the objective, in ticks, of a state without actions left."""
 
 
-def least_objective(search: _Follows[C], layer: dict[C, list[State]], most: float, width: int, late: Late) -> float:
-    """Search like :meth:`Orders.least`, from the states of ``layer``."""
-    best = inf
-    while layer:
-        after: dict[C, list[State]] = {}
-        for counts, states in layer.items():
-            if search.ended(counts):
-                best = min(best, *map(search.objective, states))
-                continue
-            if late(len(states)):
-                return 0.0
-            for then, successors in search.next(counts, states):
-                after.setdefault(then, []).extend(successors)
-        # states that end too late are dropped before others are merged, which then lose less
-        hopeful = {counts: search.hopeful(counts, states, most) for counts, states in after.items()}
-        layer = {counts: _narrowed(_undominated(states), width) for counts, states in hopeful.items() if states}
-    return best
-
-
 _Counts = tuple[int, ...]
 """How often each step, then each kind of W, has started."""
 
 
-class _OrderSearch:
-    """Successors of a state: the next F, B or W of any rank."""
+class Orders(OrderSearch[_Counts]):
+    """``count`` microbatches through ``steps`` (F's of ``stages`` in order, then their B's) on ranks with ``limits``. The next
+    action is an F, B or W of any rank."""
 
-    def __init__(self, orders: Orders) -> None:
-        self.orders = orders
-        steps, stages = orders.steps, orders.stages
-        self.ranks = range(len(orders.limits))
+    def __init__(
+        self,
+        steps: Sequence[Step],
+        stages: Sequence[StageMemory],
+        limits: Sequence[float],
+        ends: Sequence[RankTail],
+        count: int,
+    ) -> None:
+        self.steps, self.stages, self.limits, self.ends, self.count = steps, stages, limits, ends, count
+        self.ranks = range(len(limits))
         rank_of = {step.stage: step.rank for step in steps}
         # W's of one length and size are exchangeable: counted together they make fewer states
         kinds = [(rank_of[s], x.w, x.kept) for s, x in enumerate(stages)]
         self.kinds = sorted(set(kinds))  # W's that are alike on a rank
         self.kind_of = [self.kinds.index(x) for x in kinds]
-        self.nothing = (0,) * (len(steps) + len(self.kinds))
-        self.actions = orders.count * (len(steps) + len(stages))
         self.last_b = [max(k for k, step in enumerate(steps) if step.rank == rank) for rank in self.ranks]
         self.spare = [self._spare_weights(rank) for rank in self.ranks]
+
+    def first(self) -> tuple[_Counts, list[State]]:
+        return (0,) * (len(self.steps) + len(self.kinds)), [(0,) * (1 + len(self.limits))]
 
     def _spare_weights(self, rank: int) -> float:
         """Return the most ticks of W's that can wait when the last B of ``rank`` ends."""
         mine = [(w, residue) for r, w, residue in self.kinds if r == rank]
-        limit = self.orders.limits[rank]
+        limit = self.limits[rank]
         # W's that hold nothing may all wait
         if limit == inf or any(w and not residue for w, residue in mine):
             return inf
@@ -181,41 +174,41 @@ class _OrderSearch:
         return max(w * limit / residue if residue else 0.0 for w, residue in mine) * (1 + MEMORY)
 
     def ended(self, counts: _Counts) -> bool:
-        return sum(counts) == self.actions
+        return sum(counts) == self.count * (len(self.steps) + len(self.stages))
 
     def objective(self, state: State) -> float:
-        return max(state[0], *(state[1 + r] + self.orders.ends[r].after_all for r in self.ranks))
+        return max(state[0], *(state[1 + r] + self.ends[r].after_all for r in self.ranks))
 
     def hopeful(self, counts: _Counts, states: Sequence[State], most: float) -> list[State]:
-        orders, n = self.orders, len(self.orders.steps)
+        n = len(self.steps)
         latest = []
         for rank in self.ranks:
             # all that the rank has yet to run must fit before the latest end
             passes = sum(
-                (orders.count - done) * step.ticks
-                for step, done in zip(orders.steps, counts, strict=False)
+                (self.count - done) * step.ticks
+                for step, done in zip(self.steps, counts, strict=False)
                 if step.rank == rank
             )
             wait = sum(
-                (orders.count * self.kind_of.count(k) - counts[n + k]) * w
+                (self.count * self.kind_of.count(k) - counts[n + k]) * w
                 for k, (r, w, _) in enumerate(self.kinds)
                 if r == rank
             )
-            ends = orders.ends[rank]
+            ends = self.ends[rank]
             ways = [passes + wait + ends.after_all]
-            if counts[self.last_b[rank]] < orders.count:
+            if counts[self.last_b[rank]] < self.count:
                 ways.append(passes + max(0.0, wait - self.spare[rank]) + ends.after_b)
             latest.append(most - max(ways))
         return [x for x in states if x[0] <= most and all(x[1 + r] <= t for r, t in enumerate(latest))]
 
     def next(self, counts: _Counts, states: Sequence[State]) -> Iterator[tuple[_Counts, list[State]]]:
-        orders, n = self.orders, len(self.orders.steps)
+        n = len(self.steps)
         under_way = [a - b for a, b in pairwise(counts[:n])]
         first = 1 + len(self.ranks)
         at = [first, *accumulate(under_way, initial=first)]  # at[k]: where those stand that are on their way to step k
         waits = [0] * len(self.kinds)
         level = [0.0] * len(self.ranks)
-        for s, stage in enumerate(orders.stages):
+        for s, stage in enumerate(self.stages):
             kind, b = self.kind_of[s], counts[n - 1 - s]
             waits[kind] += b
             level[self.kinds[kind][0]] += stage.held * (counts[s] - b)
@@ -226,16 +219,16 @@ class _OrderSearch:
             [1 + r] for r in self.ranks
         ]  # entries of a state that are no earlier than the rank is free
         for k in range(1, n):
-            mine[orders.steps[k].rank] += range(at[k], at[k + 1])
+            mine[self.steps[k].rank] += range(at[k], at[k + 1])
         # the next microbatch of each step that has one waiting
-        for k, step in enumerate(orders.steps):
-            if counts[k] == orders.count or (k and not under_way[k - 1]):
+        for k, step in enumerate(self.steps):
+            if counts[k] == self.count or (k and not under_way[k - 1]):
                 continue
             # F's are the first half of the steps, and only they take memory
-            if 2 * k < n and not at_most(level[step.rank] + orders.stages[step.stage].held, orders.limits[step.rank]):
+            if 2 * k < n and not at_most(level[step.rank] + self.stages[step.stage].held, self.limits[step.rank]):
                 continue
             then = (*counts[:k], counts[k] + 1, *counts[k + 1 :])
-            home = orders.ends[step.rank].after_b if k == self.last_b[step.rank] and then[k] == orders.count else -inf
+            home = self.ends[step.rank].after_b if k == self.last_b[step.rank] and then[k] == self.count else -inf
             yield then, [self._after_step(x, k, at, mine[step.rank], home) for x in states]
         for kind, (rank, w, _) in enumerate(self.kinds):
             if waits[kind]:
@@ -244,7 +237,7 @@ class _OrderSearch:
 
     def _after_step(self, x: State, k: int, at: Sequence[int], mine: Sequence[int], home: float) -> State:
         """Return the state after step k of the next microbatch."""
-        steps = self.orders.steps
+        steps = self.steps
         step, free = steps[k], 1 + steps[k].rank
         start = x[at[k]] if k else x[free]
         after = list(x)
@@ -303,8 +296,8 @@ class _HostCounts(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class HostOrders:
-    """``count`` microbatches; ticks of each action, and ``trip`` from F's start to B's. It is the search of its orders, too."""
+class HostOrders(OrderSearch[_HostCounts]):
+    """``count`` microbatches; ticks of each action, and ``trip`` from F's start to B's."""
 
     f: int
     b: int
@@ -316,9 +309,8 @@ class HostOrders:
     ends: RankTail
     count: int
 
-    def least(self, most: float, width: int, late: Late) -> float:
-        """Return what :meth:`~jaxpipe.search.bounds.orders.Orders.least` does, with the host lane."""
-        return least_objective(self, {_HostCounts(): [(0, 0, 0)]}, most, width, late)
+    def first(self) -> tuple[_HostCounts, list[State]]:
+        return _HostCounts(), [(0, 0, 0)]
 
     def ended(self, n: _HostCounts) -> bool:
         return n.w == self.count and n.o == n.back
@@ -452,7 +444,7 @@ class FewRankBounds:
                 for score in _raised(orders, least, top, budget) if orders else ():
                     if score > least:
                         least = score
-                        yield self._seconds(least)
+                        yield self.ticks.bound_s(least, self.span)
                 scores.append(score)
                 if least >= top or budget.left <= 0:
                     return
@@ -461,9 +453,6 @@ class FewRankBounds:
                 return
             # grown by the best one, for there are too many sets to search them all
             ranks = sets[scores.index(max(scores))]
-
-    def _seconds(self, ticks: int) -> float:
-        return self.ticks.span_bound_s(ticks) if self.span else self.ticks.makespan_bound_s(ticks)
 
     def orders(self, ranks: Sequence[int]) -> Orders:
         """Return the orders of ``ranks`` (ascending)."""
@@ -490,11 +479,11 @@ class FewRankBounds:
             for (s, seconds), lag in zip(way, lags, strict=True)
         ]
         return Orders(
-            steps=tuple(steps),
-            stages=tuple(StageMemory(stay[s].held, stay[s].kept, of(stay[s].w_s)) for s in stages),
-            limits=tuple(self.limits[rank] for rank in ranks),
-            ends=tuple(self._ends(rank, stages[0], back) for rank in ranks),
-            count=self.count,
+            steps,
+            [StageMemory(stay[s].held, stay[s].kept, of(stay[s].w_s)) for s in stages],
+            [self.limits[rank] for rank in ranks],
+            [self._ends(rank, stages[0], back) for rank in ranks],
+            self.count,
         )
 
     def host_orders(self, rank: int) -> HostOrders | None:

@@ -32,6 +32,22 @@ _ONE = np.uint64(1)
 
 
 @dataclass(frozen=True, slots=True)
+class OffloadPolicy:
+    """Preferences of the ranks in a list schedule with offload.
+
+    ``caps``: per replica, the most microbatches between the start of F and the start of B. ``away``: per replica and microbatch
+    of it, whether it may leave while memory is short. ``near``: so many of a stage that turn back next don't leave, and come
+    back as soon as there is room; with 0 even the next one may leave, and F's may take the room that its L needs.
+    ``forward_first``: F before B where both can run. ``fused``: each backward is one BW.
+    """
+
+    caps: Whole
+    away: Flags
+    near: int = 1
+    forward_first: bool = False
+    fused: bool = False
+
+
 class ChainWithHost:
     """A chain of S stages, each on a rank of its own; times in seconds and units of memory by stage, (S,).
 
@@ -42,53 +58,22 @@ class ChainWithHost:
     or on their way. ``tiny``: seconds that are rounding.
     """
 
-    count: int
-    seconds: Floats
-    down: Floats
-    up: Floats
-    occupied: Floats
-    takes: Floats
-    gives: Floats
-    held: Floats
-    leaves: Floats
-    room: Floats
-    most_out: int
-    tiny: float
-
-    @classmethod
-    def of(
-        cls, q: Problem, tables: Tables, leaves: Sequence[float], room: Sequence[float], most_out: int | None
-    ) -> ChainWithHost:
+    def __init__(
+        self, q: Problem, tables: Tables, leaves: Sequence[float], room: Sequence[float], most_out: int | None
+    ) -> None:
         """Build it from the tables of a problem, with O and L as its last two ops."""
         change, seconds = np.array(tables.change).reshape(6, -1), np.array(tables.seconds).reshape(6, -1)
-        return cls(
-            count=q.num_microbatches,
-            seconds=np.delete(seconds, BW, axis=0),
-            down=np.array(q.down_s),
-            up=np.array(q.up_s),
-            occupied=np.array((q.down_occupied_s, q.up_occupied_s)),
-            takes=np.maximum(change[[F, B, W]], 0.0),
-            gives=np.maximum(-change[[F, B, W]], 0.0),
-            held=np.array(q.held),
-            leaves=np.array(leaves),
-            room=np.array(room),
-            most_out=q.num_microbatches if most_out is None else most_out,
-            tiny=ROUNDING * float(seconds.max()),
-        )
+        self.count, self.most_out = q.num_microbatches, q.num_microbatches if most_out is None else most_out
+        self.seconds, self.tiny = np.delete(seconds, BW, axis=0), ROUNDING * float(seconds.max())
+        self.down, self.up = np.array(q.down_s), np.array(q.up_s)
+        self.occupied = np.array((q.down_occupied_s, q.up_occupied_s))
+        self.takes, self.gives = (np.maximum(sign * change[[F, B, W]], 0.0) for sign in (1, -1))
+        self.held, self.leaves, self.room = np.array(q.held), np.array(leaves), np.array(room)
 
 
-@dataclass(frozen=True, slots=True)
-class Policies:
-    """P policies: ``caps`` (P, S), at most :data:`MOST_IN_FLIGHT`; ``away`` (P, S, m); ``near``, ``forward_first`` (P,)."""
-
-    caps: Whole
-    away: Flags
-    near: Whole
-    forward_first: Flags
-
-
-def play(chain: ChainWithHost, policies: Policies, until: float) -> tuple[Floats, Floats]:
-    """Return the makespans (P,) and spans of ranks (P, S); inf for policies that get stuck or take longer than ``until``."""
+def play(chain: ChainWithHost, policies: Sequence[OffloadPolicy], until: float) -> tuple[Floats, Floats]:
+    """Return the makespans (P,) and spans of ranks (P, S) of policies with caps up to :data:`MOST_IN_FLIGHT`; inf for those
+    that get stuck or take longer than ``until``."""
     state = _State(chain, policies)
     while state.step(until):
         pass
@@ -106,9 +91,12 @@ class _State:
     the host has; ``may``: of what the policy lets leave. ``f_in``, ``b_in``: when the inputs of each microbatch arrive.
     """
 
-    def __init__(self, chain: ChainWithHost, policies: Policies) -> None:
-        self.chain, self.policies = chain, policies
-        shape = p, s = policies.caps.shape
+    def __init__(self, chain: ChainWithHost, policies: Sequence[OffloadPolicy]) -> None:
+        self.chain = chain
+        self.caps, self.away = np.array([x.caps for x in policies]), np.array([x.away for x in policies])
+        self.near = np.array([[x.near] for x in policies])
+        self.forward_first = np.array([[x.forward_first] for x in policies])
+        shape = p, s = self.caps.shape
         self.now = np.zeros((p, 1))
         self.begun = np.zeros((3, p, s), np.int64)
         self.op, self.copy = (np.full(shape, _IDLE, np.int8) for _ in range(2))
@@ -119,7 +107,6 @@ class _State:
         self.f_in, self.b_in = (np.full((p, s, chain.count + 1), np.inf) for _ in range(2))
         self.f_in[:, 0, : chain.count] = 0.0
         self.at = np.arange(p * s).reshape(shape)
-        self.near = policies.near[:, None]
         self.not_near = ~((_ONE << self.near.astype(np.uint64)) - _ONE)
         self.turning = (_ONE << np.maximum(self.near, 1).astype(np.uint64)) - _ONE
 
@@ -173,13 +160,13 @@ class _State:
         f_at, b_at = self._arrivals()
         first_is_away = ((self.gone & _ONE) > 0) | ((self.copy == _O) & (self.copied == 0))
         reserve = np.where((self.near > 0) & first_is_away & (started_b < started_f), chain.leaves, 0.0)
-        fits = (self.memory + chain.takes[F] + reserve <= chain.room) & (started_f - started_b < self.policies.caps)
+        fits = (self.memory + chain.takes[F] + reserve <= chain.room) & (started_f - started_b < self.caps)
         f_at = np.where(fits, f_at, np.inf)
         b_at = np.where(((self.here | self.back) & _ONE) > 0, b_at, np.inf)
         can_f, can_b = idle & (f_at <= now), idle & (b_at <= now)
         end = now + chain.seconds[W]
         wait = ((f_at > now) & (f_at < end)) | ((b_at > now) & (b_at < end))
-        b = can_b & ~(self.policies.forward_first[:, None] & can_f)
+        b = can_b & ~(self.forward_first & can_f)
         f = can_f & ~b
         w = idle & ~b & ~f & (self.begun[W] < started_b) & ~wait
         self._start_b(b)
@@ -196,7 +183,7 @@ class _State:
     def _start_f(self, f: Flags) -> None:
         number, chain = self.begun[F], self.chain
         self.first = np.where(f & (number == 0), self.now, self.first)
-        leaves = np.take(self.policies.away.reshape(-1), self.at * chain.count + np.minimum(number, chain.count - 1))
+        leaves = np.take(self.away.reshape(-1), self.at * chain.count + np.minimum(number, chain.count - 1))
         self.may |= np.where(f & leaves, _ONE << (number - self.begun[B]).astype(np.uint64), np.uint64(0))
         ends = np.broadcast_to(self.now + chain.seconds[F], f.shape)
         arrivals = self._send(0, f, ends) + chain.down

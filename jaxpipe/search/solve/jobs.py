@@ -38,7 +38,7 @@ from jaxpipe.schedule.passes.braid import unbraid
 from jaxpipe.schedule.plugins import import_module, imported_modules
 from jaxpipe.schedule.problem import OPS, Problem
 from jaxpipe.schedule.timeline import at_most, nine_digits
-from jaxpipe.search.best import Candidate, Task, best_of_family, quick_candidates
+from jaxpipe.search.best import Candidate, Task, best_of_family, placement_of, quick_candidates
 from jaxpipe.search.bounds.orders import FewRankBounds
 from jaxpipe.search.budget import Budget
 from jaxpipe.search.solve.task import SolveTask, count_offloads
@@ -271,7 +271,8 @@ def family_schedules(
 def families_of(task: SolveTask) -> list[str]:
     """Return the families that make schedules of the task's placement, the cheap ones first."""
     p, v = task.placement.num_ranks, max(1, task.placement.num_chunks)
-    return [f.name for f in cheap_first(f for f in FAMILIES.values() if _same_placement(f.placement, p, v, task))]
+    fitting = (family for family in FAMILIES.values() if placement_of(family, p, v) == task.placement)
+    return [family.name for family in cheap_first(fitting)]
 
 
 def quick_families(task: SolveTask) -> list[str]:
@@ -283,13 +284,6 @@ def first_families(task: SolveTask) -> list[str]:
     """Return those of :data:`FIRST` on the task's placement, if its size lets them end soon."""
     pairs = sum(map(len, task.placement.flows)) * task.num_microbatches // task.placement.num_flows
     return sorted(set(FIRST).intersection(families_of(task)), key=FIRST.index) if pairs <= _FIRST_PAIRS else []
-
-
-def _same_placement(make: Callable[..., Any], ranks: int, chunks: int, task: SolveTask) -> bool:
-    try:
-        return bool(make(ranks, chunks) == task.placement)
-    except JaxpipeError:
-        return False
 
 
 COMMAND = (sys.executable, "-P", "-m", "jaxpipe.search.solve.jobs")

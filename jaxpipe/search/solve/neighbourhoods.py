@@ -289,9 +289,8 @@ class _ExactSearch:
             has_answer, bound = self._solve(actions, budget, starts, lower, cost, strict=False)
             if has_answer and self.result.schedule is None:
                 self._solve(actions, budget, starts, max(lower, round(bound)), cost, strict=True)
-        bound_s = ticks.span_bound_s(bound) if self.task.objective == "span" else ticks.makespan_bound_s(bound)
-        bound_s = min(max(bound_s, self.result.lower_bound), self.result.value)
-        self.result = replace(self.result, lower_bound=bound_s)
+        bound_s = max(ticks.bound_s(bound, self.task.objective == "span"), self.result.lower_bound)
+        self.result = replace(self.result, lower_bound=min(bound_s, self.result.value))
 
     def _starts(self, actions: ActionTable) -> Starts | None:
         """Return the times of the best schedule, at first the hint; None if there is none or the model can't express it: it

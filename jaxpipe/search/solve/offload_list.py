@@ -23,7 +23,7 @@ from __future__ import annotations
 import heapq
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice, product
 from math import ceil, inf
 from typing import NamedTuple
@@ -36,7 +36,7 @@ from jaxpipe.schedule.ir import Action, Schedule
 from jaxpipe.schedule.problem import BW, B, F, Problem, W
 from jaxpipe.schedule.timeline import MEMORY, Timeline, at_most
 from jaxpipe.search.bounds import Flows, work_by_stage
-from jaxpipe.search.list_schedule.many_policies import MOST_IN_FLIGHT, ChainWithHost, Flags, Policies, Whole, play
+from jaxpipe.search.list_schedule.many_policies import MOST_IN_FLIGHT, ChainWithHost, Flags, OffloadPolicy, Whole, play
 from jaxpipe.search.solve.actions import ActionTable, Starts, fitting, starts_at
 from jaxpipe.search.solve.task import SolveTask
 
@@ -57,23 +57,6 @@ _FEW_TICKS, _FEW_MICROBATCHES = 48, 300
 takes 6 ms a policy for 34, but p=32, m=128 20 s a lot."""
 _MOST_KEPT, _FIRST_LOTS = 32, 4  # how many of the best are changed, after how many lots of drawn ones; not tuned
 _LOOSE = 1 + 1e-6  # more than what rounding to nine digits takes
-
-
-@dataclass(frozen=True, slots=True)
-class OffloadPolicy:
-    """Preferences of the ranks in a list schedule with offload.
-
-    ``caps``: per replica, the most microbatches between the start of F and the start of B. ``away``: per replica and microbatch
-    of it, whether it may leave while memory is short. ``near``: so many of a stage that turn back next don't leave, and come
-    back as soon as there is room; with 0 even the next one may leave, and F's may take the room that its L needs.
-    ``forward_first``: F before B where both can run. ``fused``: each backward is one BW.
-    """
-
-    caps: Whole
-    away: Flags
-    near: int = 1
-    forward_first: bool = False
-    fused: bool = False
 
 
 def offload_candidates(
@@ -175,20 +158,14 @@ class _OffloadModel:
         quick = work <= _FEW_TICKS or p * problem.num_microbatches <= _FEW_MICROBATCHES
         room, out = [self.room[r] for r in problem.rank], task.offloads_in_flight
         plays_at_once = is_chain and each and quick and self.shared and self.split
-        self.chain = ChainWithHost.of(problem, self.tables, self.leaves, room, out) if plays_at_once else None
+        self.chain = ChainWithHost(problem, self.tables, self.leaves, room, out) if plays_at_once else None
 
     def scores(self, policies: Sequence[OffloadPolicy], give_up: float) -> list[_Score]:
         """Return the score of each policy; inf for one that gets stuck or takes longer than ``give_up`` seconds."""
         if self.chain is None:
             played = [_Simulation(self, x).run(give_up * _LOOSE) for x in policies]
         else:
-            tables = Policies(
-                caps=np.array([x.caps for x in policies]),
-                away=np.array([x.away for x in policies]),
-                near=np.array([x.near for x in policies]),
-                forward_first=np.array([x.forward_first for x in policies]),
-            )
-            played = list(zip(*play(self.chain, tables, give_up * _LOOSE), strict=True))
+            played = list(zip(*play(self.chain, policies, give_up * _LOOSE), strict=True))
         return [
             _Score(self.task.order(float(makespan), float(np.max(spans))), float(np.mean(np.power(spans, 4.0))))
             for makespan, spans in played

@@ -18,10 +18,11 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from itertools import chain, islice
+from math import inf
 from typing import Any, NamedTuple
 
 from jaxpipe.errors import ScheduleError, short_message
@@ -45,36 +46,15 @@ from jaxpipe.search.solve.task import (
 )
 from jaxpipe.text import truncate
 
-
-@dataclass(frozen=True, slots=True)
-class _ExactModelShare:
-    """When the exact model runs, by the actions of a task, and its part of the time limit."""
-
-    # before the families: circular 2 x 3, m=2 takes 0.4 s
-    tiny_actions: int = 100
-    tiny: float = 0.3
-    # most of the time: 192 actions (p=4, m=16) are proved in 0.4 s, 384 (p=8, m=16) in 1.4 s
-    small_actions: int = 320
-    small: float = 0.6
-    # beyond these not at all; as a cumulative, which offload needs, 384 are not proved in 20 s
-    most_actions: int = 800
-    large: float = 0.25
-    # CP-SAT's own threads: with one it proves far less
-    workers: int = 2
-
-
-@dataclass(frozen=True, slots=True)
-class _ListsShare:
-    """The part of the time limit for list schedules with offload, by the actions of a task."""
-
-    # up to these neighbourhoods gain more
-    small_actions: int = 4000
-    small: float = 0.2
-    # with k=2 at p=16 and 32 the best came from lists, after 5 to 33 s, and neighbourhoods gained nothing
-    large: float = 0.9
-
-
-_EXACT, _LISTS = _ExactModelShare(), _ListsShare()
+_TINY_ACTIONS, _TINY_SHARE = 100, 0.3
+"""Actions of a task up to which the exact model runs before the families (circular 2 x 3, m=2 takes 0.4 s), and its part of the
+time limit."""
+_EXACT_SHARES, _EXACT_WORKERS = ((320, 0.6), (800, 0.25)), 2
+"""Actions up to which it runs behind all else, each with its part of the time limit, and CP-SAT's own threads: 192 (p=4, m=16)
+are proved in 0.4 s, 384 (p=8, m=16) in 1.4 s; with offload (a cumulative) not in 20 s. One thread proves far less."""
+_LISTS_SHARES = ((4000, 0.2), (inf, 0.9))
+"""Likewise for list schedules with offload. Up to 4,000 actions neighbourhoods gain more; with k=2 at p=16 and 32 the best came
+from lists, after 5 to 33 s, and neighbourhoods gained nothing."""
 _CYCLE_PARTS = 2  # jobs that share the shapes of a V's cycles: one for each of two workers, the default
 _BOUNDS_SHARE = 0.2  # of the time, for bounds from a few ranks
 _FIRST_S, _GRACE_S = 2.0, 15.0
@@ -121,7 +101,7 @@ class Incumbent:
     @property
     def value(self) -> float:
         """Return the seconds of the objective's time; infinite before the first answer."""
-        return float("inf") if self.best is None else self.best.key[0]
+        return inf if self.best is None else self.best.key[0]
 
     @property
     def solved(self) -> bool:
@@ -332,7 +312,7 @@ def bound_of(task: SolveTask) -> float:
     """Return the seconds that no schedule of the task is below; infinite if none keeps the limits."""
     # a schedule may exceed a limit by rounding, and the bound must hold for it, too
     limits = [x * (1 + MEMORY) for x in task.limits()]
-    limit = limits if min(limits) < float("inf") else None
+    limit = limits if min(limits) < inf else None
     sizes = task.placement, task.num_microbatches, task.costs
     return lower_bounds(*sizes, memory_limit=limit, offload=task.offload)[task.objective == "span"]
 
@@ -340,6 +320,11 @@ def bound_of(task: SolveTask) -> float:
 def _actions(task: SolveTask) -> int:
     """Return how many start times a solve decides."""
     return (5 if task.offload else 3) * sum(map(len, chain(*task.placement.flows))) * task.num_microbatches
+
+
+def _share(shares: Iterable[tuple[float, float]], task: SolveTask) -> float:
+    """Return the part of the time limit of the first row that has as many actions as ``task``; 0 if it has more than all."""
+    return next((share for most, share in shares if _actions(task) <= most), 0.0)
 
 
 class Portfolio:
@@ -354,7 +339,7 @@ class Portfolio:
     def run(self, starts: Sequence[Schedule]) -> Solution:
         try:
             self._quick(starts)
-            if not self.incumbent.solved and min(self.incumbent.bounds) < float("inf") and not self._is_late():
+            if not self.incumbent.solved and min(self.incumbent.bounds) < inf and not self._is_late():
                 with closing(jobs.WorkerPool(max(1, self.options.workers), self.tasks)) as pool:
                     self._search(pool)
         except KeyboardInterrupt:
@@ -368,7 +353,7 @@ class Portfolio:
         """Do what needs no worker: bounds, an immediate answer, and the caller's schedules."""
         self.incumbent.bounds = [bound_of(task) for task in self.tasks]
         for number, task in enumerate(self.tasks):
-            if self.incumbent.bounds[number] == float("inf"):
+            if self.incumbent.bounds[number] == inf:
                 continue
             if self.incumbent.best is not None and self._is_late():
                 break
@@ -402,7 +387,7 @@ class Portfolio:
                 yield self._families(number, names, once=True)
 
     def _families(self, number: int, names: Sequence[str], once: bool = False) -> jobs.Job:
-        best = self.incumbent.family[1] if self.incumbent.family is not None else float("inf")
+        best = self.incumbent.family[1] if self.incumbent.family is not None else inf
         return self._job(number, jobs.Families, self.options.time_limit_s, names=tuple(names), once=once, value=best)
 
     def _openers(self) -> Iterator[jobs.Job]:
@@ -410,14 +395,13 @@ class Portfolio:
         total = self.options.time_limit_s
         quick = [jobs.quick_families(task) for task in self.tasks]
         chains = [(number, task) for number, task in enumerate(self.tasks) if task.placement.is_plain_chain]
-        tiny = [number for number, task in enumerate(self.tasks) if _actions(task) <= _EXACT.tiny_actions]
+        tiny = [number for number, task in enumerate(self.tasks) if _actions(task) <= _TINY_ACTIONS]
         for number in tiny:
-            yield from self._exact(number, total * _EXACT.tiny / len(tiny))
+            yield from self._exact(number, total * _TINY_SHARE / len(tiny))
         for number, names in enumerate(quick):
             yield self._families(number, names)
         for number, task in (x for x in chains if x[1].offload):
-            share = _LISTS.small if _actions(task) <= _LISTS.small_actions else _LISTS.large
-            yield self._job(number, jobs.OffloadLists, total * share)
+            yield self._job(number, jobs.OffloadLists, total * _share(_LISTS_SHARES, task))
         cycles = self._cycles()
         if (
             self.options.workers > 1 and not self.options.reproducible
@@ -428,13 +412,10 @@ class Portfolio:
                 yield self._families(number, (name,))
         yield from cycles
         for number, task in chains:
-            if task.placement.num_flows == 1 and self.incumbent.value < float("inf"):
+            if task.placement.num_flows == 1 and self.incumbent.value < inf:
                 yield self._job(number, jobs.RankBounds, total * _BOUNDS_SHARE, value=self.incumbent.value)
         for number, task in enumerate(self.tasks):
-            if (actions := _actions(task)) <= _EXACT.most_actions:
-                yield from self._exact(
-                    number, total * (_EXACT.small if actions <= _EXACT.small_actions else _EXACT.large)
-                )
+            yield from self._exact(number, total * _share(_EXACT_SHARES, task))
 
     def _cycles(self) -> Iterator[jobs.Job]:
         """Yield jobs for steady states of V placements."""
@@ -446,11 +427,11 @@ class Portfolio:
                 yield self._job(number, jobs.Cycles, seconds, part=part, parts=_CYCLE_PARTS)
 
     def _exact(self, number: int, seconds: float) -> Iterator[jobs.Job]:
-        """Yield the exact model from what is known, which a graph of stages needs."""
+        """Yield the exact model from what is known, which a graph of stages needs; nothing where it has no time."""
         incumbent = self.incumbent.best_by_task.get(number)
-        if incumbent is not None or self.tasks[number].placement.is_plain_chain:
+        if seconds and (incumbent is not None or self.tasks[number].placement.is_plain_chain):
             start = incumbent.schedule if incumbent else None
-            yield self._job(number, jobs.Exact, seconds, start=start, workers=_EXACT.workers)
+            yield self._job(number, jobs.Exact, seconds, start=start, workers=_EXACT_WORKERS)
 
     def _neighbourhood(self) -> jobs.Job | None:
         """Return the next neighbourhood job: mostly on the best schedule, now and then on the best of another placement."""

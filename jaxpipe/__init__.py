@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from jaxpipe.stage.model.cut_nnx import layers_from_nnx, module_params, update_module
     from jaxpipe.stage.model.layer import Layer, Model
     from jaxpipe.train.data import Data
-    from jaxpipe.train.devices import request_devices
+    from jaxpipe.train.devices import join, request_devices
     from jaxpipe.train.trainer import Trainer
     from jaxpipe.train.verbs import data, evaluate, export, generate, import_folder, load_params
 
@@ -30,6 +30,7 @@ __all__ = [
     "from_nnx",
     "generate",
     "import_folder",
+    "join",
     "layers_from_linen",
     "layers_from_nnx",
     "load_params",
@@ -50,6 +51,7 @@ _HOMES = {
     "from_nnx": "stage.model.adapters",
     "generate": "train.verbs",
     "import_folder": "train.verbs",
+    "join": "train.devices",
     "layers_from_linen": "stage.model.adapters",
     "layers_from_nnx": "stage.model.cut_nnx",
     "load_params": "train.verbs",

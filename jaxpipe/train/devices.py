@@ -9,16 +9,20 @@ not import JAX.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import importlib.metadata
 import os
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from jaxpipe.errors import ConfigError, JaxpipeError, RunError, short_message
+from jaxpipe.errors import AgreedError, ConfigError, JaxpipeError, RunError, short_message
+from jaxpipe.runtime.peers import find_peers
+from jaxpipe.runtime.processes import Processes, ProcessGroup, SingleProcess
 from jaxpipe.text import format_bytes
 
 if TYPE_CHECKING:
@@ -82,6 +86,47 @@ def request_devices(count: int, platform: Literal["auto", "cpu", "gpu"] = "auto"
         os.environ.setdefault(_THREADS, str(max(count, len(os.sched_getaffinity(0))) + count))
     if platform == "cpu":
         os.environ["JAX_PLATFORMS"] = "cpu"
+
+
+def join(devices: int = 1, platform: Literal["auto", "cpu", "gpu"] = "auto", *, wait_s: float = 300.0) -> Processes:
+    """Join the processes in which a launcher started this script, and start JAX in them; call it before anything that looks
+    for devices. For :class:`~jaxpipe.Trainer` (``processes=``); when the script ends, it waits for the others, and if it
+    fails, they end.
+
+    The processes are found as ``jaxpipe train`` finds them (:mod:`jaxpipe.runtime.peers`): torchrun, ``srun``, Kubernetes, Open
+    MPI, or ``JAXPIPE_COORDINATOR``, ``JAXPIPE_PROCESSES`` and ``JAXPIPE_PROCESS``. Without any this one is the only one.
+
+    Args:
+        devices: how many CPU devices this process emulates if it has no others.
+        platform: ``"cpu"`` where accelerators are not to be used.
+        wait_s: how long to wait for the others.
+
+    Raises:
+        ConfigError: half of what names the processes is missing, or the others did not come.
+        AgreedError: the processes can't reach each other.
+    """
+    peers = find_peers((None, None, None))
+    processes = SingleProcess() if peers is None else ProcessGroup(peers, wait_s)
+    request_devices(devices, platform, processes=processes.number)
+    if processes.number > 1:
+        from jaxpipe.train.settings.sections import MachineConfig, RunConfig
+
+        request_gpus(RunConfig(machine=MachineConfig(platform=platform)), processes=processes.number)
+        processes.start_jax()
+        # After JAX's own, so that it runs before them: they wait for processes that may be waiting for this one.
+        atexit.register(_leave, processes)
+    return processes
+
+
+def _leave(processes: Processes) -> None:
+    """Wait for the other processes at the end of a script, or end them if an exception ended it."""
+    error = getattr(sys, "last_value", None)
+    if error is None or isinstance(error, AgreedError):
+        processes.leave()
+    else:
+        sys.stderr.flush()
+        code = error.exit_code if isinstance(error, JaxpipeError) else 1
+        processes.end(f"failed: {type(error).__name__}: {short_message(error)}", code)
 
 
 def memory_fraction(setting: float | None = None) -> float:

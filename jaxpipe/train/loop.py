@@ -74,7 +74,7 @@ def train(
             last checkpoint could not be written. Checkpoints written before stay.
     """
     processes = processes or SingleProcess()
-    agree_on_devices(processes, config)
+    agree_on_devices(processes, config.pipeline)
     started = time.perf_counter()
     out = stream if isinstance(stream, ProgressStream) else ProgressStream(sys.stdout if stream is None else stream)
     # Only process 0 speaks: all would say the same.
@@ -102,7 +102,7 @@ def train(
             if origin is not None:
                 folder.check_metrics()
             config = resume.as_before(completed(config, None if origin is None else origin.meta), origin)
-            devices = devices_of(config, processes)
+            devices = devices_of(config.pipeline, config.run.machine.platform, processes)
             if remark := use_compile_cache(config.run.machine.compile_cache, processes.mine):
                 out.print(f"warning: {remark}")
             trackers = find_trackers(config.run.output.trackers)
@@ -290,8 +290,6 @@ class TrainingLoop:
         stop, switch = bool(self.stop.requested), self.offer is not None
         self.begun, self.before = state.step + 1, state
         with self.watchdog.watch(self.begun):
-            if record or state.step == self.start.step:
-                agree_on_batch(self.processes, f"the batch of step {self.begun}", batch)
             # A recorded step is measured from idle devices to idle devices: what ran still would count as this step's.
             if record:
                 self._settle()

@@ -24,12 +24,12 @@ import numpy as np
 import optax
 
 from jaxpipe import __version__
-from jaxpipe._jax_compat import backends_initialized
 from jaxpipe.errors import CheckpointError, ConfigError
 from jaxpipe.files import Closing
 from jaxpipe.mesh import TensorParallel
 from jaxpipe.runtime.batches import THREEFRY, in_microbatches
 from jaxpipe.runtime.pipeline import Pipeline
+from jaxpipe.runtime.processes import Processes, SingleProcess
 from jaxpipe.runtime.transfer import OFFLOAD_ALL, OffloadOptions
 from jaxpipe.schedule import Schedule, Timeline, generate
 from jaxpipe.schedule.families.family import Family, family_named
@@ -52,13 +52,16 @@ from jaxpipe.train.checkpoint import Checkpoint, CheckpointStore, newest, read_m
 from jaxpipe.train.checkpoints import which_model
 from jaxpipe.train.corpora.tokenizers import Tokenizer, load_tokenizer
 from jaxpipe.train.data import Data
-from jaxpipe.train.devices import device_errors, find_devices, limit_remark, request_devices
+from jaxpipe.train.devices import device_errors, limit_remark
+from jaxpipe.train.run.agreement import agree_on_batch, agree_on_training, find_trainer_devices
 from jaxpipe.train.run.compiling import saying, to_stderr, use_compile_cache
 from jaxpipe.train.schedule_source import is_schedule_file, made_by_function, read_checked, relative_costs, source_of
 from jaxpipe.train.settings.sections import ModelConfig, PassesConfig, PipelineConfig, ShardingConfig
 from jaxpipe.train.state import StepMetrics, TrainState
 from jaxpipe.train.step import TrainStep
 from jaxpipe.train.update.optimizer import ema_of, with_ema
+
+_FIRST_STEP = "compiling the first step"
 
 
 class Trainer(Closing):
@@ -97,6 +100,8 @@ class Trainer(Closing):
         keep_last, keep_best: how many checkpoints stay, the newest and those of the lowest evaluation loss.
         devices: to run on, ``dp · cp · tp`` a rank; else what ``platform`` has: accelerators, or on a machine without any,
             emulated CPU devices.
+        processes: what :func:`jaxpipe.join` returned, if several processes run this script: each has its share of the ranks,
+            makes the same trainer, takes the same steps and is given the whole batch.
         target, target_options: ``module:function`` and keyword arguments that made ``model``, which checkpoints keep, so that
             ``eval``, ``generate`` and ``export`` can make it again. Models that come with jaxpipe know theirs.
         compile_cache: where compiled programs are kept for the next start, for this process's whole JAX: ``"auto"``, where JAX
@@ -148,6 +153,7 @@ class Trainer(Closing):
         keep_best: int = 1,
         devices: Sequence[jax.Device] | None = None,
         platform: Literal["auto", "cpu", "gpu"] = "auto",
+        processes: Processes | None = None,
         target: str | None = None,
         target_options: Mapping[str, Any] = MappingProxyType({}),
         compile_cache: str | Path = "auto",
@@ -199,12 +205,18 @@ class Trainer(Closing):
             sharding=ShardingConfig(cast("Any", shards.cp_method), shards.sequence, shards.fused_residual, zero1),
             passes=PassesConfig(braid, post_validation=post_validation),
         )
+        processes = processes or SingleProcess()
+        progress = None if processes.mine else progress  # the first one speaks for all
         if devices is None:
-            devices = _devices(pipe.num_devices, platform, shards)
+            devices = find_trainer_devices(pipe, platform, processes)
         with saying(progress, f"cutting and tracing {model.name}"):
             self._named_origin = None if target is None else which_model.checked_origin(source, target, target_options)
             model = spread_over(pipe, model)
-            planner = (lambda *_: cut) if isinstance(cut, StagePlan) else stage_planner(pipe, model, microbatch_size)
+            planner = (
+                (lambda *_: cut)
+                if isinstance(cut, StagePlan)
+                else stage_planner(pipe, model, microbatch_size, processes)
+            )
             draft, plan = choose(pipe, model, planner, schedule=schedule_value)
             with device_errors("setting up"):
                 pipeline = assemble(
@@ -217,6 +229,7 @@ class Trainer(Closing):
                     offload=offload,
                     devices=devices,
                     progress=partial(warnings.warn, stacklevel=4),
+                    processes=processes,
                 )
                 train_step = TrainStep(
                     pipeline,
@@ -229,6 +242,8 @@ class Trainer(Closing):
                 )
         self._set_up(train_step, seed, plan=plan, ema=ema, keep_last=keep_last, keep_best=keep_best, progress=progress)
         self._source, self._choice = source, (pipe, draft, self.schedule)
+        numbers = {"seed": seed, "clip_norm": clip_norm, "ema": ema, "post_validation": post_validation}
+        agree_on_training(processes, numbers, self.model, self.optimizer, update_arguments)
 
     @classmethod
     def over(cls, train_step: TrainStep, seed: int = 0) -> Trainer:
@@ -430,7 +445,9 @@ class Trainer(Closing):
         if key is None:
             key = jax.random.fold_in(jax.random.key(self.seed, impl=THREEFRY), state.step)
         batch = in_microbatches(batch, self._spec, self.schedule.num_microbatches)
-        with self._saying("compiling the first step"):
+        if record or _FIRST_STEP not in self._begun:
+            agree_on_batch(self.pipeline.ownership.processes, f"the batch of step {state.step + 1}", batch)
+        with self._saying(_FIRST_STEP):
             state, metrics = self.train_step(state, batch, key, record=record, extra=extra, stop=stop, switch=switch)
         if metrics.timeline is not None:
             self._recorded = metrics.timeline
@@ -464,7 +481,9 @@ class Trainer(Closing):
             return self.pipeline.predict(self._params(state, ema), batch)
 
     def params(self, state: TrainState, *, ema: bool = False) -> dict[str, Params]:
-        """Master parameters by layer name, whole, as NumPy arrays; or their moving average."""
+        """Master parameters by layer name, whole, as NumPy arrays; or their moving average. In one process: several save
+        checkpoints."""
+        self.pipeline.ownership.refuse_divided("params")
         params, optimizer = self.train_step.by_layer(_require_state(state))
         host_params: dict[str, Params] = jax.device_get(self._averaged(params, optimizer) if ema else params)
         return host_params
@@ -675,13 +694,6 @@ def _sizes(schedule: Any, value: Schedule | None, explicit: Mapping[str, int]) -
     if missing:
         raise ConfigError(f"schedule {name!r} fits any sizes: say {' and '.join(f'{size}=…' for size in missing)}")
     return {"chunks": default_chunks, **explicit}
-
-
-def _devices(count: int, platform: Literal["auto", "cpu", "gpu"], tp: TensorParallel) -> Sequence[jax.Device]:
-    """``count`` devices; where JAX has not looked for any yet, CPU devices are emulated on a machine that has nothing else."""
-    if not backends_initialized():
-        request_devices(count, platform)
-    return find_devices(count, platform, tp=tp.size, cp=tp.cp)
 
 
 def _layer_words(layers: Sequence[Layer]) -> str:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from jaxpipe.errors import AgreedError
 from jaxpipe.runtime.processes import Processes
-from jaxpipe.train import loop
+from jaxpipe.train import loop, trainer
 from jaxpipe.train.checkpoints.which_model import model_digest
 from jaxpipe.train.devices import number_settings
 from jaxpipe.train.loop import train
@@ -118,7 +118,7 @@ def test_jax_settings_that_change_numbers_are_compared(
         def gather(self, what: str, value_here: Any) -> Any:
             return (value_here, {**value_here, name: value}) if what == "JAX settings" else (value_here, value_here)
 
-    pipe = config(tmp_path, tmp_path)
+    pipe = config(tmp_path, tmp_path).pipeline
     with pytest.raises(AgreedError, match=f"process 1 has {name}={value}, process 0 has "):
         agreement.agree_on_devices(Other({}), pipe)
     monkeypatch.setenv("XLA_FLAGS", f"{settings['XLA_FLAGS']} --xla_force_host_platform_device_count=7 --xla_dump_to=x")
@@ -130,7 +130,8 @@ def test_a_run_compares_its_model_and_the_batches_of_recorded_steps(
 ) -> None:
     compared: list[Any] = []
     monkeypatch.setattr(loop, "agree_on_model", lambda _, target, program: compared.append((target, program())))
-    monkeypatch.setattr(loop, "agree_on_batch", lambda _, what, batch: compared.append((what, sorted(batch))))
+    for module in (loop, trainer):
+        monkeypatch.setattr(module, "agree_on_batch", lambda _, what, batch: compared.append((what, sorted(batch))))
     small = (
         "pipeline.ranks=1",
         "pipeline.microbatches=2",

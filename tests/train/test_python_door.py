@@ -30,6 +30,8 @@ from jaxpipe.train.import_export import completed
 from jaxpipe.train.run import compiling
 from models.gpt import GPT
 from models.llama import Llama, RopeScaling
+from tests.runtime.test_processes import free_port
+from tests.support.forks import start_python
 from tests.support.train_runs import config, run, write_text
 
 pytestmark = pytest.mark.usefixtures("one_build")
@@ -384,3 +386,86 @@ def test_a_start_says_what_it_does(
 
 def test_a_line_comes_at_least_every_ten_seconds() -> None:
     assert compiling.FIRST_S <= 10 and compiling.EVERY_S <= 10
+
+
+SCRIPT = """
+import sys
+import jaxpipe
+from jaxpipe.errors import AgreedError, ProgramError
+from tests.train import test_python_door as door
+
+processes = jaxpipe.join(1, "cpu")
+if sys.argv[1] == "fails":
+    if processes.mine:
+        raise ValueError("no data here")
+    processes.barrier("which process 1 never reaches")
+mine = processes.mine
+for what, change in {"seed": {"seed": mine}, "update": {"optimizer": door.optax.sgd(0.1 + mine)}}.items():
+    try:
+        door.small_trainer(processes=processes, **change)
+    except AgreedError as error:
+        assert what in str(error)
+    else:
+        raise AssertionError(what)
+trainer = door.small_trainer(processes=processes)
+state = trainer.init()
+try:
+    trainer.step(state, door.small_batch(mine))
+except AgreedError as error:
+    assert "the batch of step 1: targets=" in str(error)
+for step in range(2):
+    state, metrics = trainer.step(state, door.small_batch(step), record=step == 1)
+assert trainer.timeline.num_ranks == 2
+trainer.save(state, sys.argv[1])
+try:
+    trainer.params(state)
+except ProgramError as error:
+    assert "params reads all 2 ranks" in str(error)
+print(float(metrics.loss).hex(), trainer.evaluate(state, door.small_batch(9))["loss"].hex())
+"""
+
+
+def small_trainer(**options: Any) -> Trainer:
+    sizes = {"ranks": 2, "microbatches": 2, "microbatch_size": 1}
+    options = {"optimizer": optax.sgd(0.1), "devices": None, **sizes, **options}
+    return Trainer(GPT(vocab_size=16, d_model=8, num_layers=1, num_heads=1, seq_len=4), **options)
+
+
+def small_batch(seed: int) -> dict[str, np.ndarray]:
+    ids = np.random.default_rng(seed).integers(0, 16, (2, 5)).astype(np.int32)
+    return {"tokens": ids[:, :-1], "targets": ids[:, 1:], "weights": np.ones((2, 4), np.float32)}
+
+
+def run_script(monkeypatch: pytest.MonkeyPatch, argument: str) -> list[tuple[int, str, str]]:
+    """Run the script in two processes, as a launcher does. Return exit codes and output."""
+    monkeypatch.setenv("JAXPIPE_COORDINATOR", f"127.0.0.1:{free_port()}")
+    monkeypatch.setenv("JAXPIPE_PROCESSES", "2")
+    children = []
+    for process in range(2):
+        monkeypatch.setenv("JAXPIPE_PROCESS", str(process))
+        children.append(start_python(SCRIPT, argument))
+    outputs = [child.communicate() for child in children]
+    return [(child.returncode, *output) for child, output in zip(children, outputs, strict=True)]
+
+
+def test_a_script_in_two_processes_has_the_bits_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What differs between them is refused by both: a seed, an optimizer, a batch."""
+    first, second = run_script(monkeypatch, str(tmp_path))
+    assert (first[0], second[0]) == (0, 0), (first, second)
+    trainer = small_trainer()
+    state = trainer.init()
+    for step in range(2):
+        state, metrics = trainer.step(state, small_batch(step))
+    bits = f"{float(metrics.loss).hex()} {trainer.evaluate(state, small_batch(9))['loss'].hex()}\n"
+    assert (first[1], second[1]) == (bits, bits)
+    restored = trainer.params(trainer.restore(tmp_path))
+    jax.tree.map(np.testing.assert_array_equal, restored, trainer.params(state))
+
+
+def test_a_script_that_fails_ends_all_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = run_script(monkeypatch, "fails")
+    assert (first[0], second[0]) == (1, 1)
+    assert "Traceback" not in first[2] and re.search(
+        r"process 1 \(host \S+\) failed: ValueError: no data here", first[2]
+    )
+    assert "ValueError: no data here" in second[2]

@@ -9,21 +9,24 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
-import platform
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from platform import python_version_tuple
+from typing import TYPE_CHECKING, Any, Literal
 
 from jaxpipe.errors import ConfigError
 from jaxpipe.runtime.processes import Processes
 from jaxpipe.train.config import TrainConfig
-from jaxpipe.train.devices import number_settings
+from jaxpipe.train.devices import number_settings, request_devices
+from jaxpipe.train.settings.sections import PipelineConfig
 
 if TYPE_CHECKING:
     import jax
+
+    from jaxpipe.stage.model.layer import Model
 
 _MAY_DIFFER = ("run.out_dir", "run.machine.compile_cache", "data.path", "data.tokenizer")
 """Paths: another host may have other ones. What is there is compared."""
@@ -42,19 +45,24 @@ def agree_on_settings(processes: Processes, config: TrainConfig) -> None:
         return
     if config.pipeline.passes.post_validation != "off":
         raise ConfigError("pipeline.post_validation works in one process; with several say off")
-    from jaxpipe import __version__
-
-    versions = {"jaxpipe": __version__, "Python": ".".join(platform.python_version_tuple()[:2])}
-    for name in _PACKAGES:
-        with suppress(importlib.metadata.PackageNotFoundError):
-            versions[name] = importlib.metadata.version(name)
-    processes.require_equal("versions", versions, "install one version on all hosts")
+    agree_on_versions(processes)
     settings = {key: str(value) for key, value in config.by_key().items() if key not in _MAY_DIFFER}
     processes.require_equal("settings", settings, "start all with one config")
     _agree_on_folder(processes, Path(config.run.out_dir))
 
 
-def agree_on_devices(processes: Processes, config: TrainConfig) -> None:
+def agree_on_versions(processes: Processes) -> None:
+    """Raises AgreedError if processes have other versions of what they compute with."""
+    from jaxpipe import __version__
+
+    versions = {"jaxpipe": __version__, "Python": ".".join(python_version_tuple()[:2])}
+    for name in _PACKAGES:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+    processes.require_equal("versions", versions, "install one version on all hosts")
+
+
+def agree_on_devices(processes: Processes, pipe: PipelineConfig) -> None:
     """Once JAX is started.
 
     Raises:
@@ -69,14 +77,16 @@ def agree_on_devices(processes: Processes, config: TrainConfig) -> None:
     local_devices = {"devices": kind if devices[0].platform == "cpu" else f"{len(devices)} × {kind}"}
     processes.require_equal("devices", local_devices, "use equal hosts, and see that all have their drivers")
     processes.require_equal("JAX settings", number_settings(), "set JAX and XLA alike in all, as numbers depend on it")
-    mine = processes.ranks(config.pipeline.ranks)[processes.mine]
-    need = len(mine) * config.pipeline.rank_devices
+    mine = processes.ranks(pipe.ranks)[processes.mine]
+    need = len(mine) * pipe.rank_devices
     few = f"{len(mine)} ranks need {need} devices and JAX sees {len(devices)} there"
     advice = "start more processes, or lower --pp, --tp, --cp or --dp"
     processes.raise_if_any("enough devices", f"{few}; {advice}" if len(devices) < need else "")
 
 
-def devices_of(config: TrainConfig, processes: Processes) -> Sequence[jax.Device]:
+def devices_of(
+    pipe: PipelineConfig, platform: Literal["auto", "cpu", "gpu"], processes: Processes
+) -> Sequence[jax.Device]:
     """Return the devices of all ranks, in order.
 
     Raises:
@@ -84,9 +94,8 @@ def devices_of(config: TrainConfig, processes: Processes) -> Sequence[jax.Device
     """
     from jaxpipe.train.devices import find_devices
 
-    pipe = config.pipeline
     if processes.number == 1:
-        return find_devices(pipe.num_devices, config.run.machine.platform, tp=pipe.tp, cp=pipe.cp)
+        return find_devices(pipe.num_devices, platform, tp=pipe.tp, cp=pipe.cp)
     import jax
 
     by_process: dict[int, list[jax.Device]] = {}
@@ -94,6 +103,61 @@ def devices_of(config: TrainConfig, processes: Processes) -> Sequence[jax.Device
         by_process.setdefault(device.process_index, []).append(device)
     ranks = enumerate(processes.ranks(pipe.ranks))
     return [device for k, own_ranks in ranks for device in by_process[k][: len(own_ranks) * pipe.rank_devices]]
+
+
+def find_trainer_devices(
+    pipe: PipelineConfig, platform: Literal["auto", "cpu", "gpu"], processes: Processes
+) -> Sequence[jax.Device]:
+    """Return the devices of all ranks of a :class:`~jaxpipe.Trainer`. Where JAX has not looked for any yet, CPU devices are
+    emulated on a machine that has nothing else.
+
+    Raises:
+        AgreedError, ConfigError: as :func:`agree_on_devices` and :func:`devices_of`.
+    """
+    from jaxpipe._jax_compat import backends_initialized
+
+    if not backends_initialized():
+        request_devices(pipe.num_devices, platform)
+    agree_on_devices(processes, pipe)
+    return devices_of(pipe, platform, processes)
+
+
+def agree_on_training(
+    processes: Processes, settings: Mapping[str, Any], model: Model, optimizer: Any, arguments: Mapping[str, Any]
+) -> None:
+    """Compare what the processes of a :class:`~jaxpipe.Trainer` would train, beside their programs (which
+    :meth:`~jaxpipe.runtime.transfer.Ownership.agree_on_programs` does). ``arguments``: of the optimizer's update.
+
+    Raises:
+        AgreedError: versions, ``settings``, the code of the model or the optimizer's update differ.
+        ConfigError: a setting is for one process.
+    """
+    if processes.number == 1:
+        return
+    if settings["post_validation"] != "off":
+        raise ConfigError("Trainer(post_validation=…) works in one process; with several say 'off'")
+    import jax
+    import jax.numpy as jnp
+    import optax
+
+    from jaxpipe.stage.identity import program_digest
+    from jaxpipe.stage.model.params import trained_params
+    from jaxpipe.stage.model.plan import param_avals
+    from jaxpipe.train.checkpoints.which_model import model_digest
+
+    agree_on_versions(processes)
+    processes.require_equal(
+        "settings", {name: str(value) for name, value in settings.items()}, "give every Trainer the same"
+    )
+    agree_on_model(processes, model.name, lambda: model_digest(model))
+    params = trained_params(model.layers, param_avals(model))
+    update = optax.with_extra_args_support(optimizer).update
+    state, values = jax.eval_shape(optimizer.init, params), {"value": jnp.zeros(()), **arguments}
+    program = jax.make_jaxpr(lambda g, state, params, values: update(g, state, params, **values))(
+        params, state, params, values
+    )
+    digest = {"digest of the update": program_digest(program)[:12]}
+    processes.require_equal("optimizer", digest, "give every Trainer the same optimizer")
 
 
 def agree_on_data(processes: Processes, fingerprint: str) -> None:
@@ -119,7 +183,7 @@ def agree_on_batch(processes: Processes, what: str, batch: Mapping[str, Any]) ->
             f"{what}: {name}": hashlib.sha256(repr(array_key(x)).encode()).hexdigest()[:12] for name, x in batch.items()
         }
         processes.require_equal(
-            "batch", arrays, "data.target and data.path must give all processes the same, by seed and step"
+            "batch", arrays, "all processes must get the same batches (data.target, data.path), by seed and step"
         )
 
 

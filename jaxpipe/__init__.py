@@ -5,7 +5,9 @@ do what the verbs of the command line do. :file:`train/GUIDE.md` has complete sc
 the names below are looked up when they are first used, and the rooms are imported by name (``jaxpipe.schedule``, …).
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from jaxpipe.lazy import exported
 
 if TYPE_CHECKING:
     from jaxpipe.stage.model.adapters import from_linen, from_nnx, layers_from_linen
@@ -17,57 +19,23 @@ if TYPE_CHECKING:
     from jaxpipe.train.verbs import data, evaluate, export, generate, import_folder, load_params
 
 __version__ = "0.2.0"
-__all__ = [
-    "Data",
-    "Layer",
-    "Model",
-    "Trainer",
-    "__version__",
-    "data",
-    "evaluate",
-    "export",
-    "from_linen",
-    "from_nnx",
-    "generate",
-    "import_folder",
-    "join",
-    "layers_from_linen",
-    "layers_from_nnx",
-    "load_params",
-    "module_params",
-    "request_devices",
-    "update_module",
-]
+__all__ = ["Data", "Layer", "Model", "Trainer", "__version__", "join", "request_devices"]
+__all__ += ["from_linen", "from_nnx", "layers_from_linen", "layers_from_nnx", "module_params", "update_module"]
+__all__ += ["data", "evaluate", "export", "generate", "import_folder", "load_params"]
 
-_HOMES = {
-    "Data": "train.data",
-    "Layer": "stage.model.layer",
-    "Model": "stage.model.layer",
-    "Trainer": "train.trainer",
-    "data": "train.verbs",
-    "evaluate": "train.verbs",
-    "export": "train.verbs",
-    "from_linen": "stage.model.adapters",
-    "from_nnx": "stage.model.adapters",
-    "generate": "train.verbs",
-    "import_folder": "train.verbs",
-    "join": "train.devices",
-    "layers_from_linen": "stage.model.adapters",
-    "layers_from_nnx": "stage.model.cut_nnx",
-    "load_params": "train.verbs",
-    "module_params": "stage.model.cut_nnx",
-    "request_devices": "train.devices",
-    "update_module": "stage.model.cut_nnx",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'jaxpipe' has no attribute {name!r}")
-    import importlib
-
-    return getattr(importlib.import_module(f"jaxpipe.{_HOMES[name]}"), name)
+_, __getattr__ = exported(
+    __name__,
+    **{
+        "stage.model.adapters": "from_linen from_nnx layers_from_linen",
+        "stage.model.cut_nnx": "layers_from_nnx module_params update_module",
+        "stage.model.layer": "Layer Model",
+        "train.data": "Data",
+        "train.devices": "join request_devices",
+        "train.trainer": "Trainer",
+        "train.verbs": "data evaluate export generate import_folder load_params",
+    },
+)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES})
+    return sorted({*globals(), *__all__})

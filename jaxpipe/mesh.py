@@ -92,6 +92,15 @@ ONE_SHARD = TensorParallel()
 """One device."""
 
 
+PINNED_HOST = "pinned_host"
+"""The kind of host memory that devices copy to and from by themselves, as JAX names it."""
+
+
+def memory_kinds(device: jax.Device) -> set[str]:
+    """Return the kinds of memory that ``device`` reaches."""
+    return {memory.kind for memory in device.addressable_memories()}
+
+
 def pipeline_submeshes(
     ranks: int, *, dp: int = 1, cp: int = 1, tp: int = 1, devices: Sequence[jax.Device] | None = None
 ) -> tuple[Mesh, ...]:

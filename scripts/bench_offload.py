@@ -26,8 +26,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxpipe.cost.seconds import arguments_of
-from jaxpipe.mesh import pipeline_submeshes
-from jaxpipe.runtime.transfer import PINNED_HOST, host_copies
+from jaxpipe.mesh import PINNED_HOST, pipeline_submeshes
+from jaxpipe.runtime.transfer import host_copies
 from jaxpipe.stage.compiled.compile import build_all
 from jaxpipe.stage.functions import StageFunctions
 from models.gpt import GPT

@@ -41,6 +41,7 @@ from jaxpipe.cost.seconds import (
     time_function,
     timed,
 )
+from jaxpipe.mesh import PINNED_HOST, memory_kinds
 from jaxpipe.schedule import CostProfile, HostLink, Link, Schedule, op_spec, simulate
 from jaxpipe.schedule.costs import PER_STAGE_FIELDS
 from jaxpipe.schedule.engine import slot_lanes
@@ -51,7 +52,6 @@ from jaxpipe.stage.weave.units import UnitCosts, collectives
 MIB = 1 << 20
 SIZES = (1 * MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB)
 CPU_SIZES = (MIB // 4, 1 * MIB, 4 * MIB, 16 * MIB)
-PINNED_HOST, DEVICE = "pinned_host", "device"
 _SHARED = 1.5
 """Two copies at once that take this many times one alone share a lane (1: they don't, 2: they take turns)."""
 
@@ -99,11 +99,6 @@ class HostLinkMeasurement:
         return "\n".join(lines)
 
 
-def has_pinned_host(device: jax.Device) -> bool:
-    """Return whether the device can copy to pinned host memory."""
-    return PINNED_HOST in {m.kind for m in device.addressable_memories()}
-
-
 def measure_host_link(
     devices: Sequence[jax.Device], *, sizes: Sequence[int] | None = None, repeats: int = 5, warm_up: int = 2
 ) -> HostLinkMeasurement | None:
@@ -119,7 +114,7 @@ def measure_host_link(
         The measurement, or None if these devices have no pinned host memory.
     """
     first = devices[0]
-    if not has_pinned_host(first):
+    if PINNED_HOST not in memory_kinds(first):
         return None
     sizes = tuple(sizes or (CPU_SIZES if first.platform == "cpu" else SIZES))
 
@@ -171,7 +166,7 @@ def fit(points: Sequence[tuple[int, float]]) -> Fit:
 def _homes(device: jax.Device) -> tuple[jax.sharding.Sharding, jax.sharding.Sharding]:
     """Return shardings in device memory and in pinned host memory."""
     return (
-        jax.sharding.SingleDeviceSharding(device, memory_kind=DEVICE),
+        jax.sharding.SingleDeviceSharding(device, memory_kind="device"),
         jax.sharding.SingleDeviceSharding(device, memory_kind=PINNED_HOST),
     )
 

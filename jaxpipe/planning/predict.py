@@ -30,16 +30,7 @@ from jaxpipe.cost.seconds import LEAST_S, ops_of
 from jaxpipe.planning.roofline import Efficiency, Work
 from jaxpipe.planning.stages import PlannedStage, StageCosts, planner
 from jaxpipe.planning.targets import Target
-from jaxpipe.schedule import (
-    CostProfile,
-    HostLink,
-    Link,
-    MemoryCurve,
-    Placement,
-    Schedule,
-    Timeline,
-    op_spec,
-)
+from jaxpipe.schedule import CostProfile, HostLink, Link, MemoryCurve, Placement, Schedule, Timeline, op_spec
 from jaxpipe.schedule.costs import PER_STAGE_FIELDS, k_of
 from jaxpipe.schedule.deps import HOST_LANES, DependencyGraph
 from jaxpipe.schedule.memory import memory_curves, offloaded_share

@@ -42,7 +42,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxpipe._jax_compat import copier, puts_between_processes
 from jaxpipe.errors import ProgramError
-from jaxpipe.mesh import replicated, spec_of
+from jaxpipe.mesh import PINNED_HOST, memory_kinds, replicated, spec_of
 from jaxpipe.program.ir import Message, Program, Recv, Send, host_bytes, message_of
 from jaxpipe.program.order import NATIVE, TAGGED, Lanes
 from jaxpipe.runtime.processes import Processes, SingleProcess
@@ -383,8 +383,6 @@ class Ownership:
         return self._remote.get(number, src, avals) if dst in self.ranks else []
 
 
-PINNED_HOST = "pinned_host"
-
 Copy = Callable[[Sequence[Any]], Sequence[Any]]
 
 
@@ -407,11 +405,7 @@ OFFLOAD_ALL = OffloadOptions()
 
 def has_pinned_host(sharding: jax.sharding.Sharding) -> bool:
     """Return whether all devices of ``sharding`` have pinned host memory."""
-    return all(PINNED_HOST in _memory_kinds(d) for d in sharding.addressable_devices)
-
-
-def _memory_kinds(device: jax.Device) -> set[str]:
-    return {m.kind for m in device.addressable_memories()}
+    return all(PINNED_HOST in memory_kinds(d) for d in sharding.addressable_devices)
 
 
 def host_copies(sharding: jax.sharding.Sharding, *, fallback: bool) -> tuple[Copy, Copy]:
@@ -429,7 +423,7 @@ def host_copies(sharding: jax.sharding.Sharding, *, fallback: bool) -> tuple[Cop
         device: jax.Device = min(sharding.addressable_devices, key=str)
         raise ProgramError(
             f"the schedule offloads, but {device.platform} devices have no {PINNED_HOST!r} memory (they have "
-            f"{', '.join(sorted(_memory_kinds(device)))}); choose a schedule without O and L actions, or allow slow copies to "
+            f"{', '.join(sorted(memory_kinds(device)))}); choose a schedule without O and L actions, or allow slow copies to "
             "host arrays with --offload-fallback (offload.fallback=true)"
         )
     return _copy_both_ways(lambda homes: _to_numpy, lambda homes: lambda arrays: jax.device_put(list(arrays), homes))

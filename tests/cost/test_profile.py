@@ -353,7 +353,7 @@ def test_host_link_of_two_devices() -> None:
 
 
 def test_a_backend_without_pinned_memory_has_no_host_link(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jaxpipe.cost.profile.has_pinned_host", lambda device: False)
+    monkeypatch.setattr("jaxpipe.cost.profile.PINNED_HOST", "nowhere")
     assert measure_host_link(jax.devices()[:1]) is None
 
 

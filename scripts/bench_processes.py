@@ -162,7 +162,7 @@ def trained(args: argparse.Namespace, processes: Processes) -> tuple[Callable[[]
         model,
         generate(args.schedule, args.ranks, args.microbatches),
         microbatch_size=args.microbatch_size,
-        devices=devices_of(config, processes),
+        devices=devices_of(config.pipeline, config.run.machine.platform, processes),
         processes=processes,
     )
     step = TrainStep(pipe, optax.adamw(1e-3), clip_norm=1.0)

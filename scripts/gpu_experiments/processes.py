@@ -124,7 +124,7 @@ def train_alone(settings: Settings, folder: str, ranks: int, mine: int) -> dict[
 
     from jaxpipe.train import loop
 
-    vars(loop)["devices_of"] = lambda config, processes: [jax.devices()[0]] * config.pipeline.num_devices
+    vars(loop)["devices_of"] = lambda pipe, *_: [jax.devices()[0]] * pipe.num_devices
     loop.train(config)
     return result_of(Path(folder))
 

@@ -187,15 +187,20 @@ def offloads_ended(program: ir.Program, timeline: Timeline) -> dict[int, tuple[i
     if not any(isinstance(i, ir.Offload) for i in program.instructions):
         return {}
     times = _times(program.rank, timeline)
+    # When each instruction is due: a reload with the next run, which it must not hold up.
+    due, now_s = [], float("inf")
+    for i in reversed(program.instructions):
+        if isinstance(i, ir.Run | ir.Reload):
+            now_s = min(times[i.action].start_s, now_s) if isinstance(i, ir.Reload) else times[i.action].start_s
+        due.append(float("-inf") if isinstance(i, ir.Sync) else now_s)
     running: list[ir.Offload] = []
     offloads: dict[int, tuple[ir.Offload, ...]] = {}
-    for k, instruction in enumerate(program.instructions):
+    for k, (instruction, due_s) in enumerate(zip(program.instructions, reversed(due), strict=True)):
         if isinstance(instruction, ir.Offload):
             running.append(instruction)
         elif isinstance(instruction, ir.Run | ir.Reload | ir.Sync):
-            now_s = float("-inf") if isinstance(instruction, ir.Sync) else times[instruction.action].start_s
             ended = [
-                o for o in running if times[o.action].end_s <= now_s or not {*o.outputs}.isdisjoint(instruction.inputs)
+                o for o in running if times[o.action].end_s <= due_s or not {*o.outputs}.isdisjoint(instruction.inputs)
             ]
             if ended:
                 offloads[k] = tuple(ended)
@@ -501,7 +506,9 @@ RankSteps = tuple[Sequence[ir.ValueInstruction], Mapping[ir.Value, int]]
 """The instructions of a rank over values, in order, and the bytes of the values."""
 
 
-PARTS = 4
+PARTS = 3
+"""Into how many parts a copy is divided: of the usual nine arrays a part has three, which leave one of XLA's four copy streams
+to what is sent next."""
 
 
 def copies_in_parts(rank: int, steps: RankSteps, timeline: Timeline) -> RankSteps:
@@ -518,12 +525,14 @@ def copies_in_parts(rank: int, steps: RankSteps, timeline: Timeline) -> RankStep
     for step in steps[0]:
         if step.kind in (ir.Offload, ir.Reload):
             event, total, moved = times[step.action], max(1, sum(value_bytes[v] for v in step.inputs)), 0
-            parts = {0: list[ir.Value]()}
+            parts: dict[int, tuple[float, list[ir.Value]]] = {} if step.inputs else {0: (event.start_s, [])}
             for value in step.inputs:
-                parts.setdefault(PARTS * moved // total, []).append(value)
+                start_s = event.start_s + (event.end_s - event.start_s) * moved / total
+                # By its middle, so that a part is not much more than its share where arrays differ in size.
+                middle = moved + value_bytes[value] / 2
+                parts.setdefault(int(PARTS * middle / total), (start_s, []))[1].append(value)
                 moved += value_bytes[value]
-            for n, values in parts.items():
-                start_s = event.start_s + (event.end_s - event.start_s) * n / PARTS
+            for start_s, values in parts.values():
                 part = step._replace(inputs=tuple(values), outputs=tuple(values))
                 waiting.append((start_s, len(placed) + len(waiting), part))
             continue
@@ -537,8 +546,11 @@ def copies_in_parts(rank: int, steps: RankSteps, timeline: Timeline) -> RankStep
                 or (part.kind is ir.Reload and start_s < event.end_s)
                 or not read.isdisjoint(part.inputs)
             ]
-            last = max(due, default=0)
-            placed += [part for *_, part in waiting[:last]]
+            last, at = max(due, default=0), len(placed)
+            # In front of what the run receives, which is issued with it.
+            while at and placed[at - 1].kind is ir.Recv:
+                at -= 1
+            placed[at:at] = [part for *_, part in waiting[:last]]
             waiting = waiting[last:]
         placed.append(step)
     return [*placed, *(part for *_, part in sorted(waiting))], value_bytes

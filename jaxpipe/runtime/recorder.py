@@ -170,14 +170,15 @@ class Recorder:
         return min(self._failures, key=lambda f: f.number, default=None)
 
     def events(self) -> tuple[Event, ...]:
-        """Return all events, rank by rank in issue order. A copy issued in parts is one event from the first start to the last
-        end."""
+        """Return all events, rank by rank in issue order. A copy issued in parts is one event that ends with its last and
+        takes as long as all."""
         events: dict[tuple[int, str, Slot], Event] = {}
         for rank, readings in enumerate(self._readings):
             for r, start, end in _reconciled(sorted(readings), self._origin, self._clock.loads_follow_compute):
                 event = Event(rank, r.lane, r.action, start - self._origin, end - self._origin)
-                first = events.get((rank, r.lane, r.action), event)
-                events[rank, r.lane, r.action] = replace(event, start_s=first.start_s)
+                if (before := events.get((rank, r.lane, r.action))) is not None:
+                    event = replace(event, start_s=event.start_s - (before.end_s - before.start_s))
+                events[rank, r.lane, r.action] = event
         return tuple(event for event in events.values() if event.lane != "recv")
 
 

@@ -457,7 +457,7 @@ def _to_numpy(arrays: Sequence[jax.Array]) -> Sequence[Any]:
 def wait_for_copies(arrays: Sequence[Any]) -> Sequence[Any]:
     """Block the calling thread until ``arrays`` are complete; the memory that they were copied from is then free."""
     for array in arrays:
-        if isinstance(array, jax.Array):
+        if not isinstance(array, np.ndarray):
             array.block_until_ready()
     return arrays
 

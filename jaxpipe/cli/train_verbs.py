@@ -29,14 +29,14 @@ from jaxpipe.cli import flags
 from jaxpipe.cli.exit_codes import EXIT_CODES, INTERRUPTED, STOPPED, explained
 from jaxpipe.cli.plan_verbs import without_devices
 from jaxpipe.cli.registry import parsed
-from jaxpipe.errors import AgreedError, ConfigError, short_message
+from jaxpipe.errors import AgreedError, ConfigError, JaxpipeError, short_message
 from jaxpipe.files import check_local, write_atomically
 from jaxpipe.launch.local import SAID, ClusterJob, Launch, follow_launcher, jobset, sbatch
 from jaxpipe.runtime.peers import find_peers
 from jaxpipe.runtime.processes import Processes, ProcessGroup, SingleProcess, divided
 from jaxpipe.text import closest, format_count
 from jaxpipe.train.config import TrainConfig, explain_settings, load_config
-from jaxpipe.train.devices import device_errors, find_devices, request_devices, request_gpus
+from jaxpipe.train.devices import device_errors, find_devices, memory_fraction, request_devices, request_gpus
 from jaxpipe.train.run.agreement import agree_on_settings
 from jaxpipe.train.run.ending import EndingEarly
 
@@ -321,8 +321,8 @@ def run_profile(args: argparse.Namespace) -> None:
 
 _FLAGS = {
     "local": ("number", "max_restarts", "logs"),
-    "slurm": ("output", "nodes", "gpus", "per_node", "max_restarts", "name", "sbatch"),
-    "k8s": ("output", "nodes", "gpus", "max_restarts", "name", "image", "claim"),
+    "slurm": ("output", "nodes", "gpus", "per_node", "max_restarts", "name", "target", "unchecked", "sbatch"),
+    "k8s": ("output", "nodes", "gpus", "max_restarts", "name", "target", "unchecked", "image", "claim"),
 }
 """Flags that each place takes."""
 _NEEDED = {
@@ -347,6 +347,10 @@ def configure_launch(parser: argparse.ArgumentParser) -> None:
     flags.add_value(cluster, "--nodes", "N", flags.whole_number("nodes", 65536), "number of hosts")
     flags.add_value(cluster, "--gpus-per-node", "N", flags.whole_number("GPUs", 4096), "GPUs per node", dest="gpus")
     flags.add_value(cluster, "--name", "NAME", str, "job name (default: jaxpipe)")
+    text = "the nodes' GPUs, such as h100: refuse a run that needs more memory than they have (as jaxpipe plan)"
+    flags.add_value(cluster, "--target", "NAME", str, text)
+    text = "do not build, cut and trace the model first, which needs its code, tokenizer and run.init_from here"
+    flags.add_switch(cluster, "--unchecked", text)
     per = flags.whole_number("processes", 4096)
     flags.add_value(
         cluster, "--processes-per-node", "N", per, "slurm: processes per node (default: one)", dest="per_node"
@@ -360,7 +364,7 @@ def configure_launch(parser: argparse.ArgumentParser) -> None:
 
 def run_launch(args: argparse.Namespace) -> int:
     for flag in sorted({flag for names in _FLAGS.values() for flag in names} - set(_FLAGS[args.where])):
-        if getattr(args, flag) is not None:
+        if getattr(args, flag) not in (None, False):
             raise ConfigError(
                 f"{_FLAG_NAMES[flag]} is not a flag of 'jaxpipe launch {args.where}' (see 'jaxpipe launch --help')"
             )
@@ -378,7 +382,7 @@ def run_launch(args: argparse.Namespace) -> int:
 
 _FLAG_NAMES = {"number": "-n", "output": "-o", "gpus": "--gpus-per-node", "per_node": "--processes-per-node"} | {
     flag: f"--{flag.replace('_', '-')}"
-    for flag in ("max_restarts", "logs", "nodes", "name", "sbatch", "image", "claim")
+    for flag in ("max_restarts", "logs", "nodes", "name", "target", "unchecked", "sbatch", "image", "claim")
 }
 
 
@@ -397,6 +401,8 @@ def _launch_here(args: argparse.Namespace, config: TrainConfig) -> int:
 def _write_job_file(args: argparse.Namespace, config: TrainConfig) -> int:
     name, restarts = args.name or "jaxpipe", args.max_restarts or 0
     job = ClusterJob(name, config, args.rest, args.nodes, args.gpus, args.per_node or 1, restarts)
+    if not args.unchecked:
+        _require_start(config, args.target)
     if args.where == "slurm":
         text, start = sbatch(job, args.sbatch or (), Path.cwd()), "sbatch"
     else:
@@ -404,6 +410,34 @@ def _write_job_file(args: argparse.Namespace, config: TrainConfig) -> int:
     write_atomically(Path(args.output), text)
     print(f"{job.summary}; start it with: {start} {shlex.quote(args.output)}")
     return 0
+
+
+def _require_start(config: TrainConfig, target_name: str | None) -> None:
+    """Build, cut and trace the model as every process of the job will do. Compiles nothing and reads no data.
+
+    Raises:
+        ConfigError: the run can't start, or needs more memory than devices of the target have.
+    """
+    without_devices()
+    from jaxpipe.planning.predict import predict
+    from jaxpipe.planning.roofline import Efficiency
+    from jaxpipe.planning.stages import stage_costs_of
+    from jaxpipe.planning.targets import find_target
+    from jaxpipe.train.import_export import completed
+
+    target = find_target(target_name or "h100")
+    efficiency = Efficiency(memory=memory_fraction(config.run.machine.memory_fraction))
+    limit = target.memory_bytes * efficiency.memory
+    try:
+        config = completed(config)
+        prediction = predict(config, stage_costs_of(config, target, efficiency, lambda line: None), limit)
+    except JaxpipeError as error:
+        raise ConfigError(f"the job could not start: {error}; --unchecked writes its file all the same") from error
+    if target_name is not None and not prediction.fits:
+        raise ConfigError(
+            f"rank {prediction.worst.rank} needs {prediction.worst.peak_bytes / 1e9:.4g} GB a device and JAX gets "
+            f"{limit / 1e9:.4g} GB on {target.name}; see jaxpipe plan --target {target.name}, which suggests what fits"
+        )
 
 
 ACTIONS = ("build", "check")

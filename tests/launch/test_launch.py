@@ -296,7 +296,8 @@ def cluster_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Call
         with monkeypatch.context() as patch:
             patch.setattr(local.sys, "executable", str(tools / "python"))
             train = ["train", "--pp", "4", "--tp", "2", "run.out_dir=/shared/a run"]
-            assert main(["launch", "slurm", "-o", str(file), *flags, "--sbatch", "time=4:00:00", "--", *train]) == 0
+            flags += ["--unchecked", "--sbatch", "time=4:00:00"]
+            assert main(["launch", "slurm", "-o", str(file), *flags, "--", *train]) == 0
         text = file.read_text()
         directives = dict(re.findall(r"^#SBATCH --([\w-]+)=(.*)$", text, re.MULTILINE))
         assert (directives["gpus-per-node"], directives["time"], directives["signal"]) == ("4", "4:00:00", "USR1@120")
@@ -340,6 +341,36 @@ def test_a_batch_script_runs_on_nodes(cluster_of: Callable[..., tuple[int, str, 
     code, err, is_requeued = cluster_of("processes.end('failed: a mistake', 2) if mine == 3 else time.sleep(600)")
     assert (code, is_requeued, err.count("failed: a mistake\n")) == (2, False, 4)
     assert cluster_of("processes.leave(); sys.exit(75)")[::2] == (75, True)
+
+
+SMALL = ("model.options.d_model=16", "model.options.num_heads=2", "model.options.num_layers=2", "data.seq_len=16")
+
+
+@pytest.mark.parametrize(
+    ("gpus", "train", "words"),
+    [
+        (128, ["--pp", "128"], "the job could not start: 128 stages of 5 layers"),
+        (6, ["--pp", "2", "--tp", "3"], "the job could not start: .*num_heads is 2, .* tp 3"),
+        (2, ["--pp", "2", "model.target=nothing_here:Model"], "the job could not start: .*nothing_here"),
+        (
+            2,
+            ["--pp", "2", "model.options.d_model=32768"],
+            r"rank 0 needs 22\d\.\d GB a device and JAX gets 63.71 GB on h100",
+        ),
+        (2, ["--pp", "2"], ""),
+    ],
+)
+def test_a_job_is_written_for_a_run_that_can_start(
+    gpus: int, train: Sequence[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No file is written otherwise, unless that is asked for."""
+    flags = ["-o", str(tmp_path / "job"), "--nodes", "1", "--gpus-per-node", str(gpus)]
+    command = ["--", "train", *SMALL, *train]
+    assert main(["launch", "slurm", *flags, "--target", "h100", *command]) == (2 if words else 0)
+    err = capsys.readouterr().err
+    assert (re.search(words, err) is not None) and err.count("\n") == bool(words), err
+    assert (tmp_path / "job").exists() == (not words)
+    assert main(["launch", "slurm", *flags, "--unchecked", *command]) == 0
 
 
 # -- Kubernetes -----------------------------------------------------------------------------------------------------------
@@ -402,7 +433,7 @@ def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 def test_a_jobset_has_the_published_fields(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "jobset.yaml"
-    flags = ["--nodes", "2", "--gpus-per-node", "4", "--image", "registry/me:1", "--claim", "runs:/runs"]
+    flags = ["--nodes", "2", "--gpus-per-node", "4", "--image", "registry/me:1", "--claim", "runs:/runs", "--unchecked"]
     train = ["train", "--pp", "4", "--tp", "2", 'data.path=/runs/"x": y.txt', "run.out_dir=/runs/a"]
     assert main(["launch", "k8s", "-o", str(file), *flags, "--max-restarts", "3", "--name", "big", "--", *train]) == 0
     assert capsys.readouterr().out == (
@@ -477,7 +508,7 @@ def test_no_line_break_is_written(
     config, file = tmp_path / "run.toml", tmp_path / "job"
     out_dir = json.dumps(f"/runs/a{stray}kind: Evil\n#", ensure_ascii=ord(stray) < 0xD800)
     config.write_text(f"[run]\nout_dir = {out_dir}", encoding="utf-8", errors="replace")
-    flags = ["-o", str(file), "--nodes", "4", "--gpus-per-node", "1"]
+    flags = ["-o", str(file), "--nodes", "4", "--gpus-per-node", "1", "--unchecked"]
     for where in (["slurm"], ["k8s", "--image", "i", "--claim", "runs:/runs"]):
         code = main(["launch", *where, *flags, "--", "train", "--config", str(config)])
         assert code == 0 or "null" in capsys.readouterr().err

@@ -283,7 +283,8 @@ def sbatch(job: ClusterJob, options: Sequence[str], folder: Path) -> str:
     check_one_line(str(folder), "the working directory")
     settings = {"job-name": job.name, "nodes": job.nodes, "ntasks-per-node": job.processes, "gpus-per-node": job.gpus}
     settings |= {"chdir": folder, "output": f"{job.name}-%j.log", "open-mode": "append", "signal": f"USR1@{_SAVE_S}"}
-    directives = [f"{name}={value}" for name, value in settings.items()]
+    # Whole nodes: where they are shared a task has one core by default. A node that is lost puts the job into the queue again.
+    directives = [*(f"{name}={value}" for name, value in settings.items()), "exclusive", "requeue"]
     for option in options:
         check_one_line(option, "--sbatch")
         if (option_match := _OPTION.fullmatch(option)) is None:
@@ -302,9 +303,9 @@ fi
 # Submit it with sbatch; submitted again, it goes on from the newest checkpoint of its run directory.
 {option_lines}
 # Processes find each other by the variables of their step, and end together by themselves. {_SAVE_S} seconds before the time is
-# over all get SIGUSR1, save and stop.
+# over all get SIGUSR1, save and stop. Each line of the log begins with the number of the process that wrote it.
 code=0
-srun --kill-on-bad-exit=0 --wait=60 {command} || code=$?
+srun --kill-on-bad-exit=0 --wait=60 --cpu-bind=none --label {command} || code=$?
 {again if job.restarts else ""}exit $code
 """
 

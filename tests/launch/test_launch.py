@@ -254,8 +254,8 @@ def test_mistakes_are_one_line(arguments: list[str], message: str, capsys: pytes
 
 SRUN = """#!{python}
 import os, subprocess, sys
-options = [a for a in sys.argv[1:] if a.startswith("--")][:2]
-assert options == ["--kill-on-bad-exit=0", "--wait=60"], options
+options = sys.argv[1:5]
+assert options == ["--kill-on-bad-exit=0", "--wait=60", "--cpu-bind=none", "--label"], options
 nodes, per = int(os.environ["FAKE_NODES"]), int(os.environ["FAKE_TASKS"])
 step = {{
     "SLURM_STEP_ID": "0",
@@ -265,7 +265,7 @@ step = {{
 }}
 tasks = [
     subprocess.Popen(
-        sys.argv[3:],
+        sys.argv[5:],
         env={{**os.environ, **step, "SLURM_PROCID": str(k), "SLURM_LOCALID": str(k % per), "SLURM_NODEID": str(k // per)}},
     )
     for k in range(nodes * per)
@@ -476,7 +476,8 @@ def test_values_reach_their_readers_as_they_are(words: list[str], folder: str, v
         assert srun_arguments(script, Path(scratch)) == [sys.executable, "-m", "jaxpipe", "train", *words]
     assert sbatch_options(text) == [
         "--job-name=packjob", "--nodes=4", "--ntasks-per-node=1", "--gpus-per-node=1", f"--chdir={where}",
-        "--output=packjob-%j.log", "--open-mode=append", "--signal=USR1@120", f"--comment={value}", "--requeue",
+        "--output=packjob-%j.log", "--open-mode=append", "--signal=USR1@120", "--exclusive", "--requeue",
+        f"--comment={value}", "--requeue",
     ]  # fmt: skip
     document, pod = pod_of(local.jobset(_job(words), f"i{value}", "runs:/"))
     assert {path for path, _ in leaves(document)} == FIELDS.keys()

@@ -77,7 +77,7 @@ def _words(line: str) -> list[str]:
 
 
 def srun_arguments(script: Path, folder: Path) -> list[str]:
-    """Return the arguments with which a script, run by bash in ``folder``, calls ``srun``, without srun's own two options."""
+    """Return the arguments with which a script, run by bash in ``folder``, calls ``srun``, without srun's own options."""
     tools, written = folder / "tools", folder / "argv"
     tools.mkdir(exist_ok=True)
     (tools / "srun").write_text(f'#!/bin/bash\nprintf "%s\\0" "$@" > {written}\n')
@@ -86,8 +86,8 @@ def srun_arguments(script: Path, folder: Path) -> list[str]:
     environ = {**os.environ, "PATH": f"{tools}:{os.environ['PATH']}", "HOSTNAME": "evil"}
     subprocess.run(["bash", str(script)], check=True, cwd=folder, env=environ)
     words = written.read_bytes().decode().split("\0")[:-1]
-    assert words[:2] == ["--kill-on-bad-exit=0", "--wait=60"]
-    return words[2:]
+    assert words[:4] == ["--kill-on-bad-exit=0", "--wait=60", "--cpu-bind=none", "--label"]
+    return words[4:]
 
 
 def pod_of(jobset: str) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -22,6 +22,7 @@ from jaxpipe.stage.functions import StageFunctions
 from jaxpipe.stage.jaxprs import jaxpr_flops
 from jaxpipe.stage.model.adapters import from_linen
 from jaxpipe.stage.model.layer import Layer, LayerContext, Model
+from jaxpipe.stage.split.graph import Graph
 from models.gpt import GPT
 from models.llama import Llama
 from tests.support import toy_stages as toy
@@ -270,3 +271,38 @@ def test_what_is_computed_again_may_read_what_stands_behind_its_first_use() -> N
         values |= dict(zip(function.outputs, results, strict=True))
     expected = jax.grad(lambda by: (wave(wave(data * by[None])) ** 2).sum())(jnp.ones(4))
     np.testing.assert_allclose(results[0], expected, rtol=1e-5)
+
+
+def gated(p: dict[str, Any], x: Any, reads: str) -> Any:
+    y = jnp.einsum("btd,dnf->btnf", x, p["w"])
+    gate, up = y[:, :, 0], y[:, :, 1]
+    if reads == "one":
+        return x + jnp.tanh(gate + up) @ p["down"]
+    return x + (jax.nn.silu(gate) * (up @ p["v"] if reads == "a product" else up)) @ p["down"]
+
+
+@pytest.mark.parametrize(("reads", "are_views"), [("both", True), ("one", False), ("a product", False)])
+def test_slices_that_are_all_kept_are_kept_as_what_they_are_of(
+    reads: str, are_views: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else F copies them out of their product to keep them."""
+    width = 4096  # large: small arrays are fewest, whatever they copy
+    shapes = {"w": (toy.D, 2, width), "v": (width, width), "down": (width, toy.D)}
+    layer = Layer("gated", lambda key: {n: jnp.zeros(s) for n, s in shapes.items()}, lambda p, x, c: gated(p, x, reads))
+    stages = [[toy.embedding()], [layer], [toy.head(), toy.loss()]]
+    params = toy.init_params(list(itertools.chain(*stages)))
+
+    def functions() -> StageFunctions:
+        return build_all(stages, params, toy.batch_avals(), pipeline_submeshes(1) * 3)[1]
+
+    now = functions()
+    monkeypatch.setattr(Graph, "_parts", lambda graph, whole: [])
+    before = functions()
+    assert now.residual_bytes == before.residual_bytes
+    kept = [[a.shape for p, a in zip(f["F"].outputs, f["F"].avals_out, strict=True) if p.kind == "res"]
+            for f in (now.functions, before.functions)]  # fmt: skip
+    if are_views:
+        assert sorted(kept[0]) == [(toy.B, toy.T, 2, width)]
+        assert kept[1] == [(toy.B, toy.T, 1, width)] * 2
+    else:
+        assert kept[0] == kept[1]

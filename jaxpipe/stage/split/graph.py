@@ -87,6 +87,23 @@ class Graph(Dataflow):
         if trace.seed is not None:
             self.level[trace.seed] = Level.BACKWARD
         self.eqn_level = [self._classify(i, eqn) for i, eqn in enumerate(self.eqns)]
+        self.parts = {v for whole in self.readers if self.of(whole) is Level.FORWARD for v in self._parts(whole)}
+
+    def _parts(self, whole: Var) -> list[Var]:
+        """Return the slices of a value that together are all of it, where nothing else reads it, elementwise work alone reads
+        them, and the backward pass reads each: keeping the value then takes their bytes and no copies. Kernels slice as they
+        read."""
+        slices = [eqn for eqn in map(self.eqns.__getitem__, self.readers[whole]) if eqn.primitive.name == "slice"]
+        parts = {eqn.params["start_indices"]: eqn.outvars[0] for eqn in slices}
+        is_cut = len(parts) == len(self.readers[whole]) > 1
+        is_whole = is_cut and sum(aval_bytes(v.aval) for v in parts.values()) == aval_bytes(whole.aval)
+        return [*parts.values()] if is_whole and all(map(self._is_read_elementwise, parts.values())) else []
+
+    def _is_read_elementwise(self, v: Var) -> bool:
+        readers = reachable(self.readers.get(v, ()), lambda i: self.outputs(i) if row(self.eqns[i]).view else ())
+        direct = [i for i in readers if not row(self.eqns[i]).view]
+        is_late = any(self.eqn_level[i] is Level.BACKWARD for i in direct)
+        return is_late and {kind(self.eqns[i]) for i in direct} <= {EqnKind.ELEMENTWISE, EqnKind.CAST}
 
     def _classify(self, i: int, eqn: JaxprEqn) -> Level:
         keys = [v for v in variables(eqn.invars) if is_key(v) or self.port_kind(v) == "key"]
@@ -133,12 +150,12 @@ class Graph(Dataflow):
 
     def view_base(self, v: Var) -> Var | None:
         """Return the operand of which ``v`` is a view, None if it is none, or takes fewer bytes than the operand: then it pays
-        to keep the view."""
+        to keep the view, but for slices that are kept all."""
         i = self.maker.get(v)
-        if i is None or not row(self.eqns[i]).view:
+        if i is None or not (row(self.eqns[i]).view or v in self.parts):
             return None
         operands = list(variables(self.eqns[i].invars))
-        if len(operands) != 1 or aval_bytes(operands[0].aval) > aval_bytes(v.aval):
+        if len(operands) != 1 or (aval_bytes(operands[0].aval) > aval_bytes(v.aval) and v not in self.parts):
             return None
         return operands[0]
 

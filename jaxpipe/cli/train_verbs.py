@@ -36,7 +36,14 @@ from jaxpipe.runtime.peers import find_peers
 from jaxpipe.runtime.processes import Processes, ProcessGroup, SingleProcess, divided
 from jaxpipe.text import closest, format_count
 from jaxpipe.train.config import TrainConfig, explain_settings, load_config
-from jaxpipe.train.devices import device_errors, find_devices, memory_fraction, request_devices, request_gpus
+from jaxpipe.train.devices import (
+    device_errors,
+    find_devices,
+    limit_line,
+    memory_fraction,
+    request_devices,
+    request_gpus,
+)
 from jaxpipe.train.run.agreement import agree_on_settings
 from jaxpipe.train.run.ending import EndingEarly
 
@@ -47,6 +54,7 @@ if TYPE_CHECKING:
 
 _MOST = 10**9
 _MOST_PROCESSES = 65536
+_LESS_HERE = "more --devices, a smaller --batch, or a larger part of the memory (XLA_CLIENT_MEM_FRACTION)"
 
 
 def _configure_config(parser: argparse.ArgumentParser) -> None:
@@ -168,14 +176,17 @@ def _load(args: argparse.Namespace) -> Trained:
     """Load the model that the flags name; report unknown config keys on stderr."""
     from jaxpipe.train.evaluate import load_trained
 
-    trained = load_trained(
-        args.checkpoint,
-        step=args.step,
-        model=args.model,
-        tokenizer=args.tokenizer,
-        devices=args.devices,
-        other_model=args.other_model,
-    )
+    with device_errors("loading", use=_LESS_HERE):
+        trained = load_trained(
+            args.checkpoint,
+            step=args.step,
+            model=args.model,
+            tokenizer=args.tokenizer,
+            devices=args.devices,
+            other_model=args.other_model,
+        )
+    if line := limit_line(trained.devices[0]):
+        flags.notice(line)
     if trained.remark:
         print(f"warning: {trained.remark}", file=sys.stderr)
     if trained.ignored:
@@ -217,7 +228,7 @@ def run_eval(args: argparse.Namespace) -> None:
         flags.notice(remark)
     batches = dataset.held_out_batches(args.batch, trained.config.data.seq_len, args.batches)
     scores: dict[str, Any] = dict(ngram.baselines(dataset, batches)) if args.baselines else {}
-    with device_errors("eval"):
+    with device_errors("eval", use=_LESS_HERE):
         scores["model"] = held_out_score(trained, batches, dataset.bytes_per_token())
     from jaxpipe.train.run.run_directory import score_table, scores_json
 
@@ -262,7 +273,7 @@ def run_generate(args: argparse.Namespace) -> None:
         flags.notice(remark)
     pieces = generate(trained, args.prompt, args.tokens, temperature=args.temperature, top_k=args.top_k, seed=args.seed)
     print(args.prompt, end="", flush=True)
-    with device_errors("generate"):
+    with device_errors("generate", use=_LESS_HERE):
         for piece in pieces:
             print(piece, end="", flush=True)
     print()

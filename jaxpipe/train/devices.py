@@ -153,6 +153,13 @@ def memory_fraction(setting: float | None = None) -> float:
     return fraction
 
 
+def request_memory(setting: float | None) -> None:
+    """Have JAX give itself ``setting`` (``run.memory_fraction``) of a GPU's memory where the environment is silent; it changes
+    nothing once JAX has looked for devices."""
+    if setting is not None and not any(os.environ.get(name) for name in _FRACTIONS):
+        os.environ[_FRACTIONS[0]] = f"{setting:g}"
+
+
 def request_gpus(run: RunConfig, *, processes: int = 1, mine: int = 0) -> None:
     """Set what XLA and NCCL read of the environment where that is silent, as ``run`` wants it, before JAX looks for devices;
     it changes nothing for CPUs. ``processes``: of the run, of which this is ``mine``.
@@ -161,9 +168,8 @@ def request_gpus(run: RunConfig, *, processes: int = 1, mine: int = 0) -> None:
         ConfigError: as :func:`memory_fraction`, or ``run.deterministic`` with a folder whose name XLA_FLAGS can't hold.
     """
     machine = run.machine
-    fraction = memory_fraction(machine.memory_fraction)
-    if machine.memory_fraction is not None and not any(os.environ.get(name) for name in _FRACTIONS):
-        os.environ[_FRACTIONS[0]] = f"{fraction:g}"
+    memory_fraction(machine.memory_fraction)
+    request_memory(machine.memory_fraction)
     if machine.platform == "cpu":
         return
     if processes > 1:
@@ -194,6 +200,12 @@ def _add_flag(name: str, value: str) -> None:
 def limit_bytes(device: jax.Device) -> int | None:
     """Return the bytes that JAX's allocator may fill on a device; None where the backend does not tell (CPUs)."""
     return (device.memory_stats() or {}).get("bytes_limit")
+
+
+def limit_line(device: jax.Device) -> str:
+    """Write how much of a device's memory JAX may fill, in a line; nothing where the backend tells no limit."""
+    most = limit_bytes(device)
+    return "" if most is None else f"JAX may fill {format_bytes(most, binary=True)} of a device (run.memory_fraction)"
 
 
 def limit_remark(report: Callable[[], MemoryReport], devices: Sequence[jax.Device]) -> str:
@@ -295,9 +307,11 @@ def peak_bytes_in_use(devices: Iterable[jax.Device], more_than: int = 0) -> int 
 
 
 @contextmanager
-def device_errors(doing: str, memory: Callable[[], MemoryReport] | None = None) -> Iterator[None]:
+def device_errors(
+    doing: str, memory: Callable[[], MemoryReport] | None = None, use: str = _LESS_WORK
+) -> Iterator[None]:
     """Errors of a device inside the block become one line that begins with ``doing``. ``memory``: the prediction of what a step
-    holds, for advice where memory ran out.
+    holds, for advice where memory ran out; ``use``: the advice without one.
 
     Raises:
         RunError: instead of JAX's error.
@@ -307,7 +321,9 @@ def device_errors(doing: str, memory: Callable[[], MemoryReport] | None = None) 
     except Exception as error:
         if not of_device(error):
             raise
-        raise RunError(f"{doing}: a device failed: {short_message(error)}{memory_advice(error, memory)}") from error
+        raise RunError(
+            f"{doing}: a device failed: {short_message(error)}{memory_advice(error, memory, use)}"
+        ) from error
 
 
 def of_device(error: Exception) -> bool:
@@ -319,8 +335,8 @@ def of_device(error: Exception) -> bool:
     )
 
 
-def memory_advice(error: Exception, memory: Callable[[], MemoryReport] | None) -> str:
-    """If ``error`` says that memory ran out, what to do about it, by what takes most of it; else nothing."""
+def memory_advice(error: Exception, memory: Callable[[], MemoryReport] | None, use: str = _LESS_WORK) -> str:
+    """If ``error`` says that memory ran out, what to do about it, by what takes most of it, or ``use``; else nothing."""
     if _OUT_OF_MEMORY not in str(error):
         return ""
     try:
@@ -328,7 +344,7 @@ def memory_advice(error: Exception, memory: Callable[[], MemoryReport] | None) -
     except Exception:  # nothing can be predicted yet, or not in the memory that is left
         fullest = None
     if fullest is None:
-        return f"; out of memory: use {_LESS_WORK}"
+        return f"; out of memory{_allowed()}: use {use}"
     state = sum(fullest.by_kind.get(k, 0) for k in ("parameters", "gradients", "masters", "optimizer"))
     of = f"of {format_bytes(fullest.peak_bytes, binary=True)} predicted on rank {fullest.rank}"
     if 2 * state > fullest.peak_bytes:

@@ -38,7 +38,7 @@ from jaxpipe.train.corpora.datasets import load_dataset
 from jaxpipe.train.corpora.encoding import ends_of
 from jaxpipe.train.corpora.tokenizers import IdTokenizer, Tokenizer, checkpoint_tokenizer, load_tokenizer
 from jaxpipe.train.data import Batch, Dataset
-from jaxpipe.train.devices import limit_bytes
+from jaxpipe.train.devices import limit_bytes, request_memory
 from jaxpipe.train.settings.sections import ModelConfig, names_function
 from jaxpipe.train.setup import build_model, check_tokens, read_by
 
@@ -121,10 +121,10 @@ _FLAGS = ("--model ", "--other-model")
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """A trained model, its layers on ``devices`` in turn. ``config``: its model and data are those of the run, other sections
-    are defaults. ``step``: of the checkpoint. ``fingerprint``: of the data that it was trained on; empty if not known.
-    ``ignored``: settings of the run that this version does not know. ``began_in``: the run's working directory, if known.
-    ``remark``: what is to be told of the model; empty: nothing. ``meta``: of the checkpoint."""
+    """A trained model, its layers on ``devices`` in turn. ``config``: its model, data and ``run.memory_fraction`` are those of
+    the run, the rest are defaults. ``step``: of the checkpoint. ``fingerprint``: of the data that it was trained on; empty if
+    not known. ``ignored``: settings of the run that this version does not know. ``began_in``: the run's working directory, if
+    known. ``remark``: what is to be told of the model; empty: nothing. ``meta``: of the checkpoint."""
 
     config: TrainConfig
     model: Model
@@ -218,6 +218,8 @@ def described(
     parameters; raises as :func:`load_trained`. ``advice``: what names a model, and what takes another one."""
     manifest = read_manifest_of(folder)
     config, ignored = _config(manifest.meta, folder)
+    # JAX looks for devices when the model is made, if it has not before.
+    request_memory(config.run.machine.memory_fraction)
     copy = folder.parent.parent / TOKENIZER / "tokenizer.json"
     stored_tokenizer = checkpoint_tokenizer(
         manifest.meta.get("tokenizer"), str(copy) if copy.is_file() else config.data.tokenizer
@@ -274,13 +276,15 @@ def _trained(
 
 
 def _config(meta: Mapping[str, Any], folder: Path) -> tuple[TrainConfig, tuple[str, ...]]:
-    """Return the model and data of a stored config, and the settings that this version does not know."""
+    """Return model, data and memory fraction of a stored config, and the settings that this version does not know."""
     stored = meta.get("config")
     if not isinstance(stored, dict):
         raise CheckpointError(f"{folder} does not say which model it is of; it was not written by jaxpipe")
     settings, unknown = known_settings(stored)
+    fraction = settings.get("run", {}).get("machine", {}).get("memory_fraction")
+    sections = {name: settings[name] for name in ("model", "data") if name in settings}
     try:
-        return TrainConfig.from_dict({name: settings[name] for name in ("model", "data") if name in settings}), unknown
+        return TrainConfig.from_dict(sections | {"run": {"machine": {"memory_fraction": fraction}}}), unknown
     except ConfigError as error:
         raise CheckpointError(f"{folder}: its config can't be used: {error}") from error
 

@@ -32,7 +32,7 @@ from jaxpipe.train.config import TrainConfig
 from jaxpipe.train.corpora.datasets import MixedDataset, data_remarks, load_dataset
 from jaxpipe.train.corpora.tokenizers import continued_tokenizer
 from jaxpipe.train.data import Dataset, TokenDataset
-from jaxpipe.train.devices import device_errors, limit_remark
+from jaxpipe.train.devices import device_errors, limit_line, limit_remark
 from jaxpipe.train.metrics import format_gain
 from jaxpipe.train.settings.sections import PipelineConfig
 from jaxpipe.train.step import TrainStep
@@ -223,6 +223,8 @@ def compile_pipeline(
     for line in (prepared.dataset.describe(), *data_remarks(prepared.dataset)):
         progress(line)
     progress(f"{prepared.plan}")
+    if line := limit_line(jax.local_devices()[0]):
+        progress(line)
     progress(f"tracing, splitting and compiling {schedule.num_stages} stages for schedule {schedule.name}")
     with device_errors("setting up"):
         return assemble(

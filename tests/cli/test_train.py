@@ -16,6 +16,7 @@ import pytest
 
 from jaxpipe.cli import main
 from jaxpipe.schedule import generate, read_costs, write_schedule
+from jaxpipe.train import devices, evaluate
 from jaxpipe.train.checkpoint import CheckpointStore
 from jaxpipe.train.metrics import read_metrics
 from tests.support.paths import ROOT
@@ -555,3 +556,52 @@ def test_ids_have_no_text(
 
 def test_top_k_above_the_vocabulary(fails: Callable[..., str], finished: Path) -> None:
     assert "top_k from 0 to 256" in fails("generate", finished, "--top-k", 257)
+
+
+def test_a_part_of_the_memory_is_that_of_the_run_for_all_verbs_that_start_jax(
+    tiny: Callable[..., list[str]],
+    cli: Callable[..., tuple[str, str]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """On devices of 80 GiB, which give JAX what the environment says: the run's part, unless it says another one."""
+    name = "XLA_CLIENT_MEM_FRACTION"
+    monkeypatch.setenv(name, "")
+
+    def limit_bytes(device: Any) -> int:
+        return int(float(os.environ[name] or 0.75) * (80 << 30))
+
+    def build_model(*args: Any) -> Any:
+        assert os.environ[name], "JAX may look for devices here"
+        return model_of(*args)
+
+    model_of = evaluate.build_model
+    monkeypatch.setattr(evaluate, "build_model", build_model)
+    for module in (devices, evaluate):
+        monkeypatch.setattr(module, "limit_bytes", limit_bytes)
+    overrides = tiny("run.memory_fraction=0.9", "run.steps=2")
+    line = "JAX may fill 72 GiB of a device (run.memory_fraction)"
+    assert line in cli("train", *overrides)[0]
+    run = tmp_path / "run"
+    verbs = {
+        "eval": ("--batches", 1),
+        "generate": ("--tokens", 1),
+        "rehearse": ("--rank", 0, "--steps", 1, "--no-host-link"),
+    }
+    empty = tmp_path / "empty.toml"
+    empty.touch()
+    for verb, flags in verbs.items():
+        monkeypatch.setenv(name, "")
+        of = (empty, *overrides) if verb == "rehearse" else (run,)
+        assert line in "".join(cli(verb, *of, *flags)), verb
+        assert os.environ[name] == "0.9"
+    monkeypatch.setenv(name, "0.5")
+    assert "JAX may fill 40 GiB of a device" in cli("eval", run, "--batches", 1)[1]
+
+    def fails(*_: Any) -> None:
+        raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 7 bytes")
+
+    monkeypatch.setattr(evaluate, "load_group", fails)
+    assert main(["eval", str(run)]) != 0
+    assert re.search("loading: .*out of memory.*: use more --devices, a smaller --batch", capsys.readouterr().err)

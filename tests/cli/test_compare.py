@@ -303,6 +303,6 @@ def test_solve_names_the_bound_of_all_placements_and_of_the_one_found(run: Run) 
 
 def test_a_search_whose_time_is_up_starts_no_worker(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """The set-up for thousands of ranks may take longer than the limit; the search does not overrun it further."""
-    monkeypatch.setattr("jaxpipe.search.solve.solver.WorkerPool", lambda *_: pytest.fail("a worker was started"))
+    monkeypatch.setattr("jaxpipe.search.solve.jobs.WorkerPool", lambda *_: pytest.fail("a worker was started"))
     code, out, _ = run("solve", "--ranks", 64, "--microbatches", 1, "--time-limit", 1e-9, "--no-cache", "--json")
     assert (code, json.loads(out)["status"]) == (0, "feasible")

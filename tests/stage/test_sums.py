@@ -378,3 +378,38 @@ def test_biases_of_decoders_are_vectors(make: Callable[..., Model], widths: set[
     shapes = [shape for shape in biases(first) if shape[:2] == (1, 1)]
     assert widths <= {shape[-1] for shape in shapes}
     assert {len(shape) for shape in shapes if math.prod(shape) in widths} == {3}
+
+
+def barriers(f: StageFunctions) -> int:
+    return sum(eqn.primitive.name == "optimization_barrier" for eqn in f.functions["F"].jaxpr.eqns)
+
+
+@pytest.mark.parametrize(
+    ("read", "count"),
+    [
+        (lambda y: (y * 0.0884)[:, :, 0] + y[:, :, 1], 1),
+        (lambda y: (jnp.moveaxis(y, 2, 0) / 11.3)[0], 1),
+        (lambda y: (y.astype(jnp.float32).reshape(-1) * jnp.float32(3)).astype(y.dtype).reshape(y.shape)[:, :, 0], 1),
+        (lambda y: jnp.tanh(y)[:, :, 0] * 0.0884, 0),
+        (gated, 0),
+    ],
+    ids=["scaled", "transposed, divided", "cast", "scaled past another function", "gated"],
+)
+def test_a_scale_is_kept_from_a_biased_product(
+    read: Callable[[jax.Array], jax.Array], count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """XLA's GPU backend scales the product and not its bias where nothing lies between (openxla/xla#46110)."""
+    f = projected(read)
+    assert barriers(f) == count
+    monkeypatch.setattr(trace, "keep_biases_scaled", lambda eqns, recomputed: (list(eqns), recomputed))
+    rng = np.random.default_rng(0)
+    arrays = [rng.standard_normal(a.shape).astype(a.dtype) for a in f.functions["F"].avals_in]
+    results = [in_float32(g.functions["F"], arrays)[0] for g in (f, projected(read))]
+    np.testing.assert_array_equal(*results)
+
+
+@pytest.mark.parametrize("make", [GPT, partial(Llama, num_kv_heads=2, qkv_bias=True, mlp_bias=True)])
+def test_decoders_of_ours_scale_no_biased_product(make: Callable[..., Model]) -> None:
+    model = make(**_SIZES)
+    first, _ = built([model.layers[:2], model.layers[2:]], avals_of(model.layers, jnp.bfloat16), model.batch_spec(2))
+    assert barriers(first) == 0

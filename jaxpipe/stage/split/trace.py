@@ -62,7 +62,7 @@ from jaxpipe.stage.model.params import ParamLayout
 from jaxpipe.stage.model.plan import StageLinks, loss_factor
 from jaxpipe.stage.model.reference import calling
 from jaxpipe.stage.split.loops import hoist_fixed
-from jaxpipe.stage.split.sums import add_in_products, add_vectors
+from jaxpipe.stage.split.sums import add_in_products, add_vectors, keep_biases_scaled
 
 
 @dataclass(slots=True)
@@ -309,7 +309,7 @@ def _trace(
     mapped = jax.shard_map(body, mesh=mesh.abstract_mesh, in_specs=specs, out_specs=P(), check_vma=typed)
     jax.eval_shape(mapped, *args)
     flat = flatten(captured[0].jaxpr, captured[0].consts, sources=_SOURCE)
-    eqns, recomputed = add_vectors(flat.eqns, flat.recomputed)
+    eqns, recomputed = keep_biases_scaled(*add_vectors(flat.eqns, flat.recomputed))
     flat = replace(flat, eqns=tuple(eqns), recomputed=recomputed)
     _refuse_ordered_effects(spec, flat)
     ports = [Port(kind, i) for kind, (_, arrays) in sources.items() for i in range(len(arrays))]

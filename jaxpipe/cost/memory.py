@@ -5,7 +5,7 @@ with the buffers that the runtime allocates: a result that is an argument handed
 updated in place, and a message lives on the receiver from the moment it is sent (that is when the in-process transport
 allocates it). A message to another process lives there from its receive on, and on the sender until it has certainly arrived
 (:func:`jaxpipe.program.order.messages_arrived`). XLA's workspace of the function that runs
-(:mod:`jaxpipe.stage.compiled.footprint`) counts while it runs.
+(:mod:`jaxpipe.stage.functions`) counts while it runs.
 
 What is counted as what:
 
@@ -47,8 +47,18 @@ from typing import Any, Literal, get_args
 from jaxpipe.program.ir import Free, Instruction, Message, Offload, Program, Recv, Reload, Run, Send, Sync, message_of
 from jaxpipe.program.order import messages_arrived, offloads_ended
 from jaxpipe.schedule import Timeline
-from jaxpipe.stage.compiled.footprint import Footprint, device_bytes, footprint, total_device_bytes
-from jaxpipe.stage.functions import IN_PLACE, AnyFunction, Braids, StageFunction, StageFunctions, function_of
+from jaxpipe.stage.functions import (
+    IN_PLACE,
+    AnyFunction,
+    Braids,
+    Footprint,
+    StageFunction,
+    StageFunctions,
+    device_bytes,
+    footprint,
+    function_of,
+    total_device_bytes,
+)
 from jaxpipe.text import aligned, format_bytes
 
 Kind = Literal[

@@ -45,8 +45,7 @@ from jaxpipe.mesh import PINNED_HOST, memory_kinds
 from jaxpipe.schedule import CostProfile, HostLink, Link, Schedule, op_spec, simulate
 from jaxpipe.schedule.costs import PER_STAGE_FIELDS
 from jaxpipe.schedule.engine import slot_lanes
-from jaxpipe.stage.compiled.footprint import Footprint, footprint, total_device_bytes
-from jaxpipe.stage.functions import StageFunction, StageFunctions
+from jaxpipe.stage.functions import Footprint, StageFunction, StageFunctions, footprint, total_device_bytes
 from jaxpipe.stage.weave.units import UnitCosts, collectives
 
 MIB = 1 << 20

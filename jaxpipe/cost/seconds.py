@@ -40,8 +40,7 @@ from jaxpipe.mesh import pipeline_submeshes
 from jaxpipe.schedule import op_spec
 from jaxpipe.stage.compiled.braid import collectives_alone
 from jaxpipe.stage.compiled.compile import build_all
-from jaxpipe.stage.compiled.footprint import total_device_bytes
-from jaxpipe.stage.functions import AnyFunction, StageFunction, StageFunctions
+from jaxpipe.stage.functions import AnyFunction, StageFunction, StageFunctions, total_device_bytes
 from jaxpipe.stage.model.layer import Model
 from jaxpipe.stage.model.params import compute_avals
 

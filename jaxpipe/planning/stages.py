@@ -62,8 +62,7 @@ from jaxpipe.mesh import AXES, AnyMesh, TensorParallel
 from jaxpipe.planning.roofline import Efficiency, KernelWalk, SizeView, Work
 from jaxpipe.planning.targets import Target, device_text
 from jaxpipe.stage.compiled.compile import BuildCache, build_stage_functions, held_bytes
-from jaxpipe.stage.compiled.footprint import compiled_footprint, with_offload
-from jaxpipe.stage.functions import StageFunction, StageFunctions
+from jaxpipe.stage.functions import StageFunction, StageFunctions, compiled_footprint, with_offload
 from jaxpipe.stage.identity import function_key
 from jaxpipe.stage.jaxprs import is_attention_kernel, is_exchange
 from jaxpipe.stage.model.layer import Layer, Model

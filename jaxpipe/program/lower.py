@@ -22,8 +22,7 @@ from jaxpipe.program import ir
 from jaxpipe.program.order import Crossing, RankSteps, copies_in_parts, lower_apart
 from jaxpipe.schedule import Action, Braid, Schedule, Slot, Timeline, check_schedule, op_spec
 from jaxpipe.schedule.deps import collector_paused
-from jaxpipe.stage.compiled.footprint import device_bytes
-from jaxpipe.stage.functions import SHARED, AnyFunction, Braids, Parts, Port, StageFunctions
+from jaxpipe.stage.functions import SHARED, AnyFunction, Braids, Parts, Port, StageFunctions, device_bytes
 from jaxpipe.stage.model.plan import stage_edges
 from jaxpipe.text import arrows
 

@@ -66,8 +66,7 @@ from jaxpipe.runtime.recorder import lengths_by_op
 from jaxpipe.runtime.transfer import check_host_memory, message_numbers
 from jaxpipe.schedule import CostProfile, Event, HostLink, Link, Schedule, Timeline, op_spec, simulate
 from jaxpipe.schedule.json_form import to_costs
-from jaxpipe.stage.compiled.footprint import device_bytes, footprint
-from jaxpipe.stage.functions import StageFunctions, function_of
+from jaxpipe.stage.functions import StageFunctions, device_bytes, footprint, function_of
 from jaxpipe.text import format_bytes
 from jaxpipe.train.assemble import Progress, order_for_link
 from jaxpipe.train.devices import limit_bytes

@@ -21,8 +21,7 @@ from jaxpipe.program.ir import Free, Instruction, Offload, Program, Recv, Reload
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.schedule import Action, CostProfile, Event, HostLink, Link, op_spec
 from jaxpipe.schedule.engine import merged
-from jaxpipe.stage.compiled.footprint import Footprint, device_bytes, footprint
-from jaxpipe.stage.functions import Braids, StageFunctions, function_of
+from jaxpipe.stage.functions import Braids, Footprint, StageFunctions, device_bytes, footprint, function_of
 from jaxpipe.text import format_bytes
 
 

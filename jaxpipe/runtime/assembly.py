@@ -41,9 +41,8 @@ from jaxpipe.runtime.processes import Processes
 from jaxpipe.runtime.transfer import OFFLOAD_ALL, OffloadOptions, Ownership
 from jaxpipe.schedule import CostProfile, Placement, Schedule
 from jaxpipe.stage.compiled.compile import BuildCache, build_all, build_output
-from jaxpipe.stage.compiled.footprint import with_offload
 from jaxpipe.stage.compiled.recompute_report import PolicyCost, compare_policies, remarks
-from jaxpipe.stage.functions import Metrics, Port, StageFunction, StageFunctions
+from jaxpipe.stage.functions import Metrics, Port, StageFunction, StageFunctions, with_offload
 from jaxpipe.stage.instructions import with_instructions
 from jaxpipe.stage.jaxprs import array_leaves, fill
 from jaxpipe.stage.model.layer import Layer, Model, Params, Path, check_dtype, taken_by

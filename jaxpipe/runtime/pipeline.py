@@ -48,8 +48,7 @@ from jaxpipe.runtime.transfer import OffloadOptions, Transport, check_host_memor
 from jaxpipe.schedule import CostProfile, Event, HostLink, Schedule, Timeline, op_spec, simulate
 from jaxpipe.schedule.text import parse_slot
 from jaxpipe.stage.compiled.braid import build_braids
-from jaxpipe.stage.compiled.footprint import footprint, with_offload
-from jaxpipe.stage.functions import Braids
+from jaxpipe.stage.functions import Braids, footprint, with_offload
 from jaxpipe.stage.model.layer import Model, Params
 from jaxpipe.stage.model.params import get_leaf, with_leaf
 

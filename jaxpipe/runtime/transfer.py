@@ -388,7 +388,7 @@ Copy = Callable[[Sequence[Any]], Sequence[Any]]
 
 @dataclass(frozen=True, slots=True)
 class OffloadOptions:
-    """``fraction``: of the residual bytes that may leave, what O and L move (:mod:`jaxpipe.stage.compiled.footprint`).
+    """``fraction``: of the residual bytes that may leave, what O and L move (:mod:`jaxpipe.stage.functions`).
     ``host_memory_bytes``: what the offloads of one process may hold (None: what the machine has available).
     ``fallback``: offload to NumPy arrays where the backend has no pinned host memory. ``in_parts``: whether O and L are
     issued in parts (:func:`jaxpipe.program.order.copies_in_parts`; None: on GPUs)."""

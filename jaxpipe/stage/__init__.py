@@ -9,7 +9,7 @@ __all__, __getattr__ = exported(
     __name__,
     **{
         "compiled.compile": "BuildCache build_all",
-        "functions": "Port StageFunction StageFunctions",
+        "functions": "Footprint Port StageFunction StageFunctions footprint",
         "instructions": "From register_instruction stage_function",
         "model.layer": "Layer LayerContext Matrix Model",
         "model.plan": "StagePlan cut cut_at plan_stages",

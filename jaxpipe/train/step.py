@@ -40,7 +40,7 @@ from jaxpipe.runtime.batches import Batch
 from jaxpipe.runtime.executor import StepDropped, StepOutputs
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.schedule import CostProfile
-from jaxpipe.stage.compiled.footprint import Footprint, compiled_footprint, device_bytes, total_device_bytes
+from jaxpipe.stage.functions import Footprint, compiled_footprint, device_bytes, total_device_bytes
 from jaxpipe.stage.model.layer import Params
 from jaxpipe.stage.model.params import by_path, get_leaf, insert_leaf, nested
 from jaxpipe.train.state import Buffers, Instance, StepMetrics, TrainState, Unapplied, Updated

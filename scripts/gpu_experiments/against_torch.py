@@ -58,7 +58,7 @@ def our_block(settings: Settings) -> dict[str, Any]:
     import jax
 
     from jaxpipe.cost.seconds import arguments_of
-    from jaxpipe.stage.compiled.footprint import footprint
+    from jaxpipe.stage.functions import footprint
 
     stage = middle_block(settings, settings.hidden)
     sample_s = 0.0 if settings.tiny else _SAMPLE_S

@@ -83,7 +83,7 @@ def speed_of_functions(settings: Settings) -> dict[str, Any]:
 
 def _speeds(settings: Settings, hidden: int) -> dict[str, Any]:
     from jaxpipe.cost.seconds import arguments_of
-    from jaxpipe.stage.compiled.footprint import footprint
+    from jaxpipe.stage.functions import footprint
 
     stage = middle_block(settings, hidden)
     real = real_arguments(stage, settings)

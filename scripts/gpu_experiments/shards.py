@@ -67,7 +67,7 @@ def shard_seconds(settings: Settings) -> dict[str, Any]:
     from jaxpipe.schedule import generate
     from jaxpipe.stage.compiled.braid import braid
     from jaxpipe.stage.compiled.compile import BuildCache
-    from jaxpipe.stage.compiled.footprint import footprint
+    from jaxpipe.stage.functions import footprint
 
     heads = max(SHARDS, settings.hidden // settings.head)
     stage = pipeline(settings, settings.hidden, generate("po", 2, 2), shards=SHARDS, num_heads=heads).stages[1]
@@ -91,7 +91,7 @@ def _peak_ratio(settings: Settings, function: Any) -> float:
     import jax
 
     from jaxpipe.cost.seconds import arguments_of
-    from jaxpipe.stage.compiled.footprint import footprint
+    from jaxpipe.stage.functions import footprint
 
     device, analysis = jax.devices()[0], footprint(function)
     before = device.memory_stats()

@@ -108,7 +108,7 @@ def braids(settings: Settings) -> dict[str, Any]:
     """Time a braid of F and BW against both apart; compare their workspace."""
     from jaxpipe.stage.compiled.braid import braid
     from jaxpipe.stage.compiled.compile import BuildCache
-    from jaxpipe.stage.compiled.footprint import footprint
+    from jaxpipe.stage.functions import footprint
 
     stage = middle_block(settings, settings.hidden)
     apart = [stage.functions[op] for op in ("F", "BW")]

@@ -37,8 +37,7 @@ from jaxpipe.cost.seconds import random_array, time_at_once
 from jaxpipe.mesh import TensorParallel
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.schedule import CostProfile, Link, circular, generate, read_costs, simulate
-from jaxpipe.stage.compiled.footprint import footprint, total_device_bytes
-from jaxpipe.stage.functions import StageFunction
+from jaxpipe.stage.functions import StageFunction, footprint, total_device_bytes
 from models.llama import Llama
 from tests.support.pipelines import compiled
 from tests.support.schedule_strategies import random_schedule

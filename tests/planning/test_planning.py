@@ -32,7 +32,7 @@ from jaxpipe.planning.targets import TARGETS, Target, device_text, find_target, 
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.schedule import Braid, CostProfile, generate, read_costs, read_schedule, simulate
 from jaxpipe.schedule.passes import unbraid
-from jaxpipe.stage.compiled.footprint import total_device_bytes
+from jaxpipe.stage.functions import total_device_bytes
 from jaxpipe.stage.weave.units import collectives
 from jaxpipe.text import mfu_text
 from jaxpipe.train.config import TrainConfig, load_config

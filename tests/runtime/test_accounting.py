@@ -48,7 +48,7 @@ from jaxpipe.schedule import (
     wave,
 )
 from jaxpipe.stage.compiled.compile import build_all
-from jaxpipe.stage.compiled.footprint import UNKNOWN, footprint
+from jaxpipe.stage.functions import UNKNOWN, footprint
 from jaxpipe.stage.model.layer import Layer, Model
 from jaxpipe.stage.model.params import stage_params
 from jaxpipe.stage.model.plan import cut

@@ -48,7 +48,7 @@ from jaxpipe.schedule.passes.offload import without_offloads
 from jaxpipe.search.best import bounds_within
 from jaxpipe.search.solve.offload_list import offload_candidates
 from jaxpipe.search.solve.task import SolveTask
-from jaxpipe.stage.compiled.footprint import TINY, leaves_that_may_leave, with_offload
+from jaxpipe.stage.functions import TINY, leaves_that_may_leave, with_offload
 from tests.support.pipelines import assert_same_arrays, compiled, parameters, pipeline_for, random_batch, sized
 from tests.support.schedule_strategies import random_schedule
 

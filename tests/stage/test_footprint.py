@@ -12,7 +12,7 @@ import pytest
 
 from jaxpipe.mesh import batch_sharded, pipeline_submeshes, replicated
 from jaxpipe.schedule import circular
-from jaxpipe.stage.compiled.footprint import UNKNOWN, compiled_footprint, device_bytes, footprint, total_device_bytes
+from jaxpipe.stage.functions import UNKNOWN, compiled_footprint, device_bytes, footprint, total_device_bytes
 from tests.support.pipelines import compiled
 
 POINTER = 8

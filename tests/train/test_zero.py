@@ -17,7 +17,7 @@ from jaxpipe._jax_compat import ClosedJaxpr
 from jaxpipe.errors import ConfigError
 from jaxpipe.mesh import DP, TensorParallel, pipeline_submeshes
 from jaxpipe.runtime.pipeline import Pipeline
-from jaxpipe.stage.compiled.footprint import device_bytes
+from jaxpipe.stage.functions import device_bytes
 from jaxpipe.stage.model.layer import Layer, Path, Shard
 from jaxpipe.stage.model.params import ParamLayout
 from jaxpipe.stage.model.reference import init_params

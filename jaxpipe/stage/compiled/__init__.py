@@ -6,5 +6,4 @@ __all__, __getattr__ = exported(
     __name__,
     braid="build_braids",
     compile="BuildCache build_all build_stage_functions",
-    footprint="Footprint footprint",
 )

@@ -28,8 +28,7 @@ from jaxpipe._jax_compat import ClosedJaxpr, Var, aval_bytes, dtype_of, eval_jax
 from jaxpipe.errors import StageError
 from jaxpipe.mesh import CP, ONE_SHARD, TP, AnyMesh, TensorParallel, spec_of, varies_over_tp
 from jaxpipe.stage.compiled.cpu import OPTIONS, for_cpu
-from jaxpipe.stage.compiled.footprint import with_offload
-from jaxpipe.stage.functions import IN_PLACE, SHARED, Homes, Port, StageFunction, StageFunctions
+from jaxpipe.stage.functions import IN_PLACE, SHARED, Homes, Port, StageFunction, StageFunctions, with_offload
 from jaxpipe.stage.identity import ById, function_key, value_key
 from jaxpipe.stage.jaxprs import array_leaves, fill, is_array, jaxpr_flops
 from jaxpipe.stage.model.layer import Layer, Params

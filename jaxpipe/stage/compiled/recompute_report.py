@@ -5,7 +5,8 @@ count elementwise work too (:mod:`jaxpipe.stage.jaxprs`), or ``cheap`` would see
 
 Bytes saved count between F and B: what a schedule holds once per microbatch in flight. What W waits for (the operands of its
 matrix products) is the same under every policy that recomputes no product for W, so a schedule that delays W much gains less.
-Not modelled: workspace inside B, which holds what it recomputes for one layer at a time (``compiled/footprint.py``).
+Not modelled: workspace inside B, which holds what it recomputes for one layer at a time
+(:func:`~jaxpipe.stage.functions.footprint`).
 """
 
 from __future__ import annotations

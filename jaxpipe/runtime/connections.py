@@ -28,7 +28,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any, BinaryIO, NoReturn
 
 from jaxpipe.errors import ConfigError, RunError
@@ -44,6 +44,8 @@ _LAST_WORDS_S = 2.0
 _ANSWER_S = 2.0
 _SAVING_S = 20.0
 _LEAVING_S = 10.0
+_PATIENCE_S = 60.0
+"""Seconds that a process waits for a value of another before it says for whom; then twice as long, and so on."""
 _STDERR = 2
 
 Position = tuple[int, int, str]
@@ -199,7 +201,16 @@ class Connections:
 
     def receive_timed(self, process: int, name: str) -> tuple[Any, float]:
         """Receive as :meth:`receive` does, and return when the value came, too, by ``time.perf_counter``."""
-        name_sent, value, received_at = self._connections[process].inbox(name).get()
+        began, patience_s = time.monotonic(), _PATIENCE_S
+        while True:
+            with suppress(Empty):
+                name_sent, value, received_at = self._connections[process].inbox(name).get(timeout=patience_s)
+                break
+            patience_s *= 2
+            # All wait for process 0 alike, so one of them says it.
+            if self._mine <= 1:
+                waited = f"{time.monotonic() - began:.0f} s"
+                say(f"jaxpipe: {self.who(self._mine)} has waited {waited} for {self.who(process)} at {name!r}")
         # Both sides call the same collectives in the same order; a name that differs means that one of them took another
         # branch.
         if name_sent != name:

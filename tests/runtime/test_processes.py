@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from jaxpipe.errors import AgreedError, ConfigError
+from jaxpipe.runtime import connections
 from jaxpipe.runtime.connections import LOST
 from jaxpipe.runtime.peers import Peers, find_peers
 from jaxpipe.runtime.processes import Processes, ProcessGroup, SingleProcess, divided
@@ -260,6 +261,33 @@ def test_threads_talk_beside_each_other() -> None:
         return sorted(messages, key=len)
 
     assert run_in_threads(2, talk) == [["0", [str(k) for k in range(50)]]] * 2
+
+
+def test_who_is_waited_for_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Process 0 speaks of others and process 1 of process 0; both ever more seldom."""
+    lines: list[str] = []
+    monkeypatch.setattr(connections, "_PATIENCE_S", 0.05)
+    monkeypatch.setattr(connections, "say", lines.append)
+    late = threading.Event()
+
+    def meet(processes: Processes) -> None:
+        if processes.mine == 2:
+            late.wait(LONG_S)
+        elif processes.mine == 1:
+            threading.Thread(target=lambda: _until(lambda: len(lines) >= 4) or late.set()).start()
+        processes.barrier("data")
+
+    assert run_in_threads(3, meet) == [None] * 3
+    waits = [re.sub(r"\d+ s", "N s", line).replace(f" (host {HOST})", "") for line in lines]
+    assert {"jaxpipe: process 0 has waited N s for process 2 at 'data'"} <= set(waits)
+    assert "jaxpipe: process 1 has waited N s for process 0 at 'data'" in waits
+    assert not any(line.startswith("jaxpipe: process 2") for line in waits if "'data'" in line)
+
+
+def _until(is_met: Callable[[], bool]) -> None:
+    ends = time.monotonic() + LONG_S
+    while not is_met() and time.monotonic() < ends:
+        time.sleep(0.01)
 
 
 def test_what_differs_is_said_alike_in_all() -> None:

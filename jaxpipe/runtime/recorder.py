@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxpipe.schedule import CostProfile, Event, Schedule, Slot, Timeline, build_graph, replay
+from jaxpipe.schedule import CostProfile, Event, Schedule, Slot, Timeline, build_graph, op_spec, replay
 from jaxpipe.schedule.deps import HOST_LANES
 from jaxpipe.schedule.memory import memory_curves, static_bytes
 
@@ -203,7 +203,10 @@ def _reconciled(
             ended = min(ended, *(chain_end.get(chain, math.inf) for chain in chains))
         if lane != "recv":
             chain_end.update(dict.fromkeys(chains, min(ended, sourced)))
-        ends[k] = lane_end[queued] = ended
+        ends[k] = ended
+        # The host waits in S, for a copy that may end while what was dispatched before it still runs; S takes no time.
+        if not _is_sync(action):
+            lane_end[queued] = ended
     # Forwards: a start follows from the ends before it, which stand now.
     spans = []
     free: dict[str, float] = {}
@@ -211,6 +214,7 @@ def _reconciled(
     computed = origin
     for r, ended in zip(readings, ends, strict=True):
         queued, chains = _queue_of(r.lane), _chains(r.action)
+        ended = max(ended, free.get(queued, origin))
         after = origin
         if r.lane in HOST_LANES:
             after = max(done.get(chain, origin) for chain in chains)
@@ -218,13 +222,18 @@ def _reconciled(
             after = r.sourced
         if r.lane == "h2d" and loads_follow_compute:
             after = max(after, computed)
-        spans.append((r, min(max(free.get(queued, origin), after, r.earliest), ended), ended))
+        start = ended if _is_sync(r.action) else min(max(free.get(queued, origin), after, r.earliest), ended)
+        spans.append((r, start, ended))
         free[queued] = ended
         if r.lane == "compute":
             computed = ended
         if r.lane != "recv":
             done.update(dict.fromkeys(chains, ended))
     return spans
+
+
+def _is_sync(slot: Slot) -> bool:
+    return op_spec(slot.actions[0].op).is_sync
 
 
 def _chains(slot: Slot) -> tuple[tuple[int, int], ...]:
@@ -286,7 +295,6 @@ def _slot_events(schedule: Schedule, events: Sequence[Event]) -> dict[tuple[int,
         for slot in row:
             slot_event = event_of.get((rank, slot))
             parts = [slot_event] if slot_event is not None else [event_of[(rank, action)] for action in slot.actions]
-            merged[(rank, slot)] = Event(
-                rank, parts[0].lane, slot, min(e.start_s for e in parts), max(e.end_s for e in parts)
-            )
+            start_s, end_s = min(e.start_s for e in parts), max(e.end_s for e in parts)
+            merged[(rank, slot)] = Event(rank, parts[0].lane, slot, start_s, end_s)
     return merged

@@ -36,14 +36,7 @@ from jaxpipe.runtime.peers import find_peers
 from jaxpipe.runtime.processes import Processes, ProcessGroup, SingleProcess, divided
 from jaxpipe.text import closest, format_count
 from jaxpipe.train.config import TrainConfig, explain_settings, load_config
-from jaxpipe.train.devices import (
-    device_errors,
-    find_devices,
-    limit_line,
-    memory_fraction,
-    request_devices,
-    request_gpus,
-)
+from jaxpipe.train.devices import device_errors, find_devices, memory_fraction, request_devices, request_gpus
 from jaxpipe.train.run.agreement import agree_on_settings
 from jaxpipe.train.run.ending import EndingEarly
 
@@ -174,17 +167,12 @@ def _add_devices_flag(parser: argparse.ArgumentParser) -> None:
 
 def _load(args: argparse.Namespace) -> Trained:
     """Load the model that the flags name; report unknown config keys on stderr."""
+    from jaxpipe.train.devices import limit_line
     from jaxpipe.train.evaluate import load_trained
 
     with device_errors("loading", use=_LESS_HERE):
-        trained = load_trained(
-            args.checkpoint,
-            step=args.step,
-            model=args.model,
-            tokenizer=args.tokenizer,
-            devices=args.devices,
-            other_model=args.other_model,
-        )
+        names = ("step", "model", "tokenizer", "devices", "other_model")
+        trained = load_trained(args.checkpoint, **{name: getattr(args, name) for name in names})
     if line := limit_line(trained.devices[0]):
         flags.notice(line)
     if trained.remark:

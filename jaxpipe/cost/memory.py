@@ -23,6 +23,8 @@ losses          loss sums, and a scalar per action that the runtime waits on
 user values     what custom instructions write for themselves and for the caller
 temporaries     workspace of the function that runs
 code            compiled functions (0 on backends that do not say)
+padding         what the allocator of a GPU adds to buffers (:mod:`jaxpipe.cost.allocator`)
+in flight       what was received and dropped, and a recorded step on GPUs may still hold: it waits for it
 ==============  ======================================================================================================
 
 Offloaded residuals give their device bytes back at once, or, given a timeline, before the first function or reload that starts
@@ -33,19 +35,24 @@ is issued.
 :func:`passing_bytes` and :func:`workspace_bytes` are what a cost profile counts while a function runs, for the bound of the
 simulator (:mod:`jaxpipe.cost.profile`).
 
-Not modelled: the source of a message within a process while the copy is under way, fragmentation, what libraries allocate for
-themselves.
+The recorder waits for what was received, and so keeps it, while the host runs ahead of a GPU by at most
+:data:`~jaxpipe.program.order.IN_FLIGHT` computations: this bound counts in every step, as training records some.
+
+Not modelled: the source of a message within a process while the copy is under way, what is left of earlier steps between
+free chunks, what libraries allocate for themselves.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
+from jaxpipe.cost.allocator import Chunks
 from jaxpipe.program.ir import Free, Instruction, Message, Offload, Program, Recv, Reload, Run, Send, Sync, message_of
-from jaxpipe.program.order import messages_arrived, offloads_ended
+from jaxpipe.program.order import IN_FLIGHT, messages_arrived, offloads_ended
 from jaxpipe.schedule import Timeline
 from jaxpipe.stage.functions import (
     IN_PLACE,
@@ -63,7 +70,7 @@ from jaxpipe.text import aligned, format_bytes
 
 Kind = Literal[
     "parameters", "gradients", "masters", "optimizer", "data", "residuals", "w-residuals", "boundaries", "communication",
-    "losses", "user values", "temporaries", "code",
+    "losses", "user values", "temporaries", "code", "padding", "in flight",
 ]  # fmt: skip
 KINDS: tuple[Kind, ...] = get_args(Kind)
 FootprintOf = Callable[[Any], Footprint]
@@ -73,7 +80,7 @@ _KIND_OF_PORT: Mapping[str, Kind] = {
     "res": "residuals", "wres": "w-residuals", "y": "boundaries", "dx": "boundaries", "loss": "losses", "token": "losses",
     "user": "user values",
 }  # fmt: skip
-_NO_ARRAYS: tuple[Kind, ...] = ("temporaries", "code")
+_NO_ARRAYS: tuple[Kind, ...] = ("temporaries", "code", "padding", "in flight")
 _KEY_BYTES = 8
 _TOKEN_BYTES = 4
 
@@ -173,7 +180,7 @@ def account(
         ranks.append(_RankAccount(p, placed, align, timeline))
     by_rank = {r.program.rank: r for r in ranks}
     arrived = messages_arrived(programs if all_programs is None else all_programs)
-    messages: dict[Message, list[int]] = {}
+    messages: dict[Message, list[_Buffer]] = {}
     notes: dict[str, None] = {}
     for k, at in order:
         rank, program = ranks[k], programs[k]
@@ -186,7 +193,7 @@ def account(
         for message in arrived.get((program.rank, at), ()):
             rank.finish_copy(message)
         # Within an instruction as on a device: results and workspace are there before anything is dropped.
-        workspace = 0
+        temporaries = None
         match instruction:
             case Run():
                 function = called(program, instruction)
@@ -195,20 +202,18 @@ def account(
                 if xla_footprint is not None and xla_footprint.note:
                     notes[xla_footprint.note] = None
                 else:
-                    workspace = workspace_bytes(function, xla_footprint)
-                rank.add("temporaries", workspace)
+                    temporaries = rank.buffer(workspace_bytes(function, xla_footprint), "temporaries")
             case Send(place=place) if place >= 0:
                 rank.keep_until_arrival(instruction)
             # Within a process the copy is allocated when it is sent, whenever its receiver reads it.
             case Send(action, slots, dst=dst):
                 if (receiver := by_rank.get(dst)) is not None:
                     n = sum(b.bytes for slot in slots if (b := rank.slots[slot]) is not None)
-                    messages.setdefault((program.rank, dst, action), []).append(n)
-                    receiver.add("communication", n)
+                    messages.setdefault((program.rank, dst, action), []).append(receiver.buffer(n, "communication"))
                     receiver.note_peak(f"{action} arriving")
             case Recv(action, _, slots, src):
                 if sent := messages.get((src, program.rank, action)):
-                    rank.add("communication", -sent.pop(0))
+                    rank.release(sent.pop(0))
                 for slot, n in zip(slots, program.written_bytes[at], strict=True):
                     rank.fill(slot, n, "boundaries")
             case Offload():
@@ -220,8 +225,10 @@ def account(
                     rank.fill(to_slot, source.bytes, source.kind)
             case Sync():
                 pass
+        made_here = isinstance(instruction, Recv) and instruction.place < 0 and instruction.src not in by_rank
+        rank.dispatched(instruction, computes=isinstance(instruction, Run) or made_here)
         rank.note_peak(f"{instruction.action}")
-        rank.add("temporaries", -workspace)
+        rank.release(temporaries)
         for other in ranks if curves else ():
             other.curve.append(other.live)
             other.host_curve.append(other.host)
@@ -231,11 +238,14 @@ def account(
 
 @dataclass(slots=True, eq=False)
 class _Buffer:
-    """A device or host allocation and how many slots show it."""
+    """A device or host allocation, and how many slots (or copies under way) show it."""
 
     bytes: int
     kind: Kind
     slots: int = 1
+    arriving: bool = False
+    chunk: int = -1  # where the allocator has put it, with so many bytes more
+    padding: int = 0
 
 
 class _RankAccount:
@@ -243,6 +253,8 @@ class _RankAccount:
 
     def __init__(self, program: Program, placed: Mapping[Kind, int], align: int, timeline: Timeline | None) -> None:
         self.program, self.align = program, align
+        self.arriving: deque[list[_Buffer]] = deque([[]])
+        self.chunks = Chunks() if align > 1 else None
         self.bytes: dict[Kind, int] = {kind: placed.get(kind, 0) for kind in KINDS}
         self.peaks, self.by_kind = dict(self.bytes), dict(self.bytes)
         self.peak, self.at, self.live_peak, self.host, self.host_peak = -1, "", 0, 0, 0
@@ -274,19 +286,53 @@ class _RankAccount:
 
     def memory(self) -> RankMemory:
         by_kind, peaks = ({k: n for k, n in of.items() if n} for of in (self.by_kind, self.peaks))
-        return RankMemory(
-            self.program.rank, self.peak, self.at, by_kind, peaks, self.live_peak, self.host_peak, tuple(self.curve),
-            tuple(self.host_curve),
-        )  # fmt: skip
+        held = self.peak, self.at, by_kind, peaks, self.live_peak, self.host_peak
+        return RankMemory(self.program.rank, *held, tuple(self.curve), tuple(self.host_curve))
 
     def fill(self, slot: int, n: int, kind: Kind) -> None:
-        self.slots[slot] = buffer = _Buffer(-(-n // self.align) * self.align, kind)
+        self.slots[slot] = self.buffer(n, kind)
+
+    def buffer(self, n: int, kind: Kind) -> _Buffer:
+        """Take ``n`` bytes and what the allocator adds."""
+        buffer = _Buffer(-(-n // self.align) * self.align, kind)
+        if self.chunks is not None and n:
+            buffer.chunk, buffer.padding = self.chunks.take(buffer.bytes)
+            self.add("padding", buffer.padding)
         self.add(kind, buffer.bytes)
+        return buffer
 
     def release(self, buffer: _Buffer | None) -> None:
-        if buffer is not None:
-            buffer.slots -= 1
-            self.add(buffer.kind, 0 if buffer.slots else -buffer.bytes)
+        if buffer is None:
+            return
+        buffer.slots -= 1
+        if not buffer.slots:
+            self.add(buffer.kind, -buffer.bytes)
+            if buffer.arriving:
+                self.add("in flight", buffer.bytes)
+            else:
+                self.give_back(buffer)
+
+    def give_back(self, buffer: _Buffer) -> None:
+        if self.chunks is not None and buffer.chunk >= 0:
+            self.chunks.give_back(buffer.chunk)
+            self.add("padding", -buffer.padding)
+
+    def dispatched(self, instruction: Instruction, *, computes: bool) -> None:
+        """Keep what is received until so many computations are behind it that a device must have come to it."""
+        if self.chunks is None:
+            return
+        if computes:
+            self.arriving.append([])
+        for slot in instruction.outputs if isinstance(instruction, Recv) else ():
+            if (received := self.slots[slot]) is not None:
+                received.arriving = True
+                self.arriving[-1].append(received)
+        if len(self.arriving) > IN_FLIGHT:
+            for buffer in self.arriving.popleft():
+                buffer.arriving = False
+                if not buffer.slots:
+                    self.add("in flight", -buffer.bytes)
+                    self.give_back(buffer)
 
     def results(self, run: Run, function: AnyFunction) -> None:
         for n, (slot, port, aval) in enumerate(zip(run.outputs, function.outputs, function.avals_out, strict=True)):
@@ -300,7 +346,7 @@ class _RankAccount:
                     shared.kind = _KIND_OF_PORT[port.kind]
                     self.add(shared.kind, shared.bytes)
             elif slot < 0:
-                self.add("losses", device_bytes(aval, self.align))
+                self.buffer(device_bytes(aval), "losses")
             elif port.kind not in IN_PLACE:
                 self.fill(slot, device_bytes(aval), _KIND_OF_PORT[port.kind])
 
@@ -313,9 +359,8 @@ class _RankAccount:
 
     def keep_until_arrival(self, send: Send) -> None:
         """Keep the buffers of a message until the other process has received them."""
-        self.leaving[message_of(self.program.rank, send)] = buffers = [
-            b for s in send.inputs if (b := self.slots[s]) is not None
-        ]
+        buffers = [b for s in send.inputs if (b := self.slots[s]) is not None]
+        self.leaving[message_of(self.program.rank, send)] = buffers
         for buffer in buffers:
             buffer.slots += 1
 
@@ -372,17 +417,10 @@ def passing_bytes(stage: StageFunctions, function: StageFunction) -> int:
     stored = {p for op in ("B", "W") if op in stage.functions for p in stage.functions[op].inputs if p.kind == "x"}
     # A dy that is handed to W counts as a cotangent already.
     shared = {k for n, k in function.forwarded.items() if function.outputs[n].kind == "wres"}
-    read = [
-        aval
-        for k, (port, aval) in enumerate(zip(function.inputs, function.avals_in, strict=True))
-        if (port.kind == "dy" and k not in shared) or (port.kind == "x" and port not in stored)
-    ]
-    written = [
-        aval
-        for n, (port, aval) in enumerate(zip(function.outputs, function.avals_out, strict=True))
-        if port.kind in ("y", "dx") and n not in function.forwarded
-    ]
-    return total_device_bytes([*read, *written])
+    passing = {k for k, p in enumerate(function.inputs) if p.kind == "dy"} - shared
+    passing |= {k for k, p in enumerate(function.inputs) if p.kind == "x" and p not in stored}
+    written = {n for n, p in enumerate(function.outputs) if p.kind in ("y", "dx")} - function.forwarded.keys()
+    return total_device_bytes([function.avals_in[k] for k in passing] + [function.avals_out[n] for n in written])
 
 
 def batch_bytes(stage: StageFunctions, programs: Sequence[Program], num_microbatches: int) -> int:

@@ -73,9 +73,8 @@ def issue_order(programs: Sequence[ir.Program], timeline: Timeline) -> tuple[tup
     waiting: dict[ir.Message, int] = {}
     # Places of messages to and from other processes: all processes start theirs in this order, which is what keeps them from
     # waiting for each other in a circle.
-    turns = deque(
-        sorted(i.place for p in programs for i in p.instructions if isinstance(i, (ir.Send, ir.Recv)) and i.place >= 0)
-    )
+    messages = [i for p in programs for i in p.instructions if isinstance(i, (ir.Send, ir.Recv))]
+    turns = deque(sorted(i.place for i in messages if i.place >= 0))
     next_turn: dict[int, int] = {}
     ready = [(keys[k][0], k) for k, p in enumerate(programs) if p.instructions]
     heapq.heapify(ready)
@@ -199,9 +198,8 @@ def offloads_ended(program: ir.Program, timeline: Timeline) -> dict[int, tuple[i
         if isinstance(instruction, ir.Offload):
             running.append(instruction)
         elif isinstance(instruction, ir.Run | ir.Reload | ir.Sync):
-            ended = [
-                o for o in running if times[o.action].end_s <= due_s or not {*o.outputs}.isdisjoint(instruction.inputs)
-            ]
+            read = {*instruction.inputs}
+            ended = [o for o in running if times[o.action].end_s <= due_s or not read.isdisjoint(o.outputs)]
             if ended:
                 offloads[k] = tuple(ended)
                 running = [o for o in running if o not in ended]
@@ -218,13 +216,12 @@ def holds(program: ir.Program, timeline: Timeline) -> dict[int, tuple[tuple[Acti
     offloads = offloads_ended(program, timeline)
     times = _times(program.rank, timeline) if offloads else {}
     long = {a for a, e in times.items() if e.end_s > e.start_s}
-    waits_at = {
-        k: tuple(
-            (o.action, o.outputs) for o in ended if o.action in long and o.outputs != ir.reads(program.instructions[k])
-        )
-        for k, ended in offloads.items()
-    }
-    return {k: waits for k, waits in waits_at.items() if waits}
+    waits: dict[int, tuple[tuple[Action, tuple[int, ...]], ...]] = {}
+    for k, ended in offloads.items():
+        read = ir.reads(program.instructions[k])
+        if running := tuple((o.action, o.outputs) for o in ended if o.action in long and o.outputs != read):
+            waits[k] = running
+    return waits
 
 
 def _times(rank: int, timeline: Timeline) -> dict[Slot, Event]:
@@ -529,8 +526,8 @@ def copies_in_parts(rank: int, steps: RankSteps, timeline: Timeline) -> RankStep
             for value in step.inputs:
                 start_s = event.start_s + (event.end_s - event.start_s) * moved / total
                 # By its middle, so that a part is not much more than its share where arrays differ in size.
-                middle = moved + value_bytes[value] / 2
-                parts.setdefault(int(PARTS * middle / total), (start_s, []))[1].append(value)
+                n = int(PARTS * (moved + value_bytes[value] / 2) / total)
+                parts.setdefault(n, (start_s, []))[1].append(value)
                 moved += value_bytes[value]
             for start_s, values in parts.values():
                 part = step._replace(inputs=tuple(values), outputs=tuple(values))
@@ -539,14 +536,11 @@ def copies_in_parts(rank: int, steps: RankSteps, timeline: Timeline) -> RankStep
         if step.kind in (ir.Run, ir.Sync):
             event, read = times[step.action], {*step.inputs}
             waiting.sort()
-            due = [
-                n + 1
-                for n, (start_s, _, part) in enumerate(waiting)
-                if start_s <= event.start_s
-                or (part.kind is ir.Reload and start_s < event.end_s)
-                or not read.isdisjoint(part.inputs)
-            ]
-            last, at = max(due, default=0), len(placed)
+            last, at = 0, len(placed)
+            for n, (start_s, _, part) in enumerate(waiting, start=1):
+                overlaps = part.kind is ir.Reload and start_s < event.end_s
+                if start_s <= event.start_s or overlaps or not read.isdisjoint(part.inputs):
+                    last = n
             # In front of what the run receives, which is issued with it.
             while at and placed[at - 1].kind is ir.Recv:
                 at -= 1

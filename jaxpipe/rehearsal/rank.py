@@ -294,9 +294,7 @@ class Rehearsal:
             schedule=self.pipeline.schedule.name,
             stages=tuple(sorted(s for _, s in self.functions)),
             num_instructions=len(executor.sequence),
-            device=self.device.device_kind
-            if len(self.devices) == 1
-            else f"{len(self.devices)} × {self.device.device_kind}",
+            device=f"{len(self.devices)} × " * (len(self.devices) > 1) + self.device.device_kind,
             timings=timings,
             standalone=measurements.timings,
             collectives=measurements.collectives,

@@ -96,18 +96,13 @@ def copy_reports(program: Program, steps: Sequence[Sequence[Event]]) -> tuple[Co
         copies = [(span, k) for k, events in enumerate(steps) for span in _spans(events, lane)]
         if not copies:
             continue
-        moved = sum(
-            sum(written)
-            for i, written in zip(program.instructions, program.written_bytes, strict=True)
-            if isinstance(i, kind)
-        )
+        written_by = zip(program.instructions, program.written_bytes, strict=True)
+        moved = sum(sum(written) for i, written in written_by if isinstance(i, kind))
         compute = [_spans(events, "compute") for events in steps]
         lengths = [b - a for (a, b), _ in copies]
         hidden = sum(_shared(span, compute[k]) for span, k in copies)
-        total = sum(lengths)
-        reports.append(
-            CopyReport(lane, len(copies) // len(steps), moved, Timing.of(lengths), hidden / total if total > 0 else 1.0)
-        )
+        share = hidden / total if (total := sum(lengths)) > 0 else 1.0
+        reports.append(CopyReport(lane, len(copies) // len(steps), moved, Timing.of(lengths), share))
     return tuple(reports)
 
 
@@ -271,11 +266,9 @@ class Watch:
             case Run():
                 function = function_of(self._program.rank, instruction.parts, self._functions, self._braids)
                 # gradients are added into donated accumulators, and forwarded outputs are inputs: neither takes memory
-                results = sum(
-                    device_bytes(aval)
-                    for k, (port, aval) in enumerate(zip(function.outputs, function.avals_out, strict=True))
-                    if port.kind != "acc" and k not in function.forwarded
-                )
+                outputs = enumerate(zip(function.outputs, function.avals_out, strict=True))
+                new = [aval for k, (port, aval) in outputs if port.kind != "acc" and k not in function.forwarded]
+                results = sum(map(device_bytes, new))
                 return results, footprint(function).temp_bytes
             case Recv() | Reload():
                 return sum(self._program.written_bytes[at]), 0

@@ -367,8 +367,8 @@ class Executor:
                 for slot in clear:
                     bank[slot] = None
                 if recorder is not None and kind < _SEND:
-                    # A copy is done when its last array has arrived: they travel on several streams, in no known order.
-                    done = results if kind == _COPY else (results[marker],) if results else ()
+                    # A copy, and who waits for it, is done when its last array has arrived: they travel on several streams.
+                    done = results if kind >= _COPY else (results[marker],) if results else ()
                     if kind == _RECV:
                         arriving[at] = done
                         continue
@@ -507,19 +507,14 @@ class _Linker:
         places: dict[tuple[int, int], tuple[Bank, int]] = {}
         insertions: list[tuple[int, _Linked]] = []
         for program, bank in zip(self.programs, self.banks, strict=True):
-            local_sequence = (
-                [n for n, (rank, _) in enumerate(self.sequence) if rank == program.rank] if epilogues else []
-            )
+            local_sequence = [n for n, (r, _) in enumerate(self.sequence) if r == program.rank] if epilogues else []
             for (rank, stage), reduce in epilogues.items():
                 slots = tuple(slot for v, slot in program.results if v.kind == "acc" and v.stage == stage)
                 if rank != program.rank or not slots:
                     continue
                 used = set(slots)
-                at = max(
-                    k
-                    for k, n in enumerate(local_sequence)
-                    if used & set(reads(program.instructions[self.sequence[n][1]]))
-                )
+                instructions = (program.instructions[self.sequence[n][1]] for n in local_sequence)
+                at = max(k for k, instruction in enumerate(instructions) if not used.isdisjoint(reads(instruction)))
                 action = self.code[local_sequence[at]].action
                 # A neighbour waits for what the last run sends, and a collective takes long.
                 while at + 1 < len(local_sequence) and self.code[local_sequence[at + 1]].kind == _SEND:
@@ -527,14 +522,9 @@ class _Linker:
                 # Before the last slot, where results go that nothing reads (slot −1 of linked instructions).
                 bank.insert(-1, None)
                 places[(rank, stage)] = (bank, len(bank) - 2)
-                insertions.append(
-                    (
-                        local_sequence[at],
-                        _Linked(
-                            _EPILOGUE, _boxed(reduce), _getter(slots), bank, (len(bank) - 2,), (), rank, action, 0, ""
-                        ),
-                    )
-                )
+                run, outs = _boxed(reduce), (len(bank) - 2,)
+                linked = _Linked(_EPILOGUE, run, _getter(slots), bank, outs, (), rank, action, 0, "")
+                insertions.append((local_sequence[at], linked))
         # From the back, so that each insertion leaves the positions before it as they are.
         for n, linked in sorted(insertions, key=lambda item: -item[0]):
             self.code.insert(n + 1, linked)

@@ -207,11 +207,8 @@ class Pipeline(Assembly):
 
     @cached_property
     def executor(self) -> Executor:
-        waits = {
-            (k, at): offloads
-            for k, program in enumerate(self.local_programs)
-            for at, offloads in holds(program, self._predicted).items()
-        }
+        waits_of = enumerate(holds(program, self._predicted) for program in self.local_programs)
+        waits = {(k, at): offloads for k, waits_at in waits_of for at, offloads in waits_at.items()}
         return Executor(
             self.local_programs,
             self.order,
@@ -381,11 +378,9 @@ class Pipeline(Assembly):
         if owned.divided:
             measured = StageMeasurements.from_json(self.stages, owned.shared("timings", measured.as_json()))
         costs = measured.costs()
-        return (
-            replace(costs, host=self._host_link(repeats), offload_s=(), load_s=())
-            if _offloads(self.programs)
-            else costs
-        )
+        if not _offloads(self.programs):
+            return costs
+        return replace(costs, host=self._host_link(repeats), offload_s=(), load_s=())
 
     def _host_link(self, repeats: int) -> HostLink:
         """Measure the host link in process 0; ranks that share lanes as each finds its own."""

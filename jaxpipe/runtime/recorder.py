@@ -145,10 +145,9 @@ class Recorder:
         if at not in self._queues:
             self._queues[at] = queue.SimpleQueue()
             name = f"jaxpipe-recorder-{rank}-{at[1]}"
-            self._threads.append(
-                threading.Thread(target=self._watch, args=(rank, self._queues[at]), name=name, daemon=True)
-            )
-            self._threads[-1].start()
+            thread = threading.Thread(target=self._watch, args=(rank, self._queues[at]), name=name, daemon=True)
+            thread.start()
+            self._threads.append(thread)
         return self._queues[at]
 
     def _watch(self, rank: int, results: queue.SimpleQueue[_Watched | None]) -> None:

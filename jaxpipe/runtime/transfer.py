@@ -93,12 +93,8 @@ def message_homes(
     programs: Sequence[Program], meshes: Sequence[Mesh], numbers: Mapping[Message, int]
 ) -> dict[int, list[NamedSharding]]:
     """Return, by message number, where the arrays of the message live on the receiver, split as they are on the sender."""
-    return {
-        numbers[message_of(p.rank, i)]: [NamedSharding(meshes[i.dst], a.sharding.spec) for a in i.avals]
-        for p in programs
-        for i in p.instructions
-        if isinstance(i, Send)
-    }
+    sends = {numbers[message_of(p.rank, i)]: i for p in programs for i in p.instructions if isinstance(i, Send)}
+    return {n: [NamedSharding(meshes[i.dst], a.sharding.spec) for a in i.avals] for n, i in sends.items()}
 
 
 class RemoteTransport(Protocol):

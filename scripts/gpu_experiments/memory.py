@@ -19,7 +19,7 @@ _FRACTION = {"XLA_CLIENT_MEM_FRACTION": ".95", "XLA_PYTHON_CLIENT_MEM_FRACTION":
     backs="plan, U4; the out-of-memory line",
     paths=PROGRAM_PATHS,
     estimate_s=120,
-    predicted={"predicted ÷ measured": "0.93-0.98: receives are allocated early", "share that JAX takes": "0.75"},
+    predicted={"predicted ÷ measured": "0.99-1.02", "share that JAX takes": "0.75"},
     want={
         "accounting.predicted_over_measured": "0.99 to 1.01",
         "edge.below_ran": "== 1",

@@ -226,7 +226,7 @@ def messages(processes: Processes, pipe: Any, shape: tuple[int, ...]) -> dict[st
             jax.block_until_ready(arrays.pop())
             trips.append(2 * (time.perf_counter() - began))
         return _summary(send_s, receive_s, trips)
-    carrier = ownership.carrier()
+    carrier = ownership.remote_transport()
     if processes.mine > 1:
         return {}
     home, other = homes[ownership.ranks[0]], ownership.process_of.index(1 - processes.mine)

@@ -82,14 +82,14 @@ def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> int:
 
 
 def _overrides(settings: Settings, folder: Path, ranks: int) -> list[str]:
-    steps = 40 if settings.tiny else 20
+    steps = 40 if settings.tiny else 200
     width, layers = (16, 1) if settings.tiny else (256, 4)
     overrides: dict[str, Any] = {
         "run.steps": steps,
         "run.batch": 4,
         "run.eval_every": 0,
-        "run.checkpoint_every": steps // 4,
-        "run.log_every": steps,
+        "run.checkpoint_every": steps // 2,
+        "run.log_every": steps // 2,
         "run.out_dir": folder,
         "run.deterministic": "true",
         "run.platform": "cpu" if settings.tiny else "auto",

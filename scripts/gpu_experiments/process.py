@@ -172,6 +172,10 @@ def _serve() -> None:
     """Fork twice for each line: a process that waits for the one that runs the call, and writes its exit code."""
     for module in _IMPORTED_ONCE:
         importlib.import_module(module)
+    from tests.support import small_programs
+
+    small_programs.collect_seldom()
+    small_programs.share_context()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     gc.freeze()
     for line in sys.stdin:

@@ -12,7 +12,7 @@ from jaxpipe.schedule import CostProfile, check_schedule, generate, simulate
 from jaxpipe.schedule.placement import circular, one_to_one, v_shape
 from jaxpipe.schedule.problem import Problem
 from jaxpipe.search.blocks import BuildingBlock, repeat
-from jaxpipe.search.blocks.block import cells_with_ends, rows_of, searched
+from jaxpipe.search.blocks.block import cells_with_ends, rows_of, search_blocks
 from jaxpipe.search.families.within_limit import one_f_one_b_v_block, v_half_block, v_min_block
 from jaxpipe.search.list_schedule.fillers import AS_GIVEN, DOMINATING, RECIPES, GapFiller, Phases, Rule
 from jaxpipe.search.retime import Retimer
@@ -124,7 +124,7 @@ def test_reordering_keeps_rows_valid_and_within_memory(seed: int) -> None:
         before = gap_filler.retimer.draft(rows)
         assert before is not None
         for view, rule in (*RECIPES, *DOMINATING, ("real", Phases(Rule(backlog=1), AS_GIVEN, Rule()))):
-            after = gap_filler.retimer.draft(gap_filler.filled(rows, before.peak, rule, view))
+            after = gap_filler.retimer.draft(gap_filler.fill(rows, before.peak, rule, view))
             assert after is not None and after.peak <= before.peak + 1e-9
             check_schedule(problem.schedule("reordered", after.rows))
         best = gap_filler.best(rows, before.peak, 12)
@@ -133,7 +133,7 @@ def test_reordering_keeps_rows_valid_and_within_memory(seed: int) -> None:
 
 @pytest.mark.parametrize("p", [1, 2, 3, 4, 7])
 def test_the_search_lists_blocks_without_collision_longest_lives_first(p: int) -> None:
-    blocks = list(searched(p, p + 4))
+    blocks = list(search_blocks(p, p + 4))
     assert len({block.forward + block.backward for block in blocks}) == len(blocks)
     assert not any(block.collisions() for block in blocks[::7])
     on_rank_0 = [-(b.backward[0][0] - b.forward[0][0] + b.backward[0][-1] - b.forward[0][-1]) for b in blocks]
@@ -150,7 +150,7 @@ def test_ends_by_rule_are_whole_schedules(p: int, m: int) -> None:
     costs = CostProfile.uniform(2 * p, chunks=2, f=2, b=2, w=2)
     problem = Problem.of(v_shape(p), m, costs)
     count = 0
-    for block in list(searched(p, 2 * p))[::23]:
+    for block in list(search_blocks(p, 2 * p))[::23]:
         rows = rows_with_ends(block, problem)
         draft = None if rows is None else Retimer(problem).draft(rows)
         if draft is not None:
@@ -162,7 +162,7 @@ def test_ends_by_rule_are_whole_schedules(p: int, m: int) -> None:
 def test_ends_by_rule_are_no_longer_than_the_repeated_block() -> None:
     problem = Problem.of(v_shape(4), 16, CostProfile.uniform(8, chunks=2, f=2, b=2, w=2))
     retimer, compared = Retimer(problem), 0
-    for block in list(searched(4, 8))[::5]:
+    for block in list(search_blocks(4, 8))[::5]:
         repeated, rows = retimer.draft(repeat(block, problem)), rows_with_ends(block, problem)
         by_rule = None if rows is None else retimer.draft(rows)
         if repeated is not None and by_rule is not None and by_rule.peak <= repeated.peak:

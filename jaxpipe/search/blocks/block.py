@@ -18,7 +18,7 @@ the repeated block, in order of cells. B, BW and W move as early as they can; an
 holds less than the block's peak over all ranks. Looking at cells, not seconds, it keeps the rhythm of the block where costs
 are near one another; use it as another start for :class:`~jaxpipe.search.list_schedule.fillers.GapFiller`.
 
-**On the V placement** (:func:`searched`): the blocks that the adaptive search looks at. Source: `controllable-memory.txt`
+**On the V placement** (:func:`search_blocks`): the blocks that the adaptive search looks at. Source: `controllable-memory.txt`
 section 3.1 and appendix A. Four flows cross the ranks: F of the first chunk and B of the second go down (from rank 0 to rank
 p−1) with offset δ⁰ from rank to rank, F of the second chunk and B of the first go up with offset δ¹. Lifespans, and so memory,
 are then balanced over the ranks. Where flows turn (at the ends of the V) the offset is the shortest one that the pattern of
@@ -219,7 +219,7 @@ def rows_of(problem: Problem, cells: Mapping[int, int]) -> list[list[int]]:
     return rows
 
 
-def repeated(problem: Problem, rows: Sequence[Sequence[int]], microbatches: int) -> list[list[int]] | None:
+def repeat_steady_phase(problem: Problem, rows: Sequence[Sequence[int]], microbatches: int) -> list[list[int]] | None:
     """Return ``rows`` of ``problem`` with the steady phase repeated until there are ``microbatches``; None if a rank has none.
 
     Whether the result deadlocks, how long it takes and what it holds is the retimer's business.
@@ -311,7 +311,7 @@ T = 6
 _LARGEST = 5
 
 
-def searched(ranks: int, most: float) -> Iterator[BuildingBlock]:
+def search_blocks(ranks: int, most: float) -> Iterator[BuildingBlock]:
     """Yield the blocks that don't collide and whose first rank may live with ``most`` chunks, longest lifespans first."""
     blocks = []
     # by how much flows drift apart down to each rank, and the residues of that, whatever the first rank's pattern

@@ -113,7 +113,9 @@ class OrderSearch(Protocol[C]):
                     after.setdefault(then, []).extend(successors)
             # states that end too late are dropped before others are merged, which then lose less
             hopeful = {counts: self.hopeful(counts, states, most) for counts, states in after.items()}
-            layer = {counts: _narrowed(_undominated(states), width) for counts, states in hopeful.items() if states}
+            layer = {
+                counts: _merge_neighbours(_pareto_front(states), width) for counts, states in hopeful.items() if states
+            }
         return best
 
     def first(self) -> tuple[C, list[State]]:
@@ -263,7 +265,7 @@ def _busy_until(x: list[int], mine: Sequence[int], end: int) -> State:
     return tuple(x)
 
 
-def _undominated(states: Sequence[State]) -> list[State]:
+def _pareto_front(states: Sequence[State]) -> list[State]:
     """Return those that no other dominates."""
     best: list[State] = []
     # what dominates a state has no larger sum, so it was looked at before
@@ -273,7 +275,7 @@ def _undominated(states: Sequence[State]) -> list[State]:
     return best
 
 
-def _narrowed(states: list[State], width: int) -> list[State]:
+def _merge_neighbours(states: list[State], width: int) -> list[State]:
     """Return about ``width`` states, of which one is nowhere later, for each of these."""
     if len(states) <= width:
         return states
@@ -441,7 +443,7 @@ class FewRankBounds:
             for rank_set in sets:
                 score = 0
                 orders = self.host_orders(*rank_set) if self.offload else self.orders(rank_set)
-                for score in _raised(orders, least, top, budget) if orders else ():
+                for score in _raise_bound(orders, least, top, budget) if orders else ():
                     if score > least:
                         least = score
                         yield self.ticks.bound_s(least, self.span)
@@ -522,7 +524,7 @@ class FewRankBounds:
         return RankTail(home, 0 if rank == self.rank_of[first] else -float("inf"))
 
 
-def _raised(orders: Orders | HostOrders, least: int, top: int, budget: Budget) -> Iterator[int]:
+def _raise_bound(orders: Orders | HostOrders, least: int, top: int, budget: Budget) -> Iterator[int]:
     """Yield the ticks that no order's objective is below: one step after the other from ``least`` to ``top``, or what it
     can't exceed."""
     late = _late_for(budget)

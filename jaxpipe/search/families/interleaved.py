@@ -38,7 +38,7 @@ times (Hanayo); with odd p two chains do meet in a column, and the grid then giv
 an action waits for comes before it, so the order runs at any size. Units may be short.
 
 Where BW takes longer than F a gap stays between units; it is closed as far as
-:func:`~jaxpipe.search.list_schedule.fillers.improved` finds a way. Forward doubling (pairs of microbatches) is not made here.
+:func:`~jaxpipe.search.list_schedule.fillers.improve_order` finds a way. Forward doubling (pairs of microbatches) is not made.
 
 Chimera (Li & Hoefler 2021, arXiv 2107.06925, section 3): even microbatches go down the ranks, odd ones up, so every rank holds
 two stages and the parameters are held twice: the replicas' gradients are summed at the end of the step (not in the schedule).
@@ -126,7 +126,7 @@ from jaxpipe.schedule.placement import bidirectional, circular, v_shape, wave
 from jaxpipe.schedule.problem import BW, OPS, B, CodeRows, F, Problem, W
 from jaxpipe.schedule.simulate import simulate
 from jaxpipe.search.blocks.block import BuildingBlock, repeat
-from jaxpipe.search.list_schedule.fillers import AS_GIVEN, GapFiller, Phases, Recipes, Rule, improved
+from jaxpipe.search.list_schedule.fillers import AS_GIVEN, GapFiller, Phases, Recipes, Rule, improve_order
 from jaxpipe.search.list_schedule.policies import full_limit
 from jaxpipe.search.retime import SLACK, Draft, Retimer, best_of, peaks
 
@@ -197,7 +197,7 @@ def interleaved_low_memory(
     problem = Problem.of(circular(ranks, chunks), microbatches, costs)
     block = low_memory_block(ranks, chunks)
     orders = [repeat(block, problem, places) for places in slots(microbatches, ranks, chunks)]
-    return problem.schedule("interleaved-low-memory", improved(problem, orders).rows)
+    return problem.schedule("interleaved-low-memory", improve_order(problem, orders).rows)
 
 
 def slots(m: int, p: int, v: int) -> Iterator[list[int]]:
@@ -282,7 +282,7 @@ def looped_dfs(ranks: int, microbatches: int, chunks: int = 2, costs: CostProfil
     """
     problem = Problem.of(circular(ranks, chunks), microbatches, costs)
     interleaved_rows = problem.codes(interleaved_one_f_one_b(ranks, microbatches, chunks, costs))
-    return problem.schedule("looped-dfs", improved(problem, [interleaved_rows]).rows)
+    return problem.schedule("looped-dfs", improve_order(problem, [interleaved_rows]).rows)
 
 
 @family(
@@ -343,7 +343,7 @@ def hanayo(ranks: int, microbatches: int, chunks: int = 2, costs: CostProfile | 
 def units_in_a_row(problem: Problem) -> Draft:
     """Basic units with the costs of ``problem``: for each way to size them, the best order that dominates theirs; the best
     of all. At most p activations are held on a rank."""
-    best = best_of(improved(problem, [unit_rows(problem, sizes)]) for sizes in unit_sizes(problem))
+    best = best_of(improve_order(problem, [unit_rows(problem, sizes)]) for sizes in unit_sizes(problem))
     assert best is not None
     return best
 
@@ -409,7 +409,7 @@ def dualpipe_v(ranks: int, microbatches: int, costs: CostProfile | None = None) 
         for skipped in sorted({0, missing})
     )
     assert plain is not None, "the phases of all ranks fit together"
-    return problem.schedule("dualpipe-v", improved(problem, [plain.rows]).rows)
+    return problem.schedule("dualpipe-v", improve_order(problem, [plain.rows]).rows)
 
 
 def _dualpipe_row(problem: Problem, rank: int, skipped: int) -> list[int]:
@@ -562,7 +562,7 @@ def group_block(ranks: int, chunks: int, group: int) -> BuildingBlock:
 
 
 def _in_groups(name: str, problem: Problem, group: int) -> Schedule:
-    return problem.schedule(name, improved(problem, [*_orders(problem, group)]).rows)
+    return problem.schedule(name, improve_order(problem, [*_orders(problem, group)]).rows)
 
 
 def _orders(problem: Problem, group: int) -> Iterator[CodeRows]:
@@ -609,7 +609,7 @@ def pipeoffload(ranks: int, microbatches: int, chunks: int = 2, costs: CostProfi
         ScheduleError: a size is not a whole number of at least 1, or the costs are for another number of stages.
     """
     problem = Problem.of(circular(ranks, chunks), microbatches, costs)
-    return problem.schedule("po", improved(problem, [po_rows(problem)]).rows)
+    return problem.schedule("po", improve_order(problem, [po_rows(problem)]).rows)
 
 
 @family(
@@ -632,7 +632,7 @@ def pipeoffload_half(ranks: int, microbatches: int, chunks: int = 2, costs: Cost
     Raises:
         ScheduleError: a size is not a whole number of at least 1, or the costs are for another number of stages.
     """
-    return _offloaded("po-h", Problem.of(circular(ranks, chunks), microbatches, costs), costs, 0.5)
+    return _offload_order("po-h", Problem.of(circular(ranks, chunks), microbatches, costs), costs, 0.5)
 
 
 @family(
@@ -653,7 +653,7 @@ def pipeoffload_full(ranks: int, microbatches: int, chunks: int = 2, costs: Cost
     Raises:
         ScheduleError: a size is not a whole number of at least 1, or the costs are for another number of stages.
     """
-    return _offloaded("po-f", Problem.of(circular(ranks, chunks), microbatches, costs), costs, None)
+    return _offload_order("po-f", Problem.of(circular(ranks, chunks), microbatches, costs), costs, None)
 
 
 def po_rows(problem: Problem) -> list[list[int]]:
@@ -696,15 +696,15 @@ def shortest_distance(problem: Problem) -> int:
     return distance
 
 
-def _offloaded(name: str, problem: Problem, costs: CostProfile | None, fraction: float | None) -> Schedule:
+def _offload_order(name: str, problem: Problem, costs: CostProfile | None, fraction: float | None) -> Schedule:
     """PipeOffload's order offloaded, or the shortest of others whose peak is no higher once they are offloaded; ``po``'s is one
     of them, which counts where the host is so slow that nothing leaves. Where ``po-h`` of m >= 4p would take
     more than 3% longer than ``po``, its peak may be higher, by up to two stages' activations."""
     costs = costs or CostProfile.uniform(problem.num_replicas, chunks=problem.placement.num_chunks)
     start = po_rows(problem)
-    po = improved(problem, [start])
+    po = improve_order(problem, [start])
     offloaded = offload(problem.schedule(name, start), costs, fraction=fraction)
-    orders, peak = _shorter(problem, start, po), max(offloaded.peak_after)
+    orders, peak = _shorter_orders(problem, start, po), max(offloaded.peak_after)
 
     def first_within(limit: float, candidates: Iterable[CodeRows]) -> Schedule | None:
         """Return the first order that is offloaded at no cost in time and within the limit."""
@@ -726,7 +726,7 @@ def _offloaded(name: str, problem: Problem, costs: CostProfile | None, fraction:
     return schedule
 
 
-def _shorter(problem: Problem, start: CodeRows, po: Draft) -> list[CodeRows]:
+def _shorter_orders(problem: Problem, start: CodeRows, po: Draft) -> list[CodeRows]:
     """Return orders with gaps filled that are shorter than PipeOffload's in makespan or longest span and longer in neither.
 
     ``start``: PipeOffload's uniform order; ``po``: the family's, improved from it."""
@@ -832,7 +832,7 @@ def _sparse_orders(
     gap_filler, in_flight, after = _gap_filler(problem), max(peaks(problem, plain)), 0
     fills = _STEADY_FILLS if sum(map(len, plain)) <= _SMALL else _STEADY_FILLS[:1]
     for rows in _at_intervals(problem):
-        orders = [rows, *(gap_filler.filled(rows, in_flight * part, rule) for rule, part in fills)]
+        orders = [rows, *(gap_filler.fill(rows, in_flight * part, rule) for rule, part in fills)]
         drafts = [draft for draft in map(gap_filler.retimer.draft, orders) if draft is not None]
         yield from sorted((draft for draft in drafts if may_fit(draft.rows)), key=Draft.key)
         after += drafts[0].peak <= limit * SLACK

@@ -29,7 +29,7 @@ Where Table 9 leaves a choice: V-Half turns with offsets (1, 2) (F on the last r
 does, not (2, 1) as the table has it; both are free of collisions, and (1, 2) lives shorter.
 
 The adaptive V scheduler searches with real costs. Source: `controllable-memory.txt` appendix A. The blocks are those of
-:func:`~jaxpipe.search.blocks.block.searched`. Hundreds fit a limit, and few are worth a full evaluation:
+:func:`~jaxpipe.search.blocks.block.search_blocks`. Hundreds fit a limit, and few are worth a full evaluation:
 
 1. those whose lifespans are the longest come first: within the limit, a longer life shortens warm-up and cool-down;
 2. each gets warm-up and cool-down by rule (:mod:`~jaxpipe.search.blocks.block`); the best of these are kept;
@@ -72,13 +72,13 @@ from jaxpipe.search.blocks.block import (
     cells_with_ends,
     compact,
     repeat,
-    repeated,
-    searched,
+    repeat_steady_phase,
+    search_blocks,
     with_weight_gradients,
 )
 from jaxpipe.search.bounds import lower_bounds
 from jaxpipe.search.list_schedule.fillers import RECIPES, GapFiller, recipe_budget, score
-from jaxpipe.search.list_schedule.policies import WeightFilling, chain_drafts, full_limit, least_limit, refilled
+from jaxpipe.search.list_schedule.policies import WeightFilling, chain_drafts, full_limit, least_limit, refill_weights
 from jaxpipe.search.retime import SLACK, Draft, Retimer, best_of, within
 
 _QI = "Qi et al. 2023 (Zero Bubble) §3.1"
@@ -203,7 +203,8 @@ def best_draft(
     filling = WeightFilling(problem, limit + ROUNDING, retimer)
     passes = min(_CHAIN_PASSES, _CHAIN_ACTIONS // (3 * problem.num_ranks * problem.num_microbatches))
     bests = (
-        best_of([*top, *(refilled(filling, d, passes) for d in top)], objective=goal) for goal, top in tops.items()
+        best_of([*top, *(refill_weights(filling, d, passes) for d in top)], objective=goal)
+        for goal, top in tops.items()
     )
     chosen = best_of((fuse_backwards(retimer, best, limit + ROUNDING) for best in bests if best), objective=objective)
     assert chosen is not None
@@ -355,7 +356,7 @@ def v_min(ranks: int, microbatches: int, costs: CostProfile | None = None) -> Sc
     Raises:
         ScheduleError: a size is not a whole number of at least 1, or ``costs`` is for another number of stages.
     """
-    return _repeated("v-min", v_min_block(ranks), microbatches, costs)
+    return _repeat_block("v-min", v_min_block(ranks), microbatches, costs)
 
 
 @family(
@@ -374,7 +375,7 @@ def v_half(ranks: int, microbatches: int, costs: CostProfile | None = None) -> S
     Raises:
         ScheduleError: a size is not a whole number of at least 1, or ``costs`` is for another number of stages.
     """
-    return _repeated("v-half", v_half_block(ranks), microbatches, costs)
+    return _repeat_block("v-half", v_half_block(ranks), microbatches, costs)
 
 
 @family(
@@ -393,10 +394,10 @@ def one_f_one_b_v(ranks: int, microbatches: int, costs: CostProfile | None = Non
     Raises:
         ScheduleError: a size is not a whole number of at least 1, or ``costs`` is for another number of stages.
     """
-    return _repeated("1f1b-v", one_f_one_b_v_block(ranks), microbatches, costs)
+    return _repeat_block("1f1b-v", one_f_one_b_v_block(ranks), microbatches, costs)
 
 
-def _repeated(name: str, block: BuildingBlock, microbatches: int, costs: CostProfile | None) -> Schedule:
+def _repeat_block(name: str, block: BuildingBlock, microbatches: int, costs: CostProfile | None) -> Schedule:
     problem = Problem.of(block.placement, microbatches, costs)
     rows = repeat(block, problem)
     gap_filler = GapFiller(problem)
@@ -411,7 +412,7 @@ def _repeated(name: str, block: BuildingBlock, microbatches: int, costs: CostPro
 
 _by_span = partial(Draft.key, objective="span")
 # With these no row of tests/golden/authors_v.json that was tried (388 of 440) is behind the authors; fewer screened lost 0.5%.
-_BLOCKS, _LAID, _LAID_FINISHED = 60, 24, 2
+_BLOCKS, _WITH_ENDS, _WITH_ENDS_FINISHED = 60, 24, 2
 _SCREENED, _A_FEW, _SCREENED_FINISHED = 24, 3, 2
 _ALL, _REFILLED, _PASSES = 20, 4, 16
 _FULL_SEARCH, _ALL_STARTS_AT_P = 4_000, 1_000
@@ -445,7 +446,7 @@ def v_zb(
     Raises:
         ScheduleError: a size is not a whole number of at least 1, or ``costs`` is for another number of stages.
     """
-    return _adaptive("v-zb", ranks, microbatches, costs, None, objective, _ALL_STARTS_AT_P)
+    return _adaptive_schedule("v-zb", ranks, microbatches, costs, None, objective, _ALL_STARTS_AT_P)
 
 
 @family(
@@ -474,10 +475,10 @@ def v_adaptive(
         ScheduleError: a size is not a whole number of at least 1, ``costs`` is for another number of stages, or the limit is
             below what one microbatch needs.
     """
-    return _adaptive("v-adaptive", ranks, microbatches, costs, memory_limit, objective)
+    return _adaptive_schedule("v-adaptive", ranks, microbatches, costs, memory_limit, objective)
 
 
-def _adaptive(
+def _adaptive_schedule(
     name: str,
     ranks: int,
     microbatches: int,
@@ -488,25 +489,25 @@ def _adaptive(
 ) -> Schedule:
     """Make the schedule ``name``: the search stops at one that takes no more than the bounds.
 
-    For ``makespan``, the result is behind the laid block of shortest span in neither: choosing by :func:`score` alone gives
-    0.3% longer spans in some authors' rows.
+    For ``makespan``, the result is behind the block of shortest span with ends by rule in neither: choosing by score alone
+    gives 0.3% longer spans in some authors' rows.
     """
     problem, limit, bounds = problem_within(name, v_shape(ranks), microbatches, costs, memory_limit)
     search = _BlockSearch(problem, limit, all_starts)
-    laid = list(search.laid())
-    drafts = [draft for draft, _ in laid]
+    with_ends = list(search.blocks_with_ends())
+    drafts = [draft for draft, _ in with_ends]
     anchor = min(drafts, key=_by_span, default=None)
-    for start in search.starts(laid):
-        for draft in search.finished(start):
+    for start in search.starts(with_ends):
+        for draft in search.finish(start):
             drafts.append(draft)
-            if _beats(draft, bounds):
+            if _is_no_longer_than(draft, bounds):
                 return problem.schedule(name, draft.rows)
     if objective == "makespan" and anchor is not None:
-        drafts = [draft for draft in drafts if _beats(draft, (anchor.makespan, anchor.span))]
+        drafts = [draft for draft in drafts if _is_no_longer_than(draft, (anchor.makespan, anchor.span))]
     return problem.schedule(name, min(drafts, key=_by_span if objective == "span" else score).rows)
 
 
-def _beats(draft: Draft, enough: tuple[float, float]) -> bool:
+def _is_no_longer_than(draft: Draft, enough: tuple[float, float]) -> bool:
     """Return whether makespan and span are no longer than these."""
     return draft.makespan <= enough[0] * SLACK and draft.span <= enough[1] * SLACK
 
@@ -527,7 +528,7 @@ class _BlockSearch:
         self.part, self.starts_part = (min(1.0, most / actions) for most in (_FULL_SEARCH, all_starts))
         weights = problem.reserved
         chunk = sum(weights) / len(weights)
-        blocks = searched(problem.num_ranks, limit / chunk if chunk > 0 else float("inf"))
+        blocks = search_blocks(problem.num_ranks, limit / chunk if chunk > 0 else float("inf"))
         fitting = (b for b in blocks if max(b.steady_peaks(weights)) <= limit * SLACK)
         self.blocks = list(islice(fitting, self.starts_of(_BLOCKS)))
 
@@ -539,48 +540,50 @@ class _BlockSearch:
         """Return how many of ``count`` tries are made on a start, one at least."""
         return max(1, int(count * self.part**power))
 
-    def laid(self) -> Iterator[tuple[Draft, CodeRows]]:
+    def blocks_with_ends(self) -> Iterator[tuple[Draft, CodeRows]]:
         """Yield the best blocks with ends by rule: drafts for all microbatches, and their rows for few."""
         cells = (cells_with_ends(block, self.problem) for block in self.blocks)
         drafts = within(
             (self.short.retimer.draft(compact(self.problem, x)) for x in cells if x is not None), self.limit
         )
-        for draft in nsmallest(self.starts_of(_LAID), drafts, key=_by_span):
-            for longer in self.longer([draft]):
+        for draft in nsmallest(self.starts_of(_WITH_ENDS), drafts, key=_by_span):
+            for longer in self.lengthen([draft]):
                 yield longer, draft.rows
 
-    def starts(self, laid: Sequence[tuple[Draft, CodeRows]]) -> Iterator[CodeRows]:
-        """Yield rows worth finishing: the best laid, and the repeated blocks that look best after a few recipes."""
-        best = {score(draft): rows for draft, rows in laid}
-        yield from (best[key] for key in sorted(best)[: self.starts_of(_LAID_FINISHED)])
-        blocks = self.blocks[: self.starts_of(_SCREENED)] or [_stretched(self.problem, self.limit)]
+    def starts(self, with_ends: Sequence[tuple[Draft, CodeRows]]) -> Iterator[CodeRows]:
+        """Yield rows worth finishing: the best with ends by rule, and repeated blocks that look best after a few recipes."""
+        best = {score(draft): rows for draft, rows in with_ends}
+        yield from (best[key] for key in sorted(best)[: self.starts_of(_WITH_ENDS_FINISHED)])
+        blocks = self.blocks[: self.starts_of(_SCREENED)] or [_stretch_block(self.problem, self.limit)]
         plain, tries = [repeat(block, self.problem) for block in blocks], self.tries_of(_A_FEW)
-        looked = [
+        scores = [
             min(map(score, self.short.drafts(rows, self.limit, tries)), default=(float("inf"), 0.0)) for rows in plain
         ]
         yield from (
-            plain[k] for k in nsmallest(self.starts_of(_SCREENED_FINISHED), range(len(plain)), key=looked.__getitem__)
+            plain[k] for k in nsmallest(self.starts_of(_SCREENED_FINISHED), range(len(plain)), key=scores.__getitem__)
         )
 
-    def finished(self, rows: CodeRows) -> Iterator[Draft]:
+    def finish(self, rows: CodeRows) -> Iterator[Draft]:
         """Return ``rows`` by all recipes, W laid anew on the best, for all microbatches."""
         short, limit = self.short, self.limit
         tried = [*within([short.retimer.draft(rows)], limit), *short.drafts(rows, limit, self.tries_of(_ALL))]
         # W laid anew is what helps most for its time, so it shrinks less
         refills, passes = self.tries_of(_REFILLED, power=1), self.tries_of(_PASSES, power=1)
         filling = WeightFilling(self.problem, limit, short.retimer)
-        tried += within([refilled(filling, draft, passes) for draft in nsmallest(refills, tried, key=score)], limit)
-        return self.longer(tried)
+        tried += within(
+            [refill_weights(filling, draft, passes) for draft in nsmallest(refills, tried, key=score)], limit
+        )
+        return self.lengthen(tried)
 
-    def longer(self, drafts: Sequence[Draft]) -> Iterator[Draft]:
+    def lengthen(self, drafts: Sequence[Draft]) -> Iterator[Draft]:
         """Return drafts for few microbatches as drafts for all of them; those that keep within the limit."""
         if self.full is self.short:
             return iter(drafts)
-        rows = (repeated(self.problem, draft.rows, self.full.problem.num_microbatches) for draft in drafts)
+        rows = (repeat_steady_phase(self.problem, draft.rows, self.full.problem.num_microbatches) for draft in drafts)
         return within((self.full.retimer.draft(longer) for longer in rows if longer is not None), self.limit)
 
 
-def _stretched(problem: Problem, limit: float) -> BuildingBlock:
+def _stretch_block(problem: Problem, limit: float) -> BuildingBlock:
     """V-Min's block at the shortest interval at which the limit holds; at its whole length it is one microbatch at a time."""
     block = v_min_block(problem.num_ranks)
     for interval in range(T, 12 * problem.num_ranks + T):

@@ -12,7 +12,7 @@ and it never gets stuck. Each replica keeps its order of microbatches, and gradi
 Which rule fills best depends on costs, transfers and memory, and no rule wins everywhere, so a :class:`GapFiller` tries several
 *recipes* (:data:`RECIPES`) and re-times each result with the real costs.
 
-The same is done from the end (:func:`filled_from_the_end`): time runs backwards, and what can be later is. Read backwards
+The same is done from the end (:func:`fill_from_the_end`): time runs backwards, and what can be later is. Read backwards
 an order is an order: F of a stage follows F of the next one, the last F its B, B that of the stage before and its own W. So
 a rank takes the next action of its row from the end if that is ready; otherwise the first of those that come after it
 (earlier in the row) that is ready and that memory leaves room for. What filling does for the warm-up this does for the
@@ -66,7 +66,7 @@ def backward_tables(problem: Problem) -> Tables:
     )
 
 
-def filled_from_the_end(problem: Problem, rows: CodeRows, limit: float) -> Iterator[list[list[int]]]:
+def fill_from_the_end(problem: Problem, rows: CodeRows, limit: float) -> Iterator[list[list[int]]]:
     """Yield ``rows`` (complete, free of deadlock, without BW) with waits filled from the end within ``limit`` (units of a
     rank's share), in each of the ways of :data:`GAPS`."""
     tables = backward_tables(problem)
@@ -127,7 +127,7 @@ def _fill_gaps_backwards(clock: Clock, rows: CodeRows, room: float, gaps: list[f
     return choose
 
 
-_STARTS, _FEWEST, _LEAST = 2, 10, 3
+_STARTS, _FEWEST, _LEAST, _LARGE = 2, 10, 3, 1_000_000
 _ACTIONS = 45_000  # placed for the first order, over all recipes; a recipe takes about 4 µs for each
 _AGAIN = 8  # recipes for an order that was filled from its end; 20 found the same in the few cases that were tried
 _MOST_DRAFTS = 500  # drafts that are remembered: bounds memory
@@ -217,7 +217,7 @@ DOMINATING: Recipes = (
     ("free transfers", Rule(w_gap=0.5, reserve=True)),
     ("real", Rule(forward=False, backward=False, w_gap=0.25)),
 )
-"""What :func:`improved` tries. Found by greedy selection from 170 recipes over the authors' 224 tables of GIS and PipeOffload
+"""What :func:`improve_order` tries. Found by greedy selection from 170 recipes over the authors' 224 tables of GIS and PO
 with p <= 8, 150 random problems of these and 200 of basic units, looped, DualPipe-V and interleaved orders. They shorten the
 known orders by 6.3%, 5.2% and 5.6% on average, all 170 by 6.5%, 5.4% and 5.7%; starting the best of what has arrived near the
 order, within its memory, gave 4.7% of the last."""
@@ -370,7 +370,7 @@ class GapFiller:
         same = free == self.problem
         return {"real": self.problem, "free transfers": self.problem if same else free, "cells": cells}
 
-    def filled(self, rows: CodeRows, limit: float, rules: Rule | Phases, view: CostView = "real") -> list[list[int]]:
+    def fill(self, rows: CodeRows, limit: float, rules: Rule | Phases, view: CostView = "real") -> list[list[int]]:
         """Return ``rows`` (complete, free of deadlock) with waits filled by one rule, within ``limit`` (units of a rank's
         share)."""
         # recipes for one order come in a row, so identity suffices
@@ -398,7 +398,7 @@ class GapFiller:
         best, now = None, self.best(rows, limit, len(RECIPES))
         while now is not None and (best is None or score(now) < score(best)):
             yield (best := now)
-            back = map(self.retimer.draft, filled_from_the_end(self.problem, best.rows, limit))
+            back = map(self.retimer.draft, fill_from_the_end(self.problem, best.rows, limit))
             drafts = [*within(back, limit)]
             drafts += self.drafts(min(drafts, key=score, default=best).rows, limit, _AGAIN)
             now = min(drafts, key=score, default=None)
@@ -414,14 +414,14 @@ class GapFiller:
             if len(self._drafts_by_recipe) > _MOST_DRAFTS:
                 self._drafts_by_recipe.clear()
             if at not in self._drafts_by_recipe:
-                self._drafts_by_recipe[at] = self.retimer.draft(self.filled(rows, limit, rules, view))
+                self._drafts_by_recipe[at] = self.retimer.draft(self.fill(rows, limit, rules, view))
             return self._drafts_by_recipe[at]
 
         recipes_to_try = islice(distinct.items(), max(0, tries))
         return within((draft_by(rules, view) for (_, rules), view in recipes_to_try), limit)
 
 
-def improved(problem: Problem, orders: Sequence[CodeRows]) -> Draft:
+def improve_order(problem: Problem, orders: Sequence[CodeRows]) -> Draft:
     """Return the best that recipes make of ``orders``, no worse than the first (which must run) in makespan, longest span
     and peak.
 
@@ -443,5 +443,7 @@ def score(draft: Draft) -> tuple[float, float]:
 
 
 def recipe_budget(problem: Problem, actions: int) -> int:
-    """Return how many recipes may be tried if ``actions`` actions may be ordered in all; at least a few."""
-    return max(_FEWEST, actions // max(1, 3 * problem.num_replicas * problem.num_microbatches))
+    """Return how many recipes may be tried if ``actions`` actions may be ordered in all; at least a few, or at a size at which
+    these take long, one."""
+    size = max(1, 3 * problem.num_replicas * problem.num_microbatches)
+    return max(actions // size, min(_FEWEST, _LARGE // size), 1)

@@ -334,7 +334,7 @@ def order_of(problem: Problem, rows: Sequence[Sequence[int]], retimer: Retimer) 
     return sorted(codes, key=key)
 
 
-def _improved(filling: WeightFilling, order: Sequence[int], passes: int) -> Filled | None:
+def _improve_filling(filling: WeightFilling, order: Sequence[int], passes: int) -> Filled | None:
     """Return every W of ``order`` in the first gap there is, or a filling that dominates that, by passes toward targets between
     the best so far and what none can beat; None if F and B alone exceed the memory limit."""
     least_span, least_makespan = least(filling.problem)
@@ -373,11 +373,11 @@ def least(problem: Problem) -> tuple[float, float]:
     return max(work), max(starts[r] + w for r, w in enumerate(work))
 
 
-def refilled(filling: WeightFilling, draft: Draft, passes: int) -> Draft | None:
+def refill_weights(filling: WeightFilling, draft: Draft, passes: int) -> Draft | None:
     """Return the same order of F and B, W laid anew by passes of the profile rule, within the limit; None for fused
     backwards."""
     order = order_of(filling.problem, draft.rows, filling.retimer)
     if len(order) < 2 * filling.problem.num_replicas * filling.problem.num_microbatches:
         return None
-    filled = _improved(filling, order, passes)
+    filled = _improve_filling(filling, order, passes)
     return filling.draft(filled.rows) if filled else None

@@ -405,7 +405,7 @@ def schedule_of(actions: ActionTable, starts: Starts, name: str) -> tuple[Schedu
     return schedule, simulate(schedule, task.costs)
 
 
-def fitting(actions: ActionTable, starts: Starts, name: str) -> tuple[Schedule, Timeline] | None:
+def schedule_within_limits(actions: ActionTable, starts: Starts, name: str) -> tuple[Schedule, Timeline] | None:
     """Return what :func:`schedule_of` does, or None where the order is not valid or breaks a limit."""
     with suppress(ScheduleError):
         solved = schedule_of(actions, starts, name)

@@ -148,7 +148,7 @@ class ScheduleCache:
             self.folder.mkdir(parents=True, exist_ok=True)
             path, best = self.folder / entry_name(solution.task), solution
             for old in self._hits([path], solution.task):
-                best = _merged(old, solution)
+                best = _merge(old, solution)
             entry = CacheEntry(
                 task=best.task,
                 schedule=str(best.schedule),
@@ -212,7 +212,7 @@ class ScheduleCache:
             if timeline is None:
                 return None
             # another version may have proved by rules that were wrong, and a bound can't be checked
-            proves = entry.jaxpipe == __version__ and _unnamed(entry.task) == _unnamed(task)
+            proves = entry.jaxpipe == __version__ and _without_names(entry.task) == _without_names(task)
             value, bound = task.seconds(timeline), entry.lower_bound if proves else 0.0
             if not at_most(bound, value):
                 self.tell(f"ignored the bound in {path}", f"it is {bound:g}, and the schedule takes {value:g}")
@@ -282,12 +282,12 @@ def default_folder() -> Path:
     return Path(folder) if folder else user_cache() / "schedules"
 
 
-def _unnamed(task: SolveTask) -> SolveTask:
+def _without_names(task: SolveTask) -> SolveTask:
     """Return the task without the names that its placement and costs go by."""
     return replace(task, placement=replace(task.placement, kind=""), costs=replace(task.costs, source=""))
 
 
-def _merged(old: Solution, new: Solution) -> Solution:
+def _merge(old: Solution, new: Solution) -> Solution:
     """Return the better schedule of two answers to one problem, the newer of equals, with the better bound."""
     better = min(new, old, key=lambda x: nine_digits(x.value))
     bounds = (x.lower_bound for x in (old, new) if at_most(x.lower_bound, better.value))

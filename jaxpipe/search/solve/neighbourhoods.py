@@ -7,7 +7,7 @@ limits, so what the model leaves out costs at most a proposal. Plateaus are walk
 sense of Shaw (1998).
 
 The objective alone is blind to progress that other neighbourhoods have to complete, so some of them ask for a preference among
-equals, which costs time.
+equals, which costs time: those with offload, for without it that is worth nothing (`scripts/results/solver.md`).
 
 **The exact model** solves a task to optimality, or as far as its time goes, and says what it has proved. Source: `optpipe.txt`
 section 3 and appendix C, a MILP over order variables; here a CP-SAT model over intervals (OR-Tools), in whole ticks and units
@@ -57,12 +57,12 @@ from jaxpipe.schedule.passes.braid import fused_backwards, unbraid, with_fused
 from jaxpipe.schedule.simulate import simulate
 from jaxpipe.schedule.timeline import Timeline, at_most
 from jaxpipe.search.budget import COARSE, DETERMINISTIC_SECOND, LITE, WHOLE_RESERVOIRS, Budget, run
-from jaxpipe.search.solve.actions import ActionTable, Starts, fitting, schedule_of, starts_of
+from jaxpipe.search.solve.actions import ActionTable, Starts, schedule_of, schedule_within_limits, starts_of
 from jaxpipe.search.solve.formulation import Formulation, Window
 from jaxpipe.search.solve.task import SolveTask
 
 _PARTS = 200
-_PREFERENCES = 0.3  # of neighbourhoods have one
+_PREFERENCES = 0.3  # of neighbourhoods with offload have one
 _BY_MICROBATCH = 0.2  # of those with offload
 _LEAST_S = 0.02  # that a neighbourhood counts for
 _PATIENCE = 8  # neighbourhoods without progress for each further second
@@ -115,7 +115,7 @@ class NeighbourhoodSearch:
         now, best = self._ticks(starts), self.task.order(self.timeline.makespan, self.timeline.max_span)
         while budget.left > 0 and not at_most(best[0], bound_s):
             answer = self._propose(starts, budget)
-            solved = None if answer is None else fitting(self.actions, answer, "solved")
+            solved = None if answer is None else schedule_within_limits(self.actions, answer, "solved")
             proposal = None if solved is None else starts_of(self.actions, solved[1])
             self.stale += 1
             # equal ones are taken, too: plateaus are crossed that way
@@ -139,7 +139,7 @@ class NeighbourhoodSearch:
         self.tried += 1
         kind = self._kind()
         window = self._window(kind, starts)
-        prefer = self._preference() if self.random.random() < _PREFERENCES else None
+        prefer = self._preference() if self.actions.copies and self.random.random() < _PREFERENCES else None
         model = Formulation(self.actions, starts, window, prefer=prefer)
         model.hint(starts)
         least_s, most_s = self.sizing.seconds
@@ -157,10 +157,7 @@ class NeighbourhoodSearch:
     # Which neighbourhoods.
 
     def _preference(self) -> Mapping[str, int]:
-        """Return what to prefer among equals. Without offload all early; with it F late and B early hold less, anything
-        else leads elsewhere."""
-        if not self.actions.copies:
-            return {a.op: 1 for a in self.actions.action}
+        """Return what to prefer among equals: F late and B early hold less, anything else leads elsewhere."""
         pick = self.random.choice
         return {"F": pick((-1, 0, 1)), "B": pick((1, 2)), "W": pick((0, 1)), "away": pick((-2, 0, 2))}
 

@@ -37,7 +37,7 @@ from jaxpipe.schedule.problem import BW, B, F, Problem, W
 from jaxpipe.schedule.timeline import MEMORY, Timeline, at_most
 from jaxpipe.search.bounds import Flows, work_by_stage
 from jaxpipe.search.list_schedule.many_policies import MOST_IN_FLIGHT, ChainWithHost, Flags, OffloadPolicy, Whole, play
-from jaxpipe.search.solve.actions import ActionTable, Starts, fitting, starts_at
+from jaxpipe.search.solve.actions import ActionTable, Starts, schedule_within_limits, starts_at
 from jaxpipe.search.solve.task import SolveTask
 
 O, L = 4, 5  # noqa: E741
@@ -214,7 +214,7 @@ class _Simulation:
         """Return the schedule, if it keeps the limits."""
         if self.run()[0] == inf:
             return None
-        return fitting(self.model.actions, self.model.starts(self.started), "offload-list")
+        return schedule_within_limits(self.model.actions, self.model.starts(self.started), "offload-list")
 
     def _choose(self, rank: int, now: float) -> int:
         """Choose what a rank or a host lane starts; lanes have the numbers from p on."""

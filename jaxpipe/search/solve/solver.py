@@ -206,7 +206,7 @@ def lexicographic(best: Solution, options: Options, again: Callable[[SolveTask, 
             candidate = again(task, replace(options, time_limit_s=seconds))
         left -= seconds
         if candidate is not None and at_most(candidate.value, best.value):
-            best, peak = _replaced(best, candidate), max(candidate.timeline.peak_activations)
+            best, peak = _with_answer_of(best, candidate), max(candidate.timeline.peak_activations)
         # the peak can't be lowered further: now the same time without offload
         elif offload and best.offloaded:
             offload = False
@@ -215,7 +215,7 @@ def lexicographic(best: Solution, options: Options, again: Callable[[SolveTask, 
     return best
 
 
-def _replaced(best: Solution, other: Solution) -> Solution:
+def _with_answer_of(best: Solution, other: Solution) -> Solution:
     """Return ``other``, no slower, as an answer to the task of ``best``."""
     wall_s, improvements = best.wall_s + other.wall_s, best.improvements
     if not at_most(best.value, other.value):

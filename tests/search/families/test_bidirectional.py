@@ -30,7 +30,7 @@ from jaxpipe.schedule import (
 from jaxpipe.schedule.problem import Problem
 from jaxpipe.search.bounds import lower_bound
 from jaxpipe.search.families.interleaved import unit_rows, unit_sizes
-from jaxpipe.search.list_schedule.fillers import improved
+from jaxpipe.search.list_schedule.fillers import improve_order
 from jaxpipe.search.retime import Retimer
 
 NAMES = ("chimera", "hanayo", "dualpipe-v", "looped-bfs", "looped-dfs")
@@ -250,7 +250,7 @@ def test_reordering_keeps_the_actions_and_never_loses(p: int, m: int, seed: int)
     rows = unit_rows(problem, unit_sizes(problem)[0])
     original = Retimer(problem).draft(rows)
     assert original is not None
-    reordered = improved(problem, [rows])
+    reordered = improve_order(problem, [rows])
     assert reordered.no_worse_than(original)
     assert [sorted(row) for row in reordered.rows] == [sorted(row) for row in rows]
     for before, after in zip(rows, reordered.rows, strict=True):
@@ -264,4 +264,4 @@ def test_fillers_close_gaps_between_units() -> None:
     rows = unit_rows(problem, unit_sizes(problem)[0])
     original = Retimer(problem).draft(rows)
     assert original is not None
-    assert improved(problem, [rows]).makespan < original.makespan
+    assert improve_order(problem, [rows]).makespan < original.makespan

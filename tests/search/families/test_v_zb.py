@@ -11,7 +11,7 @@ from jaxpipe.errors import ScheduleError
 from jaxpipe.schedule import CostProfile, check_schedule, generate, simulate, v_shape
 from jaxpipe.schedule.costs import Link
 from jaxpipe.schedule.problem import Problem
-from jaxpipe.search.blocks.block import repeated
+from jaxpipe.search.blocks.block import repeat_steady_phase
 from jaxpipe.search.bounds import lower_bound
 from jaxpipe.search.families.within_limit import v_zb
 from jaxpipe.search.list_schedule.policies import IdleRule, WeightFilling, full_limit, order_of
@@ -184,7 +184,7 @@ def test_the_steady_phase_repeated() -> None:
     few = v_problem(4, 12, (12.96, 13.22, 9.76), 1.34)
     many = v_problem(4, 40, (12.96, 13.22, 9.76), 1.34)
     draft = zb_draft(4, 12, even(4, (12.96, 13.22, 9.76), 1.34))
-    rows = repeated(few, draft.rows, 40)
+    rows = repeat_steady_phase(few, draft.rows, 40)
     assert rows is not None
     longer = Retimer(many).draft(rows)
     assert longer is not None
@@ -193,7 +193,7 @@ def test_the_steady_phase_repeated() -> None:
     assert longer.peak == draft.peak
     check_schedule(many.schedule("x", rows))
     one = v_problem(2, 1)
-    assert repeated(one, zb_draft(2, 1, even(2, (1, 1, 1))).rows, 5) is None
+    assert repeat_steady_phase(one, zb_draft(2, 1, even(2, (1, 1, 1))).rows, 5) is None
 
 
 def test_same_input_same_schedule() -> None:

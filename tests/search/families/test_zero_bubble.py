@@ -15,7 +15,7 @@ from jaxpipe.schedule.families.family import in_order
 from jaxpipe.schedule.placement import one_to_one
 from jaxpipe.schedule.problem import Problem
 from jaxpipe.search.bounds import lower_bound, span_lower_bound
-from jaxpipe.search.families.within_limit import best_draft, fuse_backwards, refilled
+from jaxpipe.search.families.within_limit import best_draft, fuse_backwards, refill_weights
 from jaxpipe.search.list_schedule.policies import ONE_CHUNK, WeightFilling, chain_drafts
 from jaxpipe.search.retime import Retimer
 from tests.support.paths import GOLDEN
@@ -205,7 +205,7 @@ def test_w_laid_anew_keep_the_order_of_f_and_b() -> None:
             filling = WeightFilling(problem, 4)
             before = filling.draft(problem.codes(in_order("fused", m, fused)))
             assert before is not None
-            after = refilled(filling, before, 30)
+            after = refill_weights(filling, before, 30)
             assert after is not None
             assert after.peak <= 4 + 1e-9
             plain = [[code for code in row if code < 2 * 4 * m] for draft in (before, after) for row in draft.rows]

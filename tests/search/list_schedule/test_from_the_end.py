@@ -13,7 +13,7 @@ from jaxpipe.schedule.placement import Placement, bidirectional, circular, one_t
 from jaxpipe.schedule.problem import B, F, Problem, W
 from jaxpipe.search.blocks import BuildingBlock, repeat
 from jaxpipe.search.families.within_limit import v_half_block, v_min_block
-from jaxpipe.search.list_schedule.fillers import GapFiller, filled_from_the_end, score
+from jaxpipe.search.list_schedule.fillers import GapFiller, fill_from_the_end, score
 from jaxpipe.search.retime import peaks
 
 
@@ -49,7 +49,7 @@ def test_any_order_stays_one(placement: Placement, costs: dict[str, float]) -> N
         rows = random_rows(problem, seed)
         most = max(peaks(problem, rows))
         for limit in (most, 0.5 * most, 2 * most):
-            for filled in filled_from_the_end(problem, rows, limit):
+            for filled in fill_from_the_end(problem, rows, limit):
                 assert [*map(sorted, filled)] == [*map(sorted, rows)]
                 check_schedule(problem.schedule("filled", filled))
                 assert max(peaks(problem, filled)) <= max(most, limit) * (1 + 1e-9)

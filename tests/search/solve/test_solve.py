@@ -325,17 +325,16 @@ def check_windows(data: st.DataObject) -> None:
     task = SolveTask(placement, m, costs, limit, objective=objective)
     start = problem.schedule("first", grouped_rows(problem, group_size(problem, task.limits())))
 
-    def merit(schedule: Schedule) -> tuple[float, ...]:
+    def order(schedule: Schedule) -> tuple[float, ...]:
         timeline = simulate(schedule, costs)
         assert task.fits(timeline)
-        times = timeline.makespan, timeline.max_span
-        return times if objective == "makespan" else times[::-1]
+        return task.order(timeline.makespan, timeline.max_span)
 
-    last = merit(start)
+    last = order(start)
     for schedule in NeighbourhoodSearch(task, start, 0).run(Budget(1.0, reproducible=True), 0.0):
         check_schedule(schedule)
-        assert merit(schedule) < last
-        last = merit(schedule)
+        assert order(schedule) < last
+        last = order(schedule)
 
 
 def test_a_full_limit_is_no_fuller_for_being_rounded() -> None:

@@ -28,7 +28,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -181,14 +180,14 @@ def _schedule(args: argparse.Namespace, config: Any, model: Any, batch: Any, nam
 @contextmanager
 def _thread_time() -> Iterator[None]:
     """The executor's stamps are CPU time of the dispatching thread."""
-    from jaxpipe.runtime import executor
+    from jaxpipe.runtime.recorder import DeviceClock
 
-    before = executor.time
-    executor.time = SimpleNamespace(perf_counter=time.thread_time)
+    now = DeviceClock.now
+    DeviceClock.now = lambda clock: time.thread_time()
     try:
         yield
     finally:
-        executor.time = before
+        DeviceClock.now = now
 
 
 def _microbatch_step(model: Any) -> Any:

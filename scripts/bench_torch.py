@@ -21,6 +21,7 @@ medians and least, one process each, both on one core. PyTorch divides B and W b
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import itertools
 import json
 import os
@@ -326,7 +327,7 @@ def _work(request: Mapping[str, Any]) -> int:
         steps[name] = _stepper(name, request, trainers)
     versions = {
         "jax": jax.__version__,
-        "jaxlib": jax.lib.__version__,
+        "jaxlib": importlib.metadata.version("jaxlib"),
         "xla_flags": os.environ["XLA_FLAGS"],
         "settings": settings,
     }

@@ -77,8 +77,9 @@ def our_block(settings: Settings) -> dict[str, Any]:
 def torch_block(settings: Settings) -> dict[str, Any]:
     """Return the seconds of PyTorch's block by what is run of it, and its peak of memory."""
     import torch
+    from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
-    from scripts.torch_pipeline import Block, stage_backward_input, stage_backward_weight
+    from scripts.torch_pipeline import Block
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(0)

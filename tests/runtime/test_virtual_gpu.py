@@ -21,7 +21,12 @@ from models.gpt import GPT
 from tests.support.virtual_gpu import H200, VirtualGPUs
 
 RANKS, M = 4, 8
-FAMILIES: dict[str, dict[str, Any]] = {"po-h": {}, "po-f": {}, "ada-offload": {"chunks": 2, "memory_limit": 2.0}}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "po-h": ("po-h", {}),
+    "po-f": ("po-f", {}),
+    "ada-offload": ("ada-offload", {"chunks": 2, "memory_limit": 2.0}),
+    "with syncs": ("ada-offload", {"chunks": 2, "memory_limit": 1.25}),
+}
 
 
 @pytest.fixture(scope="module")
@@ -65,20 +70,24 @@ def test_an_order_that_knows_the_link_hides_its_copies(pipe: Pipeline, hidden: i
 def test_recorded_durations_are_those_of_functions_and_copies(pipe: Pipeline, hidden: int, family: str) -> None:
     """A load is given no wait for its memory, a backward none for its load."""
     costs = H200[hidden].costs()
-    schedule = generate(family, RANKS, M, costs=costs, **FAMILIES[family])
+    name, options = FAMILIES[family]
+    schedule = generate(name, RANKS, M, costs=costs, **options)
     running = pipe.with_schedule(schedule, costs)
     outputs = VirtualGPUs(running, costs, shared_streams=False, host_s=1e-6).run()
     durations: dict[str, list[float]] = defaultdict(list)
     for event in outputs.events:
         durations[event.action.actions[0].op].append(event.end_s - event.start_s)
-    assert set(durations) - {"S"} == {"F", "B", "W", "O", "L"}
+    assert set(durations) == {"F", "B", "W", "O", "L", *["S"] * (family == "with syncs")}
+    assert not any(durations["S"])
     fields = {"F": costs.f_s, "B": costs.b_s, "W": costs.w_s, "O": costs.offload_s, "L": costs.load_s}
     for op, seconds in fields.items():
         assert durations[op] == pytest.approx([seconds[0]] * len(durations[op]), rel=0.01), op
     timeline = measured_timeline(schedule, costs, outputs.events)
     # The host waits for the memory of offloads, for all ranks; and a copy may start before the slot ahead of it has ended.
-    assert replay_ratio(schedule, timeline, outputs.step_s) == pytest.approx(1, abs=0.03)
-    assert outputs.step_s == pytest.approx(simulate(schedule, costs).makespan, rel=0.03)
+    # A backward that has to wait for its load begins when those arrays are there that it reads: up to 5% sooner.
+    most = 0.05 if family == "with syncs" else 0.03
+    assert replay_ratio(schedule, timeline, outputs.step_s) == pytest.approx(1, abs=most)
+    assert outputs.step_s == pytest.approx(simulate(schedule, costs).makespan, rel=most)
 
 
 @pytest.mark.parametrize("hidden", H200)

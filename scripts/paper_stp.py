@@ -18,8 +18,8 @@ when ZB-V is made, as in its paper; simulated bytes are real.
 
 Transfers between ranks are Megatron's: each GPU sends its 1/TP of an activation at 25 GB/s (200 Gb/s a GPU, not in the paper),
 which is then gathered over NVLink. They overlap compute here; the paper's STP waits for them (section 5.2). That makes less
-difference than it seems: neighbours wait for each other in turn (``families/stp_rows.py``), so a transfer adds to every slot of
-STP either way. ``gain_without_transfers`` says how much that is.
+difference than it seems: neighbours wait for each other in turn (``schedule/families/stp.py``), so a transfer adds to every
+slot of STP either way. ``gain_without_transfers`` says how much that is.
 
 With context parallelism (table 10) a GPU has 1/CP of each sequence's tokens and of its attention. Keys and values go round a
 ring, as Megatron's do, under the attention of those before them: here they take a thirtieth of its time, and count as none.

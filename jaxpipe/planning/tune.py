@@ -321,7 +321,8 @@ class _LayoutSearch:
         return float(pipe.microbatches * _least_seconds(self._work_of(config)) / (pipe.ranks * pipe.cp * pipe.tp))
 
     def _work_of(self, config: TrainConfig) -> np.ndarray[Any, Any]:
-        """Sum the seconds of all stages (:attr:`PlannedStage.seconds`) for one microbatch of a replica, without tensor and
+        """Sum the seconds of all stages (:attr:`~jaxpipe.planning.stages.PlannedStage.seconds`) for one microbatch
+        of a replica, without tensor and
         context parallelism. With the vocabulary at the ends all layers are priced as one stage, which is a bound:
         cutting splits kernels and makes none shorter."""
         pipe, ends = config.pipeline, config.pipeline.vocabulary == "ends"

@@ -1,11 +1,10 @@
 """Passes: a valid schedule in, a valid schedule out.
 
-:mod:`~jaxpipe.schedule.passes.offload` adds offloads to host memory, :mod:`~jaxpipe.schedule.passes.host_lane` moves each W
-behind its B, :mod:`~jaxpipe.schedule.passes.braid` splits or fuses B and W as another schedule has them and adds ops of
-users, :mod:`~jaxpipe.schedule.passes.braid` braids what stands side by side, or takes braids apart,
-:mod:`~jaxpipe.schedule.passes.separate` splits backwards and puts their W's into bubbles. Reading order of the first:
-``host_lane.py`` lives and levels of what is held, and where O and L go, ``plans.py`` plans for all ranks, ``offload.py`` what
-leaves and the report.
+:mod:`~jaxpipe.schedule.passes.offload` adds offloads to host memory, :mod:`~jaxpipe.schedule.passes.host_lane` places them on
+the lane to the host and can move each W behind its B, :mod:`~jaxpipe.schedule.passes.braid` splits or fuses B and W as another
+schedule has them, adds ops of users, and braids neighbouring actions or takes braids apart,
+:mod:`~jaxpipe.schedule.passes.separate` splits backwards and puts their W's into bubbles.
+README.md says in which order to read.
 """
 
 from jaxpipe.schedule.passes.braid import braid, insert, unbraid

@@ -40,7 +40,7 @@ class CutModel(Model):
     homes: Mapping[str, Mapping[Path, Home]]
 
     def by_layer(self, params: Params) -> dict[str, Params]:
-        """Sort the module's own parameters (a nested dict with string keys) by layer name, as :meth:`Pipeline.place` takes
+        """Sort the module's own parameters (a nested dict with string keys) by layer name, as :meth:`Assembly.place` takes
         them.
 
         Raises:

@@ -476,7 +476,8 @@ def plan_stages(
 
 
 def param_avals(model: Model) -> dict[str, Any]:
-    """Return ``{layer name: pytree of ShapeDtypeStruct}`` of what ``init`` makes. Raises StageError, as :func:`init_avals`."""
+    """Return ``{layer name: pytree of ShapeDtypeStruct}`` of what ``init`` makes. Raises StageError, as
+    :func:`~jaxpipe.stage.model.layer.init_avals`."""
     return every_init_avals(model.layers)
 
 

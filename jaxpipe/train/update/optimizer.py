@@ -143,7 +143,8 @@ def with_ema(optimizer: Any, decay: float) -> optax.GradientTransformationExtraA
 
 
 def ema_of(optimizer: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the averaged parameters by layer, of optimizer state by layer (:meth:`TrainStep.by_layer`): those that are
+    """Return the averaged parameters by layer, of optimizer state by layer
+    (:meth:`jaxpipe.train.step.TrainStep.by_layer`): those that are
     trained.
 
     Raises:

@@ -23,7 +23,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -268,13 +268,15 @@ def generated_once() -> Iterator[Callable[[], object]]:
 class _Shared:
     """What runs of equal models share. Ids are of models that ``models`` holds."""
 
-    cache: Any
+    caches: dict[bool, Any]
+    """Of traces and compiled stages, without and with float64."""
+
     flops: dict[Any, Any] = dataclasses.field(default_factory=dict)
     models: dict[str, Any] = dataclasses.field(default_factory=dict)
-    digests: dict[tuple[int, bool], Any] = dataclasses.field(default_factory=dict)
+    digests: dict[tuple[int, ...], Any] = dataclasses.field(default_factory=dict)
     steps: dict[Any, Any] = dataclasses.field(default_factory=dict)
-    changeable: set[int] = dataclasses.field(default_factory=set)
-    """Models whose code is a test's own: it may change under them."""
+    changeable: dict[int, str] = dataclasses.field(default_factory=dict)
+    """The module of each model whose code is a test's own: it may change under them."""
 
 
 _shared: list[_Shared] = []
@@ -286,13 +288,15 @@ def one_build() -> Iterator[None]:
     """Runs of modules with this fixture that train equal models share these, their traces, compiled stages and updates, and
     what is known of the model, as equal stages of one run do: tracing takes longer than training here. What a new process
     makes of them is tested by child processes. Not for tests of what is compiled when, or with ``users_compiler``."""
+    import jax
+
     from jaxpipe.runtime import assembly
     from jaxpipe.stage.compiled.compile import BuildCache
     from jaxpipe.train import assemble, setup, trainer
     from jaxpipe.train.checkpoints import which_model
 
     if not _shared:
-        _shared.append(_Shared(BuildCache()))
+        _shared.append(_Shared(defaultdict(BuildCache)))
     shared = _shared[0]
     models, digests, steps, changeable = shared.models, shared.digests, shared.steps, shared.changeable
     make, costs, digest, step_over, measured = (
@@ -308,15 +312,15 @@ def one_build() -> Iterator[None]:
         if key not in models:
             models[key] = make(name, options, offered)
             if not name.startswith(("models.", "jaxpipe.models.", "tests.support.")):
-                changeable.add(id(models[key]))
+                changeable[id(models[key])] = name.partition(":")[0]
         return models[key]
 
     def digest_once(model: Any, *, training: bool = True) -> Any:
-        if id(model.stored) in changeable:
-            return digest(model, training=training)
-        at = id(model.stored), training
+        module = sys.modules.get(changeable.get(id(model.stored), ""))
+        code = list(vars(module).values()) if module else []
+        at = id(model.stored), training, *map(id, code)
         if at not in digests:
-            digests[at] = digest(model, training=training), model.stored
+            digests[at] = digest(model, training=training), model.stored, code
         return digests[at][0]
 
     def step_once(config: Any, pipeline: Any, decay: Any = "role") -> Any:
@@ -343,7 +347,7 @@ def one_build() -> Iterator[None]:
         patch.setattr(setup, "step_over", step_once)
         # One sample a function in place of the median of three: what a busy machine measures decides nothing in tests.
         patch.setattr(trainer.Trainer, "measured", lambda self, _=1: measured(self, 1))
-        patch.setattr(assembly, "BuildCache", lambda: shared.cache)
+        patch.setattr(assembly, "BuildCache", lambda: shared.caches[jax.config.jax_enable_x64])
         patch.setattr(assemble, "analytic_layer_costs", lambda model, size, _=None: costs(model, size, shared.flops))
         patch.setattr(which_model, "model_digest", digest_once)
         yield

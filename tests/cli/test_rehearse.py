@@ -15,6 +15,8 @@ from jaxpipe.schedule import generate, read_costs, simulate
 from jaxpipe.train.config import load_config
 from tests.support.train_runs import settings, write_text
 
+pytestmark = pytest.mark.usefixtures("one_build")
+
 
 @pytest.fixture(autouse=True)
 def _environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,6 +40,8 @@ from tests.support.paths import GOLDEN
 from tests.support.train_runs import config as settings
 from tests.support.train_runs import write_text
 
+pytestmark = pytest.mark.usefixtures("one_build")
+
 WANTED = json.loads((GOLDEN / "hub_logits.json").read_text())["logits"]
 ROUND = ("float32", "bfloat16")
 SHOWN = ((0, 0), (0, 11), (1, 23))

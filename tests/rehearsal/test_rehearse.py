@@ -37,6 +37,8 @@ from jaxpipe.stage.model.layer import Layer, Model
 from tests.support.pipelines import some_schedule
 from tests.support.schedule_strategies import random_schedule
 
+pytestmark = pytest.mark.usefixtures("one_build")
+
 P, M = 4, 6
 MICROBATCH, WIDTH = 8, 16
 SCHEDULES: Mapping[str, Callable[[], Schedule]] = {

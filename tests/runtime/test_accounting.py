@@ -58,6 +58,8 @@ from tests.support import toy_stages as toy
 from tests.support.pipelines import some_schedule
 from tests.support.schedule_strategies import random_schedule
 
+pytestmark = pytest.mark.usefixtures("one_build")
+
 BATCH = 4
 Case = tuple[str, str, Schedule, float]
 """Toy model, placement, schedule, fraction that is offloaded."""

@@ -27,7 +27,7 @@ from jaxpipe.stage.model.layer import Layer, Model
 from jaxpipe.stage.model.reference import apply_model, init_params
 from tests.support.pipelines import assert_same_arrays, run_sequentially, some_schedule
 
-pytestmark = pytest.mark.usefixtures("x64")
+pytestmark = pytest.mark.usefixtures("x64", "one_build")
 
 SIZES = [(1, 2), (2, 5), (3, 3), (4, 8)]
 """(ranks, microbatches); two and three ranks in the soak."""

@@ -26,7 +26,7 @@ from tests.support.pipelines import (
 )
 from tests.support.schedule_strategies import random_schedule
 
-pytestmark = pytest.mark.usefixtures("x64")
+pytestmark = pytest.mark.usefixtures("x64", "one_build")
 
 SIZES = [(1, 3, 1), (2, 1, 1), (2, 5, 1), (4, 4, 1), (4, 7, 1), (1, 2, 2), (2, 4, 2), (4, 8, 2)]
 """(ranks, microbatches, chunks)."""

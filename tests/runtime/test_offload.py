@@ -52,7 +52,7 @@ from jaxpipe.stage.functions import TINY, leaves_that_may_leave, with_offload
 from tests.support.pipelines import assert_same_arrays, compiled, parameters, pipeline_for, random_batch, sized
 from tests.support.schedule_strategies import random_schedule
 
-pytestmark = pytest.mark.usefixtures("x64")
+pytestmark = pytest.mark.usefixtures("x64", "one_build")
 
 NAMES = ("gpt", "llama")
 

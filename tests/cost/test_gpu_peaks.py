@@ -16,7 +16,7 @@ from jaxpipe.cost.memory import account
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.runtime.transfer import OffloadOptions
 from jaxpipe.schedule import generate
-from jaxpipe.stage.compiled.footprint import Footprint
+from jaxpipe.stage.functions import Footprint
 from models.gpt import GPT
 from tests.support.paths import ROOT
 from tests.support.virtual_gpu import H200

@@ -7,7 +7,6 @@ F, B and W are scaled so that a step without offload takes what was measured: al
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
 from typing import Any
 
 import jax.numpy as jnp
@@ -16,7 +15,7 @@ import pytest
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.runtime.recorder import measured_timeline, replay_ratio
 from jaxpipe.runtime.transfer import OffloadOptions
-from jaxpipe.schedule import CostProfile, Schedule, generate, simulate
+from jaxpipe.schedule import CostProfile, Schedule, generate, op_spec, simulate
 from models.gpt import GPT
 from tests.support.virtual_gpu import H200, VirtualGPUs
 
@@ -30,10 +29,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.fixture(scope="module")
-def pipe() -> Iterator[Pipeline]:
-    yield Pipeline.build(
+def pipe() -> Pipeline:
+    return pipeline_of(generate("po", RANKS, M))
+
+
+def pipeline_of(schedule: Schedule) -> Pipeline:
+    return Pipeline.build(
         GPT(vocab_size=17, d_model=16, num_layers=2 * RANKS, num_heads=2, seq_len=8, mlp_ratio=2),
-        generate("po", RANKS, M),
+        schedule,
         microbatch_size=2,
         compute_dtype=jnp.float32,
         recompute="flash",
@@ -88,6 +91,19 @@ def test_recorded_durations_are_those_of_functions_and_copies(pipe: Pipeline, hi
     most = 0.05 if family == "with syncs" else 0.03
     assert replay_ratio(schedule, timeline, outputs.step_s) == pytest.approx(1, abs=most)
     assert outputs.step_s == pytest.approx(simulate(schedule, costs).makespan, rel=most)
+
+
+def test_recorded_durations_of_braids_are_those_of_their_parts() -> None:
+    costs = H200[4096].costs()
+    schedule = generate("stp-offload", RANKS, M, costs=costs)
+    pipe = pipeline_of(schedule)
+    outputs = VirtualGPUs(pipe, costs, shared_streams=False, host_s=1e-6).run()
+    assert {len(event.action.actions) for event in outputs.events} == {1, 2}
+    for event in outputs.events:
+        seconds = sum(costs.seconds(op_spec(a.op).cost, a.stage) for a in event.action.actions)
+        assert event.end_s - event.start_s == pytest.approx(seconds, rel=0.01), event.action
+    timeline = measured_timeline(schedule, costs, outputs.events)
+    assert replay_ratio(schedule, timeline, outputs.step_s) == pytest.approx(1, abs=0.03)
 
 
 @pytest.mark.parametrize("hidden", H200)

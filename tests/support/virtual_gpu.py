@@ -21,6 +21,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import starmap
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.runtime.recorder import DeviceClock
 from jaxpipe.runtime.transfer import message_numbers
 from jaxpipe.schedule import CostProfile, op_spec
-from jaxpipe.stage.functions import StageFunction, StageFunctions
+from jaxpipe.stage.functions import AnyFunction, StageFunctions
 
 IN_FLIGHT, STREAMS = 32, 4
 
@@ -144,6 +145,10 @@ class VirtualGPUs(DeviceClock):
         self.messages: dict[int, Sequence[VirtualArray]] = {}
         self.moved_bytes = {at: float(f.offloadable_bytes) for at, f in pipeline.functions.items()}
         self.rank_functions = {at: self._timed(at[0], f) for at, f in pipeline.functions.items()}
+        self.braids = {
+            (rank, parts): replace(f, call=partial(self._compute, rank, f, sum(starmap(self._seconds, parts))))
+            for (rank, parts), f in pipeline.braids.items()
+        }
 
     def executor(self) -> Executor:
         """Return the executor of the pipeline's local programs, on these devices."""
@@ -158,6 +163,7 @@ class VirtualGPUs(DeviceClock):
             self,  # type: ignore[arg-type]
             all_programs=pipe.programs,
             holds=waits,
+            braids=self.braids,
             copies=self.copies,
             clock=self,
         )
@@ -189,12 +195,15 @@ class VirtualGPUs(DeviceClock):
 
     def _timed(self, rank: int, stage: StageFunctions) -> StageFunctions:
         functions = {
-            op: replace(f, call=partial(self._compute, rank, f, self.costs.seconds(op_spec(op).cost, stage.stage)))
+            op: replace(f, call=partial(self._compute, rank, f, self._seconds(op, stage.stage)))
             for op, f in stage.functions.items()
         }
         return replace(stage, functions=functions)
 
-    def _compute(self, rank: int, function: StageFunction, seconds: float, *arguments: Any) -> tuple[Any, ...]:
+    def _seconds(self, op: str, stage: int) -> float:
+        return self.costs.seconds(op_spec(op).cost, stage)
+
+    def _compute(self, rank: int, function: AnyFunction, seconds: float, *arguments: Any) -> tuple[Any, ...]:
         device = self.devices[rank]
         self.now_s += self.host_s
         while device.in_flight and device.in_flight[0] <= self.now_s:

@@ -269,7 +269,7 @@ class _Shared:
     """What runs of equal models share. Ids are of models that ``models`` holds."""
 
     caches: dict[bool, Any]
-    """Of traces and compiled stages, without and with float64."""
+    """Caches of traces and compiled stages, without and with float64."""
 
     flops: dict[Any, Any] = dataclasses.field(default_factory=dict)
     models: dict[str, Any] = dataclasses.field(default_factory=dict)

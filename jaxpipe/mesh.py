@@ -40,7 +40,7 @@ BUFFER_AXES: Mapping[BufferKind, BufferAxes] = {
     "split": BufferAxes((TP,), DATA),
     "partial": BufferAxes((), AXES),
 }
-"""What reduces, clips, packs, divides (ZeRO-1) or traces parameters reads its axes here, and in no other place."""
+"""The axes of each kind of buffer: reductions, norms, packing, ZeRO-1 and traces read them here and in no other place."""
 
 DIVIDING = tuple(a for a in AXES if any(a in axes.divided for axes in BUFFER_AXES.values()))
 """The axes along which any buffer is divided."""

@@ -1,4 +1,4 @@
-"""What XLA's allocator on GPUs takes for buffers, beyond their bytes: it hands out whole chunks.
+"""Predicts the bytes that XLA's allocator on GPUs takes beyond those of buffers, as it hands out whole chunks.
 
 XLA's allocator (openxla/xla ``xla/tsl/framework/bfc_allocator.cc``) gives a buffer the smallest free chunk that holds it. It
 divides a chunk only where that is at least twice as large, or 128 MiB larger; else the rest stays unused until the buffer is

@@ -255,7 +255,7 @@ class Schedule:
 
     @property
     def offloads(self) -> bool:
-        """Whether anything is copied to the host."""
+        """Return whether anything is copied to the host."""
         return any(not op_spec(a.op).runs_function for a in self.actions())
 
     def functions(self, rank: int) -> Counter[Action]:

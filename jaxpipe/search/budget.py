@@ -1,4 +1,4 @@
-"""What searches count in: budgets that end them in time, and seconds and bytes as whole numbers where they know no others.
+"""Budgets that end searches in time, and seconds and bytes as whole numbers for those that know no others.
 
 **Budgets.** A search ends by a :class:`Budget` that it asks, in seconds of the clock or deterministic ones, or by an alarm,
 wherever it is, which interrupts the main thread between two instructions of Python. CP-SAT is run here too (:func:`run`), with

@@ -243,7 +243,7 @@ class Trainer(Closing):
         self._set_up(train_step, seed, plan=plan, ema=ema, keep_last=keep_last, keep_best=keep_best, progress=progress)
         self._source, self._choice = source, (pipe, draft, self.schedule)
         numbers = {"seed": seed, "clip_norm": clip_norm, "ema": ema, "post_validation": post_validation}
-        agree_on_training(processes, numbers, self.model, self.optimizer, update_arguments)
+        agree_on_training(processes, numbers, self.model, lambda: self.program, self.optimizer, update_arguments)
 
     @classmethod
     def over(cls, train_step: TrainStep, seed: int = 0) -> Trainer:

@@ -752,7 +752,7 @@ _MOST_PLANNED = 16
 _SMALL = 20_000
 """Actions: of more, fewer orders at longer intervals are tried, and none that waits for copies."""
 _gap_filler = lru_cache(maxsize=4)(GapFiller)
-"""What it fills does not depend on the limit: a search asks for many."""
+"""Fillers are kept, as they do not depend on the memory limit and a search asks for many limits."""
 
 
 @family(

@@ -123,10 +123,16 @@ def find_trainer_devices(
 
 
 def agree_on_training(
-    processes: Processes, settings: Mapping[str, Any], model: Model, optimizer: Any, arguments: Mapping[str, Any]
+    processes: Processes,
+    settings: Mapping[str, Any],
+    model: Model,
+    program: Callable[[], Mapping[str, str]],
+    optimizer: Any,
+    arguments: Mapping[str, Any],
 ) -> None:
     """Compare what the processes of a :class:`~jaxpipe.Trainer` would train, beside their programs (which
-    :meth:`~jaxpipe.runtime.transfer.Ownership.agree_on_programs` does). ``arguments``: of the optimizer's update.
+    :meth:`~jaxpipe.runtime.transfer.Ownership.agree_on_programs` does). ``program``: as for :func:`agree_on_model`;
+    ``arguments``: of the optimizer's update.
 
     Raises:
         AgreedError: versions, ``settings``, the code of the model or the optimizer's update differ.
@@ -143,20 +149,17 @@ def agree_on_training(
     from jaxpipe.stage.identity import program_digest
     from jaxpipe.stage.model.params import trained_params
     from jaxpipe.stage.model.plan import param_avals
-    from jaxpipe.train.checkpoints.which_model import model_digest
 
     agree_on_versions(processes)
     processes.require_equal(
         "settings", {name: str(value) for name, value in settings.items()}, "give every Trainer the same"
     )
-    agree_on_model(processes, model.name, lambda: model_digest(model))
+    agree_on_model(processes, model.name, program)
     params = trained_params(model.layers, param_avals(model))
     update = optax.with_extra_args_support(optimizer).update
     state, values = jax.eval_shape(optimizer.init, params), {"value": jnp.zeros(()), **arguments}
-    program = jax.make_jaxpr(lambda g, state, params, values: update(g, state, params, **values))(
-        params, state, params, values
-    )
-    digest = {"digest of the update": program_digest(program)[:12]}
+    jaxpr = jax.make_jaxpr(lambda g, s, p, values: update(g, s, p, **values))(params, state, params, values)
+    digest = {"digest of the update": program_digest(jaxpr)[:12]}
     processes.require_equal("optimizer", digest, "give every Trainer the same optimizer")
 
 

@@ -26,7 +26,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxpipe._jax_compat import vary, varying_axes
 from jaxpipe.errors import ConfigError, StageError
-from jaxpipe.mesh import CP, TensorParallel
+from jaxpipe.mesh import CP, RankMesh
 
 __all__ = [
     "gathered",
@@ -55,7 +55,7 @@ def _chunks(cp: int) -> list[int]:
 
 
 def shard_avals(
-    what: str, avals: Mapping[str, jax.ShapeDtypeStruct], over_time: Collection[str], tp: TensorParallel
+    what: str, avals: Mapping[str, jax.ShapeDtypeStruct], over_time: Collection[str], tp: RankMesh
 ) -> dict[str, jax.ShapeDtypeStruct]:
     """Return the avals of a microbatch as :func:`laid_out` lays it out: [B·c, T/c, …] of those with a time axis, [B·c, …]
     of others.
@@ -88,11 +88,12 @@ def shard_avals(
 
 
 def laid_out(
-    batch: Mapping[str, np.ndarray | jax.Array], over_time: Collection[str], dp: int, cp: int
+    batch: Mapping[str, np.ndarray | jax.Array], over_time: Collection[str], mesh: RankMesh
 ) -> Mapping[str, np.ndarray | jax.Array]:
     """Lay out arrays [m, B, …] of m microbatches as the devices along dp and cp read them, one device's rows after
     another's: those of ``over_time`` are [m, B·c, T/c, …], each shard with its two chunks; every shard has all of the
     others, [m, B·c, …]."""
+    dp, cp = mesh.dp, mesh.cp
     if cp == 1:
         return batch
     arrays_by_name = {}
@@ -119,7 +120,7 @@ def joined_times(shards: Sequence[np.ndarray]) -> np.ndarray:
 # --- inside a shard ---------------------------------------------------------------------------------------------------------
 
 
-def own_times(x: jax.Array, tp: TensorParallel, axis: int) -> jax.Array:
+def own_times(x: jax.Array, tp: RankMesh, axis: int) -> jax.Array:
     """Take this shard's positions, along ``axis``, from an array that is replicated over shards; all of them on one shard."""
     if tp.cp == 1:
         return x
@@ -128,12 +129,12 @@ def own_times(x: jax.Array, tp: TensorParallel, axis: int) -> jax.Array:
     return jnp.concatenate([lax.dynamic_slice_in_dim(x, chunk * n, n, axis) for chunk in (s, 2 * tp.cp - 1 - s)], axis)
 
 
-def own_positions(length: int, tp: TensorParallel) -> jax.Array:
+def own_positions(length: int, tp: RankMesh) -> jax.Array:
     """Return the index in its sequence of each of this shard's ``length`` positions: [length] int32."""
     return own_times(jnp.arange(length * tp.cp, dtype=jnp.int32), tp, 0)
 
 
-def gathered(shard: jax.Array, tp: TensorParallel) -> jax.Array:
+def gathered(shard: jax.Array, tp: RankMesh) -> jax.Array:
     """All-gather the shards' parts along axis 1, one shard after another: their positions are :func:`gathered_positions`.
 
     Its gradient is summed over the shards and scattered."""
@@ -141,13 +142,13 @@ def gathered(shard: jax.Array, tp: TensorParallel) -> jax.Array:
     return full
 
 
-def gathered_positions(length: int, tp: TensorParallel) -> np.ndarray:
+def gathered_positions(length: int, tp: RankMesh) -> np.ndarray:
     """Return the index in its sequence of each of the ``length`` positions that :func:`gathered` returns: [length] int32."""
     n = length // (2 * tp.cp)
     return (np.array(_chunks(tp.cp), np.int32)[:, None] * n + np.arange(n, dtype=np.int32)).reshape(-1)
 
 
-def in_time_order(joined: jax.Array, tp: TensorParallel, axis: int = 1, *, back: bool = False) -> jax.Array:
+def in_time_order(joined: jax.Array, tp: RankMesh, axis: int = 1, *, back: bool = False) -> jax.Array:
     """Reorder ``axis`` from one shard after another to the order of time; or ``back`` from that order."""
     order = _chunks(tp.cp)
     parts = jnp.split(joined, len(order), axis)
@@ -155,12 +156,12 @@ def in_time_order(joined: jax.Array, tp: TensorParallel, axis: int = 1, *, back:
     return jnp.concatenate([parts[k] for k in picked], axis)
 
 
-def whole_times(shard: jax.Array, tp: TensorParallel) -> jax.Array:
+def whole_times(shard: jax.Array, tp: RankMesh) -> jax.Array:
     """All-gather the shards' parts along axis 1, in the order of time."""
     return shard if tp.cp == 1 else in_time_order(gathered(shard, tp), tp)
 
 
-def times_for_heads(shard: jax.Array, tp: TensorParallel) -> jax.Array:
+def times_for_heads(shard: jax.Array, tp: RankMesh) -> jax.Array:
     """Exchange positions for heads by an all-to-all: [B, T/c, N, …] → [B, T, N/c, …], this shard's heads at all times, in
     order.
 
@@ -176,13 +177,13 @@ def times_for_heads(shard: jax.Array, tp: TensorParallel) -> jax.Array:
     return in_time_order(joined, tp)
 
 
-def heads_for_times(shard: jax.Array, tp: TensorParallel) -> jax.Array:
+def heads_for_times(shard: jax.Array, tp: RankMesh) -> jax.Array:
     """Invert :func:`times_for_heads`."""
     local: jax.Array = lax.all_to_all(in_time_order(shard, tp, back=True), CP, split_axis=1, concat_axis=2, tiled=True)
     return local
 
 
-def own_heads(x: jax.Array, tp: TensorParallel, axis: int) -> jax.Array:
+def own_heads(x: jax.Array, tp: RankMesh, axis: int) -> jax.Array:
     """Take this shard's heads, along ``axis``, from an array that is replicated over shards."""
     num_heads = x.shape[axis] // tp.cp
     return lax.dynamic_slice_in_dim(x, lax.axis_index(CP) * num_heads, num_heads, axis)
@@ -235,7 +236,7 @@ _KEPT = "attn_results"
 class _Ring:
     """The static arguments of :func:`ring_attention`."""
 
-    tp: TensorParallel
+    tp: RankMesh
     causal: bool
     window: int | None
     dropout: float
@@ -270,7 +271,7 @@ def ring_attention(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    tp: TensorParallel,
+    tp: RankMesh,
     *,
     causal: bool = True,
     window: int | None = None,

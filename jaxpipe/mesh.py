@@ -1,30 +1,40 @@
-"""The submeshes of pipeline ranks, one per rank, with axes ``dp`` (data), ``cp`` (context, that is time) and ``tp`` (tensor).
+"""The axes of a rank's devices: what each divides (:data:`AXES`), how many devices lie along it (:class:`RankMesh`), and what
+it means to a parameter (:data:`BUFFER_AXES`).
 
-The axis names are spelled here and nowhere else. Devices are taken in their own order with ``tp`` innermost and the pipeline
-outermost, so that tensor-parallel neighbours are the closest devices, and then those that share a sequence.
+The axis names are spelled here and nowhere else. Devices are taken in their own order with the last axis innermost and the
+pipeline outermost, so that tensor-parallel neighbours are the closest devices, and then those that share a sequence. All else
+follows from the tables: submeshes, shardings, reductions, norms, packing, ZeRO-1, and what is woven. To add an axis, add a row
+to :data:`AXES`, a field to :class:`RankMesh`, and kinds of buffers that it divides to :data:`BUFFER_AXES`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractDevice, AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxpipe.errors import ConfigError
 
 DP = "dp"
 CP = "cp"
 TP = "tp"
-DATA = (DP, CP)
+Role = Literal["rows", "time", "width"]
+"""What the devices along an axis divide: the rows of a microbatch, the positions of each, or a layer's work on them."""
+
+AXES: dict[str, Role] = {DP: "rows", CP: "time", TP: "width"}
+"""The axes of a rank's mesh, the outermost first."""
+
+DATA = tuple(axis for axis, role in AXES.items() if role != "width")
 """The axes over which the positions of a microbatch are divided: devices along them have the same parameters and other data."""
-AXES = (*DATA, TP)
-BufferKind = Literal["same", "split", "partial"]
-"""How a parameter buffer lies on the ``tp`` shards: the same on each; a part on each; the same, but each makes a part of the
-gradient."""
+
+BufferKind = str
+"""How a parameter buffer lies on the devices along other axes: the ``same`` on each; ``split``, a part on each along ``tp``;
+``partial``, the same, but each makes a part of the gradient."""
 
 
 class BufferAxes(NamedTuple):
@@ -35,15 +45,12 @@ class BufferAxes(NamedTuple):
     summed: tuple[str, ...]
 
 
-BUFFER_AXES: Mapping[BufferKind, BufferAxes] = {
+BUFFER_AXES: dict[BufferKind, BufferAxes] = {
     "same": BufferAxes((), DATA),
     "split": BufferAxes((TP,), DATA),
-    "partial": BufferAxes((), AXES),
+    "partial": BufferAxes((), (*DATA, TP)),
 }
 """The axes of each kind of buffer: reductions, norms, packing, ZeRO-1 and traces read them here and in no other place."""
-
-DIVIDING = tuple(a for a in AXES if any(a in axes.divided for axes in BUFFER_AXES.values()))
-"""The axes along which any buffer is divided."""
 
 AnyMesh = Mesh | AbstractMesh
 """A rank's devices, or as many that do not exist: stages can be traced for those, not run."""
@@ -54,42 +61,102 @@ CP_METHODS = ("gather", "heads", "ring")
 heads; keys and values go round a ring of shards."""
 
 
-@dataclass(frozen=True, slots=True)
-class TensorParallel:
-    """The division of a rank's layers over the axes ``tp`` and ``cp``.
+@dataclass(frozen=True, kw_only=True)
+class RankMesh:
+    """The devices of each rank by axis, and how its layers divide their work over them.
 
-    ``size``: shards. ``sequence``: between the parallel products each shard holds a part of the time axis (axis 1 of what flows
-    between layers), so that norms and dropout are divided too, and all-reduces become all-gathers and reduce-scatters
+    ``dp``: devices that share a microbatch's rows. ``cp``: shards of each sequence (``stp.txt`` section 5.3), which meet in
+    attention alone; ``cp_method``: how they do, one of :data:`CP_METHODS` (:mod:`jaxpipe.context_parallel`). ``tp``: shards of
+    the layers' work. ``sequence``: between the parallel products each of these holds a part of the time axis (axis 1 of what
+    flows between layers), so that norms and dropout are divided too, and all-reduces become all-gathers and reduce-scatters
     (Korthikanti et al., "Reducing Activation Recomputation", 2022). ``fused_residual``: a branch's residual is added before the
-    all-reduce that ends it (``stp.txt`` equations 1 and 2). With size 1 nothing of this changes what is computed.
+    all-reduce that ends it (``stp.txt`` equations 1 and 2). With ``tp`` 1 neither of them changes what is computed.
 
-    ``cp``: shards of each sequence (``stp.txt`` section 5.3), which meet in attention alone; ``cp_method``: how they do, one of
-    :data:`CP_METHODS` (:mod:`jaxpipe.context_parallel`).
+    Raises:
+        ConfigError: an axis has no device, or ``cp_method`` is none of the methods.
     """
 
-    size: int = 1
+    dp: int = 1
+    cp: int = 1
+    tp: int = 1
     sequence: bool = False
     fused_residual: bool = False
-    cp: int = 1
     cp_method: str = "gather"
 
     def __post_init__(self) -> None:
+        for axis, size in self.sizes.items():
+            if size < 1:
+                raise ConfigError(f"{axis} is {size}; want at least 1")
         if self.cp_method not in CP_METHODS:
             raise ConfigError(f"cp_method is {self.cp_method!r}; use {', '.join(CP_METHODS[:-1])} or {CP_METHODS[-1]}")
+
+    def __str__(self) -> str:
+        return " × ".join(f"{axis} {size}" for axis, size in self.sizes.items() if size > 1)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Return how many devices lie along each axis, in the order of :data:`AXES`."""
+        return {axis: getattr(self, axis, 1) for axis in AXES}
+
+    @property
+    def num_devices(self) -> int:
+        """Return how many devices a rank has."""
+        return math.prod(self.sizes.values())
+
+    @property
+    def one_row(self) -> RankMesh:
+        """Return the mesh of one of the parts that a microbatch's rows are divided into."""
+        one: dict[str, Any] = {axis: 1 for axis, role in AXES.items() if role == "rows"}
+        return replace(self, **one)
+
+    @property
+    def size(self) -> int:
+        """Return ``tp``: layers, whose argument of this type is called ``tp``, read ``tp.size``."""
+        return self.tp
 
     @property
     def divided(self) -> bool:
         """Return whether several devices work on one sequence."""
-        return self.size * self.cp > 1
+        return any(size > 1 for axis, size in self.sizes.items() if AXES[axis] != "rows")
 
     @property
     def splits_time(self) -> bool:
         """Return whether activations between layers are divided along the time axis."""
-        return self.sequence and self.size > 1
+        return self.sequence and self.tp > 1
+
+    def over(self, devices: Sequence[jax.Device]) -> Mesh:
+        """Arrange a rank's ``devices`` by axis."""
+        # tp innermost: its shards exchange most, and consecutive devices are mostly the closest.
+        return Mesh(np.array(devices, dtype=object).reshape(*self.sizes.values()), tuple(AXES))
+
+    def over_none(self, device: AbstractDevice) -> AbstractMesh:
+        """Arrange as many devices like ``device`` that do not exist: stages can be traced for them."""
+        return AbstractMesh(tuple(self.sizes.values()), tuple(AXES), abstract_device=device)
 
 
-ONE_SHARD = TensorParallel()
+class TensorParallel(RankMesh):
+    """The earlier name of :class:`RankMesh` for layers alone, which calls ``tp`` ``size``; what it makes is a RankMesh."""
+
+    def __new__(  # type: ignore[misc]  # another class is made
+        cls,
+        size: int = 1,
+        sequence: bool = False,
+        fused_residual: bool = False,
+        cp: int = 1,
+        cp_method: str = "gather",
+    ) -> RankMesh:
+        return RankMesh(tp=size, sequence=sequence, fused_residual=fused_residual, cp=cp, cp_method=cp_method)
+
+
+ONE_SHARD = RankMesh()
 """One device."""
+
+
+def rank_mesh(tp: RankMesh | int, **sizes: int) -> RankMesh:
+    """Return ``tp``, which may be the size of that axis alone, with the other ``sizes`` by axis where they are not 1."""
+    mesh = RankMesh(tp=tp) if isinstance(tp, int) else tp
+    several: dict[str, Any] = {axis: size for axis, size in sizes.items() if size != 1}
+    return replace(mesh, **several)
 
 
 PINNED_HOST = "pinned_host"
@@ -102,31 +169,28 @@ def memory_kinds(device: jax.Device) -> set[str]:
 
 
 def pipeline_submeshes(
-    ranks: int, *, dp: int = 1, cp: int = 1, tp: int = 1, devices: Sequence[jax.Device] | None = None
+    ranks: int, mesh: RankMesh = ONE_SHARD, *, devices: Sequence[jax.Device] | None = None
 ) -> tuple[Mesh, ...]:
-    """Return one ``dp × cp × tp`` mesh per rank, on consecutive devices (all of ``jax.devices()`` unless given).
+    """Return the devices of each rank by axis: consecutive ones (of all ``jax.devices()`` unless given).
 
     Raises:
-        ConfigError: a size is below 1, something is no device, or there are fewer devices than ``ranks · dp · cp · tp``.
+        ConfigError: something is no device, or there are fewer than the ranks need.
     """
-    for name, size in (("ranks", ranks), (DP, dp), (CP, cp), (TP, tp)):
-        if size < 1:
-            raise ConfigError(f"{name} is {size}; want at least 1")
+    if ranks < 1:
+        raise ConfigError(f"ranks is {ranks}; want at least 1")
     all_devices = list(jax.devices() if devices is None else devices)
     if strange := [k for k, device in enumerate(all_devices) if not hasattr(device, "platform")]:
         raise ConfigError(
             f"devices[{strange[0]}] is a {type(all_devices[strange[0]]).__name__}; want devices, as jax.devices() lists"
         )
-    need = ranks * dp * cp * tp
+    need = ranks * mesh.num_devices
     if len(all_devices) < need:
-        axes = f"dp {dp}" + (f" × cp {cp}" if cp > 1 else "") + f" × tp {tp}"
         raise ConfigError(
-            f"{ranks} ranks × {axes} need {need} devices, this process sees {len(all_devices)}; use fewer ranks, or "
-            f"on a CPU set XLA_FLAGS=--xla_force_host_platform_device_count={need} before JAX starts"
+            f"{ranks} ranks{f' × {mesh}' if mesh.num_devices > 1 else ''} need {need} devices, this process sees "
+            f"{len(all_devices)}; use fewer ranks, or on a CPU set "
+            f"XLA_FLAGS=--xla_force_host_platform_device_count={need} before JAX starts"
         )
-    # tp innermost: its shards exchange most, and consecutive devices are mostly the closest.
-    grid = np.array(all_devices[:need], dtype=object).reshape(ranks, dp, cp, tp)
-    return tuple(Mesh(grid[r], AXES) for r in range(ranks))
+    return tuple(mesh.over(all_devices[r : r + mesh.num_devices]) for r in range(0, need, mesh.num_devices))
 
 
 def with_several(mesh: AnyMesh, axes: Sequence[str]) -> tuple[str, ...]:
@@ -166,8 +230,8 @@ def spec_of(array: jax.ShapeDtypeStruct | jax.Array) -> PartitionSpec:
     return array.sharding.spec
 
 
-def varies_over_tp(aval: jax.ShapeDtypeStruct) -> bool:
-    """Return whether an array, by its sharding, differs between ``tp`` shards."""
+def varies_beside_data(aval: jax.ShapeDtypeStruct) -> bool:
+    """Return whether an array, by its sharding, differs between devices that have the same data."""
     spec: tuple[Any, ...] = tuple(getattr(getattr(aval, "sharding", None), "spec", ()))
     first = spec[0] if spec else None
-    return TP in (first if isinstance(first, tuple) else (first,))
+    return not set(DATA).issuperset(a for a in (first if isinstance(first, tuple) else (first,)) if a is not None)

@@ -38,12 +38,12 @@ from jax import lax
 from jaxpipe._jax_compat import vary
 from jaxpipe.context_parallel import own_times
 from jaxpipe.errors import ConfigError
-from jaxpipe.mesh import ONE_SHARD, TP, TensorParallel
+from jaxpipe.mesh import ONE_SHARD, TP, RankMesh
 
 __all__ = [
     "ONE_SHARD",
     "Dropout",
-    "TensorParallel",
+    "RankMesh",
     "VocabParallelEmbed",
     "add_branch",
     "check_shards",
@@ -66,7 +66,7 @@ _NEVER = -1e30  # a logit
 
 def check_shards(
     what: str,
-    tp: TensorParallel,
+    tp: RankMesh,
     sizes: Mapping[str, int],
     *,
     kv_heads: int | None = None,
@@ -116,7 +116,7 @@ def _sizes_that_divide(sizes: Mapping[str, int], kv_heads: int | None) -> str:
 # --- between the residual stream and the parallel products ---------------------------------------------------------------
 
 
-def whole_time(x: jax.Array, tp: TensorParallel) -> jax.Array:
+def whole_time(x: jax.Array, tp: RankMesh) -> jax.Array:
     """Return the input of column-parallel products: ``x`` [B, T, …] for every shard, from [B, T/t, …] with sequence
     parallelism.
 
@@ -128,7 +128,7 @@ def whole_time(x: jax.Array, tp: TensorParallel) -> jax.Array:
     return full
 
 
-def sum_parts(part: jax.Array, tp: TensorParallel, residual: jax.Array | None = None) -> jax.Array:
+def sum_parts(part: jax.Array, tp: RankMesh, residual: jax.Array | None = None) -> jax.Array:
     """Sum the shards' ``part`` [B, T, …] onto the residual stream: whole, or [B, T/t, …].
 
     ``residual``, shaped as the result, is added: inside the all-reduce, as ``stp.txt`` equation 1 has it, and with sequence
@@ -167,7 +167,7 @@ def _sum_with_residual_backward(_: None, cotangent: jax.Array) -> tuple[jax.Arra
 _sum_with_residual.defvjp(_sum_with_residual_forward, _sum_with_residual_backward)
 
 
-def own_time(rows: jax.Array, tp: TensorParallel, axis: int = 0) -> jax.Array:
+def own_time(rows: jax.Array, tp: RankMesh, axis: int = 0) -> jax.Array:
     """Take this shard's part of the time axis from an array that is replicated over shards; all of it without sequence
     parallelism.
 
@@ -180,7 +180,7 @@ def own_time(rows: jax.Array, tp: TensorParallel, axis: int = 0) -> jax.Array:
     return lax.dynamic_slice_in_dim(rows, lax.axis_index(TP) * part, part, axis)
 
 
-def _check_time(length: int, tp: TensorParallel) -> None:
+def _check_time(length: int, tp: RankMesh) -> None:
     if length % tp.size:
         raise ConfigError(
             f"{length} tokens do not divide over the {tp.size} shards of sequence parallelism; use "
@@ -192,7 +192,7 @@ def _check_time(length: int, tp: TensorParallel) -> None:
 
 
 def column_parallel(
-    features: int | Sequence[int], tp: TensorParallel, *, split: int = 0, input_is_whole: bool = False, **dense: Any
+    features: int | Sequence[int], tp: RankMesh, *, split: int = 0, input_is_whole: bool = False, **dense: Any
 ) -> nn.DenseGeneral:
     """Apply a linear layer whose outputs are divided: ``features`` (whole) are cut along their axis ``split``.
 
@@ -210,7 +210,7 @@ def column_parallel(
 
 
 def row_parallel(
-    features: int | Sequence[int], tp: TensorParallel, *, residual: jax.Array | None = None, **dense: Any
+    features: int | Sequence[int], tp: RankMesh, *, residual: jax.Array | None = None, **dense: Any
 ) -> nn.DenseGeneral:
     """Apply a linear layer whose inputs are divided: shards hold other rows of the kernel, and their products are summed.
 
@@ -223,17 +223,17 @@ def row_parallel(
     return nn.DenseGeneral(features, **dense)
 
 
-def _column_product(tp: TensorParallel, x: jax.Array, kernel: jax.Array, *args: Any, **options: Any) -> jax.Array:
+def _column_product(tp: RankMesh, x: jax.Array, kernel: jax.Array, *args: Any, **options: Any) -> jax.Array:
     return lax.dot_general(whole_time(x, tp), kernel, *args, **options)
 
 
 def _row_product(
-    tp: TensorParallel, residual: jax.Array | None, x: jax.Array, kernel: jax.Array, *args: Any, **options: Any
+    tp: RankMesh, residual: jax.Array | None, x: jax.Array, kernel: jax.Array, *args: Any, **options: Any
 ) -> jax.Array:
     return sum_parts(lax.dot_general(x, kernel, *args, **options), tp, residual)
 
 
-def own_query_heads(leaf: jax.Array, tp: TensorParallel) -> jax.Array:
+def own_query_heads(leaf: jax.Array, tp: RankMesh) -> jax.Array:
     """Take this shard's part of a grouped-query projection where there are more shards than key/value heads.
 
     ``leaf`` […, G, R + 2, K] (a kernel or bias), whole on each shard: for each key/value head its R query heads, its key, its
@@ -285,7 +285,7 @@ class VocabParallelEmbed(nn.Embed):  # type: ignore[misc]  # flax is not typed
     does not divide.
     """
 
-    tp: TensorParallel = ONE_SHARD
+    tp: RankMesh = ONE_SHARD
     words: int | None = None
 
     def setup(self) -> None:
@@ -308,13 +308,13 @@ class VocabParallelEmbed(nn.Embed):  # type: ignore[misc]  # flax is not typed
         return sum_parts(jnp.where(is_valid[..., None], _found(table, tokens, self.tp), jnp.nan), self.tp)
 
 
-def rows_of(table: jax.Array, words: jax.Array, tp: TensorParallel) -> jax.Array:
+def rows_of(table: jax.Array, words: jax.Array, tp: RankMesh) -> jax.Array:
     """Look up the rows of ``table`` [V/t, D] for ``words`` [B, T], counted from the first of all shards → [B, T, D]; zeros
     for words that are none of V."""
     return sum_parts(_found(table, words, tp), tp)
 
 
-def _found(table: jax.Array, words: jax.Array, tp: TensorParallel) -> jax.Array:
+def _found(table: jax.Array, words: jax.Array, tp: RankMesh) -> jax.Array:
     """Look up this shard's rows for ``words``; zeros for those of others."""
     local, is_local = _own_rows(words, table.shape[0], tp)
     # Past the end: reads 0, and its gradient is written nowhere.
@@ -323,7 +323,7 @@ def _found(table: jax.Array, words: jax.Array, tp: TensorParallel) -> jax.Array:
 
 
 def vocab_parallel_logits(
-    x: jax.Array, kernel: jax.Array, tp: TensorParallel, *, words: int | None = None, first: int = 0
+    x: jax.Array, kernel: jax.Array, tp: RankMesh, *, words: int | None = None, first: int = 0
 ) -> jax.Array:
     """Compute the logits of this shard's words: the residual stream ``x`` times ``kernel`` [V/t, D] → [B, T, V/t], never
     gathered.
@@ -343,7 +343,7 @@ def vocab_parallel_logits(
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def cross_entropy(
-    logits: jax.Array, targets: jax.Array, tp: TensorParallel = ONE_SHARD, words: int | None = None
+    logits: jax.Array, targets: jax.Array, tp: RankMesh = ONE_SHARD, words: int | None = None
 ) -> jax.Array:
     """Compute −log softmax(logits)[target] for each token: logits [B, T, V/t], targets [B, T] int32 → [B, T], float32 or wider.
 
@@ -355,7 +355,7 @@ def cross_entropy(
 
 
 def _cross_entropy_forward(
-    logits: jax.Array, targets: jax.Array, tp: TensorParallel, words: int | None
+    logits: jax.Array, targets: jax.Array, tp: RankMesh, words: int | None
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     wide = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     lse = _log_sum_exp(wide, tp)
@@ -364,14 +364,14 @@ def _cross_entropy_forward(
     return jnp.where(valid, lse - _picked(wide, local, is_local, tp), jnp.nan), (logits, targets, lse)
 
 
-def _picked(wide: jax.Array, local: jax.Array, is_local: jax.Array, tp: TensorParallel) -> jax.Array:
+def _picked(wide: jax.Array, local: jax.Array, is_local: jax.Array, tp: RankMesh) -> jax.Array:
     """Return the target's logit, summed over shards; with one shard, any logit where the target is not ``is_local``."""
     index = jnp.where(is_local, local, 0)
     picked = jnp.take_along_axis(wide, index[:, :, None], axis=-1)[:, :, 0]
     return picked if tp.size == 1 else lax.psum(jnp.where(is_local, picked, 0), TP)
 
 
-def _log_sum_exp(x: jax.Array, tp: TensorParallel) -> jax.Array:
+def _log_sum_exp(x: jax.Array, tp: RankMesh) -> jax.Array:
     """Compute log Σ exp over the whole vocabulary: ``x`` [B, T, V/t] → [B, T]."""
     if tp.size == 1:
         return jax.nn.logsumexp(x, axis=-1)
@@ -381,14 +381,14 @@ def _log_sum_exp(x: jax.Array, tp: TensorParallel) -> jax.Array:
 
 
 def _cross_entropy_backward(
-    tp: TensorParallel, words: int | None, residuals: tuple[jax.Array, ...], cotangent: jax.Array
+    tp: RankMesh, words: int | None, residuals: tuple[jax.Array, ...], cotangent: jax.Array
 ) -> tuple[jax.Array, None]:
     logits, _, _ = residuals
     probs, hit = _probs_and_hit(residuals, tp)
     return (((probs - hit.astype(probs.dtype)) * cotangent[:, :, None]).astype(logits.dtype), None)
 
 
-def _probs_and_hit(residuals: tuple[jax.Array, ...], tp: TensorParallel) -> tuple[jax.Array, jax.Array]:
+def _probs_and_hit(residuals: tuple[jax.Array, ...], tp: RankMesh) -> tuple[jax.Array, jax.Array]:
     """Return the softmax [B, T, V/t], and where the target is."""
     logits, targets, lse = residuals
     probs = jnp.exp(logits.astype(lse.dtype) - lse[:, :, None])
@@ -401,7 +401,7 @@ cross_entropy.defvjp(_cross_entropy_forward, _cross_entropy_backward)
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
 def partial_cross_entropy(
-    logits: jax.Array, targets: jax.Array, tp: TensorParallel = ONE_SHARD
+    logits: jax.Array, targets: jax.Array, tp: RankMesh = ONE_SHARD
 ) -> tuple[jax.Array, jax.Array]:
     """Return log Σ exp over logits [B, T, V/t], and the logit of ``targets`` [B, T], 0 where they are none of these V
     words: of parts of a vocabulary, cross entropy is log Σ exp of the ones less the sum of the others. Both [B, T], float32
@@ -410,7 +410,7 @@ def partial_cross_entropy(
 
 
 def _partial_forward(
-    logits: jax.Array, targets: jax.Array, tp: TensorParallel
+    logits: jax.Array, targets: jax.Array, tp: RankMesh
 ) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, ...]]:
     wide = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     lse = _log_sum_exp(wide, tp)
@@ -420,7 +420,7 @@ def _partial_forward(
 
 
 def _partial_backward(
-    tp: TensorParallel, residuals: tuple[jax.Array, ...], cotangents: tuple[jax.Array, jax.Array]
+    tp: RankMesh, residuals: tuple[jax.Array, ...], cotangents: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array, None]:
     probs, hit = _probs_and_hit(residuals, tp)
     of_lse, of_picked = (c[:, :, None] for c in cotangents)
@@ -430,7 +430,7 @@ def _partial_backward(
 partial_cross_entropy.defvjp(_partial_forward, _partial_backward)
 
 
-def _own_rows(words: jax.Array, rows: int, tp: TensorParallel) -> tuple[jax.Array, jax.Array]:
+def _own_rows(words: jax.Array, rows: int, tp: RankMesh) -> tuple[jax.Array, jax.Array]:
     """Return the index of ``words`` among this shard's ``rows`` rows of the vocabulary, and whether they are its own."""
     local = words if tp.size == 1 else words - lax.axis_index(TP) * rows
     return local, (local >= 0) & (local < rows)
@@ -439,7 +439,7 @@ def _own_rows(words: jax.Array, rows: int, tp: TensorParallel) -> tuple[jax.Arra
 # --- dropout -------------------------------------------------------------------------------------------------------------
 
 
-def shard_key(key: jax.Array, tp: TensorParallel) -> jax.Array:
+def shard_key(key: jax.Array, tp: RankMesh) -> jax.Array:
     """Return a PRNG key of this shard's own, for arrays that are divided over the shards (attention probabilities of its
     heads)."""
     return key if tp.size == 1 else jax.random.fold_in(key, lax.axis_index(TP))
@@ -450,7 +450,7 @@ class Dropout(nn.Dropout):  # type: ignore[misc]  # flax is not typed
 
     Over ``cp`` each shard draws the mask of whole sequences and takes its positions' part: it is the undivided run's."""
 
-    tp: TensorParallel = ONE_SHARD
+    tp: RankMesh = ONE_SHARD
 
     def __call__(self, inputs: jax.Array, deterministic: bool | None = None, rng: jax.Array | None = None) -> jax.Array:
         quiet = nn.merge_param("deterministic", self.deterministic, deterministic)

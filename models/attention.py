@@ -47,7 +47,7 @@ from jaxpipe.context_parallel import (
     whole_times,
 )
 from jaxpipe.errors import ConfigError, StageError
-from jaxpipe.tensor_parallel import ONE_SHARD, TensorParallel
+from jaxpipe.tensor_parallel import ONE_SHARD, RankMesh
 
 SCORES = "attn_scores"
 """Name of every T×T value that the backward may read."""
@@ -87,7 +87,7 @@ def attention(
     segments: jax.Array | None = None,
     dropout: float = 0.0,
     key: jax.Array | None = None,
-    tp: TensorParallel = ONE_SHARD,
+    tp: RankMesh = ONE_SHARD,
 ) -> jax.Array:
     """Compute attention of ``q`` [B, T, H, K] over ``k``, ``v`` [B, T, G, K]; returns [B, T, H, K] in the dtype of ``q``.
 
@@ -155,7 +155,7 @@ def _by_kernel(q: jax.Array, k: jax.Array, v: jax.Array, kernel: str, visible: _
     return _by_xla(q, k, v, visible)
 
 
-def _by_heads(q: jax.Array, k: jax.Array, v: jax.Array, kernel: str, visible: _Seen, tp: TensorParallel) -> jax.Array:
+def _by_heads(q: jax.Array, k: jax.Array, v: jax.Array, kernel: str, visible: _Seen, tp: RankMesh) -> jax.Array:
     B, T, H, K = q.shape
     G = k.shape[2]
     grouped_qkv = [q.reshape(B, T, G, H // G, K), k[:, :, :, None], v[:, :, :, None]]
@@ -168,7 +168,7 @@ def _by_heads(q: jax.Array, k: jax.Array, v: jax.Array, kernel: str, visible: _S
     return heads_for_times(_by_kernel(q, qkv[:, :, :, -2], qkv[:, :, :, -1], kernel, visible), tp)
 
 
-def _by_gathering(q: jax.Array, k: jax.Array, v: jax.Array, visible: _Seen, tp: TensorParallel) -> jax.Array:
+def _by_gathering(q: jax.Array, k: jax.Array, v: jax.Array, visible: _Seen, tp: RankMesh) -> jax.Array:
     B, T, H, _ = q.shape
     G, length = k.shape[2], T * tp.cp
     # One collective for both; named before it is gathered, so that policies keep a shard's part and gather again.

@@ -35,7 +35,7 @@ from jaxpipe.stage.model.layer import (
     check_sizes,
     options_of,
 )
-from jaxpipe.tensor_parallel import ONE_SHARD, TensorParallel
+from jaxpipe.tensor_parallel import ONE_SHARD, RankMesh
 
 from .decoder import normal
 from .gpt import GPTConfig, block_layers, embed_layer
@@ -136,7 +136,7 @@ class Head(nn.Module):
 
     config: GPTConfig
     embed_size: int
-    tp: TensorParallel = ONE_SHARD
+    tp: RankMesh = ONE_SHARD
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -172,7 +172,7 @@ def _loss(params: Params, x: tuple[jax.Array, jax.Array], context: LayerContext)
     return jnp.sum(weights * losses), weight, {"retrieval": jnp.sum(weights * is_retrieved)}
 
 
-def _whole(tp: TensorParallel) -> Mapping[Path, Shard]:
+def _whole(tp: RankMesh) -> Mapping[Path, Shard]:
     if tp.splits_time:
         raise ConfigError("CLIP: the towers' means run over the whole sequence; use sequence_parallel=false")
     return {}

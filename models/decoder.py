@@ -24,7 +24,7 @@ from jaxpipe.stage.model.layer import Layer, Model, Path, Shard, check_dtype, ch
 from jaxpipe.tensor_parallel import (
     ONE_SHARD,
     Dropout,
-    TensorParallel,
+    RankMesh,
     VocabParallelEmbed,
     add_branch,
     vocab_parallel_logits,
@@ -69,7 +69,7 @@ class DecoderConfig(ABC):
         """Return the norm layer over the residual stream."""
 
     @abstractmethod
-    def check_shards(self, tp: TensorParallel, *, words: bool = True) -> None:
+    def check_shards(self, tp: RankMesh, *, words: bool = True) -> None:
         """Raise ConfigError where the sizes, that of the vocabulary too if ``words``, do not divide."""
 
     def check(self, *names: str) -> None:
@@ -170,7 +170,7 @@ class DecoderBlock(nn.Module):
     gives what it adds to the residual stream, with ``residual`` added where that is given."""
 
     config: DecoderConfig
-    tp: TensorParallel = ONE_SHARD
+    tp: RankMesh = ONE_SHARD
 
     @nn.compact
     def __call__(self, x: jax.Array, segments: jax.Array | None = None, *, train: bool) -> jax.Array:
@@ -190,7 +190,7 @@ class Head(nn.Module):
 
     config: DecoderConfig
     has_product: bool = True
-    tp: TensorParallel = ONE_SHARD
+    tp: RankMesh = ONE_SHARD
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -202,7 +202,7 @@ class Head(nn.Module):
         return vocab_parallel_logits(c.norm("norm")(x), kernel, self.tp, words=c.vocab_size)
 
 
-def words_of(c: DecoderConfig, tp: TensorParallel) -> VocabParallelEmbed:
+def words_of(c: DecoderConfig, tp: RankMesh) -> VocabParallelEmbed:
     """Return the embedding of the vocabulary, to be called with tokens [B, T] int32 → [B, T, D], or [B, T/t, D] with
     sequence parallelism."""
     options: dict[str, Any] = {"param_dtype": c.dtype, "embedding_init": normal(0.02), "tp": tp, "name": "tokens"}
@@ -220,22 +220,22 @@ def dense(c: DecoderConfig, *, bias: bool = True, residual: bool = False) -> dic
     return {"use_bias": bias, "param_dtype": c.dtype, "kernel_init": normal(std)}
 
 
-def embed_shards(c: DecoderConfig, tp: TensorParallel, *paths: Path) -> Mapping[Path, Shard]:
+def embed_shards(c: DecoderConfig, tp: RankMesh, *paths: Path) -> Mapping[Path, Shard]:
     """Return how the embedding's leaves lie on shards. ``paths``: the layer's leaves that act on the residual stream."""
     c.check_shards(tp)
     return {EMBEDDING: 0, **partial_leaves(tp, *paths)}
 
 
-def _head_shards(c: DecoderConfig, tp: TensorParallel) -> Mapping[Path, Shard]:
+def _head_shards(c: DecoderConfig, tp: RankMesh) -> Mapping[Path, Shard]:
     c.check_shards(tp)
     return {("kernel",): 0, **norm_shards(c, "norm", tp)}
 
 
-def norm_shards(c: DecoderConfig, name: str, tp: TensorParallel) -> Mapping[Path, Shard]:
+def norm_shards(c: DecoderConfig, name: str, tp: RankMesh) -> Mapping[Path, Shard]:
     return partial_leaves(tp, *((name, leaf) for leaf in c.norm_leaves))
 
 
-def partial_leaves(tp: TensorParallel, *paths: Path) -> dict[Path, Shard]:
+def partial_leaves(tp: RankMesh, *paths: Path) -> dict[Path, Shard]:
     """Return how leaves that act on the residual stream lie on shards: each shard sees all of it, or with sequence
     parallelism a part."""
     # With a part of the time axis each shard makes a part of the gradient; else all make the same, and nothing is to be summed.

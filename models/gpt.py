@@ -27,7 +27,7 @@ from jaxpipe.stage.model.layer import Layer, Matrix, Model, Path, Shard, build_o
 from jaxpipe.tensor_parallel import (
     ONE_SHARD,
     Dropout,
-    TensorParallel,
+    RankMesh,
     check_shards,
     column_parallel,
     own_time,
@@ -78,7 +78,7 @@ class GPTConfig(DecoderConfig):
     def norm(self, name: str) -> nn.LayerNorm:
         return nn.LayerNorm(epsilon=self.norm_eps, param_dtype=self.dtype, use_fast_variance=False, name=name)
 
-    def check_shards(self, tp: TensorParallel, *, words: bool = True) -> None:
+    def check_shards(self, tp: RankMesh, *, words: bool = True) -> None:
         sizes = {"num_heads": self.num_heads, "mlp_ratio · d_model": self.mlp_width}
         sizes |= {"vocab_size": self.vocab_rows} if words else {}
         heads = [h for h in range(1, self.d_model + 1) if self.d_model % h == 0]
@@ -138,7 +138,7 @@ class Embed(nn.Module):
 
     config: GPTConfig
     looks_up: bool = True
-    tp: TensorParallel = ONE_SHARD
+    tp: RankMesh = ONE_SHARD
 
     @nn.compact
     def __call__(self, tokens: jax.Array, segments: jax.Array | None = None, *, train: bool) -> jax.Array:
@@ -189,7 +189,7 @@ class Block(DecoderBlock):
         return row_parallel(c.d_model, tp, residual=residual, name="down", **dense(c, residual=True))(wide)
 
 
-def _block_shards(c: GPTConfig, tp: TensorParallel) -> Mapping[Path, Shard]:
+def _block_shards(c: GPTConfig, tp: RankMesh) -> Mapping[Path, Shard]:
     c.check_shards(tp, words=False)
     split: dict[Path, Shard] = {("qkv", "kernel"): 2, ("qkv", "bias"): 1, ("out", "kernel"): 0}
     split |= {("up", "kernel"): 1, ("up", "bias"): 0, ("down", "kernel"): 0}

@@ -47,7 +47,7 @@ from jaxpipe.stage.model.layer import (
 )
 from jaxpipe.tensor_parallel import (
     ONE_SHARD,
-    TensorParallel,
+    RankMesh,
     check_shards,
     column_parallel,
     own_query_heads,
@@ -185,7 +185,7 @@ class LlamaConfig(DecoderConfig):
     def norm(self, name: str) -> nn.RMSNorm:
         return nn.RMSNorm(epsilon=self.norm_eps, param_dtype=self.dtype, name=name)
 
-    def check_shards(self, tp: TensorParallel, *, words: bool = True) -> None:
+    def check_shards(self, tp: RankMesh, *, words: bool = True) -> None:
         sizes = {"num_heads": self.num_heads, "mlp_size": self.mlp_width}
         sizes |= {"vocab_size": self.vocab_rows} if words else {}
         width = self.d_model if self.head_dim is None else 0  # of all heads together
@@ -227,7 +227,7 @@ def block_layers(config: LlamaConfig) -> list[Layer]:
     return [replace(kinds[i % interval != 0], name=name) for i, name in enumerate(block_names(config.num_layers), 1)]
 
 
-def rotate(x: jax.Array, theta: float, scaling: RopeScaling | None = None, tp: TensorParallel = ONE_SHARD) -> jax.Array:
+def rotate(x: jax.Array, theta: float, scaling: RopeScaling | None = None, tp: RankMesh = ONE_SHARD) -> jax.Array:
     """Apply rotary positions: ``x`` [B, T, N, K] with each pair (i, i + K/2) of position t turned by t · theta^(−2i/K), or
     by t times what ``scaling`` makes of that. Of divided sequences T is a shard's, and t a position in the whole."""
     T, K = x.shape[1], x.shape[3]
@@ -247,7 +247,7 @@ def rotate(x: jax.Array, theta: float, scaling: RopeScaling | None = None, tp: T
 
 class Embed(nn.Module):
     config: LlamaConfig
-    tp: TensorParallel = ONE_SHARD
+    tp: RankMesh = ONE_SHARD
 
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
@@ -306,7 +306,7 @@ def _with_own_heads(
     return apply(params, x, context)
 
 
-def _block_shards(c: LlamaConfig, tp: TensorParallel) -> Mapping[Path, Shard]:
+def _block_shards(c: LlamaConfig, tp: RankMesh) -> Mapping[Path, Shard]:
     c.check_shards(tp, words=False)
     shared = tp.size > c.kv_heads
     shards: dict[Path, Shard] = {("qkv", "kernel"): "partial" if shared else 1}

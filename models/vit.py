@@ -16,7 +16,7 @@ from flax import linen as nn
 from jaxpipe.errors import ConfigError
 from jaxpipe.stage.model.adapters import from_linen
 from jaxpipe.stage.model.layer import Layer
-from jaxpipe.tensor_parallel import ONE_SHARD, TensorParallel, own_time
+from jaxpipe.tensor_parallel import ONE_SHARD, RankMesh, own_time
 
 from .decoder import normal, partial_leaves
 from .gpt import GPTConfig, block_layers
@@ -58,7 +58,7 @@ def num_patches(what: str, picture: Picture, patch: int) -> int:
 class Patches(nn.Module):
     config: GPTConfig
     patch: int
-    tp: TensorParallel = ONE_SHARD
+    tp: RankMesh = ONE_SHARD
 
     @nn.compact
     def __call__(self, images: jax.Array) -> jax.Array:

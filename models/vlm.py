@@ -26,7 +26,7 @@ from jaxpipe.stage.model.adapters import from_linen
 from jaxpipe.stage.model.layer import Model, Path, Shard, build_options, check_sizes, options_of
 from jaxpipe.tensor_parallel import (
     ONE_SHARD,
-    TensorParallel,
+    RankMesh,
     check_shards,
     column_parallel,
     own_time,
@@ -138,7 +138,7 @@ def VLM(**options: Any) -> Model:  # noqa: N802 - named as the model is
 class Merger(nn.Module):
     config: GPTConfig
     width: int
-    tp: TensorParallel = ONE_SHARD
+    tp: RankMesh = ONE_SHARD
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -153,7 +153,7 @@ class Merger(nn.Module):
 class Embed(nn.Module):
     config: LlamaConfig
     image_token: int
-    tp: TensorParallel = ONE_SHARD
+    tp: RankMesh = ONE_SHARD
 
     @nn.compact
     def __call__(self, features: jax.Array, tokens: jax.Array) -> jax.Array:
@@ -171,7 +171,7 @@ class Embed(nn.Module):
         return jnp.where(own_time(stands, tp, axis=1)[:, :, None], image_rows, words)
 
 
-def _merger_shards(c: GPTConfig, tp: TensorParallel) -> Mapping[Path, Shard]:
+def _merger_shards(c: GPTConfig, tp: RankMesh) -> Mapping[Path, Shard]:
     check_shards("VLM", tp, {"4 · vit_size": 4 * c.d_model}, seq_len=c.seq_len // 4)
     split: dict[Path, Shard] = {("up", "kernel"): 1, ("up", "bias"): 0, ("down", "kernel"): 0}
     return split | partial_leaves(tp, ("down", "bias"), ("norm", "scale"), ("norm", "bias"))

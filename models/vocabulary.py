@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpipe.stage.model.layer import Layer, LayerContext, Params, Path, Shard, VocabSplit
-from jaxpipe.tensor_parallel import TensorParallel, partial_cross_entropy, rows_of, sum_parts, vocab_parallel_logits
+from jaxpipe.tensor_parallel import RankMesh, partial_cross_entropy, rows_of, sum_parts, vocab_parallel_logits
 
 
 def embedding_words(path: Path, count: int, rest: Layer) -> VocabSplit:
@@ -67,7 +67,7 @@ def _look_up(
     return rows_of(table, local, context.tp), _is_own(local, table, context.tp, count - first)
 
 
-def _is_own(local: jax.Array, table: jax.Array, tp: TensorParallel, words: int) -> jax.Array:
+def _is_own(local: jax.Array, table: jax.Array, tp: RankMesh, words: int) -> jax.Array:
     """Return whether the words, counted from the part's first, are among its own. ``words``: how many there are from that
     one on."""
     return (local >= 0) & (local < min(table.shape[0] * tp.size, words))
@@ -144,5 +144,5 @@ def no_params(key: jax.Array) -> Params:
     return {}
 
 
-def no_shards(tp: TensorParallel) -> Mapping[Path, Shard]:
+def no_shards(tp: RankMesh) -> Mapping[Path, Shard]:
     return {}

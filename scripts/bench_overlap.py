@@ -147,7 +147,7 @@ def middle_stage(variant: Variant, size: Size, mesh: Any, shards: int) -> StageF
     import jax
 
     from jaxpipe.context_parallel import shard_avals
-    from jaxpipe.mesh import CP, TensorParallel
+    from jaxpipe.mesh import CP, RankMesh
     from jaxpipe.stage.compiled.compile import build_all
     from jaxpipe.stage.model.reference import resolve_model
 
@@ -156,8 +156,8 @@ def middle_stage(variant: Variant, size: Size, mesh: Any, shards: int) -> StageF
     model = resolve_model(variant.model, options)
     avals = {layer.name: jax.eval_shape(layer.init, jax.random.key(0)) for layer in model.layers}
     cp = mesh.shape[CP]
-    tp = TensorParallel(
-        shards // cp,
+    tp = RankMesh(
+        tp=shards // cp,
         sequence=variant.sequence,
         fused_residual=variant.fused_residual,
         cp=cp,
@@ -281,10 +281,9 @@ def _argument(part: int, port: Any) -> tuple[int, Any]:
 def submesh(target: str, shards: int, *, tiny: bool) -> Any:
     """Return the devices of one rank, or the reason why there are none."""
     import jax
-    import numpy as np
 
     from jaxpipe._jax_compat import compile_only_devices
-    from jaxpipe.mesh import AXES
+    from jaxpipe.mesh import RankMesh
     from jaxpipe.planning.targets import device_text, find_target
 
     devices = jax.devices("cpu") if tiny else compile_only_devices(target, device_text(find_target(target)), shards)
@@ -292,8 +291,7 @@ def submesh(target: str, shards: int, *, tiny: bool) -> Any:
         return devices
     if len(devices) < shards:
         return f"{shards} shards need as many devices, there are {len(devices)}"
-    grid = np.array(list(devices[:shards]), dtype=object).reshape(1, 1, shards)
-    return jax.sharding.Mesh(grid, AXES)
+    return RankMesh(tp=shards).over(devices[:shards])
 
 
 def along_time(mesh: Any, cp: int = -1) -> Any:

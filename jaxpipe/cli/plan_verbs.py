@@ -221,10 +221,8 @@ def run_plan(args: argparse.Namespace) -> None:
     config = completed(config)
     stage_costs, compiler = stage_costs_of(config, target, efficiency, flags.notice), None
     if args.compile_seconds > 0:
-        pipe = config.pipeline
-        compiler = Compiler(
-            target, lambda text: flags.notice(f"notice: {text}"), args.compile_seconds, pipe.tp, pipe.cp
-        )
+        say = lambda text: flags.notice(f"notice: {text}")  # noqa: E731
+        compiler = Compiler(target, say, args.compile_seconds, stage_costs.shards)
         stage_costs.temp_of = compiler
     prediction = predict(config, stage_costs, limit, compile_stages=True)
     workspace = "estimated from the jaxprs (liveness of what fusion leaves)"

@@ -40,7 +40,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import AbstractDevice, AbstractMesh, Mesh
+from jax.sharding import AbstractDevice, Mesh
 
 from jaxpipe._jax_compat import (
     Jaxpr,
@@ -58,7 +58,7 @@ from jaxpipe.context_parallel import shard_avals
 from jaxpipe.cost.profile import StageSizes, measure_stages
 from jaxpipe.errors import ConfigError, StageError
 from jaxpipe.files import write_atomically
-from jaxpipe.mesh import AXES, AnyMesh, TensorParallel
+from jaxpipe.mesh import ONE_SHARD, AnyMesh, RankMesh
 from jaxpipe.planning.roofline import Efficiency, KernelWalk, SizeView, Work
 from jaxpipe.planning.targets import Target, device_text
 from jaxpipe.stage.compiled.compile import BuildCache, build_stage_functions, held_bytes
@@ -70,7 +70,7 @@ from jaxpipe.stage.model.params import compute_avals
 from jaxpipe.stage.model.plan import Cut, StageLinks, links_of
 from jaxpipe.stage.model.vocabulary import VocabParallelModel
 from jaxpipe.stage.split.policies import per_stage
-from jaxpipe.train.assemble import Planner, shards_of, spread_over, stage_planner
+from jaxpipe.train.assemble import Planner, mesh_of, spread_over, stage_planner
 from jaxpipe.train.config import TrainConfig
 from jaxpipe.train.corpora.tokenizers import load_tokenizer
 from jaxpipe.train.settings.sections import PipelineConfig
@@ -197,16 +197,16 @@ class Stopwatch:
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise ConfigError(f"{self.path}: no file of measured times ({error}); remove it") from None
 
-    def mesh(self, shards: TensorParallel) -> Mesh:
+    def mesh(self, shards: RankMesh) -> Mesh:
         """Return the first devices as the mesh of a rank.
 
         Raises:
             StageError: there are fewer.
         """
-        need = shards.size * shards.cp
+        need = shards.num_devices
         if need > len(self.devices):
             raise StageError(f"a rank of {need} devices can't be measured on {len(self.devices)}")
-        return Mesh(np.array(self.devices[:need], dtype=object).reshape(1, shards.cp, shards.size), AXES)
+        return shards.over(self.devices[:need])
 
     def __call__(self, stage: StageFunctions, vocab_size: int) -> Mapping[str, float]:
         """Return the measured seconds by operation. ``vocab_size``: integers of a batch are below it."""
@@ -316,7 +316,7 @@ class StageCosts:
     compute_dtype: Any
     target: Target
     efficiency: Efficiency
-    tp: TensorParallel
+    shards: RankMesh
     optimizer: optax.GradientTransformation
     temp_of: Compiler | None = None
     progress: Callable[[str], None] = print
@@ -331,10 +331,8 @@ class StageCosts:
 
     def is_for(self, pipe: PipelineConfig) -> bool:
         """Return whether these are costs of the shards of ``pipe``, and of vocabulary layers where it puts them."""
-        shards = self.tp.size, self.tp.cp
-        return shards == (pipe.tp, pipe.cp) and isinstance(self.model, VocabParallelModel) == (
-            pipe.vocabulary != "ends"
-        )
+        same = mesh_of(pipe).one_row.sizes == self.shards.sizes
+        return same and isinstance(self.model, VocabParallelModel) == (pipe.vocabulary != "ends")
 
     def over(self, pipe: PipelineConfig) -> StageCosts:
         """Return the stage costs of the model with vocabulary layers where ``pipe`` puts them; traces and prices are shared."""
@@ -346,11 +344,11 @@ class StageCosts:
     def mesh(self) -> AnyMesh:
         """The mesh of a rank's ``cp × tp`` devices, for which stages are traced; it runs nothing unless times are measured."""
         if self.seconds_of is not None:
-            return self.seconds_of.mesh(self.tp)
+            return self.seconds_of.mesh(self.shards)
         if self.temp_of is not None and self.temp_of.mesh is not None:
             return self.temp_of.mesh
         device = AbstractDevice(self.target.name, None, "cpu" if self.target.chip is None else "gpu")
-        return AbstractMesh((1, self.tp.cp, self.tp.size), AXES, abstract_device=device)
+        return self.shards.over_none(device)
 
     @cached_property
     def avals(self) -> Mapping[str, Any]:
@@ -473,11 +471,11 @@ class StageCosts:
     def functions_of(self, key: StageKey) -> StageFunctions:
         """Build the stage's functions on :attr:`mesh`; stages with equal layers share traces and compiled code."""
         cache = replace(self.cache, calls=replace(self.cache.calls, repeated=self._repeated))
-        batch = shard_avals(self.model.name, self.model.batch_spec(key.size), self.model.over_time, self.tp)
+        batch = shard_avals(self.model.name, self.model.batch_spec(key.size), self.model.over_time, self.shards)
         with cudnn_assumed() if self.seconds_of is None else nullcontext():
             return build_stage_functions(
                 key.layers, key.offset, self.avals, key.x, batch, self.mesh, 0, key.links, key.policy, self._master_dtype,
-                cache, self.tp, evaluated=False,
+                cache, self.shards, evaluated=False,
             )  # fmt: skip
 
     @cached_property
@@ -569,22 +567,22 @@ class Compiler:
     """
 
     def __init__(
-        self, target: Target, notice: Callable[[str], None], budget_s: float = 60.0, tp: int = 1, cp: int = 1
+        self, target: Target, notice: Callable[[str], None], budget_s: float = 60.0, shards: RankMesh = ONE_SHARD
     ) -> None:
         self.notice, self.budget_s, self.count, self.spent_s = notice, budget_s, 0, 0.0
         self.mesh: Mesh | None = None
-        is_local = target.chip is None and target.name == "cpu" and tp * cp == 1
+        is_local = target.chip is None and target.name == "cpu" and not shards.divided
         self._options = {} if is_local else _OPTIONS
         devices: Sequence[jax.Device] | str = f"target {target.name} has no 'chip' numbers"
         if is_local:
             devices = jax.devices("cpu")[:1]
         elif target.chip is not None:
-            devices = compile_only_devices(target.name, device_text(target), tp * cp)
+            devices = compile_only_devices(target.name, device_text(target), shards.num_devices)
         self.works = not isinstance(devices, str)
         if isinstance(devices, str):
             self._stop(devices)
         else:
-            self.mesh = Mesh(np.array(devices, dtype=object).reshape(1, cp, tp), AXES)
+            self.mesh = shards.over(devices)
 
     def _stop(self, reason: str) -> None:
         self.works = False
@@ -662,7 +660,7 @@ def stage_costs_of(
         jnp.dtype(config.run.dtype),
         target,
         efficiency,
-        shards_of(pipe),
+        mesh_of(pipe).one_row,
         optimizer_of(config, model),
         progress=progress,
         **options,

@@ -65,7 +65,7 @@ from jaxpipe.schedule.timeline import TIME, nine_digits
 from jaxpipe.search.bounds import lower_bound, span_lower_bound
 from jaxpipe.stage.compiled.compile import BuildCache
 from jaxpipe.stage.model.plan import StagePlan
-from jaxpipe.train.assemble import Planner, ScheduleDraft, choose, planned_order, shards_of
+from jaxpipe.train.assemble import Planner, ScheduleDraft, choose, mesh_of, planned_order
 from jaxpipe.train.config import TrainConfig
 from jaxpipe.train.schedule_source import barriers
 from jaxpipe.train.settings.sections import TraverseConfig
@@ -557,9 +557,9 @@ class _LayoutSearch:
     def _stage_costs_for(self, config: TrainConfig) -> StageCosts:
         """Return the stage costs for the config's shards and for its model, with vocabulary layers where the config puts them.
         Stage costs of the same shards share traces."""
-        pipe, shards = config.pipeline, shards_of(config.pipeline)
+        pipe, shards = config.pipeline, mesh_of(config.pipeline).one_row
         spread = (pipe.ranks, pipe.vocabulary) if pipe.vocabulary != "ends" else None
-        if spread is None and shards == self.stage_costs.tp:
+        if spread is None and shards == self.stage_costs.shards:
             return self.stage_costs
         if (shards, spread) not in self._stage_costs_by_shards:
             if spread is not None:
@@ -568,7 +568,7 @@ class _LayoutSearch:
             else:
                 self._stage_costs_by_shards[(shards, spread)] = replace(
                     self.stage_costs,
-                    tp=shards,
+                    shards=shards,
                     cache=BuildCache(),
                     _stages_by_kind={},
                     _traces_by_kind={},

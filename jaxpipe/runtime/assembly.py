@@ -27,7 +27,7 @@ from jax.sharding import Mesh
 from jaxpipe.context_parallel import laid_out, shard_avals
 from jaxpipe.cost.profile import analytic_profile
 from jaxpipe.errors import CheckpointError, ProgramError, StageError
-from jaxpipe.mesh import ONE_SHARD, TensorParallel, pipeline_submeshes, spec_of, with_several
+from jaxpipe.mesh import ONE_SHARD, RankMesh, pipeline_submeshes, rank_mesh, spec_of, with_several
 from jaxpipe.runtime.batches import (
     Batch,
     Instance,
@@ -95,7 +95,7 @@ class AssemblyOptions(TypedDict, total=False):
     recompute: str | Sequence[str]
     offload: OffloadOptions
     dp: int
-    tp: TensorParallel | int
+    tp: RankMesh | int
     braid: bool
     processes: Processes | None
     transport: str
@@ -107,8 +107,7 @@ class Assembly:
 
     ``boundaries[stage]``: first and one-past-last layer; ``functions[(rank, stage)]``; ``offload``: what O and L move, and
     where to; ``braid``: whether braided slots run as one function; ``ownership``: which ranks are this process's (all are
-    traced, these run). Every rank has ``dp`` × ``tp.cp`` × ``tp.size`` devices: the sequences of a microbatch are split over
-    ``dp``, the positions of each over ``cp``, and the layers divide their work over ``tp``.
+    traced, these run). ``mesh``: the devices of every rank by axis, and how layers divide their work over them.
     """
 
     model: Model
@@ -120,11 +119,20 @@ class Assembly:
     compute_dtype: Any
     master_dtype: Any
     offload: OffloadOptions
-    dp: int
-    tp: TensorParallel
+    mesh: RankMesh
     braid: bool
     cache: BuildCache
     ownership: Ownership
+
+    @property
+    def dp(self) -> int:
+        """Return how many devices of a rank share a microbatch's rows."""
+        return self.mesh.dp
+
+    @property
+    def tp(self) -> RankMesh:
+        """Return :attr:`mesh`, as layers call it."""
+        return self.mesh
 
     @property
     def copies_in_parts(self) -> bool:
@@ -144,7 +152,7 @@ class Assembly:
         recompute: str | Sequence[str] = "none",
         offload: OffloadOptions = OFFLOAD_ALL,
         dp: int = 1,
-        tp: TensorParallel | int = ONE_SHARD,
+        tp: RankMesh | int = ONE_SHARD,
         braid: bool = True,
         processes: Processes | None = None,
         transport: str = "tagged",
@@ -157,14 +165,14 @@ class Assembly:
             microbatch_size: sequences in a microbatch, over all ``dp`` shards of a rank.
             boundaries: per stage, first and one-past-last layer: all layers in order, each once. Or a plan of this model; or
                 None for stages balanced by FLOPs.
-            devices: ``dp · tp.cp · tp.size`` a rank, in order, ``tp`` innermost; the first of ``jax.devices()`` by default.
+            devices: of the first rank, of the second …, ``tp`` innermost; the first of ``jax.devices()`` by default.
             compute_dtype: of parameters and activations: float32, bfloat16, or under x64 float64; master parameters are float32
                 (float64 if this is).
             recompute: policy by name (:mod:`jaxpipe.stage.split.recompute`), or one a stage.
             offload: how much of a stage's residuals O and L move, and what the host has for them.
-            dp: shards of a microbatch on each rank.
-            tp: tensor- and context-parallel shards of each rank, and how they divide the layers' work (an int: that many of
-                the first, without options).
+            tp: the devices of each rank by axis, and how layers divide their work over them (an int: so many along ``tp``,
+                without options).
+            dp: along ``dp``, where ``tp`` does not say.
             braid: run each braided slot as one woven function; if not, as separate calls, with bit-equal results.
             processes: of the run, between which the ranks are divided; by default there is this one.
             transport: between them: ``tagged``, or on GPUs ``nccl`` (:class:`~jaxpipe.runtime.transfer.Ownership`).
@@ -172,12 +180,12 @@ class Assembly:
         Raises:
             StageError, ProgramError, ConfigError: what is wrong, and what would work.
         """
-        check_microbatch(microbatch_size, dp)
+        mesh = rank_mesh(tp, dp=dp)
+        check_microbatch(microbatch_size, mesh.dp)
         compute = check_dtype("dtype", compute_dtype)
-        boundaries = _cut(model, placement, boundaries, microbatch_size // dp)
-        tp = TensorParallel(tp) if isinstance(tp, int) else tp
-        data_avals = shard_avals(model.name, model.batch_spec(microbatch_size), model.over_time, tp)
-        submeshes = pipeline_submeshes(placement.num_ranks, dp=dp, cp=tp.cp, tp=tp.size, devices=devices)
+        boundaries = _cut(model, placement, boundaries, microbatch_size // mesh.dp)
+        data_avals = shard_avals(model.name, model.batch_spec(microbatch_size), model.over_time, mesh)
+        submeshes = pipeline_submeshes(placement.num_ranks, mesh, devices=devices)
         ownership = Ownership(submeshes, processes, transport)
         layers = [model.layers[a:b] for a, b in boundaries]
         instances = _instances(placement)
@@ -194,7 +202,7 @@ class Assembly:
                 meshes=[submeshes[r] for r in ranks],
                 recompute=recompute,
                 acc_dtype=master,
-                tp=tp,
+                tp=mesh,
                 cache=cache,
                 first=model.first,
             )
@@ -210,8 +218,7 @@ class Assembly:
             compute,
             master,
             offload,
-            dp,
-            tp,
+            mesh,
             braid,
             cache,
             ownership,
@@ -281,7 +288,9 @@ class Assembly:
 
     @property
     def _data_avals(self) -> dict[str, jax.ShapeDtypeStruct]:
-        return shard_avals(self.model.name, self.model.batch_spec(self.microbatch_size), self.model.over_time, self.tp)
+        return shard_avals(
+            self.model.name, self.model.batch_spec(self.microbatch_size), self.model.over_time, self.mesh
+        )
 
     def compare_policies(self, policies: Sequence[str] = STANDARD) -> tuple[tuple[PolicyCost, ...], ...]:
         """Compare what each recompute policy would save and cost, by stage (``compiled/recompute_report.py``). Runs nothing."""
@@ -293,7 +302,7 @@ class Assembly:
             [self.submeshes[self.primary(s)[0]] for s in stages],
             policies,
             self.master_dtype,
-            self.tp,
+            self.mesh,
         )
 
     @property
@@ -346,7 +355,7 @@ class Assembly:
         """
         check_placed(params, self._own_functions)
         batch = self._with_factors(checked_batch(batch, self.model.batch_spec(self.microbatch_size), microbatches))
-        batch = laid_out(batch, self.model.over_time, self.dp, self.tp.cp)
+        batch = laid_out(batch, self.model.over_time, self.mesh)
         return place_data(batch, self._own_functions, self.submeshes)
 
     def sum_replicas(self, gradients: Mapping[Instance, Sequence[jax.Array]]) -> dict[Instance, Buffers]:
@@ -452,7 +461,7 @@ class Assembly:
         runs = self._forward(params, {**unread, **batch}, functions, 1)
         outputs = zip(*([run[(len(functions) - 1, 0, port)] for port in function.outputs] for run in runs), strict=True)
         leaves = [
-            np.concatenate([joined_shards(np.asarray(part), a.shape, self.dp, self.tp) for part in parts])
+            np.concatenate([joined_shards(np.asarray(part), a.shape, self.mesh) for part in parts])
             for parts, a in zip(outputs, output_avals, strict=True)
         ]
         return fill(tree, leaves)
@@ -466,7 +475,7 @@ class Assembly:
         params = compute_avals(self.model.layers, self.compute_dtype, self.master_dtype)
         output_avals = jax.eval_shape(lambda p, b: array_leaves(model_output(self.model, p, b)), params, spec)
         mesh = self.submeshes[self.primary(last)[0]]
-        return *build_output(self.layers(last), self.stages[last], mesh, self._data_avals, self.tp), output_avals
+        return *build_output(self.layers(last), self.stages[last], mesh, self._data_avals, self.mesh), output_avals
 
     def _forward(
         self, params: Mapping[Instance, Buffers], batch: Batch, functions: Sequence[StageFunction], span: int

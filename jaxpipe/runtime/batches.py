@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from jaxpipe.context_parallel import joined_times
 from jaxpipe.errors import ProgramError
-from jaxpipe.mesh import TensorParallel, batch_sharded, replicated
+from jaxpipe.mesh import RankMesh, batch_sharded, replicated
 from jaxpipe.stage.functions import StageFunctions
 from jaxpipe.stage.model.layer import divisors
 
@@ -175,7 +175,7 @@ def _threefry(key: Any) -> Any:
     return key
 
 
-def joined_shards(stacked: np.ndarray, whole_shape: Sequence[int], dp: int, tp: TensorParallel) -> np.ndarray:
+def joined_shards(stacked: np.ndarray, whole_shape: Sequence[int], mesh: RankMesh) -> np.ndarray:
     """Join the parts that a rank's devices hold of an array.
 
     Args:
@@ -188,8 +188,8 @@ def joined_shards(stacked: np.ndarray, whole_shape: Sequence[int], dp: int, tp: 
     """
     if stacked.shape == tuple(whole_shape):
         return stacked
-    rows, times = whole_shape[0] // dp, [n // (tp.cp if k == 1 else 1) for k, n in enumerate(whole_shape)][1:]
-    parts = stacked.reshape(dp, tp.cp, -1, rows, *stacked.shape[1:])
+    rows, times = whole_shape[0] // mesh.dp, [n // (mesh.cp if k == 1 else 1) for k, n in enumerate(whole_shape)][1:]
+    parts = stacked.reshape(mesh.dp, mesh.cp, -1, rows, *stacked.shape[1:])
     shards = parts.shape[2]
     split = [k for k, (n, m) in enumerate(zip(times, stacked.shape[1:], strict=True), 1) if n == m * shards]
     if shards > 1 and len(split) != 1:

@@ -79,8 +79,7 @@ class Pipeline(Assembly):
 
     def __repr__(self) -> str:
         schedule, layers = self.schedule, len(self.model.layers)
-        sharding = f" × dp {self.dp} × tp {self.tp.size}" if (self.dp, self.tp.size) != (1, 1) else ""
-        sharding += f" × cp {self.tp.cp}" if self.tp.cp > 1 else ""
+        sharding = f" × {self.mesh}" if self.mesh.num_devices > 1 else ""
         return (
             f"<Pipeline of {self.model.name}: {layers} layers in {len(self.boundaries)} stages on {schedule.num_ranks} "
             f"ranks{sharding}, schedule {schedule.name}, {schedule.num_microbatches} microbatches of {self.microbatch_size}>"

@@ -49,7 +49,7 @@ import jax.numpy as jnp
 
 from jaxpipe._jax_compat import ClosedJaxpr, aval_bytes
 from jaxpipe.errors import StageError
-from jaxpipe.mesh import AXES, DATA, AnyMesh, device_sharded, replicated
+from jaxpipe.mesh import DATA, AnyMesh, device_sharded, replicated
 from jaxpipe.stage.jaxprs import array_leaves
 from jaxpipe.stage.model.params import ParamLayout
 from jaxpipe.stage.model.plan import StageLinks
@@ -86,8 +86,8 @@ IN_PLACE = ("acc", "state")
 @dataclass(frozen=True, slots=True)
 class Homes:
     """The placement of the arrays of a stage's ports on the devices of its rank. ``x_varies``, ``y_varies``: by array leaf of
-    what enters and leaves, whether it differs between ``tp`` shards. ``dy_of``: by ``dy`` port, the leaf of what leaves.
-    ``handed_on``: results that are arguments → those."""
+    what enters and leaves, whether devices that have the same data hold different ones. ``dy_of``: by ``dy`` port, the leaf of
+    what leaves. ``handed_on``: results that are arguments → those."""
 
     mesh: AnyMesh
     layout: ParamLayout
@@ -106,19 +106,19 @@ class Homes:
             case "data" | "loss":
                 return DATA
             case "x" | "dx":
-                return AXES if self.x_varies[port.index] else DATA
+                return self.mesh.axis_names if self.x_varies[port.index] else DATA
             case "y":
-                return AXES if self.y_varies[port.index] else DATA
+                return self.mesh.axis_names if self.y_varies[port.index] else DATA
             case "dy":
                 return self.axes(Port("y", self.dy_of[port.index]))
             # Each device sums what its own shards make.
             case "acc":
                 axes = self.layout.axes(port.index)
-                return tuple(a for a in AXES if a in (*axes.divided, *axes.summed))
+                return tuple(a for a in self.mesh.axis_names if a in (*axes.divided, *axes.summed))
             # What F only hands on lies as its argument does. All else may differ between any two devices, and is stacked so.
             case "res" | "wres" | "user" | "state":
                 source = self.handed_on.get(port)
-                return AXES if source is None else self.axes(source)
+                return self.mesh.axis_names if source is None else self.axes(source)
 
     def entering(self, port: Port, array: Any) -> jax.ShapeDtypeStruct:
         """Place a global array on this rank; scalars are the same on all devices."""

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from jaxpipe.cost.seconds import measured_layer_costs
 from jaxpipe.errors import ConfigError, ScheduleError, StageError
-from jaxpipe.mesh import TensorParallel
+from jaxpipe.mesh import RankMesh
 from jaxpipe.runtime.assembly import Assembly
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.runtime.processes import Processes, SingleProcess
@@ -197,8 +197,7 @@ def assemble(
         compute_dtype=jnp.dtype(dtype),
         recompute=pipe.recompute,
         offload=offload,
-        dp=pipe.dp,
-        tp=shards_of(pipe),
+        tp=mesh_of(pipe),
         braid=bool(pipe.passes.braid),
         processes=processes,
         transport=transport,
@@ -209,10 +208,17 @@ def assemble(
     return Pipeline.over(assembly, final_order(pipe, draft, costs, progress, split))
 
 
-def shards_of(pipe: PipelineConfig) -> TensorParallel:
-    """Return how the layers of a rank divide their work."""
+def mesh_of(pipe: PipelineConfig) -> RankMesh:
+    """Return the devices of each rank by axis, and how layers divide their work over them."""
     sharding = pipe.sharding
-    return TensorParallel(pipe.tp, sharding.sequence_parallel, sharding.fused_residual, pipe.cp, sharding.cp_method)
+    return RankMesh(
+        dp=pipe.dp,
+        cp=pipe.cp,
+        tp=pipe.tp,
+        sequence=sharding.sequence_parallel,
+        fused_residual=sharding.fused_residual,
+        cp_method=sharding.cp_method,
+    )
 
 
 def final_order(

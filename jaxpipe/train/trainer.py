@@ -26,7 +26,7 @@ import optax
 from jaxpipe import __version__
 from jaxpipe.errors import CheckpointError, ConfigError
 from jaxpipe.files import Closing
-from jaxpipe.mesh import TensorParallel
+from jaxpipe.mesh import RankMesh, rank_mesh
 from jaxpipe.runtime.batches import THREEFRY, in_microbatches
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.runtime.processes import Processes, SingleProcess
@@ -141,7 +141,7 @@ class Trainer(Closing):
         dp: int = 1,
         cp: int = 1,
         cp_method: str = "gather",
-        tp: int | TensorParallel = 1,
+        tp: int | RankMesh = 1,
         zero1: bool = False,
         post_validation: Literal["off", "on", "auto"] = "off",
         offload: OffloadOptions = OFFLOAD_ALL,
@@ -186,15 +186,13 @@ class Trainer(Closing):
         source = model
         if trainable is not None or float32 is not None:
             model = with_leaf_rules(model, trainable=trainable, float32=float32)
-        shards = TensorParallel(tp) if isinstance(tp, int) else tp
-        shards = shards if cp == 1 else replace(shards, cp=cp, cp_method=cp_method)
+        mesh = rank_mesh(tp, dp=dp, cp=cp)
+        mesh = mesh if cp == 1 else replace(mesh, cp_method=cp_method)
         schedule_value = _given_schedule(schedule)
         all_sizes = _sizes(schedule, schedule_value, explicit_sizes)
         pipe = PipelineConfig(
             ranks=all_sizes["ranks"],
-            tp=shards.size,
-            cp=shards.cp,
-            dp=dp,
+            **cast("Any", mesh.sizes),
             microbatches=all_sizes["microbatches"],
             chunks=all_sizes["chunks"],
             schedule=str(schedule) if schedule_value is None else "",
@@ -202,7 +200,7 @@ class Trainer(Closing):
             memory_limit=memory_limit,
             recompute=recompute if isinstance(recompute, str) else tuple(recompute),
             cut=_cut_setting(cut),
-            sharding=ShardingConfig(cast("Any", shards.cp_method), shards.sequence, shards.fused_residual, zero1),
+            sharding=ShardingConfig(cast("Any", mesh.cp_method), mesh.sequence, mesh.fused_residual, zero1),
             passes=PassesConfig(braid, post_validation=post_validation),
         )
         processes = processes or SingleProcess()
@@ -326,9 +324,7 @@ class Trainer(Closing):
         """Model, pipeline, optimizer and memory in four lines."""
         pipe, schedule = self.pipeline, self.schedule
         leaves = jax.tree.leaves(param_avals(self.model))
-        sharding = "".join(
-            f" × {axis} {n}" for axis, n in (("dp", pipe.dp), ("cp", pipe.tp.cp), ("tp", pipe.tp.size)) if n > 1
-        )
+        sharding = f" × {pipe.mesh}" if pipe.mesh.num_devices > 1 else ""
         devices = pipe.submeshes[0].devices.flat[0].platform
         peak = max(self.train_step.memory_report(workspace=False).peak_bytes)
         stages = " | ".join(_layer_words(pipe.layers(s)) for s in range(len(pipe.boundaries)))

@@ -59,7 +59,7 @@ def pipeline(
     import jax
     import jax.numpy as jnp
 
-    from jaxpipe.mesh import TensorParallel
+    from jaxpipe.mesh import RankMesh
     from jaxpipe.runtime.pipeline import Pipeline
     from jaxpipe.stage.model.reference import resolve_model
 
@@ -80,7 +80,7 @@ def pipeline(
         microbatch_size=microbatch_size,
         boundaries=list(pairwise(cuts)),
         devices=jax.devices()[:shards] * schedule.num_ranks,
-        tp=TensorParallel(shards),
+        tp=RankMesh(tp=shards),
         compute_dtype=jnp.dtype(dtype),
         recompute=recompute,
     )

@@ -34,7 +34,7 @@ from jaxpipe.cost import (
 )
 from jaxpipe.cost.profile import Fit, fit
 from jaxpipe.cost.seconds import random_array, time_at_once
-from jaxpipe.mesh import TensorParallel
+from jaxpipe.mesh import RankMesh
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.schedule import CostProfile, Link, circular, generate, read_costs, simulate
 from jaxpipe.stage.functions import StageFunction, footprint, total_device_bytes
@@ -52,7 +52,7 @@ def test_collectives_are_timed_apart_and_taken_out_of_f_and_b() -> None:
     model = Llama(vocab_size=16, d_model=16, num_layers=2, num_heads=2, seq_len=8, mlp_size=24, dtype="float64")
     pipe = Pipeline.build(
         model, generate("zb-h1", 2, 2), microbatch_size=2, boundaries=[(0, 2), (2, len(model.layers))],
-        compute_dtype=jnp.float64, tp=TensorParallel(2),
+        compute_dtype=jnp.float64, tp=RankMesh(tp=2),
     )  # fmt: skip
     measured = measure_stages(pipe.stages, repeats=3, memory=False)
     assert measured.collectives.keys() == {0, 1}

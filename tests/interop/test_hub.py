@@ -20,7 +20,7 @@ from jaxpipe.cli import main
 from jaxpipe.errors import CheckpointError, ConfigError
 from jaxpipe.interop.folder import DTYPES, Planned, write_byte_tokenizer, write_tensors
 from jaxpipe.interop.hub import open_hub, weights_of
-from jaxpipe.mesh import TensorParallel
+from jaxpipe.mesh import RankMesh
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.schedule import generate
 from jaxpipe.stage.model.layer import Model
@@ -265,7 +265,7 @@ def test_loss_over_a_pipeline_is_that_of_transformers(kind: str, pp: int, tp: in
     model, params = read(write_folder(tmp_path / kind, kind), vocab_multiple=2)
     schedule = generate("1f1b", pp, 2 // dp)
     cut = [(stage.start, stage.stop) for stage in plan_stages(model, pp).stages]
-    pipe = Pipeline.build(model, schedule, microbatch_size=dp, boundaries=cut, tp=TensorParallel(tp), dp=dp)
+    pipe = Pipeline.build(model, schedule, microbatch_size=dp, boundaries=cut, tp=RankMesh(tp=tp), dp=dp)
     weights = np.ones((2, 24), np.float32)
     weights[:, -1] = 0
     rows = {"tokens": TOKENS, "targets": np.roll(TOKENS, -1, axis=1), "weights": weights}

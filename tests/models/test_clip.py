@@ -16,7 +16,7 @@ import optax
 import pytest
 
 from jaxpipe.errors import ConfigError, ProgramError, ScheduleError, StageError
-from jaxpipe.mesh import TensorParallel
+from jaxpipe.mesh import RankMesh
 from jaxpipe.program.ir import Send
 from jaxpipe.runtime.memory_probe import measured_peaks
 from jaxpipe.runtime.pipeline import Pipeline
@@ -133,7 +133,7 @@ def test_towers_on_ranks_of_their_own_have_the_gradients_of_the_whole_model(tp: 
         microbatch_size=3,
         boundaries=[(0, text), (text, loss), (loss, len(model.layers))],
         compute_dtype=jnp.float64,
-        tp=TensorParallel(tp),
+        tp=RankMesh(tp=tp),
     )
     flat = random_batch(6)
     batch = {name: array.reshape(m, 3, *array.shape[1:]) for name, array in flat.items()}
@@ -325,7 +325,7 @@ def test_bad_sizes_are_one_line() -> None:
             CLIP(**{**SMALL, "dtype": "float32", **sizes})
         assert message in str(caught.value) and "\n" not in str(caught.value)
     with pytest.raises(ConfigError, match="use sequence_parallel=false"):
-        tiny().layers[-1].shards(TensorParallel(2, sequence=True))  # type: ignore[misc]
+        tiny().layers[-1].shards(RankMesh(tp=2, sequence=True))  # type: ignore[misc]
 
 
 @pytest.mark.soak

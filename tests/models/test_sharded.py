@@ -22,7 +22,7 @@ from flax import linen as nn
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe.errors import ConfigError
-from jaxpipe.mesh import ONE_SHARD, TP, TensorParallel
+from jaxpipe.mesh import ONE_SHARD, TP, RankMesh
 from jaxpipe.stage.model.layer import LayerContext, Model
 from jaxpipe.stage.model.params import with_tied_leaves
 from jaxpipe.stage.model.reference import apply_model, init_params
@@ -100,16 +100,16 @@ def close(ours: Any, theirs: Any, tolerance: float) -> None:
 GROUPED = options(num_kv_heads=2, qkv_bias=True, tied=True)
 BIASES = options(qkv_bias=True, out_bias=True, mlp_bias=True)
 HUB = (*BIASES, *options(vocab_size=29, vocab_multiple=4, num_kv_heads=2, head_dim=4, qk_norm=True))
-CASES: list[tuple[str, Options, TensorParallel, int]] = [
-    ("gpt", (), TensorParallel(2), 1),
-    ("gpt", options(tied=False), TensorParallel(4, sequence=True), 2),
-    ("llama", options(num_kv_heads=4, qkv_bias=True), TensorParallel(4, fused_residual=True), 1),
-    ("llama", GROUPED, TensorParallel(4), 2),
-    ("llama", GROUPED, TensorParallel(8, sequence=True, fused_residual=True), 1),
-    ("llama", HUB, TensorParallel(4, sequence=True), 2),
+CASES: list[tuple[str, Options, RankMesh, int]] = [
+    ("gpt", (), RankMesh(tp=2), 1),
+    ("gpt", options(tied=False), RankMesh(tp=4, sequence=True), 2),
+    ("llama", options(num_kv_heads=4, qkv_bias=True), RankMesh(tp=4, fused_residual=True), 1),
+    ("llama", GROUPED, RankMesh(tp=4), 2),
+    ("llama", GROUPED, RankMesh(tp=8, sequence=True, fused_residual=True), 1),
+    ("llama", HUB, RankMesh(tp=4, sequence=True), 2),
 ]
 ALL = [
-    (kind, extra, TensorParallel(size, *flags), dp)
+    (kind, extra, RankMesh(tp=size, sequence=flags[0], fused_residual=flags[1]), dp)
     for (kind, extra), size, flags in itertools.product(
         [
             *[("gpt", options(tied=tied, num_layers=2)) for tied in (True, False)],
@@ -131,7 +131,7 @@ ALL = [
     [pytest.param(*x, marks=[pytest.mark.soak] * (x in (CASES[1], CASES[3], CASES[4]))) for x in CASES],
 )
 @pytest.mark.usefixtures("x64")
-def test_loss_and_gradients_are_those_of_one_device(kind: str, extra: Options, tp: TensorParallel, dp: int) -> None:
+def test_loss_and_gradients_are_those_of_one_device(kind: str, extra: Options, tp: RankMesh, dp: int) -> None:
     model = make(kind, extra)
     result = loss_and_grads(model, random_params(model), random_batch(model), tp, dp=dp)
     close(result, reference_result(kind, extra), 1e-9)
@@ -141,7 +141,7 @@ def test_loss_and_gradients_are_those_of_one_device(kind: str, extra: Options, t
 @pytest.mark.soak
 @pytest.mark.parametrize(("kind", "extra", "tp", "dp"), ALL)
 @pytest.mark.usefixtures("x64")
-def test_loss_and_gradients_of_every_combination(kind: str, extra: Options, tp: TensorParallel, dp: int) -> None:
+def test_loss_and_gradients_of_every_combination(kind: str, extra: Options, tp: RankMesh, dp: int) -> None:
     test_loss_and_gradients_are_those_of_one_device(kind, extra, tp, dp)
 
 
@@ -149,24 +149,24 @@ def test_loss_and_gradients_of_every_combination(kind: str, extra: Options, tp: 
 @pytest.mark.parametrize(
     ("kind", "extra", "tp"),
     [
-        ("gpt", options(dtype="float32"), TensorParallel(4, sequence=True)),
+        ("gpt", options(dtype="float32"), RankMesh(tp=4, sequence=True)),
         pytest.param(
-            "llama", (*GROUPED, ("dtype", "float32")), TensorParallel(4, fused_residual=True), marks=pytest.mark.soak
+            "llama", (*GROUPED, ("dtype", "float32")), RankMesh(tp=4, fused_residual=True), marks=pytest.mark.soak
         ),
     ],
 )
-def test_float32(kind: str, extra: Options, tp: TensorParallel) -> None:
+def test_float32(kind: str, extra: Options, tp: RankMesh) -> None:
     model = make(kind, extra)
     params, batch = jax.jit(lambda: init_params(model, 0))(), random_batch(model)
     close(loss_and_grads(model, params, batch, tp), on_one_device(model, params, batch), 1e-5)
 
 
 @st.composite
-def sized_models(draw: st.DrawFn) -> tuple[Model, TensorParallel, int]:
+def sized_models(draw: st.DrawFn) -> tuple[Model, RankMesh, int]:
     """Draw a small model of odd sizes and shards that divide it."""
     t = draw(st.sampled_from([2, 3, 4]))
     dp = draw(st.sampled_from([1, 2]))
-    tp = TensorParallel(t, draw(st.booleans()), draw(st.booleans()))
+    tp = RankMesh(tp=t, sequence=draw(st.booleans()), fused_residual=draw(st.booleans()))
     groups = draw(st.sampled_from([g for g in (1, 2, 3, 4, 6) if g % t == 0 or t % g == 0]))
     heads = draw(st.sampled_from([h for h in range(t, 4 * t + 1, t) if h % groups == 0] or [groups * t]))
     sizes = {
@@ -184,7 +184,7 @@ def sized_models(draw: st.DrawFn) -> tuple[Model, TensorParallel, int]:
     return GPT(num_layers=1, **sizes), tp, dp
 
 
-def check_sized(case: tuple[Model, TensorParallel, int]) -> None:
+def check_sized(case: tuple[Model, RankMesh, int]) -> None:
     model, tp, dp = case
     params, batch = random_params(model), random_batch(model)
     close(loss_and_grads(model, params, batch, tp, dp=dp), on_one_device(model, params, batch), 1e-9)
@@ -193,7 +193,7 @@ def check_sized(case: tuple[Model, TensorParallel, int]) -> None:
 @hypothesis.settings(max_examples=2)
 @hypothesis.given(sized_models())
 @pytest.mark.usefixtures("x64")
-def test_any_sizes_that_divide(case: tuple[Model, TensorParallel, int]) -> None:
+def test_any_sizes_that_divide(case: tuple[Model, RankMesh, int]) -> None:
     check_sized(case)
 
 
@@ -201,17 +201,17 @@ def test_any_sizes_that_divide(case: tuple[Model, TensorParallel, int]) -> None:
 @hypothesis.settings(max_examples=40)
 @hypothesis.given(sized_models())
 @pytest.mark.usefixtures("x64")
-def test_many_sizes_that_divide(case: tuple[Model, TensorParallel, int]) -> None:
+def test_many_sizes_that_divide(case: tuple[Model, RankMesh, int]) -> None:
     check_sized(case)
 
 
 def test_positions_count_from_the_first_token_on_every_part_of_time() -> None:
     """Also where the sequence is shorter than the model's."""
-    tp = TensorParallel(2, sequence=True)
+    tp = RankMesh(tp=2, sequence=True)
     embed = make("gpt", options(dtype="float32")).layers[0]
     params, tokens = embed.init(jax.random.key(0)), jnp.arange(12, dtype=jnp.int32).reshape(2, 6)
 
-    def run(params: Any, tokens: Any, shards: TensorParallel = tp) -> Any:
+    def run(params: Any, tokens: Any, shards: RankMesh = tp) -> Any:
         return embed.apply(params, None, LayerContext({"tokens": tokens}, None, False, shards))
 
     specs = ({"tokens": {"embedding": P(TP)}, "positions": P()}, P())
@@ -241,7 +241,7 @@ COUNTS = [
 def test_two_collectives_a_block_each_way(kind: str, extra: Options, fused: bool) -> None:
     model = make(kind, COUNTED + extra)
     params, batch = random_params(model), random_batch(model)
-    for tp in (TensorParallel(4, fused_residual=fused), TensorParallel(4, sequence=True, fused_residual=fused)):
+    for tp in (RankMesh(tp=4, fused_residual=fused), RankMesh(tp=4, sequence=True, fused_residual=fused)):
         kinds = ("all-gather", "reduce-scatter") if tp.splits_time else ("all-reduce", "all-reduce")
         branches = {(name, TP): 2 for name in kinds}
         traces = trace_layers(model, params, batch, tp)
@@ -258,7 +258,7 @@ def test_two_collectives_a_block_each_way(kind: str, extra: Options, fused: bool
 def test_nothing_as_wide_as_the_vocabulary(kind: str) -> None:
     model = make(kind, COUNTED)
     params, batch = random_params(model), random_batch(model)
-    for tp in (TensorParallel(4), TensorParallel(4, sequence=True)):
+    for tp in (RankMesh(tp=4), RankMesh(tp=4, sequence=True)):
         traces = trace_layers(model, params, batch, tp).values()
         shapes = [shape for trace in traces for shape in shapes_in(trace.forward) | shapes_in(trace.backward)]
         sizes = {n for shape in shapes for n in shape}
@@ -268,7 +268,7 @@ def test_nothing_as_wide_as_the_vocabulary(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["gpt", "llama"])
 def test_sequence_parallelism_leaves_a_part_of_time_on_the_residual_stream(kind: str) -> None:
     model = make(kind, COUNTED)
-    tp = TensorParallel(4, sequence=True)
+    tp = RankMesh(tp=4, sequence=True)
     params, batch = random_params(model), random_batch(model)
     traces = trace_layers(model, params, batch, tp)
     for name in ("embed", "block_00"):
@@ -282,12 +282,12 @@ def test_sequence_parallelism_leaves_a_part_of_time_on_the_residual_stream(kind:
 @pytest.mark.parametrize(
     ("kind", "extra", "tp"),
     [
-        ("gpt", options(dropout=0.2), TensorParallel(4, sequence=True)),
-        ("llama", (*GROUPED, ("dropout", 0.2)), TensorParallel(4, fused_residual=True)),
+        ("gpt", options(dropout=0.2), RankMesh(tp=4, sequence=True)),
+        ("llama", (*GROUPED, ("dropout", 0.2)), RankMesh(tp=4, fused_residual=True)),
     ],
 )
 @pytest.mark.usefixtures("x64")
-def test_gradients_under_dropout_are_those_of_the_masks_drawn(kind: str, extra: Options, tp: TensorParallel) -> None:
+def test_gradients_under_dropout_are_those_of_the_masks_drawn(kind: str, extra: Options, tp: RankMesh) -> None:
     """Central differences along a random direction: masks that differed between F and B, or shards, would show."""
     model = make(kind, extra)
     params, batch, key = random_params(model), random_batch(model), jax.random.key(1)
@@ -396,7 +396,7 @@ def test_one_shard_traces_to_the_equations_of_plain_flax(kind: str, extra: Optio
 # --- how parameters lie, and refusals ------------------------------------------------------------------------------------
 
 
-def lying(model: Model, tp: TensorParallel) -> Mapping[str, Any]:
+def lying(model: Model, tp: RankMesh) -> Mapping[str, Any]:
     params = jax.eval_shape(lambda: init_params(model, 0))
     return {
         f"{layer}/{'/'.join(str(k.key) for k in path)}": kind
@@ -407,19 +407,19 @@ def lying(model: Model, tp: TensorParallel) -> Mapping[str, Any]:
 
 @pytest.mark.usefixtures("x64")
 def test_how_parameters_lie() -> None:
-    gpt = lying(make("gpt"), TensorParallel(4))
+    gpt = lying(make("gpt"), RankMesh(tp=4))
     assert {name for name, kind in gpt.items() if kind == "same"} == {
         "embed/positions",
         *(f"block_00/norm_{branch}/{leaf}" for branch in ("attn", "mlp") for leaf in ("scale", "bias")),
         *("block_00/out/bias", "block_00/down/bias", "head/norm/scale", "head/norm/bias"),
     }
     assert "partial" not in gpt.values()
-    sequence = lying(make("gpt"), TensorParallel(4, sequence=True))
+    sequence = lying(make("gpt"), RankMesh(tp=4, sequence=True))
     assert sequence == {name: "partial" if kind == "same" else kind for name, kind in gpt.items()}
-    assert lying(make("gpt"), TensorParallel(1, sequence=True))["head/norm/scale"] == "same"
+    assert lying(make("gpt"), RankMesh(tp=1, sequence=True))["head/norm/scale"] == "same"
     for groups, kinds in ((8, (1, 0)), (4, (1, 0)), (2, ("partial", "partial"))):
         model = make("llama", options(num_kv_heads=groups, qkv_bias=True))
-        llama = lying(model, TensorParallel(4))
+        llama = lying(model, RankMesh(tp=4))
         assert (llama["block_00/qkv/kernel"], llama["block_00/qkv/bias"]) == kinds
         assert llama["block_00/gate_up/kernel"] == 2 and llama["block_00/norm_mlp/scale"] == "same"
 
@@ -428,18 +428,16 @@ def test_how_parameters_lie() -> None:
 @pytest.mark.parametrize(
     ("kind", "sizes", "tp", "message"),
     [
-        ("gpt", {"num_heads": 2}, TensorParallel(4), r"^GPT: num_heads is 2, .* tp of 1, 2, or make num_heads 4$"),
-        ("gpt", {"num_heads": 2, "d_model": 16}, TensorParallel(3), r"^GPT: num_heads is 2, .* over tp 3; use tp of 1, 2$"),
-        ("gpt", {"vocab_size": 50257, "d_model": 32}, TensorParallel(2), r"vocab_size is 50257, .* such as 50258$"),
-        ("gpt", {"seq_len": 10}, TensorParallel(4, sequence=True), r"seq_len is 10, .* use tp of 1, 2, or"),
-        ("llama", {"mlp_size": 36}, TensorParallel(8), r"^Llama: mlp_size is 36, .* use tp of 1, 2, 4, or"),
-        ("llama", {"num_heads": 24, "num_kv_heads": 6, "d_model": 48, "mlp_size": 48, "vocab_size": 48}, TensorParallel(4),
+        ("gpt", {"num_heads": 2}, RankMesh(tp=4), r"^GPT: num_heads is 2, .* tp of 1, 2, or make num_heads 4$"),
+        ("gpt", {"num_heads": 2, "d_model": 16}, RankMesh(tp=3), r"^GPT: num_heads is 2, .* over tp 3; use tp of 1, 2$"),
+        ("gpt", {"vocab_size": 50257, "d_model": 32}, RankMesh(tp=2), r"vocab_size is 50257, .* such as 50258$"),
+        ("gpt", {"seq_len": 10}, RankMesh(tp=4, sequence=True), r"seq_len is 10, .* use tp of 1, 2, or"),
+        ("llama", {"mlp_size": 36}, RankMesh(tp=8), r"^Llama: mlp_size is 36, .* use tp of 1, 2, 4, or"),
+        ("llama", {"num_heads": 24, "num_kv_heads": 6, "d_model": 48, "mlp_size": 48, "vocab_size": 48}, RankMesh(tp=4),
          r"num_kv_heads is 6, neither a multiple nor a divisor of tp 4; use tp of 1, 2, 3, 6, 12, 24$"),
     ],
 )  # fmt: skip
-def test_refusals_name_the_shards_that_would_work(
-    kind: str, sizes: dict[str, Any], tp: TensorParallel, message: str
-) -> None:
+def test_refusals_name_the_shards_that_would_work(kind: str, sizes: dict[str, Any], tp: RankMesh, message: str) -> None:
     """Blocks too, but for the vocabulary, which they know nothing of."""
     model = FACTORIES[kind](**{**SMALL, **sizes})
     for layer in model.layers[:-1]:
@@ -460,5 +458,5 @@ def test_a_tied_head_is_split_as_the_embedding_is() -> None:
         head = model.layers[-2]
         assert head.shards is not None
         assert "kernel" in with_tied_leaves(head, params)
-        for tp in (TensorParallel(4), TensorParallel(4, sequence=True)):
+        for tp in (RankMesh(tp=4), RankMesh(tp=4, sequence=True)):
             assert head.shards(tp)[("kernel",)] == shard_trees(model, params, tp)["embed"]["tokens"]["embedding"] == 0

@@ -22,7 +22,7 @@ import pytest
 from jaxpipe import Trainer
 from jaxpipe.cli import main
 from jaxpipe.errors import ConfigError, StageError
-from jaxpipe.mesh import TensorParallel
+from jaxpipe.mesh import RankMesh
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.schedule import CostProfile, generate
 from jaxpipe.stage.model.layer import Model
@@ -110,13 +110,13 @@ def test_gradients_of_uneven_stages_are_those_of_the_whole_model(names: tuple[st
 @pytest.mark.parametrize(
     ("tp", "dp"),
     [
-        (TensorParallel(2), 2),
-        pytest.param(TensorParallel(2, sequence=True), 1, marks=pytest.mark.soak),
-        pytest.param(TensorParallel(4, False, True), 1, marks=pytest.mark.soak),
+        (RankMesh(tp=2), 2),
+        pytest.param(RankMesh(tp=2, sequence=True), 1, marks=pytest.mark.soak),
+        pytest.param(RankMesh(tp=4, sequence=False, fused_residual=True), 1, marks=pytest.mark.soak),
     ],
 )
 @pytest.mark.usefixtures("x64")
-def test_loss_and_gradients_on_shards_are_those_of_one_device(tp: TensorParallel, dp: int) -> None:
+def test_loss_and_gradients_on_shards_are_those_of_one_device(tp: RankMesh, dp: int) -> None:
     model = VLM(**{**SMALL, "vit_heads": 4})
     params, batch = random_params(model), {k: jnp.asarray(v) for k, v in random_batch(2).items()}
     close(loss_and_grads(model, params, batch, tp, dp), on_one_device(model, params, batch))
@@ -227,4 +227,4 @@ def test_bad_sizes_are_one_line() -> None:
             VLM(**{**SMALL, **sizes})
         assert message in str(caught.value) and "\n" not in str(caught.value)
     with pytest.raises((ConfigError, StageError), match="does not divide over tp 4"):
-        tiny().layers[1].shards(TensorParallel(4))  # type: ignore[misc]
+        tiny().layers[1].shards(RankMesh(tp=4))  # type: ignore[misc]

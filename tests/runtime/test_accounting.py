@@ -26,7 +26,7 @@ from jaxpipe.cost import analytic_profile, cost_profile
 from jaxpipe.cost.memory import KINDS, MemoryReport, account, compiled_bytes
 from jaxpipe.cost.profile import sizes_of
 from jaxpipe.cost.seconds import flop_seconds
-from jaxpipe.mesh import batch_sharded, pipeline_submeshes, replicated
+from jaxpipe.mesh import RankMesh, batch_sharded, pipeline_submeshes, replicated
 from jaxpipe.program.lower import lower
 from jaxpipe.program.order import Crossing, issue_order
 from jaxpipe.runtime.executor import Executor, StepInputs
@@ -239,7 +239,7 @@ def test_with_two_data_parallel_devices_a_rank() -> None:
     layers = TOYS["activations"].model.layers
     stages = [layers[a:b] for a, b in cut(layers, 2)]
     params = toy.init_params(layers)
-    meshes = pipeline_submeshes(2, dp=2)
+    meshes = pipeline_submeshes(2, RankMesh(dp=2))
     built = build_all(stages, params, toy.batch_avals(), meshes)
     functions = {(s, s): f for s, f in enumerate(built)}
     for offload in (0.0, 0.5):

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe.errors import RunError, ScheduleError
-from jaxpipe.mesh import TensorParallel
+from jaxpipe.mesh import RankMesh
 from jaxpipe.program.ir import Free, Program, Recv, Run, Send
 from jaxpipe.program.lower import braided_slots, lower
 from jaxpipe.rehearsal.rank import Rehearsal
@@ -255,13 +255,13 @@ def test_a_braid_with_dropout_draws_what_separate_calls_draw() -> None:
 @pytest.mark.parametrize(
     ("dp", "tp"),
     [
-        (2, TensorParallel(2, True)),
-        pytest.param(2, TensorParallel(2), marks=pytest.mark.soak),
-        pytest.param(1, TensorParallel(4, True), marks=pytest.mark.soak),
-        pytest.param(4, TensorParallel(1), marks=pytest.mark.soak),
+        (2, RankMesh(tp=2, sequence=True)),
+        pytest.param(2, RankMesh(tp=2), marks=pytest.mark.soak),
+        pytest.param(1, RankMesh(tp=4, sequence=True), marks=pytest.mark.soak),
+        pytest.param(4, RankMesh(tp=1), marks=pytest.mark.soak),
     ],
 )
-def test_braids_on_submeshes(dp: int, tp: TensorParallel) -> None:
+def test_braids_on_submeshes(dp: int, tp: RankMesh) -> None:
     """Values that cross stages are split over dp alone, or with sequence parallelism over tp too."""
     model = toy_model()
     pipe = Pipeline.build(

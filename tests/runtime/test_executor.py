@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxpipe.errors import CheckpointError, ConfigError, ProgramError, RunError
-from jaxpipe.mesh import batch_sharded, pipeline_submeshes
+from jaxpipe.mesh import RankMesh, batch_sharded, pipeline_submeshes
 from jaxpipe.program.order import issue_order
 from jaxpipe.runtime import transfer
 from jaxpipe.runtime.executor import Executor, StepInputs, StepOutputs
@@ -285,11 +285,11 @@ def test_offload_needs_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_submeshes_take_consecutive_devices() -> None:
-    meshes = pipeline_submeshes(2, dp=2, tp=2)
+    meshes = pipeline_submeshes(2, RankMesh(dp=2, tp=2))
     ids = [[d.id for d in m.devices.flat] for m in meshes]
     assert ids == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert meshes[0].axis_names == ("dp", "cp", "tp") and meshes[0].devices.shape == (2, 1, 2)
     with pytest.raises(ConfigError, match=r"16 devices.*8"):
-        pipeline_submeshes(4, dp=2, tp=2)
+        pipeline_submeshes(4, RankMesh(dp=2, tp=2))
     with pytest.raises(ConfigError, match="dp is 0"):
-        pipeline_submeshes(1, dp=0)
+        pipeline_submeshes(1, RankMesh(dp=0))

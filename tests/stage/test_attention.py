@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractDevice, AbstractMesh
+from jax.sharding import AbstractDevice
 
 from jaxpipe._jax_compat import Jaxpr, sub_jaxprs
 from jaxpipe.errors import ConfigError, StageError
-from jaxpipe.mesh import AXES, AnyMesh, TensorParallel, pipeline_submeshes
+from jaxpipe.mesh import AnyMesh, RankMesh, pipeline_submeshes
 from jaxpipe.stage.compiled.compile import build_all
 from jaxpipe.stage.functions import StageFunctions
 from jaxpipe.stage.jaxprs import PEERS, jaxpr_flops
@@ -41,13 +41,13 @@ def cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def gpus(tp: int = 1) -> AnyMesh:
-    return AbstractMesh((1, 1, tp), AXES, abstract_device=GPU)
+    return RankMesh(tp=tp).over_none(GPU)
 
 
 def block_of(model: Model, mesh: AnyMesh, recompute: str = "none", dtype: Any = jnp.bfloat16) -> StageFunctions:
     stages = [model.layers[:1], model.layers[1:2], model.layers[2:]]
     avals = compute_avals(model.layers, dtype, jnp.float32)
-    tp = TensorParallel(mesh.shape["tp"])
+    tp = RankMesh(tp=mesh.shape["tp"])
     return build_all(stages, avals, model.batch_spec(B), [mesh] * 3, recompute, tp=tp)[1]
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from jaxpipe.context_parallel import joined_times, laid_out
 from jaxpipe.errors import ConfigError, JaxpipeError, StageError
-from jaxpipe.mesh import CP_METHODS, TensorParallel
+from jaxpipe.mesh import CP_METHODS, RankMesh
 from jaxpipe.runtime.assembly import Assembly
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.schedule import generate
@@ -46,7 +46,7 @@ from tests.support.parallel_cases import (
 def test_zigzag_divides_what_a_causal_mask_leaves_evenly(cp: int) -> None:
     T = 16
     positions = np.arange(T)[None, None] + np.zeros((2, 4, 1), int)
-    layout = laid_out({"tokens": positions, "rows": positions[:, :, 0]}, ("tokens",), 2, cp)
+    layout = laid_out({"tokens": positions, "rows": positions[:, :, 0]}, ("tokens",), RankMesh(dp=2, cp=cp))
     assert (layout["rows"].shape, layout["tokens"].shape) == ((2, 4 * cp), (2, 4 * cp, T // cp))
     shards = layout["tokens"][0].reshape(2, cp, 2, T // cp)[1, :, 0]  # of one sequence
     np.testing.assert_array_equal(joined_times([s[None] for s in shards])[0], np.arange(T))
@@ -76,7 +76,7 @@ def _batch(model: Model, seed: int = 0) -> dict[str, np.ndarray]:
     return {**arrays, "weights": weights}
 
 
-def _agree(model: Model, tp: TensorParallel) -> None:
+def _agree(model: Model, tp: RankMesh) -> None:
     params = jax.tree.map(lambda a: np.asarray(a, np.float64), init_params(model, 0))
     batch, key = _batch(model), jax.random.key(7)
 
@@ -108,7 +108,7 @@ def _agree(model: Model, tp: TensorParallel) -> None:
 )
 def test_shards_draw_and_see_what_one_device_does(name: str, method: str, options: dict[str, Any]) -> None:
     """Dropout too: the masks are those of whole sequences."""
-    _agree(_model(name, **options), TensorParallel(cp=2, cp_method=method))
+    _agree(_model(name, **options), RankMesh(cp=2, cp_method=method))
 
 
 # memory and work
@@ -132,7 +132,7 @@ def test_activations_halve_and_a_ring_computes_what_the_mask_leaves(method: str,
     model = GPT(vocab_size=16, d_model=D, num_layers=1, num_heads=4, seq_len=T, mlp_ratio=2, attention="xla")
 
     def stage(cp: int) -> StageFunctions:
-        tp = TensorParallel(cp=cp, cp_method=method)
+        tp = RankMesh(cp=cp, cp_method=method)
         return Assembly.of(model, placement, microbatch_size=1, tp=tp, recompute=recompute).stages[0]
 
     one, *divided = (stage(cp) for cp in (1, 2, 4))
@@ -147,7 +147,7 @@ def test_activations_halve_and_a_ring_computes_what_the_mask_leaves(method: str,
 
 def test_gathering_again_is_no_policy_of_its_own_here() -> None:
     model, placement = _model("gpt", dtype="float32"), generate("1f1b", 1, 1).placement
-    tp = TensorParallel(cp=2)
+    tp = RankMesh(cp=2)
     (stage,) = Assembly.of(model, placement, microbatch_size=1, tp=tp, recompute="gather").stages
     (plain,) = Assembly.of(model, placement, microbatch_size=1, tp=tp).stages
     assert stage.residual_bytes == plain.residual_bytes and not plain.notes
@@ -209,7 +209,7 @@ def test_braids_have_the_bits_of_what_they_braid(method: str) -> None:
     params = init_params(model, 0)
 
     def run(braid: bool) -> Any:
-        tp = TensorParallel(2, sequence=True, cp=2, cp_method=method)
+        tp = RankMesh(tp=2, sequence=True, cp=2, cp_method=method)
         pipe = Pipeline.build(model, generate("stp", 2, 4), microbatch_size=8, tp=tp, braid=braid)
         return pipe.loss_and_grads(
             pipe.place(params), {k: v % 16 if v.dtype == np.int32 else v for k, v in batch.items()}
@@ -233,16 +233,16 @@ def test_evaluation_gives_outputs_in_the_order_of_time() -> None:
 # what can't be
 
 
-def _refused(model: Model, tp: TensorParallel, error: type[JaxpipeError], text: str) -> None:
+def _refused(model: Model, tp: RankMesh, error: type[JaxpipeError], text: str) -> None:
     with pytest.raises(error, match=text) as caught:
         Pipeline.build(model, generate("1f1b", 1, 2), microbatch_size=2, tp=tp)
     assert "\n" not in str(caught.value)
 
 
 def test_what_does_not_divide_is_told() -> None:
-    _refused(GPT(seq_len=6), TensorParallel(cp=2), ConfigError, "a multiple of 4 such as 8")
-    _refused(CLIP(), TensorParallel(cp=2), ConfigError, "use cp 1")
-    _refused(GPT(num_heads=3, d_model=12), TensorParallel(cp=2, cp_method="heads"), StageError, "3 key/value heads")
-    _refused(GPT(attention="cudnn"), TensorParallel(cp=2), StageError, "use cp_method=heads")
+    _refused(GPT(seq_len=6), RankMesh(cp=2), ConfigError, "a multiple of 4 such as 8")
+    _refused(CLIP(), RankMesh(cp=2), ConfigError, "use cp 1")
+    _refused(GPT(num_heads=3, d_model=12), RankMesh(cp=2, cp_method="heads"), StageError, "3 key/value heads")
+    _refused(GPT(attention="cudnn"), RankMesh(cp=2), StageError, "use cp_method=heads")
     with pytest.raises(ConfigError, match="use gather"):
-        TensorParallel(cp=2, cp_method="star")
+        RankMesh(cp=2, cp_method="star")

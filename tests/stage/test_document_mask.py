@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from jaxpipe.errors import ConfigError, DataError
-from jaxpipe.mesh import TensorParallel
+from jaxpipe.mesh import RankMesh
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.schedule import generate
 from jaxpipe.stage.model.layer import Model
@@ -127,7 +127,7 @@ def test_any_pipeline_gives_them(case: Case) -> None:
         boundaries=[(s.start, s.stop) for s in plan_stages(masked, schedule.num_stages).stages],
         compute_dtype=jnp.dtype("float64"),
         dp=case.dp,
-        tp=TensorParallel(case.tp, sequence=case.sequence),
+        tp=RankMesh(tp=case.tp, sequence=case.sequence),
     )
     split = {k: a.reshape(MICROBATCHES, ROWS, *a.shape[1:]) for k, a in batch.items()}
     expected = step_of(case.name, "causal", layers)(params, one_document_a_row(batch))

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxpipe.mesh import batch_sharded, pipeline_submeshes, replicated
+from jaxpipe.mesh import RankMesh, batch_sharded, pipeline_submeshes, replicated
 from jaxpipe.schedule import circular
 from jaxpipe.stage.functions import UNKNOWN, compiled_footprint, device_bytes, footprint, total_device_bytes
 from tests.support.pipelines import compiled
@@ -74,7 +74,7 @@ def test_workspace_is_what_no_argument_or_result_holds() -> None:
 
 @pytest.mark.parametrize("dp", [1, 2])
 def test_bytes_of_a_device_are_those_of_its_shard(dp: int) -> None:
-    (mesh,) = pipeline_submeshes(1, dp=dp)
+    (mesh,) = pipeline_submeshes(1, RankMesh(dp=dp))
     split = jax.ShapeDtypeStruct((8, 5), jnp.bfloat16, sharding=batch_sharded(mesh))
     replicated_aval = jax.ShapeDtypeStruct((8, 5), jnp.bfloat16, sharding=replicated(mesh))
     assert device_bytes(split) == 80 // dp

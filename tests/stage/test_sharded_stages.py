@@ -15,7 +15,7 @@ import pytest
 from flax import nnx
 
 from jaxpipe.errors import ConfigError, ProgramError, StageError
-from jaxpipe.mesh import ONE_SHARD, TP, TensorParallel
+from jaxpipe.mesh import ONE_SHARD, TP, RankMesh
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.schedule import generate
 from jaxpipe.stage.model.adapters import from_nnx
@@ -29,7 +29,7 @@ def _normal(key: jax.Array, *shape: int) -> jax.Array:
     return 0.3 * jax.random.normal(key, shape)
 
 
-def _scattered(x: jax.Array, tp: TensorParallel) -> jax.Array:
+def _scattered(x: jax.Array, tp: RankMesh) -> jax.Array:
     if tp.size == 1:
         return x
     if tp.sequence:
@@ -37,7 +37,7 @@ def _scattered(x: jax.Array, tp: TensorParallel) -> jax.Array:
     return jax.lax.psum(x, TP)
 
 
-def _gathered(x: jax.Array, tp: TensorParallel) -> jax.Array:
+def _gathered(x: jax.Array, tp: RankMesh) -> jax.Array:
     return jax.lax.all_gather(x, TP, axis=1, tiled=True) if tp.splits_time else x
 
 
@@ -68,7 +68,7 @@ def mlp(name: str) -> Layer:
         h = _gathered(x * p["scale"][None, None, :], c.tp)
         return x + _scattered(jnp.tanh(h @ p["up"]) @ p["down"], c.tp) + p["bias"][None, None, :]
 
-    def shards(tp: TensorParallel) -> Mapping[Path, Shard]:
+    def shards(tp: RankMesh) -> Mapping[Path, Shard]:
         replicated: dict[Path, Shard] = {("scale",): "partial", ("bias",): "partial"} if tp.sequence else {}
         return {("up",): 1, ("down",): 0, **replicated}
 
@@ -82,7 +82,7 @@ def head(*, sums: bool = True) -> Layer:
     return Layer("head", lambda k: {"kernel": _normal(k, D, V)}, apply, shards=_partial_with_sequence)
 
 
-def _partial_with_sequence(tp: TensorParallel) -> Mapping[Path, Shard]:
+def _partial_with_sequence(tp: RankMesh) -> Mapping[Path, Shard]:
     return {}
 
 
@@ -126,9 +126,7 @@ def _reference(model: Model, params: Any, batch: Mapping[str, np.ndarray]) -> tu
     return jax.jit(jax.value_and_grad(mean))(params)  # type: ignore[no-any-return]
 
 
-def _pipeline(
-    model: Model, pp: int, dp: int, tp: TensorParallel | int, size: int = 4, recompute: str = "none"
-) -> Pipeline:
+def _pipeline(model: Model, pp: int, dp: int, tp: RankMesh | int, size: int = 4, recompute: str = "none") -> Pipeline:
     cut = {1: [(0, 5)], 2: [(0, 2), (2, 5)], 4: [(0, 1), (1, 2), (2, 3), (3, 5)]}[pp]
     schedule = generate("zb-h1", ranks=pp, microbatches=4)
     return Pipeline.build(
@@ -161,7 +159,7 @@ def test_gradients_of_sharded_stages(pp: int, dp: int, tp: int, sequence: bool, 
     model = toy_model()
     params = jax.tree.map(lambda a: np.asarray(a, np.float64), init_params(model, 0))
     batch = _batch(4, 4)
-    pipe = _pipeline(model, pp, dp, TensorParallel(tp, sequence))
+    pipe = _pipeline(model, pp, dp, RankMesh(tp=tp, sequence=sequence))
     loss_value, grads = pipe.loss_and_grads(pipe.place(params), batch)
     expected_loss, expected = _reference(model, params, batch)
     np.testing.assert_allclose(loss_value, expected_loss, rtol=1e-12)
@@ -173,7 +171,7 @@ def test_gradients_of_sharded_stages(pp: int, dp: int, tp: int, sequence: bool, 
 class NnxMLP(nnx.Module):
     """The layer ``mlp`` written with nnx: a shard's module has a part of the hidden units."""
 
-    def __init__(self, rngs: nnx.Rngs, tp: TensorParallel = ONE_SHARD) -> None:
+    def __init__(self, rngs: nnx.Rngs, tp: RankMesh = ONE_SHARD) -> None:
         self.tp = tp
         self.up = nnx.Linear(D, F // tp.size, use_bias=False, rngs=rngs)
         self.down = nnx.Linear(F // tp.size, D, use_bias=False, rngs=rngs)
@@ -187,7 +185,7 @@ def test_nnx_modules_are_divided_too(x64: None) -> None:
     model = Model("toy", (embed(), block, mlp("b"), head(), loss()), _batch_spec, V, T)
     params = jax.tree.map(lambda a: np.asarray(a, np.float64), init_params(model, 0))
     batch = _batch(4, 4)
-    pipe = _pipeline(model, 1, 1, TensorParallel(2))
+    pipe = _pipeline(model, 1, 1, RankMesh(tp=2))
     _, grads = pipe.loss_and_grads(pipe.place(params), batch)
     _, expected = _reference(model, params, batch)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12), grads, expected)
@@ -242,7 +240,7 @@ def test_recomputing_on_shards_changes_no_gradient(recompute: str, x64: None) ->
     model = toy_model()
     params = jax.tree.map(lambda a: np.asarray(a, np.float64), init_params(model, 0))
     batch = _batch(4, 4)
-    pipe = _pipeline(model, 1, 2, TensorParallel(4, True), recompute=recompute)
+    pipe = _pipeline(model, 1, 2, RankMesh(tp=4, sequence=True), recompute=recompute)
     _, grads = pipe.loss_and_grads(pipe.place(params), batch)
     _, expected = _reference(model, params, batch)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12), grads, expected)
@@ -250,7 +248,7 @@ def test_recomputing_on_shards_changes_no_gradient(recompute: str, x64: None) ->
 
 @pytest.mark.parametrize("sequence", [False, True])
 def test_functions_hold_no_collective_over_dp(sequence: bool, x64: None) -> None:
-    pipe = _pipeline(toy_model(), 2, 2, TensorParallel(2, sequence))
+    pipe = _pipeline(toy_model(), 2, 2, RankMesh(tp=2, sequence=sequence))
     for stage in pipe.stages:
         for function in stage.functions.values():
             for eqn in function.jaxpr.jaxpr.eqns:
@@ -261,8 +259,8 @@ def test_functions_hold_no_collective_over_dp(sequence: bool, x64: None) -> None
 def test_parameters_go_to_the_shards_and_back(x64: None) -> None:
     model = toy_model()
     params = init_params(model, 0)
-    pipe = _pipeline(model, 2, 2, TensorParallel(2, True))
-    assert _pipeline(model, 2, 1, 2).tp == TensorParallel(2)
+    pipe = _pipeline(model, 2, 2, RankMesh(tp=2, sequence=True))
+    assert _pipeline(model, 2, 1, 2).tp == RankMesh(tp=2)
     placed = pipe.place(params)
     back: dict[str, Any] = {}
     for s in pipe.instances:
@@ -273,12 +271,12 @@ def test_parameters_go_to_the_shards_and_back(x64: None) -> None:
 def test_what_can_not_be_divided_says_what_would_work(x64: None) -> None:
     model = toy_model()
     with pytest.raises(ConfigError, match=r"embed.*table.*8 on axis 1.*tp 3"):
-        _pipeline(model, 2, 1, TensorParallel(3))
+        _pipeline(model, 2, 1, RankMesh(tp=3))
     with pytest.raises(
         ProgramError, match=r"microbatch of 6 .* dp 4; use a microbatch size of 4 or 8, or dp 1 or 2 or 3 or 6"
     ):
-        _pipeline(model, 2, 4, TensorParallel(1), size=6)
+        _pipeline(model, 2, 4, RankMesh(tp=1), size=6)
     plain = Layer("plain", lambda k: {"w": _normal(k, D)}, lambda p, x, c: x * p["w"][None, None, :])
     layers = (embed(), plain, mlp("b"), head(), loss())
     with pytest.raises(StageError, match="'plain'"):
-        _pipeline(Model("toy", layers, _batch_spec, V, T), 2, 1, TensorParallel(2))
+        _pipeline(Model("toy", layers, _batch_spec, V, T), 2, 1, RankMesh(tp=2))

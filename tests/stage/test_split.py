@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxpipe.mesh import pipeline_submeshes
+from jaxpipe.mesh import RankMesh, pipeline_submeshes
 from jaxpipe.stage.compiled.compile import build_all
 from jaxpipe.stage.functions import StageFunctions
 from jaxpipe.stage.jaxprs import jaxpr_flops
@@ -64,7 +64,7 @@ CUTS = {
 def build(cut: Cut, dtype: Any = None, dp: int = 1, **kwargs: Any) -> tuple[tuple[StageFunctions, ...], dict[str, Any]]:
     """Return functions of all stages, on one submesh: interpreting them then compiles each small operation once."""
     params = toy.init_params(list(itertools.chain(*cut)), dtype)
-    meshes = pipeline_submeshes(1, dp=dp) * len(cut)
+    meshes = pipeline_submeshes(1, RankMesh(dp=dp)) * len(cut)
     return build_all(cut, params, toy.batch_avals(), meshes, **kwargs), params
 
 
@@ -225,7 +225,7 @@ def _ports(f: StageFunctions, op: str) -> list[tuple[Any, Any]]:
 def test_data_parallel_shards_never_communicate() -> None:
     cut = [[toy.embedding(), toy.scanned("s")], [toy.mlp("m"), toy.head(), toy.loss()]]
     params = toy.init_params(list(itertools.chain(*cut)))
-    functions = build_all(cut, params, toy.batch_avals(), pipeline_submeshes(2, dp=2))
+    functions = build_all(cut, params, toy.batch_avals(), pipeline_submeshes(2, RankMesh(dp=2)))
     for f in functions:
         for op, function in f.functions.items():
             text = str(function.jaxpr)

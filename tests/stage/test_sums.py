@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from jaxpipe._jax_compat import JaxprEqn, Var, sub_jaxprs
-from jaxpipe.mesh import TensorParallel, pipeline_submeshes
+from jaxpipe.mesh import RankMesh, pipeline_submeshes
 from jaxpipe.stage.compiled.compile import build_all
 from jaxpipe.stage.functions import StageFunction, StageFunctions
 from jaxpipe.stage.jaxprs import Dataflow
@@ -51,8 +51,8 @@ def built(
     recompute: str = "none",
     tp: int = 1,
 ) -> tuple[StageFunctions, ...]:
-    meshes = pipeline_submeshes(1, tp=tp) * len(stages)
-    return build_all(stages, params, data, meshes, recompute, tp=TensorParallel(tp))
+    meshes = pipeline_submeshes(1, RankMesh(tp=tp)) * len(stages)
+    return build_all(stages, params, data, meshes, recompute, tp=RankMesh(tp=tp))
 
 
 def rounded_sums(f: StageFunctions, op: str) -> list[JaxprEqn]:

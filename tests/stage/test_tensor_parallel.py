@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpipe._jax_compat import vary
 from jaxpipe.errors import ConfigError
-from jaxpipe.mesh import TP, TensorParallel
+from jaxpipe.mesh import TP, RankMesh
 from jaxpipe.tensor_parallel import (
     ONE_SHARD,
     Dropout,
@@ -35,7 +35,7 @@ from jaxpipe.tensor_parallel import (
 from tests.support.sharded import collectives, equations, mesh_of, shapes_in
 
 B, T, D, F, V = 2, 8, 6, 16, 24
-PLAIN, SEQUENCE = TensorParallel(4), TensorParallel(4, sequence=True)
+PLAIN, SEQUENCE = RankMesh(tp=4), RankMesh(tp=4, sequence=True)
 BOTH = pytest.mark.parametrize("tp", [PLAIN, SEQUENCE], ids=["plain", "sequence"])
 
 
@@ -47,11 +47,11 @@ def words(*shape: int, low: int = 0, high: int = V) -> jax.Array:
     return jnp.asarray(np.random.default_rng(1).integers(low, high, shape), jnp.int32)
 
 
-def on_shards(tp: TensorParallel, fn: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+def on_shards(tp: RankMesh, fn: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
     return jax.jit(jax.shard_map(fn, mesh=mesh_of(tp), in_specs=in_specs, out_specs=out_specs))
 
 
-def traced(tp: TensorParallel, fn: Callable[..., Any], in_specs: Any, *args: Any) -> Any:
+def traced(tp: RankMesh, fn: Callable[..., Any], in_specs: Any, *args: Any) -> Any:
     """Return the jaxpr of ``fn`` on one shard."""
     jaxprs = []
 
@@ -63,7 +63,7 @@ def traced(tp: TensorParallel, fn: Callable[..., Any], in_specs: Any, *args: Any
     return jaxprs[0].jaxpr
 
 
-def stream(tp: TensorParallel) -> P:
+def stream(tp: RankMesh) -> P:
     """Return how the residual stream [B, T, D] lies."""
     return P(None, TP) if tp.splits_time else P()
 
@@ -74,7 +74,7 @@ def stream(tp: TensorParallel) -> P:
 class Pair(nn.Module):
     """A branch of one column- and one row-parallel layer, both with biases."""
 
-    tp: TensorParallel = ONE_SHARD
+    tp: RankMesh = ONE_SHARD
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -92,12 +92,12 @@ PAIR_SPECS = {"up": {"kernel": P(None, TP), "bias": P(TP)}, "down": {"kernel": P
 @BOTH
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.usefixtures("x64")
-def test_a_column_and_a_row_parallel_layer_make_a_branch(tp: TensorParallel, fused: bool) -> None:
-    tp = TensorParallel(tp.size, sequence=tp.sequence, fused_residual=fused)
+def test_a_column_and_a_row_parallel_layer_make_a_branch(tp: RankMesh, fused: bool) -> None:
+    tp = RankMesh(tp=tp.size, sequence=tp.sequence, fused_residual=fused)
     x, cotangent = normal(B, T, D), normal(B, T, D, seed=1)
     params = jax.tree.map(lambda a: a.astype(jnp.float64), Pair().init(jax.random.key(0), x)["params"])
 
-    def run(shards: TensorParallel, params: Any, x: Any, cotangent: Any) -> Any:
+    def run(shards: RankMesh, params: Any, x: Any, cotangent: Any) -> Any:
         y, pull = jax.vjp(lambda p, x: Pair(shards).apply({"params": p}, x), params, x)
         return y, pull(cotangent)
 
@@ -116,14 +116,14 @@ def test_a_column_and_a_row_parallel_layer_make_a_branch(tp: TensorParallel, fus
 
 
 @BOTH
-def test_one_collective_a_product_each_way_and_none_for_a_fused_residual(tp: TensorParallel) -> None:
+def test_one_collective_a_product_each_way_and_none_for_a_fused_residual(tp: RankMesh) -> None:
     x = jnp.ones((B, T, D))
     params = Pair().init(jax.random.key(0), x)["params"]
     one = ["all-gather", "reduce-scatter"] if tp.splits_time else ["all-reduce"]
     for fused in (False, True):
-        sharding = TensorParallel(tp.size, tp.sequence, fused)
+        sharding = RankMesh(tp=tp.size, sequence=tp.sequence, fused_residual=fused)
 
-        def forward(params: Any, x: Any, shards: TensorParallel = sharding) -> Any:
+        def forward(params: Any, x: Any, shards: RankMesh = sharding) -> Any:
             return Pair(shards).apply({"params": params}, x)
 
         def both(params: Any, x: Any, forward: Any = forward) -> Any:
@@ -184,7 +184,7 @@ def test_rows_of_time() -> None:
 
 @pytest.mark.parametrize(("shards", "groups", "repeats"), [(8, 2, 4), (4, 1, 4), (4, 2, 6), (2, 1, 2)])
 def test_shards_that_share_a_key_value_head_divide_its_queries(shards: int, groups: int, repeats: int) -> None:
-    tp = TensorParallel(shards)
+    tp = RankMesh(tp=shards)
     leaf = jnp.arange(3 * groups * (repeats + 2) * 5.0).reshape(3, groups, repeats + 2, 5)
     head_shards = on_shards(tp, lambda leaf: own_query_heads(leaf, tp)[None], P(), P(TP))(leaf)
     queries_per_shard = repeats * groups // shards
@@ -213,12 +213,12 @@ def test_shards_that_share_a_key_value_head_divide_its_queries(shards: int, grou
 
 @BOTH
 @pytest.mark.usefixtures("x64")
-def test_vocabulary_from_embedding_to_loss(tp: TensorParallel) -> None:
+def test_vocabulary_from_embedding_to_loss(tp: RankMesh) -> None:
     """Embedding, head and cross entropy in a row, one table for both, values and gradients; no array of V anywhere."""
     table, tokens, targets = normal(V, D), words(B, T), words(B, T).at[0, 3].set(0).at[1, 1].set(V - 1)
     weights = normal(B, T, seed=3)
 
-    def run(shards: TensorParallel, table: Any, tokens: Any) -> Any:
+    def run(shards: RankMesh, table: Any, tokens: Any) -> Any:
         def losses(table: Any) -> Any:
             embed = VocabParallelEmbed(V, D, tp=shards)
             x = embed.apply({"params": {"embedding": table}}, tokens)
@@ -235,7 +235,7 @@ def test_vocabulary_from_embedding_to_loss(tp: TensorParallel) -> None:
 
 
 @BOTH
-def test_words_outside_the_vocabulary_show_as_nan(tp: TensorParallel) -> None:
+def test_words_outside_the_vocabulary_show_as_nan(tp: RankMesh) -> None:
     tokens = jnp.asarray([[0, V - 1, V, -1] * 2], jnp.int32)
     embed = VocabParallelEmbed(V, D, tp=tp)
     x = on_shards(tp, lambda t, w: embed.apply({"params": {"embedding": t}}, w), (P(TP), P()), stream(tp))(
@@ -284,7 +284,7 @@ def test_cross_entropy_keeps_nothing_wide_and_sums_nothing_going_back() -> None:
 def test_the_residual_stream_has_one_mask_or_one_a_part_of_time() -> None:
     x, key = jnp.ones((4, T, 64)), jax.random.key(0)
 
-    def run(x: jax.Array, shards: TensorParallel) -> jax.Array:
+    def run(x: jax.Array, shards: RankMesh) -> jax.Array:
         result: jax.Array = Dropout(0.25, tp=shards).apply({}, x, deterministic=False, rngs={"dropout": key})
         return result
 
@@ -309,7 +309,7 @@ def test_a_shard_draws_its_own_numbers_for_its_own_heads() -> None:
 
 
 def test_dropout_acts_on_the_sum_of_a_branch_so_nothing_is_fused_under_it() -> None:
-    fused = TensorParallel(4, fused_residual=True)
+    fused = RankMesh(tp=4, fused_residual=True)
     residuals: list[Any] = []
 
     def branch(residual: Any) -> jax.Array:
@@ -375,12 +375,12 @@ def test_what_does_nothing_on_one_shard_traces_to_nothing() -> None:
 
 def test_what_shards_must_divide() -> None:
     sizes = {"num_heads": 12, "mlp_size": 48, "vocab_size": 60}
-    check_shards("M", TensorParallel(6), sizes)
-    check_shards("M", TensorParallel(4), sizes, seq_len=6)  # counts with sequence parallelism only
+    check_shards("M", RankMesh(tp=6), sizes)
+    check_shards("M", RankMesh(tp=4), sizes, seq_len=6)  # counts with sequence parallelism only
     for tp, options, message in [
-        (TensorParallel(8), {}, r"M: num_heads is 12, .* over tp 8; use tp of 1, 2, 3, 4, 6, 12, or .* of 8 such as 16"),
-        (TensorParallel(4, sequence=True), {"seq_len": 6}, r"seq_len is 6, .* use tp of 1, 2, 3, 6, or"),
-        (TensorParallel(6), {"kv_heads": 4}, r"num_kv_heads is 4, neither .* of tp 6; use tp of 1, 2, 4, 12$"),
+        (RankMesh(tp=8), {}, r"M: num_heads is 12, .* over tp 8; use tp of 1, 2, 3, 4, 6, 12, or .* of 8 such as 16"),
+        (RankMesh(tp=4, sequence=True), {"seq_len": 6}, r"seq_len is 6, .* use tp of 1, 2, 3, 6, or"),
+        (RankMesh(tp=6), {"kv_heads": 4}, r"num_kv_heads is 4, neither .* of tp 6; use tp of 1, 2, 4, 12$"),
     ]:  # fmt: skip
         with pytest.raises(ConfigError, match=message) as caught:
             check_shards("M", tp, sizes, **options)

@@ -14,7 +14,7 @@ import pytest
 
 from jaxpipe import dump
 from jaxpipe.errors import StageError
-from jaxpipe.mesh import pipeline_submeshes
+from jaxpipe.mesh import RankMesh, pipeline_submeshes
 from jaxpipe.stage.compiled.compile import BuildCache, build_all, build_stage_functions
 from jaxpipe.stage.functions import Port, StageFunctions
 from jaxpipe.stage.jaxprs import RANDOM_WORD, TRANSCENDENTAL, jaxpr_flops
@@ -224,7 +224,7 @@ def test_bad_layers_are_named(case: str) -> None:
 def test_batch_must_divide_over_data_parallel_shards() -> None:
     layers = [toy.embedding(), toy.head(), toy.loss()]
     with pytest.raises(StageError, match=r"'tokens'.*\(3, 6\).*3.*0.*2"):
-        build_all([layers], toy.init_params(layers), toy.batch_avals(3), pipeline_submeshes(1, dp=2))
+        build_all([layers], toy.init_params(layers), toy.batch_avals(3), pipeline_submeshes(1, RankMesh(dp=2)))
 
 
 def test_lengths_of_arguments_must_agree() -> None:

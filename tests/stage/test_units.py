@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxpipe._jax_compat import ClosedJaxpr
-from jaxpipe.mesh import TP, TensorParallel, pipeline_submeshes
+from jaxpipe.mesh import TP, RankMesh, pipeline_submeshes
 from jaxpipe.stage.compiled.compile import build_all
 from jaxpipe.stage.functions import StageFunctions
 from jaxpipe.stage.jaxprs import flatten, jaxpr_flops
@@ -33,8 +33,8 @@ def stages(name: str, tp: int, *, sequence: bool = False, recompute: str = "none
     model = resolve_model(name, sizes)
     avals = {layer.name: jax.eval_shape(layer.init, jax.random.key(0)) for layer in model.layers}
     cut = [model.layers[:1], model.layers[1:-2], model.layers[-2:]]
-    meshes = [*pipeline_submeshes(1, tp=tp)] * 3
-    sharding = TensorParallel(tp, sequence=sequence)
+    meshes = [*pipeline_submeshes(1, RankMesh(tp=tp))] * 3
+    sharding = RankMesh(tp=tp, sequence=sequence)
     return build_all(cut, avals, model.batch_spec(2), meshes, recompute, tp=sharding)
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe._jax_compat import ClosedJaxpr, Var, close_jaxpr, eval_jaxpr, variables
-from jaxpipe.mesh import TP, TensorParallel, pipeline_submeshes
+from jaxpipe.mesh import TP, RankMesh, pipeline_submeshes
 from jaxpipe.stage.compiled.compile import build_all
 from jaxpipe.stage.functions import StageFunctions
 from jaxpipe.stage.model.reference import resolve_model
@@ -36,8 +36,8 @@ def stages(
     model = resolve_model(name, LARGE if large else SMALL)
     avals = {layer.name: jax.eval_shape(layer.init, jax.random.key(0)) for layer in model.layers}
     cut = [model.layers[:1], model.layers[1:-2], model.layers[-2:]]
-    meshes = [*pipeline_submeshes(1, tp=tp)] * 3
-    sharding = TensorParallel(tp, sequence=sequence, fused_residual=fused)
+    meshes = [*pipeline_submeshes(1, RankMesh(tp=tp))] * 3
+    sharding = RankMesh(tp=tp, sequence=sequence, fused_residual=fused)
     return build_all(cut, avals, model.batch_spec(1 if large else 2), meshes, recompute, tp=sharding)
 
 
@@ -66,7 +66,7 @@ def evaluate(closed: ClosedJaxpr, tp: int, arguments: Sequence[Any]) -> list[np.
         out = eval_jaxpr(closed.jaxpr, closed.consts, *(a.reshape(a.shape[1:]) for a in arrays))
         return tuple(jax.numpy.asarray(v)[None] for v in out)
 
-    (mesh,) = pipeline_submeshes(1, tp=tp)
+    (mesh,) = pipeline_submeshes(1, RankMesh(tp=tp))
     mapped = jax.shard_map(run, mesh=mesh, in_specs=P(TP), out_specs=P(TP), check_vma=False)
     return [np.asarray(v) for v in jax.jit(mapped)(*arguments)]
 

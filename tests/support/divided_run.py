@@ -46,7 +46,7 @@ def steps(
     import optax
 
     from jaxpipe.errors import ProgramError
-    from jaxpipe.mesh import TensorParallel
+    from jaxpipe.mesh import RankMesh
     from jaxpipe.runtime.pipeline import Pipeline
     from jaxpipe.runtime.transfer import OffloadOptions
     from jaxpipe.schedule import generate, parse_schedule
@@ -67,7 +67,7 @@ def steps(
         microbatch_size=SIZE,
         compute_dtype=dtype,
         dp=dp,
-        tp=TensorParallel(tp, cp=cp, cp_method="ring"),
+        tp=RankMesh(tp=tp, cp=cp, cp_method="ring"),
         recompute=recompute,
         offload=OffloadOptions(1.0, None, True),
         devices=[

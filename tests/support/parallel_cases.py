@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxpipe.mesh import TensorParallel
+from jaxpipe.mesh import RankMesh
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.schedule import generate
 from jaxpipe.stage.model.layer import Model
@@ -93,7 +93,9 @@ def pipeline(case: Case, rows: int = ROWS) -> Pipeline:
         boundaries=[(s.start, s.stop) for s in plan_stages(model, schedule.num_stages).stages],
         compute_dtype=jnp.dtype(case.dtype),
         dp=case.dp,
-        tp=TensorParallel(case.tp, case.sequence, case.fused, case.cp, case.cp_method),
+        tp=RankMesh(
+            tp=case.tp, sequence=case.sequence, fused_residual=case.fused, cp=case.cp, cp_method=case.cp_method
+        ),
     )
 
 

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpipe._jax_compat import Jaxpr, sub_jaxprs, vary
 from jaxpipe.context_parallel import laid_out
-from jaxpipe.mesh import AXES, DATA, TP, TensorParallel, pipeline_submeshes
+from jaxpipe.mesh import AXES, DATA, TP, RankMesh, pipeline_submeshes, rank_mesh
 from jaxpipe.stage.model.layer import Layer, LayerContext, Model, Params, Path, Shard
 from jaxpipe.stage.model.params import with_tied_leaves
 
@@ -39,11 +39,11 @@ QUICK = {"xla_backend_optimization_level": 0}
 """Compile in two thirds of the time; the programs are small."""
 
 
-def mesh_of(tp: TensorParallel, dp: int = 1) -> Mesh:
-    return pipeline_submeshes(1, dp=dp, cp=tp.cp, tp=tp.size)[0]
+def mesh_of(tp: RankMesh, dp: int = 1) -> Mesh:
+    return pipeline_submeshes(1, rank_mesh(tp, dp=dp))[0]
 
 
-def shard_tree(layer: Layer, params: Params, tp: TensorParallel) -> Any:
+def shard_tree(layer: Layer, params: Params, tp: RankMesh) -> Any:
     """Return how each leaf of ``params`` (tied ones included) lies: a tree of axis, ``"partial"`` or ``"same"``.
 
     Asserts that every path named by ``layer.shards`` exists.
@@ -59,7 +59,7 @@ def path_of(path: Any) -> Path:
     return tuple(str(key.key) for key in path)
 
 
-def shard_trees(model: Model, params: Mapping[str, Params], tp: TensorParallel) -> dict[str, Any]:
+def shard_trees(model: Model, params: Mapping[str, Params], tp: RankMesh) -> dict[str, Any]:
     """Return :func:`shard_tree` of each layer's own leaves; asserts that a tied leaf lies as its owner's does."""
     trees = {layer.name: shard_tree(layer, with_tied_leaves(layer, params), tp) for layer in model.layers}
     for layer in model.layers:
@@ -83,26 +83,26 @@ def spec_of(kind: Shard | str) -> P:
 
 def entered(leaf: jax.Array, kind: Shard | str) -> jax.Array:
     """Return a parameter as a stage's functions get it."""
-    return vary(leaf, AXES if kind == "partial" else DATA)
+    return vary(leaf, tuple(AXES) if kind == "partial" else DATA)
 
 
 def loss_and_grads(
     model: Model,
     params: Mapping[str, Params],
     batch: Mapping[str, jax.Array],
-    tp: TensorParallel,
+    tp: RankMesh,
     dp: int = 1,
     key: jax.Array | None = None,
 ) -> tuple[tuple[jax.Array, jax.Array], Any]:
     """Return ``((loss_sum, weight_sum), gradients)`` with whole shapes, computed on ``dp × cp × tp`` devices."""
-    one = laid_out({name: array[None] for name, array in batch.items()}, model.over_time, dp, tp.cp)
+    one = laid_out({name: array[None] for name, array in batch.items()}, model.over_time, rank_mesh(tp, dp=dp))
     lying = {name: array[0] for name, array in one.items()}
     result: tuple[tuple[jax.Array, jax.Array], Any] = step(model, params, tp, dp)(dict(params), lying, key)
     return result
 
 
 def step(
-    model: Model, params: Mapping[str, Params], tp: TensorParallel, dp: int = 1, train: bool = True
+    model: Model, params: Mapping[str, Params], tp: RankMesh, dp: int = 1, train: bool = True
 ) -> Callable[..., Any]:
     """Return the compiled function ``(params, batch, key) -> ((loss_sum, weight_sum), gradients)``."""
     kinds = shard_trees(model, params, tp)
@@ -112,7 +112,7 @@ def step(
         params = jax.tree.map(entered, params, kinds)
         (loss, weight), pull = jax.vjp(lambda p: apply_shard(model, p, batch, tp, key, train), params)
         (grads,) = pull((jnp.ones_like(loss), jnp.zeros_like(weight)))
-        summed = jax.tree.map(lambda g, kind: jax.lax.psum(g, AXES if kind == "partial" else DATA), grads, kinds)
+        summed = jax.tree.map(lambda g, kind: jax.lax.psum(g, tuple(AXES) if kind == "partial" else DATA), grads, kinds)
         return (jax.lax.psum(loss, DATA), jax.lax.psum(weight, DATA)), summed
 
     run = jax.shard_map(per_shard, mesh=mesh_of(tp, dp), in_specs=(specs, P(DATA), P()), out_specs=(P(), specs))
@@ -123,7 +123,7 @@ def apply_shard(
     model: Model,
     params: Mapping[str, Params],
     batch: Mapping[str, jax.Array],
-    tp: TensorParallel,
+    tp: RankMesh,
     key: jax.Array | None,
     train: bool,
 ) -> Any:
@@ -148,7 +148,7 @@ class LayerTrace:
 
 
 def trace_layers(
-    model: Model, params: Mapping[str, Params], batch: Mapping[str, Any], tp: TensorParallel
+    model: Model, params: Mapping[str, Params], batch: Mapping[str, Any], tp: RankMesh
 ) -> dict[str, LayerTrace]:
     """Trace every layer of the model on one shard, without dropout, and return the traces by name."""
     kinds = shard_trees(model, params, tp)

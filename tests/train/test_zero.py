@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from jaxpipe._jax_compat import ClosedJaxpr
 from jaxpipe.errors import ConfigError
-from jaxpipe.mesh import DP, TensorParallel, pipeline_submeshes
+from jaxpipe.mesh import DP, RankMesh, pipeline_submeshes
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.stage.functions import device_bytes
 from jaxpipe.stage.model.layer import Layer, Path, Shard
@@ -136,8 +136,8 @@ def test_chunks_are_the_leaves_in_pieces(
             for name, (shape, _) in leaves.items()
         }
     }
-    layout = ParamLayout.build([layer], params, small_bytes, TensorParallel(tp))
-    shards = StageShards(layout, pipeline_submeshes(1, dp=dp, tp=tp)[0] if dp * tp <= 8 else None, zero=True)  # type: ignore[arg-type]
+    layout = ParamLayout.build([layer], params, small_bytes, RankMesh(tp=tp))
+    shards = StageShards(layout, pipeline_submeshes(1, RankMesh(dp=dp, tp=tp))[0] if dp * tp <= 8 else None, zero=True)  # type: ignore[arg-type]
     packed = [np.asarray(b) for b in layout.pack(params)]
     buckets = [shards.host_bucket(params, i) for i in shards.updated]
     for bucket, index in zip(buckets, shards.updated, strict=True):

@@ -34,7 +34,7 @@ from jaxpipe._jax_compat import (
     shape_of,
     variables,
 )
-from jaxpipe.mesh import AXES, CP, TP, device_sharded
+from jaxpipe.mesh import CP, TP, device_sharded
 from jaxpipe.stage.compiled.compile import BuildCache, compiled, jit_per_shard
 from jaxpipe.stage.functions import SHARED, BraidedFunction, Parts, Port, StageFunction, StageFunctions
 from jaxpipe.stage.jaxprs import Dataflow, called, reachable
@@ -237,7 +237,7 @@ def collectives_alone(function: StageFunction) -> tuple[Callable[..., Any], list
     if not eqns:
         return None
     mesh = mesh_of([function])
-    home = device_sharded(mesh, AXES)
+    home = device_sharded(mesh, mesh.axis_names)
 
     def run(*shards: Any) -> list[Any]:
         results: list[Any] = []

@@ -26,7 +26,7 @@ from jax.sharding import Mesh
 from jaxpipe import dump
 from jaxpipe._jax_compat import ClosedJaxpr, Var, aval_bytes, dtype_of, eval_jaxpr, shape_of, variables
 from jaxpipe.errors import StageError
-from jaxpipe.mesh import CP, ONE_SHARD, TP, AnyMesh, TensorParallel, spec_of, varies_over_tp
+from jaxpipe.mesh import CP, ONE_SHARD, TP, AnyMesh, RankMesh, spec_of, varies_beside_data
 from jaxpipe.stage.compiled.cpu import OPTIONS, for_cpu
 from jaxpipe.stage.functions import IN_PLACE, SHARED, Homes, Port, StageFunction, StageFunctions, with_offload
 from jaxpipe.stage.identity import ById, function_key, value_key
@@ -76,7 +76,7 @@ def build_stage_functions(
     recompute: str = "none",
     acc_dtype: Any = jnp.float32,
     cache: BuildCache | None = None,
-    tp: TensorParallel = ONE_SHARD,
+    tp: RankMesh = ONE_SHARD,
     evaluated: bool = True,
 ) -> StageFunctions:
     """Build the functions of one stage.
@@ -101,7 +101,7 @@ def build_stage_functions(
         StageError: parameters, batch arrays or boundary values don't fit, a layer fails, or it can't be split.
         ConfigError: a layer can't be divided over so many shards.
     """
-    assert (mesh.shape[TP], mesh.shape[CP]) == (tp.size, tp.cp), f"a submesh of {dict(mesh.shape)} for {tp}"
+    assert dict(mesh.shape) == tp.sizes, f"a submesh of {dict(mesh.shape)} for {tp}"
     cache = cache if cache is not None else BuildCache()
     layout = ParamLayout.build(layers, stage_params(layers, param_avals), tp=tp)
     data = _data_read(layers, data_avals, stage)
@@ -122,7 +122,7 @@ def build_all(
     recompute: str | Sequence[str] = "none",
     acc_dtype: Any = jnp.float32,
     cache: BuildCache | None = None,
-    tp: TensorParallel = ONE_SHARD,
+    tp: RankMesh = ONE_SHARD,
     first: int = 0,
 ) -> tuple[StageFunctions, ...]:
     """Build the functions of all stages of a model; ``meshes`` and (if not one name) ``recompute`` have an entry a stage.
@@ -164,7 +164,7 @@ def build_output(
     last: StageFunctions,
     mesh: AnyMesh,
     data_avals: Mapping[str, jax.ShapeDtypeStruct],
-    tp: TensorParallel = ONE_SHARD,
+    tp: RankMesh = ONE_SHARD,
 ) -> tuple[StageFunction, Any]:
     """Build the function ``Y`` of the last stage, which returns what the loss takes in evaluation; and return that as a pytree
     of per-shard shapes and static values. ``last``: the stage's functions; the rest as in :func:`build_stage_functions`."""
@@ -231,7 +231,9 @@ def _traced(spec: TraceSpec, mesh: AnyMesh, cache: BuildCache, evaluated: bool) 
 def _signature(spec: TraceSpec, mesh: AnyMesh) -> Hashable:
     """Return a key of all but the layers' functions that decides a stage's trace and how its arrays lie."""
     leaves, treedef = jax.tree.flatten(spec.x)
-    statics = tuple((v.shape, np.dtype(v.dtype), varies_over_tp(v)) if is_array(v) else value_key(v) for v in leaves)
+    statics = tuple(
+        (v.shape, np.dtype(v.dtype), varies_beside_data(v)) if is_array(v) else value_key(v) for v in leaves
+    )
     position = {layer.name: i for i, layer in enumerate(spec.layers)}
     layers = tuple((layer.reads, layer.uses_key, tuple(sorted(layer.tied))) for layer in spec.layers)
     slots = tuple((position[s.layer], s.path, s.shape, s.dtype, s.buffer, s.offset, s.axis) for s in spec.layout.slots)

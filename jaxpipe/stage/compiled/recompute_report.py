@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxpipe.mesh import ONE_SHARD, TensorParallel
+from jaxpipe.mesh import ONE_SHARD, RankMesh
 from jaxpipe.stage.compiled.compile import BuildCache, build_all
 from jaxpipe.stage.functions import StageFunctions
 from jaxpipe.stage.jaxprs import jaxpr_flops
@@ -59,7 +59,7 @@ def compare_policies(
     meshes: Sequence[Mesh],
     policies: Sequence[str] = STANDARD,
     acc_dtype: Any = jnp.float32,
-    tp: TensorParallel = ONE_SHARD,
+    tp: RankMesh = ONE_SHARD,
 ) -> tuple[tuple[PolicyCost, ...], ...]:
     """Cost each of ``policies``, in their order, on each stage of a chain. Arguments as for
     :func:`~jaxpipe.stage.compiled.compile.build_all`; each stage is traced once.

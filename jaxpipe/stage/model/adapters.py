@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from flax import linen
 
 from jaxpipe.errors import StageError
-from jaxpipe.mesh import TensorParallel
+from jaxpipe.mesh import RankMesh
 from jaxpipe.stage.identity import ById, value_key
 from jaxpipe.stage.model.cut_module import CutModel, batch_types, check_leaves, cut_module
 from jaxpipe.stage.model.layer import Layer, LayerContext, Params, Path, Shard, key_aval, mode_keyword, typed_key
@@ -49,7 +49,7 @@ def from_linen(
     rngs: Sequence[str] = ("dropout",),
     tied: Mapping[Path, tuple[str, Path]] | None = None,
     kind: str = "",
-    shards: Callable[[TensorParallel], Mapping[Path, Shard]] | None = None,
+    shards: Callable[[RankMesh], Mapping[Path, Shard]] | None = None,
 ) -> Layer:
     """Make a layer of the linen module ``module``.
 
@@ -57,7 +57,7 @@ def from_linen(
     batch size will do). ``uses_key``: the module draws random numbers in training, from the streams named ``rngs``. ``tied``:
     leaves that belong to another layer; they are taken out of what ``init`` makes. Layers made by ``dataclasses.replace(layer,
     name=…)`` from one adapter share its functions, and so JAX's caches. ``shards``: as in :class:`Layer`; such a module has a
-    field ``tp: TensorParallel = ONE_SHARD``, and on several shards it is called with its own shard of each parameter and ``tp``
+    field ``tp: RankMesh = ONE_SHARD``, and on several shards it is called with its own shard of each parameter and ``tp``
     set (where sequences alone are divided, too; the shapes that it declares are then those of a shard).
 
     Raises StageError for what is no instance of a linen module, and from ``init`` or ``apply`` for collections other than
@@ -92,7 +92,7 @@ def from_nnx(
     uses_key: bool | None = None,
     tied: Mapping[Path, tuple[str, Path]] | None = None,
     kind: str = "",
-    shards: Callable[[TensorParallel], Mapping[Path, Shard]] | None = None,
+    shards: Callable[[RankMesh], Mapping[Path, Shard]] | None = None,
 ) -> Layer:
     """Make a layer of ``module``: a function ``rngs -> nnx module``, or such a module, whose weights ``init`` then gives
     whatever its key.
@@ -123,7 +123,7 @@ def from_nnx(
         raise StageError(
             f"{label} has shards=, which takes a function (rngs, tp=ONE_SHARD) that builds a shard's module"
         )
-    divided: dict[TensorParallel, SplitModule] = {}
+    divided: dict[RankMesh, SplitModule] = {}
 
     def init(key: jax.Array) -> Params:
         return _without(split.nested(plan.draw(typed_key(key), split.params)), ties, split.label)

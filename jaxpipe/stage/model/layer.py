@@ -28,7 +28,7 @@ import numpy as np
 
 from jaxpipe._jax_compat import is_key_dtype
 from jaxpipe.errors import ConfigError, StageError
-from jaxpipe.mesh import ONE_SHARD, TensorParallel
+from jaxpipe.mesh import ONE_SHARD, RankMesh
 from jaxpipe.stage.identity import function_key
 from jaxpipe.text import closest, divisors_of
 
@@ -72,7 +72,7 @@ class LayerContext:
     data: Mapping[str, jax.Array]
     key: jax.Array | None = None
     train: bool = True
-    tp: TensorParallel = ONE_SHARD
+    tp: RankMesh = ONE_SHARD
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ class Layer:
     uses_key: bool = False
     tied: Mapping[Path, tuple[str, Path]] = field(default_factory=dict)
     kind: str = ""
-    shards: Callable[[TensorParallel], Mapping[Path, Shard]] | None = None
+    shards: Callable[[RankMesh], Mapping[Path, Shard]] | None = None
     trainable: Callable[[Path], bool] | None = None
     float32: Callable[[Path], bool] | None = None
     takes: tuple[str, ...] | None = None

@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpipe.errors import ConfigError, StageError
-from jaxpipe.mesh import BUFFER_AXES, ONE_SHARD, BufferAxes, BufferKind, TensorParallel
+from jaxpipe.mesh import BUFFER_AXES, ONE_SHARD, BufferAxes, BufferKind, RankMesh
 from jaxpipe.stage.model.layer import Layer, Params, Path, Shard, every_init_avals
 
 SMALL_BYTES = 64 * 1024
@@ -136,7 +136,7 @@ class ParamLayout:
         layers: Sequence[Layer],
         params: Mapping[str, Params],
         small_bytes: int = SMALL_BYTES,
-        tp: TensorParallel = ONE_SHARD,
+        tp: RankMesh = ONE_SHARD,
     ) -> ParamLayout:
         """Lay out the parameters of a stage (whole arrays, ``ShapeDtypeStruct`` or :class:`ParamAval`), which
         :func:`stage_params` selects.
@@ -344,7 +344,7 @@ def leaves_of(name: str, params: Mapping[str, Params]) -> list[tuple[Path, Any]]
     return leaves
 
 
-def _sharding(layers: Sequence[Layer], tp: TensorParallel) -> dict[Place, Shard]:
+def _sharding(layers: Sequence[Layer], tp: RankMesh) -> dict[Place, Shard]:
     """Return how each leaf lies on the shards, by layer and path; leaves that are the same on each are left out."""
     if tp.size == 1:
         return {}

@@ -53,7 +53,7 @@ from jaxpipe._jax_compat import (
     varying_axes,
 )
 from jaxpipe.errors import StageError
-from jaxpipe.mesh import CP, DATA, DP, ONE_SHARD, TP, AnyMesh, TensorParallel, spec_of, varies_over_tp
+from jaxpipe.mesh import CP, DATA, DP, ONE_SHARD, TP, AnyMesh, RankMesh, spec_of, varies_beside_data
 from jaxpipe.stage.functions import Homes, Metrics, Port, PortKind
 from jaxpipe.stage.identity import AtomKeys, equations_key, function_key, value_key
 from jaxpipe.stage.jaxprs import FlatJaxpr, array_leaves, called, fill, flatten, is_array, is_inexact
@@ -124,7 +124,7 @@ class TraceSpec:
     data: Mapping[str, jax.ShapeDtypeStruct]
     links: StageLinks
     acc_dtype: Any
-    tp: TensorParallel = ONE_SHARD
+    tp: RankMesh = ONE_SHARD
     calls: Calls = field(default_factory=Calls)
 
     @property
@@ -133,8 +133,8 @@ class TraceSpec:
 
     @property
     def x_varies(self) -> tuple[bool, ...]:
-        """Tell, for each array leaf of ``x``, whether it differs between ``tp`` shards."""
-        return tuple(map(varies_over_tp, array_leaves(self.x)))
+        """Tell, for each array leaf of ``x``, whether it differs between devices that have the same data."""
+        return tuple(map(varies_beside_data, array_leaves(self.x)))
 
     @property
     def x_learns(self) -> list[bool]:

@@ -39,7 +39,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxpipe.mesh import BUFFER_AXES, DIVIDING, DP, TP, replicated, spec_of, stacked, with_several
+from jaxpipe.mesh import BUFFER_AXES, DP, TP, replicated, spec_of, stacked, with_several
 from jaxpipe.runtime.assembly import on_rank
 from jaxpipe.stage.model.params import LeafSlot, ParamLayout, Place, by_layer, get_leaf
 from jaxpipe.train.update import layerwise
@@ -115,11 +115,11 @@ class StageShards:
 
     def buffer_spec(self, buffer: int) -> P:
         """Return the spec of a parameter buffer: the shards of a split one are stacked on axis 0."""
-        return stacked(self._divided(buffer))
+        return stacked(self.divided(buffer))
 
     def bucket_spec(self, buffer: int) -> P:
         """Return the spec of a buffer's bucket, and of chunks in it: devices stacked on axis 0, dp innermost."""
-        return stacked((*self._divided(buffer), DP))
+        return stacked((*self.divided(buffer), DP))
 
     def whole_spec(self, slot: LeafSlot) -> P:
         """Return the spec of a whole leaf, split along its own axis."""
@@ -129,13 +129,13 @@ class StageShards:
         """Return the spec of a leaf of optimizer state: whole, or chunks."""
         return self.bucket_spec(slot.buffer) if self.chunked else self.whole_spec(slot)
 
-    def _divided(self, buffer: int) -> tuple[str, ...]:
+    def divided(self, buffer: int) -> tuple[str, ...]:
         """Return the axes of several devices along which a buffer is divided, whatever ZeRO-1 does."""
         return with_several(self.mesh, self.layout.axes(buffer).divided)
 
     def _parts(self, buffer: int) -> int:
         """Return into how many parts a buffer is divided, whatever ZeRO-1 does."""
-        return math.prod(self.mesh.shape[a] for a in self._divided(buffer))
+        return math.prod(self.mesh.shape[a] for a in self.divided(buffer))
 
     # -- shapes over the rank -----------------------------------------------------------------------------------------
 
@@ -513,7 +513,7 @@ def _all_finite(shards: StageShards, buffers: _Arrays) -> jax.Array:
     """Return whether every number in the buffers is finite, on all devices of the rank: ZeRO-1 leaves the same on those of
     dp."""
     bad = sum((jnp.sum(~jnp.isfinite(b)) for b in buffers), start=jnp.zeros((), jnp.int32))
-    divided = with_several(shards.mesh, DIVIDING)
+    divided = tuple(dict.fromkeys(a for i in shards.updated for a in shards.divided(i)))
     return (jax.lax.psum(bad, divided) if divided else bad) == 0
 
 

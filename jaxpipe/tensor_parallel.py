@@ -38,12 +38,13 @@ from jax import lax
 from jaxpipe._jax_compat import vary
 from jaxpipe.context_parallel import own_times
 from jaxpipe.errors import ConfigError
-from jaxpipe.mesh import ONE_SHARD, TP, RankMesh
+from jaxpipe.mesh import ONE_SHARD, TP, RankMesh, TensorParallel
 
 __all__ = [
     "ONE_SHARD",
     "Dropout",
     "RankMesh",
+    "TensorParallel",
     "VocabParallelEmbed",
     "add_branch",
     "check_shards",

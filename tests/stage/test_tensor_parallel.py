@@ -19,6 +19,7 @@ from jaxpipe.mesh import TP, RankMesh
 from jaxpipe.tensor_parallel import (
     ONE_SHARD,
     Dropout,
+    TensorParallel,
     VocabParallelEmbed,
     add_branch,
     check_shards,
@@ -396,3 +397,9 @@ def test_layers_refuse_what_does_not_divide() -> None:
         own_query_heads(jnp.ones((D, 2, 5, 4)), PLAIN)
     with pytest.raises(ConfigError, match=r"8 key/value.*4 shards"):
         own_query_heads(jnp.ones((D, 8, 3, 4)), PLAIN)
+
+
+def test_layers_written_for_the_earlier_name_still_work() -> None:
+    assert TensorParallel(2, True, cp=2) == TensorParallel(size=2, sequence=True, cp=2)
+    assert TensorParallel(2, True, cp=2) == RankMesh(tp=2, sequence=True, cp=2)
+    assert TensorParallel(size=2).size == 2

@@ -32,7 +32,8 @@ from jaxpipe.planning.stages import PlannedStage, StageCosts, planner
 from jaxpipe.planning.targets import Target
 from jaxpipe.schedule import CostProfile, HostLink, Link, MemoryCurve, Placement, Schedule, Timeline, op_spec
 from jaxpipe.schedule.costs import PER_STAGE_FIELDS, k_of
-from jaxpipe.schedule.deps import HOST_LANES, DependencyGraph
+from jaxpipe.schedule.deps import DependencyGraph
+from jaxpipe.schedule.ir import HOST_LANES
 from jaxpipe.schedule.memory import memory_curves, offloaded_share
 from jaxpipe.schedule.simulate import runnable, simulate_graph
 from jaxpipe.stage.compiled.recompute_report import remarks

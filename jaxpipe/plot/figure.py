@@ -26,12 +26,13 @@ from jaxpipe.errors import ConfigError, ScheduleError
 from jaxpipe.schedule.ir import OpSpec, op_spec
 from jaxpipe.schedule.timeline import Timeline, chunks_in
 
-LANES = ("compute", "tp", "d2h", "h2d", "send")
+LANES = ("compute", "tp", "d2h", "h2d", "net", "send")
 LANE_TITLES = {
     "compute": "compute",
     "tp": "TP collectives",
     "d2h": "device → host",
     "h2d": "host → device",
+    "net": "reduce and gather over dp",
     "send": "send to another rank",
 }
 _LANE_COLOURS = {"send": "#8a8f98", "tp": "#7b5ea7"}

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxpipe.schedule import CostProfile, Event, Schedule, Slot, Timeline, build_graph, op_spec, replay
-from jaxpipe.schedule.deps import HOST_LANES
+from jaxpipe.schedule.ir import HOST_LANES
 from jaxpipe.schedule.memory import memory_curves, static_bytes
 
 # Python's default of 5 ms would let the dispatching thread keep the interpreter while a thread that was woken waits for it, and

@@ -7,8 +7,10 @@ Rules, all read from the registered :class:`~jaxpipe.schedule.ir.OpSpec` and the
    exactly once, so a full backward next to a split one is refused.
 3. On a stage spread over ranks, an op that sends is on every rank of the group (it is one joint computation).
 4. What an action waits for exists; on its own rank it stands earlier in the row; actions of one braid are independent.
-5. What a stage and microbatch takes of a kind of memory it gives back (an O without its L breaks this).
-6. The ranks never wait for each other in a circle.
+5. An op that runs once a step (R, G) is on none or on all stages: once for each flow, on each rank of its group, numbered by
+   the flow. So no W of the stage follows its R, and no F comes before its G (rule 4).
+6. What a stage and microbatch takes of a kind of memory it gives back (an O without its L breaks this).
+7. The ranks never wait for each other in a circle.
 
 The order of transfers is not a rule. Where they are tagged, as within a process, it can't deadlock; where a transport between
 processes runs them in the order in which they were started, lowering gives them one, with proof (``jaxpipe.program.order``).
@@ -17,6 +19,7 @@ processes runs them in the order in which they were started, lowering gives them
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 from jaxpipe.errors import ScheduleError
 from jaxpipe.schedule.costs import HostLink
@@ -143,6 +146,7 @@ def find_problems(schedule: Schedule) -> list[str]:
         return [*problems, f"{_MOST} actions are missing or done twice, and no more was looked for"]
     problems += [
         *_torn_groups(graph, places),
+        *_once_a_step(graph),
         *_unmet(graph, parts),
         *_row_order(graph),
         *_memory_balance(graph, places),
@@ -201,6 +205,20 @@ def _torn_groups(graph: DependencyGraph, reported: set[Place]) -> Iterator[str]:
                     f"{Action(spec.name, stage, i)} is on rank {having[0]} but not on rank {rank}: "
                     f"stage {stage} runs on ranks {', '.join(map(str, group))} together"
                 )
+
+
+def _once_a_step(graph: DependencyGraph) -> Iterator[str]:
+    """Report ops that run once a step and do not, or not on all stages."""
+    schedule, names = graph.schedule, {spec.name for spec in graph.ops() if spec.per_step}
+    present = {(a, rank) for rank in range(schedule.num_ranks) for a in schedule.actions(rank) if a.op in names}
+    flows = schedule.placement.num_flows
+    places = {(Action(op, s, i), rank) for op in names for s, i, rank in _places(schedule) if i < flows}
+    for action, rank in sorted(places - present):
+        yield f"{action} is missing on rank {rank}: {action.op} runs once a step on every stage, or on none"
+    for action, rank in sorted(present - places):
+        if action.microbatch >= flows:
+            numbered = replace(action, microbatch=action.microbatch % flows)
+            yield f"{action} on rank {rank}: {action.op} runs once a step, as {numbered}"
 
 
 def _unmet(graph: DependencyGraph, missing: set[tuple[str, int, int]]) -> Iterator[str]:

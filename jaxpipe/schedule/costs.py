@@ -84,6 +84,9 @@ class CostProfile:
     costs of one action, that is of all its microbatches together. ``crowding``: seconds are those of ranks that share the cores
     of one machine, all of them busy, by which a function takes so many times as long as alone (simulations leave it out;
     :func:`~jaxpipe.cost.at_ranks_share` counts it).
+    ``reduce_s``: seconds of R, the reduction of a stage's gradients over dp; ``gather_s``: of G, the gather of its parameters.
+    ``net_overlaps``: whether R and G run beside compute; if not, they take their turn on the compute lane, as programs of their
+    own do on a device with one stream.
     ``links``: overrides of ``link`` as ``((src, dst), Link)``. ``memory_limit_bytes``: per rank, or empty for none.
     """
 
@@ -112,6 +115,9 @@ class CostProfile:
     tp_collectives: tuple[int, ...] = ()
     group_comm_s: tuple[float, ...] = ()
     crowding: float = 1.0
+    reduce_s: tuple[float, ...] = ()
+    gather_s: tuple[float, ...] = ()
+    net_overlaps: bool = True
 
     def __post_init__(self) -> None:
         n = len(self.f_s)
@@ -123,6 +129,8 @@ class CostProfile:
             "optimizer_bytes",
             "tp_comm_s",
             "group_comm_s",
+            "reduce_s",
+            "gather_s",
         ):
             self._default(name, zeros)
         self._default("tp_collectives", (1,) * n)

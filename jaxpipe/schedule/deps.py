@@ -11,6 +11,8 @@ Readings taken where :file:`jaxpipe/README.md` leaves room:
   outside it receives from the group's first rank.
 * A *barrier*, the collective after members that ran by themselves, is a transfer from each of them: to itself for consumers in
   the group, which wait for all of these, else to the consumer. So it begins when the last of them ends.
+* An op that runs once a step (``per_step``) stands for the microbatches of its flow from its own number up to the next of
+  its actions, so that several steps on end are one schedule. Of what it waits for, which ends in row order, the last counts.
 * Where spans differ, an action waits for every action that has a microbatch in common with it. One whole boundary of it moves:
   a cotangent back to a stage of smaller span is that of all the microbatches in its group.
 * Transfers count as tagged, so ranks may receive in another order than the one in which they were sent: channels are no
@@ -23,14 +25,13 @@ import gc
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 from jaxpipe.errors import ScheduleError
 from jaxpipe.schedule.costs import CostProfile
-from jaxpipe.schedule.ir import Action, OpSpec, Schedule, Slot, Wait, op_spec
+from jaxpipe.schedule.ir import Action, Lane, OpSpec, Schedule, Slot, Wait, op_spec
 from jaxpipe.schedule.placement import Placement
 
-HOST_LANES = ("d2h", "h2d")
 _NEIGHBOURS = {"pred": Placement.predecessors, "succ": Placement.returning, "peer": Placement.peers}
 _DENSE_LIMIT = 1_000_000
 
@@ -221,6 +222,7 @@ class _Builder:
         self.waits, self.sends, self.transfers = graph.waits, graph.sends, graph.transfers
         self.problems, self.unmet, self.ops = graph.problems, graph.unmet, graph._ops
         self.unknown: set[str] = set()
+        self.per_step: set[str] = set()
         self.rules: dict[tuple[str, int], tuple[_Rule, ...]] = {}
         self.outside: set[Action] = set()
         self.made: dict[tuple[int, int, int, str, int], int] = {}
@@ -251,13 +253,15 @@ class _Builder:
             return False
         for rank, row in enumerate(s.rows):
             self._index_row(rank, row)
+        for op in self.per_step:
+            self._spread(self.ops[op])
         return True
 
     def _index_row(self, rank: int, row: Sequence[Slot]) -> None:
         s = self.schedule
         num_stages, m, flows, num_flows = s.num_stages, s.num_microbatches, s.placement.flows, s.placement.num_flows
         counts = [m // g for g in s.placement.span]
-        lanes: dict[str, list[int]] = {"compute": [], "d2h": [], "h2d": []}
+        lanes: dict[str, list[int]] = {lane: [] for lane in get_args(Lane)}
         self.lanes.append(lanes)
         number = len(self.slots)
         self.row_start.append(number)
@@ -302,7 +306,19 @@ class _Builder:
             return None
         index = _OpIndex(spec, [-1] * (self.schedule.num_stages * self.schedule.num_microbatches))
         self.ops[action.op] = index
+        if index.spec.per_step:
+            self.per_step.add(action.op)
         return index
+
+    def _spread(self, index: _OpIndex) -> None:
+        """Give each microbatch the last action before it of an op that runs once a step."""
+        s, m, flows = self.schedule, self.schedule.num_microbatches, self.schedule.placement.num_flows
+        for stage, span in enumerate(s.placement.span):
+            for key in range(stage * m + flows, stage * m + m // span):
+                if index.single[key] < 0:
+                    index.single[key] = index.single[key - flows]
+                if key - flows in index.members:
+                    index.members.setdefault(key, index.members[key - flows])
 
     def _lane(self, lane: str, spec: OpSpec, slot: Slot, rank: int) -> str:
         if (lane and lane != spec.lane) or (type(slot) is not Action and spec.lane != "compute"):
@@ -338,15 +354,15 @@ class _Builder:
 
     def link(self) -> None:
         for rank, row in enumerate(self.schedule.rows):
-            host = {n for lane in HOST_LANES for n in self.lanes[rank][lane]}
+            beside = {n for lane, slots in self.lanes[rank].items() if lane != "compute" for n in slots}
             last_compute = -1
             for number, slot in enumerate(row, start=self.row_start[rank]):
                 if type(slot) is Action:
                     waits = self._resolve(slot, number, rank)
                 else:
                     waits = [dep for action in slot.actions for dep in self._resolve(action, number, rank)]
-                # a copy is issued once the compute slot before it in the row has ended
-                if number not in host:
+                # a copy or a reduction is issued once the compute slot before it in the row has ended
+                if number not in beside:
                     last_compute = number
                 elif last_compute >= 0:
                     waits.append(last_compute)
@@ -358,8 +374,11 @@ class _Builder:
         if self.outside and action in self.outside:
             return []
         waits: list[int] = []
-        numbers = (action.microbatch,)
+        numbers: Sequence[int] = (action.microbatch,)
+        if action.op in self.per_step:
+            numbers = self._step_of(action, number, rank)
         for rule in self.rules.get((action.op, action.stage)) or self._open_rules(action):
+            first = len(waits)
             # between stages of different spans several actions share a microbatch with this one
             for i in numbers if rule.alike else self.schedule.placement.covering(action.stage, numbers[0], rule.stage):
                 # the first of the wait's ops that the schedule has here satisfies it
@@ -379,7 +398,17 @@ class _Builder:
                 else:
                     if not rule.wait.optional:
                         self.unmet.append(Unmet(number, action, rule.wait.ops, rule.stage, i))
+            # of slots of one lane the last one to end is the last in the row
+            if len(numbers) > 1 and waits[first:]:
+                waits[first:] = [max(waits[first:])]
         return waits
+
+    def _step_of(self, action: Action, number: int, rank: int) -> Sequence[int]:
+        """Return the microbatches that ``action`` of an op that runs once a step is for."""
+        s, index = self.schedule, self.ops[action.op]
+        numbers = range(action.microbatch, s.num_microbatches // s.placement.span[action.stage], s.placement.num_flows)
+        keys = ((action.stage * s.num_microbatches + i, i) for i in numbers)
+        return [i for key, i in keys if number in (index.single[key], index.members.get(key, {}).get(rank))]
 
     def _open_rules(self, action: Action) -> tuple[_Rule, ...]:
         if action.op in self.unknown or action in self.outside:

@@ -4,7 +4,8 @@ One loop serves the checker (do the rows ever finish?), the simulator (when?) an
 that they can't disagree. Semantics are those of :file:`jaxpipe/README.md`:
 
 * A lane is a queue in row order: one compute lane per rank; host lanes per rank and direction, one for both directions
-  where the host link is ``shared``.
+  where the host link is ``shared``; a lane for what goes over the network once a step (R, G), or their place in the compute
+  lane where it has no lane of its own.
 * A slot starts when its lane is free and all it waits for has ended; slots that are joined start together.
 * A host copy also waits until the compute slot that stands before it in its row has ended, whatever that slot computes
   (``deps.link``): that is how a row says when a copy may begin.
@@ -39,8 +40,8 @@ from typing import NamedTuple
 
 from jaxpipe.errors import ScheduleError
 from jaxpipe.schedule.costs import CostProfile, HostLink
-from jaxpipe.schedule.deps import HOST_LANES, DependencyGraph
-from jaxpipe.schedule.ir import op_spec
+from jaxpipe.schedule.deps import DependencyGraph
+from jaxpipe.schedule.ir import HOST_LANES, op_spec
 from jaxpipe.schedule.timeline import TIME, at_most
 
 
@@ -67,16 +68,20 @@ AT_ONCE = Passage(0.0, 0.0)
 
 
 def run_graph(
-    graph: DependencyGraph, duration_s: Sequence[float], passages: Sequence[Passage], host: HostLink
+    graph: DependencyGraph,
+    duration_s: Sequence[float],
+    passages: Sequence[Passage],
+    host: HostLink,
+    net_overlaps: bool = True,
 ) -> EngineRun:
     """Start every slot as early as its row, lanes and waits allow.
 
-    ``duration_s[n]``: seconds of slot n. ``passages[k]``: of ``graph.transfers[k]``.
+    ``duration_s[n]``: seconds of slot n. ``passages[k]``: of ``graph.transfers[k]``. ``net_overlaps``: as in the costs.
 
     Raises:
         ScheduleError: a PCIe group of ``host`` names a rank that does not exist, or a rank twice.
     """
-    engine = _Engine(graph, duration_s, passages, host)
+    engine = _Engine(graph, duration_s, passages, host, net_overlaps)
     engine.run()
     return EngineRun(engine.start, engine.end, engine.blocked())
 
@@ -104,7 +109,12 @@ class _Engine:
     """Queues are lanes of one rank; a queue is woken when the number it waits for ends."""
 
     def __init__(
-        self, graph: DependencyGraph, duration_s: Sequence[float], passages: Sequence[Passage], host: HostLink
+        self,
+        graph: DependencyGraph,
+        duration_s: Sequence[float],
+        passages: Sequence[Passage],
+        host: HostLink,
+        net_overlaps: bool,
     ) -> None:
         self.graph = graph
         self.duration = duration_s
@@ -114,7 +124,7 @@ class _Engine:
         self.end: list[float | None] = [None] * total
         self.queues: list[list[int]] = []
         self.shared_lane: dict[int, tuple[int, str]] = {}
-        self._make_queues(host)
+        self._make_queues(host, net_overlaps)
         self.head = [0] * len(self.queues)
         self.free = [0.0] * len(self.queues)
         self.waiters: dict[int, list[int]] = {}
@@ -124,10 +134,13 @@ class _Engine:
         self.requests: dict[tuple[int, str], list[tuple[float, int, int, int]]] = {}
         self.lane_free: dict[tuple[int, str], float] = {}
 
-    def _make_queues(self, host: HostLink) -> None:
+    def _make_queues(self, host: HostLink, net_overlaps: bool) -> None:
         groups = host_groups(host, self.graph.schedule.num_ranks)
         for rank, lanes in enumerate(self.graph.lanes):
-            split = [("compute", lanes["compute"])]
+            if net_overlaps:
+                split = [("compute", lanes["compute"]), ("net", lanes["net"])]
+            else:
+                split = [("compute", sorted(lanes["compute"] + lanes["net"]))]
             if host.mode == "shared":
                 # one lane for both directions runs O and L in the order of the row
                 split.append(("host", sorted(n for lane in HOST_LANES for n in lanes[lane])))
@@ -136,7 +149,7 @@ class _Engine:
             for lane, slots in split:
                 if not slots:
                     continue
-                if lane != "compute" and rank in groups:
+                if lane not in ("compute", "net") and rank in groups:
                     self.shared_lane[len(self.queues)] = (groups[rank], lane)
                 self.queues.append(slots)
 

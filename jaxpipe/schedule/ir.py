@@ -21,7 +21,8 @@ from jaxpipe.schedule.plugins import load_installed
 
 FIRST_LINE = "# jaxpipe schedule 1"
 
-Lane = Literal["compute", "d2h", "h2d"]
+Lane = Literal["compute", "d2h", "h2d", "net"]
+HOST_LANES = ("d2h", "h2d")
 Where = Literal["self", "group", "pred", "succ", "peer"]
 Sends = Literal["succ", "pred", "peer", "none"]
 Instant = Literal["start", "end"]
@@ -36,6 +37,7 @@ class Wait:
     predecessor/successor stage (of these, those that hand a gradient back), ``peer`` every other stage whose result one of its
     successors takes, same microbatch; where spans differ, every action that has a microbatch in common with it.
     ``optional``: the rule holds only if the schedule contains such an action (B waits for L when there is one).
+    An op that runs once a step has every microbatch of its step in common with the others.
     """
 
     ops: tuple[str, ...]
@@ -66,6 +68,7 @@ class OpSpec:
     (:mod:`~jaxpipe.schedule.engine`); empty: it has none, or its parts have them.
     ``colour``: fill used by the renderers. ``together``: on a stage spread over ranks, an op that sends starts on all of them
     at once; if False each rank runs it by itself, and other stages wait for all of them and a collective (``group_comm_s``).
+    ``per_step``: one action a step for each stage and flow, for all microbatches of that flow; it has the number of the first.
     """
 
     name: str
@@ -80,6 +83,7 @@ class OpSpec:
     description: str = ""
     collective: str = ""
     together: bool = True
+    per_step: bool = False
 
     def performs(self) -> tuple[str, ...]:
         """Return the elementary operations this one performs."""
@@ -97,7 +101,7 @@ class OpSpec:
 
     @property
     def runs_function(self) -> bool:
-        """Return whether it runs a function of its stage. (O and L copy, S waits for an O.)"""
+        """Return whether it runs a function of its stage. (O and L copy, S waits for an O, R and G communicate.)"""
         return self.lane == "compute" and not self.is_sync
 
 
@@ -112,9 +116,11 @@ def register_op(spec: OpSpec) -> OpSpec:
     Only ops on the compute lane send: transfers leave in the order of that lane. An op without a cost is a sync: it runs on
     the compute lane, sends nothing, holds no memory and performs nothing that is required.
 
+    An op that runs once a step is for its own stage alone, and no schedule must have it.
+
     Raises:
         ScheduleError: the name is malformed or is taken by a different spec, the spec waits or sends nowhere that there is or
-            from another lane, or it has no cost and does more than wait.
+            from another lane, it has no cost and does more than wait, or it runs once a step and does what such an op can't.
     """
     if not spec.name or not spec.name[0].isupper() or not all(c.isalpha() or c == "_" for c in spec.name):
         raise ScheduleError(f"op name {spec.name!r}: use an upper-case letter followed by letters or '_'")
@@ -128,6 +134,8 @@ def register_op(spec: OpSpec) -> OpSpec:
         raise ScheduleError(f"op {spec.name!r} sends to {spec.sends!r} from lane {spec.lane!r}; only compute ops send")
     if spec.is_sync and (spec.lane != "compute" or spec.sends != "none" or spec.memory or spec.required or spec.parts):
         raise ScheduleError(f"op {spec.name!r} has no cost, so it only waits, on the compute lane; name its cost")
+    if spec.per_step and (spec.required or spec.sends != "none" or any(wait.where != "self" for wait in spec.waits)):
+        raise ScheduleError(f"op {spec.name!r} is per_step: it can't be required, send, or wait for other stages")
     registered = _REGISTRY.get(spec.name)
     if registered is not None and registered != spec:
         raise ScheduleError(f"op {spec.name!r} is already registered with another meaning; choose another name")
@@ -167,22 +175,26 @@ def registered_ops() -> tuple[OpSpec, ...]:
 _takes, _frees = partial(MemoryEffect, "start", +1), partial(MemoryEffect, "end", -1)
 _AFTER_F, _AFTER_O = Wait(("F",), "self"), Wait(("O",), "self")
 _BACKWARD = (_AFTER_F, Wait(("B", "BW"), "succ"), Wait(("L",), "self", optional=True))
+_FORWARD = (Wait(("F",), "pred"), Wait(("G",), "self", optional=True))
 _AFTER_B, _LOAD = (Wait(("B",), "self"),), (_AFTER_O, Wait(("S",), "self", optional=True))
 _KEPT = MemoryEffect("end", +1, "w_residual_bytes")
 _B = (_takes("cotangent_bytes"), _frees("residual_bytes"), _frees("cotangent_bytes"), _KEPT)
 _F, _W, _BW = (_takes("residual_bytes"),), (_frees("w_residual_bytes"),), (_frees("residual_bytes"),)
 _O, _L = (_frees("offloadable_bytes"),), (_takes("offloadable_bytes"),)
 _TP, _BOTH = "tp_comm_s", "gradients of input and weights together"
+_REDUCE, _GATHER = "reduce the stage's gradients over dp", "gather the stage's parameters (ZeRO-1)"
 _SPECS = (  # name, lane, waits, cost, memory, parts, required, sends, colour, description, collective
-    OpSpec("F", "compute", (Wait(("F",), "pred"),), "f_s", _F, (), True, "succ", "#0072b2", "forward", _TP),
+    OpSpec("F", "compute", _FORWARD, "f_s", _F, (), True, "succ", "#0072b2", "forward", _TP),
     OpSpec("B", "compute", _BACKWARD, "b_s", _B, (), True, "pred", "#f0b429", "gradient of the stage input", _TP),
     OpSpec("W", "compute", _AFTER_B, "w_s", _W, (), True, "none", "#009e73", "gradient of the stage weights"),
     OpSpec("BW", "compute", _BACKWARD, "bw_s", _BW, ("B", "W"), False, "pred", "#d55e00", _BOTH),
     OpSpec("O", "d2h", (_AFTER_F,), "offload_s", _O, colour="#cc79a7", description="offload residuals to host memory"),
     OpSpec("L", "h2d", _LOAD, "load_s", _L, colour="#56b4e9", description="load residuals back"),
     OpSpec("S", "compute", (_AFTER_O,), "", colour="#5f6368", description="wait for an offload to end"),
+    OpSpec("R", "net", (Wait(("W", "BW"), "self"),), "reduce_s", colour="#8c564b", description=_REDUCE, per_step=True),
+    OpSpec("G", "net", (), "gather_s", colour="#c49c94", description=_GATHER, per_step=True),
 )
-F, B, W, BW, O, L, S = map(register_op, _SPECS)  # noqa: E741
+F, B, W, BW, O, L, S, R, G = map(register_op, _SPECS)  # noqa: E741
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -256,7 +268,7 @@ class Schedule:
     @property
     def offloads(self) -> bool:
         """Return whether anything is copied to the host."""
-        return any(not op_spec(a.op).runs_function for a in self.actions())
+        return any(op_spec(a.op).lane in HOST_LANES for a in self.actions())
 
     def functions(self, rank: int) -> Counter[Action]:
         """Return the actions of a rank that run functions of its stages."""

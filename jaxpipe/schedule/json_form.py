@@ -30,7 +30,7 @@ SCHEDULE_FORMAT = "jaxpipe schedule 1"
 COSTS_FORMAT = "jaxpipe costs 1"
 TIMELINE_FORMAT = "jaxpipe timeline 1"
 
-_LANES = ("compute", "tp", "d2h", "h2d", "send")
+_LANES = ("compute", "tp", "d2h", "h2d", "net", "send")
 _KEYS = {"num_ranks": "ranks", "num_microbatches": "microbatches"}
 """Fields that are called otherwise in JSON."""
 _QUIET = {
@@ -40,6 +40,9 @@ _QUIET = {
     "group_comm_s": 0,
     "boundary_buffers": False,
     "crowding": 1.0,
+    "reduce_s": 0,
+    "gather_s": 0,
+    "net_overlaps": True,
     "tp_exposed_s": None,
 }
 """Fields that are written where they hold anything else."""

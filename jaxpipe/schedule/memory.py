@@ -21,7 +21,7 @@ from typing import TypeVar
 
 from jaxpipe.schedule.costs import CostProfile
 from jaxpipe.schedule.deps import DependencyGraph
-from jaxpipe.schedule.ir import Action, Row, Schedule, Slot, op_spec
+from jaxpipe.schedule.ir import HOST_LANES, Action, Row, Schedule, Slot, op_spec
 from jaxpipe.schedule.placement import Placement
 from jaxpipe.schedule.timeline import MemoryCurve
 
@@ -81,7 +81,7 @@ def least_peaks(schedule: Schedule, costs: CostProfile) -> tuple[float, ...]:
         for slot in row:
             for action in slot.actions:
                 # with copies the peak depends on times
-                if op_spec(action.op).lane != "compute":
+                if op_spec(action.op).lane in HOST_LANES:
                     return 0.0
                 at_start, workspace, left = change(action.op, action.stage)
                 live += at_start

@@ -14,7 +14,8 @@ A schedule with some backward passes left out (forward only, say) is simulated a
 of the whole gradient, for clipping, and whether it is finite. A rank that waits for that begins the next step when the slowest
 rank has ended this one: the period is makespan + update. With *post-validation* a rank updates at once, as if the norm were
 small, and that is validated later; here, before its first backward of the next step, which waits for the gradients of all
-ranks (where all stages feed one loss it does anyhow). Then the period is longest rank span + update.
+ranks (where all stages feed one loss it does anyhow). Then the period is longest rank span + update. An update waits for the
+R of its rank, and the G of the next step for the update.
 
 At uneven stages it can be shorter: a span counts from the rank's first forward, which in the first step stands as early as it
 can, and where the rank then waits may stand later in the next ones. It is never longer if all stages feed one loss. Not
@@ -25,6 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import chain
 from operator import attrgetter
 
 from jaxpipe.errors import ScheduleError
@@ -140,7 +142,7 @@ def _timeline(
     graph: DependencyGraph, costs: CostProfile, duration_s: Sequence[float], passages: Sequence[Passage]
 ) -> Timeline:
     schedule = graph.schedule
-    run = run_graph(graph, duration_s, passages, costs.host)
+    run = run_graph(graph, duration_s, passages, costs.host, costs.net_overlaps)
     if run.blocked:
         raise ScheduleError(f"schedule {schedule.name!r}: " + (why := explain_deadlock(graph, run)), [why])
     start_s = [t for t in run.start_s if t is not None]
@@ -207,12 +209,12 @@ def simulate_steps(
         raise ScheduleError(f"an update takes {update_s} s; want a finite number >= 0")
     runnable(schedule)  # what is wrong with it is told of one step
     graph = runnable(_repeated(schedule, steps))
-    computes = [_by_step(graph, rank, steps) for rank in range(schedule.num_ranks)]
-    linked = _with_updates(graph, computes, post_validation)
+    lanes = [[_by_step(slots, steps) for lane, slots in row.items() if lane in _LANES] for row in graph.lanes]
+    linked = _with_updates(graph, lanes, post_validation)
     updates = len(linked.transfers) - len(graph.transfers)
-    timeline = simulate_graph(linked, costs, [Passage(update_s, update_s)] * updates)
-    ended = {(e.rank, e.action): e.end_s for e in timeline.events if e.lane == "compute"}
-    last = [{(r, graph.slots[row[k][-1]]) for r, row in enumerate(computes) if row[k]} for k in range(steps)]
+    timeline = simulate_graph(linked, costs, [Passage(update_s, 0.0)] * updates)
+    ended = {(e.rank, e.action): e.end_s for e in timeline.events if e.lane in _LANES}
+    last = [{(r, graph.slots[x[k][-1]]) for r, row in enumerate(lanes) for x in row if x[k]} for k in range(steps)]
     ends_s = tuple(max((ended[slot] for slot in each), default=0.0) for each in last)
     return StepsTimeline(
         **{f.name: getattr(timeline, f.name) for f in fields(Timeline)}, ends_s=ends_s, update_s=update_s
@@ -232,31 +234,37 @@ def _later(slot: Slot, microbatches: int, placement: Placement) -> Slot:
     return moved[0] if type(slot) is Action else Braid(tuple(moved))
 
 
-def _by_step(graph: DependencyGraph, rank: int, steps: int) -> list[list[int]]:
-    """Return the numbers of the rank's compute slots, step by step."""
-    slots = graph.lanes[rank]["compute"]
+_LANES = ("compute", "net")
+"""Lanes whose slots an update waits for: its gradients are reduced, too."""
+
+
+def _by_step(slots: list[int], steps: int) -> list[list[int]]:
+    """Return the numbers of a lane's slots, step by step."""
     each = len(slots) // steps
     return [slots[k * each : (k + 1) * each] for k in range(steps)]
 
 
-def _with_updates(graph: DependencyGraph, computes: list[list[list[int]]], post_validation: bool) -> DependencyGraph:
-    """Return ``graph`` with the waits between steps; an update is a transfer of a rank to itself that moves nothing."""
+def _with_updates(graph: DependencyGraph, lanes: list[list[list[list[int]]]], post_validation: bool) -> DependencyGraph:
+    """Return ``graph`` with the waits between steps; an update is a transfer of a rank to itself that moves nothing, from the
+    last slot of each lane. ``lanes[rank]``: slots of its lanes, step by step."""
     waits, transfers, sends = list(graph.waits), list(graph.transfers), dict(graph.sends)
-    for k in range(1, len(computes[0])):
-        updates: dict[int, int] = {}
-        last = {rank: rows[k - 1][-1] for rank, rows in enumerate(computes) if rows[k - 1]}
-        for rank, slot in last.items():
-            updates[rank] = len(graph.slots) + len(transfers)
-            sends[slot] = (*sends.get(slot, ()), len(transfers))
-            transfers.append(Transfer(slot, graph.slots[slot].actions[0], rank, rank, 0, parts=0.0))
-        for rank in last:
-            first, *_ = now = computes[rank][k]
+    for k in range(1, len(lanes[0][0])):
+        updates: dict[int, list[int]] = {}
+        last = {rank: [x[k - 1][-1] for x in row if x[k - 1]] for rank, row in enumerate(lanes)}
+        for rank, slots in last.items():
+            updates[rank] = [len(graph.slots) + len(transfers) + n for n in range(len(slots))]
+            for slot in slots:
+                sends[slot] = (*sends.get(slot, ()), len(transfers))
+                transfers.append(Transfer(slot, graph.slots[slot].actions[0], rank, rank, 0, parts=0.0))
+        for rank, row in enumerate(lanes):
             # with post-validation a step waits for the rank's own update alone, and its first backward for all ranks' last
             # slots (Qi et al. 2023, section 4)
-            waits[first] = (*waits[first], *([updates[rank]] if post_validation else updates.values()))
-            backward = next((n for n in now if _sends_back(graph.slots[n])), None)
+            awaited = updates[rank] if post_validation else [*chain(*updates.values())]
+            for first, *_ in (x[k] for x in row if x[k]):
+                waits[first] = (*waits[first], *awaited)
+            backward = next((n for x in row for n in x[k] if _sends_back(graph.slots[n])), None)
             if post_validation and backward is not None:
-                waits[backward] = (*waits[backward], *last.values())
+                waits[backward] = (*waits[backward], *chain(*last.values()))
     return replace(graph, waits=waits, transfers=transfers, sends=sends)
 
 

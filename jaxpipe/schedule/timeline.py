@@ -23,7 +23,7 @@ from jaxpipe.schedule.ir import Slot
 @dataclass(frozen=True, slots=True)
 class Event:
     """A slot on a lane of a rank. ``lane``: ``compute``, ``tp`` (tensor-parallel collectives inside a compute slot), ``d2h``,
-    ``h2d``, or ``send`` (a transfer to another rank)."""
+    ``h2d``, ``net`` (reductions and gathers over dp), or ``send`` (a transfer to another rank)."""
 
     rank: int
     lane: str

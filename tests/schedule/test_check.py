@@ -144,6 +144,15 @@ MUTANTS: dict[str, tuple[Callable[[], Schedule], str]] = {
         lambda: with_rows(rows("F0.0 F0.1 BW0.0 BW0.1"), 0, braid_row()),
         r"braid F0\.1\+O0\.0 on rank 0 holds O, which does not run on the compute lane",
     ),
+    "R before a W": (mutant(A.replace("W0.0", "R0.0 W0.0"), B + " R1.0"), r"R0\.0 stands before BW0\.1, which it waits for"),
+    "R twice": (mutant(A + " R0.0 R0.0", B + " R1.0"), r"R0\.0 appears twice on rank 0"),
+    "R of another microbatch": (mutant(A + " R0.0 R0.1", B + " R1.0"), r"R0\.1 on rank 0: R runs once a step, as R0\.0"),
+    "R of one stage": (mutant(A + " R0.0", B), r"R1\.0 is missing on rank 1: R runs once a step on every stage, or on none"),
+    "G after an F": (mutant(A.replace("F0.1", "G0.0 F0.1"), "G1.0 " + B), r"F0\.0 stands before G0\.0, which it waits for"),
+    "R in a braid": (
+        lambda: with_rows(rows("F0.0 BW0.0", m=1), 0, (Braid((Action("F", 0, 0), Action("R", 0, 0))), Action("BW", 0, 0))),
+        r"braid F0\.0\+R0\.0 on rank 0 holds R, which does not run on the compute lane",
+    ),
     "group lacks a member": (
         mutant("F0.0 F1.0 BW1.0 BW0.0", "F1.0", m=1, header=SHARED),
         "B of stage 1, microbatch 0 on rank 1 is missing",

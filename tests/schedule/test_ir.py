@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -61,7 +62,10 @@ def test_lanes_and_senders() -> None:
         register_op(OpSpec("Mail", "d2h", (), "f_s", sends="succ"))
     with pytest.raises(ScheduleError, match="op 'Mail' has no cost, so it only waits, on the compute lane"):
         register_op(OpSpec("Mail", "d2h", (), ""))
-    assert {s.name for s in registered_ops()} >= {"F", "B", "W", "BW", "O", "L", "S"}
+    for changes in ({"required": True}, {"sends": "succ"}, {"waits": (Wait(("F",), "pred"),)}):
+        with pytest.raises(ScheduleError, match="op 'Mail' is per_step: it can't be required"):
+            register_op(replace(OpSpec("Mail", "compute", (), "f_s", per_step=True), **changes))  # type: ignore[arg-type]
+    assert {s.name for s in registered_ops()} >= {"F", "B", "W", "BW", "O", "L", "S", "R", "G"}
     assert "Mail" not in {s.name for s in registered_ops()}
 
 

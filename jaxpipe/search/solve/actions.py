@@ -36,9 +36,9 @@ from typing import NamedTuple
 
 from jaxpipe.errors import ScheduleError
 from jaxpipe.schedule.check import check_schedule
-from jaxpipe.schedule.deps import HOST_LANES, build_graph
+from jaxpipe.schedule.deps import build_graph
 from jaxpipe.schedule.engine import host_groups
-from jaxpipe.schedule.ir import Action, Row, Schedule, Slot, op_spec
+from jaxpipe.schedule.ir import HOST_LANES, Action, Row, Schedule, Slot, op_spec
 from jaxpipe.schedule.memory import ACTIVATION_FIELDS, rank_share, static_bytes
 from jaxpipe.schedule.passes.braid import with_slots
 from jaxpipe.schedule.problem import Problem

@@ -190,7 +190,7 @@ def test_the_worked_example_runs_draws_and_compares(module: str, capsys: pytest.
         main(["schedule", "--import", module, "recomputed", *sizes, "-o", "r.sched", "-o", "r.svg", "-o", "r.html"])
         == 0
     )
-    assert "R0" in capsys.readouterr().out
+    assert "A0" in capsys.readouterr().out
     assert "forward again" in Path("r.svg").read_text()
     assert main(["simulate", "r.sched", "--json", "--import", module]) == 0
     simulated = json.loads(capsys.readouterr().out)

@@ -1,0 +1,49 @@
+"""Add what data parallelism communicates once a step: the reduction of each stage's gradients, the gather of its parameters.
+
+R of a stage stands behind its last W, where its gradients are complete: in the cool-down, while other stages and ranks still
+compute. G (ZeRO-1: each replica updates its part of the parameters) stands before everything else in the row, in the order
+in which the stages first run, so that later stages gather while earlier ones compute. Megatron-LM does both there
+(``overlap_grad_reduce``, ``overlap_param_gather``), in buckets of some layers, which are not modelled.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from jaxpipe.schedule.check import check_schedule
+from jaxpipe.schedule.ir import Action, F, G, R, Row, Schedule, Slot, W, op_spec
+from jaxpipe.schedule.passes.braid import with_slots
+
+
+def with_reductions(schedule: Schedule, *, gather: bool = False) -> Schedule:
+    """Return ``schedule`` with an R behind the last W of each stage, and with ``gather`` a G of each before its first slot.
+    Each flow of microbatches has its own. What the schedule has of them already is placed anew.
+
+    Raises:
+        ScheduleError: ``schedule`` is not valid.
+    """
+    flows, plain = schedule.placement.num_flows, without_reductions(schedule)
+    reduced = replace(plain, rows=tuple(_with_communication(row, flows, gather) for row in plain.rows))
+    check_schedule(reduced)
+    return reduced
+
+
+def without_reductions(schedule: Schedule) -> Schedule:
+    """Return ``schedule`` without what runs once a step."""
+    return with_slots(schedule, lambda slot: () if op_spec(slot.actions[0].op).per_step else (slot,))
+
+
+def _with_communication(row: Row, flows: int, gather: bool) -> Row:
+    gathers: dict[Action, None] = {}
+    last: dict[Action, int] = {}
+    for at, slot in enumerate(row):
+        for action in slot.actions:
+            performed, flow = op_spec(action.op).performs(), action.microbatch % flows
+            if F.name in performed:
+                gathers.setdefault(Action(G.name, action.stage, flow))
+            if W.name in performed:
+                last[Action(R.name, action.stage, flow)] = at
+    behind: dict[int, list[Slot]] = {}
+    for reduction, at in last.items():
+        behind.setdefault(at, []).append(reduction)
+    return (*(gathers if gather else ()), *(x for at, slot in enumerate(row) for x in (slot, *behind.get(at, ()))))

@@ -41,7 +41,7 @@ from jaxpipe.program.lower import braided_slots, lower
 from jaxpipe.program.order import Crossing, holds, issue_order
 from jaxpipe.runtime.assembly import ALLOCATOR_BYTES, Assembly, AssemblyOptions, Buffers, reduction
 from jaxpipe.runtime.batches import THREEFRY, Batch, Instance, place_keys
-from jaxpipe.runtime.executor import Epilogues, Executor, Late, StepInputs, StepOutputs
+from jaxpipe.runtime.executor import Epilogues, Executor, Holds, Late, StepInputs, StepOutputs
 from jaxpipe.runtime.processes import Processes
 from jaxpipe.runtime.recorder import measured_timeline, replay_ratio
 from jaxpipe.runtime.transfer import OffloadOptions, Transport, check_host_memory, host_copies
@@ -128,7 +128,7 @@ class Pipeline(Assembly):
         """
         owned = assembly.ownership
         pipeline = owned.processes.run_on_all("pipeline", lambda: cls._over(assembly, schedule, costs, epilogues))
-        owned.agree_on_programs(pipeline.programs)
+        owned.agree_on_programs(pipeline.programs, pipeline._dispatch)
         return pipeline
 
     @classmethod
@@ -202,12 +202,20 @@ class Pipeline(Assembly):
     @cached_property
     def order(self) -> tuple[tuple[int, int], ...]:
         """(rank, instruction) in the order of dispatch."""
-        return issue_order(self.local_programs, self._predicted)
+        return self._own_dispatch[0]
+
+    @cached_property
+    def _own_dispatch(self) -> tuple[tuple[tuple[int, int], ...], Holds]:
+        return self._dispatch(self.local_programs)
+
+    def _dispatch(self, programs: Sequence[Program]) -> tuple[tuple[tuple[int, int], ...], Holds]:
+        """Return in which order a thread issues ``programs``, and the offloads that it waits for."""
+        waits_of = enumerate(holds(program, self._predicted) for program in programs)
+        waits = {(k, at): offloads for k, waits_at in waits_of for at, offloads in sorted(waits_at.items())}
+        return issue_order(programs, self._predicted), waits
 
     @cached_property
     def executor(self) -> Executor:
-        waits_of = enumerate(holds(program, self._predicted) for program in self.local_programs)
-        waits = {(k, at): offloads for k, waits_at in waits_of for at, offloads in waits_at.items()}
         return Executor(
             self.local_programs,
             self.order,
@@ -216,7 +224,7 @@ class Pipeline(Assembly):
             self.transport or self.ownership.transport(self.programs),
             all_programs=self.programs,
             offload_fallback=self.offload.fallback,
-            holds=waits,
+            holds=self._own_dispatch[1],
             braids=self.braids,
             epilogues=self.epilogues,
         )

@@ -131,6 +131,27 @@ class Processes:
 
         self.validate_on_leader(name, dict(values), first_difference)
 
+    def require_equal_in_rows(self, name: str, count: int, value: Any) -> None:
+        """Check that processes with the same of ``count`` ranks have the same JSON ``value``, which messages call ``name``.
+
+        Raises:
+            AgreedError: two differ.
+        """
+        ranks = self.ranks(count)
+
+        def first_difference(values: Sequence[Any]) -> str:
+            firsts = [ranks.index(own) for own in ranks]
+            return next(
+                (
+                    f"{self.who(k)} has other {name} than {self.who(first)}, with the same ranks: start all with one config"
+                    for k, first in enumerate(firsts)
+                    if values[k] != values[first]
+                ),
+                "",
+            )
+
+        self.validate_on_leader(name, value, first_difference)
+
     def raise_if_any(self, name: str, problem: str) -> None:
         """Raise in all processes if one has a problem. ``problem``: this process's, in words, or "".
 

@@ -31,6 +31,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
+from functools import cache
 from itertools import count
 from pathlib import Path
 from typing import Any, Protocol
@@ -249,6 +250,46 @@ class DevicePutTransport:
                     jax.block_until_ready(self.get(0, src, [aval]))
 
 
+Dispatch = Callable[[Sequence[Program]], Any]
+"""Return what decides in which order a thread issues programs and what it waits for; equal orders print alike."""
+
+
+def agree_on_programs(processes: Processes, programs: Sequence[Program], dispatch: Dispatch) -> None:
+    """Check that all processes have the same ``programs``, those of all ranks, and that each dispatches those of its ranks as
+    process 0 would: members of a collective that dispatch it in another order pair it up with another one of equal shapes.
+
+    Raises:
+        AgreedError: a message would not be what its receiver waits for, or an order of dispatch is another one.
+    """
+    sent = [[(a.shape, str(a.dtype)) for a in i.avals] for p in programs for i in p.instructions if isinstance(i, Send)]
+    text = "\n".join(map(str, (*programs, sent)))
+    processes.require_equal("programs", {"programs": _digest(text)}, _START_ALIKE)
+    ranks = processes.ranks(len(programs))
+
+    @cache
+    def digest_of(local_ranks: range) -> str:
+        return _digest(str(dispatch([programs[rank] for rank in local_ranks])))
+
+    def first_difference(digests: Sequence[str]) -> str:
+        for process, digest in enumerate(digests):
+            if digest != digest_of(ranks[process]):
+                last = f" to {ranks[process][-1]}" if len(ranks[process]) > 1 else ""
+                return (
+                    f"{processes.who(process)} issues what rank {ranks[process][0]}{last} runs in another order than process 0 "
+                    f"would: its costs or its timeline are others; {_START_ALIKE}"
+                )
+        return ""
+
+    processes.validate_on_leader("issue order", digest_of(ranks[processes.mine]), first_difference)
+
+
+_START_ALIKE = "start all with one config, on equal hosts"
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
 class Ownership:
     """Which process owns which ranks, and moves of arrays between them outside of programs.
 
@@ -329,19 +370,15 @@ class Ownership:
                     remote_messages[number] = RemoteMessage(program.rank, avals)
         return MixedTransport(local, self.remote_transport(), remote_messages, len(numbers))
 
-    def agree_on_programs(self, programs: Sequence[Program]) -> None:
-        """Check that all processes have the same ``programs``, those of all ranks, and link the devices between which they
-        send. Call it before the first message.
+    def agree_on_programs(self, programs: Sequence[Program], dispatch: Dispatch) -> None:
+        """Check that all processes have the same ``programs``, those of all ranks, and issue them alike; link the devices
+        between which they send. Call it before the first message.
 
         Raises:
-            AgreedError: the programs differ; a message would not be what its receiver waits for.
+            AgreedError: as :func:`agree_on_programs`.
         """
         if self.divided:
-            sends = [i for p in programs for i in p.instructions if isinstance(i, Send)]
-            sent = [[(a.shape, str(a.dtype)) for a in i.avals] for i in sends]
-            text = "\n".join(map(str, (*programs, sent)))
-            digest = {"programs": hashlib.sha256(text.encode()).hexdigest()}
-            self.processes.require_equal("programs", digest, "start all with one config, on equal hosts")
+            agree_on_programs(self.processes, programs, dispatch)
             if self._native is not None:
                 pairs = {(p.rank, i.dst) for p in programs for i in p.instructions if isinstance(i, Send)}
                 # Loss sums and norms go between rank 0 and every other, outside of programs.

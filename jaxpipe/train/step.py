@@ -484,6 +484,9 @@ class TrainStep:
             for s, r in self._own.items()
             if self._shards[s].mesh.size > 1 and s not in tied and len(pipeline.instances[s]) == 1
         }
+        # Collectives, where a rank's dp devices are those of several processes.
+        processes, ranks = pipeline.ownership.processes, pipeline.schedule.num_ranks
+        processes.require_equal_in_rows("reductions in the pipeline", ranks, [list(at) for at in sorted(early)])
         return pipeline if pipeline.epilogues == early else pipeline.with_epilogues(early)
 
     def _reduced(self, stage: int, outputs: StepOutputs, acc: Buffers) -> stage_update.Reduced:

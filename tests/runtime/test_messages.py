@@ -6,6 +6,7 @@ Every verdict of the checker is compared with :func:`tests.support.rendezvous.le
 from __future__ import annotations
 
 import random
+import re
 import sys
 import threading
 import time
@@ -30,7 +31,8 @@ from jaxpipe.program.lower import lower
 from jaxpipe.program.order import NATIVE, STRICT, TAGGED, Crossing, Lanes, check_transfers, issue_order
 from jaxpipe.runtime.executor import Executor, StepInputs, StepOutputs
 from jaxpipe.runtime.pipeline import Pipeline
-from jaxpipe.runtime.transfer import LocalTransport, message_homes, message_numbers
+from jaxpipe.runtime.processes import Processes, ProcessGroup
+from jaxpipe.runtime.transfer import LocalTransport, agree_on_programs, message_homes, message_numbers
 from jaxpipe.schedule import (
     FAMILIES,
     Action,
@@ -50,6 +52,7 @@ from jaxpipe.schedule.text import parse_slot
 from tests.support import rendezvous
 from tests.support.bare_stages import bare_stages
 from tests.support.pipelines import parameters, pipeline_for, random_batch, sized
+from tests.support.processes import run_in_threads
 from tests.support.rendezvous import Meeting, left_over
 from tests.support.schedule_strategies import random_schedule, random_valid_schedules
 
@@ -490,3 +493,53 @@ def test_work_for_an_action_does_not_grow_with_ranks() -> None:
     (few_visits, few_calls), (many_visits, many_calls) = work
     assert many_visits <= 1.1 * few_visits
     assert many_calls <= 1.15 * few_calls
+
+
+# -- agreement before the first step ----------------------------------------------------------------------------------
+
+
+def _agreement(monkeypatch: pytest.MonkeyPatch, follower: dict[str, Any]) -> set[str]:
+    """Let two processes that share the ranks of a V agree on what they issue; return what they say. ``follower``: how process 1
+    differs: in the ``costs`` of its first stage, in its ``programs``, or in its ``order``."""
+    schedule = generate("v-zb", 2, 4)
+    costs = CostProfile.uniform(4, chunks=2, comm=0.1)
+    monkeypatch.setattr(ProcessGroup, "ranks", lambda self, count: (range(count),) * self.number)
+
+    def agree(processes: Processes) -> None:
+        change = follower if processes.mine else {}
+        own_costs = replace(costs, f_s=(change.get("costs", 1.0) * costs.f_s[0], *costs.f_s[1:]))
+        timeline = simulate(schedule, own_costs)
+        programs = lower(schedule, bare_stages(schedule.placement), crossing=Crossing((0, 0), timeline, TAGGED, 1))
+        edit_programs, edit_order = change.get("programs", tuple), change.get("order", tuple)
+        agree_on_programs(processes, edit_programs(programs), lambda local: edit_order(issue_order(local, timeline)))
+
+    return {str(error) for error in run_in_threads(2, agree)}
+
+
+def test_members_of_a_row_issue_their_ranks_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _agreement(monkeypatch, {}) == {"None"}
+    for follower in ({"costs": 1.3}, {"order": _with_two_exchanged}):
+        (message,) = _agreement(monkeypatch, follower)
+        assert re.match(r"process 1 .*issues what rank 0 to 1 runs in another order than process 0", message), message
+    (message,) = _agreement(monkeypatch, {"programs": _without_last_instruction})
+    assert re.match(r"process 1 .*has programs=", message), message
+
+
+def test_members_of_a_row_reduce_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ProcessGroup, "ranks", lambda self, count: (range(2), range(2, count), range(2)))
+
+    def agree(processes: Processes) -> None:
+        processes.require_equal_in_rows("ranks", 4, processes.ranks(4)[processes.mine][0])
+        stages_reduced = [[0, 0]] if processes.mine == 2 else [[0, 0], [1, 1]]
+        processes.require_equal_in_rows("reductions", 4, stages_reduced)
+
+    (message,) = {str(error) for error in run_in_threads(3, agree)}
+    assert re.match(r"process 2 .*has other reductions than process 0", message), message
+
+
+def _with_two_exchanged(pairs: tuple[Any, ...]) -> tuple[Any, ...]:
+    return (pairs[0], pairs[2], pairs[1], *pairs[3:])
+
+
+def _without_last_instruction(programs: tuple[Program, ...]) -> tuple[Program, ...]:
+    return (replace(programs[0], instructions=programs[0].instructions[:-1]), *programs[1:])

@@ -236,7 +236,7 @@ def _instruction_times(program: ir.Program, timeline: Timeline) -> list[float]:
     """Return when each instruction should be issued: a send or free right behind its run, a receive right before its reader, or
     as soon as it may where its message comes from another process.
 
-    A sync blocks the thread, so it is issued when it is due.
+    A sync or a reload may block the thread (:func:`holds`), so it is issued when it is due: before that, all ranks would wait.
     """
     times: list[float] = []
     last, events = float("-inf"), _times(program.rank, timeline)
@@ -244,12 +244,14 @@ def _instruction_times(program: ir.Program, timeline: Timeline) -> list[float]:
         if isinstance(instruction, (ir.Run, ir.Sync)):
             last = max(last, events[instruction.action].start_s)
         times.append(last)
-    # Backwards, as a receive takes the time of the run that follows it.
+    # Backwards, as a receive takes the time of the run that follows it, and a reload must not hold that run up.
     following = float("inf")
     for k in range(len(times) - 1, -1, -1):
-        if isinstance(program.instructions[k], (ir.Run, ir.Sync)):
+        if isinstance(i := program.instructions[k], (ir.Run, ir.Sync)):
             following = times[k]
-        elif isinstance(i := program.instructions[k], ir.Recv) and i.place < 0:
+        elif isinstance(i, ir.Reload):
+            times[k] = max(times[k], min(following, events[i.action].start_s))
+        elif isinstance(i, ir.Recv) and i.place < 0:
             times[k] = min(following, max(times[k], following))
     return times
 

@@ -266,9 +266,18 @@ def measured_timeline(schedule: Schedule, costs: CostProfile, events: Sequence[E
 
 
 def replay_ratio(schedule: Schedule, timeline: Timeline, step_s: float) -> float:
-    """Divide ``step_s`` by the makespan of the same order with ``timeline``'s durations and no communication."""
+    """Divide ``step_s`` by the makespan of the same order with ``timeline``'s durations and no communication. A backward that
+    began before all of its load was there, as it reads only a part, need not wait for the rest."""
     durations: dict[tuple[int, Slot], float] = {(e.rank, e.action): e.end_s - e.start_s for e in timeline.events}
-    return step_s / replay(schedule, durations).makespan
+    unread_s: dict[tuple[int, Slot], float] = {}
+    loads: dict[tuple[int, int, int], Event] = {}
+    for event in timeline.events:
+        for stage, microbatch in _chains(event.action):
+            if event.lane == "h2d":
+                loads[event.rank, stage, microbatch] = event
+            elif (load := loads.pop((event.rank, stage, microbatch), None)) is not None:
+                unread_s[event.rank, load.action] = max(0.0, load.end_s - event.start_s)
+    return step_s / replay(schedule, durations, unread_s=unread_s).makespan
 
 
 def seconds_by_op(timelines: Sequence[Timeline]) -> dict[tuple[str, int], float]:

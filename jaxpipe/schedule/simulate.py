@@ -28,6 +28,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import chain
 from operator import attrgetter
+from types import MappingProxyType
 
 from jaxpipe.errors import ScheduleError
 from jaxpipe.schedule.check import describe_unmet, explain_deadlock
@@ -87,11 +88,15 @@ def _with_collectives(timeline: Timeline, lanes: Mapping[object, Woven]) -> Time
 
 @collector_paused()
 def replay(
-    schedule: Schedule, durations: Mapping[tuple[int, Slot], float], costs: CostProfile | None = None
+    schedule: Schedule,
+    durations: Mapping[tuple[int, Slot], float],
+    costs: CostProfile | None = None,
+    unread_s: Mapping[tuple[int, Slot], float] = MappingProxyType({}),
 ) -> Timeline:
     """Return the same order with a given duration (seconds) for each slot of each rank, and no time for communication.
 
-    A slot that only waits (S) may be left out and takes 0 s.
+    A slot that only waits (S) may be left out and takes 0 s. ``unread_s``: of the duration of a load, the seconds at its end
+    in which arrays arrive that the backward does not read: that may start so much earlier, and W waits for the end.
 
     Measured step time divided by this timeline's makespan says what the runtime loses beside the schedule. ``costs`` is
     used for memory, and for how host lanes are shared; without it, memory is in units of activation.
@@ -114,7 +119,32 @@ def replay(
         if not 0 <= seconds < float("inf"):
             raise ScheduleError(f"replay: {slot} on rank {rank} takes {seconds} s; want a finite number >= 0")
         duration_s.append(seconds)
-    return _timeline(graph, costs, duration_s, [AT_ONCE] * len(graph.transfers))
+    passages = [AT_ONCE] * len(graph.transfers)
+    if any(unread_s.values()):
+        graph, passages = _reading_early(graph, passages, unread_s)
+    return _timeline(graph, costs, duration_s, passages)
+
+
+def _reading_early(
+    graph: DependencyGraph, passages: Sequence[Passage], unread_s: Mapping[tuple[int, Slot], float]
+) -> tuple[DependencyGraph, list[Passage]]:
+    """Return ``graph`` and ``passages`` where what a backward reads of a load arrives so many seconds before the load ends: a
+    transfer of the rank to itself that moves nothing. What follows the backward waits for the load."""
+    waits, transfers, sends, arrivals = list(graph.waits), list(graph.transfers), dict(graph.sends), list(passages)
+    loads: dict[tuple[int, int, int], int] = {}
+    for number, (rank, slot) in enumerate(zip(graph.rank_of, graph.slots, strict=True)):
+        if early_s := unread_s.get((rank, slot)):
+            action = slot.actions[0]
+            loads[rank, action.stage, action.microbatch] = number
+            sends[number] = (len(transfers),)
+            transfers.append(Transfer(number, action, rank, rank, action.stage, parts=0.0))
+            arrivals.append(Passage(-early_s, 0.0))
+            continue
+        for load in {loads[at] for a in slot.actions if (at := (rank, a.stage, a.microbatch)) in loads}:
+            arrival = len(graph.slots) + sends[load][0]
+            reads = load in waits[number]
+            waits[number] = (*(arrival if n == load else n for n in waits[number]), *([] if reads else [load]))
+    return replace(graph, waits=waits, transfers=transfers, sends=sends), arrivals
 
 
 def runnable(schedule: Schedule) -> DependencyGraph:

@@ -27,7 +27,7 @@ from jaxpipe.program.ir import (
     writes,
 )
 from jaxpipe.program.lower import lower
-from jaxpipe.program.order import issue_order
+from jaxpipe.program.order import holds, issue_order
 from jaxpipe.schedule import (
     CostProfile,
     Traversal,
@@ -128,6 +128,22 @@ def test_issue_order_follows_simulated_time() -> None:
         if isinstance(programs[k].instructions[at], Run)
     ]
     times = [start[run] for run in runs]
+    assert times == sorted(times)
+
+
+def test_a_load_that_may_hold_up_the_host_is_issued_when_it_is_due() -> None:
+    """Issued with the run before it, its wait for an offload held up all that other ranks had to run until then."""
+    costs = CostProfile.uniform(8, f=3, b=4, w=3, offload_time=1.5)
+    schedule = generate("po-f", 4, 8, costs=costs)
+    programs, timeline = lower(schedule, bare_stages(schedule.placement)), simulate(schedule, costs)
+    start = {(e.rank, e.action): e.start_s for e in timeline.events}
+    waits = {(k, at) for k, program in enumerate(programs) for at in holds(program, timeline)}
+    times = [
+        start[programs[k].rank, action]
+        for k, at in issue_order(programs, timeline)
+        if isinstance(i := programs[k].instructions[at], Run) or (k, at) in waits
+        for action in [i.action]
+    ]
     assert times == sorted(times)
 
 

@@ -7,6 +7,8 @@ F, B and W are scaled so that a step without offload takes what was measured: al
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import jax.numpy as jnp
@@ -35,7 +37,7 @@ def pipe() -> Pipeline:
 
 def pipeline_of(schedule: Schedule) -> Pipeline:
     return Pipeline.build(
-        GPT(vocab_size=17, d_model=16, num_layers=2 * RANKS, num_heads=2, seq_len=8, mlp_ratio=2),
+        GPT(vocab_size=17, d_model=16, num_layers=schedule.num_stages, num_heads=2, seq_len=8, mlp_ratio=2),
         schedule,
         microbatch_size=2,
         compute_dtype=jnp.float32,
@@ -86,11 +88,28 @@ def test_recorded_durations_are_those_of_functions_and_copies(pipe: Pipeline, hi
     for op, seconds in fields.items():
         assert durations[op] == pytest.approx([seconds[0]] * len(durations[op]), rel=0.01), op
     timeline = measured_timeline(schedule, costs, outputs.events)
-    # The host waits for the memory of offloads, for all ranks; and a copy may start before the slot ahead of it has ended.
-    # A backward that has to wait for its load begins when those arrays are there that it reads: up to 5% sooner.
-    most = 0.05 if family == "with syncs" else 0.03
-    assert replay_ratio(schedule, timeline, outputs.step_s) == pytest.approx(1, abs=most)
-    assert outputs.step_s == pytest.approx(simulate(schedule, costs).makespan, rel=most)
+    assert replay_ratio(schedule, timeline, outputs.step_s) == pytest.approx(1, abs=0.01)
+    # A backward that has to wait for its load begins when those arrays are there that it reads: the prediction lets it wait for
+    # all of them.
+    sooner = 0.05 if family == "with syncs" else 0.01
+    assert 1 - sooner <= outputs.step_s / simulate(schedule, costs).makespan <= 1.01
+
+
+@pytest.mark.parametrize("ranks, m", [(2, 7), (4, 9)])
+def test_a_step_takes_what_a_replay_of_its_durations_does(ranks: int, m: int) -> None:
+    """No rank waits for another's copies: not for the host, which waits for their memory, nor for what nobody reads yet."""
+    uniform = CostProfile.uniform(2 * ranks, f=2.9e-3, b=3.6e-3, w=3e-3)
+    pipes: dict[Any, Pipeline] = {}
+    for k, (name, options) in product([0.3, 1, 3], [*FAMILIES.values(), ("stp-offload", {})]):
+        copies_s = (k / 2 * (uniform.f_s[0] + uniform.b_s[0] + uniform.w_s[0]),) * 2 * ranks
+        costs = replace(uniform, offload_s=copies_s, load_s=copies_s)
+        schedule = generate(name, ranks, m, costs=costs, **options)
+        flows = schedule.placement.flows
+        pipes[flows] = pipes.get(flows) or pipeline_of(schedule)
+        running = pipes[flows].with_schedule(schedule, costs)
+        outputs = VirtualGPUs(running, costs, shared_streams=False, host_s=1e-6).run()
+        timeline = measured_timeline(schedule, costs, outputs.events)
+        assert replay_ratio(schedule, timeline, outputs.step_s) == pytest.approx(1, abs=0.01), (name, k)
 
 
 def test_recorded_durations_of_braids_are_those_of_their_parts() -> None:
@@ -103,7 +122,7 @@ def test_recorded_durations_of_braids_are_those_of_their_parts() -> None:
         seconds = sum(costs.seconds(op_spec(a.op).cost, a.stage) for a in event.action.actions)
         assert event.end_s - event.start_s == pytest.approx(seconds, rel=0.01), event.action
     timeline = measured_timeline(schedule, costs, outputs.events)
-    assert replay_ratio(schedule, timeline, outputs.step_s) == pytest.approx(1, abs=0.03)
+    assert replay_ratio(schedule, timeline, outputs.step_s) == pytest.approx(1, abs=0.01)
 
 
 @pytest.mark.parametrize("hidden", H200)

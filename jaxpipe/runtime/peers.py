@@ -32,6 +32,7 @@ from jaxpipe.errors import ConfigError
 
 _FIRST_PORT, _PORTS = 61440, 4000
 """Above those that Linux gives out by itself; Slurm's and Open MPI's jobs choose one by their number."""
+_LONGEST_HOST = 255
 _ADDRESS = re.compile(r"\[?([^\s\[\]]+?)\]?:([0-9]{1,5})")
 
 
@@ -259,6 +260,27 @@ def _address_of_interface(name: str) -> str:
     raise ValueError("the interface has no address")
 
 
+def plain_address(address: str | bytes) -> str:
+    """Return an address as people write it: the IPv4 one where IPv6 has wrapped one."""
+    number = ipaddress.ip_address(address)
+    return str(getattr(number, "ipv4_mapped", None) or number)
+
+
+def own_host() -> str:
+    """Return the name of this host, as messages show it."""
+    return printable(socket.gethostname())[:_LONGEST_HOST] or "without a name"
+
+
+def is_host(name: object) -> bool:
+    """Return whether another process may call its host so."""
+    return isinstance(name, str) and 0 < len(name) <= _LONGEST_HOST and name.isprintable()
+
+
+def printable(text: str) -> str:
+    """Replace by a ? what could move a terminal's cursor, or is no character."""
+    return "".join(c if c.isprintable() else "?" for c in text)
+
+
 def same_host(local: str, remote: str) -> bool:
     """Return whether a connection between these addresses is within a host."""
     return local == remote or all(ipaddress.ip_address(end).is_loopback for end in (local, remote))
@@ -334,5 +356,4 @@ def _end(text: str) -> tuple[str, int]:
     """Read address and port from ``0100007F:F1E2``: words of four bytes in the order of the machine."""
     number, port = text.split(":")
     raw = b"".join(bytes.fromhex(number[i : i + 8])[::-1] for i in range(0, len(number), 8))
-    address = ipaddress.ip_address(raw)
-    return str(getattr(address, "ipv4_mapped", None) or address), int(port, 16)
+    return plain_address(raw), int(port, 16)

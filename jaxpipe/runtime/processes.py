@@ -17,6 +17,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
 from jaxpipe.errors import AgreedError, ConfigError, JaxpipeError, RunError
@@ -30,9 +31,14 @@ from a file system that all processes share."""
 # Longer than our own silence limit (30 s), so that a lost process is reported by our line, not by JAX's SIGABRT.
 _JAX_HEARTBEAT_S = 100
 _JAX_SHUTDOWN_S = 10
+_REACH_S = 5.0
 _CAUSE_S = 1.0
 """Seconds that a process whose instruction failed waits for the line of another, whose end may be the cause."""
 _ROUND_TRIPS = 8
+_MEASURING_S = 300.0
+"""Seconds after which clocks are measured anew, by several messages to and fro; in between by one, and what is known."""
+_DRIFT = 1e-4
+"""The share of passing time by which two clocks may part: up to 1e-4 where no time service keeps those of the hosts."""
 
 Result = TypeVar("Result")
 
@@ -63,7 +69,7 @@ class Processes:
 
         Returns:
             The seconds that ``time.perf_counter`` of process 0 is ahead of this one's, and by how many that may be wrong: half
-            of the shortest of some round trips.
+            of the shortest of some round trips, or of one and what the clocks may have parted since the last comparison.
         """
         return 0.0, 0.0
 
@@ -238,6 +244,28 @@ def agree_on_interface(
 SingleProcess = Processes
 
 
+@dataclass(frozen=True, slots=True)
+class ClockOffset:
+    """Bounds of the seconds by which process 0's clock is ahead of this one's; they held ``at_s`` by this one."""
+
+    low_s: float = -math.inf
+    high_s: float = math.inf
+    at_s: float = 0.0
+
+    def narrowed(self, asked_at: float, came_at: float, sent_at: float, received_at: float) -> ClockOffset:
+        """Return the bounds after a question and its answer: asked and received by this clock, came and sent by process 0's.
+        Neither took less than no time, so ``came_at - asked_at`` is too high and ``sent_at - received_at`` too low."""
+        drift_s = _DRIFT * (received_at - self.at_s)
+        low_s, high_s = sent_at - received_at, came_at - asked_at
+        narrow = ClockOffset(max(low_s, self.low_s - drift_s), min(high_s, self.high_s + drift_s), received_at)
+        # A clock that was set, or drifts more than we think: what was known of it holds no longer.
+        return narrow if narrow.low_s <= narrow.high_s else ClockOffset(low_s, high_s, received_at)
+
+    def middle(self) -> tuple[float, float]:
+        """Return the middle of the bounds, and by how much it may be wrong."""
+        return (self.low_s + self.high_s) / 2, (self.high_s - self.low_s) / 2
+
+
 class ProcessGroup(Processes):
     """Several processes, connected to process 0.
 
@@ -251,6 +279,7 @@ class ProcessGroup(Processes):
     def __init__(self, peers: Peers, wait_s: float) -> None:
         self.number, self.mine = peers.number, peers.mine
         self._peers, self._jax, self._address = peers, False, ""
+        self._offset, self._measured_at = ClockOffset(), -math.inf
         self._join_s = max(_JAX_JOIN_S, wait_s)
         self._connections: Connections = connect(peers, wait_s)
         self.on_this_host = self._connections.hosts.count(self._connections.hosts[self.mine])
@@ -271,29 +300,23 @@ class ProcessGroup(Processes):
         return value
 
     def clock(self) -> tuple[float, float]:
-        connections, now = self._connections, time.perf_counter
+        now = time.perf_counter
         if self.mine:
-            for _ in range(_ROUND_TRIPS):
-                connections.receive(0, "clock")
-                connections.send(0, "clock", now())
-            ahead, error = connections.receive(0, "clock")
-            return ahead, error
-        followers = range(1, self.number)
-        trips: dict[int, list[tuple[float, float]]] = {process: [] for process in followers}
-        for _ in range(_ROUND_TRIPS):
-            sent_at = {}
-            for process in followers:
-                sent_at[process] = now()
-                connections.send(process, "clock", "")
-            for process in followers:
-                remote_time, received_at = connections.receive_timed(process, "clock")
-                half = (received_at - sent_at[process]) / 2
-                # As in NTP: the other read its clock in the middle of the trip, give or take half of it.
-                trips[process].append((half, sent_at[process] + half - remote_time))
-        # Nobody is answered before all are measured, so that all go on together.
-        for process in followers:
-            half, ahead = min(trips[process])
-            connections.send(process, "clock", (ahead, half))
+            is_answered_for_good = False
+            while not is_answered_for_good:
+                asked_at = now()
+                self._connections.send(0, "clock", asked_at)
+                (came_at, sent_at, is_answered_for_good), received_at = self._connections.receive_timed(0, "clock")
+                self._offset = self._offset.narrowed(asked_at, came_at, sent_at, received_at)
+            return self._offset.middle()
+        is_old = now() - self._measured_at > _MEASURING_S
+        for trips_left in reversed(range(_ROUND_TRIPS if is_old else 1)):
+            # Nobody is answered before all have asked, so that all go on together; how long one waits is not in its trip.
+            came_at_of = [self._connections.receive_timed(k, "clock")[1] for k in range(1, self.number)]
+            for process, came_at in enumerate(came_at_of, 1):
+                self._connections.send(process, "clock", (came_at, now(), trips_left == 0))
+        if is_old:
+            self._measured_at = now()
         return 0.0, 0.0
 
     def interface(self) -> str:
@@ -314,11 +337,7 @@ class ProcessGroup(Processes):
         self.interface()
         port = self.broadcast("port of JAX", _free_port(peers) if self.mine == 0 else 0)
         # It fires before JAX's own timeout, names the port, and ends all processes with that line.
-        timer = threading.Timer(
-            _JAX_JOIN_S,
-            self.end,
-            (f"did not reach JAX's service at {peers.at(port)} within {_JAX_JOIN_S} s: open that port", 2),
-        )
+        timer = threading.Timer(self._join_s, self._end_without_jax, (port,))
         timer.daemon = True
         timer.start()
         # Through a proxy that the environment names, gRPC may wait for ever.
@@ -343,6 +362,18 @@ class ProcessGroup(Processes):
             raise RunError(f"JAX's distributed runtime can't be joined: {error}") from None
         timer.cancel()
         self._jax = True
+
+    def _end_without_jax(self, port: int) -> NoReturn:
+        """End all processes, as some have not joined JAX's service in time: with the line of one that can't reach it."""
+        address, code = self._peers.at(port), ConfigError.exit_code
+        try:
+            socket.create_connection((self._peers.host, port), timeout=_REACH_S).close()
+        except OSError:
+            self.end(f"did not reach JAX's service at {address} within {self._join_s:.0f} s: open that port", code)
+        # Who reaches it only waits for another, whose line is on its way.
+        time.sleep(2 * _REACH_S)
+        self.end(f"waited {self._join_s:.0f} s at JAX's service at {address} for another process, which reaches it and "
+                 "does not join: look at the processes that say nothing", code)  # fmt: skip
 
     def end(self, how: str, code: int) -> NoReturn:
         # A failed instruction may only be the sign that another process ended: then that one's line arrives and ends this one.

@@ -4,6 +4,7 @@ no JAX; those that only talk are threads here."""
 from __future__ import annotations
 
 import os
+import random
 import re
 import signal
 import socket
@@ -21,7 +22,7 @@ from jaxpipe.errors import AgreedError, ConfigError
 from jaxpipe.runtime import connections
 from jaxpipe.runtime.connections import LOST
 from jaxpipe.runtime.peers import Peers, find_peers
-from jaxpipe.runtime.processes import Processes, ProcessGroup, SingleProcess, divided
+from jaxpipe.runtime.processes import ClockOffset, Processes, ProcessGroup, SingleProcess, divided
 from jaxpipe.train.config import TrainConfig
 from jaxpipe.train.run import agreement
 from jaxpipe.train.settings.sections import PipelineConfig
@@ -263,6 +264,37 @@ def test_threads_talk_beside_each_other() -> None:
     assert run_in_threads(2, talk) == [["0", [str(k) for k in range(50)]]] * 2
 
 
+def test_long_values_come_whole() -> None:
+    value = {"rows": [f"{k}F{k} {k}B{k}" for k in range(20_000)], "text": "é\n"}
+    everybody = run_in_threads(3, lambda processes: [processes.gather("all", value), processes.broadcast("one", value)])
+    assert everybody == [[(value,) * 3, value], [(), value], [(), value]]
+
+
+STUCK = """
+import socket, types
+def initialize(address, *_, **__):
+    server = socket.create_server(("127.0.0.1", int(address.rpartition(":")[2]))) if LISTENS and mine == 0 else None
+    time.sleep(600)
+processes._join_s = 100 if mine == 0 else 1
+distributed = types.SimpleNamespace(initialize=initialize)
+sys.modules["jax"] = types.SimpleNamespace(config=types.SimpleNamespace(update=lambda *_: None), distributed=distributed)
+processes.start_jax()
+"""
+
+
+@pytest.mark.parametrize(
+    ("listens", "words"), [(False, "did not reach JAX's service at "), (True, "waited 1 s at JAX's ")]
+)
+def test_who_does_not_join_jax_ends_all(listens: bool, words: str) -> None:
+    """Process 0 offers no service, or process 1 reaches it and does not join. The other one allows more time."""
+    port, limits = free_port(), "from jaxpipe.runtime import processes as p; p._REACH_S = 0.5"
+    children = [start(STUCK.replace("LISTENS", str(listens)), port, 2, process, limits=limits) for process in (0, 1)]
+    for code, text in ends(children):
+        assert code == 2 and text.startswith(f"jaxpipe: process 1 (host {HOST}) {words}") and text.count("\n") == 1, (
+            text
+        )
+
+
 def test_who_is_waited_for_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     """Process 0 speaks of others and process 1 of process 0; both ever more seldom."""
     lines: list[str] = []
@@ -271,16 +303,17 @@ def test_who_is_waited_for_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     late = threading.Event()
 
     def meet(processes: Processes) -> None:
-        if processes.mine == 2:
+        if processes.mine >= 2:
             late.wait(LONG_S)
         elif processes.mine == 1:
             threading.Thread(target=lambda: _until(lambda: len(lines) >= 4) or late.set()).start()
         processes.barrier("data")
 
-    assert run_in_threads(3, meet) == [None] * 3
+    assert run_in_threads(4, meet) == [None] * 4
     waits = [re.sub(r"\d+ s", "N s", line).replace(f" (host {HOST})", "") for line in lines]
-    assert {"jaxpipe: process 0 has waited N s for process 2 at 'data'"} <= set(waits)
-    assert "jaxpipe: process 1 has waited N s for process 0 at 'data'" in waits
+    away = "it has not come to its steps yet"
+    assert f"jaxpipe: process 0 has waited N s at 'data' for process 2: {away}; process 3: {away}" in waits
+    assert f"jaxpipe: process 1 has waited N s at 'data' for process 0: {away}" in waits
     assert not any(line.startswith("jaxpipe: process 2") for line in waits if "'data'" in line)
 
 
@@ -516,9 +549,26 @@ def test_data_that_differ_are_refused_by_all(shared_error: Callable[..., str]) -
 
 
 def test_clocks_are_compared() -> None:
-    """Threads of one process have one clock."""
-    for ahead, error in run_in_threads(3, lambda processes: processes.clock()):
-        assert abs(ahead) <= error
+    """Threads of one process have one clock. Bounds widen no more than clocks drift from one comparison to the next."""
+    for comparisons in run_in_threads(3, lambda processes: [processes.clock() for _ in range(3)]):
+        assert all(abs(ahead) <= error for ahead, error in comparisons)
+        assert comparisons[2][1] <= comparisons[0][1] + 1e-3
+
+
+def test_a_clock_is_known_within_its_bounds() -> None:
+    """Another clock, 5 s ahead, that gains 50 µs a second: messages that take 1 to 9 ms each, one round trip a minute."""
+    rng = random.Random(0)
+    offset, errors = ClockOffset(), []
+    for minute in range(20):
+        asked = 60.0 * minute
+        ahead = 5 + 5e-5 * asked
+        came, received = asked + rng.uniform(1e-3, 9e-3), asked + 1 + rng.uniform(1e-3, 9e-3)
+        offset = offset.narrowed(asked, came + ahead, asked + 1 + ahead, received)
+        middle, error = offset.middle()
+        assert abs(middle - ahead) <= error + 5e-5 + 1e-9
+        errors.append(error)
+    assert 0 < max(errors) < 9e-3
+    assert abs(offset.narrowed(2000, 7100, 7101, 2001.01).middle()[0] - 5100) < 0.01, "the other clock was set"
 
 
 def test_the_first_process_times_layers_for_all(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,8 +25,8 @@ from hypothesis import strategies as st
 
 from jaxpipe.errors import AgreedError, ConfigError
 from jaxpipe.runtime import connections, peers
-from jaxpipe.runtime.connections import Hello, allow_files, connect, parse_hello, plain_address, printable
-from jaxpipe.runtime.peers import Peers, foreign_peers, words_of
+from jaxpipe.runtime.connections import Hello, allow_files, connect, parse_hello
+from jaxpipe.runtime.peers import Peers, foreign_peers, plain_address, printable, words_of
 from jaxpipe.runtime.processes import SingleProcess, agree_on_interface
 from tests.support.paths import ROOT
 from tests.support.processes import LONG_S, free_port, run_in_threads

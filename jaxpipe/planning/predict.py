@@ -3,10 +3,11 @@
 Assumed: AdamW with float32 moments; float32 master parameters and gradient accumulators beside parameters in the compute dtype
 (with float32 compute there are no separate masters): 18 bytes a parameter in bfloat16, 16 in float32, as the runtime keeps
 them and as Megatron-LM does. No data parallelism, so no sharded optimizer. Batch arrays, keys and losses are left out
-(megabytes). The update reads and writes its state once at the memory's bandwidth. Gradients are reduced over dp once a step,
-by a ring, and after the pipeline: what of it runs under the tail of the pipeline is not counted as hidden. With
-post-validation, which is taken to be right always, a step takes the longest span of a rank (:mod:`jaxpipe.schedule.simulate`),
-the update reads its state once more, and parameters in float32 exist twice.
+(megabytes). The update reads and writes its state once at the memory's bandwidth. Gradients are reduced over dp once a step, by
+a ring: those of a stage behind its last W (R, :mod:`~jaxpipe.schedule.passes.reductions`), on the compute lane, as the runtime
+does; with several flows after the pipeline. With ZeRO-1 parameters are gathered at the end of the update. With
+post-validation, which is taken to be right always, a step takes the longest span of a rank
+(:mod:`jaxpipe.schedule.simulate`), the update reads its state once more, and parameters in float32 exist twice.
 
 MFU counts the products of the forward three times (forward and backward, recomputation not), as Narayanan et al. 2021 do,
 over the step and the dense peak of the compute dtype.
@@ -35,6 +36,7 @@ from jaxpipe.schedule.costs import PER_STAGE_FIELDS, k_of
 from jaxpipe.schedule.deps import DependencyGraph
 from jaxpipe.schedule.ir import HOST_LANES
 from jaxpipe.schedule.memory import memory_curves, offloaded_share
+from jaxpipe.schedule.passes import with_reductions
 from jaxpipe.schedule.simulate import runnable, simulate_graph
 from jaxpipe.stage.compiled.recompute_report import remarks
 from jaxpipe.stage.identity import ById
@@ -70,6 +72,9 @@ def planned_costs(
         host=host_link(target, efficiency, pipe),
         memory_limit_bytes=(limit_bytes,) * pipe.ranks,
         tp_comm_s=tuple((x + y) / 2 for x, y in zip(f, b, strict=True)),
+        reduce_s=tuple(reduction_s(x.acc_bytes, target, efficiency, pipe) for x in sizes),
+        gather_s=tuple(gather_s(x.param_bytes, target, efficiency, pipe) for x in sizes),
+        net_overlaps=False,
         source=f"roofline of {target.name}, {efficiency.matmul_of(target):g} of peak, "
         f"{efficiency.bandwidth:g} of memory bandwidth",
     )
@@ -127,7 +132,7 @@ def unit_costs(target: Target, efficiency: Efficiency, devices: int) -> UnitCost
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """The prediction for one config on ``target``.
+    """The prediction for one config on ``target``. ``timeline``: of ``schedule`` with its reductions.
 
     ``memory``: one device of each rank at its peak, by kind; ``residuals`` are what F keeps for B and W, and B for W.
     ``activation_bytes``: per rank, the most that residuals and boundaries take at any time. ``limit_bytes``: what arrays may
@@ -223,19 +228,22 @@ class PricedPlan:
     def update_s(
         self, config: TrainConfig, stage_costs: StageCosts, placement: Placement, held_bytes: Sequence[float]
     ) -> tuple[float, float]:
-        """Return the seconds of a step after its pipeline, as ``config`` says and with post-validation: gradients are reduced,
-        also to the rank that owns a stage of several flows, parameters are updated, and sent to the other ranks of such a
-        stage. ``held_bytes``: parameters and optimizer state of each rank."""
+        """Return the seconds of a step after its pipeline, as ``config`` says and with post-validation: gradients of several
+        flows are reduced, also to the rank that owns the stage, parameters are updated, gathered, and sent to the other ranks
+        of such a stage. ``held_bytes``: parameters and optimizer state of each rank."""
         gradients = [
             sum(self.stages[s].sizes.acc_bytes for s in placement.stages_of(r)) for r in range(placement.num_ranks)
         ]
         twice = gradients if _keeps_old_params(config) else [0.0] * placement.num_ranks
         static = max(n - m for n, m in zip(held_bytes, twice, strict=True))
         bytes_per_s = stage_costs.target.memory_bytes_per_s * stage_costs.efficiency.bandwidth
-        reduced_s = reduction_s(max(gradients), stage_costs.target, stage_costs.efficiency, config.pipeline)
+        net_s = self.costs.gather_s
+        if placement.num_flows > 1:
+            net_s = tuple(map(sum, zip(self.costs.reduce_s, net_s, strict=True)))
+        longest_s = max(sum(net_s[s] for s in placement.stages_of(r)) for r in range(placement.num_ranks))
         replicas_s = self._replicas_s(config, stage_costs, placement)
         # each static byte is read and written once; the late commit of post-validation reads it a second time
-        plain_s, late_s = (passes * static / bytes_per_s + reduced_s + replicas_s for passes in (2, 3))
+        plain_s, late_s = (passes * static / bytes_per_s + longest_s + replicas_s for passes in (2, 3))
         return plain_s if config.pipeline.passes.post_validation == "off" else late_s, late_s
 
     def _replicas_s(self, config: TrainConfig, stage_costs: StageCosts, placement: Placement) -> float:
@@ -306,7 +314,7 @@ def predict(
     schedule = planned_order(pipe, draft, costs)
     if transform is not None:
         schedule = transform(schedule, costs)
-    graph = runnable(schedule)
+    graph = runnable(reduced_in_time(schedule, costs))
     timeline = simulate_graph(graph, costs)
     memory, activations = _memory(graph, timeline, stages, costs)
     update_s, late_update_s = priced_plan.update_s(config, stage_costs, schedule.placement, timeline.static_bytes)
@@ -346,6 +354,11 @@ def _peers_flops(model: ById, microbatch_size: int) -> float:
 def _keeps_old_params(config: TrainConfig) -> bool:
     """Return whether old and new parameters coexist during the update."""
     return config.pipeline.passes.post_validation != "off" and config.run.dtype == "float32"
+
+
+def reduced_in_time(schedule: Schedule, costs: CostProfile) -> Schedule:
+    """Return ``schedule`` with the reductions that the runtime dispatches before the pipeline has ended."""
+    return with_reductions(schedule) if any(costs.reduce_s) and schedule.placement.num_flows == 1 else schedule
 
 
 def pipeline_s(timeline: Timeline, pipe: PipelineConfig) -> float:
@@ -394,10 +407,18 @@ def _memory(
 
 
 def reduction_s(gradient_bytes: float, target: Target, efficiency: Efficiency, pipe: PipelineConfig) -> float:
-    """Return the seconds of a ring all-reduce of ``gradient_bytes`` over dp · cp devices; with ZeRO-1 a reduce-scatter, and an
-    all-gather of as many bytes of updated parameters."""
-    n = pipe.dp * pipe.cp
-    return 2 * (n - 1) / n * gradient_bytes / link_of(target, efficiency, pipe.rank_devices).bytes_per_s
+    """Return the seconds of a ring all-reduce of ``gradient_bytes`` over dp · cp devices; with ZeRO-1 of a reduce-scatter over
+    dp, and an all-reduce of the pieces over cp."""
+    dp, cp = pipe.dp, pipe.cp
+    n = dp * cp
+    parts = (dp - 1) / dp + 2 * (cp - 1) / n if pipe.sharding.zero1 else 2 * (n - 1) / n
+    return parts * gradient_bytes / link_of(target, efficiency, pipe.rank_devices).bytes_per_s
+
+
+def gather_s(param_bytes: float, target: Target, efficiency: Efficiency, pipe: PipelineConfig) -> float:
+    """Return the seconds of ZeRO-1's all-gather of ``param_bytes`` of updated parameters over dp, 0 without."""
+    parts = (pipe.dp - 1) / pipe.dp if pipe.sharding.zero1 else 0.0
+    return parts * param_bytes / link_of(target, efficiency, pipe.rank_devices).bytes_per_s
 
 
 def _value_at(curve: MemoryCurve, at: float) -> float:

@@ -36,7 +36,7 @@ def assumptions(p: Prediction, e: Efficiency, workspace: str) -> tuple[str, ...]
     if pipe.cp > 1:
         tp += f"; cp={pipe.cp}: positions of each sequence divided, attention by {pipe.sharding.cp_method}"
     if pipe.dp > 1:
-        tp += f"; dp={pipe.dp}, gradients reduced after the pipeline" + ", ZeRO-1" * pipe.sharding.zero1
+        tp += f"; dp={pipe.dp}, gradients of a stage reduced behind its last W" + ", ZeRO-1" * pipe.sharding.zero1
     attention = f"softmax(q kᵀ) v on the plain XLA path; recompute={_policies(p)} decides which scores are kept"
     if pipe.cp > 1 and pipe.sharding.cp_method == "ring":
         attention = "block by block on the plain XLA path; the backward pass computes scores again"

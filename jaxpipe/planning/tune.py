@@ -44,7 +44,7 @@ import numpy as np
 from jaxpipe._jax_compat import backends_initialized
 from jaxpipe.errors import JaxpipeError
 from jaxpipe.interrupts import starting_children
-from jaxpipe.planning.predict import Prediction, PricedPlan, pipeline_s, predict, price_plan
+from jaxpipe.planning.predict import Prediction, PricedPlan, pipeline_s, predict, price_plan, reduced_in_time
 from jaxpipe.planning.space import (
     OrderSettings,
     Settings,
@@ -392,7 +392,9 @@ class _LayoutSearch:
                 self._too_large(placed_node, least)
                 continue
             bound = lower_bound if config.pipeline.passes.post_validation == "off" else span_lower_bound
-            yield bound(placement, config.pipeline.microbatches, priced_plan.costs) + update_s, placed_node
+            # behind the last W of all comes the reduction of its stage
+            last_s = min(priced_plan.costs.reduce_s) if placement.num_flows == 1 else 0.0
+            yield bound(placement, config.pipeline.microbatches, priced_plan.costs) + last_s + update_s, placed_node
 
     def _refuse(self, settings: Settings, candidates: int, error: JaxpipeError) -> None:
         self._reject(settings, "refused", candidates, reason=" ".join(str(error).split()))
@@ -513,7 +515,7 @@ class _LayoutSearch:
             if max(least) > self.limit_bytes:
                 self.trials.append(trial := TuneTrial(settings, "too large", bound_s=bound, peak_bytes=least))
                 return trial
-        timeline = simulate(schedule, node.costs)
+        timeline = simulate(reduced_in_time(schedule, node.costs), node.costs)
         self._simulated += 1
         step_s = pipeline_s(timeline, self.space.base.pipeline) + node.update_s
         peaks = tuple(round(n + curve.peak) for n, curve in zip(static, timeline.memory, strict=True))

@@ -23,7 +23,7 @@ from jaxpipe.cli import main
 from jaxpipe.cost.memory import Kind, RankMemory
 from jaxpipe.cost.profile import StageSizes
 from jaxpipe.errors import ConfigError
-from jaxpipe.planning.predict import Prediction, predict
+from jaxpipe.planning.predict import Prediction, link_of, predict
 from jaxpipe.planning.report import assumptions, prediction_text
 from jaxpipe.planning.roofline import Efficiency, Work, work_of
 from jaxpipe.planning.space import suggest
@@ -461,6 +461,24 @@ def test_times_and_ratios_follow_their_definitions() -> None:
     assert p.mfu == pytest.approx(p.model_flops / (p.step_s * 2 * 494.7e12))
     layers = 4 * (24 * 16 * 32**2 + 4 * 16**2 * 32) + 2 * 16 * 32 * 64  # Narayanan et al. 2021, and the head
     assert p.model_flops == p.peers_flops == 3 * 8 * layers
+
+
+@pytest.mark.parametrize("zero1", [False, True])
+def test_a_stage_is_reduced_behind_its_last_w(zero1: bool) -> None:
+    alone, divided = (prediction_of(small(dp=dp, sharding={"zero1": zero1})) for dp in (1, 2))
+    assert not any(e.lane == "net" for e in alone.timeline.events)
+    reductions = {str(e.action): e for e in divided.timeline.events if e.lane == "net"}
+    reduced_s = [reductions[f"R{s}.0"].end_s - reductions[f"R{s}.0"].start_s for s in range(2)]
+    gradients, parameters = ([m.by_kind[kind] for m in divided.memory] for kind in ("gradients", "parameters"))
+    rate = link_of(divided.target, Efficiency(), 2).bytes_per_s
+    assert reduced_s == pytest.approx([n / rate * (0.5 if zero1 else 1.0) for n in gradients])
+    assert divided.costs.gather_s == pytest.approx([n / rate / 2 if zero1 else 0.0 for n in parameters])
+    # rank 1 reduces while rank 0 still computes, or before it does
+    plain_s = simulate(divided.schedule, divided.costs).makespan
+    assert divided.timeline.makespan == pytest.approx(max(plain_s + reduced_s[0], reductions["R1.0"].end_s))
+    static = max(n + m for n, m in zip(divided.costs.param_bytes, divided.costs.optimizer_bytes, strict=True))
+    update_s = 2 * static / (divided.target.memory_bytes_per_s * Efficiency().bandwidth)
+    assert divided.update_s == pytest.approx(update_s + max(divided.costs.gather_s))
 
 
 def test_post_validation_takes_the_longest_span_and_reads_the_state_once_more() -> None:

@@ -10,27 +10,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from jaxpipe.schedule.check import check_schedule
 from jaxpipe.schedule.ir import Action, F, G, R, Row, Schedule, Slot, W, op_spec
 from jaxpipe.schedule.passes.braid import with_slots
 
 
 def with_reductions(schedule: Schedule, *, gather: bool = False) -> Schedule:
     """Return ``schedule`` with an R behind the last W of each stage, and with ``gather`` a G of each before its first slot.
-    Each flow of microbatches has its own. What the schedule has of them already is placed anew.
-
-    Raises:
-        ScheduleError: ``schedule`` is not valid.
+    Each flow of microbatches has its own. What the schedule has of them already is placed anew. The result is valid if
+    ``schedule`` is; a search prices thousands, so this does not check it again.
     """
-    flows, plain = schedule.placement.num_flows, without_reductions(schedule)
-    reduced = replace(plain, rows=tuple(_with_communication(row, flows, gather) for row in plain.rows))
-    check_schedule(reduced)
-    return reduced
-
-
-def without_reductions(schedule: Schedule) -> Schedule:
-    """Return ``schedule`` without what runs once a step."""
-    return with_slots(schedule, lambda slot: () if op_spec(slot.actions[0].op).per_step else (slot,))
+    flows = schedule.placement.num_flows
+    plain = with_slots(schedule, lambda slot: () if op_spec(slot.actions[0].op).per_step else (slot,))
+    return replace(plain, rows=tuple(_with_communication(row, flows, gather) for row in plain.rows))
 
 
 def _with_communication(row: Row, flows: int, gather: bool) -> Row:

@@ -128,8 +128,7 @@ def test_reductions_of_shared_stages_and_of_spans() -> None:
 
 
 def test_a_schedule_with_a_problem_stays_one() -> None:
-    with pytest.raises(ScheduleError, match="stage 0, microbatch 1"):
-        with_reductions(parse_schedule("rank 0: F0.0 F0.1 BW0.0"))
+    assert "stage 0, microbatch 1" in find_problems(with_reductions(parse_schedule("rank 0: F0.0 F0.1 BW0.0")))[0]
     forward = parse_schedule("rank 0: F0.0 R0.0")
     assert any("R0.0 on rank 0 waits for" in x or "is missing" in x for x in find_problems(forward))
     with pytest.raises(ScheduleError, match=r"R0\.0 on rank 0 waits for W0\.0 or BW0\.0"):

@@ -34,8 +34,9 @@ from jaxpipe.files import Closing, check_local
 from jaxpipe.runtime.processes import Processes, SingleProcess
 from jaxpipe.text import format_bytes
 from jaxpipe.train.checkpoints import contents, folders
-from jaxpipe.train.checkpoints.contents import DamagedCheckpointError, Placement, PyTree, Snapshot
+from jaxpipe.train.checkpoints.contents import DamagedCheckpointError
 from jaxpipe.train.checkpoints.folders import Intact, find, load_params, read_manifest
+from jaxpipe.train.checkpoints.leaves import Placement, PyTree, Snapshot, take_snapshot
 
 __all__ = ["Checkpoint", "CheckpointStore", "Intact", "find", "load_params", "read_manifest"]
 
@@ -257,7 +258,7 @@ class CheckpointStore(Closing):
                 f"step {step} is older than the newest checkpoint ({newer[-1].step}) in {self.directory}; resume from it, use "
                 f"another directory, or give up the later steps with discard_after({step})"
             )
-        groups = {group: contents.take_snapshot(group, content) for group, content in trees.items()}
+        groups = {group: take_snapshot(group, content) for group, content in trees.items()}
         return loss, contents.strict_json(meta), groups
 
     def _commit(self, step: int, content: _Content | CheckpointError, spare: frozenset[int] | None) -> None:

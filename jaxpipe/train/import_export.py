@@ -35,6 +35,7 @@ from jaxpipe.stage.model.params import by_path, get_leaf
 from jaxpipe.stage.model.reference import ours
 from jaxpipe.train.checkpoints import contents, folders, which_model
 from jaxpipe.train.checkpoints.contents import Manifest
+from jaxpipe.train.checkpoints.leaves import Leaf, Snapshot, build_trees, list_differences
 from jaxpipe.train.config import TrainConfig, known_settings
 from jaxpipe.train.corpora.documents import BadRecordError, in_groups
 from jaxpipe.train.corpora.encoding import ChatTemplate, ends_of, find_template
@@ -117,18 +118,14 @@ def _write_run(folder: Path, weights: Weights, meta: dict[str, Any]) -> None:
     for count, group in enumerate(in_groups(layer_params, lambda item: _bytes(item[1]), _PART_BYTES), 1):
         layers = dict(group)
         leaves = [(layer, path, array) for layer, tree in layers.items() for path, array in by_path(tree).items()]
-        snapshot = contents.Snapshot(
+        snapshot = Snapshot(
             tuple(layers),
-            tuple(
-                contents.Leaf(name, tuple(("key", k) for k in path), a.shape, a.dtype.name) for name, path, a in leaves
-            ),
+            tuple(Leaf(name, tuple(("key", k) for k in path), a.shape, a.dtype.name) for name, path, a in leaves),
             tuple(array for *_, array in leaves),
         )
         part = contents.part_of(folder, count - 1)
         try:
-            contents.write_checkpoint(
-                part, 0, None, meta, {"params": snapshot, "optimizer": contents.Snapshot((), (), ())}
-            )
+            contents.write_checkpoint(part, 0, None, meta, {"params": snapshot, "optimizer": Snapshot((), (), ())})
         except Exception as error:  # of Orbax, a full disk too
             raise ConfigError(
                 f"the run can't be written: {contents.short_reason(error)}; make room, or choose another folder"
@@ -292,7 +289,7 @@ def _write_folder(
     options = {"vocab_size": trained.tokenizer.vocab_size, "seq_len": config.data.seq_len, **config.model.options}
     hub_config = exchange.config(options)
     like = which_model.stored_params(trained.model)
-    if problems := contents.list_differences(manifest.layers["params"], manifest.leaves["params"], like):
+    if problems := list_differences(manifest.layers["params"], manifest.leaves["params"], like):
         raise ConfigError(f"checkpoint {folder} does not fit its model: {problems[0]}")
     shapes = leaf_shapes(like)
     table = exchange.tensors(options)
@@ -329,7 +326,7 @@ class _LayerReader:
     def _read(self, layer: str) -> Params:
         leaves = [leaf for leaf in self._leaves if leaf.layer == layer]
         arrays = contents.read_arrays(self._folder, "params", leaves, partial=True)
-        params: Params = contents.build_trees([layer], leaves, arrays)[layer]
+        params: Params = build_trees([layer], leaves, arrays)[layer]
         return params
 
 

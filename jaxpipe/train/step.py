@@ -390,8 +390,10 @@ class TrainStep:
     # -- by layer -----------------------------------------------------------------------------------------------------
 
     def by_layer(self, state: TrainState) -> tuple[dict[str, Params], dict[str, Any]]:
-        """Master parameters and optimizer state by layer name, whole, each parameter once: what a checkpoint stores. The same
-        bits however many ranks and devices they were divided over; valid until the next step, which reuses the memory."""
+        """Master parameters and optimizer state by layer name, each parameter once: what a checkpoint stores. Leaves are whole,
+        but for those that other processes have chunks of (ZeRO-1): of these, what is in this one
+        (:class:`~jaxpipe.train.checkpoints.leaves.Fragment`). The same bits however many ranks and devices they were divided
+        over; valid until the next step, which reuses the memory."""
         state.require_unused()
         state = state.committed()
         params: dict[str, Params] = {}

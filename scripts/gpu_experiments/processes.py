@@ -136,7 +136,11 @@ def result_of(folder: Path) -> dict[str, Any]:
     manifest = read_manifest(folder)
     rows = [json.loads(row) for row in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     return {
-        "arrays": {f"{group} {leaf.name}": leaf.sha256 for group, leaves in manifest.leaves.items() for leaf in leaves},
+        "arrays": {
+            f"{group} {leaf.name}": " ".join(piece.sha256 for piece in leaf.pieces)
+            for group, leaves in manifest.leaves.items()
+            for leaf in leaves
+        },
         "losses": {str(row["step"]): row["loss"] for row in rows if "loss" in row},
     }
 

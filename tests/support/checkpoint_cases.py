@@ -7,9 +7,10 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -19,7 +20,10 @@ import optax
 import pytest
 
 from jaxpipe.errors import CheckpointError
+from jaxpipe.mesh import DP
 from jaxpipe.train.checkpoint import CheckpointStore
+from jaxpipe.train.checkpoints.contents import join_parts, part_of, write_checkpoint
+from jaxpipe.train.checkpoints.leaves import take_snapshot
 
 META = {"data": {"epoch": 1, "position": 12345678901234567890}, "model": "tiny", "losses": [0.1, 1e-300]}
 
@@ -64,6 +68,33 @@ def save_two(directory: Path) -> None:
         for step in (10, 20):
             params = make_params(step)
             store.save(step, params, make_optimizer(params), META)
+
+
+def save_in_columns(folder: Path, step: int, trees_of_column: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Write the checkpoint of ``step`` as one row of processes does, each with its own trees by group; returns the bytes that
+    each has written."""
+    sizes = []
+    for column, trees in enumerate(trees_of_column):
+        groups = {group: take_snapshot(group, tree, (column, len(trees_of_column))) for group, tree in trees.items()}
+        write_checkpoint(part_of(folder, column), step, None, META, groups)
+        sizes.append(sum(snapshot.nbytes for snapshot in groups.values()))
+    join_parts(folder, len(sizes))
+    return sizes
+
+
+def seen_in_column(tree: Any, column: int, columns: int) -> Any:
+    """Return a tree of arrays of a rank as a process in one of its columns has them: of those that are divided over dp, it
+    reaches the shards on its own part of the devices."""
+
+    def seen(array: Any) -> Any:
+        mesh, spec = array.sharding.mesh, array.sharding.spec
+        if DP not in [name for names in spec for name in (names if isinstance(names, tuple) else (names,))]:
+            return array
+        devices = {*np.split(mesh.devices, columns, mesh.axis_names.index(DP))[column].flat}
+        shards = [shard for shard in array.addressable_shards if shard.device in devices]
+        return SimpleNamespace(shape=array.shape, size=array.size, dtype=array.dtype, addressable_shards=shards)
+
+    return jax.tree.map(seen, tree)
 
 
 def save_losses(store: CheckpointStore, losses: dict[int, float | None]) -> None:

@@ -19,7 +19,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpipe.errors import CheckpointError
 from jaxpipe.train.checkpoint import CheckpointStore, find, load_params, read_manifest
-from jaxpipe.train.checkpoints.contents import SUMS, build_trees, take_snapshot
+from jaxpipe.train.checkpoints.contents import SUMS
+from jaxpipe.train.checkpoints.leaves import build_trees, take_snapshot
 from tests.support.checkpoint_cases import (
     META,
     assert_same,

@@ -27,6 +27,7 @@ import pytest
 from jaxpipe.errors import CheckpointError
 from jaxpipe.train.checkpoint import Checkpoint, CheckpointStore, load_params, read_manifest
 from jaxpipe.train.checkpoints import contents
+from jaxpipe.train.checkpoints.leaves import Snapshot
 from tests.support.checkpoint_cases import (
     assert_same,
     make_params,
@@ -466,7 +467,7 @@ def test_a_save_that_is_not_what_was_saved_costs_nothing(
     store.keep_last, store.keep_best = 1, 0
     write_arrays = contents._write_arrays
 
-    def with_a_flipped_bit(folder: Path, content: contents.Snapshot) -> None:
+    def with_a_flipped_bit(folder: Path, content: Snapshot) -> None:
         write_arrays(folder, replace(content, arrays=tuple(array + 1 for array in content.arrays)))
 
     with monkeypatch.context() as patch:

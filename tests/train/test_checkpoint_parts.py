@@ -3,6 +3,7 @@ get. Most processes are threads here."""
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import shutil
@@ -26,8 +27,17 @@ from jaxpipe.runtime.processes import Processes
 from jaxpipe.train.checkpoint import CheckpointStore, load_params, read_manifest
 from jaxpipe.train.checkpoints import contents
 from jaxpipe.train.checkpoints.contents import write_checkpoint
+from jaxpipe.train.checkpoints.leaves import Fragment
 from tests.runtime.test_processes import HOST, free_port, run_in_threads
-from tests.support.checkpoint_cases import META, assert_same, make_optimizer, make_params, save_two
+from tests.support.checkpoint_cases import (
+    META,
+    assert_same,
+    make_optimizer,
+    make_params,
+    rewrite_manifest,
+    save_in_columns,
+    save_two,
+)
 
 pytestmark = pytest.mark.compiles
 """A little, in threads, with jax 0.12."""
@@ -99,7 +109,7 @@ def test_one_process_reads_what_several_have_saved(saved: Path) -> None:
     assert {path.name for path in store.path(20).iterdir()} == parts
     assert subprocess.run(["sha256sum", "-c", "--quiet", "SHA256SUMS"], cwd=store.path(20)).returncode == 0
     assert_same(load_params(store.path(20) / "part1"), {"h.0": params["h.0"]})
-    assert {leaf.layer: leaf.part for leaf in read_manifest(saved).leaves["params"]} == {
+    assert {leaf.layer: leaf.pieces[0].part for leaf in read_manifest(saved).leaves["params"]} == {
         "embed": 0,
         "head": 0,
         "h.0": 1,
@@ -135,6 +145,87 @@ def test_layers_that_are_not_asked_for_are_not_read(saved: Path, monkeypatch: py
     CheckpointStore(saved).load(20, layers=["head"])
     extra = {f"part{k}/extra": ["averages", "seen"] for k in (0, 1)}
     assert layers_read == {"part0/params": ["head"], "part0/optimizer": ["head"], **extra}
+
+
+# -- columns --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def pieces(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Provide checkpoints of steps 10 and 20 of five processes that all have all layers."""
+    directory = tmp_path_factory.mktemp("pieces")
+    for step in (10, 20):
+        params = make_all_params(step)
+        trees = {"params": params, "optimizer": make_optimizer(params)}
+        sizes = save_in_columns(directory / f"{step:08d}", step, [trees] * 5)
+        assert max(sizes) - min(sizes) <= 2 * 8, "a number of each group is not divided"
+    return directory
+
+
+def test_columns_of_a_row_write_equal_shares(pieces: Path) -> None:
+    params, store = make_all_params(20), CheckpointStore(pieces)
+    checkpoint = store.load(like={"params": params, "optimizer": make_optimizer(params)})
+    assert_same((checkpoint.params, checkpoint.optimizer), (params, make_optimizer(params)))
+    assert_same(store.load(layers=["head"]).params, {"head": params["head"]})
+    assert_same(load_params(pieces), params)
+    body = json.loads((store.path(20) / contents.MANIFEST).read_text())
+    divided = [leaf for leaves in body["leaves"].values() for leaf in leaves if "pieces" in leaf]
+    assert body["format"] == 3
+    assert 1 <= len(divided) <= 2 * 4, "cuts of two groups"
+    with pytest.raises(
+        CheckpointError, match=r"part0 is incomplete: params: .*: elements \d+ to \d+ of \d+ are missing"
+    ):
+        load_params(store.path(20) / "part0")
+
+
+def test_columns_must_fit_together(tmp_path: Path) -> None:
+    def saved(name: str, *arrays: Any) -> str:
+        with pytest.raises(ValueError, match="params: a") as info:
+            save_in_columns(tmp_path / name, 1, [{"params": {"a": array}, "optimizer": {}} for array in arrays])
+        return str(info.value)
+
+    whole, half = np.arange(8.0), Fragment(np.arange(4.0), ((4, 8),), (8,))
+    assert saved("a piece less", half, half) == "params: a: elements 0 to 3 of 8 are missing"
+    assert saved("some twice", whole, Fragment(np.arange(4.0), ((2, 6),), (8,))) == (
+        "params: a: elements 2 to 3 of 8 are in several pieces"
+    )
+    assert saved("other values", half, Fragment(np.ones(4), ((4, 8),), (8,))) == (
+        "params: a of process 1 is not that of process 0"
+    )
+    assert saved("other shapes", whole, np.arange(9.0)) == "params: a of process 1 is not that of process 0"
+
+
+def _divided_leaf(body: dict[str, Any]) -> dict[str, Any]:
+    return next(leaf for leaf in body["leaves"]["params"] if "pieces" in leaf)
+
+
+ODD_PIECES: dict[str, Callable[[dict[str, Any]], object]] = {
+    "are missing": lambda leaf: leaf["pieces"].pop(),
+    "are in several pieces": lambda leaf: leaf["pieces"].append(leaf["pieces"][0]),
+    "of no leaf": lambda leaf: leaf.update(pieces=[]),
+    "beyond the end": lambda leaf: leaf["pieces"][0].update(ranges=[[0, 10**6]]),
+    "before the start": lambda leaf: leaf["pieces"][0].update(ranges=[[-1, 1]]),
+    "backwards": lambda leaf: leaf["pieces"][0].update(ranges=[[2, 2]]),
+    "text": lambda leaf: leaf["pieces"][0].update(ranges=["12"]),
+    "a list": lambda leaf: leaf.update(pieces=[1]),
+    "whole as well": lambda leaf: leaf["pieces"][0].pop("ranges"),
+    "of another part": lambda leaf: leaf["pieces"][0].update(part=4),
+    "of no part": lambda leaf: leaf["pieces"][0].update(part=77),
+    "an odd split": lambda leaf: leaf.update(split=[0, 0]),
+    "split beyond the axes": lambda leaf: leaf.update(split=[9, 1]),
+    "split text": lambda leaf: leaf.update(split="01"),
+}
+
+
+@pytest.mark.parametrize("what", ODD_PIECES)
+def test_pieces_that_jaxpipe_does_not_write(pieces: Path, tmp_path: Path, what: str) -> None:
+    shutil.copytree(pieces, tmp_path / "copy")
+    store = CheckpointStore(tmp_path / "copy")
+    rewrite_manifest(store.path(20), lambda body: ODD_PIECES[what](_divided_leaf(body)))
+    with pytest.raises(CheckpointError, match=rf"{store.path(20)} is (damaged|incomplete).*step 10 is intact") as info:
+        store.load(20)
+    assert ("elements" in str(info.value)) == what.startswith("are "), "what is missing is named"
+    assert "\n" not in str(info.value)
 
 
 # -- saves ----------------------------------------------------------------------------------------------------------------
@@ -288,8 +379,9 @@ def _damaged(path: Path, how: str, rng: random.Random) -> None:
 
 
 @pytest.mark.parametrize("most", [15, pytest.param(1000, marks=pytest.mark.soak)])
-def test_damage_is_named_and_never_loads(saved: Path, tmp_path: Path, most: int) -> None:
-    shutil.copytree(saved, tmp_path / "copy")
+@pytest.mark.parametrize("of", ["saved", "pieces"])
+def test_damage_is_named_and_never_loads(tmp_path: Path, most: int, of: str, request: pytest.FixtureRequest) -> None:
+    shutil.copytree(request.getfixturevalue(of), tmp_path / "copy")
     store, rng = CheckpointStore(tmp_path / "copy"), random.Random(0)
     folder = store.path(20)
     files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
@@ -302,7 +394,7 @@ def test_damage_is_named_and_never_loads(saved: Path, tmp_path: Path, most: int)
         name = path.relative_to(folder).as_posix()
         assert f"passed over step 20: checkpoint {folder} is " in intact.warnings[0]
         assert name in intact.warnings[0]
-        if not name.startswith("part2/") and name.count("/") != 1:  # else it is not read
+        if not (of == "saved" and name.startswith("part2/")) and name.count("/") != 1:  # else it is not read
             with pytest.raises(CheckpointError, match=rf"checkpoint {folder} is .*{name}.*; step 10 is intact: load "):
                 store.load(20)
         path.write_bytes(original)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import pytest
 from jaxpipe.errors import CheckpointError
 from jaxpipe.train.checkpoint import CheckpointStore, load_params
 from jaxpipe.train.step import TrainStep
-from tests.support.checkpoint_cases import assert_same
+from tests.support.checkpoint_cases import assert_same, save_in_columns, seen_in_column
 from tests.support.parallel_cases import Case, optimizer, params_for, pipeline
 
 pytestmark = pytest.mark.usefixtures("one_build")
@@ -84,6 +85,20 @@ def test_saved_under_one_mesh_and_resumed_under_another(saved: int, resumed: int
     got_params, got_state = jax.device_get(step.by_layer(resumed_state))
     assert_same(got_params, dict(params))
     assert_same({name: got_state[name] for name in state}, dict(state))
+
+
+def test_columns_save_their_chunks_and_nothing_is_gathered(folder: Path) -> None:
+    step, (params, optimizer_state) = _step(1), _full_state()
+    state = step.init(params, optimizer_state, step=7)
+    trees = []
+    for column in range(2):
+        master, moments = seen_in_column((state.master, state.optimizer), column, 2)
+        own_params, own_state = step.by_layer(replace(state, master=master, optimizer=moments))
+        trees.append({"params": own_params, "optimizer": own_state})
+    sizes = save_in_columns(folder / "columns" / "00000007", 7, trees)
+    assert max(sizes) < 1.02 * min(sizes)
+    loaded = CheckpointStore(folder / "columns").load(like={"params": params, "optimizer": optimizer_state})
+    assert_same((loaded.params, loaded.optimizer), (dict(params), dict(optimizer_state)))
 
 
 def test_one_device_loads_what_a_mesh_saved(folder: Path) -> None:

@@ -21,9 +21,11 @@ from jaxpipe.stage.functions import device_bytes
 from jaxpipe.stage.model.layer import Layer, Path, Shard
 from jaxpipe.stage.model.params import ParamLayout
 from jaxpipe.stage.model.reference import init_params
+from jaxpipe.train.checkpoints.leaves import Fragment, Leaf, Piece
 from jaxpipe.train.state import TrainState
 from jaxpipe.train.step import TrainStep
 from jaxpipe.train.update.stage_update import GradientReduction, StageShards, compile_update, stage_optimizers
+from tests.support.checkpoint_cases import seen_in_column
 from tests.support.parallel_cases import Case, batches, model_for, optimizer, params_for, pipeline
 
 # -- collectives, read from jaxprs ----------------------------------------------------------------------------------------
@@ -147,9 +149,23 @@ def test_chunks_are_the_leaves_in_pieces(
         for buffer, rows in zip(local, per_device, strict=True):
             np.testing.assert_array_equal(shards.cut(buffer, index), rows)
             np.testing.assert_array_equal(shards.join(jnp.asarray(rows), index), buffer)
-    host_leaves = shards.host_leaves(dict(zip(shards.updated, buckets, strict=True)))
+    placed = {
+        i: jax.device_put(b, shards.bucket_aval(i).sharding) for i, b in zip(shards.updated, buckets, strict=True)
+    }
+    host_leaves = shards.host_leaves(placed)
     expected = {name: leaf for name, leaf in params["a"].items() if name != "leaf0"}
     jax.tree.map(np.testing.assert_array_equal, {slot.path[0]: leaf for slot, leaf in host_leaves.items()}, expected)
+    columns = [shards.host_leaves(seen_in_column(placed, column, dp)) for column in range(dp)]
+    for slot in host_leaves:
+        fragments = [
+            fragment for column in columns if isinstance(fragment := column[slot], Fragment) and fragment.ranges
+        ]
+        if not fragments:  # without elements
+            continue
+        pieces = tuple(Piece(part, fragment.ranges) for part, fragment in enumerate(fragments))
+        leaf = Leaf("a", (), fragments[0].shape, "float32", None, fragments[0].split, pieces)
+        assert leaf.problem == ""
+        np.testing.assert_array_equal(leaf.assembled([x.values for x in fragments]), expected[slot.path[0]])
 
 
 @pytest.mark.parametrize("zero1", [False, True])

@@ -4,7 +4,8 @@ from jaxpipe.lazy import exported
 
 __all__, __getattr__ = exported(
     __name__,
-    contents="Manifest Placement PyTree",
+    contents="Manifest",
     folders="Intact StepName find load_group reading",
+    leaves="Placement PyTree",
     which_model="Likeness likeness load_state model_digest stored_params",
 )

@@ -9,18 +9,13 @@ A checkpoint folder holds::
     SHA256SUMS        one line per file, as ``sha256sum -c SHA256SUMS`` reads it
 
 Of several processes each writes all this, with its own layers, into ``part0/``, ``part1/``, …; the first then adds a
-``checkpoint.json`` of all leaves, which says of each in which part it is, and a ``SHA256SUMS`` of all files.
+``checkpoint.json`` of all leaves, which says of each in which parts its pieces are (:mod:`~jaxpipe.train.checkpoints.leaves`),
+and a ``SHA256SUMS`` of all files.
 
 Orbax 0.12 loads flipped bits without noticing, so files are verified before Orbax decodes them (corrupt input never
 reaches its decoders), and every array is verified again after decoding, against what was in memory when it was saved.
 Nothing is pickled, and nothing in ``checkpoint.json`` is believed: what is read has the types and shapes that
 :func:`manifest_text` writes, or is refused.
-
-Trees are stored by key path, not by class: dictionaries, lists, tuples, named tuples (optax states) and registered
-dataclasses are all flattened by ``jax.tree_util``. With ``like`` they come back with the classes of ``like``; without it
-dictionaries and named tuples come back as dictionaries, and lists and tuples as lists. Empty containers inside a layer
-have no leaf and come back only with ``like``. Arrays that span several processes are not stored (each must be addressable
-from the process that saves), nor typed PRNG keys (store ``jax.random.key_data``).
 """
 
 from __future__ import annotations
@@ -31,221 +26,24 @@ import math
 import os
 import re
 import stat
-import urllib.parse
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from io import BufferedReader
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
-import jax
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-from jax.sharding import Sharding
 
 from jaxpipe import __version__
 from jaxpipe.errors import CheckpointError
+from jaxpipe.train.checkpoints.leaves import Leaf, LeafKey, Piece, Ranges, Share, Snapshot
 from jaxpipe.train.checkpoints.orbax_trees import read_tree, write_tree
 
-PyTree: TypeAlias = Any
-PathStep: TypeAlias = tuple[Literal["key", "index", "field"], str | int]
-Placement: TypeAlias = jax.Device | Sharding
-"""A place for loaded arrays: one device, or a sharding over several."""
-LeafKey: TypeAlias = tuple[str, tuple[PathStep, ...]]
-"""Layer and key path."""
-
-_PYTHON_SCALARS: Mapping[str, Callable[[Any], bool | int | float]] = {"bool": bool, "int": int, "float": float}
-
-
-@dataclass(frozen=True, slots=True)
-class Leaf:
-    """One stored array: ``layer`` and key path, shape, NumPy dtype name, and SHA-256 of its bytes in C order.
-
-    ``python`` names the type of a leaf that was a Python number ("bool", "int", "float"), else it is None. ``part``: the number
-    of the process that has written it, None if there was one.
-    """
-
-    layer: str
-    path: tuple[PathStep, ...]
-    shape: tuple[int, ...]
-    dtype: str
-    python: str | None = None
-    sha256: str = ""
-    part: int | None = None
-
-    @property
-    def key(self) -> LeafKey:
-        return self.layer, self.path
-
-    @property
-    def name(self) -> str:
-        """The leaf as messages print it, e.g. ``h.0/attention/kernel``."""
-        return "/".join([self.layer, *(str(key) for _, key in self.path)])
-
-    @property
-    def storage_keys(self) -> tuple[str, ...]:
-        """Keys in the Orbax tree; Orbax joins keys with dots, so dots and slashes inside a name are escaped."""
-        pieces = (self.layer, *(str(key) for _, key in self.path))
-        return tuple(urllib.parse.quote(piece, safe="").replace(".", "%2E") or "%" for piece in pieces)
-
-
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    """A group of layers copied to host memory: ``arrays[i]`` belongs to ``leaves[i]``; ``layers`` may have none."""
-
-    layers: tuple[str, ...]
-    leaves: tuple[Leaf, ...]
-    arrays: tuple[np.ndarray, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(array.nbytes for array in self.arrays)
-
-    def pairs(self) -> Iterator[tuple[Leaf, np.ndarray]]:
-        return zip(self.leaves, self.arrays, strict=True)
-
-
-def take_snapshot(group: str, tree: Mapping[str, PyTree]) -> Snapshot:
-    """Copy ``{layer: pytree}`` of JAX arrays, NumPy arrays and Python numbers to host memory.
-
-    The copy is the caller's no longer: donating or changing the originals afterwards does not touch it.
-    Raises CheckpointError for a leaf that can't be stored, and for two leaves with the same name.
-    """
-    named_leaves = [(layer, path, leaf) for layer, pytree in tree.items() for path, leaf in flatten_layer(pytree)]
-    # All copies are started before the first is waited for: transfers from several devices overlap.
-    for _, _, leaf in named_leaves:
-        if isinstance(leaf, jax.Array) and leaf.is_fully_addressable:
-            leaf.copy_to_host_async()
-    arrays: dict[Leaf, np.ndarray] = {}
-    stored_names: set[tuple[str, ...]] = set()
-    for layer, path, value in named_leaves:
-        leaf = Leaf(layer, path, (), "")
-        if leaf.storage_keys in stored_names:
-            raise CheckpointError(
-                f"{group}: two leaves are called {leaf.name}; keys of one dictionary must differ as text"
-            )
-        stored_names.add(leaf.storage_keys)
-        array = _to_host(value, f"{group}: {leaf.name}")
-        python = type(value).__name__ if isinstance(value, bool | int | float) else None
-        arrays[Leaf(layer, path, array.shape, array.dtype.name, python)] = array
-    return Snapshot(tuple(tree), tuple(arrays), tuple(arrays.values()))
-
-
-def flatten_layer(pytree: PyTree) -> list[tuple[tuple[PathStep, ...], Any]]:
-    """Return leaves of one layer with their key paths; None and empty containers have none. Raises CheckpointError."""
-    try:
-        leaves = jax.tree_util.tree_flatten_with_path(pytree)[0]
-    except ValueError as error:  # a dictionary whose keys can't be sorted
-        reason = str(error).split("\n")[0]
-        raise CheckpointError(f"can't store a tree: {reason}; use keys of one type in each dictionary") from error
-    return [(tuple(_path_step(key) for key in path), leaf) for path, leaf in leaves]
-
-
-def build_trees(layers: Sequence[str], leaves: Sequence[Leaf], values: Sequence[Any]) -> dict[str, PyTree]:
-    """``{layer: pytree}`` of dictionaries and lists from leaves and their values."""
-    by_layer: dict[str, list[tuple[tuple[PathStep, ...], Any]]] = {layer: [] for layer in layers}
-    for leaf, value in zip(leaves, values, strict=True):
-        by_layer[leaf.layer].append((leaf.path, value))
-    return {layer: _nest(items) for layer, items in by_layer.items()}
-
-
-def leaves_by_key(targets: Mapping[str, PyTree]) -> dict[LeafKey, Any]:
-    """Return the leaves of ``{layer: pytree}`` by layer and path."""
-    return {(layer, path): leaf for layer, tree in targets.items() for path, leaf in flatten_layer(tree)}
-
-
-def list_differences(layers: Sequence[str], leaves: Sequence[Leaf], targets: Mapping[str, PyTree]) -> list[str]:
-    """Return what keeps saved ``layers`` and ``leaves`` from filling ``targets``, a line each; empty if they fit."""
-    problems = [f"it has no layer {layer}" for layer in targets if layer not in layers]
-    problems += [f"it has the layer {layer}, the model does not" for layer in layers if layer not in targets]
-    saved = {leaf.key: leaf for leaf in leaves if leaf.layer in targets}
-    for (layer, path), target in leaves_by_key(targets).items():
-        leaf = saved.pop((layer, path), None)
-        dtype = np.dtype(target.dtype).name if hasattr(target, "dtype") else None
-        if layer not in layers:
-            continue
-        if leaf is None:
-            problems.append(f"it has no {Leaf(layer, path, (), '').name}")
-        elif leaf.shape != np.shape(target):
-            problems.append(f"{leaf.name} has shape {leaf.shape}, the model wants {np.shape(target)}")
-        elif dtype not in (None, leaf.dtype) and leaf.python is None:
-            problems.append(f"{leaf.name} has dtype {leaf.dtype}, the model wants {dtype}")
-    return problems + [f"it has {leaf.name}, the model does not" for leaf in saved.values()]
-
-
-def fill_trees(targets: Mapping[str, PyTree], leaves: Sequence[Leaf], values: Sequence[Any]) -> dict[str, PyTree]:
-    """``{layer: pytree}`` with the classes of ``targets``, which the leaves must fit, and the values of the leaves."""
-    by_key = {leaf.key: value for leaf, value in zip(leaves, values, strict=True)}
-    return {
-        layer: jax.tree.unflatten(jax.tree.structure(tree), [by_key[layer, path] for path, _ in flatten_layer(tree)])
-        for layer, tree in targets.items()
-    }
-
-
-def place_array(leaf: Leaf, array: np.ndarray, target: Any, placement: Placement | None) -> Any:
-    """Return a loaded array as the caller wants it.
-
-    A Python number if one was saved or ``target`` is one; else a JAX array on ``placement``, or where ``target`` is; else
-    ``array``. Raises CheckpointError where JAX would round (64-bit data without ``jax_enable_x64``).
-    """
-    if isinstance(target, bool | int | float):
-        return type(target)(array.item())
-    if leaf.python is not None:
-        if target is None:
-            return _PYTHON_SCALARS[leaf.python](array.item())
-        array = array.astype(target.dtype)
-    if placement is None:
-        placement = getattr(target, "sharding", None)
-    if placement is None:
-        return array
-    if jax.dtypes.canonicalize_dtype(array.dtype) != array.dtype:
-        raise CheckpointError(
-            f"{leaf.name} was saved as {leaf.dtype}, which JAX would round; set JAX_ENABLE_X64=1, as when it was saved"
-        )
-    return jax.device_put(array, placement)
-
-
-def _nest(items: Sequence[tuple[tuple[PathStep, ...], Any]]) -> PyTree:
-    if len(items) == 1 and not items[0][0]:
-        return items[0][1]
-    children: dict[PathStep, list[tuple[tuple[PathStep, ...], Any]]] = {}
-    for path, value in items:
-        children.setdefault(path[0], []).append((path[1:], value))
-    if children and all(kind == "index" for kind, _ in children):
-        by_index = {int(index): _nest(child) for (_, index), child in children.items()}
-        return [by_index.get(index) for index in range(max(by_index) + 1)]  # a gap was None or an empty container
-    return {key: _nest(child) for (_, key), child in children.items()}
-
-
-def _path_step(key: Any) -> PathStep:
-    match key:
-        case jax.tree_util.DictKey(key=name) if isinstance(name, str | int):
-            return ("key", name)
-        case jax.tree_util.SequenceKey(idx=index):
-            return ("index", index)
-        case jax.tree_util.FlattenedIndexKey(key=index):
-            return ("index", index)
-        case jax.tree_util.GetAttrKey(name=name):
-            return ("field", name)
-    raise CheckpointError(f"can't store a tree with the key {key!r}; dictionary keys must be strings or integers")
-
-
-def _to_host(value: Any, where: str) -> np.ndarray:
-    if isinstance(value, jax.Array):
-        if jnp.issubdtype(value.dtype, jax.dtypes.extended):
-            raise CheckpointError(f"{where} is a typed {value.dtype}; store jax.random.key_data(key) instead")
-        if not value.is_fully_addressable:
-            raise CheckpointError(f"{where} spans devices of several processes; gather it before saving")
-    array = np.array(value, copy=True, order="C")
-    if array.dtype.hasobject or (array.dtype.kind in "SUMmV" and not hasattr(ml_dtypes, array.dtype.name)):
-        raise CheckpointError(f"{where} is a {type(value).__name__}, not an array of numbers")
-    return array
-
-
-FORMATS = (1, 2)
-"""Format numbers: a checkpoint that one process has written, and one of the parts of several."""
+FORMATS = (1, 2, 3)
+"""Format numbers: a checkpoint that one process has written, one of the parts of several, and one with leaves in pieces. A
+manifest has the first that can hold it, so that older versions read it."""
 NEEDED = ("params", "optimizer")
 GROUPS = (*NEEDED, "extra")
 
@@ -275,8 +73,9 @@ class OtherFormatError(CheckpointError):
 
 def manifest_text(manifest: Manifest) -> str:
     """Return the text of ``checkpoint.json``."""
+    pieces = [piece for leaves in manifest.leaves.values() for leaf in leaves for piece in leaf.pieces]
     body = {
-        "format": FORMATS[any(leaf.part is not None for leaves in manifest.leaves.values() for leaf in leaves)],
+        "format": FORMATS[max((2 if x.ranges else int(x.part is not None) for x in pieces), default=0)],
         "jaxpipe": manifest.version,
         "step": manifest.step,
         "eval_loss": manifest.eval_loss,
@@ -334,19 +133,25 @@ def merged(parts: Sequence[Manifest]) -> Manifest:
     have, the first counts.
 
     Raises:
-        ValueError: two have different arrays under one name.
+        ValueError: two have different arrays under one name, or elements of one are in no part.
     """
     layers: dict[str, tuple[str, ...]] = {}
     leaves: dict[str, tuple[Leaf, ...]] = {}
     for group in {group: None for part in parts for group in part.layers}:
         layers[group] = tuple({layer: None for part in parts for layer in part.layers.get(group, ())})
-        leaf_of: dict[LeafKey, Leaf] = {}
+        first_of: dict[LeafKey, Leaf] = {}
+        pieces_of: dict[LeafKey, dict[Ranges, Piece]] = {}
         for number, part in enumerate(parts):
             for leaf in part.leaves.get(group, ()):
-                first = leaf_of.setdefault(leaf.key, replace(leaf, part=number))
-                if replace(first, part=None) != leaf:
-                    raise ValueError(f"{group}: {leaf.name} of process {number} is not that of process {first.part}")
-        leaves[group] = tuple(leaf_of.values())
+                first, pieces = first_of.setdefault(leaf.key, leaf), pieces_of.setdefault(leaf.key, {})
+                for piece in leaf.pieces:
+                    other = pieces.setdefault(piece.ranges, replace(piece, part=number))
+                    if replace(other, part=None) != piece or replace(first, pieces=leaf.pieces) != leaf:
+                        owner = other.part if other.part != number else next(iter(pieces.values())).part
+                        raise ValueError(f"{group}: {leaf.name} of process {number} is not that of process {owner}")
+        leaves[group] = tuple(replace(leaf, pieces=tuple(pieces_of[key].values())) for key, leaf in first_of.items())
+        if problem := next(filter(None, (leaf.problem for leaf in leaves[group])), ""):
+            raise ValueError(f"{group}: {problem}")
     return replace(parts[0], layers=layers, leaves=leaves)
 
 
@@ -385,27 +190,55 @@ def _leaf_to_json(leaf: Leaf) -> dict[str, Any]:
     record: dict[str, Any] = {"layer": leaf.layer, "path": leaf.path, "shape": leaf.shape, "dtype": leaf.dtype}
     if leaf.python is not None:
         record["python"] = leaf.python
-    if leaf.part is not None:
-        record["part"] = leaf.part
-    return {**record, "sha256": leaf.sha256}
+    if leaf.split is not None:
+        record["split"] = leaf.split
+    pieces = [_piece_to_json(piece) for piece in leaf.pieces]
+    return {**record, **(pieces[0] if not leaf.pieces[0].ranges else {"pieces": pieces})}
+
+
+def _piece_to_json(piece: Piece) -> dict[str, Any]:
+    record: dict[str, Any] = {} if piece.part is None else {"part": piece.part}
+    if piece.ranges:
+        record["ranges"] = piece.ranges
+    return {**record, "sha256": piece.sha256}
 
 
 def _leaf_from_json(record: Mapping[str, Any]) -> Leaf:
     path = tuple((kind, key) for kind, key in record["path"])
     shape = tuple(record["shape"])
-    part = record.get("part")
-    leaf = Leaf(record["layer"], path, shape, record["dtype"], record.get("python"), record["sha256"], part)
+    split = None if record.get("split") is None else tuple(record["split"])
+    in_pieces = "pieces" in record
+    pieces = tuple(_piece_from_json(piece) for piece in (record["pieces"] if in_pieces else [record]))
+    leaf = Leaf(record["layer"], path, shape, record["dtype"], record.get("python"), split, pieces)
     named = type(leaf.layer) is str and leaf.python in (None, "bool", "int", "float")
-    sized = all(type(size) is int and size >= 0 for size in shape) and _SHA256.fullmatch(leaf.sha256)
+    sized = all(type(size) is int and size >= 0 for size in shape)
     steps = all(kind in ("key", "index", "field") and type(key) in (str, int) for kind, key in path)
-    written = part is None or (type(part) is int and 0 <= part < _LARGEST)
-    if not (
-        named and sized and steps and written and leaf.storage_keys
-    ):  # which are text that UTF-8 can hold, or raise
+    if not (named and sized and steps and leaf.storage_keys):  # which are text that UTF-8 can hold, or raise
         raise ValueError(f"a leaf is {record!r:.60}")
     if math.prod(size for size in shape if size) > _MOST_ELEMENTS or dtype_of(leaf.dtype).name != leaf.dtype:
         raise ValueError(f"a leaf has shape {shape!r:.60} and dtype {leaf.dtype!r:.20}")
+    divided = split is None or (
+        [type(number) for number in split] == [int, int]
+        and 0 <= split[0] < len(shape)
+        and split[1] > 0
+        and shape[split[0]] % split[1] == 0
+    )
+    ends = [end for piece in pieces for start, stop in piece.ranges for end in (start, stop - 1)]
+    if not (divided and pieces and all(bool(piece.ranges) == in_pieces for piece in pieces)) or any(
+        not 0 <= end < leaf.size for end in ends
+    ):
+        raise ValueError(f"the pieces of {leaf.name:.60} are {record.get('pieces')!r:.60}, split {split!r:.20}")
     return leaf
+
+
+def _piece_from_json(record: Mapping[str, Any]) -> Piece:
+    ranges = tuple((start, stop) for start, stop in record.get("ranges", ()))
+    piece = Piece(record.get("part"), ranges, record["sha256"])
+    counted = all(type(start) is int and type(stop) is int and start < stop for start, stop in ranges)
+    written = piece.part is None or (type(piece.part) is int and 0 <= piece.part < _LARGEST)
+    if not (counted and written and _SHA256.fullmatch(piece.sha256)):
+        raise ValueError(f"a piece is {record!r:.60}")
+    return piece
 
 
 MANIFEST = "checkpoint.json"
@@ -442,7 +275,7 @@ def write_checkpoint(
         __version__,
         {group: content.layers for group, content in groups.items()},
         {
-            group: tuple(replace(leaf, sha256=_array_sha256(array)) for leaf, array in content.pairs())
+            group: tuple(_with_digest(leaf, array) for leaf, array in content.pairs())
             for group, content in groups.items()
         },
     )
@@ -450,7 +283,7 @@ def write_checkpoint(
     # SHA256SUMS. Read back before the manifest says that they are there: what Orbax has written wrongly must never
     # count, as older checkpoints are removed for this one.
     for group in groups:
-        read_arrays(folder, group, manifest.leaves[group])
+        _read_pieces(folder, group, manifest.leaves[group])
     (folder / MANIFEST).write_text(manifest_text(manifest), encoding="utf-8")
     _write_sums(folder, {name: _file_sha256(folder / name, flush=True) for name in _file_names(folder)})
     for directory in (folder, *(path for path in folder.rglob("*") if path.is_dir())):
@@ -484,10 +317,10 @@ def verify_files(
     folder: Path,
     groups: Sequence[str] = GROUPS,
     parts: Collection[int | None] | None = None,
-    share: tuple[int, int] = (0, 1),
+    share: Share = (0, 1),
 ) -> None:
     """Compare the files of ``groups`` (in ``parts``, if given) and the manifest with their checksums; decodes nothing. A file
-    missing anywhere in the folder is damage; files of others are ignored. ``share``: (k, n) for the k-th of n shares of them.
+    missing anywhere in the folder is damage; files of others are ignored. ``share``: of the files.
 
     Raises:
         DamagedCheckpointError: a file is missing or does not match.
@@ -520,36 +353,44 @@ def read_manifest_of(folder: Path) -> Manifest:
 
 
 def read_arrays(folder: Path, group: str, leaves: Sequence[Leaf], *, partial: bool = False) -> list[np.ndarray]:
-    """Return the arrays of leaves of one group, each compared with its checksum. ``partial``: there may be others, which are
-    not read.
+    """Return the arrays of leaves of one group, each piece compared with its checksum. ``partial``: there may be others, which
+    are not read.
 
     Call ``verify_files`` first. Raises DamagedCheckpointError.
     """
+    if problem := next(filter(None, (leaf.problem for leaf in leaves)), ""):
+        raise DamagedCheckpointError(f"checkpoint {folder} is incomplete: {group}: {problem}")
+    pieces = _read_pieces(folder, group, leaves, partial=partial)
+    return [leaf.assembled(arrays) for leaf, arrays in zip(leaves, pieces, strict=True)]
+
+
+def _read_pieces(folder: Path, group: str, leaves: Sequence[Leaf], *, partial: bool = False) -> list[list[np.ndarray]]:
+    """Return the arrays of the pieces of each leaf, as :func:`read_arrays`."""
     leaves_by_part: dict[int | None, list[Leaf]] = {}
     for leaf in leaves:
-        if np.prod(leaf.shape):
-            leaves_by_part.setdefault(leaf.part, []).append(leaf)
+        for part in {piece.part: None for piece in leaf.pieces if leaf.size}:
+            leaves_by_part.setdefault(part, []).append(leaf)
     trees: dict[int | None, Any] = {
         part: _restore(folder, _name_of(part, group), _nested((leaf, 0) for leaf in part_leaves) if partial else None)
         for part, part_leaves in leaves_by_part.items()
     }
-    arrays = []
-    for leaf in leaves:
+
+    def read(leaf: Leaf, piece: Piece) -> np.ndarray:
         # Orbax refuses arrays without elements; the manifest says all there is to say.
-        if not np.prod(leaf.shape):
-            arrays.append(np.zeros(leaf.shape, dtype_of(leaf.dtype)))
-            continue
-        node = trees[leaf.part]
+        if not leaf.size:
+            return np.zeros(leaf.shape, dtype_of(leaf.dtype))
+        node = trees[piece.part]
         for key in leaf.storage_keys:
             node = node.get(key) if isinstance(node, dict) else None
         array = np.asarray(node)
-        fits = (array.shape, array.dtype.name) == (leaf.shape, leaf.dtype)
-        if not fits or _array_sha256(array) != leaf.sha256:
+        fits = (array.shape, array.dtype.name) == (leaf.stored_shape(piece), leaf.dtype)
+        if not fits or _array_sha256(array) != piece.sha256:
             raise DamagedCheckpointError(
-                f"checkpoint {folder} is damaged: {_name_of(leaf.part, group)}: {leaf.name} is not the array that was saved"
+                f"checkpoint {folder} is damaged: {_name_of(piece.part, group)}: {leaf.name} is not the array that was saved"
             )
-        arrays.append(array)
-    return arrays
+        return array
+
+    return [[read(leaf, piece) for piece in leaf.pieces] for leaf in leaves]
 
 
 @contextmanager
@@ -623,6 +464,10 @@ def _mismatch(folder: Path, name: str, size: int) -> DamagedCheckpointError:
         f"checkpoint {folder} is damaged: {name} ({size} bytes) does not match its checksum (truncated or altered since it "
         "was saved)"
     )
+
+
+def _with_digest(leaf: Leaf, array: np.ndarray) -> Leaf:
+    return replace(leaf, pieces=(replace(leaf.pieces[0], sha256=_array_sha256(array)),))
 
 
 def _array_sha256(array: np.ndarray) -> str:

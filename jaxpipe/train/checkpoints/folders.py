@@ -27,6 +27,17 @@ from jaxpipe.errors import CheckpointError
 from jaxpipe.files import check_local
 from jaxpipe.runtime.processes import Processes
 from jaxpipe.train.checkpoints import contents
+from jaxpipe.train.checkpoints.leaves import (
+    Leaf,
+    Placement,
+    PyTree,
+    Share,
+    build_trees,
+    fill_trees,
+    leaves_by_key,
+    list_differences,
+    place_array,
+)
 
 _STEP_NAME = re.compile("[0-9]{8,18}")
 _LEFTOVER = re.compile(_STEP_NAME.pattern + r"\.tmp-([0-9]+|replaced|removed)")
@@ -114,7 +125,7 @@ def steps_by_loss(folders: Iterable[CheckpointFolder]) -> list[int]:
     return sorted(known_losses, key=lambda step: (known_losses[step], -step))
 
 
-def find_damage(folder: Path, share: tuple[int, int] = (0, 1)) -> CheckpointError | None:
+def find_damage(folder: Path, share: Share = (0, 1)) -> CheckpointError | None:
     """Return why the files of a checkpoint (``share``: as ``verify_files``) can't be read or don't match their checksums; None
     if they do."""
     try:
@@ -243,11 +254,11 @@ _READ_TRIES = 20
 
 def load_params(
     path: str | os.PathLike[str],
-    device: contents.Placement | None = None,
+    device: Placement | None = None,
     *,
     step: StepName = None,
-    like: Mapping[str, contents.PyTree] | None = None,
-) -> dict[str, contents.PyTree]:
+    like: Mapping[str, PyTree] | None = None,
+) -> dict[str, PyTree]:
     """Parameters alone, ``{layer: pytree}`` on one device (JAX's default one if None), without a pipeline.
 
     ``path`` is the folder of one checkpoint, or a run's directory; of a run, ``step`` or else the newest is taken. The
@@ -344,18 +355,18 @@ def load_group(
     folder: Path,
     group: str,
     manifest: contents.Manifest,
-    like: Mapping[str, Mapping[str, contents.PyTree]] | None,
-    sharding: contents.Placement | Mapping[str, contents.Placement] | None,
+    like: Mapping[str, Mapping[str, PyTree]] | None,
+    sharding: Placement | Mapping[str, Placement] | None,
     chosen_layers: Collection[str] | None = None,
-) -> dict[str, contents.PyTree]:
+) -> dict[str, PyTree]:
     """Compare one group with ``like[group]``, verify and read it, and place its arrays; of ``chosen_layers`` only, if given.
 
     Raises CheckpointError.
     """
     layers: Sequence[str] = manifest.layers.get(group, ())
-    leaves: Sequence[contents.Leaf] = manifest.leaves.get(group, ())
+    leaves: Sequence[Leaf] = manifest.leaves.get(group, ())
     group_like = None if like is None else like.get(group)
-    if group_like is not None and (problems := contents.list_differences(layers, leaves, group_like)):
+    if group_like is not None and (problems := list_differences(layers, leaves, group_like)):
         rest = f" (and {len(problems) - 4} more)" if len(problems) > 4 else ""
         raise CheckpointError(
             f"checkpoint {folder} does not fit: {group}: {'; '.join(problems[:4])}{rest}; use the model and optimizer "
@@ -368,19 +379,15 @@ def load_group(
             [leaf for leaf in leaves if leaf.layer in chosen_layers],
         )
         group_like = group_like and {layer: content for layer, content in group_like.items() if layer in chosen_layers}
-    contents.verify_files(folder, (group,), {leaf.part for leaf in leaves})
-    targets = {} if group_like is None else contents.leaves_by_key(group_like)
+    contents.verify_files(folder, (group,), {piece.part for leaf in leaves for piece in leaf.pieces})
+    targets = {} if group_like is None else leaves_by_key(group_like)
     values = []
     for leaf, array in zip(
         leaves, contents.read_arrays(folder, group, leaves, partial=chosen_layers is not None), strict=True
     ):
         where = sharding.get(leaf.layer) if isinstance(sharding, Mapping) else sharding
-        values.append(contents.place_array(leaf, array, targets.get(leaf.key), where))
-    return (
-        contents.build_trees(layers, leaves, values)
-        if group_like is None
-        else contents.fill_trees(group_like, leaves, values)
-    )
+        values.append(place_array(leaf, array, targets.get(leaf.key), where))
+    return build_trees(layers, leaves, values) if group_like is None else fill_trees(group_like, leaves, values)
 
 
 @contextmanager

@@ -42,6 +42,7 @@ from jax.sharding import PartitionSpec as P
 from jaxpipe.mesh import BUFFER_AXES, DP, TP, replicated, spec_of, stacked, with_several
 from jaxpipe.runtime.assembly import on_rank
 from jaxpipe.stage.model.params import LeafSlot, ParamLayout, Place, by_layer, get_leaf
+from jaxpipe.train.checkpoints.leaves import Fragment
 from jaxpipe.train.update import layerwise
 
 Tree = Mapping[str, Any]
@@ -224,19 +225,50 @@ class StageShards:
         rows = [self.host_rows(get_leaf(params[slot.layer], slot.path), slot) for slot in self.members(index)]
         return np.concatenate(rows, axis=2).reshape(-1)
 
-    def host_leaves(self, buckets: Mapping[int, Any]) -> dict[LeafSlot, np.ndarray]:
-        """Whole leaves of a rank's buckets, by buffer: the inverse of :meth:`host_bucket`."""
-        leaf_of: dict[LeafSlot, np.ndarray] = {}
+    def host_leaves(self, buckets: Mapping[int, jax.Array]) -> dict[LeafSlot, np.ndarray | Fragment]:
+        """Leaves of a rank's buckets, by buffer: the inverse of :meth:`host_bucket`; of leaves that other processes have chunks
+        of, what is in this one."""
+        leaf_of: dict[LeafSlot, np.ndarray | Fragment] = {}
         for index, bucket in buckets.items():
-            rows = np.asarray(bucket).reshape(self.dp * self._parts(index), -1)
-            leaf_of |= {slot: self.host_whole(chunks, slot) for slot, chunks in self._apart(rows, index).items()}
+            numbers, rows = rows_on_host(bucket, self.dp * self._parts(index))
+            leaf_of |= {slot: self._host_leaf(numbers, x, slot) for slot, x in self._apart(rows, index).items()}
         return leaf_of
 
-    def host_whole(self, chunks: Any, slot: LeafSlot) -> np.ndarray:
-        """Return the whole leaf of a rank's array of chunks: the inverse of :meth:`host_chunk`."""
-        shards = np.asarray(chunks).reshape(1 if slot.axis is None else self.tp, -1)[:, : slot.size]
-        parts = [shard.reshape(slot.shape) for shard in shards]
-        return parts[0] if slot.axis is None else np.concatenate(parts, axis=slot.axis)
+    def host_leaf(self, chunks: jax.Array, slot: LeafSlot) -> np.ndarray | Fragment:
+        """Return the leaf of a rank's array of chunks: the inverse of :meth:`host_chunk`; where other processes have some of
+        them, what is in this one."""
+        return self._host_leaf(*rows_on_host(chunks, self.dp * self._parts(slot.buffer)), slot)
+
+    def _host_leaf(self, numbers: Sequence[int], rows: np.ndarray, slot: LeafSlot) -> np.ndarray | Fragment:
+        """Return the leaf, or a fragment, of ``rows`` ``[n, k]``: chunks by number, shard by shard."""
+        shards, k = 1 if slot.axis is None else self.tp, self.chunk_shape(slot)[0]
+        if len(numbers) == shards * self.dp:
+            parts = [shard.reshape(slot.shape) for shard in rows.reshape(shards, -1)[:, : slot.size]]
+            return parts[0] if slot.axis is None else np.concatenate(parts, axis=slot.axis)
+        ranges: list[tuple[int, int]] = []
+        values = [rows[0, :0]]
+        for (shard, d), row in zip((divmod(number, self.dp) for number in numbers), rows, strict=True):
+            start, stop = (shard * slot.size + min(edge * k, slot.size) for edge in (d, d + 1))
+            if start == stop:  # nothing but padding
+                continue
+            values.append(row[: stop - start])
+            begin = ranges.pop()[0] if ranges and ranges[-1][1] == start else start
+            ranges.append((begin, stop))
+        split = None if slot.axis is None else (slot.axis, self.tp)
+        return Fragment(np.concatenate(values), tuple(ranges), slot.whole_shape(self.tp), split)
+
+
+def rows_on_host(array: jax.Array, count: int) -> tuple[list[int], np.ndarray]:
+    """Return the numbers of those of ``count`` equal rows that this process has, of an array that is divided into these along
+    its first axis, and the rows ``[n, k]``."""
+    if not array.size:
+        return list(range(count)), np.empty((count, 0), array.dtype)
+    length = array.shape[0] // count
+    data_of = {(shard.index[0].start or 0) // length: shard.data for shard in array.addressable_shards}
+    for data in data_of.values():  # from all devices at once
+        data.copy_to_host_async()
+    numbers = sorted(data_of)
+    return numbers, np.stack([np.asarray(data_of[number]).reshape(-1) for number in numbers])
 
 
 Buffers = list[jax.Array]
@@ -554,9 +586,10 @@ class StageOptimizer:
         return jax.device_put(self._tree(divided), jax.tree.map(lambda a: a.sharding, self.avals))
 
     def by_layer(self, state: Any) -> dict[str, Any]:
-        """Return the state of each layer alone, whole: as ``optimizer.init({layer: leaves})`` makes it."""
+        """Return the state of each layer alone, as ``optimizer.init({layer: leaves})`` makes it: whole, or with fragments of
+        the leaves that other processes have chunks of."""
         leaves = [
-            self.shards.host_whole(value, slot) if slot is not None and self.shards.chunked else value
+            self.shards.host_leaf(value, slot) if slot is not None and self.shards.chunked else value
             for value, slot in zip(jax.tree.leaves(state), self.slots, strict=True)
         ]
         layers = self.shards.layout.layers

@@ -211,6 +211,7 @@ def messages(processes: Processes, pipe: Any, shape: tuple[int, ...]) -> dict[st
     import jax
     import jax.numpy as jnp
 
+    from jaxpipe.cost.seconds import random_array
     from jaxpipe.mesh import replicated
     from jaxpipe.runtime.transfer import LocalTransport
 
@@ -218,7 +219,8 @@ def messages(processes: Processes, pipe: Any, shape: tuple[int, ...]) -> dict[st
     homes = [replicated(mesh) for mesh in pipe.submeshes]
     if not ownership.divided:
         local = LocalTransport({n: [homes[1]] for n in range(_MESSAGES)})
-        array = jax.block_until_ready(jax.device_put(jnp.zeros(shape), homes[0]))
+        array = random_array(jax.ShapeDtypeStruct(shape, jnp.float32, sharding=homes[0]))
+        jax.block_until_ready(array)
         for n in range(_MESSAGES):
             began = time.perf_counter()
             send_s.append(_timed(lambda n=n: local.send(n, 1, [array])))  # type: ignore[misc]
@@ -231,7 +233,7 @@ def messages(processes: Processes, pipe: Any, shape: tuple[int, ...]) -> dict[st
         return {}
     home, other = homes[ownership.ranks[0]], ownership.process_of.index(1 - processes.mine)
     home_aval, other_aval = (jax.ShapeDtypeStruct(shape, jnp.float32, sharding=at) for at in (home, homes[other]))
-    array = jax.block_until_ready(jax.device_put(jnp.zeros(shape), home))
+    array = jax.block_until_ready(random_array(home_aval))
 
     def put(n: int) -> None:
         send_s.append(_timed(lambda: carrier.put(2 * n + processes.mine, [array], [other_aval])))

@@ -162,7 +162,7 @@ def alone(c, seconds):
         for name, (layer, _) in layers.items():
             layer_input = inputs[name]
             layer_output = timed(f"{name} F", lambda layer=layer, layer_input=layer_input: layer(layer_input))
-            cotangent = torch.ones_like(layer_output)
+            cotangent = torch.randn_like(layer_output)
             timed(f"{name} BW", lambda layer_output=layer_output, cotangent=cotangent: layer_output.backward(cotangent))
             layer_input.grad = None
 

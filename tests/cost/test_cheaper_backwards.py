@@ -8,17 +8,33 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
+from jaxpipe.cli import main
+from jaxpipe.cost import Timing, profile, seconds
 from jaxpipe.runtime.pipeline import Pipeline
-from jaxpipe.schedule import CostProfile, check_schedule, generate, read_schedule, simulate, write_schedule
+from jaxpipe.schedule import (
+    CostProfile,
+    check_schedule,
+    generate,
+    read_costs,
+    read_schedule,
+    simulate,
+    write_schedule,
+)
 from jaxpipe.schedule.passes.braid import costly_backwards, fused_stages, split_backwards, with_fused_stages
+from jaxpipe.stage.functions import StageFunction
 from jaxpipe.train.assemble import ScheduleDraft, final_order
 from jaxpipe.train.checkpoint import CheckpointStore
+from jaxpipe.train.config import load_config
 from jaxpipe.train.schedule_source import relative_costs, source_of
 from jaxpipe.train.settings.sections import PassesConfig, PipelineConfig
-from tests.support.train_runs import config, copy_run, final, run, write_text
+from jaxpipe.train.trainer import Trainer
+from models.gpt import GPT
+from tests.support.train_runs import config, copy_run, final, run, settings, write_text
 
 pytestmark = pytest.mark.usefixtures("one_build")
 
@@ -76,6 +92,52 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         monkeypatch.setattr(Pipeline, "measure_costs", measure)
 
     return tell
+
+
+@pytest.fixture
+def timed_ops(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A clock by which F, B and W take 10 ms and BW 22.5 ms, and half of that where a floating input is constant. Gives the ops
+    that were timed; ``copy`` stands for copies and collectives."""
+    ops: list[str] = []
+
+    def share(arrays: Any) -> float:
+        values = [np.asarray(a).ravel()[:1000] for a in arrays if jnp.issubdtype(a.dtype, jnp.inexact) and a.size > 1]
+        return 0.5 if any(len(np.unique(v)) <= v.size / 2 for v in values) else 1.0
+
+    def call_timer(function: StageFunction, inputs: list[jax.Array]) -> Callable[[int], float]:
+        ops.append(function.op)
+        sample_s = share(inputs) * (0.0225 if function.op == "BW" else 0.01)
+        return lambda count: sample_s
+
+    def timed(call: Callable[[], Any], *_: Any) -> Timing:
+        ops.append("copy")
+        return Timing.of([share(jax.tree.leaves(call())) * 0.01])
+
+    monkeypatch.setattr(seconds, "call_timer", call_timer)
+    monkeypatch.setattr(seconds, "timed", timed)
+    monkeypatch.setattr(profile, "timed", timed)
+    return ops
+
+
+def test_nothing_is_timed_on_constants(text: Path, tmp_path: Path, timed_ops: list[str]) -> None:
+    """They draw less power: BW or B and W, the cut, and the place of copies would be chosen by what they take."""
+    _, printed = run(config(text, tmp_path / "run", AUTO, "pipeline.cut=measured", *SHORT, "run.steps=1"))
+    assert _fused(tmp_path / "run") == () and printed.count("11.1% less time") == 1, printed
+    overrides = settings(text, tmp_path / "none")
+    assert main(["profile", *overrides, "--repeats", "1", "-o", str(tmp_path / "costs.json")]) == 0
+    (tmp_path / "run.toml").write_text(load_config(None, overrides).to_toml(), encoding="utf-8")
+    assert main(["rehearse", str(tmp_path / "run.toml"), "--rank", "0", "--steps", "1"]) == 0
+    offloading = Trainer(
+        GPT(vocab_size=17, d_model=16, num_layers=4, num_heads=2, seq_len=8, mlp_ratio=2),
+        optimizer=optax.sgd(1e-2),
+        microbatch_size=2,
+        schedule="po-h",
+        ranks=2,
+        microbatches=4,
+    ).measured(1)
+    for costs in (read_costs(tmp_path / "costs.json"), offloading.pipeline.costs):
+        assert {*costs.f_s, *costs.b_s, *costs.w_s} == {0.01}
+    assert {*timed_ops} == {"F", "B", "W", "BW", "copy"}
 
 
 def _fused(folder: Path) -> tuple[int, ...]:

@@ -98,7 +98,7 @@ class StandIns:
     def recv(self, message: int) -> Sequence[jax.Array]:
         return self._make[message]()
 
-    def clear(self) -> None:
+    def clear(self, begun: Sequence[int] = ()) -> None:
         """Do nothing, as no message is kept."""
 
 

@@ -28,7 +28,21 @@ from jax.sharding import Mesh
 
 from jaxpipe.errors import RunError, short_message
 from jaxpipe.mesh import replicated
-from jaxpipe.program.ir import Free, Instruction, Offload, Program, Recv, Reload, Run, Send, Sync, Value, drops, reads
+from jaxpipe.program.ir import (
+    Free,
+    Instruction,
+    Offload,
+    Program,
+    Recv,
+    Reload,
+    Run,
+    Send,
+    Sync,
+    Value,
+    drops,
+    message_of,
+    reads,
+)
 from jaxpipe.runtime.recorder import DeviceClock, Recorder
 from jaxpipe.runtime.transfer import (
     Copy,
@@ -188,11 +202,12 @@ class Executor:
         clock: DeviceClock | None = None,
     ) -> None:
         self._programs = tuple(programs)
+        self._all_programs = self._programs if all_programs is None else tuple(all_programs)
         on_gpu = any(device.platform == "gpu" for mesh in meshes[:1] for device in mesh.devices.flat)
         self._clock = DeviceClock(loads_follow_compute=on_gpu) if clock is None else clock
-        numbers = message_numbers(self._programs if all_programs is None else all_programs)
+        self._numbers = message_numbers(self._all_programs)
         if transport is None:
-            transport = LocalTransport(message_homes(programs, meshes, numbers))
+            transport = LocalTransport(message_homes(programs, meshes, self._numbers))
         self._transport = transport
         # One slot more than the program has: results that nothing reads go to it, so the loop needs no case for them.
         self._banks: list[Bank] = [[None] * (p.num_slots + 1) for p in programs]
@@ -203,7 +218,7 @@ class Executor:
         linker = _Linker(self._programs, functions, braids, self._banks)
         if copies is None:
             copies = cache(lambda rank, *_: host_copies(replicated(meshes[rank]), fallback=offload_fallback))
-        linker.link(order, copies, transport, numbers, holds or {})
+        linker.link(order, copies, transport, self._numbers, holds or {})
         # After linking: an epilogue's place follows from the last of the linked instructions that adds to its accumulators.
         self._reduced = linker.add_epilogues(epilogues)
         self._code = linker.code
@@ -294,29 +309,51 @@ class Executor:
 
     @cached_property
     def _first_backwards(self) -> Mapping[int, tuple[Program, int]]:
-        """Return, by rank, its program and the first instruction that computes a gradient or reads an accumulator."""
-        programs = {p.rank: (p, {slot for v, slot in p.bound if v.kind == "acc"}) for p in self._programs}
-        by_rank: dict[int, tuple[Program, int]] = {}
+        """Return, by rank, its program and the place in :attr:`sequence` of its first backward, if it has one."""
+        firsts = {p.rank: (p, _first_backward(p)) for p in self._programs}
+        return {
+            rank: (program, self.sequence.index((rank, at)))
+            for rank, (program, at) in firsts.items()
+            if at < len(program.instructions)
+        }
+
+    @cached_property
+    def _begun_messages(self) -> Sequence[tuple[int, int]]:
+        """Return messages by their place in :attr:`sequence`: those that the sender sends, or the receiver asks for, before its
+        own first backward."""
+        begun = {
+            message_of(p.rank, i)
+            for p in self._all_programs
+            for i in p.instructions[: _first_backward(p)]
+            if isinstance(i, Send | Recv)
+        }
+        programs = {p.rank: p for p in self._programs}
+        messages = []
         for n, (rank, at) in enumerate(self.sequence):
-            program, accumulators = programs[rank]
-            instruction = program.instructions[at]
-            ops = [op for op, _ in instruction.parts] if isinstance(instruction, Run) else []
-            if any(op_spec(op).sends == "pred" for op in ops) or not accumulators.isdisjoint(reads(instruction)):
-                by_rank.setdefault(rank, (program, n))
-        return by_rank
+            instruction = programs[rank].instructions[at]
+            if isinstance(instruction, Send | Recv) and self._code[n].kind in (_SEND, _RECV):
+                message = message_of(rank, instruction)
+                messages += [(n, self._numbers[message])] if message in begun else []
+        return messages
 
     def _late_code(self, late: Late, acc: dict[tuple[int, int], Sequence[jax.Array]]) -> list[_Linked]:
         """Return the list that the loop visits, with instructions that bind what ``late`` gives, and put it into ``acc``."""
 
-        def bind(rank: int, places: Sequence[Value], _: Any) -> list[jax.Array]:
-            acc.update(late(rank))
+        def bind(rank: int, n: int, places: Sequence[Value], _: Any) -> list[jax.Array]:
+            try:
+                acc.update(late(rank))
+            except StepDropped:
+                # Another process drops the step at another place of the order: what it has sent by then must be received, and
+                # what its devices wait for must come, or they do nothing else any more.
+                self._transport.clear([number for at, number in self._begun_messages if at >= n])
+                raise
             return [acc[rank, v.stage][v.index] for v in places]
 
         code = list(self._code)
         # From the back, so that each insertion leaves the positions before it as they are.
         for rank, (program, n) in sorted(self._first_backwards.items(), key=lambda item: -item[1][1]):
             bound = [(v, slot) for v, slot in program.bound if v.kind == "acc"]
-            run, outs = partial(bind, rank, [v for v, _ in bound]), tuple(slot for _, slot in bound)
+            run, outs = partial(bind, rank, n, [v for v, _ in bound]), tuple(slot for _, slot in bound)
             code.insert(n, code[n]._replace(kind=_EPILOGUE, run=run, get=_getter(()), outs=outs, clear=()))
         return code
 
@@ -442,6 +479,17 @@ def place_of(rank: int, slot: Slot, kind: str = "") -> str:
         return f"rank {rank}, {kind}action {slot} (stage {slot.stage}, microbatch {slot.microbatch})"
     places = ", ".join(f"stage {a.stage} microbatch {a.microbatch}" for a in slot.actions)
     return f"rank {rank}, {kind}braid {slot} ({places})"
+
+
+def _first_backward(program: Program) -> int:
+    """Return the place of the first instruction that computes a gradient or reads an accumulator; the number of all, if none
+    does."""
+    accumulators = {slot for v, slot in program.bound if v.kind == "acc"}
+    for at, instruction in enumerate(program.instructions):
+        ops = [op for op, _ in instruction.parts] if isinstance(instruction, Run) else []
+        if any(op_spec(op).sends == "pred" for op in ops) or not accumulators.isdisjoint(reads(instruction)):
+            return at
+    return len(program.instructions)
 
 
 @dataclass

@@ -59,8 +59,9 @@ class Transport(Protocol):
     def recv(self, message: int) -> Sequence[jax.Array]:
         """Return the arrays of ``message``, on the receiver's devices; they may still be on their way."""
 
-    def clear(self) -> None:
-        """Forget what was not received (after a failed step)."""
+    def clear(self, begun: Sequence[int] = ()) -> None:
+        """Forget what was not received (after a failed step). ``begun``: messages that were neither sent nor received here, and
+        may have been by the other end; arrays of zeros go in their place."""
 
 
 class LocalTransport:
@@ -79,7 +80,7 @@ class LocalTransport:
     def recv(self, message: int) -> Sequence[jax.Array]:
         return self._received.pop(message)
 
-    def clear(self) -> None:
+    def clear(self, begun: Sequence[int] = ()) -> None:
         self._received.clear()
 
 
@@ -112,10 +113,11 @@ class RemoteTransport(Protocol):
 @dataclass(frozen=True, slots=True)
 class RemoteMessage:
     """A message between this process and another: the rank that sends it, and the arrays that arrive, with where they live on
-    the receiver."""
+    the receiver. ``source_avals``: the same with where they live on the sender, if that is this process."""
 
     src: int
     avals: Sequence[jax.ShapeDtypeStruct]
+    source_avals: Sequence[jax.ShapeDtypeStruct] | None
 
 
 class MixedTransport:
@@ -143,8 +145,16 @@ class MixedTransport:
         expected = self._remote_messages[message]
         return self._remote.get(self._number(message), expected.src, expected.avals)
 
-    def clear(self) -> None:
+    def clear(self, begun: Sequence[int] = ()) -> None:
         self._local.clear()
+        for message in begun:
+            if (expected := self._remote_messages.get(message)) is None:
+                continue
+            if expected.source_avals is None:
+                self.recv(message)
+            else:
+                zeros = [jnp.zeros(a.shape, a.dtype, device=a.sharding) for a in expected.source_avals]
+                self._remote.put(self._number(message), zeros, expected.avals)
 
     def _number(self, message: int) -> int:
         # A number may be used only once: a step that runs ahead must not take what belongs to the step before.
@@ -367,7 +377,8 @@ class Ownership:
                     number = numbers[message_of(program.rank, i)]
                     placed_avals = zip(i.avals, homes[number], strict=True)
                     avals = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=home) for a, home in placed_avals]
-                    remote_messages[number] = RemoteMessage(program.rank, avals)
+                    source_avals = i.avals if program.rank in self.ranks else None
+                    remote_messages[number] = RemoteMessage(program.rank, avals, source_avals)
         return MixedTransport(local, self.remote_transport(), remote_messages, len(numbers))
 
     def agree_on_programs(self, programs: Sequence[Program], dispatch: Dispatch) -> None:

@@ -47,7 +47,7 @@ from jaxpipe.train.state import Buffers, Instance, StepMetrics, TrainState, Unap
 from jaxpipe.train.update import stage_update
 from jaxpipe.train.update.optimizer import LearningRate
 from jaxpipe.train.update.post_validation import LateUpdate, PostValidation
-from jaxpipe.train.update.scalars import StepReduction, TiedLeaves
+from jaxpipe.train.update.scalars import StepReduction, TiedLeaves, agrees
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +169,7 @@ class TrainStep:
         clip_norm: bound on the global gradient norm; 0 for none.
         zero1: divide optimizer state and update over the dp devices of each rank (:mod:`jaxpipe.train.update.stage_update`).
         post_validation: ``"off"``, ``"on"`` or ``"auto"``: whether the next step begins before it is known that this one is
-            finite and not clipped (:mod:`jaxpipe.train.update.post_validation`). The same bits; not for several processes.
+            finite and not clipped (:mod:`jaxpipe.train.update.post_validation`). The same bits.
         learning_rate: of ``optimizer``, to be reported: a number, or a schedule of the count that its state keeps. That of
             ``optax.inject_hyperparams`` needs no telling.
         extra: arguments of the optimizer's update by name, numbers or arrays, which a call may give other values.
@@ -194,9 +194,8 @@ class TrainStep:
             raise ConfigError(
                 f"clip_norm is {clip_norm}; want the largest norm of the gradient, such as 1.0, or 0 for any"
             )
-        self.post_validation, self._late = PostValidation(post_validation), post_validation != "off"
-        if pipeline.ownership.divided and self._late:
-            raise ConfigError("post_validation is for one process; say 'off' where several train together")
+        self.post_validation = PostValidation(post_validation, pipeline.ownership.processes)
+        self._late = post_validation != "off"
         self.optimizer, self._extra = optimizer, dict(extra)
         self._primary = {s: ranks[0] for s, ranks in pipeline.instances.items()}
         self._own = {s: r for s, r in self._primary.items() if r in pipeline.ownership.ranks}
@@ -286,8 +285,11 @@ class TrainStep:
         reduced = {s: self._reduced(s, outputs, acc.pop((r, s))) for s, r in self._own.items()}
         # Metrics keep ``outputs`` until they are read, a step later: accumulators and gradients must not live that
         # long.
-        losses, outputs = outputs.losses, replace(outputs, acc={}, reduced={})
-        combined = self._scalars.combine({s: x.square for s, x in reduced.items()}, losses, stop, switch)
+        outputs = replace(outputs, acc={}, reduced={})
+        sums = self._scalars.sum_losses(outputs.losses)
+        # Before the norms are asked for: where moves between processes run one after another, it must not wait for them.
+        guess = self._scalars.guess(sums) if self.post_validation.mode != "off" else None
+        combined = self._scalars.combine({s: x.square for s, x in reduced.items()}, sums, stop, switch)
         unapplied = Unapplied(
             state.step + 1,
             {s: self._taken(s, state.compute[r, s]) for s, r in self._own.items()},
@@ -302,7 +304,7 @@ class TrainStep:
             updates,
         )
         timeline = pipe.measured_timeline(outputs) if record and pipe.ownership.processes.mine == 0 else None
-        state, updated = self._updated(unapplied, losses)
+        state, updated = self._updated(unapplied, guess)
         scalars = {f.name: getattr(combined, f.name) for f in fields(combined)}
         metrics = StepMetrics(**scalars, updated=updated, timeline=timeline, outputs=outputs)
         return state, metrics
@@ -323,18 +325,18 @@ class TrainStep:
     # -- the update ---------------------------------------------------------------------------------------------------
 
     def _updated(
-        self, unapplied: Unapplied, losses: Sequence[tuple[jax.Array, ...]]
+        self, unapplied: Unapplied, guess: tuple[jax.Array, jax.Array] | None
     ) -> tuple[TrainState, Callable[[], Updated]]:
         """Return the state after the step, if need be without what can be committed later, and what is known of it."""
-        if self.post_validation.mode != "off":
-            scale, loss, valid = self._scalars.guess(losses, unapplied.combined)
-            if self.post_validation.goes_ahead(valid):
-                return self._ahead(unapplied, scale, loss, valid)
+        if guess is not None:
+            is_valid = partial(agrees, unapplied.combined, *guess)
+            if self.post_validation.goes_ahead(is_valid):
+                return self._ahead(unapplied, *guess, is_valid)
         updated = self._applied(unapplied)
         return unapplied.state(), lambda: updated
 
     def _ahead(
-        self, unapplied: Unapplied, scale: jax.Array, loss: jax.Array, valid: jax.Array
+        self, unapplied: Unapplied, scale: jax.Array, loss: jax.Array, is_valid: Callable[[], bool]
     ) -> tuple[TrainState, Callable[[], Updated]]:
         rate = self._rate.before(unapplied.optimizer[min(self._own)])
         late_arguments, finite = {}, {}
@@ -350,7 +352,7 @@ class TrainStep:
         self._broadcast_params(unapplied.compute)
         updated = Updated(self._scalars.all_true(finite), rate)
         late = LateUpdate(
-            unapplied, late_arguments, valid, updated, self._rate_after, self._applied, self.post_validation
+            unapplied, late_arguments, is_valid, updated, self._rate_after, self._applied, self.post_validation
         )
         return replace(unapplied.state(), acc={}, late=late), late.result
 

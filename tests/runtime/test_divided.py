@@ -71,8 +71,8 @@ def assert_same_bits(
 
 def test_two_processes_train_what_one_does(tmp_path: Path) -> None:
     """A V of four stages: rank 0 has both ends; tied embeddings, dropout, bfloat16, ZeRO-1 over dp 2, clipping; by costs
-    that each process measures of its own stages. Then a run of which every step is recorded: a schedule that one process can't
-    build is left, the next one adopted, and taken back."""
+    that each process measures of its own stages. Then steps that begin early, some in vain, and a run of which every step is
+    recorded: a schedule that one process can't build is left, the next one adopted, and taken back."""
     case = {"schedule": "v-zb", "ranks": 2, "layers": 2, "dp": 2, "zero1": True, "dtype": "bfloat16", "dropout": 0.2}
     write_schedule(serial(split_backwards(generate("gpipe", 2, 4))), tmp_path / "serial.sched")
     text = write_text(tmp_path / "text")
@@ -90,7 +90,8 @@ def test_two_processes_train_what_one_does(tmp_path: Path) -> None:
         "run.platform=cpu",
     ]
     replanned = {"overrides": overrides, "finds": ["gpipe", "zb-h1"]}
-    ((first,), (second,)) = assert_same_bits([{**case, "measured": True}], 2, extra_cases=[replanned])
+    cases = [{**case, "measured": True}, {"schedule": "v-zb", "ranks": 2, "layers": 1, "ahead": True}]
+    ((first,), (second,)) = assert_same_bits(cases, 2, extra_cases=[replanned])
     assert not second["printed"]
     for line in (
         "step 2: re-planning: looking for a better schedule (up to 1m00s, 4 activations)",
@@ -138,9 +139,15 @@ def test_schedules_in_several_processes() -> None:
 
 
 @pytest.mark.soak
-def test_device_put_between_two_processes() -> None:
+@pytest.mark.parametrize("ahead", [False, True])
+def test_device_put_between_two_processes(ahead: bool) -> None:
     """``run.transport = "nccl"``, over TCP: both sides' calls are matched by their order."""
-    assert_same_bits([{"ranks": 4, **case, "transport": "nccl"} for case in SCHEDULES], 2)
+    assert_same_bits([{"ranks": 4, **case, "transport": "nccl", "ahead": ahead} for case in SCHEDULES], 2)
+
+
+@pytest.mark.soak
+def test_steps_that_begin_early_in_four_processes() -> None:
+    assert_same_bits([{"ranks": 4, **case, "ahead": True} for case in SCHEDULES], 4)
 
 
 @pytest.mark.soak
@@ -182,6 +189,7 @@ def test_a_run_goes_on_in_another_number_of_processes(tmp_path: Path) -> None:
     short = ("run.eval_every=2", "run.checkpoint_every=2", "run.log_every=2", "model.options.num_layers=1")
     overrides = ("pipeline.schedule=zb-1p", *short)
     train_runs.run(config(text, tmp_path / "whole", *overrides, "run.steps=4"))
+    overrides = (*overrides, "pipeline.post_validation=on")
     child = launch(2, [*settings(text, tmp_path / "parts", *overrides, "run.steps=2"), "run.platform=cpu"])
     out, err = child.communicate()
     assert child.returncode == 0, err

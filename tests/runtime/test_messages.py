@@ -349,7 +349,7 @@ class _Rendezvous:
         self._meet(message)
         return self._mail.recv(message)
 
-    def clear(self) -> None:
+    def clear(self, begun: Sequence[int] = ()) -> None:
         pass
 
     def _meet(self, message: int) -> None:

@@ -36,11 +36,13 @@ def steps(
     measured: bool = False,
     folder: str = "",
     transport: str = "tagged",
+    ahead: bool = False,
     **options: Any,
 ) -> dict[str, str]:
     """Train some steps; return by layer a digest of its parameters and optimizer state, by name the bits of loss, norm and
     held-out loss. ``folder``: of checkpoints, to go on from and to save to. ``measured``: by measured costs, whose digest
-    is told, too."""
+    is told, too. ``ahead``: several processes begin each step early, after the first; of the steps before the last, one is
+    clipped and one is not finite."""
     import jax
     import numpy as np
     import optax
@@ -76,18 +78,30 @@ def steps(
         processes=processes,
         transport=transport,
     )
-    step = TrainStep(pipe, optax.adamw(1e-2), clip_norm=0.5, zero1=zero1)
+    clip_norm, count = (0.68, STEPS + 3) if ahead else (0.5, STEPS)
+    mode = "on" if ahead and processes.number > 1 else "off"
+    step = TrainStep(pipe, optax.adamw(1e-2), clip_norm=clip_norm, zero1=zero1, post_validation=mode)
+    step.post_validation.steps_to_compare = 0
     trainer = Trainer.over(step).measured(1) if measured else Trainer.over(step)
     step = trainer.train_step
     state, rng = step.init(init_params(model, 0)), np.random.default_rng(0)
     if folder:
         state = trainer.restore(folder, default=state)
-    for n in range(STEPS):
+    scalars = []
+    for n in range(count):
         ids = rng.integers(0, 32, (M, SIZE, 9)).astype(np.int32)
-        batch = {"tokens": ids[..., :-1], "targets": ids[..., 1:], "weights": np.ones((M, SIZE, 8), np.float32)}
+        weights = np.ones((M, SIZE, 8), np.float32)
+        weights[0, 0, 0] = np.nan if ahead and n == 2 else 1
+        batch = {"tokens": ids[..., :-1], "targets": ids[..., 1:], "weights": weights}
         state, metrics = step(state, batch, jax.random.key(n), stop=n == 1 and processes.mine == processes.number - 1)
-        assert bool(metrics.stop) == (n == 1), "all hear of it after the same step"
+        scalars.append((metrics.stop, metrics.applied, metrics.grad_norm))
+    stops, applied, norms = zip(*jax.device_get(scalars), strict=True)
+    assert [bool(x) for x in stops] == [n == 1 for n in range(count)], "all hear of it after the same step"
     assert bool(metrics.finite)
+    if ahead:
+        assert 1 < sum(norm > clip_norm for norm in norms) < count - 1 and sum(applied) == count - 1, norms
+    if mode == "on":
+        assert step.post_validation.rollbacks == count - sum(norm <= clip_norm for norm in norms)
     if processes.number > 1:
         with suppress(ProgramError):
             pipe.loss_and_grads(state.compute, batch)

@@ -17,7 +17,6 @@ from pathlib import Path
 from platform import python_version_tuple
 from typing import TYPE_CHECKING, Any, Literal
 
-from jaxpipe.errors import ConfigError
 from jaxpipe.runtime.processes import Processes
 from jaxpipe.train.config import TrainConfig
 from jaxpipe.train.devices import number_settings, request_devices
@@ -38,13 +37,10 @@ def agree_on_settings(processes: Processes, config: TrainConfig) -> None:
     """Before JAX is started.
 
     Raises:
-        ConfigError: a setting is for one process.
         AgreedError: versions or settings differ, or the run directory is not one that all see.
     """
     if processes.number == 1:
         return
-    if config.pipeline.passes.post_validation != "off":
-        raise ConfigError("pipeline.post_validation works in one process; with several say off")
     agree_on_versions(processes)
     settings = {key: str(value) for key, value in config.by_key().items() if key not in _MAY_DIFFER}
     processes.require_equal("settings", settings, "start all with one config")
@@ -136,12 +132,9 @@ def agree_on_training(
 
     Raises:
         AgreedError: versions, ``settings``, the code of the model or the optimizer's update differ.
-        ConfigError: a setting is for one process.
     """
     if processes.number == 1:
         return
-    if settings["post_validation"] != "off":
-        raise ConfigError("Trainer(post_validation=…) works in one process; with several say 'off'")
     import jax
     import jax.numpy as jnp
     import optax

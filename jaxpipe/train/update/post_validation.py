@@ -10,7 +10,11 @@ weights, comes from the ranks of the loss long before its last gradient.
 
 The update's arithmetic is done twice, and parameters that are their own masters are there twice until the commit. That a part
 of the update compiles to the bits of the whole is nothing that XLA promises: the first :data:`COMPARED_STEPS` that are made
-ahead are made whole, too, and if a bit differs there is no post-validation from then on."""
+ahead are made whole, too, and if a bit differs there is no post-validation from then on.
+
+Several processes decide alike, each for its own ranks: rank 0 sends the guess and later the scalars of the whole step to all,
+and the same comparison of the same numbers says everywhere whether to commit or to drop. A dropped step ends in each process at
+another place of its order; the executor sees that no message stays without its other end."""
 
 from __future__ import annotations
 
@@ -24,6 +28,7 @@ import jax.numpy as jnp
 
 from jaxpipe.errors import ConfigError
 from jaxpipe.runtime.executor import StepDropped
+from jaxpipe.runtime.processes import Processes, SingleProcess
 from jaxpipe.train.state import Buffers, Instance, TrainState, Unapplied, Updated
 
 MODES = ("off", "on", "auto")
@@ -42,28 +47,30 @@ class PostValidation:
         ConfigError: there is no such mode.
     """
 
-    def __init__(self, mode: str) -> None:
+    def __init__(self, mode: str, processes: Processes | None = None) -> None:
         if mode not in MODES:
             raise ConfigError(f"post_validation is {mode!r}; want one of {', '.join(MODES)}")
         self.mode, self.rollbacks = mode, 0
         self.steps_to_compare = COMPARED_STEPS
+        self._processes = SingleProcess() if processes is None else processes
         self._clean = 0
-        self._unread: deque[jax.Array] = deque()
+        self._unread: deque[Callable[[], bool]] = deque()
 
-    def goes_ahead(self, valid: jax.Array) -> bool:
-        """Return whether to update ahead the step that may be if ``valid``. Waits for the step before, which runs still, at
-        most."""
+    def goes_ahead(self, is_valid: Callable[[], bool]) -> bool:
+        """Return whether to update ahead the step that may be if ``is_valid``, which waits. Waits for the step before, which
+        runs still, at most."""
         if self.mode == "on":
             return True
-        self._unread.append(valid)
+        self._unread.append(is_valid)
         while len(self._unread) > 1:
-            self._clean = self._clean + 1 if self._unread.popleft() else 0
+            self._clean = self._clean + 1 if self._unread.popleft()() else 0
         return self._clean >= CLEAN_STEPS
 
     def record_comparison(self, same: bool) -> None:
-        """Parameters made ahead are the ``same`` as those of the whole update in every bit, or not."""
+        """Parameters of this process made ahead are the ``same`` as those of the whole update in every bit, or not. All
+        processes call it after the same step."""
         self.steps_to_compare -= 1
-        if not same:
+        if not self._processes.broadcast("same bits", all(self._processes.gather("same bits", same))):
             self.mode = "off"
 
     @property
@@ -103,7 +110,7 @@ class LateUpdate:
     Args:
         unapplied: what is to be committed, with the new parameters in ``compute``.
         early_results: by stage, the last three arguments of the early update.
-        valid: whether they were right.
+        is_valid: whether they were right; waits until that is known.
         updated: what is known of it; ``rate`` finds the learning rate in the new optimizer state, if that is unknown.
         anew: the whole update, if they were wrong.
         policy: is told if they were.
@@ -113,13 +120,18 @@ class LateUpdate:
         self,
         unapplied: Unapplied,
         early_results: Mapping[int, tuple[Any, ...]],
-        valid: jax.Array,
+        is_valid: Callable[[], bool],
         updated: Updated,
         rate: Callable[[Mapping[int, Any]], jax.Array | None],
         anew: Callable[[Unapplied], Updated],
         policy: PostValidation,
     ) -> None:
-        self._unapplied, self._early_results, self._flag, self._updated = unapplied, dict(early_results), valid, updated
+        self._unapplied, self._early_results, self._validate, self._updated = (
+            unapplied,
+            dict(early_results),
+            is_valid,
+            updated,
+        )
         self._rate, self._anew, self._policy = rate, anew, policy
         self._valid: bool | None = None
         self._settled: TrainState | None = None
@@ -171,7 +183,7 @@ class LateUpdate:
 
     def _is_valid(self) -> bool:
         if self._valid is None:
-            self._valid = bool(self._flag)
+            self._valid = self._validate()
             if not self._valid:
                 self._policy.failed()
         return self._valid

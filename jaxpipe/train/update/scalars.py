@@ -60,8 +60,7 @@ class StepReduction:
         self._primary = {s: ranks[0] for s, ranks in pipeline.instances.items()}
         self._combine = jax.jit(partial(_combine, clip_norm=clip_norm))
         self._sum_losses = jax.jit(partial(_sum_losses, reported=pipeline.reported))
-        self._guess = jax.jit(_guess, static_argnums=2)
-        self._agree = jax.jit(_agree)
+        self._guess = jax.jit(partial(_guess, dtype=next(iter(squares.values())).dtype))
         self._all = jax.jit(lambda each: jnp.all(jnp.stack(each)))
         self._any = jax.jit(lambda each: [jnp.any(jnp.stack(flags)) for flags in zip(*each, strict=True)])
         lossy = [s for s, f in enumerate(pipeline.stages) if f.links.losses]
@@ -82,59 +81,63 @@ class StepReduction:
         loss_sum, weight, reported = self._sums
         combined: Any = jax.eval_shape(self._combine, list(squares.values()), loss_sum, weight)
         self._combined = with_flags(combined, weight, reported, [jax.ShapeDtypeStruct((), jnp.bool_)] * 2)
+        self._guessed = jax.eval_shape(self._guess, loss_sum, weight)
+
+    def sum_losses(self, losses: Sequence[tuple[jax.Array, ...]]) -> LossSums | None:
+        """Sum the ``losses`` that this process has with those of others; None where rank 0 is elsewhere."""
+        if not self._owned.divided:
+            return self._summed(losses, 0)
+        # Every process runs the same sequence of moves, also those that neither send nor receive: transports match
+        # messages by their order.
+        if self._apart:
+            losses = self._all_losses(losses)
+        sums = self._summed(losses, self._loss_rank) if self._loss_rank in self._owned.ranks else ()
+        shapes, structure = jax.tree.flatten(self._sums)
+        leaves = self._to_first(jax.tree.leaves(sums), self._loss_rank, shapes)
+        sums_on_first: LossSums | None = jax.tree.unflatten(structure, leaves) if self._owned.first else None
+        return sums_on_first
+
+    def guess(self, sums: LossSums | None) -> tuple[jax.Array, jax.Array]:
+        """``scale`` and ``loss`` as :meth:`combine` finds them if the step is finite and not clipped, known once the losses
+        are; where they were summed, or on the first rank of this process."""
+        guess: Any = None if sums is None else self._guess(*sums[:2])
+        everywhere: tuple[jax.Array, jax.Array] = (
+            self._from_first(guess, self._guessed) if self._owned.divided else guess
+        )
+        return everywhere
 
     def combine(
-        self,
-        squares: Mapping[int, jax.Array],
-        losses: Sequence[tuple[jax.Array, ...]],
-        stop: bool = False,
-        switch: bool = False,
+        self, squares: Mapping[int, jax.Array], sums: LossSums | None, stop: bool = False, switch: bool = False
     ) -> Combined:
-        """Combine the ``squares`` and ``losses`` that this process has, and whether this process wants to ``stop`` or
-        ``switch``; on rank 0, or on the first rank of this process."""
-        first = self._homes[0]
+        """Combine the ``squares`` that this process has, the ``sums`` of :meth:`sum_losses`, and whether this process wants to
+        ``stop`` or ``switch``; on rank 0, or on the first rank of this process."""
         combined_scalars: Any
         combined: Any = None
         if not self._owned.divided:
-            loss_sum, weight, reported = self._summed(losses)
-            combined_scalars = self._combine(*jax.device_put((list(squares.values()), loss_sum, weight), first))
+            assert sums is not None, "one process has all sums"
+            loss_sum, weight, reported = sums
+            values = (list(squares.values()), loss_sum, weight)
+            combined_scalars = self._combine(*jax.device_put(values, self._homes[0]))
             return with_flags(combined_scalars, weight, reported, [stop, switch])
-        # Every process runs the same sequence of moves, also those that neither send nor receive: transports match
-        # messages by their order.
-        sums: Any = ()
-        if self._apart:
-            losses = self._all_losses(losses)
-        if self._loss_rank in self._owned.ranks:
-            home = self._homes[self._loss_rank]
-            sums = self._sum_losses(jax.device_put(losses, home) if self._several else losses)
         first_rank = self._owned.ranks[0]
         squares_by_stage = [
             self._to_first([squares[s]] if s in squares else [], r, [self._squares[s]])
             for s, r in self._primary.items()
         ]
-        sums = self._to_first(jax.tree.leaves(sums), self._loss_rank, jax.tree.leaves(self._sums))
         flags = jax.device_put([np.asarray(stop), np.asarray(switch)], self._homes[first_rank])
         flag_avals = [self._combined.stop, self._combined.switch]
         requests = [self._to_first(flags if k == first_rank else [], k, flag_avals) for k in self._leaders]
-        if self._owned.first:
-            loss_sum, weight, reported = jax.tree.unflatten(jax.tree.structure(self._sums), sums)
+        if sums is not None:
+            loss_sum, weight, reported = sums
             combined_scalars = self._combine([square for one in squares_by_stage for square in one], loss_sum, weight)
             combined = with_flags(combined_scalars, weight, reported, self._any(requests))
         everywhere: Combined = self._from_first(combined, self._combined)
         return everywhere
 
-    def guess(
-        self, losses: Sequence[tuple[jax.Array, ...]], combined: Combined
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """``scale`` and ``loss`` as :meth:`combine` finds them if the step is finite and not clipped, known once the losses
-        are; and, on rank 0, whether ``combined`` has the same. Not for several processes."""
-        loss_sum, weight, _ = self._summed(losses)
-        scale, loss = self._guess(loss_sum, weight, combined.scale.dtype)
-        guess_on_first = jax.device_put((scale, loss), self._homes[0])
-        return scale, loss, self._agree(combined.applied, (combined.scale, combined.loss), guess_on_first)
-
-    def _summed(self, losses: Sequence[tuple[jax.Array, ...]]) -> Any:
-        return self._sum_losses(jax.device_put(losses, self._homes[0]) if self._several else losses)
+    def _summed(self, losses: Sequence[tuple[jax.Array, ...]], rank: int) -> LossSums:
+        """Return the sums of all losses, those of several stages on ``rank``."""
+        sums: LossSums = self._sum_losses(jax.device_put(losses, self._homes[rank]) if self._several else losses)
+        return sums
 
     def all_true(self, flags: Mapping[int, jax.Array]) -> jax.Array:
         """Return whether all of the scalars, by stage, are true."""
@@ -189,24 +192,29 @@ def on_sharding(aval: Any, home: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=home)
 
 
-def _sum_losses(
-    losses: Sequence[tuple[jax.Array, ...]], *, reported: Reported
-) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+LossSums = tuple[jax.Array, jax.Array, dict[str, jax.Array]]
+"""Loss sum and weight sum of a step, and its metrics by name."""
+
+
+def _sum_losses(losses: Sequence[tuple[jax.Array, ...]], *, reported: Reported) -> LossSums:
     """Loss sum and weight sum over the microbatches, and each metric's sum ÷ its weight."""
     sums: list[Any] = [sum(jnp.sum(x) for x in port) for port in zip(*losses, strict=True)]
     means = {name: sums[total] / sums[weight] for name, (total, weight) in reported.metrics.items()}
     return *reported.loss(sums), means
 
 
-def _guess(loss_sum: jax.Array, weight: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
-    """Factors of a gradient that is not clipped, and the mean loss."""
+def _guess(loss_sum: jax.Array, weight: jax.Array, *, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    """Factors of a gradient that is not clipped, and the mean loss. ``dtype``: of the squares."""
     total = jnp.where(weight > 0, weight, 1.0)
-    one = jnp.ones((), dtype)
-    return jnp.stack([one, one / total]).astype(dtype), loss_sum / total
+    one = jnp.ones((), jnp.result_type(dtype, weight))
+    return jnp.stack([one, one / total]), loss_sum / total
 
 
-def _agree(ok: jax.Array, values: tuple[jax.Array, ...], guess: tuple[jax.Array, ...]) -> jax.Array:
-    return ok & jnp.all(jnp.stack([jnp.all(a == b) for a, b in zip(values, guess, strict=True)]))
+def agrees(combined: Combined, scale: jax.Array, loss: jax.Array) -> bool:
+    """Return whether a step is finite and its scalars are as :meth:`StepReduction.guess` has them. Waits for them."""
+    # On the host: a program that compares them would stand before the next step's forwards on its device.
+    ok, *pairs = jax.device_get((combined.applied, (combined.scale, scale), (combined.loss, loss)))
+    return bool(ok) and all(np.array_equal(a, b) for a, b in pairs)
 
 
 def _combine(

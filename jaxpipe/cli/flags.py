@@ -14,6 +14,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -225,12 +226,21 @@ _FLAGS = {
     "cp": ("pipeline.cp", "devices of each rank that share each sequence"),
     "dp": ("pipeline.dp", "data-parallel devices of each rank"),
 }
+AUTO = "auto"
+"""The value of ``--dp`` that stands for as many as there are devices for."""
 
 
-def add_parallel_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags; each is None unless given."""
+def add_parallel_flags(parser: argparse.ArgumentParser, *, fills: bool = False) -> None:
+    """Add the flags; each is None unless given. ``fills``: the command has devices to fill with ``--dp auto``."""
     for flag, (key, text) in _FLAGS.items():
-        parser.add_argument(f"--{flag}", type=whole_number(text, _MOST), metavar="N", help=f"{text}: short for {key}=N")
+        number, may_fill = whole_number(text, _MOST), fills and flag == "dp"
+        more = f", or {AUTO}: as many as there are devices; run.batch stays" if may_fill else ""
+        kind = partial(_number_or_auto, number) if may_fill else number
+        parser.add_argument(f"--{flag}", type=kind, metavar="N", help=f"{text}: short for {key}=N{more}")
+
+
+def _number_or_auto(number: Callable[[str], int], text: str) -> int | str:
+    return AUTO if text == AUTO else number(text)
 
 
 def with_parallel_flags(args: argparse.Namespace, overrides: Sequence[str]) -> list[str]:
@@ -246,7 +256,8 @@ def with_parallel_flags(args: argparse.Namespace, overrides: Sequence[str]) -> l
         flag, number = flag_values.get(key.strip(), ("", None))
         if number is not None and text.strip() != str(number):
             raise ConfigError(f"{flag} {number} and {override!r} contradict each other: give one of them")
-    return [f"{key}={number}" for key, (_, number) in flag_values.items()] + list(overrides)
+    numbers = [f"{key}={number}" for key, (_, number) in flag_values.items() if number != AUTO]
+    return numbers + list(overrides)
 
 
 MOST_RANKS, MOST_MICROBATCHES, MOST_CHUNKS, MOST_ACTIONS = 4096, 1_000_000, 1024, 2_000_000

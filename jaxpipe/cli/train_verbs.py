@@ -50,15 +50,15 @@ _MOST_PROCESSES = 65536
 _LESS_HERE = "more --devices, a smaller --batch, or a larger part of the memory (XLA_CLIENT_MEM_FRACTION)"
 
 
-def _configure_config(parser: argparse.ArgumentParser) -> None:
+def _configure_config(parser: argparse.ArgumentParser, *, fills: bool = False) -> None:
     flags.add_value(parser, "--config", "FILE", str, "TOML or JSON settings; without it the defaults")
     text = "settings that override the file, such as run.steps=200"
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help=text)
-    flags.add_parallel_flags(parser)
+    flags.add_parallel_flags(parser, fills=fills)
 
 
 def configure_train(parser: argparse.ArgumentParser) -> None:
-    _configure_config(parser)
+    _configure_config(parser, fills=True)
     flags.add_switch(parser, "--print-config", "print all settings (changed ones marked *) and stop")
     flags.add_switch(parser, "--help-config", "explain all settings and stop")
     text = "where devices have no pinned host memory, offload to ordinary host arrays, slowly (offload.fallback=true)"
@@ -102,7 +102,7 @@ def run_train(args: argparse.Namespace) -> int:
             stack.enter_context(ending_together(processes))
             # only now: a config that is wrong for one process must end the others, too, not leave them waiting
             config = config_of(args)
-            agree_on_settings(processes, config)
+            agree_on_settings(processes, config, {"--dp": str(args.dp)})
             devices = max(config.pipeline.num_devices, config.run.machine.devices)
             if processes.number > 1:
                 local_ranks = processes.ranks(config.pipeline.ranks)[processes.mine]
@@ -111,6 +111,8 @@ def run_train(args: argparse.Namespace) -> int:
             request_devices(devices, config.run.machine.platform, processes=processes.number)
             request_gpus(config.run, processes=processes.number, mine=processes.mine)
             processes.start_jax()
+            if args.dp == flags.AUTO:
+                config = _filling_all_devices(config, processes)
             from jaxpipe.planning.targets import peak_of
             from jaxpipe.train.loop import train
             from jaxpipe.train.run.progress import ProgressStream
@@ -122,6 +124,18 @@ def run_train(args: argparse.Namespace) -> int:
     if processes.mine == 0:
         out.print(json.dumps(result_json(result), allow_nan=False) if args.json else result_text(result))
     return STOPPED if result.stopped else 0
+
+
+def _filling_all_devices(config: TrainConfig, processes: Processes) -> TrainConfig:
+    """Return the config with ``--dp auto`` replaced by the number that all devices of all processes make."""
+    import jax
+
+    count = jax.device_count()
+    filled = processes.run_on_all("--dp auto", lambda: config.filling(count))
+    if processes.mine == 0:
+        pipe = filled.pipeline
+        flags.notice(f"--dp auto: {count} devices make dp {pipe.dp}, with {pipe.microbatches} microbatches")
+    return filled
 
 
 @contextmanager
@@ -375,7 +389,10 @@ def run_launch(args: argparse.Namespace) -> int:
         )
 
     # the command is parsed here as it will be there: a mistake shows before a job waits hours for its nodes
-    config = config_of(parsed("train", args.rest[1:]))
+    train_args = parsed("train", args.rest[1:])
+    config = config_of(train_args)
+    if train_args.dp == flags.AUTO and args.where != "local":
+        config = config.filling(args.nodes * args.gpus)
     return _launch_here(args, config) if args.where == "local" else _write_job_file(args, config)
 
 

@@ -138,6 +138,34 @@ class TrainConfig(Sections):
         sequences a step sees depends on ``run.batch`` alone, not on how the batch is divided."""
         return self.run.batch // self.pipeline.microbatches
 
+    def filling(self, num_devices: int) -> TrainConfig:
+        """Return this config with all of ``num_devices`` in use, by data parallelism (``--dp auto``). ``run.batch`` stays, and
+        with it what a step learns from. Where there are fewer devices than for ``pipeline.dp``, there are more microbatches, so
+        that no device sees more sequences at once.
+
+        Raises:
+            ConfigError: the devices, or the batch, do not divide so; names numbers of devices that do.
+        """
+        pipe, batch = self.pipeline, self.run.batch
+        each = pipe.num_devices // pipe.dp
+
+        def microbatches_of(dp: int) -> int | None:
+            if batch % dp or dp >= pipe.dp:
+                return pipe.microbatches if batch % (pipe.microbatches * dp) == 0 else None
+            return min(m for m in divisors_of(batch // dp) if m * dp >= pipe.microbatches * pipe.dp)
+
+        dp, left = divmod(num_devices, each)
+        microbatches = microbatches_of(dp) if dp and not left else None
+        if microbatches is None:
+            sizes = [d for d in divisors_of(batch) if microbatches_of(d) is not None]
+            near = sorted(sorted(sizes, key=lambda d: abs(d - num_devices / each))[:2])
+            use = " or ".join(f"{d * each} (dp {d})" for d in near)
+            raise ConfigError(
+                f"--dp auto: {num_devices} devices are dp {num_devices / each:g} for {pipe.ranks} ranks × {each // pipe.ranks} "
+                f"devices, and run.batch={batch} in {pipe.microbatches} microbatches does not divide so: use {use} devices"
+            )
+        return self.changed({"pipeline.dp": dp, "pipeline.microbatches": microbatches})
+
     def describe(self) -> str:
         """List all settings, one a line, aligned; those that differ from the default are marked ``*``."""
         default = TrainConfig().to_dict()

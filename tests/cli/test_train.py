@@ -137,8 +137,12 @@ def test_train_from_a_file_with_overrides(
     cli: Callable[..., Any], tiny: Callable[..., list[str]], finished: Path, tmp_path: Path
 ) -> None:
     where = f"run.out_dir={tmp_path / 'new'}"
-    out, _ = cli("train", "--config", finished / "config.toml", where, "run.steps=2", "--json", "optimizer.lr=1e-3")
+    sizes = ("--dp", "auto", "pipeline.microbatches=2")  # 2 ranks of the 8 devices of tests
+    out, err = cli(
+        "train", "--config", finished / "config.toml", where, "run.steps=2", "--json", "optimizer.lr=1e-3", *sizes
+    )
     assert json.loads(out)["step"] == 2
+    assert err.startswith("--dp auto: 8 devices make dp 4, with 2 microbatches\n")
     printed, _ = cli("train", "--config", tmp_path / "new" / "config.toml", "--print-config")
     rows = [line.split() for line in printed.splitlines()]
     assert ["*", "warmup_steps", "2"] in rows
@@ -299,6 +303,12 @@ BAD_FLAGS = {
     "no tensor-parallel devices": ("train --tp 0", "tensor-parallel devices of each rank can't be; want 1 to"),
     "ranks said twice": ("train --pp 2 pipeline.ranks=4", "--pp 2 and 'pipeline.ranks=4' contradict each other"),
     "a batch that dp does not divide": ("profile --dp 3", "× pipeline.dp=3: use run.batch=24 or 48, or pipeline.dp="),
+    "devices that dp does not divide": (
+        "train --dp auto --pp 3",
+        "dp 2.66667 for 3 ranks × 1 devices, and run.batch=32 in 8 "
+        "microbatches does not divide so: use 6 (dp 2) or 12 (dp 4) devices",
+    ),
+    "nothing to fill": ("profile --dp auto", "'auto' is not a whole number"),
     "costs of another kind": ("profile -o costs.csv", ".json"),
     "costs into nowhere": ("profile -o none/costs.json", "no directory 'none'"),
 }

@@ -440,6 +440,20 @@ def test_the_numbers_that_a_message_names_would_work(batch: int, microbatches: i
             config_of(**{key: int(advised)})
 
 
+def test_dp_fills_the_devices_and_keeps_the_batch() -> None:
+    """The job of 4 ranks × tp 2 × dp 16 whose devices see a sequence at once, on fewer hosts and on more."""
+    config = TrainConfig().override(
+        ["run.batch=480", "pipeline.microbatches=30", "pipeline.dp=16", "pipeline.ranks=4", "pipeline.tp=2"]
+    )
+    sizes = {n: config.filling(n).pipeline for n in (128, 120, 64, 96, 8)}
+    shapes = {n: (pipe.dp, pipe.microbatches, pipe.num_devices) for n, pipe in sizes.items()}
+    assert shapes == {128: (16, 30, 128), 120: (15, 32, 120), 64: (8, 60, 64), 96: (12, 40, 96), 8: (1, 480, 8)}
+    assert "use 120 (dp 15) or 128 (dp 16) devices" in refusal(config.filling, 124)
+    assert "use 120 (dp 15) or 128 (dp 16) devices" in refusal(config.filling, 256)
+    assert "are dp 0.5 for 4 ranks × 2 devices, " in refusal(config.filling, 4)
+    assert TrainConfig().filling(16).pipeline.microbatches == TrainConfig().pipeline.microbatches
+
+
 @given(st.integers(1, 400), st.integers(2, 64))
 def test_sequence_parallelism_wants_a_length_that_tp_divides(seq_len: int, tp: int) -> None:
     sizes = ["pipeline.sequence_parallel=true", f"data.seq_len={seq_len}", f"pipeline.tp={tp}"]

@@ -134,7 +134,7 @@ def test_changed_settings_are_named(text: Path, finished: Path) -> None:
     started, notes = start(
         text, finished, "optimizer.lr=5", "optimizer.betas=0.1,0.2", "run.seed=77", "run.dtype=bfloat16",
         "model.options.dropout=0.5", "run.steps=9", "run.log_every=1", "run.batch=16", "pipeline.microbatches=2",
-        f"run.out_dir={finished}",
+        "pipeline.dp=2", f"run.out_dir={finished}",
     )  # fmt: skip
     assert started.step == 4
     assert notes.pop().startswith(
@@ -142,7 +142,8 @@ def test_changed_settings_are_named(text: Path, finished: Path) -> None:
     )
     assert notes == [
         "resuming with changes: model.options.dropout not set → 0.5, optimizer.lr 0.01 → 5.0, "
-        "optimizer.options.betas [0.9, 0.95] → [0.1, 0.2], run.batch 8 → 16, run.dtype float32 → bfloat16, run.seed 0 → 77"
+        "optimizer.options.betas [0.9, 0.95] → [0.1, 0.2], run.batch 8 → 16, run.dtype float32 → bfloat16, run.seed 0 → 77",
+        "resuming with pipeline.dp 1 → 2: gradients are sums of other parts, so bits are not those of one dp",
     ]
     assert start(text, finished)[1] == []
 

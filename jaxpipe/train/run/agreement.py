@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from platform import python_version_tuple
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 from jaxpipe.runtime.processes import Processes
@@ -33,8 +34,10 @@ _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 _SEEN_WITHIN_S = 10.0
 
 
-def agree_on_settings(processes: Processes, config: TrainConfig) -> None:
-    """Before JAX is started.
+def agree_on_settings(
+    processes: Processes, config: TrainConfig, flags: Mapping[str, str] = MappingProxyType({})
+) -> None:
+    """Before JAX is started. ``flags``: those that the config does not hold.
 
     Raises:
         AgreedError: versions or settings differ, or the run directory is not one that all see.
@@ -43,7 +46,7 @@ def agree_on_settings(processes: Processes, config: TrainConfig) -> None:
         return
     agree_on_versions(processes)
     settings = {key: str(value) for key, value in config.by_key().items() if key not in _MAY_DIFFER}
-    processes.require_equal("settings", settings, "start all with one config")
+    processes.require_equal("settings", {**settings, **flags}, "start all with one config")
     _agree_on_folder(processes, Path(config.run.out_dir))
 
 

@@ -273,6 +273,7 @@ def _compare(prepared: Prepared, origin: Manifest) -> list[str]:
         for key, (old, new) in changes.items()
         if key in model or not key.startswith((*_WHERE, *_HOW_OFTEN))
     ]
+    dp = changes.get("pipeline.dp", ())
     remarks = {
         f"warning: {target} {like.value} when step {step} was saved": like is which_model.Likeness.OTHER
         or (like is which_model.Likeness.TRAINS_OTHERWISE and not model),
@@ -280,6 +281,9 @@ def _compare(prepared: Prepared, origin: Manifest) -> list[str]:
         is which_model.Likeness.UNKNOWN,
         f"warning: JAX's settings are other than at step {step}: {settings}": bool(settings),
         f"resuming with changes: {', '.join(named)}": bool(named),
+        f"resuming with pipeline.dp {' → '.join(dp)}: gradients are sums of other parts, so bits are not those of one dp": bool(
+            dp
+        ),
         f"settings of step {step} that this version does not know are ignored: {', '.join(unknown)}": bool(unknown),
     }
     return [remark for remark, applies in remarks.items() if applies]

@@ -10,7 +10,7 @@ to :data:`AXES`, a field to :class:`RankMesh`, and kinds of buffers that it divi
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
@@ -28,6 +28,9 @@ Role = Literal["rows", "time", "width"]
 
 AXES: dict[str, Role] = {DP: "rows", CP: "time", TP: "width"}
 """The axes of a rank's mesh, the outermost first."""
+
+ROWS = tuple(axis for axis, role in AXES.items() if role == "rows")
+"""The axes over which the rows of a microbatch are divided."""
 
 DATA = tuple(axis for axis, role in AXES.items() if role != "width")
 """The axes over which the positions of a microbatch are divided: devices along them have the same parameters and other data."""
@@ -54,6 +57,13 @@ BUFFER_AXES: dict[BufferKind, BufferAxes] = {
 
 AnyMesh = Mesh | AbstractMesh
 """A rank's devices, or as many that do not exist: stages can be traced for those, not run."""
+
+
+def exchanging() -> set[str]:
+    """Return the axes over which layers exchange: those along which devices work on one row, or hold other parts of a
+    parameter."""
+    dividing = {axis for axes in BUFFER_AXES.values() for axis in axes.divided}
+    return dividing | {axis for axis, role in AXES.items() if role != "rows"}
 
 
 CP_METHODS = ("gather", "heads", "ring")
@@ -106,7 +116,7 @@ class RankMesh:
     @property
     def one_row(self) -> RankMesh:
         """Return the mesh of one of the parts that a microbatch's rows are divided into."""
-        one: dict[str, Any] = {axis: 1 for axis, role in AXES.items() if role == "rows"}
+        one: dict[str, Any] = dict.fromkeys(ROWS, 1)
         return replace(self, **one)
 
     @property
@@ -116,8 +126,17 @@ class RankMesh:
 
     @property
     def divided(self) -> bool:
-        """Return whether several devices work on one sequence."""
-        return any(size > 1 for axis, size in self.sizes.items() if AXES[axis] != "rows")
+        """Return whether the devices of a rank exchange anything in layers."""
+        return any(self.sizes[axis] > 1 for axis in exchanging())
+
+    @property
+    def divides_parameters(self) -> bool:
+        """Return whether devices hold other parts of a parameter."""
+        return any(self.parts(kind) > 1 for kind in BUFFER_AXES)
+
+    def parts(self, kind: BufferKind) -> int:
+        """Return into how many parts a buffer of this kind is divided."""
+        return math.prod(self.sizes[axis] for axis in BUFFER_AXES[kind].divided)
 
     @property
     def splits_time(self) -> bool:
@@ -193,7 +212,7 @@ def pipeline_submeshes(
     return tuple(mesh.over(all_devices[r : r + mesh.num_devices]) for r in range(0, need, mesh.num_devices))
 
 
-def with_several(mesh: AnyMesh, axes: Sequence[str]) -> tuple[str, ...]:
+def with_several(mesh: AnyMesh, axes: Iterable[str]) -> tuple[str, ...]:
     """Return those of ``axes`` along which the rank has more than one device."""
     return tuple(a for a in axes if mesh.shape[a] > 1)
 

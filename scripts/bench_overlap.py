@@ -179,11 +179,10 @@ def measure(
     estimate: bool = False,
 ) -> dict[str, Any]:
     """Compiles these operations of the stage, on microbatches of their own, as one program, and reads its schedule."""
-    from jaxpipe.mesh import CP, TP
     from jaxpipe.stage.weave.weaver import weave
     from scripts.hlo_schedule import count_products, overlaps
 
-    plan = weave([stage.functions[op].jaxpr for op in ops], shards=mesh.shape[TP], cp=mesh.shape[CP])
+    plan = weave([stage.functions[op].jaxpr for op in ops], mesh.shape)
     jitted, inputs = _woven(stage, ops) if woven else _side_by_side(stage, ops, mesh)
     options = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": not cublas} if gpu else {}
     start = time.monotonic()

@@ -212,7 +212,7 @@ class Stopwatch:
         """Return the measured seconds by operation. ``vocab_size``: integers of a batch are below it."""
         device = self.devices[0]
         # the text of a jaxpr names variables in order, so equal programs of two processes have equal texts
-        where = f"{jax.__version__} {device.platform} {device.device_kind} {stage.layout.shards}"
+        where = f"{jax.__version__} {device.platform} {device.device_kind} {stage.layout.mesh.num_devices}"
         programs = "\n".join(f"{op} {f.jaxpr}" for op, f in stage.functions.items())
         # keys of calls on ones had no vocabulary: a GPU multiplies ones in less time than other values
         key = hashlib.sha256(f"{where} {vocab_size}\n{programs}".encode()).hexdigest()[:24]

@@ -73,7 +73,7 @@ def evaluate(closed: ClosedJaxpr, tp: int, arguments: Sequence[Any]) -> list[np.
 
 def assert_same_bits(parts: Sequence[ClosedJaxpr], tp: int) -> None:
     arguments = [shard_arguments(part, tp, seed) for seed, part in enumerate(parts)]
-    woven = weave(parts, shards=tp)
+    woven = weave(parts, {TP: tp})
     part_values = [v for part, values in zip(parts, arguments, strict=True) for v in evaluate(part, tp, values)]
     woven_values = evaluate(woven.jaxpr, tp, [a for values in arguments for a in values])
     assert len(part_values) == len(woven_values)
@@ -136,7 +136,7 @@ COVERED: list[tuple[str, dict[str, Any], int, int]] = [
 def test_all_collectives_of_a_braid_are_covered(
     name: str, options: dict[str, Any], collectives: int, covered: int
 ) -> None:
-    woven = weave(jaxprs(stages(name, 4, large=True, **options)[1], ("F", "BW")), shards=4)
+    woven = weave(jaxprs(stages(name, 4, large=True, **options)[1], ("F", "BW")), {TP: 4})
     assert len(woven.collectives) == collectives
     assert sum(c.covered for c in woven.collectives) == covered
     assert woven.exposed_s < 0.02 * woven.makespan_s
@@ -149,7 +149,7 @@ def test_dataflow_keeps_the_planned_products_under_their_collectives(
     ops: tuple[str, ...], options: dict[str, Any]
 ) -> None:
     """A product under a collective can't run before the collective may start, nor after its result is read."""
-    woven = weave(jaxprs(stages(GPT, 4, large=True, **options)[1], ops), shards=4)
+    woven = weave(jaxprs(stages(GPT, 4, large=True, **options)[1], ops), {TP: 4})
     assert sorted(c.products for c in woven.collectives) == sorted(products_held_under(woven))
 
 
@@ -180,7 +180,7 @@ def products_held_under(woven: WovenJaxpr) -> list[int]:
 
 def test_without_collectives_there_are_no_barriers() -> None:
     closed = stages(GPT, 2)[1].functions["W"].jaxpr
-    woven = weave([closed], shards=2)
+    woven = weave([closed], {TP: 2})
     assert barriers(woven.jaxpr) == barriers(closed)
     assert woven.collectives == () and woven.exposed_s == 0
 
@@ -191,7 +191,7 @@ def barriers(closed: ClosedJaxpr) -> int:
 
 def test_inputs_and_outputs_stand_one_after_another() -> None:
     parts = jaxprs(stages(GPT, 2)[1], ("F", "BW"))
-    woven = weave(parts, shards=2)
+    woven = weave(parts, {TP: 2})
     assert len(woven.jaxpr.jaxpr.invars) == sum(len(part.jaxpr.invars) for part in parts)
     assert [v.aval for v in woven.jaxpr.jaxpr.outvars] == [v.aval for part in parts for v in part.jaxpr.outvars]
     equations = [eqn.primitive.name for eqn in woven.jaxpr.jaxpr.eqns if eqn.primitive.name != "optimization_barrier"]
@@ -201,7 +201,7 @@ def test_inputs_and_outputs_stand_one_after_another() -> None:
 
 def test_weaving_is_deterministic() -> None:
     parts = jaxprs(stages(LLAMA, 2, sequence=True)[1], ("F", "BW"))
-    assert str(weave(parts, shards=2).jaxpr) == str(weave(parts, shards=2).jaxpr)
+    assert str(weave(parts, {TP: 2}).jaxpr) == str(weave(parts, {TP: 2}).jaxpr)
 
 
 def test_options_switch_combining_off() -> None:
@@ -211,7 +211,7 @@ def test_options_switch_combining_off() -> None:
 
 CHUNK = Chunk((0,), 0, 1, 0, 0)
 LIGHT = Chunk((0,), None, 0, 0, 0)
-COLLECTIVE = Collective(0, "psum", 1)
+COLLECTIVE = Collective(0, "psum", 1, (TP,))
 
 
 @st.composite
@@ -274,7 +274,7 @@ def test_filler_left_over_runs_early_but_never_uncovers() -> None:
 def test_barriers_do_not_hold_back_what_the_graph_reads() -> None:
     """A part graph of the woven jaxpr has the collectives of the parts."""
     parts = jaxprs(stages(GPT, 2)[1], ("F", "BW"))
-    woven = weave(parts, shards=2)
+    woven = weave(parts, {TP: 2})
     assert len(PartGraph(woven.jaxpr).collectives) == sum(len(PartGraph(p).collectives) for p in parts)
     reads = {v for eqn in woven.jaxpr.jaxpr.eqns for v in variables(eqn.invars)}
     values: set[Var] = {*woven.jaxpr.jaxpr.invars, *woven.jaxpr.jaxpr.constvars}

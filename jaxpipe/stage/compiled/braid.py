@@ -34,7 +34,7 @@ from jaxpipe._jax_compat import (
     shape_of,
     variables,
 )
-from jaxpipe.mesh import CP, TP, device_sharded
+from jaxpipe.mesh import device_sharded
 from jaxpipe.stage.compiled.compile import BuildCache, compiled, jit_per_shard
 from jaxpipe.stage.functions import SHARED, BraidedFunction, Parts, Port, StageFunction, StageFunctions
 from jaxpipe.stage.jaxprs import Dataflow, called, reachable
@@ -114,7 +114,7 @@ class _Composition:
         self._env: dict[Var, Atom] = {}
         self._sums: dict[tuple[int, Port], Atom] = {}
         heads = self._heads()
-        self.woven = weave([h.closed for h in heads], shards=mesh.shape[TP], cp=mesh.shape[CP])
+        self.woven = weave([h.closed for h in heads], mesh.shape)
         woven = self.woven.jaxpr
         woven_atoms = self._bind(heads, woven)
         eqns = [eqn.replace(invars=[called(self._env, a) for a in eqn.invars]) for eqn in woven.jaxpr.eqns]

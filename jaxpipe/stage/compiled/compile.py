@@ -26,7 +26,7 @@ from jax.sharding import Mesh
 from jaxpipe import dump
 from jaxpipe._jax_compat import ClosedJaxpr, Var, aval_bytes, dtype_of, eval_jaxpr, shape_of, variables
 from jaxpipe.errors import StageError
-from jaxpipe.mesh import CP, ONE_SHARD, TP, AnyMesh, RankMesh, spec_of, varies_beside_data
+from jaxpipe.mesh import ONE_SHARD, ROWS, AnyMesh, RankMesh, exchanging, spec_of, varies_beside_data, with_several
 from jaxpipe.stage.compiled.cpu import OPTIONS, for_cpu
 from jaxpipe.stage.functions import IN_PLACE, SHARED, Homes, Port, StageFunction, StageFunctions, with_offload
 from jaxpipe.stage.identity import ById, function_key, value_key
@@ -101,7 +101,7 @@ def build_stage_functions(
         StageError: parameters, batch arrays or boundary values don't fit, a layer fails, or it can't be split.
         ConfigError: a layer can't be divided over so many shards.
     """
-    assert dict(mesh.shape) == tp.sizes, f"a submesh of {dict(mesh.shape)} for {tp}"
+    assert dict(mesh.shape) | dict.fromkeys(ROWS, 1) == tp.one_row.sizes, f"a submesh of {dict(mesh.shape)} for {tp}"
     cache = cache if cache is not None else BuildCache()
     layout = ParamLayout.build(layers, stage_params(layers, param_avals), tp=tp)
     data = _data_read(layers, data_avals, stage)
@@ -350,14 +350,13 @@ def _function(
 
     def jit(donated: tuple[int, ...], results: Sequence[int]) -> Any:
         if key not in cache.jitted:
-            shards, cp = homes.mesh.shape[TP], homes.mesh.shape[CP]
 
             def woven() -> ClosedJaxpr:
                 """Weight gradients go under collectives; the function's jaxpr stays plain, for braids to weave."""
-                return weave([closed], shards=shards, cp=cp).jaxpr
+                return weave([closed], homes.mesh.shape).jaxpr
 
             # What donates adds weight gradients (W, BW), and only those can fill a wait for a collective of the same function.
-            order = woven if donated and shards * cp > 1 else None
+            order = woven if donated and with_several(homes.mesh, exchanging()) else None
             cache.jitted[key] = jit_per_shard(closed, avals_in, avals_out, results, homes.mesh, donated, name, order)
         return cache.jitted[key]
 
@@ -418,7 +417,7 @@ def options_for(mesh: AnyMesh) -> Mapping[str, bool | int | str]:
     """Return the compiler options for the devices of ``mesh``: on GPUs for functions with collectives."""
     if _platform(mesh) == "cpu":
         return OPTIONS
-    return GPU_OVERLAP_OPTIONS if mesh.shape[TP] * mesh.shape[CP] > 1 and _platform(mesh) in ("gpu", "cuda") else {}
+    return GPU_OVERLAP_OPTIONS if with_several(mesh, exchanging()) and _platform(mesh) in ("gpu", "cuda") else {}
 
 
 def _platform(mesh: AnyMesh) -> str:

@@ -28,15 +28,16 @@ import numpy as np
 
 from jaxpipe._jax_compat import is_key_dtype
 from jaxpipe.errors import ConfigError, StageError
-from jaxpipe.mesh import ONE_SHARD, RankMesh
+from jaxpipe.mesh import ONE_SHARD, BufferKind, RankMesh
 from jaxpipe.stage.identity import function_key
 from jaxpipe.text import closest, divisors_of
 
 Params = dict[str, Any]
 Path = tuple[str, ...]
-Shard = int | Literal["partial"]
+Shard = int | Literal["partial"] | tuple[BufferKind, int]
 """How a parameter lies on the ``tp`` shards: split along an axis, or (``"partial"``) whole on each of them, each shard making
-a part of its gradient. A parameter of which nothing is said is whole on each, and each shard makes its whole gradient."""
+a part of its gradient. Or one of the other kinds of :data:`~jaxpipe.mesh.BUFFER_AXES`, and the axis that is divided. A
+parameter of which nothing is said is whole on each, and each shard makes its whole gradient."""
 
 
 @dataclass(frozen=True, slots=True)

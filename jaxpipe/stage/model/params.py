@@ -6,11 +6,11 @@ in passing) and one for the rest. Larger leaves keep their own buffer and shape.
 Leaves that are not trained (integers, and what :attr:`Layer.trainable` leaves out) go into buffers after all others and have no
 accumulator. Copies of leaves tied to another stage's share buffers only with each other: the owner's stage updates them.
 
-With tensor parallelism a buffer holds leaves of one kind: split over the shards, whole on each (``same``), or whole on each
-with gradients that the shards make parts of (``partial``). Slots and buffers are a shard's; what a rank holds of a split buffer
-is the shards' buffers one after another on axis 0. :meth:`ParamLayout.pack` and :meth:`~ParamLayout.unpack` go between whole
-parameters and what a rank holds, :meth:`~ParamLayout.pack_leaves` and :meth:`~ParamLayout.unpack_leaves` between a shard's
-leaves and its buffers.
+Where devices divide layers a buffer holds leaves of one kind (:data:`~jaxpipe.mesh.BUFFER_AXES`): split over shards, whole on
+each (``same``), or whole on each with gradients that the shards make parts of (``partial``). Slots and buffers are a shard's;
+what a rank holds of a split buffer is the shards' buffers one after another on axis 0. :meth:`ParamLayout.pack` and
+:meth:`~ParamLayout.unpack` go between whole parameters and what a rank holds, :meth:`~ParamLayout.pack_leaves` and
+:meth:`~ParamLayout.unpack_leaves` between a shard's leaves and its buffers.
 
 Tied leaves: :func:`stage_params` puts a copy of the owner's leaf at the tied path when the owner lives in another stage; when
 owner and user share a stage there is one leaf, and :meth:`ParamLayout.tree` shows it at both places.
@@ -83,7 +83,7 @@ def is_trained(leaf: Any) -> bool:
 class LeafSlot:
     """The place of one leaf: in ``buffer``, from element ``offset`` on; with ``offset`` None it is the whole buffer.
 
-    ``shape``: a shard's. ``axis``: along which the leaf is split over ``tp`` shards, or None.
+    ``shape``: a shard's. ``axis``: along which the leaf is split over ``shards``, or None.
     """
 
     layer: str
@@ -93,18 +93,20 @@ class LeafSlot:
     buffer: int
     offset: int | None
     axis: int | None = None
+    shards: int = 1
 
     @property
     def size(self) -> int:
         return int(np.prod(self.shape, dtype=np.int64))
 
-    def whole_shape(self, shards: int) -> tuple[int, ...]:
-        """Return the shape of the leaf, all shards together."""
-        return tuple(n * shards if k == self.axis else n for k, n in enumerate(self.shape))
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        """The shape of the leaf, all shards together."""
+        return tuple(n * self.shards if k == self.axis else n for k, n in enumerate(self.shape))
 
-    def parts(self, leaf: Any, shards: int) -> Sequence[Any]:
+    def parts(self, leaf: Any) -> Sequence[Any]:
         """Divide the whole leaf as the shards have it."""
-        return [leaf] * shards if self.axis is None else np.split(leaf, shards, self.axis)
+        return [leaf] if self.axis is None else np.split(leaf, self.shards, self.axis)
 
     def __str__(self) -> str:
         return "/".join((self.layer, *self.path))
@@ -115,7 +117,7 @@ class ParamLayout:
     """The leaves of one stage's parameters and the buffers that hold them.
 
     ``slots``: in order of layer, then path. ``buffers``: a shard's shapes and dtypes; the leaves of the first ``num_trained``
-    are trained. ``kinds``: how each lies on the ``tp`` shards, of which there are ``shards``.
+    are trained. ``kinds``: how each lies on the devices of ``mesh``.
     ``aliases``: (layer, path) of a leaf tied within the stage → (owner layer, owner path). ``shared``: the same for leaves
     whose owner lives in another stage; these have slots of their own, and the caller adds their gradients to the owner's.
     ``layers``: all layers of the stage, those without parameters too.
@@ -128,7 +130,7 @@ class ParamLayout:
     aliases: Mapping[Place, Place]
     shared: Mapping[Place, Place]
     kinds: tuple[BufferKind, ...] = ()
-    shards: int = 1
+    mesh: RankMesh = ONE_SHARD
 
     @classmethod
     def build(
@@ -157,9 +159,9 @@ class ParamLayout:
         places, lie = {(name, path) for name, path, _ in leaves}, _sharding(layers, tp)
         assert shared.keys() <= places, "parameters that stage_params selects"
         _check_ties(places, lie, aliases)
-        local_leaves = [(name, path, _shard_of(name, path, leaf, lie, tp.size)) for name, path, leaf in leaves]
-        slots, buffers, num_trained, kinds = _assign(local_leaves, lie, shared, small_bytes)
-        return cls(names, slots, buffers, num_trained, aliases, shared, kinds, tp.size)
+        local_leaves = [(name, path, _shard_of(name, path, leaf, lie, tp)) for name, path, leaf in leaves]
+        slots, buffers, num_trained, kinds = _assign(local_leaves, lie, shared, small_bytes, tp)
+        return cls(names, slots, buffers, num_trained, aliases, shared, kinds, tp)
 
     def cast(self, params: Mapping[str, Params], dtype: Any = None) -> dict[str, Params]:
         """Cast a stage's whole parameters to NumPy arrays: floats in ``dtype``, by default the one they are computed with."""
@@ -187,12 +189,14 @@ class ParamLayout:
             StageError: a leaf is missing or has another shape.
         """
         leaves = [self._find(params, slot) for slot in self.slots]
-        parts = [slot.parts(leaf, self.shards) for slot, leaf in zip(self.slots, leaves, strict=True)]
+        parts = [slot.parts(leaf) for slot, leaf in zip(self.slots, leaves, strict=True)]
         # Shard by shard, then side by side for split buffers; buffers that are the same on all shards are held once.
-        packed = [self.pack_leaves([part[k] for part in parts]) for k in range(self.shards)]
+        most = max(map(len, parts), default=1)
+        packed = [self.pack_leaves([part[k % len(part)] for part in parts]) for k in range(most)]
+        counts = [self.mesh.parts(kind) for kind in self.kinds]
         return [
-            _joined(buffers) if self.axes(k).divided else buffers[0]
-            for k, buffers in enumerate(zip(*packed, strict=True))
+            _joined(buffers[:n]) if n > 1 else buffers[0]
+            for n, buffers in zip(counts, zip(*packed, strict=True), strict=True)
         ]
 
     def pack_leaves(self, leaves: Sequence[Any]) -> list[jax.Array]:
@@ -224,10 +228,10 @@ class ParamLayout:
         # A split buffer holds the shards' buffers one after another, so the leaf's parts lie a buffer's length apart.
         if slot.axis is None:
             return buffer if slot.offset is None else buffer[slot.offset : slot.offset + slot.size].reshape(slot.shape)
-        each = buffer.reshape(self.shards, -1)
+        each = buffer.reshape(slot.shards, -1)
         begin = 0 if slot.offset is None else slot.offset
-        parts = each[:, begin : begin + slot.size].reshape(self.shards, *slot.shape)
-        return np.moveaxis(parts, 0, slot.axis).reshape(slot.whole_shape(self.shards))
+        parts = each[:, begin : begin + slot.size].reshape(slot.shards, *slot.shape)
+        return np.moveaxis(parts, 0, slot.axis).reshape(slot.whole_shape)
 
     def tree(self, leaves: Sequence[Any]) -> dict[str, Params]:
         """Build the parameters by layer name from the leaves in slot order; leaves tied within the stage stand at both
@@ -247,8 +251,8 @@ class ParamLayout:
         leaf = find_leaf(params, (slot.layer, *slot.path))
         if leaf is None:
             raise StageError(f"parameter {slot} is missing; have layers {', '.join(params) or 'none'}")
-        if tuple(leaf.shape) != slot.whole_shape(self.shards):
-            expected = slot.whole_shape(self.shards)
+        if tuple(leaf.shape) != slot.whole_shape:
+            expected = slot.whole_shape
             raise StageError(f"parameter {slot} has shape {tuple(leaf.shape)}, the stage was built for {expected}")
         return leaf
 
@@ -310,7 +314,7 @@ def _ties(layers: Sequence[Layer]) -> tuple[dict[Place, Place], dict[Place, Plac
     }
 
 
-def _check_ties(places: Collection[Place], lie: Mapping[Place, Shard], aliases: Mapping[Place, Place]) -> None:
+def _check_ties(places: Collection[Place], lie: Mapping[Place, _Lie], aliases: Mapping[Place, Place]) -> None:
     """Raise StageError unless the leaves tied within a stage are there, and lie on the shards as their owners do."""
     for (layer, path), (owner, owner_path) in aliases.items():
         tie = f"layer {layer!r} ties {'/'.join(path)} to {'/'.join((owner, *owner_path))}"
@@ -344,11 +348,16 @@ def leaves_of(name: str, params: Mapping[str, Params]) -> list[tuple[Path, Any]]
     return leaves
 
 
-def _sharding(layers: Sequence[Layer], tp: RankMesh) -> dict[Place, Shard]:
+_Lie = tuple[BufferKind, int | None]
+"""How a leaf lies on the shards: its kind, and the axis that is divided."""
+_WHOLE: _Lie = ("same", None)
+
+
+def _sharding(layers: Sequence[Layer], tp: RankMesh) -> dict[Place, _Lie]:
     """Return how each leaf lies on the shards, by layer and path; leaves that are the same on each are left out."""
-    if tp.size == 1:
+    if not tp.divides_parameters:
         return {}
-    shard_of: dict[Place, Shard] = {}
+    lie: dict[Place, _Lie] = {}
     for layer in layers:
         # Silence would be wrong: a layer that sums nothing over tp would train on its shard's part alone.
         if layer.shards is None:
@@ -356,30 +365,34 @@ def _sharding(layers: Sequence[Layer], tp: RankMesh) -> dict[Place, Shard]:
                 f"layer {layer.name!r} has no tensor-parallel form (Layer.shards is None); use tp=1, or write it with "
                 "jaxpipe.tensor_parallel"
             )
-        shard_of.update({(layer.name, tuple(path)): shard for path, shard in layer.shards(tp).items()})
-    return shard_of
+        lie |= {(layer.name, tuple(path)): _lie_of(shard) for path, shard in layer.shards(tp).items()}
+    return {place: (kind, axis) for place, (kind, axis) in lie.items() if axis is None or tp.parts(kind) > 1}
 
 
-def _kind(shard: Shard | None) -> BufferKind:
-    return "same" if shard is None else "partial" if shard == "partial" else "split"
+def _lie_of(shard: Shard) -> _Lie:
+    return ("split", shard) if isinstance(shard, int) else ("partial", None) if shard == "partial" else shard
 
 
-def _shard_of(name: str, path: Path, leaf: Any, lie: Mapping[Place, Shard], shards: int) -> Any:
+def _shard_of(name: str, path: Path, leaf: Any, lie: Mapping[Place, _Lie], mesh: RankMesh) -> Any:
     """Return the shape and dtype of a shard of ``leaf``."""
-    axis, shape = lie.get((name, path)), list(leaf.shape)
-    if isinstance(axis, int):
-        if axis >= len(shape) or shape[axis] % shards:
+    (kind, axis), shape = lie.get((name, path), _WHOLE), list(leaf.shape)
+    if axis is not None:
+        if axis >= len(shape) or shape[axis] % mesh.parts(kind):
             what = f"{shape[axis]} on axis {axis}" if axis < len(shape) else f"no axis {axis}"
             raise ConfigError(
                 f"layer {name!r}: parameter {'/'.join(path)} of shape {tuple(shape)} has {what}, which does not divide over "
-                f"tp {shards}"
+                f"{' × '.join(f'{a} {mesh.sizes[a]}' for a in BUFFER_AXES[kind].divided)}"
             )
-        shape[axis] //= shards
+        shape[axis] //= mesh.parts(kind)
     return ParamAval(tuple(shape), leaf.dtype, is_trained(leaf))
 
 
 def _assign(
-    leaves: Sequence[tuple[str, Path, Any]], lie: Mapping[Place, Shard], shared: Collection[Place], small_bytes: int
+    leaves: Sequence[tuple[str, Path, Any]],
+    lie: Mapping[Place, _Lie],
+    shared: Collection[Place],
+    small_bytes: int,
+    mesh: RankMesh,
 ) -> tuple[tuple[LeafSlot, ...], tuple[jax.ShapeDtypeStruct, ...], int, tuple[BufferKind, ...]]:
     """Return slots, buffers (the trained ones first, of these the large ones first), how many are trained, and how each
     lies."""
@@ -389,7 +402,7 @@ def _assign(
     for i, (name, path, leaf) in enumerate(leaves):
         dtype = np.dtype(leaf.dtype)
         small = leaf.size * dtype.itemsize <= small_bytes
-        alike = (len(leaf.shape) > 1, dtype, _kind(lie.get((name, path))), (name, path) in shared)
+        alike = (len(leaf.shape) > 1, dtype, lie.get((name, path), _WHOLE)[0], (name, path) in shared)
         groups.setdefault((not is_trained(leaf), small, alike if small else i), []).append(i)
     slots: dict[int, LeafSlot] = {}
     buffers: list[jax.ShapeDtypeStruct] = []
@@ -398,12 +411,12 @@ def _assign(
         end = 0
         for i in members:
             name, path, leaf = leaves[i]
-            axis, at, dtype = lie.get((name, path)), end if small else None, np.dtype(leaf.dtype)
-            split = axis if isinstance(axis, int) else None
-            slots[i] = LeafSlot(name, path, tuple(leaf.shape), dtype, len(buffers), at, split)
+            kind, axis = lie.get((name, path), _WHOLE)
+            at, shards = end if small else None, mesh.parts(kind)
+            slots[i] = LeafSlot(name, path, tuple(leaf.shape), np.dtype(leaf.dtype), len(buffers), at, axis, shards)
             end += slots[i].size
-        buffers.append(jax.ShapeDtypeStruct((end,) if small else tuple(leaf.shape), dtype))
-        kinds.append(_kind(axis))
+        buffers.append(jax.ShapeDtypeStruct((end,) if small else tuple(leaf.shape), slots[members[0]].dtype))
+        kinds.append(kind)
     num_trained = sum(not fixed for fixed, _, _ in groups)
     return tuple(slots[i] for i in range(len(leaves))), tuple(buffers), num_trained, tuple(kinds)
 

@@ -29,6 +29,7 @@ Not modelled here: complex-valued losses, side effects that must stay ordered.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -53,7 +54,7 @@ from jaxpipe._jax_compat import (
     varying_axes,
 )
 from jaxpipe.errors import StageError
-from jaxpipe.mesh import CP, DATA, DP, ONE_SHARD, TP, AnyMesh, RankMesh, spec_of, varies_beside_data
+from jaxpipe.mesh import DATA, ONE_SHARD, ROWS, AnyMesh, RankMesh, spec_of, varies_beside_data, with_several
 from jaxpipe.stage.functions import Homes, Metrics, Port, PortKind
 from jaxpipe.stage.identity import AtomKeys, equations_key, function_key, value_key
 from jaxpipe.stage.jaxprs import FlatJaxpr, array_leaves, called, fill, flatten, is_array, is_inexact
@@ -318,7 +319,7 @@ def _trace(
 
 
 def _check_divisible(spec: TraceSpec, mesh: AnyMesh) -> None:
-    dp, shards = mesh.shape[DP], mesh.shape[DP] * mesh.shape[CP]
+    dp, shards = (math.prod(mesh.shape[a] for a in axes) for axes in (ROWS, DATA))
     arrays = [(f"batch array {n!r}", v) for n, v in spec.data.items()]
     arrays += [(f"input leaf {i} of stage {spec.stage}", v) for i, v in enumerate(array_leaves(spec.x))]
     for what, v in arrays:
@@ -374,7 +375,7 @@ def _leaving(spec: TraceSpec, x: Any, results: Sequence[Any]) -> dict[str, Any]:
         metrics |= {name: (at[total], at[weight]) for name, (total, weight) in named.items()}
     leaving = {
         "y": fill(out, [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in ys]) if links.leaving else None,
-        "y_varies": tuple(TP in varying_axes(v) for v in ys),
+        "y_varies": tuple(not varying_axes(v) <= set(DATA) for v in ys),
         "metrics": metrics,
         "dy_of": tuple(-1 if t in silent else leaf for t, leaf in leaves_read(links, out)),
     }
@@ -433,9 +434,9 @@ def _run_layers(
 ) -> list[Any]:
     """Run the layers of a stage and return what each of them returns."""
     entries, arrays = spec.links.entries(x), dict(zip(spec.data, data, strict=True))
-    if train and spec.uses_key and mesh.shape[DP] > 1:
+    if train and spec.uses_key and with_several(mesh, ROWS):
         shard = jax.random.wrap_key_data(key, impl="threefry2x32")
-        key = jax.random.key_data(jax.random.fold_in(shard, jax.lax.axis_index(DP)))
+        key = jax.random.key_data(jax.random.fold_in(shard, jax.lax.axis_index(ROWS)))
     results: list[Any] = []
     for i, (layer, takes) in enumerate(zip(spec.layers, spec.links.takes, strict=True)):
         layer_key_value = layer_key(key, offset + jnp.uint32(i)) if train and layer.uses_key else None
@@ -506,9 +507,9 @@ def _scalar(layer: str, what: str, value: Any) -> Any:
         raise StageError(
             f"{what} of the loss layer {layer!r} has shape {value.shape}; want a scalar: sum it over the microbatch"
         )
-    if TP in varying_axes(value):
+    if shards := varying_axes(value) - set(DATA):
         raise StageError(
-            f"{what} of the loss layer {layer!r} differs between tensor-parallel shards; sum it over {TP!r} in the layer"
+            f"{what} of the loss layer {layer!r} differs between shards; sum it over {' and '.join(shards)!r} in the layer"
         )
     return vary(value.astype(jnp.promote_types(value.dtype, jnp.float32)), DATA)
 

@@ -1,4 +1,4 @@
-"""Cuts a stage function's per-shard jaxpr into units at the collectives over ``tp`` and ``cp`` (`stp.txt` section 3, figure 3).
+"""Cuts a stage function's per-shard jaxpr into units at its collectives (`stp.txt` section 3, figure 3).
 
 An equation belongs to the unit of the first collective, in program order, that needs its result; what no collective needs is
 filler: weight gradients, and what follows the last collective. So the units of one function run in order, each ends by
@@ -24,7 +24,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from jaxpipe._jax_compat import ClosedJaxpr, JaxprEqn, Var, aval_bytes, sub_jaxprs, variables
-from jaxpipe.mesh import CP, TP
+from jaxpipe.mesh import exchanging
 from jaxpipe.stage.jaxprs import Dataflow, EqnKind, eqn_flops, kind, mesh_axes, row, row_of
 
 LEAST_SHARE = 1 / 8
@@ -81,7 +81,7 @@ class Collective:
     eqn: int
     primitive: str
     whole_bytes: int
-    axes: tuple[str, ...] = (TP,)
+    axes: tuple[str, ...]
 
     @property
     def eqns(self) -> tuple[int, ...]:
@@ -147,10 +147,10 @@ class PartGraph(Dataflow):
 
 
 def collectives(closed: ClosedJaxpr) -> tuple[Collective, ...]:
-    """All collectives over ``tp`` or ``cp`` that move activations or statistics in bulk, in program order."""
+    """All collectives of layers that move activations or statistics in bulk, in program order."""
     collectives_of_part = []
     for i, eqn in enumerate(closed.jaxpr.eqns):
-        if row(eqn).exchange and not {CP, TP}.isdisjoint(mesh_axes(eqn)):
+        if row(eqn).exchange and not exchanging().isdisjoint(mesh_axes(eqn)):
             ends = (sum(aval_bytes(a.aval) for a in atoms) for atoms in (eqn.invars, eqn.outvars))
             collectives_of_part.append(Collective(i, eqn.primitive.name, max(ends), mesh_axes(eqn)))
     return tuple(collectives_of_part)

@@ -35,7 +35,6 @@ from types import MappingProxyType
 from typing import Any, TypeAlias
 
 from jaxpipe._jax_compat import Atom, ClosedJaxpr, JaxprEqn, Var, aval_bytes, barrier, close_jaxpr, fresh_var, variables
-from jaxpipe.mesh import CP, TP
 from jaxpipe.stage.jaxprs import called, reachable
 from jaxpipe.stage.weave.units import Chunk, Collective, PartGraph, UnitCosts, cut_threshold, units_of
 
@@ -301,20 +300,19 @@ class WovenJaxpr:
         return "\n".join([head, *(f"  {c}" for c in self.collectives)])
 
 
-def weave(parts: Sequence[ClosedJaxpr], *, shards: int = 8, cp: int = 1) -> WovenJaxpr:
+def weave(parts: Sequence[ClosedJaxpr], sizes: Mapping[str, int]) -> WovenJaxpr:
     """Make one jaxpr that computes what ``parts`` compute, their collectives hidden under each other's compute.
 
     Args:
         parts: flat per-shard jaxprs; none reads what another one makes. They may hold the same variables.
-        shards, cp: sizes of the mesh axes ``tp`` and ``cp``, for the cost of collectives. The rates that decide what is put
-            under what are an H100's.
+        sizes: of the mesh axes, for the cost of collectives. The rates that decide what is put under what are an H100's.
     """
     assert parts, "nothing to weave"
     # One threshold for all parts: what is small beside the largest collective of any gains nothing by a cut.
     least = cut_threshold(parts)
     renamed, consts = _apart(parts)
     graphs = [PartGraph(part, least) for part in renamed]
-    nodes = _nodes(graphs, UnitCosts(), {TP: shards, CP: cp})
+    nodes = _nodes(graphs, UnitCosts(), sizes)
     order = best_order(nodes)
     eqns, names = _Emission(graphs, nodes).run(order)
     outvars = [called(names, a) for g in graphs for a in g.jaxpr.outvars]

@@ -1,7 +1,7 @@
 """The update of one stage on the devices of its rank: how its state lies there, the reduction before it, the optimizer's part.
 
 Masters, reduced gradients and optimizer state of a stage lie on a rank's ``dp × cp × tp`` devices, the same along cp. Without
-ZeRO-1 each device holds what it computes with: its ``tp`` shard of each leaf, the same on all ``dp``. Optimizer state is an
+ZeRO-1 each device holds what it computes with: its shard of each leaf, the same on all ``dp``. Optimizer state is an
 array of each leaf's whole shape, split along the leaf's own axis; a leaf that is like no divided parameter is whole on each
 device.
 
@@ -25,7 +25,6 @@ compiled for them."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -39,7 +38,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxpipe.mesh import BUFFER_AXES, DP, TP, replicated, spec_of, stacked, with_several
+from jaxpipe.mesh import BUFFER_AXES, DP, replicated, spec_of, stacked, with_several
 from jaxpipe.runtime.assembly import on_rank
 from jaxpipe.stage.model.params import LeafSlot, ParamLayout, Place, by_layer, get_leaf
 from jaxpipe.train.checkpoints.leaves import Fragment
@@ -61,10 +60,6 @@ class StageShards:
     @property
     def dp(self) -> int:
         return int(self.mesh.shape[DP])
-
-    @property
-    def tp(self) -> int:
-        return int(self.mesh.shape[TP])
 
     @property
     def chunked(self) -> bool:
@@ -124,7 +119,7 @@ class StageShards:
 
     def whole_spec(self, slot: LeafSlot) -> P:
         """Return the spec of a whole leaf, split along its own axis."""
-        return P() if slot.axis is None else P(*[None] * slot.axis, TP)
+        return P() if slot.axis is None else P(*[None] * slot.axis, *stacked(self.divided(slot.buffer)))
 
     def leaf_spec(self, slot: LeafSlot) -> P:
         """Return the spec of a leaf of optimizer state: whole, or chunks."""
@@ -136,13 +131,13 @@ class StageShards:
 
     def _parts(self, buffer: int) -> int:
         """Return into how many parts a buffer is divided, whatever ZeRO-1 does."""
-        return math.prod(self.mesh.shape[a] for a in self.divided(buffer))
+        return self.layout.mesh.parts(self.layout.kinds[buffer])
 
     # -- shapes over the rank -----------------------------------------------------------------------------------------
 
     def whole_avals(self) -> dict[str, Any]:
         """Return shapes of the whole leaves that this stage updates, by layer."""
-        return self.tree([jax.ShapeDtypeStruct(s.whole_shape(self.tp), self.master) for s in self.layout.slots])
+        return self.tree([jax.ShapeDtypeStruct(s.whole_shape, self.master) for s in self.layout.slots])
 
     def local_avals(self) -> dict[str, Any]:
         """Return shapes of what the update on a device sees of them."""
@@ -151,10 +146,10 @@ class StageShards:
 
     def leaf_aval(self, leaf: Any, slot: LeafSlot) -> jax.ShapeDtypeStruct:
         """Return what a rank holds of a leaf of optimizer state of ``leaf``'s dtype."""
-        shape = slot.whole_shape(self.tp)
+        shape = slot.whole_shape
         if self.chunked:
             k, *ones = self.chunk_shape(slot)
-            shape = (k * self.dp * self._parts(slot.buffer), *ones)
+            shape = (k * self.dp * slot.shards, *ones)
         return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=NamedSharding(self.mesh, self.leaf_spec(slot)))
 
     def bucket_aval(self, index: int) -> jax.ShapeDtypeStruct:
@@ -209,9 +204,8 @@ class StageShards:
     # -- on the host --------------------------------------------------------------------------------------------------
 
     def host_rows(self, leaf: Any, slot: LeafSlot) -> np.ndarray:
-        """Return a whole leaf as the rank's chunks ``[tp or 1, dp, k]``."""
-        array = np.asarray(leaf)
-        shards = slot.parts(array, 1 if slot.axis is None else self.tp)
+        """Return a whole leaf as the rank's chunks ``[shards, dp, k]``."""
+        shards = slot.parts(np.asarray(leaf))
         k = self.chunk_shape(slot)[0]
         padded = [np.pad(part.reshape(-1), (0, k * self.dp - slot.size)) for part in shards]
         return np.stack(padded).reshape(len(shards), self.dp, k)
@@ -241,9 +235,9 @@ class StageShards:
 
     def _host_leaf(self, numbers: Sequence[int], rows: np.ndarray, slot: LeafSlot) -> np.ndarray | Fragment:
         """Return the leaf, or a fragment, of ``rows`` ``[n, k]``: chunks by number, shard by shard."""
-        shards, k = 1 if slot.axis is None else self.tp, self.chunk_shape(slot)[0]
-        if len(numbers) == shards * self.dp:
-            parts = [shard.reshape(slot.shape) for shard in rows.reshape(shards, -1)[:, : slot.size]]
+        k = self.chunk_shape(slot)[0]
+        if len(numbers) == slot.shards * self.dp:
+            parts = [shard.reshape(slot.shape) for shard in rows.reshape(slot.shards, -1)[:, : slot.size]]
             return parts[0] if slot.axis is None else np.concatenate(parts, axis=slot.axis)
         ranges: list[tuple[int, int]] = []
         values = [rows[0, :0]]
@@ -254,8 +248,8 @@ class StageShards:
             values.append(row[: stop - start])
             begin = ranges.pop()[0] if ranges and ranges[-1][1] == start else start
             ranges.append((begin, stop))
-        split = None if slot.axis is None else (slot.axis, self.tp)
-        return Fragment(np.concatenate(values), tuple(ranges), slot.whole_shape(self.tp), split)
+        split = None if slot.axis is None else (slot.axis, slot.shards)
+        return Fragment(np.concatenate(values), tuple(ranges), slot.whole_shape, split)
 
 
 def rows_on_host(array: jax.Array, count: int) -> tuple[list[int], np.ndarray]:
@@ -377,14 +371,19 @@ def whole_leaf(shards: StageShards, slot: LeafSlot, piece: jax.Array) -> jax.Arr
     if shards.chunked:
         flat = jax.lax.all_gather(jnp.ravel(piece), DP, tiled=True)
         piece = flat[: slot.size].reshape(slot.shape)
-    return piece if slot.axis is None else jax.lax.all_gather(piece, TP, axis=slot.axis, tiled=True)
+    if slot.axis is None:
+        return piece
+    whole: jax.Array = jax.lax.all_gather(piece, shards.divided(slot.buffer), axis=slot.axis, tiled=True)
+    return whole
 
 
 def own_piece(shards: StageShards, slot: LeafSlot, leaf: jax.Array) -> jax.Array:
     """This device's piece of a whole leaf: the inverse of :func:`whole_leaf`. No collective."""
     if slot.axis is not None:
         width = slot.shape[slot.axis]
-        leaf = jax.lax.dynamic_slice_in_dim(leaf, jax.lax.axis_index(TP) * width, width, slot.axis)
+        leaf = jax.lax.dynamic_slice_in_dim(
+            leaf, jax.lax.axis_index(shards.divided(slot.buffer)) * width, width, slot.axis
+        )
     if not shards.chunked:
         return leaf
     chunk = shards.chunk_shape(slot)

@@ -7,8 +7,8 @@ Rules, all read from the registered :class:`~jaxpipe.schedule.ir.OpSpec` and the
    exactly once, so a full backward next to a split one is refused.
 3. On a stage spread over ranks, an op that sends is on every rank of the group (it is one joint computation).
 4. What an action waits for exists; on its own rank it stands earlier in the row; actions of one braid are independent.
-5. An op that runs once a step (R, G) is on none or on all stages: once for each flow, on each rank of its group, numbered by
-   the flow. So no W of the stage follows its R, and no F comes before its G (rule 4).
+5. An op that runs once a step (R, G) is on none or on all stages: once on each of a stage's ranks, with the number of the first
+   flow that is there. So no W of the stage follows its R, and no F comes before its G (rule 4).
 6. What a stage and microbatch takes of a kind of memory it gives back (an O without its L breaks this).
 7. The ranks never wait for each other in a circle.
 
@@ -211,13 +211,13 @@ def _once_a_step(graph: DependencyGraph) -> Iterator[str]:
     """Report ops that run once a step and do not, or not on all stages."""
     schedule, names = graph.schedule, {spec.name for spec in graph.ops() if spec.per_step}
     present = {(a, rank) for rank in range(schedule.num_ranks) for a in schedule.actions(rank) if a.op in names}
-    flows = schedule.placement.num_flows
-    places = {(Action(op, s, i), rank) for op in names for s, i, rank in _places(schedule) if i < flows}
+    flow = schedule.placement.first_flow
+    places = {(Action(op, s, i), rank) for op in names for s, i, rank in _places(schedule) if i == flow(s, i)}
     for action, rank in sorted(places - present):
         yield f"{action} is missing on rank {rank}: {action.op} runs once a step on every stage, or on none"
     for action, rank in sorted(present - places):
-        if action.microbatch >= flows:
-            numbered = replace(action, microbatch=action.microbatch % flows)
+        if 0 <= action.stage < schedule.num_stages:
+            numbered = replace(action, microbatch=flow(action.stage, action.microbatch))
             yield f"{action} on rank {rank}: {action.op} runs once a step, as {numbered}"
 
 

@@ -11,7 +11,7 @@ Readings taken where :file:`jaxpipe/README.md` leaves room:
   outside it receives from the group's first rank.
 * A *barrier*, the collective after members that ran by themselves, is a transfer from each of them: to itself for consumers in
   the group, which wait for all of these, else to the consumer. So it begins when the last of them ends.
-* An op that runs once a step (``per_step``) stands for the microbatches of its flow from its own number up to the next of
+* An op that runs once a step (``per_step``) stands for the microbatches on its rank from its own number up to the next of
   its actions, so that several steps on end are one schedule. Of what it waits for, which ends in row order, the last counts.
 * Where spans differ, an action waits for every action that has a microbatch in common with it. One whole boundary of it moves:
   a cotangent back to a stage of smaller span is that of all the microbatches in its group.
@@ -311,14 +311,17 @@ class _Builder:
         return index
 
     def _spread(self, index: _OpIndex) -> None:
-        """Give each microbatch the last action before it of an op that runs once a step."""
+        """Give each microbatch the last action before it, on the same ranks, of an op that runs once a step."""
         s, m, flows = self.schedule, self.schedule.num_microbatches, self.schedule.placement.num_flows
         for stage, span in enumerate(s.placement.span):
-            for key in range(stage * m + flows, stage * m + m // span):
-                if index.single[key] < 0:
-                    index.single[key] = index.single[key - flows]
-                if key - flows in index.members:
-                    index.members.setdefault(key, index.members[key - flows])
+            for i in range(1, m // span):
+                ranks, before = s.placement.ranks(stage, i), range(i - 1, max(-1, i - 1 - flows), -1)
+                key = stage * m + i
+                last = next((stage * m + k for k in before if s.placement.ranks(stage, k) == ranks), None)
+                if last is not None and index.single[key] < 0:
+                    index.single[key] = index.single[last]
+                if last in index.members:
+                    index.members.setdefault(key, index.members[last])
 
     def _lane(self, lane: str, spec: OpSpec, slot: Slot, rank: int) -> str:
         if (lane and lane != spec.lane) or (type(slot) is not Action and spec.lane != "compute"):
@@ -406,7 +409,7 @@ class _Builder:
     def _step_of(self, action: Action, number: int, rank: int) -> Sequence[int]:
         """Return the microbatches that ``action`` of an op that runs once a step is for."""
         s, index = self.schedule, self.ops[action.op]
-        numbers = range(action.microbatch, s.num_microbatches // s.placement.span[action.stage], s.placement.num_flows)
+        numbers = range(action.microbatch, s.num_microbatches // s.placement.span[action.stage])
         keys = ((action.stage * s.num_microbatches + i, i) for i in numbers)
         return [i for key, i in keys if number in (index.single[key], index.members.get(key, {}).get(rank))]
 

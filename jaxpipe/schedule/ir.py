@@ -68,7 +68,7 @@ class OpSpec:
     (:mod:`~jaxpipe.schedule.engine`); empty: it has none, or its parts have them.
     ``colour``: fill used by the renderers. ``together``: on a stage spread over ranks, an op that sends starts on all of them
     at once; if False each rank runs it by itself, and other stages wait for all of them and a collective (``group_comm_s``).
-    ``per_step``: one action a step for each stage and flow, for all microbatches of that flow; it has the number of the first.
+    ``per_step``: one action a step for all microbatches of a stage on a rank; it has the number of the first of them.
     """
 
     name: str

@@ -140,6 +140,12 @@ class Placement:
         """Return the group of ranks that runs ``stage`` for ``microbatch``."""
         return self.flows[microbatch % len(self.flows)][stage]
 
+    def first_flow(self, stage: int, microbatch: int) -> int:
+        """Return the first flow with ``stage`` on the ranks that run it for ``microbatch``: the number of what runs once a
+        step."""
+        group = self.ranks(stage, microbatch)
+        return next(k for k, flow in enumerate(self.flows) if flow[stage] == group)
+
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """Return the stages that ``rank`` runs in any flow, ascending: its chunks."""
         return self._stages[rank]

@@ -8,31 +8,36 @@ in which the stages first run, so that later stages gather while earlier ones co
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 
 from jaxpipe.schedule.ir import Action, F, G, R, Row, Schedule, Slot, W, op_spec
 from jaxpipe.schedule.passes.braid import with_slots
+from jaxpipe.schedule.placement import Placement
 
 
-def with_reductions(schedule: Schedule, *, gather: bool = False) -> Schedule:
-    """Return ``schedule`` with an R behind the last W of each stage, and with ``gather`` a G of each before its first slot.
-    Each flow of microbatches has its own. What the schedule has of them already is placed anew. The result is valid if
-    ``schedule`` is; a search prices thousands, so this does not check it again.
+def with_reductions(schedule: Schedule, *, gather: bool = False, stages: Collection[int] | None = None) -> Schedule:
+    """Return ``schedule`` with an R behind the last W of each of ``stages`` (by default all), and with ``gather`` a G of each
+    stage before its first slot. A stage that is on several ranks, in several flows, has its own on each. What the schedule has
+    of them already is placed anew. The result is valid if ``schedule`` is; a search prices thousands, so this does not check
+    it again.
     """
-    flows = schedule.placement.num_flows
+    chosen = range(schedule.num_stages) if stages is None else stages
     plain = with_slots(schedule, lambda slot: () if op_spec(slot.actions[0].op).per_step else (slot,))
-    return replace(plain, rows=tuple(_with_communication(row, flows, gather) for row in plain.rows))
+    return replace(
+        plain, rows=tuple(_with_communication(row, schedule.placement, chosen, gather) for row in plain.rows)
+    )
 
 
-def _with_communication(row: Row, flows: int, gather: bool) -> Row:
+def _with_communication(row: Row, placement: Placement, reduced: Collection[int], gather: bool) -> Row:
     gathers: dict[Action, None] = {}
     last: dict[Action, int] = {}
     for at, slot in enumerate(row):
         for action in slot.actions:
-            performed, flow = op_spec(action.op).performs(), action.microbatch % flows
+            performed, flow = op_spec(action.op).performs(), placement.first_flow(action.stage, action.microbatch)
             if F.name in performed:
                 gathers.setdefault(Action(G.name, action.stage, flow))
-            if W.name in performed:
+            if W.name in performed and action.stage in reduced:
                 last[Action(R.name, action.stage, flow)] = at
     behind: dict[int, list[Slot]] = {}
     for reduction, at in last.items():

@@ -10,8 +10,10 @@ from jaxpipe.errors import ScheduleError
 from jaxpipe.plot.figure import cells_of, lanes_of
 from jaxpipe.schedule import (
     CostProfile,
+    Placement,
     Schedule,
     build_graph,
+    chain,
     check_schedule,
     explicit,
     find_problems,
@@ -50,7 +52,7 @@ def test_reductions_of_any_family(name: str) -> None:
     assert parse_schedule(str(schedule)) == from_schedule(to_schedule(schedule)) == schedule
     for rank, row in enumerate(schedule.rows):
         assert [x for x in row if str(x)[0] not in "RG"] == list(plain.rows[rank])
-        held = sum(rank in group for flow in plain.placement.flows for group in flow)
+        held = len(plain.placement.stages_of(rank))
         assert [sum(str(x)[0] == op for x in row) for op in "RG"] == [held, held]
     costs = priced(schedule, 0.7, 0.3)
     assert from_costs(to_costs(costs)) == costs
@@ -125,6 +127,21 @@ def test_reductions_of_shared_stages_and_of_spans() -> None:
         str(slot): [str(graph.slots[graph.source(n)]) for n in graph.waits[at]] for at, slot in enumerate(graph.slots)
     }
     assert waits["R0.0"] == ["BW0.1"] * 2 and waits["R1.0"] == ["BW1.3"] * 2
+
+
+def test_a_rank_of_two_flows_reduces_once() -> None:
+    there = Placement("crossing", 3, (((0,), (1,), (2,)), ((2,), (1,), (0,))), chain(3))
+    rows = ("F0.0 F2.1 BW2.1 BW0.0", "F1.0 F1.1 BW1.1 BW1.0", "F0.1 F2.0 BW2.0 BW0.1")
+    plain = parse_schedule("\n".join(f"rank {r}: {x}" for r, x in enumerate(rows)))
+    schedule = with_reductions(replace(plain, placement=there), gather=True)
+    check_schedule(schedule)
+    ends = [" ".join(str(x) for x in row if str(x)[0] == "R") for row in schedule.rows]
+    assert ends == ["R2.1 R0.0", "R1.0", "R2.0 R0.1"]
+    assert (
+        simulate_steps(schedule, priced(schedule, 1.0), 2).period_s
+        == simulate(schedule, priced(schedule, 1.0)).makespan
+    )
+    assert "R" not in str(with_reductions(schedule, stages=()))
 
 
 def test_a_schedule_with_a_problem_stays_one() -> None:

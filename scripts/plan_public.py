@@ -16,10 +16,10 @@ docs/performance-summary.md, commit 00b7660; (c) pytorch/torchtitan, benchmarks/
 What the comparison assumes: (a), (b), (c) multiply in FP8, of which plan knows nothing: the fitted part takes it in, for
 attention too, which runs in bfloat16 there. Divided sequences (cp) exchange heads where key/value heads divide, else gather
 keys and values, for which there is no fused kernel here. Recomputation, where not printed, is that of attention alone
-(``flash``). Sharded parameters (c, and the 8B row of b) are ZeRO-1 here. Gradients are summed after the pipeline, hidden under
-nothing, where these systems sum them under the backward pass: rows with dp over many nodes and few microbatches come out too
-slow. Kernels start in 3 µs, where eager PyTorch needs more: small ones of (d) come out too fast. Nemotron's activation is
-GPT's. Left out: Nemotron-340B (grouped queries with an MLP without a gate) and mixtures of experts, which no model here is;
+(``flash``). Sharded parameters (c, and the 8B row of b) are ZeRO-1 here. Gradients of a stage are summed behind its last W,
+between compute, where these systems sum them under the backward pass: rows with dp over many nodes and few microbatches come
+out too slow. Kernels start in 3 µs, where eager PyTorch needs more: small ones of (d) come out too fast. Nemotron's activation
+is GPT's. Left out: Nemotron-340B (grouped queries with an MLP without a gate) and mixtures of experts, which no model here is;
 runs of 128 GPUs that shard over the network alone. (d) prints no sizes: those of TinyLlama are taken, so only its order says
 something.
 """

@@ -1,0 +1,134 @@
+"""A new axis of a rank's devices is a row of a table: packing, reductions, norm, ZeRO-1 and checkpoints follow from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jaxpipe.mesh import AXES, BUFFER_AXES, DATA, ONE_SHARD, TP, BufferAxes, RankMesh
+from jaxpipe.runtime.pipeline import Pipeline
+from jaxpipe.schedule import generate
+from jaxpipe.stage.model.layer import Layer, LayerContext, Model, Params, Path, Shard
+from jaxpipe.stage.model.reference import init_params
+from jaxpipe.train.step import TrainStep
+
+D, F, T, M, SIZE = 6, 8, 4, 4, 4
+
+XP = "xp"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshWithXp(RankMesh):
+    """The field that an axis needs."""
+
+    xp: int = 1
+
+
+@pytest.fixture
+def xp(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Provide the rows that an axis needs: one of its own, one of each kind of buffer that lies along it."""
+    monkeypatch.setitem(AXES, XP, "width")
+    monkeypatch.setitem(BUFFER_AXES, "crossed", BufferAxes((XP,), DATA))
+    monkeypatch.setitem(BUFFER_AXES, "both", BufferAxes((TP, XP), DATA))
+    monkeypatch.setitem(BUFFER_AXES, "half", BufferAxes((), (*DATA, XP)))
+
+
+def _mlp(name: str, kind: str, axes: tuple[str, ...]) -> Layer:
+    """Divide hidden units over ``axes``, a vector of them too; of the gradient of ``gain`` each shard makes a part."""
+
+    def init(key: jax.Array) -> Params:
+        up, down = (
+            0.5 * jax.random.normal(k, shape) for k, shape in zip(jax.random.split(key), ((D, F), (F, D)), strict=True)
+        )
+        return {"up": up, "down": down, "middle": jnp.ones(F), "gain": jnp.ones(D), "bias": jnp.zeros(D)}
+
+    def apply(p: Params, x: Any, c: LayerContext) -> Any:
+        def summed(part: Any, axes: tuple[str, ...]) -> Any:
+            several = tuple(axis for axis in axes if c.tp.sizes.get(axis, 1) > 1)
+            return jax.lax.psum(part, several) if several else part
+
+        gained = summed(x * p["gain"][None, None] / c.tp.sizes.get(XP, 1), (XP,))
+        return (
+            gained + p["bias"][None, None] + summed((jnp.tanh(x @ p["up"]) * p["middle"][None, None]) @ p["down"], axes)
+        )
+
+    def shards(tp: RankMesh) -> Mapping[Path, Shard]:
+        return {("up",): (kind, 1), ("down",): (kind, 0), ("middle",): (kind, 0), ("gain",): ("half", None)}
+
+    return Layer(name, init, apply, shards=shards)
+
+
+def _loss() -> Layer:
+    def apply(p: Params, x: Any, c: LayerContext) -> Any:
+        return jnp.sum(jnp.square(x - c.data["y"])), jnp.float32(x.size).astype(x.dtype)
+
+    return Layer("loss", lambda key: {}, apply, reads=("y",), shards=lambda tp: {})
+
+
+def _enter() -> Layer:
+    return Layer("enter", lambda key: {}, lambda p, x, c: c.data["x"], reads=("x",), shards=lambda tp: {})
+
+
+def _model() -> Model:
+    layers = (_enter(), _mlp("a", "crossed", (XP,)), _mlp("b", "both", (TP, XP)), _loss())
+    return Model(
+        "toy",
+        layers,
+        lambda size: {name: jax.ShapeDtypeStruct((size, T, D), jnp.float64) for name in "xy"},
+        1,
+        T,
+        over_time=("x", "y"),
+    )
+
+
+def _step(mesh: RankMesh, *, zero1: bool = False) -> TrainStep:
+    pipe = Pipeline.build(
+        _model(),
+        generate("zb-h1", ranks=2, microbatches=M),
+        microbatch_size=SIZE,
+        boundaries=[(0, 2), (2, 4)],
+        tp=mesh,
+        compute_dtype=jnp.float64,
+    )
+    return TrainStep(pipe, optax.adamw(0.1), clip_norm=0.5, zero1=zero1)
+
+
+def _trained(step: TrainStep, leaves: tuple[Any, ...] | None = None) -> tuple[Any, list[tuple[float, float]]]:
+    """Return whole leaves as checkpoints hold them, and loss and norm, after two steps from ``leaves``."""
+    rng, reports = np.random.default_rng(0), []
+    state = step.init(*(leaves or [init_params(step.pipeline.model, 0)]))
+    for _ in range(2):
+        state, metrics = step(state, {name: rng.normal(size=(M, SIZE, T, D)) for name in "xy"})
+        reports.append((float(metrics.loss), float(metrics.grad_norm)))
+    return jax.device_get(step.by_layer(state)), reports
+
+
+@pytest.mark.parametrize(
+    ("sizes", "zero1"),
+    [
+        ({"dp": 2, "xp": 2}, True),
+        ({"tp": 2, "xp": 2}, False),
+        pytest.param({"cp": 2, "xp": 2}, True, marks=pytest.mark.soak),
+    ],
+)
+def test_an_axis_of_the_table_divides_a_model(sizes: dict[str, int], zero1: bool, xp: None, x64: None) -> None:
+    step, undivided = _step(MeshWithXp(**sizes), zero1=zero1), _step(ONE_SHARD)
+    assert {"crossed", "both", "half"} <= {kind for stage in step.pipeline.stages for kind in stage.layout.kinds}
+    shapes = {str(slot): slot.shape for stage in step.pipeline.stages for slot in stage.layout.slots}
+    assert (shapes["a/up"], shapes["b/down"]) == ((D, F // 2), (F // 2 // sizes.get(TP, 1), D))
+    leaves, reports = _trained(step)
+    expected_leaves, expected_reports = _trained(undivided)
+    np.testing.assert_allclose(reports, expected_reports, rtol=1e-10)  # the norm is of the whole gradient, and clips
+    _assert_close(leaves, expected_leaves)
+    _assert_close(_trained(undivided, leaves), _trained(step, leaves))
+
+
+def _assert_close(one: Any, other: Any) -> None:
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12), one, other)

@@ -144,6 +144,11 @@ def cost_pair(text: str) -> tuple[float, ...]:
     return _costs(text, "ST", "two as S,T, such as 0.5,0.5")
 
 
+def reduction_pair(text: str) -> tuple[float, ...]:
+    """Convert ``--reduction``: two numbers R,G, each at least 0."""
+    return _costs(text, "RG", "two as R,G, such as 0.5,0.25")
+
+
 def _costs(text: str, ops: str, expected: str) -> tuple[float, ...]:
     parts = text.split(",")
     if len(parts) != len(ops):
@@ -312,7 +317,7 @@ def _add_group_flag(parser: argparse.ArgumentParser, default: str = _FAMILY_DEFA
 
 
 def _add_cost_flags(parser: argparse.ArgumentParser) -> None:
-    """Add ``--cost --comm --w-residual --offload-time --tp-comm --tp-collectives --host-link --costs``."""
+    """Add ``--cost --comm --w-residual --offload-time --tp-comm --tp-collectives --reduction --host-link --costs``."""
     text = "one rank's share of one microbatch; divided by the chunks of the schedule"
     group = parser.add_argument_group("costs", text)
     add_value(group, "--cost", "F,B,W", cost_triple, "time of F, B and W (default 1,1,1)")
@@ -325,6 +330,8 @@ def _add_cost_flags(parser: argparse.ArgumentParser) -> None:
     add_value(group, "--tp-comm", "T", amount("time of TP collectives"), text)
     text = "number of these collectives in each stage; two per layer are usual (default 1)"
     add_value(group, "--tp-collectives", "N", whole_number("number of collectives", MOST_CHUNKS), text)
+    text = "time of R and G, which a rank's data parallelism takes once a step: reduction, gather (default 0,0)"
+    add_value(group, "--reduction", "R,G", reduction_pair, text)
     add_value(group, "--costs", "FILE", str, "profile (JSON) of seconds and bytes per stage, in place of these flags")
     text = "whether copies to the host and back share one lane (default: duplex, or what --costs says)"
     group.add_argument("--host-link", choices=("shared", "duplex"), help=text)

@@ -44,7 +44,7 @@ from jaxpipe.schedule import (
     write_schedule,
 )
 from jaxpipe.schedule.memory import UNPRICED, offloaded_share
-from jaxpipe.schedule.passes import braid, offload, separate_gradients
+from jaxpipe.schedule.passes import braid, offload, separate_gradients, with_priced_reductions
 from jaxpipe.schedule.passes.host_lane import late_offload
 from jaxpipe.schedule.placement import placement_named
 from jaxpipe.schedule.simulate import StepsTimeline, simulate_steps
@@ -77,7 +77,7 @@ def chunks_are_free(arguments: argparse.Namespace, costs: CostChoice) -> bool:
     return not costs.comm and all(x is None for x in constraints)
 
 
-_UNIFORM = ("cost", "head", "comm", "w_residual", "offload_time", "tp_comm", "tp_collectives")
+_UNIFORM = ("cost", "head", "comm", "w_residual", "offload_time", "tp_comm", "tp_collectives", "reduction")
 """Flags that a file given as ``--costs`` replaces."""
 
 
@@ -112,6 +112,7 @@ class CostChoice:
         parts += ["S, T = " + ", ".join(f"{x:g}" for x in self.flags["head"])] if "head" in self.flags else []
         parts += [f"transfers {self.comm:g}"] if self.comm else []
         parts += [f"TP collectives {self.flags['tp_comm']:g}"] if self.flags.get("tp_comm") else []
+        parts += ["R, G = " + ", ".join(f"{x:g}" for x in self.flags["reduction"])] if "reduction" in self.flags else []
         parts += [f"offload {self.offload_time:g}"] if self.offload_time is not None else []
         return ", ".join(parts)
 
@@ -407,7 +408,7 @@ def simulated(
 
     profile = costs.for_placement(schedule.placement, schedule.name)
     check_copies(schedule, profile, costs)
-    schedule = after_passes(schedule, profile, arguments)
+    schedule = with_priced_reductions(after_passes(schedule, profile, arguments), profile)
     timeline = simulate(schedule, profile)
     # a file is kept as it is, but its author may not know that an O waits for the compute slot before it in its row
     _warn_of_late_offloads(schedule, profile, timeline, costs)
@@ -484,7 +485,7 @@ def _finished(
 ) -> tuple[Schedule, CostProfile, Timeline]:
 
     check_copies(schedule, profile, costs)
-    schedule = after_passes(schedule, profile, arguments)
+    schedule = with_priced_reductions(after_passes(schedule, profile, arguments), profile)
     return schedule, profile, simulate(schedule, profile)
 
 
@@ -578,6 +579,7 @@ def _drawing(path: str, costs: CostChoice) -> tuple[Timeline, bool]:
     schedule = load_schedule(path)
     profile = costs.for_placement(schedule.placement, schedule.name)
     check_copies(schedule, profile, costs)
+    schedule = with_priced_reductions(schedule, profile)
     return simulate(schedule, profile), copies_are_free(schedule, profile)
 
 

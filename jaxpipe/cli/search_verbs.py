@@ -20,6 +20,7 @@ from jaxpipe.errors import ConfigError, JaxpipeError, ScheduleError
 from jaxpipe.plot.figure import number
 from jaxpipe.schedule import FAMILIES, CostProfile, Family, Placement, Schedule, Timeline, simulate
 from jaxpipe.schedule.families.family import cheap_first
+from jaxpipe.schedule.passes import with_priced_reductions
 from jaxpipe.schedule.placement import circular, one_to_one, placement_named, v_shape, wave
 from jaxpipe.schedule.timeline import Objective, at_most, order_key
 from jaxpipe.search.best import CHUNKS, NO_TIME, Candidate, Setting, Task, best_for, best_of_family
@@ -161,7 +162,8 @@ def _best_row(
 
 def _candidate_record(candidate: Candidate, limit: float | None) -> Record:
     facts = {"group": candidate.setting.group, "family_limit": candidate.setting.memory_limit}
-    return Record.of(candidate.schedule, candidate.costs, candidate.timeline, limit, **facts)
+    schedule = with_priced_reductions(candidate.schedule, candidate.costs)
+    return Record.of(schedule, candidate.costs, candidate.timeline, limit, **facts)
 
 
 def _task(

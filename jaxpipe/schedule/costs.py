@@ -257,13 +257,15 @@ class CostProfile:
         host_mode: HostMode = "duplex",
         tp_comm: float = 0.0,
         tp_collectives: int = 1,
+        reduction: tuple[float, float] = (0.0, 0.0),
         source: str = "uniform",
     ) -> CostProfile:
         """Equal stages. ``f b w`` and ``offload_time`` (the round trip) are one rank's share of a microbatch; each of the
         ``chunks`` stages of a rank takes that divided by ``chunks``, and holds ``1/chunks`` activation, of which the
         fraction ``w_residual`` stays from B's end to W's end. ``comm``: seconds of one transfer, a
         latency. ``tp_comm``: seconds of the
-        TP collectives of a share's F (the same again for B), divided like ``f``; ``tp_collectives``: how many a stage has."""
+        TP collectives of a share's F (the same again for B), divided like ``f``; ``tp_collectives``: how many a stage has.
+        ``reduction``: seconds of R and G of all stages of a rank, once a step."""
         if chunks < 1 or num_stages < 1:
             raise ScheduleError(f"costs need at least one stage and one chunk, got {num_stages} and {chunks}")
         if not 0 <= w_residual <= 1:
@@ -286,6 +288,8 @@ class CostProfile:
             source=source,
             tp_comm_s=each(tp_comm),
             tp_collectives=(tp_collectives,) * num_stages,
+            reduce_s=each(reduction[0]),
+            gather_s=each(reduction[1]),
         )
 
 

@@ -27,7 +27,7 @@ from jaxpipe.schedule.ir import Schedule
 from jaxpipe.schedule.memory import UNPRICED, offloaded_share
 from jaxpipe.schedule.passes import braid as braid_pass
 from jaxpipe.schedule.passes import offload as offload_pass
-from jaxpipe.schedule.passes import separate_gradients
+from jaxpipe.schedule.passes import separate_gradients, with_priced_reductions
 from jaxpipe.schedule.placement import Placement, one_to_one
 from jaxpipe.schedule.simulate import simulate
 from jaxpipe.schedule.timeline import MEMORY, Objective, Timeline, at_most, close, how_many, nine_digits, order_key
@@ -160,7 +160,8 @@ _FAST, _NEAR, _WAITING = 8, 8, 4  # schedules of one family that the offload pas
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A setting's schedule, simulated. Bounds are those of its placement under the task's memory limit."""
+    """A setting's schedule, simulated, with R and G where the costs price them. Bounds are those of its placement under the
+    task's memory limit."""
 
     setting: Setting
     schedule: Schedule
@@ -172,9 +173,9 @@ class Candidate:
 
     @classmethod
     def of(cls, setting: Setting, schedule: Schedule, costs: CostProfile) -> Candidate:
-        timeline = simulate(schedule, costs)
-        peak = max(timeline.peak_activations)
-        return cls(setting, schedule, costs, timeline, timeline.makespan, timeline.max_span, peak)
+        timeline = simulate(with_priced_reductions(schedule, costs), costs)
+        times = timeline.makespan, timeline.max_span
+        return cls(setting, schedule, costs, timeline, *times, max(timeline.peak_activations))
 
     def key(self, objective: Objective) -> tuple[float, float, float]:
         """Return what candidates are compared by: the smaller, the better."""

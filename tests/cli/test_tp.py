@@ -1,4 +1,5 @@
-"""``--tp-comm``, ``--tp-collectives`` and ``--braid`` of the schedule verbs: what they report is the simulation."""
+"""``--tp-comm``, ``--tp-collectives``, ``--braid`` and ``--reduction`` of the schedule verbs: what they report is the
+simulation."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import pytest
 
 from jaxpipe.cli import main
 from jaxpipe.schedule import CostProfile, generate, read_schedule, simulate, write_costs
-from jaxpipe.schedule.passes import braid
+from jaxpipe.schedule.passes import braid, with_reductions
 
 SIZES = ("--ranks", "2", "--microbatches", "6")
 TP = ("--cost", "1,1.2,0.8", "--tp-comm", "0.4", "--tp-collectives", "4")
@@ -78,3 +79,20 @@ def test_flags_contradict_a_cost_file(capsys: pytest.CaptureFixture[str], tmp_pa
     )
     assert main([*argv, "--tp-comm", "1"]) == 2
     assert "--costs FILE and --tp-comm contradict each other" in capsys.readouterr().err
+
+
+def test_reductions_and_gathers_of_every_verb(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    costs = CostProfile.uniform(4, chunks=2, reduction=(1.5, 0.5))
+    schedule = with_reductions(generate("v-zb", 2, 6, costs=costs), gather=True)
+    expected, path = simulate(schedule, costs).makespan, str(tmp_path / "r.sched")
+    assert run_json(capsys, "schedule", "v-zb", *SIZES, "--reduction", "1.5,0.5", "-o", path)["makespan"] == expected
+    assert read_schedule(path).rows == schedule.rows
+    assert run_json(capsys, "simulate", path, "--reduction", "1.5,0.5")["makespan"] == expected
+    rows = run_json(capsys, "compare", path, *SIZES, "--reduction", "1.5,0.5")["schedules"]
+    assert [row["makespan"] for row in rows if row["name"] == "v-zb"] == [expected] * 2
+    free, best = (run_json(capsys, "best", *SIZES, "--max-chunks", "2", *x) for x in ((), ("--reduction", "1.5,0.5")))
+    assert free["makespan"] < best["makespan"] <= min(row["makespan"] for row in rows if "makespan" in row)
+    offload = ("--reduction", "1.5,0", "--offload-time", "0.5", "--offload", "0.5")
+    assert run_json(capsys, "schedule", "1f1b", *SIZES, *offload)["makespan"] == 7 * 3 + 1.5
+    assert main(["schedule", "v-zb", *SIZES, "--reduction", "1"]) == 2
+    assert "'1' has 1 value; want two as R,G" in capsys.readouterr().err

@@ -39,6 +39,7 @@ from jaxpipe.schedule.passes.host_lane import (
     prompt_weights,
     rank_lives,
 )
+from jaxpipe.schedule.passes.reductions import with_reductions_of, without_reductions
 from jaxpipe.schedule.simulate import simulate
 from jaxpipe.schedule.timeline import TIME, Timeline, at_most
 
@@ -285,7 +286,7 @@ def offload(
     for s in stages or ():
         if not 0 <= s < schedule.num_stages:
             raise ScheduleError(f"offload: there is no stage {s}; stages are 0..{schedule.num_stages - 1}")
-    bare = without_offloads(schedule)
+    like, bare = schedule, without_offloads(without_reductions(schedule))
     check_schedule(bare)
     planned = partial(Plans, costs=costs, fraction=fraction, stages=stages)
     plans = planned(bare)
@@ -297,7 +298,9 @@ def offload(
     met = None if memory_limit is None else at_most(peak_of(after), memory_limit)
     figures = [(x.peak_activations, x.makespan, x.max_span) for x in (plans.before, after)]
     stages_report, share = _report(plans, schedule, after)
-    return Offloaded(schedule, *figures[0], *figures[1], share, k_of(costs), stages_report, met)
+    return Offloaded(
+        with_reductions_of(schedule, like), *figures[0], *figures[1], share, k_of(costs), stages_report, met
+    )
 
 
 def _within(limit: float, plans: Plans, planned: Callable[[Schedule], Plans]) -> tuple[Schedule, Timeline]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
+from jaxpipe.schedule.costs import CostProfile
 from jaxpipe.schedule.ir import Action, F, G, R, Row, Schedule, Slot, W, op_spec
 from jaxpipe.schedule.passes.braid import with_slots
 from jaxpipe.schedule.placement import Placement
@@ -23,10 +24,33 @@ def with_reductions(schedule: Schedule, *, gather: bool = False, stages: Collect
     it again.
     """
     chosen = range(schedule.num_stages) if stages is None else stages
-    plain = with_slots(schedule, lambda slot: () if op_spec(slot.actions[0].op).per_step else (slot,))
+    plain = without_reductions(schedule)
     return replace(
         plain, rows=tuple(_with_communication(row, schedule.placement, chosen, gather) for row in plain.rows)
     )
+
+
+def without_reductions(schedule: Schedule) -> Schedule:
+    """Return ``schedule`` without what runs once a step."""
+    return with_slots(schedule, lambda slot: () if op_spec(slot.actions[0].op).per_step else (slot,))
+
+
+def with_reductions_of(schedule: Schedule, like: Schedule) -> Schedule:
+    """Return ``schedule`` with R and G where ``like`` has any: what a pass that moves W's made of it without them."""
+    stages = {op: {a.stage for a in like.actions() if a.op == op} for op in (R.name, G.name)}
+    return (
+        with_reductions(schedule, gather=bool(stages[G.name]), stages=stages[R.name])
+        if any(stages.values())
+        else schedule
+    )
+
+
+def with_priced_reductions(schedule: Schedule, costs: CostProfile) -> Schedule:
+    """Return ``schedule`` with each R, and each G, if ``costs`` price any, unless it has some of its own."""
+    priced = any(costs.reduce_s) or any(costs.gather_s)
+    if not priced or any(op_spec(a.op).per_step for a in schedule.actions()):
+        return schedule
+    return with_reductions(schedule, gather=any(costs.gather_s))
 
 
 def _with_communication(row: Row, placement: Placement, reduced: Collection[int], gather: bool) -> Row:

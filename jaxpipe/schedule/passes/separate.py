@@ -33,6 +33,7 @@ from jaxpipe.schedule.engine import slot_lanes
 from jaxpipe.schedule.ir import BW, Action, B, Row, Schedule, Slot, W, op_spec
 from jaxpipe.schedule.memory import UNIT, slot_units
 from jaxpipe.schedule.passes.braid import fused_backwards, with_fused
+from jaxpipe.schedule.passes.reductions import with_reductions_of, without_reductions
 from jaxpipe.schedule.simulate import simulate
 from jaxpipe.schedule.timeline import MEMORY, TIME, at_most, nine_digits
 
@@ -54,6 +55,7 @@ def separate_gradients(schedule: Schedule, costs: CostProfile, *, memory_limit: 
             moving W's does not mend that.
     """
     check_schedule(schedule)
+    like, schedule = schedule, without_reductions(schedule)
     slots = chain.from_iterable(schedule.rows)
     keep = frozenset(
         (a.stage, a.microbatch) for x in slots if type(x) is not Action for a in x.actions if a.op == BW.name
@@ -78,7 +80,7 @@ def separate_gradients(schedule: Schedule, costs: CostProfile, *, memory_limit: 
         best = tried[min(fit)[-1]][1]
         if best is start:
             check_schedule(best.schedule)
-            return best.schedule
+            return with_reductions_of(best.schedule, like)
         start = best
 
 

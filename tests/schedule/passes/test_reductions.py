@@ -25,7 +25,8 @@ from jaxpipe.schedule import (
 )
 from jaxpipe.schedule.families.family import in_order
 from jaxpipe.schedule.json_form import from_costs, from_schedule, from_timeline, to_costs, to_schedule, to_timeline
-from jaxpipe.schedule.passes import with_reductions
+from jaxpipe.schedule.passes import braid, offload, prompt_weights, separate_gradients, with_reductions
+from jaxpipe.schedule.passes.braid import backwards_like
 
 FAMILIES = ("gpipe", "1f1b", "zb-h1", "interleaved-1f1b", "v-zb", "chimera", "hanayo", "vocab-1f1b")
 
@@ -142,6 +143,24 @@ def test_a_rank_of_two_flows_reduces_once() -> None:
         == simulate(schedule, priced(schedule, 1.0)).makespan
     )
     assert "R" not in str(with_reductions(schedule, stages=()))
+
+
+@pytest.mark.parametrize("gather", [False, True])
+def test_passes_that_move_actions_keep_reductions(gather: bool) -> None:
+    schedule = with_reductions(generate("interleaved-1f1b", 4, 8), gather=gather)
+    costs = replace(priced(schedule, 1.0, 0.5), offload_s=(0.25,) * 8, load_s=(0.25,) * 8)
+    separate = separate_gradients(schedule, costs)
+    changes = (
+        separate,
+        prompt_weights(separate),
+        braid(separate, costs),
+        offload(schedule, costs, memory_limit=5).schedule,
+    )
+    for changed in (*changes, backwards_like(separate, schedule)):
+        check_schedule(changed)
+        assert {"R", "G"} & {a.op for a in changed.actions()} == ({"R", "G"} if gather else {"R"})
+    assert simulate(separate, costs).makespan < simulate(schedule, costs).makespan
+    assert changes[-1].offloads and not changes[0].offloads
 
 
 def test_a_schedule_with_a_problem_stays_one() -> None:

@@ -120,6 +120,15 @@ class RankMesh:
         return replace(self, **one)
 
     @property
+    def rows(self) -> int:
+        """Return into how many parts a microbatch's rows are divided."""
+        return math.prod(self.sizes[axis] for axis in ROWS)
+
+    def column(self, columns: int) -> RankMesh:
+        """Return one of ``columns`` equal parts along dp."""
+        return replace(self, dp=self.dp // columns)
+
+    @property
     def size(self) -> int:
         """Return ``tp``: layers, whose argument of this type is called ``tp``, read ``tp.size``."""
         return self.tp
@@ -210,6 +219,13 @@ def pipeline_submeshes(
             f"XLA_FLAGS=--xla_force_host_platform_device_count={need} before JAX starts"
         )
     return tuple(mesh.over(all_devices[r : r + mesh.num_devices]) for r in range(0, need, mesh.num_devices))
+
+
+def column_mesh(mesh: Mesh, columns: int, column: int) -> Mesh:
+    """Return one of ``columns`` equal parts of a rank's mesh along dp."""
+    if columns == 1:
+        return mesh
+    return Mesh(np.split(mesh.devices, columns, axis=mesh.axis_names.index(DP))[column], mesh.axis_names)
 
 
 def with_several(mesh: AnyMesh, axes: Iterable[str]) -> tuple[str, ...]:

@@ -33,7 +33,7 @@ from jaxpipe.errors import AgreedError, ConfigError, JaxpipeError, short_message
 from jaxpipe.files import check_local, write_atomically
 from jaxpipe.launch.local import SAID, ClusterJob, Launch, follow_launcher, jobset, sbatch
 from jaxpipe.runtime.peers import find_peers
-from jaxpipe.runtime.processes import Processes, ProcessGroup, SingleProcess, divided
+from jaxpipe.runtime.processes import Processes, ProcessGroup, SingleProcess, divided, grid_columns
 from jaxpipe.text import closest, format_count
 from jaxpipe.train.config import TrainConfig, explain_settings, load_config
 from jaxpipe.train.devices import device_errors, find_devices, memory_fraction, request_devices, request_gpus
@@ -103,10 +103,11 @@ def run_train(args: argparse.Namespace) -> int:
             # only now: a config that is wrong for one process must end the others, too, not leave them waiting
             config = config_of(args)
             agree_on_settings(processes, config, {"--dp": str(args.dp)})
+            processes.arrange(config.pipeline.ranks, config.pipeline.dp, config.run.machine.columns)
             devices = max(config.pipeline.num_devices, config.run.machine.devices)
             if processes.number > 1:
                 local_ranks = processes.ranks(config.pipeline.ranks)[processes.mine]
-                devices = len(local_ranks) * config.pipeline.rank_devices
+                devices = len(local_ranks) * config.pipeline.rank_devices // processes.columns
             # this order: JAX reads its flags when it is imported, and connects processes before it first looks for devices
             request_devices(devices, config.run.machine.platform, processes=processes.number)
             request_gpus(config.run, processes=processes.number, mine=processes.mine)
@@ -403,7 +404,8 @@ _FLAG_NAMES = {"number": "-n", "output": "-o", "gpus": "--gpus-per-node", "per_n
 
 
 def _launch_here(args: argparse.Namespace, config: TrainConfig) -> int:
-    divided(config.pipeline.ranks, args.number)
+    pipe, machine = config.pipeline, config.run.machine
+    divided(pipe.ranks, args.number // grid_columns(args.number, pipe.ranks, pipe.dp, machine.columns))
     check_local(args.logs or "", "--logs")
     logs = Path(args.logs or tempfile.mkdtemp(prefix="jaxpipe-launch-"))
     logs.mkdir(parents=True, exist_ok=True)

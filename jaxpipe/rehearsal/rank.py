@@ -45,7 +45,6 @@ from jaxpipe.cost.memory import Kind, RankMemory
 from jaxpipe.cost.profile import StageMeasurements, measure_stages
 from jaxpipe.cost.seconds import ACTIVATION, COTANGENT, PARAMETER, Timing, medians
 from jaxpipe.errors import ConfigError, RunError
-from jaxpipe.mesh import replicated
 from jaxpipe.program.ir import Program, Recv, Run
 from jaxpipe.rehearsal.report import (
     MemoryCheck,
@@ -58,7 +57,7 @@ from jaxpipe.rehearsal.report import (
     slowdown,
 )
 from jaxpipe.runtime.assembly import ALLOCATOR_BYTES
-from jaxpipe.runtime.batches import THREEFRY, microbatch_keys
+from jaxpipe.runtime.batches import THREEFRY, place_keys
 from jaxpipe.runtime.executor import StepInputs, StepOutputs
 from jaxpipe.runtime.memory_probe import RankMeasured, probe_step
 from jaxpipe.runtime.pipeline import Pipeline
@@ -149,10 +148,7 @@ def stand_in_inputs(
         acc[at] = pipeline.zeros(at)
         if values := batches(f, m, vocab_size):
             data[at] = values
-    keys: dict[int, Sequence[jax.Array]] = {}
-    for rank in sorted({rank for (rank, _), f in functions.items() if f.uses_key}):
-        home = replicated(pipeline.submeshes[rank])
-        keys[rank] = jax.device_put(microbatch_keys(jax.random.key(0, impl=THREEFRY), m), home)
+    keys = place_keys(jax.random.key(0, impl=THREEFRY), m, functions, pipeline.submeshes, pipeline.row_shards)
     jax.block_until_ready((params, acc, data, keys))
     return StepInputs(params, acc, data, keys)
 

@@ -27,17 +27,19 @@ from jax.sharding import Mesh
 from jaxpipe.context_parallel import laid_out, shard_avals
 from jaxpipe.cost.profile import analytic_profile
 from jaxpipe.errors import CheckpointError, ProgramError, StageError
-from jaxpipe.mesh import ONE_SHARD, RankMesh, pipeline_submeshes, rank_mesh, spec_of, with_several
+from jaxpipe.mesh import ONE_SHARD, RankMesh, column_mesh, pipeline_submeshes, rank_mesh, spec_of, with_several
 from jaxpipe.runtime.batches import (
     Batch,
     Instance,
     check_microbatch,
     check_placed,
     checked_batch,
+    column_rows,
     joined_shards,
     place_data,
 )
-from jaxpipe.runtime.processes import Processes
+from jaxpipe.runtime.grid import spanning_options, sum_over
+from jaxpipe.runtime.processes import Processes, SingleProcess
 from jaxpipe.runtime.transfer import OFFLOAD_ALL, OffloadOptions, Ownership
 from jaxpipe.schedule import CostProfile, Placement, Schedule
 from jaxpipe.stage.compiled.compile import BuildCache, build_all, build_output
@@ -107,13 +109,16 @@ class Assembly:
 
     ``boundaries[stage]``: first and one-past-last layer; ``functions[(rank, stage)]``; ``offload``: what O and L move, and
     where to; ``braid``: whether braided slots run as one function; ``ownership``: which ranks are this process's (all are
-    traced, these run). ``mesh``: the devices of every rank by axis, and how layers divide their work over them.
+    traced, these run). ``mesh``: the devices of every rank by axis, and how layers divide their work over them;
+    ``rank_meshes``: those devices; ``submeshes``: of each rank those in this process's column (:mod:`jaxpipe.runtime.grid`), on
+    which functions run and whose part of a microbatch they see.
     """
 
     model: Model
     placement: Placement
     boundaries: Cut
     submeshes: tuple[jax.sharding.Mesh, ...]
+    rank_meshes: tuple[jax.sharding.Mesh, ...]
     functions: Mapping[Instance, StageFunctions]
     microbatch_size: int
     compute_dtype: Any
@@ -133,6 +138,17 @@ class Assembly:
     def tp(self) -> RankMesh:
         """Return :attr:`mesh`, as layers call it."""
         return self.mesh
+
+    @property
+    def column(self) -> RankMesh:
+        """Return the devices of every rank that are in this process's column, by axis."""
+        return self.mesh.column(self.ownership.processes.columns)
+
+    @property
+    def row_shards(self) -> range | None:
+        """Return which of the parts of a microbatch's rows are in this process's column; None where they are not divided."""
+        own, column = self.column.rows, self.ownership.processes.column
+        return range(column * own, (column + 1) * own) if self.mesh.rows > 1 else None
 
     @property
     def copies_in_parts(self) -> bool:
@@ -174,7 +190,8 @@ class Assembly:
                 without options).
             dp: along ``dp``, where ``tp`` does not say.
             braid: run each braided slot as one woven function; if not, as separate calls, with bit-equal results.
-            processes: of the run, between which the ranks are divided; by default there is this one.
+            processes: of the run, between which the ranks are divided, and dp where they form columns; by default there is
+                this one.
             transport: between them: ``tagged``, or on GPUs ``nccl`` (:class:`~jaxpipe.runtime.transfer.Ownership`).
 
         Raises:
@@ -184,8 +201,13 @@ class Assembly:
         check_microbatch(microbatch_size, mesh.dp)
         compute = check_dtype("dtype", compute_dtype)
         boundaries = _cut(model, placement, boundaries, microbatch_size // mesh.dp)
-        data_avals = shard_avals(model.name, model.batch_spec(microbatch_size), model.over_time, mesh)
-        submeshes = pipeline_submeshes(placement.num_ranks, mesh, devices=devices)
+        processes = SingleProcess() if processes is None else processes
+        processes.arrange(placement.num_ranks, mesh.dp, processes.columns)
+        column = mesh.column(processes.columns)
+        column_spec = model.batch_spec(microbatch_size // processes.columns)
+        data_avals = shard_avals(model.name, column_spec, model.over_time, column)
+        rank_meshes = pipeline_submeshes(placement.num_ranks, mesh, devices=devices)
+        submeshes = tuple(column_mesh(m, processes.columns, processes.column) for m in rank_meshes)
         ownership = Ownership(submeshes, processes, transport)
         layers = [model.layers[a:b] for a, b in boundaries]
         instances = _instances(placement)
@@ -202,7 +224,7 @@ class Assembly:
                 meshes=[submeshes[r] for r in ranks],
                 recompute=recompute,
                 acc_dtype=master,
-                tp=mesh,
+                tp=column,
                 cache=cache,
                 first=model.first,
             )
@@ -213,6 +235,7 @@ class Assembly:
             placement,
             boundaries,
             submeshes,
+            rank_meshes,
             functions,
             microbatch_size,
             compute,
@@ -288,9 +311,8 @@ class Assembly:
 
     @property
     def _data_avals(self) -> dict[str, jax.ShapeDtypeStruct]:
-        return shard_avals(
-            self.model.name, self.model.batch_spec(self.microbatch_size), self.model.over_time, self.mesh
-        )
+        spec = self.model.batch_spec(self.microbatch_size // self.ownership.processes.columns)
+        return shard_avals(self.model.name, spec, self.model.over_time, self.column)
 
     def compare_policies(self, policies: Sequence[str] = STANDARD) -> tuple[tuple[PolicyCost, ...], ...]:
         """Compare what each recompute policy would save and cost, by stage (``compiled/recompute_report.py``). Runs nothing."""
@@ -302,7 +324,7 @@ class Assembly:
             [self.submeshes[self.primary(s)[0]] for s in stages],
             policies,
             self.master_dtype,
-            self.mesh,
+            self.column,
         )
 
     @property
@@ -355,7 +377,9 @@ class Assembly:
         """
         check_placed(params, self._own_functions)
         batch = self._with_factors(checked_batch(batch, self.model.batch_spec(self.microbatch_size), microbatches))
-        batch = laid_out(batch, self.model.over_time, self.mesh)
+        processes = self.ownership.processes
+        batch = column_rows(batch, processes.columns, processes.column)
+        batch = laid_out(batch, self.model.over_time, self.column)
         return place_data(batch, self._own_functions, self.submeshes)
 
     def sum_replicas(self, gradients: Mapping[Instance, Sequence[jax.Array]]) -> dict[Instance, Buffers]:
@@ -399,11 +423,14 @@ class Assembly:
         ``eval_metrics`` too."""
         runs_of_stages = self._forward(params, batch, [f.evaluation for f in self.stages], self.model.span)
         runs = [{at: x for at, x in results.items() if at[2].kind == "loss"} for results in runs_of_stages]
-        sums: dict[int, list[float]] = {}
-        # Summed over microbatches as Python floats: float32 would lose digits over many of them.
+        parts: dict[int, list[list[list[float]]]] = {}
         for at in sorted(runs[0]):
-            sums.setdefault(at[0], []).append(sum(float(jnp.sum(run[at])) for run in runs))
-        return [x for _, values in sorted(self.ownership.shared("losses", sums).items()) for x in values]
+            parts.setdefault(at[0], []).append([np.asarray(run[at]).reshape(-1).tolist() for run in runs])
+        # Summed as Python floats, microbatch by microbatch in the order of the devices: float32 would lose digits over many of
+        # them, and another order would give other ones.
+        columns_of = sorted(self.ownership.shared_by_column("losses", parts).items())
+        ports = [port for _, columns in columns_of for port in zip(*columns, strict=True)]
+        return [sum(x for run in zip(*port, strict=True) for column in run for x in column) for port in ports]
 
     @cached_property
     def reported(self) -> Reported:
@@ -475,7 +502,7 @@ class Assembly:
         params = compute_avals(self.model.layers, self.compute_dtype, self.master_dtype)
         output_avals = jax.eval_shape(lambda p, b: array_leaves(model_output(self.model, p, b)), params, spec)
         mesh = self.submeshes[self.primary(last)[0]]
-        return *build_output(self.layers(last), self.stages[last], mesh, self._data_avals, self.mesh), output_avals
+        return *build_output(self.layers(last), self.stages[last], mesh, self._data_avals, self.column), output_avals
 
     def _forward(
         self, params: Mapping[Instance, Buffers], batch: Batch, functions: Sequence[StageFunction], span: int
@@ -605,7 +632,7 @@ def reduction(mesh: Mesh, stage: StageFunctions) -> Reduction:
         return lambda acc: acc
 
     def reduce(acc: list[Any]) -> list[Any]:
-        return [jax.lax.psum(a, over) if over else a for a, over in zip(acc, axes, strict=True)]
+        return [sum_over(a, over, mesh) for a, over in zip(acc, axes, strict=True)]
 
     reduce.__name__ = reduce.__qualname__ = f"reduce_stage{stage.stage}"
     into = [spec_of(a) for a in stage.acc_avals]
@@ -622,4 +649,4 @@ def on_rank(
     if mesh.size == 1:
         return jax.jit(function, donate_argnums=donate)
     mapped = jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-    return jax.jit(mapped, donate_argnums=donate)
+    return jax.jit(mapped, donate_argnums=donate, compiler_options=spanning_options(mesh))

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from jaxpipe.context_parallel import joined_times
 from jaxpipe.errors import ProgramError
-from jaxpipe.mesh import RankMesh, batch_sharded, replicated
+from jaxpipe.mesh import ROWS, RankMesh, batch_sharded, device_sharded
 from jaxpipe.stage.functions import StageFunctions
 from jaxpipe.stage.model.layer import divisors
 
@@ -82,6 +82,14 @@ def _cast(name: str, array: Any, dtype: Any) -> Any:
     raise ProgramError(f"batch[{name!r}] holds {array.dtype}; the model reads {dtype}")
 
 
+def column_rows(batch: Batch, columns: int, column: int) -> Batch:
+    """Return the sequences of each microbatch that one of ``columns`` columns computes with."""
+    if columns == 1:
+        return batch
+    rows = {name: array.shape[1] // columns for name, array in batch.items()}
+    return {name: array[:, column * rows[name] : (column + 1) * rows[name]] for name, array in batch.items()}
+
+
 def check_placed(params: Any, functions: Mapping[Instance, StageFunctions]) -> None:
     """Raise ProgramError where ``params`` are not buffers by (rank, stage)."""
     if not isinstance(params, Mapping) or any(at not in params for at in functions):
@@ -137,9 +145,14 @@ def place_data(
 
 
 def place_keys(
-    key: jax.Array | None, count: int, functions: Mapping[Instance, StageFunctions], submeshes: Sequence[Mesh]
+    key: jax.Array | None,
+    count: int,
+    functions: Mapping[Instance, StageFunctions],
+    submeshes: Sequence[Mesh],
+    shards: range | None,
 ) -> dict[int, Sequence[jax.Array]]:
-    """Make, for each rank that draws random numbers, a key for each of ``count`` microbatches.
+    """Make, for each rank that draws random numbers, the keys for each of ``count`` microbatches. ``shards``: as for
+    :func:`microbatch_keys`, those of its rows on ``submeshes``.
 
     Raises:
         ProgramError: a rank draws, and there is no ``key``, or it is no key.
@@ -151,8 +164,8 @@ def place_keys(
         raise ProgramError("the model draws random numbers (dropout): pass a PRNG key to every step")
     if not isinstance(key, jax.Array | np.ndarray):
         raise ProgramError(f"the PRNG key is a {type(key).__name__}; make one of a seed with jax.random.key(seed)")
-    keys = microbatch_keys(_threefry(key), count)
-    homes = [replicated(submeshes[r]) for r in users]
+    keys = microbatch_keys(_threefry(key), count, shards)
+    homes = [device_sharded(submeshes[r], ROWS) for r in users]
     flat = iter(jax.device_put([k for _ in users for k in keys], [h for h in homes for _ in keys]))
     return {r: [next(flat) for _ in keys] for r in users}
 
@@ -201,7 +214,13 @@ def joined_shards(stacked: np.ndarray, whole_shape: Sequence[int], mesh: RankMes
     return np.concatenate([joined_times(list(sequences)) for sequences in joined])
 
 
-@partial(jax.jit, static_argnames="count")
-def microbatch_keys(key: jax.Array, count: int) -> list[jax.Array]:
-    """Return each microbatch's key, ``fold_in(key, i)``, as threefry key data uint32 [2]; the same for any cut and schedule."""
-    return [jax.random.key_data(jax.random.fold_in(key, i)) for i in range(count)]
+@partial(jax.jit, static_argnames=("count", "shards"))
+def microbatch_keys(key: jax.Array, count: int, shards: range | None = None) -> list[jax.Array]:
+    """Return each microbatch's key, ``fold_in(key, i)``, as threefry key data uint32 [2]; the same for any cut and schedule.
+    ``shards``: of a microbatch that is divided over dp: the keys of these one after another, ``fold_in`` of that and their
+    number."""
+    keys = [jax.random.fold_in(key, i) for i in range(count)]
+    if shards is not None:
+        # Out of the programs: devices of another process would count from 0 again, and repeat the masks of the first ones.
+        keys = [jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(shards.start, shards.stop)) for key in keys]
+    return [jax.random.key_data(key).reshape(-1) for key in keys]

@@ -267,7 +267,8 @@ class Pipeline(Assembly):
         them."""
         microbatches = self.schedule.num_microbatches
         data = self.placed_data(params, batch, microbatches)
-        return StepInputs(params, acc, data, place_keys(key, microbatches, self._own_functions, self.submeshes))
+        keys = place_keys(key, microbatches, self._own_functions, self.submeshes, self.row_shards)
+        return StepInputs(params, acc, data, keys)
 
     def loss_and_grads(
         self, params: Mapping[Instance, Buffers], batch: Batch, key: jax.Array | None = None
@@ -397,7 +398,8 @@ class Pipeline(Assembly):
         link = HostLink() if measured is None else measured.host_link()
         local_groups = [[owned.ranks[position] for position in group] for group in link.groups]
         links = owned.shared("host link", {owned.processes.mine: [asdict(replace(link, groups=())), local_groups]})
-        groups = tuple(tuple(group) for _, process_groups in links.values() for group in process_groups)
+        first_column = [found for process, found in sorted(links.items()) if process % owned.processes.columns == 0]
+        groups = tuple(tuple(group) for _, process_groups in first_column for group in process_groups)
         return HostLink(**{**links[0][0], "groups": groups})
 
     def warm_up(self) -> None:
@@ -422,7 +424,9 @@ def _with_all_events(outputs: StepOutputs, processes: Processes, clock: tuple[fl
         return outputs
     ahead, error = clock
     began = outputs.stamps[0] + ahead
-    local_events = [(e.rank, e.lane, str(e.action), began + e.start_s, began + e.end_s) for e in outputs.events]
+    # The ranks of one column are all ranks; what another has of them is the same order on other devices.
+    events = [] if processes.column else outputs.events
+    local_events = [(e.rank, e.lane, str(e.action), began + e.start_s, began + e.end_s) for e in events]
     parts = processes.gather("events", (began, began + outputs.step_s, error, local_events))
     if not parts:
         return outputs

@@ -45,9 +45,13 @@ Result = TypeVar("Result")
 
 class Processes:
     """The ``number`` processes of a run, of which this is ``mine``. All of them call the same methods with the same names in
-    the same order; where one ends, the others do. This class is a single process; :class:`ProcessGroup` are several."""
+    the same order; where one ends, the others do. This class is a single process; :class:`ProcessGroup` are several.
+
+    They form a grid of rows and ``columns`` (:meth:`arrange`): a row has consecutive pipeline ranks, a column one part of the
+    dp devices of every rank. Process ``row · columns + column``."""
 
     number, mine = 1, 0
+    columns = 1
     on_this_host = 1
     """The number of processes that share this host."""
 
@@ -192,9 +196,45 @@ class Processes:
         self.raise_if_any(name, problem)
         return results[0]
 
+    @property
+    def column(self) -> int:
+        """The column of this process."""
+        return self.mine % self.columns
+
+    def arrange(self, ranks: int, dp: int, columns: int = 0) -> None:
+        """Lay the processes out for a pipeline of ``ranks`` ranks of ``dp`` devices along dp each, in so many columns; with 0
+        in one, or in as many as there are processes for each rank.
+
+        Raises:
+            AgreedError: they make no grid, or the columns do not divide dp.
+        """
+        self.columns = grid_columns(self.number, ranks, dp, columns)
+
     def ranks(self, count: int) -> tuple[range, ...]:
-        """Return the ranks of each process: see :func:`divided`."""
-        return divided(count, self.number)
+        """Return the ranks of each process: those of its row (:func:`divided`)."""
+        rows = divided(count, self.number // self.columns)
+        return tuple(rows[process // self.columns] for process in range(self.number))
+
+
+def grid_columns(number: int, ranks: int, dp: int, columns: int = 0) -> int:
+    """Return the columns of a grid of ``number`` processes: see :meth:`Processes.arrange`. One process is one column."""
+    if number == 1:
+        return 1
+    if not columns:
+        columns = max(1, number // ranks)
+        if columns > 1 and number % ranks:
+            raise AgreedError(
+                f"{number} processes for {ranks} pipeline ranks: several processes share a rank by dp, as many for each; start "
+                f"{number // ranks * ranks}, or at most {ranks}"
+            )
+    if number % columns:
+        raise AgreedError(f"{number} processes are no multiple of the {columns} columns of run.machine.columns")
+    if dp % columns:
+        raise AgreedError(
+            f"{columns} processes share each rank (a grid of {number // columns} × {columns} processes), each with as many of "
+            f"its dp devices, and --dp is {dp}: use a multiple of {columns}, or fewer processes"
+        )
+    return columns
 
 
 def divided(count: int, number: int) -> tuple[range, ...]:

@@ -304,11 +304,11 @@ class Ownership:
     """Which process owns which ranks, and moves of arrays between them outside of programs.
 
     Args:
-        meshes: of all ranks.
+        meshes: of all ranks, with the devices of this process's column.
         processes: of the run, which make this together.
         transport: between them, ``tagged`` (:class:`TransferServer`) or ``nccl`` (:class:`DevicePutTransport`).
 
-    ``process_of``: by rank. ``ranks``: those of this process.
+    ``process_of``: by rank, of the column. ``ranks``: those of this process.
 
     Raises:
         AgreedError: the devices of several processes can't exchange arrays by NCCL.
@@ -317,7 +317,9 @@ class Ownership:
     def __init__(self, meshes: Sequence[Mesh], processes: Processes | None = None, transport: str = "tagged") -> None:
         self.processes = SingleProcess() if processes is None else processes
         ranks = self.processes.ranks(len(meshes))
-        self.process_of = tuple(process for process, process_ranks in enumerate(ranks) for _ in process_ranks)
+        columns, column = self.processes.columns, self.processes.column
+        in_column = [(k, own) for k, own in enumerate(ranks) if k % columns == column]
+        self.process_of = tuple(process for process, process_ranks in in_column for _ in process_ranks)
         self.ranks = ranks[self.processes.mine]
         self.lanes: Lanes = NATIVE if transport == "nccl" else TAGGED
         self._meshes, self._moves = meshes, 0
@@ -397,11 +399,20 @@ class Ownership:
                 self._native.link(pair for pair in pairs if self.in_different_processes(*pair))
 
     def shared(self, name: str, values: Mapping[int, Any]) -> dict[int, Any]:
-        """Merge JSON values that the processes hold by number; each number is one process's."""
+        """Merge JSON values that the processes hold by number; of what every column has, that of the first is taken."""
+        return {number: columns[0] for number, columns in self.shared_by_column(name, values).items()}
+
+    def shared_by_column(self, name: str, values: Mapping[int, Any]) -> dict[int, list[Any]]:
+        """Return all JSON values that the processes hold by number: those of each column."""
         if not self.divided:
-            return dict(values)
+            return {number: [value] for number, value in values.items()}
         parts = self.processes.gather(name, list(values.items()))
-        return dict(self.processes.broadcast(name, [pair for part in parts for pair in part]))
+        merged: dict[int, list[Any]] = {}
+        # In the order of the processes, so that of a number the columns are in theirs.
+        for number, value in (pair for part in parts for pair in part):
+            merged.setdefault(number, []).append(value)
+        everywhere: list[tuple[int, list[Any]]] = self.processes.broadcast(name, sorted(merged.items()))
+        return dict(everywhere)
 
     def move(
         self, arrays: Sequence[jax.Array], src: int, dst: int, avals: Sequence[jax.ShapeDtypeStruct]

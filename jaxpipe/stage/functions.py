@@ -49,7 +49,7 @@ import jax.numpy as jnp
 
 from jaxpipe._jax_compat import ClosedJaxpr, aval_bytes
 from jaxpipe.errors import StageError
-from jaxpipe.mesh import DATA, AnyMesh, device_sharded, replicated
+from jaxpipe.mesh import DATA, ROWS, AnyMesh, device_sharded, replicated
 from jaxpipe.stage.jaxprs import array_leaves
 from jaxpipe.stage.model.params import ParamLayout
 from jaxpipe.stage.model.plan import StageLinks
@@ -101,8 +101,10 @@ class Homes:
         match port.kind:
             case "param":
                 return self.layout.axes(port.index).divided
-            case "key" | "token":
+            case "token":
                 return ()
+            case "key":  # the second is how many layers of the model are before this stage
+                return ROWS if port.index == 0 else ()
             case "data" | "loss":
                 return DATA
             case "x" | "dx":

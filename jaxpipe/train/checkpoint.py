@@ -258,7 +258,8 @@ class CheckpointStore(Closing):
                 f"step {step} is older than the newest checkpoint ({newer[-1].step}) in {self.directory}; resume from it, use "
                 f"another directory, or give up the later steps with discard_after({step})"
             )
-        groups = {group: take_snapshot(group, content) for group, content in trees.items()}
+        share = self.processes.column, self.processes.columns
+        groups = {group: take_snapshot(group, content, share) for group, content in trees.items()}
         return loss, contents.strict_json(meta), groups
 
     def _commit(self, step: int, content: _Content | CheckpointError, spare: frozenset[int] | None) -> None:

@@ -251,6 +251,7 @@ def step_over(config: TrainConfig, pipeline: Pipeline, decay: DecayRule = "role"
         clip_norm=config.optimizer.clip_norm,
         learning_rate=rate_of(config.optimizer, config.run.steps),
         zero1=config.pipeline.sharding.zero1,
+        reduction=config.pipeline.sharding.reduction,
         post_validation=config.pipeline.passes.post_validation,
     )
 

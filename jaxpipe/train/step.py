@@ -25,12 +25,13 @@ from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import PartitionSpec
 
 from jaxpipe.cost.memory import Kind, MemoryReport, RankMemory
 from jaxpipe.errors import ConfigError
@@ -38,6 +39,7 @@ from jaxpipe.mesh import replicated
 from jaxpipe.runtime.assembly import on_rank
 from jaxpipe.runtime.batches import Batch
 from jaxpipe.runtime.executor import StepDropped, StepOutputs
+from jaxpipe.runtime.grid import RankView, aval_on, place
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.schedule import CostProfile
 from jaxpipe.stage.functions import Footprint, compiled_footprint, device_bytes, total_device_bytes
@@ -170,6 +172,8 @@ class TrainStep:
         zero1: divide optimizer state and update over the dp devices of each rank (:mod:`jaxpipe.train.update.stage_update`).
         post_validation: ``"off"``, ``"on"`` or ``"auto"``: whether the next step begins before it is known that this one is
             finite and not clipped (:mod:`jaxpipe.train.update.post_validation`). The same bits.
+        reduction: how gradients are added over the devices of a rank: ``"ordered"``, in their order, which gives the same bits
+            however they lie in processes; or ``"fast"``, as XLA's all-reduce and reduce-scatter do.
         learning_rate: of ``optimizer``, to be reported: a number, or a schedule of the count that its state keeps. That of
             ``optax.inject_hyperparams`` needs no telling.
         extra: arguments of the optimizer's update by name, numbers or arrays, which a call may give other values.
@@ -187,6 +191,7 @@ class TrainStep:
         clip_norm: float = 0.0,
         zero1: bool = False,
         post_validation: str = "off",
+        reduction: Literal["ordered", "fast"] = "ordered",
         learning_rate: float | optax.Schedule | None = None,
         extra: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
@@ -199,9 +204,13 @@ class TrainStep:
         self.optimizer, self._extra = optimizer, dict(extra)
         self._primary = {s: ranks[0] for s, ranks in pipeline.instances.items()}
         self._own = {s: r for s, r in self._primary.items() if r in pipeline.ownership.ranks}
+        if reduction not in ("ordered", "fast"):
+            raise ConfigError(f"reduction is {reduction!r}; want 'ordered' or 'fast'")
+        ordered, dtype = reduction == "ordered", pipeline.master_dtype
+        self._views = {s: RankView(pipeline.rank_meshes[r], pipeline.submeshes[r]) for s, r in self._primary.items()}
         self._shards = {
-            s: stage_update.StageShards(pipeline.layout(s), pipeline.submeshes[r], zero1, pipeline.master_dtype)
-            for s, r in self._primary.items()
+            s: stage_update.StageShards(pipeline.layout(s), view.rank, zero1, dtype, ordered)
+            for s, view in self._views.items()
         }
         if not any(x.updated for x in self._shards.values()):
             raise ConfigError(f"model {pipeline.model.name} has nothing to train: no parameter of it is trainable")
@@ -211,7 +220,9 @@ class TrainStep:
         self._optimizers = stage_update.stage_optimizers(optimizer, self._shards, _shapes(extra))
         self._updates = {_kinds(extra): {s: self._compile_update(s, self._optimizers[s]) for s in self._own}}
         self.states = {s: self._stage_state(s) for s in self._primary}  # shapes of what the updates take
-        self._reduce = {s: stage_update.GradientReduction(self._shards[s], self.states[s].acc) for s in self._own}
+        self._reduce = {
+            s: stage_update.GradientReduction(self._shards[s], self.states[s].acc, self._views[s]) for s in self._own
+        }
         self._unpack = {s: self._compile_unpack(s) for s in self._own}
         self._fresh = {s: self._compile_fresh(s) for s in self._own}
         self._rate = LearningRate(learning_rate, self.states[0].optimizer)
@@ -247,8 +258,11 @@ class TrainStep:
             if optimizer is not None:
                 states[s] = self._optimizers[s].place(optimizer)
                 continue
-            fresh = self._fresh[s](self._taken(s, compute[rank, s]), master[rank, s])
-            states[s] = jax.device_put(fresh, jax.tree.map(lambda a: a.sharding, self.states[s].optimizer))
+            view = self._views[s]
+            params_of_rank = view.widen(self._taken(s, compute[rank, s]), self._param_specs(s))
+            fresh = self._fresh[s](params_of_rank, master[rank, s])
+            homes = jax.tree.map(lambda a: a.sharding, self.states[s].optimizer)
+            states[s] = fresh if view.spans else jax.device_put(fresh, homes)
         state = TrainState(step, master, compute, acc, states, self._fixed(params))
         # Compiles it now: at the first checkpoint the devices would wait for it.
         for s in self._own:
@@ -401,13 +415,13 @@ class TrainStep:
         params: dict[str, Params] = {}
         optimizer: dict[str, Any] = {}
         for s, r in self._own.items():
-            shards = self._shards[s]
+            shards, view = self._shards[s], self._views[s]
             leaves = dict(zip(shards.updated_slots, self._unpack[s](self._whole_buffers(s, state)), strict=True))
             if shards.chunked:
                 leaves |= shards.host_leaves(dict(zip(shards.mastered, state.master[(r, s)], strict=True)))
             trained = shards.tree([leaves.get(slot) for slot in shards.layout.slots])
             params |= {name: nested(by_path(state.fixed[name]) | by_path(tree)) for name, tree in trained.items()}
-            optimizer |= self._optimizers[s].by_layer(state.optimizer[s])
+            optimizer |= self._optimizers[s].by_layer(view.narrow_undivided(state.optimizer[s]))
         model = self.pipeline.model
         return model.joined(params), model.joined(optimizer)
 
@@ -416,10 +430,11 @@ class TrainStep:
         return [params[i] for i in self._reads[stage]]
 
     def _whole_buffers(self, stage: int, state: TrainState) -> Buffers:
-        """Return the buffers that a stage updates, masters in place of what is computed with unless they are divided over
-        dp."""
+        """Return the buffers that a stage updates, in this column, masters in place of what is computed with unless they are
+        divided over dp."""
         at, shards = (self._primary[stage], stage), self._shards[stage]
-        masters = {} if shards.chunked else dict(zip(shards.mastered, state.master[at], strict=True))
+        view = self._views[stage]
+        masters = {} if shards.chunked else dict(zip(shards.mastered, view.narrow(state.master[at]), strict=True))
         return [masters.get(i, state.compute[at][i]) for i in shards.updated]
 
     # -- memory -------------------------------------------------------------------------------------------------------
@@ -440,21 +455,24 @@ class TrainStep:
     def _stage_state(self, stage: int) -> StageState:
         pipe, shards = self.pipeline, self._shards[stage]
         functions = pipe.functions[pipe.primary(stage)]
+        param_avals, acc_avals = (
+            [aval_on(shards.mesh, a) for a in avals] for avals in (functions.param_avals, functions.acc_avals)
+        )
 
         def master(i: int) -> jax.ShapeDtypeStruct:
-            b = functions.param_avals[i]
+            b = param_avals[i]
             aval = jax.ShapeDtypeStruct(b.shape, shards.master, sharding=b.sharding)
             return shards.bucket_aval(i) if shards.chunked else aval
 
         return StageState(
-            params=[functions.param_avals[i] for i in self._reads[stage]],
+            params=[param_avals[i] for i in self._reads[stage]],
             master=[master(i) for i in shards.mastered],
-            new_params=[functions.param_avals[i] for i in shards.mastered],
-            acc=functions.acc_avals,
+            new_params=[param_avals[i] for i in shards.mastered],
+            acc=acc_avals,
             optimizer=self._optimizers[stage].avals,
             grads=[shards.bucket_aval(i) for i in shards.updated] if shards.chunked else [],
             divided=shards.chunked,
-            twice=[functions.param_avals[i] for i in shards.updated if i not in shards.mastered] if self._late else [],
+            twice=[param_avals[i] for i in shards.updated if i not in shards.mastered] if self._late else [],
         )
 
     def _update_footprint(self, stage: int) -> Footprint:
@@ -508,7 +526,7 @@ class TrainStep:
             else:
                 buffers = self.pipeline.packed(s, params, shards.master) if shards.mastered else []
                 masters = [buffers[i] for i in shards.mastered]
-            placed[(r, s)] = [jax.device_put(b, a.sharding) for b, a in zip(masters, avals, strict=True)]
+            placed[(r, s)] = place(masters, [a.sharding for a in avals if a.sharding])
         return placed
 
     def _fixed(self, params: Mapping[str, Params]) -> dict[str, Params]:
@@ -535,7 +553,9 @@ class TrainStep:
 
     def _compile_update(self, stage: int, optimizer: stage_update.StageOptimizer) -> stage_update.StageUpdate:
         acc = self.pipeline.functions[self.pipeline.primary(stage)].acc_avals
-        return stage_update.compile_update(self._shards[stage], optimizer.part, acc, optimizer.specs)
+        return stage_update.compile_update(
+            self._shards[stage], optimizer.part, acc, optimizer.specs, self._views[stage]
+        )
 
     def _compile_unpack(self, stage: int) -> Any:
         """Compile what makes whole leaves of the buffers that a stage updates, split ones still on their shards."""
@@ -547,13 +567,18 @@ class TrainStep:
             return [leaf for leaf, slot in zip(leaves, layout.slots, strict=True) if shards.updates(slot)]
 
         specs = [shards.buffer_spec(i) for i in shards.updated]
-        return on_rank(unpack, shards.mesh, (specs,), [shards.whole_spec(slot) for slot in shards.updated_slots])
+        mesh = self._views[stage].column
+        return on_rank(unpack, mesh, (specs,), [shards.whole_spec(slot) for slot in shards.updated_slots])
+
+    def _param_specs(self, stage: int) -> list[PartitionSpec]:
+        """Return how the parameter buffers lie that the update of a stage reads."""
+        return [self._shards[stage].buffer_spec(i) for i in self._reads[stage]]
 
     def _compile_fresh(self, stage: int) -> Any:
         """Compile what makes the optimizer's state of parameters and masters, as the update takes them."""
         shards, optimizer = self._shards[stage], self._optimizers[stage]
         masters = [(shards.bucket_spec if shards.chunked else shards.buffer_spec)(i) for i in shards.mastered]
-        specs = ([shards.buffer_spec(i) for i in self._reads[stage]], masters)
+        specs = (self._param_specs(stage), masters)
         fresh = partial(stage_update.fresh_state, shards, optimizer.part)
         return on_rank(fresh, shards.mesh, specs, optimizer.specs)
 

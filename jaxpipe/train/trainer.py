@@ -102,6 +102,8 @@ class Trainer(Closing):
             emulated CPU devices.
         processes: what :func:`jaxpipe.join` returned, if several processes run this script: each has its share of the ranks,
             makes the same trainer, takes the same steps and is given the whole batch.
+        columns: processes that share a rank, each with an equal part of its dp devices (0: one, or where there are more
+            processes than ranks, as many as there are for each rank).
         target, target_options: ``module:function`` and keyword arguments that made ``model``, which checkpoints keep, so that
             ``eval``, ``generate`` and ``export`` can make it again. Models that come with jaxpipe know theirs.
         compile_cache: where compiled programs are kept for the next start, for this process's whole JAX: ``"auto"``, where JAX
@@ -143,6 +145,7 @@ class Trainer(Closing):
         cp_method: str = "gather",
         tp: int | RankMesh = 1,
         zero1: bool = False,
+        reduction: Literal["ordered", "fast"] = "ordered",
         post_validation: Literal["off", "on", "auto"] = "off",
         offload: OffloadOptions = OFFLOAD_ALL,
         braid: bool = True,
@@ -154,6 +157,7 @@ class Trainer(Closing):
         devices: Sequence[jax.Device] | None = None,
         platform: Literal["auto", "cpu", "gpu"] = "auto",
         processes: Processes | None = None,
+        columns: int = 0,
         target: str | None = None,
         target_options: Mapping[str, Any] = MappingProxyType({}),
         compile_cache: str | Path = "auto",
@@ -174,7 +178,7 @@ class Trainer(Closing):
             **explicit_sizes,
         }.items():
             _whole(name, value)
-        for name, value in {"seed": seed, "keep_best": keep_best}.items():
+        for name, value in {"seed": seed, "keep_best": keep_best, "columns": columns}.items():
             _whole(name, value, least=0)
         check_dtype("dtype", dtype)
         if platform not in ("auto", "cpu", "gpu"):
@@ -200,10 +204,11 @@ class Trainer(Closing):
             memory_limit=memory_limit,
             recompute=recompute if isinstance(recompute, str) else tuple(recompute),
             cut=_cut_setting(cut),
-            sharding=ShardingConfig(cast("Any", mesh.cp_method), mesh.sequence, mesh.fused_residual, zero1),
+            sharding=ShardingConfig(cast("Any", mesh.cp_method), mesh.sequence, mesh.fused_residual, zero1, reduction),
             passes=PassesConfig(braid, post_validation=post_validation),
         )
         processes = processes or SingleProcess()
+        processes.arrange(pipe.ranks, dp, columns)
         progress = None if processes.mine else progress  # the first one speaks for all
         if devices is None:
             devices = find_trainer_devices(pipe, platform, processes)
@@ -234,6 +239,7 @@ class Trainer(Closing):
                     optimizer if ema is None else with_ema(optimizer, ema),
                     clip_norm=clip_norm,
                     zero1=zero1,
+                    reduction=reduction,
                     post_validation=post_validation,
                     learning_rate=learning_rate,
                     extra=update_arguments,

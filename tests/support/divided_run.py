@@ -29,6 +29,8 @@ def steps(
     tied: bool = True,
     dropout: float = 0.0,
     dp: int = 1,
+    columns: int = 0,
+    size: int = SIZE,
     cp: int = 1,
     tp: int = 1,
     zero1: bool = False,
@@ -54,27 +56,24 @@ def steps(
     from jaxpipe.schedule import generate, parse_schedule
     from jaxpipe.schedule.json_form import to_costs
     from jaxpipe.stage.model.reference import init_params
+    from jaxpipe.train.run.agreement import devices_of
+    from jaxpipe.train.settings.sections import PipelineConfig
     from jaxpipe.train.step import TrainStep
     from jaxpipe.train.trainer import Trainer
     from models.gpt import GPT
 
     model = GPT(vocab_size=32, d_model=16, num_layers=layers, num_heads=2, seq_len=8, tied=tied, dropout=dropout)
-    by_process: dict[int, list[jax.Device]] = {}
-    for device in jax.devices():
-        by_process.setdefault(device.process_index, []).append(device)
-    local_ranks = processes.ranks(ranks)
+    processes.arrange(ranks, dp, columns)
     pipe = Pipeline.build(
         model,
         parse_schedule(schedule) if "\n" in schedule else generate(schedule, ranks, M, **options),
-        microbatch_size=SIZE,
+        microbatch_size=size,
         compute_dtype=dtype,
         dp=dp,
         tp=RankMesh(tp=tp, cp=cp, cp_method="ring"),
         recompute=recompute,
         offload=OffloadOptions(1.0, None, True),
-        devices=[
-            device for k, owned in enumerate(local_ranks) for device in by_process[k][: len(owned) * dp * cp * tp]
-        ],
+        devices=devices_of(PipelineConfig(ranks=ranks, dp=dp, cp=cp, tp=tp), "cpu", processes),
         processes=processes,
         transport=transport,
     )
@@ -89,8 +88,8 @@ def steps(
         state = trainer.restore(folder, default=state)
     scalars = []
     for n in range(count):
-        ids = rng.integers(0, 32, (M, SIZE, 9)).astype(np.int32)
-        weights = np.ones((M, SIZE, 8), np.float32)
+        ids = rng.integers(0, 32, (M, size, 9)).astype(np.int32)
+        weights = np.ones((M, size, 8), np.float32)
         weights[0, 0, 0] = np.nan if ahead and n == 2 else 1
         batch = {"tokens": ids[..., :-1], "targets": ids[..., 1:], "weights": weights}
         state, metrics = step(state, batch, jax.random.key(n), stop=n == 1 and processes.mine == processes.number - 1)
@@ -108,14 +107,30 @@ def steps(
             raise AssertionError("other processes have ranks that it reads")
     if folder:
         trainer.save(state, folder)
-    params, optimizer = step.by_layer(state)
     digests = {"mean loss": float(metrics.loss).hex(), "norm": float(metrics.grad_norm).hex()}
     digests["held out"] = pipe.evaluate(state.compute, batch)[0].hex()
     digests["costs"] = json.dumps(to_costs(step.pipeline.costs))
-    for name, tree in params.items():
-        leaves = jax.tree.leaves((tree, optimizer[name]))
-        digests[name] = hashlib.sha256(b"".join(np.asarray(leaf).tobytes() for leaf in leaves)).hexdigest()
+    if columns:
+        trees = {f"stage {s}": (state.master[r, s], state.compute[r, s], state.optimizer[s]) for r, s in state.master}
+    else:
+        params, optimizer = step.by_layer(state)
+        trees = {name: (tree, optimizer[name]) for name, tree in params.items()}
+    for name, tree in trees.items():
+        leaves = map(whole, jax.tree.leaves(tree))
+        digests[name] = hashlib.sha256(b"".join(leaf.tobytes() for leaf in leaves)).hexdigest()
     return digests
+
+
+def whole(array: Any) -> Any:
+    """Return an array on the host; all processes that have some of it call this."""
+    import jax
+    import numpy as np
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    if isinstance(array, jax.Array) and not array.is_fully_addressable and not array.is_fully_replicated:
+        everywhere = NamedSharding(array.sharding.mesh, PartitionSpec())
+        array = jax.jit(lambda x: x, out_shardings=everywhere)(array)
+    return np.asarray(array)
 
 
 def trained(processes: Processes, *, overrides: list[str], finds: list[str]) -> dict[str, str]:
@@ -184,7 +199,11 @@ def main(port: int, number: int, process: int, cases: list[dict[str, Any]]) -> N
 
     small_programs.collect_seldom()
     each = [math.prod(case.get(axis, 1) for axis in ("dp", "cp", "tp")) for case in cases]
-    devices = max(-(-case.get("ranks", 2) // number) * n for case, n in zip(cases, each, strict=True))
+    # In columns a process has fewer devices of more ranks: so many are enough for either.
+    devices = max(
+        -(-case.get("ranks", 2) * n // number) if case.get("columns") else -(-case.get("ranks", 2) // number) * n
+        for case, n in zip(cases, each, strict=True)
+    )
     processes = ProcessGroup(Peers("127.0.0.1", port, number, process), 60) if number > 1 else SingleProcess()
     with ending_together(processes):
         request_devices(devices, "cpu", processes=number)

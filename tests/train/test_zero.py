@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from jaxpipe._jax_compat import ClosedJaxpr
 from jaxpipe.errors import ConfigError
 from jaxpipe.mesh import DP, RankMesh, pipeline_submeshes
+from jaxpipe.runtime.grid import RankView
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.stage.functions import device_bytes
 from jaxpipe.stage.model.layer import Layer, Path, Shard
@@ -58,6 +59,10 @@ def sharded() -> Pipeline:
     return pipeline(Case("gpt-tied", 2, 2, 2, sequence=True, dtype="float32"))
 
 
+def _view(pipe: Pipeline, rank: int) -> RankView:
+    return RankView(pipe.rank_meshes[rank], pipe.submeshes[rank])
+
+
 def test_no_function_of_a_stage_has_a_collective_over_dp(sharded: Pipeline) -> None:
     for stage in sharded.stages:
         assert set(stage.layout.kinds) >= {"split", "partial"}
@@ -65,16 +70,18 @@ def test_no_function_of_a_stage_has_a_collective_over_dp(sharded: Pipeline) -> N
             assert _over_dp(function) == [], f"{function.op} of stage {stage.stage}"
 
 
-@pytest.mark.parametrize("zero1", [False, True])
-def test_each_parameter_is_reduced_once(sharded: Pipeline, zero1: bool) -> None:
+@pytest.mark.parametrize(("zero1", "ordered"), [(False, False), (True, False), (True, True)])
+def test_each_parameter_is_reduced_once(sharded: Pipeline, zero1: bool, ordered: bool) -> None:
     reduced = []
     for s, stage in enumerate(sharded.stages):
-        shards = StageShards(stage.layout, sharded.submeshes[s], zero1)
+        shards = StageShards(stage.layout, sharded.submeshes[s], zero1, ordered=ordered)
         slots = [slot for slot in stage.layout.slots if shards.updates(slot)]
         reduced += [(slot.layer, *slot.path) for slot in slots]
         size = {slot: 2 * shards.chunk_shape(slot)[0] if zero1 else slot.size for slot in slots}
-        collectives = _over_dp(GradientReduction(shards, stage.acc_avals).function, list(stage.acc_avals))
-        assert {name for name, _ in collectives} == {"reduce_scatter" if zero1 else "psum"}
+        function = GradientReduction(shards, stage.acc_avals, _view(sharded, s)).function
+        collectives = [(name, n) for name, n in _over_dp(function, list(stage.acc_avals)) if name != "all_gather"]
+        expected = ("all_to_all" if ordered else "reduce_scatter") if zero1 else "psum"
+        assert {name for name, _ in collectives} == {expected}  # what is gathered are sums of squares
         assert sum(n for _, n in collectives) == sum(size.values()), "every element once"
         assert len(collectives) == len({slot.buffer for slot in slots}), "a bucket each"
     params = init_params(model_for(Case("gpt-tied", 2, 2, 2, dtype="float32")), 0)
@@ -92,7 +99,7 @@ def test_an_update_has_no_collective_but_the_gathering_of_buckets(sharded: Pipel
     shards = {s: StageShards(stage.layout, sharded.submeshes[s], zero1) for s, stage in enumerate(sharded.stages)}
     optimizers = stage_optimizers(optimizer(), shards, {})
     for s, state in step.states.items():
-        update = compile_update(shards[s], optimizers[s].part, state.acc, optimizers[s].specs)
+        update = compile_update(shards[s], optimizers[s].part, state.acc, optimizers[s].specs, _view(sharded, s))
         grads = list(state.grads) if zero1 else list(state.acc)
         scalars = [jax.ShapeDtypeStruct((2,), jnp.float32), jax.ShapeDtypeStruct((), jnp.bool_)]
         inputs = list(state.params), list(state.master), grads, state.optimizer, *scalars, {}

@@ -54,7 +54,7 @@ from jaxpipe._jax_compat import (
     varying_axes,
 )
 from jaxpipe.errors import StageError
-from jaxpipe.mesh import DATA, ONE_SHARD, ROWS, AnyMesh, RankMesh, spec_of, varies_beside_data, with_several
+from jaxpipe.mesh import DATA, ONE_SHARD, ROWS, AnyMesh, RankMesh, spec_of, varies_beside_data
 from jaxpipe.stage.functions import Homes, Metrics, Port, PortKind
 from jaxpipe.stage.identity import AtomKeys, equations_key, function_key, value_key
 from jaxpipe.stage.jaxprs import FlatJaxpr, array_leaves, called, fill, flatten, is_array, is_inexact
@@ -243,7 +243,7 @@ def trace_joint(spec: TraceSpec, mesh: AnyMesh) -> StageTrace:
         def forward(theta: list[Any], floats: list[Any]) -> tuple[list[Any], list[Any]]:
             params = spec.layout.tree(theta_of(theta))
             entering = spec.whole_x(x_of(floats))
-            results = _run_layers(spec, mesh, params, entering, data, key, offset, train=True)
+            results = _run_layers(spec, params, entering, data, key, offset, train=True)
             traced.update(_leaving(spec, entering, results))
             traced["rest"] = [p for p in traced["values"] if p not in traced["learning"]]
             ys = [traced["values"][p] for p in traced["learning"]]
@@ -268,7 +268,7 @@ def trace_eval(spec: TraceSpec, mesh: AnyMesh) -> StageTrace:
     def forward(buffers: list[Any], x: list[Any], data: list[Any], key: Any, offset: Any, acc: list[Any]) -> list[Any]:
         params = spec.layout.tree(spec.layout.unpack_leaves(_varying_params(spec, buffers)))
         entering, data = spec.whole_x(x), spec.whole_data(data)
-        results = _run_layers(spec, mesh, params, entering, data, key, offset, train=False)
+        results = _run_layers(spec, params, entering, data, key, offset, train=False)
         traced.update(_leaving(spec, entering, results))
         values = traced.pop("values")
         traced["ports"] = sorted(values)
@@ -413,7 +413,7 @@ def _cotangents(spec: TraceSpec, ys: Mapping[Port, Any], dy_of: Sequence[int], d
     return cotangents
 
 
-def sum_in_order(parts: Sequence[Any]) -> Any:
+def sum_in_order(parts: Sequence[Any] | jax.Array) -> Any:
     """Sum one or more arrays, from the first on: bits must not depend on where the readers are placed."""
     total = parts[0]
     for part in parts[1:]:
@@ -423,7 +423,6 @@ def sum_in_order(parts: Sequence[Any]) -> Any:
 
 def _run_layers(
     spec: TraceSpec,
-    mesh: AnyMesh,
     params: Mapping[str, Params],
     x: Any,
     data: Sequence[Any],
@@ -434,9 +433,6 @@ def _run_layers(
 ) -> list[Any]:
     """Run the layers of a stage and return what each of them returns."""
     entries, arrays = spec.links.entries(x), dict(zip(spec.data, data, strict=True))
-    if train and spec.uses_key and with_several(mesh, ROWS):
-        shard = jax.random.wrap_key_data(key, impl="threefry2x32")
-        key = jax.random.key_data(jax.random.fold_in(shard, jax.lax.axis_index(ROWS)))
     results: list[Any] = []
     for i, (layer, takes) in enumerate(zip(spec.layers, spec.links.takes, strict=True)):
         layer_key_value = layer_key(key, offset + jnp.uint32(i)) if train and layer.uses_key else None

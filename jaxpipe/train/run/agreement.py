@@ -77,7 +77,7 @@ def agree_on_devices(processes: Processes, pipe: PipelineConfig) -> None:
     processes.require_equal("devices", local_devices, "use equal hosts, and see that all have their drivers")
     processes.require_equal("JAX settings", number_settings(), "set JAX and XLA alike in all, as numbers depend on it")
     mine = processes.ranks(pipe.ranks)[processes.mine]
-    need = len(mine) * pipe.rank_devices
+    need = len(mine) * pipe.rank_devices // processes.columns
     few = f"{len(mine)} ranks need {need} devices and JAX sees {len(devices)} there"
     advice = "start more processes, or lower --pp, --tp, --cp or --dp"
     processes.raise_if_any("enough devices", f"{few}; {advice}" if len(devices) < need else "")
@@ -86,7 +86,7 @@ def agree_on_devices(processes: Processes, pipe: PipelineConfig) -> None:
 def devices_of(
     pipe: PipelineConfig, platform: Literal["auto", "cpu", "gpu"], processes: Processes
 ) -> Sequence[jax.Device]:
-    """Return the devices of all ranks, in order.
+    """Return the devices of all ranks, in order; of a rank of several processes, those of each column in turn.
 
     Raises:
         ConfigError: as :func:`~jaxpipe.train.devices.find_devices`.
@@ -100,8 +100,16 @@ def devices_of(
     by_process: dict[int, list[jax.Device]] = {}
     for device in jax.devices():
         by_process.setdefault(device.process_index, []).append(device)
-    ranks = enumerate(processes.ranks(pipe.ranks))
-    return [device for k, own_ranks in ranks for device in by_process[k][: len(own_ranks) * pipe.rank_devices]]
+    columns = processes.columns
+    size = pipe.rank_devices // columns
+    rows = list(enumerate(processes.ranks(pipe.ranks)))[::columns]
+    return [
+        device
+        for first, row_ranks in rows
+        for position in range(len(row_ranks))
+        for process in range(first, first + columns)
+        for device in by_process[process][position * size : (position + 1) * size]
+    ]
 
 
 def find_trainer_devices(

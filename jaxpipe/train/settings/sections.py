@@ -175,6 +175,9 @@ class ShardingConfig:
     fused_residual: bool = False
     #: ZeRO-1: divide optimizer state and update over dp. No effect without dp.
     zero1: bool = False
+    #: Sum of gradients over the devices of a rank: in their order, for the same bits on any number of processes (``ordered``),
+    #: or as XLA's collectives add, whose bits depend on that (``fast``).
+    reduction: Literal["ordered", "fast"] = "ordered"
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,6 +349,9 @@ class MachineConfig:
     platform: Literal["auto", "cpu", "gpu"] = "auto"
     #: Devices to emulate on a CPU (0: as many as the pipeline needs).
     devices: _Whole = 0
+    #: Processes that share a rank, each with an equal part of its dp devices (0: one, or where there are more processes than
+    #: ranks, as many as there are for each rank).
+    columns: _Whole = 0
     #: Fraction of a GPU's memory that JAX gives itself; none: what ``XLA_CLIENT_MEM_FRACTION`` says, or else JAX's own 0.75.
     memory_fraction: Annotated[float, positive, within(0, 1)] | None = None
     #: On GPUs: only operations that add in one order (``--xla_gpu_deterministic_ops=true``, slower), and each start chooses

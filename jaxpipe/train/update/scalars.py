@@ -25,10 +25,12 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe.errors import StageError
-from jaxpipe.mesh import replicated, spec_of
+from jaxpipe.mesh import DATA, DP, replicated, spec_of, with_several
 from jaxpipe.runtime.assembly import Reported, Tie, on_rank
+from jaxpipe.runtime.grid import RankView, sum_over
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.stage.model.params import LeafSlot
+from jaxpipe.stage.split.trace import sum_in_order
 from jaxpipe.train.update.stage_update import SHRUNK
 
 
@@ -59,7 +61,6 @@ class StepReduction:
         self._owned, self._homes = pipeline.ownership, [replicated(mesh) for mesh in pipeline.submeshes]
         self._primary = {s: ranks[0] for s, ranks in pipeline.instances.items()}
         self._combine = jax.jit(partial(_combine, clip_norm=clip_norm))
-        self._sum_losses = jax.jit(partial(_sum_losses, reported=pipeline.reported))
         self._guess = jax.jit(partial(_guess, dtype=next(iter(squares.values())).dtype))
         self._all = jax.jit(lambda each: jnp.all(jnp.stack(each)))
         self._any = jax.jit(lambda each: [jnp.any(jnp.stack(flags)) for flags in zip(*each, strict=True)])
@@ -68,16 +69,19 @@ class StepReduction:
         self._several = sum(len(pipeline.instances[s]) for s in lossy) > 1  # each has some of the losses
         self._apart = len({self._owned.process_of[r] for r in ranks}) > 1  # rank 0 gets them all and adds them up
         self._loss_rank = 0 if self._apart else min(ranks)
-        if not self._owned.divided:
-            return
-        self._squares = squares
         forward = {s: pipeline.stages[s].functions["F"] for s in lossy}
         made_there = {s: list(zip(f.outputs, f.avals_out, strict=True)) for s, f in forward.items()}
         self._ports = {(s, port.index): a for s, of in made_there.items() for port, a in of if port.kind == "loss"}
+        view = RankView(pipeline.rank_meshes[self._loss_rank], pipeline.submeshes[self._loss_rank])
+        self._sum_losses = LossReduction(view, [spec_of(a) for _, a in sorted(self._ports.items())], pipeline.reported)
+        if not self._owned.divided:
+            return
+        self._any_column = AnyColumn(RankView(pipeline.rank_meshes[0], pipeline.submeshes[0]))
+        self._squares = squares
         results = [(value, p.rank) for p in pipeline.programs for value, _ in p.results if value.kind == "loss"]
         self._losses = sorted((v.microbatch, v.stage, v.index, rank) for v, rank in results)
-        ports = [jax.ShapeDtypeStruct(a.shape, a.dtype) for _, a in sorted(self._ports.items())]
-        self._sums = jax.eval_shape(self._sum_losses, [tuple(ports)])
+        ports = [jax.ShapeDtypeStruct((), a.dtype) for _, a in sorted(self._ports.items())]
+        self._sums = jax.eval_shape(partial(_reported_sums, reported=pipeline.reported), ports)
         loss_sum, weight, reported = self._sums
         combined: Any = jax.eval_shape(self._combine, list(squares.values()), loss_sum, weight)
         self._combined = with_flags(combined, weight, reported, [jax.ShapeDtypeStruct((), jnp.bool_)] * 2)
@@ -86,12 +90,12 @@ class StepReduction:
     def sum_losses(self, losses: Sequence[tuple[jax.Array, ...]]) -> LossSums | None:
         """Sum the ``losses`` that this process has with those of others; None where rank 0 is elsewhere."""
         if not self._owned.divided:
-            return self._summed(losses, 0)
+            return self._summed(losses)
         # Every process runs the same sequence of moves, also those that neither send nor receive: transports match
         # messages by their order.
         if self._apart:
             losses = self._all_losses(losses)
-        sums = self._summed(losses, self._loss_rank) if self._loss_rank in self._owned.ranks else ()
+        sums = self._summed(losses) if self._loss_rank in self._owned.ranks else ()
         shapes, structure = jax.tree.flatten(self._sums)
         leaves = self._to_first(jax.tree.leaves(sums), self._loss_rank, shapes)
         sums_on_first: LossSums | None = jax.tree.unflatten(structure, leaves) if self._owned.first else None
@@ -130,14 +134,17 @@ class StepReduction:
         if sums is not None:
             loss_sum, weight, reported = sums
             combined_scalars = self._combine([square for one in squares_by_stage for square in one], loss_sum, weight)
-            combined = with_flags(combined_scalars, weight, reported, self._any(requests))
+            combined = with_flags(combined_scalars, weight, reported, self._any_column(self._any(requests)))
         everywhere: Combined = self._from_first(combined, self._combined)
         return everywhere
 
-    def _summed(self, losses: Sequence[tuple[jax.Array, ...]], rank: int) -> LossSums:
-        """Return the sums of all losses, those of several stages on ``rank``."""
-        sums: LossSums = self._sum_losses(jax.device_put(losses, self._homes[rank]) if self._several else losses)
-        return sums
+    def _summed(self, losses: Sequence[tuple[jax.Array, ...]]) -> LossSums:
+        """Return the sums of all losses, which are in this process."""
+        if self._several:
+            mesh = self._homes[self._loss_rank].mesh
+            homes = tuple(NamedSharding(mesh, spec_of(a)) for _, a in sorted(self._ports.items()))
+            losses = jax.device_put(list(losses), [homes] * len(losses))
+        return self._sum_losses(losses)
 
     def all_true(self, flags: Mapping[int, jax.Array]) -> jax.Array:
         """Return whether all of the scalars, by stage, are true."""
@@ -153,8 +160,8 @@ class StepReduction:
 
     @property
     def _leaders(self) -> list[int]:
-        """The first rank of each process."""
-        return [self._owned.process_of.index(k) for k in range(self._owned.processes.number)]
+        """The first rank of each process of this column."""
+        return [self._owned.process_of.index(k) for k in dict.fromkeys(self._owned.process_of)]
 
     def _all_losses(self, losses: Sequence[tuple[jax.Array, ...]]) -> list[tuple[jax.Array, ...]]:
         """Return the losses of all microbatches, in their order, on rank 0; ``losses``: those of this process, in theirs."""
@@ -196,11 +203,62 @@ LossSums = tuple[jax.Array, jax.Array, dict[str, jax.Array]]
 """Loss sum and weight sum of a step, and its metrics by name."""
 
 
-def _sum_losses(losses: Sequence[tuple[jax.Array, ...]], *, reported: Reported) -> LossSums:
-    """Loss sum and weight sum over the microbatches, and each metric's sum ÷ its weight."""
-    sums: list[Any] = [sum(jnp.sum(x) for x in port) for port in zip(*losses, strict=True)]
+class LossReduction:
+    """``sums = loss_sums(losses)``: loss sum and weight sum over the microbatches, and each metric's sum ÷ its weight, on the
+    column's devices, given the ``loss`` ports of each microbatch there, which lie as ``specs`` say. A port's terms are added in
+    the order of the devices of the whole rank in ``view``, then in that of the microbatches."""
+
+    def __init__(self, view: RankView, specs: Sequence[P], reported: Reported) -> None:
+        self._view = view
+        self._axes = with_several(view.rank, DATA)
+        self._stacked = [P(None, self._axes)] * len(specs)
+
+        def add(rows: Sequence[jax.Array]) -> Any:
+            totals = [sum_in_order(sum_over(row, self._axes, view.rank).reshape(-1)) for row in rows]
+            return _reported_sums(totals, reported=reported)
+
+        if view.spans:
+            self._stack = on_rank(_stacked_ports, view.column, (specs,), self._stacked)
+            self._add = on_rank(add, view.rank, (self._stacked,), P())
+        else:
+            self._add = on_rank(lambda ports: add(_stacked_ports(ports)), view.rank, (specs,), P())
+
+    def __call__(self, losses: Sequence[tuple[jax.Array, ...]]) -> LossSums:
+        ports: Any = [list(port) for port in zip(*losses, strict=True)]
+        if self._view.spans:
+            ports = self._view.widen(self._stack(ports), self._stacked)
+        sums: LossSums = self._view.narrow(self._add(ports))
+        return sums
+
+
+def _stacked_ports(ports: Sequence[Sequence[jax.Array]]) -> list[jax.Array]:
+    """A device's ports, each ``[microbatches, 1]``."""
+    return [jnp.stack([x.reshape(-1) for x in port]) for port in ports]
+
+
+def _reported_sums(sums: Sequence[Any], *, reported: Reported) -> LossSums:
     means = {name: sums[total] / sums[weight] for name, (total, weight) in reported.metrics.items()}
     return *reported.loss(sums), means
+
+
+class AnyColumn:
+    """``flags = any_column(flags)``: whether each of some scalars is true in any column of the rank in ``view``."""
+
+    def __init__(self, view: RankView) -> None:
+        self._view = view
+
+        def any_of(flags: Sequence[jax.Array]) -> list[jax.Array]:
+            return [jax.lax.psum(flag.astype(jnp.int32), DP) > 0 for flag in flags]
+
+        # The flags are no copies of one scalar, as their spec has it: each device hands in its own column's.
+        self._any = on_rank(any_of, view.rank, (P(),), P())
+
+    def __call__(self, flags: Sequence[jax.Array]) -> Sequence[jax.Array]:
+        view = self._view
+        any_flags: Sequence[jax.Array] = (
+            view.narrow(self._any(view.widen_replicated(list(flags)))) if view.spans else flags
+        )
+        return any_flags
 
 
 def _guess(loss_sum: jax.Array, weight: jax.Array, *, dtype: Any) -> tuple[jax.Array, jax.Array]:

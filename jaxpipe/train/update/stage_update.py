@@ -16,12 +16,15 @@ A trained buffer that is computed with in a narrower dtype than ``master`` has a
 and casts (with ZeRO-1 a bucket, which stays in chunks); other buffers are updated themselves.
 
 F, B and W add to each device's own accumulators and sum nothing over ``dp`` or ``cp``. After the pipeline each parameter is
-reduced once: over both, and over ``tp`` too where the shards made parts of one gradient (buffers of kind ``partial``). Without
-ZeRO-1 one all-reduce takes all buffers that want the same axes; with it a reduce-scatter a bucket over ``dp``, an all-reduce of
-the pieces over the other axes, and after the update an all-gather a bucket. Copies of tied leaves are left out: they have been
-added to their owner's accumulator. A stage's reduction depends on nothing but its rank's accumulators, so it runs as soon as
-the rank has run its last W, while other ranks still work. With one device a rank there are no collectives, and nothing is
-compiled for them."""
+reduced once: over both, and over ``tp`` too where the shards made parts of one gradient (buffers of kind ``partial``). With
+ZeRO-1 a device gets its bucket of the sum over ``dp``, which is then summed over the other axes, and after the update an
+all-gather a bucket. Sums are in the order of the devices (:mod:`jaxpipe.runtime.grid`), so that their bits do not depend on how
+these lie in processes; or, with ``ordered=False``, as XLA's all-reduce and reduce-scatter make them, one all-reduce for all
+buffers that want the same axes. Copies of tied leaves are left out: they have been added to their owner's accumulator. A
+stage's reduction depends on nothing but its rank's accumulators, so it runs as soon as the rank has run its last W, while
+other ranks still work. With one device a rank there are no collectives, and nothing is compiled for them.
+
+All of this is on the rank's whole mesh, which may be of several processes."""
 
 from __future__ import annotations
 
@@ -40,6 +43,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpipe.mesh import BUFFER_AXES, DP, replicated, spec_of, stacked, with_several
 from jaxpipe.runtime.assembly import on_rank
+from jaxpipe.runtime.grid import RankView, place, scatter_sum, sum_over
 from jaxpipe.stage.model.params import LeafSlot, ParamLayout, Place, by_layer, get_leaf
 from jaxpipe.train.checkpoints.leaves import Fragment
 from jaxpipe.train.update import layerwise
@@ -49,13 +53,14 @@ Tree = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class StageShards:
-    """See the module. ``zero``: divide over dp too. ``master``: dtype that parameters are updated in. *Local*: of one device,
-    inside ``shard_map`` over ``mesh``."""
+    """See the module. ``zero``: divide over dp too. ``master``: dtype that parameters are updated in. ``ordered``: add
+    gradients in the order of the devices. *Local*: of one device, inside ``shard_map`` over ``mesh``."""
 
     layout: ParamLayout
     mesh: Mesh
     zero: bool = False
     master: Any = jnp.float32
+    ordered: bool = True
 
     @property
     def dp(self) -> int:
@@ -288,11 +293,12 @@ class GradientReduction:
     Args:
         shards: how the stage's state lies on its rank.
         acc_avals: shapes and shardings of the accumulators.
+        view: of the rank; accumulators, and ``square``, are in this process's column, ``grads`` on the whole rank.
     """
 
-    def __init__(self, shards: StageShards, acc_avals: Sequence[jax.ShapeDtypeStruct]) -> None:
-        self.shards = shards
-        specs = [spec_of(a) for a in acc_avals]
+    def __init__(self, shards: StageShards, acc_avals: Sequence[jax.ShapeDtypeStruct], view: RankView) -> None:
+        self.shards, self.view = shards, view
+        specs = self._specs = [spec_of(a) for a in acc_avals]
         if shards.mesh.size == 1:
             self.function = jax.jit(lambda acc: square_sum(shards, gradient_tree(shards, acc)))
         elif shards.chunked:
@@ -308,14 +314,14 @@ class GradientReduction:
         """Return what :meth:`read` takes, as a flat list: an epilogue of the executor."""
         if self.shards.mesh.size == 1:
             return [self.function(acc), *acc]
-        parts = self.function(acc)
+        parts = self.function(self.view.widen(acc, self._specs))
         return [parts[1], *parts[0], *(parts[2] if self.shards.chunked else ())]
 
     def read(self, flat: Sequence[jax.Array]) -> Reduced:
         """Return what was dispatched."""
         square, *arrays = flat
         count = len(self.shards.updated) if self.shards.chunked else len(arrays)
-        return Reduced(arrays[:count], square, arrays[count:])
+        return Reduced(arrays[:count], self.view.narrow(square), self.view.narrow(arrays[count:]))
 
     def _summed(self, acc: Buffers) -> tuple[Buffers, jax.Array]:
         sums = summed(self.shards, acc)
@@ -330,11 +336,13 @@ class GradientReduction:
 def summed(shards: StageShards, acc: Sequence[jax.Array]) -> Buffers:
     """Local accumulators with what this stage updates of them added up over the rank."""
     axes = [shards.layout.axes(i).summed if i in shards.updated else () for i in range(len(acc))]
-    return _summed_over(acc, [with_several(shards.mesh, over) for over in axes])
+    return _summed_over(shards, acc, [with_several(shards.mesh, over) for over in axes])
 
 
-def _summed_over(arrays: Sequence[jax.Array], axes: Sequence[tuple[str, ...]]) -> Buffers:
-    """``arrays``, each summed over its axes: one collective for all that have the same."""
+def _summed_over(shards: StageShards, arrays: Sequence[jax.Array], axes: Sequence[tuple[str, ...]]) -> Buffers:
+    """``arrays``, each summed over its axes."""
+    if shards.ordered:
+        return [sum_over(array, over, shards.mesh) for array, over in zip(arrays, axes, strict=True)]
     sums = list(arrays)
     # One psum for all buffers that want the same axes, as XLA makes one all-reduce of it: a collective for each would
     # cost a latency each.
@@ -349,9 +357,10 @@ def _summed_over(arrays: Sequence[jax.Array], axes: Sequence[tuple[str, ...]]) -
 def scattered(shards: StageShards, acc: Sequence[jax.Array]) -> Buffers:
     """Local accumulators added up over the rank, as this device's buckets."""
     assert shards.chunked, "without ZeRO-1 there are no buckets"
-    buckets = [jax.lax.psum_scatter(shards.cut(acc[i], i), DP, scatter_dimension=0) for i in shards.updated]
+    scatter = scatter_sum if shards.ordered else partial(jax.lax.psum_scatter, scatter_dimension=0)
+    buckets = [scatter(shards.cut(acc[i], i), DP) for i in shards.updated]
     axes = [[a for a in shards.layout.axes(i).summed if a != DP] for i in shards.updated]
-    return _summed_over(buckets, [with_several(shards.mesh, over) for over in axes])
+    return _summed_over(shards, buckets, [with_several(shards.mesh, over) for over in axes])
 
 
 def gathered(shards: StageShards, buckets: Sequence[jax.Array]) -> Buffers:
@@ -404,8 +413,7 @@ def square_sum(shards: StageShards, tree: Any) -> jax.Array:
     def total(over: tuple[str, ...]) -> jax.Array:
         parts = [g for g, axes in zip(leaves, divided, strict=True) if axes == over]
         sums = [sum((jnp.sum(jnp.square(g * f)) for g in parts), start=jnp.zeros((), dtype)) for f in (1, SHRUNK)]
-        axes = (*over_dp, *with_several(shards.mesh, over))
-        return jnp.stack(jax.lax.psum(sums, axes) if axes else sums)
+        return sum_over(jnp.stack(sums), (*over_dp, *with_several(shards.mesh, over)), shards.mesh)
 
     # In the table's order: the sum of floats must not depend on that of the leaves.
     groups = [over for over in dict.fromkeys(axes.divided for axes in BUFFER_AXES.values()) if over in ((), *divided)]
@@ -433,8 +441,28 @@ class StageUpdate:
     zeros: Callable[[], list[jax.Array]]
 
 
+class _SpanningUpdate:
+    """A compiled update of a rank of several processes, called as :func:`compile_update` says, with parameters, factors,
+    accumulators and flags of this process's column. ``in_column``: which of its results are these."""
+
+    def __init__(self, jitted: Any, view: RankView, param_specs: Sequence[P], in_column: Sequence[bool]) -> None:
+        self.lower = jitted.lower
+        self._jitted, self._view, self._param_specs, self._in_column = jitted, view, param_specs, in_column
+
+    def __call__(self, params: _Arrays, masters: _Arrays, grads: _Arrays, state: Any, *arguments: Any) -> Any:
+        view = self._view
+        results = self._jitted(
+            view.widen(params, self._param_specs), masters, grads, state, *view.widen_replicated(arguments)
+        )
+        return [view.narrow(x) if is_here else x for x, is_here in zip(results, self._in_column, strict=True)]
+
+
 def compile_update(
-    shards: StageShards, part: layerwise.OptimizerPart, acc_avals: Sequence[jax.ShapeDtypeStruct], state_specs: Any
+    shards: StageShards,
+    part: layerwise.OptimizerPart,
+    acc_avals: Sequence[jax.ShapeDtypeStruct],
+    state_specs: Any,
+    view: RankView,
 ) -> StageUpdate:
     """``update(params, masters, grads, state, scale, ok, extra) -> (params, masters, state, acc, finite)``, whole and in two
     halves, compiled when they first run.
@@ -443,7 +471,9 @@ def compile_update(
     :attr:`StageShards.mastered`. ``grads``: as :class:`~jaxpipe.train.update.stage_update.GradientReduction` gives them.
     ``state``: of the layers in ``part``. ``scale``: ``[2]``, factors of the gradients, one after the other; ``ok``: whether
     to change anything; ``extra``: arguments of the transformation by name. ``acc``: accumulators at zero, in place of
-    ``grads``; empty with ZeRO-1. ``finite``: whether all new parameters are. What is replaced is donated.
+    ``grads``; empty with ZeRO-1. ``finite``: whether all new parameters are. What is replaced is donated. ``acc_avals``: of
+    the column in ``view``, where ``params``, ``scale``, ``ok``, ``extra``, ``acc`` and ``finite`` are; the rest is on the
+    whole rank.
     """
     buckets = [shards.bucket_spec(i) for i in shards.updated]
     acc = [spec_of(a) for a in acc_avals]
@@ -467,13 +497,15 @@ def compile_update(
     in_place = (1, 3) if shards.chunked else (1, 2, 3)
 
     def compile_results(results: slice, donate: tuple[int, ...]) -> Any:
-        return on_rank(
+        jitted = on_rank(
             lambda *old: update(*old)[results],
             shards.mesh,
             (*input_specs, *[P()] * 3),
             output_specs[results],
             donate=donate,
         )
+        in_column = [True, False, False, True, True][results]
+        return _SpanningUpdate(jitted, view, input_specs[0], in_column) if view.spans else jitted
 
     return StageUpdate(
         full=compile_results(slice(None), (0, *in_place)),
@@ -582,7 +614,7 @@ class StageOptimizer:
             self.shards.host_chunk(value, slot) if slot is not None and self.shards.chunked else value
             for value, slot in zip(values, self.slots, strict=True)
         ]
-        return jax.device_put(self._tree(divided), jax.tree.map(lambda a: a.sharding, self.avals))
+        return self._tree(place(divided, [a.sharding for a in jax.tree.leaves(self.avals)]))
 
     def by_layer(self, state: Any) -> dict[str, Any]:
         """Return the state of each layer alone, as ``optimizer.init({layer: leaves})`` makes it: whole, or with fragments of

@@ -10,7 +10,7 @@ several ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -20,14 +20,12 @@ from jaxpipe import dump
 from jaxpipe.errors import ProgramError
 from jaxpipe.program import ir
 from jaxpipe.program.order import Crossing, RankSteps, copies_in_parts, lower_apart
+from jaxpipe.program.traffic import DataFlow, value_of
 from jaxpipe.schedule import Action, Braid, Schedule, Slot, Timeline, check_schedule, op_spec
 from jaxpipe.schedule.deps import collector_paused
-from jaxpipe.stage.functions import SHARED, AnyFunction, Braids, Parts, Port, StageFunctions, device_bytes
+from jaxpipe.stage.functions import AnyFunction, Braids, Parts, StageFunctions, device_bytes
 from jaxpipe.stage.model.plan import stage_edges
 from jaxpipe.text import arrows
-
-_READ_KINDS, _WRITTEN_KINDS = ("x", "dy", "user"), ("y", "dx", "user")
-"""Kinds of ports that read and write values which may travel from rank to rank."""
 
 
 @collector_paused()
@@ -37,8 +35,9 @@ def lower(
     braids: Braids = MappingProxyType({}),
     crossing: Crossing | None = None,
     parts_by: Timeline | None = None,
+    ranks: Collection[int] | None = None,
 ) -> tuple[ir.Program, ...]:
-    """Return the programs of all ranks, checked.
+    """Return the programs of all ranks, checked; or of some, with what all do between processes proved nevertheless.
 
     Args:
         schedule: any valid schedule whose stages follow each other as the model's do, one rank a stage (of a chain several
@@ -47,6 +46,7 @@ def lower(
         braids: by rank and parts; a braid that is not among them runs as separate calls, one after another.
         crossing: where the ranks are in several processes, which and how (:mod:`jaxpipe.program.order`).
         parts_by: issue O and L in parts, at their times in this simulated timeline; whole where it is None.
+        ranks: whose programs to return, where ``crossing`` is given (all of them where the schedule copies to the host).
 
     Raises:
         ScheduleError: the schedule is invalid.
@@ -54,16 +54,20 @@ def lower(
     """
     check_schedule(schedule)
     _check_fit(schedule, stages)
-    data_flow = _DataFlow(schedule, stages)
-    ranks = [_RankLowering(schedule, stages, braids, data_flow, rank).walk() for rank in range(schedule.num_ranks)]
+    data_flow = DataFlow(schedule, stages)
+    # Where the thread waits for copies to the host follows from slots, so the proof needs the programs of all ranks.
+    complete = ranks is None or crossing is None or schedule.offloads
+    walked = range(schedule.num_ranks) if complete or ranks is None else sorted(ranks)
+    steps = {rank: _RankLowering(schedule, stages, braids, data_flow, rank).walk() for rank in walked}
     if parts_by is not None:
-        ranks = [copies_in_parts(rank, steps, parts_by) for rank, steps in enumerate(ranks)]
+        steps = {rank: copies_in_parts(rank, steps[rank], parts_by) for rank in walked}
     if crossing is None:
-        programs = tuple(ir.assign_slots(rank, *steps) for rank, steps in enumerate(ranks))
+        programs = tuple(ir.assign_slots(rank, *steps[rank]) for rank in walked)
         ir.check_programs(programs)
     else:
         assert len(crossing.process_of) == schedule.num_ranks, "every rank has a process"
-        programs = lower_apart(ranks, crossing)
+        traffic = None if schedule.offloads else data_flow.traffic(braids, crossing.timeline)
+        programs = lower_apart(steps, traffic, crossing)
     for program in programs:
         dump.dump("program", f"rank{program.rank}", program.__str__)
     return programs
@@ -123,16 +127,19 @@ def _check_fit(schedule: Schedule, stages: Sequence[StageFunctions]) -> None:
                 f"schedule {schedule.name!r} has span {span} for stage {s}, whose layers have span {stage.links.span} "
                 f"(Layer.span, part of what is computed); use with_span(placement, {{{s}: {stage.links.span}}})"
             )
+    firsts: dict[tuple[int, str, int], Action] = {}
     for rank in range(schedule.num_ranks):
         for action in schedule.actions(rank):
-            if op_spec(action.op).is_sync:
-                _check_sync(rank, action)
-            elif op_spec(action.op).lane == "compute" and action.op not in stages[action.stage].functions:
-                ops = " ".join(sorted(stages[action.stage].functions))
-                raise ProgramError(
-                    f"rank {rank}, action {action}: stage {action.stage} has no function for op {action.op!r} (it has {ops}); "
-                    f"register_instruction({action.op!r}, build) gives it one"
-                )
+            firsts.setdefault((rank, action.op, action.stage), action)
+    for (rank, op, at), action in firsts.items():
+        if op_spec(op).is_sync:
+            _check_sync(rank, action)
+        elif op_spec(op).lane == "compute" and op not in stages[at].functions:
+            ops = " ".join(sorted(stages[at].functions))
+            raise ProgramError(
+                f"rank {rank}, action {action}: stage {at} has no function for op {op!r} (it has {ops}); "
+                f"register_instruction({op!r}, build) gives it one"
+            )
 
 
 def _check_sync(rank: int, action: Action) -> None:
@@ -151,7 +158,7 @@ class _RankLowering:
     schedule: Schedule
     stages: Sequence[StageFunctions]
     braids: Braids
-    data_flow: _DataFlow
+    data_flow: DataFlow
     rank: int
     steps: list[ir.ValueInstruction] = field(default_factory=list)
     value_bytes: dict[ir.Value, int] = field(default_factory=dict)
@@ -192,13 +199,13 @@ class _RankLowering:
         belongs to."""
         actions = slot.actions
         inputs = [
-            _value(self.stages[actions[k].stage], port, actions[k].microbatch)
+            value_of(self.stages[actions[k].stage], port, actions[k].microbatch)
             for port, k in zip(function.inputs, reads, strict=True)
         ]
         for k, action in enumerate(actions):
             self._receive(action, [v for v, part in zip(inputs, reads, strict=True) if part == k])
         outputs = [
-            None if port.kind == "token" else _value(self.stages[actions[k].stage], port, actions[k].microbatch)
+            None if port.kind == "token" else value_of(self.stages[actions[k].stage], port, actions[k].microbatch)
             for port, k in zip(function.outputs, makes, strict=True)
         ]
         avals = (*function.avals_in, *function.avals_out)
@@ -216,7 +223,7 @@ class _RankLowering:
             if value.kind in ir.BOUND_KINDS or value in self.present:
                 continue
             # One message carries all that an action sends to a rank, so receiving it for one value brings the others, too.
-            src, sender = self.data_flow.makers.get(value, (self.rank, None))
+            src, sender = self.data_flow.maker(value)
             if sender is None or src == self.rank:
                 raise ProgramError(
                     f"rank {self.rank}, action {action}: reads {value}, which is not there: nothing has made it by then, or it "
@@ -230,8 +237,7 @@ class _RankLowering:
 
     def _send(self, action: Action) -> None:
         """Send a message to each other rank that reads what an action makes."""
-        # Sorted, so that all processes make the same programs.
-        for dst in sorted(self.data_flow.destinations(action) - {self.rank}):
+        for dst in self.data_flow.destinations(action):
             arrays = self.data_flow.message(action, dst)
             self._add(
                 ir.ValueInstruction(ir.Send, action, tuple(arrays), (), (dst, tuple(arrays.values()))), arrays.items()
@@ -240,89 +246,3 @@ class _RankLowering:
     def _add(self, step: ir.ValueInstruction, shapes: Iterable[tuple[ir.Value | None, jax.ShapeDtypeStruct]]) -> None:
         self.value_bytes.update({value: device_bytes(aval) for value, aval in shapes if value is not None})
         self.steps.append(step)
-
-
-def _value(stage: StageFunctions, port: Port, number: int) -> ir.Value:
-    """Return the value that a port of a stage's action reads or writes.
-
-    A stage of span g runs once for g microbatches, as action ``number``. What crosses stages, batch arrays and keys (the first
-    one's of the g) are numbered by microbatch, all else by the action.
-    """
-    s, kind, first = stage.stage, port.kind, number * stage.links.span
-    if kind == "x":
-        member, at = divmod(port.index, len(stage.x_from))
-        producer, leaf = stage.x_from[at]
-        return ir.Value("y", producer, first + member, leaf)
-    if kind == "dy":
-        reader, leaf = stage.dy_from[port.index]
-        return ir.Value("dx", reader, first, leaf)
-    if kind == "key":
-        return ir.Value("key", -1, first, port.index)
-    if stage.links.span > 1 and (kind == "dx" or kind == "data"):
-        member, at = divmod(port.index, len(stage.x_from if kind == "dx" else stage.data_names))
-        return ir.Value(kind, s, first + member, at)
-    assert kind != "token", f"stage {s} reads a token"
-    return ir.Value(kind, s if port.stage < 0 else port.stage, -1 if kind in SHARED else number, port.index, port.name)
-
-
-class _DataFlow:
-    """Knows who makes the values that may travel, and which ranks read them.
-
-    ``makers``: rank and action by value. ``readers``: ranks by value.
-    """
-
-    def __init__(self, schedule: Schedule, stages: Sequence[StageFunctions]) -> None:
-        self.makers: dict[ir.Value, tuple[int, Action]] = {}
-        self.readers: dict[ir.Value, tuple[int, ...]] = {}
-        self._made: dict[Action, list[ir.Value]] = {}
-        self._written: dict[tuple[str, int], list[tuple[Port, jax.ShapeDtypeStruct]]] = {}
-        reads: dict[tuple[str, int], list[tuple[Port, jax.ShapeDtypeStruct]]] = {}
-        for stage in stages:
-            for op, f in stage.functions.items():
-                outputs = zip(f.outputs, f.avals_out, strict=True)
-                inputs = zip(f.inputs, f.avals_in, strict=True)
-                self._written[(op, stage.stage)] = [x for x in outputs if x[0].kind in _WRITTEN_KINDS]
-                reads[(op, stage.stage)] = [x for x in inputs if x[0].kind in _READ_KINDS]
-        expected: dict[ir.Value, tuple[Action, jax.ShapeDtypeStruct]] = {}
-        for rank in range(schedule.num_ranks):
-            for action in schedule.actions(rank):
-                at = (action.op, action.stage)
-                written = self._written.get(at, ())
-                self._made[action] = made = [
-                    _value(stages[action.stage], port, action.microbatch) for port, _ in written
-                ]
-                for value in made:
-                    other = self.makers.setdefault(value, (rank, action))[1]
-                    if other is not action and other != action:
-                        raise ProgramError(
-                            f"{value} has two writers: {other} and {action}; give them names of their own"
-                        )
-                for port, aval in reads.get(at, ()):
-                    value = _value(stages[action.stage], port, action.microbatch)
-                    ranks = self.readers.get(value, ())
-                    self.readers[value] = ranks if rank in ranks else (*ranks, rank)
-                    if port.kind == "user":
-                        expected[value] = action, aval
-                        if stages[value.stage].links.span != stages[action.stage].links.span:
-                            raise ProgramError(
-                                f"{action} reads {value}, of a stage that runs for another number of microbatches"
-                            )
-        # Only custom values can differ in shape: those of stages come from one trace. A value without a maker is found later,
-        # by the rank that reads it.
-        for value, (action, aval) in expected.items():
-            if value in self.makers:
-                sent = self.message(self.makers[value][1], None)[value]
-                if (sent.shape, sent.dtype) != (aval.shape, aval.dtype):
-                    raise ProgramError(
-                        f"{action} reads {value} as {aval.dtype}{list(aval.shape)}; {self.makers[value][1]} writes "
-                        f"{sent.dtype}{list(sent.shape)}"
-                    )
-
-    def destinations(self, action: Action) -> set[int]:
-        """Return the ranks that read what an action makes."""
-        return {rank for value in self._made[action] for rank in self.readers.get(value, ())}
-
-    def message(self, sender: Action, dst: int | None) -> dict[ir.Value, jax.ShapeDtypeStruct]:
-        """Return the values that an action makes and rank ``dst`` reads (None: all of them), in order, with shapes."""
-        outputs = zip(self._made[sender], self._written[(sender.op, sender.stage)], strict=True)
-        return {v: aval for v, (_, aval) in outputs if dst is None or dst in self.readers.get(v, ())}

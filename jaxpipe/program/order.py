@@ -39,21 +39,34 @@ the place that this order gives them. From there they may move further, to be po
 
 from __future__ import annotations
 
-import heapq
 from bisect import bisect_left
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
+from dataclasses import dataclass
+from itertools import pairwise
 from operator import attrgetter
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
 from jaxpipe.errors import ProgramError
 from jaxpipe.program import ir
+from jaxpipe.program.traffic import (
+    FREE,
+    RECV,
+    RUN,
+    SEND,
+    SYNC,
+    Ints,
+    IssueOrder,
+    Messages,
+    Traffic,
+    latest_in_rank,
+    traffic_of,
+)
 from jaxpipe.schedule import Action, Event, Slot, Timeline
 
 
@@ -67,61 +80,14 @@ def issue_order(programs: Sequence[ir.Program], timeline: Timeline) -> tuple[tup
     Raises:
         ProgramError: ranks wait for each other, for values that a checked schedule does not know of.
     """
-    keys = [_instruction_times(p, timeline) for p in programs]
-    local = {p.rank for p in programs}
-    sent: set[ir.Message] = set()
-    waiting: dict[ir.Message, int] = {}
-    # Places of messages to and from other processes: all processes start theirs in this order, which is what keeps them from
-    # waiting for each other in a circle.
-    messages = [i for p in programs for i in p.instructions if isinstance(i, (ir.Send, ir.Recv))]
-    turns = deque(sorted(i.place for i in messages if i.place >= 0))
-    next_turn: dict[int, int] = {}
-    ready = [(keys[k][0], k) for k, p in enumerate(programs) if p.instructions]
-    heapq.heapify(ready)
-    at = [0] * len(programs)
-    order: list[tuple[int, int]] = []
+    traffic = _traffic_of(programs, timeline)
+    order = IssueOrder(traffic).of(range(len(programs)))
+    positions = traffic.position[order]
+    return tuple(zip(positions.tolist(), (order - traffic.first[positions]).tolist(), strict=True))
 
-    def resume(blocked: dict[Any, int], what: Any) -> None:
-        if (k := blocked.pop(what, None)) is not None:
-            heapq.heappush(ready, (keys[k][at[k]], k))
 
-    while ready:
-        _, k = heapq.heappop(ready)
-        program = programs[k]
-        instruction = program.instructions[at[k]]
-        # A rank that can't go on leaves the heap; what it waits for puts it back. So no rank is looked at in vain.
-        if isinstance(instruction, (ir.Send, ir.Recv)):
-            place, sends = instruction.place, isinstance(instruction, ir.Send)
-            message = ir.message_of(program.rank, instruction)
-            if not sends and message[0] in local and message not in sent:
-                waiting[message] = k
-                continue
-            if place >= 0:
-                if place != turns[0]:
-                    next_turn[place] = k
-                    continue
-                turns.popleft()
-                resume(next_turn, turns[0] if turns else None)
-            if sends and message[1] in local:
-                sent.add(message)
-                resume(waiting, message)
-        order.append((k, at[k]))
-        at[k] += 1
-        if at[k] < len(program.instructions):
-            heapq.heappush(ready, (keys[k][at[k]], k))
-    if next_turn and not waiting:
-        ranks = ", ".join(str(programs[k].rank) for k in sorted(next_turn.values()))
-        raise ProgramError(
-            f"ranks {ranks} of one process wait for each other's turn to send and receive: their transfers stand in an order "
-            "that is not that of the messages' places"
-        )
-    if waiting:
-        (src, dst, action), _ = min(waiting.items())
-        raise ProgramError(
-            f"rank {dst} waits for ever for what {action} of rank {src} sends: an op that reads a value of another stage waits "
-            "for the op that writes it (Wait of its OpSpec)"
-        )
-    return tuple(order)
+def _traffic_of(programs: Sequence[ir.Program], timeline: Timeline) -> Traffic:
+    return traffic_of(programs, lambda rank: _times(rank, timeline))
 
 
 def messages_arrived(programs: Sequence[ir.Program]) -> dict[tuple[int, int], list[ir.Message]]:
@@ -232,30 +198,6 @@ def _times(rank: int, timeline: Timeline) -> dict[Slot, Event]:
     return {a: e for e in events for a in (e.action, *e.action.actions)}
 
 
-def _instruction_times(program: ir.Program, timeline: Timeline) -> list[float]:
-    """Return when each instruction should be issued: a send or free right behind its run, a receive right before its reader, or
-    as soon as it may where its message comes from another process.
-
-    A sync or a reload may block the thread (:func:`holds`), so it is issued when it is due: before that, all ranks would wait.
-    """
-    times: list[float] = []
-    last, events = float("-inf"), _times(program.rank, timeline)
-    for instruction in program.instructions:
-        if isinstance(instruction, (ir.Run, ir.Sync)):
-            last = max(last, events[instruction.action].start_s)
-        times.append(last)
-    # Backwards, as a receive takes the time of the run that follows it, and a reload must not hold that run up.
-    following = float("inf")
-    for k in range(len(times) - 1, -1, -1):
-        if isinstance(i := program.instructions[k], (ir.Run, ir.Sync)):
-            following = times[k]
-        elif isinstance(i, ir.Reload):
-            times[k] = max(times[k], min(following, events[i.action].start_s))
-        elif isinstance(i, ir.Recv) and i.place < 0:
-            times[k] = min(following, max(times[k], following))
-    return times
-
-
 Rule = Literal["directed", "pair", "four", "gate", "fifo"]
 Lanes = tuple[Rule, ...]
 """The rules by which a transport makes messages wait, all of them at once: see the table of the module."""
@@ -291,35 +233,45 @@ class Crossing:
     def crosses(self, message: ir.Message) -> bool:
         return self.process_of[message[0]] != self.process_of[message[1]]
 
+    def crossing_messages(self, messages: Messages) -> NDArray[np.bool_]:
+        """Return, by message, whether it crosses."""
+        process_of = np.array(self.process_of)
+        different: NDArray[np.bool_] = process_of[messages.src] != process_of[messages.dst]
+        return different
+
 
 Node = int
-"""An instruction that runs (numbered over all ranks), one that a thread hands out, or a message."""
+"""A step that runs (numbered over all ranks), one that a thread hands out, or a message."""
 Graph = Mapping[Node, Mapping[Node, int]]
 """The nodes that wait for each node, each with the process in which it does so."""
 
 
 @dataclass(frozen=True, slots=True)
 class WaitingGraph:
-    """Hold who waits for whom, edge by edge: node ``after`` for node ``before``, in ``process``. ``messages``: the nodes
-    of messages, numbered from ``first_message`` on."""
+    """Hold who waits for whom, edge by edge: node ``after`` for node ``before``, in ``process``. ``found_at``: where it is
+    found when programs are read as they are issued. ``messages``: their nodes are numbered from ``first_message`` on."""
 
+    before: Ints
+    after: Ints
+    process: Ints
+    found_at: Ints
     first_message: Node
-    before: list[Node] = field(default_factory=list)
-    after: list[Node] = field(default_factory=list)
-    process: list[int] = field(default_factory=list)
-    messages: dict[ir.Message, Node] = field(default_factory=dict)
+    messages: Messages
 
     def has_circle(self) -> bool:
         """Return whether there is a circle, and so a deadlock."""
-        ends, size = np.array([self.before, self.after], np.int32), self.first_message + len(self.messages)
-        matrix = coo_array((np.ones(ends.shape[1], np.bool_), (ends[0], ends[1])), (size, size))
+        size = self.first_message + len(self.messages.src)
+        matrix = coo_array((np.ones(len(self.before), np.bool_), (self.before, self.after)), (size, size))
         # Every node on a circle is in a component with another one, but for those that wait for themselves.
-        return bool((ends[0] == ends[1]).any()) or connected_components(matrix, connection="strong")[0] < size
+        return bool((self.before == self.after).any()) or connected_components(matrix, connection="strong")[0] < size
 
     def by_node(self) -> Graph:
-        """Return the graph as a mapping, in the order of the edges."""
+        """Return the graph as a mapping, in the order in which edges are found."""
         graph: dict[Node, dict[Node, int]] = {}
-        for before, after, process in zip(self.before, self.after, self.process, strict=True):
+        order = np.argsort(self.found_at, kind="stable")
+        for before, after, process in zip(
+            *(x[order].tolist() for x in (self.before, self.after, self.process)), strict=True
+        ):
             graph.setdefault(before, {}).setdefault(after, process)
         return graph
 
@@ -332,7 +284,13 @@ def check_transfers(programs: Sequence[ir.Program], crossing: Crossing) -> None:
             shortest circle.
     """
     ir.check_programs(programs)
-    _refuse_circles(waiting_graph(programs, crossing), crossing)
+    _refuse_circles(_graph_of(programs, crossing), crossing)
+
+
+def _graph_of(programs: Sequence[ir.Program], crossing: Crossing) -> WaitingGraph:
+    return waiting_graph(
+        _traffic_of(programs, crossing.timeline), crossing, _copies_awaited(programs, crossing.timeline)
+    )
 
 
 def _refuse_circles(waits: WaitingGraph, crossing: Crossing) -> None:
@@ -348,94 +306,100 @@ def _refuse_circles(waits: WaitingGraph, crossing: Crossing) -> None:
         rules = ", ".join(crossing.lanes) or "tagged"
         raise ProgramError(
             f"messages between processes can wait for each other for ever (lanes: {rules}): "
-            f"{_in_words(graph, circle, waits.messages, crossing)}; start them in one order in all processes (early=0)"
+            f"{_in_words(graph, circle, waits, crossing)}; start them in one order in all processes (early=0)"
         )
 
 
-def waiting_graph(programs: Sequence[ir.Program], crossing: Crossing) -> WaitingGraph:
-    """Return the graph of what waits for what; the module's docstring lists its edges."""
-    process_of, lanes = crossing.process_of, crossing.lanes
-    *firsts, total = accumulate((len(p.instructions) for p in programs), initial=0)
-    first_of_rank = dict(zip((p.rank for p in programs), firsts, strict=True))
-    graph = WaitingGraph(first_message=2 * total)
-
-    def edge(before: Node | None, after: Node) -> None:
-        if before is not None:
-            graph.before.append(before)
-            graph.after.append(after)
-            graph.process.append(process)
-
-    for process in dict.fromkeys(process_of):
-        local_programs = [p for p in programs if process_of[p.rank] == process]
-        thread: Node | None = None
-        # The last node of each lane, and of what each rank does: whatever comes next on it waits for that one.
-        last: dict[Lane, Node] = {}
-        runs: dict[int, list[Node]] = defaultdict(list)
-        started: dict[int, int] = defaultdict(int)
-        # The message that a slot of a rank holds.
-        held: dict[tuple[int, int], Node] = {}
-        ended = {(p.rank, k): waits for p in local_programs for k, waits in holds(p, crossing.timeline).items()}
-        copies: dict[tuple[int, Action], Node] = {}
-        for k, at in issue_order(local_programs, crossing.timeline):
-            rank, instruction = local_programs[k].rank, local_programs[k].instructions[at]
-            if isinstance(instruction, ir.Free):
-                continue
-            # An instruction is two nodes: the thread hands it out, and it runs. The thread goes on to the next as soon as it
-            # has handed one out, unless the transport blocks it (``fifo``) or it is a sync.
-            node = first_of_rank[rank] + at
-            turn = node + total
-            edge(thread, turn)
-            for action, _ in ended.get((rank, at), ()):
-                edge(copies[(rank, action)], turn)
-            thread = turn
-            if isinstance(instruction, (ir.Send, ir.Recv)):
-                # One node for both ends: it runs when both have started it, the stricter assumption about any transport.
-                message = ir.message_of(rank, instruction)
-                node = graph.messages.setdefault(message, 2 * total + len(graph.messages))
-                crosses, sends = crossing.crosses(message), isinstance(instruction, ir.Send)
-                if sends or (crosses and "gate" in lanes):
-                    edge(last.get(("do", rank)), node)
-                # A copy within a process is the sender's alone: the receive only looks up what has been dispatched.
-                if sends or crosses:
-                    edge(turn, node)
-                    started[rank] += 1
-                    for lane in _lanes(message, rank, started[rank], crossing) if crosses or "four" in lanes else ():
-                        edge(last.get(lane), node)
-                        last[lane] = node
-                    if "fifo" in lanes:
-                        thread = node
-            else:
-                edge(turn, node)
-                edge(last.get(("do", rank)), node)
-                last[("do", rank)] = node
+def _copies_awaited(programs: Sequence[ir.Program], timeline: Timeline) -> Sequence[tuple[int, int]]:
+    """Return (offload, instruction) pairs, numbered over all programs: what the thread waits for before it goes on."""
+    pairs: list[tuple[int, int]] = []
+    first = 0
+    for program in programs:
+        if waits := holds(program, timeline):
+            copies: dict[Slot, int] = {}
+            for k, instruction in enumerate(program.instructions, start=first):
+                pairs += [(copies[action], k) for action, _ in waits.get(k - first, ())]
                 if isinstance(instruction, ir.Offload):
-                    copies[(rank, instruction.action)] = node
-                if isinstance(instruction, ir.Run):
-                    runs[rank].append(node)
-                    # JAX blocks the thread that dispatches one more than this to a device.
-                    if len(runs[rank]) > IN_FLIGHT:
-                        edge(runs[rank][-1 - IN_FLIGHT], turn)
-                if isinstance(instruction, ir.Sync) or "fifo" in lanes:
-                    thread = node
-            for slot in ir.reads(instruction):
-                edge(held.get((rank, slot)), node)
-            for slot in ir.writes(instruction):
-                held.pop((rank, slot), None)
-                if isinstance(instruction, ir.Recv):
-                    held[(rank, slot)] = node
-    return graph
+                    copies[instruction.action] = k
+        first += len(program.instructions)
+    return pairs
 
 
-def _lanes(message: ir.Message, rank: int, nth: int, crossing: Crossing) -> Iterator[Lane]:
-    """Yield the lanes on which ``rank`` starts a message, its ``nth``."""
-    if "four" in crossing.lanes:
-        yield "four", rank, nth % STREAMS
-    if crossing.crosses(message):
-        src, dst = (crossing.process_of[r] for r in message[:2])
-        if "directed" in crossing.lanes or "four" in crossing.lanes:
-            yield "directed", src, dst
-        if "pair" in crossing.lanes:
-            yield "pair", min(src, dst), max(src, dst)
+def waiting_graph(traffic: Traffic, crossing: Crossing, awaited: Sequence[tuple[int, int]] = ()) -> WaitingGraph:
+    """Return the graph of what waits for what; the module's docstring lists its edges. ``awaited``: pairs of a copy to the host
+    and a step before which the thread waits for it."""
+    lanes, process_of = crossing.lanes, np.array(crossing.process_of)
+    positions: dict[int, list[int]] = {}
+    for k, local_rank in enumerate(traffic.ranks):
+        positions.setdefault(crossing.process_of[local_rank], []).append(k)
+    issue = IssueOrder(traffic)
+    steps = np.concatenate([issue.of(local) for local in positions.values()])
+    steps = steps[traffic.kind[steps] != FREE]
+    # Everything below is by step, in the order in which programs hold them; ``at`` is the place in the order of issue.
+    total, kind, message = len(traffic.kind), traffic.kind, traffic.message
+    at = np.full(total, -1, np.int64)
+    at[steps] = np.arange(len(steps))
+    numbers, rank = np.arange(total), np.array(traffic.ranks)[traffic.position]
+    process = process_of[rank]
+    is_message, does = kind >= SEND, (kind < SEND) & (kind != FREE)
+    crosses = is_message & np.append(crossing.crossing_messages(traffic.messages), False)[message]
+    # A copy within a process is the sender's alone: the receive only looks up what has been dispatched.
+    started = (kind == SEND) | crosses
+    # A step is two nodes: the thread hands it out, and it runs. The thread goes on to the next as soon as it has handed one
+    # out, unless the transport blocks it (``fifo``) or it is a sync. A message is one node for both ends: it runs when both
+    # have started it, the stricter assumption about any transport.
+    node, turn = np.where(is_message, 2 * total + message, numbers), numbers + total
+    blocks = (kind == SYNC) | ((does | started) & ("fifo" in lanes))
+    edges: list[tuple[Ints, Ints, Ints, int]] = []
+
+    def edge(before: Ints, after: Ints, step: Ints, nth: int) -> None:
+        """Add edges of each ``step``, its ``nth``."""
+        edges.append((before.astype(np.int32), after.astype(np.int32), step.astype(np.int32), nth))
+
+    def chain(step: Ints, key: Ints, nth: int) -> None:
+        """Let the nodes of ``step``, in order of issue, wait for the one before with the same ``key``, in each process."""
+        order = np.lexsort((at[step], key[step], process[step]))
+        step = step[order]
+        before, after = step[:-1], step[1:]
+        alike = (key[before] == key[after]) & (process[before] == process[after])
+        edge(node[before[alike]], node[after[alike]], after[alike], nth)
+
+    before, after = steps[:-1], steps[1:]
+    same = process[before] == process[after]
+    edge(np.where(blocks, node, turn)[before[same]], turn[after[same]], after[same], 0)
+    copies, waiting = np.array(awaited, np.int64).reshape(-1, 2).T
+    edge(copies, turn[waiting], waiting, 1)
+    last = np.append(-1, np.maximum.accumulate(np.where(does, numbers, -1)))[:-1]
+    behind = (does | (kind == SEND) | (crosses & ("gate" in lanes))) & (last >= traffic.first[traffic.position])
+    edge(last[behind & is_message], node[behind & is_message], numbers[behind & is_message], 2)
+    edge(turn[does | started], node[does | started], numbers[does | started], 3)
+    edge(last[behind & does], node[behind & does], numbers[behind & does], 4)
+    if "four" in lanes:
+        count = np.cumsum(started)
+        of_rank = count - np.append(0, count)[traffic.first[traffic.position]]
+        chain(np.flatnonzero(started), rank * STREAMS + of_rank % STREAMS, 4)
+    src, dst = (np.append(process_of[ends], 0)[message] for ends in (traffic.messages.src, traffic.messages.dst))
+    if "directed" in lanes or "four" in lanes:
+        chain(np.flatnonzero(crosses), src * len(process_of) + dst, 5)
+    if "pair" in lanes:
+        chain(np.flatnonzero(crosses), np.minimum(src, dst) * len(process_of) + np.maximum(src, dst), 6)
+    # JAX blocks the thread that dispatches one run more than this to a device.
+    runs = np.flatnonzero(kind == RUN)
+    late = runs[IN_FLIGHT:]
+    early = runs[: len(late)]
+    same = rank[early] == rank[late]
+    edge(early[same], turn[late[same]], late[same], 5)
+    readers, read = traffic.reads
+    edge(2 * total + read, node[readers], readers, 7)
+    step = np.concatenate([x[2] for x in edges])
+    return WaitingGraph(
+        before=np.concatenate([x[0] for x in edges]),
+        after=np.concatenate([x[1] for x in edges]),
+        process=process[step],
+        found_at=at[step] * 8 + np.repeat([x[3] for x in edges], [len(x[0]) for x in edges]),
+        first_message=2 * total,
+        messages=traffic.messages,
+    )
 
 
 def find_circles(graph: Graph) -> Iterator[list[Node]]:
@@ -481,15 +445,14 @@ def _shorter(graph: Graph, start: Node, circle: list[Node]) -> list[Node]:
     return circle
 
 
-def _in_words(graph: Graph, circle: list[Node], nodes: Mapping[ir.Message, Node], crossing: Crossing) -> str:
+def _in_words(graph: Graph, circle: list[Node], waits: WaitingGraph, crossing: Crossing) -> str:
     """Say who waits to send or receive what, once around the circle. Only messages that hold up one process on behalf of
     another are named: where one is waited for and what it waits for are in two processes."""
     edges = [graph[a][b] for a, b in pairwise([*circle, circle[0]])]
-    messages = {node: message for message, node in nodes.items()}
     held: list[tuple[int, int, str]] = []
     for node, behind, before in reversed(list(zip(circle, [edges[-1], *edges], edges, strict=False))):
-        if node in messages and behind != before:
-            src, dst, action = messages[node]
+        if node >= waits.first_message and behind != before:
+            src, dst, action = waits.messages.name(node - waits.first_message)
             sends = crossing.process_of[src] == before
             held.append((src, dst, f"send {action} to") if sends else (dst, src, f"receive {action} from"))
     first = held.index(min(held))
@@ -552,127 +515,141 @@ def copies_in_parts(rank: int, steps: RankSteps, timeline: Timeline) -> RankStep
     return [*placed, *(part for *_, part in sorted(waiting))], value_bytes
 
 
-Started = ir.Message | tuple[int, Slot]
-"""A message, or a rank and what it runs."""
-
-
-def message_order(programs: Sequence[ir.Program], timeline: Timeline) -> tuple[Started, ...]:
-    """Return all runs and messages of all ranks in one order, each after what it depends on: a run stands where it starts, a
-    message where the run that makes it ends; ties stand as one thread would issue them.
+def message_order(traffic: Traffic) -> Ints:
+    """Return the place of each run and send in one order of all ranks, each after what it depends on (−1 for other steps): a
+    run stands where it starts, a message where the run that makes it ends; ties stand as one thread would issue them.
 
     Args:
-        programs: of all ranks, as in one process.
-        timeline: of their schedule, simulated.
+        traffic: of all ranks, as in one process.
 
     Raises:
         ProgramError: ranks wait for each other, for values that a checked schedule does not know of.
     """
-    times = {(e.rank, a): e for e in timeline.events if e.lane == "compute" for a in (e.action, *e.action.actions)}
+    runs, sends = traffic.kind == RUN, traffic.kind == SEND
     # A rank's time only goes forward: a braid that runs as separate calls sends between them what the timeline makes at its
     # end, and a message must stand behind the run before it all the same.
-    now_s = [float("-inf")] * len(programs)
-    starts: list[tuple[float, int, Started]] = []
-    for n, (k, at) in enumerate(issue_order(programs, timeline)):
-        rank, instruction = programs[k].rank, programs[k].instructions[at]
-        if isinstance(instruction, ir.Run):
-            now_s[k] = max(now_s[k], times[(rank, instruction.action)].start_s)
-            starts.append((now_s[k], n, (rank, instruction.action)))
-        elif isinstance(instruction, ir.Send):
-            now_s[k] = max(now_s[k], times[(rank, instruction.action)].end_s)
-            starts.append((now_s[k], n, ir.message_of(rank, instruction)))
-    return tuple(node for _, _, node in sorted(starts, key=lambda item: item[:2]))
+    now_s = np.where(runs, traffic.start_s, np.where(sends, traffic.end_s, -np.inf))
+    now_s = latest_in_rank(traffic, now_s)
+    order = IssueOrder(traffic).of(range(len(traffic.ranks)))
+    order = order[(runs | sends)[order]]
+    order = order[np.argsort(now_s[order], kind="stable")]
+    places = np.full(len(traffic.kind), -1)
+    places[order] = np.arange(len(order))
+    return places
 
 
 def place_receives(
-    rank: int,
-    steps: Sequence[ir.ValueInstruction],
-    places: Mapping[Any, int],
-    early: int = 0,
-    in_turn: Collection[int] = (),
-) -> list[ir.ValueInstruction]:
-    """Return the steps of ``rank`` with the receives from other processes where ``places`` say.
+    traffic: Traffic, places: Ints, crosses: NDArray[np.bool_], early: int = 0, in_turn: Collection[int] = ()
+) -> tuple[Ints, Traffic]:
+    """Return the steps with the receives from other processes where ``places`` say, and by step which one it was.
 
     Args:
-        rank: whose ``steps`` they are, as in one process.
-        places: of all runs, and of the messages between processes.
+        traffic: as in one process.
+        places: of all runs and sends (:func:`message_order`).
+        crosses: by message, whether it goes from process to process.
         early: how many runs each receive moves forward from there, past what the rank sends between them, but not past other
             receives.
         in_turn: places of messages that stay.
     """
-    unmoved: list[tuple[int, ir.ValueInstruction]] = []
-    received: list[tuple[int, ir.ValueInstruction]] = []
-    for step in steps:
-        place = places.get((rank, step.action) if step.kind is ir.Run else _message(rank, step), -1)
-        (received if step.kind is ir.Recv and place >= 0 else unmoved).append((place, step))
-    ordered = [(place, at) for at, (place, _) in enumerate(unmoved) if place >= 0]
-    runs = [(at, place) for at, (place, step) in enumerate(unmoved) if step.kind is ir.Run]
-    posted: dict[int, list[ir.ValueInstruction]] = {}
-    last = (0, 0)
-    for place, step in sorted(received, key=lambda item: item[0]):
-        # The first run or send whose place is later; there is one, as the reader follows every message.
-        at = ordered[bisect_left(ordered, (place, 0))][1]
-        if early and place not in in_turn:
-            k = bisect_left(runs, (at, 0)) - early
-            at, place = runs[k] if k >= 0 else (0, 0)
-        # In front of receives from this process, too: the sender of such a one may itself wait for this message.
-        while at and unmoved[at - 1][1].kind is ir.Recv:
-            at -= 1
-        # Never in front of a receive with an earlier place: messages keep their one order however early they are posted.
-        last = max(last, (at, place))
-        posted.setdefault(last[0], []).append(_placed(step, last[1]))
-    result: list[ir.ValueInstruction] = []
-    for at, (place, step) in enumerate(unmoved):
-        result += posted.get(at, ())
-        result.append(_placed(step, place) if step.kind is ir.Send and place >= 0 else step)
-    return result
+    kind, rank, size = traffic.kind, traffic.position, len(traffic.kind)
+    place = np.where(kind == RUN, places, np.append(_places_of_messages(traffic, places, crosses), -1)[traffic.message])
+    is_received = (kind == RECV) & (place >= 0)
+    unmoved, received = np.flatnonzero(~is_received), np.flatnonzero(is_received)
+    # What follows is by position among the unmoved steps.
+    first = np.searchsorted(unmoved, traffic.first)
+    ordered = np.flatnonzero(place[unmoved] >= 0)
+    runs = np.flatnonzero(kind[unmoved] == RUN)
+    received = received[np.lexsort((place[received], rank[received]))]
+    keys = rank * (size + 1) + place
+    # The first run or send whose place is later; there is one, as the reader follows every message.
+    at = ordered[np.searchsorted(keys[unmoved[ordered]], keys[received])]
+    post = place[received]
+    if early:
+        moves = ~np.isin(post, [*in_turn])
+        k = np.searchsorted(runs, at) - early
+        inside = k >= np.searchsorted(runs, first)[rank[received]]
+        run = runs[np.maximum(k, 0)] if len(runs) else k
+        at = np.where(moves, np.where(inside, run, first[rank[received]]), at)
+        post = np.where(moves, np.where(inside, place[unmoved[run]], 0), post)
+    # In front of receives from this process, too: the sender of such a one may itself wait for this message.
+    others = np.where(kind[unmoved] == RECV, 0, np.arange(len(unmoved)) + 1)
+    at = np.maximum(np.append(0, np.maximum.accumulate(others))[at], first[rank[received]])
+    # Never in front of a receive with an earlier place: messages keep their one order however early they are posted.
+    at, post = np.divmod(np.maximum.accumulate(at * (size + 1) + post), size + 1)
+    order = np.argsort(np.concatenate([2 * at, 2 * np.arange(len(unmoved)) + 1]), kind="stable")
+    order = np.concatenate([received, unmoved])[order]
+    place[kind == RUN] = -1
+    place[received] = post
+    return order, traffic.permuted(order, place)
 
 
-def _placed(step: ir.ValueInstruction, place: int) -> ir.ValueInstruction:
-    return step._replace(message=(*step.message, place))
+def _places_of_messages(traffic: Traffic, places: Ints, crosses: NDArray[np.bool_]) -> Ints:
+    """Return, by message, the place of its send; −1 for those within a process."""
+    sends = np.flatnonzero(traffic.kind == SEND)
+    place_of = np.full(len(crosses), -1)
+    place_of[traffic.message[sends]] = places[sends]
+    return np.where(crosses, place_of, -1)
 
 
-def _message(rank: int, step: ir.ValueInstruction) -> Any:
-    if not step.message:
-        return None
-    peer = step.message[0]
-    return (rank, peer, step.action) if step.kind is ir.Send else (peer, rank, step.action)
-
-
-def lower_apart(ranks: Sequence[RankSteps], crossing: Crossing) -> tuple[ir.Program, ...]:
-    """Return the programs of all ranks, with messages from process to process in one order; no processes wait for each other in
+def lower_apart(ranks: Mapping[int, RankSteps], traffic: Traffic | None, crossing: Crossing) -> tuple[ir.Program, ...]:
+    """Return the programs of ``ranks``, with messages from process to process in one order; no processes wait for each other in
     a circle.
 
     A receive that could not be posted early without a deadlock is posted in its turn.
 
+    Args:
+        ranks: the steps of some ranks, as in one process; of all, where ``traffic`` is None.
+        traffic: of all ranks.
+
     Raises:
         ProgramError: ranks wait for each other, for values that a checked schedule does not know of.
     """
-    # Where values lie has no say in the order, so these programs do without slots.
-    unordered = [
-        ir.Program(rank, tuple([x.kind(x.action, (), (), *x.message) for x in steps]), 0, (), (), (), ())
-        for rank, (steps, _) in enumerate(ranks)
-    ]
-    order = message_order(unordered, crossing.timeline)
-    places: dict[Any, int] = {node: n for n, node in enumerate(order) if len(node) == 2 or crossing.crosses(node)}
+    complete = traffic is None
+    if traffic is None:
+        # Where values lie has no say in the order, so these programs do without slots.
+        unordered = [
+            ir.Program(rank, tuple([x.kind(x.action, (), (), *x.message) for x in steps]), 0, (), (), (), ())
+            for rank, (steps, _) in ranks.items()
+        ]
+        traffic = _traffic_of(unordered, crossing.timeline)
+    places, crosses = message_order(traffic), crossing.crossing_messages(traffic.messages)
+    place_of = _places_of_messages(traffic, places, crosses)
     in_turn: set[int] = set()
     # Each round puts the last early receive of every circle back in its turn; with all in turn there is no circle, so it ends.
     while True:
-        placed = [place_receives(r, steps, places, crossing.early, in_turn) for r, (steps, _) in enumerate(ranks)]
-        programs = tuple(ir.assign_slots(r, placed[r], sizes) for r, (_, sizes) in enumerate(ranks))
-        waits = waiting_graph(programs, crossing)
-        moved = {
-            waits.messages[message]: places[message]
-            for p in programs
-            for i in p.instructions
-            if isinstance(i, ir.Recv) and 0 <= i.place < places[message := ir.message_of(p.rank, i)]
-        }
-        blamed = {
-            max(indices)
-            for circle in (find_circles(waits.by_node()) if moved and waits.has_circle() else ())
-            if (indices := [moved[node] for node in circle if node in moved])
-        }
+        order, placed = place_receives(traffic, places, crosses, crossing.early, in_turn)
+        programs = _assigned(ranks, traffic, order, placed) if complete else ()
+        # Which copies to the host the thread waits for follows from slots.
+        waits = _graph_of(programs, crossing) if complete else waiting_graph(placed, crossing)
+        has_circle = waits.has_circle()
+        blamed: set[int] = set()
+        if has_circle:
+            receives = np.flatnonzero((placed.kind == RECV) & (placed.place >= 0))
+            receives = receives[placed.place[receives] < place_of[placed.message[receives]]]
+            names = {placed.messages.name(k): int(place_of[k]) for k in placed.message[receives].tolist()}
+            for circle in find_circles(waits.by_node()) if names else ():
+                nodes = [waits.messages.name(n - waits.first_message) for n in circle if n >= waits.first_message]
+                if indices := [names[name] for name in nodes if name in names]:
+                    blamed.add(max(indices))
         if not blamed:
-            ir.check_programs(programs)
-            _refuse_circles(waits, crossing)
+            programs = programs or _assigned(ranks, traffic, order, placed)
+            ir.check_programs(programs, complete=len(ranks) == len(crossing.process_of))
+            if has_circle:
+                _refuse_circles(waits, crossing)
             return programs
         in_turn |= blamed
+
+
+def _assigned(ranks: Mapping[int, RankSteps], traffic: Traffic, order: Ints, placed: Traffic) -> tuple[ir.Program, ...]:
+    """Return the programs of ``ranks``, whose steps, those of ``traffic``, stand in ``order``."""
+    programs = []
+    for k, rank in enumerate(traffic.ranks):
+        if rank not in ranks:
+            continue
+        (steps, value_bytes), (first, end) = ranks[rank], traffic.first[k : k + 2].tolist()
+        ordered = [
+            steps[at]._replace(message=(*steps[at].message, place)) if place >= 0 else steps[at]
+            for at, place in zip((order[first:end] - first).tolist(), placed.place[first:end].tolist(), strict=True)
+        ]
+        programs.append(ir.assign_slots(rank, ordered, value_bytes))
+    return tuple(programs)

@@ -7,7 +7,8 @@ the devices, and memory is freed by dropping references. Two things hold the loo
 until an offload has left the device: a sync (S), and an action whose memory that offload gives back, by the predicted times.
 
 A braid that runs as one function is one instruction, one token and one recorded event. An *epilogue* is a function of a stage's
-gradient accumulators, dispatched when the last action that adds to them has been, so that it runs in the tail of the pipeline.
+gradient accumulators, dispatched when the last action that adds to them has been, so that it runs in the tail of the pipeline,
+and recorded as the stage's R.
 A step may begin *late*: a rank's accumulators are asked for before its first backward, and whoever is asked may drop the step.
 """
 
@@ -54,6 +55,7 @@ from jaxpipe.runtime.transfer import (
     wait_for_copies,
 )
 from jaxpipe.schedule import Action, Event, Slot, op_spec
+from jaxpipe.schedule.ir import R
 from jaxpipe.stage.functions import AnyFunction, Braids, Port, StageFunctions, function_of
 
 Bank = list[Any]
@@ -413,12 +415,14 @@ class Executor:
                         recorder.dispatched(rank, "recv", self._code[n].action, arriving.pop(n), stamps[-1])
                     recorder.dispatched(rank, lane, action, done, stamps[-1], arguments)
                     arguments = ()
+                elif recorder is not None and kind == _EPILOGUE:
+                    recorder.dispatched(rank, lane, action, results[0], stamps[-1])
         except StepDropped:
             raise
         # Only errors that dispatching raises; those of devices come later, and are found by their tokens.
         except Exception as error:
             failed = code[at]
-            raise _run_error(failed.rank, failed.action, error, failed.kind == _EPILOGUE) from error
+            raise _run_error(failed.rank, failed.action, error) from error
         stamps.append(clock())
         return tokens, stamps
 
@@ -469,16 +473,18 @@ class Executor:
         )
 
 
-def _run_error(rank: int, slot: Slot, error: Exception, epilogue: bool = False) -> RunError:
-    return RunError(f"{place_of(rank, slot, 'epilogue after ' * epilogue)} failed: {short_message(error)}", str(slot))
+def _run_error(rank: int, slot: Slot, error: Exception) -> RunError:
+    return RunError(f"{place_of(rank, slot)} failed: {short_message(error)}", str(slot))
 
 
-def place_of(rank: int, slot: Slot, kind: str = "") -> str:
+def place_of(rank: int, slot: Slot) -> str:
     """Return how messages name an action of a rank."""
     if isinstance(slot, Action):
-        return f"rank {rank}, {kind}action {slot} (stage {slot.stage}, microbatch {slot.microbatch})"
+        spec = op_spec(slot.op)
+        of = spec.description if spec.per_step else f"microbatch {slot.microbatch}"
+        return f"rank {rank}, action {slot} (stage {slot.stage}, {of})"
     places = ", ".join(f"stage {a.stage} microbatch {a.microbatch}" for a in slot.actions)
-    return f"rank {rank}, {kind}braid {slot} ({places})"
+    return f"rank {rank}, braid {slot} ({places})"
 
 
 def _first_backward(program: Program) -> int:
@@ -561,9 +567,10 @@ class _Linker:
                 if rank != program.rank or not slots:
                     continue
                 used = set(slots)
-                instructions = (program.instructions[self.sequence[n][1]] for n in local_sequence)
+                instructions = [program.instructions[self.sequence[n][1]] for n in local_sequence]
                 at = max(k for k, instruction in enumerate(instructions) if not used.isdisjoint(reads(instruction)))
-                action = self.code[local_sequence[at]].action
+                runs = (a for x in instructions if isinstance(x, Run) for a in x.action.actions)
+                action = Action(R.name, stage, min(a.microbatch for a in runs if a.stage == stage))
                 # A neighbour waits for what the last run sends, and a collective takes long.
                 while at + 1 < len(local_sequence) and self.code[local_sequence[at + 1]].kind == _SEND:
                     at += 1
@@ -571,7 +578,7 @@ class _Linker:
                 bank.insert(-1, None)
                 places[(rank, stage)] = (bank, len(bank) - 2)
                 run, outs = _boxed(reduce), (len(bank) - 2,)
-                linked = _Linked(_EPILOGUE, run, _getter(slots), bank, outs, (), rank, action, 0, "")
+                linked = _Linked(_EPILOGUE, run, _getter(slots), bank, outs, (), rank, action, 0, "net")
                 insertions.append((local_sequence[at], linked))
         # From the back, so that each insertion leaves the positions before it as they are.
         for n, linked in sorted(insertions, key=lambda item: -item[0]):

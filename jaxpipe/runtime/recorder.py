@@ -29,6 +29,7 @@ import jax
 from jaxpipe.schedule import CostProfile, Event, Schedule, Slot, Timeline, build_graph, op_spec, replay
 from jaxpipe.schedule.ir import HOST_LANES
 from jaxpipe.schedule.memory import memory_curves, static_bytes
+from jaxpipe.schedule.passes import with_reductions
 
 # Python's default of 5 ms would let the dispatching thread keep the interpreter while a thread that was woken waits for it, and
 # put that on the action's time.
@@ -117,7 +118,7 @@ class Recorder:
     def dispatched(
         self, rank: int, lane: str, action: Slot, markers: Sequence[Any], began: float, arguments: Sequence[Any] = ()
     ) -> None:
-        """Note that ``action`` was given to the device (lane ``compute``, ``d2h`` or ``h2d``), or its message was (``recv``).
+        """Note that ``action`` was given to the device (lane ``compute``, ``d2h``, ``h2d``, ``net``), or its message, ``recv``.
 
         ``markers``: all are ready when it is done; without arrays among them the host did it, between ``began`` and now.
         ``arguments``: what a function was called with.
@@ -241,15 +242,18 @@ def _chains(slot: Slot) -> tuple[tuple[int, int], ...]:
 
 
 def _queue_of(lane: str) -> str:
-    """Return the lane whose thread waits for it: what is received is waited for where it is computed on."""
+    """Return the lane whose thread waits for it: what is received is waited for where it is computed on, and a reduction is a
+    program of the devices that compute."""
     return lane if lane in HOST_LANES else "compute"
 
 
 def measured_timeline(schedule: Schedule, costs: CostProfile, events: Sequence[Event]) -> Timeline:
-    """Make the timeline of recorded ``events`` (one per slot of the schedule), with memory from the bytes in ``costs``.
+    """Make the timeline of recorded ``events`` (one per slot of the schedule, and R of some stages), with memory from the bytes
+    in ``costs``.
 
     Braided slots that ran as several calls become one event from the first start to the last end.
     """
+    schedule = _with_recorded_reductions(schedule, events)
     merged = _slot_events(schedule, events)
     graph = build_graph(schedule)
     where = [merged[(graph.rank_of[n], slot)] for n, slot in enumerate(graph.slots)]
@@ -265,6 +269,10 @@ def measured_timeline(schedule: Schedule, costs: CostProfile, events: Sequence[E
     )
 
 
+def _with_recorded_reductions(schedule: Schedule, events: Iterable[Event]) -> Schedule:
+    return with_reductions(schedule, stages={a.stage for e in events if e.lane == "net" for a in e.action.actions})
+
+
 def replay_ratio(schedule: Schedule, timeline: Timeline, step_s: float) -> float:
     """Divide ``step_s`` by the makespan of the same order with ``timeline``'s durations and no communication. A backward that
     began before all of its load was there, as it reads only a part, need not wait for the rest."""
@@ -277,7 +285,9 @@ def replay_ratio(schedule: Schedule, timeline: Timeline, step_s: float) -> float
                 loads[event.rank, stage, microbatch] = event
             elif (load := loads.pop((event.rank, stage, microbatch), None)) is not None:
                 unread_s[event.rank, load.action] = max(0.0, load.end_s - event.start_s)
-    return step_s / replay(schedule, durations, unread_s=unread_s).makespan
+    schedule = _with_recorded_reductions(schedule, timeline.events)
+    one_stream = replace(CostProfile.on(schedule.placement), net_overlaps=False)
+    return step_s / replay(schedule, durations, one_stream, unread_s=unread_s).makespan
 
 
 def seconds_by_op(timelines: Sequence[Timeline]) -> dict[tuple[str, int], float]:

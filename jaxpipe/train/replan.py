@@ -208,7 +208,8 @@ class Replanner:
         from jaxpipe.search.solve import Options
         from jaxpipe.search.solve.solver import BackgroundSolve
 
-        seconds = seconds_by_op([timeline])
+        # orders are searched without reductions, which stand behind the last W of any
+        seconds = {at: x for at, x in seconds_by_op([timeline]).items() if op_spec(at[0]).lane != "net"}
         if self._solved is None:
             why = "looking for a better schedule"
         elif (moved := drift(self._solved, seconds)) > self.config.drift:

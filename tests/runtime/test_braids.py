@@ -21,6 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
+from jaxpipe.cost.profile import with_measured_times
 from jaxpipe.errors import RunError, ScheduleError
 from jaxpipe.mesh import RankMesh
 from jaxpipe.program.ir import Free, Program, Recv, Run, Send
@@ -30,6 +31,7 @@ from jaxpipe.runtime.assembly import reduction
 from jaxpipe.runtime.executor import StepOutputs
 from jaxpipe.runtime.memory_probe import measured_peaks
 from jaxpipe.runtime.pipeline import Pipeline
+from jaxpipe.runtime.recorder import seconds_by_op
 from jaxpipe.runtime.transfer import message_homes, message_numbers
 from jaxpipe.schedule import (
     Schedule,
@@ -411,6 +413,7 @@ def test_gradients_are_reduced_in_the_tail_of_the_pipeline(dp: int) -> None:
         out = run(early, params, batch, record=record)
         assert_bit_equal(out, expected)
         assert set(out.reduced) == set(pipe.own_instances) and not expected.reduced
+        assert_reductions_are_recorded(early, out) if record else None
         for at, grads in out.reduced.items():
             assert_same_arrays(list(grads), sums[at](list(expected.acc[at])))
     kinds, sequence = early.executor.instruction_kinds, early.executor.sequence
@@ -418,6 +421,21 @@ def test_gradients_are_reduced_in_the_tail_of_the_pipeline(dp: int) -> None:
         placed = [at for kind, (r, at) in zip(kinds, sequence, strict=True) if kind == "epilogue" and r == rank]
         assert sorted(placed) == sorted(_after_last_addition(program, s) for r, s in sums if r == rank)
     assert "run" in kinds[kinds.index("epilogue") :], "others still work when the first stage is done"
+
+
+def assert_reductions_are_recorded(pipe: Pipeline, out: StepOutputs) -> None:
+    """Each is an event of its own behind the last W of its stage, takes time on the lane of no other, and is in the picture."""
+    timeline = pipe.measured_timeline(out)
+    reductions = {(e.rank, str(e.action)): e for e in timeline.events if e.lane == "net"}
+    assert set(reductions) == {(r, f"R{s}.0") for r, s in pipe.own_instances}
+    for (rank, _), event in reductions.items():
+        others = [e for e in timeline.of(rank, "compute") if event.action.actions[0].stage == e.action.actions[0].stage]
+        assert event.start_s >= max(e.end_s for e in others)
+    assert pipe.replay_ratio(out) >= 1 - 1e-9
+    costs = with_measured_times(pipe.costs, seconds_by_op([timeline]))
+    assert not costs.net_overlaps
+    for (_, action), event in reductions.items():
+        assert costs.reduce_s[int(action[1])] == event.end_s - event.start_s
 
 
 def _after_last_addition(program: Program, stage: int) -> int:
@@ -437,7 +455,7 @@ def test_a_failing_epilogue_is_named() -> None:
         raise ValueError("boom")
 
     pipe = pipeline_for("gpt", generate("zb-h1", 2, 4)).with_epilogues({(1, 1): fail})
-    with pytest.raises(RunError, match=r"rank 1, epilogue after action W1\.3 .* failed: boom"):
+    with pytest.raises(RunError, match=r"rank 1, action R1\.0 \(stage 1, reduce .*\) failed: boom"):
         run(pipe, parameters("gpt"), random_batch(4))
 
 

@@ -22,6 +22,7 @@ from jaxpipe.cost.profile import with_measured_times
 from jaxpipe.errors import NotFiniteError, short_message
 from jaxpipe.runtime.recorder import seconds_by_op
 from jaxpipe.schedule import Timeline, simulate
+from jaxpipe.schedule.passes import with_priced_reductions
 from jaxpipe.train.config import TrainConfig
 from jaxpipe.train.devices import peak_bytes_in_use
 from jaxpipe.train.metrics import MetricsLog
@@ -283,7 +284,8 @@ class StepLog:
             folder.draw(self._trainer.schedule, [self.predicted])
             return
         costs = with_measured_times(self._trainer.pipeline.costs, seconds_by_op([self.timeline]))
-        folder.draw(self._trainer.schedule, [simulate(self._trainer.schedule, costs), self.timeline])
+        predicted = simulate(with_priced_reductions(self._trainer.schedule, costs), costs)
+        folder.draw(self._trainer.schedule, [predicted, self.timeline])
 
     def result(
         self, folder: RunDirectory, step: int, stopped: bool, gains: tuple[float, float], started: float

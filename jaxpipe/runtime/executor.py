@@ -102,6 +102,7 @@ class StepOutputs:
         stamps: the host's clock before each instruction and after the last.
         step_s: seconds until all results were ready (recorded steps only).
         clock_error_s: by how much events of other processes may be off.
+        process_seconds: mean seconds by (op, stage) of each process, in process 0 of several (recorded steps only).
         reduced: what the epilogues returned, by (rank, stage).
         user: by name and (stage, microbatch), what custom instructions wrote and nothing read
             (:mod:`jaxpipe.stage.instructions`).
@@ -114,6 +115,7 @@ class StepOutputs:
     stamps: Sequence[float]
     step_s: float
     clock_error_s: float = 0.0
+    process_seconds: Sequence[Mapping[tuple[str, int], float]] = ()
     reduced: Mapping[tuple[int, int], Sequence[jax.Array]] = field(default_factory=dict)
     user: Mapping[str, Mapping[tuple[int, int], jax.Array]] = field(default_factory=dict)
 

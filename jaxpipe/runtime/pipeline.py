@@ -43,7 +43,7 @@ from jaxpipe.runtime.assembly import ALLOCATOR_BYTES, Assembly, AssemblyOptions,
 from jaxpipe.runtime.batches import THREEFRY, Batch, Instance, place_keys
 from jaxpipe.runtime.executor import Epilogues, Executor, Holds, Late, StepInputs, StepOutputs
 from jaxpipe.runtime.processes import Processes
-from jaxpipe.runtime.recorder import measured_timeline, replay_ratio
+from jaxpipe.runtime.recorder import lengths_by_op, measured_timeline, replay_ratio
 from jaxpipe.runtime.transfer import OffloadOptions, Transport, check_host_memory, host_copies
 from jaxpipe.schedule import CostProfile, Event, HostLink, Schedule, Timeline, op_spec, simulate
 from jaxpipe.schedule.text import parse_slot
@@ -427,13 +427,20 @@ def _with_all_events(outputs: StepOutputs, processes: Processes, clock: tuple[fl
     # The ranks of one column are all ranks; what another has of them is the same order on other devices.
     events = [] if processes.column else outputs.events
     local_events = [(e.rank, e.lane, str(e.action), began + e.start_s, began + e.end_s) for e in events]
-    parts = processes.gather("events", (began, began + outputs.step_s, error, local_events))
+    seconds = [(*at, sum(lengths_s) / len(lengths_s)) for at, lengths_s in lengths_by_op([outputs.events]).items()]
+    parts = processes.gather("events", (began, began + outputs.step_s, error, local_events, seconds))
     if not parts:
         return outputs
-    starts, ends, errors, events_of = zip(*parts, strict=True)
+    starts, ends, errors, events_of, seconds_of = zip(*parts, strict=True)
     first = min(starts)
     events = [Event(r, lane, parse_slot(a), start - first, end - first) for r, lane, a, start, end in chain(*events_of)]
-    return replace(outputs, events=tuple(events), step_s=max(ends) - first, clock_error_s=max(errors))
+    return replace(
+        outputs,
+        events=tuple(events),
+        step_s=max(ends) - first,
+        clock_error_s=max(errors),
+        process_seconds=[{(op, stage): op_s for op, stage, op_s in each} for each in seconds_of],
+    )
 
 
 def _simulated(schedule: Schedule, costs: CostProfile) -> Timeline:

@@ -101,6 +101,10 @@ def test_two_processes_train_what_one_does(tmp_path: Path) -> None:
         "step 9: schedule solved-1 -> serial again: it was 100.0% more measured",
     ):
         assert f"\n{line}" in first["printed"]
+    slow = re.findall(
+        r"\nstep (\d+): slow: process (\d) \(host \S+\): .* times the median of 2 processes", first["printed"]
+    )
+    assert slow[:2] == [("3", "0"), ("3", "1")]
     assert re.search(r"refused: process 1 \(host \S+\): there is no room\n", first["printed"])
     train_runs.run(config(text, tmp_path / "whole", *run_overrides))
     assert_same_run(tmp_path / "whole", tmp_path / "parts", 12)

@@ -135,7 +135,7 @@ def whole(array: Any) -> Any:
 
 def trained(processes: Processes, *, overrides: list[str], finds: list[str]) -> dict[str, str]:
     """Train with a search for better schedules that finds these families, and return what process 0 prints. The first one
-    can't be built in the last process, and what is adopted measures slow."""
+    can't be built in the last process, and what is adopted measures slow; every process counts as slow."""
     from jaxpipe.errors import ProgramError
     from jaxpipe.runtime import pipeline
     from jaxpipe.schedule import Schedule, generate
@@ -145,7 +145,7 @@ def trained(processes: Processes, *, overrides: list[str], finds: list[str]) -> 
     from jaxpipe.train import replan
     from jaxpipe.train.config import load_config
     from jaxpipe.train.loop import train
-    from jaxpipe.train.run import run_directory
+    from jaxpipe.train.run import run_directory, slow_processes
     from tests.support.train_runs import equal_seconds
 
     class Finds:
@@ -173,6 +173,7 @@ def trained(processes: Processes, *, overrides: list[str], finds: list[str]) -> 
     replan.seconds_by_op = equal_seconds
     replan.Replanner.gains = property(lambda self: (0.0, -1.0) if self._before else (math.nan,) * 2)  # type: ignore[method-assign, assignment]
     run_directory.PICTURES = run_directory.PICTURES[:1]
+    slow_processes._LEAST_PEERS, slow_processes._SLOW, slow_processes._SPREADS = 2, 0.0, -1e9
     printed = io.StringIO()
     train(load_config(None, overrides), printed, processes=processes)
     return {"printed": printed.getvalue()}

@@ -29,6 +29,7 @@ from jaxpipe.train.metrics import MetricsLog
 from jaxpipe.train.run.progress import LiveLine, ProgressStream
 from jaxpipe.train.run.resume import Start
 from jaxpipe.train.run.run_directory import RunDirectory, TrainResult
+from jaxpipe.train.run.slow_processes import SlowProcesses
 from jaxpipe.train.setup import Prepared, step_flops
 from jaxpipe.train.state import Cause, StepMetrics
 from jaxpipe.train.trainer import Trainer
@@ -204,6 +205,7 @@ class StepLog:
         self._bubbles: list[float] = []  # of recorded steps, as are the ratios
         self._ratios: list[float] = []
         self.timeline: Timeline | None = None  # of the last recorded step
+        self._slow = SlowProcesses(owned.processes.columns, trainer.pipeline.costs, owned.processes.who)
 
     def write(
         self, step: int, metrics: StepMetrics, scalars: Mapping[str, Any], loss: float, cause: Cause | None
@@ -225,6 +227,8 @@ class StepLog:
             self.timeline = metrics.timeline
             self._bubbles.append(metrics.timeline.bubble_rate)
             self._ratios.append(self._trainer.pipeline.replay_ratio(metrics.outputs))
+            for line in self._slow.observe(metrics.outputs.process_seconds):
+                self.line.note(f"step {step}: {line}")
             rate = self.pace.lap()
             record |= {
                 "tokens_per_s": rate,

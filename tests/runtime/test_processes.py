@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import random
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -23,6 +24,8 @@ from jaxpipe.runtime import connections
 from jaxpipe.runtime.connections import LOST
 from jaxpipe.runtime.peers import Peers, find_peers
 from jaxpipe.runtime.processes import ClockOffset, Processes, ProcessGroup, SingleProcess, divided
+from jaxpipe.schedule import generate
+from jaxpipe.schedule.json_form import to_schedule
 from jaxpipe.train.config import TrainConfig
 from jaxpipe.train.run import agreement
 from jaxpipe.train.settings.sections import PipelineConfig
@@ -596,3 +599,66 @@ def test_what_can_t_be_made_in_one_process_is_made_in_none() -> None:
     for error in run_in_threads(2, make):
         assert isinstance(error, AgreedError)
         assert str(error) == f"process 1 (host {HOST}): there is no room"
+
+
+# -- many -----------------------------------------------------------------------------------------------------------------
+
+PLAYERS = """
+import json, resource, socket, sys, time
+port, number, *names = sys.argv[1:]
+hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+ends = [socket.create_connection(("127.0.0.1", int(port))) for _ in range(1, int(number))]
+files = [end.makefile("rb") for end in ends]
+def send(*message):
+    for end in ends:
+        end.sendall(json.dumps(message).encode() + b"\\n")
+def receive(file):
+    while (message := json.loads(file.readline())) == ["alive"]:
+        pass
+    return file.read(message[2]) if message[0] == "packed" else message[2]
+for process, end in enumerate(ends, 1):
+    end.sendall(json.dumps(["jaxpipe", process, int(number), f"node-{process}"]).encode() + b"\\n")
+assert all(json.loads(file.readline())[0] == "welcome" for file in files)
+for name in names:
+    is_over = False
+    while not is_over:
+        send("value", name, time.perf_counter())
+        answers = [receive(file) for file in files]
+        is_over = name != "clock" or answers[0][2]
+send("bye")
+"""
+
+
+@pytest.mark.soak
+def test_a_thousand_processes_are_as_quick_as_a_few() -> None:
+    """CPU seconds of process 0, which waits for nothing else where each process has a host. The others are played by another
+    interpreter. A schedule of 64 ranks is broadcast, 1 MB."""
+    number, port = 1024, free_port()
+    schedule = to_schedule(generate("v-zb", ranks=64, microbatches=256))
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    names = ["start", "clock", "barrier", "clock", "schedule"]
+    players = subprocess.Popen([sys.executable, "-c", PLAYERS, str(port), str(number), *names])
+    seconds = {}
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, limits[1]))
+        began = time.process_time()
+        processes = ProcessGroup(Peers("127.0.0.1", port, number, 0), LONG_S)
+        processes.barrier("start")
+        seconds["join"] = time.process_time() - began
+        processes.clock()  # the first one takes several round trips
+        for name, call in (
+            ("barrier", lambda: processes.barrier("barrier")),
+            ("clock", processes.clock),
+            ("schedule", lambda: (processes.gather("schedule", ""), processes.broadcast("schedule", schedule))),
+        ):
+            began = time.process_time()
+            call()
+            seconds[name] = time.process_time() - began
+        processes._connections.leave()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        players.kill()
+        players.wait()
+    most = {"join": 10, "barrier": 0.3, "clock": 0.1, "schedule": 1}
+    assert {name: cpu_s for name, cpu_s in seconds.items() if cpu_s > most[name]} == {}, seconds

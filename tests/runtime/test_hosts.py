@@ -34,8 +34,8 @@ def _can_make_hosts() -> bool:
 
 @pytest.fixture
 def hosts(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Start]:
-    """Provide a function that starts ``jaxpipe train`` on two hosts, one process each. The parameter: the style of hosts
-    files."""
+    """Provide a function that starts ``jaxpipe train`` in so many processes on each of two hosts. The parameter: the style of
+    hosts files."""
     if not _can_make_hosts():
         pytest.skip("no namespaces can be made here")
     boots = []
@@ -54,15 +54,15 @@ def hosts(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Start]:
             for arguments in (["addr", "add", f"10.77.0.{host + 1}/24", "dev"], ["link", "set", "up", "dev"]):
                 subprocess.run(["nsenter", "-t", str(boot.pid), "-n", "ip", *arguments, "eth0"], check=True)
 
-        def start(*overrides: str) -> list[subprocess.Popen[str]]:
-            flags = ("--coordinator", f"node-0:{free_port()}", "--processes", "2")
+        def start(each: int, *overrides: str) -> list[subprocess.Popen[str]]:
+            flags = ("--coordinator", f"node-0:{free_port()}", "--processes", str(2 * each))
             return [
                 subprocess.Popen(
                     ["nsenter", "-t", str(boot.pid), "-n", "-u", "-m", f"--wd={ROOT}", sys.executable, "-um", "jaxpipe",
-                     "train", *flags, "--process", str(host), *overrides],
+                     "train", *flags, "--process", str(process), *overrides],
                     stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
                 )
-                for host, boot in enumerate(boots)
+                for process, boot in enumerate(boot for boot in boots for _ in range(each))
             ]  # fmt: skip
 
         yield start
@@ -73,20 +73,23 @@ def hosts(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Start]:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("hosts", ["debian", "plain"], indirect=True)
-def test_two_hosts_train_are_killed_and_go_on(hosts: Start, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("hosts", "each"), [("debian", 2), ("plain", 1)], indirect=["hosts"])
+def test_two_hosts_train_are_killed_and_go_on(hosts: Start, each: int, tmp_path: Path) -> None:
     """Metrics and the last checkpoint are those of one process."""
     text = write_text(tmp_path / "text")
     overrides = ("run.log_every=1", "run.checkpoint_every=2", "run.steps=12", "pipeline.schedule=zb-1p")
+    overrides = (*overrides, f"pipeline.ranks={2 * each}", f"model.options.num_layers={2 * each}")
     train_runs.run(config(text, tmp_path / "whole", *overrides))
     arguments = (*settings(text, tmp_path / "parts", *overrides), "run.platform=cpu")
-    first, second = hosts(*arguments)
+    first, *others = hosts(each, *arguments)
     train_runs.read_until(first, "step 7")  # the save of step 4 waited for that of step 2
-    second.send_signal(signal.SIGKILL)
-    _, said = first.communicate()
-    assert first.returncode == LOST and said.startswith("jaxpipe: process 1 (host node-1) was lost: "), said
-    second.communicate()
-    ends = [(child.communicate(), child.returncode) for child in hosts(*arguments)]
-    assert [code for _, code in ends] == [0, 0], ends
+    others[-1].send_signal(signal.SIGKILL)
+    for child in (first, *others[:-1]):
+        _, said = child.communicate()
+        lost = f"jaxpipe: process {len(others)} (host node-1) was lost: "
+        assert child.returncode == LOST and said.startswith(lost), said
+    others[-1].communicate()
+    ends = [(child.communicate(), child.returncode) for child in hosts(each, *arguments)]
+    assert {code for _, code in ends} == {0}, ends
     assert "resumed from step " in ends[0][0][0]
     assert_same_run(tmp_path / "whole", tmp_path / "parts", 12)

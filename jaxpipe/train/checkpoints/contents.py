@@ -223,10 +223,9 @@ def _leaf_from_json(record: Mapping[str, Any]) -> Leaf:
         and split[1] > 0
         and shape[split[0]] % split[1] == 0
     )
-    ends = [end for piece in pieces for start, stop in piece.ranges for end in (start, stop - 1)]
-    if not (divided and pieces and all(bool(piece.ranges) == in_pieces for piece in pieces)) or any(
-        not 0 <= end < leaf.size for end in ends
-    ):
+    size, ranges = leaf.size, [span for piece in pieces for span in piece.ranges]
+    inside = all(start >= 0 and stop <= size for start, stop in ranges)
+    if not (divided and pieces and inside and all(bool(piece.ranges) == in_pieces for piece in pieces)):
         raise ValueError(f"the pieces of {leaf.name:.60} are {record.get('pieces')!r:.60}, split {split!r:.20}")
     return leaf
 

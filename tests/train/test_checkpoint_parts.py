@@ -318,7 +318,13 @@ processes = ProcessGroup(find_peers((None, None, None)), 600)
 if sys.argv[2] == "jax":
     processes.start_jax()
 from jaxpipe.train.checkpoint import CheckpointStore
-mine, last = processes.mine, int(sys.argv[3])
+from jaxpipe.train.checkpoints.leaves import Fragment
+mine, last, processes.columns = processes.mine, *map(int, sys.argv[3:])
+def state(step):
+    "A layer each; in columns one that both have and one of which each has half."
+    array = np.full(1000, step, np.float32)
+    half = Fragment(array[:500], ((500 * mine, 500 * mine + 500),), (1000,))
+    return {str(mine): array} if processes.columns == 1 else {"0": array, "1": half}
 with CheckpointStore(sys.argv[1], keep_last=2, processes=processes) as store:
     step = store.latest_intact().step or 0
     before = store.load(step).params if step else {"0": 0, "1": 0}
@@ -326,7 +332,7 @@ with CheckpointStore(sys.argv[1], keep_last=2, processes=processes) as store:
     store.discard_after(step)
     while step < last:
         step += 1
-        store.save(step, {str(mine): np.full(1000, step, np.float32)}, {}, {"step": step})
+        store.save(step, state(step), {}, {"step": step})
     store.wait()
     assert store.latest_intact().step == last
     other = str(1 - mine)
@@ -336,7 +342,7 @@ processes.leave()
 
 
 def test_two_processes_of_jax(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    with Launch([sys.executable, "-c", SAVE, str(tmp_path / "run"), "jax", "2"], 2, tmp_path) as started:
+    with Launch([sys.executable, "-c", SAVE, str(tmp_path / "run"), "jax", "2", "2"], 2, tmp_path) as started:
         exit_code = started.run(0)
     assert (exit_code, *capfd.readouterr()) == (0, "", "")
     params = load_params(tmp_path / "run")
@@ -344,12 +350,13 @@ def test_two_processes_of_jax(tmp_path: Path, capfd: pytest.CaptureFixture[str])
 
 
 @pytest.mark.soak
-def test_a_kill_of_any_process_at_any_moment(tmp_path: Path) -> None:
+@pytest.mark.parametrize("columns", ["1", "2"])
+def test_a_kill_of_any_process_at_any_moment(tmp_path: Path, columns: str) -> None:
     rng, port, least = random.Random(0), 0, 0
     for _ in range(20):
         port = free_port()
         run = {**os.environ, "JAXPIPE_COORDINATOR": f"127.0.0.1:{port}", "JAXPIPE_PROCESSES": "2"}
-        command = [sys.executable, "-c", SAVE, str(tmp_path), "alone", "100000"]
+        command = [sys.executable, "-c", SAVE, str(tmp_path), "alone", "100000", columns]
         children = [subprocess.Popen(command, env={**run, "JAXPIPE_PROCESS": str(k)}) for k in (0, 1)]
         while max((int(p.name) for p in tmp_path.glob("[0-9]" * 8)), default=0) < least + 2:
             time.sleep(0.005)

@@ -9,7 +9,8 @@ either the whole checkpoint or a temporary folder, which is ignored and removed 
 deleted but older checkpoints of the run, by a save that has succeeded.
 
 Several processes of a run save together, each the layers whose arrays it has, on a file system that all see: each writes its
-part, and the first one does the rest. Any number of processes reads what any number has written, and each may read some layers.
+part, and the first one does the rest. Those that have the same layers (columns) write, and read, equal shares of them. Any
+number of processes reads what any number has written, and each may read some layers.
 
 One writer at a time (a lock on the directory), any number of readers.
 """
@@ -35,13 +36,15 @@ from jaxpipe.runtime.processes import Processes, SingleProcess
 from jaxpipe.text import format_bytes
 from jaxpipe.train.checkpoints import contents, folders
 from jaxpipe.train.checkpoints.contents import DamagedCheckpointError
+from jaxpipe.train.checkpoints.exchange import exchange, share_of_reading
 from jaxpipe.train.checkpoints.folders import Intact, find, load_params, read_manifest
-from jaxpipe.train.checkpoints.leaves import Placement, PyTree, Snapshot, take_snapshot
+from jaxpipe.train.checkpoints.leaves import Placement, PyTree, Share, Snapshot, take_snapshot
 
 __all__ = ["Checkpoint", "CheckpointStore", "Intact", "find", "load_params", "read_manifest"]
 
 _Content: TypeAlias = tuple[float | None, dict[str, Any], Mapping[str, Snapshot]]
 """Evaluation loss, ``meta``, and the groups of trees."""
+_Reading: TypeAlias = tuple[contents.Manifest, Path, Mapping[str, folders.GroupArrays]]
 _ALONE = SingleProcess()
 _Read = TypeVar("_Read")
 
@@ -69,8 +72,8 @@ class CheckpointStore(Closing):
 
     Of several ``processes`` all call ``save``, ``wait``, ``close``, ``latest_intact``, ``discard_after`` and ``load`` alike, in
     one order, and all get the same, also the same errors. What is to be kept or read, the settings here and the arguments, must
-    be the same too, but for the layers; ``meta`` and ``eval_loss`` are those of process 0. ``poll`` then tells of a save only
-    once another method has waited for it, so that it tells all at the same step.
+    be the same too, but for the layers, which are those of the row; ``meta`` and ``eval_loss`` are those of process 0. ``poll``
+    then tells of a save only once another method has waited for it, so that it tells all at the same step.
     """
 
     def __init__(
@@ -239,13 +242,24 @@ class CheckpointStore(Closing):
             step = folders.run_on_all_processes(
                 self.processes, "step", conclude=lambda _: folders.step_of(folders.pick(self.directory, step))
             )
+        readings: list[_Reading] = []
         loaded: list[Checkpoint] = []
 
         def read() -> None:
-            read_one = partial(_load, like=like, sharding=sharding, layers=layers)
-            loaded.append(folders.reading(partial(folders.pick, self.directory, step), read_one))
+            read_one = partial(_read_groups, like=like, layers=layers, share=share_of_reading(self.processes))
+            readings.append(folders.reading(partial(folders.pick, self.directory, step), read_one))
 
-        folders.run_on_all_processes(self.processes, "load", read)
+        def place() -> None:
+            manifest, folder, groups = readings[0]
+            exchange(list(groups.values()), self.processes)
+            trees = {name: group.place(sharding) for name, group in groups.items()}
+            loaded.append(
+                Checkpoint(manifest.step, **trees, meta=manifest.meta, eval_loss=manifest.eval_loss, path=folder)
+            )
+
+        # Apart: nothing is exchanged unless all have read what is theirs.
+        folders.run_on_all_processes(self.processes, "read", read)
+        folders.run_on_all_processes(self.processes, "load", place)
         return loaded[0]
 
     def _content(
@@ -326,18 +340,15 @@ class CheckpointStore(Closing):
                 folders.remove_folder(folder.path)
 
 
-def _load(
-    folder: Path,
-    like: Mapping[str, Mapping[str, PyTree]] | None,
-    sharding: Placement | Mapping[str, Placement] | None,
-    layers: Collection[str] | None,
-) -> Checkpoint:
+def _read_groups(
+    folder: Path, like: Mapping[str, Mapping[str, PyTree]] | None, layers: Collection[str] | None, share: Share
+) -> _Reading:
     manifest = contents.read_manifest_of(folder)
     only = dict.fromkeys(contents.NEEDED, layers)  # extra trees are not of layers
-    trees = {
-        group: folders.load_group(folder, group, manifest, like, sharding, only.get(group)) for group in contents.GROUPS
+    groups = {
+        group: folders.read_group(folder, group, manifest, like, only.get(group), share) for group in contents.GROUPS
     }
-    return Checkpoint(manifest.step, **trees, meta=manifest.meta, eval_loss=manifest.eval_loss, path=folder)
+    return manifest, folder, groups
 
 
 def newest(store: CheckpointStore, warn: Callable[[str], None], before: int | None = None) -> int | None:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from jaxpipe.errors import AgreedError
 from jaxpipe.runtime.processes import grid_columns
-from tests.runtime.test_divided import assert_same_bits
+from jaxpipe.train.checkpoint import CheckpointStore, read_manifest
+from tests.runtime.test_divided import assert_same_bits, run
+from tests.support.checkpoint_cases import assert_same
 
 ZERO = {"ranks": 2, "schedule": "zb-1p", "dp": 2, "zero1": True, "dtype": "bfloat16", "dropout": 0.1}
 PLAIN = {"ranks": 2, "schedule": "1f1b", "dp": 2}
@@ -22,8 +27,36 @@ def in_columns(cases: list[dict[str, Any]], columns: int) -> list[dict[str, Any]
     return [{**case, "columns": columns} for case in cases]
 
 
-def test_dp_over_two_processes_has_the_bits_of_one() -> None:
-    assert_same_bits(in_columns([ZERO, PLAIN], 2), 2)
+def test_dp_over_two_processes_has_the_bits_of_one(tmp_path: Path) -> None:
+    assert_same_bits(in_columns([{**ZERO, "saved": str(tmp_path)}, PLAIN], 2), 2)
+    one, two = (CheckpointStore(tmp_path / number).load() for number in ("1", "2"))
+    assert_same((two.params, two.optimizer), (one.params, one.optimizer))
+    assert_equal_shares(tmp_path / "2", 2)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("options", [{"zero1": True, "dtype": "bfloat16"}, {"dp": 2, "tp": 2, "zero1": True}, {}])
+def test_any_grid_goes_on_from_the_checkpoint_of_any_other(tmp_path: Path, options: dict[str, Any]) -> None:
+    case = {**WIDE, "dtype": "float32", **options}
+    grids = [(1, 1), (2, 2), (4, 2), (2, 1), (1, 1)]
+    (single,) = run(1, [{**case, "folder": str(tmp_path / "one")}] * len(grids))
+    for number, columns in grids:
+        several = {**case, "folder": str(tmp_path / "several"), **({"columns": columns} if columns > 1 else {})}
+        ((digests, *_), *_) = run(number, [several])
+        if columns > 1:
+            assert_equal_shares(tmp_path / "several", columns)
+    assert digests == single[-1]
+
+
+def assert_equal_shares(directory: Path, columns: int) -> None:
+    """Require that the columns of each row have written as many bytes of arrays of the newest checkpoint."""
+    sizes = Counter[int]()
+    for leaf in (leaf for leaves in read_manifest(directory).leaves.values() for leaf in leaves):
+        for piece in leaf.pieces:
+            assert piece.part is not None
+            sizes[piece.part] += math.prod(leaf.stored_shape(piece)) * leaf.numpy_dtype.itemsize
+    rows = [[sizes[part] for part in range(first, first + columns)] for first in range(0, len(sizes), columns)]
+    assert all(max(row) <= 1.01 * min(row) for row in rows), rows
 
 
 @pytest.mark.soak

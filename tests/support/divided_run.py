@@ -37,12 +37,14 @@ def steps(
     recompute: str = "none",
     measured: bool = False,
     folder: str = "",
+    saved: str = "",
     transport: str = "tagged",
     ahead: bool = False,
     **options: Any,
 ) -> dict[str, str]:
     """Train some steps; return by layer a digest of its parameters and optimizer state, by name the bits of loss, norm and
-    held-out loss. ``folder``: of checkpoints, to go on from and to save to. ``measured``: by measured costs, whose digest
+    held-out loss. ``folder``: of checkpoints, to go on from and to save to; ``saved``: of folders of checkpoints to save to, by
+    the number of processes. ``measured``: by measured costs, whose digest
     is told, too. ``ahead``: several processes begin each step early, after the first; of the steps before the last, one is
     clipped and one is not finite."""
     import jax
@@ -105,8 +107,8 @@ def steps(
         with suppress(ProgramError):
             pipe.loss_and_grads(state.compute, batch)
             raise AssertionError("other processes have ranks that it reads")
-    if folder:
-        trainer.save(state, folder)
+    for to in filter(None, (folder, saved and f"{saved}/{processes.number}")):
+        trainer.save(state, to)
     digests = {"mean loss": float(metrics.loss).hex(), "norm": float(metrics.grad_norm).hex()}
     digests["held out"] = pipe.evaluate(state.compute, batch)[0].hex()
     digests["costs"] = json.dumps(to_costs(step.pipeline.costs))

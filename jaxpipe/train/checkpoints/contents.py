@@ -33,12 +33,11 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from jaxpipe import __version__
 from jaxpipe.errors import CheckpointError
-from jaxpipe.train.checkpoints.leaves import Leaf, LeafKey, Piece, Ranges, Share, Snapshot
+from jaxpipe.train.checkpoints.leaves import Leaf, LeafKey, Piece, Ranges, Share, Snapshot, dtype_of
 from jaxpipe.train.checkpoints.orbax_trees import read_tree, write_tree
 
 FORMATS = (1, 2, 3)
@@ -166,11 +165,6 @@ def strict_json(meta: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
-def dtype_of(name: str) -> np.dtype[Any]:
-    """Return the NumPy dtype of this name, ``bfloat16`` and its like included."""
-    return np.dtype(getattr(ml_dtypes, name, name))
-
-
 def _groups(body: Mapping[str, Any]) -> tuple[dict[str, tuple[str, ...]], dict[str, tuple[Leaf, ...]]]:
     try:
         layers = {group: tuple(names) for group, names in body["layers"].items()}
@@ -282,7 +276,7 @@ def write_checkpoint(
     # SHA256SUMS. Read back before the manifest says that they are there: what Orbax has written wrongly must never
     # count, as older checkpoints are removed for this one.
     for group in groups:
-        _read_pieces(folder, group, manifest.leaves[group])
+        _read_pieces(folder, group, manifest.leaves[group], None, partial=False)
     (folder / MANIFEST).write_text(manifest_text(manifest), encoding="utf-8")
     _write_sums(folder, {name: _file_sha256(folder / name, flush=True) for name in _file_names(folder)})
     for directory in (folder, *(path for path in folder.rglob("*") if path.is_dir())):
@@ -318,7 +312,7 @@ def verify_files(
     parts: Collection[int | None] | None = None,
     share: Share = (0, 1),
 ) -> None:
-    """Compare the files of ``groups`` (in ``parts``, if given) and the manifest with their checksums; decodes nothing. A file
+    """Compare the files of ``groups`` and the manifest (in ``parts``, if given) with their checksums; decodes nothing. A file
     missing anywhere in the folder is damage; files of others are ignored. ``share``: of the files.
 
     Raises:
@@ -329,7 +323,7 @@ def verify_files(
     for name, expected in list(_read_sums(folder).items())[mine::number]:
         part, group = _place(name)
         with _opened(folder, name) as file:
-            if group not in (*groups, MANIFEST, SUMS) or (parts is not None and part is not None and part not in parts):
+            if group not in (*groups, MANIFEST, SUMS) or (parts is not None and part not in parts):
                 continue
             digest, size = hashlib.file_digest(file, "sha256").hexdigest(), file.tell()
         if digest != expected:
@@ -352,32 +346,48 @@ def read_manifest_of(folder: Path) -> Manifest:
 
 
 def read_arrays(folder: Path, group: str, leaves: Sequence[Leaf], *, partial: bool = False) -> list[np.ndarray]:
-    """Return the arrays of leaves of one group, each piece compared with its checksum. ``partial``: there may be others, which
-    are not read.
-
-    Call ``verify_files`` first. Raises DamagedCheckpointError.
-    """
-    if problem := next(filter(None, (leaf.problem for leaf in leaves)), ""):
-        raise DamagedCheckpointError(f"checkpoint {folder} is incomplete: {group}: {problem}")
-    pieces = _read_pieces(folder, group, leaves, partial=partial)
+    """Return the arrays of leaves of one group; arguments and errors as of :func:`read_pieces`."""
+    pieces = read_pieces(folder, group, leaves, partial=partial)
     return [leaf.assembled(arrays) for leaf, arrays in zip(leaves, pieces, strict=True)]
 
 
-def _read_pieces(folder: Path, group: str, leaves: Sequence[Leaf], *, partial: bool = False) -> list[list[np.ndarray]]:
-    """Return the arrays of the pieces of each leaf, as :func:`read_arrays`."""
+def read_pieces(
+    folder: Path,
+    group: str,
+    leaves: Sequence[Leaf],
+    parts: Collection[int | None] | None = None,
+    *,
+    partial: bool = False,
+) -> list[list[np.ndarray | None]]:
+    """Return for each leaf of one group the arrays of its pieces, each compared with its checksum; None for those in other
+    ``parts``. ``partial``: there may be other leaves, which are not read.
+
+    Call ``verify_files`` first. Raises DamagedCheckpointError, also where pieces are missing.
+    """
+    if problem := next(filter(None, (leaf.problem for leaf in leaves)), ""):
+        raise DamagedCheckpointError(f"checkpoint {folder} is incomplete: {group}: {problem}")
+    return _read_pieces(folder, group, leaves, parts, partial)
+
+
+def _read_pieces(
+    folder: Path, group: str, leaves: Sequence[Leaf], parts: Collection[int | None] | None, partial: bool
+) -> list[list[np.ndarray | None]]:
     leaves_by_part: dict[int | None, list[Leaf]] = {}
     for leaf in leaves:
         for part in {piece.part: None for piece in leaf.pieces if leaf.size}:
-            leaves_by_part.setdefault(part, []).append(leaf)
+            if parts is None or part in parts:
+                leaves_by_part.setdefault(part, []).append(leaf)
     trees: dict[int | None, Any] = {
         part: _restore(folder, _name_of(part, group), _nested((leaf, 0) for leaf in part_leaves) if partial else None)
         for part, part_leaves in leaves_by_part.items()
     }
 
-    def read(leaf: Leaf, piece: Piece) -> np.ndarray:
+    def read(leaf: Leaf, piece: Piece) -> np.ndarray | None:
         # Orbax refuses arrays without elements; the manifest says all there is to say.
         if not leaf.size:
-            return np.zeros(leaf.shape, dtype_of(leaf.dtype))
+            return np.zeros(leaf.shape, leaf.numpy_dtype)
+        if piece.part not in trees:
+            return None
         node = trees[piece.part]
         for key in leaf.storage_keys:
             node = node.get(key) if isinstance(node, dict) else None

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeVar
 
 import jax
+import numpy as np
 
 from jaxpipe.errors import CheckpointError
 from jaxpipe.files import check_local
@@ -37,6 +38,7 @@ from jaxpipe.train.checkpoints.leaves import (
     leaves_by_key,
     list_differences,
     place_array,
+    readers_of_parts,
 )
 
 _STEP_NAME = re.compile("[0-9]{8,18}")
@@ -351,6 +353,29 @@ def reading(where: Callable[[], Path], read: Callable[[Path], _Read]) -> _Read:
     raise removed
 
 
+@dataclass(frozen=True, slots=True)
+class GroupArrays:
+    """One group of a checkpoint, or some layers of it, as read: for each of ``leaves`` the ``arrays`` of its pieces, None for
+    what another column reads. ``readers``: the column that reads each part; ``like``: the trees to fill, or None."""
+
+    layers: Sequence[str]
+    leaves: Sequence[Leaf]
+    arrays: Sequence[list[np.ndarray | None]]
+    readers: Mapping[int | None, int]
+    like: Mapping[str, PyTree] | None
+
+    def place(self, sharding: Placement | Mapping[str, Placement] | None) -> dict[str, PyTree]:
+        """Return the trees, arrays where they go. Raises CheckpointError."""
+        targets = {} if self.like is None else leaves_by_key(self.like)
+        values = []
+        for leaf, arrays in zip(self.leaves, self.arrays, strict=True):
+            where = sharding.get(leaf.layer) if isinstance(sharding, Mapping) else sharding
+            values.append(place_array(leaf, leaf.assembled(arrays), targets.get(leaf.key), where))
+        if self.like is None:
+            return build_trees(self.layers, self.leaves, values)
+        return fill_trees(self.like, self.leaves, values)
+
+
 def load_group(
     folder: Path,
     group: str,
@@ -363,6 +388,18 @@ def load_group(
 
     Raises CheckpointError.
     """
+    return read_group(folder, group, manifest, like, chosen_layers).place(sharding)
+
+
+def read_group(
+    folder: Path,
+    group: str,
+    manifest: contents.Manifest,
+    like: Mapping[str, Mapping[str, PyTree]] | None,
+    chosen_layers: Collection[str] | None = None,
+    share: Share = (0, 1),
+) -> GroupArrays:
+    """Do what :func:`load_group` does, but place nothing, and verify and read a ``share`` of the parts."""
     layers: Sequence[str] = manifest.layers.get(group, ())
     leaves: Sequence[Leaf] = manifest.leaves.get(group, ())
     group_like = None if like is None else like.get(group)
@@ -379,15 +416,12 @@ def load_group(
             [leaf for leaf in leaves if leaf.layer in chosen_layers],
         )
         group_like = group_like and {layer: content for layer, content in group_like.items() if layer in chosen_layers}
-    contents.verify_files(folder, (group,), {piece.part for leaf in leaves for piece in leaf.pieces})
-    targets = {} if group_like is None else leaves_by_key(group_like)
-    values = []
-    for leaf, array in zip(
-        leaves, contents.read_arrays(folder, group, leaves, partial=chosen_layers is not None), strict=True
-    ):
-        where = sharding.get(leaf.layer) if isinstance(sharding, Mapping) else sharding
-        values.append(place_array(leaf, array, targets.get(leaf.key), where))
-    return build_trees(layers, leaves, values) if group_like is None else fill_trees(group_like, leaves, values)
+    column, columns = share
+    readers = readers_of_parts(leaves, columns)
+    parts = {part for part, reader in readers.items() if reader == column}
+    contents.verify_files(folder, (group,), parts)
+    arrays = contents.read_pieces(folder, group, leaves, parts, partial=chosen_layers is not None)
+    return GroupArrays(layers, leaves, arrays, readers, group_like)
 
 
 @contextmanager

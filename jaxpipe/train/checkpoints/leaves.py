@@ -46,6 +46,11 @@ Share: TypeAlias = tuple[int, int]
 _PYTHON_SCALARS: Mapping[str, Callable[[Any], bool | int | float]] = {"bool": bool, "int": int, "float": float}
 
 
+def dtype_of(name: str) -> np.dtype[Any]:
+    """Return the NumPy dtype of this name, ``bfloat16`` and its like included."""
+    return np.dtype(getattr(ml_dtypes, name, name))
+
+
 @dataclass(frozen=True, slots=True)
 class Piece:
     """What one part of a checkpoint has of a leaf: the elements in ``ranges``, range after range, or all where there are none.
@@ -93,6 +98,10 @@ class Leaf:
     def size(self) -> int:
         return int(np.prod(self.shape, dtype=np.int64))
 
+    @property
+    def numpy_dtype(self) -> np.dtype[Any]:
+        return dtype_of(self.dtype)
+
     def stored_shape(self, piece: Piece) -> tuple[int, ...]:
         """Return the shape of a piece's array."""
         return (sum(stop - start for start, stop in piece.ranges),) if piece.ranges else self.shape
@@ -109,12 +118,13 @@ class Leaf:
             end = stop
         return ""
 
-    def assembled(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
-        """Return the leaf, from the arrays of its pieces."""
+    def assembled(self, arrays: Sequence[np.ndarray | None]) -> np.ndarray:
+        """Return the leaf, from the arrays of its pieces, all of which must be there."""
+        piece_arrays = [array for array in arrays if array is not None]
         if not self.pieces[0].ranges:
-            return arrays[0]
-        elements = np.empty(self.size, arrays[0].dtype)
-        for piece, array in zip(self.pieces, arrays, strict=True):
+            return piece_arrays[0]
+        elements = np.empty(self.size, self.numpy_dtype)
+        for piece, array in zip(self.pieces, piece_arrays, strict=True):
             begin = 0
             for start, stop in piece.ranges:
                 elements[start:stop] = array[begin : begin + stop - start]
@@ -194,6 +204,20 @@ def take_snapshot(group: str, tree: Mapping[str, PyTree], share: Share = (0, 1))
             stored = Leaf(leaf.layer, leaf.path, array.shape, array.dtype.name, python, None, (piece,))
             arrays[stored] = array.reshape(-1)[slice(*span)].copy() if piece.ranges else array
     return Snapshot(tuple(tree), tuple(arrays), tuple(arrays.values()))
+
+
+def readers_of_parts(leaves: Sequence[Leaf], columns: int) -> dict[int | None, int]:
+    """Return which of the columns that read leaves together reads each part that has some of them: about as many bytes each."""
+    sizes: dict[int | None, int] = {}
+    for leaf in leaves:
+        for piece in leaf.pieces:
+            nbytes = int(np.prod(leaf.stored_shape(piece), dtype=np.int64)) * leaf.numpy_dtype.itemsize
+            sizes[piece.part] = sizes.get(piece.part, 0) + nbytes
+    loads, readers = [0] * columns, dict[int | None, int]()
+    for part in sorted(sizes, key=lambda part: -sizes[part]):
+        readers[part] = loads.index(min(loads))
+        loads[readers[part]] += sizes[part]
+    return readers
 
 
 def _elements_of_share(values: Sequence[Any], share: Share) -> list[tuple[int, int] | None]:

@@ -282,7 +282,7 @@ def submesh(target: str, shards: int, *, tiny: bool) -> Any:
     import jax
 
     from jaxpipe._jax_compat import compile_only_devices
-    from jaxpipe.mesh import RankMesh
+    from jaxpipe.mesh import RankMesh, mesh_over
     from jaxpipe.planning.targets import device_text, find_target
 
     devices = jax.devices("cpu") if tiny else compile_only_devices(target, device_text(find_target(target)), shards)
@@ -290,7 +290,7 @@ def submesh(target: str, shards: int, *, tiny: bool) -> Any:
         return devices
     if len(devices) < shards:
         return f"{shards} shards need as many devices, there are {len(devices)}"
-    return RankMesh(tp=shards).over(devices[:shards])
+    return mesh_over(RankMesh(tp=shards), devices[:shards])
 
 
 def along_time(mesh: Any, cp: int = -1) -> Any:

@@ -19,7 +19,7 @@ import jax
 from jax.sharding import AbstractDevice
 
 from jaxpipe._jax_compat import cudnn_assumed
-from jaxpipe.mesh import ONE_SHARD
+from jaxpipe.mesh import ONE_SHARD, mesh_over_none
 from jaxpipe.stage.compiled.recompute_report import PolicyCost, compare_policies
 from jaxpipe.stage.model.layer import Model
 from models.gpt import GPT
@@ -30,7 +30,7 @@ def layer_costs(model: Model) -> Mapping[str, PolicyCost]:
     """Costs by policy of the model's first block on a GPU, microbatch 1."""
     stages = [model.layers[:1], model.layers[1:2], model.layers[2:]]
     params = {layer.name: jax.eval_shape(layer.init, jax.random.key(0)) for layer in model.layers}
-    mesh = ONE_SHARD.over_none(AbstractDevice("h100", None, "gpu"))
+    mesh = mesh_over_none(ONE_SHARD, AbstractDevice("h100", None, "gpu"))
     with cudnn_assumed():
         _, middle, _ = compare_policies(stages, params, model.batch_spec(1), [mesh] * 3)
     return {c.policy: c for c in middle}

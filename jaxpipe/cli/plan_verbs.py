@@ -73,7 +73,7 @@ def run_rehearse(args: argparse.Namespace) -> None:
         raise ConfigError(f"--rank {args.rank}: {args.config} has ranks 0 to {ranks - 1}")
     flags.check_output(args.output, (".json",))
     # before JAX is imported, which reads the number of emulated devices from its environment
-    size = config.pipeline.rank_devices
+    size = config.pipeline.mesh.num_devices
     request_devices(size, config.run.machine.platform)
     request_gpus(config.run)
     from jaxpipe.cost.profile import measure_host_link
@@ -83,7 +83,7 @@ def run_rehearse(args: argparse.Namespace) -> None:
     from jaxpipe.train.setup import prepare
 
     progress = partial(print, file=sys.stderr if args.json else sys.stdout, flush=True)
-    devices = find_devices(size, config.run.machine.platform, tp=config.pipeline.tp, cp=config.pipeline.cp)
+    devices = find_devices(size, config.run.machine.platform, config.pipeline.mesh)
     prepared = prepare(completed(config))
     rate = args.link_bandwidth * 1e9 if args.link_bandwidth is not None else float("inf")
     with device_errors("rehearse"):

@@ -107,7 +107,7 @@ def run_train(args: argparse.Namespace) -> int:
             devices = max(config.pipeline.num_devices, config.run.machine.devices)
             if processes.number > 1:
                 local_ranks = processes.ranks(config.pipeline.ranks)[processes.mine]
-                devices = len(local_ranks) * config.pipeline.rank_devices // processes.columns
+                devices = len(local_ranks) * config.pipeline.mesh.num_devices // processes.columns
             # this order: JAX reads its flags when it is imported, and connects processes before it first looks for devices
             request_devices(devices, config.run.machine.platform, processes=processes.number)
             request_gpus(config.run, processes=processes.number, mine=processes.mine)
@@ -311,7 +311,7 @@ def run_profile(args: argparse.Namespace) -> None:
 
     progress = partial(print, file=sys.stderr if args.json else sys.stdout, flush=True)
     pipe = config.pipeline
-    devices = find_devices(pipe.num_devices, config.run.machine.platform, tp=pipe.tp, cp=pipe.cp)
+    devices = find_devices(pipe.num_devices, config.run.machine.platform, pipe.mesh)
     config = completed(config)
     pipeline = compile_pipeline(prepare(config), devices, progress)
     progress("timing each stage alone")

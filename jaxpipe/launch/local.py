@@ -35,7 +35,6 @@ from jaxpipe.files import check_one_line
 from jaxpipe.runtime.connections import LOST
 from jaxpipe.train.config import TrainConfig
 from jaxpipe.train.run.ending import INTERRUPTED, STOPPED, Stop
-from jaxpipe.train.settings.sections import PipelineConfig
 
 _LAUNCHER = "JAXPIPE_LAUNCHER"
 RESTARTABLE = (RunError.exit_code, LOST)
@@ -244,31 +243,26 @@ class ClusterJob:
 
     def __post_init__(self) -> None:
         pipe = self.config.pipeline
-        num_gpus, each = self.nodes * self.gpus, pipe.rank_devices
+        num_gpus, each = self.nodes * self.gpus, pipe.mesh.num_devices
         if _LABEL.fullmatch(self.name) is None:
             raise ConfigError(f"--name {self.name}: want at most 40 of a-z, 0-9 and -, from a letter to no -")
         for argument in self.arguments:
             check_one_line(argument, "an argument")
         if pipe.num_devices != num_gpus:
             raise ConfigError(
-                f"{pipe.ranks} ranks × {_axes(pipe)} are {pipe.num_devices} devices and {self.nodes} nodes with "
+                f"{pipe.mesh.after(f'{pipe.ranks} ranks')} are {pipe.num_devices} devices and {self.nodes} nodes with "
                 f"{self.gpus} GPUs have {num_gpus}; change --nodes, --gpus-per-node, --pp, --tp, --cp or --dp"
             )
         if self.gpus % self.processes or self.gpus // self.processes % each:
             raise ConfigError(
-                f"a rank's {_axes(pipe)} = {each} GPUs must lie within one process, which has "
+                f"a rank's {pipe.mesh} = {each} GPUs must lie within one process, which has "
                 f"{self.gpus / self.processes:g} of its node's {self.gpus}; change --tp, --cp, --dp or --processes-per-node"
             )
 
     @property
     def summary(self) -> str:
         pipe = self.config.pipeline
-        return f"{self.nodes} nodes × {self.gpus} GPUs = {pipe.ranks} ranks × {_axes(pipe)}"
-
-
-def _axes(pipe: PipelineConfig) -> str:
-    """Describe the axes that divide a rank's devices."""
-    return f"tp {pipe.tp} × " + (f"cp {pipe.cp} × " if pipe.cp > 1 else "") + f"dp {pipe.dp}"
+        return f"{self.nodes} nodes × {self.gpus} GPUs = {pipe.mesh.after(f'{pipe.ranks} ranks')}"
 
 
 def sbatch(job: ClusterJob, options: Sequence[str], folder: Path) -> str:

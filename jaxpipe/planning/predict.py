@@ -25,6 +25,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
 
+from jaxpipe.axes import DATA
 from jaxpipe.cost.memory import Kind, RankMemory
 from jaxpipe.cost.profile import cost_profile
 from jaxpipe.cost.seconds import LEAST_S, ops_of
@@ -52,10 +53,10 @@ def planned_costs(
     stages: Sequence[PlannedStage], pipe: PipelineConfig, target: Target, efficiency: Efficiency, limit_bytes: float
 ) -> CostProfile:
     """Return the cost profile of planned stages: seconds by roofline, bytes from shapes, links of the target.
-    ``limit_bytes``: what arrays may fill on a device. Collectives over ``tp`` and ``cp`` are rings; F and B are taken to
+    ``limit_bytes``: what arrays may fill on a device. Collectives of layers are rings; F and B are taken to
     need equally long ones, which they do but for an embedding and a head. ``optimizer_bytes``: gradient accumulators,
     master parameters and optimizer state."""
-    sizes, rates = [s.sizes for s in stages], unit_costs(target, efficiency, pipe.tp * pipe.cp)
+    sizes, rates = [s.sizes for s in stages], unit_costs(target, efficiency, pipe.mesh.one_row.num_devices)
     f, b, w = ([x.exchange_s(op, rates) for x in sizes] for op in ("F", "B", "W"))
     work = {op: [s.work.get(op, Work()) for s in stages] for op in ops_of([s.functions for s in stages])}
     seconds = {op: [max(LEAST_S, x.seconds) for x in row] for op, row in work.items()}
@@ -83,7 +84,7 @@ def planned_costs(
 def host_link(target: Target, efficiency: Efficiency, pipe: PipelineConfig) -> HostLink:
     """Return the share of the host link that one device gets. Devices of one rank that share a link copy at once and halve
     it; devices of different ranks take turns (a PCIe group)."""
-    inside = min(target.gpus_per_host_link, pipe.tp * pipe.cp)
+    inside = min(target.gpus_per_host_link, pipe.mesh.one_row.num_devices)
     across = target.gpus_per_host_link // inside
     groups = [tuple(range(r, min(r + across, pipe.ranks))) for r in range(0, pipe.ranks, across)]
     return HostLink(
@@ -115,7 +116,7 @@ def near_links(
 
 def link_between(a: int, b: int, target: Target, efficiency: Efficiency, pipe: PipelineConfig) -> Link:
     """Return the link between devices of two ranks; ranks fill nodes in order."""
-    per_node = max(1, target.node_size // pipe.rank_devices)
+    per_node = max(1, target.node_size // pipe.mesh.num_devices)
     return link_of(target, efficiency, 1 if a // per_node == b // per_node else math.inf)
 
 
@@ -320,7 +321,7 @@ def predict(
     update_s, late_update_s = priced_plan.update_s(config, stage_costs, schedule.placement, timeline.static_bytes)
     detached = schedule.placement.detached  # their F makes a part of the backward; W is one product, as the forward is
     forward = sum(s.work["W" if k in detached else "F"].flops for k, s in enumerate(stages))
-    flops = 3 * forward * pipe.microbatches * pipe.rank_devices
+    flops = 3 * forward * pipe.microbatches * pipe.mesh.num_devices
     fuses_attention = any(s.fuses_attention for s in stages)
     return Prediction(
         config=config,
@@ -407,18 +408,17 @@ def _memory(
 
 
 def reduction_s(gradient_bytes: float, target: Target, efficiency: Efficiency, pipe: PipelineConfig) -> float:
-    """Return the seconds of a ring all-reduce of ``gradient_bytes`` over dp · cp devices; with ZeRO-1 of a reduce-scatter over
-    dp, and an all-reduce of the pieces over cp."""
-    dp, cp = pipe.dp, pipe.cp
-    n = dp * cp
-    parts = (dp - 1) / dp + 2 * (cp - 1) / n if pipe.sharding.zero1 else 2 * (n - 1) / n
-    return parts * gradient_bytes / link_of(target, efficiency, pipe.rank_devices).bytes_per_s
+    """Return the seconds of a ring all-reduce of ``gradient_bytes`` over the devices that have other data; with ZeRO-1 of a
+    reduce-scatter over dp, and an all-reduce of the pieces over the rest."""
+    dp, n = pipe.dp, math.prod(pipe.mesh.sizes[axis] for axis in DATA)
+    parts = (dp - 1) / dp + 2 * (n / dp - 1) / n if pipe.sharding.zero1 else 2 * (n - 1) / n
+    return parts * gradient_bytes / link_of(target, efficiency, pipe.mesh.num_devices).bytes_per_s
 
 
 def gather_s(param_bytes: float, target: Target, efficiency: Efficiency, pipe: PipelineConfig) -> float:
     """Return the seconds of ZeRO-1's all-gather of ``param_bytes`` of updated parameters over dp, 0 without."""
     parts = (pipe.dp - 1) / pipe.dp if pipe.sharding.zero1 else 0.0
-    return parts * param_bytes / link_of(target, efficiency, pipe.rank_devices).bytes_per_s
+    return parts * param_bytes / link_of(target, efficiency, pipe.mesh.num_devices).bytes_per_s
 
 
 def _value_at(curve: MemoryCurve, at: float) -> float:

@@ -22,8 +22,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
+from jaxpipe.axes import AXES
 from jaxpipe.errors import ConfigError, JaxpipeError, ScheduleError
 from jaxpipe.planning.predict import Prediction
 from jaxpipe.schedule import FAMILIES, CostProfile, Placement, Schedule
@@ -37,13 +38,11 @@ from jaxpipe.stage.split.policies import STANDARD, per_stage
 from jaxpipe.text import closest, divisors_of
 from jaxpipe.train.config import TrainConfig
 from jaxpipe.train.schedule_source import barriers
-from jaxpipe.train.settings.sections import TraverseConfig
+from jaxpipe.train.settings.sections import DEVICE_KEYS, TraverseConfig
 
 Settings = Mapping[str, Any]
 """Values by dotted key, as overrides of a config give them."""
 
-DEVICE_KEYS = ("pipeline.ranks", "pipeline.dp", "pipeline.cp", "pipeline.tp")
-"""The axes whose product is the number of devices."""
 LEAST_POSITIONS = 1024
 """Positions of a sequence that a device must have for cp to be tried; a user may ask for fewer with ``--only``."""
 RECOMPUTE = ("none", "cheap", "full")
@@ -123,8 +122,9 @@ class Space:
             if key in values_by_key:
                 values_by_key[key] = tuple(value_by_text[text] for text in texts)
         base_pipeline = replace(
-            pipe, ranks=1, dp=1, cp=1, tp=1, microbatches=1, vocabulary="ends", chunks=1, schedule="1f1b", memory_limit=None,
-            recompute="none", cut="analytic", passes=replace(pipe.passes, separate_gradients=False), traverse=TraverseConfig(),
+            pipe, **cast("Any", dict.fromkeys(("ranks", *AXES), 1)), microbatches=1, vocabulary="ends", chunks=1,
+            schedule="1f1b", memory_limit=None, recompute="none", cut="analytic",
+            passes=replace(pipe.passes, separate_gradients=False), traverse=TraverseConfig(),
         )  # fmt: skip
         base = replace(config, pipeline=base_pipeline).changed({"run.devices": 0})
         rest = {key: texts for key, texts in narrowed.items() if key not in values_by_key}

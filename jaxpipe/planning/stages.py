@@ -58,7 +58,7 @@ from jaxpipe.context_parallel import shard_avals
 from jaxpipe.cost.profile import StageSizes, measure_stages
 from jaxpipe.errors import ConfigError, StageError
 from jaxpipe.files import write_atomically
-from jaxpipe.mesh import ONE_SHARD, AnyMesh, RankMesh
+from jaxpipe.mesh import ONE_SHARD, AnyMesh, RankMesh, mesh_over, mesh_over_none
 from jaxpipe.planning.roofline import Efficiency, KernelWalk, SizeView, Work
 from jaxpipe.planning.targets import Target, device_text
 from jaxpipe.stage.compiled.compile import BuildCache, build_stage_functions, held_bytes
@@ -70,7 +70,7 @@ from jaxpipe.stage.model.params import compute_avals
 from jaxpipe.stage.model.plan import Cut, StageLinks, links_of
 from jaxpipe.stage.model.vocabulary import VocabParallelModel
 from jaxpipe.stage.split.policies import per_stage
-from jaxpipe.train.assemble import Planner, mesh_of, spread_over, stage_planner
+from jaxpipe.train.assemble import Planner, spread_over, stage_planner
 from jaxpipe.train.config import TrainConfig
 from jaxpipe.train.corpora.tokenizers import load_tokenizer
 from jaxpipe.train.settings.sections import PipelineConfig
@@ -206,7 +206,7 @@ class Stopwatch:
         need = shards.num_devices
         if need > len(self.devices):
             raise StageError(f"a rank of {need} devices can't be measured on {len(self.devices)}")
-        return shards.over(self.devices[:need])
+        return mesh_over(shards, self.devices[:need])
 
     def __call__(self, stage: StageFunctions, vocab_size: int) -> Mapping[str, float]:
         """Return the measured seconds by operation. ``vocab_size``: integers of a batch are below it."""
@@ -331,7 +331,7 @@ class StageCosts:
 
     def is_for(self, pipe: PipelineConfig) -> bool:
         """Return whether these are costs of the shards of ``pipe``, and of vocabulary layers where it puts them."""
-        same = mesh_of(pipe).one_row.sizes == self.shards.sizes
+        same = pipe.mesh.one_row.sizes == self.shards.sizes
         return same and isinstance(self.model, VocabParallelModel) == (pipe.vocabulary != "ends")
 
     def over(self, pipe: PipelineConfig) -> StageCosts:
@@ -348,7 +348,7 @@ class StageCosts:
         if self.temp_of is not None and self.temp_of.mesh is not None:
             return self.temp_of.mesh
         device = AbstractDevice(self.target.name, None, "cpu" if self.target.chip is None else "gpu")
-        return self.shards.over_none(device)
+        return mesh_over_none(self.shards, device)
 
     @cached_property
     def avals(self) -> Mapping[str, Any]:
@@ -582,7 +582,7 @@ class Compiler:
         if isinstance(devices, str):
             self._stop(devices)
         else:
-            self.mesh = shards.over(devices)
+            self.mesh = mesh_over(shards, devices)
 
     def _stop(self, reason: str) -> None:
         self.works = False
@@ -660,7 +660,7 @@ def stage_costs_of(
         jnp.dtype(config.run.dtype),
         target,
         efficiency,
-        mesh_of(pipe).one_row,
+        pipe.mesh.one_row,
         optimizer_of(config, model),
         progress=progress,
         **options,

@@ -42,6 +42,7 @@ from typing import Any
 import numpy as np
 
 from jaxpipe._jax_compat import backends_initialized
+from jaxpipe.axes import AXES, ROWS, exchanging
 from jaxpipe.errors import JaxpipeError
 from jaxpipe.interrupts import starting_children
 from jaxpipe.planning.predict import Prediction, PricedPlan, pipeline_s, predict, price_plan, reduced_in_time
@@ -65,7 +66,7 @@ from jaxpipe.schedule.timeline import TIME, nine_digits
 from jaxpipe.search.bounds import lower_bound, span_lower_bound
 from jaxpipe.stage.compiled.compile import BuildCache
 from jaxpipe.stage.model.plan import StagePlan
-from jaxpipe.train.assemble import Planner, ScheduleDraft, choose, mesh_of, planned_order
+from jaxpipe.train.assemble import Planner, ScheduleDraft, choose, planned_order
 from jaxpipe.train.config import TrainConfig
 from jaxpipe.train.schedule_source import barriers
 from jaxpipe.train.settings.sections import TraverseConfig
@@ -185,7 +186,8 @@ class _LayoutSearch:
     def run(self) -> TuneResult:
         parts: tuple[list[Settings], ...] = ([], [])
         for layout in self.space.layouts():
-            parts[self.fork and layout["pipeline.cp"] * layout["pipeline.tp"] > 1].append(layout)
+            divided = any(layout[f"pipeline.{axis}"] > 1 for axis in exchanging())
+            parts[self.fork and divided].append(layout)
         # before anything is traced: a fork is safe only while JAX has no threads
         connection = self._fork_search(parts[1]) if all(parts) else None
         stopped = self._search(parts[0])
@@ -318,7 +320,7 @@ class _LayoutSearch:
             and self._residual_bytes(policy, size) > self._residual_bytes("none", size) * (1 - MIN_SAVED) > 0
         ):
             return None
-        return float(pipe.microbatches * _least_seconds(self._work_of(config)) / (pipe.ranks * pipe.cp * pipe.tp))
+        return float(pipe.microbatches * _least_seconds(self._work_of(config)) / (pipe.num_devices // pipe.dp))
 
     def _work_of(self, config: TrainConfig) -> np.ndarray[Any, Any]:
         """Sum the seconds of all stages (:attr:`~jaxpipe.planning.stages.PlannedStage.seconds`) for one microbatch
@@ -326,8 +328,9 @@ class _LayoutSearch:
         context parallelism. With the vocabulary at the ends all layers are priced as one stage, which is a bound:
         cutting splits kernels and makes none shorter."""
         pipe, ends = config.pipeline, config.pipeline.vocabulary == "ends"
-        size, devices = config.microbatch_size // pipe.dp, pipe.ranks * pipe.cp * pipe.tp
-        unsharded = replace(pipe, ranks=1 if ends else devices, tp=1, cp=1, schedule="1f1b", chunks=1)
+        size, devices = config.microbatch_size // pipe.dp, pipe.num_devices // pipe.dp
+        one: dict[str, Any] = {axis: 1 for axis in AXES if axis not in ROWS}
+        unsharded = replace(pipe, ranks=1 if ends else devices, **one, schedule="1f1b", chunks=1)
         key = unsharded.ranks, pipe.vocabulary, size, str(pipe.recompute)
         if key not in self._work:
             other = replace(config, pipeline=replace(unsharded, traverse=TraverseConfig()))
@@ -343,7 +346,7 @@ class _LayoutSearch:
         """Tighten :meth:`_least_s`: shards do not divide all work of a layer, so layers behind an equal one count at their
         cost on so many shards, which takes few traces."""
         config, pipe = node.config, node.config.pipeline
-        size, policy, shards = config.microbatch_size // pipe.dp, str(pipe.recompute), pipe.cp * pipe.tp
+        size, policy, shards = config.microbatch_size // pipe.dp, str(pipe.recompute), pipe.mesh.one_row.num_devices
         unsharded = self.stage_costs.run_increments(policy, size)
         ends = replace(config, pipeline=replace(pipe, vocabulary="ends"))
         sharded = self._stage_costs_for(ends).run_increments(policy, size)
@@ -369,7 +372,7 @@ class _LayoutSearch:
         its bound."""
         try:
             # two steps, as the first needs few traces and often sends the node so far back that the second is never made
-            if not node.sharded and node.config.pipeline.cp * node.config.pipeline.tp > 1:
+            if not node.sharded and node.config.pipeline.mesh.divided:
                 yield self._sharded_s(node) + node.update_s, replace(node, sharded=True)
                 return
             config, stage_costs = node.config, self._stage_costs_for(node.config)
@@ -559,7 +562,7 @@ class _LayoutSearch:
     def _stage_costs_for(self, config: TrainConfig) -> StageCosts:
         """Return the stage costs for the config's shards and for its model, with vocabulary layers where the config puts them.
         Stage costs of the same shards share traces."""
-        pipe, shards = config.pipeline, mesh_of(config.pipeline).one_row
+        pipe, shards = config.pipeline, config.pipeline.mesh.one_row
         spread = (pipe.ranks, pipe.vocabulary) if pipe.vocabulary != "ends" else None
         if spread is None and shards == self.stage_costs.shards:
             return self.stage_costs

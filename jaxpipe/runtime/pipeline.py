@@ -79,10 +79,10 @@ class Pipeline(Assembly):
 
     def __repr__(self) -> str:
         schedule, layers = self.schedule, len(self.model.layers)
-        sharding = f" × {self.mesh}" if self.mesh.num_devices > 1 else ""
         return (
-            f"<Pipeline of {self.model.name}: {layers} layers in {len(self.boundaries)} stages on {schedule.num_ranks} "
-            f"ranks{sharding}, schedule {schedule.name}, {schedule.num_microbatches} microbatches of {self.microbatch_size}>"
+            f"<Pipeline of {self.model.name}: {layers} layers in {len(self.boundaries)} stages on "
+            f"{self.mesh.after(f'{schedule.num_ranks} ranks')}, schedule {schedule.name}, {schedule.num_microbatches} "
+            f"microbatches of {self.microbatch_size}>"
         )
 
     @classmethod

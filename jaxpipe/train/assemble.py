@@ -17,7 +17,6 @@ import jax.numpy as jnp
 
 from jaxpipe.cost.seconds import measured_layer_costs
 from jaxpipe.errors import ConfigError, ScheduleError, StageError
-from jaxpipe.mesh import RankMesh
 from jaxpipe.runtime.assembly import Assembly
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.runtime.processes import Processes, SingleProcess
@@ -197,7 +196,7 @@ def assemble(
         compute_dtype=jnp.dtype(dtype),
         recompute=pipe.recompute,
         offload=offload,
-        tp=mesh_of(pipe),
+        tp=pipe.mesh,
         braid=bool(pipe.passes.braid),
         processes=processes,
         transport=transport,
@@ -206,19 +205,6 @@ def assemble(
         progress(remark)
     costs = assembly.flop_costs
     return Pipeline.over(assembly, final_order(pipe, draft, costs, progress, split))
-
-
-def mesh_of(pipe: PipelineConfig) -> RankMesh:
-    """Return the devices of each rank by axis, and how layers divide their work over them."""
-    sharding = pipe.sharding
-    return RankMesh(
-        dp=pipe.dp,
-        cp=pipe.cp,
-        tp=pipe.tp,
-        sequence=sharding.sequence_parallel,
-        fused_residual=sharding.fused_residual,
-        cp_method=sharding.cp_method,
-    )
 
 
 def final_order(

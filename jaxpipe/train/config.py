@@ -28,6 +28,7 @@ from jaxpipe.text import aligned, divisors_of
 from jaxpipe.train.schedule_source import joint_problem, rules_of, towers_of
 from jaxpipe.train.settings import typed
 from jaxpipe.train.settings.sections import (
+    DEVICE_KEYS,
     DataConfig,
     PipelineConfig,
     RunConfig,
@@ -513,15 +514,15 @@ def _vocabulary(config: Sections) -> Iterator[str]:
         yield f"{setting} is not there with replan.enabled=true: set one of them otherwise"
 
 
-@_about("run.machine.devices", "pipeline.ranks", "pipeline.dp", "pipeline.cp", "pipeline.tp")
+@_about("run.machine.devices", *DEVICE_KEYS)
 def _devices(config: Sections) -> Iterator[str]:
     devices, pipe = config.run.machine.devices, config.pipeline
     need = pipe.num_devices
     if 0 < devices < need:
-        cp = f" × pipeline.cp={pipe.cp}" if pipe.cp > 1 else ""
-        product = f"the {need} of pipeline.ranks={pipe.ranks} × pipeline.dp={pipe.dp}{cp} × pipeline.tp={pipe.tp}"
-        fewer = f"run.devices={devices} is fewer than {product if need > pipe.ranks else f'pipeline.ranks={need}'}"
-        yield f"{fewer}: use at least {need}, or 0 for as many as needed"
+        sizes = {"ranks": pipe.ranks, **pipe.mesh.sizes}
+        product = " × ".join(f"pipeline.{axis}={n}" for axis, n in sizes.items() if n > 1)
+        product = f"the {need} of {product}" if need > pipe.ranks else f"pipeline.ranks={need}"
+        yield f"run.devices={devices} is fewer than {product}: use at least {need}, or 0 for as many as needed"
 
 
 @_about("data.tokenizer", "data.path", "data.sources", "data.target")

@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from jaxpipe.axes import ONE_SHARD, RankMesh
 from jaxpipe.errors import AgreedError, ConfigError, JaxpipeError, RunError, short_message
 from jaxpipe.runtime.peers import find_peers
 from jaxpipe.runtime.processes import Processes, ProcessGroup, SingleProcess
@@ -257,9 +258,9 @@ def cpu_settings(keeps_heap: bool) -> str:
 
 
 def find_devices(
-    count: int, platform: Literal["auto", "cpu", "gpu"] = "auto", *, tp: int = 1, cp: int = 1
+    count: int, platform: Literal["auto", "cpu", "gpu"] = "auto", mesh: RankMesh = ONE_SHARD
 ) -> Sequence[jax.Device]:
-    """``count`` devices: of JAX's default kind, or of the one that ``platform`` names. ``tp``, ``cp``: of the config, for
+    """``count`` devices: of JAX's default kind, or of the one that ``platform`` names. ``mesh``: the config's, for
     advice.
 
     Raises:
@@ -283,13 +284,14 @@ def find_devices(
     if kind == "cpu":
         emulated = f"before JAX starts set XLA_FLAGS={_FLAG}={count}"
     raise ConfigError(
-        f"{count} devices are needed and JAX sees {len(devices)} ({kind}); {_factorings(len(devices), tp, cp)}, or {emulated}"
+        f"{count} devices are needed and JAX sees {len(devices)} ({kind}); {_factorings(len(devices), mesh)}, or {emulated}"
     )
 
 
-def _factorings(count: int, tp: int, cp: int) -> str:
-    """Advice: the ways to use all of ``count`` devices, those with ``tp`` first; at most four. With ``cp`` where that divides
-    them, and without context parallelism where not."""
+def _factorings(count: int, mesh: RankMesh) -> str:
+    """Advice: the ways to use all of ``count`` devices, those with this ``tp`` first; at most four. With ``cp`` where that
+    divides them, and without context parallelism where not."""
+    tp, cp = mesh.tp, mesh.cp
     with_cp = cp if count % cp == 0 else 1
     each = count // with_cp
     sizes = range(1, each + 1)

@@ -261,7 +261,7 @@ def step_flops(prepared: Prepared, stages: Sequence[StageFunctions]) -> tuple[fl
     kernel's mask does; and with attention counted whole (:data:`~jaxpipe.stage.jaxprs.PEERS`)."""
     pipe, detached = prepared.config.pipeline, prepared.schedule.placement.detached
     # the F of a detached stage makes a part of the backward; its W is one product, as the forward is
-    forward = sum(f.flops["W" if s in detached else "F"] for s, f in enumerate(stages)) * pipe.rank_devices
+    forward = sum(f.flops["W" if s in detached else "F"] for s, f in enumerate(stages)) * pipe.mesh.num_devices
     layer_costs = analytic_layer_costs(prepared.model.stored, prepared.config.microbatch_size, attention=PEERS)
     return 3.0 * forward * pipe.microbatches, 3 * sum(layer_costs) * pipe.microbatches
 

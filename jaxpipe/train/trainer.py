@@ -330,14 +330,13 @@ class Trainer(Closing):
         """Model, pipeline, optimizer and memory in four lines."""
         pipe, schedule = self.pipeline, self.schedule
         leaves = jax.tree.leaves(param_avals(self.model))
-        sharding = f" × {pipe.mesh}" if pipe.mesh.num_devices > 1 else ""
-        devices = pipe.submeshes[0].devices.flat[0].platform
+        devices = f"{pipe.mesh.after(f'{schedule.num_ranks} ranks')} on {pipe.submeshes[0].devices.flat[0].platform}"
         peak = max(self.train_step.memory_report(workspace=False).peak_bytes)
         stages = " | ".join(_layer_words(pipe.layers(s)) for s in range(len(pipe.boundaries)))
         count = format_count(sum(leaf.size for leaf in leaves))
         return (
             f"{self.model.name}: {count} parameters, {len(self.model.layers)} layers, {pipe.compute_dtype}\n"
-            f"schedule {schedule.name}: {schedule.num_ranks} ranks{sharding} on {devices}, {schedule.num_microbatches} "
+            f"schedule {schedule.name}: {devices}, {schedule.num_microbatches} "
             f"microbatches of {pipe.microbatch_size}, bubble {pipe.predicted_timeline().bubble_rate:.1%} predicted\n"
             f"stages: {stages}\n"
             f"memory: {format_bytes(peak, binary=True)} on the fullest device, workspace apart"

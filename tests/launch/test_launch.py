@@ -223,11 +223,11 @@ def _wait_for(happened: Callable[[], bool]) -> None:
         (["slurm", "-o", "x", "--nodes", "2"], "jaxpipe launch slurm needs --gpus-per-node"),
         (
             ["slurm", "-o", "x", "--nodes", "2", "--gpus-per-node", "8", "--", "train"],
-            "4 ranks × tp 1 × dp 1 are 4 devices and 2 nodes with 8 GPUs have 16; change --nodes, --gpus-per-node, --pp",
+            "4 ranks are 4 devices and 2 nodes with 8 GPUs have 16; change --nodes, --gpus-per-node, --pp",
         ),
         (
             ["slurm", "-o", "x", "--nodes", "4", "--gpus-per-node", "1", "--", "train", "--pp", "2", "--tp", "2"],
-            "a rank's tp 2 × dp 1 = 2 GPUs must lie within one process, which has 1 of its node's 1",
+            "a rank's tp 2 = 2 GPUs must lie within one process, which has 1 of its node's 1",
         ),
         (
             ["k8s", "-o", "x", "--nodes", "4", "--gpus-per-node", "1", "--image", "i", "--claim", "c:/runs", "--", "train"],
@@ -436,9 +436,7 @@ def test_a_jobset_has_the_published_fields(tmp_path: Path, capsys: pytest.Captur
     flags = ["--nodes", "2", "--gpus-per-node", "4", "--image", "registry/me:1", "--claim", "runs:/runs", "--unchecked"]
     train = ["train", "--pp", "4", "--tp", "2", 'data.path=/runs/"x": y.txt', "run.out_dir=/runs/a"]
     assert main(["launch", "k8s", "-o", str(file), *flags, "--max-restarts", "3", "--name", "big", "--", *train]) == 0
-    assert capsys.readouterr().out == (
-        f"2 nodes × 4 GPUs = 4 ranks × tp 2 × dp 1; start it with: kubectl apply -f {file}\n"
-    )
+    assert capsys.readouterr().out == (f"2 nodes × 4 GPUs = 4 ranks × tp 2; start it with: kubectl apply -f {file}\n")
     document = yaml.safe_load(file.read_text())
     for path, value in leaves(document):
         field = FIELDS[path]

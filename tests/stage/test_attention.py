@@ -15,7 +15,7 @@ from jax.sharding import AbstractDevice
 
 from jaxpipe._jax_compat import Jaxpr, sub_jaxprs
 from jaxpipe.errors import ConfigError, StageError
-from jaxpipe.mesh import AnyMesh, RankMesh, pipeline_submeshes
+from jaxpipe.mesh import AnyMesh, RankMesh, mesh_over_none, pipeline_submeshes
 from jaxpipe.stage.compiled.compile import build_all
 from jaxpipe.stage.functions import StageFunctions
 from jaxpipe.stage.jaxprs import PEERS, jaxpr_flops
@@ -41,7 +41,7 @@ def cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def gpus(tp: int = 1) -> AnyMesh:
-    return RankMesh(tp=tp).over_none(GPU)
+    return mesh_over_none(RankMesh(tp=tp), GPU)
 
 
 def block_of(model: Model, mesh: AnyMesh, recompute: str = "none", dtype: Any = jnp.bfloat16) -> StageFunctions:

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import pytest
 
+from jaxpipe.axes import RankMesh
 from jaxpipe.cli.flags import Parser, add_parallel_flags, with_parallel_flags
 from jaxpipe.cost import with_measured_times
 from jaxpipe.errors import ConfigError
@@ -51,7 +52,7 @@ def test_a_rank_of_four_devices_is_rehearsed(tmp_path: Path) -> None:
     sizes = ["pipeline.tp=2", "pipeline.dp=2", "pipeline.zero1=true"]
     settings = config(write_text(tmp_path / "text.txt"), tmp_path / "run", *sizes)
     prepared = prepare(settings)
-    rehearsal = rehearse(prepared, find_devices(4, tp=2), [1], lambda text: None, steps=1)
+    rehearsal = rehearse(prepared, find_devices(4), [1], lambda text: None, steps=1)
     (report,) = rehearsal.reports
     assert report.device == "4 × cpu"
     assert report.memory.ratio == 1
@@ -108,5 +109,5 @@ def test_flags_are_short_for_settings() -> None:
 def test_too_many_devices_name_factorings_that_fit(need: int, tp: int, says: str) -> None:
     assert len(jax.devices()) == 8
     with pytest.raises(ConfigError, match=rf"{need} devices are needed and JAX sees 8 .*: {says}") as caught:
-        find_devices(need, tp=tp)
+        find_devices(need, mesh=RankMesh(tp=tp))
     assert "\n" not in str(caught.value)

@@ -21,6 +21,7 @@ import jax
 import numpy as np
 import pytest
 
+from jaxpipe.axes import RankMesh
 from jaxpipe.cli import main
 from jaxpipe.cli.exit_codes import EXIT_CODES
 from jaxpipe.cost.memory import KINDS, MemoryReport, RankMemory
@@ -614,12 +615,12 @@ def test_cpu_devices_do_not_stand_in_for_gpus(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(jax, "devices", lambda kind=None: cpus if kind == "cpu" else gpus)
     assert find_devices(8) == gpus
     with pytest.raises(ConfigError) as info:
-        find_devices(64, tp=2)
+        find_devices(64, mesh=RankMesh(tp=2))
     assert str(info.value) == (
         "64 devices are needed and JAX sees 8 (gpu); ways to use these (--pp --tp --dp): 4×2×1, 2×2×2, 1×2×4, 8×1×1, or set "
         "run.platform=cpu to emulate them, slowly"
     )
     for cp, with_cp in ((4, "4): 1×2×1, 2×1×1, 1×1×2"), (3, "1): 4×2×1, 2×2×2, 1×2×4, 8×1×1")):
         with pytest.raises(ConfigError, match=re.escape(f"(--pp --tp --dp with --cp {with_cp}, or set ")):
-            find_devices(64, tp=2, cp=cp)
+            find_devices(64, mesh=RankMesh(tp=2, cp=cp))
     assert find_devices(4, "cpu") == cpus[:4]

@@ -77,7 +77,7 @@ def agree_on_devices(processes: Processes, pipe: PipelineConfig) -> None:
     processes.require_equal("devices", local_devices, "use equal hosts, and see that all have their drivers")
     processes.require_equal("JAX settings", number_settings(), "set JAX and XLA alike in all, as numbers depend on it")
     mine = processes.ranks(pipe.ranks)[processes.mine]
-    need = len(mine) * pipe.rank_devices // processes.columns
+    need = len(mine) * pipe.mesh.num_devices // processes.columns
     few = f"{len(mine)} ranks need {need} devices and JAX sees {len(devices)} there"
     advice = "start more processes, or lower --pp, --tp, --cp or --dp"
     processes.raise_if_any("enough devices", f"{few}; {advice}" if len(devices) < need else "")
@@ -94,14 +94,14 @@ def devices_of(
     from jaxpipe.train.devices import find_devices
 
     if processes.number == 1:
-        return find_devices(pipe.num_devices, platform, tp=pipe.tp, cp=pipe.cp)
+        return find_devices(pipe.num_devices, platform, pipe.mesh)
     import jax
 
     by_process: dict[int, list[jax.Device]] = {}
     for device in jax.devices():
         by_process.setdefault(device.process_index, []).append(device)
     columns = processes.columns
-    size = pipe.rank_devices // columns
+    size = pipe.mesh.num_devices // columns
     rows = list(enumerate(processes.ranks(pipe.ranks)))[::columns]
     return [
         device

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Annotated, Any, Literal
 
+from jaxpipe.axes import AXES, RankMesh
 from jaxpipe.files import not_url
 from jaxpipe.schedule.families import FAMILIES, VOCABULARY_FAMILIES
 from jaxpipe.stage.split.policies import POLICIES
@@ -25,6 +26,10 @@ from jaxpipe.train.settings.typed import Section, in_float32, not_empty, positiv
 
 _SCHEDULE_FILES = (".sched", ".json", ".csv")
 _FUNCTION = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
+
+
+DEVICE_KEYS = ("pipeline.ranks", *(f"pipeline.{axis}" for axis in AXES))
+"""The settings whose product is the number of devices."""
 
 
 def names_function(text: str) -> bool:
@@ -274,13 +279,17 @@ class PipelineConfig(Section):
 
     @property
     def num_devices(self) -> int:
-        """``ranks · dp · cp · tp``."""
-        return self.ranks * self.rank_devices
+        """The devices of all ranks."""
+        return self.ranks * self.mesh.num_devices
 
     @property
-    def rank_devices(self) -> int:
-        """``dp · cp · tp``."""
-        return self.dp * self.cp * self.tp
+    def mesh(self) -> RankMesh:
+        """The devices of each rank by axis, and how layers divide their work over them."""
+        sizes: dict[str, Any] = {axis: getattr(self, axis) for axis in AXES}
+        how = self.sharding
+        return RankMesh(
+            **sizes, sequence=how.sequence_parallel, fused_residual=how.fused_residual, cp_method=how.cp_method
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,173 @@
+"""The axes of a rank's devices: what each divides (:data:`AXES`), how many devices lie along it (:class:`RankMesh`), and what
+it means to a parameter (:data:`BUFFER_AXES`).
+
+The axis names are spelled here and nowhere else. All else follows from the tables: submeshes, shardings, reductions, norms,
+packing, ZeRO-1, what is woven, and how many devices a config needs. To add an axis, add a row to :data:`AXES`, a field to
+:class:`RankMesh`, and kinds of buffers that it divides to :data:`BUFFER_AXES`. Configs read this: no JAX.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
+
+from jaxpipe.errors import ConfigError
+
+DP = "dp"
+CP = "cp"
+TP = "tp"
+Role = Literal["rows", "time", "width"]
+"""What the devices along an axis divide: the rows of a microbatch, the positions of each, or a layer's work on them."""
+
+AXES: dict[str, Role] = {DP: "rows", CP: "time", TP: "width"}
+"""The axes of a rank's mesh, the outermost first."""
+
+ROWS = tuple(axis for axis, role in AXES.items() if role == "rows")
+"""The axes over which the rows of a microbatch are divided."""
+
+DATA = tuple(axis for axis, role in AXES.items() if role != "width")
+"""The axes over which the positions of a microbatch are divided: devices along them have the same parameters and other data."""
+
+BufferKind = str
+"""How a parameter buffer lies on the devices along other axes: the ``same`` on each; ``split``, a part on each along ``tp``;
+``partial``, the same, but each makes a part of the gradient."""
+
+
+class BufferAxes(NamedTuple):
+    """The axes of a rank's mesh that matter to a parameter buffer: ``divided``, along which devices hold other parts of it, and
+    ``summed``, along which they make parts of its gradient, which are added up."""
+
+    divided: tuple[str, ...]
+    summed: tuple[str, ...]
+
+
+BUFFER_AXES: dict[BufferKind, BufferAxes] = {
+    "same": BufferAxes((), DATA),
+    "split": BufferAxes((TP,), DATA),
+    "partial": BufferAxes((), (*DATA, TP)),
+}
+"""The axes of each kind of buffer: reductions, norms, packing, ZeRO-1 and traces read them here and in no other place."""
+
+
+def exchanging() -> set[str]:
+    """Return the axes over which layers exchange: those along which devices work on one row, or hold other parts of a
+    parameter."""
+    dividing = {axis for axes in BUFFER_AXES.values() for axis in axes.divided}
+    return dividing | {axis for axis, role in AXES.items() if role != "rows"}
+
+
+CP_METHODS = ("gather", "heads", "ring")
+"""The ways to compute attention where sequences are divided: every shard gathers all keys and values; shards exchange times for
+heads; keys and values go round a ring of shards."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankMesh:
+    """The devices of each rank by axis, and how its layers divide their work over them.
+
+    ``dp``: devices that share a microbatch's rows. ``cp``: shards of each sequence (``stp.txt`` section 5.3), which meet in
+    attention alone; ``cp_method``: how they do, one of :data:`CP_METHODS` (:mod:`jaxpipe.context_parallel`). ``tp``: shards of
+    the layers' work. ``sequence``: between the parallel products each of these holds a part of the time axis (axis 1 of what
+    flows between layers), so that norms and dropout are divided too, and all-reduces become all-gathers and reduce-scatters
+    (Korthikanti et al., "Reducing Activation Recomputation", 2022). ``fused_residual``: a branch's residual is added before the
+    all-reduce that ends it (``stp.txt`` equations 1 and 2). With ``tp`` 1 neither of them changes what is computed.
+
+    Raises:
+        ConfigError: an axis has no device, or ``cp_method`` is none of the methods.
+    """
+
+    dp: int = 1
+    cp: int = 1
+    tp: int = 1
+    sequence: bool = False
+    fused_residual: bool = False
+    cp_method: str = "gather"
+
+    def __post_init__(self) -> None:
+        for axis, size in self.sizes.items():
+            if size < 1:
+                raise ConfigError(f"{axis} is {size}; want at least 1")
+        if self.cp_method not in CP_METHODS:
+            raise ConfigError(f"cp_method is {self.cp_method!r}; use {', '.join(CP_METHODS[:-1])} or {CP_METHODS[-1]}")
+
+    def __str__(self) -> str:
+        return " × ".join(f"{axis} {size}" for axis, size in self.sizes.items() if size > 1) or "1 device"
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Return how many devices lie along each axis, in the order of :data:`AXES`."""
+        return {axis: getattr(self, axis, 1) for axis in AXES}
+
+    def after(self, text: str) -> str:
+        """Return a product of ``text``, such as the number of ranks, and the axes of several devices."""
+        return f"{text} × {self}" if self.num_devices > 1 else text
+
+    @property
+    def num_devices(self) -> int:
+        """Return how many devices a rank has."""
+        return math.prod(self.sizes.values())
+
+    @property
+    def one_row(self) -> RankMesh:
+        """Return the mesh of one of the parts that a microbatch's rows are divided into."""
+        one: dict[str, Any] = dict.fromkeys(ROWS, 1)
+        return replace(self, **one)
+
+    @property
+    def rows(self) -> int:
+        """Return into how many parts a microbatch's rows are divided."""
+        return math.prod(self.sizes[axis] for axis in ROWS)
+
+    def column(self, columns: int) -> RankMesh:
+        """Return one of ``columns`` equal parts along dp."""
+        return replace(self, dp=self.dp // columns)
+
+    @property
+    def size(self) -> int:
+        """Return ``tp``: layers, whose argument of this type is called ``tp``, read ``tp.size``."""
+        return self.tp
+
+    @property
+    def divided(self) -> bool:
+        """Return whether the devices of a rank exchange anything in layers."""
+        return any(self.sizes[axis] > 1 for axis in exchanging())
+
+    @property
+    def divides_parameters(self) -> bool:
+        """Return whether devices hold other parts of a parameter."""
+        return any(self.parts(kind) > 1 for kind in BUFFER_AXES)
+
+    def parts(self, kind: BufferKind) -> int:
+        """Return into how many parts a buffer of this kind is divided."""
+        return math.prod(self.sizes[axis] for axis in BUFFER_AXES[kind].divided)
+
+    @property
+    def splits_time(self) -> bool:
+        """Return whether activations between layers are divided along the time axis."""
+        return self.sequence and self.tp > 1
+
+
+class TensorParallel(RankMesh):
+    """The earlier name of :class:`RankMesh` for layers alone, which calls ``tp`` ``size``; what it makes is a RankMesh."""
+
+    def __new__(  # type: ignore[misc]  # another class is made
+        cls,
+        size: int = 1,
+        sequence: bool = False,
+        fused_residual: bool = False,
+        cp: int = 1,
+        cp_method: str = "gather",
+    ) -> RankMesh:
+        return RankMesh(tp=size, sequence=sequence, fused_residual=fused_residual, cp=cp, cp_method=cp_method)
+
+
+ONE_SHARD = RankMesh()
+"""One device."""
+
+
+def rank_mesh(tp: RankMesh | int, **sizes: int) -> RankMesh:
+    """Return ``tp``, which may be the size of that axis alone, with the other ``sizes`` by axis where they are not 1."""
+    mesh = RankMesh(tp=tp) if isinstance(tp, int) else tp
+    several: dict[str, Any] = {axis: size for axis, size in sizes.items() if size != 1}
+    return replace(mesh, **several)

@@ -66,6 +66,7 @@ def test_an_order_is_what_its_family_makes_with_the_measured_link(
 )
 @example(8, 4.0, 0.6, 0.0, Random(0))  # 1.06 times as long as po at the lowest peak
 @example(4, 4.0, 0.9, 0.0, Random(0))
+@example(7, 4.04, 0.96, 0.15, Random(11))  # 1.039, whatever half of po's memory left the device
 def test_offload_is_nearly_free_where_the_link_is_fast_enough(
     ranks: int, rounds: float, k: float, jitter: float, random: Random
 ) -> None:

@@ -27,7 +27,16 @@ from jax.sharding import Mesh
 from jaxpipe.context_parallel import laid_out, shard_avals
 from jaxpipe.cost.profile import analytic_profile
 from jaxpipe.errors import CheckpointError, ProgramError, StageError
-from jaxpipe.mesh import ONE_SHARD, RankMesh, column_mesh, pipeline_submeshes, rank_mesh, spec_of, with_several
+from jaxpipe.mesh import (
+    ONE_SHARD,
+    RankMesh,
+    column_mesh,
+    pipeline_submeshes,
+    rank_mesh,
+    replicated,
+    spec_of,
+    with_several,
+)
 from jaxpipe.runtime.batches import (
     Batch,
     Instance,
@@ -38,7 +47,7 @@ from jaxpipe.runtime.batches import (
     joined_shards,
     place_data,
 )
-from jaxpipe.runtime.grid import spanning_options, sum_over
+from jaxpipe.runtime.grid import RankView, aval_on, spanning_options, sum_over
 from jaxpipe.runtime.processes import Processes, SingleProcess
 from jaxpipe.runtime.transfer import OFFLOAD_ALL, OffloadOptions, Ownership
 from jaxpipe.schedule import CostProfile, Placement, Schedule
@@ -462,7 +471,8 @@ class Assembly:
 
     def predict(self, params: Mapping[Instance, Buffers], batch: Batch) -> Any:
         """Return the output of the layer before the loss for ``batch`` (leading axis: microbatches; what only the loss
-        reads may be left out), without dropout: a pytree of NumPy arrays ``[microbatches · microbatch size, …]``.
+        reads may be left out), without dropout: a pytree of NumPy arrays ``[microbatches · microbatch size, …]``, in every
+        process, which all call it.
 
         Raises:
             ProgramError: vocabulary layers are spread; the batch lacks what a layer before the loss reads; the output's shape
@@ -476,8 +486,6 @@ class Assembly:
         reads = read_by(self.model, taken_by(self.model.layers)[-1])
         if missing := [name for name in reads if name not in batch]:
             raise ProgramError(f"the batch has no {missing[0]!r}; the layers before the loss read {', '.join(reads)}")
-        if self.ownership.divided:
-            raise ProgramError("predictions are made in one process: load the checkpoint in one")
         function, tree, output_avals = self._output
         count = len(next(iter(batch.values())))
         # The loss is not run, but its data must have the right shapes to be placed.
@@ -486,7 +494,21 @@ class Assembly:
         }
         functions = [*(f.evaluation for f in self.stages[:-1]), function]
         runs = self._forward(params, {**unread, **batch}, functions, 1)
-        outputs = zip(*([run[(len(functions) - 1, 0, port)] for port in function.outputs] for run in runs), strict=True)
+        last = len(functions) - 1
+        rank = self.primary(last)[0]
+        view = RankView(self.rank_meshes[rank], self.submeshes[rank])
+        join_columns = jax.jit(lambda arrays: arrays, out_shardings=replicated(view.rank))
+        avals: Sequence[Any] = function.avals_out
+        if view.spans:
+            avals = [jax.ShapeDtypeStruct(aval_on(view.rank, a).shape, a.dtype) for a in avals]
+
+        def in_every_process(run: Mapping[tuple[int, int, Port], jax.Array]) -> Sequence[jax.Array]:
+            arrays = [run[at] for port in function.outputs if (at := (last, 0, port)) in run]
+            if arrays and view.spans:
+                arrays = view.narrow(join_columns(view.widen(arrays, [spec_of(a) for a in function.avals_out])))
+            return self.ownership.spread(arrays, rank, avals)
+
+        outputs = zip(*map(in_every_process, runs), strict=True)
         leaves = [
             np.concatenate([joined_shards(np.asarray(part), a.shape, self.mesh) for part in parts])
             for parts, a in zip(outputs, output_avals, strict=True)

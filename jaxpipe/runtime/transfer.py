@@ -40,6 +40,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jaxpipe._jax_compat import copier, puts_between_processes
 from jaxpipe.errors import ProgramError
@@ -113,11 +114,11 @@ class RemoteTransport(Protocol):
 @dataclass(frozen=True, slots=True)
 class RemoteMessage:
     """A message between this process and another: the rank that sends it, and the arrays that arrive, with where they live on
-    the receiver. ``source_avals``: the same with where they live on the sender, if that is this process."""
+    the receiver. ``source_homes``: where they live on the sender, if that is in this process."""
 
     src: int
     avals: Sequence[jax.ShapeDtypeStruct]
-    source_avals: Sequence[jax.ShapeDtypeStruct] | None
+    source_homes: Sequence[NamedSharding] | None
 
 
 class MixedTransport:
@@ -150,10 +151,11 @@ class MixedTransport:
         for message in begun:
             if (expected := self._remote_messages.get(message)) is None:
                 continue
-            if expected.source_avals is None:
+            if expected.source_homes is None:
                 self.recv(message)
             else:
-                zeros = [jnp.zeros(a.shape, a.dtype, device=a.sharding) for a in expected.source_avals]
+                placed_avals = zip(expected.avals, expected.source_homes, strict=True)
+                zeros = [jnp.zeros(a.shape, a.dtype, device=home) for a, home in placed_avals]
                 self._remote.put(self._number(message), zeros, expected.avals)
 
     def _number(self, message: int) -> int:
@@ -379,8 +381,11 @@ class Ownership:
                     number = numbers[message_of(program.rank, i)]
                     placed_avals = zip(i.avals, homes[number], strict=True)
                     avals = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=home) for a, home in placed_avals]
-                    source_avals = i.avals if program.rank in self.ranks else None
-                    remote_messages[number] = RemoteMessage(program.rank, avals, source_avals)
+                    mesh = self._meshes[program.rank]
+                    source_homes = (
+                        [NamedSharding(mesh, a.sharding.spec) for a in i.avals] if program.rank in self.ranks else None
+                    )
+                    remote_messages[number] = RemoteMessage(program.rank, avals, source_homes)
         return MixedTransport(local, self.remote_transport(), remote_messages, len(numbers))
 
     def agree_on_programs(self, programs: Sequence[Program], dispatch: Dispatch) -> None:
@@ -436,6 +441,28 @@ class Ownership:
         if src in self.ranks:
             self._remote.put(number, arrays, avals)
         return self._remote.get(number, src, avals) if dst in self.ranks else []
+
+    @property
+    def leaders(self) -> list[int]:
+        """The first rank of each process of this column."""
+        return [self.process_of.index(k) for k in dict.fromkeys(self.process_of)]
+
+    def spread(
+        self, arrays: Sequence[jax.Array], src: int, avals: Sequence[jax.ShapeDtypeStruct]
+    ) -> Sequence[jax.Array]:
+        """Return arrays of rank ``src`` on the first rank of each other process; in its own as they are. All processes call
+        this, as :meth:`move`. ``avals``: shapes and dtypes, split as the arrays are; without a sharding each device has all."""
+        spread_arrays = arrays
+        for rank in self.leaders:
+            if not self.in_different_processes(src, rank):
+                continue
+            homes = [NamedSharding(self._meshes[rank], P() if a.sharding is None else spec_of(a)) for a in avals]
+            placed = [
+                jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=home) for a, home in zip(avals, homes, strict=True)
+            ]
+            moved = self.move(arrays, src, rank, placed)
+            spread_arrays = moved if rank in self.ranks else spread_arrays
+        return spread_arrays
 
 
 Copy = Callable[[Sequence[Any]], Sequence[Any]]

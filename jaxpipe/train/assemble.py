@@ -183,10 +183,6 @@ def assemble(
     Raises:
         ConfigError, ScheduleError, StageError, ProgramError: what is wrong, and what would work.
     """
-    if pipe.vocabulary != "ends" and processes is not None and processes.number > 1:
-        raise ConfigError(
-            f"pipeline.vocabulary={pipe.vocabulary} runs in one process: a checkpoint puts the parts of all ranks together"
-        )
     assembly = Assembly.of(
         model,
         draft.schedule.placement,

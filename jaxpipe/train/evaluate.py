@@ -81,7 +81,7 @@ def results_over(
     calls: list[tuple[Callable[..., Any], Mapping[str, Params], jax.Device]] = []
     for part, device in zip(_parts(model, len(devices)), devices, strict=False):
         part_params = {
-            name: jax.device_put(params[name], device) for name in placed_layers(model.layers[i] for i in part)
+            name: jax.device_put(params[name], device) for name in placed_layers(model, (model.layers[i] for i in part))
         }
         calls.append(
             (jax.jit(partial(_run, model, readers, part, part.stop == len(model.layers))), part_params, device)

@@ -45,6 +45,7 @@ from jaxpipe.schedule import CostProfile
 from jaxpipe.stage.functions import Footprint, compiled_footprint, device_bytes, total_device_bytes
 from jaxpipe.stage.model.layer import Params
 from jaxpipe.stage.model.params import by_path, get_leaf, insert_leaf, nested
+from jaxpipe.train.checkpoints.leaves import joined_rows
 from jaxpipe.train.state import Buffers, Instance, StepMetrics, TrainState, Unapplied, Updated
 from jaxpipe.train.update import stage_update
 from jaxpipe.train.update.optimizer import LearningRate
@@ -423,7 +424,7 @@ class TrainStep:
             params |= {name: nested(by_path(state.fixed[name]) | by_path(tree)) for name, tree in trained.items()}
             optimizer |= self._optimizers[s].by_layer(view.narrow_undivided(state.optimizer[s]))
         model = self.pipeline.model
-        return model.joined(params), model.joined(optimizer)
+        return model.joined(params, joined_rows), model.joined(optimizer, joined_rows)
 
     def _taken(self, stage: int, params: Buffers) -> Buffers:
         """Return those of a stage's parameter buffers that its update reads."""

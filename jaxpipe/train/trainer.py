@@ -475,7 +475,8 @@ class Trainer(Closing):
 
     def predict(self, state: TrainState, batch: Mapping[str, Any], *, ema: bool = False) -> Any:
         """Return what the layer before the loss returns for ``batch`` (any number of microbatches; what only the loss reads may
-        be left out), without dropout: a pytree of NumPy arrays ``[sequences, …]``. ``ema`` as in :meth:`evaluate`."""
+        be left out), without dropout: a pytree of NumPy arrays ``[sequences, …]``, the same in every process, which all call
+        it. ``ema`` as in :meth:`evaluate`."""
         specs = {name: aval for name, aval in self._spec.items() if name in batch}
         batch = in_microbatches(batch, specs, None)
         with self._saying("compiling the first prediction"):
@@ -607,7 +608,8 @@ class Trainer(Closing):
             mine = None
             if self.pipeline.ownership.divided:
                 mine = which_model.placed_layers(
-                    x for _, s in self.pipeline.own_instances for x in self.pipeline.layers(s)
+                    self.pipeline.model,
+                    (x for _, s in self.pipeline.own_instances for x in self.pipeline.layers(s)),
                 )
             return which_model.load_state(store, at, self.model, self.optimizer, self.pipeline.master_dtype, mine)
 

@@ -421,8 +421,15 @@ try:
     trainer.params(state)
 except ProgramError as error:
     assert "params reads all 2 ranks" in str(error)
-print(float(metrics.loss).hex(), trainer.evaluate(state, door.small_batch(9))["loss"].hex())
+logits = trainer.predict(state, {"tokens": door.small_batch(9)["tokens"]})
+print(float(metrics.loss).hex(), trainer.evaluate(state, door.small_batch(9))["loss"].hex(), logits.tobytes().hex())
+trainer = door.small_trainer(processes=processes, **door.SPREAD)
+trainer.save(trainer.step(trainer.init(), door.small_batch(0))[0], sys.argv[1] + "/spread")
+state, metrics = trainer.step(trainer.restore(sys.argv[1] + "/spread"), door.small_batch(1))
+print(float(metrics.loss).hex())
 """
+SPREAD = {"vocabulary": "spread", "optimizer": optax.adam(0.1), "dtype": "bfloat16"}
+"""Two ranks, each with half of the words."""
 
 
 def small_trainer(**options: Any) -> Trainer:
@@ -449,17 +456,24 @@ def run_script(monkeypatch: pytest.MonkeyPatch, argument: str) -> list[tuple[int
 
 
 def test_a_script_in_two_processes_has_the_bits_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What differs between them is refused by both: a seed, an optimizer, a batch."""
+    """Steps, logits, and checkpoints, with the vocabulary at the ends or divided over the ranks. What differs between processes
+    is refused by both: a seed, an optimizer, a batch."""
     first, second = run_script(monkeypatch, str(tmp_path))
     assert (first[0], second[0]) == (0, 0), (first, second)
     trainer = small_trainer()
     state = trainer.init()
     for step in range(2):
         state, metrics = trainer.step(state, small_batch(step))
-    bits = f"{float(metrics.loss).hex()} {trainer.evaluate(state, small_batch(9))['loss'].hex()}\n"
-    assert (first[1], second[1]) == (bits, bits)
+    logits = trainer.predict(state, small_batch(9))
+    bits = f"{float(metrics.loss).hex()} {trainer.evaluate(state, small_batch(9))['loss'].hex()} {logits.tobytes().hex()}\n"
     restored = trainer.params(trainer.restore(tmp_path))
     jax.tree.map(np.testing.assert_array_equal, restored, trainer.params(state))
+    trainer = small_trainer(**SPREAD)
+    state, _ = trainer.step(trainer.init(), small_batch(0))
+    restored = trainer.train_step.by_layer(trainer.restore(tmp_path / "spread"))
+    jax.tree.map(np.testing.assert_array_equal, restored, trainer.train_step.by_layer(state))
+    _, metrics = trainer.step(state, small_batch(1))
+    assert first[1] == second[1] == f"{bits}{float(metrics.loss).hex()}\n"
 
 
 def test_a_script_that_fails_ends_all_processes(monkeypatch: pytest.MonkeyPatch) -> None:

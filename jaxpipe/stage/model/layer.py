@@ -161,6 +161,11 @@ class VocabSplit:
     reads: tuple[str, ...] = ()
 
 
+JoinRows = Callable[[Mapping[int, Any], int, int, int], Any]
+"""Makes a leaf of the rows of its parts, by number, as far as they are here; then come the numbers of rows of a part and of the
+leaf, and that of parts."""
+
+
 @dataclass(frozen=True, slots=True, repr=False)
 class Model:
     """Layers in an order in which they can run (:attr:`Layer.takes`). The last one is the loss: it reads the labels and returns
@@ -220,9 +225,14 @@ class Model:
         """Divide optimizer states by layer as :meth:`divided` divides parameters."""
         return states
 
-    def joined(self, trees: Mapping[str, Any]) -> dict[str, Any]:
-        """Join parameters or optimizer states of this model's layers into those of :attr:`stored`."""
+    def joined(self, trees: Mapping[str, Any], join_rows: JoinRows | None = None) -> dict[str, Any]:
+        """Join parameters or optimizer states of this model's layers into those of :attr:`stored`. ``join_rows``: given where
+        only some of the layers are here."""
         return dict(trees)
+
+    def stored_layer(self, name: str) -> str:
+        """Return the layer of :attr:`stored` that the layer ``name`` is, or is a part of."""
+        return name
 
     @property
     def span(self) -> int:

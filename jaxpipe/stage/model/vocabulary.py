@@ -18,7 +18,7 @@ the parts.
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
@@ -29,8 +29,8 @@ import numpy as np
 
 from jaxpipe.errors import ConfigError
 from jaxpipe.stage.identity import function_key
-from jaxpipe.stage.model.layer import Layer, Model, Params, Path, VocabSplit, init_avals
-from jaxpipe.stage.model.params import by_path, find_leaf, named_leaves, nested
+from jaxpipe.stage.model.layer import JoinRows, Layer, Model, Params, Path, VocabSplit, init_avals
+from jaxpipe.stage.model.params import by_path, find_leaf, key_name, named_leaves, nested
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,14 +100,27 @@ class VocabParallelModel(Model):
                 by_layer[name] = nested(common | part_leaves)
         return by_layer
 
-    def joined(self, trees: Mapping[str, Any]) -> dict[str, Any]:
-        """Join parameters or optimizer states of this model's layers into those of :attr:`stored`, rows on the host."""
+    def joined(self, trees: Mapping[str, Any], join_rows: JoinRows | None = None) -> dict[str, Any]:
+        """Join parameters or optimizer states of this model's layers into those of :attr:`stored`, rows on the host. Where what
+        is left of a layer is elsewhere, the rows of its parts alone."""
+        join_rows = _join_all if join_rows is None else join_rows
         part_names = set(self._parts_of_all())
         stored = {name: tree for name, tree in trees.items() if name not in part_names}
         for table in self.tables:
-            names = _parts(table.layer, self.parts)
-            stored[table.layer] = _merged(stored[table.layer], [trees[name] for name in names], names, table)
+            numbers = [k for k, name in enumerate(_parts(table.layer, self.parts)) if name in trees]
+            parts = [_renamed(trees[f"{table.layer}@{k}"], f"{table.layer}@{k}", table.layer) for k in numbers]
+
+            def rows_of(*leaves: Any, numbers: Sequence[int] = numbers, table: VocabTable = table) -> Any:
+                return join_rows(dict(zip(numbers, leaves, strict=True)), table.each, table.words, self.parts)
+
+            if table.layer in stored:
+                stored[table.layer] = _merged(stored[table.layer], parts, rows_of)
+            elif parts:
+                stored[table.layer] = _only_rows(parts, table.path, rows_of)
         return stored
+
+    def stored_layer(self, name: str) -> str:
+        return next((layer for layer in self._divided_layers() if name in _parts(layer, self.parts)), name)
 
     def _divided(self, table: VocabTable, rows: Any) -> list[Any]:
         """Divide rows among the parts, those past the vocabulary zero."""
@@ -210,25 +223,52 @@ def _part(layer: Layer, words: VocabSplit, table: VocabTable, number: int, barri
 _ABSENT: Any = object()
 
 
-def _merged(node: Any, parts: Sequence[Any], names: Sequence[str], table: VocabTable) -> Any:
-    """Merge into a node of a layer's tree those of its parts: keys that are the names of parts mean the layer, and what is in
-    the parts alone are rows."""
+def _join_all(parts: Mapping[int, Any], each: int, words: int, count: int) -> np.ndarray:
+    return np.concatenate([np.asarray(parts[k]) for k in range(count)])[:words]
+
+
+def _children(node: Any) -> tuple[list[Any], Any]:
+    """Return what is right below a node of a tree, and how to put it together; of a leaf, nothing."""
+    children, structure = jax.tree.flatten(node, is_leaf=partial(operator.is_not, node))
+    return ([], structure) if children and children[0] is node else (children, structure)
+
+
+def _renamed(node: Any, name: str, layer: str) -> Any:
+    """Return a tree of the part ``name`` with ``layer`` for this key."""
+    if isinstance(node, Mapping):
+        return {layer if key == name else key: _renamed(child, name, layer) for key, child in node.items()}
+    children, structure = _children(node)
+    if not children:
+        return node
+    return jax.tree.unflatten(structure, [_renamed(child, name, layer) for child in children])
+
+
+def _merged(node: Any, parts: Sequence[Any], rows_of: Callable[..., Any]) -> Any:
+    """Merge into a node of a layer's tree those of its parts: what is in the parts alone are rows."""
     if all(part is _ABSENT for part in parts):
         return node
     if isinstance(parts[0], Mapping):
-        renamed = [
-            {table.layer if k == name else k: v for k, v in x.items()} for name, x in zip(names, parts, strict=True)
-        ]
         subtree = {} if node is _ABSENT else node
         return {
-            k: _merged(subtree.get(k, _ABSENT), [x.get(k, _ABSENT) for x in renamed], names, table)
-            for k in {**subtree, **renamed[0]}
+            k: _merged(subtree.get(k, _ABSENT), [x.get(k, _ABSENT) for x in parts], rows_of)
+            for k in {**subtree, **parts[0]}
         }
     if node is _ABSENT:
-        return np.concatenate([np.asarray(part) for part in parts])[: table.words]
-    children, structure = jax.tree.flatten(node, is_leaf=partial(operator.is_not, node))
-    if not children or children[0] is node:
+        return rows_of(*parts)
+    children, structure = _children(node)
+    inside = [_children(part)[0] for part in parts]
+    if not children:
         return node
-    inside = [jax.tree.flatten(part, is_leaf=partial(operator.is_not, part))[0] for part in parts]
-    merged = [_merged(child, list(x), names, table) for child, *x in zip(children, *inside, strict=True)]
-    return jax.tree.unflatten(structure, merged)
+    return jax.tree.unflatten(
+        structure, [_merged(child, x, rows_of) for child, *x in zip(children, *inside, strict=True)]
+    )
+
+
+def _only_rows(parts: Sequence[Any], path: Path, rows_of: Callable[..., Any]) -> Any:
+    """Return the tree of a layer's parts with their rows alone: all else is also in what is left of the layer."""
+
+    def rows_at(keys: Any, *leaves: Any) -> Any:
+        is_table = tuple(key_name(key) for key in keys)[-len(path) :] == path
+        return rows_of(*leaves) if is_table else None
+
+    return jax.tree_util.tree_map_with_path(rows_at, *parts)

@@ -19,6 +19,7 @@ half of a row). Of leaves that are divided over the columns (ZeRO-1) each column
 
 from __future__ import annotations
 
+import math
 import urllib.parse
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -145,6 +146,24 @@ class Fragment:
     ranges: Ranges
     shape: tuple[int, ...]
     split: tuple[int, int] | None = None
+
+
+def joined_rows(parts: Mapping[int, Any], each: int, rows: int, count: int) -> np.ndarray | Fragment:
+    """Return a leaf of ``rows`` rows that is divided into ``count`` parts of ``each`` (the last may have more than there are),
+    of which ``parts`` are here, by number: whole, or a fragment."""
+    if len(parts) == count and not any(isinstance(part, Fragment) for part in parts.values()):
+        return np.concatenate([np.asarray(parts[k]) for k in range(count)])[:rows]
+    values, ranges = [], []
+    for k, part in sorted(parts.items()):
+        whole = None if isinstance(part, Fragment) else np.asarray(part)
+        elements, spans = (part.values, part.ranges) if whole is None else (whole.reshape(-1), ((0, whole.size),))
+        width, begin = math.prod(part.shape[1:]), 0
+        for start, stop in spans:
+            first, last = (min(end + k * each * width, rows * width) for end in (start, stop))
+            values.append(elements[begin : begin + last - first])
+            ranges += [(first, last)] if first < last else []
+            begin += stop - start
+    return Fragment(np.concatenate(values), tuple(ranges), (rows, *part.shape[1:]))
 
 
 @dataclass(frozen=True, slots=True)

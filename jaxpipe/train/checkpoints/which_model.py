@@ -112,9 +112,11 @@ def likeness(meta: Mapping[str, Any], now: Mapping[str, str]) -> Likeness:
     return Likeness.SAME if trains_alike else Likeness.TRAINS_OTHERWISE
 
 
-def placed_layers(layers: Iterable[Layer]) -> set[str]:
-    """Return layers whose parameters are placed where ``layers`` are: they, and the owners of what is tied there."""
-    return {name for layer in layers for name in (layer.name, *(owner for owner, _ in layer.tied.values()))}
+def placed_layers(model: Model, layers: Iterable[Layer]) -> set[str]:
+    """Return the stored layers whose parameters are placed where ``layers`` of ``model`` are: they, and the owners of what is
+    tied there."""
+    names = {name for layer in layers for name in (layer.name, *(owner for owner, _ in layer.tied.values()))}
+    return set(map(model.stored_layer, names))
 
 
 def load_state(

@@ -214,7 +214,8 @@ def _own_layers(prepared: Prepared, processes: Processes) -> set[str] | None:
     placement, cut = prepared.schedule.placement, prepared.plan.cut
     ranks = processes.ranks(prepared.schedule.num_ranks)[processes.mine]
     stages = [cut[stage] for rank in ranks for stage in placement.stages_of(rank)]
-    return which_model.placed_layers(layer for start, stop in stages for layer in prepared.model.layers[start:stop])
+    layers = (layer for start, stop in stages for layer in prepared.model.layers[start:stop])
+    return which_model.placed_layers(prepared.model, layers)
 
 
 def backwards_of(schedule: Schedule, cut: Cut) -> dict[str, Any]:

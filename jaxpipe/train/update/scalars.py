@@ -130,7 +130,7 @@ class StepReduction:
         ]
         flags = jax.device_put([np.asarray(stop), np.asarray(switch)], self._homes[first_rank])
         flag_avals = [self._combined.stop, self._combined.switch]
-        requests = [self._to_first(flags if k == first_rank else [], k, flag_avals) for k in self._leaders]
+        requests = [self._to_first(flags if k == first_rank else [], k, flag_avals) for k in self._owned.leaders]
         if sums is not None:
             loss_sum, weight, reported = sums
             combined_scalars = self._combine([square for one in squares_by_stage for square in one], loss_sum, weight)
@@ -158,11 +158,6 @@ class StepReduction:
         answer: jax.Array = self._from_first(answer_on_first, flag)
         return answer
 
-    @property
-    def _leaders(self) -> list[int]:
-        """The first rank of each process of this column."""
-        return [self._owned.process_of.index(k) for k in dict.fromkeys(self._owned.process_of)]
-
     def _all_losses(self, losses: Sequence[tuple[jax.Array, ...]]) -> list[tuple[jax.Array, ...]]:
         """Return the losses of all microbatches, in their order, on rank 0; ``losses``: those of this process, in theirs."""
         local_keys = [at for at in self._losses if at[-1] in self._owned.ranks]
@@ -182,12 +177,7 @@ class StepReduction:
     def _from_first(self, tree: Any, avals: Any) -> Any:
         """``tree`` of rank 0, as ``avals`` say, on the first rank of this process."""
         shapes, structure = jax.tree.flatten(avals)
-        first_rank = self._owned.ranks[0]
-        leaves: Sequence[Any] = jax.tree.leaves(tree)
-        for rank in self._leaders[1:]:
-            got = self._owned.move(jax.tree.leaves(tree), 0, rank, [on_sharding(a, self._homes[rank]) for a in shapes])
-            leaves = got if rank == first_rank else leaves
-        return jax.tree.unflatten(structure, leaves)
+        return jax.tree.unflatten(structure, self._owned.spread(jax.tree.leaves(tree), 0, shapes))
 
 
 def with_flags(combined: Any, weight: Any, reported: Any, flags: Sequence[Any]) -> Combined:

@@ -37,7 +37,7 @@ def lower(
     parts_by: Timeline | None = None,
     ranks: Collection[int] | None = None,
 ) -> tuple[ir.Program, ...]:
-    """Return the programs of all ranks, checked; or of some, with what all do between processes proved nevertheless.
+    """Return the programs of all ranks, checked.
 
     Args:
         schedule: any valid schedule whose stages follow each other as the model's do, one rank a stage (of a chain several
@@ -46,7 +46,8 @@ def lower(
         braids: by rank and parts; a braid that is not among them runs as separate calls, one after another.
         crossing: where the ranks are in several processes, which and how (:mod:`jaxpipe.program.order`).
         parts_by: issue O and L in parts, at their times in this simulated timeline; whole where it is None.
-        ranks: whose programs to return, where ``crossing`` is given (all of them where the schedule copies to the host).
+        ranks: of this process, where there are several. Programs of others may be outlines, which say what is run, sent and
+            received, but hold no values (:meth:`~jaxpipe.program.traffic.DataFlow.outline`).
 
     Raises:
         ScheduleError: the schedule is invalid.
@@ -67,9 +68,14 @@ def lower(
     else:
         assert len(crossing.process_of) == schedule.num_ranks, "every rank has a process"
         traffic = None if schedule.offloads else data_flow.traffic(braids, crossing.timeline)
-        programs = lower_apart(steps, traffic, crossing)
-    for program in programs:
-        dump.dump("program", f"rank{program.rank}", program.__str__)
+        programs, placed = lower_apart(steps, traffic, crossing)
+        if not complete:
+            own = {program.rank: program for program in programs}
+            programs = tuple(
+                own.get(rank) or data_flow.outline(placed, rank, braids, walked) for rank in range(schedule.num_ranks)
+            )
+    for rank in walked:
+        dump.dump("program", f"rank{rank}", programs[rank].__str__)
     return programs
 
 

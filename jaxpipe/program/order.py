@@ -591,9 +591,11 @@ def _places_of_messages(traffic: Traffic, places: Ints, crosses: NDArray[np.bool
     return np.where(crosses, place_of, -1)
 
 
-def lower_apart(ranks: Mapping[int, RankSteps], traffic: Traffic | None, crossing: Crossing) -> tuple[ir.Program, ...]:
-    """Return the programs of ``ranks``, with messages from process to process in one order; no processes wait for each other in
-    a circle.
+def lower_apart(
+    ranks: Mapping[int, RankSteps], traffic: Traffic | None, crossing: Crossing
+) -> tuple[tuple[ir.Program, ...], Traffic]:
+    """Return the programs of ``ranks``, and the steps of all, with messages from process to process in one order; no processes
+    wait for each other in a circle.
 
     A receive that could not be posted early without a deadlock is posted in its turn.
 
@@ -636,7 +638,7 @@ def lower_apart(ranks: Mapping[int, RankSteps], traffic: Traffic | None, crossin
             ir.check_programs(programs, complete=len(ranks) == len(crossing.process_of))
             if has_circle:
                 _refuse_circles(waits, crossing)
-            return programs
+            return programs, placed
         in_turn |= blamed
 
 

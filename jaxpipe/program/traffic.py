@@ -61,8 +61,8 @@ class Traffic:
 
     ``ranks``: whose; ``first[k]``: the first step of ``ranks[k]``, and at the end the number of steps. By step: ``kind``;
     ``message``: its number, or −1; ``place``: of a message between processes (:mod:`jaxpipe.program.order`), −1 elsewhere;
-    ``start_s``, ``end_s``: of the slot that it runs, or that makes the message. ``reads``: pairs of a step and a message that
-    it reads, by step.
+    ``start_s``, ``end_s``: of the slot that it runs, or that makes the message; ``action``: the action, as :class:`DataFlow`
+    numbers it, or −1. ``reads``: pairs of a step and a message that it reads, by step.
     """
 
     ranks: Sequence[int]
@@ -72,6 +72,7 @@ class Traffic:
     place: Ints
     start_s: Floats
     end_s: Floats
+    action: Ints
     reads: Ints
     messages: Messages
 
@@ -105,7 +106,7 @@ class Traffic:
         now_at = np.empty_like(order)
         now_at[order] = np.arange(len(order))
         reads = np.stack([now_at[self.reads[0]], self.reads[1]])
-        changed = {name: getattr(self, name)[order] for name in ("kind", "message", "start_s", "end_s")}
+        changed = {name: getattr(self, name)[order] for name in ("kind", "message", "start_s", "end_s", "action")}
         return replace(self, **changed, place=place[order], reads=reads[:, np.argsort(reads[0], kind="stable")])
 
 
@@ -151,6 +152,7 @@ def traffic_of(programs: Sequence[ir.Program], times_of: Callable[[int], dict[Sl
         place=places.astype(np.int64),
         start_s=starts_s,
         end_s=ends_s,
+        action=np.full(len(kinds), -1),
         reads=np.array(reads, np.int64).reshape(-1, 2).T,
         messages=Messages(
             src=np.array([src for src, *_ in names], np.int64),
@@ -444,9 +446,53 @@ class DataFlow:
             np.full(len(kind), -1),
             start_s[action],
             end_s[action],
+            action,
             np.stack([step_of[reading], self._message_read])[:, by_step],
             self.messages,
         )
+
+    def outline(self, traffic: Traffic, rank: int, braids: Braids, known: Collection[int]) -> ir.Program:
+        """Return the program of ``rank`` without values: its runs, and in its slots the accumulators (one slot for all) and
+        what it receives, in a slot a message. ``known``: the ranks whose messages have shapes."""
+        first, end = traffic.first[rank : rank + 2].tolist()
+        slot_of: dict[int, int] = {}
+        read: dict[int, list[int]] = {}
+        a, b = np.searchsorted(traffic.reads[0], (first, end))
+        for step, message in traffic.reads[:, a:b].T.tolist():
+            read.setdefault(step, []).append(slot_of.setdefault(message, len(slot_of) + 1))
+        functions = {at: self._stages[at[1]].functions.get(at[0]) for at in self._kinds}
+        adds = {at for at, f in functions.items() if f and any(port.kind == "acc" for port in f.inputs)}
+        woven = {
+            slot.actions[0]: slot
+            for slot in (self._schedule.rows[rank] if braids else ())
+            if (rank, tuple((x.op, x.stage) for x in slot.actions)) in braids
+        }
+        instructions: list[ir.Instruction] = []
+        losses: list[tuple[ir.Value, int]] = []
+        columns = (traffic.kind, traffic.message, traffic.place, traffic.action)
+        for step, (kind, message, place, at) in enumerate(
+            zip(*(x[first:end].tolist() for x in columns), strict=True), first
+        ):
+            if kind == RUN:
+                slot = woven.get(self.actions[at], self.actions[at])
+                accumulators = (0,) if any((x.op, x.stage) in adds for x in slot.actions) else ()
+                instructions.append(ir.Run(slot, (*accumulators, *dict.fromkeys(read.get(step, ())))))
+                losses += [(v, -1) for x in slot.actions for v in self._losses(x)]
+                continue
+            src, dst, action = self.messages.name(message)
+            avals = tuple(self.message(action, dst).values()) if src in known or dst in known else ()
+            if kind == SEND:
+                instructions.append(ir.Send(action, (), (), dst, avals, place))
+            else:
+                instructions.append(ir.Recv(action, (), (slot_of[message],), src, avals, place))
+        written = tuple([(0,) * len(ir.writes(i)) for i in instructions])
+        bound = ((ir.Value("acc", -1, -1, 0), 0),)
+        return ir.Program(rank, tuple(instructions), len(slot_of) + 1, bound, tuple(losses), (0,), written)
+
+    def _losses(self, action: Action) -> list[ir.Value]:
+        stage = self._stages[action.stage]
+        outputs = stage.functions[action.op].outputs if stage.links.losses else ()
+        return [value_of(stage, port, action.microbatch) for port in outputs if port.kind == "loss"]
 
     def _seconds(self, sizes: Ints, timeline: Timeline) -> tuple[Floats, Floats]:
         """Return start and end of the slot of each action. ``sizes``: how many actions each slot has."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
-from itertools import chain
+from itertools import accumulate, chain
 from types import MappingProxyType
 from typing import Any, Unpack
 
@@ -36,9 +36,10 @@ from jaxpipe.cost.profile import (
 )
 from jaxpipe.errors import ProgramError
 from jaxpipe.mesh import replicated
-from jaxpipe.program.ir import Offload, Program
+from jaxpipe.program.ir import Free, Offload, Program
 from jaxpipe.program.lower import braided_slots, lower
 from jaxpipe.program.order import Crossing, holds, issue_order
+from jaxpipe.program.traffic import WRITTEN_KINDS
 from jaxpipe.runtime.assembly import ALLOCATOR_BYTES, Assembly, AssemblyOptions, Buffers, reduction
 from jaxpipe.runtime.batches import THREEFRY, Batch, Instance, place_keys
 from jaxpipe.runtime.executor import Epilogues, Executor, Holds, Late, StepInputs, StepOutputs
@@ -62,8 +63,8 @@ class Pipeline(Assembly):
     """An assembly with an order: see the module. Make with :meth:`build`, or by :meth:`over` from an assembly; the fields are
     read-only.
 
-    ``programs``: the schedule, lowered, of which ``local_programs`` run here, over ``transport`` (None: between devices of this
-    process, and of others);
+    ``programs``: the schedule, lowered (those of other processes' ranks may be outlines: :func:`~jaxpipe.program.lower.lower`),
+    of which ``local_programs`` run here, over ``transport`` (None: between devices of this process, and of others);
     ``costs``: what the order of dispatch and the predicted timeline are based on;
     ``braids``: those that run as one function; ``epilogues``: what is done with a stage's accumulators as soon as nothing adds
     to them.
@@ -128,7 +129,7 @@ class Pipeline(Assembly):
         """
         owned = assembly.ownership
         pipeline = owned.processes.run_on_all("pipeline", lambda: cls._over(assembly, schedule, costs, epilogues))
-        owned.agree_on_programs(pipeline.programs, pipeline._dispatch)
+        owned.agree_on_programs(pipeline.programs, pipeline._issued, pipeline._message_shapes())
         return pipeline
 
     @classmethod
@@ -148,7 +149,8 @@ class Pipeline(Assembly):
             timeline = _simulated(schedule, costs)
         if timeline is not None and owned.divided:
             crossing = Crossing(owned.process_of, timeline, owned.lanes, _EARLY)
-        programs = lower(schedule, assembly.stages, braids, crossing, timeline if assembly.copies_in_parts else None)
+        parts_by, own_ranks = timeline if assembly.copies_in_parts else None, owned.ranks if owned.divided else None
+        programs = lower(schedule, assembly.stages, braids, crossing, parts_by, own_ranks)
         platform = str(assembly.submeshes[0].devices.flat[0].platform)
         local_programs = [programs[rank] for rank in owned.ranks]
         check_host_memory(local_programs, assembly.offload, platform, owned.processes.on_this_host)
@@ -213,6 +215,29 @@ class Pipeline(Assembly):
         waits_of = enumerate(holds(program, self._predicted) for program in programs)
         waits = {(k, at): offloads for k, waits_at in waits_of for at, offloads in sorted(waits_at.items())}
         return issue_order(programs, self._predicted), waits
+
+    def _issued(self, programs: Sequence[Program]) -> Any:
+        """Return the same without the frees, which outlines of programs do not have."""
+        order, waits = self._dispatch(programs)
+        runs = [[not isinstance(i, Free) for i in p.instructions] for p in programs]
+        numbers = [list(accumulate(row)) for row in runs]
+        return [(k, numbers[k][at]) for k, at in order if runs[k][at]], waits
+
+    def _message_shapes(self) -> list[Any]:
+        """Return the shapes of what may travel, by op and stage."""
+        used = {(a.stage, a.op) for a in self.schedule.actions() if a.op in self.stages[a.stage].functions}
+        functions = [(at, self.stages[at[0]].functions[at[1]]) for at in sorted(used)]
+        return [
+            (
+                at,
+                [
+                    (a.shape, str(a.dtype))
+                    for port, a in zip(f.outputs, f.avals_out, strict=True)
+                    if port.kind in WRITTEN_KINDS
+                ],
+            )
+            for at, f in functions
+        ]
 
     @cached_property
     def executor(self) -> Executor:

@@ -45,7 +45,7 @@ from jax.sharding import PartitionSpec as P
 from jaxpipe._jax_compat import copier, puts_between_processes
 from jaxpipe.errors import ProgramError
 from jaxpipe.mesh import PINNED_HOST, memory_kinds, replicated, spec_of
-from jaxpipe.program.ir import Message, Program, Recv, Send, host_bytes, message_of
+from jaxpipe.program.ir import Free, Instruction, Message, Program, Recv, Send, host_bytes, message_of
 from jaxpipe.program.order import NATIVE, TAGGED, Lanes
 from jaxpipe.runtime.processes import Processes, SingleProcess
 
@@ -266,17 +266,24 @@ Dispatch = Callable[[Sequence[Program]], Any]
 """Return what decides in which order a thread issues programs and what it waits for; equal orders print alike."""
 
 
-def agree_on_programs(processes: Processes, programs: Sequence[Program], dispatch: Dispatch) -> None:
+def agree_on_programs(
+    processes: Processes, programs: Sequence[Program], dispatch: Dispatch, shapes: Any = None
+) -> None:
     """Check that all processes have the same ``programs``, those of all ranks, and that each dispatches those of its ranks as
     process 0 would: members of a collective that dispatch it in another order pair it up with another one of equal shapes.
+
+    Args:
+        programs: those of this process's ranks; of others perhaps outlines, so what these hold is compared.
+        shapes: of what messages carry; equal ones print alike.
 
     Raises:
         AgreedError: a message would not be what its receiver waits for, or an order of dispatch is another one.
     """
-    sent = [[(a.shape, str(a.dtype)) for a in i.avals] for p in programs for i in p.instructions if isinstance(i, Send)]
-    text = "\n".join(map(str, (*programs, sent)))
-    processes.require_equal("programs", {"programs": _digest(text)}, _START_ALIKE)
+    outlines = [[_outline(p.rank, i) for i in p.instructions if not isinstance(i, Free)] for p in programs]
+    processes.require_equal("programs", {"programs": _digest(f"{outlines} {shapes}")}, _START_ALIKE)
     ranks = processes.ranks(len(programs))
+    own = "\n".join(str(programs[rank]) for rank in ranks[processes.mine])
+    processes.require_equal_in_rows("programs", len(programs), _digest(own))
 
     @cache
     def digest_of(local_ranks: range) -> str:
@@ -296,6 +303,12 @@ def agree_on_programs(processes: Processes, programs: Sequence[Program], dispatc
 
 
 _START_ALIKE = "start all with one config, on equal hosts"
+
+
+def _outline(rank: int, instruction: Instruction) -> tuple[Any, ...]:
+    assert not isinstance(instruction, Free)
+    message = (*message_of(rank, instruction), instruction.place) if isinstance(instruction, Send | Recv) else ()
+    return type(instruction).__name__, str(instruction.action), *map(str, message)
 
 
 def _digest(text: str) -> str:
@@ -388,7 +401,7 @@ class Ownership:
                     remote_messages[number] = RemoteMessage(program.rank, avals, source_homes)
         return MixedTransport(local, self.remote_transport(), remote_messages, len(numbers))
 
-    def agree_on_programs(self, programs: Sequence[Program], dispatch: Dispatch) -> None:
+    def agree_on_programs(self, programs: Sequence[Program], dispatch: Dispatch, shapes: Any) -> None:
         """Check that all processes have the same ``programs``, those of all ranks, and issue them alike; link the devices
         between which they send. Call it before the first message.
 
@@ -396,7 +409,7 @@ class Ownership:
             AgreedError: as :func:`agree_on_programs`.
         """
         if self.divided:
-            agree_on_programs(self.processes, programs, dispatch)
+            agree_on_programs(self.processes, programs, dispatch, shapes)
             if self._native is not None:
                 pairs = {(p.rank, i.dst) for p in programs for i in p.instructions if isinstance(i, Send)}
                 # Loss sums and norms go between rank 0 and every other, outside of programs.

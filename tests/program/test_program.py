@@ -27,7 +27,8 @@ from jaxpipe.program.ir import (
     writes,
 )
 from jaxpipe.program.lower import lower
-from jaxpipe.program.order import holds, issue_order
+from jaxpipe.program.order import TAGGED, Crossing, holds, issue_order, messages_arrived
+from jaxpipe.runtime.transfer import message_numbers
 from jaxpipe.schedule import (
     CostProfile,
     Traversal,
@@ -102,6 +103,42 @@ def test_random_schedules_lower_to_tight_programs(seed: int, m: int, which: int)
         assert program.num_slots == most, "slots are reused"
     timeline = simulate(schedule, CostProfile.uniform(placement.num_stages))
     _check_order(programs, issue_order(programs, timeline))
+
+
+@pytest.mark.parametrize("family", ["1f1b", "v-zb", "chimera", "stp"])
+def test_outlines_tell_what_programs_of_other_processes_do(family: str) -> None:
+    schedule = generate(family, 4, 8)
+    stages, timeline = bare_stages(schedule.placement), simulate(schedule, CostProfile.uniform(schedule.num_stages))
+    crossing = Crossing((0, 0, 1, 2), timeline, TAGGED, 1)
+    programs = lower(schedule, stages, crossing=crossing)
+    own = {2}
+    outlines = lower(schedule, stages, crossing=crossing, ranks=own)
+    assert [p.rank for p in outlines] == [0, 1, 2, 3]
+    assert outlines[2] == programs[2]
+    assert message_numbers(outlines) == message_numbers(programs)
+    arrived = [messages_arrived(each) for each in (programs, outlines)]
+    of_own = [{at: messages for at, messages in each.items() if at[0] in own} for each in arrived]
+    assert of_own[0] == of_own[1] != {}
+    for rank in {0, 1, 3}:
+        steps = [i for i in programs[rank].instructions if not isinstance(i, Free)]
+        assert list(map(_names, outlines[rank].instructions)) == list(map(_names, steps))
+        losses = [sorted(v for v, _ in each[rank].results if v.kind == "loss") for each in (programs, outlines)]
+        assert losses[0] == losses[1]
+        for outlined, step in zip(outlines[rank].instructions, steps, strict=True):
+            if isinstance(step, (Send, Recv)) and own & {rank, step.dst if isinstance(step, Send) else step.src}:
+                assert isinstance(outlined, (Send, Recv))
+                assert outlined.avals == step.avals
+    for local in ([0, 1], [3]):
+        orders = [issue_order([each[rank] for rank in local], timeline) for each in (programs, outlines)]
+        ran = [
+            [each[local[k]].instructions[at] for k, at in order]
+            for order, each in zip(orders, (programs, outlines), strict=True)
+        ]
+        assert [_names(i) for i in ran[0] if not isinstance(i, Free)] == list(map(_names, ran[1]))
+
+
+def _names(instruction: Any) -> str:
+    return str(instruction).partition("(")[0].strip()
 
 
 def _check_order(programs: Any, order: Any) -> None:

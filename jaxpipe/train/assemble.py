@@ -24,6 +24,7 @@ from jaxpipe.runtime.transfer import OffloadOptions
 from jaxpipe.schedule import CostProfile, Link, Schedule, simulate
 from jaxpipe.schedule.passes import braid, separate_gradients
 from jaxpipe.schedule.passes.braid import backwards_like, fused_backwards, split_backwards
+from jaxpipe.schedule.passes.reductions import without_reductions
 from jaxpipe.schedule.placement import Edges
 from jaxpipe.schedule.timeline import at_most
 from jaxpipe.stage.identity import ById
@@ -135,7 +136,8 @@ def choose(
     source = source_of(pipe, model.span, schedule)
     plan = planner(source.num_stages, source.edges)
     costs = relative_costs([stage.cost for stage in plan.stages])
-    schedule = schedule or source.order(costs)
+    # what runs once a step is the training step's business, whatever a file says of it
+    schedule = without_reductions(schedule or source.order(costs))
     placement = schedule.placement
     # A function may place stages as it likes, which is known only now.
     if (schedule.num_stages, edges_to_cut(placement)) != (source.num_stages, source.edges):

@@ -30,8 +30,8 @@ from jaxpipe.planning.space import suggest
 from jaxpipe.planning.stages import Compiler, PlannedStage, StageCosts, planner, stage_costs_of
 from jaxpipe.planning.targets import TARGETS, Target, device_text, find_target, target_json
 from jaxpipe.runtime.pipeline import Pipeline
-from jaxpipe.schedule import Braid, CostProfile, generate, read_costs, read_schedule, simulate
-from jaxpipe.schedule.passes import unbraid
+from jaxpipe.schedule import Braid, CostProfile, generate, read_costs, read_schedule, simulate, write_schedule
+from jaxpipe.schedule.passes import unbraid, with_reductions
 from jaxpipe.stage.functions import total_device_bytes
 from jaxpipe.stage.weave.units import collectives
 from jaxpipe.text import mfu_text
@@ -479,6 +479,14 @@ def test_a_stage_is_reduced_behind_its_last_w(zero1: bool) -> None:
     static = max(n + m for n, m in zip(divided.costs.param_bytes, divided.costs.optimizer_bytes, strict=True))
     update_s = 2 * static / (divided.target.memory_bytes_per_s * Efficiency().bandwidth)
     assert divided.update_s == pytest.approx(update_s + max(divided.costs.gather_s))
+
+
+def test_reductions_of_a_file_are_those_of_the_step(tmp_path: Path) -> None:
+    plain, path = generate("1f1b", 2, 4), tmp_path / "r.sched"
+    write_schedule(with_reductions(plain, gather=True), path)
+    config = small(dp=2, schedule=str(path))
+    assert prediction_of(config).schedule.rows == plain.rows
+    assert prediction_of(config).step_s == prediction_of(small(dp=2)).step_s
 
 
 def test_post_validation_takes_the_longest_span_and_reads_the_state_once_more() -> None:

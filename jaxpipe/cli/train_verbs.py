@@ -103,17 +103,19 @@ def run_train(args: argparse.Namespace) -> int:
             # only now: a config that is wrong for one process must end the others, too, not leave them waiting
             config = config_of(args)
             agree_on_settings(processes, config, {"--dp": str(args.dp)})
-            processes.arrange(config.pipeline.ranks, config.pipeline.dp, config.run.machine.columns)
-            devices = max(config.pipeline.num_devices, config.run.machine.devices)
+            pipe, columns = config.pipeline, config.run.machine.columns
+            processes.arrange(pipe.ranks, 0 if args.dp == flags.AUTO else pipe.dp, columns)
+            devices = max(pipe.num_devices, config.run.machine.devices)
             if processes.number > 1:
-                local_ranks = processes.ranks(config.pipeline.ranks)[processes.mine]
-                devices = len(local_ranks) * config.pipeline.mesh.num_devices // processes.columns
+                local_ranks = processes.ranks(pipe.ranks)[processes.mine]
+                devices = len(local_ranks) * max(pipe.mesh.num_devices // processes.columns, pipe.cp * pipe.tp)
             # this order: JAX reads its flags when it is imported, and connects processes before it first looks for devices
             request_devices(devices, config.run.machine.platform, processes=processes.number)
             request_gpus(config.run, processes=processes.number, mine=processes.mine)
             processes.start_jax()
             if args.dp == flags.AUTO:
                 config = _filling_all_devices(config, processes)
+                processes.arrange(pipe.ranks, config.pipeline.dp, columns)
             from jaxpipe.planning.targets import peak_of
             from jaxpipe.train.loop import train
             from jaxpipe.train.run.progress import ProgressStream
@@ -392,9 +394,10 @@ def run_launch(args: argparse.Namespace) -> int:
     # the command is parsed here as it will be there: a mistake shows before a job waits hours for its nodes
     train_args = parsed("train", args.rest[1:])
     config = config_of(train_args)
-    if train_args.dp == flags.AUTO and args.where != "local":
-        config = config.filling(args.nodes * args.gpus)
-    return _launch_here(args, config) if args.where == "local" else _write_job_file(args, config)
+    is_auto = train_args.dp == flags.AUTO
+    if args.where == "local":
+        return _launch_here(args, config, 0 if is_auto else config.pipeline.dp)
+    return _write_job_file(args, config.filling(args.nodes * args.gpus) if is_auto else config)
 
 
 _FLAG_NAMES = {"number": "-n", "output": "-o", "gpus": "--gpus-per-node", "per_node": "--processes-per-node"} | {
@@ -403,9 +406,9 @@ _FLAG_NAMES = {"number": "-n", "output": "-o", "gpus": "--gpus-per-node", "per_n
 }
 
 
-def _launch_here(args: argparse.Namespace, config: TrainConfig) -> int:
-    pipe, machine = config.pipeline, config.run.machine
-    divided(pipe.ranks, args.number // grid_columns(args.number, pipe.ranks, pipe.dp, machine.columns))
+def _launch_here(args: argparse.Namespace, config: TrainConfig, dp: int) -> int:
+    ranks = config.pipeline.ranks
+    divided(ranks, args.number // grid_columns(args.number, ranks, dp, config.run.machine.columns))
     check_local(args.logs or "", "--logs")
     logs = Path(args.logs or tempfile.mkdtemp(prefix="jaxpipe-launch-"))
     logs.mkdir(parents=True, exist_ok=True)

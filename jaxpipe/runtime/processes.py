@@ -203,7 +203,7 @@ class Processes:
 
     def arrange(self, ranks: int, dp: int, columns: int = 0) -> None:
         """Lay the processes out for a pipeline of ``ranks`` ranks of ``dp`` devices along dp each, in so many columns; with 0
-        in one, or in as many as there are processes for each rank.
+        in one, or in as many as there are processes for each rank. A ``dp`` of 0 is not known yet.
 
         Raises:
             AgreedError: they make no grid, or the columns do not divide dp.

@@ -23,6 +23,8 @@ frames``                       transformation an equation belongs to.
 ``effects.ordered_effects``    (``jax._src``) tells effects that must keep their order (they can't be split) from others.
 ``xla_bridge.backends_are_     (``jax._src``) whether devices were looked for: emulated ones must be asked for before.
 initialized``
+``make_gloo_tcp_collectives``  (``jaxlib``) makes the collectives of CPU devices between processes, at the address of the
+                               host's name, which Debian and Ubuntu have as 127.0.1.1: :func:`set_cpu_address`.
 ``compiler._cache_write``      (``jax._src``) keeps what was compiled, but in process 0 alone: :func:`keep_compiled`.
 ``xla_client.batched_copy_     (``jax._src.lib``) what ``jax.device_put`` ends in for arrays that keep their number of devices:
 array_to_devices_with_         7 µs a call where ``device_put`` takes 73 µs. :func:`copier` falls back to ``device_put``.
@@ -47,7 +49,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from types import FunctionType, SimpleNamespace
 from typing import Any, TypeAlias
 
@@ -62,6 +64,7 @@ from jax._src.cudnn import fused_attention_stablehlo as _fused_attention
 from jax._src.interpreters import partial_eval as _partial_eval
 from jax._src.lib import xla_client as _xla_client  # type: ignore[attr-defined]
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var  # type: ignore[attr-defined,unused-ignore]
+from jaxlib import _jax as _jaxlib
 
 # Those of JAX; of the rest, what has no underscore.
 __all__ = ["ClosedJaxpr", "Jaxpr", "JaxprEqn", "Literal", "Var"]
@@ -121,6 +124,11 @@ def called_jaxpr(eqn: JaxprEqn) -> tuple[Jaxpr, Sequence[Any]] | None:
 def is_checkpoint(eqn: JaxprEqn) -> bool:
     """Return whether the equation is a ``jax.checkpoint`` body."""
     return eqn.primitive.name in ("checkpoint", "remat", "remat2")
+
+
+def set_cpu_address(address: str) -> None:
+    """Set the address at which collectives of CPU devices reach this process. Call it before JAX looks for devices."""
+    _jaxlib.make_gloo_tcp_collectives = partial(_jaxlib.make_gloo_tcp_collectives, hostname=address)
 
 
 def barrier(operands: Sequence[Var], results: Sequence[Var]) -> JaxprEqn:

@@ -372,9 +372,11 @@ class ProcessGroup(Processes):
     def start_jax(self) -> None:
         import jax
 
+        from jaxpipe._jax_compat import set_cpu_address
+
         peers = self._peers
         # First, so that a wrong interface is reported before anything is compiled.
-        self.interface()
+        set_cpu_address(self.interface())
         port = self.broadcast("port of JAX", _free_port(peers) if self.mine == 0 else 0)
         # It fires before JAX's own timeout, names the port, and ends all processes with that line.
         timer = threading.Timer(self._join_s, self._end_without_jax, (port,))

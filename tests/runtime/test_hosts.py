@@ -73,12 +73,19 @@ def hosts(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Start]:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize(("hosts", "each"), [("debian", 2), ("plain", 1)], indirect=["hosts"])
-def test_two_hosts_train_are_killed_and_go_on(hosts: Start, each: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("hosts", "each", "dp"), [("debian", 2, 1), ("plain", 1, 1), ("debian", 1, 2)], indirect=["hosts"]
+)
+def test_two_hosts_train_are_killed_and_go_on(hosts: Start, each: int, dp: int, tmp_path: Path) -> None:
     """Metrics and the last checkpoint are those of one process."""
     text = write_text(tmp_path / "text")
     overrides = ("run.log_every=1", "run.checkpoint_every=2", "run.steps=12", "pipeline.schedule=zb-1p")
-    overrides = (*overrides, f"pipeline.ranks={2 * each}", f"model.options.num_layers={2 * each}")
+    overrides = (
+        *overrides,
+        f"pipeline.ranks={2 * each // dp}",
+        f"pipeline.dp={dp}",
+        f"model.options.num_layers={2 * each}",
+    )
     train_runs.run(config(text, tmp_path / "whole", *overrides))
     arguments = (*settings(text, tmp_path / "parts", *overrides), "run.platform=cpu")
     first, *others = hosts(each, *arguments)

@@ -281,6 +281,7 @@ def initialize(address, *_, **__):
 processes._join_s = 100 if mine == 0 else 1
 distributed = types.SimpleNamespace(initialize=initialize)
 sys.modules["jax"] = types.SimpleNamespace(config=types.SimpleNamespace(update=lambda *_: None), distributed=distributed)
+sys.modules["jaxpipe._jax_compat"] = types.SimpleNamespace(set_cpu_address=str)
 processes.start_jax()
 """
 

@@ -26,7 +26,10 @@ AXES: dict[str, Role] = {DP: "rows", CP: "time", TP: "width"}
 ROWS = tuple(axis for axis, role in AXES.items() if role == "rows")
 """The axes over which the rows of a microbatch are divided."""
 
-DATA = tuple(axis for axis, role in AXES.items() if role != "width")
+TIME = tuple(axis for axis, role in AXES.items() if role == "time")
+"""The axes over which the positions of a row are divided."""
+
+DATA = (*ROWS, *TIME)
 """The axes over which the positions of a microbatch are divided: devices along them have the same parameters and other data."""
 
 BufferKind = str

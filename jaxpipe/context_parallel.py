@@ -25,8 +25,8 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxpipe._jax_compat import vary, varying_axes
-from jaxpipe.errors import ConfigError, StageError
-from jaxpipe.mesh import CP, RankMesh
+from jaxpipe.axes import CP, RankMesh
+from jaxpipe.errors import ConfigError, ProgramError, StageError
 
 __all__ = [
     "gathered",
@@ -115,6 +115,32 @@ def joined_times(shards: Sequence[np.ndarray]) -> np.ndarray:
         return shards[0]
     parts = [part for shard in shards for part in np.split(shard, 2, 1)]
     return np.concatenate([parts[k] for k in np.argsort(_chunks(len(shards)))], 1)
+
+
+def joined_shards(stacked: np.ndarray, whole_shape: Sequence[int], mesh: RankMesh) -> np.ndarray:
+    """Join the parts that a rank's devices hold of an array.
+
+    Args:
+        stacked: the parts one after another on axis 0 (``tp`` innermost).
+        whole_shape: the shape of the array. Its axis 0 is split over ``dp``, axis 1 over ``cp``, and over ``tp`` the axis by
+            which the parts are smaller, if there is one.
+
+    Raises:
+        ProgramError: the shapes leave open which axis is split over ``tp``.
+    """
+    if stacked.shape == tuple(whole_shape):
+        return stacked
+    rows, times = whole_shape[0] // mesh.dp, [n // (mesh.cp if k == 1 else 1) for k, n in enumerate(whole_shape)][1:]
+    parts = stacked.reshape(mesh.dp, mesh.cp, -1, rows, *stacked.shape[1:])
+    shards = parts.shape[2]
+    split = [k for k, (n, m) in enumerate(zip(times, stacked.shape[1:], strict=True), 1) if n == m * shards]
+    if shards > 1 and len(split) != 1:
+        raise ProgramError(
+            f"the output of shape {tuple(whole_shape)} lies on {shards} tensor-parallel shards as {parts.shape[3:]} each; "
+            "gather it in the layer before the loss"
+        )
+    joined = parts[:, :, 0] if shards == 1 else np.concatenate(list(np.moveaxis(parts, 2, 0)), axis=split[0] + 2)
+    return np.concatenate([joined_times(list(sequences)) for sequences in joined])
 
 
 # --- inside a shard ---------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The devices of pipeline ranks, arranged by the axes of :mod:`jaxpipe.axes` (whose names are here too), and how arrays lie.
+"""The devices of pipeline ranks, arranged by the axes of :mod:`jaxpipe.axes` (whose values are found here too), and how arrays lie.
 
 Devices are taken in their own order with the last axis innermost and the pipeline outermost, so that tensor-parallel neighbours
 are the closest devices, and then those that share a sequence.
@@ -13,21 +13,10 @@ import jax
 import numpy as np
 from jax.sharding import AbstractDevice, AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from jaxpipe.axes import AXES as AXES
-from jaxpipe.axes import BUFFER_AXES as BUFFER_AXES
-from jaxpipe.axes import CP as CP
-from jaxpipe.axes import CP_METHODS as CP_METHODS
-from jaxpipe.axes import DATA as DATA
-from jaxpipe.axes import DP as DP
+from jaxpipe.axes import AXES, DATA, DP
 from jaxpipe.axes import ONE_SHARD as ONE_SHARD
-from jaxpipe.axes import ROWS as ROWS
-from jaxpipe.axes import TP as TP
-from jaxpipe.axes import BufferAxes as BufferAxes
-from jaxpipe.axes import BufferKind as BufferKind
 from jaxpipe.axes import RankMesh as RankMesh
 from jaxpipe.axes import TensorParallel as TensorParallel
-from jaxpipe.axes import exchanging as exchanging
-from jaxpipe.axes import rank_mesh as rank_mesh
 from jaxpipe.errors import ConfigError
 
 AnyMesh = Mesh | AbstractMesh

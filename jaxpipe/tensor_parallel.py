@@ -36,9 +36,9 @@ from flax import linen as nn
 from jax import lax
 
 from jaxpipe._jax_compat import vary
+from jaxpipe.axes import ONE_SHARD, TP, RankMesh, TensorParallel
 from jaxpipe.context_parallel import own_times
 from jaxpipe.errors import ConfigError
-from jaxpipe.mesh import ONE_SHARD, TP, RankMesh, TensorParallel
 
 __all__ = [
     "ONE_SHARD",

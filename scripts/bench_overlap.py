@@ -146,8 +146,8 @@ def middle_stage(variant: Variant, size: Size, mesh: Any, shards: int) -> StageF
     """Return a stage of ``size.L`` blocks between two others. ``shards``: on all axes together."""
     import jax
 
+    from jaxpipe.axes import CP, RankMesh
     from jaxpipe.context_parallel import shard_avals
-    from jaxpipe.mesh import CP, RankMesh
     from jaxpipe.stage.compiled.compile import build_all
     from jaxpipe.stage.model.reference import resolve_model
 
@@ -282,7 +282,8 @@ def submesh(target: str, shards: int, *, tiny: bool) -> Any:
     import jax
 
     from jaxpipe._jax_compat import compile_only_devices
-    from jaxpipe.mesh import RankMesh, mesh_over
+    from jaxpipe.axes import RankMesh
+    from jaxpipe.mesh import mesh_over
     from jaxpipe.planning.targets import device_text, find_target
 
     devices = jax.devices("cpu") if tiny else compile_only_devices(target, device_text(find_target(target)), shards)

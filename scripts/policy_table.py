@@ -19,7 +19,8 @@ import jax
 from jax.sharding import AbstractDevice
 
 from jaxpipe._jax_compat import cudnn_assumed
-from jaxpipe.mesh import ONE_SHARD, mesh_over_none
+from jaxpipe.axes import ONE_SHARD
+from jaxpipe.mesh import mesh_over_none
 from jaxpipe.stage.compiled.recompute_report import PolicyCost, compare_policies
 from jaxpipe.stage.model.layer import Model
 from models.gpt import GPT

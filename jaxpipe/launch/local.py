@@ -35,6 +35,7 @@ from jaxpipe.files import check_one_line
 from jaxpipe.runtime.connections import LOST
 from jaxpipe.train.config import TrainConfig
 from jaxpipe.train.run.ending import INTERRUPTED, STOPPED, Stop
+from jaxpipe.train.settings.sections import AXIS_FLAGS
 
 _LAUNCHER = "JAXPIPE_LAUNCHER"
 RESTARTABLE = (RunError.exit_code, LOST)
@@ -251,12 +252,12 @@ class ClusterJob:
         if pipe.num_devices != num_gpus:
             raise ConfigError(
                 f"{pipe.mesh.after(f'{pipe.ranks} ranks')} are {pipe.num_devices} devices and {self.nodes} nodes with "
-                f"{self.gpus} GPUs have {num_gpus}; change --nodes, --gpus-per-node, --pp, --tp, --cp or --dp"
+                f"{self.gpus} GPUs have {num_gpus}; change --nodes, --gpus-per-node, --pp or {AXIS_FLAGS}"
             )
         if self.gpus % self.processes or self.gpus // self.processes % each:
             raise ConfigError(
                 f"a rank's {pipe.mesh} = {each} GPUs must lie within one process, which has "
-                f"{self.gpus / self.processes:g} of its node's {self.gpus}; change --tp, --cp, --dp or --processes-per-node"
+                f"{self.gpus / self.processes:g} of its node's {self.gpus}; change {AXIS_FLAGS} or --processes-per-node"
             )
 
     @property

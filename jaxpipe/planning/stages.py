@@ -54,11 +54,12 @@ from jaxpipe._jax_compat import (
     scan_parts,
     sub_jaxprs,
 )
+from jaxpipe.axes import ONE_SHARD, RankMesh
 from jaxpipe.context_parallel import shard_avals
 from jaxpipe.cost.profile import StageSizes, measure_stages
 from jaxpipe.errors import ConfigError, StageError
 from jaxpipe.files import write_atomically
-from jaxpipe.mesh import ONE_SHARD, AnyMesh, RankMesh, mesh_over, mesh_over_none
+from jaxpipe.mesh import AnyMesh, mesh_over, mesh_over_none
 from jaxpipe.planning.roofline import Efficiency, KernelWalk, SizeView, Work
 from jaxpipe.planning.targets import Target, device_text
 from jaxpipe.stage.compiled.compile import BuildCache, build_stage_functions, held_bytes

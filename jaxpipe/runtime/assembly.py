@@ -24,19 +24,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxpipe.context_parallel import laid_out, shard_avals
+from jaxpipe.axes import ONE_SHARD, RankMesh, rank_mesh
+from jaxpipe.context_parallel import joined_shards, laid_out, shard_avals
 from jaxpipe.cost.profile import analytic_profile
 from jaxpipe.errors import CheckpointError, ProgramError, StageError
-from jaxpipe.mesh import (
-    ONE_SHARD,
-    RankMesh,
-    column_mesh,
-    pipeline_submeshes,
-    rank_mesh,
-    replicated,
-    spec_of,
-    with_several,
-)
+from jaxpipe.mesh import column_mesh, pipeline_submeshes, replicated, spec_of, with_several
 from jaxpipe.runtime.batches import (
     Batch,
     Instance,
@@ -44,7 +36,6 @@ from jaxpipe.runtime.batches import (
     check_placed,
     checked_batch,
     column_rows,
-    joined_shards,
     place_data,
 )
 from jaxpipe.runtime.grid import RankView, aval_on, spanning_options, sum_over

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxpipe.context_parallel import joined_times
+from jaxpipe.axes import ROWS
 from jaxpipe.errors import ProgramError
-from jaxpipe.mesh import ROWS, RankMesh, batch_sharded, device_sharded
+from jaxpipe.mesh import batch_sharded, device_sharded
 from jaxpipe.stage.functions import StageFunctions
 from jaxpipe.stage.model.layer import divisors
 
@@ -186,32 +186,6 @@ def _threefry(key: Any) -> Any:
         what = f"keys of shape {key.shape}" if kind == THREEFRY else kind
         raise ProgramError(f"the PRNG key is of {what}; make one with jax.random.key(seed, impl={THREEFRY!r})")
     return key
-
-
-def joined_shards(stacked: np.ndarray, whole_shape: Sequence[int], mesh: RankMesh) -> np.ndarray:
-    """Join the parts that a rank's devices hold of an array.
-
-    Args:
-        stacked: the parts one after another on axis 0 (``tp`` innermost).
-        whole_shape: the shape of the array. Its axis 0 is split over ``dp``, axis 1 over ``cp``, and over ``tp`` the axis by
-            which the parts are smaller, if there is one.
-
-    Raises:
-        ProgramError: the shapes leave open which axis is split over ``tp``.
-    """
-    if stacked.shape == tuple(whole_shape):
-        return stacked
-    rows, times = whole_shape[0] // mesh.dp, [n // (mesh.cp if k == 1 else 1) for k, n in enumerate(whole_shape)][1:]
-    parts = stacked.reshape(mesh.dp, mesh.cp, -1, rows, *stacked.shape[1:])
-    shards = parts.shape[2]
-    split = [k for k, (n, m) in enumerate(zip(times, stacked.shape[1:], strict=True), 1) if n == m * shards]
-    if shards > 1 and len(split) != 1:
-        raise ProgramError(
-            f"the output of shape {tuple(whole_shape)} lies on {shards} tensor-parallel shards as {parts.shape[3:]} each; "
-            "gather it in the layer before the loss"
-        )
-    joined = parts[:, :, 0] if shards == 1 else np.concatenate(list(np.moveaxis(parts, 2, 0)), axis=split[0] + 2)
-    return np.concatenate([joined_times(list(sequences)) for sequences in joined])
 
 
 @partial(jax.jit, static_argnames=("count", "shards"))

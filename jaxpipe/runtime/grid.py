@@ -23,7 +23,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxpipe.mesh import DP, AnyMesh, spec_of
+from jaxpipe.axes import DP
+from jaxpipe.mesh import AnyMesh, spec_of
 from jaxpipe.stage.split.trace import sum_in_order
 
 _GATHERED_ELEMENTS = 1024

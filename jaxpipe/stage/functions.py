@@ -48,8 +48,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxpipe._jax_compat import ClosedJaxpr, aval_bytes
+from jaxpipe.axes import DATA, ROWS
 from jaxpipe.errors import StageError
-from jaxpipe.mesh import DATA, ROWS, AnyMesh, device_sharded, replicated
+from jaxpipe.mesh import AnyMesh, device_sharded, replicated
 from jaxpipe.stage.jaxprs import array_leaves
 from jaxpipe.stage.model.params import ParamLayout
 from jaxpipe.stage.model.plan import StageLinks

@@ -12,6 +12,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import importlib.metadata
+import math
 import os
 import re
 import sys
@@ -20,7 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from jaxpipe.axes import ONE_SHARD, RankMesh
+from jaxpipe.axes import DP, ONE_SHARD, TP, RankMesh
 from jaxpipe.errors import AgreedError, ConfigError, JaxpipeError, RunError, short_message
 from jaxpipe.runtime.peers import find_peers
 from jaxpipe.runtime.processes import Processes, ProcessGroup, SingleProcess
@@ -289,15 +290,16 @@ def find_devices(
 
 
 def _factorings(count: int, mesh: RankMesh) -> str:
-    """Advice: the ways to use all of ``count`` devices, those with this ``tp`` first; at most four. With ``cp`` where that
-    divides them, and without context parallelism where not."""
-    tp, cp = mesh.tp, mesh.cp
-    with_cp = cp if count % cp == 0 else 1
-    each = count // with_cp
+    """Advice: the ways to use all of ``count`` devices, those with this ``tp`` first; at most four. With the other axes as they
+    are where that divides the devices, and without them where not."""
+    others = {axis: size for axis, size in mesh.sizes.items() if axis not in (DP, TP) and size > 1}
+    if count % math.prod(others.values()):
+        others = dict.fromkeys(others, 1)
+    each = count // math.prod(others.values())
     sizes = range(1, each + 1)
     ways = [(each // (t * d), t, d) for t in sizes for d in sizes if each % (t * d) == 0]
-    nearest = sorted(ways, key=lambda way: (way[1] != tp, way[1], way[2]))[:4]
-    flags = "--pp --tp --dp" + f" with --cp {with_cp}" * (cp > 1)
+    nearest = sorted(ways, key=lambda way: (way[1] != mesh.tp, way[1], way[2]))[:4]
+    flags = "--pp --tp --dp" + "".join(f" with --{axis} {size}" for axis, size in others.items())
     return f"ways to use these ({flags}): " + ", ".join(f"{p}×{t}×{d}" for p, t, d in nearest)
 
 

@@ -24,9 +24,9 @@ import numpy as np
 import optax
 
 from jaxpipe import __version__
+from jaxpipe.axes import RankMesh, rank_mesh
 from jaxpipe.errors import CheckpointError, ConfigError
 from jaxpipe.files import Closing
-from jaxpipe.mesh import RankMesh, rank_mesh
 from jaxpipe.runtime.batches import THREEFRY, in_microbatches
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.runtime.processes import Processes, SingleProcess

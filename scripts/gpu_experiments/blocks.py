@@ -59,7 +59,7 @@ def pipeline(
     import jax
     import jax.numpy as jnp
 
-    from jaxpipe.mesh import RankMesh
+    from jaxpipe.axes import RankMesh
     from jaxpipe.runtime.pipeline import Pipeline
     from jaxpipe.stage.model.reference import resolve_model
 

@@ -23,6 +23,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxpipe import cost
+from jaxpipe.axes import RankMesh
 from jaxpipe.cli import main
 from jaxpipe.cost import (
     HostLinkMeasurement,
@@ -34,7 +35,6 @@ from jaxpipe.cost import (
 )
 from jaxpipe.cost.profile import Fit, fit
 from jaxpipe.cost.seconds import random_array, time_at_once
-from jaxpipe.mesh import RankMesh
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.schedule import CostProfile, Link, circular, generate, read_costs, simulate
 from jaxpipe.stage.functions import StageFunction, footprint, total_device_bytes

@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from jaxpipe.axes import RankMesh
 from jaxpipe.cli import main
 from jaxpipe.errors import CheckpointError, ConfigError
 from jaxpipe.interop.folder import DTYPES, Planned, write_byte_tokenizer, write_tensors
 from jaxpipe.interop.hub import open_hub, weights_of
-from jaxpipe.mesh import RankMesh
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.schedule import generate
 from jaxpipe.stage.model.layer import Model

@@ -15,8 +15,8 @@ import numpy as np
 import optax
 import pytest
 
+from jaxpipe.axes import RankMesh
 from jaxpipe.errors import ConfigError, ProgramError, ScheduleError, StageError
-from jaxpipe.mesh import RankMesh
 from jaxpipe.program.ir import Send
 from jaxpipe.runtime.memory_probe import measured_peaks
 from jaxpipe.runtime.pipeline import Pipeline

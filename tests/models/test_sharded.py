@@ -21,8 +21,8 @@ import pytest
 from flax import linen as nn
 from jax.sharding import PartitionSpec as P
 
+from jaxpipe.axes import ONE_SHARD, TP, RankMesh
 from jaxpipe.errors import ConfigError
-from jaxpipe.mesh import ONE_SHARD, TP, RankMesh
 from jaxpipe.stage.model.layer import LayerContext, Model
 from jaxpipe.stage.model.params import with_tied_leaves
 from jaxpipe.stage.model.reference import apply_model, init_params

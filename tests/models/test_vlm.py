@@ -20,9 +20,9 @@ import optax
 import pytest
 
 from jaxpipe import Trainer
+from jaxpipe.axes import RankMesh
 from jaxpipe.cli import main
 from jaxpipe.errors import ConfigError, StageError
-from jaxpipe.mesh import RankMesh
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.schedule import CostProfile, generate
 from jaxpipe.stage.model.layer import Model

@@ -22,11 +22,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxpipe._jax_compat import copier
+from jaxpipe.axes import RankMesh
 from jaxpipe.cost import analytic_profile, cost_profile
 from jaxpipe.cost.memory import KINDS, MemoryReport, account, compiled_bytes
 from jaxpipe.cost.profile import sizes_of
 from jaxpipe.cost.seconds import flop_seconds
-from jaxpipe.mesh import RankMesh, batch_sharded, pipeline_submeshes, replicated
+from jaxpipe.mesh import batch_sharded, pipeline_submeshes, replicated
 from jaxpipe.program.lower import lower
 from jaxpipe.program.order import Crossing, issue_order
 from jaxpipe.runtime.executor import Executor, StepInputs

@@ -21,9 +21,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
+from jaxpipe.axes import RankMesh
 from jaxpipe.cost.profile import with_measured_times
 from jaxpipe.errors import RunError, ScheduleError
-from jaxpipe.mesh import RankMesh
 from jaxpipe.program.ir import Free, Program, Recv, Run, Send
 from jaxpipe.program.lower import braided_slots, lower
 from jaxpipe.rehearsal.rank import Rehearsal

@@ -15,8 +15,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxpipe.axes import RankMesh
 from jaxpipe.errors import CheckpointError, ConfigError, ProgramError, RunError
-from jaxpipe.mesh import RankMesh, batch_sharded, pipeline_submeshes
+from jaxpipe.mesh import batch_sharded, pipeline_submeshes
 from jaxpipe.program.order import issue_order
 from jaxpipe.runtime import transfer
 from jaxpipe.runtime.executor import Executor, StepInputs, StepOutputs

@@ -14,8 +14,9 @@ import pytest
 from jax.sharding import AbstractDevice
 
 from jaxpipe._jax_compat import Jaxpr, sub_jaxprs
+from jaxpipe.axes import RankMesh
 from jaxpipe.errors import ConfigError, StageError
-from jaxpipe.mesh import AnyMesh, RankMesh, mesh_over_none, pipeline_submeshes
+from jaxpipe.mesh import AnyMesh, mesh_over_none, pipeline_submeshes
 from jaxpipe.stage.compiled.compile import build_all
 from jaxpipe.stage.functions import StageFunctions
 from jaxpipe.stage.jaxprs import PEERS, jaxpr_flops

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxpipe.axes import CP_METHODS, RankMesh
 from jaxpipe.context_parallel import joined_times, laid_out
 from jaxpipe.errors import ConfigError, JaxpipeError, StageError
-from jaxpipe.mesh import CP_METHODS, RankMesh
 from jaxpipe.runtime.assembly import Assembly
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.schedule import generate

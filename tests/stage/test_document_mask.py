@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxpipe.axes import RankMesh
 from jaxpipe.errors import ConfigError, DataError
-from jaxpipe.mesh import RankMesh
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.schedule import generate
 from jaxpipe.stage.model.layer import Model

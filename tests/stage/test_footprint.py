@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxpipe.mesh import RankMesh, batch_sharded, pipeline_submeshes, replicated
+from jaxpipe.axes import RankMesh
+from jaxpipe.mesh import batch_sharded, pipeline_submeshes, replicated
 from jaxpipe.schedule import circular
 from jaxpipe.stage.functions import UNKNOWN, compiled_footprint, device_bytes, footprint, total_device_bytes
 from tests.support.pipelines import compiled

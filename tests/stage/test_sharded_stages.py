@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jaxpipe.axes import ONE_SHARD, TP, RankMesh
 from jaxpipe.errors import ConfigError, ProgramError, StageError
-from jaxpipe.mesh import ONE_SHARD, TP, RankMesh
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.schedule import generate
 from jaxpipe.stage.model.adapters import from_nnx

@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxpipe.mesh import RankMesh, pipeline_submeshes
+from jaxpipe.axes import RankMesh
+from jaxpipe.mesh import pipeline_submeshes
 from jaxpipe.stage.compiled.compile import build_all
 from jaxpipe.stage.functions import StageFunctions
 from jaxpipe.stage.jaxprs import jaxpr_flops

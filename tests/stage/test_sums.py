@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 from jaxpipe._jax_compat import JaxprEqn, Var, sub_jaxprs
-from jaxpipe.mesh import RankMesh, pipeline_submeshes
+from jaxpipe.axes import RankMesh
+from jaxpipe.mesh import pipeline_submeshes
 from jaxpipe.stage.compiled.compile import build_all
 from jaxpipe.stage.functions import StageFunction, StageFunctions
 from jaxpipe.stage.jaxprs import Dataflow

@@ -14,8 +14,8 @@ from flax import linen as nn
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe._jax_compat import vary
+from jaxpipe.axes import TP, RankMesh
 from jaxpipe.errors import ConfigError
-from jaxpipe.mesh import TP, RankMesh
 from jaxpipe.tensor_parallel import (
     ONE_SHARD,
     Dropout,

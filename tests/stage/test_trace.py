@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 from jaxpipe import dump
+from jaxpipe.axes import RankMesh
 from jaxpipe.errors import StageError
-from jaxpipe.mesh import RankMesh, pipeline_submeshes
+from jaxpipe.mesh import pipeline_submeshes
 from jaxpipe.stage.compiled.compile import BuildCache, build_all, build_stage_functions
 from jaxpipe.stage.functions import Port, StageFunctions
 from jaxpipe.stage.jaxprs import RANDOM_WORD, TRANSCENDENTAL, jaxpr_flops

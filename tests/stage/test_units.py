@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxpipe._jax_compat import ClosedJaxpr
-from jaxpipe.mesh import TP, RankMesh, pipeline_submeshes
+from jaxpipe.axes import TP, RankMesh
+from jaxpipe.mesh import pipeline_submeshes
 from jaxpipe.stage.compiled.compile import build_all
 from jaxpipe.stage.functions import StageFunctions
 from jaxpipe.stage.jaxprs import flatten, jaxpr_flops

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe._jax_compat import ClosedJaxpr, Var, close_jaxpr, eval_jaxpr, variables
-from jaxpipe.mesh import TP, RankMesh, pipeline_submeshes
+from jaxpipe.axes import TP, RankMesh
+from jaxpipe.mesh import pipeline_submeshes
 from jaxpipe.stage.compiled.compile import build_all
 from jaxpipe.stage.functions import StageFunctions
 from jaxpipe.stage.model.reference import resolve_model

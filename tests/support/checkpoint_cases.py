@@ -19,8 +19,8 @@ import numpy as np
 import optax
 import pytest
 
+from jaxpipe.axes import DP
 from jaxpipe.errors import CheckpointError
-from jaxpipe.mesh import DP
 from jaxpipe.train.checkpoint import CheckpointStore
 from jaxpipe.train.checkpoints.contents import join_parts, part_of, write_checkpoint
 from jaxpipe.train.checkpoints.leaves import take_snapshot

@@ -51,8 +51,8 @@ def steps(
     import numpy as np
     import optax
 
+    from jaxpipe.axes import RankMesh
     from jaxpipe.errors import ProgramError
-    from jaxpipe.mesh import RankMesh
     from jaxpipe.runtime.pipeline import Pipeline
     from jaxpipe.runtime.transfer import OffloadOptions
     from jaxpipe.schedule import generate, parse_schedule

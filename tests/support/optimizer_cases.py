@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxpipe.mesh import TP
+from jaxpipe.axes import TP
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.schedule import generate
 from jaxpipe.stage.model.layer import Layer, LayerContext, LeafRule, Model, with_leaf_rules

@@ -19,8 +19,9 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe._jax_compat import Jaxpr, sub_jaxprs, vary
+from jaxpipe.axes import AXES, DATA, TP, RankMesh, rank_mesh
 from jaxpipe.context_parallel import laid_out
-from jaxpipe.mesh import AXES, DATA, TP, RankMesh, pipeline_submeshes, rank_mesh
+from jaxpipe.mesh import pipeline_submeshes
 from jaxpipe.stage.model.layer import Layer, LayerContext, Model, Params, Path, Shard
 from jaxpipe.stage.model.params import with_tied_leaves
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxpipe.mesh import DP
+from jaxpipe.axes import DP
 from jaxpipe.stage.functions import Port, StageFunctions
 from jaxpipe.stage.model.layer import Layer, LayerContext, Params
 from jaxpipe.stage.model.params import stage_params

@@ -12,7 +12,7 @@ import numpy as np
 import optax
 import pytest
 
-from jaxpipe.mesh import AXES, BUFFER_AXES, DATA, ONE_SHARD, TP, BufferAxes, RankMesh
+from jaxpipe.axes import AXES, BUFFER_AXES, DATA, ONE_SHARD, TP, BufferAxes, RankMesh
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.schedule import generate
 from jaxpipe.stage.model.layer import Layer, LayerContext, Model, Params, Path, Shard

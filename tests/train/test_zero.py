@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxpipe._jax_compat import ClosedJaxpr
+from jaxpipe.axes import DP, RankMesh
 from jaxpipe.errors import ConfigError
-from jaxpipe.mesh import DP, RankMesh, pipeline_submeshes
+from jaxpipe.mesh import pipeline_submeshes
 from jaxpipe.runtime.grid import RankView
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.stage.functions import device_bytes

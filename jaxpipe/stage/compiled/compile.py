@@ -25,8 +25,9 @@ from jax.sharding import Mesh
 
 from jaxpipe import dump
 from jaxpipe._jax_compat import ClosedJaxpr, Var, aval_bytes, dtype_of, eval_jaxpr, shape_of, variables
+from jaxpipe.axes import ONE_SHARD, ROWS, RankMesh, exchanging
 from jaxpipe.errors import StageError
-from jaxpipe.mesh import ONE_SHARD, ROWS, AnyMesh, RankMesh, exchanging, spec_of, varies_beside_data, with_several
+from jaxpipe.mesh import AnyMesh, spec_of, varies_beside_data, with_several
 from jaxpipe.stage.compiled.cpu import OPTIONS, for_cpu
 from jaxpipe.stage.functions import IN_PLACE, SHARED, Homes, Port, StageFunction, StageFunctions, with_offload
 from jaxpipe.stage.identity import ById, function_key, value_key

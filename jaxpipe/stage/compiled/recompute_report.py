@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxpipe.mesh import ONE_SHARD, RankMesh
+from jaxpipe.axes import ONE_SHARD, RankMesh
 from jaxpipe.stage.compiled.compile import BuildCache, build_all
 from jaxpipe.stage.functions import StageFunctions
 from jaxpipe.stage.jaxprs import jaxpr_flops

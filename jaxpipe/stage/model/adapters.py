@@ -27,8 +27,8 @@ import jax
 import jax.numpy as jnp
 from flax import linen
 
+from jaxpipe.axes import RankMesh
 from jaxpipe.errors import StageError
-from jaxpipe.mesh import RankMesh
 from jaxpipe.stage.identity import ById, value_key
 from jaxpipe.stage.model.cut_module import CutModel, batch_types, check_leaves, cut_module
 from jaxpipe.stage.model.layer import Layer, LayerContext, Params, Path, Shard, key_aval, mode_keyword, typed_key

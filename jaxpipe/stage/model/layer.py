@@ -27,8 +27,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpipe._jax_compat import is_key_dtype
+from jaxpipe.axes import ONE_SHARD, BufferKind, RankMesh
 from jaxpipe.errors import ConfigError, StageError
-from jaxpipe.mesh import ONE_SHARD, BufferKind, RankMesh
 from jaxpipe.stage.identity import function_key
 from jaxpipe.text import closest, divisors_of
 

@@ -27,8 +27,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxpipe.axes import BUFFER_AXES, ONE_SHARD, BufferAxes, BufferKind, RankMesh
 from jaxpipe.errors import ConfigError, StageError
-from jaxpipe.mesh import BUFFER_AXES, ONE_SHARD, BufferAxes, BufferKind, RankMesh
 from jaxpipe.stage.model.layer import Layer, Params, Path, Shard, every_init_avals
 
 SMALL_BYTES = 64 * 1024

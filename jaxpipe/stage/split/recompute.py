@@ -29,8 +29,8 @@ the whole stage.
                Megatron-LM does (Korthikanti et al. 2022), for one more all-gather a product in W
 =============  ==================================================================================================
 
-What is gathered over ``cp``, keys and values, is gathered again whatever the policy, so that activations halve where positions
-are divided over twice as many devices; as in Transformer Engine.
+What is gathered over devices that divide positions, keys and values, is gathered again whatever the policy, so that activations
+halve where positions are divided over twice as many devices; as in Transformer Engine.
 
 Names joined by ``+`` recompute what any of them does; all but ``fused`` and ``flash`` save of what is left no more than they
 need, as ``none`` does. The layer inputs of a stage are its own ``x`` and the inexact values between its layers. Where a part of
@@ -45,14 +45,14 @@ output 2, GeLU's input 8), and what attention keeps: 2 per score, none with ``ch
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
 import numpy as np
 
 from jaxpipe._jax_compat import JaxprEqn, Var, aval_bytes, dtype_of, shape_of, variables
-from jaxpipe.mesh import CP
+from jaxpipe.axes import TIME
 from jaxpipe.stage.jaxprs import EqnKind, has_body, is_attention_kernel, is_cheap, is_product, kind, reachable, row
 from jaxpipe.stage.split.graph import Graph, Level, Saveable
 from jaxpipe.stage.split.policies import POLICIES, ingredients
@@ -133,14 +133,14 @@ def _views(graph: Graph, v: Var) -> Iterator[Var]:
         view = graph.view_base(view)
 
 
-def _gathered(graph: Graph, axis: str | None = None) -> frozenset[Var]:
-    """Return the values that were gathered (over this mesh axis), and the same numbers in other places, shapes or dtypes."""
+def _gathered(graph: Graph, axes: Collection[str] = ()) -> frozenset[Var]:
+    """Return the values that were gathered (over one of ``axes``), and the same numbers in other places, shapes or dtypes."""
     # In program order, so operands are classified before what moves them.
     gathered: set[Var] = set()
     for eqn in graph.eqns:
         operands = set(variables(eqn.invars))
         moves = kind(eqn) in _UNWORKED and bool(operands)
-        gathers = row(eqn).exchange == "all-gather" and (axis is None or axis in eqn.params["axis_name"])
+        gathers = row(eqn).exchange == "all-gather" and (not axes or not set(axes).isdisjoint(eqn.params["axis_name"]))
         if gathers or (moves and operands <= gathered):
             gathered.update(eqn.outvars)
     return frozenset(gathered)
@@ -282,7 +282,7 @@ class RecomputePolicy:
         tests = [_RULES[part](graph) for part in self.parts]
         marked = [] if "full" in self.parts else _marked(graph, ATTENTION_RESULTS)
         saved = {v for mark in marked for v in _views(graph, mark)}
-        again = _gathered(graph, CP)
+        again = _gathered(graph, TIME)
         return lambda v: v in saved or (v not in again and all(test(v) for test in tests))
 
     @property

@@ -53,8 +53,9 @@ from jaxpipe._jax_compat import (
     vary,
     varying_axes,
 )
+from jaxpipe.axes import DATA, ONE_SHARD, ROWS, RankMesh
 from jaxpipe.errors import StageError
-from jaxpipe.mesh import DATA, ONE_SHARD, ROWS, AnyMesh, RankMesh, spec_of, varies_beside_data
+from jaxpipe.mesh import AnyMesh, spec_of, varies_beside_data
 from jaxpipe.stage.functions import Homes, Metrics, Port, PortKind
 from jaxpipe.stage.identity import AtomKeys, equations_key, function_key, value_key
 from jaxpipe.stage.jaxprs import FlatJaxpr, array_leaves, called, fill, flatten, is_array, is_inexact

@@ -24,7 +24,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from jaxpipe._jax_compat import ClosedJaxpr, JaxprEqn, Var, aval_bytes, sub_jaxprs, variables
-from jaxpipe.mesh import exchanging
+from jaxpipe.axes import exchanging
 from jaxpipe.stage.jaxprs import Dataflow, EqnKind, eqn_flops, kind, mesh_axes, row, row_of
 
 LEAST_SHARE = 1 / 8

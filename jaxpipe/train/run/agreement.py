@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from jaxpipe.runtime.processes import Processes
 from jaxpipe.train.config import TrainConfig
 from jaxpipe.train.devices import number_settings, request_devices
-from jaxpipe.train.settings.sections import PipelineConfig
+from jaxpipe.train.settings.sections import AXIS_FLAGS, PipelineConfig
 
 if TYPE_CHECKING:
     import jax
@@ -79,7 +79,7 @@ def agree_on_devices(processes: Processes, pipe: PipelineConfig) -> None:
     mine = processes.ranks(pipe.ranks)[processes.mine]
     need = len(mine) * pipe.mesh.num_devices // processes.columns
     few = f"{len(mine)} ranks need {need} devices and JAX sees {len(devices)} there"
-    advice = "start more processes, or lower --pp, --tp, --cp or --dp"
+    advice = f"start more processes, or lower --pp, {AXIS_FLAGS}"
     processes.raise_if_any("enough devices", f"{few}; {advice}" if len(devices) < need else "")
 
 

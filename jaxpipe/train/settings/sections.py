@@ -30,6 +30,7 @@ _FUNCTION = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 
 DEVICE_KEYS = ("pipeline.ranks", *(f"pipeline.{axis}" for axis in AXES))
 """The settings whose product is the number of devices."""
+AXIS_FLAGS = ", ".join(f"--{axis}" for axis in AXES)
 
 
 def names_function(text: str) -> bool:

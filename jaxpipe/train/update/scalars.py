@@ -24,8 +24,9 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxpipe.axes import DATA, DP
 from jaxpipe.errors import StageError
-from jaxpipe.mesh import DATA, DP, replicated, spec_of, with_several
+from jaxpipe.mesh import replicated, spec_of, with_several
 from jaxpipe.runtime.assembly import Reported, Tie, on_rank
 from jaxpipe.runtime.grid import RankView, sum_over
 from jaxpipe.runtime.pipeline import Pipeline

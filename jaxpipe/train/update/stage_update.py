@@ -41,7 +41,8 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxpipe.mesh import BUFFER_AXES, DP, replicated, spec_of, stacked, with_several
+from jaxpipe.axes import BUFFER_AXES, DP
+from jaxpipe.mesh import replicated, spec_of, stacked, with_several
 from jaxpipe.runtime.assembly import on_rank
 from jaxpipe.runtime.grid import RankView, place, scatter_sum, sum_over
 from jaxpipe.stage.model.params import LeafSlot, ParamLayout, Place, by_layer, get_leaf

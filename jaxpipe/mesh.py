@@ -1,4 +1,4 @@
-"""The devices of pipeline ranks, arranged by the axes of :mod:`jaxpipe.axes` (whose values are found here too), and how arrays lie.
+"""The devices of pipeline ranks, arranged by the axes of :mod:`jaxpipe.axes` (whose values are here too), and how arrays lie.
 
 Devices are taken in their own order with the last axis innermost and the pipeline outermost, so that tensor-parallel neighbours
 are the closest devices, and then those that share a sequence.

@@ -312,18 +312,22 @@ def verify_files(
     parts: Collection[int | None] | None = None,
     share: Share = (0, 1),
 ) -> None:
-    """Compare the files of ``groups`` and the manifest (in ``parts``, if given) with their checksums; decodes nothing. A file
-    missing anywhere in the folder is damage; files of others are ignored. ``share``: of the files.
+    """Compare the files of ``groups`` and the manifest with their checksums, those in ``parts`` or else a ``share`` of them;
+    decodes nothing. A file missing anywhere in the folder, of which each share looks for some, is damage; files of others are
+    ignored.
 
     Raises:
         DamagedCheckpointError: a file is missing or does not match.
         UnreadableCheckpointError: the system refuses to read one.
     """
-    mine, number = share
-    for name, expected in list(_read_sums(folder).items())[mine::number]:
+    for index, (name, expected) in enumerate(_read_sums(folder).items()):
         part, group = _place(name)
+        in_share = index % share[1] == share[0]
+        compared = group in (*groups, MANIFEST, SUMS) and (in_share if parts is None else part in parts)
+        if not (compared or in_share):
+            continue
         with _opened(folder, name) as file:
-            if group not in (*groups, MANIFEST, SUMS) or (parts is not None and part not in parts):
+            if not compared:
                 continue
             digest, size = hashlib.file_digest(file, "sha256").hexdigest(), file.tell()
         if digest != expected:

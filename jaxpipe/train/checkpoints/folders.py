@@ -419,7 +419,7 @@ def read_group(
     column, columns = share
     readers = readers_of_parts(leaves, columns)
     parts = {part for part, reader in readers.items() if reader == column}
-    contents.verify_files(folder, (group,), parts)
+    contents.verify_files(folder, (group,), parts, share)
     arrays = contents.read_pieces(folder, group, leaves, parts, partial=chosen_layers is not None)
     return GroupArrays(layers, leaves, arrays, readers, group_like)
 

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
+import random
+import signal
+import time
 from collections import Counter
 from itertools import product
 from pathlib import Path
@@ -11,10 +15,13 @@ from typing import Any
 import pytest
 
 from jaxpipe.errors import AgreedError
+from jaxpipe.runtime.connections import LOST
 from jaxpipe.runtime.processes import grid_columns
 from jaxpipe.train.checkpoint import CheckpointStore, read_manifest
-from tests.runtime.test_divided import assert_same_bits, run
+from tests.runtime.test_divided import assert_same_bits, assert_same_run, launch, run
+from tests.support import train_runs
 from tests.support.checkpoint_cases import assert_same
+from tests.support.train_runs import config, settings, write_text
 
 ZERO = {"ranks": 2, "schedule": "zb-1p", "dp": 2, "zero1": True, "dtype": "bfloat16", "dropout": 0.1}
 PLAIN = {"ranks": 2, "schedule": "1f1b", "dp": 2}
@@ -46,6 +53,34 @@ def test_any_grid_goes_on_from_the_checkpoint_of_any_other(tmp_path: Path, optio
         if columns > 1:
             assert_equal_shares(tmp_path / "several", columns)
     assert digests == single[-1]
+
+
+@pytest.mark.soak
+def test_a_run_killed_on_any_grid_goes_on_on_another(tmp_path: Path) -> None:
+    rng, text, parts = random.Random(0), write_text(tmp_path / "text"), tmp_path / "parts"
+    overrides = [
+        "pipeline.schedule=zb-1p", "pipeline.dp=2", "pipeline.sharding.zero1=true", "run.dtype=bfloat16", "run.steps=60",
+        "run.checkpoint_every=1", "run.eval_every=0", "run.log_every=1", "run.machine.platform=cpu",
+    ]  # fmt: skip
+    for _ in range(6):
+        number, columns = rng.choice([(2, 2), (4, 2), (2, 1)])
+        least = newest_step(parts)
+        child = launch(number, [*settings(text, parts, *overrides), f"run.machine.columns={columns}"])
+        while newest_step(parts) < least + 2 and child.poll() is None:
+            time.sleep(0.01)
+        time.sleep(rng.uniform(0, 0.6))
+        pids = Path(f"/proc/{child.pid}/task/{child.pid}/children").read_text().split()
+        assert len(pids) == number, child.communicate()
+        os.kill(int(rng.choice(pids)), signal.SIGKILL)
+        child.communicate()
+        assert child.returncode == LOST
+    train_runs.run(config(text, parts, *overrides))
+    train_runs.run(config(text, tmp_path / "whole", *overrides))
+    assert_same_run(tmp_path / "whole", parts, 60)
+
+
+def newest_step(out_dir: Path) -> int:
+    return max((int(path.name) for path in (out_dir / "checkpoints").glob("[0-9]" * 8)), default=0)
 
 
 def assert_equal_shares(directory: Path, columns: int) -> None:

@@ -15,6 +15,7 @@ import importlib.metadata
 import math
 import os
 import re
+import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -187,10 +188,17 @@ def request_gpus(run: RunConfig, *, processes: int = 1, mine: int = 0) -> None:
                 f"run.deterministic names {str(results)!r} in XLA_FLAGS: choose a run.out_dir without spaces"
             )
         _add_flag("--xla_gpu_deterministic_ops", "true")
-        if results.exists():
-            _add_flag("--xla_gpu_load_autotune_results_from", str(results))
-        if mine == 0:
-            _add_flag("--xla_gpu_dump_autotune_results_to", str(results))
+        # Process 0's choices go to all, and each keeps those for programs that are its alone. In a file of its own: XLA writes
+        # after each program, and a process that reads meanwhile would find half of it.
+        own = results
+        if mine:
+            own = results.with_stem(f"{results.stem}-{mine}")
+            own.parent.mkdir(parents=True, exist_ok=True)
+            if results.exists() and not own.exists():
+                shutil.copyfile(results, own)
+        if own.exists():
+            _add_flag("--xla_gpu_load_autotune_results_from", str(own))
+        _add_flag("--xla_gpu_dump_autotune_results_to", str(own))
 
 
 def _add_flag(name: str, value: str) -> None:

@@ -151,20 +151,29 @@ def _no_flags(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_no_flags")
-def test_a_deterministic_run_keeps_what_process_0_tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_deterministic_run_keeps_what_was_tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = run("run.deterministic=true", f"run.out_dir={tmp_path}")
     ordered = "--xla_gpu_deterministic_ops=true"
     load = f"--xla_gpu_load_autotune_results_from={tmp_path}/autotuning.txt"
     dump = f"--xla_gpu_dump_autotune_results_to={tmp_path}/autotuning.txt"
     devices.request_gpus(config)
     assert flags() == [ordered, dump]
-    (tmp_path / "autotuning.txt").touch()
+    (tmp_path / "autotuning.txt").write_text("of process 0")
     monkeypatch.setenv("XLA_FLAGS", "")
     devices.request_gpus(config)
     assert flags() == [ordered, load, dump]
-    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_deterministic_ops=false")
-    devices.request_gpus(config, processes=2, mine=1)
-    assert flags() == ["--xla_gpu_deterministic_ops=false", "--xla_gpu_shard_autotuning=false", load]
+    own = tmp_path / "autotuning-1.txt"
+    for text in ("of process 0", "of process 0 and more"):  # what it tunes beside that it adds to its own
+        monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_deterministic_ops=false")
+        devices.request_gpus(config, processes=2, mine=1)
+        assert flags() == [
+            "--xla_gpu_deterministic_ops=false",
+            "--xla_gpu_shard_autotuning=false",
+            f"--xla_gpu_load_autotune_results_from={own}",
+            f"--xla_gpu_dump_autotune_results_to={own}",
+        ]
+        assert own.read_text() == text
+        own.write_text("of process 0 and more")
 
 
 @pytest.mark.usefixtures("_no_flags")

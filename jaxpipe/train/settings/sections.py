@@ -365,7 +365,8 @@ class MachineConfig:
     #: Fraction of a GPU's memory that JAX gives itself; none: what ``XLA_CLIENT_MEM_FRACTION`` says, or else JAX's own 0.75.
     memory_fraction: Annotated[float, positive, within(0, 1)] | None = None
     #: On GPUs: only operations that add in one order (``--xla_gpu_deterministic_ops=true``, slower), and each start chooses
-    #: kernels as ``autotuning.txt`` in ``out_dir`` says, which process 0 writes. Without it a start may give other bits.
+    #: kernels as ``autotuning.txt`` in ``out_dir`` says, which process 0 writes; others begin with a copy of it and keep what
+    #: else they chose. Without it a start may give other bits.
     deterministic: bool = False
     #: Transport of messages between processes: ``tagged`` (TCP and host memory), or ``nccl`` between GPUs, which has not been
     #: run on GPUs yet.

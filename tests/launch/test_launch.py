@@ -216,6 +216,7 @@ def _wait_for(happened: Callable[[], bool]) -> None:
         (["local", "-n", "2"], "give the command to launch after --, such as: jaxpipe launch local -n 2 -- train --config"),
         (["local", "--", "train"], "jaxpipe launch local needs -n (see"),
         (["local", "-n", "9", "--", "train"], "9 processes for 4 pipeline ranks: several processes share a rank by dp"),
+        (["slurm", "-o", "x", "--nodes", "3", "--gpus-per-node", "4", "--", "train", "--dp", "auto"], "use 8 (dp 2) or 16 ("),
         (["local", "-n", "2", "--", "train", "run.stepz=3"], "unknown key run.stepz: did you mean run.steps?"),
         (["local", "-n", "2", "--", "train", "--confg", "x"], "unknown flag '--confg'; did you mean '--config'?"),
         (["local", "-n", "2", "--nodes", "2", "--", "train"], "--nodes is not a flag of 'jaxpipe launch local'"),

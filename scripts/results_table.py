@@ -34,6 +34,7 @@ def table() -> str:
     lines += ["", *(_origin(report) for report in reports)]
     lines += [line for report in torch_reports() for line in ("", *torch_table(report))]
     lines += ["", processes(json.loads((RESULTS / "processes.json").read_text(encoding="utf-8")))]
+    lines += ["", lowering(json.loads((RESULTS / "lowering.json").read_text(encoding="utf-8")))]
     gpus = [json.loads(f.read_text(encoding="utf-8")) for f in sorted(RESULTS.glob("gpu-*.json"))]
     if gpus:
         lines += ["", gpu_table(gpus)]
@@ -92,6 +93,19 @@ def processes(report: dict[str, Any]) -> str:
         f"there {several['arrives']:.0f}; in one process {one['send']:.0f}, {one['receive']:.0f}, {one['arrives']:.0f}. "
         f"`{report['command']}`, commit {report['commit']}, {report['date']}, {report['machine']}; {report['schedule']}, "
         f"m={report['microbatches']}."
+    )
+
+
+def lowering(report: dict[str, Any]) -> str:
+    """CPU seconds before programs are linked, with a process a rank (``bench_lowering.py``)."""
+    parts = []
+    for case in report["cases"]:
+        seconds, size = case["cpu_s"], f"{case['schedule']} p={case['ranks']}, m={case['microbatches']}"
+        lowered = f", lowered {seconds['own']} (all ranks {seconds['all ranks']})" if "own" in seconds else ""
+        parts.append(f"{size}: planned {seconds['planned']} (proof {seconds['prove']}){lowered}")
+    return (
+        "CPU seconds of one of many processes, a rank each: generated, checked, simulated and proven; lowered, with check and "
+        f"proof: {'; '.join(parts)}. `{report['command']}`, commit {report['commit']}, {report['machine']}."
     )
 
 

@@ -15,17 +15,20 @@ from jaxpipe.stage.model.plan import StageLinks
 AVAL = jax.ShapeDtypeStruct((2,), np.dtype("float32"))
 
 
-def bare_stages(placement: Placement) -> list[StageFunctions]:
-    """Return a stage each, whose functions read and make one array of every kind for each neighbour and microbatch."""
-    return [_bare_stage(placement, s) for s in range(placement.num_stages)]
+def bare_stages(placement: Placement, params: int = 1, residuals: int = 1) -> list[StageFunctions]:
+    """Return a stage each, whose functions read and make one array of every kind for each neighbour and microbatch, but
+    ``params`` parameters and accumulators and so many ``residuals``."""
+    return [_bare_stage(placement, s, params, residuals) for s in range(placement.num_stages)]
 
 
-def _bare_stage(placement: Placement, s: int) -> StageFunctions:
+def _bare_stage(placement: Placement, s: int, num_params: int, num_residuals: int) -> StageFunctions:
     before, after = sorted(placement.predecessors(s)), sorted(placement.successors(s))
     span = placement.span[s]
     x, dx = ([Port(kind, k) for k in range(span * len(before))] for kind in ("x", "dx"))
     dy, y = [Port("dy", k) for k in range(len(after))], [Port("y") if after else Port("loss")]
-    param, res, wres, acc, token = map(Port, ("param", "res", "wres", "acc", "token"))
+    counts = {"param": num_params, "res": num_residuals, "wres": num_residuals, "acc": num_params}
+    param, res, wres, acc = ([Port(kind, k) for k in range(count)] for kind, count in counts.items())  # type: ignore[arg-type]
+    token = Port("token")
 
     def function(op: str, inputs: list[Port], outputs: list[Port]) -> StageFunction:
         nothing: Any = None
@@ -33,10 +36,10 @@ def _bare_stage(placement: Placement, s: int) -> StageFunctions:
         return StageFunction(tuple(inputs), tuple(outputs), *avals, (), nothing, nothing, nothing, op=op)
 
     functions = [
-        function("F", [param, *x], [*y, res, token]),
-        function("B", [param, res, *dy], [*dx, wres, token]),
-        function("W", [wres, acc], [acc, token]),
-        function("BW", [param, res, *dy, acc], [*dx, acc, token]),
+        function("F", [*param, *x], [*y, *res, token]),
+        function("B", [*param, *res, *dy], [*dx, *wres, token]),
+        function("W", [*wres, *acc], [*acc, token]),
+        function("BW", [*param, *res, *dy, *acc], [*dx, *acc, token]),
     ]
     links = StageLinks(
         takes=(tuple(~k for k in range(len(before))),),

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -30,11 +31,13 @@ from jaxpipe.files import hub_advice, write_atomically
 from jaxpipe.interop import folder as hf
 from jaxpipe.interop.hub import Hub, Weights, is_hub, open_hub, weights_of
 from jaxpipe.interop.table import Tensor, hugging_face_of, leaf_shapes, rows_by_leaf
+from jaxpipe.runtime.processes import Processes, SingleProcess
 from jaxpipe.stage.model.layer import Model, Params
 from jaxpipe.stage.model.params import by_path, get_leaf
 from jaxpipe.stage.model.reference import ours
 from jaxpipe.train.checkpoints import contents, folders, which_model
 from jaxpipe.train.checkpoints.contents import Manifest
+from jaxpipe.train.checkpoints.exchange import exchange, share_of_reading
 from jaxpipe.train.checkpoints.leaves import Leaf, Snapshot, build_trees, list_differences
 from jaxpipe.train.config import TrainConfig, known_settings
 from jaxpipe.train.corpora.documents import BadRecordError, in_groups
@@ -49,6 +52,7 @@ _PART_BYTES = 2**27
 _SEQ_LEN = 1024
 _DEFAULT = TrainConfig()
 _CONTENT = "xyzzy"  # an answer that no template has words of
+_ALONE = SingleProcess()
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,10 +196,11 @@ def initial_params(
     model: Model,
     layers: Collection[str] | None = None,
     note: Callable[[str], None] = warnings.warn,
+    processes: Processes = _ALONE,
 ) -> dict[str, Params]:
     """Read the parameters in ``run.init_from``, onto the host, of a completed config's model; of ``layers`` only, if given.
     ``note`` is told of options that differ from those of the checkpoint, where the model can't be compared, and what of a
-    folder is not read.
+    folder is not read. All ``processes`` call it, those of a row for the same layers, and read the same checkpoint.
 
     Raises:
         ConfigError, CheckpointError: they can't be read, or are of another model.
@@ -209,14 +214,24 @@ def initial_params(
             note(remark)
         return {layer: weights.read(layer) for layer in weights.layers if layers is None or layer in layers}
 
-    def read(folder: Path) -> dict[str, Params]:
+    def read(folder: Path) -> folders.GroupArrays:
         manifest = contents.read_manifest_of(folder)
         likeness = which_model.likeness(manifest.meta, which_model.model_digest(model, training=False))
         if likeness is not which_model.Likeness.SAME:
             _check_origin(folder, config, note)
-        return folders.load_group(folder, "params", manifest, {"params": like}, None, layers)
+        return folders.read_group(folder, "params", manifest, {"params": like}, layers, share_of_reading(processes))
 
-    return folders.reading(partial(folders.find, path, step), read)
+    where = partial(folders.find, path, step)
+    if processes.number > 1:
+        # A run that saves there may make another one the newest, or the best, between two processes.
+        inside = folders.run_on_all_processes(
+            processes, "init_from", conclude=lambda _: os.path.relpath(folders.find(path, step), path)
+        )
+        where = partial(path.absolute().joinpath, inside)
+    groups: list[folders.GroupArrays] = []
+    folders.run_on_all_processes(processes, "parameters", lambda: groups.append(folders.reading(where, read)))
+    exchange(groups, processes)
+    return groups[0].place(None)
 
 
 def _check_origin(folder: Path, config: TrainConfig, note: Callable[[str], None]) -> None:

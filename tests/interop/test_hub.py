@@ -8,6 +8,7 @@ import json
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from jaxpipe.errors import CheckpointError, ConfigError
 from jaxpipe.interop.folder import DTYPES, Planned, write_byte_tokenizer, write_tensors
 from jaxpipe.interop.hub import open_hub, weights_of
 from jaxpipe.runtime.pipeline import Pipeline
+from jaxpipe.runtime.processes import Processes
 from jaxpipe.schedule import generate
 from jaxpipe.stage.model.layer import Model
 from jaxpipe.stage.model.plan import plan_stages
@@ -35,6 +37,7 @@ from jaxpipe.train.evaluate import load_trained
 from jaxpipe.train.import_export import completed, export_hub, import_hub, initial_params
 from jaxpipe.train.loop import train
 from jaxpipe.train.setup import build_model
+from tests.runtime.test_processes import run_in_threads
 from tests.support.hub_folders import KINDS, TOKENS, V, tensors, write_folder
 from tests.support.paths import GOLDEN
 from tests.support.train_runs import config as settings
@@ -285,6 +288,10 @@ def begins_with(path: Path | str, *overrides: str) -> TrainConfig:
     return load_config(None, [f"run.init_from={path}", "data.seq_len=24", *overrides])
 
 
+def _read_a_layer(config: TrainConfig, model: Model, processes: Processes) -> dict[str, Any]:
+    return initial_params(config, model, {("embed", "head")[processes.mine]}, processes=processes)
+
+
 def test_a_run_begins_with_a_folder_or_a_run_of_it(tmp_path: Path) -> None:
     """Each with the model and the numbers of the folder, and only the layers that a process has."""
     folder = write_folder(tmp_path / "given", "qwen2")
@@ -298,6 +305,8 @@ def test_a_run_begins_with_a_folder_or_a_run_of_it(tmp_path: Path) -> None:
         params = initial_params(config, model)
         jax.tree.map(np.testing.assert_array_equal, params, expected)
         assert initial_params(config, model, {"embed", "head"}).keys() == {"embed", "head"}
+        in_two = run_in_threads(2, partial(_read_a_layer, config, model))
+        jax.tree.map(np.testing.assert_array_equal, in_two, [{name: expected[name]} for name in ("embed", "head")])
     meta = read_manifest(run).meta
     shutil.rmtree(folder)  # is not looked at by a run that goes on
     assert completed(begins_with(folder, "data.tokenizer=ids:37", "data.path=x.npy"), meta) == replace(

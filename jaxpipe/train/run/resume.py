@@ -122,7 +122,8 @@ def start_of(prepared: Prepared, origin: Manifest | None, store: CheckpointStore
     if origin is None:
         params = None
         if prepared.config.run.init_from:
-            params = initial_params(prepared.config, prepared.model, _own_layers(prepared, store.processes), note)
+            layers = _own_layers(prepared, store.processes)
+            params = initial_params(prepared.config, prepared.model, layers, note, store.processes)
             note(f"begins with the parameters in {prepared.config.run.init_from}")
         return Start(0, _batches(prepared, None), params)
 

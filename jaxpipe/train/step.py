@@ -49,7 +49,7 @@ from jaxpipe.train.checkpoints.leaves import joined_rows
 from jaxpipe.train.state import Buffers, Instance, StepMetrics, TrainState, Unapplied, Updated
 from jaxpipe.train.update import stage_update
 from jaxpipe.train.update.optimizer import LearningRate
-from jaxpipe.train.update.post_validation import LateUpdate, PostValidation
+from jaxpipe.train.update.post_validation import LateUpdate, PostValidation, last_rank
 from jaxpipe.train.update.scalars import StepReduction, TiedLeaves, agrees
 
 
@@ -228,7 +228,7 @@ class TrainStep:
         self._fresh = {s: self._compile_fresh(s) for s in self._own}
         self._rate = LearningRate(learning_rate, self.states[0].optimizer)
         squares = {s: _square_aval(x, self.states[s].acc) for s, x in self._shards.items()}
-        self._scalars = StepReduction(pipeline, squares, clip_norm)
+        self._scalars = StepReduction(pipeline, squares, clip_norm, last_rank(pipeline) if self._late else 0)
         self._ties = TiedLeaves(pipeline)
         self.pipeline = self._with_epilogues(pipeline)
         self._footprints: dict[int, Footprint] = {}
@@ -237,6 +237,7 @@ class TrainStep:
         """Return the same step over ``pipeline``, which has the same stages on the same ranks in another order. Compiles
         nothing."""
         other = copy.copy(self)
+        other._scalars = self._scalars.on_hub(last_rank(pipeline) if self._late else 0)
         other.pipeline = self._with_epilogues(pipeline)
         return other
 

@@ -12,7 +12,7 @@ The update's arithmetic is done twice, and parameters that are their own masters
 of the update compiles to the bits of the whole is nothing that XLA promises: the first :data:`COMPARED_STEPS` that are made
 ahead are made whole, too, and if a bit differs there is no post-validation from then on.
 
-Several processes decide alike, each for its own ranks: rank 0 sends the guess and later the scalars of the whole step to all,
+Several processes decide alike, each for its own ranks: all get the guess and later the scalars of the whole step,
 and the same comparison of the same numbers says everywhere whether to commit or to drop. A dropped step ends in each process at
 another place of its order; the executor sees that no message stays without its other end."""
 
@@ -28,6 +28,7 @@ import jax.numpy as jnp
 
 from jaxpipe.errors import ConfigError
 from jaxpipe.runtime.executor import StepDropped
+from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.runtime.processes import Processes, SingleProcess
 from jaxpipe.train.state import Buffers, Instance, TrainState, Unapplied, Updated
 
@@ -37,6 +38,14 @@ CLEAN_STEPS = 10
 
 COMPARED_STEPS = 3
 """So many times the parameters made ahead are compared with those of the whole update, before the next step begins."""
+
+
+def last_rank(pipeline: Pipeline) -> int:
+    """Return the rank that ends a step last, as it is predicted: there the programs that combine the scalars of all wait for
+    nobody. A device runs programs in the order of their dispatch, so on another rank they would hold up the next step's
+    forwards until the last gradient is there."""
+    compute = (e for e in pipeline.predicted_timeline().events if e.lane == "compute")
+    return max(compute, key=lambda e: (e.end_s, e.rank)).rank
 
 
 class PostValidation:

@@ -1,8 +1,8 @@
 """What a step exchanges between ranks outside the pipeline: its scalars, and leaves that two stages use.
 
-Scalars of all ranks become one loss, norm and factor, and whether all is finite. Rank 0 computes them, always by the same
-functions of the same numbers, so that their bits do not depend on how ranks are divided between processes. Nothing here waits
-for a device, nor for another process.
+Scalars of all ranks become one loss, norm and factor, and whether all is finite. One rank computes them, the *hub*, always
+by the same functions of the same numbers, so that their bits do not depend on how ranks are divided between processes. Nothing
+here waits for a device, nor for another process.
 
 Of tied leaves the gradients of the copies are added to their owner's, and the owner's new value goes to the copies, shard by
 shard: device k of the owner's rank exchanges with device k of the copy's. Gradients are added before the reduction, while each
@@ -12,6 +12,7 @@ device still has its own sum, so that a tied parameter is reduced once.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -56,9 +57,12 @@ jax.tree_util.register_dataclass(Combined)
 
 
 class StepReduction:
-    """Reduces scalars of the steps of ``pipeline``'s stages; ``squares``: shapes of what each stage's reduction gives."""
+    """Reduces scalars of the steps of ``pipeline``'s stages, on rank ``hub``. ``squares``: shapes of what each stage's
+    reduction gives."""
 
-    def __init__(self, pipeline: Pipeline, squares: Mapping[int, jax.ShapeDtypeStruct], clip_norm: float) -> None:
+    def __init__(
+        self, pipeline: Pipeline, squares: Mapping[int, jax.ShapeDtypeStruct], clip_norm: float, hub: int = 0
+    ) -> None:
         self._owned, self._homes = pipeline.ownership, [replicated(mesh) for mesh in pipeline.submeshes]
         self._primary = {s: ranks[0] for s, ranks in pipeline.instances.items()}
         self._combine = jax.jit(partial(_combine, clip_norm=clip_norm))
@@ -75,9 +79,10 @@ class StepReduction:
         self._ports = {(s, port.index): a for s, of in made_there.items() for port, a in of if port.kind == "loss"}
         view = RankView(pipeline.rank_meshes[self._loss_rank], pipeline.submeshes[self._loss_rank])
         self._sum_losses = LossReduction(view, [spec_of(a) for _, a in sorted(self._ports.items())], pipeline.reported)
+        self._views = [RankView(*meshes) for meshes in zip(pipeline.rank_meshes, pipeline.submeshes, strict=True)]
+        self._hub, self._any_column = hub, AnyColumn(self._views[hub])
         if not self._owned.divided:
             return
-        self._any_column = AnyColumn(RankView(pipeline.rank_meshes[0], pipeline.submeshes[0]))
         self._squares = squares
         results = [(value, p.rank) for p in pipeline.programs for value, _ in p.results if value.kind == "loss"]
         self._losses = sorted((v.microbatch, v.stage, v.index, rank) for v, rank in results)
@@ -88,26 +93,28 @@ class StepReduction:
         self._combined = with_flags(combined, weight, reported, [jax.ShapeDtypeStruct((), jnp.bool_)] * 2)
         self._guessed = jax.eval_shape(self._guess, loss_sum, weight)
 
+    def on_hub(self, hub: int) -> StepReduction:
+        """Return the same with another hub."""
+        if hub == self._hub:
+            return self
+        other = copy(self)
+        other._hub, other._any_column = hub, AnyColumn(self._views[hub])
+        return other
+
     def sum_losses(self, losses: Sequence[tuple[jax.Array, ...]]) -> LossSums | None:
-        """Sum the ``losses`` that this process has with those of others; None where rank 0 is elsewhere."""
-        if not self._owned.divided:
-            return self._summed(losses)
+        """Sum the ``losses`` that this process has with those of others; None where the rank that does is elsewhere."""
         # Every process runs the same sequence of moves, also those that neither send nor receive: transports match
         # messages by their order.
         if self._apart:
             losses = self._all_losses(losses)
-        sums = self._summed(losses) if self._loss_rank in self._owned.ranks else ()
-        shapes, structure = jax.tree.flatten(self._sums)
-        leaves = self._to_first(jax.tree.leaves(sums), self._loss_rank, shapes)
-        sums_on_first: LossSums | None = jax.tree.unflatten(structure, leaves) if self._owned.first else None
-        return sums_on_first
+        return self._summed(losses) if self._loss_rank in self._owned.ranks else None
 
     def guess(self, sums: LossSums | None) -> tuple[jax.Array, jax.Array]:
         """``scale`` and ``loss`` as :meth:`combine` finds them if the step is finite and not clipped, known once the losses
         are; where they were summed, or on the first rank of this process."""
         guess: Any = None if sums is None else self._guess(*sums[:2])
         everywhere: tuple[jax.Array, jax.Array] = (
-            self._from_first(guess, self._guessed) if self._owned.divided else guess
+            self._spread(guess, self._loss_rank, self._guessed) if self._owned.divided else guess
         )
         return everywhere
 
@@ -115,28 +122,29 @@ class StepReduction:
         self, squares: Mapping[int, jax.Array], sums: LossSums | None, stop: bool = False, switch: bool = False
     ) -> Combined:
         """Combine the ``squares`` that this process has, the ``sums`` of :meth:`sum_losses`, and whether this process wants to
-        ``stop`` or ``switch``; on rank 0, or on the first rank of this process."""
+        ``stop`` or ``switch``; on the hub, or on the first rank of this process."""
         combined_scalars: Any
         combined: Any = None
         if not self._owned.divided:
             assert sums is not None, "one process has all sums"
             loss_sum, weight, reported = sums
             values = (list(squares.values()), loss_sum, weight)
-            combined_scalars = self._combine(*jax.device_put(values, self._homes[0]))
+            combined_scalars = self._combine(*jax.device_put(values, self._homes[self._hub]))
             return with_flags(combined_scalars, weight, reported, [stop, switch])
         first_rank = self._owned.ranks[0]
         squares_by_stage = [
-            self._to_first([squares[s]] if s in squares else [], r, [self._squares[s]])
-            for s, r in self._primary.items()
+            self._to_hub([squares[s]] if s in squares else [], r, [self._squares[s]]) for s, r in self._primary.items()
         ]
+        shapes, structure = jax.tree.flatten(self._sums)
+        sums_on_hub = self._to_hub(jax.tree.leaves(sums), self._loss_rank, shapes)
         flags = jax.device_put([np.asarray(stop), np.asarray(switch)], self._homes[first_rank])
         flag_avals = [self._combined.stop, self._combined.switch]
-        requests = [self._to_first(flags if k == first_rank else [], k, flag_avals) for k in self._owned.leaders]
-        if sums is not None:
-            loss_sum, weight, reported = sums
+        requests = [self._to_hub(flags if k == first_rank else [], k, flag_avals) for k in self._owned.leaders]
+        if self._hub in self._owned.ranks:
+            loss_sum, weight, reported = jax.tree.unflatten(structure, sums_on_hub)
             combined_scalars = self._combine([square for one in squares_by_stage for square in one], loss_sum, weight)
             combined = with_flags(combined_scalars, weight, reported, self._any_column(self._any(requests)))
-        everywhere: Combined = self._from_first(combined, self._combined)
+        everywhere: Combined = self._spread(combined, self._hub, self._combined)
         return everywhere
 
     def _summed(self, losses: Sequence[tuple[jax.Array, ...]]) -> LossSums:
@@ -149,14 +157,15 @@ class StepReduction:
 
     def all_true(self, flags: Mapping[int, jax.Array]) -> jax.Array:
         """Return whether all of the scalars, by stage, are true."""
-        first = self._homes[0]
         if not self._owned.divided:
-            all_flags: jax.Array = self._all(jax.device_put(list(flags.values()), first))
+            all_flags: jax.Array = self._all(jax.device_put(list(flags.values()), self._homes[self._hub]))
             return all_flags
         flag = self._combined.applied
-        flags_by_stage = [self._to_first([flags[s]] if s in flags else [], r, [flag]) for s, r in self._primary.items()]
-        answer_on_first = self._all([x for one in flags_by_stage for x in one]) if self._owned.first else None
-        answer: jax.Array = self._from_first(answer_on_first, flag)
+        flags_by_stage = [self._to_hub([flags[s]] if s in flags else [], r, [flag]) for s, r in self._primary.items()]
+        answer_on_hub = (
+            self._all([x for one in flags_by_stage for x in one]) if self._hub in self._owned.ranks else None
+        )
+        answer: jax.Array = self._spread(answer_on_hub, self._hub, flag)
         return answer
 
     def _all_losses(self, losses: Sequence[tuple[jax.Array, ...]]) -> list[tuple[jax.Array, ...]]:
@@ -172,13 +181,13 @@ class StepReduction:
             losses_by_key |= zip(these, moved, strict=False)
         return [tuple(losses_by_key[at] for at in of) for _, of in groupby(sorted(losses_by_key), key=itemgetter(0))]
 
-    def _to_first(self, arrays: Sequence[Any], src: int, avals: Sequence[Any]) -> Sequence[jax.Array]:
-        return self._owned.move(arrays, src, 0, [on_sharding(a, self._homes[0]) for a in avals])
+    def _to_hub(self, arrays: Sequence[Any], src: int, avals: Sequence[Any]) -> Sequence[jax.Array]:
+        return self._owned.move(arrays, src, self._hub, [on_sharding(a, self._homes[self._hub]) for a in avals])
 
-    def _from_first(self, tree: Any, avals: Any) -> Any:
-        """``tree`` of rank 0, as ``avals`` say, on the first rank of this process."""
+    def _spread(self, tree: Any, src: int, avals: Any) -> Any:
+        """``tree`` of rank ``src``, as ``avals`` say, in its process, or on the first rank of this one."""
         shapes, structure = jax.tree.flatten(avals)
-        return jax.tree.unflatten(structure, self._owned.spread(jax.tree.leaves(tree), 0, shapes))
+        return jax.tree.unflatten(structure, self._owned.spread(jax.tree.leaves(tree), src, shapes))
 
 
 def with_flags(combined: Any, weight: Any, reported: Any, flags: Sequence[Any]) -> Combined:

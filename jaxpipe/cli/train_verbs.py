@@ -108,7 +108,9 @@ def run_train(args: argparse.Namespace) -> int:
             devices = max(pipe.num_devices, config.run.machine.devices)
             if processes.number > 1:
                 local_ranks = processes.ranks(pipe.ranks)[processes.mine]
-                devices = len(local_ranks) * max(pipe.mesh.num_devices // processes.columns, pipe.cp * pipe.tp)
+                devices = len(local_ranks) * max(
+                    pipe.mesh.num_devices // processes.columns, pipe.mesh.one_row.num_devices
+                )
             # this order: JAX reads its flags when it is imported, and connects processes before it first looks for devices
             request_devices(devices, config.run.machine.platform, processes=processes.number)
             request_gpus(config.run, processes=processes.number, mine=processes.mine)

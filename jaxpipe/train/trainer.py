@@ -89,8 +89,8 @@ class Trainer(Closing):
             :attr:`StepMetrics.learning_rate`. That of ``optax.inject_hyperparams`` needs no telling.
         ema: decay of an exponential moving average of the parameters, kept with the optimizer's state; None for none.
         dp, cp, tp, zero1: devices of each rank that share a microbatch's sequences, each sequence's positions, and its layers'
-            work; divide the optimizer's state and update over dp.
-        cp_method: how attention is computed where positions are divided (:data:`jaxpipe.mesh.CP_METHODS`).
+            work (``tp`` may be a whole :class:`~jaxpipe.axes.RankMesh`); divide the optimizer's state and update over dp.
+        cp_method: how attention is computed where positions are divided (:data:`jaxpipe.axes.CP_METHODS`).
         post_validation: ``"off"``, ``"on"`` or ``"auto"``: begin a step before it is known whether the last one's gradient was
             finite and short enough (:mod:`jaxpipe.train.update.post_validation`). The same bits.
         offload, braid: as in :meth:`Pipeline.build`.
@@ -208,7 +208,7 @@ class Trainer(Closing):
             passes=PassesConfig(braid, post_validation=post_validation),
         )
         processes = processes or SingleProcess()
-        processes.arrange(pipe.ranks, dp, columns)
+        processes.arrange(pipe.ranks, mesh.dp, columns)
         progress = None if processes.mine else progress  # the first one speaks for all
         if devices is None:
             devices = find_trainer_devices(pipe, platform, processes)

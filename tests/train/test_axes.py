@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,12 +13,14 @@ import numpy as np
 import optax
 import pytest
 
-from jaxpipe.axes import AXES, BUFFER_AXES, DATA, ONE_SHARD, TP, BufferAxes, RankMesh
+from jaxpipe.axes import AXES, BUFFER_AXES, CP, DATA, ONE_SHARD, TP, BufferAxes, RankMesh
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.schedule import generate
 from jaxpipe.stage.model.layer import Layer, LayerContext, Model, Params, Path, Shard
 from jaxpipe.stage.model.reference import init_params
 from jaxpipe.train.step import TrainStep
+from tests.support.paths import ROOT
+from tests.test_size import parsed
 
 D, F, T, M, SIZE = 6, 8, 4, 4, 4
 
@@ -128,6 +131,29 @@ def test_an_axis_of_the_table_divides_a_model(sizes: dict[str, int], zero1: bool
     np.testing.assert_allclose(reports, expected_reports, rtol=1e-10)  # the norm is of the whole gradient, and clips
     _assert_close(leaves, expected_leaves)
     _assert_close(_trained(undivided, leaves), _trained(step, leaves))
+
+
+def test_few_files_name_an_axis() -> None:
+    """Sizes, specs, sums and texts follow from the table: where there was none, 27 files of ours named ``cp``."""
+    files = {
+        path.relative_to(ROOT).as_posix()
+        for path in (ROOT / "jaxpipe").rglob("*.py")
+        if _names_cp(path.read_text(encoding="utf-8"))
+    }
+    ours = {
+        path for path in files if not path.startswith(("jaxpipe/search/", "jaxpipe/models/"))
+    }  # there cp is a solver
+    assert {"jaxpipe/axes.py", "jaxpipe/context_parallel.py", "jaxpipe/train/trainer.py"} <= ours
+    assert len(ours) <= 10, sorted(ours)
+
+
+def _names_cp(source: str) -> bool:
+    """Return whether code reads, takes or passes ``cp``, its name or its setting."""
+    if CP not in source.lower():
+        return False
+    fields = ("id", "attr", "arg", "name", "value")
+    named = {getattr(node, field, None) for node in ast.walk(parsed(source)) for field in fields}
+    return not named.isdisjoint({CP, "CP", f"pipeline.{CP}"})
 
 
 def _assert_close(one: Any, other: Any) -> None:

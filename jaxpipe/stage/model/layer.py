@@ -36,7 +36,7 @@ Params = dict[str, Any]
 Path = tuple[str, ...]
 Shard = int | Literal["partial"] | tuple[BufferKind, int | None]
 """How a parameter lies on the ``tp`` shards: split along an axis, or (``"partial"``) whole on each of them, each shard making
-a part of its gradient. Or one of the other kinds of :data:`~jaxpipe.mesh.BUFFER_AXES`, and the axis that is divided or None. A
+a part of its gradient. Or one of the other kinds of :data:`~jaxpipe.axes.BUFFER_AXES`, and the axis that is divided or None. A
 parameter of which nothing is said is whole on each, and each shard makes its whole gradient."""
 
 

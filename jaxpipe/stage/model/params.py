@@ -6,7 +6,7 @@ in passing) and one for the rest. Larger leaves keep their own buffer and shape.
 Leaves that are not trained (integers, and what :attr:`Layer.trainable` leaves out) go into buffers after all others and have no
 accumulator. Copies of leaves tied to another stage's share buffers only with each other: the owner's stage updates them.
 
-Where devices divide layers a buffer holds leaves of one kind (:data:`~jaxpipe.mesh.BUFFER_AXES`): split over shards, whole on
+Where devices divide layers a buffer holds leaves of one kind (:data:`~jaxpipe.axes.BUFFER_AXES`): split over shards, whole on
 each (``same``), or whole on each with gradients that the shards make parts of (``partial``). Slots and buffers are a shard's;
 what a rank holds of a split buffer is the shards' buffers one after another on axis 0. :meth:`ParamLayout.pack` and
 :meth:`~ParamLayout.unpack` go between whole parameters and what a rank holds, :meth:`~ParamLayout.pack_leaves` and

@@ -105,6 +105,11 @@ def test_pipeline_and_dp_over_four_processes_have_the_bits_of_one() -> None:
 
 
 @pytest.mark.soak
+def test_steps_that_begin_early_on_a_grid_have_the_bits_of_one_process() -> None:
+    assert_same_bits(in_columns([{**case, "ahead": True} for case in (ZERO, PLAIN, V_SHAPED)], 2), 2, 4)
+
+
+@pytest.mark.soak
 def test_dp_over_four_processes_has_the_bits_of_one() -> None:
     assert_same_bits(in_columns([WIDE, {**WIDE, "zero1": True, "dropout": 0.1}], 4), 4)
 

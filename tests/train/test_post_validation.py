@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
 from jaxpipe.errors import ConfigError, RunError
-from jaxpipe.schedule import generate
+from jaxpipe.schedule import CostProfile, generate
 from jaxpipe.train.checkpoint import CheckpointStore
 from jaxpipe.train.config import load_config
 from jaxpipe.train.state import TrainState
@@ -270,6 +271,41 @@ def test_forwards_run_before_it_is_asked_and_are_dropped(monkeypatch: pytest.Mon
     del late
     gc.collect()
     assert old_params() is None and bool(first.applied)  # metrics that are kept keep no parameters
+
+
+def test_forwards_do_not_wait_for_the_norm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last rank's gradients are late: the first one's forwards of the next step are through before the norm is known."""
+    case = Case("gpt", 2, 1, 1, family="v-zb", dtype="float32", one_block=True)
+    step = TrainStep(pipeline(case), optimizer(), post_validation="on")
+    step = step.with_pipeline(step.pipeline.with_costs(CostProfile.uniform(4, f=1, b=1, w=1)))
+    monkeypatch.setattr(step.post_validation, "steps_to_compare", 0)
+    busy = jax.jit(lambda x: jax.lax.fori_loop(0, 60, lambda _, y: jnp.tanh(y @ y), x))
+    square = jax.device_put(jnp.ones((600, 600)), step.pipeline.submeshes[1].devices.flat[0])
+    busy(square).block_until_ready()
+    reduced, accumulators = TrainStep._reduced, LateUpdate.accumulators
+    waits = []
+
+    def late(step: TrainStep, stage: int, *arguments: Any) -> Any:
+        if step.pipeline.primary(stage)[0] == 1:
+            busy(square)
+        return reduced(step, stage, *arguments)
+
+    def watch(update: LateUpdate, rank: int) -> Any:
+        if not waits:
+            tokens = [token for r, action, token in step.pipeline.executor.dispatched if (r, action.stage) == (0, 0)]
+            jax.block_until_ready(tokens)
+            waits.append((len(tokens), update._unapplied.combined.applied.is_ready()))  # type: ignore[attr-defined]
+        return accumulators(update, rank)
+
+    state, data = step.init(params_for(case)), batches(4)
+    for batch in data[:2]:  # which compile
+        state, _ = step(state, batch)
+    jax.block_until_ready(dict(state.compute))
+    monkeypatch.setattr(TrainStep, "_reduced", late)
+    state, _ = step(state, data[2])
+    monkeypatch.setattr(LateUpdate, "accumulators", watch)
+    step(state, data[3])
+    assert waits == [(3, False)]
 
 
 def test_auto_begins_after_clean_steps_and_ends_with_a_failure() -> None:

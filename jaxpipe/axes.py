@@ -122,9 +122,37 @@ class RankMesh:
         """Return into how many parts a microbatch's rows are divided."""
         return math.prod(self.sizes[axis] for axis in ROWS)
 
+    def cut(self, parts: int) -> dict[str, int]:
+        """Return into how many parts each axis is cut where the devices, in their order, are cut into ``parts`` equal meshes.
+
+        Raises:
+            ConfigError: they can't be.
+        """
+        cut: dict[str, int] = {}
+        left = parts
+        for axis, size in self.sizes.items():
+            # The outermost axis first: of an inner one only whole lines of devices are consecutive.
+            cut[axis] = left if size % left == 0 else size
+            if left % cut[axis]:
+                break
+            left //= cut[axis]
+        else:
+            if left == 1:
+                return cut
+        raise ConfigError(f"{self} is not cut into {parts} equal parts")
+
     def column(self, columns: int) -> RankMesh:
-        """Return one of ``columns`` equal parts along dp."""
-        return replace(self, dp=self.dp // columns)
+        """Return one of ``columns`` equal parts: the devices of one of the processes that share the rank."""
+        cut = self.cut(columns)
+        sizes: dict[str, Any] = {axis: size // cut[axis] for axis, size in self.sizes.items()}
+        return replace(self, **sizes)
+
+    def function_part(self, columns: int) -> RankMesh:
+        """Return the part on which a stage function runs where ``columns`` processes share the rank: along the axes whose
+        devices exchange in layers it is whole, and may be of several processes."""
+        cut = self.cut(columns)
+        rows: dict[str, Any] = {axis: self.sizes[axis] // cut[axis] for axis in ROWS}
+        return replace(self, **rows)
 
     @property
     def size(self) -> int:

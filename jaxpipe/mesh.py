@@ -66,11 +66,9 @@ def pipeline_submeshes(
     return tuple(mesh_over(mesh, all_devices[r : r + mesh.num_devices]) for r in range(0, need, mesh.num_devices))
 
 
-def column_mesh(mesh: Mesh, columns: int, column: int) -> Mesh:
-    """Return one of ``columns`` equal parts of a rank's mesh along dp."""
-    if columns == 1:
-        return mesh
-    return Mesh(np.split(mesh.devices, columns, axis=mesh.axis_names.index(DP))[column], mesh.axis_names)
+def part_of(mesh: Mesh, part: RankMesh, index: int) -> Mesh:
+    """Return the ``index``-th of the equal parts, of these sizes and of consecutive devices, of a rank's mesh."""
+    return Mesh(mesh.devices.reshape(-1, *part.sizes.values())[index], mesh.axis_names)
 
 
 def with_several(mesh: AnyMesh, axes: Iterable[str]) -> tuple[str, ...]:

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxpipe import dump
+from jaxpipe.axes import RankMesh
 from jaxpipe.cli import flags
 from jaxpipe.cli.exit_codes import EXIT_CODES, INTERRUPTED, STOPPED, explained
 from jaxpipe.cli.plan_verbs import without_devices
@@ -104,20 +105,19 @@ def run_train(args: argparse.Namespace) -> int:
             config = config_of(args)
             agree_on_settings(processes, config, {"--dp": str(args.dp)})
             pipe, columns = config.pipeline, config.run.machine.columns
-            processes.arrange(pipe.ranks, 0 if args.dp == flags.AUTO else pipe.dp, columns)
+            processes.arrange(pipe.ranks, None if args.dp == flags.AUTO else pipe.mesh, columns)
             devices = max(pipe.num_devices, config.run.machine.devices)
             if processes.number > 1:
                 local_ranks = processes.ranks(pipe.ranks)[processes.mine]
-                devices = len(local_ranks) * max(
-                    pipe.mesh.num_devices // processes.columns, pipe.mesh.one_row.num_devices
-                )
+                least = pipe.mesh.one_row.num_devices if args.dp == flags.AUTO else 1
+                devices = len(local_ranks) * max(pipe.mesh.num_devices // processes.columns, least)
             # this order: JAX reads its flags when it is imported, and connects processes before it first looks for devices
             request_devices(devices, config.run.machine.platform, processes=processes.number)
             request_gpus(config.run, processes=processes.number, mine=processes.mine)
             processes.start_jax()
             if args.dp == flags.AUTO:
                 config = _filling_all_devices(config, processes)
-                processes.arrange(pipe.ranks, config.pipeline.dp, columns)
+                processes.arrange(pipe.ranks, config.pipeline.mesh, columns)
             from jaxpipe.planning.targets import peak_of
             from jaxpipe.train.loop import train
             from jaxpipe.train.run.progress import ProgressStream
@@ -398,7 +398,7 @@ def run_launch(args: argparse.Namespace) -> int:
     config = config_of(train_args)
     is_auto = train_args.dp == flags.AUTO
     if args.where == "local":
-        return _launch_here(args, config, 0 if is_auto else config.pipeline.dp)
+        return _launch_here(args, config, None if is_auto else config.pipeline.mesh)
     return _write_job_file(args, config.filling(args.nodes * args.gpus) if is_auto else config)
 
 
@@ -408,9 +408,9 @@ _FLAG_NAMES = {"number": "-n", "output": "-o", "gpus": "--gpus-per-node", "per_n
 }
 
 
-def _launch_here(args: argparse.Namespace, config: TrainConfig, dp: int) -> int:
+def _launch_here(args: argparse.Namespace, config: TrainConfig, mesh: RankMesh | None) -> int:
     ranks = config.pipeline.ranks
-    divided(ranks, args.number // grid_columns(args.number, ranks, dp, config.run.machine.columns))
+    divided(ranks, args.number // grid_columns(args.number, ranks, mesh, config.run.machine.columns))
     check_local(args.logs or "", "--logs")
     logs = Path(args.logs or tempfile.mkdtemp(prefix="jaxpipe-launch-"))
     logs.mkdir(parents=True, exist_ok=True)

@@ -365,6 +365,7 @@ def measure_stages(
     fused: bool = True,
     too_large: Callable[[str], None] | None = None,
     vocab_size: int = 2,
+    in_step: bool = False,
 ) -> StageMeasurements:
     """Run every function of every stage alone; on emulated devices with the other ranks as busy.
 
@@ -377,11 +378,13 @@ def measure_stages(
         too_large: called with a line for a function that memory does not suffice for, which is left out; without it, JAX's
             error ends this.
         vocab_size: integers of the batch are below it.
+        in_step: functions run on devices of several processes, each of which measures here: all call them equally often, one
+            after another, and collectives are not timed alone.
     """
     timings, footprints, exchanged = {}, {}, {}
     functions = {(op, x.stage): f for x in stages for op, f in x.functions.items() if fused or not op_spec(op).parts}
     # Devices emulated on one machine share its cores: timed alone, each rank would have the cores of all.
-    shared, crowding = _times_at_once(functions, repeats, warm_up, vocab_size)
+    shared, crowding = ({}, 1.0) if in_step else _times_at_once(functions, repeats, warm_up, vocab_size)
     for stage in stages:
         s = stage.stage
         for op, function in stage.functions.items():
@@ -389,7 +392,7 @@ def measure_stages(
                 continue
             try:
                 timings[(op, s)] = shared.get((op, s)) or time_function(
-                    function, repeats, warm_up, vocab_size=vocab_size
+                    function, repeats, warm_up, calls=1 if in_step else None, vocab_size=vocab_size
                 )
             except jax.errors.JaxRuntimeError as error:
                 if too_large is None or "RESOURCE_EXHAUSTED" not in str(error):
@@ -398,7 +401,7 @@ def measure_stages(
                 continue
             if memory:
                 footprints[(op, s)] = footprint(function)
-        exchange = time_collectives(stage.functions["F"], repeats, warm_up)
+        exchange = None if in_step else time_collectives(stage.functions["F"], repeats, warm_up)
         if exchange is not None:
             exchanged[s] = exchange
     return StageMeasurements(tuple(stages), timings, footprints, collectives=exchanged, crowding=crowding)

@@ -33,6 +33,7 @@ from typing import Any, BinaryIO
 from jaxpipe.errors import CheckpointError, ConfigError, NotFiniteError, RunError
 from jaxpipe.files import check_one_line
 from jaxpipe.runtime.connections import LOST
+from jaxpipe.runtime.processes import grid_columns
 from jaxpipe.train.config import TrainConfig
 from jaxpipe.train.run.ending import INTERRUPTED, STOPPED, Stop
 from jaxpipe.train.settings.sections import AXIS_FLAGS
@@ -230,8 +231,9 @@ class ClusterJob:
     """A run of ``jaxpipe ARGUMENTS`` on ``nodes`` hosts with ``gpus`` each, which share them among ``processes``.
 
     Raises:
-        ConfigError: ``config`` needs another number of devices, a rank does not lie within a process, or an argument holds a
+        ConfigError: ``config`` needs another number of devices, its ranks do not lie on the processes, or an argument holds a
             control character.
+        AgreedError: as :meth:`~jaxpipe.runtime.processes.Processes.arrange`.
     """
 
     name: str
@@ -244,7 +246,7 @@ class ClusterJob:
 
     def __post_init__(self) -> None:
         pipe = self.config.pipeline
-        num_gpus, each = self.nodes * self.gpus, pipe.mesh.num_devices
+        num_gpus = self.nodes * self.gpus
         if _LABEL.fullmatch(self.name) is None:
             raise ConfigError(f"--name {self.name}: want at most 40 of a-z, 0-9 and -, from a letter to no -")
         for argument in self.arguments:
@@ -254,10 +256,13 @@ class ClusterJob:
                 f"{pipe.mesh.after(f'{pipe.ranks} ranks')} are {pipe.num_devices} devices and {self.nodes} nodes with "
                 f"{self.gpus} GPUs have {num_gpus}; change --nodes, --gpus-per-node, --pp or {AXIS_FLAGS}"
             )
-        if self.gpus % self.processes or self.gpus // self.processes % each:
+        number = self.nodes * self.processes
+        columns = grid_columns(number, pipe.ranks, pipe.mesh, self.config.run.machine.columns)
+        if self.gpus % self.processes or pipe.ranks % (number // columns):
             raise ConfigError(
-                f"a rank's {pipe.mesh} = {each} GPUs must lie within one process, which has "
-                f"{self.gpus / self.processes:g} of its node's {self.gpus}; change {AXIS_FLAGS} or --processes-per-node"
+                f"a process has whole ranks, or an equal part of the {pipe.mesh} of one, and here it has "
+                f"{self.gpus / self.processes:g} of its node's {self.gpus} GPUs; change --pp, {AXIS_FLAGS} or "
+                "--processes-per-node"
             )
 
     @property

@@ -14,6 +14,7 @@ stage needs few collectives.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -22,23 +23,31 @@ from typing import Any, TypedDict
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
-from jaxpipe.axes import ONE_SHARD, RankMesh, rank_mesh
+from jaxpipe.axes import DATA, ONE_SHARD, RankMesh, rank_mesh
 from jaxpipe.context_parallel import joined_shards, laid_out, shard_avals
 from jaxpipe.cost.profile import analytic_profile
 from jaxpipe.errors import CheckpointError, ProgramError, StageError
-from jaxpipe.mesh import column_mesh, pipeline_submeshes, replicated, spec_of, with_several
+from jaxpipe.mesh import part_of, pipeline_submeshes, replicated, spec_of, with_several
 from jaxpipe.runtime.batches import (
     Batch,
     Instance,
     check_microbatch,
     check_placed,
     checked_batch,
-    column_rows,
     place_data,
+    rows_of_shards,
 )
-from jaxpipe.runtime.grid import RankView, aval_on, spanning_options, sum_over
+from jaxpipe.runtime.grid import (
+    RankView,
+    aval_on,
+    function_in_process,
+    place,
+    spanning_options,
+    stage_in_process,
+    sum_over,
+)
 from jaxpipe.runtime.processes import Processes, SingleProcess
 from jaxpipe.runtime.transfer import OFFLOAD_ALL, OffloadOptions, Ownership
 from jaxpipe.schedule import CostProfile, Placement, Schedule
@@ -110,8 +119,9 @@ class Assembly:
     ``boundaries[stage]``: first and one-past-last layer; ``functions[(rank, stage)]``; ``offload``: what O and L move, and
     where to; ``braid``: whether braided slots run as one function; ``ownership``: which ranks are this process's (all are
     traced, these run). ``mesh``: the devices of every rank by axis, and how layers divide their work over them;
-    ``rank_meshes``: those devices; ``submeshes``: of each rank those in this process's column (:mod:`jaxpipe.runtime.grid`), on
-    which functions run and whose part of a microbatch they see.
+    ``rank_meshes``: those devices; ``submeshes``: of each rank those in this process's column (:mod:`jaxpipe.runtime.grid`),
+    whose arrays are here; ``function_meshes``: those on which functions run, which see their part of a microbatch, and
+    ``joint_functions``: as they run there.
     """
 
     model: Model
@@ -119,7 +129,9 @@ class Assembly:
     boundaries: Cut
     submeshes: tuple[jax.sharding.Mesh, ...]
     rank_meshes: tuple[jax.sharding.Mesh, ...]
+    function_meshes: tuple[jax.sharding.Mesh, ...]
     functions: Mapping[Instance, StageFunctions]
+    joint_functions: Mapping[Instance, StageFunctions]
     microbatch_size: int
     compute_dtype: Any
     master_dtype: Any
@@ -140,15 +152,25 @@ class Assembly:
         return self.mesh
 
     @property
-    def column(self) -> RankMesh:
-        """Return the devices of every rank that are in this process's column, by axis."""
-        return self.mesh.column(self.ownership.processes.columns)
+    def function_part(self) -> RankMesh:
+        """Return the devices of every rank on which a function runs, by axis."""
+        return self.mesh.function_part(self.ownership.processes.columns)
+
+    @cached_property
+    def views(self) -> tuple[RankView, ...]:
+        """Return the views of each rank's devices on which functions run."""
+        return tuple(RankView(*meshes) for meshes in zip(self.function_meshes, self.submeshes, strict=True))
+
+    @property
+    def function_processes(self) -> int:
+        """Return how many processes run a function together: consecutive columns."""
+        return self.function_part.num_devices // self.mesh.column(self.ownership.processes.columns).num_devices
 
     @property
     def row_shards(self) -> range | None:
-        """Return which of the parts of a microbatch's rows are in this process's column; None where they are not divided."""
-        own, column = self.column.rows, self.ownership.processes.column
-        return range(column * own, (column + 1) * own) if self.mesh.rows > 1 else None
+        """Return which of the parts of a microbatch's rows are here; None where they are not divided."""
+        own, part = self.function_part.rows, self.ownership.processes.column // self.function_processes
+        return range(part * own, (part + 1) * own) if self.mesh.rows > 1 else None
 
     @property
     def copies_in_parts(self) -> bool:
@@ -202,12 +224,14 @@ class Assembly:
         compute = check_dtype("dtype", compute_dtype)
         boundaries = _cut(model, placement, boundaries, microbatch_size // mesh.dp)
         processes = SingleProcess() if processes is None else processes
-        processes.arrange(placement.num_ranks, mesh.dp, processes.columns)
-        column = mesh.column(processes.columns)
-        column_spec = model.batch_spec(microbatch_size // processes.columns)
-        data_avals = shard_avals(model.name, column_spec, model.over_time, column)
+        processes.arrange(placement.num_ranks, mesh, processes.columns)
+        part, column = mesh.function_part(processes.columns), mesh.column(processes.columns)
+        spec = model.batch_spec(microbatch_size * part.rows // mesh.rows)
+        data_avals = shard_avals(model.name, spec, model.over_time, part)
         rank_meshes = pipeline_submeshes(placement.num_ranks, mesh, devices=devices)
-        submeshes = tuple(column_mesh(m, processes.columns, processes.column) for m in rank_meshes)
+        submeshes = tuple(part_of(m, column, processes.column) for m in rank_meshes)
+        number = processes.column // (part.num_devices // column.num_devices)
+        function_meshes = tuple(part_of(m, part, number) for m in rank_meshes)
         ownership = Ownership(submeshes, processes, transport)
         layers = [model.layers[a:b] for a, b in boundaries]
         instances = _instances(placement)
@@ -221,10 +245,10 @@ class Assembly:
                 layers,
                 param_avals=compute_avals(model.layers, compute, master),
                 data_avals=data_avals,
-                meshes=[submeshes[r] for r in ranks],
+                meshes=[function_meshes[r] for r in ranks],
                 recompute=recompute,
                 acc_dtype=master,
-                tp=column,
+                tp=part,
                 cache=cache,
                 first=model.first,
             )
@@ -236,6 +260,11 @@ class Assembly:
             boundaries,
             submeshes,
             rank_meshes,
+            function_meshes,
+            {
+                (r, s): stage_in_process(f, RankView(function_meshes[r], submeshes[r]))
+                for (r, s), f in functions.items()
+            },
             functions,
             microbatch_size,
             compute,
@@ -276,8 +305,14 @@ class Assembly:
         functions = {
             (r, s): with_instructions(f, used.get(s, ()), self.submeshes[r]) for (r, s), f in self.functions.items()
         }
-        same = all(f is self.functions[at] for at, f in functions.items())
-        return self if same else replace(self, functions=functions)
+        if all(f is self.functions[at] for at, f in functions.items()):
+            return self
+        if self.function_processes > 1:
+            raise StageError(
+                "functions of instructions run in one process, and here several have the tp or cp devices of a rank; start one "
+                "process for them (srun --ntasks-per-node=1, torchrun --nproc-per-node=1)"
+            )
+        return replace(self, functions=functions, joint_functions=functions)
 
     @cached_property
     def flop_costs(self) -> CostProfile:
@@ -311,8 +346,8 @@ class Assembly:
 
     @property
     def _data_avals(self) -> dict[str, jax.ShapeDtypeStruct]:
-        spec = self.model.batch_spec(self.microbatch_size // self.ownership.processes.columns)
-        return shard_avals(self.model.name, spec, self.model.over_time, self.column)
+        spec = self.model.batch_spec(self.microbatch_size * self.function_part.rows // self.mesh.rows)
+        return shard_avals(self.model.name, spec, self.model.over_time, self.function_part)
 
     def compare_policies(self, policies: Sequence[str] = STANDARD) -> tuple[tuple[PolicyCost, ...], ...]:
         """Compare what each recompute policy would save and cost, by stage (``compiled/recompute_report.py``). Runs nothing."""
@@ -321,10 +356,10 @@ class Assembly:
             [self.layers(s) for s in stages],
             compute_avals(self.model.layers, self.compute_dtype, self.master_dtype),
             self._data_avals,
-            [self.submeshes[self.primary(s)[0]] for s in stages],
+            [self.function_meshes[self.primary(s)[0]] for s in stages],
             policies,
             self.master_dtype,
-            self.column,
+            self.function_part,
         )
 
     @property
@@ -343,7 +378,8 @@ class Assembly:
         placed, params = {}, self.model.divided(params)
         for rank, stage in self.own_instances:
             buffers = self.packed(stage, params)
-            placed[(rank, stage)] = list(jax.device_put(buffers, self.param_homes((rank, stage))))
+            avals, view = self.functions[rank, stage].param_avals, self.views[rank]
+            placed[(rank, stage)] = view.narrow(place(buffers, [NamedSharding(view.rank, spec_of(a)) for a in avals]))
         return placed
 
     def packed(self, stage: int, params: Mapping[str, Params], dtype: Any = None) -> Buffers:
@@ -377,10 +413,10 @@ class Assembly:
         """
         check_placed(params, self._own_functions)
         batch = self._with_factors(checked_batch(batch, self.model.batch_spec(self.microbatch_size), microbatches))
-        processes = self.ownership.processes
-        batch = column_rows(batch, processes.columns, processes.column)
-        batch = laid_out(batch, self.model.over_time, self.column)
-        return place_data(batch, self._own_functions, self.submeshes)
+        if self.row_shards is not None:
+            batch = rows_of_shards(batch, self.row_shards, self.mesh.rows)
+        batch = laid_out(batch, self.model.over_time, self.function_part)
+        return place_data(batch, self._own_functions, self.views)
 
     def sum_replicas(self, gradients: Mapping[Instance, Sequence[jax.Array]]) -> dict[Instance, Buffers]:
         """Add the gradients of a stage's replicas, reduced or not, to its primary's, and return all, the replicas' at zero."""
@@ -429,7 +465,10 @@ class Assembly:
         # Summed as Python floats, microbatch by microbatch in the order of the devices: float32 would lose digits over many of
         # them, and another order would give other ones.
         columns_of = sorted(self.ownership.shared_by_column("losses", parts).items())
-        ports = [port for _, columns in columns_of for port in zip(*columns, strict=True)]
+        # Devices along axes that divide no data have the same losses; those axes are the innermost.
+        cut = self.mesh.cut(self.ownership.processes.columns)
+        copies = math.prod(parts for axis, parts in cut.items() if axis not in DATA)
+        ports = [port for _, columns in columns_of for port in zip(*columns[::copies], strict=True)]
         return [sum(x for run in zip(*port, strict=True) for column in run for x in column) for port in ports]
 
     @cached_property
@@ -514,8 +553,10 @@ class Assembly:
         spec = self.model.batch_spec(self.microbatch_size)
         params = compute_avals(self.model.layers, self.compute_dtype, self.master_dtype)
         output_avals = jax.eval_shape(lambda p, b: array_leaves(model_output(self.model, p, b)), params, spec)
-        mesh = self.submeshes[self.primary(last)[0]]
-        return *build_output(self.layers(last), self.stages[last], mesh, self._data_avals, self.column), output_avals
+        at, part = self.primary(last), self.function_part
+        view, joint = self.views[at[0]], self.joint_functions[at]
+        function, tree = build_output(self.layers(last), joint, view.rank, self._data_avals, part)
+        return function_in_process(function, view) if view.spans else function, tree, output_avals
 
     def _forward(
         self, params: Mapping[Instance, Buffers], batch: Batch, functions: Sequence[StageFunction], span: int

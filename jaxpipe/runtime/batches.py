@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from jaxpipe.axes import ROWS
 from jaxpipe.errors import ProgramError
 from jaxpipe.mesh import batch_sharded, device_sharded
+from jaxpipe.runtime.grid import RankView, place
 from jaxpipe.stage.functions import StageFunctions
 from jaxpipe.stage.model.layer import divisors
 
@@ -82,12 +83,12 @@ def _cast(name: str, array: Any, dtype: Any) -> Any:
     raise ProgramError(f"batch[{name!r}] holds {array.dtype}; the model reads {dtype}")
 
 
-def column_rows(batch: Batch, columns: int, column: int) -> Batch:
-    """Return the sequences of each microbatch that one of ``columns`` columns computes with."""
-    if columns == 1:
+def rows_of_shards(batch: Batch, shards: range, number: int) -> Batch:
+    """Return the sequences of each microbatch that some of ``number`` equal parts have."""
+    if len(shards) == number:
         return batch
-    rows = {name: array.shape[1] // columns for name, array in batch.items()}
-    return {name: array[:, column * rows[name] : (column + 1) * rows[name]] for name, array in batch.items()}
+    ends = {name: [array.shape[1] * k // number for k in (shards.start, shards.stop)] for name, array in batch.items()}
+    return {name: array[:, slice(*ends[name])] for name, array in batch.items()}
 
 
 def check_placed(params: Any, functions: Mapping[Instance, StageFunctions]) -> None:
@@ -132,15 +133,17 @@ def in_microbatches(
 
 
 def place_data(
-    batch: Batch, functions: Mapping[Instance, StageFunctions], submeshes: Sequence[Mesh]
+    batch: Batch, functions: Mapping[Instance, StageFunctions], views: Sequence[RankView]
 ) -> dict[Instance, list[list[jax.Array]]]:
-    """Place the arrays that each stage reads, by (rank, stage) and microbatch, split over ``dp`` and ``cp``."""
+    """Place the arrays that each stage reads, by (rank, stage) and microbatch, split over the data axes of its functions' mesh
+    in ``views``, by rank."""
     count = len(next(iter(batch.values())))
     names = {at: f.data_names for at, f in functions.items() if f.data_names}
     slices = [batch[n][i] for at in names for i in range(count) for n in names[at]]
-    homes = [batch_sharded(submeshes[r]) for r, s in names for _ in range(count) for _ in names[(r, s)]]
+    views_of = [views[r] for r, s in names for _ in range(count) for _ in names[(r, s)]]
     # One call for all: a call costs more than one more array, and there is an array a stage and microbatch.
-    arrays = iter(jax.device_put(slices, homes))
+    placed = place(slices, [batch_sharded(view.rank) for view in views_of])
+    arrays = (view.narrow(array) for view, array in zip(views_of, placed, strict=True))
     return {at: [[next(arrays) for _ in names[at]] for _ in range(count)] for at in names}
 
 

@@ -1,9 +1,12 @@
-"""Arrays and sums of ranks whose devices belong to several processes.
+"""Arrays, sums and functions of ranks whose devices belong to several processes.
 
-Data parallelism may go beyond a process: then processes form a grid (:meth:`~jaxpipe.runtime.processes.Processes.arrange`),
-and a process has one part of a rank's devices along dp, its *column*. Stage functions, messages and offloads run inside a
-column, on its part of the rank's mesh; the reduction of gradients and the update after it run on the rank's whole mesh. The
-same array is seen on either (:func:`seen_as`): nothing is copied, and nothing is exchanged.
+A rank may be larger than a process: then processes form a grid (:meth:`~jaxpipe.runtime.processes.Processes.arrange`), and a
+process has one part of a rank's devices, its *column*. What the runtime keeps and moves are arrays of the column: messages and
+offloads stay within it. The reduction of gradients and the update after it run on the rank's whole mesh. The same array is seen
+on either (:class:`RankView`): nothing is copied, and nothing is exchanged.
+
+Where columns divide dp alone, stage functions run in a column. Where they divide axes along which layers exchange (tp, cp), a
+function runs on devices of several processes, and each calls it with its parts of the arrays (:func:`function_in_process`).
 
 **Sums.** What ``lax.psum`` and ``lax.psum_scatter`` return depends on the sizes of arrays and on how devices lie in processes,
 in every size that was tried (gloo), and NCCL chooses rings and trees by size and topology. :func:`sum_over` and
@@ -14,18 +17,20 @@ and gather the sums: the same bits on any grid, for the same bytes as a reduce-s
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxpipe.axes import DP
 from jaxpipe.mesh import AnyMesh, spec_of
+from jaxpipe.stage.functions import AnyFunction, StageFunctions
 from jaxpipe.stage.split.trace import sum_in_order
+
+_Function = TypeVar("_Function", bound=AnyFunction)
 
 _GATHERED_ELEMENTS = 1024
 """The most elements of an array of which every device gets all terms: one collective, where more bytes cost less than a
@@ -33,12 +38,12 @@ second latency."""
 
 
 def aval_on(mesh: Mesh, aval: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """Return what an array on one mesh of a rank is on ``mesh``, which has more or fewer of the rank's devices along dp."""
-    spec = spec_of(aval)
-    shape = list(aval.shape)
+    """Return what an array on one mesh of a rank is on ``mesh``, which has more or fewer of the rank's devices."""
+    spec, shape = spec_of(aval), list(aval.shape)
     for axis, names in enumerate(spec):
-        if DP in (names if isinstance(names, tuple) else (names,)):
-            shape[axis] = shape[axis] * mesh.shape[DP] // aval.sharding.mesh.shape[DP]
+        for name in names if isinstance(names, tuple) else (names,):
+            if name is not None:
+                shape[axis] = shape[axis] * mesh.shape[name] // aval.sharding.mesh.shape[name]
     return jax.ShapeDtypeStruct(tuple(shape), aval.dtype, sharding=NamedSharding(mesh, spec))
 
 
@@ -87,16 +92,28 @@ class RankView:
         if not self.spans:
             return tree
         leaves, structure = jax.tree.flatten(tree)
-        avals = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for x in leaves]
-        return jax.tree.unflatten(structure, seen_as(leaves, [aval_on(self.column, aval) for aval in avals]))
+        return jax.tree.unflatten(structure, seen_as(leaves, [aval_on(self.column, _aval(x)) for x in leaves]))
 
-    def narrow_undivided(self, tree: Any) -> Any:
-        """Return a pytree of arrays of the rank, those that are the same along dp as arrays in the column."""
-        return jax.tree.map(lambda x: x if DP in _named(spec_of(x)) else self.narrow(x), tree) if self.spans else tree
+    def narrow_whole(self, tree: Any) -> Any:
+        """Return a pytree of arrays of the rank, those of which this process has all as arrays in the column."""
+
+        def is_whole(array: jax.Array) -> bool:
+            return tuple(aval_on(self.column, _aval(array)).shape) == tuple(array.shape)
+
+        return jax.tree.map(lambda x: self.narrow(x) if is_whole(x) else x, tree) if self.spans else tree
 
 
-def _named(spec: PartitionSpec) -> set[str]:
-    return {name for names in spec for name in (names if isinstance(names, tuple) else (names,))}
+def _aval(array: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
+
+
+def holders_share(array: jax.Array) -> tuple[int, int]:
+    """Return ``(k, n)``: n processes have the same parts of an array as this one, which is the k-th of them."""
+    parts: Mapping[Any, Any] = array.sharding.devices_indices_map(array.shape)
+    mine = jax.process_index()
+    own_part = next(part for device, part in parts.items() if device.process_index == mine)
+    holders = sorted({device.process_index for device, part in parts.items() if part == own_part})
+    return holders.index(mine), len(holders)
 
 
 def place(values: Sequence[Any], shardings: Sequence[jax.sharding.Sharding]) -> list[jax.Array]:
@@ -146,3 +163,52 @@ def scatter_sum(rows: jax.Array, axis: str) -> jax.Array:
     """Return the sum of the devices' row for this device, added in the order of the devices. ``rows``: one for each of them."""
     total: jax.Array = sum_in_order(jax.lax.all_to_all(rows, axis, 0, 0))
     return total
+
+
+# -- functions whose devices are of several processes ---------------------------------------------------------------------
+
+
+class _JittedInProcess:
+    """The jitted part of a function, lowered for the shapes of a process's parts."""
+
+    def __init__(self, jitted: Any, avals: Sequence[jax.ShapeDtypeStruct]) -> None:
+        self._jitted, self._avals = jitted, avals
+
+    def lower(self, *_: jax.ShapeDtypeStruct) -> Any:
+        return self._jitted.lower(*self._avals)
+
+
+def function_in_process(function: _Function, view: RankView) -> _Function:
+    """Return a compiled function of all devices in ``view.rank`` as one that each of their processes calls, in the same order,
+    with its parts of the arrays, and that returns its parts of the results."""
+    joint, avals_in = function.call, function.avals_in
+
+    def call(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+        return tuple(view.narrow(list(joint(*seen_as(arrays, avals_in)))))
+
+    return replace(
+        function,
+        avals_in=tuple(aval_on(view.column, a) for a in avals_in),
+        avals_out=tuple(aval_on(view.column, a) for a in function.avals_out),
+        call=call,
+        jitted=_JittedInProcess(function.jitted, avals_in),
+    )
+
+
+def stage_in_process(stage: StageFunctions, view: RankView) -> StageFunctions:
+    """Return a stage whose functions run on all devices in ``view.rank`` as each of their processes sees it."""
+    if not view.spans:
+        return stage
+
+    def part(aval: Any) -> Any:
+        return aval_on(view.column, aval) if isinstance(aval, jax.ShapeDtypeStruct) else aval
+
+    return replace(
+        stage,
+        functions={op: function_in_process(f, view) for op, f in stage.functions.items()},
+        evaluation=function_in_process(stage.evaluation, view),
+        x=jax.tree.map(part, stage.x),
+        y=jax.tree.map(part, stage.y),
+        param_avals=tuple(map(part, stage.param_avals)),
+        acc_avals=tuple(map(part, stage.acc_avals)),
+    )

@@ -43,6 +43,7 @@ from jaxpipe.program.traffic import WRITTEN_KINDS
 from jaxpipe.runtime.assembly import ALLOCATOR_BYTES, Assembly, AssemblyOptions, Buffers, reduction
 from jaxpipe.runtime.batches import THREEFRY, Batch, Instance, place_keys
 from jaxpipe.runtime.executor import Epilogues, Executor, Holds, Late, StepInputs, StepOutputs
+from jaxpipe.runtime.grid import function_in_process
 from jaxpipe.runtime.processes import Processes
 from jaxpipe.runtime.recorder import lengths_by_op, measured_timeline, replay_ratio
 from jaxpipe.runtime.transfer import OffloadOptions, Transport, check_host_memory, host_copies
@@ -141,7 +142,9 @@ class Pipeline(Assembly):
             )
         assembly = assembly.with_ops(schedule)
         slots = braided_slots(schedule, assembly.stages) if assembly.braid else ()
-        braids = build_braids(slots, assembly.functions, assembly.cache)
+        braids = build_braids(slots, assembly.joint_functions, assembly.cache)
+        views = assembly.views
+        braids = {at: function_in_process(f, views[at[0]]) if views[at[0]].spans else f for at, f in braids.items()}
         dump.dump("schedule", schedule.name, str(schedule))
         costs = assembly.flop_costs if costs is None else with_missing_ops(costs, assembly.stages)
         owned, crossing, timeline = assembly.ownership, None, None
@@ -407,7 +410,13 @@ class Pipeline(Assembly):
                 footprint(function)
             # All compile before anyone measures: a compiler next door takes cores away from emulated devices.
             owned.processes.barrier("timing")
-        measured = measure_stages(stages, repeats=repeats, fused=fused, vocab_size=self.model.vocab_size)
+        measured = measure_stages(
+            stages,
+            repeats=repeats,
+            fused=fused,
+            vocab_size=self.model.vocab_size,
+            in_step=self.function_processes > 1,
+        )
         if owned.divided:
             measured = StageMeasurements.from_json(self.stages, owned.shared("timings", measured.as_json()))
         costs = measured.costs()

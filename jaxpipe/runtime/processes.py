@@ -17,9 +17,11 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
+from jaxpipe.axes import ONE_SHARD, RankMesh
 from jaxpipe.errors import AgreedError, ConfigError, JaxpipeError, RunError
 from jaxpipe.runtime import peers
 from jaxpipe.runtime.connections import Connections, ProcessStatus, connect
@@ -48,7 +50,7 @@ class Processes:
     the same order; where one ends, the others do. This class is a single process; :class:`ProcessGroup` are several.
 
     They form a grid of rows and ``columns`` (:meth:`arrange`): a row has consecutive pipeline ranks, a column one part of the
-    dp devices of every rank. Process ``row · columns + column``."""
+    devices of every rank. Process ``row · columns + column``."""
 
     number, mine = 1, 0
     columns = 1
@@ -201,14 +203,14 @@ class Processes:
         """The column of this process."""
         return self.mine % self.columns
 
-    def arrange(self, ranks: int, dp: int, columns: int = 0) -> None:
-        """Lay the processes out for a pipeline of ``ranks`` ranks of ``dp`` devices along dp each, in so many columns; with 0
-        in one, or in as many as there are processes for each rank. A ``dp`` of 0 is not known yet.
+    def arrange(self, ranks: int, mesh: RankMesh | None, columns: int = 0) -> None:
+        """Lay the processes out for a pipeline of ``ranks`` ranks with such devices each (None: not known yet), in so many
+        columns; with 0 in one, or in as many as there are processes for each rank.
 
         Raises:
-            AgreedError: they make no grid, or the columns do not divide dp.
+            AgreedError: they make no grid, or the columns do not divide a rank's devices.
         """
-        self.columns = grid_columns(self.number, ranks, dp, columns)
+        self.columns = grid_columns(self.number, ranks, mesh, columns)
 
     def ranks(self, count: int) -> tuple[range, ...]:
         """Return the ranks of each process: those of its row (:func:`divided`)."""
@@ -216,25 +218,32 @@ class Processes:
         return tuple(rows[process // self.columns] for process in range(self.number))
 
 
-def grid_columns(number: int, ranks: int, dp: int, columns: int = 0) -> int:
+def grid_columns(number: int, ranks: int, mesh: RankMesh | None, columns: int = 0) -> int:
     """Return the columns of a grid of ``number`` processes: see :meth:`Processes.arrange`. One process is one column."""
     if number == 1:
         return 1
-    if not columns:
-        columns = max(1, number // ranks)
-        if columns > 1 and number % ranks:
-            raise AgreedError(
-                f"{number} processes for {ranks} pipeline ranks: several processes share a rank by dp, as many for each; start "
-                f"{number // ranks * ranks}, or at most {ranks}"
-            )
-    if number % columns:
+    if number % (columns or 1):
         raise AgreedError(f"{number} processes are no multiple of the {columns} columns of run.machine.columns")
-    if dp % columns:
-        raise AgreedError(
-            f"{columns} processes share each rank (a grid of {number // columns} × {columns} processes), each with as many of "
-            f"its dp devices, and --dp is {dp}: use a multiple of {columns}, or fewer processes"
-        )
-    return columns
+    chosen = columns or max(1, number // ranks)
+    if number % chosen == 0 and number // chosen <= ranks and (mesh is None or _cuts(mesh, chosen)):
+        return chosen
+    mesh = mesh or ONE_SHARD
+    more = [ranks * parts for parts in range(2, mesh.num_devices + 1) if _cuts(mesh, parts)]
+    fitting = [*range(1, ranks + 1), *more]
+    below = max(n for n in fitting if n < number)
+    above = min((n for n in fitting if n > number), default=0)
+    processes = f"{number} processes{f' in {columns} columns' if columns else ''}"
+    start = f"start {below}{f' or {above}' if above else ''}, or change --pp, --dp, --cp or --tp"
+    raise AgreedError(
+        f"{processes} for {mesh.after(f'{ranks} pipeline ranks')}: each has whole ranks, or an equal part of a rank's devices; "
+        f"{start}"
+    )
+
+
+def _cuts(mesh: RankMesh, parts: int) -> bool:
+    with suppress(ConfigError):
+        return bool(mesh.cut(parts))
+    return False
 
 
 def divided(count: int, number: int) -> tuple[range, ...]:

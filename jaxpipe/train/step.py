@@ -44,7 +44,7 @@ from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.schedule import CostProfile
 from jaxpipe.stage.functions import Footprint, compiled_footprint, device_bytes, total_device_bytes
 from jaxpipe.stage.model.layer import Params
-from jaxpipe.stage.model.params import by_path, get_leaf, insert_leaf, nested
+from jaxpipe.stage.model.params import LeafSlot, by_path, get_leaf, insert_leaf, nested
 from jaxpipe.train.checkpoints.leaves import joined_rows
 from jaxpipe.train.state import Buffers, Instance, StepMetrics, TrainState, Unapplied, Updated
 from jaxpipe.train.update import stage_update
@@ -409,7 +409,7 @@ class TrainStep:
 
     def by_layer(self, state: TrainState) -> tuple[dict[str, Params], dict[str, Any]]:
         """Master parameters and optimizer state by layer name, each parameter once: what a checkpoint stores. Leaves are whole,
-        but for those that other processes have chunks of (ZeRO-1): of these, what is in this one
+        but for those that other processes have parts of (ZeRO-1's chunks, or shards): of these, what is in this one
         (:class:`~jaxpipe.train.checkpoints.leaves.Fragment`). The same bits however many ranks and devices they were divided
         over; valid until the next step, which reuses the memory."""
         state.require_unused()
@@ -418,12 +418,15 @@ class TrainStep:
         optimizer: dict[str, Any] = {}
         for s, r in self._own.items():
             shards, view = self._shards[s], self._views[s]
-            leaves = dict(zip(shards.updated_slots, self._unpack[s](self._whole_buffers(s, state)), strict=True))
+            arrays = view.narrow_whole(self._unpack[s](self._whole_buffers(s, state)))
+            leaves: dict[LeafSlot, Any] = {
+                slot: stage_update.own_shards(x, slot) for slot, x in zip(shards.updated_slots, arrays, strict=True)
+            }
             if shards.chunked:
                 leaves |= shards.host_leaves(dict(zip(shards.mastered, state.master[(r, s)], strict=True)))
             trained = shards.tree([leaves.get(slot) for slot in shards.layout.slots])
             params |= {name: nested(by_path(state.fixed[name]) | by_path(tree)) for name, tree in trained.items()}
-            optimizer |= self._optimizers[s].by_layer(view.narrow_undivided(state.optimizer[s]))
+            optimizer |= self._optimizers[s].by_layer(view.narrow_whole(state.optimizer[s]))
         model = self.pipeline.model
         return model.joined(params, joined_rows), model.joined(optimizer, joined_rows)
 
@@ -432,12 +435,13 @@ class TrainStep:
         return [params[i] for i in self._reads[stage]]
 
     def _whole_buffers(self, stage: int, state: TrainState) -> Buffers:
-        """Return the buffers that a stage updates, in this column, masters in place of what is computed with unless they are
+        """Return the buffers that a stage updates, on the whole rank, masters in place of what is computed with unless they are
         divided over dp."""
         at, shards = (self._primary[stage], stage), self._shards[stage]
-        view = self._views[stage]
-        masters = {} if shards.chunked else dict(zip(shards.mastered, view.narrow(state.master[at]), strict=True))
-        return [masters.get(i, state.compute[at][i]) for i in shards.updated]
+        masters = {} if shards.chunked else dict(zip(shards.mastered, state.master[at], strict=True))
+        compute = [state.compute[at][i] for i in shards.updated]
+        on_rank = self._views[stage].widen(compute, [shards.buffer_spec(i) for i in shards.updated])
+        return [masters.get(i, buffer) for i, buffer in zip(shards.updated, on_rank, strict=True)]
 
     # -- memory -------------------------------------------------------------------------------------------------------
 
@@ -569,8 +573,7 @@ class TrainStep:
             return [leaf for leaf, slot in zip(leaves, layout.slots, strict=True) if shards.updates(slot)]
 
         specs = [shards.buffer_spec(i) for i in shards.updated]
-        mesh = self._views[stage].column
-        return on_rank(unpack, mesh, (specs,), [shards.whole_spec(slot) for slot in shards.updated_slots])
+        return on_rank(unpack, shards.mesh, (specs,), [shards.whole_spec(slot) for slot in shards.updated_slots])
 
     def _param_specs(self, stage: int) -> list[PartitionSpec]:
         """Return how the parameter buffers lie that the update of a stage reads."""

@@ -102,8 +102,8 @@ class Trainer(Closing):
             emulated CPU devices.
         processes: what :func:`jaxpipe.join` returned, if several processes run this script: each has its share of the ranks,
             makes the same trainer, takes the same steps and is given the whole batch.
-        columns: processes that share a rank, each with an equal part of its dp devices (0: one, or where there are more
-            processes than ranks, as many as there are for each rank).
+        columns: processes that share a rank, each with an equal part of its devices (0: one, or where there are more processes
+            than ranks, as many as there are for each rank).
         target, target_options: ``module:function`` and keyword arguments that made ``model``, which checkpoints keep, so that
             ``eval``, ``generate`` and ``export`` can make it again. Models that come with jaxpipe know theirs.
         compile_cache: where compiled programs are kept for the next start, for this process's whole JAX: ``"auto"``, where JAX
@@ -208,7 +208,7 @@ class Trainer(Closing):
             passes=PassesConfig(braid, post_validation=post_validation),
         )
         processes = processes or SingleProcess()
-        processes.arrange(pipe.ranks, mesh.dp, columns)
+        processes.arrange(pipe.ranks, mesh, columns)
         progress = None if processes.mine else progress  # the first one speaks for all
         if devices is None:
             devices = find_trainer_devices(pipe, platform, processes)

@@ -215,7 +215,7 @@ def _wait_for(happened: Callable[[], bool]) -> None:
     [
         (["local", "-n", "2"], "give the command to launch after --, such as: jaxpipe launch local -n 2 -- train --config"),
         (["local", "--", "train"], "jaxpipe launch local needs -n (see"),
-        (["local", "-n", "9", "--", "train"], "9 processes for 4 pipeline ranks: several processes share a rank by dp"),
+        (["local", "-n", "9", "--", "train"], "9 processes for 4 pipeline ranks: each has whole ranks"),
         (["slurm", "-o", "x", "--nodes", "3", "--gpus-per-node", "4", "--", "train", "--dp", "auto"], "use 8 (dp 2) or 16 ("),
         (["local", "-n", "2", "--", "train", "run.stepz=3"], "unknown key run.stepz: did you mean run.steps?"),
         (["local", "-n", "2", "--", "train", "--confg", "x"], "unknown flag '--confg'; did you mean '--config'?"),
@@ -227,8 +227,8 @@ def _wait_for(happened: Callable[[], bool]) -> None:
             "4 ranks are 4 devices and 2 nodes with 8 GPUs have 16; change --nodes, --gpus-per-node, --pp",
         ),
         (
-            ["slurm", "-o", "x", "--nodes", "4", "--gpus-per-node", "1", "--", "train", "--pp", "2", "--tp", "2"],
-            "a rank's tp 2 = 2 GPUs must lie within one process, which has 1 of its node's 1",
+            ["slurm", "-o", "x", "--nodes", "3", "--gpus-per-node", "2", "--", "train", "--pp", "2", "--tp", "3"],
+            "3 processes for 2 pipeline ranks × tp 3: each has whole ranks, or an equal part of a rank's devices; start 2 or 6",
         ),
         (
             ["k8s", "-o", "x", "--nodes", "4", "--gpus-per-node", "1", "--image", "i", "--claim", "c:/runs", "--", "train"],

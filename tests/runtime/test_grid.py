@@ -12,12 +12,15 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from jaxpipe.axes import ONE_SHARD, RankMesh
 from jaxpipe.errors import AgreedError
 from jaxpipe.runtime.connections import LOST
 from jaxpipe.runtime.processes import grid_columns
 from jaxpipe.train.checkpoint import CheckpointStore, read_manifest
+from jaxpipe.train.checkpoints.leaves import Fragment
 from tests.runtime.test_divided import assert_same_bits, assert_same_run, launch, run
 from tests.support import train_runs
 from tests.support.checkpoint_cases import assert_same
@@ -27,6 +30,8 @@ ZERO = {"ranks": 2, "schedule": "zb-1p", "dp": 2, "zero1": True, "dtype": "bfloa
 PLAIN = {"ranks": 2, "schedule": "1f1b", "dp": 2}
 V_SHAPED = {"ranks": 2, "schedule": "v-half", "dp": 2, "dropout": 0.1}
 OFFLOADED = {"ranks": 2, "schedule": "po-f", "dp": 2, "tp": 2, "zero1": True}
+TENSOR = {"ranks": 2, "schedule": "stp", "tp": 2, "dropout": 0.1}
+CONTEXT = {"ranks": 2, "schedule": "zb-1p", "cp": 2}
 WIDE = {"ranks": 2, "schedule": "1f1b", "dp": 4, "size": 4, "dtype": "bfloat16"}
 
 
@@ -99,6 +104,20 @@ def test_more_schedules_with_dp_over_two_processes_have_the_bits_of_one() -> Non
     assert_same_bits(in_columns([V_SHAPED, OFFLOADED, {**V_SHAPED, "schedule": "stp", "tp": 2}], 2), 2)
 
 
+def test_tp_over_two_processes_has_the_bits_of_one() -> None:
+    assert_same_bits(in_columns([TENSOR], 2), 2)
+
+
+@pytest.mark.soak
+def test_cp_over_two_processes_has_the_bits_of_one() -> None:
+    assert_same_bits(in_columns([CONTEXT, {**CONTEXT, "zero1": True, "dp": 2}], 2), 2)
+
+
+@pytest.mark.soak
+def test_one_process_a_device_has_the_bits_of_one() -> None:
+    assert_same_bits(in_columns([{**TENSOR, "dp": 2, "zero1": True}], 4), 4)
+
+
 @pytest.mark.soak
 def test_pipeline_and_dp_over_four_processes_have_the_bits_of_one() -> None:
     assert_same_bits(in_columns([ZERO, PLAIN, V_SHAPED], 2), 4)
@@ -115,28 +134,42 @@ def test_dp_over_four_processes_has_the_bits_of_one() -> None:
 
 
 def test_grids_are_as_wide_as_they_must_be_or_as_asked() -> None:
-    for number, ranks, dp in product(range(1, 9), range(1, 5), range(1, 9)):
-        for columns in range(9):
-            try:
-                actual = grid_columns(number, ranks, dp, columns)
-            except AgreedError:
-                continue
-            assert number % actual == 0
-            assert dp % actual == 0
-            assert number == 1 or columns in (0, actual)
-    assert grid_columns(6, 3, 4) == 2
-    assert grid_columns(4, 8, 1) == 1
-    assert grid_columns(2, 4, 4, 2) == 2
+    meshes = [RankMesh(dp=dp, cp=cp, tp=tp) for dp in range(1, 5) for cp in (1, 2) for tp in (1, 2, 4)]
+    for number, ranks, mesh, columns in product(range(1, 9), range(1, 5), meshes, range(5)):
+        try:
+            actual = grid_columns(number, ranks, mesh, columns)
+        except AgreedError:
+            continue
+        assert number % actual == 0 and number // actual <= ranks
+        assert mesh.column(actual).num_devices * actual == mesh.num_devices
+        assert number == 1 or columns in (0, actual)
+    assert grid_columns(6, 3, RankMesh(dp=4)) == 2
+    assert grid_columns(4, 8, ONE_SHARD) == 1
+    assert grid_columns(2, 4, RankMesh(dp=4), 2) == 2
+    assert grid_columns(16, 2, RankMesh(dp=2, tp=4)) == 8
 
 
 @pytest.mark.parametrize(
     ("number", "ranks", "dp", "columns", "words"),
     [
-        (7, 3, 2, 0, "start 6, or at most 3"),
-        (4, 2, 3, 0, "multiple of 2"),
+        (7, 3, 2, 0, "start 6,"),
+        (4, 2, 3, 0, "start 2 or 6,"),
         (3, 3, 2, 2, "no multiple of the 2 columns"),
+        (9, 4, 1, 0, "9 processes for 4 pipeline ranks: .* start 4,"),
     ],
 )
 def test_processes_that_make_no_grid_are_refused(number: int, ranks: int, dp: int, columns: int, words: str) -> None:
     with pytest.raises(AgreedError, match=words):
-        grid_columns(number, ranks, dp, columns)
+        grid_columns(number, ranks, RankMesh(dp=dp), columns)
+
+
+def test_a_part_of_a_fragment_is_a_part_of_its_elements() -> None:
+    elements = np.arange(100)
+    ranges = ((3, 10), (20, 21), (50, 73))
+    fragment = Fragment(np.concatenate([elements[a:b] for a, b in ranges]), ranges, (100,))
+    for n in range(1, 40):
+        parts = [fragment.part(k, n) for k in range(n)]
+        for part in parts:
+            values = [elements[a:b] for a, b in part.ranges]
+            assert part.values.tolist() == (np.concatenate(values).tolist() if values else [])
+        assert [x for part in parts for x in part.values.tolist()] == fragment.values.tolist()

@@ -53,6 +53,8 @@ def steps(
 
     from jaxpipe.axes import RankMesh
     from jaxpipe.errors import ProgramError
+    from jaxpipe.mesh import spec_of
+    from jaxpipe.runtime.grid import RankView
     from jaxpipe.runtime.pipeline import Pipeline
     from jaxpipe.runtime.transfer import OffloadOptions
     from jaxpipe.schedule import generate, parse_schedule
@@ -65,7 +67,7 @@ def steps(
     from models.gpt import GPT
 
     model = GPT(vocab_size=32, d_model=16, num_layers=layers, num_heads=2, seq_len=8, tied=tied, dropout=dropout)
-    processes.arrange(ranks, dp, columns)
+    processes.arrange(ranks, RankMesh(dp=dp, cp=cp, tp=tp), columns)
     pipe = Pipeline.build(
         model,
         parse_schedule(schedule) if "\n" in schedule else generate(schedule, ranks, M, **options),
@@ -113,7 +115,14 @@ def steps(
     digests["held out"] = pipe.evaluate(state.compute, batch)[0].hex()
     digests["costs"] = json.dumps(to_costs(step.pipeline.costs))
     if columns:
-        trees = {f"stage {s}": (state.master[r, s], state.compute[r, s], state.optimizer[s]) for r, s in state.master}
+        trees = {}
+        for r, s in state.master:
+            view, specs = (
+                RankView(pipe.rank_meshes[r], pipe.submeshes[r]),
+                map(spec_of, pipe.functions[r, s].param_avals),
+            )
+            compute = view.widen(state.compute[r, s], list(specs))
+            trees[f"stage {s}"] = (state.master[r, s], compute, state.optimizer[s])
     else:
         params, optimizer = step.by_layer(state)
         trees = {name: (tree, optimizer[name]) for name, tree in params.items()}

@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 import urllib.parse
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
 import jax
@@ -146,6 +146,17 @@ class Fragment:
     ranges: Ranges
     shape: tuple[int, ...]
     split: tuple[int, int] | None = None
+
+    def part(self, k: int, n: int) -> Fragment:
+        """Return the k-th of ``n`` parts, as equal as can be."""
+        first, stop = (self.values.size * edge // n for edge in (k, k + 1))
+        ranges: list[tuple[int, int]] = []
+        begin = 0  # where a range's values begin
+        for start, end in self.ranges:
+            low, high = (start + min(max(edge - begin, 0), end - start) for edge in (first, stop))
+            ranges += [(low, high)] if low < high else []
+            begin += end - start
+        return replace(self, values=self.values[first:stop], ranges=tuple(ranges))
 
 
 def joined_rows(parts: Mapping[int, Any], each: int, rows: int, count: int) -> np.ndarray | Fragment:

@@ -359,8 +359,8 @@ class MachineConfig:
     platform: Literal["auto", "cpu", "gpu"] = "auto"
     #: Devices to emulate on a CPU (0: as many as the pipeline needs).
     devices: _Whole = 0
-    #: Processes that share a rank, each with an equal part of its dp devices (0: one, or where there are more processes than
-    #: ranks, as many as there are for each rank).
+    #: Processes that share a rank, each with an equal part of its devices, of dp first (0: one, or where there are more
+    #: processes than ranks, as many as there are for each rank).
     columns: _Whole = 0
     #: Fraction of a GPU's memory that JAX gives itself; none: what ``XLA_CLIENT_MEM_FRACTION`` says, or else JAX's own 0.75.
     memory_fraction: Annotated[float, positive, within(0, 1)] | None = None

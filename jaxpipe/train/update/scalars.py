@@ -25,7 +25,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxpipe.axes import DATA, DP
+from jaxpipe.axes import DATA
 from jaxpipe.errors import StageError
 from jaxpipe.mesh import replicated, spec_of, with_several
 from jaxpipe.runtime.assembly import Reported, Tie, on_rank
@@ -248,7 +248,7 @@ class AnyColumn:
         self._view = view
 
         def any_of(flags: Sequence[jax.Array]) -> list[jax.Array]:
-            return [jax.lax.psum(flag.astype(jnp.int32), DP) > 0 for flag in flags]
+            return [jax.lax.psum(flag.astype(jnp.int32), tuple(view.rank.axis_names)) > 0 for flag in flags]
 
         # The flags are no copies of one scalar, as their spec has it: each device hands in its own column's.
         self._any = on_rank(any_of, view.rank, (P(),), P())

@@ -44,7 +44,7 @@ from jax.sharding import PartitionSpec as P
 from jaxpipe.axes import BUFFER_AXES, DP
 from jaxpipe.mesh import replicated, spec_of, stacked, with_several
 from jaxpipe.runtime.assembly import on_rank
-from jaxpipe.runtime.grid import RankView, place, scatter_sum, sum_over
+from jaxpipe.runtime.grid import RankView, holders_share, place, scatter_sum, sum_over
 from jaxpipe.stage.model.params import LeafSlot, ParamLayout, Place, by_layer, get_leaf
 from jaxpipe.train.checkpoints.leaves import Fragment
 from jaxpipe.train.update import layerwise
@@ -231,16 +231,20 @@ class StageShards:
         leaf_of: dict[LeafSlot, np.ndarray | Fragment] = {}
         for index, bucket in buckets.items():
             numbers, rows = rows_on_host(bucket, self.dp * self._parts(index))
-            leaf_of |= {slot: self._host_leaf(numbers, x, slot) for slot, x in self._apart(rows, index).items()}
+            share, leaves = holders_share(bucket), self._apart(rows, index)
+            leaf_of |= {slot: self._host_leaf(numbers, x, slot, share) for slot, x in leaves.items()}
         return leaf_of
 
     def host_leaf(self, chunks: jax.Array, slot: LeafSlot) -> np.ndarray | Fragment:
         """Return the leaf of a rank's array of chunks: the inverse of :meth:`host_chunk`; where other processes have some of
         them, what is in this one."""
-        return self._host_leaf(*rows_on_host(chunks, self.dp * self._parts(slot.buffer)), slot)
+        return self._host_leaf(*rows_on_host(chunks, self.dp * self._parts(slot.buffer)), slot, holders_share(chunks))
 
-    def _host_leaf(self, numbers: Sequence[int], rows: np.ndarray, slot: LeafSlot) -> np.ndarray | Fragment:
-        """Return the leaf, or a fragment, of ``rows`` ``[n, k]``: chunks by number, shard by shard."""
+    def _host_leaf(
+        self, numbers: Sequence[int], rows: np.ndarray, slot: LeafSlot, share: tuple[int, int]
+    ) -> np.ndarray | Fragment:
+        """Return the leaf, or a fragment, of ``rows`` ``[n, k]``: chunks by number, shard by shard; of a fragment that other
+        processes have too, this one's ``share``."""
         k = self.chunk_shape(slot)[0]
         if len(numbers) == slot.shards * self.dp:
             parts = [shard.reshape(slot.shape) for shard in rows.reshape(slot.shards, -1)[:, : slot.size]]
@@ -255,7 +259,20 @@ class StageShards:
             begin = ranges.pop()[0] if ranges and ranges[-1][1] == start else start
             ranges.append((begin, stop))
         split = None if slot.axis is None else (slot.axis, slot.shards)
-        return Fragment(np.concatenate(values), tuple(ranges), slot.whole_shape, split)
+        return Fragment(np.concatenate(values), tuple(ranges), slot.whole_shape, split).part(*share)
+
+
+def own_shards(array: jax.Array, slot: LeafSlot) -> jax.Array | Fragment:
+    """Return the array of a whole leaf, or where other processes have other shards of it, this one's share of its own."""
+    if array.is_fully_addressable:
+        return array
+    assert slot.axis is not None, "all processes have a leaf that is not split"
+    data_of = {
+        (shard.index[slot.axis].start or 0) // slot.shape[slot.axis]: shard.data for shard in array.addressable_shards
+    }
+    values = np.concatenate([np.asarray(data_of[number]).reshape(-1) for number in sorted(data_of)])
+    ranges = tuple((number * slot.size, (number + 1) * slot.size) for number in sorted(data_of))
+    return Fragment(values, ranges, slot.whole_shape, (slot.axis, slot.shards)).part(*holders_share(array))
 
 
 def rows_on_host(array: jax.Array, count: int) -> tuple[list[int], np.ndarray]:
@@ -620,8 +637,9 @@ class StageOptimizer:
     def by_layer(self, state: Any) -> dict[str, Any]:
         """Return the state of each layer alone, as ``optimizer.init({layer: leaves})`` makes it: whole, or with fragments of
         the leaves that other processes have chunks of."""
+        host_leaf = self.shards.host_leaf if self.shards.chunked else own_shards
         leaves = [
-            self.shards.host_leaf(value, slot) if slot is not None and self.shards.chunked else value
+            value if slot is None else host_leaf(value, slot)
             for value, slot in zip(jax.tree.leaves(state), self.slots, strict=True)
         ]
         layers = self.shards.layout.layers

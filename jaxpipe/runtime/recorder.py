@@ -19,6 +19,7 @@ import queue
 import sys
 import threading
 import time
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -93,9 +94,11 @@ class Recorder:
         self._queues: dict[tuple[int, str], queue.SimpleQueue[_Watched | None]] = {}
         self._threads: list[threading.Thread] = []
         self._readings: list[list[_Reading]] = [[] for _ in range(num_ranks)]
-        # By (rank, stage, microbatch): the markers of the last action, which a copy copies from, and the arrays of the load.
+        # By (rank, stage, microbatch): the markers of the last action, which an offload copies from, arrays of the load, and
+        # those of each part of the offload.
         self._last: dict[tuple[int, int, int], Markers] = {}
         self._loaded: dict[tuple[int, int, int], Markers] = {}
+        self._offloaded: dict[tuple[int, int, int], deque[Markers]] = {}
         self._failures: list[FailedAction] = []
         self._origin = 0.0
         self._count = 0
@@ -113,6 +116,7 @@ class Recorder:
             thread.join()
         self._last.clear()
         self._loaded.clear()
+        self._offloaded.clear()
         sys.setswitchinterval(self._switch)
 
     def dispatched(
@@ -132,8 +136,13 @@ class Recorder:
             # A lane's threads see its order, so only work behind another lane's can wait unseen: a copy for all of what it
             # copies, a backward for those loaded arrays that it reads (W may read others). It would count as their own time.
             if lane in HOST_LANES:
-                sources += self._last.get(at, ()) if arrays else ()
+                offloaded = self._offloaded.setdefault(at, deque())
+                # A part of a load copies what the same part of the offload wrote.
+                source = offloaded.popleft() if lane == "h2d" and offloaded else self._last.get(at, ())
+                sources += source if arrays else ()
                 self._loaded[at] = (*self._loaded.get(at, ()), *arrays) if lane == "h2d" else ()
+                if lane == "d2h":
+                    offloaded.append(arrays)
             elif at in self._loaded:
                 read = {id(argument) for argument in arguments}
                 sources += tuple(array for array in self._loaded[at] if id(array) in read)
@@ -193,15 +202,21 @@ def _reconciled(
     """
     ends = [0.0] * len(readings)
     lane_end: dict[str, float] = {}
-    chain_end: dict[tuple[int, int], float] = {}
+    chain_end: dict[tuple[int, ...], float] = {}
+    # A part of a load follows the same part of the offload, and may be under way before the last one has ended.
+    parts = _part_numbers(readings)
     # Backwards: a reading's end is bounded by those after it, never by those before.
     for k in range(len(readings) - 1, -1, -1):
         _, action, lane, _, sourced, ended = readings[k]
         queued, chains = _queue_of(lane), _chains(action)
         ended = min(ended, lane_end.get(queued, math.inf))
+        parted = [(*chain, parts[k]) for chain in chains]
         if lane not in ("recv", "h2d"):
-            ended = min(ended, *(chain_end.get(chain, math.inf) for chain in chains))
-        if lane != "recv":
+            followers = (*chains, *parted) if lane == "d2h" else chains
+            ended = min(ended, *(chain_end.get(follower, math.inf) for follower in followers))
+        if lane == "h2d":
+            chain_end.update(dict.fromkeys(chains, math.inf) | dict.fromkeys(parted, min(ended, sourced)))
+        elif lane != "recv":
             chain_end.update(dict.fromkeys(chains, min(ended, sourced)))
         ends[k] = ended
         # The host waits in S, for a copy that may end while what was dispatched before it still runs; S takes no time.
@@ -210,14 +225,15 @@ def _reconciled(
     # Forwards: a start follows from the ends before it, which stand now.
     spans = []
     free: dict[str, float] = {}
-    done: dict[tuple[int, int], float] = {}
+    done: dict[tuple[int, ...], float] = {}
     computed = origin
-    for r, ended in zip(readings, ends, strict=True):
+    for r, ended, part in zip(readings, ends, parts, strict=True):
         queued, chains = _queue_of(r.lane), _chains(r.action)
+        parted = [(*chain, part) for chain in chains]
         ended = max(ended, free.get(queued, origin))
         after = origin
         if r.lane in HOST_LANES:
-            after = max(done.get(chain, origin) for chain in chains)
+            after = max(done.get(before, origin) for before in (parted if r.lane == "h2d" else chains))
         elif r.sourced < math.inf:
             after = r.sourced
         if r.lane == "h2d" and loads_follow_compute:
@@ -228,8 +244,18 @@ def _reconciled(
         if r.lane == "compute":
             computed = ended
         if r.lane != "recv":
-            done.update(dict.fromkeys(chains, ended))
+            done.update(dict.fromkeys((*chains, *parted) if r.lane == "d2h" else chains, ended))
     return spans
+
+
+def _part_numbers(readings: Sequence[_Reading]) -> list[int]:
+    """Return how many readings of the same lane and action stand before each."""
+    counts = Counter[tuple[str, Slot]]()
+    numbers = []
+    for r in readings:
+        numbers.append(counts[r.lane, r.action])
+        counts[r.lane, r.action] += 1
+    return numbers
 
 
 def _is_sync(slot: Slot) -> bool:

@@ -6,18 +6,21 @@ F, B and W are scaled so that a step without offload takes what was measured: al
 
 from __future__ import annotations
 
+import threading
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import jax.numpy as jnp
 import pytest
 
 from jaxpipe.runtime.pipeline import Pipeline
-from jaxpipe.runtime.recorder import measured_timeline, replay_ratio
+from jaxpipe.runtime.recorder import DeviceClock, Recorder, measured_timeline, replay_ratio
 from jaxpipe.runtime.transfer import OffloadOptions
-from jaxpipe.schedule import CostProfile, Schedule, generate, op_spec, simulate
+from jaxpipe.schedule import Action, CostProfile, Schedule, generate, op_spec, simulate
 from models.gpt import GPT
 from tests.support.virtual_gpu import H200, VirtualGPUs
 
@@ -93,6 +96,36 @@ def test_recorded_durations_are_those_of_functions_and_copies(pipe: Pipeline, hi
     # all of them.
     sooner = 0.05 if family == "with syncs" else 0.01
     assert 1 - sooner <= outputs.step_s / simulate(schedule, costs).makespan <= 1.01
+
+
+class Clock(DeviceClock):
+    """Shows ``now_s``, and arrays that say when they are ready."""
+
+    now_s = 0.0
+
+    def __init__(self) -> None:
+        super().__init__(loads_follow_compute=True)
+        self._thread = threading.local()
+
+    def now(self) -> float:
+        return self.now_s
+
+    def when_ready(self, arrays: Sequence[Any]) -> float:
+        self._thread.waited_s = max(getattr(self._thread, "waited_s", 0.0), *(array.ready_s for array in arrays))
+        return float(self._thread.waited_s)
+
+
+def test_a_part_of_a_load_follows_its_part_of_the_offload() -> None:
+    """Parts of a load that began before the whole offload had ended were given the rest of their time."""
+    clock = Clock()
+    done = [("F", 0, 1), ("O", 0, 3), ("O", 2, 9), ("L", 4, 6), ("L", 5, 11), ("B", 11, 12)]
+    with Recorder(1, clock) as recorder:
+        for op, dispatched_s, ready_s in done:
+            clock.now_s = dispatched_s
+            array = SimpleNamespace(ready_s=ready_s, block_until_ready=None)
+            recorder.dispatched(0, op_spec(op).lane, Action(op, 0, 0), [array], dispatched_s)
+    spans = {event.action.op: (event.start_s, event.end_s) for event in recorder.events()}
+    assert spans == {"F": (0, 1), "O": (1, 9), "L": (11 - 2 - 2, 11), "B": (11, 12)}
 
 
 @pytest.mark.parametrize("ranks, m", [(2, 7), (4, 9)])

@@ -206,9 +206,10 @@ NO_TIME = "out of time before anything was found: raise the time limit"
 
 
 @dataclass(slots=True)
-class _SettingSearch:
+class SettingSearch:
     """The best candidate so far, and what was learned on the way. ``on_better`` is told of each that beats all before.
-    ``beat``: seconds of makespan or span, as the task's objective says, that a candidate must be below to be worth a pass."""
+    ``beat``: seconds of makespan or span, as the task's objective says, that a candidate must be below to be worth the offload
+    pass."""
 
     task: Task
     on_better: Callable[[Candidate], object] = lambda candidate: None
@@ -304,11 +305,9 @@ class _SettingSearch:
         nothing may be offloaded."""
         peak_of = FAMILIES[setting.family].peak_activations
         unlike = setting.group is not None or self.task.may_offload(costs) or len(set(costs.residual_bytes)) > 1
-        return (
-            0.0
-            if peak_of is None or unlike
-            else peak_of(self.task.ranks, self.task.microbatches, setting.chunks) or 0.0
-        )
+        if peak_of is None or unlike:
+            return 0.0
+        return peak_of(self.task.ranks, self.task.microbatches, setting.chunks) or 0.0
 
     def _keep(self, candidate: Candidate) -> None:
         if self.best is None or self._key(candidate) < self._key(self.best):
@@ -346,23 +345,17 @@ def bounds_within(
         ScheduleError: the costs are for another number of stages.
     """
     # schedules above the limit by rounding count as within it, so the bound must hold for them
-    limit = None if memory_limit in (None, float("inf")) else memory_limit * (1 + MEMORY)
+    limit = None if memory_limit is None else memory_limit * (1 + MEMORY)
     return lower_bounds(placement, microbatches, costs, memory_limit=limit, offload=offload)
 
 
-def best_of_family(
-    family: Family,
-    task: Task,
-    on_better: Callable[[Candidate], object] = lambda candidate: None,
-    beat: float = float("inf"),
-) -> Candidate:
-    """Return the best setting of one family; ``on_better`` is called with each that beats all before it. Only what may take
-    less than ``beat`` seconds goes through the offload pass.
+def best_of_family(family: Family, task: Task) -> Candidate:
+    """Return the best setting of one family.
 
     Raises:
         ScheduleError: none of its settings works; says why the first one doesn't.
     """
-    search = _SettingSearch(task, on_better, beat=beat)
+    search = SettingSearch(task)
     if (best := search.run([family])) is not None:
         return best
     why = f"{family.name} has no placement with as many stages as the costs"
@@ -370,18 +363,6 @@ def best_of_family(
         why = f"{family.name} has {family.default_chunks} chunks per rank, more than the {task.max_chunks} allowed"
     reasons = search.reasons or [why]
     raise ScheduleError(reasons[0], reasons)
-
-
-def quick_candidates(
-    families: Iterable[Family],
-    task: Task,
-    placement: Placement,
-    on_better: Callable[[Candidate], object],
-    beat: float = float("inf"),
-) -> None:
-    """Tell ``on_better`` of schedules of ``placement``, each better than the one before: every family with its own defaults,
-    through the offload pass where it needs too much memory, if it may take less than ``beat`` seconds then."""
-    _SettingSearch(task, on_better, beat=beat).run_once(families, placement)
 
 
 def best_schedule(
@@ -417,7 +398,7 @@ def best_for(
         ScheduleError: as :func:`best_schedule`, or there was no time to find anything.
     """
     chosen = cheap_first(FAMILIES[name] for name in FAMILIES if families is None or name in families)
-    search = _SettingSearch(task, on_trial=on_trial)
+    search = SettingSearch(task, on_trial=on_trial)
     try:
         search.run(chosen)
         if search.best is None:

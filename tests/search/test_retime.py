@@ -11,7 +11,7 @@ from jaxpipe.schedule import CostProfile, Schedule, generate, one_to_one, simula
 from jaxpipe.schedule.clock import Clock
 from jaxpipe.schedule.passes.braid import with_fused
 from jaxpipe.schedule.problem import B, F, Problem, W
-from jaxpipe.search.list_schedule.policies import IdleRule, WeightFilling, order_of
+from jaxpipe.search.list_schedule.policies import WeightFilling, order_of
 from jaxpipe.search.retime import Draft, Retimer, best_of, peaks
 from tests.support.schedule_strategies import random_costs, random_placements, random_valid_schedules
 
@@ -83,7 +83,7 @@ def test_fillings_keep_the_same_time(schedule: Schedule, data: st.DataObject) ->
     problem = Problem.of(schedule.placement, schedule.num_microbatches, costs)
     filling, rows = WeightFilling(problem, 1e9), problem.codes(with_fused(schedule, frozenset()))
     order = order_of(problem, rows, filling.retimer)
-    filled = filling.fill(order, IdleRule((0.0,) * problem.num_ranks, (0.0,) * len(order)))
+    filled = filling.fill(order, (0.0,) * problem.num_ranks, (0.0,) * len(order))
     assert filled is not None
     assert filled.last_s == pytest.approx(filling.retimer.times(filled.rows).last_s)
 

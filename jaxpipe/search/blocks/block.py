@@ -195,12 +195,8 @@ def repeat(block: BuildingBlock, problem: Problem, places: Sequence[int] | None 
 def cells_of(block: BuildingBlock, problem: Problem, places: Sequence[int] | None = None) -> dict[int, int]:
     """Return the cell at which each action of ``problem``'s microbatches starts, by code; ``places`` as for :func:`repeat`."""
     assert block.placement == problem.placement
-    n, m, stages, flows = (
-        block.num_microbatches,
-        problem.num_microbatches,
-        problem.placement.num_stages,
-        problem.placement.num_flows,
-    )
+    n, m = block.num_microbatches, problem.num_microbatches
+    stages, flows = problem.placement.num_stages, problem.placement.num_flows
     backward = [(BW, block.backward)] if block.fused else [(B, block.backward), (W, block.weight)]
     numbers = [(k % n, block.start(k // n), i) for k, i in enumerate(range(m) if places is None else places) if i >= 0]
     return {

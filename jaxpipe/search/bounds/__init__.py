@@ -167,6 +167,7 @@ def _released_and_due(visits: list[Visit]) -> float:
 
 
 def _limits(placement: Placement, limit: Limit) -> list[float] | None:
+    """Return a limit per rank; None where none of them limits anything."""
     if limit is None:
         return None
     limits = list(limit) if isinstance(limit, Sequence) else [float(limit)] * placement.num_ranks
@@ -176,7 +177,7 @@ def _limits(placement: Placement, limit: Limit) -> list[float] | None:
         )
     if any(not x >= 0 for x in limits):
         raise ScheduleError(f"memory limits are {', '.join(f'{x:g}' for x in limits)}; want numbers >= 0")
-    return limits
+    return limits if min(limits) < inf else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,9 +260,8 @@ class FlowTimes:
 
     def _go_down(self, s: int) -> None:
         before, span = self.placement.predecessors(s), self.placement.span
-        first = [
-            self.head[a] + (-(-span[s] // span[a]) - 1) * self.forward[a] for a in before
-        ]  # the last of s's group begins
+        # when the last of those that s's group waits for begins
+        first = [self.head[a] + (-(-span[s] // span[a]) - 1) * self.forward[a] for a in before]
         arrivals = [x + self.waits_f[a] + self.hop(a, s, a) for x, a in zip(first, before, strict=True)]
         self.head[s] = max(arrivals, default=0.0)
 
@@ -346,8 +346,8 @@ def confine_ranks(flows: Flows, limits: Sequence[float] | None, offload: bool) -
         # the crossing argument is for one flow and one stage per rank; it is made from the rank down where the limit costs most
         rank = max(range(p), key=lambda r: _slowness(works_of[r][0], limits[r]))
         if bounds[rank].own < inf:
-            stage_of, top = {group[0]: s for s, group in enumerate(flows.all[0].groups)}, works_of[rank][0]
-            run = _run(flows.all[0], stage_of[rank], top)
+            (visit,), (top,) = flows.chunks(rank), works_of[rank]
+            run = _run(visit.flow, visit.stage)
             bounds[rank] = bounds[rank].or_longer(meet(run, top, limits[rank], releases(top, limits[rank])))
     return bounds
 
@@ -357,14 +357,13 @@ def _slowness(top: StageWork, limit: float) -> float:
     return top.trip_s / max(1, lanes)
 
 
-def _run(flow: FlowTimes, stage: int, top: StageWork) -> ChainTimes:
+def _run(flow: FlowTimes, stage: int) -> ChainTimes:
     stages = range(stage, len(flow.groups))
     return ChainTimes(
         f_s=[flow.forward[s] for s in stages],
         b_s=[flow.passed[s] for s in stages],
         down_s=[flow.hop(s, s + 1, s) for s in stages[:-1]],
         up_s=[flow.hop(s + 1, s, s) for s in stages[:-1]],
-        release_s=top.w_s,
     )
 
 

@@ -441,13 +441,12 @@ _CHOICES = 4
 
 @dataclass(frozen=True, slots=True)
 class ChainTimes:
-    """A chain from rank e down: seconds per rank of F, B, transfers down and up to the next rank; on e: release after B."""
+    """A chain from rank e down: seconds per rank of F, B, transfers down and up to the next rank."""
 
     f_s: Sequence[float]
     b_s: Sequence[float]
     down_s: Sequence[float]
     up_s: Sequence[float]
-    release_s: float
 
 
 def meet(run: ChainTimes, top: StageWork, limit: float, starts: Sequence[float]) -> Confined:
@@ -458,7 +457,8 @@ def meet(run: ChainTimes, top: StageWork, limit: float, starts: Sequence[float])
     bound = Confined(0.0, 0.0)
     if not 2 <= lanes < m:
         return bound
-    legs = _Legs(run, includes_release=at_most(top.held, top.kept))
+    # where B gives nothing back, what a lane holds is released by W
+    legs = _Legs(run, release_s=top.w_s if at_most(top.held, top.kept) else 0.0)
     # each pair of lanes is a bound by itself, so some of them suffice
     step = -(-lanes // _CHOICES)
     for distance in range(1, lanes, step):
@@ -470,7 +470,7 @@ def meet(run: ChainTimes, top: StageWork, limit: float, starts: Sequence[float])
 class _Legs:
     """Times of the ways to and from a cut, and between meetings. Transfers over the cut itself are left out."""
 
-    def __init__(self, run: ChainTimes, includes_release: bool) -> None:
+    def __init__(self, run: ChainTimes, release_s: float) -> None:
         n = len(run.f_s)
         self.cuts = range(n + 1)
         # ranks above the cut: from rank e's F start to the cut, from the cut to rank e's B end; below: the same to the turn
@@ -479,13 +479,11 @@ class _Legs:
         self.to_turn = _sums(run.f_s[::-1], run.down_s[::-1])[::-1]
         self.from_turn = _sums(run.b_s[::-1], run.up_s[::-1])[::-1]
         self.down, self.up = self.down_to[n], self.up_from[n]
-        self.release = run.release_s if includes_release else 0.0
         # the cut from which on the way over the top is the longer, by the cut of the meeting before
-        over = [(self.up_from[x] + self.release, self.to_turn[x]) for x in self.cuts]
+        self.over = [(self.up_from[x] + release_s, self.to_turn[x]) for x in self.cuts]
         self.turns = [
-            next((y for y in self.cuts if a + self.down_to[y] >= b + self.from_turn[y]), n + 1) for a, b in over
+            next((y for y in self.cuts if a + self.down_to[y] >= b + self.from_turn[y]), n + 1) for a, b in self.over
         ]
-        self.over = over
 
     def earlier(self, after: Sequence[float]) -> list[float]:
         """Return the least time that follows the meeting before, given the one that follows a meeting at each cut.

@@ -182,24 +182,17 @@ class Orders(OrderSearch[_Counts]):
         return max(state[0], *(state[1 + r] + self.ends[r].after_all for r in self.ranks))
 
     def hopeful(self, counts: _Counts, states: Sequence[State], most: float) -> list[State]:
-        n = len(self.steps)
+        # all that a rank has yet to run must fit before the latest end
+        passes, waits = [0] * len(self.limits), [0] * len(self.limits)
+        for step, done in zip(self.steps, counts, strict=False):
+            passes[step.rank] += (self.count - done) * step.ticks
+        for k, ((rank, w, _), done) in enumerate(zip(self.kinds, counts[len(self.steps) :], strict=True)):
+            waits[rank] += (self.count * self.kind_of.count(k) - done) * w
         latest = []
-        for rank in self.ranks:
-            # all that the rank has yet to run must fit before the latest end
-            passes = sum(
-                (self.count - done) * step.ticks
-                for step, done in zip(self.steps, counts, strict=False)
-                if step.rank == rank
-            )
-            wait = sum(
-                (self.count * self.kind_of.count(k) - counts[n + k]) * w
-                for k, (r, w, _) in enumerate(self.kinds)
-                if r == rank
-            )
-            ends = self.ends[rank]
-            ways = [passes + wait + ends.after_all]
+        for rank, ends in enumerate(self.ends):
+            ways = [passes[rank] + waits[rank] + ends.after_all]
             if counts[self.last_b[rank]] < self.count:
-                ways.append(passes + max(0.0, wait - self.spare[rank]) + ends.after_b)
+                ways.append(passes[rank] + max(0.0, waits[rank] - self.spare[rank]) + ends.after_b)
             latest.append(most - max(ways))
         return [x for x in states if x[0] <= most and all(x[1 + r] <= t for r, t in enumerate(latest))]
 
@@ -217,9 +210,8 @@ class Orders(OrderSearch[_Counts]):
         for kind, (rank, _, residue) in enumerate(self.kinds):
             waits[kind] -= counts[n + kind]
             level[rank] += residue * waits[kind]
-        mine: list[list[int]] = [
-            [1 + r] for r in self.ranks
-        ]  # entries of a state that are no earlier than the rank is free
+        # entries of a state that are no earlier than the rank is free
+        mine: list[list[int]] = [[1 + r] for r in self.ranks]
         for k in range(1, n):
             mine[self.steps[k].rank] += range(at[k], at[k + 1])
         # the next microbatch of each step that has one waiting

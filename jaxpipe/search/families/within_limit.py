@@ -197,7 +197,7 @@ def best_draft(
     for draft in _drafts(retimer, limit):
         for goal, top in tops.items():
             # as short as the bounds allow
-            if top and top[0].makespan <= bounds[0] * SLACK and top[0].span <= bounds[1] * SLACK:
+            if top and _is_no_longer_than(top[0], bounds):
                 return top[0]
             tops[goal] = nsmallest(_CHAIN_REFILLED, [*top, draft], key=lambda d, goal=goal: d.key(goal))  # type: ignore[misc]
     filling = WeightFilling(problem, limit + ROUNDING, retimer)
@@ -555,13 +555,13 @@ class _BlockSearch:
         best = {score(draft): rows for draft, rows in with_ends}
         yield from (best[key] for key in sorted(best)[: self.starts_of(_WITH_ENDS_FINISHED)])
         blocks = self.blocks[: self.starts_of(_SCREENED)] or [_stretch_block(self.problem, self.limit)]
-        plain, tries = [repeat(block, self.problem) for block in blocks], self.tries_of(_A_FEW)
-        scores = [
-            min(map(score, self.short.drafts(rows, self.limit, tries)), default=(float("inf"), 0.0)) for rows in plain
-        ]
-        yield from (
-            plain[k] for k in nsmallest(self.starts_of(_SCREENED_FINISHED), range(len(plain)), key=scores.__getitem__)
-        )
+        plain = (repeat(block, self.problem) for block in blocks)
+        yield from nsmallest(self.starts_of(_SCREENED_FINISHED), plain, key=self._score_by_a_few)
+
+    def _score_by_a_few(self, rows: CodeRows) -> tuple[float, float]:
+        """Return the best score of ``rows`` by a few recipes; infinite if none keeps the limit."""
+        drafts = self.short.drafts(rows, self.limit, self.tries_of(_A_FEW))
+        return min(map(score, drafts), default=(float("inf"), 0.0))
 
     def finish(self, rows: CodeRows) -> Iterator[Draft]:
         """Return ``rows`` by all recipes, W laid anew on the best, for all microbatches."""

@@ -4,6 +4,6 @@ from jaxpipe.lazy import exported
 
 __all__, __getattr__ = exported(
     __name__,
-    policies="Chooser Filled Policy WeightFilling by_turn chain_drafts full_limit least_limit order_of refill_weights run",
+    policies="Filled Policy WeightFilling by_turn chain_drafts full_limit least_limit order_of refill_weights run",
     fillers="GapFiller Phases Rule improve_order score",
 )

@@ -138,9 +138,8 @@ class _State:
         now, chain = self.now, self.chain
         ended = (self.free <= now) & (self.op != _IDLE)
         forward = ended & (self.op == F)
-        self.here |= np.where(
-            forward, _ONE << (self.begun[F] - 1 - self.begun[B]).clip(0).astype(np.uint64), np.uint64(0)
-        )
+        last = _ONE << (self.begun[F] - 1 - self.begun[B]).clip(0).astype(np.uint64)
+        self.here |= np.where(forward, last, np.uint64(0))
         for op in (F, B, W):
             self.memory -= np.where(ended & (self.op == op), chain.gives[op], 0.0)
         self.op[ended] = _IDLE
@@ -172,11 +171,9 @@ class _State:
         self._start_b(b)
         self._start_f(f)
         self.last = np.where(w, end, self.last)
-        self.free = np.where(
-            b, now + chain.seconds[B], np.where(f, now + chain.seconds[F], np.where(w, end, self.free))
-        )
         for op, starts in ((F, f), (B, b), (W, w)):
             self.op[starts] = op
+            self.free = np.where(starts, now + chain.seconds[op], self.free)
             self.begun[op] += starts
             self.memory += np.where(starts, chain.takes[op], 0.0)
 
@@ -226,7 +223,6 @@ class _State:
         self.here &= ~np.where(leave, bit, np.uint64(0))
         self.memory += np.where(back, chain.leaves, 0.0)
         self.out += leave
-        self.lane_free = np.where(
-            back, now + chain.seconds[_L], np.where(leave, now + chain.seconds[_O], self.lane_free)
-        )
-        self.copy[back], self.copy[leave] = _L, _O
+        for op, starts in ((_L, back), (_O, leave)):
+            self.copy[starts] = op
+            self.lane_free = np.where(starts, now + chain.seconds[op], self.lane_free)

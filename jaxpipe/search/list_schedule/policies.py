@@ -15,8 +15,8 @@ Place each W where the order of F and B is fixed: gaps are filled with real time
 
 Input: F and B of all ranks as *one* list in which everything stands after what it waits for. :meth:`WeightFilling.fill`
 walks it once. Before an action that can't start yet, W that fit into the gap are run; where a W is longer than the gap, either
-the rank idles or the W runs and delays what follows. An :class:`IdleRule` decides that by the seconds a rank has idled so far:
-it may idle, up to each action, what it idled in an earlier pass, plus what a target for its span and its end leaves to spare.
+the rank idles or the W runs and delays what follows. The seconds that a rank has idled so far decide that: it may idle, up to
+each action, what it idled in an earlier pass, plus what a target for its span and its end leaves to spare.
 Ranks above the target fill more gaps, ranks below it fewer, so repeated passes move idle seconds between ranks. The longest
 span *and* the makespan are targets.
 
@@ -27,18 +27,14 @@ function, and ``cotangent_bytes``. W of one rank run in the order of their B.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from math import ceil
 from typing import Literal
 
 from jaxpipe.schedule.clock import NEVER, ROUNDING, Choose, Clock
 from jaxpipe.schedule.problem import B, F, Problem
 from jaxpipe.search.retime import Draft, Extents, Retimer, peaks
-
-Chooser = Callable[[Problem, Clock, float], Choose]
-"""``chooser(problem, clock, limit)``: what the ranks of ``clock`` are asked. ``limit``: units of one rank's share."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +56,11 @@ class Policy:
     f_gap: float = 0.0
 
 
-def run(problem: Problem, chooser: Chooser, limit: float = NEVER) -> Draft | None:
-    """Return the order that ``chooser`` leads to, with its times; None if it gets stuck. ``limit``: units of one rank's
+def run(problem: Problem, policy: Policy, limit: float) -> Draft | None:
+    """Return the order that ``policy`` leads to, with its times; None if it gets stuck. ``limit``: units of one rank's
     share."""
     clock = Clock(problem.tables)
-    clock.run(chooser(problem, clock, limit))
+    clock.run(by_turn(policy, problem, clock, limit))
     if sum(map(len, clock.rows)) < 3 * problem.num_replicas * problem.num_microbatches:
         return None
     span = max(end - first for end, first in zip(clock.free, clock.first, strict=True))
@@ -95,7 +91,7 @@ def depths(problem: Problem, round_trips: float) -> list[float]:
 
 
 def by_turn(policy: Policy, problem: Problem, clock: Clock, limit: float) -> Choose:
-    """Return the chooser of ``policy``; ``partial(by_turn, policy)`` is a :data:`Chooser`."""
+    """Return what the ranks of ``clock`` are asked, who choose by ``policy``. ``limit``: units of one rank's share."""
     n, m, ranks = problem.num_replicas, problem.num_microbatches, range(problem.num_ranks)
     all_f = n * m  # what lies between the codes of F, B and W of one stage and microbatch
     tiny, ready, memory, idle, seconds = clock.tiny, clock.ready, clock.memory, clock.idle, clock.tables.seconds
@@ -185,21 +181,10 @@ def chain_drafts(problem: Problem, limit: float) -> Iterator[Draft]:
     Fewer policies above 11,000 actions, down to ten: each costs time that grows with the actions.
     """
     most = 10 + _ACTIONS // (3 * problem.num_ranks * problem.num_microbatches)
-    return filter(None, (run(problem, partial(by_turn, policy), limit) for policy in ONE_CHUNK[:most]))
+    return filter(None, (run(problem, policy, limit) for policy in ONE_CHUNK[:most]))
 
 
 _STEPS = (0.02, 0.05, 0.1, 0.2, 0.5)
-
-
-@dataclass(frozen=True, slots=True)
-class IdleRule:
-    """When a W that is longer than the gap runs in it: when the rank would otherwise have idled more than it may.
-
-    Rank r may idle ``profile_s[k] + spare_s[r]`` seconds up to action k of the order.
-    """
-
-    spare_s: Sequence[float]
-    profile_s: Sequence[float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +207,7 @@ class Filled(Extents):
 
 
 class WeightFilling:
-    """The tables of one problem and memory limit (units of one rank's share); :meth:`fill` for each order and rule."""
+    """The tables of one problem and memory limit (units of one rank's share); :meth:`fill` for each order."""
 
     def __init__(self, problem: Problem, limit: float, retimer: Retimer | None = None) -> None:
         self.problem, self.limit = problem, limit
@@ -249,12 +234,15 @@ class WeightFilling:
             for first, last in zip(filled.first_s, filled.last_s, strict=True)
         ]
 
-    def fill(self, order: Sequence[int], rule: IdleRule) -> Filled | None:
-        """Return rows with every W of ``order``'s B; None if F and B alone exceed the memory limit."""
+    def fill(self, order: Sequence[int], spare_s: Sequence[float], profile_s: Sequence[float]) -> Filled | None:
+        """Return rows with every W of ``order``'s B; None if F and B alone exceed the memory limit.
+
+        Up to action k of the order rank r may idle ``profile_s[k] + spare_s[r]`` seconds. A W that is longer than a gap runs in
+        it where the rank would otherwise idle more.
+        """
         t, n, m = self.problem.tables, self.problem.num_replicas, self.problem.num_microbatches
         kinds, seconds, change = self._kinds, t.seconds, t.change
         room, tiny = self.limit + ROUNDING, self._tiny
-        spare, earlier = rule.spare_s, rule.profile_s
         ready, link_free = [0.0] * (2 * n * m), [0.0] * t.num_links
         free, first, idle = [0.0] * t.num_ranks, [NEVER] * t.num_ranks, self._less_work.copy()
         memory = [0.0] * t.num_ranks
@@ -283,7 +271,7 @@ class WeightFilling:
                 now = first[r] = arrival
             elif arrival > now:
                 if waiting:
-                    may = earlier[at] + spare[r]
+                    may = profile_s[at] + spare_s[r]
                 while waiting and now + tiny < arrival:
                     # a W longer than the gap waits while the rank may still idle
                     longer = arrival + tiny < now + seconds[waiting[0] // m]
@@ -338,7 +326,7 @@ def _improve_filling(filling: WeightFilling, order: Sequence[int], passes: int) 
     """Return every W of ``order`` in the first gap there is, or a filling that dominates that, by passes toward targets between
     the best so far and what none can beat; None if F and B alone exceed the memory limit."""
     least_span, least_makespan = least(filling.problem)
-    best = now = filling.fill(order, IdleRule((-NEVER,) * filling.problem.num_ranks, (0.0,) * len(order)))
+    best = now = filling.fill(order, (-NEVER,) * filling.problem.num_ranks, (0.0,) * len(order))
     step, states = 0, set[tuple[object, ...]]()
     for _ in range(passes):
         if now is None or best is None:
@@ -352,7 +340,7 @@ def _improve_filling(filling: WeightFilling, order: Sequence[int], passes: int) 
         share = _STEPS[step % len(_STEPS)]
         span = best.span - share * (best.span - least_span)
         makespan = best.makespan - share * (best.makespan - least_makespan)
-        filled = filling.fill(order, IdleRule(filling.spare(now, span, makespan), now.profile_s))
+        filled = filling.fill(order, filling.spare(now, span, makespan), now.profile_s)
         # the target was too near to move any W: the next one is farther
         if filled is not None and filled.rows == now.rows:
             step += 1

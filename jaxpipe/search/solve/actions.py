@@ -338,12 +338,8 @@ class ActionTable:
                 for effect in op_spec(op).memory:
                     if not activations or effect.field in ACTIVATION_FIELDS:
                         at = n, effect.at == "end"
-                        amount = costs.values(effect.field)[stage]
-                        yield (
-                            amount,
-                            0.0,
-                            MemoryInterval(0, at, None) if effect.sign > 0 else MemoryInterval(0, None, at),
-                        )
+                        held = MemoryInterval(0, at, None) if effect.sign > 0 else MemoryInterval(0, None, at)
+                        yield costs.values(effect.field)[stage], 0.0, held
         if activations:
             return
         back = ops.get("B", -1)

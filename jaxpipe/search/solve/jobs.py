@@ -38,7 +38,7 @@ from jaxpipe.schedule.passes.braid import unbraid
 from jaxpipe.schedule.plugins import import_module, imported_modules
 from jaxpipe.schedule.problem import OPS, Problem
 from jaxpipe.schedule.timeline import at_most, nine_digits
-from jaxpipe.search.best import Candidate, Task, best_of_family, placement_of, quick_candidates
+from jaxpipe.search.best import Candidate, SettingSearch, Task, placement_of
 from jaxpipe.search.bounds.orders import FewRankBounds
 from jaxpipe.search.budget import Budget
 from jaxpipe.search.solve.task import SolveTask, count_offloads
@@ -261,11 +261,12 @@ def family_schedules(
             tell(unbraid(candidate.schedule), f"family {candidate.setting}")
 
     if once:
-        quick_candidates([FAMILIES[name] for name in names], family_task, task.placement, keep, beat)
+        SettingSearch(family_task, keep, beat=beat).run_once([FAMILIES[name] for name in names], task.placement)
         return
+    # a search per family: each reports its own best
     for name in names:
         with contextlib.suppress(JaxpipeError):
-            best_of_family(FAMILIES[name], family_task, keep, beat)
+            SettingSearch(family_task, keep, beat=beat).run([FAMILIES[name]])
 
 
 def families_of(task: SolveTask) -> list[str]:

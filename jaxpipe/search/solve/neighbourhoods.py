@@ -181,12 +181,8 @@ class NeighbourhoodSearch:
         at = 0 if place < self.sizing.edge else last if place < 2 * self.sizing.edge else rng.randint(0, last)
         begin = times[at]
         end = max(begin + 1, times[at + length] if at < last else times[-1] + 1)
-        return Window(
-            begin,
-            end,
-            frozenset(ranks),
-            self._sample_microbatches(starts, begin, end) if kind == "microbatches" else None,
-        )
+        microbatches = self._sample_microbatches(starts, begin, end) if kind == "microbatches" else None
+        return Window(begin, end, frozenset(ranks), microbatches)
 
     def _sample_microbatches(self, starts: Starts, begin: int, end: int) -> frozenset[int]:
         """Return a quarter of the microbatches that have a forward inside, neighbours or not."""

@@ -120,11 +120,10 @@ class _OffloadModel:
         flows = Flows(task.placement, task.num_microbatches, costs)
         self.stage_works = [work_by_stage(flows, r) for r in range(p)]
         may_leave, self.leaves = {self.actions.action[o].stage for o in self.actions.copies}, [0.0] * n
-        for k, stage_works in (
-            (k, x) for r in range(p) for k, x in zip(self.replicas[r], self.stage_works[r], strict=True)
-        ):
-            if k % task.placement.num_stages in may_leave:
-                self.leaves[k] = stage_works.leaves
+        for replicas, stage_works in zip(self.replicas, self.stage_works, strict=True):
+            for k, x in zip(replicas, stage_works, strict=True):
+                if k % task.placement.num_stages in may_leave:
+                    self.leaves[k] = x.leaves
         self.room = [x * (1 + MEMORY) for x in task.safe_limits()]
         self.shared, groups = host.mode == "shared", host_groups(host, p)
         lane = [min((x for x in groups if groups[x] == groups[r]), default=r) if r in groups else r for r in range(p)]
@@ -150,9 +149,8 @@ class _OffloadModel:
 
         is_chain = n == p == task.placement.num_stages and all(len(x) == 1 for x in self.ranks_of_lane)
         copies = [*costs.offload_s, *costs.load_s] if any(self.leaves) else []
-        each = (
-            min((*problem.f_s, *problem.b_s, *problem.w_s, *copies), default=0.0) > 0
-        )  # else events of one time follow
+        # what takes no time is followed by events of the same time
+        each = min((*problem.f_s, *problem.b_s, *problem.w_s, *copies), default=0.0) > 0
         # Lots go from event to event, which equal durations share.
         work = self.actions.ticks.of(max(map(sum, zip(problem.f_s, problem.b_s, problem.w_s, strict=True))))
         quick = work <= _FEW_TICKS or p * problem.num_microbatches <= _FEW_MICROBATCHES
@@ -351,10 +349,8 @@ class _PolicySampler:
     def __init__(self, model: _OffloadModel, target: float, rng: random.Random) -> None:
         self.model, self.rng = model, rng
         q = model.problem
-        work_s = (
-            max(sum(x.f_s + x.back_s for x in stage_works) for stage_works in model.stage_works)
-            / model.task.placement.num_flows
-        )
+        work_s = max(sum(x.f_s + x.back_s for x in stage_works) for stage_works in model.stage_works)
+        work_s /= model.task.placement.num_flows
         self.period_s = max(work_s, target / q.num_microbatches if 0 < target < inf else 0.0)
         self.fused = (False,) if model.split else (False, True)
         self.every = np.ones((q.num_replicas, q.num_microbatches), bool)

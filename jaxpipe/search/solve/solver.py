@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain, islice
 from math import inf
 from typing import Any, NamedTuple
@@ -298,9 +299,7 @@ def _is_answer(hit: Solution, tell: Callable[[str, object], None]) -> bool:
     # a stored bound can't be proved anew in no time, so families get the chance to contradict it
     if not at_most(hit.value, bound_of(task)):
         incumbent = Incumbent([task], [bound], None)
-        jobs.family_schedules(
-            task, jobs.quick_families(task), lambda schedule, source: incumbent.offer(0, schedule, source)
-        )
+        jobs.family_schedules(task, jobs.quick_families(task), partial(incumbent.offer, 0))
         if not at_most(bound, incumbent.value):
             who = incumbent.improvements[-1].source
             tell("ignored a bound", f"it is {bound:g}, and {who} takes {incumbent.value:g}")
@@ -312,9 +311,8 @@ def bound_of(task: SolveTask) -> float:
     """Return the seconds that no schedule of the task is below; infinite if none keeps the limits."""
     # a schedule may exceed a limit by rounding, and the bound must hold for it, too
     limits = [x * (1 + MEMORY) for x in task.limits()]
-    limit = limits if min(limits) < inf else None
     sizes = task.placement, task.num_microbatches, task.costs
-    return lower_bounds(*sizes, memory_limit=limit, offload=task.offload)[task.objective == "span"]
+    return lower_bounds(*sizes, memory_limit=limits, offload=task.offload)[task.objective == "span"]
 
 
 def _actions(task: SolveTask) -> int:
@@ -403,9 +401,8 @@ class Portfolio:
         for number, task in (x for x in chains if x[1].offload):
             yield self._job(number, jobs.OffloadLists, total * _share(_LISTS_SHARES, task))
         cycles = self._cycles()
-        if (
-            self.options.workers > 1 and not self.options.reproducible
-        ):  # beside families that take as long: 15 s at p=12
+        # beside families that take as long: 15 s at p=12
+        if self.options.workers > 1 and not self.options.reproducible:
             yield from islice(cycles, 1)
         for number, task in enumerate(self.tasks):
             for name in (n for n in jobs.families_of(task) if n not in quick[number]):
@@ -485,9 +482,8 @@ class Portfolio:
                 spent += max((job.seconds for job in batch if job.timed), default=0.0)
             if not pool.busy:
                 return
-            for answer in (
-                self._round(pool) if in_rounds else [pool.receive(_POLL_S if left <= 0 else min(left, _POLL_S))]
-            ):
+            wait_s = min(left, _POLL_S) if left > 0 else _POLL_S
+            for answer in self._round(pool) if in_rounds else [pool.receive(wait_s)]:
                 if answer is not None:
                     self._note(answer)
                     if answer.done:

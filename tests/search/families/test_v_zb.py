@@ -14,7 +14,7 @@ from jaxpipe.schedule.problem import Problem
 from jaxpipe.search.blocks.block import repeat_steady_phase
 from jaxpipe.search.bounds import lower_bound
 from jaxpipe.search.families.within_limit import v_zb
-from jaxpipe.search.list_schedule.policies import IdleRule, WeightFilling, full_limit, order_of
+from jaxpipe.search.list_schedule.policies import WeightFilling, full_limit, order_of
 from jaxpipe.search.retime import Draft, Retimer
 from tests.support.paths import GOLDEN
 
@@ -163,20 +163,21 @@ def test_filling_is_timed_as_the_retimer_does() -> None:
     filling = WeightFilling(problem, 5)
     order = order_of(problem, problem.codes(v_zb(5, 14, costs)), filling.retimer)
     for spare in (-NEVER, 0.0, NEVER):
-        rule = IdleRule((spare,) * 5, (0.0,) * len(order))
-        filled = filling.fill(order, rule)
+        filled = filling.fill(order, (spare,) * 5, (0.0,) * len(order))
         assert filled is not None
         draft = filling.draft(filled.rows)
         assert draft is not None
         assert (draft.makespan, draft.span) == pytest.approx((filled.makespan, filled.span))
-        assert filling.fill(order_of(problem, draft.rows, filling.retimer), rule) is not None
+        assert (
+            filling.fill(order_of(problem, draft.rows, filling.retimer), (spare,) * 5, (0.0,) * len(order)) is not None
+        )
 
 
 def test_too_little_memory_gives_none() -> None:
     problem = v_problem(4, 8)
     filling = WeightFilling(problem, 2)
     order = order_of(problem, problem.codes(v_zb(4, 8)), filling.retimer)
-    assert filling.fill(order, IdleRule((-NEVER,) * 4, (0.0,) * len(order))) is None
+    assert filling.fill(order, (-NEVER,) * 4, (0.0,) * len(order)) is None
 
 
 def test_the_steady_phase_repeated() -> None:

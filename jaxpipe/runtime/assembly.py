@@ -307,10 +307,11 @@ class Assembly:
         }
         if all(f is self.functions[at] for at, f in functions.items()):
             return self
-        if self.function_processes > 1:
+        # A function sees whole arrays of its rank: of those in one column it would count, or norm, other rows than of all.
+        if self.ownership.processes.columns > 1:
             raise StageError(
-                "functions of instructions run in one process, and here several have the tp or cp devices of a rank; start one "
-                "process for them (srun --ntasks-per-node=1, torchrun --nproc-per-node=1)"
+                "functions of instructions take whole arrays of a rank, and here several processes have its devices; start one "
+                "process for them (srun --ntasks-per-node=1, torchrun --nproc-per-node=1; run.machine.columns=1)"
             )
         return replace(self, functions=functions, joint_functions=functions)
 

@@ -53,7 +53,7 @@ from jaxpipe.train.checkpoints import which_model
 from jaxpipe.train.corpora.tokenizers import Tokenizer, load_tokenizer
 from jaxpipe.train.data import Data
 from jaxpipe.train.devices import device_errors, limit_remark
-from jaxpipe.train.run.agreement import agree_on_batch, agree_on_training, find_trainer_devices
+from jaxpipe.train.run.agreement import agree_on_batch, agree_on_training, find_trainer_devices, lay_out
 from jaxpipe.train.run.compiling import saying, to_stderr, use_compile_cache
 from jaxpipe.train.schedule_source import is_schedule_file, made_by_function, read_checked, relative_costs, source_of
 from jaxpipe.train.settings.sections import ModelConfig, PassesConfig, PipelineConfig, ShardingConfig
@@ -208,7 +208,7 @@ class Trainer(Closing):
             passes=PassesConfig(braid, post_validation=post_validation),
         )
         processes = processes or SingleProcess()
-        processes.arrange(pipe.ranks, mesh, columns)
+        lay_out(processes, pipe, columns)
         progress = None if processes.mine else progress  # the first one speaks for all
         if devices is None:
             devices = find_trainer_devices(pipe, platform, processes)

@@ -22,6 +22,9 @@ import jaxpipe
 from jaxpipe import Model, Trainer
 from jaxpipe.cli import main
 from jaxpipe.errors import CheckpointError, ConfigError, DataError
+from jaxpipe.schedule import OpSpec, Schedule, Wait, generate, register_op
+from jaxpipe.schedule.passes import insert
+from jaxpipe.stage.instructions import register_instruction, stage_function
 from jaxpipe.stage.model.reference import init_params
 from jaxpipe.train.checkpoint import load_params, read_manifest
 from jaxpipe.train.config import TrainConfig
@@ -391,20 +394,27 @@ def test_a_line_comes_at_least_every_ten_seconds() -> None:
 SCRIPT = """
 import sys
 import jaxpipe
-from jaxpipe.errors import AgreedError, ProgramError
+from jaxpipe.errors import AgreedError, ProgramError, StageError
 from tests.train import test_python_door as door
 
-processes = jaxpipe.join(1, "cpu")
+processes = jaxpipe.join(2, "cpu")
 if sys.argv[1] == "fails":
     if processes.mine:
         raise ValueError("no data here")
     processes.barrier("which process 1 never reaches")
 mine = processes.mine
-for what, change in {"seed": {"seed": mine}, "update": {"optimizer": door.optax.sgd(0.1 + mine)}}.items():
+for what, change in {
+    "seed": {"seed": mine},
+    "update": {"optimizer": door.optax.sgd(0.1 + mine)},
+    "zero1": {"zero1": bool(mine)},
+    "reduction": {"reduction": ("ordered", "fast")[mine]},
+    "columns=2": {"columns": 1 + mine, "dp": 2, "microbatch_size": 2},
+    "whole arrays of a rank": {"columns": 2, "dp": 2, "microbatch_size": 2, "schedule": door.with_instruction()},
+}.items():
     try:
         door.small_trainer(processes=processes, **change)
-    except AgreedError as error:
-        assert what in str(error)
+    except (AgreedError, StageError) as error:
+        assert what in str(error), error
     else:
         raise AssertionError(what)
 trainer = door.small_trainer(processes=processes)
@@ -432,6 +442,16 @@ SPREAD = {"vocabulary": "spread", "optimizer": optax.adam(0.1), "dtype": "bfloat
 """Two ranks, each with half of the words."""
 
 
+def with_instruction() -> Schedule:
+    """Return a schedule with an instruction that adds up what the first stage returns."""
+    register_op(OpSpec("Seen", "compute", (Wait(("F",), "self"),), "seen_s"))
+    register_instruction(
+        "Seen",
+        lambda stage, mesh: stage_function("Seen", stage, mesh, lambda y: y[0].sum(), reads=("y",), writes=("sum",)),
+    )
+    return insert(generate("1f1b", 2, 2), "Seen", after="F", stages=(0,))
+
+
 def small_trainer(**options: Any) -> Trainer:
     sizes = {"ranks": 2, "microbatches": 2, "microbatch_size": 1}
     options = {"optimizer": optax.sgd(0.1), "devices": None, **sizes, **options}
@@ -457,7 +477,7 @@ def run_script(monkeypatch: pytest.MonkeyPatch, argument: str) -> list[tuple[int
 
 def test_a_script_in_two_processes_has_the_bits_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps, logits, and checkpoints, with the vocabulary at the ends or divided over the ranks. What differs between processes
-    is refused by both: a seed, an optimizer, a batch."""
+    is refused by both: a seed, an optimizer, columns, a batch; so is an instruction, which would see one column's rows."""
     first, second = run_script(monkeypatch, str(tmp_path))
     assert (first[0], second[0]) == (0, 0), (first, second)
     trainer = small_trainer()

@@ -112,6 +112,20 @@ def devices_of(
     ]
 
 
+def lay_out(processes: Processes, pipe: PipelineConfig, columns: int) -> None:
+    """Lay out the processes of a :class:`~jaxpipe.Trainer`, which may have been given different sizes.
+
+    Raises:
+        AgreedError: they were, or as :meth:`~jaxpipe.runtime.processes.Processes.arrange`.
+    """
+    sizes = {"ranks": pipe.ranks, "devices of a rank": pipe.mesh, "columns": columns}
+    sums = {"zero1": pipe.sharding.zero1, "reduction": pipe.sharding.reduction}
+    settings = {name: str(value) for name, value in {**sizes, **sums}.items()}
+    # First of all: processes of other grids, or with other sums, would wait for each other.
+    processes.require_equal("grid", settings, "give every Trainer the same")
+    processes.arrange(pipe.ranks, pipe.mesh, columns)
+
+
 def find_trainer_devices(
     pipe: PipelineConfig, platform: Literal["auto", "cpu", "gpu"], processes: Processes
 ) -> Sequence[jax.Device]:

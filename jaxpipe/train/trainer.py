@@ -91,6 +91,8 @@ class Trainer(Closing):
         dp, cp, tp, zero1: devices of each rank that share a microbatch's sequences, each sequence's positions, and its layers'
             work (``tp`` may be a whole :class:`~jaxpipe.axes.RankMesh`); divide the optimizer's state and update over dp.
         cp_method: how attention is computed where positions are divided (:data:`jaxpipe.axes.CP_METHODS`).
+        reduction: how gradients are added over the devices of a rank: ``"ordered"``, the same bits however these lie in
+            processes; or ``"fast"``, as XLA adds them.
         post_validation: ``"off"``, ``"on"`` or ``"auto"``: begin a step before it is known whether the last one's gradient was
             finite and short enough (:mod:`jaxpipe.train.update.post_validation`). The same bits.
         offload, braid: as in :meth:`Pipeline.build`.
@@ -100,8 +102,8 @@ class Trainer(Closing):
         keep_last, keep_best: how many checkpoints stay, the newest and those of the lowest evaluation loss.
         devices: to run on, ``dp · cp · tp`` a rank; else what ``platform`` has: accelerators, or on a machine without any,
             emulated CPU devices.
-        processes: what :func:`jaxpipe.join` returned, if several processes run this script: each has its share of the ranks,
-            makes the same trainer, takes the same steps and is given the whole batch.
+        processes: what :func:`jaxpipe.join` returned, if several processes run this script: each has its share of the ranks, or
+            of their devices, makes the same trainer, takes the same steps and is given the whole batch.
         columns: processes that share a rank, each with an equal part of its devices (0: one, or where there are more processes
             than ranks, as many as there are for each rank).
         target, target_options: ``module:function`` and keyword arguments that made ``model``, which checkpoints keep, so that

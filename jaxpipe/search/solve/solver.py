@@ -51,13 +51,15 @@ _TINY_ACTIONS, _TINY_SHARE = 100, 0.3
 """Actions of a task up to which the exact model runs before the families (circular 2 x 3, m=2 takes 0.4 s), and its part of the
 time limit."""
 _EXACT_SHARES, _EXACT_WORKERS = ((320, 0.6), (800, 0.25)), 2
-"""Actions up to which it runs behind all else, each with its part of the time limit, and CP-SAT's own threads: 192 (p=4, m=16)
-are proved in 0.4 s, 384 (p=8, m=16) in 1.4 s; with offload (a cumulative) not in 20 s. One thread proves far less."""
+"""Actions up to which it runs behind all else, each with its part of the time limit, which placements share, and CP-SAT's own
+threads: 192 (p=4, m=16) are proved in 0.4 s, 384 (p=8, m=16) in 1.4 s; with offload (a cumulative) not in 20 s. One thread
+proves far less."""
 _LISTS_SHARES = ((4000, 0.2), (inf, 0.9))
 """Likewise for list schedules with offload. Up to 4,000 actions neighbourhoods gain more; with k=2 at p=16 and 32 the best came
 from lists, after 5 to 33 s, and neighbourhoods gained nothing."""
+_NEAR = 1.1  # × the best of all placements is a schedule worth starting the exact model from; not tuned
 _CYCLE_PARTS = 2  # jobs that share the shapes of a V's cycles: one for each of two workers, the default
-_BOUNDS_SHARE = 0.2  # of the time, for bounds from a few ranks
+_BOUNDS_SHARE = 0.2  # of the time, for bounds from a few ranks of all placements
 _FIRST_S, _GRACE_S = 2.0, 15.0
 """The time limit from which on the first families are looked at to their end, and by how much that may exceed the limit: one
 takes about a second, and there may be fifteen placements on a busy machine."""
@@ -392,14 +394,14 @@ class Portfolio:
         """Yield the jobs that run once, cheap ones first. Every kind of all tasks before the next kind."""
         total = self.options.time_limit_s
         quick = [jobs.quick_families(task) for task in self.tasks]
-        chains = [(number, task) for number, task in enumerate(self.tasks) if task.placement.is_plain_chain]
+        chains = [number for number, task in enumerate(self.tasks) if task.placement.is_plain_chain]
         tiny = [number for number, task in enumerate(self.tasks) if _actions(task) <= _TINY_ACTIONS]
         for number in tiny:
             yield from self._exact(number, total * _TINY_SHARE / len(tiny))
         for number, names in enumerate(quick):
             yield self._families(number, names)
-        for number, task in (x for x in chains if x[1].offload):
-            yield self._job(number, jobs.OffloadLists, total * _share(_LISTS_SHARES, task))
+        for number in (n for n in chains if self.tasks[n].offload):
+            yield self._job(number, jobs.OffloadLists, total * _share(_LISTS_SHARES, self.tasks[number]))
         cycles = self._cycles()
         # beside families that take as long: 15 s at p=12
         if self.options.workers > 1 and not self.options.reproducible:
@@ -408,11 +410,13 @@ class Portfolio:
             for name in (n for n in jobs.families_of(task) if n not in quick[number]):
                 yield self._families(number, (name,))
         yield from cycles
-        for number, task in chains:
-            if task.placement.num_flows == 1 and self.incumbent.value < inf:
-                yield self._job(number, jobs.RankBounds, total * _BOUNDS_SHARE, value=self.incumbent.value)
-        for number, task in enumerate(self.tasks):
-            yield from self._exact(number, total * _share(_EXACT_SHARES, task))
+        # these two use up what they get, so the tasks that may still win share it
+        one_way = [n for n in self._open_tasks() if n in chains and self.tasks[n].placement.num_flows == 1]
+        for number in one_way if self.incumbent.value < inf else ():
+            yield self._job(number, jobs.RankBounds, total * _BOUNDS_SHARE / len(one_way), value=self.incumbent.value)
+        share_of = {n: share for n in self._open_tasks() if (share := _share(_EXACT_SHARES, self.tasks[n]))}
+        for number, share in share_of.items():
+            yield from self._exact(number, total * share / len(share_of))
 
     def _cycles(self) -> Iterator[jobs.Job]:
         """Yield jobs for steady states of V placements."""
@@ -424,10 +428,12 @@ class Portfolio:
                 yield self._job(number, jobs.Cycles, seconds, part=part, parts=_CYCLE_PARTS)
 
     def _exact(self, number: int, seconds: float) -> Iterator[jobs.Job]:
-        """Yield the exact model from what is known, which a graph of stages needs; nothing where it has no time."""
-        incumbent = self.incumbent.best_by_task.get(number)
-        if seconds and (incumbent is not None or self.tasks[number].placement.is_plain_chain):
-            start = incumbent.schedule if incumbent else None
+        """Yield the exact model from a good start, or one that a graph of stages needs; nothing where it has no time."""
+        best, is_chain = self.incumbent.best_by_task.get(number), self.tasks[number].placement.is_plain_chain
+        # a start far behind other placements leads astray: a wave of p=4, m=6 at limit 3 stays at 30, and comes to 20 without
+        is_start = best is not None and (not is_chain or best.key[0] <= self.incumbent.value * _NEAR)
+        if seconds and (is_start or is_chain):
+            start = best.schedule if best is not None and is_start else None
             yield self._job(number, jobs.Exact, seconds, start=start, workers=_EXACT_WORKERS)
 
     def _neighbourhood(self) -> jobs.Job | None:
@@ -444,6 +450,10 @@ class Portfolio:
         # a prime above any number of jobs, so that solves with neighbouring seeds share no job's seed
         seed = self.options.seed * 1_000_003 + self.neighbourhoods
         return self._job(start.number, jobs.Neighbourhoods, seconds, start=start.schedule, seed=seed)
+
+    def _open_tasks(self) -> list[int]:
+        """Return the tasks whose placement may have a better schedule than what is known."""
+        return [n for n, bound in enumerate(self.incumbent.bounds) if not at_most(self.incumbent.value, bound)]
 
     def _is_hopeless(self, job: jobs.Job) -> bool:
         """Return whether no schedule of the job's placement is better than what is known."""

@@ -71,6 +71,15 @@ def part_of(mesh: Mesh, part: RankMesh, index: int) -> Mesh:
     return Mesh(mesh.devices.reshape(-1, *part.sizes.values())[index], mesh.axis_names)
 
 
+def spanning_options(mesh: AnyMesh) -> dict[str, bool | int | str]:
+    """Return what XLA must be told of a program over ``mesh`` if that has GPUs of several processes."""
+    # All its processes compile the same module, and must choose the same kernels: they share the tuning, which programs of one
+    # process must not (train/devices.py).
+    devices: list[Any] = list(mesh.devices.flat) if isinstance(mesh, Mesh) else []
+    spans = len({device.process_index for device in devices}) > 1
+    return {"xla_gpu_shard_autotuning": True} if spans and devices[0].platform == "gpu" else {}
+
+
 def with_several(mesh: AnyMesh, axes: Iterable[str]) -> tuple[str, ...]:
     """Return those of ``axes`` along which the rank has more than one device."""
     return tuple(a for a in axes if mesh.shape[a] > 1)

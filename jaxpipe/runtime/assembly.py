@@ -29,7 +29,7 @@ from jaxpipe.axes import DATA, ONE_SHARD, RankMesh, rank_mesh
 from jaxpipe.context_parallel import joined_shards, laid_out, shard_avals
 from jaxpipe.cost.profile import analytic_profile
 from jaxpipe.errors import CheckpointError, ProgramError, StageError
-from jaxpipe.mesh import part_of, pipeline_submeshes, replicated, spec_of, with_several
+from jaxpipe.mesh import part_of, pipeline_submeshes, replicated, spanning_options, spec_of, with_several
 from jaxpipe.runtime.batches import (
     Batch,
     Instance,
@@ -44,7 +44,6 @@ from jaxpipe.runtime.grid import (
     aval_on,
     function_in_process,
     place,
-    spanning_options,
     stage_in_process,
     sum_over,
 )
@@ -704,4 +703,4 @@ def on_rank(
     if mesh.size == 1:
         return jax.jit(function, donate_argnums=donate)
     mapped = jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-    return jax.jit(mapped, donate_argnums=donate, compiler_options=spanning_options(mesh))
+    return jax.jit(mapped, donate_argnums=donate, compiler_options=spanning_options(mesh) or None)

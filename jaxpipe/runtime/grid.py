@@ -128,14 +128,6 @@ def place(values: Sequence[Any], shardings: Sequence[jax.sharding.Sharding]) -> 
     ]
 
 
-def spanning_options(mesh: Mesh) -> dict[str, bool] | None:
-    """Return the compiler options of a program over ``mesh``: None where its devices are of one process, or no GPUs."""
-    # All processes of the mesh compile the same module, and must choose the same kernels: they share the tuning, which programs
-    # of one process must not (train/devices.py).
-    spans = len({device.process_index for device in mesh.devices.flat}) > 1
-    return {"xla_gpu_shard_autotuning": True} if spans and mesh.devices.flat[0].platform == "gpu" else None
-
-
 def _sharding(aval: jax.ShapeDtypeStruct) -> jax.sharding.Sharding:
     sharding: jax.sharding.Sharding | None = aval.sharding
     assert sharding is not None

@@ -177,7 +177,7 @@ def request_gpus(run: RunConfig, *, processes: int = 1, mine: int = 0) -> None:
         return
     if processes > 1:
         # Most programs are of one process, and sharing their tuning would wait for processes that compile other programs
-        # (public post-mortems: a hang). Those that span several turn it on (runtime/grid.py).
+        # (public post-mortems: a hang). Those that span several turn it on (mesh.py).
         _add_flag("--xla_gpu_shard_autotuning", "false")
         if machine.transport == "nccl":
             os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")

@@ -27,7 +27,7 @@ from jaxpipe import dump
 from jaxpipe._jax_compat import ClosedJaxpr, Var, aval_bytes, dtype_of, eval_jaxpr, shape_of, variables
 from jaxpipe.axes import ONE_SHARD, ROWS, RankMesh, exchanging
 from jaxpipe.errors import StageError
-from jaxpipe.mesh import AnyMesh, spec_of, varies_beside_data, with_several
+from jaxpipe.mesh import AnyMesh, spanning_options, spec_of, varies_beside_data, with_several
 from jaxpipe.stage.compiled.cpu import OPTIONS, for_cpu
 from jaxpipe.stage.functions import IN_PLACE, SHARED, Homes, Port, StageFunction, StageFunctions, with_offload
 from jaxpipe.stage.identity import ById, function_key, value_key
@@ -418,7 +418,8 @@ def options_for(mesh: AnyMesh) -> Mapping[str, bool | int | str]:
     """Return the compiler options for the devices of ``mesh``: on GPUs for functions with collectives."""
     if _platform(mesh) == "cpu":
         return OPTIONS
-    return GPU_OVERLAP_OPTIONS if with_several(mesh, exchanging()) and _platform(mesh) in ("gpu", "cuda") else {}
+    overlaps = with_several(mesh, exchanging()) and _platform(mesh) in ("gpu", "cuda")
+    return {**(GPU_OVERLAP_OPTIONS if overlaps else {}), **spanning_options(mesh)}
 
 
 def _platform(mesh: AnyMesh) -> str:

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from jaxpipe.cli import main
 from jaxpipe.errors import ScheduleError
 from jaxpipe.schedule import CostProfile, HostLink, Schedule, check_schedule, simulate
-from jaxpipe.schedule.placement import Placement, bidirectional, circular, one_to_one, v_shape
+from jaxpipe.schedule.placement import Placement, bidirectional, circular, one_to_one, v_shape, wave
 from jaxpipe.schedule.problem import Problem
 from jaxpipe.search.best import best_schedule
 from jaxpipe.search.budget import Budget
@@ -153,6 +153,16 @@ def test_several_placements_share_one_bound() -> None:
     assert_sound(solution)
     assert solution.task is tasks[1]
     assert solution.value == 25.5
+
+
+def test_each_placement_that_may_win_gets_the_exact_model() -> None:
+    """Families find 19 for the first, and only the exact model, from no start, what the second allows."""
+    solution = solve_any(
+        [task_of(placement, 6, 1.5) for placement in (circular(2, 4), wave(2, 4))],
+        Options(time_limit_s=3.0, reproducible=True),
+    )
+    assert_sound(solution)
+    assert (solution.value, solution.lower_bound, solution.schedule.placement.kind) == (18.75, 18.75, "wave")
 
 
 def test_lexicographic_saves_memory_at_equal_time() -> None:

@@ -105,7 +105,8 @@ def step_memory(
     ranks = []
     for before in report.ranks:
         held = {**resident[before.rank], **_update(pipeline, before, states)}
-        held_stages = (s for s, ranks in pipeline.instances.items() if before.rank in ranks)
+        # Of a replica the update runs in its primary's process, which may be another.
+        held_stages = (s for s in updates or () if before.rank in pipeline.instances[s])
         held["temporaries"] = max((states[s].workspace_bytes(updates[s]) for s in held_stages if updates), default=0)
         ranks.append(_larger(before, {k: n for k, n in held.items() if n}))
     return replace(report, ranks=tuple(ranks))

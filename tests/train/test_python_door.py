@@ -436,10 +436,15 @@ print(float(metrics.loss).hex(), trainer.evaluate(state, door.small_batch(9))["l
 trainer = door.small_trainer(processes=processes, **door.SPREAD)
 trainer.save(trainer.step(trainer.init(), door.small_batch(0))[0], sys.argv[1] + "/spread")
 state, metrics = trainer.step(trainer.restore(sys.argv[1] + "/spread"), door.small_batch(1))
-print(float(metrics.loss).hex())
+both_ways = door.small_trainer(processes=processes, schedule="chimera")
+print(float(metrics.loss).hex(), both_ways.train_step.memory_report().ranks[0].rank)
 """
-SPREAD = {"vocabulary": "spread", "optimizer": optax.adam(0.1), "dtype": "bfloat16"}
-"""Two ranks, each with half of the words."""
+BY_LEAF = optax.multi_transform(
+    {"words": optax.adam(0.1), "others": optax.trace(0.9)},
+    lambda params: jax.tree_util.tree_map_with_path(lambda at, _: "words" if "tokens" in str(at) else "others", params),
+)
+SPREAD = {"vocabulary": "spread", "optimizer": BY_LEAF, "dtype": "bfloat16"}
+"""Two ranks, each with half of the words, of which one part of the optimizer keeps nothing."""
 
 
 def with_instruction() -> Schedule:
@@ -493,7 +498,8 @@ def test_a_script_in_two_processes_has_the_bits_of_one(tmp_path: Path, monkeypat
     restored = trainer.train_step.by_layer(trainer.restore(tmp_path / "spread"))
     jax.tree.map(np.testing.assert_array_equal, restored, trainer.train_step.by_layer(state))
     _, metrics = trainer.step(state, small_batch(1))
-    assert first[1] == second[1] == f"{bits}{float(metrics.loss).hex()}\n"
+    for rank, (_, output, _) in enumerate((first, second)):
+        assert output == f"{bits}{float(metrics.loss).hex()} {rank}\n"
 
 
 def test_a_script_that_fails_ends_all_processes(monkeypatch: pytest.MonkeyPatch) -> None:

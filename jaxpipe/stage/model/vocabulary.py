@@ -254,7 +254,8 @@ def _merged(node: Any, parts: Sequence[Any], rows_of: Callable[..., Any]) -> Any
             for k in {**subtree, **parts[0]}
         }
     if node is _ABSENT:
-        return rows_of(*parts)
+        # An optimizer may keep nothing of them: a node without leaves.
+        return rows_of(*parts) if jax.tree.leaves(parts[0]) else parts[0]
     children, structure = _children(node)
     inside = [_children(part)[0] for part in parts]
     if not children:

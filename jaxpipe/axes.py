@@ -144,14 +144,14 @@ class RankMesh:
     def column(self, columns: int) -> RankMesh:
         """Return one of ``columns`` equal parts: the devices of one of the processes that share the rank."""
         cut = self.cut(columns)
-        sizes: dict[str, Any] = {axis: size // cut[axis] for axis, size in self.sizes.items()}
+        sizes: dict[str, Any] = {axis: size // cut[axis] for axis, size in self.sizes.items() if cut[axis] > 1}
         return replace(self, **sizes)
 
     def function_part(self, columns: int) -> RankMesh:
         """Return the part on which a stage function runs where ``columns`` processes share the rank: along the axes whose
         devices exchange in layers it is whole, and may be of several processes."""
         cut = self.cut(columns)
-        rows: dict[str, Any] = {axis: self.sizes[axis] // cut[axis] for axis in ROWS}
+        rows: dict[str, Any] = {axis: self.sizes[axis] // cut[axis] for axis in ROWS if cut[axis] > 1}
         return replace(self, **rows)
 
     @property

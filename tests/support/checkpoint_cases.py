@@ -92,7 +92,13 @@ def seen_in_column(tree: Any, column: int, columns: int) -> Any:
             return array
         devices = {*np.split(mesh.devices, columns, mesh.axis_names.index(DP))[column].flat}
         shards = [shard for shard in array.addressable_shards if shard.device in devices]
-        return SimpleNamespace(shape=array.shape, size=array.size, dtype=array.dtype, addressable_shards=shards)
+        return SimpleNamespace(
+            shape=array.shape,
+            size=array.size,
+            dtype=array.dtype,
+            sharding=array.sharding,
+            addressable_shards=shards,
+        )
 
     return jax.tree.map(seen, tree)
 

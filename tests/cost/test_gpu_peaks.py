@@ -11,8 +11,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxpipe.cost.allocator import LARGEST_REST, Chunks
-from jaxpipe.cost.memory import account
+from jaxpipe.cost.memory import LARGEST_REST, Chunks, account
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.runtime.transfer import OffloadOptions
 from jaxpipe.schedule import generate

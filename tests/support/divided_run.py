@@ -156,7 +156,7 @@ def trained(processes: Processes, *, overrides: list[str], finds: list[str]) -> 
     from jaxpipe.train import replan
     from jaxpipe.train.config import load_config
     from jaxpipe.train.loop import train
-    from jaxpipe.train.run import run_directory, slow_processes
+    from jaxpipe.train.run import run_directory, step_log
     from tests.support.train_runs import equal_seconds
 
     class Finds:
@@ -184,7 +184,7 @@ def trained(processes: Processes, *, overrides: list[str], finds: list[str]) -> 
     replan.seconds_by_op = equal_seconds
     replan.Replanner.gains = property(lambda self: (0.0, -1.0) if self._before else (math.nan,) * 2)  # type: ignore[method-assign, assignment]
     run_directory.PICTURES = run_directory.PICTURES[:1]
-    slow_processes._LEAST_PEERS, slow_processes._SLOW, slow_processes._SPREADS = 2, 0.0, -1e9
+    step_log._LEAST_PEERS, step_log._SLOW, step_log._SPREADS = 2, 0.0, -1e9
     printed = io.StringIO()
     train(load_config(None, overrides), printed, processes=processes)
     return {"printed": printed.getvalue()}

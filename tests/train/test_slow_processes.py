@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from jaxpipe.schedule import CostProfile
-from jaxpipe.train.run.slow_processes import OpSeconds, SlowProcesses
+from jaxpipe.train.run.step_log import OpSeconds, SlowProcesses
 
 STAGES = 4
 COSTS = CostProfile.uniform(STAGES, f=2e-3, b=3e-3, w=1e-3)

@@ -32,7 +32,15 @@ V_SHAPED = {"ranks": 2, "schedule": "v-half", "dp": 2, "dropout": 0.1}
 OFFLOADED = {"ranks": 2, "schedule": "po-f", "dp": 2, "tp": 2, "zero1": True}
 TENSOR = {"ranks": 2, "schedule": "stp", "tp": 2, "dropout": 0.1}
 CONTEXT = {"ranks": 2, "schedule": "zb-1p", "cp": 2}
-WIDE = {"ranks": 2, "schedule": "1f1b", "dp": 4, "size": 4, "dtype": "bfloat16"}
+MANY: list[dict[str, Any]] = [
+    {"ranks": 2, "dp": 4, "size": 4, "schedule": "1f1b", "dropout": 0.1},
+    {"ranks": 2, "dp": 4, "size": 4, "schedule": "v-zb", "dtype": "bfloat16"},
+    {"ranks": 2, "dp": 4, "size": 4, "schedule": "po-f", "zero1": True},
+    {"ranks": 2, "dp": 4, "size": 4, "schedule": "v-half", "dropout": 0.1, "dtype": "bfloat16"},
+    {"ranks": 2, "dp": 2, "schedule": "stp", "tp": 2},
+    {"ranks": 4, "dp": 2, "layers": 8, "schedule": "zb-1p", "zero1": True, "dropout": 0.1},
+    {"ranks": 4, "dp": 2, "layers": 8, "schedule": "v-zb", "zero1": True, "dtype": "bfloat16"},
+]
 
 
 def in_columns(cases: list[dict[str, Any]], columns: int) -> list[dict[str, Any]]:
@@ -49,7 +57,7 @@ def test_dp_over_two_processes_has_the_bits_of_one(tmp_path: Path) -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize("options", [{"zero1": True, "dtype": "bfloat16"}, {"dp": 2, "tp": 2, "zero1": True}, {}])
 def test_any_grid_goes_on_from_the_checkpoint_of_any_other(tmp_path: Path, options: dict[str, Any]) -> None:
-    case = {**WIDE, "dtype": "float32", **options}
+    case = {"ranks": 2, "schedule": "1f1b", "dp": 4, "size": 4, **options}
     grids = [(1, 1), (2, 2), (4, 2), (2, 1), (1, 1)]
     (single,) = run(1, [{**case, "folder": str(tmp_path / "one")}] * len(grids))
     for number, columns in grids:
@@ -119,18 +127,15 @@ def test_one_process_a_device_has_the_bits_of_one() -> None:
 
 
 @pytest.mark.soak
-def test_pipeline_and_dp_over_four_processes_have_the_bits_of_one() -> None:
-    assert_same_bits(in_columns([ZERO, PLAIN, V_SHAPED], 2), 4)
+@pytest.mark.parametrize(("number", "columns"), [(2, 1), (2, 2), (4, 1), (4, 2), (4, 4)])
+def test_any_grid_has_the_bits_of_one_process(number: int, columns: int) -> None:
+    cases = [case for case in MANY if case["dp"] % columns == 0 and number // columns <= case["ranks"]]
+    assert_same_bits([{**case, "columns": columns} for case in cases], number)
 
 
 @pytest.mark.soak
 def test_steps_that_begin_early_on_a_grid_have_the_bits_of_one_process() -> None:
     assert_same_bits(in_columns([{**case, "ahead": True} for case in (ZERO, PLAIN, V_SHAPED)], 2), 2, 4)
-
-
-@pytest.mark.soak
-def test_dp_over_four_processes_has_the_bits_of_one() -> None:
-    assert_same_bits(in_columns([WIDE, {**WIDE, "zero1": True, "dropout": 0.1}], 4), 4)
 
 
 def test_grids_are_as_wide_as_they_must_be_or_as_asked() -> None:

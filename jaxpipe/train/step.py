@@ -363,10 +363,12 @@ class TrainStep:
             inputs = unapplied.params[s], unapplied.master[at], reduced.grads, unapplied.optimizer[s]
             buffers, finite[s] = unapplied.updates[s].ahead(*inputs, *late_arguments[s])
             unapplied.compute[at] = _with_buffers(unapplied.compute[at], self._writes[s], buffers)
-            masters, reads = self._shards[s].mastered, zip(self._reads[s], unapplied.params[s], strict=True)
-            unapplied.params[s] = [unapplied.compute[at][i] if i in masters else old for i, old in reads]
             unapplied.reduced[s] = replace(reduced, acc=[])  # made anew when it is needed
         self._broadcast_params(unapplied.compute)
+        # After it, which donates buffers with copies of tied leaves.
+        for s, r in self._own.items():
+            masters, reads = self._shards[s].mastered, zip(self._reads[s], unapplied.params[s], strict=True)
+            unapplied.params[s] = [unapplied.compute[r, s][i] if i in masters else old for i, old in reads]
         updated = Updated(self._scalars.all_true(finite), rate)
         late = LateUpdate(
             unapplied, late_arguments, is_valid, updated, self._rate_after, self._applied, self.post_validation

@@ -115,7 +115,7 @@ def steps(
     digests["held out"] = pipe.evaluate(state.compute, batch)[0].hex()
     digests["costs"] = json.dumps(to_costs(step.pipeline.costs))
     if columns:
-        trees = {}
+        trees, state = {}, state.committed()
         for r, s in state.master:
             view, specs = (
                 RankView(pipe.rank_meshes[r], pipe.submeshes[r]),

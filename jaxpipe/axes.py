@@ -18,7 +18,7 @@ DP = "dp"
 CP = "cp"
 TP = "tp"
 Role = Literal["rows", "time", "width"]
-"""What the devices along an axis divide: the rows of a microbatch, the positions of each, or a layer's work on them."""
+"""The thing that devices along an axis divide: a microbatch's rows, the positions of each, or a layer's work on them."""
 
 AXES: dict[str, Role] = {DP: "rows", CP: "time", TP: "width"}
 """The axes of a rank's mesh, the outermost first."""

@@ -1,4 +1,4 @@
-"""What all ranks run and send each other, as integers: what order, places and the proof need of programs of many ranks.
+"""Holds what all ranks run and send each other, as integers: as much as order, places and the proof need of many ranks.
 
 A process makes the programs of its own ranks alone; but where messages stand between processes, and whether they can wait for
 each other for ever, depends on what all ranks do. Of that, :class:`DataFlow` finds which action's values which rank reads, and
@@ -163,7 +163,7 @@ def traffic_of(programs: Sequence[ir.Program], times_of: Callable[[int], dict[Sl
 
 
 _SENDS_HERE, _RECEIVES_HERE, _PLACED = 1, 2, 4
-"""What holds of a message, bit by bit: its receiver or sender is of the same process, it has a place."""
+"""Bits of a message: its receiver or sender is of the same process, it has a place."""
 
 
 class IssueOrder:

@@ -118,17 +118,17 @@ class Assembly:
     ``boundaries[stage]``: first and one-past-last layer; ``functions[(rank, stage)]``; ``offload``: what O and L move, and
     where to; ``braid``: whether braided slots run as one function; ``ownership``: which ranks are this process's (all are
     traced, these run). ``mesh``: the devices of every rank by axis, and how layers divide their work over them;
-    ``rank_meshes``: those devices; ``submeshes``: of each rank those in this process's column (:mod:`jaxpipe.runtime.grid`),
-    whose arrays are here; ``function_meshes``: those on which functions run, which see their part of a microbatch, and
-    ``joint_functions``: as they run there.
+    ``submeshes``: of each rank those in this process's column (:mod:`jaxpipe.runtime.grid`), whose arrays are here;
+    ``rank_views``, ``function_views``: these seen with all devices of the rank, and with those on which functions run, which
+    see their part of a microbatch; ``joint_functions``: as they run there.
     """
 
     model: Model
     placement: Placement
     boundaries: Cut
     submeshes: tuple[jax.sharding.Mesh, ...]
-    rank_meshes: tuple[jax.sharding.Mesh, ...]
-    function_meshes: tuple[jax.sharding.Mesh, ...]
+    rank_views: tuple[RankView, ...]
+    function_views: tuple[RankView, ...]
     functions: Mapping[Instance, StageFunctions]
     joint_functions: Mapping[Instance, StageFunctions]
     microbatch_size: int
@@ -154,11 +154,6 @@ class Assembly:
     def function_part(self) -> RankMesh:
         """Return the devices of every rank on which a function runs, by axis."""
         return self.mesh.function_part(self.ownership.processes.columns)
-
-    @cached_property
-    def views(self) -> tuple[RankView, ...]:
-        """Return the views of each rank's devices on which functions run."""
-        return tuple(RankView(*meshes) for meshes in zip(self.function_meshes, self.submeshes, strict=True))
 
     @property
     def function_processes(self) -> int:
@@ -230,7 +225,8 @@ class Assembly:
         rank_meshes = pipeline_submeshes(placement.num_ranks, mesh, devices=devices)
         submeshes = tuple(part_of(m, column, processes.column) for m in rank_meshes)
         number = processes.column // (part.num_devices // column.num_devices)
-        function_meshes = tuple(part_of(m, part, number) for m in rank_meshes)
+        rank_views = tuple(map(RankView, rank_meshes, submeshes))
+        function_views = tuple(map(RankView, (part_of(m, part, number) for m in rank_meshes), submeshes))
         ownership = Ownership(submeshes, processes, transport)
         layers = [model.layers[a:b] for a, b in boundaries]
         instances = _instances(placement)
@@ -244,7 +240,7 @@ class Assembly:
                 layers,
                 param_avals=compute_avals(model.layers, compute, master),
                 data_avals=data_avals,
-                meshes=[function_meshes[r] for r in ranks],
+                meshes=[function_views[r].rank for r in ranks],
                 recompute=recompute,
                 acc_dtype=master,
                 tp=part,
@@ -258,12 +254,9 @@ class Assembly:
             placement,
             boundaries,
             submeshes,
-            rank_meshes,
-            function_meshes,
-            {
-                (r, s): stage_in_process(f, RankView(function_meshes[r], submeshes[r]))
-                for (r, s), f in functions.items()
-            },
+            rank_views,
+            function_views,
+            {(r, s): stage_in_process(f, function_views[r]) for (r, s), f in functions.items()},
             functions,
             microbatch_size,
             compute,
@@ -356,7 +349,7 @@ class Assembly:
             [self.layers(s) for s in stages],
             compute_avals(self.model.layers, self.compute_dtype, self.master_dtype),
             self._data_avals,
-            [self.function_meshes[self.primary(s)[0]] for s in stages],
+            [self.function_views[self.primary(s)[0]].rank for s in stages],
             policies,
             self.master_dtype,
             self.function_part,
@@ -378,7 +371,7 @@ class Assembly:
         placed, params = {}, self.model.divided(params)
         for rank, stage in self.own_instances:
             buffers = self.packed(stage, params)
-            avals, view = self.functions[rank, stage].param_avals, self.views[rank]
+            avals, view = self.functions[rank, stage].param_avals, self.function_views[rank]
             placed[(rank, stage)] = view.narrow(place(buffers, [NamedSharding(view.rank, spec_of(a)) for a in avals]))
         return placed
 
@@ -416,7 +409,7 @@ class Assembly:
         if self.row_shards is not None:
             batch = rows_of_shards(batch, self.row_shards, self.mesh.rows)
         batch = laid_out(batch, self.model.over_time, self.function_part)
-        return place_data(batch, self._own_functions, self.views)
+        return place_data(batch, self._own_functions, self.function_views)
 
     def sum_replicas(self, gradients: Mapping[Instance, Sequence[jax.Array]]) -> dict[Instance, Buffers]:
         """Add the gradients of a stage's replicas, reduced or not, to its primary's, and return all, the replicas' at zero."""
@@ -526,7 +519,7 @@ class Assembly:
         runs = self._forward(params, {**unread, **batch}, functions, 1)
         last = len(functions) - 1
         rank = self.primary(last)[0]
-        view = RankView(self.rank_meshes[rank], self.submeshes[rank])
+        view = self.rank_views[rank]
         join_columns = jax.jit(lambda arrays: arrays, out_shardings=replicated(view.rank))
         avals: Sequence[Any] = function.avals_out
         if view.spans:
@@ -554,7 +547,7 @@ class Assembly:
         params = compute_avals(self.model.layers, self.compute_dtype, self.master_dtype)
         output_avals = jax.eval_shape(lambda p, b: array_leaves(model_output(self.model, p, b)), params, spec)
         at, part = self.primary(last), self.function_part
-        view, joint = self.views[at[0]], self.joint_functions[at]
+        view, joint = self.function_views[at[0]], self.joint_functions[at]
         function, tree = build_output(self.layers(last), joint, view.rank, self._data_avals, part)
         return function_in_process(function, view) if view.spans else function, tree, output_avals
 

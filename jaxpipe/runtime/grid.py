@@ -109,6 +109,8 @@ def _aval(array: jax.Array) -> jax.ShapeDtypeStruct:
 
 def holders_share(array: jax.Array) -> tuple[int, int]:
     """Return ``(k, n)``: n processes have the same parts of an array as this one, which is the k-th of them."""
+    if array.sharding.is_fully_addressable:
+        return 0, 1
     parts: Mapping[Any, Any] = array.sharding.devices_indices_map(array.shape)
     mine = jax.process_index()
     own_part = next(part for device, part in parts.items() if device.process_index == mine)

@@ -143,7 +143,7 @@ class Pipeline(Assembly):
         assembly = assembly.with_ops(schedule)
         slots = braided_slots(schedule, assembly.stages) if assembly.braid else ()
         braids = build_braids(slots, assembly.joint_functions, assembly.cache)
-        views = assembly.views
+        views = assembly.function_views
         braids = {at: function_in_process(f, views[at[0]]) if views[at[0]].spans else f for at, f in braids.items()}
         dump.dump("schedule", schedule.name, str(schedule))
         costs = assembly.flop_costs if costs is None else with_missing_ops(costs, assembly.stages)

@@ -39,7 +39,7 @@ from jaxpipe.mesh import replicated
 from jaxpipe.runtime.assembly import on_rank
 from jaxpipe.runtime.batches import Batch
 from jaxpipe.runtime.executor import StepDropped, StepOutputs
-from jaxpipe.runtime.grid import RankView, aval_on, place
+from jaxpipe.runtime.grid import aval_on, place
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.schedule import CostProfile
 from jaxpipe.stage.functions import Footprint, compiled_footprint, device_bytes, total_device_bytes
@@ -209,7 +209,7 @@ class TrainStep:
         if reduction not in ("ordered", "fast"):
             raise ConfigError(f"reduction is {reduction!r}; want 'ordered' or 'fast'")
         ordered, dtype = reduction == "ordered", pipeline.master_dtype
-        self._views = {s: RankView(pipeline.rank_meshes[r], pipeline.submeshes[r]) for s, r in self._primary.items()}
+        self._views = {s: pipeline.rank_views[r] for s, r in self._primary.items()}
         self._shards = {
             s: stage_update.StageShards(pipeline.layout(s), view.rank, zero1, dtype, ordered)
             for s, view in self._views.items()

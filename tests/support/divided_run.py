@@ -54,7 +54,6 @@ def steps(
     from jaxpipe.axes import RankMesh
     from jaxpipe.errors import ProgramError
     from jaxpipe.mesh import spec_of
-    from jaxpipe.runtime.grid import RankView
     from jaxpipe.runtime.pipeline import Pipeline
     from jaxpipe.runtime.transfer import OffloadOptions
     from jaxpipe.schedule import generate, parse_schedule
@@ -117,11 +116,8 @@ def steps(
     if columns:
         trees, state = {}, state.committed()
         for r, s in state.master:
-            view, specs = (
-                RankView(pipe.rank_meshes[r], pipe.submeshes[r]),
-                map(spec_of, pipe.functions[r, s].param_avals),
-            )
-            compute = view.widen(state.compute[r, s], list(specs))
+            specs = [spec_of(a) for a in pipe.functions[r, s].param_avals]
+            compute = pipe.rank_views[r].widen(state.compute[r, s], specs)
             trees[f"stage {s}"] = (state.master[r, s], compute, state.optimizer[s])
     else:
         params, optimizer = step.by_layer(state)

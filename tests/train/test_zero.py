@@ -61,7 +61,7 @@ def sharded() -> Pipeline:
 
 
 def _view(pipe: Pipeline, rank: int) -> RankView:
-    return RankView(pipe.rank_meshes[rank], pipe.submeshes[rank])
+    return pipe.rank_views[rank]
 
 
 def test_no_function_of_a_stage_has_a_collective_over_dp(sharded: Pipeline) -> None:

@@ -19,7 +19,7 @@ from jaxpipe.train.checkpoints.folders import GroupArrays
 from jaxpipe.train.checkpoints.leaves import Share
 
 _BYTES = 2**28
-"""What is on each device at once while columns exchange what they have read."""
+"""The most bytes on each device at once while columns exchange what they have read."""
 
 
 def share_of_reading(processes: Processes) -> Share:

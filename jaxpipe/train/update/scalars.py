@@ -77,9 +77,9 @@ class StepReduction:
         forward = {s: pipeline.stages[s].functions["F"] for s in lossy}
         made_there = {s: list(zip(f.outputs, f.avals_out, strict=True)) for s, f in forward.items()}
         self._ports = {(s, port.index): a for s, of in made_there.items() for port, a in of if port.kind == "loss"}
-        view = RankView(pipeline.rank_meshes[self._loss_rank], pipeline.submeshes[self._loss_rank])
+        view = pipeline.rank_views[self._loss_rank]
         self._sum_losses = LossReduction(view, [spec_of(a) for _, a in sorted(self._ports.items())], pipeline.reported)
-        self._views = [RankView(*meshes) for meshes in zip(pipeline.rank_meshes, pipeline.submeshes, strict=True)]
+        self._views = pipeline.rank_views
         self._hub, self._any_column = hub, AnyColumn(self._views[hub])
         if not self._owned.divided:
             return

@@ -45,7 +45,8 @@ def table() -> str:
     compiled = [json.loads(f.read_text(encoding="utf-8")) for f in sorted(RESULTS.glob("*-compile.json"))]
     lines += [line for report in compiled for line in ("", *compiled_table(report))]
     public = json.loads((RESULTS / "plan-public.json").read_text(encoding="utf-8"))
-    return "\n".join([*lines, "", *public_table(public)])
+    experts = json.loads((RESULTS / "plan-experts.json").read_text(encoding="utf-8"))
+    return "\n".join([*lines, "", *public_table(public), "", *experts_table(experts)])
 
 
 def torch_table(report: dict[str, Any]) -> list[str]:
@@ -249,6 +250,38 @@ def public_table(report: dict[str, Any]) -> list[str]:
         if r["pp"] > 1 and r["cp"] == 1
     ]
     return [*lines, "", f"- `{report['command']}`, commit {report['commit']}."]
+
+
+def experts_table(report: dict[str, Any]) -> list[str]:
+    """Tabulate mixtures of experts (``plan_experts.py``): sizes beside published ones, exchanges beside recorded ones."""
+    run, *exchanges = report["recorded"]
+    return [
+        "Mixtures of experts, counted by hand: parameters beside published ones; a layer's F and its exchanges (dispatch and "
+        "combine) for 4,096 tokens on an H100, EP 8 in a node.",
+        "",
+        "| model | parameters, active (10⁹) | ÷ published | F, ms | exchanges, ms | ÷ F | rows received: mean, worst |",
+        "|---|---|---|---|---|---|---|",
+        *(
+            f"| {r['model']} | {r['parameters'] / 1e9:.2f}, {r['active_parameters'] / 1e9:.2f} | {r['ratio']:.4f}, "
+            f"{r['active_ratio']:.4f} | {r['forward_ms']:.2f} | {r['exchange_ms']:.2f} | {r['exchange_share']:.2f} | "
+            f"{r['mean_rows']:,}, {r['worst_rows']['8']:,} |"
+            for r in report["sizes"]
+        ),
+        "",
+        "| recorded exchanges of a step | balanced, ms | by arithmetic (÷ recorded) | real routing, ms (÷ balanced) |",
+        "|---|---|---|---|",
+        *(
+            f"| {r['run']} | {r['balanced_ms']:,} | {r['ours_ms']:,} ({r['ratio']:.2f}) | {r['real_ms']:,} "
+            f"({r['imbalance']:.2f}) |"
+            for r in exchanges
+        ),
+        "",
+        f"{run['run']}: a step of {run['step_s']} s became {run['step_with_hiding_s']} s with hidden exchanges "
+        f"(Megatron-Bridge). By arithmetic its exchanges take {run['exchange_s']} s and its products "
+        f"{run['compute_s_at_half_peak']} s at half the peak: {run['hidden_share']:.0%} of the exchanges were hidden.",
+        "",
+        f"- `{report['command']}`, commit {report['commit']}.",
+    ]
 
 
 def truth_table() -> str:
